@@ -1,0 +1,40 @@
+"""The two protocols a backend fulfils. A third-party backend needs nothing else from spformat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from ..problem import Plan, Problem
+
+
+@runtime_checkable
+class Kernel(Protocol):
+    """One way to compute C = A @ B for some formats."""
+
+    name: str
+    """``backend.kernel``, for instance ``cuda.spmm_bsr``."""
+    formats: frozenset[str]
+
+    def unsupported(self, p: Problem) -> list[str]:
+        """Every reason why ``p`` is refused; empty = accepted. Pure: reads ``p`` only, touches no GPU."""
+        ...
+
+    def plan(self, a: Any, p: Problem) -> Plan:
+        """A plan for matrix ``a`` (validated, of a format in ``formats``). Called only when accepted."""
+        ...
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """A named, ordered set of kernels."""
+
+    name: str
+
+    def missing(self) -> list[str]:
+        """What keeps this backend from running here (a package, a device), with the fix; empty = usable."""
+        ...
+
+    def kernels(self) -> Sequence[Kernel]:
+        """Kernels, best first."""
+        ...

@@ -1,0 +1,84 @@
+"""Compile a ``.cu`` file of this folder with NVRTC and hand back a function: the only caller of RawModule.
+
+The source text starts with the hash of every ``spformat/`` header it reaches, because CuPy's disk cache
+key leaves out headers found through ``-I``: an edited header would otherwise run the old binary.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ...errors import DeviceError, DeviceUnavailable
+
+HERE = Path(__file__).parent
+INCLUDE = HERE / "include"
+_INCLUDE_LINE = re.compile(r'^\s*#\s*include\s+"(spformat/[^"]+)"', re.MULTILINE)
+
+
+def reached_headers(text: str) -> list[Path]:
+    """Every ``spformat/`` header that ``text`` includes, directly or through another, each once, sorted."""
+    found: set[Path] = set()
+    queue = [text]
+    while queue:
+        for name in _INCLUDE_LINE.findall(queue.pop()):
+            path = INCLUDE / name
+            if path not in found:
+                found.add(path)
+                queue.append(path.read_text())
+    return sorted(found)
+
+
+def source_text(source: str) -> str:
+    """The text of ``source`` with the hash of its headers as first line."""
+    text = (HERE / source).read_text()
+    digest = hashlib.sha256(b"".join(p.read_bytes() for p in reached_headers(text))).hexdigest()
+    return f"// headers {digest}\n{text}"
+
+
+def architecture(sm: int, archs: tuple[str, ...]) -> str:
+    """The flag value for a device: ``sm_90a`` when the kernel lists it and the device is one, else the device's plain target."""
+    exact = f"sm_{sm}a"
+    return exact if exact in archs else f"sm_{sm}"
+
+
+def options(arch: str) -> tuple[str, ...]:
+    """NVRTC options; the same for the package and for the compile tests that need no GPU."""
+    return (f"-arch={arch}", "-std=c++17", f"-I{INCLUDE}")
+
+
+@functools.lru_cache(maxsize=None)
+def load(source: str, instance: str, arch: str, device_id: int = 0, smem: int = 0) -> Any:
+    """The compiled kernel ``instance`` (a C++ name expression) of ``source``, ready to launch.
+
+    ``smem``: dynamic shared memory in bytes; above 48 KB the function attribute is raised here, once.
+    Raises DeviceError with the options, the compiler's log and the path of the dumped source.
+    """
+    try:
+        import cupy
+    except ImportError as e:  # pragma: no cover - the dispatcher asks missing() first
+        raise DeviceUnavailable("cupy is not installed; pip install 'spformat[cuda13]' (or cuda12)") from e
+    text = source_text(source)
+    flags = options(arch)
+    with cupy.cuda.Device(device_id):
+        module = cupy.RawModule(code=text, options=flags, name_expressions=(instance,))
+        try:
+            function = module.get_function(instance)
+        except cupy.cuda.compiler.CompileException as e:
+            raise DeviceError(_report(source, instance, flags, text, str(e))) from e
+        if smem > 48 * 1024:
+            function.max_dynamic_shared_size_bytes = smem
+    if os.environ.get("SPFORMAT_JIT_DEBUG"):
+        print(f"{source} {instance} {arch}: {function.num_regs} registers, {function.local_size_bytes} B local")
+    return function
+
+
+def _report(source: str, instance: str, flags: tuple[str, ...], text: str, log: str) -> str:
+    with tempfile.NamedTemporaryFile("w", prefix="spformat-", suffix=".cu", delete=False) as f:
+        f.write(text)
+    return f"{source}: {instance} does not compile with {' '.join(flags)}; source in {f.name}\n{log}"

@@ -1,0 +1,101 @@
+"""What a kernel is asked, and what it answers: values that hold no arrays and need no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+ROW, COL = "row", "col"
+
+
+def tile_class(n: int) -> int:
+    """Upper end of the class that ``n`` columns of B fall in: 0, 8, 16, 32, .. 4096; plans are shared in a class."""
+    if n <= 0:
+        return 0
+    return min(4096, max(8, 1 << (n - 1).bit_length()))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """C[M,N] = A[M,K] @ B[K,N] as a kernel sees it before it sees any data. Hashable; safe to build without a GPU."""
+
+    format: str
+    params: tuple[tuple[str, Any], ...]
+    M: int
+    K: int
+    n: int
+    """Tile class of N (``tile_class``), not N itself: N is a run-time argument of a plan."""
+    nnz: int
+    """Stored items of A (padding not counted where the format knows it)."""
+    a_dtype: str
+    b_dtype: str
+    out_dtype: str
+    b_layout: str = ROW
+    """"row": B[k,n] at k*ldb + n; "col": at k + n*ldb."""
+    out_layout: str = ROW
+    device: str = "cpu"
+    """"cpu" or "cuda"."""
+    sm: int | None = None
+    """Compute capability times ten, 90 for an H200; None on the host."""
+    device_id: int = 0
+
+    @property
+    def p(self) -> dict[str, Any]:
+        """The params as a dict."""
+        return dict(self.params)
+
+    @property
+    def sm_name(self) -> str:
+        return "no GPU" if self.sm is None else f"sm_{self.sm}"
+
+
+def reasons(*pairs: tuple[Any, str]) -> list[str]:
+    """The texts whose condition holds."""
+    return [text for refused, text in pairs if refused]
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A kernel takes the problem."""
+
+    kernel: str
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        return f"{self.kernel}: accepted"
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A kernel does not take the problem, and every reason why."""
+
+    kernel: str
+    reasons: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __str__(self) -> str:
+        return f"{self.kernel}: " + "; ".join(self.reasons)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """One product, ready to run: ``plan(B)`` or ``plan(B, out=C)``.
+
+    A plan keeps the arrays of A, never the Format object, so that the weak plan cache can empty.
+    ``run(B, out, N)`` gets operands that match ``problem``; ``out`` is None where the plan allocates it.
+    """
+
+    kernel: str
+    problem: Problem
+    run: Callable[[Any, Any], Any] = field(repr=False)
+    tile: str = ""
+    workspace: int = 0
+    """Bytes the plan owns beside the arrays of A."""
+
+    def __call__(self, B: Any, out: Any = None) -> Any:
+        return self.run(B, out)
