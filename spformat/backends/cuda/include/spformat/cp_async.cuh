@@ -1,0 +1,26 @@
+// Asynchronous copies global -> shared, sm_80 and later.
+#pragma once
+#include "spformat/dtypes.cuh"
+
+namespace spformat {
+
+// 16 bytes, both addresses aligned to 16; bytes beyond `valid` (0 .. 16) are written as zero and not read from global.
+__device__ __forceinline__ void cp_async_16(u32 shared, const void* global, u32 valid) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid) : "memory");
+}
+__device__ __forceinline__ void cp_async_16(u32 shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+// 4 bytes, both addresses aligned to 4; `valid` as above (0 .. 4).
+__device__ __forceinline__ void cp_async_4(u32 shared, const void* global, u32 valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(valid) : "memory");
+}
+
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Wait until at most Pending of this thread's latest groups are still in flight.
+template <int Pending> __device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+}  // namespace spformat
