@@ -73,9 +73,7 @@ class SpformatError(Exception):
         return {"code": self.code, "exit_code": self.exit_code, "message": str(self), **plain}
 
 
-_FIELDS = frozenset(
-    "path tensor array index value expected phase unit count first found limit hint reasons".split()
-)
+_FIELDS = frozenset("path tensor array index value expected phase unit count first found limit hint reasons".split())
 
 
 def _rebuild(cls: type[SpformatError], message: str, fields: dict[str, Any]) -> SpformatError:

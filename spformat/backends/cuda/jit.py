@@ -42,7 +42,7 @@ def source_text(source: str) -> str:
 
 
 def architecture(sm: int, archs: tuple[str, ...]) -> str:
-    """The flag value for a device: ``sm_90a`` when the kernel lists it and the device is one, else the device's plain target."""
+    """The -arch value for a device: ``sm_90a`` when a kernel lists it and the device is one, else the plain target."""
     exact = f"sm_{sm}a"
     return exact if exact in archs else f"sm_{sm}"
 
@@ -52,7 +52,7 @@ def options(arch: str) -> tuple[str, ...]:
     return (f"-arch={arch}", "-std=c++17", f"-I{INCLUDE}")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def load(source: str, instance: str, arch: str, device_id: int = 0, smem: int = 0) -> Any:
     """The compiled kernel ``instance`` (a C++ name expression) of ``source``, ready to launch.
 

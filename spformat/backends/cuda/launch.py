@@ -39,7 +39,9 @@ class Launch:
 
     __slots__ = ("_entry", "_function", "_keep", "_params", "_slots", "smem", "threads")
 
-    def __init__(self, function: Any, signature: Sequence[Any], fixed: Sequence[Any], threads: int, smem: int = 0) -> None:
+    def __init__(
+        self, function: Any, signature: Sequence[Any], fixed: Sequence[Any], threads: int, smem: int = 0
+    ) -> None:
         kernel = getattr(function, "kernel", function)
         self._keep = (function, kernel, tuple(fixed))
         self._function = kernel.ptr
@@ -154,7 +156,9 @@ def _leading(name: str, x: Any, col: bool, device_id: int) -> int:
 
 
 def _extent(x: Any) -> int:
-    return sum((d - 1) * s for d, s in zip(x.shape, x.strides, strict=True)) + x.dtype.itemsize if x.size else 0
+    if not x.size:
+        return 0
+    return int(sum((d - 1) * s for d, s in zip(x.shape, x.strides, strict=True)) + x.dtype.itemsize)
 
 
 def _check_alias(B: Any, out: Any, b: int, c: int) -> None:

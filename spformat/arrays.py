@@ -1,0 +1,89 @@
+"""Which array library a value belongs to, and the index types: the only place that knows numpy and CuPy apart."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from .errors import ArrayError, DeviceUnavailable, UsageError
+
+PAD = -1
+"""The index of a padded slot in every index array."""
+
+Array = Any
+"""numpy.ndarray or cupy.ndarray."""
+
+INT32_MAX = 2**31 - 1
+
+
+def ceil_div(a: int, b: int) -> int:
+    """ceil(a / b) for a >= 0, b > 0."""
+    return -(-a // b)
+
+
+def round_up(a: int, b: int) -> int:
+    """The smallest multiple of b that is >= a."""
+    return b * ceil_div(a, b)
+
+
+def index_dtype(bound: int) -> np.dtype[Any]:
+    """int32 when every number up to ``bound`` fits, else int64."""
+    return np.dtype(np.int32 if bound <= INT32_MAX else np.int64)
+
+
+def is_cupy(x: Any) -> bool:
+    """True for a CuPy array. CuPy is not imported: an array of it can only exist if somebody else did."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(x, cupy.ndarray)
+
+
+def namespace(x: Array) -> Any:
+    """numpy or cupy, the library ``x`` belongs to."""
+    if isinstance(x, np.ndarray):
+        return np
+    if is_cupy(x):
+        return sys.modules["cupy"]
+    raise ArrayError(f"expected a numpy or CuPy array, got {type(x).__module__}.{type(x).__name__}")
+
+
+def device_of(x: Array) -> str:
+    """ "cpu" or "cuda:<id>"."""
+    return f"cuda:{x.device.id}" if is_cupy(x) else "cpu"
+
+
+def parse_device(device: str) -> int | None:
+    """None for "cpu", the id for "cuda" or "cuda:<id>"."""
+    kind, _, number = device.partition(":")
+    if kind == "cpu" and not number:
+        return None
+    if kind == "cuda" and (not number or number.isdecimal()):
+        return int(number or 0)
+    raise UsageError(f"device: expected 'cpu', 'cuda' or 'cuda:<id>', got {device!r}")
+
+
+def to_device(x: Array, device: str) -> Array:
+    """A copy of ``x`` on ``device``, or ``x`` itself when it is there; the one place where data crosses."""
+    number = parse_device(device)
+    if number is None:
+        return x.get() if is_cupy(x) else x
+    cupy = import_cupy()
+    if is_cupy(x) and x.device.id == number:
+        return x
+    with cupy.cuda.Device(number):
+        return cupy.asarray(x)
+
+
+def import_cupy() -> Any:
+    """cupy, or DeviceUnavailable with the line to type."""
+    try:
+        import cupy
+    except ImportError as e:
+        raise DeviceUnavailable("CuPy is not installed: pip install 'spformat[cuda13]' (or cuda12)") from e
+    return cupy
+
+
+def unsigned(x: Array) -> Array:
+    """An integer array as unsigned of the same width: a negative number becomes larger than any bound."""
+    return x.view(np.dtype(f"uint{8 * x.dtype.itemsize}"))

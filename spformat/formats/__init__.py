@@ -1,0 +1,68 @@
+"""The registry: one line per format. Everything that handles formats in general reads it from here."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, TypeVar
+
+from ..errors import UsageError
+from .base import Format
+from .csr import CSR
+from .dense import Dense
+
+FORMATS: tuple[type[Format], ...] = (
+    Dense,
+    CSR,
+)
+
+_by_name: dict[str, type[Format]] = {f.name: f for f in FORMATS}
+
+F = TypeVar("F", bound=type[Format])
+
+
+def register(fmt: F) -> F:
+    """Add a format (usable as a class decorator); its ``name`` must be free."""
+    if _by_name.setdefault(fmt.name, fmt) is not fmt:
+        raise UsageError(f"a format called {fmt.name!r} is already registered")
+    return fmt
+
+
+def unregister(name: str) -> None:
+    """Take a registered format out again; the built-in ones stay."""
+    if name in {f.name for f in FORMATS}:
+        raise UsageError(f"{name!r} is built in")
+    _by_name.pop(name, None)
+
+
+def registered() -> tuple[type[Format], ...]:
+    """All formats, built-in ones first."""
+    return tuple(_by_name.values())
+
+
+def by_name(name: str) -> type[Format]:
+    """The class of a format id; UsageError suggests the nearest."""
+    found = _by_name.get(name)
+    if found is None:
+        near = difflib.get_close_matches(name, _by_name, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UsageError(f"unknown format {name!r}{hint} (known: {', '.join(_by_name)})")
+    return found
+
+
+def parse_spec(text: str) -> tuple[type[Format], dict[str, Any]]:
+    """ "bsr:blocksize=64x64" or "vector-nm:n=2,m=4" -> (class, params as text); UsageError when malformed."""
+    name, _, rest = text.partition(":")
+    params: dict[str, Any] = {}
+    for item in filter(None, rest.split(",")):
+        key, equals, value = item.partition("=")
+        if not equals or not value:
+            raise UsageError(f"format {text!r}: expected name=value after ':', got {item!r}")
+        params[key.strip().replace("-", "_")] = value.strip()
+    return by_name(name.strip()), params
+
+
+def spec_text(fmt: type[Format], params: dict[str, Any]) -> str:
+    """The text ``parse_spec`` reads back."""
+    parts = ["x".join(map(str, v)) if isinstance(v, tuple) else str(v) for v in params.values()]
+    items = ",".join(f"{k}={v}" for k, v in zip(params, parts, strict=True))
+    return f"{fmt.name}:{items}" if items else fmt.name

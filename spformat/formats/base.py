@@ -1,0 +1,389 @@
+"""What a format is: a frozen value of ``shape``, params, tables and declared arrays.
+
+From the one declaration of its arrays come the O(1) check at construction, the file layout, device
+moves, ``nbytes``, ``repr``, the docs table and the tests. A format writes ``_from_csr``, ``to_csr``,
+``dims``, ``check_memory`` and ``check_canonical``; everything else is here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+
+import numpy as np
+
+from ..arrays import Array, device_of, index_dtype, is_cupy, namespace, to_device
+from ..dtypes import VALUE_TYPES, nonzero_mask, value_type
+from ..errors import ArrayError, SpformatError, StructureError, UsageError
+from ..limits import check_bytes
+from .declare import (
+    AUTO,
+    INDEX,
+    POS,
+    REQUIRED,
+    VALUE,
+    ArrayDeclaration,
+    ParamDeclaration,
+    array,
+    declarations,
+    param,
+    parse_shape,
+    parse_table,
+    table,
+)
+
+if TYPE_CHECKING:
+    from .csr import CSR
+
+__all__ = ["AUTO", "INDEX", "POS", "VALUE", "Format", "array", "checked_values", "param", "table"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
+class Format:
+    """Base of every format. ``shape`` is always the logical (M, K); padding is derived, never stored.
+
+    Construction checks params, dtypes, ranks and lengths in O(1) and raises ``ArrayError``;
+    ``validate()`` scans contents. Arrays are C-contiguous and all on one device.
+    """
+
+    name: ClassVar[str]
+    version: ClassVar[int] = 1
+    value_dtypes: ClassVar[tuple[str, ...]] = tuple(VALUE_TYPES)
+    keeps_stored_zeros: ClassVar[bool] = False
+    paper: ClassVar[str] = ""
+
+    shape: tuple[int, int]
+    _marked: bool = dataclasses.field(default=False, init=False, repr=False)
+    # What other layers derive from this object (plans): it dies with the object, so nothing outlives its matrix.
+    _derived: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False)
+
+    # ---------------------------------------------------------------- declaration
+
+    @classmethod
+    def declared_arrays(cls) -> tuple[ArrayDeclaration, ...]:
+        return declarations(cast(Any, cls))[0]
+
+    @classmethod
+    def declared_params(cls) -> tuple[ParamDeclaration, ...]:
+        return declarations(cast(Any, cls))[1]
+
+    @classmethod
+    def declared_tables(cls) -> tuple[tuple[str, str], ...]:
+        """(name, label of its length) of each table."""
+        return declarations(cast(Any, cls))[2]
+
+    def dims(self) -> dict[str, int]:
+        """Sizes and bounds that follow from shape, params and tables; a label not here is bound by its first array."""
+        return {}
+
+    @classmethod
+    def param_problems(cls, params: dict[str, Any]) -> list[str]:
+        """Broken relations between params (each alone is already in range), as ``name: expected .., got ..``."""
+        return []
+
+    @classmethod
+    def auto_params(cls, a: CSR, params: dict[str, Any]) -> dict[str, Any]:
+        """Values of the AUTO params that were not given, from the matrix."""
+        return {}
+
+    @classmethod
+    def resolve_params(cls, given: dict[str, Any], a: CSR | None = None) -> dict[str, Any]:
+        """All params in their stored types, defaults filled in; UsageError names parameter, value and range.
+
+        Without a matrix ``a``, params that follow from one (AUTO) stay out when they were not given.
+        """
+        known = {d.name: d for d in cls.declared_params()}
+        unknown = [k for k in given if k not in known]
+        if unknown:
+            takes = ", ".join(known) or "no parameters"
+            raise UsageError(f"{cls.name}: unknown parameter {unknown[0]!r}; it takes {takes}")
+        params: dict[str, Any] = {}
+        for d in known.values():
+            value = given.get(d.name, d.default)
+            if value is AUTO or (value is None and d.default is AUTO):
+                continue
+            if value is REQUIRED:
+                raise UsageError(f"{cls.name}: parameter {d.name} is required: {d.range_text()}")
+            try:
+                params[d.name] = d.parse(value)
+            except UsageError as e:
+                raise UsageError(f"{cls.name}: {e.message}", value=value) from None
+        if a is not None:
+            params = cls.auto_params(a, params) | params
+        problems = cls.param_problems(params)
+        if problems:
+            raise UsageError(f"{cls.name}: " + "; ".join(problems))
+        return {name: params[name] for name in known if name in params}
+
+    @classmethod
+    def accepts(cls, dtype: Any) -> None:
+        """StructureError when values of ``dtype`` have no place in this format."""
+        name = np.dtype(dtype).name
+        if name not in cls.value_dtypes:
+            takes = ", ".join(cls.value_dtypes)
+            message = f"{cls.name}: values of dtype {name} are not representable; it takes {takes}"
+            raise StructureError(message, unit="dtype", found=name)
+
+    # ---------------------------------------------------------------- construction
+
+    def __post_init__(self) -> None:
+        put = functools.partial(object.__setattr__, self)
+        put("shape", parse_shape(self.name, self.shape))
+        params = type(self).resolve_params({d.name: getattr(self, d.name) for d in self.declared_params()})
+        for key, value in params.items():
+            put(key, value)
+        for key, _ in self.declared_tables():
+            put(key, parse_table(self.name, key, getattr(self, key)))
+        problems = self.layout_problems()
+        if problems:
+            raise ArrayError(f"{self.name}: " + "; ".join(text for _, text in problems), array=problems[0][0] or None)
+
+    def layout_problems(self) -> list[tuple[str, str]]:
+        """(array, text) of every disagreement of dtypes, ranks, lengths and devices: O(1), no synchronisation."""
+        problems: list[tuple[str, str]] = []
+        sizes = dict(self.dims())
+        for name, label in self.declared_tables():
+            if len(getattr(self, name)) != sizes[label]:
+                problems.append((name, f"{name}: expected {sizes[label]} entries, got {len(getattr(self, name))}"))
+        devices: dict[str, str] = {}
+        well_shaped = []
+        for d in self.declared_arrays():
+            a = getattr(self, d.name)
+            if not isinstance(a, np.ndarray) and not is_cupy(a):
+                problems.append((d.name, f"{d.name}: expected a numpy or CuPy array, got {type(a).__name__}"))
+                continue
+            devices[d.name] = device_of(a)
+            if a.ndim != len(d.dims):
+                wanted = ", ".join(d.dims)
+                text = f"{d.name}: expected {len(d.dims)} dimensions [{wanted}], got shape {a.shape}"
+                problems.append((d.name, text))
+                continue
+            for label, size in zip(d.dims, a.shape, strict=True):
+                if size != sizes.setdefault(label, size):
+                    text = f"{d.name}: dimension {label} = {sizes[label]}, got {size} (shape {a.shape})"
+                    problems.append((d.name, text))
+            if not a.flags.c_contiguous:
+                problems.append((d.name, f"{d.name}: expected C order; use ascontiguousarray"))
+            well_shaped.append((d, a))
+        for d, a in well_shaped:
+            accepted = self._dtypes_of(d, sizes)
+            if a.dtype.name not in accepted or not a.dtype.isnative:
+                problems.append((d.name, f"{d.name}: expected dtype {' or '.join(accepted)}, got {a.dtype}"))
+        if len(set(devices.values())) > 1:
+            problems.append(("", "arrays on several devices: " + ", ".join(f"{k} {v}" for k, v in devices.items())))
+        return problems
+
+    def _dtypes_of(self, d: ArrayDeclaration, sizes: dict[str, int]) -> tuple[str, ...]:
+        if d.kind == VALUE:
+            return self.value_dtypes
+        if d.kind == POS:
+            return ("uint8",)
+        if d.kind != INDEX:
+            return (d.kind,)
+        bound = sizes.get(d.bound or "")
+        # A bound that no array length fixes (live items among padding) leaves both index types open.
+        return ("int32", "int64") if bound is None else (index_dtype(bound).name,)
+
+    @classmethod
+    def made(cls, **fields: Any) -> Self:
+        """Construct what a converter of ours made: carries the validated mark. The caller owes valid contents."""
+        f = cls(**fields)
+        object.__setattr__(f, "_marked", True)
+        return f
+
+    # ---------------------------------------------------------------- reading
+
+    def arrays(self) -> dict[str, Array]:
+        """Name -> array, in declaration order."""
+        return {d.name: getattr(self, d.name) for d in self.declared_arrays()}
+
+    def params(self) -> dict[str, Any]:
+        """Exactly the arguments of ``from_csr``, defaults resolved."""
+        return {d.name: getattr(self, d.name) for d in self.declared_params()}
+
+    def tables(self) -> dict[str, tuple[int, ...]]:
+        """Host ints that follow from the content and that a launch needs."""
+        return {name: getattr(self, name) for name, _ in self.declared_tables()}
+
+    @property
+    def values(self) -> Array:
+        """The VALUE array, whatever its name."""
+        return next(getattr(self, d.name) for d in self.declared_arrays() if d.kind == VALUE)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """dtype of the values."""
+        dtype: np.dtype[Any] = self.values.dtype
+        return dtype
+
+    @property
+    def device(self) -> str:
+        """ "cpu" or "cuda:<id>"."""
+        return device_of(self.values)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(int(a.nbytes) for a in self.arrays().values())
+
+    @property
+    def stored(self) -> int:
+        """Value slots, padding included: O(1)."""
+        return int(self.values.size)
+
+    @property
+    def nnz(self) -> int:
+        """Values that are not zero: a scan, unless the format stores nothing else."""
+        return int(nonzero_mask(self.values).sum())  # synchronize!
+
+    @property
+    def density(self) -> float:
+        """nnz / (M*K); 0 for an empty matrix."""
+        size = self.shape[0] * self.shape[1]
+        return self.nnz / size if size else 0.0
+
+    def __repr__(self) -> str:
+        parts = [f"shape={self.shape}", *(f"{k}={v!r}" for k, v in self.params().items())]
+        for k, a in self.arrays().items():
+            parts.append(f"{k}={a.dtype}[{', '.join(str(n) for n in a.shape)}]")
+        return f"{type(self).__name__}({', '.join(parts)}, device={self.device}, nbytes={self.nbytes})"
+
+    def __eq__(self, other: object) -> bool:
+        """Same class, shape, params, tables, dtypes and the same bytes in every array."""
+        if self is other:
+            return True
+        if not isinstance(other, Format) or type(self) is not type(other):
+            return NotImplemented
+        if (self.shape, self.params(), self.tables()) != (other.shape, other.params(), other.tables()):
+            return False
+        pairs = zip(self.arrays().values(), other.arrays().values(), strict=True)
+        return all(_same_bytes(to_device(a, "cpu"), to_device(b, "cpu")) for a, b in pairs)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), {"shape": self.shape, **self.params(), **self.tables(), **self.arrays()})
+
+    # ---------------------------------------------------------------- moving
+
+    def with_arrays(self, **arrays: Array) -> Self:
+        """The same object with some arrays exchanged. The validated mark is dropped."""
+        fields = {"shape": self.shape, **self.params(), **self.tables(), **self.arrays()}
+        return type(self)(**(fields | arrays))
+
+    def to(self, device: str) -> Self:
+        """Copy to "cpu", "cuda" or "cuda:<id>" (itself when it is there). The validated mark stays."""
+        moved = {k: to_device(a, device) for k, a in self.arrays().items()}
+        if all(moved[k] is a for k, a in self.arrays().items()):
+            return self
+        out = self.with_arrays(**moved)
+        object.__setattr__(out, "_marked", self._marked)
+        return out
+
+    # ---------------------------------------------------------------- checking
+
+    def check_memory(self) -> None:
+        """Scan what would make a kernel read or write out of bounds; raises InvariantError."""
+
+    def check_canonical(self) -> None:
+        """Scan the rest of what ``from_csr`` promises; raises InvariantError."""
+
+    def validate(self) -> Self:
+        """Scan all contents, memory safety first; sets the validated mark and returns self.
+
+        Raises PointerError, IndexBoundsError, OrderError or PatternError for the first offender, with
+        fields array, index, value, expected and count.
+        """
+        self.check_memory()
+        self.check_canonical()
+        object.__setattr__(self, "_marked", True)
+        return self
+
+    @property
+    def is_validated(self) -> bool:
+        """Whether this object carries the validated mark."""
+        return self._marked
+
+    def ensure_valid(self) -> Self:
+        """``validate()`` unless this object carries the mark already."""
+        return self if self._marked else self.validate()
+
+    # ---------------------------------------------------------------- converting
+
+    @classmethod
+    def from_csr(cls, a: CSR, **params: Any) -> Self:
+        """This format from an ordered CSR (columns strictly increasing in every row).
+
+        Exact or refused: raises StructureError when the matrix does not fit, UsageError for params out of
+        range, OrderError when ``a`` is not ordered (use ``a.canonical()``).
+        """
+        cls.accepts(a.dtype)
+        a.ensure_valid()
+        return cls._from_csr(a, **cls.resolve_params(params, a))
+
+    @classmethod
+    def _from_csr(cls, a: CSR, **params: Any) -> Self:
+        raise NotImplementedError(f"{cls.name} does not implement _from_csr")
+
+    def to_csr(self) -> CSR:
+        """The hub form: ordered CSR on the same device, every stored nonzero with its bits."""
+        raise NotImplementedError(f"{self.name} does not implement to_csr")
+
+    @classmethod
+    def from_dense(cls, x: Array, **params: Any) -> Self:
+        """This format from a 2-D array [M, K]; equal to the path through CSR bit for bit."""
+        from .csr import CSR
+
+        x = checked_values(x, cls.name)
+        cls.accepts(x.dtype)
+        return cls.from_csr(CSR.from_dense(x), **params)
+
+    def to_dense(self) -> Array:
+        """A fresh array [M, K] of the value dtype on the same device. LimitError when over the memory budget."""
+        return self.to_csr().to_dense()
+
+    def empty_dense(self) -> Array:
+        """A +0 array [M, K], after the budget check that every ``to_dense`` owes."""
+        M, K = self.shape
+        check_bytes(M * K * self.dtype.itemsize, f"{self.name}: dense array of shape {self.shape}")
+        return namespace(self.values).zeros((M, K), self.dtype)
+
+    def to_scipy(self) -> Any:
+        """scipy.sparse: ``bsr_array`` of a BSR, else ``csr_array``. ArrayError names the cast for 16-bit values."""
+        from .exchange import to_scipy
+
+        return to_scipy(self)
+
+    def to_torch(self) -> Any:
+        """A torch tensor: sparse BSR of a BSR, strided of a Dense, else sparse CSR; memory is shared if it can be."""
+        from .exchange import to_torch
+
+        return to_torch(self)
+
+
+def _same_bytes(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    raw = np.dtype(f"uint{8 * a.dtype.itemsize}")
+    return bool((a.view(raw) == b.view(raw)).all())
+
+
+def _rebuild(cls: type[Format], fields: dict[str, Any]) -> Format:
+    return cls(**fields)
+
+
+def checked_values(x: Array, where: str) -> Array:
+    """A 2-D array of a value type, in C order and native bytes (copied only when it is not); else a typed error."""
+    xp = namespace(x)
+    if x.ndim != 2:
+        raise UsageError(f"{where}: expected a matrix [M, K], got shape {x.shape}")
+    if not x.dtype.isnative:
+        x = x.astype(x.dtype.newbyteorder("="))
+    try:
+        value_type(x.dtype)
+    except SpformatError as e:
+        message = f"{where}: values of dtype {x.dtype} are not representable; use one of {', '.join(VALUE_TYPES)}"
+        raise StructureError(message, unit="dtype", found=str(x.dtype)) from e
+    return xp.ascontiguousarray(x)

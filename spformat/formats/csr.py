@@ -1,0 +1,166 @@
+"""Compressed sparse row (CSR), the hub every conversion may pass through.  Spec: docs/formats/csr.md.
+
+A (3x4)      indptr  [0 2 2 4]
+1 . . 2      indices [0 3 0 2]
+. . . .      data    [1 2 3 4]
+3 . 4 .
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from .. import scans
+from ..arrays import Array, index_dtype, is_cupy, namespace
+from ..dtypes import bits, nonzero_mask
+from ..errors import OrderError
+from ..segments import counts_of, offsets_from_counts, pointer, rows_of
+from .base import INDEX, VALUE, Format, array, checked_values
+
+PANEL = 1 << 20
+"""Dense elements a host scan looks at together: the masks and positions stay in cache."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
+class CSR(Format):
+    """Rows of (column, value) items. Stored zeros are allowed and kept; ``canonical()`` drops them."""
+
+    name, version = "csr", 1
+    keeps_stored_zeros = True
+
+    indptr: Array = array(INDEX, "M+1", bound="nnz", doc="items indptr[i] .. indptr[i+1]-1 belong to row i")
+    indices: Array = array(INDEX, "nnz", bound="K-1", doc="column, strictly increasing inside a row")
+    data: Array = array(VALUE, "nnz", doc="value")
+
+    def dims(self) -> dict[str, int]:
+        return {"M+1": self.shape[0] + 1, "K-1": self.shape[1] - 1}
+
+    @property
+    def nnz(self) -> int:
+        """Stored items, stored zeros included: O(1)."""
+        return int(self.data.size)
+
+    @property
+    def stored_zeros(self) -> int:
+        """Items whose value is zero: a scan."""
+        return self.nnz - int(nonzero_mask(self.data).sum())  # synchronize!
+
+    def rows(self) -> Array:
+        """int64[nnz]: the row of each item."""
+        return rows_of(self.indptr, self.nnz)
+
+    def check_memory(self) -> None:
+        scans.pointer(self, "indptr", self.nnz)
+        scans.within(self, "indices", self.shape[1])
+
+    def check_canonical(self) -> None:
+        scans.increasing_in_segments(self, "indptr", "indices")
+
+    @classmethod
+    def from_coordinates(cls, shape: tuple[int, int], rows: Array, cols: Array, data: Array) -> CSR:
+        """CSR of items in any order, none twice: row and column int64[nnz], data VALUE[nnz].
+
+        The caller owes 0 <= row < M, 0 <= column < K and distinct places.
+        """
+        xp, (M, K) = namespace(data), shape
+        if M * K < 2**63:
+            key = rows * K + cols  # int64: M*K overflows int32
+            ordered = not bool((key[1:] < key[:-1]).any())  # synchronize!
+            order = None if ordered else xp.argsort(key, kind="stable")
+        else:
+            order = xp.lexsort(xp.stack((cols, rows)))
+        if order is not None:
+            cols, data = cols[order], bits(data)[order].view(data.dtype)
+        indptr = pointer(counts_of(rows, M), rows.size)
+        return cls.made(shape=shape, indptr=indptr, indices=cols.astype(index_dtype(K - 1)), data=data)
+
+    @classmethod
+    def from_dense(cls, x: Array, **params: Any) -> Self:
+        """Row-major scan of value != 0 over an array [M, K]."""
+        cls.resolve_params(params)
+        x = checked_values(x, cls.name)
+        M, K = x.shape
+        xp = namespace(x)
+        # Host arrays go panel by panel: bool masks and positions of a whole weight would be many times its size.
+        step = max(1, M if is_cupy(x) else PANEL // max(1, K))
+        counts, cols, data = [], [], []
+        for i in range(0, M, step):
+            panel = x[i : i + step]
+            mask = nonzero_mask(panel)
+            if xp is np:
+                at = np.flatnonzero(mask)
+                cols.append((at % max(1, K)).astype(index_dtype(K - 1)))
+            else:
+                cols.append(xp.nonzero(mask)[1].astype(index_dtype(K - 1)))  # synchronize!
+            data.append(bits(panel)[mask])
+            counts.append(mask.sum(axis=1, dtype=np.int64))
+        nnz = sum(c.size for c in cols)
+        indptr = xp.zeros(M + 1, index_dtype(nnz))
+        if M:
+            indptr[1:] = xp.cumsum(_join(xp, counts), dtype=np.int64)
+        indices = _join(xp, cols) if M else xp.zeros(0, index_dtype(K - 1))
+        values = _join(xp, data).view(x.dtype) if M else xp.zeros(0, x.dtype)
+        return cls.made(shape=(M, K), indptr=indptr, indices=indices, data=values)
+
+    @classmethod
+    def _from_csr(cls, a: CSR, **params: Any) -> Self:
+        assert isinstance(a, cls)
+        return a
+
+    def to_csr(self) -> CSR:
+        return self
+
+    def to_dense(self) -> Array:
+        """Array [M, K]; stored zeros are written with their bits."""
+        self.ensure_valid()  # the items are addresses here
+        out = self.empty_dense()
+        flat, K = bits(out).reshape(-1), self.shape[1]
+        if self.nnz:
+            flat[self.rows() * K + self.indices] = bits(self.data)
+        return out
+
+    def without_zeros(self) -> CSR:
+        """The same matrix without its stored zeros; itself when there are none."""
+        keep = nonzero_mask(self.data)
+        if bool(keep.all()):  # synchronize!
+            return self
+        kept = offsets_from_counts(keep.astype(np.int64))  # int64[nnz+1]: kept items before each
+        indptr = kept[self.indptr]
+        nnz = int(indptr[-1])  # synchronize!
+        return CSR.made(
+            shape=self.shape,
+            indptr=indptr.astype(index_dtype(nnz)),
+            indices=self.indices[keep],
+            data=bits(self.data)[keep].view(self.dtype),
+        )
+
+    def canonical(self) -> CSR:
+        """Columns sorted in every row and stored zeros dropped. OrderError for a column stored twice in a row."""
+        self.check_memory()
+        xp = namespace(self.data)
+        rows, cols = self.rows(), self.indices.astype(np.int64)
+        order = xp.lexsort(xp.stack((cols, rows)))
+        rows, cols = rows[order], cols[order]
+        twice = (rows[1:] == rows[:-1]) & (cols[1:] == cols[:-1])
+        found = scans.first_true(twice)
+        if found:
+            row, col = int(rows[found[0]]), int(cols[found[0]])
+            raise OrderError(
+                f"csr: row {row} stores column {col} more than once ({found[1]} repeats in all); values are never "
+                "summed silently: sum them where the matrix is made (scipy: a.sum_duplicates())",
+                array="indices", index=(row, col), value=col, count=found[1],
+            )  # fmt: skip
+        out = CSR.made(
+            shape=self.shape,
+            indptr=self.indptr,
+            indices=cols.astype(self.indices.dtype),
+            data=bits(self.data)[order].view(self.dtype),
+        )
+        return out.without_zeros()
+
+
+def _join(xp: Any, parts: list[Array]) -> Array:
+    return parts[0] if len(parts) == 1 else xp.concatenate(parts)

@@ -1,0 +1,129 @@
+"""The declaration of a format's fields: params, tables and arrays, and how text and files become them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArrayError, UsageError
+
+VALUE, INDEX, POS = "VALUE", "INDEX", "POS"
+MAX_DIMENSION = 2**48 - 1
+REQUIRED, AUTO = object(), object()
+"""Param defaults: must be given; follows from the matrix (``Format.auto_params``)."""
+
+
+@dataclass(frozen=True)
+class ArrayDeclaration:
+    """One array of a format: its kind, symbolic dimensions and, for INDEX, the largest number it may hold."""
+
+    name: str
+    kind: str
+    dims: tuple[str, ...]
+    bound: str | None
+    doc: str
+
+
+@dataclass(frozen=True)
+class ParamDeclaration:
+    """One parameter: what ``from_csr`` takes, how text becomes it, and its range."""
+
+    name: str
+    kind: str
+    low: int
+    high: int
+    choices: tuple[str, ...]
+    default: Any
+    doc: str
+
+    def range_text(self) -> str:
+        """The legal values in words."""
+        if self.kind == "choice":
+            return "one of " + ", ".join(self.choices)
+        unit = "two ints" if self.kind == "pair" else "an int"
+        return f"{unit} in {self.low} .. {self.high}"
+
+    def parse(self, value: Any) -> Any:
+        """The value in its stored type; text ("64x64", "32") is read; UsageError outside the range."""
+        try:
+            if self.kind == "choice":
+                if value in self.choices:
+                    return str(value)
+            elif self.kind == "pair":
+                items = value.lower().split("x") if isinstance(value, str) else value
+                pair = tuple(plain_int(v) for v in items)
+                if len(pair) == 2 and all(self.low <= v <= self.high for v in pair):
+                    return pair
+            elif self.low <= (number := plain_int(value)) <= self.high:
+                return number
+        except (TypeError, ValueError):
+            pass
+        raise UsageError(f"{self.name}: expected {self.range_text()}, got {value!r}", value=value)
+
+
+def plain_int(value: Any) -> int:
+    """A host int from an int or digits; TypeError or ValueError for bools, floats and the rest."""
+    if isinstance(value, str):
+        return int(value)
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise TypeError(value)
+    return int(value)
+
+
+def array(kind: str, *dims: str, bound: str | None = None, doc: str = "") -> Any:
+    """Declare an array: VALUE, INDEX (with ``bound``), POS (uint8) or a numpy dtype name, and its dimensions."""
+    return dataclasses.field(metadata={"array": (kind, dims, bound, doc)})
+
+
+def param(
+    kind: str, low: int = 0, high: int = 0, *, choices: tuple[str, ...] = (), default: Any = REQUIRED, doc: str = ""
+) -> Any:
+    """Declare a parameter: kind "int", "pair" or "choice", its range and its default."""
+    return dataclasses.field(metadata={"param": (kind, low, high, choices, default, doc)})
+
+
+def table(length: str, doc: str = "") -> Any:
+    """Declare a table: a tuple of host ints that follows from the content and that a launch needs."""
+    return dataclasses.field(metadata={"table": (length, doc)})
+
+
+@functools.cache
+def declarations(
+    cls: Any,
+) -> tuple[tuple[ArrayDeclaration, ...], tuple[ParamDeclaration, ...], tuple[tuple[str, str], ...]]:
+    """(arrays, params, tables) of a format class, in the order they are written."""
+    arrays, params, tables = [], [], []
+    for f in dataclasses.fields(cls):
+        if "array" in f.metadata:
+            arrays.append(ArrayDeclaration(f.name, *f.metadata["array"]))
+        elif "param" in f.metadata:
+            params.append(ParamDeclaration(f.name, *f.metadata["param"]))
+        elif "table" in f.metadata:
+            tables.append((f.name, f.metadata["table"][0]))
+    return tuple(arrays), tuple(params), tuple(tables)
+
+
+def parse_shape(name: str, shape: Any) -> tuple[int, int]:
+    """(M, K) as ints in 0 .. 2^48-1."""
+    try:
+        sizes = tuple(plain_int(v) for v in shape)
+    except (TypeError, ValueError):
+        sizes = ()
+    if len(sizes) != 2 or not all(0 <= v <= MAX_DIMENSION for v in sizes):
+        raise UsageError(f"{name}: shape: expected two ints (M, K) in 0 .. 2^48-1, got {shape!r}", value=shape)
+    return sizes[0], sizes[1]
+
+
+def parse_table(name: str, key: str, values: Any) -> tuple[int, ...]:
+    """A table as a tuple of ints >= 0."""
+    try:
+        parsed = tuple(plain_int(v) for v in values)
+    except (TypeError, ValueError):
+        parsed = (-1,)
+    if any(v < 0 for v in parsed):
+        raise ArrayError(f"{name}: {key}: expected ints >= 0, got {values!r}", array=f"tables.{key}")
+    return parsed

@@ -1,0 +1,38 @@
+"""Dense: the baseline is a format too.  Spec: docs/formats/dense.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+from ..arrays import Array
+from .base import VALUE, Format, array, checked_values
+from .csr import CSR
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
+class Dense(Format):
+    """All M*K elements in row-major order. -0.0 is kept here (and lost by ``to_csr``)."""
+
+    name, version = "dense", 1
+
+    data: Array = array(VALUE, "M", "K", doc="elements, row-major")
+
+    def dims(self) -> dict[str, int]:
+        return {"M": self.shape[0], "K": self.shape[1]}
+
+    @classmethod
+    def from_dense(cls, x: Array, **params: Any) -> Self:
+        cls.resolve_params(params)
+        x = checked_values(x, cls.name)
+        return cls.made(shape=x.shape, data=x)
+
+    @classmethod
+    def _from_csr(cls, a: CSR, **params: Any) -> Self:
+        return cls.made(shape=a.shape, data=a.without_zeros().to_dense())
+
+    def to_csr(self) -> CSR:
+        return CSR.from_dense(self.data)
+
+    def to_dense(self) -> Array:
+        return self.data.copy()

@@ -1,0 +1,156 @@
+"""What validators are built of. Each scan raises the error of the first offender, named with its array.
+
+Rules: compare, never subtract (int32 differences wrap); ranges by unsigned view; chunked, so that peak
+memory is a few MB whatever the matrix; the offender is looked up only on the failure path. The first
+argument is the format object, the arrays are named: ``pointer(f, "indptr", f.nnz)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from .arrays import PAD, Array, is_cupy, namespace, unsigned
+from .dtypes import bits, value_type
+from .errors import IndexBoundsError, InvariantError, OrderError, PatternError, PointerError
+
+CHUNK = 1 << 20
+"""Elements a pass looks at together on the host: temporaries stay in cache."""
+
+
+def chunks(n: int, like: Array, step: int = CHUNK) -> Iterator[slice]:
+    """Slices that cover 0 .. n-1; one slice on a device, where a launch costs more than memory."""
+    step = max(1, n if is_cupy(like) else step)
+    return (slice(i, min(i + step, n)) for i in range(0, n, step))
+
+
+def fail(
+    f: Any, error: type[InvariantError], array: str, index: Any, value: Any, expected: str, *, count: int | None = None
+) -> None:
+    """Raise ``error`` for one offender in the one wording all scans share."""
+    place = ", ".join(str(i) for i in index) if isinstance(index, tuple) else str(index)
+    more = f" ({count} such)" if count and count > 1 else ""
+    raise error(
+        f"{f.name}: {array}[{place}]: expected {expected}, got {value}{more}",
+        array=array, index=index, value=value, expected=expected, count=count,
+    )  # fmt: skip
+
+
+def first_true(mask: Array) -> tuple[int, int] | None:
+    """(flat position of the first True, number of them), or None."""
+    count = int(mask.sum())  # synchronize!
+    if not count:
+        return None
+    return int(mask.reshape(-1).argmax()), count
+
+
+def place(flat: int, shape: tuple[int, ...]) -> Any:
+    """Flat position -> index tuple, or the int itself for one dimension."""
+    if len(shape) == 1:
+        return flat
+    return tuple(int(i) for i in np.unravel_index(flat, shape))
+
+
+def pointer(f: Any, name: str, end: int) -> None:
+    """p[0] = 0, p[-1] = end, p[i] <= p[i+1]; in this order, before anything is sliced through p."""
+    p = getattr(f, name)
+    start, last = int(p[0]), int(p[-1])  # synchronize!
+    if start != 0:
+        fail(f, PointerError, name, 0, start, "0, the start")
+    if last != end:
+        fail(f, PointerError, name, p.size - 1, last, f"{end}, the number of items it points into")
+    for s in chunks(p.size - 1, p):
+        down = p[s.start + 1 : s.stop + 1] < p[s]
+        found = first_true(down)
+        if found:
+            i = s.start + found[0] + 1
+            fail(f, PointerError, name, i, int(p[i]), f">= {int(p[i - 1])}, the entry before it", count=found[1])
+
+
+def strictly_increasing(f: Any, name: str, error: type[InvariantError] = OrderError) -> None:
+    """a[i] < a[i+1] over the whole array."""
+    a = getattr(f, name)
+    for s in chunks(max(0, a.size - 1), a):
+        found = first_true(a[s.start + 1 : s.stop + 1] <= a[s])
+        if found:
+            i = s.start + found[0] + 1
+            fail(f, error, name, i, int(a[i]), f"> {int(a[i - 1])}, the entry before it", count=found[1])
+
+
+def within(f: Any, name: str, bound: int, *, pad: bool = False, error: type[InvariantError] = IndexBoundsError) -> None:
+    """0 <= a < bound everywhere, or also a = PAD when ``pad``. One unsigned pass catches negatives too."""
+    a = getattr(f, name)
+    flat = unsigned(a).reshape(-1)
+    one = flat.dtype.type(1)
+    for s in chunks(flat.size, flat):
+        part = flat[s] + one if pad else flat[s]  # PAD = -1 wraps to 0
+        limit = bound + 1 if pad else bound
+        if int(part.max()) < limit:  # synchronize!
+            continue
+        found = first_true(part >= limit)
+        assert found is not None  # the maximum is over the limit
+        i = s.start + found[0]
+        expected = f"{'PAD or ' if pad else ''}an index in [0, {bound})"
+        fail(f, error, name, place(i, a.shape), int(a.reshape(-1)[i]), expected, count=found[1])
+
+
+def increasing_in_segments(f: Any, pointer_name: str, name: str) -> None:
+    """Strictly increasing inside each segment of a pointer that is already known to be valid."""
+    p, a = getattr(f, pointer_name), getattr(f, name)
+    xp = namespace(a)
+    for s in chunks(max(0, a.size - 1), a):
+        at = xp.nonzero(a[s.start + 1 : s.stop + 1] <= a[s])[0] + (s.start + 1)  # synchronize!
+        if at.size == 0:
+            continue
+        # A drop is legal exactly where a segment starts.
+        starts = p[xp.minimum(xp.searchsorted(p, at.astype(p.dtype)), p.size - 1)] == at
+        found = first_true(~starts)
+        if found:
+            i = int(at[found[0]])
+            segment = int(xp.searchsorted(p, at[found[0] : found[0] + 1].astype(p.dtype), side="right")[0]) - 1
+            got, before = int(a[i]), int(a[i - 1])
+            what = "repeats" if got == before else "is smaller than"
+            expected = f"> {before}, the entry before it in row {segment} ({got} {what} it)"
+            fail(f, OrderError, name, i, got, expected, count=found[1])
+
+
+def negative_zero_free(f: Any, name: str) -> None:
+    """Every zero of a value array is +0: all its bits are zero."""
+    a = getattr(f, name)
+    row = value_type(a.dtype)
+    flat, mask = bits(a).reshape(-1), row.bits.type(row.zero_mask)
+    for s in chunks(flat.size, flat):
+        part = flat[s]
+        found = first_true(((part & mask) == 0) & (part != 0))
+        if found:
+            fail(f, PatternError, name, place(s.start + found[0], a.shape), "-0.0", "+0, as every zero", count=found[1])
+
+
+def zero_where(f: Any, name: str, mask_of: Any, region: str) -> None:
+    """Values are zero wherever ``mask_of(slice of the first axis)`` is True ("inside", padding)."""
+    from .dtypes import nonzero_mask
+
+    a = getattr(f, name)
+    per = max(1, a.size // max(1, a.shape[0]))
+    for s in chunks(a.shape[0] if a.size else 0, a, max(1, CHUNK // per)):
+        found = first_true(nonzero_mask(a[s]) & mask_of(s))
+        if found:
+            local = place(found[0], a[s].shape)
+            at = (s.start + local[0], *local[1:]) if isinstance(local, tuple) else s.start + local
+            fail(f, IndexBoundsError, name, at, a[at].item() if not is_cupy(a) else a[at].get().item(),
+                 f"0 {region}", count=found[1])  # fmt: skip
+
+
+def require_none(f: Any, bad: Array, name: str, expected: str, error: type[InvariantError], start: int = 0) -> None:
+    """Raise for the first True of ``bad``; its positions are those of array ``name`` from ``start`` on along axis 0."""
+    found = first_true(bad)
+    if found is None:
+        return
+    a = getattr(f, name)
+    local = place(found[0], bad.shape)
+    at = (start + local[0], *local[1:]) if isinstance(local, tuple) else start + local
+    value = a[at]
+    value = value.get() if is_cupy(value) else value
+    fail(f, error, name, at, PAD if value == PAD else value.item(), expected, count=found[1])
