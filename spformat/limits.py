@@ -1,23 +1,129 @@
-"""The memory budget: declared sizes are checked here, in Python ints, before anything is allocated."""
+"""Checked size products, the limits that bound hostile input, and the one memory budget.
+
+A file may declare any size. Sizes are therefore multiplied as Python ints, which cannot wrap, compared
+with the bytes that are really there, and passed through ``check_bytes`` before anything is allocated.
+
+Limits live in a context variable: ``with using(memory=2**40): ...`` changes them for this thread (or
+task) only. There is no process-wide switch that another thread could flip in between; hand
+``current()`` to worker threads and enter ``using(...)`` there.
+"""
 
 from __future__ import annotations
 
-from .errors import LimitError
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import cache
+from operator import index
 
-_budget = [4 << 30]
-"""Bytes one dense result may take; ``set_budget`` (the CLI's --max-memory) changes it."""
+from .errors import LimitError, UsageError
+
+MAX_DIM = 2**48 - 1
+"""Largest extent of one dimension that is taken seriously; far above any address space in use."""
 
 
-def set_budget(nbytes: int) -> None:
-    """Allow single allocations of up to ``nbytes``."""
-    _budget[0] = int(nbytes)
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a legitimate file is expected to stay under. Each field has a command-line flag."""
+
+    header_bytes: int = 16 * 2**20
+    tensors: int = 100_000
+    name_bytes: int = 1024
+    descriptor_bytes: int = 64 * 2**10
+    memory: int | None = None
+    """Bytes one allocation may take; None: 4 GiB or 8 times the input, whichever is larger."""
 
 
-def check_bytes(nbytes: int, what: str) -> None:
-    """LimitError when ``what`` would take more than the budget; call it before the allocation."""
-    if nbytes > _budget[0]:
+_FLAGS = {field: "--max-" + field.replace("_", "-") for field in Limits.__dataclass_fields__}
+_FLOOR = 4 * 2**30
+_RATIO = 8
+_DEFAULT = Limits()
+_current: ContextVar[Limits] = ContextVar("spformat_limits", default=_DEFAULT)
+
+
+def current() -> Limits:
+    """The limits in force here."""
+    return _current.get()
+
+
+@contextmanager
+def using(limits: Limits | None = None, **changes: int | None) -> Iterator[Limits]:
+    """Limits for a ``with`` block: those given, or the current ones with ``changes``."""
+    unknown = changes.keys() - _FLAGS.keys()
+    if unknown:
+        raise UsageError(f"limits: expected some of {', '.join(_FLAGS)}, got {', '.join(sorted(unknown))}")
+    chosen = replace(limits or current(), **changes)  # type: ignore[arg-type]
+    token = _current.set(chosen)
+    try:
+        yield chosen
+    finally:
+        _current.reset(token)
+
+
+def product(*factors: int) -> int:
+    """Product of sizes as a Python int; ``np.prod`` of (2**32, 2**32) would be 0."""
+    result = 1
+    for factor in factors:
+        size = index(factor)
+        if size < 0:
+            raise UsageError(f"size: expected a number >= 0, got {size}")
+        result *= size
+    return result
+
+
+def check(name: str, value: int, what: str) -> None:
+    """LimitError if ``value`` exceeds the limit ``name``; the message names the flag that raises it."""
+    allowed: int | None = getattr(current(), name)
+    if allowed is not None and value > allowed:
         raise LimitError(
-            f"{what} would take {nbytes} bytes, over the budget of {_budget[0]}; raise it with --max-memory "
-            "or spformat.limits.set_budget",
-            value=nbytes, limit=_budget[0],
-        )  # fmt: skip
+            f"{what}: expected at most {allowed:,}, got {value:,}; raise it with {_FLAGS[name]} "
+            f"(in Python: spformat.limits.using({name}=...))",
+            limit=allowed,
+            value=value,
+            hint=_FLAGS[name],
+        )
+
+
+def check_bytes(n: int, what: str, given: int = 0) -> int:
+    """``n``, if allocating ``n`` bytes for ``what`` is within the memory budget; else LimitError.
+
+    Args:
+        n: bytes about to be allocated, as an exact Python int.
+        what: named in the message, for instance "dense copy of (1048576, 1048576)".
+        given: bytes of the real input it is made from (array or file), which widen the default budget.
+    """
+    allowed = current().memory
+    if allowed is None:
+        allowed = min(max(_FLOOR, _RATIO * given), host_memory())
+    if n > allowed:
+        raise LimitError(
+            f"{what}: {n:,} bytes requested, {allowed:,} allowed; raise the budget with --max-memory "
+            f"(in Python: spformat.limits.using(memory=...))",
+            limit=allowed,
+            value=n,
+            hint="--max-memory",
+        )
+    return n
+
+
+def host_memory() -> int:
+    """Bytes this process may ever have: physical memory, its control group, its address-space limit."""
+    bounds = [_machine_memory()]
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        bounds.append(soft)
+    return min(bounds)
+
+
+@cache
+def _machine_memory() -> int:
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as f:
+            group = f.read().strip()
+    except OSError:
+        return physical
+    return min(physical, int(group)) if group.isdigit() else physical

@@ -347,7 +347,7 @@ class Format:
     def empty_dense(self) -> Array:
         """A +0 array [M, K], after the budget check that every ``to_dense`` owes."""
         M, K = self.shape
-        check_bytes(M * K * self.dtype.itemsize, f"{self.name}: dense array of shape {self.shape}")
+        check_bytes(M * K * self.dtype.itemsize, f"{self.name}: dense array of shape {self.shape}", self.nbytes)
         return namespace(self.values).zeros((M, K), self.dtype)
 
     def to_scipy(self) -> Any:
