@@ -1,0 +1,308 @@
+"""Magnitude masks: the only place where values are lost.
+
+Every function takes w [M, K] (numpy, CuPy or Dense; any value type) and returns bool[M, K] in the same library,
+True where the value stays; ``apply`` carries a mask out. What fits which format:
+
+    magnitude            csr, bitmask, ell-buckets, ...     magnitude_vector_nm  vector-nm
+    magnitude_nm         two-four (n=2, m=4), vector-nm     magnitude_blocks     bsr, dbsr
+
+The same w gives the same mask on host and device, bit for bit:
+
+- Single values are ranked by their bits: without the sign, the bits of a float are an unsigned integer that grows
+  with its magnitude, so no arithmetic is done in the value type.
+- Norms of vectors and blocks are summed in float64 in a fixed order, row by row and then column by column.
+- Of equal magnitudes the lowest index stays (row-major for the global masks). An n:m mask therefore keeps exactly n
+  positions of every full window, zeros included, and these are the positions the formats fill up with.
+
+Ragged edges: the last window, vector or block is narrower; what is missing counts as zero and is never kept.
+NaN and infinities raise StructureError, unless ``nonfinite="keep"``: then they rank above all finite values, NaN first.
+Memory beyond the result: a few MB on the host, a few hundred MB on a device, and for blocks 8 bytes per block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ..arrays import Array, ceil_div, namespace, round_up
+from ..dtypes import bits, value_type
+from ..errors import StructureError, UsageError
+from ..formats.base import checked_values
+from ..formats.dense import Dense
+
+HOST_PANEL, DEVICE_PANEL = 1 << 17, 1 << 24
+"""Elements that are looked at together: the temporaries of a host panel stay in cache."""
+
+
+def magnitude(w: Array | Dense, sparsity: float, *, nonfinite: str = "refuse") -> Array:
+    """Unstructured: drops the round(sparsity * M*K) smallest values of the whole matrix.
+
+    UsageError for a sparsity outside 0 .. 1, StructureError for NaN or infinities.
+    """
+    x = _checked(w, nonfinite)
+    return _largest(lambda s: _keys(x[s]), list(_panels(x)), x.shape, _kept(x.size, sparsity), namespace(x))
+
+
+def magnitude_nm(w: Array | Dense, n: int, m: int, *, nonfinite: str = "refuse") -> Array:
+    """n:m along rows: of every m consecutive columns the n largest values stay. 1 <= n <= m <= 256.
+
+    UsageError for n or m out of range, StructureError for NaN or infinities.
+    """
+    _check_nm(n, m)
+    x = _checked(w, nonfinite)
+    mask = namespace(x).empty(x.shape, np.bool_)
+    for s in _panels(x):
+        mask[s] = _keep_nm(_keys(x[s]), n, m)
+    return mask
+
+
+def magnitude_vector_nm(
+    w: Array | Dense, n: int, m: int, vector_length: int, *, norm: str = "l2", nonfinite: str = "refuse"
+) -> Array:
+    """Vector n:m: of every m consecutive columns, a group of ``vector_length`` rows keeps n, by the norm of the vector.
+
+    A vector is one column of the group; ``norm`` is "l2" or "l1". 1 <= n <= m <= 256, 1 <= vector_length <= 512.
+    UsageError for a parameter out of range, StructureError for NaN or infinities. The pattern is NM-SpMM's.
+    """
+    _check_nm(n, m)
+    _check_range("vector_length", vector_length, 512)
+    x = _checked(w, nonfinite)
+    xp, power = namespace(x), _power(x, norm)
+    mask = xp.empty(x.shape, np.bool_)
+    for s in _panels(x, vector_length):
+        keep = _keep_nm(_keys(_norms(x[s], vector_length, 1, power)), n, m)
+        mask[s] = xp.repeat(keep, vector_length, axis=0)[: s.stop - s.start]
+    return mask
+
+
+def magnitude_blocks(
+    w: Array | Dense, blocksize: tuple[int, int], sparsity: float, *, norm: str = "l2", nonfinite: str = "refuse"
+) -> Array:
+    """Blocks of R x C: drops the round(sparsity * number of blocks) blocks of smallest norm ("l2" or "l1").
+
+    UsageError for a blocksize outside 1 .. 1024 or a sparsity outside 0 .. 1, StructureError for NaN or infinities.
+    """
+    R, C = blocksize
+    _check_range("blocksize[0]", R, 1024)
+    _check_range("blocksize[1]", C, 1024)
+    x = _checked(w, nonfinite)
+    (M, K), xp, power = x.shape, namespace(x), _power(x, norm)
+    norms = xp.empty((ceil_div(M, R), ceil_div(K, C)), np.float64)
+    for s in _panels(x, R):
+        norms[s.start // R : ceil_div(s.stop, R)] = _norms(x[s], R, C, power)
+    keys = _keys(norms)
+    keep = _largest(lambda s: keys[s], list(_panels(keys)), keys.shape, _kept(keys.size, sparsity), xp)
+    return xp.ascontiguousarray(xp.repeat(xp.repeat(keep, R, axis=0)[:M], C, axis=1)[:, :K])
+
+
+def apply(w: Array | Dense, mask: Array) -> Array | Dense:
+    """A copy of w with +0 where ``mask`` (bool [M, K], same library) is False; kept values keep their bits.
+
+    A Dense comes back as a Dense. UsageError for a mask of another shape or dtype.
+    """
+    x = checked_values(w.data if isinstance(w, Dense) else w, "apply")
+    xp = namespace(x)
+    if namespace(mask) is not xp or mask.dtype != np.bool_ or mask.shape != x.shape:
+        expected = f"bool of shape {x.shape} in {xp.__name__}"
+        got = f"{mask.dtype} of shape {mask.shape} in {namespace(mask).__name__}"
+        raise UsageError(f"apply: mask: expected {expected}, got {got}")
+    raw = bits(x)
+    out = xp.where(mask, raw, raw.dtype.type(0)).view(x.dtype)
+    return Dense.made(shape=x.shape, data=out) if isinstance(w, Dense) else out
+
+
+# -------------------------------------------------------------------------------------------------- order of values
+
+
+def _largest_finite(dtype: Any) -> int:
+    """The bits of the largest finite value; the next integer is infinity (or NaN where there is no infinity)."""
+    row = value_type(dtype)
+    if row.name == "int8":
+        return 255
+    finfo: Any = ml_dtypes.finfo
+    return int(bits(np.array([finfo(row.numpy).max], row.numpy))[0])
+
+
+def _keys(x: Array) -> Array:
+    """Unsigned integers that order x by magnitude; every NaN is the same and above infinity."""
+    row, xp = value_type(x.dtype), namespace(x)
+    raw, unsigned = bits(x), row.bits.type
+    if row.name == "int8":
+        return xp.where(raw < 128, raw, ~raw + unsigned(1))  # |-128| = 128 fits uint8
+    nan = min(_largest_finite(x.dtype) + 2, row.zero_mask)
+    return xp.minimum(raw & unsigned(row.zero_mask), unsigned(nan))
+
+
+def _magnitudes(x: Array) -> Array:
+    """float64: |x|, exact; also where the library cannot compute with the value type."""
+    xp, row = namespace(x), value_type(x.dtype)
+    if row.bits.itemsize == 1:
+        every = np.arange(256, dtype=np.uint8).view(row.numpy).astype(np.float64)
+        return xp.asarray(np.abs(every))[bits(x)]
+    if row.name == "bfloat16":
+        x = (bits(x).astype(np.uint32) << 16).view(np.float32)  # a bfloat16 is the upper half of a float32
+    return xp.abs(x.astype(np.float64))
+
+
+def _power(x: Array, norm: str) -> Callable[[Array], Array]:
+    """What a norm sums up: |x| or |x|^2 in float64; float64 values are scaled, so that no sum overflows."""
+    if norm not in ("l1", "l2"):
+        raise UsageError(f"norm: expected 'l1' or 'l2', got {norm!r}", value=norm)
+    scale = 1.0
+    if x.dtype == np.float64 and x.size:
+        limit = np.uint64(_largest_finite(x.dtype))
+        top = max(int(namespace(x).minimum(_keys(x[s]), limit).max()) for s in _panels(x))  # synchronize!
+        exponent = (top >> 52) - 1022  # of the largest finite magnitude, as frexp counts
+        scale = math.ldexp(1.0, min(1000, -exponent))
+
+    def power(part: Array) -> Array:
+        size = _magnitudes(part) * scale
+        return size if norm == "l1" else size * size
+
+    return power
+
+
+def _norms(x: Array, R: int, C: int, power: Callable[[Array], Array]) -> Array:
+    """float64[cdiv(rows, R), cdiv(cols, C)]: ``power`` summed over each block, rows first, in index order.
+
+    Library reductions would be shorter, but numpy and CuPy add up in different orders, and rounding would then
+    decide differently on host and device.
+    """
+    (rows, cols), xp = x.shape, namespace(x)
+    tall = xp.zeros((ceil_div(rows, R), cols), np.float64)
+    with np.errstate(all="ignore"):  # signalling NaNs, products of infinities
+        for r in range(min(R, rows)):
+            part = x[r::R]
+            tall[: part.shape[0]] += power(part)
+        if C == 1:
+            return tall
+        out = xp.zeros((tall.shape[0], ceil_div(cols, C)), np.float64)
+        for c in range(min(C, cols)):
+            strip = tall[:, c::C]
+            out[:, : strip.shape[1]] += strip
+    return out
+
+
+# ------------------------------------------------------------------------------------------------------- selection
+
+
+def _keep_nm(keys: Array, n: int, m: int) -> Array:
+    """bool[rows, cols]: the n largest keys of every m columns, the lower column first among equals.
+
+    A key's rank is the number of keys that beat it: m-1 comparisons of whole position planes, no sort.
+    """
+    xp, (rows, cols) = namespace(keys), keys.shape
+    padded = round_up(cols, m)
+    if padded != cols:
+        # Zeros at the end lose against every real column: they have the higher index.
+        keys, short = xp.zeros((rows, padded), keys.dtype), keys
+        keys[:, :cols] = short
+    planes = xp.ascontiguousarray(keys.reshape(-1, m).T)
+    rank = xp.zeros(planes.shape, np.uint8)  # at most m-1 = 255
+    for i in range(m - 1):
+        beaten = planes[i + 1 :] > planes[i]
+        rank[i] += beaten.sum(axis=0, dtype=np.uint8)
+        rank[i + 1 :] += ~beaten
+    return xp.ascontiguousarray((rank < n).T).reshape(rows, padded)[:, :cols]
+
+
+def _largest(
+    keys_of: Callable[[slice], Array], panels: list[slice], shape: tuple[int, int], count: int, xp: Any
+) -> Array:
+    """bool[shape]: the ``count`` largest of all keys, the lower row-major index first among equals."""
+    mask = xp.zeros(shape, np.bool_)
+    if count == 0:
+        return mask
+    threshold, ties = _threshold(keys_of, panels, count)
+    for s in panels:
+        keys = keys_of(s)
+        equal = keys == keys.dtype.type(threshold)
+        mask[s] = keys > keys.dtype.type(threshold)
+        if ties:
+            place = xp.cumsum(equal.reshape(-1), dtype=np.int64).reshape(equal.shape)
+            mask[s] |= equal & (place <= ties)
+            ties = max(0, ties - int(place[-1, -1]))  # synchronize!
+    return mask
+
+
+def _threshold(keys_of: Callable[[slice], Array], panels: list[slice], count: int) -> tuple[int, int]:
+    """(the count-th largest key, how many keys equal to it are among the count largest).
+
+    Radix selection, 16 bits at a time from the top: one histogram per pass, so no copy of the keys is sorted.
+    """
+    prefix, remaining = 0, count
+    width = 8 * keys_of(panels[0]).dtype.itemsize
+    digit = min(16, width)
+    for shift in range(width - digit, -1, -digit):
+        counts: Any = 0
+        for s in panels:
+            keys = keys_of(s).reshape(-1)
+            xp, unsigned = namespace(keys), keys.dtype.type
+            if shift + digit < width:
+                keys = keys[keys >> unsigned(shift + digit) == unsigned(prefix)]  # synchronize!
+            digits = (keys >> unsigned(shift)) & unsigned((1 << digit) - 1)
+            counts = counts + xp.bincount(digits.astype(np.int64), minlength=1 << digit)
+        above = xp.cumsum(counts[::-1])  # keys with this digit or a higher one, from the top
+        place = int((above < remaining).sum())  # synchronize!
+        remaining -= int(above[place - 1]) if place else 0
+        prefix = prefix << digit | ((1 << digit) - 1 - place)
+    return prefix, remaining
+
+
+# ----------------------------------------------------------------------------------------------------------- border
+
+
+def _panels(x: Array, multiple: int = 1) -> Iterator[slice]:
+    """Row slices of about a panel each, starting at multiples of ``multiple``."""
+    M, K = x.shape
+    size = HOST_PANEL if namespace(x) is np else DEVICE_PANEL
+    step = round_up(max(1, size // max(1, K)), multiple)
+    return (slice(i, min(i + step, M)) for i in range(0, M, step))
+
+
+def _checked(w: Array | Dense, nonfinite: str) -> Array:
+    x = checked_values(w.data if isinstance(w, Dense) else w, "mask")
+    if nonfinite not in ("refuse", "keep"):
+        raise UsageError(f"nonfinite: expected 'refuse' or 'keep', got {nonfinite!r}", value=nonfinite)
+    if nonfinite == "refuse":
+        _refuse_nonfinite(x)
+    return x
+
+
+def _refuse_nonfinite(x: Array) -> None:
+    limit = value_type(x.dtype).bits.type(_largest_finite(x.dtype))
+    count, first = 0, None
+    for s in _panels(x):
+        bad = _keys(x[s]) > limit
+        here = int(bad.sum())  # synchronize!
+        if here and first is None:
+            row, col = divmod(int(bad.reshape(-1).argmax()), x.shape[1])
+            first = (s.start + row, col)
+        count += here
+    if first is not None:
+        found = str(x[first])
+        raise StructureError(
+            f"mask: expected finite values, got {count} NaN or infinite, the first at row {first[0]}, column "
+            f'{first[1]} ({found}); nonfinite="keep" ranks them as largest',
+            unit="value", count=count, first=first, found=found,
+        )  # fmt: skip
+
+
+def _kept(total: int, sparsity: float) -> int:
+    if not 0 <= sparsity <= 1:
+        raise UsageError(f"sparsity: expected a number in 0 .. 1, got {sparsity!r}", value=sparsity)
+    return total - round(sparsity * total)
+
+
+def _check_nm(n: int, m: int) -> None:
+    _check_range("m", m, 256)
+    _check_range("n", n, m)
+
+
+def _check_range(name: str, value: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value <= high:
+        raise UsageError(f"{name}: expected an int in 1 .. {high}, got {value!r}", value=value)
