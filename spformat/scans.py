@@ -7,13 +7,13 @@ argument is the format object, the arrays are named: ``pointer(f, "indptr", f.nn
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from .arrays import PAD, Array, is_cupy, namespace, unsigned
-from .dtypes import bits, value_type
+from .arrays import Array, is_cupy, namespace, unsigned
+from .dtypes import bits, nonzero_mask, value_type
 from .errors import IndexBoundsError, InvariantError, OrderError, PatternError, PointerError
 
 CHUNK = 1 << 20
@@ -128,29 +128,35 @@ def negative_zero_free(f: Any, name: str) -> None:
             fail(f, PatternError, name, place(s.start + found[0], a.shape), "-0.0", "+0, as every zero", count=found[1])
 
 
-def zero_where(f: Any, name: str, mask_of: Any, region: str) -> None:
-    """Values are zero wherever ``mask_of(slice of the first axis)`` is True ("inside", padding)."""
-    from .dtypes import nonzero_mask
-
-    a = getattr(f, name)
-    per = max(1, a.size // max(1, a.shape[0]))
-    for s in chunks(a.shape[0] if a.size else 0, a, max(1, CHUNK // per)):
-        found = first_true(nonzero_mask(a[s]) & mask_of(s))
-        if found:
-            local = place(found[0], a[s].shape)
-            at = (s.start + local[0], *local[1:]) if isinstance(local, tuple) else s.start + local
-            fail(f, IndexBoundsError, name, at, a[at].item() if not is_cupy(a) else a[at].get().item(),
-                 f"0 {region}", count=found[1])  # fmt: skip
+def zero_in(f: Any, name: str, part: Array, region: str, index_of: Callable[[Any], Any]) -> None:
+    """Every value of ``part``, a cut of array ``name``, is zero; ``index_of`` maps its index tuple to the array's."""
+    found = first_true(nonzero_mask(part)) if part.size else None
+    if found:
+        local = place(found[0], part.shape)
+        value = part[local]
+        value = (value.get() if is_cupy(value) else value).item()
+        fail(f, IndexBoundsError, name, index_of(local), value, f"0 {region}", count=found[1])
 
 
 def require_none(f: Any, bad: Array, name: str, expected: str, error: type[InvariantError], start: int = 0) -> None:
     """Raise for the first True of ``bad``; its positions are those of array ``name`` from ``start`` on along axis 0."""
-    found = first_true(bad)
+    found = first_true(bad) if bad.size else None
     if found is None:
         return
     a = getattr(f, name)
     local = place(found[0], bad.shape)
     at = (start + local[0], *local[1:]) if isinstance(local, tuple) else start + local
     value = a[at]
-    value = value.get() if is_cupy(value) else value
-    fail(f, error, name, at, PAD if value == PAD else value.item(), expected, count=found[1])
+    value = (value.get() if is_cupy(value) else value).item()
+    fail(f, error, name, at, value, expected, count=found[1])
+
+
+def same_as(f: Any, name: str, wanted: Array, why: str, error: type[InvariantError] = InvariantError) -> None:
+    """Array ``name`` has exactly the bytes of ``wanted`` (same dtype and shape)."""
+    a = getattr(f, name)
+    raw = np.dtype(f"uint{8 * a.dtype.itemsize}")
+    found = first_true(a.view(raw) != wanted.view(raw)) if a.size else None
+    if found:
+        at = place(found[0], a.shape)
+        got, want = (v.get() if is_cupy(v) else v for v in (a[at], wanted[at]))
+        fail(f, error, name, at, got.item(), f"{want.item()}, {why}", count=found[1])

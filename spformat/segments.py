@@ -48,9 +48,13 @@ def rows_from_offsets(indptr: Array, positions: Array) -> Array:
     return (xp.searchsorted(indptr, positions, side="right") - 1).astype(np.int64)
 
 
-def distinct_sorted(keys: Array) -> tuple[Array, Array]:
-    """(the distinct keys ascending, for every key its place among them)."""
+def distinct_sorted(keys: Array, bound: int) -> tuple[Array, Array]:
+    """(the distinct keys ascending int64, for every key its place among them); 0 <= key < bound."""
     xp = namespace(keys)
+    if bound <= 8 * keys.size + (1 << 20):  # a flag a key is cheaper than a sort
+        seen = xp.zeros(bound, bool)
+        seen[keys] = True
+        return xp.flatnonzero(seen), (xp.cumsum(seen, dtype=np.int64) - 1)[keys]  # synchronize!
     distinct, place = xp.unique(keys, return_inverse=True)  # synchronize!
     return distinct, place.reshape(-1)
 

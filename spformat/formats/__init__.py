@@ -7,12 +7,26 @@ from typing import Any, TypeVar
 
 from ..errors import UsageError
 from .base import Format
+from .bitmask import Bitmask
+from .bsr import BSR
 from .csr import CSR
+from .dbsr import DBSR
 from .dense import Dense
+from .ell_buckets import ELLBuckets
+from .sr_bcrs import SRBCRS
+from .two_four import TwoFour
+from .vector_nm import VectorNM
 
 FORMATS: tuple[type[Format], ...] = (
     Dense,
     CSR,
+    ELLBuckets,
+    BSR,
+    DBSR,
+    SRBCRS,
+    VectorNM,
+    TwoFour,
+    Bitmask,
 )
 
 _by_name: dict[str, type[Format]] = {f.name: f for f in FORMATS}

@@ -1,7 +1,7 @@
 """What a format is: a frozen value of ``shape``, params, tables and declared arrays.
 
 From the one declaration of its arrays come the O(1) check at construction, the file layout, device
-moves, ``nbytes``, ``repr``, the docs table and the tests. A format writes ``_from_csr``, ``to_csr``,
+moves, ``nbytes``, ``repr``, the docs table and the tests. A format writes ``_from_csr``, ``_to_csr``,
 ``dims``, ``check_memory`` and ``check_canonical``; everything else is here.
 """
 
@@ -329,7 +329,10 @@ class Format:
 
     def to_csr(self) -> CSR:
         """The hub form: ordered CSR on the same device, every stored nonzero with its bits."""
-        raise NotImplementedError(f"{self.name} does not implement to_csr")
+        return self.ensure_valid()._to_csr()  # indices are addresses there
+
+    def _to_csr(self) -> CSR:
+        raise NotImplementedError(f"{self.name} does not implement _to_csr")
 
     @classmethod
     def from_dense(cls, x: Array, **params: Any) -> Self:

@@ -147,7 +147,7 @@ def _leading(name: str, x: Any, col: bool, device_id: int) -> int:
         kind = "column-major" if col else "row-major"
         raise ValueError(f"{name}: expected {kind} with unit stride, got strides {x.strides} for shape {x.shape}")
     if n_across <= 1:
-        return max(1, n_along)
+        return int(max(1, n_along))
     if across < n_along * size or across % size:
         raise ValueError(f"{name}: leading dimension {across} bytes is shorter than a line of {n_along} elements")
     if x.data.ptr % size:

@@ -1,0 +1,173 @@
+"""Block sparse row (BSR).  Spec: docs/formats/bsr.md.
+
+A (4x6), blocksize (2, 3)         indptr  [0 1 3]
+1 2 . | . . .                     indices [0 0 1]
+. 3 . | . . .                     data    [[[1 2 .] [. 3 .]], [[4 . .] [. . .]], [[. 5 .] [. . 6]]]
+------+------
+4 . . | . 5 .
+. . . | . . 6
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from .. import scans
+from ..arrays import Array, ceil_div, index_dtype, is_cupy, namespace
+from ..dtypes import bits, nonzero_mask
+from ..errors import PatternError
+from ..segments import counts_of, distinct_sorted, pointer, rows_of
+from .base import INDEX, VALUE, Format, array, checked_values, param
+from .csr import CSR
+
+PANEL = 1 << 22
+"""Dense elements a host scan looks at together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
+class BSR(Format):
+    """Dense R x C blocks in rows of blocks (scipy's layout); edge blocks are full size, +0 outside the shape."""
+
+    name, version = "bsr", 1
+
+    blocksize: tuple[int, int] = param("pair", 1, 1024, default=(32, 32), doc="block height R, width C")
+    indptr: Array = array(INDEX, "Mb+1", bound="nnzb", doc="first block of each block row")
+    indices: Array = array(INDEX, "nnzb", bound="Kb-1", doc="block column, strictly increasing in a block row")
+    data: Array = array(VALUE, "nnzb", "R", "C", doc="blocks, each row-major")
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(Mb, Kb): block rows and block columns."""
+        return block_grid(self.shape, self.blocksize)
+
+    @property
+    def nnzb(self) -> int:
+        """Stored blocks."""
+        return int(self.data.shape[0])
+
+    def dims(self) -> dict[str, int]:
+        Mb, Kb = self.grid
+        return {"Mb+1": Mb + 1, "Kb-1": Kb - 1, "R": self.blocksize[0], "C": self.blocksize[1]}
+
+    def block_rows(self) -> Array:
+        """int64[nnzb]: block row of each block."""
+        return rows_of(self.indptr, self.nnzb)
+
+    def check_memory(self) -> None:
+        scans.pointer(self, "indptr", self.nnzb)
+        scans.within(self, "indices", self.grid[1])
+        check_inside(self, int(self.indptr[self.grid[0] - 1]) if self.grid[0] else 0)
+
+    def check_canonical(self) -> None:
+        scans.increasing_in_segments(self, "indptr", "indices")
+        check_blocks(self)
+
+    @classmethod
+    def from_dense(cls, x: Array, **params: Any) -> Self:
+        params = cls.resolve_params(params)
+        x = checked_values(x, cls.name)
+        xp, (M, K), (R, C) = namespace(x), x.shape, params["blocksize"]
+        Mb, Kb = block_grid(x.shape, (R, C))
+        step = max(1, Mb if is_cupy(x) else PANEL // max(1, R * K))
+        counts, columns, blocks = [xp.zeros(0, np.int64)], [xp.zeros(0, np.int64)], [xp.zeros((0, R, C), bits(x).dtype)]
+        for b in range(0, Mb, step):
+            panel = bits(x[b * R : (b + step) * R])
+            rows = ceil_div(panel.shape[0], R)
+            if panel.shape != (rows * R, Kb * C):
+                padded = xp.zeros((rows * R, Kb * C), panel.dtype)
+                padded[: panel.shape[0], :K] = panel
+                panel = padded
+            tiles = panel.reshape(rows, R, Kb, C).transpose(0, 2, 1, 3)
+            held = nonzero_mask(tiles.view(x.dtype) if xp is np else xp.ascontiguousarray(tiles).view(x.dtype))
+            held = held.any(axis=(2, 3))
+            row, col = xp.nonzero(held)  # synchronize!
+            counts.append(counts_of(row, rows))
+            columns.append(col)
+            blocks.append(tiles[row, col])
+        data = xp.concatenate(blocks)
+        data[~nonzero_mask(data.view(x.dtype))] = 0  # -0.0 becomes +0
+        return cls.made(
+            shape=(M, K),
+            blocksize=(R, C),
+            indptr=pointer(xp.concatenate(counts), data.shape[0]),
+            indices=xp.concatenate(columns).astype(index_dtype(Kb - 1)),
+            data=data.view(x.dtype),
+        )
+
+    @classmethod
+    def _from_csr(cls, a: CSR, **params: Any) -> Self:
+        a = a.without_zeros()
+        xp, (R, C) = namespace(a.data), params["blocksize"]
+        Mb, Kb = block_grid(a.shape, (R, C))
+        row, col = a.rows(), a.indices.astype(np.int64)
+        blocks, slot = distinct_sorted((row // R) * Kb + col // C, Mb * Kb)
+        data = xp.zeros((blocks.size, R, C), a.dtype)
+        bits(data)[slot, row % R, col % C] = bits(a.data)
+        return cls.made(
+            shape=a.shape,
+            blocksize=(R, C),
+            indptr=pointer(counts_of(blocks // max(1, Kb), Mb), blocks.size),
+            indices=(blocks % max(1, Kb)).astype(index_dtype(Kb - 1)),
+            data=data,
+        )
+
+    def _to_csr(self) -> CSR:
+        return blocks_to_csr(self, self.block_rows())
+
+    def to_dense(self) -> Array:
+        self.ensure_valid()  # block columns are addresses here
+        return blocks_to_dense(self, self.block_rows())
+
+
+def block_grid(shape: tuple[int, int], blocksize: tuple[int, int]) -> tuple[int, int]:
+    """(Mb, Kb)."""
+    return ceil_div(shape[0], blocksize[0]), ceil_div(shape[1], blocksize[1])
+
+
+def check_inside(f: Any, last_row_start: int) -> None:
+    """Values of edge blocks outside the shape are zero; ``last_row_start``: first block of the last block row."""
+    (M, K), (R, C), (_, Kb) = f.shape, f.blocksize, f.grid
+    xp = namespace(f.data)
+    if M % R:
+        part = f.data[last_row_start:, M % R :, :]
+        scans.zero_in(f, "data", part, f"in rows >= {M}", lambda i: (i[0] + last_row_start, i[1] + M % R, i[2]))
+    if K % C:
+        edge = xp.flatnonzero(f.indices == Kb - 1)  # synchronize!
+        part = f.data[edge][:, :, K % C :]
+        scans.zero_in(f, "data", part, f"in columns >= {K}", lambda i: (int(edge[i[0]]), i[1], i[2] + K % C))
+
+
+def check_blocks(f: Any) -> None:
+    """No block without a nonzero, no -0.0."""
+    for s in scans.chunks(f.nnzb, f.data, max(1, scans.CHUNK // (f.blocksize[0] * f.blocksize[1]))):
+        empty = ~nonzero_mask(f.data[s]).any(axis=(1, 2))
+        found = scans.first_true(empty)
+        if found:
+            scans.fail(
+                f, PatternError, "data", s.start + found[0], "all zeros", "a nonzero in each block", count=found[1]
+            )
+    scans.negative_zero_free(f, "data")
+
+
+def blocks_to_csr(f: Any, block_rows: Array) -> CSR:
+    """CSR of the nonzeros of blocks at (block_rows, f.indices)."""
+    xp, (R, C) = namespace(f.data), f.blocksize
+    block, r, c = xp.nonzero(nonzero_mask(f.data))  # synchronize!
+    rows = block_rows[block] * R + r
+    cols = f.indices[block].astype(np.int64) * C + c
+    return CSR.from_coordinates(f.shape, rows, cols, bits(f.data)[block, r, c].view(f.dtype))
+
+
+def blocks_to_dense(f: Any, block_rows: Array) -> Array:
+    """Array [M, K] with each block written at its place."""
+    out = f.empty_dense()
+    xp, (M, K), (R, C), (Mb, Kb) = namespace(f.data), f.shape, f.blocksize, f.grid
+    whole = (M, K) == (Mb * R, Kb * C)
+    padded = bits(out) if whole else xp.zeros((Mb * R, Kb * C), bits(out).dtype)
+    padded.reshape(Mb, R, Kb, C)[block_rows, :, f.indices.astype(np.int64), :] = bits(f.data)
+    if not whole:
+        bits(out)[...] = padded[:M, :K]
+    return out

@@ -1,0 +1,218 @@
+"""ELL buckets: (column part, row) pairs grouped by width, ELL inside a bucket.  Spec: docs/formats/ell-buckets.md.
+
+SparseTIR's hyb(c, k) (Ye et al., ASPLOS 2023). Columns are cut into ``column_parts``; the items of a row in
+a part go to the bucket of the smallest power of two that holds them, and are cut into chunks of
+``max_width`` when none does. Buckets lie end to end in flat arrays; the tables say how many ELL rows each has.
+
+    row 4: 3 4 5 6 . 7    column_parts 1, max_width 4      row_ids [0 6 4 4]
+    (5 items: split)      rows_per_bucket  (0, 2, 2)       indices [0 3 | 1 6 | 1 2 3 4 | 6 -1 -1 -1]
+                          split_per_bucket (0, 0, 2)       data    [1 2 | 8 9 | 3 4 5 6 | 7  0  0  0]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from .. import scans
+from ..arrays import PAD, Array, ceil_div, index_dtype, namespace
+from ..dtypes import bits
+from ..errors import IndexBoundsError, InvariantError
+from ..segments import counts_of, offsets_from_counts, pointer, rank_in_row, rows_of
+from .base import AUTO, INDEX, VALUE, Format, array, param, table
+from .csr import CSR
+
+MAX_WIDTH = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
+class ELLBuckets(Format):
+    """Rows grouped by length into ELL blocks of power-of-two width; stored zeros are kept with their bits."""
+
+    name, version = "ell-buckets", 1
+    keeps_stored_zeros = True
+    paper = "SparseTIR: Composable Abstractions for Sparse Compilation in Deep Learning (ASPLOS 2023), hyb(c, k)"
+
+    column_parts: int = param("int", 1, 1024, default=1, doc="parts of K, each with its own buckets")
+    max_width: int = param("int", 1, MAX_WIDTH, default=AUTO, doc="widest bucket, a power of two")
+    rows_per_bucket: tuple[int, ...] = table("buckets", "ELL rows in each bucket")
+    split_per_bucket: tuple[int, ...] = table("buckets", "how many of them, at its end, belong to split rows")
+    row_ids: Array = array(INDEX, "R", bound="M-1", doc="row of each ELL row; direct rows, then split rows")
+    indices: Array = array(INDEX, "S", bound="K-1", doc="global column; PAD after the last item of an ELL row")
+    data: Array = array(VALUE, "S", doc="value, +0 at PAD")
+    source: Array = array(INDEX, "S", bound="nnz-1", doc="position of the item in the CSR it came from, PAD at PAD")
+
+    @classmethod
+    def param_problems(cls, params: dict[str, Any]) -> list[str]:
+        width = params.get("max_width", 1)
+        return [f"max_width: expected a power of two, got {width}"] if width & (width - 1) else []
+
+    @classmethod
+    def auto_params(cls, a: CSR, params: dict[str, Any]) -> dict[str, Any]:
+        """max_width: the smallest power of two w with w * M >= nnz."""
+        mean = ceil_div(a.nnz, a.shape[0]) if a.shape[0] else 1
+        return {"max_width": min(MAX_WIDTH, 1 << max(0, mean - 1).bit_length())}
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """(1, 2, 4, .., max_width): the widths of the buckets of one part."""
+        return tuple(1 << i for i in range(self.max_width.bit_length()))
+
+    @property
+    def bucket_widths(self) -> tuple[int, ...]:
+        """Width of every bucket, parts outermost."""
+        return self.widths * self.column_parts
+
+    @property
+    def part_size(self) -> int:
+        """Columns in a part: column j belongs to part j // part_size."""
+        return max(1, ceil_div(self.shape[1], self.column_parts))
+
+    def dims(self) -> dict[str, int]:
+        slots = sum(r * w for r, w in zip(self.rows_per_bucket, self.bucket_widths, strict=False))
+        sizes = {"buckets": len(self.bucket_widths), "M-1": self.shape[0] - 1, "K-1": self.shape[1] - 1}
+        sizes |= {"R": sum(self.rows_per_bucket), "S": slots}
+        # nnz is only known by counting live slots; up to 2^31 slots it cannot need int64.
+        return sizes | ({"nnz-1": slots} if slots < 2**31 else {})
+
+    def layout_problems(self) -> list[tuple[str, str]]:
+        problems = Format.layout_problems(self)  # super() is lost when slots=True remakes the class
+        for b, (rows, split) in enumerate(zip(self.rows_per_bucket, self.split_per_bucket, strict=False)):
+            if split > rows:
+                text = f"split_per_bucket[{b}]: expected at most rows_per_bucket[{b}] = {rows}, got {split}"
+                problems.append(("tables.split_per_bucket", text))
+        return problems
+
+    # ---------------------------------------------------------------- places of slots and ELL rows
+
+    def row_widths(self) -> Array:
+        """int64[R]: width of each ELL row."""
+        xp = namespace(self.data)
+        return xp.repeat(xp.asarray(self.bucket_widths, dtype=np.int64), list(self.rows_per_bucket))
+
+    def is_split(self) -> Array:
+        """bool[R]: the ELL row belongs to a split row, so its result must be added, not stored."""
+        xp = namespace(self.data)
+        counts = [n for r, s in zip(self.rows_per_bucket, self.split_per_bucket, strict=True) for n in (r - s, s)]
+        return xp.repeat(xp.asarray([False, True] * len(self.rows_per_bucket)), counts)
+
+    def _live_rows(self) -> tuple[Array, Array]:
+        """(positions of live slots int64[nnz], row of each)."""
+        xp = namespace(self.data)
+        live = xp.flatnonzero(self.source != PAD)  # synchronize!
+        ell_row = rows_of(offsets_from_counts(self.row_widths()), self.data.size)
+        return live, self.row_ids[ell_row[live]].astype(np.int64)
+
+    # ---------------------------------------------------------------- checking
+
+    def check_memory(self) -> None:
+        M, K = self.shape
+        xp = namespace(self.data)
+        scans.within(self, "row_ids", M)
+        scans.within(self, "indices", K, pad=True)
+        paired = (self.indices == PAD) != (self.source == PAD)
+        scans.require_none(self, paired, "source", "PAD exactly where indices is PAD", IndexBoundsError)
+        live = self.source[self.source != PAD]
+        scans.within(self, "source", live.size, pad=True)
+        twice = xp.zeros(self.source.shape, bool)
+        twice[self.source != PAD] = counts_of(live, live.size)[live] != 1
+        scans.require_none(self, twice, "source", "each CSR position exactly once", InvariantError)
+        owned = counts_of(self.row_ids, M)[self.row_ids]
+        bad = ~self.is_split() & (owned != 1)
+        scans.require_none(self, bad, "row_ids", "a row assigned once, as its ELL row is direct", InvariantError)
+
+    def check_canonical(self) -> None:
+        owned = counts_of(self.row_ids, self.shape[0])[self.row_ids]
+        bad = self.is_split() & (owned < 2)
+        scans.require_none(self, bad, "row_ids", "a row with several ELL rows, as this one is split", InvariantError)
+        # Every remaining rule says: f is what from_csr makes of the items it holds. So make it, and compare.
+        a = self._to_csr()
+        scans.increasing_in_segments(a, "indptr", "indices")
+        made = type(self)._from_csr(a, **self.params())
+        if made.tables() != self.tables():
+            for key, got in self.tables().items():
+                wanted = made.tables()[key]
+                if got != wanted:
+                    b = next(i for i, (x, y) in enumerate(zip(got, wanted, strict=True)) if x != y)
+                    scans.fail(self, InvariantError, f"tables.{key}", b, got[b], f"{wanted[b]} for the rows it holds")
+        for key in ("row_ids", "indices", "source", "data"):
+            scans.same_as(self, key, getattr(made, key), "what from_csr places here")
+
+    # ---------------------------------------------------------------- converting
+
+    @classmethod
+    def _from_csr(cls, a: CSR, **params: Any) -> Self:
+        xp, (M, K) = namespace(a.data), a.shape
+        parts, widest = params["column_parts"], params["max_width"]
+        levels = widest.bit_length()
+        part_size = max(1, ceil_div(K, parts))
+
+        # Segments: the items of one (row, part), contiguous in CSR because columns are ordered.
+        counts = counts_of(a.rows() * parts + a.indices // part_size, M * parts)
+        starts = offsets_from_counts(counts)[:-1]
+        held = xp.flatnonzero(counts)  # synchronize!
+        row, part, length, start = held // parts, held % parts, counts[held], starts[held]
+
+        # ELL rows: one a segment, or chunks of the widest bucket.
+        chunks = -(-length // widest)
+        ell_offsets = offsets_from_counts(chunks)
+        n_ell = int(ell_offsets[-1])  # synchronize!
+        segment = rows_of(ell_offsets, n_ell)
+        chunk = rank_in_row(ell_offsets, segment)
+        live = xp.minimum(length[segment] - chunk * widest, widest)
+        level = xp.searchsorted(xp.asarray([1 << i for i in range(levels)]), xp.minimum(length, widest))[segment]
+        split = counts_of(row[segment], M)[row[segment]] > 1
+        bucket = part[segment] * levels + level
+
+        # Stable: inside a bucket rows ascend and the chunks of a row stay in order.
+        order = xp.argsort(bucket * 2 + split, kind="stable")
+        bucket, split, segment, live = bucket[order], split[order], segment[order], live[order]
+        first = start[segment] + chunk[order] * widest
+        rows_per_bucket = counts_of(bucket, parts * levels)
+        split_per_bucket = counts_of(bucket[split], parts * levels)
+
+        slot_offsets = offsets_from_counts(xp.asarray([1], np.int64) << (bucket % levels))
+        n_slots = int(slot_offsets[-1])  # synchronize!
+        live_offsets = offsets_from_counts(live)
+        owner = rows_of(live_offsets, a.nnz)
+        rank = rank_in_row(live_offsets, owner)
+        slot, item = slot_offsets[owner] + rank, first[owner] + rank
+
+        indices = xp.full(n_slots, PAD, index_dtype(K - 1))
+        source = xp.full(n_slots, PAD, index_dtype(a.nnz - 1))
+        data = xp.zeros(n_slots, a.dtype)
+        indices[slot], source[slot] = a.indices[item], item
+        bits(data)[slot] = bits(a.data)[item]
+        return cls.made(
+            shape=a.shape,
+            **params,
+            rows_per_bucket=tuple(rows_per_bucket.tolist()),  # synchronize!
+            split_per_bucket=tuple(split_per_bucket.tolist()),
+            row_ids=row[segment].astype(index_dtype(M - 1)),
+            indices=indices,
+            data=data,
+            source=source,
+        )
+
+    def _to_csr(self) -> CSR:
+        xp = namespace(self.data)
+        live, row = self._live_rows()
+        at = self.source[live]
+        indices = xp.empty(live.size, index_dtype(self.shape[1] - 1))
+        data = xp.empty(live.size, self.dtype)
+        indices[at], bits(data)[at] = self.indices[live], bits(self.data)[live]
+        indptr = pointer(counts_of(row, self.shape[0]), live.size)
+        make = CSR.made if self.is_validated else CSR  # an unchecked object may hold columns out of order
+        return make(shape=self.shape, indptr=indptr, indices=indices, data=data)
+
+    def refill(self, values: Array) -> Self:
+        """The same structure with the values of another CSR of the same pattern, VALUE[nnz] in CSR order."""
+        xp = namespace(self.data)
+        live = self.source != PAD
+        data = xp.zeros(self.data.shape, values.dtype)
+        bits(data)[live] = bits(values)[self.source[live]]
+        out = self.with_arrays(data=data)
+        object.__setattr__(out, "_marked", self._marked)
+        return out

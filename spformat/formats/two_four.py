@@ -1,0 +1,275 @@
+"""2:4 structured sparsity: two values of every four, and 4 bits that say which.  Spec: docs/formats/two-four.md.
+
+Group g of a row keeps columns 4g+i0 and 4g+i1, i0 < i1; nibble = i0 + 4*i1; a 16-bit word holds the nibbles
+of 16 columns, lowest group in the lowest bits. The metadata words lie in one of four orders, all
+permutations of the same words; values lie row-major in every order.
+
+    row 0   1 . . 2 | . . . 3      data 1 2 0 3      nibbles C C
+    row 1   . 4 . . | . . . .      data 0 4 0 0      nibbles 4 4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from .. import scans
+from ..arrays import Array, is_cupy, namespace, round_up
+from ..dtypes import bits, nonzero_mask
+from ..errors import IndexBoundsError, PatternError, StructureError
+from .base import VALUE, Format, array, checked_values, param
+from .csr import CSR
+
+PANEL = 1 << 20
+"""Dense elements a host pass looks at together."""
+
+ROWS, COLS = 32, 64
+"""Every order pads to these multiples, so that orders are permutations of the same words."""
+
+# What from_csr makes of a group, by its nonzero mask x (bit i = column 4g+i). With fewer than two nonzeros
+# the lowest free positions are kept too, with value +0, so that equal matrices have equal bytes. 0 = refused.
+#        x   0    1    2    3    4    5    6    7    8    9    10   11   12   13   14   15
+_NIBBLE = (0x4, 0x4, 0x4, 0x4, 0x8, 0x8, 0x9, 0x0, 0xC, 0xC, 0xD, 0x0, 0xE, 0x0, 0x0, 0x0)
+NIBBLE = np.array(_NIBBLE, np.uint8)
+LEGAL = np.isin(np.arange(16), (0x4, 0x8, 0x9, 0xC, 0xD, 0xE))
+"""The nibbles with i0 < i1: the only ones PTX defines for ordered metadata."""
+
+META_ORDERS = ("logical", "ldmatrix", "fragment", "cutlass-sm80")
+
+
+def order_view(meta: Array, shape: tuple[int, int], order: str) -> Array:
+    """The logical words [Mp, Kp/16] (indexed [r, q]) as a *view* of ``meta`` stored in ``order``.
+
+    ``shape`` is (Mp, Kp). With h = (r%16)//8, i = r%8 the closed forms of the word offset are
+    ldmatrix (8*(r//16)+i)*(Kp/8) + 2q + h; fragment 64*((r//16)*(Kp/64) + q//4) + 8i + 2*(q%4) + h;
+    cutlass-sm80 2*Mp*(q//2) + 64*(r//32) + 8i + 4*((r%32)//16) + 2*(q%2) + h.
+    The view has split axes where a row or a column is not one stride; reshape it to [Mp, Kp/16] to read.
+    """
+    Mp, Q = shape[0], shape[1] // 16
+    if order == "logical":
+        return meta.reshape(Mp, Q)
+    if order == "ldmatrix":  # stored [r//16, i, q, h]
+        return meta.reshape(Mp // 16, 8, Q, 2).transpose(0, 3, 1, 2)
+    if order == "fragment":  # stored [r//16, q//4, i, q%4, h]
+        return meta.reshape(Mp // 16, Q // 4, 8, 4, 2).transpose(0, 4, 2, 1, 3)
+    # stored [q//2, r//32, i, (r%32)//16, q%2, h]
+    return meta.reshape(Q // 2, Mp // 32, 8, 2, 2, 2).transpose(1, 3, 5, 2, 0, 4)
+
+
+def reorder_meta(meta: Array, shape: tuple[int, int], old: str, new: str) -> Array:
+    """Metadata words uint16[Mp*Kp/16] of padded ``shape`` (Mp, Kp) moved from one order to another."""
+    if old == new:
+        return meta
+    xp = namespace(meta)
+    out = xp.empty_like(meta)
+    target = order_view(out, shape, new)
+    words = order_view(meta, shape, old).reshape(shape[0], shape[1] // 16)
+    target[...] = words.reshape(target.shape)
+    return out
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
+class TwoFour(Format):
+    """2:4 values and metadata for the sparse tensor cores (16-bit values)."""
+
+    name, version = "two-four", 1
+    value_dtypes = ("float16", "bfloat16")
+    paper = "PTX ISA, mma.sp sparse matrix storage; formats per NVIDIA's sm_80 and later"
+
+    meta_order: str = param("choice", choices=META_ORDERS, default="ldmatrix", doc="order of the metadata words")
+    data: Array = array(VALUE, "Mp", "Kp/2", doc="data[r, 2g], data[r, 2g+1]: the values of group g, ascending column")
+    meta: Array = array("uint16", "Mp*Kp/16", doc="one word per row and 16 columns, in meta_order")
+
+    @property
+    def padded_shape(self) -> tuple[int, int]:
+        """(Mp, Kp)."""
+        return round_up(self.shape[0], ROWS), round_up(self.shape[1], COLS)
+
+    def dims(self) -> dict[str, int]:
+        Mp, Kp = self.padded_shape
+        return {"Mp": Mp, "Kp/2": Kp // 2, "Mp*Kp/16": Mp * Kp // 16}
+
+    def with_meta_order(self, order: str) -> TwoFour:
+        """The same matrix with its metadata words in another order; values are shared, not copied."""
+        params = self.resolve_params({"meta_order": order})
+        if params == self.params():
+            return self
+        meta = reorder_meta(self.meta, self.padded_shape, self.meta_order, order)
+        make = TwoFour.made if self.is_validated else TwoFour
+        return make(shape=self.shape, **params, data=self.data, meta=meta)
+
+    def nibbles(self, rows: slice) -> Array:
+        """uint8[rows, Kp/4]: the nibble of every group of some rows (multiples of 32)."""
+        Mp, Kp = self.padded_shape
+        tiles = {"logical": 1, "cutlass-sm80": 32}.get(self.meta_order, 16)
+        view = order_view(self.meta, (Mp, Kp), self.meta_order)
+        words = view[rows.start // tiles : -(-rows.stop // tiles)].reshape(-1, Kp // 16)
+        xp = namespace(self.meta)
+        shifts = xp.asarray([0, 4, 8, 12], np.uint16)
+        return ((words[:, :, None] >> shifts) & np.uint16(15)).astype(np.uint8).reshape(-1, Kp // 4)
+
+    def _panels(self) -> Iterator[slice]:
+        Mp, Kp = self.padded_shape
+        return scans.chunks(Mp if Kp else 0, self.data, round_up(max(1, PANEL // max(1, Kp)), ROWS))
+
+    def _columns(self, rows: slice) -> Array:
+        """int64[rows, Kp/2]: the column of every value slot."""
+        nib = self.nibbles(rows).astype(np.int64)
+        xp = namespace(nib)
+        base = xp.arange(nib.shape[1], dtype=np.int64) * 4
+        return xp.stack((base + (nib & 3), base + (nib >> 2)), axis=2).reshape(nib.shape[0], -1)
+
+    # ---------------------------------------------------------------- checking
+
+    def check_memory(self) -> None:
+        M, K = self.shape
+        xp = namespace(self.data)
+        legal = xp.asarray(LEGAL)
+        for s in self._panels():
+            nib = self.nibbles(s)
+            found = scans.first_true(~legal[nib])
+            if found:
+                row, group = scans.place(found[0], nib.shape)
+                self._bad_nibble(s.start + row, group, int(nib[row, group]), "one of 4 8 9 C D E", found[1])
+        part = self.data[M:]
+        scans.zero_in(self, "data", part, f"in rows >= {M}", lambda i: (i[0] + M, i[1]))
+        first = 2 * (K // 4)
+        for s in self._panels() if K % COLS else ():
+            tail = self.data[s, first:]
+            outside = nonzero_mask(xp.ascontiguousarray(tail)) & (self._columns(s)[:, first:] >= K)
+            found = scans.first_true(outside)
+            if found:
+                row, slot = scans.place(found[0], outside.shape)
+                at = (s.start + row, first + slot)
+                value = float(self.data[at])
+                scans.fail(self, IndexBoundsError, "data", at, value, f"0 in columns >= {K}", count=found[1])
+
+    def _bad_nibble(self, row: int, group: int, got: int, expected: str, count: int) -> None:
+        message = f"two-four: meta: row {row}, group {group}: expected nibble {expected}, got 0x{got:X}"
+        more = f" ({count} such)" if count > 1 else ""
+        raise PatternError(message + more, array="meta", index=(row, group), value=got, expected=expected, count=count)
+
+    def check_canonical(self) -> None:
+        xp = namespace(self.data)
+        nibble_of = xp.asarray(NIBBLE)
+        for s in self._panels():
+            nib = self.nibbles(s)
+            held = nonzero_mask(self.data[s]).reshape(*nib.shape, 2).view(np.uint8)
+            mask = (held[..., 0] << (nib & 3)) | (held[..., 1] << (nib >> 2))
+            wanted = nibble_of[mask]
+            found = scans.first_true(wanted != nib)
+            if found:
+                row, group = scans.place(found[0], nib.shape)
+                want = f"0x{int(wanted[row, group]):X} for the values it holds"
+                self._bad_nibble(s.start + row, group, int(nib[row, group]), want, found[1])
+        scans.negative_zero_free(self, "data")
+
+    # ---------------------------------------------------------------- converting
+
+    @classmethod
+    def from_dense(cls, x: Array, **params: Any) -> Self:
+        params = cls.resolve_params(params)
+        x = checked_values(x, cls.name)
+        cls.accepts(x.dtype)
+        step = round_up(max(1, PANEL // max(1, x.shape[1])), ROWS)
+        panels = [x] if is_cupy(x) else (x[i : i + step] for i in range(0, x.shape[0], step))
+        return cls._encode(x.shape, iter(panels), x, params["meta_order"])
+
+    @classmethod
+    def _from_csr(cls, a: CSR, **params: Any) -> Self:
+        M, K = a.shape
+        step = M if is_cupy(a.data) else round_up(max(1, PANEL // max(1, K)), ROWS)
+        return cls._encode(a.shape, _row_panels(a, step), a.data, params["meta_order"])
+
+    @classmethod
+    def _encode(cls, shape: tuple[int, int], panels: Iterator[Array], like: Array, order: str) -> Self:
+        """Check, compress and place the metadata of row panels, whose heights are multiples of 32 but the last."""
+        xp, (M, K) = namespace(like), shape
+        Mp, Kp = round_up(M, ROWS), round_up(K, COLS)
+        data = xp.zeros((Mp, Kp // 2), bits(like).dtype)
+        words = xp.full((Mp, Kp // 16), 0x4444, np.uint16)
+        nibble_of, start = xp.asarray(NIBBLE), 0
+        count, first, found = 0, None, 0
+        base = xp.arange(Kp // 4, dtype=np.int64) * 4
+        for panel in panels if K else ():
+            rows = panel.shape[0]
+            padded = bits(panel)
+            if K != Kp:
+                padded = xp.zeros((rows, Kp), data.dtype)
+                padded[:, :K] = bits(panel)
+            held = nonzero_mask(padded.view(like.dtype)).view(np.uint8).reshape(rows, Kp // 4, 4)
+            mask = held[..., 0] | held[..., 1] << 1 | held[..., 2] << 2 | held[..., 3] << 3
+            nib = nibble_of[mask]
+            bad = scans.first_true(nib == 0)
+            if bad:
+                if first is None:
+                    row, group = scans.place(bad[0], nib.shape)
+                    first, found = (start + row, group), int(mask[row, group]).bit_count()
+                count += bad[1]
+            elif count == 0:
+                at = base + (xp.arange(rows, dtype=np.int64) * Kp)[:, None]
+                out = data[start : start + rows].reshape(rows, Kp // 4, 2)
+                flat = padded.reshape(-1)
+                out[..., 0] = flat[at + (nib & 3)]
+                out[..., 1] = flat[at + (nib >> 2)]
+                n = nib.reshape(rows, Kp // 16, 4).astype(np.uint16)
+                words[start : start + rows] = n[..., 0] | n[..., 1] << 4 | n[..., 2] << 8 | n[..., 3] << 12
+            start += rows
+        if count:
+            _refuse(count, first, found)
+        data[~nonzero_mask(data.view(like.dtype))] = 0  # a kept -0.0 becomes +0
+        meta = reorder_meta(words.reshape(-1), (Mp, Kp), "logical", order)
+        return cls.made(shape=(M, K), meta_order=order, data=data.view(like.dtype), meta=meta)
+
+    def _to_csr(self) -> CSR:
+        parts = [(xp_rows, cols, s) for s in self._panels() for xp_rows, cols in [self._live(s)]]
+        xp = namespace(self.data)
+        if not parts:
+            return CSR.from_dense(xp.zeros(self.shape, self.dtype))
+        rows = xp.concatenate([r for r, _, _ in parts])
+        cols = xp.concatenate([c for _, c, _ in parts])
+        values = bits(self.data)[nonzero_mask(self.data)].view(self.dtype)
+        return CSR.from_coordinates(self.shape, rows, cols, values)
+
+    def _live(self, s: slice) -> tuple[Array, Array]:
+        """(row, column) int64 of the nonzeros of some rows, row-major."""
+        xp = namespace(self.data)
+        row, slot = xp.nonzero(nonzero_mask(self.data[s]))  # synchronize!
+        return row + s.start, self._columns(s)[row, slot]
+
+    def to_dense(self) -> Array:
+        self.ensure_valid()  # positions are addresses here
+        out = self.empty_dense()
+        for s in self._panels():
+            rows, cols = self._live(s)
+            bits(out)[rows, cols] = bits(self.data)[s][nonzero_mask(self.data[s])]
+        return out
+
+
+def _row_panels(a: CSR, step: int) -> Iterator[Array]:
+    """Dense row panels [<= step, K] of a CSR, each made when it is asked for."""
+    xp, (M, K) = namespace(a.data), a.shape
+    for i in range(0, M, max(1, step)):
+        stop = min(M, i + step)
+        lo, hi = int(a.indptr[i]), int(a.indptr[stop])  # synchronize!
+        part = CSR.made(
+            shape=(stop - i, K),
+            indptr=(a.indptr[i : stop + 1] - a.indptr[i]).astype(np.int32 if hi - lo < 2**31 else np.int64),
+            indices=a.indices[lo:hi],
+            data=a.data[lo:hi],
+        )
+        panel = xp.zeros((stop - i, K), a.dtype)
+        bits(panel)[part.rows(), part.indices] = bits(part.data)
+        yield panel
+
+
+def _refuse(count: int, first: Any, found: int) -> None:
+    raise StructureError(
+        f"two-four: {count} group(s) of four columns hold more than 2 nonzeros; first: row {first[0]}, group {first[1]} "
+        f"(columns {4 * first[1]}..{4 * first[1] + 3}) holds {found}, limit 2. To drop the smallest values, apply "
+        "preprocess.masks.magnitude_nm(w, 2, 4), or convert --prune magnitude",
+        unit="group", count=count, first=first, found=found, limit=2, hint="preprocess.masks.magnitude_nm",
+    )  # fmt: skip

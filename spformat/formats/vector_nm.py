@@ -1,0 +1,287 @@
+"""Vector-wise n:m sparsity (NM-SpMM).  Spec: docs/formats/vector-nm.md.
+
+In every window of m consecutive columns, a group of ``vector_length`` rows keeps n columns. ``data`` is
+k-major: A[i, (u//n)*m + indices[u, i//L]] = data[u, i]. Packed objects also list, per tile of
+``tile_rows`` x ``tile_cols``, the columns it needs (``col_info``) and each index's place there (``ranks``).
+
+    1:4, L = 2      1 . . . | . . . 5      data    [1 1] [5 5]
+                    1 . . . | . . . 5      indices [0]   [3]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from .. import scans
+from ..arrays import PAD, Array, ceil_div, is_cupy, namespace, round_up
+from ..dtypes import bits, nonzero_mask
+from ..errors import IndexBoundsError, InvariantError, PatternError, StructureError
+from .base import POS, VALUE, Format, array, checked_values, param
+from .csr import CSR
+
+PANEL = 1 << 22
+"""Dense elements a host pass looks at together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
+class VectorNM(Format):
+    """n of every m columns kept, the same ones for ``vector_length`` rows; optionally packed for a tile."""
+
+    name, version = "vector-nm", 1
+    paper = "NM-SpMM: Accelerating Matrix Multiplication Using N:M Sparsity with GPGPU (IPDPS 2025)"
+
+    n: int = param("int", 1, 256, doc="columns kept in a window")
+    m: int = param("int", 1, 256, doc="columns of a window")
+    vector_length: int = param("int", 1, 512, default=32, doc="rows L that share their columns")
+    tile_rows: int = param("int", 0, 1 << 30, default=0, doc="0, or packed: rows of a tile, a multiple of L")
+    tile_cols: int = param("int", 0, 256, default=0, doc="0, or packed: columns of a tile, a multiple of m")
+    data: Array = array(VALUE, "W", "Mp", doc="data[u, i]: value of row i at its kept column number u, in window u//n")
+    indices: Array = array(POS, "W", "Q", doc="position in the window, for rows qL .. qL+L-1; increasing in a window")
+    col_info: Array = array("int16", "Tr", "Tk", "tile_cols", doc="packed: columns the tile needs, ascending, then PAD")
+    ranks: Array = array(POS, "Tr", "W", "Qs", doc="packed: place in col_info of indices[u, b*Qs+s]")
+
+    @classmethod
+    def param_problems(cls, params: dict[str, Any]) -> list[str]:
+        n, m, L = params["n"], params["m"], params["vector_length"]
+        rows, cols = params["tile_rows"], params["tile_cols"]
+        problems = []
+        if n > m:
+            problems.append(f"n: expected at most m = {m}, got {n}")
+        if (rows == 0) != (cols == 0):
+            problems.append(f"tile_rows, tile_cols: expected both 0 or both positive, got {rows} and {cols}")
+        if rows % L:
+            problems.append(f"tile_rows: expected a multiple of vector_length = {L}, got {rows}")
+        if cols % m:
+            problems.append(f"tile_cols: expected a multiple of m = {m}, got {cols}")
+        return problems
+
+    @property
+    def packed(self) -> bool:
+        """Whether col_info and ranks are there."""
+        return self.tile_rows > 0
+
+    @property
+    def padded_shape(self) -> tuple[int, int]:
+        """(Mp, Kp)."""
+        return _padded(self.shape, self.params())
+
+    @property
+    def windows(self) -> int:
+        """Windows of m columns in a padded row."""
+        return self.padded_shape[1] // self.m
+
+    @property
+    def row_groups(self) -> int:
+        """Q: groups of vector_length rows."""
+        return self.padded_shape[0] // self.vector_length
+
+    def dims(self) -> dict[str, int]:
+        (Mp, Kp), L = self.padded_shape, self.vector_length
+        sizes = {"W": Kp // self.m * self.n, "Mp": Mp, "Q": Mp // L, "tile_cols": self.tile_cols}
+        if not self.packed:
+            return sizes | {"Tr": 0, "Tk": 0, "Qs": 0}
+        return sizes | {"Tr": Mp // self.tile_rows, "Tk": Kp // self.tile_cols, "Qs": self.tile_rows // L}
+
+    @property
+    def kept_share(self) -> float:
+        """Share of a tile's columns that it needs: packing pays only when this is small. 1.0 when plain."""
+        size = int(self.col_info.size)
+        return int((self.col_info != PAD).sum()) / size if size else 1.0  # synchronize!
+
+    def columns(self) -> Array:
+        """int64[W, Q]: the column of every kept vector; >= K where a filler points past the last column."""
+        xp = namespace(self.data)
+        base = xp.arange(self.indices.shape[0], dtype=np.int64) // self.n * self.m
+        return base[:, None] + self.indices
+
+    def repacked(self, tile_rows: int, tile_cols: int) -> VectorNM:
+        """The same matrix packed for another tile (0, 0: plain)."""
+        params = self.params() | {"tile_rows": tile_rows, "tile_cols": tile_cols}
+        if params == self.params():
+            return self
+        return VectorNM.from_csr(self.to_csr(), **params)
+
+    # ---------------------------------------------------------------- checking
+
+    def check_memory(self) -> None:
+        (M, K), n, m = self.shape, self.n, self.m
+        xp = namespace(self.data)
+        scans.within(self, "indices", m, error=PatternError)
+        scans.zero_in(self, "data", xp.ascontiguousarray(self.data[:, M:]), f"in rows >= {M}",
+                      lambda i: (i[0], i[1] + M))  # fmt: skip
+        first = K // m * n  # kept columns from here on may decode past the last column
+        if K % m or first < self.data.shape[0]:
+            over = (self.columns()[first:] >= K)[:, _group_of_row(xp, self)]
+            tail = nonzero_mask(self.data[first:]) & over
+            scans.require_none(self, tail, "data", f"0 in columns >= {K}", IndexBoundsError, first)
+        if self.packed:
+            scans.within(self, "col_info", self.tile_cols, pad=True)
+            live = xp.cumprod((self.col_info != PAD).astype(np.int16), axis=2).sum(axis=2)  # before the first PAD
+            limit = xp.repeat(live, self.tile_cols // m * n, axis=1)[:, :, None]
+            scans.require_none(self, self.ranks >= limit, "ranks", "a place of a live col_info entry", InvariantError)
+
+    def check_canonical(self) -> None:
+        xp, n = namespace(self.data), self.n
+        stepped = self.indices.reshape(self.windows, n, self.row_groups)
+        bad = xp.zeros(stepped.shape, bool)
+        bad[:, 1:] = stepped[:, 1:] <= stepped[:, :-1]
+        scans.require_none(self, bad.reshape(self.indices.shape), "indices", "increasing in its window", PatternError)
+        held = nonzero_mask(self.data).reshape(*self.indices.shape, self.vector_length).any(axis=2)
+        used = xp.zeros((self.row_groups, self.windows, self.m), bool)
+        q, w = xp.arange(self.row_groups)[:, None, None], xp.arange(self.windows)[None, :, None]
+        used[q, w, stepped.transpose(2, 0, 1)] = held.reshape(stepped.shape).transpose(2, 0, 1)
+        wanted = _positions(_select(used, n), n)
+        scans.same_as(self, "indices", wanted, "the lowest free position for a filler", PatternError)
+        scans.negative_zero_free(self, "data")
+        if self.packed:
+            col_info, ranks = pack(self.indices, self.params(), self.padded_shape)
+            scans.same_as(self, "col_info", col_info, "the columns its tile uses, ascending, then PAD")
+            scans.same_as(self, "ranks", ranks, "the place of its column in col_info")
+
+    # ---------------------------------------------------------------- converting
+
+    @classmethod
+    def from_dense(cls, x: Array, **params: Any) -> Self:
+        params = cls.resolve_params(params)
+        x = checked_values(x, cls.name)
+        xp, (M, K) = namespace(x), x.shape
+        L, n, m = params["vector_length"], params["n"], params["m"]
+        Mp, Kp = _padded(x.shape, params)
+        step = max(1, ceil_div(Mp, L) if is_cupy(x) else PANEL // max(1, L * Kp))
+
+        used = xp.zeros((Mp // L, Kp), bool)
+        for q in range(0, ceil_div(M, L), step):
+            panel = _panel(x, q * L, (q + step) * L, L, K)
+            used[q : q + step, :K][: panel.shape[0]] = nonzero_mask(panel).any(axis=1)
+        used = used.reshape(Mp // L, Kp // m, m)
+        _require_fit(used, n)
+        indices = _positions(_select(used, n), n)
+
+        columns = indices.T.astype(np.int64) + xp.arange(indices.shape[0], dtype=np.int64) // n * m  # [Q, W]
+        data = xp.zeros((indices.shape[0], Mp), bits(x).dtype)
+        for q in range(0, ceil_div(M, L) if K else 0, step):
+            panel = bits(_panel(x, q * L, (q + step) * L, L, K))
+            at = columns[q : q + panel.shape[0]]
+            inside = at < K
+            kept = xp.take_along_axis(panel, xp.where(inside, at, 0)[:, None, :], axis=2)
+            kept[xp.broadcast_to(~inside[:, None, :], kept.shape)] = 0
+            data[:, q * L : q * L + panel.shape[0] * L] = kept.transpose(2, 0, 1).reshape(indices.shape[0], -1)
+        data[~nonzero_mask(data.view(x.dtype))] = 0  # a kept -0.0 becomes +0
+        return cls._assemble((M, K), params, data.view(x.dtype), indices)
+
+    @classmethod
+    def _from_csr(cls, a: CSR, **params: Any) -> Self:
+        a = a.without_zeros()
+        xp, L, n, m = namespace(a.data), params["vector_length"], params["n"], params["m"]
+        Mp, Kp = _padded(a.shape, params)
+        row, col = a.rows(), a.indices.astype(np.int64)
+        used = xp.zeros((Mp // L, Kp), bool)
+        used[row // L, col] = True
+        used = used.reshape(Mp // L, Kp // m, m)
+        _require_fit(used, n)
+        selected = _select(used, n)
+        place = xp.cumsum(selected, axis=2, dtype=np.int16) - 1
+        u = col // m * n + place.reshape(Mp // L, Kp)[row // L, col]
+        data = xp.zeros((Kp // m * n, Mp), a.dtype)
+        bits(data)[u, row] = bits(a.data)
+        return cls._assemble(a.shape, params, data, _positions(selected, n))
+
+    @classmethod
+    def _assemble(cls, shape: tuple[int, int], params: dict[str, Any], data: Array, indices: Array) -> Self:
+        col_info, ranks = pack(indices, params, _padded(shape, params))
+        return cls.made(shape=shape, **params, data=data, indices=indices, col_info=col_info, ranks=ranks)
+
+    def _to_csr(self) -> CSR:
+        xp = namespace(self.data)
+        u, row = xp.nonzero(nonzero_mask(self.data))  # synchronize!
+        cols = u // self.n * self.m + self.indices[u, row // self.vector_length]
+        return CSR.from_coordinates(self.shape, row, cols, bits(self.data)[u, row].view(self.dtype))
+
+    def to_dense(self) -> Array:
+        self.ensure_valid()  # positions are addresses here
+        out = self.empty_dense()
+        xp = namespace(self.data)
+        step = max(1, PANEL // max(1, self.data.shape[1])) if xp is np else max(1, self.data.shape[0])
+        for s in scans.chunks(self.data.shape[0], self.data, step):
+            held = nonzero_mask(self.data[s])
+            u, row = xp.nonzero(held)  # synchronize!
+            cols = (u + s.start) // self.n * self.m + self.indices[u + s.start, row // self.vector_length]
+            bits(out)[row, cols] = bits(self.data)[s][held]
+        return out
+
+
+def _padded(shape: tuple[int, int], params: dict[str, Any]) -> tuple[int, int]:
+    rows = params["tile_rows"] or params["vector_length"]
+    return round_up(shape[0], rows), round_up(shape[1], params["tile_cols"] or params["m"])
+
+
+def _panel(x: Array, start: int, stop: int, L: int, K: int) -> Array:
+    """Rows start .. stop of x as [groups, L, K], the last group filled up with zeros."""
+    xp, part = namespace(x), x[start:stop]
+    if part.shape[0] % L:
+        full = xp.zeros((round_up(part.shape[0], L), K), x.dtype)
+        bits(full)[: part.shape[0]] = bits(part)
+        part = full
+    return part.reshape(part.shape[0] // L, L, K)
+
+
+def _group_of_row(xp: Any, f: VectorNM) -> Array:
+    return xp.arange(f.data.shape[1], dtype=np.int64) // f.vector_length
+
+
+def _require_fit(used: Array, n: int) -> None:
+    """StructureError unless every window of ``used`` bool[Q, windows, m] has at most n True."""
+    counts = used.sum(axis=2, dtype=np.int16)
+    found = scans.first_true(counts > n)
+    if found is None:
+        return
+    q, w = scans.place(found[0], counts.shape)
+    held = int(counts[q, w])
+    raise StructureError(
+        f"vector-nm: {found[1]} window(s) of {used.shape[2]} columns hold more than {n} nonempty vectors; first: row "
+        f"group {q}, window {w} holds {held}, limit {n}. To drop the smallest vectors, apply "
+        "preprocess.masks.magnitude_vector_nm, or convert --prune magnitude",
+        unit="window", count=found[1], first=(q, w), found=held, limit=n, hint="preprocess.masks.magnitude_vector_nm",
+    )  # fmt: skip
+
+
+def _select(used: Array, n: int) -> Array:
+    """bool[Q, windows, m] with exactly n True in every window: the used ones and the lowest free ones."""
+    xp = namespace(used)
+    missing = n - used.sum(axis=2, dtype=np.int16)
+    free_rank = xp.cumsum(~used, axis=2, dtype=np.int16)
+    return used | (free_rank <= missing[:, :, None])
+
+
+def _positions(selected: Array, n: int) -> Array:
+    """uint8[windows*n, Q]: the selected positions of every window, ascending."""
+    xp, (Q, windows, _) = namespace(selected), selected.shape
+    at = xp.nonzero(selected)[2].astype(np.uint8)  # synchronize!
+    return xp.ascontiguousarray(at.reshape(Q, windows * n).T)
+
+
+def pack(indices: Array, params: dict[str, Any], padded: tuple[int, int]) -> tuple[Array, Array]:
+    """(col_info int16[Tr, Tk, tile_cols], ranks uint8[Tr, W, Qs]) of indices uint8[W, Q] for the tile of ``params``.
+
+    The paper's queryColInfo (columns a tile uses), reorderingIdx (place of each) and transformLayout.
+    """
+    xp, (W, Q) = namespace(indices), indices.shape
+    n, m, L = params["n"], params["m"], params["vector_length"]
+    tile_rows, tile_cols = params["tile_rows"], params["tile_cols"]
+    if not tile_rows:
+        return xp.zeros((0, 0, tile_cols), np.int16), xp.zeros((0, W, 0), np.uint8)
+    Tr, Tk, Qs, per_tile = padded[0] // tile_rows, padded[1] // tile_cols, tile_rows // L, tile_cols // m
+    window = xp.arange(W, dtype=np.int64) // n
+    offset = (window % per_tile * m)[:, None] + indices  # [W, Q], inside the k tile
+    tile_r, tile_k = xp.arange(Q, dtype=np.int64) // Qs, window // per_tile
+    needed = xp.zeros((Tr, Tk, tile_cols), bool)
+    needed[tile_r[None, :], tile_k[:, None], offset] = True
+    rank = xp.cumsum(needed, axis=2, dtype=np.int16) - np.int16(1)
+    col_info = xp.full((Tr, Tk, tile_cols), PAD, np.int16)
+    r, k, o = xp.nonzero(needed)  # synchronize!
+    col_info[r, k, rank[r, k, o]] = o
+    ranks = rank[tile_r[None, :], tile_k[:, None], offset].astype(np.uint8)
+    return col_info, xp.ascontiguousarray(ranks.reshape(W, Tr, Qs).transpose(1, 0, 2))
