@@ -1,0 +1,244 @@
+"""Matrices from ``.smtx``, ``.mtx`` (Matrix Market) and ``.npz`` files, as ordered CSR."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import struct
+import zipfile
+import zlib
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+
+from .. import files
+from ..arrays import Array, index_dtype
+from ..dtypes import VALUE_TYPES, value_type
+from ..errors import FormatError, IndexBoundsError, SpformatError, UsageError
+from ..formats.csr import CSR
+from ..formats.declare import MAX_DIMENSION
+from ..limits import check_bytes
+from ..segments import rows_of
+from .smtx import LARGEST, filled, ordered, read_smtx
+
+
+def read_matrix(path: files.Path, *, values: str | None = None, seed: int = 0, dtype: Any = None) -> CSR:
+    """The matrix of a file, chosen by suffix; stored zeros are kept, columns sorted, repeated entries refused.
+
+    path: ``.smtx``; ``.mtx`` (coordinate or array, real, integer or pattern; symmetry is mirrored); ``.npz`` of
+        scipy.sparse.save_npz (csr, csc, coo), or with arrays ``shape``, ``indptr``, ``indices`` and perhaps ``data``.
+    values: None keeps the values of the file, and gives ones where it has none; "ones" or "normal" (drawn from
+        ``seed``) replaces them.
+    dtype: None keeps the type of the file (float32 for patterns, float64 for other integers than int8). Else values
+        are rounded to it; a finite value that would become infinite or NaN, or an inexact int8, is refused.
+
+    Raises UsageError (suffix, parameters, values that do not fit), InputError (no regular file), LimitError,
+    FormatError or its PointerError, IndexBoundsError, OrderError (contents).
+    """
+    suffix = PurePath(path).suffix.lower()
+    if suffix == ".smtx":
+        return read_smtx(path, values=values or "ones", seed=seed, dtype=dtype or "float32")
+    readers = {".mtx": _read_mtx, ".npz": _read_npz}
+    if suffix not in readers:
+        raise UsageError(f"matrix file: expected a name in .smtx, .mtx or .npz, got {os.fspath(path)!r}", value=suffix)
+    content = files.read_small(path, LARGEST)
+    try:
+        a = readers[suffix](content)
+        if values is not None:
+            data = filled(a.nnz, values=values, seed=seed, dtype=dtype or "float32")
+        else:
+            data = a.data if dtype is None else _cast(a.data, dtype)
+        return a.with_arrays(data=data).validate()
+    except SpformatError as e:
+        raise e.at(path=os.fspath(path)) from None
+
+
+# ---------------------------------------------------------------------------------------------------- Matrix Market
+
+
+_BANNER = re.compile(rb"%%MatrixMarket\s+matrix\s+(\w+)\s+(\w+)\s+([\w-]+)\s*", re.IGNORECASE)
+
+
+def _read_mtx(content: bytes) -> CSR:
+    from scipy.io import mmread
+
+    banner = _BANNER.fullmatch(content[: content.find(b"\n") + 1])
+    if banner is None:
+        raise FormatError("mtx: expected a first line '%%MatrixMarket matrix ..', got " + repr(content[:60]))
+    layout, field, _ = (g.decode().lower() for g in banner.groups())
+    if field == "complex":
+        raise FormatError("mtx: expected real, integer or pattern values, got complex")
+    _check_declared_size(content, layout)
+    try:
+        m: Any = mmread(io.BytesIO(content), spmatrix=False)
+    except (ValueError, OverflowError, TypeError) as e:
+        raise FormatError(f"mtx: {e}") from e
+    if isinstance(m, np.ndarray):
+        return CSR.from_dense(_as_values(m, "mtx"))
+    data = np.ones(m.nnz, np.float32) if field == "pattern" else m.data
+    return _from_coordinates(m.shape, m.row, m.col, data, "mtx")
+
+
+def _check_declared_size(content: bytes, layout: str) -> None:
+    """The size line may not promise more than the file can hold, because memory is reserved by it."""
+    start = 0
+    line = b"%"
+    while line.startswith(b"%") or not line.strip():
+        end = content.find(b"\n", start)
+        line = content[start : end if end >= 0 else None]
+        if end < 0:
+            break
+        start = end + 1
+    try:
+        sizes = [int(x) for x in line.split()]
+    except ValueError:
+        sizes = []
+    if len(sizes) != (2 if layout == "array" else 3) or min(sizes) < 0:
+        raise FormatError(f"mtx: expected a line of sizes, got {line[:60]!r}")
+    entries, least = (sizes[0] * sizes[1], 2) if layout == "array" else (sizes[2], 4)
+    # A symmetric array file lists about half of its entries.
+    if entries * least > 2 * len(content) + 8:
+        raise FormatError(f"mtx: expected room for {entries} entries, got a file of {len(content)} bytes")
+    _check_shape(sizes[0], sizes[1], "mtx")
+
+
+# --------------------------------------------------------------------------------------------------------------- npz
+
+
+_ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, KeyError, OSError, RuntimeError, ValueError)
+"""What zipfile raises for damaged, encrypted (RuntimeError) and unsupported (NotImplementedError) archives."""
+
+
+def _read_npz(content: bytes) -> CSR:
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            arrays = {n.removesuffix(".npy"): _read_npy(archive, n) for n in archive.namelist()}
+    except SpformatError:
+        raise
+    except _ZIP_ERRORS as e:
+        raise FormatError(f"npz: not a readable archive: {e}") from e
+    layout = arrays["format"].item() if "format" in arrays and arrays["format"].size == 1 else "csr"
+    layout = layout.decode("ascii", "replace") if isinstance(layout, bytes) else str(layout)
+    needed = {
+        "csr": ("shape", "indptr", "indices"),
+        "csc": ("shape", "indptr", "indices"),
+        "coo": ("shape", "row", "col"),
+    }
+    if layout not in needed:
+        raise FormatError(f"npz: expected format csr, csc or coo, got {layout!r}; save a.tocsr() instead")
+    missing = [n for n in needed[layout] if n not in arrays]
+    if missing:
+        raise FormatError(
+            f"npz: {layout}: array {missing[0]!r} is missing (found: {', '.join(sorted(arrays)) or 'none'})"
+        )
+    shape, first, second = (_integers(arrays[n], n) for n in needed[layout])
+    if shape.size != 2:
+        raise FormatError(f"npz: shape: expected two numbers, got {shape.size}")
+    M, K = (int(v) for v in shape)
+    data = arrays.get("data", np.ones(second.size, np.float32))
+    if data.shape != second.shape:
+        raise FormatError(f"npz: data: expected {second.size} values, got shape {data.shape}")
+    if layout == "coo":
+        return _from_coordinates((M, K), first, second, data, "npz")
+    _check_shape(M, K, "npz")
+    major, minor = (M, K) if layout == "csr" else (K, M)
+    a = CSR(
+        shape=(major, minor),
+        indptr=_narrow(first, second.size),
+        indices=_narrow(second, minor - 1),
+        data=_as_values(data, "npz"),
+    )
+    if layout == "csr":
+        return ordered(a)
+    a.check_memory()
+    return _from_coordinates((M, K), second, rows_of(a.indptr, a.nnz), a.data, "npz")
+
+
+def _read_npy(archive: zipfile.ZipFile, name: str) -> Array:
+    """One member, its declared shape checked against its size; never unpickles."""
+    info = archive.getinfo(name)
+    check_bytes(info.file_size, f"npz: array {name!r}")
+    with archive.open(info) as f:
+        try:
+            version = np.lib.format.read_magic(f)
+            header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, fortran_order, dtype = header(f)
+        except ValueError as e:
+            raise FormatError(f"npz: array {name!r}: {e}") from e
+        raw = f.read()
+    size = dtype.itemsize
+    for n in shape:
+        size *= n
+    if dtype.hasobject or size != len(raw):
+        got = "Python objects" if dtype.hasobject else f"{len(raw)} bytes"
+        raise FormatError(f"npz: array {name!r}: expected {size} bytes of {dtype} {shape}, got {got}")
+    return np.frombuffer(raw, dtype).reshape(shape, order="F" if fortran_order else "C")
+
+
+def _integers(a: Array, name: str) -> Array:
+    if a.dtype.kind not in "iu" or a.ndim != 1:
+        raise FormatError(f"npz: {name}: expected integers in one dimension, got {a.dtype} of shape {a.shape}")
+    return a
+
+
+# ------------------------------------------------------------------------------------------------------------ border
+
+
+def _check_shape(M: int, K: int, where: str) -> None:
+    if not (0 <= M <= MAX_DIMENSION and 0 <= K <= MAX_DIMENSION):
+        raise FormatError(f"{where}: shape: expected dimensions in 0 .. 2^48-1, got ({M}, {K})")
+    check_bytes(8 * (M + 1), f"{where}: row pointer of {M} rows")
+
+
+def _narrow(a: Array, bound: int) -> Array:
+    """``a`` in the index type of ``bound``; what does not fit becomes -1, which validation reports."""
+    dtype = index_dtype(bound)
+    return np.where((a < 0) | (a > np.iinfo(dtype).max), -1, a).astype(dtype)
+
+
+def _from_coordinates(shape: tuple[int, int], rows: Array, cols: Array, data: Array, where: str) -> CSR:
+    """Ordered CSR of coordinates in any order; IndexBoundsError and OrderError through the scans of CSR."""
+    M, K = (int(v) for v in shape)
+    _check_shape(M, K, where)
+    if not rows.shape == cols.shape == data.shape or rows.ndim != 1:
+        raise FormatError(
+            f"{where}: expected as many rows as columns and values, got {rows.size}, {cols.size}, {data.size}"
+        )
+    for name, index, size in (("row", rows, M), ("column", cols, K)):
+        if index.size and (int(index.min()) < 0 or int(index.max()) >= size):
+            raise IndexBoundsError(
+                f"{where}: expected {name} indices in 0 .. {size - 1}, got {index.min()} .. {index.max()}", array=name
+            )
+    values = _as_values(data, where)
+    return CSR.from_coordinates((M, K), rows.astype(np.int64), cols.astype(np.int64), values).validate()
+
+
+def _as_values(data: Array, where: str) -> Array:
+    """``data`` in a value type without loss: bool as float32, integers as float64."""
+    if data.dtype.kind == "b":
+        return data.astype(np.float32)
+    if data.dtype.kind in "iu" and data.dtype != np.int8:
+        exact = data.astype(np.float64)
+        if data.size and max(-int(data.min()), int(data.max())) > 2**53:
+            raise FormatError(f"{where}: expected integers up to 2^53, which float64 holds, got larger ones")
+        return exact
+    if data.dtype.name not in VALUE_TYPES:
+        raise FormatError(
+            f"{where}: values of dtype {data.dtype} are not representable; use one of {', '.join(VALUE_TYPES)}"
+        )
+    return data if data.dtype.isnative else data.astype(data.dtype.newbyteorder("="))
+
+
+def _cast(data: Array, dtype: Any) -> Array:
+    """``data`` rounded to ``dtype``; UsageError where it would overflow, or not be the same integer."""
+    row = value_type(dtype)
+    with np.errstate(all="ignore"):
+        wide = data.astype(np.float64)
+        out = data.astype(row.numpy)
+        back = out.astype(np.float64)
+        bad = back != wide if row.name == "int8" else np.isfinite(wide) & ~np.isfinite(back)
+    if bad.any():
+        raise UsageError(f"dtype: {int(bad.sum())} values do not fit {row.name}, the first is {data[bad.argmax()]}")
+    return out
