@@ -50,7 +50,7 @@ class Bitmask(Format):
         return list(scans.chunks(M, self.data, max(1, PANEL // max(1, K))))
 
     def check_memory(self) -> None:
-        M, K = self.shape
+        K = self.shape[1]
         xp = namespace(self.data)
         scans.pointer(self, "indptr", self.nnz)
         if K % 8:

@@ -165,7 +165,7 @@ def blocks_to_dense(f: Any, block_rows: Array) -> Array:
     """Array [M, K] with each block written at its place."""
     out = f.empty_dense()
     xp, (M, K), (R, C), (Mb, Kb) = namespace(f.data), f.shape, f.blocksize, f.grid
-    whole = (M, K) == (Mb * R, Kb * C)
+    whole = (Mb * R, Kb * C) == (M, K)
     padded = bits(out) if whole else xp.zeros((Mb * R, Kb * C), bits(out).dtype)
     padded.reshape(Mb, R, Kb, C)[block_rows, :, f.indices.astype(np.int64), :] = bits(f.data)
     if not whole:

@@ -41,7 +41,7 @@ def from_scipy(x: Any) -> Format:
     """A scipy.sparse (or cupyx.scipy.sparse) matrix as BSR (of a bsr) or CSR. Duplicates are refused, not summed."""
     if x.format == "bsr":
         arrays = _fitted(x.indptr, x.indices, x.data, x.shape[1] // x.blocksize[1])
-        b = BSR(shape=x.shape, blocksize=tuple(map(int, x.blocksize)), **arrays)
+        b = BSR(shape=x.shape, blocksize=(int(x.blocksize[0]), int(x.blocksize[1])), **arrays)
         try:
             return b.validate()
         except ValueError:  # unsorted blocks, stored zero blocks, -0.0: legal there, not here; the hub sorts them
@@ -62,7 +62,7 @@ def _fitted(indptr: Array, indices: Array, data: Array, columns: int) -> dict[st
 
 
 def to_torch(f: Format) -> Any:
-    """A torch tensor on the same device: sparse_bsr of a BSR that tiles its shape, strided of a Dense, else sparse_csr."""
+    """A torch tensor on the same device: sparse_bsr of a BSR that tiles its shape, strided of a Dense, or sparse_csr."""
     import torch
 
     tensor = _array_to_torch
@@ -101,7 +101,7 @@ def from_torch(t: Any) -> Format:
     indptr, indices = _torch_to_array(t.crow_indices()), _torch_to_array(t.col_indices())
     data, shape = _torch_to_array(t.values()), tuple(t.shape)
     if t.layout == torch.sparse_bsr:
-        blocksize = tuple(int(n) for n in data.shape[1:])
+        blocksize = (int(data.shape[1]), int(data.shape[2]))
         return BSR(
             shape=shape, blocksize=blocksize, **_fitted(indptr, indices, data, shape[1] // blocksize[1])
         ).validate()

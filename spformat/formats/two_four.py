@@ -197,7 +197,7 @@ class TwoFour(Format):
         for panel in panels if K else ():
             rows = panel.shape[0]
             padded = bits(panel)
-            if K != Kp:
+            if Kp != K:
                 padded = xp.zeros((rows, Kp), data.dtype)
                 padded[:, :K] = bits(panel)
             held = nonzero_mask(padded.view(like.dtype)).view(np.uint8).reshape(rows, Kp // 4, 4)
@@ -268,8 +268,8 @@ def _row_panels(a: CSR, step: int) -> Iterator[Array]:
 
 def _refuse(count: int, first: Any, found: int) -> None:
     raise StructureError(
-        f"two-four: {count} group(s) of four columns hold more than 2 nonzeros; first: row {first[0]}, group {first[1]} "
-        f"(columns {4 * first[1]}..{4 * first[1] + 3}) holds {found}, limit 2. To drop the smallest values, apply "
+        f"two-four: {count} group(s) of four columns hold more than 2 nonzeros; first: row {first[0]}, "
+        f"group {first[1]} (columns {4 * first[1]}..{4 * first[1] + 3}) holds {found}, limit 2. To drop the smallest values, apply "
         "preprocess.masks.magnitude_nm(w, 2, 4), or convert --prune magnitude",
         unit="group", count=count, first=first, found=found, limit=2, hint="preprocess.masks.magnitude_nm",
     )  # fmt: skip
