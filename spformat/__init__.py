@@ -1,0 +1,68 @@
+"""spformat: pruned weights and sparse matrices in the format a GPU runs fastest.
+
+import spformat as sf
+a = sf.convert(w, "two-four")            # exact, or StructureError says why not
+sf.save("w.safetensors", {"w": a})
+y = sf.spmm(sf.load("w.safetensors")["w"], x)
+"""
+
+from .convert import convert
+from .dispatch import Explanation, explain, plan, spmm, use_backend
+from .errors import (
+    ArrayError,
+    ContainerError,
+    DescriptorError,
+    DeviceError,
+    DeviceFault,
+    DeviceMemoryError,
+    DeviceUnavailable,
+    DurabilityUnknown,
+    FormatError,
+    IndexBoundsError,
+    InputError,
+    IntegrityError,
+    InternalError,
+    InvariantError,
+    LimitError,
+    LockedError,
+    NoKernelError,
+    OrderError,
+    OutputError,
+    PathError,
+    PatternError,
+    PointerError,
+    SpformatError,
+    StructureError,
+    UsageError,
+    VersionError,
+    WriteError,
+)
+from .formats import (
+    BSR,
+    CSR,
+    DBSR,
+    FORMATS,
+    SRBCRS,
+    Bitmask,
+    Dense,
+    ELLBuckets,
+    Format,
+    TwoFour,
+    VectorNM,
+    by_name,
+    register,
+)
+from .formats.exchange import from_scipy, from_torch
+from .problem import Accepted, Plan, Problem, Rejected
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BSR", "CSR", "DBSR", "FORMATS", "SRBCRS", "Accepted", "ArrayError", "Bitmask", "ContainerError", "Dense",
+    "DescriptorError", "DeviceError", "DeviceFault", "DeviceMemoryError", "DeviceUnavailable", "DurabilityUnknown",
+    "ELLBuckets", "Explanation", "Format", "FormatError", "IndexBoundsError", "InputError", "IntegrityError",
+    "InternalError", "InvariantError", "LimitError", "LockedError", "NoKernelError", "OrderError", "OutputError",
+    "PathError", "PatternError", "Plan", "PointerError", "Problem", "Rejected", "SpformatError", "StructureError",
+    "TwoFour", "UsageError", "VectorNM", "VersionError", "WriteError", "by_name", "convert", "explain", "from_scipy",
+    "from_torch", "plan", "register", "spmm", "use_backend",
+]  # fmt: skip

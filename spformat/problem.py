@@ -6,7 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-ROW, COL = "row", "col"
+ROW, COL, STRIDED = "row", "col", "strided"
+
+_RANK = {"int8": 0, "float8_e5m2": 1, "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 3, "float64": 4}
+
+
+def result_dtype(a: str, b: str) -> str:
+    """dtype of A @ B when ``out`` is not given: the wider operand; sums are never narrower than float32.
+
+    int8 with int8 gives int32; 8-bit floats with 8-bit operands and float16 with bfloat16 give float32.
+    """
+    if a == b == "int8":
+        return "int32"
+    if _RANK[a] == _RANK[b]:
+        return a if a == b and _RANK[a] >= 2 else "float32"
+    wide = max(a, b, key=_RANK.__getitem__)
+    return wide if _RANK[wide] >= 2 else "float32"
 
 
 def tile_class(n: int) -> int:
@@ -32,7 +47,7 @@ class Problem:
     b_dtype: str
     out_dtype: str
     b_layout: str = ROW
-    """"row": B[k,n] at k*ldb + n; "col": at k + n*ldb."""
+    """"row": B[k,n] at k*ldb + n; "col": at k + n*ldb; "strided": neither (host only)."""
     out_layout: str = ROW
     device: str = "cpu"
     """"cpu" or "cuda"."""

@@ -1,0 +1,56 @@
+"""Which backends exist and how they load: built-in ones by module path, others by entry point."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from importlib.metadata import entry_points
+
+from ..errors import UsageError
+from .base import Backend
+
+ENTRY_POINT_GROUP = "spformat.backends"
+
+KNOWN = {
+    "cpu": "spformat.backends.cpu",
+    "reference": "spformat.backends.reference",
+    "cuda": "spformat.backends.cuda",
+}
+"""Built-in backends: each module has an object called BACKEND."""
+
+HOST_ORDER = ("cpu", "*", "reference")
+DEVICE_ORDER = ("cuda", "*")
+"""Who is asked first for operands on the host and on a device; "*" stands for third-party backends."""
+
+
+@functools.cache
+def third_party() -> tuple[str, ...]:
+    """Names of installed backends that are not ours, sorted. Nothing of them is imported yet."""
+    names = {e.name for e in entry_points(group=ENTRY_POINT_GROUP)}
+    return tuple(sorted(names - set(KNOWN)))
+
+
+def names() -> tuple[str, ...]:
+    """All backends, ours first."""
+    return (*KNOWN, *third_party())
+
+
+def order(device: str) -> tuple[str, ...]:
+    """Backends in the order they are asked for operands on ``device`` ("cpu" or "cuda"), the others after them."""
+    first, rest = (HOST_ORDER, DEVICE_ORDER) if device == "cpu" else (DEVICE_ORDER, HOST_ORDER)
+    listed = [name for item in first for name in (third_party() if item == "*" else (item,))]
+    return tuple(listed + [name for name in rest if name in KNOWN and name not in listed])
+
+
+@functools.cache
+def get(name: str) -> Backend:
+    """The backend of a name, imported now. UsageError for an unknown name; a plug-in's own error passes through."""
+    if name in KNOWN:
+        backend: Backend = importlib.import_module(KNOWN[name]).BACKEND
+        return backend
+    for e in entry_points(group=ENTRY_POINT_GROUP):
+        if e.name == name:
+            loaded = e.load()
+            plugin: Backend = loaded() if isinstance(loaded, type) else getattr(loaded, "BACKEND", loaded)
+            return plugin
+    raise UsageError(f"unknown backend {name!r} (known: {', '.join(names())})")

@@ -17,6 +17,11 @@ from .sr_bcrs import SRBCRS
 from .two_four import TwoFour
 from .vector_nm import VectorNM
 
+__all__ = [
+    "BSR", "CSR", "DBSR", "FORMATS", "SRBCRS", "Bitmask", "Dense", "ELLBuckets", "Format", "TwoFour", "VectorNM",
+    "by_name", "parse_spec", "register", "registered", "spec_text", "unregister",
+]  # fmt: skip
+
 FORMATS: tuple[type[Format], ...] = (
     Dense,
     CSR,

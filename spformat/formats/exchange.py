@@ -62,10 +62,10 @@ def _fitted(indptr: Array, indices: Array, data: Array, columns: int) -> dict[st
 
 
 def to_torch(f: Format) -> Any:
-    """A torch tensor on the same device: sparse_bsr of a BSR that tiles its shape, strided of a Dense, or sparse_csr."""
+    """A torch tensor on the same device: sparse_bsr of a BSR that tiles its shape, strided of a Dense, sparse_csr."""
     import torch
 
-    tensor = _array_to_torch
+    tensor = array_to_torch
     if isinstance(f, Dense):
         return tensor(f.data)
     f.ensure_valid()
@@ -77,12 +77,13 @@ def to_torch(f: Format) -> Any:
     return torch.sparse_csr_tensor(*parts, size=a.shape, check_invariants=False)
 
 
-def _array_to_torch(x: Array) -> Any:
+def array_to_torch(x: Array) -> Any:
+    """A torch tensor that shares the memory of a numpy or CuPy array (read-only arrays are copied)."""
     import torch
 
     if x.dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
         # Neither numpy nor DLPack of numpy carries these: move the bits, then view.
-        return _array_to_torch(bits(x)).view(getattr(torch, x.dtype.name))
+        return array_to_torch(bits(x)).view(getattr(torch, x.dtype.name))
     if is_cupy(x):
         return torch.from_dlpack(x)
     return torch.from_numpy(x if x.flags.writeable else x.copy())
@@ -93,13 +94,13 @@ def from_torch(t: Any) -> Format:
     import torch
 
     if t.layout == torch.strided:
-        return Dense.from_dense(_torch_to_array(t))
+        return Dense.from_dense(torch_to_array(t))
     if t.layout == torch.sparse_coo:
         t = t.coalesce().to_sparse_csr()
     if t.layout not in (torch.sparse_csr, torch.sparse_bsr):
         raise UsageError(f"torch layout {t.layout} is not read; use t.to_sparse_csr() or t.to_dense()")
-    indptr, indices = _torch_to_array(t.crow_indices()), _torch_to_array(t.col_indices())
-    data, shape = _torch_to_array(t.values()), tuple(t.shape)
+    indptr, indices = torch_to_array(t.crow_indices()), torch_to_array(t.col_indices())
+    data, shape = torch_to_array(t.values()), tuple(t.shape)
     if t.layout == torch.sparse_bsr:
         blocksize = (int(data.shape[1]), int(data.shape[2]))
         return BSR(
@@ -110,15 +111,16 @@ def from_torch(t: Any) -> Format:
     return a.canonical()
 
 
-def _torch_to_array(t: Any) -> Array:
+def torch_to_array(t: Any) -> Array:
+    """A numpy or CuPy array that shares the memory of a torch tensor, strides included."""
     import torch
 
-    t = t.detach().contiguous()
+    t = t.detach()
     name = str(t.dtype).removeprefix("torch.")
     if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
         import ml_dtypes
 
-        raw = _torch_to_array(t.view(torch.uint16 if t.element_size() == 2 else torch.uint8))
+        raw = torch_to_array(t.view(torch.uint16 if t.element_size() == 2 else torch.uint8))
         return raw.view(np.dtype(getattr(ml_dtypes, name)))
     if t.is_cuda:
         from ..arrays import import_cupy

@@ -269,7 +269,7 @@ def _row_panels(a: CSR, step: int) -> Iterator[Array]:
 def _refuse(count: int, first: Any, found: int) -> None:
     raise StructureError(
         f"two-four: {count} group(s) of four columns hold more than 2 nonzeros; first: row {first[0]}, "
-        f"group {first[1]} (columns {4 * first[1]}..{4 * first[1] + 3}) holds {found}, limit 2. To drop the smallest values, apply "
-        "preprocess.masks.magnitude_nm(w, 2, 4), or convert --prune magnitude",
+        f"group {first[1]} (columns {4 * first[1]}..{4 * first[1] + 3}) holds {found}, limit 2. "
+        "To drop the smallest values, apply preprocess.masks.magnitude_nm(w, 2, 4), or convert --prune magnitude",
         unit="group", count=count, first=first, found=found, limit=2, hint="preprocess.masks.magnitude_nm",
     )  # fmt: skip

@@ -1,1 +1,40 @@
 """The CUDA backend: one launcher and one ``.cu`` twin per kernel, compiled at first use through CuPy's NVRTC."""
+
+from __future__ import annotations
+
+import functools
+
+from ..base import Kernel
+
+KERNELS: tuple[Kernel, ...] = ()
+"""One line per kernel; for a format, the best comes first."""
+
+
+class CudaBackend:
+    """Kernels for operands on an NVIDIA GPU of sm_80 or newer."""
+
+    name = "cuda"
+
+    def missing(self) -> list[str]:
+        """CuPy, a driver, a device or the CUDA headers, with the line that brings them."""
+        return list(_missing())
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        """All kernels; asking them needs no GPU."""
+        return KERNELS
+
+
+@functools.cache
+def _missing() -> tuple[str, ...]:
+    try:
+        import cupy
+    except ImportError:
+        return ("CuPy is not installed: pip install 'spformat[cuda13]' (or cuda12)",)
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as e:
+        return (f"no usable CUDA driver: {e}",)
+    return () if count else ("no CUDA device is visible",)
+
+
+BACKEND = CudaBackend()

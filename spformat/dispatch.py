@@ -1,0 +1,245 @@
+"""spmm(), plan(), explain(): choose a kernel, never convert, never copy between host and device."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import backends
+from .arrays import is_cupy
+from .backends.base import Kernel
+from .dtypes import VALUE_TYPES, value_type
+from .errors import DeviceUnavailable, NoKernelError, UsageError
+from .formats.base import Format
+from .formats.exchange import as_format
+from .problem import COL, ROW, STRIDED, Accepted, Plan, Problem, Rejected, result_dtype, tile_class
+
+log = logging.getLogger("spformat")
+
+_chosen: contextvars.ContextVar[str | None] = contextvars.ContextVar("spformat_backend", default=None)
+
+
+@contextlib.contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Inside the block every call without ``backend=`` uses this backend, and never falls back."""
+    backends.get(name)
+    token = _chosen.set(name)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Every kernel with its answer, in the order they were asked; ``str()`` is the text the CLI prints."""
+
+    problem: Problem
+    answers: tuple[Accepted | Rejected, ...]
+
+    @property
+    def chosen(self) -> str | None:
+        """The kernel that runs: the first that accepted."""
+        return next((a.kernel for a in self.answers if a), None)
+
+    def __str__(self) -> str:
+        p = self.problem
+        lines = [
+            f"A {p.M}x{p.K} ({p.a_dtype}, {p.format}, {p.device}) @ B {p.K}x{p.n or 'N'} ({p.b_dtype}, {p.b_layout})"
+        ]
+        lines.append(f"  runs on {self.chosen}" if self.chosen else "  no kernel takes this")
+        lines += [f"  {a}" for a in self.answers]
+        return "\n".join(lines)
+
+
+def spmm(A: Any, B: Any, out: Any = None, backend: str | None = None) -> Any:
+    """C[M,N] = A[M,K] @ B[K,N] with sparse A; returns C in B's library, on B's device.
+
+    A: any spformat object (a scipy, torch or dense matrix is taken as its format first).
+    B: numpy, CuPy or torch array [K, N], row- or column-major, with a leading dimension if you like; or [K].
+    out: array [M, N] to write, all of it; its dtype may be wider than B's. Default: a new row-major array of
+    ``problem.result_dtype``. 16-bit inputs are summed in float32.
+    backend: a name ("cpu", "reference", "cuda", "vendor", a plug-in's). A named backend never falls back.
+
+    The plan is cached with A. Raises NoKernelError with every kernel's reasons, DeviceUnavailable when the
+    named backend cannot run here, ValueError and TypeError for operands that do not fit.
+    """
+    if not isinstance(A, Format):
+        A = as_format(A)
+    if not isinstance(B, np.ndarray) and not is_cupy(B):
+        return _foreign(A, B, out, backend)
+    if B.ndim == 1:
+        return spmm(A, B[:, None], None if out is None else out[:, None], backend)[:, 0]
+    return _plan_for(A, B, out, backend).run(B, out)
+
+
+def plan(A: Any, n: int | None = None, *, B: Any = None, out: Any = None, backend: str | None = None,
+         b_dtype: Any = None, b_layout: str = ROW, out_dtype: Any = None, out_layout: str = ROW,
+         unsafe: bool = False) -> Plan:  # fmt: skip
+    """A plan for products with A: ``p = plan(A, n=4096)``, then ``p(B)`` or ``p(B, out=C)`` many times.
+
+    n: the N to choose tiles for (any N may be run). Give B (and out) instead to copy their dtype and layout;
+    else B is row-major in A's dtype. unsafe=True skips validation of A: only for arrays you made yourself.
+    """
+    A = as_format(A)
+    if B is not None:
+        problem = _describe(A, B, out)
+    else:
+        name = value_type(b_dtype or A.dtype).name
+        result = _dtype_name(out_dtype) if out_dtype is not None else result_dtype(A.dtype.name, name)
+        problem = _problem(A, tile_class(n or 512), name, result, b_layout, out_layout)
+    return _make_plan(A, problem, backend or _chosen.get() or os.environ.get("SPFORMAT_BACKEND"), unsafe)
+
+
+def explain(A: Any, B: Any = None, *, n: int | None = None, backend: str | None = None) -> Explanation:
+    """Which kernel would run ``spmm(A, B)``, and why each other one would not.
+
+    A may be a bare ``Problem`` (for a GPU you do not have: device "cuda", sm 90): what is installed here is
+    then left out of account.
+    """
+    if isinstance(A, Problem):
+        return _ask(A, backend, installed=False)
+    A = as_format(A)
+    if B is None:
+        name = A.dtype.name
+        return _ask(_problem(A, tile_class(n or 512), name, result_dtype(name, name), ROW, ROW), backend)
+    return _ask(_describe(A, B[:, None] if B.ndim == 1 else B, None), backend)
+
+
+# ------------------------------------------------------------------ from operands to a plan
+
+
+def _plan_for(A: Format, B: Any, out: Any, backend: str | None) -> Plan:
+    """The cached plan of this call: the key is cheap to build, a Problem is not."""
+    name = backend or _chosen.get() or os.environ.get("SPFORMAT_BACKEND")
+    shape, strides = B.shape, B.strides
+    if out is None:
+        key: Any = (shape[1], B.dtype, strides, B.__class__, name)
+    else:
+        key = (shape[1], B.dtype, strides, B.__class__, name, out.dtype, out.strides, out.__class__)
+    found = A._derived.get(key)
+    if found is not None:
+        cached: Plan = found
+        return cached
+    problem = _describe(A, B, out)
+    made = A._derived.get((problem, name))
+    if made is None:
+        made = A._derived[(problem, name)] = _make_plan(A, problem, name, unsafe=False)
+    if len(A._derived) < 4096:  # a caller with ever new shapes must not grow the cache without end
+        A._derived[key] = made
+    plan: Plan = made
+    return plan
+
+
+def _make_plan(A: Format, problem: Problem, name: str | None, unsafe: bool) -> Plan:
+    kernel = _choose(problem, name)
+    if not unsafe:
+        A.ensure_valid()
+    made = kernel.plan(A, problem)
+    log.info("%s %dx%d (%s), N class %d: %s %s", problem.format, problem.M, problem.K, problem.a_dtype, problem.n,
+             made.kernel, made.tile)  # fmt: skip
+    return made
+
+
+def _choose(problem: Problem, name: str | None) -> Kernel:
+    trace = _ask(problem, name)
+    for answer in trace.answers:
+        if answer:
+            backend = backends.get(answer.kernel.partition(".")[0])
+            return next(k for k in backend.kernels() if k.name == answer.kernel)
+    if name is not None:
+        missing = backends.get(name).missing()
+        if missing:
+            raise DeviceUnavailable(f"backend {name!r} cannot run here: {'; '.join(missing)}", reasons=missing)
+    raise NoKernelError(f"No kernel for 'spmm' with:\n{trace}", reasons=[str(a) for a in trace.answers])
+
+
+def _ask(problem: Problem, only: str | None = None, *, installed: bool = True) -> Explanation:
+    """Every kernel's answer, best first."""
+    answers: list[Accepted | Rejected] = []
+    for name in (only,) if only else backends.order(problem.device):
+        try:
+            backend = backends.get(name)
+        except (ImportError, AttributeError) as e:  # a broken plug-in is a reason, not a crash
+            answers.append(Rejected(name, (f"the backend does not load: {e}",)))
+            continue
+        missing = tuple(backend.missing()) if installed else ()
+        kernels = sorted(backend.kernels(), key=lambda k: getattr(k, "rank", _no_rank)(problem))
+        for k in kernels:
+            if problem.format not in k.formats:
+                continue
+            refused = (*missing, *k.unsupported(problem))
+            answers.append(Rejected(k.name, refused) if refused else Accepted(k.name))
+        if missing and not any(problem.format in k.formats for k in kernels):
+            answers.append(Rejected(name, missing))
+    return Explanation(problem, tuple(answers))
+
+
+def _no_rank(problem: Problem) -> int:
+    return 0
+
+
+def _describe(A: Format, B: Any, out: Any) -> Problem:
+    """The Problem of one call; ValueError, TypeError or UsageError for operands that cannot be multiplied."""
+    if B.ndim != 2:
+        raise ValueError(f"B: expected a matrix [K, N], got shape {B.shape}")
+    if B.shape[0] != A.shape[1]:
+        raise ValueError(f"B: expected {A.shape[1]} rows, the columns of A {A.shape}, got shape {B.shape}")
+    on_device = A.device != "cpu"
+    if on_device != is_cupy(B):
+        where = f"A is on {A.device}, B on {'cuda:' + str(B.device.id) if is_cupy(B) else 'cpu'}"
+        fix = "A.to('cuda')" if not on_device else "A.to('cpu'), or cupy.asarray(B)"
+        raise UsageError(f"spmm: {where}; nothing is copied between them unasked: use {fix}")
+    b_dtype = value_type(B.dtype).name
+    b_layout = _layout(B)
+    if out is None:
+        return _problem(A, tile_class(B.shape[1]), b_dtype, result_dtype(A.dtype.name, b_dtype), b_layout, ROW)
+    if type(out) is not type(B):
+        raise TypeError(f"out: expected {type(B).__module__}.{type(B).__name__} like B, got {type(out).__name__}")
+    if out.shape != (A.shape[0], B.shape[1]):
+        raise ValueError(f"out: expected shape {(A.shape[0], B.shape[1])}, got {out.shape}")
+    return _problem(A, tile_class(B.shape[1]), b_dtype, _dtype_name(out.dtype), b_layout, _layout(out))
+
+
+def _problem(A: Format, n: int, b_dtype: str, out_dtype: str, b_layout: str, out_layout: str) -> Problem:
+    sm, device_id = None, 0
+    if A.device != "cpu":
+        device_id = A.values.device.id
+        sm = int(A.values.device.compute_capability)
+    return Problem(
+        format=A.name, params=tuple(A.params().items()), M=A.shape[0], K=A.shape[1], n=n, nnz=A.stored,
+        a_dtype=A.dtype.name, b_dtype=b_dtype, out_dtype=out_dtype, b_layout=b_layout, out_layout=out_layout,
+        device="cpu" if sm is None else "cuda", sm=sm, device_id=device_id,
+    )  # fmt: skip
+
+
+def _layout(x: Any) -> str:
+    rows, cols = x.shape
+    size = x.dtype.itemsize
+    if cols <= 1 or x.strides[1] == size:
+        return ROW if rows <= 1 or x.strides[0] >= cols * size else STRIDED
+    if rows <= 1 or x.strides[0] == size:
+        return COL if x.strides[1] >= rows * size else STRIDED
+    return STRIDED
+
+
+def _dtype_name(dtype: Any) -> str:
+    return dtype if isinstance(dtype, str) and dtype in VALUE_TYPES else np.dtype(dtype).name
+
+
+def _foreign(A: Format, B: Any, out: Any, backend: str | None) -> Any:
+    """The product with a torch tensor (memory shared both ways), a scipy matrix or a nested list."""
+    from .formats.exchange import array_to_torch, torch_to_array
+
+    torch = type(B).__module__.split(".")[0] == "torch"
+    if not torch:
+        return spmm(A, as_format(B).to_dense(), out, backend)
+    result = spmm(A, torch_to_array(B), None if out is None else torch_to_array(out), backend)
+    return array_to_torch(result) if out is None else out
