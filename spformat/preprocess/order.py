@@ -1,0 +1,127 @@
+"""Row orders for balance, and the bucket width for ELL buckets. Nothing here changes or loses a value.
+
+A row order is an index array [M]: place i of the new order is row ``row_order[i]`` of the matrix. It is never part
+of a format: whoever permutes the rows of A permutes C back with ``inverse``, or hands the order to a kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..arrays import Array, ceil_div, index_dtype, namespace
+from ..dtypes import bits
+from ..errors import UsageError
+from ..formats.csr import CSR
+from ..formats.ell_buckets import MAX_WIDTH
+from ..limits import check_bytes
+from ..segments import counts_of, pointer, rank_in_row, rows_of
+
+
+def row_lengths(a: CSR) -> Array:
+    """int64[M]: stored items of each row, stored zeros included."""
+    p = a.ensure_valid().indptr.astype(np.int64)
+    return p[1:] - p[:-1]
+
+
+def by_length(a: CSR) -> Array:
+    """INDEX[M]: the row order with the longest rows first; rows of equal length keep their order.
+
+    Neighbouring warps then have equal work, and the long rows start first (Sputnik's row swizzle, SC 2020).
+    """
+    order = namespace(a.indptr).argsort(-row_lengths(a), kind="stable")
+    return order.astype(index_dtype(a.shape[0] - 1))
+
+
+def inverse(row_order: Array) -> Array:
+    """The order that undoes ``row_order``. UsageError unless it holds each of 0 .. M-1 once."""
+    xp = namespace(row_order)
+    _check_permutation(row_order, row_order.size)
+    out = xp.empty_like(row_order)
+    out[row_order] = xp.arange(row_order.size, dtype=row_order.dtype)
+    return out
+
+
+def permute_rows(a: CSR, row_order: Array) -> CSR:
+    """The matrix whose row i is row ``row_order[i]`` of ``a``; every item keeps its bits. O(M + nnz).
+
+    UsageError unless ``row_order`` is on the device of ``a`` and holds each of 0 .. M-1 once.
+    """
+    if namespace(row_order) is not namespace(a.indptr):
+        raise UsageError(f"row_order: expected an array on {a.device}, as the matrix")
+    _check_permutation(row_order, a.shape[0])
+    indptr = pointer(row_lengths(a)[row_order], a.nnz)
+    rows = rows_of(indptr, a.nnz)
+    item = a.indptr[row_order[rows]] + rank_in_row(indptr, rows)
+    data = bits(a.data)[item].view(a.dtype)
+    return CSR.made(shape=a.shape, indptr=indptr, indices=a.indices[item], data=data)
+
+
+def _check_permutation(row_order: Array, M: int) -> None:
+    if row_order.shape != (M,) or row_order.dtype.kind not in "iu":
+        raise UsageError(f"row_order: expected {M} integers, got {row_order.dtype} of shape {row_order.shape}")
+    if M == 0:
+        return
+    low, high = int(row_order.min()), int(row_order.max())  # synchronize!
+    if low < 0 or high >= M:
+        raise UsageError(f"row_order: expected rows in 0 .. {M - 1}, got {low} .. {high}")
+    missing = int((counts_of(row_order, M) == 0).sum())  # synchronize!
+    if missing:
+        raise UsageError(f"row_order: expected every row once, got {missing} rows not at all")
+
+
+@dataclass(frozen=True)
+class BucketWidth:
+    """What ELLBuckets with this ``max_width`` would hold, without building it."""
+
+    max_width: int
+    ell_rows: int
+    """R: each writes one row of C."""
+    split_rows: int
+    """How many of them belong to split rows: those add to C instead of storing."""
+    slots: int
+    """S: each reads one row of B, or is padding."""
+    padding: float
+    """(S - nnz) / S, 0 for an empty matrix."""
+
+    @property
+    def traffic(self) -> int:
+        """Rows of B and C that move: S + R, and R of split rows once more, because adding reads C as well."""
+        return self.slots + self.ell_rows + self.split_rows
+
+
+def bucket_widths(a: CSR, column_parts: int = 1) -> tuple[BucketWidth, ...]:
+    """One entry for every useful max_width: 1, 2, 4, .. up to the first that holds the longest row of a part.
+
+    column_parts: 1 .. 1024, as in ELLBuckets; UsageError outside. O(nnz + widths * nonempty (row, part) pairs).
+    """
+    if not 1 <= column_parts <= 1024:
+        raise UsageError(f"column_parts: expected an int in 1 .. 1024, got {column_parts!r}", value=column_parts)
+    xp, (M, K) = namespace(a.indptr), a.ensure_valid().shape
+    check_bytes(8 * M * column_parts, "row lengths of all column parts")
+    part_size = max(1, ceil_div(K, column_parts))
+    counts = counts_of(a.rows() * column_parts + a.indices // part_size, M * column_parts)
+    held = xp.flatnonzero(counts)  # synchronize!
+    row, length = held // column_parts, counts[held]
+    longest = int(length.max()) if length.size else 1  # synchronize!
+    powers = [1 << i for i in range((min(longest, MAX_WIDTH) - 1).bit_length() + 1)]
+    fitting = xp.searchsorted(xp.asarray(powers), length)  # log2 of the narrowest bucket that holds the segment
+
+    out = []
+    for width in powers:
+        chunks = -(-length // width)
+        slots = int(xp.where(length > width, chunks * width, xp.asarray(1) << fitting).sum())  # synchronize!
+        ell_rows_of = xp.bincount(row, weights=chunks, minlength=M) if row.size else xp.zeros(M)
+        split = int(ell_rows_of[ell_rows_of > 1].sum())
+        padding = (slots - a.nnz) / slots if slots else 0.0
+        out.append(BucketWidth(width, int(chunks.sum()), split, slots, padding))
+    return tuple(out)
+
+
+def recommended_width(a: CSR, column_parts: int = 1) -> int:
+    """The max_width of least ``traffic``, the narrower one among equals.
+
+    A model of memory traffic for many columns of B, where rows of B and C dwarf the indices; measure if it matters.
+    """
+    return min(bucket_widths(a, column_parts), key=lambda w: (w.traffic, w.max_width)).max_width
