@@ -1,0 +1,333 @@
+"""Tensors in a file: ``save``, ``load``, ``safe_open``.  Spec: docs/container.md.
+
+A file is an ordinary safetensors file with a descriptor (``descriptor.py``) that says which entries make up
+which tensor. Every byte read is checked (CRC32 of each array, SHA-256 of the header), then the object is
+constructed (lengths and dtypes) and validated (contents), before anybody sees it. No format is mentioned here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+
+from . import descriptor, stfile
+from .arrays import Array, is_cupy, parse_device, to_device
+from .descriptor import Record
+from .dtypes import VALUE_TYPES
+from .errors import ArrayError, DescriptorError, FormatError, LimitError, UsageError, printable
+from .files import Path
+from .formats.base import Format
+from .formats.dense import Dense
+
+Tensor: TypeAlias = Format | Array
+"""What a file holds under one name: a Format, or a plain array of any rank (biases, norms, tables)."""
+
+
+def save(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    overwrite: bool = False,
+    metadata: Mapping[str, str] | None = None,
+    verify: bool = False,
+) -> None:
+    """Write tensors to one file, atomically and durably; the same tensors always give the same bytes.
+
+    Args:
+        path: the file; an existing one is replaced only with ``overwrite``, and only at the end.
+        tensors: name -> Format or array. An array stays a plain tensor, also a 2-D one; wrap it in
+            ``Dense`` to give it back as one. Device arrays are copied to the host one tensor at a time.
+        metadata: further strings for ``__metadata__``.
+        verify: read everything back from the device before publishing.
+
+    Raises:
+        UsageError: something that is neither, or names that collide.
+        FormatError: a Format whose contents are invalid.
+        OutputError, WriteError: the file cannot be created or written; nothing was published.
+    """
+    with create(
+        path, map(outline, tensors, tensors.values()), overwrite=overwrite, metadata=metadata, verify=verify
+    ) as f:
+        for name, x in tensors.items():
+            f.put(name, x)
+
+
+def load(path: Path, names: Iterable[str] | None = None, device: str = "cpu", **options: bool) -> dict[str, Tensor]:
+    """The tensors of a file that ``save`` wrote, checked and validated: name -> Format or array.
+
+    Host arrays are read-only. ``names`` selects; ``device`` is "cpu", "cuda" or "cuda:<id>"; ``options``
+    are those of ``safe_open``. Raises as ``safe_open`` does, and DescriptorError for a file without descriptor.
+    """
+    with safe_open(path, **options) as f:
+        if not f.described:
+            raise DescriptorError(
+                "this is a dense safetensors file, it has no spformat descriptor: use `spformat convert` to make "
+                "one, or safe_open(path) to read its tensors as they are",
+                path=f.path,
+            )
+        return {name: f.read(name, device) for name in (f.keys() if names is None else names)}
+
+
+def safe_open(path: Path, *, allow_unchecked: bool = False, ignore_unknown: bool = False) -> TensorFile:
+    """Open a file of ``save``, or any safetensors file, without reading its data.
+
+    A file without descriptor is dense input: a 2-D tensor of a value type comes as ``Dense``, anything else
+    as an array.
+
+    Args:
+        path: a regular file.
+        allow_unchecked: accept a file whose checksums were left out (wrong ones are never accepted).
+        ignore_unknown: accept descriptor keys this release does not know.
+
+    Raises:
+        InputError, ContainerError, DescriptorError, VersionError, IntegrityError, LimitError.
+    """
+    return TensorFile(path, allow_unchecked=allow_unchecked, ignore_unknown=ignore_unknown)
+
+
+def save_dense(path: Path, tensors: Mapping[str, Tensor], *, overwrite: bool = False, verify: bool = False) -> None:
+    """Write an ordinary dense safetensors file, as other tools read it: no descriptor, ``"format": "pt"``.
+
+    Args:
+        path, overwrite, verify: as for ``save``.
+        tensors: name -> ``Dense`` or array; each becomes the entry of its name.
+    """
+    arrays = {name: x.data if isinstance(x, Dense) else x for name, x in tensors.items()}
+    records = [outline(name, x) for name, x in arrays.items()]
+    sparse = next((r for r in records if r.format is not None), None)
+    if sparse is not None and sparse.format is not None:
+        raise UsageError(f"expected Dense or an array, got {sparse.format.name}; call to_dense()", tensor=sparse.name)
+    specs = [(r.name, *r.arrays[""]) for r in records]
+    with stfile.Writer(path, specs, {"format": "pt"}, overwrite=overwrite, verify=verify) as out:
+        for name, x in arrays.items():
+            out.put(name, to_device(_array(name, x), "cpu"))
+
+
+def outline(name: str, x: Tensor) -> Record:
+    """What a file must know of a tensor before its first byte is written."""
+    if type(name) is not str or not name:
+        raise UsageError(f"tensor name: expected text, got {name!r:.80}")
+    if not isinstance(x, Format):
+        x = _array(name, x)
+        code = stfile.code_of(x.dtype)
+        return Record(name, None, x.shape, x.dtype.newbyteorder("=").name, {"": (code, x.shape)})
+    arrays = {key: (stfile.code_of(a.dtype), a.shape) for key, a in x.arrays().items()}
+    return Record(name, type(x), x.shape, x.dtype.name, arrays, x.params(), x.tables())
+
+
+def create(
+    path: Path,
+    records: Iterable[Record],
+    *,
+    overwrite: bool = False,
+    metadata: Mapping[str, str] | None = None,
+    verify: bool = False,
+) -> FileWriter:
+    """A file whose tensors are known in outline and arrive one by one: conversion in bounded memory.
+
+    with create(path, [outline(..), ..]) as f:
+        f.put("w", w)
+    """
+    return FileWriter(path, records, overwrite=overwrite, metadata=metadata, verify=verify)
+
+
+class FileWriter:
+    """A file under construction (``create``). Tensors may be put in any order; the bytes do not depend on it."""
+
+    def __init__(
+        self,
+        path: Path,
+        records: Iterable[Record],
+        *,
+        overwrite: bool = False,
+        metadata: Mapping[str, str] | None = None,
+        verify: bool = False,
+    ) -> None:
+        chosen = list(records)
+        self._records = {r.name: r for r in chosen}
+        if len(self._records) != len(chosen):
+            raise UsageError("tensor names: expected distinct names, got one twice")
+        others = dict(metadata or {})
+        if descriptor.KEY in others:
+            raise UsageError(f"metadata: the key '{descriptor.KEY}' is the descriptor's")
+        specs = [(r.entry(array), *spec) for r in chosen for array, spec in r.arrays.items()]
+        entries = stfile.layout(specs)  # UsageError if an array of one tensor is called like another tensor
+
+        def described(sums: Mapping[str, int]) -> dict[str, str]:
+            return descriptor.sealed(descriptor.pack(chosen, sums), entries, others)
+
+        self._out = stfile.Writer(path, specs, described, overwrite=overwrite, verify=verify)
+
+    def put(self, name: str, x: Tensor) -> None:
+        """Write a tensor that matches its outline. A Format without the validated mark is validated first."""
+        record = self._record(name)
+        if outline(name, x) != record:
+            raise UsageError(f"put: expected what the outline says, {record}, got {outline(name, x)}", tensor=name)
+        arrays = x.ensure_valid().arrays() if isinstance(x, Format) else {"": _array(name, x)}
+        for array, a in arrays.items():
+            self._out.put(record.entry(array), to_device(a, "cpu"))
+
+    def put_array(self, name: str, array: str, pieces: Iterable[Any]) -> None:
+        """Write one array of a tensor (``""`` for a plain one) from pieces in order: bytes, or panels of rows.
+
+        The caller owes contents that ``validate`` accepts.
+        """
+        record = self._record(name)
+        if array not in record.arrays:
+            raise UsageError(f"put_array: expected one of {list(record.arrays)}, got {array!r}", tensor=name)
+        self._out.put(record.entry(array), pieces)
+
+    def commit(self) -> None:
+        """Publish the file; UsageError if a tensor is missing."""
+        self._out.commit()
+
+    def abandon(self) -> None:
+        """Publish nothing, leave nothing behind."""
+        self._out.abandon()
+
+    def _record(self, name: str) -> Record:
+        found = self._records.get(name)
+        if found is None:
+            raise UsageError(f"put: no tensor '{printable(name)}' in the outlines of this file")
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._out.__exit__(kind, error, tb)
+
+
+class TensorFile:
+    """An open file (``safe_open``): a read-only mapping of names whose values are read when asked for.
+
+    ``f[name]`` and ``f.read(name, device)`` give the tensor, ``f.info(name)`` its description without reading
+    data, ``f.array(name)`` a plain or dense tensor as an array, whole or in panels of rows.
+    """
+
+    def __init__(self, path: Path, *, allow_unchecked: bool = False, ignore_unknown: bool = False) -> None:
+        self._in = stfile.Reader(path)
+        self.path = self._in.path
+        self.described = descriptor.KEY in self.metadata
+        """Whether the file has a descriptor; if not, it is dense input."""
+        header = self._in.header
+        try:
+            if self.described:
+                flags = {"allow_unchecked": allow_unchecked, "ignore_unknown": ignore_unknown}
+                self._records = dict(sorted(descriptor.read(header, **flags).items()))
+            else:
+                self._records = descriptor.undescribed(header)
+        except (FormatError, LimitError) as e:
+            self.close()
+            e.at(path=self.path)
+            raise
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """``__metadata__`` of the file, the descriptor included."""
+        return self._in.header.metadata
+
+    @property
+    def oddities(self) -> tuple[str, ...]:
+        """Departures from the safetensors specification that were let pass in a file without descriptor."""
+        return self._in.header.oddities
+
+    def info(self, name: str) -> Record:
+        """Format, shape, dtype, params, tables and the dtype and shape of each array, from the header alone."""
+        found = self._records.get(name)
+        if found is None:
+            near = difflib.get_close_matches(str(name), self._records, 1)
+            hint = f"; did you mean '{printable(near[0])}'?" if near else f"; it has {len(self)} tensors"
+            raise UsageError(f"no tensor '{printable(name)}' in the file{hint}", path=self.path)
+        return found
+
+    def read(self, name: str, device: str = "cpu") -> Tensor:
+        """One tensor, checked, constructed and validated; host arrays are read-only.
+
+        Raises IntegrityError, ArrayError, InvariantError (by kind of content), LimitError, or UsageError for a
+        name the file does not have.
+        """
+        r = self.info(name)
+        parse_device(device)
+        try:
+            arrays = {array: self._in.read(r.entry(array), r.crc32.get(array)) for array in r.arrays}
+            for a in arrays.values():
+                a.flags.writeable = False
+            if r.format is not None:
+                return _made(r, arrays).validate().to(device)
+        except (FormatError, LimitError) as e:
+            e.at(path=self.path, tensor=name)
+            raise
+        a = arrays[""]
+        if self.described or a.ndim != 2 or r.dtype not in VALUE_TYPES:
+            return to_device(a, device)
+        return Dense(shape=a.shape, data=a).validate().to(device)
+
+    def array(self, name: str, rows: slice | None = None) -> np.ndarray[Any, Any]:
+        """A plain or dense tensor as a fresh host array, or rows ``slice(begin, end)`` of it (not checksummed)."""
+        r = self.info(name)
+        if len(r.arrays) != 1:
+            raise UsageError(f"expected a plain or dense tensor, got {r.format and r.format.name}", tensor=name)
+        ((array, _),) = r.arrays.items()
+        try:
+            return self._in.read(r.entry(array), None if rows else r.crc32.get(array), rows)
+        except (ArrayError, FormatError, LimitError) as e:
+            e.at(path=self.path, tensor=name)
+            raise
+
+    def raw(self, name: str, piece: int = 16 * 2**20) -> Iterator[np.ndarray[Any, Any]]:
+        """The bytes of a plain tensor of any dtype in pieces of at most ``piece``, to be passed on unchanged."""
+        return self._in.pieces(self.info(name).entry(""), piece)
+
+    def keys(self) -> list[str]:
+        """Names: sorted in a file of ``save``, in the order of their data otherwise."""
+        return list(self._records)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._records
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._records)
+
+    def __repr__(self) -> str:
+        kind = "described" if self.described else "dense"
+        return f"TensorFile({printable(self.path)!r}, {len(self)} tensors, {kind})"
+
+    def close(self) -> None:
+        """Release the file. Harmless to repeat."""
+        self._in.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _made(r: Record, arrays: dict[str, Any]) -> Format:
+    """The object a record and its arrays describe: lengths and dtypes checked, contents not yet."""
+    assert r.format is not None
+    M, K = r.shape
+    try:
+        return r.format(shape=(M, K), **r.params, **r.tables, **arrays)
+    except UsageError as e:  # a relation that only construction sees
+        raise DescriptorError(e.message, **e.fields) from e
+
+
+def _array(name: str, x: Any) -> Array:
+    if isinstance(x, (np.ndarray, np.generic)):
+        return np.asarray(x)
+    if is_cupy(x):
+        return x
+    kind = f"{type(x).__module__}.{type(x).__name__}"
+    raise UsageError(f"expected a Format or a numpy or CuPy array, got {kind}; use convert(x, 'csr')", tensor=name)
