@@ -55,7 +55,7 @@ def tiled(
     pointer   device address, 16-byte aligned
     extents   elements per dimension, 1 .. 2^32
     strides   elements between neighbours along dimensions 1, 2, .. (one fewer than extents); 16-byte multiples
-    box       elements a load moves per dimension, 1 .. 256; the innermost at most ``swizzle`` bytes wide, if that is not 0
+    box       elements a load moves per dimension, 1 .. 256; the innermost spans at most a nonzero ``swizzle``
     swizzle   0, 32, 64 or 128 bytes
     promotion L2 fetch size in bytes: 0, 64, 128 or 256
 

@@ -21,6 +21,19 @@ template <class T> __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], c
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// x as the sum of two TF32 values, bit patterns as mma takes them; the first truncated, so that it never overflows.
+__device__ __forceinline__ void split_tf32(float x, u32& high, u32& low) {
+    high = __float_as_uint(x) & 0xffffe000u;
+    low = __float_as_uint(x - __uint_as_float(high));
+}
+
+// TF32 m16n8k8:  a[r] = A[g + 8*(r%2)][t + 4*(r/2)];   b[r] = B[t + 4r][g]
+__device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // 2:4 A. The metadata word e of lanes t = 0, 1 (Selector 0) or t = 2, 3 (Selector 1) is used: lane 4g+t with
 // s = t - 2*Selector gives columns 16s .. 16s+15 of rows g (low half) and g+8 (high half); nibble j of a half is group j.
 template <class T, int Selector>

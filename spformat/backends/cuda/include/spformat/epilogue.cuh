@@ -1,0 +1,88 @@
+// From tensor-core accumulators to C: whole 32-byte sectors where alignment allows, single elements where not.
+#pragma once
+#include "spformat/dtypes.cuh"
+
+namespace spformat {
+
+// 4x4 transpose of words among the four lanes of a quad: lane t leaves with word s = what lane s held in w[t].
+__device__ __forceinline__ void transpose_quad(u32 (&w)[4]) {
+    const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+        const u32 other = __shfl_xor_sync(~0u, odd ? w[i] : w[i + 1], 1);
+        (odd ? w[i] : w[i + 1]) = other;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const u32 other = __shfl_xor_sync(~0u, high ? w[i] : w[i + 2], 2);
+        (high ? w[i] : w[i + 2]) = other;
+    }
+}
+
+// Transpose of an 8x8 tile of 16-bit items spread over a warp as an mma accumulator: lane 4g+t leaves with items 2t, 2t+1 of
+// column g.
+__device__ __forceinline__ u32 transpose_8x8(u32 word) {
+    u32 turned;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(word));
+    return turned;
+}
+
+// Eight 16-bit items to consecutive addresses; only the first `valid` exist.
+template <class Out> __device__ __forceinline__ void store_eight(Out* to, const u32 (&w)[4], i64 valid) {
+    if (valid >= 8 && reinterpret_cast<u64>(to) % 16 == 0) {
+        *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        if (i < valid) reinterpret_cast<u16*>(to)[i] = static_cast<u16>(w[i / 2] >> (16 * (i % 2)));
+}
+
+// A 16x16 tile held as two m16n8 accumulators (columns 0-7 in `left`, 8-15 in `right`) to
+// C[row][column] at c + row*ldc + column, or, Col, at c + row + column*ldc. Rows >= rows and columns >= columns do not
+// exist (either may be <= 0). All 32 lanes call together.
+template <class Out, bool Col>
+__device__ __forceinline__ void store_16x16(Out* c, i64 ldc, i64 rows, i64 columns, const float (&left)[4], const float (&right)[4]) {
+    const int g = (threadIdx.x % 32) / 4, t = threadIdx.x % 4;
+    if constexpr (sizeof(Out) == 2) {
+        u32 w[4] = {pack2<Out>(left[0], left[1]), pack2<Out>(right[0], right[1]),
+                    pack2<Out>(left[2], left[3]), pack2<Out>(right[2], right[3])};
+        if constexpr (Col) {
+            const u32 below = transpose_8x8(w[2]);
+            w[2] = transpose_8x8(w[1]);
+            w[0] = transpose_8x8(w[0]), w[1] = below, w[3] = transpose_8x8(w[3]);
+        }
+        transpose_quad(w);  // lane t holds eight neighbours along the contiguous axis
+        const int across = g + 8 * (t / 2), along = 8 * (t % 2);
+        if (across < (Col ? columns : rows)) store_eight(c + across * ldc + along, w, (Col ? rows : columns) - along);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = g + 8 * (i / 2);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int column = 2 * t + 8 * half + i % 2;
+                if (row < rows && column < columns)
+                    c[Col ? row + column * ldc : row * ldc + column] = from_float<Out>(half ? right[i] : left[i]);
+            }
+        }
+    }
+}
+
+// Zero in rows x columns elements of C, laid out as above, by all threads of the block.
+template <class Out, bool Col> __device__ __forceinline__ void store_zeros(Out* c, i64 ldc, i64 rows, i64 columns) {
+    constexpr int vector = 16 / sizeof(Out);
+    const i64 lines = Col ? columns : rows, length = Col ? rows : columns;
+    const i64 pieces = cdiv<i64>(length, vector);
+    for (i64 i = threadIdx.x; i < lines * pieces; i += blockDim.x) {
+        Out* to = c + i / pieces * ldc + i % pieces * vector;
+        const i64 valid = length - i % pieces * vector;
+        if (valid >= vector && reinterpret_cast<u64>(to) % 16 == 0) {
+            *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+        } else {
+            for (int j = 0; j < vector && j < valid; ++j) to[j] = from_float<Out>(0.0f);
+        }
+    }
+}
+
+}  // namespace spformat

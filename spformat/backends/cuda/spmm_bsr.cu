@@ -1,0 +1,261 @@
+// C[M,N] = A[M,K] @ B[K,N], A in BSR or DBSR with blocks of R x C, tensor cores, f32 sums. sm_80 and later.
+//
+//   row_ids  Row[listed]        block row of each list entry (Listed: DBSR); null for BSR, where listed = cdiv(M, R)
+//   indptr   Pointer[listed+1]  first block of each listed block row
+//   indices  Index[nnzb]        block column
+//   data     T[nnzb, R, C]      blocks, each row-major, zero outside the shape
+//   B        T[K, N]            element (k, n) at k*ldb + n, or, BCol, at k + n*ldb
+//   out      Out[M, N]          element (i, n) at i*ldc + n, or, CCol, at i + n*ldc; every element is written
+//
+// A block row is a dense R x (blocks*C) matrix whose columns name rows of B: its blocks are laid end to end along k and
+// cut into chunks of KC, so any block size fills the k axis of the tensor cores. A chunk of A and the rows of B it names travel through
+// a ring of Stages shared-memory buffers (cp.async). Lines in shared memory are an odd number of 16-byte units apart, which keeps
+// ldmatrix and the copies free of bank conflicts for every tile width, powers of two or not.
+//
+// Grid: x = list entries * cdiv(R, BM) row tiles, then, Listed, cdiv(cdiv(M, R), ZeroRows) blocks that write zeros into the block
+// rows that are not listed; y = column tiles (strided). Block: 32*WM*WN threads; warp w computes
+// rows BM/WM * (w % WM) .., columns BN/WN * (w / WM) .. of the tile.
+//
+//   T      __nv_bfloat16, __half (mma m16n8k16) or float (each product as three TF32 products)
+//   Out    T or float
+//   Resident  blocks per SM the registers must leave room for
+//   R, C   block height and width, 1 .. 1024;  BM, BN, KC  tile rows, columns, depth
+//   WideA  data and C allow 16-byte copies of A;  WideB  B, ldb (and, BCol, C) allow 16-byte copies of B
+//   Limits K + C < 2^31; R, C, N, M otherwise free.
+#include "spformat/cp_async.cuh"
+#include "spformat/epilogue.cuh"
+#include "spformat/ldmatrix.cuh"
+#include "spformat/mma.cuh"
+
+using namespace spformat;
+
+namespace {
+
+// Sums of one warp, MI x NI tiles of 16x8. For float the small cross products are summed apart: `low` is dropped
+// where `high` is not finite, so that infinities come out as IEEE arithmetic has them (0 * inf in a cross product is NaN).
+template <class T, int MI, int NI> struct Sums {
+    float high[MI][NI][4] = {};
+};
+template <int MI, int NI> struct Sums<float, MI, NI> {
+    float high[MI][NI][4] = {}, low[MI][NI][4] = {};
+
+    __device__ __forceinline__ void join() {
+#pragma unroll
+        for (int m = 0; m < MI; ++m)
+#pragma unroll
+            for (int n = 0; n < NI; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    if (fabsf(high[m][n][i]) < __int_as_float(0x7f800000)) high[m][n][i] += low[m][n][i];
+    }
+};
+
+// Elements between lines of shared memory.
+template <class T, int Width, bool KContiguous> __host__ __device__ constexpr int pitch() {
+    // float fragments are read as single words: 4 (k-contiguous) or 8 more words spread a warp over all banks.
+    return Width + (sizeof(T) == 2 || !KContiguous ? 8 : 4);
+}
+
+template <class T, int KC, int MI, int NI, int PitchA, int PitchB, bool BCol>
+__device__ __forceinline__ void multiply(const T* a_tile, const T* b_tile, Sums<T, MI, NI>& sums) {
+    const int lane = threadIdx.x % 32;
+    if constexpr (sizeof(T) == 2) {
+        const u32 a_base = shared_address(a_tile + lane % 16 * PitchA + lane / 16 * 8);
+        const u32 b_base = shared_address(BCol ? b_tile + (lane % 8 + lane / 16 * 8) * PitchB + lane / 8 % 2 * 8
+                                               : b_tile + lane % 16 * PitchB + lane / 16 * 8);
+#pragma unroll
+        for (int k = 0; k < KC; k += 16) {
+            u32 a[MI][4];
+#pragma unroll
+            for (int m = 0; m < MI; ++m) ldmatrix_x4(a[m], a_base + (m * 16 * PitchA + k) * sizeof(T));
+#pragma unroll
+            for (int n = 0; n < NI; n += 2) {
+                u32 b[4];
+                if constexpr (BCol) ldmatrix_x4(b, b_base + (n * 8 * PitchB + k) * sizeof(T));
+                else ldmatrix_x4_trans(b, b_base + (k * PitchB + n * 8) * sizeof(T));
+#pragma unroll
+                for (int m = 0; m < MI; ++m) {
+                    mma_m16n8k16<T>(sums.high[m][n], a[m], b[0], b[1]);
+                    mma_m16n8k16<T>(sums.high[m][n + 1], a[m], b[2], b[3]);
+                }
+            }
+        }
+    } else {
+        const int g = lane / 4, t = lane % 4;
+#pragma unroll
+        for (int k = 0; k < KC; k += 8) {
+            u32 a[MI][4], a_low[MI][4];
+#pragma unroll
+            for (int m = 0; m < MI; ++m)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    split_tf32(a_tile[(m * 16 + g + i % 2 * 8) * PitchA + k + t + i / 2 * 4], a[m][i], a_low[m][i]);
+#pragma unroll
+            for (int n = 0; n < NI; ++n) {
+                u32 b[2], b_low[2];
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const int row = k + t + i * 4, column = n * 8 + g;
+                    split_tf32(b_tile[BCol ? column * PitchB + row : row * PitchB + column], b[i], b_low[i]);
+                }
+#pragma unroll
+                for (int m = 0; m < MI; ++m) {
+                    mma_m16n8k8_tf32(sums.low[m][n], a_low[m], b[0], b[1]);
+                    mma_m16n8k8_tf32(sums.low[m][n], a[m], b_low[0], b_low[1]);
+                    mma_m16n8k8_tf32(sums.high[m][n], a[m], b[0], b[1]);
+                }
+            }
+        }
+    }
+}
+
+}  // namespace
+
+template <class T, class Out, class Row, class Pointer, class Index, int R, int C, int BM, int BN, int WM, int WN, int KC,
+          int Stages, int Resident, int ZeroRows, bool WideA, bool WideB, bool BCol, bool CCol, bool Listed>
+__global__ void __launch_bounds__(32 * WM * WN, Resident)
+    spmm_bsr(const Row* __restrict__ row_ids, const Pointer* __restrict__ indptr, const Index* __restrict__ indices,
+             const T* __restrict__ data, i64 M, i64 K, i64 listed, const T* __restrict__ B, Out* __restrict__ out, i64 N,
+             i64 ldb, i64 ldc) {
+    constexpr int Threads = 32 * WM * WN, Vector = 16 / sizeof(T), RowTiles = cdiv(R, BM);
+    constexpr int MI = BM / WM / 16, NI = BN / WN / 8;
+    constexpr int PitchA = pitch<T, KC, true>(), PitchB = pitch<T, BCol ? KC : BN, BCol>();
+    constexpr int SizeA = BM * PitchA, SizeB = (BCol ? BN : KC) * PitchB;
+    static_assert(BM % (16 * WM) == 0 && BN % (16 * WN) == 0, "a warp owns whole 16-row and 16-column pieces of the tile");
+    static_assert(KC % 16 == 0 && Stages >= 2, "a chunk is whole k steps, and one is loaded while another is used");
+    static_assert(!WideA || C % Vector == 0, "16-byte copies of A need block rows of whole 16-byte units");
+    static_assert(!(WideB && BCol) || C % Vector == 0, "16-byte copies along k may not leave a block");
+    static_assert(Threads % (BN / Vector) == 0 && Threads % (KC / Vector) == 0, "threads divide evenly over a line");
+    extern __shared__ __align__(16) char shared[];
+    T* const ring = reinterpret_cast<T*>(shared);
+    const int tid = threadIdx.x, warp = tid / 32;
+
+    const i64 entry = blockIdx.x / RowTiles;
+    if (Listed && entry >= listed) {  // this block only writes zeros: find where its block rows start in the list
+        const i64 first = (blockIdx.x - listed * RowTiles) * ZeroRows, block_rows = cdiv<i64>(M, R);
+        i64 next = 0;
+        for (i64 end = listed; next < end;) {
+            const i64 middle = (next + end) / 2;
+            if (row_ids[middle] < first) next = middle + 1;
+            else end = middle;
+        }
+        for (i64 row = first; row < first + ZeroRows && row < block_rows; ++row) {
+            if (next < listed && row_ids[next] == row) {
+                ++next;
+                continue;
+            }
+            const i64 rows = M - row * R < R ? M - row * R : R;
+            for (i64 n0 = static_cast<i64>(blockIdx.y) * BN; n0 < N; n0 += static_cast<i64>(gridDim.y) * BN)
+                store_zeros<Out, CCol>(out + (CCol ? row * R + n0 * ldc : row * R * ldc + n0), ldc, rows,
+                                       N - n0 < BN ? N - n0 : BN);
+        }
+        return;
+    }
+
+    const int row0 = static_cast<int>(blockIdx.x % RowTiles) * BM;  // first row of this tile inside the block row
+    const i64 block_row = Listed ? static_cast<i64>(row_ids[entry]) : entry;
+    const i64 begin = indptr[entry];
+    const int depth = static_cast<int>(indptr[entry + 1] - begin) * C;  // k extent of the block row
+    const int chunks = cdiv(depth, KC), rows_of_b = static_cast<int>(K);
+    const T* const a_rows = data + (begin * R + row0) * C;
+    const Index* const columns = indices + begin;
+
+    for (i64 n0 = static_cast<i64>(blockIdx.y) * BN; n0 < N; n0 += static_cast<i64>(gridDim.y) * BN) {
+        const int n_left = N - n0 < BN ? static_cast<int>(N - n0) : BN;
+        const T* const b_tile = B + (BCol ? n0 * ldb : n0);
+
+        // Row of B for position k of the block row, or -1 where there is none to load.
+        auto b_row = [&](int k) -> int {
+            if (k >= depth) return -1;
+            const i64 row = static_cast<i64>(columns[k / C]) * C + k % C;
+            return row < K ? static_cast<int>(row) : -1;
+        };
+        // The wide path reads the block columns of a chunk one chunk ahead: their latency would stall every copy.
+        constexpr bool OneBlock = C % KC == 0;  // a chunk never leaves a block: its lines are consecutive rows of B
+        constexpr int Copies = WideB ? KC * BN / Vector / Threads : 1, Ahead = BCol || OneBlock ? 1 : Copies;
+        constexpr int Line = (BCol ? KC : BN) / Vector, Step = Threads / Line;
+        static_assert(!WideB || KC * BN % (Vector * Threads) == 0, "whole copies per thread");
+        int ahead[Ahead];
+        auto look_ahead = [&](int chunk) {
+#pragma unroll
+            for (int i = 0; i < Ahead; ++i)
+                ahead[i] = b_row(chunk * KC + (BCol ? tid % Line * Vector : OneBlock ? 0 : tid / Line + i * Step));
+        };
+        auto load = [&](int chunk) {
+            T* const a_to = ring + chunk % Stages * (SizeA + SizeB);
+            T* const b_to = a_to + SizeA;
+            if constexpr (WideA) {
+                for (int i = tid; i < BM * KC / Vector; i += Threads) {
+                    const int row = i / (KC / Vector), at = i % (KC / Vector) * Vector, k = chunk * KC + at;
+                    const bool real = k < depth && (R % BM == 0 || row0 + row < R);
+                    cp_async_16(shared_address(a_to + row * PitchA + at),
+                                real ? a_rows + (static_cast<i64>(k / C) * R + row) * C + k % C : data, real ? 16 : 0);
+                }
+            } else {
+#pragma unroll 4
+                for (int i = tid; i < BM * KC; i += Threads) {
+                    const int row = i / KC, at = i % KC, k = chunk * KC + at;
+                    const bool real = k < depth && (R % BM == 0 || row0 + row < R);
+                    a_to[row * PitchA + at] =
+                        real ? a_rows[(static_cast<i64>(k / C) * R + row) * C + k % C] : from_float<T>(0.0f);
+                }
+            }
+            if constexpr (WideB) {
+#pragma unroll
+                for (int i = 0; i < Copies; ++i) {
+                    const int line = tid / Line + i * Step, at = tid % Line * Vector;
+                    int row = ahead[BCol || OneBlock ? 0 : i];
+                    if (OneBlock && !BCol) row = row < 0 || row + line >= rows_of_b ? -1 : row + line;
+                    int left = BCol ? (line < n_left ? rows_of_b - row : 0) : n_left - at;  // elements from here on
+                    left = row < 0 || left < 0 ? 0 : (left < Vector ? left : Vector);
+                    const T* from = b_tile + (BCol ? line * ldb + row : row * ldb + at);
+                    cp_async_16(shared_address(b_to + line * PitchB + at), left ? from : B,
+                                static_cast<u32>(left * sizeof(T)));
+                }
+                look_ahead(chunk + 1);
+            } else {
+#pragma unroll 4
+                for (int i = tid; i < KC * BN; i += Threads) {
+                    const int at = BCol ? i % KC : i / BN, n = BCol ? i / KC : i % BN;
+                    const int row = n < n_left ? b_row(chunk * KC + at) : -1;
+                    T* const to = b_to + (BCol ? n * PitchB + at : at * PitchB + n);
+                    const T* const from = row < 0 ? B : b_tile + (BCol ? n * ldb + row : row * ldb + n);
+                    if constexpr (sizeof(T) == 4) cp_async_4(shared_address(to), from, row < 0 ? 0 : 4);
+                    else *to = row < 0 ? from_float<T>(0.0f) : *from;
+                }
+            }
+        };
+
+        Sums<T, MI, NI> sums;
+        if (WideB && chunks) look_ahead(0);
+#pragma unroll
+        for (int s = 0; s < Stages - 1; ++s) {
+            if (s < chunks) load(s);
+            cp_async_commit();
+        }
+        const int warp_row = warp % WM * (BM / WM), warp_column = warp / WM * (BN / WN);
+        for (int chunk = 0; chunk < chunks; ++chunk) {
+            cp_async_wait<Stages - 2>();
+            __syncthreads();  // chunk has landed, and everyone is done with the buffer that is loaded next
+            if (chunk + Stages - 1 < chunks) load(chunk + Stages - 1);
+            cp_async_commit();
+            const T* const a_tile = ring + chunk % Stages * (SizeA + SizeB);
+            multiply<T, KC, MI, NI, PitchA, PitchB, BCol>(
+                a_tile + warp_row * PitchA, a_tile + SizeA + (BCol ? warp_column * PitchB : warp_column), sums);
+        }
+        if constexpr (sizeof(T) == 4) sums.join();
+
+        const i64 top = block_row * R + row0;
+        i64 rows = R - row0 < BM ? R - row0 : BM;
+        if (M - top < rows) rows = M - top;
+#pragma unroll
+        for (int m = 0; m < MI; ++m)
+#pragma unroll
+            for (int n = 0; n < NI; n += 2) {
+                const int i = warp_row + m * 16, j = warp_column + n * 8;
+                Out* const to = out + (CCol ? top + i + (n0 + j) * ldc : (top + i) * ldc + n0 + j);
+                store_16x16<Out, CCol>(to, ldc, rows - i, n_left - j, sums.high[m][n], sums.high[m][n + 1]);
+            }
+        __syncthreads();  // the next column tile reuses the ring
+    }
+}
