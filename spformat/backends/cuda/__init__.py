@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 
 from ..base import Kernel
+from .spmm_bsr import SpmmBSR
 
-KERNELS: tuple[Kernel, ...] = ()
+KERNELS: tuple[Kernel, ...] = (SpmmBSR(),)
 """One line per kernel; for a format, the best comes first."""
 
 

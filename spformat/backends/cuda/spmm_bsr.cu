@@ -131,24 +131,10 @@ __global__ void __launch_bounds__(32 * WM * WN, Resident)
     const int tid = threadIdx.x, warp = tid / 32;
 
     const i64 entry = blockIdx.x / RowTiles;
-    if (Listed && entry >= listed) {  // this block only writes zeros: find where its block rows start in the list
-        const i64 first = (blockIdx.x - listed * RowTiles) * ZeroRows, block_rows = cdiv<i64>(M, R);
-        i64 next = 0;
-        for (i64 end = listed; next < end;) {
-            const i64 middle = (next + end) / 2;
-            if (row_ids[middle] < first) next = middle + 1;
-            else end = middle;
-        }
-        for (i64 row = first; row < first + ZeroRows && row < block_rows; ++row) {
-            if (next < listed && row_ids[next] == row) {
-                ++next;
-                continue;
-            }
-            const i64 rows = M - row * R < R ? M - row * R : R;
-            for (i64 n0 = static_cast<i64>(blockIdx.y) * BN; n0 < N; n0 += static_cast<i64>(gridDim.y) * BN)
-                store_zeros<Out, CCol>(out + (CCol ? row * R + n0 * ldc : row * R * ldc + n0), ldc, rows,
-                                       N - n0 < BN ? N - n0 : BN);
-        }
+    if (Listed && entry >= listed) {  // past the list: this block only writes zeros
+        for (i64 n0 = static_cast<i64>(blockIdx.y) * BN; n0 < N; n0 += static_cast<i64>(gridDim.y) * BN)
+            zero_unlisted<Out, CCol, R>(row_ids, listed, (blockIdx.x - listed * RowTiles) * ZeroRows, ZeroRows, M, out, ldc,
+                                        n0, N - n0 < BN ? N - n0 : BN, tid, Threads);
         return;
     }
 

@@ -69,19 +69,52 @@ __device__ __forceinline__ void store_16x16(Out* c, i64 ldc, i64 rows, i64 colum
     }
 }
 
-// Zero in rows x columns elements of C, laid out as above, by all threads of the block.
-template <class Out, bool Col> __device__ __forceinline__ void store_zeros(Out* c, i64 ldc, i64 rows, i64 columns) {
+// Zero in rows x columns elements of C, laid out as above, by `threads` threads, of which this is number `thread`.
+template <class Out, bool Col>
+__device__ __forceinline__ void store_zeros(Out* c, i64 ldc, i64 rows, i64 columns, int thread, int threads) {
     constexpr int vector = 16 / sizeof(Out);
     const i64 lines = Col ? columns : rows, length = Col ? rows : columns;
     const i64 pieces = cdiv<i64>(length, vector);
-    for (i64 i = threadIdx.x; i < lines * pieces; i += blockDim.x) {
-        Out* to = c + i / pieces * ldc + i % pieces * vector;
+    for (i64 i = thread; i < lines * pieces; i += threads) {
+        Out* const to = c + i / pieces * ldc + i % pieces * vector;
         const i64 valid = length - i % pieces * vector;
         if (valid >= vector && reinterpret_cast<u64>(to) % 16 == 0) {
             *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
         } else {
             for (int j = 0; j < vector && j < valid; ++j) to[j] = from_float<Out>(0.0f);
         }
+    }
+}
+
+// First position in [first, last) of the increasing list `ids` whose value is not below `value`, else last. A warp calls
+// together and halves the range five times per round of loads.
+template <class I> __device__ __forceinline__ i64 lower_bound_warp(const I* ids, i64 first, i64 last, i64 value) {
+    while (first < last) {
+        const i64 step = cdiv<i64>(last - first, 32), probe = first + threadIdx.x % 32 * step;
+        const int below = __popc(__ballot_sync(~0u, probe < last && ids[probe] < value));
+        if (first + below * step < last) last = first + below * step;
+        if (below) first += (below - 1) * step + 1;
+    }
+    return first;
+}
+
+// Zeros in the rows of C that belong to those of the `count` block rows from `begin` on that row_ids[0 .. listed) leaves
+// out. R: rows of C in a block row, M rows and block_rows block rows in all; columns n0 .. n0 + columns - 1.
+template <class Out, bool Col, int R, class I>
+__device__ __forceinline__ void zero_unlisted(const I* row_ids, i64 listed, i64 begin, i64 count, i64 M, Out* c, i64 ldc,
+                                              i64 n0, i64 columns, int thread, int threads) {
+    const i64 block_rows = cdiv<i64>(M, R), unlisted = block_rows - listed;
+    // Entry i lies in i .. i + unlisted, which bounds where `begin` can stand.
+    i64 low = begin - unlisted;
+    if (low < 0) low = 0;
+    i64 next = lower_bound_warp(row_ids, low, begin < listed ? begin : listed, begin);
+    for (i64 row = begin; row < begin + count && row < block_rows; ++row) {
+        if (next < listed && row_ids[next] == row) {
+            ++next;
+            continue;
+        }
+        const i64 rows = M - row * R < R ? M - row * R : R;
+        store_zeros<Out, Col>(c + (Col ? row * R + n0 * ldc : row * R * ldc + n0), ldc, rows, columns, thread, threads);
     }
 }
 
