@@ -106,10 +106,10 @@ class TwoFour(Format):
         Mp, Kp = self.padded_shape
         tiles = {"logical": 1, "cutlass-sm80": 32}.get(self.meta_order, 16)
         view = order_view(self.meta, (Mp, Kp), self.meta_order)
-        words = view[rows.start // tiles : -(-rows.stop // tiles)].reshape(-1, Kp // 16)
+        words = view[rows.start // tiles : -(-rows.stop // tiles)].reshape(rows.stop - rows.start, Kp // 16)
         xp = namespace(self.meta)
         shifts = xp.asarray([0, 4, 8, 12], np.uint16)
-        return ((words[:, :, None] >> shifts) & np.uint16(15)).astype(np.uint8).reshape(-1, Kp // 4)
+        return ((words[:, :, None] >> shifts) & np.uint16(15)).astype(np.uint8).reshape(rows.stop - rows.start, Kp // 4)
 
     def _panels(self) -> Iterator[slice]:
         Mp, Kp = self.padded_shape
