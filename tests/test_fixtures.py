@@ -8,8 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from golden_vectors import NAME, golden_file, golden_objects
 
+from spformat import container
 from spformat.convert import convert
+from spformat.formats.base import Format
 from spformat.stfile import Reader
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -33,6 +36,13 @@ def test_every_file_is_listed_with_its_provenance() -> None:
 def test_fixtures_stay_small() -> None:
     assert max(row["size"] for row in MANIFEST.values()) <= 500_000  # the large-file hook of pre-commit
     assert sum(row["size"] for row in MANIFEST.values()) < 4_000_000
+
+
+@pytest.mark.parametrize(("name", "case", "expected"), [pytest.param(*o, id="-".join(o[:2])) for o in golden_objects()])
+def test_golden_file_holds_exactly_the_golden_arrays(name: str, case: str, expected: Format) -> None:
+    (loaded,) = container.load(golden_file(name, case)).values()
+    assert loaded == expected  # class, shape, params, tables, dtypes and the bytes of every array
+    assert list(container.load(golden_file(name, case))) == [NAME]
 
 
 def tensors(path: Path) -> dict[str, np.ndarray]:
