@@ -5,9 +5,17 @@ from __future__ import annotations
 import functools
 
 from ..base import Kernel
+from .spmm_bitmask import SpmmBitmask
 from .spmm_bsr import SpmmBSR
+from .spmm_sr_bcrs import SpmmSRBCRS
+from .spmm_sr_bcrs_tc import SpmmSRBCRSTensor
 
-KERNELS: tuple[Kernel, ...] = (SpmmBSR(),)
+KERNELS: tuple[Kernel, ...] = (
+    SpmmBSR(),
+    SpmmSRBCRSTensor(),
+    SpmmSRBCRS(),
+    SpmmBitmask(),
+)
 """One line per kernel; for a format, the best comes first."""
 
 

@@ -107,6 +107,15 @@ class SpmmBSR:
             (p.K + width > _INT32_MAX, f"K + block width must stay below 2^31, got {p.K} + {width}"),
         )
 
+    def instances(self) -> tuple[str, ...]:
+        """C++ names that the compile tests build."""
+        return (
+            "spmm_bsr<__nv_bfloat16, __nv_bfloat16, int, int, int, 32, 32, 32, 128, 1, 4, 32, 4, 4, 2, "
+            "true, true, false, false, false>",
+            "spmm_bsr<__half, float, int, int, int, 64, 64, 64, 128, 2, 2, 32, 4, 4, 1, true, true, true, true, true>",
+            "spmm_bsr<float, float, int, int, int, 16, 16, 16, 64, 1, 4, 32, 3, 4, 4, true, false, false, false, true>",
+        )
+
     def plan(self, a: Any, p: Problem) -> Plan:
         return launch.device_plan(self.name, p, launcher(a, p), str(choose_tile(p)))
 

@@ -1,0 +1,107 @@
+"""Every .cu compiles through NVRTC for the architectures it is made for, with the package's options. No GPU needed.
+
+A kernel class lists representative C++ names in ``instances()``; its source is the ``.cu`` file named like its module.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spformat.backends.cuda import jit
+
+ARCHS = ("sm_80", "sm_90a", "sm_100a")
+SOURCES = sorted(p.stem for p in jit.HERE.glob("*.cu"))
+
+
+@functools.cache
+def nvrtc() -> Any:
+    return pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
+
+
+@functools.cache
+def headers() -> tuple[str, ...]:
+    """-I flags for the CUDA headers that the wheels nvidia-cuda-runtime and nvidia-cuda-cccl bring."""
+    nvidia = pytest.importorskip("nvidia", reason="nvidia-cuda-runtime is not installed")
+    found = [d for root in nvidia.__path__ for d in Path(root).glob("*/include") if (d / "cuda_fp16.h").exists()]
+    if not found:
+        pytest.skip("nvidia-cuda-runtime is not installed")
+    return tuple(f"-I{path}" for d in found for path in (d, d / "cccl") if path.exists())
+
+
+def kernel_classes(source: str) -> list[Any]:
+    """The classes with ``instances`` that the module beside ``source`` defines."""
+    module = importlib.import_module(f"spformat.backends.cuda.{source}")
+    mine = (v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__)
+    return [cls for cls in mine if hasattr(cls, "instances")]
+
+
+def compile_log(source: str, instances: tuple[str, ...], arch: str) -> tuple[str, list[str]]:
+    """(compiler log, names without code): both are empty when all is well."""
+    rtc = nvrtc()
+    ok = rtc.nvrtcResult.NVRTC_SUCCESS
+    text = jit.source_text(f"{source}.cu").encode()
+    status, program = rtc.nvrtcCreateProgram(text, f"{source}.cu".encode(), 0, [], [])
+    assert status == ok
+    for name in instances:
+        assert rtc.nvrtcAddNameExpression(program, name.encode())[0] == ok
+    flags = [flag.encode() for flag in (*jit.options(arch), *headers())]
+    (status,) = rtc.nvrtcCompileProgram(program, len(flags), flags)
+    _, size = rtc.nvrtcGetProgramLogSize(program)
+    log = b" " * size
+    rtc.nvrtcGetProgramLog(program, log)
+    if status != ok:
+        return log.decode(errors="replace"), []
+    _, size = rtc.nvrtcGetCUBINSize(program)
+    cubin = b" " * size
+    rtc.nvrtcGetCUBIN(program, cubin)
+    missing = []
+    for name in instances:
+        status, lowered = rtc.nvrtcGetLoweredName(program, name.encode())
+        if status != ok or lowered not in cubin:
+            missing.append(name)
+    rtc.nvrtcDestroyProgram(program)
+    return "", missing
+
+
+def cases() -> list[tuple[str, str]]:
+    """(source, arch); a file named *_sm90a holds Hopper-only instructions."""
+    return [(s, arch) for s in SOURCES for arch in (("sm_90a",) if s.endswith("_sm90a") else ARCHS)]
+
+
+def test_every_source_has_a_launcher() -> None:
+    assert SOURCES, f"no .cu files in {jit.HERE}"
+    assert [s for s in SOURCES if not (jit.HERE / f"{s}.py").exists()] == []
+
+
+@pytest.mark.parametrize(("source", "arch"), cases(), ids=lambda v: v)
+def test_compiles(source: str, arch: str) -> None:
+    nvrtc()
+    classes = kernel_classes(source)
+    assert classes, f"{source}.py: no kernel class with instances()"
+    instances = tuple(dict.fromkeys(name for cls in classes for name in cls().instances()))
+    assert instances, f"{source}.py: instances() is empty"
+    log, missing = compile_log(source, instances, arch)
+    assert log == "", log
+    assert missing == []
+
+
+def test_a_broken_instance_is_seen() -> None:
+    """The check itself can fail: a name that the source does not define is reported."""
+    log, missing = compile_log(SOURCES[0], ("spformat_defines_no_such_kernel<int>",), "sm_90a")
+    assert "no_such_kernel" in log or missing
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_includes_only_device_headers(source: str) -> None:
+    """Kernels include the package's own headers and those NVRTC finds without an SDK: raw pointers and sizes only."""
+    texts = [(jit.HERE / f"{source}.cu").read_text()]
+    texts += [p.read_text() for p in jit.reached_headers(texts[0])]
+    found = {name for text in texts for name in re.findall(r'^\s*#\s*include\s+[<"]([^>"]+)[>"]', text, re.MULTILINE)}
+    allowed = {"cuda_bf16.h", "cuda_fp16.h", "cuda_fp8.h", "cuda/barrier"}
+    assert {name for name in found if not name.startswith("spformat/")} <= allowed
