@@ -111,3 +111,15 @@ def test_recommended_width() -> None:
     assert order.recommended_width(CSR.from_dense(np.zeros((0, 5), np.float32))) == 1
     with pytest.raises(UsageError, match="column_parts"):
         order.bucket_widths(a, 0)
+
+
+@pytest.mark.gpu
+def test_same_orders_on_the_device() -> None:
+    a = read_matrix(MATRICES / "zenios.mtx")
+    b = a.to("cuda")
+    p = order.by_length(a)
+    np.testing.assert_array_equal(order.by_length(b).get(), p)
+    np.testing.assert_array_equal(order.inverse(order.by_length(b)).get(), order.inverse(p))
+    assert order.permute_rows(b, order.by_length(b)).to("cpu") == order.permute_rows(a, p)
+    for parts in (1, 4):
+        assert order.bucket_widths(b, parts) == order.bucket_widths(a, parts)

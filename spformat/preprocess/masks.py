@@ -94,8 +94,7 @@ def magnitude_blocks(
     norms = xp.empty((ceil_div(M, R), ceil_div(K, C)), np.float64)
     for s in _panels(x, R):
         norms[s.start // R : ceil_div(s.stop, R)] = _norms(x[s], R, C, power)
-    keys = _keys(norms)
-    keep = _largest(lambda s: keys[s], list(_panels(keys)), keys.shape, _kept(keys.size, sparsity), xp)
+    keep = _largest(lambda s: _keys(norms[s]), list(_panels(norms)), norms.shape, _kept(norms.size, sparsity), xp)
     return xp.ascontiguousarray(xp.repeat(xp.repeat(keep, R, axis=0)[:M], C, axis=1)[:, :K])
 
 
