@@ -18,7 +18,7 @@ from . import descriptor, stfile
 from .arrays import Array, is_cupy, parse_device, to_device
 from .descriptor import Record
 from .dtypes import VALUE_TYPES
-from .errors import ArrayError, DescriptorError, FormatError, LimitError, UsageError, printable
+from .errors import DescriptorError, FormatError, LimitError, UsageError, printable
 from .files import Path
 from .formats.base import Format
 from .formats.dense import Dense
@@ -253,15 +253,15 @@ class TensorFile:
         """
         r = self.info(name)
         parse_device(device)
-        try:
-            arrays = {array: self._in.read(r.entry(array), r.crc32.get(array)) for array in r.arrays}
-            for a in arrays.values():
-                a.flags.writeable = False
-            if r.format is not None:
+        arrays = {array: self._read(r, array) for array in r.arrays}
+        for a in arrays.values():
+            a.flags.writeable = False
+        if r.format is not None:
+            try:
                 return _made(r, arrays).validate().to(device)
-        except (FormatError, LimitError) as e:
-            e.at(path=self.path, tensor=name)
-            raise
+            except FormatError as e:
+                e.at(path=self.path, tensor=name)
+                raise
         a = arrays[""]
         if self.described or a.ndim != 2 or r.dtype not in VALUE_TYPES:
             return to_device(a, device)
@@ -272,11 +272,14 @@ class TensorFile:
         r = self.info(name)
         if len(r.arrays) != 1:
             raise UsageError(f"expected a plain or dense tensor, got {r.format and r.format.name}", tensor=name)
-        ((array, _),) = r.arrays.items()
+        return self._read(r, next(iter(r.arrays)), rows)
+
+    def _read(self, r: Record, array: str, rows: slice | None = None) -> np.ndarray[Any, Any]:
         try:
             return self._in.read(r.entry(array), None if rows else r.crc32.get(array), rows)
-        except (ArrayError, FormatError, LimitError) as e:
-            e.at(path=self.path, tensor=name)
+        except (FormatError, LimitError) as e:
+            e.fields |= {"tensor": r.name} | ({"array": array} if array else {})
+            e.message = f"{array}: {e.message}" if array else e.message
             raise
 
     def raw(self, name: str, piece: int = 16 * 2**20) -> Iterator[np.ndarray[Any, Any]]:

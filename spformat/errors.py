@@ -15,13 +15,9 @@ _LONGEST = 200
 
 def printable(text: object, limit: int = _LONGEST) -> str:
     """``text`` with control, bidi and surrogate characters escaped and cut at ``limit`` characters."""
-    out = []
-    for ch in str(text):
-        if ch.isprintable() and not 0xD800 <= ord(ch) <= 0xDFFF:
-            out.append(ch)
-        else:
-            out.append(ch.encode("unicode_escape").decode("ascii"))
-    whole = "".join(out)
+    whole = str(text)[: limit + 1]
+    if not whole.isprintable():  # surrogates are not printable either
+        whole = "".join(ch if ch.isprintable() else ch.encode("unicode_escape").decode("ascii") for ch in whole)
     return whole if len(whole) <= limit else whole[: limit - 3] + "..."
 
 

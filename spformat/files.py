@@ -18,14 +18,13 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
-from .errors import DurabilityUnknown, InputError, LockedError, OutputError, PathError, WriteError
+from .errors import DurabilityUnknown, InputError, LockedError, OutputError, PathError, SpformatError, WriteError
 
 Path: TypeAlias = str | os.PathLike[str]
 
 LOCK = ".spformat.lock"
 _TEMP = re.compile(r"\.spformat-[0-9a-f]{16}\.tmp")
 _SAFE = re.compile(r"[A-Za-z0-9._-]{1,255}")
-_NO_FLOCK = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
 # --- reading ---------------------------------------------------------------------------------------
@@ -131,9 +130,10 @@ class Output:
             raise OutputError(f"cannot open the target folder: {reason(e)}", path=self.path) from e
         try:
             self._old = self._target()
-            _sweep(self._folder)
-            self._check_space()
-            self._create()
+            with self._writing("create the file"):
+                _sweep(self._folder)
+                self._check_space()
+                self._create()
             with self._writing("reserve space"):
                 _allocate(self._fd, size)
         except BaseException:
@@ -251,7 +251,7 @@ class Output:
             try:
                 fcntl.flock(self._guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as e:
-                if e.errno in _NO_FLOCK:  # then nobody can sweep either
+                if e.errno != errno.EWOULDBLOCK:  # a file system without locks: then nobody can sweep either
                     return
             else:
                 with suppress(FileNotFoundError):  # swept by another run between open and flock
@@ -266,7 +266,7 @@ class Output:
         try:
             yield
         except OSError as e:
-            if isinstance(e, WriteError):
+            if isinstance(e, SpformatError):
                 raise
             detail = ""
             if e.errno in (errno.ENOSPC, errno.EDQUOT):

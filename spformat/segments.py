@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import Array, index_dtype, namespace
+from .limits import check_bytes
 
 
 def offsets_from_counts(counts: Array, dtype: Any = None) -> Array:
@@ -60,8 +61,9 @@ def distinct_sorted(keys: Array, bound: int) -> tuple[Array, Array]:
 
 
 def counts_of(ids: Array, n: int) -> Array:
-    """int64[n]: how often each of 0 .. n-1 occurs."""
+    """int64[n]: how often each of 0 .. n-1 occurs. LimitError when a declared n is over the memory budget."""
     xp = namespace(ids)
+    check_bytes(8 * n, f"counts of {n} rows or segments", ids.nbytes)
     if ids.size == 0:
         return xp.zeros(n, np.int64)
-    return xp.bincount(ids, minlength=n).astype(np.int64)
+    return xp.bincount(ids, minlength=n).astype(np.int64, copy=False)

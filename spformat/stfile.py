@@ -27,6 +27,7 @@ from .errors import (
     LimitError,
     UsageError,
     WriteError,
+    printable,
 )
 from .files import Output, Path, open_regular, reason
 from .stheader import Entry, Header
@@ -127,7 +128,7 @@ class Reader:
 
     def _owned(self, name: str, begin: int, end: int, crc32: int | None) -> NDArray:
         n = end - begin
-        limits.check_bytes(n, f"{self.path}: tensor '{name}'", self._status.st_size)
+        limits.check_bytes(n, f"tensor '{printable(name)}' of {printable(self.path)}", self._status.st_size)
         room = np.empty(n + _ALIGNMENT, np.uint8)
         raw = room[-room.ctypes.data % _ALIGNMENT :][:n]
         view, base = raw.data, self.header.data_start + begin
@@ -144,8 +145,8 @@ class Reader:
         found = crc.in_segments(n, work)
         if crc32 is not None and found != crc32:
             raise IntegrityError(
-                f"array data: crc32 {crc32:08x} is stored, {found:08x} computed: the file is damaged",
-                path=self.path, array=name, expected=f"{crc32:08x}", value=f"{found:08x}",
+                f"crc32 {crc32:08x} is stored, {found:08x} computed: the file is damaged",
+                path=self.path, tensor=name, expected=f"{crc32:08x}", value=f"{found:08x}",
             )  # fmt: skip
         self._check_unchanged()
         return raw
@@ -164,7 +165,7 @@ class Reader:
             except OSError as e:
                 raise InputError(f"cannot read the file: {reason(e)}", path=self.path) from e
             if done == 0:
-                raise IntegrityError("short read: the file was truncated while open", path=self.path, array=name)
+                raise IntegrityError("short read: the file was truncated while open", path=self.path, tensor=name)
             into, offset = into[done:], offset + done
 
     def _check_unchanged(self) -> None:

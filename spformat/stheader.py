@@ -144,12 +144,6 @@ def compact_json(tree: Any, *, sort_keys: bool = False) -> str:
     return json.dumps(tree, ensure_ascii=False, allow_nan=False, separators=(",", ":"), sort_keys=sort_keys)
 
 
-def is_canonical(header: Header) -> bool:
-    """Whether the header is byte for byte what ``layout`` and ``encode`` make of its content."""
-    entries = layout((e.name, e.dtype, e.shape, e.nbytes) for e in header.entries.values())
-    return encode(entries, header.metadata) == header.raw
-
-
 def sniff(start: bytes) -> str:
     """What a file that is no safetensors file looks like, as a hint to append; "" if unknown."""
     for magic, what in _MAGIC:
