@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, overload
 
 import ml_dtypes
 import numpy as np
@@ -98,6 +98,10 @@ def magnitude_blocks(
     return xp.ascontiguousarray(xp.repeat(xp.repeat(keep, R, axis=0)[:M], C, axis=1)[:, :K])
 
 
+@overload
+def apply(w: Dense, mask: Array) -> Dense: ...
+@overload
+def apply(w: Array, mask: Array) -> Array: ...
 def apply(w: Array | Dense, mask: Array) -> Array | Dense:
     """A copy of w with +0 where ``mask`` (bool [M, K], same library) is False; kept values keep their bits.
 
