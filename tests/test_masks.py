@@ -280,7 +280,7 @@ def test_byte_order_and_strides_do_not_matter() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_same_mask_on_the_device(dtype: str) -> None:
     cupy = pytest.importorskip("cupy")
     rng = np.random.default_rng(7)
