@@ -118,6 +118,16 @@ class Format:
         return {name: params[name] for name in known if name in params}
 
     @classmethod
+    def array_specs(
+        cls, shape: tuple[int, int], dtype: np.dtype[Any], nnz: int, params: dict[str, Any]
+    ) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]] | None:
+        """dtype and shape of every array of a matrix with ``nnz`` nonzeros, where these numbers decide them.
+
+        None when they do not (blocks, vectors): then only a conversion tells. A file is laid out from this.
+        """
+        return None
+
+    @classmethod
     def accepts(cls, dtype: Any) -> None:
         """StructureError when values of ``dtype`` have no place in this format."""
         name = np.dtype(dtype).name

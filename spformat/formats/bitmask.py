@@ -40,6 +40,14 @@ class Bitmask(Format):
         M, K = self.shape
         return {"M+1": M + 1, "M": M, "ceil(K/8)": ceil_div(K, 8)}
 
+    @classmethod
+    def array_specs(
+        cls, shape: tuple[int, int], dtype: np.dtype[Any], nnz: int, params: dict[str, Any]
+    ) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+        M, K = shape
+        packed = (np.dtype(np.uint8), (M, ceil_div(K, 8)))
+        return {"indptr": (index_dtype(nnz), (M + 1,)), "bitmask": packed, "data": (dtype, (nnz,))}
+
     @property
     def nnz(self) -> int:
         """Stored values, none of them zero: O(1)."""

@@ -38,6 +38,13 @@ class CSR(Format):
     def dims(self) -> dict[str, int]:
         return {"M+1": self.shape[0] + 1, "K-1": self.shape[1] - 1}
 
+    @classmethod
+    def array_specs(
+        cls, shape: tuple[int, int], dtype: np.dtype[Any], nnz: int, params: dict[str, Any]
+    ) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+        index = index_dtype(shape[1] - 1)
+        return {"indptr": (index_dtype(nnz), (shape[0] + 1,)), "indices": (index, (nnz,)), "data": (dtype, (nnz,))}
+
     @property
     def nnz(self) -> int:
         """Stored items, stored zeros included: O(1)."""

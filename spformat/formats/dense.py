@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
+
 from ..arrays import Array
 from .base import VALUE, Format, array, checked_values
 from .csr import CSR
@@ -20,6 +22,12 @@ class Dense(Format):
 
     def dims(self) -> dict[str, int]:
         return {"M": self.shape[0], "K": self.shape[1]}
+
+    @classmethod
+    def array_specs(
+        cls, shape: tuple[int, int], dtype: np.dtype[Any], nnz: int, params: dict[str, Any]
+    ) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+        return {"data": (dtype, shape)}
 
     @classmethod
     def from_dense(cls, x: Array, **params: Any) -> Self:

@@ -92,6 +92,13 @@ class TwoFour(Format):
         Mp, Kp = self.padded_shape
         return {"Mp": Mp, "Kp/2": Kp // 2, "Mp*Kp/16": Mp * Kp // 16}
 
+    @classmethod
+    def array_specs(
+        cls, shape: tuple[int, int], dtype: np.dtype[Any], nnz: int, params: dict[str, Any]
+    ) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+        Mp, Kp = round_up(shape[0], ROWS), round_up(shape[1], COLS)
+        return {"data": (dtype, (Mp, Kp // 2)), "meta": (np.dtype(np.uint16), (Mp * Kp // 16,))}
+
     def with_meta_order(self, order: str) -> TwoFour:
         """The same matrix with its metadata words in another order; values are shared, not copied."""
         params = self.resolve_params({"meta_order": order})

@@ -58,6 +58,20 @@ class VectorNM(Format):
             problems.append(f"tile_cols: expected a multiple of m = {m}, got {cols}")
         return problems
 
+    @classmethod
+    def array_specs(
+        cls, shape: tuple[int, int], dtype: np.dtype[Any], nnz: int, params: dict[str, Any]
+    ) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+        (Mp, Kp), L, rows, cols = _padded(shape, params), *(params[k] for k in ("vector_length", "tile_rows", "tile_cols"))
+        W, (Tr, Tk, Qs) = Kp // params["m"] * params["n"], (Mp // rows, Kp // cols, rows // L) if rows else (0, 0, 0)
+        pos = np.dtype(np.uint8)
+        return {
+            "data": (dtype, (W, Mp)),
+            "indices": (pos, (W, Mp // L)),
+            "col_info": (np.dtype(np.int16), (Tr, Tk, cols)),
+            "ranks": (pos, (Tr, W, Qs)),
+        }
+
     @property
     def packed(self) -> bool:
         """Whether col_info and ranks are there."""

@@ -1,0 +1,102 @@
+"""What to do with which tensor: rules, of which the last match wins."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..dtypes import VALUE_TYPES
+from ..errors import UsageError
+from ..formats import parse_spec
+
+AUTO = "auto"
+KEEP = "keep"
+"""Targets beside format ids: the smallest exact format; leave the tensor as it is."""
+
+
+def matcher(pattern: str) -> re.Pattern[str]:
+    """"re:<regex>" (searched anywhere) or a shell pattern over the whole name; UsageError when malformed."""
+    try:
+        if pattern.startswith("re:"):
+            return re.compile(pattern[3:])
+        return re.compile(fnmatch.translate(pattern))
+    except re.error as e:
+        raise UsageError(f"pattern {pattern!r}: {e}") from e
+
+
+def check_target(target: str) -> str:
+    """``target`` if it is "auto", "keep" or a format with legal params; else UsageError."""
+    if target not in (AUTO, KEEP):
+        fmt, params = parse_spec(target)
+        fmt.resolve_params(params)
+    return target
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Tensors whose name matches ``pattern`` become ``target``."""
+
+    pattern: str
+    target: str
+
+    def __post_init__(self) -> None:
+        matcher(self.pattern)
+        check_target(self.target)
+
+    @classmethod
+    def parse(cls, text: str) -> Rule:
+        """"PATTERN=FORMAT:params"; the pattern may hold "=" itself, the format is what follows the right one."""
+        # params hold "=" too ("bsr:blocksize=16x16"), so cut at the last "=" that leaves a legal target.
+        cuts = [i for i, ch in enumerate(text) if ch == "="]
+        error: UsageError | None = None
+        for i in cuts:
+            try:
+                return cls(text[:i], text[i + 1 :])
+            except UsageError as e:
+                error = error or e
+        raise error or UsageError(f"rule {text!r}: expected PATTERN=FORMAT, e.g. 're:.*mlp.*=two-four'")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a checkpoint is converted. ``prune`` is the one place where values may be lost, and it is off."""
+
+    to: str = AUTO
+    rules: tuple[Rule, ...] = ()
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    prune: str = ""
+    """"" or "magnitude": zero the smallest values so that the target fits (or ``sparsity`` is reached)."""
+    sparsity: float | None = None
+    misfit: str = "refuse"
+    """What to do with a tensor its target cannot hold exactly: "refuse" the whole run, or "keep" it as it is."""
+
+    def __post_init__(self) -> None:
+        check_target(self.to)
+        for pattern in (*self.include, *self.exclude):
+            matcher(pattern)
+        if self.prune not in ("", "magnitude"):
+            raise UsageError(f"prune: expected 'magnitude', got {self.prune!r}")
+        if self.sparsity is not None and not 0 <= self.sparsity < 1:
+            raise UsageError(f"sparsity: expected a share in [0, 1), got {self.sparsity}")
+        if self.misfit not in ("refuse", "keep"):
+            raise UsageError(f"misfit: expected 'refuse' or 'keep', got {self.misfit!r}")
+
+    def target_of(self, name: str, shape: Sequence[int], dtype: str) -> tuple[str, str]:
+        """(target, why) of one tensor: "keep" with a reason, or a format text with the rule that chose it."""
+        if len(shape) != 2:
+            return KEEP, f"{len(shape)}-D: only matrices are converted"
+        if dtype not in VALUE_TYPES:
+            return KEEP, f"dtype {dtype} is not a value type"
+        if self.include and not any(matcher(p).search(name) for p in self.include):
+            return KEEP, "not included"
+        excluded = next((p for p in self.exclude if matcher(p).search(name)), None)
+        if excluded is not None:
+            return KEEP, f"excluded by {excluded}"
+        target, why = self.to, "default"
+        for rule in self.rules:
+            if matcher(rule.pattern).search(name):
+                target, why = rule.target, f"rule {rule.pattern}"
+        return target, why

@@ -1,0 +1,137 @@
+"""What is converted: a safetensors file, a (sharded) Hugging Face folder, or a folder this package wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..container import TensorFile, safe_open
+from ..descriptor import Record
+from ..errors import ContainerError, InputError
+from ..files import Path, member, read_small, safe_name
+from .manifest import JOURNAL_GLOB, MANIFEST, read_manifest
+
+INDEX_SUFFIX = ".safetensors.index.json"
+_MAX_INDEX = 256 << 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """Shards in order, and which tensor lies where. Headers only; nothing else has been read."""
+
+    path: str
+    folder: str
+    shards: tuple[str, ...]
+    """File names, in the order their outputs are numbered."""
+    records: dict[str, tuple[str, Record]]
+    """Tensor name -> (shard, description), shard after shard, in the order of the data inside."""
+    side_files: tuple[str, ...] = ()
+    """Files beside the shards that are copied byte for byte (config, tokenizer)."""
+    index: dict[str, Any] = field(default_factory=dict)
+    """The index JSON without its weight_map: other keys are kept when a dense checkpoint is written."""
+    original_names: dict[str, str] = field(default_factory=dict)
+    """Shard -> name of the dense shard it was made from, where a manifest tells."""
+
+    def open(self, shard: str) -> TensorFile:
+        """One shard."""
+        return safe_open(os.path.join(self.folder, shard))
+
+    def tensors_of(self, shard: str) -> list[Record]:
+        """The tensors of one shard, in offset order."""
+        return [r for s, r in self.records.values() if s == shard]
+
+
+def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
+    """Read the headers of a checkpoint. ``follow``: folders that symlinked shards may point into.
+
+    Raises InputError (missing, no safetensors inside), ContainerError (index and shards disagree, a tensor in
+    two shards, an unfinished conversion), PathError (a shard name that leads outside).
+    """
+    where = os.fspath(path)
+    if not os.path.isdir(where):
+        folder, name = os.path.split(os.path.abspath(where))
+        return _assemble(where, folder, (name,), {}, {}, ())
+    names = sorted(os.listdir(where))
+    if MANIFEST in names:
+        manifest = read_manifest(os.path.join(where, MANIFEST))
+        shards = tuple(safe_name(n, ".safetensors") for n in manifest["files"])
+        original = {n: f.get("source", "") for n, f in manifest["files"].items()}
+        source = _assemble(where, where, shards, {}, manifest.get("index", {}), _side_files(names, shards))
+        missing = sorted(set(manifest["tensors"]) ^ set(source.records))
+        if missing:
+            raise ContainerError(
+                f"{MANIFEST} and the shards disagree on {len(missing)} tensor(s), first '{missing[0]}'", path=where
+            )
+        return Source(**{**source.__dict__, "original_names": original})
+    if any(JOURNAL_GLOB.fullmatch(n) for n in names):
+        raise ContainerError(
+            f"an unfinished conversion (journal, but no {MANIFEST}): finish it with `spformat convert SRC {where} "
+            "--resume`",
+            path=where,
+        )
+    indexes = [n for n in names if n.endswith(INDEX_SUFFIX)]
+    if len(indexes) > 1:
+        raise ContainerError(f"expected one index, got {', '.join(indexes)}; convert a folder with one of them", path=where)
+    if indexes:
+        index, weight_map = _read_index(os.path.join(where, indexes[0]))
+        shards = tuple(sorted({safe_name(f, ".safetensors") for f in weight_map.values()}))
+        for shard in shards:
+            member(where, shard, ".safetensors", follow)
+        side = _side_files(names, (*shards, indexes[0]))
+        return _assemble(where, where, shards, weight_map, index, side)
+    shards = tuple(n for n in names if n.endswith(".safetensors"))
+    if not shards:
+        raise InputError("no .safetensors file in the folder", path=where)
+    for shard in shards:
+        member(where, shard, ".safetensors", follow)
+    return _assemble(where, where, shards, {}, {}, _side_files(names, shards))
+
+
+def _side_files(names: Sequence[str], taken: Sequence[str]) -> tuple[str, ...]:
+    skip = {*taken, MANIFEST}
+    return tuple(n for n in names if n not in skip and not n.startswith(".") and not n.endswith(".safetensors"))
+
+
+def _assemble(
+    path: str, folder: str, shards: tuple[str, ...], weight_map: dict[str, str], index: dict[str, Any],
+    side_files: tuple[str, ...],
+) -> Source:  # fmt: skip
+    records: dict[str, tuple[str, Record]] = {}
+    for shard in shards:
+        with safe_open(os.path.join(folder, shard)) as f:
+            for name in f:
+                if name in records:
+                    both = f"{records[name][0]} and {shard}"
+                    raise ContainerError(f"expected each tensor once, got it in {both}", path=path, tensor=name)
+                records[name] = (shard, f.info(name))
+    for name, shard in weight_map.items():
+        if name not in records or records[name][0] != shard:
+            found = f"it is in {records[name][0]}" if name in records else "no shard holds it"
+            raise ContainerError(f"the index places the tensor in {shard}, but {found}", path=path, tensor=name)
+    extra = next((n for n in records if n not in weight_map), None) if weight_map else None
+    if extra is not None:
+        raise ContainerError(f"{records[extra][0]} holds a tensor that the index does not list", path=path, tensor=extra)
+    files = tuple(n for n in side_files if os.path.isfile(os.path.join(folder, n)))
+    return Source(path, folder, shards, records, files, index)
+
+
+def _read_index(path: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """(other keys, weight_map) of a Hugging Face index."""
+    try:
+        tree = json.loads(read_small(path, _MAX_INDEX), object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as e:
+        raise ContainerError(f"the index is not valid JSON: {e}", path=path) from e
+    weight_map = tree.get("weight_map") if isinstance(tree, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise ContainerError("the index: expected weight_map, an object of tensor name -> file name", path=path)
+    return {k: v for k, v in tree.items() if k != "weight_map"}, weight_map
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    tree = dict(pairs)
+    if len(tree) != len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return tree
