@@ -1,0 +1,186 @@
+"""Which tensor becomes what: one frozen Job per tensor, made from headers alone before anything is read or written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..descriptor import Record
+from ..dtypes import VALUE_TYPES, value_type
+from ..errors import StructureError, UsageError
+from ..formats import by_name, parse_spec, spec_text
+from ..formats.base import Format
+from ..preprocess import masks
+from ..structure import Structure, analyse
+from .recipe import AUTO, KEEP, Recipe
+from .source import Source
+
+
+@dataclass(frozen=True)
+class Job:
+    """One tensor: from which shard, into which target, and why."""
+
+    name: str
+    shard: str
+    record: Record
+    target: str
+    """"keep", "auto" or a format text."""
+    why: str
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes the tensor takes in its file."""
+        return stored_bytes(self.record)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape."""
+        return self.record.shape
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a Job comes to: the line of the plan's table, and of the manifest."""
+
+    name: str
+    target: str
+    """Format text with its params, or "keep"."""
+    why: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes_in: int
+    bytes_out: int | None
+    nnz: int | None = None
+    negative_zeros: int = 0
+    larger_than_dense: bool = False
+    error: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON types, empty ones left out."""
+        tree = {k: v for k, v in self.__dict__.items() if v not in (None, "", 0, False)}
+        return tree | {"shape": list(self.shape), "bytes_in": self.bytes_in}
+
+
+def stored_bytes(record: Record) -> int:
+    """Bytes of all arrays of a tensor in its file."""
+    from ..dtypes import SAFETENSORS
+    from ..limits import product
+
+    return sum(product(*shape, SAFETENSORS[code].itemsize) if code in SAFETENSORS else 0
+               for code, shape in record.arrays.values())  # fmt: skip
+
+
+def plan_jobs(source: Source, recipe: Recipe) -> tuple[Job, ...]:
+    """A Job for every tensor, in the order of the output. UsageError for a rule or pattern that matches nothing."""
+    jobs = []
+    for name, (shard, record) in source.records.items():
+        target, why = recipe.target_of(name, record.shape, record.dtype)
+        jobs.append(Job(name, shard, record, target, why))
+    _require_matches(recipe, jobs)
+    return tuple(jobs)
+
+
+def _require_matches(recipe: Recipe, jobs: list[Job]) -> None:
+    from .recipe import matcher
+
+    patterns = [("--rule", r.pattern) for r in recipe.rules]
+    patterns += [("--include", p) for p in recipe.include] + [("--exclude", p) for p in recipe.exclude]
+    for flag, pattern in patterns:
+        found = matcher(pattern)
+        if not any(found.search(j.name) for j in jobs):
+            names = ", ".join(j.name for j in jobs[:3])
+            raise UsageError(f"{flag} {pattern!r} matches none of {len(jobs)} tensors ({names}, ..)")
+
+
+def prune(x: np.ndarray[Any, Any], target: str, recipe: Recipe) -> np.ndarray[Any, Any]:
+    """``x`` with its smallest values zeroed so that ``target`` holds it; needs the recipe's say-so."""
+    if not recipe.prune:
+        return x
+    if target in (AUTO, KEEP):
+        mask = None if recipe.sparsity is None else masks.magnitude(x, recipe.sparsity)
+    else:
+        fmt, given = parse_spec(target)
+        mask = _mask(x, fmt, fmt.resolve_params(given), recipe.sparsity)
+    return x if mask is None else masks.apply(x, mask)
+
+
+def _mask(x: Any, fmt: type[Format], params: dict[str, Any], sparsity: float | None) -> Any:
+    """The mask that makes x fit: by the pattern the format has, else down to ``sparsity``."""
+    if {"n", "m", "vector_length"} <= set(params):
+        return masks.magnitude_vector_nm(x, params["n"], params["m"], params["vector_length"])
+    if "meta_order" in params:
+        return masks.magnitude_nm(x, 2, 4)
+    if sparsity is None:
+        raise UsageError(f"--prune magnitude to {fmt.name} needs --sparsity, the share of values (or blocks) to zero")
+    if "blocksize" in params:
+        return masks.magnitude_blocks(x, params["blocksize"], sparsity)
+    return masks.magnitude(x, sparsity)
+
+
+def settle(job: Job, x: np.ndarray[Any, Any], recipe: Recipe) -> tuple[str, Structure | None]:
+    """(target text with params, structure if it was needed) of a matrix read from a file; auto is decided here."""
+    if job.target != AUTO:
+        fmt, given = parse_spec(job.target)
+        return spec_text(fmt, fmt.resolve_params(given)), None
+    structure = analyse(x)
+    return structure.smallest(), structure
+
+
+def foresee(job: Job, x: np.ndarray[Any, Any] | None, recipe: Recipe) -> Outcome:
+    """The table line of one job, values looked at but nothing converted where counts suffice.
+
+    ``x``: the dense matrix, pruned already; None for tensors that are kept.
+    """
+    base = Outcome(
+        name=job.name, target=KEEP, why=job.why, shape=job.shape, dtype=job.record.dtype, bytes_in=job.bytes_in,
+        bytes_out=job.bytes_in,
+    )  # fmt: skip
+    if job.target == KEEP or x is None:
+        return base
+    structure = analyse(x)
+    base = replace(base, nnz=structure.nnz, negative_zeros=structure.negative_zeros)
+    try:
+        target = structure.smallest() if job.target == AUTO else settle(job, x, recipe)[0]
+        size = _exact_size(structure, target, x)
+    except StructureError as e:
+        if recipe.misfit == "keep":
+            return replace(base, why=f"kept: {e.message}")
+        return replace(base, target=job.target, bytes_out=None, error=e.message)
+    return replace(base, target=target, bytes_out=size, larger_than_dense=size > structure.dense_bytes)
+
+
+def _exact_size(s: Structure, target: str, x: np.ndarray[Any, Any]) -> int:
+    fmt, given = parse_spec(target)
+    fmt.accepts(value_type(s.dtype).numpy)
+    fits = _fits(s, fmt, fmt.resolve_params(given)) if fmt.value_dtypes and given is not None else None
+    known = s.nbytes(target) if fits else None
+    if known is not None:
+        return known
+    return fmt.from_dense(x, **given).nbytes  # also raises the StructureError with its coordinates
+
+
+def _fits(s: Structure, fmt: type[Format], params: dict[str, Any]) -> bool:
+    """Whether the counts prove that the format holds the matrix; False = only a conversion can tell."""
+    if "meta_order" in params:
+        return s.bad_groups == 0
+    if "vector_length" in params and "m" in params:
+        most = s.window_max.get((params["m"], params["vector_length"]))
+        return most is not None and most <= params["n"]
+    return True
+
+
+def dense_of(x: Any) -> np.ndarray[Any, Any]:
+    """A host matrix of what a file held: a Format decoded, an array as it is."""
+    return x.to_dense() if isinstance(x, Format) else x
+
+
+def is_value_matrix(record: Record) -> bool:
+    """A 2-D tensor of a value type: what formats hold."""
+    return len(record.shape) == 2 and record.dtype in VALUE_TYPES
+
+
+def format_of(text: str) -> type[Format]:
+    """Class of a format text."""
+    return by_name(text.partition(":")[0])

@@ -1,0 +1,418 @@
+"""Convert a checkpoint: shard by shard, tensor by tensor, journal after every shard, manifest last.
+
+Memory: one tensor as it was read, the same tensor converted, and panels. Output bytes depend only on the
+input and the recipe, so a resumed run, or one cut into parts, writes what an uninterrupted one does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from .. import __name__ as package
+from ..container import FileWriter, TensorFile, create, outline
+from ..convert import convert
+from ..descriptor import Record
+from ..dtypes import SAFETENSORS_CODE, value_type
+from ..errors import OutputError, StructureError
+from ..files import Path, folder_lock, publish, read_small, same_file, sha256_of
+from ..formats import parse_spec
+from ..formats.base import Format
+from ..stfile import Writer, code_of
+from ..structure import count_nonzeros
+from .jobs import Job, Outcome, dense_of, foresee, is_value_matrix, plan_jobs, prune, settle
+from .manifest import JOURNAL, MANIFEST, VERSION, digest, read_journal, write_json
+from .recipe import KEEP, Recipe
+from .source import INDEX_SUFFIX, Source, open_source
+
+Progress = Callable[[Outcome], None]
+_KEPT = 128 << 20
+"""Bytes of converted tensors held between the sizing and the writing pass, where only a conversion tells sizes."""
+_SIDE_FILE = 1 << 30
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One output file: what the manifest says of it."""
+
+    name: str
+    source: str
+    source_sha256: str
+    sha256: str
+    size: int
+    outcomes: tuple[Outcome, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion did."""
+
+    path: str
+    shards: tuple[Shard, ...]
+    resumed: int = 0
+    """Shards that a former run had finished."""
+
+    @property
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """One per tensor."""
+        return tuple(o for s in self.shards for o in s.outcomes)
+
+
+def foresee_checkpoint(src: Path, recipe: Recipe, progress: Progress | None = None) -> tuple[Outcome, ...]:
+    """The table ``convert_checkpoint`` would produce: every tensor is read once, nothing is written."""
+    source = open_source(src)
+    out = []
+    for job in plan_jobs(source, recipe):
+        x = None
+        if job.target != KEEP:
+            with source.open(job.shard) as f:
+                x = prune(dense_of(f.read(job.name)) if is_described(f, job) else f.array(job.name), job.target, recipe)
+        out.append(foresee(job, x, recipe))
+        if progress:
+            progress(out[-1])
+    return tuple(out)
+
+
+def convert_checkpoint(
+    src: Path,
+    dst: Path,
+    recipe: Recipe | str = "auto",
+    *,
+    force: bool = False,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Convert a file or folder ``src``; ``dst`` is a folder, or a file when it ends in ``.safetensors``.
+
+    recipe: a Recipe, or a target ("auto", "two-four", "bsr:blocksize=32x32", "dense", ..).
+    force: replace what ``dst`` holds (at each rename, never before). resume: finish an interrupted run; shards
+    whose input, output and recipe hashes match are skipped.
+    progress: called with the Outcome of every tensor.
+
+    "dense" writes an ordinary checkpoint that any loader reads; everything else writes
+    ``spformat-0000i-of-0000n.safetensors`` and ``spformat.json``. Raises StructureError (a tensor does not fit
+    its target; nothing under a final name), OutputError, WriteError, InputError, FormatError, LockedError.
+    """
+    recipe = Recipe(to=recipe) if isinstance(recipe, str) else recipe
+    source = open_source(src)
+    jobs = plan_jobs(source, recipe)
+    target = os.fspath(dst)
+    if target.endswith(".safetensors") and not os.path.isdir(target):
+        return _to_file(source, jobs, recipe, target, force, progress)
+    return _to_folder(source, jobs, recipe, target, force, resume, progress)
+
+
+def _to_file(
+    source: Source, jobs: tuple[Job, ...], recipe: Recipe, dst: str, force: bool, progress: Progress | None
+) -> Report:
+    if any(same_file(os.path.join(source.folder, s), dst) for s in source.shards):
+        raise OutputError("input and output are the same file", path=dst)
+    if len(source.shards) != 1:
+        raise OutputError(f"{len(source.shards)} shards go into a folder, not one file", path=dst)
+    shard = _convert_shard(source, source.shards[0], jobs, recipe, dst, force, progress)
+    return Report(dst, (shard,))
+
+
+def _to_folder(
+    source: Source, jobs: tuple[Job, ...], recipe: Recipe, dst: str, force: bool, resume: bool, progress: Progress | None
+) -> Report:
+    dense = writes_dense(recipe)
+    names = shard_names(source, dense)
+    journal_path, manifest_path = os.path.join(dst, JOURNAL), os.path.join(dst, MANIFEST)
+    try:
+        os.makedirs(dst, exist_ok=True)
+    except OSError as e:
+        raise OutputError(f"cannot create the folder: {e.strerror}", path=dst) from e
+    identity = digest({"recipe": asdict(recipe), "container": VERSION, "shards": source.shards, "names": names})
+    with folder_lock(dst):
+        done: dict[str, Any] = {}
+        if os.path.exists(journal_path) and resume:
+            journal = read_journal(journal_path)
+            done = journal["shards"] if journal["plan"] == identity else {}
+        elif not force:
+            _refuse_existing(dst, (*names, MANIFEST, JOURNAL))
+        for name in (*names, *source.side_files):
+            if any(same_file(os.path.join(source.folder, s), os.path.join(dst, name)) for s in source.shards):
+                raise OutputError("input and output are the same file", path=os.path.join(dst, name))
+        shards, resumed = [], 0
+        for shard, name in zip(source.shards, names, strict=True):
+            before = _finished(done.get(name), source, shard, os.path.join(dst, name))
+            if before is not None:
+                shards.append(before)
+                resumed += 1
+                continue
+            shards.append(
+                _convert_shard(source, shard, jobs, recipe, os.path.join(dst, name), force or resume, progress)
+            )
+            entries = {s.name: _shard_json(s) for s in shards}
+            write_json(journal_path, {"plan": identity, "shards": entries})
+        _copy_side_files(source, dst, dense)
+        if dense:
+            _write_index(source, shards, dst)
+        else:
+            write_json(manifest_path, _manifest(source, recipe, shards))
+        if os.path.exists(journal_path):
+            os.unlink(journal_path)
+    return Report(dst, tuple(shards), resumed)
+
+
+def writes_dense(recipe: Recipe) -> bool:
+    """Whether the output is an ordinary checkpoint: everything goes to dense."""
+    return recipe.to == "dense" and not recipe.rules
+
+
+def shard_names(source: Source, dense: bool) -> tuple[str, ...]:
+    """Output file names, one per input shard."""
+    n = len(source.shards)
+    if not dense:
+        return tuple(f"spformat-{i:05}-of-{n:05}.safetensors" for i in range(1, n + 1))
+    if n == 1:
+        return ("model.safetensors",)
+    return tuple(f"model-{i:05}-of-{n:05}.safetensors" for i in range(1, n + 1))
+
+
+def _refuse_existing(dst: str, names: Iterable[str]) -> None:
+    for name in names:
+        if os.path.lexists(os.path.join(dst, name)):
+            hint = "--resume to finish it" if name == JOURNAL else "--force to replace it"
+            raise OutputError(f"the target holds {name} already; use {hint}", path=dst)
+
+
+def _finished(entry: Any, source: Source, shard: str, path: str) -> Shard | None:
+    """A shard of a former run, if input and output still have the hashes the journal says."""
+    if not entry or not os.path.isfile(path):
+        return None
+    if sha256_of(os.path.join(source.folder, shard)) != entry["source_sha256"] or sha256_of(path) != entry["sha256"]:
+        return None
+    outcomes = tuple(
+        Outcome(**{**{"bytes_out": None, "why": ""}, **o, "shape": tuple(o["shape"])}) for o in entry["tensors"]
+    )
+    return Shard(os.path.basename(path), shard, entry["source_sha256"], entry["sha256"], entry["size"], outcomes)
+
+
+# ------------------------------------------------------------------ one shard
+
+
+def _convert_shard(
+    source: Source, shard: str, jobs: tuple[Job, ...], recipe: Recipe, path: str, force: bool, progress: Progress | None
+) -> Shard:
+    mine = [j for j in jobs if j.shard == shard]
+    with ThreadPoolExecutor(1) as hashing, source.open(shard) as f:
+        digest_in: Future[str] = hashing.submit(sha256_of, os.path.join(source.folder, shard))
+        if writes_dense(recipe):
+            outcomes = _write_dense(f, mine, recipe, path, force, progress)
+        else:
+            outcomes = _write_packed(f, mine, recipe, path, force, progress)
+        sha_out = sha256_of(path)
+        return Shard(os.path.basename(path), shard, digest_in.result(), sha_out, os.path.getsize(path), outcomes)
+
+
+def is_described(f: TensorFile, job: Job) -> bool:
+    """Whether the tensor is a Format in its file (not a plain array)."""
+    return job.record.format is not None and f.described
+
+
+def _read(f: TensorFile, job: Job) -> Any:
+    """The tensor as a Format if it is stored as one, else as an array."""
+    return f.read(job.name) if is_described(f, job) else f.array(job.name)
+
+
+def _write_dense(
+    f: TensorFile, jobs: list[Job], recipe: Recipe, path: str, force: bool, progress: Progress | None
+) -> tuple[Outcome, ...]:
+    specs: list[Any] = []
+    for j in jobs:
+        if is_described(f, j):
+            specs.append((j.name, SAFETENSORS_CODE[value_type(j.record.dtype).numpy], j.shape))
+        else:
+            ((code, shape),) = j.record.arrays.values()
+            size = () if code in SAFETENSORS_CODE.values() else (sum(p.nbytes for p in f.raw(j.name)),)
+            specs.append((j.name, code, shape, *size))
+    outcomes = []
+    with Writer(path, specs, {"format": "pt"}, overwrite=force) as out:
+        for j in jobs:
+            if is_described(f, j) or (recipe.prune and j.target != KEEP and is_value_matrix(j.record)):
+                x = prune(dense_of(_read(f, j)), j.target, recipe)
+                out.put(j.name, x)
+                size = x.nbytes
+            else:
+                out.put(j.name, f.raw(j.name))
+                size = j.bytes_in
+            outcomes.append(Outcome(j.name, "dense", j.why, j.shape, j.record.dtype, j.bytes_in, size))
+            if progress:
+                progress(outcomes[-1])
+    return tuple(outcomes)
+
+
+@dataclass(frozen=True)
+class _Settled:
+    """One tensor between the sizing and the writing pass."""
+
+    job: Job
+    outcome: Outcome
+    record: Record
+    made: Format | None = None
+
+
+def _write_packed(
+    f: TensorFile, jobs: list[Job], recipe: Recipe, path: str, force: bool, progress: Progress | None
+) -> tuple[Outcome, ...]:
+    settled, held = [], 0
+    for j in jobs:
+        s = _settle(f, j, recipe, hold=_KEPT - held)
+        held += s.made.nbytes if s.made is not None else 0
+        settled.append(s)
+    outcomes = []
+    with create(path, [s.record for s in settled], overwrite=force) as out:
+        for i, s in enumerate(settled):
+            _put(f, s, recipe, out)
+            settled[i] = replace(s, made=None)
+            outcomes.append(s.outcome)
+            if progress:
+                progress(s.outcome)
+    return tuple(outcomes)
+
+
+def _settle(f: TensorFile, job: Job, recipe: Recipe, hold: int) -> _Settled:
+    """Decide target and sizes of one tensor. What only a conversion tells is converted, and held if small."""
+    kept = Outcome(
+        name=job.name, target=KEEP, why=job.why, shape=job.shape, dtype=job.record.dtype, bytes_in=job.bytes_in,
+        bytes_out=job.bytes_in,
+    )  # fmt: skip
+    if job.target == KEEP:
+        return _Settled(job, kept, _kept_record(f, job))
+    x = prune_any(_read(f, job), job, recipe)
+    dense = x if isinstance(x, np.ndarray) else None
+    target, _ = settle(job, dense_of(x), recipe)
+    fmt, given = parse_spec(target)
+    nnz, negative = count_nonzeros(dense) if dense is not None else (x.nnz, 0)
+    try:
+        fmt.accepts(value_type(job.record.dtype).numpy)
+        params = fmt.resolve_params(given)
+        specs = None
+        if dense is not None and not any(d.default is not d and d.name not in params for d in fmt.declared_params()):
+            specs = fmt.array_specs((dense.shape[0], dense.shape[1]), dense.dtype, nnz, params)
+        made = None if specs is not None else convert(x, fmt, **given)
+    except StructureError as e:
+        return _Settled(job, _misfit(e.at(path=f.path, tensor=job.name), kept, recipe), _kept_record(f, job))
+    if specs is not None:
+        arrays = {k: (code_of(dtype), shape) for k, (dtype, shape) in specs.items()}
+        record = Record(job.name, fmt, job.shape, job.record.dtype, arrays, params)
+        if recipe.misfit == "keep" and not _fits(dense, fmt, params):
+            return _Settled(job, replace(kept, why="kept: the target cannot hold it"), _kept_record(f, job))
+    else:
+        assert made is not None
+        record = outline(job.name, made)
+    size = sum(_nbytes(code, shape) for code, shape in record.arrays.values())
+    dense_bytes = value_type(job.record.dtype).numpy.itemsize * job.shape[0] * job.shape[1]
+    outcome = replace(
+        kept, target=target, bytes_out=size, nnz=nnz, negative_zeros=negative, larger_than_dense=size > dense_bytes
+    )
+    return _Settled(job, outcome, record, made if made is not None and made.nbytes <= hold else None)
+
+
+def _fits(x: Any, fmt: type[Format], params: dict[str, Any]) -> bool:
+    try:
+        fmt.from_dense(x, **params)
+    except StructureError:
+        return False
+    return True
+
+
+def _misfit(e: Exception, kept: Outcome, recipe: Recipe) -> Outcome:
+    if recipe.misfit != "keep":
+        raise e
+    return replace(kept, why=f"kept: {getattr(e, 'message', e)}")
+
+
+def prune_any(x: Any, job: Job, recipe: Recipe) -> Any:
+    """``x`` pruned when the recipe says so; a Format is decoded for that."""
+    return prune(dense_of(x), job.target, recipe) if recipe.prune else x
+
+
+def _put(f: TensorFile, s: _Settled, recipe: Recipe, out: FileWriter) -> None:
+    if s.outcome.target == KEEP:
+        if s.record.format is None:
+            out.put_array(s.job.name, "", f.raw(s.job.name))
+        else:
+            out.put(s.job.name, f.read(s.job.name))
+        return
+    made = s.made
+    if made is None:
+        fmt, given = parse_spec(s.outcome.target)
+        try:
+            made = convert(prune_any(_read(f, s.job), s.job, recipe), fmt, **given)
+        except StructureError as e:
+            raise e.at(path=f.path, tensor=s.job.name) from None
+    out.put(s.job.name, made)
+
+
+def _kept_record(f: TensorFile, job: Job) -> Record:
+    return replace(job.record, crc32={}) if f.described else replace(job.record, format=None, crc32={}, arrays={
+        "": next(iter(job.record.arrays.values()))})  # fmt: skip
+
+
+def _nbytes(code: str, shape: tuple[int, ...]) -> int:
+    from ..dtypes import SAFETENSORS
+    from ..limits import product
+
+    return product(*shape, SAFETENSORS[code].itemsize)
+
+
+# ------------------------------------------------------------------ the files around the shards
+
+
+def _copy_side_files(source: Source, dst: str, dense: bool) -> None:
+    for name in source.side_files:
+        if name.endswith(INDEX_SUFFIX):
+            continue
+        data = read_small(os.path.join(source.folder, name), _SIDE_FILE)
+        if not same_file(os.path.join(source.folder, name), os.path.join(dst, name)):
+            publish(os.path.join(dst, name), data, overwrite=True)
+
+
+def _write_index(source: Source, shards: list[Shard], dst: str) -> None:
+    if len(shards) == 1:
+        return
+    total = sum(o.bytes_out or 0 for s in shards for o in s.outcomes)
+    tree = {**source.index, "weight_map": {o.name: s.name for s in shards for o in s.outcomes}}
+    tree["metadata"] = {**source.index.get("metadata", {}), "total_size": total}
+    write_json(os.path.join(dst, "model" + INDEX_SUFFIX), tree)
+
+
+def _shard_json(s: Shard) -> dict[str, Any]:
+    return {
+        "sha256": s.sha256, "size": s.size, "source": s.source, "source_sha256": s.source_sha256,
+        "tensors": [o.to_json() for o in s.outcomes],
+    }  # fmt: skip
+
+
+def _manifest(source: Source, recipe: Recipe, shards: list[Shard]) -> dict[str, Any]:
+    tensors = {}
+    for s in shards:
+        for o in s.outcomes:
+            fmt, params = ("plain", {}) if o.target == KEEP else _format_json(o.target)
+            size = o.shape[0] * o.shape[1] if len(o.shape) == 2 else 0
+            entry: dict[str, Any] = {
+                "file": s.name, "format": fmt, "params": params, "shape": list(o.shape), "dtype": o.dtype,
+                "bytes_in": o.bytes_in, "bytes_out": o.bytes_out,
+            }  # fmt: skip
+            if o.nnz is not None:
+                entry |= {"nnz": o.nnz, "density": round(o.nnz / size, 6) if size else 0.0}
+            tensors[o.name] = entry
+    files = {
+        s.name: {"sha256": s.sha256, "size": s.size, "source": s.source, "source_sha256": s.source_sha256}
+        for s in shards
+    }
+    tree = {"container": VERSION, "created_by": package, "recipe": asdict(recipe), "files": files, "tensors": tensors}
+    return tree | ({"index": source.index} if source.index else {})
+
+
+def _format_json(target: str) -> tuple[str, dict[str, Any]]:
+    fmt, given = parse_spec(target)
+    return fmt.name, {k: list(v) if isinstance(v, tuple) else v for k, v in fmt.resolve_params(given).items()}
