@@ -286,6 +286,11 @@ class TensorFile:
         """The bytes of a plain tensor of any dtype in pieces of at most ``piece``, to be passed on unchanged."""
         return self._in.pieces(self.info(name).entry(""), piece)
 
+    def nbytes(self, name: str) -> int:
+        """Bytes of all arrays of a tensor in the file."""
+        r = self.info(name)
+        return sum(self._in.entry(r.entry(array)).nbytes for array in r.arrays)
+
     def keys(self) -> list[str]:
         """Names: sorted in a file of ``save``, in the order of their data otherwise."""
         return list(self._records)

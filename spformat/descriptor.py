@@ -58,6 +58,14 @@ class Record:
     crc32: dict[str, int | None] = field(default_factory=dict, compare=False)
     """CRC32 of each array as stored; None (or absent) where a file has none."""
 
+    @property
+    def stored(self) -> int:
+        """Value slots, padding included."""
+        if self.format is None:
+            return limits.product(*self.shape)
+        value = next(d.name for d in self.format.declared_arrays() if d.kind == VALUE)
+        return limits.product(*self.arrays[value][1])
+
     def entry(self, array: str) -> str:
         """The name an array has in the file."""
         return f"{self.name}.{array}" if array else self.name

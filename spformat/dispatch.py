@@ -98,14 +98,16 @@ def plan(A: Any, n: int | None = None, *, B: Any = None, out: Any = None, backen
     return _make_plan(A, problem, backend or _chosen.get() or os.environ.get("SPFORMAT_BACKEND"), unsafe)
 
 
-def explain(A: Any, B: Any = None, *, n: int | None = None, backend: str | None = None) -> Explanation:
+def explain(
+    A: Any, B: Any = None, *, n: int | None = None, backend: str | None = None, installed: bool = False
+) -> Explanation:
     """Which kernel would run ``spmm(A, B)``, and why each other one would not.
 
-    A may be a bare ``Problem`` (for a GPU you do not have: device "cuda", sm 90): what is installed here is
-    then left out of account.
+    A may be a bare ``Problem`` (for a GPU you do not have: device "cuda", sm 90): what is missing here then
+    does not count, unless ``installed``.
     """
     if isinstance(A, Problem):
-        return _ask(A, backend, installed=False)
+        return _ask(A, backend, installed=installed)
     A = as_format(A)
     if B is None:
         name = A.dtype.name

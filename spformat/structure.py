@@ -5,6 +5,7 @@ One pass over row panels; exact, not sampled. ``inspect`` and ``plan`` print it,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -77,7 +78,7 @@ class Structure:
         while edges[-1] < (int(self.row_lengths.max()) if self.row_lengths.size else 0):
             edges.append(edges[-1] * 2)
         out = {"0": int((self.row_lengths == 0).sum())}
-        for low, high in zip(edges, edges[1:], strict=False):
+        for low, high in itertools.pairwise(edges):
             out[f"{low + 1}-{high}"] = int(((self.row_lengths > low) & (self.row_lengths <= high)).sum())
         return out
 
@@ -192,6 +193,10 @@ def _product(shape: tuple[int, ...]) -> int:
     return total
 
 
+def _value_bytes(s: Structure) -> int:
+    return value_type(s.dtype).bits.itemsize
+
+
 def _index(bound: int) -> int:
     return 4 if bound <= INT32_MAX else 8
 
@@ -202,7 +207,7 @@ def _bsr_bytes(s: Structure, given: dict[str, Any], listed: bool = False) -> int
         return None
     b = blocksize[0]
     nnzb, block_rows = s.blocks[b]
-    Mb, Kb, V = ceil_div(s.shape[0], b), ceil_div(s.shape[1], b), value_type(s.dtype).numpy.itemsize
+    Mb, Kb, V = ceil_div(s.shape[0], b), ceil_div(s.shape[1], b), _value_bytes(s)
     body = _index(Kb - 1) * nnzb + V * nnzb * b * b
     if listed:
         return _index(Mb - 1) * block_rows + _index(nnzb) * (block_rows + 1) + body
@@ -213,7 +218,7 @@ def _sr_bytes(s: Structure, given: dict[str, Any]) -> int | None:
     params = by_name("sr-bcrs").resolve_params(given)
     if (params["vector_length"], params["stride"]) != (_SR_ROWS, _SR_STRIDE):
         return None
-    G, V = s.vector_groups, value_type(s.dtype).numpy.itemsize
+    G, V = s.vector_groups, _value_bytes(s)
     tiles = ceil_div(s.shape[0], _SR_ROWS)
     return _index(G) * (tiles + 1) + _index(s.shape[1] - 1) * G * _SR_STRIDE + V * G * _SR_ROWS * _SR_STRIDE
 
@@ -229,7 +234,7 @@ def _ell_bytes(s: Structure, given: dict[str, Any]) -> int | None:
     whole = np.minimum(length, widest)
     width = 2 ** np.ceil(np.log2(whole)).astype(np.int64) if whole.size else whole
     rows, slots = int(chunks.sum()), int((chunks * np.where(chunks > 1, widest, width)).sum())
-    per_slot = _index(K - 1) + _index(s.nnz - 1) + value_type(s.dtype).numpy.itemsize
+    per_slot = _index(K - 1) + _index(s.nnz - 1) + _value_bytes(s)
     return _index(M - 1) * rows + per_slot * slots
 
 
@@ -240,5 +245,3 @@ _PREDICTIONS: dict[str, Callable[[Structure, dict[str, Any]], int | None]] = {
     "ell-buckets": _ell_bytes,
 }
 """Bytes of the formats that nnz alone does not decide; any other format is asked for ``array_specs``."""
-
-

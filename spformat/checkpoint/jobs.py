@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from ..descriptor import Record
-from ..dtypes import VALUE_TYPES, value_type
+from ..dtypes import value_type
 from ..errors import StructureError, UsageError
-from ..formats import by_name, parse_spec, spec_text
+from ..formats import parse_spec, spec_text
 from ..formats.base import Format
 from ..preprocess import masks
 from ..structure import Structure, analyse
-from .recipe import AUTO, KEEP, Recipe
+from .recipe import AUTO, KEEP, Recipe, matcher
 from .source import Source
 
 
@@ -25,14 +25,10 @@ class Job:
     name: str
     shard: str
     record: Record
+    bytes_in: int
     target: str
     """"keep", "auto" or a format text."""
     why: str
-
-    @property
-    def bytes_in(self) -> int:
-        """Bytes the tensor takes in its file."""
-        return stored_bytes(self.record)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -63,28 +59,17 @@ class Outcome:
         return tree | {"shape": list(self.shape), "bytes_in": self.bytes_in}
 
 
-def stored_bytes(record: Record) -> int:
-    """Bytes of all arrays of a tensor in its file."""
-    from ..dtypes import SAFETENSORS
-    from ..limits import product
-
-    return sum(product(*shape, SAFETENSORS[code].itemsize) if code in SAFETENSORS else 0
-               for code, shape in record.arrays.values())  # fmt: skip
-
-
 def plan_jobs(source: Source, recipe: Recipe) -> tuple[Job, ...]:
     """A Job for every tensor, in the order of the output. UsageError for a rule or pattern that matches nothing."""
     jobs = []
-    for name, (shard, record) in source.records.items():
+    for name, (shard, record, size) in source.records.items():
         target, why = recipe.target_of(name, record.shape, record.dtype)
-        jobs.append(Job(name, shard, record, target, why))
+        jobs.append(Job(name, shard, record, size, target, why))
     _require_matches(recipe, jobs)
     return tuple(jobs)
 
 
 def _require_matches(recipe: Recipe, jobs: list[Job]) -> None:
-    from .recipe import matcher
-
     patterns = [("--rule", r.pattern) for r in recipe.rules]
     patterns += [("--include", p) for p in recipe.include] + [("--exclude", p) for p in recipe.exclude]
     for flag, pattern in patterns:
@@ -99,11 +84,11 @@ def prune(x: np.ndarray[Any, Any], target: str, recipe: Recipe) -> np.ndarray[An
     if not recipe.prune:
         return x
     if target in (AUTO, KEEP):
-        mask = None if recipe.sparsity is None else masks.magnitude(x, recipe.sparsity)
+        mask: Any = None if recipe.sparsity is None else masks.magnitude(x, recipe.sparsity)
     else:
         fmt, given = parse_spec(target)
         mask = _mask(x, fmt, fmt.resolve_params(given), recipe.sparsity)
-    return x if mask is None else masks.apply(x, mask)
+    return x if mask is None else np.asarray(masks.apply(x, mask))
 
 
 def _mask(x: Any, fmt: type[Format], params: dict[str, Any], sparsity: float | None) -> Any:
@@ -119,13 +104,12 @@ def _mask(x: Any, fmt: type[Format], params: dict[str, Any], sparsity: float | N
     return masks.magnitude(x, sparsity)
 
 
-def settle(job: Job, x: np.ndarray[Any, Any], recipe: Recipe) -> tuple[str, Structure | None]:
-    """(target text with params, structure if it was needed) of a matrix read from a file; auto is decided here."""
-    if job.target != AUTO:
-        fmt, given = parse_spec(job.target)
-        return spec_text(fmt, fmt.resolve_params(given)), None
-    structure = analyse(x)
-    return structure.smallest(), structure
+def settle(job: Job, x: np.ndarray[Any, Any], structure: Structure | None = None) -> str:
+    """The target text of a matrix read from a file, params written out; auto is decided here."""
+    if job.target == AUTO:
+        return (structure or analyse(x)).smallest()
+    fmt, given = parse_spec(job.target)
+    return spec_text(fmt, fmt.resolve_params(given))
 
 
 def foresee(job: Job, x: np.ndarray[Any, Any] | None, recipe: Recipe) -> Outcome:
@@ -142,7 +126,7 @@ def foresee(job: Job, x: np.ndarray[Any, Any] | None, recipe: Recipe) -> Outcome
     structure = analyse(x)
     base = replace(base, nnz=structure.nnz, negative_zeros=structure.negative_zeros)
     try:
-        target = structure.smallest() if job.target == AUTO else settle(job, x, recipe)[0]
+        target = settle(job, x, structure)
         size = _exact_size(structure, target, x)
     except StructureError as e:
         if recipe.misfit == "keep":
@@ -154,8 +138,7 @@ def foresee(job: Job, x: np.ndarray[Any, Any] | None, recipe: Recipe) -> Outcome
 def _exact_size(s: Structure, target: str, x: np.ndarray[Any, Any]) -> int:
     fmt, given = parse_spec(target)
     fmt.accepts(value_type(s.dtype).numpy)
-    fits = _fits(s, fmt, fmt.resolve_params(given)) if fmt.value_dtypes and given is not None else None
-    known = s.nbytes(target) if fits else None
+    known = s.nbytes(target) if _fits(s, fmt, fmt.resolve_params(given)) else None
     if known is not None:
         return known
     return fmt.from_dense(x, **given).nbytes  # also raises the StructureError with its coordinates
@@ -173,14 +156,5 @@ def _fits(s: Structure, fmt: type[Format], params: dict[str, Any]) -> bool:
 
 def dense_of(x: Any) -> np.ndarray[Any, Any]:
     """A host matrix of what a file held: a Format decoded, an array as it is."""
-    return x.to_dense() if isinstance(x, Format) else x
-
-
-def is_value_matrix(record: Record) -> bool:
-    """A 2-D tensor of a value type: what formats hold."""
-    return len(record.shape) == 2 and record.dtype in VALUE_TYPES
-
-
-def format_of(text: str) -> type[Format]:
-    """Class of a format text."""
-    return by_name(text.partition(":")[0])
+    dense: np.ndarray[Any, Any] = x.to_dense() if isinstance(x, Format) else x
+    return dense

@@ -17,7 +17,7 @@ KEEP = "keep"
 
 
 def matcher(pattern: str) -> re.Pattern[str]:
-    """"re:<regex>" (searched anywhere) or a shell pattern over the whole name; UsageError when malformed."""
+    """ "re:<regex>" (searched anywhere) or a shell pattern over the whole name; UsageError when malformed."""
     try:
         if pattern.startswith("re:"):
             return re.compile(pattern[3:])
@@ -47,7 +47,7 @@ class Rule:
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """"PATTERN=FORMAT:params"; the pattern may hold "=" itself, the format is what follows the right one."""
+        """ "PATTERN=FORMAT:params"; the pattern may hold "=" itself, the format is what follows the right one."""
         # params hold "=" too ("bsr:blocksize=16x16"), so cut at the last "=" that leaves a legal target.
         cuts = [i for i, ch in enumerate(text) if ch == "="]
         error: UsageError | None = None

@@ -18,16 +18,17 @@ from .. import __name__ as package
 from ..container import FileWriter, TensorFile, create, outline
 from ..convert import convert
 from ..descriptor import Record
-from ..dtypes import SAFETENSORS_CODE, value_type
+from ..dtypes import SAFETENSORS, SAFETENSORS_CODE, value_type
 from ..errors import OutputError, StructureError
 from ..files import Path, folder_lock, publish, read_small, same_file, sha256_of
 from ..formats import parse_spec
 from ..formats.base import Format
+from ..limits import product
 from ..stfile import Writer, code_of
 from ..structure import count_nonzeros
-from .jobs import Job, Outcome, dense_of, foresee, is_value_matrix, plan_jobs, prune, settle
+from .jobs import Job, Outcome, dense_of, foresee, plan_jobs, prune, settle
 from .manifest import JOURNAL, MANIFEST, VERSION, digest, read_journal, write_json
-from .recipe import KEEP, Recipe
+from .recipe import AUTO, KEEP, Recipe
 from .source import INDEX_SUFFIX, Source, open_source
 
 Progress = Callable[[Outcome], None]
@@ -71,7 +72,7 @@ def foresee_checkpoint(src: Path, recipe: Recipe, progress: Progress | None = No
         x = None
         if job.target != KEEP:
             with source.open(job.shard) as f:
-                x = prune(dense_of(f.read(job.name)) if is_described(f, job) else f.array(job.name), job.target, recipe)
+                x = prune(dense_of(_read(f, job)), job.target, recipe)
         out.append(foresee(job, x, recipe))
         if progress:
             progress(out[-1])
@@ -119,7 +120,13 @@ def _to_file(
 
 
 def _to_folder(
-    source: Source, jobs: tuple[Job, ...], recipe: Recipe, dst: str, force: bool, resume: bool, progress: Progress | None
+    source: Source,
+    jobs: tuple[Job, ...],
+    recipe: Recipe,
+    dst: str,
+    force: bool,
+    resume: bool,
+    progress: Progress | None,
 ) -> Report:
     dense = writes_dense(recipe)
     names = shard_names(source, dense)
@@ -190,7 +197,7 @@ def _finished(entry: Any, source: Source, shard: str, path: str) -> Shard | None
     if sha256_of(os.path.join(source.folder, shard)) != entry["source_sha256"] or sha256_of(path) != entry["sha256"]:
         return None
     outcomes = tuple(
-        Outcome(**{**{"bytes_out": None, "why": ""}, **o, "shape": tuple(o["shape"])}) for o in entry["tensors"]
+        Outcome(**{"bytes_out": None, "why": "", **o, "shape": tuple(o["shape"])}) for o in entry["tensors"]
     )
     return Shard(os.path.basename(path), shard, entry["source_sha256"], entry["sha256"], entry["size"], outcomes)
 
@@ -212,14 +219,9 @@ def _convert_shard(
         return Shard(os.path.basename(path), shard, digest_in.result(), sha_out, os.path.getsize(path), outcomes)
 
 
-def is_described(f: TensorFile, job: Job) -> bool:
-    """Whether the tensor is a Format in its file (not a plain array)."""
-    return job.record.format is not None and f.described
-
-
 def _read(f: TensorFile, job: Job) -> Any:
     """The tensor as a Format if it is stored as one, else as an array."""
-    return f.read(job.name) if is_described(f, job) else f.array(job.name)
+    return f.array(job.name) if job.record.format is None else f.read(job.name)
 
 
 def _write_dense(
@@ -227,16 +229,15 @@ def _write_dense(
 ) -> tuple[Outcome, ...]:
     specs: list[Any] = []
     for j in jobs:
-        if is_described(f, j):
+        if j.record.format is not None:
             specs.append((j.name, SAFETENSORS_CODE[value_type(j.record.dtype).numpy], j.shape))
         else:
             ((code, shape),) = j.record.arrays.values()
-            size = () if code in SAFETENSORS_CODE.values() else (sum(p.nbytes for p in f.raw(j.name)),)
-            specs.append((j.name, code, shape, *size))
+            specs.append((j.name, code, shape) if code in SAFETENSORS else (j.name, code, shape, j.bytes_in))
     outcomes = []
     with Writer(path, specs, {"format": "pt"}, overwrite=force) as out:
         for j in jobs:
-            if is_described(f, j) or (recipe.prune and j.target != KEEP and is_value_matrix(j.record)):
+            if j.record.format is not None or (recipe.prune and j.target != KEEP):
                 x = prune(dense_of(_read(f, j)), j.target, recipe)
                 out.put(j.name, x)
                 size = x.nbytes
@@ -285,26 +286,26 @@ def _settle(f: TensorFile, job: Job, recipe: Recipe, hold: int) -> _Settled:
         bytes_out=job.bytes_in,
     )  # fmt: skip
     if job.target == KEEP:
-        return _Settled(job, kept, _kept_record(f, job))
+        return _Settled(job, kept, _kept_record(job))
     x = prune_any(_read(f, job), job, recipe)
     dense = x if isinstance(x, np.ndarray) else None
-    target, _ = settle(job, dense_of(x), recipe)
+    target = settle(job, dense_of(x) if job.target == AUTO else x)
     fmt, given = parse_spec(target)
     nnz, negative = count_nonzeros(dense) if dense is not None else (x.nnz, 0)
     try:
         fmt.accepts(value_type(job.record.dtype).numpy)
         params = fmt.resolve_params(given)
         specs = None
-        if dense is not None and not any(d.default is not d and d.name not in params for d in fmt.declared_params()):
+        if dense is not None and len(params) == len(fmt.declared_params()):  # none that only the matrix tells
             specs = fmt.array_specs((dense.shape[0], dense.shape[1]), dense.dtype, nnz, params)
         made = None if specs is not None else convert(x, fmt, **given)
     except StructureError as e:
-        return _Settled(job, _misfit(e.at(path=f.path, tensor=job.name), kept, recipe), _kept_record(f, job))
+        return _Settled(job, _misfit(e.at(path=f.path, tensor=job.name), kept, recipe), _kept_record(job))
     if specs is not None:
         arrays = {k: (code_of(dtype), shape) for k, (dtype, shape) in specs.items()}
         record = Record(job.name, fmt, job.shape, job.record.dtype, arrays, params)
         if recipe.misfit == "keep" and not _fits(dense, fmt, params):
-            return _Settled(job, replace(kept, why="kept: the target cannot hold it"), _kept_record(f, job))
+            return _Settled(job, replace(kept, why="kept: the target cannot hold it"), _kept_record(job))
     else:
         assert made is not None
         record = outline(job.name, made)
@@ -352,15 +353,16 @@ def _put(f: TensorFile, s: _Settled, recipe: Recipe, out: FileWriter) -> None:
     out.put(s.job.name, made)
 
 
-def _kept_record(f: TensorFile, job: Job) -> Record:
-    return replace(job.record, crc32={}) if f.described else replace(job.record, format=None, crc32={}, arrays={
-        "": next(iter(job.record.arrays.values()))})  # fmt: skip
+def _kept_record(job: Job) -> Record:
+    """What the output says of a tensor that stays as it is; the size of a type numpy lacks is given in bytes."""
+    if len(job.record.arrays) != 1 or next(iter(job.record.arrays.values()))[0] in SAFETENSORS:
+        return job.record
+    ((code, shape),) = job.record.arrays.values()
+    sized: Any = (code, shape, job.bytes_in)
+    return replace(job.record, arrays={"": sized})
 
 
 def _nbytes(code: str, shape: tuple[int, ...]) -> int:
-    from ..dtypes import SAFETENSORS
-    from ..limits import product
-
     return product(*shape, SAFETENSORS[code].itemsize)
 
 

@@ -26,8 +26,8 @@ class Source:
     folder: str
     shards: tuple[str, ...]
     """File names, in the order their outputs are numbered."""
-    records: dict[str, tuple[str, Record]]
-    """Tensor name -> (shard, description), shard after shard, in the order of the data inside."""
+    records: dict[str, tuple[str, Record, int]]
+    """Tensor name -> (shard, description, bytes), shard after shard, in the order of the data inside."""
     side_files: tuple[str, ...] = ()
     """Files beside the shards that are copied byte for byte (config, tokenizer)."""
     index: dict[str, Any] = field(default_factory=dict)
@@ -38,10 +38,6 @@ class Source:
     def open(self, shard: str) -> TensorFile:
         """One shard."""
         return safe_open(os.path.join(self.folder, shard))
-
-    def tensors_of(self, shard: str) -> list[Record]:
-        """The tensors of one shard, in offset order."""
-        return [r for s, r in self.records.values() if s == shard]
 
 
 def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
@@ -74,7 +70,9 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
         )
     indexes = [n for n in names if n.endswith(INDEX_SUFFIX)]
     if len(indexes) > 1:
-        raise ContainerError(f"expected one index, got {', '.join(indexes)}; convert a folder with one of them", path=where)
+        raise ContainerError(
+            f"expected one index, got {', '.join(indexes)}; convert a folder with one of them", path=where
+        )
     if indexes:
         index, weight_map = _read_index(os.path.join(where, indexes[0]))
         shards = tuple(sorted({safe_name(f, ".safetensors") for f in weight_map.values()}))
@@ -99,21 +97,23 @@ def _assemble(
     path: str, folder: str, shards: tuple[str, ...], weight_map: dict[str, str], index: dict[str, Any],
     side_files: tuple[str, ...],
 ) -> Source:  # fmt: skip
-    records: dict[str, tuple[str, Record]] = {}
+    records: dict[str, tuple[str, Record, int]] = {}
     for shard in shards:
         with safe_open(os.path.join(folder, shard)) as f:
             for name in f:
                 if name in records:
                     both = f"{records[name][0]} and {shard}"
                     raise ContainerError(f"expected each tensor once, got it in {both}", path=path, tensor=name)
-                records[name] = (shard, f.info(name))
+                records[name] = (shard, f.info(name), f.nbytes(name))
     for name, shard in weight_map.items():
         if name not in records or records[name][0] != shard:
             found = f"it is in {records[name][0]}" if name in records else "no shard holds it"
             raise ContainerError(f"the index places the tensor in {shard}, but {found}", path=path, tensor=name)
     extra = next((n for n in records if n not in weight_map), None) if weight_map else None
     if extra is not None:
-        raise ContainerError(f"{records[extra][0]} holds a tensor that the index does not list", path=path, tensor=extra)
+        raise ContainerError(
+            f"{records[extra][0]} holds a tensor that the index does not list", path=path, tensor=extra
+        )
     files = tuple(n for n in side_files if os.path.isfile(os.path.join(folder, n)))
     return Source(path, folder, shards, records, files, index)
 

@@ -62,7 +62,10 @@ class VectorNM(Format):
     def array_specs(
         cls, shape: tuple[int, int], dtype: np.dtype[Any], nnz: int, params: dict[str, Any]
     ) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
-        (Mp, Kp), L, rows, cols = _padded(shape, params), *(params[k] for k in ("vector_length", "tile_rows", "tile_cols"))
+        (Mp, Kp), L, rows, cols = (
+            _padded(shape, params),
+            *(params[k] for k in ("vector_length", "tile_rows", "tile_cols")),
+        )
         W, (Tr, Tk, Qs) = Kp // params["m"] * params["n"], (Mp // rows, Kp // cols, rows // L) if rows else (0, 0, 0)
         pos = np.dtype(np.uint8)
         return {

@@ -1,0 +1,108 @@
+"""spformat convert: a checkpoint or a matrix file into other formats, exactly or not at all."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Annotated
+
+import typer
+
+from . import plan
+from .inspect import MATRIX_FILES
+from .options import (
+    Exclude,
+    Include,
+    Json,
+    MaxMemory,
+    Misfit,
+    Prune,
+    Rules,
+    Sparsity,
+    Src,
+    To,
+    parse_bytes,
+    recipe,
+)
+from .output import console, notes, print_json, progress, size
+
+EPILOG = (
+    "spformat convert ./model ./model-sp --to auto   |   spformat convert ./model-sp ./dense --to dense   |   "
+    "spformat convert ffn.smtx ffn.safetensors --to sr-bcrs --values normal"
+)
+
+
+def run(
+    src: Src,
+    dst: Annotated[str, typer.Argument(help="A folder; or a file ending in .safetensors for a single shard.")],
+    to: To = "auto",
+    rule: Rules = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    prune: Prune = "",
+    sparsity: Sparsity = None,
+    misfit: Misfit = "refuse",
+    force: bool = typer.Option(False, "--force", "-f", help="Replace what DST holds, file by file, at each rename."),
+    resume: bool = typer.Option(False, help="Finish an interrupted run: finished shards are known by their hashes."),
+    dry_run: bool = typer.Option(False, "--dry-run", "-n", help="Print the table and write nothing."),
+    max_memory: MaxMemory = "",
+    values: str = typer.Option("", help="For .smtx/.mtx/.npz: 'ones' or 'normal' instead of the file's values."),
+    seed: int = typer.Option(0, help="For --values normal."),
+    dtype: str = typer.Option("", help="For .smtx/.mtx/.npz: value type, e.g. bfloat16 (rounds; refuses overflow)."),
+    as_json: Json = False,
+) -> None:
+    """Convert SRC into DST. Every value is kept with its bits, or the run stops before anything has its final name."""
+    from spformat.limits import using
+
+    with using(memory=parse_bytes(max_memory) if max_memory else None):
+        if src.endswith(MATRIX_FILES):
+            _matrix(src, dst, to, values, seed, dtype, force, dry_run, as_json)
+            return
+        chosen = recipe(to, rule, include, exclude, prune, sparsity, misfit)
+        if dry_run:
+            outcomes = plan.foresee(src, chosen, as_json)
+            plan.show(outcomes, as_json, dry_run=True)
+            raise typer.Exit(3 if any(o.error for o in outcomes) else 0)
+        _checkpoint(src, dst, chosen, force, resume, as_json)
+
+
+def _checkpoint(src: str, dst: str, chosen: object, force: bool, resume: bool, as_json: bool) -> None:
+    from spformat.checkpoint import convert_checkpoint, open_source
+
+    total = sum(nbytes for _, _, nbytes in open_source(src).records.values())
+    start = time.perf_counter()
+    with progress(total, "convert", as_json, lines=True) as step:
+        report = convert_checkpoint(
+            src, dst, chosen, force=force, resume=resume, progress=lambda o: step(o.name, o.bytes_in)
+        )
+    seconds = time.perf_counter() - start
+    plan.show(report.outcomes, as_json, path=report.path, files=[s.name for s in report.shards], resumed=report.resumed)
+    if not as_json:
+        rate = f", {total / seconds / 1e9:.2f} GB/s" if total > 10**7 else ""
+        again = f", {report.resumed} shard(s) were finished already" if report.resumed else ""
+        notes().print(f"{report.path}: {len(report.shards)} file(s) in {seconds:.1f} s{rate}{again}", style="green")
+
+
+def _matrix(
+    src: str, dst: str, to: str, values: str, seed: int, dtype: str, force: bool, dry_run: bool, as_json: bool
+) -> None:
+    """A matrix file into one container, under the file's own name."""
+    from spformat import convert, save
+    from spformat.interop.matrices import read_matrix
+    from spformat.structure import analyse
+
+    a = read_matrix(src, values=values or None, seed=seed, dtype=dtype or None)
+    target = analyse(a.to_dense()).smallest() if to == "auto" else to
+    made = convert(a, target)
+    name = os.path.splitext(os.path.basename(src))[0]
+    if not dry_run:
+        save(dst, {name: made}, overwrite=force)
+    if as_json:
+        sizes = {"bytes_in": a.nbytes, "bytes_out": made.nbytes}
+        print_json(
+            {"name": name, "target": target, "shape": list(made.shape), **sizes, "path": None if dry_run else dst}
+        )
+    else:
+        console().print(
+            f"{name}: csr {size(a.nbytes)} -> {target} {size(made.nbytes)}" + ("" if dry_run else f" in {dst}")
+        )

@@ -1,0 +1,31 @@
+"""spformat diff: do two checkpoints hold the same values, whatever their formats?"""
+
+from __future__ import annotations
+
+import typer
+
+from .options import Json
+from .output import console, print_json
+
+EPILOG = "spformat diff ./model ./dense   (exit 0: the same values, 1: they differ)"
+
+
+def run(
+    a: str = typer.Argument(help="A .safetensors file or a folder."),
+    b: str = typer.Argument(help="The other one."),
+    as_json: Json = False,
+) -> None:
+    """Compare tensor by tensor, bit by bit; only -0.0 and +0.0 count as equal."""
+    from spformat.checkpoint.diff import diff_checkpoints
+
+    results = list(diff_checkpoints(a, b))
+    differing = [d for _, d in results if d is not None]
+    if as_json:
+        found = [{"tensor": d.tensor, "what": d.what, "count": d.count, "index": list(d.index)} for d in differing]
+        print_json({"a": a, "b": b, "equal": not differing, "compared": len(results), "differences": found})
+    else:
+        for d in differing:
+            console().print(str(d), markup=False, soft_wrap=True)
+        same = len(results) - len(differing)
+        console().print(f"{same} of {len(results)} tensors hold the same values")
+    raise typer.Exit(1 if differing else 0)

@@ -1,0 +1,62 @@
+"""spformat explain: which kernel would multiply this tensor, and why not the others."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from .options import Include, Json, Src
+from .output import console, print_json
+
+if TYPE_CHECKING:
+    from spformat.problem import Accepted, Rejected
+
+EPILOG = "spformat explain w.safetensors -n 256   |   spformat explain w.safetensors -n 16 --gpu sm_90"
+
+
+def run(
+    src: Src,
+    n: int = typer.Option(512, "-n", help="Columns of B (tokens)."),
+    gpu: str = typer.Option("", "--gpu", "--device", help="Ask for a GPU you may not have: sm_80, sm_90, sm_100."),
+    backend: str = typer.Option("", help="Only this backend."),
+    include: Include = None,
+    b_layout: str = typer.Option("row", help="Layout of B: row, or col (torch's x of a linear layer)."),
+    as_json: Json = False,
+) -> None:
+    """Every kernel with its answer, for every matrix in SRC; nothing is multiplied."""
+    from spformat.checkpoint.recipe import matcher
+    from spformat.checkpoint.source import open_source
+    from spformat.dispatch import explain
+    from spformat.dtypes import VALUE_TYPES
+    from spformat.problem import Problem, result_dtype, tile_class
+
+    found = re.fullmatch(r"(?:sm_)?(\d+)a?|cpu|", gpu)
+    if not found:
+        raise typer.BadParameter(f"expected cpu, sm_80, sm_90 or another sm number, got {gpu!r}")
+    sm = int(found.group(1)) if found.group(1) else None
+    source = open_source(src)
+    patterns = [matcher(p) for p in include or ()]
+    out = []
+    for name, (_, r, _) in source.records.items():
+        if len(r.shape) != 2 or r.dtype not in VALUE_TYPES or (patterns and not any(p.search(name) for p in patterns)):
+            continue
+        fmt = r.format.name if r.format else "dense"
+        problem = Problem(
+            format=fmt, params=tuple(r.params.items()), M=r.shape[0], K=r.shape[1], n=tile_class(n), nnz=r.stored,
+            a_dtype=r.dtype, b_dtype=r.dtype, out_dtype=result_dtype(r.dtype, r.dtype), b_layout=b_layout,
+            device="cpu" if sm is None else "cuda", sm=sm,
+        )  # fmt: skip
+        out.append((name, explain(problem, backend=backend or None, installed=sm is None)))
+    if as_json:
+        print_json(
+            [{"tensor": name, "chosen": e.chosen, "kernels": [_answer(a) for a in e.answers]} for name, e in out]
+        )
+        return
+    for name, e in out:
+        console().print(f"{name}: {e}", markup=False, soft_wrap=True)
+
+
+def _answer(a: Accepted | Rejected) -> dict[str, Any]:
+    return {"kernel": a.kernel, "accepted": bool(a), "reasons": list(getattr(a, "reasons", ()))}

@@ -1,0 +1,29 @@
+"""spformat formats: every registered format, its parameters and arrays."""
+
+from __future__ import annotations
+
+from .options import Json
+from .output import console, print_json, table
+
+EPILOG = "spformat formats --json"
+
+
+def run(as_json: Json = False) -> None:
+    """The formats a target may name, with parameters, arrays and value types."""
+    from spformat.formats import registered
+
+    rows = []
+    for f in registered():
+        params = {d.name: {"range": d.range_text(), "doc": d.doc} for d in f.declared_params()}
+        arrays = {d.name: {"kind": d.kind, "shape": list(d.dims), "doc": d.doc} for d in f.declared_arrays()}
+        rows.append({"name": f.name, "version": f.version, "params": params, "arrays": arrays,
+                     "dtypes": list(f.value_dtypes), "paper": f.paper})  # fmt: skip
+    if as_json:
+        print_json(rows)
+        return
+    t = table("format", "parameters", "arrays", "values")
+    for r in rows:
+        params_text = "\n".join(f"{k}: {v['range']}" for k, v in r["params"].items())
+        arrays_text = "\n".join(f"{k} [{', '.join(v['shape'])}]" for k, v in r["arrays"].items())
+        t.add_row(r["name"], params_text, arrays_text, "all" if len(r["dtypes"]) > 6 else ", ".join(r["dtypes"]))
+    console().print(t, markup=False)

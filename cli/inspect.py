@@ -1,0 +1,147 @@
+"""spformat inspect: what is in a checkpoint, how sparse it is, and which format it fits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from .options import Include, Json, Src
+from .output import console, notes, print_json, progress, size, table
+
+if TYPE_CHECKING:
+    from spformat.structure import Structure
+
+EPILOG = "spformat inspect ./model   |   spformat inspect w.safetensors --long --include 're:.*down_proj'"
+
+MATRIX_FILES = (".smtx", ".mtx", ".npz")
+
+
+def run(
+    src: Src,
+    include: Include = None,
+    long: bool = typer.Option(False, "--long", "-l", help="Rows by length and the bytes in every format, per tensor."),
+    as_json: Json = False,
+) -> None:
+    """Per tensor: shape, dtype, zeros, pattern (2:4, n:m, vectors, blocks; how nearly), the smallest exact format."""
+    rows = [_described(*item) for item in _structures(src, include, as_json)]
+    if as_json:
+        print_json({"path": src, "tensors": rows})
+        return
+    if long:
+        for row in rows:
+            _print_long(row)
+        return
+    t = table("tensor", "shape", "dtype", "stored as", "zeros", "pattern", "bytes", "smallest", "becomes",
+              right=("zeros", "bytes", "becomes"))  # fmt: skip
+    for row in rows:
+        zeros = f"{100 * (1 - row['density']):.1f} %" if "density" in row else ""
+        smallest = row.get("smallest", "")
+        t.add_row(row["name"], "x".join(map(str, row["shape"])), row["dtype"], row["format"], zeros,
+                  "; ".join(row.get("patterns", ())), size(row["bytes"]), smallest,
+                  size(row["sizes"][smallest]) if smallest else "")  # fmt: skip
+    console().print(t)
+    now, best = (
+        sum(r["bytes"] for r in rows),
+        sum(r["sizes"][r["smallest"]] if "sizes" in r else r["bytes"] for r in rows),
+    )
+    console().print(f"{len(rows)} tensors, {size(now)}; {size(best)} with the smallest exact format of each")
+    if best < now:
+        notes().print("hint: spformat convert SRC DST --to auto", style="dim")
+
+
+def _structures(src: str, include: list[str] | None, quiet: bool) -> Any:
+    """(name, stored format, shape, dtype, bytes, Structure or None), one tensor in memory at a time."""
+    from spformat.checkpoint.recipe import matcher
+    from spformat.checkpoint.source import open_source
+    from spformat.dtypes import VALUE_TYPES
+    from spformat.formats.base import Format
+    from spformat.interop.matrices import read_matrix
+    from spformat.structure import analyse
+
+    if src.endswith(MATRIX_FILES):
+        a = read_matrix(src)
+        yield src, "csr", a.shape, a.dtype.name, a.nbytes, analyse(a.to_dense())
+        return
+    source = open_source(src)
+    patterns = [matcher(p) for p in include or ()]
+    names = [n for n in source.records if not patterns or any(p.search(n) for p in patterns)]
+    total = sum(source.records[n][2] for n in names)
+    with progress(total, "read", quiet) as step:
+        for name in names:
+            shard, record, nbytes = source.records[name]
+            stored = record.format.name if record.format else "plain"
+            structure = None
+            if len(record.shape) == 2 and record.dtype in VALUE_TYPES:
+                with source.open(shard) as f:
+                    x = f.read(name) if record.format else f.array(name)
+                structure = analyse(x.to_dense() if isinstance(x, Format) else x)
+            step(name, nbytes)
+            yield name, stored, record.shape, record.dtype, nbytes, structure
+
+
+def _described(
+    name: str, stored: str, shape: tuple[int, ...], dtype: str, nbytes: int, s: Structure | None
+) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": name, "format": stored, "shape": list(shape), "dtype": dtype, "bytes": nbytes}
+    if s is None:
+        return row
+    tightest = {f"{s.n_of(m, length)}:{m}" + (f" L={length}" if length > 1 else ""): True
+                for m, length in s.window_max if s.n_of(m, length)}  # fmt: skip
+    return row | {
+        "nnz": s.nnz,
+        "density": round(s.density, 6),
+        "negative_zeros": s.negative_zeros,
+        "two_four": {"fits": s.is_two_four, "bad_groups": s.bad_groups, "groups": s.groups},
+        "n_m": list(tightest),
+        "blocks": {str(b): {"stored": n, "rows": r, "fill": _fill(s, b)} for b, (n, r) in s.blocks.items()},
+        "rows_by_length": s.rows_by_length(),
+        "sizes": s.sizes(),
+        "smallest": s.smallest(),
+        "patterns": list(_patterns(s)),
+    }
+
+
+def _fill(s: Structure, b: int) -> float:
+    stored = s.blocks[b][0] * b * b
+    return round(s.nnz / stored, 4) if stored else 0.0
+
+
+def _patterns(s: Structure) -> Any:
+    """What the matrix is, or nearly is, in words."""
+    if not s.nnz:
+        yield "all zero"
+        return
+    if s.is_two_four:
+        yield "2:4"
+    elif s.groups and s.bad_groups / s.groups < 0.05:
+        yield f"nearly 2:4 ({s.bad_groups} of {s.groups} groups too full)"
+    for length in (32, 8):
+        found = [(m, n) for m in (32, 16, 8, 4) if (n := s.n_of(m, length))]
+        if found:
+            m, n = min(found, key=lambda f: f[1] / f[0])
+            yield f"{n}:{m} vectors of {length}"
+            break
+    for b in (64, 32, 16):
+        grid = -(-s.shape[0] // b) * -(-s.shape[1] // b)
+        if s.blocks[b][0] < 0.9 * grid and _fill(s, b) > 0.8:
+            yield f"{b}x{b} blocks, {100 * (1 - s.blocks[b][0] / grid):.0f} % empty"
+            break
+    if 0 < s.density < 0.9 and not s.is_two_four:
+        yield "unstructured" if s.density > 0.3 else "sparse"
+
+
+def _print_long(row: dict[str, Any]) -> None:
+    out = console()
+    out.print(f"[bold]{row['name']}[/bold]  {'x'.join(map(str, row['shape']))} {row['dtype']}, {size(row['bytes'])}, "
+              f"stored as {row['format']}")  # fmt: skip
+    if "density" not in row:
+        return
+    zeros = f", {row['negative_zeros']} elements are -0.0" if row["negative_zeros"] else ""
+    out.print(f"  nonzeros {row['nnz']} ({100 * row['density']:.2f} %){zeros}; {'; '.join(row['patterns'])}")
+    out.print(f"  2:4: {row['two_four']['bad_groups']} of {row['two_four']['groups']} groups hold more than two")
+    out.print(f"  n:m that fit: {', '.join(row['n_m']) or 'none'}")
+    out.print("  rows by length: " + ", ".join(f"{k}: {v}" for k, v in row["rows_by_length"].items() if v))
+    for text, nbytes in sorted(row["sizes"].items(), key=lambda item: item[1]):
+        mark = "  <- smallest" if text == row["smallest"] else ""
+        out.print(f"  {size(nbytes):>12}  {nbytes / max(1, row['sizes']['dense']):5.2f}x  {text}{mark}")

@@ -1,0 +1,83 @@
+"""The `spformat` command: verbs, and the one place where errors become exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import typer
+
+from . import backends, convert, diff, env, explain, formats, inspect, plan, validate
+from .output import report
+
+app = typer.Typer(
+    name="spformat",
+    help="Pruned weights and sparse matrices in the format a GPU runs fastest: look, convert, check, multiply.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Start with: spformat inspect CHECKPOINT",
+)
+
+
+def _version(show: bool) -> None:
+    if show:
+        from spformat import __version__
+
+        typer.echo(f"spformat {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    pass
+
+
+for verb in (inspect, plan, convert, validate, diff, explain, formats, backends, env):
+    name = verb.__name__.rpartition(".")[2]
+    app.command(name, epilog=verb.EPILOG, no_args_is_help=name not in ("formats", "backends", "env"))(verb.run)
+
+
+def main() -> None:
+    """Entry point: typed errors end with their exit code and no traceback (SPFORMAT_DEBUG=1 shows it)."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, lambda *_: sys.exit(129))
+    if level := os.environ.get("SPFORMAT_LOGLEVEL"):
+        import logging
+
+        logging.basicConfig(level=level.upper(), format="%(name)s: %(message)s")
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader went away (`| head`): nothing to say, and nothing to flush to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except MemoryError:
+        sys.stderr.write("error: out of memory; nothing was published\n")
+        sys.exit(71)
+    except Exception as e:
+        if os.environ.get("SPFORMAT_DEBUG"):
+            raise
+        sys.exit(_code_of(e))
+
+
+def _code_of(e: Exception) -> int:
+    from spformat import InternalError, SpformatError, WriteError
+
+    as_json = "--json" in sys.argv
+    if isinstance(e, SpformatError):
+        return report(e, as_json)
+    if isinstance(e, OSError) and e.filename is None:  # stdout closed or full
+        return report(WriteError(f"cannot write: {e.strerror or e}"), as_json)
+    message = f"unexpected {type(e).__name__}: {e}; this is a bug in spformat, please report it"
+    return report(InternalError(message), as_json)
+
+
+if __name__ == "__main__":
+    main()

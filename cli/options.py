@@ -1,0 +1,56 @@
+"""Options that several verbs share, each with one name and one help text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from spformat.checkpoint import Recipe
+
+Src = Annotated[str, typer.Argument(help="A .safetensors file, or a folder of them (Hugging Face or packed).")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout; errors as JSON on stderr.")]
+To = Annotated[
+    str, typer.Option("--to", help="Target: auto, dense, keep, or a format with params: bsr:blocksize=16x16.")
+]
+Rules = Annotated[
+    list[str] | None,
+    typer.Option("--rule", help="PATTERN=FORMAT:params, repeatable; the last match wins. re:REGEX or a shell pattern."),
+]
+Include = Annotated[list[str] | None, typer.Option(help="Only tensors whose name matches (repeatable).")]
+Exclude = Annotated[list[str] | None, typer.Option(help="Not the tensors whose name matches (repeatable).")]
+Prune = Annotated[
+    str, typer.Option(help="'magnitude': zero the smallest values so that the target fits. Loses values!")
+]
+Sparsity = Annotated[float | None, typer.Option(help="With --prune: share of values (or blocks) to zero.")]
+Misfit = Annotated[str, typer.Option(help="A tensor its target cannot hold: 'refuse' the run, or 'keep' it as it is.")]
+MaxMemory = Annotated[str, typer.Option(help="Largest single allocation, e.g. 8GiB or 500MB.")]
+
+_UNITS = {
+    "": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
+}  # fmt: skip
+
+
+def parse_bytes(text: str) -> int:
+    """ "8GiB", "500MB", "1e9" -> bytes."""
+    number = text.strip().rstrip("KMGTIBkmgtib")
+    unit = text.strip()[len(number) :].upper()
+    try:
+        return int(float(number) * _UNITS[unit])
+    except (ValueError, KeyError):
+        raise typer.BadParameter(f"expected a size like 8GiB or 500MB, got {text!r}") from None
+
+
+def recipe(
+    to: str, rules: list[str] | None, include: list[str] | None, exclude: list[str] | None, prune: str,
+    sparsity: float | None, misfit: str,
+) -> Recipe:  # fmt: skip
+    """The Recipe of the options."""
+    from spformat.checkpoint import Recipe, Rule
+
+    return Recipe(
+        to=to, rules=tuple(Rule.parse(r) for r in rules or ()), include=tuple(include or ()),
+        exclude=tuple(exclude or ()), prune=prune, sparsity=sparsity, misfit=misfit,
+    )  # fmt: skip

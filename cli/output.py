@@ -1,0 +1,92 @@
+"""How every verb talks: data on stdout, everything else on stderr, errors with their exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+from rich.table import Table
+
+_WIDE = 200
+"""Columns when the stream is not a terminal: people read tables in logs, too."""
+
+
+def console() -> Console:
+    """Data goes here."""
+    return Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False)
+
+
+def notes() -> Console:
+    """Progress, warnings and hints go here."""
+    return Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else _WIDE)
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout."""
+    sys.stdout.write(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    """A plain table; the columns in ``right`` hold numbers."""
+    t = Table(box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        t.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return t
+
+
+def size(nbytes: int | None) -> str:
+    """Bytes for people: 1.50 MiB."""
+    if nbytes is None:
+        return "-"
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    return f"{value:.2f} TiB"
+
+
+@contextmanager
+def progress(total: int, label: str, quiet: bool, *, lines: bool = False) -> Iterator[Any]:
+    """A bar with bytes per second on a terminal; else nothing, or with ``lines`` a line per tensor."""
+    out = notes()
+    if quiet or not (out.is_terminal or lines):
+        yield lambda name, nbytes: None
+        return
+    if not out.is_terminal:
+        done = 0
+
+        def line(name: str, nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            out.print(f"{label} {name}  {size(done)} of {size(total)}", soft_wrap=True, markup=False)
+
+        yield line
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TransferSpeedColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=out, transient=True) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda name, nbytes: bar.update(task, advance=nbytes, description=f"{label} {name[-48:]}")
+
+
+def report(error: Exception, as_json: bool) -> int:
+    """Print one typed error; its exit code."""
+    from spformat import SpformatError
+
+    assert isinstance(error, SpformatError)
+    if as_json:
+        sys.stderr.write(json.dumps(error.to_json(), ensure_ascii=False) + "\n")
+    else:
+        notes().print(f"error: {error}", markup=False, soft_wrap=True, style="red")
+        if error.exit_code == 3:
+            text = "hint: --misfit keep leaves such tensors as they are; --exclude or --rule choose per tensor"
+            notes().print(text, style="dim", markup=False)
+        if error.exit_code == 70 and not os.environ.get("SPFORMAT_DEBUG"):
+            notes().print("set SPFORMAT_DEBUG=1 for the traceback", style="dim")
+    return int(error.exit_code)

@@ -1,0 +1,77 @@
+"""spformat plan: the table that convert would produce. Reads, never writes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import typer
+
+from .options import Exclude, Include, Json, Misfit, Prune, Rules, Sparsity, Src, To, recipe
+from .output import console, notes, print_json, progress, size, table
+
+EPILOG = "spformat plan ./model --to auto   |   spformat plan ./model --to dense --rule 're:.*mlp.*=two-four'"
+
+
+def run(
+    src: Src,
+    to: To = "auto",
+    rule: Rules = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    prune: Prune = "",
+    sparsity: Sparsity = None,
+    misfit: Misfit = "refuse",
+    fail_if_larger: bool = typer.Option(False, help="Exit 1 when a tensor would become larger than dense."),
+    as_json: Json = False,
+) -> None:
+    """Per tensor: target, bytes before and after, and why; warns where a format is larger than dense."""
+    outcomes = foresee(src, recipe(to, rule, include, exclude, prune, sparsity, misfit), as_json)
+    show(outcomes, as_json)
+    if any(o.error for o in outcomes):
+        raise typer.Exit(3)
+    if fail_if_larger and any(o.larger_than_dense for o in outcomes):
+        raise typer.Exit(1)
+
+
+def foresee(src: str, chosen: Any, quiet: bool) -> Any:
+    """Outcomes of a conversion that is not made."""
+    from spformat.checkpoint.run import foresee_checkpoint
+    from spformat.checkpoint.source import open_source
+
+    total = sum(size for _, _, size in open_source(src).records.values())
+    with progress(total, "read", quiet) as step:
+        return foresee_checkpoint(src, chosen, progress=lambda o: step(o.name, o.bytes_in))
+
+
+def show(outcomes: Any, as_json: bool, **extra: Any) -> None:
+    """The table, or one JSON document."""
+    before, after = sum(o.bytes_in for o in outcomes), sum(o.bytes_out or 0 for o in outcomes)
+    if as_json:
+        tree = {"bytes_in": before, "bytes_out": after, "tensors": [o.to_json() for o in outcomes]}
+        print_json(tree | json.loads(json.dumps(extra)))
+        return
+    t = table("tensor", "shape", "dtype", "zeros", "target", "before", "after", "ratio", "note",
+              right=("zeros", "before", "after", "ratio"))  # fmt: skip
+    for o in outcomes:
+        elements = o.shape[0] * o.shape[1] if len(o.shape) == 2 else 0
+        zeros = f"{100 * (1 - o.nnz / elements):.1f} %" if o.nnz is not None and elements else ""
+        ratio = f"{o.bytes_out / o.bytes_in:.2f}x" if o.bytes_out is not None and o.bytes_in else ""
+        note = o.error or ("larger than dense!" if o.larger_than_dense else o.why if o.target == "keep" else "")
+        if o.negative_zeros:
+            note += f" {o.negative_zeros} -0.0 become +0.0"
+        style = "red" if o.error else "yellow" if o.larger_than_dense else None
+        t.add_row(o.name, "x".join(map(str, o.shape)), o.dtype, zeros, o.target, size(o.bytes_in), size(o.bytes_out),
+                  ratio, note.strip(), style=style)  # fmt: skip
+    console().print(t)
+    ratio = f" ({after / before:.2f}x)" if before else ""
+    console().print(f"{len(outcomes)} tensors: {size(before)} -> {size(after)}{ratio}")
+    larger = [o for o in outcomes if o.larger_than_dense]
+    if larger:
+        text = f"warning: {len(larger)} tensor(s) become larger than dense; --to auto picks the smallest exact format"
+        notes().print(text, style="yellow")
+    failed = [o for o in outcomes if o.error]
+    if failed:
+        notes().print(
+            f"{len(failed)} tensor(s) do not fit: exclude them, use --misfit keep, or --prune magnitude", style="red"
+        )
