@@ -33,6 +33,8 @@ class Limits:
     tensors: int = 100_000
     name_bytes: int = 1024
     descriptor_bytes: int = 64 * 2**10
+    empty_extent: int = 2**24
+    """Largest dimension of an array without elements: no bytes of the file stand behind it."""
     memory: int | None = None
     """Bytes one allocation may take; None: 4 GiB or 8 times the input, whichever is larger."""
 

@@ -215,6 +215,8 @@ def _entry(name: str, fields: Any, oddities: list[str]) -> Entry:
     shape = _sizes(fields["shape"], "shape", name)
     if len(shape) > MAX_RANK:
         raise ContainerError(f"shape: expected at most {MAX_RANK} dimensions, got {len(shape)}", tensor=name)
+    if 0 in shape:
+        limits.check("empty_extent", max(shape), f"dimension of the tensor '{shown}' without elements")
     offsets = _sizes(fields["data_offsets"], "data_offsets", name)
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ContainerError(f"data_offsets: expected [begin, end], got {list(offsets[:4])}", tensor=name)

@@ -296,3 +296,52 @@ def test_t4_t6_hostile_content_is_refused_or_means_what_it_says(tmp_path: Path, 
     accepted, refused = check_hostile(fmt, tmp_path / "x", range(250))
     assert accepted > 2  # changed values are legal
     assert refused > 50
+
+
+# --- T15: small files that declare a lot
+
+BOMBS = """
+import json, resource, sys, time
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from hostile import make, rewrite
+from spformat.container import load, save
+from spformat.errors import SpformatError
+from spformat.formats import FORMATS
+
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+path = Path(sys.argv[1])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+count = slowest = 0
+for fmt in FORMATS:
+    for shape in ((6, 9), (0, 7), (7, 0), (0, 0)):
+        save(path, {"w": make(fmt, shape)}, overwrite=True)
+        good = path.read_bytes()
+        for big in (2**27, 2**28, 2**29, 2**31 - 1, 2**31, 2**40, 2**48 - 1):
+            for rows, columns in ((big, None), (None, big), (big, big)):
+                path.write_bytes(good)
+                def edit(tree, arrays):
+                    w = tree["tensors"]["w"]
+                    w["shape"] = [rows or w["shape"][0], columns or w["shape"][1]]
+                rewrite(path, edit)
+                begin = time.process_time()
+                try:
+                    load(path)
+                except SpformatError:
+                    pass
+                slowest = max(slowest, time.process_time() - begin)
+                count += 1
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(json.dumps({"count": count, "slowest": slowest, "grown": (after - before) // 1024}))
+"""
+
+
+def test_t15_bombs_cost_nothing(tmp_path: Path) -> None:
+    here = str(Path(__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", BOMBS, str(tmp_path / "x"), here], check=True, capture_output=True, text=True
+    )
+    result = json.loads(done.stdout)
+    assert result["count"] >= 200
+    assert result["slowest"] < 1
+    assert result["grown"] < 256  # MiB
