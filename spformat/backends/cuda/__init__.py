@@ -9,12 +9,14 @@ from .spmm_bitmask import SpmmBitmask
 from .spmm_bsr import SpmmBSR
 from .spmm_sr_bcrs import SpmmSRBCRS
 from .spmm_sr_bcrs_tc import SpmmSRBCRSTensor
+from .spmm_two_four import SpmmTwoFour
 
 KERNELS: tuple[Kernel, ...] = (
     SpmmBSR(),
     SpmmSRBCRSTensor(),
     SpmmSRBCRS(),
     SpmmBitmask(),
+    SpmmTwoFour(),
 )
 """One line per kernel; for a format, the best comes first."""
 

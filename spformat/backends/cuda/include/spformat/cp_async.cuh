@@ -11,6 +11,16 @@ __device__ __forceinline__ void cp_async_16(u32 shared, const void* global, u32 
 __device__ __forceinline__ void cp_async_16(u32 shared, const void* global) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
+// The same where `wanted`, else nothing: a predicated instruction, so that unrolled code stays one basic block.
+__device__ __forceinline__ void cp_async_16_if(bool wanted, u32 shared, const void* global, u32 valid) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n}" ::"r"(
+                         shared),
+                 "l"(global), "r"(valid), "r"(int(wanted)) : "memory");
+}
+__device__ __forceinline__ void cp_async_16_if(bool wanted, u32 shared, const void* global) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p cp.async.cg.shared.global.L2::128B [%0], [%1], 16;\n}" ::"r"(shared),
+                 "l"(global), "r"(int(wanted)) : "memory");
+}
 // 4 bytes, both addresses aligned to 4; `valid` as above (0 .. 4).
 __device__ __forceinline__ void cp_async_4(u32 shared, const void* global, u32 valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(valid) : "memory");

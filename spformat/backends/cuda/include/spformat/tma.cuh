@@ -30,11 +30,12 @@ __device__ __forceinline__ void expect(u32 bar, u32 bytes) {
 __device__ __forceinline__ void arrive(u32 bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
-// Arrival at the barrier of the same address in CTA `rank` of the cluster.
+// Arrival at the barrier of the same address in CTA `rank` of the cluster: says that this thread's wgmma reads of a stage are
+// over. No .release.cluster: the compiler makes that a MEMBAR of the whole GPU, which waits for every load in flight.
 __device__ __forceinline__ void arrive_remote(u32 bar, u32 rank) {
     asm volatile(
             "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-            "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(bar), "r"(rank)
+            "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(bar), "r"(rank)
             : "memory");
 }
 // Counts an arrival when all earlier cp.async of this thread have landed, without changing the expected number.

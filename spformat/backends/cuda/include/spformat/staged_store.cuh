@@ -1,0 +1,64 @@
+// Accumulators to C through shared memory: global stores are 16 bytes wide and whole 128-byte lines. sm_80 and later.
+#pragma once
+#include "spformat/dtypes.cuh"
+#include "spformat/ldmatrix.cuh"
+
+namespace spformat {
+
+// Bytes of `scratch` that store_m16 needs per warp, 16-byte aligned.
+template <class Out, int NT> constexpr int store_m16_scratch = 16 * NT * 8 * int(sizeof(Out));
+
+// One warp stores 16 rows x 8*NT columns of C, first element (row, col); what lies outside M x N is left alone.
+//   acc[4j + r] of lane 4g+t = C[row + g + 8*(r/2)][col + 8j + 2t + r%2] (the D fragments of mma and wgmma)
+//   ColMajor: C[i][j] at c[i + j*ldc], else c[i*ldc + j]
+//   vector: c and ldc allow 16-byte stores
+template <class Out, bool ColMajor, int NT>
+__device__ __forceinline__ void store_m16(const float* acc, char* scratch, Out* __restrict__ c, i64 ldc, int row, int col,
+                                          int M, int N, bool vector) {
+    constexpr int line = (ColMajor ? 16 : NT * 8) * int(sizeof(Out));  // bytes of C that are contiguous here
+    constexpr int lines = ColMajor ? NT * 8 : 16;
+    constexpr int per_chunk = 16 / int(sizeof(Out));
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < NT; ++j)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float x0 = acc[4 * j + 2 * h], x1 = acc[4 * j + 2 * h + 1];
+            const int i = g + 8 * h, n = 8 * j + 2 * t;
+            if constexpr (ColMajor) {
+                const int at = i * int(sizeof(Out));
+                *reinterpret_cast<Out*>(scratch + swizzled<line>(n, at / 16) + at % 16) = from_float<Out>(x0);
+                *reinterpret_cast<Out*>(scratch + swizzled<line>(n + 1, at / 16) + at % 16) = from_float<Out>(x1);
+            } else {
+                const int at = n * int(sizeof(Out));
+                char* to = scratch + swizzled<line>(i, at / 16) + at % 16;
+                if constexpr (sizeof(Out) == 2) *reinterpret_cast<u32*>(to) = pack2<Out>(x0, x1);
+                else *reinterpret_cast<float2*>(to) = make_float2(x0, x1);
+            }
+        }
+    __syncwarp();
+    const int along0 = ColMajor ? row : col, across0 = ColMajor ? col : row;
+    const int along_end = ColMajor ? M : N, across_end = ColMajor ? N : M;
+#pragma unroll
+    for (int k = lane; k < lines * (line / 16); k += 32) {
+        const int across = across0 + k / (line / 16), along = along0 + (k % (line / 16)) * per_chunk;
+        if (across >= across_end || along >= along_end) continue;
+        const uint4 chunk = *reinterpret_cast<const uint4*>(scratch + swizzled<line>(k / (line / 16), k % (line / 16)));
+        Out* to = c + i64(across) * ldc + along;
+        if (vector && along + per_chunk <= along_end) {
+            *reinterpret_cast<uint4*>(to) = chunk;
+        } else {
+            const Out* from = reinterpret_cast<const Out*>(scratch + swizzled<line>(k / (line / 16), k % (line / 16)));
+            for (int e = 0; e < per_chunk && along + e < along_end; ++e) to[e] = from[e];
+        }
+    }
+}
+
+// True if a matrix with this start and leading dimension (elements) can be read and written 16 bytes at a time.
+template <class T> __device__ __forceinline__ bool vector_aligned(const T* p, i64 ld) {
+    return (reinterpret_cast<u64>(p) % 16) == 0 && (ld * i64(sizeof(T))) % 16 == 0;
+}
+
+}  // namespace spformat
