@@ -1,0 +1,269 @@
+"""One compiled loop per format: decode the items of a few rows, then multiply them with tiles of B.
+
+Every loop walks units ``lo .. hi-1`` (rows, block rows, row tiles or row groups), decodes values and columns into
+small lists, and hands full lists to ``_stripe``. PAD, fillers that point past the last column and, where one row
+is decoded at a time, stored zeros never get into a list, so their rows of B are never read.
+
+``data`` is a flat or shaped view of the values: float32 and float64 as they are, narrower ones as unsigned codes
+that ``table`` (256 or 65536 entries of the accumulator type) turns into numbers. numba has no 16- or 8-bit floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numba
+import numpy as np
+from numba.core import types
+from numba.extending import overload
+
+from .tiles import PAIR, QUAD, SINGLE, VECTOR, lowest_bit
+
+ITEMS = 512
+"""Items of one row decoded together."""
+STRIPE, STRIPE_ITEMS = 32, 128
+"""Rows that share their columns, and items of each, decoded together: 16 KB of float32, half of L1."""
+
+Array = Any
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Target(NamedTuple):
+    """Where the rows of B come from and the sums go. Tiles are ``vectors`` * 64 bytes wide."""
+
+    P: Array
+    """Flat; B[k, n] of tile t is P[t*stride + k*ldb + n]."""
+    stride: int
+    ldb: int
+    tiles: int
+    group: int
+    """Tiles multiplied while a list is at hand."""
+    vectors: int
+    C: Array
+    """Flat; C[i, n] of tile t is C[c0 + i*ldc + t*width + n]."""
+    c0: int
+    ldc: int
+
+
+def compiled(f: F) -> F:
+    """numba, without the GIL."""
+    return cast(F, numba.njit(nogil=True, error_model="numpy")(f))
+
+
+def _value(code: Any, table: Any) -> Any:
+    """The number behind a stored value. Compiled code only: numba takes one of the two bodies below."""
+    raise NotImplementedError
+
+
+@overload(_value)
+def _value_by_type(code: Any, table: Any) -> Any:
+    def look_up(code: Any, table: Any) -> Any:
+        return table[code]
+
+    def as_it_is(code: Any, table: Any) -> Any:
+        return code
+
+    return look_up if isinstance(code, types.Integer) else as_it_is
+
+
+@compiled
+def _stripe(to: Target, t0: int, t1: int, i: int, h: int, first: bool, vals: Array, cols: Array, j: int,
+            count: int) -> None:  # fmt: skip
+    """C[i .. i+h, tiles t0 .. t1] (+)= vals[x*h + r] * B[cols[j+x]], x < count."""
+    lanes = VECTOR // to.P.itemsize
+    for t in range(t0, t1):
+        b, c = t * to.stride, to.c0 + i * to.ldc + t * to.vectors * lanes
+        r = 0
+        while r + 4 <= h:
+            for k in range(to.vectors):
+                QUAD(to.C, c + r * to.ldc + k * lanes, to.ldc, first, vals, r, h, cols, j, count,
+                     to.P, b + k * lanes, to.ldb)  # fmt: skip
+            r += 4
+        while r < h:
+            if to.vectors == 2:
+                PAIR(to.C, c + r * to.ldc, to.ldc, first, vals, r, h, cols, j, count, to.P, b, to.ldb)
+            else:
+                SINGLE(to.C, c + r * to.ldc, to.ldc, first, vals, r, h, cols, j, count, to.P, b, to.ldb)
+            r += 1
+
+
+@compiled
+def _decoded(vals: Array, part: Array, table: Array) -> None:
+    for x in range(part.size):
+        vals[x] = _value(part[x], table)
+
+
+@compiled
+def csr(lo: int, hi: int, to: Target, indptr: Array, indices: Array, data: Array, table: Array) -> None:
+    """Rows lo .. hi-1 of a CSR matrix."""
+    vals = np.empty(ITEMS, to.P.dtype)
+    for t0 in range(0, to.tiles, to.group):
+        t1 = min(to.tiles, t0 + to.group)
+        for i in range(lo, hi):
+            j, end, first = int(indptr[i]), int(indptr[i + 1]), True
+            while first or j < end:
+                count = min(ITEMS, end - j)
+                _decoded(vals, data[j : j + count], table)
+                _stripe(to, t0, t1, i, 1, first, vals, indices, j, count)
+                j, first = j + count, False
+
+
+@compiled
+def ell_buckets(
+    lo: int, hi: int, to: Target, ell_ptr: Array, ell_rows: Array, starts: Array, indices: Array, data: Array,
+    table: Array,
+) -> None:  # fmt: skip
+    """Rows lo .. hi-1; row i owns the ELL rows ell_rows[ell_ptr[i] .. ell_ptr[i+1]-1], slots from starts[e] on."""
+    vals, cols = np.empty(ITEMS, to.P.dtype), np.empty(ITEMS, np.int64)
+    for t0 in range(0, to.tiles, to.group):
+        t1 = min(to.tiles, t0 + to.group)
+        for i in range(lo, hi):
+            n, first = 0, True
+            for e in range(ell_ptr[i], ell_ptr[i + 1]):
+                s, end = starts[ell_rows[e]], starts[ell_rows[e] + 1]
+                while s < end:
+                    if n == ITEMS:
+                        _stripe(to, t0, t1, i, 1, first, vals, cols, 0, n)
+                        n, first = 0, False
+                    stop = min(end, s + ITEMS - n)
+                    for slot in range(s, stop):
+                        cols[n], vals[n] = indices[slot], _value(data[slot], table)
+                        n += indices[slot] >= 0
+                    s = stop
+            if n or first:
+                _stripe(to, t0, t1, i, 1, first, vals, cols, 0, n)
+
+
+@compiled
+def bitmask(lo: int, hi: int, to: Target, indptr: Array, mask: Array, data: Array, table: Array) -> None:
+    """Rows lo .. hi-1; mask uint8[M, bytes of a row]."""
+    vals, cols = np.empty(ITEMS, to.P.dtype), np.empty(ITEMS + 64, np.int64)
+    row = np.zeros((mask.shape[1] + 7) // 8 * 8, np.uint8)  # whole, aligned words
+    words = row.view(np.uint64)
+    for t0 in range(0, to.tiles, to.group):
+        t1 = min(to.tiles, t0 + to.group)
+        for i in range(lo, hi):
+            row[: mask.shape[1]] = mask[i]
+            j, end, n, first = int(indptr[i]), int(indptr[i + 1]), 0, True
+            for y in range(words.size):
+                word, at = words[y], n
+                while word:
+                    # Eight at a time, bits or not, and n counts the true ones: a branch per bit costs more.
+                    for _ in range(8):
+                        cols[at] = 64 * y + lowest_bit(word)
+                        at += 1
+                        n += word != 0
+                        word &= word - np.uint64(1)
+                if n > ITEMS - 64:
+                    _decoded(vals, data[j : j + n], table)
+                    _stripe(to, t0, t1, i, 1, first, vals, cols, 0, n)
+                    j, n, first = j + n, 0, False
+            if n or first:
+                _decoded(vals, data[j:end], table)
+                _stripe(to, t0, t1, i, 1, first, vals, cols, 0, n)
+
+
+@compiled
+def two_four(
+    lo: int, hi: int, to: Target, words: int, data: Array, meta: Array, row_offset: Array, shift: int, outer: int,
+    inner: int, table: Array,
+) -> None:  # fmt: skip
+    """Rows lo .. hi-1; word q of row i is meta[row_offset[i] + (q >> shift)*outer + (q % (1 << shift))*inner]."""
+    vals, cols = np.empty(ITEMS, to.P.dtype), np.empty(ITEMS, np.int64)
+    low = (1 << shift) - 1
+    for t0 in range(0, to.tiles, to.group):
+        t1 = min(to.tiles, t0 + to.group)
+        for i in range(lo, hi):
+            n, first = 0, True
+            for q in range(words):
+                word = np.int64(meta[row_offset[i] + (q >> shift) * outer + (q & low) * inner])
+                row = data[i, 8 * q : 8 * q + 8]
+                for s in range(8):
+                    x = _value(row[s], table)
+                    cols[n], vals[n] = 16 * q + 4 * (s >> 1) + ((word >> (2 * s)) & 3), x
+                    n += x != 0  # the fillers of a group, and padding, are not multiplied
+                if n > ITEMS - 8:
+                    _stripe(to, t0, t1, i, 1, first, vals, cols, 0, n)
+                    n, first = 0, False
+            if n or first:
+                _stripe(to, t0, t1, i, 1, first, vals, cols, 0, n)
+
+
+@compiled
+def bsr(lo: int, hi: int, to: Target, M: int, K: int, indptr: Array, indices: Array, data: Array, table: Array) -> None:
+    """Block rows lo .. hi-1; data [nnzb, R, C]."""
+    R, width = data.shape[1], data.shape[2]
+    vals, cols = np.empty(STRIPE_ITEMS * min(R, STRIPE), to.P.dtype), np.empty(STRIPE_ITEMS, np.int64)
+    for t0 in range(0, to.tiles, to.group):
+        t1 = min(to.tiles, t0 + to.group)
+        for b in range(lo, hi):
+            for r0 in range(0, min(R, M - b * R), STRIPE):
+                i, h = b * R + r0, min(STRIPE, R - r0, M - b * R - r0)
+                n, first = 0, True
+                for s in range(indptr[b], indptr[b + 1]):
+                    column = indices[s] * width
+                    for x in range(min(width, K - column)):
+                        cols[n] = column + x
+                        for r in range(h):
+                            vals[n * h + r] = _value(data[s, r0 + r, x], table)
+                        n += 1
+                        if n == STRIPE_ITEMS:
+                            _stripe(to, t0, t1, i, h, first, vals, cols, 0, n)
+                            n, first = 0, False
+                if n or first:
+                    _stripe(to, t0, t1, i, h, first, vals, cols, 0, n)
+
+
+@compiled
+def sr_bcrs(lo: int, hi: int, to: Target, M: int, indptr: Array, indices: Array, data: Array, table: Array) -> None:
+    """Row tiles lo .. hi-1; indices [G, g], data [G, t, g]."""
+    t_rows, stride = data.shape[1], data.shape[2]
+    vals, cols = np.empty(STRIPE_ITEMS * min(t_rows, STRIPE), to.P.dtype), np.empty(STRIPE_ITEMS, np.int64)
+    for t0 in range(0, to.tiles, to.group):
+        t1 = min(to.tiles, t0 + to.group)
+        for tile in range(lo, hi):
+            for r0 in range(0, min(t_rows, M - tile * t_rows), STRIPE):
+                i, h = tile * t_rows + r0, min(STRIPE, t_rows - r0, M - tile * t_rows - r0)
+                n, first = 0, True
+                for g in range(indptr[tile], indptr[tile + 1]):
+                    for s in range(stride):
+                        if indices[g, s] < 0:
+                            continue
+                        cols[n] = indices[g, s]
+                        for r in range(h):
+                            vals[n * h + r] = _value(data[g, r0 + r, s], table)
+                        n += 1
+                        if n == STRIPE_ITEMS:
+                            _stripe(to, t0, t1, i, h, first, vals, cols, 0, n)
+                            n, first = 0, False
+                if n or first:
+                    _stripe(to, t0, t1, i, h, first, vals, cols, 0, n)
+
+
+@compiled
+def vector_nm(
+    lo: int, hi: int, to: Target, M: int, K: int, n_kept: int, m: int, length: int, indices: Array, data: Array,
+    table: Array,
+) -> None:  # fmt: skip
+    """Row groups lo .. hi-1 of ``length`` rows; indices [W, Q], data [W, Mp]."""
+    vals, cols = np.empty(STRIPE_ITEMS * min(length, STRIPE), to.P.dtype), np.empty(STRIPE_ITEMS, np.int64)
+    for t0 in range(0, to.tiles, to.group):
+        t1 = min(to.tiles, t0 + to.group)
+        for q in range(lo, hi):
+            for r0 in range(0, min(length, M - q * length), STRIPE):
+                i, h = q * length + r0, min(STRIPE, length - r0, M - q * length - r0)
+                n, first = 0, True
+                for u in range(indices.shape[0]):
+                    column = u // n_kept * m + indices[u, q]
+                    if column >= K:
+                        continue
+                    cols[n], values = column, data[u, i : i + h]
+                    for r in range(h):
+                        vals[n * h + r] = _value(values[r], table)
+                    n += 1
+                    if n == STRIPE_ITEMS:
+                        _stripe(to, t0, t1, i, h, first, vals, cols, 0, n)
+                        n, first = 0, False
+                if n or first:
+                    _stripe(to, t0, t1, i, h, first, vals, cols, 0, n)

@@ -1,0 +1,255 @@
+"""SpMM on the host, one kernel per format: numba loops over the format's own arrays, numpy's BLAS for dense.
+
+Sums are float32 (float64 when an operand or ``out`` is float64, int32 for int8 with int8, wrapping as int32 does)
+and are rounded once to the dtype of ``out``. The terms of an element of C are added in a fixed order that depends
+on the matrix and on N, never on the number of threads: |C - exact| <= k * 2^-24 * (|A| @ |B|) + half an ulp of
+``out``, k the items of the row (2^-53 for float64).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ...arrays import Array, ceil_div, index_dtype
+from ...dtypes import VALUE_TYPES
+from ...formats.bitmask import Bitmask
+from ...formats.bsr import BSR
+from ...formats.csr import CSR
+from ...formats.dbsr import DBSR
+from ...formats.dense import Dense
+from ...formats.ell_buckets import ELLBuckets
+from ...formats.sr_bcrs import SRBCRS
+from ...formats.two_four import TwoFour
+from ...formats.vector_nm import VectorNM
+from ...problem import Plan, Problem, reasons
+from ...segments import counts_of, offsets_from_counts
+from ..host import check_operands
+from .operands import Work, coded, fixed, multiply, output_dtypes, store, sums_dtype, widened
+
+
+class HostKernel:
+    """What the kernels share: which problems they take, and a plan around ``work``."""
+
+    name: str
+    formats: frozenset[str]
+
+    def unsupported(self, p: Problem) -> list[str]:
+        """Reasons: operands on a device, a dtype that is no value type, an ``out`` narrower than a sum may be."""
+        outputs = output_dtypes(p)
+        return reasons(
+            (p.device != "cpu", f"operands are on {p.device}; move them with .to('cpu')"),
+            (p.a_dtype not in VALUE_TYPES, f"a.dtype must be one of {', '.join(VALUE_TYPES)}, got {p.a_dtype}"),
+            (p.b_dtype not in VALUE_TYPES, f"b.dtype must be one of {', '.join(VALUE_TYPES)}, got {p.b_dtype}"),
+            (p.out_dtype not in outputs, f"out.dtype must be one of {', '.join(outputs)}, got {p.out_dtype}"),
+        )
+
+    def plan(self, a: Any, p: Problem) -> Plan:
+        """A plan that keeps the arrays of ``a``; the first run compiles the loop (seconds), once per process."""
+        sums = sums_dtype(p)
+        work = self.work(a, sums)
+
+        def run(B: Array, out: Array) -> Array:
+            out = check_operands(p, B, out)
+            if out.size:
+                multiply(work, _target(), B, out, sums)
+            return out
+
+        return Plan(self.name, p, run, f"{sums.name} sums", work.workspace)
+
+    def work(self, a: Any, sums: np.dtype[Any]) -> Work:
+        """The loop of this format over the arrays of ``a``."""
+        raise NotImplementedError
+
+
+def _target() -> Callable[..., Any]:
+    from .loops import Target
+
+    return Target
+
+
+class SpmmCSR(HostKernel):
+    """CSR: a row of C at a time."""
+
+    name, formats = "cpu.spmm_csr", frozenset({"csr"})
+
+    def work(self, a: CSR, sums: np.dtype[Any]) -> Work:
+        from . import loops
+
+        arrays = (*fixed(a.indptr, a.indices), *coded(a.data, sums))
+        return Work(lambda lo, hi, to: loops.csr(lo, hi, to, *arrays), a.shape[0], 1, a.nnz, a.indptr)
+
+
+class SpmmELLBuckets(HostKernel):
+    """ELL buckets: each row of C gathers its ELL rows from all buckets, so split rows need no atomics."""
+
+    name, formats = "cpu.spmm_ell_buckets", frozenset({"ell-buckets"})
+
+    def work(self, a: ELLBuckets, sums: np.dtype[Any]) -> Work:
+        from . import loops
+
+        M = a.shape[0]
+        widths = a.row_widths()
+        starts = offsets_from_counts(widths)
+        order = np.argsort(a.row_ids, kind="stable").astype(index_dtype(a.row_ids.size))
+        ell_ptr = offsets_from_counts(counts_of(a.row_ids, M))
+        ends = offsets_from_counts(widths[order])[ell_ptr]
+        arrays = (*fixed(ell_ptr, order, starts, a.indices), *coded(a.data, sums))
+        extra = ell_ptr.nbytes + order.nbytes + starts.nbytes + ends.nbytes
+        return Work(lambda lo, hi, to: loops.ell_buckets(lo, hi, to, *arrays), M, 1, a.stored, ends, extra)
+
+
+class SpmmBSR(HostKernel):
+    """BSR, and DBSR with its pointer spread over all block rows: up to 32 rows share each row of B."""
+
+    name, formats = "cpu.spmm_bsr", frozenset({"bsr", "dbsr"})
+
+    def work(self, a: BSR | DBSR, sums: np.dtype[Any]) -> Work:
+        from . import loops
+
+        (M, K), (Mb, _), R = a.shape, a.grid, a.blocksize[0]
+        indptr, extra = a.indptr, 0
+        if isinstance(a, DBSR):
+            blocks = np.zeros(Mb, np.int64)
+            blocks[a.row_ids] = np.diff(a.indptr)
+            indptr = offsets_from_counts(blocks, a.indptr.dtype)
+            extra = indptr.nbytes
+        arrays = (M, K, *fixed(indptr, a.indices), *coded(a.data, sums))
+        return Work(lambda lo, hi, to: loops.bsr(lo, hi, to, *arrays), Mb, R, a.stored, indptr, extra)
+
+
+class SpmmSRBCRS(HostKernel):
+    """SR-BCRS: the rows of a tile share each row of B."""
+
+    name, formats = "cpu.spmm_sr_bcrs", frozenset({"sr-bcrs"})
+
+    def work(self, a: SRBCRS, sums: np.dtype[Any]) -> Work:
+        from . import loops
+
+        arrays = (a.shape[0], *fixed(a.indptr, a.indices), *coded(a.data, sums))
+        loop = lambda lo, hi, to: loops.sr_bcrs(lo, hi, to, *arrays)  # noqa: E731
+        return Work(loop, a.tiles, a.vector_length, a.stored, a.indptr)
+
+
+class SpmmVectorNM(HostKernel):
+    """Vector n:m, plain or packed: a packed object is read through its ``indices`` too."""
+
+    name, formats = "cpu.spmm_vector_nm", frozenset({"vector-nm"})
+
+    def work(self, a: VectorNM, sums: np.dtype[Any]) -> Work:
+        from . import loops
+
+        (M, K), L = a.shape, a.vector_length
+        arrays = (M, K, a.n, a.m, L, *fixed(a.indices), *coded(a.data, sums))
+        return Work(lambda lo, hi, to: loops.vector_nm(lo, hi, to, *arrays), ceil_div(M, L), L, a.stored)
+
+
+class SpmmTwoFour(HostKernel):
+    """2:4 in any meta_order: the words are read where they are stored."""
+
+    name, formats = "cpu.spmm_two_four", frozenset({"two-four"})
+
+    def work(self, a: TwoFour, sums: np.dtype[Any]) -> Work:
+        from . import loops
+
+        M, K = a.shape
+        row_offset, shift, outer, inner = _meta_places(a)
+        values, table = coded(a.data, sums)
+        arrays = (ceil_div(K, 16), values, *fixed(a.meta, row_offset), shift, outer, inner, table)
+        extra = row_offset.nbytes
+        return Work(lambda lo, hi, to: loops.two_four(lo, hi, to, *arrays), M, 1, a.stored, None, extra)
+
+
+def _meta_places(a: TwoFour) -> tuple[Array, int, int, int]:
+    """(row_offset int64[M], shift, outer, inner): word(r, q) is at
+
+    row_offset[r] + (q >> shift)*outer + (q % 2**shift)*inner: the closed forms of formats.two_four.order_view.
+    """
+    Mp, Kp = a.padded_shape
+    r = np.arange(a.shape[0], dtype=np.int64)
+    h, i = r % 16 // 8, r % 8
+    if a.meta_order == "logical":
+        return r * (Kp // 16), 0, 1, 0
+    if a.meta_order == "ldmatrix":
+        return (8 * (r // 16) + i) * (Kp // 8) + h, 0, 2, 0
+    if a.meta_order == "fragment":
+        return 64 * (r // 16) * (Kp // 64) + 8 * i + h, 2, 64, 2
+    return 64 * (r // 32) + 8 * i + 4 * (r % 32 // 16) + h, 1, 2 * Mp, 2
+
+
+class SpmmBitmask(HostKernel):
+    """Bitmask: set bits are turned into columns byte by byte."""
+
+    name, formats = "cpu.spmm_bitmask", frozenset({"bitmask"})
+
+    def work(self, a: Bitmask, sums: np.dtype[Any]) -> Work:
+        from . import loops
+
+        arrays = (*fixed(a.indptr, a.bitmask), *coded(a.data, sums))
+        return Work(lambda lo, hi, to: loops.bitmask(lo, hi, to, *arrays), a.shape[0], 1, a.nnz, a.indptr)
+
+
+class SpmmDense(HostKernel):
+    """Dense A: numpy's BLAS on panels widened to the sums' type."""
+
+    name, formats = "cpu.spmm_dense", frozenset({"dense"})
+
+    ROWS, EXACT = 256, 1024
+    """Rows of A widened together; int8 products that add up exactly in float32: 1024 * 2^14 = 2^24."""
+
+    def plan(self, a: Dense, p: Problem) -> Plan:
+        sums, data = sums_dtype(p), a.data
+
+        def run(B: Array, out: Array) -> Array:
+            out = check_operands(p, B, out)
+            if out.size:
+                with np.errstate(all="ignore"):  # inf - inf and overflow are results, not events
+                    _dense_int8(data, B, out) if sums.kind == "i" else _dense(data, B, out, sums)
+            return out
+
+        return Plan(self.name, p, run, f"{sums.name} sums")
+
+
+def _dense(A: Array, B: Array, out: Array, sums: np.dtype[Any]) -> None:
+    wide_b = _as(B, sums)
+    for i in range(0, A.shape[0], SpmmDense.ROWS if A.dtype != sums else A.shape[0]):
+        rows = A[i : i + SpmmDense.ROWS] if A.dtype != sums else A
+        part = out[i : i + rows.shape[0]]
+        if out.dtype == sums:
+            np.matmul(_as(rows, sums), wide_b, out=part)
+        else:
+            store(np.matmul(_as(rows, sums), wide_b), part)
+
+
+def _dense_int8(A: Array, B: Array, out: Array) -> None:
+    """int32 sums through float32 products of at most EXACT columns, each of them exact."""
+    f32 = np.dtype(np.float32)
+    for i in range(0, A.shape[0], SpmmDense.ROWS):
+        rows = A[i : i + SpmmDense.ROWS]
+        total = np.zeros((rows.shape[0], B.shape[1]), np.int32)
+        for k in range(0, A.shape[1], SpmmDense.EXACT):
+            cut = slice(k, k + SpmmDense.EXACT)
+            total += np.matmul(_as(rows[:, cut], f32), _as(B[cut], f32)).astype(np.int32)
+        store(total, out[i : i + rows.shape[0]])
+
+
+def _as(x: Array, sums: np.dtype[Any]) -> Array:
+    if x.dtype == sums:
+        return x
+    wide = np.empty(x.shape, sums)
+    widened(x, sums, wide)
+    return wide
+
+
+KERNELS: tuple[HostKernel, ...] = (
+    SpmmDense(),
+    SpmmCSR(),
+    SpmmELLBuckets(),
+    SpmmBSR(),
+    SpmmSRBCRS(),
+    SpmmVectorNM(),
+    SpmmTwoFour(),
+    SpmmBitmask(),
+)

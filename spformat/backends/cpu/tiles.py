@@ -1,0 +1,143 @@
+"""The inner loops: a register tile of C += (items of A) x (rows of B), written as LLVM vectors.
+
+LLVM does not vectorise the plain loop here: numba cannot tell it that C and B do not overlap. So the tile
+states its vectors itself; LLVM lowers 64-byte vectors to whatever the machine has.
+
+A tile holds ``rows`` x ``vectors`` x 64 bytes of C, and ``ways`` of them side by side: item j goes to the
+partial sum j % ways (a fused multiply-add has four cycles of latency), and they are added at the end. The
+order of additions is fixed, so equal inputs give equal bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils as _cgutils
+from numba.core import types
+from numba.extending import intrinsic
+
+VECTOR = 64
+"""Bytes of a vector."""
+
+cgutils: Any = _cgutils  # without type hints of its own
+_INTP = ir.IntType(64)
+
+
+def _tile(rows: int, vectors: int, ways: int) -> Any:
+    """intrinsic(C, c, ldc, first, vals, v, inc, cols, j, count, P, b, ldb) -> None
+
+    C[c + r*ldc + n] (+)= sum over x < count of vals[v + x*inc + r] * P[b + cols[j + x]*ldb + n]
+    for r < rows and n < vectors * 64 / itemsize; ``first`` starts at zero instead of at C.
+    C, vals, P: flat arrays of the accumulator type; cols: int32 or int64.
+    """
+
+    def typing(
+        context: Any, C: Any, c: Any, ldc: Any, first: Any, vals: Any, v: Any, inc: Any, cols: Any, j: Any,
+        count: Any, P: Any, b: Any, ldb: Any,
+    ) -> Any:  # fmt: skip
+        n = types.intp
+        return types.void(C, n, n, types.boolean, vals, n, n, cols, n, n, P, n, n), _Code(rows, vectors, ways)
+
+    return intrinsic(typing)
+
+
+class _Code:
+    """Writes the LLVM code of one tile."""
+
+    def __init__(self, rows: int, vectors: int, ways: int) -> None:
+        self.rows, self.vectors, self.ways = rows, vectors, ways
+
+    def __call__(self, context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, c, ldc, first, _, v, inc, _, j, count, _, b, ldb = args
+        pointers = [context.make_array(t)(context, builder, a).data
+                    for t, a in zip(signature.args, args, strict=True) if isinstance(t, types.Array)]  # fmt: skip
+        c_at, v_at, j_at, p_at = (builder.gep(p, [i]) for p, i in zip(pointers, (c, v, j, b), strict=True))
+        m = _Vectors(builder, context.get_value_type(signature.args[0].dtype))
+
+        def c_address(r: int, k: int) -> Any:
+            return builder.gep(c_at, [builder.add(builder.mul(ldc, _INTP(r)), _INTP(k * m.lanes))])
+
+        places = [(r, k) for r in range(self.rows) for k in range(self.vectors)]
+        sums = [{at: cgutils.alloca_once(builder, m.type) for at in places} for _ in range(self.ways)]
+        for way, partial in enumerate(sums):
+            for at in places:
+                start = builder.select(first, m.zero, m.load(c_address(*at))) if way == 0 else m.zero
+                builder.store(start, partial[at])
+
+        def add_item(x: Any, partial: dict[tuple[int, int], Any]) -> None:
+            column = builder.load(builder.gep(j_at, [x]))
+            if column.type.width < 64:
+                column = builder.sext(column, _INTP)
+            row_of_b = builder.gep(p_at, [builder.mul(column, ldb)])
+            bs = [m.load(builder.gep(row_of_b, [_INTP(k * m.lanes)])) for k in range(self.vectors)]
+            first_value = builder.gep(v_at, [builder.mul(x, inc)])
+            for r in range(self.rows):
+                value = m.splat(builder.load(builder.gep(first_value, [_INTP(r)])))
+                for k in range(self.vectors):
+                    s = partial[r, k]
+                    builder.store(m.multiply_add(value, bs[k], builder.load(s)), s)
+
+        whole = builder.sub(count, builder.srem(count, _INTP(self.ways)))
+        with cgutils.for_range_slice(builder, _INTP(0), whole, _INTP(self.ways), _INTP) as (x, _):
+            for way, partial in enumerate(sums):
+                add_item(builder.add(x, _INTP(way)), partial)
+        with cgutils.for_range_slice(builder, whole, count, _INTP(1), _INTP) as (x, _):
+            add_item(x, sums[0])
+
+        for at in places:
+            total = builder.load(sums[0][at])
+            for partial in sums[1:]:
+                total = m.add(total, builder.load(partial[at]))
+            m.store(total, c_address(*at))
+        return context.get_dummy_value()
+
+
+class _Vectors:
+    """Vector instructions for one element type: float, double or i32."""
+
+    def __init__(self, builder: Any, element: Any) -> None:
+        self.builder, self.is_int = builder, isinstance(element, ir.IntType)
+        self.size = 8 if isinstance(element, ir.DoubleType) else 4
+        self.lanes = VECTOR // self.size
+        self.type = ir.VectorType(element, self.lanes)
+        self.zero = ir.Constant(self.type, [0] * self.lanes)
+        self._undefined = ir.Constant(self.type, ir.Undefined)
+        self._first_lane = ir.Constant(ir.VectorType(ir.IntType(32), self.lanes), [0] * self.lanes)
+
+    def load(self, address: Any) -> Any:
+        return self.builder.load(self.builder.bitcast(address, self.type.as_pointer()), align=self.size)
+
+    def store(self, value: Any, address: Any) -> None:
+        self.builder.store(value, self.builder.bitcast(address, self.type.as_pointer()), align=self.size)
+
+    def splat(self, scalar: Any) -> Any:
+        one = self.builder.insert_element(self._undefined, scalar, ir.IntType(32)(0))
+        return self.builder.shuffle_vector(one, self._undefined, self._first_lane)
+
+    def add(self, x: Any, y: Any) -> Any:
+        return self.builder.add(x, y) if self.is_int else self.builder.fadd(x, y)
+
+    def multiply_add(self, x: Any, y: Any, z: Any) -> Any:
+        """x*y + z, fused where the machine can; integers wrap."""
+        if self.is_int:
+            return self.builder.add(self.builder.mul(x, y), z)
+        name = f"llvm.fmuladd.v{self.lanes}f{8 * self.size}"
+        kind = ir.FunctionType(self.type, [self.type] * 3)
+        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), [x, y, z])
+
+
+def _lowest_bit(context: Any, word: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.IntType(1)(0))
+
+    return types.int64(types.uint64), code
+
+
+lowest_bit: Any = intrinsic(_lowest_bit)
+"""(uint64) -> int64: the place of the lowest set bit; 64 for zero."""
+
+QUAD = _tile(4, 1, 1)
+"""Four rows that share their columns: every row of B read serves four."""
+PAIR = _tile(1, 2, 2)
+SINGLE = _tile(1, 1, 4)
