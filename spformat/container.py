@@ -8,6 +8,7 @@ constructed (lengths and dtypes) and validated (contents), before anybody sees i
 from __future__ import annotations
 
 import difflib
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeAlias
@@ -18,7 +19,7 @@ from . import descriptor, stfile
 from .arrays import Array, is_cupy, parse_device, to_device
 from .descriptor import Record
 from .dtypes import VALUE_TYPES
-from .errors import DescriptorError, FormatError, LimitError, UsageError, printable
+from .errors import DescriptorError, FormatError, IntegrityError, LimitError, UsageError, printable
 from .files import Path
 from .formats.base import Format
 from .formats.dense import Dense
@@ -283,8 +284,22 @@ class TensorFile:
             raise
 
     def raw(self, name: str, piece: int = 16 * 2**20) -> Iterator[np.ndarray[Any, Any]]:
-        """The bytes of a plain tensor of any dtype in pieces of at most ``piece``, to be passed on unchanged."""
-        return self._in.pieces(self.info(name).entry(""), piece)
+        """The bytes of a plain tensor of any dtype in pieces of at most ``piece``, to be passed on unchanged.
+
+        Raises IntegrityError after the last piece if the file has a checksum and it is another.
+        """
+        r = self.info(name)
+        expected, found = r.crc32.get(""), 0
+        for part in self._in.pieces(r.entry(""), piece):
+            if expected is not None:
+                found = zlib.crc32(part.data, found)
+            yield part
+        if expected is not None and found != expected:
+            raise IntegrityError(
+                f"crc32 {expected:08x} is stored, {found:08x} computed: the file is damaged",
+                path=self.path,
+                tensor=name,
+            )
 
     def nbytes(self, name: str) -> int:
         """Bytes of all arrays of a tensor in the file."""

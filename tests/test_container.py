@@ -575,6 +575,34 @@ def test_d20_wrong_checksum_names_the_array(csr_file: Path, entry: str) -> None:
         assert (e.value.tensor, e.value.array) == ((entry, None) if entry == "bias" else ("w", entry[2:]))
 
 
+def test_d20_bytes_passed_on_are_checked_too(csr_file: Path, tmp_path: Path) -> None:
+    with safe_open(csr_file) as f:
+        assert b"".join(p.tobytes() for p in f.raw("bias", 5)) == np.arange(7, dtype=np.float32).tobytes()
+    rewrite(csr_file, lambda tree, arrays: tree["plain"].update(bias="01234567"))
+    with safe_open(csr_file) as f:
+        with pytest.raises(IntegrityError, match="01234567 is stored"):
+            save_dense_from(f, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
+def save_dense_from(f: Any, path: Path) -> None:
+    with stfile.Writer(path, [("bias", "F32", (7,))]) as out:
+        out.put("bias", f.raw("bias"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
+def test_loading_to_a_device(tmp_path: Path, fmt: type[Format]) -> None:
+    save(tmp_path / "x", {"w": make(fmt, (33, 70)), "b": np.arange(5)})
+    back = load(tmp_path / "x", device="cuda")
+    assert back["w"].device == "cuda:0"
+    assert back["w"].is_validated
+    assert back["w"] == make(fmt, (33, 70))
+    assert back["b"].get().tolist() == list(range(5))
+    save(tmp_path / "y", back)
+    assert (tmp_path / "y").read_bytes() == (tmp_path / "x").read_bytes()
+
+
 def test_d21_header_of_another_sha_or_not_canonical(csr_file: Path) -> None:
     good = csr_file.read_bytes()
     n = int.from_bytes(good[:8], "little")
