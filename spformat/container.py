@@ -50,8 +50,6 @@ def save(
         FormatError: a Format whose contents are invalid.
         OutputError, WriteError: the file cannot be created or written; nothing was published.
     """
-    if not isinstance(tensors, Mapping):
-        raise UsageError(f"save: expected {{name: tensor}}, got {type(tensors).__name__}; use save(path, {{'w': x}})")
     with create(
         path, map(outline, tensors, tensors.values()), overwrite=overwrite, metadata=metadata, verify=verify
     ) as f:
@@ -72,8 +70,7 @@ def load(path: Path, names: Iterable[str] | None = None, device: str = "cpu", **
                 "one, or safe_open(path) to read its tensors as they are",
                 path=f.path,
             )
-        chosen = f.keys() if names is None else [names] if isinstance(names, str) else names
-        return {name: f.read(name, device) for name in chosen}
+        return {name: f.read(name, device) for name in (f.keys() if names is None else names)}
 
 
 def safe_open(path: Path, *, allow_unchecked: bool = False, ignore_unknown: bool = False) -> TensorFile:

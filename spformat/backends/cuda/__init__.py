@@ -7,12 +7,18 @@ import functools
 from ..base import Kernel
 from .spmm_bitmask import SpmmBitmask
 from .spmm_bsr import SpmmBSR
+from .spmm_csr import SpmmCSR
+from .spmm_csr_tc import SpmmCSRTensor
+from .spmm_ell_buckets import SpmmELLBuckets
 from .spmm_sr_bcrs import SpmmSRBCRS
 from .spmm_sr_bcrs_tc import SpmmSRBCRSTensor
 from .spmm_two_four import SpmmTwoFour
 
 KERNELS: tuple[Kernel, ...] = (
     SpmmBSR(),
+    SpmmCSR(),
+    SpmmCSRTensor(),
+    SpmmELLBuckets(),
     SpmmSRBCRSTensor(),
     SpmmSRBCRS(),
     SpmmBitmask(),

@@ -143,6 +143,8 @@ def _leading(name: str, x: Any, col: bool, device_id: int) -> int:
     rows, cols = x.shape
     along, across = (x.strides[0], x.strides[1]) if col else (x.strides[1], x.strides[0])
     n_along, n_across = (rows, cols) if col else (cols, rows)
+    if not x.size:  # strides of an empty array mean nothing
+        return int(max(1, n_along))
     if n_along > 1 and along != size:
         kind = "column-major" if col else "row-major"
         raise ValueError(f"{name}: expected {kind} with unit stride, got strides {x.strides} for shape {x.shape}")

@@ -1,0 +1,233 @@
+// Rows of C as weighted sums of gathered rows of B: what the CSR and the ELL kernel share.
+//
+// A *slot* is LANES consecutive lanes of a warp. Lane l of a slot owns the columns (t * LANES + l) * VEC .. + VEC - 1
+// of a column tile, t < TILES. The items of one row of A are dealt to 2^log consecutive slots in batches of BATCH
+// items; every slot sums its batches in registers, and combine_slots() adds the slots in a fixed order, so the same
+// operands give the same bits. An item with a negative column is no item: it loads nothing and adds nothing.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace spformat {
+
+// The type that products are summed in.
+template <class T> struct Sum { using type = float; };
+template <> struct Sum<double> { using type = double; };
+template <class T> using sum_t = typename Sum<T>::type;
+
+template <int BYTES> struct Word;
+template <> struct Word<2> { using type = unsigned short; };
+template <> struct Word<4> { using type = unsigned int; };
+template <> struct Word<8> { using type = uint2; };
+template <> struct Word<16> { using type = uint4; };
+template <int BYTES> using word_t = typename Word<BYTES>::type;
+
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ double widen(double x) { return x; }
+__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
+__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+__device__ __forceinline__ void narrow(float x, float& y) { y = x; }
+__device__ __forceinline__ void narrow(double x, double& y) { y = x; }
+__device__ __forceinline__ void narrow(double x, float& y) { y = static_cast<float>(x); }
+__device__ __forceinline__ void narrow(float x, __half& y) { y = __float2half_rn(x); }
+__device__ __forceinline__ void narrow(float x, __nv_bfloat16& y) { y = __float2bfloat16_rn(x); }
+
+__host__ __device__ constexpr int log2_of(int x) { return x <= 1 ? 0 : 1 + log2_of(x / 2); }
+
+// Ask for `bytes` bytes at `p` in L2, every thread of the grid its share. Operands that are read exactly once from
+// DRAM anyway arrive while the first, dependent loads (record, then column index) are still on their way.
+__device__ __forceinline__ void prefetch_l2(const void* p, long long bytes, long long thread, long long threads) {
+  for (long long at = thread * 128; at < bytes; at += threads * 128)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(p) + at));
+}
+
+// The word at p, or zero when `live` is false: one predicated load, no branch, so that the loads of a group of items
+// are issued back to back. Read-only path: nothing writes A or B while the kernel runs.
+__device__ __forceinline__ uint4 load_if(const uint4* p, bool live) {
+  uint4 w;
+  asm volatile("{.reg .pred q; setp.ne.s32 q, %5, 0; mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0;"
+               " @q ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];}"
+               : "=&r"(w.x), "=&r"(w.y), "=&r"(w.z), "=&r"(w.w) : "l"(p), "r"(static_cast<int>(live)));
+  return w;
+}
+__device__ __forceinline__ uint2 load_if(const uint2* p, bool live) {
+  uint2 w;
+  asm volatile("{.reg .pred q; setp.ne.s32 q, %3, 0; mov.u32 %0, 0; mov.u32 %1, 0; @q ld.global.nc.v2.u32 {%0, %1}, [%2];}"
+               : "=&r"(w.x), "=&r"(w.y) : "l"(p), "r"(static_cast<int>(live)));
+  return w;
+}
+__device__ __forceinline__ unsigned load_if(const unsigned* p, bool live) {
+  unsigned w;
+  asm volatile("{.reg .pred q; setp.ne.s32 q, %2, 0; mov.u32 %0, 0; @q ld.global.nc.u32 %0, [%1];}"
+               : "=&r"(w) : "l"(p), "r"(static_cast<int>(live)));
+  return w;
+}
+__device__ __forceinline__ unsigned short load_if(const unsigned short* p, bool live) {
+  unsigned short w;
+  asm volatile("{.reg .pred q; setp.ne.s32 q, %2, 0; mov.u16 %0, 0; @q ld.global.nc.u16 %0, [%1];}"
+               : "=&h"(w) : "l"(p), "r"(static_cast<int>(live)));
+  return w;
+}
+
+// BATCH items as the lanes of a slot hold them: item j in lane j % LANES, register j / LANES.
+template <class T, class Index, int LANES, int BATCH> struct Batch {
+  static constexpr int HELD = BATCH > LANES ? BATCH / LANES : 1;
+  Index column[HELD];
+  word_t<sizeof(T)> value[HELD];  // as loaded: widened where it is used, so that a prefetched batch waits for nothing
+
+  // The first `live` (<= 0: none) of the items at these pointers.
+  __device__ __forceinline__ void fetch(const Index* indices, const T* data, int live, int lane) {
+#pragma unroll
+    for (int h = 0; h < HELD; ++h) {
+      const int j = h * LANES + lane;
+      const bool use = j < BATCH && j < live;
+      const auto k = load_if(reinterpret_cast<const word_t<sizeof(Index)>*>(indices + j), use);
+      value[h] = load_if(reinterpret_cast<const word_t<sizeof(T)>*>(data + j), use);
+      column[h] = use ? reinterpret_cast<const Index&>(k) : Index(-1);
+    }
+  }
+};
+
+// Item `item` of an array held as in Batch, in all lanes of the slot.
+template <int LANES, class V, int HELD> __device__ __forceinline__ V broadcast(const V (&held)[HELD], int item) {
+  if constexpr (LANES == 1) {
+    return held[item];
+  } else if constexpr (sizeof(V) == 2) {
+    return static_cast<V>(__shfl_sync(0xffffffffu, static_cast<unsigned>(held[item / LANES]), item % LANES, LANES));
+  } else if constexpr (sizeof(V) == 8) {
+    const auto x = __shfl_sync(0xffffffffu, reinterpret_cast<const long long&>(held[item / LANES]), item % LANES, LANES);
+    return reinterpret_cast<const V&>(x);
+  } else {
+    return __shfl_sync(0xffffffffu, held[item / LANES], item % LANES, LANES);
+  }
+}
+
+// The loads of B for DEPTH items of a batch, from item `first` on: all are issued before the first product needs one.
+// `panel`: B + the first column of this lane; `width`: columns from there to n; ldb in bytes.
+template <int DEPTH, int VEC, int TILES, class T, class Index, int LANES, int BATCH>
+__device__ __forceinline__ void load_items(word_t<sizeof(T) * VEC> (&words)[DEPTH][TILES],
+                                           const Batch<T, Index, LANES, BATCH>& batch, int first, const T* panel, int ldb,
+                                           int width) {
+#pragma unroll
+  for (int d = 0; d < DEPTH; ++d) {
+    const Index k = broadcast<LANES>(batch.column, first + d);
+    const char* row = reinterpret_cast<const char*>(panel) + static_cast<long long>(k) * ldb;
+#pragma unroll
+    for (int t = 0; t < TILES; ++t)
+      words[d][t] = load_if(reinterpret_cast<const word_t<sizeof(T) * VEC>*>(row) + t * LANES,
+                            k >= 0 && width > t * LANES * VEC);
+  }
+}
+
+// sum += value of the item * its row of B.
+template <int VEC, int TILES, class T, class Index, int LANES, int BATCH>
+__device__ __forceinline__ void add_item(sum_t<T> (&sum)[TILES][VEC], const Batch<T, Index, LANES, BATCH>& batch, int item,
+                                         const word_t<sizeof(T) * VEC> (&words)[TILES]) {
+  const auto word = broadcast<LANES>(batch.value, item);
+  const sum_t<T> a = widen(reinterpret_cast<const T&>(word));
+#pragma unroll
+  for (int t = 0; t < TILES; ++t) {
+    const T* b = reinterpret_cast<const T*>(&words[t]);
+#pragma unroll
+    for (int v = 0; v < VEC; ++v) sum[t][v] += a * widen(b[v]);
+  }
+}
+
+// The share of slot `part` of 2^log in a row of `length` items: batches part, part + 2^log, ... of the items that
+// start at indices and data; the first one is in `batch` already. Trip counts are made equal in a warp, so that the
+// broadcasts meet.
+template <int DEPTH, int VEC, int TILES, class T, class Index, int LANES, int BATCH>
+__device__ __forceinline__ void gather_row(sum_t<T> (&sum)[TILES][VEC], Batch<T, Index, LANES, BATCH> batch,
+                                           const Index* indices, const T* data, int length, int part, int log,
+                                           const T* panel, int ldb, int width, int lane) {
+  const int stride = BATCH << log;
+  indices += part * BATCH, data += part * BATCH;
+  int mine = length - part * BATCH;  // items left from this slot's batch on; < 0 when the row ends before it
+  int most = LANES == 32 ? mine : __reduce_max_sync(0xffffffffu, mine);  // of the slots of this warp
+  Batch<T, Index, LANES, BATCH> next;
+  while (most > 0) {
+    indices += stride, data += stride;
+    mine -= stride;
+    next.fetch(indices, data, mine, lane);
+#pragma unroll
+    for (int g = 0; g < BATCH; g += DEPTH)
+      if (g == 0 || g < most) {
+        word_t<sizeof(T) * VEC> words[DEPTH][TILES];
+        load_items<DEPTH, VEC, TILES>(words, batch, g, panel, ldb, width);
+#pragma unroll
+        for (int d = 0; d < DEPTH; ++d) add_item<VEC, TILES>(sum, batch, g + d, words[d]);
+      }
+    batch = next;
+    most -= stride;
+  }
+}
+
+// Add the sums of the 2^log slots of each row into its first slot, in a fixed order. Called by the whole block, with
+// the same log. `scratch` holds THREADS / 32 * TILES * VEC * LANES sums.
+template <int LANES, int TILES, int VEC, class S>
+__device__ __forceinline__ void combine_slots(S (&sum)[TILES][VEC], int log, S* scratch) {
+  constexpr int SLOTS_IN_WARP = 32 / LANES;
+#pragma unroll
+  for (int step = 1; step < SLOTS_IN_WARP; step *= 2)
+    if (step < 1 << log)
+#pragma unroll
+      for (int t = 0; t < TILES; ++t)
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) sum[t][v] += __shfl_down_sync(0xffffffffu, sum[t][v], step * LANES);
+  if (1 << log <= SLOTS_IN_WARP) return;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps_of_row = (1 << log) / SLOTS_IN_WARP;
+  S* mine = scratch + warp * TILES * VEC * LANES + lane;
+  if (lane < LANES)
+#pragma unroll
+    for (int t = 0; t < TILES; ++t)
+#pragma unroll
+      for (int v = 0; v < VEC; ++v) mine[(t * VEC + v) * LANES] = sum[t][v];
+  __syncthreads();
+  if (lane < LANES && warp % warps_of_row == 0)
+    for (int w = 1; w < warps_of_row; ++w)
+#pragma unroll
+      for (int t = 0; t < TILES; ++t)
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) sum[t][v] += mine[(w * TILES * VEC + t * VEC + v) * LANES];
+  __syncthreads();
+}
+
+// VEC sums as Out at p, streaming: nothing reads C again before it leaves L2.
+template <class Out, int VEC, class S> __device__ __forceinline__ void store_vector(Out* p, const S (&sum)[VEC]) {
+  constexpr int BYTES = sizeof(Out) * VEC < 16 ? sizeof(Out) * VEC : 16;
+  constexpr int PER_WORD = BYTES / sizeof(Out);
+  using W = word_t<BYTES>;
+#pragma unroll
+  for (int i = 0; i < VEC / PER_WORD; ++i) {
+    W word;
+    Out* out = reinterpret_cast<Out*>(&word);
+#pragma unroll
+    for (int v = 0; v < PER_WORD; ++v) narrow(sum[i * PER_WORD + v], out[v]);
+    __stcs(reinterpret_cast<W*>(p) + i, word);
+  }
+}
+
+// The sums of this lane, at `first`, its first column of a row; `width`: columns from there to the end of the row.
+template <int LANES, class Out, int TILES, int VEC, class S>
+__device__ __forceinline__ void store_row(Out* first, const S (&sum)[TILES][VEC], int width) {
+#pragma unroll
+  for (int t = 0; t < TILES; ++t)
+    if (width > t * LANES * VEC) store_vector<Out, VEC>(first + t * LANES * VEC, sum[t]);
+}
+
+// C[row, :] = sum of partial[first .. first + count - 1, :], in that order, for every row that was cut in pieces.
+// cuts  int64[rows, 3]: row, first, count.   partial  S[pieces, n].   Grid: (rows, column blocks).
+template <class S, class Out>
+__device__ __forceinline__ void add_pieces(const long long* cuts, const S* partial, Out* C, int n, long long ldc) {
+  const long long* cut = cuts + static_cast<long long>(blockIdx.x) * 3;
+  const long long row = cut[0], first = cut[1], count = cut[2];
+  for (int col = blockIdx.y * blockDim.x + threadIdx.x; col < n; col += gridDim.y * blockDim.x) {
+    S sum = 0;
+#pragma unroll 8
+    for (long long i = 0; i < count; ++i) sum += partial[(first + i) * n + col];
+    narrow(sum, C[row * ldc + col]);
+  }
+}
+
+}  // namespace spformat

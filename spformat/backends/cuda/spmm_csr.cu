@@ -1,0 +1,121 @@
+// C[M,N] = A[M,K] @ B[K,N], A in CSR, B and C row-major.
+//
+//   records  {int64 start, uint32 row, int32 length}[R]  rows of A sorted by length, longest first; the first
+//            bins.pieces records are pieces of rows that were cut, their sums go to `partial`
+//   indices  Index[nnz]     columns          data  T[nnz]    values
+//   partial  Sum[pieces, n]                  B     T[K, ldb bytes]       C  Out[M, ldc]
+//
+// Grid: x walks the blocks of all bins (longest rows first), y the column tiles, so that one column panel of B is in
+// L2 at a time. A block of bin i holds SLOTS >> log_slots[i] rows, each dealt to 1 << log_slots[i] slots (gather.cuh).
+// A grid narrower than bins.blocks gives every block several tasks, whose dependent loads then overlap.
+// Every row of A has exactly one record (or pieces, added by spmm_csr_pieces), empty rows too: all of C is written.
+//
+// T, Out   value types of A, B and of C; sums are float (double for double)
+// VEC      columns per load of B: VEC * sizeof(T) <= 16 bytes, and B, C, ldb, ldc and n are multiples of it
+// LANES    lanes per slot; TILES: loads per lane and item; a column tile is LANES * VEC * TILES columns wide
+// BATCH    items a slot takes at a time; DEPTH: of these, items whose loads are in flight together
+// BLOCKS   blocks of THREADS threads per SM that the registers must allow; it also keeps ptxas from trading the
+//          loads in flight for more occupancy
+//
+// Row-length binning after Sputnik (Gale et al., SC'20) and RoDe (Pang et al., PPoPP'24).
+#include "spformat/gather.cuh"
+
+constexpr int MAX_BINS = 16;
+
+struct Bins {
+  unsigned blocks;
+  unsigned count;
+  long long pieces;
+  unsigned first_block[MAX_BINS];
+  unsigned log_slots[MAX_BINS];
+  long long first_record[MAX_BINS];
+  long long end_record[MAX_BINS];
+};
+
+struct Record {
+  long long start;
+  unsigned row;
+  int length;
+};
+
+// A record on its way: what a slot of one block works on.
+struct Task {
+  uint4 record;
+  int piece;  // its row in `partial`, or -1
+  int log;
+  bool live;
+};
+
+__device__ __forceinline__ Task locate(const Bins& bins, const Record* records, unsigned block, int slot, int log_all) {
+  Task task{{}, -1, 0, false};
+  if (block >= bins.blocks) return task;
+  unsigned bin = 0;
+  while (bin + 1 < bins.count && block >= bins.first_block[bin + 1]) ++bin;
+  task.log = bins.log_slots[bin];
+  const long long row_of_block = (block - bins.first_block[bin]) << (log_all - task.log);
+  const long long at = bins.first_record[bin] + row_of_block + (slot >> task.log);
+  task.live = at < bins.end_record[bin];
+  task.piece = at < bins.pieces ? static_cast<int>(at) : -1;
+  task.record = spformat::load_if(reinterpret_cast<const uint4*>(records + at), task.live);
+  return task;
+}
+
+template <class T, class Out, class Index, int VEC, int LANES, int TILES, int BATCH, int DEPTH, int THREADS,
+          int BLOCKS>
+__global__ void __launch_bounds__(THREADS, BLOCKS)
+    spmm_csr(const __grid_constant__ Bins bins, const Record* __restrict__ records, const Index* __restrict__ indices,
+             const T* __restrict__ data, long long nnz, spformat::sum_t<T>* __restrict__ partial,
+             const T* __restrict__ B, Out* __restrict__ C, int n, int ldb, long long ldc, long long prefetch) {
+  static_assert(VEC * sizeof(T) <= 16, "a load of B is at most 16 bytes");
+  static_assert((LANES & (LANES - 1)) == 0 && LANES <= 32, "a slot is a power of two of lanes inside a warp");
+  static_assert(BATCH % DEPTH == 0, "a batch is whole groups of DEPTH loads");
+  using S = spformat::sum_t<T>;
+  using Batch = spformat::Batch<T, Index, LANES, BATCH>;
+  constexpr int SLOTS = THREADS / LANES, LOG_SLOTS = spformat::log2_of(SLOTS);
+  __shared__ S scratch[THREADS / 32 * TILES * VEC * LANES];
+  const int lane = threadIdx.x % LANES, slot = threadIdx.x / LANES;
+
+  // Two tasks ahead the record is loaded, one task ahead the first batch of items.
+  Task task = locate(bins, records, blockIdx.x, slot, LOG_SLOTS);
+  Task next = locate(bins, records, blockIdx.x + gridDim.x, slot, LOG_SLOTS);
+  if (prefetch) {  // bytes of B
+    const long long threads = static_cast<long long>(gridDim.x) * gridDim.y * THREADS;
+    const long long thread = (static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x) * THREADS + threadIdx.x;
+    spformat::prefetch_l2(indices, nnz * sizeof(Index), thread, threads);
+    spformat::prefetch_l2(data, nnz * sizeof(T), thread, threads);
+    spformat::prefetch_l2(B, prefetch, thread, threads);
+  }
+  const auto fetch = [&](const Task& t) {
+    const Record& r = reinterpret_cast<const Record&>(t.record);
+    const int first = (slot & ((1 << t.log) - 1)) * BATCH;
+    Batch batch;
+    batch.fetch(indices + r.start + first, data + r.start + first, r.length - first, lane);
+    return batch;
+  };
+  Batch batch = fetch(task);
+
+  const int col = (blockIdx.y * TILES * LANES + lane) * VEC, width = n - col;
+  for (unsigned block = blockIdx.x; block < bins.blocks; block += gridDim.x) {
+    const Task after = locate(bins, records, block + 2 * gridDim.x, slot, LOG_SLOTS);
+    const Batch next_batch = fetch(next);
+    const Record& record = reinterpret_cast<const Record&>(task.record);
+    const int part = slot & ((1 << task.log) - 1);
+    S sum[TILES][VEC] = {};
+    spformat::gather_row<DEPTH, VEC, TILES>(sum, batch, indices + record.start, data + record.start, record.length, part,
+                                            task.log, B + col, ldb, width, lane);
+    spformat::combine_slots<LANES, TILES, VEC>(sum, task.log, scratch);
+    if (task.live && part == 0) {
+      if (task.piece >= 0)
+        spformat::store_row<LANES>(partial + static_cast<long long>(task.piece) * n + col, sum, width);
+      else
+        spformat::store_row<LANES>(C + static_cast<long long>(record.row) * ldc + col, sum, width);
+    }
+    task = next, next = after, batch = next_batch;
+  }
+}
+
+template <class S, class Out>
+__global__ void spmm_csr_pieces(const long long* __restrict__ cuts, const S* __restrict__ partial, Out* __restrict__ C,
+                                int n, long long ldc) {
+  spformat::add_pieces(cuts, partial, C, n, ldc);
+}

@@ -1,0 +1,169 @@
+// C[M,N] = A[M,K] @ B[K,N], A in ELL buckets, B and C row-major.
+//
+//   row_ids  Row[R]      row of each ELL row          indices  Index[S]   columns, negative = padding
+//   data     T[S]        values                       B  T[K, ldb bytes]  C  Out[M, ldc]
+//   records  {int64 start, uint32 row, int32 length}  stretches of split rows: neighbouring ELL rows of one row in one
+//            bucket; then the rows that own no ELL row, length 0. The first table.pieces records belong to rows with
+//            several stretches: their sums go to `partial`
+//   partial  Sum[pieces, n]
+//
+// Grid: x walks the blocks of all bins, y the column tiles. A bin is a bucket's direct ELL rows, or records of one size.
+// Every block has the same number of stored slots: a slot of lanes takes 8 / width ELL rows of a bucket narrower than 8,
+// one ELL row, or a 2^-log part of one. Where items of direct rows lie follows from the bin: nothing is loaded to find
+// them. A padded slot loads nothing. spmm_ell_buckets_pieces adds what `partial` holds.
+//
+// Template parameters as in spmm_csr.cu; Row is the type of row_ids. Buckets after SparseTIR (Ye et al., ASPLOS'23).
+#include "spformat/gather.cuh"
+
+constexpr int MAX_BINS = 32, NARROW = 8;
+
+struct Bins {
+  unsigned blocks;
+  unsigned count;
+  long long pieces;
+  unsigned first_block[MAX_BINS];
+  int log_width[MAX_BINS];     // of a bucket; -1: records
+  int log_slots[MAX_BINS];
+  long long first[MAX_BINS];   // ELL row or record
+  long long end[MAX_BINS];
+  long long start[MAX_BINS];   // of a bucket: where the items of ELL row `first` are
+};
+
+struct Record {
+  long long start;
+  unsigned row;
+  int length;
+};
+
+// What a slot of one block works on; the record, or the row of a wide bucket, is on its way.
+struct Task {
+  uint4 record;  // a Record
+  long long ell_row;
+  int piece;      // its row in `partial`, or -1
+  int log;
+  int log_width;  // of a bucket narrower than 8, else -1
+  bool live;
+};
+
+template <class Row>
+__device__ __forceinline__ Task locate(const Bins& bins, const Record* records, const Row* row_ids, unsigned block, int slot,
+                                       int log_all) {
+  Task task{{}, 0, -1, 0, -1, false};
+  if (block >= bins.blocks) return task;
+  unsigned bin = 0;
+  while (bin + 1 < bins.count && block >= bins.first_block[bin + 1]) ++bin;
+  Record& record = reinterpret_cast<Record&>(task.record);
+  const long long local = block - bins.first_block[bin];
+  const int log_width = bins.log_width[bin];
+  if (log_width >= 0 && 1 << log_width < NARROW) {
+    task.log_width = log_width;
+    const long long skip = ((local << log_all) + slot) * (NARROW >> log_width);
+    task.ell_row = bins.first[bin] + skip;
+    record.start = bins.start[bin] + (skip << log_width);
+    const long long items = (bins.end[bin] - task.ell_row) << log_width;
+    record.length = items > NARROW ? NARROW : static_cast<int>(items);
+    return task;
+  }
+  task.log = bins.log_slots[bin];
+  const long long skip = (local << (log_all - task.log)) + (slot >> task.log), at = bins.first[bin] + skip;
+  task.live = at < bins.end[bin];
+  if (log_width >= 0) {
+    record.start = bins.start[bin] + (skip << log_width);
+    record.length = task.live ? 1 << log_width : 0;
+    const auto row = spformat::load_if(reinterpret_cast<const spformat::word_t<sizeof(Row)>*>(row_ids + at), task.live);
+    record.row = static_cast<unsigned>(reinterpret_cast<const Row&>(row));
+  } else {
+    task.piece = at < bins.pieces ? static_cast<int>(at) : -1;
+    task.record = spformat::load_if(reinterpret_cast<const uint4*>(records + at), task.live);
+  }
+  return task;
+}
+
+template <class T, class Out, class Row, class Index, int VEC, int LANES, int TILES, int BATCH, int DEPTH, int THREADS,
+          int BLOCKS>
+__global__ void __launch_bounds__(THREADS, BLOCKS)
+    spmm_ell_buckets(const __grid_constant__ Bins bins, const Record* __restrict__ records,
+                     const Row* __restrict__ row_ids, const Index* __restrict__ indices, const T* __restrict__ data,
+                     long long items, spformat::sum_t<T>* __restrict__ partial, const T* __restrict__ B,
+                     Out* __restrict__ C, int n, int ldb, long long ldc, long long prefetch) {
+  static_assert(VEC * sizeof(T) <= 16, "a load of B is at most 16 bytes");
+  static_assert((LANES & (LANES - 1)) == 0 && LANES <= 32, "a slot is a power of two of lanes inside a warp");
+  static_assert(BATCH % DEPTH == 0 && BATCH >= NARROW, "a batch is whole groups of DEPTH loads, and holds 8 items");
+  using S = spformat::sum_t<T>;
+  using Batch = spformat::Batch<T, Index, LANES, BATCH>;
+  constexpr int SLOTS = THREADS / LANES, LOG_SLOTS = spformat::log2_of(SLOTS);
+  constexpr int HELD = NARROW > LANES ? NARROW / LANES : 1;
+  __shared__ S scratch[THREADS / 32 * TILES * VEC * LANES];
+  const int lane = threadIdx.x % LANES, slot = threadIdx.x / LANES;
+
+  // Two tasks ahead the record is loaded, one task ahead the first batch of items.
+  Task task = locate(bins, records, row_ids, blockIdx.x, slot, LOG_SLOTS);
+  Task next = locate(bins, records, row_ids, blockIdx.x + gridDim.x, slot, LOG_SLOTS);
+  if (prefetch) {  // bytes of B
+    const long long threads = static_cast<long long>(gridDim.x) * gridDim.y * THREADS;
+    const long long thread = (static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x) * THREADS + threadIdx.x;
+    spformat::prefetch_l2(B, prefetch, thread, threads);
+  }
+  const auto fetch = [&](const Task& t) {
+    const Record& r = reinterpret_cast<const Record&>(t.record);
+    const int first = (slot & ((1 << t.log) - 1)) * BATCH;
+    Batch batch;
+    batch.fetch(indices + r.start + first, data + r.start + first, r.length - first, lane);
+    return batch;
+  };
+  Batch batch = fetch(task);
+
+  const int col = (blockIdx.y * TILES * LANES + lane) * VEC, width = n - col;
+  for (unsigned block = blockIdx.x; block < bins.blocks; block += gridDim.x) {
+    const Task after = locate(bins, records, row_ids, block + 2 * gridDim.x, slot, LOG_SLOTS);
+    const Record& record = reinterpret_cast<const Record&>(task.record);
+    S sum[TILES][VEC] = {};
+    Batch next_batch;
+    if (task.log_width >= 0) {  // several ELL rows: store a sum where one ends
+      Row rows[HELD];
+#pragma unroll
+      for (int h = 0; h < HELD; ++h) {
+        const int j = h * LANES + lane;
+        rows[h] = j < NARROW && j < record.length ? row_ids[task.ell_row + (j >> task.log_width)] : Row(-1);
+      }
+      next_batch = fetch(next);
+      const int mask = (1 << task.log_width) - 1;
+#pragma unroll
+      for (int g = 0; g < NARROW; g += DEPTH) {
+        spformat::word_t<sizeof(T) * VEC> words[DEPTH][TILES];
+        spformat::load_items<DEPTH, VEC, TILES>(words, batch, g, B + col, ldb, width);
+#pragma unroll
+        for (int d = 0; d < DEPTH; ++d) {
+          spformat::add_item<VEC, TILES>(sum, batch, g + d, words[d]);
+          const Row row = spformat::broadcast<LANES>(rows, g + d);
+          if (((g + d) & mask) == mask) {
+            if (row >= 0) spformat::store_row<LANES>(C + static_cast<long long>(row) * ldc + col, sum, width);
+#pragma unroll
+            for (int t = 0; t < TILES; ++t)
+#pragma unroll
+              for (int v = 0; v < VEC; ++v) sum[t][v] = 0;
+          }
+        }
+      }
+    } else {
+      next_batch = fetch(next);
+      const int part = slot & ((1 << task.log) - 1);
+      spformat::gather_row<DEPTH, VEC, TILES>(sum, batch, indices + record.start, data + record.start, record.length, part,
+                                              task.log, B + col, ldb, width, lane);
+      spformat::combine_slots<LANES, TILES, VEC>(sum, task.log, scratch);
+      if (task.live && part == 0) {
+        if (task.piece >= 0)
+          spformat::store_row<LANES>(partial + static_cast<long long>(task.piece) * n + col, sum, width);
+        else
+          spformat::store_row<LANES>(C + static_cast<long long>(record.row) * ldc + col, sum, width);
+      }
+    }
+    task = next, next = after, batch = next_batch;
+  }
+}
+
+template <class S, class Out>
+__global__ void spmm_ell_buckets_pieces(const long long* __restrict__ cuts, const S* __restrict__ partial,
+                                        Out* __restrict__ C, int n, long long ldc) {
+  spformat::add_pieces(cuts, partial, C, n, ldc);
+}

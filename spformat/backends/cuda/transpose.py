@@ -1,0 +1,69 @@
+"""Column-major operands for kernels that gather whole rows: one transposed copy per call.  Kernel: transpose.cu.
+
+A gathered row of a column-major B would be one 32-byte sector per element; a copy costs two passes over B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...arrays import ceil_div, round_up
+from ...dtypes import VALUE_TYPES
+from ...problem import COL, Problem
+from . import jit
+from .launch import Launch, Operands
+
+ARCHS = ("sm_80",)
+ALIGN = 8
+"""Elements that a leading dimension of a copy is a multiple of: rows then start on 16 bytes for 16-bit types."""
+WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
+
+
+class Transpose:
+    """target[cols, rows] = source[rows, cols], both row-major with leading dimensions."""
+
+    def __init__(self, size: int = 4) -> None:
+        self.size = size
+        """Bytes of an element: 1, 2, 4 or 8."""
+
+    def instances(self) -> tuple[str, ...]:
+        """C++ names for the compile tests."""
+        return tuple(f"transpose<{word}>" for word in WORDS.values())
+
+    def launch(self, p: Problem) -> Launch:
+        """The kernel for the device of ``p``: (grid, stream, source, target, rows, cols, ld, ld of target)."""
+        arch = jit.architecture(p.sm or 0, ARCHS)
+        function = jit.load("transpose.cu", f"transpose<{WORDS[self.size]}>", arch, p.device_id)
+        return Launch(function, ("P", "P", "q", "q", "q", "q"), (), 256)
+
+
+def grid(rows: int, cols: int) -> tuple[int, int, int]:
+    return min(ceil_div(cols, 32), 1 << 20), min(ceil_div(rows, 32), 65535), 1
+
+
+def row_major(p: Problem, launch: Callable[[Operands], None]) -> Callable[[Operands], None]:
+    """``launch``, which takes row-major B and C, for the layouts of ``p``."""
+    if p.b_layout != COL and p.out_layout != COL:
+        return launch
+    import cupy
+
+    b_size = VALUE_TYPES[p.b_dtype].numpy.itemsize
+    c_size = VALUE_TYPES[p.out_dtype].numpy.itemsize
+
+    transpose_b, transpose_c = Transpose(b_size).launch(p), Transpose(c_size).launch(p)
+
+    def run(o: Operands) -> None:
+        b, ldb, c, ldc = o.b, o.ldb, o.c, o.ldc
+        ld = round_up(o.n, ALIGN)
+        if p.b_layout == COL and p.K:
+            B = cupy.empty(p.K * ld * b_size, "u1")
+            b, ldb = B.data.ptr, ld
+            transpose_b(grid(o.n, p.K), o.stream, o.b, b, o.n, p.K, o.ldb, ld)
+        if p.out_layout == COL:
+            C = cupy.empty(p.M * ld * c_size, "u1")
+            c, ldc = C.data.ptr, ld
+        launch(Operands(b, c, o.n, ldb, ldc, o.stream))
+        if p.out_layout == COL:
+            transpose_c(grid(p.M, o.n), o.stream, c, o.c, p.M, o.n, ld, o.ldc)
+
+    return run

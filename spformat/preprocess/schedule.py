@@ -1,0 +1,132 @@
+"""Which warp does what on tensor cores: the TCA-SpMM schedule of a CSR matrix (formats.md section 3).
+
+A row of d items gets 1, 2, 4 or 8 warps (d <= 8, 16, 32, 64), a longer one 8 per 64 items; 8 warps make a thread
+block. Rows are placed next-fit in row order: a row of at most 64 items never straddles a block, a longer one owns
+whole blocks.
+
+    items per row           5  20       20       40              3
+    num_warps_per_row       1  4        4        8               1
+    row_id_for_each_warp    0 1 1 1 1 . . . | 2 2 2 2 . . . . | 3 3 3 3 3 3 3 3 | 4 . . . . . . .
+    warpid_within_row       0 0 1 2 3 . . . | 0 1 2 3 . . . . | 0 1 2 3 4 5 6 7 | 0 . . . . . . .       (. is PAD)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from .. import scans
+from ..arrays import PAD, Array, ceil_div, index_dtype, namespace
+from ..errors import IndexBoundsError, InvariantError, OrderError, PatternError
+from ..formats.csr import CSR
+from ..segments import offsets_from_counts, rank_in_row, rows_of
+
+WARPS = 8
+"""Warps of a thread block."""
+FRAGMENT = 64
+"""Items of one row in one right-hand fragment."""
+
+
+@dataclass(frozen=True, eq=False)
+class TCASchedule:
+    """INDEX arrays, all on the device of the matrix; W is a multiple of 8."""
+
+    name: ClassVar[str] = "tca"
+    num_warps_per_row: Array
+    """[M]; 0 for an empty row."""
+    row_id_for_each_warp: Array
+    """[W]: the row a warp works on, PAD if it is idle."""
+    warpid_within_row: Array
+    """[W]: 0 .. num_warps_per_row[row]-1, PAD if it is idle."""
+
+    @property
+    def blocks(self) -> int:
+        """Thread blocks: W / 8."""
+        return int(self.row_id_for_each_warp.size) // WARPS
+
+    def mma_count(self, N: int) -> int:
+        """m16n8k8 instructions for N columns of B."""
+        xp = namespace(self.num_warps_per_row)
+        warps = self.num_warps_per_row.astype(np.int64)
+        # 1, 2, 4 or 8 columns of the right fragment in use: 16, 8, 4 or 2 results per instruction
+        results = 16 // xp.clip(warps, 1, WARPS)
+        fragments = -(-warps // WARPS)
+        return int((fragments * (-(-N // results))).sum())  # synchronize!
+
+    def validate(self, csr: CSR | None = None) -> None:
+        """Raise the first broken rule: memory safety of the arrays, then equality with the schedule of ``csr``."""
+        warps, rows, parts = self.num_warps_per_row, self.row_id_for_each_warp, self.warpid_within_row
+        if rows.size % WARPS or parts.size != rows.size:
+            raise InvariantError(
+                f"tca: expected two arrays of one length, a multiple of {WARPS}, got {rows.size} and {parts.size}",
+                array="row_id_for_each_warp",
+            )
+        scans.within(self, "row_id_for_each_warp", warps.size, pad=True)
+        idle = rows == PAD
+        scans.require_none(
+            self, idle != (parts == PAD), "warpid_within_row", "PAD exactly where the row is PAD", PatternError
+        )
+        if warps.size:
+            xp = namespace(rows)
+            limit = xp.where(idle, 0, warps[xp.where(idle, 0, rows)])
+            bad = ~idle & ((parts < 0) | (parts >= limit))
+            scans.require_none(self, bad, "warpid_within_row", "less than the warps of its row", IndexBoundsError)
+        if csr is not None:
+            whole = tca(csr)
+            for name in ("num_warps_per_row", "row_id_for_each_warp", "warpid_within_row"):
+                mine, other = getattr(self, name), getattr(whole, name)
+                if mine.shape != other.shape or mine.dtype != other.dtype:
+                    raise InvariantError(
+                        f"tca: {name}: expected {other.dtype}{list(other.shape)}, got {mine.dtype}{list(mine.shape)}",
+                        array=name,
+                    )
+                scans.require_none(self, mine != other, name, "the next-fit schedule of this matrix", OrderError)
+
+
+def warps_per_row(lengths: Array) -> Array:
+    """int64[M]: 0 for no items, 1, 2, 4, 8 up to 8, 16, 32, 64 items, 8 * ceil(d / 64) above."""
+    xp = namespace(lengths)
+    classes = xp.searchsorted(xp.asarray((0, 8, 16, 32, 64)), lengths)  # 0, 1 .. 4, 5
+    short = xp.asarray((0, 1, 2, 4, 8, 0))[classes]
+    return xp.where(lengths > FRAGMENT, WARPS * -(-lengths // FRAGMENT), short)
+
+
+def tca(csr: CSR) -> TCASchedule:
+    """The schedule of a matrix with valid ``indptr``; stored zeros count as items. O(8 M log M + W)."""
+    xp, M = namespace(csr.indptr), csr.shape[0]
+    warps = warps_per_row(xp.diff(csr.indptr.astype(np.int64)))
+    placed = _placed_before(warps)
+    gap = xp.where((placed > 0) & (placed + warps > WARPS), WARPS - placed, 0)
+    end = xp.cumsum(warps + gap) if M else xp.zeros(0, np.int64)
+    offsets = offsets_from_counts(warps)
+    used, last = (int(offsets[-1]), int(end[-1])) if M else (0, 0)  # synchronize!
+    row = rows_of(offsets, used)
+    rank = rank_in_row(offsets, row)
+    total = WARPS * ceil_div(last, WARPS)
+    ids, parts = index_dtype(max(0, M - 1)), index_dtype(used)
+    row_id = xp.full(total, PAD, ids)
+    warpid = xp.full(total, PAD, parts)
+    at = (end - warps)[row] + rank
+    row_id[at] = row.astype(ids)
+    warpid[at] = rank.astype(parts)
+    return TCASchedule(warps.astype(parts), row_id, warpid)
+
+
+def _placed_before(warps: Array) -> Array:
+    """int64[M]: warps already placed in the block that is open when each row comes, 0 .. 7.
+
+    A row maps the eight possible states to eight others; a prefix product of these maps gives the state
+    before every row without walking through the rows.
+    """
+    xp, M = namespace(warps), warps.size
+    state = xp.arange(WARPS, dtype=np.int64)
+    fits = (state + warps[:, None] <= WARPS) | (state == 0)
+    after: Any = xp.where(fits, state + warps[:, None], warps[:, None]) % WARPS
+    step = 1
+    while step < M:
+        # after[i] becomes after[i] o after[i - step]: now the product of the last 2 * step rows up to i
+        after = xp.concatenate((after[:step], xp.take_along_axis(after[step:], after[:-step], axis=1)))
+        step *= 2
+    return xp.concatenate((xp.zeros(min(1, M), np.int64), after[:-1, 0]))

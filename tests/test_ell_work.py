@@ -1,0 +1,95 @@
+"""The launch tables of the ELL kernel, walked as spmm_ell_buckets.cu walks them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from spformat.backends.cuda.row_work import order_rows
+from spformat.backends.cuda.spmm_ell_buckets import MAX_BINS, NARROW, bin_tables, bucket_places, order_stretches
+from spformat.formats import CSR, ELLBuckets
+
+LENGTHS = {
+    "none": [0, 0],
+    "mixed": [1, 2, 3, 4, 5, 8, 9, 0, 17, 40, 1, 1, 0, 64],
+    "long": [300, 0, 3, 2],
+}
+
+
+def matrix(lengths, K, rng):
+    cols = [np.sort(rng.choice(K, n, replace=False)) for n in lengths]
+    indptr = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+    indices = np.concatenate(cols).astype(np.int32) if indptr[-1] else np.zeros(0, np.int32)
+    data = np.arange(1, indptr[-1] + 1, dtype=np.float32)
+    return CSR(shape=(len(lengths), K), indptr=indptr, indices=indices, data=data)
+
+
+def product(a: ELLBuckets, B, slots, fill, longest):
+    """C by the index arithmetic of the kernel; NaN where nothing is stored."""
+    buckets = list(bucket_places(a.rows_per_bucket, a.split_per_bucket, a.max_width, a.column_parts))
+    rows = order_stretches(a.row_ids, buckets, a.shape[0], longest)
+    C = np.full((a.shape[0], B.shape[1]), np.nan)
+    partial = np.full((rows.pieces, B.shape[1]), np.nan)
+
+    def gather(at):
+        k = a.indices[at]
+        live = k >= 0
+        return (a.data[at][live, None] * B[k[live]]).sum(axis=0)
+
+    def store(array, row, value):
+        assert np.isnan(array[row]).all(), "stored twice"
+        array[row] = value
+
+    for table in bin_tables(buckets, rows, slots, fill):
+        for block in range(table.blocks):
+            b = max(i for i in range(table.count) if table.first_block[i] <= block)
+            local, log_width, log = block - table.first_block[b], table.log_width[b], table.log_slots[b]
+            first, end, start = table.first[b], table.end[b], table.start[b]
+            if 0 <= log_width and 1 << log_width < NARROW:
+                for slot in range(slots):
+                    skip = (local * slots + slot) * (NARROW >> log_width)
+                    items = min(NARROW, (end - first - skip) << log_width)
+                    for j in range(0, max(0, items), 1 << log_width):
+                        at = start + (skip << log_width) + j + np.arange(1 << log_width)
+                        store(C, a.row_ids[first + skip + (j >> log_width)], gather(at))
+                continue
+            for r in range(slots >> log):
+                at = first + local * (slots >> log) + r
+                if at >= end:
+                    continue
+                if log_width >= 0:
+                    items = start + ((at - first) << log_width) + np.arange(1 << log_width)
+                    store(C, a.row_ids[at], gather(items))
+                else:
+                    begin, packed = rows.records[at]
+                    value = gather(begin + np.arange(packed >> 32))
+                    if at < table.pieces:
+                        store(partial, at, value)
+                    else:
+                        store(C, packed & 0xFFFFFFFF, value)
+    for row, first, count in rows.cuts:
+        store(C, row, partial[first : first + count].sum(axis=0))
+    return C
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize(("parts", "width"), [(1, None), (1, 1), (1, 64), (3, 4), (20, 2)])
+@pytest.mark.parametrize(("slots", "fill", "longest"), [(8, 8, 2048), (32, 32, 16)])
+def test_every_row_is_stored_once_and_right(name, parts, width, slots, fill, longest):
+    rng = np.random.default_rng(3)
+    a = matrix(LENGTHS[name], 400, rng)
+    B = rng.integers(-4, 5, (400, 3)).astype(np.float64)
+    ell = ELLBuckets.from_csr(a, column_parts=parts, max_width=width)
+    C = product(ell, B, slots, fill, longest)
+    np.testing.assert_array_equal(C, a.to_dense().astype(np.float64) @ B)
+
+
+def test_more_bins_than_a_table_holds():
+    a = matrix([9] * 30, 400, np.random.default_rng(0))
+    ell = ELLBuckets.from_csr(a, column_parts=40, max_width=16)
+    buckets = list(bucket_places(ell.rows_per_bucket, ell.split_per_bucket, 16, 40))
+    direct = [b._replace(split=0) for b in buckets]
+    none = np.zeros(0, np.int64)
+    tables = bin_tables(direct, order_rows(none, none, none, 16), 32, 8)
+    assert len(direct) > MAX_BINS
+    assert [t.count for t in tables] == [MAX_BINS] * (len(direct) // MAX_BINS) + [len(direct) % MAX_BINS]

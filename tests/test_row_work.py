@@ -1,0 +1,122 @@
+"""The work tables of the row-gathering kernels, walked as the kernel walks them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from spformat.backends.cuda.row_work import (
+    GROUP,
+    MAX_BINS,
+    Device,
+    bin_table,
+    choose_tile,
+    longest_piece,
+    order_rows,
+    vector_width,
+)
+
+LENGTHS = {
+    "none": [],
+    "empty": [0, 0, 0],
+    "short": [1, 8, 9, 0, 3, 16, 17],
+    "skewed": [*([4] * 500), 3000, 0, 129, 64, 65, 70000, 33],
+    "one": [5],
+    "cut": [2048, 2049, 4096, 4097],
+}
+
+
+def walk(rows, slots, fill):
+    """Every (record, part, parts) that the slots of all blocks work on, in the index arithmetic of spmm_csr.cu."""
+    table = bin_table(rows, slots, fill)
+    done = []
+    for block in range(table.blocks):
+        b = 0
+        while b + 1 < table.count and block >= table.first_block[b + 1]:
+            b += 1
+        log = table.log_slots[b]
+        for slot in range(slots):
+            at = table.first_record[b] + (block - table.first_block[b]) * (slots >> log) + (slot >> log)
+            if at < table.end_record[b]:
+                done.append((at, slot & ((1 << log) - 1), 1 << log))
+    return done
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize(("slots", "fill"), [(8, 8), (32, 8), (32, 32), (256, 16)])
+def test_every_item_is_worked_on_once(name, slots, fill):
+    lengths = np.array(LENGTHS[name], np.int64)
+    indptr = np.concatenate(([0], np.cumsum(lengths)))
+    rows = order_rows(indptr[:-1], lengths, np.arange(lengths.size), 2048)
+    records = rows.records
+    done = walk(rows, slots, fill)
+    # each record once, by all of its parts, which lie in neighbouring slots
+    per_record = {}
+    for at, part, parts in done:
+        per_record.setdefault(at, []).append((part, parts))
+    assert sorted(per_record) == list(range(len(records)))
+    assert all([p for p, _ in found] == list(range(found[0][1])) for found in per_record.values())
+    items = np.zeros(lengths.sum(), int)
+    owner = np.repeat(np.arange(lengths.size), lengths)
+    written = np.zeros(lengths.size, int)
+    for i, (start, packed) in enumerate(records):
+        row, length = packed & 0xFFFFFFFF, packed >> 32
+        items[start : start + length] += 1
+        assert (owner[start : start + length] == row).all()
+        if i >= rows.pieces:
+            written[row] += 1
+    assert (items == 1).all()
+    for row, first, count in rows.cuts:
+        written[row] += 1
+        assert (records[first : first + count, 1] & 0xFFFFFFFF == row).all()
+        assert (np.diff(records[first : first + count, 0]) > 0).all()
+    assert (written == 1).all()
+
+
+def test_longest_rows_come_first_and_equal_ones_keep_their_order():
+    lengths = np.array([3, 40, 4, 0, 37, 9], np.int64)
+    rows = order_rows(np.zeros(6, np.int64), lengths, np.arange(6), 1 << 20)
+    assert (rows.records[:, 1] & 0xFFFFFFFF).tolist() == [1, 4, 5, 0, 2, 3]
+
+
+def test_bins_always_fit_the_table():
+    lengths = np.array([(1 << c) * GROUP for c in range(20)], np.int64)
+    rows = order_rows(np.zeros(20, np.int64), lengths, np.arange(20), 1 << 30)
+    assert bin_table(rows, 1024, GROUP).count <= MAX_BINS
+
+
+@pytest.mark.parametrize("items", [0, 1, 10**6, 10**12])
+def test_a_piece_is_a_fair_share(items):
+    longest = longest_piece(items)
+    assert longest & (longest - 1) == 0
+    assert 2048 <= longest <= 1 << 24
+    assert longest <= max(2048, items // 128)
+
+
+@pytest.mark.parametrize(
+    ("n", "ldb", "ldc", "b", "c", "expected"),
+    [
+        (32, 32, 32, 0, 0, 8),
+        (12, 16, 16, 0, 0, 4),
+        (17, 24, 24, 0, 0, 1),
+        (32, 34, 32, 0, 0, 2),
+        (32, 32, 32, 2, 0, 1),
+        (32, 32, 32, 0, 8, 4),
+    ],
+)
+def test_vector_width(n, ldb, ldc, b, c, expected):
+    assert vector_width(2, 2, n, b, c, ldb, ldc) == expected
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 16, 17, 32, 100, 128, 512, 4096])
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("items", [0, 10**4, 10**8])
+def test_tiles_keep_what_the_kernel_asserts(n, size, items):
+    full = max(1, 16 // size)
+    vec = full if n % full == 0 else 1
+    tile = choose_tile(vec, size, n, 10**5, 10**5, items, Device())
+    assert tile.vec * size <= 16
+    assert tile.lanes in (1, 2, 4, 8, 16, 32)
+    assert tile.batch % tile.depth == 0
+    assert tile.fill % tile.batch == 0
+    assert tile.threads % 32 == 0

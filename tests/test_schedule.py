@@ -1,0 +1,124 @@
+"""The TCA-SpMM schedule: golden vectors, counts on real matrices, a plain loop as oracle, corruptions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spformat.errors import InvariantError
+from spformat.formats.csr import CSR
+from spformat.interop.matrices import read_matrix
+from spformat.preprocess.schedule import WARPS, TCASchedule, tca
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+GOLDEN = json.loads((FIXTURES / "golden" / "tca-schedule.json").read_text())["cases"]
+COUNTS = json.loads((FIXTURES / "matrices" / "counts.json").read_text())
+MATRICES = [name for name in COUNTS if (FIXTURES / "matrices" / name).exists()]
+ARRAYS = ("num_warps_per_row", "row_id_for_each_warp", "warpid_within_row")
+
+
+def csr_of(indptr) -> CSR:
+    """A CSR with this indptr whose rows hold columns 0, 1, 2, .."""
+    indptr = np.asarray(indptr, np.int32)
+    lengths = np.diff(indptr)
+    indices = np.arange(indptr[-1], dtype=np.int32) - np.repeat(indptr[:-1], lengths)
+    return CSR(
+        shape=(lengths.size, int(lengths.max(initial=0))),
+        indptr=indptr,
+        indices=indices.astype(np.int32),
+        data=np.ones(indptr[-1], np.float32),
+    )
+
+
+def next_fit(lengths):
+    """The placement as the specification tells it, one row at a time."""
+    rows, parts, warps = [], [], []
+    for row, d in enumerate(lengths):
+        v = next((w for w, most in ((0, 0), (1, 8), (2, 16), (4, 32), (8, 64)) if d <= most), WARPS * -(-d // 64))
+        p = len(rows) % WARPS
+        if p > 0 and p + v > WARPS:
+            rows += [-1] * (WARPS - p)
+            parts += [-1] * (WARPS - p)
+        rows += [row] * v
+        parts += range(v)
+        warps.append(v)
+    idle = -len(rows) % WARPS
+    return warps, rows + [-1] * idle, parts + [-1] * idle
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=[c["name"] for c in GOLDEN])
+def test_golden(case):
+    schedule = tca(csr_of(case["input"]["indptr"]))
+    for name, expected in case["expect"]["arrays"].items():
+        array = getattr(schedule, name)
+        assert str(array.dtype) == expected["dtype"]
+        assert list(array.shape) == expected["shape"]
+        assert array.tolist() == expected["values"]
+    assert schedule.blocks == case["expect"]["blocks"]
+    for n, count in case["expect"]["mmas"].items():
+        assert schedule.mma_count(int(n)) == count
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_counts_on_real_matrices(name):
+    a, expected = read_matrix(FIXTURES / "matrices" / name), COUNTS[name]
+    schedule = tca(a)
+    assert int(schedule.num_warps_per_row.sum()) == expected["tca_warps"]
+    assert schedule.blocks == expected["tca_blocks_nextfit"]
+    assert schedule.mma_count(128) == expected["tca_mma128"]
+    schedule.validate(a)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from([0, 1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 300]), max_size=60))
+def test_equals_the_loop(lengths):
+    schedule = tca(csr_of(np.concatenate(([0], np.cumsum(lengths)))))
+    found = [getattr(schedule, name).tolist() for name in ARRAYS]
+    assert found == [list(x) for x in next_fit(lengths)]
+
+
+@pytest.mark.parametrize(
+    ("array", "at", "to"),
+    [
+        ("row_id_for_each_warp", 0, 7),
+        ("row_id_for_each_warp", 0, -2),
+        ("row_id_for_each_warp", 1, -1),
+        ("row_id_for_each_warp", 5, 0),
+        ("warpid_within_row", 1, 4),
+        ("warpid_within_row", 0, -2),
+    ],
+)
+def test_validate_reports_what_would_be_an_address(array, at, to):
+    schedule = tca(csr_of([0, 5, 25, 45, 85, 88]))
+    changed = getattr(schedule, array).copy()
+    changed[at] = to
+    broken = dataclasses.replace(schedule, **{array: changed})
+    with pytest.raises(InvariantError) as e:
+        broken.validate()
+    assert e.value.array in ("row_id_for_each_warp", "warpid_within_row")
+
+
+def test_validate_wants_whole_blocks():
+    schedule = tca(csr_of([0, 5]))
+    with pytest.raises(InvariantError, match="multiple of 8"):
+        TCASchedule(
+            schedule.num_warps_per_row, schedule.row_id_for_each_warp[:7], schedule.warpid_within_row[:7]
+        ).validate()
+
+
+def test_validate_against_the_matrix():
+    a = csr_of([0, 5, 25, 45])
+    schedule = tca(a)
+    schedule.validate(a)
+    swapped = schedule.warpid_within_row.copy()
+    swapped[1:3] = swapped[2:0:-1]
+    broken = dataclasses.replace(schedule, warpid_within_row=swapped)
+    broken.validate()  # harmless as addresses
+    with pytest.raises(InvariantError, match="next-fit"):
+        broken.validate(a)
