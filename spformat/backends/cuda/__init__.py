@@ -13,6 +13,9 @@ from .spmm_ell_buckets import SpmmELLBuckets
 from .spmm_sr_bcrs import SpmmSRBCRS
 from .spmm_sr_bcrs_tc import SpmmSRBCRSTensor
 from .spmm_two_four import SpmmTwoFour
+from .spmm_vector_nm import SpmmVectorNM
+from .spmm_vector_nm_mma import SpmmVectorNMTensor
+from .spmm_vector_nm_sm90a import SpmmVectorNMSm90a
 
 KERNELS: tuple[Kernel, ...] = (
     SpmmBSR(),
@@ -23,6 +26,9 @@ KERNELS: tuple[Kernel, ...] = (
     SpmmSRBCRS(),
     SpmmBitmask(),
     SpmmTwoFour(),
+    SpmmVectorNMSm90a(),
+    SpmmVectorNMTensor(),
+    SpmmVectorNM(),
 )
 """One line per kernel; for a format, the best comes first."""
 

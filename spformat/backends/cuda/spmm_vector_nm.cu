@@ -1,0 +1,139 @@
+// C[M,N] = A[M,K] @ B[K,N], A vector n:m (NM-SpMM), on the CUDA cores: any vector length, exact order of sums, no tensor
+// cores. Also the two small kernels that go before and after a product: transpose_rows and sum_splits.
+//
+//   shape, records   see vector_nm.cuh
+//   data             T[W, Mp], k-major; the pitch a multiple of 16
+//   B                T, rows pitch_b bytes apart; pointer and pitch multiples of 16
+//   C                Out, element (m, n) at m*step_m + n*step_n, one step is 1; or, splits > 1, Sum[splits, M, N]
+//
+// Grid (row tiles * column tiles, 1, splits), row tiles fastest; block 32*WARPS_M*WARPS_N threads.
+// Blocking as in NM-SpMM: a warp covers 32 rows x 64 columns, a thread 8 rows x 8 columns. TR = rows of a thread that share
+// their columns (1, 2, 4, 8): a thread reads B once per TR rows. shape.group_rows is a multiple of TR.
+// Sums are Sum (float, or double for double), in ascending k.
+#include "spformat/vector_nm.cuh"
+
+namespace spformat::vector_nm {
+
+template <class T> struct alignas(4 * sizeof(T)) Four {
+    T v[4];
+};
+template <class Out, class Sum> __device__ __forceinline__ Out rounded(Sum x) {
+    if constexpr (same_type<Out, Sum>::value) return x;
+    else return from_float<Out>(x);
+}
+template <class Sum, class T> __device__ __forceinline__ Sum widened(T x) {
+    if constexpr (same_type<T, Sum>::value) return x;
+    else return to_float(x);
+}
+
+template <class T, class Sum, class Out, int TR, int WARPS_M, int WARPS_N, int STAGES, bool PACKED>
+__global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, sizeof(Sum) == 8 || TR < 4 ? 1 : 16 / (WARPS_M * WARPS_N))
+spmm_vector_nm(const Shape s, const T* __restrict__ data, const u32* __restrict__ records,
+               const T* __restrict__ B, Out* __restrict__ C, int N, u32 pitch_b, i64 step_m, i64 step_n, i64 split_stride) {
+    constexpr int BM = 32 * WARPS_M, BN = 64 * WARPS_N, THREADS = 32 * WARPS_M * WARPS_N;
+    static_assert(TR == 1 || TR == 2 || TR == 4 || TR == 8, "a thread's 8 rows are whole runs of TR rows");
+    extern __shared__ __align__(128) unsigned char shared[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int row_tile = blockIdx.x % s.row_tiles, m0 = row_tile * BM, n0 = blockIdx.x / s.row_tiles * BN;
+    const int first = blockIdx.z * s.k_per_split, last = min(first + s.k_per_split, s.k_tiles);
+    const int m = warp / WARPS_N * 32 + lane / 8 * 8, n = warp % WARPS_N * 64 + lane % 8 * 4;  // and n + 32
+    const u32 base = shared_address(shared);
+
+    Sum acc[8][8] = {};
+    for_each_k_tile<T, BM, BN, THREADS, STAGES, 0, PACKED>(
+        s, shared, data, records, B, pitch_b, N, row_tile, m0, n0, s.group_rows, first, last,
+        [&](u32 b_lines, u32 a_lines, u32 record) {
+            const T* b = reinterpret_cast<const T*>(shared + (b_lines - base)) + n;
+            const T* a = reinterpret_cast<const T*>(shared + (a_lines - base)) + m;
+            const u32* ranks[8 / TR];
+#pragma unroll
+            for (int i = 0; i < 8 / TR; ++i)
+                ranks[i] = reinterpret_cast<const u32*>(shared + (record - base)) + (m + i * TR) / s.group_rows * s.slots;
+#pragma unroll 4
+            for (int k = 0; k < s.slots; ++k) {
+                const Four<T> a0 = *reinterpret_cast<const Four<T>*>(a + k * BM);
+                const Four<T> a1 = *reinterpret_cast<const Four<T>*>(a + k * BM + 4);
+                Sum av[8], bv[8];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) av[i] = widened<Sum>(a0.v[i]), av[4 + i] = widened<Sum>(a1.v[i]);
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    if (i % TR == 0) {
+                        const T* line = b + (ranks[i / TR][k] & NONE) * BN;
+                        const Four<T> b0 = *reinterpret_cast<const Four<T>*>(line);
+                        const Four<T> b1 = *reinterpret_cast<const Four<T>*>(line + 32);
+#pragma unroll
+                        for (int j = 0; j < 4; ++j) bv[j] = widened<Sum>(b0.v[j]), bv[4 + j] = widened<Sum>(b1.v[j]);
+                    }
+#pragma unroll
+                    for (int j = 0; j < 8; ++j) acc[i][j] += av[i] * bv[j];
+                }
+            }
+        });
+
+    C += blockIdx.z * split_stride;
+    constexpr int E = 16 / sizeof(Out) < 4 ? 16 / sizeof(Out) : 4;
+    const bool wide = step_n == 1 && step_m % 4 == 0 && reinterpret_cast<u64>(C) % (4 * sizeof(Out)) == 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        if (m0 + m + i >= s.M) break;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int column = n0 + n + 32 * h;
+            Out* out = C + (m0 + m + i) * step_m + column * step_n;
+            if (wide && column + 4 <= N) {
+                struct alignas(E * sizeof(Out)) Part { Out v[E]; };
+#pragma unroll
+                for (int q = 0; q < 4 / E; ++q) {
+                    Part part;
+#pragma unroll
+                    for (int e = 0; e < E; ++e) part.v[e] = rounded<Out>(acc[i][4 * h + q * E + e]);
+                    reinterpret_cast<Part*>(out)[q] = part;
+                }
+            } else {
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    if (column + e < N) out[e * step_n] = rounded<Out>(acc[i][4 * h + e]);
+            }
+        }
+    }
+}
+
+// to[r, c] (row pitch `pitch`, c < padded) = from at r*step_r + c*step_c, zero for c >= cols: brings B to aligned rows.
+// Grid (cdiv(padded, 64), cdiv(rows, 64)); block 256 threads. One of the steps is 1.
+template <class T>
+__global__ void __launch_bounds__(256) copy_to_rows(const T* __restrict__ from, T* __restrict__ to, int rows, int cols,
+                                                    int padded, i64 step_r, i64 step_c, i64 pitch) {
+    __shared__ T tile[64][64 + (sizeof(T) == 2 ? 2 : 1)];
+    const int x = threadIdx.x % 64, y = threadIdx.x / 64;
+    for (i64 r0 = static_cast<i64>(blockIdx.y) * 64; r0 < rows; r0 += static_cast<i64>(gridDim.y) * 64) {
+        const i64 c0 = static_cast<i64>(blockIdx.x) * 64;
+        const bool along = step_c == 1;  // read along the unit stride, write along rows
+        for (int i = y; i < 64; i += 4) {
+            const int a = along ? i : x, b = along ? x : i;
+            const i64 r = r0 + a, c = c0 + b;
+            tile[a][b] = r < rows && c < cols ? from[r * step_r + c * step_c] : T(0);
+        }
+        __syncthreads();
+        for (int i = y; i < 64; i += 4)
+            if (r0 + i < rows && c0 + x < padded) to[(r0 + i) * pitch + c0 + x] = tile[i][x];
+        __syncthreads();
+    }
+}
+
+// C[m, n] = parts[0] + parts[1] + .. in this order. Grid any; block 256 threads. parts: Sum[splits, M, N].
+template <class Sum, class Out>
+__global__ void __launch_bounds__(256) sum_splits(const Sum* __restrict__ parts, Out* __restrict__ C, int splits, int M, int N,
+                                                  i64 step_m, i64 step_n) {
+    const i64 size = static_cast<i64>(M) * N;
+    const i64 stride = static_cast<i64>(gridDim.x) * 256;
+    for (i64 i = blockIdx.x * 256 + threadIdx.x; i < size; i += stride) {
+        // Neighbouring threads write neighbouring elements of C.
+        const i64 m = step_n == 1 ? i / N : i % M, n = step_n == 1 ? i % N : i / M;
+        Sum sum = parts[m * N + n];
+        for (int p = 1; p < splits; ++p) sum += parts[p * size + m * N + n];
+        C[m * step_m + n * step_n] = rounded<Out>(sum);
+    }
+}
+
+}  // namespace spformat::vector_nm

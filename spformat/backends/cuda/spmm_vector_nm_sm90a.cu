@@ -1,0 +1,140 @@
+// C[M,N] = A[M,K] @ B[K,N], A vector n:m (NM-SpMM) with 128 or more rows per vector, on Hopper's warpgroup instructions.
+//
+//   a_map    TMA map of data T[W, Mp], boxes of 64 k x 64 rows, 128-byte swizzle
+//   columns  int[Q, columns_ld]   column of every kept vector of a row group; -1: none, or past K (a zero row is used)
+//   B        T, rows pitch_b bytes apart; pointer and pitch multiples of 16
+//   C        Out, element (m, n) at m*step_m + n*step_n, one step is 1; or, splits > 1, float[splits, M, N] partial sums
+//
+// A tile of 128 rows has one list of columns, so behind the loader this is a dense product whose K is the number of kept
+// vectors. Hopper cannot gather rows with TMA: one warpgroup fetches them with 16-byte cp.async (a warp per row of B), and
+// A, which is contiguous, comes by TMA. Two warpgroups multiply, 64 rows x BN columns each. Both operands are contiguous
+// along rows and columns, not along k ("MN-major"). Persistent: a CTA takes tiles (row tiles fastest, then columns, then
+// splits) blockIdx.x, + gridDim.x, ..; the loader runs ahead into the next tile while C is written. Block 384 threads.
+#include "spformat/tma.cuh"
+#include "spformat/vector_nm.cuh"
+#include "spformat/wgmma.cuh"
+
+namespace spformat::vector_nm {
+
+struct Gathered {  // ctypes twin: spmm_vector_nm_sm90a.Gathered
+    int M, K, group_rows, columns_ld, k_tiles, k_per_split, row_tiles, splits;
+};
+
+constexpr int DEPTH = 64, ROWS = 128;  // k and rows of a stage
+
+template <class T, class Out, int BN, int STAGES>
+__global__ void __launch_bounds__(384, 1)
+spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, const int* __restrict__ columns,
+                     const T* __restrict__ B, Out* __restrict__ C, int N, u32 pitch_b, i64 step_m, i64 step_n, i64 split_stride) {
+    static_assert(sizeof(T) == 2, "16-bit values");
+    static_assert(BN == 64 || BN == 128 || BN == 256, "whole 64-column groups, at most one instruction wide");
+    constexpr int A_BYTES = DEPTH * ROWS * 2, B_BYTES = DEPTH * BN * 2, STAGE = A_BYTES + B_BYTES;
+    constexpr int BLOCK = DEPTH * 128;  // bytes of 64 k x 64 columns
+    constexpr int AHEAD = STAGES - 2;   // stages being gathered behind the one being announced
+    extern __shared__ __align__(1024) unsigned char shared[];
+    constexpr int PART = sizeof(Out) == 2 ? 64 : 32, PITCH = PART + 16 / sizeof(Out);  // C leaves in strips of 16 x PART
+    constexpr int STRIPS = 8 * 16 * PITCH * sizeof(Out);
+    const u32 base = shared_address(shared), full = base + STAGES * STAGE + STRIPS, empty = full + 8 * STAGES;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) barrier::init(full + 8 * i, 5), barrier::init(empty + 8 * i, 8);
+        barrier::fence_init();
+    }
+    __syncthreads();
+    const int col_tiles = cdiv(N, BN), tiles = s.row_tiles * col_tiles, items = tiles * s.splits;
+
+    if (warp >= 8) {  // the loader: warps 8 .. 11
+        give_registers<56>();
+        const int w = warp - 8;
+        u32 produced = 0;  // stages filled since the start
+        auto announce = [&](u32 number) {  // this thread's part of that stage has landed
+            tma::fence_shared();
+            __syncwarp();
+            if (lane == 0) barrier::arrive(full + 8 * (number % STAGES));
+        };
+        for (int item = blockIdx.x; item < items; item += gridDim.x) {
+            const int split = item / tiles, tile = item % tiles, row_tile = tile % s.row_tiles;
+            const int first = split * s.k_per_split, last = min(first + s.k_per_split, s.k_tiles);
+            constexpr int CHUNKS = BN / 8, STEP = 32 / CHUNKS;  // STEP rows of B per instruction of a warp
+            const int chunk = lane % CHUNKS, n = tile / s.row_tiles * BN + chunk * 8;
+            const unsigned char* from = reinterpret_cast<const unsigned char*>(B + n);
+            const int width = min(max(N - n, 0), 8) * 2;
+            const int* list = columns + static_cast<i64>(row_tile * ROWS / s.group_rows) * s.columns_ld + w * 16;
+            int next = first < last ? __ldg(list + first * DEPTH + lane % 16) : 0;
+            for (int k = first; k < last; ++k, ++produced) {
+                const u32 stage = produced % STAGES, to = base + stage * STAGE;
+                const int mine = next;
+                if (k + 1 < last) next = __ldg(list + (k + 1) * DEPTH + lane % 16);
+                if (produced >= STAGES) barrier::wait(empty + 8 * stage, produced / STAGES - 1 & 1);
+                if (w == 0 && lane == 0) {
+                    barrier::expect(full + 8 * stage, A_BYTES);
+                    tma::load_2d(to, a_map, full + 8 * stage, row_tile * ROWS, k * DEPTH);
+                    tma::load_2d(to + BLOCK, a_map, full + 8 * stage, row_tile * ROWS + 64, k * DEPTH);
+                }
+                const u32 lines = to + A_BYTES + chunk / 8 * BLOCK;
+#pragma unroll
+                for (int i = 0; i < 16 / STEP; ++i) {
+                    const int at = i * STEP + lane / CHUNKS, row = w * 16 + at;
+                    const int column = __shfl_sync(0xFFFFFFFF, mine, at);
+                    const int valid = column >= 0 ? width : 0;
+                    cp_async_16(lines + row * 128 + ((chunk ^ row) % 8) * 16, from + static_cast<u64>(column & ~(column >> 31)) * pitch_b, valid);
+                }
+                cp_async_commit();
+                if (produced >= AHEAD) {
+                    cp_async_wait<AHEAD>();
+                    announce(produced - AHEAD);
+                }
+            }
+        }
+        cp_async_wait<0>();
+        for (u32 number = produced < AHEAD ? 0 : produced - AHEAD; number < produced; ++number) announce(number);
+    } else {
+        take_registers<224>();
+        const int group = warp / 4;
+        Out* strip = reinterpret_cast<Out*>(shared + STAGES * STAGE) + warp * 16 * PITCH;
+        u32 consumed = 0;
+        for (int item = blockIdx.x; item < items; item += gridDim.x) {
+            const int split = item / tiles, tile = item % tiles;
+            const int m0 = tile % s.row_tiles * ROWS + warp * 16, n0 = tile / s.row_tiles * BN;
+            const int first = split * s.k_per_split, last = min(first + s.k_per_split, s.k_tiles);
+            float acc[BN / 2] = {};
+            for (int k = first; k < last; ++k, ++consumed) {
+                const u32 stage = consumed % STAGES, from = base + stage * STAGE;
+                barrier::wait(full + 8 * stage, consumed / STAGES & 1);
+                const u64 a = wgmma::descriptor(from + group * BLOCK, BLOCK, 1024, wgmma::B128);
+                const u64 b = wgmma::descriptor(from + A_BYTES, BLOCK, 1024, wgmma::B128);
+                wgmma::pin(acc);
+                wgmma::fence();
+#pragma unroll
+                for (int i = 0; i < DEPTH / 16; ++i)  // 16 k = two groups of 8: 2048 bytes, 128 units of a descriptor
+                    wgmma::ss<T, BN, 1, 1>(acc, a + i * 128, b + i * 128);
+                wgmma::commit();
+                wgmma::pin(acc);
+                wgmma::wait<1>();
+                if (k > first && lane == 0) barrier::arrive(empty + 8 * ((consumed - 1) % STAGES));
+            }
+            wgmma::wait<0>();
+            wgmma::pin(acc);
+            if (last > first && lane == 0) barrier::arrive(empty + 8 * ((consumed - 1) % STAGES));
+
+            const Target<Out> target{C + split * split_stride, step_m, step_n, s.M, N};
+#pragma unroll
+            for (int part = 0; part < BN / PART; ++part) {
+#pragma unroll
+                for (int j = 0; j < PART / 8; ++j)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        const float x = acc[(part * PART / 8 + j) * 4 + 2 * h], y = acc[(part * PART / 8 + j) * 4 + 2 * h + 1];
+                        Out* out = strip + (lane / 4 + 8 * h) * PITCH + 8 * j + lane % 4 * 2;
+                        if constexpr (sizeof(Out) == 2) *reinterpret_cast<u32*>(out) = pack2<Out>(x, y);
+                        else *reinterpret_cast<float2*>(out) = make_float2(x, y);
+                    }
+                __syncwarp();
+                store_warp_tile<PART>(target, strip, 16, PITCH, m0, n0 + part * PART, lane);
+                __syncwarp();
+            }
+        }
+    }
+}
+
+}  // namespace spformat::vector_nm

@@ -1,0 +1,113 @@
+"""SpMM on vector n:m (NM-SpMM), vectors of 128 rows or more, on Hopper's wgmma.  Kernel: spmm_vector_nm_sm90a.cu.
+
+bf16 and fp16. A tile of 128 rows has one list of columns: rows of B are gathered into shared memory, and the rest is a
+dense product over the kept vectors only. Sums are float32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+from ...arrays import Array, ceil_div, namespace, round_up
+from ...problem import Plan, Problem, reasons
+from . import launch, tensor_map
+from .vector_nm_launch import C_TYPES, Choice, aligned_data, launcher, pattern, refusals
+from .vector_nm_tiles import Pattern
+
+DEPTH, ROWS = 64, 128
+"""Kept vectors and rows of a stage; twins of the kernel's constants."""
+
+
+class Gathered(ctypes.Structure):
+    """Twin of ``vector_nm::Gathered``."""
+
+    _fields_ = [
+        (name, ctypes.c_int32)
+        for name in ("M", "K", "group_rows", "columns_ld", "k_tiles", "k_per_split", "row_tiles", "splits")
+    ]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Columns of a tile and ring stages."""
+
+    cols: int
+    stages: int
+
+    def smem(self) -> int:
+        """Bytes: the ring, the strips C leaves through (8 warps x 16 rows x 144 bytes), the barriers."""
+        return self.stages * DEPTH * 2 * (ROWS + self.cols) + 8 * 16 * 144 + 16 * self.stages
+
+    def __str__(self) -> str:
+        return f"{ROWS}x{self.cols}x{DEPTH}"
+
+
+TILES = (Tile(256, 4), Tile(128, 6), Tile(64, 6))
+"""Widest first."""
+
+
+def choose_tile(p: Problem) -> Tile:
+    """The widest tile that N fills and that leaves no processor idle; then K is split."""
+    n = max(p.n, 1)
+    fitting = [t for t in TILES if t.cols <= n] or [TILES[-1]]
+    row_tiles = ceil_div(p.M, ROWS)
+    return next((t for t in fitting if row_tiles * ceil_div(n, t.cols) >= 100), fitting[-1])
+
+
+def gathered_columns(indices: Array, pattern: Pattern) -> Array:
+    """int32[Q, W padded to a multiple of DEPTH]: the column of every kept vector; -1 where there is none inside K."""
+    xp, (W, Q) = namespace(indices), indices.shape
+    columns = xp.full((Q, round_up(W, DEPTH)), -1, "int32")
+    windows = xp.arange(W, dtype="int64") // pattern.n * pattern.m
+    at = windows + indices.T
+    columns[:, :W] = xp.where(at < pattern.K, at, -1)
+    return columns
+
+
+class SpmmVectorNMSm90a:
+    """``out = A @ B`` for A in VectorNM with a vector length that is a multiple of 128, on sm_90a only."""
+
+    name = "cuda.spmm_vector_nm_sm90a"
+    formats = frozenset({"vector-nm"})
+    archs = ("sm_90a",)
+
+    def unsupported(self, p: Problem) -> list[str]:
+        length = p.p["vector_length"]
+        return refusals(p, ("bfloat16", "float16")) + reasons(
+            (p.device == "cuda" and p.sm != 90, f"needs sm_90a (wgmma), got {p.sm_name}"),
+            (length % ROWS, f"vector_length must be a multiple of {ROWS} (one column list per tile), got {length}"),
+            (p.M * p.K == 0, f"A must not be empty (a TMA map has no zero extents), got {p.M}x{p.K}"),
+        )
+
+    def instances(self) -> tuple[str, ...]:
+        """C++ names that the compile tests build."""
+        return (
+            instance("bfloat16", "__nv_bfloat16", TILES[0]),
+            instance("float16", "float", TILES[1]),
+            instance("float16", "__half", TILES[2]),
+        )
+
+    def plan(self, a: Any, p: Problem) -> Plan:
+        form, tile, data = pattern(p), choose_tile(p), aligned_data(a)
+        columns = gathered_columns(a.indices, form)
+        W, Mp = data.shape
+        a_map = tensor_map.tiled(data.data.ptr, p.a_dtype, (Mp, W), (Mp,), (64, DEPTH), 128)
+        row_tiles, k_tiles = ceil_div(p.M, ROWS), columns.shape[1] // DEPTH
+
+        def head(splits: int, per_split: int) -> tuple[Any, ...]:
+            shape = Gathered(p.M, p.K, form.vector_length, columns.shape[1], k_tiles, per_split, row_tiles, splits)
+            return a_map, shape, columns
+
+        choice = Choice(
+            source="spmm_vector_nm_sm90a.cu", archs=self.archs, cols=tile.cols, threads=384, row_tiles=row_tiles,
+            k_tiles=k_tiles, instance=lambda out: instance(p.a_dtype, out, tile), smem=lambda _: tile.smem(), head=head,
+            signature=(tensor_map.TensorMap, Gathered, "P"), persistent=True, keep=data,
+        )  # fmt: skip
+        return launch.device_plan(self.name, p, launcher(p, choice), f"{tile}", columns.nbytes)
+
+
+def instance(dtype: str, out: str, tile: Tile) -> str:
+    """C++ name of the kernel."""
+    return f"spformat::vector_nm::spmm_vector_nm_sm90a<{C_TYPES[dtype]}, {out}, {tile.cols}, {tile.stages}>"

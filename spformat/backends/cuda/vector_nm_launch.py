@@ -1,0 +1,252 @@
+"""From a VectorNM on the device to a launch closure: what the vector n:m kernels do alike around their own function.
+
+B reaches the kernels as aligned rows (pointer and pitch multiples of 16 bytes). A column-major or unaligned B is first
+copied into the plan's workspace. A product with too few tiles for the device is split along K, and the parts are summed
+in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from ...arrays import ceil_div, round_up
+from ...errors import InternalError
+from ...problem import COL, ROW, Problem, reasons
+from . import jit, launch
+from .vector_nm_tiles import Pattern, Records, Shape, records
+
+C_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float", "float64": "double"}
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+SHARED_LIMIT = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
+"""Kilobytes of shared memory a block may have, by compute capability."""
+PLAIN_SOURCE = "spmm_vector_nm.cu"
+_COPY_WORDS = {2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
+_GRID_Y_MAX = 65535
+_INT32_MAX = 2**31 - 1
+_PITCH_MAX = 2**31
+"""Kernels take the bytes between rows of data and of B as 32-bit numbers."""
+
+
+def shared_limit(sm: int | None) -> int:
+    """Bytes of shared memory a block may have on a device; the smallest known where it is not listed."""
+    return 1024 * SHARED_LIMIT.get(sm or 0, 99)
+
+
+def pattern(p: Problem) -> Pattern:
+    """The pattern of a problem."""
+    q = p.p
+    return Pattern(p.M, p.K, q["n"], q["m"], q["vector_length"])
+
+
+def refusals(p: Problem, dtypes: tuple[str, ...]) -> list[str]:
+    """What every vector n:m kernel refuses; ``dtypes``: the value types it takes."""
+    outs = (p.a_dtype, "float32") if ITEMSIZE.get(p.a_dtype) == 2 else (p.a_dtype,)
+    return reasons(
+        (p.device != "cuda", f"operands are on {p.device}; move them with .to('cuda')"),
+        (p.device == "cuda" and (p.sm is None or p.sm < 80), f"needs sm_80 or newer, got {p.sm_name}"),
+        (p.a_dtype not in dtypes, f"a.dtype must be one of {', '.join(dtypes)}, got {p.a_dtype}"),
+        (p.b_dtype != p.a_dtype, f"b.dtype must equal a.dtype ({p.a_dtype}), got {p.b_dtype}"),
+        (p.out_dtype not in outs, f"out.dtype must be {' or '.join(outs)}, got {p.out_dtype}"),
+        (p.b_layout not in (ROW, COL), f"B must have unit stride along one axis, got layout {p.b_layout!r}"),
+        (p.out_layout not in (ROW, COL), f"out must have unit stride along one axis, got layout {p.out_layout!r}"),
+        (p.M * ITEMSIZE.get(p.a_dtype, 8) >= _PITCH_MAX - 8192, f"a row of data must stay below 2 GiB, got M = {p.M}"),
+        (max(p.M, p.K) > _INT32_MAX - 1024, f"M and K must stay below 2^31 - 1024, got {p.M} and {p.K}"),
+    )
+
+
+class Workspace:
+    """Device memory a plan owns, one buffer per stream (so that runs on two streams do not meet), grown when needed."""
+
+    def __init__(self, device_id: int) -> None:
+        self._device_id = device_id
+        self._held: dict[int, Any] = {}
+
+    def __call__(self, size: int, stream: int) -> int:
+        """A device pointer to at least ``size`` bytes that stays valid for this stream's next launches."""
+        import cupy
+
+        held = self._held.get(stream)
+        if held is None or held.size < size:
+            with cupy.cuda.Device(self._device_id):
+                held = self._held[stream] = cupy.empty(round_up(size, 512), "uint8")
+        return int(held.data.ptr)
+
+
+class AlignedRows:
+    """B as rows whose pointer and pitch are multiples of 16 bytes: itself, or a copy made on the same stream."""
+
+    def __init__(self, p: Problem) -> None:
+        self._size, self._rows, self._col = ITEMSIZE[p.b_dtype], p.K, p.b_layout == COL
+        self._workspace = Workspace(p.device_id)
+        self._where = (jit.architecture(p.sm or 80, ()), p.device_id)
+        self._copy: launch.Launch | None = None
+
+    def __call__(self, x: launch.Operands) -> tuple[int, int]:
+        """(pointer, bytes between rows)"""
+        size = self._size
+        if not self._col and x.b % 16 == 0 and x.ldb * size % 16 == 0 and x.ldb * size < _PITCH_MAX:
+            return x.b, x.ldb * size
+        pitch = round_up(x.n, 16 // size)
+        if self._rows == 0:
+            return x.b, pitch * size
+        to = self._workspace(self._rows * pitch * size, x.stream)
+        if self._copy is None:
+            instance = f"spformat::vector_nm::copy_to_rows<{_COPY_WORDS[size]}>"
+            self._copy = launch.Launch(jit.load(PLAIN_SOURCE, instance, *self._where), "PPiiiqqq", (), 256)
+        step_r, step_c = (1, x.ldb) if self._col else (x.ldb, 1)
+        grid = (ceil_div(pitch, 64), min(ceil_div(self._rows, 64), _GRID_Y_MAX), 1)
+        self._copy(grid, x.stream, x.b, to, self._rows, x.n, pitch, step_r, step_c, pitch)
+        return to, pitch * size
+
+
+def aligned_data(a: Any) -> Any:
+    """``a.data`` with rows and pointer on 16-byte boundaries: itself, or a zero-padded copy (odd vector lengths)."""
+    import cupy
+
+    data, size = a.data, a.data.dtype.itemsize
+    if data.shape[1] * size % 16 == 0 and data.data.ptr % 16 == 0:
+        return data
+    padded = cupy.zeros((data.shape[0], round_up(data.shape[1], 16 // size)), f"uint{8 * size}")
+    padded[:, : data.shape[1]] = data.view(padded.dtype)
+    return padded
+
+
+class TileSize(Protocol):
+    """What ``fit`` reads of a kernel's tile."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def depth(self) -> int:
+        """Columns of A wanted in a k tile."""
+        ...
+
+    @property
+    def group_limit(self) -> int:
+        """Most rows a group of slots may have."""
+        ...
+
+    def smem(self, itemsize: int, staged: int, slots: int, record: int) -> int: ...
+
+
+_Tile = TypeVar("_Tile", bound=TileSize)
+
+
+def fit(tiles: Iterable[_Tile], indices: Any, p: Problem, *, step: int, banks: int) -> tuple[_Tile, Records, int]:
+    """The first tile whose stages fit in shared memory, its records and rows per group.
+
+    Whole windows first, packed when the share says so or when there is no room for all rows of B; then, for wide
+    windows, fewer and fewer vectors of a window, which always fit in the end.
+    """
+    form, size, limit = pattern(p), ITEMSIZE[p.a_dtype], shared_limit(p.sm)
+    tiles = tuple(tiles)
+    whole = [(t, form.windows_per_tile(step, t.depth) * form.n) for t in tiles]
+    parts = [(t, kept) for kept in (64, 32, 16, 8, 4, 1) for t in tiles if kept % step == 0 or kept < step]
+    for tile, kept in whole + parts:
+        group = form.group_rows(tile.group_limit)
+        slots, groups = round_up(kept, step), tile.rows // group
+        width = kept // form.n * form.m if kept % form.n == 0 else form.m * (kept // form.n + 2)
+        roomy = tile.smem(size, width, slots, groups * slots + width + 4) <= limit
+        if not roomy and tile.smem(size, kept, slots, groups * slots + kept) > limit:
+            continue
+        made = records(
+            indices, form, tile_rows=tile.rows, group_rows=group, kept=kept, step=step,
+            banks=banks if group >= 8 else 1, packed=None if roomy else True,
+        )  # fmt: skip
+        if tile.smem(size, made.staged, made.slots, int(made.words.shape[2])) <= limit:
+            return tile, made, group
+    raise InternalError(f"vector-nm: no tile fits in {limit} bytes of shared memory for {p}")
+
+
+def choose_splits(tiles: int, k_tiles: int, processors: int) -> int:
+    """Parts along K so that the grid fills the device about once; a part keeps at least four k tiles."""
+    if tiles * 2 > processors:
+        return 1
+    return max(1, min(processors // max(1, tiles), k_tiles // 4, 32))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a kernel decided: its function by output type, its tile and its leading arguments."""
+
+    source: str
+    archs: tuple[str, ...]
+    instance: Callable[[str], str]
+    """C++ name of the function that writes a C type."""
+    cols: int
+    """Columns of a tile."""
+    threads: int
+    smem: Callable[[int], int]
+    """Bytes of shared memory for an output item size."""
+    row_tiles: int
+    k_tiles: int
+    signature: tuple[Any, ...]
+    head: Callable[[int, int], tuple[Any, ...]]
+    """The arguments before B, by splits and k tiles per split; ``signature`` names their types."""
+    persistent: bool = False
+    """Whether blocks take tiles in turn, so that one per processor is enough."""
+    keep: Any = None
+    """An array only its address is in ``head``."""
+
+
+def records_choice(a: Any, p: Problem, made: Records, **rest: Any) -> Choice:
+    """The Choice of a kernel that reads records; its arguments begin with shape, data and records."""
+    data, W = aligned_data(a), int(a.indices.shape[0])
+    row_tiles, k_tiles = made.words.shape[:2]
+
+    def head(splits: int, per_split: int) -> tuple[Any, ...]:
+        return made.shape(pattern(p), int(data.strides[0]), W, per_split), data, made.words
+
+    return Choice(row_tiles=row_tiles, k_tiles=k_tiles, signature=(Shape, "P", "P"), head=head, **rest)
+
+
+def launcher(p: Problem, choice: Choice) -> Callable[[launch.Operands], None]:
+    """The launch closure of a plan."""
+    import cupy
+
+    row_tiles, cols, threads = choice.row_tiles, choice.cols, choice.threads
+    processors = cupy.cuda.Device(p.device_id).attributes["MultiProcessorCount"]
+    wanted = choose_splits(row_tiles * ceil_div(max(p.n, 1), cols), choice.k_tiles, processors)
+    per_split = max(1, ceil_div(choice.k_tiles, wanted))
+    splits = max(1, ceil_div(choice.k_tiles, per_split))
+    out_type = C_TYPES[p.out_dtype]
+    sum_type = "double" if p.a_dtype == "float64" else "float"
+    written = sum_type if splits > 1 else out_type
+    size = {"double": 8, "float": 4}.get(written, 2)
+    arch = jit.architecture(p.sm or 80, choice.archs)
+    function = jit.load(choice.source, choice.instance(written), arch, p.device_id, choice.smem(size))
+    product = launch.Launch(
+        function, (*choice.signature, *"PPiiqqq"), choice.head(splits, per_split), threads, choice.smem(size)
+    )
+    rows_of_b = AlignedRows(p)
+    c_col, M, keep = p.out_layout == COL, p.M, choice.keep
+
+    def grid(n: int) -> tuple[int, int, int]:
+        tiles = row_tiles * ceil_div(n, cols)
+        return (min(tiles * splits, processors), 1, 1) if choice.persistent else (tiles, 1, splits)
+
+    if splits == 1:
+
+        def run(x: launch.Operands, keep: Any = keep) -> None:
+            b, pitch = rows_of_b(x)
+            steps = (1, x.ldc) if c_col else (x.ldc, 1)
+            product(grid(x.n), x.stream, b, x.c, x.n, pitch, *steps, 0)
+
+        return run
+
+    instance = f"spformat::vector_nm::sum_splits<{sum_type}, {out_type}>"
+    total = launch.Launch(
+        jit.load(PLAIN_SOURCE, instance, jit.architecture(p.sm or 80, ()), p.device_id), "PPiiiqq", (), 256
+    )
+    parts = Workspace(p.device_id)
+
+    def run_split(x: launch.Operands, keep: Any = keep) -> None:
+        b, pitch = rows_of_b(x)
+        partial = parts(splits * M * x.n * size, x.stream)
+        product(grid(x.n), x.stream, b, partial, x.n, pitch, x.n, 1, M * x.n)
+        steps = (1, x.ldc) if c_col else (x.ldc, 1)
+        total((min(ceil_div(M * x.n, 256), 8 * processors), 1, 1), x.stream, partial, x.c, splits, M, x.n, *steps)
+
+    return run_split

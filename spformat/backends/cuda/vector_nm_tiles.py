@@ -1,0 +1,159 @@
+"""What the vector n:m kernels read beside ``data``: one record of slots per (row tile, k tile).  Device: vector_nm.cuh.
+
+A kernel stages the rows of B that a tile of A needs in shared memory, once for all row groups of the tile, and every
+kept vector names its staged row. The paper packs for one tile; the tile that suits depends on the kernel, the value
+type and the size of the problem, so a plan derives the records for its own tile from ``indices`` (numpy or CuPy, same
+result).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...arrays import Array, ceil_div, namespace, round_up
+
+NONE, NO_ROW = 0xFFFF, 0xFFFFFFFF
+MAX_PACKED_SHARE = 0.8
+"""Packing is chosen below this share of a tile's columns: the last fifth of the loads is not worth the indirection."""
+
+
+class Shape(ctypes.Structure):
+    """The kernels' first parameter; twin of ``vector_nm::Shape``."""
+
+    _fields_ = [("data_pitch", ctypes.c_uint32)] + [
+        (name, ctypes.c_int32)
+        for name in (
+            "M", "K", "W", "tile_cols", "tile_kept", "slots", "staged", "record", "k_tiles", "k_per_split",
+            "row_tiles", "group_rows",
+        )
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """The params of a VectorNM that matter here, and the shape."""
+
+    M: int
+    K: int
+    n: int
+    m: int
+    vector_length: int
+
+    def group_rows(self, limit: int) -> int:
+        """Rows that share columns, cut so that groups tile ``limit`` rows (a power of two)."""
+        return math.gcd(self.vector_length, limit)
+
+    def windows_per_tile(self, step: int, columns: int) -> int:
+        """Windows in a k tile of about ``columns`` columns: as few wasted slots (padding to ``step``) as possible."""
+        most = max(1, columns // self.m)
+        waste = {w: round_up(w * self.n, step) / (w * self.n) for w in range(1, most + 1)}
+        return max(waste, key=lambda w: (-round(waste[w], 2), w))
+
+
+@dataclass(frozen=True)
+class Records:
+    """The records of a matrix for one tile, and what they say."""
+
+    words: Array
+    """uint32[row tiles, k tiles, record]"""
+    tile_cols: int
+    tile_kept: int
+    slots: int
+    staged: int
+    packed: bool
+    group_rows: int
+    share: float
+    """Share of a tile's columns that it needs."""
+
+    def shape(self, pattern: Pattern, data_pitch: int, W: int, per_split: int) -> Shape:
+        """The kernel's first parameter when a block covers ``per_split`` k tiles."""
+        row_tiles, k_tiles, record = self.words.shape
+        return Shape(
+            data_pitch, pattern.M, pattern.K, W, self.tile_cols, self.tile_kept, self.slots, self.staged, record,
+            k_tiles, per_split, row_tiles, self.group_rows,
+        )  # fmt: skip
+
+
+def records(
+    indices: Array, pattern: Pattern, *, tile_rows: int, group_rows: int, kept: int, step: int, banks: int,
+    packed: bool | None = None,
+) -> Records:  # fmt: skip
+    """Records for tiles of ``tile_rows`` rows and ``kept`` kept vectors of each row group.
+
+    indices     uint8[W, Q], as in the format
+    group_rows  rows per group of slots: divides both the vector length and tile_rows
+    kept        whole windows (a multiple of n), or any number: then the tile is packed
+    step        slots are padded to a multiple of it
+    banks       slots of a group are put in an order in which as many neighbours as possible name staged rows that
+                differ modulo ``banks`` (one load then meets no bank twice); 1 keeps the order of ``data``
+    packed      None: by the measured share
+    """
+    xp, (W, Q), p = namespace(indices), indices.shape, pattern
+    slots, k_tiles = round_up(kept, step), ceil_div(W, kept)
+    repeat, groups = p.vector_length // group_rows, tile_rows // group_rows
+    row_tiles = ceil_div(p.M, tile_rows)
+    if kept % p.n:
+        packed = True
+    width = (kept // p.n if kept % p.n == 0 else kept // p.n + 2) * p.m  # columns from the tile's first window on
+    first = xp.arange(k_tiles, dtype=np.int64) * kept // p.n * p.m  # column where that window starts
+
+    u = xp.arange(k_tiles * kept, dtype=np.int64)
+    offset = xp.full((k_tiles * kept, Q), -1, np.int32)  # column - first; -1: no vector, or past K
+    offset[:W] = (u[:W] // p.n * p.m - xp.repeat(first, kept)[:W])[:, None].astype(np.int32) + indices
+    offset[xp.repeat(first, kept)[:, None] + offset >= p.K] = -1
+    offset = xp.repeat(offset.T.reshape(Q, k_tiles, kept), repeat, axis=0)[: row_tiles * groups]
+    if offset.shape[0] < row_tiles * groups:
+        missing = row_tiles * groups - offset.shape[0]
+        offset = xp.concatenate([offset, xp.full((missing, k_tiles, kept), -1, np.int32)], axis=0)
+    offset = offset.reshape(row_tiles, groups, k_tiles, kept)
+
+    needed = xp.zeros((row_tiles, k_tiles, width + 1), bool)  # the last place takes the -1
+    tile, k = xp.arange(row_tiles)[:, None, None, None], xp.arange(k_tiles)[None, None, :, None]
+    needed[tile, k, offset] = True
+    needed = needed[:, :, :width]
+    live = needed.sum(axis=2, dtype=np.int32)
+    most, mean = (int(live.max()), float(live.mean())) if live.size else (0, 0.0)  # synchronize!
+    share = mean / width
+    if packed is None:
+        packed = share < MAX_PACKED_SHARE
+    staged = max(most, 1) if packed else width
+
+    rank = offset
+    if packed:
+        places = xp.cumsum(needed, axis=2, dtype=np.int32) - np.int32(1)
+        rank = places[tile, k, xp.maximum(offset, 0)]
+    rank = xp.where(offset < 0, staged, rank)
+    order = xp.broadcast_to(xp.arange(kept, dtype=np.int32), rank.shape)
+    if banks > 1:
+        order = _spread(xp, rank, banks, staged)
+        rank = xp.take_along_axis(rank, order, axis=3)
+    stored = k * kept + order < W
+    stored &= xp.arange(row_tiles * groups).reshape(row_tiles, groups, 1, 1) < Q * repeat
+    source = xp.where(stored, order, NONE).astype(np.uint32)
+
+    words = xp.full((row_tiles, k_tiles, round_up(groups * slots + (staged if packed else 0), 4)), NO_ROW, np.uint32)
+    table = xp.full((row_tiles, k_tiles, groups, slots), staged | NONE << 16, np.uint32)
+    table[:, :, :, :kept] = (rank.astype(np.uint32) | source << np.uint32(16)).transpose(0, 2, 1, 3)
+    words[:, :, : groups * slots] = table.reshape(row_tiles, k_tiles, groups * slots)
+    if packed:
+        r, t, c = xp.nonzero(needed)  # synchronize!
+        words[r, t, groups * slots + places[r, t, c]] = first[t] + c
+    return Records(words, kept // p.n * p.m, kept, slots, staged, packed, group_rows, share)
+
+
+def _spread(xp: Any, rank: Array, banks: int, staged: int) -> Array:
+    """int32 order of the last axis: one slot of every bank class, then the second ones, .., then the empty slots."""
+    kept = rank.shape[3]
+    bank = rank % banks
+    turn = xp.zeros(rank.shape, np.int32)
+    for b in range(banks):
+        mine = bank == b
+        turn += xp.where(mine, xp.cumsum(mine, axis=3, dtype=np.int32), 0).astype(np.int32)
+    key = xp.where(rank == staged, banks * (kept + 2), turn * banks + bank)
+    key = key.astype(np.int64) * kept + xp.arange(kept)  # ties in the order of data, on numpy and CuPy alike
+    return xp.argsort(key, axis=3).astype(np.int32)

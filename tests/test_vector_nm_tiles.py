@@ -1,0 +1,124 @@
+"""The records the vector n:m kernels read, checked by carrying a product out the way the kernels do, in numpy."""
+
+import ctypes
+import re
+
+import numpy as np
+import pytest
+
+from spformat.backends.cuda import jit
+from spformat.backends.cuda.vector_nm_tiles import NO_ROW, NONE, Pattern, Shape, records
+
+
+def drawn(M, K, n, m, L, seed=0):
+    """data float64[W, Mp], indices uint8[W, Q], dense [M, K]; small integers, so that every sum is exact."""
+    rng = np.random.default_rng(seed)
+    Q, windows = -(-M // L), -(-K // m)
+    W = windows * n
+    indices = np.sort(rng.random((windows, Q, m)).argsort(axis=2)[:, :, :n], axis=2).transpose(0, 2, 1)
+    indices = np.ascontiguousarray(indices.reshape(W, Q)).astype(np.uint8)
+    data = rng.integers(-4, 5, (W, Q * L)).astype(np.float64)
+    data[:, M:] = 0
+    columns = (np.arange(W) // n * m)[:, None] + indices
+    data[np.repeat(columns >= K, L, axis=1)] = 0
+    dense = np.zeros((M, windows * m))
+    for q in range(Q):
+        rows = slice(q * L, min(M, (q + 1) * L))
+        dense[rows, columns[:, q]] = data[:, rows].T
+    return data, indices, dense[:, :K]
+
+
+def product(data, pattern, made, B, tile_rows, group_rows):
+    """C as the kernels make it: stage rows of B, pick a staged row per slot, multiply, for every tile."""
+    row_tiles, k_tiles, _ = made.words.shape
+    groups = tile_rows // group_rows
+    C = np.zeros((row_tiles * tile_rows, B.shape[1]))
+    for r in range(row_tiles):
+        for k in range(k_tiles):
+            words = made.words[r, k]
+            rows = np.arange(made.staged) + k * made.tile_cols
+            if made.packed:
+                rows = words[groups * made.slots :][: made.staged].astype(np.int64)
+                live = rows != NO_ROW
+                assert not (~live[:-1] & live[1:]).any(), "live rows come first"
+                rows = rows[live]
+                assert (rows < pattern.K).all(), "a packed tile never names a row past K"
+            stage = np.full((made.staged + 1, B.shape[1]), np.nan)
+            stage[made.staged] = 0
+            stage[: rows.size] = np.where(rows[:, None] < pattern.K, B[np.minimum(rows, pattern.K - 1)], 0)
+            table = words[: groups * made.slots].reshape(groups, made.slots)
+            for g in range(groups):
+                rank, source = table[g] & NONE, table[g] >> 16
+                m0 = r * tile_rows + g * group_rows
+                live = source != NONE
+                assert (rank[~live] == made.staged).all(), "an empty slot names the zero row"
+                a = data[k * made.tile_kept + source[live].astype(np.int64), m0 : m0 + group_rows]
+                C[m0 : m0 + a.shape[1]] += a.T @ stage[rank[live]]
+    return C[: pattern.M]
+
+
+CASES = [
+    # M, K, n, m, L, tile_rows, group_rows, kept
+    (64, 64, 2, 4, 32, 64, 32, 8),
+    (70, 61, 2, 4, 8, 32, 8, 6),
+    (37, 50, 5, 7, 5, 32, 1, 10),
+    (96, 100, 4, 16, 16, 64, 16, 8),
+    (130, 300, 12, 32, 64, 64, 64, 24),
+    (64, 520, 200, 256, 32, 64, 32, 16),
+    (65, 90, 3, 8, 24, 32, 8, 5),
+    (1, 1, 1, 1, 1, 32, 1, 4),
+    (33, 40, 1, 4, 128, 64, 64, 3),
+]
+
+
+@pytest.mark.parametrize("banks", [1, 4, 8])
+@pytest.mark.parametrize("packed", [None, False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_records_describe_the_product(case, packed, banks):
+    M, K, n, m, L, tile_rows, group_rows, kept = case
+    data, indices, dense = drawn(M, K, n, m, L)
+    pattern = Pattern(M, K, n, m, L)
+    made = records(
+        indices, pattern, tile_rows=tile_rows, group_rows=group_rows, kept=kept, step=8, banks=banks, packed=packed
+    )
+    B = np.random.default_rng(1).integers(-4, 5, (K, 3)).astype(np.float64)
+    used = (dense != 0).any(axis=0)
+    stored = np.zeros(K, bool)
+    columns = ((np.arange(indices.shape[0]) // n * m)[:, None] + indices).ravel()
+    stored[columns[columns < K]] = True
+    B[~stored] = np.inf  # rows no vector names must not reach C
+    expected = dense[:, used] @ B[used]
+    assert np.array_equal(product(data, pattern, made, B, tile_rows, group_rows), expected)
+    assert made.packed or kept % n == 0
+
+
+def test_spread_puts_different_banks_side_by_side():
+    _, indices, _ = drawn(64, 2048, 16, 32, 32)
+    pattern = Pattern(64, 2048, 16, 32, 32)
+
+    def doubles(banks):
+        made = records(indices, pattern, tile_rows=64, group_rows=32, kept=64, step=8, banks=banks, packed=False)
+        rank = (made.words[..., : 2 * made.slots] & NONE).reshape(-1, 8) % 8
+        return np.mean([8 - np.unique(row).size for row in rank])
+
+    assert doubles(8) < 0.6 * doubles(1)
+
+
+def test_windows_per_tile_wastes_few_slots():
+    assert Pattern(1, 1, 12, 32, 32).windows_per_tile(16, 128) == 4  # 48 slots, none wasted; 3 windows would waste 12
+    assert Pattern(1, 1, 5, 7, 1).windows_per_tile(16, 64) == 3 or Pattern(1, 1, 5, 7, 1).windows_per_tile(16, 64) == 9
+    assert Pattern(1, 1, 3, 256, 1).windows_per_tile(16, 64) == 1
+
+
+def kernel_fields():
+    """Names of the 32-bit members of vector_nm::Shape, in order, from the header."""
+    text = (jit.INCLUDE / "spformat" / "vector_nm.cuh").read_text()
+    body = re.search(r"struct Shape \{(.*?)\};", text, re.DOTALL)[1]
+    members = re.findall(r"^\s*(?:u32|int) ([^;]+);", body, re.MULTILINE)
+    return [name.strip() for line in members for name in line.split(",")]
+
+
+def test_shape_has_the_layout_of_the_kernel_parameter():
+    words = [name for name, _ in Shape._fields_]
+    assert ctypes.sizeof(Shape) == 4 * len(words)
+    assert words == kernel_fields()
