@@ -14,14 +14,12 @@ from .options import (
     Exclude,
     Include,
     Json,
-    MaxMemory,
     Misfit,
     Prune,
     Rules,
     Sparsity,
     Src,
     To,
-    parse_bytes,
     recipe,
 )
 from .output import console, notes, print_json, progress, size
@@ -45,25 +43,21 @@ def run(
     force: bool = typer.Option(False, "--force", "-f", help="Replace what DST holds, file by file, at each rename."),
     resume: bool = typer.Option(False, help="Finish an interrupted run: finished shards are known by their hashes."),
     dry_run: bool = typer.Option(False, "--dry-run", "-n", help="Print the table and write nothing."),
-    max_memory: MaxMemory = "",
     values: str = typer.Option("", help="For .smtx/.mtx/.npz: 'ones' or 'normal' instead of the file's values."),
     seed: int = typer.Option(0, help="For --values normal."),
     dtype: str = typer.Option("", help="For .smtx/.mtx/.npz: value type, e.g. bfloat16 (rounds; refuses overflow)."),
     as_json: Json = False,
 ) -> None:
     """Convert SRC into DST. Every value is kept with its bits, or the run stops before anything has its final name."""
-    from spformat.limits import using
-
-    with using(memory=parse_bytes(max_memory) if max_memory else None):
-        if src.endswith(MATRIX_FILES):
-            _matrix(src, dst, to, values, seed, dtype, force, dry_run, as_json)
-            return
-        chosen = recipe(to, rule, include, exclude, prune, sparsity, misfit)
-        if dry_run:
-            outcomes = plan.foresee(src, chosen, as_json)
-            plan.show(outcomes, as_json, dry_run=True)
-            raise typer.Exit(3 if any(o.error for o in outcomes) else 0)
-        _checkpoint(src, dst, chosen, force, resume, as_json)
+    if src.endswith(MATRIX_FILES):
+        _matrix(src, dst, to, values, seed, dtype, force, dry_run, as_json)
+        return
+    chosen = recipe(to, rule, include, exclude, prune, sparsity, misfit)
+    if dry_run:
+        outcomes = plan.foresee(src, chosen, as_json)
+        plan.show(outcomes, as_json, dry_run=True)
+        raise typer.Exit(3 if any(o.error for o in outcomes) else 0)
+    _checkpoint(src, dst, chosen, force, resume, as_json)
 
 
 def _checkpoint(src: str, dst: str, chosen: object, force: bool, resume: bool, as_json: bool) -> None:

@@ -9,6 +9,7 @@ import sys
 import typer
 
 from . import backends, convert, diff, env, explain, formats, inspect, plan, validate
+from .limits import bounded
 from .output import report
 
 app = typer.Typer(
@@ -38,7 +39,9 @@ def _main(
 
 for verb in (inspect, plan, convert, validate, diff, explain, formats, backends, env):
     name = verb.__name__.rpartition(".")[2]
-    app.command(name, epilog=verb.EPILOG, no_args_is_help=name not in ("formats", "backends", "env"))(verb.run)
+    opens_files = name not in ("formats", "backends", "env")
+    run = bounded(verb.run) if opens_files else verb.run
+    app.command(name, epilog=verb.EPILOG, no_args_is_help=opens_files)(run)
 
 
 def main() -> None:

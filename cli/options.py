@@ -25,7 +25,6 @@ Prune = Annotated[
 ]
 Sparsity = Annotated[float | None, typer.Option(help="With --prune: share of values (or blocks) to zero.")]
 Misfit = Annotated[str, typer.Option(help="A tensor its target cannot hold: 'refuse' the run, or 'keep' it as it is.")]
-MaxMemory = Annotated[str, typer.Option(help="Largest single allocation, e.g. 8GiB or 500MB.")]
 
 _UNITS = {
     "": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,

@@ -15,7 +15,7 @@ from typing import Any, Self, TypeAlias
 
 import numpy as np
 
-from . import descriptor, stfile
+from . import descriptor, limits, stfile
 from .arrays import Array, is_cupy, parse_device, to_device
 from .descriptor import Record
 from .dtypes import VALUE_TYPES
@@ -82,7 +82,8 @@ def safe_open(path: Path, *, allow_unchecked: bool = False, ignore_unknown: bool
     Args:
         path: a regular file.
         allow_unchecked: accept a file whose checksums were left out (wrong ones are never accepted).
-        ignore_unknown: accept descriptor keys this release does not know.
+        ignore_unknown: accept descriptor keys this release does not know. Either can also be set for a block of
+            code, like the limits: ``with spformat.limits.using(allow_unchecked=True): ...``
 
     Raises:
         InputError, ContainerError, DescriptorError, VersionError, IntegrityError, LimitError.
@@ -218,8 +219,13 @@ class TensorFile:
         header = self._in.header
         try:
             if self.described:
-                flags = {"allow_unchecked": allow_unchecked, "ignore_unknown": ignore_unknown}
-                self._records = dict(sorted(descriptor.read(header, **flags).items()))
+                here = limits.current()
+                found = descriptor.read(
+                    header,
+                    allow_unchecked=allow_unchecked or here.allow_unchecked,
+                    ignore_unknown=ignore_unknown or here.ignore_unknown,
+                )
+                self._records = dict(sorted(found.items()))
             else:
                 self._records = descriptor.undescribed(header)
         except (FormatError, LimitError) as e:

@@ -37,9 +37,13 @@ class Limits:
     """Largest dimension of an array without elements: no bytes of the file stand behind it."""
     memory: int | None = None
     """Bytes one allocation may take; None: 4 GiB or 8 times the input, whichever is larger."""
+    allow_unchecked: bool = False
+    """Read files of ours whose checksums were left out (``--allow-unchecked``); wrong ones never pass."""
+    ignore_unknown: bool = False
+    """Read descriptors with keys this release does not know (``--ignore-unknown``)."""
 
 
-_FLAGS = {field: "--max-" + field.replace("_", "-") for field in Limits.__dataclass_fields__}
+_FIELDS = Limits.__dataclass_fields__.keys()
 _FLOOR = 4 * 2**30
 _RATIO = 8
 _DEFAULT = Limits()
@@ -54,9 +58,9 @@ def current() -> Limits:
 @contextmanager
 def using(limits: Limits | None = None, **changes: int | None) -> Iterator[Limits]:
     """Limits for a ``with`` block: those given, or the current ones with ``changes``."""
-    unknown = changes.keys() - _FLAGS.keys()
+    unknown = changes.keys() - _FIELDS
     if unknown:
-        raise UsageError(f"limits: expected some of {', '.join(_FLAGS)}, got {', '.join(sorted(unknown))}")
+        raise UsageError(f"limits: expected some of {', '.join(_FIELDS)}, got {', '.join(sorted(unknown))}")
     chosen = replace(limits or current(), **changes)  # type: ignore[arg-type]
     token = _current.set(chosen)
     try:
@@ -80,12 +84,13 @@ def check(name: str, value: int, what: str) -> None:
     """LimitError if ``value`` exceeds the limit ``name``; the message names the flag that raises it."""
     allowed: int | None = getattr(current(), name)
     if allowed is not None and value > allowed:
+        flag = "--max-" + name.replace("_", "-")
         raise LimitError(
-            f"{what}: expected at most {allowed:,}, got {value:,}; raise it with {_FLAGS[name]} "
+            f"{what}: expected at most {allowed:,}, got {value:,}; raise it with {flag} "
             f"(in Python: spformat.limits.using({name}=...))",
             limit=allowed,
             value=value,
-            hint=_FLAGS[name],
+            hint=flag,
         )
 
 

@@ -1,0 +1,61 @@
+"""The options that loosen what a file may be: shared by every verb that opens one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from .options import parse_bytes
+
+
+def _option(key: str, text: str) -> Any:
+    return typer.Option("--" + key.replace("_", "-"), help=text, rich_help_panel="Limits", show_default=False)
+
+
+_SIZES = {
+    "memory": "Largest single allocation, e.g. 64GiB. Default: 4 GiB, or 8 times the input.",
+    "header_bytes": "Largest safetensors header. Default: 16MiB.",
+    "descriptor_bytes": "Largest description of one tensor. Default: 64KiB.",
+}
+_COUNTS = {
+    "tensors": "Most entries in a file. Default: 100000.",
+    "name_bytes": "Longest tensor name. Default: 1024.",
+    "empty_extent": "Largest dimension of an array without elements. Default: 16777216.",
+}
+_SWITCHES = {
+    "allow_unchecked": "Read files whose checksums were left out.",
+    "ignore_unknown": "Read descriptors with keys this release does not know.",
+}
+
+
+def bounded(run: Callable[..., None]) -> Callable[..., None]:
+    """``run`` with these options added to its own; they hold while it runs."""
+
+    @functools.wraps(run)
+    def limited(**given: Any) -> None:
+        from spformat.limits import using
+
+        changes: dict[str, Any] = {}
+        for key in (*_SIZES, *_COUNTS):
+            value = given.pop(f"max_{key}")
+            if value is not None:
+                changes[key] = parse_bytes(value) if key in _SIZES else value
+        changes |= {key: True for key in _SWITCHES if given.pop(key)}
+        with using(**changes):
+            run(**given)
+
+    extra = {f"max_{key}": (Annotated[str | None, _option(f"max_{key}", text)], None) for key, text in _SIZES.items()}
+    extra |= {f"max_{key}": (Annotated[int | None, _option(f"max_{key}", text)], None) for key, text in _COUNTS.items()}
+    extra |= {key: (Annotated[bool, _option(key, text)], False) for key, text in _SWITCHES.items()}
+    own = inspect.signature(run, eval_str=True)  # Typer reads the hints of a given signature as they are
+    parameters = [
+        inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+        for key, (hint, default) in extra.items()
+    ]
+    limited.__signature__ = own.replace(parameters=[*own.parameters.values(), *parameters])  # type: ignore[attr-defined]
+    limited.__annotations__ = run.__annotations__ | {key: hint for key, (hint, _) in extra.items()}
+    return limited
