@@ -15,11 +15,12 @@ KNOWN = {
     "cpu": "spformat.backends.cpu",
     "reference": "spformat.backends.reference",
     "cuda": "spformat.backends.cuda",
+    "vendor": "spformat.backends.vendor",
 }
 """Built-in backends: each module has an object called BACKEND."""
 
 HOST_ORDER = ("cpu", "*", "reference")
-DEVICE_ORDER = ("cuda", "*")
+DEVICE_ORDER = ("cuda", "vendor", "*")
 """Who is asked first for operands on the host and on a device; "*" stands for third-party backends."""
 
 

@@ -95,35 +95,39 @@ def device_plan(name: str, p: Problem, launch: Callable[[Operands], None], tile:
     ``launch`` is called with the plan's device current, M > 0 and N > 0; it must write all of C. K may be 0.
     """
     import cupy
+    from cupy_backends.cuda.stream import get_current_stream_ptr
 
     b_dtype, out_dtype = VALUE_TYPES[p.b_dtype].numpy, _out_dtype(p)
     b_col, out_col = p.b_layout == COL, p.out_layout == COL
-    M, K, device_id = p.M, p.K, p.device_id
-    current_stream, current_device = cupy.cuda.get_current_stream, cupy.cuda.runtime.getDevice
-    empty = cupy.empty
+    M, K, device_id, order = p.M, p.K, p.device_id, "F" if p.out_layout == COL else "C"
+    current_device, empty = cupy.cuda.runtime.getDevice, cupy.empty
 
     def run(B: Any, out: Any) -> Any:
+        if current_device() != device_id:
+            with cupy.cuda.Device(device_id):
+                return run(B, out)
         shape = B.shape
         if len(shape) != 2 or shape[0] != K:
             raise ValueError(f"B: expected shape ({K}, N), got {shape}")
         n = shape[1]
         if B.dtype != b_dtype:
             raise TypeError(f"B: this plan takes {p.b_dtype}, got {B.dtype}")
-        if current_device() != device_id:
-            with cupy.cuda.Device(device_id):
-                return run(B, out)
+        b = B.data
+        ldb = _leading("B", B, b, b_col, device_id)
         if out is None:
-            out = empty((M, n), out_dtype, order="F" if out_col else "C")
-        ldb = _leading("B", B, b_col, device_id)
-        ldc = _leading("out", out, out_col, device_id)
+            out = empty((M, n), out_dtype, order)
+            if M and n:
+                launch(Operands(b.ptr, out.data.ptr, n, ldb, M if out_col else n, get_current_stream_ptr()))
+            return out
         if out.shape != (M, n):
             raise ValueError(f"out: expected shape ({M}, {n}), got {out.shape}")
         if out.dtype != out_dtype:
             raise TypeError(f"out: this plan writes {out_dtype}, got {out.dtype}")
-        b, c = B.data.ptr, out.data.ptr
+        c = out.data
+        ldc = _leading("out", out, c, out_col, device_id)
         if M and n:
-            _check_alias(B, out, b, c)
-            launch(Operands(b, c, n, ldb, ldc, current_stream().ptr))
+            _check_alias(B, out, b.ptr, c.ptr)
+            launch(Operands(b.ptr, c.ptr, n, ldb, ldc, get_current_stream_ptr()))
         return out
 
     return Plan(name, p, run, tile, workspace)
@@ -135,32 +139,33 @@ def _out_dtype(p: Problem) -> Any:
     return VALUE_TYPES[p.out_dtype].numpy if p.out_dtype in VALUE_TYPES else np.dtype(p.out_dtype)
 
 
-def _leading(name: str, x: Any, col: bool, device_id: int) -> int:
+def _leading(name: str, x: Any, memory: Any, col: bool, device_id: int) -> int:
     """Leading dimension in elements of a matrix that must have unit stride along the other axis."""
-    if x.device.id != device_id:
-        raise ValueError(f"{name} is on cuda:{x.device.id}, the matrix on cuda:{device_id}")
-    size = x.dtype.itemsize
-    rows, cols = x.shape
-    along, across = (x.strides[0], x.strides[1]) if col else (x.strides[1], x.strides[0])
-    n_along, n_across = (rows, cols) if col else (cols, rows)
-    if not x.size:  # strides of an empty array mean nothing
-        return int(max(1, n_along))
+    if memory.device_id != device_id:
+        raise ValueError(f"{name} is on cuda:{memory.device_id}, the matrix on cuda:{device_id}")
+    size: int = x.dtype.itemsize
+    n_across, n_along = x.shape
+    across, along = x.strides
+    if col:
+        n_across, n_along, across, along = n_along, n_across, along, across
+    if not (n_across and n_along):  # strides of an empty array mean nothing
+        return max(1, int(n_along))
     if n_along > 1 and along != size:
         kind = "column-major" if col else "row-major"
         raise ValueError(f"{name}: expected {kind} with unit stride, got strides {x.strides} for shape {x.shape}")
+    if memory.ptr % size:
+        raise ValueError(f"{name}: pointer is not aligned to its {size}-byte elements")
     if n_across <= 1:
-        return int(max(1, n_along))
+        return int(n_along) or 1
     if across < n_along * size or across % size:
         raise ValueError(f"{name}: leading dimension {across} bytes is shorter than a line of {n_along} elements")
-    if x.data.ptr % size:
-        raise ValueError(f"{name}: pointer is not aligned to its {size}-byte elements")
-    return int(across // size)
+    return int(across) // size
 
 
 def _extent(x: Any) -> int:
-    if not x.size:
-        return 0
-    return int(sum((d - 1) * s for d, s in zip(x.shape, x.strides, strict=True)) + x.dtype.itemsize)
+    """Bytes from the first element to the end of the last one."""
+    (rows, cols), (down, right) = x.shape, x.strides
+    return int((rows - 1) * down + (cols - 1) * right + x.dtype.itemsize) if rows and cols else 0
 
 
 def _check_alias(B: Any, out: Any, b: int, c: int) -> None:

@@ -1,0 +1,219 @@
+"""The vendor's own libraries: cuBLAS for Dense, cuSPARSE for CSR (through CuPy), cuSPARSELt for 2:4 (through nvmath).
+
+They are the baselines every benchmark names, and candidates where no kernel of ours takes a problem.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from typing import Any
+
+from ..formats.base import Format
+from ..problem import COL, Plan, Problem, reasons
+from .base import Kernel
+from .cuda.launch import Operands, device_plan
+
+_CUDA_TYPE = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
+"""cudaDataType_t of the value types these libraries take."""
+
+
+def _refusals(p: Problem, dtypes: tuple[str, ...]) -> list[str]:
+    return reasons(
+        (p.device != "cuda", f"operands are on {p.device}; move them with .to('cuda')"),
+        (p.a_dtype not in dtypes, f"a.dtype must be one of {', '.join(dtypes)}, got {p.a_dtype}"),
+        (p.b_dtype != p.a_dtype, f"b.dtype must equal a.dtype ({p.a_dtype}), got {p.b_dtype}"),
+        (p.b_layout == "strided", "B must be row- or column-major"),
+    )
+
+
+class CublasGemm:
+    """cublasGemmEx with float32 sums (float64 for float64)."""
+
+    name = "vendor.cublas_gemm"
+    formats = frozenset({"dense"})
+
+    def unsupported(self, p: Problem) -> list[str]:
+        """Same types on both sides; any layout."""
+        wide = {p.a_dtype} | ({"float32"} if p.a_dtype in ("float16", "bfloat16") else set())
+        return _refusals(p, ("float64", "float32", "float16", "bfloat16")) + reasons(
+            (p.out_dtype not in wide, f"out.dtype must be one of {', '.join(sorted(wide))}, got {p.out_dtype}")
+        )
+
+    def plan(self, a: Format, p: Problem) -> Plan:
+        """Column-major BLAS computes C^T = B^T A^T for a row-major C, and C itself for a column-major one."""
+        from cupy.cuda import cublas, device
+
+        data, one, zero = a.values, *_scalars(p.a_dtype == "float64")
+        M, K = p.M, p.K
+        types = _CUDA_TYPE[p.a_dtype], _CUDA_TYPE[p.out_dtype]
+        compute = cublas.CUBLAS_COMPUTE_64F if p.a_dtype == "float64" else cublas.CUBLAS_COMPUTE_32F
+        b_col, c_col = p.b_layout == COL, p.out_layout == COL
+        no, yes = cublas.CUBLAS_OP_N, cublas.CUBLAS_OP_T
+        lda, ptr = max(1, K), data.data.ptr
+
+        def launch(o: Operands) -> None:
+            handle = device.get_cublas_handle()
+            a_args, b_args = (ptr, types[0], lda), (o.b, types[0], o.ldb)
+            if c_col:
+                ops, sizes, first, second = (yes, no if b_col else yes), (M, o.n, K), a_args, b_args
+            else:
+                ops, sizes, first, second = (yes if b_col else no, no), (o.n, M, K), b_args, a_args
+            cublas.gemmEx(
+                handle, *ops, *sizes, one.data, *first, *second, zero.data, o.c, types[1], o.ldc, compute, -1
+            )  # fmt: skip
+
+        return device_plan(self.name, p, _holding(launch, (data, one, zero)), "cuBLAS heuristic")
+
+
+class CusparseCSR:
+    """cusparseSpMM on CSR, float32 sums."""
+
+    name = "vendor.cusparse_csr"
+    formats = frozenset({"csr"})
+
+    def unsupported(self, p: Problem) -> list[str]:
+        """float16 and bfloat16 with float32 sums where the installed cuSPARSE has them; int32 indices alike."""
+        mixed = p.out_dtype != p.a_dtype
+        return _refusals(p, ("float64", "float32", "float16", "bfloat16")) + reasons(
+            (mixed, f"out.dtype must equal a.dtype ({p.a_dtype}), got {p.out_dtype}"),
+            (p.nnz > 2**31 - 1 or p.K > 2**31, "indices past int32 are not passed on to cuSPARSE"),
+            (p.nnz == 0, "a matrix without items is not passed on to cuSPARSE"),
+        )
+
+    def plan(self, a: Any, p: Problem) -> Plan:
+        """Descriptors are made per call: they hold B's and C's pointers. The buffer grows as N does."""
+        import cupy
+        from cupy.cuda import cusparse, device
+
+        arrays = (a.indptr, a.indices, a.values)
+        nnz, value = int(a.values.size), _CUDA_TYPE[p.a_dtype]
+        one, zero = _scalars(p.a_dtype == "float64")
+        compute = _CUDA_TYPE["float64" if p.a_dtype == "float64" else "float32"]
+        no, algorithm, index = cusparse.CUSPARSE_OPERATION_NON_TRANSPOSE, cusparse.CUSPARSE_MM_ALG_DEFAULT, 2  # 32I
+        order = {True: 1, False: 2}  # CUSPARSE_ORDER_COL, CUSPARSE_ORDER_ROW
+        b_col, c_col = p.b_layout == COL, p.out_layout == COL
+        spare: dict[str, Any] = {"buffer": cupy.empty(0, cupy.int8)}
+
+        def launch(o: Operands) -> None:
+            handle = device.get_cusparse_handle()
+            cusparse.setStream(handle, o.stream)
+            A = cusparse.createCsr(
+                p.M, p.K, nnz, *(x.data.ptr for x in arrays), index, index, cusparse.CUSPARSE_INDEX_BASE_ZERO, value
+            )
+            B = cusparse.createDnMat(p.K, o.n, o.ldb, o.b, value, order[b_col])
+            C = cusparse.createDnMat(p.M, o.n, o.ldc, o.c, value, order[c_col])
+            try:
+                args = (handle, no, no, one.data, A, B, zero.data, C, compute, algorithm)
+                need = cusparse.spMM_bufferSize(*args)
+                if spare["buffer"].size < need:
+                    spare["buffer"] = cupy.empty(need, cupy.int8)
+                cusparse.spMM(*args, spare["buffer"].data.ptr)
+            finally:
+                cusparse.destroySpMat(A)
+                cusparse.destroyDnMat(B)
+                cusparse.destroyDnMat(C)
+
+        return device_plan(self.name, p, _holding(launch, (arrays, one, zero)), "cuSPARSE default")
+
+
+class CusparseLt:
+    """cusparseLtMatmul on 2:4, weights compressed in the library's own order when the plan is made."""
+
+    name = "vendor.cusparselt"
+    formats = frozenset({"two-four"})
+
+    def unsupported(self, p: Problem) -> list[str]:
+        """Row-major out; every extent a multiple of 8, as the library demands of 16-bit types."""
+        odd = [name for name, size in (("M", p.M), ("K", p.K)) if size % 16]
+        return reasons(
+            (importlib.util.find_spec("nvmath") is None,
+             "nvmath-python is not installed: pip install 'spformat[cusparselt13]' (or cusparselt12)"),
+            (bool(odd), f"cuSPARSELt needs M and K to be multiples of 16, {' and '.join(odd)} is not"),
+            (p.out_dtype != p.a_dtype, f"out.dtype must equal a.dtype ({p.a_dtype}), got {p.out_dtype}"),
+        ) + _refusals(p, ("float16", "bfloat16"))  # fmt: skip
+
+    def plan(self, a: Any, p: Problem) -> Plan:
+        """Decodes A once to compress it in the library's order; a matmul plan is made per N and layout, and kept."""
+        import cupy
+
+        from ..errors import UsageError
+
+        dense = a.to_dense()
+        ready: dict[tuple[int, int, int], Any] = {}
+
+        def launch(o: Operands) -> None:
+            if o.n % 8 or o.b % 16 or o.c % 16:
+                raise UsageError(
+                    f"{self.name}: cuSPARSELt needs N to be a multiple of 8 and aligned operands, N = {o.n}"
+                )
+            key = (o.n, o.ldb, o.ldc)
+            if key not in ready:
+                ready[key] = _LtMatmul(cupy, dense, p, o)
+            ready[key](o)
+
+        return device_plan(self.name, p, launch, "cuSPARSELt default", int(dense.nbytes))
+
+
+class _LtMatmul:
+    """One cuSPARSELt plan for one N: descriptors, the compressed weight, workspace."""
+
+    def __init__(self, cupy: Any, dense: Any, p: Problem, o: Operands) -> None:
+        import nvmath.bindings.cusparseLt  # the library's name is not ours to spell
+
+        lt = nvmath.bindings.cusparseLt
+        self.lt, self.handle = lt, lt.init()
+        value, row, col = _CUDA_TYPE[p.a_dtype], 2, 1
+        b_order, c_order = (col if p.b_layout == COL else row), (col if p.out_layout == COL else row)
+        A = lt.structured_descriptor_init(self.handle, p.M, p.K, p.K, 16, value, row, lt.Sparsity.SPARSITY_50_PERCENT)
+        B = lt.dense_descriptor_init(self.handle, p.K, o.n, o.ldb, 16, value, b_order)
+        C = lt.dense_descriptor_init(self.handle, p.M, o.n, o.ldc, 16, value, c_order)
+        matmul = lt.matmul_descriptor_init(self.handle, 0, 0, A, B, C, C, lt.ComputeType.COMPUTE_32F)
+        choice = lt.matmul_alg_selection_init(self.handle, matmul, lt.MatmulAlg.DEFAULT)
+        self.plan = lt.matmul_plan_init(self.handle, matmul, choice)
+        size, scratch = lt.sp_mma_compressed_size(self.handle, self.plan)
+        self.weight, buffer = cupy.empty(size, cupy.uint8), cupy.empty(max(1, scratch), cupy.uint8)
+        lt.sp_mma_compress(self.handle, self.plan, dense.data.ptr, self.weight.data.ptr, buffer.data.ptr, o.stream)
+        cupy.cuda.get_current_stream().synchronize()  # synchronize! the scratch buffer goes away
+        self.workspace = cupy.empty(max(1, lt.matmul_get_workspace(self.handle, self.plan)), cupy.uint8)
+        self.one, self.zero = ctypes.c_float(1), ctypes.c_float(0)
+
+    def __call__(self, o: Operands) -> None:
+        stream = ctypes.c_void_p(o.stream)
+        self.lt.matmul(
+            self.handle, self.plan, ctypes.addressof(self.one), self.weight.data.ptr, o.b, ctypes.addressof(self.zero),
+            o.c, o.c, self.workspace.data.ptr, ctypes.addressof(stream), 1,
+        )  # fmt: skip
+
+
+def _scalars(double: bool) -> tuple[Any, Any]:
+    """Host 1 and 0 in the type of the sums, as numpy's ctypes view (whose ``data`` is an address)."""
+    import numpy as np
+
+    dtype = np.float64 if double else np.float32
+    return np.array(1, dtype).ctypes, np.array(0, dtype).ctypes
+
+
+def _holding(launch: Any, keep: Any) -> Any:
+    """``launch`` with the arrays it uses by address kept alive."""
+    launch.keep = keep
+    return launch
+
+
+class VendorBackend:
+    """Operands on an NVIDIA GPU."""
+
+    name = "vendor"
+
+    def missing(self) -> list[str]:
+        """CuPy or a device, with the line that brings it."""
+        from .cuda import BACKEND as CUDA
+
+        return CUDA.missing()
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        """cuBLAS, cuSPARSE, cuSPARSELt."""
+        return (CublasGemm(), CusparseCSR(), CusparseLt())
+
+
+BACKEND = VendorBackend()
