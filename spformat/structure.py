@@ -205,7 +205,7 @@ def _bsr_bytes(s: Structure, given: dict[str, Any], listed: bool = False) -> int
     blocksize = by_name("bsr").resolve_params(given)["blocksize"]
     if blocksize[0] != blocksize[1] or blocksize[0] not in s.blocks:
         return None
-    b = blocksize[0]
+    b: int = blocksize[0]
     nnzb, block_rows = s.blocks[b]
     Mb, Kb, V = ceil_div(s.shape[0], b), ceil_div(s.shape[1], b), _value_bytes(s)
     body = _index(Kb - 1) * nnzb + V * nnzb * b * b

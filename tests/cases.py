@@ -67,8 +67,7 @@ def _corner(dtype: str) -> Array:
 def _negative_zeros(dtype: str) -> Array:
     x = sparse(np.random.default_rng(7), (12, 40), dtype, 0.3)
     raw = x.view(VALUE_TYPES[dtype].bits)
-    sign = VALUE_TYPES[dtype].bits.type(~np.uint64(VALUE_TYPES[dtype].zero_mask) & np.uint64(2 ** (8 * raw.itemsize) - 1))
-    raw[raw == 0] = sign  # int8 has no -0: sign is 0 there
+    raw[raw == 0] = ~raw.dtype.type(VALUE_TYPES[dtype].zero_mask)  # int8 has no -0: nothing is left of it there
     return x
 
 
@@ -123,7 +122,11 @@ PARAMS: dict[str, tuple[dict[str, Any], ...]] = {
     "ell-buckets": ({}, {"column_parts": 3, "max_width": 4}, {"column_parts": 1, "max_width": 1}),
     "bsr": ({"blocksize": (16, 16)}, {"blocksize": (2, 3)}, {"blocksize": (1, 1)}),
     "dbsr": ({"blocksize": (16, 16)}, {"blocksize": (5, 7)}),
-    "sr-bcrs": ({"vector_length": 8, "stride": 16}, {"vector_length": 3, "stride": 5}, {"vector_length": 1, "stride": 1}),
+    "sr-bcrs": (
+        {"vector_length": 8, "stride": 16},
+        {"vector_length": 3, "stride": 5},
+        {"vector_length": 1, "stride": 1},
+    ),
     "vector-nm": (
         {"n": 2, "m": 4, "vector_length": 8},
         {"n": 2, "m": 4, "vector_length": 1},

@@ -45,7 +45,7 @@ def product(a: ELLBuckets, B, slots, fill, longest):
             b = max(i for i in range(table.count) if table.first_block[i] <= block)
             local, log_width, log = block - table.first_block[b], table.log_width[b], table.log_slots[b]
             first, end, start = table.first[b], table.end[b], table.start[b]
-            if 0 <= log_width and 1 << log_width < NARROW:
+            if log_width >= 0 and 1 << log_width < NARROW:
                 for slot in range(slots):
                     skip = (local * slots + slot) * (NARROW >> log_width)
                     items = min(NARROW, (end - first - skip) << log_width)
