@@ -4,8 +4,9 @@ Every loop walks units ``lo .. hi-1`` (rows, block rows, row tiles or row groups
 small lists, and hands full lists to ``_stripe``. PAD, fillers that point past the last column and, where one row
 is decoded at a time, stored zeros never get into a list, so their rows of B are never read.
 
-``data`` is a flat or shaped view of the values: float32 and float64 as they are, narrower ones as unsigned codes
-that ``table`` (256 or 65536 entries of the accumulator type) turns into numbers. numba has no 16- or 8-bit floats.
+``data`` is a view of the values: float32 and float64 as they are, bfloat16 as int16 (a shift makes it float32), the
+other narrow types as unsigned codes that ``table`` (256 or 65536 entries of the accumulator type) turns into numbers.
+numba has no 16- or 8-bit floats.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from numba.core import types
 from numba.extending import overload
 
-from .tiles import PAIR, QUAD, SINGLE, VECTOR, lowest_bit
+from .tiles import PAIR, QUAD, SINGLE, VECTOR, bfloat16, lowest_bit, word_columns
 
 ITEMS = 512
 """Items of one row decoded together."""
@@ -52,39 +53,44 @@ def compiled(f: F) -> F:
 
 
 def _value(code: Any, table: Any) -> Any:
-    """The number behind a stored value. Compiled code only: numba takes one of the two bodies below."""
+    """The number behind a stored value. Compiled code only: numba takes one of the bodies below."""
     raise NotImplementedError
 
 
 @overload(_value)
 def _value_by_type(code: Any, table: Any) -> Any:
+    def shifted(code: Any, table: Any) -> Any:
+        return bfloat16(code)
+
     def look_up(code: Any, table: Any) -> Any:
         return table[code]
 
     def as_it_is(code: Any, table: Any) -> Any:
         return code
 
+    if code == types.int16:
+        return shifted
     return look_up if isinstance(code, types.Integer) else as_it_is
 
 
 @compiled
-def _stripe(to: Target, t0: int, t1: int, i: int, h: int, first: bool, vals: Array, cols: Array, j: int,
-            count: int) -> None:  # fmt: skip
-    """C[i .. i+h, tiles t0 .. t1] (+)= vals[x*h + r] * B[cols[j+x]], x < count."""
+def _stripe(to: Target, t0: int, t1: int, i: int, h: int, first: bool, vals: Array, v: int, cols: Array,
+            j: int, count: int) -> None:  # fmt: skip
+    """C[i .. i+h, tiles t0 .. t1] (+)= vals[v + x*h + r] * B[cols[j+x]], x < count."""
     lanes = VECTOR // to.P.itemsize
     for t in range(t0, t1):
         b, c = t * to.stride, to.c0 + i * to.ldc + t * to.vectors * lanes
         r = 0
         while r + 4 <= h:
             for k in range(to.vectors):
-                QUAD(to.C, c + r * to.ldc + k * lanes, to.ldc, first, vals, r, h, cols, j, count,
+                QUAD(to.C, c + r * to.ldc + k * lanes, to.ldc, first, vals, v + r, h, cols, j, count,
                      to.P, b + k * lanes, to.ldb)  # fmt: skip
             r += 4
         while r < h:
             if to.vectors == 2:
-                PAIR(to.C, c + r * to.ldc, to.ldc, first, vals, r, h, cols, j, count, to.P, b, to.ldb)
+                PAIR(to.C, c + r * to.ldc, to.ldc, first, vals, v + r, h, cols, j, count, to.P, b, to.ldb)
             else:
-                SINGLE(to.C, c + r * to.ldc, to.ldc, first, vals, r, h, cols, j, count, to.P, b, to.ldb)
+                SINGLE(to.C, c + r * to.ldc, to.ldc, first, vals, v + r, h, cols, j, count, to.P, b, to.ldb)
             r += 1
 
 
@@ -92,6 +98,23 @@ def _stripe(to: Target, t0: int, t1: int, i: int, h: int, first: bool, vals: Arr
 def _decoded(vals: Array, part: Array, table: Array) -> None:
     for x in range(part.size):
         vals[x] = _value(part[x], table)
+
+
+def _values(vals: Array, data: Array, j: int, count: int, table: Array) -> Any:
+    """(array, position in it) of ``count`` numbers: ``data`` itself, or ``vals`` with them decoded. Compiled only."""
+    raise NotImplementedError
+
+
+@overload(_values)
+def _values_by_type(vals: Any, data: Any, j: Any, count: Any, table: Any) -> Any:
+    def decoded(vals: Any, data: Any, j: Any, count: Any, table: Any) -> Any:
+        _decoded(vals, data[j : j + count], table)
+        return vals, 0
+
+    def in_place(vals: Any, data: Any, j: Any, count: Any, table: Any) -> Any:
+        return data, j
+
+    return in_place if vals.dtype == data.dtype else decoded
 
 
 @compiled
@@ -104,8 +127,8 @@ def csr(lo: int, hi: int, to: Target, indptr: Array, indices: Array, data: Array
             j, end, first = int(indptr[i]), int(indptr[i + 1]), True
             while first or j < end:
                 count = min(ITEMS, end - j)
-                _decoded(vals, data[j : j + count], table)
-                _stripe(to, t0, t1, i, 1, first, vals, indices, j, count)
+                values, v = _values(vals, data, j, count, table)
+                _stripe(to, t0, t1, i, 1, first, values, v, indices, j, count)
                 j, first = j + count, False
 
 
@@ -124,15 +147,16 @@ def ell_buckets(
                 s, end = starts[ell_rows[e]], starts[ell_rows[e] + 1]
                 while s < end:
                     if n == ITEMS:
-                        _stripe(to, t0, t1, i, 1, first, vals, cols, 0, n)
+                        _stripe(to, t0, t1, i, 1, first, vals, 0, cols, 0, n)
                         n, first = 0, False
-                    stop = min(end, s + ITEMS - n)
-                    for slot in range(s, stop):
-                        cols[n], vals[n] = indices[slot], _value(data[slot], table)
-                        n += indices[slot] >= 0
-                    s = stop
+                    count = min(end - s, ITEMS - n)
+                    columns, part, live = indices[s : s + count], data[s : s + count], 0
+                    for x in range(count):
+                        cols[n + x], vals[n + x] = columns[x], _value(part[x], table)
+                        live += columns[x] >= 0
+                    n, s = n + live, s + count  # PAD comes last, and what follows is written over it
             if n or first:
-                _stripe(to, t0, t1, i, 1, first, vals, cols, 0, n)
+                _stripe(to, t0, t1, i, 1, first, vals, 0, cols, 0, n)
 
 
 @compiled
@@ -145,7 +169,7 @@ def bitmask(lo: int, hi: int, to: Target, indptr: Array, mask: Array, data: Arra
         t1 = min(to.tiles, t0 + to.group)
         for i in range(lo, hi):
             row[: mask.shape[1]] = mask[i]
-            j, end, n, first = int(indptr[i]), int(indptr[i + 1]), 0, True
+            j, n, first = int(indptr[i]), 0, True
             for y in range(words.size):
                 word, at = words[y], n
                 while word:
@@ -156,12 +180,12 @@ def bitmask(lo: int, hi: int, to: Target, indptr: Array, mask: Array, data: Arra
                         n += word != 0
                         word &= word - np.uint64(1)
                 if n > ITEMS - 64:
-                    _decoded(vals, data[j : j + n], table)
-                    _stripe(to, t0, t1, i, 1, first, vals, cols, 0, n)
+                    values, v = _values(vals, data, j, n, table)
+                    _stripe(to, t0, t1, i, 1, first, values, v, cols, 0, n)
                     j, n, first = j + n, 0, False
             if n or first:
-                _decoded(vals, data[j:end], table)
-                _stripe(to, t0, t1, i, 1, first, vals, cols, 0, n)
+                values, v = _values(vals, data, j, n, table)
+                _stripe(to, t0, t1, i, 1, first, values, v, cols, 0, n)
 
 
 @compiled
@@ -175,19 +199,24 @@ def two_four(
     for t0 in range(0, to.tiles, to.group):
         t1 = min(to.tiles, t0 + to.group)
         for i in range(lo, hi):
-            n, first = 0, True
-            for q in range(words):
-                word = np.int64(meta[row_offset[i] + (q >> shift) * outer + (q & low) * inner])
-                row = data[i, 8 * q : 8 * q + 8]
-                for s in range(8):
-                    x = _value(row[s], table)
-                    cols[n], vals[n] = 16 * q + 4 * (s >> 1) + ((word >> (2 * s)) & 3), x
-                    n += x != 0  # the fillers of a group, and padding, are not multiplied
-                if n > ITEMS - 8:
-                    _stripe(to, t0, t1, i, 1, first, vals, cols, 0, n)
-                    n, first = 0, False
-            if n or first:
-                _stripe(to, t0, t1, i, 1, first, vals, cols, 0, n)
+            q, first = 0, True
+            while first or q < words:
+                start, q = q, min(words, q + ITEMS // 8)
+                for w in range(start, q):
+                    word = np.int64(meta[row_offset[i] + (w >> shift) * outer + (w & low) * inner])
+                    word_columns(cols, 8 * (w - start), word, 16 * w)
+                n = 8 * (q - start)
+                _decoded(vals, data[i, 8 * start : 8 * q], table)
+                live = 0
+                for x in range(n):
+                    live += vals[x] != 0
+                if live < n:  # the fillers of a group, and padding, are not multiplied
+                    live = 0
+                    for x in range(n):
+                        vals[live], cols[live] = vals[x], cols[x]
+                        live += vals[x] != 0
+                _stripe(to, t0, t1, i, 1, first, vals, 0, cols, 0, live)
+                first = False
 
 
 @compiled
@@ -209,10 +238,10 @@ def bsr(lo: int, hi: int, to: Target, M: int, K: int, indptr: Array, indices: Ar
                             vals[n * h + r] = _value(data[s, r0 + r, x], table)
                         n += 1
                         if n == STRIPE_ITEMS:
-                            _stripe(to, t0, t1, i, h, first, vals, cols, 0, n)
+                            _stripe(to, t0, t1, i, h, first, vals, 0, cols, 0, n)
                             n, first = 0, False
                 if n or first:
-                    _stripe(to, t0, t1, i, h, first, vals, cols, 0, n)
+                    _stripe(to, t0, t1, i, h, first, vals, 0, cols, 0, n)
 
 
 @compiled
@@ -235,10 +264,10 @@ def sr_bcrs(lo: int, hi: int, to: Target, M: int, indptr: Array, indices: Array,
                             vals[n * h + r] = _value(data[g, r0 + r, s], table)
                         n += 1
                         if n == STRIPE_ITEMS:
-                            _stripe(to, t0, t1, i, h, first, vals, cols, 0, n)
+                            _stripe(to, t0, t1, i, h, first, vals, 0, cols, 0, n)
                             n, first = 0, False
                 if n or first:
-                    _stripe(to, t0, t1, i, h, first, vals, cols, 0, n)
+                    _stripe(to, t0, t1, i, h, first, vals, 0, cols, 0, n)
 
 
 @compiled
@@ -263,7 +292,7 @@ def vector_nm(
                         vals[n * h + r] = _value(values[r], table)
                     n += 1
                     if n == STRIPE_ITEMS:
-                        _stripe(to, t0, t1, i, h, first, vals, cols, 0, n)
+                        _stripe(to, t0, t1, i, h, first, vals, 0, cols, 0, n)
                         n, first = 0, False
                 if n or first:
-                    _stripe(to, t0, t1, i, h, first, vals, cols, 0, n)
+                    _stripe(to, t0, t1, i, h, first, vals, 0, cols, 0, n)

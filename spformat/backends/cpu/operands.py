@@ -16,7 +16,7 @@ from ...problem import Problem
 
 VECTOR = 64
 """Bytes of a vector of the compiled tiles; a tile of B is one or two of them wide."""
-CACHE = 3 << 18
+CACHE = 5 << 17
 """Bytes of tiles of B that rows of one item each are multiplied with together: most of an L2 cache."""
 PASS = 8 << 20
 """Bytes of B held as tiles at a time."""
@@ -53,7 +53,12 @@ def sums_dtype(p: Problem) -> np.dtype[Any]:
 def coded(data: Array, sums: np.dtype[Any]) -> tuple[Array, Array]:
     """(values as the compiled loops take them, their table): no copy."""
     name = data.dtype.name
-    codes, table = (bits(data), _table(name, sums.name)) if name in _NARROW else (data, _no_table(sums.name))
+    if name == "bfloat16":
+        codes, table = data.view(np.int16), _no_table(sums.name)
+    elif name in _NARROW:
+        codes, table = bits(data), _table(name, sums.name)
+    else:
+        codes, table = data, _no_table(sums.name)
     return fixed(codes)[0], fixed(table)[0]
 
 
@@ -91,6 +96,8 @@ class Work:
     items: int
     ends: Array | None = None
     workspace: int = 0
+    costly: bool = False
+    """Decoding takes about as long as a tile: more of them share it, though they overflow the L2 cache a little."""
 
     def pieces(self, count: int) -> list[int]:
         """Unit bounds [0, .., units] of at most ``count`` pieces with about the same number of items."""
@@ -119,7 +126,7 @@ def multiply(work: Work, target: Callable[..., Any], B: Array, out: Array, sums:
     straight = out.dtype == sums and out.flags.c_contiguous and N % width == 0
     tile_bytes = max(1, K) * width * sums.itemsize
     step = tiles if in_place else max(1, PASS // tile_bytes)
-    shared = tiles if work.rows >= 4 or in_place else max(1, CACHE // tile_bytes)
+    shared = tiles if work.rows >= 4 or in_place else max(1, (1 + work.costly) * CACHE // tile_bytes)
 
     def tile_pass(first: int) -> None:
         count = min(step, tiles - first)

@@ -127,6 +127,47 @@ class _Vectors:
         return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), [x, y, z])
 
 
+def _word_columns(context: Any, cols: Any, at: Any, word: Any, first: Any) -> Any:
+    def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        cols, at, word, first = args
+        lanes = ir.VectorType(_INTP, 8)
+
+        def constant(numbers: Any) -> Any:
+            return ir.Constant(lanes, list(numbers))
+
+        def splat(x: Any) -> Any:
+            undefined, zeros = ir.Constant(lanes, ir.Undefined), ir.Constant(ir.VectorType(ir.IntType(32), 8), [0] * 8)
+            return builder.shuffle_vector(builder.insert_element(undefined, x, ir.IntType(32)(0)), undefined, zeros)
+
+        place = builder.and_(builder.lshr(splat(word), constant(range(0, 16, 2))), constant([3] * 8))
+        group = builder.add(splat(first), constant(s // 2 * 4 for s in range(8)))
+        data = context.make_array(signature.args[0])(context, builder, cols).data
+        address = builder.bitcast(builder.gep(data, [at]), lanes.as_pointer())
+        builder.store(builder.add(place, group), address, align=8)
+        return context.get_dummy_value()
+
+    return types.void(cols, types.intp, types.intp, types.intp), write
+
+
+word_columns: Any = intrinsic(_word_columns)
+"""(cols int64, at, word, first) -> None: cols[at .. at+7] = columns of the eight values of a 2:4 word whose group
+
+of sixteen starts at column ``first``.
+"""
+
+
+def _bfloat16(context: Any, code: Any) -> Any:
+    def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(32)
+        return builder.bitcast(builder.shl(builder.zext(args[0], word), word(16)), ir.FloatType())
+
+    return types.float32(types.int16), write
+
+
+bfloat16: Any = intrinsic(_bfloat16)
+"""(int16) -> float32: the number whose bfloat16 bits these are."""
+
+
 def _lowest_bit(context: Any, word: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.cttz(args[0], ir.IntType(1)(0))
