@@ -53,12 +53,12 @@ def compile_log(source: str, instances: tuple[str, ...], arch: str) -> tuple[str
     flags = [flag.encode() for flag in (*jit.options(arch), *headers())]
     (status,) = rtc.nvrtcCompileProgram(program, len(flags), flags)
     _, size = rtc.nvrtcGetProgramLogSize(program)
-    log = b" " * size
+    log = bytes(size + 1)  # at least two: NVRTC writes into it, and Python shares its one-byte objects
     rtc.nvrtcGetProgramLog(program, log)
     if status != ok:
         return log.decode(errors="replace"), []
     _, size = rtc.nvrtcGetCUBINSize(program)
-    cubin = b" " * size
+    cubin = bytes(size)
     rtc.nvrtcGetCUBIN(program, cubin)
     missing = []
     for name in instances:

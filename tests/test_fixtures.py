@@ -54,7 +54,7 @@ def test_digits_checkpoint_is_as_accurate_and_as_sparse_as_it_says() -> None:
     folder = FIXTURES / "checkpoint" / "digits"
     config = json.loads((folder / "config.json").read_text())
     weights = {k: a.astype(np.float32) for k, a in tensors(folder / "model.safetensors").items()}
-    test = tensors(folder / "test_set.safetensors")
+    test = tensors(folder.parent / "digits_test_set.safetensors")
     x = test["images"].astype(np.float32) / 16
     for i, layer in enumerate(config["layers"]):
         assert weights[f"{layer}.weight"].shape == (config["sizes"][i + 1], config["sizes"][i])

@@ -1,0 +1,57 @@
+# Everything runs from a bare checkout: each target makes the environment it needs, and a second run reuses it.
+#   make demo      convert a real small pruned checkpoint, validate it, multiply with it, print a table
+#   make test      all tests that need no GPU
+PYTHON     ?= python3
+GPU_PYTHON ?= $(PYTHON)
+VENV       ?= .venv
+PYTEST     ?= -q
+BIN        := $(VENV)/bin
+PIP        := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+.PHONY: help demo test check gpu fixtures docs bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo | test | check | gpu | fixtures | docs | bench | clean"
+
+demo: $(VENV)/cpu.stamp
+	$(BIN)/python fixtures/demo.py
+
+test: $(VENV)/test.stamp
+	$(BIN)/python -m pytest $(PYTEST) -n auto
+
+check: $(VENV)/test.stamp
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest $(PYTEST) -n auto
+
+# CuPy, CUDA and the driver belong to the machine: the Python that has them is used as it is.
+gpu:
+	@$(GPU_PYTHON) -c "import cupy, pytest, hypothesis" || { echo "make gpu: GPU_PYTHON=$(GPU_PYTHON) needs:" \
+	  "$(GPU_PYTHON) -m pip install '.[cuda13,test]'   (or cuda12)"; exit 69; }
+	PYTHONPATH=. $(GPU_PYTHON) -m pytest $(PYTEST) -m gpu --backends cuda
+	@if command -v compute-sanitizer >/dev/null; then GPU_PYTHON=$(GPU_PYTHON) tests/sanitize; \
+	  else echo "compute-sanitizer is not on PATH: memcheck and racecheck were not run"; fi
+
+fixtures: $(VENV)/test.stamp
+	$(BIN)/python fixtures/make.py
+
+docs: $(VENV)/docs.stamp
+	$(BIN)/python docs/tables.py
+	$(BIN)/python -m sphinx -q -W -b html docs build/docs
+	@echo "build/docs/index.html"
+
+bench: $(VENV)/cpu.stamp
+	$(BIN)/python benchmarks/spmm.py $(BENCH)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info demo-output
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp per extra; a changed pyproject.toml (dependencies, packages) installs again.
+$(VENV)/%.stamp: pyproject.toml | $(BIN)/python
+	$(PIP) --editable ".[$*]"
+	@touch $@

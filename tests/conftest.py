@@ -1,0 +1,62 @@
+"""Which backends the tests run on.
+
+``pytest --backends reference,cpu,cuda``: exactly these, and one that cannot run here is an error, so that a broken
+driver does not pass as a green run. Without the option every backend that can run here is tested, and the others are
+skipped with the reason that they give themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from spformat import backends
+from spformat.errors import UsageError
+
+MEMORY_DISK = Path("/dev/shm")
+"""Every save is fsynced, which a shared disk may answer in seconds: files of the tests go to memory, if it has room."""
+
+MARKED = {"gpu": "cuda"}
+"""Marker -> the backend its tests need, beside ``@pytest.mark.backend(name)``."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--backends", default="", metavar="NAMES", help="comma-separated; a missing one is an error")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if MEMORY_DISK.is_dir() and shutil.disk_usage(MEMORY_DISK).free > 2**30:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY_DISK))
+    config.addinivalue_line("markers", "backend(name): needs this backend of spformat")
+    for name in named(config):
+        try:
+            missing = backends.get(name).missing()
+        except UsageError as e:
+            raise pytest.UsageError(f"--backends: {e}") from e
+        if missing:
+            raise pytest.UsageError(f"--backends: {name} cannot run here: {'; '.join(missing)}")
+
+
+def named(config: pytest.Config) -> tuple[str, ...]:
+    """The backends of the command line."""
+    return tuple(filter(None, config.getoption("--backends").split(",")))
+
+
+def why_not(config: pytest.Config, name: str) -> str:
+    """Why the tests of a backend are skipped; "" when they run."""
+    asked = named(config)
+    if asked:
+        return "" if name in asked else f"{name} is not among --backends {','.join(asked)}"
+    return "; ".join(backends.get(name).missing())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        needed = [MARKED[m] for m in MARKED if item.get_closest_marker(m)]
+        needed += [m.args[0] for m in item.iter_markers("backend")]
+        reasons = [f"{name}: {text}" for name in dict.fromkeys(needed) if (text := why_not(config, name))]
+        if reasons:
+            item.add_marker(pytest.mark.skip(reason="; ".join(reasons)))
