@@ -5,14 +5,15 @@ bf16 and fp16 use m16n8k16 with float32 sums; float32 uses three TF32 products p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...arrays import ceil_div
 from ...problem import COL, Plan, Problem, reasons
 from . import jit, launch
 
-_C_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}
+C_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}
 _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 _INT32_MAX = 2**31 - 1
 _GRID_Y_MAX = 65535
@@ -93,12 +94,12 @@ class SpmmBSR:
     archs = ("sm_80",)
 
     def unsupported(self, p: Problem) -> list[str]:
-        types = ", ".join(_C_TYPES)
+        types = ", ".join(C_TYPES)
         width = p.p["blocksize"][1]
         return reasons(
             (p.device != "cuda", f"operands are on {p.device}; move them with .to('cuda')"),
             (p.device == "cuda" and (p.sm is None or p.sm < 80), f"needs sm_80 or newer, got {p.sm_name}"),
-            (p.a_dtype not in _C_TYPES, f"a.dtype must be one of {types}, got {p.a_dtype}"),
+            (p.a_dtype not in C_TYPES, f"a.dtype must be one of {types}, got {p.a_dtype}"),
             (p.b_dtype != p.a_dtype, f"b.dtype must equal a.dtype ({p.a_dtype}), got {p.b_dtype}"),
             (
                 p.out_dtype not in (p.a_dtype, "float32"),
@@ -117,10 +118,25 @@ class SpmmBSR:
         )
 
     def plan(self, a: Any, p: Problem) -> Plan:
-        return launch.device_plan(self.name, p, launcher(a, p), str(choose_tile(p)))
+        return launch.device_plan(self.name, p, launcher(arrays_of(a), p), str(choose_tile(p)))
 
 
-def launcher(a: Any, p: Problem) -> Any:
+class Arrays(NamedTuple):
+    """What a plan keeps of A: its device arrays, not the Format object, so that the weak plan cache can empty."""
+
+    row_ids: Any
+    """None for BSR."""
+    indptr: Any
+    indices: Any
+    data: Any
+
+
+def arrays_of(a: Any) -> Arrays:
+    """The arrays of a BSR or DBSR object."""
+    return Arrays(getattr(a, "row_ids", None), a.indptr, a.indices, a.data)
+
+
+def launcher(a: Arrays, p: Problem) -> Callable[[launch.Operands], None]:
     """The launch closure of a plan; it compiles a variant when operands first need it (aligned or not)."""
     height, width = p.p["blocksize"]
     tile = choose_tile(p)
@@ -135,15 +151,13 @@ def launcher(a: Any, p: Problem) -> Any:
     row_tiles = entries * ceil_div(height, tile.rows)
     gap_blocks = ceil_div(block_rows, zero_rows) if listed and entries < block_rows else 0
     wide_a = width % vector == 0 and a.data.data.ptr % 16 == 0
-    row_ids = a.row_ids if listed else None
-    fixed = (row_ids if listed else 0, a.indptr, a.indices, a.data, p.M, p.K, entries)
-    index_types = [_index_type(x) for x in (row_ids if listed else a.indptr, a.indptr, a.indices)]
+    fixed = (a.row_ids if listed else 0, a.indptr, a.indices, a.data, p.M, p.K, entries)
     arch = jit.architecture(p.sm or 80, SpmmBSR.archs)
 
     def variant(wide_b: bool) -> launch.Launch:
         flags = ", ".join(str(f).lower() for f in (wide_a, wide_b, b_col, c_col, listed))
         instance = (
-            f"spmm_bsr<{_C_TYPES[p.a_dtype]}, {_C_TYPES[p.out_dtype]}, {', '.join(index_types)}, {height}, {width}, "
+            f"spmm_bsr<{C_TYPES[p.a_dtype]}, {C_TYPES[p.out_dtype]}, {index_types(a)}, {height}, {width}, "
             f"{tile.rows}, {tile.cols}, {tile.warps_m}, {tile.warps_n}, {tile.depth}, {tile.stages}, {tile.resident}, "
             f"{zero_rows}, {flags}>"
         )
@@ -162,5 +176,7 @@ def launcher(a: Any, p: Problem) -> Any:
     return run
 
 
-def _index_type(x: Any) -> str:
-    return "long long" if x.dtype.itemsize == 8 else "int"
+def index_types(a: Arrays) -> str:
+    """The C types of row_ids, indptr and indices, as template arguments; BSR has no row_ids, any type does."""
+    arrays = (a.indptr if a.row_ids is None else a.row_ids, a.indptr, a.indices)
+    return ", ".join("long long" if x.dtype.itemsize == 8 else "int" for x in arrays)

@@ -1,0 +1,159 @@
+"""SpMM on BSR and DBSR with TMA and wgmma (Hopper), blocks of 16 to 128. Kernel: spmm_bsr_sm90a.cu.
+
+The fallback for everything else, and for operands TMA cannot address, is spmm_bsr.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ...arrays import ceil_div
+from ...problem import COL, Plan, Problem, reasons
+from . import jit, launch, spmm_bsr, tensor_map
+
+_C_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half"}
+_SIZES = (16, 32, 64, 128)
+_ITEM = 2
+_INT32_MAX = 2**31 - 1
+_UNITS_BYTES = 64 * 1024
+_SIGNATURE = (tensor_map.TensorMap, *"PPPqq", tensor_map.TensorMap, *"Pqq")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Warpgroups along rows and columns of a tile, ring slots for B, CTAs that share blocks of A."""
+
+    warpgroups_m: int
+    warpgroups_n: int
+    slots: int
+    cluster: int
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.warpgroups_m * self.warpgroups_n + 32
+
+    def extent(self, height: int) -> tuple[int, int]:
+        """Rows and columns of C in a tile: a warpgroup owns 64 x 128, or 128 x 64 where blocks lie on the n axis."""
+        rows, cols = (64, 128) if height >= 64 else (128, 64)
+        return self.warpgroups_m * rows, self.warpgroups_n * cols
+
+    def smem(self, height: int) -> int:
+        """Bytes: the rings of B (64 rows a slot) and A, and room to align them."""
+        return self.slots * 64 * _ITEM * self.extent(height)[1] + _UNITS_BYTES + 1024
+
+
+# By block height. Tall blocks share little of B with their neighbours: few rows, many columns. Low blocks share much.
+_TILES = {
+    16: Tile(2, 2, 10, 1),
+    32: Tile(2, 2, 10, 1),
+    64: Tile(2, 2, 5, 1),
+    128: Tile(2, 2, 5, 1),
+}
+
+
+def choose_tile(p: Problem) -> Tile:
+    """The tile for a problem."""
+    return _TILES[p.p["blocksize"][0]]
+
+
+class SpmmBSRHopper:
+    """``out = A @ B`` for A in BSR or DBSR, bf16 or fp16, on Hopper GPUs."""
+
+    name = "cuda.spmm_bsr_sm90a"
+    formats = frozenset({"bsr", "dbsr"})
+    archs = ("sm_90a",)
+
+    def unsupported(self, p: Problem) -> list[str]:
+        height, width = p.p["blocksize"]
+        sizes, types = ", ".join(map(str, _SIZES)), ", ".join(_C_TYPES)
+        return reasons(
+            (p.device != "cuda", f"operands are on {p.device}; move them with .to('cuda')"),
+            (p.device == "cuda" and p.sm != 90, f"needs sm_90 (wgmma), got {p.sm_name}"),
+            (p.a_dtype not in _C_TYPES, f"a.dtype must be one of {types}, got {p.a_dtype}"),
+            (p.b_dtype != p.a_dtype, f"b.dtype must equal a.dtype ({p.a_dtype}), got {p.b_dtype}"),
+            (
+                p.out_dtype not in (p.a_dtype, "float32"),
+                f"out.dtype must be {p.a_dtype} or float32, got {p.out_dtype}",
+            ),
+            (
+                height not in _SIZES or width not in _SIZES,
+                f"block height and width must be one of {sizes}, got {height}x{width}",
+            ),
+            (p.K + width > _INT32_MAX, f"K + block width must stay below 2^31, got {p.K} + {width}"),
+            (
+                p.b_layout == COL and p.K * _ITEM % 16,
+                f"columns of B must start on 16-byte boundaries for TMA, got K = {p.K}",
+            ),
+        )
+
+    def plan(self, a: Any, p: Problem) -> Plan:
+        tile = choose_tile(p)
+        rows, cols = tile.extent(p.p["blocksize"][0])
+        return launch.device_plan(self.name, p, _launcher(spmm_bsr.arrays_of(a), p, tile), f"{rows}x{cols}x64")
+
+
+def _launcher(a: spmm_bsr.Arrays, p: Problem, tile: Tile) -> Callable[[launch.Operands], None]:
+    """The launch closure. Whether B suits TMA is known per call only; operands that do not go to spmm_bsr."""
+    height, width = p.p["blocksize"]
+    blocks, entries = int(a.indices.size), int(a.indptr.size) - 1
+    plain: list[Callable[[launch.Operands], None]] = []
+
+    def fall_back(x: launch.Operands) -> None:
+        if not plain:
+            plain.append(spmm_bsr.launcher(a, p))
+        plain[0](x)
+
+    pointer = a.data.data.ptr
+    if not blocks or not tensor_map.aligned(pointer, width, _ITEM) or blocks * height > _INT32_MAX:
+        return fall_back
+
+    listed = p.format == "dbsr"
+    b_col, c_col = p.b_layout == COL, p.out_layout == COL
+    slice_k = min(width, 64)
+    rows, cols = tile.extent(height)
+    units = _UNITS_BYTES // (height * slice_k * _ITEM)
+    zero_rows = max(1, 64 // height)
+    flags = ", ".join(str(f).lower() for f in (b_col, c_col, listed))
+    instance = (
+        f"spmm_bsr_sm90a<{_C_TYPES[p.a_dtype]}, {spmm_bsr.C_TYPES[p.out_dtype]}, {spmm_bsr.index_types(a)}, "
+        f"{height}, {width}, {tile.warpgroups_m}, {tile.warpgroups_n}, {tile.slots}, {units}, {tile.cluster}, "
+        f"{zero_rows}, {flags}>"
+    )
+    smem = tile.smem(height)
+    function = jit.load("spmm_bsr_sm90a.cu", instance, "sm_90a", p.device_id, smem)
+    swizzle = slice_k * _ITEM
+    a_map = tensor_map.tiled(pointer, p.a_dtype, (width, blocks * height), (width,), (slice_k, height), swizzle)
+    fixed = (a_map, a.row_ids if listed else 0, a.indptr, a.indices, p.M, entries)
+    kernel = launch.Launch(function, _SIGNATURE, fixed, tile.threads, smem)
+    processors = _processors(p.device_id) // tile.cluster * tile.cluster
+    groups = ceil_div(entries, rows // height)
+    gaps = entries < ceil_div(p.M, height)
+    maps: dict[tuple[int, int, int], tensor_map.TensorMap] = {}
+
+    def b_map(x: launch.Operands) -> tensor_map.TensorMap:
+        key = (x.b, x.n, x.ldb)
+        if key not in maps:
+            maps.clear()  # one operand at a time: a loop over the same B finds its map, a stream of Bs keeps no garbage
+            if b_col:
+                maps[key] = tensor_map.tiled(x.b, p.b_dtype, (p.K, x.n), (x.ldb,), (slice_k, cols), swizzle)
+            else:
+                maps[key] = tensor_map.tiled(x.b, p.b_dtype, (x.n, p.K), (x.ldb,), (64, slice_k), 128)
+        return maps[key]
+
+    def run(x: launch.Operands) -> None:
+        if not tensor_map.aligned(x.b, x.ldb, _ITEM) or x.n > _INT32_MAX - cols * tile.cluster:
+            fall_back(x)
+            return
+        tiles = groups * ceil_div(ceil_div(x.n, cols), tile.cluster) * tile.cluster
+        grid = processors if gaps else min(tiles, processors)
+        kernel((grid, 1, 1), x.stream, b_map(x), x.c, x.n, x.ldc)
+
+    return run
+
+
+def _processors(device_id: int) -> int:
+    import cupy
+
+    return int(cupy.cuda.Device(device_id).attributes["MultiProcessorCount"])
