@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ...arrays import ceil_div
-from ...problem import COL, Plan, Problem, reasons
+from ...problem import COL, ROW, Plan, Problem, reasons
 from . import jit, launch
 
 C_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}
@@ -108,17 +108,43 @@ class SpmmBSR:
             (p.K + width > _INT32_MAX, f"K + block width must stay below 2^31, got {p.K} + {width}"),
         )
 
-    def instances(self) -> tuple[str, ...]:
-        """C++ names that the compile tests build."""
-        return (
-            "spmm_bsr<__nv_bfloat16, __nv_bfloat16, int, int, int, 32, 32, 32, 128, 1, 4, 32, 4, 4, 2, "
-            "true, true, false, false, false>",
-            "spmm_bsr<__half, float, int, int, int, 64, 64, 64, 128, 2, 2, 32, 4, 4, 1, true, true, true, true, true>",
-            "spmm_bsr<float, float, int, int, int, 16, 16, 16, 64, 1, 4, 32, 3, 4, 4, true, false, false, false, true>",
-        )
-
     def plan(self, a: Any, p: Problem) -> Plan:
         return launch.device_plan(self.name, p, launcher(arrays_of(a), p), str(choose_tile(p)))
+
+    def instances(self) -> tuple[str, ...]:
+        """C++ names that together reach every branch of spmm_bsr.cu, for the compile test."""
+        return tuple(
+            instance(sample_problem(fmt, blocksize, dtype, out, b, c), "int, int, int", wide, wide)
+            for fmt, blocksize, dtype, out, b, c, wide in (
+                ("bsr", (64, 64), "bfloat16", "bfloat16", ROW, ROW, True),
+                ("dbsr", (16, 16), "float16", "float32", COL, COL, True),
+                ("bsr", (5, 7), "bfloat16", "bfloat16", ROW, COL, False),
+                ("dbsr", (128, 32), "float32", "float32", ROW, ROW, True),
+                ("bsr", (1, 3), "float32", "float32", COL, ROW, False),
+            )
+        )
+
+
+def sample_problem(fmt: str, blocksize: tuple[int, int], dtype: str, out: str, b: str, c: str) -> Problem:
+    """A large problem with these types and layouts."""
+    return Problem(fmt, (("blocksize", blocksize),), 4096, 4096, 4096, 0, dtype, dtype, out, b, c, "cuda", 90)
+
+
+def instance(p: Problem, index_types: str, wide_a: bool, wide_b: bool) -> str:
+    """The C++ name of the kernel for a problem; wide_a, wide_b: whether A and B allow 16-byte copies."""
+    height, width = p.p["blocksize"]
+    t = choose_tile(p)
+    flags = (wide_a, wide_b, p.b_layout == COL, p.out_layout == COL, p.format == "dbsr")
+    return (
+        f"spmm_bsr<{C_TYPES[p.a_dtype]}, {C_TYPES[p.out_dtype]}, {index_types}, {height}, {width}, "
+        f"{t.rows}, {t.cols}, {t.warps_m}, {t.warps_n}, {t.depth}, {t.stages}, {t.resident}, "
+        f"{zero_rows(height)}, {', '.join(str(f).lower() for f in flags)}>"
+    )
+
+
+def zero_rows(height: int) -> int:
+    """Block rows that one piece of zero-filling covers: about 64 rows of C."""
+    return max(1, 64 // height)
 
 
 class Arrays(NamedTuple):
@@ -141,27 +167,20 @@ def launcher(a: Arrays, p: Problem) -> Callable[[launch.Operands], None]:
     height, width = p.p["blocksize"]
     tile = choose_tile(p)
     listed = p.format == "dbsr"
-    b_col, c_col = p.b_layout == COL, p.out_layout == COL
+    b_col = p.b_layout == COL
     size = _ITEMSIZE[p.a_dtype]
     vector = 16 // size
     smem = tile.smem(size, b_col)
     block_rows = ceil_div(p.M, height)
     entries = int(a.indptr.size) - 1
-    zero_rows = max(1, 64 // height)
     row_tiles = entries * ceil_div(height, tile.rows)
-    gap_blocks = ceil_div(block_rows, zero_rows) if listed and entries < block_rows else 0
+    gap_blocks = ceil_div(block_rows, zero_rows(height)) if listed and entries < block_rows else 0
     wide_a = width % vector == 0 and a.data.data.ptr % 16 == 0
     fixed = (a.row_ids if listed else 0, a.indptr, a.indices, a.data, p.M, p.K, entries)
     arch = jit.architecture(p.sm or 80, SpmmBSR.archs)
 
     def variant(wide_b: bool) -> launch.Launch:
-        flags = ", ".join(str(f).lower() for f in (wide_a, wide_b, b_col, c_col, listed))
-        instance = (
-            f"spmm_bsr<{C_TYPES[p.a_dtype]}, {C_TYPES[p.out_dtype]}, {index_types(a)}, {height}, {width}, "
-            f"{tile.rows}, {tile.cols}, {tile.warps_m}, {tile.warps_n}, {tile.depth}, {tile.stages}, {tile.resident}, "
-            f"{zero_rows}, {flags}>"
-        )
-        function = jit.load("spmm_bsr.cu", instance, arch, p.device_id, smem)
+        function = jit.load("spmm_bsr.cu", instance(p, index_types(a), wide_a, wide_b), arch, p.device_id, smem)
         return launch.Launch(function, "PPPPqqqPPqqq", fixed, tile.threads, smem)
 
     variants: dict[bool, launch.Launch] = {}

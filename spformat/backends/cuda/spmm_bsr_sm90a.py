@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...arrays import ceil_div
-from ...problem import COL, Plan, Problem, reasons
+from ...problem import COL, ROW, Plan, Problem, reasons
 from . import jit, launch, spmm_bsr, tensor_map
 
 _C_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half"}
@@ -93,6 +93,31 @@ class SpmmBSRHopper:
         rows, cols = tile.extent(p.p["blocksize"][0])
         return launch.device_plan(self.name, p, _launcher(spmm_bsr.arrays_of(a), p, tile), f"{rows}x{cols}x64")
 
+    def instances(self) -> tuple[str, ...]:
+        """C++ names that together reach every branch of spmm_bsr_sm90a.cu, for the compile test."""
+        problems = (
+            spmm_bsr.sample_problem("bsr", (64, 64), "bfloat16", "bfloat16", ROW, ROW),
+            spmm_bsr.sample_problem("dbsr", (128, 128), "float16", "float32", COL, COL),
+            spmm_bsr.sample_problem("bsr", (32, 32), "bfloat16", "bfloat16", ROW, COL),
+            spmm_bsr.sample_problem("dbsr", (16, 16), "bfloat16", "float32", COL, ROW),
+        )
+        return tuple(_instance(p, choose_tile(p), "int, int, int") for p in problems)
+
+
+def _units(height: int, width: int) -> int:
+    """Ring units for A: each holds one block, or 64 columns of it."""
+    return _UNITS_BYTES // (height * min(width, 64) * _ITEM)
+
+
+def _instance(p: Problem, t: Tile, index_types: str) -> str:
+    height, width = p.p["blocksize"]
+    flags = (p.b_layout == COL, p.out_layout == COL, p.format == "dbsr")
+    return (
+        f"spmm_bsr_sm90a<{_C_TYPES[p.a_dtype]}, {spmm_bsr.C_TYPES[p.out_dtype]}, {index_types}, {height}, {width}, "
+        f"{t.warpgroups_m}, {t.warpgroups_n}, {t.slots}, {_units(height, width)}, {t.cluster}, "
+        f"{spmm_bsr.zero_rows(height)}, {', '.join(str(f).lower() for f in flags)}>"
+    )
+
 
 def _launcher(a: spmm_bsr.Arrays, p: Problem, tile: Tile) -> Callable[[launch.Operands], None]:
     """The launch closure. Whether B suits TMA is known per call only; operands that do not go to spmm_bsr."""
@@ -110,19 +135,11 @@ def _launcher(a: spmm_bsr.Arrays, p: Problem, tile: Tile) -> Callable[[launch.Op
         return fall_back
 
     listed = p.format == "dbsr"
-    b_col, c_col = p.b_layout == COL, p.out_layout == COL
+    b_col = p.b_layout == COL
     slice_k = min(width, 64)
     rows, cols = tile.extent(height)
-    units = _UNITS_BYTES // (height * slice_k * _ITEM)
-    zero_rows = max(1, 64 // height)
-    flags = ", ".join(str(f).lower() for f in (b_col, c_col, listed))
-    instance = (
-        f"spmm_bsr_sm90a<{_C_TYPES[p.a_dtype]}, {spmm_bsr.C_TYPES[p.out_dtype]}, {spmm_bsr.index_types(a)}, "
-        f"{height}, {width}, {tile.warpgroups_m}, {tile.warpgroups_n}, {tile.slots}, {units}, {tile.cluster}, "
-        f"{zero_rows}, {flags}>"
-    )
     smem = tile.smem(height)
-    function = jit.load("spmm_bsr_sm90a.cu", instance, "sm_90a", p.device_id, smem)
+    function = jit.load("spmm_bsr_sm90a.cu", _instance(p, tile, spmm_bsr.index_types(a)), "sm_90a", p.device_id, smem)
     swizzle = slice_k * _ITEM
     a_map = tensor_map.tiled(pointer, p.a_dtype, (width, blocks * height), (width,), (slice_k, height), swizzle)
     fixed = (a_map, a.row_ids if listed else 0, a.indptr, a.indices, p.M, entries)
