@@ -5,6 +5,7 @@ The fallback for everything else, and for operands TMA cannot address, is spmm_b
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,22 +18,22 @@ _C_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half"}
 _SIZES = (16, 32, 64, 128)
 _ITEM = 2
 _INT32_MAX = 2**31 - 1
-_UNITS_BYTES = 64 * 1024
-_SIGNATURE = (tensor_map.TensorMap, *"PPPqq", tensor_map.TensorMap, *"Pqq")
+_SIGNATURE = (tensor_map.TensorMap, *"PPPqq", tensor_map.TensorMap, tensor_map.TensorMap, *"Pqq")
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Warpgroups along rows and columns of a tile, ring slots for B, CTAs that share blocks of A."""
+    """Warpgroups along rows and columns of a tile, ring slots for B, bytes of the ring of A, producer warps."""
 
     warpgroups_m: int
     warpgroups_n: int
     slots: int
-    cluster: int
+    ring_a: int
+    producers: int
 
     @property
     def threads(self) -> int:
-        return 128 * self.warpgroups_m * self.warpgroups_n + 32
+        return 128 * (self.warpgroups_m * self.warpgroups_n + 1)
 
     def extent(self, height: int) -> tuple[int, int]:
         """Rows and columns of C in a tile: a warpgroup owns 64 x 128, or 128 x 64 where blocks lie on the n axis."""
@@ -40,16 +41,18 @@ class Tile:
         return self.warpgroups_m * rows, self.warpgroups_n * cols
 
     def smem(self, height: int) -> int:
-        """Bytes: the rings of B (64 rows a slot) and A, and room to align them."""
-        return self.slots * 64 * _ITEM * self.extent(height)[1] + _UNITS_BYTES + 1024
+        """Bytes: the rings of B (64 rows a slot) and A, the tile of C on its way out, and room to align them."""
+        rows, cols = self.extent(height)
+        return self.slots * 64 * cols * _ITEM + self.ring_a + rows * cols * _ITEM + 1024
 
 
-# By block height. Tall blocks share little of B with their neighbours: few rows, many columns. Low blocks share much.
+# By block height. Tall blocks share little of B with their neighbours: few rows, many columns. Low blocks share much,
+# and are so many that one producer cannot feed the tensor cores.
 _TILES = {
-    16: Tile(2, 2, 10, 1),
-    32: Tile(2, 2, 10, 1),
-    64: Tile(2, 2, 5, 1),
-    128: Tile(2, 2, 5, 1),
+    16: Tile(2, 2, 8, 32768, 4),
+    32: Tile(2, 2, 8, 32768, 2),
+    64: Tile(2, 2, 4, 32768, 1),
+    128: Tile(2, 2, 3, 65536, 1),
 }
 
 
@@ -101,20 +104,21 @@ class SpmmBSRHopper:
             spmm_bsr.sample_problem("bsr", (32, 32), "bfloat16", "bfloat16", ROW, COL),
             spmm_bsr.sample_problem("dbsr", (16, 16), "bfloat16", "float32", COL, ROW),
         )
-        return tuple(_instance(p, choose_tile(p), "int, int, int") for p in problems)
+        return tuple(
+            _instance(p, choose_tile(p), "int, int, int", bulk)
+            for p in problems
+            for bulk in (False, True)
+            if not bulk or p.out_dtype != "float32"
+        )
 
 
-def _units(height: int, width: int) -> int:
-    """Ring units for A: each holds one block, or 64 columns of it."""
-    return _UNITS_BYTES // (height * min(width, 64) * _ITEM)
-
-
-def _instance(p: Problem, t: Tile, index_types: str) -> str:
+def _instance(p: Problem, t: Tile, index_types: str, bulk_c: bool) -> str:
     height, width = p.p["blocksize"]
-    flags = (p.b_layout == COL, p.out_layout == COL, p.format == "dbsr")
+    units = t.ring_a // (height * min(width, 64) * _ITEM)
+    flags = (p.b_layout == COL, p.out_layout == COL, p.format == "dbsr", bulk_c)
     return (
         f"spmm_bsr_sm90a<{_C_TYPES[p.a_dtype]}, {spmm_bsr.C_TYPES[p.out_dtype]}, {index_types}, {height}, {width}, "
-        f"{t.warpgroups_m}, {t.warpgroups_n}, {t.slots}, {_units(height, width)}, {t.cluster}, "
+        f"{t.warpgroups_m}, {t.warpgroups_n}, {t.slots}, {units}, {t.producers}, "
         f"{spmm_bsr.zero_rows(height)}, {', '.join(str(f).lower() for f in flags)}>"
     )
 
@@ -135,37 +139,49 @@ def _launcher(a: spmm_bsr.Arrays, p: Problem, tile: Tile) -> Callable[[launch.Op
         return fall_back
 
     listed = p.format == "dbsr"
-    b_col = p.b_layout == COL
+    b_col, c_col = p.b_layout == COL, p.out_layout == COL
     slice_k = min(width, 64)
     rows, cols = tile.extent(height)
     smem = tile.smem(height)
-    function = jit.load("spmm_bsr_sm90a.cu", _instance(p, tile, spmm_bsr.index_types(a)), "sm_90a", p.device_id, smem)
     swizzle = slice_k * _ITEM
     a_map = tensor_map.tiled(pointer, p.a_dtype, (width, blocks * height), (width,), (slice_k, height), swizzle)
     fixed = (a_map, a.row_ids if listed else 0, a.indptr, a.indices, p.M, entries)
-    kernel = launch.Launch(function, _SIGNATURE, fixed, tile.threads, smem)
-    processors = _processors(p.device_id) // tile.cluster * tile.cluster
+    processors = _processors(p.device_id)
     groups = ceil_div(entries, rows // height)
     gaps = entries < ceil_div(p.M, height)
-    maps: dict[tuple[int, int, int], tensor_map.TensorMap] = {}
+    narrow = min(height, 64)
 
-    def b_map(x: launch.Operands) -> tensor_map.TensorMap:
-        key = (x.b, x.n, x.ldb)
-        if key not in maps:
-            maps.clear()  # one operand at a time: a loop over the same B finds its map, a stream of Bs keeps no garbage
-            if b_col:
-                maps[key] = tensor_map.tiled(x.b, p.b_dtype, (p.K, x.n), (x.ldb,), (slice_k, cols), swizzle)
-            else:
-                maps[key] = tensor_map.tiled(x.b, p.b_dtype, (x.n, p.K), (x.ldb,), (64, slice_k), 128)
-        return maps[key]
+    def map_b(x: launch.Operands) -> tensor_map.TensorMap:
+        if b_col:
+            return tensor_map.tiled(x.b, p.b_dtype, (p.K, x.n), (x.ldb,), (slice_k, cols), swizzle)
+        return tensor_map.tiled(x.b, p.b_dtype, (x.n, p.K), (x.ldb,), (64, slice_k), 128)
+
+    def map_c(x: launch.Operands) -> tensor_map.TensorMap:
+        if c_col:
+            box = (narrow, 128 if height >= 64 else 64)
+            return tensor_map.tiled(x.c, p.out_dtype, (p.M, x.n), (x.ldc,), box, narrow * _ITEM)
+        return tensor_map.tiled(x.c, p.out_dtype, (x.n, p.M), (x.ldc,), (64, narrow), 128)
+
+    @functools.lru_cache(maxsize=2)
+    def variant(bulk_c: bool) -> launch.Launch:
+        name = _instance(p, tile, spmm_bsr.index_types(a), bulk_c)
+        function = jit.load("spmm_bsr_sm90a.cu", name, "sm_90a", p.device_id, smem)
+        return launch.Launch(function, _SIGNATURE, fixed, tile.threads, smem)
+
+    # A loop over the same operands finds its maps; a stream of new ones keeps no garbage.
+    @functools.lru_cache(maxsize=8)
+    def prepared(x: launch.Operands) -> tuple[launch.Launch, int, tensor_map.TensorMap, tensor_map.TensorMap]:
+        bulk_c = p.out_dtype != "float32" and tensor_map.aligned(x.c, x.ldc, _ITEM)
+        b = map_b(x)
+        grid = processors if gaps else min(groups * ceil_div(x.n, cols), processors)
+        return variant(bulk_c), grid, b, map_c(x) if bulk_c else b
 
     def run(x: launch.Operands) -> None:
-        if not tensor_map.aligned(x.b, x.ldb, _ITEM) or x.n > _INT32_MAX - cols * tile.cluster:
+        if not tensor_map.aligned(x.b, x.ldb, _ITEM) or x.n > _INT32_MAX - cols:
             fall_back(x)
             return
-        tiles = groups * ceil_div(ceil_div(x.n, cols), tile.cluster) * tile.cluster
-        grid = processors if gaps else min(tiles, processors)
-        kernel((grid, 1, 1), x.stream, b_map(x), x.c, x.n, x.ldc)
+        kernel, grid, b, c = prepared(x)
+        kernel((grid, 1, 1), x.stream, b, c, x.c, x.n, x.ldc)
 
     return run
 
