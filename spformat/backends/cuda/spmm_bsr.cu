@@ -21,7 +21,7 @@
 //   Resident  blocks per SM the registers must leave room for
 //   R, C   block height and width, 1 .. 1024;  BM, BN, KC  tile rows, columns, depth
 //   WideA  data and C allow 16-byte copies of A;  WideB  B, ldb (and, BCol, C) allow 16-byte copies of B
-//   Limits K + C < 2^31; R, C, N, M otherwise free.
+//   Limits K < 2^31 - 2048; R, C, N, M otherwise free.
 #include "spformat/cp_async.cuh"
 #include "spformat/epilogue.cuh"
 #include "spformat/ldmatrix.cuh"
@@ -141,8 +141,9 @@ __global__ void __launch_bounds__(32 * WM * WN, Resident)
     const int row0 = static_cast<int>(blockIdx.x % RowTiles) * BM;  // first row of this tile inside the block row
     const i64 block_row = Listed ? static_cast<i64>(row_ids[entry]) : entry;
     const i64 begin = indptr[entry];
-    const int depth = static_cast<int>(indptr[entry + 1] - begin) * C;  // k extent of the block row
-    const int chunks = cdiv(depth, KC), rows_of_b = static_cast<int>(K);
+    const u32 depth = static_cast<u32>(indptr[entry + 1] - begin) * C;  // k extent of the block row
+    const u32 chunks = cdiv<u32>(depth, KC);
+    const int rows_of_b = static_cast<int>(K);
     const T* const a_rows = data + (begin * R + row0) * C;
     const Index* const columns = indices + begin;
 
@@ -150,84 +151,102 @@ __global__ void __launch_bounds__(32 * WM * WN, Resident)
         const int n_left = N - n0 < BN ? static_cast<int>(N - n0) : BN;
         const T* const b_tile = B + (BCol ? n0 * ldb : n0);
 
-        // Row of B for position k of the block row, or -1 where there is none to load.
-        auto b_row = [&](int k) -> int {
-            if (k >= depth) return -1;
-            const i64 row = static_cast<i64>(columns[k / C]) * C + k % C;
-            return row < K ? static_cast<int>(row) : -1;
+        // Row of B for position k of the block row; K and more where there is none to load.
+        auto b_row = [&](u32 k) -> int {
+            return k < depth ? static_cast<int>(columns[k / C]) * C + static_cast<int>(k % C) : rows_of_b;
         };
-        // The wide path reads the block columns of a chunk one chunk ahead: their latency would stall every copy.
-        constexpr bool OneBlock = C % KC == 0;  // a chunk never leaves a block: its lines are consecutive rows of B
-        constexpr int Copies = WideB ? KC * BN / Vector / Threads : 1, Ahead = BCol || OneBlock ? 1 : Copies;
-        constexpr int Line = (BCol ? KC : BN) / Vector, Step = Threads / Line;
+        // Where this thread copies: 16-byte unit number `along` of lines first, first + Step, .. of each operand.
+        constexpr int LineA = KC / Vector, StepA = Threads / LineA, CopiesA = cdiv(BM * KC, Vector * Threads);
+        constexpr int LineB = (BCol ? KC : BN) / Vector, StepB = Threads / LineB;
+        constexpr int CopiesB = WideB ? KC * BN / Vector / Threads : 1;
         static_assert(!WideB || KC * BN % (Vector * Threads) == 0, "whole copies per thread");
+        const int first_a = tid / LineA, along_a = tid % LineA * Vector;
+        const int first_b = tid / LineB, along_b = tid % LineB * Vector;
+        const u32 to_a = shared_address(ring + first_a * PitchA + along_a);
+        const u32 to_b = shared_address(ring + SizeA + first_b * PitchB + along_b);
+        const int n_valid = BCol ? 0 : (n_left - along_b < 0 ? 0 : n_left - along_b < Vector ? n_left - along_b : Vector);
+        // Rows of B of the next chunk, read one chunk ahead: their latency would stall every copy. A chunk that cannot
+        // leave a block (OneBlock) names consecutive rows, one along k (BCol) a single one per thread.
+        constexpr bool OneBlock = C % KC == 0;
+        constexpr int Ahead = BCol || OneBlock ? 1 : CopiesB;
         int ahead[Ahead];
-        auto look_ahead = [&](int chunk) {
+        auto look_ahead = [&](u32 chunk) {
 #pragma unroll
             for (int i = 0; i < Ahead; ++i)
-                ahead[i] = b_row(chunk * KC + (BCol ? tid % Line * Vector : OneBlock ? 0 : tid / Line + i * Step));
+                ahead[i] = b_row(chunk * KC + (BCol ? along_b : OneBlock ? 0 : first_b + i * StepB));
         };
-        auto load = [&](int chunk) {
-            T* const a_to = ring + chunk % Stages * (SizeA + SizeB);
-            T* const b_to = a_to + SizeA;
+        auto load = [&](u32 chunk, int stage) {
+            const u32 offset = stage * (SizeA + SizeB) * sizeof(T);
             if constexpr (WideA) {
-                for (int i = tid; i < BM * KC / Vector; i += Threads) {
-                    const int row = i / (KC / Vector), at = i % (KC / Vector) * Vector, k = chunk * KC + at;
-                    const bool real = k < depth && (R % BM == 0 || row0 + row < R);
-                    cp_async_16(shared_address(a_to + row * PitchA + at),
-                                real ? a_rows + (static_cast<i64>(k / C) * R + row) * C + k % C : data, real ? 16 : 0);
+                const u32 k = chunk * KC + along_a;
+                const T* const from = a_rows + (static_cast<i64>(k / C) * R + first_a) * C + k % C;
+#pragma unroll
+                for (int i = 0; i < CopiesA; ++i) {
+                    const int row = first_a + i * StepA;
+                    const bool real = (OneBlock || k < depth) && (R % BM == 0 || row0 + row < R);
+                    if (BM % StepA == 0 || row < BM)
+                        cp_async_16(to_a + offset + i * StepA * PitchA * sizeof(T), from + i * StepA * C, real ? 16 : 0);
                 }
             } else {
+                T* const a_to = ring + stage * (SizeA + SizeB);
 #pragma unroll 4
                 for (int i = tid; i < BM * KC; i += Threads) {
-                    const int row = i / KC, at = i % KC, k = chunk * KC + at;
+                    const u32 row = i / KC, at = i % KC, k = chunk * KC + at;
                     const bool real = k < depth && (R % BM == 0 || row0 + row < R);
                     a_to[row * PitchA + at] =
                         real ? a_rows[(static_cast<i64>(k / C) * R + row) * C + k % C] : from_float<T>(0.0f);
                 }
             }
             if constexpr (WideB) {
+                int valid = n_valid;
+                const T* from = b_tile + along_b;
+                if constexpr (BCol) {
+                    const int left = rows_of_b - ahead[0];
+                    valid = left < 0 ? 0 : left < Vector ? left : Vector;
+                    from = b_tile + first_b * ldb + ahead[0];
+                } else if constexpr (OneBlock) {
+                    from += (ahead[0] + first_b) * ldb;
+                }
 #pragma unroll
-                for (int i = 0; i < Copies; ++i) {
-                    const int line = tid / Line + i * Step, at = tid % Line * Vector;
-                    int row = ahead[BCol || OneBlock ? 0 : i];
-                    if (OneBlock && !BCol) row = row < 0 || row + line >= rows_of_b ? -1 : row + line;
-                    int left = BCol ? (line < n_left ? rows_of_b - row : 0) : n_left - at;  // elements from here on
-                    left = row < 0 || left < 0 ? 0 : (left < Vector ? left : Vector);
-                    const T* from = b_tile + (BCol ? line * ldb + row : row * ldb + at);
-                    cp_async_16(shared_address(b_to + line * PitchB + at), left ? from : B,
-                                static_cast<u32>(left * sizeof(T)));
+                for (int i = 0; i < CopiesB; ++i) {
+                    const int line = first_b + i * StepB;
+                    const bool real = BCol ? line < n_left : ahead[i % Ahead] + (OneBlock ? line : 0) < rows_of_b;
+                    const T* const source = BCol || OneBlock ? from + i * StepB * ldb : from + ahead[i % Ahead] * ldb;
+                    cp_async_16(to_b + offset + i * StepB * PitchB * sizeof(T), source, real ? valid * sizeof(T) : 0);
                 }
                 look_ahead(chunk + 1);
             } else {
+                T* const b_to = ring + stage * (SizeA + SizeB) + SizeA;
 #pragma unroll 4
                 for (int i = tid; i < KC * BN; i += Threads) {
-                    const int at = BCol ? i % KC : i / BN, n = BCol ? i / KC : i % BN;
-                    const int row = n < n_left ? b_row(chunk * KC + at) : -1;
+                    const u32 at = BCol ? i % KC : i / BN, n = BCol ? i / KC : i % BN;
+                    const int row = n < n_left ? b_row(chunk * KC + at) : rows_of_b;
                     T* const to = b_to + (BCol ? n * PitchB + at : at * PitchB + n);
-                    const T* const from = row < 0 ? B : b_tile + (BCol ? n * ldb + row : row * ldb + n);
-                    if constexpr (sizeof(T) == 4) cp_async_4(shared_address(to), from, row < 0 ? 0 : 4);
-                    else *to = row < 0 ? from_float<T>(0.0f) : *from;
+                    const T* const from = b_tile + (BCol ? n * ldb + row : row * ldb + n);
+                    if constexpr (sizeof(T) == 4) cp_async_4(shared_address(to), from, row < rows_of_b ? 4 : 0);
+                    else *to = row < rows_of_b ? *from : from_float<T>(0.0f);
                 }
             }
         };
 
         Sums<T, MI, NI> sums;
         if (WideB && chunks) look_ahead(0);
-#pragma unroll
+#pragma unroll 1
         for (int s = 0; s < Stages - 1; ++s) {
-            if (s < chunks) load(s);
+            if (s < chunks) load(s, s);
             cp_async_commit();
         }
         const int warp_row = warp % WM * (BM / WM), warp_column = warp / WM * (BN / WN);
-        for (int chunk = 0; chunk < chunks; ++chunk) {
+        int stage = 0;
+        for (u32 chunk = 0; chunk < chunks; ++chunk) {
             cp_async_wait<Stages - 2>();
             __syncthreads();  // chunk has landed, and everyone is done with the buffer that is loaded next
-            if (chunk + Stages - 1 < chunks) load(chunk + Stages - 1);
+            if (chunk + Stages - 1 < chunks) load(chunk + Stages - 1, stage == 0 ? Stages - 1 : stage - 1);
             cp_async_commit();
-            const T* const a_tile = ring + chunk % Stages * (SizeA + SizeB);
+            const T* const a_tile = ring + stage * (SizeA + SizeB);
             multiply<T, KC, MI, NI, PitchA, PitchB, BCol>(
                 a_tile + warp_row * PitchA, a_tile + SizeA + (BCol ? warp_column * PitchB : warp_column), sums);
+            stage = stage == Stages - 1 ? 0 : stage + 1;
         }
         if constexpr (sizeof(T) == 4) sums.join();
 

@@ -15,7 +15,8 @@ from . import jit, launch
 
 C_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}
 _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
-_INT32_MAX = 2**31 - 1
+K_MAX = 2**31 - 2048
+"""Rows of B are counted in int32, a tile past the end included."""
 _GRID_Y_MAX = 65535
 _WANTED_BLOCKS = 264
 """Two blocks for each of 132 SMs: below that narrower tiles keep more of the device busy."""
@@ -95,7 +96,6 @@ class SpmmBSR:
 
     def unsupported(self, p: Problem) -> list[str]:
         types = ", ".join(C_TYPES)
-        width = p.p["blocksize"][1]
         return reasons(
             (p.device != "cuda", f"operands are on {p.device}; move them with .to('cuda')"),
             (p.device == "cuda" and (p.sm is None or p.sm < 80), f"needs sm_80 or newer, got {p.sm_name}"),
@@ -105,7 +105,7 @@ class SpmmBSR:
                 p.out_dtype not in (p.a_dtype, "float32"),
                 f"out.dtype must be {p.a_dtype} or float32, got {p.out_dtype}",
             ),
-            (p.K + width > _INT32_MAX, f"K + block width must stay below 2^31, got {p.K} + {width}"),
+            (p.K > K_MAX, f"K must be at most {K_MAX}, got {p.K}"),
         )
 
     def plan(self, a: Any, p: Problem) -> Plan:

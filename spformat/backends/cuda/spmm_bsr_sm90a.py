@@ -84,7 +84,7 @@ class SpmmBSRHopper:
                 height not in _SIZES or width not in _SIZES,
                 f"block height and width must be one of {sizes}, got {height}x{width}",
             ),
-            (p.K + width > _INT32_MAX, f"K + block width must stay below 2^31, got {p.K} + {width}"),
+            (p.K > spmm_bsr.K_MAX, f"K must be at most {spmm_bsr.K_MAX}, got {p.K}"),
             (
                 p.b_layout == COL and p.K * _ITEM % 16,
                 f"columns of B must start on 16-byte boundaries for TMA, got K = {p.K}",
