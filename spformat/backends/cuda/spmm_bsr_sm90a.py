@@ -46,19 +46,18 @@ class Tile:
         return self.slots * 64 * cols * _ITEM + self.ring_a + rows * cols * _ITEM + 1024
 
 
-# By block height. Tall blocks share little of B with their neighbours: few rows, many columns. Low blocks share much,
-# and are so many that one producer cannot feed the tensor cores.
-_TILES = {
-    16: Tile(2, 2, 8, 32768, 4),
-    32: Tile(2, 2, 8, 32768, 2),
-    64: Tile(2, 2, 4, 32768, 1),
-    128: Tile(2, 2, 3, 65536, 1),
-}
-
-
 def choose_tile(p: Problem) -> Tile:
-    """The tile for a problem."""
-    return _TILES[p.p["blocksize"][0]]
+    """The tile for a problem.
+
+    Tall blocks share little of B with their neighbours: few rows, many columns. Low blocks share much, and narrow ones
+    are so many that one producer cannot keep up; each producer's share of the ring of A must hold one slice of the tile.
+    """
+    height, width = p.p["blocksize"]
+    if height == 128:
+        return Tile(2, 2, 3, 65536, 1)
+    if height == 64:
+        return Tile(2, 2, 4, 32768, 1)
+    return Tile(2, 2, 8, 32768, max(1, 64 // width))
 
 
 class SpmmBSRHopper:

@@ -1,0 +1,143 @@
+"""What the BSR kernels decide without a GPU, and what they compute with one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spformat import BSR, DBSR
+from spformat.backends.cuda import spmm_bsr, spmm_bsr_sm90a
+from spformat.dtypes import VALUE_TYPES
+from spformat.formats.csr import CSR
+from spformat.problem import COL, ROW, Problem, tile_class
+
+BASE = Problem("bsr", (("blocksize", (64, 64)),), 4096, 4096, 4096, 0, *["bfloat16"] * 3, ROW, ROW, "cuda", 90)
+SMALLEST_SHARED_MEMORY = 99 * 1024
+"""Bytes a block may have on sm_86 and sm_89, the least of the architectures from sm_80 on."""
+HOPPER_SHARED_MEMORY = 227 * 1024
+
+
+def with_blocksize(p: Problem, height: int, width: int) -> Problem:
+    return replace(p, params=(("blocksize", (height, width)),))
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"device": "cpu", "sm": None}, "operands are on cpu"),
+        ({"sm": 75}, "sm_80"),
+        ({"a_dtype": "float64", "b_dtype": "float64", "out_dtype": "float64"}, "a.dtype must be one of"),
+        ({"b_dtype": "float16"}, "b.dtype must equal a.dtype"),
+        ({"out_dtype": "float16"}, "out.dtype must be bfloat16 or float32"),
+        ({"K": 2**31}, "K must be at most"),
+    ],
+)
+def test_any_refusal_names_what_it_got(changes: dict[str, Any], part: str) -> None:
+    for kernel in (spmm_bsr.SpmmBSR(), spmm_bsr_sm90a.SpmmBSRHopper()):
+        assert kernel.unsupported(BASE) == []
+        if changes == {"sm": 75} and kernel.name.endswith("sm90a"):
+            part = "sm_90"
+        assert any(part in reason for reason in kernel.unsupported(replace(BASE, **changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"sm": 100}, "sm_90"),
+        ({"params": (("blocksize", (48, 64)),)}, "48x64"),
+        ({"params": (("blocksize", (64, 8)),)}, "64x8"),
+        ({"a_dtype": "float32", "b_dtype": "float32", "out_dtype": "float32"}, "bfloat16, float16"),
+        ({"b_layout": COL, "K": 4097}, "16-byte"),
+    ],
+)
+def test_hopper_refusals_leave_the_problem_to_the_fallback(changes: dict[str, Any], part: str) -> None:
+    p = replace(BASE, **changes)
+    assert any(part in reason for reason in spmm_bsr_sm90a.SpmmBSRHopper().unsupported(p))
+    assert spmm_bsr.SpmmBSR().unsupported(p) == []
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_block_size_gets_a_legal_tile(dtype: str) -> None:
+    """The static_asserts of spmm_bsr.cu hold for all heights and all classes of N, and the ring fits."""
+    size = VALUE_TYPES[dtype].numpy.itemsize
+    for height in range(1, 1025):
+        for n in (0, 8, 16, 32, 64, 128, 4096):
+            p = replace(with_blocksize(BASE, height, 7), n=n, a_dtype=dtype, b_dtype=dtype, out_dtype=dtype)
+            t = spmm_bsr.choose_tile(p)
+            assert t.rows % (16 * t.warps_m) == 0, (height, n, t)
+            assert t.cols % (16 * t.warps_n) == 0, (height, n, t)
+            assert t.threads % (t.cols * size // 16) == 0, (height, n, t)
+            assert t.threads % (t.depth * size // 16) == 0, (height, n, t)
+            assert t.depth * t.cols * size // 16 % t.threads == 0, (height, n, t)
+            assert t.rows >= min(height, 64), (height, n, t)
+            assert t.threads <= 1024, (height, n, t)
+            assert max(t.smem(size, b_col) for b_col in (False, True)) <= SMALLEST_SHARED_MEMORY, (height, n, t)
+
+
+@pytest.mark.parametrize("height", [16, 32, 64, 128])
+@pytest.mark.parametrize("width", [16, 32, 64, 128])
+def test_hopper_tiles_are_legal(height: int, width: int) -> None:
+    t = spmm_bsr_sm90a.choose_tile(with_blocksize(BASE, height, width))
+    rows, cols = t.extent(height)
+    units = t.ring_a // (height * min(width, 64) * 2) // t.producers
+    assert rows % height == 0
+    assert rows // height <= 16
+    assert cols <= 256
+    assert units >= rows // height
+    assert units & (units - 1) == 0
+    assert t.slots % t.producers == 0
+    assert t.smem(height) + 1024 <= HOPPER_SHARED_MEMORY
+
+
+def random_csr(rng: np.random.Generator, M: int, K: int, blocksize: tuple[int, int], dtype: str) -> CSR:
+    """Small integers in random blocks; the last block column stays empty."""
+    R, C = blocksize
+    keep = rng.random((-(-M // R), -(-K // C))) < 0.4
+    keep[:, -1] = False
+    keep[1::3] = False
+    dense = rng.integers(-3, 4, (M, K)) * np.kron(keep, np.ones(blocksize, int))[:M, :K]
+    rows, cols = np.nonzero(dense)
+    indptr = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=M))]).astype(np.int32)
+    return CSR(
+        shape=(M, K),
+        indptr=indptr,
+        indices=cols.astype(np.int32),
+        data=dense[rows, cols].astype(VALUE_TYPES[dtype].numpy),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    "blocksize", [(16, 16), (32, 32), (64, 64), (128, 128), (2, 3), (8, 8), (1, 32), (48, 80), (5, 7)]
+)
+@pytest.mark.parametrize(
+    ("b_layout", "out_layout", "N"), [(ROW, ROW, 200), (COL, COL, 40), (ROW, COL, 17), (COL, ROW, 1)]
+)
+def test_exact_on_integers(blocksize: tuple[int, int], dtype: str, b_layout: str, out_layout: str, N: int) -> None:
+    """Exact sums from every kernel that takes the problem; C starts as NaN, B holds inf where no block reads it."""
+    cupy = pytest.importorskip("cupy")
+    rng = np.random.default_rng(7)
+    R, C = blocksize
+    M, K = 7 * R + R // 2 + 1, 6 * C + 8
+    a = random_csr(rng, M, K, blocksize, dtype)
+    value = VALUE_TYPES[dtype].numpy
+    B = rng.integers(-3, 4, (K, N)).astype(value)
+    want = (np.asarray(a.to_dense().data, np.float64) @ np.asarray(B, np.float64)).astype(np.float32).astype(value)
+    B[-(-K // C) * C - C :] = np.inf
+    for cls in (BSR, DBSR):
+        on_gpu = cls.from_csr(a, blocksize=blocksize).to("cuda")
+        sm = int(cupy.cuda.Device().compute_capability)
+        layouts = {"b_layout": b_layout, "out_layout": out_layout, "device": "cuda", "sm": sm}
+        params = (("blocksize", blocksize),)
+        p = Problem(cls.name, params, M, K, tile_class(N), 0, dtype, dtype, dtype, **layouts)
+        for kernel in (spmm_bsr.SpmmBSR(), spmm_bsr_sm90a.SpmmBSRHopper()):
+            if kernel.unsupported(p):
+                continue
+            b = cupy.array(B, order="F" if b_layout == COL else "C")
+            out = cupy.full((M, N), np.nan, value, order="F" if out_layout == COL else "C")
+            kernel.plan(on_gpu, p)(b, out)
+            np.testing.assert_array_equal(cupy.asnumpy(out), want, err_msg=f"{kernel.name} {cls.name}")
