@@ -7,6 +7,7 @@ import functools
 from ..base import Kernel
 from .spmm_bitmask import SpmmBitmask
 from .spmm_bsr import SpmmBSR
+from .spmm_bsr_sm90a import SpmmBSRHopper
 from .spmm_csr import SpmmCSR
 from .spmm_csr_tc import SpmmCSRTensor
 from .spmm_ell_buckets import SpmmELLBuckets
@@ -18,6 +19,7 @@ from .spmm_vector_nm_mma import SpmmVectorNMTensor
 from .spmm_vector_nm_sm90a import SpmmVectorNMSm90a
 
 KERNELS: tuple[Kernel, ...] = (
+    SpmmBSRHopper(),
     SpmmBSR(),
     SpmmCSR(),
     SpmmCSRTensor(),

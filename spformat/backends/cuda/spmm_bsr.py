@@ -114,13 +114,13 @@ class SpmmBSR:
     def instances(self) -> tuple[str, ...]:
         """C++ names that together reach every branch of spmm_bsr.cu, for the compile test."""
         return tuple(
-            instance(sample_problem(fmt, blocksize, dtype, out, b, c), "int, int, int", wide, wide)
-            for fmt, blocksize, dtype, out, b, c, wide in (
-                ("bsr", (64, 64), "bfloat16", "bfloat16", ROW, ROW, True),
-                ("dbsr", (16, 16), "float16", "float32", COL, COL, True),
-                ("bsr", (5, 7), "bfloat16", "bfloat16", ROW, COL, False),
-                ("dbsr", (128, 32), "float32", "float32", ROW, ROW, True),
-                ("bsr", (1, 3), "float32", "float32", COL, ROW, False),
+            instance(p, choose_tile(p), "int, int, int", wide, wide)
+            for p, wide in (
+                (sample_problem("bsr", (64, 64), "bfloat16", "bfloat16", ROW, ROW), True),
+                (sample_problem("dbsr", (16, 16), "float16", "float32", COL, COL), True),
+                (sample_problem("bsr", (5, 7), "bfloat16", "bfloat16", ROW, COL), False),
+                (sample_problem("dbsr", (128, 32), "float32", "float32", ROW, ROW), True),
+                (sample_problem("bsr", (1, 3), "float32", "float32", COL, ROW), False),
             )
         )
 
@@ -130,10 +130,9 @@ def sample_problem(fmt: str, blocksize: tuple[int, int], dtype: str, out: str, b
     return Problem(fmt, (("blocksize", blocksize),), 4096, 4096, 4096, 0, dtype, dtype, out, b, c, "cuda", 90)
 
 
-def instance(p: Problem, index_types: str, wide_a: bool, wide_b: bool) -> str:
+def instance(p: Problem, t: Tile, index_types: str, wide_a: bool, wide_b: bool) -> str:
     """The C++ name of the kernel for a problem; wide_a, wide_b: whether A and B allow 16-byte copies."""
     height, width = p.p["blocksize"]
-    t = choose_tile(p)
     flags = (wide_a, wide_b, p.b_layout == COL, p.out_layout == COL, p.format == "dbsr")
     return (
         f"spmm_bsr<{C_TYPES[p.a_dtype]}, {C_TYPES[p.out_dtype]}, {index_types}, {height}, {width}, "
@@ -180,7 +179,7 @@ def launcher(a: Arrays, p: Problem) -> Callable[[launch.Operands], None]:
     arch = jit.architecture(p.sm or 80, SpmmBSR.archs)
 
     def variant(wide_b: bool) -> launch.Launch:
-        function = jit.load("spmm_bsr.cu", instance(p, index_types(a), wide_a, wide_b), arch, p.device_id, smem)
+        function = jit.load("spmm_bsr.cu", instance(p, tile, index_types(a), wide_a, wide_b), arch, p.device_id, smem)
         return launch.Launch(function, "PPPPqqqPPqqq", fixed, tile.threads, smem)
 
     variants: dict[bool, launch.Launch] = {}

@@ -18,6 +18,7 @@ _C_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half"}
 _SIZES = (16, 32, 64, 128)
 _ITEM = 2
 _INT32_MAX = 2**31 - 1
+_PROCESSORS = 132
 _SIGNATURE = (tensor_map.TensorMap, *"PPPqq", tensor_map.TensorMap, tensor_map.TensorMap, *"Pqq")
 
 
@@ -50,14 +51,14 @@ def choose_tile(p: Problem) -> Tile:
     """The tile for a problem.
 
     Tall blocks share little of B with their neighbours: few rows, many columns. Low blocks share much, and narrow ones
-    are so many that one producer cannot keep up; each producer's share of the ring of A must hold one slice of the tile.
+    are so many that one producer cannot keep up; the share of the ring of A each has must hold a slice of the tile.
     """
     height, width = p.p["blocksize"]
     if height == 128:
         return Tile(2, 2, 3, 65536, 1)
     if height == 64:
-        return Tile(2, 2, 4, 32768, 1)
-    return Tile(2, 2, 8, 32768, max(1, 64 // width))
+        return Tile(2, 2, 4, 32768, 2)
+    return Tile(1, 4, 4, 32768, {16: 4, 32: 4}.get(width, 2))
 
 
 class SpmmBSRHopper:
@@ -88,6 +89,7 @@ class SpmmBSRHopper:
                 p.b_layout == COL and p.K * _ITEM % 16,
                 f"columns of B must start on 16-byte boundaries for TMA, got K = {p.K}",
             ),
+            *_too_small(p),
         )
 
     def plan(self, a: Any, p: Problem) -> Plan:
@@ -109,6 +111,22 @@ class SpmmBSRHopper:
             for bulk in (False, True)
             if not bulk or p.out_dtype != "float32"
         )
+
+
+def _too_small(p: Problem) -> list[tuple[bool, str]]:
+    """One large tile per multiprocessor pays only when there are enough of them."""
+    height = p.p["blocksize"][0]
+    if height not in _SIZES:
+        return []
+    rows, cols = choose_tile(p).extent(height)
+    tiles = ceil_div(p.M, rows) * ceil_div(p.n, cols)
+    return [
+        (p.n < cols, f"N = {p.n} is narrower than a tile of {rows}x{cols}; spmm_bsr has narrow tiles"),
+        (
+            tiles < _PROCESSORS,
+            f"C has {tiles} tiles of {rows}x{cols}, fewer than {_PROCESSORS}; spmm_bsr has smaller ones",
+        ),
+    ]
 
 
 def _instance(p: Problem, t: Tile, index_types: str, bulk_c: bool) -> str:
