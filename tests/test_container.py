@@ -81,6 +81,20 @@ def test_plain_arrays_of_every_dtype_and_rank(tmp_path: Path, code: str) -> None
     assert back["empty"].shape == (0, 3)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8"])
+def test_t10_a45_every_bit_pattern(tmp_path: Path, dtype: str) -> None:
+    row = VALUE_TYPES[dtype]
+    patterns = np.arange(2 ** (8 * row.numpy.itemsize), dtype=row.bits)  # NaN payloads, infinities, subnormals, -0
+    x = patterns.view(row.numpy).reshape(16, -1)
+    save(tmp_path / "x", {"plain": x, "dense": Dense.from_dense(x), "csr": CSR.from_dense(x)})
+    back = load(tmp_path / "x")
+    assert np.array_equal(back["plain"].view(row.bits).reshape(-1), patterns)
+    assert np.array_equal(back["dense"].data.view(row.bits).reshape(-1), patterns)
+    zero = (patterns & row.bits.type(row.zero_mask)) == 0
+    assert np.array_equal(back["csr"].data.view(row.bits), patterns[~zero])
+    assert np.array_equal(back["csr"].to_dense().view(row.bits).reshape(-1), np.where(zero, 0, patterns))
+
+
 def test_c31_a42_foreign_memory_layouts(tmp_path: Path) -> None:
     base = np.arange(12, dtype=np.float32).reshape(3, 4)
     arrays = {"f": np.asfortranarray(base), "t": base.T, "b": base.astype(">f4"), "n": base[::-1], "s": np.float32(3)}

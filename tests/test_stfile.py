@@ -17,7 +17,7 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from spformat import crc, limits, stfile
+from spformat import crc, limits, stfile, stheader
 from spformat.dtypes import SAFETENSORS
 from spformat.errors import (
     ArrayError,
@@ -95,6 +95,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "c09-identical": (blob({"a": F32_2, "b": F32_2}, D8), "overlapping"),
     "c09-overlap": (blob({"a": F32_2, "b": tensor(offsets=(4, 12))}, bytes(12)), "'a' ends at 8, 'b' begins at 4"),
     "c10-end-before-start": (blob({"a": tensor(offsets=(8, 0))}, D8), "data_offsets"),
+    "c10-end-before-start-of-any-dtype": (blob({"a": tensor("X9", offsets=(8, 0))}, D8), r"\[begin, end\]"),
     "c10-start-past-data": (blob({"a": tensor(offsets=(100, 108))}, D8), "gap"),
     "c10-end-past-data": (blob({"a": tensor(shape=(4,), offsets=(0, 16))}, D8), "need 16 bytes"),
     "c11-short-range": (blob({"a": tensor(shape=(3,))}, D8), "expected 96 bits"),
@@ -205,6 +206,31 @@ def test_c13_extents_without_bytes_behind_them_hit_a_limit(opened: Callable[[byt
     for shape in ((0, 2**24 + 1), (2**40, 3, 0)):
         with pytest.raises(LimitError, match="--max-empty-extent"):
             opened(blob({"a": tensor(shape=shape, offsets=(0, 0))}))
+
+
+def test_c13_the_largest_dimension() -> None:
+    raw = json.dumps({"a": tensor(shape=(0, 2**48 - 1), offsets=(0, 0))}).encode()
+    with limits.using(empty_extent=2**60):
+        assert stheader.parse(raw, 0).entries["a"].shape == (0, 2**48 - 1)
+        with pytest.raises(ContainerError, match="dimension"):
+            stheader.parse(raw.replace(str(2**48 - 1).encode(), str(2**48).encode()), 0)
+
+
+def test_c04_the_longest_header() -> None:
+    with pytest.raises(LimitError, match="--max-header-bytes"):
+        stheader.length((100_000_000).to_bytes(8, "little"), 2**40)
+    with pytest.raises(ContainerError, match="at most 100000000"):
+        stheader.length((100_000_001).to_bytes(8, "little"), 2**40)
+
+
+@pytest.mark.parametrize(
+    ("code", "bits"), [("F4", 4), ("F6_E2M3", 6), ("F6_E3M2", 6), ("F8_E4M3FNUZ", 8), ("F8_E5M2FNUZ", 8)]
+)
+def test_c11_sizes_of_dtypes_without_a_numpy_type(code: str, bits: int) -> None:
+    raw = json.dumps({"a": tensor(code, (8,), (0, bits))}).encode()
+    assert stheader.parse(raw, bits).entries["a"].nbytes == bits
+    with pytest.raises(ContainerError, match="bits"):
+        stheader.parse(raw.replace(b"[8]", b"[9]"), bits)
 
 
 def test_c23_long_names_hit_a_limit(opened: Callable[[bytes], stfile.Reader]) -> None:
