@@ -1,0 +1,255 @@
+"""Measure products: contenders take turns in one process, correctness first, cold and hot caches, medians.
+
+On a device, times are CUDA events with a 256 MB write between runs (cold L2) or without (hot); on the host,
+wall clock. Only ratios measured side by side in one run mean anything: ``compare`` runs every contender
+of a case in turn, so that drift of clocks and neighbours hits all of them alike.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+
+from .arrays import Array, is_cupy, namespace
+from .errors import SpformatError
+from .formats.base import Format
+
+FLUSH = 256 << 20
+"""Bytes written between cold runs; more than any L2."""
+
+UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8, "int32": 0.0}
+"""Half a unit in the last place of an output type."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to compute the product: ``run()`` computes it again and returns C."""
+
+    name: str
+    run: Callable[[], Array]
+    peer: bool = False
+    """Somebody else's: what ours is compared with."""
+    checked: bool = True
+    """Whether its result is compared with the reference (a peer in another precision may be left out)."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One contender in one case."""
+
+    case: str
+    name: str
+    peer: bool
+    cold_us: float
+    hot_us: float
+    host_us: float
+    """Host time of one call, device not waited for."""
+    error: float
+    """Largest error as a share of the bound u |C| + 2 (ceil(K/16)+1) 2^-24 (|A| @ |B|); > 1 is wrong."""
+    useful_tflops: float
+    dense_tflops: float
+    """Dense-equivalent: 2 M N K / t."""
+    gbytes_per_s: float
+    """Bytes that must move (A as stored, B and C once) / cold time."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A matrix and a dense operand, on one device."""
+
+    name: str
+    a: Format
+    B: Array
+    contenders: tuple[Contender, ...]
+    out_dtype: str
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+def compare(case: Case, repeats: int = 50, warmups: int = 10, seconds: float = 3.0) -> list[Result]:
+    """Check, then time every contender in turn; the fastest first. A contender that fails is reported as a note."""
+    reference = _reference(case)
+    alive, out = [], []
+    for c in case.contenders:
+        try:
+            error = _error(c.run(), *reference, case) if c.checked else float("nan")
+            alive.append((c, error))
+        except (SpformatError, ValueError, TypeError, RuntimeError) as e:
+            out.append(Result(case.name, c.name, c.peer, *[float("nan")] * 7, note=str(e).splitlines()[0][:160]))
+    del reference
+    clock = _DeviceClock(case.B) if is_cupy(case.B) else _HostClock()
+    runs = [c.run for c, _ in alive]
+    cold = clock.take_turns(runs, repeats, warmups, cold=True, seconds=seconds)
+    hot = clock.take_turns(runs, repeats, 2, cold=False, seconds=seconds)
+    host = clock.host_times(runs)
+    (M, K), N = case.a.shape, case.B.shape[1]
+    nnz = int(case.meta.get("nnz", case.a.stored))
+    out_bytes = M * N * (UNIT_BYTES.get(case.out_dtype) or np.dtype(case.out_dtype).itemsize)
+    moved = case.a.nbytes + case.B.nbytes + out_bytes
+    for (c, error), t_cold, t_hot, t_host in zip(alive, cold, hot, host, strict=True):
+        out.append(Result(
+            case.name, c.name, c.peer, t_cold, t_hot, t_host, error, 2e-6 * nnz * N / t_cold,
+            2e-6 * M * N * K / t_cold, 1e-3 * moved / t_cold,
+        ))  # fmt: skip
+    return sorted(out, key=lambda r: (r.cold_us != r.cold_us, r.cold_us))
+
+
+UNIT_BYTES = {"bfloat16": 2}
+
+
+def _reference(case: Case) -> tuple[Array, Array]:
+    """(A @ B, |A| @ |B|) in float64 where the operands are."""
+    xp = namespace(case.B)
+    A, B = case.a.to_dense().astype(np.float64), case.B.astype(np.float64)
+    return A @ B, xp.abs(A) @ xp.abs(B)
+
+
+def _error(C: Array, ref: Array, magnitude: Array, case: Case) -> float:
+    xp, K = namespace(ref), case.a.shape[1]
+    unit = UNIT.get(C.dtype.name, 2.0**-24)
+    bound = unit * xp.abs(ref) + 2 * (-(-K // 16) + 1) * 2.0**-24 * magnitude
+    ratio = xp.abs(C.astype(np.float64) - ref) / xp.maximum(bound, 1e-30)
+    if not bool(xp.isfinite(ratio).all()):
+        return float("inf")
+    return float(ratio.max()) if ratio.size else 0.0
+
+
+class _HostClock:
+    """Wall clock; cold means that a large buffer was written between runs."""
+
+    def __init__(self) -> None:
+        self._buffer = np.zeros(FLUSH // 8, np.float64)
+
+    def take_turns(
+        self, runs: Sequence[Callable[[], Any]], repeats: int, warmups: int, *, cold: bool, seconds: float
+    ) -> list[float]:
+        """Median microseconds of each."""
+        for _ in range(min(warmups, 2)):
+            for run in runs:
+                run()
+        times: list[list[float]] = [[] for _ in runs]
+        end = time.perf_counter() + seconds * max(1, len(runs))
+        for _ in range(repeats):
+            for run, taken in zip(runs, times, strict=True):
+                if cold:
+                    self._buffer += 1
+                start = time.perf_counter()
+                run()
+                taken.append(1e6 * (time.perf_counter() - start))
+            if time.perf_counter() > end:
+                break
+        return [statistics.median(t) for t in times]
+
+    def host_times(self, runs: Sequence[Callable[[], Any]]) -> list[float]:
+        """Not apart from the run itself on the host."""
+        return [float("nan")] * len(runs)
+
+
+class _DeviceClock:
+    """CUDA events on the current stream."""
+
+    def __init__(self, like: Array) -> None:
+        self._cp = namespace(like)
+        self._buffer = self._cp.zeros(FLUSH // 4, np.float32)
+
+    def take_turns(
+        self, runs: Sequence[Callable[[], Any]], repeats: int, warmups: int, *, cold: bool, seconds: float
+    ) -> list[float]:
+        """Median microseconds of each, between events."""
+        event, sync = self._cp.cuda.Event, self._cp.cuda.runtime.deviceSynchronize
+        for _ in range(warmups):
+            for run in runs:
+                run()
+        sync()
+        pairs: list[list[tuple[Any, Any]]] = [[] for _ in runs]
+        end = time.perf_counter() + seconds * max(1, len(runs))
+        for _ in range(repeats):
+            for run, taken in zip(runs, pairs, strict=True):
+                if cold:
+                    self._buffer.fill(0)
+                start, stop = event(), event()
+                start.record()
+                run()
+                stop.record()
+                taken.append((start, stop))
+            sync()  # bounded work in flight, and a fault shows at its contender
+            if time.perf_counter() > end:
+                break
+        elapsed = self._cp.cuda.get_elapsed_time
+        return [1e3 * statistics.median(elapsed(a, b) for a, b in taken) for taken in pairs]
+
+    def host_times(self, runs: Sequence[Callable[[], Any]]) -> list[float]:
+        """Microseconds a call keeps the host, the device not waited for."""
+        sync, out = self._cp.cuda.runtime.deviceSynchronize, []
+        for run in runs:
+            taken = []
+            for _ in range(5):
+                sync()
+                start = time.perf_counter()
+                for _ in range(20):
+                    run()
+                taken.append(5e4 * (time.perf_counter() - start))
+            sync()
+            out.append(min(taken))
+        return out
+
+
+def environment(like: Array | None = None) -> dict[str, Any]:
+    """Device, clocks and versions: what a figure must be quoted with."""
+    names = ("spformat", "numpy", "scipy", "numba", "cupy-cuda13x", "cupy-cuda12x", "torch", "nvidia-cusparselt-cu13")
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    tree: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "versions": versions,
+        "processor": platform.processor() or platform.machine(),
+    }  # fmt: skip
+    if like is not None and is_cupy(like):
+        cp = namespace(like)
+        runtime, device = cp.cuda.runtime, like.device.id
+        p = runtime.getDeviceProperties(device)
+        tree |= {
+            "device": p["name"].decode(), "sms": p["multiProcessorCount"], "l2_bytes": p["l2CacheSize"],
+            "sm_clock_mhz": p.get("clockRate", 0) // 1000, "driver": runtime.driverGetVersion(),
+            "runtime": runtime.runtimeGetVersion(), "copy_tb_per_s": round(_copy_rate(cp), 2),
+        }  # fmt: skip
+    return tree
+
+
+def _copy_rate(cp: Any) -> float:
+    """TB/s of a device copy, read and written bytes counted: the ceiling of memory-bound kernels here."""
+    a = cp.ones(1 << 28, np.float32)
+    b = cp.empty_like(a)
+    (us,) = _DeviceClock(a).take_turns([lambda: cp.copyto(b, a)], 20, 3, cold=False, seconds=1)
+    return float(2 * a.nbytes / us / 1e6)
+
+
+def to_json(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Plain rows; NaN becomes null."""
+    return [{k: (None if v != v else v) for k, v in asdict(r).items()} for r in results]
+
+
+def verdict(results: Sequence[Result]) -> str:
+    """One line in plain words: how the best of ours stands against the best peer of the case."""
+    ours = [r for r in results if not r.peer and r.cold_us == r.cold_us]
+    peers = [r for r in results if r.peer and r.cold_us == r.cold_us]
+    if not ours:
+        return "nothing of ours ran"
+    best = min(ours, key=lambda r: r.cold_us)
+    wrong = f"; WRONG RESULT, error {best.error:.1f} of the bound" if best.error > 1 else ""
+    if not peers:
+        return f"{best.name} {best.cold_us:.1f} us{wrong}"
+    peer = min(peers, key=lambda r: r.cold_us)
+    ratio = peer.cold_us / best.cold_us
+    words = f"{ratio:.2f}x the speed of" if ratio >= 1 else f"slower than ({ratio:.2f}x)"
+    return f"{best.name} is {words} {peer.name}{wrong}"
