@@ -95,12 +95,12 @@ def device_plan(name: str, p: Problem, launch: Callable[[Operands], None], tile:
     ``launch`` is called with the plan's device current, M > 0 and N > 0; it must write all of C. K may be 0.
     """
     import cupy
-    from cupy_backends.cuda.stream import get_current_stream_ptr
 
     b_dtype, out_dtype = VALUE_TYPES[p.b_dtype].numpy, _out_dtype(p)
     b_col, out_col = p.b_layout == COL, p.out_layout == COL
     M, K, device_id, order = p.M, p.K, p.device_id, "F" if p.out_layout == COL else "C"
     current_device, empty = cupy.cuda.runtime.getDevice, cupy.empty
+    current_stream = cupy.cuda.get_current_stream
 
     def run(B: Any, out: Any) -> Any:
         if current_device() != device_id:
@@ -117,7 +117,7 @@ def device_plan(name: str, p: Problem, launch: Callable[[Operands], None], tile:
         if out is None:
             out = empty((M, n), out_dtype, order)
             if M and n:
-                launch(Operands(b.ptr, out.data.ptr, n, ldb, M if out_col else n, get_current_stream_ptr()))
+                launch(Operands(b.ptr, out.data.ptr, n, ldb, M if out_col else n, current_stream().ptr))
             return out
         if out.shape != (M, n):
             raise ValueError(f"out: expected shape ({M}, {n}), got {out.shape}")
@@ -127,7 +127,7 @@ def device_plan(name: str, p: Problem, launch: Callable[[Operands], None], tile:
         ldc = _leading("out", out, c, out_col, device_id)
         if M and n:
             _check_alias(B, out, b.ptr, c.ptr)
-            launch(Operands(b.ptr, c.ptr, n, ldb, ldc, get_current_stream_ptr()))
+            launch(Operands(b.ptr, c.ptr, n, ldb, ldc, current_stream().ptr))
         return out
 
     return Plan(name, p, run, tile, workspace)
