@@ -1,0 +1,212 @@
+"""Who may import whom: downward only, and each heavy library in its own place. Reads the sources, imports nothing."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors", "threads", "crc", "problem"),
+    ("dtypes", "limits", "files"),
+    ("arrays", "stheader"),
+    ("segments", "scans", "stfile"),
+    ("formats",),
+    ("descriptor", "convert", "structure", "preprocess", "interop"),
+    ("backends", "container"),
+    ("dispatch", "checkpoint"),
+    ("spformat",),
+)
+"""Modules and packages of spformat, lowest first. An import leads to a lower layer, or stays inside one package."""
+
+LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer}
+
+HOMES = {
+    "cupy": ("spformat/arrays.py", "spformat/backends/vendor.py", "spformat/backends/cuda/", "cli/env.py"),
+    "numba": ("spformat/backends/cpu/", "spformat/formats/compiled.py"),
+    "torch": ("spformat/formats/exchange.py",),
+    "nvmath": ("spformat/backends/vendor.py",),
+    "cuda": ("spformat/backends/cuda/",),
+    "scipy": ("spformat/formats/exchange.py", "spformat/interop/"),
+    "typer": ("cli/",),
+    "rich": ("cli/",),
+}
+"""Library -> the only places that may import it."""
+
+ENVIRONMENT = ("spformat/dispatch.py", "spformat/backends/cuda/jit.py", "cli/")
+"""Who may read os.environ, and only when a call needs it."""
+
+FORMAT_IMPORTS = {"dbsr": {"bsr"}, "exchange": {"bsr", "dense"}}
+"""What a file of formats/ may import beside base, declare, compiled and the hub (csr)."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement: module "spformat.formats.csr" at module level or inside a function."""
+
+    file: str
+    line: int
+    module: str
+    deferred: bool
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.module}"
+
+
+def files() -> list[Path]:
+    return sorted([*(ROOT / "spformat").rglob("*.py"), *(ROOT / "cli").rglob("*.py")])
+
+
+def is_module(dotted: str) -> bool:
+    path = ROOT / dotted.replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").exists()
+
+
+def targets(node: ast.Import | ast.ImportFrom, package: list[str]) -> Iterator[str]:
+    """Absolute names of the modules that a statement in ``package`` imports."""
+    if isinstance(node, ast.Import):
+        yield from (a.name for a in node.names)
+        return
+    base = ".".join(package[: len(package) + 1 - node.level]) if node.level else ""
+    module = ".".join(filter(None, (base, node.module)))
+    for a in node.names:
+        below = f"{module}.{a.name}"
+        if is_module(below):
+            yield below
+        elif not a.name.startswith("__"):
+            yield module
+
+
+@functools.cache
+def imports() -> tuple[Import, ...]:
+    """Every import that runs; those under TYPE_CHECKING do not."""
+    found = []
+    for path in files():
+        name = path.relative_to(ROOT).as_posix()
+        package = list(path.relative_to(ROOT).parent.parts)
+        deferred: set[ast.AST] = set()
+        tree = ast.parse(path.read_text())
+        skipped: set[ast.AST] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                deferred.update(ast.walk(node))
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                skipped.update(ast.walk(node))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import | ast.ImportFrom) and node not in skipped:
+                found += [Import(name, node.lineno, t, node in deferred) for t in targets(node, package)]
+    return tuple(found)
+
+
+def place(dotted: str) -> str:
+    """The part of spformat a module belongs to: "formats" for "spformat.formats.csr"."""
+    parts = dotted.removesuffix(".py").replace("/", ".").removesuffix(".__init__").split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def inside(file: str, homes: tuple[str, ...]) -> bool:
+    return any(file == home or (home.endswith("/") and file.startswith(home)) for home in homes)
+
+
+def test_every_module_has_a_layer() -> None:
+    assert {place(p.relative_to(ROOT).as_posix()) for p in files() if "cli" not in p.parts} == set(LEVEL)
+
+
+def test_imports_lead_downward() -> None:
+    wrong = []
+    for i in imports():
+        if i.file.startswith("spformat/") and i.module.split(".")[0] == "spformat":
+            here, there = place(i.file), place(i.module)
+            if here != there and LEVEL[there] >= LEVEL[here]:
+                wrong.append(str(i))
+    assert wrong == []
+
+
+def test_libraries_stay_in_their_places() -> None:
+    wrong = [str(i) for i in imports() if not inside(i.file, HOMES.get(i.module.split(".")[0], (i.file,)))]
+    assert wrong == []
+
+
+def test_optional_libraries_are_imported_when_needed() -> None:
+    """numba may be imported at the top of its loops, because those are themselves imported by a plan."""
+    lazy = {"cupy", "torch", "nvmath", "cuda", "scipy"}
+    assert [str(i) for i in imports() if i.module.split(".")[0] in lazy and not i.deferred] == []
+
+
+def test_import_of_spformat_is_light() -> None:
+    code = "import sys, spformat; print(*sorted({m.split('.')[0] for m in sys.modules}))"
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    heavy = {"scipy", "cupy", "numba", "torch", "typer", "rich", "pydantic", "safetensors", "nvmath", "cuda"}
+    assert heavy & set(loaded.stdout.split()) == set()
+
+
+def test_command_line_loads_spformat_only_when_a_verb_runs() -> None:
+    wrong = [
+        str(i) for i in imports() if i.file.startswith("cli/") and i.module.startswith("spformat") and not i.deferred
+    ]
+    assert wrong == []
+
+
+def test_formats_know_only_the_hub() -> None:
+    wrong = []
+    for i in imports():
+        name = Path(i.file).stem
+        if i.file.startswith("spformat/formats/") and i.module.startswith("spformat.formats.") and name != "__init__":
+            allowed = {"base", "declare", "compiled", "csr"} | FORMAT_IMPORTS.get(name, set())
+            if name == "base":
+                allowed |= {"exchange"}
+            if i.module.split(".")[2] not in allowed:
+                wrong.append(str(i))
+    assert wrong == []
+
+
+def test_backends_and_kernels_do_not_import_each_other() -> None:
+    """But a variant may use the launcher it is a variant of: spmm_bsr_sm90a that of spmm_bsr."""
+    wrong = []
+    for i in imports():
+        parts = i.module.split(".")
+        if not i.file.startswith("spformat/backends/") or parts[:2] != ["spformat", "backends"] or len(parts) < 3:
+            continue
+        here = Path(i.file).relative_to("spformat/backends").parts[0]
+        if here == "__init__.py":
+            continue
+        shared = {"base", "host", Path(here).stem} | ({"cuda"} if here == "vendor.py" else set())
+        kernel = here == "cuda" and not i.file.endswith("__init__.py") and parts[-1].startswith("spmm_")
+        kernel = kernel and not Path(i.file).stem.startswith(parts[-1])
+        if parts[2] not in shared or kernel:
+            wrong.append(str(i))
+    assert wrong == []
+
+
+def test_environment_is_read_when_needed_and_nowhere_else() -> None:
+    wrong = []
+    for path in files():
+        name = path.relative_to(ROOT).as_posix()
+        tree = ast.parse(path.read_text())
+        in_functions = {n for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for n in ast.walk(f)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}:
+                if node not in in_functions or not inside(name, ENVIRONMENT):
+                    wrong.append(f"{name}:{node.lineno}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("path", [p.relative_to(ROOT).as_posix() for p in files()])
+def test_source_habits(path: str) -> None:
+    text = (ROOT / path).read_text()
+    tree = ast.parse(text)
+    assert [n.lineno for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.names[0].name == "*"] == []
+    caught = [ast.unparse(n.type) for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler) and n.type]
+    if path not in {"cli/main.py", "cli/env.py"}:  # where every error becomes an exit code, or a line of a report
+        assert "Exception" not in caught
+        assert [n.lineno for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler) and n.type is None] == []
+    assert re.search(r"\bTODO\b|\bFIXME\b|\bXXX\b", text) is None
