@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import ArrayError, DeviceUnavailable, UsageError
+from .errors import ArrayError, DeviceFault, DeviceMemoryError, DeviceUnavailable, UsageError
 
 PAD = -1
 """The index of a padded slot in every index array."""
@@ -16,6 +16,9 @@ Array = Any
 """numpy.ndarray or cupy.ndarray."""
 
 INT32_MAX = 2**31 - 1
+
+_NO_DEVICE = {35, 100, 101}
+"""CUDA status: driver older than the runtime, no device, no such device."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -64,15 +67,28 @@ def parse_device(device: str) -> int | None:
 
 
 def to_device(x: Array, device: str) -> Array:
-    """A copy of ``x`` on ``device``, or ``x`` itself when it is there; the one place where data crosses."""
+    """A copy of ``x`` on ``device``, or ``x`` itself when it is there; the one place where data crosses.
+
+    Raises DeviceUnavailable, DeviceMemoryError, or ArrayError for a dtype the device library lacks (float8).
+    """
     number = parse_device(device)
     if number is None:
         return x.get() if is_cupy(x) else x
     cupy = import_cupy()
     if is_cupy(x) and x.device.id == number:
         return x
-    with cupy.cuda.Device(number):
-        return cupy.asarray(x)
+    try:
+        with cupy.cuda.Device(number):
+            return cupy.asarray(x)
+    except cupy.cuda.memory.OutOfMemoryError as e:
+        raise DeviceMemoryError(f"{device}: {x.nbytes:,} bytes do not fit: {e}") from e
+    except cupy.cuda.runtime.CUDARuntimeError as e:
+        if e.status in _NO_DEVICE:
+            raise DeviceUnavailable(f"{device}: {e}; `spformat env` shows what is there") from e
+        raise DeviceFault(f"{device}: {e}; the CUDA context is lost, restart the process") from e
+    except ValueError as e:
+        message = f"CuPy {cupy.__version__} cannot hold dtype {x.dtype} on a device; keep the tensor on the host"
+        raise ArrayError(message, value=str(x.dtype)) from e
 
 
 def import_cupy() -> Any:

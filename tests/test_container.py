@@ -24,6 +24,7 @@ from spformat.errors import (
     ArrayError,
     ContainerError,
     DescriptorError,
+    DeviceUnavailable,
     IndexBoundsError,
     IntegrityError,
     InvariantError,
@@ -617,6 +618,26 @@ def test_loading_to_a_device(tmp_path: Path, fmt: type[Format]) -> None:
     assert back["b"].get().tolist() == list(range(5))
     save(tmp_path / "y", back)
     assert (tmp_path / "y").read_bytes() == (tmp_path / "x").read_bytes()
+
+
+@pytest.mark.gpu
+def test_a44_a_dtype_the_device_lacks(tmp_path: Path) -> None:
+    import cupy
+
+    save(tmp_path / "x", {"w": make(CSR, dtype="float8_e5m2")})
+    try:
+        cupy.zeros(1, VALUE_TYPES["float8_e5m2"].numpy)
+    except ValueError:
+        with pytest.raises(ArrayError, match="cannot hold dtype float8_e5m2"):
+            load(tmp_path / "x", device="cuda")
+    else:
+        assert load(tmp_path / "x", device="cuda")["w"].dtype == "float8_e5m2"
+
+
+def test_g01_a_device_that_is_not_there(csr_file: Path) -> None:
+    with pytest.raises(DeviceUnavailable) as e:
+        load(csr_file, device="cuda:99")
+    assert e.value.exit_code == 69
 
 
 def test_d21_header_of_another_sha_or_not_canonical(csr_file: Path) -> None:
