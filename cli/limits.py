@@ -30,6 +30,9 @@ _SWITCHES = {
     "allow_unchecked": "Read files whose checksums were left out.",
     "ignore_unknown": "Read descriptors with keys this release does not know.",
 }
+_LINKS = (
+    "Folder that symlinks in a checkpoint may lead into, repeatable (for a Hugging Face cache: its models--* folder)."
+)
 
 
 def bounded(run: Callable[..., None]) -> Callable[..., None]:
@@ -45,12 +48,14 @@ def bounded(run: Callable[..., None]) -> Callable[..., None]:
             if value is not None:
                 changes[key] = parse_bytes(value) if key in _SIZES else value
         changes |= {key: True for key in _SWITCHES if given.pop(key)}
+        changes["link_roots"] = tuple(given.pop("follow_symlinks") or ())
         with using(**changes):
             run(**given)
 
     extra = {f"max_{key}": (Annotated[str | None, _option(f"max_{key}", text)], None) for key, text in _SIZES.items()}
     extra |= {f"max_{key}": (Annotated[int | None, _option(f"max_{key}", text)], None) for key, text in _COUNTS.items()}
     extra |= {key: (Annotated[bool, _option(key, text)], False) for key, text in _SWITCHES.items()}
+    extra["follow_symlinks"] = (Annotated[list[str] | None, _option("follow_symlinks", _LINKS)], None)
     own = inspect.signature(run, eval_str=True)  # Typer reads the hints of a given signature as they are
     parameters = [
         inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)

@@ -18,7 +18,16 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
-from .errors import DurabilityUnknown, InputError, LockedError, OutputError, PathError, SpformatError, WriteError
+from .errors import (
+    DurabilityUnknown,
+    InputError,
+    LockedError,
+    OutputError,
+    PathError,
+    SpformatError,
+    WriteError,
+    printable,
+)
 
 Path: TypeAlias = str | os.PathLike[str]
 
@@ -92,7 +101,12 @@ def member(folder: Path, name: str, suffix: str = "", roots: Sequence[Path] = ()
         target = os.path.realpath(path)
         allowed = [os.path.realpath(root) for root in roots]
         if not any(os.path.commonpath([target, root]) == root for root in allowed):
-            raise PathError("symlink leads out of the folder; allow it with --follow-symlinks", path=path, value=target)
+            raise PathError(
+                f"symlink leads to {printable(target)}; allow it with --follow-symlinks FOLDER, one that holds the "
+                "target (a Hugging Face cache keeps its files in the blobs folder beside snapshots)",
+                path=path,
+                value=target,
+            )
     return path
 
 

@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
 from operator import index
+from typing import Any
 
 from .errors import LimitError, UsageError
 
@@ -41,6 +42,8 @@ class Limits:
     """Read files of ours whose checksums were left out (``--allow-unchecked``); wrong ones never pass."""
     ignore_unknown: bool = False
     """Read descriptors with keys this release does not know (``--ignore-unknown``)."""
+    link_roots: tuple[str, ...] = ()
+    """Folders that symlinks among the files of a checkpoint may lead into (``--follow-symlinks``)."""
 
 
 _FIELDS = Limits.__dataclass_fields__.keys()
@@ -56,12 +59,12 @@ def current() -> Limits:
 
 
 @contextmanager
-def using(limits: Limits | None = None, **changes: int | None) -> Iterator[Limits]:
+def using(limits: Limits | None = None, **changes: Any) -> Iterator[Limits]:
     """Limits for a ``with`` block: those given, or the current ones with ``changes``."""
     unknown = changes.keys() - _FIELDS
     if unknown:
         raise UsageError(f"limits: expected some of {', '.join(_FIELDS)}, got {', '.join(sorted(unknown))}")
-    chosen = replace(limits or current(), **changes)  # type: ignore[arg-type]
+    chosen = replace(limits or current(), **changes)
     token = _current.set(chosen)
     try:
         yield chosen

@@ -57,3 +57,14 @@ def test_checksums_left_out_and_unknown_keys(path: str, run: Callable[..., int])
     rewrite(Path(path), edit, seal=False)
     both = ("--allow-unchecked", "--ignore-unknown")
     assert [run("validate", path, *flags) for flags in ((), both[:1], both[1:], both)] == [65, 65, 65, 0]
+
+
+def test_f02_links_of_a_cache_are_followed_where_allowed(path: str, run: Callable[..., int], tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "models--x" / "blobs", tmp_path / "models--x" / "snapshots"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir()
+    Path(path).rename(blobs / "abc")
+    (snapshot / "model.safetensors").symlink_to("../blobs/abc")
+    assert run("inspect", str(snapshot)) == 77
+    assert run("inspect", str(snapshot), "--follow-symlinks", str(snapshot)) == 77
+    assert run("inspect", str(snapshot), "--follow-symlinks", str(tmp_path / "models--x")) == 0

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import limits
 from ..container import TensorFile, safe_open
 from ..descriptor import Record
 from ..errors import ContainerError, InputError
@@ -41,12 +42,14 @@ class Source:
 
 
 def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
-    """Read the headers of a checkpoint. ``follow``: folders that symlinked shards may point into.
+    """Read the headers of a checkpoint. ``follow``: folders that symlinked shards may point into (default: the
+    ``link_roots`` of the limits in force).
 
     Raises InputError (missing, no safetensors inside), ContainerError (index and shards disagree, a tensor in
     two shards, an unfinished conversion), PathError (a shard name that leads outside).
     """
     where = os.fspath(path)
+    follow = follow or limits.current().link_roots
     if not os.path.isdir(where):
         folder, name = os.path.split(os.path.abspath(where))
         return _assemble(where, folder, (name,), {}, {}, ())
@@ -54,6 +57,8 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
     if MANIFEST in names:
         manifest = read_manifest(os.path.join(where, MANIFEST))
         shards = tuple(safe_name(n, ".safetensors") for n in manifest["files"])
+        for shard in shards:
+            member(where, shard, ".safetensors", follow)
         original = {n: f.get("source", "") for n, f in manifest["files"].items()}
         source = _assemble(where, where, shards, {}, manifest.get("index", {}), _side_files(names, shards))
         missing = sorted(set(manifest["tensors"]) ^ set(source.records))
