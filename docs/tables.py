@@ -1,0 +1,62 @@
+"""Writes the declared parameters, arrays and tables of every format into docs/formats/<name>.md, between two markers.
+
+The declaration in the format's class is the only source: `make docs` writes it, tests/test_docs.py compares.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from spformat.formats import FORMATS
+from spformat.formats.base import AUTO, INDEX, REQUIRED, Format
+
+PAGES = Path(__file__).parent / "formats"
+BEGIN, END = "<!-- declared: make docs -->", "<!-- end of declared -->"
+
+
+def grid(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A Markdown table."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ("---",) * len(heads), *rows))
+
+
+def declared(fmt: type[Format]) -> str:
+    """The tables of one format."""
+    parts = []
+    params = []
+    for p in fmt.declared_params():
+        default = "required" if p.default is REQUIRED else "from the matrix" if p.default is AUTO else _text(p.default)
+        params.append((f"`{p.name}`", p.range_text(), default, p.doc))
+    if params:
+        parts.append(grid(("parameter", "range", "default", "meaning"), params))
+    tables = [(f"`{name}`", length) for name, length in fmt.declared_tables()]
+    if tables:
+        parts.append(grid(("table", "length"), tables))
+    arrays = []
+    for a in fmt.declared_arrays():
+        kind = f"{a.kind} ({a.bound})" if a.kind == INDEX else a.kind
+        arrays.append((f"`{a.name}`", kind, f"[{', '.join(a.dims)}]", a.doc))
+    parts.append(grid(("array", "kind (bound)", "shape", "meaning, order"), arrays))
+    return "\n\n".join(parts)
+
+
+def _text(default: object) -> str:
+    return "x".join(map(str, default)) if isinstance(default, tuple) else str(default)
+
+
+def with_tables(page: str, fmt: type[Format]) -> str:
+    """The page with its tables as declared."""
+    before, _, rest = page.partition(BEGIN)
+    _, found, after = rest.partition(END)
+    if not found:
+        raise ValueError(f"{fmt.name}.md: expected the markers {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n\n{declared(fmt)}\n\n{END}{after}"
+
+
+def main() -> None:
+    for fmt in FORMATS:
+        path = PAGES / f"{fmt.name}.md"
+        path.write_text(with_tables(path.read_text(), fmt))
+
+
+if __name__ == "__main__":
+    main()

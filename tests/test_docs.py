@@ -1,0 +1,121 @@
+"""The documentation holds: tables equal the declarations, code runs, links lead somewhere, commands exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from spformat.convert import convert
+from spformat.errors import StructureError
+from spformat.formats import FORMATS
+from spformat.formats.base import Format
+from spformat.formats.two_four import TwoFour, reorder_meta
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+FORMAT_IDS = pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
+PAGE_IDS = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+
+
+def tables() -> ModuleType:
+    """docs/tables.py, which is no package."""
+    spec = importlib.util.spec_from_file_location("docs_tables", DOCS / "tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def blocks(page: Path, language: str) -> list[tuple[str, str]]:
+    """(rest of the info string, code) of every fenced block in a language."""
+    return [(m[2].strip(), m[3]) for m in BLOCK.finditer(page.read_text()) if m[1] == language]
+
+
+@FORMAT_IDS
+def test_page_shows_what_the_class_declares(fmt: type[Format]) -> None:
+    page = (DOCS / "formats" / f"{fmt.name}.md").read_text()
+    assert tables().with_tables(page, fmt) == page, "docs/tables.py writes the tables: make docs"
+    for a in fmt.declared_arrays():
+        assert a.doc, f"{fmt.name}: {a.name} is declared without a meaning"
+
+
+@FORMAT_IDS
+def test_page_has_an_example_and_is_listed(fmt: type[Format]) -> None:
+    assert blocks(DOCS / "formats" / f"{fmt.name}.md", "python")
+    assert f"[`{fmt.name}`]({fmt.name}.md)" in (DOCS / "formats" / "index.md").read_text()
+
+
+@PAGE_IDS
+def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a page, one after another in one namespace and an empty folder; "python gpu" needs a GPU."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": page.stem}
+    for info, code in blocks(page, "python"):
+        if info != "gpu":
+            exec(compile(code, str(page), "exec"), names)
+
+
+@PAGE_IDS
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = [t for t in LINK.findall(page.read_text()) if "://" not in t]
+    assert [t for t in targets if not (page.parent / t).exists()] == []
+
+
+@PAGE_IDS
+def test_commands_exist(page: Path) -> None:
+    """Every `spformat VERB` and `make TARGET` of a shell block is one that there is."""
+    verbs = {p.stem for p in (ROOT / "cli").glob("*.py") if "\nEPILOG = " in p.read_text()}
+    goals = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for _, code in blocks(page, "sh"):
+        assert set(re.findall(r"^spformat (\w+)", code, re.MULTILINE)) <= verbs
+        assert set(re.findall(r"^make (\w+)", code, re.MULTILINE)) <= goals
+
+
+def test_two_four_page_lists_the_right_nibbles() -> None:
+    """The table of 16 masks against the converter."""
+    cells = re.findall(r"^\| (\d+) \| `([x.]{4})` \|(.*)\| \|", page_text("two-four"), re.MULTILINE)
+    rows = [(x, mask, *(c.strip() for c in rest.split("|"))) for x, mask, rest in cells]
+    assert [int(r[0]) for r in rows] == list(range(16))
+    for x, mask, kept, nibble, pair in rows:
+        assert mask == "".join("x" if int(x) >> i & 1 else "." for i in range(4))
+        group = np.array([[i + 1 if c == "x" else 0 for i, c in enumerate(mask)]], np.float16)
+        if kept == "refused":
+            with pytest.raises(StructureError) as refusal:
+                convert(group, "two-four")
+            assert f"{refusal.value.fields['found']} nonzeros" == pair
+            continue
+        made = convert(group, "two-four:meta_order=logical")
+        first, second = (int(v) for v in re.findall(r"\d", kept))
+        assert int(made.meta[0]) & 15 == int(nibble.split("0x")[1], 16) == first + 4 * second
+        shown = [0 if v == "0" else int(v[1]) + 1 for v in pair.strip("()").split(", ")]
+        assert made.data[0, :2].tolist() == shown
+
+
+def test_two_four_page_lists_the_right_offsets() -> None:
+    found = re.finditer(r"^\| \((\d+), (\d)\)" + 4 * r" \| (\d+)", page_text("two-four"), re.MULTILINE)
+    rows = [m.groups() for m in found]
+    assert len(rows) == 9
+    words = np.arange(256, dtype=np.uint16)  # word(r, q) of a 32 x 128 matrix, 8 words a row
+    for i, order in enumerate(TwoFour.declared_params()[0].choices):
+        stored = reorder_meta(words, (32, 128), "logical", order).tolist()
+        for row in rows:
+            r, q, *offsets = (int(v) for v in row)
+            assert stored[offsets[i]] == 8 * r + q
+
+
+def page_text(name: str) -> str:
+    return (DOCS / "formats" / f"{name}.md").read_text()
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
