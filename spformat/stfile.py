@@ -40,6 +40,7 @@ Spec: TypeAlias = tuple[str, str, tuple[int, ...]]
 """Name, safetensors dtype code, shape of an array to write."""
 
 _ALIGNMENT = 64
+_PANEL = 16 * 2**20
 
 
 class Reader:
@@ -239,7 +240,7 @@ class Writer:
             if e.dtype in SAFETENSORS and (code_of(data.dtype), data.shape) != (e.dtype, e.shape):
                 got = f"{data.dtype} {data.shape}"
                 raise UsageError(f"put: expected {e.dtype} {e.shape} as declared, got {got}", array=name)
-            data = [data]
+            data = _panels(data)
         at, found = 0, 0
         for piece in data:
             view = _bytes_of(piece)
@@ -335,6 +336,16 @@ def plain(a: NDArray) -> NDArray:
     if not a.dtype.isnative:
         a = a.astype(a.dtype.newbyteorder("="))
     return np.asarray(a, order="C")
+
+
+def _panels(a: NDArray) -> Iterator[NDArray]:
+    """``a`` itself where its bytes can be written as they are, else panels of rows: the copies stay small."""
+    if a.ndim == 0 or (a.flags.c_contiguous and a.dtype.isnative):
+        yield a
+        return
+    step = max(1, _PANEL // max(1, a.nbytes // max(1, a.shape[0])))
+    for i in range(0, a.shape[0], step):
+        yield a[i : i + step]
 
 
 def _bytes_of(piece: Any) -> memoryview:

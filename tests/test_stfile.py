@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import time
+import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -516,9 +517,23 @@ def panels(rows: int) -> Iterator[np.ndarray[Any, Any]]:
         yield np.full((1, 1024), i, np.float32)
 
 
-def test_panels_are_written_in_bounded_memory(tmp_path: Path) -> None:
-    import tracemalloc
+def test_other_memory_layouts_are_copied_panel_by_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stfile, "_PANEL", 2**20)
+    a = np.arange(2**22, dtype=np.float32).reshape(1024, 4096)  # 16 MiB
+    swapped = a.astype(">f4")
+    with stfile.Writer(tmp_path / "x", [("a", "F32", (4096, 1024)), ("b", "F32", (1024, 4096))]) as out:
+        tracemalloc.start()
+        out.put("a", a.T)
+        out.put("b", swapped)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 4 * 2**20
+    with stfile.Reader(tmp_path / "x") as reader:
+        assert np.array_equal(reader.read("a"), a.T)
+        assert np.array_equal(reader.read("b"), a)
 
+
+def test_panels_are_written_in_bounded_memory(tmp_path: Path) -> None:
     rows = 4096  # 16 MiB of 4 KiB panels
     with stfile.Writer(tmp_path / "x", [("a", "F32", (rows, 1024))]) as out:
         tracemalloc.start()
