@@ -70,7 +70,8 @@ def load(path: Path, names: Iterable[str] | None = None, device: str = "cpu", **
                 "one, or safe_open(path) to read its tensors as they are",
                 path=f.path,
             )
-        return {name: f.read(name, device) for name in (f.keys() if names is None else names)}
+        chosen = f.keys() if names is None else [names] if isinstance(names, str) else names
+        return {name: f.read(name, device) for name in chosen}
 
 
 def safe_open(path: Path, *, allow_unchecked: bool = False, ignore_unknown: bool = False) -> TensorFile:

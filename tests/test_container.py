@@ -109,6 +109,7 @@ def test_c31_a42_foreign_memory_layouts(tmp_path: Path) -> None:
 
 def test_names_select_and_unknown_ones_get_a_hint(csr_file: Path) -> None:
     assert list(load(csr_file, ["w"])) == ["w"]
+    assert list(load(csr_file, "bias")) == ["bias"]
     assert load(csr_file, []) == {}
     with pytest.raises(UsageError, match="did you mean 'bias'"):
         load(csr_file, ["biass"])
@@ -140,6 +141,8 @@ def test_the_lazy_reader(csr_file: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.undo()
         assert f["w"] == make(CSR)
         assert f.array("bias").tolist() == list(range(7))
+        assert (f.nbytes("bias"), f.nbytes("w"), f.info("w").stored) == (28, make(CSR).nbytes, make(CSR).stored)
+        assert repr(f) == f"TensorFile({str(csr_file)!r}, 2 tensors, described)"
         assert f.array("bias", slice(2, 4)).tolist() == [2, 3]
         with pytest.raises(UsageError, match="got csr"):
             f.array("w")
@@ -282,6 +285,27 @@ def test_what_cannot_be_saved(tmp_path: Path, tensors: Any, message: str) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_bare_tensor_needs_a_name(tmp_path: Path) -> None:
+    for bare in (make(CSR), np.zeros(3), [make(CSR)]):
+        with pytest.raises(UsageError, match=r"expected \{name: tensor\}"):
+            save(tmp_path / "x", bare)  # type: ignore[arg-type]
+
+
+def test_t27_no_descriptor_leaks(csr_file: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad"
+    bad.write_bytes(csr_file.read_bytes()[:-1])
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(50):
+        load(csr_file)
+        with pytest.raises(ContainerError):
+            load(bad)
+        with pytest.raises(OutputError):
+            save(csr_file, {})
+        with pytest.raises(UsageError, match="were not put"), create(tmp_path / "y", [outline("w", make(CSR))]):
+            pass
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_invalid_contents_are_not_published(tmp_path: Path) -> None:
     good = make(CSR)
     bad = good.with_arrays(indices=good.indices + np.int32(100))
@@ -300,11 +324,24 @@ def test_put_checks_the_outline(tmp_path: Path) -> None:
         f.put("v", make(CSR))
     with pytest.raises(UsageError, match="were not put"), create(tmp_path / "x", [outline("w", make(CSR))]):
         pass
+    with pytest.raises(UsageError, match="got 'values'"), create(tmp_path / "x", [outline("w", make(CSR))]) as f:
+        f.put_array("w", "values", [])
     with pytest.raises(UsageError, match="'spformat'"):
         create(tmp_path / "x", [], metadata={"spformat": "x"})
     with pytest.raises(UsageError, match="twice"):
         create(tmp_path / "x", [outline("w", np.zeros(2))] * 2)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_can_be_finished_by_hand(tmp_path: Path) -> None:
+    f = create(tmp_path / "x", [outline("w", make(CSR))])
+    f.put("w", make(CSR))
+    f.commit()
+    assert load(tmp_path / "x")["w"] == make(CSR)
+    f = create(tmp_path / "y", [outline("w", make(CSR))])
+    f.abandon()
+    f.abandon()
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
 def test_an_outline_read_from_a_file_serves_to_write_one(csr_file: Path, tmp_path: Path) -> None:

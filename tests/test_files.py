@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import signal
@@ -162,6 +163,86 @@ def test_f10_f11_links_folders_fifos_and_devices_are_never_replaced(tmp_path: Pa
             files.publish(path, b"x", overwrite=True)
         assert e.value.exit_code == 73
     assert snapshot(tmp_path) == {"target": b"t", "link": b"t"}
+
+
+def test_a_name_the_system_refuses(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="cannot create"):
+        files.publish(tmp_path / ("x" * 300), b"x")
+    with pytest.raises(OutputError, match="target folder"):
+        files.publish(tmp_path / "a\0b" / "x", b"x")
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_f29_without_locks_files_are_published_and_nothing_is_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    stale = tmp_path / ".spformat-0123456789abcdef.tmp"
+    stale.write_bytes(b"somebody's, perhaps")
+    monkeypatch.setattr(fcntl, "flock", fail)
+    files.publish(tmp_path / "x", b"x")
+    assert snapshot(tmp_path) == {"x": b"x", stale.name: b"somebody's, perhaps"}
+    with pytest.raises(WriteError, match="cannot lock"), files.folder_lock(tmp_path):
+        pass
+
+
+def test_f25_a_temporary_file_swept_before_it_was_locked_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, seen = fcntl.flock, []
+
+    def sweep_first(fd: int, mode: int) -> None:
+        if not seen:
+            (temp,) = tmp_path.glob(".spformat-*.tmp")
+            temp.unlink()
+        seen.append(fd)
+        real(fd, mode)
+
+    monkeypatch.setattr(fcntl, "flock", sweep_first)
+    files.publish(tmp_path / "x", b"x")
+    assert len(seen) == 2
+    assert snapshot(tmp_path) == {"x": b"x"}
+
+
+def test_space_is_not_reserved_where_the_file_system_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "not supported")
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    files.publish(tmp_path / "x", b"x")
+    assert snapshot(tmp_path) == {"x": b"x"}
+
+
+def test_reading_back_what_is_not_there(tmp_path: Path) -> None:
+    with files.Output(tmp_path / "x", 4) as out:
+        out.write_at(0, b"abcd")
+        room = bytearray(4)
+        out.read_at(0, memoryview(room))
+        assert room == b"abcd"
+        with pytest.raises(WriteError, match="shorter"):
+            out.read_at(2, memoryview(room))
+
+
+def test_an_unreadable_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x").write_bytes(b"x")
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "I/O error")
+
+    monkeypatch.setattr(hashlib, "file_digest", fail)
+    with pytest.raises(InputError, match="cannot read"):
+        files.sha256_of(tmp_path / "x")
+
+
+def test_a_lock_that_cannot_be_made(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="lock file"), files.folder_lock(tmp_path / "missing"):
+        pass
+    (tmp_path / files.LOCK).symlink_to("elsewhere")
+    with pytest.raises(OutputError, match="lock file"), files.folder_lock(tmp_path):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_f12_missing_parent(tmp_path: Path) -> None:
@@ -377,6 +458,16 @@ def test_the_budget_grows_with_the_input(monkeypatch: pytest.MonkeyPatch) -> Non
     limits.check_bytes(8 * 2**40, "x", given=2**40)
     with pytest.raises(LimitError):
         limits.check_bytes(8 * 2**40 + 1, "x", given=2**40)
+
+
+def test_the_budget_ends_at_the_address_space_and_the_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "_machine_memory", lambda: 2**40)
+    monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (2**30, 2**30))
+    assert limits.host_memory() == 2**30
+    with pytest.raises(LimitError, match="1,073,741,824 allowed"):
+        limits.check_bytes(2**31, "x")
+    monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (limits.resource.RLIM_INFINITY,) * 2)
+    assert limits.host_memory() == 2**40
 
 
 def test_limits_end_with_their_block_and_stay_in_their_thread() -> None:

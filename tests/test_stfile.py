@@ -271,6 +271,18 @@ def test_c34_truncated_or_rewritten_while_open(tmp_path: Path) -> None:
             reader.read("b")
 
 
+def test_an_unreadable_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "x", {"a": np.arange(9)})
+
+    def fail(*_: object) -> None:
+        raise OSError(5, "I/O error")
+
+    with stfile.Reader(tmp_path / "x") as reader:
+        monkeypatch.setattr(os, "preadv", fail)
+        with pytest.raises(InputError, match="cannot read the file: I/O error"):
+            reader.read("a")
+
+
 def test_c34_replaced_by_another_writer_the_open_file_stays(tmp_path: Path) -> None:
     path = tmp_path / "x"
     write(path, {"a": np.arange(10)})
