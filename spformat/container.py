@@ -50,6 +50,8 @@ def save(
         FormatError: a Format whose contents are invalid.
         OutputError, WriteError: the file cannot be created or written; nothing was published.
     """
+    if not isinstance(tensors, Mapping):
+        raise UsageError(f"save: expected {{name: tensor}}, got {type(tensors).__name__}; use save(path, {{'w': x}})")
     with create(
         path, map(outline, tensors, tensors.values()), overwrite=overwrite, metadata=metadata, verify=verify
     ) as f:
