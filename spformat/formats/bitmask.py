@@ -17,6 +17,7 @@ from ..arrays import Array, ceil_div, index_dtype, is_cupy, namespace
 from ..dtypes import bits, nonzero_mask
 from ..errors import IndexBoundsError, InvariantError, PatternError
 from ..segments import pointer
+from . import compiled
 from .base import INDEX, VALUE, Format, array, checked_values
 from .csr import CSR
 
@@ -87,6 +88,9 @@ class Bitmask(Format):
         cls.resolve_params(params)
         x = checked_values(x, cls.name)
         xp, (M, K) = namespace(x), x.shape
+        if compiled.serves(x):
+            indptr, bitmask, values = compiled.bitmask_from_dense(x)
+            return cls.made(shape=(M, K), indptr=indptr, bitmask=bitmask, data=values)
         wide = ceil_div(K, 8)
         bitmask = xp.zeros((M, wide), np.uint8)
         counts = xp.zeros(M, np.int64)
@@ -140,6 +144,9 @@ class Bitmask(Format):
     def to_dense(self) -> Array:
         self.ensure_valid()  # the bit counts are addresses here
         out = self.empty_dense()
+        if compiled.serves(self.data, out.size):
+            compiled.bitmask_to_dense(self.indptr, self.bitmask, self.data, out)
+            return out
         for s in self._panels():
             lo, hi = int(self.indptr[s.start]), int(self.indptr[s.stop])
             bits(out)[s][self._mask(s)] = bits(self.data)[lo:hi]

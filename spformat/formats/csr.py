@@ -18,6 +18,7 @@ from ..arrays import Array, index_dtype, is_cupy, namespace
 from ..dtypes import bits, nonzero_mask
 from ..errors import OrderError
 from ..segments import counts_of, offsets_from_counts, pointer, rows_of
+from . import compiled
 from .base import INDEX, VALUE, Format, array, checked_values
 
 PANEL = 1 << 20
@@ -90,10 +91,13 @@ class CSR(Format):
         cls.resolve_params(params)
         x = checked_values(x, cls.name)
         M, K = x.shape
+        if compiled.serves(x):
+            indptr, indices, data = compiled.csr_from_dense(x, index_dtype(K - 1))
+            return cls.made(shape=(M, K), indptr=indptr, indices=indices, data=data)
         xp = namespace(x)
         # Host arrays go panel by panel: bool masks and positions of a whole weight would be many times its size.
         step = max(1, M if is_cupy(x) else PANEL // max(1, K))
-        counts, cols, data = [], [], []
+        counts, cols, parts = [], [], []
         for i in range(0, M, step):
             panel = x[i : i + step]
             mask = nonzero_mask(panel)
@@ -102,14 +106,14 @@ class CSR(Format):
                 cols.append((at % max(1, K)).astype(index_dtype(K - 1)))
             else:
                 cols.append(xp.nonzero(mask)[1].astype(index_dtype(K - 1)))  # synchronize!
-            data.append(bits(panel)[mask])
+            parts.append(bits(panel)[mask])
             counts.append(mask.sum(axis=1, dtype=np.int64))
         nnz = sum(c.size for c in cols)
         indptr = xp.zeros(M + 1, index_dtype(nnz))
         if M:
             indptr[1:] = xp.cumsum(_join(xp, counts), dtype=np.int64)
         indices = _join(xp, cols) if M else xp.zeros(0, index_dtype(K - 1))
-        values = _join(xp, data).view(x.dtype) if M else xp.zeros(0, x.dtype)
+        values = _join(xp, parts).view(x.dtype) if M else xp.zeros(0, x.dtype)
         return cls.made(shape=(M, K), indptr=indptr, indices=indices, data=values)
 
     @classmethod
@@ -124,6 +128,9 @@ class CSR(Format):
         """Array [M, K]; stored zeros are written with their bits."""
         self.ensure_valid()  # the items are addresses here
         out = self.empty_dense()
+        if compiled.serves(self.data, out.size):
+            compiled.csr_to_dense(self.indptr, self.indices, self.data, out)
+            return out
         flat, K = bits(out).reshape(-1), self.shape[1]
         if self.nnz:
             flat[self.rows() * K + self.indices] = bits(self.data)

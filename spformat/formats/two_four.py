@@ -20,6 +20,7 @@ from .. import scans
 from ..arrays import Array, is_cupy, namespace, round_up
 from ..dtypes import bits, nonzero_mask
 from ..errors import IndexBoundsError, PatternError, StructureError
+from . import compiled
 from .base import VALUE, Format, array, checked_values, param
 from .csr import CSR
 
@@ -69,6 +70,23 @@ def reorder_meta(meta: Array, shape: tuple[int, int], old: str, new: str) -> Arr
     words = order_view(meta, shape, old).reshape(shape[0], shape[1] // 16)
     target[...] = words.reshape(target.shape)
     return out
+
+
+def meta_places(shape: tuple[int, int], order: str) -> tuple[np.ndarray[Any, Any], int, int, int]:
+    """(row_offset int64[Mp], shift, outer, inner) of padded ``shape`` (Mp, Kp): where loops over words find them.
+
+    word(r, q) is at row_offset[r] + (q >> shift)*outer + (q % 2**shift)*inner: ``order_view`` in numbers.
+    """
+    Mp, Kp = shape
+    r = np.arange(Mp, dtype=np.int64)
+    h, i = r % 16 // 8, r % 8
+    if order == "logical":
+        return r * (Kp // 16), 0, 1, 0
+    if order == "ldmatrix":
+        return (8 * (r // 16) + i) * (Kp // 8) + h, 0, 2, 0
+    if order == "fragment":
+        return 64 * (r // 16) * (Kp // 64) + 8 * i + h, 2, 64, 2
+    return 64 * (r // 32) + 8 * i + 4 * (r % 32 // 16) + h, 1, 2 * Mp, 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
@@ -181,9 +199,20 @@ class TwoFour(Format):
         params = cls.resolve_params(params)
         x = checked_values(x, cls.name)
         cls.accepts(x.dtype)
+        if compiled.serves(x):
+            return cls._encode_compiled(x, params["meta_order"])
         step = round_up(max(1, PANEL // max(1, x.shape[1])), ROWS)
         panels = [x] if is_cupy(x) else (x[i : i + step] for i in range(0, x.shape[0], step))
         return cls._encode(x.shape, iter(panels), x, params["meta_order"])
+
+    @classmethod
+    def _encode_compiled(cls, x: Array, order: str) -> Self:
+        Mp, Kp = round_up(x.shape[0], ROWS), round_up(x.shape[1], COLS)
+        data, meta = np.zeros((Mp, Kp // 2), x.dtype), np.full(Mp * Kp // 16, 0x4444, np.uint16)
+        count, first, found = compiled.two_four_encode(x, NIBBLE, meta_places((Mp, Kp), order), data, meta)
+        if count:
+            _refuse(count, divmod(first, Kp // 4), found)
+        return cls.made(shape=x.shape, meta_order=order, data=data, meta=meta)
 
     @classmethod
     def _from_csr(cls, a: CSR, **params: Any) -> Self:
@@ -250,6 +279,9 @@ class TwoFour(Format):
     def to_dense(self) -> Array:
         self.ensure_valid()  # positions are addresses here
         out = self.empty_dense()
+        if compiled.serves(self.data, out.size):
+            compiled.two_four_decode(self.data, self.meta, meta_places(self.padded_shape, self.meta_order), out)
+            return out
         for s in self._panels():
             rows, cols = self._live(s)
             bits(out)[rows, cols] = bits(self.data)[s][nonzero_mask(self.data[s])]

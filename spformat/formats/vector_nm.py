@@ -19,6 +19,7 @@ from .. import scans
 from ..arrays import PAD, Array, ceil_div, is_cupy, namespace, round_up
 from ..dtypes import bits, nonzero_mask
 from ..errors import IndexBoundsError, InvariantError, PatternError, StructureError
+from . import compiled
 from .base import POS, VALUE, Format, array, checked_values, param
 from .csr import CSR
 
@@ -167,6 +168,12 @@ class VectorNM(Format):
         xp, (M, K) = namespace(x), x.shape
         L, n, m = params["vector_length"], params["n"], params["m"]
         Mp, Kp = _padded(x.shape, params)
+        if compiled.serves(x):
+            indices, data = np.zeros((Kp // m * n, Mp // L), np.uint8), np.zeros((Kp // m * n, Mp), x.dtype)
+            count, first, held = compiled.vector_nm_encode(x, n, m, L, indices, data)
+            if count:
+                _refuse(count, divmod(first, Kp // m), held, n, m)
+            return cls._assemble((M, K), params, data, indices)
         step = max(1, ceil_div(Mp, L) if is_cupy(x) else PANEL // max(1, L * Kp))
 
         used = xp.zeros((Mp // L, Kp), bool)
@@ -220,6 +227,9 @@ class VectorNM(Format):
     def to_dense(self) -> Array:
         self.ensure_valid()  # positions are addresses here
         out = self.empty_dense()
+        if compiled.serves(self.data, out.size):
+            compiled.vector_nm_to_dense(self.indices, self.data, self.n, self.m, self.vector_length, out)
+            return out
         xp = namespace(self.data)
         step = max(1, PANEL // max(1, self.data.shape[1])) if xp is np else max(1, self.data.shape[0])
         for s in scans.chunks(self.data.shape[0], self.data, step):
@@ -255,13 +265,17 @@ def _require_fit(used: Array, n: int) -> None:
     found = scans.first_true(counts > n)
     if found is None:
         return
-    q, w = scans.place(found[0], counts.shape)
-    held = int(counts[q, w])
+    first = scans.place(found[0], counts.shape)
+    _refuse(found[1], first, int(counts[first]), n, used.shape[2])
+
+
+def _refuse(count: int, first: tuple[int, int], held: int, n: int, m: int) -> None:
+    q, w = first
     raise StructureError(
-        f"vector-nm: {found[1]} window(s) of {used.shape[2]} columns hold more than {n} nonempty vectors; first: row "
+        f"vector-nm: {count} window(s) of {m} columns hold more than {n} nonempty vectors; first: row "
         f"group {q}, window {w} holds {held}, limit {n}. To drop the smallest vectors, apply "
         "preprocess.masks.magnitude_vector_nm, or convert --prune magnitude",
-        unit="window", count=found[1], first=(q, w), found=held, limit=n, hint="preprocess.masks.magnitude_vector_nm",
+        unit="window", count=count, first=first, found=held, limit=n, hint="preprocess.masks.magnitude_vector_nm",
     )  # fmt: skip
 
 

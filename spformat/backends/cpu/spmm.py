@@ -22,7 +22,7 @@ from ...formats.dbsr import DBSR
 from ...formats.dense import Dense
 from ...formats.ell_buckets import ELLBuckets
 from ...formats.sr_bcrs import SRBCRS
-from ...formats.two_four import TwoFour
+from ...formats.two_four import TwoFour, meta_places
 from ...formats.vector_nm import VectorNM
 from ...problem import Plan, Problem, reasons
 from ...segments import counts_of, offsets_from_counts
@@ -155,28 +155,11 @@ class SpmmTwoFour(HostKernel):
         from . import loops
 
         M, K = a.shape
-        row_offset, shift, outer, inner = _meta_places(a)
+        row_offset, shift, outer, inner = meta_places(a.padded_shape, a.meta_order)
         values, table = coded(a.data, sums)
         arrays = (ceil_div(K, 16), values, *fixed(a.meta, row_offset), shift, outer, inner, table)
         extra = row_offset.nbytes
         return Work(lambda lo, hi, to: loops.two_four(lo, hi, to, *arrays), M, 1, a.stored, None, extra)
-
-
-def _meta_places(a: TwoFour) -> tuple[Array, int, int, int]:
-    """(row_offset int64[M], shift, outer, inner): word(r, q) is at
-
-    row_offset[r] + (q >> shift)*outer + (q % 2**shift)*inner: the closed forms of formats.two_four.order_view.
-    """
-    Mp, Kp = a.padded_shape
-    r = np.arange(a.shape[0], dtype=np.int64)
-    h, i = r % 16 // 8, r % 8
-    if a.meta_order == "logical":
-        return r * (Kp // 16), 0, 1, 0
-    if a.meta_order == "ldmatrix":
-        return (8 * (r // 16) + i) * (Kp // 8) + h, 0, 2, 0
-    if a.meta_order == "fragment":
-        return 64 * (r // 16) * (Kp // 64) + 8 * i + h, 2, 64, 2
-    return 64 * (r // 32) + 8 * i + 4 * (r % 32 // 16) + h, 1, 2 * Mp, 2
 
 
 class SpmmBitmask(HostKernel):

@@ -1,0 +1,144 @@
+"""Dense arrays to and from csr, bitmask, 2:4 and vector n:m on the host with numba: a faster twin of the numpy code.
+
+``serves(x)`` says when a format hands its work over: a large host array, and numba installed. The numpy code stays
+the law: results equal it bit for bit. numba is imported by the first large conversion, never by importing spformat.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .. import threads
+from ..arrays import Array, ceil_div
+from ..dtypes import bits, value_type
+from ..segments import pointer
+
+LARGE, WARM = 16 << 20, 1 << 20
+"""Bytes of a dense array that are worth importing numba (0.5 s a process), and worth a call once it is there."""
+PIECE = 1 << 19
+"""Dense elements a thread takes at a time."""
+
+
+@functools.cache
+def _installed() -> bool:
+    return importlib.util.find_spec("numba") is not None
+
+
+def serves(x: Array, elements: int | None = None) -> bool:
+    """Whether ``x``, dense or the values of something of ``elements`` dense elements, is worth compiled code."""
+    size = (x.size if elements is None else elements) * x.dtype.itemsize
+    if not isinstance(x, np.ndarray) or size < WARM:
+        return False
+    return (size >= LARGE or _LOOPS in sys.modules) and _installed()
+
+
+_LOOPS = f"{__package__}.compiled_loops"
+
+
+def _loops() -> Any:
+    return importlib.import_module(_LOOPS)
+
+
+def _rows(loop: Callable[..., None], rows: int, width: int, *args: Any) -> None:
+    """loop(lo, hi, *args) over all rows, a piece at a time."""
+    step = max(1, PIECE // max(1, width))
+    threads.run(lambda i: loop(i * step, min(rows, (i + 1) * step), *args), ceil_div(rows, step))
+
+
+def _rows_or_refusal(loop: Callable[..., None], rows: int, width: int, *args: Any) -> tuple[int, int, int]:
+    """As ``_rows`` for loops that may refuse: (refusals, the first in row-major order, what it holds)."""
+    step = max(1, PIECE // max(1, width))
+    pieces = ceil_div(rows, step)
+    refused = np.zeros((pieces, 3), np.int64)
+    threads.run(lambda i: loop(i * step, min(rows, (i + 1) * step), *args, refused[i]), pieces)
+    count = int(refused[:, 0].sum())
+    if not count:
+        return 0, 0, 0
+    first = refused[int(np.flatnonzero(refused[:, 0])[0])]
+    return count, int(first[1]), int(first[2])
+
+
+def _zero(x: Array) -> Any:
+    row = value_type(x.dtype)
+    return row.bits.type(row.zero_mask)
+
+
+def csr_from_dense(x: Array, index: np.dtype[Any]) -> tuple[Array, Array, Array]:
+    """(indptr, indices, data) of value != 0 in x [M, K]."""
+    M, K = x.shape
+    counts = np.zeros(M, np.int64)
+    _rows(_loops().count, M, K, bits(x), _zero(x), counts)
+    nnz = int(counts.sum())
+    indptr = pointer(counts, nnz)
+    indices, data = np.empty(nnz, index), np.empty(nnz, x.dtype)
+    _rows(_loops().csr_items, M, K, bits(x), _zero(x), indptr, indices, bits(data))
+    return indptr, indices, data
+
+
+def csr_to_dense(indptr: Array, indices: Array, data: Array, out: Array) -> None:
+    """Write the items into ``out`` [M, K], all zeros."""
+    _rows(_loops().csr_scatter, *out.shape, indptr, indices, bits(data), bits(out))
+
+
+def bitmask_from_dense(x: Array) -> tuple[Array, Array, Array]:
+    """(indptr, bitmask, data) of x [M, K]."""
+    M, K = x.shape
+    counts = np.zeros(M, np.int64)
+    _rows(_loops().count, M, K, bits(x), _zero(x), counts)
+    nnz = int(counts.sum())
+    indptr = pointer(counts, nnz)
+    bitmask, data = np.empty((M, ceil_div(K, 8)), np.uint8), np.empty(nnz, x.dtype)
+    _rows(_loops().bitmask_items, M, K, bits(x), _zero(x), indptr, bitmask, bits(data))
+    return indptr, bitmask, data
+
+
+def bitmask_to_dense(indptr: Array, bitmask: Array, data: Array, out: Array) -> None:
+    """Write the values into ``out`` [M, K], all zeros."""
+    _rows(_loops().bitmask_scatter, *out.shape, indptr, bitmask, bits(data), bits(out))
+
+
+def two_four_encode(
+    x: Array, nibble_of: Array, places: tuple[Array, int, int, int], data: Array, meta: Array
+) -> tuple[int, int, int]:
+    """Fill the rows of ``data`` [Mp, Kp/2] and words of ``meta`` that belong to x [M, K].
+
+    ``places``: of the metadata words (``two_four.meta_places``). Returns (refused groups, the first of them as
+    row * Kp/4 + group, its nonzeros); when any is refused, data and meta are of no use.
+    """
+    M, K = x.shape
+    args = (bits(x), nibble_of, *places, data.view(np.uint32), meta)
+    return _rows_or_refusal(_loops().two_four_encode, M, K, *args)
+
+
+def two_four_decode(data: Array, meta: Array, places: tuple[Array, int, int, int], out: Array) -> None:
+    """Write the nonzeros into ``out`` [M, K], all zeros."""
+    _rows(_loops().two_four_decode, *out.shape, data.view(np.uint32), meta, *places, bits(out))
+
+
+def vector_nm_encode(x: Array, n: int, m: int, length: int, indices: Array, data: Array) -> tuple[int, int, int]:
+    """Fill indices uint8[W, Q] and data [W, Mp], both zeros, from x [M, K].
+
+    Returns (refused windows, the first of them as row group * windows + window, its vectors); data is filled only
+    when none is refused.
+    """
+    M, K = x.shape
+    used, groups, width = indices.shape[1], ceil_div(M, length), length * K
+    window_args = (bits(x), _zero(x), n, m, length, indices)
+    refused = _rows_or_refusal(_loops().vector_nm_positions, used, width, *window_args)
+    if not refused[0]:
+        _rows(_loops().vector_nm_gather, groups, width, *window_args, bits(data))
+    return refused
+
+
+def vector_nm_to_dense(indices: Array, data: Array, n: int, m: int, length: int, out: Array) -> None:
+    """Write the nonzeros into ``out`` [M, K], all zeros."""
+    M, K = out.shape
+    args = (indices, bits(data), _zero(data), n, m, length, bits(out))
+    _rows(_loops().vector_nm_scatter, ceil_div(M, length), length * K, *args)

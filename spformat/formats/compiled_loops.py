@@ -1,0 +1,249 @@
+"""The loops behind ``compiled``: dense rows to and from each layout, on value bits. Imports numba; imported late.
+
+Values are unsigned codes; ``zero`` masks the bits that decide whether a value is zero. Every loop works on rows
+(or row groups) ``lo .. hi-1`` and writes nothing that belongs to others, so ranges may run side by side. Everything
+is in this one file, because numba's cache on disk notices a change of the function's own file only. Codes must not
+meet signed numbers: numba turns uint64 with int64 into float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numba
+import numpy as np
+
+Array = Any
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _compiled(f: F) -> F:
+    """numba without the GIL, cached on disk where there is a place to write."""
+    try:
+        return cast(F, numba.njit(nogil=True, cache=True, error_model="numpy")(f))
+    except RuntimeError:  # "cannot cache function: no locator available"
+        return cast(F, numba.njit(nogil=True, error_model="numpy")(f))
+
+
+# ------------------------------------------------------------------ rows of items: csr and bitmask
+
+
+@_compiled
+def count(lo: int, hi: int, x: Array, zero: Any, counts: Array) -> None:
+    """counts[i] = nonzeros of row i."""
+    for i in range(lo, hi):
+        row, found = x[i], 0
+        for j in range(row.size):
+            found += (row[j] & zero) != 0
+        counts[i] = found
+
+
+@_compiled
+def csr_items(lo: int, hi: int, x: Array, zero: Any, indptr: Array, indices: Array, data: Array) -> None:
+    """Columns and values of the nonzeros, at indptr[i] of each row."""
+    K = x.shape[1]
+    columns, values = np.empty(K + 1, indices.dtype), np.empty(K + 1, x.dtype)
+    for i in range(lo, hi):
+        row, n = x[i], 0
+        for j in range(K):
+            # Written always and kept if nonzero: a branch per element costs more.
+            columns[n], values[n] = j, row[j]
+            n += (row[j] & zero) != 0
+        indices[indptr[i] : indptr[i] + n] = columns[:n]
+        data[indptr[i] : indptr[i] + n] = values[:n]
+
+
+@_compiled
+def csr_scatter(lo: int, hi: int, indptr: Array, indices: Array, data: Array, out: Array) -> None:
+    """Items into zeroed rows."""
+    for i in range(lo, hi):
+        row, columns, values = out[i], indices[indptr[i] : indptr[i + 1]], data[indptr[i] : indptr[i + 1]]
+        for x in range(columns.size):
+            row[columns[x]] = values[x]
+
+
+@_compiled
+def bitmask_items(lo: int, hi: int, x: Array, zero: Any, indptr: Array, bitmask: Array, data: Array) -> None:
+    """Set bits and values of the nonzeros."""
+    K = x.shape[1]
+    values = np.empty(K + 1, x.dtype)
+    for i in range(lo, hi):
+        row, n = x[i], 0
+        for y in range(bitmask.shape[1]):
+            bits = 0
+            for j in range(8 * y, min(8 * y + 8, K)):
+                held = (row[j] & zero) != 0
+                values[n] = row[j]
+                n += held
+                bits |= held << (j & 7)
+            bitmask[i, y] = bits
+        data[indptr[i] : indptr[i] + n] = values[:n]
+
+
+@_compiled
+def bitmask_scatter(lo: int, hi: int, indptr: Array, bitmask: Array, data: Array, out: Array) -> None:
+    """Rows from their set bits and values."""
+    K = out.shape[1]
+    values, padded = np.zeros(K + 1, data.dtype), np.empty(8 * bitmask.shape[1], data.dtype)
+    for i in range(lo, hi):
+        length, n = indptr[i + 1] - indptr[i], 0
+        values[:length] = data[indptr[i] : indptr[i + 1]]  # one more may be read than a row holds
+        for y in range(bitmask.shape[1]):
+            bits = bitmask[i, y]
+            for b in range(8):
+                held = (bits >> b) & 1
+                padded[8 * y + b] = values[n] * np.uint64(held)  # no branch
+                n += held
+        out[i] = padded[:K]
+
+
+# ------------------------------------------------------------------ 2:4
+
+
+# A group of four 16-bit values is one uint64, lowest column in the lowest bits: the work is done on whole groups.
+_LANE = np.uint64(0x0001000100010001)
+_MAGNITUDE = np.uint64(0x7FFF7FFF7FFF7FFF)
+_SIGN = np.uint64(0x8000800080008000)
+_GATHER = np.uint64(1 << 48 | 1 << 33 | 1 << 18 | 1 << 3)
+"""Times a number with bits at 0, 16, 32, 48 only: those bits side by side at 48 .. 51."""
+_16, _48, _ONES = np.uint64(16), np.uint64(48), np.uint64(0xFFFF)
+
+
+@_compiled
+def two_four_encode(
+    lo: int, hi: int, x: Array, nibble_of: Array, row_offset: Array, shift: int, outer: int, inner: int, data: Array,
+    meta: Array, refused: Array,
+) -> None:  # fmt: skip
+    """Value pairs uint32[Mp, Kp/4] and words of rows lo .. hi-1 of x, uint16[M, K].
+
+    refused int64[3]: how many groups, the first of them (row * Kp/4 + group), its nonzeros.
+    """
+    K, groups, low = x.shape[1], data.shape[1], (1 << shift) - 1
+    padded = np.zeros(4 * groups, np.uint16)
+    row = padded.view(np.uint64)
+    for i in range(lo, hi):
+        padded[:K] = x[i]
+        for q in range(groups // 4):
+            word = 0
+            for s in range(4):
+                group = row[4 * q + s]
+                # Bit 15 of a lane, and no carry into the next, exactly where its magnitude is not zero.
+                held = (((group & _MAGNITUDE) + _MAGNITUDE) & _SIGN) >> np.uint64(15)
+                group &= held * _ONES  # -0.0 becomes +0
+                nibble = int(nibble_of[((held * _GATHER) >> _48) & np.uint64(15)])
+                if nibble == 0:
+                    if refused[0] == 0:
+                        refused[1], refused[2] = i * groups + 4 * q + s, np.int64((held * _LANE) >> _48)
+                    refused[0] += 1
+                first = (group >> np.uint64((nibble & 3) << 4)) & _ONES
+                second = (group >> np.uint64((nibble >> 2) << 4)) & _ONES
+                data[i, 4 * q + s] = first | second << _16
+                word |= nibble << (4 * s)
+            meta[row_offset[i] + (q >> shift) * outer + (q & low) * inner] = word
+
+
+@_compiled
+def two_four_decode(
+    lo: int, hi: int, data: Array, meta: Array, row_offset: Array, shift: int, outer: int, inner: int, out: Array
+) -> None:
+    """Rows lo .. hi-1 of out, uint16[M, K], from value pairs uint32[Mp, Kp/4] without a -0.0."""
+    K, groups, low = out.shape[1], data.shape[1], (1 << shift) - 1
+    padded = np.zeros(4 * groups, np.uint16)
+    row = padded.view(np.uint64)
+    for i in range(lo, hi):
+        for q in range(groups // 4):
+            word = np.int64(meta[row_offset[i] + (q >> shift) * outer + (q & low) * inner])
+            for s in range(4):
+                pair, nibble = np.uint64(data[i, 4 * q + s]), word >> (4 * s)
+                first = (pair & _ONES) << np.uint64((nibble & 3) << 4)
+                row[4 * q + s] = first | (pair >> _16) << np.uint64(((nibble >> 2) & 3) << 4)
+        out[i] = padded[:K]
+
+
+# ------------------------------------------------------------------ vector n:m
+
+STRIP = 128
+"""Columns of a row group copied together, because rows of x that lie a power of two apart share sets of the cache."""
+
+
+@_compiled
+def vector_nm_positions(
+    lo: int, hi: int, x: Array, zero: Any, n: int, m: int, length: int, indices: Array, refused: Array
+) -> None:
+    """indices[u, q] of row groups lo .. hi-1.
+
+    refused int64[3]: how many windows, the first of them (q * windows + w), the vectors in it.
+    """
+    (M, K), windows = x.shape, indices.shape[0] // n
+    seen = np.zeros(windows * m, x.dtype)
+    for q in range(lo, hi):
+        seen[:] = 0
+        for i in range(q * length, min(M, (q + 1) * length)):
+            row = x[i]
+            for j in range(K):
+                seen[j] |= row[j] & zero
+        for w in range(windows):
+            held = 0
+            for j in range(m):
+                held += seen[w * m + j] != 0
+            if held > n:
+                if refused[0] == 0:
+                    refused[1], refused[2] = q * windows + w, held
+                refused[0] += 1
+                continue
+            free, u = n - held, w * n
+            for j in range(m):
+                used = seen[w * m + j] != 0
+                if used or free > 0:
+                    free -= not used
+                    indices[u, q] = j
+                    u += 1
+
+
+@_compiled
+def vector_nm_gather(
+    lo: int, hi: int, x: Array, zero: Any, n: int, m: int, length: int, indices: Array, data: Array
+) -> None:
+    """data[u, i] of row groups lo .. hi-1, which start out as zeros."""
+    (M, K), windows = x.shape, indices.shape[0] // n
+    step = max(1, STRIP // m)
+    strip = np.zeros((length, step * m), x.dtype)
+    for q in range(lo, hi):
+        i0, h = q * length, min(length, M - q * length)
+        for w0 in range(0, windows, step):
+            w1, first = min(windows, w0 + step), w0 * m
+            held = min(K, w1 * m) - first
+            for r in range(h):
+                strip[r, :held] = x[i0 + r, first : first + held]
+            for u in range(w0 * n, w1 * n):
+                j = (u // n - w0) * m + indices[u, q]
+                if j >= held:
+                    continue
+                target = data[u, i0 : i0 + h]
+                for r in range(h):
+                    value = strip[r, j]
+                    target[r] = value * np.uint64((value & zero) != 0)
+
+
+@_compiled
+def vector_nm_scatter(
+    lo: int, hi: int, indices: Array, data: Array, zero: Any, n: int, m: int, length: int, out: Array
+) -> None:
+    """Nonzeros of row groups lo .. hi-1 into zeroed rows."""
+    (M, K), windows = out.shape, indices.shape[0] // n
+    step = max(1, STRIP // m)
+    strip = np.zeros((length, step * m), out.dtype)
+    for q in range(lo, hi):
+        i0, h = q * length, min(length, M - q * length)
+        for w0 in range(0, windows, step):
+            w1, first = min(windows, w0 + step), w0 * m
+            strip[:] = 0
+            for u in range(w0 * n, w1 * n):
+                j, values = (u // n - w0) * m + indices[u, q], data[u, i0 : i0 + h]
+                for r in range(h):
+                    if (values[r] & zero) != 0:
+                        strip[r, j] = values[r]
+            held = min(K, w1 * m) - first
+            for r in range(h):
+                out[i0 + r, first : first + held] = strip[r, :held]

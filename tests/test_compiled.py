@@ -1,0 +1,160 @@
+"""The compiled converters against the numpy code, which is the law: same arrays, bit for bit, same refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from spformat import threads
+from spformat.dtypes import VALUE_TYPES, bits
+from spformat.errors import StructureError
+from spformat.formats import CSR, Bitmask, Format, TwoFour, VectorNM, compiled
+
+pytest.importorskip("numba")
+
+SHAPES = [(1, 1), (33, 70), (64, 128), (5, 4099), (200, 37), (97, 256)]
+ORDERS = ("logical", "ldmatrix", "fragment", "cutlass-sm80")
+NM = (
+    {"n": 2, "m": 8, "vector_length": 5},
+    {"n": 1, "m": 1, "vector_length": 1},
+    {"n": 3, "m": 200, "vector_length": 7},
+    {"n": 4, "m": 8, "vector_length": 4, "tile_rows": 8, "tile_cols": 16},
+)
+
+
+@contextmanager
+def path(monkeypatch: pytest.MonkeyPatch, *, numba: bool) -> Iterator[None]:
+    """Everything, or nothing, goes through compiled code, in small pieces on three threads."""
+    with monkeypatch.context() as m:
+        m.setattr(compiled, "serves", lambda x, elements=None: numba)
+        m.setattr(compiled, "PIECE", 1000)
+        m.setattr(threads, "cores", lambda: 3)
+        yield
+
+
+def codes(dtype: str, held: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Any bits that are not zero (NaN payloads, infinities, subnormals) where ``held``; zeros of both signs else."""
+    t = VALUE_TYPES[dtype]
+    rng = np.random.default_rng(seed)
+    some = rng.integers(0, 256, (*held.shape, t.numpy.itemsize), np.uint8).view(t.bits)[..., 0]
+    some[(some & t.bits.type(t.zero_mask)) == 0] = 1
+    sign = t.bits.type((1 << (8 * t.numpy.itemsize)) - 1 - t.zero_mask)
+    return np.where(held, some, np.where(rng.random(held.shape) < 0.5, sign, 0)).astype(t.bits).view(t.numpy)
+
+
+def random_places(shape: tuple[int, int], density: float, seed: int) -> np.ndarray:
+    held = np.random.default_rng(seed).random(shape) < density
+    held[shape[0] // 2] = False
+    held[shape[0] // 3] = density > 0
+    return held
+
+
+def nm_places(shape: tuple[int, int], n: int, m: int, L: int, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    groups, windows = -(-shape[0] // L), -(-shape[1] // m)
+    kept = (np.argsort(rng.random((groups, windows, m)), axis=2) < n).reshape(groups, -1)
+    return np.repeat(kept, L, axis=0)[: shape[0], : shape[1]] & (rng.random(shape) < 0.8)
+
+
+def check(monkeypatch: pytest.MonkeyPatch, fmt: type[Format], x: np.ndarray, **params: object) -> None:
+    """Both ways through both paths, and the compiled result passes ``validate``."""
+    with path(monkeypatch, numba=False):
+        wanted = fmt.from_dense(x, **params)
+        dense = wanted.to_dense()
+    with path(monkeypatch, numba=True):
+        got = fmt.from_dense(x, **params)
+        back = got.to_dense()
+    assert got == wanted
+    assert {k: v.dtype for k, v in got.arrays().items()} == {k: v.dtype for k, v in wanted.arrays().items()}
+    got.validate()
+    np.testing.assert_array_equal(bits(back), bits(dense))
+
+
+@pytest.mark.parametrize("dtype", VALUE_TYPES)
+@pytest.mark.parametrize("fmt", [CSR, Bitmask], ids=lambda f: f.name)
+def test_csr_and_bitmask(fmt: type[Format], dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed, shape in enumerate(SHAPES):
+        for density in (0.0, 0.1, 0.6, 1.0):
+            check(monkeypatch, fmt, codes(dtype, random_places(shape, density, seed), seed))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_two_four(order: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed, shape in enumerate(SHAPES):
+        check(monkeypatch, TwoFour, codes(dtype, nm_places(shape, 2, 4, 1, seed), seed), meta_order=order)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("params", NM, ids=str)
+def test_vector_nm(params: dict[str, int], dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed, shape in enumerate(SHAPES):
+        held = nm_places(shape, params["n"], params["m"], params["vector_length"], seed)
+        check(monkeypatch, VectorNM, codes(dtype, held, seed), **params)
+
+
+def test_all_sixteen_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One group of each mask, with every legal value beside a zero of either sign."""
+    masks = np.arange(16)[:, None] >> np.arange(4) & 1
+    for mask in masks:
+        x = codes("bfloat16", mask[None, :].astype(bool), int(mask.sum()))
+        if mask.sum() <= 2:
+            check(monkeypatch, TwoFour, x)
+        else:
+            with path(monkeypatch, numba=True), pytest.raises(StructureError) as e:
+                TwoFour.from_dense(x)
+            assert (e.value.found, e.value.first) == (mask.sum(), (0, 0))
+
+
+def refusal(fmt: type[Format], x: np.ndarray, **params: object) -> tuple[object, ...]:
+    with pytest.raises(StructureError) as e:
+        fmt.from_dense(x, **params)
+    return str(e.value), e.value.count, e.value.first, e.value.found, e.value.limit, e.value.unit
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_refusals_name_the_same_offender(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many offenders in many pieces: the count is of all, the first is the first in row-major order."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((130, 203)).astype(np.float16)
+    x[rng.random(x.shape) < (0.2, 0.6, 0.8, 0.9)[seed]] = -0.0
+    for fmt, params in ((TwoFour, {}), (VectorNM, {"n": 2, "m": 8, "vector_length": 3})):
+        with path(monkeypatch, numba=False):
+            wanted = refusal(fmt, x, **params)
+        with path(monkeypatch, numba=True):
+            assert refusal(fmt, x, **params) == wanted
+
+
+def test_stored_zeros_of_a_csr_come_back_with_their_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    a = CSR(shape=(2, 3), indptr=np.array([0, 2, 3], np.int32), indices=np.array([0, 2, 1], np.int32),
+            data=np.array([-0.0, 0.0, 5.0], np.float32))  # fmt: skip
+    with path(monkeypatch, numba=True):
+        got = a.to_dense()
+    np.testing.assert_array_equal(got.view(np.uint32), np.array([[0x80000000, 0, 0], [0, 0x40A00000, 0]], np.uint32))
+
+
+def test_only_large_host_arrays_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = np.broadcast_to(np.float16(0), (4096, 2048))  # 16 MB
+    medium = large[:512]
+    assert compiled.serves(large)
+    assert not compiled.serves(large[:63])
+    assert compiled.serves(medium[:1], large.size)
+    monkeypatch.setitem(sys.modules, compiled._LOOPS, compiled)
+    assert compiled.serves(medium)
+    monkeypatch.delitem(sys.modules, compiled._LOOPS)
+    assert not compiled.serves(medium)
+    monkeypatch.setattr(compiled, "_installed", lambda: False)
+    assert not compiled.serves(large)
+
+
+def test_importing_spformat_does_not_import_numba() -> None:
+    code = (
+        "import sys, spformat, spformat.formats, spformat.convert, spformat.container\n"
+        "assert 'numba' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
