@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from . import backends, convert, diff, env, explain, formats, inspect, plan, validate
+from . import backends, bench, convert, diff, env, explain, formats, inspect, plan, validate
 from .limits import bounded
 from .output import report
 
@@ -37,7 +37,7 @@ def _main(
     pass
 
 
-for verb in (inspect, plan, convert, validate, diff, explain, formats, backends, env):
+for verb in (inspect, plan, convert, validate, diff, explain, bench, formats, backends, env):
     name = verb.__name__.rpartition(".")[2]
     opens_files = name not in ("formats", "backends", "env")
     run = bounded(verb.run) if opens_files else verb.run

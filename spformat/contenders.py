@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +11,9 @@ import numpy as np
 
 from . import backends
 from .arrays import Array, is_cupy, namespace
+from .backends.host import numpy_dtype
 from .bench import Contender
-from .convert import convert
-from .dispatch import explain, plan
+from .dispatch import describe, explain, plan
 from .formats.base import Format
 from .formats.csr import CSR
 from .formats.dense import Dense
@@ -30,11 +31,9 @@ def ours(a: Format, B: Array, only: Sequence[str] = ()) -> list[Contender]:
         if not answer or backend in ("vendor", "reference") or (only and backend not in only):
             continue
         kernel = next(k for k in backends.get(backend).kernels() if k.name == answer.kernel)
-        from .dispatch import _describe
-
-        made = kernel.plan(a.ensure_valid(), _describe(a, B, out))
+        made = kernel.plan(a.ensure_valid(), describe(a, B, out))
         tile = f" {made.tile}" if made.tile else ""
-        found.append(Contender(answer.kernel + tile, lambda made=made: made(B, out)))
+        found.append(Contender(answer.kernel + tile, functools.partial(made, B, out)))
     return found
 
 
@@ -110,15 +109,5 @@ def operand(a: Format, n: int, seed: int = 0, layout: str = ROW) -> Array:
 
 
 def _out(a: Format, B: Array) -> Array:
-    from .dispatch import _describe
-
-    p = _describe(a, B, None)
-    xp = namespace(B)
-    from .backends.host import numpy_dtype
-
-    return xp.empty((a.shape[0], B.shape[1]), numpy_dtype(p.out_dtype))
-
-
-def make(x: Any, target: str, device: str = "cpu", **params: Any) -> Format:
-    """``x`` in a format on a device."""
-    return convert(x, target, **params).to(device)
+    dtype = numpy_dtype(describe(a, B, None).out_dtype)
+    return namespace(B).empty((a.shape[0], B.shape[1]), dtype)

@@ -90,7 +90,7 @@ def plan(A: Any, n: int | None = None, *, B: Any = None, out: Any = None, backen
     """
     A = as_format(A)
     if B is not None:
-        problem = _describe(A, B, out)
+        problem = describe(A, B, out)
     else:
         name = value_type(b_dtype or A.dtype).name
         result = _dtype_name(out_dtype) if out_dtype is not None else result_dtype(A.dtype.name, name)
@@ -112,7 +112,7 @@ def explain(
     if B is None:
         name = A.dtype.name
         return _ask(_problem(A, tile_class(n or 512), name, result_dtype(name, name), ROW, ROW), backend)
-    return _ask(_describe(A, B[:, None] if B.ndim == 1 else B, None), backend)
+    return _ask(describe(A, B[:, None] if B.ndim == 1 else B, None), backend)
 
 
 # ------------------------------------------------------------------ from operands to a plan
@@ -130,7 +130,7 @@ def _plan_for(A: Format, B: Any, out: Any, backend: str | None) -> Plan:
     if found is not None:
         cached: Plan = found
         return cached
-    problem = _describe(A, B, out)
+    problem = describe(A, B, out)
     made = A._derived.get((problem, name))
     if made is None:
         made = A._derived[(problem, name)] = _make_plan(A, problem, name, unsafe=False)
@@ -188,7 +188,7 @@ def _no_rank(problem: Problem) -> int:
     return 0
 
 
-def _describe(A: Format, B: Any, out: Any) -> Problem:
+def describe(A: Format, B: Any, out: Any) -> Problem:
     """The Problem of one call; ValueError, TypeError or UsageError for operands that cannot be multiplied."""
     if B.ndim != 2:
         raise ValueError(f"B: expected a matrix [K, N], got shape {B.shape}")

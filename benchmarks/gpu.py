@@ -1,0 +1,274 @@
+"""The GPU tables of docs/performance.md, in one command: python benchmarks/gpu.py [--only two-four,csr,..] [--out DIR]
+
+Writes results.json, table.md and ratios.png. Random normal values, correctness checked first, alternating
+runs, cold and hot L2, medians. Peers: dense cuBLAS, cuSPARSE, torch (2:4 through cuSPARSELt, BSR) when there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import spformat as sf
+from spformat import bench, contenders
+from spformat.formats.base import Format
+from spformat.interop.matrices import read_matrix
+
+MATRICES = Path(__file__).parent.parent / "fixtures" / "matrices"
+Suite = Iterator[tuple[str, Callable[[], Format], tuple[int, ...]]]
+
+
+def _cupy() -> Any:
+    import cupy
+
+    return cupy
+
+
+def _normal(cp: Any, shape: tuple[int, int], dtype: str, seed: int = 0) -> Any:
+    return (
+        cp.random.default_rng(seed).standard_normal(shape, dtype=np.float32).astype(sf.dtypes.VALUE_TYPES[dtype].numpy)
+    )
+
+
+def _masked(cp: Any, x: Any, keep: Any) -> Any:
+    return cp.where(keep, x, cp.zeros((), x.dtype))
+
+
+def two_four() -> Suite:
+    """2:4 bf16: large, middle and few tokens."""
+    cp = _cupy()
+
+    def make(M: int, K: int) -> Format:
+        keep = (cp.random.default_rng(1).random((M, K // 4, 4), dtype=np.float32).argsort(axis=2) < 2).reshape(M, K)
+        return sf.convert(_masked(cp, _normal(cp, (M, K), "bfloat16"), keep), "two-four", meta_order="fragment")
+
+    for M, N, K in (
+        (2048, 2048, 2048),
+        (4096, 4096, 4096),
+        (8192, 8192, 8192),
+        (11008, 4096, 4096),
+        (4096, 4096, 11008),
+    ):
+        yield f"2:4 bf16 {M}x{K}", lambda M=M, K=K: make(M, K), (N,)
+    for M in (4096, 11008, 14336):
+        yield f"2:4 bf16 {M}x4096", lambda M=M: make(M, 4096), (1, 8, 16, 32, 64, 256)
+
+
+def vector_nm() -> Suite:
+    """Vector n:m, fp32 at L = 32, bf16 at L = 128 and 32, 4096^3."""
+    cp = _cupy()
+
+    def make(n: int, m: int, L: int, dtype: str) -> Format:
+        M = K = 4096
+        keep = cp.random.default_rng(2).random((M // L, K // m, m), dtype=np.float32).argsort(axis=2) < n
+        keep = cp.repeat(keep.reshape(M // L, K), L, axis=0)
+        return sf.convert(_masked(cp, _normal(cp, (M, K), dtype), keep), "vector-nm", n=n, m=m, vector_length=L)
+
+    for dtype, L in (("float32", 32), ("bfloat16", 128), ("bfloat16", 32)):
+        for n in (16, 12, 8, 4):
+            yield f"vector {n}:32 L={L} {dtype} 4096x4096", lambda n=n, L=L, d=dtype: make(n, 32, L, d), (4096,)
+
+
+def bsr() -> Suite:
+    """BSR and DBSR bf16: block sizes by sparsity at 4096^3, and the pruned-BERT shapes."""
+    cp = _cupy()
+
+    def make(M: int, K: int, b: int, density: float, fmt: str) -> Format:
+        keep = cp.random.default_rng(3).random((M // b, K // b), dtype=np.float32) < density
+        keep = cp.repeat(cp.repeat(keep, b, axis=0), b, axis=1)
+        return sf.convert(_masked(cp, _normal(cp, (M, K), "bfloat16"), keep), fmt, blocksize=(b, b))
+
+    for b in (128, 64, 32, 16):
+        for density in (0.5, 0.2, 0.07):
+            label = f"bsr {b}x{b} {100 * (1 - density):.0f} % bf16 4096x4096"
+            yield label, lambda b=b, d=density: make(4096, 4096, b, d, "bsr"), (4096,)
+    yield "dbsr 64x64 80 % bf16 4096x4096", lambda: make(4096, 4096, 64, 0.2, "dbsr"), (4096,)
+    for M, K in ((768, 768), (3072, 768), (768, 3072)):
+        for fmt in ("bsr", "dbsr"):
+            yield f"{fmt} 32x32 93 % bf16 {M}x{K}", lambda M=M, K=K, f=fmt: make(M, K, 32, 0.07, f), (512,)
+
+
+def unstructured() -> Suite:
+    """SR-BCRS at 4096x4096x512 fp16, and bitmask at few tokens bf16."""
+    cp = _cupy()
+
+    def make(M: int, K: int, density: float, dtype: str, fmt: str, **params: Any) -> Format:
+        keep = cp.random.default_rng(4).random((M, K), dtype=np.float32) < density
+        return sf.convert(_masked(cp, _normal(cp, (M, K), dtype), keep), fmt, **params)
+
+    for density in (0.1, 0.05, 0.02):
+        label = f"sr-bcrs 8x16 {100 * (1 - density):.0f} % fp16 4096x4096"
+        yield label, lambda d=density: make(4096, 4096, d, "float16", "sr-bcrs"), (512,)
+    for M in (4096, 14336):
+        for density in (0.5, 0.3):
+            label = f"bitmask {100 * (1 - density):.0f} % bf16 {M}x4096"
+            yield label, lambda M=M, d=density: make(M, 4096, d, "bfloat16", "bitmask"), (1, 16, 64)
+
+
+def graphs(fmt: str) -> Suite:
+    """Real and synthetic sparse matrices, fp32 and fp16, N = 32, 128, 512."""
+    for path in sorted(MATRICES.iterdir()):
+        if path.suffix in (".npz", ".mtx", ".smtx"):
+            for dtype in ("float32", "float16"):
+                yield f"{fmt} {path.stem} {dtype}", lambda p=path, d=dtype: _real(p, d, fmt), (32, 128, 512)
+    for name, nodes, edges, alpha in (("arxiv-like", 169_343, 1_166_243, 1.5), ("ppi-like", 44_906, 1_271_274, 1.6)):
+        for dtype in ("float32", "float16"):
+            yield (
+                f"{fmt} {name} {dtype}",
+                lambda a=(nodes, edges, alpha), d=dtype: _power_law(*a, d, fmt),
+                (32, 128, 512),
+            )
+
+
+def _real(path: Path, dtype: str, fmt: str) -> Format:
+    return sf.convert(read_matrix(path, values="normal", seed=0, dtype=dtype), fmt).to("cuda")
+
+
+def _power_law(nodes: int, edges: int, alpha: float, dtype: str, fmt: str) -> Format:
+    """Row degrees Poisson round a Pareto sample scaled to the edge count, columns uniform, duplicates merged."""
+    rng = np.random.default_rng(6)
+    mean = rng.pareto(alpha, nodes) + 1
+    degree = np.minimum(rng.poisson(mean * edges / mean.sum()), nodes)
+    rows = np.repeat(np.arange(nodes), degree)
+    keys = np.unique(rows * nodes + rng.integers(0, nodes, rows.size))
+    values = rng.standard_normal(keys.size).astype(sf.dtypes.VALUE_TYPES[dtype].numpy)
+    return sf.convert(sf.CSR.from_coordinates((nodes, nodes), keys // nodes, keys % nodes, values), fmt).to("cuda")
+
+
+SUITES: dict[str, Callable[[], Suite]] = {
+    "two-four": two_four,
+    "vector-nm": vector_nm,
+    "bsr": bsr,
+    "unstructured": unstructured,
+    "csr": lambda: graphs("csr"),
+    "ell-buckets": lambda: graphs("ell-buckets"),
+}
+
+
+def measure(name: str, a: Format, n: int, repeats: int) -> tuple[list[bench.Result], dict[str, Any]]:
+    """Every contender on one case, and the summary row of the table."""
+    B = contenders.operand(a, n)
+    dense_fits = a.shape[0] * a.shape[1] <= 1 << 28
+    crowd = contenders.ours(a, B)
+    if dense_fits:
+        crowd += contenders.dense(a, B) + contenders.torch_peers(a, B)
+    if a.name in ("csr", "ell-buckets", "sr-bcrs", "bitmask"):
+        crowd += contenders.sparse_library(a, B)
+    case = bench.Case(name, a, B, tuple(crowd), a.dtype.name, {"nnz": a.nnz})
+    results = bench.compare(case, repeats, seconds=0.6, check=dense_fits)
+    timed = [r for r in results if r.cold_us == r.cold_us]
+    mine, peers = [r for r in timed if not r.peer], [r for r in timed if r.peer]
+    row: dict[str, Any] = {"case": name, "N": n}
+    if mine:
+        # What spmm() would run is the first that accepted: its figure is the product's, the best is beside it.
+        first = next(r for r in mine if r.name == next(c.name for c in crowd if not c.peer))
+        best = min(mine, key=lambda r: r.cold_us)
+        row |= {"chosen": first.name, "us": first.cold_us, "hot_us": first.hot_us, "host_us": first.host_us,
+                "error": first.error, "tflops": first.useful_tflops, "gbps": first.gbytes_per_s,
+                "best": best.name, "best_us": best.cold_us}  # fmt: skip
+    dense = [r for r in peers if "dense" in r.name]
+    others = [r for r in peers if "dense" not in r.name]
+    for label, group in (("dense", dense), ("peer", others)):
+        if group:
+            fastest = min(group, key=lambda r: r.cold_us)
+            row |= {label: fastest.name, f"{label}_us": fastest.cold_us}
+            if mine:
+                row[f"vs_{label}"] = fastest.cold_us / row["us"]
+    return results, row
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """The table of docs/performance.md."""
+    head = ("case", "N", "kernel", "us cold / hot", "host us", "useful TFLOP/s", "GB/s", "dense us", "x dense", "best peer",
+            "peer us", "x peer", "error")  # fmt: skip
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for r in rows:
+
+        def num(key: str, digits: int = 1, r: dict[str, Any] = r) -> str:
+            v = r.get(key)
+            return "-" if v is None or v != v else f"{v:.{digits}f}"
+
+        cells = [
+            r["case"], r["N"], r.get("chosen", "none"), f"{num('us')} / {num('hot_us')}", num("host_us"),
+            num("tflops", 2), num("gbps", 0), num("dense_us"), num("vs_dense", 2), r.get("peer", "-"), num("peer_us"),
+            num("vs_peer", 2), num("error", 2),
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    for label in ("dense", "peer"):
+        ratios = [r[f"vs_{label}"] for r in rows if r.get(f"vs_{label}")]
+        if ratios:
+            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            lines.append(
+                f"\nGeometric mean against {label}: {mean:.2f}x over {len(ratios)} cases, worst {min(ratios):.2f}x."
+            )
+    return "\n".join(lines) + "\n"
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Ratios against dense and against the best peer."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shown = [r for r in rows if r.get("vs_dense") or r.get("vs_peer")]
+    figure, axis = plt.subplots(figsize=(10, 1 + 0.22 * len(shown)))
+    places = np.arange(len(shown))
+    for offset, key, color in ((-0.2, "vs_dense", "tab:gray"), (0.2, "vs_peer", "tab:blue")):
+        axis.barh(places + offset, [r.get(key) or 0 for r in shown], 0.4, color=color, label=key.replace("_", " "))
+    axis.set_yticks(places, [f"{r['case']} N={r['N']}" for r in shown], fontsize=6)
+    axis.axvline(1, color="black", linewidth=0.8)
+    axis.set_xlabel("times the speed of the peer (right of the line: faster)")
+    axis.invert_yaxis()
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Run the suites asked for; a case that fails is a row, not the end."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default=",".join(SUITES))
+    parser.add_argument("--out", type=Path, default=Path("bench-results"))
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop starting new cases after this long")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    end = time.perf_counter() + options.seconds
+    cp = _cupy()
+    environment = bench.environment(cp.zeros(1, np.float32))
+    tables: dict[str, list[dict[str, Any]]] = {}
+    raw: list[dict[str, Any]] = []
+    for suite in options.only.split(","):
+        rows = tables.setdefault(suite, [])
+        for name, make, widths in SUITES[suite]():
+            if time.perf_counter() > end:
+                break
+            try:
+                a = make()
+                for n in widths:
+                    results, row = measure(name, a, n, options.repeats)
+                    raw += bench.to_json(results)
+                    rows.append(row)
+                    print(f"{name} N={n}: {bench.verdict(results)}", flush=True)
+            except (sf.SpformatError, RuntimeError, ValueError) as e:
+                print(f"{name}: {type(e).__name__}: {str(e).splitlines()[0][:200]}", flush=True)
+            cp.get_default_memory_pool().free_all_blocks()
+        (options.out / "results.json").write_text(json.dumps({"environment": environment, "rows": tables, "raw": raw}))
+        text = "\n".join(f"### {s}\n\n{markdown(r)}" for s, r in tables.items() if r)
+        (options.out / "table.md").write_text(f"{json.dumps(environment)}\n\n{text}")
+    try:
+        plot([r for rows in tables.values() for r in rows], options.out / "ratios.png")
+    except ImportError:
+        print("matplotlib is not installed: no plot")
+
+
+if __name__ == "__main__":
+    main()

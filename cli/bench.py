@@ -1,0 +1,122 @@
+"""spformat bench: is it faster? Every kernel against dense and the vendor's libraries, measured here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from .options import Include, Json, Src
+from .output import console, notes, print_json, table
+
+EPILOG = "spformat bench ./model-sp -n 1,16,256   |   spformat bench w.safetensors --to two-four --device cuda -n 4096"
+
+
+def run(
+    src: Src,
+    n: str = typer.Option("16,256", "-n", help="Columns of B (tokens), comma-separated."),
+    to: str = typer.Option("", "--to", help="Convert each matrix to this format first (default: as stored)."),
+    include: Include = None,
+    backend: str = typer.Option("", help="Only these backends of ours, comma-separated (cpu, cuda)."),
+    device: str = typer.Option("", help="cpu, cuda or cuda:1. Default: cuda when there is one."),
+    limit: int = typer.Option(4, help="At most this many matrices (the largest of each shape first)."),
+    repeats: int = typer.Option(50, help="Timed runs of each contender."),
+    plot: str = typer.Option("", help="Also draw the ratios into this PNG (needs matplotlib)."),
+    as_json: Json = False,
+) -> None:
+    """Time A @ B for matrices of SRC: correctness first, alternating runs, cold and hot caches, medians."""
+    from spformat import bench, contenders, convert
+
+    where = device or _default_device()
+    widths = [int(part) for part in n.split(",")]
+    only = tuple(filter(None, backend.split(",")))
+    rows: list[dict[str, Any]] = []
+    t = table("tensor", "N", "contender", "cold us", "hot us", "host us", "TFLOP/s useful", "GB/s", "error", "note",
+              right=("N", "cold us", "hot us", "host us", "TFLOP/s useful", "GB/s", "error"))  # fmt: skip
+    environment = None
+    for name, a in _matrices(src, include, limit):
+        fitted = (convert(a, to) if to else a).to(where)
+        for width in widths:
+            B = contenders.operand(fitted, width)
+            environment = environment or bench.environment(B)
+            crowd = contenders.ours(fitted, B, only) + contenders.dense(fitted, B)
+            crowd += contenders.sparse_library(fitted, B) + contenders.torch_peers(fitted, B)
+            out_dtype = "float32" if fitted.dtype.itemsize > 2 else fitted.dtype.name
+            case = bench.Case(f"{name} N={width}", fitted, B, tuple(crowd), out_dtype, {"nnz": fitted.nnz})
+            results = bench.compare(case, repeats)
+            rows += [row | {"tensor": name, "N": width} for row in bench.to_json(results)]
+            for r in results:
+                t.add_row(name, str(width), r.name, *(_number(v) for v in (r.cold_us, r.hot_us, r.host_us)),
+                          f"{r.useful_tflops:.3f}", f"{r.gbytes_per_s:.0f}", f"{r.error:.2f}", r.note,
+                          style=None if r.peer else "bold")  # fmt: skip
+            notes().print(f"{name} N={width}: {bench.verdict(results)}", markup=False)
+    if as_json:
+        print_json({"environment": environment, "results": rows})
+    else:
+        console().print(t)
+        console().print("error: share of the bound for float32 sums, wrong above 1; only ratios within one run count")
+    if plot:
+        _plot(rows, plot)
+
+
+def _number(value: float) -> str:
+    return "-" if value != value else f"{value:.1f}"
+
+
+def _default_device() -> str:
+    from spformat import backends
+
+    return "cpu" if backends.get("cuda").missing() else "cuda"
+
+
+def _matrices(src: str, include: list[str] | None, limit: int) -> Any:
+    """(name, Format or array) of the largest matrices, one of each shape first."""
+    from spformat.checkpoint.recipe import matcher
+    from spformat.checkpoint.source import open_source
+    from spformat.dtypes import VALUE_TYPES
+    from spformat.formats.exchange import as_format
+    from spformat.interop.matrices import read_matrix
+
+    from .inspect import MATRIX_FILES
+
+    if src.endswith(MATRIX_FILES):
+        yield src, read_matrix(src)
+        return
+    source = open_source(src)
+    patterns = [matcher(p) for p in include or ()]
+    found = [
+        (name, shard, r) for name, (shard, r, _) in source.records.items()
+        if len(r.shape) == 2 and r.dtype in VALUE_TYPES and (not patterns or any(p.search(name) for p in patterns))
+    ]  # fmt: skip
+    found.sort(key=lambda item: -item[2].shape[0] * item[2].shape[1])
+    seen: dict[Any, int] = {}
+    ranked = []
+    for item in found:
+        key = (item[2].shape, item[2].format)
+        seen[key] = seen.get(key, 0) + 1
+        ranked.append((seen[key], item))
+    ranked.sort(key=lambda pair: pair[0])
+    for _, (name, shard, _) in ranked[:limit]:
+        with source.open(shard) as f:
+            yield name, as_format(f.read(name))
+
+
+def _plot(rows: list[dict[str, Any]], path: str) -> None:
+    """Bars: time of every contender, by tensor and N."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    cases = list(dict.fromkeys((r["tensor"], r["N"]) for r in rows))
+    figure, axes = plt.subplots(len(cases), 1, figsize=(9, 0.6 + 1.8 * len(cases)), squeeze=False)
+    for (tensor, width), axis in zip(cases, axes[:, 0], strict=True):
+        mine = [r for r in rows if (r["tensor"], r["N"]) == (tensor, width) and r["cold_us"] is not None]
+        names = [r["name"] for r in mine]
+        axis.barh(names, [r["cold_us"] for r in mine], color=["tab:gray" if r["peer"] else "tab:blue" for r in mine])
+        axis.set_title(f"{tensor}, N = {width}", fontsize=9)
+        axis.invert_yaxis()
+        axis.tick_params(labelsize=7)
+    axes[-1, 0].set_xlabel("microseconds, cold cache (lower is better)")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
