@@ -12,7 +12,7 @@ import pytest
 
 from spformat.convert import convert
 from spformat.errors import StructureError
-from spformat.formats import FORMATS
+from spformat.formats import FORMATS, registered, unregister
 from spformat.formats.base import Format
 from spformat.formats.two_four import TwoFour, reorder_meta
 
@@ -59,10 +59,15 @@ def test_page_has_an_example_and_is_listed(fmt: type[Format]) -> None:
 def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a page, one after another in one namespace and an empty folder; "python gpu" needs a GPU."""
     monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {"__name__": page.stem}
-    for info, code in blocks(page, "python"):
-        if info != "gpu":
-            exec(compile(code, str(page), "exec"), names)
+    names: dict[str, object] = {"__name__": __name__}
+    known = registered()
+    try:
+        for info, code in blocks(page, "python"):
+            if info != "gpu":
+                exec(compile(code, str(page), "exec"), names)
+    finally:
+        for fmt in set(registered()) - set(known):
+            unregister(fmt.name)
 
 
 @PAGE_IDS

@@ -23,7 +23,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("formats",),
     ("descriptor", "convert", "structure", "preprocess", "interop"),
     ("backends", "container"),
-    ("dispatch", "checkpoint"),
+    ("dispatch", "checkpoint", "bench"),
+    ("contenders",),
     ("spformat",),
 )
 """Modules and packages of spformat, lowest first. An import leads to a lower layer, or stays inside one package."""
@@ -33,7 +34,7 @@ LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer}
 HOMES = {
     "cupy": ("spformat/arrays.py", "spformat/backends/vendor.py", "spformat/backends/cuda/", "cli/env.py"),
     "numba": ("spformat/backends/cpu/", "spformat/formats/compiled_loops.py"),
-    "torch": ("spformat/formats/exchange.py",),
+    "torch": ("spformat/formats/exchange.py", "spformat/contenders.py"),
     "nvmath": ("spformat/backends/vendor.py",),
     "cuda": ("spformat/backends/cuda/",),
     "scipy": ("spformat/formats/exchange.py", "spformat/interop/"),
