@@ -186,8 +186,8 @@ def measure(name: str, a: Format, n: int, repeats: int) -> tuple[list[bench.Resu
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """The table of docs/performance.md."""
-    head = ("case", "N", "kernel", "us cold / hot", "host us", "useful TFLOP/s", "GB/s", "dense us", "x dense", "best peer",
-            "peer us", "x peer", "error")  # fmt: skip
+    head = ("case", "N", "kernel", "us cold / hot", "host us", "useful TFLOP/s", "GB/s", "dense us", "x dense",
+            "best peer", "peer us", "x peer", "error")  # fmt: skip
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for r in rows:
 

@@ -1,14 +1,14 @@
 """Check operands and launch: everything between a plan's ``__call__`` and the driver.
 
-A launch goes to ``cuLaunchKernel`` through ctypes with arguments packed once, because a CuPy RawKernel
-call costs about 5 us of host time and a plan has 8. The call keeps the GIL (PyDLL), so that one packed
-argument block may be shared by threads.
+A launch packs its run-time arguments into one buffer with one call and hands that to ``cuLaunchKernel``,
+because a CuPy RawKernel call costs about 5 us of host time and a whole plan has 8.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
+import struct
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,17 +16,8 @@ from ...dtypes import VALUE_TYPES
 from ...errors import DeviceFault, DeviceMemoryError
 from ...problem import COL, Plan, Problem
 
-_CTYPES = {"P": ctypes.c_void_p, "i": ctypes.c_int32, "q": ctypes.c_int64, "f": ctypes.c_float}
+_CODES = {"P": "Q", "i": "i", "q": "q", "f": "f"}
 _OUT_OF_MEMORY = 2
-
-
-@functools.lru_cache(maxsize=1)
-def _driver() -> Any:
-    library = ctypes.PyDLL("libcuda.so.1")
-    entry = library.cuLaunchKernel
-    entry.argtypes = [ctypes.c_void_p] + [ctypes.c_uint] * 7 + [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
-    entry.restype = ctypes.c_int
-    return entry
 
 
 class Launch:
@@ -34,47 +25,78 @@ class Launch:
 
     ``signature``: one letter per kernel parameter: P pointer, i int32, q int64, f float, or a ctypes
     class for a by-value struct (a 128-byte tensor map). ``fixed``: the leading values. Arrays in
-    ``fixed`` are kept alive by the launch.
+    ``fixed`` are kept alive by the launch. Threads may share a launch.
     """
 
-    __slots__ = ("_entry", "_function", "_keep", "_params", "_slots", "smem", "threads")
+    __slots__ = ("_buffer", "_driver", "_function", "_keep", "_lock", "_pack", "_params", "_structs", "smem", "threads")
 
     def __init__(
         self, function: Any, signature: Sequence[Any], fixed: Sequence[Any], threads: int, smem: int = 0
     ) -> None:
+        from cupy_backends.cuda.api import driver
+
         kernel = getattr(function, "kernel", function)
-        self._keep = (function, kernel, tuple(fixed))
-        self._function = kernel.ptr
-        values = [_CTYPES[s]() if isinstance(s, str) else s() for s in signature]
-        for slot, value in zip(values, fixed, strict=False):
-            _set(slot, value.data.ptr if hasattr(value, "data") and hasattr(value.data, "ptr") else value)
-        self._params = (ctypes.c_void_p * len(values))(*[ctypes.addressof(v) for v in values])
-        self._slots = (values, values[len(fixed) :])
+        self._function, self._driver = kernel.ptr, driver
+        codes = [_CODES[s] if isinstance(s, str) else f"{ctypes.sizeof(s)}s" for s in signature]
+        # Natural alignment, as a C struct: where each parameter starts in the buffer that holds them all.
+        starts = [struct.calcsize("@" + "".join(codes[: i + 1])) - struct.calcsize(c) for i, c in enumerate(codes)]
+        cut = len(fixed)
+        first = starts[cut] if cut < len(starts) else 0
+        self._buffer = ctypes.create_string_buffer(max(1, struct.calcsize("@" + "".join(codes))))
+        base = ctypes.addressof(self._buffer)
+        values = [_plain(v) for v in fixed]
+        for start, code, value in zip(starts, codes, values, strict=False):
+            struct.pack_into("@" + code, self._buffer, start, value)
+        places = (ctypes.c_void_p * max(1, len(codes)))(*[base + start for start in starts])
+        tail = struct.Struct("@" + "".join(codes[cut:]))
+        room = memoryview(self._buffer)[first : first + tail.size]
+        self._pack = _packer(tail, room, [start - first for start in starts[cut:]], codes[cut:])
+        self._structs = any(not isinstance(s, str) for s in signature[cut:])
+        self._params = ctypes.addressof(places)
+        self._keep = (function, kernel, tuple(fixed), places)
+        self._lock = threading.Lock()
         self.threads, self.smem = threads, smem
-        self._entry = _driver()
 
     def __call__(self, grid: tuple[int, int, int], stream: int, *tail: Any) -> None:
         """Launch on ``stream`` (a cudaStream_t as int); ``tail``: the run-time arguments, in order."""
-        for slot, value in zip(self._slots[1], tail, strict=True):
-            _set(slot, value)
-        status = self._entry(
-            self._function, grid[0], grid[1], grid[2], self.threads, 1, 1, self.smem, stream, self._params, None
-        )
-        if status:
-            _raise(status)
+        if self._structs:
+            tail = tuple(v if isinstance(v, (int, float)) else bytes(v) for v in tail)
+        try:
+            with self._lock:  # the driver copies the arguments before it returns
+                self._pack(*tail)
+                self._driver.launchKernel(
+                    self._function, grid[0], grid[1], grid[2], self.threads, 1, 1, self.smem, stream, self._params, 0
+                )
+        except self._driver.CUDADriverError as e:
+            if e.status == _OUT_OF_MEMORY:
+                raise DeviceMemoryError("the device is out of memory at kernel launch") from e
+            raise DeviceFault(f"the kernel launch failed: {e}; the CUDA context may be lost") from e
 
 
-def _set(slot: Any, value: Any) -> None:
-    if isinstance(slot, ctypes._SimpleCData):
-        slot.value = value
-    else:  # a by-value struct, given as an object of the same ctypes class or as bytes
-        ctypes.memmove(ctypes.addressof(slot), bytes(value), ctypes.sizeof(slot))
+def _plain(value: Any) -> Any:
+    """A device array as its address, a by-value struct as its bytes, a number as it is."""
+    memory: Any = getattr(value, "data", None)
+    if hasattr(memory, "ptr"):
+        return memory.ptr
+    return value if isinstance(value, (int, float)) else bytes(value)
 
 
-def _raise(status: int) -> None:
-    if status == _OUT_OF_MEMORY:
-        raise DeviceMemoryError("the device is out of memory at kernel launch")
-    raise DeviceFault(f"cuLaunchKernel failed with CUresult {status}; the CUDA context may be lost")
+def _packer(tail: struct.Struct, room: memoryview, starts: list[int], codes: list[str]) -> Callable[..., None]:
+    """Writes the tail in one call where C alignment from its start is C alignment from the buffer's."""
+    natural = [struct.calcsize("@" + "".join(codes[: i + 1])) - struct.calcsize(c) for i, c in enumerate(codes)]
+    if natural == starts:
+        pack = tail.pack_into
+
+        def all_at_once(*values: Any) -> None:
+            pack(room, 0, *values)
+
+        return all_at_once
+
+    def one_by_one(*values: Any) -> None:
+        for start, code, value in zip(starts, codes, values, strict=True):
+            struct.pack_into("@" + code, room, start, value)
+
+    return one_by_one
 
 
 class Operands(NamedTuple):
@@ -97,10 +119,10 @@ def device_plan(name: str, p: Problem, launch: Callable[[Operands], None], tile:
     import cupy
 
     b_dtype, out_dtype = VALUE_TYPES[p.b_dtype].numpy, _out_dtype(p)
-    b_col, out_col = p.b_layout == COL, p.out_layout == COL
-    M, K, device_id, order = p.M, p.K, p.device_id, "F" if p.out_layout == COL else "C"
-    current_device, empty = cupy.cuda.runtime.getDevice, cupy.empty
-    current_stream = cupy.cuda.get_current_stream
+    b_col, out_col, order = p.b_layout == COL, p.out_layout == COL, "F" if p.out_layout == COL else "C"
+    M, K, device_id = p.M, p.K, p.device_id
+    b_size, out_size = b_dtype.itemsize, out_dtype.itemsize
+    current_device, current_stream, empty = cupy.cuda.runtime.getDevice, cupy.cuda.get_current_stream, cupy.empty
 
     def run(B: Any, out: Any) -> Any:
         if current_device() != device_id:
@@ -113,7 +135,7 @@ def device_plan(name: str, p: Problem, launch: Callable[[Operands], None], tile:
         if B.dtype != b_dtype:
             raise TypeError(f"B: this plan takes {p.b_dtype}, got {B.dtype}")
         b = B.data
-        ldb = _leading("B", B, b, b_col, device_id)
+        ldb = _leading("B", shape, B.strides, b, b_size, b_col, device_id)
         if out is None:
             out = empty((M, n), out_dtype, order)
             if M and n:
@@ -124,10 +146,14 @@ def device_plan(name: str, p: Problem, launch: Callable[[Operands], None], tile:
         if out.dtype != out_dtype:
             raise TypeError(f"out: this plan writes {out_dtype}, got {out.dtype}")
         c = out.data
-        ldc = _leading("out", out, c, out_col, device_id)
+        ldc = _leading("out", (M, n), out.strides, c, out_size, out_col, device_id)
         if M and n:
-            _check_alias(B, out, b.ptr, c.ptr)
-            launch(Operands(b.ptr, c.ptr, n, ldb, ldc, current_stream().ptr))
+            b_at, c_at = b.ptr, c.ptr
+            b_end = b_at + b_size * (((n - 1) * ldb + K) if b_col else ((K - 1) * ldb + n)) if K else b_at
+            c_end = c_at + out_size * (((n - 1) * ldc + M) if out_col else ((M - 1) * ldc + n))
+            if b_at < c_end and c_at < b_end:
+                raise ValueError("out overlaps B; the product would read what it writes")
+            launch(Operands(b_at, c_at, n, ldb, ldc, current_stream().ptr))
         return out
 
     return Plan(name, p, run, tile, workspace)
@@ -139,35 +165,27 @@ def _out_dtype(p: Problem) -> Any:
     return VALUE_TYPES[p.out_dtype].numpy if p.out_dtype in VALUE_TYPES else np.dtype(p.out_dtype)
 
 
-def _leading(name: str, x: Any, memory: Any, col: bool, device_id: int) -> int:
+def _leading(
+    name: str, shape: tuple[int, int], strides: tuple[int, int], memory: Any, size: int, col: bool, device_id: int
+) -> int:
     """Leading dimension in elements of a matrix that must have unit stride along the other axis."""
     if memory.device_id != device_id:
         raise ValueError(f"{name} is on cuda:{memory.device_id}, the matrix on cuda:{device_id}")
-    size: int = x.dtype.itemsize
-    n_across, n_along = x.shape
-    across, along = x.strides
-    if col:
-        n_across, n_along, across, along = n_along, n_across, along, across
-    if not (n_across and n_along):  # strides of an empty array mean nothing
-        return max(1, int(n_along))
-    if n_along > 1 and along != size:
-        kind = "column-major" if col else "row-major"
-        raise ValueError(f"{name}: expected {kind} with unit stride, got strides {x.strides} for shape {x.shape}")
     if memory.ptr % size:
         raise ValueError(f"{name}: pointer is not aligned to its {size}-byte elements")
-    if n_across <= 1:
-        return int(n_along) or 1
-    if across < n_along * size or across % size:
-        raise ValueError(f"{name}: leading dimension {across} bytes is shorter than a line of {n_along} elements")
-    return int(across) // size
-
-
-def _extent(x: Any) -> int:
-    """Bytes from the first element to the end of the last one."""
-    (rows, cols), (down, right) = x.shape, x.strides
-    return int((rows - 1) * down + (cols - 1) * right + x.dtype.itemsize) if rows and cols else 0
-
-
-def _check_alias(B: Any, out: Any, b: int, c: int) -> None:
-    if b < c + _extent(out) and c < b + _extent(B):
-        raise ValueError("out overlaps B; the product would read what it writes")
+    lines, line = shape
+    across, along = strides
+    if col:
+        lines, line, across, along = line, lines, along, across
+    if along == size and across == line * size:
+        return line or 1
+    if not (lines and line):  # strides of an empty array mean nothing
+        return line or 1
+    if line > 1 and along != size:
+        kind = "column-major" if col else "row-major"
+        raise ValueError(f"{name}: expected {kind} with unit stride, got strides {strides} for shape {shape}")
+    if lines == 1:
+        return line
+    if across < line * size or across % size:
+        raise ValueError(f"{name}: leading dimension {across} bytes is shorter than a line of {line} elements")
+    return across // size
