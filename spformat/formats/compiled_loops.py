@@ -63,43 +63,49 @@ def csr_scatter(lo: int, hi: int, indptr: Array, indices: Array, data: Array, ou
             row[columns[x]] = values[x]
 
 
+_FLAGS_TO_BITS, _56 = np.uint64(0x0102040810204080), np.uint64(56)
+"""Eight bytes of 0 or 1, the first lowest, times this: their bits side by side in the highest byte."""
+
+
 @_compiled
 def bitmask_items(lo: int, hi: int, x: Array, zero: Any, indptr: Array, bitmask: Array, data: Array) -> None:
     """Set bits and values of the nonzeros."""
-    K = x.shape[1]
-    values = np.empty(K + 1, x.dtype)
+    K, wide = x.shape[1], bitmask.shape[1]
+    values, held = np.empty(K + 1, x.dtype), np.zeros(8 * wide, np.uint8)
+    eights = held.view(np.uint64)
     for i in range(lo, hi):
         row, n = x[i], 0
-        for y in range(bitmask.shape[1]):
-            bits = 0
-            for j in range(8 * y, min(8 * y + 8, K)):
-                held = (row[j] & zero) != 0
-                values[n] = row[j]
-                n += held
-                bits |= held << (j & 7)
-            bitmask[i, y] = bits
+        for j in range(K):
+            held[j] = (row[j] & zero) != 0
+        for y in range(wide):
+            bitmask[i, y] = (eights[y] * _FLAGS_TO_BITS) >> _56
+        for j in range(K):
+            values[n] = row[j]
+            n += held[j]
         data[indptr[i] : indptr[i] + n] = values[:n]
+
+
+_BITS_TO_FLAGS = np.unpackbits(np.arange(256, dtype=np.uint8), bitorder="little").view(np.uint64)
+"""Eight bytes of 0 or 1 for each byte of bits."""
 
 
 @_compiled
 def bitmask_scatter(lo: int, hi: int, indptr: Array, bitmask: Array, data: Array, out: Array) -> None:
     """Rows from their set bits and values."""
-    K = out.shape[1]
-    values, padded = np.zeros(K + 1, data.dtype), np.empty(8 * bitmask.shape[1], data.dtype)
+    K, wide = out.shape[1], bitmask.shape[1]
+    values, held = np.zeros(K + 1, data.dtype), np.zeros(8 * wide, np.uint8)
+    eights = held.view(np.uint64)
     for i in range(lo, hi):
-        length, n = indptr[i + 1] - indptr[i], 0
+        row, length, n = out[i], indptr[i + 1] - indptr[i], 0
         values[:length] = data[indptr[i] : indptr[i + 1]]  # one more may be read than a row holds
-        for y in range(bitmask.shape[1]):
-            bits = bitmask[i, y]
-            for b in range(8):
-                held = (bits >> b) & 1
-                padded[8 * y + b] = values[n] * np.uint64(held)  # no branch
-                n += held
-        out[i] = padded[:K]
+        for y in range(wide):
+            eights[y] = _BITS_TO_FLAGS[bitmask[i, y]]
+        for j in range(K):
+            row[j] = values[n] * np.uint64(held[j])  # no branch
+            n += held[j]
 
 
 # ------------------------------------------------------------------ 2:4
-
 
 # A group of four 16-bit values is one uint64, lowest column in the lowest bits: the work is done on whole groups.
 _LANE = np.uint64(0x0001000100010001)

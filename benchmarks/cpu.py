@@ -1,0 +1,200 @@
+"""Products and conversions on the host, beside scipy, numpy and (if installed) torch.
+
+    python benchmarks/cpu.py [--size 4096] [--repeats 7] [--json cpu.json]
+
+Every contender is checked against float64 before it is timed; contenders take turns inside each repeat, so that a
+slow minute of the machine hits all of them. Times are medians and best of the repeats, in milliseconds, first calls
+(compilation, import) left out. Conversions are given in GB/s of dense bytes, products also in GFLOP/s of stored
+nonzeros.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (gives numpy the name bfloat16)
+import numpy as np
+import scipy.sparse
+
+from spformat import threads
+from spformat.convert import convert
+from spformat.dispatch import plan
+from spformat.formats import CSR, Bitmask, TwoFour, VectorNM
+from spformat.preprocess import masks
+
+Timed = dict[str, Callable[[], Any]]
+
+
+def turns(contenders: Timed, repeats: int) -> dict[str, dict[str, float]]:
+    """{name: {median_ms, best_ms}}, one untimed call each first."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for call in contenders.values():
+        call()
+    for _ in range(repeats):
+        for name, call in contenders.items():
+            start = time.perf_counter()
+            call()
+            times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: {"median_ms": statistics.median(t), "best_ms": min(t)} for name, t in times.items()}
+
+
+def agree(name: str, got: Any, wanted: np.ndarray, rows: np.ndarray, tolerance: float) -> None:
+    """Some rows of a product against float64."""
+    error = np.abs(np.asarray(got)[rows].astype(np.float64) - wanted).max() / np.abs(wanted).max()
+    if not error < tolerance:
+        raise SystemExit(f"{name}: wrong result, relative error {error:.2e}")
+
+
+def products(size: int, repeats: int) -> list[dict[str, Any]]:
+    """Unstructured weights at several densities, then each structured format."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((size, size)).astype(np.float32)
+    cases: list[tuple[str, np.ndarray, tuple[str, ...]]] = []
+    for density in (0.1, 0.05, 0.02):
+        weight = np.where(rng.random(x.shape) < density, x, np.float32(0))
+        cases.append((f"{100 - 100 * density:.0f} % zeros", weight, ("csr", "ell-buckets", "bitmask")))
+    blocks = masks.apply(x, masks.magnitude_blocks(x, (32, 32), 0.9))
+    cases += [
+        ("2:4", masks.apply(x, masks.magnitude_nm(x, 2, 4)), ("two-four", "bitmask")),
+        ("2:8, 32 rows", masks.apply(x, masks.magnitude_vector_nm(x, 2, 8, 32)), ("vector-nm:n=2,m=8",)),
+        ("32x32 blocks, 90 %", blocks, ("bsr", "sr-bcrs:vector_length=32")),
+    ]
+    results = []
+    for title, weight, specs in cases:
+        weight = np.asarray(weight, np.float32)
+        nnz = int(np.count_nonzero(weight))
+        for n in (16, 128, 512):
+            B = rng.standard_normal((size, n)).astype(np.float32)
+            rows = rng.choice(size, 16, replace=False)
+            contenders: Timed = {}
+            for spec in specs:
+                for dtype in ("float32", "bfloat16"):
+                    if spec == "two-four" and dtype == "float32":
+                        continue
+                    a, b = convert(weight.astype(dtype), spec), B.astype(dtype)
+                    run = plan(a, B=b, backend="cpu")
+                    wanted = weight[rows].astype(dtype).astype(np.float64) @ b.astype(np.float64)
+                    agree(spec, run(b), wanted, rows, 1e-5 if dtype == "float32" else 1e-2)
+                    contenders[f"{spec.partition(':')[0]} {dtype}"] = lambda run=run, b=b: run(b)
+            peer = scipy.sparse.csr_array(weight)
+            contenders["scipy csr float32"] = lambda peer=peer, B=B: peer @ B
+            contenders["numpy dense float32"] = lambda weight=weight, B=B: weight @ B
+            contenders |= torch_products(weight, B)
+            for name, timed in turns(contenders, repeats).items():
+                gflops = 2e-6 * nnz * n / timed["best_ms"]
+                results.append({"matrix": title, "nnz": nnz, "N": n, "what": name, **timed, "gflops": gflops})
+                print(f"{title:20} N={n:<4} {name:22} {timed['median_ms']:9.2f} {timed['best_ms']:9.2f} ms "
+                      f"{gflops:7.1f} GFLOP/s", flush=True)  # fmt: skip
+    return results
+
+
+def torch_products(weight: np.ndarray, B: np.ndarray) -> Timed:
+    """torch's CSR product, when torch is there."""
+    try:
+        import torch
+    except ImportError:
+        return {}
+    a, b = torch.from_numpy(weight).to_sparse_csr(), torch.from_numpy(B)
+    return {"torch csr float32": lambda: a @ b}
+
+
+def conversions(size: int, repeats: int) -> list[dict[str, Any]]:
+    """Dense to each format and back; the numpy path of the same converter is a contender."""
+    from spformat.formats import compiled
+
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((size, size)).astype(np.float32)
+    half = masks.apply(x, masks.magnitude_nm(x, 2, 4)).astype("bfloat16")
+    tenth = np.where(rng.random(x.shape) < 0.1, x, np.float32(0))
+    vectors = np.asarray(masks.apply(x, masks.magnitude_vector_nm(x, 2, 8, 32))).astype("bfloat16")
+    cases: list[tuple[str, Any, np.ndarray, dict[str, Any]]] = [
+        ("two-four bf16", TwoFour, half, {}),
+        ("bitmask bf16 50 %", Bitmask, half, {}),
+        ("bitmask f32 90 %", Bitmask, tenth, {}),
+        ("csr bf16 50 %", CSR, half, {}),
+        ("csr f32 90 %", CSR, tenth, {}),
+        ("vector-nm 2:8 bf16", VectorNM, vectors, {"n": 2, "m": 8, "vector_length": 32}),
+    ]
+
+    def in_numpy(call: Callable[[], Any]) -> Any:
+        serves, compiled.serves = compiled.serves, lambda *_: False  # type: ignore[assignment]
+        try:
+            return call()
+        finally:
+            compiled.serves = serves
+
+    results = []
+    for title, fmt, dense, params in cases:
+        dense = np.ascontiguousarray(dense)
+        made = fmt.from_dense(dense, **params)
+        if made != in_numpy(lambda fmt=fmt, dense=dense, params=params: fmt.from_dense(dense, **params)):
+            raise SystemExit(f"{title}: compiled and numpy converters differ")
+        contenders: Timed = {
+            "from dense": lambda fmt=fmt, dense=dense, params=params: fmt.from_dense(dense, **params),
+            "to dense": made.to_dense,
+        }
+        contenders |= {f"{k}, numpy": (lambda call=call: in_numpy(call)) for k, call in list(contenders.items())}
+        if dense.dtype == np.float32:
+            contenders["from dense, scipy csr"] = lambda dense=dense: scipy.sparse.csr_array(dense)
+            contenders["to dense, scipy csr"] = scipy.sparse.csr_array(dense).toarray
+        for name, timed in turns(contenders, repeats).items():
+            rate = 1e-6 * dense.nbytes / timed["best_ms"]
+            results.append({"matrix": title, "bytes": dense.nbytes, "what": name, **timed, "GB/s": rate})
+            print(
+                f"{title:20} {name:28} {timed['median_ms']:9.2f} {timed['best_ms']:9.2f} ms {rate:7.2f} GB/s",
+                flush=True,
+            )
+    return results
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    names = ("spformat", "numpy", "scipy", "numba", "torch")
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    cpu = platform.processor()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        cpu = next((line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line), cpu)
+    return {
+        "cpu": cpu,
+        "cores": threads.cores(),
+        "load": os.getloadavg(),
+        "python": platform.python_version(),
+        **versions,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, default=4096, help="rows and columns of the matrices")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--only", choices=("products", "conversions"))
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    given = parser.parse_args()
+    report: dict[str, Any] = {"machine": machine(), "size": given.size}
+    print(report["machine"])
+    if given.only != "conversions":
+        report["products"] = products(given.size, given.repeats)
+    if given.only != "products":
+        report["conversions"] = conversions(given.size, given.repeats)
+    report["machine"]["load at the end"] = os.getloadavg()
+    if given.json:
+        given.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
