@@ -42,8 +42,9 @@ docs: $(VENV)/docs.stamp
 	$(BIN)/python -m sphinx -q -W -b html docs build/docs
 	@echo "build/docs/index.html"
 
+BENCH ?= fixtures/checkpoint/digits -n 16,360
 bench: $(VENV)/cpu.stamp
-	$(BIN)/python benchmarks/spmm.py $(BENCH)
+	$(BIN)/spformat bench $(BENCH)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo-output

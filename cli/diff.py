@@ -25,7 +25,7 @@ def run(
         print_json({"a": a, "b": b, "equal": not differing, "compared": len(results), "differences": found})
     else:
         for d in differing:
-            console().print(str(d), markup=False, soft_wrap=True)
+            console().print(str(d), soft_wrap=True)
         same = len(results) - len(differing)
         console().print(f"{same} of {len(results)} tensors hold the same values")
     raise typer.Exit(1 if differing else 0)

@@ -29,9 +29,9 @@ def run(as_json: Json = False) -> None:
         if isinstance(value, dict):
             console().print(f"{key}:")
             for k, v in value.items():
-                console().print(f"  {k}: {v}", markup=False)
+                console().print(f"  {k}: {v}")
         else:
-            console().print(f"{key}: {value}", markup=False)
+            console().print(f"{key}: {value}")
 
 
 def collect() -> dict[str, Any]:

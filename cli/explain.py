@@ -55,7 +55,7 @@ def run(
         )
         return
     for name, e in out:
-        console().print(f"{name}: {e}", markup=False, soft_wrap=True)
+        console().print(f"{name}: {e}", soft_wrap=True)
 
 
 def _answer(a: Accepted | Rejected) -> dict[str, Any]:

@@ -26,4 +26,4 @@ def run(as_json: Json = False) -> None:
         params_text = "\n".join(f"{k}: {v['range']}" for k, v in r["params"].items())
         arrays_text = "\n".join(f"{k} [{', '.join(v['shape'])}]" for k, v in r["arrays"].items())
         t.add_row(r["name"], params_text, arrays_text, "all" if len(r["dtypes"]) > 6 else ", ".join(r["dtypes"]))
-    console().print(t, markup=False)
+    console().print(t)

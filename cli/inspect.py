@@ -133,8 +133,8 @@ def _patterns(s: Structure) -> Any:
 
 def _print_long(row: dict[str, Any]) -> None:
     out = console()
-    out.print(f"[bold]{row['name']}[/bold]  {'x'.join(map(str, row['shape']))} {row['dtype']}, {size(row['bytes'])}, "
-              f"stored as {row['format']}")  # fmt: skip
+    out.print(f"{row['name']}  {'x'.join(map(str, row['shape']))} {row['dtype']}, {size(row['bytes'])}, "
+              f"stored as {row['format']}", style="bold")  # fmt: skip
     if "density" not in row:
         return
     zeros = f", {row['negative_zeros']} elements are -0.0" if row["negative_zeros"] else ""

@@ -19,12 +19,13 @@ _WIDE = 200
 
 def console() -> Console:
     """Data goes here."""
-    return Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False)
+    # No markup: "pip install 'spformat[cuda13]'" is text.
+    return Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False, markup=False)
 
 
 def notes() -> Console:
     """Progress, warnings and hints go here."""
-    return Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else _WIDE)
+    return Console(stderr=True, highlight=False, markup=False, width=None if sys.stderr.isatty() else _WIDE)
 
 
 def print_json(value: Any) -> None:
@@ -65,11 +66,11 @@ def progress(total: int, label: str, quiet: bool, *, lines: bool = False) -> Ite
         def line(name: str, nbytes: int) -> None:
             nonlocal done
             done += nbytes
-            out.print(f"{label} {name}  {size(done)} of {size(total)}", soft_wrap=True, markup=False)
+            out.print(f"{label} {name}  {size(done)} of {size(total)}", soft_wrap=True)
 
         yield line
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TransferSpeedColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TransferSpeedColumn(), TimeElapsedColumn())
     with Progress(*columns, console=out, transient=True) as bar:
         task = bar.add_task(label, total=total)
         yield lambda name, nbytes: bar.update(task, advance=nbytes, description=f"{label} {name[-48:]}")
@@ -83,10 +84,10 @@ def report(error: Exception, as_json: bool) -> int:
     if as_json:
         sys.stderr.write(json.dumps(error.to_json(), ensure_ascii=False) + "\n")
     else:
-        notes().print(f"error: {error}", markup=False, soft_wrap=True, style="red")
+        notes().print(f"error: {error}", soft_wrap=True, style="red")
         if error.exit_code == 3:
             text = "hint: --misfit keep leaves such tensors as they are; --exclude or --rule choose per tensor"
-            notes().print(text, style="dim", markup=False)
+            notes().print(text, style="dim")
         if error.exit_code == 70 and not os.environ.get("SPFORMAT_DEBUG"):
             notes().print("set SPFORMAT_DEBUG=1 for the traceback", style="dim")
     return int(error.exit_code)
