@@ -84,14 +84,39 @@ def test_every_block_size_gets_a_legal_tile(dtype: str) -> None:
 def test_hopper_tiles_are_legal(height: int, width: int) -> None:
     t = spmm_bsr_sm90a.choose_tile(with_blocksize(BASE, height, width))
     rows, cols = t.extent(height)
-    units = t.ring_a // (height * min(width, 64) * 2) // t.producers
+    units = t.ring_a // (height * min(width, 64) * 2)
     assert rows % height == 0
     assert rows // height <= 16
     assert cols <= 256
-    assert units >= rows // height
+    assert units >= rows // height * (64 // min(width, 64))
     assert units & (units - 1) == 0
-    assert t.slots % t.producers == 0
+    assert 1 <= t.loaders_b <= 3
     assert t.smem(height) + 1024 <= HOPPER_SHARED_MEMORY
+
+
+@pytest.mark.parametrize("group", [1, 2, 8, 16])
+def test_merged_slices_list_every_block_once(group: int) -> None:
+    """Walking groups, slices and order as the loaders do meets each block, with its column and entry, by column."""
+    rng = np.random.default_rng(3)
+    keep = rng.random((37, 11)) < 0.3
+    keep[5:21] = False
+    entries, columns = np.nonzero(keep)
+    indptr = np.concatenate([[0], np.cumsum(keep.sum(1))]).astype(np.int32)
+    merged = spmm_bsr_sm90a.merge_slices(indptr, columns.astype(np.int32), 11, group)
+    assert [x.dtype for x in merged] == [np.dtype(np.int32)] * 3
+    met = []
+    for g, (low, position) in enumerate(merged.group_starts[:-1]):
+        high, end = merged.group_starts[g + 1]
+        assert list(merged.slices[low:high, 0]) == sorted(set(merged.slices[low:high, 0]))
+        for column, mask, *_ in merged.slices[low:high]:
+            for bit in range(group):
+                if mask >> bit & 1:
+                    block = merged.order[position]
+                    position += 1
+                    met.append(block)
+                    assert (entries[block], columns[block]) == (g * group + bit, column)
+        assert position == end
+    assert sorted(met) == list(range(entries.size))
 
 
 def random_csr(rng: np.random.Generator, M: int, K: int, blocksize: tuple[int, int], dtype: str) -> CSR:

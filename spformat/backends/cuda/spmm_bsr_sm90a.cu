@@ -2,27 +2,27 @@
 //
 //   a_map    T[nnzb*R, C]       the blocks one below the other; box SliceK x R, swizzled
 //   row_ids  Row[listed]        block row of each list entry (Listed: DBSR); null for BSR, where listed = cdiv(M, R)
-//   indptr   Pointer[listed+1]  first block of each listed block row
-//   indices  Index[nnzb]        block column
+//   groups   int2[groups+1]     first slice and first position in `order` of each group of Group list entries
+//   slices   int4[..+4]         block column, mask of the group's entries that have a block there; by group, then column
+//   order    int[nnzb+32]       blocks by group, column, entry
 //   b_map    T[K, N]            rows of N, box 64 x SliceK, or, BCol, columns of K, box SliceK x BN; swizzled
 //   c_map    Out[M, N]          as out; box StoreLine x StoreLines, swizzled; read only if BulkC
 //   out      Out[M, N]          element (i, n) at i*ldc + n, or, CCol, at i + n*ldc; every element is written
 //
-// A tile of C is Group list entries (BM rows) x BN columns. A producer warp merges the Group sorted lists of block columns:
-// each slice of B (SliceK rows x BN) that any block row of the tile needs is fetched once, together with the blocks of A that meet
-// it. Slices are packed, 64 rows of k to a ring slot: an item; its blocks of A go to a ring of units. One barrier a slot announces
-// both. The warpgroups that need an item multiply it, and all of them release it. Items go round the Producers warps, each of which
-// owns every Producers-th slot and an equal share of the units, and all of which merge the same lists.
+// A tile of C is one group (BM rows) x BN columns. Each slice of B (SliceK rows x BN) that any entry of the group needs is
+// fetched once, together with the blocks of A that meet it. Slices are packed, 64 rows of k to a ring slot: an item; its
+// blocks of A go to a ring of units. One warp loads A, LoadersB warps take turns with B; the barrier of a slot counts both. The
+// warpgroups that need an item multiply it, and all of them release it.
 //
-// Blocks of 64 rows and more lie on the m axis of wgmma (a warpgroup owns 64 x 128 of C); blocks of 16 and 32 lie on its n axis,
-// whose width is free: a warpgroup then owns 128 rows x 64 columns and computes the transposed product.
+// Blocks of 64 rows and more lie on the m axis of wgmma (a warpgroup owns 64 x 128 of C); blocks of 16 and 32 lie on its n
+// axis, whose width is free: a warpgroup then owns 128 rows x 64 columns and computes the transposed product.
 //
-// Grid: persistent; tiles are taken in order, block rows first, so that CTAs at work share B in L2. Then, Listed, the rows
-// that are not listed are zeroed. Block: 128*WM*WN + 128 threads, one CTA an SM.
+// Grid: persistent; tiles are taken in order, groups first, so that CTAs at work share B in L2. Then, Listed, the rows that
+// are not listed are zeroed. Block: 128*WM*WN + 128 threads, one CTA an SM.
 //
 //   T, Out  __nv_bfloat16 or __half; T or float
 //   R, C    block height and width, 16, 32, 64 or 128;  WM, WN  warpgroups along rows and columns of the tile
-//   Slots   ring slots for B, a multiple of Producers;  Units  ring units for A, each one slice of a block
+//   Slots   ring slots for B;  Units  ring units for A, a power of two, each one slice of a block
 //   BulkC   C is written by TMA: 16-bit Out, out 16-byte aligned with a leading dimension of whole 16 bytes
 //   Limits  nnzb*R < 2^31, K < 2^31; B 16-byte aligned with a leading dimension of whole 16 bytes.
 #include "spformat/epilogue.cuh"
@@ -41,23 +41,24 @@ __device__ __forceinline__ u32 slice_word(u32 mask, u32 unit) { return mask | un
 
 }  // namespace
 
-template <class T, class Out, class Row, class Pointer, class Index, int R, int C, int WM, int WN, int Slots, int Units,
-          int Producers, int ZeroRows, bool BCol, bool CCol, bool Listed, bool BulkC>
+template <class T, class Out, class Row, int R, int C, int WM, int WN, int Slots, int Units, int LoadersB, int ZeroRows,
+          bool BCol, bool CCol, bool Listed, bool BulkC>
 __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
     spmm_bsr_sm90a(const __grid_constant__ TensorMap a_map, const Row* __restrict__ row_ids,
-                   const Pointer* __restrict__ indptr, const Index* __restrict__ indices, i64 M, i64 listed,
-                   const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap c_map,
+                   const int2* __restrict__ group_starts, const int4* __restrict__ slices, const int* __restrict__ order,
+                   i64 M, i64 listed, const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap c_map,
                    Out* __restrict__ out, i64 N, i64 ldc) {
     constexpr bool OnM = R >= 64;
     constexpr int WgRows = OnM ? 64 : 128, WgCols = OnM ? 128 : 64;
     constexpr int BM = WM * WgRows, BN = WN * WgCols, Group = BM / R;
     constexpr int SliceK = C < 64 ? C : 64, Slices = 64 / SliceK, Parts = C / SliceK;
-    constexpr int Warps = 4 * WM * WN, Line = SliceK * 2, Share = Units / Producers;
+    constexpr int Warps = 4 * WM * WN, Line = SliceK * 2;
     constexpr u32 UnitBytes = R * Line, SliceBytes = SliceK * BN * 2, SlotBytes = Slices * SliceBytes;
     constexpr auto Pattern = Line == 128 ? wgmma::B128 : Line == 64 ? wgmma::B64 : wgmma::B32;
     static_assert(R % 16 == 0 && C % 16 == 0 && BM % R == 0 && Group <= 16, "at most 16 whole block rows in a tile");
-    static_assert((Share & (Share - 1)) == 0 && Share >= Group, "a share of the ring of A holds any one slice");
-    static_assert(Slots % Producers == 0 && Slots / Producers <= 32, "a slot has one owner, and a lane keeps its books");
+    static_assert((Units & (Units - 1)) == 0 && Units >= Slices * Group, "the ring of A holds any one item");
+    static_assert(Slots <= 32, "one lane keeps the books of one slot");
+    static_assert(LoadersB >= 1 && LoadersB <= 3, "three of the four loader warps are left for B");
     static_assert(BN <= 256, "a TMA box spans at most 256 columns");
 
     extern __shared__ char raw[];
@@ -73,98 +74,112 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
 
     if (threadIdx.x == 0) {
         for (int s = 0; s < Slots; ++s) {
-            barrier::init(full + 8 * s, 1);
+            barrier::init(full + 8 * s, 2);
             barrier::init(empty + 8 * s, Warps);
         }
         barrier::fence_init();
     }
     __syncthreads();
 
-    const i64 groups = cdiv<i64>(listed, Group), tiles = groups * cdiv<i64>(N, BN);
+    const u32 groups = static_cast<u32>(cdiv<i64>(listed, Group)), tiles = groups * static_cast<u32>(cdiv<i64>(N, BN));
 
-    if (warp >= Warps) {  // ---- producers
+    if (warp >= Warps) {  // ---- loaders
         give_registers<56>();
-        const int producer = warp - Warps;
-        if (producer >= Producers) return;
-        const u32 share = producer * Share;
-        u32 head = 0, tail = 0, units = 0;  // units handed out and taken back; lane s: units in own slot s
-        int slot = producer, in_flight = 0, oldest = 0, turn = 0;
-        u32 oldest_phase = 0;
-        auto take_back = [&]() {
-            barrier::wait(empty + 8 * (oldest * Producers + producer), oldest_phase);
-            tail += __shfl_sync(~0u, units, oldest);
-            if (++oldest == Slots / Producers) oldest = 0, oldest_phase ^= 1;
-            --in_flight;
-        };
-        if (lane == 0) {
-            tma::prefetch(a_map);
-            tma::prefetch(b_map);
-        }
-        for (i64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-            const int n0 = static_cast<int>(tile / groups * BN);
-            const i64 entry = tile % groups * Group + lane;
-            // Lane b walks the list of block row b: `column` is its head, `following` the one after, already on its way.
-            i64 at = 0, end = 0;
-            if (lane < Group && entry < listed) at = indptr[entry], end = indptr[entry + 1];
-            constexpr u32 None = 0x7fffffffu;
-            u32 column = at < end ? static_cast<u32>(indices[at]) : None;
-            u32 following = at + 1 < end ? static_cast<u32>(indices[at + 1]) : None;
-            int part = 0;
-            u32 nearest = __reduce_min_sync(~0u, column);
-            do {
-                const bool own = turn == producer;
-                if (own && in_flight == Slots / Producers) take_back();
-                u32 bytes = 0, units_here = 0, word[Slices];
+        const int loader = warp - Warps;
+        u32 tile = blockIdx.x;
+        // Slices and blocks of this tile and the next, known a tile ahead. Steps of k, parts of slices, are counted.
+        int2 from = {0, 0}, to = {0, 0};
+        if (tile < tiles) from = group_starts[tile % groups], to = group_starts[tile % groups + 1];
+        if (loader == 0) {  // A
+            if (lane == 0) tma::prefetch(a_map);
+            u32 head = 0, tail = 0, units = 0;  // units handed out and taken back; lane s: units in slot s
+            u32 slot = 0, in_flight = 0, oldest = 0, oldest_phase = 0;
+            auto take_back = [&]() {
+                barrier::wait(empty + 8 * oldest, oldest_phase);
+                tail += __shfl_sync(~0u, units, oldest);
+                if (++oldest == Slots) oldest = 0, oldest_phase ^= 1;
+                --in_flight;
+            };
+            u32 mask_ahead = slices[from.x + (lane < Slices ? lane : 0)].y;
+            int block_ahead = order[from.y + lane];
+            while (tile < tiles) {
+                const u32 following = tile + gridDim.x < tiles ? (tile + gridDim.x) % groups : 0;
+                const int2 from_next = group_starts[following], to_next = group_starts[following + 1];
+                int step = from.x * Parts, position = from.y;
+                const int end = to.x * Parts;
+                do {
+                    const int part = step % Parts, first = position;
+                    const u32 mask = lane < Slices && step + lane < end ? mask_ahead : 0;
+                    const int block = block_ahead;
+                    const u32 need = __popc(mask), total = __reduce_add_sync(~0u, need);
+                    u32 before = 0;
 #pragma unroll
-                for (int p = 0; p < Slices; ++p) {
-                    word[p] = 0;
-                    const bool mine = column == nearest;
-                    const u32 mask = __ballot_sync(~0u, mine), need = __popc(mask);
-                    if (nearest == None || units_here + need > Share) continue;  // the item ends here, for all producers
-                    if (own) {
-                        while (head + need - tail > Share) take_back();
-                        const int k = static_cast<int>(nearest) * C + part * SliceK;
-                        const u32 bar = full + 8 * slot, to = b_ring + slot * SlotBytes + p * SliceBytes;
-                        if (lane == 0) {
-                            if constexpr (BCol) {
-                                tma::load_2d(to, b_map, bar, k, n0);
-                            } else {
-#pragma unroll
-                                for (int j = 0; j < BN / 64; ++j)
-                                    tma::load_2d(to + j * SliceK * 128, b_map, bar, n0 + j * 64, k);
-                            }
-                        }
-                        if (mine) {
-                            const u32 unit = share + (head + __popc(mask & ((1u << lane) - 1))) % Share;
-                            tma::load_2d(a_ring + unit * UnitBytes, a_map, bar, part * SliceK, static_cast<int>(at * R));
-                        }
-                        word[p] = slice_word(mask, head % Share);
-                        head += need;
-                        bytes += SliceBytes + need * UnitBytes;
+                    for (int p = 0; p < Slices - 1; ++p) {
+                        const u32 other = __shfl_sync(~0u, need, p);
+                        if (lane > p) before += other;
                     }
-                    units_here += need;
-                    if (mine && part == Parts - 1) {
-                        ++at;
-                        column = following;
-                        following = at + 1 < end ? static_cast<u32>(indices[at + 1]) : None;
-                    }
-                    part = part == Parts - 1 ? 0 : part + 1;
-                    nearest = __reduce_min_sync(~0u, column);
-                }
-                if (own) {
-                    if (lane == slot / Producers) units = units_here;
-                    if (lane == 0) {
-                        if (nearest == None) word[0] |= last_item;
-#pragma unroll
-                        for (int p = 0; p < Slices; ++p) words[slot][p] = word[p];
-                        barrier::expect(full + 8 * slot, bytes);
-                    }
+                    step += Slices;
+                    if (part == Parts - 1) position += total;
+                    const bool last = step >= end;
+                    mask_ahead = slices[last ? from_next.x + (lane < Slices ? lane : 0)
+                                             : step / Parts + (lane < Slices ? lane : 0)].y;
+                    block_ahead = order[(last ? from_next.y : position) + lane];
+
+                    if (in_flight == Slots) take_back();
+                    while (head + total - tail > Units) take_back();
+                    for (u32 u = lane; u < total; u += 32)
+                        tma::load_2d(a_ring + (head + u) % Units * UnitBytes, a_map, full + 8 * slot, part * SliceK,
+                                     (u < 32 ? block : order[first + u]) * R);
+                    if (lane < Slices)
+                        words[slot][lane] = slice_word(mask, (head + before) % Units) | (last && lane == 0 ? last_item : 0);
                     __syncwarp();
+                    if (lane == 0) barrier::expect(full + 8 * slot, total * UnitBytes);
+                    if (lane == slot) units = total;
+                    head += total;
                     ++in_flight;
-                    if ((slot += Producers) >= Slots) slot = producer;
+                    if (++slot == Slots) slot = 0;
+                } while (step < end);
+                from = from_next, to = to_next;
+                tile += gridDim.x;
+            }
+        } else if (loader <= LoadersB) {  // B: every LoadersB-th item
+            if (lane == 0) tma::prefetch(b_map);
+            constexpr int Boxes = BCol ? 1 : BN / 64;  // TMA boxes in a slice; a lane for each box of an item
+            const int p = lane / Boxes, box = lane % Boxes;
+            u32 items_before = 0;
+            int turn = loader - 1;  // items of this tile until the next own one
+            while (tile < tiles) {
+                const u32 following = tile + gridDim.x < tiles ? (tile + gridDim.x) % groups : 0;
+                const int2 from_next = group_starts[following], to_next = group_starts[following + 1];
+                const int n0 = static_cast<int>(tile / groups) * BN;
+                const int begin = from.x * Parts, end = to.x * Parts;
+                int items = cdiv(end - begin, Slices);
+                if (items == 0) items = 1;
+                auto column_at = [&](int item) {
+                    const int step = begin + item * Slices + p;
+                    return p < Slices && step < end ? slices[step / Parts].x : -1;
+                };
+                int ahead = column_at(turn);
+                for (; turn < items; turn += LoadersB) {
+                    const u32 item = items_before + turn, slot = item % Slots;
+                    const int column = ahead, part = (begin + turn * Slices + p) % Parts;
+                    ahead = column_at(turn + LoadersB);
+                    if (item >= Slots) barrier::wait(empty + 8 * slot, (item / Slots - 1) & 1);
+                    const u32 boxes = __popc(__ballot_sync(~0u, column >= 0));
+                    if (lane == 0) barrier::expect(full + 8 * slot, boxes * (SliceBytes / Boxes));
+                    __syncwarp();
+                    if (column >= 0) {
+                        const int k = column * C + part * SliceK;
+                        const u32 target = b_ring + slot * SlotBytes + p * SliceBytes + box * (SliceBytes / Boxes);
+                        if constexpr (BCol) tma::load_2d(target, b_map, full + 8 * slot, k, n0);
+                        else tma::load_2d(target, b_map, full + 8 * slot, n0 + box * 64, k);
+                    }
                 }
-                turn = turn == Producers - 1 ? 0 : turn + 1;
-            } while (nearest != None);
+                turn -= items;
+                items_before += items;
+                from = from_next, to = to_next;
+                tile += gridDim.x;
+            }
         }
     } else {  // ---- consumers
         take_registers<104>();
@@ -175,7 +190,7 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
         const bool leader = threadIdx.x % 128 == 0;
         int slot = 0;
         u32 phase = 0;
-        for (i64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
             float sums[Blocks][Width / 2] = {};
             u32 flags;
             do {
@@ -185,7 +200,7 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
                 for (int p = 0; p < Slices; ++p) word[p] = words[slot][p], any |= word[p] >> first_block;
                 flags = word[0];
                 if (any & ((1u << Blocks) - 1)) {
-                    const u32 units = a_ring + slot % Producers * Share * UnitBytes + row_offset * Line;
+                    const u32 units = a_ring + row_offset * Line;
 #pragma unroll
                     for (int p = 0; p < Slices; ++p) {
                         const u32 b_slice = b_ring + slot * SlotBytes + p * SliceBytes;
@@ -195,7 +210,7 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
                             if (mask >> (first_block + b) & 1) {
                                 wgmma::fence();
                                 const u32 before = __popc(mask & ((1u << (first_block + b)) - 1));
-                                const u32 a_unit = units + (base + before) % Share * UnitBytes;
+                                const u32 a_unit = units + (base + before) % Units * UnitBytes;
 #pragma unroll
                                 for (int k = 0; k < SliceK; k += 16) {
                                     const u64 a = wgmma::descriptor(a_unit + k * 2, 0, 8 * Line, Pattern);
@@ -224,7 +239,7 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
             // D has rows of C down its first axis, or columns of C when the product is transposed. `Turn`: lines of C, the
             // contiguous runs, lie across D.
             constexpr bool Turn = OnM ? CCol : !CCol;
-            const i64 n0 = tile / groups * BN + wn * WgCols;
+            const i64 n0 = static_cast<i64>(tile / groups) * BN + wn * WgCols;
             if constexpr (BulkC) {
                 constexpr int StoreLine = CCol ? (OnM ? 64 : R) : 64;  // elements in a line of the store box, and its lines
                 constexpr int StoreLines = CCol ? (OnM ? WgCols : 64) : (OnM ? 64 : R);
@@ -253,7 +268,7 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
                     constexpr int Boxes = OnM ? (CCol ? 1 : WgCols / 64) : Blocks;
 #pragma unroll
                     for (int box = 0; box < Boxes; ++box) {
-                        const i64 entry = tile % groups * Group + first_block + (OnM ? 0 : box);
+                        const i64 entry = static_cast<i64>(tile % groups) * Group + first_block + (OnM ? 0 : box);
                         if (entry < listed) {
                             const i64 block_row = Listed ? static_cast<i64>(row_ids[entry]) : entry;
                             const int row = static_cast<int>(block_row * R + row_offset);
@@ -266,7 +281,7 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
             } else {
 #pragma unroll
                 for (int b = 0; b < Blocks; ++b) {
-                    const i64 entry = tile % groups * Group + first_block + b;
+                    const i64 entry = static_cast<i64>(tile % groups) * Group + first_block + b;
                     if (entry >= listed) continue;
                     const i64 block_row = Listed ? static_cast<i64>(row_ids[entry]) : entry;
                     const i64 top = block_row * R + row_offset;

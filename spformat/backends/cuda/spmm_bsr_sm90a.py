@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from ...arrays import ceil_div
+from ...arrays import ceil_div, namespace
 from ...problem import COL, ROW, Plan, Problem, reasons
 from . import jit, launch, spmm_bsr, tensor_map
 
@@ -19,18 +19,18 @@ _SIZES = (16, 32, 64, 128)
 _ITEM = 2
 _INT32_MAX = 2**31 - 1
 _PROCESSORS = 132
-_SIGNATURE = (tensor_map.TensorMap, *"PPPqq", tensor_map.TensorMap, tensor_map.TensorMap, *"Pqq")
+_SIGNATURE = (tensor_map.TensorMap, *"PPPPqq", tensor_map.TensorMap, tensor_map.TensorMap, *"Pqq")
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Warpgroups along rows and columns of a tile, ring slots for B, bytes of the ring of A, producer warps."""
+    """Warpgroups along rows and columns of a tile, ring slots for B, bytes of the ring of A, warps that load B."""
 
     warpgroups_m: int
     warpgroups_n: int
     slots: int
     ring_a: int
-    producers: int
+    loaders_b: int
 
     @property
     def threads(self) -> int:
@@ -48,17 +48,52 @@ class Tile:
 
 
 def choose_tile(p: Problem) -> Tile:
-    """The tile for a problem.
-
-    Tall blocks share little of B with their neighbours: few rows, many columns. Low blocks share much, and narrow ones
-    are so many that one producer cannot keep up; the share of the ring of A each has must hold a slice of the tile.
-    """
+    """The tile for a problem: a few block rows and many columns. Narrow blocks come as many small boxes of B."""
     height, width = p.p["blocksize"]
-    if height == 128:
-        return Tile(2, 2, 3, 65536, 1)
-    if height == 64:
-        return Tile(2, 2, 4, 32768, 2)
-    return Tile(1, 4, 4, 32768, {16: 4, 32: 4}.get(width, 2))
+    if height >= 64:
+        return Tile(2, 2, 4, 32768, 1) if height == 64 else Tile(2, 2, 3, 65536, 1)
+    return Tile(1, 4, 4, 32768, 3 if width < 64 else 1)
+
+
+class Slices(NamedTuple):
+    """What the loaders read: the blocks of each group of block rows, merged by column. Layouts: spmm_bsr_sm90a.cu."""
+
+    group_starts: Any
+    slices: Any
+    order: Any
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.group_starts.nbytes + self.slices.nbytes + self.order.nbytes)
+
+
+def merge_slices(indptr: Any, indices: Any, block_columns: int, group: int) -> Slices:
+    """The slices of each ``group`` consecutive list entries: int32[groups+1, 2], int32[slices+4, 4], int32[nnzb+32].
+
+    numpy or CuPy, O(nnzb log nnzb); needs at least one block. The arrays are longer than their content, because the
+    loaders read ahead.
+    """
+    xp = namespace(indices)
+    blocks, entries = int(indices.size), int(indptr.size) - 1
+    groups = ceil_div(entries, group)
+    entry = xp.searchsorted(indptr[1:], xp.arange(blocks), side="right")
+    key = entry // group * block_columns + indices  # int64: groups * block columns
+    order = xp.argsort(key * group + entry % group)
+    key, bit = key[order], xp.left_shift(1, entry[order] % group)
+    starts = xp.flatnonzero(xp.concatenate([xp.ones(1, bool), key[1:] != key[:-1]]))  # synchronize!
+    until = xp.cumsum(bit)
+    ends = xp.concatenate([starts[1:], xp.full(1, blocks)])
+    slices = xp.zeros((starts.size + 4, 4), xp.int32)
+    slices[:-4, 0] = key[starts] % block_columns
+    slices[:-4, 1] = (
+        until[ends - 1] - until[starts] + bit[starts]
+    )  # the bits of a slice differ, so their sum is their union
+    group_starts = xp.empty((groups + 1, 2), xp.int32)
+    group_starts[:, 0] = xp.searchsorted(key[starts] // block_columns, xp.arange(groups + 1))
+    group_starts[:, 1] = indptr[xp.minimum(xp.arange(groups + 1) * group, entries)]
+    padded = xp.zeros(blocks + 32, xp.int32)
+    padded[:-32] = order
+    return Slices(group_starts, slices, padded)
 
 
 class SpmmBSRHopper:
@@ -95,7 +130,8 @@ class SpmmBSRHopper:
     def plan(self, a: Any, p: Problem) -> Plan:
         tile = choose_tile(p)
         rows, cols = tile.extent(p.p["blocksize"][0])
-        return launch.device_plan(self.name, p, _launcher(spmm_bsr.arrays_of(a), p, tile), f"{rows}x{cols}x64")
+        run, workspace = _launcher(spmm_bsr.arrays_of(a), p, tile)
+        return launch.device_plan(self.name, p, run, f"{rows}x{cols}x64", workspace)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that together reach every branch of spmm_bsr_sm90a.cu, for the compile test."""
@@ -106,7 +142,7 @@ class SpmmBSRHopper:
             spmm_bsr.sample_problem("dbsr", (16, 16), "bfloat16", "float32", COL, ROW),
         )
         return tuple(
-            _instance(p, choose_tile(p), "int, int, int", bulk)
+            _instance(p, choose_tile(p), "int", bulk)
             for p in problems
             for bulk in (False, True)
             if not bulk or p.out_dtype != "float32"
@@ -129,19 +165,22 @@ def _too_small(p: Problem) -> list[tuple[bool, str]]:
     ]
 
 
-def _instance(p: Problem, t: Tile, index_types: str, bulk_c: bool) -> str:
+def _instance(p: Problem, t: Tile, row_type: str, bulk_c: bool) -> str:
     height, width = p.p["blocksize"]
     units = t.ring_a // (height * min(width, 64) * _ITEM)
     flags = (p.b_layout == COL, p.out_layout == COL, p.format == "dbsr", bulk_c)
     return (
-        f"spmm_bsr_sm90a<{_C_TYPES[p.a_dtype]}, {spmm_bsr.C_TYPES[p.out_dtype]}, {index_types}, {height}, {width}, "
-        f"{t.warpgroups_m}, {t.warpgroups_n}, {t.slots}, {units}, {t.producers}, "
+        f"spmm_bsr_sm90a<{_C_TYPES[p.a_dtype]}, {spmm_bsr.C_TYPES[p.out_dtype]}, {row_type}, {height}, {width}, "
+        f"{t.warpgroups_m}, {t.warpgroups_n}, {t.slots}, {units}, {t.loaders_b}, "
         f"{spmm_bsr.zero_rows(height)}, {', '.join(str(f).lower() for f in flags)}>"
     )
 
 
-def _launcher(a: spmm_bsr.Arrays, p: Problem, tile: Tile) -> Callable[[launch.Operands], None]:
-    """The launch closure. Whether B suits TMA is known per call only; operands that do not go to spmm_bsr."""
+def _launcher(a: spmm_bsr.Arrays, p: Problem, tile: Tile) -> tuple[Callable[[launch.Operands], None], int]:
+    """The launch closure and its workspace in bytes.
+
+    Whether B suits TMA is known per call only; operands that do not go to spmm_bsr.
+    """
     height, width = p.p["blocksize"]
     blocks, entries = int(a.indices.size), int(a.indptr.size) - 1
     plain: list[Callable[[launch.Operands], None]] = []
@@ -153,7 +192,7 @@ def _launcher(a: spmm_bsr.Arrays, p: Problem, tile: Tile) -> Callable[[launch.Op
 
     pointer = a.data.data.ptr
     if not blocks or not tensor_map.aligned(pointer, width, _ITEM) or blocks * height > _INT32_MAX:
-        return fall_back
+        return fall_back, 0
 
     listed = p.format == "dbsr"
     b_col, c_col = p.b_layout == COL, p.out_layout == COL
@@ -162,7 +201,9 @@ def _launcher(a: spmm_bsr.Arrays, p: Problem, tile: Tile) -> Callable[[launch.Op
     smem = tile.smem(height)
     swizzle = slice_k * _ITEM
     a_map = tensor_map.tiled(pointer, p.a_dtype, (width, blocks * height), (width,), (slice_k, height), swizzle)
-    fixed = (a_map, a.row_ids if listed else 0, a.indptr, a.indices, p.M, entries)
+    merged = merge_slices(a.indptr, a.indices, ceil_div(p.K, width), rows // height)
+    _finish_work()  # synchronize! calls may come on other streams
+    fixed = (a_map, a.row_ids if listed else 0, *merged, p.M, entries)
     processors = _processors(p.device_id)
     groups = ceil_div(entries, rows // height)
     gaps = entries < ceil_div(p.M, height)
@@ -181,7 +222,8 @@ def _launcher(a: spmm_bsr.Arrays, p: Problem, tile: Tile) -> Callable[[launch.Op
 
     @functools.lru_cache(maxsize=2)
     def variant(bulk_c: bool) -> launch.Launch:
-        name = _instance(p, tile, spmm_bsr.index_types(a), bulk_c)
+        row_type = "long long" if listed and a.row_ids.dtype.itemsize == 8 else "int"
+        name = _instance(p, tile, row_type, bulk_c)
         function = jit.load("spmm_bsr_sm90a.cu", name, "sm_90a", p.device_id, smem)
         return launch.Launch(function, _SIGNATURE, fixed, tile.threads, smem)
 
@@ -194,13 +236,23 @@ def _launcher(a: spmm_bsr.Arrays, p: Problem, tile: Tile) -> Callable[[launch.Op
         return variant(bulk_c), grid, b, map_c(x) if bulk_c else b
 
     def run(x: launch.Operands) -> None:
-        if not tensor_map.aligned(x.b, x.ldb, _ITEM) or x.n > _INT32_MAX - cols:
+        if (
+            not tensor_map.aligned(x.b, x.ldb, _ITEM)
+            or groups * ceil_div(x.n, cols) > _INT32_MAX
+            or x.n > _INT32_MAX - cols
+        ):
             fall_back(x)
             return
         kernel, grid, b, c = prepared(x)
         kernel((grid, 1, 1), x.stream, b, c, x.c, x.n, x.ldc)
 
-    return run
+    return run, merged.nbytes
+
+
+def _finish_work() -> None:
+    import cupy
+
+    cupy.cuda.get_current_stream().synchronize()
 
 
 def _processors(device_id: int) -> int:
