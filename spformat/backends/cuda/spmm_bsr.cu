@@ -12,8 +12,8 @@
 // a ring of Stages shared-memory buffers (cp.async). Lines in shared memory are an odd number of 16-byte units apart, which keeps
 // ldmatrix and the copies free of bank conflicts for every tile width, powers of two or not.
 //
-// Grid: x = list entries * cdiv(R, BM) row tiles, then, Listed, cdiv(cdiv(M, R), ZeroRows) blocks that write zeros into the block
-// rows that are not listed; y = column tiles (strided). Block: 32*WM*WN threads; warp w computes
+// Grid: x = list entries * cdiv(R, BM) row tiles, then, Listed, one for each ZeroRows block rows that are not listed,
+// which writes their zeros; y = column tiles (strided). Block: 32*WM*WN threads; warp w computes
 // rows BM/WM * (w % WM) .., columns BN/WN * (w / WM) .. of the tile.
 //
 //   T      __nv_bfloat16, __half (mma m16n8k16) or float (each product as three TF32 products)

@@ -173,7 +173,7 @@ def launcher(a: Arrays, p: Problem) -> Callable[[launch.Operands], None]:
     block_rows = ceil_div(p.M, height)
     entries = int(a.indptr.size) - 1
     row_tiles = entries * ceil_div(height, tile.rows)
-    gap_blocks = ceil_div(block_rows, zero_rows(height)) if listed and entries < block_rows else 0
+    gap_blocks = ceil_div(block_rows - entries, zero_rows(height)) if listed else 0
     wide_a = width % vector == 0 and a.data.data.ptr % 16 == 0
     fixed = (a.row_ids if listed else 0, a.indptr, a.indices, a.data, p.M, p.K, entries)
     arch = jit.architecture(p.sm or 80, SpmmBSR.archs)

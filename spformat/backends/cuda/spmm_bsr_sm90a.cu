@@ -298,8 +298,8 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
         }
         if constexpr (Listed) {
             constexpr int Columns = 2048;
-            const i64 pieces = cdiv<i64>(N, Columns), jobs = cdiv<i64>(cdiv<i64>(M, R), ZeroRows) * pieces;
-            for (i64 job = listed * R < M ? blockIdx.x : jobs; job < jobs; job += gridDim.x) {
+            const i64 pieces = cdiv<i64>(N, Columns), jobs = cdiv<i64>(cdiv<i64>(M, R) - listed, ZeroRows) * pieces;
+            for (i64 job = blockIdx.x; job < jobs; job += gridDim.x) {
                 const i64 n0 = job % pieces * Columns;
                 zero_unlisted<Out, CCol, R>(row_ids, listed, job / pieces * ZeroRows, ZeroRows, M, out, ldc, n0,
                                             N - n0 < Columns ? N - n0 : Columns, threadIdx.x, 32 * Warps);

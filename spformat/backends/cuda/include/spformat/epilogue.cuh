@@ -86,35 +86,33 @@ __device__ __forceinline__ void store_zeros(Out* c, i64 ldc, i64 rows, i64 colum
     }
 }
 
-// First position in [first, last) of the increasing list `ids` whose value is not below `value`, else last. A warp calls
-// together and halves the range five times per round of loads.
-template <class I> __device__ __forceinline__ i64 lower_bound_warp(const I* ids, i64 first, i64 last, i64 value) {
+// How many entries of the increasing list `ids` (ids[i] >= i) come before the unlisted number of rank `rank`, counted
+// from 0: that number is then rank + result. Searches positions first .. last; a warp calls together and halves the
+// range five times per round of loads.
+template <class I> __device__ __forceinline__ i64 entries_before_unlisted(const I* ids, i64 first, i64 last, i64 rank) {
     while (first < last) {
         const i64 step = cdiv<i64>(last - first, 32), probe = first + threadIdx.x % 32 * step;
-        const int below = __popc(__ballot_sync(~0u, probe < last && ids[probe] < value));
-        if (first + below * step < last) last = first + below * step;
-        if (below) first += (below - 1) * step + 1;
+        const int before = __popc(__ballot_sync(~0u, probe < last && ids[probe] - probe <= rank));
+        if (first + before * step < last) last = first + before * step;
+        if (before) first += (before - 1) * step + 1;
     }
     return first;
 }
 
-// Zeros in the rows of C that belong to those of the `count` block rows from `begin` on that row_ids[0 .. listed) leaves
-// out. R: rows of C in a block row, M rows and block_rows block rows in all; columns n0 .. n0 + columns - 1.
+// Zeros in the rows of C of the block rows that row_ids[0 .. listed) leaves out: those of rank `begin` .. begin + count - 1
+// among them. R: rows of C in a block row, of M in all; columns n0 .. n0 + columns - 1.
 template <class Out, bool Col, int R, class I>
 __device__ __forceinline__ void zero_unlisted(const I* row_ids, i64 listed, i64 begin, i64 count, i64 M, Out* c, i64 ldc,
                                               i64 n0, i64 columns, int thread, int threads) {
-    const i64 block_rows = cdiv<i64>(M, R), unlisted = block_rows - listed;
-    // Entry i lies in i .. i + unlisted, which bounds where `begin` can stand.
-    i64 low = begin - unlisted;
-    if (low < 0) low = 0;
-    i64 next = lower_bound_warp(row_ids, low, begin < listed ? begin : listed, begin);
-    for (i64 row = begin; row < begin + count && row < block_rows; ++row) {
-        if (next < listed && row_ids[next] == row) {
-            ++next;
-            continue;
+    const i64 unlisted = cdiv<i64>(M, R) - listed;
+    i64 entry = entries_before_unlisted(row_ids, 0, listed, begin);
+    for (i64 rank = begin; rank < begin + count && rank < unlisted; ++rank) {
+        for (int steps = 0; entry < listed && row_ids[entry] - entry <= rank; ++steps) {
+            ++entry;
+            if (steps == 8) entry = entries_before_unlisted(row_ids, entry, listed, rank);
         }
-        const i64 rows = M - row * R < R ? M - row * R : R;
-        store_zeros<Out, Col>(c + (Col ? row * R + n0 * ldc : row * R * ldc + n0), ldc, rows, columns, thread, threads);
+        const i64 top = (rank + entry) * R, rows = M - top < R ? M - top : R;
+        store_zeros<Out, Col>(c + (Col ? top + n0 * ldc : top * ldc + n0), ldc, rows, columns, thread, threads);
     }
 }
 
