@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...arrays import Array, ceil_div, namespace
+from ...dtypes import VALUE_TYPES
 from ...errors import LimitError
 from ...problem import STRIDED, Problem, reasons
 from ...segments import offsets_from_counts, rank_in_row, rows_of
-from .launch import Operands
+from .launch import Launch, Operands
+from .scratch import Scratch
 
 GROUP = 4
 """Lengths of rows are told apart in steps of it."""
@@ -134,6 +136,13 @@ def bin_table(rows: Rows, slots: int, fill: int) -> BinTable:
     return table
 
 
+class Device(NamedTuple):
+    """What the choice of a tile depends on."""
+
+    sms: int = 132
+    l2: int = 50 << 20
+
+
 @dataclass(frozen=True)
 class Tile:
     """How one launch cuts rows and columns; the template parameters of the kernels (gather.cuh)."""
@@ -151,6 +160,8 @@ class Tile:
     """Ask for all of A and B in L2 at the start."""
     tasks: int = 1
     """Tasks a block works on one after the other, with the loads of the next ones under way."""
+    resident: bool = False
+    """One block per SM keeps its column panel of B in shared memory (CSR only)."""
 
     @property
     def columns(self) -> int:
@@ -164,14 +175,14 @@ class Tile:
         return f"{self.vec}, {self.lanes}, {self.tiles}, {self.batch}, {self.depth}, {self.threads}, {self.blocks}"
 
     def __str__(self) -> str:
-        return f"{self.columns} columns, {self.lanes} lanes of {self.vec}, fill {self.fill}, {self.tasks} tasks"
+        resident = ", resident" if self.resident else ""
+        return (
+            f"{self.columns} columns, {self.lanes} lanes of {self.vec}, fill {self.fill}, {self.tasks} tasks{resident}"
+        )
 
-
-class Device(NamedTuple):
-    """What the choice of a tile depends on."""
-
-    sms: int = 132
-    l2: int = 50 << 20
+    def blocks_of(self, blocks: int, panels: int, device: Device) -> int:
+        """Thread blocks along x for ``blocks`` tasks in each of ``panels`` column panels."""
+        return min(blocks, max(1, device.sms // panels)) if self.resident else ceil_div(blocks, self.tasks)
 
 
 @functools.cache
@@ -197,13 +208,61 @@ def row_gather_reasons(p: Problem, types: tuple[str, ...] = TYPES) -> list[str]:
     )
 
 
-def column_slabs(o: Operands, columns: int, b_size: int, c_size: int) -> Iterator[Operands]:
-    """The operands, in slabs of columns when one launch cannot hold all column tiles."""
-    if o.ldb * b_size >= 2**31:
-        raise LimitError(f"B: a line of {o.ldb} elements passes 2 GiB; multiply fewer columns at a time")
-    step = MAX_GRID_Y * columns
-    for first in range(0, o.n, step):
-        yield o._replace(b=o.b + first * b_size, c=o.c + first * c_size, n=min(step, o.n - first))
+Kernels = Callable[[Tile], Sequence[tuple[Launch, int]]]
+"""The launches of one product and the number of tasks of each."""
+
+
+def gather_launch(p: Problem, rows: Rows, items: int, kernels: Kernels, pieces: Callable[[], Launch]) -> GatherLaunch:
+    """What a call does: the tile for its operands, all launches, the sums of pieces.
+
+    Tail arguments of ``kernels``: partial, B, C, n, ldb in bytes, ldc, bytes of B to prefetch; of ``pieces``:
+    partial, C, n, ldc.
+    """
+    value_size, out_size = (VALUE_TYPES[t].numpy.itemsize for t in (p.a_dtype, p.out_dtype))
+    sum_size, scratch = 8 if p.a_dtype == "float64" else 4, Scratch()
+    device, K, cuts = device_of(p.device_id), p.K, len(rows.cuts)
+
+    @functools.lru_cache(maxsize=256)
+    def choose(n: int, vec: int) -> Tile:
+        return choose_tile(vec, value_size, n, K, p.M, items, device)
+
+    @functools.lru_cache(maxsize=256)
+    def prepare(n: int, ldb: int, ldc: int, b: int, c: int) -> list[tuple[Any, ...]]:
+        """For every slab of columns that one launch holds: launches, offsets of B and C in bytes, arguments."""
+        if ldb * value_size >= 2**31:
+            raise LimitError(f"B: a line of {ldb} elements passes 2 GiB; multiply fewer columns at a time")
+        tile = choose(n, vector_width(value_size, out_size, n, b, c, ldb, ldc))
+        steps = []
+        for first in range(0, n, MAX_GRID_Y * tile.columns):
+            width = min(n - first, MAX_GRID_Y * tile.columns)
+            panels = ceil_div(width, tile.columns)
+            mains = [(main, (tile.blocks_of(blocks, panels, device), panels, 1)) for main, blocks in kernels(tile)]
+            prefetch = ((K - 1) * ldb + width) * value_size if tile.prefetch and K else 0
+            steps.append((mains, first * value_size, first * out_size, width, ldb * value_size, prefetch))
+        return steps
+
+    def launch(o: Operands) -> None:
+        for mains, b, c, n, ldb, prefetch in prepare(o.n, o.ldb, o.ldc, o.b & 15, o.c & 15):
+            if not cuts:
+                for main, grid in mains:
+                    main(grid, o.stream, 0, o.b + b, o.c + c, n, ldb, o.ldc, prefetch)
+                continue
+            with scratch.buffer(o.stream, rows.pieces * n * sum_size) as partial:
+                for main, grid in mains:
+                    main(grid, o.stream, partial, o.b + b, o.c + c, n, ldb, o.ldc, prefetch)
+                pieces()((cuts, min(ceil_div(n, 256), MAX_GRID_Y), 1), o.stream, partial, o.c + c, n, o.ldc)
+
+    tile = choose(max(1, p.n), max(1, 16 // value_size))
+    kernels(tile)
+    if cuts:
+        pieces()
+    return GatherLaunch(launch, tile)
+
+
+class GatherLaunch(NamedTuple):
+    launch: Callable[[Operands], None]
+    tile: Tile
+    """The tile expected for the tile class of the problem, already compiled."""
 
 
 def vector_width(value_size: int, out_size: int, n: int, b: int, c: int, ldb: int, ldc: int) -> int:

@@ -14,6 +14,7 @@
 // VEC      columns per load of B: VEC * sizeof(T) <= 16 bytes, and B, C, ldb, ldc and n are multiples of it
 // LANES    lanes per slot; TILES: loads per lane and item; a column tile is LANES * VEC * TILES columns wide
 // BATCH    items a slot takes at a time; DEPTH: of these, items whose loads are in flight together
+// RESIDENT the block first copies its column panel of B, all K rows, to dynamic shared memory, and gathers from there
 // BLOCKS   blocks of THREADS threads per SM that the registers must allow; it also keeps ptxas from trading the
 //          loads in flight for more occupancy
 //
@@ -61,10 +62,10 @@ __device__ __forceinline__ Task locate(const Bins& bins, const Record* records, 
 }
 
 template <class T, class Out, class Index, int VEC, int LANES, int TILES, int BATCH, int DEPTH, int THREADS,
-          int BLOCKS>
+          int BLOCKS, bool RESIDENT>
 __global__ void __launch_bounds__(THREADS, BLOCKS)
     spmm_csr(const __grid_constant__ Bins bins, const Record* __restrict__ records, const Index* __restrict__ indices,
-             const T* __restrict__ data, long long nnz, spformat::sum_t<T>* __restrict__ partial,
+             const T* __restrict__ data, long long nnz, long long K, spformat::sum_t<T>* __restrict__ partial,
              const T* __restrict__ B, Out* __restrict__ C, int n, int ldb, long long ldc, long long prefetch) {
   static_assert(VEC * sizeof(T) <= 16, "a load of B is at most 16 bytes");
   static_assert((LANES & (LANES - 1)) == 0 && LANES <= 32, "a slot is a power of two of lanes inside a warp");
@@ -94,7 +95,20 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
   };
   Batch batch = fetch(task);
 
-  const int col = (blockIdx.y * TILES * LANES + lane) * VEC, width = n - col;
+  constexpr int ROW = TILES * LANES;  // words of a row of a panel
+  const int col = (blockIdx.y * ROW + lane) * VEC, width = n - col;
+  const auto panel = [&] {
+    if constexpr (RESIDENT) {
+      using Panel = spformat::SharedPanel<T, VEC, LANES, ROW>;
+      extern __shared__ uint4 resident[];
+      auto* words = reinterpret_cast<typename Panel::W*>(resident);
+      Panel::template fill<THREADS>(words, B, ldb, static_cast<int>(K), blockIdx.y * ROW * VEC, n);
+      __syncthreads();
+      return Panel{words + lane};
+    } else {
+      return spformat::GlobalPanel<T, VEC, LANES>{B + col, ldb, width};
+    }
+  }();
   for (unsigned block = blockIdx.x; block < bins.blocks; block += gridDim.x) {
     const Task after = locate(bins, records, block + 2 * gridDim.x, slot, LOG_SLOTS);
     const Batch next_batch = fetch(next);
@@ -102,7 +116,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     const int part = slot & ((1 << task.log) - 1);
     S sum[TILES][VEC] = {};
     spformat::gather_row<DEPTH, VEC, TILES>(sum, batch, indices + record.start, data + record.start, record.length, part,
-                                            task.log, B + col, ldb, width, lane);
+                                            task.log, panel, lane);
     spformat::combine_slots<LANES, TILES, VEC>(sum, task.log, scratch);
     if (task.live && part == 0) {
       if (task.piece >= 0)

@@ -60,16 +60,24 @@ __device__ __forceinline__ void multiply(Index (&columns)[2][FRAGMENT], T (&valu
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, pair = lane % 4;
   const int r = group % G, s = group / G, end = min(n, last * PER_UNIT);
   const int fragments = (length + FRAGMENT - 1) / FRAGMENT;
+  // Long rows: the whole block works on one, all warps are here; lanes 0-7 bring the warp's eighth of a fragment.
+  const bool is_long = G == 8 && length > FRAGMENT;
+  const int mine = warp * 8 + lane;
   int buffer = 0;
   for (int pass = 0; pass < passes; ++pass) {
     const int col = (first + pass * W) * PER_UNIT + s * W;
     float acc[W][4] = {};
+    Index column = -1;
+    T value = T(0.f);
+    if (is_long && lane < 8) column = indices[start + mine], value = data[start + mine];
     for (int f = 0; f < fragments; ++f) {
-      if (G == 8 && length > FRAGMENT) {  // the whole block works on this row: all warps are here
+      if (is_long) {
         if (lane < 8) {
-          const int q = warp * 8 + lane, at = f * FRAGMENT + q;
-          columns[buffer][q] = at < length ? indices[start + at] : Index(-1);
-          values[buffer][q] = at < length ? data[start + at] : T(0.f);
+          columns[buffer][mine] = column;
+          values[buffer][mine] = value;
+          const int at = (f + 1) * FRAGMENT + mine;  // on its way while this fragment is multiplied
+          column = at < length ? indices[start + at] : Index(-1);
+          value = at < length ? data[start + at] : T(0.f);
         }
         __syncthreads();  // two buffers: a warp that is ahead fills the one nobody reads
       }
@@ -88,7 +96,7 @@ __device__ __forceinline__ void multiply(Index (&columns)[2][FRAGMENT], T (&valu
         mma_m16n8k8<T>(acc[i], __byte_perm(low0[i / 2], low1[i / 2], take),
                        __byte_perm(high0[i / 2], high1[i / 2], take), right);
       }
-      if (G == 8 && length > FRAGMENT) buffer ^= 1;
+      if (is_long) buffer ^= 1;
     }
     // Sum the diagonal over the 4 * G lanes that hold it: halves of the outputs are exchanged, so that every lane ends
     // with its own outputs. Output j: half h = j / W of the left rows, instruction j % W.

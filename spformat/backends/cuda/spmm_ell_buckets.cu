@@ -84,7 +84,7 @@ template <class T, class Out, class Row, class Index, int VEC, int LANES, int TI
 __global__ void __launch_bounds__(THREADS, BLOCKS)
     spmm_ell_buckets(const __grid_constant__ Bins bins, const Record* __restrict__ records,
                      const Row* __restrict__ row_ids, const Index* __restrict__ indices, const T* __restrict__ data,
-                     long long items, spformat::sum_t<T>* __restrict__ partial, const T* __restrict__ B,
+                     spformat::sum_t<T>* __restrict__ partial, const T* __restrict__ B,
                      Out* __restrict__ C, int n, int ldb, long long ldc, long long prefetch) {
   static_assert(VEC * sizeof(T) <= 16, "a load of B is at most 16 bytes");
   static_assert((LANES & (LANES - 1)) == 0 && LANES <= 32, "a slot is a power of two of lanes inside a warp");
@@ -114,6 +114,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
   Batch batch = fetch(task);
 
   const int col = (blockIdx.y * TILES * LANES + lane) * VEC, width = n - col;
+  const spformat::GlobalPanel<T, VEC, LANES> panel{B + col, ldb, width};
   for (unsigned block = blockIdx.x; block < bins.blocks; block += gridDim.x) {
     const Task after = locate(bins, records, row_ids, block + 2 * gridDim.x, slot, LOG_SLOTS);
     const Record& record = reinterpret_cast<const Record&>(task.record);
@@ -131,7 +132,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
       for (int g = 0; g < NARROW; g += DEPTH) {
         spformat::word_t<sizeof(T) * VEC> words[DEPTH][TILES];
-        spformat::load_items<DEPTH, VEC, TILES>(words, batch, g, B + col, ldb, width);
+        spformat::load_items<DEPTH, TILES>(words, batch, g, panel);
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d) {
           spformat::add_item<VEC, TILES>(sum, batch, g + d, words[d]);
@@ -149,7 +150,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
       next_batch = fetch(next);
       const int part = slot & ((1 << task.log) - 1);
       spformat::gather_row<DEPTH, VEC, TILES>(sum, batch, indices + record.start, data + record.start, record.length, part,
-                                              task.log, B + col, ldb, width, lane);
+                                              task.log, panel, lane);
       spformat::combine_slots<LANES, TILES, VEC>(sum, task.log, scratch);
       if (task.live && part == 0) {
         if (task.piece >= 0)

@@ -13,19 +13,17 @@ from ...arrays import Array, ceil_div, namespace
 from ...dtypes import VALUE_TYPES
 from ...problem import Plan, Problem
 from . import jit
-from .launch import Launch, Operands, device_plan
+from .launch import Launch, device_plan
 from .row_work import (
     Device,
     Rows,
     Tile,
     bins,
     choose_tile,
-    column_slabs,
-    device_of,
+    gather_launch,
     longest_piece,
     order_rows,
     row_gather_reasons,
-    vector_width,
 )
 from .transpose import row_major
 
@@ -68,55 +66,24 @@ class SpmmELLBuckets:
         with cupy.cuda.Device(p.device_id):
             rows = order_stretches(row_ids, buckets, p.M, longest_piece(int(data.size)))
         value, out = VALUE_TYPES[p.a_dtype], VALUE_TYPES[p.out_dtype]
-        size, out_size, items = value.numpy.itemsize, out.numpy.itemsize, int(data.size)
         row, index = ("long long" if x.dtype.itemsize == 8 else "int" for x in (row_ids, indices))
-        device = device_of(p.device_id)
+        arch, items = jit.architecture(p.sm or 0, ARCHS), int(data.size)
 
         @functools.cache
         def kernels(tile: Tile) -> list[tuple[Launch, int]]:
             instance = f"spmm_ell_buckets<{value.cuda}, {out.cuda}, {row}, {index}, {tile.template()}>"
-            function = jit.load("spmm_ell_buckets.cu", instance, jit.architecture(p.sm or 0, ARCHS), p.device_id)
-            signature = (BinTable, "P", "P", "P", "P", "q", "P", "P", "P", "i", "i", "q", "q")
+            function = jit.load("spmm_ell_buckets.cu", instance, arch, p.device_id)
+            signature = (BinTable, "P", "P", "P", "P", "P", "P", "P", "i", "i", "q", "q")
+            fixed = (rows.records, row_ids, indices, data)
             tables = bin_tables(buckets, rows, tile.slots, tile.fill)
-            fixed = (rows.records, row_ids, indices, data, items)
             return [(Launch(function, signature, (t, *fixed), tile.threads), t.blocks) for t in tables]
 
         @functools.cache
-        def add_pieces() -> Launch:
-            instance = f"spmm_ell_buckets_pieces<float, {out.cuda}>"
-            function = jit.load("spmm_ell_buckets.cu", instance, jit.architecture(p.sm or 0, ARCHS), p.device_id)
+        def pieces() -> Launch:
+            function = jit.load("spmm_ell_buckets.cu", f"spmm_ell_buckets_pieces<float, {out.cuda}>", arch, p.device_id)
             return Launch(function, ("P", "P", "P", "i", "q"), (rows.cuts,), 256)
 
-        @functools.lru_cache(maxsize=256)
-        def choose(n: int, vec: int) -> Tile:
-            return choose_tile(vec, size, n, p.K, p.M, items, device)
-
-        def launch(o: Operands) -> None:
-            vec = vector_width(size, out_size, o.n, o.b, o.c, o.ldb, o.ldc)
-            tile = choose(o.n, vec)
-            for slab in column_slabs(o, tile.columns, size, out_size):
-                width = ceil_div(slab.n, tile.columns)
-                prefetch = ((p.K - 1) * slab.ldb + slab.n) * size if tile.prefetch and p.K else 0
-                partial = cupy.empty(rows.pieces * slab.n, np.float32) if rows.pieces else None
-                at = 0 if partial is None else partial.data.ptr
-                for main, blocks in kernels(tile):
-                    main(
-                        (ceil_div(blocks, tile.tasks), width, 1),
-                        slab.stream,
-                        at,
-                        slab.b,
-                        slab.c,
-                        slab.n,
-                        slab.ldb * size,
-                        slab.ldc,
-                        prefetch,
-                    )
-                if partial is not None:
-                    grid = (len(rows.cuts), min(ceil_div(slab.n, 256), 65535), 1)
-                    add_pieces()(grid, slab.stream, at, slab.c, slab.n, slab.ldc)
-
-        tile = choose(max(1, p.n), max(1, 16 // size))
-        kernels(tile)
+        launch, tile = gather_launch(p, rows, items, kernels, pieces)
         return device_plan(self.name, p, row_major(p, launch), tile=str(tile), workspace=rows.records.nbytes)
 
 

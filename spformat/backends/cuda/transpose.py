@@ -12,6 +12,7 @@ from ...dtypes import VALUE_TYPES
 from ...problem import COL, Problem
 from . import jit
 from .launch import Launch, Operands
+from .scratch import Scratch
 
 ARCHS = ("sm_80",)
 ALIGN = 8
@@ -43,27 +44,25 @@ def grid(rows: int, cols: int) -> tuple[int, int, int]:
 
 def row_major(p: Problem, launch: Callable[[Operands], None]) -> Callable[[Operands], None]:
     """``launch``, which takes row-major B and C, for the layouts of ``p``."""
-    if p.b_layout != COL and p.out_layout != COL:
+    turn_b, turn_c = p.b_layout == COL and p.K > 0, p.out_layout == COL
+    if not turn_b and not turn_c:
         return launch
-    import cupy
-
-    b_size = VALUE_TYPES[p.b_dtype].numpy.itemsize
-    c_size = VALUE_TYPES[p.out_dtype].numpy.itemsize
-
+    b_size, c_size = (VALUE_TYPES[t].numpy.itemsize for t in (p.b_dtype, p.out_dtype))
     transpose_b, transpose_c = Transpose(b_size).launch(p), Transpose(c_size).launch(p)
+    scratch = Scratch()
 
     def run(o: Operands) -> None:
-        b, ldb, c, ldc = o.b, o.ldb, o.c, o.ldc
         ld = round_up(o.n, ALIGN)
-        if p.b_layout == COL and p.K:
-            B = cupy.empty(p.K * ld * b_size, "u1")
-            b, ldb = B.data.ptr, ld
-            transpose_b(grid(o.n, p.K), o.stream, o.b, b, o.n, p.K, o.ldb, ld)
-        if p.out_layout == COL:
-            C = cupy.empty(p.M * ld * c_size, "u1")
-            c, ldc = C.data.ptr, ld
-        launch(Operands(b, c, o.n, ldb, ldc, o.stream))
-        if p.out_layout == COL:
-            transpose_c(grid(p.M, o.n), o.stream, c, o.c, p.M, o.n, ld, o.ldc)
+        b_bytes = round_up(p.K * ld * b_size, 256) if turn_b else 0
+        with scratch.buffer(o.stream, b_bytes + (p.M * ld * c_size if turn_c else 0)) as at:
+            inner = o
+            if turn_b:
+                transpose_b(grid(o.n, p.K), o.stream, o.b, at, o.n, p.K, o.ldb, ld)
+                inner = inner._replace(b=at, ldb=ld)
+            if turn_c:
+                inner = inner._replace(c=at + b_bytes, ldc=ld)
+            launch(inner)
+            if turn_c:
+                transpose_c(grid(p.M, o.n), o.stream, inner.c, o.c, p.M, o.n, ld, o.ldc)
 
     return run

@@ -103,21 +103,56 @@ template <int LANES, class V, int HELD> __device__ __forceinline__ V broadcast(c
   }
 }
 
-// The loads of B for DEPTH items of a batch, from item `first` on: all are issued before the first product needs one.
-// `panel`: B + the first column of this lane; `width`: columns from there to n; ldb in bytes.
-template <int DEPTH, int VEC, int TILES, class T, class Index, int LANES, int BATCH>
-__device__ __forceinline__ void load_items(word_t<sizeof(T) * VEC> (&words)[DEPTH][TILES],
-                                           const Batch<T, Index, LANES, BATCH>& batch, int first, const T* panel, int ldb,
-                                           int width) {
-#pragma unroll
-  for (int d = 0; d < DEPTH; ++d) {
-    const Index k = broadcast<LANES>(batch.column, first + d);
-    const char* row = reinterpret_cast<const char*>(panel) + static_cast<long long>(k) * ldb;
+// Where rows of B come from. `first` is the first column of this lane, `width` counts the columns from there to n;
+// word t of item k is VEC elements from column first + t * LANES * VEC on, zero where that is no column.
+template <class T, int VEC, int LANES> struct GlobalPanel {
+  using W = word_t<sizeof(T) * VEC>;
+  const T* first;
+  int ldb;  // bytes
+  int width;
+  template <class Index, int TILES> __device__ __forceinline__ void load(W (&words)[TILES], Index k) const {
+    const char* row = reinterpret_cast<const char*>(first) + static_cast<long long>(k) * ldb;
 #pragma unroll
     for (int t = 0; t < TILES; ++t)
-      words[d][t] = load_if(reinterpret_cast<const word_t<sizeof(T) * VEC>*>(row) + t * LANES,
-                            k >= 0 && width > t * LANES * VEC);
+      words[t] = load_if(reinterpret_cast<const W*>(row) + t * LANES, k >= 0 && width > t * LANES * VEC);
   }
+};
+
+// A whole column panel of B in shared memory: K rows of ROW words, padded with zeros.
+template <class T, int VEC, int LANES, int ROW> struct SharedPanel {
+  using W = word_t<sizeof(T) * VEC>;
+  const W* first;
+  template <class Index, int TILES> __device__ __forceinline__ void load(W (&words)[TILES], Index k) const {
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) {
+      words[t] = W{};
+      if (k >= 0) words[t] = first[static_cast<int>(k) * ROW + t * LANES];
+    }
+  }
+  // The panel of the block, columns col .. col + ROW * VEC - 1 of B[K, n]; to be followed by __syncthreads().
+  template <int THREADS> static __device__ __forceinline__ void fill(W* panel, const T* B, int ldb, int K, int col, int n) {
+    constexpr int AHEAD = 8;
+    for (int at = threadIdx.x; at < K * ROW; at += AHEAD * THREADS) {
+      W words[AHEAD];
+#pragma unroll
+      for (int i = 0; i < AHEAD; ++i) {
+        const int word = at + i * THREADS, k = word / ROW, c = col + word % ROW * VEC;
+        const char* row = reinterpret_cast<const char*>(B) + static_cast<long long>(k) * ldb;
+        words[i] = load_if(reinterpret_cast<const W*>(reinterpret_cast<const T*>(row) + c), k < K && c < n);
+      }
+#pragma unroll
+      for (int i = 0; i < AHEAD; ++i)
+        if (at + i * THREADS < K * ROW) panel[at + i * THREADS] = words[i];
+    }
+  }
+};
+
+// The loads of B for DEPTH items of a batch, from item `first` on: all are issued before the first product needs one.
+template <int DEPTH, int TILES, class W, class T, class Index, int LANES, int BATCH, class Panel>
+__device__ __forceinline__ void load_items(W (&words)[DEPTH][TILES], const Batch<T, Index, LANES, BATCH>& batch, int first,
+                                           const Panel& panel) {
+#pragma unroll
+  for (int d = 0; d < DEPTH; ++d) panel.load(words[d], broadcast<LANES>(batch.column, first + d));
 }
 
 // sum += value of the item * its row of B.
@@ -137,10 +172,10 @@ __device__ __forceinline__ void add_item(sum_t<T> (&sum)[TILES][VEC], const Batc
 // The share of slot `part` of 2^log in a row of `length` items: batches part, part + 2^log, ... of the items that
 // start at indices and data; the first one is in `batch` already. Trip counts are made equal in a warp, so that the
 // broadcasts meet.
-template <int DEPTH, int VEC, int TILES, class T, class Index, int LANES, int BATCH>
+template <int DEPTH, int VEC, int TILES, class T, class Index, int LANES, int BATCH, class Panel>
 __device__ __forceinline__ void gather_row(sum_t<T> (&sum)[TILES][VEC], Batch<T, Index, LANES, BATCH> batch,
                                            const Index* indices, const T* data, int length, int part, int log,
-                                           const T* panel, int ldb, int width, int lane) {
+                                           const Panel& panel, int lane) {
   const int stride = BATCH << log;
   indices += part * BATCH, data += part * BATCH;
   int mine = length - part * BATCH;  // items left from this slot's batch on; < 0 when the row ends before it
@@ -154,7 +189,7 @@ __device__ __forceinline__ void gather_row(sum_t<T> (&sum)[TILES][VEC], Batch<T,
     for (int g = 0; g < BATCH; g += DEPTH)
       if (g == 0 || g < most) {
         word_t<sizeof(T) * VEC> words[DEPTH][TILES];
-        load_items<DEPTH, VEC, TILES>(words, batch, g, panel, ldb, width);
+        load_items<DEPTH, TILES>(words, batch, g, panel);
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d) add_item<VEC, TILES>(sum, batch, g + d, words[d]);
       }
