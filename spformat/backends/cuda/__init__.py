@@ -6,12 +6,14 @@ import functools
 
 from ..base import Kernel
 from .spmm_bitmask import SpmmBitmask
+from .spmm_bitmask_tc import SpmmBitmaskTensor
 from .spmm_bsr import SpmmBSR
 from .spmm_bsr_sm90a import SpmmBSRHopper
 from .spmm_csr import SpmmCSR
 from .spmm_csr_tc import SpmmCSRTensor
 from .spmm_ell_buckets import SpmmELLBuckets
 from .spmm_sr_bcrs import SpmmSRBCRS
+from .spmm_sr_bcrs_sm90a import SpmmSRBCRSHopper
 from .spmm_sr_bcrs_tc import SpmmSRBCRSTensor
 from .spmm_two_four import SpmmTwoFour
 from .spmm_vector_nm import SpmmVectorNM
@@ -24,8 +26,10 @@ KERNELS: tuple[Kernel, ...] = (
     SpmmCSR(),
     SpmmCSRTensor(),
     SpmmELLBuckets(),
+    SpmmSRBCRSHopper(),
     SpmmSRBCRSTensor(),
     SpmmSRBCRS(),
+    SpmmBitmaskTensor(),
     SpmmBitmask(),
     SpmmTwoFour(),
     SpmmVectorNMSm90a(),

@@ -1,45 +1,35 @@
-// C[M,N] = A[M,K] @ B[K,N], A as one bit per element and the nonzeros in row order; few columns of B (weight-bound).
+// C[M,N] = A[M,K] @ B[K,N], A as one bit per element and the nonzeros in row order; float32 and float64, few columns of B.
 //
 //   indptr   Ptr[M+1]            first value of each row
 //   bitmask  u8[M, cdiv(K,8)]    bit b of byte y is column 8y+b
 //   data     T[nnz]              values in row-major order
-//   before   u32[M, WARPS]       values of a row that lie before column w*slice (bitmask_before below)
-//   B        T: B[k][n] at k*ldb + n (BCOL: k + n*ldb)      C  Out: C[i][n] at i*c_row + n*c_col
+//   before   u32[M, WARPS]       values of a row that lie before column w*slice (bitmask_slices.cu)
+//   B        T: B[k][n] at k*ldb + n (BCOL: k + n*ldb)      C  T: C[i][n] at i*c_row + n*c_col
 //
 // Grid: x = tiles of 16*MF rows, y walks tiles of NT columns. Block: WARPS warps; warp w sums the columns
 // w*slice .. (w+1)*slice of A (slice: a multiple of 64), then the block adds the partial sums in the order of the warps:
 // the same bits every run. A step of a warp is 64 columns: lane l owns columns 2l, 2l+1; for each row it counts the set
 // bits before them, loads the values (neighbouring lanes, neighbouring values), and writes the expanded 16*MF x 64 tile
-// to shared memory, from where 16-bit types go through mma.m16n8k16 and the others through FMA. Nothing but a warp's own
-// memory is touched in the loop, so warps run unsynchronised, and L2 is asked for values a few steps ahead.
-//
-// The expanded tile multiplies zeros that are not stored. If B holds inf or NaN, 0 * inf would put a NaN where it does
-// not belong; a sum that is not finite is therefore computed again over the stored elements alone.
+// to shared memory. Nothing but a warp's own memory is touched in the loop, so warps run unsynchronised, and L2 is asked
+// for values a few steps ahead.
 //
 // Limits: K < 2^26 (positions of a row tile are 32-bit); any M, N, alignment, leading dimension.
+#include "spformat/bitmask.cuh"
 #include "spformat/cp_async.cuh"
-#include "spformat/dtypes.cuh"
 #include "spformat/ldmatrix.cuh"
-#include "spformat/mma.cuh"
 
 using namespace spformat;
 
 constexpr int STEP = 64;      // columns of A a warp expands at a time
 constexpr int AHEAD = 1024;   // bytes of a row's values that L2 is asked for ahead of use
 
-template <class T> struct SumOf { using type = float; };
-template <> struct SumOf<double> { using type = double; };
 template <int Bytes> struct BitsOf { using type = u32; };
 template <> struct BitsOf<8> { using type = u64; };
 
-// The bits of the value at p if x >= limit, else 0 and no access. In PTX, because a 16-bit load into a C++ variable is
-// followed by instructions that merge halves of registers.
+// The bits of the value at p if x >= limit, else 0 and no access.
 template <int Bytes> __device__ __forceinline__ typename BitsOf<Bytes>::type load_if(u32 x, u32 limit, const void* p) {
     typename BitsOf<Bytes>::type v;
-    if constexpr (Bytes == 2)
-        asm("{\n.reg .pred p;\nsetp.ge.u32 p, %2, %3;\n@!p mov.u32 %0, 0;\n@p ld.global.nc.u16 %0, [%1];\n}"
-            : "=&r"(v) : "l"(p), "r"(x), "r"(limit));
-    else if constexpr (Bytes == 4)
+    if constexpr (Bytes == 4)
         asm("{\n.reg .pred p;\nsetp.ge.u32 p, %2, %3;\n@!p mov.u32 %0, 0;\n@p ld.global.nc.u32 %0, [%1];\n}"
             : "=&r"(v) : "l"(p), "r"(x), "r"(limit));
     else
@@ -48,57 +38,10 @@ template <int Bytes> __device__ __forceinline__ typename BitsOf<Bytes>::type loa
     return v;
 }
 
-__device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
-__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ double widen(double x) { return x; }
-template <class Out> __device__ __forceinline__ Out narrow(float x) { return from_float<Out>(x); }
-template <class Out> __device__ __forceinline__ Out narrow(double x) { return static_cast<Out>(x); }
-
-__device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
-// Columns 8*byte .. 8*byte+63 of one row of the bitmask; columns after the row's last byte read as 0.
-__device__ __forceinline__ u64 mask_word(const u8* row, i64 byte, i64 bytes, bool aligned) {
-    if (aligned && byte + 8 <= bytes) return *reinterpret_cast<const u64*>(row + byte);
-    u64 word = 0;
-#pragma unroll 1
-    for (int i = 0; i < 8 && byte + i < bytes; ++i) word |= static_cast<u64>(row[byte + i]) << (8 * i);
-    return word;
-}
-
-// before[i, w] = set bits of row i in columns 0 .. w*slice-1. One warp a row.
-__global__ void bitmask_before(const u8* __restrict__ bitmask, u32* __restrict__ before, i64 M, i64 bytes, i64 slice, int slices) {
-    const i64 row = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
-    const int lane = threadIdx.x % 32;
-    if (row >= M) return;
-    const u8* bits = bitmask + row * bytes;
-    u32 total = 0;
-    for (int w = 0; w < slices; ++w) {
-        if (lane == 0) before[row * slices + w] = total;
-        const i64 end = min(bytes, (w + 1) * (slice / 8));
-        u32 count = 0;
-        for (i64 y = w * (slice / 8) + lane; y < end; y += 32) count += __popc(bits[y]);
-        total += __reduce_add_sync(0xFFFFFFFFu, count);
-    }
-}
-
-// One element of C over the stored elements of row i alone, in order.
-template <class T, class Ptr>
-__device__ __noinline__ typename SumOf<T>::type stored_only(const Ptr* indptr, const u8* bits, const T* data, i64 i, i64 bytes,
-                                                            const T* b, i64 b_k) {
-    typename SumOf<T>::type sum = 0;
-    i64 at = indptr[i];
-    for (i64 y = 0; y < bytes; ++y)
-        for (u32 byte = bits[i * bytes + y]; byte; byte &= byte - 1)
-            sum += widen(data[at++]) * widen(b[(8 * y + __ffs(byte) - 1) * b_k]);
-    return sum;
-}
-
-// Shared memory of one warp and of the block, in bytes; the launcher asks `Layout<..>::bytes` through spmm_bitmask.py.
+// Shared memory of one warp; spmm_bitmask.py computes the same.
 template <class T, int NT, int MF, bool BCOL> struct Layout {
-    static constexpr bool MMA = sizeof(T) == 2;
     static constexpr int ROWS = 16 * MF;
-    static constexpr int A_PITCH = STEP + (MMA ? 8 : 2);                        // elements; no bank conflicts
+    static constexpr int A_PITCH = STEP + 2;                                     // elements; no bank conflicts
     static constexpr int B_LINES = BCOL ? NT : STEP, B_LINE = BCOL ? STEP : NT;  // contiguous lines of B in shared memory
     static constexpr int B_PITCH = B_LINE + 16 / int(sizeof(T));
     static constexpr int A_BYTES = ROWS * A_PITCH * int(sizeof(T));
@@ -135,17 +78,16 @@ __device__ __forceinline__ void stage_b(T* to, const T* B, i64 k, i64 n, i64 K, 
     }
 }
 
-template <class T, class Out, class Ptr, int NT, int MF, int WARPS, bool BCOL>
+template <class T, class Ptr, int NT, int MF, int WARPS, bool BCOL>
 __global__ void __launch_bounds__(32 * WARPS)
     spmm_bitmask(const Ptr* __restrict__ indptr, const u8* __restrict__ bitmask, const T* __restrict__ data,
-                 const u32* __restrict__ before, i64 M, i64 K, i64 slice, const T* __restrict__ B, Out* __restrict__ C, i64 N,
+                 const u32* __restrict__ before, i64 M, i64 K, i64 slice, const T* __restrict__ B, T* __restrict__ C, i64 N,
                  i64 ldb, i64 c_row, i64 c_col) {
     using L = Layout<T, NT, MF, BCOL>;
     using Sum = typename SumOf<T>::type;
     using Word = typename BitsOf<sizeof(T)>::type;  // values on their way are bits
     static_assert(NT % 8 == 0 && NT <= 64, "a tile is 8 .. 64 columns of B, in steps of 8");
     static_assert(MF == 1 || MF == 2, "a lane looks after one row: 16 or 32 rows a tile");
-    static_assert(NT == 8 || NT % 16 == 0, "ldmatrix brings two groups of 8 columns");
     extern __shared__ __align__(16) unsigned char shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     T* tile = reinterpret_cast<T*>(shared + warp * L::BYTES);
@@ -176,7 +118,7 @@ __global__ void __launch_bounds__(32 * WARPS)
     const u32 bit0 = 1u << (2 * lane % 32), both = 3 * bit0, below = bit0 - 1;
 
     for (i64 n0 = static_cast<i64>(blockIdx.y) * NT; n0 < N; n0 += static_cast<i64>(gridDim.y) * NT) {
-        constexpr int ACC = L::MMA ? MF * NT / 8 * 4 : MF * NT / 2;
+        constexpr int ACC = MF * NT / 2;  // lane l: rows l%16 (+16), columns l/16*NT/2 ..
         Sum acc[ACC];
 #pragma unroll
         for (int i = 0; i < ACC; ++i) acc[i] = 0;
@@ -219,61 +161,27 @@ __global__ void __launch_bounds__(32 * WARPS)
                 for (int r = 0; r < 16; ++r) {
                     // With the first bit unset, the one value belongs to the second column.
                     T* to = tile + (16 * m + r) * L::A_PITCH + 2 * lane;
-                    if constexpr (sizeof(T) == 2) {
-                        *reinterpret_cast<u32*>(to) = __byte_perm(one[r], two[r], mask[r] & bit0 ? 0x5410 : 0x1032);
-                    } else {
-                        struct alignas(2 * sizeof(T)) Pair { Word x, y; };
-                        *reinterpret_cast<Pair*>(to) = mask[r] & bit0 ? Pair{one[r], two[r]} : Pair{Word(0), one[r]};
-                    }
+                    struct alignas(2 * sizeof(T)) Pair { Word x, y; };
+                    *reinterpret_cast<Pair*>(to) = mask[r] & bit0 ? Pair{one[r], two[r]} : Pair{Word(0), one[r]};
                 }
             }
             cp_async_wait<1>();
             __syncwarp();
 
             const T* b_tile = staged + buffer * (L::B_BYTES / int(sizeof(T)));
-            if constexpr (L::MMA) {
-#pragma unroll
-                for (int kk = 0; kk < STEP; kk += 16) {
-                    u32 a[MF][4];
-#pragma unroll
-                    for (int m = 0; m < MF; ++m)
-                        ldmatrix_x4(a[m], shared_address(tile + (16 * m + lane % 16) * L::A_PITCH + kk + lane / 16 * 8));
-                    u32 b[NT / 8][2];
-                    if constexpr (NT == 8) {
-                        if constexpr (BCOL) ldmatrix_x2(b[0], shared_address(b_tile + lane % 8 * L::B_PITCH + kk + lane / 8 % 2 * 8));
-                        else ldmatrix_x2_trans(b[0], shared_address(b_tile + (kk + lane % 16) * L::B_PITCH));
-                    } else {
-#pragma unroll
-                        for (int j = 0; j < NT / 8; j += 2) {
-                            u32 two[4];
-                            if constexpr (BCOL)
-                                ldmatrix_x4(two, shared_address(b_tile + (8 * j + lane / 16 * 8 + lane % 8) * L::B_PITCH + kk + lane / 8 % 2 * 8));
-                            else
-                                ldmatrix_x4_trans(two, shared_address(b_tile + (kk + lane % 16) * L::B_PITCH + 8 * j + lane / 16 * 8));
-                            b[j][0] = two[0], b[j][1] = two[1], b[j + 1][0] = two[2], b[j + 1][1] = two[3];
-                        }
-                    }
-#pragma unroll
-                    for (int m = 0; m < MF; ++m)
-#pragma unroll
-                        for (int j = 0; j < NT / 8; ++j)
-                            mma_m16n8k16<T>(reinterpret_cast<float(&)[4]>(acc[(m * (NT / 8) + j) * 4]), a[m], b[j][0], b[j][1]);
-                }
-            } else {  // lane l: rows l%16 (+16), columns l/16*NT/2 ..
 #pragma unroll 4
-                for (int kk = 0; kk < STEP; ++kk) {
-                    Sum b[NT / 2];
+            for (int kk = 0; kk < STEP; ++kk) {
+                Sum b[NT / 2];
 #pragma unroll
-                    for (int j = 0; j < NT / 2; ++j) {
-                        const int n = lane / 16 * (NT / 2) + j;
-                        b[j] = b_tile[BCOL ? n * L::B_PITCH + kk : kk * L::B_PITCH + n];
-                    }
+                for (int j = 0; j < NT / 2; ++j) {
+                    const int n = lane / 16 * (NT / 2) + j;
+                    b[j] = b_tile[BCOL ? n * L::B_PITCH + kk : kk * L::B_PITCH + n];
+                }
 #pragma unroll
-                    for (int m = 0; m < MF; ++m) {
-                        const Sum a = tile[(16 * m + lane % 16) * L::A_PITCH + kk];
+                for (int m = 0; m < MF; ++m) {
+                    const Sum a = tile[(16 * m + lane % 16) * L::A_PITCH + kk];
 #pragma unroll
-                        for (int j = 0; j < NT / 2; ++j) acc[m * (NT / 2) + j] += a * b[j];
-                    }
+                    for (int j = 0; j < NT / 2; ++j) acc[m * (NT / 2) + j] += a * b[j];
                 }
             }
             __syncwarp();
@@ -286,29 +194,12 @@ __global__ void __launch_bounds__(32 * WARPS)
 #pragma unroll
         for (int m = 0; m < MF; ++m) {
             Sum* mine = sums + (warp * L::ROWS + 16 * m) * NT;
-            if constexpr (L::MMA) {
 #pragma unroll
-                for (int j = 0; j < NT / 8; ++j)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        mine[(lane / 4 + i / 2 * 8) * NT + 8 * j + lane % 4 * 2 + i % 2] = acc[(m * (NT / 8) + j) * 4 + i];
-            } else {
-#pragma unroll
-                for (int j = 0; j < NT / 2; ++j) mine[lane % 16 * NT + lane / 16 * (NT / 2) + j] = acc[m * (NT / 2) + j];
-            }
+            for (int j = 0; j < NT / 2; ++j) mine[lane % 16 * NT + lane / 16 * (NT / 2) + j] = acc[m * (NT / 2) + j];
         }
         __syncthreads();
-        for (int e = threadIdx.x; e < L::ROWS * NT; e += 32 * WARPS) {
-            // Neighbouring threads take neighbours in C, whichever way it lies.
-            const int r = c_row == 1 ? e % L::ROWS : e / NT, j = c_row == 1 ? e / L::ROWS : e % NT;
-            const i64 row = row0 + r, n = n0 + j;
-            if (row >= M || n >= N) continue;
-            Sum sum = 0;
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) sum += sums[(w * L::ROWS + r) * NT + j];
-            if (!isfinite(sum)) sum = stored_only<T, Ptr>(indptr, bitmask, data, row, bytes, B + (BCOL ? n * ldb : n), BCOL ? 1 : ldb);
-            C[row * c_row + n * c_col] = narrow<Out>(sum);
-        }
+        store_sums<T, T, Ptr, L::ROWS, NT, WARPS>(sums, indptr, bitmask, data, bytes, row0, n0, M, N, B, BCOL ? 1 : ldb,
+                                                  BCOL ? ldb : 1, C, c_row, c_col);
         __syncthreads();
     }
 }

@@ -1,0 +1,90 @@
+"""SpMM on SR-BCRS for Hopper: TMA and clusters behind the tensor cores, any (t, g).  Kernel: spmm_sr_bcrs_sm90a.cu."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ...problem import COL, Plan, Problem, reasons
+from . import jit, tensor_map
+from .launch import Launch, Operands, device_plan
+from .panels import DEPTH, MAX_GRID_Y, Tile, panels, refusals, step_bytes, types
+
+SOURCE = "spmm_sr_bcrs_sm90a.cu"
+ARCHS = ("sm_90a",)
+LARGE = Tile(2, 4, 2, 1, 8, 3)
+MEDIUM = Tile(2, 2, 2, 2, 4, 3)
+SMALL = Tile(1, 1, 1, 8, 4, 4)
+
+
+def smem(tile: Tile) -> int:
+    """bytes: stages of B and steps, the warps' sums, barriers and counts; ``Layout`` in the kernel."""
+    stage = DEPTH * 2 * tile.cols + tile.wm * DEPTH // 16 * step_bytes(tile.fragments)
+    stage = -(-stage // 1024) * 1024
+    return 1024 + tile.stages * (stage + 16 + 4 * tile.wm) + tile.sums
+
+
+def choose(M: int, n: int, sms: int) -> Tile:
+    """The largest tile that still fills the machine."""
+    return next((t for t in (LARGE, MEDIUM) if 5 * t.blocks(M, n) >= 4 * sms), SMALL)
+
+
+class SpmmSRBCRSHopper:
+    """C = A @ B for 16-bit ``SRBCRS`` A of any vector_length and stride; any M, K, N, layout and leading dimension."""
+
+    name = "cuda.spmm_sr_bcrs_sm90a"
+    formats = frozenset({"sr-bcrs"})
+
+    def unsupported(self, p: Problem) -> list[str]:
+        return refusals(p) + reasons((p.sm != 90, f"needs sm_90, got {p.sm_name}"))
+
+    def instances(self) -> tuple[str, ...]:
+        """C++ names that the compile tests build."""
+        return (
+            "spmm_sr_bcrs_sm90a<__half, __half, int, int, 2, 4, 2, 1, 8, 3, 4, true>",
+            "spmm_sr_bcrs_sm90a<__nv_bfloat16, __nv_bfloat16, int, int, 2, 2, 2, 2, 4, 3, 1, true>",
+            "spmm_sr_bcrs_sm90a<__nv_bfloat16, float, long long, int, 1, 1, 1, 8, 4, 4, 1, false>",
+        )
+
+    def plan(self, a: Any, p: Problem) -> Plan:
+        import cupy
+
+        sms = cupy.cuda.Device(p.device_id).attributes["MultiProcessorCount"]
+        return self.plan_with(a, p, choose(p.M, p.n, sms))
+
+    def plan_with(self, a: Any, p: Problem, tile: Tile) -> Plan:
+        """The plan for one tile; ``plan`` chooses it."""
+        b_col, out_col = p.b_layout == COL, p.out_layout == COL
+        made = panels(a, p, tile.fragments)
+        fixed = (made.first, made.steps, a.indptr, a.indices, a.data, a.vector_length, a.stride, p.M, p.K)
+        leading, line = types(a, p), min(64, tile.cols)
+
+        @functools.cache
+        def launcher(tma: bool) -> tuple[Launch, int]:
+            """The launch and its blocks along M; the variant without TMA is built when operands first need it."""
+            cluster = tile.cluster if tma else 1
+            shape = f"{tile.fragments}, {tile.wm}, {tile.wn}, {tile.wk}, {tile.strip}, {tile.stages}, {cluster}"
+            instance = f"spmm_sr_bcrs_sm90a<{leading}, {shape}, {str(tma).lower()}>"
+            function = jit.load(SOURCE, instance, jit.architecture(90, ARCHS), p.device_id, smem(tile))
+            signature = (*"PPPPPiiqq", tensor_map.TensorMap, *"PPqqqqq")
+            threads = 32 * (tile.warps + (1 if tma else 4))
+            return Launch(function, signature, fixed, threads, smem(tile)), -(-p.M // (tile.rows * cluster)) * cluster
+
+        @functools.lru_cache(maxsize=8)
+        def map_b(pointer: int, n: int, ldb: int) -> tensor_map.TensorMap:
+            return tensor_map.tiled(pointer, p.b_dtype, (n, p.K), (ldb,), (line, DEPTH // tile.cluster), 2 * line)
+
+        unmapped = tensor_map.TensorMap()
+        if not b_col:
+            launcher(True)
+
+        def run(o: Operands) -> None:
+            tma = not b_col and tensor_map.aligned(o.b, o.ldb, 2) and p.K > 0
+            launch, blocks = launcher(tma)
+            mapped = map_b(o.b, o.n, o.ldb) if tma else unmapped
+            grid = (blocks, min(MAX_GRID_Y, -(-o.n // tile.cols)), 1)
+            b_strides = (1, o.ldb) if b_col else (o.ldb, 1)
+            c_strides = (1, o.ldc) if out_col else (o.ldc, 1)
+            launch(grid, o.stream, mapped, o.b, o.c, o.n, *b_strides, *c_strides)
+
+        return device_plan(self.name, p, run, str(tile), made.nbytes)
