@@ -24,6 +24,9 @@ from .files import Path
 from .formats.base import Format
 from .formats.dense import Dense
 
+SCAN_ON_DEVICE = 32 * 2**20
+"""Bytes from which a tensor loaded to a device is validated there: below, launches cost more than the host's scan."""
+
 Tensor: TypeAlias = Format | Array
 """What a file holds under one name: a Format, or a plain array of any rank (biases, norms, tables)."""
 
@@ -268,7 +271,7 @@ class TensorFile:
             a.flags.writeable = False
         if r.format is not None:
             try:
-                return _made(r, arrays).validate().to(device)
+                return _validated(_made(r, arrays), device)
             except FormatError as e:
                 e.at(path=self.path, tensor=name)
                 raise
@@ -354,6 +357,21 @@ def _made(r: Record, arrays: dict[str, Any]) -> Format:
         return r.format(shape=(M, K), **r.params, **r.tables, **arrays)
     except UsageError as e:  # a relation that only construction sees
         raise DescriptorError(e.message, **e.fields) from e
+
+
+def _validated(f: Format, device: str) -> Format:
+    """``f`` on ``device``, contents scanned: large ones over there, where a scan runs at memory speed.
+
+    The scans check ranges before they use anything as an address, on the very copy that kernels will read.
+    """
+    if parse_device(device) is None or f.nbytes < SCAN_ON_DEVICE:
+        return f.validate().to(device)
+    moved = f.to(device)
+    try:
+        return moved.validate()
+    except MemoryError:  # the array fits the device, the temporaries of its scan do not
+        del moved
+        return f.validate().to(device)
 
 
 def _array(name: str, x: Any) -> Array:

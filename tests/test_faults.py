@@ -18,7 +18,7 @@ import pytest
 import safetensors
 from hostile import make, rewrite
 
-from spformat import stheader
+from spformat import container, stheader
 from spformat.container import create, load, outline, save
 from spformat.errors import ContainerError, DurabilityUnknown, FormatError, LimitError, OutputError, WriteError
 from spformat.formats import FORMATS
@@ -299,6 +299,34 @@ def test_t4_t6_hostile_content_is_refused_or_means_what_it_says(tmp_path: Path, 
     accepted, refused = check_hostile(fmt, tmp_path / "x", range(250))
     assert accepted > 2  # changed values are legal
     assert refused > 50
+
+
+def verdict(path: Path, device: str) -> str:
+    try:
+        f: Any = load(path, device=device)["w"]
+    except (FormatError, LimitError) as e:
+        return f"{type(e).__name__} in {e.array}"
+    return f"{f.is_validated} on {f.device}".replace("cuda:0", "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
+def test_t6_the_device_gives_the_same_verdicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fmt: type[Format]
+) -> None:
+    monkeypatch.setattr(container, "SCAN_ON_DEVICE", 0)
+    path = tmp_path / "x"
+    save(path, {"w": make(fmt, (6, 9))})
+    good = path.read_bytes()
+    seen = set()
+    for seed in range(100):
+        path.write_bytes(good)
+        rewrite(path, mutate(random.Random(seed), fmt))
+        on_host = verdict(path, "cpu")
+        assert verdict(path, "cuda") == on_host, seed
+        seen.add(on_host)
+    assert len(seen) > 2
+    assert "True on cpu" in seen
 
 
 # --- T15: small files that declare a lot
