@@ -5,6 +5,7 @@ PYTHON     ?= python3
 GPU_PYTHON ?= $(PYTHON)
 VENV       ?= .venv
 PYTEST     ?= -q
+SANITIZER  ?= compute-sanitizer
 BIN        := $(VENV)/bin
 PIP        := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
@@ -31,8 +32,9 @@ gpu:
 	@$(GPU_PYTHON) -c "import cupy, pytest, hypothesis" || { echo "make gpu: GPU_PYTHON=$(GPU_PYTHON) needs:" \
 	  "$(GPU_PYTHON) -m pip install '.[cuda13,test]'   (or cuda12)"; exit 69; }
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest $(PYTEST) -m gpu --backends cuda
-	@if command -v compute-sanitizer >/dev/null; then GPU_PYTHON=$(GPU_PYTHON) tests/sanitize; \
-	  else echo "compute-sanitizer is not on PATH: memcheck and racecheck were not run"; fi
+	@command -v $(SANITIZER) >/dev/null || { echo "$(SANITIZER) not found: memcheck and racecheck were not run"; exit 0; }; \
+	for tool in memcheck racecheck; do echo "compute-sanitizer $$tool"; PYTHONPATH=.:tests \
+	  $(SANITIZER) --tool $$tool --error-exitcode 9 $(GPU_PYTHON) tests/sanitize.py || exit 1; done
 
 fixtures: $(VENV)/test.stamp
 	$(BIN)/python fixtures/make.py

@@ -1,0 +1,54 @@
+"""A few small products of every GPU kernel: what `make gpu` runs once more under compute-sanitizer.
+
+Prints a line per kernel; results are compared too, so the run says something without the tool as well.
+Arguments: names of kernels; all of ours without.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import Any
+
+import cupy as cp
+import numpy as np
+from test_kernels import Guarded, attempts, on_device, problem
+
+from spformat.backends.cuda import KERNELS
+
+EVERY, AT_MOST = 5, 8
+"""Every fifth of the cases of test_kernels.py, eight of them: the tool is a hundred times slower than the kernel."""
+
+CALLS = ((17, ("row", "row"), 3), (64, ("col", "row"), 0), (1, ("row", "col"), 0))
+"""N, layouts of B and C, elements between lines."""
+
+
+def run(kernel: Any, sm: int) -> int:
+    """Products computed; an AssertionError for a wrong one."""
+    done = 0
+    rng = np.random.default_rng(3)
+    for f, x in itertools.islice(attempts(kernel, sm), 0, EVERY * AT_MOST, EVERY):
+        g = f.to("cuda")
+        for n, layouts, pad in CALLS:
+            p = problem(f, n, f.dtype.name, layouts, sm)
+            if kernel.unsupported(p):
+                continue
+            B = rng.integers(-2, 3, (x.shape[1], n)).astype(f.dtype)
+            guarded = Guarded(cp, (x.shape[0], n), f.dtype, layouts[1], pad)
+            kernel.plan(g, p)(on_device(cp, B, layouts[0], pad), out=guarded.out)
+            wanted = (x.astype(np.float64) @ B.astype(np.float64)).astype(f.dtype)
+            assert (guarded.out.get() == wanted).all(), f"{kernel.name} {f!r} n={n} {layouts}"
+            assert guarded.intact(), f"{kernel.name} {f!r} n={n} {layouts}: wrote outside C"
+            done += 1
+    return done
+
+
+def main() -> None:
+    sm = int(cp.cuda.Device().compute_capability)
+    chosen = [k for k in KERNELS if not sys.argv[1:] or k.name in sys.argv[1:]]
+    for kernel in chosen:
+        print(f"{kernel.name}: {run(kernel, sm)} products", flush=True)
+
+
+if __name__ == "__main__":
+    main()
