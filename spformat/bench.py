@@ -118,7 +118,8 @@ def _reference(case: Case) -> tuple[Array, Array]:
 def _error(C: Array, ref: Array, magnitude: Array, case: Case) -> float:
     xp, K = namespace(ref), case.a.shape[1]
     unit = UNIT.get(C.dtype.name, 2.0**-24)
-    bound = unit * xp.abs(ref) + 2 * (-(-K // 16) + 1) * 2.0**-24 * magnitude
+    subnormal = 2.0**-25 if C.dtype.name == "float16" else 0.0
+    bound = unit * xp.abs(ref) + subnormal + 2 * (-(-K // 16) + 1) * 2.0**-24 * magnitude
     ratio = xp.abs(C.astype(np.float64) - ref) / xp.maximum(bound, 1e-30)
     if not bool(xp.isfinite(ratio).all()):
         return float("inf")
