@@ -121,7 +121,7 @@ class CSR(Format):
         assert isinstance(a, cls)
         return a
 
-    def to_csr(self) -> CSR:
+    def _to_csr(self) -> CSR:
         return self
 
     def to_dense(self) -> Array:

@@ -1,0 +1,203 @@
+"""Decisions as tables of Problems, none of which needs a GPU; a third-party backend found, explained and used."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import spformat as sf
+from spformat import backends
+from spformat.problem import Plan, Problem, result_dtype, tile_class
+
+
+def problem(fmt: str, *, n: int = 512, sm: int | None = 90, dtype: str = "bfloat16", **changes: Any) -> Problem:
+    cls = sf.by_name(fmt)
+    given = changes.pop("params", {"n": 2, "m": 4, "vector_length": 32} if fmt == "vector-nm" else {})
+    fields: dict[str, Any] = {
+        "format": fmt, "params": tuple(cls.resolve_params({"max_width": 8} if fmt == "ell-buckets" else given).items()),
+        "M": 4096, "K": 4096, "n": tile_class(n), "nnz": 1_600_000, "a_dtype": dtype, "b_dtype": dtype, "out_dtype": dtype,
+        "device": "cuda" if sm else "cpu", "sm": sm,
+    }  # fmt: skip
+    return Problem(**(fields | changes))
+
+
+@pytest.mark.parametrize("fmt", [f.name for f in sf.FORMATS])
+@pytest.mark.parametrize("sm", [80, 86, 90, 100])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_every_format_has_a_kernel_on_every_supported_gpu(fmt: str, sm: int, dtype: str) -> None:
+    if dtype not in sf.by_name(fmt).value_dtypes:
+        pytest.skip(f"{fmt} does not hold {dtype}")
+    for n in (1, 16, 512, 4096):
+        for layout in ("row", "col"):
+            e = sf.explain(problem(fmt, sm=sm, dtype=dtype, n=n, b_layout=layout))
+            assert e.chosen is not None, str(e)
+            assert e.chosen.startswith("cuda." if fmt != "dense" else "vendor.")
+
+
+def test_an_older_gpu_is_refused_with_its_name() -> None:
+    e = sf.explain(problem("bsr", sm=75))
+    assert e.chosen is None
+    assert "sm_75" in str(e)
+
+
+def test_the_trace_lists_every_kernel_with_reasons() -> None:
+    x = np.eye(8, dtype=np.float32)
+    e = sf.explain(sf.convert(x, "csr"), x)
+    names = [a.kernel for a in e.answers]
+    assert "cpu.spmm_csr" in names
+    assert "reference.spmm" in names
+    assert any(n.startswith("cuda.") for n in names)
+    rejected = [a for a in e.answers if not a]
+    assert rejected
+    assert all(a.reasons for a in rejected)
+    text = str(e)
+    assert "use .to('cuda')" in text or "move them with .to('cuda')" in text
+    assert text.index("cpu.spmm_csr: accepted") < text.index("reference.spmm: accepted")
+
+
+def test_a_named_backend_never_falls_back() -> None:
+    x = np.eye(4, dtype=np.float32)
+    a = sf.convert(x, "csr")
+    with pytest.raises((sf.DeviceUnavailable, sf.NoKernelError)) as e:
+        sf.spmm(a, x, backend="cuda")
+    assert e.value.exit_code == 69
+    with pytest.raises(sf.UsageError, match="unknown backend 'cudaa'"):
+        sf.spmm(a, x, backend="cudaa")
+
+
+def test_selection_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.eye(4, dtype=np.float32)
+    a = sf.convert(x, "csr")
+    assert sf.plan(a, n=4).kernel == "cpu.spmm_csr"
+    monkeypatch.setenv("SPFORMAT_BACKEND", "reference")
+    assert sf.plan(a, n=4).kernel == "reference.spmm"
+    with sf.use_backend("cpu"):
+        assert sf.plan(a, n=4).kernel == "cpu.spmm_csr"
+        assert sf.plan(a, n=4, backend="reference").kernel == "reference.spmm"
+
+
+def test_plans_live_and_die_with_their_matrix() -> None:
+    import gc
+    import weakref
+
+    x = np.eye(6, dtype=np.float32)
+    a = sf.convert(x, "bitmask")
+    sf.spmm(a, x)
+    made = len(a._derived)
+    sf.spmm(a, x)
+    assert len(a._derived) == made
+    there = weakref.ref(a)
+    p = sf.plan(a, n=6)
+    del a
+    gc.collect()
+    assert there() is None
+    np.testing.assert_array_equal(p(x), x)
+
+
+def test_unvalidated_matrices_are_validated_before_a_kernel_sees_them() -> None:
+    x = np.eye(6, dtype=np.float32)
+    a = sf.convert(x, "csr")
+    bad = a.with_arrays(indices=np.full(6, 99, np.int32))
+    for call in (lambda: sf.spmm(bad, x), lambda: sf.plan(bad, n=6), lambda: bad.to_dense(), lambda: bad.to_scipy()):
+        with pytest.raises(sf.IndexBoundsError, match=r"csr: indices\[0\]: expected an index in \[0, 6\), got 99"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "out"),
+    [("float32", "float32", "float32"), ("bfloat16", "bfloat16", "bfloat16"), ("float16", "bfloat16", "float32"),
+     ("bfloat16", "float32", "float32"), ("float64", "float16", "float64"), ("int8", "int8", "int32"),
+     ("int8", "float16", "float16"), ("float8_e4m3fn", "float8_e4m3fn", "float32"), ("float8_e5m2", "bfloat16", "bfloat16")],
+)  # fmt: skip
+def test_result_types(a: str, b: str, out: str) -> None:
+    assert result_dtype(a, b) == out
+    assert result_dtype(b, a) == out
+
+
+def test_operands_that_do_not_fit() -> None:
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    a = sf.convert(x, "csr")
+    with pytest.raises(ValueError, match=r"B: expected 4 rows"):
+        sf.spmm(a, np.ones((3, 2), np.float32))
+    with pytest.raises(ValueError, match=r"out: expected shape \(3, 2\)"):
+        sf.spmm(a, np.ones((4, 2), np.float32), out=np.ones((3, 3), np.float32))
+    with pytest.raises(ValueError, match="overlaps"):
+        both = np.ones((4, 4), np.float32)
+        sf.spmm(sf.convert(np.eye(4, dtype=np.float32), "csr"), both, out=both)
+    np.testing.assert_array_equal(sf.spmm(a, np.ones(4, np.float32)), x.sum(axis=1))
+    np.testing.assert_array_equal(sf.spmm(x, np.ones((4, 2), np.float32)), x @ np.ones((4, 2), np.float32))
+
+
+# ------------------------------------------------------------------ a third-party backend
+
+PLUGIN = '''
+import numpy as np
+from spformat.problem import Plan
+
+class Doubled:
+    """Not the product, so that a test sees who computed it."""
+    name = "doubled.spmm"
+    formats = frozenset({"csr"})
+
+    def unsupported(self, p):
+        return [] if p.a_dtype == "float32" else [f"a.dtype must be float32, got {p.a_dtype}"]
+
+    def plan(self, a, p):
+        x = 2 * a.to_dense()
+        return Plan(self.name, p, lambda B, out: x @ B)
+
+class DoubledBackend:
+    name = "doubled"
+    def missing(self): return []
+    def kernels(self): return (Doubled(),)
+'''
+
+
+@pytest.fixture
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "doubled_plugin.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    group = backends.ENTRY_POINT_GROUP
+    found = EntryPoints([
+        EntryPoint("doubled", "doubled_plugin:DoubledBackend", group),
+        EntryPoint("broken", "no_such_module:BACKEND", group),
+    ])  # fmt: skip
+    monkeypatch.setattr(backends, "entry_points", lambda *, group: found)
+    backends.third_party.cache_clear()
+    backends.get.cache_clear()
+    yield
+    backends.third_party.cache_clear()
+    backends.get.cache_clear()
+    sys.modules.pop("doubled_plugin", None)
+
+
+def test_a_plugin_is_found_explained_and_used(plugins: None) -> None:
+    x = np.eye(5, dtype=np.float32)
+    a = sf.convert(x, "csr")
+    assert {"doubled", "broken"} <= set(backends.names())
+    np.testing.assert_array_equal(sf.spmm(a, x, backend="doubled"), 2 * x)
+    np.testing.assert_array_equal(sf.spmm(a, x), x)
+    text = str(sf.explain(a, x))
+    assert "doubled.spmm: accepted" in text
+    assert "broken: the backend does not load" in text
+    wide = sf.convert(x.astype(np.float64), "csr")
+    with pytest.raises(sf.NoKernelError, match="a.dtype must be float32, got float64"):
+        sf.spmm(wide, x.astype(np.float64), backend="doubled")
+
+
+def test_plan_is_a_value() -> None:
+    x = np.eye(5, dtype=np.float32)
+    p = sf.plan(sf.convert(x, "bsr", blocksize=(2, 2)), n=5)
+    assert isinstance(p, Plan)
+    assert "cpu.spmm_bsr" in repr(p)
+    for n in (1, 3, 100):
+        B = np.random.default_rng(n).standard_normal((5, n)).astype(np.float32)
+        out = np.empty((5, n), np.float32)
+        assert p(B, out=out) is out
+        np.testing.assert_array_equal(out, B)
