@@ -142,7 +142,7 @@ def _to_folder(
             journal = read_journal(journal_path)
             done = journal["shards"] if journal["plan"] == identity else {}
         elif not force:
-            _refuse_existing(dst, (*names, MANIFEST, JOURNAL))
+            _refuse_existing(dst, (JOURNAL, *names, MANIFEST))
         for name in (*names, *source.side_files):
             if any(same_file(os.path.join(source.folder, s), os.path.join(dst, name)) for s in source.shards):
                 raise OutputError("input and output are the same file", path=os.path.join(dst, name))
