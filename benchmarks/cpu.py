@@ -41,6 +41,7 @@ def turns(contenders: Timed, repeats: int) -> dict[str, dict[str, float]]:
         call()
     for _ in range(repeats):
         for name, call in contenders.items():
+            time.sleep(0.05)  # OpenBLAS threads keep a core busy for a while after a product
             start = time.perf_counter()
             call()
             times[name].append(1e3 * (time.perf_counter() - start))
