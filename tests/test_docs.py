@@ -10,6 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from spformat import errors
 from spformat.convert import convert
 from spformat.errors import StructureError
 from spformat.formats import FORMATS, registered, unregister
@@ -116,6 +117,21 @@ def test_two_four_page_lists_the_right_offsets() -> None:
         for row in rows:
             r, q, *offsets = (int(v) for v in row)
             assert stored[offsets[i]] == 8 * r + q
+
+
+def test_command_line_page_lists_the_exit_codes() -> None:
+    page = (DOCS / "command-line.md").read_text()
+    listed = {name: int(code) for code, name in re.findall(r"^\| (\d+) \| `(\w+)` \|", page, re.MULTILINE)}
+    direct = {c.__name__: c.exit_code for c in errors.SpformatError.__subclasses__()}
+    assert listed == direct
+
+
+def test_command_line_page_lists_every_verb_and_variable() -> None:
+    page = (DOCS / "command-line.md").read_text()
+    sources = "".join(p.read_text() for folder in ("spformat", "cli") for p in (ROOT / folder).rglob("*.py"))
+    verbs = {p.stem for p in (ROOT / "cli").glob("*.py") if "\nEPILOG = " in p.read_text()}
+    assert set(re.findall(r"^spformat (\w+)", page, re.MULTILINE)) == verbs
+    assert set(re.findall(r"`(SPFORMAT_\w+)`", page)) == set(re.findall(r'"(SPFORMAT_[A-Z_]+[A-Z])"', sources))
 
 
 def page_text(name: str) -> str:
