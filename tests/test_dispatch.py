@@ -21,8 +21,8 @@ def problem(fmt: str, *, n: int = 512, sm: int | None = 90, dtype: str = "bfloat
     given = changes.pop("params", {"n": 2, "m": 4, "vector_length": 32} if fmt == "vector-nm" else {})
     fields: dict[str, Any] = {
         "format": fmt, "params": tuple(cls.resolve_params({"max_width": 8} if fmt == "ell-buckets" else given).items()),
-        "M": 4096, "K": 4096, "n": tile_class(n), "nnz": 1_600_000, "a_dtype": dtype, "b_dtype": dtype, "out_dtype": dtype,
-        "device": "cuda" if sm else "cpu", "sm": sm,
+        "M": 4096, "K": 4096, "n": tile_class(n), "nnz": 1_600_000,
+        "a_dtype": dtype, "b_dtype": dtype, "out_dtype": dtype, "device": "cuda" if sm else "cpu", "sm": sm,
     }  # fmt: skip
     return Problem(**(fields | changes))
 
@@ -113,7 +113,8 @@ def test_unvalidated_matrices_are_validated_before_a_kernel_sees_them() -> None:
     ("a", "b", "out"),
     [("float32", "float32", "float32"), ("bfloat16", "bfloat16", "bfloat16"), ("float16", "bfloat16", "float32"),
      ("bfloat16", "float32", "float32"), ("float64", "float16", "float64"), ("int8", "int8", "int32"),
-     ("int8", "float16", "float16"), ("float8_e4m3fn", "float8_e4m3fn", "float32"), ("float8_e5m2", "bfloat16", "bfloat16")],
+     ("int8", "float16", "float16"), ("float8_e4m3fn", "float8_e4m3fn", "float32"),
+     ("float8_e5m2", "bfloat16", "bfloat16")],
 )  # fmt: skip
 def test_result_types(a: str, b: str, out: str) -> None:
     assert result_dtype(a, b) == out
@@ -187,7 +188,7 @@ def test_a_plugin_is_found_explained_and_used(plugins: None) -> None:
     assert "doubled.spmm: accepted" in text
     assert "broken: the backend does not load" in text
     wide = sf.convert(x.astype(np.float64), "csr")
-    with pytest.raises(sf.NoKernelError, match="a.dtype must be float32, got float64"):
+    with pytest.raises(sf.NoKernelError, match=r"a\.dtype must be float32, got float64"):
         sf.spmm(wide, x.astype(np.float64), backend="doubled")
 
 
