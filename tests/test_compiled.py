@@ -30,6 +30,7 @@ NM = (
 @contextmanager
 def path(monkeypatch: pytest.MonkeyPatch, *, numba: bool) -> Iterator[None]:
     """Everything, or nothing, goes through compiled code, in small pieces on three threads."""
+    assert compiled._usable()
     with monkeypatch.context() as m:
         m.setattr(compiled, "serves", lambda x, elements=None: numba)
         m.setattr(compiled, "PIECE", 1000)
@@ -148,8 +149,21 @@ def test_only_large_host_arrays_are_worth_it(monkeypatch: pytest.MonkeyPatch) ->
     assert compiled.serves(medium)
     monkeypatch.delitem(sys.modules, compiled._LOOPS)
     assert not compiled.serves(medium)
-    monkeypatch.setattr(compiled, "_installed", lambda: False)
+    monkeypatch.setattr(compiled, "_usable", lambda: False)
     assert not compiled.serves(large)
+
+
+def test_a_numba_that_does_not_import_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, compiled._LOOPS, raising=False)
+    monkeypatch.setitem(sys.modules, "numba", None)  # import numba raises ImportError
+    compiled._usable.cache_clear()
+    try:
+        x = np.zeros((4096, 2048), np.float16)
+        x[::64, 5] = 1
+        assert not compiled.serves(x)
+        assert CSR.from_dense(x).nnz == 64
+    finally:
+        compiled._usable.cache_clear()
 
 
 def test_importing_spformat_does_not_import_numba() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -26,9 +25,17 @@ PIECE = 1 << 19
 """Dense elements a thread takes at a time."""
 
 
+_LOOPS = f"{__package__}.compiled_loops"
+
+
 @functools.cache
-def _installed() -> bool:
-    return importlib.util.find_spec("numba") is not None
+def _usable() -> bool:
+    """Whether numba is installed and works with this numpy; imports it."""
+    try:
+        importlib.import_module(_LOOPS)
+    except ImportError:  # not installed, or made for another numpy: the numpy code serves
+        return False
+    return True
 
 
 def serves(x: Array, elements: int | None = None) -> bool:
@@ -36,14 +43,11 @@ def serves(x: Array, elements: int | None = None) -> bool:
     size = (x.size if elements is None else elements) * x.dtype.itemsize
     if not isinstance(x, np.ndarray) or size < WARM:
         return False
-    return (size >= LARGE or _LOOPS in sys.modules) and _installed()
-
-
-_LOOPS = f"{__package__}.compiled_loops"
+    return (size >= LARGE or _LOOPS in sys.modules) and _usable()
 
 
 def _loops() -> Any:
-    return importlib.import_module(_LOOPS)
+    return sys.modules[_LOOPS]
 
 
 def _rows(loop: Callable[..., None], rows: int, width: int, *args: Any) -> None:
