@@ -120,10 +120,10 @@ def negative_zero_free(f: Any, name: str) -> None:
     """Every zero of a value array is +0: all its bits are zero."""
     a = getattr(f, name)
     row = value_type(a.dtype)
-    flat, mask = bits(a).reshape(-1), row.bits.type(row.zero_mask)
-    for s in chunks(flat.size, flat):
-        part = flat[s]
-        found = first_true(((part & mask) == 0) & (part != 0))
+    flat = bits(a).reshape(-1)
+    negative = row.bits.type(~row.zero_mask & int(np.iinfo(row.bits).max))  # the sign alone
+    for s in chunks(flat.size, flat) if negative else ():
+        found = first_true(flat[s] == negative)
         if found:
             fail(f, PatternError, name, place(s.start + found[0], a.shape), "-0.0", "+0, as every zero", count=found[1])
 

@@ -38,6 +38,25 @@ NIBBLE = np.array(_NIBBLE, np.uint8)
 LEGAL = np.isin(np.arange(16), (0x4, 0x8, 0x9, 0xC, 0xD, 0xE))
 """The nibbles with i0 < i1: the only ones PTX defines for ordered metadata."""
 
+
+def _word_tables() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """(bool[65536]: all four nibbles of a word are legal; uint16[65536]; uint16[256]) for checks a word at a time.
+
+    Bit 4g+h of the second: nibble g of the word is canonical when its two slots are held as h says (bit 0 the
+    first). Bit 4g+h of the third, by the 8 bits that say which slots are held: group g is held as h says.
+    """
+    nibble, held, groups = np.arange(16)[:, None], np.arange(4), range(4)
+    mask = (held & 1) << (nibble & 3) | (held >> 1) << (nibble >> 2)
+    fits = ((LEGAL[:, None] & (NIBBLE[mask] == nibble)) << held).sum(axis=1)
+    word, slots = np.arange(1 << 16), np.arange(1 << 8)
+    legal = np.all([LEGAL[word >> 4 * g & 15] for g in groups], axis=0)
+    allowed = sum(fits[word >> 4 * g & 15] << 4 * g for g in groups)
+    pattern = sum(1 << (4 * g + (slots >> 2 * g & 3)) for g in groups)
+    return legal, np.asarray(allowed, np.uint16), np.asarray(pattern, np.uint16)
+
+
+_LEGAL_WORD, _ALLOWED, _PATTERN = _word_tables()
+
 META_ORDERS = ("logical", "ldmatrix", "fragment", "cutlass-sm80")
 
 
@@ -126,15 +145,18 @@ class TwoFour(Format):
         make = TwoFour.made if self.is_validated else TwoFour
         return make(shape=self.shape, **params, data=self.data, meta=meta)
 
-    def nibbles(self, rows: slice) -> Array:
-        """uint8[rows, Kp/4]: the nibble of every group of some rows (multiples of 32)."""
+    def _words(self, rows: slice) -> Array:
+        """uint16[rows, Kp/16]: the metadata words of some rows (multiples of 32) in logical order."""
         Mp, Kp = self.padded_shape
         tiles = {"logical": 1, "cutlass-sm80": 32}.get(self.meta_order, 16)
         view = order_view(self.meta, (Mp, Kp), self.meta_order)
-        words = view[rows.start // tiles : -(-rows.stop // tiles)].reshape(rows.stop - rows.start, Kp // 16)
-        xp = namespace(self.meta)
+        return view[rows.start // tiles : -(-rows.stop // tiles)].reshape(rows.stop - rows.start, Kp // 16)
+
+    def nibbles(self, rows: slice) -> Array:
+        """uint8[rows, Kp/4]: the nibble of every group of some rows (multiples of 32)."""
+        words, xp = self._words(rows), namespace(self.meta)
         shifts = xp.asarray([0, 4, 8, 12], np.uint16)
-        return ((words[:, :, None] >> shifts) & np.uint16(15)).astype(np.uint8).reshape(rows.stop - rows.start, Kp // 4)
+        return ((words[:, :, None] >> shifts) & np.uint16(15)).astype(np.uint8).reshape(words.shape[0], -1)
 
     def _panels(self) -> Iterator[slice]:
         Mp, Kp = self.padded_shape
@@ -152,8 +174,10 @@ class TwoFour(Format):
     def check_memory(self) -> None:
         M, K = self.shape
         xp = namespace(self.data)
-        legal = xp.asarray(LEGAL)
+        legal, legal_word = xp.asarray(LEGAL), xp.asarray(_LEGAL_WORD)
         for s in self._panels():
+            if bool(legal_word[self._words(s)].all()):  # synchronize!
+                continue
             nib = self.nibbles(s)
             found = scans.first_true(~legal[nib])
             if found:
@@ -179,8 +203,12 @@ class TwoFour(Format):
 
     def check_canonical(self) -> None:
         xp = namespace(self.data)
-        nibble_of = xp.asarray(NIBBLE)
+        nibble_of, allowed, pattern = xp.asarray(NIBBLE), xp.asarray(_ALLOWED), xp.asarray(_PATTERN)
         for s in self._panels():
+            words = self._words(s)
+            slots = xp.packbits(nonzero_mask(self.data[s]).reshape(-1), bitorder="little").reshape(words.shape)
+            if bool((allowed[words] & pattern[slots] == pattern[slots]).all()):  # synchronize!
+                continue
             nib = self.nibbles(s)
             held = nonzero_mask(self.data[s]).reshape(*nib.shape, 2).view(np.uint8)
             mask = (held[..., 0] << (nib & 3)) | (held[..., 1] << (nib >> 2))

@@ -10,6 +10,7 @@ k-major: A[i, (u//n)*m + indices[u, i//L]] = data[u, i]. Packed objects also lis
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -143,16 +144,19 @@ class VectorNM(Format):
 
     def check_canonical(self) -> None:
         xp, n = namespace(self.data), self.n
-        stepped = self.indices.reshape(self.windows, n, self.row_groups)
-        bad = xp.zeros(stepped.shape, bool)
-        bad[:, 1:] = stepped[:, 1:] <= stepped[:, :-1]
-        scans.require_none(self, bad.reshape(self.indices.shape), "indices", "increasing in its window", PatternError)
-        held = nonzero_mask(self.data).reshape(*self.indices.shape, self.vector_length).any(axis=2)
-        used = xp.zeros((self.row_groups, self.windows, self.m), bool)
-        q, w = xp.arange(self.row_groups)[:, None, None], xp.arange(self.windows)[None, :, None]
-        used[q, w, stepped.transpose(2, 0, 1)] = held.reshape(stepped.shape).transpose(2, 0, 1)
-        wanted = _positions(_select(used, n), n)
-        scans.same_as(self, "indices", wanted, "the lowest free position for a filler", PatternError)
+        rank = xp.arange(n).astype(np.uint8)[:, None]
+        for s in scans.chunks(self.windows, self.data, max(1, scans.CHUNK // max(1, n * self.data.shape[1]))):
+            rows = slice(s.start * n, s.stop * n)
+            stepped = self.indices[rows].reshape(s.stop - s.start, n, self.row_groups)
+            bad = xp.zeros(stepped.shape, bool)
+            bad[:, 1:] = stepped[:, 1:] <= stepped[:, :-1]
+            what = "increasing in its window"
+            scans.require_none(self, bad.reshape(self.indices[rows].shape), "indices", what, PatternError, rows.start)
+            held = _any_in_vectors(nonzero_mask(self.data[rows]), self.vector_length).reshape(stepped.shape)
+            # Positions ascend, so an entry stands at its own rank exactly if every lower position is taken too.
+            bad = ~held & (stepped != rank)
+            what = "the lowest free position, as the values there are zero"
+            scans.require_none(self, bad.reshape(self.indices[rows].shape), "indices", what, PatternError, rows.start)
         scans.negative_zero_free(self, "data")
         if self.packed:
             col_info, ranks = pack(self.indices, self.params(), self.padded_shape)
@@ -253,6 +257,17 @@ def _panel(x: Array, start: int, stop: int, L: int, K: int) -> Array:
         bits(full)[: part.shape[0]] = bits(part)
         part = full
     return part.reshape(part.shape[0] // L, L, K)
+
+
+def _any_in_vectors(mask: Array, length: int) -> Array:
+    """bool[.., n/length]: whether any of ``length`` neighbours in the last axis is True."""
+    together = math.gcd(length, 8)  # bools compared as one integer
+    some = mask.view(np.dtype(f"uint{8 * together}")) != 0
+    return (
+        some
+        if length == together
+        else some.reshape(*mask.shape[:-1], mask.shape[-1] // length, length // together).any(axis=-1)
+    )
 
 
 def _group_of_row(xp: Any, f: VectorNM) -> Array:
