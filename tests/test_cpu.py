@@ -365,6 +365,15 @@ def test_the_number_of_threads_does_not_change_a_bit(spec: str, monkeypatch: pyt
         np.testing.assert_array_equal(again.view(np.uint32), results[0].view(np.uint32))
 
 
+@pytest.mark.parametrize("spec", [s for s in SPECS if not s.startswith("two-four")])
+def test_b_in_place_and_in_tiles_give_the_same_bits(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, B = matrix(spec, "float32", integers=False), operand("float32", (K, 96), integers=False)
+    tiled = product(a, B)
+    monkeypatch.setattr(operands, "PASS", 1)  # no tile is small enough to be worth making
+    monkeypatch.setattr(operands, "_tiles", None)
+    np.testing.assert_array_equal(product(a, B).view(np.uint32), tiled.view(np.uint32))
+
+
 def test_pieces_are_even_and_cover_everything() -> None:
     ends = np.cumsum([0, 1000, *[1] * 500, 0, 0])
     for count in (1, 2, 5, 600):

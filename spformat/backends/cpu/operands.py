@@ -120,11 +120,12 @@ def multiply(work: Work, target: Callable[..., Any], B: Array, out: Array, sums:
     threads_used = threads.cores() if work.items * tiles * width > SMALL else 1
     bounds = work.pieces(PIECES * threads_used if threads_used > 1 else 1)
 
-    # B as it stands serves when its rows are read so seldom that putting them into tiles would cost as much.
-    plain = B.dtype == sums and B.flags.c_contiguous and N % width == 0
-    in_place = plain and (tiles == 1 or work.items < 4 * K)
-    straight = out.dtype == sums and out.flags.c_contiguous and N % width == 0
     tile_bytes = max(1, K) * width * sums.itemsize
+    # B as it stands serves when its rows are read so seldom that putting them into tiles would cost as much, and when
+    # a tile would not stay in any cache: then a long row is read with fewer misses than many short ones.
+    plain = B.dtype == sums and B.flags.c_contiguous and N % width == 0
+    in_place = plain and (tiles == 1 or work.items < 4 * K or tile_bytes > PASS)
+    straight = out.dtype == sums and out.flags.c_contiguous and N % width == 0
     step = tiles if in_place else max(1, PASS // tile_bytes)
     shared = tiles if work.rows >= 4 or in_place else max(1, (1 + work.costly) * CACHE // tile_bytes)
 
