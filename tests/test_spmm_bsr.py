@@ -102,11 +102,11 @@ def test_merged_slices_list_every_block_once(group: int) -> None:
     keep[5:21] = False
     entries, columns = np.nonzero(keep)
     indptr = np.concatenate([[0], np.cumsum(keep.sum(1))]).astype(np.int32)
-    merged = spmm_bsr_sm90a.merge_slices(indptr, columns.astype(np.int32), 11, group)
+    merged = spmm_bsr_sm90a.merge_slices(indptr, columns.astype(np.int32), 11, group, (2, 1), 5)
     assert [x.dtype for x in merged] == [np.dtype(np.int32)] * 3
+    assert sorted(merged.plan[:, 3]) == list(range(-(-37 // group)))
     met = []
-    for g, (low, position) in enumerate(merged.group_starts[:-1]):
-        high, end = merged.group_starts[g + 1]
+    for low, high, position, g in merged.plan:
         assert list(merged.slices[low:high, 0]) == sorted(set(merged.slices[low:high, 0]))
         for column, mask, *_ in merged.slices[low:high]:
             for bit in range(group):
@@ -115,8 +115,18 @@ def test_merged_slices_list_every_block_once(group: int) -> None:
                     position += 1
                     met.append(block)
                     assert (entries[block], columns[block]) == (g * group + bit, column)
-        assert position == end
     assert sorted(met) == list(range(entries.size))
+
+
+@pytest.mark.parametrize("groups", [1, 32, 33, 48, 66, 96, 200])
+def test_interleaved_groups_even_out_what_a_cta_takes(groups: int) -> None:
+    stride = 132
+    work = np.random.default_rng(0).gamma(4, size=groups)
+    taken = spmm_bsr_sm90a.interleave(work, stride)
+    assert sorted(taken) == list(range(groups))
+    tiles = (np.arange(groups)[:, None] + stride * np.arange(4)) % groups
+    if stride % groups:
+        assert np.ptp(work[taken][tiles].sum(1)) < 0.75 * np.ptp(work[tiles].sum(1))
 
 
 def random_csr(rng: np.random.Generator, M: int, K: int, blocksize: tuple[int, int], dtype: str) -> CSR:

@@ -2,7 +2,8 @@
 //
 //   a_map    T[nnzb*R, C]       the blocks one below the other; box SliceK x R, swizzled
 //   row_ids  Row[listed]        block row of each list entry (Listed: DBSR); null for BSR, where listed = cdiv(M, R)
-//   groups   int2[groups+1]     first slice and first position in `order` of each group of Group list entries
+//   plan     int4[groups]       slices begin, end, first position in `order`, number of a group: number*Group is the first of
+//                               its Group list entries. Groups stand in the order in which tiles take them
 //   slices   int4[..+4]         block column, mask of the group's entries that have a block there; by group, then column
 //   order    int[nnzb+32]       blocks by group, column, entry
 //   b_map    T[K, N]            rows of N, box 64 x SliceK, or, BCol, columns of K, box SliceK x BN; swizzled
@@ -45,7 +46,7 @@ template <class T, class Out, class Row, int R, int C, int WM, int WN, int Slots
           bool BCol, bool CCol, bool Listed, bool BulkC>
 __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
     spmm_bsr_sm90a(const __grid_constant__ TensorMap a_map, const Row* __restrict__ row_ids,
-                   const int2* __restrict__ group_starts, const int4* __restrict__ slices, const int* __restrict__ order,
+                   const int4* __restrict__ plan, const int4* __restrict__ slices, const int* __restrict__ order,
                    i64 M, i64 listed, const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap c_map,
                    Out* __restrict__ out, i64 N, i64 ldc) {
     constexpr bool OnM = R >= 64;
@@ -88,8 +89,7 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
         const int loader = warp - Warps;
         u32 tile = blockIdx.x;
         // Slices and blocks of this tile and the next, known a tile ahead. Steps of k, parts of slices, are counted.
-        int2 from = {0, 0}, to = {0, 0};
-        if (tile < tiles) from = group_starts[tile % groups], to = group_starts[tile % groups + 1];
+        int4 now = plan[tile < tiles ? tile % groups : 0];
         if (loader == 0) {  // A
             if (lane == 0) tma::prefetch(a_map);
             u32 head = 0, tail = 0, units = 0;  // units handed out and taken back; lane s: units in slot s
@@ -100,13 +100,13 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
                 if (++oldest == Slots) oldest = 0, oldest_phase ^= 1;
                 --in_flight;
             };
-            u32 mask_ahead = slices[from.x + (lane < Slices ? lane : 0)].y;
-            int block_ahead = order[from.y + lane];
+            u32 mask_ahead = slices[now.x + (lane < Slices ? lane : 0)].y;
+            int block_ahead = order[now.z + lane];
             while (tile < tiles) {
                 const u32 following = tile + gridDim.x < tiles ? (tile + gridDim.x) % groups : 0;
-                const int2 from_next = group_starts[following], to_next = group_starts[following + 1];
-                int step = from.x * Parts, position = from.y;
-                const int end = to.x * Parts;
+                const int4 next = plan[following];
+                int step = now.x * Parts, position = now.z;
+                const int end = now.y * Parts;
                 do {
                     const int part = step % Parts, first = position;
                     const u32 mask = lane < Slices && step + lane < end ? mask_ahead : 0;
@@ -121,9 +121,9 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
                     step += Slices;
                     if (part == Parts - 1) position += total;
                     const bool last = step >= end;
-                    mask_ahead = slices[last ? from_next.x + (lane < Slices ? lane : 0)
+                    mask_ahead = slices[last ? next.x + (lane < Slices ? lane : 0)
                                              : step / Parts + (lane < Slices ? lane : 0)].y;
-                    block_ahead = order[(last ? from_next.y : position) + lane];
+                    block_ahead = order[(last ? next.z : position) + lane];
 
                     if (in_flight == Slots) take_back();
                     while (head + total - tail > Units) take_back();
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
                     ++in_flight;
                     if (++slot == Slots) slot = 0;
                 } while (step < end);
-                from = from_next, to = to_next;
+                now = next;
                 tile += gridDim.x;
             }
         } else if (loader <= LoadersB) {  // B: every LoadersB-th item
@@ -150,9 +150,9 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
             int turn = loader - 1;  // items of this tile until the next own one
             while (tile < tiles) {
                 const u32 following = tile + gridDim.x < tiles ? (tile + gridDim.x) % groups : 0;
-                const int2 from_next = group_starts[following], to_next = group_starts[following + 1];
+                const int4 next = plan[following];
                 const int n0 = static_cast<int>(tile / groups) * BN;
-                const int begin = from.x * Parts, end = to.x * Parts;
+                const int begin = now.x * Parts, end = now.y * Parts;
                 int items = cdiv(end - begin, Slices);
                 if (items == 0) items = 1;
                 auto column_at = [&](int item) {
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
                 }
                 turn -= items;
                 items_before += items;
-                from = from_next, to = to_next;
+                now = next;
                 tile += gridDim.x;
             }
         }
@@ -191,6 +191,7 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
         int slot = 0;
         u32 phase = 0;
         for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+            const i64 first_entry = static_cast<i64>(plan[tile % groups].w) * Group + first_block;
             float sums[Blocks][Width / 2] = {};
             u32 flags;
             do {
@@ -268,7 +269,7 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
                     constexpr int Boxes = OnM ? (CCol ? 1 : WgCols / 64) : Blocks;
 #pragma unroll
                     for (int box = 0; box < Boxes; ++box) {
-                        const i64 entry = static_cast<i64>(tile % groups) * Group + first_block + (OnM ? 0 : box);
+                        const i64 entry = first_entry + (OnM ? 0 : box);
                         if (entry < listed) {
                             const i64 block_row = Listed ? static_cast<i64>(row_ids[entry]) : entry;
                             const int row = static_cast<int>(block_row * R + row_offset);
@@ -281,7 +282,7 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
             } else {
 #pragma unroll
                 for (int b = 0; b < Blocks; ++b) {
-                    const i64 entry = static_cast<i64>(tile % groups) * Group + first_block + b;
+                    const i64 entry = first_entry + b;
                     if (entry >= listed) continue;
                     const i64 block_row = Listed ? static_cast<i64>(row_ids[entry]) : entry;
                     const i64 top = block_row * R + row_offset;

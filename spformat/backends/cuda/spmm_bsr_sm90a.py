@@ -6,6 +6,7 @@ The fallback for everything else, and for operands TMA cannot address, is spmm_b
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -58,20 +59,23 @@ def choose_tile(p: Problem) -> Tile:
 class Slices(NamedTuple):
     """What the loaders read: the blocks of each group of block rows, merged by column. Layouts: spmm_bsr_sm90a.cu."""
 
-    group_starts: Any
+    plan: Any
     slices: Any
     order: Any
 
     @property
     def nbytes(self) -> int:
-        return int(self.group_starts.nbytes + self.slices.nbytes + self.order.nbytes)
+        return int(self.plan.nbytes + self.slices.nbytes + self.order.nbytes)
 
 
-def merge_slices(indptr: Any, indices: Any, block_columns: int, group: int) -> Slices:
-    """The slices of each ``group`` consecutive list entries: int32[groups+1, 2], int32[slices+4, 4], int32[nnzb+32].
+def merge_slices(
+    indptr: Any, indices: Any, block_columns: int, group: int, cost: tuple[int, int], stride: int
+) -> Slices:
+    """The slices of each ``group`` consecutive list entries: int32[groups, 4], int32[slices+4, 4], int32[nnzb+32].
 
-    numpy or CuPy, O(nnzb log nnzb); needs at least one block. The arrays are longer than their content, because the
-    loaders read ahead.
+    ``cost``: of a slice and of a block, to tell long groups from short ones; ``stride``: how far apart in the plan the
+    groups stand that one CTA takes one after the other. numpy or CuPy, O(nnzb log nnzb); needs at least one block.
+    Slices and order are longer than their content, because the loaders read ahead.
     """
     xp = namespace(indices)
     blocks, entries = int(indices.size), int(indptr.size) - 1
@@ -88,12 +92,36 @@ def merge_slices(indptr: Any, indices: Any, block_columns: int, group: int) -> S
     slices[:-4, 1] = (
         until[ends - 1] - until[starts] + bit[starts]
     )  # the bits of a slice differ, so their sum is their union
-    group_starts = xp.empty((groups + 1, 2), xp.int32)
-    group_starts[:, 0] = xp.searchsorted(key[starts] // block_columns, xp.arange(groups + 1))
-    group_starts[:, 1] = indptr[xp.minimum(xp.arange(groups + 1) * group, entries)]
+    bounds = xp.searchsorted(key[starts] // block_columns, xp.arange(groups + 1))
+    positions = indptr[xp.minimum(xp.arange(groups + 1) * group, entries)]
+    taken = interleave(cost[0] * xp.diff(bounds) + cost[1] * xp.diff(positions), stride)
+    plan = xp.stack([bounds[:-1][taken], bounds[1:][taken], positions[:-1][taken], taken], axis=1).astype(xp.int32)
     padded = xp.zeros(blocks + 32, xp.int32)
     padded[:-32] = order
-    return Slices(group_starts, slices, padded)
+    return Slices(plan, slices, padded)
+
+
+def interleave(work: Any, stride: int) -> Any:
+    """An order of groups such that those ``stride`` apart, cyclically, are long and short in turn; int64[groups].
+
+    A persistent CTA takes every ``stride``-th group: its sum then comes close to the mean.
+    """
+    xp = namespace(work)
+    n = int(work.size)
+    stride %= n
+    if stride == 0:
+        return xp.arange(n)
+    rank = xp.argsort(-work)
+    index = xp.arange(n)
+    turns = rank[xp.where(index % 2 == 0, index // 2, n - 1 - index // 2)]  # longest, shortest, second longest, ...
+    cycles = math.gcd(stride, n)
+    if n // cycles % 2 == 0:  # pairs of long and short go round the cycles
+        cycle, step = index // 2 % cycles, index // 2 // cycles * 2 + index % 2
+    else:
+        cycle, step = index // (n // cycles), index % (n // cycles)
+    taken = xp.empty(n, xp.int64)
+    taken[(cycle + step * stride) % n] = turns
+    return taken
 
 
 class SpmmBSRHopper:
@@ -201,10 +229,10 @@ def _launcher(a: spmm_bsr.Arrays, p: Problem, tile: Tile) -> tuple[Callable[[lau
     smem = tile.smem(height)
     swizzle = slice_k * _ITEM
     a_map = tensor_map.tiled(pointer, p.a_dtype, (width, blocks * height), (width,), (slice_k, height), swizzle)
-    merged = merge_slices(a.indptr, a.indices, ceil_div(p.K, width), rows // height)
+    processors = _processors(p.device_id)
+    merged = merge_slices(a.indptr, a.indices, ceil_div(p.K, width), rows // height, (cols, height), processors)
     _finish_work()  # synchronize! calls may come on other streams
     fixed = (a_map, a.row_ids if listed else 0, *merged, p.M, entries)
-    processors = _processors(p.device_id)
     groups = ceil_div(entries, rows // height)
     gaps = entries < ceil_div(p.M, height)
     narrow = min(height, 64)
