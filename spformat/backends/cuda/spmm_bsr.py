@@ -51,9 +51,9 @@ class Tile:
 # (tile rows, 16-bit?) -> warps along rows and columns, depth, stages, blocks per SM for the widest tile. Rows between
 # two entries use the next larger one's columns and the same single warp row.
 _WIDE_16 = {
-    16: Tile(16, 128, 64, 1, 4, 3, 4),
-    32: Tile(32, 128, 32, 1, 4, 4, 4),
-    64: Tile(64, 128, 32, 2, 2, 4, 4),
+    16: Tile(16, 256, 32, 1, 8, 4, 3),
+    32: Tile(32, 256, 32, 1, 4, 4, 3),
+    64: Tile(64, 128, 64, 2, 2, 3, 2),
     128: Tile(128, 128, 32, 2, 4, 4, 2),
 }
 _WIDE_32 = {
@@ -80,7 +80,7 @@ def choose_tile(p: Problem) -> Tile:
         tile = table[rows]
     else:
         # An odd number of 16-row pieces: all of them in each warp, the warps side by side.
-        tile = replace(table[16 if rows < 32 else 32], rows=rows, resident=2 if rows <= 64 else 1)
+        tile = replace(table[32], rows=rows, cols=min(table[32].cols, 128), resident=2 if rows <= 64 else 1)
     row_tiles = ceil_div(p.M, height) * ceil_div(height, rows)
     while tile.cols > 16 and (tile.cols >= 2 * max(p.n, 8) or row_tiles * ceil_div(p.n, tile.cols) < _WANTED_BLOCKS):
         tile = replace(tile, cols=tile.cols // 2, warps_n=max(1, min(tile.warps_n, tile.cols // 32)))

@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
     asm volatile("" : "+r"(b_ring));  // keep the address: the compiler would compute it again at every use
     const u32 a_ring = b_ring + Slots * SlotBytes, staging = a_ring + Units * UnitBytes;
     __shared__ __align__(8) u64 barriers[2 * Slots];
-    __shared__ u32 words[Slots][Slices];
+    __shared__ __align__(16) u32 words[Slots][Slices];
     u32 full = shared_address(barriers);
     asm volatile("" : "+r"(full));
     const u32 empty = full + 8 * Slots;
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
     const u32 groups = static_cast<u32>(cdiv<i64>(listed, Group)), tiles = groups * static_cast<u32>(cdiv<i64>(N, BN));
 
     if (warp >= Warps) {  // ---- loaders
-        give_registers<56>();
+        if constexpr (WM * WN == 4) give_registers<56>();
         const int loader = warp - Warps;
         u32 tile = blockIdx.x;
         // Slices and blocks of this tile and the next, known a tile ahead. Steps of k, parts of slices, are counted.
@@ -130,9 +130,12 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
                     for (u32 u = lane; u < total; u += 32)
                         tma::load_2d(a_ring + (head + u) % Units * UnitBytes, a_map, full + 8 * slot, part * SliceK,
                                      (u < 32 ? block : order[first + u]) * R);
-                    if (lane < Slices)
-                        words[slot][lane] = slice_word(mask, (head + before) % Units) | (last && lane == 0 ? last_item : 0);
-                    __syncwarp();
+                    const u32 word = slice_word(mask, (head + before) % Units);
+#pragma unroll
+                    for (int p = 0; p < Slices; ++p) {
+                        const u32 other = __shfl_sync(~0u, word, p);
+                        if (lane == 0) words[slot][p] = p == 0 && last ? other | last_item : other;
+                    }
                     if (lane == 0) barrier::expect(full + 8 * slot, total * UnitBytes);
                     if (lane == slot) units = total;
                     head += total;
@@ -182,12 +185,15 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
             }
         }
     } else {  // ---- consumers
-        take_registers<104>();
+        if constexpr (WM * WN == 4) take_registers<104>();
         const int group = warp / 4, wm = group % WM, wn = group / WM;
         constexpr int Blocks = OnM ? 1 : 128 / R, Width = OnM ? WgCols : R;  // accumulators and their wgmma width
         const int first_block = OnM ? wm * 64 / R : wm * Blocks;
         const u32 row_offset = OnM ? wm * 64 % R : 0;
         const bool leader = threadIdx.x % 128 == 0;
+        const u64 a_ring_rows = wgmma::descriptor(a_ring + row_offset * Line, 0, 8 * Line, Pattern);
+        const u64 x_ring = BCol ? wgmma::descriptor(b_ring + wn * WgCols * Line, 0, 8 * Line, Pattern)
+                                : wgmma::descriptor(b_ring + wn * WgCols / 64 * SliceK * 128, SliceK * 128, 1024, wgmma::B128);
         int slot = 0;
         u32 phase = 0;
         for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
@@ -201,38 +207,31 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
                 for (int p = 0; p < Slices; ++p) word[p] = words[slot][p], any |= word[p] >> first_block;
                 flags = word[0];
                 if (any & ((1u << Blocks) - 1)) {
-                    const u32 units = a_ring + row_offset * Line;
 #pragma unroll
                     for (int p = 0; p < Slices; ++p) {
-                        const u32 b_slice = b_ring + slot * SlotBytes + p * SliceBytes;
-                        const u32 mask = word[p] & 0xffff, base = word[p] >> 16 & 0x7fff;
+                        const u32 mask = word[p] & 0xffff, ahead = __popc(mask & ((1u << first_block) - 1));
+                        u32 unit = ((word[p] >> 16 & 0x7fff) + ahead) % Units * (UnitBytes / 16);
+                        const u64 x_slice = wgmma::advanced(x_ring, slot * (SlotBytes / 16) + p * (SliceBytes / 16));
 #pragma unroll
                         for (int b = 0; b < Blocks; ++b) {
                             if (mask >> (first_block + b) & 1) {
                                 wgmma::fence();
-                                const u32 before = __popc(mask & ((1u << (first_block + b)) - 1));
-                                const u32 a_unit = units + (base + before) % Units * UnitBytes;
 #pragma unroll
                                 for (int k = 0; k < SliceK; k += 16) {
-                                    const u64 a = wgmma::descriptor(a_unit + k * 2, 0, 8 * Line, Pattern);
-                                    if constexpr (BCol) {
-                                        const u64 x =
-                                            wgmma::descriptor(b_slice + wn * WgCols * Line + k * 2, 0, 8 * Line, Pattern);
-                                        if constexpr (OnM) wgmma::ss<T, Width, 0, 0>(sums[b], a, x);
-                                        else wgmma::ss<T, Width, 0, 0>(sums[b], x, a);
-                                    } else {
-                                        const u64 x = wgmma::descriptor(b_slice + (wn * WgCols / 64 * SliceK + k) * 128,
-                                                                        SliceK * 128, 1024, wgmma::B128);
-                                        if constexpr (OnM) wgmma::ss<T, Width, 0, 1>(sums[b], a, x);
-                                        else wgmma::ss<T, Width, 1, 0>(sums[b], x, a);
-                                    }
+                                    const u64 a = wgmma::advanced(a_ring_rows, unit + k / 8);
+                                    const u64 x = wgmma::advanced(x_slice, BCol ? k / 8 : k * 8);
+                                    constexpr int Trans = BCol ? 0 : 1;  // columns of a row-major B are contiguous, not k
+                                    if constexpr (OnM) wgmma::ss<T, Width, 0, Trans>(sums[b], a, x);
+                                    else wgmma::ss<T, Width, Trans, 0>(sums[b], x, a);
                                 }
                                 wgmma::commit();
+                                unit = (unit + UnitBytes / 16) % (Units * UnitBytes / 16);
                             }
                         }
                     }
                     wgmma::wait<0>();
                 }
+                __syncwarp();  // all lanes have read the words
                 if (lane == 0) barrier::arrive(empty + 8 * slot);
                 if (++slot == Slots) slot = 0, phase ^= 1;
             } while (!(flags & last_item));

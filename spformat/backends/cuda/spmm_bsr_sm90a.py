@@ -20,6 +20,7 @@ _SIZES = (16, 32, 64, 128)
 _ITEM = 2
 _INT32_MAX = 2**31 - 1
 _PROCESSORS = 132
+_FEWEST_TILES = 64
 _SIGNATURE = (tensor_map.TensorMap, *"PPPPqq", tensor_map.TensorMap, tensor_map.TensorMap, *"Pqq")
 
 
@@ -49,11 +50,21 @@ class Tile:
 
 
 def choose_tile(p: Problem) -> Tile:
-    """The tile for a problem: a few block rows and many columns. Narrow blocks come as many small boxes of B."""
+    """The tile for a problem: a few block rows and many columns, half as many where C is small."""
     height, width = p.p["blocksize"]
-    if height >= 64:
-        return Tile(2, 2, 4, 32768, 1) if height == 64 else Tile(2, 2, 3, 65536, 1)
-    return Tile(1, 4, 4, 32768, 3 if width < 64 else 1)
+    loaders = 3 if width < 64 else 1  # narrow blocks come as many small boxes of B
+    if height == 128:
+        wide, narrow = Tile(2, 2, 3, 65536, loaders), Tile(2, 1, 5, 65536, loaders)
+    elif height == 64:
+        wide, narrow = Tile(2, 2, 4, 32768, loaders), Tile(2, 1, 6, 32768, loaders)
+    else:
+        wide, narrow = Tile(1, 4, 4, 32768, loaders), Tile(1, 2, 6, 32768, loaders)
+    return wide if _tiles(p, wide) >= _PROCESSORS else narrow
+
+
+def _tiles(p: Problem, tile: Tile) -> int:
+    rows, cols = tile.extent(p.p["blocksize"][0])
+    return ceil_div(p.M, rows) * ceil_div(p.n, cols)
 
 
 class Slices(NamedTuple):
@@ -182,13 +193,13 @@ def _too_small(p: Problem) -> list[tuple[bool, str]]:
     height = p.p["blocksize"][0]
     if height not in _SIZES:
         return []
-    rows, cols = choose_tile(p).extent(height)
-    tiles = ceil_div(p.M, rows) * ceil_div(p.n, cols)
+    tile = choose_tile(p)
+    (rows, cols), tiles = tile.extent(height), _tiles(p, tile)
     return [
         (p.n < cols, f"N = {p.n} is narrower than a tile of {rows}x{cols}; spmm_bsr has narrow tiles"),
         (
-            tiles < _PROCESSORS,
-            f"C has {tiles} tiles of {rows}x{cols}, fewer than {_PROCESSORS}; spmm_bsr has smaller ones",
+            tiles < _FEWEST_TILES,
+            f"C has {tiles} tiles of {rows}x{cols}, below {_FEWEST_TILES}; spmm_bsr has small tiles",
         ),
     ]
 

@@ -22,8 +22,12 @@ enum Swizzle : u32 { NONE = 0, B128 = 1, B64 = 2, B32 = 3 };
 // n-contiguous ("MN-major", Trans = 1) tiles: a swizzle row holds 64 (B128) values of one k; `stride` = bytes between
 // groups of 8 k, `leading` = bytes between neighbouring groups of 64 values along the row or column axis.
 __device__ __forceinline__ u64 descriptor(u32 address, u32 leading, u32 stride, Swizzle swizzle) {
-    return static_cast<u64>((address & 0x3FFFF) >> 4) | static_cast<u64>((leading & 0x3FFFF) >> 4) << 16 |
-           static_cast<u64>((stride & 0x3FFFF) >> 4) << 32 | static_cast<u64>(swizzle) << 62;
+    return static_cast<u64>(leading >> 4 << 16 | address >> 4) |
+           static_cast<u64>(stride >> 4 | static_cast<u32>(swizzle) << 30) << 32;
+}
+// The same operand `sixteenths` times 16 bytes further; cheaper than a new descriptor.
+__device__ __forceinline__ u64 advanced(u64 descriptor, u32 sixteenths) {
+    return (descriptor & 0xffffffff00000000ull) | (static_cast<u32>(descriptor) + sixteenths);
 }
 
 // Before the first instruction: registers and shared memory written by this thread become visible to the tensor cores.
