@@ -130,54 +130,28 @@ def test_product_with_ldmatrix_operands(tile, selector):
             assert np.array_equal(by_column, b)
 
 
-def test_register_order_of_sm90a(tile):
-    """fragments[T][b][s][4g+t] word r: the operand of wgmma.sp and mma.sp, one 16-byte load a lane."""
-    values = tile[0]
-    line = K // 2
-    for row_tile in range(M // 16):
-        for block in range(K // 64):
-            for s in range(2):
-                r = np.arange(4)[None, :]
-                row = 16 * row_tile + G[:, None] + 8 * (r % 2)
-                col = 32 * block + 16 * s + 2 * T[:, None] + 8 * (r // 2)
-                assert col.max() < line
-                loaded = np.stack([values[row, col], values[row, col + 1]], -1)
-                assert np.array_equal(loaded, a_registers(values, 16 * row_tile, 32 * block + 16 * s))
-
-
-def transpose_nibbles(e: np.ndarray) -> np.ndarray:
-    """spmm_two_four_tokens.cu, two exchanges inside each quad."""
-    p = e[LANE ^ 1]
-    odd = T & 1 == 1
-    e = np.where(odd, (e & 0xF0F0F0F0) | (p >> 4 & 0x0F0F0F0F), (e & 0x0F0F0F0F) | (p << 4 & 0xF0F0F0F0))
-    p = e[LANE ^ 2]
-    upper = T & 2 == 2
-    return np.where(upper, (e & 0xFF00FF00) | (p >> 8 & 0x00FF00FF), (e & 0x00FF00FF) | (p << 8 & 0xFF00FF00))
-
-
-def test_product_with_streamed_values(tile):
-    """Few columns: 16 values a lane straight from row-major storage, groups and rows of B permuted alike."""
+def test_records(tile):
+    """two_four_records.cu: 288 words per 16 rows and 64 columns feed both products of a slab, 16 and 4 bytes a lane."""
     values, _, words, dense = tile
+    pairs = values.reshape(M, K // 4, 2)  # what the kernel reads as u32
     B = np.random.default_rng(2).integers(-9, 10, (K, 8))
-    for row_tile in range(M // 16):
-        for block in range(K // 64):
-            row, col = 16 * row_tile, 32 * block
-            low = np.stack([values[row + G, col + 8 * T + x] for x in range(8)], -1).reshape(32, 4, 2)
-            high = np.stack([values[row + 8 + G, col + 8 * T + x] for x in range(8)], -1).reshape(32, 4, 2)
-            e = transpose_nibbles(metadata(words, row_tile, block).astype(np.int64))
-            D = np.zeros((16, 8), np.int64)
-            for m in range(2):
-                a = np.stack([low[:, 2 * m], high[:, 2 * m], low[:, 2 * m + 1], high[:, 2 * m + 1]], 1)
-                j, i = LANE // 8, LANE % 8
-                k = 64 * block + 16 * ((2 * j + i // 4) % 4) + 4 * (j // 2) + i % 4 + 8 * m
-                b = ldmatrix(B[k], transposed=True)
-                r = np.arange(4)[None, :]
-                lane_k = 64 * block + 16 * (T[:, None] // 2) + 2 * (T[:, None] % 2)
-                k_pair = lane_k + 32 * (r % 2) + 8 * m + 4 * (r // 2)
-                assert np.array_equal(b, np.stack([B[k_pair, G[:, None]], B[k_pair + 1, G[:, None]]], -1))
-                D += mma_sp(a, b, e, m)
-            k = slice(64 * block, 64 * block + 64)
-            assert np.array_equal(D, dense[row : row + 16, k] @ B[k])
+    for record in range(M // 16 * (K // 64)):
+        row_tile, block = divmod(record, K // 64)
+        thread = np.arange(64)  # one per 16 bytes of values
+        s, g, t = thread // 32, thread % 32 // 4, thread % 4
+        line, first = 16 * row_tile + g, 16 * block + 8 * s + t
+        loaded = np.stack([pairs[line + 8 * (r % 2), first + 4 * (r // 2)] for r in range(4)], 1)
+        for r in range(4):  # the documented place of word r
+            columns = 32 * block + 16 * s + 2 * t + 8 * (r // 2)
+            assert np.array_equal(loaded[:, r, 0], values[16 * row_tile + g + 8 * (r % 2), columns])
+            assert np.array_equal(loaded[:, r, 1], values[16 * row_tile + g + 8 * (r % 2), columns + 1])
+        D = np.zeros((16, 8), np.int64)
+        for s in range(2):
+            assert np.array_equal(loaded[32 * s : 32 * s + 32], a_registers(values, 16 * row_tile, 32 * block + 16 * s))
+            b = ldmatrix(B[64 * block + 32 * s + LANE], transposed=True)
+            D += mma_sp(loaded[32 * s : 32 * s + 32], b, metadata(words, row_tile, block), s)
+        k = slice(64 * block, 64 * block + 64)
+        assert np.array_equal(D, dense[16 * row_tile : 16 * row_tile + 16, k] @ B[k])
 
 
 def swizzled(line_bytes: int, row: np.ndarray, chunk: np.ndarray) -> np.ndarray:
@@ -185,14 +159,6 @@ def swizzled(line_bytes: int, row: np.ndarray, chunk: np.ndarray) -> np.ndarray:
     chunks = min(line_bytes // 16, 8)
     rows = 8 // chunks
     return row * line_bytes + ((chunk ^ row // rows % chunks) * 16)
-
-
-def b_row(column_tiles: int, k: np.ndarray, chunk: np.ndarray) -> np.ndarray:
-    """spmm_two_four_tokens.cu."""
-    r = (k & 3) | (k >> 2 & 4)
-    if column_tiles == 1:
-        return (k ^ (r & 4)) * 16
-    return k * (column_tiles * 16) + ((chunk ^ r // (8 // column_tiles)) * 16)
 
 
 def assert_no_conflict(addresses: np.ndarray) -> None:
@@ -207,21 +173,6 @@ def test_swizzle_is_a_permutation_without_conflicts(line_bytes):
     assert np.array_equal(np.sort(at.ravel()), np.arange(at.size) * 16)
     assert_no_conflict(at.T.reshape(-1, 8, 8))
     # A kernel steps k or n chunks by exclusive or on a lane's address, and rows by whole groups of eight.
-    if line_bytes >= 64:
-        steps = np.arange(min(line_bytes // 16, 4))
-        assert np.array_equal(swizzled(line_bytes, row[:, :1], steps[None]), at[:, :1] ^ steps[None] * 16)
+    steps = np.arange(min(line_bytes // 16, 8))
+    assert np.array_equal(at[:, : len(steps)], at[:, :1] ^ steps[None] * 16)
     assert np.array_equal(at[8:], at[:-8] + 8 * line_bytes)
-
-
-@pytest.mark.parametrize("column_tiles", [1, 2, 4, 8])
-def test_streamed_rows_of_b_do_not_conflict(column_tiles):
-    k, chunk = np.indices((64, column_tiles))
-    at = b_row(column_tiles, k, chunk)
-    assert np.array_equal(np.sort(at.ravel()), np.arange(at.size) * 16)
-    j, i = LANE // 8, LANE % 8
-    first = 16 * ((2 * j + i // 4) % 4) + 4 * (j // 2) + i % 4
-    for m in range(2):
-        for n in range(column_tiles):
-            kernel = m * 8 * column_tiles * 16 + (b_row(column_tiles, first, 0 * first) ^ n * 16 * (column_tiles > 1))
-            assert np.array_equal(kernel, b_row(column_tiles, first + 8 * m, 0 * first + n))
-            assert_no_conflict(kernel)

@@ -16,6 +16,8 @@ from .spmm_sr_bcrs import SpmmSRBCRS
 from .spmm_sr_bcrs_sm90a import SpmmSRBCRSHopper
 from .spmm_sr_bcrs_tc import SpmmSRBCRSTensor
 from .spmm_two_four import SpmmTwoFour
+from .spmm_two_four_sm90a import SpmmTwoFourSm90a
+from .spmm_two_four_tokens import SpmmTwoFourTokens
 from .spmm_vector_nm import SpmmVectorNM
 from .spmm_vector_nm_mma import SpmmVectorNMTensor
 from .spmm_vector_nm_sm90a import SpmmVectorNMSm90a
@@ -31,6 +33,8 @@ KERNELS: tuple[Kernel, ...] = (
     SpmmSRBCRS(),
     SpmmBitmaskTensor(),
     SpmmBitmask(),
+    SpmmTwoFourSm90a(),
+    SpmmTwoFourTokens(),
     SpmmTwoFour(),
     SpmmVectorNMSm90a(),
     SpmmVectorNMTensor(),

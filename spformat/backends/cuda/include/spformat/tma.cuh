@@ -136,6 +136,18 @@ __device__ __forceinline__ void sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// Address of `shared` in block `rank` of the cluster, and a load from such an address.
+__device__ __forceinline__ u32 map(u32 shared, u32 rank) {
+    u32 remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared), "r"(rank));
+    return remote;
+}
+__device__ __forceinline__ float load(u32 remote) {
+    float x;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(remote) : "memory");
+    return x;
+}
+
 }  // namespace cluster
 
 // Register budget of the calling warpgroup (multiples of 8, 24..256); all its warps call it.

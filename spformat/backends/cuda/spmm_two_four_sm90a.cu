@@ -1,0 +1,228 @@
+// C[M,N] = A[M,K] @ B[K,N], A 2:4 sparse (format two-four), by wgmma.sp with A in registers. sm_90a only.
+//
+//   weights    u32[Mp/16 * Kp/64 + SPARE, 288]  records of two_four_records.cu; Mp = pad(M, 32), Kp = pad(K, 64);
+//                                          up to Span - 1 records behind the last one of a row of tiles are read, not used
+//   b_map      tensor map of B: rows of N (BCol: of K), 16-byte aligned pitch, boxes of 64 x BOX_Y, 128-byte swizzle
+//   c          Out[M, N]                   row i at c + i*ldc (CCol: column n at c + n*ldc); every element is written
+//
+// Every peer brings A through shared memory, whose 128 bytes a clock then limit wgmma.sp. Here the weights are laid out once,
+// when the plan is made, in the order of the registers: each warp reads its operand with contiguous 512-byte loads, straight
+// from L2, and only B passes through shared memory (TMA, shared by the thread blocks of a cluster through multicast).
+//
+// Grid: persistent; a cluster of Cluster blocks takes Cluster row tiles of TM rows with the same TN columns, tile after tile.
+// With Splits > 1 it has Splits times as many, each part takes a range of K, part 0 adds up, and there is one tile a cluster.
+// Warpgroup 0 issues copies of B, Stages slabs of 64 rows ahead; the other WG warpgroups each multiply 64*MT rows. Weights
+// come in spans of Span slabs: one is multiplied while the next travels. All loads of a warp share one hardware
+// scoreboard, so that waiting for some means waiting for all; hence no load may be younger than the span it waits for.
+#include "spformat/staged_store.cuh"
+#include "spformat/tma.cuh"
+#include "spformat/wgmma.cuh"
+
+using namespace spformat;
+
+constexpr int DEPTH = 64;    // columns of A in a slab
+constexpr int RECORD = 288;  // words
+
+__device__ __forceinline__ uint4 stream_16(const u32* p) {
+    uint4 x;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p));
+    return x;
+}
+__device__ __forceinline__ u32 stream_4(const u32* p) {
+    u32 x;
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(x) : "l"(p));
+    return x;
+}
+
+template <class T, class Out, int WG, int MT, int TN, int Stages, int Span, int Cluster, int Splits, int Group, bool BCol,
+          bool CCol>
+__global__ void __cluster_dims__(Cluster * Splits, 1, 1) __launch_bounds__((WG + 1) * 128, 1)
+spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_constant__ TensorMap b_map,
+                    Out* __restrict__ c, int N, i64 ldc) {
+    constexpr int TM = 64 * MT * WG, SLAB = DEPTH * TN * 2, S = Stages, PANEL = 64;
+    constexpr int SCRATCH = store_m16_scratch<Out, PANEL / 8>;
+    // A block issues 1/Cluster of each slab of B: a range of k of every 64-column panel; BCol: a range of columns.
+    constexpr int BOX_Y = (BCol ? TN : DEPTH) / Cluster;
+    static_assert(TN % PANEL == 0 && BOX_Y % 8 == 0, "boxes are whole 8-line groups of the swizzle");
+    static_assert(S >= 2, "copies must run ahead of the product");
+    extern __shared__ __align__(1024) char shared[];
+    __shared__ __align__(8) u64 barriers[2 * S];  // full, then empty
+
+    const u32 ring = (shared_address(shared) + 1023) & ~1023u;
+    const u32 full = shared_address(barriers), empty = full + 8 * S;
+    const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int block = Cluster * Splits > 1 ? int(cluster::rank()) : 0, rank = block % Cluster, part = block / Cluster;
+    const int slabs = cdiv(K, DEPTH), begin = int(i64(slabs) * part / Splits);
+    const int count = int(i64(slabs) * (part + 1) / Splits) - begin;  // slabs of this part
+    const int tiles_n = cdiv(N, TN), units_m = cdiv(cdiv(M, TM), Cluster);
+    const i64 units = i64(units_m) * tiles_n;
+
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < S; ++s) {
+            barrier::init(full + 8 * s, 1);
+            barrier::init(empty + 8 * s, WG * Cluster);
+        }
+        barrier::fence_init();
+        tma::prefetch(b_map);
+    }
+    if constexpr (Cluster * Splits > 1) cluster::sync();
+    else __syncthreads();
+
+    // Unit -> first row of this block's tile and first column; Group units that share columns of B go together.
+    auto place = [&](i64 unit, int& row0, int& col0) {
+        const i64 per_group = i64(Group) * tiles_n;
+        const int first = int(unit / per_group) * Group, at = int(unit % per_group);
+        const int height = min(Group, units_m - first);
+        row0 = ((first + at % height) * Cluster + rank) * TM;
+        col0 = at / height * TN;
+    };
+
+    if (warpgroup == 0) {
+        give_registers<24>();
+        if (warp == 0 && lane == 0) {
+            int stage = 0, phase = 0;
+            for (i64 unit = blockIdx.x / (Cluster * Splits); unit < units; unit += gridDim.x / (Cluster * Splits)) {
+                int row0, col0;
+                place(unit, row0, col0);
+                for (int slab = begin; slab < begin + count; ++slab) {
+                    barrier::wait(empty + 8 * stage, phase ^ 1);
+                    barrier::expect(full + 8 * stage, SLAB);
+#pragma unroll
+                    for (int x = 0; x < (BCol ? 1 : TN); x += PANEL) {
+                        const u32 to = ring + stage * SLAB + x * (DEPTH * 2) + rank * (BOX_Y * 128);
+                        const int first = BCol ? slab * DEPTH : col0 + x;
+                        const int line = (BCol ? col0 : slab * DEPTH) + rank * BOX_Y;
+                        if constexpr (Cluster > 1)
+                            tma::load_2d_multicast(to, b_map, full + 8 * stage, first, line,
+                                                   u16(((1 << Cluster) - 1) << (part * Cluster)));
+                        else tma::load_2d(to, b_map, full + 8 * stage, first, line);
+                    }
+                    if (++stage == S) stage = 0, phase ^= 1;
+                }
+            }
+        }
+        __syncwarp();
+        if constexpr (Splits > 1) {  // the two of the sum below
+            cluster::sync();
+            cluster::sync();
+        }
+    } else {
+        take_registers<WG == 3 ? 160 : 240>();
+        const int tiles_m16 = cdiv(M, 32) * 2;
+        const int warp_row = (warpgroup - 1) * (64 * MT) + warp % 4 * 16;
+        char* scratch = shared + (ring - shared_address(shared)) + S * SLAB + (warp - 4) * SCRATCH;
+        const bool c_vector = vector_aligned(c, ldc);
+
+        uint4 a[2][Span][MT][2];
+        u32 e[2][Span][MT];
+        const u32* from[MT];
+        auto fetch = [&](int half) {
+#pragma unroll
+            for (int m = 0; m < MT; ++m) {
+#pragma unroll
+                for (int i = 0; i < Span; ++i) {
+                    a[half][i][m][0] = stream_16(from[m] + i * RECORD + lane * 4);
+                    a[half][i][m][1] = stream_16(from[m] + i * RECORD + lane * 4 + 128);
+                    e[half][i][m] = stream_4(from[m] + i * RECORD + lane + 256);
+                }
+                from[m] += Span * RECORD;
+            }
+        };
+        auto start = [&](int row0) {  // rows at or beyond Mp repeat the last tile; they are never written
+#pragma unroll
+            for (int m = 0; m < MT; ++m)
+                from[m] = weights + (i64(min((row0 + warp_row + m * 64) / 16, tiles_m16 - 1)) * slabs + begin) * RECORD;
+            fetch(0);
+        };
+        auto release = [&](int stage) {
+            if constexpr (Cluster > 1) {
+                if (threadIdx.x % 128 < Cluster) barrier::arrive_remote(empty + 8 * stage, part * Cluster + threadIdx.x % 128);
+            } else if (threadIdx.x % 128 == 0) {
+                barrier::arrive(empty + 8 * stage);
+            }
+        };
+
+        int stage = 0, phase = 0, row0, col0;
+        i64 unit = blockIdx.x / (Cluster * Splits);
+        if (unit < units) {
+            place(unit, row0, col0);
+            start(row0);
+        }
+        while (unit < units) {
+            float acc[MT][TN / 2];
+#pragma unroll 1
+            for (int base = 0; base < count; base += 2 * Span) {
+#pragma unroll
+                for (int i = 0; i < 2 * Span; ++i) {
+                    const int half = i / Span, slab = base + i;
+                    if (slab >= count) break;
+                    barrier::wait(full + 8 * stage, phase);
+                    const u32 tile = ring + stage * SLAB;
+                    wgmma::fence();
+#pragma unroll
+                    for (int s = 0; s < 2; ++s) {
+                        const u64 b = BCol ? wgmma::descriptor(tile + s * 64, 0, 1024, wgmma::B128)
+                                           : wgmma::descriptor(tile + s * 4096, DEPTH * 128, 1024, wgmma::B128);
+#pragma unroll
+                        for (int m = 0; m < MT; ++m) {
+                            const uint4 x = a[half][i % Span][m][s];
+                            const u32 v[4] = {x.x, x.y, x.z, x.w};
+                            if (s == 0) wgmma::sp_rs<T, TN, 0, !BCol>(acc[m], v, b, e[half][i % Span][m], slab > 0);
+                            else wgmma::sp_rs<T, TN, 1, !BCol>(acc[m], v, b, e[half][i % Span][m], 1);
+                        }
+                    }
+                    wgmma::commit();
+                    wgmma::wait<1>();  // the product before this one is done: its stage and its registers are free
+                    if (slab > 0) release(stage == 0 ? S - 1 : stage - 1);
+                    if (i % Span == 0 && slab + Span < count) fetch(half ^ 1);
+                    if (++stage == S) stage = 0, phase ^= 1;
+                }
+            }
+            wgmma::wait<0>();
+#pragma unroll
+            for (int m = 0; m < MT; ++m) wgmma::pin(acc[m]);
+            release(stage == 0 ? S - 1 : stage - 1);
+            const int row = row0 + warp_row, col = col0;
+            unit += gridDim.x / (Cluster * Splits);
+            if (unit < units) {  // the next tile's first registers travel while this one is stored
+                place(unit, row0, col0);
+                start(row0);
+            }
+            if constexpr (Splits > 1) {
+                // The stages are free: all copies have landed, and all warps have read them. A slot per thread and value.
+                constexpr int SLOTS = WG * 128;
+                static_assert(SLOTS * MT * TN * 2 <= S * SLAB, "the sums fit into the stages");
+                named_barrier(1, SLOTS);
+                float* sums = reinterpret_cast<float*>(shared + (ring - shared_address(shared))) + threadIdx.x - 128;
+                if (part > 0) {
+#pragma unroll
+                    for (int m = 0; m < MT; ++m)
+#pragma unroll
+                        for (int i = 0; i < TN / 2; ++i) sums[(m * (TN / 2) + i) * SLOTS] = acc[m][i];
+                }
+                cluster::sync();
+                if (part == 0) {
+#pragma unroll
+                    for (int p = 1; p < Splits; ++p) {
+                        const u32 peer = cluster::map(shared_address(sums), p * Cluster + rank);
+#pragma unroll
+                        for (int m = 0; m < MT; ++m)
+#pragma unroll
+                            for (int i = 0; i < TN / 2; ++i)
+                                acc[m][i] += cluster::load(peer + (m * (TN / 2) + i) * (SLOTS * 4));
+                    }
+                }
+                cluster::sync();  // peers keep their sums until here
+                if (part > 0) break;
+            }
+#pragma unroll
+            for (int m = 0; m < MT; ++m)
+#pragma unroll
+                for (int n = 0; n < TN; n += PANEL)
+                    store_m16<Out, CCol, PANEL / 8>(acc[m] + n / 2, scratch, c, ldc, row + m * 64, col + n, M, N, c_vector);
+        }
+        __syncwarp();
+    }
+    if constexpr (Cluster * Splits > 1) cluster::sync();  // peers may still copy to, and arrive in, this block's shared memory
+}

@@ -1,0 +1,155 @@
+"""SpMM on 2:4 weights with wgmma.sp, weights in registers, B by TMA; sm_90a only.  Kernel: spmm_two_four_sm90a.cu."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...arrays import ceil_div
+from ...dtypes import VALUE_TYPES
+from ...problem import COL, Plan, Problem, reasons
+from . import jit, tensor_map
+from .launch import Launch, Operands, device_plan
+from .occupancy import max_clusters
+from .spmm_two_four import DEPTH, KERNEL_ORDERS, c_type, launcher, mma_reasons
+from .two_four_records import TwoFourRecords
+
+SOURCE, ARCH = "spmm_two_four_sm90a.cu", "sm_90a"
+WARPGROUPS = 2  # that multiply; one more copies
+SUM_US = 5.5  # of adding one part of K
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Two warpgroups of ``64 * row_tiles`` rows, ``cols`` columns, ``stages`` slabs of B, ``span`` of weights ahead.
+
+    ``cluster`` blocks share each slab of B; ``splits`` such groups, in one cluster, share K.
+    """
+
+    row_tiles: int
+    cols: int
+    stages: int
+    span: int
+    cluster: int
+    splits: int
+    group: int
+    slab_us: float
+    """us a slab takes on a full machine, measured on an H200 at 4096^3."""
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.row_tiles * WARPGROUPS
+
+    @property
+    def blocks(self) -> int:
+        """Of a thread block cluster."""
+        return self.cluster * self.splits
+
+    def smem(self, out_bytes: int) -> int:
+        """bytes: slabs of B, the epilogue's staging of 16 x 64 values a warp, room to align to 1024."""
+        return self.stages * DEPTH * self.cols * 2 + 4 * WARPGROUPS * 16 * 64 * out_bytes + 1024
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.cols}x{DEPTH} cluster {self.cluster} split {self.splits}"
+
+
+TILES = (
+    Tile(1, 256, 6, 3, 2, 1, 8, 0.49),
+    Tile(2, 128, 8, 2, 2, 1, 4, 0.57),
+    Tile(1, 128, 8, 4, 2, 1, 8, 0.29),
+    Tile(1, 64, 8, 4, 1, 1, 8, 0.235),
+    Tile(1, 128, 8, 4, 1, 2, 8, 0.36),
+    Tile(1, 64, 8, 4, 1, 2, 8, 0.235),
+)
+
+
+def choose(M: int, n: int, K: int, sms: int) -> Tile:
+    """The tile with the least estimated time: waves of clusters x slabs, and the cost of adding a part of K."""
+    slabs = ceil_div(K, DEPTH)
+
+    def cost(t: Tile) -> float:
+        clusters, at_once = ceil_div(M, t.rows * t.cluster) * ceil_div(max(n, 1), t.cols), sms // t.blocks
+        if t.splits > 1 and (clusters > at_once or slabs < 8 * t.splits):
+            return float("inf")
+        return ceil_div(clusters, at_once) * slabs / t.splits * t.slab_us + SUM_US * (t.splits - 1)
+
+    return min(TILES, key=cost)
+
+
+class SpmmTwoFourSm90a:
+    """C = A @ B for ``TwoFour`` A on Hopper.
+
+    The plan owns a copy of the weights in register order (9/8 * Mp * Kp bytes). TMA needs B on a 16-byte boundary with
+    a pitch of a multiple of 16 bytes; a call with another B runs the sm_80 kernel.
+    """
+
+    name = "cuda.spmm_two_four_sm90a"
+    formats = frozenset({"two-four"})
+
+    def unsupported(self, p: Problem) -> list[str]:
+        return mma_reasons(p, 80) + reasons(
+            (p.sm != 90, f"needs sm_90 (wgmma), got {p.sm_name}"),
+            (p.K == 0, "K is 0: no tensor map of an empty B"),
+            (p.b_layout == COL and p.K % 8, f"TMA needs column-major B with K a multiple of 8, got K = {p.K}"),
+        )
+
+    def instances(self) -> tuple[str, ...]:
+        """C++ names that the compile tests build."""
+        p = Problem("two-four", (), 1, 1, 0, 0, "bfloat16", "bfloat16", "bfloat16")
+        wide = replace(p, a_dtype="float16", out_dtype="float32", b_layout=COL, out_layout=COL)
+        return _instance(TILES[0], p), _instance(TILES[1], wide), _instance(TILES[-1], wide)
+
+    def plan(self, a: Any, p: Problem) -> Plan:
+        import cupy
+
+        b_col = p.b_layout == COL
+        tile = choose(p.M, p.n, p.K, cupy.cuda.Device(p.device_id).attributes["MultiProcessorCount"])
+        item = VALUE_TYPES[p.b_dtype].numpy.itemsize
+        smem = tile.smem(VALUE_TYPES[p.out_dtype].numpy.itemsize)
+        threads = 128 * (WARPGROUPS + 1)
+        function = jit.load(SOURCE, _instance(tile, p), ARCH, p.device_id, smem)
+        weights = TwoFourRecords().of(a, p)
+        if a.meta_order not in KERNEL_ORDERS:
+            a = a.with_meta_order("ldmatrix")
+        data, meta, order = a.data, a.meta, a.meta_order  # not a: plans must not keep the matrix alive
+        signature = ("P", "i", "i", tensor_map.TensorMap, "P", "i", "q")
+        with cupy.cuda.Device(p.device_id):
+            resident = max_clusters(function, tile.blocks, threads, smem)
+        launch = Launch(function, signature, (weights, p.M, p.K), threads, smem)
+        cluster_rows = ceil_div(p.M, tile.rows * tile.cluster)
+        box = (DEPTH, (tile.cols if b_col else DEPTH) // tile.cluster)
+
+        @functools.lru_cache(maxsize=16)
+        def map_of(b: int, n: int, ldb: int) -> tensor_map.TensorMap:
+            extents = (p.K, n) if b_col else (n, p.K)
+            return tensor_map.tiled(b, p.b_dtype, extents, (ldb,), box, 128)
+
+        @functools.lru_cache(maxsize=1)
+        def unaligned() -> Callable[[Operands], None]:
+            return launcher(data, meta, order, p)[0]
+
+        def run(o: Operands) -> None:
+            if not tensor_map.aligned(o.b, o.ldb, item):
+                return unaligned()(o)
+            clusters = cluster_rows * ceil_div(o.n, tile.cols)
+            grid = (clusters if tile.splits > 1 else min(clusters, resident)) * tile.blocks
+            launch((grid, 1, 1), o.stream, map_of(o.b, o.n, o.ldb), o.c, o.n, o.ldc)
+
+        return device_plan(self.name, p, run, str(tile), int(weights.nbytes))
+
+
+def _instance(tile: Tile, p: Problem) -> str:
+    shape = (
+        WARPGROUPS,
+        tile.row_tiles,
+        tile.cols,
+        tile.stages,
+        tile.span,
+        tile.cluster,
+        tile.splits,
+        tile.group,
+    )
+    flags = ", ".join(str(f).lower() for f in (p.b_layout == COL, p.out_layout == COL))
+    return f"spmm_two_four_sm90a<{c_type(p.a_dtype)}, {c_type(p.out_dtype)}, {str(shape)[1:-1]}, {flags}>"

@@ -1,0 +1,188 @@
+"""The 2:4 tensor-core kernels: what they refuse (no GPU), exact products on a GPU in every layout and ragged shape."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from spformat import convert
+from spformat.backends.cuda import spmm_two_four, spmm_two_four_sm90a, spmm_two_four_tokens
+from spformat.backends.cuda.spmm_two_four import SpmmTwoFour
+from spformat.backends.cuda.spmm_two_four_sm90a import SpmmTwoFourSm90a
+from spformat.backends.cuda.spmm_two_four_tokens import SpmmTwoFourTokens
+from spformat.backends.cuda.two_four_records import SPARE
+from spformat.dtypes import VALUE_TYPES
+from spformat.preprocess import masks
+from spformat.problem import Problem, tile_class
+
+KERNELS: tuple[Any, ...] = (SpmmTwoFour(), SpmmTwoFourTokens(), SpmmTwoFourSm90a())
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def problem(rows: int, columns: int, N: int, **changes: Any) -> Problem:
+    base = Problem(
+        "two-four", (("meta_order", "ldmatrix"),), rows, columns, tile_class(N), rows * columns // 2,
+        "bfloat16", "bfloat16", "bfloat16", device="cuda", sm=90,
+    )  # fmt: skip
+    return dataclasses.replace(base, **changes)
+
+
+# ------------------------------------------------------------------ decisions, without a GPU
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"format": "bsr"}, "takes two-four"),
+        ({"device": "cpu", "sm": None}, ".to('cuda')"),
+        ({"a_dtype": "float32"}, "a.dtype"),
+        ({"b_dtype": "float16"}, "b.dtype"),
+        ({"out_dtype": "float16"}, "out.dtype"),
+        ({"sm": 75}, "sm_7"),
+        ({"K": 1 << 24}, "below 2^24"),
+    ],
+)
+def test_refusals(kernel: Any, changes: dict[str, Any], word: str) -> None:
+    assert kernel.unsupported(problem(64, 64, 16)) == []
+    assert any(word in reason for reason in kernel.unsupported(problem(64, 64, 16, **changes)))
+
+
+def test_refusals_of_the_special_kernels() -> None:
+    assert SpmmTwoFourTokens().unsupported(problem(64, 64, 64)) == []
+    assert "at most 64 columns" in SpmmTwoFourTokens().unsupported(problem(64, 64, 65))[0]
+    assert "wgmma" in SpmmTwoFourSm90a().unsupported(problem(64, 64, 512, sm=100))[0]
+    assert "multiple of 8" in SpmmTwoFourSm90a().unsupported(problem(64, 63, 512, b_layout="col"))[0]
+    assert "K is 0" in SpmmTwoFourSm90a().unsupported(problem(64, 0, 512))[0]
+
+
+def test_tiles_fit_and_follow_the_shape() -> None:
+    for smem in (99 * 1024, 163 * 1024, 227 * 1024):
+        assert spmm_two_four.choose(4096, 4096, 108, smem).smem <= smem
+    assert spmm_two_four.choose(4096, 4096, 132, 227 * 1024).rows == 256
+    assert spmm_two_four.choose(64, 64, 132, 227 * 1024).rows == 64
+    for tile in spmm_two_four_sm90a.TILES:
+        assert tile.smem(4) <= 227 * 1024
+        assert tile.span - 1 <= SPARE
+    for column_tiles, tile in spmm_two_four_tokens.TILES.items():
+        assert tile.step - 1 <= SPARE
+        assert 2 * (tile.smem(column_tiles) + 1024) <= 228 * 1024  # two blocks on a multiprocessor
+
+
+@pytest.mark.parametrize(("tiles", "K"), [(1, 64), (32, 4096), (112, 4096), (1, 1 << 20), (4000, 4096)])
+def test_splits(tiles: int, K: int) -> None:
+    count = spmm_two_four_tokens.splits(tiles, K, 132)
+    assert count in (1, 2, 4, 8)
+    assert count == 1 or 4 * count <= K // 64
+
+
+# ------------------------------------------------------------------ products, on a GPU
+
+LAYOUTS = [("row", "row"), ("row", "col"), ("col", "row"), ("col", "col")]
+SHAPES = [
+    (1, 1, 1), (7, 17, 7), (17, 33, 17), (33, 7, 1000), (1000, 1000, 33), (40, 66, 24), (300, 200, 152),
+    (64, 130, 64), (700, 328, 520), (40, 0, 24),
+]  # fmt: skip
+
+
+def to_device(x: np.ndarray) -> Any:
+    cupy = pytest.importorskip("cupy")
+    flat = cupy.asarray(np.ascontiguousarray(x).view(np.uint8 if x.dtype.itemsize == 1 else f"u{x.dtype.itemsize}"))
+    return flat.view(x.dtype)
+
+
+def to_host(x: Any) -> np.ndarray:
+    return x.view(f"u{x.dtype.itemsize}").get().view(x.dtype)
+
+
+def matrix(values: np.ndarray, layout: str, gap: int) -> Any:
+    """``values`` on the device with ``gap`` NaN after every line; the base of the view holds them."""
+    lines = values.T if layout == "col" else values
+    wide = np.full((lines.shape[0], lines.shape[1] + gap), np.nan, np.float32).astype(values.dtype)
+    wide[:, : lines.shape[1]] = lines
+    view = to_device(wide)[:, : lines.shape[1]]
+    return view.T if layout == "col" else view
+
+
+def two_four(M: int, K: int, dtype: np.dtype[Any], rng: np.random.Generator, order: str) -> tuple[Any, np.ndarray]:
+    dense = rng.integers(-3, 4, (M, K)).astype(np.float32)
+    dense = masks.apply(dense, masks.magnitude_nm(dense, n=2, m=4)) if M and K else dense
+    return convert(dense.astype(dtype), "two-four", meta_order=order), dense
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("b_layout", "out_layout"), LAYOUTS)
+def test_exact_products(kernel: Any, shape: tuple[int, int, int], b_layout: str, out_layout: str) -> None:
+    """Small integers: every sum is exact. C starts as NaN, and the gaps between its lines stay so."""
+    M, K, N = shape
+    rng = np.random.default_rng(M + K + N)
+    dtype, out_dtype = [("bfloat16", "bfloat16"), ("float16", "float32"), ("bfloat16", "float32")][(M + N) % 3]
+    order = ("ldmatrix", "fragment", "logical", "cutlass-sm80")[(M + K) % 4]
+    value, result = VALUE_TYPES[dtype].numpy, VALUE_TYPES[out_dtype].numpy
+    p = problem(
+        M, K, N, a_dtype=dtype, b_dtype=dtype, out_dtype=out_dtype, b_layout=b_layout, out_layout=out_layout
+    )  # fmt: skip
+    if kernel.unsupported(p):
+        pytest.skip(kernel.unsupported(p)[0])
+    a, dense = two_four(M, K, value, rng, order)
+    B = rng.integers(-3, 4, (K, N)).astype(value)
+    want = (dense.astype(np.float64) @ B.astype(np.float64)).astype(result)
+    for gap in (0, 3, 8):
+        plan = kernel.plan(a.to("cuda"), p)
+        b = matrix(B, b_layout, gap)
+        c = matrix(np.full((M, N), np.nan, np.float32).astype(result), out_layout, gap)
+        plan(b, c)
+        base = c if c.base is None else c.base
+        whole = base.get().view(result)
+        lines = whole.reshape((N, M + gap) if out_layout == "col" else (M, N + gap))
+        got = lines[:, : lines.shape[1] - gap]
+        assert np.array_equal((got.T if out_layout == "col" else got).astype(np.float64), want.astype(np.float64))
+        assert np.isnan(lines[:, lines.shape[1] - gap :].astype(np.float32)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+def test_random_products_and_same_bits(kernel: Any) -> None:
+    """|C - ref| <= 2^-8 |ref| + K eps (|A| @ |B|) in bfloat16; a second call gives the same bits."""
+    M, K, N = 512, 2048, 64
+    rng = np.random.default_rng(5)
+    dense = rng.standard_normal((M, K)).astype(np.float32)
+    dense = masks.apply(dense, masks.magnitude_nm(dense, n=2, m=4)).astype(BF16)
+    B = rng.standard_normal((K, N)).astype(BF16)
+    plan = kernel.plan(convert(dense, "two-four").to("cuda"), problem(M, K, N))
+    first, second = to_host(plan(to_device(B))), to_host(plan(to_device(B)))
+    assert np.array_equal(first.view(np.uint16), second.view(np.uint16))
+    wide, b = dense.astype(np.float64), B.astype(np.float64)
+    bound = 2.0**-8 * np.abs(wide @ b) + K * 2.0**-24 * (np.abs(wide) @ np.abs(b))
+    assert (np.abs(first.astype(np.float64) - wide @ b) <= bound).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [2, 4, 8])
+@pytest.mark.parametrize("cluster_sm", [90, 1000])
+def test_splits_add_up(parts: int, cluster_sm: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways of adding the splits of K, also when two streams share a plan."""
+    cupy = pytest.importorskip("cupy")
+    monkeypatch.setattr(spmm_two_four_tokens, "splits", lambda *_: parts)
+    monkeypatch.setattr(spmm_two_four_tokens, "CLUSTER_SM", cluster_sm)
+    rng = np.random.default_rng(parts)
+    a, dense = two_four(200, 1100, BF16, rng, "fragment")
+    B = rng.integers(-3, 4, (1100, 100)).astype(BF16)  # more columns than the class promises
+    plan = SpmmTwoFourTokens().plan(a.to("cuda"), problem(200, 1100, 64, out_dtype="float32"))
+    b = to_device(B)
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    cupy.cuda.Device().synchronize()
+    results = []
+    for _ in range(5):
+        for stream in streams:
+            with stream:
+                results.append(plan(b))
+    cupy.cuda.Device().synchronize()
+    for got in results:
+        assert np.array_equal(got.get(), dense @ B.astype(np.float32))
