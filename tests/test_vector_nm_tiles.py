@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spformat.backends.cuda import jit
-from spformat.backends.cuda.vector_nm_tiles import NO_ROW, NONE, Pattern, Shape, records
+from spformat.backends.cuda.vector_nm_tiles import NO_ROW, Pattern, Shape, records
 
 
 def drawn(M, K, n, m, L, seed=0):
@@ -48,12 +48,14 @@ def product(data, pattern, made, B, tile_rows, group_rows):
             stage[: rows.size] = np.where(rows[:, None] < pattern.K, B[np.minimum(rows, pattern.K - 1)], 0)
             table = words[: groups * made.slots].reshape(groups, made.slots)
             for g in range(groups):
-                rank, source = table[g] & NONE, table[g] >> 16
+                rank, line = table[g] & 0xFFFF, table[g] >> 16
+                assert np.array_equal(np.sort(line), np.arange(made.slots)), "every line of A is used once"
                 m0 = r * tile_rows + g * group_rows
-                live = source != NONE
-                assert (rank[~live] == made.staged).all(), "an empty slot names the zero row"
-                a = data[k * made.tile_kept + source[live].astype(np.int64), m0 : m0 + group_rows]
-                C[m0 : m0 + a.shape[1]] += a.T @ stage[rank[live]]
+                u = k * made.tile_kept + np.arange(made.tile_kept)
+                lines = np.zeros((made.slots, group_rows))  # lines past tile_kept and past W are zero
+                stored = data[u[u < data.shape[0]], m0 : m0 + group_rows]
+                lines[: stored.shape[0], : stored.shape[1]] = stored
+                C[m0 : m0 + group_rows] += lines[line].T @ stage[rank]
     return C[: pattern.M]
 
 
@@ -98,7 +100,7 @@ def test_spread_puts_different_banks_side_by_side():
 
     def doubles(banks):
         made = records(indices, pattern, tile_rows=64, group_rows=32, kept=64, step=8, banks=banks, packed=False)
-        rank = (made.words[..., : 2 * made.slots] & NONE).reshape(-1, 8) % 8
+        rank = (made.words[..., : 2 * made.slots] & 0xFFFF).reshape(-1, 8) % 8
         return np.mean([8 - np.unique(row).size for row in rank])
 
     assert doubles(8) < 0.6 * doubles(1)

@@ -21,6 +21,7 @@ from .spmm_two_four_tokens import SpmmTwoFourTokens
 from .spmm_vector_nm import SpmmVectorNM
 from .spmm_vector_nm_mma import SpmmVectorNMTensor
 from .spmm_vector_nm_sm90a import SpmmVectorNMSm90a
+from .spmm_vector_nm_tma import SpmmVectorNMTMA
 
 KERNELS: tuple[Kernel, ...] = (
     SpmmBSRHopper(),
@@ -38,6 +39,7 @@ KERNELS: tuple[Kernel, ...] = (
     SpmmTwoFour(),
     SpmmVectorNMSm90a(),
     SpmmVectorNMTensor(),
+    SpmmVectorNMTMA(),
     SpmmVectorNM(),
 )
 """One line per kernel; for a format, the best comes first."""

@@ -71,7 +71,8 @@ def load(source: str, instance: str, arch: str, device_id: int = 0, smem: int = 
             function = module.get_function(instance)
         except cupy.cuda.compiler.CompileException as e:
             raise DeviceError(_report(source, instance, flags, text, str(e))) from e
-        if smem > 48 * 1024:
+        # Two sizes of one instance share a function: the limit only ever goes up.
+        if smem > max(48 * 1024, function.max_dynamic_shared_size_bytes):
             function.max_dynamic_shared_size_bytes = smem
     if os.environ.get("SPFORMAT_JIT_DEBUG"):
         print(f"{source} {instance} {arch}: {function.num_regs} registers, {function.local_size_bytes} B local")

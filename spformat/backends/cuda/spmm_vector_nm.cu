@@ -29,7 +29,7 @@ template <class Sum, class T> __device__ __forceinline__ Sum widened(T x) {
 template <class T, class Sum, class Out, int TR, int WARPS_M, int WARPS_N, int STAGES, bool PACKED>
 __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, sizeof(Sum) == 8 || TR < 4 ? 1 : 16 / (WARPS_M * WARPS_N))
 spmm_vector_nm(const Shape s, const T* __restrict__ data, const u32* __restrict__ records,
-               const T* __restrict__ B, Out* __restrict__ C, int N, u32 pitch_b, i64 step_m, i64 step_n, i64 split_stride) {
+               const T* __restrict__ B, u32 pitch_b, Out* __restrict__ C, int N, i64 step_m, i64 step_n, i64 split_stride) {
     constexpr int BM = 32 * WARPS_M, BN = 64 * WARPS_N, THREADS = 32 * WARPS_M * WARPS_N;
     static_assert(TR == 1 || TR == 2 || TR == 4 || TR == 8, "a thread's 8 rows are whole runs of TR rows");
     extern __shared__ __align__(128) unsigned char shared[];
@@ -43,30 +43,37 @@ spmm_vector_nm(const Shape s, const T* __restrict__ data, const u32* __restrict_
     for_each_k_tile<T, BM, BN, THREADS, STAGES, 0, PACKED>(
         s, shared, data, records, B, pitch_b, N, row_tile, m0, n0, s.group_rows, first, last,
         [&](u32 b_lines, u32 a_lines, u32 record) {
-            const T* b = reinterpret_cast<const T*>(shared + (b_lines - base)) + n;
+            const unsigned char* b = shared + (b_lines - base) + n * sizeof(T);
             const T* a = reinterpret_cast<const T*>(shared + (a_lines - base)) + m;
-            const u32* ranks[8 / TR];
+            const u32* slots[8 / TR];  // byte offsets of staged rows
 #pragma unroll
             for (int i = 0; i < 8 / TR; ++i)
-                ranks[i] = reinterpret_cast<const u32*>(shared + (record - base)) + (m + i * TR) / s.group_rows * s.slots;
-#pragma unroll 4
-            for (int k = 0; k < s.slots; ++k) {
-                const Four<T> a0 = *reinterpret_cast<const Four<T>*>(a + k * BM);
-                const Four<T> a1 = *reinterpret_cast<const Four<T>*>(a + k * BM + 4);
-                Sum av[8], bv[8];
+                slots[i] = reinterpret_cast<const u32*>(shared + (record - base)) + (m + i * TR) / s.group_rows * s.slots;
+#pragma unroll 1
+            for (int k = 0; k < s.slots; k += 4) {
+                uint4 four;
+                if constexpr (TR == 8) four = *reinterpret_cast<const uint4*>(slots[0] + k);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) av[i] = widened<Sum>(a0.v[i]), av[4 + i] = widened<Sum>(a1.v[i]);
+                for (int q = 0; q < 4; ++q) {
+                    const Four<T> a0 = *reinterpret_cast<const Four<T>*>(a + (k + q) * BM);
+                    const Four<T> a1 = *reinterpret_cast<const Four<T>*>(a + (k + q) * BM + 4);
+                    Sum av[8], bv[8];
 #pragma unroll
-                for (int i = 0; i < 8; ++i) {
-                    if (i % TR == 0) {
-                        const T* line = b + (ranks[i / TR][k] & NONE) * BN;
-                        const Four<T> b0 = *reinterpret_cast<const Four<T>*>(line);
-                        const Four<T> b1 = *reinterpret_cast<const Four<T>*>(line + 32);
+                    for (int i = 0; i < 4; ++i) av[i] = widened<Sum>(a0.v[i]), av[4 + i] = widened<Sum>(a1.v[i]);
 #pragma unroll
-                        for (int j = 0; j < 4; ++j) bv[j] = widened<Sum>(b0.v[j]), bv[4 + j] = widened<Sum>(b1.v[j]);
+                    for (int i = 0; i < 8; ++i) {
+                        if (i % TR == 0) {
+                            u32 at;
+                            if constexpr (TR == 8) at = q == 0 ? four.x : q == 1 ? four.y : q == 2 ? four.z : four.w;
+                            else at = slots[i / TR][k + q];
+                            const Four<T> b0 = *reinterpret_cast<const Four<T>*>(b + at);
+                            const Four<T> b1 = *reinterpret_cast<const Four<T>*>(b + at + 32 * sizeof(T));
+#pragma unroll
+                            for (int j = 0; j < 4; ++j) bv[j] = widened<Sum>(b0.v[j]), bv[4 + j] = widened<Sum>(b1.v[j]);
+                        }
+#pragma unroll
+                        for (int j = 0; j < 8; ++j) acc[i][j] += av[i] * bv[j];
                     }
-#pragma unroll
-                    for (int j = 0; j < 8; ++j) acc[i][j] += av[i] * bv[j];
                 }
             }
         });

@@ -44,6 +44,9 @@ class Tile:
         stage = ((staged + 1) * self.cols + slots * self.rows) * itemsize
         return self.stages * stage + (2 * self.stages - 1) * 4 * record
 
+    def slot_scale(self, itemsize: int) -> int:
+        return self.cols * itemsize
+
     def __str__(self) -> str:
         return f"{self.rows}x{self.cols}x{self.depth}"
 
@@ -75,11 +78,11 @@ class SpmmVectorNM:
     def plan(self, a: Any, p: Problem) -> Plan:
         small = p.a_dtype == "float64" or ceil_div(p.M, 128) * ceil_div(max(p.n, 1), 128) < _ENOUGH_TILES
         tiles = [t for t in TILES if not (small and t.warps_m == 4)]
-        tile, made, group = fit(tiles, a.indices, p, step=1, banks=1)
+        tile, made, group = fit(tiles, a.indices, p, step=4)
         smem = tile.smem(ITEMSIZE[p.a_dtype], made.staged, made.slots, int(made.words.shape[2]))
         choice = records_choice(
             a, p, made, source="spmm_vector_nm.cu", archs=self.archs, cols=tile.cols, threads=tile.threads,
-            instance=lambda out: instance(p.a_dtype, out, min(group, 8), tile, made.packed), smem=lambda _: smem,
+            instance=lambda out, _: instance(p.a_dtype, out, min(group, 8), tile, made.packed), smem=lambda _: smem,
         )  # fmt: skip
         kind = "packed" if made.packed else "plain"
         return launch.device_plan(self.name, p, launcher(p, choice), f"{tile} {kind}", made.words.nbytes)

@@ -53,6 +53,9 @@ class Tile:
         strip = self.threads // 32 * (32 if itemsize == 4 else 16) * (self.warp_cols * out_size + 16)
         return max(ring, strip)
 
+    def slot_scale(self, itemsize: int) -> int:
+        return 0
+
     def __str__(self) -> str:
         return f"{self.rows}x{self.cols}x{self.depth}"
 
@@ -62,7 +65,7 @@ TALL_16 = (Tile(64, 64, 4, 2, 4, 64), Tile(64, 64, 4, 2, 3, 64), Tile(64, 64, 4,
 SMALL_16 = (Tile(32, 64, 4, 2, 4, 64), Tile(32, 64, 4, 2, 2, 64), Tile(32, 32, 4, 1, 2, 64))
 NARROW_16 = (Tile(32, 32, 4, 1, 4, 128), Tile(32, 32, 4, 1, 2, 128))
 WIDE_32 = (Tile(32, 64, 4, 2, 3, 32), Tile(32, 64, 4, 2, 2, 32))
-NARROW_32 = (Tile(32, 32, 4, 1, 3, 64), Tile(32, 32, 4, 1, 2, 64))
+NARROW_32 = (Tile(32, 32, 4, 2, 3, 64), Tile(32, 32, 4, 2, 2, 64))
 """Best first, by value size; narrow ones for few columns of B and for wide windows, whose rows of B need the room."""
 
 
@@ -105,11 +108,11 @@ class SpmmVectorNMTensor:
 
     def plan(self, a: Any, p: Problem) -> Plan:
         size = ITEMSIZE[p.a_dtype]
-        tile, made, group = fit(tiles_for(p), a.indices, p, step=32 // size, banks=16 // size)
+        tile, made, group = fit(tiles_for(p), a.indices, p, step=32 // size, banks=16 // size, bank_rows=size // 2)
         record = int(made.words.shape[2])
         choice = records_choice(
             a, p, made, source="spmm_vector_nm_mma.cu", archs=self.archs, cols=tile.cols, threads=tile.threads,
-            instance=lambda out: instance(p.a_dtype, out, group, tile, made.packed),
+            instance=lambda out, _: instance(p.a_dtype, out, group, tile, made.packed),
             smem=lambda out: tile.smem(size, made.staged, made.slots, record, out),
         )  # fmt: skip
         kind = "packed" if made.packed else "plain"

@@ -6,10 +6,12 @@
 //   C        Out, element (m, n) at m*step_m + n*step_n, one step is 1; or, splits > 1, float[splits, M, N] partial sums
 //
 // A tile of 128 rows has one list of columns, so behind the loader this is a dense product whose K is the number of kept
-// vectors. Hopper cannot gather rows with TMA: one warpgroup fetches them with 16-byte cp.async (a warp per row of B), and
+// vectors. Hopper cannot gather rows with TMA: LOADERS warps fetch them with 16-byte cp.async (a warp per row of B), and
 // A, which is contiguous, comes by TMA. Two warpgroups multiply, 64 rows x BN columns each. Both operands are contiguous
-// along rows and columns, not along k ("MN-major"). Persistent: a CTA takes tiles (row tiles fastest, then columns, then
-// splits) blockIdx.x, + gridDim.x, ..; the loader runs ahead into the next tile while C is written. Block 384 threads.
+// along rows and columns, not along k ("MN-major").
+//
+// Persistent: a CTA takes items (row tiles fastest, then column tiles, then splits) in turn, and the loaders run ahead into
+// the next item while C is written. Block 256 + 32*LOADERS threads.
 #include "spformat/tma.cuh"
 #include "spformat/vector_nm.cuh"
 #include "spformat/wgmma.cuh"
@@ -22,14 +24,16 @@ struct Gathered {  // ctypes twin: spmm_vector_nm_sm90a.Gathered
 
 constexpr int DEPTH = 64, ROWS = 128;  // k and rows of a stage
 
-template <class T, class Out, int BN, int STAGES>
-__global__ void __launch_bounds__(384, 1)
+template <class T, class Out, int BN, int STAGES, int LOADERS>
+__global__ void __launch_bounds__(256 + 32 * LOADERS, 1)
 spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, const int* __restrict__ columns,
-                     const T* __restrict__ B, Out* __restrict__ C, int N, u32 pitch_b, i64 step_m, i64 step_n, i64 split_stride) {
+                     const T* __restrict__ B, u32 pitch_b, Out* __restrict__ C, int N, i64 step_m, i64 step_n, i64 split_stride) {
     static_assert(sizeof(T) == 2, "16-bit values");
     static_assert(BN == 64 || BN == 128 || BN == 256, "whole 64-column groups, at most one instruction wide");
     constexpr int A_BYTES = DEPTH * ROWS * 2, B_BYTES = DEPTH * BN * 2, STAGE = A_BYTES + B_BYTES;
+    static_assert(LOADERS == 4 || LOADERS == 8, "whole warpgroups hand registers over");
     constexpr int BLOCK = DEPTH * 128;  // bytes of 64 k x 64 columns
+    constexpr int LINES = DEPTH / LOADERS;  // rows of B a loader fetches per stage
     constexpr int AHEAD = STAGES - 2;   // stages being gathered behind the one being announced
     extern __shared__ __align__(1024) unsigned char shared[];
     constexpr int PART = sizeof(Out) == 2 ? 64 : 32, PITCH = PART + 16 / sizeof(Out);  // C leaves in strips of 16 x PART
@@ -37,14 +41,17 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
     const u32 base = shared_address(shared), full = base + STAGES * STAGE + STRIPS, empty = full + 8 * STAGES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) barrier::init(full + 8 * i, 5), barrier::init(empty + 8 * i, 8);
+        for (int i = 0; i < STAGES; ++i) barrier::init(full + 8 * i, LOADERS + 1), barrier::init(empty + 8 * i, 8);
         barrier::fence_init();
     }
     __syncthreads();
-    const int col_tiles = cdiv(N, BN), tiles = s.row_tiles * col_tiles, items = tiles * s.splits;
+    const int tiles = s.row_tiles * cdiv(N, BN), items = tiles * s.splits;
+    auto release = [&](u32 number) {  // a consumer warp is done with that stage
+        if (lane == 0) barrier::arrive(empty + 8 * (number % STAGES));
+    };
 
-    if (warp >= 8) {  // the loader: warps 8 .. 11
-        give_registers<56>();
+    if (warp >= 8) {  // the loaders
+        give_registers<LOADERS == 4 ? 56 : 40>();
         const int w = warp - 8;
         u32 produced = 0;  // stages filled since the start
         auto announce = [&](u32 number) {  // this thread's part of that stage has landed
@@ -55,16 +62,16 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
         for (int item = blockIdx.x; item < items; item += gridDim.x) {
             const int split = item / tiles, tile = item % tiles, row_tile = tile % s.row_tiles;
             const int first = split * s.k_per_split, last = min(first + s.k_per_split, s.k_tiles);
-            constexpr int CHUNKS = BN / 8, STEP = 32 / CHUNKS;  // STEP rows of B per instruction of a warp
+            constexpr int CHUNKS = BN / 8, ROW_STEP = 32 / CHUNKS;  // ROW_STEP rows of B per instruction of a warp
             const int chunk = lane % CHUNKS, n = tile / s.row_tiles * BN + chunk * 8;
             const unsigned char* from = reinterpret_cast<const unsigned char*>(B + n);
             const int width = min(max(N - n, 0), 8) * 2;
-            const int* list = columns + static_cast<i64>(row_tile * ROWS / s.group_rows) * s.columns_ld + w * 16;
-            int next = first < last ? __ldg(list + first * DEPTH + lane % 16) : 0;
+            const int* list = columns + static_cast<i64>(row_tile * ROWS / s.group_rows) * s.columns_ld + w * LINES;
+            int next = first < last ? __ldg(list + first * DEPTH + lane % LINES) : 0;
             for (int k = first; k < last; ++k, ++produced) {
                 const u32 stage = produced % STAGES, to = base + stage * STAGE;
                 const int mine = next;
-                if (k + 1 < last) next = __ldg(list + (k + 1) * DEPTH + lane % 16);
+                if (k + 1 < last) next = __ldg(list + (k + 1) * DEPTH + lane % LINES);
                 if (produced >= STAGES) barrier::wait(empty + 8 * stage, produced / STAGES - 1 & 1);
                 if (w == 0 && lane == 0) {
                     barrier::expect(full + 8 * stage, A_BYTES);
@@ -73,8 +80,8 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
                 }
                 const u32 lines = to + A_BYTES + chunk / 8 * BLOCK;
 #pragma unroll
-                for (int i = 0; i < 16 / STEP; ++i) {
-                    const int at = i * STEP + lane / CHUNKS, row = w * 16 + at;
+                for (int i = 0; i < LINES / ROW_STEP; ++i) {
+                    const int at = i * ROW_STEP + lane / CHUNKS, row = w * LINES + at;
                     const int column = __shfl_sync(0xFFFFFFFF, mine, at);
                     const int valid = column >= 0 ? width : 0;
                     cp_async_16(lines + row * 128 + ((chunk ^ row) % 8) * 16, from + static_cast<u64>(column & ~(column >> 31)) * pitch_b, valid);
@@ -89,7 +96,7 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
         cp_async_wait<0>();
         for (u32 number = produced < AHEAD ? 0 : produced - AHEAD; number < produced; ++number) announce(number);
     } else {
-        take_registers<224>();
+        take_registers<LOADERS == 4 ? 224 : 208>();
         const int group = warp / 4;
         Out* strip = reinterpret_cast<Out*>(shared + STAGES * STAGE) + warp * 16 * PITCH;
         u32 consumed = 0;
@@ -111,11 +118,11 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
                 wgmma::commit();
                 wgmma::pin(acc);
                 wgmma::wait<1>();
-                if (k > first && lane == 0) barrier::arrive(empty + 8 * ((consumed - 1) % STAGES));
+                if (k > first) release(consumed - 1);
             }
             wgmma::wait<0>();
             wgmma::pin(acc);
-            if (last > first && lane == 0) barrier::arrive(empty + 8 * ((consumed - 1) % STAGES));
+            if (last > first) release(consumed - 1);
 
             const Target<Out> target{C + split * split_stride, step_m, step_n, s.M, N};
 #pragma unroll

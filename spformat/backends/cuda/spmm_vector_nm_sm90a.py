@@ -31,10 +31,11 @@ class Gathered(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Tile:
-    """Columns of a tile and ring stages."""
+    """Columns of a tile, ring stages, warps that load."""
 
     cols: int
     stages: int
+    loaders: int
 
     def smem(self) -> int:
         """Bytes: the ring, the strips C leaves through (8 warps x 16 rows x 144 bytes), the barriers."""
@@ -44,7 +45,7 @@ class Tile:
         return f"{ROWS}x{self.cols}x{DEPTH}"
 
 
-TILES = (Tile(256, 4), Tile(128, 6), Tile(64, 6))
+TILES = (Tile(256, 4, 4), Tile(128, 6, 4), Tile(64, 6, 4))
 """Widest first."""
 
 
@@ -93,21 +94,23 @@ class SpmmVectorNMSm90a:
         form, tile, data = pattern(p), choose_tile(p), aligned_data(a)
         columns = gathered_columns(a.indices, form)
         W, Mp = data.shape
-        a_map = tensor_map.tiled(data.data.ptr, p.a_dtype, (Mp, W), (Mp,), (64, DEPTH), 128)
         row_tiles, k_tiles = ceil_div(p.M, ROWS), columns.shape[1] // DEPTH
 
-        def head(splits: int, per_split: int) -> tuple[Any, ...]:
+        def head(splits: int, per_split: int, cluster: tuple[int, int]) -> tuple[Any, ...]:
+            a_map = tensor_map.tiled(data.data.ptr, p.a_dtype, (Mp, W), (Mp,), (64, DEPTH), 128)
             shape = Gathered(p.M, p.K, form.vector_length, columns.shape[1], k_tiles, per_split, row_tiles, splits)
             return a_map, shape, columns
 
         choice = Choice(
-            source="spmm_vector_nm_sm90a.cu", archs=self.archs, cols=tile.cols, threads=384, row_tiles=row_tiles,
-            k_tiles=k_tiles, instance=lambda out: instance(p.a_dtype, out, tile), smem=lambda _: tile.smem(), head=head,
-            signature=(tensor_map.TensorMap, Gathered, "P"), persistent=True, keep=data,
+            source="spmm_vector_nm_sm90a.cu", archs=self.archs, cols=tile.cols, threads=256 + 32 * tile.loaders,
+            row_tiles=row_tiles, k_tiles=k_tiles, instance=lambda out, _: instance(p.a_dtype, out, tile),
+            smem=lambda _: tile.smem(), head=head, signature=(tensor_map.TensorMap, Gathered, "P"),
+            cluster=lambda _: (1, 1), keep=data,
         )  # fmt: skip
         return launch.device_plan(self.name, p, launcher(p, choice), f"{tile}", columns.nbytes)
 
 
 def instance(dtype: str, out: str, tile: Tile) -> str:
     """C++ name of the kernel."""
-    return f"spformat::vector_nm::spmm_vector_nm_sm90a<{C_TYPES[dtype]}, {out}, {tile.cols}, {tile.stages}>"
+    numbers = f"{tile.cols}, {tile.stages}, {tile.loaders}"
+    return f"spformat::vector_nm::spmm_vector_nm_sm90a<{C_TYPES[dtype]}, {out}, {numbers}>"

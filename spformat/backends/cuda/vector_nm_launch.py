@@ -7,12 +7,14 @@ in a fixed order.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from ...arrays import ceil_div, round_up
-from ...errors import InternalError
+from ...errors import DeviceError, InternalError
 from ...problem import COL, ROW, Problem, reasons
 from . import jit, launch
 from .vector_nm_tiles import Pattern, Records, Shape, records
@@ -24,6 +26,7 @@ SHARED_LIMIT = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 1
 PLAIN_SOURCE = "spmm_vector_nm.cu"
 _COPY_WORDS = {2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 _GRID_Y_MAX = 65535
+_CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _INT32_MAX = 2**31 - 1
 _PITCH_MAX = 2**31
 """Kernels take the bytes between rows of data and of B as 32-bit numbers."""
@@ -128,13 +131,19 @@ class TileSize(Protocol):
         """Most rows a group of slots may have."""
         ...
 
+    def slot_scale(self, itemsize: int) -> int:
+        """What staged rows are multiplied by in the records, or 0 (records: ``line_bytes``)."""
+        ...
+
     def smem(self, itemsize: int, staged: int, slots: int, record: int) -> int: ...
 
 
 _Tile = TypeVar("_Tile", bound=TileSize)
 
 
-def fit(tiles: Iterable[_Tile], indices: Any, p: Problem, *, step: int, banks: int) -> tuple[_Tile, Records, int]:
+def fit(
+    tiles: Iterable[_Tile], indices: Any, p: Problem, *, step: int, banks: int = 1, bank_rows: int = 1
+) -> tuple[_Tile, Records, int]:
     """The first tile whose stages fit in shared memory, its records and rows per group.
 
     Whole windows first, packed when the share says so or when there is no room for all rows of B; then, for wide
@@ -153,7 +162,8 @@ def fit(tiles: Iterable[_Tile], indices: Any, p: Problem, *, step: int, banks: i
             continue
         made = records(
             indices, form, tile_rows=tile.rows, group_rows=group, kept=kept, step=step,
-            banks=banks if group >= 8 else 1, packed=None if roomy else True,
+            bank_rows=bank_rows,
+            banks=banks if group >= 16 else 1, packed=None if roomy else True, line_bytes=tile.slot_scale(size),
         )  # fmt: skip
         if tile.smem(size, made.staged, made.slots, int(made.words.shape[2])) <= limit:
             return tile, made, group
@@ -167,14 +177,41 @@ def choose_splits(tiles: int, k_tiles: int, processors: int) -> int:
     return max(1, min(processors // max(1, tiles), k_tiles // 4, 32))
 
 
+class _LaunchAttribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint32 * 16)]
+
+
+class _LaunchConfig(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3), ("smem", ctypes.c_uint32),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_LaunchAttribute)), ("count", ctypes.c_uint32),
+    ]  # fmt: skip
+
+
+def resident_clusters(function: Any, size: int, threads: int, smem: int) -> int:
+    """Clusters of ``size`` blocks that run at the same time. Fewer than processors / size: a cluster stays in one GPC,
+    and not every GPC has a multiple of ``size`` processors. A persistent grid of more would run in two rounds."""
+    attribute = _LaunchAttribute(id=_CLUSTER_DIMENSION)
+    attribute.value[:3] = (size, 1, 1)
+    config = _LaunchConfig(smem=smem, attributes=ctypes.pointer(attribute), count=1)
+    config.grid[:], config.block[:] = (size * 1024, 1, 1), (threads, 1, 1)
+    found = ctypes.c_int()
+    query = ctypes.PyDLL("libcuda.so.1").cuOccupancyMaxActiveClusters
+    kernel = getattr(function, "kernel", function)
+    status = query(ctypes.byref(found), ctypes.c_void_p(kernel.ptr), ctypes.byref(config))
+    if status or found.value < 1:
+        raise DeviceError(f"cuOccupancyMaxActiveClusters: expected room for a cluster of {size}, got CUresult {status}")
+    return found.value
+
+
 @dataclass(frozen=True)
 class Choice:
     """What a kernel decided: its function by output type, its tile and its leading arguments."""
 
     source: str
     archs: tuple[str, ...]
-    instance: Callable[[str], str]
-    """C++ name of the function that writes a C type."""
+    instance: Callable[[str, tuple[int, int]], str]
+    """C++ name of the function that writes a C type, for cluster extents."""
     cols: int
     """Columns of a tile."""
     threads: int
@@ -183,10 +220,13 @@ class Choice:
     row_tiles: int
     k_tiles: int
     signature: tuple[Any, ...]
-    head: Callable[[int, int], tuple[Any, ...]]
-    """The arguments before B, by splits and k tiles per split; ``signature`` names their types."""
-    persistent: bool = False
-    """Whether blocks take tiles in turn, so that one per processor is enough."""
+    head: Callable[[int, int, tuple[int, int]], tuple[Any, ...]]
+    """The arguments before B, by splits, k tiles per split and cluster extents; ``signature`` names their types."""
+    cluster: Callable[[int], tuple[int, int]] | None = None
+    """Cluster extents (row tiles, column tiles) by the tiles along N, for a kernel whose blocks take tiles in turn."""
+    b_signature: tuple[Any, ...] = ("P", "i")
+    b_arguments: Callable[[int, int, int], tuple[Any, ...]] = lambda b, pitch, n: (b, pitch)
+    """How B is passed: from its pointer, bytes between rows, and columns."""
     keep: Any = None
     """An array only its address is in ``head``."""
 
@@ -196,10 +236,10 @@ def records_choice(a: Any, p: Problem, made: Records, **rest: Any) -> Choice:
     data, W = aligned_data(a), int(a.indices.shape[0])
     row_tiles, k_tiles = made.words.shape[:2]
 
-    def head(splits: int, per_split: int) -> tuple[Any, ...]:
+    def head(splits: int, per_split: int, cluster: tuple[int, int]) -> tuple[Any, ...]:
         return made.shape(pattern(p), int(data.strides[0]), W, per_split), data, made.words
 
-    return Choice(row_tiles=row_tiles, k_tiles=k_tiles, signature=(Shape, "P", "P"), head=head, **rest)
+    return Choice(**{"row_tiles": row_tiles, "k_tiles": k_tiles, "signature": (Shape, "P", "P"), "head": head} | rest)
 
 
 def launcher(p: Problem, choice: Choice) -> Callable[[launch.Operands], None]:
@@ -211,28 +251,44 @@ def launcher(p: Problem, choice: Choice) -> Callable[[launch.Operands], None]:
     wanted = choose_splits(row_tiles * ceil_div(max(p.n, 1), cols), choice.k_tiles, processors)
     per_split = max(1, ceil_div(choice.k_tiles, wanted))
     splits = max(1, ceil_div(choice.k_tiles, per_split))
+
+    def choose_cluster(n: int) -> tuple[int, int]:
+        return choice.cluster(ceil_div(n, cols)) if choice.cluster and splits == 1 else (1, 1)
+
     out_type = C_TYPES[p.out_dtype]
     sum_type = "double" if p.a_dtype == "float64" else "float"
     written = sum_type if splits > 1 else out_type
     size = {"double": 8, "float": 4}.get(written, 2)
     arch = jit.architecture(p.sm or 80, choice.archs)
-    function = jit.load(choice.source, choice.instance(written), arch, p.device_id, choice.smem(size))
-    product = launch.Launch(
-        function, (*choice.signature, *"PPiiqqq"), choice.head(splits, per_split), threads, choice.smem(size)
-    )
-    rows_of_b = AlignedRows(p)
-    c_col, M, keep = p.out_layout == COL, p.M, choice.keep
+    signature, smem = (*choice.signature, *choice.b_signature, *"Piqqq"), choice.smem(size)
 
-    def grid(n: int) -> tuple[int, int, int]:
-        tiles = row_tiles * ceil_div(n, cols)
-        return (min(tiles * splits, processors), 1, 1) if choice.persistent else (tiles, 1, splits)
+    @functools.cache
+    def product(cluster: tuple[int, int]) -> tuple[launch.Launch, int]:
+        """The launch, and how many clusters run at the same time."""
+        function = jit.load(choice.source, choice.instance(written, cluster), arch, p.device_id, smem)
+        made = launch.Launch(function, signature, choice.head(splits, per_split, cluster), threads, smem)
+        size = cluster[0] * cluster[1]
+        return made, processors if size == 1 else resident_clusters(function, size, threads, smem)
+
+    def start(x: launch.Operands, c: int, step_m: int, step_n: int, split_stride: int) -> None:
+        b, pitch = rows_of_b(x)
+        down, across = cluster = choose_cluster(x.n)
+        column_tiles, (function, resident) = ceil_div(x.n, cols), product(cluster)
+        if choice.cluster is None:
+            grid = (row_tiles * column_tiles, 1, splits)
+        else:
+            items = ceil_div(row_tiles, down) * ceil_div(column_tiles, across) * splits
+            grid = (min(items, resident) * down * across, 1, 1)
+        function(grid, x.stream, *b_arguments(b, pitch, x.n), c, x.n, step_m, step_n, split_stride)
+
+    product(choose_cluster(max(p.n, 1)))  # compile now, not in the first call
+    rows_of_b = AlignedRows(p)
+    c_col, M, keep, b_arguments = p.out_layout == COL, p.M, choice.keep, choice.b_arguments
 
     if splits == 1:
 
         def run(x: launch.Operands, keep: Any = keep) -> None:
-            b, pitch = rows_of_b(x)
-            steps = (1, x.ldc) if c_col else (x.ldc, 1)
-            product(grid(x.n), x.stream, b, x.c, x.n, pitch, *steps, 0)
+            start(x, x.c, *((1, x.ldc) if c_col else (x.ldc, 1)), 0)
 
         return run
 
@@ -243,9 +299,8 @@ def launcher(p: Problem, choice: Choice) -> Callable[[launch.Operands], None]:
     parts = Workspace(p.device_id)
 
     def run_split(x: launch.Operands, keep: Any = keep) -> None:
-        b, pitch = rows_of_b(x)
         partial = parts(splits * M * x.n * size, x.stream)
-        product(grid(x.n), x.stream, b, partial, x.n, pitch, x.n, 1, M * x.n)
+        start(x, partial, x.n, 1, M * x.n)
         steps = (1, x.ldc) if c_col else (x.ldc, 1)
         total((min(ceil_div(M * x.n, 256), 8 * processors), 1, 1), x.stream, partial, x.c, splits, M, x.n, *steps)
 

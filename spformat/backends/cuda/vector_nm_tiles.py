@@ -17,7 +17,7 @@ import numpy as np
 
 from ...arrays import Array, ceil_div, namespace, round_up
 
-NONE, NO_ROW = 0xFFFF, 0xFFFFFFFF
+NO_ROW = 0xFFFFFFFF
 MAX_PACKED_SHARE = 0.8
 """Packing is chosen below this share of a tile's columns: the last fifth of the loads is not worth the indirection."""
 
@@ -81,7 +81,7 @@ class Records:
 
 def records(
     indices: Array, pattern: Pattern, *, tile_rows: int, group_rows: int, kept: int, step: int, banks: int,
-    packed: bool | None = None,
+    bank_rows: int = 1, packed: bool | None = None, line_bytes: int = 0,
 ) -> Records:  # fmt: skip
     """Records for tiles of ``tile_rows`` rows and ``kept`` kept vectors of each row group.
 
@@ -89,9 +89,11 @@ def records(
     group_rows  rows per group of slots: divides both the vector length and tile_rows
     kept        whole windows (a multiple of n), or any number: then the tile is packed
     step        slots are padded to a multiple of it
-    banks       slots of a group are put in an order in which as many neighbours as possible name staged rows that
-                differ modulo ``banks`` (one load then meets no bank twice); 1 keeps the order of ``data``
+    banks       slots of a group are put in an order in which as many neighbours as possible name staged rows of
+                different classes (rank // bank_rows) % banks: one load then meets no bank twice. 1 keeps the order
+                of ``data``
     packed      None: by the measured share
+    line_bytes  not 0: a slot holds only its staged row, times this; ``banks`` is 1 then
     """
     xp, (W, Q), p = namespace(indices), indices.shape, pattern
     slots, k_tiles = round_up(kept, step), ceil_div(W, kept)
@@ -130,15 +132,15 @@ def records(
     rank = xp.where(offset < 0, staged, rank)
     order = xp.broadcast_to(xp.arange(kept, dtype=np.int32), rank.shape)
     if banks > 1:
-        order = _spread(xp, rank, banks, staged)
+        order = _spread(xp, rank, rank // bank_rows % banks, banks, staged)
         rank = xp.take_along_axis(rank, order, axis=3)
-    stored = k * kept + order < W
-    stored &= xp.arange(row_tiles * groups).reshape(row_tiles, groups, 1, 1) < Q * repeat
-    source = xp.where(stored, order, NONE).astype(np.uint32)
-
+    empty = xp.arange(kept, slots, dtype=np.uint32) << np.uint32(16) | np.uint32(staged)
     words = xp.full((row_tiles, k_tiles, round_up(groups * slots + (staged if packed else 0), 4)), NO_ROW, np.uint32)
-    table = xp.full((row_tiles, k_tiles, groups, slots), staged | NONE << 16, np.uint32)
-    table[:, :, :, :kept] = (rank.astype(np.uint32) | source << np.uint32(16)).transpose(0, 2, 1, 3)
+    table = xp.empty((row_tiles, k_tiles, groups, slots), np.uint32)
+    table[:, :, :, :kept] = (rank.astype(np.uint32) | order.astype(np.uint32) << np.uint32(16)).transpose(0, 2, 1, 3)
+    table[:, :, :, kept:] = empty
+    if line_bytes:
+        table = (table & np.uint32(0xFFFF)) * np.uint32(line_bytes)
     words[:, :, : groups * slots] = table.reshape(row_tiles, k_tiles, groups * slots)
     if packed:
         r, t, c = xp.nonzero(needed)  # synchronize!
@@ -146,14 +148,27 @@ def records(
     return Records(words, kept // p.n * p.m, kept, slots, staged, packed, group_rows, share)
 
 
-def _spread(xp: Any, rank: Array, banks: int, staged: int) -> Array:
-    """int32 order of the last axis: one slot of every bank class, then the second ones, .., then the empty slots."""
+def _spread(xp: Any, rank: Array, bank: Array, banks: int, staged: int) -> Array:
+    """int32 order of the last axis: runs of ``banks`` neighbours that name as many different bank classes as possible.
+
+    As many runs as there are full sets of classes get one slot of each; the rest is dealt out, class after class, over
+    the remaining runs, so that each meets a crowded class about equally often. Empty slots come last.
+    """
     kept = rank.shape[3]
-    bank = rank % banks
-    turn = xp.zeros(rank.shape, np.int32)
+    empty = rank == staged
+    bank = xp.where(empty, banks, bank).astype(np.int32)
+    turn = xp.zeros(rank.shape, np.int32)  # how many of its class come before it
+    full = xp.full(rank.shape[:3], kept, np.int32)
     for b in range(banks):
         mine = bank == b
-        turn += xp.where(mine, xp.cumsum(mine, axis=3, dtype=np.int32), 0).astype(np.int32)
-    key = xp.where(rank == staged, banks * (kept + 2), turn * banks + bank)
-    key = key.astype(np.int64) * kept + xp.arange(kept)  # ties in the order of data, on numpy and CuPy alike
+        turn += xp.where(mine, xp.cumsum(mine, axis=3, dtype=np.int32) - 1, 0).astype(np.int32)
+        full = xp.minimum(full, mine.sum(axis=3, dtype=np.int32))
+    rest = empty | (turn >= full[..., None])
+    runs = xp.maximum(ceil_div(kept, banks) - full, 1)[..., None]
+    at = xp.arange(kept, dtype=np.int64)
+    key = xp.where(rest, bank.astype(np.int64) * kept + at, -1)
+    place = xp.argsort(xp.argsort(key, axis=3), axis=3) - (kept - rest.sum(axis=3, dtype=np.int64))[..., None]
+    run = xp.where(rest, full[..., None] + place % runs, turn)
+    inside = xp.where(rest, place // runs, bank)
+    key = ((empty * (kept + 1) + run) * (kept + 1) + inside) * kept + at
     return xp.argsort(key, axis=3).astype(np.int32)

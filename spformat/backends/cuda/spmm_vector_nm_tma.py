@@ -1,0 +1,155 @@
+"""SpMM on vector n:m (NM-SpMM), tensor cores fed by Hopper's copy engine.  Kernel: spmm_vector_nm_tma.cu.
+
+bf16, fp16 and float32, vector lengths that are multiples of 8. Products, sums and tolerance are those of
+``spmm_vector_nm_mma``; clusters of 2 x 2 blocks share what they load.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from ...arrays import ceil_div, round_up
+from ...problem import Plan, Problem, reasons
+from . import launch, tensor_map
+from .vector_nm_launch import C_TYPES, ITEMSIZE, aligned_data, launcher, pattern, records_choice, refusals, shared_limit
+from .vector_nm_tiles import Pattern, Shape, records
+
+_LEAST_STAGES, _MOST_STAGES = 2, 8
+_MAX_BOX = 256
+_ENOUGH_TILES = 100
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows and columns of a warp, warps along rows and columns (8 in all), columns of A wanted in a k tile."""
+
+    warp_rows: int
+    warp_cols: int
+    warps_m: int
+    warps_n: int
+    depth: int
+
+    @property
+    def rows(self) -> int:
+        return self.warp_rows * self.warps_m
+
+    @property
+    def cols(self) -> int:
+        return self.warp_cols * self.warps_n
+
+    def windows(self, form: Pattern, itemsize: int) -> int:
+        """Windows in a k tile."""
+        return form.windows_per_tile(32 // itemsize, self.depth)
+
+    def stage(self, form: Pattern, itemsize: int) -> int:
+        """Bytes of a stage: B and its zero line, A, the record; each 128-byte column block on its own."""
+        windows = self.windows(form, itemsize)
+        slots, groups = round_up(windows * form.n, 32 // itemsize), self.rows // form.group_rows(self.warp_rows)
+        b = self.cols * itemsize // 128 * (windows * form.m + 8) // 8 * 1024
+        a = self.rows * itemsize // 128 * ceil_div(slots, 8) * 1024
+        return round_up(b + a + 4 * round_up(groups * slots, 4), 1024)
+
+    def rest(self, itemsize: int) -> int:
+        """Bytes beside the ring: the strips C leaves through, and the barriers."""
+        strip = 8 * (32 if itemsize == 4 else 16) * (64 * 4 + 16)
+        return strip + 16 * _MOST_STAGES
+
+    def stages(self, form: Pattern, itemsize: int, limit: int) -> int:
+        """Stages that fit in ``limit`` bytes."""
+        return min(_MOST_STAGES, (limit - self.rest(itemsize)) // self.stage(form, itemsize))
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.cols}x{self.depth}"
+
+
+TILES_16 = (Tile(32, 128, 8, 1, 128), Tile(32, 128, 8, 1, 64), Tile(32, 64, 4, 2, 64))
+TALL_16 = (Tile(64, 64, 4, 2, 128), Tile(64, 64, 4, 2, 64), Tile(32, 64, 4, 2, 64))
+TILES_32 = (Tile(32, 128, 8, 1, 64), Tile(32, 128, 8, 1, 32), Tile(32, 64, 4, 2, 32))
+"""Best first; the TALL ones for vector lengths that are multiples of 64."""
+
+
+def choose_tile(p: Problem) -> Tile | None:
+    """The first tile with enough stages that gives most processors work; None if no stage is small enough."""
+    form, size = pattern(p), ITEMSIZE[p.a_dtype]
+    tiles = TILES_32 if size == 4 else TALL_16 if form.vector_length % 64 == 0 else TILES_16
+    fitting = [
+        t for t in tiles
+        if t.stages(form, size, shared_limit(p.sm)) >= _LEAST_STAGES and t.windows(form, size) * form.m <= _MAX_BOX
+    ]  # fmt: skip
+    busy = (t for t in fitting if ceil_div(p.M, t.rows) * ceil_div(max(p.n, 1), t.cols) >= _ENOUGH_TILES)
+    return next(busy, fitting[-1] if fitting else None)
+
+
+class SpmmVectorNMTMA:
+    """``out = A @ B`` for A in VectorNM with a vector length that is a multiple of 8, on sm_90a only."""
+
+    name = "cuda.spmm_vector_nm_tma"
+    formats = frozenset({"vector-nm"})
+    archs = ("sm_90a",)
+
+    def unsupported(self, p: Problem) -> list[str]:
+        length = p.p["vector_length"]
+        found = refusals(p, ("bfloat16", "float16", "float32")) + reasons(
+            (p.device == "cuda" and p.sm != 90, f"needs sm_90a (TMA, register hand-over), got {p.sm_name}"),
+            (length % 8, f"vector_length must be a multiple of 8 (the instruction's row width), got {length}"),
+            (p.M * p.K == 0, f"A must not be empty (a TMA map has no zero extents), got {p.M}x{p.K}"),
+            (p.n <= 32, f"N must be more than 32 (a tile has 128 columns), got the class of N <= {p.n}"),
+        )
+        if not found and choose_tile(p) is None:
+            q = p.p
+            found.append(f"{_LEAST_STAGES} stages of {q['n']}:{q['m']} windows must fit in {shared_limit(p.sm)} bytes")
+        return found
+
+    def instances(self) -> tuple[str, ...]:
+        """C++ names that the compile tests build."""
+        return (
+            instance("bfloat16", "__nv_bfloat16", 32, TILES_16[0], (2, 2)),
+            instance("float16", "float", 64, TALL_16[0], (1, 1)),
+            instance("float32", "float", 32, TILES_32[0], (2, 2)),
+        )
+
+    def plan(self, a: Any, p: Problem) -> Plan:
+        tile, form, size = choose_tile(p), pattern(p), ITEMSIZE[p.a_dtype]
+        if tile is None:
+            raise ValueError(f"{self.name}: plan() of a refused problem; ask unsupported() first")
+        group, stages = form.group_rows(tile.warp_rows), tile.stages(form, size, shared_limit(p.sm))
+        made = records(
+            a.indices, form, tile_rows=tile.rows, group_rows=group, kept=tile.windows(form, size) * form.n,
+            step=32 // size, banks=16 // size if group >= 16 else 1, bank_rows=size // 2, packed=False,
+        )  # fmt: skip
+        data = aligned_data(a)
+        W, Mp = data.shape
+        wide, row_tiles = 128 // size, ceil_div(p.M, tile.rows)
+        a_map = tensor_map.tiled(data.data.ptr, p.a_dtype, (Mp, W), (Mp,), (wide, made.tile_kept), 128)
+
+        def cluster(column_tiles: int) -> tuple[int, int]:
+            """2 x 2 unless that leaves more than a tenth of the tiles empty."""
+            padded = round_up(row_tiles, 2) * round_up(column_tiles, 2)
+            return (2, 2) if padded * 10 <= row_tiles * column_tiles * 11 else (1, 1)
+
+        @functools.lru_cache(maxsize=16)
+        def b_arguments(b: int, pitch: int, n: int) -> tuple[Any, ...]:
+            box = (wide, made.tile_cols)
+            return (tensor_map.tiled(b, p.a_dtype, (n, p.K), (pitch // size,), box, 128),)
+
+        def head(splits: int, per_split: int, cluster: tuple[int, int]) -> tuple[Any, ...]:
+            return a_map, made.shape(form, int(data.strides[0]), W, per_split), stages, splits, made.words
+
+        smem = stages * tile.stage(form, size) + tile.rest(size)
+        choice = records_choice(
+            a, p, made, source="spmm_vector_nm_tma.cu", archs=self.archs, cols=tile.cols, threads=384, head=head,
+            instance=lambda out, c: instance(p.a_dtype, out, group, tile, c), smem=lambda _: smem, cluster=cluster,
+            signature=(tensor_map.TensorMap, Shape, "i", "i", "P"), keep=data,
+            b_signature=(tensor_map.TensorMap,), b_arguments=b_arguments,
+        )  # fmt: skip
+        return launch.device_plan(self.name, p, launcher(p, choice), f"{tile} {stages} stages", made.words.nbytes)
+
+
+def instance(dtype: str, out: str, group: int, tile: Tile, cluster: tuple[int, int]) -> str:
+    """C++ name of the kernel; ``group``: rows of a warp that share columns."""
+    return (
+        f"spformat::vector_nm::spmm_vector_nm_tma<{C_TYPES[dtype]}, {out}, {group}, {tile.warp_rows}, "
+        f"{tile.warp_cols}, {tile.warps_m}, {tile.warps_n}, {cluster[0]}, {cluster[1]}>"
+    )
