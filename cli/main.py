@@ -53,8 +53,12 @@ def main() -> None:
         import logging
 
         logging.basicConfig(level=level.upper(), format="%(name)s: %(message)s")
+    stdout = sys.stdout
     try:
         app()
+    except SystemExit as e:
+        # Typer answers a reader that went away (`| head`) with a wrapped stdout and exit 1; it is no error.
+        raise SystemExit(0 if e.code == 1 and sys.stdout is not stdout else e.code) from None
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:

@@ -16,6 +16,9 @@ class Kernel(Protocol):
     """``backend.kernel``, for instance ``cuda.spmm_bsr``."""
     formats: frozenset[str]
 
+    # Optional: rank(p) -> int orders kernels of one backend for a problem, lower first; product_error: relative
+    # error of one float32 product, where products are not exact (three TF32 products).
+
     def unsupported(self, p: Problem) -> list[str]:
         """Every reason why ``p`` is refused; empty = accepted. Pure: reads ``p`` only, touches no GPU."""
         ...

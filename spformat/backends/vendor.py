@@ -79,6 +79,11 @@ class CusparseCSR:
             (mixed, f"out.dtype must equal a.dtype ({p.a_dtype}), got {p.out_dtype}"),
             (p.nnz > 2**31 - 1 or p.K > 2**31, "indices past int32 are not passed on to cuSPARSE"),
             (p.nnz == 0, "a matrix without items is not passed on to cuSPARSE"),
+            (
+                p.b_layout != p.out_layout,
+                f"B is {p.b_layout}-major and out {p.out_layout}-major: cuSPARSE leaves "
+                "parts of out unwritten when they differ",
+            ),
         )
 
     def plan(self, a: Any, p: Problem) -> Plan:

@@ -58,7 +58,12 @@ class Launch:
         self.threads, self.smem = threads, smem
 
     def __call__(self, grid: tuple[int, int, int], stream: int, *tail: Any) -> None:
-        """Launch on ``stream`` (a cudaStream_t as int); ``tail``: the run-time arguments, in order."""
+        """Launch on ``stream`` (a cudaStream_t as int); ``tail``: the run-time arguments, in order.
+
+        A grid with an empty extent has nothing to do, and the driver would refuse it.
+        """
+        if not (grid[0] and grid[1] and grid[2]):
+            return
         if self._structs:
             tail = tuple(v if isinstance(v, (int, float)) else bytes(v) for v in tail)
         try:
