@@ -17,10 +17,18 @@ _WIDE = 200
 """Columns when the stream is not a terminal: people read tables in logs, too."""
 
 
+class _Pipe(Console):
+    """A console whose reader may go away (`| head`): that is no error."""
+
+    def on_broken_pipe(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0)
+
+
 def console() -> Console:
     """Data goes here."""
     # No markup: "pip install 'spformat[cuda13]'" is text.
-    return Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False, markup=False)
+    return _Pipe(width=None if sys.stdout.isatty() else _WIDE, highlight=False, markup=False)
 
 
 def notes() -> Console:

@@ -275,3 +275,39 @@ def test_converters_give_the_same_bits_on_the_device(cp: Any) -> None:
                     assert device.validate().to_csr() == host.to_csr(), where
                     assert fmt.from_csr(host.to_csr().to("cuda"), **params) == fmt.from_csr(host.to_csr(), **params)
                     assert device.to_dense().get().tobytes() == host.to_dense().tobytes(), where
+
+
+@pytest.mark.parametrize("large", ["C", "B"])
+@pytest.mark.parametrize("fmt", ["csr", "ell-buckets", "bsr", "dbsr", "sr-bcrs", "vector-nm", "two-four", "bitmask"])
+def test_offsets_past_two_to_the_31(fmt: str, large: str, cp: Any) -> None:
+    """C of 2.2e9 elements, or B of as many: every kernel that accepts, checked at both ends and round 2^31."""
+    rng = np.random.default_rng(8)
+    N = 33_000
+    M, K = (67_000, 64) if large == "C" else (96, 67_008)
+    keep = (rng.random((M, K // 4, 4)).argsort(axis=2) < 2).reshape(M, K)
+    keep &= rng.random((M, K)) < (1.0 if large == "C" else 0.02)
+    bfloat16 = VALUE_TYPES["bfloat16"].numpy
+    x = np.where(keep, rng.integers(1, 4, (M, K)), 0).astype(bfloat16)
+    params = {"vector-nm": {"n": 2, "m": 4, "vector_length": 1}, "bsr": {"blocksize": (64, 64)}}.get(fmt, {})
+    a = sf.convert(x, fmt, **params).to("cuda")
+    B = cp.random.default_rng(9).integers(-2, 3, (K, N), dtype=np.int8).astype(bfloat16)
+    assert max(M * N, K * N) > 2**31
+    edge = 2**31 // N
+    rows = np.r_[0:40, edge - 20 : edge + 20, M - 40 : M] if large == "C" else np.arange(M)
+    A32 = cp.asarray(x[rows].astype(np.float32))
+    out = cp.empty((M, N), bfloat16)
+    tried = 0
+    for kernel in KERNELS:
+        p = problem(a, N, "bfloat16", LAYOUTS[0], int(cp.cuda.Device().compute_capability))
+        if fmt not in kernel.formats or kernel.unsupported(p):
+            continue
+        out.fill(float("nan"))
+        kernel.plan(a, p)(B, out=out)
+        for at in range(0, N, 4096):
+            wanted = (A32 @ B[:, at : at + 4096].astype(np.float32)).astype(bfloat16)
+            got = out[cp.asarray(rows), at : at + 4096]
+            assert bool((got.view(np.uint16) == wanted.view(np.uint16)).all() or (got == wanted).all()), kernel.name
+        tried += 1
+    assert tried
+    del out, B, a
+    cp.get_default_memory_pool().free_all_blocks()

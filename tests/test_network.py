@@ -40,7 +40,7 @@ def right(layers: list[tuple[sf.Format, Any]], images: Any, labels: np.ndarray[A
     return int((np.asarray(answer if xp is np else answer.get()) == labels).sum())
 
 
-def test_set() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def digits() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     with sf.safe_open(CHECKPOINTS / "digits_test_set.safetensors") as f:
         images = f.array("images").astype(np.float32).T / 16
         return np.ascontiguousarray(images).astype(sf.dtypes.VALUE_TYPES["bfloat16"].numpy), f.array("labels")
@@ -48,7 +48,7 @@ def test_set() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
 
 @pytest.mark.parametrize("fmt", [f.name for f in sf.FORMATS])
 def test_on_the_host(fmt: str) -> None:
-    images, labels = test_set()
+    images, labels = digits()
     expected = right(network("dense"), images, labels, np)
     assert expected >= 0.97 * labels.size
     assert right(network(fmt), images, labels, np) == expected
@@ -59,7 +59,7 @@ def test_on_the_host(fmt: str) -> None:
 def test_on_the_gpu(fmt: str) -> None:
     import cupy
 
-    images, labels = test_set()
+    images, labels = digits()
     expected = right(network("dense"), images, labels, np)
     layers = [(w.to("cuda"), b) for w, b in network(fmt)]
     got = right(layers, cupy.asarray(images), labels, cupy)
