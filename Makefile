@@ -33,8 +33,8 @@ gpu:
 	  "$(GPU_PYTHON) -m pip install '.[cuda13,test]'   (or cuda12)"; exit 69; }
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest $(PYTEST) -m gpu --backends cuda
 	@command -v $(SANITIZER) >/dev/null || { echo "$(SANITIZER) not found: memcheck and racecheck were not run"; exit 0; }; \
-	for tool in memcheck racecheck; do echo "compute-sanitizer $$tool"; PYTHONPATH=.:tests \
-	  $(SANITIZER) --tool $$tool --kernel-name-exclude kernel_substring=cupy_ --error-exitcode 9 $(GPU_PYTHON) tests/sanitize.py || exit 1; done
+	for tool in memcheck racecheck; do echo "compute-sanitizer $$tool"; PYTHONPATH=.:tests $(SANITIZER) --tool $$tool \
+	  --kernel-name-exclude kernel_substring=cupy_ --error-exitcode 9 $(GPU_PYTHON) tests/sanitize.py || exit 1; done
 
 fixtures: $(VENV)/test.stamp
 	$(BIN)/python fixtures/make.py
