@@ -42,9 +42,10 @@ def product(a: ELLBuckets, B, slots, fill, longest):
 
     for table in bin_tables(buckets, rows, slots, fill):
         for block in range(table.blocks):
-            b = max(i for i in range(table.count) if table.first_block[i] <= block)
-            local, log_width, log = block - table.first_block[b], table.log_width[b], table.log_slots[b]
-            first, end, start = table.first[b], table.end[b], table.start[b]
+            b = max(i for i in range(table.count) if table.bin[i].first_block <= block)
+            entry = table.bin[b]
+            local, log_width, log = block - entry.first_block, entry.log_width, entry.log_slots
+            first, end, start = entry.first, entry.end, entry.start
             if log_width >= 0 and 1 << log_width < NARROW:
                 for slot in range(slots):
                     skip = (local * slots + slot) * (NARROW >> log_width)

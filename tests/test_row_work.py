@@ -32,12 +32,13 @@ def walk(rows, slots, fill):
     done = []
     for block in range(table.blocks):
         b = 0
-        while b + 1 < table.count and block >= table.first_block[b + 1]:
+        while b + 1 < table.count and block >= table.bin[b + 1].first_block:
             b += 1
-        log = table.log_slots[b]
+        entry = table.bin[b]
+        log = entry.log_slots
         for slot in range(slots):
-            at = table.first_record[b] + (block - table.first_block[b]) * (slots >> log) + (slot >> log)
-            if at < table.end_record[b]:
+            at = entry.first + (block - entry.first_block) * (slots >> log) + (slot >> log)
+            if at < entry.end:
                 done.append((at, slot & ((1 << log) - 1), 1 << log))
     return done
 
@@ -120,3 +121,25 @@ def test_tiles_keep_what_the_kernel_asserts(n, size, items):
     assert tile.batch % tile.depth == 0
     assert tile.fill % tile.batch == 0
     assert tile.threads % 32 == 0
+
+
+DEVICE = Device()
+
+
+def test_a_panel_of_b_stays_only_where_it_fits_and_is_read_often():
+    def tile(K, rows, items, n=512, device=DEVICE, resident=True):
+        return choose_tile(4, 4, n, K, rows, items, device, resident)
+
+    assert tile(512, 2048, 209715).resident
+    assert not tile(512, 2048, 209715, resident=False).resident
+    assert not tile(512, 2048, 209715, device=Device(smem=99 << 10)).resident
+    assert not tile(512, 2048, 20000).resident
+    assert not tile(5000, 2048, 10**7).resident
+    assert not tile(0, 2048, 0).resident
+
+
+def test_a_resident_tile_has_one_block_per_sm_and_panel():
+    tile = choose_tile(4, 4, 512, 512, 2048, 209715, Device(), True)
+    assert tile.blocks_of(1000, 8, Device()) == 132 // 8
+    assert tile.blocks_of(5, 8, Device()) == 5
+    assert tile.blocks_of(1000, 200, Device()) == 1

@@ -111,6 +111,17 @@ def bins(rows: Rows, slots: int, fill: int) -> list[Bin]:
     return found
 
 
+class BinEntry(ctypes.Structure):
+    """``struct Bin`` of spmm_csr.cu."""
+
+    _fields_ = (
+        ("first_block", ctypes.c_uint32),
+        ("log_slots", ctypes.c_int32),
+        ("first", ctypes.c_int64),
+        ("end", ctypes.c_int64),
+    )
+
+
 class BinTable(ctypes.Structure):
     """``struct Bins`` of spmm_csr.cu."""
 
@@ -118,10 +129,7 @@ class BinTable(ctypes.Structure):
         ("blocks", ctypes.c_uint32),
         ("count", ctypes.c_uint32),
         ("pieces", ctypes.c_int64),
-        ("first_block", ctypes.c_uint32 * MAX_BINS),
-        ("log_slots", ctypes.c_uint32 * MAX_BINS),
-        ("first_record", ctypes.c_int64 * MAX_BINS),
-        ("end_record", ctypes.c_int64 * MAX_BINS),
+        ("bin", BinEntry * MAX_BINS),
     )
 
 
@@ -129,8 +137,7 @@ def bin_table(rows: Rows, slots: int, fill: int) -> BinTable:
     """The bins with the block each starts at."""
     table = BinTable(pieces=rows.pieces)
     for i, b in enumerate(bins(rows, slots, fill)):
-        table.first_block[i], table.log_slots[i] = table.blocks, b.log_slots
-        table.first_record[i], table.end_record[i] = b.first, b.end
+        table.bin[i] = BinEntry(table.blocks, b.log_slots, b.first, b.end)
         table.blocks += ceil_div(b.end - b.first, slots >> b.log_slots)
         table.count = i + 1
     return table
@@ -141,6 +148,8 @@ class Device(NamedTuple):
 
     sms: int = 132
     l2: int = 50 << 20
+    smem: int = 227 << 10
+    """Most shared memory of a block."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +200,8 @@ def device_of(device_id: int) -> Device:
     import cupy
 
     attributes = cupy.cuda.Device(device_id).attributes
-    return Device(attributes["MultiProcessorCount"], attributes["L2CacheSize"])
+    sms, l2, smem = (attributes[k] for k in ("MultiProcessorCount", "L2CacheSize", "MaxSharedMemoryPerBlockOptin"))
+    return Device(sms, l2, smem)
 
 
 def row_gather_reasons(p: Problem, types: tuple[str, ...] = TYPES) -> list[str]:
@@ -212,7 +222,9 @@ Kernels = Callable[[Tile], Sequence[tuple[Launch, int]]]
 """The launches of one product and the number of tasks of each."""
 
 
-def gather_launch(p: Problem, rows: Rows, items: int, kernels: Kernels, pieces: Callable[[], Launch]) -> GatherLaunch:
+def gather_launch(
+    p: Problem, rows: Rows, items: int, kernels: Kernels, pieces: Callable[[], Launch], resident: bool = False
+) -> GatherLaunch:
     """What a call does: the tile for its operands, all launches, the sums of pieces.
 
     Tail arguments of ``kernels``: partial, B, C, n, ldb in bytes, ldc, bytes of B to prefetch; of ``pieces``:
@@ -224,7 +236,7 @@ def gather_launch(p: Problem, rows: Rows, items: int, kernels: Kernels, pieces: 
 
     @functools.lru_cache(maxsize=256)
     def choose(n: int, vec: int) -> Tile:
-        return choose_tile(vec, value_size, n, K, p.M, items, device)
+        return choose_tile(vec, value_size, n, K, p.M, items, device, resident)
 
     @functools.lru_cache(maxsize=256)
     def prepare(n: int, ldb: int, ldc: int, b: int, c: int) -> list[tuple[Any, ...]]:
@@ -273,21 +285,40 @@ def vector_width(value_size: int, out_size: int, n: int, b: int, c: int, ldb: in
     return vec
 
 
-def choose_tile(vec: int, value_size: int, n: int, K: int, rows: int, items: int, device: Device) -> Tile:
+def choose_tile(
+    vec: int, value_size: int, n: int, K: int, rows: int, items: int, device: Device, resident: bool = False
+) -> Tile:
     """The tile for ``rows`` rows with ``items`` stored items, times n columns of B. Measured on an H200.
 
-    Few lanes per slot, so that a warp works on several rows; two loads per lane and item when n is wide.
+    ``resident``: the kernel can keep a panel of B in shared memory.
+
+    Few lanes per slot, so that a warp works on several rows, and several loads per lane and item when n is wide
+    (docs/decisions/0010-irregular-kernels.md).
     """
-    vectors = ceil_div(n, vec)
-    small = items * n <= 1 << 21
-    lanes = min(8, 1 << (vectors - 1).bit_length())
-    tiles = 2 if vectors >= 16 and not small else 1
-    depth = 4 if tiles == 2 and vec * value_size == 16 and value_size >= 4 else BATCH
-    blocks = 2 if tiles == 2 and depth == BATCH else 3
+    vectors, work = ceil_div(n, vec), items * n
+    panel = 16 * vec * K * value_size
+    copies = max(device.sms, ceil_div(vectors, 16))
+    fits = 0 < panel <= device.smem - (16 << 10)  # beside the sums of the slots
+    if resident and vectors >= 16 and fits and work * value_size >= 12 * copies * panel:
+        return Tile(vec, 8, 2, BATCH, 4, 512, 1, 64, resident=True)
+
+    short = items < 8 * rows and work > 1e7
+    if vectors <= 8:
+        lanes, tiles, depth, blocks = max(1, 1 << (vectors - 1).bit_length()), 1, 8, 3
+    elif work > 3e8 and K * n * value_size > device.l2 // 2 and value_size >= 4:
+        lanes, tiles, depth, blocks = 4, 4, 4, 2  # B does not stay in L2: rows side by side meet in L1
+    elif vectors <= 16 and work < (1e7 if short else 2e7):
+        lanes, tiles, depth, blocks = 8, 1, 8, 3
+    elif (vectors <= 32 and not (short and value_size >= 4)) or work > 3e8:
+        lanes, tiles, depth, blocks = 8, 2, 8, 2
+    else:
+        lanes, tiles, depth, blocks = 8, 4, 4, 2
+
+    # A row takes a power of two of slots: half as many again as its items fill.
     capacity = device.sms * blocks * 256 // lanes  # slots that work at a time
     panels = ceil_div(vectors, lanes * tiles)
-    share = items * panels // capacity
-    fill = 8 if share < 16 else 16 if share < 32 else 32
+    share = 1.5 * items * panels / capacity
+    fill = 8 if share <= 8 else 16 if share <= 24 else 32
     waves = max(rows, items // fill) * panels / capacity
     prefetch = K * n * value_size <= 8 << 20 and 2 * items >= K
     return Tile(vec, lanes, tiles, BATCH, depth, 256, blocks, fill, prefetch, 4 if waves > 4.5 else 1)

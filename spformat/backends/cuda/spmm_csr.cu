@@ -6,7 +6,7 @@
 //   partial  Sum[pieces, n]                  B     T[K, ldb bytes]       C  Out[M, ldc]
 //
 // Grid: x walks the blocks of all bins (longest rows first), y the column tiles, so that one column panel of B is in
-// L2 at a time. A block of bin i holds SLOTS >> log_slots[i] rows, each dealt to 1 << log_slots[i] slots (gather.cuh).
+// L2 at a time. A block of a bin holds SLOTS >> log_slots rows, each dealt to 1 << log_slots slots (gather.cuh).
 // A grid narrower than bins.blocks gives every block several tasks, whose dependent loads then overlap.
 // Every row of A has exactly one record (or pieces, added by spmm_csr_pieces), empty rows too: all of C is written.
 //
@@ -23,14 +23,17 @@
 
 constexpr int MAX_BINS = 16;
 
+struct Bin {
+  unsigned first_block;
+  int log_slots;
+  long long first, end;  // records
+};
+
 struct Bins {
   unsigned blocks;
   unsigned count;
   long long pieces;
-  unsigned first_block[MAX_BINS];
-  unsigned log_slots[MAX_BINS];
-  long long first_record[MAX_BINS];
-  long long end_record[MAX_BINS];
+  Bin bin[MAX_BINS];
 };
 
 struct Record {
@@ -50,12 +53,13 @@ struct Task {
 __device__ __forceinline__ Task locate(const Bins& bins, const Record* records, unsigned block, int slot, int log_all) {
   Task task{{}, -1, 0, false};
   if (block >= bins.blocks) return task;
-  unsigned bin = 0;
-  while (bin + 1 < bins.count && block >= bins.first_block[bin + 1]) ++bin;
-  task.log = bins.log_slots[bin];
-  const long long row_of_block = (block - bins.first_block[bin]) << (log_all - task.log);
-  const long long at = bins.first_record[bin] + row_of_block + (slot >> task.log);
-  task.live = at < bins.end_record[bin];
+  unsigned i = 0;
+  while (i + 1 < bins.count && block >= bins.bin[i + 1].first_block) ++i;
+  const Bin& bin = bins.bin[i];
+  task.log = bin.log_slots;
+  const long long row_of_block = static_cast<long long>(block - bin.first_block) << (log_all - task.log);
+  const long long at = bin.first + row_of_block + (slot >> task.log);
+  task.live = at < bin.end;
   task.piece = at < bins.pieces ? static_cast<int>(at) : -1;
   task.record = spformat::load_if(reinterpret_cast<const uint4*>(records + at), task.live);
   return task;

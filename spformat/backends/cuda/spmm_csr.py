@@ -50,7 +50,7 @@ class SpmmCSR:
         names.append(
             f"spmm_csr<double, double, int, {choose_tile(2, 8, 64, 1000, 1000, 10**5, Device()).template()}, false>"
         )
-        names.append("spmm_csr<__half, __half, int, 8, 8, 2, 8, 4, 1024, 1, true>")
+        names.append("spmm_csr<__half, __half, int, 8, 8, 2, 8, 4, 512, 1, true>")
         return (*names, "spmm_csr_pieces<float, __half>", "spmm_csr_pieces<double, double>")
 
     def plan(self, a: Any, p: Problem) -> Plan:
@@ -82,5 +82,5 @@ class SpmmCSR:
             function = jit.load("spmm_csr.cu", f"spmm_csr_pieces<{sums}, {out.cuda}>", arch, p.device_id)
             return Launch(function, ("P", "P", "P", "i", "q"), (rows.cuts,), 256)
 
-        launch, tile = gather_launch(p, rows, nnz, kernels, pieces)
+        launch, tile = gather_launch(p, rows, nnz, kernels, pieces, resident=True)
         return device_plan(self.name, p, row_major(p, launch), tile=str(tile), workspace=rows.records.nbytes)

@@ -17,16 +17,19 @@
 
 constexpr int MAX_BINS = 32, NARROW = 8;
 
+struct Bin {
+  unsigned first_block;
+  short log_width;  // of a bucket; -1: records
+  short log_slots;
+  long long first, end;  // ELL rows or records
+  long long start;       // of a bucket: where the items of ELL row `first` are
+};
+
 struct Bins {
   unsigned blocks;
   unsigned count;
   long long pieces;
-  unsigned first_block[MAX_BINS];
-  int log_width[MAX_BINS];     // of a bucket; -1: records
-  int log_slots[MAX_BINS];
-  long long first[MAX_BINS];   // ELL row or record
-  long long end[MAX_BINS];
-  long long start[MAX_BINS];   // of a bucket: where the items of ELL row `first` are
+  Bin bin[MAX_BINS];
 };
 
 struct Record {
@@ -50,25 +53,26 @@ __device__ __forceinline__ Task locate(const Bins& bins, const Record* records, 
                                        int log_all) {
   Task task{{}, 0, -1, 0, -1, false};
   if (block >= bins.blocks) return task;
-  unsigned bin = 0;
-  while (bin + 1 < bins.count && block >= bins.first_block[bin + 1]) ++bin;
+  unsigned i = 0;
+  while (i + 1 < bins.count && block >= bins.bin[i + 1].first_block) ++i;
+  const Bin& bin = bins.bin[i];
   Record& record = reinterpret_cast<Record&>(task.record);
-  const long long local = block - bins.first_block[bin];
-  const int log_width = bins.log_width[bin];
+  const long long local = block - bin.first_block;
+  const int log_width = bin.log_width;
   if (log_width >= 0 && 1 << log_width < NARROW) {
     task.log_width = log_width;
     const long long skip = ((local << log_all) + slot) * (NARROW >> log_width);
-    task.ell_row = bins.first[bin] + skip;
-    record.start = bins.start[bin] + (skip << log_width);
-    const long long items = (bins.end[bin] - task.ell_row) << log_width;
+    task.ell_row = bin.first + skip;
+    record.start = bin.start + (skip << log_width);
+    const long long items = (bin.end - task.ell_row) << log_width;
     record.length = items > NARROW ? NARROW : static_cast<int>(items);
     return task;
   }
-  task.log = bins.log_slots[bin];
-  const long long skip = (local << (log_all - task.log)) + (slot >> task.log), at = bins.first[bin] + skip;
-  task.live = at < bins.end[bin];
+  task.log = bin.log_slots;
+  const long long skip = (local << (log_all - task.log)) + (slot >> task.log), at = bin.first + skip;
+  task.live = at < bin.end;
   if (log_width >= 0) {
-    record.start = bins.start[bin] + (skip << log_width);
+    record.start = bin.start + (skip << log_width);
     record.length = task.live ? 1 << log_width : 0;
     const auto row = spformat::load_if(reinterpret_cast<const spformat::word_t<sizeof(Row)>*>(row_ids + at), task.live);
     record.row = static_cast<unsigned>(reinterpret_cast<const Row&>(row));

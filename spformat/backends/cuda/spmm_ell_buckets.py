@@ -136,6 +136,19 @@ def order_stretches(row_ids: Array, buckets: list[Bucket], M: int, longest: int)
     return order_rows(start, length, row, longest)
 
 
+class BinEntry(ctypes.Structure):
+    """``struct Bin`` of spmm_ell_buckets.cu."""
+
+    _fields_ = (
+        ("first_block", ctypes.c_uint32),
+        ("log_width", ctypes.c_int16),
+        ("log_slots", ctypes.c_int16),
+        ("first", ctypes.c_int64),
+        ("end", ctypes.c_int64),
+        ("start", ctypes.c_int64),
+    )
+
+
 class BinTable(ctypes.Structure):
     """``struct Bins`` of spmm_ell_buckets.cu."""
 
@@ -143,12 +156,7 @@ class BinTable(ctypes.Structure):
         ("blocks", ctypes.c_uint32),
         ("count", ctypes.c_uint32),
         ("pieces", ctypes.c_int64),
-        ("first_block", ctypes.c_uint32 * MAX_BINS),
-        ("log_width", ctypes.c_int32 * MAX_BINS),
-        ("log_slots", ctypes.c_int32 * MAX_BINS),
-        ("first", ctypes.c_int64 * MAX_BINS),
-        ("end", ctypes.c_int64 * MAX_BINS),
-        ("start", ctypes.c_int64 * MAX_BINS),
+        ("bin", BinEntry * MAX_BINS),
     )
 
 
@@ -166,8 +174,7 @@ def bin_tables(buckets: list[Bucket], rows: Rows, slots: int, fill: int) -> list
         chunk = entries[at : at + MAX_BINS]
         table = BinTable(count=len(chunk), pieces=rows.pieces)
         for i, (log_width, log, first, end, start, rows_in_block) in enumerate(chunk):
-            table.first_block[i], table.log_width[i], table.log_slots[i] = table.blocks, log_width, log
-            table.first[i], table.end[i], table.start[i] = first, end, start
+            table.bin[i] = BinEntry(table.blocks, log_width, log, first, end, start)
             table.blocks += ceil_div(end - first, rows_in_block)
         tables.append(table)
     return tables
