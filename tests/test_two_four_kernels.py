@@ -146,6 +146,30 @@ def test_exact_products(kernel: Any, shape: tuple[int, int, int], b_layout: str,
         assert np.isnan(lines[:, lines.shape[1] - gap :].astype(np.float32)).all()
 
 
+<<<<<<< Updated upstream
+=======
+TILES = [(m, t) for m in (spmm_two_four, spmm_two_four_sm90a) for t in m.TILES]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("module", "tile"), TILES, ids=lambda v: getattr(v, "__name__", str(v)).rpartition(".")[2])
+@pytest.mark.parametrize("b_layout", ["row", "col"])
+def test_every_tile(module: Any, tile: Any, b_layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles and clusters in both directions, ragged: shapes this small would choose one tile only."""
+    M, K, N = 1100, 2056, 600
+    kernel = SpmmTwoFour() if module is spmm_two_four else SpmmTwoFourSm90a()
+    monkeypatch.setattr(module, "TILES", (tile,))
+    rng = np.random.default_rng(9)
+    a, dense = two_four(M, K, BF16, rng, "ldmatrix")
+    B = rng.integers(-3, 4, (K, N)).astype(BF16)
+    plan = kernel.plan(a.to("cuda"), problem(M, K, N, b_layout=b_layout, out_dtype="float32"))
+    assert str(tile) in plan.tile
+    c = matrix(np.full((M, N), np.nan, np.float32), "row", 0)
+    plan(matrix(B, b_layout, 0), c)
+    assert np.array_equal(c.get(), dense @ B.astype(np.float32))
+
+
+>>>>>>> Stashed changes
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
 def test_random_products_and_same_bits(kernel: Any) -> None:
