@@ -146,8 +146,6 @@ def test_exact_products(kernel: Any, shape: tuple[int, int, int], b_layout: str,
         assert np.isnan(lines[:, lines.shape[1] - gap :].astype(np.float32)).all()
 
 
-<<<<<<< Updated upstream
-=======
 TILES = [(m, t) for m in (spmm_two_four, spmm_two_four_sm90a) for t in m.TILES]
 
 
@@ -169,7 +167,6 @@ def test_every_tile(module: Any, tile: Any, b_layout: str, monkeypatch: pytest.M
     assert np.array_equal(c.get(), dense @ B.astype(np.float32))
 
 
->>>>>>> Stashed changes
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
 def test_random_products_and_same_bits(kernel: Any) -> None:

@@ -22,7 +22,8 @@ enum Swizzle : u32 { NONE = 0, B128 = 1, B64 = 2, B32 = 3 };
 // n-contiguous ("MN-major", Trans = 1) tiles: a swizzle row holds 64 (B128) values of one k; `stride` = bytes between
 // groups of 8 k, `leading` = bytes between neighbouring groups of 64 values along the row or column axis.
 __device__ __forceinline__ u64 descriptor(u32 address, u32 leading, u32 stride, Swizzle swizzle) {
-    return static_cast<u64>(leading >> 4 << 16 | address >> 4) |
+    // In a cluster a shared address has the block's rank from bit 24 up; what the descriptor holds is the offset.
+    return static_cast<u64>(leading >> 4 << 16 | (address & 0x3ffff) >> 4) |
            static_cast<u64>(stride >> 4 | static_cast<u32>(swizzle) << 30) << 32;
 }
 // The same operand `sixteenths` times 16 bytes further; cheaper than a new descriptor.
