@@ -19,8 +19,10 @@ _C_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half"}
 _SIZES = (16, 32, 64, 128)
 _ITEM = 2
 _INT32_MAX = 2**31 - 1
-_PROCESSORS = 132
-_FEWEST_TILES = 64
+_ENOUGH_TILES = 96
+"""Wide tiles from here on: 132 SMs, one tile each at a time."""
+_FEWEST_TILES = {True: 32, False: 100}
+"""Narrow tiles below which spmm_bsr is faster, for blocks of 64 rows and more, and for lower ones. Measured."""
 _SIGNATURE = (tensor_map.TensorMap, *"PPPPqq", tensor_map.TensorMap, tensor_map.TensorMap, *"Pqq")
 
 
@@ -59,7 +61,7 @@ def choose_tile(p: Problem) -> Tile:
         wide, narrow = Tile(2, 2, 4, 32768, loaders), Tile(2, 1, 6, 32768, loaders)
     else:
         wide, narrow = Tile(1, 4, 4, 32768, loaders), Tile(1, 2, 6, 32768, loaders)
-    return wide if _tiles(p, wide) >= _PROCESSORS else narrow
+    return wide if _tiles(p, wide) >= _ENOUGH_TILES else narrow
 
 
 def _tiles(p: Problem, tile: Tile) -> int:
@@ -110,6 +112,14 @@ def merge_slices(
     padded = xp.zeros(blocks + 32, xp.int32)
     padded[:-32] = order
     return Slices(plan, slices, padded)
+
+
+def every_row(row_ids: Any, indptr: Any, block_rows: int) -> Any:
+    """The indptr of the same blocks with all block rows listed: int[block_rows+1]."""
+    xp = namespace(indptr)
+    lengths = xp.zeros(block_rows + 1, indptr.dtype)
+    lengths[row_ids + 1] = xp.diff(indptr)
+    return xp.cumsum(lengths)
 
 
 def interleave(work: Any, stride: int) -> Any:
@@ -181,7 +191,7 @@ class SpmmBSRHopper:
             spmm_bsr.sample_problem("dbsr", (16, 16), "bfloat16", "float32", COL, ROW),
         )
         return tuple(
-            _instance(p, choose_tile(p), "int", bulk)
+            _instance(p, choose_tile(p), "int", p.format == "dbsr", bulk)
             for p in problems
             for bulk in (False, True)
             if not bulk or p.out_dtype != "float32"
@@ -189,25 +199,22 @@ class SpmmBSRHopper:
 
 
 def _too_small(p: Problem) -> list[tuple[bool, str]]:
-    """One large tile per multiprocessor pays only when there are enough of them."""
+    """One large tile per multiprocessor pays only where there are enough of them."""
     height = p.p["blocksize"][0]
     if height not in _SIZES:
         return []
     tile = choose_tile(p)
-    (rows, cols), tiles = tile.extent(height), _tiles(p, tile)
+    (rows, cols), tiles, fewest = tile.extent(height), _tiles(p, tile), _FEWEST_TILES[height >= 64]
     return [
         (p.n < cols, f"N = {p.n} is narrower than a tile of {rows}x{cols}; spmm_bsr has narrow tiles"),
-        (
-            tiles < _FEWEST_TILES,
-            f"C has {tiles} tiles of {rows}x{cols}, below {_FEWEST_TILES}; spmm_bsr has small tiles",
-        ),
+        (tiles < fewest, f"C has {tiles} tiles of {rows}x{cols}, below {fewest}; spmm_bsr has small tiles"),
     ]
 
 
-def _instance(p: Problem, t: Tile, row_type: str, bulk_c: bool) -> str:
+def _instance(p: Problem, t: Tile, row_type: str, listed: bool, bulk_c: bool) -> str:
     height, width = p.p["blocksize"]
     units = t.ring_a // (height * min(width, 64) * _ITEM)
-    flags = (p.b_layout == COL, p.out_layout == COL, p.format == "dbsr", bulk_c)
+    flags = (p.b_layout == COL, p.out_layout == COL, listed, bulk_c)
     return (
         f"spmm_bsr_sm90a<{_C_TYPES[p.a_dtype]}, {spmm_bsr.C_TYPES[p.out_dtype]}, {row_type}, {height}, {width}, "
         f"{t.warpgroups_m}, {t.warpgroups_n}, {t.slots}, {units}, {t.loaders_b}, "
@@ -221,7 +228,7 @@ def _launcher(a: spmm_bsr.Arrays, p: Problem, tile: Tile) -> tuple[Callable[[lau
     Whether B suits TMA is known per call only; operands that do not go to spmm_bsr.
     """
     height, width = p.p["blocksize"]
-    blocks, entries = int(a.indices.size), int(a.indptr.size) - 1
+    blocks, entries, block_rows = int(a.indices.size), int(a.indptr.size) - 1, ceil_div(p.M, height)
     plain: list[Callable[[launch.Operands], None]] = []
 
     def fall_back(x: launch.Operands) -> None:
@@ -233,7 +240,11 @@ def _launcher(a: spmm_bsr.Arrays, p: Problem, tile: Tile) -> tuple[Callable[[lau
     if not blocks or not tensor_map.aligned(pointer, width, _ITEM) or blocks * height > _INT32_MAX:
         return fall_back, 0
 
-    listed = p.format == "dbsr"
+    # Zeros of unlisted rows are written after the product; where they are many, tiles without blocks are faster.
+    listed = p.format == "dbsr" and (block_rows - entries) * 8 <= block_rows
+    indptr = a.indptr
+    if p.format == "dbsr" and not listed:
+        indptr, entries = every_row(a.row_ids, a.indptr, block_rows), block_rows
     b_col, c_col = p.b_layout == COL, p.out_layout == COL
     slice_k = min(width, 64)
     rows, cols = tile.extent(height)
@@ -241,11 +252,11 @@ def _launcher(a: spmm_bsr.Arrays, p: Problem, tile: Tile) -> tuple[Callable[[lau
     swizzle = slice_k * _ITEM
     a_map = tensor_map.tiled(pointer, p.a_dtype, (width, blocks * height), (width,), (slice_k, height), swizzle)
     processors = _processors(p.device_id)
-    merged = merge_slices(a.indptr, a.indices, ceil_div(p.K, width), rows // height, (cols, height), processors)
+    merged = merge_slices(indptr, a.indices, ceil_div(p.K, width), rows // height, (cols, height), processors)
     _finish_work()  # synchronize! calls may come on other streams
     fixed = (a_map, a.row_ids if listed else 0, *merged, p.M, entries)
     groups = ceil_div(entries, rows // height)
-    gaps = entries < ceil_div(p.M, height)
+    gaps = entries < block_rows
     narrow = min(height, 64)
 
     def map_b(x: launch.Operands) -> tensor_map.TensorMap:
@@ -262,7 +273,7 @@ def _launcher(a: spmm_bsr.Arrays, p: Problem, tile: Tile) -> tuple[Callable[[lau
     @functools.lru_cache(maxsize=2)
     def variant(bulk_c: bool) -> launch.Launch:
         row_type = "long long" if listed and a.row_ids.dtype.itemsize == 8 else "int"
-        name = _instance(p, tile, row_type, bulk_c)
+        name = _instance(p, tile, row_type, listed, bulk_c)
         function = jit.load("spmm_bsr_sm90a.cu", name, "sm_90a", p.device_id, smem)
         return launch.Launch(function, _SIGNATURE, fixed, tile.threads, smem)
 
