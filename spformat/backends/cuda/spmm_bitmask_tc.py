@@ -17,11 +17,15 @@ PITCH = 144  # bytes of a row's staged values
 
 @dataclass(frozen=True)
 class Tile:
-    """What one block computes: 16 * ``fragments`` rows x ``cols`` columns of C, K shared by ``warps``."""
+    """What one block computes: 16 * ``fragments`` rows x ``cols`` columns of C, K shared by ``warps``.
+
+    ``stages`` steps of a warp are in shared memory or on their way there.
+    """
 
     fragments: int
     cols: int
     warps: int
+    stages: int
 
     @property
     def rows(self) -> int:
@@ -29,19 +33,23 @@ class Tile:
 
     @property
     def smem(self) -> int:
-        """bytes: per warp two stages of values and of B (``Layout`` in the kernel), or its sums."""
-        return self.warps * max(2 * (self.rows * PITCH + STEP * self.cols * 2), self.rows * self.cols * 4)
+        """bytes: per warp the stages of values, B and bits (``Layout`` in the kernel), or its sums."""
+        stage = self.rows * (PITCH + 16) + STEP * self.cols * 2
+        return self.warps * max(self.stages * stage, self.rows * self.cols * 4)
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.cols}, {self.warps} warps"
+        return f"{self.rows}x{self.cols}, {self.warps} warps, {self.stages} stages"
 
 
 def choose(M: int, n: int, sms: int, smem: int) -> Tile:
-    """Narrowest tile that holds N, 32 rows where they fill the machine, as many warps as fit ``smem`` bytes."""
+    """Narrowest tile that holds N. Many row tiles: few warps each, several blocks on an SM; few: more warps share K."""
     cols = min(64, max(8, n))
-    row_tiles = -(-M // 32)
-    fragments = 2 if row_tiles >= 0.75 * sms else 1
-    tiles = (Tile(fragments, cols, warps) for warps in ((16, 8, 4, 2, 1) if cols <= 16 else (8, 4, 2, 1)))
+    enough = 0.75 * sms
+    fragments = 2 if cols > 16 and -(-M // 32) >= enough else 1
+    row_tiles = -(-M // (16 * fragments))
+    most = 4 if row_tiles >= 3 * sms else 8 if cols > 16 or row_tiles >= sms else 16
+    stages = 3 if cols <= 16 and most == 8 else 2
+    tiles = (Tile(fragments, cols, warps, stages) for warps in (16, 8, 4, 2, 1) if warps <= most)
     return next(t for t in tiles if t.smem <= smem)
 
 
@@ -57,9 +65,9 @@ class SpmmBitmaskTensor:
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
         return (
-            "spmm_bitmask_tc<__nv_bfloat16, __nv_bfloat16, int, 16, 2, 16, false>",
-            "spmm_bitmask_tc<__nv_bfloat16, float, long long, 8, 1, 16, true>",
-            "spmm_bitmask_tc<__half, __half, int, 64, 2, 8, false>",
+            "spmm_bitmask_tc<__nv_bfloat16, __nv_bfloat16, int, 16, 1, 8, 3, false>",
+            "spmm_bitmask_tc<__nv_bfloat16, float, long long, 8, 1, 16, 3, true>",
+            "spmm_bitmask_tc<__half, __half, int, 64, 2, 8, 2, false>",
         )
 
     def plan(self, a: Any, p: Problem) -> Plan:
@@ -76,7 +84,8 @@ class SpmmBitmaskTensor:
         data = a.data if a.data.data.ptr % 16 == 0 else a.data.copy()  # the kernel reads it in 16-byte pieces
         types = f"{VALUE_TYPES[p.a_dtype].cuda}, {VALUE_TYPES[p.out_dtype].cuda}"
         types = f"{types}, {'int' if a.indptr.dtype == 'int32' else 'long long'}"
-        instance = f"spmm_bitmask_tc<{types}, {tile.cols}, {tile.fragments}, {tile.warps}, {str(b_col).lower()}>"
+        shape = f"{tile.cols}, {tile.fragments}, {tile.warps}, {tile.stages}"
+        instance = f"spmm_bitmask_tc<{types}, {shape}, {str(b_col).lower()}>"
         function = jit.load(SOURCE, instance, jit.architecture(p.sm or 80, ()), p.device_id, tile.smem)
         fixed = (a.indptr, a.bitmask, data, before, p.M, p.K, slice_columns(p.K, tile.warps))
         launch = Launch(function, "PPPPqqqPPqqqq", fixed, 32 * tile.warps, tile.smem)

@@ -12,9 +12,13 @@ from .panels import DEPTH, MAX_GRID_Y, Tile, panels, refusals, step_bytes, types
 
 SOURCE = "spmm_sr_bcrs_sm90a.cu"
 ARCHS = ("sm_90a",)
-LARGE = Tile(2, 4, 2, 1, 8, 3)
-MEDIUM = Tile(2, 2, 2, 2, 4, 3)
-SMALL = Tile(1, 1, 1, 8, 4, 4)
+TILES = (
+    Tile(2, 4, 2, 1, 8, 3),  # 128 x 128
+    Tile(2, 2, 2, 2, 4, 4),  # 64 x 64
+    Tile(1, 2, 2, 2, 4, 6),  # 32 x 64
+    Tile(1, 1, 1, 4, 4, 8),  # 16 x 32
+)
+"""Largest first: panels of 32 rows share lines of B best, panels of 16 rows fill the machine on small products."""
 
 
 def smem(tile: Tile) -> int:
@@ -25,8 +29,8 @@ def smem(tile: Tile) -> int:
 
 
 def choose(M: int, n: int, sms: int) -> Tile:
-    """The largest tile that still fills the machine."""
-    return next((t for t in (LARGE, MEDIUM) if 5 * t.blocks(M, n) >= 4 * sms), SMALL)
+    """The largest tile that still gives four of five SMs a block."""
+    return next((t for t in TILES if 5 * t.blocks(M, n) >= 4 * sms), TILES[-1])
 
 
 class SpmmSRBCRSHopper:
@@ -42,8 +46,8 @@ class SpmmSRBCRSHopper:
         """C++ names that the compile tests build."""
         return (
             "spmm_sr_bcrs_sm90a<__half, __half, int, int, 2, 4, 2, 1, 8, 3, 4, true>",
-            "spmm_sr_bcrs_sm90a<__nv_bfloat16, __nv_bfloat16, int, int, 2, 2, 2, 2, 4, 3, 1, true>",
-            "spmm_sr_bcrs_sm90a<__nv_bfloat16, float, long long, int, 1, 1, 1, 8, 4, 4, 1, false>",
+            "spmm_sr_bcrs_sm90a<__nv_bfloat16, __nv_bfloat16, int, int, 2, 2, 2, 2, 4, 4, 1, true>",
+            "spmm_sr_bcrs_sm90a<__nv_bfloat16, float, long long, int, 1, 1, 1, 4, 4, 8, 1, false>",
         )
 
     def plan(self, a: Any, p: Problem) -> Plan:
