@@ -44,8 +44,8 @@ class Tile:
 def choose(M: int, n: int, sms: int, smem: int) -> Tile:
     """Narrowest tile that holds N. Many row tiles: few warps each, several blocks on an SM; few: more warps share K."""
     cols = min(64, max(8, n))
-    enough = 0.75 * sms
-    fragments = 2 if cols > 16 and -(-M // 32) >= enough else 1
+    tall = -(-M // 32)
+    fragments = 2 if cols > 16 and tall >= 0.75 * sms else 1
     row_tiles = -(-M // (16 * fragments))
     most = 4 if row_tiles >= 3 * sms else 8 if cols > 16 or row_tiles >= sms else 16
     stages = 3 if cols <= 16 and most == 8 else 2
