@@ -21,7 +21,7 @@ from .spmm_two_four_tokens import SpmmTwoFourTokens
 from .spmm_vector_nm import SpmmVectorNM
 from .spmm_vector_nm_mma import SpmmVectorNMTensor
 from .spmm_vector_nm_sm90a import SpmmVectorNMSm90a
-from .spmm_vector_nm_tma import SpmmVectorNMTMA
+from .spmm_vector_nm_tma_sm90a import SpmmVectorNMTMA
 
 KERNELS: tuple[Kernel, ...] = (
     SpmmBSRHopper(),
@@ -38,8 +38,8 @@ KERNELS: tuple[Kernel, ...] = (
     SpmmTwoFourTokens(),
     SpmmTwoFour(),
     SpmmVectorNMSm90a(),
-    SpmmVectorNMTensor(),
     SpmmVectorNMTMA(),
+    SpmmVectorNMTensor(),
     SpmmVectorNM(),
 )
 """One line per kernel; for a format, the best comes first."""
