@@ -39,7 +39,7 @@ _SIDE_FILE = 1 << 30
 
 @dataclass(frozen=True)
 class Shard:
-    """One output file: what the manifest says of it."""
+    """One output file: what the manifest says of it. The hashes are empty for a single file without a manifest."""
 
     name: str
     source: str
@@ -115,8 +115,9 @@ def _to_file(
         raise OutputError("input and output are the same file", path=dst)
     if len(source.shards) != 1:
         raise OutputError(f"{len(source.shards)} shards go into a folder, not one file", path=dst)
-    shard = _convert_shard(source, source.shards[0], jobs, recipe, dst, force, progress)
-    return Report(dst, (shard,))
+    outcomes = _write_shard(source, source.shards[0], jobs, recipe, dst, force, progress)
+    # No manifest, so nobody asks for hashes; the arrays carry their checksums.
+    return Report(dst, (Shard(os.path.basename(dst), source.shards[0], "", "", os.path.getsize(dst), outcomes),))
 
 
 def _to_folder(
@@ -208,15 +209,20 @@ def _finished(entry: Any, source: Source, shard: str, path: str) -> Shard | None
 def _convert_shard(
     source: Source, shard: str, jobs: tuple[Job, ...], recipe: Recipe, path: str, force: bool, progress: Progress | None
 ) -> Shard:
-    mine = [j for j in jobs if j.shard == shard]
-    with ThreadPoolExecutor(1) as hashing, source.open(shard) as f:
+    with ThreadPoolExecutor(1) as hashing:
         digest_in: Future[str] = hashing.submit(sha256_of, os.path.join(source.folder, shard))
-        if writes_dense(recipe):
-            outcomes = _write_dense(f, mine, recipe, path, force, progress)
-        else:
-            outcomes = _write_packed(f, mine, recipe, path, force, progress)
+        outcomes = _write_shard(source, shard, jobs, recipe, path, force, progress)
         sha_out = sha256_of(path)
         return Shard(os.path.basename(path), shard, digest_in.result(), sha_out, os.path.getsize(path), outcomes)
+
+
+def _write_shard(
+    source: Source, shard: str, jobs: tuple[Job, ...], recipe: Recipe, path: str, force: bool, progress: Progress | None
+) -> tuple[Outcome, ...]:
+    mine = [j for j in jobs if j.shard == shard]
+    write = _write_dense if writes_dense(recipe) else _write_packed
+    with source.open(shard) as f:
+        return write(f, mine, recipe, path, force, progress)
 
 
 def _read(f: TensorFile, job: Job) -> Any:
