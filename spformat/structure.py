@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from . import threads
 from .arrays import INT32_MAX, Array, ceil_div, round_up
 from .dtypes import bits, nonzero_mask, value_type
 from .formats import by_name, parse_spec
@@ -163,14 +164,18 @@ def analyse(x: Array) -> Structure:
 
 
 def count_nonzeros(x: Array) -> tuple[int, int]:
-    """(values that are not zero, elements that are -0.0) of a host matrix; a few panels of memory."""
+    """(values that are not zero, elements that are -0.0) of a host matrix; a few panels of memory, every core."""
     row = value_type(x.dtype)
     flat, mask = bits(x).reshape(-1), row.bits.type(row.zero_mask)
-    nnz = stored = 0
-    for i in range(0, flat.size, PANEL):
-        part = flat[i : i + PANEL]
-        nnz += int(np.count_nonzero((part & mask) != 0))
-        stored += int(np.count_nonzero(part != 0))
+    pieces = ceil_div(flat.size, PANEL)
+    counts = np.zeros((pieces, 2), np.int64)
+
+    def count(i: int) -> None:
+        part = flat[i * PANEL : (i + 1) * PANEL]
+        counts[i] = np.count_nonzero((part & mask) != 0), np.count_nonzero(part != 0)
+
+    threads.run(count, pieces)
+    nnz, stored = (int(n) for n in counts.sum(axis=0))
     return nnz, stored - nnz
 
 

@@ -21,7 +21,7 @@ from ..descriptor import Record
 from ..dtypes import SAFETENSORS, SAFETENSORS_CODE, value_type
 from ..errors import OutputError, StructureError
 from ..files import Path, folder_lock, publish, read_small, same_file, sha256_of
-from ..formats import parse_spec
+from ..formats import parse_spec, spec_text
 from ..formats.base import Format
 from ..limits import product
 from ..stfile import Writer, code_of
@@ -277,11 +277,10 @@ def _write_packed(
     outcomes = []
     with create(path, [s.record for s in settled], overwrite=force) as out:
         for i, s in enumerate(settled):
-            _put(f, s, recipe, out)
+            outcomes.append(_put(f, s, recipe, out))
             settled[i] = replace(s, made=None)
-            outcomes.append(s.outcome)
             if progress:
-                progress(s.outcome)
+                progress(outcomes[-1])
     return tuple(outcomes)
 
 
@@ -293,6 +292,9 @@ def _settle(f: TensorFile, job: Job, recipe: Recipe, hold: int) -> _Settled:
     )  # fmt: skip
     if job.target == KEEP:
         return _Settled(job, kept, _kept_record(job))
+    record = None if recipe.misfit == "keep" else _record_of_header(job)
+    if record is not None:
+        return _Settled(job, _sized(replace(kept, target=spec_text(*_parsed(job.target))), record), record)
     x = prune_any(_read(f, job), job, recipe)
     dense = x if isinstance(x, np.ndarray) else None
     target = settle(job, dense_of(x) if job.target == AUTO else x)
@@ -315,12 +317,35 @@ def _settle(f: TensorFile, job: Job, recipe: Recipe, hold: int) -> _Settled:
     else:
         assert made is not None
         record = outline(job.name, made)
-    size = sum(_nbytes(code, shape) for code, shape in record.arrays.values())
-    dense_bytes = value_type(job.record.dtype).numpy.itemsize * job.shape[0] * job.shape[1]
-    outcome = replace(
-        kept, target=target, bytes_out=size, nnz=nnz, negative_zeros=negative, larger_than_dense=size > dense_bytes
-    )
+    outcome = _sized(replace(kept, target=target, nnz=nnz, negative_zeros=negative), record)
     return _Settled(job, outcome, record, made if made is not None and made.nbytes <= hold else None)
+
+
+def _sized(outcome: Outcome, record: Record) -> Outcome:
+    """``outcome`` with the bytes of ``record``."""
+    size = sum(_nbytes(code, shape) for code, shape in record.arrays.values())
+    dense = value_type(record.dtype).numpy.itemsize * record.shape[0] * record.shape[1]
+    return replace(outcome, bytes_out=size, larger_than_dense=size > dense)
+
+
+def _record_of_header(job: Job) -> Record | None:
+    """What the output says of a plain matrix whose target has one size whatever the values (2:4, n:m); else None."""
+    if job.target == AUTO or job.record.format is not None:
+        return None
+    fmt, params = _parsed(job.target)
+    dtype = value_type(job.record.dtype).numpy
+    if job.record.dtype not in fmt.value_dtypes or len(params) != len(fmt.declared_params()):
+        return None
+    shape = (job.shape[0], job.shape[1])
+    specs = fmt.array_specs(shape, dtype, 0, params)
+    if specs is None or specs != fmt.array_specs(shape, dtype, 1, params):
+        return None
+    return Record(job.name, fmt, shape, job.record.dtype, {k: (code_of(d), s) for k, (d, s) in specs.items()}, params)
+
+
+def _parsed(target: str) -> tuple[type[Format], dict[str, Any]]:
+    fmt, given = parse_spec(target)
+    return fmt, fmt.resolve_params(given)
 
 
 def _fits(x: Any, fmt: type[Format], params: dict[str, Any]) -> bool:
@@ -342,21 +367,28 @@ def prune_any(x: Any, job: Job, recipe: Recipe) -> Any:
     return prune(dense_of(x), job.target, recipe) if recipe.prune else x
 
 
-def _put(f: TensorFile, s: _Settled, recipe: Recipe, out: FileWriter) -> None:
+def _put(f: TensorFile, s: _Settled, recipe: Recipe, out: FileWriter) -> Outcome:
+    """Write one tensor; its outcome, with the counts where they were not known before."""
     if s.outcome.target == KEEP:
         if s.record.format is None:
             out.put_array(s.job.name, "", f.raw(s.job.name))
         else:
             out.put(s.job.name, f.read(s.job.name))
-        return
-    made = s.made
+        return s.outcome
+    made, outcome = s.made, s.outcome
     if made is None:
         fmt, given = parse_spec(s.outcome.target)
         try:
-            made = convert(prune_any(_read(f, s.job), s.job, recipe), fmt, **given)
+            x = prune_any(_read(f, s.job), s.job, recipe)
+            made = convert(x, fmt, **given)
         except StructureError as e:
             raise e.at(path=f.path, tensor=s.job.name) from None
+        if outcome.nnz is None:
+            nnz, negative = count_nonzeros(x)
+            outcome = replace(outcome, nnz=nnz, negative_zeros=negative)
+        del x  # one tensor and its converted form, never more
     out.put(s.job.name, made)
+    return outcome
 
 
 def _kept_record(job: Job) -> Record:
