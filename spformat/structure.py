@@ -166,17 +166,17 @@ def analyse(x: Array) -> Structure:
 def count_nonzeros(x: Array) -> tuple[int, int]:
     """(values that are not zero, elements that are -0.0) of a host matrix; a few panels of memory, every core."""
     row = value_type(x.dtype)
-    flat, mask = bits(x).reshape(-1), row.bits.type(row.zero_mask)
+    flat, minus_zero = bits(x).reshape(-1), ~row.bits.type(row.zero_mask)  # 0 for int8, which has no -0
     pieces = ceil_div(flat.size, PANEL)
     counts = np.zeros((pieces, 2), np.int64)
 
     def count(i: int) -> None:
         part = flat[i * PANEL : (i + 1) * PANEL]
-        counts[i] = np.count_nonzero((part & mask) != 0), np.count_nonzero(part != 0)
+        counts[i] = np.count_nonzero(part != 0), np.count_nonzero(part == minus_zero) if minus_zero else 0
 
     threads.run(count, pieces)
-    nnz, stored = (int(n) for n in counts.sum(axis=0))
-    return nnz, stored - nnz
+    stored, negative = (int(n) for n in counts.sum(axis=0))
+    return stored - negative, negative
 
 
 def _any_rows(mask: Array, length: int) -> Array:
