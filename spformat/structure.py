@@ -103,7 +103,7 @@ class Structure:
 
     def smallest(self) -> str:
         """The exact format with the fewest bytes; dense when none is smaller. Ties go to the simpler one."""
-        sizes = {t: n for t in self.candidates() if (n := self.nbytes(t)) is not None}
+        sizes = self.sizes()
         return min(sizes, key=sizes.__getitem__)
 
     def nbytes(self, text: str) -> int | None:

@@ -1,0 +1,237 @@
+"""One shard in, one file out: sizes first, then tensor by tensor.
+
+A file is laid out before its first byte is written. Where shape and target decide the sizes, nothing is read for
+that; else the tensor is counted, or, where only a conversion tells, converted (and held for the writing if small).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..container import FileWriter, TensorFile, create, outline
+from ..convert import convert
+from ..descriptor import Record
+from ..dtypes import SAFETENSORS, SAFETENSORS_CODE, value_type
+from ..errors import StructureError
+from ..formats import parse_spec, spec_text
+from ..formats.base import Format
+from ..limits import product
+from ..stfile import Writer, code_of
+from ..structure import count_nonzeros
+from .jobs import Job, Outcome, dense_of, prune, settle
+from .recipe import AUTO, KEEP, Recipe
+from .source import Source
+
+Progress = Callable[[Outcome], None]
+_KEPT = 128 << 20
+"""Bytes of converted tensors held between the sizing and the writing pass."""
+_AHEAD = 96 << 20
+"""Tensors of up to this many bytes are read while the one before them is converted and written."""
+
+
+def writes_dense(recipe: Recipe) -> bool:
+    """Whether the output is an ordinary checkpoint: everything goes to dense."""
+    return recipe.to == "dense" and not recipe.rules
+
+
+def write_shard(
+    source: Source, shard: str, jobs: tuple[Job, ...], recipe: Recipe, path: str, force: bool, progress: Progress | None
+) -> tuple[Outcome, ...]:
+    """Convert the tensors of ``shard`` into the file ``path``; an Outcome for each, in the order of the input."""
+    mine = [j for j in jobs if j.shard == shard]
+    write = _write_dense if writes_dense(recipe) else _write_packed
+    with source.open(shard) as f:
+        return write(f, mine, recipe, path, force, progress)
+
+
+def read(f: TensorFile, job: Job) -> Any:
+    """The tensor as a Format if it is stored as one, else as an array."""
+    return f.array(job.name) if job.record.format is None else f.read(job.name)
+
+
+def _write_dense(
+    f: TensorFile, jobs: list[Job], recipe: Recipe, path: str, force: bool, progress: Progress | None
+) -> tuple[Outcome, ...]:
+    specs: list[Any] = []
+    for j in jobs:
+        if j.record.format is not None:
+            specs.append((j.name, SAFETENSORS_CODE[value_type(j.record.dtype).numpy], j.shape))
+        else:
+            ((code, shape),) = j.record.arrays.values()
+            specs.append((j.name, code, shape) if code in SAFETENSORS else (j.name, code, shape, j.bytes_in))
+    outcomes = []
+    with Writer(path, specs, {"format": "pt"}, overwrite=force) as out:
+        for j in jobs:
+            if j.record.format is not None or (recipe.prune and j.target != KEEP):
+                x = prune(dense_of(read(f, j)), j.target, recipe)
+                out.put(j.name, x)
+                size = x.nbytes
+            else:
+                out.put(j.name, f.raw(j.name))
+                size = j.bytes_in
+            outcomes.append(Outcome(j.name, "dense", j.why, j.shape, j.record.dtype, j.bytes_in, size))
+            if progress:
+                progress(outcomes[-1])
+    return tuple(outcomes)
+
+
+@dataclass(frozen=True)
+class _Settled:
+    """One tensor between the sizing and the writing pass."""
+
+    job: Job
+    outcome: Outcome
+    record: Record
+    made: Format | None = None
+
+
+def _write_packed(
+    f: TensorFile, jobs: list[Job], recipe: Recipe, path: str, force: bool, progress: Progress | None
+) -> tuple[Outcome, ...]:
+    settled, held = [], 0
+    for j in jobs:
+        s = _settle(f, j, recipe, hold=_KEPT - held)
+        held += s.made.nbytes if s.made is not None else 0
+        settled.append(s)
+    outcomes = []
+    with create(path, [s.record for s in settled], overwrite=force) as out, ThreadPoolExecutor(1) as reader:
+        ahead: Future[Any] | None = None
+        for i, s in enumerate(settled):
+            x, ahead = (ahead.result() if ahead else None), None
+            if i + 1 < len(settled) and settled[i + 1].job.bytes_in <= _AHEAD and _needs_values(settled[i + 1]):
+                ahead = reader.submit(read, f, settled[i + 1].job)
+            outcomes.append(_put(f, s, recipe, out, x))
+            del x
+            settled[i] = replace(s, made=None)
+            if progress:
+                progress(outcomes[-1])
+    return tuple(outcomes)
+
+
+def _settle(f: TensorFile, job: Job, recipe: Recipe, hold: int) -> _Settled:
+    """Decide target and sizes of one tensor. What only a conversion tells is converted, and held if small."""
+    kept = Outcome(
+        name=job.name, target=KEEP, why=job.why, shape=job.shape, dtype=job.record.dtype, bytes_in=job.bytes_in,
+        bytes_out=job.bytes_in,
+    )  # fmt: skip
+    if job.target == KEEP:
+        return _Settled(job, kept, _kept_record(job))
+    record = None if recipe.misfit == "keep" else _record_of_header(job)
+    if record is not None:
+        return _Settled(job, _sized(replace(kept, target=spec_text(*_parsed(job.target))), record), record)
+    x = prune_any(read(f, job), job, recipe)
+    dense = x if isinstance(x, np.ndarray) else None
+    target = settle(job, dense_of(x) if job.target == AUTO else x)
+    fmt, given = parse_spec(target)
+    nnz, negative = count_nonzeros(dense) if dense is not None else (x.nnz, 0)
+    try:
+        fmt.accepts(value_type(job.record.dtype).numpy)
+        params = fmt.resolve_params(given)
+        specs = None
+        if dense is not None and len(params) == len(fmt.declared_params()):  # none that only the matrix tells
+            specs = fmt.array_specs((dense.shape[0], dense.shape[1]), dense.dtype, nnz, params)
+        made = None if specs is not None else convert(x, fmt, **given)
+    except StructureError as e:
+        return _Settled(job, _misfit(e.at(path=f.path, tensor=job.name), kept, recipe), _kept_record(job))
+    if specs is not None:
+        arrays = {k: (code_of(dtype), shape) for k, (dtype, shape) in specs.items()}
+        record = Record(job.name, fmt, job.shape, job.record.dtype, arrays, params)
+        if recipe.misfit == "keep" and not _fits(dense, fmt, params):
+            return _Settled(job, replace(kept, why="kept: the target cannot hold it"), _kept_record(job))
+    else:
+        assert made is not None
+        record = outline(job.name, made)
+    outcome = _sized(replace(kept, target=target, nnz=nnz, negative_zeros=negative), record)
+    return _Settled(job, outcome, record, made if made is not None and made.nbytes <= hold else None)
+
+
+def _sized(outcome: Outcome, record: Record) -> Outcome:
+    """``outcome`` with the bytes of ``record``."""
+    size = sum(_nbytes(code, shape) for code, shape in record.arrays.values())
+    dense = value_type(record.dtype).numpy.itemsize * record.shape[0] * record.shape[1]
+    return replace(outcome, bytes_out=size, larger_than_dense=size > dense)
+
+
+def _record_of_header(job: Job) -> Record | None:
+    """What the output says of a plain matrix whose target has one size whatever the values (2:4, n:m); else None."""
+    if job.target == AUTO or job.record.format is not None:
+        return None
+    fmt, params = _parsed(job.target)
+    dtype = value_type(job.record.dtype).numpy
+    if job.record.dtype not in fmt.value_dtypes or len(params) != len(fmt.declared_params()):
+        return None
+    shape = (job.shape[0], job.shape[1])
+    specs = fmt.array_specs(shape, dtype, 0, params)
+    if specs is None or specs != fmt.array_specs(shape, dtype, 1, params):
+        return None
+    return Record(job.name, fmt, shape, job.record.dtype, {k: (code_of(d), s) for k, (d, s) in specs.items()}, params)
+
+
+def _parsed(target: str) -> tuple[type[Format], dict[str, Any]]:
+    fmt, given = parse_spec(target)
+    return fmt, fmt.resolve_params(given)
+
+
+def _fits(x: Any, fmt: type[Format], params: dict[str, Any]) -> bool:
+    try:
+        fmt.from_dense(x, **params)
+    except StructureError:
+        return False
+    return True
+
+
+def _misfit(e: Exception, kept: Outcome, recipe: Recipe) -> Outcome:
+    if recipe.misfit != "keep":
+        raise e
+    return replace(kept, why=f"kept: {getattr(e, 'message', e)}")
+
+
+def prune_any(x: Any, job: Job, recipe: Recipe) -> Any:
+    """``x`` pruned when the recipe says so; a Format is decoded for that."""
+    return prune(dense_of(x), job.target, recipe) if recipe.prune else x
+
+
+def _needs_values(s: _Settled) -> bool:
+    return s.outcome.target != KEEP and s.made is None
+
+
+def _put(f: TensorFile, s: _Settled, recipe: Recipe, out: FileWriter, values: Any) -> Outcome:
+    """Write one tensor (``values``: what was read ahead); its outcome, with counts not known before."""
+    if s.outcome.target == KEEP:
+        if s.record.format is None:
+            out.put_array(s.job.name, "", f.raw(s.job.name))
+        else:
+            out.put(s.job.name, f.read(s.job.name))
+        return s.outcome
+    made, outcome = s.made, s.outcome
+    if made is None:
+        fmt, given = parse_spec(s.outcome.target)
+        try:
+            x = prune_any(read(f, s.job) if values is None else values, s.job, recipe)
+            made = convert(x, fmt, **given)
+        except StructureError as e:
+            raise e.at(path=f.path, tensor=s.job.name) from None
+        if outcome.nnz is None:
+            nnz, negative = count_nonzeros(x)
+            outcome = replace(outcome, nnz=nnz, negative_zeros=negative)
+        del x  # one tensor and its converted form, never more
+    out.put(s.job.name, made)
+    return outcome
+
+
+def _kept_record(job: Job) -> Record:
+    """What the output says of a tensor that stays as it is; the size of a type numpy lacks is given in bytes."""
+    if len(job.record.arrays) != 1 or next(iter(job.record.arrays.values()))[0] in SAFETENSORS:
+        return job.record
+    ((code, shape),) = job.record.arrays.values()
+    sized: Any = (code, shape, job.bytes_in)
+    return replace(job.record, arrays={"": sized})
+
+
+def _nbytes(code: str, shape: tuple[int, ...]) -> int:
+    return product(*shape, SAFETENSORS[code].itemsize)
