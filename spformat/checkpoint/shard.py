@@ -6,7 +6,7 @@ that; else the tensor is counted, or, where only a conversion tells, converted (
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -93,27 +93,27 @@ class _Settled:
 def _write_packed(
     f: TensorFile, jobs: list[Job], recipe: Recipe, path: str, force: bool, progress: Progress | None
 ) -> tuple[Outcome, ...]:
-    settled, held = [], 0
-    for j in jobs:
-        s = _settle(f, j, recipe, hold=_KEPT - held)
-        held += s.made.nbytes if s.made is not None else 0
-        settled.append(s)
+    settled: list[_Settled] = []
+    held = 0
+    for j, values in zip(jobs, _one_ahead(f, [j if _must_be_read(j, recipe) else None for j in jobs]), strict=True):
+        settled.append(_settle(f, j, recipe, _KEPT - held, values))
+        made = settled[-1].made
+        held += made.nbytes if made is not None else 0
     outcomes = []
-    with create(path, [s.record for s in settled], overwrite=force) as out, ThreadPoolExecutor(1) as reader:
-        ahead: Future[Any] | None = None
-        for i, s in enumerate(settled):
-            x, ahead = (ahead.result() if ahead else None), None
-            if i + 1 < len(settled) and settled[i + 1].job.bytes_in <= _AHEAD and _needs_values(settled[i + 1]):
-                ahead = reader.submit(read, f, settled[i + 1].job)
-            outcomes.append(_put(f, s, recipe, out, x))
-            del x
-            settled[i] = replace(s, made=None)
+    # Beside a result larger than its input there is no room for the next tensor.
+    roomy = [True, *((s.outcome.bytes_out or 0) <= s.job.bytes_in for s in settled[:-1])]
+    wanted = [s.job if _needs_values(s) and room else None for s, room in zip(settled, roomy, strict=False)]
+    with create(path, [s.record for s in settled], overwrite=force) as out:
+        for i, values in enumerate(_one_ahead(f, wanted)):
+            outcomes.append(_put(f, settled[i], recipe, out, values))
+            del values
+            settled[i] = replace(settled[i], made=None)
             if progress:
                 progress(outcomes[-1])
     return tuple(outcomes)
 
 
-def _settle(f: TensorFile, job: Job, recipe: Recipe, hold: int) -> _Settled:
+def _settle(f: TensorFile, job: Job, recipe: Recipe, hold: int, values: Any) -> _Settled:
     """Decide target and sizes of one tensor. What only a conversion tells is converted, and held if small."""
     kept = Outcome(
         name=job.name, target=KEEP, why=job.why, shape=job.shape, dtype=job.record.dtype, bytes_in=job.bytes_in,
@@ -121,10 +121,11 @@ def _settle(f: TensorFile, job: Job, recipe: Recipe, hold: int) -> _Settled:
     )  # fmt: skip
     if job.target == KEEP:
         return _Settled(job, kept, _kept_record(job))
-    record = None if recipe.misfit == "keep" else _record_of_header(job)
-    if record is not None:
+    if values is None:
+        record = _record_of_header(job)
+        assert record is not None  # else its values were read
         return _Settled(job, _sized(replace(kept, target=spec_text(*_parsed(job.target))), record), record)
-    x = prune_any(read(f, job), job, recipe)
+    x = prune_any(values, job, recipe)
     dense = x if isinstance(x, np.ndarray) else None
     target = settle(job, dense_of(x) if job.target == AUTO else x)
     fmt, given = parse_spec(target)
@@ -198,6 +199,22 @@ def prune_any(x: Any, job: Job, recipe: Recipe) -> Any:
 
 def _needs_values(s: _Settled) -> bool:
     return s.outcome.target != KEEP and s.made is None
+
+
+def _must_be_read(job: Job, recipe: Recipe) -> bool:
+    """Whether the sizes of the output depend on the values."""
+    return job.target != KEEP and (recipe.misfit == "keep" or _record_of_header(job) is None)
+
+
+def _one_ahead(f: TensorFile, jobs: list[Job | None]) -> Iterator[Any]:
+    """The values of each job (None for None): small tensors are read while the one before them is worked on."""
+    with ThreadPoolExecutor(1) as reader:
+        ahead: Future[Any] | None = None
+        for job, following in zip(jobs, [*jobs[1:], None], strict=True):
+            values = ahead.result() if ahead else read(f, job) if job else None
+            ahead = reader.submit(read, f, following) if following and following.bytes_in <= _AHEAD else None
+            yield values
+            del values
 
 
 def _put(f: TensorFile, s: _Settled, recipe: Recipe, out: FileWriter, values: Any) -> Outcome:

@@ -156,7 +156,9 @@ class TwoFour(Format):
         """uint8[rows, Kp/4]: the nibble of every group of some rows (multiples of 32)."""
         words, xp = self._words(rows), namespace(self.meta)
         shifts = xp.asarray([0, 4, 8, 12], np.uint16)
-        return ((words[:, :, None] >> shifts) & np.uint16(15)).astype(np.uint8).reshape(words.shape[0], -1)
+        return (
+            ((words[:, :, None] >> shifts) & np.uint16(15)).astype(np.uint8).reshape(words.shape[0], 4 * words.shape[1])
+        )
 
     def _panels(self) -> Iterator[slice]:
         Mp, Kp = self.padded_shape
