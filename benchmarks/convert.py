@@ -1,4 +1,4 @@
-"""Conversion of a generated checkpoint, end to end: python benchmarks/convert.py [--gb 1] [--targets two-four,bitmask,..]
+"""Conversion of a generated checkpoint, end to end: python benchmarks/convert.py [--gb 1] [--targets two-four,..]
 
 Writes a bf16 safetensors file of 4096 x 11008 weights (2:4 in vectors of 32, so that every target takes it exactly),
 converts it with the command line in a process of its own and prints GB/s of dense bytes and peak memory, beside
