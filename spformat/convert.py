@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .formats import by_name, parse_spec
+from .formats import parse_spec
 from .formats.base import Format
 from .formats.dense import Dense
 from .formats.exchange import as_format
@@ -36,9 +36,3 @@ def convert(x: Any, target: str | type[Format], **params: Any) -> Format:
         fmt.resolve_params(given)
         return Dense.from_dense(a.to_dense())
     return fmt.from_csr(a.to_csr(), **given)
-
-
-def target_of(text: str) -> tuple[type[Format], dict[str, Any]]:
-    """(class, checked params) of a target text; UsageError early, before any data is read."""
-    fmt, given = parse_spec(text)
-    return by_name(fmt.name), fmt.resolve_params(given)

@@ -43,12 +43,6 @@ def rank_in_row(indptr: Array, rows: Array) -> Array:
     return xp.arange(rows.size, dtype=np.int64) - indptr[rows]
 
 
-def rows_from_offsets(indptr: Array, positions: Array) -> Array:
-    """int64: the segment in which each position falls (empty segments are skipped)."""
-    xp = namespace(indptr)
-    return (xp.searchsorted(indptr, positions, side="right") - 1).astype(np.int64)
-
-
 def distinct_sorted(keys: Array, bound: int) -> tuple[Array, Array]:
     """(the distinct keys ascending int64, for every key its place among them); 0 <= key < bound."""
     xp = namespace(keys)

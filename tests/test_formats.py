@@ -187,6 +187,26 @@ def test_values_without_a_place_are_refused_by_name(fmt: type[Format]) -> None:
         assert e.value.exit_code == 3
 
 
+def test_refilled_buckets_hold_the_new_values() -> None:
+    a = CSR.from_dense(CASES["prime"]("float32"))
+    values = np.arange(1, a.nnz + 1, dtype=np.float32)
+    refilled = sf.convert(a, "ell-buckets", column_parts=3, max_width=4).refill(values)
+    refilled.validate()
+    assert refilled.to_csr() == a.with_arrays(data=values)
+
+
+def test_repacking_changes_the_tile_and_not_the_matrix() -> None:
+    plain = sf.VectorNM.from_dense(CASES["vectors"]("float16"), n=2, m=4, vector_length=8)
+    assert plain.kept_share == 1.0
+    packed = plain.repacked(16, 8)
+    assert packed == sf.VectorNM.from_dense(
+        CASES["vectors"]("float16"), n=2, m=4, vector_length=8, tile_rows=16, tile_cols=8
+    )
+    assert 0.5 <= packed.kept_share <= 1.0  # two row groups of 2:4 need between 2 and 4 of every 4 columns
+    assert packed.kept_share == (packed.col_info >= 0).mean()
+    assert packed.repacked(0, 0) == plain
+
+
 def test_odd_arrays_are_taken_as_the_matrix_they_show() -> None:
     x = np.arange(48, dtype=np.float32).reshape(6, 8)
     for y in (np.asfortranarray(x), x.T.copy().T, x[::-1][::-1], np.broadcast_to(x[0], (6, 8)), x.astype(">f4")):
