@@ -325,7 +325,7 @@ def test_t6_the_device_gives_the_same_verdicts(
         on_host = verdict(path, "cpu")
         assert verdict(path, "cuda") == on_host, seed
         seen.add(on_host)
-    assert len(seen) > 2
+    assert len(seen) > (1 if fmt.name == "dense" else 2)  # Dense has one array to damage
     assert "True on cpu" in seen
 
 

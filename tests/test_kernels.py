@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.sparse
 from cases import CASES, params_of
 from laws import integers
 
@@ -310,4 +311,33 @@ def test_offsets_past_two_to_the_31(fmt: str, large: str, cp: Any) -> None:
         tried += 1
     assert tried
     del out, B, a
+    cp.get_default_memory_pool().free_all_blocks()
+
+
+@pytest.mark.parametrize("fmt", ["csr", "ell-buckets", "bsr", "dbsr", "sr-bcrs", "vector-nm", "two-four", "bitmask"])
+def test_matrices_of_more_than_two_to_the_31_elements(fmt: str, cp: Any) -> None:
+    """A of 2.2e9 elements, a few nonzeros all over it and in its corners: every kernel that accepts is exact."""
+    rng = np.random.default_rng(10)
+    M, K, N = 36_000, 60_008, 16
+    at = np.unique(np.r_[rng.integers(0, M * (K // 4), 20_000), 0, 2**31 // 4 - 1, 2**31 // 4, M * (K // 4) - 1])
+    keys = 4 * at + rng.integers(0, 4, at.size)  # one nonzero a group of four columns
+    values = rng.integers(1, 4, at.size).astype(VALUE_TYPES["bfloat16"].numpy)
+    csr = sf.CSR.from_coordinates((M, K), keys // K, keys % K, values)
+    params = {"vector-nm": {"n": 2, "m": 4, "vector_length": 1}, "bsr": {"blocksize": (64, 64)}}.get(fmt, {})
+    a = sf.convert(csr.to("cuda"), fmt, **params)
+    B = rng.integers(-2, 3, (K, N)).astype(values.dtype)
+    plain = scipy.sparse.csr_array((values.astype(np.float64), (keys // K, keys % K)), (M, K))
+    wanted = plain @ B.astype(np.float64)
+    tried = 0
+    for kernel in KERNELS:
+        for layouts in LAYOUTS:
+            p = problem(a, N, "bfloat16", layouts, int(cp.cuda.Device().compute_capability))
+            if fmt not in kernel.formats or kernel.unsupported(p):
+                continue
+            out = cp.full((M, N), float("nan"), values.dtype, order="C" if layouts[1] == "row" else "F")
+            kernel.plan(a, p)(on_device(cp, B, layouts[0], 0), out=out)
+            assert (out.get().astype(np.float64) == wanted).all(), f"{kernel.name} {layouts}"
+            tried += 1
+    assert tried
+    del a
     cp.get_default_memory_pool().free_all_blocks()

@@ -136,10 +136,11 @@ __global__ void __launch_bounds__(32 * WARPS)
                 if (whole < total) {  // the piece that data ends in
 #pragma unroll
                     for (int s = 0; s < SETS; ++s) {
-                        const u32 row = to + (8 * s + g) * PITCH, last_piece = (at[s] - 1) & ~7u;
+                        if (t != 0 || at[s] <= whole) continue;
                         const uint4 bits = *reinterpret_cast<const uint4*>(mine + copied % STAGES * L::STAGE + L::ROWS + (8 * s + g) * 16);
+                        const u32 row = to + (8 * s + g) * PITCH, last_piece = (at[s] - 1) & ~7u;
                         const u32 start = (at[s] - __popc(bits.x) - __popc(bits.y)) & ~7u;
-                        if (t == 0 && at[s] > whole && at[s] > start)
+                        if (at[s] > start)
                             for (u32 p = max(start, last_piece); p < at[s]; ++p) store_value(row + (p - start) * 2, origin + p, true);
                     }
                 }

@@ -204,7 +204,10 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
                 barrier::wait(full + 8 * slot, phase);
                 u32 word[Slices], any = 0;
 #pragma unroll
-                for (int p = 0; p < Slices; ++p) word[p] = words[slot][p], any |= word[p] >> first_block;
+                for (int p = 0; p < Slices; ++p) {  // lane 0 reads what it gives back: racecheck follows one lane's arrival
+                    word[p] = __shfl_sync(~0u, lane == 0 ? words[slot][p] : 0, 0);
+                    any |= word[p] >> first_block;
+                }
                 flags = word[0];
                 if (any & ((1u << Blocks) - 1)) {
 #pragma unroll
@@ -231,7 +234,7 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
                     }
                     wgmma::wait<0>();
                 }
-                __syncwarp();  // all lanes have read the words
+                __syncwarp();
                 if (lane == 0) barrier::arrive(empty + 8 * slot);
                 if (++slot == Slots) slot = 0, phase ^= 1;
             } while (!(flags & last_item));
