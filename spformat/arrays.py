@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,11 @@ def namespace(x: Array) -> Any:
 def device_of(x: Array) -> str:
     """ "cpu" or "cuda:<id>"."""
     return f"cuda:{x.device.id}" if is_cupy(x) else "cpu"
+
+
+def current_device(x: Array) -> AbstractContextManager[Any]:
+    """``with current_device(x):`` new arrays and kernels go where ``x`` is, whatever device CuPy has current."""
+    return x.device if is_cupy(x) else nullcontext()
 
 
 def parse_device(device: str) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .arrays import current_device
 from .formats import parse_spec
 from .formats.base import Format
 from .formats.dense import Dense
@@ -30,9 +31,10 @@ def convert(x: Any, target: str | type[Format], **params: Any) -> Format:
         if resolved == a.params():
             return a
     fmt.accepts(a.dtype)
-    if isinstance(a, Dense):
-        return fmt.from_dense(a.data, **given)
-    if fmt is Dense:
-        fmt.resolve_params(given)
-        return Dense.from_dense(a.to_dense())
-    return fmt.from_csr(a.to_csr(), **given)
+    with current_device(a.values):
+        if isinstance(a, Dense):
+            return fmt.from_dense(a.data, **given)
+        if fmt is Dense:
+            fmt.resolve_params(given)
+            return Dense.from_dense(a.to_dense())
+        return fmt.from_csr(a.to_csr(), **given)

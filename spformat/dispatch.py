@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from . import backends
-from .arrays import is_cupy
+from .arrays import current_device, is_cupy
 from .backends.base import Kernel
 from .dtypes import VALUE_TYPES, value_type
 from .errors import DeviceUnavailable, NoKernelError, UsageError
@@ -144,7 +144,8 @@ def _make_plan(A: Format, problem: Problem, name: str | None, unsafe: bool) -> P
     kernel = _choose(problem, name)
     if not unsafe:
         A.ensure_valid()
-    made = kernel.plan(A, problem)
+    with current_device(A.values):
+        made = kernel.plan(A, problem)
     log.info("%s %dx%d (%s), N class %d: %s %s", problem.format, problem.M, problem.K, problem.a_dtype, problem.n,
              made.kernel, made.tile)  # fmt: skip
     return made

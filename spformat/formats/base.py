@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import numpy as np
 
-from ..arrays import Array, device_of, index_dtype, is_cupy, namespace, to_device
+from ..arrays import Array, current_device, device_of, index_dtype, is_cupy, namespace, to_device
 from ..dtypes import VALUE_TYPES, nonzero_mask, value_type
 from ..errors import ArrayError, SpformatError, StructureError, UsageError
 from ..limits import check_bytes
@@ -306,8 +306,9 @@ class Format:
         Raises PointerError, IndexBoundsError, OrderError or PatternError for the first offender, with
         fields array, index, value, expected and count.
         """
-        self.check_memory()
-        self.check_canonical()
+        with current_device(self.values):
+            self.check_memory()
+            self.check_canonical()
         object.__setattr__(self, "_marked", True)
         return self
 
@@ -331,7 +332,8 @@ class Format:
         """
         cls.accepts(a.dtype)
         a.ensure_valid()
-        return cls._from_csr(a, **cls.resolve_params(params, a))
+        with current_device(a.values):
+            return cls._from_csr(a, **cls.resolve_params(params, a))
 
     @classmethod
     def _from_csr(cls, a: CSR, **params: Any) -> Self:
@@ -339,7 +341,9 @@ class Format:
 
     def to_csr(self) -> CSR:
         """The hub form: ordered CSR on the same device, every stored nonzero with its bits."""
-        return self.ensure_valid()._to_csr()  # indices are addresses there
+        self.ensure_valid()  # indices are addresses there
+        with current_device(self.values):
+            return self._to_csr()
 
     def _to_csr(self) -> CSR:
         raise NotImplementedError(f"{self.name} does not implement _to_csr")
