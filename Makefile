@@ -33,8 +33,11 @@ gpu:
 	  "$(GPU_PYTHON) -m pip install '.[cuda13,test]'   (or cuda12)"; exit 69; }
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest $(PYTEST) -m gpu --backends cuda
 	@command -v $(SANITIZER) >/dev/null || { echo "$(SANITIZER) not found: memcheck and racecheck were not run"; exit 0; }; \
-	for tool in memcheck racecheck; do echo "compute-sanitizer $$tool"; PYTHONPATH=.:tests $(SANITIZER) --tool $$tool \
-	  --kernel-name-exclude kernel_substring=cupy_ --error-exitcode 9 $(GPU_PYTHON) tests/sanitize.py || exit 1; done
+	for tool in memcheck racecheck; do \
+	  check="env PYTHONPATH=.:tests $(SANITIZER) --tool $$tool --kernel-name-exclude kernel_substring=cupy_ \
+	    --error-exitcode 9 $(GPU_PYTHON) tests/sanitize.py"; \
+	  $$check --planted >/dev/null 2>&1; test $$? = 9 || { echo "$$tool does not report the planted fault"; exit 1; }; \
+	  echo "compute-sanitizer $$tool: reports the planted fault; ours:"; $$check || exit 1; done
 
 fixtures: $(VENV)/test.stamp
 	$(BIN)/python fixtures/make.py

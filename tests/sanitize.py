@@ -1,7 +1,8 @@
 """A few small products of every GPU kernel: what `make gpu` runs once more under compute-sanitizer.
 
 Prints a line per kernel; results are compared too, so the run says something without the tool as well.
-Arguments: names of kernels; all of ours without.
+Arguments: names of kernels; all of ours without. ``--planted`` runs a kernel with two faults instead, one for
+each tool: a run in which the tool does not report it proves nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +21,22 @@ AT_MOST = 8
 
 CALLS = ((17, ("row", "row"), 3), (64, ("col", "row"), 0), (1, ("row", "col"), 0), (136, ("row", "row"), 0))
 """N, layouts of B and C, elements between lines."""
+
+
+PLANTED = """
+extern "C" __global__ void planted(int* out) {
+    __shared__ int line[64];
+    line[threadIdx.x] = threadIdx.x;
+    out[threadIdx.x] = line[(threadIdx.x + 37) % 64];  // no barrier between the two warps
+    if (threadIdx.x == 0) out[1 << 20] = 1;            // far behind an array of 64
+}
+"""
+
+
+def planted() -> None:
+    """A race in shared memory and a write out of bounds."""
+    cp.RawKernel(PLANTED, "planted")((1,), (64,), (cp.zeros(64, cp.int32),))
+    cp.cuda.get_current_stream().synchronize()
 
 
 def run(kernel: Any, sm: int) -> int:
@@ -44,6 +61,8 @@ def run(kernel: Any, sm: int) -> int:
 
 
 def main() -> None:
+    if sys.argv[1:] == ["--planted"]:
+        return planted()
     sm = int(cp.cuda.Device().compute_capability)
     chosen = [k for k in KERNELS if not sys.argv[1:] or k.name in sys.argv[1:]]
     for kernel in chosen:
