@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,7 +34,7 @@ def path(monkeypatch: pytest.MonkeyPatch, *, numba: bool) -> Iterator[None]:
     """Everything, or nothing, goes through compiled code, in small pieces on three threads."""
     assert compiled._usable()
     with monkeypatch.context() as m:
-        m.setattr(compiled, "serves", lambda x, elements=None: numba)
+        m.setattr(compiled, "serves", lambda x, elements=None, edge="": numba)
         m.setattr(compiled, "PIECE", 1000)
         m.setattr(threads, "cores", lambda: 3)
         yield
@@ -164,6 +166,13 @@ def test_a_numba_that_does_not_import_is_done_without(monkeypatch: pytest.Monkey
         assert CSR.from_dense(x).nnz == 64
     finally:
         compiled._usable.cache_clear()
+
+
+@pytest.mark.parametrize("edge", compiled.ON_DEVICE)
+def test_a_twin_on_the_device_takes_what_the_host_code_takes(edge: str) -> None:
+    twin = importlib.import_module(f"spformat.backends.cuda.{compiled.ON_DEVICE[edge]}")
+    here, there = (inspect.signature(getattr(owner, edge)) for owner in (compiled, twin))
+    assert list(here.parameters) == list(there.parameters)
 
 
 def test_importing_spformat_does_not_import_numba() -> None:

@@ -1,7 +1,8 @@
-"""Dense arrays to and from csr, bitmask, 2:4 and vector n:m on the host with numba: a faster twin of the numpy code.
+"""Dense arrays to and from csr, bitmask, 2:4 and vector n:m in compiled code: a faster twin of the numpy code.
 
-``serves(x)`` says when a format hands its work over: a large host array, and numba installed. The numpy code stays
-the law: results equal it bit for bit. numba is imported by the first large conversion, never by importing spformat.
+``serves(x)`` says when a format hands its work over: a large host array, and numba installed; or a CuPy array, and a
+CUDA twin of this edge (``ON_DEVICE``). The numpy code stays the law: results equal it bit for bit. numba and the CUDA
+code are imported by the first conversion that wants them, never by importing spformat.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from .. import threads
-from ..arrays import Array, ceil_div
+from ..arrays import Array, ceil_div, current_device, is_cupy
 from ..dtypes import bits, value_type
 from ..segments import pointer
 
@@ -24,6 +25,14 @@ LARGE, WARM = 16 << 20, 1 << 20
 PIECE = 1 << 19
 """Dense elements a thread takes at a time."""
 
+
+ON_DEVICE = {
+    "vector_nm_encode": "vector_nm_convert",
+    "vector_nm_to_dense": "vector_nm_convert",
+    "vector_nm_pack": "vector_nm_convert",
+}
+"""Edge -> the module of backends/cuda with a function of that name, which takes what the function here takes, as CuPy
+arrays. It is loaded by name because backends stand above formats."""
 
 _LOOPS = f"{__package__}.compiled_loops"
 
@@ -38,12 +47,24 @@ def _usable() -> bool:
     return True
 
 
-def serves(x: Array, elements: int | None = None) -> bool:
-    """Whether ``x``, dense or the values of something of ``elements`` dense elements, is worth compiled code."""
+def serves(x: Array, elements: int | None = None, edge: str = "") -> bool:
+    """Whether ``x``, dense or the values of something of ``elements`` dense elements, goes through compiled code.
+
+    edge: the function of this module that is meant; without it only the host has one.
+    """
+    if is_cupy(x):
+        return edge in ON_DEVICE
     size = (x.size if elements is None else elements) * x.dtype.itemsize
     if not isinstance(x, np.ndarray) or size < WARM:
         return False
     return (size >= LARGE or _LOOPS in sys.modules) and _usable()
+
+
+def _on_device(edge: str, x: Array, *args: Any) -> Any:
+    """The CUDA twin of an edge, called with the device of ``x`` current."""
+    twin = importlib.import_module(f"spformat.backends.cuda.{ON_DEVICE[edge]}")
+    with current_device(x):
+        return getattr(twin, edge)(x, *args)
 
 
 def _loops() -> Any:
@@ -127,11 +148,14 @@ def two_four_decode(data: Array, meta: Array, places: tuple[Array, int, int, int
 
 
 def vector_nm_encode(x: Array, n: int, m: int, length: int, indices: Array, data: Array) -> tuple[int, int, int]:
-    """Fill indices uint8[W, Q] and data [W, Mp], both zeros, from x [M, K].
+    """Fill indices uint8[W, Q] and data [W, Mp] from x [M, K]; on the host both start out as zeros.
 
-    Returns (refused windows, the first of them as row group * windows + window, its vectors); data is filled only
-    when none is refused.
+    Returns (refused windows, the first of them as row group * windows + window, its vectors); when any is refused,
+    data is of no use.
     """
+    if is_cupy(x):
+        found: tuple[int, int, int] = _on_device("vector_nm_encode", x, n, m, length, indices, data)
+        return found
     M, K = x.shape
     used, groups, width = indices.shape[1], ceil_div(M, length), length * K
     window_args = (bits(x), _zero(x), n, m, length, indices)
@@ -143,6 +167,14 @@ def vector_nm_encode(x: Array, n: int, m: int, length: int, indices: Array, data
 
 def vector_nm_to_dense(indices: Array, data: Array, n: int, m: int, length: int, out: Array) -> None:
     """Write the nonzeros into ``out`` [M, K], all zeros."""
+    if is_cupy(data):
+        _on_device("vector_nm_to_dense", indices, data, n, m, length, out)
+        return
     M, K = out.shape
     args = (indices, bits(data), _zero(data), n, m, length, bits(out))
     _rows(_loops().vector_nm_scatter, ceil_div(M, length), length * K, *args)
+
+
+def vector_nm_pack(indices: Array, n: int, m: int, col_info: Array, ranks: Array) -> None:
+    """Fill col_info int16[Tr, Tk, tile_cols] and ranks uint8[Tr, W, Qs] of indices uint8[W, Q]; on a device only."""
+    _on_device("vector_nm_pack", indices, n, m, col_info, ranks)

@@ -172,13 +172,14 @@ class VectorNM(Format):
         xp, (M, K) = namespace(x), x.shape
         L, n, m = params["vector_length"], params["n"], params["m"]
         Mp, Kp = _padded(x.shape, params)
-        if compiled.serves(x):
-            indices, data = np.zeros((Kp // m * n, Mp // L), np.uint8), np.zeros((Kp // m * n, Mp), x.dtype)
+        if compiled.serves(x, edge="vector_nm_encode"):
+            made = xp.empty if is_cupy(x) else xp.zeros
+            indices, data = made((Kp // m * n, Mp // L), np.uint8), made((Kp // m * n, Mp), x.dtype)
             count, first, held = compiled.vector_nm_encode(x, n, m, L, indices, data)
             if count:
                 _refuse(count, divmod(first, Kp // m), held, n, m)
             return cls._assemble((M, K), params, data, indices)
-        step = max(1, ceil_div(Mp, L) if is_cupy(x) else PANEL // max(1, L * Kp))
+        step = max(1, PANEL // max(1, L * Kp))
 
         used = xp.zeros((Mp // L, Kp), bool)
         for q in range(0, ceil_div(M, L), step):
@@ -231,11 +232,11 @@ class VectorNM(Format):
     def to_dense(self) -> Array:
         self.ensure_valid()  # positions are addresses here
         out = self.empty_dense()
-        if compiled.serves(self.data, out.size):
+        if compiled.serves(self.data, out.size, "vector_nm_to_dense"):
             compiled.vector_nm_to_dense(self.indices, self.data, self.n, self.m, self.vector_length, out)
             return out
         xp = namespace(self.data)
-        step = max(1, PANEL // max(1, self.data.shape[1])) if xp is np else max(1, self.data.shape[0])
+        step = max(1, PANEL // max(1, self.data.shape[1]))
         for s in scans.chunks(self.data.shape[0], self.data, step):
             held = nonzero_mask(self.data[s])
             u, row = xp.nonzero(held)  # synchronize!
@@ -320,6 +321,11 @@ def pack(indices: Array, params: dict[str, Any], padded: tuple[int, int]) -> tup
     if not tile_rows:
         return xp.zeros((0, 0, tile_cols), np.int16), xp.zeros((0, W, 0), np.uint8)
     Tr, Tk, Qs, per_tile = padded[0] // tile_rows, padded[1] // tile_cols, tile_rows // L, tile_cols // m
+    if is_cupy(indices):
+        col_info = xp.empty((Tr, Tk, tile_cols), np.int16)
+        ranks = xp.empty((Tr, W, Qs), np.uint8)
+        compiled.vector_nm_pack(indices, n, m, col_info, ranks)
+        return col_info, ranks
     window = xp.arange(W, dtype=np.int64) // n
     offset = (window % per_tile * m)[:, None] + indices  # [W, Q], inside the k tile
     tile_r, tile_k = xp.arange(Q, dtype=np.int64) // Qs, window // per_tile
