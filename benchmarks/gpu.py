@@ -38,7 +38,7 @@ def _normal(cp: Any, shape: tuple[int, int], dtype: str, seed: int = 0) -> Any:
 
 
 def _masked(x: Any, keep: Any) -> Any:
-    x[~keep] = 0  # in place: cupy.where would widen bfloat16
+    x.view(f"uint{8 * x.itemsize}")[~keep] = 0  # in place, as bits: cupy.where would widen bfloat16
     return x
 
 
