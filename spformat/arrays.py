@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -83,18 +84,25 @@ def to_device(x: Array, device: str) -> Array:
     cupy = import_cupy()
     if is_cupy(x) and x.device.id == number:
         return x
+    with device_errors(device, x.dtype, x.nbytes), cupy.cuda.Device(number):
+        return cupy.asarray(x)
+
+
+@contextmanager
+def device_errors(device: str, dtype: Any, nbytes: int) -> Iterator[None]:
+    """What CuPy raises while ``nbytes`` of ``dtype`` are placed on ``device``, as this package's errors."""
+    cupy = import_cupy()
     try:
-        with cupy.cuda.Device(number):
-            return cupy.asarray(x)
+        yield
     except cupy.cuda.memory.OutOfMemoryError as e:
-        raise DeviceMemoryError(f"{device}: {x.nbytes:,} bytes do not fit: {e}") from e
+        raise DeviceMemoryError(f"{device}: {nbytes:,} bytes do not fit: {e}") from e
     except cupy.cuda.runtime.CUDARuntimeError as e:
         if e.status in _NO_DEVICE:
             raise DeviceUnavailable(f"{device}: {e}; `spformat env` shows what is there") from e
         raise DeviceFault(f"{device}: {e}; the CUDA context is lost, restart the process") from e
     except ValueError as e:
-        message = f"CuPy {cupy.__version__} cannot hold dtype {x.dtype} on a device; keep the tensor on the host"
-        raise ArrayError(message, value=str(x.dtype)) from e
+        message = f"CuPy {cupy.__version__} cannot hold dtype {dtype} on a device; keep the tensor on the host"
+        raise ArrayError(message, value=str(dtype)) from e
 
 
 def import_cupy() -> Any:

@@ -9,23 +9,30 @@ from __future__ import annotations
 
 import difflib
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 import numpy as np
 
 from . import descriptor, limits, stfile
-from .arrays import Array, is_cupy, parse_device, to_device
+from .arrays import Array, device_errors, import_cupy, is_cupy, parse_device, to_device
 from .descriptor import Record
 from .dtypes import VALUE_TYPES
 from .errors import DescriptorError, FormatError, IntegrityError, LimitError, UsageError, printable
 from .files import Path
 from .formats.base import Format
 from .formats.dense import Dense
+from .pinned import Lanes
 
 SCAN_ON_DEVICE = 32 * 2**20
 """Bytes from which a tensor loaded to a device is validated there: below, launches cost more than the host's scan."""
+
+_AHEAD = 2
+"""Tensors that are on their way to a device while another is validated there."""
 
 Tensor: TypeAlias = Format | Array
 """What a file holds under one name: a Format, or a plain array of any rank (biases, norms, tables)."""
@@ -75,8 +82,8 @@ def load(path: Path, names: Iterable[str] | None = None, device: str = "cpu", **
                 "one, or safe_open(path) to read its tensors as they are",
                 path=f.path,
             )
-        chosen = f.keys() if names is None else [names] if isinstance(names, str) else names
-        return {name: f.read(name, device) for name in chosen}
+        chosen = f.keys() if names is None else [names] if isinstance(names, str) else list(names)
+        return dict(zip(chosen, f.read_all(chosen, device), strict=True))
 
 
 def safe_open(path: Path, *, allow_unchecked: bool = False, ignore_unknown: bool = False) -> TensorFile:
@@ -112,7 +119,7 @@ def save_dense(path: Path, tensors: Mapping[str, Tensor], *, overwrite: bool = F
     specs = [(r.name, *r.arrays[""]) for r in records]
     with stfile.Writer(path, specs, {"format": "pt"}, overwrite=overwrite, verify=verify) as out:
         for name, x in arrays.items():
-            out.put(name, to_device(_array(name, x), "cpu"))
+            out.put(name, _array(name, x))
 
 
 def outline(name: str, x: Tensor) -> Record:
@@ -177,7 +184,7 @@ class FileWriter:
             raise UsageError(f"put: expected what the outline says, {record}, got {outline(name, x)}", tensor=name)
         arrays = x.ensure_valid().arrays() if isinstance(x, Format) else {"": _array(name, x)}
         for array, a in arrays.items():
-            self._out.put(record.entry(array), to_device(a, "cpu"))
+            self._out.put(record.entry(array), a)
 
     def put_array(self, name: str, array: str, pieces: Iterable[Any]) -> None:
         """Write one array of a tensor (``""`` for a plain one) from pieces in order: bytes, or panels of rows.
@@ -219,6 +226,7 @@ class TensorFile:
 
     def __init__(self, path: Path, *, allow_unchecked: bool = False, ignore_unknown: bool = False) -> None:
         self._in = stfile.Reader(path)
+        self._lanes: dict[int, Lanes] = {}
         self.path = self._in.path
         self.described = descriptor.KEY in self.metadata
         """Whether the file has a descriptor; if not, it is dense input."""
@@ -266,14 +274,44 @@ class TensorFile:
         """
         r = self.info(name)
         parse_device(device)
+        return self._checked(r, self._arrays(r, device), device)
+
+    def read_all(self, names: Iterable[str], device: str = "cpu") -> Iterator[Tensor]:
+        """``read`` of each name. On the way to a device, the next tensors cross while one is validated there."""
+        if parse_device(device) is None:
+            yield from (self.read(name) for name in names)
+            return
+        todo, ahead = [self.info(name) for name in names], deque[Future[dict[str, Any]]]()
+        with device_errors(device, "any", 0):
+            stream = import_cupy().cuda.get_current_stream()  # of this thread, as are the limits: readers are given both
+
+        def fetch(r: Record) -> dict[str, Any]:
+            with stream:
+                return self._arrays(r, device)
+
+        with ThreadPoolExecutor(_AHEAD) as pool:
+            for i, r in enumerate(todo):
+                for following in todo[i + len(ahead) : i + _AHEAD]:
+                    ahead.append(pool.submit(copy_context().run, fetch, following))
+                yield self._checked(r, ahead.popleft().result(), device)
+
+    def _arrays(self, r: Record, device: str) -> dict[str, Any]:
+        """The arrays of a tensor where its contents are to be scanned: large ones on the device."""
+        there = parse_device(device)
+        if there is not None and sum(self._in.entry(r.entry(a)).nbytes for a in r.arrays) >= SCAN_ON_DEVICE:
+            lanes = self._lanes.setdefault(there, Lanes(there))
+            return {array: self._read(r, array, lanes=lanes) for array in r.arrays}
         arrays = {array: self._read(r, array) for array in r.arrays}
         for a in arrays.values():
             a.flags.writeable = False
+        return arrays
+
+    def _checked(self, r: Record, arrays: dict[str, Any], device: str) -> Tensor:
         if r.format is not None:
             try:
                 return _validated(_made(r, arrays), device)
             except FormatError as e:
-                e.at(path=self.path, tensor=name)
+                e.at(path=self.path, tensor=r.name)
                 raise
         a = arrays[""]
         if self.described or a.ndim != 2 or r.dtype not in VALUE_TYPES:
@@ -285,10 +323,13 @@ class TensorFile:
         r = self.info(name)
         if len(r.arrays) != 1:
             raise UsageError(f"expected a plain or dense tensor, got {r.format and r.format.name}", tensor=name)
-        return self._read(r, next(iter(r.arrays)), rows)
+        out: np.ndarray[Any, Any] = self._read(r, next(iter(r.arrays)), rows)
+        return out
 
-    def _read(self, r: Record, array: str, rows: slice | None = None) -> np.ndarray[Any, Any]:
+    def _read(self, r: Record, array: str, rows: slice | None = None, lanes: Lanes | None = None) -> Any:
         try:
+            if lanes is not None:
+                return self._in.read_to(lanes, r.entry(array), r.crc32.get(array))
             return self._in.read(r.entry(array), None if rows else r.crc32.get(array), rows)
         except (FormatError, LimitError) as e:
             e.fields |= {"tensor": r.name} | ({"array": array} if array else {})
@@ -360,18 +401,13 @@ def _made(r: Record, arrays: dict[str, Any]) -> Format:
 
 
 def _validated(f: Format, device: str) -> Format:
-    """``f`` on ``device``, contents scanned: large ones over there, where a scan runs at memory speed.
-
-    The scans check ranges before they use anything as an address, on the very copy that kernels will read.
-    """
-    if parse_device(device) is None or f.nbytes < SCAN_ON_DEVICE:
-        return f.validate().to(device)
-    moved = f.to(device)
+    """``f`` on ``device``, contents scanned where its arrays are: the scans check ranges before they use anything as
+    an address, on the very copy that kernels will read."""
     try:
-        return moved.validate()
-    except MemoryError:  # the array fits the device, the temporaries of its scan do not
-        del moved
         return f.validate().to(device)
+    except MemoryError:  # the arrays fit the device, the temporaries of their scan do not
+        f.to("cpu").validate()
+        return type(f).made(shape=f.shape, **f.params(), **f.tables(), **f.arrays())
 
 
 def _array(name: str, x: Any) -> Array:

@@ -17,6 +17,7 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 
 from . import crc, limits, stheader
+from .arrays import Array, is_cupy, namespace
 from .dtypes import SAFETENSORS, SAFETENSORS_CODE
 from .errors import (
     ArrayError,
@@ -30,6 +31,7 @@ from .errors import (
     printable,
 )
 from .files import Output, Path, open_regular, reason
+from .pinned import Lanes
 from .stheader import Entry, Header
 
 if sys.byteorder != "little":
@@ -97,10 +99,7 @@ class Reader:
             IntegrityError: checksum mismatch, or the file changed or was cut while it was open.
         """
         e = self.entry(name)
-        dtype = SAFETENSORS.get(e.dtype)
-        if dtype is None:
-            known = ", ".join(SAFETENSORS)
-            raise ArrayError(f"dtype {e.dtype!r:.40} not supported; supported: {known}", path=self.path, tensor=name)
+        dtype = self._dtype(e)
         shape, begin, end = e.shape, e.begin, e.end
         if rows is not None:
             if not shape:
@@ -115,6 +114,22 @@ class Reader:
             message = f"BOOL: expected bytes 0 or 1, got {raw[at]} at element {at}"
             raise ArrayError(message, path=self.path, tensor=name, index=at, value=int(raw[at]))
         return raw.view(dtype).reshape(shape)
+
+    def read_to(self, lanes: Lanes, name: str, crc32: int | None = None) -> Array:
+        """One tensor as a fresh array on the device of ``lanes``; errors as ``read``, and those of the device."""
+        e = self.entry(name)
+        base = self.header.data_start + e.begin
+        limits.check_bytes(e.nbytes, f"tensor '{printable(name)}' of {printable(self.path)}", self._status.st_size)
+
+        def fetch(into: memoryview, at: int) -> None:
+            self._pread_into(into, base + at, name)
+
+        out, found = lanes.fill(e.shape, self._dtype(e), fetch, summed=crc32 is not None)
+        self._check_sum(name, crc32, found)
+        self._check_unchanged()
+        if out.dtype == np.bool_ and int(out.view(np.uint8).max(initial=0)) > 1:  # synchronize!
+            raise ArrayError("BOOL: expected bytes 0 or 1, got others", path=self.path, tensor=name)
+        return out
 
     def read_bytes(self, name: str, crc32: int | None = None) -> NDArray:
         """The bytes of a tensor of any dtype: uint8[nbytes], to be passed on unchanged."""
@@ -143,14 +158,23 @@ class Reader:
                     found = zlib.crc32(piece, found)
             return found
 
-        found = crc.in_segments(n, work)
+        self._check_sum(name, crc32, crc.in_segments(n, work))
+        self._check_unchanged()
+        return raw
+
+    def _dtype(self, e: Entry) -> np.dtype[Any]:
+        dtype: np.dtype[Any] | None = SAFETENSORS.get(e.dtype)
+        if dtype is None:
+            known = ", ".join(SAFETENSORS)
+            raise ArrayError(f"dtype {e.dtype!r:.40} not supported; supported: {known}", path=self.path, tensor=e.name)
+        return dtype
+
+    def _check_sum(self, name: str, crc32: int | None, found: int) -> None:
         if crc32 is not None and found != crc32:
             raise IntegrityError(
                 f"crc32 {crc32:08x} is stored, {found:08x} computed: the file is damaged",
                 path=self.path, tensor=name, expected=f"{crc32:08x}", value=f"{found:08x}",
             )  # fmt: skip
-        self._check_unchanged()
-        return raw
 
     def _pread(self, offset: int, n: int) -> bytes:
         room = bytearray(n)
@@ -215,6 +239,7 @@ class Writer:
         self._metadata = metadata if callable(metadata) else lambda _: metadata or {}
         self._crc: dict[str, int] = {}
         self._verify = verify
+        self._lanes: dict[int, Lanes] = {}
         sized = self._encoded(dict.fromkeys(self._entries, 0))
         data_bytes = max((e.end for e in self._entries.values()), default=0)
         try:
@@ -228,18 +253,23 @@ class Writer:
     def put(self, name: str, data: Any) -> None:
         """Write one array: an ndarray of the declared dtype and shape, or its bytes as an iterable of pieces.
 
-        An ndarray of any order, strides or byte order is written in C order, little-endian. Pieces are
-        bytes-like objects or arrays (panels of rows), in order; only one is held at a time.
+        An ndarray of any order, strides or byte order is written in C order, little-endian; a CuPy array is copied
+        through pinned buffers while earlier pieces are written. Pieces are bytes-like objects or arrays (panels of
+        rows), in order; only one is held at a time.
         """
         e = self._entries.get(name)
         if e is None:
             raise UsageError("put: expected a declared array, got an unknown name", array=name)
         if name in self._crc:
             raise UsageError("put: the array has been written already", array=name)
-        if isinstance(data, np.ndarray):
+        on_device = is_cupy(data)
+        if on_device or isinstance(data, np.ndarray):
             if e.dtype in SAFETENSORS and (code_of(data.dtype), data.shape) != (e.dtype, e.shape):
                 got = f"{data.dtype} {data.shape}"
                 raise UsageError(f"put: expected {e.dtype} {e.shape} as declared, got {got}", array=name)
+            if on_device:
+                self._crc[name] = self._drain(e.begin, data)
+                return
             data = _panels(data)
         at, found = 0, 0
         for piece in data:
@@ -263,6 +293,11 @@ class Writer:
             return found
 
         return crc.in_segments(view.nbytes, work)
+
+    def _drain(self, offset: int, a: Any) -> int:
+        lanes = self._lanes.setdefault(a.device.id, Lanes(a.device.id))
+        base = self._data_start + offset
+        return lanes.drain(namespace(a).ascontiguousarray(a), lambda piece, at: self._out.write_at(base + at, piece))
 
     def commit(self) -> None:
         """Fill in the checksums and publish; UsageError if an array was not put."""
