@@ -88,6 +88,11 @@ def to_device(x: Array, device: str) -> Array:
         return cupy.asarray(x)
 
 
+def has_dtype(device: str, dtype: str) -> bool:
+    """Whether an array of the dtype (numpy or ml_dtypes name) can be on ``device``: CuPy has no eight-bit floats."""
+    return parse_device(device) is None or not dtype.startswith("float8")
+
+
 @contextmanager
 def device_errors(device: str, dtype: Any, nbytes: int) -> Iterator[None]:
     """What CuPy raises while ``nbytes`` of ``dtype`` are placed on ``device``, as this package's errors."""

@@ -283,7 +283,9 @@ class TensorFile:
             return
         todo, ahead = [self.info(name) for name in names], deque[Future[dict[str, Any]]]()
         with device_errors(device, "any", 0):
-            stream = import_cupy().cuda.get_current_stream()  # of this thread, as are the limits: readers are given both
+            stream = (
+                import_cupy().cuda.get_current_stream()
+            )  # of this thread, as are the limits: readers are given both
 
         def fetch(r: Record) -> dict[str, Any]:
             with stream:
@@ -318,13 +320,15 @@ class TensorFile:
             return to_device(a, device)
         return Dense(shape=a.shape, data=a).validate().to(device)
 
-    def array(self, name: str, rows: slice | None = None) -> np.ndarray[Any, Any]:
-        """A plain or dense tensor as a fresh host array, or rows ``slice(begin, end)`` of it (not checksummed)."""
+    def array(self, name: str, rows: slice | None = None, device: str = "cpu") -> Array:
+        """A plain or dense tensor as a fresh array, or on the host rows ``slice(begin, end)`` of it (unchecked)."""
         r = self.info(name)
         if len(r.arrays) != 1:
             raise UsageError(f"expected a plain or dense tensor, got {r.format and r.format.name}", tensor=name)
-        out: np.ndarray[Any, Any] = self._read(r, next(iter(r.arrays)), rows)
-        return out
+        there = parse_device(device)
+        if there is None or rows is not None:
+            return self._read(r, next(iter(r.arrays)), rows)
+        return self._read(r, next(iter(r.arrays)), lanes=self._lanes.setdefault(there, Lanes(there)))
 
     def _read(self, r: Record, array: str, rows: slice | None = None, lanes: Lanes | None = None) -> Any:
         try:

@@ -17,7 +17,7 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 
 from . import crc, limits, stheader
-from .arrays import Array, is_cupy, namespace
+from .arrays import Array, is_cupy
 from .dtypes import SAFETENSORS, SAFETENSORS_CODE
 from .errors import (
     ArrayError,
@@ -297,7 +297,8 @@ class Writer:
     def _drain(self, offset: int, a: Any) -> int:
         lanes = self._lanes.setdefault(a.device.id, Lanes(a.device.id))
         base = self._data_start + offset
-        return lanes.drain(namespace(a).ascontiguousarray(a), lambda piece, at: self._out.write_at(base + at, piece))
+        whole = a if a.flags.c_contiguous else a.copy()
+        return lanes.drain(whole, lambda piece, at: self._out.write_at(base + at, piece))
 
     def commit(self) -> None:
         """Fill in the checksums and publish; UsageError if an array was not put."""

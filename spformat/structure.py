@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from . import threads
-from .arrays import INT32_MAX, Array, ceil_div, round_up
+from .arrays import INT32_MAX, Array, ceil_div, is_cupy, round_up
 from .dtypes import bits, nonzero_mask, value_type
 from .formats import by_name, parse_spec
 from .formats.base import checked_values
@@ -164,9 +164,12 @@ def analyse(x: Array) -> Structure:
 
 
 def count_nonzeros(x: Array) -> tuple[int, int]:
-    """(values that are not zero, elements that are -0.0) of a host matrix; a few panels of memory, every core."""
+    """(values that are not zero, elements that are -0.0) of a matrix; on the host every core and a few panels."""
     row = value_type(x.dtype)
     flat, minus_zero = bits(x).reshape(-1), ~row.bits.type(row.zero_mask)  # 0 for int8, which has no -0
+    if is_cupy(x):
+        found = (flat != 0).sum(), (flat == minus_zero).sum() if minus_zero else 0
+        return int(found[0]) - int(found[1]), int(found[1])  # synchronize!
     pieces = ceil_div(flat.size, PANEL)
     counts = np.zeros((pieces, 2), np.int64)
 

@@ -12,7 +12,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from .. import __name__ as package
+from ..arrays import to_device
 from ..errors import OutputError
 from ..files import Path, folder_lock, publish, read_small, same_file, sha256_of
 from ..formats import parse_spec
@@ -75,6 +78,7 @@ def convert_checkpoint(
     force: bool = False,
     resume: bool = False,
     progress: Progress | None = None,
+    device: str = "cpu",
 ) -> Report:
     """Convert a file or folder ``src``; ``dst`` is a folder, or a file when it ends in ``.safetensors``.
 
@@ -82,6 +86,8 @@ def convert_checkpoint(
     force: replace what ``dst`` holds (at each rename, never before). resume: finish an interrupted run; shards
     whose input, output and recipe hashes match are skipped.
     progress: called with the Outcome of every tensor.
+    device: where matrices are converted, "cpu", "cuda" or "cuda:<id>"; the bytes are the same. Eight-bit floats,
+    masks and the choice of "auto" stay on the host.
 
     "dense" writes an ordinary checkpoint that any loader reads; everything else writes
     ``spformat-0000i-of-0000n.safetensors`` and ``spformat.json``. Raises StructureError (a tensor does not fit
@@ -91,19 +97,20 @@ def convert_checkpoint(
     source = open_source(src)
     jobs = plan_jobs(source, recipe)
     target = os.fspath(dst)
+    to_device(np.zeros(1, np.uint8), device)  # DeviceUnavailable now, before anything is written
     if target.endswith(".safetensors") and not os.path.isdir(target):
-        return _to_file(source, jobs, recipe, target, force, progress)
-    return _to_folder(source, jobs, recipe, target, force, resume, progress)
+        return _to_file(source, jobs, recipe, target, force, progress, device)
+    return _to_folder(source, jobs, recipe, target, force, resume, progress, device)
 
 
 def _to_file(
-    source: Source, jobs: tuple[Job, ...], recipe: Recipe, dst: str, force: bool, progress: Progress | None
+    source: Source, jobs: tuple[Job, ...], recipe: Recipe, dst: str, force: bool, progress: Progress | None, device: str
 ) -> Report:
     if any(same_file(os.path.join(source.folder, s), dst) for s in source.shards):
         raise OutputError("input and output are the same file", path=dst)
     if len(source.shards) != 1:
         raise OutputError(f"{len(source.shards)} shards go into a folder, not one file", path=dst)
-    outcomes = write_shard(source, source.shards[0], jobs, recipe, dst, force, progress)
+    outcomes = write_shard(source, source.shards[0], jobs, recipe, dst, force, progress, device)
     # No manifest, so nobody asks for hashes; the arrays carry their checksums.
     return Report(dst, (Shard(os.path.basename(dst), source.shards[0], "", "", os.path.getsize(dst), outcomes),))
 
@@ -116,6 +123,7 @@ def _to_folder(
     force: bool,
     resume: bool,
     progress: Progress | None,
+    device: str,
 ) -> Report:
     dense = writes_dense(recipe)
     names = shard_names(source, dense)
@@ -143,7 +151,7 @@ def _to_folder(
                 resumed += 1
                 continue
             shards.append(
-                _convert_shard(source, shard, jobs, recipe, os.path.join(dst, name), force or resume, progress)
+                _convert_shard(source, shard, jobs, recipe, os.path.join(dst, name), force or resume, progress, device)
             )
             entries = {s.name: _shard_json(s) for s in shards}
             write_json(journal_path, {"plan": identity, "shards": entries})
@@ -187,11 +195,18 @@ def _finished(entry: Any, source: Source, shard: str, path: str) -> Shard | None
 
 
 def _convert_shard(
-    source: Source, shard: str, jobs: tuple[Job, ...], recipe: Recipe, path: str, force: bool, progress: Progress | None
+    source: Source,
+    shard: str,
+    jobs: tuple[Job, ...],
+    recipe: Recipe,
+    path: str,
+    force: bool,
+    progress: Progress | None,
+    device: str,
 ) -> Shard:
     with ThreadPoolExecutor(1) as hashing:
         digest_in: Future[str] = hashing.submit(sha256_of, os.path.join(source.folder, shard))
-        outcomes = write_shard(source, shard, jobs, recipe, path, force, progress)
+        outcomes = write_shard(source, shard, jobs, recipe, path, force, progress, device)
         sha_out = sha256_of(path)
         return Shard(os.path.basename(path), shard, digest_in.result(), sha_out, os.path.getsize(path), outcomes)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import has_dtype
 from ..container import FileWriter, TensorFile, create, outline
 from ..convert import convert
 from ..descriptor import Record
@@ -30,6 +31,8 @@ from .source import Source
 Progress = Callable[[Outcome], None]
 _KEPT = 128 << 20
 """Bytes of converted tensors held between the sizing and the writing pass."""
+_WORTH_MOVING = 4 << 20
+"""Bytes from which a tensor is converted on the device: below, launches take longer than the host's conversion."""
 _AHEAD = 96 << 20
 """Tensors of up to this many bytes are read while the one before them is converted and written."""
 
@@ -40,22 +43,30 @@ def writes_dense(recipe: Recipe) -> bool:
 
 
 def write_shard(
-    source: Source, shard: str, jobs: tuple[Job, ...], recipe: Recipe, path: str, force: bool, progress: Progress | None
+    source: Source,
+    shard: str,
+    jobs: tuple[Job, ...],
+    recipe: Recipe,
+    path: str,
+    force: bool,
+    progress: Progress | None,
+    device: str = "cpu",
 ) -> tuple[Outcome, ...]:
     """Convert the tensors of ``shard`` into the file ``path``; an Outcome for each, in the order of the input."""
     mine = [j for j in jobs if j.shard == shard]
     write = _write_dense if writes_dense(recipe) else _write_packed
     with source.open(shard) as f:
-        return write(f, mine, recipe, path, force, progress)
+        return write(f, mine, recipe, path, force, progress, device)
 
 
-def read(f: TensorFile, job: Job) -> Any:
-    """The tensor as a Format if it is stored as one, else as an array."""
-    return f.array(job.name) if job.record.format is None else f.read(job.name)
+def read(f: TensorFile, job: Job, device: str = "cpu") -> Any:
+    """The tensor as a Format if it is stored as one, else as an array; small ones stay on the host."""
+    place = device if job.bytes_in >= _WORTH_MOVING and has_dtype(device, job.record.dtype) else "cpu"
+    return f.array(job.name, device=place) if job.record.format is None else f.read(job.name, place)
 
 
 def _write_dense(
-    f: TensorFile, jobs: list[Job], recipe: Recipe, path: str, force: bool, progress: Progress | None
+    f: TensorFile, jobs: list[Job], recipe: Recipe, path: str, force: bool, progress: Progress | None, device: str
 ) -> tuple[Outcome, ...]:
     specs: list[Any] = []
     for j in jobs:
@@ -68,7 +79,8 @@ def _write_dense(
     with Writer(path, specs, {"format": "pt"}, overwrite=force) as out:
         for j in jobs:
             if j.record.format is not None or (recipe.prune and j.target != KEEP):
-                x = prune(dense_of(read(f, j)), j.target, recipe)
+                # Masks are chosen on the host.
+                x = prune(dense_of(read(f, j, "cpu" if recipe.prune else device)), j.target, recipe)
                 out.put(j.name, x)
                 size = x.nbytes
             else:
@@ -91,21 +103,24 @@ class _Settled:
 
 
 def _write_packed(
-    f: TensorFile, jobs: list[Job], recipe: Recipe, path: str, force: bool, progress: Progress | None
+    f: TensorFile, jobs: list[Job], recipe: Recipe, path: str, force: bool, progress: Progress | None, device: str
 ) -> tuple[Outcome, ...]:
     settled: list[_Settled] = []
     held = 0
-    for j, values in zip(jobs, _one_ahead(f, [j if _must_be_read(j, recipe) else None for j in jobs]), strict=True):
+    there = "cpu" if recipe.prune else device  # masks are chosen on the host
+    # So is the smallest format: what it looks at is not what a device is fast at.
+    sizing = [(j, "cpu" if j.target == AUTO else there) if _must_be_read(j, recipe) else None for j in jobs]
+    for j, values in zip(jobs, _one_ahead(f, sizing), strict=True):
         settled.append(_settle(f, j, recipe, _KEPT - held, values))
         made = settled[-1].made
         held += made.nbytes if made is not None else 0
     outcomes = []
     # Beside a result larger than its input there is no room for the next tensor.
     roomy = [True, *((s.outcome.bytes_out or 0) <= s.job.bytes_in for s in settled[:-1])]
-    wanted = [s.job if _needs_values(s) and room else None for s, room in zip(settled, roomy, strict=False)]
+    wanted = [(s.job, there) if _needs_values(s) and room else None for s, room in zip(settled, roomy, strict=False)]
     with create(path, [s.record for s in settled], overwrite=force) as out:
         for i, values in enumerate(_one_ahead(f, wanted)):
-            outcomes.append(_put(f, settled[i], recipe, out, values))
+            outcomes.append(_put(f, settled[i], recipe, out, values, device))
             del values
             settled[i] = replace(settled[i], made=None)
             if progress:
@@ -206,18 +221,18 @@ def _must_be_read(job: Job, recipe: Recipe) -> bool:
     return job.target != KEEP and (recipe.misfit == "keep" or _record_of_header(job) is None)
 
 
-def _one_ahead(f: TensorFile, jobs: list[Job | None]) -> Iterator[Any]:
-    """The values of each job (None for None): small tensors are read while the one before them is worked on."""
+def _one_ahead(f: TensorFile, jobs: list[tuple[Job, str] | None]) -> Iterator[Any]:
+    """The values of each (job, device), None for None: small tensors are read while the one before is worked on."""
     with ThreadPoolExecutor(1) as reader:
         ahead: Future[Any] | None = None
         for job, following in zip(jobs, [*jobs[1:], None], strict=True):
-            values = ahead.result() if ahead else read(f, job) if job else None
-            ahead = reader.submit(read, f, following) if following and following.bytes_in <= _AHEAD else None
+            values = ahead.result() if ahead else read(f, *job) if job else None
+            ahead = reader.submit(read, f, *following) if following and following[0].bytes_in <= _AHEAD else None
             yield values
             del values
 
 
-def _put(f: TensorFile, s: _Settled, recipe: Recipe, out: FileWriter, values: Any) -> Outcome:
+def _put(f: TensorFile, s: _Settled, recipe: Recipe, out: FileWriter, values: Any, device: str) -> Outcome:
     """Write one tensor (``values``: what was read ahead); its outcome, with counts not known before."""
     if s.outcome.target == KEEP:
         if s.record.format is None:
@@ -229,7 +244,8 @@ def _put(f: TensorFile, s: _Settled, recipe: Recipe, out: FileWriter, values: An
     if made is None:
         fmt, given = parse_spec(s.outcome.target)
         try:
-            x = prune_any(read(f, s.job) if values is None else values, s.job, recipe)
+            there = "cpu" if recipe.prune else device
+            x = prune_any(read(f, s.job, there) if values is None else values, s.job, recipe)
             made = convert(x, fmt, **given)
         except StructureError as e:
             raise e.at(path=f.path, tensor=s.job.name) from None

@@ -1,0 +1,132 @@
+"""Loading to and converting on a device: what is decided without one, bytes through pinned buffers, equal files."""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import stand_in_cupy
+from cases import sparse
+
+import spformat as sf
+from spformat import container, crc, pinned
+from spformat.checkpoint import Recipe, convert_checkpoint, shard
+
+TARGETS = ("two-four", "bitmask", "csr", "bsr:blocksize=16x16", "vector-nm:n=2,m=4", "sr-bcrs", "ell-buckets", "auto")
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """CuPy without a GPU, and pieces so small that every buffer is used many times."""
+    cupy = stand_in_cupy.module()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(container, "SCAN_ON_DEVICE", 0)
+    monkeypatch.setattr(shard, "_WORTH_MOVING", 0)
+    monkeypatch.setattr(crc, "PIECE", 1000)
+    monkeypatch.setattr(crc, "SEGMENT", 3500)
+    return cupy
+
+
+def tensors() -> dict[str, Any]:
+    """Matrices in 2:4, beside what stays plain; lengths are no multiples of a piece."""
+    rng = np.random.default_rng(0)
+    w = sparse(rng, (96, 160), "bfloat16", 1.0)
+    w.reshape(-1, 4)[:, (1, 3)] = 0
+    return {"a": w, "b": np.roll(w, 8, axis=0), "bias": rng.normal(size=4003), "none": np.zeros((0, 7)),
+            "eight": sparse(rng, (64, 64), "float8_e4m3fn", 0.4), "flags": np.array([True, False])}  # fmt: skip
+
+
+def test_without_cupy_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    sf.save_dense(tmp_path / "in.safetensors", tensors())
+    with pytest.raises(sf.DeviceUnavailable, match=r"pip install 'spformat\[cuda13\]'"):
+        convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "out", "bitmask", device="cuda")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(sf.UsageError, match="device: expected 'cpu', 'cuda' or 'cuda:<id>', got 'gpu'"):
+        convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "out", "bitmask", device="gpu")
+
+
+def test_every_piece_crosses_before_it_is_used(tmp_path: Path, stand_in: Any) -> None:
+    given = {k: v for k, v in tensors().items() if k != "eight"} | {"w": sf.convert(tensors()["a"], "csr")}
+    sf.save(tmp_path / "host.safetensors", given)
+    loaded = sf.load(tmp_path / "host.safetensors", device="cuda")
+    for name, x in given.items():
+        if isinstance(x, sf.Format):
+            assert all(isinstance(a, stand_in.ndarray) for a in loaded[name].arrays().values())
+            continue
+        assert isinstance(loaded[name], stand_in.ndarray)
+        assert loaded[name].get().tobytes() == x.tobytes()
+    sf.save(tmp_path / "device.safetensors", loaded)
+    assert (tmp_path / "device.safetensors").read_bytes() == (tmp_path / "host.safetensors").read_bytes()
+
+
+def test_a_flipped_byte_is_found_on_the_way_to_the_device(tmp_path: Path, stand_in: Any) -> None:
+    sf.save(tmp_path / "x.safetensors", {"w": sf.convert(tensors()["a"], "bitmask")})
+    data = bytearray((tmp_path / "x.safetensors").read_bytes())
+    data[-3] ^= 16
+    (tmp_path / "x.safetensors").write_bytes(data)
+    with pytest.raises(sf.IntegrityError, match="the file is damaged"):
+        sf.load(tmp_path / "x.safetensors", device="cuda")
+
+
+@pytest.mark.parametrize("target", ["two-four", "bitmask", "dense"])
+def test_conversion_through_the_device_gives_the_same_file(tmp_path: Path, stand_in: Any, target: str) -> None:
+    same_files(tmp_path, target, stand_in)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("target", TARGETS)
+def test_conversion_on_a_gpu_gives_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+    import cupy
+
+    monkeypatch.setattr(shard, "_WORTH_MOVING", 0)
+    same_files(tmp_path, target, cupy)
+
+
+def same_files(tmp_path: Path, target: str, cupy: Any) -> None:
+    """Converted on the device (some matrix must have been there) and on the host, and back."""
+    sf.save_dense(tmp_path / "in.safetensors", tensors())
+    recipe = Recipe(to=target, misfit="keep")
+    seen = []
+    read = shard.read
+
+    def watched(*arguments: Any) -> Any:
+        seen.append(read(*arguments))
+        return seen[-1]
+
+    shard.read = watched
+    try:
+        convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "device", recipe, device="cuda")
+        on_device = [x for x in seen if isinstance(x, cupy.ndarray)]
+        convert_checkpoint(tmp_path / "device", tmp_path / "back", "dense", device="cuda")
+    finally:
+        shard.read = read
+    assert len(on_device) >= 2 or target == "dense"
+    convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "host", recipe)
+    convert_checkpoint(tmp_path / "host", tmp_path / "back-host", "dense")
+    for one, other in (("device", "host"), ("back", "back-host")):
+        names = sorted(p.name for p in (tmp_path / other).iterdir())
+        assert names == sorted(p.name for p in (tmp_path / one).iterdir())
+        assert all((tmp_path / one / n).read_bytes() == (tmp_path / other / n).read_bytes() for n in names)
+
+
+@pytest.mark.gpu
+def test_lanes_carry_large_arrays_both_ways(tmp_path: Path) -> None:
+    import cupy
+
+    x = np.random.default_rng(0).integers(0, 255, 97_654_321).astype(np.uint8)
+    sf.save(tmp_path / "x.safetensors", {"x": x})
+    y = sf.load(tmp_path / "x.safetensors", device="cuda")["x"]
+    assert isinstance(y, cupy.ndarray)
+    np.testing.assert_array_equal(y.get(), x)
+    out = np.zeros_like(x)
+
+    def store(piece: memoryview, at: int) -> None:
+        out[at : at + piece.nbytes] = piece
+
+    assert pinned.Lanes(0).drain(y, store) == zlib.crc32(x)
+    np.testing.assert_array_equal(out, x)
