@@ -21,7 +21,7 @@ class Array(np.ndarray[Any, Any]):
 
     @property
     def device(self) -> Any:  # type: ignore[override]
-        return SimpleNamespace(id=0)
+        return Scope()
 
     def get(self) -> np.ndarray[Any, Any]:
         return np.array(self.view(np.ndarray))
@@ -33,6 +33,7 @@ class Scope:
     def __init__(self, *_: Any, **__: Any) -> None:
         self.pending: list[Any] = []
         self.ptr = self
+        self.id = 0
 
     def __enter__(self) -> Scope:
         return self
