@@ -71,10 +71,13 @@ class Case:
     meta: dict[str, Any] = field(default_factory=dict)
 
 
-def compare(case: Case, repeats: int = 50, warmups: int = 10, seconds: float = 3.0, check: bool = True) -> list[Result]:
+def compare(
+    case: Case, repeats: int = 50, warmups: int = 10, seconds: float = 3.0, check: bool = True, hot: bool = True
+) -> list[Result]:
     """Check, then time every contender in turn; the fastest first. A contender that fails is reported as a note.
 
     seconds: bounds the time of each contender. check: False where the dense reference does not fit the device.
+    hot: also the times with hot caches and of the host; NaN without.
     """
     reference = _reference(case) if check else ()
     alive, out = [], []
@@ -91,13 +94,14 @@ def compare(case: Case, repeats: int = 50, warmups: int = 10, seconds: float = 3
     clock = _DeviceClock(case.B) if is_cupy(case.B) else _HostClock()
     runs = [c.run for c, _ in alive]
     cold = clock.take_turns(runs, repeats, warmups, cold=True, seconds=seconds)
-    hot = clock.take_turns(runs, repeats, 2, cold=False, seconds=seconds)
-    host = clock.host_times(runs)
+    unknown = [float("nan")] * len(runs)
+    warm = clock.take_turns(runs, repeats, 2, cold=False, seconds=seconds) if hot else unknown
+    host = clock.host_times(runs) if hot else unknown
     (M, K), N = case.a.shape, case.B.shape[1]
     nnz = int(case.meta.get("nnz", case.a.stored))
     out_bytes = M * N * (UNIT_BYTES.get(case.out_dtype) or np.dtype(case.out_dtype).itemsize)
     moved = case.a.nbytes + case.B.nbytes + out_bytes
-    for (c, error), t_cold, t_hot, t_host in zip(alive, cold, hot, host, strict=True):
+    for (c, error), t_cold, t_hot, t_host in zip(alive, cold, warm, host, strict=True):
         out.append(Result(
             case.name, c.name, c.peer, t_cold, t_hot, t_host, error, 2e-6 * nnz * N / t_cold,
             2e-6 * M * N * K / t_cold, 1e-3 * moved / t_cold,

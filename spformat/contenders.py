@@ -22,8 +22,8 @@ from .problem import ROW
 SCIPY_TYPES = ("float32", "float64")
 
 
-def ours(a: Format, B: Array, only: Sequence[str] = ()) -> list[Contender]:
-    """A contender per kernel of ours that accepts A @ B; ``only``: backend names."""
+def ours(a: Format, B: Array, only: Sequence[str] = (), first: bool = False) -> list[Contender]:
+    """A contender per kernel of ours that accepts A @ B; ``only``: backend names; first: just the one spmm() runs."""
     found = []
     out = _out(a, B)
     for answer in explain(a, B).answers:
@@ -34,6 +34,8 @@ def ours(a: Format, B: Array, only: Sequence[str] = ()) -> list[Contender]:
         made = kernel.plan(a.ensure_valid(), describe(a, B, out))
         tile = f" {made.tile}" if made.tile else ""
         found.append(Contender(answer.kernel + tile, functools.partial(made, B, out)))
+        if first:
+            break
     return found
 
 
