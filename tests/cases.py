@@ -142,3 +142,20 @@ PARAMS: dict[str, tuple[dict[str, Any], ...]] = {
 def params_of(name: str) -> tuple[dict[str, Any], ...]:
     """The parameter sets of a format."""
     return PARAMS.get(name, ({},))
+
+
+def codes(dtype: str, held: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Any bits that are not zero (NaN payloads, infinities, subnormals) where ``held``; zeros of both signs else."""
+    t = VALUE_TYPES[dtype]
+    rng = np.random.default_rng(seed)
+    some = rng.integers(0, 256, (*held.shape, t.numpy.itemsize), np.uint8).view(t.bits)[..., 0]
+    some[(some & t.bits.type(t.zero_mask)) == 0] = 1
+    sign = t.bits.type((1 << (8 * t.numpy.itemsize)) - 1 - t.zero_mask)
+    return np.where(held, some, np.where(rng.random(held.shape) < 0.5, sign, 0)).astype(t.bits).view(t.numpy)
+
+
+def nm_places(shape: tuple[int, int], n: int, m: int, L: int, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    groups, windows = -(-shape[0] // L), -(-shape[1] // m)
+    kept = (np.argsort(rng.random((groups, windows, m)), axis=2) < n).reshape(groups, -1)
+    return np.repeat(kept, L, axis=0)[: shape[0], : shape[1]] & (rng.random(shape) < 0.8)

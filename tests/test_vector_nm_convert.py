@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_compiled import codes, nm_places
+from cases import codes, nm_places
 
 from spformat.backends.cuda import jit, vector_nm_convert
 from spformat.backends.cuda.vector_nm_convert import Packing, Sizes
