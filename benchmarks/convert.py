@@ -1,4 +1,5 @@
 """Conversion of a generated checkpoint, end to end: python benchmarks/convert.py [--gb 1] [--targets two-four ..]
+[--device cuda]
 
 Writes a bf16 safetensors file of 4096 x 11008 weights (2:4 in vectors of 32, so that every target takes it exactly),
 converts it with the command line in a process of its own and prints GB/s of dense bytes and peak memory, beside
@@ -52,8 +53,9 @@ COMMAND = (
     f"try: app()\nexcept SystemExit as e: code = e.code\n{_STATUS}; sys.exit(code)"
 )
 LIBRARY = (
-    "import sys, time\nfrom spformat.checkpoint import convert_checkpoint\n_, source, out, target = sys.argv\n"
-    "for i in range(7):\n    start = time.perf_counter(); convert_checkpoint(source, out, target, force=True)\n"
+    "import sys, time\nfrom spformat.checkpoint import convert_checkpoint\n"
+    "_, source, out, target, device = sys.argv\nfor i in range(7):\n    start = time.perf_counter()\n"
+    "    convert_checkpoint(source, out, target, force=True, device=device)\n"
     "    print(time.perf_counter() - start)"
 )
 """The first of the seven loads the compiled code and is not counted."""
@@ -69,15 +71,15 @@ def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def measure(source: Path, target: str, out: Path) -> dict[str, object]:
+def measure(source: Path, target: str, out: Path, device: str) -> dict[str, object]:
     """Wall time and peak memory of the command, and the rates of six conversions in a warm process."""
     out.unlink(missing_ok=True)
     start = time.perf_counter()
-    done = run(COMMAND, "convert", source, out, "--to", target, "--json")
+    done = run(COMMAND, "convert", source, out, "--to", target, "--device", device, "--json")
     seconds, size = time.perf_counter() - start, source.stat().st_size
-    rates = sorted(size / float(t) / 1e9 for t in run(LIBRARY, source, out, target).stdout.split()[1:])
+    rates = sorted(size / float(t) / 1e9 for t in run(LIBRARY, source, out, target, device).stdout.split()[1:])
     return {
-        "target": target, "command_gb_per_s": size / seconds / 1e9, "warm_gb_per_s": rates,
+        "target": target, "device": device, "command_gb_per_s": size / seconds / 1e9, "warm_gb_per_s": rates,
         "warm_median": statistics.median(rates), "peak_bytes": peak_of(done.stderr), "bytes_out": out.stat().st_size,
     }  # fmt: skip
 
@@ -87,6 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gb", type=float, default=1.0)
     parser.add_argument("--targets", nargs="+", default=TARGETS)
+    parser.add_argument("--device", default="cpu", help="where matrices are converted: cpu, cuda or cuda:<id>")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         source, out = Path(name) / "dense.safetensors", Path(name) / "out.safetensors"
@@ -99,7 +102,7 @@ def main() -> None:
         print(f"{size / 1e9:.2f} GB, cp {copy:.2f} GB/s, memory bound {bound / 1e6:.0f} MB", flush=True)
         rows = []
         for target in options.targets:
-            row = measure(source, target, out)
+            row = measure(source, target, out, options.device)
             rows.append(row)
             low, *_, high = row["warm_gb_per_s"]
             print(f"{target:40s} command {row['command_gb_per_s']:.2f} GB/s  warm {low:.2f} .. {high:.2f}, median "

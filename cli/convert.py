@@ -42,6 +42,7 @@ def run(
     misfit: Misfit = "refuse",
     force: bool = typer.Option(False, "--force", "-f", help="Replace what DST holds, file by file, at each rename."),
     resume: bool = typer.Option(False, help="Finish an interrupted run: finished shards are known by their hashes."),
+    device: str = typer.Option("cpu", help="Where matrices are converted: cpu, cuda or cuda:<id>; same bytes."),
     dry_run: bool = typer.Option(False, "--dry-run", "-n", help="Print the table and write nothing."),
     values: str = typer.Option("", help="For .smtx/.mtx/.npz: 'ones' or 'normal' instead of the file's values."),
     seed: int = typer.Option(0, help="For --values normal."),
@@ -57,17 +58,17 @@ def run(
         outcomes = plan.foresee(src, chosen, as_json)
         plan.show(outcomes, as_json, dry_run=True)
         raise typer.Exit(3 if any(o.error for o in outcomes) else 0)
-    _checkpoint(src, dst, chosen, force, resume, as_json)
+    _checkpoint(src, dst, chosen, force, resume, device, as_json)
 
 
-def _checkpoint(src: str, dst: str, chosen: object, force: bool, resume: bool, as_json: bool) -> None:
+def _checkpoint(src: str, dst: str, chosen: object, force: bool, resume: bool, device: str, as_json: bool) -> None:
     from spformat.checkpoint import convert_checkpoint, open_source
 
     total = sum(nbytes for _, _, nbytes in open_source(src).records.values())
     start = time.perf_counter()
     with progress(total, "convert", as_json, lines=True) as step:
         report = convert_checkpoint(
-            src, dst, chosen, force=force, resume=resume, progress=lambda o: step(o.name, o.bytes_in)
+            src, dst, chosen, force=force, resume=resume, device=device, progress=lambda o: step(o.name, o.bytes_in)
         )
     seconds = time.perf_counter() - start
     plan.show(report.outcomes, as_json, path=report.path, files=[s.name for s in report.shards], resumed=report.resumed)
