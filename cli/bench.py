@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from .options import Include, Json, Src
-from .output import console, notes, print_json, table
+from .output import cell, console, notes, print_json, table
 
 EPILOG = "spformat bench ./model-sp -n 1,16,256   |   spformat bench w.safetensors --to two-four --device cuda -n 4096"
 
@@ -49,7 +49,7 @@ def run(
                 t.add_row(name, str(width), r.name, *(_number(v) for v in (r.cold_us, r.hot_us, r.host_us)),
                           f"{r.useful_tflops:.3f}", f"{r.gbytes_per_s:.0f}", f"{r.error:.2f}", r.note,
                           style=None if r.peer else "bold")  # fmt: skip
-            notes().print(f"{name} N={width}: {bench.verdict(results)}")
+            notes().print(f"{cell(name)} N={width}: {bench.verdict(results)}")
     if as_json:
         print_json({"environment": environment, "results": rows})
     else:

@@ -22,7 +22,7 @@ from .options import (
     To,
     recipe,
 )
-from .output import console, notes, print_json, progress, size
+from .output import cell, console, notes, print_json, progress, size
 
 EPILOG = (
     "spformat convert ./model ./model-sp --to auto   |   spformat convert ./model-sp ./dense --to dense   |   "
@@ -99,5 +99,5 @@ def _matrix(
         )
     else:
         console().print(
-            f"{name}: csr {size(a.nbytes)} -> {target} {size(made.nbytes)}" + ("" if dry_run else f" in {dst}")
+            f"{cell(name)}: csr {size(a.nbytes)} -> {target} {size(made.nbytes)}" + ("" if dry_run else f" in {dst}")
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from .options import Include, Json, Src
-from .output import console, print_json
+from .output import cell, console, print_json
 
 if TYPE_CHECKING:
     from spformat.problem import Accepted, Rejected
@@ -55,7 +55,7 @@ def run(
         )
         return
     for name, e in out:
-        console().print(f"{name}: {e}", soft_wrap=True)
+        console().print(f"{cell(name)}: {e}", soft_wrap=True)
 
 
 def _answer(a: Accepted | Rejected) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from .options import Include, Json, Src
-from .output import console, notes, print_json, progress, size, table
+from .output import cell, console, notes, print_json, progress, size, table
 
 if TYPE_CHECKING:
     from spformat.structure import Structure
@@ -133,7 +133,7 @@ def _patterns(s: Structure) -> Any:
 
 def _print_long(row: dict[str, Any]) -> None:
     out = console()
-    out.print(f"{row['name']}  {'x'.join(map(str, row['shape']))} {row['dtype']}, {size(row['bytes'])}, "
+    out.print(f"{cell(row['name'])}  {'x'.join(map(str, row['shape']))} {row['dtype']}, {size(row['bytes'])}, "
               f"stored as {row['format']}", style="bold")  # fmt: skip
     if "density" not in row:
         return

@@ -17,7 +17,29 @@ _WIDE = 200
 """Columns when the stream is not a terminal: people read tables in logs, too."""
 
 
-class _Pipe(Console):
+_NO_LIMIT = 1 << 30
+
+
+def shown(text: str) -> str:
+    """``text`` with everything but line breaks escaped that could move a cursor, colour or reverse what follows."""
+    from spformat.errors import printable
+
+    return "\n".join(printable(line, _NO_LIMIT) for line in text.split("\n"))
+
+
+def cell(text: str) -> str:
+    """``text`` on one line: as ``shown``, line breaks escaped too."""
+    return shown(text.replace("\n", "\\n"))
+
+
+class _Plain(Console):
+    """A console that prints names from files as text, never as commands to the terminal."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*(shown(o) if isinstance(o, str) else o for o in objects), **options)
+
+
+class _Pipe(_Plain):
     """A console whose reader may go away (`| head`): that is no error."""
 
     def on_broken_pipe(self) -> None:
@@ -33,17 +55,25 @@ def console() -> Console:
 
 def notes() -> Console:
     """Progress, warnings and hints go here."""
-    return Console(stderr=True, highlight=False, markup=False, width=None if sys.stderr.isatty() else _WIDE)
+    return _Plain(stderr=True, highlight=False, markup=False, width=None if sys.stderr.isatty() else _WIDE)
 
 
 def print_json(value: Any) -> None:
     """One JSON document on stdout."""
-    sys.stdout.write(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+    # ASCII, because names may hold what a terminal obeys, and bytes that are no text in any encoding.
+    sys.stdout.write(json.dumps(value, indent=1) + "\n")
+
+
+class _Rows(Table):
+    """A table whose cells are escaped, line breaks included."""
+
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        super().add_row(*(cell(c) if isinstance(c, str) else c for c in cells), **options)
 
 
 def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     """A plain table; the columns in ``right`` hold numbers."""
-    t = Table(box=None, pad_edge=False, header_style="bold")
+    t = _Rows(box=None, pad_edge=False, header_style="bold")
     for name in columns:
         t.add_column(name, justify="right" if name in right else "left", overflow="fold")
     return t
@@ -74,14 +104,14 @@ def progress(total: int, label: str, quiet: bool, *, lines: bool = False) -> Ite
         def line(name: str, nbytes: int) -> None:
             nonlocal done
             done += nbytes
-            out.print(f"{label} {name}  {size(done)} of {size(total)}", soft_wrap=True)
+            out.print(f"{label} {cell(name)}  {size(done)} of {size(total)}", soft_wrap=True)
 
         yield line
         return
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TransferSpeedColumn(), TimeElapsedColumn())
     with Progress(*columns, console=out, transient=True) as bar:
         task = bar.add_task(label, total=total)
-        yield lambda name, nbytes: bar.update(task, advance=nbytes, description=f"{label} {name[-48:]}")
+        yield lambda name, nbytes: bar.update(task, advance=nbytes, description=f"{label} {cell(name[-48:])}")
 
 
 def report(error: Exception, as_json: bool) -> int:
@@ -90,7 +120,7 @@ def report(error: Exception, as_json: bool) -> int:
 
     assert isinstance(error, SpformatError)
     if as_json:
-        sys.stderr.write(json.dumps(error.to_json(), ensure_ascii=False) + "\n")
+        sys.stderr.write(json.dumps(error.to_json()) + "\n")
     else:
         notes().print(f"error: {error}", soft_wrap=True, style="red")
         if error.exit_code == 3:

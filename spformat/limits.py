@@ -30,6 +30,8 @@ MAX_DIM = 2**48 - 1
 class Limits:
     """What a legitimate file is expected to stay under. Each field has a command-line flag."""
 
+    file_bytes: int = 2**44
+    """Apparent size of one file; a hole in a sparse file costs its maker nothing."""
     header_bytes: int = 16 * 2**20
     tensors: int = 100_000
     name_bytes: int = 1024

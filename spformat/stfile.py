@@ -72,6 +72,7 @@ class Reader:
 
     def _parse(self) -> Header:
         size = self._status.st_size
+        limits.check("file_bytes", size, "size of the file")
         start = self._pread(0, min(size, 64))
         try:
             n = stheader.length(start[:8], size)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..dtypes import VALUE_TYPES, bits, nonzero_mask
+from ..errors import printable
 from ..files import Path
 from ..formats.base import Format
 from .source import open_source
@@ -24,7 +25,7 @@ class Difference:
     index: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.tensor}: {self.what}"
+        return f"{printable(self.tensor)}: {self.what}"
 
 
 def diff_checkpoints(a: Path, b: Path) -> Iterator[tuple[str, Difference | None]]:
