@@ -9,7 +9,6 @@ from . import jit
 from .launch import Launch
 
 STEP = 64  # columns of A a warp takes at a time
-MAX_GRID_Y = 65535
 
 
 def instances() -> tuple[str, ...]:

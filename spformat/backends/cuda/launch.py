@@ -18,6 +18,8 @@ from ...problem import COL, Plan, Problem
 
 _CODES = {"P": "Q", "i": "i", "q": "q", "f": "f"}
 _OUT_OF_MEMORY = 2
+MAX_GRID_Y = 65535
+"""The driver's bound on the second extent of a grid; a kernel walks what lies beyond it."""
 
 
 class Launch:
@@ -114,6 +116,18 @@ class Operands(NamedTuple):
     """Elements between rows of B (layout "row") or columns (layout "col")."""
     ldc: int
     stream: int
+
+
+def over_tiles(launch: Launch, row_tiles: int, cols: int, out_col: bool) -> Callable[[Operands], None]:
+    """Run a kernel whose grid is row tiles x tiles of ``cols`` columns of C, and whose tail is B, C, N, ldb and the
+    elements between rows and between columns of C."""
+
+    def run(o: Operands) -> None:
+        grid = (row_tiles, min(MAX_GRID_Y, -(-o.n // cols)), 1)
+        c_row, c_col = (1, o.ldc) if out_col else (o.ldc, 1)
+        launch(grid, o.stream, o.b, o.c, o.n, o.ldb, c_row, c_col)
+
+    return run
 
 
 def device_plan(name: str, p: Problem, launch: Callable[[Operands], None], tile: str = "", workspace: int = 0) -> Plan:

@@ -15,7 +15,6 @@ DEPTH = 128  # columns of A in a chunk
 MMA_TYPES = ("bfloat16", "float16")
 BLOCK_ROWS = 128  # rows of a large block, which share what they load of B
 SLACK = 32  # steps that a kernel may read past the last one
-MAX_GRID_Y = 65535
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ...dtypes import VALUE_TYPES
 from ...errors import LimitError
 from ...problem import STRIDED, Problem, reasons
 from ...segments import offsets_from_counts, rank_in_row, rows_of
-from .launch import Launch, Operands
+from .launch import MAX_GRID_Y, Launch, Operands
 from .scratch import Scratch
 
 GROUP = 4
@@ -30,7 +30,6 @@ BATCH = 8
 CLASSES = 40
 """Length classes: 0 is empty, class c >= 1 holds lengths of 2^(c-2)+1 .. 2^(c-1) groups."""
 MAX_BINS = 16
-MAX_GRID_Y = 65535
 TYPES = ("float32", "float16", "bfloat16", "float64")
 
 

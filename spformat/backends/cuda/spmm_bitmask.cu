@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(32 * WARPS)
                  const u32* __restrict__ before, i64 M, i64 K, i64 slice, const T* __restrict__ B, T* __restrict__ C, i64 N,
                  i64 ldb, i64 c_row, i64 c_col) {
     using L = Layout<T, NT, MF, BCOL>;
-    using Sum = typename SumOf<T>::type;
+    using Sum = sum_t<T>;
     using Word = typename BitsOf<sizeof(T)>::type;  // values on their way are bits
     static_assert(NT % 8 == 0 && NT <= 64, "a tile is 8 .. 64 columns of B, in steps of 8");
     static_assert(MF == 1 || MF == 2, "a lane looks after one row: 16 or 32 rows a tile");

@@ -8,8 +8,8 @@ from typing import Any
 from ...dtypes import VALUE_TYPES
 from ...problem import COL, Plan, Problem
 from . import jit
-from .bitmask_slices import MAX_GRID_Y, STEP, refusals, slice_columns, values_before
-from .launch import Launch, Operands, device_plan
+from .bitmask_slices import STEP, refusals, slice_columns, values_before
+from .launch import Launch, device_plan, over_tiles
 
 SOURCE = "spmm_bitmask_tc.cu"
 PITCH = 144  # bytes of a row's staged values
@@ -89,11 +89,5 @@ class SpmmBitmaskTensor:
         function = jit.load(SOURCE, instance, jit.architecture(p.sm or 80, ()), p.device_id, tile.smem)
         fixed = (a.indptr, a.bitmask, data, before, p.M, p.K, slice_columns(p.K, tile.warps))
         launch = Launch(function, "PPPPqqqPPqqqq", fixed, 32 * tile.warps, tile.smem)
-        row_tiles = -(-p.M // tile.rows)
-
-        def run(o: Operands) -> None:
-            grid = (row_tiles, min(MAX_GRID_Y, -(-o.n // tile.cols)), 1)
-            c_row, c_col = (1, o.ldc) if out_col else (o.ldc, 1)
-            launch(grid, o.stream, o.b, o.c, o.n, o.ldb, c_row, c_col)
-
+        run = over_tiles(launch, -(-p.M // tile.rows), tile.cols, out_col)
         return device_plan(self.name, p, run, str(tile), before.nbytes)

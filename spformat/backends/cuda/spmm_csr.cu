@@ -21,6 +21,8 @@
 // Row-length binning after Sputnik (Gale et al., SC'20) and RoDe (Pang et al., PPoPP'24).
 #include "spformat/gather.cuh"
 
+using spformat::Record;
+
 constexpr int MAX_BINS = 16;
 
 struct Bin {
@@ -34,12 +36,6 @@ struct Bins {
   unsigned count;
   long long pieces;
   Bin bin[MAX_BINS];
-};
-
-struct Record {
-  long long start;
-  unsigned row;
-  int length;
 };
 
 // A record on its way: what a slot of one block works on.
@@ -91,10 +87,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     spformat::prefetch_l2(B, prefetch, thread, threads);
   }
   const auto fetch = [&](const Task& t) {
-    const Record& r = reinterpret_cast<const Record&>(t.record);
-    const int first = (slot & ((1 << t.log) - 1)) * BATCH;
     Batch batch;
-    batch.fetch(indices + r.start + first, data + r.start + first, r.length - first, lane);
+    const int part = slot & ((1 << t.log) - 1);
+    spformat::fetch_first(batch, reinterpret_cast<const Record&>(t.record), part, indices, data, lane);
     return batch;
   };
   Batch batch = fetch(task);
@@ -122,12 +117,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     spformat::gather_row<DEPTH, VEC, TILES>(sum, batch, indices + record.start, data + record.start, record.length, part,
                                             task.log, panel, lane);
     spformat::combine_slots<LANES, TILES, VEC>(sum, task.log, scratch);
-    if (task.live && part == 0) {
-      if (task.piece >= 0)
-        spformat::store_row<LANES>(partial + static_cast<long long>(task.piece) * n + col, sum, width);
-      else
-        spformat::store_row<LANES>(C + static_cast<long long>(record.row) * ldc + col, sum, width);
-    }
+    if (task.live && part == 0) spformat::store_record<LANES>(C, ldc, partial, n, record.row, task.piece, col, sum);
     task = next, next = after, batch = next_batch;
   }
 }

@@ -135,7 +135,7 @@ __device__ __forceinline__ void multiply(Index (&columns)[2][FRAGMENT], T (&valu
         spformat::store_vector<Out, HELD>(row + out, y);
       else
         for (int j = 0; j < HELD; ++j)
-          if (out + j < end) spformat::narrow(y[j], row[out + j]);
+          if (out + j < end) row[out + j] = spformat::narrow<Out>(y[j]);
     }
   }
 }

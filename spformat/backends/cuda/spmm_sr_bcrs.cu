@@ -15,22 +15,12 @@
 
 using namespace spformat;
 
-template <class T> struct SumOf { using type = float; };
-template <> struct SumOf<double> { using type = double; };
-
-__device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
-__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ double widen(double x) { return x; }
-template <class Out> __device__ __forceinline__ Out narrow(float x) { return from_float<Out>(x); }
-template <class Out> __device__ __forceinline__ Out narrow(double x) { return static_cast<Out>(x); }
-
 template <class T, class Out, class Ptr, class Index, int COLS, int WARPS, int SPLIT>
 __global__ void __launch_bounds__(32 * WARPS)
     spmm_sr_bcrs(const Ptr* __restrict__ indptr, const Index* __restrict__ indices, const T* __restrict__ data, i64 M, int t,
                  int g, const T* __restrict__ B, Out* __restrict__ C, i64 N, i64 b_row, i64 b_col, i64 c_row, i64 c_col) {
     static_assert(WARPS % SPLIT == 0, "a block holds whole units of SPLIT warps");
-    using Sum = typename SumOf<T>::type;
+    using Sum = sum_t<T>;
     constexpr int ROWS = 8, BATCH = 32, UNROLL = 4;
     struct alignas(16) Weights { Sum row[ROWS]; };
     __shared__ Weights weights[WARPS][BATCH];

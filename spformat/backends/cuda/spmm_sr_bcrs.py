@@ -7,11 +7,10 @@ from typing import Any
 from ...dtypes import VALUE_TYPES
 from ...problem import COL, STRIDED, Plan, Problem, reasons
 from . import jit
-from .launch import Launch, Operands, device_plan
+from .launch import MAX_GRID_Y, Launch, Operands, device_plan
 
 TYPES = ("bfloat16", "float16", "float32", "float64")
 ROWS, WARPS = 8, 8  # rows of a tile that a warp sums; warps of a block
-MAX_GRID_Y = 65535
 
 
 def index_type(array: Any) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 
 from ...problem import COL, Plan, Problem, reasons
 from . import jit, tensor_map
-from .launch import Launch, Operands, device_plan
-from .panels import DEPTH, MAX_GRID_Y, Tile, panels, refusals, step_bytes, types
+from .launch import MAX_GRID_Y, Launch, Operands, device_plan
+from .panels import DEPTH, Tile, panels, refusals, step_bytes, types
 
 SOURCE = "spmm_sr_bcrs_sm90a.cu"
 ARCHS = ("sm_90a",)

@@ -6,8 +6,8 @@ from typing import Any
 
 from ...problem import COL, Plan, Problem, reasons
 from . import jit
-from .launch import Launch, Operands, device_plan
-from .panels import DEPTH, MAX_GRID_Y, Tile, panels, refusals, types
+from .launch import Launch, device_plan, over_tiles
+from .panels import DEPTH, Tile, panels, refusals, types
 
 LARGE = Tile(2, 4, 2, 1, 8, 3)
 MEDIUM = Tile(2, 2, 2, 2, 4, 3)
@@ -57,11 +57,5 @@ class SpmmSRBCRSTensor:
         function = jit.load("spmm_sr_bcrs_tc.cu", instance, jit.architecture(p.sm or 80, ()), p.device_id, smem(tile))
         fixed = (made.first, made.steps, a.indptr, a.indices, a.data, a.vector_length, a.stride, p.M, p.K)
         launch = Launch(function, "PPPPPiiqqPPqqqq", fixed, 32 * tile.warps, smem(tile))
-        blocks = -(-p.M // tile.rows)
-
-        def run(o: Operands) -> None:
-            grid = (blocks, min(MAX_GRID_Y, -(-o.n // tile.cols)), 1)
-            c_row, c_col = (1, o.ldc) if out_col else (o.ldc, 1)
-            launch(grid, o.stream, o.b, o.c, o.n, o.ldb, c_row, c_col)
-
+        run = over_tiles(launch, -(-p.M // tile.rows), tile.cols, out_col)
         return device_plan(self.name, p, run, str(tile), made.nbytes)

@@ -8,16 +8,6 @@
 
 namespace spformat {
 
-template <class T> struct SumOf { using type = float; };
-template <> struct SumOf<double> { using type = double; };
-
-__device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
-__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ double widen(double x) { return x; }
-template <class Out> __device__ __forceinline__ Out narrow(float x) { return from_float<Out>(x); }
-template <class Out> __device__ __forceinline__ Out narrow(double x) { return static_cast<Out>(x); }
-
 __device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // Columns 8*byte .. 8*byte+63 of one row of the bitmask; columns after the row's last byte read as 0. aligned: rows are whole
@@ -33,9 +23,9 @@ __device__ __forceinline__ u64 mask_word(const u8* row, i64 byte, i64 bytes, boo
 
 // One element of C over the stored elements of row i, in order. b: a column of B, its elements b_k apart.
 template <class T, class Ptr>
-__device__ __noinline__ typename SumOf<T>::type stored_only(const Ptr* indptr, const u8* bits, const T* data, i64 i, i64 bytes,
+__device__ __noinline__ sum_t<T> stored_only(const Ptr* indptr, const u8* bits, const T* data, i64 i, i64 bytes,
                                                             const T* b, i64 b_k) {
-    typename SumOf<T>::type sum = 0;
+    sum_t<T> sum = 0;
     i64 at = indptr[i];
     for (i64 y = 0; y < bytes; ++y)
         for (u32 byte = bits[i * bytes + y]; byte; byte &= byte - 1)
@@ -45,7 +35,7 @@ __device__ __noinline__ typename SumOf<T>::type stored_only(const Ptr* indptr, c
 
 // Adds the partial sums[WARPS][ROWS][NT] of a block in the order of the warps and stores them; all threads call it.
 template <class T, class Out, class Ptr, int ROWS, int NT, int WARPS>
-__device__ __forceinline__ void store_sums(const typename SumOf<T>::type* sums, const Ptr* indptr, const u8* bits, const T* data,
+__device__ __forceinline__ void store_sums(const sum_t<T>* sums, const Ptr* indptr, const u8* bits, const T* data,
                                            i64 bytes, i64 row0, i64 n0, i64 M, i64 N, const T* B, i64 b_k, i64 b_n, Out* C,
                                            i64 c_row, i64 c_col) {
     for (int e = threadIdx.x; e < ROWS * NT; e += 32 * WARPS) {
@@ -53,7 +43,7 @@ __device__ __forceinline__ void store_sums(const typename SumOf<T>::type* sums, 
         const int r = c_row == 1 ? e % ROWS : e / NT, j = c_row == 1 ? e / ROWS : e % NT;
         const i64 row = row0 + r, n = n0 + j;
         if (row >= M || n >= N) continue;
-        typename SumOf<T>::type sum = 0;
+        sum_t<T> sum = 0;
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) sum += sums[(w * ROWS + r) * NT + j];
         if (!isfinite(sum)) sum = stored_only<T, Ptr>(indptr, bits, data, row, bytes, B + n * b_n, b_k);

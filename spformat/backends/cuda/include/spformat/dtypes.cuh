@@ -23,6 +23,16 @@ __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
+// The type that products are summed in, the way there, and the way back.
+template <class T> struct SumOf { using type = float; };
+template <> struct SumOf<double> { using type = double; };
+template <class T> using sum_t = typename SumOf<T>::type;
+
+template <class T> __device__ __forceinline__ float widen(T x) { return to_float(x); }
+__device__ __forceinline__ double widen(double x) { return x; }
+template <class Out> __device__ __forceinline__ Out narrow(float x) { return from_float<Out>(x); }
+template <class Out> __device__ __forceinline__ Out narrow(double x) { return static_cast<Out>(x); }
+
 // Two floats as one 32-bit word of two T, the first in the low half.
 template <class T> __device__ __forceinline__ u32 pack2(float low, float high);
 template <> __device__ __forceinline__ u32 pack2<__half>(float low, float high) {

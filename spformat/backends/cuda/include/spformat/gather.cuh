@@ -5,15 +5,9 @@
 // items; every slot sums its batches in registers, and combine_slots() adds the slots in a fixed order, so the same
 // operands give the same bits. An item with a negative column is no item: it loads nothing and adds nothing.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include "spformat/dtypes.cuh"
 
 namespace spformat {
-
-// The type that products are summed in.
-template <class T> struct Sum { using type = float; };
-template <> struct Sum<double> { using type = double; };
-template <class T> using sum_t = typename Sum<T>::type;
 
 template <int BYTES> struct Word;
 template <> struct Word<2> { using type = unsigned short; };
@@ -21,17 +15,6 @@ template <> struct Word<4> { using type = unsigned int; };
 template <> struct Word<8> { using type = uint2; };
 template <> struct Word<16> { using type = uint4; };
 template <int BYTES> using word_t = typename Word<BYTES>::type;
-
-__device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ double widen(double x) { return x; }
-__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
-__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-__device__ __forceinline__ void narrow(float x, float& y) { y = x; }
-__device__ __forceinline__ void narrow(double x, double& y) { y = x; }
-__device__ __forceinline__ void narrow(double x, float& y) { y = static_cast<float>(x); }
-__device__ __forceinline__ void narrow(float x, __half& y) { y = __float2half_rn(x); }
-__device__ __forceinline__ void narrow(float x, __nv_bfloat16& y) { y = __float2bfloat16_rn(x); }
 
 __host__ __device__ constexpr int log2_of(int x) { return x <= 1 ? 0 : 1 + log2_of(x / 2); }
 
@@ -101,6 +84,21 @@ template <int LANES, class V, int HELD> __device__ __forceinline__ V broadcast(c
   } else {
     return __shfl_sync(0xffffffffu, held[item / LANES], item % LANES, LANES);
   }
+}
+
+// Items of one row of A, `length` of them from `start` on: a whole row, or a piece of one.
+struct Record {
+  long long start;
+  unsigned row;
+  int length;
+};
+
+// The first batch of part `part` of a record.
+template <class T, class Index, int LANES, int BATCH>
+__device__ __forceinline__ void fetch_first(Batch<T, Index, LANES, BATCH>& batch, const Record& r, int part,
+                                            const Index* indices, const T* data, int lane) {
+  const int first = part * BATCH;
+  batch.fetch(indices + r.start + first, data + r.start + first, r.length - first, lane);
 }
 
 // Where rows of B come from. `first` is the first column of this lane, `width` counts the columns from there to n;
@@ -238,7 +236,7 @@ template <class Out, int VEC, class S> __device__ __forceinline__ void store_vec
     W word;
     Out* out = reinterpret_cast<Out*>(&word);
 #pragma unroll
-    for (int v = 0; v < PER_WORD; ++v) narrow(sum[i * PER_WORD + v], out[v]);
+    for (int v = 0; v < PER_WORD; ++v) out[v] = narrow<Out>(sum[i * PER_WORD + v]);
     __stcs(reinterpret_cast<W*>(p) + i, word);
   }
 }
@@ -251,6 +249,16 @@ __device__ __forceinline__ void store_row(Out* first, const S (&sum)[TILES][VEC]
     if (width > t * LANES * VEC) store_vector<Out, VEC>(first + t * LANES * VEC, sum[t]);
 }
 
+// The sums of a record: to its row of C, or, of a piece (>= 0), to `partial`[pieces, n].
+template <int LANES, class Out, int TILES, int VEC, class S>
+__device__ __forceinline__ void store_record(Out* C, long long ldc, S* partial, int n, unsigned row, int piece, int col,
+                                             const S (&sum)[TILES][VEC]) {
+  if (piece >= 0)
+    store_row<LANES>(partial + static_cast<long long>(piece) * n + col, sum, n - col);
+  else
+    store_row<LANES>(C + static_cast<long long>(row) * ldc + col, sum, n - col);
+}
+
 // C[row, :] = sum of partial[first .. first + count - 1, :], in that order, for every row that was cut in pieces.
 // cuts  int64[rows, 3]: row, first, count.   partial  S[pieces, n].   Grid: (rows, column blocks).
 template <class S, class Out>
@@ -261,7 +269,7 @@ __device__ __forceinline__ void add_pieces(const long long* cuts, const S* parti
     S sum = 0;
 #pragma unroll 8
     for (long long i = 0; i < count; ++i) sum += partial[(first + i) * n + col];
-    narrow(sum, C[row * ldc + col]);
+    C[row * ldc + col] = narrow<Out>(sum);
   }
 }
 
