@@ -94,6 +94,7 @@ def _described(
         "negative_zeros": s.negative_zeros,
         "two_four": {"fits": s.is_two_four, "bad_groups": s.bad_groups, "groups": s.groups},
         "n_m": list(tightest),
+        "kept_share": {str(rows): round(s.kept_share(rows), 4) for rows in s.tile_columns},
         "blocks": {str(b): {"stored": n, "rows": r, "fill": _fill(s, b)} for b, (n, r) in s.blocks.items()},
         "rows_by_length": s.rows_by_length(),
         "sizes": s.sizes(),
@@ -141,6 +142,8 @@ def _print_long(row: dict[str, Any]) -> None:
     out.print(f"  nonzeros {row['nnz']} ({100 * row['density']:.2f} %){zeros}; {'; '.join(row['patterns'])}")
     out.print(f"  2:4: {row['two_four']['bad_groups']} of {row['two_four']['groups']} groups hold more than two")
     out.print(f"  n:m that fit: {', '.join(row['n_m']) or 'none'}")
+    shares = ", ".join(f"{100 * share:.0f} % for {rows} rows" for rows, share in row["kept_share"].items())
+    out.print(f"  rows of B that a tile needs: {shares}")
     out.print("  rows by length: " + ", ".join(f"{k}: {v}" for k, v in row["rows_by_length"].items() if v))
     for text, nbytes in sorted(row["sizes"].items(), key=lambda item: item[1]):
         mark = "  <- smallest" if text == row["smallest"] else ""

@@ -14,7 +14,7 @@ import numpy as np
 
 from . import backends
 from .arrays import current_device, is_cupy
-from .backends.base import Kernel
+from .backends.base import Backend, Kernel
 from .dtypes import VALUE_TYPES, value_type
 from .errors import DeviceUnavailable, NoKernelError, UsageError
 from .formats.base import Format
@@ -28,8 +28,8 @@ _chosen: contextvars.ContextVar[str | None] = contextvars.ContextVar("spformat_b
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Inside the block every call without ``backend=`` uses this backend, and never falls back."""
-    backends.get(name)
+    """Inside the block every call without ``backend=`` uses this backend or kernel, and never falls back."""
+    _named(name)
     token = _chosen.set(name)
     try:
         yield
@@ -66,7 +66,8 @@ def spmm(A: Any, B: Any, out: Any = None, backend: str | None = None) -> Any:
     B: numpy, CuPy or torch array [K, N], row- or column-major, with a leading dimension if you like; or [K].
     out: array [M, N] to write, all of it; its dtype may be wider than B's. Default: a new row-major array of
     ``problem.result_dtype``. 16-bit inputs are summed in float32.
-    backend: a name ("cpu", "reference", "cuda", "vendor", a plug-in's). A named backend never falls back.
+    backend: a name ("cpu", "reference", "cuda", "vendor", a plug-in's), or that of one kernel as ``explain`` prints it
+    ("cuda.spmm_vector_nm"). A named backend or kernel never falls back.
 
     The plan is cached with A. Raises NoKernelError with every kernel's reasons, DeviceUnavailable when the
     named backend cannot run here, ValueError and TypeError for operands that do not fit.
@@ -158,7 +159,7 @@ def _choose(problem: Problem, name: str | None) -> Kernel:
             backend = backends.get(answer.kernel.partition(".")[0])
             return next(k for k in backend.kernels() if k.name == answer.kernel)
     if name is not None:
-        missing = backends.get(name).missing()
+        missing = _named(name)[0].missing()
         if missing:
             raise DeviceUnavailable(f"backend {name!r} cannot run here: {'; '.join(missing)}", reasons=missing)
     raise NoKernelError(f"No kernel for 'spmm' with:\n{trace}", reasons=[str(a) for a in trace.answers])
@@ -169,20 +170,34 @@ def _ask(problem: Problem, only: str | None = None, *, installed: bool = True) -
     answers: list[Accepted | Rejected] = []
     for name in (only,) if only else backends.order(problem.device):
         try:
-            backend = backends.get(name)
+            backend, kernel = _named(name)
         except (ImportError, AttributeError) as e:  # a broken plug-in is a reason, not a crash
             answers.append(Rejected(name, (f"the backend does not load: {e}",)))
             continue
         missing = tuple(backend.missing()) if installed else ()
         kernels = sorted(backend.kernels(), key=lambda k: getattr(k, "rank", _no_rank)(problem))
         for k in kernels:
+            if kernel is not None and k.name != kernel:
+                continue
             if problem.format not in k.formats:
+                if kernel is not None:
+                    answers.append(Rejected(k.name, (f"does not take format {problem.format}",)))
                 continue
             refused = (*missing, *k.unsupported(problem))
             answers.append(Rejected(k.name, refused) if refused else Accepted(k.name))
         if missing and not any(problem.format in k.formats for k in kernels):
             answers.append(Rejected(name, missing))
     return Explanation(problem, tuple(answers))
+
+
+def _named(name: str) -> tuple[Backend, str | None]:
+    """The backend of "cuda", or that of "cuda.spmm_csr" and this name; UsageError for one that is unknown."""
+    head, dot, _ = name.partition(".")
+    backend = backends.get(head)
+    kernels = [k.name for k in backend.kernels()] if dot else []
+    if dot and name not in kernels:
+        raise UsageError(f"unknown kernel {name!r} (kernels of {head}: {', '.join(kernels)})", value=name)
+    return backend, name if dot else None
 
 
 def _no_rank(problem: Problem) -> int:

@@ -27,6 +27,8 @@ BLOCKS = (16, 32, 64)
 _SR_ROWS, _SR_STRIDE = 8, 16
 _ROWS = 64
 """Panels hold whole groups of every kind above."""
+TILE_ROWS = (128, 256)
+"""Heights of the tiles that the vector n:m kernels cut: a tile must load the rows of B that its columns name."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Structure:
     """Nonempty 8 x 1 vectors."""
     vector_groups: int
     """Groups of 16 such vectors, padded per tile of 8 rows."""
+    tile_columns: dict[int, int]
+    """Height of a tile -> nonempty columns, summed over the tiles."""
 
     @property
     def density(self) -> float:
@@ -72,6 +76,14 @@ class Structure:
         """n of the tightest n:m pattern the matrix fits, or None when every column of some window is used."""
         n = self.window_max[m, vector_length]
         return n if 0 < n < m else None
+
+    def kept_share(self, tile_rows: int) -> float:
+        """Share of the columns, so of the rows of B, that a tile of 128 or 256 rows needs; 0 for an empty matrix.
+
+        Packing (NM-SpMM's col_info) pays where it is small; it is not 1 - sparsity, but what the rows of a tile share.
+        """
+        columns = ceil_div(self.shape[0], tile_rows) * self.shape[1]
+        return self.tile_columns[tile_rows] / columns if columns else 0.0
 
     def rows_by_length(self) -> dict[str, int]:
         """Rows per class of length: "0", "1-8", "9-16", "17-32", ..: what bucketed formats see."""
@@ -128,7 +140,8 @@ def analyse(x: Array) -> Structure:
     blocks = {b: [0, 0] for b in BLOCKS}
     bad = stored = vectors = groups = 0
     wide = round_up(K, _ROWS)
-    step = round_up(max(1, PANEL // max(1, wide)), _ROWS)
+    step = round_up(max(1, PANEL // max(1, wide)), max(_ROWS, *TILE_ROWS))
+    tile_columns = dict.fromkeys(TILE_ROWS, 0)
     for i in range(0, M if K else 0, step):
         panel = np.ascontiguousarray(x[i : i + step])
         mask = np.zeros((round_up(panel.shape[0], _ROWS), wide), np.uint8)
@@ -148,6 +161,9 @@ def analyse(x: Array) -> Structure:
                 if m > 4:
                     sums = sums[:, 0::2] + sums[:, 1::2]
                 window_max[m, length] = max(window_max[m, length], int(sums.max(initial=0)))
+        for rows in TILE_ROWS:
+            of_tiles = np.maximum.reduceat(held, np.arange(0, held.shape[0], rows // VECTOR_LENGTHS[-1]), axis=0)
+            tile_columns[rows] += int(np.count_nonzero(of_tiles))
         coarse, size = mask, 1
         for b in BLOCKS:
             f = b // size
@@ -160,6 +176,7 @@ def analyse(x: Array) -> Structure:
         shape=(M, K), dtype=row.name, nnz=nnz, negative_zeros=stored - nnz, row_lengths=row_lengths,
         bad_groups=bad, groups=M * ceil_div(K, 4), window_max=window_max,
         blocks={b: (n, rows) for b, (n, rows) in blocks.items()}, vectors=vectors, vector_groups=groups,
+        tile_columns=tile_columns,
     )  # fmt: skip
 
 

@@ -53,13 +53,17 @@ def test_inspect(tmp_path: Path) -> None:
                 continue
             x = f.array(name)
             assert r["nnz"] == int((x != 0).sum())
+            needed = [(x[i : i + 128] != 0).any(axis=0).mean() for i in range(0, x.shape[0], 128)]
+            assert r["kept_share"]["128"] == round(float(np.mean(needed)), 4), name
             for text, size in r["sizes"].items():
                 assert sf.convert(x, text).nbytes == size, (name, text)
     table = spformat("inspect", DIGITS)
     assert "hidden3.weight" in table.stdout
     assert "32x32 blocks" in table.stdout
     assert table.returncode == 0
-    assert "rows by length" in spformat("inspect", DIGITS, "--long").stdout
+    long = spformat("inspect", DIGITS, "--long").stdout
+    assert "rows by length" in long
+    assert "rows of B that a tile needs: " in long
     assert "sparse" in spformat("inspect", SMTX).stdout
 
 

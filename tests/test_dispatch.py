@@ -71,6 +71,23 @@ def test_a_named_backend_never_falls_back() -> None:
         sf.spmm(a, x, backend="cudaa")
 
 
+def test_a_kernel_can_be_named() -> None:
+    x = np.eye(4, dtype=np.float32)
+    a = sf.convert(x, "csr")
+    assert sf.plan(a, n=4, backend="reference.spmm").kernel == "reference.spmm"
+    np.testing.assert_array_equal(sf.spmm(a, 2 * x, backend="cpu.spmm_csr"), 2 * x)
+    p = problem("vector-nm", dtype="float32", n=4096)
+    assert sf.explain(p).chosen == "cuda.spmm_vector_nm_tma_sm90a"  # three TF32 products
+    named = sf.explain(p, backend="cuda.spmm_vector_nm")  # float32 products on the CUDA cores
+    assert [str(answer) for answer in named.answers] == ["cuda.spmm_vector_nm: accepted"]
+    with sf.use_backend("reference.spmm"):
+        assert sf.plan(a, n=4).kernel == "reference.spmm"
+    with pytest.raises(sf.NoKernelError, match=r"cpu\.spmm_bsr: does not take format csr"):
+        sf.spmm(a, x, backend="cpu.spmm_bsr")
+    with pytest.raises(sf.UsageError, match=r"unknown kernel .cpu\.spmm.*cpu\.spmm_csr"):
+        sf.spmm(a, x, backend="cpu.spmm")
+
+
 def test_selection_order(monkeypatch: pytest.MonkeyPatch) -> None:
     x = np.eye(4, dtype=np.float32)
     a = sf.convert(x, "csr")

@@ -94,6 +94,20 @@ def test_records_describe_the_product(case, packed, banks):
     assert made.packed or kept % n == 0
 
 
+@pytest.mark.parametrize(
+    ("n", "alike", "share", "packed"),
+    [(4, 8, 0.125, True), (4, 1, 0.66, True), (8, 1, 0.9, False), (16, 1, 1.0, False), (16, 8, 0.5, True)],
+)
+def test_packing_follows_the_measured_share(n, alike, share, packed):
+    """Tiles of eight groups of 32 rows at n:32; ``alike`` neighbouring groups keep the same columns."""
+    _, indices, _ = drawn(2048, 1024, n, 32, 32)
+    indices = np.repeat(indices[:, ::alike], alike, axis=1)
+    made = records(indices, Pattern(2048, 1024, n, 32, 32), tile_rows=256, group_rows=32, kept=4 * n, step=8, banks=1)
+    assert made.share == pytest.approx(share, abs=0.02)
+    assert made.packed == packed
+    assert made.staged <= (128 if not packed else 128 * (share + 0.2))
+
+
 def test_spread_puts_different_banks_side_by_side():
     _, indices, _ = drawn(64, 2048, 16, 32, 32)
     pattern = Pattern(64, 2048, 16, 32, 32)
