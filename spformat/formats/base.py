@@ -362,10 +362,14 @@ class Format:
         return self.to_csr().to_dense()
 
     def empty_dense(self) -> Array:
-        """A +0 array [M, K], after the budget check that every ``to_dense`` owes."""
+        """A +0 array [M, K], after ``check_dense_bytes``."""
+        self.check_dense_bytes()
+        return namespace(self.values).zeros(self.shape, self.dtype)
+
+    def check_dense_bytes(self) -> None:
+        """The budget check that every ``to_dense`` owes: LimitError."""
         M, K = self.shape
         check_bytes(M * K * self.dtype.itemsize, f"{self.name}: dense array of shape {self.shape}", self.nbytes)
-        return namespace(self.values).zeros((M, K), self.dtype)
 
     def to_scipy(self) -> Any:
         """scipy.sparse: ``bsr_array`` of a BSR, else ``csr_array``. ArrayError names the cast for 16-bit values."""

@@ -30,6 +30,8 @@ ON_DEVICE = {
     "vector_nm_encode": "vector_nm_convert",
     "vector_nm_to_dense": "vector_nm_convert",
     "vector_nm_pack": "vector_nm_convert",
+    "two_four_pack": "two_four_pack",
+    "two_four_unpack": "two_four_pack",
 }
 """Edge -> the module of backends/cuda with a function of that name, which takes what the function here takes, as CuPy
 arrays. It is loaded by name because backends stand above formats."""
@@ -145,6 +147,21 @@ def two_four_encode(
 def two_four_decode(data: Array, meta: Array, places: tuple[Array, int, int, int], out: Array) -> None:
     """Write the nonzeros into ``out`` [M, K], all zeros."""
     _rows(_loops().two_four_decode, *out.shape, data.view(np.uint32), meta, *places, bits(out))
+
+
+def two_four_pack(x: Array, order: str, data: Array, meta: Array, prune: bool = False) -> tuple[int, int, int]:
+    """Fill ``data`` [Mp, Kp/2] and ``meta`` [Mp*Kp/16], all of both, from x [M, K]; on a device only.
+
+    Returns what ``two_four_encode`` does. prune: the two largest magnitudes of every group stay, as
+    ``masks.magnitude_nm`` ranks them; refused are then values that are not finite, and only their count is given.
+    """
+    refused: tuple[int, int, int] = _on_device("two_four_pack", x, order, data, meta, prune)
+    return refused
+
+
+def two_four_unpack(data: Array, meta: Array, order: str, out: Array) -> None:
+    """Write ``out`` [M, K], all of it, from valid ``data`` and ``meta``; on a device only."""
+    _on_device("two_four_unpack", data, meta, order, out)
 
 
 def vector_nm_encode(x: Array, n: int, m: int, length: int, indices: Array, data: Array) -> tuple[int, int, int]:

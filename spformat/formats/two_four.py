@@ -229,7 +229,7 @@ class TwoFour(Format):
         params = cls.resolve_params(params)
         x = checked_values(x, cls.name)
         cls.accepts(x.dtype)
-        if compiled.serves(x):
+        if compiled.serves(x, edge="two_four_pack"):
             return cls._encode_compiled(x, params["meta_order"])
         step = round_up(max(1, PANEL // max(1, x.shape[1])), ROWS)
         panels = [x] if is_cupy(x) else (x[i : i + step] for i in range(0, x.shape[0], step))
@@ -238,11 +238,21 @@ class TwoFour(Format):
     @classmethod
     def _encode_compiled(cls, x: Array, order: str) -> Self:
         Mp, Kp = round_up(x.shape[0], ROWS), round_up(x.shape[1], COLS)
-        data, meta = np.zeros((Mp, Kp // 2), x.dtype), np.full(Mp * Kp // 16, 0x4444, np.uint16)
-        count, first, found = compiled.two_four_encode(x, NIBBLE, meta_places((Mp, Kp), order), data, meta)
+        if is_cupy(x):
+            data, meta = cls.empty_arrays(x)
+            count, first, found = compiled.two_four_pack(x, order, data, meta)
+        else:
+            data, meta = np.zeros((Mp, Kp // 2), x.dtype), np.full(Mp * Kp // 16, 0x4444, np.uint16)
+            count, first, found = compiled.two_four_encode(x, NIBBLE, meta_places((Mp, Kp), order), data, meta)
         if count:
             _refuse(count, divmod(first, Kp // 4), found)
         return cls.made(shape=x.shape, meta_order=order, data=data, meta=meta)
+
+    @classmethod
+    def empty_arrays(cls, x: Array) -> tuple[Array, Array]:
+        """(data [Mp, Kp/2], meta [Mp*Kp/16]) for a matrix like x [M, K], not filled."""
+        Mp, Kp = round_up(x.shape[0], ROWS), round_up(x.shape[1], COLS)
+        return namespace(x).empty((Mp, Kp // 2), x.dtype), namespace(x).empty(Mp * Kp // 16, np.uint16)
 
     @classmethod
     def _from_csr(cls, a: CSR, **params: Any) -> Self:
@@ -308,6 +318,11 @@ class TwoFour(Format):
 
     def to_dense(self) -> Array:
         self.ensure_valid()  # positions are addresses here
+        if is_cupy(self.data) and compiled.serves(self.data, edge="two_four_unpack"):
+            self.check_dense_bytes()
+            out = namespace(self.data).empty(self.shape, self.dtype)
+            compiled.two_four_unpack(self.data, self.meta, self.meta_order, out)
+            return out
         out = self.empty_dense()
         if compiled.serves(self.data, out.size):
             compiled.two_four_decode(self.data, self.meta, meta_places(self.padded_shape, self.meta_order), out)

@@ -1,7 +1,8 @@
 """Magnitude masks: the only place where values are lost.
 
-Every function takes w [M, K] (numpy, CuPy or Dense; any value type) and returns bool[M, K] in the same library,
-True where the value stays; ``apply`` carries a mask out. What fits which format:
+Every mask takes w [M, K] (numpy, CuPy or Dense; any value type) and returns bool[M, K] in the same library,
+True where the value stays; ``apply`` carries a mask out, ``prune_two_four`` goes from w to the format in one step.
+What fits which format:
 
     magnitude            csr, bitmask, ell-buckets, ...     magnitude_vector_nm  vector-nm
     magnitude_nm         two-four (n=2, m=4), vector-nm     magnitude_blocks     bsr, dbsr
@@ -28,11 +29,13 @@ from typing import Any, overload
 import ml_dtypes
 import numpy as np
 
-from ..arrays import Array, ceil_div, namespace, round_up
+from ..arrays import Array, ceil_div, current_device, is_cupy, namespace, round_up
 from ..dtypes import bits, value_type
 from ..errors import StructureError, UsageError
+from ..formats import compiled
 from ..formats.base import checked_values
 from ..formats.dense import Dense
+from ..formats.two_four import TwoFour
 
 HOST_PANEL, DEVICE_PANEL = 1 << 17, 1 << 24
 """Elements that are looked at together: the temporaries of a host panel stay in cache."""
@@ -116,6 +119,26 @@ def apply(w: Array | Dense, mask: Array) -> Array | Dense:
     raw = bits(x)
     out = xp.where(mask, raw, raw.dtype.type(0)).view(x.dtype)
     return Dense.made(shape=x.shape, data=out) if isinstance(w, Dense) else out
+
+
+def prune_two_four(w: Array | Dense, *, meta_order: str = "ldmatrix", nonfinite: str = "refuse") -> TwoFour:
+    """w [M, K], float16 or bfloat16, in format two-four with the two largest of every four columns kept.
+
+    The bytes of ``TwoFour.from_dense(apply(w, magnitude_nm(w, 2, 4)))``; on a device w is read once, by one kernel.
+    StructureError for NaN or infinities (unless ``nonfinite="keep"``) and for other value types.
+    """
+    x = checked_values(w.data if isinstance(w, Dense) else w, "prune")
+    order = TwoFour.resolve_params({"meta_order": meta_order})["meta_order"]
+    TwoFour.accepts(x.dtype)
+    _check_nonfinite(nonfinite)
+    if not is_cupy(x) or not compiled.serves(x, edge="two_four_pack"):
+        return TwoFour.from_dense(apply(x, magnitude_nm(x, 2, 4, nonfinite=nonfinite)), meta_order=order)
+    with current_device(x):
+        data, meta = TwoFour.empty_arrays(x)
+        count, _, _ = compiled.two_four_pack(x, order, data, meta, prune=True)
+    if count and nonfinite == "refuse":
+        _refuse_nonfinite(x)  # finds them again, to name the first
+    return TwoFour.made(shape=x.shape, meta_order=order, data=data, meta=meta)
 
 
 # -------------------------------------------------------------------------------------------------- order of values
@@ -269,11 +292,15 @@ def _panels(x: Array, multiple: int = 1) -> Iterator[slice]:
 
 def _checked(w: Array | Dense, nonfinite: str) -> Array:
     x = checked_values(w.data if isinstance(w, Dense) else w, "mask")
-    if nonfinite not in ("refuse", "keep"):
-        raise UsageError(f"nonfinite: expected 'refuse' or 'keep', got {nonfinite!r}", value=nonfinite)
+    _check_nonfinite(nonfinite)
     if nonfinite == "refuse":
         _refuse_nonfinite(x)
     return x
+
+
+def _check_nonfinite(nonfinite: str) -> None:
+    if nonfinite not in ("refuse", "keep"):
+        raise UsageError(f"nonfinite: expected 'refuse' or 'keep', got {nonfinite!r}", value=nonfinite)
 
 
 def _refuse_nonfinite(x: Array) -> None:

@@ -1,0 +1,193 @@
+// Dense 16-bit matrices to 2:4 and back, each in one pass over the bytes. sm_80 and later.
+//
+//   x        u16[M, K]          row-major: the bits of float16 or bfloat16
+//   data     u32[Mp, Kp/4]      pairs of values, row-major; Mp = pad(M, 32), Kp = pad(K, 64)
+//   meta     u16[Mp*Kp/16]      one word per row and 16 columns, in Order; every word and pair is written, padding too
+//   refused  u64[2]             zeros before the launch; pack: how many groups (Prune: values) are refused, and the
+//                               complement of the smallest (row * Kp/4 + group) * 8 + nonzeros of one
+//
+// A block turns 32 rows x Cols columns; block x = strip of rows * pieces + piece of columns. A thread takes chunks of
+// eight columns, 16 bytes, neighbours in a warp side by side, and leaves the byte of their two nibbles in shared memory,
+// where the block's words lie as they will in meta: pieces of 32 bytes (logical) to 512 bytes are then written whole.
+//
+// Pack keeps what formats/two_four.py keeps. Prune keeps the two largest magnitudes of four, the lower column of equals,
+// as preprocess/masks.py ranks them, NaN above infinity; it counts values that are not finite and packs them all the same.
+#include "spformat/dtypes.cuh"
+
+using namespace spformat;
+
+constexpr int ROWS = 32;
+enum Order { Logical, Ldmatrix, Fragment, CutlassSm80 };
+
+// Place of word (r, q) of a block among its ROWS * Q words.
+template <int order, int Q> __device__ __forceinline__ int local_word(int r, int q) {
+    const int h = r % 16 / 8, i = r % 8;
+    if (order == Logical) return r * Q + q;
+    if (order == Ldmatrix) return ((r / 16 * 8 + i) * Q + q) * 2 + h;
+    if (order == Fragment) return (r / 16 * (Q / 4) + q / 4) * 64 + 8 * i + 2 * (q % 4) + h;
+    return q / 2 * 64 + 8 * i + 4 * (r / 16) + 2 * (q % 2) + h;
+}
+
+// Where pair j of the block's words stands among the pairs of meta, and whether its columns exist. wide = Kp/16.
+template <int order, int Q> __device__ __forceinline__ bool home(int j, i64 strip, i64 piece, i64 wide, i64 strips, i64& at) {
+    const i64 q0 = piece * Q;
+    i64 q;
+    if (order == Logical) {
+        q = q0 + j % (Q / 2) * 2;
+        at = ((strip * ROWS + j / (Q / 2)) * wide + q) / 2;
+    } else if (order == Ldmatrix) {
+        q = q0 + j % Q;
+        at = (strip * (ROWS / 2) + j / Q) * wide + q;
+    } else if (order == Fragment) {
+        const int tile = j / 32;
+        q = q0 + tile % (Q / 4) * 4;
+        at = ((strip * 2 + tile / (Q / 4)) * (wide / 4) + q / 4) * 32 + j % 32;
+    } else {
+        q = q0 + j / 32 * 2;
+        at = (q / 2 * strips + strip) * 32 + j % 32;
+    }
+    return q < wide;
+}
+
+// 0x8000 in each half of w that is neither +0 nor -0.
+__device__ __forceinline__ u32 held_of(u32 w) { return ((w & 0x7FFF7FFF) + 0x7FFF7FFF) & 0x80008000; }
+
+// Halves i0 and i1 of the four values in (low, high), where nibble = i0 + 4*i1; -0 becomes +0.
+__device__ __forceinline__ u32 picked(u32 low, u32 high, u32 nibble) {
+    const u32 pair = __byte_perm(low, high, 0x1010 + (nibble & 3) * 0x22 + (nibble >> 2) * 0x2200);
+    return pair & ((held_of(pair) >> 15) * 0xFFFF);
+}
+
+// Bit i: value i of the four is not zero.
+__device__ __forceinline__ u32 mask_of(u32 low, u32 high) {
+    const u32 held = held_of(low) >> 15 | held_of(high) >> 13;
+    return (held | held >> 15) & 15;
+}
+
+// The nibble for each mask, 0 where more than two values are held.
+__device__ __forceinline__ u32 nibble_of(u32 mask) { return u32(0x000E0DCC09884444ull >> (4 * mask)) & 15; }
+
+template <class T> constexpr u32 INFINITE = same_type<T, __half>::value ? 0x7C00 : 0x7F80;
+
+// The nibble of the two largest; adds the values that are not finite to `odd`.
+template <class T> __device__ __forceinline__ u32 largest_two(u32 low, u32 high, u32& odd) {
+    u32 key[4] = {low & 0x7FFF, low >> 16 & 0x7FFF, high & 0x7FFF, high >> 16 & 0x7FFF};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        odd += key[i] >= INFINITE<T>;
+        key[i] = min(key[i], INFINITE<T> + 1) * 4 + 3 - i;  // all NaN alike; of equals the lower column wins
+    }
+    const u32 a = max(key[0], key[1]), b = min(key[0], key[1]), c = max(key[2], key[3]), d = min(key[2], key[3]);
+    const u32 first = 3 - (max(a, c) & 3), second = 3 - (max(min(a, c), max(b, d)) & 3);
+    return min(first, second) + 4 * max(first, second);
+}
+
+// Eight values at columns k .. k+7 of a row; what lies at or beyond K is zero. Aligned: K % 8 = 0 and 16-byte lines.
+template <bool Aligned> __device__ __forceinline__ uint4 load_eight(const u16* line, i64 k, i64 K) {
+    if (Aligned) return k < K ? __ldcs(reinterpret_cast<const uint4*>(line + k)) : make_uint4(0, 0, 0, 0);
+    u32 w[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+        if (k + e < K) w[e / 2] |= u32(line[k + e]) << (16 * (e % 2));
+    return make_uint4(w[0], w[1], w[2], w[3]);
+}
+
+template <class T, int order, bool Prune, bool Aligned, int Cols, int Threads>
+__global__ void __launch_bounds__(Threads)
+two_four_pack(const u16* __restrict__ x, i64 M, i64 K, u32* __restrict__ data, u32* __restrict__ meta, i64 strips, i64 wide,
+              i64 pieces, u64* refused) {
+    constexpr int Q = Cols / 16, CHUNKS = Cols / 8, COUNT = ROWS * CHUNKS / Threads;
+    static_assert(ROWS * CHUNKS % Threads == 0 && Cols % 64 == 0, "every thread takes the same number of chunks");
+    __shared__ __align__(16) unsigned char words[ROWS * Q * 2];
+    const i64 strip = blockIdx.x / pieces, piece = blockIdx.x % pieces, k0 = piece * Cols, Kp = wide * 16;
+    uint4 chunk[COUNT];
+#pragma unroll
+    for (int c = 0; c < COUNT; ++c) {
+        const int id = threadIdx.x + c * Threads;
+        const i64 row = strip * ROWS + id / CHUNKS, k = k0 + id % CHUNKS * 8;
+        chunk[c] = row < M ? load_eight<Aligned>(x + row * K, k, K) : make_uint4(0, 0, 0, 0);
+    }
+    u32 bad = 0;
+    u64 first = 0;
+#pragma unroll
+    for (int c = 0; c < COUNT; ++c) {
+        const int id = threadIdx.x + c * Threads, r = id / CHUNKS, at = id % CHUNKS;
+        const i64 row = strip * ROWS + r, k = k0 + at * 8;
+        const uint4 v = chunk[c];
+        u32 n0, n1;
+        if (Prune) {
+            n0 = largest_two<T>(v.x, v.y, bad), n1 = largest_two<T>(v.z, v.w, bad);
+        } else {
+            const u32 m0 = mask_of(v.x, v.y), m1 = mask_of(v.z, v.w);
+            n0 = nibble_of(m0), n1 = nibble_of(m1);
+            if (n0 == 0 || n1 == 0) {
+                const u64 group = u64(row * (Kp / 4) + k / 4);
+                const u64 here = n0 == 0 ? group * 8 + __popc(m0) : (group + 1) * 8 + __popc(m1);
+                first = max(first, ~here);
+                bad += (n0 == 0) + (n1 == 0);
+            }
+        }
+        words[2 * local_word<order, Q>(r, at / 2) + at % 2] = static_cast<unsigned char>(n0 | n1 << 4);
+        if (k < Kp)
+            __stcs(reinterpret_cast<uint2*>(data + row * (Kp / 4) + k / 4),
+                   make_uint2(picked(v.x, v.y, n0), picked(v.z, v.w, n1)));
+    }
+    __syncthreads();
+#pragma unroll
+    for (int j = threadIdx.x; j < ROWS * Q / 2; j += Threads) {
+        i64 to;
+        if (home<order, Q>(j, strip, piece, wide, strips, to)) meta[to] = reinterpret_cast<const u32*>(words)[j];
+    }
+    if (__any_sync(~0u, bad != 0)) {
+        const u32 total = __reduce_add_sync(~0u, bad);
+        if (threadIdx.x % 32 == 0) atomicAdd(refused, u64(total));
+        if (first > *const_cast<volatile u64*>(refused + 1)) atomicMax(refused + 1, first);
+    }
+}
+
+// Four values of a group from its pair, the others zero.
+__device__ __forceinline__ uint2 spread(u32 pair, u32 nibble) {
+    const u64 four = u64(pair & 0xFFFF) << (16 * (nibble & 3)) | u64(pair >> 16) << (16 * (nibble >> 2 & 3));
+    return make_uint2(u32(four), u32(four >> 32));
+}
+
+// The way back: x from data and meta. The nibbles are legal and data holds no -0: what validate() promises.
+template <int order, bool Aligned, int Cols, int Threads>
+__global__ void __launch_bounds__(Threads)
+two_four_unpack(const u32* __restrict__ data, const u32* __restrict__ meta, u16* __restrict__ x, i64 M, i64 K, i64 strips,
+                i64 wide, i64 pieces) {
+    constexpr int Q = Cols / 16, CHUNKS = Cols / 8, COUNT = ROWS * CHUNKS / Threads;
+    __shared__ __align__(16) unsigned char words[ROWS * Q * 2];
+    const i64 strip = blockIdx.x / pieces, piece = blockIdx.x % pieces, k0 = piece * Cols, Kp = wide * 16;
+    uint2 pairs[COUNT];
+#pragma unroll
+    for (int c = 0; c < COUNT; ++c) {
+        const int id = threadIdx.x + c * Threads;
+        const i64 row = strip * ROWS + id / CHUNKS, k = k0 + id % CHUNKS * 8;
+        pairs[c] = k < Kp ? __ldcs(reinterpret_cast<const uint2*>(data + row * (Kp / 4) + k / 4)) : make_uint2(0, 0);
+    }
+#pragma unroll
+    for (int j = threadIdx.x; j < ROWS * Q / 2; j += Threads) {
+        i64 from;
+        const bool there = home<order, Q>(j, strip, piece, wide, strips, from);
+        reinterpret_cast<u32*>(words)[j] = there ? __ldcs(meta + from) : 0;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int c = 0; c < COUNT; ++c) {
+        const int id = threadIdx.x + c * Threads, r = id / CHUNKS, at = id % CHUNKS;
+        const i64 row = strip * ROWS + r, k = k0 + at * 8;
+        const u32 nibbles = words[2 * local_word<order, Q>(r, at / 2) + at % 2];
+        if (row >= M || k >= K) continue;
+        const uint2 a = spread(pairs[c].x, nibbles), b = spread(pairs[c].y, nibbles >> 4);
+        u16* const to = x + row * K + k;
+        if (Aligned) {
+            __stcs(reinterpret_cast<uint4*>(to), make_uint4(a.x, a.y, b.x, b.y));
+            continue;
+        }
+        const u32 w[4] = {a.x, a.y, b.x, b.y};
+#pragma unroll
+        for (int e = 0; e < 8; ++e)
+            if (k + e < K) to[e] = static_cast<u16>(w[e / 2] >> (16 * (e % 2)));
+    }
+}
