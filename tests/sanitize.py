@@ -1,12 +1,13 @@
 """A few small products of every GPU kernel: what `make gpu` runs once more under compute-sanitizer.
 
 Prints a line per kernel; results are compared too, so the run says something without the tool as well.
-Arguments: names of kernels; all of ours without. ``--planted`` runs a kernel with two faults instead, one for
+Arguments: names of kernels, or two_four_pack; all of ours without. ``--planted`` runs a kernel with two faults instead, one for
 each tool: a run in which the tool does not report it proves nothing.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from typing import Any
 
@@ -14,7 +15,11 @@ import cupy as cp
 import numpy as np
 from test_kernels import NS, WIDE, Guarded, attempts, on_device, problem, refuses
 
+from spformat import convert
 from spformat.backends.cuda import KERNELS
+from spformat.errors import StructureError
+from spformat.formats.two_four import META_ORDERS
+from spformat.preprocess import masks
 
 AT_MOST = 8
 """Cases of test_kernels.py, spread evenly over a kernel's: the tool is a hundred times slower than the kernel."""
@@ -60,10 +65,31 @@ def run(kernel: Any, sm: int) -> int:
     return done
 
 
+def packing() -> int:
+    """Matrices packed to 2:4, pruned and unpacked by every kernel; allocations of their own, so that none overruns."""
+    cp.cuda.set_allocator(None)
+    rng, done = np.random.default_rng(4), 0
+    for shape, order in itertools.product(((33, 70), (40, 264), (1, 1), (64, 128)), META_ORDERS):
+        x = rng.integers(-3, 4, shape).astype(np.float16)
+        wanted = masks.prune_two_four(x, meta_order=order)
+        packed = masks.prune_two_four(cp.asarray(x), meta_order=order)
+        dense = packed.to_dense()
+        assert packed.to("cpu") == convert(dense, "two-four", meta_order=order).to("cpu") == wanted, (shape, order)
+        try:
+            convert(cp.asarray(x), "two-four")
+        except StructureError:
+            done += 1
+    cp.cuda.set_allocator(cp.get_default_memory_pool().malloc)
+    assert done, "nothing was refused"
+    return 4 * done
+
+
 def main() -> None:
     if sys.argv[1:] == ["--planted"]:
         return planted()
     sm = int(cp.cuda.Device().compute_capability)
+    if not sys.argv[1:] or "two_four_pack" in sys.argv[1:]:
+        print(f"two_four_pack: {packing()} conversions", flush=True)
     chosen = [k for k in KERNELS if not sys.argv[1:] or k.name in sys.argv[1:]]
     for kernel in chosen:
         done = run(kernel, sm)
