@@ -93,6 +93,8 @@ def from_torch(t: Any) -> Format:
     """A torch tensor as Dense (strided), CSR (sparse_csr; sparse_coo when coalesced) or BSR (sparse_bsr)."""
     import torch
 
+    if getattr(t, "BACKEND", "") in ("cutlass", "cusparselt"):
+        raise UsageError("a SparseSemiStructuredTensor is read by interop.torch_semi_structured.from_semi_structured")
     if t.layout == torch.strided:
         return Dense.from_dense(torch_to_array(t))
     if t.layout == torch.sparse_coo:
