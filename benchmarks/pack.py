@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import spformat as sf
-from spformat.backends.cuda.two_four_pack import TwoFourPack
+from spformat.backends.cuda.two_four_pack import BLOCK, TwoFourPack
 from spformat.formats.two_four import META_ORDERS
 from spformat.preprocess import masks
 
@@ -53,10 +53,13 @@ def check(cp: Any, packer: TwoFourPack) -> None:
     host = x.view("u2").get().view(x.dtype)
     for order in META_ORDERS:
         wanted = masks.prune_two_four(host, meta_order=order)
+        data, meta = sf.TwoFour.empty_arrays(x)
         for source, prune in ((x, True), (cp.asarray(wanted.to_dense().view(np.uint16)).view(x.dtype), False)):
-            data, meta, _ = packer.encode(source, order, prune)
+            packer.packer(source, order, prune, data, meta, cp.zeros(2, "u8"))()
             same = (data.view("u2").get() == wanted.data.view(np.uint16)).all() and (meta.get() == wanted.meta).all()
-            back = packer.decode(data, meta, order, x.shape).view("u2").get() == wanted.to_dense().view(np.uint16)
+            out = cp.empty_like(x)
+            packer.unpacker(data, meta, order, out)()
+            back = out.view("u2").get() == wanted.to_dense().view(np.uint16)
             if not (same and back.all()):
                 raise SystemExit(f"{packer} {order} prune={prune}: wrong")
 
@@ -73,11 +76,11 @@ def measure(cp: Any, packer: TwoFourPack, shape: tuple[int, int], repeats: int) 
         print(json.dumps(rows[-1]), flush=True)
 
     for order in META_ORDERS:
-        data, meta, refused = packer.buffers(fit)
+        data, meta, refused = *sf.TwoFour.empty_arrays(fit), cp.zeros(2, "u8")
         for what, source, prune in (("exact", fit, False), ("pruned", x, True)):
             launch = packer.packer(source, order, prune, data, meta, refused)
             add(what, order, median_us(cp, launch, flush, repeats))
-        data, meta, _ = packer.encode(fit, order)
+        packer.packer(fit, order, False, data, meta, refused)()
         add("back", order, median_us(cp, packer.unpacker(data, meta, order, cp.empty_like(fit)), flush, repeats))
     target = cp.empty(dense * 25 // 32, cp.uint8)  # a copy that moves as many bytes: 3.125 for every element
     source = cp.zeros_like(target)
@@ -110,7 +113,7 @@ def wall(cp: Any, shape: tuple[int, int]) -> None:
 def main() -> None:
     """All shapes with each block."""
     parser = argparse.ArgumentParser(description=__doc__)
-    default = f"{TwoFourPack().cols}x{TwoFourPack().threads}"
+    default = f"{BLOCK.cols}x{BLOCK.threads}"
     parser.add_argument("--blocks", nargs="+", default=[default], help="columns x threads of a block")
     parser.add_argument("--repeats", type=int, default=30)
     options = parser.parse_args()

@@ -1,8 +1,8 @@
 """A few small products of every GPU kernel: what `make gpu` runs once more under compute-sanitizer.
 
 Prints a line per kernel; results are compared too, so the run says something without the tool as well.
-Arguments: names of kernels, or two_four_pack; all of ours without. ``--planted`` runs a kernel with two faults instead, one for
-each tool: a run in which the tool does not report it proves nothing.
+Arguments: names of kernels, or two_four_pack; all of ours without. ``--planted`` runs a kernel with two faults
+instead, one for each tool: a run in which the tool does not report it proves nothing.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from cases import sparse
 import spformat as sf
 from spformat import container, crc, pinned
 from spformat.checkpoint import Recipe, convert_checkpoint, shard
+from spformat.formats import compiled
 
 TARGETS = ("two-four", "bitmask", "csr", "bsr:blocksize=16x16", "vector-nm:n=2,m=4", "sr-bcrs", "ell-buckets", "auto")
 
@@ -24,6 +25,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
     """CuPy without a GPU, and pieces so small that every buffer is used many times."""
     cupy = stand_in_cupy.module()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(compiled, "ON_DEVICE", {})  # no kernel runs here
     monkeypatch.setattr(container, "SCAN_ON_DEVICE", 0)
     monkeypatch.setattr(shard, "_WORTH_MOVING", 0)
     monkeypatch.setattr(crc, "PIECE", 1000)

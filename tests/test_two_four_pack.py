@@ -9,10 +9,11 @@ import pytest
 from cases import values
 
 from spformat import Dense, TwoFour, convert
+from spformat.backends.cuda import two_four_pack
 from spformat.backends.cuda.two_four_pack import TwoFourPack
 from spformat.dtypes import VALUE_TYPES, bits
 from spformat.errors import StructureError, UsageError
-from spformat.formats import compiled
+from spformat.formats import compiled, two_four
 from spformat.preprocess import masks
 
 ORDERS = ("logical", "ldmatrix", "fragment", "cutlass-sm80")
@@ -70,34 +71,39 @@ def test_pruning_refuses() -> None:
         masks.prune_two_four(x)
 
 
-def test_host_arrays_have_no_device_converter() -> None:
-    assert compiled.on_device(np.ones((4, 4), np.float16), "two-four") is None
+def test_what_the_kernel_reports_becomes_the_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host arrays taken for a device's: what stands for the kernel fills what it is given, and may refuse."""
+    x, ones = fitting((33, 70), "float16", 3), np.ones((4, 8), np.float16)
+    a, pruned = TwoFour.from_dense(x, meta_order="cutlass-sm80"), masks.prune_two_four(ones)
+    dense, refusal = a.to_dense(), (0, 0, 0)
 
+    def pack(x: Any, order: str, data: Any, meta: Any, prune: bool = False) -> tuple[int, int, int]:
+        made = pruned if prune else a
+        assert order == made.meta_order
+        data[...], meta[...] = made.data, made.meta
+        return refusal
 
-def test_a_device_converter_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ``encode`` reports becomes the refusal, what it fills becomes the matrix."""
+    def unpack(data: Any, meta: Any, order: str, out: Any) -> None:
+        assert order == "cutlass-sm80"
+        out[...] = dense
 
-    class Fake:
-        refusal = (0, 0, 0)
-
-        def encode(self, x: Any, order: str, prune: bool = False) -> tuple[Any, Any, tuple[int, int, int]]:
-            packed = TwoFour.from_csr(convert(x, "csr"), meta_order=order)
-            return packed.data, packed.meta, self.refusal
-
-        def decode(self, data: Any, meta: Any, order: str, shape: tuple[int, int]) -> Any:
-            return np.full(shape, 7, data.dtype)
-
-    fake, x = Fake(), fitting((33, 70), "float16", 3)
-    monkeypatch.setattr(compiled, "on_device", lambda x, name: fake)
-    a = TwoFour.from_dense(x, meta_order="cutlass-sm80")
-    monkeypatch.undo()
-    assert a == TwoFour.from_dense(x, meta_order="cutlass-sm80")
-    monkeypatch.setattr(compiled, "on_device", lambda x, name: fake)
-    assert (a.to_dense() == 7).all()
-    Fake.refusal = (5, 3 * 32 + 2, 4)  # Kp = 128: 32 groups a row
+    for module in (two_four, masks, compiled):
+        monkeypatch.setattr(module, "is_cupy", lambda x: True)
+    monkeypatch.setattr(compiled, "two_four_pack", pack)
+    monkeypatch.setattr(compiled, "two_four_unpack", unpack)
+    monkeypatch.setattr(TwoFour, "_encode", None)
+    b = TwoFour.from_dense(x, meta_order="cutlass-sm80")
+    assert b == a
+    np.testing.assert_array_equal(bits(b.to_dense()), bits(dense))
+    assert masks.prune_two_four(ones) == pruned
+    refusal = (5, 3 * 32 + 2, 4)  # Kp = 128: 32 groups a row
     with pytest.raises(StructureError) as e:
-        TwoFour.from_dense(x)
+        TwoFour.from_dense(x, meta_order="cutlass-sm80")
     assert (e.value.count, e.value.first, e.value.found) == (5, (3, 2), 4)
+    assert masks.prune_two_four(ones, nonfinite="keep") == pruned
+    ones[2, 5] = np.inf
+    with pytest.raises(StructureError, match="row 2, column 5"):
+        masks.prune_two_four(ones)
 
 
 # ------------------------------------------------------------------ on a GPU
@@ -106,10 +112,8 @@ def test_a_device_converter_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("pack", [TwoFourPack(), TwoFourPack(64, 64)], ids=str)
+@pytest.mark.parametrize("pack", [two_four_pack.BLOCK, TwoFourPack(64, 64)], ids=str)
 def test_packed_like_numpy(pack: TwoFourPack, order: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from spformat.backends.cuda import two_four_pack
-
     wanted = []
     for seed, shape in enumerate(SHAPES):
         x, y = fitting(shape, dtype, seed), any_bits(shape, dtype, seed + 50)
@@ -118,7 +122,7 @@ def test_packed_like_numpy(pack: TwoFourPack, order: str, dtype: str, monkeypatc
         wanted.append((x, y, exact, pruned, exact.to_dense()))
     monkeypatch.setattr(TwoFour, "_encode", None)  # the general code must not run: the kernel does
     monkeypatch.setattr(TwoFour, "_live", None)
-    monkeypatch.setattr(two_four_pack, "TwoFourPack", lambda: pack)
+    monkeypatch.setattr(two_four_pack, "BLOCK", pack)
     for x, y, exact, pruned, dense in wanted:
         got = convert(to_device(x), "two-four", meta_order=order)
         assert got.to("cpu") == exact

@@ -36,7 +36,10 @@ class TwoFourPack:
         return (*packs, self._unpack("ldmatrix", True), self._unpack("cutlass-sm80", False))
 
     def packer(self, x: Any, order: str, prune: bool, data: Any, meta: Any, refused: Any) -> Callable[[], None]:
-        """The launch on the current stream that fills data [Mp, Kp/2] and meta from x [M, K]; refused uint64[2] is 0."""
+        """The launch on the current stream that fills data [Mp, Kp/2] and meta from x [M, K].
+
+        refused: uint64[2], zeros; what it holds afterwards is for ``two_four_pack`` to read.
+        """
         launch = _launch(self._pack(x.dtype.name, order, prune, _aligned(x)), "PqqPPqqqP", self.threads, *_target(x))
         grid, extents = self._grid(data.shape)
         args = (x.data.ptr, *x.shape, data.data.ptr, meta.data.ptr, *extents, refused.data.ptr)
@@ -71,7 +74,7 @@ def two_four_pack(x: Any, order: str, data: Any, meta: Any, prune: bool = False)
     """Fill ``data`` [Mp, Kp/2] and ``meta`` uint16[Mp*Kp/16] from x [M, K], all CuPy; waits for the device.
 
     Returns (refused groups, the first of them as row * Kp/4 + group, its nonzeros); when any is refused, data and meta
-    are of no use. prune: refused are values that are not finite, only their count is given, and data and meta are right.
+    are of no use. prune: refused are values that are not finite, only their count is given, and the arrays are right.
     """
     import cupy
 
