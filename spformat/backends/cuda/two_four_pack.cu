@@ -49,6 +49,22 @@ template <int order, int Q> __device__ __forceinline__ bool home(int j, i64 stri
     return q < wide;
 }
 
+// The part of a block's rows and columns that a thread takes: eight columns of every STEP-th row, COUNT times.
+template <int Cols, int Threads> struct Share {
+    static constexpr int Q = Cols / 16, CHUNKS = Cols / 8, STEP = Threads / CHUNKS, COUNT = ROWS / STEP;
+    static_assert(Threads % CHUNKS == 0 && ROWS % STEP == 0 && Cols % 64 == 0, "all threads take as many rows");
+    i64 strip, piece, row, k;  // row and k: the first row and the first of the columns
+    __device__ __forceinline__ explicit Share(i64 pieces) {
+        strip = u32(blockIdx.x) / u32(pieces), piece = blockIdx.x - strip * pieces;
+        row = strip * ROWS + threadIdx.x / CHUNKS, k = piece * Cols + threadIdx.x % CHUNKS * 8;
+    }
+    // Byte among the block's words that holds the two nibbles of the thread's part of row number c.
+    template <int order> __device__ __forceinline__ int nibbles_at(int c) const {
+        const int at = threadIdx.x % CHUNKS;
+        return 2 * local_word<order, Q>(threadIdx.x / CHUNKS + c * STEP, at / 2) + at % 2;
+    }
+};
+
 // 0x8000 in each half of w that is neither +0 nor -0.
 __device__ __forceinline__ u32 held_of(u32 w) { return ((w & 0x7FFF7FFF) + 0x7FFF7FFF) & 0x80008000; }
 
@@ -96,23 +112,20 @@ template <class T, int order, bool Prune, bool Aligned, int Cols, int Threads>
 __global__ void __launch_bounds__(Threads)
 two_four_pack(const u16* __restrict__ x, i64 M, i64 K, u32* __restrict__ data, u32* __restrict__ meta, i64 strips, i64 wide,
               i64 pieces, u64* refused) {
-    constexpr int Q = Cols / 16, CHUNKS = Cols / 8, COUNT = ROWS * CHUNKS / Threads;
-    static_assert(ROWS * CHUNKS % Threads == 0 && Cols % 64 == 0, "every thread takes the same number of chunks");
-    __shared__ __align__(16) unsigned char words[ROWS * Q * 2];
-    const i64 strip = blockIdx.x / pieces, piece = blockIdx.x % pieces, k0 = piece * Cols, Kp = wide * 16;
-    uint4 chunk[COUNT];
+    using Part = Share<Cols, Threads>;
+    __shared__ __align__(16) unsigned char words[ROWS * Part::Q * 2];
+    const Part part(pieces);
+    const i64 rows = M - part.row, k = part.k, Kp = wide * 16;
+    uint4 chunk[Part::COUNT];
+    const u16* line = x + part.row * K;
 #pragma unroll
-    for (int c = 0; c < COUNT; ++c) {
-        const int id = threadIdx.x + c * Threads;
-        const i64 row = strip * ROWS + id / CHUNKS, k = k0 + id % CHUNKS * 8;
-        chunk[c] = row < M ? load_eight<Aligned>(x + row * K, k, K) : make_uint4(0, 0, 0, 0);
-    }
+    for (int c = 0; c < Part::COUNT; ++c, line += Part::STEP * K)
+        chunk[c] = c * Part::STEP < rows ? load_eight<Aligned>(line, k, K) : make_uint4(0, 0, 0, 0);
     u32 bad = 0;
     u64 first = 0;
+    uint2* to = reinterpret_cast<uint2*>(data + part.row * (Kp / 4) + k / 4);
 #pragma unroll
-    for (int c = 0; c < COUNT; ++c) {
-        const int id = threadIdx.x + c * Threads, r = id / CHUNKS, at = id % CHUNKS;
-        const i64 row = strip * ROWS + r, k = k0 + at * 8;
+    for (int c = 0; c < Part::COUNT; ++c, to += Part::STEP * (Kp / 8)) {
         const uint4 v = chunk[c];
         u32 n0, n1;
         if (Prune) {
@@ -121,22 +134,21 @@ two_four_pack(const u16* __restrict__ x, i64 M, i64 K, u32* __restrict__ data, u
             const u32 m0 = mask_of(v.x, v.y), m1 = mask_of(v.z, v.w);
             n0 = nibble_of(m0), n1 = nibble_of(m1);
             if (n0 == 0 || n1 == 0) {
-                const u64 group = u64(row * (Kp / 4) + k / 4);
+                const u64 group = u64((part.row + c * Part::STEP) * (Kp / 4) + k / 4);
                 const u64 here = n0 == 0 ? group * 8 + __popc(m0) : (group + 1) * 8 + __popc(m1);
                 first = max(first, ~here);
                 bad += (n0 == 0) + (n1 == 0);
             }
         }
-        words[2 * local_word<order, Q>(r, at / 2) + at % 2] = static_cast<unsigned char>(n0 | n1 << 4);
-        if (k < Kp)
-            __stcs(reinterpret_cast<uint2*>(data + row * (Kp / 4) + k / 4),
-                   make_uint2(picked(v.x, v.y, n0), picked(v.z, v.w, n1)));
+        words[part.template nibbles_at<order>(c)] = static_cast<unsigned char>(n0 | n1 << 4);
+        if (k < Kp) __stcs(to, make_uint2(picked(v.x, v.y, n0), picked(v.z, v.w, n1)));
     }
     __syncthreads();
 #pragma unroll
-    for (int j = threadIdx.x; j < ROWS * Q / 2; j += Threads) {
-        i64 to;
-        if (home<order, Q>(j, strip, piece, wide, strips, to)) meta[to] = reinterpret_cast<const u32*>(words)[j];
+    for (int j = threadIdx.x; j < ROWS * Part::Q / 2; j += Threads) {
+        i64 to_pair;
+        if (home<order, Part::Q>(j, part.strip, part.piece, wide, strips, to_pair))
+            meta[to_pair] = reinterpret_cast<const u32*>(words)[j];
     }
     if (__any_sync(~0u, bad != 0)) {
         const u32 total = __reduce_add_sync(~0u, bad);
@@ -156,31 +168,28 @@ template <int order, bool Aligned, int Cols, int Threads>
 __global__ void __launch_bounds__(Threads)
 two_four_unpack(const u32* __restrict__ data, const u32* __restrict__ meta, u16* __restrict__ x, i64 M, i64 K, i64 strips,
                 i64 wide, i64 pieces) {
-    constexpr int Q = Cols / 16, CHUNKS = Cols / 8, COUNT = ROWS * CHUNKS / Threads;
-    __shared__ __align__(16) unsigned char words[ROWS * Q * 2];
-    const i64 strip = blockIdx.x / pieces, piece = blockIdx.x % pieces, k0 = piece * Cols, Kp = wide * 16;
-    uint2 pairs[COUNT];
+    using Part = Share<Cols, Threads>;
+    __shared__ __align__(16) unsigned char words[ROWS * Part::Q * 2];
+    const Part part(pieces);
+    const i64 rows = M - part.row, k = part.k, Kp = wide * 16;
+    uint2 pairs[Part::COUNT];
+    const uint2* from = reinterpret_cast<const uint2*>(data + part.row * (Kp / 4) + k / 4);
 #pragma unroll
-    for (int c = 0; c < COUNT; ++c) {
-        const int id = threadIdx.x + c * Threads;
-        const i64 row = strip * ROWS + id / CHUNKS, k = k0 + id % CHUNKS * 8;
-        pairs[c] = k < Kp ? __ldcs(reinterpret_cast<const uint2*>(data + row * (Kp / 4) + k / 4)) : make_uint2(0, 0);
-    }
+    for (int c = 0; c < Part::COUNT; ++c, from += Part::STEP * (Kp / 8))
+        pairs[c] = k < Kp ? __ldcs(from) : make_uint2(0, 0);
 #pragma unroll
-    for (int j = threadIdx.x; j < ROWS * Q / 2; j += Threads) {
-        i64 from;
-        const bool there = home<order, Q>(j, strip, piece, wide, strips, from);
-        reinterpret_cast<u32*>(words)[j] = there ? __ldcs(meta + from) : 0;
+    for (int j = threadIdx.x; j < ROWS * Part::Q / 2; j += Threads) {
+        i64 at;
+        const bool there = home<order, Part::Q>(j, part.strip, part.piece, wide, strips, at);
+        reinterpret_cast<u32*>(words)[j] = there ? __ldcs(meta + at) : 0;
     }
     __syncthreads();
+    u16* to = x + part.row * K + k;
 #pragma unroll
-    for (int c = 0; c < COUNT; ++c) {
-        const int id = threadIdx.x + c * Threads, r = id / CHUNKS, at = id % CHUNKS;
-        const i64 row = strip * ROWS + r, k = k0 + at * 8;
-        const u32 nibbles = words[2 * local_word<order, Q>(r, at / 2) + at % 2];
-        if (row >= M || k >= K) continue;
+    for (int c = 0; c < Part::COUNT; ++c, to += Part::STEP * K) {
+        const u32 nibbles = words[part.template nibbles_at<order>(c)];
+        if (c * Part::STEP >= rows || k >= K) continue;
         const uint2 a = spread(pairs[c].x, nibbles), b = spread(pairs[c].y, nibbles >> 4);
-        u16* const to = x + row * K + k;
         if (Aligned) {
             __stcs(reinterpret_cast<uint4*>(to), make_uint4(a.x, a.y, b.x, b.y));
             continue;
