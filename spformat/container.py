@@ -28,10 +28,10 @@ from .formats.base import Format
 from .formats.dense import Dense
 from .pinned import Lanes
 
-SCAN_ON_DEVICE = 32 * 2**20
+SCAN_ON_DEVICE = 2**20
 """Bytes from which a tensor loaded to a device is validated there: below, launches cost more than the host's scan."""
 
-_AHEAD = 2
+_AHEAD = 4
 """Tensors that are on their way to a device while another is validated there."""
 
 Tensor: TypeAlias = Format | Array
@@ -340,14 +340,14 @@ class TensorFile:
             e.message = f"{array}: {e.message}" if array else e.message
             raise
 
-    def raw(self, name: str, piece: int = 16 * 2**20) -> Iterator[np.ndarray[Any, Any]]:
-        """The bytes of a plain tensor of any dtype in pieces of at most ``piece``, to be passed on unchanged.
+    def raw(self, name: str, piece: int = 16 * 2**20, array: str = "") -> Iterator[np.ndarray[Any, Any]]:
+        """The bytes of an array (``""``: a plain tensor) in pieces of at most ``piece``, to be passed on unchanged.
 
         Raises IntegrityError after the last piece if the file has a checksum and it is another.
         """
         r = self.info(name)
-        expected, found = r.crc32.get(""), 0
-        for part in self._in.pieces(r.entry(""), piece):
+        expected, found = r.crc32.get(array), 0
+        for part in self._in.pieces(r.entry(array), piece):
             if expected is not None:
                 found = zlib.crc32(part.data, found)
             yield part
@@ -362,6 +362,12 @@ class TensorFile:
         """Bytes of all arrays of a tensor in the file."""
         r = self.info(name)
         return sum(self._in.entry(r.entry(array)).nbytes for array in r.arrays)
+
+    def ranges(self, name: str) -> list[tuple[int, int]]:
+        """Where the arrays of a tensor lie: (first byte, byte after the last) in the file."""
+        r, start = self.info(name), self._in.header.data_start
+        entries = [self._in.entry(r.entry(array)) for array in r.arrays]
+        return [(start + e.begin, start + e.end) for e in entries]
 
     def keys(self) -> list[str]:
         """Names: sorted in a file of ``save``, in the order of their data otherwise."""

@@ -23,14 +23,16 @@ def combine(first: int, second: int, second_bytes: int) -> int:
     return _times(_shift(second_bytes), first) ^ second
 
 
-def in_segments(total: int, work: Callable[[int, int], int]) -> int:
+def in_segments(total: int, work: Callable[[int, int], int], segment: int = 0) -> int:
     """CRC32 of ``total`` bytes, where ``work(begin, end)`` moves one range and returns its CRC32.
 
-    Ranges run on several threads once there is enough to share; an exception of any is raised here.
+    Ranges of ``segment`` bytes (0: 8 MiB) run on several threads if there is more than one; an exception of any is
+    raised here.
     """
-    if total < 4 * SEGMENT:
+    segment = segment or SEGMENT
+    if total < 2 * segment:
         return work(0, total)
-    ranges = [(at, min(at + SEGMENT, total)) for at in range(0, total, SEGMENT)]
+    ranges = [(at, min(at + segment, total)) for at in range(0, total, segment)]
     with ThreadPoolExecutor(min(8, _cores())) as pool:
         sums = list(pool.map(lambda r: work(*r), ranges))
     whole = 0

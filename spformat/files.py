@@ -61,12 +61,22 @@ def read_small(path: Path, at_most: int) -> bytes:
         return f.read(at_most)
 
 
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a regular file, as 64 lower-case hex digits. Memory: one buffer."""
+def sha256_of(path: Path, ranges: Sequence[tuple[int, int]] | None = None) -> str:
+    """SHA-256 of a regular file, or of its bytes in ``ranges`` (first, after the last), as 64 lower-case hex digits.
+
+    Memory: one buffer.
+    """
     fd, _ = open_regular(path)
     with os.fdopen(fd, "rb", buffering=0) as f:
         try:
-            return hashlib.file_digest(f, "sha256").hexdigest()
+            if ranges is None:
+                return hashlib.file_digest(f, "sha256").hexdigest()
+            found, room = hashlib.sha256(), memoryview(bytearray(1 << 20))
+            for begin, end in ranges:
+                while begin < end and (n := os.preadv(fd, [room[: end - begin]], begin)):
+                    found.update(room[:n])
+                    begin += n
+            return found.hexdigest()
         except OSError as e:
             raise InputError(f"cannot read the file: {reason(e)}", path=os.fspath(path)) from e
 

@@ -18,6 +18,10 @@ import numpy as np
 from . import crc, limits
 from .arrays import Array, device_errors, import_cupy
 
+PIECE = 2 << 20
+"""Bytes of one pinned buffer."""
+SEGMENT = 8 << 20
+"""Bytes that one thread moves in a row."""
 _TO_DEVICE, _TO_HOST = 1, 2
 """cudaMemcpyKind."""
 
@@ -28,9 +32,9 @@ class _Lane:
     def __init__(self, cupy: Any) -> None:
         self.cupy = cupy
         self.stream = cupy.cuda.Stream(non_blocking=True)
-        self._pinned = cupy.cuda.alloc_pinned_memory(2 * crc.PIECE)
-        room = np.frombuffer(self._pinned, np.uint8, 2 * crc.PIECE)
-        self.buffers = room[: crc.PIECE], room[crc.PIECE :]
+        self._pinned = cupy.cuda.alloc_pinned_memory(2 * PIECE)
+        room = np.frombuffer(self._pinned, np.uint8, 2 * PIECE)
+        self.buffers = room[:PIECE], room[PIECE:]
         self.events = tuple(cupy.cuda.Event(disable_timing=True) for _ in self.buffers)
 
     def copy(self, buffer: int, at: int, n: int, kind: int) -> None:
@@ -80,8 +84,8 @@ class Lanes:
             def work(lo: int, hi: int) -> int:
                 found = 0
                 with self._lane(ready) as lane:
-                    for i, at in enumerate(range(lo, hi, crc.PIECE)):
-                        size = min(crc.PIECE, hi - at)
+                    for i, at in enumerate(range(lo, hi, PIECE)):
+                        size = min(PIECE, hi - at)
                         lane.events[i % 2].synchronize()  # synchronize!
                         piece = lane.buffers[i % 2][:size].data
                         fetch(piece, at)
@@ -89,7 +93,7 @@ class Lanes:
                         lane.copy(i % 2, target.data.ptr + at, size, _TO_DEVICE)
                 return found
 
-            return target, crc.in_segments(n, work)
+            return target, crc.in_segments(n, work, SEGMENT)
 
     def drain(self, a: Array, store: Callable[[memoryview, int], None]) -> int:
         """Hand the bytes of a C-contiguous device array to ``store(piece, at)``, from several threads; their CRC32."""
@@ -99,7 +103,7 @@ class Lanes:
 
             def work(lo: int, hi: int) -> int:
                 found = 0
-                pieces = [(at, min(crc.PIECE, hi - at)) for at in range(lo, hi, crc.PIECE)]
+                pieces = [(at, min(PIECE, hi - at)) for at in range(lo, hi, PIECE)]
                 with self._lane(ready) as lane:
                     for i, (at, size) in enumerate(pieces):
                         if i == 0:
@@ -113,7 +117,7 @@ class Lanes:
                         store(piece, at)
                 return found
 
-            return crc.in_segments(a.nbytes, work)
+            return crc.in_segments(a.nbytes, work, SEGMENT)
 
 
 def _now(cupy: Any) -> Any:

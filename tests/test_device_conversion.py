@@ -13,7 +13,7 @@ import stand_in_cupy
 from cases import sparse
 
 import spformat as sf
-from spformat import container, crc, pinned
+from spformat import container, pinned
 from spformat.checkpoint import Recipe, convert_checkpoint, shard
 from spformat.formats import compiled
 
@@ -28,8 +28,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(compiled, "ON_DEVICE", {})  # no kernel runs here
     monkeypatch.setattr(container, "SCAN_ON_DEVICE", 0)
     monkeypatch.setattr(shard, "_WORTH_MOVING", 0)
-    monkeypatch.setattr(crc, "PIECE", 1000)
-    monkeypatch.setattr(crc, "SEGMENT", 3500)
+    monkeypatch.setattr(pinned, "PIECE", 1000)
+    monkeypatch.setattr(pinned, "SEGMENT", 3500)
     return cupy
 
 

@@ -39,6 +39,7 @@ HOMES = {
     "nvmath": ("spformat/backends/vendor.py",),
     "cuda": ("spformat/backends/cuda/",),
     "scipy": ("spformat/formats/exchange.py", "spformat/interop/"),
+    "distributed": ("spformat/checkpoint/executors.py",),
     "typer": ("cli/",),
     "rich": ("cli/",),
 }

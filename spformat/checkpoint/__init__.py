@@ -1,8 +1,13 @@
 """Whole checkpoints: a safetensors file or a sharded folder in, the same tensors in other formats out."""
 
+from .executors import Workers, open_workers
 from .jobs import Job, plan_jobs
+from .parts import Part
 from .recipe import Recipe, Rule
-from .run import convert_checkpoint
+from .run import convert_checkpoint, merge_parts
 from .source import Source, open_source
 
-__all__ = ["Job", "Recipe", "Rule", "Source", "convert_checkpoint", "open_source", "plan_jobs"]
+__all__ = [
+    "Job", "Part", "Recipe", "Rule", "Source", "Workers", "convert_checkpoint", "merge_parts", "open_source",
+    "open_workers", "plan_jobs",
+]  # fmt: skip

@@ -6,9 +6,10 @@ import fnmatch
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..dtypes import VALUE_TYPES
-from ..errors import UsageError
+from ..errors import ContainerError, UsageError
 from ..formats import parse_spec
 
 AUTO = "auto"
@@ -83,6 +84,15 @@ class Recipe:
             raise UsageError(f"sparsity: expected a share in [0, 1), got {self.sparsity}")
         if self.misfit not in ("refuse", "keep"):
             raise UsageError(f"misfit: expected 'refuse' or 'keep', got {self.misfit!r}")
+
+    @classmethod
+    def from_json(cls, tree: Any, path: str = "") -> Recipe:
+        """What ``dataclasses.asdict`` made of a recipe and a journal holds; ContainerError if it is none."""
+        try:
+            fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in tree.items()}
+            return cls(**fields | {"rules": tuple(Rule(**r) for r in tree["rules"])})
+        except (AttributeError, KeyError, TypeError, UsageError) as e:
+            raise ContainerError(f"the journal holds no recipe: {e}", path=path) from e
 
     def target_of(self, name: str, shape: Sequence[int], dtype: str) -> tuple[str, str]:
         """(target, why) of one tensor: "keep" with a reason, or a format text with the rule that chose it."""

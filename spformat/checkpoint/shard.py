@@ -11,8 +11,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from ..arrays import has_dtype
 from ..container import FileWriter, TensorFile, create, outline
 from ..convert import convert
@@ -141,7 +139,7 @@ def _settle(f: TensorFile, job: Job, recipe: Recipe, hold: int, values: Any) -> 
         assert record is not None  # else its values were read
         return _Settled(job, _sized(replace(kept, target=spec_text(*_parsed(job.target))), record), record)
     x = prune_any(values, job, recipe)
-    dense = x if isinstance(x, np.ndarray) else None
+    dense = None if isinstance(x, Format) else x
     target = settle(job, dense_of(x) if job.target == AUTO else x)
     fmt, given = parse_spec(target)
     nnz, negative = count_nonzeros(dense) if dense is not None else (x.nnz, 0)
@@ -225,7 +223,7 @@ def _one_ahead(f: TensorFile, jobs: list[tuple[Job, str] | None]) -> Iterator[An
     """The values of each (job, device), None for None: small tensors are read while the one before is worked on."""
     with ThreadPoolExecutor(1) as reader:
         ahead: Future[Any] | None = None
-        for job, following in zip(jobs, [*jobs[1:], None], strict=True):
+        for job, following in zip(jobs, [*jobs[1:], None], strict=False):
             values = ahead.result() if ahead else read(f, *job) if job else None
             ahead = reader.submit(read, f, *following) if following and following[0].bytes_in <= _AHEAD else None
             yield values
