@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "threads", "crc", "problem"),
+    ("errors", "threads", "crc", "problem", "roofline"),
     ("dtypes", "limits", "files"),
     ("arrays", "stheader"),
     ("segments", "scans", "pinned"),
@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("descriptor", "convert", "structure", "preprocess", "interop"),
     ("backends", "container"),
     ("dispatch", "checkpoint", "bench"),
-    ("contenders",),
+    ("contenders", "cost"),
     ("spformat",),
 )
 """Modules and packages of spformat, lowest first. An import leads to a lower layer, or stays inside one package."""

@@ -17,7 +17,8 @@ class Kernel(Protocol):
     formats: frozenset[str]
 
     # Optional: rank(p) -> int orders kernels of one backend for a problem, lower first; product_error: relative
-    # error of one float32 product, where products are not exact (three TF32 products).
+    # error of one float32 product, where products are not exact (three TF32 products); blocking(p) -> Blocking says
+    # how an accepted problem is cut and how fast that was measured to be, for spformat.cost.
 
     def unsupported(self, p: Problem) -> list[str]:
         """Every reason why ``p`` is refused; empty = accepted. Pure: reads ``p`` only, touches no GPU."""

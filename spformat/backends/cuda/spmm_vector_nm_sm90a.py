@@ -12,8 +12,9 @@ from typing import Any
 
 from ...arrays import Array, ceil_div, namespace, round_up
 from ...problem import Plan, Problem, reasons
+from ...roofline import TENSOR_16, Blocking
 from . import launch, tensor_map
-from .vector_nm_launch import C_TYPES, Choice, aligned_data, launcher, pattern, refusals
+from .vector_nm_launch import C_TYPES, Choice, aligned_data, fastest, launcher, pattern, refusals
 from .vector_nm_tiles import Pattern
 
 DEPTH, ROWS = 64, 128
@@ -31,30 +32,36 @@ class Gathered(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Tile:
-    """Columns of a tile, ring stages, warps that load."""
+    """Columns of a tile, ring stages, warps that load, and the share of the peak that the products reach (H200)."""
 
     cols: int
     stages: int
     loaders: int
+    sustained: float
 
     def smem(self) -> int:
         """Bytes: the ring, the strips C leaves through (8 warps x 16 rows x 144 bytes), the barriers."""
         return self.stages * DEPTH * 2 * (ROWS + self.cols) + 8 * 16 * 144 + 16 * self.stages
 
+    def blocking(self, form: Pattern) -> Blocking:
+        """How the tile cuts a product, with times measured on an H200 (layers of Llama). Only kept rows are loaded."""
+        kept = ceil_div(form.K, form.m) * form.n
+        return Blocking(
+            rows=ROWS, cols=self.cols, k_tiles=ceil_div(kept, DEPTH), kept=DEPTH, staged=DEPTH, itemsize=2,
+            arithmetic=TENSOR_16, sustained=self.sustained, step_us=0.0, tile_us=2.4, start_us=7.2,
+        )  # fmt: skip
+
     def __str__(self) -> str:
         return f"{ROWS}x{self.cols}x{DEPTH}"
 
 
-TILES = (Tile(256, 4, 4), Tile(128, 6, 4), Tile(64, 6, 4))
+TILES = (Tile(256, 4, 4, 0.55), Tile(128, 6, 4, 0.475), Tile(64, 6, 4, 0.29))
 """Widest first."""
 
 
-def choose_tile(p: Problem) -> Tile:
-    """The widest tile that N fills and that leaves no processor idle; then K is split."""
-    n = max(p.n, 1)
-    fitting = [t for t in TILES if t.cols <= n] or [TILES[-1]]
-    row_tiles = ceil_div(p.M, ROWS)
-    return next((t for t in fitting if row_tiles * ceil_div(n, t.cols) >= 100), fitting[-1])
+def choose(p: Problem) -> tuple[Tile, Blocking]:
+    """The tile and the parts along K that take the least time by the model."""
+    return fastest(((t, t.blocking(pattern(p))) for t in TILES), p)
 
 
 def gathered_columns(indices: Array, pattern: Pattern) -> Array:
@@ -90,8 +97,12 @@ class SpmmVectorNMSm90a:
             instance("float16", "__half", TILES[2]),
         )
 
+    def blocking(self, p: Problem) -> Blocking:
+        """For spformat.cost."""
+        return choose(p)[1]
+
     def plan(self, a: Any, p: Problem) -> Plan:
-        form, tile, data = pattern(p), choose_tile(p), aligned_data(a)
+        form, (tile, blocking), data = pattern(p), choose(p), aligned_data(a)
         columns = gathered_columns(a.indices, form)
         W, Mp = data.shape
         row_tiles, k_tiles = ceil_div(p.M, ROWS), columns.shape[1] // DEPTH
@@ -105,7 +116,7 @@ class SpmmVectorNMSm90a:
             source="spmm_vector_nm_sm90a.cu", archs=self.archs, cols=tile.cols, threads=256 + 32 * tile.loaders,
             row_tiles=row_tiles, k_tiles=k_tiles, instance=lambda out, _: instance(p.a_dtype, out, tile),
             smem=lambda _: tile.smem(), head=head, signature=(tensor_map.TensorMap, Gathered, "P"),
-            cluster=lambda _: (1, 1), keep=data,
+            cluster=lambda _: (1, 1), keep=data, splits=blocking.splits,
         )  # fmt: skip
         return launch.device_plan(self.name, p, launcher(p, choice), f"{tile}", columns.nbytes)
 

@@ -12,26 +12,38 @@ from typing import Any
 
 from ...arrays import ceil_div, round_up
 from ...problem import Plan, Problem, reasons
+from ...roofline import TENSOR_16, TF32_THREE, Blocking
 from . import launch, tensor_map
-from .vector_nm_launch import C_TYPES, ITEMSIZE, aligned_data, launcher, pattern, records_choice, refusals, shared_limit
+from .vector_nm_launch import (
+    C_TYPES,
+    ITEMSIZE,
+    aligned_data,
+    fastest,
+    launcher,
+    pattern,
+    records_choice,
+    refusals,
+    shared_limit,
+)
 from .vector_nm_tiles import Pattern, Shape, records
 
 _LEAST_STAGES, _MOST_STAGES = 2, 8
 _MAX_BOX = 256
-_ENOUGH_TILES = 100
 CLUSTER = (1, 1)
 """Row tiles x column tiles of a cluster. (2, 1), (1, 2) and (2, 2) work too; on an H200 none was faster."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows and columns of a warp, warps along rows and columns (8 in all), columns of A wanted in a k tile."""
+    """Rows and columns of a warp, warps along rows and columns (8 in all), columns of A wanted in a k tile, and the
+    share of the peak that the products reach (H200)."""
 
     warp_rows: int
     warp_cols: int
     warps_m: int
     warps_n: int
     depth: int
+    sustained: float
 
     @property
     def rows(self) -> int:
@@ -62,26 +74,46 @@ class Tile:
         """Stages that fit in ``limit`` bytes."""
         return min(_MOST_STAGES, (limit - self.rest(itemsize)) // self.stage(form, itemsize))
 
+    def blocking(self, form: Pattern, itemsize: int) -> Blocking:
+        """How the tile cuts a product, with the times measured on an H200 (4096^3 and layers of Llama)."""
+        windows = self.windows(form, itemsize)
+        arithmetic, step_us, tile_us, start_us = MEASURED[itemsize]
+        return Blocking(
+            rows=self.rows, cols=self.cols, k_tiles=ceil_div(ceil_div(form.K, form.m), windows),
+            kept=round_up(windows * form.n, 32 // itemsize), staged=windows * form.m, itemsize=itemsize,
+            arithmetic=arithmetic, sustained=self.sustained, step_us=step_us, tile_us=tile_us, start_us=start_us,
+        )  # fmt: skip
+
     def __str__(self) -> str:
         return f"{self.rows}x{self.cols}x{self.depth}"
 
 
-TILES_16 = (Tile(32, 128, 8, 1, 128), Tile(32, 128, 8, 1, 64), Tile(32, 64, 4, 2, 64))
-TALL_16 = (Tile(64, 64, 4, 2, 128), Tile(64, 64, 4, 2, 64), Tile(32, 64, 4, 2, 64))
-TILES_32 = (Tile(32, 128, 8, 1, 64), Tile(32, 128, 8, 1, 32), Tile(32, 64, 4, 2, 32))
-"""Best first; the TALL ones for vector lengths that are multiples of 64."""
+MEASURED = {2: (TENSOR_16, 0.17, 2.5, 9.0), 4: (TF32_THREE, 0.13, 4.0, 8.0)}
+"""By value size: arithmetic, and microseconds per k tile, per tile of C and per launch."""
+_SMALL_16 = (Tile(32, 64, 4, 2, 128, 0.44), Tile(32, 64, 4, 2, 64, 0.44))
+TILES_16 = (Tile(32, 128, 8, 1, 128, 0.48), Tile(32, 128, 8, 1, 64, 0.48), *_SMALL_16)
+TALL_16 = (Tile(64, 64, 4, 2, 128, 0.48), Tile(64, 64, 4, 2, 64, 0.48), *_SMALL_16)
+TILES_32 = (
+    Tile(32, 128, 8, 1, 64, 0.5), Tile(32, 128, 8, 1, 32, 0.5),
+    Tile(32, 64, 4, 2, 64, 0.475), Tile(32, 64, 4, 2, 32, 0.475),
+)  # fmt: skip
+"""The TALL ones for vector lengths that are multiples of 64. Of equal ones, the first is taken."""
 
 
-def choose_tile(p: Problem) -> Tile | None:
-    """The first tile with enough stages that gives most processors work; None if no stage is small enough."""
+def tiles_for(p: Problem) -> list[Tile]:
+    """Tiles with room for enough stages; none if the windows are too wide."""
     form, size = pattern(p), ITEMSIZE[p.a_dtype]
     tiles = TILES_32 if size == 4 else TALL_16 if form.vector_length % 64 == 0 else TILES_16
-    fitting = [
+    return [
         t for t in tiles
         if t.stages(form, size, shared_limit(p.sm)) >= _LEAST_STAGES and t.windows(form, size) * form.m <= _MAX_BOX
     ]  # fmt: skip
-    busy = (t for t in fitting if ceil_div(p.M, t.rows) * ceil_div(max(p.n, 1), t.cols) >= _ENOUGH_TILES)
-    return next(busy, fitting[-1] if fitting else None)
+
+
+def choose(p: Problem) -> tuple[Tile, Blocking]:
+    """The tile and the parts along K that take the least time by the model."""
+    form, size = pattern(p), ITEMSIZE[p.a_dtype]
+    return fastest(((t, t.blocking(form, size)) for t in tiles_for(p)), p)
 
 
 class SpmmVectorNMTMA:
@@ -100,7 +132,7 @@ class SpmmVectorNMTMA:
             (p.M * p.K == 0, f"A must not be empty (a TMA map has no zero extents), got {p.M}x{p.K}"),
             (p.n <= 32, f"N must be more than 32 (a tile has 128 columns), got the class of N <= {p.n}"),
         )
-        if not found and choose_tile(p) is None:
+        if not found and not tiles_for(p):
             q = p.p
             found.append(f"{_LEAST_STAGES} stages of {q['n']}:{q['m']} windows must fit in {shared_limit(p.sm)} bytes")
         return found
@@ -113,10 +145,12 @@ class SpmmVectorNMTMA:
             instance("float32", "float", 32, TILES_32[0], (2, 2)),
         )
 
+    def blocking(self, p: Problem) -> Blocking:
+        """For spformat.cost."""
+        return choose(p)[1]
+
     def plan(self, a: Any, p: Problem) -> Plan:
-        tile, form, size = choose_tile(p), pattern(p), ITEMSIZE[p.a_dtype]
-        if tile is None:
-            raise ValueError(f"{self.name}: plan() of a refused problem; ask unsupported() first")
+        (tile, blocking), form, size = choose(p), pattern(p), ITEMSIZE[p.a_dtype]
         group, stages = form.group_rows(tile.warp_rows), tile.stages(form, size, shared_limit(p.sm))
         made = records(
             a.indices, form, tile_rows=tile.rows, group_rows=group, kept=tile.windows(form, size) * form.n,
@@ -140,7 +174,7 @@ class SpmmVectorNMTMA:
             a, p, made, source="spmm_vector_nm_tma_sm90a.cu", archs=self.archs, cols=tile.cols, threads=384, head=head,
             instance=lambda out, c: instance(p.a_dtype, out, group, tile, c), smem=lambda _: smem,
             cluster=lambda _: CLUSTER, signature=(tensor_map.TensorMap, Shape, "i", "i", "P"), keep=data,
-            b_signature=(tensor_map.TensorMap,), b_arguments=b_arguments,
+            b_signature=(tensor_map.TensorMap,), b_arguments=b_arguments, splits=blocking.splits,
         )  # fmt: skip
         return launch.device_plan(self.name, p, launcher(p, choice), f"{tile} {stages} stages", made.words.nbytes)
 

@@ -32,36 +32,63 @@ struct Place {
 
 __device__ __forceinline__ int lowest(i64 a, i64 b) { return (int)(a < b ? a : b); }
 
-// Positions kept in every window of the row groups of a block; refused[0] counts windows that hold more than n
-// vectors, refused[1] is the least of (q * windows + w) * 512 + vectors over them.
-template <typename T>
+// Positions kept in every window of the row groups of a block; with VALUES also data, from a copy of the strip in shared
+// memory. refused[0] counts windows that hold more than n vectors, refused[1] is the most of all ones minus
+// ((q * windows + w) * 512 + vectors) over them. WIDE: x, its rows and the strips start on 16 bytes.
+template <typename T, bool WIDE, bool VALUES>
 __global__ void __launch_bounds__(THREADS)
-positions(const T* __restrict__ x, Sizes s, u64 mask, u8* __restrict__ indices, u64* __restrict__ refused) {
-    extern __shared__ u32 used[];  // [groups][words]: bit c, whether column c of the strip holds a nonzero
+encode(const T* __restrict__ x, Sizes s, u64 mask, int pitch, u8* __restrict__ indices, T* __restrict__ data,
+       u64* __restrict__ refused) {
+    constexpr int PIECE = WIDE ? 16 / sizeof(T) : 1;  // values of a load
+    struct alignas(PIECE * sizeof(T)) Piece { T v[PIECE]; };
+    extern __shared__ u64 shared[];
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    const int groups = s.rows / s.length, words = s.windows * s.m / LANES + 2;
+    const int wide = s.windows * s.m, groups = s.rows / s.length, words = wide / LANES + 2;
     const Place block(s);
     const i64 q0 = block.r0 / s.length, all = s.W / s.n;
-    const int cols = lowest(s.windows * s.m, s.K - block.c0), rows = lowest(s.rows, s.M - block.r0);
+    const int cols = lowest(wide, s.K - block.c0), rows = lowest(s.rows, s.M - block.r0);
     const int here = lowest(groups, s.Q - q0), windows = lowest(s.windows, all - block.w0);
-    u8* place = reinterpret_cast<u8*>(used + groups * words);  // [windows * n][groups]
+    T* strip = reinterpret_cast<T*>(shared);                                                   // [rows][pitch]
+    u32* used = reinterpret_cast<u32*>(strip + (VALUES ? (s.rows * pitch + 7) / 8 * 8 : 0));   // [groups][words]
+    u8* place = reinterpret_cast<u8*>(used + groups * words);                                  // [windows * n][groups]
     const T live = (T)mask;
     for (int i = threadIdx.x; i < groups * words; i += THREADS) used[i] = 0;
     __syncthreads();
 
-    for (int c = 0; c < cols; c += LANES) {
-        const T* from = x + block.r0 * s.K + block.c0 + c + lane;
-        const bool inside = c + lane < cols;
-        for (int r0 = warp; r0 < rows; r0 += WARPS * BATCH) {
-            T v[BATCH];
+    const int pieces = wide / PIECE, abreast = THREADS / pieces;  // rows loaded together
+    const int c = threadIdx.x % pieces * PIECE;
+    const bool reads = (int)threadIdx.x < pieces * abreast;
+    const T* from = x + block.r0 * s.K + block.c0 + c;
+    for (int r0 = threadIdx.x / pieces; __any_sync(ALL, reads && r0 < s.rows); r0 += abreast * BATCH) {
+        Piece piece[BATCH];
 #pragma unroll
-            for (int b = 0; b < BATCH; ++b)
-                v[b] = inside && r0 + b * WARPS < rows ? from[(i64)(r0 + b * WARPS) * s.K] : T(0);
+        for (int b = 0; b < BATCH; ++b) {
+            const int r = r0 + b * abreast;
+            piece[b] = Piece{};
+            if (reads && r < rows && c < cols) piece[b] = *reinterpret_cast<const Piece*>(from + (i64)r * s.K);
+        }
 #pragma unroll
-            for (int b = 0; b < BATCH; ++b) {
-                const u32 held = __ballot_sync(ALL, (v[b] & live) != 0);
-                if (lane == 0 && held) atomicOr(used + (r0 + b * WARPS) / s.length * words + c / LANES, held);
+        for (int b = 0; b < BATCH; ++b) {
+            const int r = r0 + b * abreast, g = r / s.length;
+            u32 held = 0;
+#pragma unroll
+            for (int i = 0; i < PIECE; ++i) {
+                const bool some = (piece[b].v[i] & live) != 0;
+                held |= (u32)some << i;
+                if (!some) piece[b].v[i] = 0;  // a -0.0
             }
+            if (VALUES && reads && r < s.rows) {
+                constexpr int WORD = sizeof(T) * PIECE < 4 ? sizeof(T) : sizeof(T) > 4 ? 8 : 4;  // pitches are odd in it
+                struct alignas(WORD) Word { T v[WORD / sizeof(T)]; };
+                Word* to = reinterpret_cast<Word*>(strip + r * pitch + c);
+                const Word* of = reinterpret_cast<const Word*>(piece[b].v);
+#pragma unroll
+                for (int i = 0; i < (int)(PIECE * sizeof(T) / WORD); ++i) to[i] = of[i];
+            }
+            // One atomic for all lanes whose rows are of one group: neighbours mostly are.
+            const int word = held ? g * words + c / LANES : -1;
+            const u32 peers = __match_any_sync(ALL, word), together = __reduce_or_sync(peers, held << c % LANES);
+            if (held && lane == __ffs(peers) - 1) atomicOr(used + word, together);
         }
     }
     __syncthreads();
@@ -75,12 +102,16 @@ positions(const T* __restrict__ x, Sizes s, u64 mask, u8* __restrict__ indices, 
         };
         int held = 0;
         for (int j = 0; j < s.m; j += LANES) held += __popc(bits(j));
-        if (held > s.n && lane == 0) {
-            atomicAdd(refused, 1ull);
-            atomicMin(refused + 1, (u64)(((q0 + g) * all + block.w0 + w) * 512 + held));
+        if (held > s.n) {
+            for (int j = lane; j < s.n; j += LANES) place[(w * s.n + j) * groups + g] = (u8)j;  // addresses, not results
+            if (lane == 0) {
+                atomicAdd(refused, 1ull);
+                atomicMax(refused + 1, ~(u64)(((q0 + g) * all + block.w0 + w) * 512 + held));
+            }
+            continue;
         }
         int spare = s.n - held, next = 0;  // a window that holds fewer takes the lowest free positions too
-        for (int j = 0; j < s.m && held <= s.n; j += LANES) {
+        for (int j = 0; j < s.m; j += LANES) {
             const u32 kept = bits(j), below = (1u << lane) - 1;
             const u32 vacant = ~kept & (s.m - j < LANES ? (1u << (s.m - j)) - 1 : ALL);
             const bool taken = kept >> lane & 1 || (vacant >> lane & 1 && __popc(vacant & below) < spare);
@@ -94,6 +125,18 @@ positions(const T* __restrict__ x, Sizes s, u64 mask, u8* __restrict__ indices, 
     for (int i = threadIdx.x; i < windows * s.n * groups; i += THREADS) {
         const int u = i / groups, g = i % groups;
         if (g < here) indices[(block.w0 * s.n + u) * s.Q + q0 + g] = place[i];
+    }
+    if (!VALUES) return;
+    for (int r = lane; r < here * s.length; r += LANES) {
+        const int g = r / s.length;
+        for (int w = 0; w < windows; ++w) {
+            const T* row = strip + r * pitch + w * s.m;
+#pragma unroll 4
+            for (int k = warp; k < s.n; k += WARPS) {
+                const int u = w * s.n + k;
+                data[(block.w0 * s.n + u) * s.Mp + block.r0 + r] = row[place[u * groups + g]];
+            }
+        }
     }
 }
 

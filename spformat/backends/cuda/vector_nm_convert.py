@@ -1,8 +1,8 @@
 """Dense to and from vector n:m on the device: the twin of the compiled host code, for CuPy arrays.
 
 ``formats.compiled`` names these functions and hands them the arrays that the format allocated; the numpy code is the
-law, and results equal it bit for bit. Kernels: vector_nm_convert.cu. Encoding reads the dense array twice (positions,
-then values), the reverse writes it once.
+law, and results equal it bit for bit. Kernels: vector_nm_convert.cu. One pass over the dense array each way; where the
+rows of a group do not fit in shared memory, encoding takes two (positions, then values).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import Array, ceil_div
+from ...arrays import Array, ceil_div, round_up
 from ...dtypes import bits, value_type
 from . import jit
 from .launch import Launch
@@ -23,6 +23,8 @@ THREADS = 256
 WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 STRIP, ROWS = 64, 64
 """Columns (at least one window) and rows that a block takes together."""
+ALIGN, ONE_PASS = 16, 48 * 1024
+"""Bytes of a load of neighbours; of shared memory for a strip of whole row groups: more is left to a second pass."""
 WIDE_ROWS = 32
 """Rows of a block whose strip is wider than ``STRIP``: a strip then needs 65 KB at most."""
 
@@ -45,8 +47,17 @@ class Packing(ctypes.Structure):
 
 def instances() -> tuple[str, ...]:
     """C++ names that the compile tests build."""
-    kernels = ("positions", "gather", "scatter")
-    return (*(_instance(k, size) for k in kernels for size in WORDS), _instance("pack", 1))
+    encoders = [
+        _instance("encode", size, wide, whole) for size in (2, 4) for wide in (True, False) for whole in (True, False)
+    ]
+    rest = [_instance(name, size) for name in ("gather", "scatter") for size in (1, 8)]
+    return (
+        *encoders,
+        _instance("encode", 1, True, True),
+        _instance("encode", 8, True, True),
+        *rest,
+        _instance("pack", 0),
+    )
 
 
 def vector_nm_encode(x: Array, n: int, m: int, length: int, indices: Array, data: Array) -> tuple[int, int, int]:
@@ -56,20 +67,26 @@ def vector_nm_encode(x: Array, n: int, m: int, length: int, indices: Array, data
     """
     import cupy
 
-    refused = cupy.asarray(np.array([0, 2**64 - 1], np.uint64))
-    raw, mask, stream = bits(x), value_type(x.dtype).zero_mask, cupy.cuda.get_current_stream().ptr
+    refused = cupy.zeros(2, np.uint64)
+    raw, itemsize, mask = bits(x), x.dtype.itemsize, value_type(x.dtype).zero_mask
+    stream = cupy.cuda.get_current_stream().ptr
     sizes, groups = _sizes(x.shape, indices, data, n, m, length), max(1, ROWS // length)
+    pitch, _ = _strip(sizes, itemsize)
     sizes.rows = groups * length
-    wide = sizes.windows * m
+    wide, strip = sizes.windows * m, round_up(sizes.rows * pitch, 8) * itemsize
     smem = groups * (4 * (wide // 32 + 2) + sizes.windows * n)  # columns that are used, a bit each, and the positions
-    kernel = _kernel("positions", x, ("P", Sizes, "q", "P", "P"), smem)
+    whole = smem + strip <= ONE_PASS
+    aligned = not (raw.data.ptr % ALIGN or x.shape[1] * itemsize % ALIGN or wide * itemsize % ALIGN)
+    kernel = _kernel("encode", itemsize, x, ("P", Sizes, "q", "i", "P", "P", "P"), smem + strip * whole, aligned, whole)
     grid = (sizes.strips * ceil_div(sizes.Q, groups), 1, 1)
-    kernel(grid, stream, raw.data.ptr, sizes, mask, indices.data.ptr, refused.data.ptr)
-    pitch, smem = _strip(sizes, x.dtype.itemsize)
-    kernel = _kernel("gather", x, ("P", Sizes, "q", "i", "P", "P"), smem)
-    grid = (sizes.strips * ceil_div(sizes.Mp, sizes.rows), 1, 1)
-    kernel(grid, stream, raw.data.ptr, sizes, mask, pitch, indices.data.ptr, data.data.ptr)
-    count, first = (int(v) for v in refused.get())  # synchronize!
+    kernel(grid, stream, raw.data.ptr, sizes, mask, pitch, indices.data.ptr, data.data.ptr, refused.data.ptr)
+    if not whole:
+        pitch, smem = _strip(sizes, itemsize)
+        kernel = _kernel("gather", itemsize, x, ("P", Sizes, "q", "i", "P", "P"), smem)
+        grid = (sizes.strips * ceil_div(sizes.Mp, sizes.rows), 1, 1)
+        kernel(grid, stream, raw.data.ptr, sizes, mask, pitch, indices.data.ptr, data.data.ptr)
+    count, inverted = (int(v) for v in refused.get())  # synchronize!
+    first = 2**64 - 1 - inverted
     return (count, first >> 9, first & 511) if count else (0, 0, 0)
 
 
@@ -79,7 +96,7 @@ def vector_nm_to_dense(indices: Array, data: Array, n: int, m: int, length: int,
 
     sizes, mask = _sizes(out.shape, indices, data, n, m, length), value_type(data.dtype).zero_mask
     pitch, smem = _strip(sizes, data.dtype.itemsize)
-    kernel = _kernel("scatter", data, ("P", "P", Sizes, "q", "i", "P"), smem)
+    kernel = _kernel("scatter", data.dtype.itemsize, data, ("P", "P", Sizes, "q", "i", "P"), smem)
     grid = (sizes.strips * ceil_div(sizes.M, sizes.rows), 1, 1)
     stream = cupy.cuda.get_current_stream().ptr
     kernel(grid, stream, indices.data.ptr, data.data.ptr, sizes, mask, pitch, out.data.ptr)
@@ -91,7 +108,7 @@ def vector_nm_pack(indices: Array, n: int, m: int, col_info: Array, ranks: Array
 
     (row_tiles, k_tiles, tile_cols), groups = col_info.shape, ranks.shape[2]
     packing = Packing(*indices.shape, n, m, tile_cols, groups, k_tiles)
-    kernel = _kernel("pack", indices, ("P", Packing, "P", "P"), 0)
+    kernel = _kernel("pack", 0, indices, ("P", Packing, "P", "P"), 0)
     stream = cupy.cuda.get_current_stream().ptr
     kernel((row_tiles * k_tiles, 1, 1), stream, indices.data.ptr, packing, col_info.data.ptr, ranks.data.ptr)
 
@@ -120,14 +137,14 @@ def _launch(instance: str, arch: str, device_id: int, signature: tuple[Any, ...]
     return Launch(jit.load(SOURCE, instance, arch, device_id, smem), signature, (), THREADS, smem)
 
 
-def _kernel(name: str, like: Array, signature: tuple[Any, ...], smem: int) -> Launch:
-    """The launch of a kernel for values as wide as those of ``like``, on its device."""
+def _kernel(name: str, itemsize: int, like: Array, signature: tuple[Any, ...], smem: int, *flags: bool) -> Launch:
+    """The launch of a kernel on the device of ``like``."""
     device = like.device
     arch = jit.architecture(int(device.compute_capability), ())
-    return _launch(_instance(name, like.dtype.itemsize), arch, device.id, signature, smem)
+    return _launch(_instance(name, itemsize, *flags), arch, device.id, signature, smem)
 
 
-def _instance(name: str, itemsize: int) -> str:
-    """C++ name of a kernel."""
-    word = f"<{WORDS[itemsize]}>" if name != "pack" else ""
-    return f"spformat::vector_nm::{name}{word}"
+def _instance(name: str, itemsize: int, *flags: bool) -> str:
+    """C++ name of a kernel for values of a size; 0: not a template."""
+    arguments = ", ".join((WORDS[itemsize], *(str(f).lower() for f in flags))) if itemsize else ""
+    return f"spformat::vector_nm::{name}" + (f"<{arguments}>" if arguments else "")

@@ -10,12 +10,13 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from ...arrays import ceil_div, round_up
 from ...errors import DeviceError, InternalError
 from ...problem import COL, ROW, Problem, reasons
+from ...roofline import DEVICES, H200, Blocking
 from . import jit, launch
 from .vector_nm_tiles import Pattern, Records, Shape, records
 
@@ -139,6 +140,7 @@ class TileSize(Protocol):
 
 
 _Tile = TypeVar("_Tile", bound=TileSize)
+_Any = TypeVar("_Any")
 
 
 def fit(
@@ -175,6 +177,21 @@ def choose_splits(tiles: int, k_tiles: int, processors: int) -> int:
     if tiles * 2 > processors:
         return 1
     return max(1, min(processors // max(1, tiles), k_tiles // 4, 32))
+
+
+_MOST_SPLITS, _LEAST_K_TILES = 32, 2
+
+
+def fastest(tiles: Iterable[tuple[_Any, Blocking]], p: Problem) -> tuple[_Any, Blocking]:
+    """The tile and its parts along K with the least expected time for the problem; the first of equal ones."""
+    device = next((d for d in DEVICES.values() if d.sm == p.sm), H200)
+    cut = [
+        (tile, replace(b, splits=ceil_div(b.k_tiles, ceil_div(b.k_tiles, s))))
+        for tile, b in tiles
+        for s in range(1, max(1, min(_MOST_SPLITS, b.k_tiles // _LEAST_K_TILES)) + 1)
+        if s == 1 or b.turns(p.M, max(p.n, 1), device) * (s - 1) < 2 * s  # many turns leave little to even out
+    ]
+    return min(cut, key=lambda item: item[1].us(p.M, max(p.n, 1), device))
 
 
 class _LaunchAttribute(ctypes.Structure):
@@ -229,6 +246,8 @@ class Choice:
     """How B is passed: from its pointer, bytes between rows, and columns."""
     keep: Any = None
     """An array only its address is in ``head``."""
+    splits: int = 0
+    """Parts along K; 0: ``choose_splits``."""
 
 
 def records_choice(a: Any, p: Problem, made: Records, **rest: Any) -> Choice:
@@ -248,7 +267,7 @@ def launcher(p: Problem, choice: Choice) -> Callable[[launch.Operands], None]:
 
     row_tiles, cols, threads = choice.row_tiles, choice.cols, choice.threads
     processors = cupy.cuda.Device(p.device_id).attributes["MultiProcessorCount"]
-    wanted = choose_splits(row_tiles * ceil_div(max(p.n, 1), cols), choice.k_tiles, processors)
+    wanted = choice.splits or choose_splits(row_tiles * ceil_div(max(p.n, 1), cols), choice.k_tiles, processors)
     per_split = max(1, ceil_div(choice.k_tiles, wanted))
     splits = max(1, ceil_div(choice.k_tiles, per_split))
 

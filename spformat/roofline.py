@@ -1,0 +1,108 @@
+"""What bounds a blocked product on a device: arithmetic, bytes and the time they take.  No arrays, no GPU needed.
+
+The analysis is that of NM-SpMM (IPDPS 2025): a tile of C loads a strip of A and the rows of B that its kept columns
+name; operations per byte loaded (its Eq. 3) against the device's own ratio say whether arithmetic or loading bounds it
+(the roofline). ``Blocking.us`` adds what the kernels showed beside: the share of the peak that their inner loop
+sustains, and fixed times per k tile, tile and launch.
+
+Units: operations (a multiply-add is two), bytes, microseconds (names end in ``us``); rates are per second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+TENSOR_16, TF32_THREE, CUDA_32, CUDA_64 = "16-bit", "three TF32 products", "float32", "float64"
+"""Kinds of arithmetic; one product of ``TF32_THREE`` counts once, though the tensor core computes three."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """Rates of a GPU; exchange what you measured with ``dataclasses.replace(H200, memory=3.9e12)``."""
+
+    name: str
+    sm: int
+    """Compute capability times ten."""
+    processors: int
+    """Streaming multiprocessors: so many tiles are computed at a time."""
+    memory: float
+    """Bytes per second, read and written, that a large copy reaches."""
+    cache: float
+    """Bytes per second from L2 into all processors together."""
+    peak: Mapping[str, float]
+    """Operations per second of dense arithmetic, by kind."""
+
+
+def _peaks(tensor_16: float, cuda_32: float, cuda_64: float) -> dict[str, float]:
+    return {TENSOR_16: tensor_16, TF32_THREE: tensor_16 / 6, CUDA_32: cuda_32, CUDA_64: cuda_64}
+
+
+H200 = Device("H200", 90, 132, 4.2e12, 7.4e12, _peaks(989e12, 67e12, 34e12))
+H100 = Device("H100", 90, 132, 3.0e12, 7.4e12, _peaks(989e12, 67e12, 34e12))
+A100 = Device("A100", 80, 108, 1.8e12, 4.9e12, _peaks(312e12, 19.5e12, 9.7e12))
+DEVICES = {d.name: d for d in (H200, H100, A100)}
+"""SXM boards. Peaks are the vendor's. Memory and cache of the H200 were measured (a copy; rows gathered by all
+processors), those of the others are scaled by bandwidth and clock."""
+
+
+def tile_intensity(
+    rows: int, cols: int, kept: float, staged: float, itemsize: int, vector_length: float = float("inf")
+) -> float:
+    """Operations per byte that a tile of C loads, NM-SpMM's Eq. 3 with the sparse matrix on the left.
+
+    rows, cols     of the tile of C (the paper's n_s, m_s)
+    kept           columns of A multiplied, per k tile (w_s); kept / staged is n/m where B is not packed
+    staged         rows of B loaded, per k tile: k_s, or the measured share of it where packing or gathering skips some
+    vector_length  rows that share their columns: one index byte for each group and kept column
+    """
+    loaded = itemsize * (rows * kept + staged * cols) + rows / vector_length * kept
+    return 2 * rows * cols * kept / loaded if loaded else 0.0
+
+
+@dataclass(frozen=True)
+class Blocking:
+    """How a kernel cuts C = A @ B, and how fast it is at it."""
+
+    rows: int
+    cols: int
+    """Of a tile of C."""
+    k_tiles: int
+    kept: int
+    """Columns of A multiplied per k tile, padding included."""
+    staged: float
+    """Rows of B loaded per k tile."""
+    itemsize: int
+    arithmetic: str
+    sustained: float
+    """Share of the peak that the products reach, loading hidden behind them."""
+    step_us: float
+    """Per k tile, beside its products."""
+    tile_us: float
+    """Per tile of C: filling the pipeline, writing C."""
+    start_us: float
+    """Per launch, from event to event, cold caches."""
+    splits: int = 1
+    """Parts along K, summed by a second launch."""
+
+    def turns(self, M: int, N: int, device: Device) -> int:
+        """Tiles, one after the other, on the processor that has most."""
+        tiles = -(-M // self.rows) * -(-N // self.cols) * self.splits
+        return -(-tiles // device.processors)
+
+    def us(self, M: int, N: int, device: Device) -> float:
+        """Expected microseconds for C [M, N], DRAM left out."""
+        products = 2e6 * self.rows * self.cols * self.kept * device.processors / device.peak[self.arithmetic]
+        turn = -(-self.k_tiles // self.splits) * (products / self.sustained + self.step_us) + self.tile_us
+        taken = self.start_us + self.turns(M, N, device) * turn
+        if self.splits > 1:  # partial sums are written, and read by the launch that adds them
+            taken += SUM_START_US + 1e6 * (self.splits + 1) * M * N * 4 / (device.memory / 2)
+        return taken
+
+    def intensity(self) -> float:
+        """Operations per byte that a tile loads."""
+        return tile_intensity(self.rows, self.cols, self.kept, self.staged, self.itemsize)
+
+
+SUM_START_US = 2.0
+"""A launch that follows another on the same stream."""
