@@ -40,6 +40,7 @@ def run(
     prune: Prune = "",
     sparsity: Sparsity = None,
     misfit: Misfit = "refuse",
+    sort: bool = typer.Option(False, help="Sort the columns of CSR rows that a file holds out of order."),
     force: bool = typer.Option(False, "--force", "-f", help="Replace what DST holds, file by file, at each rename."),
     resume: bool = typer.Option(False, help="Finish an interrupted run: finished shards are known by their hashes."),
     device: str = typer.Option("cpu", help="Where matrices are converted: cpu, cuda or cuda:<id>; same bytes."),
@@ -50,6 +51,8 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Convert SRC into DST. Every value is kept with its bits, or the run stops before anything has its final name."""
+    from spformat.limits import using
+
     if src.endswith(MATRIX_FILES):
         _matrix(src, dst, to, values, seed, dtype, force, dry_run, as_json)
         return
@@ -58,7 +61,8 @@ def run(
         outcomes = plan.foresee(src, chosen, as_json)
         plan.show(outcomes, as_json, dry_run=True)
         raise typer.Exit(3 if any(o.error for o in outcomes) else 0)
-    _checkpoint(src, dst, chosen, force, resume, device, as_json)
+    with using(sort=sort):
+        _checkpoint(src, dst, chosen, force, resume, device, as_json)
 
 
 def _checkpoint(src: str, dst: str, chosen: object, force: bool, resume: bool, device: str, as_json: bool) -> None:

@@ -13,12 +13,17 @@ EPILOG = "spformat diff ./model ./dense   (exit 0: the same values, 1: they diff
 def run(
     a: str = typer.Argument(help="A .safetensors file or a folder."),
     b: str = typer.Argument(help="The other one."),
+    provenance: bool = typer.Option(
+        False, help="Also: is one of them the very input, byte for byte, that the manifest of the other names?"
+    ),
     as_json: Json = False,
 ) -> None:
     """Compare tensor by tensor, bit by bit; only -0.0 and +0.0 count as equal."""
-    from spformat.checkpoint.diff import diff_checkpoints
+    from spformat.checkpoint.diff import diff_checkpoints, diff_provenance
 
     results = list(diff_checkpoints(a, b))
+    if provenance:
+        results += diff_provenance(a, b)
     differing = [d for _, d in results if d is not None]
     if as_json:
         found = [{"tensor": d.tensor, "what": d.what, "count": d.count, "index": list(d.index)} for d in differing]
@@ -27,5 +32,6 @@ def run(
         for d in differing:
             console().print(str(d), soft_wrap=True)
         same = len(results) - len(differing)
-        console().print(f"{same} of {len(results)} tensors hold the same values")
+        what = "tensors and files are the same" if provenance else "tensors hold the same values"
+        console().print(f"{same} of {len(results)} {what}")
     raise typer.Exit(1 if differing else 0)

@@ -36,6 +36,7 @@ def run(
               right=("zeros", "bytes", "becomes"))  # fmt: skip
     for row in rows:
         zeros = f"{100 * (1 - row['density']):.1f} %" if "density" in row else ""
+        zeros += f" ({row['stored_zeros']} stored)" if row.get("stored_zeros") else ""
         smallest = row.get("smallest", "")
         t.add_row(row["name"], "x".join(map(str, row["shape"])), row["dtype"], row["format"], zeros,
                   "; ".join(row.get("patterns", ())), size(row["bytes"]), smallest,
@@ -61,7 +62,7 @@ def _structures(src: str, include: list[str] | None, quiet: bool) -> Any:
 
     if src.endswith(MATRIX_FILES):
         a = read_matrix(src)
-        yield src, "csr", a.shape, a.dtype.name, a.nbytes, analyse(a.to_dense())
+        yield src, "csr", a.shape, a.dtype.name, a.nbytes, analyse(a.to_dense()), a.stored_zeros
         return
     source = open_source(src)
     patterns = [matcher(p) for p in include or ()]
@@ -71,17 +72,18 @@ def _structures(src: str, include: list[str] | None, quiet: bool) -> Any:
         for name in names:
             shard, record, nbytes = source.records[name]
             stored = record.format.name if record.format else "plain"
-            structure = None
+            structure, zeros = None, 0
             if len(record.shape) == 2 and record.dtype in VALUE_TYPES:
                 with source.open(shard) as f:
                     x = f.read(name) if record.format else f.array(name)
+                zeros = x.stored_zeros if isinstance(x, Format) else 0
                 structure = analyse(x.to_dense() if isinstance(x, Format) else x)
             step(name, nbytes)
-            yield name, stored, record.shape, record.dtype, nbytes, structure
+            yield name, stored, record.shape, record.dtype, nbytes, structure, zeros
 
 
 def _described(
-    name: str, stored: str, shape: tuple[int, ...], dtype: str, nbytes: int, s: Structure | None
+    name: str, stored: str, shape: tuple[int, ...], dtype: str, nbytes: int, s: Structure | None, stored_zeros: int
 ) -> dict[str, Any]:
     row: dict[str, Any] = {"name": name, "format": stored, "shape": list(shape), "dtype": dtype, "bytes": nbytes}
     if s is None:
@@ -92,6 +94,7 @@ def _described(
         "nnz": s.nnz,
         "density": round(s.density, 6),
         "negative_zeros": s.negative_zeros,
+        "stored_zeros": stored_zeros,
         "two_four": {"fits": s.is_two_four, "bad_groups": s.bad_groups, "groups": s.groups},
         "n_m": list(tightest),
         "kept_share": {str(rows): round(s.kept_share(rows), 4) for rows in s.tile_columns},
@@ -139,6 +142,7 @@ def _print_long(row: dict[str, Any]) -> None:
     if "density" not in row:
         return
     zeros = f", {row['negative_zeros']} elements are -0.0" if row["negative_zeros"] else ""
+    zeros += f", {row['stored_zeros']} zeros stored" if row["stored_zeros"] else ""
     out.print(f"  nonzeros {row['nnz']} ({100 * row['density']:.2f} %){zeros}; {'; '.join(row['patterns'])}")
     out.print(f"  2:4: {row['two_four']['bad_groups']} of {row['two_four']['groups']} groups hold more than two")
     out.print(f"  n:m that fit: {', '.join(row['n_m']) or 'none'}")

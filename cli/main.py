@@ -65,9 +65,6 @@ def main() -> None:
         # The reader went away (`| head`): nothing to say, and nothing to flush to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
-    except MemoryError:
-        sys.stderr.write("error: out of memory; nothing was published\n")
-        sys.exit(71)
     except Exception as e:
         if os.environ.get("SPFORMAT_DEBUG"):
             raise
@@ -75,11 +72,20 @@ def main() -> None:
 
 
 def _code_of(e: Exception) -> int:
-    from spformat import InternalError, SpformatError, WriteError
+    from spformat import DeviceFault, InternalError, SpformatError, WriteError
+    from spformat.arrays import device_error
 
     as_json = "--json" in sys.argv
+    e = device_error(e) or e
+    if isinstance(e, DeviceFault):
+        report(e, as_json)
+        sys.stderr.flush()
+        os._exit(e.exit_code)  # without one more CUDA call: destructors would make some
     if isinstance(e, SpformatError):
         return report(e, as_json)
+    if isinstance(e, MemoryError):
+        sys.stderr.write("error: out of memory; nothing was published\n")
+        return 71
     if isinstance(e, OSError) and e.filename is None:  # stdout closed or full
         return report(WriteError(f"cannot write: {e.strerror or e}"), as_json)
     message = f"unexpected {type(e).__name__}: {e}; this is a bug in spformat, please report it"

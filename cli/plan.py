@@ -60,6 +60,8 @@ def show(outcomes: Any, as_json: bool, **extra: Any) -> None:
         note = o.error or ("larger than dense!" if o.larger_than_dense else o.why if o.target == "keep" else "")
         if o.negative_zeros:
             note += f" {o.negative_zeros} -0.0 become +0.0"
+        if o.dropped_zeros:
+            note += f" {o.dropped_zeros} stored zeros dropped"
         style = "red" if o.error else "yellow" if o.larger_than_dense else None
         t.add_row(o.name, "x".join(map(str, o.shape)), o.dtype, zeros, o.target, size(o.bytes_in), size(o.bytes_out),
                   ratio, note.strip(), style=style)  # fmt: skip

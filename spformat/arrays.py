@@ -9,7 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from .errors import ArrayError, DeviceFault, DeviceMemoryError, DeviceUnavailable, UsageError
+from .errors import (
+    ArrayError,
+    DeviceError,
+    DeviceFault,
+    DeviceMemoryError,
+    DeviceUnavailable,
+    SpformatError,
+    UsageError,
+)
 
 PAD = -1
 """The index of a padded slot in every index array."""
@@ -21,6 +29,9 @@ INT32_MAX = 2**31 - 1
 
 _NO_DEVICE = {35, 100, 101}
 """CUDA status: driver older than the runtime, no device, no such device."""
+_OUT_OF_MEMORY = 2
+_STICKY = {214, 700, 701, 702, 709, 710, *range(714, 721)}
+"""CUDA status after which every call of the process fails: ECC, illegal address, timeout, assert, misaligned, .."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -59,8 +70,42 @@ def device_of(x: Array) -> str:
 
 
 def current_device(x: Array) -> AbstractContextManager[Any]:
-    """``with current_device(x):`` new arrays and kernels go where ``x`` is, whatever device CuPy has current."""
-    return x.device if is_cupy(x) else nullcontext()
+    """``with current_device(x):`` new arrays and kernels go where ``x`` is, whatever device CuPy has current.
+
+    What CuPy raises inside comes out as this package's errors.
+    """
+    return _typed_on(x.device) if is_cupy(x) else nullcontext()
+
+
+@contextmanager
+def _typed_on(device: Any) -> Iterator[None]:
+    try:
+        with device:
+            yield
+    except Exception as e:
+        typed = device_error(e)
+        if typed is None:
+            raise
+        raise typed from e
+
+
+def device_error(e: BaseException) -> SpformatError | None:
+    """The typed error for one that CuPy raised; None for any other. Told by names: CuPy is not imported.
+
+    Out of memory leaves the context usable; an illegal address does not, and every later call would fail.
+    """
+    if isinstance(e, SpformatError) or not type(e).__module__.startswith(("cupy", "cupy_backends")):
+        return None
+    kind, status = type(e).__name__, getattr(e, "status", None)
+    if kind == "OutOfMemoryError" or (kind.startswith("CUDA") and status == _OUT_OF_MEMORY):
+        return DeviceMemoryError(f"not enough device memory: {e}; the CUDA context is usable")
+    if not kind.startswith(("CUDARuntimeError", "CUDADriverError")):
+        return None
+    if status in _NO_DEVICE:
+        return DeviceUnavailable(f"{e}; `spformat env` shows what is there")
+    if status in _STICKY:
+        return DeviceFault(f"{e}; CUDA context lost: the process must end, restart it")
+    return DeviceError(f"{e}")
 
 
 def parse_device(device: str) -> int | None:
@@ -99,12 +144,12 @@ def device_errors(device: str, dtype: Any, nbytes: int) -> Iterator[None]:
     cupy = import_cupy()
     try:
         yield
-    except cupy.cuda.memory.OutOfMemoryError as e:
-        raise DeviceMemoryError(f"{device}: {nbytes:,} bytes do not fit: {e}") from e
-    except cupy.cuda.runtime.CUDARuntimeError as e:
-        if e.status in _NO_DEVICE:
-            raise DeviceUnavailable(f"{device}: {e}; `spformat env` shows what is there") from e
-        raise DeviceFault(f"{device}: {e}; the CUDA context is lost, restart the process") from e
+    except (cupy.cuda.memory.OutOfMemoryError, cupy.cuda.runtime.CUDARuntimeError) as e:
+        typed = device_error(e)
+        if typed is None:
+            raise
+        typed.message = f"{device}: {nbytes:,} bytes: {typed.message}"
+        raise typed from e
     except ValueError as e:
         message = f"CuPy {cupy.__version__} cannot hold dtype {dtype} on a device; keep the tensor on the host"
         raise ArrayError(message, value=str(dtype)) from e

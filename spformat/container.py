@@ -22,7 +22,7 @@ from . import descriptor, limits, stfile
 from .arrays import Array, device_errors, import_cupy, is_cupy, parse_device, to_device
 from .descriptor import Record
 from .dtypes import VALUE_TYPES
-from .errors import DescriptorError, FormatError, IntegrityError, LimitError, UsageError, printable
+from .errors import DescriptorError, DeviceMemoryError, FormatError, IntegrityError, LimitError, UsageError, printable
 from .files import Path
 from .formats.base import Format
 from .formats.dense import Dense
@@ -414,8 +414,8 @@ def _validated(f: Format, device: str) -> Format:
     """``f`` on ``device``, contents scanned where its arrays are: the scans check ranges before they use anything as
     an address, on the very copy that kernels will read."""
     try:
-        return f.validate().to(device)
-    except MemoryError:  # the arrays fit the device, the temporaries of their scan do not
+        return f.in_order().to(device) if limits.current().sort else f.validate().to(device)
+    except (MemoryError, DeviceMemoryError):  # the arrays fit the device, the temporaries of their scan do not
         f.to("cpu").validate()
         return type(f).made(shape=f.shape, **f.params(), **f.tables(), **f.arrays())
 

@@ -44,6 +44,8 @@ class Limits:
     """Read files of ours whose checksums were left out (``--allow-unchecked``); wrong ones never pass."""
     ignore_unknown: bool = False
     """Read descriptors with keys this release does not know (``--ignore-unknown``)."""
+    sort: bool = False
+    """Put indices that a file holds out of order in order (``convert --sort``) instead of refusing the file."""
     link_roots: tuple[str, ...] = ()
     """Folders that symlinks among the files of a checkpoint may lead into (``--follow-symlinks``)."""
 

@@ -27,14 +27,15 @@ def chunks(n: int, like: Array, step: int = CHUNK) -> Iterator[slice]:
 
 
 def fail(
-    f: Any, error: type[InvariantError], array: str, index: Any, value: Any, expected: str, *, count: int | None = None
-) -> None:
+    f: Any, error: type[InvariantError], array: str, index: Any, value: Any, expected: str, *, count: int | None = None,
+    hint: str | None = None,
+) -> None:  # fmt: skip
     """Raise ``error`` for one offender in the one wording all scans share."""
     place = ", ".join(str(i) for i in index) if isinstance(index, tuple) else str(index)
     more = f" ({count} such)" if count and count > 1 else ""
     raise error(
-        f"{f.name}: {array}[{place}]: expected {expected}, got {value}{more}",
-        array=array, index=index, value=value, expected=expected, count=count,
+        f"{f.name}: {array}[{place}]: expected {expected}, got {value}{more}" + (f"; {hint}" if hint else ""),
+        array=array, index=index, value=value, expected=expected, count=count, hint=hint,
     )  # fmt: skip
 
 
@@ -96,7 +97,7 @@ def within(f: Any, name: str, bound: int, *, pad: bool = False, error: type[Inva
         fail(f, error, name, place(i, a.shape), int(a.reshape(-1)[i]), expected, count=found[1])
 
 
-def increasing_in_segments(f: Any, pointer_name: str, name: str) -> None:
+def increasing_in_segments(f: Any, pointer_name: str, name: str, unsorted_hint: str | None = None) -> None:
     """Strictly increasing inside each segment of a pointer that is already known to be valid."""
     p, a = getattr(f, pointer_name), getattr(f, name)
     xp = namespace(a)
@@ -113,7 +114,8 @@ def increasing_in_segments(f: Any, pointer_name: str, name: str) -> None:
             got, before = int(a[i]), int(a[i - 1])
             what = "repeats" if got == before else "is smaller than"
             expected = f"> {before}, the entry before it in row {segment} ({got} {what} it)"
-            fail(f, OrderError, name, i, got, expected, count=found[1])
+            hint = unsorted_hint if got != before else None
+            fail(f, OrderError, name, i, got, expected, count=found[1], hint=hint)
 
 
 def negative_zero_free(f: Any, name: str) -> None:

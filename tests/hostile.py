@@ -66,3 +66,37 @@ def rewrite(path: Path, edit: Edit, *, sums: bool = True, seal: bool = True) -> 
         metadata[descriptor.KEY] = stheader.compact_json(tree, sort_keys=True)
     header = stheader.encode(entries, metadata)
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"".join(raw[e.name][2] for e in entries))
+
+
+def described(tree: dict[str, Any]) -> dict[str, Any]:
+    """What the descriptor says of tensor "w"."""
+    found: dict[str, Any] = tree["tensors"]["w"]
+    return found
+
+
+def put(**changes: Any) -> Edit:
+    """Keys of the description of "w", exchanged or added."""
+    return lambda tree, arrays: described(tree).update(changes)
+
+
+def drop(key: str) -> Edit:
+    """The description of "w" without a key."""
+    return lambda tree, arrays: described(tree).pop(key)  # type: ignore[return-value]
+
+
+def keep(edit: Callable[[dict[str, Any], dict[str, Any]], Any]) -> Edit:
+    """Run an edit for its effect; what it returns is not a new descriptor text."""
+
+    def run(tree: dict[str, Any], arrays: dict[str, Any]) -> None:
+        edit(tree, arrays)
+
+    return run
+
+
+def change(array: str, with_: Callable[[np.ndarray[Any, Any]], Any]) -> Edit:
+    """An array of "w" as ``with_`` makes it."""
+
+    def edit(tree: dict[str, Any], arrays: dict[str, Any]) -> None:
+        arrays[f"w.{array}"] = with_(arrays[f"w.{array}"])
+
+    return edit

@@ -1,4 +1,4 @@
-"""save, load, safe_open. Ids d01 .. d25 and a01 .. are rows of the catalogue of bad and odd inputs."""
+"""save, load, safe_open. What must be refused is in rows/test_descriptor_rows.py and rows/test_array_rows.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import random
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +14,20 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-from hostile import Edit, make, matrix, rewrite
+from hostile import change, make, matrix, rewrite
 
-from spformat import limits, stfile
+from spformat import stfile
 from spformat.container import create, load, outline, safe_open, save, save_dense
 from spformat.dtypes import SAFETENSORS, VALUE_TYPES
 from spformat.errors import (
     ArrayError,
     ContainerError,
-    DescriptorError,
     DeviceUnavailable,
     IndexBoundsError,
     IntegrityError,
-    InvariantError,
-    LimitError,
     OutputError,
-    PointerError,
     SpformatError,
     UsageError,
-    VersionError,
 )
 from spformat.formats import FORMATS
 from spformat.formats.base import Format
@@ -83,7 +77,7 @@ def test_plain_arrays_of_every_dtype_and_rank(tmp_path: Path, code: str) -> None
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8"])
-def test_t10_a45_every_bit_pattern(tmp_path: Path, dtype: str) -> None:
+def test_every_bit_pattern(tmp_path: Path, dtype: str) -> None:
     row = VALUE_TYPES[dtype]
     patterns = np.arange(2 ** (8 * row.numpy.itemsize), dtype=row.bits)  # NaN payloads, infinities, subnormals, -0
     x = patterns.view(row.numpy).reshape(16, -1)
@@ -96,7 +90,7 @@ def test_t10_a45_every_bit_pattern(tmp_path: Path, dtype: str) -> None:
     assert np.array_equal(back["csr"].to_dense().view(row.bits).reshape(-1), np.where(zero, 0, patterns))
 
 
-def test_c31_a42_foreign_memory_layouts(tmp_path: Path) -> None:
+def test_foreign_memory_layouts(tmp_path: Path) -> None:
     base = np.arange(12, dtype=np.float32).reshape(3, 4)
     arrays = {"f": np.asfortranarray(base), "t": base.T, "b": base.astype(">f4"), "n": base[::-1], "s": np.float32(3)}
     save(tmp_path / "x", arrays | {"dense": Dense.from_dense(base.T)})
@@ -117,7 +111,7 @@ def test_names_select_and_unknown_ones_get_a_hint(csr_file: Path) -> None:
         load(csr_file, device="tpu")
 
 
-def test_c24_c25_names_are_only_keys(tmp_path: Path) -> None:
+def test_names_are_only_keys(tmp_path: Path) -> None:
     names = ["../../x", "a/b", "a.b.c", "重み", "e\u0301", "\u00e9", "tensors", "w", "w.w", "\x1b[31m"]
     save(tmp_path / "x", {name: make(CSR, (i, 3)) for i, name in enumerate(names)})
     back = load(tmp_path / "x")
@@ -207,26 +201,6 @@ def test_official_package_reads_our_files(tmp_path: Path) -> None:
 # --- somebody else's files
 
 
-def test_d01_a_dense_file_is_dense_input_but_not_loadable(tmp_path: Path) -> None:
-    w = np.arange(12, dtype=np.float32).reshape(3, 4)
-    arrays = {"z.weight": w, "a.bias": w[0].copy(), "ids": np.arange(4).reshape(2, 2)}
-    safetensors.numpy.save_file(arrays, tmp_path / "x", {"format": "pt"})
-    with pytest.raises(DescriptorError, match=r"dense safetensors file.*spformat convert.*safe_open") as e:
-        load(tmp_path / "x")
-    assert e.value.exit_code == 65
-    with safe_open(tmp_path / "x") as f:
-        assert not f.described
-        assert f.metadata == {"format": "pt"}
-        assert isinstance(f["z.weight"], Dense)
-        assert f["z.weight"].is_validated
-        assert np.array_equal(f["z.weight"].to_dense(), w)
-        assert isinstance(f["a.bias"], np.ndarray)
-        assert isinstance(f["ids"], np.ndarray)  # int64 is not a value type
-        assert np.array_equal(f.array("z.weight", slice(1, 3)), w[1:])
-        places = [stfile.SAFETENSORS[f.info(k).arrays[""][0]].itemsize for k in f]
-        assert places == sorted(places, reverse=True)  # in the order of their data
-
-
 def test_foreign_files_of_every_value_type_are_dense(tmp_path: Path) -> None:
     arrays = {dtype: matrix((5, 6), dtype) for dtype in VALUE_TYPES}
     save_dense(tmp_path / "x", arrays)
@@ -235,7 +209,7 @@ def test_foreign_files_of_every_value_type_are_dense(tmp_path: Path) -> None:
             assert f[dtype] == Dense.from_dense(a)
 
 
-def test_c27_foreign_tensors_of_unknown_dtype_do_not_spoil_the_rest(tmp_path: Path) -> None:
+def test_foreign_tensors_of_unknown_dtype_do_not_spoil_the_rest(tmp_path: Path) -> None:
     with stfile.Writer(tmp_path / "x", [("q", "F4", (3, 8), 12), ("w", "F32", (1, 2))]) as out:
         out.put("q", [bytes(range(12))])
         out.put("w", np.float32([[1, 2]]))
@@ -291,7 +265,7 @@ def test_a_bare_tensor_needs_a_name(tmp_path: Path) -> None:
             save(tmp_path / "x", bare)  # type: ignore[arg-type]
 
 
-def test_t27_no_descriptor_leaks(csr_file: Path, tmp_path: Path) -> None:
+def test_no_descriptor_leaks(csr_file: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad"
     bad.write_bytes(csr_file.read_bytes()[:-1])
     before = len(os.listdir("/proc/self/fd"))
@@ -355,7 +329,7 @@ def test_an_outline_read_from_a_file_serves_to_write_one(csr_file: Path, tmp_pat
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
-def test_t3_truncations_and_byte_substitutions(tmp_path: Path, fmt: type[Format]) -> None:
+def test_truncations_and_byte_substitutions(tmp_path: Path, fmt: type[Format]) -> None:
     path = tmp_path / "x"
     save(path, {"w": make(fmt, (3, 5)), "b": np.int8([1])})
     good = path.read_bytes()
@@ -382,7 +356,7 @@ def test_t3_truncations_and_byte_substitutions(tmp_path: Path, fmt: type[Format]
 
 
 @pytest.mark.slow
-def test_t3_substitutions_insertions_and_deletions(tmp_path: Path) -> None:
+def test_substitutions_insertions_and_deletions(tmp_path: Path) -> None:
     rng = random.Random(3)  # 24 values a byte; all 255 were run once and rejected
     path = tmp_path / "x"
     save(path, {"w": make(CSR, (3, 5))})
@@ -406,242 +380,10 @@ def test_t3_substitutions_insertions_and_deletions(tmp_path: Path) -> None:
 # --- 2b: the descriptor, checksums recomputed
 
 
-def w(tree: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = tree["tensors"]["w"]
-    return found
-
-
-def put(**changes: Any) -> Edit:
-    return lambda tree, arrays: w(tree).update(changes)
-
-
-def drop(key: str) -> Edit:
-    return lambda tree, arrays: w(tree).pop(key)  # type: ignore[return-value]
-
-
-def keep(edit: Callable[[dict[str, Any], dict[str, Any]], Any]) -> Edit:
-    """Run an edit for its effect; what it returns is not a new descriptor text."""
-
-    def run(tree: dict[str, Any], arrays: dict[str, Any]) -> None:
-        edit(tree, arrays)
-
-    return run
-
-
-REQUIRED = ("format", "shape", "dtype", "params", "crc32")
-ZEROS = {"indptr": "0" * 8, "indices": "0" * 8, "data": "0" * 8}
-DESCRIPTOR: dict[str, tuple[Edit, type[SpformatError], str]] = {
-    "d02-newer-container": (lambda t, a: t.update(container=2), VersionError, "expected 1, got '2'; a newer"),
-    "d02-older-container": (lambda t, a: t.update(container=0), VersionError, "expected 1, got '0'"),
-    "d02-text-container": (lambda t, a: t.update(container="1"), VersionError, "expected 1, got '1'"),
-    "d02-true-container": (lambda t, a: t.update(container=True), VersionError, "got 'True'"),
-    "d02-no-container": (lambda t, a: t.pop("container"), VersionError, "got none"),
-    "d02-newer-format": (put(version=2), VersionError, "csr version: expected 1, got '2'"),
-    "d02-text-version": (put(version="1.0"), VersionError, "got '1.0'"),
-    "d02-no-version": (drop("version"), VersionError, "got none"),
-    "d03-unknown-format": (put(format="csrr"), DescriptorError, "unknown format 'csrr'; did you mean 'csr'"),
-    "d03-wrong-case": (put(format="CSR"), DescriptorError, "unknown format 'CSR'"),
-    "d03-format-number": (put(format=3), DescriptorError, "format id"),
-    "d04-not-json": (lambda t, a: "{", DescriptorError, "not valid JSON"),
-    "d04-array": (lambda t, a: "[]", DescriptorError, "expected a JSON object"),
-    "d04-nan": (lambda t, a: '{"container":NaN}', DescriptorError, "NaN"),
-    "d04-duplicate-key": (lambda t, a: '{"container":1,"container":1}', DescriptorError, "duplicate key 'container'"),
-    "d04-empty": (lambda t, a: "", DescriptorError, "not valid JSON"),
-    "d04-tensors-list": (lambda t, a: t.update(tensors=[]), DescriptorError, "tensors: expected an object"),
-    "d04-tensor-null": (lambda t, a: t["tensors"].update(w=None), DescriptorError, "expected an object"),
-    "d04-plain-list": (lambda t, a: t.update(plain=["bias"]), DescriptorError, "plain: expected an object"),
-    **{f"d05-no-{key}": (drop(key), DescriptorError, f"'{key}'") for key in REQUIRED},
-    "d05-no-tensors": (lambda t, a: t.pop("tensors"), DescriptorError, "'tensors'"),
-    "d06-extra-key": (put(colour="red"), DescriptorError, "unknown key 'colour'.*--ignore-unknown"),
-    "d06-extra-top-key": (lambda t, a: t.update(extra=1), DescriptorError, "unknown key 'extra'"),
-    "d06-extra-param": (put(params={"n": 2}), DescriptorError, "params: unknown key 'n'"),
-    "d06-tables-of-none": (put(tables={}), DescriptorError, "unknown key 'tables'"),
-    "d07-absent-array": (keep(lambda t, a: a.pop("w.indices")), DescriptorError, "expected the entry 'w.indices'"),
-    "d07-absent-plain": (keep(lambda t, a: a.pop("bias")), DescriptorError, "expected the entry 'bias'"),
-    "d08-smuggled-array": (keep(lambda t, a: a.update(x=np.zeros(3))), DescriptorError, "'x' of the file is claimed"),
-    "d09-claimed-twice": (lambda t, a: t["plain"].update({"w.data": "00000000"}), DescriptorError, "by tensor 'w' too"),
-    "d09-name-twice": (
-        keep(lambda t, a: (a.update(w=np.zeros(1)), t["plain"].update(w="00000000"))), DescriptorError, "two tensors"),
-    "d10-3d": (put(shape=[7, 7, 1]), DescriptorError, r"expected \[M, K\], got 3"),
-    "d10-1d": (put(shape=[7]), DescriptorError, "got 1 dim"),
-    "d10-0d": (put(shape=[]), DescriptorError, "got 0 dim"),
-    "d11-text": (put(shape=["7", "7"]), DescriptorError, "list of ints"),
-    "d11-float": (put(shape=[7.0, 7]), DescriptorError, "list of ints"),
-    "d11-bool": (put(shape=[True, 7]), DescriptorError, "list of ints"),
-    "d11-negative": (put(shape=[-7, 7]), DescriptorError, "list of ints"),
-    "d11-huge": (put(shape=[2**48, 7]), DescriptorError, "list of ints"),
-    "d11-not-a-list": (put(shape=7), DescriptorError, "list of ints"),
-    "d13-rows-without-pointers": (put(shape=[2**31 - 1, 7]), ArrayError, "indptr"),
-    "d18-upper-case": (put(crc32=ZEROS | {"indptr": "ABCDEF01"}), DescriptorError, "lower-case hex"),
-    "d18-short": (put(crc32=ZEROS | {"indptr": "abc"}), DescriptorError, "8 lower-case"),
-    "d18-number": (put(crc32=ZEROS | {"indptr": 1}), DescriptorError, "8 lower-case"),
-    "d18-one-missing": (put(crc32={"indptr": "0" * 8, "data": "0" * 8}), DescriptorError, "'indices'.*--allow-unch"),
-    "d18-other-algorithm": (
-        keep(lambda t, a: w(t).update(sha1=w(t).pop("crc32"))), DescriptorError, "'crc32', got none.*--allow"),
-    "d23-huge-descriptor": (put(params={"x" * 100_000: 1}), LimitError, "--max-descriptor-bytes"),
-    "d24-other-value-dtype": (put(dtype="bfloat16"), ArrayError, "expected BF16 for dtype bfloat16, got F16"),
-    "d24-unknown-dtype": (put(dtype="f16"), DescriptorError, "dtype: expected one of"),
-    "d25-pad-in-descriptor": (put(pad=0), DescriptorError, "unknown key 'pad'"),
-    "c28-extra-field-in-header": (lambda t, a: None, ContainerError, "unknown field"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", DESCRIPTOR)
-def test_bad_descriptors(csr_file: Path, case: str) -> None:
-    edit, error, message = DESCRIPTOR[case]
-    text = case in ("d04-not-json", "d04-array", "d04-nan", "d04-duplicate-key", "d04-empty")
-    rewrite(csr_file, edit if text else keep(edit), sums=not case.startswith("d18"))
-    if case.startswith("c28"):
-        data = csr_file.read_bytes()
-        n = int.from_bytes(data[:8], "little")
-        raw = data[8 : 8 + n].replace(b'"dtype":', b'"x":1,"dtype":', 1)
-        csr_file.write_bytes(len(raw).to_bytes(8, "little") + raw + data[8 + n :])
-    with pytest.raises(error, match=message) as e:
-        load(csr_file)
-    assert e.value.exit_code in (65, 78)
-    assert str(csr_file) in str(e.value)
-
-
 def test_the_rewriting_helper_makes_good_files(csr_file: Path) -> None:
     before = csr_file.read_bytes()
     rewrite(csr_file, lambda tree, arrays: None)
     assert csr_file.read_bytes() == before
-
-
-def test_d05_d14_tables(tmp_path: Path) -> None:
-    fmt = next(f for f in FORMATS if f.declared_tables())
-    table = fmt.declared_tables()[0][0]
-
-    def saved() -> Path:
-        save(tmp_path / "x", {"w": make(fmt)}, overwrite=True)
-        return tmp_path / "x"
-
-    rewrite(saved(), drop("tables"))
-    with pytest.raises(DescriptorError, match="'tables'"):
-        load(tmp_path / "x")
-    rewrite(saved(), keep(lambda t, a: w(t)["tables"].pop(table)))
-    with pytest.raises(DescriptorError, match=f"tables: expected a key '{table}'"):
-        load(tmp_path / "x")
-    rewrite(saved(), keep(lambda t, a: w(t)["tables"][table].append(0)))
-    with pytest.raises(ArrayError):
-        load(tmp_path / "x")
-    rewrite(saved(), keep(lambda t, a: w(t)["tables"][table].__setitem__(0, w(t)["tables"][table][0] + 1)))
-    with pytest.raises((ArrayError, InvariantError)):
-        load(tmp_path / "x")
-    for bad in (-1, 1.0, "1", True, None):
-        rewrite(saved(), keep(lambda t, a, bad=bad: w(t)["tables"][table].__setitem__(0, bad)))
-        with pytest.raises(DescriptorError, match="list of ints"):
-            load(tmp_path / "x")
-
-
-def test_d06_unknown_keys_can_be_ignored(csr_file: Path) -> None:
-    def edit(tree: dict[str, Any], arrays: dict[str, Any]) -> None:
-        tree["extra"] = w(tree)["colour"] = 1
-
-    rewrite(csr_file, edit)
-    assert load(csr_file, ignore_unknown=True)["w"] == make(CSR)
-
-
-HUGE = 2**20
-
-
-def test_d12_a_hostile_shape_loads_but_does_not_unfold(tmp_path: Path) -> None:
-    one = CSR(
-        shape=(HUGE, HUGE),
-        indptr=np.concatenate([[0], np.ones(HUGE)]).astype(np.int32),
-        indices=np.int32([5]),
-        data=np.float32([1]),
-    )
-    save(tmp_path / "x", {"w": one})
-    with pytest.raises(LimitError, match=r"4,398,046,511,104 bytes.*--max-memory"):
-        load(tmp_path / "x")["w"].to_dense()
-
-
-PARAM_CASES = [
-    ("bsr", "blocksize", [0, 3]), ("bsr", "blocksize", [-1, 3]), ("bsr", "blocksize", [2**16, 3]),
-    ("bsr", "blocksize", [2]),
-    ("bsr", "blocksize", "2x3"), ("bsr", "blocksize", [2.0, 3]), ("bsr", "blocksize", None), ("vector-nm", "n", 5),
-    ("vector-nm", "n", 0), ("vector-nm", "m", 0), ("vector-nm", "m", 257), ("vector-nm", "vector_length", 0),
-    ("vector-nm", "n", "2"), ("vector-nm", "n", True), ("two-four", "meta_order", "linear"),
-    ("two-four", "meta_order", 0),
-    ("sr-bcrs", "stride", 0), ("ell-buckets", "max_width", 3), ("ell-buckets", "column_parts", 0),
-    ("ell-buckets", "max_width", None),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("fmt", "param", "value"), PARAM_CASES)
-def test_d15_d16_params_out_of_range(tmp_path: Path, fmt: str, param: str, value: Any) -> None:
-    cls = next(f for f in FORMATS if f.name == fmt)
-    save(tmp_path / "x", {"w": make(cls)})
-    rewrite(tmp_path / "x", keep(lambda t, a: w(t)["params"].__setitem__(param, value)))
-    with pytest.raises(DescriptorError, match=param):
-        load(tmp_path / "x")
-
-
-@pytest.mark.parametrize("fmt", [f for f in FORMATS if f.declared_params()], ids=lambda f: f.name)
-def test_d05_every_param_is_required(tmp_path: Path, fmt: type[Format]) -> None:
-    for d in fmt.declared_params():
-        save(tmp_path / "x", {"w": make(fmt)}, overwrite=True)
-        rewrite(tmp_path / "x", keep(lambda t, a, key=d.name: w(t)["params"].pop(key)))
-        with pytest.raises(DescriptorError, match=f"params: expected a key '{d.name}'"):
-            load(tmp_path / "x")
-
-
-def test_d18_files_without_checksums_need_permission(csr_file: Path) -> None:
-    def unchecked(tree: dict[str, Any], arrays: dict[str, Any]) -> None:
-        del tree["sha256"], w(tree)["crc32"]
-
-    rewrite(csr_file, unchecked, seal=False)
-    with pytest.raises(DescriptorError, match="--allow-unchecked"):
-        load(csr_file)
-    assert load(csr_file, allow_unchecked=True)["w"] == make(CSR)
-
-
-@pytest.mark.parametrize("sha", ["A" * 64, "0" * 63, 7, "", "sha1:" + "0" * 40])
-def test_d18_malformed_sha256(csr_file: Path, sha: Any) -> None:
-    rewrite(csr_file, lambda tree, arrays: tree.update(sha256=sha), seal=False)
-    for options in ({}, {"allow_unchecked": True}):
-        with pytest.raises(DescriptorError, match="64 lower-case hex"):
-            load(csr_file, **options)
-
-
-def test_d19_right_checksums_do_not_replace_validation(csr_file: Path) -> None:
-    def edit(tree: dict[str, Any], arrays: dict[str, Any]) -> None:
-        arrays["w.indices"] = arrays["w.indices"] + np.int32(100)
-
-    rewrite(csr_file, edit)
-    with pytest.raises(IndexBoundsError) as e:
-        load(csr_file)
-    assert (e.value.tensor, e.value.array, e.value.path) == ("w", "indices", str(csr_file))
-
-
-@pytest.mark.parametrize("entry", ["w.data", "w.indices", "w.indptr", "bias"])
-def test_d20_wrong_checksum_names_the_array(csr_file: Path, entry: str) -> None:
-    def edit(tree: dict[str, Any], arrays: dict[str, Any]) -> None:
-        holder = tree["plain"] if entry == "bias" else w(tree)["crc32"]
-        key = entry.removeprefix("w.")
-        holder[key] = f"{int(holder[key], 16) ^ 1:08x}"
-
-    rewrite(csr_file, edit, sums=False)
-    for options in ({}, {"allow_unchecked": True}):
-        with pytest.raises(IntegrityError, match="is stored") as e:
-            load(csr_file, **options)
-        assert (e.value.tensor, e.value.array) == ((entry, None) if entry == "bias" else ("w", entry[2:]))
-
-
-def test_d20_bytes_passed_on_are_checked_too(csr_file: Path, tmp_path: Path) -> None:
-    with safe_open(csr_file) as f:
-        assert b"".join(p.tobytes() for p in f.raw("bias", 5)) == np.arange(7, dtype=np.float32).tobytes()
-    rewrite(csr_file, lambda tree, arrays: tree["plain"].update(bias="01234567"))
-    with safe_open(csr_file) as f:
-        with pytest.raises(IntegrityError, match="01234567 is stored"):
-            save_dense_from(f, tmp_path / "out")
-        assert not (tmp_path / "out").exists()
-
-
-def save_dense_from(f: Any, path: Path) -> None:
-    with stfile.Writer(path, [("bias", "F32", (7,))]) as out:
-        out.put("bias", f.raw("bias"))
 
 
 @pytest.mark.gpu
@@ -658,7 +400,7 @@ def test_loading_to_a_device(tmp_path: Path, fmt: type[Format]) -> None:
 
 
 @pytest.mark.gpu
-def test_a44_a_dtype_the_device_lacks(tmp_path: Path) -> None:
+def test_a_dtype_the_device_lacks(tmp_path: Path) -> None:
     import cupy
 
     save(tmp_path / "x", {"w": make(CSR, dtype="float8_e5m2")})
@@ -671,71 +413,13 @@ def test_a44_a_dtype_the_device_lacks(tmp_path: Path) -> None:
         assert load(tmp_path / "x", device="cuda")["w"].dtype == "float8_e5m2"
 
 
-def test_g01_a_device_that_is_not_there(csr_file: Path) -> None:
+def test_a_device_that_is_not_there(csr_file: Path) -> None:
     with pytest.raises(DeviceUnavailable) as e:
         load(csr_file, device="cuda:99")
     assert e.value.exit_code == 69
 
 
-def test_d21_header_of_another_sha_or_not_canonical(csr_file: Path) -> None:
-    good = csr_file.read_bytes()
-    n = int.from_bytes(good[:8], "little")
-    header, data = good[8 : 8 + n], good[8 + n :]
-    rewrite(csr_file, lambda tree, arrays: tree.update(sha256="0" * 64), seal=False)
-    with pytest.raises(IntegrityError, match="sha256"):
-        load(csr_file)
-    tree = json.loads(header)
-    reordered = json.dumps(dict(reversed(tree.items())), separators=(",", ":")).encode()
-    spaced = json.dumps(tree).encode()
-    more_padding = header + b" " * 64
-    for raw in (reordered, spaced, more_padding):
-        csr_file.write_bytes(len(raw).to_bytes(8, "little") + raw + data)
-        with pytest.raises(IntegrityError, match="canonical"):
-            load(csr_file)
-    csr_file.write_bytes(len(b" " + header).to_bytes(8, "little") + b" " + header + data)
-    with pytest.raises(ContainerError, match="start with"):  # c20
-        load(csr_file)
-
-
-def test_d23_the_writer_keeps_to_the_limit(tmp_path: Path) -> None:
-    with limits.using(descriptor_bytes=100), pytest.raises(LimitError, match="--max-descriptor-bytes"):
-        save(tmp_path / "x", {"w": make(CSR)})
-    assert list(tmp_path.iterdir()) == []
-
-
 # --- 2c, where the file layer meets the arrays: checksums are right
-
-
-def change(array: str, with_: Callable[[np.ndarray[Any, Any]], Any]) -> Edit:
-    def edit(tree: dict[str, Any], arrays: dict[str, Any]) -> None:
-        arrays[f"w.{array}"] = with_(arrays[f"w.{array}"])
-
-    return edit
-
-
-ARRAYS: dict[str, tuple[Edit, type[SpformatError]]] = {
-    **{f"a01-index-{d}": (change("indices", lambda a, d=d: a.astype(d)), ArrayError)
-       for d in ("float32", "int8", "uint64", "bool", "int64", "uint16")},
-    "a02-index-shorter": (change("indices", lambda a: a[:-1]), ArrayError),
-    "a02-data-shorter": (change("data", lambda a: a[:-1]), ArrayError),
-    "a03-pointer-M": (change("indptr", lambda a: a[:-1]), ArrayError),
-    "a03-pointer-M+2": (change("indptr", lambda a: np.append(a, a[-1:])), ArrayError),
-    "a04-pointer-from-1": (change("indptr", lambda a: np.append(np.int32([1]), a[1:])), PointerError),
-    "a04-pointer-from--1": (change("indptr", lambda a: np.append(np.int32([-1]), a[1:])), PointerError),
-    "a11-rank": (change("data", lambda a: a[:, None]), ArrayError),
-    "d24-same-width": (change("data", lambda a: a.view(np.uint16)), ArrayError),
-    "c27-sub-byte": (change("data", lambda a: ("F4", (4 * a.size,), a.tobytes())), ArrayError),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", ARRAYS)
-def test_bad_arrays(csr_file: Path, case: str) -> None:
-    edit, error = ARRAYS[case]
-    rewrite(csr_file, edit)
-    with pytest.raises(error) as e:
-        load(csr_file)
-    assert e.value.tensor == "w"
-    assert e.value.path == str(csr_file)
 
 
 def test_errors_name_file_and_tensor_and_escape_names(tmp_path: Path) -> None:
@@ -751,7 +435,7 @@ def test_errors_name_file_and_tensor_and_escape_names(tmp_path: Path) -> None:
     assert json.loads(json.dumps(e.value.to_json()))["code"] == "IntegrityError"
 
 
-def test_a53_t26_good_and_bad_files_in_many_threads(csr_file: Path, tmp_path: Path) -> None:
+def test_good_and_bad_files_in_many_threads(csr_file: Path, tmp_path: Path) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     bad = tmp_path / "bad"

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..dtypes import VALUE_TYPES
+from ..limits import check_bytes, product
 from ..problem import COL, Problem
 
 
@@ -28,6 +29,8 @@ def check_operands(p: Problem, B: Any, out: Any) -> np.ndarray[Any, Any]:
         raise TypeError(f"B: this plan takes {p.b_dtype}, got {B.dtype}")
     shape, dtype = (p.M, B.shape[1]), numpy_dtype(p.out_dtype)
     if out is None:
+        given = B.nbytes + p.nnz * numpy_dtype(p.a_dtype).itemsize
+        check_bytes(product(*shape, dtype.itemsize), f"spmm: product of shape {shape}", given)
         return np.empty(shape, dtype, order="F" if p.out_layout == COL else "C")
     if not isinstance(out, np.ndarray):
         raise TypeError(f"out: expected a numpy array, got {type(out).__name__}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from ..dtypes import VALUE_TYPES, bits, nonzero_mask
-from ..errors import printable
-from ..files import Path
+from ..errors import UsageError, printable
+from ..files import Path, safe_name, sha256_of
 from ..formats.base import Format
+from .manifest import MANIFEST, read_manifest
 from .source import open_source
 
 
@@ -36,6 +38,24 @@ def diff_checkpoints(a: Path, b: Path) -> Iterator[tuple[str, Difference | None]
             yield name, Difference(name, f"only in {first.path if name in first.records else second.path}")
             continue
         yield name, _compare(name, *(_dense(s, name) for s in (first, second)))
+
+
+def diff_provenance(a: Path, b: Path) -> Iterator[tuple[str, Difference | None]]:
+    """(file, None or its difference) for every input file that the manifest of one names, looked up in the other.
+
+    The sha256 of the file is compared with the one in the manifest. UsageError when neither folder has a manifest.
+    """
+    one, other = (p for p in (a, b) if os.path.isfile(os.path.join(p, MANIFEST))), {os.fspath(a), os.fspath(b)}
+    packed = next(one, None)
+    if packed is None:
+        raise UsageError(f"--provenance: neither {printable(a)} nor {printable(b)} has a {MANIFEST}")
+    source = (other - {os.fspath(packed)} or other).pop()
+    folder = source if os.path.isdir(source) else os.path.dirname(os.path.abspath(source))
+    for entry in read_manifest(os.path.join(packed, MANIFEST))["files"].values():
+        name, expected = safe_name(entry["source"], ".safetensors"), entry["source_sha256"]
+        found = sha256_of(os.path.join(folder, name))
+        same = found == expected
+        yield name, None if same else Difference(name, f"sha256: the manifest says {expected}, the file has {found}")
 
 
 def _dense(source: Any, name: str) -> np.ndarray[Any, Any]:

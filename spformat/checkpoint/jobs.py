@@ -50,6 +50,8 @@ class Outcome:
     bytes_out: int | None
     nnz: int | None = None
     negative_zeros: int = 0
+    dropped_zeros: int = 0
+    """Zeros that the input stored as items and the target does not."""
     larger_than_dense: bool = False
     error: str = ""
 

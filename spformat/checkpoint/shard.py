@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ..arrays import has_dtype
 from ..container import FileWriter, TensorFile, create, outline
 from ..convert import convert
 from ..descriptor import Record
-from ..dtypes import SAFETENSORS, SAFETENSORS_CODE, value_type
+from ..dtypes import SAFETENSORS, SAFETENSORS_CODE, nonzero_mask, value_type
 from ..errors import StructureError
 from ..formats import parse_spec, spec_text
 from ..formats.base import Format
-from ..limits import product
+from ..limits import check_bytes, product
 from ..stfile import Writer, code_of
 from ..structure import count_nonzeros
 from .jobs import Job, Outcome, dense_of, prune, settle
@@ -69,7 +71,9 @@ def _write_dense(
     specs: list[Any] = []
     for j in jobs:
         if j.record.format is not None:
-            specs.append((j.name, SAFETENSORS_CODE[value_type(j.record.dtype).numpy], j.shape))
+            dtype = value_type(j.record.dtype).numpy
+            check_bytes(product(*j.shape, dtype.itemsize), f"{j.name}: dense array of shape {j.shape}", j.bytes_in)
+            specs.append((j.name, SAFETENSORS_CODE[dtype], j.shape))
         else:
             ((code, shape),) = j.record.arrays.values()
             specs.append((j.name, code, shape) if code in SAFETENSORS else (j.name, code, shape, j.bytes_in))
@@ -143,6 +147,10 @@ def _settle(f: TensorFile, job: Job, recipe: Recipe, hold: int, values: Any) -> 
     target = settle(job, dense_of(x) if job.target == AUTO else x)
     fmt, given = parse_spec(target)
     nnz, negative = count_nonzeros(dense) if dense is not None else (x.nnz, 0)
+    dropped = 0
+    if dense is None and (zeros := x.stored_zeros):
+        dropped = 0 if fmt.keeps_stored_zeros else zeros
+        nnz = int(nonzero_mask(x.values).sum()) + zeros - dropped
     try:
         fmt.accepts(value_type(job.record.dtype).numpy)
         params = fmt.resolve_params(given)
@@ -160,7 +168,8 @@ def _settle(f: TensorFile, job: Job, recipe: Recipe, hold: int, values: Any) -> 
     else:
         assert made is not None
         record = outline(job.name, made)
-    outcome = _sized(replace(kept, target=target, nnz=nnz, negative_zeros=negative), record)
+    settled = replace(kept, target=target, nnz=nnz, negative_zeros=negative, dropped_zeros=dropped)
+    outcome = _sized(settled, record)
     return _Settled(job, outcome, record, made if made is not None and made.nbytes <= hold else None)
 
 
@@ -225,7 +234,9 @@ def _one_ahead(f: TensorFile, jobs: list[tuple[Job, str] | None]) -> Iterator[An
         ahead: Future[Any] | None = None
         for job, following in zip(jobs, [*jobs[1:], None], strict=False):
             values = ahead.result() if ahead else read(f, *job) if job else None
-            ahead = reader.submit(read, f, *following) if following and following[0].bytes_in <= _AHEAD else None
+            ahead = None
+            if following and following[0].bytes_in <= _AHEAD:  # under the limits of this thread
+                ahead = reader.submit(copy_context().run, partial(read, f, *following))
             yield values
             del values
 

@@ -17,7 +17,7 @@ import numpy as np
 from ..arrays import Array, current_device, device_of, index_dtype, is_cupy, namespace, to_device
 from ..dtypes import VALUE_TYPES, nonzero_mask, value_type
 from ..errors import ArrayError, SpformatError, StructureError, UsageError
-from ..limits import check_bytes
+from ..limits import check_bytes, product
 from .declare import (
     AUTO,
     INDEX,
@@ -249,6 +249,11 @@ class Format:
         return int(nonzero_mask(self.values).sum())  # synchronize!
 
     @property
+    def stored_zeros(self) -> int:
+        """Zeros that are stored as items (not padding): a scan; only formats that keep them have any."""
+        return 0
+
+    @property
     def density(self) -> float:
         """nnz / (M*K); 0 for an empty matrix."""
         size = self.shape[0] * self.shape[1]
@@ -317,6 +322,13 @@ class Format:
         """Whether this object carries the validated mark."""
         return self._marked
 
+    def in_order(self) -> Self:
+        """Valid, with indices sorted where the format can hold them in any order (CSR); else ``validate()``.
+
+        OrderError for what sorting cannot repair: an index stored twice.
+        """
+        return self.validate()
+
     def ensure_valid(self) -> Self:
         """``validate()`` unless this object carries the mark already."""
         return self if self._marked else self.validate()
@@ -328,12 +340,17 @@ class Format:
         """This format from an ordered CSR (columns strictly increasing in every row).
 
         Exact or refused: raises StructureError when the matrix does not fit, UsageError for params out of
-        range, OrderError when ``a`` is not ordered (use ``a.canonical()``).
+        range, OrderError when ``a`` is not ordered (use ``a.canonical()``), LimitError over the memory budget.
         """
         cls.accepts(a.dtype)
         a.ensure_valid()
+        resolved = cls.resolve_params(params, a)
+        specs = cls.array_specs(a.shape, a.dtype, a.nnz, resolved)
+        if specs is not None:
+            needed = sum(product(dtype.itemsize, *shape) for dtype, shape in specs.values())
+            check_bytes(needed, f"{cls.name}: arrays of a matrix of shape {a.shape}", a.nbytes)
         with current_device(a.values):
-            return cls._from_csr(a, **cls.resolve_params(params, a))
+            return cls._from_csr(a, **resolved)
 
     @classmethod
     def _from_csr(cls, a: CSR, **params: Any) -> Self:

@@ -19,6 +19,7 @@ from .. import scans
 from ..arrays import Array, ceil_div, index_dtype, is_cupy, namespace
 from ..dtypes import bits, nonzero_mask
 from ..errors import PatternError
+from ..limits import check_bytes, product
 from ..segments import counts_of, distinct_sorted, pointer, rows_of
 from .base import INDEX, VALUE, Format, array, checked_values, param
 from .csr import CSR
@@ -104,6 +105,7 @@ class BSR(Format):
         Mb, Kb = block_grid(a.shape, (R, C))
         row, col = a.rows(), a.indices.astype(np.int64)
         blocks, slot = distinct_sorted((row // R) * Kb + col // C, Mb * Kb)
+        check_bytes(product(blocks.size, R, C, a.dtype.itemsize), f"{cls.name}: {blocks.size:,} blocks", a.nbytes)
         data = xp.zeros((blocks.size, R, C), a.dtype)
         bits(data)[slot, row % R, col % C] = bits(a.data)
         return cls.made(

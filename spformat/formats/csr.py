@@ -65,7 +65,8 @@ class CSR(Format):
         scans.within(self, "indices", self.shape[1])
 
     def check_canonical(self) -> None:
-        scans.increasing_in_segments(self, "indptr", "indices")
+        hint = "in_order() sorts the columns; for a file, spformat convert --sort"
+        scans.increasing_in_segments(self, "indptr", "indices", hint)
 
     @classmethod
     def from_coordinates(cls, shape: tuple[int, int], rows: Array, cols: Array, data: Array) -> CSR:
@@ -153,6 +154,10 @@ class CSR(Format):
 
     def canonical(self) -> CSR:
         """Columns sorted in every row and stored zeros dropped. OrderError for a column stored twice in a row."""
+        return self.in_order().without_zeros()
+
+    def in_order(self) -> CSR:
+        """Columns sorted in every row, stored zeros kept. OrderError for a column stored twice in a row."""
         self.check_memory()
         xp = namespace(self.data)
         rows, cols = self.rows(), self.indices.astype(np.int64)
@@ -167,13 +172,12 @@ class CSR(Format):
                 "summed silently: sum them where the matrix is made (scipy: a.sum_duplicates())",
                 array="indices", index=(row, col), value=col, count=found[1],
             )  # fmt: skip
-        out = CSR.made(
+        return CSR.made(
             shape=self.shape,
             indptr=self.indptr,
             indices=cols.astype(self.indices.dtype),
             data=bits(self.data)[order].view(self.dtype),
         )
-        return out.without_zeros()
 
 
 def _join(xp: Any, parts: list[Array]) -> Array:

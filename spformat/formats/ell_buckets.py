@@ -18,7 +18,7 @@ import numpy as np
 
 from .. import scans
 from ..arrays import PAD, Array, ceil_div, index_dtype, namespace
-from ..dtypes import bits
+from ..dtypes import bits, nonzero_mask
 from ..errors import IndexBoundsError, InvariantError
 from ..segments import counts_of, distinct_sorted, offsets_from_counts, pointer, rank_in_row, rows_of
 from .base import AUTO, INDEX, VALUE, Format, array, param, table
@@ -84,6 +84,11 @@ class ELLBuckets(Format):
                 text = f"split_per_bucket[{b}]: expected at most rows_per_bucket[{b}] = {rows}, got {split}"
                 problems.append(("tables.split_per_bucket", text))
         return problems
+
+    @property
+    def stored_zeros(self) -> int:
+        """Items whose value is zero: a scan."""
+        return int(((self.source != PAD) & ~nonzero_mask(self.data)).sum())  # synchronize!
 
     # ---------------------------------------------------------------- places of slots and ELL rows
 

@@ -18,6 +18,7 @@ from .. import scans
 from ..arrays import PAD, Array, ceil_div, index_dtype, namespace
 from ..dtypes import bits, nonzero_mask
 from ..errors import InvariantError, OrderError, PatternError
+from ..limits import check_bytes, product
 from ..segments import counts_of, distinct_sorted, offsets_from_counts, pointer, rank_in_row, rows_of
 from .base import INDEX, VALUE, Format, array, param
 from .csr import CSR
@@ -104,6 +105,7 @@ class SRBCRS(Format):
         groups = -(-counts // g)
         first_group = offsets_from_counts(groups)
         n_groups = int(first_group[-1])  # synchronize!
+        check_bytes(product(n_groups, t, g, a.dtype.itemsize), f"{cls.name}: {n_groups:,} groups", a.nbytes)
         slot = first_group[tile] * g + rank_in_row(offsets_from_counts(counts), tile)
         indices = xp.full(n_groups * g, PAD, index_dtype(K - 1))
         indices[slot] = vectors % max(1, K)

@@ -12,12 +12,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from ...arrays import device_error
 from ...dtypes import VALUE_TYPES
-from ...errors import DeviceFault, DeviceMemoryError
+from ...errors import DeviceError, DeviceMemoryError
 from ...problem import COL, Plan, Problem
 
 _CODES = {"P": "Q", "i": "i", "q": "q", "f": "f"}
-_OUT_OF_MEMORY = 2
 MAX_GRID_Y = 65535
 """The driver's bound on the second extent of a grid; a kernel walks what lies beyond it."""
 
@@ -75,9 +75,9 @@ class Launch:
                     self._function, grid[0], grid[1], grid[2], self.threads, 1, 1, self.smem, stream, self._params, 0
                 )
         except self._driver.CUDADriverError as e:
-            if e.status == _OUT_OF_MEMORY:
-                raise DeviceMemoryError("the device is out of memory at kernel launch") from e
-            raise DeviceFault(f"the kernel launch failed: {e}; the CUDA context may be lost") from e
+            typed = device_error(e) or DeviceError(str(e))
+            typed.message = f"kernel launch: {typed.message}"
+            raise typed from e
 
 
 def _plain(value: Any) -> Any:
@@ -141,7 +141,14 @@ def device_plan(name: str, p: Problem, launch: Callable[[Operands], None], tile:
     b_col, out_col, order = p.b_layout == COL, p.out_layout == COL, "F" if p.out_layout == COL else "C"
     M, K, device_id = p.M, p.K, p.device_id
     b_size, out_size = b_dtype.itemsize, out_dtype.itemsize
-    current_device, current_stream, empty = cupy.cuda.runtime.getDevice, cupy.cuda.get_current_stream, cupy.empty
+    current_device, current_stream = cupy.cuda.runtime.getDevice, cupy.cuda.get_current_stream
+
+    def empty(shape: tuple[int, int]) -> Any:
+        try:
+            return cupy.empty(shape, out_dtype, order)
+        except cupy.cuda.memory.OutOfMemoryError as e:
+            text = f"out: {shape[0] * shape[1] * out_size:,} bytes for {shape} do not fit the device; the CUDA context"
+            raise DeviceMemoryError(f"{text} is usable. Multiply fewer columns of B at a time") from e
 
     def run(B: Any, out: Any) -> Any:
         if current_device() != device_id:
@@ -156,7 +163,7 @@ def device_plan(name: str, p: Problem, launch: Callable[[Operands], None], tile:
         b = B.data
         ldb = _leading("B", shape, B.strides, b, b_size, b_col, device_id)
         if out is None:
-            out = empty((M, n), out_dtype, order)
+            out = empty((M, n))
             if M and n:
                 launch(Operands(b.ptr, out.data.ptr, n, ldb, M if out_col else n, current_stream().ptr))
             return out

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from ...errors import DeviceMemoryError
+
 
 class Scratch:
     """Buffers of one plan: one per stream and power of two of bytes, none given back before the plan dies.
@@ -27,5 +29,8 @@ class Scratch:
         key = stream, max(0, nbytes - 1).bit_length()
         with self._lock:
             if key not in self._held:
-                self._held[key] = cupy.empty(1 << key[1], "u1")
+                try:
+                    self._held[key] = cupy.empty(1 << key[1], "u1")
+                except cupy.cuda.memory.OutOfMemoryError as e:
+                    raise DeviceMemoryError(f"workspace: {1 << key[1]:,} bytes do not fit the device") from e
             yield self._held[key].data.ptr
