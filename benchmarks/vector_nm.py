@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import spformat as sf
-from spformat import bench, contenders
+from spformat import bench, contenders, cost
 from spformat.formats.vector_nm import VectorNM
 
 KEPT = (16, 12, 8, 4)
@@ -65,6 +65,8 @@ def measure(a: VectorNM, N: int, options: argparse.Namespace) -> dict[str, Any]:
     results = bench.compare(case, options.repeats, warmups=2, seconds=1.0, hot=False)
     mine, peer = (next(r for r in results if r.peer is peer) for peer in (False, True))
     row = {"kernel": mine.name, "us": mine.cold_us, "dense_us": peer.cold_us, "error": mine.error, "note": mine.note}
+    predicted = cost.estimate(a, N, b_layout="col" if options.torch_layout else "row")
+    row |= {"predicted_us": predicted.expected_us, "bound": predicted.bound, "floor_us": predicted.floor_us}
     return row | {"ratio": peer.cold_us / mine.cold_us, "tflops": mine.useful_tflops}
 
 

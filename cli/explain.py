@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -26,6 +27,7 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Every kernel with its answer, for every matrix in SRC; nothing is multiplied."""
+    from spformat import cost
     from spformat.checkpoint.recipe import matcher
     from spformat.checkpoint.source import open_source
     from spformat.dispatch import explain
@@ -48,14 +50,18 @@ def run(
             a_dtype=r.dtype, b_dtype=r.dtype, out_dtype=result_dtype(r.dtype, r.dtype), b_layout=b_layout,
             device="cpu" if sm is None else "cuda", sm=sm,
         )  # fmt: skip
-        out.append((name, explain(problem, backend=backend or None, installed=sm is None)))
+        answer = explain(problem, backend=backend or None, installed=sm is None)
+        known = next((d for d in cost.DEVICES.values() if d.sm == sm), None)  # the first board of an architecture
+        costs = cost.estimate(problem, n, device=known, backend=backend or None) if known and answer.chosen else None
+        out.append((name, answer, costs))
     if as_json:
-        print_json(
-            [{"tensor": name, "chosen": e.chosen, "kernels": [_answer(a) for a in e.answers]} for name, e in out]
-        )
+        print_json([
+            {"tensor": name, "chosen": e.chosen, "kernels": [_answer(a) for a in e.answers],
+             "cost": c and asdict(c) | {"bound": c.bound}} for name, e, c in out
+        ])  # fmt: skip
         return
-    for name, e in out:
-        console().print(f"{cell(name)}: {e}", soft_wrap=True)
+    for name, e, c in out:
+        console().print(f"{cell(name)}: {e}" + (f"\n  {c}" if c else ""), soft_wrap=True)
 
 
 def _answer(a: Accepted | Rejected) -> dict[str, Any]:

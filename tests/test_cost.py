@@ -1,0 +1,95 @@
+"""The cost model against figures worked out by hand, and against times measured on an H200."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from test_cli import DIGITS, spformat
+
+import spformat as sf
+from spformat import cost
+from spformat.problem import Problem
+from spformat.roofline import H200, TENSOR_16, Blocking, Device, tile_intensity
+
+SLOW = Device("slow", 90, 2, memory=4e9, cache=1e10, peak={TENSOR_16: 1e12})
+"""Two processors of 5e11 operations a second each."""
+
+
+def problem(M: int, K: int, n: int, length: int, dtype: str) -> Problem:
+    params = {"n": n, "m": 32, "vector_length": length, "tile_rows": 0, "tile_cols": 0}
+    return Problem("vector-nm", tuple(params.items()), M, K, 0, M * K * n // 32, dtype, dtype, dtype)
+
+
+def test_intensity_of_a_tile() -> None:
+    # 64 kept columns: 2*128*256*64 operations; A 128*64 and B 64*256 values of two bytes
+    assert tile_intensity(128, 256, 64, 64, 2) == 4194304 / (2 * (8192 + 16384))
+    # 8:32 without packing, k tiles of 128 columns: 32 are kept, 128 rows of B are loaded, 256/32 * 32 index bytes
+    assert tile_intensity(256, 128, 32, 128, 2, 32) == 2097152 / (2 * (8192 + 16384) + 256)
+    # packed to the measured half of the rows
+    assert tile_intensity(256, 128, 32, 64, 2) == 2097152 / (2 * (8192 + 8192))
+    assert tile_intensity(8, 8, 0, 0, 2) == 0
+
+
+def test_time_of_a_blocking() -> None:
+    cut = Blocking(
+        rows=100, cols=50, k_tiles=10, kept=20, staged=40, itemsize=2, arithmetic=TENSOR_16, sustained=0.5, step_us=0.1,
+        tile_us=1.0, start_us=5.0,
+    )  # fmt: skip
+    # a k tile: 2*100*50*20 = 200,000 operations at half of 5e11 a second: 0.8 us, and 0.1; ten of them and 1: 10 us
+    assert cut.turns(100, 50, SLOW) == 1
+    assert cut.us(100, 50, SLOW) == pytest.approx(5 + 10)
+    assert cut.turns(201, 51, SLOW) == 3  # 3 x 2 tiles on two processors
+    assert cut.us(201, 51, SLOW) == pytest.approx(5 + 3 * 10)
+    # in two parts: five k tiles each, side by side; then 3 * 100*50*4 bytes at 2e9 a second, 2 us to launch
+    halves = replace(cut, splits=2)
+    assert halves.us(100, 50, SLOW) == pytest.approx(5 + 5 * 0.9 + 1 + 2 + 30)
+
+
+def test_operations_bytes_and_bounds() -> None:
+    c = cost.estimate(problem(4096, 4096, 8, 128, "bfloat16"), 4096)
+    assert c.kernel == "cuda.spmm_vector_nm_sm90a"
+    assert c.operations == 2 * 4096 * 1024 * 4096
+    assert c.bytes == 1024 * 4096 * 2 + 1024 * 32 + 2 * 4096 * 4096 * 2
+    assert c.compute_us == pytest.approx(34359738368 / 989e6)
+    assert c.memory_us == pytest.approx(c.bytes / 4.2e6)
+    # 32 x 16 tiles of 128 x 256 over 1024 kept columns load 2 * 1024 * (128 + 256) bytes each
+    assert c.cache_us == pytest.approx(32 * 16 * 2 * 1024 * 384 / 7.4e6)
+    assert c.bound == "L2"
+    assert c.floor_us == c.cache_us < c.expected_us
+    assert c.intensity == c.operations / c.bytes
+    small = cost.estimate(problem(512, 512, 16, 32, "float32"), 16)
+    assert small.bound == "launch"
+    few = cost.estimate(problem(16384, 16384, 4, 128, "bfloat16"), 8)
+    assert few.bound == "memory"
+    slower = cost.estimate(problem(16384, 16384, 4, 128, "bfloat16"), 8, device=replace(H200, memory=2.1e12))
+    assert slower.memory_us == pytest.approx(2 * few.memory_us)
+
+
+def test_any_format_has_bounds() -> None:
+    x = np.zeros((64, 64), np.float32)
+    x[::2, ::2] = 1
+    for fmt in sf.FORMATS:
+        if "float32" not in fmt.value_dtypes:
+            continue
+        a: Any = sf.convert(x, fmt.name, **({"n": 1, "m": 2} if fmt.name == "vector-nm" else {}))
+        c = cost.estimate(a, 32)
+        assert c.kernel is not None, fmt.name
+        assert c.operations == 2 * a.stored * 32
+        assert c.bytes == a.nbytes + 2 * 64 * 32 * 4
+        assert c.floor_us >= c.launch_us > 0
+        assert "bound by launch" in str(c)
+    with pytest.raises(sf.UsageError, match="expected one of H200, H100, A100"):
+        cost.estimate(a, 32, device="T4")
+    with pytest.raises(sf.UsageError, match="at least 0, got -1"):
+        cost.estimate(a, -1)
+
+
+def test_explain_prints_the_cost() -> None:
+    assert "on H200 at least " in spformat("explain", DIGITS, "--gpu", "sm_90", "-n", "256").stdout
+    tree = json.loads(spformat("explain", DIGITS, "--gpu", "sm_90", "-n", "256", "--json").stdout)
+    assert all(row["cost"]["bound"] in ("launch", "memory", "L2", "compute") for row in tree)
+    assert "at least" not in spformat("explain", DIGITS).stdout
