@@ -9,11 +9,11 @@ SANITIZER  ?= compute-sanitizer
 BIN        := $(VENV)/bin
 PIP        := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help demo test check gpu fixtures docs bench clean
+.PHONY: help demo test check fuzz gpu fixtures docs bench clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo | test | check | gpu | fixtures | docs | bench | clean"
+	@echo "make demo | test | check | fuzz | gpu | fixtures | docs | bench | clean"
 
 demo: $(VENV)/cpu.stamp
 	$(BIN)/python fixtures/demo.py
@@ -26,6 +26,10 @@ check: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(PYTEST) -n auto
+
+# Hours: see docs/decisions/0013-fuzzing.md. FUZZ="mutants --count 10000" runs one campaign; tests/fuzz has their options.
+fuzz: $(VENV)/fuzz.stamp
+	PYTHONPATH=tests $(BIN)/python -m fuzz $(FUZZ)
 
 # CuPy, CUDA and the driver belong to the machine: the Python that has them is used as it is.
 gpu:

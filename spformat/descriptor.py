@@ -172,7 +172,8 @@ def _read_tensor(name: str, tree: Any, header: Header, allow_unchecked: bool, ig
         arrays[array] = (entry.dtype, entry.shape)
         if d.kind == VALUE and entry.dtype != VALUE_TYPES[dtype].safetensors:
             expected = VALUE_TYPES[dtype].safetensors
-            raise ArrayError(f"{array}: expected {expected} for dtype {dtype}, got {entry.dtype}", array=array)
+            got = printable(entry.dtype, 40)
+            raise ArrayError(f"{array}: expected {expected} for dtype {dtype}, got {got}", array=array)
     return Record(
         name, cls, shape, dtype, arrays, params,
         {key: _ints(f"tables.{key}", table_values[key]) for key in tables},
@@ -195,7 +196,10 @@ def _check_seal(header: Header, tree: dict[str, Any], allow_unchecked: bool) -> 
         raise DescriptorError(f"sha256: expected 64 lower-case hex digits, got {got}{_UNCHECKED}", value=stored)
     others = {key: value for key, value in header.metadata.items() if key != KEY}
     entries = list(stheader.layout((e.name, e.dtype, e.shape, e.nbytes) for e in header.entries.values()))
-    canonical = sealed(tree, entries, others)
+    try:
+        canonical = sealed(tree, entries, others)
+    except UsageError as e:  # our writer's words for text that has no UTF-8
+        raise DescriptorError("descriptor: expected Unicode text, got a lone surrogate") from e
     if canonical != header.metadata or stheader.encode(entries, canonical) != header.raw:
         raise IntegrityError("header: its bytes do not match its sha256, or are not canonical: the file was changed")
 
@@ -234,7 +238,8 @@ def _check_claims(header: Header, records: dict[str, Record]) -> None:
         for array in r.arrays:
             other = claimed.setdefault(r.entry(array), r.name)
             if other != r.name:
-                raise DescriptorError(f"entry '{r.entry(array)}' is claimed by tensor '{other}' too", tensor=r.name)
+                both = f"entry '{printable(r.entry(array))}' is claimed by tensor '{printable(other)}' too"
+                raise DescriptorError(both, tensor=r.name)
     for name in header.entries:
         if name not in claimed:
             raise DescriptorError(f"entry '{printable(name)}' of the file is claimed by no tensor", array=name)

@@ -32,6 +32,7 @@ from .errors import (
 Path: TypeAlias = str | os.PathLike[str]
 
 LOCK = ".spformat.lock"
+_BUFFER = 2**20
 _TEMP = re.compile(r"\.spformat-[0-9a-f]{16}\.tmp")
 _SAFE = re.compile(r"[A-Za-z0-9._-]{1,255}")
 
@@ -45,20 +46,39 @@ def open_regular(path: Path) -> tuple[int, os.stat_result]:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except (OSError, ValueError) as e:  # ValueError: a NUL in the path
         raise InputError(f"cannot open the file: {reason(e)}", path=os.fspath(path)) from e
-    status = os.fstat(fd)
+    try:
+        status = os.fstat(fd)
+    except OSError as e:
+        close_read(fd)
+        raise InputError(f"cannot open the file: {reason(e)}", path=os.fspath(path)) from e
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)
         raise InputError(f"expected a regular file, got a {_kind(status.st_mode)}", path=os.fspath(path))
     return fd, status
 
 
+def close_read(fd: int) -> None:
+    """Close a file that was only read: what the system says to that changes nothing."""
+    with suppress(OSError):
+        os.close(fd)
+
+
 def read_small(path: Path, at_most: int) -> bytes:
     """All bytes of a regular file of at most ``at_most`` bytes (manifests, journals); InputError if it is larger."""
     fd, status = open_regular(path)
-    with os.fdopen(fd, "rb") as f:
+    try:
         if status.st_size > at_most:
             raise InputError(f"expected at most {at_most:,} bytes, got {status.st_size:,}", path=os.fspath(path))
-        return f.read(at_most)
+        found = bytearray()
+        while part := os.pread(fd, _BUFFER, len(found)):
+            found += part
+        return bytes(found)
+    except InputError:
+        raise
+    except OSError as e:
+        raise InputError(f"cannot read the file: {reason(e)}", path=os.fspath(path)) from e
+    finally:
+        close_read(fd)
 
 
 def sha256_of(path: Path, ranges: Sequence[tuple[int, int]] | None = None) -> str:
@@ -67,18 +87,56 @@ def sha256_of(path: Path, ranges: Sequence[tuple[int, int]] | None = None) -> st
     Memory: one buffer.
     """
     fd, _ = open_regular(path)
-    with os.fdopen(fd, "rb", buffering=0) as f:
-        try:
-            if ranges is None:
+    try:
+        if ranges is None:
+            with os.fdopen(fd, "rb", buffering=0, closefd=False) as f:
                 return hashlib.file_digest(f, "sha256").hexdigest()
-            found, room = hashlib.sha256(), memoryview(bytearray(1 << 20))
-            for begin, end in ranges:
-                while begin < end and (n := os.preadv(fd, [room[: end - begin]], begin)):
-                    found.update(room[:n])
-                    begin += n
-            return found.hexdigest()
-        except OSError as e:
-            raise InputError(f"cannot read the file: {reason(e)}", path=os.fspath(path)) from e
+        found, room = hashlib.sha256(), memoryview(bytearray(_BUFFER))
+        for begin, end in ranges:
+            while begin < end and (n := os.preadv(fd, [room[: end - begin]], begin)):
+                found.update(room[:n])
+                begin += n
+        return found.hexdigest()
+    except OSError as e:
+        raise InputError(f"cannot read the file: {reason(e)}", path=os.fspath(path)) from e
+    finally:
+        close_read(fd)
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file; InputError if it cannot be asked."""
+    try:
+        return os.stat(path).st_size
+    except OSError as e:
+        raise InputError(f"cannot read the file: {reason(e)}", path=os.fspath(path)) from e
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a regular file; InputError if the system does not say (``os.path.isfile`` would say no)."""
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as e:
+        raise InputError(f"cannot read the file: {reason(e)}", path=os.fspath(path)) from e
+
+
+def names_in(folder: Path) -> list[str]:
+    """Names in a folder, sorted; InputError if it cannot be listed."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError as e:
+        raise InputError(f"cannot list the folder: {reason(e)}", path=os.fspath(folder)) from e
+
+
+def remove(path: Path) -> None:
+    """Remove a file that may be there; WriteError if it stays."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+    except OSError as e:
+        raise WriteError(f"cannot remove the file: {reason(e)}", path=os.fspath(path)) from e
 
 
 def same_file(a: Path, b: Path) -> bool:
@@ -348,7 +406,7 @@ def folder_lock(folder: Path, name: str = LOCK, *, shared: bool = False) -> Iter
         with suppress(OSError):  # the last holder removes the file; others may still share it
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.unlink(path)
-        os.close(fd)
+        close_read(fd)
 
 
 def _take(path: str, mode: int) -> int:

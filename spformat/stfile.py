@@ -30,7 +30,7 @@ from .errors import (
     WriteError,
     printable,
 )
-from .files import Output, Path, open_regular, reason
+from .files import Output, Path, close_read, open_regular, reason
 from .pinned import Lanes
 from .stheader import Entry, Header
 
@@ -195,14 +195,17 @@ class Reader:
             into, offset = into[done:], offset + done
 
     def _check_unchanged(self) -> None:
-        now, then = os.fstat(self._fd), self._status
+        try:
+            now, then = os.fstat(self._fd), self._status
+        except OSError as e:
+            raise InputError(f"cannot read the file: {reason(e)}", path=self.path) from e
         if (now.st_size, now.st_mtime_ns) != (then.st_size, then.st_mtime_ns):
             raise IntegrityError("the file was changed while it was being read", path=self.path)
 
     def close(self) -> None:
         """Release the file. Harmless to repeat."""
         if self._fd >= 0:
-            os.close(self._fd)
+            close_read(self._fd)
             self._fd = -1
 
     def __enter__(self) -> Self:

@@ -10,6 +10,7 @@ read and listed in ``Header.oddities``.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -20,6 +21,10 @@ from .errors import ContainerError, FormatError, UsageError, printable
 
 METADATA = "__metadata__"
 MAX_RANK = 8
+MAX_DEPTH = 127
+"""Nesting the reference implementation reads; it refuses a deeper value even in a field it does not know."""
+_ADDRESSABLE = 2**63 - 1
+"""Bytes; the extents of an array may not multiply beyond it even if one of them is 0: numpy refuses the shape."""
 MAX_HEADER = 100_000_000
 """What the reference implementation reads at most; more is not a safetensors file."""
 ALIGNMENT = 64
@@ -101,12 +106,18 @@ def strict_json(text: str | bytes, what: str, error: type[FormatError] = Contain
     """A JSON object as a dict; ``error`` for anything else, duplicate keys, NaN, or what Python cannot hold."""
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
-        tree = json.loads(decoded, object_pairs_hook=_unique, parse_constant=_no_constant)
+        tree = json.loads(
+            decoded,
+            object_pairs_hook=_unique,
+            parse_constant=_no_constant,
+            parse_int=_integer,
+            parse_float=_finite,
+        )
     except UnicodeDecodeError as e:
         raise error(f"{what}: expected UTF-8, got byte 0x{e.object[e.start]:02x} at {e.start}") from e
     except RecursionError as e:
         raise error(f"{what}: JSON is nested too deeply") from e
-    except ValueError as e:  # malformed, a duplicate key, or an integer of more digits than Python converts
+    except ValueError as e:  # malformed, a duplicate key, or a number nobody can hold
         raise error(f"{what}: not valid JSON: {printable(e)}") from e
     if not isinstance(tree, dict):
         raise error(f"{what}: expected a JSON object, got {_json_type(tree)}")
@@ -178,6 +189,21 @@ def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"expected finite numbers, got {text}")
 
 
+def _integer(text: str) -> int:
+    if text == "-0":  # no integer to other readers, and a second spelling of one to us
+        raise ValueError("expected integers without a sign on zero, got -0")
+    if len(text) > 300:
+        _finite(text)
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"number out of range: {printable(text, 40)}")
+    return value
+
+
 def _json_type(value: Any) -> str:
     names = {bool: "a boolean", int: "an integer", float: "a float", str: "a string", list: "a list", dict: "an object"}
     return names.get(type(value), "null")
@@ -210,6 +236,7 @@ def _entry(name: str, fields: Any, oddities: list[str]) -> Entry:
         if key not in fields:
             raise ContainerError(f"expected a field '{key}', got none", tensor=name)
     for key in fields.keys() - set(_FIELDS):
+        _check_unknown(fields[_text(key, "field name")], f"field '{printable(key, 40)}'")
         oddities.append(f"tensor '{shown}' has an unknown field '{printable(key, 40)}'")
     dtype = _text(fields["dtype"], "dtype")
     shape = _sizes(fields["shape"], "shape", name)
@@ -217,6 +244,8 @@ def _entry(name: str, fields: Any, oddities: list[str]) -> Entry:
         raise ContainerError(f"shape: expected at most {MAX_RANK} dimensions, got {len(shape)}", tensor=name)
     if 0 in shape:
         limits.check("empty_extent", max(shape), f"dimension of the tensor '{shown}' without elements")
+        if limits.product(*filter(None, shape)) * _BITS.get(dtype, 8) > 8 * _ADDRESSABLE:
+            raise ContainerError(f"shape: expected extents an address can hold, got {list(shape)}", tensor=name)
     offsets = _sizes(fields["data_offsets"], "data_offsets", name)
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ContainerError(f"data_offsets: expected [begin, end], got {list(offsets[:4])}", tensor=name)
@@ -228,6 +257,21 @@ def _entry(name: str, fields: Any, oddities: list[str]) -> Entry:
                 f"data_offsets: expected {bits} bits for {dtype} {list(shape)}, got {8 * entry.nbytes}", tensor=name
             )
     return entry
+
+
+def _check_unknown(value: Any, what: str) -> None:
+    """The value of a field nobody knows, held to what other readers ask of any JSON: bounded depth, real text."""
+    waiting = [(value, 3)]  # inside the header and an entry
+    while waiting:
+        item, depth = waiting.pop()
+        if type(item) is str:
+            _text(item, what)
+        elif type(item) in (list, dict):
+            if depth > MAX_DEPTH:
+                raise ContainerError(f"{what}: expected at most {MAX_DEPTH} levels of nesting, got more")
+            if type(item) is dict:
+                waiting += [(key, depth) for key in item]
+            waiting += [(inner, depth + 1) for inner in (item.values() if type(item) is dict else item)]
 
 
 def _sizes(value: Any, what: str, name: str) -> tuple[int, ...]:

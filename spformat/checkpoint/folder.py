@@ -16,10 +16,20 @@ from typing import Any
 from .. import __name__ as package
 from .. import limits
 from ..errors import ContainerError, InputError, OutputError, UsageError
-from ..files import Path, folder_lock, publish, read_small, same_file, sha256_of
+from ..files import Path, folder_lock, is_file, names_in, publish, read_small, remove, same_file, sha256_of, size_of
 from ..formats import parse_spec
 from .jobs import Job, Outcome
-from .manifest import JOURNAL, JOURNAL_GLOB, MANIFEST, VERSION, digest, read_journal, write_json
+from .manifest import (
+    JOURNAL,
+    JOURNAL_GLOB,
+    MANIFEST,
+    VERSION,
+    digest,
+    manifest_sha256,
+    read_journal,
+    write_journal,
+    write_json,
+)
 from .parts import PIECES, Converted, Part, Task, Unit, assemble, digest_of_input, narrowed, split
 from .recipe import KEEP, Recipe
 from .shard import writes_dense
@@ -80,13 +90,18 @@ def shard_names(source: Source, dense: bool) -> tuple[str, ...]:
 
 def prepare(c: Conversion) -> None:
     """Make the folder; OutputError if it cannot be, or if an output would be an input."""
-    try:
-        os.makedirs(c.folder, exist_ok=True)
-    except OSError as e:
-        raise OutputError(f"cannot create the folder: {e.strerror}", path=c.folder) from e
+    make(c.folder)
     for name in (*c.names.values(), *c.source.side_files):
         if any(same_file(os.path.join(c.source.folder, s), os.path.join(c.folder, name)) for s in c.source.shards):
             raise OutputError("input and output are the same file", path=os.path.join(c.folder, name))
+
+
+def make(folder: str) -> None:
+    """Make a folder if it is not there; OutputError if it cannot be."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as e:
+        raise OutputError(f"cannot create the folder: {e.strerror}", path=folder) from e
 
 
 @contextmanager
@@ -116,7 +131,7 @@ def journal_name(part: Part | None) -> str:
 
 def journals(folder: Path) -> list[str]:
     """Names of all journals in a folder."""
-    return sorted(n for n in os.listdir(folder) if JOURNAL_GLOB.fullmatch(n))
+    return [n for n in names_in(folder) if JOURNAL_GLOB.fullmatch(n)]
 
 
 class Journal:
@@ -126,6 +141,8 @@ class Journal:
         self._c, self._part = c, part
         self._path = os.path.join(c.folder, journal_name(part))
         self._entries = {d.name: _entry(d) for d in done}
+        self._replaces = manifest_sha256(c.folder)
+        self._before = self._outputs()
         self._write()
 
     def add(self, done: Converted) -> None:
@@ -134,19 +151,31 @@ class Journal:
         self._write()
 
     def close(self, *, complete: bool) -> None:
-        """A part with nothing left to do says so; a run that failed before its first unit leaves nothing."""
+        """A part with nothing left to do says so; a run that failed before it replaced anything leaves nothing."""
         if complete:
             self._write(complete=True)
-        elif not self._entries:
-            os.unlink(self._path)
+        elif not self._entries and self._outputs() == self._before:
+            remove(self._path)
+
+    def _outputs(self) -> list[tuple[int, int] | None]:
+        """What stands under the final names: (device, inode) each."""
+        found: list[tuple[int, int] | None] = []
+        for name in self._c.names.values():
+            try:
+                status = os.lstat(os.path.join(self._c.folder, name))
+            except OSError:
+                found.append(None)
+            else:
+                found.append((status.st_dev, status.st_ino))
+        return found
 
     def _write(self, *, complete: bool = False) -> None:
         c, part = self._c, self._part
-        tree: dict[str, Any] = {"plan": c.identity, "shards": self._entries}
+        tree: dict[str, Any] = {"plan": c.identity, "shards": self._entries, "replaces": self._replaces}
         if part is not None:
             tree |= {"part": [part.number, part.of], "complete": complete, "recipe": asdict(c.recipe)}
             tree |= {"source": os.path.abspath(c.source.path)}
-        write_json(self._path, tree)
+        write_journal(self._path, tree)
 
 
 @contextmanager
@@ -183,7 +212,7 @@ def parts_in(folder: str) -> tuple[Recipe, str, int]:
     """Recipe, source and number of the parts in a folder, all of them complete; else InputError, ContainerError."""
     trees = {name: read_journal(os.path.join(folder, name)) for name in journals(folder) if name != JOURNAL}
     if not trees:
-        found = f"it has a {MANIFEST}: nothing is left to merge" if MANIFEST in os.listdir(folder) else "it has none"
+        found = f"it has a {MANIFEST}: nothing is left to merge" if MANIFEST in names_in(folder) else "it has none"
         raise InputError(f"expected the journals of parts (convert --part i/n), {found}", path=folder)
     first = next(iter(trees.values()))
     parts = {_part(tree, name).number: tree for name, tree in trees.items()}
@@ -213,7 +242,7 @@ def _part(tree: dict[str, Any], name: str) -> Part:
 def finished(c: Conversion, unit: Unit, entry: Any, *, hashes: bool = True) -> Converted | None:
     """A unit of a former run if its file is there and, with ``hashes``, input and output are what the journal says."""
     path = os.path.join(c.folder, unit.name)
-    if not entry or not os.path.isfile(path) or os.path.getsize(path) != entry["size"]:
+    if not entry or not is_file(path) or size_of(path) != entry["size"]:
         return None
     if hashes and (digest_of_input(c.source, unit), sha256_of(path)) != (entry["source_sha256"], entry["sha256"]):
         return None
@@ -255,7 +284,7 @@ def finish(c: Conversion, done: Sequence[Converted]) -> tuple[Converted, ...]:
     else:
         write_json(os.path.join(c.folder, MANIFEST), _manifest(c, files))
     for name in journals(c.folder):
-        os.unlink(os.path.join(c.folder, name))
+        remove(os.path.join(c.folder, name))
     shutil.rmtree(os.path.join(c.folder, PIECES), ignore_errors=True)
     return tuple(files)
 

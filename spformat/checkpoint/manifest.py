@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from ..errors import ContainerError, VersionError
-from ..files import Path, publish, read_small
+from ..files import Path, is_file, publish, read_small, sha256_of
 
 MANIFEST = "spformat.json"
 JOURNAL = "spformat.partial.json"
@@ -23,17 +25,41 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if tree.get("container") != VERSION:
         raise VersionError(f"expected manifest version {VERSION}, got {tree.get('container')!r}", path=str(path))
     for key in ("files", "tensors"):
-        if not isinstance(tree.get(key), dict):
-            raise ContainerError(f"manifest: expected an object under '{key}'", path=str(path))
+        found = tree.get(key)
+        if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
+            raise ContainerError(f"manifest: expected an object of objects under '{key}'", path=str(path))
+    if not isinstance(tree.get("index", {}), dict):
+        raise ContainerError("manifest: expected an object under 'index'", path=str(path))
     return tree
 
 
 def read_journal(path: Path) -> dict[str, Any]:
-    """A journal; ContainerError with the way out when it is damaged."""
+    """A journal as ``write_journal`` left it; ContainerError with the way out when it is damaged."""
     tree = _read(path)
-    if not isinstance(tree.get("plan"), str) or not isinstance(tree.get("shards"), dict):
+    if tree.pop("sha256", None) != digest(tree) or not {"plan", "shards", "replaces"} <= tree.keys():
         raise ContainerError("the journal is damaged: start again with --force", path=str(path))
     return tree
+
+
+def write_journal(path: Path, tree: dict[str, Any]) -> None:
+    """Publish a journal: ``plan``, ``shards`` (what is finished), ``replaces`` (see ``is_finished``), and a digest."""
+    write_json(path, tree | {"sha256": digest(tree)})
+
+
+def manifest_sha256(folder: Path) -> str | None:
+    """SHA-256 of the manifest that stands in a folder; None if there is none."""
+    path = os.path.join(folder, MANIFEST)
+    return sha256_of(path) if is_file(path) else None
+
+
+def is_finished(folder: Path, journals: Iterable[str]) -> bool:
+    """Whether the manifest of a folder is newer than its journals, which then are left over from the last moment.
+
+    A journal says which manifest was there when its run began. While that one is there, files beside it may be new.
+    """
+    found = manifest_sha256(folder)
+    begun = [read_journal(os.path.join(folder, name))["replaces"] for name in journals]
+    return not begun or (found is not None and found not in begun)
 
 
 def write_json(path: Path, tree: dict[str, Any]) -> None:

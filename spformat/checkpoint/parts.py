@@ -20,7 +20,7 @@ from ..container import create, safe_open
 from ..descriptor import Record
 from ..dtypes import SAFETENSORS
 from ..errors import UsageError
-from ..files import sha256_of
+from ..files import sha256_of, size_of
 from ..stfile import Writer
 from .jobs import Job, Outcome
 from .recipe import Recipe
@@ -180,7 +180,7 @@ def convert_unit(task: Task, progress: Progress | None = None) -> Converted:
         )
         sha_out = sha256_of(task.path)
         return Converted(
-            unit.name, unit.shard, digest_in.result(), sha_out, os.path.getsize(task.path), outcomes
+            unit.name, unit.shard, digest_in.result(), sha_out, size_of(task.path), outcomes
         )  # fmt: skip
 
 
@@ -202,7 +202,7 @@ def assemble(source: Source, shard: str, path: str, pieces: Iterable[Converted],
         paths = [os.path.join(folder, p.name) for p in pieces]
         (_copy_dense if dense else _copy_packed)(path, paths)
         outcomes = tuple(o for p in pieces for o in p.outcomes)
-        name, sha_out, size = os.path.basename(path), sha256_of(path), os.path.getsize(path)
+        name, sha_out, size = os.path.basename(path), sha256_of(path), size_of(path)
         return Converted(name, shard, digest_in.result(), sha_out, size, outcomes)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..arrays import to_device
 from ..errors import ContainerError, InputError, OutputError, UsageError
-from ..files import Path, same_file
+from ..files import Path, same_file, size_of
 from . import folder
 from .executors import Workers, convert_units
 from .folder import Conversion
@@ -111,7 +111,7 @@ def _to_file(c: Conversion, force: bool, progress: Progress | None) -> Report:
         raise OutputError(f"{len(source.shards)} shards go into a folder, not one file", path=dst)
     outcomes = write_shard(source, source.shards[0], c.jobs, c.recipe, dst, force, progress, c.device)
     # No manifest, so nobody asks for hashes; the arrays carry their checksums.
-    return Report(dst, (Converted(os.path.basename(dst), source.shards[0], "", "", os.path.getsize(dst), outcomes),))
+    return Report(dst, (Converted(os.path.basename(dst), source.shards[0], "", "", size_of(dst), outcomes),))
 
 
 def _to_folder(
@@ -155,7 +155,7 @@ def _convert(
     before = [folder.finished(c, u, known.get(u.name)) for u in units]
     done = {d.name: d for d in before if d is not None}
     if not all(u.whole for u in units):
-        os.makedirs(os.path.join(c.folder, PIECES), exist_ok=True)
+        folder.make(os.path.join(c.folder, PIECES))
     tasks = [c.task(u, overwrite) for u in units if u.name not in done]
     # The journal comes first: who finds a file under its final name finds out what it belongs to.
     with folder.journal(c, part, list(done.values())) as journal:

@@ -12,8 +12,8 @@ from .. import limits
 from ..container import TensorFile, safe_open
 from ..descriptor import Record
 from ..errors import ContainerError, InputError
-from ..files import Path, member, read_small, safe_name
-from .manifest import JOURNAL_GLOB, MANIFEST, read_manifest
+from ..files import Path, is_file, member, names_in, read_small, safe_name
+from .manifest import JOURNAL_GLOB, MANIFEST, is_finished, read_manifest
 
 INDEX_SUFFIX = ".safetensors.index.json"
 _MAX_INDEX = 256 << 20
@@ -53,7 +53,13 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
     if not os.path.isdir(where):
         folder, name = os.path.split(os.path.abspath(where))
         return _assemble(where, folder, (name,), {}, {}, ())
-    names = sorted(os.listdir(where))
+    names = names_in(where)
+    if not is_finished(where, filter(JOURNAL_GLOB.fullmatch, names)):
+        raise ContainerError(
+            f"an unfinished conversion (a journal, and no {MANIFEST} of its run): finish it with "
+            f"`spformat convert SRC {where} --resume`",
+            path=where,
+        )
     if MANIFEST in names:
         manifest = read_manifest(os.path.join(where, MANIFEST))
         shards = tuple(safe_name(n, ".safetensors") for n in manifest["files"])
@@ -67,12 +73,6 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
                 f"{MANIFEST} and the shards disagree on {len(missing)} tensor(s), first '{missing[0]}'", path=where
             )
         return Source(**{**source.__dict__, "original_names": original})
-    if any(JOURNAL_GLOB.fullmatch(n) for n in names):
-        raise ContainerError(
-            f"an unfinished conversion (journal, but no {MANIFEST}): finish it with `spformat convert SRC {where} "
-            "--resume`",
-            path=where,
-        )
     indexes = [n for n in names if n.endswith(INDEX_SUFFIX)]
     if len(indexes) > 1:
         raise ContainerError(
@@ -119,7 +119,7 @@ def _assemble(
         raise ContainerError(
             f"{records[extra][0]} holds a tensor that the index does not list", path=path, tensor=extra
         )
-    files = tuple(n for n in side_files if os.path.isfile(os.path.join(folder, n)))
+    files = tuple(n for n in side_files if is_file(os.path.join(folder, n)))
     return Source(path, folder, shards, records, files, index)
 
 

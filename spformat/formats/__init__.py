@@ -64,7 +64,7 @@ def by_name(name: str) -> type[Format]:
     if found is None:
         near = difflib.get_close_matches(name, _by_name, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UsageError(f"unknown format {name!r}{hint} (known: {', '.join(_by_name)})")
+        raise UsageError(f"unknown format {name!r:.80}{hint} (known: {', '.join(_by_name)})")
     return found
 
 
@@ -75,7 +75,7 @@ def parse_spec(text: str) -> tuple[type[Format], dict[str, Any]]:
     for item in filter(None, rest.split(",")):
         key, equals, value = item.partition("=")
         if not equals or not value:
-            raise UsageError(f"format {text!r}: expected name=value after ':', got {item!r}")
+            raise UsageError(f"format {text!r:.200}: expected name=value after ':', got {item!r:.80}")
         params[key.strip().replace("-", "_")] = value.strip()
     return by_name(name.strip()), params
 

@@ -98,7 +98,7 @@ class Format:
         unknown = [k for k in given if k not in known]
         if unknown:
             takes = ", ".join(known) or "no parameters"
-            raise UsageError(f"{cls.name}: unknown parameter {unknown[0]!r}; it takes {takes}")
+            raise UsageError(f"{cls.name}: unknown parameter {unknown[0]!r:.80}; it takes {takes}")
         params: dict[str, Any] = {}
         for d in known.values():
             value = given.get(d.name, d.default)

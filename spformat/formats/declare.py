@@ -62,7 +62,7 @@ class ParamDeclaration:
                 return number
         except (TypeError, ValueError):
             pass
-        raise UsageError(f"{self.name}: expected {self.range_text()}, got {value!r}", value=value)
+        raise UsageError(f"{self.name}: expected {self.range_text()}, got {value!r:.80}", value=value)
 
 
 def plain_int(value: Any) -> int:
@@ -114,7 +114,7 @@ def parse_shape(name: str, shape: Any) -> tuple[int, int]:
     except (TypeError, ValueError):
         sizes = ()
     if len(sizes) != 2 or not all(0 <= v <= MAX_DIMENSION for v in sizes):
-        raise UsageError(f"{name}: shape: expected two ints (M, K) in 0 .. 2^48-1, got {shape!r}", value=shape)
+        raise UsageError(f"{name}: shape: expected two ints (M, K) in 0 .. 2^48-1, got {shape!r:.80}", value=shape)
     return sizes[0], sizes[1]
 
 
@@ -125,5 +125,5 @@ def parse_table(name: str, key: str, values: Any) -> tuple[int, ...]:
     except (TypeError, ValueError):
         parsed = (-1,)
     if any(v < 0 for v in parsed):
-        raise ArrayError(f"{name}: {key}: expected ints >= 0, got {values!r}", array=f"tables.{key}")
+        raise ArrayError(f"{name}: {key}: expected ints >= 0, got {values!r:.80}", array=f"tables.{key}")
     return parsed

@@ -165,7 +165,7 @@ class ELLBuckets(Format):
         part_size = max(1, ceil_div(K, parts))
 
         # Segments: the items of one (row, part), contiguous in CSR because columns are ordered.
-        counts = counts_of(a.rows() * parts + a.indices // part_size, M * parts)
+        counts = counts_of(a.rows() * parts + a.indices.astype(np.int64) // part_size, M * parts)
         starts = offsets_from_counts(counts)[:-1]
         held = xp.flatnonzero(counts)  # synchronize!
         row, part, length, start = held // parts, held % parts, counts[held], starts[held]

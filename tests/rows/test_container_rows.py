@@ -60,7 +60,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "C15-top-is-list": (blob(b"[1,2]"), "expected a JSON object"),
     "C15-missing-field": (blob({"a": {"dtype": "F32", "shape": [2]}}, D8), "data_offsets"),
     "C16-5000-digits": (blob(b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,8]}}', D8), "JSON"),
-    "C16-4000-digits": (blob(b'{"a":{"dtype":"F32","shape":[' + b"9" * 4000 + b'],"data_offsets":[0,8]}}', D8), "2.48"),
+    "C16-4000-digits": (blob(b'{"a":{"dtype":"F32","shape":[' + b"9" * 4000 + b'],"data_offsets":[0,8]}}', D8), "out"),
     "C17-deep-5000": (blob(b'{"a":' + b"[" * 5000 + b"]" * 5000 + b"}"), "nested too deeply|got a list"),
     "C17-deep-200000": (blob(b'{"a":' * 200_000), "nested too deeply"),
     "C18-duplicate-name": (blob(b'{"a":%b,"a":%b}' % ((json.dumps(F32_2).encode(),) * 2), D8), "duplicate key 'a'"),
