@@ -15,6 +15,7 @@ from .options import (
     Include,
     Json,
     Misfit,
+    NonFinite,
     Prune,
     Rules,
     Sparsity,
@@ -39,6 +40,7 @@ def run(
     exclude: Exclude = None,
     prune: Prune = "",
     sparsity: Sparsity = None,
+    nonfinite: NonFinite = "refuse",
     misfit: Misfit = "refuse",
     sort: bool = typer.Option(False, help="Sort the columns of CSR rows that a file holds out of order."),
     force: bool = typer.Option(False, "--force", "-f", help="Replace what DST holds, file by file, at each rename."),
@@ -56,7 +58,7 @@ def run(
     if src.endswith(MATRIX_FILES):
         _matrix(src, dst, to, values, seed, dtype, force, dry_run, as_json)
         return
-    chosen = recipe(to, rule, include, exclude, prune, sparsity, misfit)
+    chosen = recipe(to, rule, include, exclude, prune, sparsity, nonfinite, misfit)
     if dry_run:
         outcomes = plan.foresee(src, chosen, as_json)
         plan.show(outcomes, as_json, dry_run=True)

@@ -24,6 +24,9 @@ Prune = Annotated[
     str, typer.Option(help="'magnitude': zero the smallest values so that the target fits. Loses values!")
 ]
 Sparsity = Annotated[float | None, typer.Option(help="With --prune: share of values (or blocks) to zero.")]
+NonFinite = Annotated[
+    str, typer.Option("--nonfinite", help="With --prune, NaN and infinities: 'refuse', or 'keep' them as the largest.")
+]
 Misfit = Annotated[str, typer.Option(help="A tensor its target cannot hold: 'refuse' the run, or 'keep' it as it is.")]
 
 _UNITS = {
@@ -44,12 +47,12 @@ def parse_bytes(text: str) -> int:
 
 def recipe(
     to: str, rules: list[str] | None, include: list[str] | None, exclude: list[str] | None, prune: str,
-    sparsity: float | None, misfit: str,
+    sparsity: float | None, nonfinite: str, misfit: str,
 ) -> Recipe:  # fmt: skip
     """The Recipe of the options."""
     from spformat.checkpoint import Recipe, Rule
 
     return Recipe(
         to=to, rules=tuple(Rule.parse(r) for r in rules or ()), include=tuple(include or ()),
-        exclude=tuple(exclude or ()), prune=prune, sparsity=sparsity, misfit=misfit,
+        exclude=tuple(exclude or ()), prune=prune, sparsity=sparsity, nonfinite=nonfinite, misfit=misfit,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from .options import Exclude, Include, Json, Misfit, Prune, Rules, Sparsity, Src, To, recipe
+from .options import Exclude, Include, Json, Misfit, NonFinite, Prune, Rules, Sparsity, Src, To, recipe
 from .output import console, notes, print_json, progress, size, table
 
 EPILOG = "spformat plan ./model --to auto   |   spformat plan ./model --to dense --rule 're:.*mlp.*=two-four'"
@@ -21,12 +21,13 @@ def run(
     exclude: Exclude = None,
     prune: Prune = "",
     sparsity: Sparsity = None,
+    nonfinite: NonFinite = "refuse",
     misfit: Misfit = "refuse",
     fail_if_larger: bool = typer.Option(False, help="Exit 1 when a tensor would become larger than dense."),
     as_json: Json = False,
 ) -> None:
     """Per tensor: target, bytes before and after, and why; warns where a format is larger than dense."""
-    outcomes = foresee(src, recipe(to, rule, include, exclude, prune, sparsity, misfit), as_json)
+    outcomes = foresee(src, recipe(to, rule, include, exclude, prune, sparsity, nonfinite, misfit), as_json)
     show(outcomes, as_json)
     if any(o.error for o in outcomes):
         raise typer.Exit(3)

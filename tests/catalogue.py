@@ -199,3 +199,29 @@ def weights(seed: int = 0, shape: tuple[int, int] = (6, 8)) -> dict[str, Any]:
     x = np.zeros(shape, np.float16)
     x[:, ::3] = np.random.default_rng(seed).integers(1, 8, x[:, ::3].shape)
     return {"w": x, "b": np.arange(3, dtype=np.float32) + seed}
+
+
+PARAMS: dict[str, dict[str, Any]] = {
+    "ell-buckets": {"max_width": 4}, "bsr": {"blocksize": (4, 3)}, "dbsr": {"blocksize": (2, 3)},
+    "sr-bcrs": {"vector_length": 4, "stride": 4},
+    "vector-nm": {"n": 2, "m": 4, "vector_length": 1, "tile_rows": 4, "tile_cols": 8},
+}  # fmt: skip
+"""Parameters under which ``small()`` shows every kind of array content: padding, split rows, fillers, packing."""
+
+
+def small(dtype: str = "float16") -> np.ndarray[Any, Any]:
+    """[10, 12]: rows of 5, 0, 1, 2, 3, .. items, at most two in every four columns."""
+    x = np.zeros((10, 12), sf.dtypes.VALUE_TYPES[dtype].numpy)
+    for row, columns in enumerate(
+        [(0, 1, 4, 5, 8), (), (11,), (2, 3), (0, 5, 9), (1, 2), (), (), (0, 3, 4, 7, 8, 11), (10,)]
+    ):
+        for i, column in enumerate(columns):
+            x[row, column] = i + row + 1
+    return x
+
+
+def small_file(folder: Path, fmt: str, **params: Any) -> Path:
+    """``small()`` in a format, as tensor "w" of a file."""
+    path = folder / "x.safetensors"
+    sf.save(path, {"w": sf.by_name(fmt).from_dense(small(), **(params or PARAMS.get(fmt, {})))}, overwrite=True)
+    return path

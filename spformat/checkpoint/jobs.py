@@ -86,24 +86,24 @@ def prune(x: np.ndarray[Any, Any], target: str, recipe: Recipe) -> np.ndarray[An
     if not recipe.prune:
         return x
     if target in (AUTO, KEEP):
-        mask: Any = None if recipe.sparsity is None else masks.magnitude(x, recipe.sparsity)
+        mask: Any = None if recipe.sparsity is None else masks.magnitude(x, recipe.sparsity, nonfinite=recipe.nonfinite)
     else:
         fmt, given = parse_spec(target)
-        mask = _mask(x, fmt, fmt.resolve_params(given), recipe.sparsity)
+        mask = _mask(x, fmt, fmt.resolve_params(given), recipe.sparsity, recipe.nonfinite)
     return x if mask is None else np.asarray(masks.apply(x, mask))
 
 
-def _mask(x: Any, fmt: type[Format], params: dict[str, Any], sparsity: float | None) -> Any:
+def _mask(x: Any, fmt: type[Format], params: dict[str, Any], sparsity: float | None, nonfinite: str) -> Any:
     """The mask that makes x fit: by the pattern the format has, else down to ``sparsity``."""
     if {"n", "m", "vector_length"} <= set(params):
-        return masks.magnitude_vector_nm(x, params["n"], params["m"], params["vector_length"])
+        return masks.magnitude_vector_nm(x, params["n"], params["m"], params["vector_length"], nonfinite=nonfinite)
     if "meta_order" in params:
-        return masks.magnitude_nm(x, 2, 4)
+        return masks.magnitude_nm(x, 2, 4, nonfinite=nonfinite)
     if sparsity is None:
         raise UsageError(f"--prune magnitude to {fmt.name} needs --sparsity, the share of values (or blocks) to zero")
     if "blocksize" in params:
-        return masks.magnitude_blocks(x, params["blocksize"], sparsity)
-    return masks.magnitude(x, sparsity)
+        return masks.magnitude_blocks(x, params["blocksize"], sparsity, nonfinite=nonfinite)
+    return masks.magnitude(x, sparsity, nonfinite=nonfinite)
 
 
 def settle(job: Job, x: np.ndarray[Any, Any], structure: Structure | None = None) -> str:

@@ -71,6 +71,8 @@ class Recipe:
     prune: str = ""
     """"" or "magnitude": zero the smallest values so that the target fits (or ``sparsity`` is reached)."""
     sparsity: float | None = None
+    nonfinite: str = "refuse"
+    """With prune, NaN and infinities: "refuse" the tensor, or "keep" them as if they were the largest values."""
     misfit: str = "refuse"
     """What to do with a tensor its target cannot hold exactly: "refuse" the whole run, or "keep" it as it is."""
 
@@ -82,6 +84,8 @@ class Recipe:
             raise UsageError(f"prune: expected 'magnitude', got {self.prune!r}")
         if self.sparsity is not None and not 0 <= self.sparsity < 1:
             raise UsageError(f"sparsity: expected a share in [0, 1), got {self.sparsity}")
+        if self.nonfinite not in ("refuse", "keep"):
+            raise UsageError(f"nonfinite: expected 'refuse' or 'keep', got {self.nonfinite!r}")
         if self.misfit not in ("refuse", "keep"):
             raise UsageError(f"misfit: expected 'refuse' or 'keep', got {self.misfit!r}")
 

@@ -317,7 +317,7 @@ def _refuse_nonfinite(x: Array) -> None:
         found = str(x[first])
         raise StructureError(
             f"mask: expected finite values, got {count} NaN or infinite, the first at row {first[0]}, column "
-            f'{first[1]} ({found}); nonfinite="keep" ranks them as largest',
+            f'{first[1]} ({found}); nonfinite="keep" (--nonfinite keep) ranks them as largest',
             unit="value", count=count, first=first, found=found,
         )  # fmt: skip
 
