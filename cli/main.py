@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -46,6 +47,7 @@ for verb in (inspect, plan, convert, validate, diff, explain, bench, formats, ba
 
 def main() -> None:
     """Entry point: typed errors end with their exit code and no traceback (SPFORMAT_DEBUG=1 shows it)."""
+    gc.set_threshold(100_000, 50, 100)  # a command is short: collecting while libraries load finds nothing
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, lambda *_: sys.exit(129))

@@ -196,6 +196,18 @@ class FileWriter:
             raise UsageError(f"put_array: expected one of {list(record.arrays)}, got {array!r}", tensor=name)
         self._out.put(record.entry(array), pieces)
 
+    def put_part(self, name: str, array: str, row: int, part: Any) -> None:
+        """Write entries ``row ..`` (first axis) of one array of a tensor; from any thread, in any order.
+
+        All parts together must cover the array, none twice. The caller owes contents that ``validate`` accepts.
+        """
+        record = self._record(name)
+        code, shape = record.arrays[array]
+        if (stfile.code_of(part.dtype), part.shape[1:]) != (code, shape[1:]):
+            got = f"{part.dtype} {part.shape}"
+            raise UsageError(f"put_part: expected entries of {code} {shape}, got {got}", tensor=name, array=array)
+        self._out.put_part(record.entry(array), row * limits.product(*shape[1:], part.dtype.itemsize), part)
+
     def commit(self) -> None:
         """Publish the file; UsageError if a tensor is missing."""
         self._out.commit()
@@ -339,6 +351,15 @@ class TensorFile:
             e.fields |= {"tensor": r.name} | ({"array": array} if array else {})
             e.message = f"{array}: {e.message}" if array else e.message
             raise
+
+    def panel(self, name: str, begin: int, room: np.ndarray[Any, Any]) -> None:
+        """Fill ``room`` [rows, ..] with rows ``begin ..`` of a plain tensor, not checksummed; from any thread."""
+        r = self.info(name)
+        ((_, shape),) = r.arrays.values()
+        if room.shape[1:] != shape[1:] or room.dtype.name != r.dtype or not room.flags.c_contiguous:
+            raise UsageError(f"panel: expected rows of {r.dtype} {shape}, got {room.dtype} {room.shape}", tensor=name)
+        at = begin * limits.product(*shape[1:], room.dtype.itemsize)
+        self._in.read_into(r.entry(next(iter(r.arrays))), at, room.reshape(-1).view(np.uint8).data)
 
     def raw(self, name: str, piece: int = 16 * 2**20, array: str = "") -> Iterator[np.ndarray[Any, Any]]:
         """The bytes of an array (``""``: a plain tensor) in pieces of at most ``piece``, to be passed on unchanged.

@@ -13,6 +13,8 @@ import os
 import re
 import secrets
 import stat
+import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
@@ -33,6 +35,10 @@ Path: TypeAlias = str | os.PathLike[str]
 
 LOCK = ".spformat.lock"
 _BUFFER = 2**20
+_KEPT_IN_CACHE = 64 << 20
+"""Outputs below this many bytes are left to the page cache: whoever wrote them is likely to read them next."""
+_IN_FLIGHT = 64 << 20
+"""Bytes of a larger output that may be on their way to the device."""
 _TEMP = re.compile(r"\.spformat-[0-9a-f]{16}\.tmp")
 _SAFE = re.compile(r"[A-Za-z0-9._-]{1,255}")
 
@@ -206,6 +212,9 @@ class Output:
         folder, self._name = os.path.split(os.path.abspath(self.path))
         self._fd = self._guard = -1
         self._temp = ""
+        self._recent: deque[tuple[int, int]] = deque()
+        self._recent_bytes = 0
+        self._recent_lock = threading.Lock()
         try:
             self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except (OSError, ValueError) as e:
@@ -230,9 +239,31 @@ class Output:
                 f"write: expected bytes 0..{self.size}, got {offset}..{offset + view.nbytes}", path=self.path
             )
         with self._writing("write"):
+            at, n = offset, view.nbytes
             while view.nbytes:
                 done = os.pwrite(self._fd, view, offset)
                 view, offset = view[done:], offset + done
+        self._send_off(at, n)
+
+    def _send_off(self, at: int, n: int) -> None:
+        """Start the way of fresh pages to the device, and give back those that have arrived.
+
+        Else the final fsync waits for all of them, and a large output fills the page cache with what nobody reads
+        soon. The advice starts the writing of dirty pages and drops clean ones: it is given at once, and once again
+        when enough has been written since.
+        """
+        if self.size < _KEPT_IN_CACHE or not hasattr(os, "posix_fadvise"):
+            return
+        with self._recent_lock:
+            self._recent.append((at, n))
+            self._recent_bytes += n
+            old = []
+            while self._recent_bytes > _IN_FLIGHT:
+                old.append(self._recent.popleft())
+                self._recent_bytes -= old[-1][1]
+        for begin, length in (*old, (at, n)):
+            with suppress(OSError):  # advice: the write itself has succeeded, and fsync has the last word
+                os.posix_fadvise(self._fd, begin, length, os.POSIX_FADV_DONTNEED)
 
     def read_at(self, offset: int, into: memoryview) -> None:
         """Read back what was written; WriteError if it is not there."""

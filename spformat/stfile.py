@@ -132,6 +132,18 @@ class Reader:
             raise ArrayError("BOOL: expected bytes 0 or 1, got others", path=self.path, tensor=name)
         return out
 
+    def read_into(self, name: str, at: int, into: memoryview) -> None:
+        """Bytes ``at .. at + len(into) - 1`` of a tensor into memory of the caller's: panels without a fresh page each.
+
+        Raises IntegrityError when the file changed or was cut while it was open. Threads may share this.
+        """
+        e = self.entry(name)
+        if at < 0 or e.begin + at + into.nbytes > e.end:
+            got = f"{at}..{at + into.nbytes}"
+            raise UsageError(f"read_into: expected bytes 0..{e.nbytes}, got {got}", path=self.path, tensor=name)
+        self._pread_into(into, self.header.data_start + e.begin + at, name)
+        self._check_unchanged()
+
     def read_bytes(self, name: str, crc32: int | None = None) -> NDArray:
         """The bytes of a tensor of any dtype: uint8[nbytes], to be passed on unchanged."""
         e = self.entry(name)
@@ -242,6 +254,7 @@ class Writer:
         self._entries = {e.name: e for e in layout(arrays)}
         self._metadata = metadata if callable(metadata) else lambda _: metadata or {}
         self._crc: dict[str, int] = {}
+        self._parts: dict[str, list[tuple[int, int, int]]] = {}  # (begin, bytes, CRC32) of what put_part wrote
         self._verify = verify
         self._lanes: dict[int, Lanes] = {}
         sized = self._encoded(dict.fromkeys(self._entries, 0))
@@ -287,6 +300,33 @@ class Writer:
             raise UsageError(f"put: expected {e.nbytes} bytes, got {at}", array=name)
         self._crc[name] = found
 
+    def put_part(self, name: str, at: int, data: Any) -> None:
+        """Write ``data`` (an array in C order, or bytes) at byte ``at`` of an array; from any thread, in any order.
+
+        All parts of an array together must cover it, none twice: ``commit`` looks.
+        """
+        e, view = self._entries.get(name), _bytes_of(data)
+        if e is None or name in self._crc:
+            raise UsageError("put_part: expected a declared array that has not been written", array=name)
+        if at < 0 or at + view.nbytes > e.nbytes:
+            raise UsageError(f"put_part: expected bytes 0..{e.nbytes}, got {at}..{at + view.nbytes}", array=name)
+        parts = self._parts.setdefault(name, [])
+        if view.nbytes:
+            parts.append((at, view.nbytes, self._write(e.begin + at, view)))
+
+    def _join_parts(self) -> None:
+        """CRC32 of every array that came in parts; UsageError unless they cover it."""
+        for name, parts in self._parts.items():
+            at = found = 0
+            for begin, n, part in sorted(parts):
+                if begin != at:
+                    raise UsageError(f"commit: parts of the array leave or repeat bytes at {at}", array=name)
+                found = crc.combine(found, part, n) if at else part
+                at += n
+            if at != self._entries[name].nbytes:
+                raise UsageError(f"commit: expected {self._entries[name].nbytes} bytes in parts, got {at}", array=name)
+            self._crc[name] = found
+
     def _write(self, offset: int, view: memoryview) -> int:
         def work(lo: int, hi: int) -> int:
             found = 0
@@ -306,6 +346,7 @@ class Writer:
 
     def commit(self) -> None:
         """Fill in the checksums and publish; UsageError if an array was not put."""
+        self._join_parts()
         missing = self._entries.keys() - self._crc.keys()
         if missing:
             raise UsageError(f"commit: {len(missing)} declared arrays were not put", array=min(missing))

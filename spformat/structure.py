@@ -15,7 +15,7 @@ import numpy as np
 from . import threads
 from .arrays import INT32_MAX, Array, ceil_div, is_cupy, round_up
 from .dtypes import bits, nonzero_mask, value_type
-from .formats import by_name, parse_spec
+from .formats import by_name, compiled, parse_spec
 from .formats.base import checked_values
 
 PANEL = 1 << 22
@@ -182,6 +182,9 @@ def analyse(x: Array) -> Structure:
 
 def count_nonzeros(x: Array) -> tuple[int, int]:
     """(values that are not zero, elements that are -0.0) of a matrix; on the host every core and a few panels."""
+    counted = compiled.count_nonzeros(x)
+    if counted is not None:
+        return counted
     row = value_type(x.dtype)
     flat, minus_zero = bits(x).reshape(-1), ~row.bits.type(row.zero_mask)  # 0 for int8, which has no -0
     if is_cupy(x):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 def cores() -> int:
@@ -18,12 +19,25 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+_alone = threading.local()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """``run`` stays on the calling thread: for members of a team, whose work keeps every core busy already."""
+    before, _alone.here = getattr(_alone, "here", False), True
+    try:
+        yield
+    finally:
+        _alone.here = before
+
+
 def run(piece: Callable[[int], None], count: int, threads: int | None = None) -> None:
     """``piece(0) .. piece(count-1)``, each once, on the calling thread and up to ``threads - 1`` more (default: cores).
 
     Threads take the next piece when they finish one. The first exception is raised here after all have stopped.
     """
-    helpers = min(threads or cores(), count) - 1
+    helpers = 0 if getattr(_alone, "here", False) else min(threads or cores(), count) - 1
     if helpers <= 0:
         for i in range(count):
             piece(i)

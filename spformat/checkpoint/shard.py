@@ -1,4 +1,4 @@
-"""One shard in, one file out: sizes first, then tensor by tensor.
+"""One shard in, one file out: sizes first, then tensor by tensor, in panels of rows where the target allows it.
 
 A file is laid out before its first byte is written. Where shape and target decide the sizes, nothing is read for
 that; else the tensor is counted, or, where only a conversion tells, converted (and held for the writing if small).
@@ -6,8 +6,10 @@ that; else the tensor is counted, or, where only a conversion tells, converted (
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,12 +21,13 @@ from ..convert import convert
 from ..descriptor import Record
 from ..dtypes import SAFETENSORS, SAFETENSORS_CODE, nonzero_mask, value_type
 from ..errors import StructureError
-from ..formats import parse_spec, spec_text
+from ..formats import compiled, parse_spec, spec_text
 from ..formats.base import Format
 from ..limits import check_bytes, product
 from ..stfile import Writer, code_of
 from ..structure import count_nonzeros
 from .jobs import Job, Outcome, dense_of, prune, settle
+from .panels import Cut, Placed, Team, cut, record_of, sizing
 from .recipe import AUTO, KEEP, Recipe
 from .source import Source
 
@@ -102,40 +105,113 @@ class _Settled:
     outcome: Outcome
     record: Record
     made: Format | None = None
+    placed: Placed | None = None
+    """Set for a tensor that is converted in panels."""
 
 
 def _write_packed(
     f: TensorFile, jobs: list[Job], recipe: Recipe, path: str, force: bool, progress: Progress | None, device: str
 ) -> tuple[Outcome, ...]:
-    settled: list[_Settled] = []
-    held = 0
     there = "cpu" if recipe.prune else device  # masks are chosen on the host
-    # So is the smallest format: what it looks at is not what a device is fast at.
-    sizing = [(j, "cpu" if j.target == AUTO else there) if _must_be_read(j, recipe) else None for j in jobs]
-    for j, values in zip(jobs, _one_ahead(f, sizing), strict=True):
-        settled.append(_settle(f, j, recipe, _KEPT - held, values))
-        made = settled[-1].made
-        held += made.nbytes if made is not None else 0
-    outcomes = []
+    cuts = {j.name: c for j in jobs if there == "cpu" and (c := cut(j, recipe)) is not None}
+    compiled.prepare(sum(c.job.bytes_in for c in cuts.values()))
+    outcomes: dict[str, Outcome] = {}
+    with Team() as team:
+        placed, held = _size_panels(f, cuts, team)
+        # The smallest format is chosen on the host: what that looks at is not what a device is fast at.
+        wanted = [j.name not in cuts and _must_be_read(j, recipe) for j in jobs]
+        read_now = [(j, "cpu" if j.target == AUTO else there) if w else None for j, w in zip(jobs, wanted, strict=True)]
+        settled: list[_Settled] = []
+        for j, values in zip(jobs, _one_ahead(f, read_now), strict=True):
+            settled.append(placed.get(j.name) or _settle(f, j, recipe, _KEPT - held, values))
+            made = settled[-1].made
+            held += made.nbytes if made is not None else 0
+        placed.clear()
+        # Small tensors that are kept lie between the matrices of a model: the team does not stop for each of them.
+        panels, wholes = [s for s in settled if s.placed], [s for s in settled if not s.placed]
+        with create(path, [s.record for s in settled], overwrite=force) as out:
+            others = _put_whole(f, wholes, recipe, out, device)
+            for outcome in itertools.chain(_put_panels(f, panels, out, team), others):
+                outcomes[outcome.name] = outcome
+                if progress:
+                    progress(outcome)
+    return tuple(outcomes[j.name] for j in jobs)
+
+
+def _size_panels(f: TensorFile, cuts: dict[str, Cut], team: Team) -> tuple[dict[str, _Settled], int]:
+    """Everything about the tensors that go in panels, and the bytes of converted panels that are held."""
+    records = {name: _record_of_header(c.job) for name, c in cuts.items()}
+    unknown = [c for name, c in cuts.items() if records[name] is None]
+    counted, held, settled = sizing(f, unknown, team), 0, {}
+    for name, c in cuts.items():
+        record, panels = records[name], None
+        outcome = replace(_kept(c.job), target=spec_text(c.target, c.params))
+        if record is None:
+            panels = []
+            with _refusal(f, c):
+                for panel in itertools.islice(counted, c.count):
+                    size = panel.made.nbytes if panel.made is not None else 0
+                    fits = held + size <= _KEPT
+                    held += size if fits else 0
+                    panels.append(panel if fits else replace(panel, made=None))
+            nnz = sum(p.nnz for p in panels)
+            outcome = replace(outcome, nnz=nnz, negative_zeros=sum(p.negative_zeros for p in panels))
+            record = record_of(c, panels)
+        settled[name] = _Settled(c.job, _sized(outcome, record), record, placed=Placed(c, record, panels))
+    return settled, held
+
+
+def _put_panels(f: TensorFile, group: list[_Settled], out: FileWriter, team: Team) -> Iterator[Outcome]:
+    """Write tensors panel by panel, without a pause between them."""
+    placed = [s.placed for s in group if s.placed is not None]
+    written = team.results(task for p in placed for task in p.tasks(f, out, team))
+    for s, p in zip(group, placed, strict=True):
+        with _refusal(f, p.cut):
+            counts = list(itertools.islice(written, p.cut.count))
+        if s.outcome.nnz is not None:
+            yield s.outcome
+        else:
+            yield replace(s.outcome, nnz=sum(n for n, _ in counts), negative_zeros=sum(z for _, z in counts))
+
+
+@contextmanager
+def _refusal(f: TensorFile, c: Cut) -> Iterator[None]:
+    """What a panel refuses is refused by the whole matrix, with the count and the place of all of it."""
+    try:
+        yield
+    except StructureError as e:
+        try:
+            convert(f.array(c.job.name), c.target, **c.params)
+        except StructureError as whole:
+            raise whole.at(path=f.path, tensor=c.job.name) from None
+        raise e.at(path=f.path, tensor=c.job.name) from None
+
+
+def _put_whole(
+    f: TensorFile, settled: list[_Settled], recipe: Recipe, out: FileWriter, device: str
+) -> Iterator[Outcome]:
+    """Write tensors one by one, as wholes."""
+    there = "cpu" if recipe.prune else device
     # Beside a result larger than its input there is no room for the next tensor.
     roomy = [True, *((s.outcome.bytes_out or 0) <= s.job.bytes_in for s in settled[:-1])]
     wanted = [(s.job, there) if _needs_values(s) and room else None for s, room in zip(settled, roomy, strict=False)]
-    with create(path, [s.record for s in settled], overwrite=force) as out:
-        for i, values in enumerate(_one_ahead(f, wanted)):
-            outcomes.append(_put(f, settled[i], recipe, out, values, device))
-            del values
-            settled[i] = replace(settled[i], made=None)
-            if progress:
-                progress(outcomes[-1])
-    return tuple(outcomes)
+    for i, values in enumerate(_one_ahead(f, wanted)):
+        outcome = _put(f, settled[i], recipe, out, values, device)
+        del values
+        settled[i] = replace(settled[i], made=None)
+        yield outcome
+
+
+def _kept(job: Job) -> Outcome:
+    return Outcome(
+        name=job.name, target=KEEP, why=job.why, shape=job.shape, dtype=job.record.dtype, bytes_in=job.bytes_in,
+        bytes_out=job.bytes_in,
+    )  # fmt: skip
 
 
 def _settle(f: TensorFile, job: Job, recipe: Recipe, hold: int, values: Any) -> _Settled:
     """Decide target and sizes of one tensor. What only a conversion tells is converted, and held if small."""
-    kept = Outcome(
-        name=job.name, target=KEEP, why=job.why, shape=job.shape, dtype=job.record.dtype, bytes_in=job.bytes_in,
-        bytes_out=job.bytes_in,
-    )  # fmt: skip
+    kept = _kept(job)
     if job.target == KEEP:
         return _Settled(job, kept, _kept_record(job))
     if values is None:

@@ -25,6 +25,7 @@ from .declare import (
     REQUIRED,
     VALUE,
     ArrayDeclaration,
+    Panels,
     ParamDeclaration,
     array,
     declarations,
@@ -37,7 +38,7 @@ from .declare import (
 if TYPE_CHECKING:
     from .csr import CSR
 
-__all__ = ["AUTO", "INDEX", "POS", "VALUE", "Format", "array", "checked_values", "param", "table"]
+__all__ = ["AUTO", "INDEX", "POS", "VALUE", "Format", "Panels", "array", "checked_values", "param", "table"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
@@ -124,6 +125,14 @@ class Format:
         """dtype and shape of every array of a matrix with ``nnz`` nonzeros, where these numbers decide them.
 
         None when they do not (blocks, vectors): then only a conversion tells. A file is laid out from this.
+        """
+        return None
+
+    @classmethod
+    def panels(cls, params: dict[str, Any]) -> Panels | None:
+        """How a matrix may be converted panel by panel of rows, with the arrays written one after the other.
+
+        None when it may not: then only the whole matrix is converted. ``params``: all of them, resolved.
         """
         return None
 

@@ -18,7 +18,7 @@ from ..dtypes import bits, nonzero_mask
 from ..errors import IndexBoundsError, InvariantError, PatternError
 from ..segments import pointer
 from . import compiled
-from .base import INDEX, VALUE, Format, array, checked_values
+from .base import INDEX, VALUE, Format, Panels, array, checked_values
 from .csr import CSR
 
 PANEL = 1 << 20
@@ -46,6 +46,10 @@ class Bitmask(Format):
         M, K = shape
         packed = (np.dtype(np.uint8), (M, ceil_div(K, 8)))
         return {"indptr": (index_dtype(nnz), (M + 1,)), "bitmask": packed, "data": (dtype, (nnz,))}
+
+    @classmethod
+    def panels(cls, params: dict[str, Any]) -> Panels:
+        return Panels(1, pointers=("indptr",))
 
     @property
     def nnz(self) -> int:

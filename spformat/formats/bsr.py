@@ -21,7 +21,7 @@ from ..dtypes import bits, nonzero_mask
 from ..errors import PatternError
 from ..limits import check_bytes, product
 from ..segments import counts_of, distinct_sorted, pointer, rows_of
-from .base import INDEX, VALUE, Format, array, checked_values, param
+from .base import INDEX, VALUE, Format, Panels, array, checked_values, param
 from .csr import CSR
 
 PANEL = 1 << 22
@@ -52,6 +52,10 @@ class BSR(Format):
     def dims(self) -> dict[str, int]:
         Mb, Kb = self.grid
         return {"Mb+1": Mb + 1, "Kb-1": Kb - 1, "R": self.blocksize[0], "C": self.blocksize[1]}
+
+    @classmethod
+    def panels(cls, params: dict[str, Any]) -> Panels:
+        return Panels(params["blocksize"][0], pointers=("indptr",))
 
     def block_rows(self) -> Array:
         """int64[nnzb]: block row of each block."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from .. import threads
-from ..arrays import Array, ceil_div, current_device, is_cupy
+from ..arrays import Array, ceil_div, current_device, is_cupy, round_up
 from ..dtypes import bits, value_type
 from ..segments import pointer
 
@@ -69,6 +70,43 @@ def _on_device(edge: str, x: Array, *args: Any) -> Any:
         return getattr(twin, edge)(x, *args)
 
 
+def prepare(size: int) -> None:
+    """Have the compiled code loaded, in a thread, when ``size`` bytes of dense arrays are about to come in pieces."""
+    if size >= LARGE and _LOOPS not in sys.modules:
+        threading.Thread(target=_warm_up, name="spformat", daemon=True).start()
+
+
+def _warm_up() -> None:
+    """numba spends most of its start on the first call of anything, under a lock of its own."""
+    if _usable():
+        _count_rows(np.zeros((1, 4), np.float16))
+
+
+def count_nonzeros(x: Array) -> tuple[int, int] | None:
+    """(values that are not zero, elements that are -0.0) of 16-bit x [M, K]; None where numpy is to count."""
+    if not isinstance(x, np.ndarray) or x.ndim != 2 or not _fours(x) or not serves(x):
+        return None
+    counts, negative = _count_rows(x)
+    return int(counts.sum()), int(negative.sum())
+
+
+def _fours(x: Array) -> bool:
+    """Whether 16-bit values can be taken four at a time."""
+    whole = x.dtype.itemsize == 2 and x.shape[1] % 4 == 0
+    return bool(whole and x.flags.c_contiguous and x.ctypes.data % 8 == 0)
+
+
+def _count_rows(x: Array) -> tuple[Array, Array]:
+    """int64[M] each: nonzeros, and, of 16-bit values in whole fours only, -0.0 in each row."""
+    M, K = x.shape
+    counts, negative = np.zeros(M, np.int64), np.zeros(M, np.int64)
+    if _fours(x):
+        _rows(_loops().count_fours, M, K, bits(x).view(np.uint64), counts, negative)
+    else:
+        _rows(_loops().count, M, K, bits(x), _zero(x), counts)
+    return counts, negative
+
+
 def _loops() -> Any:
     return sys.modules[_LOOPS]
 
@@ -100,8 +138,7 @@ def _zero(x: Array) -> Any:
 def csr_from_dense(x: Array, index: np.dtype[Any]) -> tuple[Array, Array, Array]:
     """(indptr, indices, data) of value != 0 in x [M, K]."""
     M, K = x.shape
-    counts = np.zeros(M, np.int64)
-    _rows(_loops().count, M, K, bits(x), _zero(x), counts)
+    counts, _ = _count_rows(x)
     nnz = int(counts.sum())
     indptr = pointer(counts, nnz)
     indices, data = np.empty(nnz, index), np.empty(nnz, x.dtype)
@@ -117,8 +154,7 @@ def csr_to_dense(indptr: Array, indices: Array, data: Array, out: Array) -> None
 def bitmask_from_dense(x: Array) -> tuple[Array, Array, Array]:
     """(indptr, bitmask, data) of x [M, K]."""
     M, K = x.shape
-    counts = np.zeros(M, np.int64)
-    _rows(_loops().count, M, K, bits(x), _zero(x), counts)
+    counts, _ = _count_rows(x)
     nnz = int(counts.sum())
     indptr = pointer(counts, nnz)
     bitmask, data = np.empty((M, ceil_div(K, 8)), np.uint8), np.empty(nnz, x.dtype)
@@ -132,16 +168,28 @@ def bitmask_to_dense(indptr: Array, bitmask: Array, data: Array, out: Array) -> 
 
 
 def two_four_encode(
-    x: Array, nibble_of: Array, places: tuple[Array, int, int, int], data: Array, meta: Array
+    x: Array, nibbles: int, places: tuple[Array, int, int, int], data: Array, meta: Array
 ) -> tuple[int, int, int]:
     """Fill the rows of ``data`` [Mp, Kp/2] and words of ``meta`` that belong to x [M, K].
 
-    ``places``: of the metadata words (``two_four.meta_places``). Returns (refused groups, the first of them as
+    ``nibbles``: 16 of them, that of nonzero mask 0 in the lowest bits. ``places``: of the metadata words
+    (``two_four.meta_places``). Returns (refused groups, the first of them as
     row * Kp/4 + group, its nonzeros); when any is refused, data and meta are of no use.
     """
-    M, K = x.shape
-    args = (bits(x), nibble_of, *places, data.view(np.uint32), meta)
-    return _rows_or_refusal(_loops().two_four_encode, M, K, *args)
+    (M, K), loop, values = x.shape, _loops().two_four_encode, bits(x)
+    args = (np.uint64(nibbles), *places, data.view(np.uint32), meta)
+    if _fours(values):
+        return _rows_or_refusal(loop, M, K, values.view(np.uint64), *args)
+
+    row_offset, pairs = places[0], data.view(np.uint32)
+
+    def padded(lo: int, hi: int, refused: Array) -> None:
+        part = np.zeros((hi - lo, round_up(K, 4)), np.uint16)
+        part[:, :K] = values[lo:hi]
+        loop(0, hi - lo, part.view(np.uint64), args[0], row_offset[lo:], *places[1:], pairs[lo:], meta, refused)
+        refused[1] += lo * pairs.shape[1]
+
+    return _rows_or_refusal(padded, M, K)
 
 
 def two_four_decode(data: Array, meta: Array, places: tuple[Array, int, int, int], out: Array) -> None:

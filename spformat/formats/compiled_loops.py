@@ -39,6 +39,29 @@ def count(lo: int, hi: int, x: Array, zero: Any, counts: Array) -> None:
         counts[i] = found
 
 
+# Four 16-bit values are one uint64, lowest column in the lowest bits.
+_MAGNITUDE = np.uint64(0x7FFF7FFF7FFF7FFF)
+_SIGN = np.uint64(0x8000800080008000)
+_1, _2, _3, _4, _15, _16, _32, _48, _63 = (np.uint64(n) for n in (1, 2, 3, 4, 15, 16, 32, 48, 63))
+_ONES = np.uint64(0xFFFF)
+
+
+@_compiled
+def count_fours(lo: int, hi: int, x: Array, counts: Array, negative: Array) -> None:
+    """As ``count`` for 16-bit values x uint64[M, K/4]; negative[i] = elements of row i that are -0.0."""
+    for i in range(lo, hi):
+        row = x[i]
+        for first in range(0, row.size, 1 << 15):  # each lane of the sums has 16 bits
+            held, bare = np.uint64(0), np.uint64(0)
+            for j in range(first, min(row.size, first + (1 << 15))):
+                # Bit 15 of a lane, and no carry into the next, exactly where its magnitude is not zero.
+                some = (row[j] & _MAGNITUDE) + _MAGNITUDE
+                held += (some & _SIGN) >> _15
+                bare += (row[j] & _SIGN & ~some) >> _15
+            counts[i] += np.int64((held & _ONES) + (held >> _16 & _ONES) + (held >> _32 & _ONES) + (held >> _48))
+            negative[i] += np.int64((bare & _ONES) + (bare >> _16 & _ONES) + (bare >> _32 & _ONES) + (bare >> _48))
+
+
 @_compiled
 def csr_items(lo: int, hi: int, x: Array, zero: Any, indptr: Array, indices: Array, data: Array) -> None:
     """Columns and values of the nonzeros, at indptr[i] of each row."""
@@ -107,46 +130,54 @@ def bitmask_scatter(lo: int, hi: int, indptr: Array, bitmask: Array, data: Array
 
 # ------------------------------------------------------------------ 2:4
 
-# A group of four 16-bit values is one uint64, lowest column in the lowest bits: the work is done on whole groups.
-_LANE = np.uint64(0x0001000100010001)
-_MAGNITUDE = np.uint64(0x7FFF7FFF7FFF7FFF)
-_SIGN = np.uint64(0x8000800080008000)
-_GATHER = np.uint64(1 << 48 | 1 << 33 | 1 << 18 | 1 << 3)
-"""Times a number with bits at 0, 16, 32, 48 only: those bits side by side at 48 .. 51."""
-_16, _48, _ONES = np.uint64(16), np.uint64(48), np.uint64(0xFFFF)
+# The work is done on whole groups, in plain shifts and masks without a table or a branch, so that the compiler does
+# several groups at a time.
+_30, _45 = np.uint64(30), np.uint64(45)
+
+
+@_compiled
+def two_four_refusals(i: int, row: Array, groups: int, refused: Array) -> None:
+    """Count the groups of row i with more than two nonzeros into ``refused``."""
+    for g in range(row.size):
+        held = (((row[g] & _MAGNITUDE) + _MAGNITUDE) & _SIGN) >> _15
+        found = (held + (held >> _16) + (held >> _32) + (held >> _48)) & _ONES
+        if found > _2:
+            if refused[0] == 0:
+                refused[1], refused[2] = i * groups + g, found
+            refused[0] += 1
 
 
 @_compiled
 def two_four_encode(
-    lo: int, hi: int, x: Array, nibble_of: Array, row_offset: Array, shift: int, outer: int, inner: int, data: Array,
+    lo: int, hi: int, x: Array, nibbles: Any, row_offset: Array, shift: int, outer: int, inner: int, data: Array,
     meta: Array, refused: Array,
 ) -> None:  # fmt: skip
-    """Value pairs uint32[Mp, Kp/4] and words of rows lo .. hi-1 of x, uint16[M, K].
+    """Value pairs uint32[Mp, Kp/4] and words of rows lo .. hi-1 of x, uint64[M, K/4] of whole groups.
 
-    refused int64[3]: how many groups, the first of them (row * Kp/4 + group), its nonzeros.
+    nibbles: bits 4i .. 4i+3 are the nibble of the nonzero mask i, 0 = refused. refused int64[3]: how many groups,
+    the first of them (row * Kp/4 + group), its nonzeros.
     """
-    K, groups, low = x.shape[1], data.shape[1], (1 << shift) - 1
-    padded = np.zeros(4 * groups, np.uint16)
-    row = padded.view(np.uint64)
+    held_groups, groups = x.shape[1], data.shape[1]
+    kept = np.full(groups, 4, np.uint8)  # groups past the last column hold nothing
+    fours = kept.view(np.uint32)
     for i in range(lo, hi):
-        padded[:K] = x[i]
-        for q in range(groups // 4):
-            word = 0
-            for s in range(4):
-                group = row[4 * q + s]
-                # Bit 15 of a lane, and no carry into the next, exactly where its magnitude is not zero.
-                held = (((group & _MAGNITUDE) + _MAGNITUDE) & _SIGN) >> np.uint64(15)
-                group &= held * _ONES  # -0.0 becomes +0
-                nibble = int(nibble_of[((held * _GATHER) >> _48) & np.uint64(15)])
-                if nibble == 0:
-                    if refused[0] == 0:
-                        refused[1], refused[2] = i * groups + 4 * q + s, np.int64((held * _LANE) >> _48)
-                    refused[0] += 1
-                first = (group >> np.uint64((nibble & 3) << 4)) & _ONES
-                second = (group >> np.uint64((nibble >> 2) << 4)) & _ONES
-                data[i, 4 * q + s] = first | second << _16
-                word |= nibble << (4 * s)
-            meta[row_offset[i] + (q >> shift) * outer + (q & low) * inner] = word
+        row, out, base, low = x[i], data[i], row_offset[i], np.uint64(0)
+        for g in range(held_groups):
+            held = (((row[g] & _MAGNITUDE) + _MAGNITUDE) & _SIGN) >> _15
+            group = row[g] & ((held << _16) - held)  # -0.0 becomes +0
+            nibble = (nibbles >> (((held | held >> _15 | held >> _30 | held >> _45) & _15) << _2)) & _15
+            first = (group >> ((nibble & _3) << _4)) & _ONES
+            second = (group >> ((nibble >> _2) << _4)) & _ONES
+            out[g] = first | second << _16
+            kept[g] = nibble
+            low |= nibble - _1  # the highest bit is set by a nibble of 0 only
+        if low >> _63:
+            two_four_refusals(i, row, groups, refused)
+        for q in range(groups >> (2 + shift)):
+            for r in range(1 << shift):
+                w = fours[(q << shift) + r]
+                word = w & 0xF | (w >> 4) & 0xF0 | (w >> 8) & 0xF00 | (w >> 12) & 0xF000
+                meta[base + q * outer + r * inner] = word
 
 
 @_compiled

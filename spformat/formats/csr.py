@@ -19,7 +19,7 @@ from ..dtypes import bits, nonzero_mask
 from ..errors import OrderError
 from ..segments import counts_of, offsets_from_counts, pointer, rows_of
 from . import compiled
-from .base import INDEX, VALUE, Format, array, checked_values
+from .base import INDEX, VALUE, Format, Panels, array, checked_values
 
 PANEL = 1 << 20
 """Dense elements a host scan looks at together: the masks and positions stay in cache."""
@@ -45,6 +45,10 @@ class CSR(Format):
     ) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
         index = index_dtype(shape[1] - 1)
         return {"indptr": (index_dtype(nnz), (shape[0] + 1,)), "indices": (index, (nnz,)), "data": (dtype, (nnz,))}
+
+    @classmethod
+    def panels(cls, params: dict[str, Any]) -> Panels:
+        return Panels(1, pointers=("indptr",))
 
     @property
     def nnz(self) -> int:

@@ -29,6 +29,18 @@ class ArrayDeclaration:
 
 
 @dataclass(frozen=True)
+class Panels:
+    """How the arrays of a matrix follow from those of its panels of ``rows`` (or a multiple of that) rows each.
+
+    They are the panels' arrays end to end along the first axis; a pointer counts on from panel to panel.
+    """
+
+    rows: int
+    pointers: tuple[str, ...] = ()
+    """Arrays [n+1] that start at 0 and count entries of the array whose first dimension is their bound."""
+
+
+@dataclass(frozen=True)
 class ParamDeclaration:
     """One parameter: what ``from_csr`` takes, how text becomes it, and its range."""
 

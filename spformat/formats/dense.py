@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 
 from ..arrays import Array
-from .base import VALUE, Format, array, checked_values
+from .base import VALUE, Format, Panels, array, checked_values
 from .csr import CSR
 
 
@@ -28,6 +28,10 @@ class Dense(Format):
         cls, shape: tuple[int, int], dtype: np.dtype[Any], nnz: int, params: dict[str, Any]
     ) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
         return {"data": (dtype, shape)}
+
+    @classmethod
+    def panels(cls, params: dict[str, Any]) -> Panels:
+        return Panels(1)
 
     @classmethod
     def from_dense(cls, x: Array, **params: Any) -> Self:

@@ -20,7 +20,7 @@ from ..dtypes import bits, nonzero_mask
 from ..errors import InvariantError, OrderError, PatternError
 from ..limits import check_bytes, product
 from ..segments import counts_of, distinct_sorted, offsets_from_counts, pointer, rank_in_row, rows_of
-from .base import INDEX, VALUE, Format, array, param
+from .base import INDEX, VALUE, Format, Panels, array, param
 from .csr import CSR
 
 
@@ -49,6 +49,10 @@ class SRBCRS(Format):
 
     def dims(self) -> dict[str, int]:
         return {"Mv+1": self.tiles + 1, "K-1": self.shape[1] - 1, "t": self.vector_length, "g": self.stride}
+
+    @classmethod
+    def panels(cls, params: dict[str, Any]) -> Panels:
+        return Panels(params["vector_length"], pointers=("indptr",))
 
     @property
     def vectors(self) -> int:

@@ -21,7 +21,7 @@ from ..arrays import Array, is_cupy, namespace, round_up
 from ..dtypes import bits, nonzero_mask
 from ..errors import IndexBoundsError, PatternError, StructureError
 from . import compiled
-from .base import VALUE, Format, array, checked_values, param
+from .base import VALUE, Format, Panels, array, checked_values, param
 from .csr import CSR
 
 PANEL = 1 << 20
@@ -35,6 +35,7 @@ ROWS, COLS = 32, 64
 #        x   0    1    2    3    4    5    6    7    8    9    10   11   12   13   14   15
 _NIBBLE = (0x4, 0x4, 0x4, 0x4, 0x8, 0x8, 0x9, 0x0, 0xC, 0xC, 0xD, 0x0, 0xE, 0x0, 0x0, 0x0)
 NIBBLE = np.array(_NIBBLE, np.uint8)
+_NIBBLES = sum(n << 4 * i for i, n in enumerate(_NIBBLE))
 LEGAL = np.isin(np.arange(16), (0x4, 0x8, 0x9, 0xC, 0xD, 0xE))
 """The nibbles with i0 < i1: the only ones PTX defines for ordered metadata."""
 
@@ -135,6 +136,11 @@ class TwoFour(Format):
     ) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
         Mp, Kp = round_up(shape[0], ROWS), round_up(shape[1], COLS)
         return {"data": (dtype, (Mp, Kp // 2)), "meta": (np.dtype(np.uint16), (Mp * Kp // 16,))}
+
+    @classmethod
+    def panels(cls, params: dict[str, Any]) -> Panels | None:
+        # cutlass-sm80 keeps the words of all rows side by side.
+        return None if params["meta_order"] == "cutlass-sm80" else Panels(ROWS)
 
     def with_meta_order(self, order: str) -> TwoFour:
         """The same matrix with its metadata words in another order; values are shared, not copied."""
@@ -243,7 +249,7 @@ class TwoFour(Format):
             count, first, found = compiled.two_four_pack(x, order, data, meta)
         else:
             data, meta = np.zeros((Mp, Kp // 2), x.dtype), np.full(Mp * Kp // 16, 0x4444, np.uint16)
-            count, first, found = compiled.two_four_encode(x, NIBBLE, meta_places((Mp, Kp), order), data, meta)
+            count, first, found = compiled.two_four_encode(x, _NIBBLES, meta_places((Mp, Kp), order), data, meta)
         if count:
             _refuse(count, divmod(first, Kp // 4), found)
         return cls.made(shape=x.shape, meta_order=order, data=data, meta=meta)
