@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Annotated
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,6 +26,11 @@ from .options import (
     recipe,
 )
 from .output import cell, console, notes, print_json, progress, size
+
+if TYPE_CHECKING:
+    from spformat.checkpoint import Recipe
+
+MANY = "Many cores and machines"
 
 EPILOG = (
     "spformat convert ./model ./model-sp --to auto   |   spformat convert ./model-sp ./dense --to dense   |   "
@@ -46,6 +53,21 @@ def run(
     force: bool = typer.Option(False, "--force", "-f", help="Replace what DST holds, file by file, at each rename."),
     resume: bool = typer.Option(False, help="Finish an interrupted run: finished shards are known by their hashes."),
     device: str = typer.Option("cpu", help="Where matrices are converted: cpu, cuda or cuda:<id>; same bytes."),
+    part: str = typer.Option(
+        "", metavar="I/N", help="Only part I of N (job arrays); `spformat merge DST` joins them.", rich_help_panel=MANY
+    ),
+    executor: str = typer.Option(
+        "", help="Convert side by side on 'threads', 'processes' or 'dask'.", rich_help_panel=MANY
+    ),
+    workers: int = typer.Option(
+        0, min=0, help="How many, on this machine. Default: one a core.", rich_help_panel=MANY, show_default=False
+    ),
+    scheduler: str = typer.Option(
+        "",
+        metavar="ADDRESS",
+        help="A dask scheduler, e.g. tcp://host:8786; without one, --executor dask starts workers here.",
+        rich_help_panel=MANY,
+    ),
     dry_run: bool = typer.Option(False, "--dry-run", "-n", help="Print the table and write nothing."),
     values: str = typer.Option("", help="For .smtx/.mtx/.npz: 'ones' or 'normal' instead of the file's values."),
     seed: int = typer.Option(0, help="For --values normal."),
@@ -63,25 +85,45 @@ def run(
         outcomes = plan.foresee(src, chosen, as_json)
         plan.show(outcomes, as_json, dry_run=True)
         raise typer.Exit(3 if any(o.error for o in outcomes) else 0)
-    with using(sort=sort):
-        _checkpoint(src, dst, chosen, force, resume, device, as_json)
+    kind = executor or ("dask" if scheduler else "")
+    options = {"force": force, "resume": resume, "device": device, "part": part or None}
+    paths = (src, os.path.dirname(os.path.abspath(dst)))
+    with using(sort=sort), _workers(kind, workers, scheduler, paths) as several:
+        _checkpoint(src, dst, chosen, as_json, options | {"executor": several})
 
 
-def _checkpoint(src: str, dst: str, chosen: object, force: bool, resume: bool, device: str, as_json: bool) -> None:
-    from spformat.checkpoint import convert_checkpoint, open_source
+@contextmanager
+def _workers(kind: str, count: int, scheduler: str, paths: tuple[str, ...]) -> Iterator[Any]:
+    """Workers of the executor, or None without one."""
+    if not kind:
+        if count:
+            raise typer.BadParameter("--workers needs --executor")
+        yield None
+        return
+    from spformat.checkpoint import open_workers
 
-    total = sum(nbytes for _, _, nbytes in open_source(src).records.values())
+    with open_workers(kind, count, scheduler, paths) as workers:
+        if kind == "dask":
+            notes().print(f"dask: {workers.count} worker thread(s), {size(workers.in_flight)} in flight at most")
+        yield workers
+
+
+def _checkpoint(src: str, dst: str, chosen: Recipe, as_json: bool, options: dict[str, Any]) -> None:
+    from spformat.checkpoint import bytes_to_convert, convert_checkpoint
+
+    total = bytes_to_convert(src, chosen, options["part"])
     start = time.perf_counter()
     with progress(total, "convert", as_json, lines=True) as step:
-        report = convert_checkpoint(
-            src, dst, chosen, force=force, resume=resume, device=device, progress=lambda o: step(o.name, o.bytes_in)
-        )
+        report = convert_checkpoint(src, dst, chosen, progress=lambda o: step(o.name, o.bytes_in), **options)
     seconds = time.perf_counter() - start
     plan.show(report.outcomes, as_json, path=report.path, files=[s.name for s in report.shards], resumed=report.resumed)
     if not as_json:
         rate = f", {total / seconds / 1e9:.2f} GB/s" if total > 10**7 else ""
-        again = f", {report.resumed} shard(s) were finished already" if report.resumed else ""
-        notes().print(f"{report.path}: {len(report.shards)} file(s) in {seconds:.1f} s{rate}{again}", style="green")
+        again = f", {report.resumed} file(s) were finished already" if report.resumed else ""
+        part = f"part {options['part']}: " if options["part"] else ""
+        notes().print(
+            f"{report.path}: {part}{len(report.shards)} file(s) in {seconds:.1f} s{rate}{again}", style="green"
+        )
 
 
 def _matrix(

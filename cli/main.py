@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from . import backends, bench, convert, diff, env, explain, formats, inspect, plan, validate
+from . import backends, bench, convert, diff, env, explain, formats, inspect, merge, plan, validate
 from .limits import bounded
 from .output import report
 
@@ -38,7 +38,7 @@ def _main(
     pass
 
 
-for verb in (inspect, plan, convert, validate, diff, explain, bench, formats, backends, env):
+for verb in (inspect, plan, convert, merge, validate, diff, explain, bench, formats, backends, env):
     name = verb.__name__.rpartition(".")[2]
     opens_files = name not in ("formats", "backends", "env")
     run = bounded(verb.run) if opens_files else verb.run

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +17,7 @@ from typing import Any
 
 from .. import limits
 from ..errors import InputError, SpformatError, UsageError, WriteError
+from ..files import Path
 from ..threads import cores
 from .parts import Converted, Task, convert_unit
 
@@ -116,15 +117,15 @@ def _explained(error: BaseException, task: Task, tries: int = 1) -> BaseExceptio
 
 
 @contextmanager
-def open_workers(kind: str, count: int = 0, scheduler: str = "", folder: str = "") -> Iterator[Workers]:
+def open_workers(kind: str, count: int = 0, scheduler: str = "", paths: Sequence[Path] = ()) -> Iterator[Workers]:
     """Workers for a ``with`` block: "threads" or "processes" of this machine, or "dask".
 
     count: how many; 0: one a core. scheduler: address of a dask scheduler, whose workers are used as they are;
-    without one a LocalCluster of ``count`` processes is started. folder: where workers will write; each is asked
-    whether it sees it.
+    without one a LocalCluster of ``count`` processes is started. paths: files and folders of the conversion; every
+    worker of a cluster is asked whether it sees them.
 
     Raises UsageError (an unknown kind, dask not installed, workers of another release), InputError (no scheduler
-    there, a worker without the folder).
+    there, a worker that does not see a path).
     """
     if kind not in KINDS:
         raise UsageError(f"executor: expected one of {', '.join(KINDS)}, got {kind!r}")
@@ -132,7 +133,7 @@ def open_workers(kind: str, count: int = 0, scheduler: str = "", folder: str = "
         raise UsageError(f"scheduler: only with the executor dask, got {kind!r}")
     count = count or cores()
     if kind == "dask":
-        with _dask(count, scheduler, folder) as workers:
+        with _dask(count, scheduler, [os.path.abspath(p) for p in paths]) as workers:
             yield workers
     elif kind == "threads":
         with ThreadPoolExecutor(count) as executor:
@@ -146,7 +147,7 @@ def open_workers(kind: str, count: int = 0, scheduler: str = "", folder: str = "
 
 
 @contextmanager
-def _dask(count: int, scheduler: str, folder: str) -> Iterator[Workers]:
+def _dask(count: int, scheduler: str, paths: list[str]) -> Iterator[Workers]:
     try:
         import distributed
     except ImportError as e:
@@ -163,33 +164,39 @@ def _dask(count: int, scheduler: str, folder: str) -> Iterator[Workers]:
             raise InputError(f"no dask scheduler answers there: {e}", path=scheduler) from e
         with client:
             client.wait_for_workers(1, timeout=60)
-            seen = client.run(_report, os.path.abspath(folder) if folder else "")
-            _check_workers(seen, folder)
-            found = client.scheduler_info(n_workers=-1)["workers"].values()
-            slots, memory = sum(w["nthreads"] for w in found), sum(w["memory_limit"] or 0 for w in found)
-            yield Workers(client.get_executor(pure=False), slots, memory // 2)
+            said = client.run(_report, paths)
+            _check_workers(said)
+            threads, memory = (sum(s[key] for s in said.values()) for key in ("threads", "memory"))
+            yield Workers(client.get_executor(pure=False), threads, memory // 2)
     finally:
         if cluster is not None:
             cluster.close()
 
 
-def _report(folder: str) -> tuple[str, bool]:
-    """What a worker says of itself: its release, and whether it sees the folder."""
+def _report(paths: list[str], dask_worker: Any = None) -> dict[str, Any]:
+    """What a worker says of itself: its release, which of the paths it does not see, its threads and memory."""
     from .. import __version__
 
-    return __version__, not folder or os.path.isdir(folder)
+    hidden = [p for p in paths if not os.path.exists(p)]
+    manager = dask_worker.memory_manager
+    return {
+        "release": __version__, "hidden": hidden, "threads": dask_worker.state.nthreads,
+        "memory": manager.memory_limit or limits.host_memory(),
+    }  # fmt: skip
 
 
-def _check_workers(seen: dict[str, tuple[str, bool]], folder: str) -> None:
-    mine = _report("")[0]
-    other = {address: release for address, (release, _) in seen.items() if release != mine}
-    if other:
-        address, release = next(iter(other.items()))
-        raise UsageError(f"executor dask: expected workers with spformat {mine}, got {release} on {address}")
-    blind = [address for address, (_, sees) in seen.items() if not sees]
+def _check_workers(said: dict[str, dict[str, Any]]) -> None:
+    from .. import __version__
+
+    for address, worker in said.items():
+        if worker["release"] != __version__:
+            got = f"{worker['release']} on {address}"
+            raise UsageError(f"executor dask: expected workers with spformat {__version__}, got {got}")
+    blind = {address: worker["hidden"] for address, worker in said.items() if worker["hidden"]}
     if blind:
+        address, hidden = next(iter(blind.items()))
         raise InputError(
-            f"{len(blind)} of {len(seen)} dask workers do not see the folder, first {blind[0]}: the cluster needs a "
-            "file system that all of its machines mount under one path",
-            path=folder,
+            f"{len(blind)} of {len(said)} dask workers do not see it, first {address}: the cluster needs a file system "
+            "that all of its machines mount under one path",
+            path=hidden[0],
         )

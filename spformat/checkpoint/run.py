@@ -175,8 +175,9 @@ def _converted(tasks: list[Task], workers: Workers | None, progress: Progress | 
         yield d
 
 
-def bytes_to_convert(src: Path, recipe: Recipe, part: Part | None = None) -> int:
-    """Bytes of the tensors that ``convert_checkpoint`` reads, for a progress bar."""
+def bytes_to_convert(src: Path, recipe: Recipe, part: Part | str | None = None) -> int:
+    """Bytes of the tensors that ``convert_checkpoint`` converts, for a progress bar."""
+    part = Part.parse(part) if isinstance(part, str) else part
     source = open_source(src)
     c = Conversion(source, plan_jobs(source, recipe), recipe, "")
     chosen = c.parts(part.of)[part.number - 1] if part else [u for units in c.parts(1) for u in units]
