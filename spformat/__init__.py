@@ -8,7 +8,7 @@ y = sf.spmm(sf.load("w.safetensors")["w"], x)
 
 from .container import load, safe_open, save, save_dense
 from .convert import convert
-from .dispatch import Explanation, explain, plan, spmm, use_backend
+from .dispatch import Explanation, explain, linear, plan, spmm, use_backend
 from .errors import (
     ArrayError,
     ContainerError,
@@ -65,5 +65,5 @@ __all__ = [
     "InternalError", "InvariantError", "LimitError", "LockedError", "NoKernelError", "OrderError", "OutputError",
     "PathError", "PatternError", "Plan", "PointerError", "Problem", "Rejected", "SpformatError", "StructureError",
     "TwoFour", "UsageError", "VectorNM", "VersionError", "WriteError", "by_name", "convert", "explain", "from_scipy",
-    "from_torch", "load", "plan", "register", "safe_open", "save", "save_dense", "spmm", "use_backend",
+    "from_torch", "linear", "load", "plan", "register", "safe_open", "save", "save_dense", "spmm", "use_backend",
 ]  # fmt: skip

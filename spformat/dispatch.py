@@ -1,20 +1,22 @@
-"""spmm(), plan(), explain(): choose a kernel, never convert, never copy between host and device."""
+"""spmm(), linear(), plan(), explain(): choose a kernel, never convert, never copy between host and device."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
 import logging
+import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from . import backends
-from .arrays import current_device, is_cupy
+from .arrays import current_device, is_cupy, namespace
 from .backends.base import Backend, Kernel
+from .backends.host import numpy_dtype
 from .dtypes import VALUE_TYPES, value_type
 from .errors import DeviceUnavailable, NoKernelError, UsageError
 from .formats.base import Format
@@ -59,8 +61,9 @@ class Explanation:
         return "\n".join(lines)
 
 
-def spmm(A: Any, B: Any, out: Any = None, backend: str | None = None) -> Any:
-    """C[M,N] = A[M,K] @ B[K,N] with sparse A; returns C in B's library, on B's device.
+def spmm(A: Any, B: Any, out: Any = None, backend: str | None = None, *, alpha: float = 1.0, beta: float = 0.0,
+         bias: Any = None) -> Any:  # fmt: skip
+    """C[M,N] = alpha * A[M,K] @ B[K,N] + beta * C + bias with sparse A; C is in B's library, on B's device.
 
     A: any spformat object (a scipy, torch or dense matrix is taken as its format first).
     B: numpy, CuPy or torch array [K, N], row- or column-major, with a leading dimension if you like; or [K].
@@ -68,6 +71,11 @@ def spmm(A: Any, B: Any, out: Any = None, backend: str | None = None) -> Any:
     ``problem.result_dtype``. 16-bit inputs are summed in float32.
     backend: a name ("cpu", "reference", "cuda", "vendor", a plug-in's), or that of one kernel as ``explain`` prints it
     ("cuda.spmm_vector_nm"). A named backend or kernel never falls back.
+    alpha, beta: numbers; beta other than 0 needs ``out``, which is not read otherwise.
+    bias: [M], a value for each row of A, in the dtype of C; consecutive in memory.
+
+    alpha, beta and bias are applied by the kernel itself where its plan says so, before C is rounded; else by one more
+    pass over C. For ``y = x W^T`` and rows of x, see ``linear``.
 
     The plan is cached with A. Raises NoKernelError with every kernel's reasons, DeviceUnavailable when the
     named backend cannot run here, ValueError and TypeError for operands that do not fit.
@@ -75,27 +83,69 @@ def spmm(A: Any, B: Any, out: Any = None, backend: str | None = None) -> Any:
     if not isinstance(A, Format):
         A = as_format(A)
     if not isinstance(B, np.ndarray) and not is_cupy(B):
-        return _foreign(A, B, out, backend)
+        return _foreign(A, B, out, backend, alpha=alpha, beta=beta, bias=bias)
     if B.ndim == 1:
-        return spmm(A, B[:, None], None if out is None else out[:, None], backend)[:, 0]
-    return _plan_for(A, B, out, backend).run(B, out)
+        column = None if out is None else out[:, None]
+        return spmm(A, B[:, None], column, backend, alpha=alpha, beta=beta, bias=bias)[:, 0]
+    if bias is None and alpha == 1 and beta == 0:
+        return _plan_for(A, B, out, backend).run(B, out)
+    if bias is not None and type(bias) is not type(B):
+        raise TypeError(f"bias: expected {type(B).__module__}.{type(B).__name__} like B, got {type(bias).__name__}")
+    return _plan_for(A, B, out, backend, True).run(B, out, alpha, beta, bias)
+
+
+def linear(x: Any, W: Any, bias: Any = None, *, alpha: float = 1.0, beta: float = 0.0, out: Any = None,
+           backend: str | None = None) -> Any:  # fmt: skip
+    """y = alpha * x @ W^T + beta * y + bias, as torch.nn.functional.linear, with sparse W [M, K].
+
+    x: numpy, CuPy or torch array [.., K]; y: [.., M], row-major, in x's library and ``problem.result_dtype``.
+    bias: [M] in the dtype of y. out: y to write, all of it; of other than two dimensions only in C order.
+    alpha, beta, backend: as in ``spmm``.
+
+    Nothing is transposed: rows of x are columns of the B of ``spmm``, rows of y columns of its C, and the kernels take
+    both layouts. Raises what ``spmm`` raises; ValueError for an x whose last dimension is not K.
+    """
+    if not isinstance(W, Format):
+        W = as_format(W)
+    if not isinstance(x, np.ndarray) and not is_cupy(x):
+        return _foreign(W, x, out, backend, linear, alpha=alpha, beta=beta, bias=bias)
+    M, K = W.shape
+    if x.ndim == 0 or x.shape[-1] != K:
+        raise ValueError(f"x: expected shape [.., {K}], the columns of W {W.shape} last, got {x.shape}")
+    shape = (*x.shape[:-1], M)
+    if out is None:
+        if beta != 0:
+            raise ValueError(f"beta = {beta} adds to y: expected out, got none")
+        with current_device(x):
+            out = namespace(x).empty(shape, numpy_dtype(result_dtype(W.dtype.name, value_type(x.dtype).name)))
+    elif out.shape != shape:
+        raise ValueError(f"out: expected shape {shape}, got {out.shape}")
+    if x.ndim == 2:
+        spmm(W, x.T, out.T, backend, alpha=alpha, beta=beta, bias=bias)
+        return out
+    if not out.flags.c_contiguous:
+        raise ValueError(f"out: expected C order for {out.ndim} dimensions, got strides {out.strides}")
+    rows = math.prod(x.shape[:-1])
+    linear(x.reshape(rows, K), W, bias, alpha=alpha, beta=beta, out=out.reshape(rows, M), backend=backend)
+    return out
 
 
 def plan(A: Any, n: int | None = None, *, B: Any = None, out: Any = None, backend: str | None = None,
          b_dtype: Any = None, b_layout: str = ROW, out_dtype: Any = None, out_layout: str = ROW,
-         unsafe: bool = False) -> Plan:  # fmt: skip
+         epilogue: bool = False, unsafe: bool = False) -> Plan:  # fmt: skip
     """A plan for products with A: ``p = plan(A, n=4096)``, then ``p(B)`` or ``p(B, out=C)`` many times.
 
     n: the N to choose tiles for (any N may be run). Give B (and out) instead to copy their dtype and layout;
     else B is row-major in A's dtype. unsafe=True skips validation of A: only for arrays you made yourself.
+    epilogue: ``p(B, out=C, alpha=.., beta=.., bias=..)`` (see ``spmm``); ``p.tile`` says if that is a pass of its own.
     """
     A = as_format(A)
     if B is not None:
-        problem = describe(A, B, out)
+        problem = describe(A, B, out, epilogue)
     else:
         name = value_type(b_dtype or A.dtype).name
         result = _dtype_name(out_dtype) if out_dtype is not None else result_dtype(A.dtype.name, name)
-        problem = _problem(A, tile_class(n or 512), name, result, b_layout, out_layout)
+        problem = _problem(A, tile_class(n or 512), name, result, b_layout, out_layout, epilogue)
     return _make_plan(A, problem, backend or _chosen.get() or os.environ.get("SPFORMAT_BACKEND"), unsafe)
 
 
@@ -119,7 +169,7 @@ def explain(
 # ------------------------------------------------------------------ from operands to a plan
 
 
-def _plan_for(A: Format, B: Any, out: Any, backend: str | None) -> Plan:
+def _plan_for(A: Format, B: Any, out: Any, backend: str | None, epilogue: bool = False) -> Plan:
     """The cached plan of this call: the key is cheap to build, a Problem is not."""
     name = backend or _chosen.get() or os.environ.get("SPFORMAT_BACKEND")
     shape, strides = B.shape, B.strides
@@ -127,11 +177,13 @@ def _plan_for(A: Format, B: Any, out: Any, backend: str | None) -> Plan:
         key: Any = (shape[1], B.dtype, strides, B.__class__, name)
     else:
         key = (shape[1], B.dtype, strides, B.__class__, name, out.dtype, out.strides, out.__class__)
+    if epilogue:
+        key = (*key, "epilogue")
     found = A._derived.get(key)
     if found is not None:
         cached: Plan = found
         return cached
-    problem = describe(A, B, out)
+    problem = describe(A, B, out, epilogue)
     made = A._derived.get((problem, name))
     if made is None:
         made = A._derived[(problem, name)] = _make_plan(A, problem, name, unsafe=False)
@@ -145,8 +197,11 @@ def _make_plan(A: Format, problem: Problem, name: str | None, unsafe: bool) -> P
     kernel = _choose(problem, name)
     if not unsafe:
         A.ensure_valid()
+    asked = _asked(kernel, problem)
     with current_device(A.values):
-        made = kernel.plan(A, problem)
+        made = kernel.plan(A, asked)
+        if asked is not problem:
+            made = _with_epilogue(made, problem)
     log.info("%s %dx%d (%s), N class %d: %s %s", problem.format, problem.M, problem.K, problem.a_dtype, problem.n,
              made.kernel, made.tile)  # fmt: skip
     return made
@@ -183,7 +238,7 @@ def _ask(problem: Problem, only: str | None = None, *, installed: bool = True) -
                 if kernel is not None:
                     answers.append(Rejected(k.name, (f"does not take format {problem.format}",)))
                 continue
-            refused = (*missing, *k.unsupported(problem))
+            refused = (*missing, *k.unsupported(_asked(k, problem)))
             answers.append(Rejected(k.name, refused) if refused else Accepted(k.name))
         if missing and not any(problem.format in k.formats for k in kernels):
             answers.append(Rejected(name, missing))
@@ -200,11 +255,29 @@ def _named(name: str) -> tuple[Backend, str | None]:
     return backend, name if dot else None
 
 
+def _asked(kernel: Kernel, problem: Problem) -> Problem:
+    """What a kernel is asked: where it has no epilogue the product alone, in float32 if it can: C is rounded once."""
+    if not problem.epilogue or getattr(kernel, "epilogue", False):
+        return problem
+    wide = replace(problem, epilogue=False, out_dtype="float32")
+    if problem.out_dtype in ("float16", "bfloat16") and not kernel.unsupported(wide):
+        return wide
+    return replace(problem, epilogue=False)
+
+
+def _with_epilogue(made: Plan, problem: Problem) -> Plan:
+    if problem.device == "cpu":
+        from .backends.host import with_epilogue
+    else:
+        from .backends.cuda.epilogue import with_epilogue
+    return with_epilogue(made, problem)
+
+
 def _no_rank(problem: Problem) -> int:
     return 0
 
 
-def describe(A: Format, B: Any, out: Any) -> Problem:
+def describe(A: Format, B: Any, out: Any, epilogue: bool = False) -> Problem:
     """The Problem of one call; ValueError, TypeError or UsageError for operands that cannot be multiplied."""
     if B.ndim != 2:
         raise ValueError(f"B: expected a matrix [K, N], got shape {B.shape}")
@@ -218,15 +291,20 @@ def describe(A: Format, B: Any, out: Any) -> Problem:
     b_dtype = value_type(B.dtype).name
     b_layout = _layout(B)
     if out is None:
-        return _problem(A, tile_class(B.shape[1]), b_dtype, result_dtype(A.dtype.name, b_dtype), b_layout, ROW)
+        return _problem(
+            A, tile_class(B.shape[1]), b_dtype, result_dtype(A.dtype.name, b_dtype), b_layout, ROW, epilogue
+        )
     if type(out) is not type(B):
         raise TypeError(f"out: expected {type(B).__module__}.{type(B).__name__} like B, got {type(out).__name__}")
     if out.shape != (A.shape[0], B.shape[1]):
         raise ValueError(f"out: expected shape {(A.shape[0], B.shape[1])}, got {out.shape}")
-    return _problem(A, tile_class(B.shape[1]), b_dtype, _dtype_name(out.dtype), b_layout, _layout(out))
+    return _problem(A, tile_class(B.shape[1]), b_dtype, _dtype_name(out.dtype), b_layout, _layout(out), epilogue)
 
 
-def _problem(A: Format, n: int, b_dtype: str, out_dtype: str, b_layout: str, out_layout: str) -> Problem:
+def _problem(A: Format, n: int, b_dtype: str, out_dtype: str, b_layout: str, out_layout: str, epilogue: bool = False,
+             ) -> Problem:  # fmt: skip
+    if epilogue and out_dtype == "int32":
+        raise TypeError("alpha, beta and bias need a C of floating-point values, got int32; give out in float32")
     sm, device_id = None, 0
     if A.device != "cpu":
         device_id = A.values.device.id
@@ -234,7 +312,7 @@ def _problem(A: Format, n: int, b_dtype: str, out_dtype: str, b_layout: str, out
     return Problem(
         format=A.name, params=tuple(A.params().items()), M=A.shape[0], K=A.shape[1], n=n, nnz=A.stored,
         a_dtype=A.dtype.name, b_dtype=b_dtype, out_dtype=out_dtype, b_layout=b_layout, out_layout=out_layout,
-        device="cpu" if sm is None else "cuda", sm=sm, device_id=device_id,
+        device="cpu" if sm is None else "cuda", sm=sm, device_id=device_id, epilogue=epilogue,
     )  # fmt: skip
 
 
@@ -252,12 +330,16 @@ def _dtype_name(dtype: Any) -> str:
     return dtype if isinstance(dtype, str) and dtype in VALUE_TYPES else np.dtype(dtype).name
 
 
-def _foreign(A: Format, B: Any, out: Any, backend: str | None) -> Any:
-    """The product with a torch tensor (memory shared both ways), a scipy matrix or a nested list."""
+def _foreign(A: Format, B: Any, out: Any, backend: str | None, product: Any = None, **epilogue: Any) -> Any:
+    """``spmm`` (or ``linear``) of a torch tensor (memory shared both ways), a scipy matrix or a nested list."""
     from .formats.exchange import array_to_torch, torch_to_array
 
-    torch = type(B).__module__.split(".")[0] == "torch"
-    if not torch:
-        return spmm(A, as_format(B).to_dense(), out, backend)
-    result = spmm(A, torch_to_array(B), None if out is None else torch_to_array(out), backend)
+    def call(B: Any, out: Any) -> Any:
+        return product(B, A, out=out, backend=backend, **epilogue) if product else spmm(A, B, out, backend, **epilogue)
+
+    if type(B).__module__.split(".")[0] != "torch":
+        return call(as_format(B).to_dense(), out)
+    if epilogue["bias"] is not None:
+        epilogue["bias"] = torch_to_array(epilogue["bias"])
+    result = call(torch_to_array(B), None if out is None else torch_to_array(out))
     return array_to_torch(result) if out is None else out

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from .errors import UsageError
+
 ROW, COL, STRIDED = "row", "col", "strided"
 
 _RANK = {"int8": 0, "float8_e5m2": 1, "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 3, "float64": 4}
@@ -54,6 +56,8 @@ class Problem:
     sm: int | None = None
     """Compute capability times ten, 90 for an H200; None on the host."""
     device_id: int = 0
+    epilogue: bool = False
+    """alpha * A @ B + beta * C + bias instead of A @ B; alpha, beta and bias come with the call."""
 
     @property
     def p(self) -> dict[str, Any]:
@@ -102,15 +106,21 @@ class Plan:
     """One product, ready to run: ``plan(B)`` or ``plan(B, out=C)``.
 
     A plan keeps the arrays of A, never the Format object, so that the weak plan cache can empty.
-    ``run(B, out, N)`` gets operands that match ``problem``; ``out`` is None where the plan allocates it.
+    ``run(B, out)`` gets operands that match ``problem``; ``out`` is None where the plan allocates it. Where ``problem``
+    has an epilogue, it is ``run(B, out, alpha, beta, bias)``.
     """
 
     kernel: str
     problem: Problem
-    run: Callable[[Any, Any], Any] = field(repr=False)
+    run: Callable[..., Any] = field(repr=False)
     tile: str = ""
     workspace: int = 0
     """Bytes the plan owns beside the arrays of A."""
 
-    def __call__(self, B: Any, out: Any = None) -> Any:
+    def __call__(self, B: Any, out: Any = None, *, alpha: float = 1.0, beta: float = 0.0, bias: Any = None) -> Any:
+        """A @ B, written to ``out`` if given; alpha, beta and bias only where the plan was made with an epilogue."""
+        if self.problem.epilogue:
+            return self.run(B, out, alpha, beta, bias)
+        if bias is not None or alpha != 1 or beta != 0:
+            raise UsageError("this plan computes A @ B alone; alpha, beta and bias need plan(.., epilogue=True)")
         return self.run(B, out)

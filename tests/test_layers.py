@@ -16,8 +16,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "threads", "crc", "problem", "roofline"),
-    ("dtypes", "limits", "files"),
+    ("errors", "threads", "crc", "roofline"),
+    ("dtypes", "limits", "files", "problem"),
     ("arrays", "stheader"),
     ("segments", "scans", "pinned"),
     ("stfile",),

@@ -16,9 +16,11 @@ class Kernel(Protocol):
     """``backend.kernel``, for instance ``cuda.spmm_bsr``."""
     formats: frozenset[str]
 
-    # Optional: rank(p) -> int orders kernels of one backend for a problem, lower first; product_error: relative
-    # error of one float32 product, where products are not exact (three TF32 products); blocking(p) -> Blocking says
-    # how an accepted problem is cut and how fast that was measured to be, for spformat.cost.
+    # Optional: epilogue = True where plan() takes problems with an epilogue, whose plans run (B, out, alpha, beta,
+    # bias); the products of the others are finished by a pass of their own. rank(p) -> int orders kernels of one
+    # backend for a problem, lower first; product_error: relative error of one float32 product, where products are not
+    # exact (three TF32 products); blocking(p) -> Blocking says how an accepted problem is cut and how fast that was
+    # measured to be, for spformat.cost.
 
     def unsupported(self, p: Problem) -> list[str]:
         """Every reason why ``p`` is refused; empty = accepted. Pure: reads ``p`` only, touches no GPU."""

@@ -1,4 +1,4 @@
-"""What backends for host arrays share: the check of one call's operands."""
+"""What backends for host arrays share: the check of one call's operands, and the epilogue after a product."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from ..dtypes import VALUE_TYPES
 from ..limits import check_bytes, product
-from ..problem import COL, Problem
+from ..problem import COL, Plan, Problem
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -43,3 +43,37 @@ def check_operands(p: Problem, B: Any, out: Any) -> np.ndarray[Any, Any]:
     if np.may_share_memory(B, out) and np.shares_memory(B, out):
         raise ValueError("out overlaps B; the product would read what it writes")
     return out
+
+
+def check_bias(p: Problem, bias: Any, beta: float, out: Any) -> None:
+    """ValueError or TypeError for a bias that is not [M] in the dtype of C, and for a beta without a C to add."""
+    if beta != 0 and out is None:
+        raise ValueError(f"beta = {beta} adds to C: expected out, got none")
+    if bias is None:
+        return
+    if bias.shape != (p.M,):
+        raise ValueError(f"bias: expected shape ({p.M},), one value for each row of A, got {bias.shape}")
+    if bias.dtype != numpy_dtype(p.out_dtype):
+        raise TypeError(f"bias: this plan takes {p.out_dtype}, the dtype of C, got {bias.dtype}")
+
+
+def with_epilogue(made: Plan, p: Problem) -> Plan:
+    """A plan for ``p`` out of one for the product alone: alpha, beta and bias in a pass of their own."""
+    wide = np.dtype(np.float64 if "float64" in (p.out_dtype, made.problem.out_dtype) else np.float32)
+
+    def run(B: Any, out: Any, alpha: float, beta: float, bias: Any) -> Any:
+        check_bias(p, bias, beta, out)
+        if bias is not None and not isinstance(bias, np.ndarray):
+            raise TypeError(f"bias: expected a numpy array, got {type(bias).__name__}")
+        out = check_operands(p, B, out)
+        with np.errstate(all="ignore"):  # overflow and inf - inf are results, not events
+            total = made.run(B, None).astype(wide, copy=False)
+            total *= wide.type(alpha)
+            if beta != 0:
+                total += wide.type(beta) * out.astype(wide)
+            if bias is not None:
+                total += bias.astype(wide)[:, None]
+            out[...] = total
+        return out
+
+    return Plan(made.kernel, p, run, f"{made.tile}, epilogue in a pass of its own".lstrip(", "), made.workspace)

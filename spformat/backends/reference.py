@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ..arrays import Array
 from ..dtypes import bits, nonzero_mask
 from ..formats.base import Format
 from ..problem import Plan, Problem, reasons
-from .host import check_operands, numpy_dtype
+from .host import check_bias, check_operands, numpy_dtype
 
 PANEL = 1 << 22
 """Products held at once: bounds the memory of a wide B."""
@@ -18,6 +20,7 @@ class SpmmReference:
     """C = A @ B item by item in float64 (int64 for int8), rounded once at the end; zeros stored in A are skipped."""
 
     name = "reference.spmm"
+    epilogue = True
 
     @property
     def formats(self) -> frozenset[str]:
@@ -40,7 +43,8 @@ class SpmmReference:
         wide = values.astype(np.int64 if integer else np.float64)
         starts = np.flatnonzero(np.r_[True, rows[1:] != rows[:-1]]) if rows.size else np.zeros(0, np.int64)
 
-        def run(B: Array, out: Array) -> Array:
+        def run(B: Array, out: Array, alpha: float = 1.0, beta: float = 0.0, bias: Any = None) -> Array:
+            check_bias(p, bias, beta, out)
             out = check_operands(p, B, out)
             step = max(1, PANEL // max(1, wide.size))
             for j in range(0, B.shape[1], step):
@@ -48,6 +52,9 @@ class SpmmReference:
                 if wide.size:
                     products = wide[:, None] * B[:, j : j + step].astype(wide.dtype)[cols]
                     sums[rows[starts]] = np.add.reduceat(products, starts, axis=0)
+                if p.epilogue:
+                    sums = alpha * sums + (beta * out[:, j : j + step].astype(wide.dtype) if beta != 0 else 0)
+                    sums = sums if bias is None else sums + bias.astype(wide.dtype)[:, None]
                 out[:, j : j + step] = sums.astype(numpy_dtype(p.out_dtype))
             return out
 

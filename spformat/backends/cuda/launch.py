@@ -16,8 +16,9 @@ from ...arrays import device_error
 from ...dtypes import VALUE_TYPES
 from ...errors import DeviceError, DeviceMemoryError
 from ...problem import COL, Plan, Problem
+from ..host import check_bias, numpy_dtype
 
-_CODES = {"P": "Q", "i": "i", "q": "q", "f": "f"}
+_CODES = {"P": "Q", "i": "i", "q": "q", "f": "f", "d": "d"}
 MAX_GRID_Y = 65535
 """The driver's bound on the second extent of a grid; a kernel walks what lies beyond it."""
 
@@ -25,7 +26,7 @@ MAX_GRID_Y = 65535
 class Launch:
     """A compiled function with its fixed arguments packed; only the run-time tail is written at a call.
 
-    ``signature``: one letter per kernel parameter: P pointer, i int32, q int64, f float, or a ctypes
+    ``signature``: one letter per kernel parameter: P pointer, i int32, q int64, f float, d double, or a ctypes
     class for a by-value struct (a 128-byte tensor map). ``fixed``: the leading values. Arrays in
     ``fixed`` are kept alive by the launch. Threads may share a launch.
     """
@@ -116,6 +117,10 @@ class Operands(NamedTuple):
     """Elements between rows of B (layout "row") or columns (layout "col")."""
     ldc: int
     stream: int
+    bias: int = 0
+    """[M] in the dtype of C, or 0; with ``alpha`` and ``beta`` for problems with an epilogue."""
+    alpha: float = 1.0
+    beta: float = 0.0
 
 
 def over_tiles(launch: Launch, row_tiles: int, cols: int, out_col: bool) -> Callable[[Operands], None]:
@@ -137,7 +142,7 @@ def device_plan(name: str, p: Problem, launch: Callable[[Operands], None], tile:
     """
     import cupy
 
-    b_dtype, out_dtype = VALUE_TYPES[p.b_dtype].numpy, _out_dtype(p)
+    b_dtype, out_dtype = VALUE_TYPES[p.b_dtype].numpy, numpy_dtype(p.out_dtype)
     b_col, out_col, order = p.b_layout == COL, p.out_layout == COL, "F" if p.out_layout == COL else "C"
     M, K, device_id = p.M, p.K, p.device_id
     b_size, out_size = b_dtype.itemsize, out_dtype.itemsize
@@ -150,10 +155,10 @@ def device_plan(name: str, p: Problem, launch: Callable[[Operands], None], tile:
             text = f"out: {shape[0] * shape[1] * out_size:,} bytes for {shape} do not fit the device; the CUDA context"
             raise DeviceMemoryError(f"{text} is usable. Multiply fewer columns of B at a time") from e
 
-    def run(B: Any, out: Any) -> Any:
+    def run(B: Any, out: Any, epilogue: tuple[Any, ...] = ()) -> Any:
         if current_device() != device_id:
             with cupy.cuda.Device(device_id):
-                return run(B, out)
+                return run(B, out, epilogue)
         shape = B.shape
         if len(shape) != 2 or shape[0] != K:
             raise ValueError(f"B: expected shape ({K}, N), got {shape}")
@@ -161,37 +166,46 @@ def device_plan(name: str, p: Problem, launch: Callable[[Operands], None], tile:
         if B.dtype != b_dtype:
             raise TypeError(f"B: this plan takes {p.b_dtype}, got {B.dtype}")
         b = B.data
-        ldb = _leading("B", shape, B.strides, b, b_size, b_col, device_id)
+        ldb = leading("B", shape, B.strides, b, b_size, b_col, device_id)
         if out is None:
             out = empty((M, n))
             if M and n:
-                launch(Operands(b.ptr, out.data.ptr, n, ldb, M if out_col else n, current_stream().ptr))
+                launch(Operands(b.ptr, out.data.ptr, n, ldb, M if out_col else n, current_stream().ptr, *epilogue))
             return out
         if out.shape != (M, n):
             raise ValueError(f"out: expected shape ({M}, {n}), got {out.shape}")
         if out.dtype != out_dtype:
             raise TypeError(f"out: this plan writes {out_dtype}, got {out.dtype}")
         c = out.data
-        ldc = _leading("out", (M, n), out.strides, c, out_size, out_col, device_id)
+        ldc = leading("out", (M, n), out.strides, c, out_size, out_col, device_id)
         if M and n:
             b_at, c_at = b.ptr, c.ptr
             b_end = b_at + b_size * (((n - 1) * ldb + K) if b_col else ((K - 1) * ldb + n)) if K else b_at
             c_end = c_at + out_size * (((n - 1) * ldc + M) if out_col else ((M - 1) * ldc + n))
             if b_at < c_end and c_at < b_end:
                 raise ValueError("out overlaps B; the product would read what it writes")
-            launch(Operands(b_at, c_at, n, ldb, ldc, current_stream().ptr))
+            launch(Operands(b_at, c_at, n, ldb, ldc, current_stream().ptr, *epilogue))
         return out
 
-    return Plan(name, p, run, tile, workspace)
+    def run_epilogue(B: Any, out: Any, alpha: float, beta: float, bias: Any) -> Any:
+        return run(B, out, (bias_pointer(p, bias, beta, out), float(alpha), float(beta)))
+
+    return Plan(name, p, run_epilogue if p.epilogue else run, tile, workspace)
 
 
-def _out_dtype(p: Problem) -> Any:
-    import numpy as np
+def bias_pointer(p: Problem, bias: Any, beta: float, out: Any) -> int:
+    """Address of a bias that fits ``p``, 0 without one; also refuses a beta without a C."""
+    check_bias(p, bias, beta, out)
+    if bias is None:
+        return 0
+    if bias.data.device_id != p.device_id:
+        raise ValueError(f"bias is on cuda:{bias.data.device_id}, the matrix on cuda:{p.device_id}")
+    if not bias.flags.c_contiguous:
+        raise ValueError(f"bias: expected consecutive values, got strides {bias.strides}")
+    return int(bias.data.ptr)
 
-    return VALUE_TYPES[p.out_dtype].numpy if p.out_dtype in VALUE_TYPES else np.dtype(p.out_dtype)
 
-
-def _leading(
+def leading(
     name: str, shape: tuple[int, int], strides: tuple[int, int], memory: Any, size: int, col: bool, device_id: int
 ) -> int:
     """Leading dimension in elements of a matrix that must have unit stride along the other axis."""

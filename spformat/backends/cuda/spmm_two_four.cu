@@ -5,6 +5,7 @@
 //   b       T[K, N]         row k at b + k*ldb (BCol: column n at b + n*ldb)
 //   c       Out[M, N]       row i at c + i*ldc (CCol: column n at c + n*ldc); every element is written
 //   Aligned: b and ldb allow 16-byte copies; without it B comes element by element
+//   Epilogue: C = alpha * A @ B + beta * C + bias (Out[M] or null) instead of A @ B; C is read only if beta is not 0
 //
 // Grid: one block per TM x TN tile of C, WM x WN of it per warp; tiles go in groups of GROUP rows of tiles for L2 reuse.
 // A slab of 64 columns of A and 64 rows of B is one pipeline stage in shared memory:
@@ -18,6 +19,7 @@
 // Rows at or beyond Mp repeat the last stored row (never stored to C); rows of B at or beyond K read as zero.
 // Limits: M, N, K < 2^31 and Kp < 2^24 (a tile is addressed with 32-bit offsets). mma.sp: PTX ISA, "mma.sp"; the two-level
 // staging follows the usual multi-stage cp.async GEMM.
+#include "spformat/affine.cuh"
 #include "spformat/cp_async.cuh"
 #include "spformat/staged_store.cuh"
 #include "spformat/ldmatrix.cuh"
@@ -33,10 +35,10 @@ template <int TM, int TN> struct Stage {
 };
 
 template <class T, class Out, int TM, int TN, int WM, int WN, int Stages, bool MetaFragment, bool BCol, bool CCol,
-          bool Aligned>
+          bool Aligned, bool Epilogue>
 __global__ void __launch_bounds__((TM / WM) * (TN / WN) * 32, 1)
 spmm_two_four(const T* __restrict__ values, const u16* __restrict__ meta, int M, int K, const T* __restrict__ b,
-              Out* __restrict__ c, int N, i64 ldb, i64 ldc) {
+              Out* c, int N, i64 ldb, i64 ldc, const Out* __restrict__ bias, float alpha, float beta) {
     constexpr int MT = WM / 16, NT = WN / 8, THREADS = (TM / WM) * (TN / WN) * 32, S = Stages;
     constexpr int STEPS = NT / 2;  // a step multiplies all MT row tiles with two 8-column tiles over 32 columns of A
     static_assert(MT == 2 || MT % 4 == 0, "metadata comes by ldmatrix of 2 or 4 row tiles");
@@ -228,6 +230,9 @@ spmm_two_four(const T* __restrict__ values, const u16* __restrict__ meta, int M,
     char* scratch = shared + warp * store_m16_scratch<Out, NT>;
     const bool c_vector = vector_aligned(c, ldc);
 #pragma unroll
-    for (int m = 0; m < MT; ++m)
+    for (int m = 0; m < MT; ++m) {
+        if constexpr (Epilogue)
+            affine_m16<Out, CCol, NT>(&acc[m][0][0], c, ldc, row0 + wm + m * 16, col0 + wn, M, N, bias, alpha, beta);
         store_m16<Out, CCol, NT>(&acc[m][0][0], scratch, c, ldc, row0 + wm + m * 16, col0 + wn, M, N, c_vector);
+    }
 }

@@ -83,6 +83,7 @@ class SpmmTwoFour:
     """C = A @ B for ``TwoFour`` A; any M, K, N, both layouts of B and C, any leading dimension."""
 
     name = "cuda.spmm_two_four"
+    epilogue = True
     formats = frozenset({"two-four"})
 
     def unsupported(self, p: Problem) -> list[str]:
@@ -91,9 +92,9 @@ class SpmmTwoFour:
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
         return (
-            "spmm_two_four<__nv_bfloat16, __nv_bfloat16, 256, 128, 64, 64, 4, false, false, false, true>",
-            "spmm_two_four<__half, float, 128, 64, 64, 32, 4, true, true, true, true>",
-            "spmm_two_four<__half, __half, 64, 64, 32, 32, 4, false, false, true, false>",
+            "spmm_two_four<__nv_bfloat16, __nv_bfloat16, 256, 128, 64, 64, 4, false, false, false, true, false>",
+            "spmm_two_four<__half, float, 128, 64, 64, 32, 4, true, true, true, true, true>",
+            "spmm_two_four<__half, __half, 64, 64, 32, 32, 4, false, false, true, false, true>",
         )
 
     def plan(self, a: Any, p: Problem) -> Plan:
@@ -115,15 +116,15 @@ def launcher(data: Any, meta: Any, order: str, p: Problem) -> tuple[Callable[[Op
 
     @functools.lru_cache(maxsize=2)
     def variant(aligned: bool) -> Launch:
-        flags = ", ".join(str(f).lower() for f in (*kinds, aligned))
+        flags = ", ".join(str(f).lower() for f in (*kinds, aligned, p.epilogue))
         instance = f"spmm_two_four<{c_type(p.a_dtype)}, {c_type(p.out_dtype)}, {shape}, {flags}>"
         function = jit.load("spmm_two_four.cu", instance, jit.architecture(p.sm or 80, ()), p.device_id, tile.smem)
-        return Launch(function, "PPiiPPiqq", (data, meta, p.M, p.K), tile.threads, tile.smem)
+        return Launch(function, "PPiiPPiqqPff", (data, meta, p.M, p.K), tile.threads, tile.smem)
 
     variant(True)  # compiled with the plan; the other at the first call that needs it
 
     def run(o: Operands) -> None:
         launch = variant(o.b % 16 == 0 and o.ldb % 8 == 0)
-        launch((row_tiles * -(-o.n // tile.cols), 1, 1), o.stream, o.b, o.c, o.n, o.ldb, o.ldc)
+        launch((row_tiles * -(-o.n // tile.cols), 1, 1), o.stream, o.b, o.c, o.n, o.ldb, o.ldc, o.bias, o.alpha, o.beta)
 
     return run, tile
