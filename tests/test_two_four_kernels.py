@@ -8,14 +8,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from golden_vectors import meta_order_objects, vectors
 
 from spformat import convert
 from spformat.backends.cuda import spmm_two_four, spmm_two_four_sm90a, spmm_two_four_tokens
 from spformat.backends.cuda.spmm_two_four import SpmmTwoFour
 from spformat.backends.cuda.spmm_two_four_sm90a import SpmmTwoFourSm90a
 from spformat.backends.cuda.spmm_two_four_tokens import SpmmTwoFourTokens
-from spformat.backends.cuda.two_four_records import SPARE
+from spformat.backends.cuda.two_four_records import SPARE, TwoFourRecords
 from spformat.dtypes import VALUE_TYPES
+from spformat.formats.two_four import META_ORDERS
 from spformat.preprocess import masks
 from spformat.problem import Problem, tile_class
 
@@ -207,3 +209,12 @@ def test_splits_add_up(parts: int, cluster_sm: int, monkeypatch: pytest.MonkeyPa
     cupy.cuda.Device().synchronize()
     for got in results:
         assert np.array_equal(got.get(), dense @ B.astype(np.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", META_ORDERS)
+def test_records_like_the_golden_ones(order: str) -> None:
+    golden = vectors("two-four-records")
+    a = next(x for x in meta_order_objects() if x.meta_order == order).to("cuda")
+    records = TwoFourRecords().of(a, problem(*a.shape, 16)).get()
+    np.testing.assert_array_equal(records[:-SPARE], np.array(golden["words"], np.uint32))

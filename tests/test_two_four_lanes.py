@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from golden_vectors import numbers, vectors
 
 from spformat.formats.two_four import META_ORDERS, reorder_meta
 
@@ -152,6 +153,22 @@ def test_records(tile):
             D += mma_sp(loaded[32 * s : 32 * s + 32], b, metadata(words, row_tile, block), s)
         k = slice(64 * block, 64 * block + 64)
         assert np.array_equal(D, dense[16 * row_tile : 16 * row_tile + 16, k] @ B[k])
+
+
+def test_records_of_the_golden_matrix():
+    """The offsets of docs/formats/two-four.md, "Order of the registers", against words read off the PTX lane map."""
+    golden, same = vectors("two-four-records"), vectors("two-four-meta-orders")
+    r, g = np.indices((32, 32))
+    h, i, b = r % 16 // 8, r % 8, g // 16
+    place = 288 * (r // 16 * 2 + b) + 128 * (g % 16 // 8) + 16 * i + 4 * (g % 4) + 2 * (g % 8 // 4) + h
+    assert np.array_equal(place, golden["place"])
+    words = np.array(golden["words"], np.uint32).reshape(-1)
+    assert np.array_equal(words[place], numbers(same["data"]).view(np.uint32))
+    meta = numbers(same["orders"]["logical"]["meta"]).reshape(32, 8).astype(np.uint32)
+    row, q = np.array([[*range(8), *range(16, 24)]]).T, np.arange(8)
+    at = 288 * (row // 16 * 2 + q // 4) + 256 + 4 * (row % 8) + q % 4
+    assert np.array_equal(words[at], meta[row, q] | meta[row + 8, q] << 16)
+    assert np.array_equal(np.sort(np.r_[place.ravel(), at.ravel()]), np.arange(4 * 288))
 
 
 def swizzled(line_bytes: int, row: np.ndarray, chunk: np.ndarray) -> np.ndarray:
