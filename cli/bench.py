@@ -21,6 +21,9 @@ def run(
     device: str = typer.Option("", help="cpu, cuda or cuda:1. Default: cuda when there is one."),
     limit: int = typer.Option(4, help="At most this many matrices (the largest of each shape first)."),
     repeats: int = typer.Option(50, help="Timed runs of each contender."),
+    tune: bool = typer.Option(
+        False, help="Time every kernel and tile instead, and keep the fastest in the table that plans look up."
+    ),
     plot: str = typer.Option("", help="Also draw the ratios into this PNG (needs matplotlib)."),
     as_json: Json = False,
 ) -> None:
@@ -30,6 +33,9 @@ def run(
     where = device or _default_device()
     widths = [int(part) for part in n.split(",")]
     only = tuple(filter(None, backend.split(",")))
+    if tune:
+        _tune(src, include, limit, to, where, widths, repeats, as_json)
+        return
     rows: list[dict[str, Any]] = []
     t = table("tensor", "N", "contender", "cold us", "hot us", "host us", "TFLOP/s useful", "GB/s", "error", "note",
               right=("N", "cold us", "hot us", "host us", "TFLOP/s useful", "GB/s", "error"))  # fmt: skip
@@ -57,6 +63,28 @@ def run(
         console().print("error: share of the bound for float32 sums, wrong above 1; only ratios within one run count")
     if plot:
         _plot(rows, plot)
+
+
+def _tune(
+    src: str, include: list[str] | None, limit: int, to: str, where: str, widths: list[int], repeats: int, as_json: bool
+) -> None:
+    """Rows of the user's table of measurements, one for each matrix and N."""
+    from spformat import convert, tuning
+
+    t = table("tensor", "N", "kernel", "tile", "cold us", "tried", right=("N", "cold us", "tried"))
+    rows, like = [], None
+    for name, a in _matrices(src, include, limit):
+        fitted = (convert(a, to) if to else a).to(where)
+        like = fitted.values
+        for row, results in tuning.tune(fitted, widths, repeats):
+            rows.append(row)
+            t.add_row(name, str(row.n), row.kernel, row.tile, _number(row.us), str(len(results)))
+    path = tuning.save(rows, like, f"spformat bench --tune -n {','.join(map(str, widths))}")
+    if as_json:
+        print_json({"path": str(path), "rows": [row._asdict() for row in rows]})
+    else:
+        console().print(t)
+        console().print(f"{path}: {len(rows)} row(s); SPFORMAT_MEASURED=off leaves it out", soft_wrap=True)
 
 
 def _number(value: float) -> str:

@@ -230,7 +230,8 @@ def _ask(problem: Problem, only: str | None = None, *, installed: bool = True) -
             answers.append(Rejected(name, (f"the backend does not load: {e}",)))
             continue
         missing = tuple(backend.missing()) if installed else ()
-        kernels = sorted(backend.kernels(), key=lambda k: getattr(k, "rank", _no_rank)(problem))
+        first = getattr(backend, "preferred", _none_preferred)(problem)
+        kernels = sorted(backend.kernels(), key=lambda k: (k.name != first, getattr(k, "rank", _no_rank)(problem)))
         for k in kernels:
             if kernel is not None and k.name != kernel:
                 continue
@@ -275,6 +276,10 @@ def _with_epilogue(made: Plan, problem: Problem) -> Plan:
 
 def _no_rank(problem: Problem) -> int:
     return 0
+
+
+def _none_preferred(problem: Problem) -> str:
+    return ""
 
 
 def describe(A: Format, B: Any, out: Any, epilogue: bool = False) -> Problem:

@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("backends", "container"),
     ("dispatch", "checkpoint", "bench"),
     ("contenders", "cost"),
+    ("tuning",),
     ("spformat",),
 )
 """Modules and packages of spformat, lowest first. An import leads to a lower layer, or stays inside one package."""
@@ -45,7 +46,7 @@ HOMES = {
 }
 """Library -> the only places that may import it."""
 
-ENVIRONMENT = ("spformat/dispatch.py", "spformat/backends/cuda/jit.py", "cli/")
+ENVIRONMENT = ("spformat/dispatch.py", "spformat/backends/cuda/jit.py", "spformat/backends/cuda/measured.py", "cli/")
 """Who may read os.environ, and only when a call needs it."""
 
 FORMAT_IMPORTS = {"dbsr": {"bsr"}, "exchange": {"bsr", "dense"}}

@@ -20,7 +20,7 @@ class Kernel(Protocol):
     # bias); the products of the others are finished by a pass of their own. rank(p) -> int orders kernels of one
     # backend for a problem, lower first; product_error: relative error of one float32 product, where products are not
     # exact (three TF32 products); blocking(p) -> Blocking says how an accepted problem is cut and how fast that was
-    # measured to be, for spformat.cost.
+    # measured to be, for spformat.cost; tiles, a sequence whose texts name what ``spformat bench --tune`` tries.
 
     def unsupported(self, p: Problem) -> list[str]:
         """Every reason why ``p`` is refused; empty = accepted. Pure: reads ``p`` only, touches no GPU."""
@@ -44,3 +44,6 @@ class Backend(Protocol):
     def kernels(self) -> Sequence[Kernel]:
         """Kernels, best first."""
         ...
+
+    # Optional: preferred(p) -> str is the name of the kernel that was measured to be fastest for a problem, "" where
+    # nothing was measured; it is asked before the others. Pure, as ``unsupported``.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 
+from ...problem import Problem
 from ..base import Kernel
+from . import measured
 from .spmm_bitmask import SpmmBitmask
 from .spmm_bitmask_tc import SpmmBitmaskTensor
 from .spmm_bsr import SpmmBSR
@@ -57,6 +59,10 @@ class CudaBackend:
     def kernels(self) -> tuple[Kernel, ...]:
         """All kernels; asking them needs no GPU."""
         return KERNELS
+
+    def preferred(self, p: Problem) -> str:
+        """The kernel that a table of measurements names for a problem like ``p``; "" without one."""
+        return measured.kernel(p)
 
 
 @functools.cache

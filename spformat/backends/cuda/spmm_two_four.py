@@ -9,9 +9,10 @@ from typing import Any
 
 from ...dtypes import VALUE_TYPES
 from ...problem import COL, Plan, Problem, reasons
-from . import jit
+from . import jit, measured
 from .launch import Launch, Operands, device_plan
 
+NAME = "cuda.spmm_two_four"
 MMA_TYPES = ("bfloat16", "float16")
 KERNEL_ORDERS = ("ldmatrix", "fragment")  # the metadata orders whose 16 x 64 tiles are the bytes ldmatrix wants
 DEPTH = 64
@@ -40,7 +41,7 @@ class Tile:
         return max(self.stages * slab, self.threads // 32 * 16 * self.warp_cols * 4)
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.cols}x{DEPTH}"
+        return f"{self.rows}x{self.cols}x{DEPTH} stages {self.stages}"
 
 
 TILES = (
@@ -82,8 +83,9 @@ def mma_reasons(p: Problem, sm: int) -> list[str]:
 class SpmmTwoFour:
     """C = A @ B for ``TwoFour`` A; any M, K, N, both layouts of B and C, any leading dimension."""
 
-    name = "cuda.spmm_two_four"
+    name = NAME
     epilogue = True
+    tiles = TILES
     formats = frozenset({"two-four"})
 
     def unsupported(self, p: Problem) -> list[str]:
@@ -109,7 +111,9 @@ def launcher(data: Any, meta: Any, order: str, p: Problem) -> tuple[Callable[[Op
     import cupy
 
     limits = cupy.cuda.Device(p.device_id).attributes
-    tile = choose(p.M, p.n, limits["MultiProcessorCount"], limits["MaxSharedMemoryPerBlockOptin"])
+    smem = limits["MaxSharedMemoryPerBlockOptin"]
+    tile = measured.tile(NAME, p, (t for t in TILES if t.smem <= smem))
+    tile = tile or choose(p.M, p.n, limits["MultiProcessorCount"], smem)
     kinds = (order == "fragment", p.b_layout == COL, p.out_layout == COL)
     shape = f"{tile.rows}, {tile.cols}, {tile.warp_rows}, {tile.warp_cols}, {tile.stages}"
     row_tiles = -(-p.M // tile.rows)
