@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -68,6 +68,12 @@ def run(
         help="A dask scheduler, e.g. tcp://host:8786; without one, --executor dask starts workers here.",
         rich_help_panel=MANY,
     ),
+    staging: str = typer.Option(
+        "",
+        metavar="FOLDER",
+        help="Where copies of remote files are kept. Default: a temporary folder.",
+        rich_help_panel=MANY,
+    ),
     dry_run: bool = typer.Option(False, "--dry-run", "-n", help="Print the table and write nothing."),
     values: str = typer.Option("", help="For .smtx/.mtx/.npz: 'ones' or 'normal' instead of the file's values."),
     seed: int = typer.Option(0, help="For --values normal."),
@@ -75,21 +81,30 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Convert SRC into DST. Every value is kept with its bits, or the run stops before anything has its final name."""
+    from spformat.checkpoint.remote import staged
     from spformat.limits import using
 
     if src.endswith(MATRIX_FILES):
         _matrix(src, dst, to, values, seed, dtype, force, dry_run, as_json)
         return
     chosen = recipe(to, rule, include, exclude, prune, sparsity, nonfinite, misfit)
-    if dry_run:
-        outcomes = plan.foresee(src, chosen, as_json)
-        plan.show(outcomes, as_json, dry_run=True)
-        raise typer.Exit(3 if any(o.error for o in outcomes) else 0)
     kind = executor or ("dask" if scheduler else "")
     options = {"force": force, "resume": resume, "device": device, "part": part or None}
-    paths = (src, os.path.dirname(os.path.abspath(dst)))
-    with using(sort=sort), _workers(kind, workers, scheduler, paths) as several:
-        _checkpoint(src, dst, chosen, as_json, options | {"executor": several})
+    places = {"staging": staging, "force": force, "part": part, "moved": _copied(as_json)}
+    with staged(src, "" if dry_run else dst, **places) as here, using(sort=sort):
+        if dry_run:
+            outcomes = plan.foresee(here.source, chosen, as_json)
+            plan.show(outcomes, as_json, dry_run=True)
+            raise typer.Exit(3 if any(o.error for o in outcomes) else 0)
+        paths = (here.source, os.path.dirname(os.path.abspath(here.target)))
+        with _workers(kind, workers, scheduler, paths) as several:
+            _checkpoint(here.source, here.target, chosen, as_json, dst, options | {"executor": several})
+
+
+def _copied(quiet: bool) -> Callable[[str, int], None]:
+    """What is said of a file that was downloaded or uploaded."""
+    out = notes()
+    return lambda name, nbytes: None if quiet else out.print(f"copied {cell(name)}  {size(nbytes)}", soft_wrap=True)
 
 
 @contextmanager
@@ -108,7 +123,7 @@ def _workers(kind: str, count: int, scheduler: str, paths: tuple[str, ...]) -> I
         yield workers
 
 
-def _checkpoint(src: str, dst: str, chosen: Recipe, as_json: bool, options: dict[str, Any]) -> None:
+def _checkpoint(src: str, dst: str, chosen: Recipe, as_json: bool, shown: str, options: dict[str, Any]) -> None:
     from spformat.checkpoint import bytes_to_convert, convert_checkpoint
 
     total = bytes_to_convert(src, chosen, options["part"])
@@ -116,14 +131,12 @@ def _checkpoint(src: str, dst: str, chosen: Recipe, as_json: bool, options: dict
     with progress(total, "convert", as_json, lines=True) as step:
         report = convert_checkpoint(src, dst, chosen, progress=lambda o: step(o.name, o.bytes_in), **options)
     seconds = time.perf_counter() - start
-    plan.show(report.outcomes, as_json, path=report.path, files=[s.name for s in report.shards], resumed=report.resumed)
+    plan.show(report.outcomes, as_json, path=shown, files=[s.name for s in report.shards], resumed=report.resumed)
     if not as_json:
         rate = f", {total / seconds / 1e9:.2f} GB/s" if total > 10**7 else ""
         again = f", {report.resumed} file(s) were finished already" if report.resumed else ""
         part = f"part {options['part']}: " if options["part"] else ""
-        notes().print(
-            f"{report.path}: {part}{len(report.shards)} file(s) in {seconds:.1f} s{rate}{again}", style="green"
-        )
+        notes().print(f"{shown}: {part}{len(report.shards)} file(s) in {seconds:.1f} s{rate}{again}", style="green")
 
 
 def _matrix(

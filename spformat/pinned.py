@@ -18,10 +18,11 @@ import numpy as np
 from . import crc, limits
 from .arrays import Array, device_errors, import_cupy
 
-PIECE = 2 << 20
-"""Bytes of one pinned buffer."""
-SEGMENT = 8 << 20
-"""Bytes that one thread moves in a row."""
+PIECE = 4 << 20
+"""Bytes of one pinned buffer. Threads take turns in the interpreter for every piece, which costs more than the cache
+misses of a longer one: on an H200's host 1, 2, 4 and 8 MiB loaded 3.7, 5.3, 6.6 and 6.0 GB/s."""
+SEGMENT = 16 << 20
+"""Bytes that one thread moves in a row; 4, 8, 16 and 64 MiB loaded 4.6, 5.3, 6.9 and 5.4 GB/s."""
 _TO_DEVICE, _TO_HOST = 1, 2
 """cudaMemcpyKind."""
 
@@ -35,11 +36,12 @@ class _Lane:
         self._pinned = cupy.cuda.alloc_pinned_memory(2 * PIECE)
         room = np.frombuffer(self._pinned, np.uint8, 2 * PIECE)
         self.buffers = room[:PIECE], room[PIECE:]
+        self._addresses = tuple(b.ctypes.data for b in self.buffers)
         self.events = tuple(cupy.cuda.Event(disable_timing=True) for _ in self.buffers)
 
     def copy(self, buffer: int, at: int, n: int, kind: int) -> None:
         """Start moving ``n`` bytes between a buffer and the address ``at`` of the device."""
-        host = self.buffers[buffer].ctypes.data
+        host = self._addresses[buffer]
         ends = (at, host) if kind == _TO_DEVICE else (host, at)
         self.cupy.cuda.runtime.memcpyAsync(*ends, n, kind, self.stream.ptr)
         self.events[buffer].record(self.stream)

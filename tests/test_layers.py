@@ -41,6 +41,7 @@ HOMES = {
     "cuda": ("spformat/backends/cuda/",),
     "scipy": ("spformat/formats/exchange.py", "spformat/interop/"),
     "distributed": ("spformat/checkpoint/executors.py",),
+    "fsspec": ("spformat/checkpoint/remote.py",),
     "typer": ("cli/",),
     "rich": ("cli/",),
 }

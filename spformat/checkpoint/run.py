@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from .jobs import Outcome, dense_of, foresee, plan_jobs, prune
 from .manifest import JOURNAL, MANIFEST
 from .parts import PIECES, Converted, Part, Task, Unit, convert_unit
 from .recipe import KEEP, Recipe
+from .remote import is_remote, staged
 from .shard import Progress, read, write_shard
 from .source import open_source
 
@@ -71,8 +72,12 @@ def convert_checkpoint(
     device: str = "cpu",
     part: Part | str | None = None,
     executor: Executor | Workers | None = None,
+    staging: Path = "",
 ) -> Report:
     """Convert a file or folder ``src``; ``dst`` is a folder, or a file when it ends in ``.safetensors``.
+
+    Either may be a URL (``s3://..``, ``hf://..``, whatever fsspec knows): files are downloaded first and uploaded at
+    the end. staging: folder for the local copies, kept and used again; default: a temporary one.
 
     recipe: a Recipe, or a target ("auto", "two-four", "bsr:blocksize=32x32", "dense", ..).
     force: replace what ``dst`` holds (at each rename, never before). resume: finish an interrupted run; files
@@ -92,6 +97,13 @@ def convert_checkpoint(
     recipe = Recipe(to=recipe) if isinstance(recipe, str) else recipe
     part = Part.parse(part) if isinstance(part, str) else part
     workers = Workers(executor) if isinstance(executor, Executor) else executor
+    if is_remote(src) or is_remote(dst):
+        with staged(src, dst, staging=staging, force=force, part=part) as here:
+            report = convert_checkpoint(
+                here.source, here.target, recipe, force=force, resume=resume, progress=progress, device=device,
+                executor=workers,
+            )  # fmt: skip
+        return replace(report, path=os.fspath(dst))
     source = open_source(src)
     jobs = plan_jobs(source, recipe)
     target = os.fspath(dst)

@@ -1,0 +1,193 @@
+"""Checkpoints in object stores and other places with a URL, through fsspec: staged on a local disk, never streamed.
+
+A conversion reads its shards at random offsets and publishes files by renaming them; neither works over a network.
+So the files of the source are downloaded first, the conversion runs between local folders, and its files are
+uploaded at the end, the manifest (or index) last: a reader finds a complete checkpoint or none.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InputError, OutputError, PathError, UsageError, WriteError
+from ..files import Path
+from .folder import INDEX
+from .manifest import JOURNAL_GLOB, MANIFEST
+
+Moved = Callable[[str, int], None]
+"""Called with the name and bytes of every file that was moved."""
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+_STREAMS = 4
+"""Files that move at a time."""
+_LAST = (INDEX, MANIFEST)
+"""Files that make a folder a checkpoint."""
+
+
+def is_remote(path: Path) -> bool:
+    """Whether ``path`` is a URL (``s3://..``, ``hf://..``, ``file://..``) and not a local path."""
+    return _URL.match(os.fspath(path)) is not None
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Local stand-ins of a source and a target, of which either may be remote."""
+
+    source: str
+    target: str
+
+
+@contextmanager
+def staged(
+    src: Path, dst: Path, *, staging: Path = "", force: bool = False, part: object = None, moved: Moved | None = None
+) -> Iterator[Staged]:
+    """Local paths to convert between: a remote source is there when the block begins, a remote target is uploaded
+    when it ends without an error.
+
+    staging: folder for the copies; it stays, and files in it that have the right size are not downloaded again, so
+    that an interrupted run goes on. Default: a temporary folder, removed at the end. force: replace files of a remote
+    target. part: what the caller was asked for; parts have no remote ends.
+
+    Raises UsageError (parts, fsspec or the package of the protocol is not installed), InputError (nothing there, a
+    download of another size), OutputError (the target holds a checkpoint), WriteError (an upload failed).
+    """
+    source, target = os.fspath(src), os.fspath(dst)
+    if not is_remote(source) and not is_remote(target):
+        yield Staged(source, target)
+        return
+    if part:
+        raise UsageError(
+            "parts are converted between folders that all machines see, since each would download the whole source: "
+            "copy it there first",
+            path=source if is_remote(source) else target,
+        )
+    if is_remote(target):
+        _refuse_existing(target, force)
+    room = os.fspath(staging) or tempfile.mkdtemp(prefix="spformat-")
+    try:
+        here = Staged(
+            download(source, os.path.join(room, "source"), moved) if is_remote(source) else source,
+            os.path.join(room, "target", *_file_name(target)) if is_remote(target) else target,
+        )
+        os.makedirs(os.path.dirname(here.target) or ".", exist_ok=True)
+        yield here
+        if is_remote(target):
+            upload(here.target, target, moved)
+    finally:
+        if not staging:
+            shutil.rmtree(room, ignore_errors=True)
+
+
+def download(url: str, folder: str, moved: Moved | None = None) -> str:
+    """Copy a file, or the files of a folder (not those below it), to ``folder``; the local path of what it names."""
+    fs, root = _open(url)
+    with _errors(InputError, url, "download"):
+        if not fs.exists(root):
+            raise InputError("nothing is there", path=url)
+        single = not fs.isdir(root)
+        found = [fs.info(root)] if single else [i for i in fs.ls(root, detail=True) if i["type"] == "file"]
+    os.makedirs(folder, exist_ok=True)
+
+    def fetch(info: dict[str, Any]) -> None:
+        name = info["name"].rstrip("/").rpartition("/")[2]
+        if not name.startswith("."):
+            _fetch(fs, info, os.path.join(folder, name), url)
+            if moved:
+                moved(name, info["size"] or 0)
+
+    with ThreadPoolExecutor(_STREAMS) as pool:
+        list(pool.map(fetch, found))
+    return os.path.join(folder, found[0]["name"].rpartition("/")[2]) if single else folder
+
+
+def _fetch(fs: Any, info: dict[str, Any], path: str, url: str) -> None:
+    size = info.get("size")
+    if os.path.isfile(path) and os.path.getsize(path) == size:
+        return
+    # Under another name until it is whole: a file that was cut off is never taken for the real one.
+    part = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.incomplete")
+    with _errors(InputError, url, f"download {os.path.basename(path)}"):
+        fs.get_file(info["name"], part)
+    got = os.path.getsize(part)
+    if size is not None and got != size:
+        raise InputError(f"{os.path.basename(path)}: expected {size:,} bytes, got {got:,}; try again", path=url)
+    os.replace(part, path)
+
+
+def upload(path: str, url: str, moved: Moved | None = None) -> None:
+    """Copy a file, or the files of a folder, to ``url``; sizes are compared, the manifest and the index go last."""
+    fs, root = _open(url)
+    if os.path.isdir(path):
+        names = sorted(n for n in os.listdir(path) if not n.startswith("."))
+        pairs = [(os.path.join(path, n), f"{root.rstrip('/')}/{n}") for n in names]
+        with _errors(WriteError, url, "create the folder"):
+            fs.makedirs(root, exist_ok=True)
+    else:
+        pairs = [(path, root)]
+
+    def send(pair: tuple[str, str]) -> None:
+        local, remote = pair
+        size = os.path.getsize(local)
+        with _errors(WriteError, url, f"upload {os.path.basename(local)}"):
+            fs.put_file(local, remote)
+            fs.invalidate_cache()
+            got = fs.info(remote)["size"]
+        if got != size:
+            raise WriteError(f"{os.path.basename(local)}: expected {size:,} bytes there, got {got:,}", path=url)
+        if moved:
+            moved(os.path.basename(local), size)
+
+    with ThreadPoolExecutor(_STREAMS) as pool:
+        list(pool.map(send, [p for p in pairs if os.path.basename(p[0]) not in _LAST]))
+    for pair in pairs:
+        if os.path.basename(pair[0]) in _LAST:
+            send(pair)
+
+
+def _file_name(url: str) -> Sequence[str]:
+    """The last part of the URL of a file, nothing for that of a folder."""
+    return (url.rpartition("/")[2],) if url.endswith(".safetensors") else ()
+
+
+def _refuse_existing(url: str, force: bool) -> None:
+    fs, root = _open(url)
+    with _errors(OutputError, url, "look into the target"):
+        there = fs.ls(root, detail=False) if fs.isdir(root) else [root] if fs.exists(root) else []
+    names = [n.rstrip("/").rpartition("/")[2] for n in there]
+    held = [n for n in names if n in _LAST or n.endswith(".safetensors") or JOURNAL_GLOB.fullmatch(n)]
+    if held and not force:
+        raise OutputError(f"the target holds {held[0]} already; use --force to replace it", path=url)
+
+
+def _open(url: str) -> tuple[Any, str]:
+    """(file system, path in it) of a URL."""
+    try:
+        import fsspec
+    except ImportError as e:
+        raise UsageError("remote paths need fsspec: pip install 'spformat[remote]'", path=url) from e
+    try:
+        fs, root = fsspec.core.url_to_fs(url)
+    except ImportError as e:  # the protocol is known, its package is not there: the message names it
+        raise UsageError(f"{url.partition('://')[0]}: {e}", path=url) from e
+    except ValueError as e:
+        raise UsageError(f"not a URL that fsspec knows: {e}", path=url) from e
+    return fs, str(root)
+
+
+@contextmanager
+def _errors(kind: type[InputError] | type[OutputError] | type[WriteError], url: str, what: str) -> Iterator[None]:
+    """What a file system of somebody else raises, as an error of ours that names the URL."""
+    try:
+        yield
+    except (InputError, OutputError, WriteError, PathError):
+        raise
+    except (OSError, ValueError, RuntimeError) as e:
+        raise kind(f"cannot {what}: {type(e).__name__}: {e}", path=url) from e

@@ -1,0 +1,133 @@
+"""Checkpoints behind URLs: downloaded, converted, uploaded, the manifest last; nothing taken for whole that is not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_parts import SHARDED, SINGLE, tree, whole
+
+import spformat as sf
+from spformat.checkpoint import convert_checkpoint, remote
+
+fsspec = pytest.importorskip("fsspec", reason="fsspec is missing: pip install 'spformat[remote]'")
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    """An empty object store."""
+    fs = fsspec.filesystem("memory")
+    fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
+    yield fs
+    fs.store.clear()
+
+
+def put(fs: Any, folder: Path, root: str) -> None:
+    for path in folder.iterdir():
+        fs.pipe_file(f"{root}/{path.name}", path.read_bytes())
+
+
+def stored(fs: Any, root: str) -> dict[str, bytes]:
+    return {name.rpartition("/")[2]: fs.cat_file(name) for name in fs.ls(root, detail=False)}
+
+
+def local(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def test_there_and_back_through_an_object_store(tmp_path: Path, memory: Any) -> None:
+    put(memory, SHARDED, "/bucket/model")
+    memory.pipe_file("/bucket/model/below/deep.safetensors", b"not looked at")
+    expected = whole(tmp_path)
+    report = convert_checkpoint("memory://bucket/model", "memory://bucket/packed")
+    assert report.path == "memory://bucket/packed"
+    assert set(stored(memory, "/bucket/packed")) == set(expected)
+    assert stored(memory, "/bucket/packed") == local(tmp_path / "whole")
+    convert_checkpoint("memory://bucket/packed", tmp_path / "dense", "dense")
+    convert_checkpoint(tmp_path / "whole", tmp_path / "expected", "dense")
+    assert tree(tmp_path / "dense") == tree(tmp_path / "expected")
+
+
+def test_files_and_file_urls(tmp_path: Path) -> None:
+    convert_checkpoint(f"file://{SINGLE}", f"file://{tmp_path}/out.safetensors", "csr")
+    convert_checkpoint(SINGLE, tmp_path / "expected.safetensors", "csr")
+    assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "expected.safetensors").read_bytes()
+
+
+def test_the_manifest_is_uploaded_last(tmp_path: Path, memory: Any) -> None:
+    moved: list[str] = []
+    with remote.staged(SHARDED, "memory://bucket/out", moved=lambda name, _: moved.append(name)) as here:
+        convert_checkpoint(here.source, here.target)
+    assert moved[-1] == "spformat.json"
+    assert len(moved) == len(stored(memory, "/bucket/out"))
+    moved.clear()
+    with remote.staged(here.source, "memory://bucket/dense", moved=lambda name, _: moved.append(name)) as here:
+        convert_checkpoint(SHARDED, here.target, "dense")
+    assert moved[-1] == "model.safetensors.index.json"
+
+
+def test_a_failed_conversion_uploads_nothing_and_a_target_is_not_replaced_unasked(tmp_path: Path, memory: Any) -> None:
+    with pytest.raises(sf.StructureError):
+        convert_checkpoint(SHARDED, "memory://bucket/out", "two-four")
+    assert not memory.exists("/bucket/out")
+    convert_checkpoint(SHARDED, "memory://bucket/out")
+    before = stored(memory, "/bucket/out")
+    with pytest.raises(sf.OutputError, match=r"memory://bucket/out: the target holds .* already; use --force"):
+        convert_checkpoint(SHARDED, "memory://bucket/out", "csr")
+    assert stored(memory, "/bucket/out") == before
+    convert_checkpoint(SHARDED, "memory://bucket/out", "csr", force=True)
+    assert stored(memory, "/bucket/out") != before
+
+
+def test_downloads_of_another_size_are_refused_and_a_staging_folder_goes_on(
+    tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(memory, SHARDED, "/bucket/model")
+    real = type(memory).get_file
+
+    def cut(self: Any, name: str, path: str, *_: Any, **__: Any) -> None:
+        real(self, name, path)
+        if name.endswith("00002-of-00002.safetensors"):
+            Path(path).write_bytes(Path(path).read_bytes()[:-1])
+
+    monkeypatch.setattr(type(memory), "get_file", cut)
+    staging = tmp_path / "staging"
+    with pytest.raises(sf.InputError, match=r"model-00002-of-00002.safetensors: expected [\d,]+ bytes, got"):
+        convert_checkpoint("memory://bucket/model", tmp_path / "out", staging=staging)
+    assert not (staging / "source" / "model-00002-of-00002.safetensors").exists()
+    monkeypatch.setattr(type(memory), "get_file", real)
+    expected = whole(tmp_path)
+    calls: list[str] = []
+    monkeypatch.setattr(type(memory), "get_file", lambda self, name, path: (calls.append(name), real(self, name, path)))
+    convert_checkpoint("memory://bucket/model", tmp_path / "out", staging=staging)
+    names = {Path(c).name for c in calls}
+    assert "model-00002-of-00002.safetensors" in names
+    assert "model-00001-of-00002.safetensors" not in names
+    assert tree(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize(
+    ("url", "error", "message"),
+    [
+        ("memory://bucket/nothing", sf.InputError, "nothing is there"),
+        ("nonsense://x/y", sf.UsageError, "not a URL that fsspec knows"),
+    ],
+)
+def test_what_is_not_there(tmp_path: Path, memory: Any, url: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        convert_checkpoint(url, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(sf.UsageError, match="parts are converted between folders that all machines see"):
+        convert_checkpoint("memory://bucket/model", tmp_path / "out", part="1/2")
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(sf.UsageError, match=r"pip install 'spformat\[remote\]'"):
+        convert_checkpoint("memory://bucket/model", tmp_path / "out")
+    assert not remote.is_remote(tmp_path)
+    assert not remote.is_remote("C:/x")
