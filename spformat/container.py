@@ -332,9 +332,14 @@ class TensorFile:
             return to_device(a, device)
         return Dense(shape=a.shape, data=a).validate().to(device)
 
-    def array(self, name: str, rows: slice | None = None, device: str = "cpu") -> Array:
-        """A plain or dense tensor as a fresh array, or on the host rows ``slice(begin, end)`` of it (unchecked)."""
+    def array(self, name: str, rows: slice | None = None, device: str = "cpu", array: str = "") -> Array:
+        """A plain or dense tensor as a fresh array, or on the host rows ``slice(begin, end)`` of it (unchecked).
+
+        array: one array of a tensor that has several, checked and on the host.
+        """
         r = self.info(name)
+        if array:
+            return self._read(r, array)
         if len(r.arrays) != 1:
             raise UsageError(f"expected a plain or dense tensor, got {r.format and r.format.name}", tensor=name)
         there = parse_device(device)
@@ -352,14 +357,27 @@ class TensorFile:
             e.message = f"{array}: {e.message}" if array else e.message
             raise
 
-    def panel(self, name: str, begin: int, room: np.ndarray[Any, Any]) -> None:
-        """Fill ``room`` [rows, ..] with rows ``begin ..`` of a plain tensor, not checksummed; from any thread."""
+    def panel(self, name: str, begin: int, room: np.ndarray[Any, Any], array: str = "") -> None:
+        """Fill ``room`` [rows, ..] with rows ``begin ..`` of an array (``""``: the only one); from any thread.
+
+        Not checksummed: for whoever reads all of it in panels there is ``check_sum``.
+        """
         r = self.info(name)
-        ((_, shape),) = r.arrays.values()
-        if room.shape[1:] != shape[1:] or room.dtype.name != r.dtype or not room.flags.c_contiguous:
-            raise UsageError(f"panel: expected rows of {r.dtype} {shape}, got {room.dtype} {room.shape}", tensor=name)
+        array = array or next(iter(r.arrays))
+        code, shape = r.arrays[array]
+        if room.shape[1:] != shape[1:] or stfile.code_of(room.dtype) != code or not room.flags.c_contiguous:
+            raise UsageError(f"panel: expected rows of {code} {shape}, got {room.dtype} {room.shape}", tensor=name)
         at = begin * limits.product(*shape[1:], room.dtype.itemsize)
-        self._in.read_into(r.entry(next(iter(r.arrays))), at, room.reshape(-1).view(np.uint8).data)
+        self._in.read_into(r.entry(array), at, room.reshape(-1).view(np.uint8).data)
+
+    def check_sum(self, name: str, array: str, found: int) -> None:
+        """IntegrityError if the file has a CRC32 of an array and ``found`` is another."""
+        r = self.info(name)
+        try:
+            self._in.check_sum(r.entry(array), r.crc32.get(array), found)
+        except IntegrityError as e:
+            e.fields |= {"tensor": name, "array": array}
+            raise
 
     def raw(self, name: str, piece: int = 16 * 2**20, array: str = "") -> Iterator[np.ndarray[Any, Any]]:
         """The bytes of an array (``""``: a plain tensor) in pieces of at most ``piece``, to be passed on unchanged.

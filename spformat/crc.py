@@ -8,7 +8,7 @@ bytes multiplies a CRC, read as a polynomial over GF(2), by x**(8n) modulo the C
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 
@@ -21,6 +21,17 @@ PIECE = 2**20
 def combine(first: int, second: int, second_bytes: int) -> int:
     """CRC32 of two byte strings laid end to end, from theirs and the length of the second."""
     return _times(_shift(second_bytes), first) ^ second
+
+
+def joined(parts: Iterable[tuple[int, int, int]]) -> tuple[int, int]:
+    """(CRC32 of the whole, its length) from (begin, bytes, CRC32) of parts in any order; ValueError for a gap."""
+    at = found = 0
+    for begin, n, part in sorted(parts):
+        if begin != at:
+            raise ValueError(at)
+        found = combine(found, part, n) if at else part
+        at += n
+    return found, at
 
 
 def in_segments(total: int, work: Callable[[int, int], int], segment: int = 0) -> int:

@@ -126,7 +126,7 @@ class Reader:
             self._pread_into(into, base + at, name)
 
         out, found = lanes.fill(e.shape, self._dtype(e), fetch, summed=crc32 is not None)
-        self._check_sum(name, crc32, found)
+        self.check_sum(name, crc32, found)
         self._check_unchanged()
         if out.dtype == np.bool_ and int(out.view(np.uint8).max(initial=0)) > 1:  # synchronize!
             raise ArrayError("BOOL: expected bytes 0 or 1, got others", path=self.path, tensor=name)
@@ -171,7 +171,7 @@ class Reader:
                     found = zlib.crc32(piece, found)
             return found
 
-        self._check_sum(name, crc32, crc.in_segments(n, work))
+        self.check_sum(name, crc32, crc.in_segments(n, work))
         self._check_unchanged()
         return raw
 
@@ -182,7 +182,8 @@ class Reader:
             raise ArrayError(f"dtype {e.dtype!r:.40} not supported; supported: {known}", path=self.path, tensor=e.name)
         return dtype
 
-    def _check_sum(self, name: str, crc32: int | None, found: int) -> None:
+    def check_sum(self, name: str, crc32: int | None, found: int) -> None:
+        """IntegrityError if ``found`` is not the checksum ``crc32`` that is stored (None: none is)."""
         if crc32 is not None and found != crc32:
             raise IntegrityError(
                 f"crc32 {crc32:08x} is stored, {found:08x} computed: the file is damaged",
@@ -256,6 +257,7 @@ class Writer:
         self._crc: dict[str, int] = {}
         self._parts: dict[str, list[tuple[int, int, int]]] = {}  # (begin, bytes, CRC32) of what put_part wrote
         self._verify = verify
+        self._summed = callable(metadata) or verify
         self._lanes: dict[int, Lanes] = {}
         sized = self._encoded(dict.fromkeys(self._entries, 0))
         data_bytes = max((e.end for e in self._entries.values()), default=0)
@@ -317,12 +319,10 @@ class Writer:
     def _join_parts(self) -> None:
         """CRC32 of every array that came in parts; UsageError unless they cover it."""
         for name, parts in self._parts.items():
-            at = found = 0
-            for begin, n, part in sorted(parts):
-                if begin != at:
-                    raise UsageError(f"commit: parts of the array leave or repeat bytes at {at}", array=name)
-                found = crc.combine(found, part, n) if at else part
-                at += n
+            try:
+                found, at = crc.joined(parts)
+            except ValueError as e:
+                raise UsageError(f"commit: parts of the array leave or repeat bytes at {e}", array=name) from None
             if at != self._entries[name].nbytes:
                 raise UsageError(f"commit: expected {self._entries[name].nbytes} bytes in parts, got {at}", array=name)
             self._crc[name] = found
@@ -332,7 +332,7 @@ class Writer:
             found = 0
             for at in range(lo, hi, crc.PIECE):
                 piece = view[at : min(at + crc.PIECE, hi)]
-                found = zlib.crc32(piece, found)
+                found = zlib.crc32(piece, found) if self._summed else 0
                 self._out.write_at(self._data_start + offset + at, piece)
             return found
 

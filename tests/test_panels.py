@@ -127,7 +127,7 @@ def test_the_threads_of_a_team_share_no_memory_and_run_alone() -> None:
     with limits.using(memory=12345), panels.Team() as team:
 
         def task(i: int) -> tuple[int, int | None, bool]:
-            room = team.room((4, 4), np.dtype(np.uint16))
+            (room,) = team.rooms([((4, 4), np.dtype(np.uint16))])
             room[:] = i
             seen: list[int] = []
             threads.run(seen.append, 3)
@@ -144,7 +144,7 @@ def test_a_file_cut_while_it_is_read_is_noticed(source: Path, tmp_path: Path) ->
         np.testing.assert_array_equal(room.view(np.uint16), f.array("layers.8.weight").view(np.uint16)[5:15])
         with pytest.raises(UsageError, match="bytes"):
             f.panel("layers.8.weight", 191, room)
-        with pytest.raises(UsageError, match="rows of bfloat16"):
+        with pytest.raises(UsageError, match="rows of BF16"):
             f.panel("layers.8.weight", 0, room[:, :36])
         source.write_bytes(source.read_bytes()[:-1])
         with pytest.raises(IntegrityError):
@@ -197,3 +197,54 @@ def test_crc_of_uneven_parts() -> None:
     data = np.random.default_rng(0).integers(0, 256, 10_000, np.uint8).tobytes()
     for at in (1, 17, 4096, 9999):
         assert crc.combine(zlib.crc32(data[:at]), zlib.crc32(data[at:]), 10_000 - at) == zlib.crc32(data)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_way_back_in_panels(
+    target: str, source: Path, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same file as of wholes; and each flipped byte of each array is told, with the tensor, by either."""
+    packed, back = tmp_path / "packed.safetensors", tmp_path / "back.safetensors"
+    convert_checkpoint(source, packed, target)
+    got = convert_checkpoint(packed, back, "dense")
+    raw = back.read_bytes()
+    with monkeypatch.context() as m:
+        m.setattr(shard, "expansion", lambda f, job: None)
+        wanted = convert_checkpoint(packed, back, "dense", force=True)
+    assert (raw, got.outcomes) == (back.read_bytes(), wanted.outcomes)
+    back.unlink()
+    with sf.safe_open(packed) as f:
+        places = [(name, *place) for name in f for place in f.ranges(name)]
+    whole = packed.read_bytes()
+    for name, begin, end in places:
+        if begin == end:
+            continue
+        for value in (whole[end - 1] ^ 0x80, whole[end - 1] ^ 1):
+            packed.write_bytes(whole[: end - 1] + bytes([value]) + whole[end:])
+            with pytest.raises(IntegrityError) as e:
+                convert_checkpoint(packed, back, "dense")
+            assert e.value.fields["tensor"] == name
+            assert not back.exists()
+
+
+@pytest.mark.parametrize("target", ["csr", "bitmask", "bsr:blocksize=8x16", "sr-bcrs"])
+def test_a_valid_checksum_of_wrong_contents(target: str, small: None, tmp_path: Path) -> None:
+    """Contents are validated in panels too, and a pointer is before it is followed."""
+    a = sf.convert(two_four((97, 260), 4), target)
+    for name, change in (("indptr", -1), ("indptr", 1000), ("data", None)):
+        wrong = {name: getattr(a, name).copy()}
+        if change is None:
+            wrong[name].reshape(-1).view(np.uint16)[5:6] = 0x8000 if target != "csr" else 0
+        else:
+            wrong[name][40 // (1 if target in ("csr", "bitmask") else 8)] += change
+        if target == "csr" and change is None:
+            continue  # stored zeros are allowed there
+        broken = a.with_arrays(**wrong)
+        object.__setattr__(broken, "_marked", True)
+        sf.save(tmp_path / "x.safetensors", {"w": broken}, overwrite=True)
+        with pytest.raises(sf.FormatError) as told:
+            sf.load(tmp_path / "x.safetensors")
+        with pytest.raises(sf.FormatError) as e:
+            convert_checkpoint(tmp_path / "x.safetensors", tmp_path / "y.safetensors", "dense")
+        assert str(e.value) == str(told.value)
+        assert not (tmp_path / "y.safetensors").exists()

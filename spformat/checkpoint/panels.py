@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from .. import limits, threads
-from ..arrays import ceil_div, index_dtype
+from ..arrays import ceil_div, index_dtype, round_up
 from ..container import FileWriter, TensorFile
 from ..descriptor import Record
 from ..dtypes import SAFETENSORS, SAFETENSORS_CODE, value_type
@@ -30,7 +30,8 @@ from .recipe import AUTO, KEEP, Recipe
 
 PANEL = 8 << 20
 """Dense bytes a thread works on at a time."""
-_WIDEST = 64 << 20
+_LINE = 64
+WIDEST = 64 << 20
 """Dense bytes of the smallest panel a format allows, above which the tensor is converted as a whole."""
 
 T = TypeVar("T")
@@ -63,13 +64,18 @@ class Team:
         with limits.using(self._limits), threads.alone():
             return task()
 
-    def room(self, shape: tuple[int, int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-        """Memory of the calling thread, the same at every call: its pages are fetched once."""
-        n = shape[0] * shape[1] * dtype.itemsize
+    def rooms(self, arrays: Iterable[tuple[tuple[int, ...], np.dtype[Any]]]) -> list[np.ndarray[Any, Any]]:
+        """Arrays in memory of the calling thread, the same at every call: its pages are fetched once."""
+        chosen = [(shape, dtype, limits.product(*shape, dtype.itemsize)) for shape, dtype in arrays]
+        total = sum(n + _LINE for _, _, n in chosen)
         held = getattr(self._rooms, "held", None)
-        if held is None or held.nbytes < n:
-            self._rooms.held = held = np.empty(max(n, PANEL), np.uint8)
-        return held[:n].view(dtype).reshape(shape)
+        if held is None or held.nbytes < total:
+            self._rooms.held = held = np.empty(max(total, PANEL + _LINE), np.uint8)
+        out, at = [], -held.ctypes.data % _LINE
+        for shape, dtype, n in chosen:
+            out.append(held[at : at + n].view(dtype).reshape(shape))
+            at += round_up(n, _LINE)
+        return out
 
     def __enter__(self) -> Self:
         return self
@@ -110,7 +116,7 @@ class Cut:
 
     def read(self, f: TensorFile, team: Team, i: int) -> np.ndarray[Any, Any]:
         """Panel ``i``, in the memory of the calling thread."""
-        room = team.room((self.rows(i), self.job.shape[1]), value_type(self.job.record.dtype).numpy)
+        (room,) = team.rooms([((self.rows(i), self.job.shape[1]), value_type(self.job.record.dtype).numpy)])
         f.panel(self.job.name, i * self.step, room)
         return room
 
@@ -118,12 +124,6 @@ class Cut:
         """The arrays of panel ``i``, where the number of its nonzeros decides them."""
         dtype = value_type(self.job.record.dtype).numpy
         return self.target.array_specs((self.rows(i), self.job.shape[1]), dtype, nnz, self.params)
-
-    def counted_by(self, pointer: str) -> str:
-        """The array whose entries a pointer counts."""
-        arrays = self.target.declared_arrays()
-        bound = next(d.bound for d in arrays if d.name == pointer)
-        return next(d.name for d in arrays if d.dims[0] == bound)
 
     def size(self, f: TensorFile, team: Team, i: int) -> Counted:
         """Count panel ``i``; where counts do not tell the sizes it is converted (StructureError if it cannot be)."""
@@ -151,14 +151,14 @@ def cut(job: Job, recipe: Recipe) -> Cut | None:
         return None
     layout = fmt.panels(params)
     row = job.shape[1] * value_type(r.dtype).numpy.itemsize
-    if layout is None or layout.rows * row > _WIDEST:
+    if layout is None or layout.rows * row > WIDEST:
         return None
     return Cut(job, fmt, params, layout, max(layout.rows, PANEL // row // layout.rows * layout.rows))
 
 
 def sizing(f: TensorFile, cuts: Iterable[Cut], team: Team) -> Iterator[Counted]:
     """Every panel of every matrix counted, in order."""
-    return team.results(_bound(c.size, f, team, i) for c in cuts for i in range(c.count))
+    return team.results(bound(c.size, f, team, i) for c in cuts for i in range(c.count))
 
 
 def record_of(c: Cut, panels: list[Counted]) -> Record:
@@ -168,7 +168,7 @@ def record_of(c: Cut, panels: list[Counted]) -> Record:
     for name, (dtype, shape) in panels[0].specs.items():
         length = sum(p.specs[name][1][0] for p in panels)
         if name in c.layout.pointers:
-            counted = c.counted_by(name)
+            counted = counted_by(c.target, name)[0]
             dtype, length = index_dtype(sum(p.specs[counted][1][0] for p in panels)), length - last
         arrays[name] = (SAFETENSORS_CODE[dtype], (length, *shape[1:]))
     return Record(c.job.name, c.target, c.job.shape, c.job.record.dtype, arrays, c.params)
@@ -188,11 +188,11 @@ class Placed:
             self._starts.append(dict(at))
             for name, (_, shape) in panel.items():
                 at[name] += shape[0] - (1 if name in c.layout.pointers else 0)
-        self._counted_by = {name: c.counted_by(name) for name in c.layout.pointers}
+        self._counted_by = {name: counted_by(c.target, name)[0] for name in c.layout.pointers}
 
     def tasks(self, f: TensorFile, out: FileWriter, team: Team) -> Iterator[Callable[[], tuple[int, int]]]:
         """Convert and write each panel; a task returns (nonzeros, -0.0) of it, or zeros where they are known."""
-        return (_bound(self._write, f, out, team, i) for i in range(self.cut.count))
+        return (bound(self._write, f, out, team, i) for i in range(self.cut.count))
 
     def _write(self, f: TensorFile, out: FileWriter, team: Team, i: int) -> tuple[int, int]:
         made, counts = self._made[i], (0, 0)
@@ -212,5 +212,13 @@ class Placed:
         return counts
 
 
-def _bound(call: Callable[..., T], *args: Any) -> Callable[[], T]:
+def counted_by(target: type[Format], pointer: str) -> tuple[str, ...]:
+    """The arrays whose entries a pointer counts."""
+    arrays = target.declared_arrays()
+    label = next(d.bound for d in arrays if d.name == pointer)
+    return tuple(d.name for d in arrays if d.dims[0] == label)
+
+
+def bound(call: Callable[..., T], *args: Any) -> Callable[[], T]:
+    """A task of a team."""
     return lambda: call(*args)

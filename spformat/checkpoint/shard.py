@@ -9,23 +9,25 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from .. import limits
 from ..arrays import has_dtype
 from ..container import FileWriter, TensorFile, create, outline
 from ..convert import convert
 from ..descriptor import Record
 from ..dtypes import SAFETENSORS, SAFETENSORS_CODE, nonzero_mask, value_type
-from ..errors import StructureError
+from ..errors import FormatError, StructureError
 from ..formats import compiled, parse_spec, spec_text
 from ..formats.base import Format
 from ..limits import check_bytes, product
 from ..stfile import Writer, code_of
 from ..structure import count_nonzeros
+from .expand import expansion, told_by_the_whole
 from .jobs import Job, Outcome, dense_of, prune, settle
 from .panels import Cut, Placed, Team, cut, record_of, sizing
 from .recipe import AUTO, KEEP, Recipe
@@ -71,23 +73,38 @@ def read(f: TensorFile, job: Job, device: str = "cpu") -> Any:
 def _write_dense(
     f: TensorFile, jobs: list[Job], recipe: Recipe, path: str, force: bool, progress: Progress | None, device: str
 ) -> tuple[Outcome, ...]:
+    host = device == "cpu" and not recipe.prune
+    expansions = {j.name: x for j in jobs if host and (x := expansion(f, j)) is not None}
+    compiled.prepare(sum(product(*x.job.shape, 2) for x in expansions.values()))
     specs: list[Any] = []
     for j in jobs:
         if j.record.format is not None:
-            dtype = value_type(j.record.dtype).numpy
-            check_bytes(product(*j.shape, dtype.itemsize), f"{j.name}: dense array of shape {j.shape}", j.bytes_in)
+            dtype, in_panels = value_type(j.record.dtype).numpy, j.name in expansions
+            # What goes in panels needs no memory of that size; a small file that claims a huge matrix is refused.
+            with limits.using(memory=None) if in_panels else nullcontext():
+                check_bytes(product(*j.shape, dtype.itemsize), f"{j.name}: dense array of shape {j.shape}", j.bytes_in)
             specs.append((j.name, SAFETENSORS_CODE[dtype], j.shape))
         else:
             ((code, shape),) = j.record.arrays.values()
             specs.append((j.name, code, shape) if code in SAFETENSORS else (j.name, code, shape, j.bytes_in))
     outcomes = []
-    with Writer(path, specs, {"format": "pt"}, overwrite=force) as out:
+    with Team() as team, Writer(path, specs, {"format": "pt"}, overwrite=force) as out:
+        written = team.results(t for x in expansions.values() for t in x.tasks(f, out, team))
         for j in jobs:
-            if j.record.format is not None or (recipe.prune and j.target != KEEP):
+            x = expansions.get(j.name)
+            if x is not None:
+                try:
+                    for _ in itertools.islice(written, x.count):
+                        pass
+                    x.check(f)
+                except FormatError as e:
+                    raise told_by_the_whole(f, j, e) from None
+                size = product(*j.shape, value_type(j.record.dtype).numpy.itemsize)
+            elif j.record.format is not None or (recipe.prune and j.target != KEEP):
                 # Masks are chosen on the host.
-                x = prune(dense_of(read(f, j, "cpu" if recipe.prune else device)), j.target, recipe)
-                out.put(j.name, x)
-                size = x.nbytes
+                dense = prune(dense_of(read(f, j, "cpu" if recipe.prune else device)), j.target, recipe)
+                out.put(j.name, dense)
+                size = dense.nbytes
             else:
                 out.put(j.name, f.raw(j.name))
                 size = j.bytes_in
