@@ -17,6 +17,7 @@ from spformat import threads
 from spformat.dtypes import VALUE_TYPES, bits
 from spformat.errors import StructureError
 from spformat.formats import CSR, Bitmask, Format, TwoFour, VectorNM, compiled
+from spformat.preprocess import masks
 
 pytest.importorskip("numba")
 
@@ -165,3 +166,27 @@ def test_importing_spformat_does_not_import_numba() -> None:
         "assert 'numba' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_two_four_pruned(order: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any bits, and rows of few different magnitudes: ties, infinities and NaN of both signs."""
+    infinite = {"float16": 0x7C00, "bfloat16": 0x7F80}[dtype]
+    tied = np.array([0, 1, 0x8001, infinite - 1, infinite, infinite | 0x8000, infinite + 1, infinite + 2], np.uint16)
+    for seed, shape in enumerate(SHAPES):
+        x = codes(dtype, random_places(shape, 0.8, seed), seed)
+        x.view(np.uint16)[::2] = np.random.default_rng(seed).choice(tied, x[::2].shape)
+        with path(monkeypatch, numba=False):
+            wanted = masks.prune_two_four(x, meta_order=order, nonfinite="keep")
+        with path(monkeypatch, numba=True):
+            assert masks.prune_two_four(x, meta_order=order, nonfinite="keep") == wanted
+        refusals = []
+        for numba in (False, True):
+            with path(monkeypatch, numba=numba), pytest.raises(StructureError) as e:
+                masks.prune_two_four(x)
+            refusals.append((str(e.value), e.value.count, e.value.first))
+        assert refusals[0] == refusals[1]
+        finite = np.where(masks._keys(x) < infinite, x, np.zeros((), x.dtype))
+        with path(monkeypatch, numba=True):
+            assert masks.prune_two_four(finite).meta_order == "ldmatrix"

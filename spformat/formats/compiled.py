@@ -192,6 +192,15 @@ def two_four_encode(
     return _rows_or_refusal(padded, M, K)
 
 
+def two_four_prune(x: Array, infinite: int, places: tuple[Array, int, int, int], data: Array, meta: Array) -> int:
+    """As ``two_four_encode``, the two largest magnitudes of every group kept as ``masks.magnitude_nm`` ranks them.
+
+    infinite: the bits of infinity. Returns how many values are not finite; data and meta hold them like others.
+    """
+    args = (bits(x), infinite, *places, data.view(np.uint32), meta)
+    return _rows_or_refusal(_loops().two_four_prune, *x.shape, *args)[0]
+
+
 def two_four_decode(data: Array, meta: Array, places: tuple[Array, int, int, int], out: Array) -> None:
     """Write the nonzeros into ``out`` [M, K], all zeros."""
     _rows(_loops().two_four_decode, *out.shape, data.view(np.uint32), meta, *places, bits(out))

@@ -181,6 +181,41 @@ def two_four_encode(
 
 
 @_compiled
+def two_four_prune(
+    lo: int, hi: int, x: Array, infinite: int, row_offset: Array, shift: int, outer: int, inner: int, data: Array,
+    meta: Array, refused: Array,
+) -> None:  # fmt: skip
+    """As ``two_four_encode``, but the two largest magnitudes of every group stay, the lower column of equals.
+
+    infinite: the bits of infinity; NaN ranks above it, all alike. refused[0]: how many values are not finite.
+    """
+    K, groups, low = x.shape[1], data.shape[1], (1 << shift) - 1
+    padded = np.zeros(4 * groups, np.uint16)
+    row = padded.view(np.uint64)
+    for i in range(lo, hi):
+        padded[:K] = x[i]
+        for q in range(groups // 4):
+            word = 0
+            for s in range(4):
+                group = row[4 * q + s]
+                held = (((group & _MAGNITUDE) + _MAGNITUDE) & _SIGN) >> np.uint64(15)
+                codes: Any = np.int64(group & _MAGNITUDE)
+                v0, v1, v2, v3 = codes & 0x7FFF, codes >> 16 & 0x7FFF, codes >> 32 & 0x7FFF, codes >> 48
+                refused[0] += (v0 >= infinite) + (v1 >= infinite) + (v2 >= infinite) + (v3 >= infinite)
+                a, b = min(v0, infinite + 1) * 4 + 3, min(v1, infinite + 1) * 4 + 2
+                c, d = min(v2, infinite + 1) * 4 + 1, min(v3, infinite + 1) * 4
+                above, beside = max(a, b), max(c, d)
+                top = 3 - (max(above, beside) & 3)
+                next_one = 3 - (max(min(above, beside), max(min(a, b), min(c, d))) & 3)
+                left, right = min(top, next_one), max(top, next_one)
+                group &= held * _ONES  # -0.0 becomes +0
+                first = (group >> np.uint64(left << 4)) & _ONES
+                data[i, 4 * q + s] = first | ((group >> np.uint64(right << 4)) & _ONES) << _16
+                word |= (left + 4 * right) << (4 * s)
+            meta[row_offset[i] + (q >> shift) * outer + (q & low) * inner] = word
+
+
+@_compiled
 def two_four_decode(
     lo: int, hi: int, data: Array, meta: Array, row_offset: Array, shift: int, outer: int, inner: int, out: Array
 ) -> None:

@@ -35,7 +35,7 @@ from ..errors import StructureError, UsageError
 from ..formats import compiled
 from ..formats.base import checked_values
 from ..formats.dense import Dense
-from ..formats.two_four import TwoFour
+from ..formats.two_four import TwoFour, meta_places
 
 HOST_PANEL, DEVICE_PANEL = 1 << 17, 1 << 24
 """Elements that are looked at together: the temporaries of a host panel stay in cache."""
@@ -124,18 +124,24 @@ def apply(w: Array | Dense, mask: Array) -> Array | Dense:
 def prune_two_four(w: Array | Dense, *, meta_order: str = "ldmatrix", nonfinite: str = "refuse") -> TwoFour:
     """w [M, K], float16 or bfloat16, in format two-four with the two largest of every four columns kept.
 
-    The bytes of ``TwoFour.from_dense(apply(w, magnitude_nm(w, 2, 4)))``; on a device w is read once, by one kernel.
-    StructureError for NaN or infinities (unless ``nonfinite="keep"``) and for other value types.
+    The bytes of ``TwoFour.from_dense(apply(w, magnitude_nm(w, 2, 4)))``; large matrices, and those on a device, go
+    through compiled code that reads w once. StructureError for other value types, and for NaN or infinities unless
+    ``nonfinite="keep"``.
     """
     x = checked_values(w.data if isinstance(w, Dense) else w, "prune")
     order = TwoFour.resolve_params({"meta_order": meta_order})["meta_order"]
     TwoFour.accepts(x.dtype)
     _check_nonfinite(nonfinite)
-    if not is_cupy(x) or not compiled.serves(x, edge="two_four_pack"):
+    if not compiled.serves(x, edge="two_four_pack"):
         return TwoFour.from_dense(apply(x, magnitude_nm(x, 2, 4, nonfinite=nonfinite)), meta_order=order)
     with current_device(x):
         data, meta = TwoFour.empty_arrays(x)
-        count, _, _ = compiled.two_four_pack(x, order, data, meta, prune=True)
+        if is_cupy(x):
+            count, _, _ = compiled.two_four_pack(x, order, data, meta, prune=True)
+        else:
+            data[...], meta[...] = 0, 0x4444
+            places = meta_places((data.shape[0], 2 * data.shape[1]), order)
+            count = compiled.two_four_prune(x, _largest_finite(x.dtype) + 1, places, data, meta)
     if count and nonfinite == "refuse":
         _refuse_nonfinite(x)  # finds them again, to name the first
     return TwoFour.made(shape=x.shape, meta_order=order, data=data, meta=meta)
