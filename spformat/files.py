@@ -222,7 +222,7 @@ class Output:
         try:
             self._old = self._target()
             with self._writing("create the file"):
-                _sweep(self._folder)
+                _sweep(self._folder, _machine())
                 self._check_space()
                 self._create()
             with self._writing("reserve space"):
@@ -353,7 +353,7 @@ class Output:
         mode = 0o666 if self._old is None else 0o600
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         while True:
-            temp = f".spformat-{secrets.token_hex(8)}.tmp"
+            temp = f".spformat-{_machine()}{secrets.token_hex(4)}.tmp"
             try:
                 self._fd = os.open(temp, flags, mode, dir_fd=self._folder)
             except OSError as e:
@@ -394,10 +394,24 @@ def publish(path: Path, data: bytes, *, overwrite: bool = False) -> None:
         out.write_at(0, data)
 
 
-def _sweep(folder: int) -> None:
-    """Remove temporary files of dead writers: of our naming, and locked by nobody."""
+def _machine() -> str:
+    """Eight hex digits of this machine's name, the first of every temporary file it makes."""
+    return hashlib.sha256(os.uname().nodename.encode("utf-8", "surrogateescape")).hexdigest()[:8]
+
+
+def sweep(folder: Path) -> None:
+    """Remove temporary files of dead writers, also those of other machines: for a run that has the folder alone."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _sweep(fd)
+    finally:
+        os.close(fd)
+
+
+def _sweep(folder: int, machine: str = "") -> None:
+    """Remove temporary files of our naming, of one machine (locks may not reach from one to another), not locked."""
     with os.scandir(folder) as entries:
-        stale = [e.name for e in entries if _TEMP.fullmatch(e.name)]
+        stale = [e.name for e in entries if _TEMP.fullmatch(e.name) and e.name.startswith(f".spformat-{machine}")]
     for name in stale:
         with suppress(OSError):
             fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)

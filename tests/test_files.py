@@ -179,7 +179,7 @@ def test_f29_without_locks_files_are_published_and_nothing_is_swept(
     def fail(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    stale = tmp_path / ".spformat-0123456789abcdef.tmp"
+    stale = tmp_path / f".spformat-{files._machine()}89abcdef.tmp"
     stale.write_bytes(b"somebody's, perhaps")
     monkeypatch.setattr(fcntl, "flock", fail)
     files.publish(tmp_path / "x", b"x")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -16,6 +19,7 @@ import pytest
 from cases import sparse
 
 import spformat as sf
+from spformat import files
 from spformat.checkpoint import (
     Part,
     Recipe,
@@ -353,5 +357,64 @@ def test_a_merge_that_was_cut_off_is_repeated(tmp_path: Path, monkeypatch: pytes
         with pytest.raises((Interrupted, AttributeError)):
             merge_parts(out)
     assert (out / "spformat-00001-of-00002.safetensors").exists()
+    merge_parts(out)
+    assert tree(out) == expected
+
+
+KILLED = """
+import os, signal, sys
+from concurrent.futures import ThreadPoolExecutor
+from spformat.checkpoint import Workers, convert_checkpoint
+from spformat.files import Output
+
+_, source, out, part, threads, when, at = sys.argv
+commit, left = Output.commit, int(at)
+
+def counted(self):
+    global left
+    left -= 1
+    if left == 0 and when == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    commit(self)
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Output.commit = counted
+executor = Workers(ThreadPoolExecutor(int(threads)), int(threads)) if threads != "0" else None
+convert_checkpoint(source, out, part=part or None, executor=executor)
+"""
+"""Dies before or after its n-th file (a journal, a shard, a piece, the manifest) gets its name."""
+
+
+@pytest.mark.parametrize(
+    ("part", "threads", "moments"), [("2/3", 0, (1, 2, 4)), ("", 3, (1, 4, 7, 8))], ids=["part", "executor"]
+)
+def test_killed_before_or_after_a_file_has_its_name_and_resumed(
+    tmp_path: Path, part: str, threads: int, moments: tuple[int, ...]
+) -> None:
+    expected = whole(tmp_path)
+    for at in moments:
+        when = ("before", "after")[at % 2]
+        out = tmp_path / f"{at}"
+        code = [sys.executable, "-c", KILLED, str(SHARDED), str(out), part, str(threads), when, str(at)]
+        assert subprocess.run(code, check=False).returncode == -signal.SIGKILL
+        for other in ("1/3", "3/3") if part else ():
+            convert_checkpoint(SHARDED, out, part=other)
+        convert_checkpoint(SHARDED, out, part=part or None, resume=True)
+        if part:
+            merge_parts(out)
+        assert tree(out) == expected, (when, at)
+
+
+def test_temporary_files_of_other_machines_are_left_to_the_merge(tmp_path: Path) -> None:
+    """Their locks may not be seen here, so a part cannot tell whether they are in use."""
+    expected, out = whole(tmp_path), tmp_path / "out"
+    convert_checkpoint(SHARDED, out, part="1/2")
+    dead, other = (out / f".spformat-{machine}00000000.tmp" for machine in (files._machine(), "0" * 8))
+    for path in (dead, other):
+        path.write_bytes(b"half a shard")
+    convert_checkpoint(SHARDED, out, part="2/2")
+    assert other.exists()
+    assert not dead.exists()
     merge_parts(out)
     assert tree(out) == expected

@@ -16,7 +16,19 @@ from typing import Any
 from .. import __name__ as package
 from .. import limits
 from ..errors import ContainerError, InputError, OutputError, UsageError
-from ..files import Path, folder_lock, is_file, names_in, publish, read_small, remove, same_file, sha256_of, size_of
+from ..files import (
+    Path,
+    folder_lock,
+    is_file,
+    names_in,
+    publish,
+    read_small,
+    remove,
+    same_file,
+    sha256_of,
+    size_of,
+    sweep,
+)
 from ..formats import parse_spec
 from .jobs import Job, Outcome
 from .manifest import (
@@ -286,6 +298,7 @@ def finish(c: Conversion, done: Sequence[Converted]) -> tuple[Converted, ...]:
     for name in journals(c.folder):
         remove(os.path.join(c.folder, name))
     shutil.rmtree(os.path.join(c.folder, PIECES), ignore_errors=True)
+    sweep(c.folder)
     return tuple(files)
 
 
