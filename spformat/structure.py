@@ -135,6 +135,9 @@ def analyse(x: Array) -> Structure:
     """Structure of a host matrix [M, K] of a value type. Memory: a few panels."""
     x = checked_values(x, "inspect")
     (M, K), row = x.shape, value_type(x.dtype)
+    counted = compiled.census(x)
+    if counted is not None:
+        return _from_census(x, *counted)
     row_lengths = np.zeros(M, np.int64)
     window_max = {(m, length): 0 for m in NM_WINDOWS for length in VECTOR_LENGTHS}
     blocks = {b: [0, 0] for b in BLOCKS}
@@ -177,6 +180,22 @@ def analyse(x: Array) -> Structure:
         bad_groups=bad, groups=M * ceil_div(K, 4), window_max=window_max,
         blocks={b: (n, rows) for b, (n, rows) in blocks.items()}, vectors=vectors, vector_groups=groups,
         tile_columns=tile_columns,
+    )  # fmt: skip
+
+
+def _from_census(x: Array, row_lengths: Array, found: Array) -> Structure:
+    """The counts of the compiled loops, which know the same vectors, windows, blocks and tiles by position."""
+    bad, negative, vectors, groups = (int(n) for n in found[:4])
+    nonempty, block_rows, tiles, most = (found[a:b].tolist() for a, b in ((4, 7), (7, 10), (10, 12), (12, 24)))
+    kinds = [(m, length) for length in VECTOR_LENGTHS for m in NM_WINDOWS]
+    order = [(m, length) for m in NM_WINDOWS for length in VECTOR_LENGTHS]
+    window_max = dict(zip(kinds, most, strict=True))
+    return Structure(
+        shape=(x.shape[0], x.shape[1]), dtype=value_type(x.dtype).name, nnz=int(row_lengths.sum()),
+        negative_zeros=negative, row_lengths=row_lengths, bad_groups=bad, groups=x.shape[0] * ceil_div(x.shape[1], 4),
+        window_max={k: window_max[k] for k in order},
+        blocks={b: (n, rows) for b, n, rows in zip(BLOCKS, nonempty, block_rows, strict=True)},
+        vectors=vectors, vector_groups=groups, tile_columns=dict(zip(TILE_ROWS, tiles, strict=True)),
     )  # fmt: skip
 
 

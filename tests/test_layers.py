@@ -35,7 +35,7 @@ LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer}
 
 HOMES = {
     "cupy": ("spformat/arrays.py", "spformat/backends/vendor.py", "spformat/backends/cuda/", "cli/env.py"),
-    "numba": ("spformat/backends/cpu/", "spformat/formats/compiled_loops.py"),
+    "numba": ("spformat/backends/cpu/", "spformat/formats/compiled_loops.py", "spformat/formats/census_loops.py"),
     "torch": ("spformat/formats/exchange.py", "spformat/interop/torch_semi_structured.py", "spformat/contenders.py"),
     "nvmath": ("spformat/backends/vendor.py",),
     "cuda": ("spformat/backends/cuda/",),

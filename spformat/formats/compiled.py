@@ -107,6 +107,31 @@ def _count_rows(x: Array) -> tuple[Array, Array]:
     return counts, negative
 
 
+def census(x: Array) -> tuple[Array, Array] | None:
+    """(int64[M] nonzeros of each row, int64[24] ``census_loops.BAD`` ..) of x [M, K]; None where numpy is to count."""
+    if not isinstance(x, np.ndarray) or not serves(x):
+        return None
+    loops: Any = importlib.import_module(f"{__package__}.census_loops")
+    (M, K), row = x.shape, value_type(x.dtype)
+    lengths, strips = np.zeros(M, np.int64), ceil_div(M, loops.STRIP)
+    found = np.zeros((strips, loops.WINDOWS + 12), np.int64)
+    fours, values = _fours(x), bits(x)
+
+    def strip(i: int) -> None:
+        lo, hi = i * loops.STRIP, min(M, (i + 1) * loops.STRIP)
+        words = np.empty((hi - lo, ceil_div(K, 64)), np.uint64)
+        if fours:
+            negative = loops.pack_fours(lo, hi, values.view(np.uint64), words)
+        else:
+            negative = loops.pack_any(lo, hi, values, row.bits.type(row.zero_mask), words)
+        loops.census(words, lengths[lo:hi], found[i])
+        found[i, loops.NEGATIVE] = negative
+
+    threads.run(strip, strips)
+    most = found[:, loops.WINDOWS :].max(axis=0, initial=0)
+    return lengths, np.concatenate((found[:, : loops.WINDOWS].sum(axis=0), most))
+
+
 def _loops() -> Any:
     return sys.modules[_LOOPS]
 

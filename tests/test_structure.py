@@ -1,0 +1,92 @@
+"""Structure detection: the compiled census and the numpy code, both against the definition of every count."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from spformat import structure, threads
+from spformat.dtypes import VALUE_TYPES, bits
+from spformat.formats import compiled
+from spformat.structure import BLOCKS, NM_WINDOWS, TILE_ROWS, VECTOR_LENGTHS, Structure, analyse
+
+SHAPES = [(1, 1), (3, 4), (64, 64), (70, 100), (257, 68), (300, 131), (520, 36), (5, 0), (0, 5)]
+
+
+def matrix(dtype: str, shape: tuple[int, int], density: float, seed: int) -> np.ndarray:
+    """Nonzeros of random bits (NaN and infinity among them), zeros of both signs, whole empty rows and columns."""
+    rng, t = np.random.default_rng(seed), VALUE_TYPES[dtype]
+    held = rng.random(shape) < density
+    held[shape[0] // 3 : shape[0] // 2] = False
+    held[:, shape[1] // 2 : shape[1] // 2 + shape[1] // 4] &= rng.random((1, shape[1] // 4)) < 0.3
+    some = rng.integers(0, 256, (*shape, t.numpy.itemsize), np.uint8).view(t.bits)[..., 0]
+    some[(some & t.bits.type(t.zero_mask)) == 0] = 1
+    sign = t.bits.type((1 << (8 * t.numpy.itemsize)) - 1 - t.zero_mask)
+    return np.where(held, some, np.where(rng.random(shape) < 0.2, sign, 0)).astype(t.bits).view(t.numpy)
+
+
+def counted(x: np.ndarray) -> Structure:
+    """By definition, slowly."""
+    t, (M, K) = VALUE_TYPES[x.dtype.name], x.shape
+    some = (bits(x) & t.bits.type(t.zero_mask)) != 0
+    full = np.zeros((-(-max(M, 1) // 256) * 256, -(-max(K, 1) // 64) * 64), bool)
+    full[:M, :K] = some
+
+    def joined(rows: int, cols: int) -> np.ndarray:
+        parts = full.reshape(full.shape[0] // rows, rows, full.shape[1] // cols, cols)
+        return parts.any(axis=(1, 3))
+
+    def most(m: int, rows: int) -> int:
+        flags = joined(rows, 1)
+        return int(flags.reshape(flags.shape[0], -1, m).sum(axis=2).max())
+
+    per_tile = joined(8, 1).sum(axis=1)
+    return Structure(
+        shape=(M, K), dtype=x.dtype.name, nnz=int(some.sum()),
+        negative_zeros=int((~some & (bits(x) != 0)).sum()), row_lengths=some.sum(axis=1, dtype=np.int64),
+        bad_groups=int((full.reshape(full.shape[0], -1, 4).sum(axis=2) > 2).sum()), groups=M * -(-K // 4),
+        window_max={(m, rows): most(m, rows) for m in NM_WINDOWS for rows in VECTOR_LENGTHS},
+        blocks={b: (int(joined(b, b).sum()), int(joined(b, b).any(axis=1).sum())) for b in BLOCKS},
+        vectors=int(per_tile.sum()), vector_groups=int((-(-per_tile // 16)).sum()),
+        tile_columns={rows: int(joined(rows, 1).sum()) for rows in TILE_ROWS},
+    )  # fmt: skip
+
+
+def same(a: Structure, b: Structure) -> None:
+    for f in fields(Structure):
+        one, other = getattr(a, f.name), getattr(b, f.name)
+        if f.name == "row_lengths":
+            np.testing.assert_array_equal(one, other)
+            assert one.dtype == other.dtype
+        else:
+            assert (f.name, one) == (f.name, other)
+        if isinstance(one, dict):
+            assert list(one) == list(other)  # ties between candidates go by order
+
+
+@pytest.mark.parametrize("path", ["numpy", "compiled"])
+@pytest.mark.parametrize("dtype", VALUE_TYPES)
+def test_every_count(dtype: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if path == "compiled":
+        pytest.importorskip("numba")
+        assert compiled._usable()
+    monkeypatch.setattr(compiled, "serves", lambda x, elements=None, edge="": path == "compiled")
+    monkeypatch.setattr(threads, "cores", lambda: 3)
+    monkeypatch.setattr(structure, "PANEL", 4096)
+    for seed, shape in enumerate(SHAPES):
+        for density in (0.0, 0.02, 0.3, 0.9, 1.0):
+            x = matrix(dtype, shape, density, seed)
+            same(analyse(x), counted(x))
+
+
+def test_a_window_as_full_as_it_can_be_is_seen_wherever_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    assert compiled._usable()
+    monkeypatch.setattr(compiled, "serves", lambda x, elements=None, edge="": True)
+    for row, col in ((0, 0), (7, 32), (8, 64), (255, 96), (256, 160), (299, 128)):
+        x = np.zeros((300, 192), np.float16)
+        for held in range(1, 33):
+            x[row, col + held - 1] = 1
+            same(analyse(x), counted(x))
