@@ -50,7 +50,7 @@ HOMES = {
 ENVIRONMENT = ("spformat/dispatch.py", "spformat/backends/cuda/jit.py", "spformat/backends/cuda/measured.py", "cli/")
 """Who may read os.environ, and only when a call needs it."""
 
-FORMAT_IMPORTS = {"dbsr": {"bsr"}, "exchange": {"bsr", "dense"}}
+FORMAT_IMPORTS = {"dbsr": {"bsr"}, "exchange": {"bsr", "dense"}, "census_loops": {"compiled_loops"}}
 """What a file of formats/ may import beside base, declare, compiled and the hub (csr)."""
 
 

@@ -34,7 +34,7 @@ _FLAGS_TO_BITS, _56 = np.uint64(0x0102040810204080), np.uint64(56)
 
 
 @_compiled
-def pack_fours(lo: int, hi: int, x: Array, words: Array) -> int:
+def pack_fours(lo: int, hi: int, x: Array, words: Array) -> Any:
     """words uint64[rows, ceil(K/64)] of rows lo .. hi-1 of 16-bit values x uint64[M, K/4]; how many are -0.0."""
     groups, negative = x.shape[1], np.int64(0)
     nibbles = np.zeros(16 * words.shape[1], np.uint8)
@@ -58,7 +58,7 @@ def pack_fours(lo: int, hi: int, x: Array, words: Array) -> int:
 
 
 @_compiled
-def pack_any(lo: int, hi: int, x: Array, zero: Any, words: Array) -> int:
+def pack_any(lo: int, hi: int, x: Array, zero: Any, words: Array) -> Any:
     """As ``pack_fours`` for values of any width, x [M, K]."""
     K, negative = x.shape[1], np.int64(0)
     held = np.zeros(64 * words.shape[1], np.uint8)
@@ -82,7 +82,7 @@ def merge(row: Array, into: Array) -> None:
 
 
 @_compiled
-def ones(row: Array) -> int:
+def ones(row: Array) -> Any:
     """Bits set."""
     total = _0
     for w in range(row.size):
@@ -94,7 +94,7 @@ def ones(row: Array) -> int:
 
 
 @_compiled
-def windows(row: Array, most: Array) -> tuple[int, int]:
+def windows(row: Array, most: Array) -> Any:
     """(bits set, groups of four with more than two), and the fullest windows so far in ``most`` uint64[7, W]."""
     total, bad = _0, _0
     for w in range(row.size):
