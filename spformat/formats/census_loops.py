@@ -128,7 +128,7 @@ def windows(row: Array, most: Array) -> Any:
 @_compiled
 def blocks(row: Array, kind: int, found: Array) -> None:
     """Count the nonempty fields of 16 (kind 0), 32 (1) or 64 (2) bits as blocks, and the row if there is one."""
-    total = 0
+    total: Any = 0
     for w in range(row.size):
         if kind == 0:
             some = ((((row[w] & _MAGNITUDE) + _MAGNITUDE) | row[w]) & _SIGN) >> _15
