@@ -16,7 +16,7 @@ from cases import codes, nm_places
 from spformat import threads
 from spformat.dtypes import VALUE_TYPES, bits
 from spformat.errors import StructureError
-from spformat.formats import CSR, Bitmask, Format, TwoFour, VectorNM, compiled
+from spformat.formats import BSR, CSR, SRBCRS, Bitmask, Format, TwoFour, VectorNM, compiled
 from spformat.preprocess import masks
 
 pytest.importorskip("numba")
@@ -76,6 +76,23 @@ def test_csr_and_bitmask(fmt: type[Format], dtype: str, monkeypatch: pytest.Monk
 def test_two_four(order: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed, shape in enumerate(SHAPES):
         check(monkeypatch, TwoFour, codes(dtype, nm_places(shape, 2, 4, 1, seed), seed), meta_order=order)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("blocksize", [(1, 1), (4, 8), (8, 3), (32, 32), (100, 70)], ids=str)
+def test_bsr(blocksize: tuple[int, int], dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed, shape in enumerate(SHAPES):
+        for density in (0.0, 0.02, 1.0):
+            check(monkeypatch, BSR, codes(dtype, random_places(shape, density, seed), seed), blocksize=blocksize)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize(("t", "g"), [(1, 1), (8, 16), (3, 4), (40, 200)])
+def test_sr_bcrs(t: int, g: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed, shape in enumerate(SHAPES):
+        for density in (0.0, 0.1, 1.0):
+            x = codes(dtype, random_places(shape, density, seed), seed)
+            check(monkeypatch, SRBCRS, x, vector_length=t, stride=g)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e5m2", "bfloat16", "float32", "float64"])

@@ -35,7 +35,12 @@ LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer}
 
 HOMES = {
     "cupy": ("spformat/arrays.py", "spformat/backends/vendor.py", "spformat/backends/cuda/", "cli/env.py"),
-    "numba": ("spformat/backends/cpu/", "spformat/formats/compiled_loops.py", "spformat/formats/census_loops.py"),
+    "numba": (
+        "spformat/backends/cpu/",
+        "spformat/formats/compiled_loops.py",
+        "spformat/formats/census_loops.py",
+        "spformat/formats/block_loops.py",
+    ),
     "torch": ("spformat/formats/exchange.py", "spformat/interop/torch_semi_structured.py", "spformat/contenders.py"),
     "nvmath": ("spformat/backends/vendor.py",),
     "cuda": ("spformat/backends/cuda/",),
@@ -50,7 +55,12 @@ HOMES = {
 ENVIRONMENT = ("spformat/dispatch.py", "spformat/backends/cuda/jit.py", "spformat/backends/cuda/measured.py", "cli/")
 """Who may read os.environ, and only when a call needs it."""
 
-FORMAT_IMPORTS = {"dbsr": {"bsr"}, "exchange": {"bsr", "dense"}, "census_loops": {"compiled_loops"}}
+FORMAT_IMPORTS = {
+    "dbsr": {"bsr"},
+    "exchange": {"bsr", "dense"},
+    "census_loops": {"compiled_loops"},
+    "block_loops": {"compiled_loops"},
+}
 """What a file of formats/ may import beside base, declare, compiled and the hub (csr)."""
 
 

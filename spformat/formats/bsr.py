@@ -21,6 +21,7 @@ from ..dtypes import bits, nonzero_mask
 from ..errors import PatternError
 from ..limits import check_bytes, product
 from ..segments import counts_of, distinct_sorted, pointer, rows_of
+from . import compiled
 from .base import INDEX, VALUE, Format, Panels, array, checked_values, param
 from .csr import CSR
 
@@ -76,6 +77,9 @@ class BSR(Format):
         x = checked_values(x, cls.name)
         xp, (M, K), (R, C) = namespace(x), x.shape, params["blocksize"]
         Mb, Kb = block_grid(x.shape, (R, C))
+        if compiled.serves(x):
+            indptr, indices, values = compiled.bsr_from_dense(x, (R, C), index_dtype(Kb - 1))
+            return cls.made(shape=(M, K), blocksize=(R, C), indptr=indptr, indices=indices, data=values)
         step = max(1, Mb if is_cupy(x) else PANEL // max(1, R * K))
         counts, columns, blocks = [xp.zeros(0, np.int64)], [xp.zeros(0, np.int64)], [xp.zeros((0, R, C), bits(x).dtype)]
         for b in range(0, Mb, step):

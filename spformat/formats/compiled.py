@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from .. import threads
-from ..arrays import Array, ceil_div, current_device, is_cupy, round_up
+from ..arrays import PAD, Array, ceil_div, current_device, is_cupy, round_up
 from ..dtypes import bits, value_type
 from ..segments import pointer
 
@@ -227,8 +227,54 @@ def two_four_prune(x: Array, infinite: int, places: tuple[Array, int, int, int],
 
 
 def two_four_decode(data: Array, meta: Array, places: tuple[Array, int, int, int], out: Array) -> None:
-    """Write the nonzeros into ``out`` [M, K], all zeros."""
-    _rows(_loops().two_four_decode, *out.shape, data.view(np.uint32), meta, *places, bits(out))
+    """Fill ``out`` [M, K], all of it."""
+    (M, K), loop, values, (row_offset, *steps) = out.shape, _loops().two_four_decode, bits(out), places
+    pairs = data.view(np.uint32)
+    if _fours(values):
+        _rows(loop, M, K, pairs, meta, row_offset, *steps, values.view(np.uint64))
+        return
+
+    def padded(lo: int, hi: int) -> None:
+        part = np.empty((hi - lo, round_up(K, 4)), np.uint16)
+        loop(0, hi - lo, pairs[lo:], meta, row_offset[lo:], *steps, part.view(np.uint64))
+        values[lo:hi] = part[:, :K]
+
+    _rows(padded, M, K)
+
+
+def bsr_from_dense(x: Array, blocksize: tuple[int, int], index: np.dtype[Any]) -> tuple[Array, Array, Array]:
+    """(indptr, indices, data) of x [M, K] in blocks R x C."""
+    (M, K), (R, C), loops = x.shape, blocksize, _block_loops()
+    Mb, args = ceil_div(M, R), (bits(x), _zero(x), R, C)
+    held = np.zeros((Mb, ceil_div(K, C)), np.uint8)
+    _rows(loops.block_flags, Mb, R * K, *args, held)
+    indptr = pointer(held.sum(axis=1, dtype=np.int64), int(held.sum(dtype=np.int64)))
+    indices, data = np.empty(int(indptr[-1]), index), np.empty((int(indptr[-1]), R, C), x.dtype)
+    _rows(loops.block_items, Mb, R * K, *args, held, indptr, indices, bits(data))
+    return indptr, indices, data
+
+
+def sr_bcrs_from_dense(x: Array, t: int, g: int, index: np.dtype[Any]) -> tuple[Array, Array, Array]:
+    """(indptr, indices, data) of x [M, K] in groups of g columns of t rows."""
+    (M, K), loops, args = x.shape, _block_loops(), (bits(x), _zero(x), t)
+    tiles = ceil_div(M, t)
+    counts = np.zeros(tiles, np.int64)
+    _rows(loops.vector_counts, tiles, t * K, *args, counts)
+    groups = -(-counts // g)
+    total = int(groups.sum())
+    indptr, indices, data = pointer(groups, total), np.empty((total, g), index), np.empty((total, t, g), x.dtype)
+    _rows(loops.vector_items, tiles, t * K, *args, g, PAD, indptr, indices, bits(data))
+    return indptr, indices, data
+
+
+def sr_bcrs_to_dense(indptr: Array, indices: Array, data: Array, out: Array) -> None:
+    """Write the vectors into ``out`` [M, K], all zeros."""
+    (M, K), t = out.shape, data.shape[1]
+    _rows(_block_loops().vector_scatter, ceil_div(M, t), t * K, indptr, indices, bits(data), t, bits(out))
+
+
+def _block_loops() -> Any:
+    return importlib.import_module(f"{__package__}.block_loops")
 
 
 def two_four_pack(x: Array, order: str, data: Array, meta: Array, prune: bool = False) -> tuple[int, int, int]:

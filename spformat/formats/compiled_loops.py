@@ -219,18 +219,20 @@ def two_four_prune(
 def two_four_decode(
     lo: int, hi: int, data: Array, meta: Array, row_offset: Array, shift: int, outer: int, inner: int, out: Array
 ) -> None:
-    """Rows lo .. hi-1 of out, uint16[M, K], from value pairs uint32[Mp, Kp/4] without a -0.0."""
-    K, groups, low = out.shape[1], data.shape[1], (1 << shift) - 1
-    padded = np.zeros(4 * groups, np.uint16)
-    row = padded.view(np.uint64)
+    """Rows lo .. hi-1 of out, uint64[M, K/4] of whole groups, from value pairs uint32[Mp, Kp/4] without a -0.0."""
+    groups = data.shape[1]
+    kept = np.empty(groups, np.uint8)
+    fours = kept.view(np.uint32)
     for i in range(lo, hi):
-        for q in range(groups // 4):
-            word = np.int64(meta[row_offset[i] + (q >> shift) * outer + (q & low) * inner])
-            for s in range(4):
-                pair, nibble = np.uint64(data[i, 4 * q + s]), word >> (4 * s)
-                first = (pair & _ONES) << np.uint64((nibble & 3) << 4)
-                row[4 * q + s] = first | (pair >> _16) << np.uint64(((nibble >> 2) & 3) << 4)
-        out[i] = padded[:K]
+        row, pairs, base = out[i], data[i], row_offset[i]
+        for q in range(groups >> (2 + shift)):
+            for r in range(1 << shift):
+                w = np.uint32(meta[base + q * outer + r * inner])
+                fours[(q << shift) + r] = w & 0xF | (w & 0xF0) << 4 | (w & 0xF00) << 8 | (w & 0xF000) << 12
+        for g in range(row.size):
+            pair, nibble = np.uint64(pairs[g]), np.uint64(kept[g])
+            first = (pair & _ONES) << ((nibble & _3) << _4)
+            row[g] = first | (pair >> _16) << ((nibble >> _2) << _4)
 
 
 # ------------------------------------------------------------------ vector n:m

@@ -20,7 +20,8 @@ from ..dtypes import bits, nonzero_mask
 from ..errors import InvariantError, OrderError, PatternError
 from ..limits import check_bytes, product
 from ..segments import counts_of, distinct_sorted, offsets_from_counts, pointer, rank_in_row, rows_of
-from .base import INDEX, VALUE, Format, Panels, array, param
+from . import compiled
+from .base import INDEX, VALUE, Format, Panels, array, checked_values, param
 from .csr import CSR
 
 
@@ -97,6 +98,16 @@ class SRBCRS(Format):
         scans.negative_zero_free(self, "data")
 
     @classmethod
+    def from_dense(cls, x: Array, **params: Any) -> Self:
+        params = cls.resolve_params(params)
+        x = checked_values(x, cls.name)
+        if not compiled.serves(x):
+            return cls.from_csr(CSR.from_dense(x), **params)
+        t, g = params["vector_length"], params["stride"]
+        indptr, indices, data = compiled.sr_bcrs_from_dense(x, t, g, index_dtype(x.shape[1] - 1))
+        return cls.made(shape=x.shape, **params, indptr=indptr, indices=indices, data=data)
+
+    @classmethod
     def _from_csr(cls, a: CSR, **params: Any) -> Self:
         a = a.without_zeros()
         xp, (M, K) = namespace(a.data), a.shape
@@ -130,6 +141,9 @@ class SRBCRS(Format):
         self.ensure_valid()  # columns are addresses here
         out = self.empty_dense()
         xp = namespace(self.data)
+        if compiled.serves(self.data, out.size):
+            compiled.sr_bcrs_to_dense(self.indptr, self.indices, self.data, out)
+            return out
         group, r, s = xp.nonzero(nonzero_mask(self.data))  # synchronize!
         rows = self.group_tiles()[group] * self.vector_length + r
         bits(out)[rows, self.indices[group, s]] = bits(self.data)[group, r, s]

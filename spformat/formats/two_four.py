@@ -329,10 +329,12 @@ class TwoFour(Format):
             out = namespace(self.data).empty(self.shape, self.dtype)
             compiled.two_four_unpack(self.data, self.meta, self.meta_order, out)
             return out
-        out = self.empty_dense()
-        if compiled.serves(self.data, out.size):
+        if compiled.serves(self.data, self.shape[0] * self.shape[1]):
+            self.check_dense_bytes()
+            out = np.empty(self.shape, self.dtype)
             compiled.two_four_decode(self.data, self.meta, meta_places(self.padded_shape, self.meta_order), out)
             return out
+        out = self.empty_dense()
         for s in self._panels():
             rows, cols = self._live(s)
             bits(out)[rows, cols] = bits(self.data)[s][nonzero_mask(self.data[s])]
