@@ -4,7 +4,7 @@ Every format from and to a dense bf16 matrix, GB/s of dense bytes, best of ``--r
 `inspect`; scipy's CSR beside ours at three densities (float32, since scipy has no 16-bit floats), and torch's where it
 is installed. Values and structures suit each format: 2:4, vectors of 32, blocks of 32, or nothing.
 
-*whole*: one call, every core, the result in fresh memory; here the time includes what the system takes to give out pages.
+*whole*: one call, every core, the result in fresh memory; the time includes what the system takes to give out pages.
 *panels*: panels of 8 MB, each on one core, their memory reused: how a checkpoint is converted.
 """
 
@@ -77,9 +77,9 @@ def contenders(options: argparse.Namespace) -> Iterator[tuple[str, int, Callable
         if a.panels(a.params()) is not None:
             step = panels.PANEL // x[:1].nbytes // 64 * 64
             parts = [x[i : i + step] for i in range(0, x.shape[0], step)]
-            yield f"panels  dense -> {label}", x.nbytes, lambda p=parts, t=target: team(lambda y: sf.convert(y, t), p)
+            yield f"panels  dense -> {label}", x.nbytes, lambda p=parts, t=target: team(lambda a: sf.convert(a, t), p)
             made = [sf.convert(p, target) for p in parts]
-            yield f"panels  dense <- {label}", x.nbytes, lambda m=made: team(lambda y: y.to_dense(), m)
+            yield f"panels  dense <- {label}", x.nbytes, lambda m=made: team(lambda a: a.to_dense(), m)
         if target == "csr":
             y = x.astype(np.float32)
             yield f"whole   dense -> {label}, float32", y.nbytes, lambda y=y: sf.convert(y, "csr")
