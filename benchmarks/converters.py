@@ -14,6 +14,7 @@ import argparse
 import functools
 import importlib.util
 import json
+import operator
 import os
 import time
 import warnings
@@ -77,21 +78,33 @@ def contenders(options: argparse.Namespace) -> Iterator[tuple[str, int, Callable
         if a.panels(a.params()) is not None:
             step = panels.PANEL // x[:1].nbytes // 64 * 64
             parts = [x[i : i + step] for i in range(0, x.shape[0], step)]
-            yield f"panels  dense -> {label}", x.nbytes, lambda p=parts, t=target: team(lambda a: sf.convert(a, t), p)
+            yield (
+                f"panels  dense -> {label}",
+                x.nbytes,
+                functools.partial(team, functools.partial(sf.convert, target=target), parts),
+            )
             made = [sf.convert(p, target) for p in parts]
-            yield f"panels  dense <- {label}", x.nbytes, lambda m=made: team(lambda a: a.to_dense(), m)
+            yield (
+                f"panels  dense <- {label}",
+                x.nbytes,
+                functools.partial(team, operator.methodcaller("to_dense"), made),
+            )
         if target == "csr":
-            y = x.astype(np.float32)
-            yield f"whole   dense -> {label}, float32", y.nbytes, lambda y=y: sf.convert(y, "csr")
-            yield f"        scipy csr_array, {density:.0%}, float32", y.nbytes, lambda y=y: scipy.sparse.csr_array(y)
+            wide = x.astype(np.float32)
+            yield f"whole   dense -> {label}, float32", wide.nbytes, lambda y=wide: sf.convert(y, "csr")
+            yield (
+                f"        scipy csr_array, {density:.0%}, float32",
+                wide.nbytes,
+                functools.partial(scipy.sparse.csr_array, wide),
+            )
             if importlib.util.find_spec("torch"):
                 import torch
 
                 warnings.filterwarnings("ignore", "Sparse CSR tensor support")
 
                 torch.set_num_threads(len(os.sched_getaffinity(0)))
-                z = torch.from_numpy(y)
-                yield f"        torch to_sparse_csr, {density:.0%}, float32", y.nbytes, z.to_sparse_csr
+                z = torch.from_numpy(wide)
+                yield f"        torch to_sparse_csr, {density:.0%}, float32", wide.nbytes, z.to_sparse_csr
     if not options.only or "structure" in options.only:
         x = weights(shape, "unstructured", 0.5, ml_dtypes.bfloat16)
         yield "        structure (inspect)", x.nbytes, lambda: analyse(x)
