@@ -1,8 +1,8 @@
 """A few small products of every GPU kernel: what `make gpu` runs once more under compute-sanitizer.
 
 Prints a line per kernel; results are compared too, so the run says something without the tool as well.
-Arguments: names of kernels, or two_four_pack; all of ours without. ``--planted`` runs a kernel with two faults
-instead, one for each tool: a run in which the tool does not report it proves nothing.
+Arguments: names of kernels, two_four_pack or epilogues; all of ours without. ``--planted`` runs a kernel with two
+faults instead, one for each tool: a run in which the tool does not report it proves nothing.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import cupy as cp
 import numpy as np
 from test_kernels import NS, WIDE, Guarded, attempts, on_device, problem, refuses
 
-from spformat import convert
+from spformat import convert, spmm
 from spformat.backends.cuda import KERNELS
+from spformat.dispatch import describe
 from spformat.errors import StructureError
 from spformat.formats.two_four import META_ORDERS
 from spformat.preprocess import masks
@@ -84,12 +85,36 @@ def packing() -> int:
     return 4 * done
 
 
+def epilogues() -> int:
+    """Products with alpha, beta and bias by every 2:4 kernel, fused or in a pass of their own; C between guards."""
+    rng, done = np.random.default_rng(5), 0
+    x = rng.integers(-3, 4, (70, 200)).astype(np.float16)
+    x = masks.apply(x, masks.magnitude_nm(x, 2, 4))
+    g, bias = convert(x, "two-four").to("cuda"), rng.integers(-2, 3, 70).astype(np.float16)
+    two_four = [k for k in KERNELS if "two-four" in k.formats]
+    for kernel, n, layout in itertools.product(two_four, (17, 136), ("row", "col")):
+        B, old = rng.integers(-2, 3, (200, n)).astype(np.float16), rng.integers(-2, 3, (70, n)).astype(np.float16)
+        guarded = Guarded(cp, old.shape, np.dtype(np.float16), layout, 3)
+        guarded.out[...] = cp.asarray(old)
+        b = on_device(cp, B, layout, 0)
+        if kernel.unsupported(describe(g, b, guarded.out)):
+            continue
+        spmm(g, b, guarded.out, kernel.name, alpha=0.5, beta=-2, bias=cp.asarray(bias))
+        wanted = (0.5 * (x.astype(np.float64) @ B) - 2.0 * old + bias[:, None]).astype(np.float16)
+        assert (guarded.out.get() == wanted).all(), f"{kernel.name} n={n} {layout}"
+        assert guarded.intact(), f"{kernel.name} n={n} {layout}: wrote outside C"
+        done += 1
+    return done
+
+
 def main() -> None:
     if sys.argv[1:] == ["--planted"]:
         return planted()
     sm = int(cp.cuda.Device().compute_capability)
     if not sys.argv[1:] or "two_four_pack" in sys.argv[1:]:
         print(f"two_four_pack: {packing()} conversions", flush=True)
+    if not sys.argv[1:] or "epilogues" in sys.argv[1:]:
+        print(f"epilogues: {epilogues()} products", flush=True)
     chosen = [k for k in KERNELS if not sys.argv[1:] or k.name in sys.argv[1:]]
     for kernel in chosen:
         done = run(kernel, sm)

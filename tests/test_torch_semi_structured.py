@@ -124,3 +124,17 @@ def test_refusals() -> None:
         from_semi_structured(torch.zeros(2, 2))
     with pytest.raises(UsageError, match="torch_semi_structured"):
         from_torch(to_semi_structured(TwoFour.from_dense(x)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_on_a_gpu(dtype: str) -> None:
+    """The same bytes where the matrix is, and torch multiplies with what it is handed."""
+    a = TwoFour.from_dense(fitting((64, 128), dtype, 0.7), meta_order="cutlass-sm80")
+    t = to_semi_structured(a.to("cuda"))
+    packed, meta = pack(a)
+    np.testing.assert_array_equal(torch_to_array(t.packed.cpu()).view(np.uint16), bits(packed))
+    np.testing.assert_array_equal(t.meta.cpu().numpy(), meta)
+    back = from_semi_structured(t)
+    assert back.device == "cuda:0"
+    assert back.to("cpu") == a
