@@ -21,7 +21,7 @@ from spformat.backends.cuda.two_four_pack import BLOCK, TwoFourPack
 from spformat.formats.two_four import META_ORDERS
 from spformat.preprocess import masks
 
-SHAPES = ((4096, 4096), (8192, 8192), (11008, 4096))
+SHAPES = ((4096, 4096), (8192, 8192), (11008, 4096), (8192, 8190))
 
 
 def weights(cp: Any, shape: tuple[int, int]) -> Any:
