@@ -6,6 +6,7 @@ CuPy (which lacks arithmetic on some 16- and 8-bit types) run the same code on u
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,8 +70,19 @@ SAFETENSORS = {t.safetensors: t.numpy for t in VALUE_TYPES.values()} | {
 SAFETENSORS_CODE = {dtype: code for code, dtype in SAFETENSORS.items()}
 
 
+_OF_DTYPE = {t.numpy: t for t in VALUE_TYPES.values()}
+
+
+@functools.cache
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """``dtype.name``, which numpy puts together anew each time it is asked (25 us)."""
+    return dtype.name
+
+
 def value_type(dtype: Any) -> ValueType:
     """The table row of a numpy dtype, a name or a short name; ArrayError lists the choices."""
+    if isinstance(dtype, np.dtype) and dtype in _OF_DTYPE:
+        return _OF_DTYPE[dtype]
     if isinstance(dtype, str):
         dtype = _SHORT.get(dtype.lower(), dtype)
         if dtype in VALUE_TYPES:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 import numpy as np
 
 from ..arrays import Array, current_device, device_of, index_dtype, is_cupy, namespace, to_device
-from ..dtypes import VALUE_TYPES, nonzero_mask, value_type
+from ..dtypes import VALUE_TYPES, dtype_name, nonzero_mask, value_type
 from ..errors import ArrayError, SpformatError, StructureError, UsageError
 from ..limits import check_bytes, product
 from .declare import (
@@ -188,7 +188,7 @@ class Format:
             well_shaped.append((d, a))
         for d, a in well_shaped:
             accepted = self._dtypes_of(d, sizes)
-            if a.dtype.name not in accepted or not a.dtype.isnative:
+            if dtype_name(a.dtype) not in accepted or not a.dtype.isnative:
                 problems.append((d.name, f"{d.name}: expected dtype {' or '.join(accepted)}, got {a.dtype}"))
         if len(set(devices.values())) > 1:
             problems.append(("", "arrays on several devices: " + ", ".join(f"{k} {v}" for k, v in devices.items())))

@@ -292,15 +292,13 @@ def two_four_unpack(data: Array, meta: Array, order: str, out: Array) -> None:
     _on_device("two_four_unpack", data, meta, order, out)
 
 
-def vector_nm_encode(x: Array, n: int, m: int, length: int, indices: Array, data: Array) -> tuple[int, int, int]:
+def vector_nm_encode(x: Array, n: int, m: int, length: int, indices: Array, data: Array) -> Any:
     """Fill indices uint8[W, Q] and data [W, Mp] from x [M, K]; on the host both start out as zeros.
 
-    Returns (refused windows, the first of them as row group * windows + window, its vectors); when any is refused,
-    data is of no use.
+    What it returns is for ``vector_nm_refusal``, which waits for a device; when a window is refused, data is of no use.
     """
     if is_cupy(x):
-        found: tuple[int, int, int] = _on_device("vector_nm_encode", x, n, m, length, indices, data)
-        return found
+        return _on_device("vector_nm_encode", x, n, m, length, indices, data)
     M, K = x.shape
     used, groups, width = indices.shape[1], ceil_div(M, length), length * K
     window_args = (bits(x), _zero(x), n, m, length, indices)
@@ -308,6 +306,15 @@ def vector_nm_encode(x: Array, n: int, m: int, length: int, indices: Array, data
     if not refused[0]:
         _rows(_loops().vector_nm_gather, groups, width, *window_args, bits(data))
     return refused
+
+
+def vector_nm_refusal(encoded: Any) -> tuple[int, int, int]:
+    """(refused windows, the first of them as row group * windows + window, its vectors) of an encoding."""
+    if isinstance(encoded, tuple):
+        return encoded
+    count, inverted = (int(v) for v in encoded.get())  # synchronize!
+    first = 2**64 - 1 - inverted
+    return (count, first >> 9, first & 511) if count else (0, 0, 0)
 
 
 def vector_nm_to_dense(indices: Array, data: Array, n: int, m: int, length: int, out: Array) -> None:

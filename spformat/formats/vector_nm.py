@@ -173,12 +173,14 @@ class VectorNM(Format):
         L, n, m = params["vector_length"], params["n"], params["m"]
         Mp, Kp = _padded(x.shape, params)
         if compiled.serves(x, edge="vector_nm_encode"):
-            made = xp.empty if is_cupy(x) else xp.zeros
-            indices, data = made((Kp // m * n, Mp // L), np.uint8), made((Kp // m * n, Mp), x.dtype)
-            count, first, held = compiled.vector_nm_encode(x, n, m, L, indices, data)
+            new = xp.empty if is_cupy(x) else xp.zeros
+            indices, data = new((Kp // m * n, Mp // L), np.uint8), new((Kp // m * n, Mp), x.dtype)
+            encoded = compiled.vector_nm_encode(x, n, m, L, indices, data)
+            made = cls._assemble((M, K), params, data, indices)
+            count, first, held = compiled.vector_nm_refusal(encoded)
             if count:
                 _refuse(count, divmod(first, Kp // m), held, n, m)
-            return cls._assemble((M, K), params, data, indices)
+            return made
         step = max(1, PANEL // max(1, L * Kp))
 
         used = xp.zeros((Mp // L, Kp), bool)

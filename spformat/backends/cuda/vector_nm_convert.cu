@@ -12,7 +12,6 @@ typedef long long i64;
 typedef unsigned long long u64;
 
 constexpr int THREADS = 256, LANES = 32, WARPS = THREADS / LANES;
-constexpr int BATCH = 8;  // loads of a thread in flight
 constexpr u32 ALL = 0xffffffffu;
 
 struct Sizes {
@@ -39,7 +38,8 @@ template <typename T, bool WIDE, bool VALUES>
 __global__ void __launch_bounds__(THREADS)
 encode(const T* __restrict__ x, Sizes s, u64 mask, int pitch, u8* __restrict__ indices, T* __restrict__ data,
        u64* __restrict__ refused) {
-    constexpr int PIECE = WIDE ? 16 / sizeof(T) : 1;  // values of a load
+    constexpr int PIECE = WIDE ? 16 / sizeof(T) : 1;                    // values of a load
+    constexpr int BATCH = PIECE >= 16 ? 1 : PIECE > 1 ? 16 / PIECE : 8;  // loads of a thread in flight: all, if WIDE
     struct alignas(PIECE * sizeof(T)) Piece { T v[PIECE]; };
     extern __shared__ u64 shared[];
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;

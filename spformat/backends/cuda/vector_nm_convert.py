@@ -60,10 +60,10 @@ def instances() -> tuple[str, ...]:
     )
 
 
-def vector_nm_encode(x: Array, n: int, m: int, length: int, indices: Array, data: Array) -> tuple[int, int, int]:
-    """Fill indices uint8[W, Q] and data [W, Mp] from x [M, K], all CuPy.
+def vector_nm_encode(x: Array, n: int, m: int, length: int, indices: Array, data: Array) -> Array:
+    """Fill indices uint8[W, Q] and data [W, Mp] from x [M, K], all CuPy; does not wait for the device.
 
-    Returns (refused windows, the first of them as row group * windows + window, its vectors); waits for the device.
+    Returns uint64[2]: refused windows, and all ones minus (row group * windows + window) * 512 + vectors of the first.
     """
     import cupy
 
@@ -85,9 +85,7 @@ def vector_nm_encode(x: Array, n: int, m: int, length: int, indices: Array, data
         kernel = _kernel("gather", itemsize, x, ("P", Sizes, "q", "i", "P", "P"), smem)
         grid = (sizes.strips * ceil_div(sizes.Mp, sizes.rows), 1, 1)
         kernel(grid, stream, raw.data.ptr, sizes, mask, pitch, indices.data.ptr, data.data.ptr)
-    count, inverted = (int(v) for v in refused.get())  # synchronize!
-    first = 2**64 - 1 - inverted
-    return (count, first >> 9, first & 511) if count else (0, 0, 0)
+    return refused
 
 
 def vector_nm_to_dense(indices: Array, data: Array, n: int, m: int, length: int, out: Array) -> None:
