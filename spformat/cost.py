@@ -88,7 +88,9 @@ def estimate(
 
     A: a matrix, on any device, or a ``Problem`` (then ``nbytes``, the bytes of A, if its params do not decide them).
     device: a name in ``DEVICES``, or a ``Device`` with your figures (``dataclasses.replace(DEVICES["H200"], ..)``).
-    backend: a backend or a kernel, as for ``spmm``. Raises UsageError for an unknown device or a negative n.
+    b_layout: with a matrix; a ``Problem`` brings its own. backend: a backend or a kernel, as for ``spmm``.
+
+    Raises UsageError for an unknown device or a negative n.
     """
     target = device if isinstance(device, Device) else DEVICES.get(device.upper())
     if target is None:
@@ -103,8 +105,8 @@ def estimate(
     stored = A.nbytes if isinstance(A, Format) else _bytes(p) if nbytes is None else nbytes
     out = 4 if p.out_dtype in ("float32", "int32") else 8 if p.out_dtype == "float64" else 2
     moved = stored + p.K * n * value_type(p.b_dtype).numpy.itemsize + p.M * n * out
-    if p.b_layout == COL and cut:  # the kernels that say how they cut read rows of B: a copy is made first
-        moved += 2 * p.K * n * size
+    copied = 2 * p.K * n * size if p.b_layout == COL and cut else 0  # those that say how they cut read rows of B
+    moved += copied
     operations = 2.0 * p.nnz * n
     memory_us = 1e6 * moved / target.memory
     kind = cut.arithmetic if cut else _ARITHMETIC.get(p.a_dtype, TENSOR_16)
@@ -115,6 +117,7 @@ def estimate(
         tiles = -(-p.M // cut.rows) * -(-n // cut.cols)
         cache_us = 2e6 * tiles * cut.rows * cut.cols * cut.kept * cut.k_tiles / intensity / target.cache
         expected = max(cut.us(p.M, n, target), cut.start_us + memory_us) if n and p.M else 0.0
+        expected += copied / target.memory * 2e6
     return Cost(
         device=target.name, kernel=chosen, operations=operations, bytes=float(moved), compute_us=compute_us,
         cache_us=cache_us, memory_us=memory_us, launch_us=cut.start_us if cut else LAUNCH_US, tile_intensity=intensity,

@@ -61,6 +61,11 @@ def test_operations_bytes_and_bounds() -> None:
     assert c.bound == "L2"
     assert c.floor_us == c.cache_us < c.expected_us
     assert c.intensity == c.operations / c.bytes
+    across = cost.estimate(
+        replace(problem(4096, 4096, 8, 128, "bfloat16"), b_layout="col"), 4096
+    )  # B is copied to rows
+    assert across.bytes == c.bytes + 2 * 4096 * 4096 * 2
+    assert across.expected_us == pytest.approx(c.expected_us + 2 * 33554432 * 2 / 4.2e6)
     small = cost.estimate(problem(512, 512, 16, 32, "float32"), 16)
     assert small.bound == "launch"
     few = cost.estimate(problem(16384, 16384, 4, 128, "bfloat16"), 8)
