@@ -74,6 +74,23 @@ def test_operations_bytes_and_bounds() -> None:
     assert slower.memory_us == pytest.approx(2 * few.memory_us)
 
 
+MEASURED = (  # M, N, K, n of 32, L, dtype, microseconds on an H200, 2026-11-21, benchmarks/vector_nm.py
+    (512, 512, 512, 16, 32, "float32", 19), (2048, 512, 2048, 4, 32, "float32", 27),
+    (4096, 2048, 4096, 12, 32, "float32", 357), (4096, 4096, 4096, 8, 32, "float32", 482),
+    (11008, 256, 4096, 16, 32, "float32", 192), (12288, 4096, 4096, 4, 32, "float32", 790),
+    (4096, 256, 4096, 16, 128, "bfloat16", 24), (4096, 4096, 11008, 4, 128, "bfloat16", 107),
+    (12288, 512, 4096, 12, 128, "bfloat16", 60), (4096, 512, 11008, 16, 32, "bfloat16", 85),
+    (12288, 4096, 4096, 8, 32, "bfloat16", 336), (11008, 256, 4096, 4, 32, "bfloat16", 28),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MEASURED, ids=str)
+def test_expected_times_are_within_30_percent_of_measured_ones(case: Any) -> None:
+    M, N, K, n, length, dtype, us = case
+    expected = cost.estimate(problem(M, K, n, length, dtype), N).expected_us
+    assert 0.7 * us < expected < 1.3 * us
+
+
 def test_any_format_has_bounds() -> None:
     x = np.zeros((64, 64), np.float32)
     x[::2, ::2] = 1
