@@ -138,6 +138,21 @@ def has_dtype(device: str, dtype: str) -> bool:
     return parse_device(device) is None or not dtype.startswith("float8")
 
 
+def default_stream(device: str) -> AbstractContextManager[Any]:
+    """For a ``with`` block: kernels go to the default stream, the one that helping threads use too."""
+    if parse_device(device) is None:
+        return nullcontext()
+    null: AbstractContextManager[Any] = import_cupy().cuda.Stream.null
+    return null
+
+
+def room_on(device: str) -> int:
+    """Bytes of a CUDA device that results may wait in: half of what is free, so that a conversion has the rest."""
+    cupy = import_cupy()
+    with device_errors(device, "any", 0), cupy.cuda.Device(parse_device(device)) as chosen:
+        return int(chosen.mem_info[0]) // 2
+
+
 @contextmanager
 def device_errors(device: str, dtype: Any, nbytes: int) -> Iterator[None]:
     """What CuPy raises while ``nbytes`` of ``dtype`` are placed on ``device``, as this package's errors."""

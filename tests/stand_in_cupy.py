@@ -34,6 +34,7 @@ class Scope:
         self.pending: list[Any] = []
         self.ptr = self
         self.id = 0
+        self.mem_info = (1 << 20, 1 << 30)
 
     def __enter__(self) -> Scope:
         return self
@@ -47,6 +48,9 @@ class Scope:
     def synchronize(self) -> None:
         while self.pending:
             self.pending.pop(0)()
+
+
+Scope.null = Scope()  # type: ignore[attr-defined]
 
 
 class Event:
@@ -78,7 +82,7 @@ class Copy:
 def module() -> ModuleType:
     """To stand in ``sys.modules["cupy"]``."""
     cupy: Any = ModuleType("cupy")
-    host = Scope()
+    host = Scope.null  # type: ignore[attr-defined]
     cupy.__version__, cupy.ndarray = "stand-in", Array
     cupy.empty = _filled
     cupy.asarray = lambda x: np.array(x).view(Array)

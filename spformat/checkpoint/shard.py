@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from .. import limits
-from ..arrays import has_dtype
+from ..arrays import default_stream, has_dtype, is_cupy, room_on
 from ..container import FileWriter, TensorFile, create, outline
 from ..convert import convert
 from ..descriptor import Record
@@ -60,7 +60,7 @@ def write_shard(
     """Convert the tensors of ``shard`` into the file ``path``; an Outcome for each, in the order of the input."""
     mine = [j for j in jobs if j.shard == shard]
     write = _write_dense if writes_dense(recipe) else _write_packed
-    with source.open(shard) as f:
+    with default_stream(device), source.open(shard) as f:
         return write(f, mine, recipe, path, force, progress, device)
 
 
@@ -139,8 +139,9 @@ def _write_packed(
         wanted = [j.name not in cuts and _must_be_read(j, recipe) for j in jobs]
         read_now = [(j, "cpu" if j.target == AUTO else there) if w else None for j, w in zip(jobs, wanted, strict=True)]
         settled: list[_Settled] = []
+        room = _KEPT if there == "cpu" else room_on(there)
         for j, values in zip(jobs, _one_ahead(f, read_now), strict=True):
-            settled.append(placed.get(j.name) or _settle(f, j, recipe, _KEPT - held, values))
+            settled.append(placed.get(j.name) or _settle(f, j, recipe, room - held, values))
             made = settled[-1].made
             held += made.nbytes if made is not None else 0
         placed.clear()
@@ -212,11 +213,18 @@ def _put_whole(
     # Beside a result larger than its input there is no room for the next tensor.
     roomy = [True, *((s.outcome.bytes_out or 0) <= s.job.bytes_in for s in settled[:-1])]
     wanted = [(s.job, there) if _needs_values(s) and room else None for s, room in zip(settled, roomy, strict=False)]
-    for i, values in enumerate(_one_ahead(f, wanted)):
-        outcome = _put(f, settled[i], recipe, out, values, device)
-        del values
-        settled[i] = replace(settled[i], made=None)
-        yield outcome
+    with ThreadPoolExecutor(1) as writer:
+        behind: Future[None] | None = None  # what was converted on the device goes to the file during the next one
+        for i, values in enumerate(_one_ahead(f, wanted)):
+            outcome, write = _put(f, settled[i], recipe, out, values, device)
+            del values
+            settled[i] = replace(settled[i], made=None)
+            if behind is not None:
+                behind.result()
+            behind = None if write is None else writer.submit(copy_context().run, write)
+            yield outcome
+        if behind is not None:
+            behind.result()
 
 
 def _kept(job: Job) -> Outcome:
@@ -248,7 +256,8 @@ def _settle(f: TensorFile, job: Job, recipe: Recipe, hold: int, values: Any) -> 
         fmt.accepts(value_type(job.record.dtype).numpy)
         params = fmt.resolve_params(given)
         specs = None
-        if dense is not None and len(params) == len(fmt.declared_params()):  # none that only the matrix tells
+        now = is_cupy(dense) and hold > 0  # what fits the device is converted at once: it is read once
+        if dense is not None and not now and len(params) == len(fmt.declared_params()):  # none that only values tell
             specs = fmt.array_specs((dense.shape[0], dense.shape[1]), dense.dtype, nnz, params)
         made = None if specs is not None else convert(x, fmt, **given)
     except StructureError as e:
@@ -334,14 +343,17 @@ def _one_ahead(f: TensorFile, jobs: list[tuple[Job, str] | None]) -> Iterator[An
             del values
 
 
-def _put(f: TensorFile, s: _Settled, recipe: Recipe, out: FileWriter, values: Any, device: str) -> Outcome:
-    """Write one tensor (``values``: what was read ahead); its outcome, with counts not known before."""
+def _put(
+    f: TensorFile, s: _Settled, recipe: Recipe, out: FileWriter, values: Any, device: str
+) -> tuple[Outcome, Callable[[], None] | None]:
+    """Write one tensor (``values``: what was read ahead); its outcome, with counts not known before, and what is left
+    to do for a tensor on a device: copying it to the file."""
     if s.outcome.target == KEEP:
         if s.record.format is None:
             out.put_array(s.job.name, "", f.raw(s.job.name))
         else:
             out.put(s.job.name, f.read(s.job.name))
-        return s.outcome
+        return s.outcome, None
     made, outcome = s.made, s.outcome
     if made is None:
         fmt, given = parse_spec(s.outcome.target)
@@ -355,8 +367,10 @@ def _put(f: TensorFile, s: _Settled, recipe: Recipe, out: FileWriter, values: An
             nnz, negative = count_nonzeros(x)
             outcome = replace(outcome, nnz=nnz, negative_zeros=negative)
         del x  # one tensor and its converted form, never more
+    if made.device != "cpu":
+        return outcome, partial(out.put, s.job.name, made)
     out.put(s.job.name, made)
-    return outcome
+    return outcome, None
 
 
 def _kept_record(job: Job) -> Record:
