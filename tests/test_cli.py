@@ -34,7 +34,19 @@ def test_help_names_every_verb_and_imports_no_heavy_library() -> None:
         "print([m for m in ('scipy', 'numba', 'cupy', 'torch', 'matplotlib') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout
-    for verb in ("inspect", "plan", "convert", "validate", "diff", "explain", "bench", "formats", "backends", "env"):
+    for verb in (
+        "inspect",
+        "plan",
+        "convert",
+        "merge",
+        "validate",
+        "diff",
+        "explain",
+        "bench",
+        "formats",
+        "backends",
+        "env",
+    ):
         assert verb in out
     assert out.rstrip().endswith("[]")
 
@@ -184,3 +196,27 @@ def test_bench_on_the_host(tmp_path: Path) -> None:
     assert ours
     assert 0 <= ours[0]["error"] <= 1
     assert ours[0]["cold_us"] > 0
+
+
+def test_parts_merge_executors_and_urls(tmp_path: Path) -> None:
+    def files(name: str) -> dict[str, bytes]:
+        return {p.name: p.read_bytes() for p in (tmp_path / name).iterdir()}
+
+    assert spformat("convert", SHARDED, tmp_path / "whole").returncode == 0
+    done = spformat("convert", SHARDED, tmp_path / "out", "--part", "2/3", "--resume")
+    assert (done.returncode, "part 2/3: 2 file(s)" in done.stderr) == (0, True)
+    early = spformat("merge", tmp_path / "out")
+    assert (early.returncode, early.stdout) == (66, "")
+    assert "2 of 3 parts have not finished (1, 3): run each with --part i/3 --resume" in early.stderr
+    for part in ("1/3", "3/3"):
+        spformat("convert", SHARDED, tmp_path / "out", "--part", part, "--executor", "threads", "--workers", "2")
+    merged = spformat("merge", tmp_path / "out", "--json")
+    assert json.loads(merged.stdout)["files"] == [f"spformat-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    assert files("out") == files("whole")
+
+    there = spformat("convert", f"file://{SHARDED}", f"file://{tmp_path}/url")
+    assert (there.returncode, files("url")) == (0, files("whole"))
+    assert f"file://{tmp_path}/url: 2 file(s)" in there.stderr
+    for wrong in (("--part", "4/3"), ("--workers", "2"), ("--executor", "ray"), ("--device", "gpu")):
+        assert spformat("convert", SHARDED, tmp_path / "no", *wrong).returncode == 2, wrong
+    assert not (tmp_path / "no").exists()

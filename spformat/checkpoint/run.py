@@ -137,7 +137,8 @@ def _to_folder(
         known = folder.entries_of(c, [own] if part else there) if going_on else {}
         units = _units(c, part, workers, there if going_on else [])
         if not going_on and not force:
-            outputs = [c.names[u.shard] for u in units]
+            names = c.names
+            outputs = [names[u.shard] for u in units]
             folder.refuse_existing(c.folder, (own, JOURNAL, *(() if part else there), *outputs, MANIFEST))
         done, resumed = _convert(c, part, units, workers, known, force or resume, progress)
         return Report(c.folder, tuple(done) if part else folder.finish(c, done), resumed)
