@@ -9,11 +9,11 @@ SANITIZER  ?= compute-sanitizer
 BIN        := $(VENV)/bin
 PIP        := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help demo test check fuzz gpu fixtures docs bench clean
+.PHONY: help demo test check fuzz nightly gpu fixtures docs bench clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo | test | check | fuzz | gpu | fixtures | docs | bench | clean"
+	@echo "make demo | test | check | fuzz | nightly | gpu | fixtures | docs | bench | clean"
 
 demo: $(VENV)/cpu.stamp
 	$(BIN)/python fixtures/demo.py
@@ -27,9 +27,15 @@ check: $(VENV)/test.stamp
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(PYTEST) -n auto
 
-# Hours: see docs/decisions/0013-fuzzing.md. FUZZ="mutants --count 10000" runs one campaign; tests/fuzz has their options.
+nightly: $(VENV)/test.stamp
+	$(BIN)/python -m pytest $(PYTEST) -n auto --hypothesis-profile nightly -m "not gpu" $(PROPERTIES)
+
+# Hours: see docs/decisions/0014-fuzzing.md. FUZZ="mutants --count 10000" runs one campaign; tests/fuzz has their options.
 fuzz: $(VENV)/fuzz.stamp
 	PYTHONPATH=tests $(BIN)/python -m fuzz $(FUZZ)
+
+PROPERTIES := tests/test_formats.py tests/test_masks.py tests/test_order.py tests/test_schedule.py \
+  tests/test_matrices.py tests/test_compressed_tensors.py
 
 # CuPy, CUDA and the driver belong to the machine: the Python that has them is used as it is.
 gpu:

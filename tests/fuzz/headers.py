@@ -44,14 +44,7 @@ def check(data: bytes) -> str:
     """Feed one input; "accepted" or the class of the refusal. Raises Wrong, or what leaked."""
     if len(data) < 3:
         return "too short"
-    flags, room, text = data[0], int.from_bytes(data[1:3], "little"), data[3:]
-    options = {"allow_unchecked": bool(flags & UNCHECKED), "ignore_unknown": bool(flags & IGNORE_UNKNOWN)}
-    prefix, raw = len(text).to_bytes(8, "little"), text
-    if flags & OWN_LENGTH:
-        prefix, raw = text[:8], text[8:]
-    elif flags & ASSEMBLED:
-        with suppress(SpformatError):  # what is no JSON goes in as it is
-            prefix, raw, room = assembled(text)
+    prefix, raw, room = taken_apart(data)
     try:
         n = stheader.length(prefix, 8 + len(raw) + room)
         header = stheader.parse((raw + bytes(room))[:n], len(raw) + room - n)
@@ -62,13 +55,29 @@ def check(data: bytes) -> str:
         descriptor.undescribed(header)
         return "accepted"
     try:
-        records = descriptor.read(header, **options)
+        records = descriptor.read(header, **options(data))
     except (FormatError, LimitError) as e:
         return legible(e)
     claimed = [r.entry(array) for r in records.values() for array in r.arrays]
     if sorted(claimed) != sorted(header.entries):
         raise Wrong(f"entries {sorted(header.entries)} are claimed as {sorted(claimed)}")
     return "accepted"
+
+
+def taken_apart(data: bytes) -> tuple[bytes, bytes, int]:
+    """(length, header, bytes of data) of an input."""
+    flags, room, text = data[0], int.from_bytes(data[1:3], "little"), data[3:]
+    if flags & OWN_LENGTH:
+        return text[:8], text[8:], room
+    if flags & ASSEMBLED:
+        with suppress(SpformatError):  # what is no JSON goes in as it is
+            return assembled(text)
+    return len(text).to_bytes(8, "little"), text, room
+
+
+def options(data: bytes) -> dict[str, bool]:
+    """How the descriptor of an input is read."""
+    return {"allow_unchecked": bool(data[0] & UNCHECKED), "ignore_unknown": bool(data[0] & IGNORE_UNKNOWN)}
 
 
 def differs(header: stheader.Header, whole: bytes) -> None:

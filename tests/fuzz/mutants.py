@@ -90,6 +90,7 @@ class Base:
     """A good file, taken apart once: what its mutants are made from."""
 
     def __init__(self, f: Format, path: Path) -> None:
+        self.path = path
         save(path, {"w": f}, overwrite=True)
         with stfile.Reader(path) as reader:
             self.text = reader.header.metadata[descriptor.KEY]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import safetensors
 
-from fuzz import headers, kills, mutants, oracle, substitutions, syscalls
+from fuzz import headers, kills, mutants, oracle, refusals, substitutions, syscalls
 from spformat import descriptor, stheader
 from spformat.checkpoint import folder
 from spformat.errors import ContainerError
@@ -107,6 +107,23 @@ def test_the_campaign_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 # --- substitutions and mutants
+
+
+STORED = json.loads(refusals.STORED.read_text())
+
+
+def test_what_the_parsers_say_word_for_word() -> None:
+    assert len(STORED["header"]) > 100
+    for _, seed, refusal in STORED["header"]:
+        assert json.loads(json.dumps(refusals.of_header(seed))) == refusal, seed
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
+def test_what_validation_says_word_for_word(tmp_path: Path, fmt: type[Format]) -> None:
+    files = refusals.Files(fmt.name, tmp_path)
+    assert STORED[fmt.name]
+    for number, seed, refusal in STORED[fmt.name]:
+        assert json.loads(json.dumps(files.refusal(number, seed))) == refusal, (number, seed)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
