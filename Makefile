@@ -30,7 +30,7 @@ check: $(VENV)/test.stamp
 nightly: $(VENV)/test.stamp
 	$(BIN)/python -m pytest $(PYTEST) -n auto --hypothesis-profile nightly -m "not gpu" $(PROPERTIES)
 
-# Hours: see docs/decisions/0014-fuzzing.md. FUZZ="mutants --count 10000" runs one campaign; tests/fuzz has their options.
+# Hours: see docs/decisions/0015-fuzzing.md. FUZZ="mutants --count 10000" runs one campaign; tests/fuzz has their options.
 fuzz: $(VENV)/fuzz.stamp
 	PYTHONPATH=tests $(BIN)/python -m fuzz $(FUZZ)
 

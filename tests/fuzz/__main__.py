@@ -9,7 +9,7 @@ import sys
 CAMPAIGNS = ("substitutions", "mutants", "syscalls", "kills", "headers")
 
 if __name__ == "__main__":
-    if sys.argv[1:2] and sys.argv[1] in (*CAMPAIGNS, "refusals"):
+    if sys.argv[1:2] and sys.argv[1] in (*CAMPAIGNS, "refusals", "score"):
         if sys.argv[1] == "headers" and "--blind" not in sys.argv:
             importlib.import_module("fuzz.guided")  # instruments spformat as it is imported
         sys.exit(importlib.import_module(f"fuzz.{sys.argv[1]}").main(sys.argv[2:]))

@@ -11,6 +11,8 @@ the right digest, as an attacker would: so the fuzzer gets past the digest to wh
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import json
 import random
 import time
@@ -126,7 +128,8 @@ def assembled(given: bytes) -> tuple[bytes, bytes, int]:
 # --- seeds and mutations
 
 
-def seeds() -> list[bytes]:
+@functools.cache
+def seeds() -> tuple[bytes, ...]:
     """Good inputs: a header of every format, sealed and as it stands, plain files, flags in all combinations."""
     found = []
     for fmt in FORMATS:
@@ -149,7 +152,7 @@ def seeds() -> list[bytes]:
     tensors = {"t": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], "x": [1, {"y": 1.5}]}}
     tensors["e"] = {"dtype": "F4", "shape": [0, 3], "data_offsets": [8, 8]}
     found.append(bytes([0, 8, 0]) + b" " + json.dumps({"__metadata__": {"format": "pt"}, **tensors}).encode() + b"  ")
-    return [*found, bytes([0, 0, 0]) + b"{}", bytes([OWN_LENGTH, 0, 0]) + bytes(8)]
+    return *found, bytes([0, 0, 0]) + b"{}", bytes([OWN_LENGTH, 0, 0]) + bytes(8)
 
 
 TOKENS = [
@@ -197,16 +200,16 @@ def edit(tree: Any, rng: random.Random) -> None:
             continue
         kind = rng.randrange(7)
         if kind < 3:
-            tree[key] = rng.choice(VALUES)
+            tree[key] = copy.deepcopy(rng.choice(VALUES))
         elif kind == 3 and type(inner) is int:
             tree[key] = inner + rng.choice((1, -1, inner, 64))
         elif kind == 4:
             del tree[key]
         elif isinstance(tree, dict):
             name = rng.choice([*TOKENS, *map(str, keys)])
-            tree[name] = tree.pop(key) if kind == 5 else inner
+            tree[name] = tree.pop(key) if kind == 5 else copy.deepcopy(inner)
         else:
-            tree.insert(rng.randrange(len(tree) + 1), inner)
+            tree.insert(rng.randrange(len(tree) + 1), copy.deepcopy(inner))
         return
 
 
