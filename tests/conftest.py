@@ -7,6 +7,7 @@ skipped with the reason that they give themselves.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 from pathlib import Path
@@ -18,6 +19,15 @@ from spformat.errors import UsageError
 
 MEMORY_DISK = Path("/dev/shm")
 """Every save is fsynced, which a shared disk may answer in seconds: files of the tests go to memory, if it has room."""
+
+if importlib.util.find_spec("hypothesis"):  # a machine with a GPU may lack it
+    from hypothesis import settings
+
+    # Examples of every property. `.ci/run` asks for ci (--hypothesis-profile), `make nightly` draws new ones each time.
+    settings.register_profile("quick", max_examples=100, deadline=None, derandomize=True)
+    settings.register_profile("ci", max_examples=1000, deadline=None, derandomize=True)
+    settings.register_profile("nightly", max_examples=20_000, deadline=None, print_blob=True)
+    settings.load_profile("quick")
 
 MARKED = {"gpu": "cuda"}
 """Marker -> the backend its tests need, beside ``@pytest.mark.backend(name)``."""

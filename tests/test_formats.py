@@ -10,7 +10,7 @@ import laws
 import numpy as np
 import pytest
 from cases import CASES, params_of, sparse
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -109,7 +109,6 @@ def _case(draw: Any) -> np.ndarray[Any, Any]:
     return draw(hnp.arrays(row.bits, shape, elements=element, fill=fill)).view(row.numpy)
 
 
-@settings(max_examples=1000, deadline=None, derandomize=True)
 @given(st.data())
 def test_laws_hold_for_drawn_matrices(data: Any) -> None:
     fmt, params = data.draw(st.sampled_from(FORMATS))
@@ -118,7 +117,6 @@ def test_laws_hold_for_drawn_matrices(data: Any) -> None:
     laws.check_edge(fmt, params, x)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.data())
 def test_one_changed_index_is_rejected_or_decodes_otherwise(data: Any) -> None:
     fmt, params = data.draw(st.sampled_from([(f, p) for f, p in FORMATS if f is not sf.Dense]))

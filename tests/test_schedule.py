@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spformat.errors import InvariantError
@@ -75,7 +75,6 @@ def test_counts_on_real_matrices(name):
     schedule.validate(a)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from([0, 1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 300]), max_size=60))
 def test_equals_the_loop(lengths):
     schedule = tca(csr_of(np.concatenate(([0], np.cumsum(lengths)))))
