@@ -1,10 +1,10 @@
 """Which kernel and tile were fastest: tables of measurements, looked up by the nearest problem.
 
-Two tables, each a JSON file {"device", "date", "command", "fields", "rows"}: ``measured.json`` beside this file, from
-an H200, and the user's own, which ``spformat bench --tune`` writes to the cache folder. A row answers for a problem of
-its format and compute capability whose M, N and K are each within a factor of two of its own; the nearest row wins,
-and of equally near ones the user's. Where no row answers, or the row names a kernel that refuses or a tile that is
-gone, the rules of the kernels decide: ``rank`` picks the kernel, its cost model the tile.
+Two tables, each a JSON file {"device", "date", "command", "fields", "rows"}: ``measured.json`` beside this file, if
+the package ships one, and the user's own, which ``spformat bench --tune`` writes to the cache folder. A row answers
+for a problem of its format and compute capability whose M, N and K are each within a factor of two of its own; the
+nearest row wins, and of equally near ones the user's. Where no row answers, or the row names a kernel that refuses or
+a tile that is gone, the rules of the kernels decide: ``rank`` picks the kernel, its cost model the tile.
 
 SPFORMAT_MEASURED=off leaves both tables out, =shipped the user's.
 """
