@@ -221,7 +221,8 @@ def test_source_habits(path: str) -> None:
     tree = ast.parse(text)
     assert [n.lineno for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.names[0].name == "*"] == []
     caught = [ast.unparse(n.type) for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler) and n.type]
-    if path not in {"cli/main.py", "cli/env.py"}:  # where every error becomes an exit code, or a line of a report
+    # Where every error becomes an exit code, a line of a report, or (those of CuPy, which is not imported) a typed one.
+    if path not in {"cli/main.py", "cli/env.py", "spformat/arrays.py"}:
         assert "Exception" not in caught
         assert [n.lineno for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler) and n.type is None] == []
     assert re.search(r"\bTODO\b|\bFIXME\b|\bXXX\b", text) is None
