@@ -49,6 +49,7 @@ def run(
     sparsity: Sparsity = None,
     nonfinite: NonFinite = "refuse",
     misfit: Misfit = "refuse",
+    in_place: bool = typer.Option(False, "--in-place", help="Allow DST to be SRC, one file; replaced at the end."),
     sort: bool = typer.Option(False, help="Sort the columns of CSR rows that a file holds out of order."),
     force: bool = typer.Option(False, "--force", "-f", help="Replace what DST holds, file by file, at each rename."),
     resume: bool = typer.Option(False, help="Finish an interrupted run: finished shards are known by their hashes."),
@@ -89,7 +90,7 @@ def run(
         return
     chosen = recipe(to, rule, include, exclude, prune, sparsity, nonfinite, misfit)
     kind = executor or ("dask" if scheduler else "")
-    options = {"force": force, "resume": resume, "device": device, "part": part or None}
+    options = {"force": force, "resume": resume, "in_place": in_place, "device": device, "part": part or None}
     places = {"staging": staging, "force": force, "part": part, "moved": _copied(as_json)}
     with staged(src, "" if dry_run else dst, **places) as here, using(sort=sort):
         if dry_run:
@@ -135,6 +136,8 @@ def _checkpoint(src: str, dst: str, chosen: Recipe, as_json: bool, shown: str, o
     if not as_json:
         rate = f", {total / seconds / 1e9:.2f} GB/s" if total > 10**7 else ""
         again = f", {report.resumed} file(s) were finished already" if report.resumed else ""
+        for text in report.redone:
+            notes().print(f"done again: {text}", style="yellow")
         part = f"part {options['part']}: " if options["part"] else ""
         notes().print(f"{shown}: {part}{len(report.shards)} file(s) in {seconds:.1f} s{rate}{again}", style="green")
 

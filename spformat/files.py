@@ -170,7 +170,11 @@ def member(folder: Path, name: str, suffix: str = "", roots: Sequence[Path] = ()
 
     A symlink is refused unless its target lies in one of ``roots``, the folders the user allows links into.
     """
-    path = os.path.join(os.fspath(folder), safe_name(name, suffix))
+    return not_outside(os.path.join(os.fspath(folder), safe_name(name, suffix)), roots)
+
+
+def not_outside(path: str, roots: Sequence[Path] = ()) -> str:
+    """``path``, unless it is a symlink whose target lies in none of ``roots``: then PathError."""
     if os.path.islink(path):
         target = os.path.realpath(path)
         allowed = [os.path.realpath(root) for root in roots]
@@ -185,6 +189,35 @@ def member(folder: Path, name: str, suffix: str = "", roots: Sequence[Path] = ()
 
 
 # --- publishing ------------------------------------------------------------------------------------
+
+
+def check_target(path: Path, *, overwrite: bool = False) -> None:
+    """OutputError unless a file can be created at ``path`` now: asked before work is done for it."""
+    where = os.fspath(path)
+    folder = os.path.dirname(os.path.abspath(where))
+    try:
+        status = os.stat(folder)
+    except (OSError, ValueError) as e:
+        raise OutputError(f"cannot open the target folder: {reason(e)}", path=where) from e
+    if not stat.S_ISDIR(status.st_mode):
+        raise OutputError(f"target folder: expected a folder, got a {_kind(status.st_mode)}", path=where)
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+        raise OutputError("cannot create a file in the target folder: Permission denied", path=where)
+    try:
+        found = os.lstat(where)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as e:
+        raise OutputError(f"cannot create the file: {reason(e)}", path=where) from e
+    if not stat.S_ISREG(found.st_mode):
+        raise OutputError(f"target: expected a regular file, got a {_kind(found.st_mode)}", path=where)
+    if not overwrite:
+        raise OutputError("the file exists; pass overwrite=True (--force) to replace it", path=where)
+
+
+def ignores_case(folder: Path) -> bool:
+    """Whether a folder in which this process holds the lock takes names of other case for the same file."""
+    return os.path.exists(os.path.join(os.fspath(folder), LOCK.upper()))
 
 
 class Output:

@@ -19,10 +19,12 @@ from ..errors import ContainerError, InputError, OutputError, UsageError
 from ..files import (
     Path,
     folder_lock,
+    ignores_case,
     is_file,
     names_in,
     publish,
     read_small,
+    reason,
     remove,
     same_file,
     sha256_of,
@@ -112,8 +114,8 @@ def make(folder: str) -> None:
     """Make a folder if it is not there; OutputError if it cannot be."""
     try:
         os.makedirs(folder, exist_ok=True)
-    except OSError as e:
-        raise OutputError(f"cannot create the folder: {e.strerror}", path=folder) from e
+    except (OSError, ValueError) as e:  # ValueError: a NUL in the path
+        raise OutputError(f"cannot create the folder: {reason(e)}", path=folder) from e
 
 
 @contextmanager
@@ -131,6 +133,28 @@ def refuse_existing(folder: str, names: Iterable[str]) -> None:
             journal = JOURNAL_GLOB.fullmatch(name)
             hint = "--resume to finish it" if journal else "--force to replace it"
             raise OutputError(f"the target holds {name} already; use {hint}", path=folder)
+
+
+def refuse_other_side_files(c: Conversion) -> None:
+    """OutputError if a side file, or the index, would replace one of the target that is not the same already."""
+    names = [n for n in c.source.side_files if not n.endswith(INDEX_SUFFIX)]
+    for name in [*names, *([INDEX] if c.dense and len(c.names) > 1 else [])]:
+        old = os.path.join(c.folder, name)
+        if os.path.lexists(old) and not _same_bytes(os.path.join(c.source.folder, name), old):
+            raise OutputError(f"the target holds another {name} already; use --force to replace it", path=c.folder)
+
+
+def _same_bytes(a: str, b: str) -> bool:
+    return is_file(a) and is_file(b) and (same_file(a, b) or sha256_of(a) == sha256_of(b))
+
+
+def refuse_collisions(c: Conversion) -> None:
+    """OutputError if names of the output differ in case alone and the target, which is locked, ignores case."""
+    seen: dict[str, str] = {}
+    for name in (*c.names.values(), MANIFEST, *c.source.side_files):
+        other = seen.setdefault(name.casefold(), name)
+        if other != name and ignores_case(c.folder):
+            raise OutputError(f"{other} and {name} are one file in a folder that ignores case", path=c.folder)
 
 
 # ------------------------------------------------------------------ journals
@@ -253,15 +277,26 @@ def _part(tree: dict[str, Any], name: str) -> Part:
 
 def finished(c: Conversion, unit: Unit, entry: Any, *, hashes: bool = True) -> Converted | None:
     """A unit of a former run if its file is there and, with ``hashes``, input and output are what the journal says."""
-    path = os.path.join(c.folder, unit.name)
-    if not entry or not is_file(path) or size_of(path) != entry["size"]:
-        return None
-    if hashes and (digest_of_input(c.source, unit), sha256_of(path)) != (entry["source_sha256"], entry["sha256"]):
+    if not entry or why_redone(c, unit, entry, hashes=hashes):
         return None
     outcomes = tuple(
         Outcome(**{"bytes_out": None, "why": "", **o, "shape": tuple(o["shape"])}) for o in entry["tensors"]
     )
     return Converted(unit.name, unit.shard, entry["source_sha256"], entry["sha256"], entry["size"], outcomes)
+
+
+def why_redone(c: Conversion, unit: Unit, entry: Any, *, hashes: bool = True) -> str:
+    """What has changed since a former run noted a unit in its journal; "" if nothing has."""
+    path = os.path.join(c.folder, unit.name)
+    if not is_file(path):
+        return "is gone"
+    if size_of(path) != entry["size"]:
+        return f"has {size_of(path):,} bytes, the journal says {entry['size']:,}"
+    if hashes and digest_of_input(c.source, unit) != entry["source_sha256"]:
+        return f"was made of another {unit.shard}"
+    if hashes and sha256_of(path) != entry["sha256"]:
+        return "has another sha256 than the journal says"
+    return ""
 
 
 def _entry(d: Converted) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..arrays import to_device
 from ..errors import ContainerError, InputError, OutputError, UsageError
-from ..files import Path, same_file, size_of
+from ..files import Path, check_target, same_file, size_of
 from . import folder
 from .executors import Workers, convert_units
 from .folder import Conversion
@@ -39,6 +39,8 @@ class Report:
     """Output files; those of a part may be pieces of a shard."""
     resumed: int = 0
     """Files that a former run had finished."""
+    redone: tuple[str, ...] = ()
+    """Files that it had finished, too, but that are not trusted any more: each with what has changed."""
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
@@ -73,6 +75,7 @@ def convert_checkpoint(
     part: Part | str | None = None,
     executor: Executor | Workers | None = None,
     staging: Path = "",
+    in_place: bool = False,
 ) -> Report:
     """Convert a file or folder ``src``; ``dst`` is a folder, or a file when it ends in ``.safetensors``.
 
@@ -89,6 +92,8 @@ def convert_checkpoint(
     part: "i/n": only part i of n, beside the other parts in the same folder; ``merge_parts`` makes one checkpoint of
     all. executor: any ``concurrent.futures.Executor`` (threads, processes, dask's ``Client.get_executor()``), or
     Workers with limits; shards are converted side by side, or tensors if there are few shards.
+
+    in_place: a single file may be its own ``dst``: it is replaced when the new one is complete and on disk.
 
     "dense" writes an ordinary checkpoint that any loader reads; everything else writes
     ``spformat-0000i-of-0000n.safetensors`` and ``spformat.json``. Raises StructureError (a tensor does not fit
@@ -111,16 +116,19 @@ def convert_checkpoint(
     if target.endswith(".safetensors") and not os.path.isdir(target):
         if part is not None or workers is not None:
             raise UsageError("parts and executors write into a folder, not one file", path=target)
-        return _to_file(Conversion(source, jobs, recipe, target, device), force, progress)
+        return _to_file(Conversion(source, jobs, recipe, target, device), force, in_place, progress)
     return _to_folder(Conversion(source, jobs, recipe, target, device), part, workers, force, resume, progress)
 
 
-def _to_file(c: Conversion, force: bool, progress: Progress | None) -> Report:
+def _to_file(c: Conversion, force: bool, in_place: bool, progress: Progress | None) -> Report:
     source, dst = c.source, c.folder
-    if any(same_file(os.path.join(source.folder, s), dst) for s in source.shards):
-        raise OutputError("input and output are the same file", path=dst)
     if len(source.shards) != 1:
         raise OutputError(f"{len(source.shards)} shards go into a folder, not one file", path=dst)
+    if same_file(os.path.join(source.folder, source.shards[0]), dst):
+        if not in_place:
+            raise OutputError("input and output are the same file; --in-place replaces it at the end", path=dst)
+        force = True
+    check_target(dst, overwrite=force)
     outcomes = write_shard(source, source.shards[0], c.jobs, c.recipe, dst, force, progress, c.device)
     # No manifest, so nobody asks for hashes; the arrays carry their checksums.
     return Report(dst, (Converted(os.path.basename(dst), source.shards[0], "", "", size_of(dst), outcomes),))
@@ -140,8 +148,11 @@ def _to_folder(
             names = c.names
             outputs = [names[u.shard] for u in units]
             folder.refuse_existing(c.folder, (own, JOURNAL, *(() if part else there), *outputs, MANIFEST))
-        done, resumed = _convert(c, part, units, workers, known, force or resume, progress)
-        return Report(c.folder, tuple(done) if part else folder.finish(c, done), resumed)
+            folder.refuse_other_side_files(c)
+        folder.refuse_collisions(c)
+        redone = ["everything: the journal is of another recipe or source"] if going_on and not known else []
+        done, resumed = _convert(c, part, units, workers, known, force or resume, progress, redone)
+        return Report(c.folder, tuple(done) if part else folder.finish(c, done), resumed, tuple(redone))
 
 
 def _units(c: Conversion, part: Part | None, workers: Workers | None, there: list[str]) -> list[Unit]:
@@ -163,9 +174,13 @@ def _convert(
     known: dict[str, Any],
     overwrite: bool,
     progress: Progress | None,
+    redone: list[str],
 ) -> tuple[list[Converted], int]:
-    """Every unit converted, in their order, and how many a former run had finished."""
+    """Every unit converted, in their order, and how many a former run had finished; ``redone``: what of that is not."""
     before = [folder.finished(c, u, known.get(u.name)) for u in units]
+    for u, found in zip(units, before, strict=True):
+        if found is None and u.name in known:
+            redone.append(f"{u.name} {folder.why_redone(c, u, known[u.name])}")
     done = {d.name: d for d in before if d is not None}
     if not all(u.whole for u in units):
         folder.make(os.path.join(c.folder, PIECES))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,12 +11,14 @@ from typing import Any
 from .. import limits
 from ..container import TensorFile, safe_open
 from ..descriptor import Record
-from ..errors import ContainerError, InputError
-from ..files import Path, is_file, member, names_in, read_small, safe_name
+from ..errors import ContainerError, InputError, LimitError, PathError
+from ..files import Path, is_file, member, names_in, not_outside, read_small, safe_name
+from ..stheader import strict_json
 from .manifest import JOURNAL_GLOB, MANIFEST, is_finished, read_manifest
 
 INDEX_SUFFIX = ".safetensors.index.json"
 _MAX_INDEX = 256 << 20
+_OURS = re.compile(r"spformat-\d{5,}-of-\d{5,}\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
     follow = follow or limits.current().link_roots
     if not os.path.isdir(where):
         folder, name = os.path.split(os.path.abspath(where))
-        return _assemble(where, folder, (name,), {}, {}, ())
+        return _assemble(where, folder, (name,), {}, {}, (), follow)
     names = names_in(where)
     if not is_finished(where, filter(JOURNAL_GLOB.fullmatch, names)):
         raise ContainerError(
@@ -61,12 +63,12 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
             path=where,
         )
     if MANIFEST in names:
-        manifest = read_manifest(os.path.join(where, MANIFEST))
+        manifest = read_manifest(not_outside(os.path.join(where, MANIFEST), follow))
         shards = tuple(safe_name(n, ".safetensors") for n in manifest["files"])
         for shard in shards:
             member(where, shard, ".safetensors", follow)
         original = {n: f.get("source", "") for n, f in manifest["files"].items()}
-        source = _assemble(where, where, shards, {}, manifest.get("index", {}), _side_files(names, shards))
+        source = _assemble(where, where, shards, {}, manifest.get("index", {}), _side_files(names, shards), follow)
         missing = sorted(set(manifest["tensors"]) ^ set(source.records))
         if missing:
             raise ContainerError(
@@ -79,28 +81,28 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
             f"expected one index, got {', '.join(indexes)}; convert a folder with one of them", path=where
         )
     if indexes:
-        index, weight_map = _read_index(os.path.join(where, indexes[0]))
+        index, weight_map = _read_index(not_outside(os.path.join(where, indexes[0]), follow))
         shards = tuple(sorted({safe_name(f, ".safetensors") for f in weight_map.values()}))
         for shard in shards:
             member(where, shard, ".safetensors", follow)
         side = _side_files(names, (*shards, indexes[0]))
-        return _assemble(where, where, shards, weight_map, index, side)
+        return _assemble(where, where, shards, weight_map, index, side, follow)
     shards = tuple(n for n in names if n.endswith(".safetensors"))
     if not shards:
         raise InputError("no .safetensors file in the folder", path=where)
     for shard in shards:
         member(where, shard, ".safetensors", follow)
-    return _assemble(where, where, shards, {}, {}, _side_files(names, shards))
+    return _assemble(where, where, shards, {}, {}, _side_files(names, shards), follow)
 
 
 def _side_files(names: Sequence[str], taken: Sequence[str]) -> tuple[str, ...]:
-    skip = {*taken, MANIFEST}
+    skip = {*taken, MANIFEST, *filter(JOURNAL_GLOB.fullmatch, names)}
     return tuple(n for n in names if n not in skip and not n.startswith(".") and not n.endswith(".safetensors"))
 
 
 def _assemble(
     path: str, folder: str, shards: tuple[str, ...], weight_map: dict[str, str], index: dict[str, Any],
-    side_files: tuple[str, ...],
+    side_files: tuple[str, ...], follow: Sequence[Path],
 ) -> Source:  # fmt: skip
     records: dict[str, tuple[str, Record, int]] = {}
     for shard in shards:
@@ -120,23 +122,28 @@ def _assemble(
             f"{records[extra][0]} holds a tensor that the index does not list", path=path, tensor=extra
         )
     files = tuple(n for n in side_files if is_file(os.path.join(folder, n)))
+    for name in files:
+        not_outside(os.path.join(folder, name), follow)
     return Source(path, folder, shards, records, files, index)
 
 
 def _read_index(path: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """(other keys, weight_map) of a Hugging Face index."""
+    """(other keys, weight_map) of a Hugging Face index; LimitError for more tensors than the limits allow."""
+    raw = read_small(path, _MAX_INDEX)
     try:
-        tree = json.loads(read_small(path, _MAX_INDEX), object_pairs_hook=_no_duplicates)
-    except (ValueError, RecursionError) as e:
-        raise ContainerError(f"the index is not valid JSON: {e}", path=path) from e
-    weight_map = tree.get("weight_map") if isinstance(tree, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-        raise ContainerError("the index: expected weight_map, an object of tensor name -> file name", path=path)
-    return {k: v for k, v in tree.items() if k != "weight_map"}, weight_map
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    tree = dict(pairs)
-    if len(tree) != len(pairs):
-        raise ValueError("a key stands twice in one object")
-    return tree
+        limits.check("tensors", raw.count(b'.safetensors"'), "entries of the index")  # before parsing, which costs
+        tree = strict_json(raw, "index")
+        weight_map = tree.pop("weight_map", None)
+        if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+            raise ContainerError("index: expected weight_map, an object of tensor name -> file name")
+        limits.check("tensors", len(weight_map), "entries of the index")
+        if not isinstance(tree.get("metadata", {}), dict):
+            raise ContainerError("index: expected an object under 'metadata'")
+        ours = next((n for n in weight_map.values() if _OURS.fullmatch(n)), None)
+        if ours is not None:
+            raise PathError(
+                f"index: the shard name {ours} is one this package gives to its own output; rename the file"
+            )
+    except (ContainerError, LimitError, PathError) as e:
+        raise e.at(path=path) from e.__cause__
+    return tree, weight_map
