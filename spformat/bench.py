@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array, is_cupy, namespace
-from .errors import SpformatError
+from .arrays import Array, device_error, is_cupy, namespace
+from .errors import DeviceFault, SpformatError
 from .formats.base import Format
 
 FLUSH = 256 << 20
@@ -87,6 +87,8 @@ def compare(
             error = _error(C, *reference, case) if reference else float("nan")
             alive.append((c, error))
         except (SpformatError, ValueError, TypeError, RuntimeError) as e:
+            if isinstance(device_error(e) or e, DeviceFault):
+                raise  # no later result would mean anything
             nan = float("nan")
             note = str(e).splitlines()[0][:160]
             out.append(Result(case.name, c.name, c.peer, nan, nan, nan, nan, nan, nan, nan, note))

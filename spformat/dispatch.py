@@ -199,12 +199,40 @@ def _make_plan(A: Format, problem: Problem, name: str | None, unsafe: bool) -> P
         A.ensure_valid()
     asked = _asked(kernel, problem)
     with current_device(A.values):
-        made = kernel.plan(A, asked)
+        made = kernel.plan(A if A.is_validated else _trusted(A), asked)
         if asked is not problem:
             made = _with_epilogue(made, problem)
     log.info("%s %dx%d (%s), N class %d: %s %s", problem.format, problem.M, problem.K, problem.a_dtype, problem.n,
              made.kernel, made.tile)  # fmt: skip
-    return made
+    return replace(made, run=_guarded(made.run, A))
+
+
+def _trusted(A: Format) -> Format:
+    """A with the validated mark, unseen: the caller of ``plan(unsafe=True)`` answers for the contents."""
+    return type(A).made(shape=A.shape, **A.params(), **A.tables(), **A.arrays())
+
+
+def _guarded(run: Any, A: Format) -> Any:
+    """``run``, with an ``out`` refused that would overwrite the matrix while it is read."""
+    held = [_span(a) for a in A.arrays().values() if a.size]
+
+    def guarded(B: Any, out: Any, *epilogue: Any) -> Any:
+        if out is not None and out.size:
+            lo, hi = _span(out)
+            if any(lo < end and start < hi for start, end in held):
+                raise ValueError("out overlaps the arrays of A; the product would overwrite what it reads")
+        return run(B, out, *epilogue)
+
+    return guarded
+
+
+def _span(x: Any) -> tuple[int, int]:
+    """First address of an array and the one behind its last."""
+    if isinstance(x, np.ndarray):
+        return np.lib.array_utils.byte_bounds(x)
+    reach = [(n - 1) * s for n, s in zip(x.shape, x.strides, strict=True)]
+    start = x.data.ptr + sum(r for r in reach if r < 0)
+    return start, x.data.ptr + sum(r for r in reach if r > 0) + x.itemsize
 
 
 def _choose(problem: Problem, name: str | None) -> Kernel:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from ..errors import UsageError
 from ..problem import Plan, Problem
 
 
@@ -29,6 +31,30 @@ class Kernel(Protocol):
     def plan(self, a: Any, p: Problem) -> Plan:
         """A plan for matrix ``a`` (validated, of a format in ``formats``). Called only when accepted."""
         ...
+
+
+K = TypeVar("K", bound=Kernel)
+
+
+def marked_only(*kernels: K) -> tuple[K, ...]:
+    """The kernels, whose ``plan`` from now on refuses a matrix without the validated mark: its indices are addresses.
+
+    The dispatcher validates first (``plan(a, unsafe=True)``: marks a copy unseen), so this is for other callers.
+    """
+    for cls in {type(k) for k in kernels}:
+        setattr(cls, "plan", _refusing(cls.plan))  # noqa: B010 - a method, which mypy lets nobody assign
+    return kernels
+
+
+def _refusing(plan: Any) -> Any:
+    @functools.wraps(plan)
+    def marked_plan(self: Kernel, a: Any, p: Problem) -> Plan:
+        if not a.is_validated:
+            raise UsageError(f"{self.name}: expected a validated matrix, got {a!r:.120}; call a.validate() first")
+        made: Plan = plan(self, a, p)
+        return made
+
+    return marked_plan
 
 
 @runtime_checkable

@@ -26,6 +26,7 @@ from ...formats.two_four import TwoFour, meta_places
 from ...formats.vector_nm import VectorNM
 from ...problem import Plan, Problem, reasons
 from ...segments import counts_of, offsets_from_counts
+from ..base import marked_only
 from ..host import check_operands
 from .operands import Work, coded, fixed, multiply, output_dtypes, store, sums_dtype, widened
 
@@ -226,7 +227,7 @@ def _as(x: Array, sums: np.dtype[Any]) -> Array:
     return wide
 
 
-KERNELS: tuple[HostKernel, ...] = (
+KERNELS: tuple[HostKernel, ...] = marked_only(
     SpmmDense(),
     SpmmCSR(),
     SpmmELLBuckets(),

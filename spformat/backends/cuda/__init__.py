@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from ...problem import Problem
-from ..base import Kernel
+from ..base import Kernel, marked_only
 from . import measured
 from .spmm_bitmask import SpmmBitmask
 from .spmm_bitmask_tc import SpmmBitmaskTensor
@@ -25,7 +25,7 @@ from .spmm_vector_nm_mma import SpmmVectorNMTensor
 from .spmm_vector_nm_sm90a import SpmmVectorNMSm90a
 from .spmm_vector_nm_tma_sm90a import SpmmVectorNMTMA
 
-KERNELS: tuple[Kernel, ...] = (
+KERNELS: tuple[Kernel, ...] = marked_only(
     SpmmBSRHopper(),
     SpmmBSR(),
     SpmmCSR(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import os
 import re
 import tempfile
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import DeviceError, DeviceUnavailable
+
+log = logging.getLogger("spformat")
 
 HERE = Path(__file__).parent
 INCLUDE = HERE / "include"
@@ -68,7 +71,12 @@ def load(source: str, instance: str, arch: str, device_id: int = 0, smem: int = 
     with cupy.cuda.Device(device_id):
         module = cupy.RawModule(code=text, options=flags, name_expressions=(instance,))
         try:
-            function = module.get_function(instance)
+            try:
+                function = module.get_function(instance)
+            except OSError as e:  # a cache folder that cannot be read or written: compile without one
+                log.warning("CuPy cannot use its cache folder: %s; compiling in memory (set CUPY_CACHE_DIR)", e)
+                os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+                function = cupy.RawModule(code=text, options=flags, name_expressions=(instance,)).get_function(instance)
         except cupy.cuda.compiler.CompileException as e:
             raise DeviceError(_report(source, instance, flags, text, str(e))) from e
         # Two sizes of one instance share a function: the limit only ever goes up.

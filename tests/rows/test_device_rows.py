@@ -1,0 +1,510 @@
+"""Rows A51 .. A53 and G01 .. G11: operands, devices, compiled code. What needs a GPU is marked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from catalogue import PARAMS, command, python, refused, small, small_file, unharmed
+from hostile import change, rewrite
+from rows.test_array_rows import CASES
+
+import spformat as sf
+from spformat import arrays, backends, container
+from spformat.backends.cuda import KERNELS
+from spformat.backends.cuda.launch import _leading
+from spformat.formats import FORMATS
+from spformat.problem import Problem, tile_class
+
+SPARSE = [f for f in FORMATS if f is not sf.Dense]
+
+
+def made(fmt: Any, dtype: str = "float16") -> Any:
+    return fmt.from_dense(small(dtype), **PARAMS.get(fmt.name, {}))
+
+
+def operand(n: int = 16) -> Any:
+    return np.random.default_rng(n).integers(-3, 4, (12, n)).astype(np.float16)
+
+
+@pytest.fixture
+def cp() -> Any:
+    import cupy
+
+    yield cupy
+    assert float(cupy.ones(1).sum()) == 1  # the context is alive after whatever the row did
+
+
+# --- operands
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
+def test_A51_operands_that_do_not_fit(fmt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fmt is not sf.CSR:  # the compiled loops of one format, to save the time of compiling all
+        monkeypatch.setenv("SPFORMAT_BACKEND", "reference")
+    a, B = made(fmt), operand()
+    plan = sf.plan(a, B=B)
+    for bad, error in ((B[:5], ValueError), (np.float32(B), TypeError), (B[:, None], ValueError)):
+        with pytest.raises(error, match=r"B: (expected|this plan takes)"):
+            plan(bad)
+    with pytest.raises(ValueError, match="B: expected 12 rows"):
+        sf.spmm(a, B[:5])
+    with pytest.raises((TypeError, sf.SpformatError)):
+        sf.spmm(a, np.zeros((12, 3), "M8[s]"))
+    got = sf.spmm(a, np.asfortranarray(B)), sf.spmm(a, B[:, ::-1])
+    assert np.array_equal(got[0], sf.spmm(a, B))
+    assert np.array_equal(got[1], sf.spmm(a, B)[:, ::-1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
+def test_A51_operands_on_a_device_that_do_not_fit(cp: Any, fmt: Any) -> None:
+    a, B = made(fmt).to("cuda"), cp.asarray(operand())
+    plan = sf.plan(a, B=B)
+    raw = cp.zeros(B.nbytes + 2, cp.uint8)
+    unaligned = cp.ndarray(B.shape, B.dtype, cp.cuda.MemoryPointer(raw.data.mem, 1))
+    for bad in (B[:5], B.astype(np.float32), B[::2], unaligned, B.T):
+        with pytest.raises((ValueError, TypeError)):
+            plan(bad)
+    for bad in (B.get(), operand()):
+        with pytest.raises(sf.UsageError, match="nothing is copied"):
+            sf.spmm(a, bad)
+
+
+def test_A52_what_was_checked_is_what_is_uploaded(folder: Path) -> None:
+    for fmt in FORMATS:
+        f: Any = sf.load(small_file(folder, fmt.name))["w"]
+        for name, a in f.arrays().items():
+            with pytest.raises(ValueError, match="read-only"):
+                a.reshape(-1)[:1] = 0
+            assert not f.with_arrays(**{name: a.copy()}).is_validated
+    with pytest.raises((AttributeError, TypeError)):
+        f.data = None
+
+
+def test_A53_validation_is_of_an_object_not_of_the_process(folder: Path) -> None:
+    path = small_file(folder, "csr")
+    bad = folder / "bad.safetensors"
+    bad.write_bytes(path.read_bytes())
+    rewrite(bad, change("indices", lambda a: a + np.int32(100)))
+    good = made(sf.CSR)
+    hostile = good.with_arrays(indices=good.indices + np.int32(100))
+    wanted = sf.spmm(good, operand())
+
+    def one(i: int) -> bool:
+        try:
+            if i % 4 == 0:
+                sf.load(bad)
+            elif i % 4 == 1:
+                hostile.to_dense()
+            elif i % 4 == 2:
+                return np.array_equal(sf.spmm(good, operand()), wanted)
+            else:
+                return bool(sf.load(path)["w"] == good)
+        except sf.IndexBoundsError:
+            return i % 4 < 2
+        return False
+
+    with unharmed(folder), ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(one, range(200)))
+
+
+@pytest.mark.gpu
+def test_A53_one_matrix_on_two_streams(cp: Any) -> None:
+    for fmt in FORMATS:
+        a, B = made(fmt).to("cuda"), cp.asarray(operand())
+        wanted = sf.spmm(a, B).get()
+        streams = [cp.cuda.Stream(non_blocking=True) for _ in range(4)]
+
+        def one(i: int, a: Any = a, B: Any = B, streams: Any = streams) -> Any:
+            with streams[i % 4]:
+                out = sf.spmm(a, B)
+                streams[i % 4].synchronize()
+                return out.get()
+
+        with ThreadPoolExecutor(4) as pool:
+            assert all(np.array_equal(got, wanted) for got in pool.map(one, range(40)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("extra", [-1, 0, 1])
+def test_A17_more_elements_than_int32_counts(cp: Any, extra: int) -> None:
+    # B and C have 2^31 - 1, 2^31 and 2^31 + 1 elements in reach: the last rows lie behind what 32 bits address.
+    N = 1 << 15
+    K = M = (1 << 16) + extra
+    rows = np.array([0, 1, M - 2, M - 1])
+    cols = np.array([K - 1, 3, 0, K - 1])
+    a = sf.CSR.from_coordinates((M, K), rows, cols, np.array([1, 2, 3, 4], np.float16))
+    B = cp.zeros((K, N), cp.float16)
+    B[0], B[3], B[K - 1] = 1, 5, 7
+    wanted = {0: 7, 1: 10, 2: 0, M // 2: 0, M - 2: 3, M - 1: 28}
+    for name in ("csr", "ell-buckets", "bsr:blocksize=32x32", "dbsr:blocksize=32x32", "sr-bcrs"):
+        f = sf.convert(a, name).to("cuda")
+        C = sf.spmm(f, B)
+        for i, value in wanted.items():
+            assert bool((C[i] == value).all()), (name, i)
+        del C
+
+
+# --- where there is no GPU, or not the right one
+
+
+def test_G01_without_a_gpu_the_host_works_and_cuda_says_why(folder: Path) -> None:
+    path = small_file(folder, "csr")
+    code = (
+        "import numpy as np, spformat as sf\na = sf.load(sys.argv[1])['w']\nB = np.ones((12, 2), np.float16)\n"
+        "assert sf.spmm(a, B).shape == (10, 2)\n"
+        "for use in (lambda: sf.load(sys.argv[1], device='cuda'), lambda: sf.spmm(a, B, backend='cuda'),\n"
+        "            lambda: a.to('cuda')):\n"
+        "    try: use()\n"
+        "    except (sf.DeviceError, sf.NoKernelError) as e: assert e.exit_code == 69 and str(e), e\n"
+        "    else: sys.exit(1)\n"
+    )
+    with unharmed(folder):
+        done = python(code, path, CUDA_VISIBLE_DEVICES="")
+        assert done.returncode == 0, done.stderr
+        for args in (["bench", path, "--device", "cuda"], ["convert", path, folder / "out", "--device", "cuda"]):
+            code = "from spformat_cli.main import main\nsys.argv = ['spformat', *sys.argv[1:]]\nmain()\n"
+            done = python(code, *map(str, args), CUDA_VISIBLE_DEVICES="")
+            assert done.returncode == 69, (args, done.stderr)
+            assert "error: " in done.stderr
+            assert "Traceback" not in done.stderr
+    assert not (folder / "out").exists()
+
+
+def problem(fmt: Any, sm: int | None, **changes: Any) -> Problem:
+    given = {"max_width": 8} if fmt.name == "ell-buckets" else {"n": 2, "m": 4} if fmt.name == "vector-nm" else {}
+    fields: dict[str, Any] = {
+        "format": fmt.name, "params": tuple(fmt.resolve_params(given).items()), "M": 4096, "K": 4096,
+        "n": tile_class(512), "nnz": 2**20, "a_dtype": "bfloat16", "b_dtype": "bfloat16", "out_dtype": "bfloat16",
+        "device": "cuda", "sm": sm,
+    }  # fmt: skip
+    return Problem(**(fields | changes))
+
+
+@pytest.mark.parametrize("fmt", SPARSE, ids=lambda f: f.name)
+def test_G02_another_architecture_is_told(folder: Path, fmt: Any) -> None:
+    old = sf.explain(problem(fmt, 75))
+    assert old.chosen in (None, "vendor.cusparse_csr")  # cuSPARSE takes CSR on older GPUs, too
+    assert all("sm_75" in str(a) for a in old.answers if a.kernel.startswith("cuda."))
+    ampere = sf.explain(problem(fmt, 80))
+    assert ampere.chosen is not None
+    for a in ampere.answers:
+        if a.kernel.endswith("sm90a"):
+            assert not a
+            assert "sm_80" in str(a) or "sm_90" in str(a)
+    path = small_file(folder, fmt.name)
+    with unharmed(folder):
+        answer = command("explain", path, "--gpu", "sm_75")
+    assert (answer.code, f"runs on {old.chosen}" in answer.out or not old.chosen) == (0, True)
+    assert "got sm_75" in answer.out
+
+
+def test_G09_arrays_of_another_device_are_refused() -> None:
+    memory = SimpleNamespace(device_id=1, ptr=0)
+    with pytest.raises(ValueError, match="B is on cuda:1, the matrix on cuda:0"):
+        _leading("B", (4, 4), (8, 2), memory, 2, False, 0)
+    assert _leading("B", (4, 4), (8, 2), SimpleNamespace(device_id=0, ptr=0), 2, False, 0) == 4
+
+
+@pytest.mark.gpu
+def test_G09_arrays_and_streams_of_another_device(cp: Any) -> None:
+    if cp.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("one device: the check itself is tested without any")
+    a = made(sf.CSR).to("cuda:0")
+    with cp.cuda.Device(1):
+        B = cp.asarray(operand())
+    with pytest.raises((ValueError, sf.UsageError), match="cuda:1"):
+        sf.spmm(a, B)
+
+
+# --- memory, faults, launches
+
+
+@pytest.mark.gpu
+def test_G03_out_of_memory_leaves_the_context_usable(cp: Any, folder: Path) -> None:
+    a = sf.CSR.from_coordinates((2**20, 64), np.array([5]), np.array([3]), np.ones(1, np.float16)).to("cuda")
+    B = cp.ones((64, 2**18), cp.float16)
+    with refused(folder, sf.DeviceMemoryError, "549,755,813,888 bytes.*context is usable"):
+        sf.spmm(a, B)  # C would have 512 GiB
+    assert float(sf.spmm(a, B[:, :32].copy())[5].sum()) == 32
+    pool = cp.get_default_memory_pool()
+    path = folder / "x.safetensors"
+    sf.save(path, {"w": sf.Dense.from_dense(np.ones((2048, 4096), np.float16))})
+    x = np.ones((2048, 4096), np.float16)
+    wide = sf.convert(np.ones((64, 64), np.float16), "bsr").to("cuda")
+    del B
+    pool.free_all_blocks()
+    pool.set_limit(size=pool.used_bytes() + 2**20)
+    try:
+        for use in (lambda: sf.load(path, device="cuda"), lambda: sf.Dense.from_dense(x).to("cuda"),
+                    lambda: arrays.to_device(x, "cuda")):  # fmt: skip
+            with refused(folder, sf.DeviceMemoryError, "bytes"):
+                use()
+        B = cp.ones((64, 4096), cp.float16)
+        with refused(folder, sf.DeviceMemoryError):
+            fill_up(pool, wide, B)
+    finally:
+        pool.set_limit(size=0)
+    assert bool((sf.load(path, device="cuda")["w"].data == 1).all())
+
+
+def fill_up(pool: Any, a: Any, B: Any) -> None:
+    """Products until nothing is left for the result of one."""
+    pool.set_limit(size=pool.total_bytes())
+    kept = []
+    while True:
+        kept.append(sf.spmm(a, B))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", SPARSE, ids=lambda f: f.name)
+def test_G04_nothing_unvalidated_is_launched(cp: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, fmt: Any) -> None:
+    good, B = made(fmt), cp.asarray(operand())
+    on_device = good.to("cuda")
+    path = small_file(folder, fmt.name)
+    data = path.read_bytes()
+    launches: list[str] = []
+    from spformat.backends.cuda.launch import Launch
+
+    monkeypatch.setattr(Launch, "__call__", lambda self, *a: launches.append("launched"))
+    monkeypatch.setattr(container, "SCAN_ON_DEVICE", 0)
+    tried = 0
+    for case, (name, array, edit, error, message) in CASES.items():
+        if name != fmt.name or issubclass(error, sf.ArrayError):
+            continue
+        if fmt is sf.TwoFour and "nibble" in case:
+            continue  # made for another order of the metadata: below
+        bad = on_device.with_arrays(**{array: cp.asarray(edit(getattr(good, array)))})
+        for use in (lambda bad=bad: sf.spmm(bad, B), lambda bad=bad: sf.plan(bad, n=16), lambda bad=bad: bad.to_csr()):
+            with refused(folder, error, message):
+                use()
+        path.write_bytes(data)
+        rewrite(path, change(array, edit))
+        with refused(folder, error, message):
+            sf.load(path, device="cuda")
+        assert not bad.is_validated
+        tried += 1
+    assert tried > 2 or fmt is sf.TwoFour
+    unmarked = on_device.with_arrays(**on_device.arrays())
+    for kernel in KERNELS:
+        p = problem(fmt, 90, M=10, K=12, n=16, nnz=good.stored, params=tuple(good.params().items()),
+                    a_dtype="float16", b_dtype="float16", out_dtype="float16")  # fmt: skip
+        if fmt.name in kernel.formats and not kernel.unsupported(p):
+            with pytest.raises(sf.UsageError, match="expected a validated matrix"):
+                kernel.plan(unmarked, p)
+    assert launches == []
+    monkeypatch.undo()
+    assert np.array_equal(sf.plan(unmarked, B=B, unsafe=True)(B).get(), sf.spmm(good, operand(), backend="reference"))
+    assert not unmarked.is_validated
+
+
+def test_G04_kernels_of_the_host_refuse_an_unmarked_matrix(folder: Path) -> None:
+    for fmt in SPARSE:
+        unmarked = made(fmt).with_arrays(**made(fmt).arrays())
+        p = problem(fmt, None, M=10, K=12, nnz=unmarked.stored, params=tuple(unmarked.params().items()), device="cpu",
+                    a_dtype="float16", b_dtype="float16", out_dtype="float32")  # fmt: skip
+        for kernel in backends.get("cpu").kernels():
+            if fmt.name in kernel.formats:
+                with pytest.raises(sf.UsageError, match=r"expected a validated matrix.*call a.validate\(\)"):
+                    kernel.plan(unmarked, p)
+        sf.spmm(unmarked, operand(), backend="reference")
+        assert unmarked.is_validated  # once, by the dispatcher
+
+
+FAULT = """
+import cupy, numpy as np
+from spformat.backends.cuda import launch
+from spformat_cli.main import main
+
+wild = cupy.RawKernel('extern "C" __global__ void wild(int* p) { p[threadIdx.x] = 1; }', "wild")
+real = launch.Launch.__call__
+def broken(self, *args):  # a kernel of ours that writes where nothing is
+    real(self, *args)
+    wild((1,), (32,), (np.uint64(4096),))
+launch.Launch.__call__ = broken
+sys.argv = ["spformat", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.mark.gpu
+def test_G05_a_sticky_fault_ends_the_process(cp: Any, folder: Path) -> None:
+    path = small_file(folder, "csr")
+    with unharmed(folder):
+        done = python(FAULT, "bench", path, "-n", "16", "--device", "cuda", "--backend", "cuda", "--repeats", "2")
+    assert done.returncode == 70, (done.returncode, done.stderr[-2000:])
+    assert "CUDA context lost" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.gpu
+def test_G06_an_asynchronous_error_is_told_by_the_step_that_made_it(cp: Any, folder: Path) -> None:
+    path = small_file(folder, "csr")
+    code = (
+        "import cupy, numpy as np, spformat as sf\nfrom spformat import container\ncontainer.SCAN_ON_DEVICE = 0\n"
+        "wild = cupy.RawKernel('extern \"C\" __global__ void wild(int* p) { p[0] = 1; }', 'wild')\n"
+        "wild((1,), (1,), (np.uint64(64),))\n"
+        "try: sf.load(sys.argv[1], device='cuda')\n"
+        "except sf.DeviceFault as e: print(e, flush=True); import os; os._exit(e.exit_code)\n"
+    )
+    with unharmed(folder):
+        done = python(code, path)
+    assert (done.returncode, "CUDA context lost" in done.stdout) == (70, True), (done.stdout, done.stderr[-1500:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
+def test_G07_columns_of_every_number_and_guard_bands(cp: Any, fmt: Any) -> None:
+    a = made(fmt).to("cuda")
+    dense = small().astype(np.float32)
+    for n in (0, 1, 7, 2**20):
+        B = np.random.default_rng(0).integers(-3, 4, (12, min(n, 64))).astype(np.float16)
+        B = B[:, np.arange(n) % 64] if n else B
+        for pad in (0, 5) if n < 2**20 else (0,):
+            wide = cp.full((12, n + pad), 9, cp.float16)
+            wide[:, :n] = cp.asarray(B)
+            guarded = cp.full((10 + 4, n + pad), 77, cp.float16)
+            out = guarded[2:12, :n]
+            out[...] = cp.nan
+            sf.spmm(a, wide[:, :n], out=out)
+            assert bool((out == cp.asarray((dense @ B.astype(np.float32)).astype(np.float16))).all())
+            assert bool((guarded[:2] == 77).all())
+            assert bool((guarded[12:] == 77).all())
+            assert bool((guarded[:, n:] == 77).all())
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
+def test_G08_out_that_overlaps_an_operand(fmt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fmt is not sf.CSR:
+        monkeypatch.setenv("SPFORMAT_BACKEND", "reference")
+    check_aliases(fmt, np)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
+def test_G08_out_on_a_device_that_overlaps_an_operand(cp: Any, fmt: Any) -> None:
+    check_aliases(fmt, cp)
+
+
+def check_aliases(fmt: Any, xp: Any) -> None:
+    x = np.zeros((16, 16), np.float16)
+    x[:, ::4] = np.arange(64).reshape(16, 4)
+    room = xp.zeros(4096, xp.float16)
+    a = fmt.from_dense(x, **PARAMS.get(fmt.name, {}))
+    a = a if xp is np else a.to("cuda")
+    flat = a.values.reshape(-1)
+    room[: flat.size] = flat
+    a = a.with_arrays(
+        **{next(k for k, v in a.arrays().items() if v is a.values): room[: flat.size].reshape(a.values.shape)}
+    )
+    B = xp.ones((16, 16), xp.float16)
+    for out, message in ((B, "overlaps B"), (room[:256].reshape(16, 16), "overlaps the arrays of A")):
+        before = room.copy()
+        with pytest.raises(ValueError, match=message):
+            sf.spmm(a, B, out=out)
+        with pytest.raises(ValueError, match=message):
+            sf.plan(a, B=B, out=out)(B, out=out)
+        assert bool((room == before).all())
+        assert bool((B == 1).all())
+    sf.spmm(a, B, out=room[2048 : 2048 + 256].reshape(16, 16))
+
+
+# --- caches
+
+
+COMPILE = (
+    "import cupy, numpy as np, spformat as sf\nx = np.eye(64, dtype=np.float16)\n"
+    "a = sf.convert(x, 'csr').to('cuda')\nC = sf.spmm(a, cupy.asarray(x))\nassert (C.get() == x).all()\n"
+)
+
+
+@pytest.mark.gpu
+def test_G10_a_corrupted_cache_is_compiled_anew(cp: Any, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return python(COMPILE, CUPY_CACHE_DIR=str(cache))
+
+    done = run()
+    assert done.returncode == 0, done.stderr[-2000:]
+    kept = {p.name: p.read_bytes() for p in cache.iterdir()}
+    assert kept
+    for damage in (lambda d: d[:-9], lambda d: b"", lambda d: d[: len(d) // 2] + b"\0" * 64 + d[len(d) // 2 + 64 :],
+                   lambda d: os.urandom(len(d))):  # fmt: skip
+        for name, data in kept.items():
+            (cache / name).write_bytes(damage(data))
+        done = run()
+        assert done.returncode == 0, done.stderr[-2000:]
+    cache.chmod(0o555)
+    unwritable = tmp_path / "file"
+    unwritable.write_text("not a folder")
+    done = python(COMPILE.replace("assert (C", "print('ok'); assert (C"), CUPY_CACHE_DIR=str(unwritable / "x"))
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_G10_a_corrupted_cache_of_host_code_is_compiled_anew(tmp_path: Path) -> None:
+    pytest.importorskip("numba")
+    code = (
+        "import numpy as np, spformat as sf\nx = np.eye(4096, 2048, dtype=np.float16)\n"
+        "a = sf.convert(x, 'bitmask')\nassert (a.to_dense() == x).all()\n"
+    )
+    cache = tmp_path / "cache"
+    assert python(code, NUMBA_CACHE_DIR=str(cache)).returncode == 0
+    kept = {p: p.read_bytes() for p in cache.rglob("*") if p.is_file()}
+    assert kept
+    for damage in (lambda d: d[:40], lambda d: b"", lambda d: os.urandom(len(d))):
+        for p, data in kept.items():
+            p.write_bytes(damage(data))
+        done = python(code, NUMBA_CACHE_DIR=str(cache))
+        assert done.returncode == 0, done.stderr[-1500:]
+    unwritable = tmp_path / "file"
+    unwritable.write_text("not a folder")
+    done = python(code, NUMBA_CACHE_DIR=str(unwritable / "x"))
+    assert done.returncode == 0, done.stderr[-1500:]
+
+
+def test_G11_there_is_no_autotune_file() -> None:
+    """Tiles come from tables in the code and are the same everywhere: no file that a stranger could write is read."""
+    root = Path(sf.__file__).parent / "backends"
+    for path in root.rglob("*.py"):
+        text = path.read_text()
+        for word in ("json.load", "pickle", "np.load(", "yaml", "toml", "configparser", "shelve"):
+            assert word not in text, (path, word)
+        if "open(" in text or "read_text(" in text:
+            assert path.name in ("jit.py", "tensor_map.py"), path  # the .cu files of the package itself
+
+
+@pytest.mark.gpu
+def test_validation_on_the_way_to_a_device_costs_at_most_a_tenth(cp: Any, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x = np.zeros((8192, 16384), np.float16)
+    keep = rng.random((8192, 4096)) < 0.8
+    x[:, ::4][keep] = 1
+    for name in ("two-four", "bitmask", "csr", "bsr:blocksize=64x64", "sr-bcrs"):
+        path = tmp_path / "x.safetensors"
+        sf.save(path, {"w": sf.convert(x, name)}, overwrite=True)
+        times, checks = [], []
+        for _ in range(4):
+            begin = time.perf_counter()
+            f: Any = sf.load(path, device="cuda")["w"]
+            cp.cuda.get_current_stream().synchronize()
+            times.append(time.perf_counter() - begin)
+            g = f.with_arrays(**f.arrays())
+            begin = time.perf_counter()
+            g.validate()
+            cp.cuda.get_current_stream().synchronize()
+            checks.append(time.perf_counter() - begin)
+        share = min(checks) / min(times)
+        print(f"{name}: {f.nbytes / 1e6:.0f} MB, load {1e3 * min(times):.1f} ms, validate {1e3 * min(checks):.2f} ms, "
+              f"{100 * share:.1f} %", file=sys.stderr)  # fmt: skip
+        assert share <= 0.1, (name, times, checks)
