@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 import os
 import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from ...errors import DeviceError, DeviceUnavailable
-
-log = logging.getLogger("spformat")
+from ...arrays import import_cupy
+from ...errors import DeviceError
 
 HERE = Path(__file__).parent
 INCLUDE = HERE / "include"
@@ -62,21 +60,13 @@ def load(source: str, instance: str, arch: str, device_id: int = 0, smem: int = 
     ``smem``: dynamic shared memory in bytes; above 48 KB the function attribute is raised here, once.
     Raises DeviceError with the options, the compiler's log and the path of the dumped source.
     """
-    try:
-        import cupy
-    except ImportError as e:  # pragma: no cover - the dispatcher asks missing() first
-        raise DeviceUnavailable("cupy is not installed; pip install 'spformat[cuda13]' (or cuda12)") from e
+    cupy = import_cupy()
     text = source_text(source)
     flags = options(arch)
     with cupy.cuda.Device(device_id):
         module = cupy.RawModule(code=text, options=flags, name_expressions=(instance,))
         try:
-            try:
-                function = module.get_function(instance)
-            except OSError as e:  # a cache folder that cannot be read or written: compile without one
-                log.warning("CuPy cannot use its cache folder: %s; compiling in memory (set CUPY_CACHE_DIR)", e)
-                os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
-                function = cupy.RawModule(code=text, options=flags, name_expressions=(instance,)).get_function(instance)
+            function = module.get_function(instance)
         except cupy.cuda.compiler.CompileException as e:
             raise DeviceError(_report(source, instance, flags, text, str(e))) from e
         # Two sizes of one instance share a function: the limit only ever goes up.
