@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -178,20 +176,7 @@ def import_cupy() -> Any:
         import cupy
     except ImportError as e:
         raise DeviceUnavailable("CuPy is not installed: pip install 'spformat[cuda13]' (or cuda12)") from e
-    _settle_cache()
     return cupy
-
-
-@functools.cache
-def _settle_cache() -> None:
-    """Where CuPy's folder for compiled kernels cannot be written, compile in memory: its own answer is an OSError."""
-    folder = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError:
-        folder = ""
-    if not folder or not os.access(folder, os.W_OK | os.X_OK):
-        os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
 
 
 def unsigned(x: Array) -> Array:

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ...errors import UsageError
+from ...files import read_small
+from ...limits import MAX_DIM
 from ...problem import Problem
 
 log = logging.getLogger("spformat")
@@ -30,6 +32,7 @@ log = logging.getLogger("spformat")
 SHIPPED = Path(__file__).with_suffix(".json")
 REACH = 1.0
 """Powers of two that an extent of a row may be away from a problem's."""
+_LARGEST = 16 << 20
 MODES = ("on", "shipped", "off")
 
 Tile = TypeVar("Tile")
@@ -112,13 +115,15 @@ def read(path: Path) -> tuple[Row, ...]:
 @functools.lru_cache(maxsize=8)
 def _parsed(path: Path, stamp: int) -> tuple[Row, ...]:
     try:
-        tree = json.loads(path.read_text())
+        tree = json.loads(read_small(path, _LARGEST))
         if tree["fields"] != list(Row._fields):
             raise ValueError(f"fields {tree['fields']}")
         rows = tuple(Row(*row) for row in tree["rows"])
         if any([type(v) for v in r[:7]] != [str, int, int, int, int, str, str] or min(r[1:5]) < 1 for r in rows):
             raise ValueError("a row of wrong types")
-    except (OSError, ValueError, TypeError, KeyError) as e:
+        if any(max(r[1:5]) > MAX_DIM or type(r.us) not in (int, float) for r in rows):
+            raise ValueError("a row with numbers out of range")
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
         log.warning("%s is left out, it is no table of measurements (%s): delete it, or run bench --tune", path, e)
         return ()
     return rows
