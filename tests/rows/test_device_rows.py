@@ -310,7 +310,8 @@ MEASURED: dict[str, Any] = {
     "empty": b"", "garbage": os.urandom(100), "list": b"[]", "null": b"null", "deep": b"[" * 200_000,
     "other-fields": {"fields": ["x"], "rows": []}, "no-rows": {"fields": list(measured.Row._fields)},
     "rows-of-text": ["x"], "short-row": [ROW[:5]], "long-row": [[*ROW, 1]],
-    "float-size": [[*ROW[:2], 4096.0, *ROW[3:]]], "true-size": [[*ROW[:2], True, *ROW[3:]]], "negative": [[*ROW[:2], -1, *ROW[3:]]],
+    "float-size": [[*ROW[:2], 4096.0, *ROW[3:]]],
+    "true-size": [[*ROW[:2], True, *ROW[3:]]], "negative": [[*ROW[:2], -1, *ROW[3:]]],
     "zero": [[*ROW[:2], 0, *ROW[3:]]], "huge": [[*ROW[:2], 10**4000, *ROW[3:]]], "text-time": [[*ROW[:7], "fast"]],
     "list-kernel": [[*ROW[:5], ["cuda.spmm_csr"], *ROW[6:]]],
 }  # fmt: skip
