@@ -82,7 +82,7 @@ def _typed_on(device: Any) -> Iterator[None]:
     try:
         with device:
             yield
-    except Exception as e:
+    except (RuntimeError, MemoryError) as e:  # what CuPy raises is derived from these
         typed = device_error(e)
         if typed is None:
             raise

@@ -49,19 +49,27 @@ def test_F27_odd_but_legal_names(source: Path, name: str) -> None:
     out = source.parent / "out" / f"{name}.safetensors"
     out.parent.mkdir()
     for flags in ([], ["--json"]):
-        done = shell('spformat convert -- "$1" "$2" --to csr --force "${@:3}" && spformat validate "$2"'
-                     .replace("-- ", ""), odd, out, *flags)  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert "Traceback" not in done.stderr
-        assert "\x1b" not in done.stdout + done.stderr
+        for args in (["convert", odd, out, "--to", "csr", "--force", *flags], ["validate", out, *flags]):
+            with unharmed(source.parent, but="out"):
+                answer = command(*args)
+            assert answer.code == 0, answer
+            assert "\x1b" not in answer.out + answer.err
+            (answer.out + answer.err).encode()  # what cannot be encoded was escaped
     assert np.array_equal(sf.load(out)["w"].to_dense(), weights()["w"])
-    missing = shell('spformat inspect "$1"', source.parent / f"{name}-missing")
-    assert (missing.returncode, "No such file" in missing.stderr or "File name too long" in missing.stderr) == (
-        66,
-        True,
-    )
+    missing = command("inspect", source.parent / f"{name}-missing")
+    assert missing.code == 66
+    assert "No such file" in missing.err or "File name too long" in missing.err
+
+
+def test_F27_bytes_that_are_no_text_and_the_longest_name(source: Path) -> None:
+    odd = source.parent / (os.fsdecode(b"\xff\xfe\n") + ".safetensors")
+    shutil.copy(source, odd)
+    with unharmed(source.parent):
+        done = shell('spformat validate "$1" && spformat inspect "$1" --json', odd)
+    assert (done.returncode, "sound" in done.stdout) == (0, True), done.stderr
     longest = source.parent / ("y" * 243 + ".safetensors")  # 255 bytes: no suffix of a temporary name would fit
-    assert command("convert", source, longest, "--to", "csr").code == 0
+    with unharmed(source.parent, but=longest.name):
+        assert command("convert", source, longest, "--to", "csr").code == 0
 
 
 def test_F28_temporaries_lie_in_the_target_folder(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,8 +173,10 @@ def test_F33_a_poor_environment(source: Path) -> None:
     program = 'python -c "from spformat_cli.main import main; main()" convert "$1" "$2" --to csr --force'
     read_only = source.parent / "home"
     read_only.mkdir(mode=0o555)
-    for setting in ("LC_ALL=C", "LC_ALL=POSIX PYTHONUTF8=0 PYTHONCOERCECLOCALE=0", "HOME=/nowhere TMPDIR=/nowhere",
-                    f"HOME={read_only} TMPDIR={read_only} XDG_CACHE_HOME={read_only}", "HOME= TERM=dumb"):  # fmt: skip
+    for setting in (
+        "LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 HOME=/nowhere TMPDIR=/nowhere",
+        f"HOME={read_only} TMPDIR={read_only} XDG_CACHE_HOME={read_only} TERM=dumb",
+    ):
         done = shell(bare + setting + " " + program, source, out)
         assert done.returncode == 0, (setting, done.stderr)
         assert np.array_equal(sf.load(out)["w"].to_dense(), weights()["w"])
@@ -176,9 +186,7 @@ def test_F34_streams_that_are_closed_or_full(source: Path) -> None:
     out = source.parent / "out.safetensors"
     for script, code in (
         ('spformat inspect "$1" > /dev/full', 74), ('spformat inspect "$1" --json > /dev/full', 74),
-        ('spformat validate "$1" > /dev/full', 74), ('spformat inspect "$1" >&-', 74),
-        ('spformat inspect "$1" --json >&-', 74), ('spformat inspect "$1" <&-', 0),
-        ('spformat validate "$1" 2>&-', 0), ('spformat formats > /dev/full', 74), ('spformat --help > /dev/full', 74),
+        ('spformat inspect "$1" >&-', 74), ('spformat inspect "$1" <&-', 0), ('spformat validate "$1" 2>&-', 0),
     ):  # fmt: skip
         with unharmed(source.parent):
             done = shell(script, source)
