@@ -434,11 +434,12 @@ def _machine() -> str:
 
 def sweep(folder: Path) -> None:
     """Remove temporary files of dead writers, also those of other machines: for a run that has the folder alone."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        _sweep(fd)
-    finally:
-        os.close(fd)
+    with suppress(OSError):  # the run is complete: what stays is for the next one
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            _sweep(fd)
+        finally:
+            os.close(fd)
 
 
 def _sweep(folder: int, machine: str = "") -> None:
