@@ -225,17 +225,29 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     shown = [r for r in rows if r.get("vs_dense") or r.get("vs_peer")]
-    figure, axis = plt.subplots(figsize=(10, 1 + 0.22 * len(shown)))
-    places = np.arange(len(shown))
-    for offset, key, color in ((-0.2, "vs_dense", "tab:gray"), (0.2, "vs_peer", "tab:blue")):
-        axis.barh(places + offset, [r.get(key) or 0 for r in shown], 0.4, color=color, label=key.replace("_", " "))
-    axis.set_yticks(places, [f"{r['case']} N={r['N']}" for r in shown], fontsize=6)
-    axis.axvline(1, color="black", linewidth=0.8)
-    axis.set_xlabel("times the speed of the peer (right of the line: faster)")
-    axis.invert_yaxis()
-    axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    columns = 3 if len(shown) > 60 else 1
+    rows = -(-len(shown) // columns)
+    figure, axes = plt.subplots(
+        1, columns, figsize=(6 * columns, 1.5 + 0.16 * rows), sharex=True, squeeze=False, layout="constrained"
+    )
+    for column, axis in enumerate(axes[0]):
+        part = shown[column * rows : (column + 1) * rows]
+        places = np.arange(len(part))
+        for key, marker, color in (("vs_dense", "o", "tab:gray"), ("vs_peer", "D", "tab:blue")):
+            there = [(place, r[key]) for place, r in zip(places, part, strict=True) if r.get(key)]
+            axis.plot(
+                [x for _, x in there], [y for y, _ in there], marker, markersize=4, color=color,
+                label={"vs_dense": "dense cuBLAS", "vs_peer": "best other library"}[key],
+            )  # fmt: skip
+        axis.set_yticks(places, [f"{r['case']} N={r['N']}" for r in part], fontsize=6)
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:g}x")
+        axis.axvline(1, color="black", linewidth=0.8)
+        axis.grid(axis="both", linewidth=0.3)
+        axis.set_ylim(rows - 0.5, -0.5)
+        axis.set_xlabel("speed against (right of the line: ours is faster)")
+    axes[0][0].legend(loc="lower right", fontsize=7)
+    figure.savefig(path, dpi=90)
 
 
 def main() -> None:
