@@ -68,25 +68,36 @@ def test_tiles_fit_and_follow_the_shape() -> None:
     assert spmm_two_four.choose(4096, 4096, 132, 227 * 1024).rows == 256
     assert spmm_two_four.choose(64, 64, 132, 227 * 1024).rows == 64
     for tile in spmm_two_four_sm90a.TILES:
-        assert tile.smem(4) <= 227 * 1024
+        assert tile.smem + 16 * tile.stages <= 227 * 1024
         assert tile.span - 1 <= SPARE
-    for column_tiles, tile in spmm_two_four_tokens.TILES.items():
-        assert tile.step - 1 <= SPARE
-        assert 2 * (tile.smem(column_tiles) + 1024) <= 228 * 1024  # two blocks on a multiprocessor
+    for sms, smem in ((132, 227 * 1024), (108, 163 * 1024), (128, 99 * 1024)):
+        for M in (1, 1000, 4096, 11008, 14336, 28672, 100000):
+            for n in (8, 16, 32, 64):
+                few = spmm_two_four_tokens.choose(M, n, 4096, sms, smem)
+                assert few.slots >= 2
+                assert few.smem <= smem
+                assert few.blocks * (few.smem + 1024) <= smem + 1024
+
+
+def test_one_round_of_blocks_where_rows_allow() -> None:
+    for M in (4096, 11008, 14336):
+        few = spmm_two_four_tokens.choose(M, 16, 4096, 132, 227 * 1024)
+        assert few.blocks == few.splits == 1
+        assert 100 < -(-M // few.rows) <= 132
 
 
 @pytest.mark.parametrize(("tiles", "K"), [(1, 64), (32, 4096), (112, 4096), (1, 1 << 20), (4000, 4096)])
 def test_splits(tiles: int, K: int) -> None:
     count = spmm_two_four_tokens.splits(tiles, K, 132)
     assert count in (1, 2, 4, 8)
-    assert count == 1 or 4 * count <= K // 64
+    assert count == 1 or 16 * count <= K // 64
 
 
 # ------------------------------------------------------------------ products, on a GPU
 
 LAYOUTS = [("row", "row"), ("row", "col"), ("col", "row"), ("col", "col")]
 SHAPES = [
-    (1, 1, 1), (7, 17, 7), (17, 33, 17), (33, 7, 1000), (1000, 1000, 33), (40, 66, 24), (300, 200, 152),
+    (1, 1, 1), (7, 17, 7), (17, 33, 17), (33, 7, 1000), (1000, 1000, 33), (40, 66, 24), (90, 840, 1), (300, 200, 152),
     (64, 130, 64), (700, 328, 520), (40, 0, 24),
 ]  # fmt: skip
 
@@ -162,11 +173,16 @@ def test_every_tile(module: Any, tile: Any, b_layout: str, monkeypatch: pytest.M
     rng = np.random.default_rng(9)
     a, dense = two_four(M, K, BF16, rng, "ldmatrix")
     B = rng.integers(-3, 4, (K, N)).astype(BF16)
-    plan = kernel.plan(a.to("cuda"), problem(M, K, N, b_layout=b_layout, out_dtype="float32"))
-    assert str(tile) in plan.tile
-    c = matrix(np.full((M, N), np.nan, np.float32), "row", 0)
-    plan(matrix(B, b_layout, 0), c)
-    assert np.array_equal(c.get(), dense @ B.astype(np.float32))
+    wanted = dense @ B.astype(np.float32)
+    for out_dtype, gap in (("float32", 0), ("bfloat16", 0), ("bfloat16", 3)):  # aligned 16-bit C goes through TMA
+        plan = kernel.plan(a.to("cuda"), problem(M, K, N, b_layout=b_layout, out_dtype=out_dtype))
+        assert str(tile) in plan.tile
+        result = VALUE_TYPES[out_dtype].numpy
+        c = matrix(np.full((M, N), np.nan, np.float32).astype(result), "row", gap)
+        plan(matrix(B, b_layout, 0), c)
+        lines = (c if c.base is None else c.base).get().view(result).reshape(M, N + gap)
+        assert np.array_equal(lines[:, :N], wanted.astype(result))
+        assert np.isnan(lines[:, N:].astype(np.float32)).all()
 
 
 @pytest.mark.gpu

@@ -4,18 +4,22 @@
 //                                          up to Span - 1 records behind the last one of a row of tiles are read, not used
 //   b_map      tensor map of B: rows of N (BCol: of K), 16-byte aligned pitch, boxes of 64 x BOX_Y, 128-byte swizzle
 //   c          Out[M, N]                   row i at c + i*ldc (CCol: column n at c + n*ldc); every element is written
+//   c_map      with `copied`: tensor map of C, rows of N, boxes of 64 x 64, 128-byte swizzle; 16-bit types, not CCol
 //
 // Every peer brings A through shared memory, whose 128 bytes a clock then limit wgmma.sp. Here the weights are laid out once,
 // when the plan is made, in the order of the registers: each warp reads its operand with contiguous 512-byte loads, straight
 // from L2, and only B passes through shared memory (TMA, shared by the thread blocks of a cluster through multicast).
 //
 // Grid: persistent; a cluster of Cluster blocks takes Cluster row tiles of TM rows with the same TN columns, tile after tile.
-// With Splits > 1 it has Splits times as many, each part takes a range of K, part 0 adds up, and there is one tile a cluster.
+// With Splits = 2 it has twice as many, each half takes half of K, then adds up half of the columns, and there is one tile a
+// cluster. With `copied` C leaves through shared memory and the copy engine while the next tile multiplies.
 // Warpgroup 0 issues copies of B, Stages slabs of 64 rows ahead; the other WG warpgroups each multiply 64*MT rows. Weights
 // come in spans of Span slabs: one is multiplied while the next travels. All loads of a warp share one hardware
 // scoreboard, so that waiting for some means waiting for all; hence no load may be younger than the span it waits for.
+#include "spformat/cp_async.cuh"
 #include "spformat/staged_store.cuh"
 #include "spformat/tma.cuh"
+#include "spformat/tma_store.cuh"
 #include "spformat/wgmma.cuh"
 
 using namespace spformat;
@@ -23,28 +27,53 @@ using namespace spformat;
 constexpr int DEPTH = 64;    // columns of A in a slab
 constexpr int RECORD = 288;  // words
 
-__device__ __forceinline__ uint4 stream_16(const u32* p) {
+__device__ __forceinline__ uint4 stream_16(const u32* p, u64 policy) {
     uint4 x;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p));
+    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p), "l"(policy));
     return x;
 }
-__device__ __forceinline__ u32 stream_4(const u32* p) {
+__device__ __forceinline__ u32 stream_4(const u32* p, u64 policy) {
     u32 x;
-    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(x) : "l"(p));
+    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.u32 %0, [%1], %2;" : "=r"(x) : "l"(p), "l"(policy));
     return x;
 }
 
-template <class T, class Out, int WG, int MT, int TN, int Stages, int Span, int Cluster, int Splits, int Group, bool BCol,
-          bool CCol>
+// Two blocks of a cluster share K: each hands over half of its sums and adds what it gets to the half number Keep. `sums`
+// and `peer`: this thread's place in shared memory, and in the other block's; pieces of 16 bytes, Threads apart.
+template <int Keep, int Threads, int MT, int Sums>
+__device__ __forceinline__ void exchange_halves(float (&acc)[MT][Sums], u32 sums, u32 peer) {
+    constexpr int HALF = Sums / 2;
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int i = 0; i < HALF; i += 4) {
+            const float* x = acc[m] + (1 - Keep) * HALF + i;
+            asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(sums + (m * HALF + i) * (Threads * 4)), "f"(x[0]),
+                         "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+        }
+    cluster::sync();
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int i = 0; i < HALF; i += 4) {
+            float* const x = acc[m] + Keep * HALF + i;
+            const float4 other = cluster::load_4(peer + (m * HALF + i) * (Threads * 4));
+            x[0] += other.x, x[1] += other.y, x[2] += other.z, x[3] += other.w;
+        }
+}
+
+template <class T, class Out, int WG, int MT, int TN, int Stages, int Span, int Slots, int Cluster, int Splits, int Group,
+          bool BCol, bool CCol>
 __global__ void __cluster_dims__(Cluster * Splits, 1, 1) __launch_bounds__((WG + 1) * 128, 1)
 spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_constant__ TensorMap b_map,
-                    Out* __restrict__ c, int N, i64 ldc) {
-    constexpr int TM = 64 * MT * WG, SLAB = DEPTH * TN * 2, S = Stages, PANEL = 64;
-    constexpr int SCRATCH = store_m16_scratch<Out, PANEL / 8>;
+                    Out* __restrict__ c, int N, i64 ldc, const __grid_constant__ TensorMap c_map, int copied) {
+    constexpr int TM = 64 * MT * WG, SLAB = DEPTH * TN * 2, S = Stages;
+    constexpr int PANEL = 128 / int(sizeof(Out)) < TN / Splits ? 128 / int(sizeof(Out)) : TN / Splits;  // columns
+    static_assert(store_m16_scratch<Out, PANEL / 8> * 4 <= STORE_SLOT, "both ways to store use the same memory");
     // A block issues 1/Cluster of each slab of B: a range of k of every 64-column panel; BCol: a range of columns.
     constexpr int BOX_Y = (BCol ? TN : DEPTH) / Cluster;
-    static_assert(TN % PANEL == 0 && BOX_Y % 8 == 0, "boxes are whole 8-line groups of the swizzle");
+    static_assert(TN % 64 == 0 && BOX_Y % 8 == 0, "boxes are whole 8-line groups of the swizzle");
     static_assert(S >= 2, "copies must run ahead of the product");
     extern __shared__ __align__(1024) char shared[];
     __shared__ __align__(8) u64 barriers[2 * S];  // full, then empty
@@ -89,7 +118,7 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
                     barrier::wait(empty + 8 * stage, phase ^ 1);
                     barrier::expect(full + 8 * stage, SLAB);
 #pragma unroll
-                    for (int x = 0; x < (BCol ? 1 : TN); x += PANEL) {
+                    for (int x = 0; x < (BCol ? 1 : TN); x += 64) {
                         const u32 to = ring + stage * SLAB + x * (DEPTH * 2) + rank * (BOX_Y * 128);
                         const int first = BCol ? slab * DEPTH : col0 + x;
                         const int line = (BCol ? col0 : slab * DEPTH) + rank * BOX_Y;
@@ -111,7 +140,9 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
         take_registers<WG == 3 ? 160 : 240>();
         const int tiles_m16 = cdiv(M, 32) * 2;
         const int warp_row = (warpgroup - 1) * (64 * MT) + warp % 4 * 16;
-        char* scratch = shared + (ring - shared_address(shared)) + S * SLAB + (warp - 4) * SCRATCH;
+        const u32 slots = ring + S * SLAB + (warpgroup - 1) * (Slots * STORE_SLOT);
+        char* scratch = shared + (slots - shared_address(shared)) + warp % 4 * (STORE_SLOT / 4);
+        const u64 policy = N <= TN ? evict_first() : evict_normal();  // read once, or again for other columns
         const bool c_vector = vector_aligned(c, ldc);
 
         uint4 a[2][Span][MT][2];
@@ -122,9 +153,9 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
             for (int m = 0; m < MT; ++m) {
 #pragma unroll
                 for (int i = 0; i < Span; ++i) {
-                    a[half][i][m][0] = stream_16(from[m] + i * RECORD + lane * 4);
-                    a[half][i][m][1] = stream_16(from[m] + i * RECORD + lane * 4 + 128);
-                    e[half][i][m] = stream_4(from[m] + i * RECORD + lane + 256);
+                    a[half][i][m][0] = stream_16(from[m] + i * RECORD + lane * 4, policy);
+                    a[half][i][m][1] = stream_16(from[m] + i * RECORD + lane * 4 + 128, policy);
+                    e[half][i][m] = stream_4(from[m] + i * RECORD + lane + 256, policy);
                 }
                 from[m] += Span * RECORD;
             }
@@ -189,39 +220,44 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
                 place(unit, row0, col0);
                 start(row0);
             }
+            // `columns` columns from n0 on of row tile m, by ordinary stores.
+            auto store = [&](const float* sums, int m, int columns, int n0) {
+#pragma unroll
+                for (int n = 0; n < columns; n += PANEL)
+                    store_m16<Out, CCol, PANEL / 8>(sums + n / 2, scratch, c, ldc, row + m * 64, col + n0 + n, M, N, c_vector);
+            };
             if constexpr (Splits > 1) {
-                // The stages are free: all copies have landed, and all warps have read them. A slot per thread and value.
-                constexpr int SLOTS = WG * 128;
-                static_assert(SLOTS * MT * TN * 2 <= S * SLAB, "the sums fit into the stages");
-                named_barrier(1, SLOTS);
-                float* sums = reinterpret_cast<float*>(shared + (ring - shared_address(shared))) + threadIdx.x - 128;
-                if (part > 0) {
+                // The stages are free: all copies have landed, and all warps have read them. 16 bytes a thread and piece.
+                constexpr int THREADS = WG * 128, HALF = TN / 4;  // sums of a thread that it keeps, and that it hands over
+                static_assert(Splits == 2 && THREADS * MT * HALF * 4 <= S * SLAB, "the sums fit into the stages");
+                named_barrier(1, THREADS);
+                const u32 sums = ring + (threadIdx.x - 128) * 16, peer = cluster::map(sums, (1 - part) * Cluster + rank);
+                if (part == 0) {
+                    exchange_halves<0, THREADS>(acc, sums, peer);
+#pragma unroll
+                    for (int m = 0; m < MT; ++m) store(acc[m], m, TN / 2, 0);
+                } else {
+                    exchange_halves<1, THREADS>(acc, sums, peer);
+#pragma unroll
+                    for (int m = 0; m < MT; ++m) store(acc[m] + HALF, m, TN / 2, TN / 2);
+                }
+                cluster::sync();  // the peer keeps its sums until here
+            } else {
+                if constexpr (sizeof(Out) == 2 && !CCol) {
+                    static_assert(MT * TN / 64 % Slots == 0, "a tile ends with the last slot");
 #pragma unroll
                     for (int m = 0; m < MT; ++m)
 #pragma unroll
-                        for (int i = 0; i < TN / 2; ++i) sums[(m * (TN / 2) + i) * SLOTS] = acc[m][i];
+                        for (int n = 0; n < TN && copied; n += 64)
+                            store_64x64<Out, Slots>(acc[m] + n / 2, slots + (m * (TN / 64) + n / 64) % Slots * STORE_SLOT, c_map,
+                                                    row - warp % 4 * 16 + m * 64, col + n, warpgroup);
                 }
-                cluster::sync();
-                if (part == 0) {
 #pragma unroll
-                    for (int p = 1; p < Splits; ++p) {
-                        const u32 peer = cluster::map(shared_address(sums), p * Cluster + rank);
-#pragma unroll
-                        for (int m = 0; m < MT; ++m)
-#pragma unroll
-                            for (int i = 0; i < TN / 2; ++i)
-                                acc[m][i] += cluster::load(peer + (m * (TN / 2) + i) * (SLOTS * 4));
-                    }
-                }
-                cluster::sync();  // peers keep their sums until here
-                if (part > 0) break;
+                for (int m = 0; m < MT; ++m)
+                    if (!copied) store(acc[m], m, TN, 0);
             }
-#pragma unroll
-            for (int m = 0; m < MT; ++m)
-#pragma unroll
-                for (int n = 0; n < TN; n += PANEL)
-                    store_m16<Out, CCol, PANEL / 8>(acc[m] + n / 2, scratch, c, ldc, row + m * 64, col + n, M, N, c_vector);
         }
+        if (threadIdx.x % 128 == 0) tma::store_wait_read<0>();
         __syncwarp();
     }
     if constexpr (Cluster * Splits > 1) cluster::sync();  // peers may still copy to, and arrive in, this block's shared memory

@@ -25,6 +25,7 @@ SUM_US = 5.5  # of adding one part of K
 class Tile:
     """Two warpgroups of ``64 * row_tiles`` rows, ``cols`` columns, ``stages`` slabs of B, ``span`` of weights ahead.
 
+    ``slots``: blocks of 64 x 64 sums of a warpgroup that are on their way to C while the next tile is computed.
     ``cluster`` blocks share each slab of B; ``splits`` such groups, in one cluster, share K.
     """
 
@@ -32,6 +33,7 @@ class Tile:
     cols: int
     stages: int
     span: int
+    slots: int
     cluster: int
     splits: int
     group: int
@@ -47,21 +49,22 @@ class Tile:
         """Of a thread block cluster."""
         return self.cluster * self.splits
 
-    def smem(self, out_bytes: int) -> int:
-        """bytes: slabs of B, the epilogue's staging of 16 x 64 values a warp, room to align to 1024."""
-        return self.stages * DEPTH * self.cols * 2 + 4 * WARPGROUPS * 16 * 64 * out_bytes + 1024
+    @property
+    def smem(self) -> int:
+        """bytes: slabs of B, the epilogue's slots, room to align to 1024."""
+        return self.stages * DEPTH * self.cols * 2 + WARPGROUPS * self.slots * 64 * 128 + 1024
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.cols}x{DEPTH} cluster {self.cluster} split {self.splits}"
 
 
 TILES = (
-    Tile(1, 256, 6, 3, 2, 1, 8, 0.49),
-    Tile(2, 128, 8, 2, 2, 1, 4, 0.57),
-    Tile(1, 128, 8, 4, 2, 1, 8, 0.29),
-    Tile(1, 64, 8, 4, 1, 1, 8, 0.235),
-    Tile(1, 128, 8, 4, 1, 2, 8, 0.36),
-    Tile(1, 64, 8, 4, 1, 2, 8, 0.235),
+    Tile(1, 256, 5, 3, 4, 2, 1, 8, 0.48),
+    Tile(1, 128, 8, 4, 2, 2, 1, 8, 0.29),
+    Tile(1, 128, 8, 4, 2, 1, 1, 8, 0.29),
+    Tile(1, 64, 8, 4, 1, 1, 1, 8, 0.235),
+    Tile(1, 128, 8, 4, 2, 1, 2, 8, 0.36),
+    Tile(1, 64, 8, 4, 1, 1, 2, 8, 0.235),
 )
 
 
@@ -107,14 +110,14 @@ class SpmmTwoFourSm90a:
         b_col = p.b_layout == COL
         tile = choose(p.M, p.n, p.K, cupy.cuda.Device(p.device_id).attributes["MultiProcessorCount"])
         item = VALUE_TYPES[p.b_dtype].numpy.itemsize
-        smem = tile.smem(VALUE_TYPES[p.out_dtype].numpy.itemsize)
+        smem = tile.smem
         threads = 128 * (WARPGROUPS + 1)
         function = jit.load(SOURCE, _instance(tile, p), ARCH, p.device_id, smem)
         weights = TwoFourRecords().of(a, p)
         if a.meta_order not in KERNEL_ORDERS:
             a = a.with_meta_order("ldmatrix")
         data, meta, order = a.data, a.meta, a.meta_order  # not a: plans must not keep the matrix alive
-        signature = ("P", "i", "i", tensor_map.TensorMap, "P", "i", "q")
+        signature = ("P", "i", "i", tensor_map.TensorMap, "P", "i", "q", tensor_map.TensorMap, "i")
         with cupy.cuda.Device(p.device_id):
             resident = max_clusters(function, tile.blocks, threads, smem)
         launch = Launch(function, signature, (weights, p.M, p.K), threads, smem)
@@ -126,6 +129,13 @@ class SpmmTwoFourSm90a:
             extents = (p.K, n) if b_col else (n, p.K)
             return tensor_map.tiled(b, p.b_dtype, extents, (ldb,), box, 128)
 
+        out_item = VALUE_TYPES[p.out_dtype].numpy.itemsize
+        copied = tile.splits == 1 and out_item == 2 and p.out_layout != COL
+
+        @functools.lru_cache(maxsize=16)
+        def map_of_c(c: int, n: int, ldc: int) -> tensor_map.TensorMap:
+            return tensor_map.tiled(c, p.out_dtype, (n, p.M), (ldc,), (64, 64), 128)
+
         @functools.lru_cache(maxsize=1)
         def unaligned() -> Callable[[Operands], None]:
             return launcher(data, meta, order, p)[0]
@@ -135,7 +145,9 @@ class SpmmTwoFourSm90a:
                 return unaligned()(o)
             clusters = cluster_rows * ceil_div(o.n, tile.cols)
             grid = (clusters if tile.splits > 1 else min(clusters, resident)) * tile.blocks
-            launch((grid, 1, 1), o.stream, map_of(o.b, o.n, o.ldb), o.c, o.n, o.ldc)
+            b_map, by_copy = map_of(o.b, o.n, o.ldb), copied and tensor_map.aligned(o.c, o.ldc, out_item)
+            c_map = map_of_c(o.c, o.n, o.ldc) if by_copy else b_map  # any: it is not looked at
+            launch((grid, 1, 1), o.stream, b_map, o.c, o.n, o.ldc, c_map, int(by_copy))
 
         return device_plan(self.name, p, run, str(tile), int(weights.nbytes))
 
@@ -147,6 +159,7 @@ def _instance(tile: Tile, p: Problem) -> str:
         tile.cols,
         tile.stages,
         tile.span,
+        tile.slots,
         tile.cluster,
         tile.splits,
         tile.group,

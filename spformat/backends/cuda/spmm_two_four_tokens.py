@@ -1,49 +1,83 @@
-"""SpMM on 2:4 weights for N <= 64: streams the weights once, splits K; sm_80 up.  Kernel: spmm_two_four_tokens.cu."""
+"""SpMM on 2:4 weights for N <= 64: streams the weights once; sm_80 up.  Kernel: spmm_two_four_tokens.cu."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import functools
+from dataclasses import dataclass
 from typing import Any
 
+from ...arrays import ceil_div
 from ...dtypes import VALUE_TYPES
 from ...problem import COL, Plan, Problem
 from . import jit
 from .launch import Launch, Operands, device_plan
 from .spmm_two_four import DEPTH, c_type, mma_reasons
-from .two_four_records import TwoFourRecords
+from .two_four_records import WORDS, TwoFourRecords
 
 MAX_COLS = 64
 CLUSTER_SM = 90  # thread block clusters add up the splits from here on
+RESERVED = 1024  # bytes of shared memory that the driver keeps for itself in a block
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A block computes 16 * ``row_tiles`` * ``warps`` rows; ``stages`` stages of ``step`` slabs of 64 columns."""
+    """A block computes 16 * ``row_tiles`` rows; each warp has a ring of ``slots`` slabs of 64 columns of its own.
+
+    ``blocks`` of them run on a multiprocessor at once; ``splits`` share the slabs of the same rows.
+    """
 
     row_tiles: int
+    column_tiles: int
     warps: int
-    step: int
-    stages: int
+    slots: int
+    blocks: int
+    splits: int
 
     @property
     def rows(self) -> int:
-        return 16 * self.row_tiles * self.warps
+        return 16 * self.row_tiles
 
-    def smem(self, column_tiles: int) -> int:
-        """bytes: per slab 1152 of weights for 16 rows and 128 for each column of B."""
-        return self.stages * self.step * (self.warps * self.row_tiles * 1152 + column_tiles * 8 * DEPTH * 2)
+    @property
+    def cols(self) -> int:
+        return 8 * self.column_tiles
+
+    @property
+    def smem(self) -> int:
+        return self.warps * self.slots * slot_bytes(self.row_tiles, self.column_tiles)
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.cols}x{DEPTH} split {self.splits}"
 
 
-TILES = {1: Tile(2, 4, 2, 4), 2: Tile(2, 4, 2, 4), 4: Tile(2, 8, 1, 4), 8: Tile(2, 8, 1, 4)}
-"""By number of 8-column tiles."""
+def slot_bytes(row_tiles: int, column_tiles: int) -> int:
+    """bytes of a slab: weights of 16 rows each, and B."""
+    return row_tiles * WORDS * 4 + column_tiles * 8 * DEPTH * 2
 
 
 def splits(tiles: int, K: int, sms: int) -> int:
-    """Ranges that K is cut into: the fewest that give most multiprocessors a block; at least 4 slabs in a range."""
-    slabs, count = -(-K // DEPTH), 1
-    while count < 8 and tiles * count * 10 < sms * 9 and slabs >= 8 * count:
+    """Ranges that K is cut into: the fewest that give most multiprocessors a block; at least 16 slabs in a range."""
+    slabs, count = ceil_div(K, DEPTH), 1
+    while count < 8 and tiles * count * 4 < sms * 3 and slabs >= 32 * count:
         count *= 2
     return count
+
+
+def choose(M: int, n: int, K: int, sms: int, smem: int) -> Tile:
+    """Rows such that one round of blocks covers C, or, where that takes too many, two blocks a multiprocessor.
+
+    ``smem``: bytes a block may have. The weights decide the time; a block keeps as many of them under way as fit.
+    """
+    column_tiles = max(1, min(n, MAX_COLS) // 8)
+    tiles, most = max(1, ceil_div(M, 16)), 8 if column_tiles < 8 else 4
+    rounds = ceil_div(tiles, sms * most)
+    row_tiles = ceil_div(tiles, sms * rounds)
+    blocks = min(rounds, 2)
+    warps = 8 if row_tiles <= 3 else 4
+    room = smem if blocks == 1 else (smem + RESERVED) // 2 - RESERVED
+    slots = min(room // (warps * slot_bytes(row_tiles, column_tiles)), 8)
+    if slots < 2:
+        return Tile(row_tiles, column_tiles, warps // 2, 2, 1, splits(ceil_div(tiles, row_tiles), K, sms))
+    return Tile(row_tiles, column_tiles, warps, slots, blocks, splits(ceil_div(tiles, row_tiles), K, sms))
 
 
 def _column_bytes(layout: str, dtype: str, ld: int) -> int:
@@ -69,47 +103,60 @@ class SpmmTwoFourTokens:
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
+        p = Problem("two-four", (), 1, 1, 0, 0, "bfloat16", "bfloat16", "bfloat16")
+        wide = Problem("two-four", (), 1, 1, 0, 0, "float16", "float16", "float32", COL, COL)
         return (
-            "spmm_two_four_tokens<__nv_bfloat16, __nv_bfloat16, 2, 2, 4, 2, 4, 8, false, false, false>",
-            "spmm_two_four_tokens<__half, float, 2, 8, 8, 1, 4, 2, false, true, true>",
-            "spmm_two_four_tokens<__half, __half, 2, 1, 4, 2, 4, 1, false, true, false>",
+            _instance(Tile(2, 2, 8, 6, 1, 1), p, False, False),
+            _instance(Tile(7, 8, 4, 2, 1, 2), wide, False, True),
+            _instance(Tile(1, 1, 8, 8, 1, 4), p, True, False),
         )
 
     def plan(self, a: Any, p: Problem) -> Plan:
         import cupy
 
         weights = TwoFourRecords().of(a, p)
-        column_tiles = max(1, min(p.n, MAX_COLS) // 8)
-        tile, cols = TILES[column_tiles], column_tiles * 8
-        tiles = -(-p.M // tile.rows)
         limits = cupy.cuda.Device(p.device_id).attributes
-        while tile.smem(column_tiles) > limits["MaxSharedMemoryPerBlockOptin"]:
-            tile = replace(tile, stages=tile.stages - 1)
-        parts = splits(tiles, p.K, limits["MultiProcessorCount"])
-        cluster = (p.sm or 0) >= CLUSTER_SM
-        smem = tile.smem(column_tiles)
-        flags = ", ".join(str(f).lower() for f in (cluster, p.b_layout == COL, p.out_layout == COL))
-        shape = f"{tile.row_tiles}, {column_tiles}, {tile.warps}, {tile.step}, {tile.stages}, {parts}"
-        instance = f"spmm_two_four_tokens<{c_type(p.a_dtype)}, {c_type(p.out_dtype)}, {shape}, {flags}>"
-        function = jit.load("spmm_two_four_tokens.cu", instance, jit.architecture(p.sm or 80, ()), p.device_id, smem)
-        launch = Launch(function, "PiiPPiqqPP", (weights, p.M, p.K), tile.warps * 32, smem)
-        shared = parts > 1 and not cluster
+        tile = choose(p.M, p.n, p.K, limits["MultiProcessorCount"], limits["MaxSharedMemoryPerBlockOptin"])
+        tiles, cols, size = ceil_div(p.M, tile.rows), tile.cols, VALUE_TYPES[p.b_dtype].numpy.itemsize
+        cluster = (p.sm or 0) >= CLUSTER_SM and tile.splits > 1
+
+        @functools.lru_cache(maxsize=2)
+        def variant(b_col: bool) -> Launch:
+            instance = _instance(tile, p, cluster, b_col)
+            arch = jit.architecture(p.sm or 80, ())
+            function = jit.load("spmm_two_four_tokens.cu", instance, arch, p.device_id, tile.smem)
+            return Launch(function, "PiiPPiqqPP", (weights, p.M, p.K), tile.warps * 32, tile.smem)
+
+        b_col = p.b_layout == COL
+        variant(b_col)  # compiled with the plan; the other at the first call that needs it
+        shared = tile.splits > 1 and not cluster
         workspaces: dict[int, tuple[Any, Any]] = {}  # per stream: launches of one stream follow each other
 
         def workspace(stream: int) -> tuple[Any, Any]:
             if stream not in workspaces:
                 workspaces[stream] = (
-                    cupy.empty(tiles * parts * tile.rows * cols, "float32"),
+                    cupy.empty(tiles * tile.splits * tile.rows * cols, "float32"),
                     cupy.zeros(tiles, "uint32"),
                 )
             return workspaces[stream]
 
         def run(o: Operands) -> None:
             partials, counters = (x.data.ptr for x in workspace(o.stream)) if shared else (0, 0)
+            if o.n == 1 and (b_col or o.ldb == 1):  # a vector: contiguous along K in both layouts
+                variant(True)((tiles, tile.splits, 1), o.stream, o.b, o.c, 1, 16 // size, o.ldc, partials, counters)
+                return
+            launch = variant(b_col)
             for first in range(0, o.n, cols):
                 b = o.b + first * _column_bytes(p.b_layout, p.b_dtype, o.ldb)
                 c = o.c + first * _column_bytes(p.out_layout, p.out_dtype, o.ldc)
-                launch((tiles, parts, 1), o.stream, b, c, min(cols, o.n - first), o.ldb, o.ldc, partials, counters)
+                n = min(cols, o.n - first)
+                launch((tiles, tile.splits, 1), o.stream, b, c, n, o.ldb, o.ldc, partials, counters)
 
-        owned = int(weights.nbytes) + (tiles * parts * tile.rows * cols * 4 + tiles * 4 if shared else 0)
-        return device_plan(self.name, p, run, f"{tile.rows}x{cols}x{DEPTH} split {parts}", owned)
+        owned = int(weights.nbytes) + (tiles * (tile.splits * tile.rows * cols * 4 + 4) if shared else 0)
+        return device_plan(self.name, p, run, str(tile), owned)
+
+
+def _instance(tile: Tile, p: Problem, cluster: bool, b_col: bool) -> str:
+    flags = ", ".join(str(f).lower() for f in (cluster, b_col, p.out_layout == COL))
+    shape = f"{tile.row_tiles}, {tile.column_tiles}, {tile.warps}, {tile.slots}, {tile.blocks}, {tile.splits}"
+    return f"spmm_two_four_tokens<{c_type(p.a_dtype)}, {c_type(p.out_dtype)}, {shape}, {flags}>"

@@ -4,12 +4,29 @@
 
 namespace spformat {
 
+// How L2 keeps what a load brings. What is read once should make room for itself instead of evicting what others wrote.
+__device__ __forceinline__ u64 evict_normal() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+__device__ __forceinline__ u64 evict_first() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
 // 16 bytes, both addresses aligned to 16; bytes beyond `valid` (0 .. 16) are written as zero and not read from global.
 __device__ __forceinline__ void cp_async_16(u32 shared, const void* global, u32 valid) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid) : "memory");
 }
 __device__ __forceinline__ void cp_async_16(u32 shared, const void* global) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+// The same under an L2 policy.
+__device__ __forceinline__ void cp_async_16_policy(u32 shared, const void* global, u64 policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "l"(policy)
+                 : "memory");
 }
 // The same where `wanted`, else nothing: a predicated instruction, so that unrolled code stays one basic block.
 __device__ __forceinline__ void cp_async_16_if(bool wanted, u32 shared, const void* global, u32 valid) {
