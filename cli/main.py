@@ -48,6 +48,8 @@ for verb in (inspect, plan, convert, merge, validate, diff, explain, bench, form
 def main() -> None:
     """Entry point: typed errors end with their exit code and no traceback (SPFORMAT_DEBUG=1 shows it)."""
     gc.set_threshold(100_000, 50, 100)  # a command is short: collecting while libraries load finds nothing
+    if sys.stdout is None:  # closed by the caller: no answer could be given, so nothing is begun
+        sys.exit(_code_of(OSError(9, "stdout is closed")))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, lambda *_: sys.exit(129))

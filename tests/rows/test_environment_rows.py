@@ -100,7 +100,7 @@ def test_F29_a_file_system_that_cannot(source: Path, monkeypatch: pytest.MonkeyP
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl if step == "flock" else os, step, fail)
-    with unharmed(source.parent):
+    with unharmed(source.parent, but="folder"):  # an empty lock file may stay
         answer = command("convert", source, source.parent / "folder", "--to", "csr")
     if step == "flock":  # without locks nobody can know who else writes into a folder
         assert (answer.code, "cannot lock the folder" in answer.err) == (74, True)
