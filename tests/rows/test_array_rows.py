@@ -51,7 +51,7 @@ for f in FORMATS:
     for d in f.declared_arrays():
         if d.kind in ("INDEX", "POS", "int16", "uint16"):
             natural = {"INDEX": "int32", "POS": "uint8"}.get(d.kind, d.kind)
-            for other in {"float32", "int8", "uint64", "bool", "int64", "int16"} - {natural}:
+            for other in sorted({"float32", "int8", "uint64", "bool", "int64", "int16"} - {natural}):
                 if d.bound == "nnz-1" and other == "int64":
                     continue  # a bound that no length fixes leaves both index types open
                 row = "A34" if d.name == "meta" else "A01"
