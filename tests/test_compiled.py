@@ -158,7 +158,8 @@ def test_only_large_host_arrays_are_worth_it(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_numba_that_does_not_import_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, compiled._LOOPS, raising=False)
+    for name in (compiled._LOOPS, "spformat.formats.numba_cache"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "numba", None)  # import numba raises ImportError
     compiled._usable.cache_clear()
     try:

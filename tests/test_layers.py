@@ -37,9 +37,7 @@ HOMES = {
     "cupy": ("spformat/arrays.py", "spformat/backends/vendor.py", "spformat/backends/cuda/", "cli/env.py"),
     "numba": (
         "spformat/backends/cpu/",
-        "spformat/formats/compiled_loops.py",
-        "spformat/formats/census_loops.py",
-        "spformat/formats/block_loops.py",
+        "spformat/formats/numba_cache.py",
     ),
     "torch": ("spformat/formats/exchange.py", "spformat/interop/torch_semi_structured.py", "spformat/contenders.py"),
     "nvmath": ("spformat/backends/vendor.py",),
@@ -58,8 +56,9 @@ ENVIRONMENT = ("spformat/dispatch.py", "spformat/backends/cuda/jit.py", "spforma
 FORMAT_IMPORTS = {
     "dbsr": {"bsr"},
     "exchange": {"bsr", "dense"},
-    "census_loops": {"compiled_loops"},
-    "block_loops": {"compiled_loops"},
+    "compiled_loops": {"numba_cache"},
+    "census_loops": {"numba_cache"},
+    "block_loops": {"numba_cache"},
 }
 """What a file of formats/ may import beside base, declare, compiled and the hub (csr)."""
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from .compiled_loops import _compiled
+from .numba_cache import compiled
 
 Array = Any
 
 
-@_compiled
+@compiled
 def rows_together(x: Array, zero: Any, first: int, height: int, some: Array) -> None:
     """some[j] = the OR of the magnitudes of column j in rows first .. first+height-1 of x."""
     some[:] = 0
@@ -25,7 +25,7 @@ def rows_together(x: Array, zero: Any, first: int, height: int, some: Array) -> 
             some[j] |= row[j] & zero
 
 
-@_compiled
+@compiled
 def block_flags(lo: int, hi: int, x: Array, zero: Any, R: int, C: int, held: Array) -> None:
     """held uint8[Mb, Kb] = whether a block R x C of x [M, K] has a nonzero."""
     some = np.zeros(held.shape[1] * C, x.dtype)
@@ -38,7 +38,7 @@ def block_flags(lo: int, hi: int, x: Array, zero: Any, R: int, C: int, held: Arr
             held[b, k] = any_of != 0
 
 
-@_compiled
+@compiled
 def block_items(
     lo: int, hi: int, x: Array, zero: Any, R: int, C: int, held: Array, indptr: Array, indices: Array, data: Array
 ) -> None:
@@ -61,7 +61,7 @@ def block_items(
             n += 1
 
 
-@_compiled
+@compiled
 def vector_counts(lo: int, hi: int, x: Array, zero: Any, t: int, counts: Array) -> None:
     """counts[q] = columns with a nonzero in tile q of t rows of x [M, K]."""
     some = np.zeros(x.shape[1], x.dtype)
@@ -73,7 +73,7 @@ def vector_counts(lo: int, hi: int, x: Array, zero: Any, t: int, counts: Array) 
         counts[q] = n
 
 
-@_compiled
+@compiled
 def vector_items(
     lo: int, hi: int, x: Array, zero: Any, t: int, g: int, pad: int, indptr: Array, indices: Array, data: Array
 ) -> None:
@@ -100,7 +100,7 @@ def vector_items(
                     out[s] = value * ((value & zero) != 0)
 
 
-@_compiled
+@compiled
 def vector_scatter(lo: int, hi: int, indptr: Array, indices: Array, data: Array, t: int, out: Array) -> None:
     """Vectors of tiles into zeroed rows; ``data`` holds +0 where nothing is, so whole vectors may be written."""
     M = out.shape[0]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .compiled_loops import _compiled
+from .numba_cache import compiled
 
 Array = Any
 
@@ -33,7 +33,7 @@ _EACH4, _TOP8, _TOP16, _TOP32 = (
 _FLAGS_TO_BITS, _56 = np.uint64(0x0102040810204080), np.uint64(56)
 
 
-@_compiled
+@compiled
 def pack_fours(lo: int, hi: int, x: Array, words: Array) -> Any:
     """words uint64[rows, ceil(K/64)] of rows lo .. hi-1 of 16-bit values x uint64[M, K/4]; how many are -0.0."""
     groups, negative = x.shape[1], np.int64(0)
@@ -57,7 +57,7 @@ def pack_fours(lo: int, hi: int, x: Array, words: Array) -> Any:
     return negative
 
 
-@_compiled
+@compiled
 def pack_any(lo: int, hi: int, x: Array, zero: Any, words: Array) -> Any:
     """As ``pack_fours`` for values of any width, x [M, K]."""
     K, negative = x.shape[1], np.int64(0)
@@ -74,14 +74,14 @@ def pack_any(lo: int, hi: int, x: Array, zero: Any, words: Array) -> Any:
     return negative
 
 
-@_compiled
+@compiled
 def merge(row: Array, into: Array) -> None:
     """into |= row."""
     for w in range(row.size):
         into[w] |= row[w]
 
 
-@_compiled
+@compiled
 def ones(row: Array) -> Any:
     """Bits set."""
     total = _0
@@ -93,7 +93,7 @@ def ones(row: Array) -> Any:
     return np.int64(total)
 
 
-@_compiled
+@compiled
 def windows(row: Array, most: Array) -> Any:
     """(bits set, groups of four with more than two), and the fullest windows so far in ``most`` uint64[7, W]."""
     total, bad = _0, _0
@@ -125,7 +125,7 @@ def windows(row: Array, most: Array) -> Any:
     return np.int64(total), np.int64(bad)
 
 
-@_compiled
+@compiled
 def blocks(row: Array, kind: int, found: Array) -> None:
     """Count the nonempty fields of 16 (kind 0), 32 (1) or 64 (2) bits as blocks, and the row if there is one."""
     total: Any = 0
@@ -141,7 +141,7 @@ def blocks(row: Array, kind: int, found: Array) -> None:
     found[BLOCK_ROWS + kind] += total > 0
 
 
-@_compiled
+@compiled
 def census(words: Array, lengths: Array, found: Array) -> None:
     """Counts of a strip uint64[rows <= 256, W]: lengths[rows] of its rows, and ``found``, zeros before."""
     rows, W = words.shape

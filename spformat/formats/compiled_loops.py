@@ -8,28 +8,19 @@ meet signed numbers: numba turns uint64 with int64 into float64.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import numba
 import numpy as np
 
+from .numba_cache import compiled
+
 Array = Any
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _compiled(f: F) -> F:
-    """numba without the GIL, cached on disk where there is a place to write."""
-    try:
-        return cast(F, numba.njit(nogil=True, cache=True, error_model="numpy")(f))
-    except RuntimeError:  # "cannot cache function: no locator available"
-        return cast(F, numba.njit(nogil=True, error_model="numpy")(f))
 
 
 # ------------------------------------------------------------------ rows of items: csr and bitmask
 
 
-@_compiled
+@compiled
 def count(lo: int, hi: int, x: Array, zero: Any, counts: Array) -> None:
     """counts[i] = nonzeros of row i."""
     for i in range(lo, hi):
@@ -46,7 +37,7 @@ _1, _2, _3, _4, _15, _16, _32, _48, _63 = (np.uint64(n) for n in (1, 2, 3, 4, 15
 _ONES = np.uint64(0xFFFF)
 
 
-@_compiled
+@compiled
 def count_fours(lo: int, hi: int, x: Array, counts: Array, negative: Array) -> None:
     """As ``count`` for 16-bit values x uint64[M, K/4]; negative[i] = elements of row i that are -0.0."""
     for i in range(lo, hi):
@@ -62,7 +53,7 @@ def count_fours(lo: int, hi: int, x: Array, counts: Array, negative: Array) -> N
             negative[i] += np.int64((bare & _ONES) + (bare >> _16 & _ONES) + (bare >> _32 & _ONES) + (bare >> _48))
 
 
-@_compiled
+@compiled
 def csr_items(lo: int, hi: int, x: Array, zero: Any, indptr: Array, indices: Array, data: Array) -> None:
     """Columns and values of the nonzeros, at indptr[i] of each row."""
     K = x.shape[1]
@@ -77,7 +68,7 @@ def csr_items(lo: int, hi: int, x: Array, zero: Any, indptr: Array, indices: Arr
         data[indptr[i] : indptr[i] + n] = values[:n]
 
 
-@_compiled
+@compiled
 def csr_scatter(lo: int, hi: int, indptr: Array, indices: Array, data: Array, out: Array) -> None:
     """Items into zeroed rows."""
     for i in range(lo, hi):
@@ -90,7 +81,7 @@ _FLAGS_TO_BITS, _56 = np.uint64(0x0102040810204080), np.uint64(56)
 """Eight bytes of 0 or 1, the first lowest, times this: their bits side by side in the highest byte."""
 
 
-@_compiled
+@compiled
 def bitmask_items(lo: int, hi: int, x: Array, zero: Any, indptr: Array, bitmask: Array, data: Array) -> None:
     """Set bits and values of the nonzeros."""
     K, wide = x.shape[1], bitmask.shape[1]
@@ -112,7 +103,7 @@ _BITS_TO_FLAGS = np.unpackbits(np.arange(256, dtype=np.uint8), bitorder="little"
 """Eight bytes of 0 or 1 for each byte of bits."""
 
 
-@_compiled
+@compiled
 def bitmask_scatter(lo: int, hi: int, indptr: Array, bitmask: Array, data: Array, out: Array) -> None:
     """Rows from their set bits and values."""
     K, wide = out.shape[1], bitmask.shape[1]
@@ -135,7 +126,7 @@ def bitmask_scatter(lo: int, hi: int, indptr: Array, bitmask: Array, data: Array
 _30, _45 = np.uint64(30), np.uint64(45)
 
 
-@_compiled
+@compiled
 def two_four_refusals(i: int, row: Array, groups: int, refused: Array) -> None:
     """Count the groups of row i with more than two nonzeros into ``refused``."""
     for g in range(row.size):
@@ -147,7 +138,7 @@ def two_four_refusals(i: int, row: Array, groups: int, refused: Array) -> None:
             refused[0] += 1
 
 
-@_compiled
+@compiled
 def two_four_encode(
     lo: int, hi: int, x: Array, nibbles: Any, row_offset: Array, shift: int, outer: int, inner: int, data: Array,
     meta: Array, refused: Array,
@@ -180,7 +171,7 @@ def two_four_encode(
                 meta[base + q * outer + r * inner] = word
 
 
-@_compiled
+@compiled
 def two_four_prune(
     lo: int, hi: int, x: Array, infinite: int, row_offset: Array, shift: int, outer: int, inner: int, data: Array,
     meta: Array, refused: Array,
@@ -215,7 +206,7 @@ def two_four_prune(
             meta[row_offset[i] + (q >> shift) * outer + (q & low) * inner] = word
 
 
-@_compiled
+@compiled
 def two_four_decode(
     lo: int, hi: int, data: Array, meta: Array, row_offset: Array, shift: int, outer: int, inner: int, out: Array
 ) -> None:
@@ -241,7 +232,7 @@ STRIP = 128
 """Columns of a row group copied together, because rows of x that lie a power of two apart share sets of the cache."""
 
 
-@_compiled
+@compiled
 def vector_nm_positions(
     lo: int, hi: int, x: Array, zero: Any, n: int, m: int, length: int, indices: Array, refused: Array
 ) -> None:
@@ -275,7 +266,7 @@ def vector_nm_positions(
                     u += 1
 
 
-@_compiled
+@compiled
 def vector_nm_gather(
     lo: int, hi: int, x: Array, zero: Any, n: int, m: int, length: int, indices: Array, data: Array
 ) -> None:
@@ -300,7 +291,7 @@ def vector_nm_gather(
                     target[r] = value * np.uint64((value & zero) != 0)
 
 
-@_compiled
+@compiled
 def vector_nm_scatter(
     lo: int, hi: int, indices: Array, data: Array, zero: Any, n: int, m: int, length: int, out: Array
 ) -> None:

@@ -1,0 +1,45 @@
+"""Compiled loops kept on disk by numba, with a cache that mends itself: a file that cannot be read is no file."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar, cast
+
+import numba
+from numba.core import caching
+
+F = TypeVar("F", bound=Callable[..., Any])
+FunctionCache: Any = caching.FunctionCache  # numba has type hints for little
+
+_UNREADABLE = (
+    pickle.UnpicklingError, EOFError, OSError, ValueError, TypeError, LookupError, AttributeError, ImportError,
+    ArithmeticError, MemoryError, RuntimeError, struct.error,
+)  # fmt: skip
+"""What unpickling damaged bytes raises, and what LLVM raises for a damaged object."""
+
+
+class _Cache(FunctionCache):  # type: ignore[misc]
+    """numba reads its files without looking at them: a crash or a full disk would end every later run."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except _UNREADABLE:
+            with suppress(OSError):  # a folder one may only read: compile, and keep nothing
+                self.flush()
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        with suppress(*_UNREADABLE):  # the code is compiled; not keeping it costs time only
+            super().save_overload(sig, data)
+
+
+def compiled(f: F) -> F:
+    """numba without the GIL, cached on disk where there is a place to write."""
+    dispatcher: Any = numba.njit(nogil=True, error_model="numpy")(f)
+    with suppress(RuntimeError):  # "cannot cache function: no locator available"
+        dispatcher._cache = _Cache(f)
+    return cast(F, dispatcher)
