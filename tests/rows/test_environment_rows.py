@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -170,14 +171,14 @@ def test_F32_identity_is_content_never_time(source: Path) -> None:
 def test_F33_a_poor_environment(source: Path) -> None:
     out = source.parent / "out.safetensors"
     bare = 'cd / && env -i PATH="$PATH" PYTHONPATH="$PYTHONPATH" '
-    program = 'python -c "from spformat_cli.main import main; main()" convert "$1" "$2" --to csr --force'
+    program = '-c "from spformat_cli.main import main; main()" convert "$1" "$2" --to csr --force'
     read_only = source.parent / "home"
     read_only.mkdir(mode=0o555)
     for setting in (
         "LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 HOME=/nowhere TMPDIR=/nowhere",
         f"HOME={read_only} TMPDIR={read_only} XDG_CACHE_HOME={read_only} TERM=dumb",
     ):
-        done = shell(bare + setting + " " + program, source, out)
+        done = shell(f"{bare}{setting} '{sys.executable}' {program}", source, out)
         assert done.returncode == 0, (setting, done.stderr)
         assert np.array_equal(sf.load(out)["w"].to_dense(), weights()["w"])
 
