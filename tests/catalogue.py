@@ -225,3 +225,13 @@ def small_file(folder: Path, fmt: str, **params: Any) -> Path:
     path = folder / "x.safetensors"
     sf.save(path, {"w": sf.by_name(fmt).from_dense(small(), **(params or PARAMS.get(fmt, {})))}, overwrite=True)
     return path
+
+
+def made(fmt: Any, dtype: str = "float16") -> Any:
+    """The small matrix of the rows in ``fmt``."""
+    return fmt.from_dense(small(dtype), **PARAMS.get(fmt.name, {}))
+
+
+def operand(n: int = 16) -> Any:
+    """A B of ``n`` columns for it."""
+    return np.random.default_rng(n).integers(-3, 4, (12, n)).astype(np.float16)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from catalogue import PARAMS, command, python, refused, small, small_file, unharmed
+from catalogue import command, made, operand, python, refused, small_file, unharmed
 from hostile import change, rewrite
 from rows.test_array_rows import CASES
 
@@ -25,22 +25,6 @@ from spformat.formats import FORMATS
 from spformat.problem import Problem, tile_class
 
 SPARSE = [f for f in FORMATS if f is not sf.Dense]
-
-
-def made(fmt: Any, dtype: str = "float16") -> Any:
-    return fmt.from_dense(small(dtype), **PARAMS.get(fmt.name, {}))
-
-
-def operand(n: int = 16) -> Any:
-    return np.random.default_rng(n).integers(-3, 4, (12, n)).astype(np.float16)
-
-
-@pytest.fixture
-def cp() -> Any:
-    import cupy
-
-    yield cupy
-    assert float(cupy.ones(1).sum()) == 1  # the context is alive after whatever the row did
 
 
 # --- where there is no GPU, or not the right one

@@ -8,27 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from catalogue import PARAMS, small, small_file, unharmed
+from catalogue import PARAMS, made, operand, small, small_file, unharmed
 from hostile import change, rewrite
 
 import spformat as sf
 from spformat.formats import FORMATS
-
-
-def made(fmt: Any, dtype: str = "float16") -> Any:
-    return fmt.from_dense(small(dtype), **PARAMS.get(fmt.name, {}))
-
-
-def operand(n: int = 16) -> Any:
-    return np.random.default_rng(n).integers(-3, 4, (12, n)).astype(np.float16)
-
-
-@pytest.fixture
-def cp() -> Any:
-    import cupy
-
-    yield cupy
-    assert float(cupy.ones(1).sum()) == 1  # the context is alive after whatever the row did
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
