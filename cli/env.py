@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from importlib import metadata
 from typing import Any
 
 from .options import Json
@@ -36,6 +35,8 @@ def run(as_json: Json = False) -> None:
 
 def collect() -> dict[str, Any]:
     """The report as a dict."""
+    from importlib import metadata
+
     from spformat import backends, limits
 
     versions = {}

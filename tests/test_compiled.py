@@ -186,6 +186,19 @@ def test_importing_spformat_does_not_import_numba() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def test_compiled_code_starts_without_scipy_linalg_and_leaves_numba_whole() -> None:
+    """A third of numba's start is a look for scipy's BLAS, which our loops have no use for; np.dot still finds it."""
+    script = (
+        "import sys, numpy as np, numba, spformat as sf\n"
+        "x = np.zeros((1024, 4096)); sf.formats.compiled._warm_up()\n"
+        "sf.convert(x, 'bitmask'); assert 'scipy.linalg' not in sys.modules, 'scipy.linalg is imported'\n"
+        "dot = numba.njit(lambda a, b: np.dot(a, b))\n"
+        "assert dot(np.eye(3), np.eye(3)).trace() == 3 and 'scipy.linalg' in sys.modules\n"
+    )
+    pytest.importorskip("numba")
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_two_four_pruned(order: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, EntryPoints
@@ -186,7 +187,7 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         EntryPoint("doubled", "doubled_plugin:DoubledBackend", group),
         EntryPoint("broken", "no_such_module:BACKEND", group),
     ])  # fmt: skip
-    monkeypatch.setattr(backends, "entry_points", lambda *, group: found)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: found)
     backends.third_party.cache_clear()
     backends.get.cache_clear()
     yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from importlib.metadata import entry_points
+from typing import Any
 
 from ..errors import UsageError
 from .base import Backend
@@ -24,10 +24,16 @@ DEVICE_ORDER = ("cuda", "vendor", "*")
 """Who is asked first for operands on the host and on a device; "*" stands for third-party backends."""
 
 
+def _entry_points() -> Any:
+    from importlib.metadata import entry_points  # brings the email package: not for importing spformat
+
+    return entry_points(group=ENTRY_POINT_GROUP)
+
+
 @functools.cache
 def third_party() -> tuple[str, ...]:
     """Names of installed backends that are not ours, sorted. Nothing of them is imported yet."""
-    names = {e.name for e in entry_points(group=ENTRY_POINT_GROUP)}
+    names = {e.name for e in _entry_points()}
     return tuple(sorted(names - set(KNOWN)))
 
 
@@ -49,7 +55,7 @@ def get(name: str) -> Backend:
     if name in KNOWN:
         backend: Backend = importlib.import_module(KNOWN[name]).BACKEND
         return backend
-    for e in entry_points(group=ENTRY_POINT_GROUP):
+    for e in _entry_points():
         if e.name == name:
             loaded = e.load()
             plugin: Backend = loaded() if isinstance(loaded, type) else getattr(loaded, "BACKEND", loaded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import struct
 from collections.abc import Callable
@@ -35,6 +36,21 @@ class _Cache(FunctionCache):  # type: ignore[misc]
     def save_overload(self, sig: Any, data: Any) -> None:
         with suppress(*_UNREADABLE):  # the code is compiled; not keeping it costs time only
             super().save_overload(sig, data)
+
+
+def _without_scipy_linalg() -> None:
+    """Import what numba will want at its first call, without its look for BLAS: that imports scipy.linalg, a third of
+    the time of the first call. scipy is there, so the answer is yes; whoever multiplies in numba is asked again."""
+    linalg: Any = importlib.import_module("numba.np.linalg")
+    ensure_blas = linalg.ensure_blas
+    linalg.ensure_blas = lambda: None
+    try:
+        importlib.import_module("numba.np.arraymath")
+    finally:
+        linalg.ensure_blas = ensure_blas
+
+
+_without_scipy_linalg()
 
 
 def compiled(f: F) -> F:

@@ -10,6 +10,7 @@ permutations of the same words; values lie row-major in every order.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
@@ -40,6 +41,7 @@ LEGAL = np.isin(np.arange(16), (0x4, 0x8, 0x9, 0xC, 0xD, 0xE))
 """The nibbles with i0 < i1: the only ones PTX defines for ordered metadata."""
 
 
+@functools.cache
 def _word_tables() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """(bool[65536]: all four nibbles of a word are legal; uint16[65536]; uint16[256]) for checks a word at a time.
 
@@ -55,8 +57,6 @@ def _word_tables() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarr
     pattern = sum(1 << (4 * g + (slots >> 2 * g & 3)) for g in groups)
     return legal, np.asarray(allowed, np.uint16), np.asarray(pattern, np.uint16)
 
-
-_LEGAL_WORD, _ALLOWED, _PATTERN = _word_tables()
 
 META_ORDERS = ("logical", "ldmatrix", "fragment", "cutlass-sm80")
 
@@ -182,7 +182,7 @@ class TwoFour(Format):
     def check_memory(self) -> None:
         M, K = self.shape
         xp = namespace(self.data)
-        legal, legal_word = xp.asarray(LEGAL), xp.asarray(_LEGAL_WORD)
+        legal, legal_word = xp.asarray(LEGAL), xp.asarray(_word_tables()[0])
         for s in self._panels():
             if bool(legal_word[self._words(s)].all()):  # synchronize!
                 continue
@@ -211,7 +211,7 @@ class TwoFour(Format):
 
     def check_canonical(self) -> None:
         xp = namespace(self.data)
-        nibble_of, allowed, pattern = xp.asarray(NIBBLE), xp.asarray(_ALLOWED), xp.asarray(_PATTERN)
+        nibble_of, (_, allowed, pattern) = xp.asarray(NIBBLE), map(xp.asarray, _word_tables())
         for s in self._panels():
             words = self._words(s)
             slots = xp.packbits(nonzero_mask(self.data[s]).reshape(-1), bitorder="little").reshape(words.shape)
