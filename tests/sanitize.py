@@ -1,14 +1,22 @@
 """A few small products of every GPU kernel: what `make gpu` runs once more under compute-sanitizer.
 
-Prints a line per kernel; results are compared too, so the run says something without the tool as well.
-Arguments: names of kernels, two_four_pack or epilogues; all of ours without. ``--planted`` runs a kernel with two
-faults instead, one for each tool: a run in which the tool does not report it proves nothing.
+    python tests/sanitize.py [PART ...]                    the parts in this process; without names, all of them
+    python tests/sanitize.py --tool compute-sanitizer [--jobs 8] [PART ...]
+                                                           each under memcheck and racecheck, in processes of its own
+
+A part is a kernel, two_four_pack or epilogues. Prints a line per part; results are compared too, so the run says
+something without the tool as well. ``--planted`` runs a kernel with two faults instead, one for each tool: a run where
+it is not reported proves nothing, so that with ``--tool`` this comes first.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import os
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import cupy as cp
@@ -107,16 +115,59 @@ def epilogues() -> int:
     return done
 
 
+REPORTED = 9
+"""Exit code of the tool when it found something."""
+
+
+def under(program: str, tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """This script with ``arguments`` under a tool of ``program``. CuPy's own kernels are not ours to check."""
+    options = ("--tool", tool, "--kernel-name-exclude", "kernel_substring=cupy_", "--error-exitcode", str(REPORTED))
+    return subprocess.run(
+        (program, *options, sys.executable, __file__, *arguments), text=True, capture_output=True, check=False
+    )
+
+
+def sanitize(program: str, parts: list[str], jobs: int) -> bool:
+    """Whether both tools report the planted fault and nothing of ours. What they report is printed."""
+    clean = True
+    for tool in ("memcheck", "racecheck"):
+        if under(program, tool, "--planted").returncode != REPORTED:
+            print(f"{tool} does not report the planted fault: nothing was checked", flush=True)
+            return False
+        print(f"{tool}: reports the planted fault; ours:", flush=True)
+        with ThreadPoolExecutor(jobs) as pool:
+            for part, done in zip(parts, pool.map(lambda p, t=tool: under(program, t, p), parts), strict=True):
+                said = [line for line in done.stdout.splitlines() if line.startswith(part) or "SUMMARY" in line]
+                print(f"  {tool} {'; '.join(said) or part}", flush=True)
+                if done.returncode:
+                    clean = False
+                    print(
+                        done.stdout[-4000:], done.stderr[-4000:], f"exit code {done.returncode}", sep="\n", flush=True
+                    )
+    return clean
+
+
 def main() -> None:
-    if sys.argv[1:] == ["--planted"]:
+    others = {"two_four_pack": (packing, "conversions"), "epilogues": (epilogues, "products")}
+    known = [*others, *(k.name for k in KERNELS)]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=known, metavar="PART", help=", ".join(known))
+    parser.add_argument("--planted", action="store_true")
+    parser.add_argument("--tool", metavar="PROGRAM", help="compute-sanitizer, or where it lies")
+    parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="parts under the tool at a time")
+    options = parser.parse_args()
+    if unknown := sorted(set(options.parts) - set(known)):
+        parser.error(f"no part is called {', '.join(unknown)}")
+    if options.planted:
         return planted()
+    if options.tool:
+        sys.exit(not sanitize(options.tool, options.parts, options.jobs))
     sm = int(cp.cuda.Device().compute_capability)
-    if not sys.argv[1:] or "two_four_pack" in sys.argv[1:]:
-        print(f"two_four_pack: {packing()} conversions", flush=True)
-    if not sys.argv[1:] or "epilogues" in sys.argv[1:]:
-        print(f"epilogues: {epilogues()} products", flush=True)
-    chosen = [k for k in KERNELS if not sys.argv[1:] or k.name in sys.argv[1:]]
-    for kernel in chosen:
+    for part in options.parts:
+        if part in others:
+            work, what = others[part]
+            print(f"{part}: {work()} {what}", flush=True)
+    for kernel in (k for k in KERNELS if k.name in options.parts):
         done = run(kernel, sm)
         print(f"{kernel.name}: {done} products", flush=True)
         assert done or not kernel.name.endswith("sm90a") or sm != 90, f"{kernel.name}: nothing to try"
