@@ -30,7 +30,8 @@ from .errors import (
     WriteError,
     printable,
 )
-from .files import Output, Path, close_read, open_regular, reason
+from .files import Path, close_read, open_regular, reason
+from .output import Output
 from .pinned import Lanes
 from .stheader import Entry, Header
 
@@ -235,7 +236,7 @@ class Writer:
     context manager it publishes atomically and durably on success and leaves no trace on an exception.
 
     Args:
-        path: final name, as for ``files.Output``.
+        path: final name, as for ``output.Output``.
         arrays: (name, dtype code, shape) of each array, in any order. For a dtype without a numpy type
             (passed through as bytes) the shape may be followed by the number of bytes.
         metadata: ``__metadata__`` of the header, or a function of {name: CRC32} that makes it. The function is

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from spformat import crc, files, limits
+from spformat import crc, files, limits, locks, output
 from spformat.errors import (
     DurabilityUnknown,
     InputError,
@@ -126,8 +126,8 @@ def test_f07_same_file_through_links(tmp_path: Path) -> None:
 
 
 def test_publish_writes_all_and_leaves_nothing_else(tmp_path: Path) -> None:
-    files.publish(tmp_path / "x", b"hello")
-    files.publish(tmp_path / "empty", b"")
+    output.publish(tmp_path / "x", b"hello")
+    output.publish(tmp_path / "empty", b"")
     assert snapshot(tmp_path) == {"x": b"hello", "empty": b""}
 
 
@@ -135,8 +135,8 @@ def test_f09_an_existing_file_needs_overwrite_and_stays_until_the_rename(tmp_pat
     path = tmp_path / "x"
     path.write_bytes(b"old")
     with pytest.raises(OutputError, match="--force"):
-        files.publish(path, b"new")
-    with files.Output(path, 3, overwrite=True) as out:
+        output.publish(path, b"new")
+    with output.Output(path, 3, overwrite=True) as out:
         out.write_at(0, b"new")
         assert path.read_bytes() == b"old"
     assert snapshot(tmp_path) == {"x": b"new"}
@@ -144,7 +144,7 @@ def test_f09_an_existing_file_needs_overwrite_and_stays_until_the_rename(tmp_pat
 
 def test_f09_a_file_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "x"
-    out = files.Output(path, 3)
+    out = output.Output(path, 3)
     out.write_at(0, b"new")
     path.write_bytes(b"theirs")
     with pytest.raises(OutputError, match="exists"):
@@ -160,16 +160,16 @@ def test_f10_f11_links_folders_fifos_and_devices_are_never_replaced(tmp_path: Pa
     os.mkfifo(tmp_path / "fifo")
     for path in (*(tmp_path / n for n in ("link", "dangling", "folder", "fifo")), Path("/dev/null")):
         with pytest.raises(OutputError, match="expected a regular file") as e:
-            files.publish(path, b"x", overwrite=True)
+            output.publish(path, b"x", overwrite=True)
         assert e.value.exit_code == 73
     assert snapshot(tmp_path) == {"target": b"t", "link": b"t"}
 
 
 def test_a_name_the_system_refuses(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="cannot create"):
-        files.publish(tmp_path / ("x" * 300), b"x")
+        output.publish(tmp_path / ("x" * 300), b"x")
     with pytest.raises(OutputError, match="target folder"):
-        files.publish(tmp_path / "a\0b" / "x", b"x")
+        output.publish(tmp_path / "a\0b" / "x", b"x")
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
@@ -179,12 +179,12 @@ def test_f29_without_locks_files_are_published_and_nothing_is_swept(
     def fail(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    stale = tmp_path / f".spformat-{files._machine()}89abcdef.tmp"
+    stale = tmp_path / f".spformat-{output._machine()}89abcdef.tmp"
     stale.write_bytes(b"somebody's, perhaps")
     monkeypatch.setattr(fcntl, "flock", fail)
-    files.publish(tmp_path / "x", b"x")
+    output.publish(tmp_path / "x", b"x")
     assert snapshot(tmp_path) == {"x": b"x", stale.name: b"somebody's, perhaps"}
-    with pytest.raises(WriteError, match="cannot lock"), files.folder_lock(tmp_path):
+    with pytest.raises(WriteError, match="cannot lock"), locks.folder_lock(tmp_path):
         pass
 
 
@@ -201,7 +201,7 @@ def test_f25_a_temporary_file_swept_before_it_was_locked_is_made_anew(
         real(fd, mode)
 
     monkeypatch.setattr(fcntl, "flock", sweep_first)
-    files.publish(tmp_path / "x", b"x")
+    output.publish(tmp_path / "x", b"x")
     assert len(seen) == 2
     assert snapshot(tmp_path) == {"x": b"x"}
 
@@ -211,12 +211,12 @@ def test_space_is_not_reserved_where_the_file_system_cannot(tmp_path: Path, monk
         raise OSError(errno.EOPNOTSUPP, "not supported")
 
     monkeypatch.setattr(os, "posix_fallocate", fail)
-    files.publish(tmp_path / "x", b"x")
+    output.publish(tmp_path / "x", b"x")
     assert snapshot(tmp_path) == {"x": b"x"}
 
 
 def test_reading_back_what_is_not_there(tmp_path: Path) -> None:
-    with files.Output(tmp_path / "x", 4) as out:
+    with output.Output(tmp_path / "x", 4) as out:
         out.write_at(0, b"abcd")
         room = bytearray(4)
         out.read_at(0, memoryview(room))
@@ -237,17 +237,17 @@ def test_an_unreadable_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_lock_that_cannot_be_made(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="lock file"), files.folder_lock(tmp_path / "missing"):
+    with pytest.raises(OutputError, match="lock file"), locks.folder_lock(tmp_path / "missing"):
         pass
-    (tmp_path / files.LOCK).symlink_to("elsewhere")
-    with pytest.raises(OutputError, match="lock file"), files.folder_lock(tmp_path):
+    (tmp_path / locks.LOCK).symlink_to("elsewhere")
+    with pytest.raises(OutputError, match="lock file"), locks.folder_lock(tmp_path):
         pass
     assert not (tmp_path / "elsewhere").exists()
 
 
 def test_f12_missing_parent(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="target folder"):
-        files.publish(tmp_path / "no" / "x", b"x")
+        output.publish(tmp_path / "no" / "x", b"x")
 
 
 @pytest.mark.parametrize("step", ["pwrite", "fsync", "replace", "posix_fallocate"])
@@ -264,16 +264,16 @@ def test_f14_f15_a_failing_call_leaves_the_old_file(
     with monkeypatch.context() as patch:
         patch.setattr(os, step, fail)
         with pytest.raises(WriteError) as e:
-            files.publish(path, b"new", overwrite=True)
+            output.publish(path, b"new", overwrite=True)
     assert e.value.exit_code == 74
     assert snapshot(tmp_path) == {"x": b"old"}
 
 
 def test_f14_file_size_limit(tmp_path: Path) -> None:
     code = (
-        "import resource, sys\nfrom spformat import files\nfrom spformat.errors import WriteError\n"
+        "import resource, sys\nfrom spformat import output\nfrom spformat.errors import WriteError\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
-        "try: files.publish(sys.argv[1], bytes(5000))\nexcept WriteError: sys.exit(74)\n"
+        "try: output.publish(sys.argv[1], bytes(5000))\nexcept WriteError: sys.exit(74)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "x")], check=False)
     assert done.returncode == 74
@@ -282,7 +282,7 @@ def test_f14_file_size_limit(tmp_path: Path) -> None:
 
 def test_f14_no_space_is_seen_before_writing(tmp_path: Path) -> None:
     with pytest.raises(WriteError, match="free bytes"):
-        files.Output(tmp_path / "x", 2**62)
+        output.Output(tmp_path / "x", 2**62)
     assert snapshot(tmp_path) == {}
 
 
@@ -297,14 +297,14 @@ def test_f16_unflushed_folder_is_its_own_error(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(os, "fsync", second_fails)
     with pytest.raises(DurabilityUnknown):
-        files.publish(tmp_path / "x", b"new")
+        output.publish(tmp_path / "x", b"new")
     assert snapshot(tmp_path) == {"x": b"new"}
 
 
 def test_f17_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[:3], at))
-    files.publish(tmp_path / "x", b"0123456789")
+    output.publish(tmp_path / "x", b"0123456789")
     assert (tmp_path / "x").read_bytes() == b"0123456789"
 
 
@@ -313,20 +313,20 @@ def test_t13_order_of_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("pwrite", "fsync", "replace", "unlink"):
         real = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *a, _real=real, _name=name, **k: (calls.append(_name), _real(*a, **k))[1])
-    files.publish(tmp_path / "x", b"1")
-    files.publish(tmp_path / "x", b"2", overwrite=True)
+    output.publish(tmp_path / "x", b"1")
+    output.publish(tmp_path / "x", b"2", overwrite=True)
     assert calls == ["pwrite", "fsync", "replace", "fsync"] * 2  # and never an unlink
 
 
 def test_f18_f25_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:
     code = (
-        "import sys, time\nfrom spformat import files\n"
-        "out = files.Output(sys.argv[1], 10)\nout.write_at(0, b'half')\nprint('ready', flush=True)\ntime.sleep(60)\n"
+        "import sys, time\nfrom spformat import output\n"
+        "out = output.Output(sys.argv[1], 10)\nout.write_at(0, b'half')\nprint('ready', flush=True)\ntime.sleep(60)\n"
     )
     child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "x")], stdout=subprocess.PIPE)
     assert child.stdout is not None
     child.stdout.readline()
-    files.publish(tmp_path / "y", b"y")
+    output.publish(tmp_path / "y", b"y")
     (living,) = tmp_path.glob(".spformat-*.tmp")  # a living writer keeps its file
     child.send_signal(signal.SIGKILL)
     child.wait()
@@ -334,7 +334,7 @@ def test_f18_f25_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path
     assert living.exists()
     (tmp_path / "foreign.tmp").write_bytes(b"f")
     (tmp_path / ".spformat-zz.tmp").write_bytes(b"g")
-    files.publish(tmp_path / "z", b"z")
+    output.publish(tmp_path / "z", b"z")
     assert snapshot(tmp_path) == {"y": b"y", "z": b"z", "foreign.tmp": b"f", ".spformat-zz.tmp": b"g"}
 
 
@@ -342,10 +342,10 @@ def test_f18_f25_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path
 def test_f26_modes(tmp_path: Path, umask: int, mode: int) -> None:
     before = os.umask(umask)
     try:
-        files.publish(tmp_path / "x", b"1")
+        output.publish(tmp_path / "x", b"1")
         assert (tmp_path / "x").stat().st_mode & 0o777 == mode
         (tmp_path / "x").chmod(0o640)
-        files.publish(tmp_path / "x", b"2", overwrite=True)
+        output.publish(tmp_path / "x", b"2", overwrite=True)
         assert (tmp_path / "x").stat().st_mode & 0o777 == 0o640
     finally:
         os.umask(before)
@@ -353,12 +353,12 @@ def test_f26_modes(tmp_path: Path, umask: int, mode: int) -> None:
 
 @pytest.mark.parametrize("name", ["a b", "näme", "new\nline", "x" * 255, os.fsdecode(b"\xff\xfe")])
 def test_f27_odd_but_legal_names(tmp_path: Path, name: str) -> None:
-    files.publish(tmp_path / name, b"x")
+    output.publish(tmp_path / name, b"x")
     assert [p.name for p in tmp_path.iterdir()] == [name]
 
 
 def test_write_outside_the_declared_size_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(WriteError, match=r"expected bytes 0\.\.4"), files.Output(tmp_path / "x", 4) as out:
+    with pytest.raises(WriteError, match=r"expected bytes 0\.\.4"), output.Output(tmp_path / "x", 4) as out:
         out.write_at(2, b"abc")
     assert snapshot(tmp_path) == {}
 
@@ -367,43 +367,43 @@ def test_write_outside_the_declared_size_is_refused(tmp_path: Path) -> None:
 
 
 def test_f24_a_held_lock_refuses_at_once_and_names_the_holder(tmp_path: Path) -> None:
-    with files.folder_lock(tmp_path):
-        with pytest.raises(LockedError, match=f"process {os.getpid()}") as e, files.folder_lock(tmp_path):
+    with locks.folder_lock(tmp_path):
+        with pytest.raises(LockedError, match=f"process {os.getpid()}") as e, locks.folder_lock(tmp_path):
             pass
         assert e.value.exit_code == 75
     assert snapshot(tmp_path) == {}
-    with files.folder_lock(tmp_path):
+    with locks.folder_lock(tmp_path):
         assert list(tmp_path.iterdir())
 
 
 def test_f24_the_lock_of_a_dead_process_stops_nobody(tmp_path: Path) -> None:
     code = (
-        "import sys, time\nfrom spformat import files\n"
-        "with files.folder_lock(sys.argv[1]):\n    print('ready', flush=True); time.sleep(60)\n"
+        "import sys, time\nfrom spformat import locks\n"
+        "with locks.folder_lock(sys.argv[1]):\n    print('ready', flush=True); time.sleep(60)\n"
     )
     child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
     assert child.stdout is not None
     child.stdout.readline()
-    with pytest.raises(LockedError, match=str(child.pid)), files.folder_lock(tmp_path):
+    with pytest.raises(LockedError, match=str(child.pid)), locks.folder_lock(tmp_path):
         pass
     child.kill()
     child.wait()
     child.stdout.close()
-    assert (tmp_path / files.LOCK).exists()
-    with files.folder_lock(tmp_path):
+    assert (tmp_path / locks.LOCK).exists()
+    with locks.folder_lock(tmp_path):
         pass
     assert snapshot(tmp_path) == {}
 
 
 def test_f24_parts_share_and_exclude_the_whole(tmp_path: Path) -> None:
-    with files.folder_lock(tmp_path, shared=True), files.folder_lock(tmp_path, "part-1"):
-        with files.folder_lock(tmp_path, shared=True), files.folder_lock(tmp_path, "part-2"):
+    with locks.folder_lock(tmp_path, shared=True), locks.folder_lock(tmp_path, "part-1"):
+        with locks.folder_lock(tmp_path, shared=True), locks.folder_lock(tmp_path, "part-2"):
             pass
-        with pytest.raises(LockedError), files.folder_lock(tmp_path):
+        with pytest.raises(LockedError), locks.folder_lock(tmp_path):
             pass
-        with pytest.raises(LockedError), files.folder_lock(tmp_path, "part-1"):
+        with pytest.raises(LockedError), locks.folder_lock(tmp_path, "part-1"):
             pass
-    with files.folder_lock(tmp_path):
+    with locks.folder_lock(tmp_path):
         pass
     assert snapshot(tmp_path) == {}
 
@@ -414,7 +414,7 @@ def test_t26_one_winner_at_a_time(tmp_path: Path) -> None:
     def run() -> None:
         for _ in range(100):
             try:
-                with files.folder_lock(tmp_path):
+                with locks.folder_lock(tmp_path):
                     inside[0] += 1
                     most[0] = max(most[0], inside[0])
                     time.sleep(0.0005)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "threads", "crc", "roofline"),
     ("dtypes", "limits", "files", "problem"),
-    ("arrays", "stheader"),
+    ("arrays", "stheader", "output", "locks"),
     ("segments", "scans", "pinned"),
     ("stfile",),
     ("formats",),

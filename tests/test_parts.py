@@ -19,7 +19,7 @@ import pytest
 from cases import sparse
 
 import spformat as sf
-from spformat import files
+from spformat import output
 from spformat.checkpoint import (
     Part,
     Recipe,
@@ -32,7 +32,7 @@ from spformat.checkpoint import (
     plan_jobs,
 )
 from spformat.checkpoint.folder import Conversion
-from spformat.files import folder_lock
+from spformat.locks import folder_lock
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "checkpoint"
 SHARDED, SINGLE = FIXTURES / "sharded", FIXTURES / "digits" / "model.safetensors"
@@ -365,7 +365,7 @@ KILLED = """
 import os, signal, sys
 from concurrent.futures import ThreadPoolExecutor
 from spformat.checkpoint import Workers, convert_checkpoint
-from spformat.files import Output
+from spformat.output import Output
 
 _, source, out, part, threads, when, at = sys.argv
 commit, left = Output.commit, int(at)
@@ -410,7 +410,7 @@ def test_temporary_files_of_other_machines_are_left_to_the_merge(tmp_path: Path)
     """Their locks may not be seen here, so a part cannot tell whether they are in use."""
     expected, out = whole(tmp_path), tmp_path / "out"
     convert_checkpoint(SHARDED, out, part="1/2")
-    dead, other = (out / f".spformat-{machine}00000000.tmp" for machine in (files._machine(), "0" * 8))
+    dead, other = (out / f".spformat-{machine}00000000.tmp" for machine in (output._machine(), "0" * 8))
     for path in (dead, other):
         path.write_bytes(b"half a shard")
     convert_checkpoint(SHARDED, out, part="2/2")

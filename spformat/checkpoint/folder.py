@@ -16,22 +16,10 @@ from typing import Any
 from .. import __name__ as package
 from .. import limits
 from ..errors import ContainerError, InputError, OutputError, UsageError
-from ..files import (
-    Path,
-    folder_lock,
-    ignores_case,
-    is_file,
-    names_in,
-    publish,
-    read_small,
-    reason,
-    remove,
-    same_file,
-    sha256_of,
-    size_of,
-    sweep,
-)
+from ..files import Path, is_file, names_in, read_small, reason, remove, same_file, sha256_of, size_of
 from ..formats import parse_spec
+from ..locks import folder_lock, ignores_case
+from ..output import publish, sweep
 from .jobs import Job, Outcome
 from .manifest import (
     JOURNAL,

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..errors import ContainerError, VersionError
-from ..files import Path, is_file, publish, read_small, sha256_of
+from ..files import Path, is_file, read_small, sha256_of
+from ..output import publish
 
 MANIFEST = "spformat.json"
 JOURNAL = "spformat.partial.json"

@@ -17,7 +17,8 @@ import numpy as np
 
 from ..arrays import to_device
 from ..errors import ContainerError, InputError, OutputError, UsageError
-from ..files import Path, check_target, same_file, size_of
+from ..files import Path, same_file, size_of
+from ..output import check_target
 from . import folder
 from .executors import Workers, convert_units
 from .folder import Conversion

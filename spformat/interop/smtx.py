@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import files
+from .. import files, output
 from ..arrays import Array, index_dtype
 from ..dtypes import nonzero_mask, value_type
 from ..errors import FormatError, SpformatError, UsageError
@@ -55,7 +55,7 @@ def write_smtx(path: files.Path, a: CSR, *, overwrite: bool = False) -> None:
     a = a.ensure_valid().to("cpu")
     M, K = a.shape
     lines = (f"{M}, {K}, {a.nnz}", " ".join(map(str, a.indptr.tolist())), " ".join(map(str, a.indices.tolist())))
-    files.publish(path, ("\n".join(lines) + "\n").encode(), overwrite=overwrite)
+    output.publish(path, ("\n".join(lines) + "\n").encode(), overwrite=overwrite)
 
 
 def filled(n: int, *, values: str = "ones", seed: int = 0, dtype: Any = "float32") -> Array:

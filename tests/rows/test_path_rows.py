@@ -15,7 +15,7 @@ import pytest
 from catalogue import command, refused, tree, unharmed, unprivileged, weights
 
 import spformat as sf
-from spformat import files
+from spformat import files, locks
 from spformat.checkpoint import convert_checkpoint, open_source
 
 INDEX = "model.safetensors.index.json"
@@ -136,10 +136,10 @@ def test_F05_names_that_differ_in_case_only(model: Path, monkeypatch: pytest.Mon
     monkeypatch.undo()
     convert_checkpoint(model, out, "csr")  # this folder tells them apart
     assert {"Config.json", "config.json"} <= {p.name for p in out.iterdir()}
-    with files.folder_lock(out):
-        assert not files.ignores_case(out)
-        (out / files.LOCK.upper()).touch()
-        assert files.ignores_case(out)
+    with locks.folder_lock(out):
+        assert not locks.ignores_case(out)
+        (out / locks.LOCK.upper()).touch()
+        assert locks.ignores_case(out)
 
 
 def test_F06_a_shard_with_the_name_of_an_output(model: Path) -> None:

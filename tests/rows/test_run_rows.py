@@ -20,7 +20,7 @@ import pytest
 from catalogue import command, python, refused, shell, tree, unharmed, weights
 
 import spformat as sf
-from spformat import files
+from spformat import locks
 from spformat.checkpoint import convert_checkpoint, open_source
 
 MANIFEST, JOURNAL = "spformat.json", "spformat.partial.json"
@@ -277,13 +277,13 @@ def test_F23_journals_and_manifests_that_are_none(model: Path) -> None:
 def test_F24_two_runs_on_one_folder(model: Path) -> None:
     out = model.parent / "out"
     out.mkdir()
-    with files.folder_lock(out), refused(model.parent, sf.LockedError, f"locked by process {os.getpid()}"):
+    with locks.folder_lock(out), refused(model.parent, sf.LockedError, f"locked by process {os.getpid()}"):
         convert_checkpoint(model, out, "csr")
-    with files.folder_lock(out):
+    with locks.folder_lock(out):
         assert command("convert", model, out, "--to", "csr").code == 75
     code = (
-        "import time\nfrom spformat import files\n"
-        "with files.folder_lock(sys.argv[1]):\n    print('ready', flush=True); time.sleep(60)\n"
+        "import time\nfrom spformat import locks\n"
+        "with locks.folder_lock(sys.argv[1]):\n    print('ready', flush=True); time.sleep(60)\n"
     )
     child = subprocess.Popen([sys.executable, "-c", "import sys\n" + code, str(out)], stdout=subprocess.PIPE)
     assert child.stdout is not None
@@ -292,8 +292,8 @@ def test_F24_two_runs_on_one_folder(model: Path) -> None:
     child.kill()
     child.wait()
     child.stdout.close()
-    assert (out / files.LOCK).exists()  # of a dead process: it stops nobody
-    with files.folder_lock(out, shared=True):  # as another part does
+    assert (out / locks.LOCK).exists()  # of a dead process: it stops nobody
+    with locks.folder_lock(out, shared=True):  # as another part does
         assert command("convert", model, out, "--to", "csr").code == 75
         assert command("convert", model, out, "--to", "csr", "--part", "1/2").code == 0
     assert command("convert", model, out, "--to", "csr", "--part", "2/2").code == 0
