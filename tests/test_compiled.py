@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from cases import codes, nm_places
 from spformat import threads
 from spformat.dtypes import VALUE_TYPES, bits
 from spformat.errors import StructureError
-from spformat.formats import BSR, CSR, SRBCRS, Bitmask, Format, TwoFour, VectorNM, compiled
+from spformat.formats import BSR, CSR, SRBCRS, Bitmask, ELLBuckets, Format, TwoFour, VectorNM, compiled
 from spformat.preprocess import masks
 
 pytest.importorskip("numba")
@@ -93,6 +95,28 @@ def test_sr_bcrs(t: int, g: int, dtype: str, monkeypatch: pytest.MonkeyPatch) ->
         for density in (0.0, 0.1, 1.0):
             x = codes(dtype, random_places(shape, density, seed), seed)
             check(monkeypatch, SRBCRS, x, vector_length=t, stride=g)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("params", [{}, {"max_width": 2}, {"column_parts": 3}, {"column_parts": 7, "max_width": 4}],
+                         ids=str)  # fmt: skip
+def test_ell_buckets(params: dict[str, int], dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From dense and from a CSR that holds zeros of both signs, and back to both."""
+    for seed, shape in enumerate(SHAPES):
+        for density in (0.0, 0.1, 1.0):
+            x = codes(dtype, random_places(shape, density, seed), seed)
+            check(monkeypatch, ELLBuckets, x, **params)
+            a = CSR.from_dense(x)
+            data = a.data.copy()
+            data[::3] = np.array([0.0, -0.0, 1.0])[seed % 3].astype(data.dtype)
+            a = a.with_arrays(data=data)
+            with path(monkeypatch, numba=False):
+                wanted = ELLBuckets.from_csr(a, **params)
+                back = wanted.to_csr()
+            with path(monkeypatch, numba=True):
+                got = ELLBuckets.from_csr(a, **params)
+                assert (got, got.to_csr()) == (wanted, back)
+                np.testing.assert_array_equal(bits(got.to_dense()), bits(back.to_dense()))
 
 
 @pytest.mark.parametrize("dtype", ["float8_e5m2", "bfloat16", "float32", "float64"])
@@ -176,6 +200,33 @@ def test_a_twin_on_the_device_takes_what_the_host_code_takes(edge: str) -> None:
     twin = importlib.import_module(f"spformat.backends.cuda.{compiled.ON_DEVICE[edge]}")
     here, there = (inspect.signature(getattr(owner, edge)) for owner in (compiled, twin))
     assert list(here.parameters) == list(there.parameters)
+
+
+OTHER_MACHINE = """
+import numpy as np, ml_dtypes
+from spformat.formats import CSR, Bitmask, ELLBuckets, VectorNM, compiled, lanes
+from spformat.dtypes import bits
+assert not lanes.WIDE
+rng = np.random.default_rng(0)
+held = rng.random((66, 139)) < 0.4
+vectors = np.repeat(rng.random((11, 35, 4)).argsort(axis=2) < 2, 6, axis=0).reshape(66, 140)[:, :139]
+for dtype in (ml_dtypes.bfloat16, np.float32):
+    for fmt, some, params in ((CSR, held, {}), (Bitmask, held, {}), (ELLBuckets, held, {"column_parts": 2}),
+                              (VectorNM, vectors, {"n": 2, "m": 4, "vector_length": 6})):
+        x = np.where(some, rng.standard_normal(some.shape), -0.0).astype(dtype)
+        results = []
+        for numba in (False, True):
+            compiled.serves = lambda x, elements=None, edge="": numba
+            made = fmt.from_dense(x, **params)
+            results.append((made, bits(made.to_dense()).tobytes()))
+        assert results[0] == results[1], (fmt, dtype)
+"""
+
+
+def test_a_machine_without_wide_instructions(tmp_path: Path) -> None:
+    """The same arrays where lanes cannot be packed together."""
+    env = {**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", OTHER_MACHINE], check=True, timeout=300, env=env)
 
 
 def test_importing_spformat_does_not_import_numba() -> None:

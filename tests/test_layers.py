@@ -38,6 +38,9 @@ HOMES = {
     "numba": (
         "spformat/backends/cpu/",
         "spformat/formats/numba_cache.py",
+        "spformat/formats/lanes.py",
+        "spformat/formats/row_loops.py",
+        "spformat/formats/vector_nm_loops.py",
     ),
     "torch": ("spformat/formats/exchange.py", "spformat/interop/torch_semi_structured.py", "spformat/contenders.py"),
     "nvmath": ("spformat/backends/vendor.py",),
@@ -56,9 +59,11 @@ ENVIRONMENT = ("spformat/dispatch.py", "spformat/backends/cuda/jit.py", "spforma
 FORMAT_IMPORTS = {
     "dbsr": {"bsr"},
     "exchange": {"bsr", "dense"},
-    "compiled_loops": {"numba_cache"},
     "census_loops": {"numba_cache"},
     "block_loops": {"numba_cache"},
+    "row_loops": {"lanes", "numba_cache"},
+    "two_four_loops": {"numba_cache"},
+    "vector_nm_loops": {"lanes", "numba_cache"},
 }
 """What a file of formats/ may import beside base, declare, compiled and the hub (csr)."""
 

@@ -1,4 +1,4 @@
-"""The loops behind ``compiled`` for blocks and vectors: bsr and sr-bcrs, on value bits as in compiled_loops.
+"""The loops behind ``compiled`` for blocks and vectors: bsr and sr-bcrs, on value bits as in two_four_loops.
 
 Ranges ``lo .. hi-1`` are block rows or row tiles; a first loop says what each of them holds, a second one, once the
 offsets are known, writes it.

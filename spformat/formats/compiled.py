@@ -1,4 +1,4 @@
-"""Dense arrays to and from csr, bitmask, 2:4 and vector n:m in compiled code: a faster twin of the numpy code.
+"""Dense arrays to and from the sparse layouts in compiled code: a faster twin of the numpy code.
 
 ``serves(x)`` says when a format hands its work over: a large host array, and numba installed; or a CuPy array, and a
 CUDA twin of this edge (``ON_DEVICE``). The numpy code stays the law: results equal it bit for bit. numba and the CUDA
@@ -37,7 +37,7 @@ ON_DEVICE = {
 """Edge -> the module of backends/cuda with a function of that name, which takes what the function here takes, as CuPy
 arrays. It is loaded by name because backends stand above formats."""
 
-_LOOPS = f"{__package__}.compiled_loops"
+_LOOPS = f"{__package__}.numba_cache"
 
 
 @functools.cache
@@ -101,9 +101,9 @@ def _count_rows(x: Array) -> tuple[Array, Array]:
     M, K = x.shape
     counts, negative = np.zeros(M, np.int64), np.zeros(M, np.int64)
     if _fours(x):
-        _rows(_loops().count_fours, M, K, bits(x).view(np.uint64), counts, negative)
+        _rows(_loops("row").count_fours, M, K, bits(x).view(np.uint64), counts, negative)
     else:
-        _rows(_loops().count, M, K, bits(x), _zero(x), counts)
+        _rows(_loops("row").count, M, K, bits(x), _zero(x), counts)
     return counts, negative
 
 
@@ -132,8 +132,8 @@ def census(x: Array) -> tuple[Array, Array] | None:
     return lengths, np.concatenate((found[:, : loops.WINDOWS].sum(axis=0), most))
 
 
-def _loops() -> Any:
-    return sys.modules[_LOOPS]
+def _loops(layout: str) -> Any:
+    return importlib.import_module(f"{__package__}.{layout}_loops")
 
 
 def _rows(loop: Callable[..., None], rows: int, width: int, *args: Any) -> None:
@@ -167,13 +167,13 @@ def csr_from_dense(x: Array, index: np.dtype[Any]) -> tuple[Array, Array, Array]
     nnz = int(counts.sum())
     indptr = pointer(counts, nnz)
     indices, data = np.empty(nnz, index), np.empty(nnz, x.dtype)
-    _rows(_loops().csr_items, M, K, bits(x), _zero(x), indptr, indices, bits(data))
+    _rows(_loops("row").csr_items, M, K, bits(x), _zero(x), indptr, indices, bits(data))
     return indptr, indices, data
 
 
 def csr_to_dense(indptr: Array, indices: Array, data: Array, out: Array) -> None:
     """Write the items into ``out`` [M, K], all zeros."""
-    _rows(_loops().csr_scatter, *out.shape, indptr, indices, bits(data), bits(out))
+    _rows(_loops("row").csr_scatter, *out.shape, indptr, indices, bits(data), bits(out))
 
 
 def bitmask_from_dense(x: Array) -> tuple[Array, Array, Array]:
@@ -183,13 +183,74 @@ def bitmask_from_dense(x: Array) -> tuple[Array, Array, Array]:
     nnz = int(counts.sum())
     indptr = pointer(counts, nnz)
     bitmask, data = np.empty((M, ceil_div(K, 8)), np.uint8), np.empty(nnz, x.dtype)
-    _rows(_loops().bitmask_items, M, K, bits(x), _zero(x), indptr, bitmask, bits(data))
+    _rows(_loops("row").bitmask_items, M, K, bits(x), _zero(x), indptr, bitmask, bits(data))
     return indptr, bitmask, data
 
 
 def bitmask_to_dense(indptr: Array, bitmask: Array, data: Array, out: Array) -> None:
     """Write the values into ``out`` [M, K], all zeros."""
-    _rows(_loops().bitmask_scatter, *out.shape, indptr, bitmask, bits(data), bits(out))
+    _rows(_loops("row").bitmask_scatter, *out.shape, indptr, bitmask, bits(data), bits(out))
+
+
+def ell_counts(x: Array, parts: int, part: int) -> Array:
+    """int64[M, parts]: nonzeros of each row of x [M, K] in each part of ``part`` columns."""
+    M, K = x.shape
+    if parts == 1:
+        return _count_rows(x)[0].reshape(M, 1)
+    counts = np.zeros((M, parts), np.int64)
+    _rows(_loops("row").part_counts_of_dense, M, K, bits(x), _zero(x), part, counts)
+    return counts
+
+
+def ell_counts_of_csr(indptr: Array, indices: Array, parts: int, part: int) -> Array:
+    """As ``ell_counts`` for the items of an ordered CSR, zeros among them too."""
+    M = indptr.size - 1
+    if parts == 1:
+        return np.diff(indptr).astype(np.int64).reshape(M, 1)
+    counts = np.zeros((M, parts), np.int64)
+    _rows(_loops("row").part_counts_of_csr, M, ceil_div(indices.size, max(1, M)), indptr, indices, part, counts)
+    return counts
+
+
+def ell_from_dense(x: Array, indptr: Array, places: tuple[Array, Array, Array], into: tuple[Array, ...]) -> None:
+    """Fill (indices, data, source), every slot, from x [M, K]. indptr: of the CSR, int[M+1].
+
+    places: the ELL rows of each row, ell_ptr int64[M+1]; (first slot, width) of each, int64[R, 2]; its items, int64[R].
+    """
+    indices, data, source = into
+    args = (bits(x), _zero(x), indptr, *places, PAD, indices, bits(data), source)
+    _rows(_loops("row").ell_items_of_dense, *x.shape, *args)
+
+
+def ell_from_csr(
+    indptr: Array, items: tuple[Array, Array], places: tuple[Array, Array, Array], into: tuple[Array, ...]
+) -> None:
+    """As ``ell_from_dense`` from the (indices, data) of an ordered CSR."""
+    (indices, data, source), M = into, indptr.size - 1
+    args = (items[0], bits(items[1]), indptr, *places, PAD, indices, bits(data), source)
+    _rows(_loops("row").ell_items_of_csr, M, ceil_div(items[0].size, max(1, M)), *args)
+
+
+def ell_live(starts: Array, source: Array) -> Array:
+    """int64[R]: slots of each ELL row, starts[e] .. starts[e+1]-1, that hold an item."""
+    R = starts.size - 1
+    live = np.zeros(R, np.int64)
+    _rows(_loops("row").ell_live, R, ceil_div(source.size, max(1, R)), starts, source, PAD, live)
+    return live
+
+
+def ell_to_csr(starts: Array, slots: tuple[Array, Array, Array], into: tuple[Array, Array]) -> None:
+    """Fill the (indices, data) of a CSR from slots (indices, data, source) whose sources are each of its items."""
+    (indices, data, source), R = slots, starts.size - 1
+    args = (starts, indices, bits(data), source, PAD, into[0], bits(into[1]))
+    _rows(_loops("row").ell_to_csr, R, ceil_div(source.size, max(1, R)), *args)
+
+
+def ell_to_dense(starts: Array, row_ids: Array, indices: Array, data: Array, out: Array) -> None:
+    """Write the items into ``out`` [M, K], all zeros."""
+    R = starts.size - 1
+    args = (starts, row_ids, indices, bits(data), bits(out))
+    _rows(_loops("row").ell_scatter, R, ceil_div(indices.size, max(1, R)), *args)
 
 
 def two_four_encode(
@@ -201,7 +262,7 @@ def two_four_encode(
     (``two_four.meta_places``). Returns (refused groups, the first of them as
     row * Kp/4 + group, its nonzeros); when any is refused, data and meta are of no use.
     """
-    (M, K), loop, values = x.shape, _loops().two_four_encode, bits(x)
+    (M, K), loop, values = x.shape, _loops("two_four").two_four_encode, bits(x)
     args = (np.uint64(nibbles), *places, data.view(np.uint32), meta)
     if _fours(values):
         return _rows_or_refusal(loop, M, K, values.view(np.uint64), *args)
@@ -223,12 +284,12 @@ def two_four_prune(x: Array, infinite: int, places: tuple[Array, int, int, int],
     infinite: the bits of infinity. Returns how many values are not finite; data and meta hold them like others.
     """
     args = (bits(x), infinite, *places, data.view(np.uint32), meta)
-    return _rows_or_refusal(_loops().two_four_prune, *x.shape, *args)[0]
+    return _rows_or_refusal(_loops("two_four").two_four_prune, *x.shape, *args)[0]
 
 
 def two_four_decode(data: Array, meta: Array, places: tuple[Array, int, int, int], out: Array) -> None:
     """Fill ``out`` [M, K], all of it."""
-    (M, K), loop, values, (row_offset, *steps) = out.shape, _loops().two_four_decode, bits(out), places
+    (M, K), loop, values, (row_offset, *steps) = out.shape, _loops("two_four").two_four_decode, bits(out), places
     pairs = data.view(np.uint32)
     if _fours(values):
         _rows(loop, M, K, pairs, meta, row_offset, *steps, values.view(np.uint64))
@@ -244,7 +305,7 @@ def two_four_decode(data: Array, meta: Array, places: tuple[Array, int, int, int
 
 def bsr_from_dense(x: Array, blocksize: tuple[int, int], index: np.dtype[Any]) -> tuple[Array, Array, Array]:
     """(indptr, indices, data) of x [M, K] in blocks R x C."""
-    (M, K), (R, C), loops = x.shape, blocksize, _block_loops()
+    (M, K), (R, C), loops = x.shape, blocksize, _loops("block")
     Mb, args = ceil_div(M, R), (bits(x), _zero(x), R, C)
     held = np.zeros((Mb, ceil_div(K, C)), np.uint8)
     _rows(loops.block_flags, Mb, R * K, *args, held)
@@ -256,7 +317,7 @@ def bsr_from_dense(x: Array, blocksize: tuple[int, int], index: np.dtype[Any]) -
 
 def sr_bcrs_from_dense(x: Array, t: int, g: int, index: np.dtype[Any]) -> tuple[Array, Array, Array]:
     """(indptr, indices, data) of x [M, K] in groups of g columns of t rows."""
-    (M, K), loops, args = x.shape, _block_loops(), (bits(x), _zero(x), t)
+    (M, K), loops, args = x.shape, _loops("block"), (bits(x), _zero(x), t)
     tiles = ceil_div(M, t)
     counts = np.zeros(tiles, np.int64)
     _rows(loops.vector_counts, tiles, t * K, *args, counts)
@@ -270,11 +331,7 @@ def sr_bcrs_from_dense(x: Array, t: int, g: int, index: np.dtype[Any]) -> tuple[
 def sr_bcrs_to_dense(indptr: Array, indices: Array, data: Array, out: Array) -> None:
     """Write the vectors into ``out`` [M, K], all zeros."""
     (M, K), t = out.shape, data.shape[1]
-    _rows(_block_loops().vector_scatter, ceil_div(M, t), t * K, indptr, indices, bits(data), t, bits(out))
-
-
-def _block_loops() -> Any:
-    return importlib.import_module(f"{__package__}.block_loops")
+    _rows(_loops("block").vector_scatter, ceil_div(M, t), t * K, indptr, indices, bits(data), t, bits(out))
 
 
 def two_four_pack(x: Array, order: str, data: Array, meta: Array, prune: bool = False) -> tuple[int, int, int]:
@@ -299,13 +356,8 @@ def vector_nm_encode(x: Array, n: int, m: int, length: int, indices: Array, data
     """
     if is_cupy(x):
         return _on_device("vector_nm_encode", x, n, m, length, indices, data)
-    M, K = x.shape
-    used, groups, width = indices.shape[1], ceil_div(M, length), length * K
-    window_args = (bits(x), _zero(x), n, m, length, indices)
-    refused = _rows_or_refusal(_loops().vector_nm_positions, used, width, *window_args)
-    if not refused[0]:
-        _rows(_loops().vector_nm_gather, groups, width, *window_args, bits(data))
-    return refused
+    args = (bits(x), _zero(x), n, m, length, indices, bits(data))
+    return _rows_or_refusal(_loops("vector_nm").vector_nm_encode, indices.shape[1], length * x.shape[1], *args)
 
 
 def vector_nm_refusal(encoded: Any) -> tuple[int, int, int]:
@@ -318,13 +370,13 @@ def vector_nm_refusal(encoded: Any) -> tuple[int, int, int]:
 
 
 def vector_nm_to_dense(indices: Array, data: Array, n: int, m: int, length: int, out: Array) -> None:
-    """Write the nonzeros into ``out`` [M, K], all zeros."""
+    """Write the values into ``out`` [M, K], all zeros."""
     if is_cupy(data):
         _on_device("vector_nm_to_dense", indices, data, n, m, length, out)
         return
     M, K = out.shape
-    args = (indices, bits(data), _zero(data), n, m, length, bits(out))
-    _rows(_loops().vector_nm_scatter, ceil_div(M, length), length * K, *args)
+    args = (indices, bits(data), n, m, length, bits(out))
+    _rows(_loops("vector_nm").vector_nm_scatter, ceil_div(M, length), length * K, *args)
 
 
 def vector_nm_pack(indices: Array, n: int, m: int, col_info: Array, ranks: Array) -> None:

@@ -21,7 +21,8 @@ from ..arrays import PAD, Array, ceil_div, index_dtype, namespace
 from ..dtypes import bits, nonzero_mask
 from ..errors import IndexBoundsError, InvariantError
 from ..segments import counts_of, distinct_sorted, offsets_from_counts, pointer, rank_in_row, rows_of
-from .base import AUTO, INDEX, VALUE, Format, array, param, table
+from . import compiled
+from .base import AUTO, INDEX, VALUE, Format, array, checked_values, param, table
 from .csr import CSR
 
 MAX_WIDTH = 1 << 20
@@ -52,8 +53,7 @@ class ELLBuckets(Format):
     @classmethod
     def auto_params(cls, a: CSR, params: dict[str, Any]) -> dict[str, Any]:
         """max_width: the smallest power of two w with w * M >= nnz."""
-        mean = ceil_div(a.nnz, a.shape[0]) if a.shape[0] else 1
-        return {"max_width": min(MAX_WIDTH, 1 << max(0, mean - 1).bit_length())}
+        return {"max_width": _mean_width(a.nnz, a.shape[0])}
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -158,14 +158,135 @@ class ELLBuckets(Format):
     # ---------------------------------------------------------------- converting
 
     @classmethod
+    def from_dense(cls, x: Array, **params: Any) -> Self:
+        x = checked_values(x, cls.name)
+        if not compiled.serves(x):
+            return cls.from_csr(CSR.from_dense(x), **params)
+        cls.accepts(x.dtype)
+        (M, K), params = x.shape, cls.resolve_params(params)
+        parts = params["column_parts"]
+        counts = compiled.ell_counts(x, parts, max(1, ceil_div(K, parts)))
+        nnz = int(counts.sum())
+        params = cls.resolve_params({"max_width": _mean_width(nnz, M)} | params)
+        layout = _Layout.of(counts, params["max_width"])
+        made = cls._empty((M, K), nnz, x.dtype, layout, params)
+        indptr = pointer(counts.sum(axis=1), nnz)
+        compiled.ell_from_dense(x, indptr, layout.by_row(), (made.indices, made.data, made.source))
+        return made
+
+    @classmethod
     def _from_csr(cls, a: CSR, **params: Any) -> Self:
         xp, (M, K) = namespace(a.data), a.shape
-        parts, widest = params["column_parts"], params["max_width"]
-        levels = widest.bit_length()
+        parts = params["column_parts"]
         part_size = max(1, ceil_div(K, parts))
-
-        # Segments: the items of one (row, part), contiguous in CSR because columns are ordered.
+        if compiled.serves(a.data):
+            layout = _Layout.of(compiled.ell_counts_of_csr(a.indptr, a.indices, parts, part_size), params["max_width"])
+            made = cls._empty(a.shape, a.nnz, a.dtype, layout, params)
+            slots = (made.indices, made.data, made.source)
+            compiled.ell_from_csr(a.indptr, (a.indices, a.data), layout.by_row(), slots)
+            return made
         counts = counts_of(a.rows() * parts + a.indices.astype(np.int64) // part_size, M * parts)
+        layout = _Layout.of(counts.reshape(M, parts), params["max_width"])
+        made = cls._empty(a.shape, a.nnz, a.dtype, layout, params)
+
+        live_offsets = offsets_from_counts(layout.live)
+        owner = rows_of(live_offsets, a.nnz)
+        rank = rank_in_row(live_offsets, owner)
+        slot, item = layout.slots[owner] + rank, layout.first[owner] + rank
+        made.indices[...], made.source[...], made.data[...] = PAD, PAD, xp.zeros((), a.dtype)
+        made.indices[slot], made.source[slot] = a.indices[item], item
+        bits(made.data)[slot] = bits(a.data)[item]
+        return made
+
+    @classmethod
+    def _empty(
+        cls, shape: tuple[int, int], nnz: int, dtype: np.dtype[Any], layout: _Layout, params: dict[str, Any]
+    ) -> Self:
+        """Everything but the contents of the slots."""
+        xp, (M, K), n_slots = namespace(layout.row), shape, int(layout.slots[-1])  # synchronize!
+        return cls.made(
+            shape=shape,
+            **params,
+            rows_per_bucket=tuple(layout.rows_per_bucket.tolist()),  # synchronize!
+            split_per_bucket=tuple(layout.split_per_bucket.tolist()),
+            row_ids=layout.row.astype(index_dtype(M - 1)),
+            indices=xp.empty(n_slots, index_dtype(K - 1)),
+            data=xp.empty(n_slots, dtype),
+            source=xp.empty(n_slots, index_dtype(nnz - 1)),
+        )
+
+    def to_dense(self) -> Array:
+        self.ensure_valid()  # indices and row_ids are addresses here
+        if not compiled.serves(self.data, self.shape[0] * self.shape[1]):
+            return self.to_csr().to_dense()
+        out = self.empty_dense()
+        compiled.ell_to_dense(self._starts(), self.row_ids, self.indices, self.data, out)
+        return out
+
+    def _starts(self) -> Array:
+        """int64[R+1]: the first slot of each ELL row."""
+        return offsets_from_counts(self.row_widths())
+
+    def _to_csr(self) -> CSR:
+        xp, M, index = namespace(self.data), self.shape[0], index_dtype(self.shape[1] - 1)
+        if compiled.serves(self.data):
+            starts = self._starts()
+            held = compiled.ell_live(starts, self.source)
+            nnz = int(held.sum())
+            indices, data = np.empty(nnz, index), np.empty(nnz, self.dtype)
+            compiled.ell_to_csr(starts, (self.indices, self.data, self.source), (indices, data))
+            order = np.argsort(self.row_ids, kind="stable")
+            ends = offsets_from_counts(held[order])[offsets_from_counts(counts_of(self.row_ids, M))]
+            indptr = ends.astype(index_dtype(nnz))
+        else:
+            live, row = self._live_rows()
+            at = self.source[live]
+            indices, data = xp.empty(live.size, index), xp.empty(live.size, self.dtype)
+            indices[at], bits(data)[at] = self.indices[live], bits(self.data)[live]
+            indptr = pointer(counts_of(row, M), live.size)
+        make = CSR.made if self.is_validated else CSR  # an unchecked object may hold columns out of order
+        return make(shape=self.shape, indptr=indptr, indices=indices, data=data)
+
+    def refill(self, values: Array) -> Self:
+        """The same structure with the values of another CSR of the same pattern, VALUE[nnz] in CSR order."""
+        xp = namespace(self.data)
+        live = self.source != PAD
+        data = xp.zeros(self.data.shape, values.dtype)
+        bits(data)[live] = bits(values)[self.source[live]]
+        out = self.with_arrays(data=data)
+        object.__setattr__(out, "_marked", self._marked)
+        return out
+
+
+def _mean_width(nnz: int, rows: int) -> int:
+    """The smallest power of two w with w * rows >= nnz."""
+    mean = ceil_div(nnz, rows) if rows else 1
+    return min(MAX_WIDTH, 1 << max(0, mean - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where the items of each ELL row come from and go to; arrays in the order of the buckets but for ``order``."""
+
+    row: Array
+    """int64[R]: its row."""
+    first: Array
+    """int64[R]: the CSR position of its first item."""
+    live: Array
+    """int64[R]: its items."""
+    slots: Array
+    """int64[R+1]: its first slot."""
+    order: Array
+    """int64[R]: its number when ELL rows are counted by row, part and chunk."""
+    rows: int
+    rows_per_bucket: Array
+    split_per_bucket: Array
+
+    @classmethod
+    def of(cls, counts: Array, widest: int) -> _Layout:
+        """counts int64[M, parts]: items of each row in each part, which are neighbours in an ordered CSR."""
+        xp, (M, parts), levels = namespace(counts), counts.shape, widest.bit_length()
+        counts = counts.reshape(-1)
         starts = offsets_from_counts(counts)[:-1]
         held = xp.flatnonzero(counts)  # synchronize!
         row, part, length, start = held // parts, held % parts, counts[held], starts[held]
@@ -183,51 +304,21 @@ class ELLBuckets(Format):
 
         # Stable: inside a bucket rows ascend and the chunks of a row stay in order.
         order = xp.argsort(bucket * 2 + split, kind="stable")
-        bucket, split, segment, live = bucket[order], split[order], segment[order], live[order]
-        first = start[segment] + chunk[order] * widest
-        rows_per_bucket = counts_of(bucket, parts * levels)
-        split_per_bucket = counts_of(bucket[split], parts * levels)
-
-        slot_offsets = offsets_from_counts(xp.asarray([1], np.int64) << (bucket % levels))
-        n_slots = int(slot_offsets[-1])  # synchronize!
-        live_offsets = offsets_from_counts(live)
-        owner = rows_of(live_offsets, a.nnz)
-        rank = rank_in_row(live_offsets, owner)
-        slot, item = slot_offsets[owner] + rank, first[owner] + rank
-
-        indices = xp.full(n_slots, PAD, index_dtype(K - 1))
-        source = xp.full(n_slots, PAD, index_dtype(a.nnz - 1))
-        data = xp.zeros(n_slots, a.dtype)
-        indices[slot], source[slot] = a.indices[item], item
-        bits(data)[slot] = bits(a.data)[item]
-        return cls.made(
-            shape=a.shape,
-            **params,
-            rows_per_bucket=tuple(rows_per_bucket.tolist()),  # synchronize!
-            split_per_bucket=tuple(split_per_bucket.tolist()),
-            row_ids=row[segment].astype(index_dtype(M - 1)),
-            indices=indices,
-            data=data,
-            source=source,
+        bucket, split, segment = bucket[order], split[order], segment[order]
+        return cls(
+            row=row[segment],
+            first=start[segment] + chunk[order] * widest,
+            live=live[order],
+            slots=offsets_from_counts(xp.asarray([1], np.int64) << (bucket % levels)),
+            order=order,
+            rows=M,
+            rows_per_bucket=counts_of(bucket, parts * levels),
+            split_per_bucket=counts_of(bucket[split], parts * levels),
         )
 
-    def _to_csr(self) -> CSR:
-        xp = namespace(self.data)
-        live, row = self._live_rows()
-        at = self.source[live]
-        indices = xp.empty(live.size, index_dtype(self.shape[1] - 1))
-        data = xp.empty(live.size, self.dtype)
-        indices[at], bits(data)[at] = self.indices[live], bits(self.data)[live]
-        indptr = pointer(counts_of(row, self.shape[0]), live.size)
-        make = CSR.made if self.is_validated else CSR  # an unchecked object may hold columns out of order
-        return make(shape=self.shape, indptr=indptr, indices=indices, data=data)
-
-    def refill(self, values: Array) -> Self:
-        """The same structure with the values of another CSR of the same pattern, VALUE[nnz] in CSR order."""
-        xp = namespace(self.data)
-        live = self.source != PAD
-        data = xp.zeros(self.data.shape, values.dtype)
-        bits(data)[live] = bits(values)[self.source[live]]
-        out = self.with_arrays(data=data)
-        object.__setattr__(out, "_marked", self._marked)
-        return out
+    def by_row(self) -> tuple[Array, Array, Array]:
+        """(ell_ptr int64[M+1], (first slot, width) int64[R, 2], items int64[R]) with ELL rows by row, part, chunk."""
+        places, live = np.empty((self.row.size, 2), np.int64), np.empty(self.row.size, np.int64)
+        places[self.order, 0], places[self.order, 1] = self.slots[:-1], np.diff(self.slots)
+        live[self.order] = self.live
+        return offsets_from_counts(counts_of(self.row, self.rows)), places, live

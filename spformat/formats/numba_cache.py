@@ -1,4 +1,7 @@
-"""Compiled loops kept on disk by numba, with a cache that mends itself: a file that cannot be read is no file."""
+"""Compiled loops kept on disk by numba, with a cache that mends itself: a file that cannot be read is no file.
+
+numba compiles anew when the file of a function changes; loops here also call what stands in files beside theirs.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import pickle
 import struct
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
@@ -22,6 +26,15 @@ _UNREADABLE = (
 """What unpickling damaged bytes raises, and what LLVM raises for a damaged object."""
 
 
+def _sources() -> tuple[tuple[str, int, int], ...]:
+    """(name, time of the last change, size) of every file that loops are made of; none where they lie in an archive."""
+    files = sorted(p for p in Path(__file__).parent.glob("*.py") if p.stem.endswith("_loops") or p.stem == "lanes")
+    return tuple((p.name, p.stat().st_mtime_ns, p.stat().st_size) for p in files)
+
+
+_SOURCES = _sources()
+
+
 class _Cache(FunctionCache):  # type: ignore[misc]
     """numba reads its files without looking at them: a crash or a full disk would end every later run."""
 
@@ -32,6 +45,9 @@ class _Cache(FunctionCache):  # type: ignore[misc]
             with suppress(OSError):  # a folder one may only read: compile, and keep nothing
                 self.flush()
             return None
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        return (*super()._index_key(sig, codegen), _SOURCES)
 
     def save_overload(self, sig: Any, data: Any) -> None:
         with suppress(*_UNREADABLE):  # the code is compiled; not keeping it costs time only
