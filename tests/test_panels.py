@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import ml_dtypes
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import spformat as sf
-from spformat import crc, files, limits, threads
+from spformat import crc, limits, output, threads
 from spformat.checkpoint import Recipe, convert_checkpoint, panels, shard
 from spformat.container import create, outline
 from spformat.errors import IntegrityError, LimitError, StructureError, UsageError
@@ -21,6 +22,10 @@ TARGETS = (
     "bitmask", "csr", "bsr:blocksize=8x16", "sr-bcrs:vector_length=3,stride=4", "vector-nm:n=2,m=4,vector_length=1",
     "ell-buckets", "dbsr:blocksize=16x8",
 )  # fmt: skip
+WHOLE = (
+    "two-four:meta_order=cutlass-sm80", "vector-nm:n=2,m=4,vector_length=1", "ell-buckets", "dbsr:blocksize=16x8",
+)  # fmt: skip
+"""Those without panels."""
 
 
 def two_four(shape: tuple[int, int], seed: int) -> np.ndarray:
@@ -50,8 +55,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few rows a panel, three threads, and output pages that leave the cache."""
     monkeypatch.setattr(panels, "PANEL", 2000)
     monkeypatch.setattr(threads, "cores", lambda: 3)
-    monkeypatch.setattr(files, "_KEPT_IN_CACHE", 0)
-    monkeypatch.setattr(files, "_IN_FLIGHT", 3000)
+    monkeypatch.setattr(output, "_KEPT_IN_CACHE", 0)
+    monkeypatch.setattr(output, "_IN_FLIGHT", 3000)
 
 
 @pytest.mark.parametrize("kept", [0, 1 << 20], ids=["nothing held", "held"])
@@ -112,15 +117,47 @@ def test_a_refusal_counts_the_whole_matrix(small: None, tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["dense.safetensors"]
 
 
-def test_a_tensor_larger_than_the_memory_budget_is_converted_in_panels(small: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", [t for t in TARGETS if t not in WHOLE])
+def test_a_tensor_larger_than_the_memory_budget_is_converted_in_panels(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There and back, in panels that shrink with the budget; the bytes are those of a run without one."""
+    x = two_four((3000, 260), 3)
+    codes, dense, rooms = x.view(np.uint16), tmp_path / "dense.safetensors", []
+    sf.save_dense(dense, {"w": x})
+    room = panels.Team.rooms
+
+    def noted(team: panels.Team, arrays: Iterable[tuple[tuple[int, ...], np.dtype]]) -> list[np.ndarray]:
+        rooms.extend(out := room(team, arrays))
+        return out
+
+    monkeypatch.setattr(panels.Team, "rooms", noted)
+    a, b, back = (tmp_path / f"{name}.safetensors" for name in ("a", "b", "back"))
+    for budget in (x.nbytes // 4, x.nbytes // 50):
+        rooms.clear()
+        with limits.using(memory=budget):
+            convert_checkpoint(dense, a, target, force=True)
+            convert_checkpoint(a, back, "dense", force=True)
+        assert len(rooms) > x.nbytes // budget
+        assert budget // 8 < max(r.nbytes for r in rooms) <= budget
+        with sf.safe_open(back) as f:
+            np.testing.assert_array_equal(f.array("w").view(np.uint16), np.where(codes == 0x8000, 0, codes))
+    convert_checkpoint(dense, b, target)
+    assert a.read_bytes() == b.read_bytes()
+    with limits.using(memory=200), pytest.raises(LimitError, match=r"w: .* row\(s\), the smallest panel") as e:
+        convert_checkpoint(dense, tmp_path / "c.safetensors", target)
+    least = e.value.value
+    with limits.using(memory=least):
+        convert_checkpoint(dense, tmp_path / "c.safetensors", target)
+    assert (tmp_path / "c.safetensors").read_bytes() == b.read_bytes()
+
+
+@pytest.mark.parametrize("target", WHOLE)
+def test_a_format_without_panels_is_refused_over_the_budget(target: str, tmp_path: Path) -> None:
     x = two_four((3000, 260), 3)
     sf.save_dense(tmp_path / "dense.safetensors", {"w": x})
-    with limits.using(memory=x.nbytes // 4):
-        convert_checkpoint(tmp_path / "dense.safetensors", tmp_path / "a.safetensors", "bitmask")
-        with pytest.raises(LimitError):
-            convert_checkpoint(tmp_path / "dense.safetensors", tmp_path / "b.safetensors", "ell-buckets")
-    convert_checkpoint(tmp_path / "dense.safetensors", tmp_path / "c.safetensors", "bitmask")
-    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "c.safetensors").read_bytes()
+    with limits.using(memory=x.nbytes // 4), pytest.raises(LimitError, match="--max-memory"):
+        convert_checkpoint(tmp_path / "dense.safetensors", tmp_path / "a.safetensors", target)
 
 
 def test_the_threads_of_a_team_share_no_memory_and_run_alone() -> None:
@@ -185,7 +222,7 @@ def test_advice_that_fails_is_only_advice(
         calls.append((offset, length))
         raise OSError(95, "not supported")
 
-    monkeypatch.setattr(files.os, "posix_fadvise", refuse)
+    monkeypatch.setattr(output.os, "posix_fadvise", refuse)
     convert_checkpoint(source, tmp_path / "b.safetensors", "bitmask")
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
     assert len(calls) > len(set(calls))  # each once to start its way, and older ones again to leave the cache

@@ -22,7 +22,7 @@ from ..errors import SpformatError
 from ..formats.base import Format, Panels
 from ..stfile import Writer
 from .jobs import Job
-from .panels import PANEL, WIDEST, Team, bound, counted_by
+from .panels import Team, bound, counted_by, panel_rows
 
 
 @dataclass
@@ -95,8 +95,8 @@ def expansion(f: TensorFile, job: Job) -> Expansion | None:
     if r.format is None or r.tables or 0 in job.shape:
         return None
     layout = r.format.panels(r.params)
-    row = job.shape[1] * value_type(r.dtype).numpy.itemsize
-    if layout is None or layout.rows * row > WIDEST:
+    rows = None if layout is None else panel_rows(job, r.format, r.params, layout)
+    if layout is None or rows is None:
         return None
     pointers = {name: f.array(job.name, array=name) for name in layout.pointers}
     for name, offsets in pointers.items():
@@ -108,7 +108,7 @@ def expansion(f: TensorFile, job: Job) -> Expansion | None:
     in_items = {name for p in pointers for name in counted_by(r.format, p)}
     if r.arrays.keys() - in_items - pointers.keys() - (known or {}).keys():
         return None
-    return Expansion(job, r.format, layout, max(layout.rows, PANEL // row // layout.rows * layout.rows), pointers)
+    return Expansion(job, r.format, layout, rows, pointers)
 
 
 def told_by_the_whole(f: TensorFile, job: Job, e: SpformatError) -> SpformatError:

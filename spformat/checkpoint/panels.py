@@ -70,7 +70,8 @@ class Team:
         total = sum(n + _LINE for _, _, n in chosen)
         held = getattr(self._rooms, "held", None)
         if held is None or held.nbytes < total:
-            self._rooms.held = held = np.empty(max(total, PANEL + _LINE), np.uint8)
+            usual = min(PANEL, self._limits.memory or PANEL) + _LINE
+            self._rooms.held = held = np.empty(max(total, usual), np.uint8)
         out, at = [], -held.ctypes.data % _LINE
         for shape, dtype, n in chosen:
             out.append(held[at : at + n].view(dtype).reshape(shape))
@@ -150,10 +151,32 @@ def cut(job: Job, recipe: Recipe) -> Cut | None:
     if r.dtype not in fmt.value_dtypes or len(params) != len(fmt.declared_params()):
         return None
     layout = fmt.panels(params)
-    row = job.shape[1] * value_type(r.dtype).numpy.itemsize
-    if layout is None or layout.rows * row > WIDEST:
+    rows = None if layout is None else panel_rows(job, fmt, params, layout)
+    return None if layout is None or rows is None else Cut(job, fmt, params, layout, rows)
+
+
+def panel_rows(job: Job, target: type[Format], params: dict[str, Any], layout: Panels) -> int | None:
+    """Rows of a panel: ``PANEL`` dense bytes of them, or as many as the memory budget lets an array of theirs have.
+
+    None where a panel cannot be small. LimitError names the least budget, that of the smallest panel of the format.
+    """
+    dtype = value_type(job.record.dtype).numpy
+    least = (layout.rows, job.shape[1])
+    dense = limits.product(*least, dtype.itemsize)
+    if dense > WIDEST:
         return None
-    return Cut(job, fmt, params, layout, max(layout.rows, PANEL // row // layout.rows * layout.rows))
+    budget, count = limits.current().memory, PANEL // dense
+    if budget is not None:
+        # Where nothing is zero, indices may need more bytes than values, and blocks stand over the last column.
+        specs = target.array_specs(least, dtype, limits.product(*least), params)
+        if specs is None:  # converted to see: a panel is no wider than ``WIDEST``
+            with limits.using(memory=None):
+                full = target.from_dense(np.ones(least, dtype), **params).arrays()
+            specs = {name: (a.dtype, a.shape) for name, a in full.items()}
+        largest = max(dense, *(limits.product(*shape, d.itemsize) for d, shape in specs.values()))
+        limits.check_bytes(largest, f"{job.name}: {target.name} of {layout.rows} row(s), the smallest panel")
+        count = min(count, budget // largest)
+    return layout.rows * max(1, count)
 
 
 def sizing(f: TensorFile, cuts: Iterable[Cut], team: Team) -> Iterator[Counted]:
