@@ -176,6 +176,8 @@ def import_cupy() -> Any:
         import cupy
     except ImportError as e:
         raise DeviceUnavailable("CuPy is not installed: pip install 'spformat[cuda13]' (or cuda12)") from e
+    except OSError as e:  # it makes its folder for compiled kernels when it is imported
+        raise DeviceUnavailable(f"CuPy cannot start: {e}; CUPY_CACHE_DIR names a folder it may write to") from e
     return cupy
 
 

@@ -84,9 +84,8 @@ def _settle_cache() -> None:
     folder = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")
     try:
         os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()  # permissions alone do not tell: the file system may be read-only
     except OSError:
-        folder = ""
-    if not folder or not os.access(folder, os.W_OK | os.X_OK):
         os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
 
 
