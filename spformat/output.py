@@ -260,6 +260,18 @@ def publish(path: Path, data: bytes, *, overwrite: bool = False) -> None:
         out.write_at(0, data)
 
 
+def flush_folder(folder: Path) -> None:
+    """Bring removals in a folder to disk; DurabilityUnknown if the system does not say that they are."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as e:
+        raise DurabilityUnknown(f"the folder could not be flushed to disk: {reason(e)}", path=os.fspath(folder)) from e
+
+
 def _machine() -> str:
     """Eight hex digits of this machine's name, the first of every temporary file it makes."""
     return hashlib.sha256(os.uname().nodename.encode("utf-8", "surrogateescape")).hexdigest()[:8]

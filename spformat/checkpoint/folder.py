@@ -20,6 +20,7 @@ from ..files import Path, is_file, names_in, read_small, reason, remove, same_fi
 from ..formats import parse_spec
 from ..locks import folder_lock, ignores_case
 from ..output import publish, sweep
+from .earlier import clear, same_bytes
 from .jobs import Job, Outcome
 from .manifest import (
     JOURNAL,
@@ -35,10 +36,9 @@ from .manifest import (
 from .parts import PIECES, Converted, Part, Task, Unit, assemble, digest_of_input, narrowed, split
 from .recipe import KEEP, Recipe
 from .shard import writes_dense
-from .source import INDEX_SUFFIX, Source
+from .source import INDEX, INDEX_SUFFIX, Source
 
 _SIDE_FILE = 1 << 30
-INDEX = "model" + INDEX_SUFFIX
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,12 @@ class Conversion:
     def names(self) -> dict[str, str]:
         """Shard -> name of its output file."""
         return dict(zip(self.source.shards, shard_names(self.source, self.dense), strict=True))
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of all files that make the new checkpoint one: shards, and the manifest or index."""
+        last = MANIFEST if not self.dense else INDEX if len(self.source.shards) > 1 else None
+        return (*self.names.values(), *filter(None, [last]))
 
     @property
     def identity(self) -> str:
@@ -128,12 +134,8 @@ def refuse_other_side_files(c: Conversion) -> None:
     names = [n for n in c.source.side_files if not n.endswith(INDEX_SUFFIX)]
     for name in [*names, *([INDEX] if c.dense and len(c.names) > 1 else [])]:
         old = os.path.join(c.folder, name)
-        if os.path.lexists(old) and not _same_bytes(os.path.join(c.source.folder, name), old):
+        if os.path.lexists(old) and not same_bytes(os.path.join(c.source.folder, name), old):
             raise OutputError(f"the target holds another {name} already; use --force to replace it", path=c.folder)
-
-
-def _same_bytes(a: str, b: str) -> bool:
-    return is_file(a) and is_file(b) and (same_file(a, b) or sha256_of(a) == sha256_of(b))
 
 
 def refuse_collisions(c: Conversion) -> None:
@@ -300,7 +302,9 @@ def _entry(d: Converted) -> dict[str, Any]:
 def finish(c: Conversion, done: Sequence[Converted]) -> tuple[Converted, ...]:
     """Assemble shards that are in pieces, copy side files, write the manifest or index, remove what was in between.
 
-    done: every unit, in the order of the source. Returns the output files, one per shard.
+    done: every unit, in the order of the source. What the new checkpoint replaces under
+    other names goes before the journal, so that nobody takes the folder for the old one. Returns the output files, one
+    per shard.
     """
     by_shard: dict[str, list[Converted]] = {s: [] for s in c.source.shards}
     for d in done:
@@ -318,6 +322,7 @@ def finish(c: Conversion, done: Sequence[Converted]) -> tuple[Converted, ...]:
         _write_index(c, files)
     else:
         write_json(os.path.join(c.folder, MANIFEST), _manifest(c, files))
+    clear(c)
     for name in journals(c.folder):
         remove(os.path.join(c.folder, name))
     shutil.rmtree(os.path.join(c.folder, PIECES), ignore_errors=True)

@@ -19,8 +19,9 @@ from typing import Any
 
 from ..errors import InputError, OutputError, PathError, UsageError, WriteError
 from ..files import Path
-from .folder import INDEX
+from .earlier import superseded
 from .manifest import JOURNAL_GLOB, MANIFEST
+from .source import INDEX
 
 Moved = Callable[[str, int], None]
 """Called with the name and bytes of every file that was moved."""
@@ -80,7 +81,7 @@ def staged(
         os.makedirs(os.path.dirname(here.target) or ".", exist_ok=True)
         yield here
         if is_remote(target):
-            upload(here.target, target, moved)
+            upload(here.target, target, moved, force=force)
     finally:
         if not staging:
             shutil.rmtree(room, ignore_errors=True)
@@ -122,8 +123,11 @@ def _fetch(fs: Any, info: dict[str, Any], path: str, url: str) -> None:
     os.replace(part, path)
 
 
-def upload(path: str, url: str, moved: Moved | None = None) -> None:
-    """Copy a file, or the files of a folder, to ``url``; sizes are compared, the manifest and the index go last."""
+def upload(path: str, url: str, moved: Moved | None = None, *, force: bool = False) -> None:
+    """Copy a file, or the files of a folder, to ``url``; sizes are compared, the manifest and the index go last.
+
+    force: files of an earlier checkpoint there that the new one replaces are removed at the end.
+    """
     fs, root = _open(url)
     if os.path.isdir(path):
         names = sorted(n for n in os.listdir(path) if not n.startswith("."))
@@ -150,6 +154,11 @@ def upload(path: str, url: str, moved: Moved | None = None) -> None:
     for pair in pairs:
         if os.path.basename(pair[0]) in _LAST:
             send(pair)
+    if force and os.path.isdir(path):
+        with _errors(WriteError, url, "remove the files of the earlier checkpoint"):
+            there = [n.rstrip("/").rpartition("/")[2] for n in fs.ls(root, detail=False)]
+            for name in superseded(there, names, MANIFEST not in names):
+                fs.rm_file(f"{root.rstrip('/')}/{name}")
 
 
 def _file_name(url: str) -> Sequence[str]:

@@ -17,9 +17,9 @@ import numpy as np
 
 from ..arrays import to_device
 from ..errors import ContainerError, InputError, OutputError, UsageError
-from ..files import Path, same_file, size_of
+from ..files import Path, is_file, same_file, size_of
 from ..output import check_target
-from . import folder
+from . import earlier, folder
 from .executors import Workers, convert_units
 from .folder import Conversion
 from .jobs import Outcome, dense_of, foresee, plan_jobs, prune
@@ -85,8 +85,8 @@ def convert_checkpoint(
 
     recipe: a Recipe, or a target ("auto", "two-four", "bsr:blocksize=32x32", "dense", ..).
     force: replace what ``dst`` holds (at each rename, never before). resume: finish an interrupted run; files
-    whose input, output and recipe hashes match are skipped. In a folder of parts that stopped, what is missing of
-    any of them is converted and all are merged.
+    whose input, output and recipe hashes match are skipped, all of them if the run had finished (a dense checkpoint
+    keeps no hashes: refused). In a folder of parts that stopped, what is missing of any is converted and all merged.
     progress: called with the Outcome of every tensor; on an executor, when the file it is in has been written.
     device: where matrices are converted, "cpu", "cuda" or "cuda:<id>"; the bytes are the same. Eight-bit floats,
     masks and the choice of "auto" stay on the host.
@@ -145,10 +145,14 @@ def _to_folder(
         going_on = resume and (own in there if part else bool(there))
         known = folder.entries_of(c, [own] if part else there) if going_on else {}
         units = _units(c, part, workers, there if going_on else [])
+        if resume and not there and not force and not c.dense and is_file(os.path.join(c.folder, MANIFEST)):
+            files = earlier.already_done(c, {u.shard for u in units})
+            return Report(c.folder, files, len(files))
         if not going_on and not force:
             names = c.names
             outputs = [names[u.shard] for u in units]
-            folder.refuse_existing(c.folder, (own, JOURNAL, *(() if part else there), *outputs, MANIFEST))
+            others = earlier.left_over(c)
+            folder.refuse_existing(c.folder, (own, JOURNAL, *(() if part else there), *outputs, MANIFEST, *others))
             folder.refuse_other_side_files(c)
         folder.refuse_collisions(c)
         redone = ["everything: the journal is of another recipe or source"] if going_on and not known else []

@@ -17,8 +17,11 @@ from ..stheader import strict_json
 from .manifest import JOURNAL_GLOB, MANIFEST, is_finished, read_manifest
 
 INDEX_SUFFIX = ".safetensors.index.json"
+INDEX = "model" + INDEX_SUFFIX
+"""Of a dense checkpoint of several shards, as we write it."""
+OURS = re.compile(r"spformat-\d{5,}-of-\d{5,}\.safetensors")
+"""Names that only this package gives to shards."""
 _MAX_INDEX = 256 << 20
-_OURS = re.compile(r"spformat-\d{5,}-of-\d{5,}\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ def _read_index(path: str) -> tuple[dict[str, Any], dict[str, str]]:
         limits.check("tensors", len(weight_map), "entries of the index")
         if not isinstance(tree.get("metadata", {}), dict):
             raise ContainerError("index: expected an object under 'metadata'")
-        ours = next((n for n in weight_map.values() if _OURS.fullmatch(n)), None)
+        ours = next((n for n in weight_map.values() if OURS.fullmatch(n)), None)
         if ours is not None:
             raise PathError(
                 f"index: the shard name {ours} is one this package gives to its own output; rename the file"

@@ -110,11 +110,16 @@ def _old_folder(folder: Path) -> None:
     convert_checkpoint(folder / "before", folder / "out", "bitmask")
 
 
-def _old_dense(folder: Path) -> None:
-    checkpoint(folder / "dense", 10)
-    convert_checkpoint(folder / "dense", folder / "in", "csr")
-    checkpoint(folder / "before", 20)
-    convert_checkpoint(folder / "before", folder / "out", "dense")
+def _old(to: str, shards: int) -> Callable[[Path], None]:
+    """Input is packed, the target holds another checkpoint: dense, or packed in another number of shards."""
+
+    def prepare(folder: Path) -> None:
+        checkpoint(folder / "dense", 10)
+        convert_checkpoint(folder / "dense", folder / "in", "csr")
+        checkpoint(folder / "before", 20, shards)
+        convert_checkpoint(folder / "before", folder / "out", to)
+
+    return prepare
 
 
 def _folder(to: str, **options: bool) -> Callable[[Path], Any]:
@@ -126,7 +131,12 @@ SCENARIOS = {
     "file": Scenario(_old_file, _file, _file),
     "folder": Scenario(_new_folder, _folder("auto"), _folder("auto", resume=True)),
     "folder, forced": Scenario(_old_folder, _folder("csr", force=True), _folder("csr", force=True, resume=True)),
-    "dense, forced": Scenario(_old_dense, _folder("dense", force=True), _folder("dense", force=True, resume=True)),
+    "dense, forced": Scenario(
+        _old("dense", 2), _folder("dense", force=True), _folder("dense", force=True, resume=True)
+    ),
+    "dense over packed": Scenario(
+        _old("csr", 3), _folder("dense", force=True), _folder("dense", force=True, resume=True)
+    ),
 }
 
 

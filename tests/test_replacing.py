@@ -1,0 +1,209 @@
+"""A target folder with an earlier conversion in it: nothing left to do, or another checkpoint, replaced whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_checkpoint import FIXTURES, same_values, tree
+
+import spformat as sf
+from spformat.checkpoint import Recipe, convert_checkpoint, earlier, open_source, remote
+
+DIGITS, SHARDED = FIXTURES / "digits", FIXTURES / "sharded"
+PACKED, DENSE = "spformat-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+CONFIG = "without this config.json"
+
+
+def copied(source: Path, folder: Path) -> Path:
+    folder.mkdir()
+    for path in source.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+def told(o: Any) -> tuple[Any, ...]:
+    """An outcome without what the manifest does not keep; it writes params out that a run left to the default."""
+    return (o.name, o.target.partition(":")[0], o.why, o.shape, o.dtype, o.bytes_in, o.bytes_out, o.nnz)
+
+
+# --- a finished conversion, resumed
+
+
+@pytest.mark.parametrize("part", ["", "2/3"])
+def test_resuming_what_is_finished_is_no_error_and_writes_nothing(tmp_path: Path, part: str) -> None:
+    first = convert_checkpoint(SHARDED, tmp_path / "out", "auto")
+    before = {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in (tmp_path / "out").iterdir()}
+    again = convert_checkpoint(SHARDED, tmp_path / "out", "auto", resume=True, part=part or None)
+    assert {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in (tmp_path / "out").iterdir()} == before
+    assert again.resumed == len(again.shards) >= 1
+    assert again.redone == ()
+    for a, b in zip(again.shards, first.shards, strict=not part):
+        assert replace(a, outcomes=()) == replace(b, outcomes=())
+        assert [told(o) for o in a.outcomes] == [told(o) for o in b.outcomes]
+        if part:
+            return
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def manifest(change: Callable[[dict[str, Any]], None]) -> Callable[[Path, Path], None]:
+    def rewrite(source: Path, out: Path) -> None:
+        tree = json.loads((out / "spformat.json").read_text())
+        change(tree)
+        (out / "spformat.json").write_text(json.dumps(tree))
+
+    return rewrite
+
+
+CHANGES: dict[str, tuple[Callable[[Path, Path], object], type[sf.SpformatError], str]] = {
+    "a flipped bit": (lambda s, o: flip(o / PACKED), sf.OutputError, f"whose {PACKED} is not what its manifest says"),
+    "a cut file": (lambda s, o: (o / PACKED).write_bytes(b"x"), sf.OutputError, f"whose {PACKED} is not what"),
+    "a lost file": (lambda s, o: (o / PACKED).unlink(), sf.OutputError, f"whose {PACKED} is not what"),
+    "another source": (lambda s, o: flip(s / DENSE), sf.OutputError, f"of another {DENSE}"),
+    "another side file": (lambda s, o: (s / "config.json").write_text("{}"), sf.OutputError, CONFIG),
+    "a lost side file": (lambda s, o: (o / "config.json").unlink(), sf.OutputError, CONFIG),
+    "other options": (manifest(lambda t: t["recipe"].update(to="csr")), sf.OutputError, "with other options"),
+    "no options": (manifest(lambda t: t.pop("recipe")), sf.OutputError, "with other options"),
+    "other shards": (manifest(lambda t: t["files"].pop(PACKED)), sf.OutputError, "of other shards"),
+    "no size": (manifest(lambda t: t["files"][PACKED].pop("size")), sf.OutputError, "is not what its manifest"),
+    "no sha256": (manifest(lambda t: t["files"][PACKED].pop("sha256")), sf.OutputError, "is not what its manifest"),
+    "a tensor not told": (manifest(lambda t: t["tensors"].popitem()), sf.ContainerError, "description of every tensor"),
+    "an unknown format": (
+        manifest(lambda t: [e.update(format="x") for e in t["tensors"].values()]), sf.ContainerError, "unknown format",
+    ),
+    "text for a count": (
+        manifest(lambda t: [e.update(bytes_out="1") for e in t["tensors"].values()]), sf.ContainerError, "integers",
+    ),
+    "no JSON": (lambda s, o: (o / "spformat.json").write_text("{"), sf.ContainerError, "not valid JSON"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_finished_but_not_this_conversion_is_refused_and_stays(tmp_path: Path, change: str) -> None:
+    act, kind, message = CHANGES[change]
+    source, out = copied(SHARDED, tmp_path / "in"), tmp_path / "out"
+    convert_checkpoint(source, out, "auto")
+    act(source, out)
+    before = tree(tmp_path)
+    with pytest.raises(kind, match=message) as caught:
+        convert_checkpoint(source, out, "auto", resume=True)
+    assert caught.value.exit_code == (73 if kind is sf.OutputError else 65)
+    assert tree(tmp_path) == before
+    convert_checkpoint(source, out, "auto", force=True)
+    same_values(source, out)
+
+
+def test_a_dense_checkpoint_keeps_no_hashes(tmp_path: Path) -> None:
+    convert_checkpoint(DIGITS, tmp_path / "out", "dense")
+    with pytest.raises(sf.OutputError, match=r"holds model.safetensors already; use --force"):
+        convert_checkpoint(DIGITS, tmp_path / "out", "dense", resume=True)
+
+
+# --- another checkpoint in the target
+
+KINDS = {"packed": (DIGITS, "csr"), "packed shards": (SHARDED, "csr"), "dense": (DIGITS, "dense"),
+         "dense shards": (SHARDED, "dense")}  # fmt: skip
+
+
+@pytest.mark.parametrize("new", KINDS)
+@pytest.mark.parametrize("old", KINDS)
+def test_with_force_the_new_checkpoint_is_all_there_is(tmp_path: Path, old: str, new: str) -> None:
+    out, fresh = tmp_path / "out", tmp_path / "fresh"
+    convert_checkpoint(*(KINDS[old][0], out, KINDS[old][1]))
+    (out / "mine.safetensors.txt").write_text("nobody's business")
+    side_by_side = "dense" in old and "packed" in new  # a loader of dense models never looks at ours
+    before = tree(out)
+    if not side_by_side:
+        with pytest.raises(sf.OutputError, match="--force"):
+            convert_checkpoint(KINDS[new][0], out, KINDS[new][1])
+        assert tree(out) == before
+    convert_checkpoint(KINDS[new][0], out, KINDS[new][1], force=True)
+    convert_checkpoint(KINDS[new][0], fresh, KINDS[new][1])
+    sides = {"tokenizer.json", "config.json", "mine.safetensors.txt"}  # those of the old one are nobody's, too
+    kept = {n for n in before if n.startswith("model")} if side_by_side else set()
+    assert set(tree(out)) - sides == (set(tree(fresh)) | kept) - sides
+    assert {n: h for n, h in tree(out).items() if n in tree(fresh)} == tree(fresh)
+    same_values(KINDS[new][0], out)
+
+
+def test_a_dense_checkpoint_in_the_folder_of_its_source_removes_nothing(tmp_path: Path) -> None:
+    convert_checkpoint(SHARDED, tmp_path / "model", "csr")
+    before = tree(tmp_path / "model")
+    convert_checkpoint(tmp_path / "model", tmp_path / "model", "dense", force=True)
+    assert before.items() <= tree(tmp_path / "model").items()
+    assert (tmp_path / "model" / "model-00001-of-00002.safetensors").exists()
+
+
+def test_inputs_that_are_linked_into_the_target_stay(tmp_path: Path) -> None:
+    convert_checkpoint(DIGITS, tmp_path / "in", "csr")
+    convert_checkpoint(SHARDED, tmp_path / "out", "csr")
+    linked = tmp_path / "out" / "spformat-00001-of-00009.safetensors"
+    linked.hardlink_to(tmp_path / "in" / "spformat-00001-of-00001.safetensors")
+    convert_checkpoint(tmp_path / "in", tmp_path / "out", "dense", force=True)
+    assert sorted(p.name for p in (tmp_path / "out").glob("*.safetensors")) == ["model.safetensors", linked.name]
+
+
+def test_one_that_is_stopped_while_it_removes_the_old_one_is_refused_and_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    convert_checkpoint(SHARDED, out, "csr")
+    removed: list[str] = []
+
+    def stop(path: Any) -> None:
+        removed.append(Path(path).name)
+        Path(path).unlink()
+        if len(removed) == stops:
+            raise KeyboardInterrupt
+
+    for stops in (1, 2, 3):
+        removed.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(earlier, "remove", stop)
+            with pytest.raises(KeyboardInterrupt):
+                convert_checkpoint(DIGITS, out, "dense", force=True)
+        assert len(removed) == stops
+        with pytest.raises(sf.ContainerError, match="unfinished conversion"):
+            open_source(out)
+        convert_checkpoint(DIGITS, out, "dense", resume=True)
+        same_values(DIGITS, out)
+        convert_checkpoint(SHARDED, out, "csr", force=True)
+        (out / "model.safetensors").unlink()
+
+
+def test_the_removal_is_on_disk_before_the_journal_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, seen = tmp_path / "out", list[bool]()
+    convert_checkpoint(SHARDED, out, "csr")
+    flush = earlier.flush_folder
+
+    def flushed(folder: Any) -> None:
+        seen.append((out / "spformat.partial.json").exists() and not (out / "spformat.json").exists())
+        flush(folder)
+
+    monkeypatch.setattr(earlier, "flush_folder", flushed)
+    convert_checkpoint(DIGITS, out, Recipe(to="dense"), force=True)
+    assert seen == [True]
+
+
+def test_a_forced_upload_replaces_all_of_a_checkpoint(tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("fsspec", reason="fsspec is missing: pip install 'spformat[remote]'")
+    fs = fsspec.filesystem("memory")
+    url = "memory://replacing/out"
+    convert_checkpoint(SHARDED, url, "csr")
+    fs.pipe_file("/replacing/out/mine.txt", b"")
+    convert_checkpoint(DIGITS, url, "dense", force=True)
+    there = {n.rpartition("/")[2] for n in fs.ls("/replacing/out", detail=False)}
+    assert {n for n in there if n.endswith(".safetensors") or n == "spformat.json"} == {"model.safetensors"}
+    assert "mine.txt" in there
+    with remote.staged(url, tmp_path / "here") as here:
+        same_values(DIGITS, Path(here.source))
+    fs.rm("/replacing", recursive=True)
