@@ -3,8 +3,8 @@
     python benchmarks/cpu.py [--size 4096] [--repeats 7] [--json cpu.json]
 
 Every contender is checked against float64 before it is timed; contenders take turns inside each repeat, so that a
-slow minute of the machine hits all of them. Times are medians and best of the repeats, in milliseconds, first calls
-(compilation, import) left out. Conversions are given in GB/s of dense bytes, products also in GFLOP/s of stored
+slow minute of the machine hits all of them; each has one untimed call before the timed one. Times are medians and best
+of the repeats, in milliseconds. Conversions are given in GB/s of dense bytes, products also in GFLOP/s of stored
 nonzeros.
 """
 
@@ -42,6 +42,7 @@ def turns(contenders: Timed, repeats: int) -> dict[str, dict[str, float]]:
     for _ in range(repeats):
         for name, call in contenders.items():
             time.sleep(0.05)  # OpenBLAS threads keep a core busy for a while after a product
+            call()  # its own caches, and cores that are awake
             start = time.perf_counter()
             call()
             times[name].append(1e3 * (time.perf_counter() - start))
@@ -55,7 +56,7 @@ def agree(name: str, got: Any, wanted: np.ndarray, rows: np.ndarray, tolerance: 
         raise SystemExit(f"{name}: wrong result, relative error {error:.2e}")
 
 
-def products(size: int, repeats: int) -> list[dict[str, Any]]:
+def products(size: int, repeats: int, columns: list[int]) -> list[dict[str, Any]]:
     """Unstructured weights at several densities, then each structured format."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((size, size)).astype(np.float32)
@@ -73,7 +74,7 @@ def products(size: int, repeats: int) -> list[dict[str, Any]]:
     for title, weight, specs in cases:
         weight = np.asarray(weight, np.float32)
         nnz = int(np.count_nonzero(weight))
-        for n in (16, 128, 512):
+        for n in columns:
             B = rng.standard_normal((size, n)).astype(np.float32)
             rows = rng.choice(size, 16, replace=False)
             contenders: Timed = {}
@@ -183,13 +184,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=4096, help="rows and columns of the matrices")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("-n", type=int, nargs="+", default=[16, 128, 512], help="columns of B")
     parser.add_argument("--only", choices=("products", "conversions"))
     parser.add_argument("--json", type=Path, help="write all figures here")
     given = parser.parse_args()
     report: dict[str, Any] = {"machine": machine(), "size": given.size}
     print(report["machine"])
     if given.only != "conversions":
-        report["products"] = products(given.size, given.repeats)
+        report["products"] = products(given.size, given.repeats, given.n)
     if given.only != "products":
         report["conversions"] = conversions(given.size, given.repeats)
     report["machine"]["load at the end"] = os.getloadavg()

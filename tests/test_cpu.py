@@ -353,14 +353,17 @@ def test_rows_longer_than_a_list(spec: str) -> None:
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_number_of_threads_does_not_change_a_bit(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile a thread, or rows of what is left over, in passes of one tile, or all together."""
     a = matrix(spec, "bfloat16", (300, 400), integers=False)
-    B = operand("bfloat16", (400, 70), integers=False)
+    B = operand("bfloat16", (400, 166), integers=False)
     monkeypatch.setattr(operands, "SMALL", 0)
-    monkeypatch.setattr(operands, "PASS", 400 * 128)  # a tile a pass
     results = []
-    for count in (1, 2, 7):
-        monkeypatch.setattr(threads, "cores", lambda count=count: count)
-        results.append(product(a, B, out_dtype="float32"))
+    for tiles, together in itertools.product((1, 8), (1, 2)):
+        monkeypatch.setattr(operands, "PASS", 400 * 128 * tiles)
+        monkeypatch.setattr(operands, "cache_bytes", lambda together=together: 400 * 128 * together)
+        for count in (1, 2, 4, 7):
+            monkeypatch.setattr(threads, "cores", lambda count=count: count)
+            results.append(product(a, B, out_dtype="float32"))
     for again in results[1:]:
         np.testing.assert_array_equal(again.view(np.uint32), results[0].view(np.uint32))
 
@@ -370,7 +373,7 @@ def test_b_in_place_and_in_tiles_give_the_same_bits(spec: str, monkeypatch: pyte
     a, B = matrix(spec, "float32", integers=False), operand("float32", (K, 96), integers=False)
     tiled = product(a, B)
     monkeypatch.setattr(operands, "PASS", 1)  # no tile is small enough to be worth making
-    monkeypatch.setattr(operands, "_tiles", None)
+    monkeypatch.setattr(operands, "_fill", None)
     np.testing.assert_array_equal(product(a, B).view(np.uint32), tiled.view(np.uint32))
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,16 +18,25 @@ from ...problem import Problem
 
 VECTOR = 64
 """Bytes of a vector of the compiled tiles; a tile of B is one or two of them wide."""
-CACHE = 5 << 17
-"""Bytes of tiles of B that rows of one item each are multiplied with together: most of an L2 cache."""
 PASS = 8 << 20
 """Bytes of B held as tiles at a time."""
-SMALL = 1 << 17
-"""Multiply-adds that are over before a second thread has started."""
+SMALL = 1 << 24
+"""Multiply-adds that are over (0.4-0.7 ms) before a second thread has gained anything: on a virtual machine a core that
+sleeps takes 0.1-0.4 ms to wake."""
 PIECES = 8
 """Pieces of work per thread, so that uneven rows even out."""
 
 _NARROW = frozenset({"float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"})
+
+
+@functools.cache
+def cache_bytes() -> int:
+    """Bytes of tiles of B that all rows are multiplied with before the next ones are looked at: half of an L2 cache."""
+    try:
+        text = Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text(encoding="ascii").strip()
+        return max(1 << 19, int(text.removesuffix("K")) << 9)
+    except (OSError, ValueError):
+        return 1 << 19
 
 
 @functools.cache
@@ -96,8 +107,6 @@ class Work:
     items: int
     ends: Array | None = None
     workspace: int = 0
-    costly: bool = False
-    """Decoding takes about as long as a tile: more of them share it, though they overflow the L2 cache a little."""
 
     def pieces(self, count: int) -> list[int]:
         """Unit bounds [0, .., units] of at most ``count`` pieces with about the same number of items."""
@@ -111,81 +120,113 @@ class Work:
 
 
 def multiply(work: Work, target: Callable[..., Any], B: Array, out: Array, sums: np.dtype[Any]) -> None:
-    """out[M, N] = A @ B by ``work``, in passes of a few tiles of B."""
+    """out[M, N] = A @ B by ``work``.
+
+    A thread takes a few tiles of B, copies them where only it reads them, and multiplies all rows of A with them: they
+    stay in its cache. Tiles that are left over when every thread has had as many are shared: each takes some rows.
+    """
     (M, N), K = out.shape, B.shape[0]
     lanes = VECTOR // sums.itemsize
     vectors = min(2, ceil_div(N, lanes))
     width = vectors * lanes
     tiles = ceil_div(N, width)
     threads_used = threads.cores() if work.items * tiles * width > SMALL else 1
-    bounds = work.pieces(PIECES * threads_used if threads_used > 1 else 1)
 
     tile_bytes = max(1, K) * width * sums.itemsize
     # B as it stands serves when its rows are read so seldom that putting them into tiles would cost as much, and when
     # a tile would not stay in any cache: then a long row is read with fewer misses than many short ones.
     plain = B.dtype == sums and B.flags.c_contiguous and N % width == 0
-    in_place = plain and (tiles == 1 or work.items < 4 * K or tile_bytes > PASS)
+    in_place = plain and (work.items < 4 * K or tile_bytes > PASS)
     straight = out.dtype == sums and out.flags.c_contiguous and N % width == 0
     step = tiles if in_place else max(1, PASS // tile_bytes)
-    shared = tiles if work.rows >= 4 or in_place else max(1, (1 + work.costly) * CACHE // tile_bytes)
+    shared = tiles if work.rows >= 4 or in_place else max(1, cache_bytes() // tile_bytes)
 
-    def tile_pass(first: int) -> None:
-        count = min(step, tiles - first)
+    def rows(lo: int, hi: int, first: int, count: int, P: Array, stride: int, ldb: int) -> None:
+        """Units lo .. hi-1 with ``count`` tiles from number ``first`` on."""
         n0 = first * width
-        if in_place:
-            P, stride, ldb = fixed(B.reshape(-1))[0], width, N
-        else:
-            P, stride, ldb = _tiles(B[:, n0 : n0 + count * width], count, width, sums, threads_used), K * width, width
-        columns = out[:, n0 : n0 + count * width]
+        if straight:
+            work.loop(lo, hi, target(P, stride, ldb, count, shared, vectors, out.reshape(-1), n0, N))
+            return
+        r0, r1, ldc = lo * work.rows, min(M, hi * work.rows), count * width
+        C, columns = np.empty((r1 - r0) * ldc, sums), out[:, n0 : n0 + ldc]
+        work.loop(lo, hi, target(P, stride, ldb, count, shared, vectors, C, -r0 * ldc, ldc))
+        store(C.reshape(-1, ldc)[:, : columns.shape[1]], columns[r0:r1])
+
+    def alone(group: int) -> None:
+        first = group * shared
+        count = min(shared, tiles - first)
+        with _room(count * K * width, sums) as P:
+            _fill(P, B[:, first * width : (first + count) * width], width, 1)
+            rows(0, work.units, first, count, P, K * width, width)
+
+    def together(first: int, count: int, P: Array, stride: int, ldb: int) -> None:
+        groups = ceil_div(count, shared)
+        bounds = work.pieces(ceil_div(PIECES * threads_used, groups) if threads_used > 1 else 1)
 
         def piece(i: int) -> None:
-            lo, hi = bounds[i], bounds[i + 1]
-            r0, r1 = lo * work.rows, min(M, hi * work.rows)
-            if straight:
-                work.loop(lo, hi, target(P, stride, ldb, count, shared, vectors, out.reshape(-1), n0, N))
-                return
-            ldc = count * width
-            C = np.empty((r1 - r0) * ldc, sums)
-            work.loop(lo, hi, target(P, stride, ldb, count, shared, vectors, C, -r0 * ldc, ldc))
-            store(C.reshape(-1, ldc)[:, : columns.shape[1]], columns[r0:r1])
+            at, p = i // (len(bounds) - 1) * shared, i % (len(bounds) - 1)
+            rows(bounds[p], bounds[p + 1], first + at, min(shared, count - at), P[at * stride :], stride, ldb)
 
-        threads.run(piece, len(bounds) - 1, threads_used)
+        threads.run(piece, groups * (len(bounds) - 1), threads_used)
 
-    for first in range(0, tiles, step):
-        tile_pass(first)
+    if in_place:
+        together(0, tiles, fixed(B.reshape(-1))[0], width, N)
+        return
+    # Where several rows share what they read of B, tiles need not stay in the cache of one core.
+    own = 0 if work.rows >= 4 else ceil_div(tiles, shared) // threads_used * threads_used
+    threads.run(alone, own, threads_used)
+    for first in range(own * shared, tiles, step):
+        count = min(step, tiles - first)
+        with _room(count * K * width, sums) as P:
+            _fill(P, B[:, first * width : (first + count) * width], width, threads_used)
+            together(first, count, P, K * width, width)
 
 
-def _tiles(B: Array, count: int, width: int, sums: np.dtype[Any], threads_used: int) -> Array:
-    """Columns of B as flat tiles [count, K, width] of the sums' type; the last tile is filled up with zeros.
+def _fill(P: Array, B: Array, width: int, threads_used: int) -> None:
+    """Columns of B [K, N] as flat tiles [tiles, K, width] of the type of P; the last one is filled up with zeros.
 
     Tiles are compact because rows of B that lie a power of two apart fall into a few sets of the cache.
     """
-    P = _on_large_pages(count * B.shape[0] * width, sums).reshape(count, B.shape[0], width)
+    tiles = P.reshape(-1, B.shape[0], width) if P.size else P
 
     def tile(t: int) -> None:
         part = B[:, t * width : (t + 1) * width]
-        P[t, :, part.shape[1] :] = 0
-        widened(part, sums, P[t, :, : part.shape[1]])
+        tiles[t, :, part.shape[1] :] = 0
+        widened(part, P.dtype, tiles[t, :, : part.shape[1]])
 
-    threads.run(tile, count, threads_used)
-    return fixed(P.reshape(-1))[0]
-
-
-def _on_large_pages(size: int, dtype: np.dtype[Any]) -> Array:
-    """A flat uninitialised array, from 1 MB on at a multiple of 2 MB.
-
-    Rows of B are read in no order: with small pages most reads miss the TLB too (measured: 1.4 times the time at
-    N = 512). numpy asks for large pages from 4 MB on; what is allocated here to reach that is never touched.
-    """
-    nbytes = size * dtype.itemsize
-    if nbytes < _LARGE_PAGE // 2:
-        return np.empty(size, dtype)
-    raw = np.empty(nbytes + 2 * _LARGE_PAGE, np.uint8)
-    start = -raw.ctypes.data % _LARGE_PAGE
-    return raw[start : start + nbytes].view(dtype)
+    threads.run(tile, len(tiles), threads_used)
 
 
 _LARGE_PAGE = 2 << 20
+_free: dict[int, list[Array]] = {_LARGE_PAGE: [], 4 * _LARGE_PAGE: []}
+"""Rooms for tiles that no call uses now, by their bytes: one a core of the smaller, and one of the larger, are kept."""
+
+
+@contextmanager
+def _room(size: int, dtype: np.dtype[Any]) -> Iterator[Array]:
+    """A flat array for tiles, on large pages, with what a former call left in it.
+
+    Rows of B are read in no order: with small pages most reads miss the TLB too (measured: 1.7 cycles for an item of 64
+    bytes from large pages, 5 from small ones). numpy asks for large pages from 4 MB on; what is allocated here to reach
+    that is never touched. Rooms are kept because the system clears a page before it gives it out.
+    """
+    nbytes = size * dtype.itemsize
+    kept = next((held for held in _free if nbytes <= held), None)
+    try:
+        raw = _free[kept].pop() if kept else _on_large_pages(nbytes)
+    except IndexError:
+        raw = _on_large_pages(kept or 0)
+    try:
+        yield raw[:nbytes].view(dtype)
+    finally:
+        if kept and len(_free[kept]) < (threads.cores() if kept == _LARGE_PAGE else 1):
+            _free[kept].append(raw)
+
+
+def _on_large_pages(nbytes: int) -> Array:
+    raw = np.empty(nbytes + 2 * _LARGE_PAGE, np.uint8)
+    start = -raw.ctypes.data % _LARGE_PAGE
+    return raw[start : start + nbytes]
 
 
 def output_dtypes(p: Problem) -> tuple[str, ...]:

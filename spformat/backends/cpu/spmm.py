@@ -99,7 +99,7 @@ class SpmmELLBuckets(HostKernel):
         ends = offsets_from_counts(widths[order])[ell_ptr]
         arrays = (*fixed(ell_ptr, order, starts, a.indices), *coded(a.data, sums))
         extra = ell_ptr.nbytes + order.nbytes + starts.nbytes + ends.nbytes
-        return Work(lambda lo, hi, to: loops.ell_buckets(lo, hi, to, *arrays), M, 1, a.stored, ends, extra, costly=True)
+        return Work(lambda lo, hi, to: loops.ell_buckets(lo, hi, to, *arrays), M, 1, a.stored, ends, extra)
 
 
 class SpmmBSR(HostKernel):
@@ -172,7 +172,7 @@ class SpmmBitmask(HostKernel):
         from . import loops
 
         arrays = (*fixed(a.indptr, a.bitmask), *coded(a.data, sums))
-        return Work(lambda lo, hi, to: loops.bitmask(lo, hi, to, *arrays), a.shape[0], 1, a.nnz, a.indptr, costly=True)
+        return Work(lambda lo, hi, to: loops.bitmask(lo, hi, to, *arrays), a.shape[0], 1, a.nnz, a.indptr)
 
 
 class SpmmDense(HostKernel):
