@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -178,7 +180,21 @@ def import_cupy() -> Any:
         raise DeviceUnavailable("CuPy is not installed: pip install 'spformat[cuda13]' (or cuda12)") from e
     except OSError as e:  # it makes its folder for compiled kernels when it is imported
         raise DeviceUnavailable(f"CuPy cannot start: {e}; CUPY_CACHE_DIR names a folder it may write to") from e
+    _settle_cache()
     return cupy
+
+
+@functools.cache
+def _settle_cache() -> None:
+    """Have CuPy compile in memory where nothing can be written into its folder: its own answer is an OSError."""
+    import tempfile
+
+    folder = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()  # permissions alone do not tell: the file system may be read-only
+    except OSError:
+        os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
 
 
 def unsigned(x: Array) -> Array:

@@ -53,7 +53,13 @@ HOMES = {
 }
 """Library -> the only places that may import it."""
 
-ENVIRONMENT = ("spformat/dispatch.py", "spformat/backends/cuda/jit.py", "spformat/backends/cuda/measured.py", "cli/")
+ENVIRONMENT = (
+    "spformat/arrays.py",  # where CuPy keeps what it compiles
+    "spformat/dispatch.py",
+    "spformat/backends/cuda/jit.py",
+    "spformat/backends/cuda/measured.py",
+    "cli/",
+)
 """Who may read os.environ, and only when a call needs it."""
 
 FORMAT_IMPORTS = {

@@ -61,7 +61,6 @@ def load(source: str, instance: str, arch: str, device_id: int = 0, smem: int = 
     Raises DeviceError with the options, the compiler's log and the path of the dumped source.
     """
     cupy = import_cupy()
-    _settle_cache()
     text = source_text(source)
     flags = options(arch)
     with cupy.cuda.Device(device_id):
@@ -76,17 +75,6 @@ def load(source: str, instance: str, arch: str, device_id: int = 0, smem: int = 
     if os.environ.get("SPFORMAT_JIT_DEBUG"):
         print(f"{source} {instance} {arch}: {function.num_regs} registers, {function.local_size_bytes} B local")
     return function
-
-
-@functools.cache
-def _settle_cache() -> None:
-    """Where CuPy's folder for compiled kernels cannot be written, compile in memory: its own answer is an OSError."""
-    folder = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")
-    try:
-        os.makedirs(folder, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()  # permissions alone do not tell: the file system may be read-only
-    except OSError:
-        os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
 
 
 def _report(source: str, instance: str, flags: tuple[str, ...], text: str, log: str) -> str:
