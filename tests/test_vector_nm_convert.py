@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from cases import codes, nm_places
 
+from spformat import Dense
 from spformat.backends.cuda import jit, vector_nm_convert
-from spformat.backends.cuda.vector_nm_convert import Packing, Sizes
+from spformat.backends.cuda.vector_nm_convert import Packing, Ranking, Sizes
 from spformat.dtypes import bits
-from spformat.errors import StructureError
+from spformat.errors import StructureError, UsageError
 from spformat.formats import VectorNM
+from spformat.preprocess import masks
 
 GRID = [
     {"n": n, "m": m, "vector_length": length}
@@ -26,14 +28,14 @@ PACKED = [
     {"n": 8, "m": 32, "vector_length": 32, "tile_rows": 64, "tile_cols": 256},
     {"n": 5, "m": 7, "vector_length": 5, "tile_rows": 20, "tile_cols": 21},
 ]
-SIZES = {"i64": 8, "int": 4}
+SIZES = {"i64": 8, "int": 4, "u32": 4}
 
 
-@pytest.mark.parametrize("struct", [Sizes, Packing], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("struct", [Sizes, Packing, Ranking], ids=lambda s: s.__name__)
 def test_structs_have_the_layout_of_the_kernel_parameters(struct: type[ctypes.Structure]) -> None:
     text = re.sub(r"//.*", "", (jit.HERE / "vector_nm_convert.cu").read_text())
     body = re.search(rf"struct {struct.__name__} \{{(.*?)\}};", text, re.DOTALL)[1]
-    members = [(kind, name.strip()) for kind, names in re.findall(r"(i64|int) ([^;]+);", body)
+    members = [(kind, name.strip()) for kind, names in re.findall(r"(i64|int|u32) ([^;]+);", body)
                for name in names.split(",")]  # fmt: skip
     declared = [(name, ctypes.sizeof(kind)) for name, kind in struct._fields_]
     assert declared == [(name, SIZES[kind]) for kind, name in members]
@@ -82,3 +84,80 @@ def test_refusals_of_the_host_code() -> None:
             assert found.value.fields == e.fields
         else:
             assert VectorNM.from_dense(cp.asarray(x), **params) == host
+
+
+def any_bits(shape: tuple[int, int], dtype: str, seed: int) -> np.ndarray[Any, Any]:
+    """Specials and zeros; half of the rows hold few different magnitudes, so that norms tie."""
+    rng = np.random.default_rng(seed)
+    x = codes(dtype, rng.random(shape) < 0.7, seed)
+    x[::2] = rng.integers(-2, 3, x[::2].shape).astype(x.dtype)
+    x[:, rng.random(shape[1]) < 0.2] = 0
+    return x
+
+
+def pruned_by_mask(x: Any, params: dict[str, int], norm: str = "l2") -> VectorNM:
+    n, m, length = params["n"], params["m"], params["vector_length"]
+    mask = masks.magnitude_vector_nm(x, n, m, length, norm=norm, nonfinite="keep")
+    return VectorNM.from_dense(masks.apply(x, mask), **params)
+
+
+@pytest.mark.parametrize("norm", ["l2", "l1"])
+def test_pruned_equals_mask_and_conversion(norm: str) -> None:
+    for params in (GRID[9], PACKED[0]):
+        x = any_bits((70, 90), "float32", 2)
+        assert masks.prune_vector_nm(x, **params, norm=norm, nonfinite="keep") == pruned_by_mask(x, params, norm)
+        x = Dense.from_dense(np.nan_to_num(x, nan=1, posinf=2, neginf=3))
+        assert masks.prune_vector_nm(x, **params, norm=norm) == pruned_by_mask(x.data, params, norm)
+
+
+def test_pruning_refuses() -> None:
+    x = np.ones((4, 8), np.float16)
+    with pytest.raises(UsageError, match="n: expected at most m"):
+        masks.prune_vector_nm(x, 5, 4, 2)
+    with pytest.raises(UsageError, match="norm"):
+        masks.prune_vector_nm(x, 2, 4, 2, norm="l3")
+    with pytest.raises(UsageError, match="nonfinite"):
+        masks.prune_vector_nm(x, 2, 4, 2, nonfinite="drop")
+    x[2, 5] = np.inf
+    with pytest.raises(StructureError, match="row 2, column 5"):
+        masks.prune_vector_nm(x, 2, 4, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64", "int8"])
+def test_pruned_on_the_device_as_by_mask(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cp = pytest.importorskip("cupy")
+    cases = []
+    for seed, params in enumerate(GRID + PACKED):
+        m, length = params["m"], params["vector_length"]
+        for shape in ((331, 523), (1, 1), (length + 1, m - 1)):
+            x, norm = any_bits(shape, dtype, seed), ("l2", "l1")[seed % 2]
+            cases.append((x, params, norm, pruned_by_mask(x, params, norm)))
+    if dtype in vector_nm_convert.KINDS:  # the mask must not run, but where a row group is too large for the kernel
+        roomy = [c for c in cases if c[1]["vector_length"] * c[1]["m"] < 8192]
+        assert len(roomy) > len(cases) // 2
+        with monkeypatch.context() as patch:
+            patch.setattr(masks, "magnitude_vector_nm", None)
+            for x, params, norm, wanted in roomy:
+                made = masks.prune_vector_nm(cp.asarray(x), **params, norm=norm, nonfinite="keep")
+                assert made.to("cpu") == wanted, f"{params} {norm} {x.shape}"
+        cases = [c for c in cases if c[1]["vector_length"] * c[1]["m"] >= 8192]
+    for x, params, norm, wanted in cases:
+        made = masks.prune_vector_nm(cp.asarray(x), **params, norm=norm, nonfinite="keep")
+        assert made.to("cpu") == wanted, f"{params} {norm} {x.shape}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_nonfinite_refused_on_the_device_as_on_the_host(dtype: str, value: str) -> None:
+    cp = pytest.importorskip("cupy")
+    x = np.ones((70, 130), codes(dtype, np.zeros((1, 1), bool)).dtype)
+    x[69, 129] = x[3, 77] = float(value)
+    seen = []
+    for source in (x, cp.asarray(x)):
+        with pytest.raises(StructureError) as e:
+            masks.prune_vector_nm(source, 8, 32, 32)
+        seen.append((e.value.message, e.value.fields))
+    assert seen[0] == seen[1]
+    assert seen[0][1]["first"] == (3, 77)

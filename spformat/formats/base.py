@@ -314,6 +314,10 @@ class Format:
     def check_canonical(self) -> None:
         """Scan the rest of what ``from_csr`` promises; raises InvariantError."""
 
+    def found_sound(self) -> bool:
+        """Whether compiled code looked at all contents and found them valid; else the checks tell, by name."""
+        return False
+
     def validate(self) -> Self:
         """Scan all contents, memory safety first; sets the validated mark and returns self.
 
@@ -321,8 +325,9 @@ class Format:
         fields array, index, value, expected and count.
         """
         with current_device(self.values):
-            self.check_memory()
-            self.check_canonical()
+            if not self.found_sound():
+                self.check_memory()
+                self.check_canonical()
         object.__setattr__(self, "_marked", True)
         return self
 

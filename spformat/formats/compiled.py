@@ -28,7 +28,9 @@ PIECE = 1 << 19
 
 
 ON_DEVICE = {
+    "sr_bcrs_sound": "sr_bcrs_scan",
     "vector_nm_encode": "vector_nm_convert",
+    "vector_nm_prune": "vector_nm_convert",
     "vector_nm_to_dense": "vector_nm_convert",
     "vector_nm_pack": "vector_nm_convert",
     "two_four_pack": "two_four_pack",
@@ -63,11 +65,11 @@ def serves(x: Array, elements: int | None = None, edge: str = "") -> bool:
     return (size >= LARGE or _LOOPS in sys.modules) and _usable()
 
 
-def _on_device(edge: str, x: Array, *args: Any) -> Any:
-    """The CUDA twin of an edge, called with the device of ``x`` current."""
+def _on_device(edge: str, *args: Any) -> Any:
+    """The CUDA twin of an edge, called with the device of its first array current."""
     twin = importlib.import_module(f"spformat.backends.cuda.{ON_DEVICE[edge]}")
-    with current_device(x):
-        return getattr(twin, edge)(x, *args)
+    with current_device(next(a for a in args if is_cupy(a))):
+        return getattr(twin, edge)(*args)
 
 
 def prepare(size: int) -> None:
@@ -334,6 +336,11 @@ def sr_bcrs_to_dense(indptr: Array, indices: Array, data: Array, out: Array) -> 
     _rows(_loops("block").vector_scatter, ceil_div(M, t), t * K, indptr, indices, bits(data), t, bits(out))
 
 
+def sr_bcrs_sound(shape: tuple[int, int], indptr: Array, indices: Array, data: Array) -> bool:
+    """Whether the arrays hold a valid matrix [M, K]; on a device only."""
+    return bool(_on_device("sr_bcrs_sound", shape, indptr, indices, data))
+
+
 def two_four_pack(x: Array, order: str, data: Array, meta: Array, prune: bool = False) -> tuple[int, int, int]:
     """Fill ``data`` [Mp, Kp/2] and ``meta`` [Mp*Kp/16], all of both, from x [M, K]; on a device only.
 
@@ -364,9 +371,18 @@ def vector_nm_refusal(encoded: Any) -> tuple[int, int, int]:
     """(refused windows, the first of them as row group * windows + window, its vectors) of an encoding."""
     if isinstance(encoded, tuple):
         return encoded
-    count, inverted = (int(v) for v in encoded.get())  # synchronize!
+    count, inverted = encoded.get()  # synchronize!
     first = 2**64 - 1 - inverted
     return (count, first >> 9, first & 511) if count else (0, 0, 0)
+
+
+def vector_nm_prune(x: Array, n: int, m: int, length: int, norm: str, indices: Array, data: Array) -> Any:
+    """``vector_nm_encode`` of x with the vectors kept that ``masks.magnitude_vector_nm`` keeps; on a device only.
+
+    Returns None where the kernel does not take x, else what has the count of values that are not finite as first word
+    of ``get()``, which waits for the device.
+    """
+    return _on_device("vector_nm_prune", x, n, m, length, norm, indices, data)
 
 
 def vector_nm_to_dense(indices: Array, data: Array, n: int, m: int, length: int, out: Array) -> None:

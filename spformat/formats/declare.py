@@ -79,6 +79,8 @@ class ParamDeclaration:
 
 def plain_int(value: Any) -> int:
     """A host int from an int or digits; TypeError or ValueError for bools, floats and the rest."""
+    if type(value) is int:
+        return value
     if isinstance(value, str):
         return int(value)
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):

@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from .. import scans
-from ..arrays import PAD, Array, ceil_div, index_dtype, namespace
+from ..arrays import PAD, Array, ceil_div, index_dtype, is_cupy, namespace
 from ..dtypes import bits, nonzero_mask
 from ..errors import InvariantError, OrderError, PatternError
 from ..limits import check_bytes, product
@@ -63,6 +63,11 @@ class SRBCRS(Format):
     def group_tiles(self) -> Array:
         """int64[G]: row tile of each group."""
         return rows_of(self.indptr, self.groups)
+
+    def found_sound(self) -> bool:
+        if not is_cupy(self.data) or not compiled.serves(self.data, edge="sr_bcrs_sound"):
+            return False
+        return self.tiles > 0 and compiled.sr_bcrs_sound(self.shape, self.indptr, self.indices, self.data)
 
     def check_memory(self) -> None:
         (M, K), t = self.shape, self.vector_length

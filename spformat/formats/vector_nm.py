@@ -173,8 +173,7 @@ class VectorNM(Format):
         L, n, m = params["vector_length"], params["n"], params["m"]
         Mp, Kp = _padded(x.shape, params)
         if compiled.serves(x, edge="vector_nm_encode"):
-            new = xp.empty if is_cupy(x) else xp.zeros
-            indices, data = new((Kp // m * n, Mp // L), np.uint8), new((Kp // m * n, Mp), x.dtype)
+            indices, data = cls.empty_arrays(x, params)
             encoded = compiled.vector_nm_encode(x, n, m, L, indices, data)
             made = cls._assemble((M, K), params, data, indices)
             count, first, held = compiled.vector_nm_refusal(encoded)
@@ -202,6 +201,28 @@ class VectorNM(Format):
             data[:, q * L : q * L + panel.shape[0] * L] = kept.transpose(2, 0, 1).reshape(indices.shape[0], -1)
         data[~nonzero_mask(data.view(x.dtype))] = 0  # a kept -0.0 becomes +0
         return cls._assemble((M, K), params, data.view(x.dtype), indices)
+
+    @classmethod
+    def pruned(cls, x: Array, norm: str, params: dict[str, Any]) -> tuple[Self, int] | None:
+        """(x [M, K] with the n vectors of largest norm kept in every window, values that are not finite) in one pass.
+
+        None where no compiled code does that; ``preprocess.masks.prune_vector_nm`` says what is kept.
+        """
+        if not is_cupy(x) or not compiled.serves(x, edge="vector_nm_prune"):
+            return None
+        indices, data = cls.empty_arrays(x, params)
+        odd = compiled.vector_nm_prune(x, params["n"], params["m"], params["vector_length"], norm, indices, data)
+        if odd is None:
+            return None
+        made = cls._assemble(x.shape, params, data, indices)
+        return made, odd.get()[0]
+
+    @classmethod
+    def empty_arrays(cls, x: Array, params: dict[str, Any]) -> tuple[Array, Array]:
+        """(indices, data) for x [M, K]; zeros on the host."""
+        xp, (Mp, Kp) = namespace(x), _padded(x.shape, params)
+        W, new = Kp // params["m"] * params["n"], xp.empty if is_cupy(x) else xp.zeros
+        return new((W, Mp // params["vector_length"]), np.uint8), new((W, Mp), x.dtype)
 
     @classmethod
     def _from_csr(cls, a: CSR, **params: Any) -> Self:
@@ -321,7 +342,7 @@ def pack(indices: Array, params: dict[str, Any], padded: tuple[int, int]) -> tup
     n, m, L = params["n"], params["m"], params["vector_length"]
     tile_rows, tile_cols = params["tile_rows"], params["tile_cols"]
     if not tile_rows:
-        return xp.zeros((0, 0, tile_cols), np.int16), xp.zeros((0, W, 0), np.uint8)
+        return xp.empty((0, 0, tile_cols), np.int16), xp.empty((0, W, 0), np.uint8)
     Tr, Tk, Qs, per_tile = padded[0] // tile_rows, padded[1] // tile_cols, tile_rows // L, tile_cols // m
     if is_cupy(indices):
         col_info = xp.empty((Tr, Tk, tile_cols), np.int16)

@@ -1,7 +1,8 @@
 """Magnitude masks: the only place where values are lost.
 
 Every mask takes w [M, K] (numpy, CuPy or Dense; any value type) and returns bool[M, K] in the same library,
-True where the value stays; ``apply`` carries a mask out, ``prune_two_four`` goes from w to the format in one step.
+True where the value stays; ``apply`` carries a mask out, ``prune_two_four`` and ``prune_vector_nm`` go from w to the
+format in one step.
 What fits which format:
 
     magnitude            csr, bitmask, ell-buckets, ...     magnitude_vector_nm  vector-nm
@@ -36,6 +37,7 @@ from ..formats import compiled
 from ..formats.base import checked_values
 from ..formats.dense import Dense
 from ..formats.two_four import TwoFour, meta_places
+from ..formats.vector_nm import VectorNM
 
 HOST_PANEL, DEVICE_PANEL = 1 << 17, 1 << 24
 """Elements that are looked at together: the temporaries of a host panel stay in cache."""
@@ -147,6 +149,39 @@ def prune_two_four(w: Array | Dense, *, meta_order: str = "ldmatrix", nonfinite:
     return TwoFour.made(shape=x.shape, meta_order=order, data=data, meta=meta)
 
 
+def prune_vector_nm(
+    w: Array | Dense,
+    n: int,
+    m: int,
+    vector_length: int,
+    *,
+    tile_rows: int = 0,
+    tile_cols: int = 0,
+    norm: str = "l2",
+    nonfinite: str = "refuse",
+) -> VectorNM:
+    """w [M, K] in format vector-nm with the n vectors of largest norm kept in every window of m columns.
+
+    The bytes of ``VectorNM.from_dense(apply(w, magnitude_vector_nm(w, n, m, vector_length)), ..)``; on a device,
+    float16, bfloat16 and float32 are read once. UsageError for a parameter out of range, StructureError for NaN or
+    infinities unless ``nonfinite="keep"``.
+    """
+    x = checked_values(w.data if isinstance(w, Dense) else w, "prune")
+    given = {"n": n, "m": m, "vector_length": vector_length, "tile_rows": tile_rows, "tile_cols": tile_cols}
+    params = VectorNM.resolve_params(given)
+    _check_nonfinite(nonfinite)
+    _check_norm(norm)
+    with current_device(x):
+        made = VectorNM.pruned(x, norm, params)
+    if made is None:
+        mask = magnitude_vector_nm(x, n, m, vector_length, norm=norm, nonfinite=nonfinite)
+        return VectorNM.from_dense(apply(x, mask), **params)
+    packed, count = made
+    if count and nonfinite == "refuse":
+        _refuse_nonfinite(x)  # finds them again, to name the first
+    return packed
+
+
 # -------------------------------------------------------------------------------------------------- order of values
 
 
@@ -182,8 +217,7 @@ def _magnitudes(x: Array) -> Array:
 
 def _power(x: Array, norm: str) -> Callable[[Array], Array]:
     """What a norm sums up: |x| or |x|^2 in float64; float64 values are scaled, so that no sum overflows."""
-    if norm not in ("l1", "l2"):
-        raise UsageError(f"norm: expected 'l1' or 'l2', got {norm!r}", value=norm)
+    _check_norm(norm)
     scale = 1.0
     if x.dtype == np.float64 and x.size:
         limit = np.uint64(_largest_finite(x.dtype))
@@ -302,6 +336,11 @@ def _checked(w: Array | Dense, nonfinite: str) -> Array:
     if nonfinite == "refuse":
         _refuse_nonfinite(x)
     return x
+
+
+def _check_norm(norm: str) -> None:
+    if norm not in ("l1", "l2"):
+        raise UsageError(f"norm: expected 'l1' or 'l2', got {norm!r}", value=norm)
 
 
 def _check_nonfinite(nonfinite: str) -> None:

@@ -1,4 +1,4 @@
-"""Device memory that a plan needs during a call and keeps between calls."""
+"""Memory of plans and kernels that outlives no call of theirs, or is kept between calls."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 from ...errors import DeviceMemoryError
 
@@ -34,3 +36,27 @@ class Scratch:
                 except cupy.cuda.memory.OutOfMemoryError as e:
                     raise DeviceMemoryError(f"workspace: {1 << key[1]:,} bytes do not fit the device") from e
             yield self._held[key].data.ptr
+
+
+class Counters:
+    """Two 64-bit words, zeros at first, that kernels of this stream count in and the host reads.
+
+    They are pinned host memory, which a device addresses as it is: for counts that are rarely other than zero this
+    saves a launch that clears them and a copy that fetches them.
+    """
+
+    __slots__ = ("_memory", "_stream", "_words", "address")
+
+    def __init__(self) -> None:
+        import cupy
+
+        self._memory = cupy.cuda.alloc_pinned_memory(16)
+        self._words = np.frombuffer(self._memory, np.uint64, 2)
+        self._words[:] = 0
+        self._stream = cupy.cuda.get_current_stream()
+        self.address = int(self._memory.ptr)
+
+    def get(self) -> tuple[int, int]:
+        """The words, after the stream's launches so far."""
+        self._stream.synchronize()  # synchronize!
+        return int(self._words[0]), int(self._words[1])

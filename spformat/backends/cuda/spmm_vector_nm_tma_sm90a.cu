@@ -24,6 +24,9 @@ spmm_vector_nm_tma(const __grid_constant__ TensorMap a_map, const Shape s, int s
     constexpr int BM = WM * WARPS_M, BN = WN * WARPS_N, WARPS = WARPS_M * WARPS_N;
     constexpr int WIDE = 128 / sizeof(T), BLOCKS_B = BN / WIDE, BLOCKS_A = BM / WIDE;  // 128-byte column blocks of a tile
     constexpr int PEERS = CLUSTER_M + CLUSTER_N - 1;  // CTAs that share a copy with this one, itself included
+    // Of a warp at a free stage. Without a cluster every lane speaks for its own reads; lane 0 alone after a __syncwarp
+    // would do, but racecheck follows the arriving lane only.
+    constexpr int ARRIVALS = PEERS > 1 ? PEERS : 32;
     static_assert(WARPS == 8, "two warpgroups multiply");
     static_assert(BLOCKS_B % CLUSTER_M == 0 && BLOCKS_A % CLUSTER_N == 0, "a CTA's share is whole blocks");
     using F = Fragments<T, G, WM, WN, 128, 128>;
@@ -39,7 +42,7 @@ spmm_vector_nm_tma(const __grid_constant__ TensorMap a_map, const Shape s, int s
 
     for (u32 i = threadIdx.x * 4; i < strips; i += blockDim.x * 4) *reinterpret_cast<u32*>(shared + i) = 0;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < stages; ++i) barrier::init(full + 8 * i, 1), barrier::init(empty + 8 * i, WARPS * PEERS);
+        for (int i = 0; i < stages; ++i) barrier::init(full + 8 * i, 1), barrier::init(empty + 8 * i, WARPS * ARRIVALS);
         barrier::fence_init();
     }
     tma::fence_shared();  // the zeros, before the copy engine writes around them
@@ -105,10 +108,10 @@ spmm_vector_nm_tma(const __grid_constant__ TensorMap a_map, const Shape s, int s
                 constexpr int E = 16 / sizeof(T);
                 F::multiply(s.slots, acc, from, block_b, from + BLOCKS_B * block_b, block_a,
                             from + record_at + 4 * (wm * (WM / G) * s.slots), wm * WM / E, wn * WN / E, lane);
-                __syncwarp();
                 if constexpr (PEERS > 1) {
+                    __syncwarp();
                     if (lane < PEERS) barrier::arrive_remote(empty + 8 * stage, peer);
-                } else if (lane == 0) {
+                } else {
                     barrier::arrive(empty + 8 * stage);
                 }
                 advance();

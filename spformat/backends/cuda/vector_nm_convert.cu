@@ -14,6 +14,8 @@ typedef unsigned long long u64;
 constexpr int THREADS = 256, LANES = 32, WARPS = THREADS / LANES;
 constexpr u32 ALL = 0xffffffffu;
 
+constexpr int EXACT = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT32 = 3;  // what encode takes: what fits, or values to be ranked
+
 struct Sizes {
     i64 M, K, W, Q, Mp;
     int n, m, length;
@@ -22,22 +24,73 @@ struct Sizes {
     int strips;   // side by side; blocks are numbered strip by strip, then down the rows
 };
 
+__device__ __forceinline__ int lowest(i64 a, i64 b) { return (int)(a < b ? a : b); }
+
+struct Ranking {
+    int squares;   // l2 norms; 0: l1
+    u32 infinite;  // magnitudes from here on are infinities and NaN
+    int norms;     // where they stand in shared memory, in words of eight bytes
+};
+
 struct Place {
-    i64 w0, c0, r0;  // first window, column, row of a block
+    i64 w0, c0, r0;           // first window, column, row of a block
+    int windows, cols, rows;  // of them inside the matrix
     __device__ __forceinline__ explicit Place(const Sizes& s) {
         w0 = (i64)(blockIdx.x % s.strips) * s.windows, c0 = w0 * s.m, r0 = (i64)(blockIdx.x / s.strips) * s.rows;
+        windows = lowest(s.windows, s.W / s.n - w0);
+        cols = lowest(s.windows * s.m, s.K - c0), rows = lowest(s.rows, s.M - r0);
     }
 };
 
-__device__ __forceinline__ int lowest(i64 a, i64 b) { return (int)(a < b ? a : b); }
+// What masks rank by: the magnitude of a value's bits, exact.
+template <int KIND> __device__ __forceinline__ double magnitude(u32 bits) {
+    float x;
+    if constexpr (KIND == FLOAT16) asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"((unsigned short)bits));
+    else x = __uint_as_float(KIND == BFLOAT16 ? bits << 16 : bits);
+    return fabs((double)x);
+}
+
+// Sets the bits of the n columns of largest norm in every window of every group of a strip, the lower column first among
+// equals, as preprocess.masks: norms are sums over the rows, in order. Returns this thread's values above `infinite`.
+template <int KIND, typename T>
+__device__ __forceinline__ int rank(const T* strip, int pitch, const Sizes& s, int groups, const Ranking& by, T live,
+                                    u64* norms, u32* used, int words) {
+    const int wide = s.windows * s.m;
+    int odd = 0;
+    for (int i = threadIdx.x; i < groups * wide; i += THREADS) {
+        const T* column = strip + i / wide * s.length * pitch + i % wide;
+        double sum = 0;
+#pragma unroll 8
+        for (int r = 0; r < s.length; ++r) {
+            const T bits = column[r * pitch];
+            const double x = magnitude<KIND>(bits);
+            sum += by.squares ? x * x : x;  // a square is exact, so a fused one is the same
+            odd += (u32)(bits & live) >= by.infinite;
+        }
+        const u64 key = __double_as_longlong(sum), nan = 0x7ff0000000000001ull;
+        norms[i] = key < nan ? key : nan;  // no norm is negative
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < groups * wide; i += THREADS) {
+        const int at = i % wide % s.m;
+        const u64 mine = norms[i], *window = norms + i - at;
+        int larger = 0;
+#pragma unroll 8
+        for (int j = 0; j < s.m; ++j) larger += window[j] > mine || (window[j] == mine && j < at);
+        if (larger < s.n) atomicOr(used + i / wide * words + i % wide / LANES, 1u << i % wide % LANES);
+    }
+    return odd;
+}
 
 // Positions kept in every window of the row groups of a block; with VALUES also data, from a copy of the strip in shared
 // memory. refused[0] counts windows that hold more than n vectors, refused[1] is the most of all ones minus
-// ((q * windows + w) * 512 + vectors) over them. WIDE: x, its rows and the strips start on 16 bytes.
-template <typename T, bool WIDE, bool VALUES>
+// ((q * windows + w) * 512 + vectors) over them. WIDE: x, its rows and the strips start on 16 bytes. KIND other than EXACT
+// (needs VALUES): the n vectors of largest norm stay, and refused[0] counts values that are not finite.
+template <typename T, bool WIDE, bool VALUES, int KIND>
 __global__ void __launch_bounds__(THREADS)
-encode(const T* __restrict__ x, Sizes s, u64 mask, int pitch, u8* __restrict__ indices, T* __restrict__ data,
+encode(const T* __restrict__ x, Sizes s, u64 mask, Ranking by, int pitch, u8* __restrict__ indices, T* __restrict__ data,
        u64* __restrict__ refused) {
+    static_assert(KIND == EXACT || VALUES, "ranked in shared memory");
     constexpr int PIECE = WIDE ? 16 / sizeof(T) : 1;                    // values of a load
     constexpr int BATCH = PIECE >= 16 ? 1 : PIECE > 1 ? 16 / PIECE : 8;  // loads of a thread in flight: all, if WIDE
     struct alignas(PIECE * sizeof(T)) Piece { T v[PIECE]; };
@@ -46,8 +99,7 @@ encode(const T* __restrict__ x, Sizes s, u64 mask, int pitch, u8* __restrict__ i
     const int wide = s.windows * s.m, groups = s.rows / s.length, words = wide / LANES + 2;
     const Place block(s);
     const i64 q0 = block.r0 / s.length, all = s.W / s.n;
-    const int cols = lowest(wide, s.K - block.c0), rows = lowest(s.rows, s.M - block.r0);
-    const int here = lowest(groups, s.Q - q0), windows = lowest(s.windows, all - block.w0);
+    const int cols = block.cols, rows = block.rows, windows = block.windows, here = lowest(groups, s.Q - q0);
     T* strip = reinterpret_cast<T*>(shared);                                                   // [rows][pitch]
     u32* used = reinterpret_cast<u32*>(strip + (VALUES ? (s.rows * pitch + 7) / 8 * 8 : 0));   // [groups][words]
     u8* place = reinterpret_cast<u8*>(used + groups * words);                                  // [windows * n][groups]
@@ -85,6 +137,7 @@ encode(const T* __restrict__ x, Sizes s, u64 mask, int pitch, u8* __restrict__ i
 #pragma unroll
                 for (int i = 0; i < (int)(PIECE * sizeof(T) / WORD); ++i) to[i] = of[i];
             }
+            if (KIND != EXACT) continue;
             // One atomic for all lanes whose rows are of one group: neighbours mostly are.
             const int word = held ? g * words + c / LANES : -1;
             const u32 peers = __match_any_sync(ALL, word), together = __reduce_or_sync(peers, held << c % LANES);
@@ -92,6 +145,12 @@ encode(const T* __restrict__ x, Sizes s, u64 mask, int pitch, u8* __restrict__ i
         }
     }
     __syncthreads();
+    if constexpr (KIND != EXACT) {
+        u64* norms = shared + by.norms;  // [groups][wide]
+        const int odd = rank<KIND>(strip, pitch, s, groups, by, live, norms, used, words);
+        if (odd) atomicAdd(refused, (u64)odd);
+        __syncthreads();
+    }
 
     for (int i = warp; i < here * windows; i += WARPS) {
         const int g = i / windows, w = i % windows;
@@ -140,39 +199,46 @@ encode(const T* __restrict__ x, Sizes s, u64 mask, int pitch, u8* __restrict__ i
     }
 }
 
-// data[u, i] for a block of rows and windows, through a strip in shared memory: x is read along columns, data is
-// written along rows. A row of the strip is an odd number of words, so that a column of it meets every bank.
+// A block's rows and columns in shared memory, through which x is read or written along columns and data along rows. A row
+// is an odd number of words, so that a column meets every bank.
+template <typename T> struct Strip : Place {
+    T* cells;
+    const T live;
+    const int pitch, warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    short* first;  // of a kept vector: where its window starts
+    __device__ __forceinline__ Strip(const Sizes& s, u64 mask, int pitch) : Place(s), live((T)mask), pitch(pitch) {
+        extern __shared__ u64 shared[];
+        __shared__ short starts[256];
+        cells = reinterpret_cast<T*>(shared), first = starts;
+        if (threadIdx.x < s.windows * s.n) starts[threadIdx.x] = (short)(threadIdx.x / s.n * s.m);
+    }
+    __device__ __forceinline__ T* row(int r) const { return cells + r * pitch; }
+    // visit(row, vector of data, row group, column where its window starts) for the block's vectors and `rows` rows
+    template <class Visit> __device__ __forceinline__ void each(const Sizes& s, int rows, Visit visit) const {
+        for (int r = lane; r < rows; r += LANES) {
+            const i64 q = (r0 + r) / s.length;
+#pragma unroll 4
+            for (int u = warp; u < windows * s.n; u += WARPS) visit(r, w0 * s.n + u, q, first[u]);
+        }
+    }
+};
+
+// data[u, i] for a block of rows and windows.
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
 gather(const T* __restrict__ x, Sizes s, u64 mask, int pitch, const u8* __restrict__ indices, T* __restrict__ data) {
-    extern __shared__ u64 shared[];
-    T* strip = reinterpret_cast<T*>(shared);
-    const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    const Place block(s);
-    const i64 w0 = block.w0, c0 = block.c0, r0 = block.r0;
-    const T live = (T)mask;
-    __shared__ short first[256];  // of kept vector u: where its window starts in the strip
-    if (threadIdx.x < s.windows * s.n) first[threadIdx.x] = (short)(threadIdx.x / s.n * s.m);
-    const int windows = lowest(s.windows, s.W / s.n - w0), wide = windows * s.m;
-    const int cols = lowest(wide, s.K - c0), rows = lowest(s.rows, s.M - r0), out = lowest(s.rows, s.Mp - r0);
-    for (int c = lane; c < wide; c += LANES) {
-        const T* from = x + r0 * s.K + c0 + c;
+    const Strip<T> b(s, mask, pitch);
+    const int wide = b.windows * s.m, out = lowest(s.rows, s.Mp - b.r0);
+    for (int c = b.lane; c < wide; c += LANES) {
+        const T* from = x + b.r0 * s.K + b.c0 + c;
 #pragma unroll 8
-        for (int r = warp; r < s.rows; r += WARPS) {
-            const T v = r < rows && c < cols ? from[(i64)r * s.K] : T(0);
-            strip[r * pitch + c] = v & live ? v : T(0);
+        for (int r = b.warp; r < s.rows; r += WARPS) {
+            const T v = r < b.rows && c < b.cols ? from[(i64)r * s.K] : T(0);
+            b.row(r)[c] = v & b.live ? v : T(0);
         }
     }
     __syncthreads();
-    for (int r = lane; r < out; r += LANES) {
-        const i64 q = (r0 + r) / s.length;
-        const T* row = strip + r * pitch;
-#pragma unroll 4
-        for (int u = warp; u < windows * s.n; u += WARPS) {
-            const i64 at = w0 * s.n + u;
-            data[at * s.Mp + r0 + r] = row[first[u] + indices[at * s.Q + q]];
-        }
-    }
+    b.each(s, out, [&](int r, i64 u, i64 q, int start) { data[u * s.Mp + b.r0 + r] = b.row(r)[start + indices[u * s.Q + q]]; });
 }
 
 // The reverse: every element of a block's rows and columns is written, those that no vector names as zeros.
@@ -180,33 +246,18 @@ template <typename T>
 __global__ void __launch_bounds__(THREADS)
 scatter(const u8* __restrict__ indices, const T* __restrict__ data, Sizes s, u64 mask, int pitch,
         T* __restrict__ x) {
-    extern __shared__ u64 shared[];
-    T* strip = reinterpret_cast<T*>(shared);
-    const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    const Place block(s);
-    const i64 w0 = block.w0, c0 = block.c0, r0 = block.r0;
-    const T live = (T)mask;
-    __shared__ short first[256];  // of kept vector u: where its window starts in the strip
-    if (threadIdx.x < s.windows * s.n) first[threadIdx.x] = (short)(threadIdx.x / s.n * s.m);
-    const int windows = lowest(s.windows, s.W / s.n - w0);
-    const int cols = lowest(windows * s.m, s.K - c0), rows = lowest(s.rows, s.M - r0);
-    for (int i = threadIdx.x; i < s.rows * pitch; i += THREADS) strip[i] = T(0);
+    const Strip<T> b(s, mask, pitch);
+    for (int i = threadIdx.x; i < s.rows * pitch; i += THREADS) b.cells[i] = T(0);
     __syncthreads();
-    for (int r = lane; r < rows; r += LANES) {
-        const i64 q = (r0 + r) / s.length;
-        T* row = strip + r * pitch;
-#pragma unroll 4
-        for (int u = warp; u < windows * s.n; u += WARPS) {
-            const i64 at = w0 * s.n + u;
-            const T v = data[at * s.Mp + r0 + r];
-            if (v & live) row[first[u] + indices[at * s.Q + q]] = v;
-        }
-    }
+    b.each(s, b.rows, [&](int r, i64 u, i64 q, int start) {
+        const T v = data[u * s.Mp + b.r0 + r];
+        if (v & b.live) b.row(r)[start + indices[u * s.Q + q]] = v;
+    });
     __syncthreads();
-    for (int c = lane; c < cols; c += LANES) {
-        T* to = x + r0 * s.K + c0 + c;
+    for (int c = b.lane; c < b.cols; c += LANES) {
+        T* to = x + b.r0 * s.K + b.c0 + c;
 #pragma unroll 8
-        for (int r = warp; r < rows; r += WARPS) to[(i64)r * s.K] = strip[r * pitch + c];
+        for (int r = b.warp; r < b.rows; r += WARPS) to[(i64)r * s.K] = b.row(r)[c];
     }
 }
 
