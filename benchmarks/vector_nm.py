@@ -1,9 +1,9 @@
 """Vector n:m against dense cuBLAS over shapes, and the model's prediction beside: python benchmarks/vector_nm.py
 
-Shapes A to F of the NM-SpMM paper (float32) and the linear layers of Llama (float32 and bf16), each at 16:32, 12:32,
-8:32 and 4:32. Cold L2, medians, correctness first, the dense product alternating in the same process. Then conversion
-on the device. Writes vector_nm.json and vector_nm.md. B of a layer is [K, tokens]; with --torch-layout it is the
-transpose of torch's x [tokens, K], and copying it is inside the time.
+Shapes A to F of the NM-SpMM paper and the linear layers of Llama, in float32 and bf16, with vectors of 32, 64 and 128
+rows, each at 16:32, 12:32, 8:32 and 4:32. Cold L2, medians, correctness first, the dense product alternating in the
+same process. Then conversion on the device. Writes vector_nm.json and vector_nm.md. B of a layer is [K, tokens]; with
+--torch-layout it is the transpose of torch's x [tokens, K], and copying it is inside the time.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ PAPER = {
 """M, N, K with the sparse matrix on the left: the paper's n, m, k."""
 LAYERS = ((4096, 4096), (11008, 4096), (4096, 11008), (12288, 4096))
 TOKENS = (256, 512, 1024, 4096)
-SUITES: dict[str, tuple[str, int, tuple[tuple[str, int, int, tuple[int, ...]], ...]]] = {
-    "paper": ("float32", 32, tuple((name, M, K, (N,)) for name, (M, N, K) in PAPER.items())),
-    "llama-float32": ("float32", 32, tuple(("", M, K, TOKENS) for M, K in LAYERS)),
-    "llama-bf16-L128": ("bfloat16", 128, tuple(("", M, K, TOKENS) for M, K in LAYERS)),
-    "llama-bf16-L32": ("bfloat16", 32, tuple(("", M, K, TOKENS) for M, K in LAYERS)),
+Matrices = tuple[tuple[str, int, int, tuple[int, ...]], ...]
+PAPER_MATRICES: Matrices = tuple((name, M, K, (N,)) for name, (M, N, K) in PAPER.items())
+LAYER_MATRICES: Matrices = tuple(("", M, K, TOKENS) for M, K in LAYERS)
+SUITES: dict[str, tuple[str, int, Matrices]] = {
+    f"{family}-{short}-L{L}": (dtype, L, matrices)
+    for family, matrices in (("paper", PAPER_MATRICES), ("llama", LAYER_MATRICES))
+    for short, dtype in (("float32", "float32"), ("bf16", "bfloat16"))
+    for L in (32, 64, 128)
 }
 """Value type, vector length, and (name, M, K, Ns) of each matrix."""
 

@@ -40,7 +40,7 @@ spmm_vector_nm_tma(const __grid_constant__ TensorMap a_map, const Shape s, int s
     const u32 full = base + strips + WARPS * strip_bytes, empty = full + 8 * stages;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-    for (u32 i = threadIdx.x * 4; i < strips; i += blockDim.x * 4) *reinterpret_cast<u32*>(shared + i) = 0;
+    for (u32 i = threadIdx.x * 16; i < strips; i += blockDim.x * 16) *reinterpret_cast<uint4*>(shared + i) = uint4{};
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) barrier::init(full + 8 * i, 1), barrier::init(empty + 8 * i, WARPS * ARRIVALS);
         barrier::fence_init();
