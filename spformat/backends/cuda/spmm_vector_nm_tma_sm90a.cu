@@ -40,7 +40,17 @@ spmm_vector_nm_tma(const __grid_constant__ TensorMap a_map, const Shape s, int s
     const u32 full = base + strips + WARPS * strip_bytes, empty = full + 8 * stages;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-    for (u32 i = threadIdx.x * 16; i < strips; i += blockDim.x * 16) *reinterpret_cast<uint4*>(shared + i) = uint4{};
+    // Zeros where no copy writes: the zero line, slots and words that fill up. All of the ring would take a microsecond.
+    constexpr int REGIONS = BLOCKS_B + BLOCKS_A + 1;
+    for (int i = warp; i < stages * REGIONS; i += blockDim.x / 32) {
+        const int part = i % REGIONS;
+        const bool of_b = part < BLOCKS_B, of_a = !of_b && part < REGIONS - 1;
+        const u32 from = of_b ? part * block_b : BLOCKS_B * block_b + (part - BLOCKS_B) * block_a;
+        const u32 copied = of_b ? s.tile_cols * 128 : of_a ? s.tile_kept * 128 : record_bytes;
+        const u32 size = of_b ? block_b : of_a ? block_a : stage_bytes - record_at;
+        unsigned char* to = shared + i / REGIONS * stage_bytes + from;
+        for (u32 at = copied + 16 * lane; at < size; at += 512) *reinterpret_cast<uint4*>(to + at) = uint4{};
+    }
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) barrier::init(full + 8 * i, 1), barrier::init(empty + 8 * i, WARPS * ARRIVALS);
         barrier::fence_init();
