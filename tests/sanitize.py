@@ -4,7 +4,7 @@
     python tests/sanitize.py --tool compute-sanitizer [--jobs 8] [PART ...]
                                                            each under memcheck and racecheck, in processes of its own
 
-A part is a kernel, two_four_pack or epilogues. Prints a line per part; results are compared too, so the run says
+A part is a kernel, two_four_pack, vector_nm_convert or epilogues. Prints a line per part; results are compared too, so the run says
 something without the tool as well. ``--planted`` runs a kernel with two faults instead, one for each tool: a run where
 it is not reported proves nothing, so that with ``--tool`` this comes first.
 """
@@ -93,6 +93,29 @@ def packing() -> int:
     return 4 * done
 
 
+def vector_packing() -> int:
+    """Matrices packed to vector n:m, pruned, refused and unpacked, and SR-BCRS looked at, each array an allocation."""
+    cp.cuda.set_allocator(None)
+    rng, done = np.random.default_rng(6), 0
+    patterns = ((8, 32, 32, 64, 64), (5, 7, 3, 0, 0), (200, 256, 64, 0, 0), (2, 4, 512, 0, 0), (2, 4, 1, 0, 0))
+    for (n, m, length, rows, cols), dtype in itertools.product(patterns, ("float16", "float32", "int8")):
+        x = rng.integers(-3, 4, (130, 320)).astype(dtype)
+        params = {"tile_rows": rows, "tile_cols": cols}
+        wanted = masks.prune_vector_nm(x, n, m, length, **params)
+        packed = masks.prune_vector_nm(cp.asarray(x), n, m, length, **params)
+        assert packed.to("cpu") == wanted, (n, m, length, dtype)
+        assert convert(packed.to_dense(), "vector-nm", **wanted.params()).to("cpu") == wanted, (n, m, length, dtype)
+        g = convert(wanted.to_dense(), "sr-bcrs", vector_length=5).to("cuda")
+        assert g.with_arrays(**g.arrays()).found_sound(), (n, m, length, dtype)
+        try:
+            convert(cp.asarray(x), "vector-nm", **wanted.params())
+        except StructureError:
+            done += 1
+    cp.cuda.set_allocator(cp.get_default_memory_pool().malloc)
+    assert done, "nothing was refused"
+    return 4 * done
+
+
 def epilogues() -> int:
     """Products with alpha, beta and bias by every 2:4 kernel, fused or in a pass of their own; C between guards."""
     rng, done = np.random.default_rng(5), 0
@@ -148,7 +171,10 @@ def sanitize(program: str, parts: list[str], jobs: int) -> bool:
 
 
 def main() -> None:
-    others = {"two_four_pack": (packing, "conversions"), "epilogues": (epilogues, "products")}
+    others = {
+        "two_four_pack": (packing, "conversions"), "vector_nm_convert": (vector_packing, "conversions, SR-BCRS scans"),
+        "epilogues": (epilogues, "products"),
+    }  # fmt: skip
     known = [*others, *(k.name for k in KERNELS)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=known, metavar="PART", help=", ".join(known))

@@ -31,17 +31,16 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
     static_assert(sizeof(T) == 2, "16-bit values");
     static_assert(BN == 64 || BN == 128 || BN == 256, "whole 64-column groups, at most one instruction wide");
     constexpr int A_BYTES = DEPTH * ROWS * 2, B_BYTES = DEPTH * BN * 2, STAGE = A_BYTES + B_BYTES;
-    static_assert(LOADERS == 4 || LOADERS == 8, "whole warpgroups hand registers over");
+    static_assert(LOADERS == 4, "a whole warpgroup hands registers over, and there is room for one");
     constexpr int BLOCK = DEPTH * 128;  // bytes of 64 k x 64 columns
     constexpr int LINES = DEPTH / LOADERS;  // rows of B a loader fetches per stage
-    constexpr int AHEAD = STAGES - 2;   // stages being gathered behind the one being announced
     extern __shared__ __align__(1024) unsigned char shared[];
     constexpr int PART = sizeof(Out) == 2 ? 64 : 32, PITCH = PART + 16 / sizeof(Out);  // C leaves in strips of 16 x PART
     constexpr int STRIPS = 8 * 16 * PITCH * sizeof(Out);
     const u32 base = shared_address(shared), full = base + STAGES * STAGE + STRIPS, empty = full + 8 * STAGES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) barrier::init(full + 8 * i, LOADERS + 1), barrier::init(empty + 8 * i, 8);
+        for (int i = 0; i < STAGES; ++i) barrier::init(full + 8 * i, 32 * LOADERS + 1), barrier::init(empty + 8 * i, 8);
         barrier::fence_init();
     }
     __syncthreads();
@@ -51,18 +50,14 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
     };
 
     if (warp >= 8) {  // the loaders
-        give_registers<LOADERS == 4 ? 56 : 40>();
+        give_registers<88>();  // addresses of a batch of copies, so that none waits for the registers of another
         const int w = warp - 8;
         u32 produced = 0;  // stages filled since the start
-        auto announce = [&](u32 number) {  // this thread's part of that stage has landed
-            tma::fence_shared();
-            __syncwarp();
-            if (lane == 0) barrier::arrive(full + 8 * (number % STAGES));
-        };
         for (int item = blockIdx.x; item < items; item += gridDim.x) {
             const int split = item / tiles, tile = item % tiles, row_tile = tile % s.row_tiles;
             const int first = split * s.k_per_split, last = min(first + s.k_per_split, s.k_tiles);
             constexpr int CHUNKS = BN / 8, ROW_STEP = 32 / CHUNKS;  // ROW_STEP rows of B per instruction of a warp
+            constexpr int STEPS = LINES / ROW_STEP, PERIOD = 8 / ROW_STEP, BATCH = STEPS < 8 ? STEPS : 8;
             const int chunk = lane % CHUNKS, n = tile / s.row_tiles * BN + chunk * 8;
             const unsigned char* from = reinterpret_cast<const unsigned char*>(B + n);
             const int width = min(max(N - n, 0), 8) * 2;
@@ -78,25 +73,37 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
                     tma::load_2d(to, a_map, full + 8 * stage, row_tile * ROWS, k * DEPTH);
                     tma::load_2d(to + BLOCK, a_map, full + 8 * stage, row_tile * ROWS + 64, k * DEPTH);
                 }
-                const u32 lines = to + A_BYTES + chunk / 8 * BLOCK;
+                u32 place[PERIOD];  // of this lane's copies of PERIOD steps; then 1024 bytes on
 #pragma unroll
-                for (int i = 0; i < LINES / ROW_STEP; ++i) {
-                    const int at = i * ROW_STEP + lane / CHUNKS, row = w * LINES + at;
-                    const int column = __shfl_sync(0xFFFFFFFF, mine, at);
-                    const int valid = column >= 0 ? width : 0;
-                    cp_async_16(lines + row * 128 + ((chunk ^ row) % 8) * 16, from + static_cast<u64>(column & ~(column >> 31)) * pitch_b, valid);
+                for (int i = 0; i < PERIOD; ++i) {
+                    const int row = i * ROW_STEP + lane / CHUNKS;
+                    place[i] = to + A_BYTES + chunk / 8 * BLOCK + (w * LINES + row) * 128 + ((chunk ^ row) % 8) * 16;
                 }
-                cp_async_commit();
-                if (produced >= AHEAD) {
-                    cp_async_wait<AHEAD>();
-                    announce(produced - AHEAD);
+                auto column = [&](int step) { return __shfl_sync(0xFFFFFFFF, mine, step * ROW_STEP + lane / CHUNKS); };
+                if (__all_sync(0xFFFFFFFF, mine >= 0 && width == 16)) {  // nothing to fill up
+#pragma unroll
+                    for (int step = 0; step < STEPS; step += BATCH) {
+                        const unsigned char* source[BATCH];
+#pragma unroll
+                        for (int i = 0; i < BATCH; ++i) source[i] = from + static_cast<u64>(column(step + i)) * pitch_b;
+#pragma unroll
+                        for (int i = 0; i < BATCH; ++i)
+                            cp_async_16(place[(step + i) % PERIOD] + (step + i) / PERIOD * 1024, source[i]);
+                    }
+                } else {
+#pragma unroll
+                    for (int i = 0; i < STEPS; ++i) {
+                        const int c = column(i);
+                        cp_async_16(place[i % PERIOD] + i / PERIOD * 1024, from + static_cast<u64>(c < 0 ? 0 : c) * pitch_b,
+                                    c < 0 ? 0 : width);
+                    }
                 }
+                barrier::arrive_after_copies(full + 8 * stage);  // a loader waits for free stages only, never for its copies
             }
         }
         cp_async_wait<0>();
-        for (u32 number = produced < AHEAD ? 0 : produced - AHEAD; number < produced; ++number) announce(number);
     } else {
-        take_registers<LOADERS == 4 ? 224 : 208>();
+        take_registers<208>();
         const int group = warp / 4;
         Out* strip = reinterpret_cast<Out*>(shared + STAGES * STAGE) + warp * 16 * PITCH;
         u32 consumed = 0;
@@ -108,6 +115,7 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
             for (int k = first; k < last; ++k, ++consumed) {
                 const u32 stage = consumed % STAGES, from = base + stage * STAGE;
                 barrier::wait(full + 8 * stage, consumed / STAGES & 1);
+                tma::fence_shared();  // cp.async wrote as threads write; wgmma reads as the copy engine does
                 const u64 a = wgmma::descriptor(from + group * BLOCK, BLOCK, 1024, wgmma::B128);
                 const u64 b = wgmma::descriptor(from + A_BYTES, BLOCK, 1024, wgmma::B128);
                 wgmma::pin(acc);

@@ -47,7 +47,9 @@ template <int KIND> __device__ __forceinline__ double magnitude(u32 bits) {
     float x;
     if constexpr (KIND == FLOAT16) asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"((unsigned short)bits));
     else x = __uint_as_float(KIND == BFLOAT16 ? bits << 16 : bits);
-    return fabs((double)x);
+    double wide;
+    asm("cvt.f64.f32 %0, %1;" : "=d"(wide) : "f"(x));  // CuPy compiles with -ftz, which would make (double)x lose subnormals
+    return fabs(wide);
 }
 
 // Sets the bits of the n columns of largest norm in every window of every group of a strip, the lower column first among
