@@ -4,9 +4,9 @@
     python tests/sanitize.py --tool compute-sanitizer [--jobs 8] [PART ...]
                                                            each under memcheck and racecheck, in processes of its own
 
-A part is a kernel, two_four_pack, vector_nm_convert or epilogues. Prints a line per part; results are compared too, so the run says
-something without the tool as well. ``--planted`` runs a kernel with two faults instead, one for each tool: a run where
-it is not reported proves nothing, so that with ``--tool`` this comes first.
+A part is a kernel, two_four_pack, vector_nm_convert or epilogues. Prints a line per part; results are compared too, so
+the run says something without the tool as well. ``--planted`` runs a kernel with two faults instead, one for each tool:
+a run where it is not reported proves nothing, so that with ``--tool`` this comes first.
 """
 
 from __future__ import annotations
