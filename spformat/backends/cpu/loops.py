@@ -19,7 +19,7 @@ import numpy as np
 from numba.core import types
 from numba.extending import overload
 
-from .tiles import PAIR, QUAD, SINGLE, VECTOR, bfloat16, lowest_bit, word_columns
+from .tiles import OCT, PAIR, QUAD, SINGLE, VECTOR, bfloat16, lowest_bit, word_columns
 
 ITEMS = 512
 """Items of one row decoded together."""
@@ -81,6 +81,10 @@ def _stripe(to: Target, t0: int, t1: int, i: int, h: int, first: bool, vals: Arr
     for t in range(t0, t1):
         b, c = t * to.stride, to.c0 + i * to.ldc + t * to.vectors * lanes
         r = 0
+        if to.vectors == 2:
+            while r + 8 <= h:
+                OCT(to.C, c + r * to.ldc, to.ldc, first, vals, v + r, h, cols, j, count, to.P, b, to.ldb)
+                r += 8
         while r + 4 <= h:
             for k in range(to.vectors):
                 QUAD(to.C, c + r * to.ldc + k * lanes, to.ldc, first, vals, v + r, h, cols, j, count,
@@ -193,30 +197,37 @@ def two_four(
     lo: int, hi: int, to: Target, words: int, data: Array, meta: Array, row_offset: Array, shift: int, outer: int,
     inner: int, table: Array,
 ) -> None:  # fmt: skip
-    """Rows lo .. hi-1; word q of row i is meta[row_offset[i] + (q >> shift)*outer + (q % (1 << shift))*inner]."""
-    vals, cols = np.empty(ITEMS, to.P.dtype), np.empty(ITEMS, np.int64)
-    low = (1 << shift) - 1
-    for t0 in range(0, to.tiles, to.group):
-        t1 = min(to.tiles, t0 + to.group)
-        for i in range(lo, hi):
-            q, first = 0, True
-            while first or q < words:
-                start, q = q, min(words, q + ITEMS // 8)
-                for w in range(start, q):
-                    word = np.int64(meta[row_offset[i] + (w >> shift) * outer + (w & low) * inner])
-                    word_columns(cols, 8 * (w - start), word, 16 * w)
-                n = 8 * (q - start)
-                _decoded(vals, data[i, 8 * start : 8 * q], table)
+    """Rows lo .. hi-1; word q of row i is meta[row_offset[i] + (q >> shift)*outer + (q % (1 << shift))*inner].
+
+    A block of columns of a few rows is decoded and multiplied with every tile: what is read of a tile stays in L1.
+    """
+    vals, cols = np.empty(STRIPE * STRIPE_ITEMS, to.P.dtype), np.empty(STRIPE * STRIPE_ITEMS, np.int32)
+    counts, low = np.empty(STRIPE, np.int64), (1 << shift) - 1
+    for i in range(lo, hi, STRIPE):
+        h, start = min(STRIPE, hi - i), 0
+        while start == 0 or start < words:
+            end = min(words, start + STRIPE_ITEMS // 8)
+            for r in range(h):
+                base = r * STRIPE_ITEMS
+                for w in range(start, end):
+                    word = np.int64(meta[row_offset[i + r] + (w >> shift) * outer + (w & low) * inner])
+                    word_columns(cols, base + 8 * (w - start), word, 16 * w)
+                n = 8 * (end - start)
+                _decoded(vals[base : base + n], data[i + r, 8 * start : 8 * end], table)
                 live = 0
                 for x in range(n):
-                    live += vals[x] != 0
+                    live += vals[base + x] != 0
                 if live < n:  # the fillers of a group, and padding, are not multiplied
                     live = 0
                     for x in range(n):
-                        vals[live], cols[live] = vals[x], cols[x]
-                        live += vals[x] != 0
-                _stripe(to, t0, t1, i, 1, first, vals, 0, cols, 0, live)
-                first = False
+                        vals[base + live], cols[base + live] = vals[base + x], cols[base + x]
+                        live += vals[base + x] != 0
+                counts[r] = live
+            for t in range(to.tiles):
+                for r in range(h):
+                    at = r * STRIPE_ITEMS
+                    _stripe(to, t, t + 1, i + r, 1, start == 0, vals, at, cols, at, counts[r])
+            start += STRIPE_ITEMS // 8
 
 
 @compiled

@@ -107,6 +107,8 @@ class Work:
     items: int
     ends: Array | None = None
     workspace: int = 0
+    every_tile: bool = False
+    """What is read of a tile serves several rows at once: the loop wants all tiles of a pass together."""
 
     def pieces(self, count: int) -> list[int]:
         """Unit bounds [0, .., units] of at most ``count`` pieces with about the same number of items."""
@@ -139,7 +141,7 @@ def multiply(work: Work, target: Callable[..., Any], B: Array, out: Array, sums:
     in_place = plain and (work.items < 4 * K or tile_bytes > PASS)
     straight = out.dtype == sums and out.flags.c_contiguous and N % width == 0
     step = tiles if in_place else max(1, PASS // tile_bytes)
-    shared = tiles if work.rows >= 4 or in_place else max(1, cache_bytes() // tile_bytes)
+    shared = tiles if work.every_tile or in_place else max(1, cache_bytes() // tile_bytes)
 
     def rows(lo: int, hi: int, first: int, count: int, P: Array, stride: int, ldb: int) -> None:
         """Units lo .. hi-1 with ``count`` tiles from number ``first`` on."""
@@ -172,8 +174,7 @@ def multiply(work: Work, target: Callable[..., Any], B: Array, out: Array, sums:
     if in_place:
         together(0, tiles, fixed(B.reshape(-1))[0], width, N)
         return
-    # Where several rows share what they read of B, tiles need not stay in the cache of one core.
-    own = 0 if work.rows >= 4 else ceil_div(tiles, shared) // threads_used * threads_used
+    own = 0 if work.every_tile else ceil_div(tiles, shared) // threads_used * threads_used
     threads.run(alone, own, threads_used)
     for first in range(own * shared, tiles, step):
         count = min(step, tiles - first)

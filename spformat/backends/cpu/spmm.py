@@ -118,7 +118,7 @@ class SpmmBSR(HostKernel):
             indptr = offsets_from_counts(blocks, a.indptr.dtype)
             extra = indptr.nbytes
         arrays = (M, K, *fixed(indptr, a.indices), *coded(a.data, sums))
-        return Work(lambda lo, hi, to: loops.bsr(lo, hi, to, *arrays), Mb, R, a.stored, indptr, extra)
+        return Work(lambda lo, hi, to: loops.bsr(lo, hi, to, *arrays), Mb, R, a.stored, indptr, extra, R >= 4)
 
 
 class SpmmSRBCRS(HostKernel):
@@ -131,7 +131,7 @@ class SpmmSRBCRS(HostKernel):
 
         arrays = (a.shape[0], *fixed(a.indptr, a.indices), *coded(a.data, sums))
         loop = lambda lo, hi, to: loops.sr_bcrs(lo, hi, to, *arrays)  # noqa: E731
-        return Work(loop, a.tiles, a.vector_length, a.stored, a.indptr)
+        return Work(loop, a.tiles, a.vector_length, a.stored, a.indptr, every_tile=a.vector_length >= 4)
 
 
 class SpmmVectorNM(HostKernel):
@@ -144,7 +144,8 @@ class SpmmVectorNM(HostKernel):
 
         (M, K), L = a.shape, a.vector_length
         arrays = (M, K, a.n, a.m, L, *fixed(a.indices), *coded(a.data, sums))
-        return Work(lambda lo, hi, to: loops.vector_nm(lo, hi, to, *arrays), ceil_div(M, L), L, a.stored)
+        loop = lambda lo, hi, to: loops.vector_nm(lo, hi, to, *arrays)  # noqa: E731
+        return Work(loop, ceil_div(M, L), L, a.stored, every_tile=L >= 4)
 
 
 class SpmmTwoFour(HostKernel):
@@ -159,8 +160,8 @@ class SpmmTwoFour(HostKernel):
         row_offset, shift, outer, inner = meta_places(a.padded_shape, a.meta_order)
         values, table = coded(a.data, sums)
         arrays = (ceil_div(K, 16), values, *fixed(a.meta, row_offset), shift, outer, inner, table)
-        extra = row_offset.nbytes
-        return Work(lambda lo, hi, to: loops.two_four(lo, hi, to, *arrays), M, 1, a.stored, None, extra)
+        loop = lambda lo, hi, to: loops.two_four(lo, hi, to, *arrays)  # noqa: E731
+        return Work(loop, M, 1, a.stored, None, row_offset.nbytes, every_tile=True)
 
 
 class SpmmBitmask(HostKernel):

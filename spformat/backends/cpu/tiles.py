@@ -130,7 +130,9 @@ class _Vectors:
 def _word_columns(context: Any, cols: Any, at: Any, word: Any, first: Any) -> Any:
     def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         cols, at, word, first = args
-        lanes = ir.VectorType(_INTP, 8)
+        element = context.get_value_type(signature.args[0].dtype)
+        lanes = ir.VectorType(element, 8)
+        word, first = (builder.trunc(x, element) if element.width < 64 else x for x in (word, first))
 
         def constant(numbers: Any) -> Any:
             return ir.Constant(lanes, list(numbers))
@@ -143,14 +145,14 @@ def _word_columns(context: Any, cols: Any, at: Any, word: Any, first: Any) -> An
         group = builder.add(splat(first), constant(s // 2 * 4 for s in range(8)))
         data = context.make_array(signature.args[0])(context, builder, cols).data
         address = builder.bitcast(builder.gep(data, [at]), lanes.as_pointer())
-        builder.store(builder.add(place, group), address, align=8)
+        builder.store(builder.add(place, group), address, align=element.width // 8)
         return context.get_dummy_value()
 
     return types.void(cols, types.intp, types.intp, types.intp), write
 
 
 word_columns: Any = intrinsic(_word_columns)
-"""(cols int64, at, word, first) -> None: cols[at .. at+7] = columns of the eight values of a 2:4 word whose group
+"""(cols, at, word, first) -> None: cols[at .. at+7] = columns of the eight values of a 2:4 word whose group
 
 of sixteen starts at column ``first``.
 """
@@ -178,6 +180,8 @@ def _lowest_bit(context: Any, word: Any) -> Any:
 lowest_bit: Any = intrinsic(_lowest_bit)
 """(uint64) -> int64: the place of the lowest set bit; 64 for zero."""
 
+OCT = _tile(8, 2, 1)
+"""Eight rows that share their columns: two reads of B and eight values for sixteen multiply-adds."""
 QUAD = _tile(4, 1, 1)
 """Four rows that share their columns: every row of B read serves four."""
 PAIR = _tile(1, 2, 2)
