@@ -129,6 +129,12 @@ def test_a_kernel_that_refuses_is_passed_over(tables: tuple[Path, Path]) -> None
     assert sf.explain(P, backend="cuda").chosen != TOKENS
 
 
+def test_a_tile_that_is_gone_leaves_the_choice_to_the_rule(tables: tuple[Path, Path]) -> None:
+    measured.write(tables[0], [row(tile="of an older version")], ABOUT)
+    assert measured.kernel(P) == MMA
+    assert measured.tile(MMA, P, ("t",)) is None
+
+
 def test_a_tile_is_forced_for_one_kernel(tables: tuple[Path, Path]) -> None:
     measured.write(tables[1], [row(tile="a")], ABOUT)
     with measured.forced(TOKENS, "b"):

@@ -11,7 +11,7 @@ import pytest
 from golden_vectors import meta_order_objects, vectors
 
 from spformat import convert
-from spformat.backends.cuda import spmm_two_four, spmm_two_four_sm90a, spmm_two_four_tokens
+from spformat.backends.cuda import measured, spmm_two_four, spmm_two_four_sm90a, spmm_two_four_tokens
 from spformat.backends.cuda.spmm_two_four import SpmmTwoFour
 from spformat.backends.cuda.spmm_two_four_sm90a import SpmmTwoFourSm90a
 from spformat.backends.cuda.spmm_two_four_tokens import SpmmTwoFourTokens
@@ -183,6 +183,48 @@ def test_every_tile(module: Any, tile: Any, b_layout: str, monkeypatch: pytest.M
         lines = (c if c.base is None else c.base).get().view(result).reshape(M, N + gap)
         assert np.array_equal(lines[:, :N], wanted.astype(result))
         assert np.isnan(lines[:, N:].astype(np.float32)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("K", [40, 64, 104, 200])
+def test_a_measured_split_of_few_slabs(K: int) -> None:
+    """A table may name a tile that cuts K in two where K has one slab, or one and a half."""
+    split = next(t for t in spmm_two_four_sm90a.TILES if t.splits > 1)
+    rng = np.random.default_rng(K)
+    a, dense = two_four(70, K, BF16, rng, "fragment")
+    B = rng.integers(-3, 4, (K, 96)).astype(BF16)
+    with measured.forced(SpmmTwoFourSm90a.name, str(split)):
+        plan = SpmmTwoFourSm90a().plan(a.to("cuda"), problem(70, K, 96, out_dtype="float32"))
+    assert (str(split) == plan.tile) == (K > 64)
+    for _ in range(3):
+        assert np.array_equal(plan(to_device(B)).get(), dense @ B.astype(np.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", spmm_two_four_sm90a.TILES, ids=str)
+@pytest.mark.parametrize("out_layout", ["row", "col"])
+def test_every_tile_with_an_epilogue(tile: Any, out_layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """alpha A B + beta C + bias, ragged, through the copy engine and by ordinary stores; beta 0 does not read C."""
+    M, K, N = 1100, 520, 600
+    monkeypatch.setattr(spmm_two_four_sm90a, "TILES", (tile,))
+    rng = np.random.default_rng(10)
+    a, dense = two_four(M, K, BF16, rng, "fragment")
+    B = rng.integers(-3, 4, (K, N)).astype(BF16)
+    old, bias = rng.integers(-3, 4, (M, N)).astype(BF16), rng.integers(-3, 4, M).astype(BF16)
+    product = dense.astype(np.float64) @ B.astype(np.float64)
+    plan = SpmmTwoFourSm90a().plan(a.to("cuda"), problem(M, K, N, out_layout=out_layout, epilogue=True))
+    for gap in (0, 3):
+        for alpha, beta, b in ((0.5, -2.0, bias), (1.0, 0.0, bias), (2.0, 1.0, None)):
+            start = np.full_like(old, np.nan) if beta == 0 else old
+            c = matrix(start, out_layout, gap)
+            plan(matrix(B, "row", 0), c, alpha=alpha, beta=beta, bias=None if b is None else to_device(b))
+            wanted = alpha * product + (beta * old.astype(np.float64) if beta else 0)
+            wanted = wanted + (0 if b is None else b.astype(np.float64)[:, None])
+            lines = (c if c.base is None else c.base).get().view(BF16)
+            lines = lines.reshape((N, M + gap) if out_layout == "col" else (M, N + gap))
+            got = lines[:, : lines.shape[1] - gap]
+            assert np.array_equal((got.T if out_layout == "col" else got), wanted.astype(BF16)), (gap, alpha, beta)
+            assert np.isnan(lines[:, lines.shape[1] - gap :].astype(np.float32)).all()
 
 
 @pytest.mark.gpu

@@ -232,7 +232,8 @@ spmm_two_four(const T* __restrict__ values, const u16* __restrict__ meta, int M,
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
         if constexpr (Epilogue)
-            affine_m16<Out, CCol, NT>(&acc[m][0][0], c, ldc, row0 + wm + m * 16, col0 + wn, M, N, bias, alpha, beta);
+            affine_m16<Out, CCol, NT>(&acc[m][0][0], c, ldc, row0 + wm + m * 16, col0 + wn, M, N,
+                                      bias_m16(bias, row0 + wm + m * 16, M), alpha, beta);
         store_m16<Out, CCol, NT>(&acc[m][0][0], scratch, c, ldc, row0 + wm + m * 16, col0 + wn, M, N, c_vector);
     }
 }

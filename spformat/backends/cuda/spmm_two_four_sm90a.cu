@@ -4,6 +4,7 @@
 //                                          up to Span - 1 records behind the last one of a row of tiles are read, not used
 //   b_map      tensor map of B: rows of N (BCol: of K), 16-byte aligned pitch, boxes of 64 x BOX_Y, 128-byte swizzle
 //   c          Out[M, N]                   row i at c + i*ldc (CCol: column n at c + n*ldc); every element is written
+//   Epilogue   C = alpha * A @ B + beta * C + bias (Out[M] or null) instead of A @ B; C is read only if beta is not 0
 //   c_map      with `copied`: tensor map of C, rows of N, boxes of 64 x 64, 128-byte swizzle; 16-bit types, not CCol
 //
 // Every peer brings A through shared memory, whose 128 bytes a clock then limit wgmma.sp. Here the weights are laid out once,
@@ -16,6 +17,7 @@
 // Warpgroup 0 issues copies of B, Stages slabs of 64 rows ahead; the other WG warpgroups each multiply 64*MT rows. Weights
 // come in spans of Span slabs: one is multiplied while the next travels. All loads of a warp share one hardware
 // scoreboard, so that waiting for some means waiting for all; hence no load may be younger than the span it waits for.
+#include "spformat/affine.cuh"
 #include "spformat/cp_async.cuh"
 #include "spformat/staged_store.cuh"
 #include "spformat/tma.cuh"
@@ -39,36 +41,36 @@ __device__ __forceinline__ u32 stream_4(const u32* p, u64 policy) {
     return x;
 }
 
-// Two blocks of a cluster share K: each hands over half of its sums and adds what it gets to the half number Keep. `sums`
-// and `peer`: this thread's place in shared memory, and in the other block's; pieces of 16 bytes, Threads apart.
+// Two blocks of a cluster share K: each sends half of its sums to the other and adds what it gets to the half number Keep.
+// `sums`: this thread's place for what it gets, pieces of 16 bytes, Threads apart; `bar` completes when all of it is there.
+// `peer`, `peer_bar`: the same in the other block.
 template <int Keep, int Threads, int MT, int Sums>
-__device__ __forceinline__ void exchange_halves(float (&acc)[MT][Sums], u32 sums, u32 peer) {
+__device__ __forceinline__ void exchange_halves(float (&acc)[MT][Sums], u32 sums, u32 bar, u32 peer, u32 peer_bar) {
     constexpr int HALF = Sums / 2;
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
-        for (int i = 0; i < HALF; i += 4) {
-            const float* x = acc[m] + (1 - Keep) * HALF + i;
-            asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(sums + (m * HALF + i) * (Threads * 4)), "f"(x[0]),
-                         "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
-        }
-    cluster::sync();
+        for (int i = 0; i < HALF; i += 4)
+            cluster::store_async_4(peer + (m * HALF + i) * (Threads * 4), acc[m] + (1 - Keep) * HALF + i, peer_bar);
+    barrier::wait_cluster(bar, 0);
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
         for (int i = 0; i < HALF; i += 4) {
             float* const x = acc[m] + Keep * HALF + i;
-            const float4 other = cluster::load_4(peer + (m * HALF + i) * (Threads * 4));
+            const float4 other = load_shared_4(sums + (m * HALF + i) * (Threads * 4));
             x[0] += other.x, x[1] += other.y, x[2] += other.z, x[3] += other.w;
         }
 }
 
 template <class T, class Out, int WG, int MT, int TN, int Stages, int Span, int Slots, int Cluster, int Splits, int Group,
-          bool BCol, bool CCol>
+          bool BCol, bool CCol, bool Epilogue>
 __global__ void __cluster_dims__(Cluster * Splits, 1, 1) __launch_bounds__((WG + 1) * 128, 1)
 spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_constant__ TensorMap b_map,
-                    Out* __restrict__ c, int N, i64 ldc, const __grid_constant__ TensorMap c_map, int copied) {
+                    Out* c, int N, i64 ldc, const __grid_constant__ TensorMap c_map, int copied, const Out* __restrict__ bias,
+                    float alpha, float beta) {
     constexpr int TM = 64 * MT * WG, SLAB = DEPTH * TN * 2, S = Stages;
+    constexpr int SUMS = Splits > 1 ? TM * TN * 2 : 0;  // bytes of half a tile's sums
     constexpr int PANEL = 128 / int(sizeof(Out)) < TN / Splits ? 128 / int(sizeof(Out)) : TN / Splits;  // columns
     static_assert(store_m16_scratch<Out, PANEL / 8> * 4 <= STORE_SLOT, "both ways to store use the same memory");
     // A block issues 1/Cluster of each slab of B: a range of k of every 64-column panel; BCol: a range of columns.
@@ -76,7 +78,7 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
     static_assert(TN % 64 == 0 && BOX_Y % 8 == 0, "boxes are whole 8-line groups of the swizzle");
     static_assert(S >= 2, "copies must run ahead of the product");
     extern __shared__ __align__(1024) char shared[];
-    __shared__ __align__(8) u64 barriers[2 * S];  // full, then empty
+    __shared__ __align__(8) u64 barriers[2 * S + (Splits > 1 ? WG : 0)];  // full, empty, the other part's sums are there
 
     const u32 ring = (shared_address(shared) + 1023) & ~1023u;
     const u32 full = shared_address(barriers), empty = full + 8 * S;
@@ -92,23 +94,34 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
             barrier::init(full + 8 * s, 1);
             barrier::init(empty + 8 * s, WG * Cluster);
         }
+        for (int w = 0; w < WG && Splits > 1; ++w) {
+            barrier::init(full + 8 * (2 * S + w), 1);
+            barrier::expect(full + 8 * (2 * S + w), SUMS / WG);
+        }
         barrier::fence_init();
         tma::prefetch(b_map);
     }
-    if constexpr (Cluster * Splits > 1) cluster::sync();
-    else __syncthreads();
+    // Copies start at once, or when the whole cluster has barriers; who multiplies first asks for weights.
+    constexpr int READY = 15;  // named barrier
+    if constexpr (Cluster * Splits > 1) cluster::arrive();
+
+    const u64 policy = N <= 2 * TN ? evict_first() : evict_normal();  // read once, or again for other columns
+    const int tiles_m16 = cdiv(M, 32) * 2;
 
     // Unit -> first row of this block's tile and first column; Group units that share columns of B go together.
     auto place = [&](i64 unit, int& row0, int& col0) {
         const i64 per_group = i64(Group) * tiles_n;
-        const int first = int(unit / per_group) * Group, at = int(unit % per_group);
-        const int height = min(Group, units_m - first);
+        const bool small = units < i64(1) << 31;  // divisions of 64 bits take hundreds of clocks
+        const int group = small ? int(u32(unit) / u32(per_group)) : int(unit / per_group);
+        const int first = group * Group, at = int(unit - group * per_group), height = min(Group, units_m - first);
         row0 = ((first + at % height) * Cluster + rank) * TM;
         col0 = at / height * TN;
     };
 
     if (warpgroup == 0) {
-        give_registers<24>();
+        if constexpr (WG > 1) give_registers<24>();
+        if constexpr (Cluster > 1) cluster::wait();
+        else named_arrive(READY, (WG + 1) * 128);
         if (warp == 0 && lane == 0) {
             int stage = 0, phase = 0;
             for (i64 unit = blockIdx.x / (Cluster * Splits); unit < units; unit += gridDim.x / (Cluster * Splits)) {
@@ -121,28 +134,23 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
                     for (int x = 0; x < (BCol ? 1 : TN); x += 64) {
                         const u32 to = ring + stage * SLAB + x * (DEPTH * 2) + rank * (BOX_Y * 128);
                         const int first = BCol ? slab * DEPTH : col0 + x;
-                        const int line = (BCol ? col0 : slab * DEPTH) + rank * BOX_Y;
+                        const int across = (BCol ? col0 : slab * DEPTH) + rank * BOX_Y;
                         if constexpr (Cluster > 1)
-                            tma::load_2d_multicast(to, b_map, full + 8 * stage, first, line,
+                            tma::load_2d_multicast(to, b_map, full + 8 * stage, first, across,
                                                    u16(((1 << Cluster) - 1) << (part * Cluster)));
-                        else tma::load_2d(to, b_map, full + 8 * stage, first, line);
+                        else tma::load_2d(to, b_map, full + 8 * stage, first, across);
                     }
                     if (++stage == S) stage = 0, phase ^= 1;
                 }
             }
         }
         __syncwarp();
-        if constexpr (Splits > 1) {  // the two of the sum below
-            cluster::sync();
-            cluster::sync();
-        }
+        if constexpr (Splits > 1 && Cluster == 1) cluster::wait();
     } else {
-        take_registers<WG == 3 ? 160 : 240>();
-        const int tiles_m16 = cdiv(M, 32) * 2;
+        if constexpr (WG > 1) take_registers<WG == 3 ? 160 : 240>();
         const int warp_row = (warpgroup - 1) * (64 * MT) + warp % 4 * 16;
         const u32 slots = ring + S * SLAB + (warpgroup - 1) * (Slots * STORE_SLOT);
         char* scratch = shared + (slots - shared_address(shared)) + warp % 4 * (STORE_SLOT / 4);
-        const u64 policy = N <= TN ? evict_first() : evict_normal();  // read once, or again for other columns
         const bool c_vector = vector_aligned(c, ldc);
 
         uint4 a[2][Span][MT][2];
@@ -180,8 +188,13 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
             place(unit, row0, col0);
             start(row0);
         }
+        if constexpr (Cluster > 1) cluster::wait();
+        else named_barrier(READY, (WG + 1) * 128);
         while (unit < units) {
             float acc[MT][TN / 2];
+            float2 added[MT];
+#pragma unroll
+            for (int m = 0; m < MT && Epilogue; ++m) added[m] = bias_m16(bias, row0 + warp_row + m * 64, M);
 #pragma unroll 1
             for (int base = 0; base < count; base += 2 * Span) {
 #pragma unroll
@@ -220,6 +233,11 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
                 place(unit, row0, col0);
                 start(row0);
             }
+            // alpha, beta and bias to what this block stores of row tile m, from column n0 on.
+            auto finish = [&](float* sums, int m, int n0) {
+                if constexpr (Epilogue)
+                    affine_m16<Out, CCol, TN / 8 / Splits>(sums, c, ldc, row + m * 64, col + n0, M, N, added[m], alpha, beta);
+            };
             // `columns` columns from n0 on of row tile m, by ordinary stores.
             auto store = [&](const float* sums, int m, int columns, int n0) {
 #pragma unroll
@@ -227,22 +245,24 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
                     store_m16<Out, CCol, PANEL / 8>(sums + n / 2, scratch, c, ldc, row + m * 64, col + n0 + n, M, N, c_vector);
             };
             if constexpr (Splits > 1) {
-                // The stages are free: all copies have landed, and all warps have read them. 16 bytes a thread and piece.
+                static_assert(Splits == 2, "two halves");
                 constexpr int THREADS = WG * 128, HALF = TN / 4;  // sums of a thread that it keeps, and that it hands over
-                static_assert(Splits == 2 && THREADS * MT * HALF * 4 <= S * SLAB, "the sums fit into the stages");
-                named_barrier(1, THREADS);
-                const u32 sums = ring + (threadIdx.x - 128) * 16, peer = cluster::map(sums, (1 - part) * Cluster + rank);
+                const u32 sums = ring + S * SLAB + WG * Slots * STORE_SLOT + (threadIdx.x - 128) * 16;
+                const u32 bar = full + 8 * (2 * S + warpgroup - 1), other = (1 - part) * Cluster + rank;
+                const u32 peer = cluster::map(sums, other), peer_bar = cluster::map(bar, other);
+                if constexpr (Cluster == 1) cluster::wait();
                 if (part == 0) {
-                    exchange_halves<0, THREADS>(acc, sums, peer);
+                    exchange_halves<0, THREADS>(acc, sums, bar, peer, peer_bar);
 #pragma unroll
-                    for (int m = 0; m < MT; ++m) store(acc[m], m, TN / 2, 0);
+                    for (int m = 0; m < MT; ++m) finish(acc[m], m, 0), store(acc[m], m, TN / 2, 0);
                 } else {
-                    exchange_halves<1, THREADS>(acc, sums, peer);
+                    exchange_halves<1, THREADS>(acc, sums, bar, peer, peer_bar);
 #pragma unroll
-                    for (int m = 0; m < MT; ++m) store(acc[m] + HALF, m, TN / 2, TN / 2);
+                    for (int m = 0; m < MT; ++m) finish(acc[m] + HALF, m, TN / 2), store(acc[m] + HALF, m, TN / 2, TN / 2);
                 }
-                cluster::sync();  // the peer keeps its sums until here
             } else {
+#pragma unroll
+                for (int m = 0; m < MT; ++m) finish(acc[m], m, 0);
                 if constexpr (sizeof(Out) == 2 && !CCol) {
                     static_assert(MT * TN / 64 % Slots == 0, "a tile ends with the last slot");
 #pragma unroll
@@ -260,5 +280,5 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
         if (threadIdx.x % 128 == 0) tma::store_wait_read<0>();
         __syncwarp();
     }
-    if constexpr (Cluster * Splits > 1) cluster::sync();  // peers may still copy to, and arrive in, this block's shared memory
+    if constexpr (Cluster > 1) cluster::sync();  // peers may still copy to, and arrive in, this block's shared memory
 }

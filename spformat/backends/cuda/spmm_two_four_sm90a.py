@@ -10,25 +10,25 @@ from typing import Any
 from ...arrays import ceil_div
 from ...dtypes import VALUE_TYPES
 from ...problem import COL, Plan, Problem, reasons
-from . import jit, tensor_map
+from . import jit, measured, tensor_map
 from .launch import Launch, Operands, device_plan
 from .occupancy import max_clusters
 from .spmm_two_four import DEPTH, KERNEL_ORDERS, c_type, launcher, mma_reasons
 from .two_four_records import TwoFourRecords
 
 SOURCE, ARCH = "spmm_two_four_sm90a.cu", "sm_90a"
-WARPGROUPS = 2  # that multiply; one more copies
-SUM_US = 5.5  # of adding one part of K
+SUM_US = 1.0  # of adding one part of K
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Two warpgroups of ``64 * row_tiles`` rows, ``cols`` columns, ``stages`` slabs of B, ``span`` of weights ahead.
+    """``warpgroups`` of ``64 * row_tiles`` rows, ``cols`` columns, ``stages`` slabs of B, ``span`` of weights ahead.
 
     ``slots``: blocks of 64 x 64 sums of a warpgroup that are on their way to C while the next tile is computed.
     ``cluster`` blocks share each slab of B; ``splits`` such groups, in one cluster, share K.
     """
 
+    warpgroups: int
     row_tiles: int
     cols: int
     stages: int
@@ -42,7 +42,7 @@ class Tile:
 
     @property
     def rows(self) -> int:
-        return 64 * self.row_tiles * WARPGROUPS
+        return 64 * self.row_tiles * self.warpgroups
 
     @property
     def blocks(self) -> int:
@@ -51,20 +51,24 @@ class Tile:
 
     @property
     def smem(self) -> int:
-        """bytes: slabs of B, the epilogue's slots, room to align to 1024."""
-        return self.stages * DEPTH * self.cols * 2 + WARPGROUPS * self.slots * 64 * 128 + 1024
+        """bytes: slabs of B, the epilogue's slots, sums of another part of K, room to align to 1024."""
+        sums = self.rows * self.cols * 2 if self.splits > 1 else 0
+        return self.stages * DEPTH * self.cols * 2 + self.warpgroups * self.slots * 64 * 128 + sums + 1024
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.cols}x{DEPTH} cluster {self.cluster} split {self.splits}"
+        parts = f"cluster {self.cluster} split {self.splits} stages {self.stages} span {self.span}"
+        return f"{self.rows}x{self.cols}x{DEPTH} {parts}"
 
 
 TILES = (
-    Tile(1, 256, 5, 3, 4, 2, 1, 8, 0.48),
-    Tile(1, 128, 8, 4, 2, 2, 1, 8, 0.29),
-    Tile(1, 128, 8, 4, 2, 1, 1, 8, 0.29),
-    Tile(1, 64, 8, 4, 1, 1, 1, 8, 0.235),
-    Tile(1, 128, 8, 4, 2, 1, 2, 8, 0.36),
-    Tile(1, 64, 8, 4, 1, 1, 2, 8, 0.235),
+    Tile(2, 1, 256, 6, 4, 2, 2, 1, 8, 0.45),
+    Tile(3, 1, 128, 9, 3, 2, 1, 1, 8, 0.366),
+    Tile(2, 1, 128, 8, 6, 2, 1, 1, 8, 0.264),
+    Tile(2, 1, 128, 8, 6, 2, 2, 1, 8, 0.29),
+    Tile(2, 1, 64, 16, 8, 1, 1, 1, 8, 0.20),
+    Tile(2, 1, 128, 8, 4, 1, 1, 2, 8, 0.28),
+    Tile(2, 1, 64, 16, 8, 1, 1, 2, 8, 0.20),
+    Tile(1, 1, 64, 20, 9, 1, 1, 2, 8, 0.18),
 )
 
 
@@ -90,6 +94,8 @@ class SpmmTwoFourSm90a:
 
     name = "cuda.spmm_two_four_sm90a"
     formats = frozenset({"two-four"})
+    epilogue = True
+    tiles = TILES
 
     def unsupported(self, p: Problem) -> list[str]:
         return mma_reasons(p, 80) + reasons(
@@ -101,60 +107,61 @@ class SpmmTwoFourSm90a:
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
         p = Problem("two-four", (), 1, 1, 0, 0, "bfloat16", "bfloat16", "bfloat16")
-        wide = replace(p, a_dtype="float16", out_dtype="float32", b_layout=COL, out_layout=COL)
+        wide = replace(p, a_dtype="float16", out_dtype="float32", b_layout=COL, out_layout=COL, epilogue=True)
         return _instance(TILES[0], p), _instance(TILES[1], wide), _instance(TILES[-1], wide)
 
     def plan(self, a: Any, p: Problem) -> Plan:
         import cupy
 
         b_col = p.b_layout == COL
-        tile = choose(p.M, p.n, p.K, cupy.cuda.Device(p.device_id).attributes["MultiProcessorCount"])
+        sms = cupy.cuda.Device(p.device_id).attributes["MultiProcessorCount"]
+        tile = measured.tile(self.name, p, TILES)
+        if tile is None or tile.splits > ceil_div(p.K, DEPTH):  # a part without a slab would have no sums
+            tile = choose(p.M, p.n, p.K, sms)
         item = VALUE_TYPES[p.b_dtype].numpy.itemsize
         smem = tile.smem
-        threads = 128 * (WARPGROUPS + 1)
+        threads = 128 * (tile.warpgroups + 1)
         function = jit.load(SOURCE, _instance(tile, p), ARCH, p.device_id, smem)
         weights = TwoFourRecords().of(a, p)
         if a.meta_order not in KERNEL_ORDERS:
             a = a.with_meta_order("ldmatrix")
         data, meta, order = a.data, a.meta, a.meta_order  # not a: plans must not keep the matrix alive
-        signature = ("P", "i", "i", tensor_map.TensorMap, "P", "i", "q", tensor_map.TensorMap, "i")
+        signature = ("P", "i", "i", tensor_map.TensorMap, "P", "i", "q", tensor_map.TensorMap, *"iPff")
         with cupy.cuda.Device(p.device_id):
             resident = max_clusters(function, tile.blocks, threads, smem)
-        launch = Launch(function, signature, (weights, p.M, p.K), threads, smem)
         cluster_rows = ceil_div(p.M, tile.rows * tile.cluster)
         box = (DEPTH, (tile.cols if b_col else DEPTH) // tile.cluster)
-
-        @functools.lru_cache(maxsize=16)
-        def map_of(b: int, n: int, ldb: int) -> tensor_map.TensorMap:
-            extents = (p.K, n) if b_col else (n, p.K)
-            return tensor_map.tiled(b, p.b_dtype, extents, (ldb,), box, 128)
-
         out_item = VALUE_TYPES[p.out_dtype].numpy.itemsize
         copied = tile.splits == 1 and out_item == 2 and p.out_layout != COL
 
         @functools.lru_cache(maxsize=16)
-        def map_of_c(c: int, n: int, ldc: int) -> tensor_map.TensorMap:
-            return tensor_map.tiled(c, p.out_dtype, (n, p.M), (ldc,), (64, 64), 128)
+        def prepared(b: int, c: int, n: int, ldb: int, ldc: int) -> tuple[Launch, tuple[int, int, int]]:
+            """A launch with all but the epilogue's arguments packed: maps take longer to pass on than to look up."""
+            extents = (p.K, n) if b_col else (n, p.K)
+            b_map = tensor_map.tiled(b, p.b_dtype, extents, (ldb,), box, 128)
+            by_copy = copied and tensor_map.aligned(c, ldc, out_item)
+            c_map = tensor_map.tiled(c, p.out_dtype, (n, p.M), (ldc,), (64, 64), 128) if by_copy else b_map
+            fixed = weights, p.M, p.K, b_map, c, n, ldc, c_map, int(by_copy)
+            clusters = cluster_rows * ceil_div(n, tile.cols)
+            grid = (clusters if tile.splits > 1 else min(clusters, resident)) * tile.blocks
+            return Launch(function, signature, fixed, threads, smem), (grid, 1, 1)
 
         @functools.lru_cache(maxsize=1)
         def unaligned() -> Callable[[Operands], None]:
             return launcher(data, meta, order, p)[0]
 
         def run(o: Operands) -> None:
-            if not tensor_map.aligned(o.b, o.ldb, item):
+            if o.b % 16 or o.ldb * item % 16:
                 return unaligned()(o)
-            clusters = cluster_rows * ceil_div(o.n, tile.cols)
-            grid = (clusters if tile.splits > 1 else min(clusters, resident)) * tile.blocks
-            b_map, by_copy = map_of(o.b, o.n, o.ldb), copied and tensor_map.aligned(o.c, o.ldc, out_item)
-            c_map = map_of_c(o.c, o.n, o.ldc) if by_copy else b_map  # any: it is not looked at
-            launch((grid, 1, 1), o.stream, b_map, o.c, o.n, o.ldc, c_map, int(by_copy))
+            launch, grid = prepared(o.b, o.c, o.n, o.ldb, o.ldc)
+            launch(grid, o.stream, o.bias, o.alpha, o.beta)
 
         return device_plan(self.name, p, run, str(tile), int(weights.nbytes))
 
 
 def _instance(tile: Tile, p: Problem) -> str:
     shape = (
-        WARPGROUPS,
+        tile.warpgroups,
         tile.row_tiles,
         tile.cols,
         tile.stages,
@@ -164,5 +171,5 @@ def _instance(tile: Tile, p: Problem) -> str:
         tile.splits,
         tile.group,
     )
-    flags = ", ".join(str(f).lower() for f in (p.b_layout == COL, p.out_layout == COL))
+    flags = ", ".join(str(f).lower() for f in (p.b_layout == COL, p.out_layout == COL, p.epilogue))
     return f"spmm_two_four_sm90a<{c_type(p.a_dtype)}, {c_type(p.out_dtype)}, {str(shape)[1:-1]}, {flags}>"

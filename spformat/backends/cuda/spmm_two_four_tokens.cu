@@ -28,10 +28,11 @@ using namespace spformat;
 constexpr int DEPTH = 64;     // columns of A in a slab
 constexpr int RECORD = 1152;  // bytes of 16 rows of a slab
 
-template <class T, class Out, int MT, int NT, int Warps, int Slots, int Blocks, int Splits, bool Cluster, bool BCol, bool CCol>
+template <class T, class Out, int MT, int NT, int Warps, int Slots, int Blocks, int Splits, bool Cluster, bool BCol, bool CCol,
+          bool Epilogue>
 __global__ void CLUSTER_OF(Cluster ? Splits : 1) __launch_bounds__(Warps * 32, Blocks)
-spmm_two_four_tokens(const char* __restrict__ weights, int M, int K, const T* __restrict__ b, Out* __restrict__ c, int N,
-                     i64 ldb, i64 ldc, float* partials, u32* counters) {
+spmm_two_four_tokens(const char* __restrict__ weights, int M, int K, const T* __restrict__ b, Out* c, int N,
+                     i64 ldb, i64 ldc, float* partials, u32* counters, const Out* __restrict__ bias, float alpha, float beta) {
     static_assert(NT == 1 || NT == 2 || NT == 4 || NT == 8, "columns come in 8, 16, 32 or 64");
     constexpr int THREADS = Warps * 32, ROWS = 16 * MT, COLS = NT * 8, SUMS = ROWS * COLS;
     constexpr int WEIGHTS = MT * RECORD, SLOT = WEIGHTS + DEPTH * COLS * 2;  // bytes
@@ -158,7 +159,14 @@ spmm_two_four_tokens(const char* __restrict__ weights, int M, int K, const T* __
     };
     auto store = [&](int at, float sum) {
         const int row = row0 + (CCol ? at % ROWS : at / COLS), col = CCol ? at / ROWS : at % COLS;
-        if (row < M && col < N) c[CCol ? i64(col) * ldc + row : i64(row) * ldc + col] = from_float<Out>(sum);
+        if (row >= M || col >= N) return;
+        Out* const to = c + (CCol ? i64(col) * ldc + row : i64(row) * ldc + col);
+        if constexpr (Epilogue) {
+            sum *= alpha;
+            if (bias) sum += to_float(bias[row]);
+            if (beta != 0) sum += beta * to_float(*to);
+        }
+        *to = from_float<Out>(sum);
     };
     if constexpr (Splits == 1) {
         for (int at = tid; at < SUMS; at += THREADS) store(at, block_sum(at));

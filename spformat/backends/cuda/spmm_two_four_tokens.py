@@ -92,6 +92,7 @@ class SpmmTwoFourTokens:
     """
 
     name = "cuda.spmm_two_four_tokens"
+    epilogue = True
     formats = frozenset({"two-four"})
 
     def unsupported(self, p: Problem) -> list[str]:
@@ -104,7 +105,7 @@ class SpmmTwoFourTokens:
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
         p = Problem("two-four", (), 1, 1, 0, 0, "bfloat16", "bfloat16", "bfloat16")
-        wide = Problem("two-four", (), 1, 1, 0, 0, "float16", "float16", "float32", COL, COL)
+        wide = Problem("two-four", (), 1, 1, 0, 0, "float16", "float16", "float32", COL, COL, epilogue=True)
         return (
             _instance(Tile(2, 2, 8, 6, 1, 1), p, False, False),
             _instance(Tile(7, 8, 4, 2, 1, 2), wide, False, True),
@@ -125,7 +126,7 @@ class SpmmTwoFourTokens:
             instance = _instance(tile, p, cluster, b_col)
             arch = jit.architecture(p.sm or 80, ())
             function = jit.load("spmm_two_four_tokens.cu", instance, arch, p.device_id, tile.smem)
-            return Launch(function, "PiiPPiqqPP", (weights, p.M, p.K), tile.warps * 32, tile.smem)
+            return Launch(function, "PiiPPiqqPPPff", (weights, p.M, p.K), tile.warps * 32, tile.smem)
 
         b_col = p.b_layout == COL
         variant(b_col)  # compiled with the plan; the other at the first call that needs it
@@ -142,21 +143,22 @@ class SpmmTwoFourTokens:
 
         def run(o: Operands) -> None:
             partials, counters = (x.data.ptr for x in workspace(o.stream)) if shared else (0, 0)
+            rest = partials, counters, o.bias, o.alpha, o.beta
             if o.n == 1 and (b_col or o.ldb == 1):  # a vector: contiguous along K in both layouts
-                variant(True)((tiles, tile.splits, 1), o.stream, o.b, o.c, 1, 16 // size, o.ldc, partials, counters)
+                variant(True)((tiles, tile.splits, 1), o.stream, o.b, o.c, 1, 16 // size, o.ldc, *rest)
                 return
             launch = variant(b_col)
             for first in range(0, o.n, cols):
                 b = o.b + first * _column_bytes(p.b_layout, p.b_dtype, o.ldb)
                 c = o.c + first * _column_bytes(p.out_layout, p.out_dtype, o.ldc)
                 n = min(cols, o.n - first)
-                launch((tiles, tile.splits, 1), o.stream, b, c, n, o.ldb, o.ldc, partials, counters)
+                launch((tiles, tile.splits, 1), o.stream, b, c, n, o.ldb, o.ldc, *rest)
 
         owned = int(weights.nbytes) + (tiles * (tile.splits * tile.rows * cols * 4 + 4) if shared else 0)
         return device_plan(self.name, p, run, str(tile), owned)
 
 
 def _instance(tile: Tile, p: Problem, cluster: bool, b_col: bool) -> str:
-    flags = ", ".join(str(f).lower() for f in (cluster, b_col, p.out_layout == COL))
+    flags = ", ".join(str(f).lower() for f in (cluster, b_col, p.out_layout == COL, p.epilogue))
     shape = f"{tile.row_tiles}, {tile.column_tiles}, {tile.warps}, {tile.slots}, {tile.blocks}, {tile.splits}"
     return f"spmm_two_four_tokens<{c_type(p.a_dtype)}, {c_type(p.out_dtype)}, {shape}, {flags}>"

@@ -10,7 +10,7 @@ from . import jit
 from .launch import Launch
 
 WORDS = 288  # uint32 in a record: 256 of values and 32 of metadata, for 16 rows and 64 columns
-SPARE = 4  # records at the end that kernels may load ahead but do not use
+SPARE = 8  # records at the end that kernels may load ahead but do not use
 THREADS = 256
 
 

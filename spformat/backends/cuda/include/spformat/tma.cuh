@@ -136,20 +136,31 @@ __device__ __forceinline__ void sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Address of `shared` in block `rank` of the cluster, and a load from such an address.
+// The two halves of sync().
+__device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// Address of `shared` in block `rank` of the cluster.
 __device__ __forceinline__ u32 map(u32 shared, u32 rank) {
     u32 remote;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared), "r"(rank));
     return remote;
 }
-__device__ __forceinline__ float4 load_4(u32 remote) {
-    float4 x;
-    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(remote) : "memory");
-    return x;
+// 16 bytes to such an address; counted by the barrier `bar` of the same block when they are there.
+__device__ __forceinline__ void store_async_4(u32 remote, const float* x, u32 bar) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(remote),
+                 "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(bar)
+                 : "memory");
 }
 
 }  // namespace cluster
+
+__device__ __forceinline__ float4 load_shared_4(u32 shared) {
+    float4 x;
+    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(shared) : "memory");
+    return x;
+}
 
 // Register budget of the calling warpgroup (multiples of 8, 24..256); all its warps call it.
 template <int Count>
@@ -163,6 +174,11 @@ __device__ __forceinline__ void take_registers() {
 // Barrier `id` (1..15) among `threads` threads of the CTA.
 __device__ __forceinline__ void named_barrier(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// This thread's part in such a barrier, without waiting: what it wrote before is there for those who wait.
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+    asm volatile("membar.cta;\nbar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 }  // namespace spformat
