@@ -42,14 +42,15 @@ def _masked(x: Any, keep: Any) -> Any:
     return x
 
 
+def random_two_four(M: int, K: int) -> Format:
+    """bf16 normals, two of each four kept at random."""
+    cp = _cupy()
+    keep = (cp.random.default_rng(1).random((M, K // 4, 4), dtype=np.float32).argsort(axis=2) < 2).reshape(M, K)
+    return sf.convert(_masked(_normal(cp, (M, K), "bfloat16"), keep), "two-four", meta_order="fragment")
+
+
 def two_four() -> Suite:
     """2:4 bf16: large, middle and few tokens."""
-    cp = _cupy()
-
-    def make(M: int, K: int) -> Format:
-        keep = (cp.random.default_rng(1).random((M, K // 4, 4), dtype=np.float32).argsort(axis=2) < 2).reshape(M, K)
-        return sf.convert(_masked(_normal(cp, (M, K), "bfloat16"), keep), "two-four", meta_order="fragment")
-
     for M, N, K in (
         (2048, 2048, 2048),
         (4096, 4096, 4096),
@@ -57,9 +58,9 @@ def two_four() -> Suite:
         (11008, 4096, 4096),
         (4096, 4096, 11008),
     ):
-        yield f"2:4 bf16 {M}x{K}", lambda M=M, K=K: make(M, K), (N,)
+        yield f"2:4 bf16 {M}x{K}", lambda M=M, K=K: random_two_four(M, K), (N,)
     for M in (4096, 11008, 14336):
-        yield f"2:4 bf16 {M}x4096", lambda M=M: make(M, 4096), (1, 8, 16, 32, 64, 256)
+        yield f"2:4 bf16 {M}x4096", lambda M=M: random_two_four(M, 4096), (1, 8, 16, 32, 64, 256)
 
 
 def vector_nm() -> Suite:

@@ -19,7 +19,7 @@ from spformat import tuning
 from spformat.backends.cuda import measured
 from spformat.preprocess import masks
 
-SHAPES = ((1024, 4096), (2048, 2048), (4096, 4096), (4096, 11008), (11008, 4096), (14336, 4096), (8192, 8192))
+SHAPES = ((4096, 4096), (11008, 4096), (14336, 4096), (4096, 11008), (8192, 8192), (2048, 2048), (1024, 4096))
 WIDTHS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 

@@ -14,6 +14,9 @@ from ..problem import COL, Plan, Problem, reasons
 from .base import Kernel
 from .cuda.launch import Operands, device_plan
 
+_SEARCH_WORKSPACE = 256 << 20
+"""Bytes for cuSPARSELt's search: an algorithm that adds up parts of K needs a matrix of sums for each."""
+
 _CUDA_TYPE = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
 """cudaDataType_t of the value types these libraries take."""
 
@@ -123,10 +126,16 @@ class CusparseCSR:
 
 
 class CusparseLt:
-    """cusparseLtMatmul on 2:4, weights compressed in the library's own order when the plan is made."""
+    """cusparseLtMatmul on 2:4, weights compressed in the library's own order when the plan is made.
+
+    search: at the first product of a shape try all of the library's algorithms on the operands, and keep the fastest.
+    """
 
     name = "vendor.cusparselt"
     formats = frozenset({"two-four"})
+
+    def __init__(self, search: bool = False) -> None:
+        self.search = search
 
     def unsupported(self, p: Problem) -> list[str]:
         """Row-major out; every extent a multiple of 8, as the library demands of 16-bit types."""
@@ -154,16 +163,17 @@ class CusparseLt:
                 )
             key = (o.n, o.ldb, o.ldc)
             if key not in ready:
-                ready[key] = _LtMatmul(cupy, dense, p, o)
+                ready[key] = _LtMatmul(cupy, dense, p, o, self.search)
             ready[key](o)
 
-        return device_plan(self.name, p, launch, "cuSPARSELt default", int(dense.nbytes))
+        tile = "cuSPARSELt searched" if self.search else "cuSPARSELt default"
+        return device_plan(self.name, p, launch, tile, int(dense.nbytes))
 
 
 class _LtMatmul:
     """One cuSPARSELt plan for one N: descriptors, the compressed weight, workspace."""
 
-    def __init__(self, cupy: Any, dense: Any, p: Problem, o: Operands) -> None:
+    def __init__(self, cupy: Any, dense: Any, p: Problem, o: Operands, search: bool) -> None:
         import nvmath.bindings.cusparseLt  # the library's name is not ours to spell
 
         lt = nvmath.bindings.cusparseLt
@@ -180,12 +190,18 @@ class _LtMatmul:
         self.weight, buffer = cupy.empty(size, cupy.uint8), cupy.empty(max(1, scratch), cupy.uint8)
         lt.sp_mma_compress(self.handle, self.plan, dense.data.ptr, self.weight.data.ptr, buffer.data.ptr, o.stream)
         cupy.cuda.get_current_stream().synchronize()  # synchronize! the scratch buffer goes away
-        self.workspace = cupy.empty(max(1, lt.matmul_get_workspace(self.handle, self.plan)), cupy.uint8)
         self.one, self.zero = ctypes.c_float(1), ctypes.c_float(0)
+        if search:
+            self.workspace = cupy.empty(_SEARCH_WORKSPACE, cupy.uint8)
+            self._run(lt.matmul_search, o)
+        self.workspace = cupy.empty(max(1, lt.matmul_get_workspace(self.handle, self.plan)), cupy.uint8)
 
     def __call__(self, o: Operands) -> None:
+        self._run(self.lt.matmul, o)
+
+    def _run(self, entry: Any, o: Operands) -> None:
         stream = ctypes.c_void_p(o.stream)
-        self.lt.matmul(
+        entry(
             self.handle, self.plan, ctypes.addressof(self.one), self.weight.data.ptr, o.b, ctypes.addressof(self.zero),
             o.c, o.c, self.workspace.data.ptr, ctypes.addressof(stream), 1,
         )  # fmt: skip
