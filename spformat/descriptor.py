@@ -132,7 +132,11 @@ def read(header: Header, *, allow_unchecked: bool = False, ignore_unknown: bool 
     for name, text in _object("descriptor: plain", tree.get("plain", {})).items():
         if name in records:
             raise DescriptorError("two tensors of this name", tensor=name)
-        records[name] = _plain_record(_claimed(header, name, name), _checksum(text, "", allow_unchecked))
+        try:
+            records[name] = _plain_record(_claimed(header, name, name), _checksum(text, "", allow_unchecked))
+        except DescriptorError as e:
+            e.at(tensor=name)
+            raise
     _check_claims(header, records)
     return records
 
@@ -275,9 +279,8 @@ def _params(cls: type[Format], tree: Any, ignore_unknown: bool) -> dict[str, Any
         if value is None or stheader.compact_json(_plain(value)) != stheader.compact_json(
             given[key]
         ):  # "32" or 32.0 for 32
-            raise DescriptorError(
-                f"params: {key}: expected {_plain(value)!r}, got {given[key]!r:.80}", value=given[key]
-            )
+            expected = "a value" if value is None else repr(_plain(value))
+            raise DescriptorError(f"params: {key}: expected {expected}, got {given[key]!r:.80}", value=given[key])
     return params
 
 

@@ -209,13 +209,14 @@ def _json_type(value: Any) -> str:
     return names.get(type(value), "null")
 
 
-def _text(value: Any, what: str) -> str:
+def _text(value: Any, what: str, tensor: str | None = None) -> str:
     if type(value) is not str:
-        raise ContainerError(f"{what}: expected a string, got {_json_type(value)}")
+        raise ContainerError(f"{what}: expected a string, got {_json_type(value)}", tensor=tensor)
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as e:
-        raise ContainerError(f"{what}: expected Unicode text, got a lone surrogate in '{printable(value)}'") from e
+        message = f"{what}: expected Unicode text, got a lone surrogate in '{printable(value)}'"
+        raise ContainerError(message, tensor=tensor) from e
     return value
 
 
@@ -236,9 +237,9 @@ def _entry(name: str, fields: Any, oddities: list[str]) -> Entry:
         if key not in fields:
             raise ContainerError(f"expected a field '{key}', got none", tensor=name)
     for key in fields.keys() - set(_FIELDS):
-        _check_unknown(fields[_text(key, "field name")], f"field '{printable(key, 40)}'")
+        _check_unknown(fields[_text(key, "field name", name)], f"field '{printable(key, 40)}'", name)
         oddities.append(f"tensor '{shown}' has an unknown field '{printable(key, 40)}'")
-    dtype = _text(fields["dtype"], "dtype")
+    dtype = _text(fields["dtype"], "dtype", name)
     shape = _sizes(fields["shape"], "shape", name)
     if len(shape) > MAX_RANK:
         raise ContainerError(f"shape: expected at most {MAX_RANK} dimensions, got {len(shape)}", tensor=name)
@@ -259,16 +260,16 @@ def _entry(name: str, fields: Any, oddities: list[str]) -> Entry:
     return entry
 
 
-def _check_unknown(value: Any, what: str) -> None:
+def _check_unknown(value: Any, what: str, tensor: str) -> None:
     """The value of a field nobody knows, held to what other readers ask of any JSON: bounded depth, real text."""
     waiting = [(value, 3)]  # inside the header and an entry
     while waiting:
         item, depth = waiting.pop()
         if type(item) is str:
-            _text(item, what)
+            _text(item, what, tensor)
         elif type(item) in (list, dict):
             if depth > MAX_DEPTH:
-                raise ContainerError(f"{what}: expected at most {MAX_DEPTH} levels of nesting, got more")
+                raise ContainerError(f"{what}: expected at most {MAX_DEPTH} levels of nesting, got more", tensor=tensor)
             if type(item) is dict:
                 waiting += [(key, depth) for key in item]
             waiting += [(inner, depth + 1) for inner in (item.values() if type(item) is dict else item)]

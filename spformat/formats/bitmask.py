@@ -85,7 +85,9 @@ class Bitmask(Format):
                 scans.fail(self, InvariantError, "indptr", i + 1, int(self.indptr[i + 1]), want, count=found[1])
 
     def check_canonical(self) -> None:
-        scans.require_none(self, ~nonzero_mask(self.data), "data", "a value that is not zero", PatternError)
+        for s in scans.chunks(self.nnz, self.data):
+            zero = ~nonzero_mask(self.data[s])
+            scans.require_none(self, zero, "data", "a value that is not zero", PatternError, s.start)
 
     @classmethod
     def from_dense(cls, x: Array, **params: Any) -> Self:

@@ -83,22 +83,29 @@ class SRBCRS(Format):
 
     def check_canonical(self) -> None:
         xp, g = namespace(self.data), self.stride
-        pad = self.indices == PAD
-        scans.require_none(self, pad[:, :1], "indices", "a live column first in each group", InvariantError)
-        after = xp.zeros(pad.shape, bool)
-        after[:, 1:] = pad[:, :-1] & ~pad[:, 1:]
-        scans.require_none(self, after, "indices", "PAD, as in the slot before", InvariantError)
-        tile = self.group_tiles()
-        inner = xp.zeros(self.groups, bool)
-        inner[:-1] = tile[1:] == tile[:-1]
-        scans.require_none(self, pad & inner[:, None], "indices", "PAD in a tile's last group only", InvariantError)
+        starts = xp.ones(self.groups + 1, bool)  # of tiles; the end counts as one
+        starts[:-1] = False
+        starts[self.indptr] = True
         flat = self.indices.reshape(-1)
-        drop = xp.zeros(flat.size, bool)
-        drop[1:] = (flat[1:] <= flat[:-1]) & (flat[1:] != PAD)
-        drop[self.indptr[:-1][self.indptr[:-1] < self.groups].astype(np.int64) * g] = False
-        scans.require_none(self, drop.reshape(-1, g), "indices", "increasing columns in a tile", OrderError)
+        for s in scans.chunks(self.groups, self.data, max(1, scans.CHUNK // g)):
+            pad = self.indices[s] == PAD
+            scans.require_none(
+                self, pad[:, :1], "indices", "a live column first in each group", InvariantError, s.start
+            )
+            after = xp.zeros(pad.shape, bool)
+            after[:, 1:] = pad[:, :-1] & ~pad[:, 1:]
+            scans.require_none(self, after, "indices", "PAD, as in the slot before", InvariantError, s.start)
+            inner = pad & ~starts[s.start + 1 : s.stop + 1, None]
+            scans.require_none(self, inner, "indices", "PAD in a tile's last group only", InvariantError, s.start)
+            drop = xp.zeros(pad.size, bool)
+            lo = max(1, s.start * g)
+            part, before = flat[lo : s.stop * g], flat[lo - 1 : s.stop * g - 1]
+            drop[lo - s.start * g :] = (part <= before) & (part != PAD)
+            drop = drop.reshape(pad.shape)
+            drop[:, 0] &= ~starts[s]
+            scans.require_none(self, drop, "indices", "increasing columns in a tile", OrderError, s.start)
         for s in scans.chunks(self.groups, self.data, max(1, scans.CHUNK // (self.vector_length * g))):
-            bare = ~nonzero_mask(self.data[s]).any(axis=1) & ~pad[s]
+            bare = ~nonzero_mask(self.data[s]).any(axis=1) & (self.indices[s] != PAD)
             scans.require_none(self, bare, "indices", "a vector with a nonzero", PatternError, s.start)
         scans.negative_zero_free(self, "data")
 
