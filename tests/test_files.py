@@ -434,32 +434,6 @@ def test_t26_one_winner_at_a_time(tmp_path: Path) -> None:
 # --- limits and sums
 
 
-def test_products_are_exact_and_refuse_negatives() -> None:
-    assert limits.product(2**32, 2**32) == 2**64
-    assert limits.product() == 1
-    assert limits.product(0, 2**48) == 0
-    with pytest.raises(UsageError, match="-1"):
-        limits.product(3, -1)
-
-
-def test_d12_the_budget_names_bytes_and_flag() -> None:
-    assert limits.check_bytes(100, "x") == 100
-    with pytest.raises(LimitError, match=r"2,199,023,255,552 bytes requested.*--max-memory") as e:
-        limits.check_bytes(2**41, "dense copy")
-    assert e.value.exit_code == 78
-    with limits.using(memory=10), pytest.raises(LimitError):
-        limits.check_bytes(11, "x")
-    with limits.using(memory=2**50):
-        assert limits.check_bytes(2**41, "x") == 2**41
-
-
-def test_the_budget_grows_with_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "host_memory", lambda: 2**50)
-    limits.check_bytes(8 * 2**40, "x", given=2**40)
-    with pytest.raises(LimitError):
-        limits.check_bytes(8 * 2**40 + 1, "x", given=2**40)
-
-
 def test_the_budget_ends_at_the_address_space_and_the_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "_machine_memory", lambda: 2**40)
     monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (2**30, 2**30))

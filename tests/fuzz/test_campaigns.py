@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
+import sys
+import types
 import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors
 
-from fuzz import headers, kills, mutants, oracle, refusals, substitutions, syscalls
-from spformat import descriptor, stheader
+from fuzz import headers, kills, mutants, oracle, refusals, score, substitutions, syscalls
+from spformat import descriptor, scans, stheader
 from spformat.checkpoint import folder
 from spformat.errors import ContainerError
 from spformat.formats import FORMATS
 from spformat.formats.base import Format
+from spformat.formats.csr import CSR
 
 TRACED = pytest.mark.skipif(bool(syscalls.usable()), reason=syscalls.usable() or "-")
 
@@ -250,3 +255,62 @@ def test_f23_f04_hostile_manifests_indexes_and_journals(tmp_path: Path) -> None:
                     assert shard.read_bytes() == data
         path.write_bytes(good)
     assert refused > 200
+
+
+# --- mutation score
+
+
+class OneSection(score.Suite):
+    """What validation says of CSR files: enough to see that a mutant runs."""
+
+    def stages(self, module: str) -> Any:
+        yield "words", lambda: self.said("csr")
+
+
+def changed(module: str, name: str, wanted: str) -> Any:
+    """Puts one mutant of a function in place, by what it changes."""
+    function = next(f for n, f in score.functions(module) if n == name)
+    change = next(c for what, c in score.edits(function) if wanted in what)
+    return lambda: (change(), score.install(module, name, function))
+
+
+def test_t24_a_mutant_really_runs_and_only_in_its_own_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    suite, before = OneSection(tmp_path), (scans.pointer, CSR.check_memory)
+    same = next(f for n, f in score.functions("spformat.scans") if n == "pointer")
+    assert score.outcome(suite, "", lambda: score.install("spformat.scans", "pointer", same)) == "survived"
+    for name, wanted in (("pointer", "start != 0: other comparison"), ("fail", "']: expected ': other text")):
+        assert score.outcome(suite, "", changed("spformat.scans", name, wanted)) == "words"
+    csr = changed("spformat.formats.csr", "CSR.check_memory", "scans.within")
+    assert score.outcome(suite, "", csr) == "words"
+    # Pieces of two elements at least instead of one: what they find is the same.
+    assert score.outcome(suite, "", changed("spformat.scans", "chunks", "1: one more")) == "survived"
+    monkeypatch.setattr(score, "SECONDS", 1)
+    endless = ast.parse("def pointer(f, name, end):\n    while True: pass").body[0]
+    assert isinstance(endless, ast.FunctionDef)
+    assert score.outcome(suite, "", lambda: score.install("spformat.scans", "pointer", endless)) == "hung or died"
+    with pytest.raises(RuntimeError, match="could not be put in place"):
+        score.outcome(suite, "", lambda: score.install("spformat.scans", "no such function", same))
+    assert (scans.pointer, CSR.check_memory) == before
+    suite.said("csr")
+
+
+def test_t24_a_test_that_imported_the_function_gets_the_mutant(tmp_path: Path) -> None:
+    module = types.ModuleType("imports_it_by_name")
+    module.first_true = scans.first_true  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module
+
+    class Asks(score.Suite):
+        def stages(self, name: str) -> Any:
+            yield (
+                "words",
+                lambda: (_ for _ in ()).throw(AssertionError) if module.first_true(np.ones(1, bool)) else None,
+            )
+
+    try:
+        assert score.outcome(Asks(tmp_path), "", lambda: None) == "words"
+        assert (
+            score.outcome(Asks(tmp_path), "", changed("spformat.scans", "first_true", "not count: dropped"))
+            == "survived"
+        )
+    finally:
+        del sys.modules[module.__name__]
