@@ -377,6 +377,15 @@ def test_b_in_place_and_in_tiles_give_the_same_bits(spec: str, monkeypatch: pyte
     np.testing.assert_array_equal(product(a, B).view(np.uint32), tiled.view(np.uint32))
 
 
+def test_columns_that_are_decoded_fit_their_type() -> None:
+    for kernel in KERNELS:
+        fmt = min(kernel.formats)
+        wide = Problem(format=fmt, params=(), M=1, K=2**31, n=16, nnz=1, a_dtype="bfloat16", b_dtype="bfloat16",
+                       out_dtype="float32")  # fmt: skip
+        refused = any("K must be" in r for r in kernel.unsupported(wide))
+        assert refused == (fmt in ("two-four", "bitmask"))
+
+
 def test_pieces_are_even_and_cover_everything() -> None:
     ends = np.cumsum([0, 1000, *[1] * 500, 0, 0])
     for count in (1, 2, 5, 600):

@@ -19,6 +19,7 @@ import numpy as np
 from numba.core import types
 from numba.extending import overload
 
+from ...formats.lanes import WIDE, ones, pack_columns
 from .tiles import OCT, PAIR, QUAD, SINGLE, VECTOR, bfloat16, lowest_bit, word_columns
 
 ITEMS = 512
@@ -138,35 +139,59 @@ def csr(lo: int, hi: int, to: Target, indptr: Array, indices: Array, data: Array
 
 @compiled
 def ell_buckets(
-    lo: int, hi: int, to: Target, ell_ptr: Array, ell_rows: Array, starts: Array, indices: Array, data: Array,
-    table: Array,
+    lo: int, hi: int, to: Target, ell_ptr: Array, ell_rows: Array, starts: Array, live: Array, indices: Array,
+    data: Array, table: Array,
 ) -> None:  # fmt: skip
-    """Rows lo .. hi-1; row i owns the ELL rows ell_rows[ell_ptr[i] .. ell_ptr[i+1]-1], slots from starts[e] on."""
-    vals, cols = np.empty(ITEMS, to.P.dtype), np.empty(ITEMS, np.int64)
+    """Rows lo .. hi-1; row i owns the ELL rows e = ell_rows[ell_ptr[i] .. ell_ptr[i+1]-1], whose items are the first
+
+    live[e] slots from starts[e] on.
+    """
+    vals = np.empty(ITEMS, to.P.dtype)
     for t0 in range(0, to.tiles, to.group):
         t1 = min(to.tiles, t0 + to.group)
         for i in range(lo, hi):
-            n, first = 0, True
-            for e in range(ell_ptr[i], ell_ptr[i + 1]):
-                s, end = starts[ell_rows[e]], starts[ell_rows[e] + 1]
+            first = True
+            for x in range(ell_ptr[i], ell_ptr[i + 1]):
+                s = starts[ell_rows[x]]
+                end = s + live[ell_rows[x]]
                 while s < end:
-                    if n == ITEMS:
-                        _stripe(to, t0, t1, i, 1, first, vals, 0, cols, 0, n)
-                        n, first = 0, False
-                    count = min(end - s, ITEMS - n)
-                    columns, part, live = indices[s : s + count], data[s : s + count], 0
-                    for x in range(count):
-                        cols[n + x], vals[n + x] = columns[x], _value(part[x], table)
-                        live += columns[x] >= 0
-                    n, s = n + live, s + count  # PAD comes last, and what follows is written over it
-            if n or first:
-                _stripe(to, t0, t1, i, 1, first, vals, 0, cols, 0, n)
+                    count = min(ITEMS, end - s)
+                    values, v = _values(vals, data, s, count, table)
+                    _stripe(to, t0, t1, i, 1, first, values, v, indices, s, count)
+                    s, first = s + count, False
+            if first:
+                _stripe(to, t0, t1, i, 1, True, vals, 0, indices, 0, 0)
+
+
+def _columns(word: Any, column: int, cols: Array, at: int) -> int:
+    """cols[at ..] = ``column`` + the place of each set bit of ``word``; how many. Compiled only, with room for 64."""
+    raise NotImplementedError
+
+
+@overload(_columns)
+def _columns_by_machine(word: Any, column: Any, cols: Any, at: Any) -> Any:
+    def wide(word: Any, column: Any, cols: Any, at: Any) -> Any:
+        pack_columns(word, 64, column, cols, at)
+        return ones(word)
+
+    def narrow(word: Any, column: Any, cols: Any, at: Any) -> Any:
+        n, end = 0, at
+        while word:
+            # Eight at a time, bits or not, and n counts the true ones: a branch per bit costs more.
+            for _ in range(8):
+                cols[end] = column + lowest_bit(word)
+                end += 1
+                n += word != 0
+                word &= word - np.uint64(1)
+        return n
+
+    return wide if cols.dtype.bitwidth // 8 in WIDE else narrow
 
 
 @compiled
 def bitmask(lo: int, hi: int, to: Target, indptr: Array, mask: Array, data: Array, table: Array) -> None:
     """Rows lo .. hi-1; mask uint8[M, bytes of a row]."""
-    vals, cols = np.empty(ITEMS, to.P.dtype), np.empty(ITEMS + 64, np.int64)
+    vals, cols = np.empty(ITEMS, to.P.dtype), np.empty(ITEMS + 64, np.int32)
     row = np.zeros((mask.shape[1] + 7) // 8 * 8, np.uint8)  # whole, aligned words
     words = row.view(np.uint64)
     for t0 in range(0, to.tiles, to.group):
@@ -175,14 +200,8 @@ def bitmask(lo: int, hi: int, to: Target, indptr: Array, mask: Array, data: Arra
             row[: mask.shape[1]] = mask[i]
             j, n, first = int(indptr[i]), 0, True
             for y in range(words.size):
-                word, at = words[y], n
-                while word:
-                    # Eight at a time, bits or not, and n counts the true ones: a branch per bit costs more.
-                    for _ in range(8):
-                        cols[at] = 64 * y + lowest_bit(word)
-                        at += 1
-                        n += word != 0
-                        word &= word - np.uint64(1)
+                if words[y]:
+                    n += _columns(words[y], 64 * y, cols, n)
                 if n > ITEMS - 64:
                     values, v = _values(vals, data, j, n, table)
                     _stripe(to, t0, t1, i, 1, first, values, v, cols, 0, n)

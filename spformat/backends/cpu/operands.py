@@ -107,6 +107,8 @@ class Work:
     items: int
     ends: Array | None = None
     workspace: int = 0
+    decoding: int = 0
+    """What it takes to find the items, in multiply-adds."""
     every_tile: bool = False
     """What is read of a tile serves several rows at once: the loop wants all tiles of a pass together."""
 
@@ -132,7 +134,7 @@ def multiply(work: Work, target: Callable[..., Any], B: Array, out: Array, sums:
     vectors = min(2, ceil_div(N, lanes))
     width = vectors * lanes
     tiles = ceil_div(N, width)
-    threads_used = threads.cores() if work.items * tiles * width > SMALL else 1
+    threads_used = threads.cores() if work.items * tiles * width + work.decoding > SMALL else 1
 
     tile_bytes = max(1, K) * width * sums.itemsize
     # B as it stands serves when its rows are read so seldom that putting them into tiles would cost as much, and when

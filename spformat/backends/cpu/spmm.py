@@ -9,12 +9,13 @@ on the matrix and on N, never on the number of threads: |C - exact| <= k * 2^-24
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ...arrays import Array, ceil_div, index_dtype
 from ...dtypes import VALUE_TYPES
+from ...formats import compiled
 from ...formats.bitmask import Bitmask
 from ...formats.bsr import BSR
 from ...formats.csr import CSR
@@ -30,17 +31,22 @@ from ..base import marked_only
 from ..host import check_operands
 from .operands import Work, coded, fixed, multiply, output_dtypes, store, sums_dtype, widened
 
+DECODED_COLUMNS = 2**31 - 1
+"""Columns that are worked out from bits are int32."""
+
 
 class HostKernel:
     """What the kernels share: which problems they take, and a plan around ``work``."""
 
     name: str
     formats: frozenset[str]
+    most_columns: ClassVar[int] = 2**48
 
     def unsupported(self, p: Problem) -> list[str]:
         """Reasons: operands on a device, a dtype that is no value type, an ``out`` narrower than a sum may be."""
         outputs = output_dtypes(p)
         return reasons(
+            (self.most_columns < p.K, f"K must be at most {self.most_columns}, got {p.K}"),
             (p.device != "cpu", f"operands are on {p.device}; move them with .to('cpu')"),
             (p.a_dtype not in VALUE_TYPES, f"a.dtype must be one of {', '.join(VALUE_TYPES)}, got {p.a_dtype}"),
             (p.b_dtype not in VALUE_TYPES, f"b.dtype must be one of {', '.join(VALUE_TYPES)}, got {p.b_dtype}"),
@@ -97,8 +103,9 @@ class SpmmELLBuckets(HostKernel):
         order = np.argsort(a.row_ids, kind="stable").astype(index_dtype(a.row_ids.size))
         ell_ptr = offsets_from_counts(counts_of(a.row_ids, M))
         ends = offsets_from_counts(widths[order])[ell_ptr]
-        arrays = (*fixed(ell_ptr, order, starts, a.indices), *coded(a.data, sums))
-        extra = ell_ptr.nbytes + order.nbytes + starts.nbytes + ends.nbytes
+        live = compiled.ell_live(starts, a.source)
+        arrays = (*fixed(ell_ptr, order, starts, live, a.indices), *coded(a.data, sums))
+        extra = ell_ptr.nbytes + order.nbytes + starts.nbytes + ends.nbytes + live.nbytes
         return Work(lambda lo, hi, to: loops.ell_buckets(lo, hi, to, *arrays), M, 1, a.stored, ends, extra)
 
 
@@ -118,7 +125,9 @@ class SpmmBSR(HostKernel):
             indptr = offsets_from_counts(blocks, a.indptr.dtype)
             extra = indptr.nbytes
         arrays = (M, K, *fixed(indptr, a.indices), *coded(a.data, sums))
-        return Work(lambda lo, hi, to: loops.bsr(lo, hi, to, *arrays), Mb, R, a.stored, indptr, extra, R >= 4)
+        return Work(
+            lambda lo, hi, to: loops.bsr(lo, hi, to, *arrays), Mb, R, a.stored, indptr, extra, every_tile=R >= 4
+        )
 
 
 class SpmmSRBCRS(HostKernel):
@@ -152,6 +161,7 @@ class SpmmTwoFour(HostKernel):
     """2:4 in any meta_order: the words are read where they are stored."""
 
     name, formats = "cpu.spmm_two_four", frozenset({"two-four"})
+    most_columns = DECODED_COLUMNS
 
     def work(self, a: TwoFour, sums: np.dtype[Any]) -> Work:
         from . import loops
@@ -161,19 +171,21 @@ class SpmmTwoFour(HostKernel):
         values, table = coded(a.data, sums)
         arrays = (ceil_div(K, 16), values, *fixed(a.meta, row_offset), shift, outer, inner, table)
         loop = lambda lo, hi, to: loops.two_four(lo, hi, to, *arrays)  # noqa: E731
-        return Work(loop, M, 1, a.stored, None, row_offset.nbytes, every_tile=True)
+        return Work(loop, M, 1, a.stored, None, row_offset.nbytes, every_tile=True, decoding=4 * a.stored)
 
 
 class SpmmBitmask(HostKernel):
     """Bitmask: set bits are turned into columns byte by byte."""
 
     name, formats = "cpu.spmm_bitmask", frozenset({"bitmask"})
+    most_columns = DECODED_COLUMNS
 
     def work(self, a: Bitmask, sums: np.dtype[Any]) -> Work:
         from . import loops
 
         arrays = (*fixed(a.indptr, a.bitmask), *coded(a.data, sums))
-        return Work(lambda lo, hi, to: loops.bitmask(lo, hi, to, *arrays), a.shape[0], 1, a.nnz, a.indptr)
+        loop, (M, K) = lambda lo, hi, to: loops.bitmask(lo, hi, to, *arrays), a.shape
+        return Work(loop, M, 1, a.nnz, a.indptr, decoding=M * K)
 
 
 class SpmmDense(HostKernel):
