@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy.io import mmread, mmwrite
 
+from spformat import limits
 from spformat.errors import (
     ArrayError,
     FormatError,
@@ -239,6 +241,29 @@ def test_npz_lies_are_named(tmp_path: Path, change: dict[str, object], error: ty
 def test_npz_unsorted_columns_are_sorted_with_their_values(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", **pieces(indices=np.array([3, 0, 0, 2])))  # type: ignore[arg-type]
     assert read_matrix(tmp_path / "a.npz").to_dense().tolist() == [[2, 0, 0, 1], [0, 0, 0, 0], [3, 0, 4, 0]]
+
+
+def test_what_an_archive_holds_beside_the_matrix_is_not_unpacked(tmp_path: Path) -> None:
+    others = {f"other{i}": np.zeros(1 << 20, np.uint8) for i in range(64)}
+    np.savez_compressed(tmp_path / "a.npz", **pieces(), **others)  # type: ignore[arg-type]
+    tracemalloc.start()
+    try:
+        assert read_matrix(tmp_path / "a.npz").nnz == 4
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_members_of_an_archive_share_one_budget(tmp_path: Path) -> None:
+    zeros = np.zeros(1 << 20, np.uint8)
+    np.savez_compressed(tmp_path / "a.npz", **pieces(row=zeros, col=zeros))  # type: ignore[arg-type]
+    with limits.using(memory=(2 << 20) + 2000):
+        assert read_matrix(tmp_path / "a.npz").nnz == 4
+    with (
+        limits.using(memory=2 << 20),
+        pytest.raises(LimitError, match=r"npz: arrays, unpacked: 2,09\d,\d+ bytes requested"),
+    ):
+        read_matrix(tmp_path / "a.npz")
 
 
 def test_npz_damage_is_found(tmp_path: Path) -> None:

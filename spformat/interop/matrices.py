@@ -114,7 +114,7 @@ _ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, KeyError,
 def _read_npz(content: bytes) -> CSR:
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            arrays = {n.removesuffix(".npy"): _read_npy(archive, n) for n in archive.namelist()}
+            arrays = _members(archive, len(content))
     except SpformatError:
         raise
     except _ZIP_ERRORS as e:
@@ -156,10 +156,20 @@ def _read_npz(content: bytes) -> CSR:
     return _from_coordinates((M, K), second, rows_of(a.indptr, a.nnz), a.data, "npz")
 
 
-def _read_npy(archive: zipfile.ZipFile, name: str) -> Array:
+_MEMBERS = ("format", "shape", "indptr", "indices", "row", "col", "data")
+
+
+def _members(archive: zipfile.ZipFile, given: int) -> dict[str, Array]:
+    """The arrays that make a matrix, by name; what else an archive holds, however much, is not unpacked."""
+    there = set(archive.namelist())
+    found = {n: archive.getinfo(f"{n}.npy") for n in _MEMBERS if f"{n}.npy" in there}
+    check_bytes(sum(info.file_size for info in found.values()), "npz: arrays, unpacked", given)
+    return {n: _read_npy(archive, info) for n, info in found.items()}
+
+
+def _read_npy(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Array:
     """One member, its declared shape checked against its size; never unpickles."""
-    info = archive.getinfo(name)
-    check_bytes(info.file_size, f"npz: array {name!r}")
+    name = info.filename
     with archive.open(info) as f:
         try:
             version = np.lib.format.read_magic(f)
