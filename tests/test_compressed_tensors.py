@@ -231,6 +231,11 @@ W = np.array([[1, 0, 2, 0, 0, 3], [0, 0, 4, 5, 0, 0]], np.float32)
         ({"shape": i64(-2, 6)}, FormatError, "one or two ints"),
         ({"shape": np.array([2.0, 6.0])}, FormatError, "one or two ints"),
         ({"shape": i64(2**40, 2**40)}, LimitError, "budget"),
+        (
+            {"shape": i64(2**40, 0), "bitmask": np.zeros(0, np.uint8), "compressed": np.zeros(0, np.float16)},
+            ArrayError,
+            "expected 1099511627776 integers",
+        ),
     ],
 )
 def test_sparse_bitmask_lies_are_named(change: dict[str, np.ndarray], error: type[Exception], words: str) -> None:

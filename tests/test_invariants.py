@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from spformat import scans
-from spformat.errors import ArrayError, PatternError, SpformatError, UsageError
+from spformat import convert, scans
+from spformat.errors import ArrayError, LimitError, PatternError, SpformatError, UsageError
 from spformat.formats import BSR, CSR, DBSR, FORMATS, SRBCRS, Bitmask, Dense, ELLBuckets, TwoFour, VectorNM
 from spformat.formats import bitmask as bitmask_module
 from spformat.formats import two_four as two_four_module
@@ -305,6 +307,30 @@ def test_positions_of_few_slots_are_int32() -> None:
     for g in (f, MADE["ell-buckets"]):
         with pytest.raises(ArrayError, match=r"source: expected dtype int32, got int64"):
             g.with_arrays(source=g.arrays()["source"].astype(np.int64))
+
+
+@pytest.mark.parametrize("shape", [(2**40, 0), (0, 2**40)])
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
+def test_extents_without_elements_are_not_believed(fmt: type[Format], shape: tuple[int, int]) -> None:
+    """No byte of an input stands behind them: LimitError before anything of that size, or nothing of that size."""
+    params = PARAMS.get(fmt.name, {})
+    sources: list[Callable[[], Any]] = [lambda: fmt.from_dense(np.zeros(shape, HALF), **params)]
+    if shape[0] == 0:
+        a = CSR(shape=shape, indptr=POINTER, indices=I64, data=NOTHING)
+        sources.append(lambda: fmt.from_csr(a, **params))
+    else:
+        rows = DBSR(
+            shape=shape, blocksize=(2, 2), row_ids=I64, indptr=POINTER, indices=I32, data=NOTHING.reshape(0, 2, 2)
+        )
+        sources.append(lambda: convert(rows, fmt.name, **params))
+    tracemalloc.start()
+    try:
+        for make in sources:
+            with contextlib.suppress(LimitError):
+                make()
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 # --- layouts

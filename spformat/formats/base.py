@@ -431,6 +431,8 @@ def checked_values(x: Array, where: str) -> Array:
     xp = namespace(x)
     if x.ndim != 2:
         raise UsageError(f"{where}: expected a matrix [M, K], got shape {x.shape}")
+    if not x.size:  # no bytes stand behind such extents, and pointers of rows or blocks of columns follow from them
+        check_bytes(8 * sum(x.shape), f"{where}: indices of shape {x.shape}")
     if not x.dtype.isnative:
         x = x.astype(x.dtype.newbyteorder("="))
     try:

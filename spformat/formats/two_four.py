@@ -275,7 +275,7 @@ class TwoFour(Format):
         words = xp.full((Mp, Kp // 16), 0x4444, np.uint16)
         nibble_of, start = xp.asarray(NIBBLE), 0
         count, first, found = 0, None, 0
-        base = xp.arange(Kp // 4, dtype=np.int64) * 4
+        base = xp.arange(Kp // 4 if M else 0, dtype=np.int64) * 4
         for panel in panels if K else ():
             rows = panel.shape[0]
             padded = bits(panel)

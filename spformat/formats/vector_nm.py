@@ -344,10 +344,11 @@ def pack(indices: Array, params: dict[str, Any], padded: tuple[int, int]) -> tup
     if not tile_rows:
         return xp.empty((0, 0, tile_cols), np.int16), xp.empty((0, W, 0), np.uint8)
     Tr, Tk, Qs, per_tile = padded[0] // tile_rows, padded[1] // tile_cols, tile_rows // L, tile_cols // m
-    if is_cupy(indices):
+    if is_cupy(indices) or not Tr:
         col_info = xp.empty((Tr, Tk, tile_cols), np.int16)
         ranks = xp.empty((Tr, W, Qs), np.uint8)
-        compiled.vector_nm_pack(indices, n, m, col_info, ranks)
+        if Tr:
+            compiled.vector_nm_pack(indices, n, m, col_info, ranks)
         return col_info, ranks
     window = xp.arange(W, dtype=np.int64) // n
     offset = (window % per_tile * m)[:, None] + indices  # [W, Q], inside the k tile

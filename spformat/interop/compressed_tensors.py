@@ -187,6 +187,12 @@ def _values(compressed: Array, value_dtype: Any) -> Array:
 
 
 def _check_counts(mask: Array, values: Array, row_offsets: Array) -> None:
+    got = row_offsets.reshape(-1)
+    if got.dtype.kind not in "iu" or got.size != mask.shape[0]:  # before anything is made for every row
+        raise ArrayError(
+            f"row_offsets: expected {mask.shape[0]} integers, got {got.dtype} of shape {row_offsets.shape}",
+            array="row_offsets",
+        )  # fmt: skip
     counts = mask.sum(axis=1, dtype=np.int64)
     total = int(counts.sum())
     if values.shape != (total,):
@@ -195,12 +201,6 @@ def _check_counts(mask: Array, values: Array, row_offsets: Array) -> None:
             array="compressed",
         )  # fmt: skip
     expected = offsets_from_counts(counts)[:-1]
-    got = row_offsets.reshape(-1)
-    if got.dtype.kind not in "iu" or got.size != expected.size:
-        raise ArrayError(
-            f"row_offsets: expected {expected.size} integers, got {got.dtype} of shape {row_offsets.shape}",
-            array="row_offsets",
-        )  # fmt: skip
     wrong = np.flatnonzero(got != expected)
     if wrong.size:
         i = int(wrong[0])
