@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import numpy as np
 
-from ..arrays import Array, current_device, device_of, index_dtype, is_cupy, namespace, to_device
-from ..dtypes import VALUE_TYPES, dtype_name, nonzero_mask, value_type
+from ..arrays import Array, current_device, device_of, namespace, to_device
+from ..dtypes import VALUE_TYPES, nonzero_mask, value_type
 from ..errors import ArrayError, SpformatError, StructureError, UsageError
 from ..limits import check_bytes, product
 from .declare import (
@@ -28,6 +28,7 @@ from .declare import (
     Panels,
     ParamDeclaration,
     array,
+    array_problems,
     declarations,
     param,
     parse_shape,
@@ -166,44 +167,7 @@ class Format:
         for name, label in self.declared_tables():
             if len(getattr(self, name)) != sizes[label]:
                 problems.append((name, f"{name}: expected {sizes[label]} entries, got {len(getattr(self, name))}"))
-        devices: dict[str, str] = {}
-        well_shaped = []
-        for d in self.declared_arrays():
-            a = getattr(self, d.name)
-            if not isinstance(a, np.ndarray) and not is_cupy(a):
-                problems.append((d.name, f"{d.name}: expected a numpy or CuPy array, got {type(a).__name__}"))
-                continue
-            devices[d.name] = device_of(a)
-            if a.ndim != len(d.dims):
-                wanted = ", ".join(d.dims)
-                text = f"{d.name}: expected {len(d.dims)} dimensions [{wanted}], got shape {a.shape}"
-                problems.append((d.name, text))
-                continue
-            for label, size in zip(d.dims, a.shape, strict=True):
-                if size != sizes.setdefault(label, size):
-                    text = f"{d.name}: dimension {label} = {sizes[label]}, got {size} (shape {a.shape})"
-                    problems.append((d.name, text))
-            if not a.flags.c_contiguous:
-                problems.append((d.name, f"{d.name}: expected C order; use ascontiguousarray"))
-            well_shaped.append((d, a))
-        for d, a in well_shaped:
-            accepted = self._dtypes_of(d, sizes)
-            if dtype_name(a.dtype) not in accepted or not a.dtype.isnative:
-                problems.append((d.name, f"{d.name}: expected dtype {' or '.join(accepted)}, got {a.dtype}"))
-        if len(set(devices.values())) > 1:
-            problems.append(("", "arrays on several devices: " + ", ".join(f"{k} {v}" for k, v in devices.items())))
-        return problems
-
-    def _dtypes_of(self, d: ArrayDeclaration, sizes: dict[str, int]) -> tuple[str, ...]:
-        if d.kind == VALUE:
-            return self.value_dtypes
-        if d.kind == POS:
-            return ("uint8",)
-        if d.kind != INDEX:
-            return (d.kind,)
-        bound = sizes.get(d.bound or "")
-        # A bound that no array length fixes (live items among padding) leaves both index types open.
-        return ("int32", "int64") if bound is None else (index_dtype(bound).name,)
+        return problems + array_problems(self.declared_arrays(), self.arrays(), sizes, self.value_dtypes)
 
     @classmethod
     def made(cls, **fields: Any) -> Self:

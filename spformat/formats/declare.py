@@ -1,4 +1,4 @@
-"""The declaration of a format's fields: params, tables and arrays, and how text and files become them."""
+"""The declaration of a format's fields: params, tables and arrays, how text becomes them, and the O(1) check of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import device_of, index_dtype, is_cupy
+from ..dtypes import dtype_name
 from ..errors import ArrayError, UsageError
 
 VALUE, INDEX, POS = "VALUE", "INDEX", "POS"
@@ -141,3 +143,52 @@ def parse_table(name: str, key: str, values: Any) -> tuple[int, ...]:
     if any(v < 0 for v in parsed):
         raise ArrayError(f"{name}: {key}: expected ints >= 0, got {values!r:.80}", array=f"tables.{key}")
     return parsed
+
+
+def array_problems(
+    declared: tuple[ArrayDeclaration, ...], arrays: dict[str, Any], sizes: dict[str, int], value_dtypes: tuple[str, ...]
+) -> list[tuple[str, str]]:
+    """(array, text) of every disagreement of arrays with their declarations: dtypes, ranks, lengths and devices.
+
+    sizes: of the labels that are known; the first array that has another label gives its size.
+    """
+    problems: list[tuple[str, str]] = []
+    devices: dict[str, str] = {}
+    well_shaped = []
+    for d in declared:
+        a = arrays[d.name]
+        if not isinstance(a, np.ndarray) and not is_cupy(a):
+            problems.append((d.name, f"{d.name}: expected a numpy or CuPy array, got {type(a).__name__}"))
+            continue
+        devices[d.name] = device_of(a)
+        if a.ndim != len(d.dims):
+            wanted = ", ".join(d.dims)
+            text = f"{d.name}: expected {len(d.dims)} dimensions [{wanted}], got shape {a.shape}"
+            problems.append((d.name, text))
+            continue
+        for label, size in zip(d.dims, a.shape, strict=True):
+            if size != sizes.setdefault(label, size):
+                text = f"{d.name}: dimension {label} = {sizes[label]}, got {size} (shape {a.shape})"
+                problems.append((d.name, text))
+        if not a.flags.c_contiguous:
+            problems.append((d.name, f"{d.name}: expected C order; use ascontiguousarray"))
+        well_shaped.append((d, a))
+    for d, a in well_shaped:
+        accepted = _dtypes_of(d, sizes, value_dtypes)
+        if dtype_name(a.dtype) not in accepted or not a.dtype.isnative:
+            problems.append((d.name, f"{d.name}: expected dtype {' or '.join(accepted)}, got {a.dtype}"))
+    if len(set(devices.values())) > 1:
+        problems.append(("", "arrays on several devices: " + ", ".join(f"{k} {v}" for k, v in devices.items())))
+    return problems
+
+
+def _dtypes_of(d: ArrayDeclaration, sizes: dict[str, int], value_dtypes: tuple[str, ...]) -> tuple[str, ...]:
+    if d.kind == VALUE:
+        return value_dtypes
+    if d.kind == POS:
+        return ("uint8",)
+    if d.kind != INDEX:
+        return (d.kind,)
+    bound = sizes.get(d.bound or "")
+    # A bound that no array length fixes (live items among padding) leaves both index types open.
+    return ("int32", "int64") if bound is None else (index_dtype(bound).name,)
