@@ -1,4 +1,4 @@
-"""The declaration of a format's fields: params, tables and arrays, how text becomes them, and the O(1) check of them."""
+"""The declaration of a format's fields: params, tables, arrays, how text becomes them, and the O(1) check of them."""
 
 from __future__ import annotations
 
