@@ -77,7 +77,7 @@ def test_every_tensor_is_in_one_part_and_parts_are_equal_to_an_item(source: Path
         assert all(u.whole for part in cut for u in part)
 
 
-BAD_PARTS = ("0/3", "4/3", "1", "-1/2", "1/2/3", "a/b")
+BAD_PARTS = ("0/3", "4/3", "1", "-1/2", "1/2/3", "a/b", "1/100001")
 
 
 @pytest.mark.parametrize(("text", "ok"), [("1/1", True), ("3/16", True), *((t, False) for t in BAD_PARTS)])

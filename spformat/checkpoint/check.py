@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import limits
 from ..convert import convert
-from ..errors import FormatError, IntegrityError, SpformatError, StructureError, UsageError
-from ..files import Path, sha256_of
+from ..errors import FormatError, IntegrityError, SpformatError, StructureError, UsageError, printable
+from ..files import Path, member, sha256_of
 from .manifest import MANIFEST, read_manifest
 from .recipe import matcher
 from .source import Source, open_source
@@ -80,9 +81,9 @@ def _files(source: Source) -> Iterator[Verdict]:
     if not os.path.isfile(path):
         raise UsageError(f"--checksums: {source.path} has no {MANIFEST} to check against")
     for name, entry in read_manifest(path)["files"].items():
-        found = sha256_of(os.path.join(source.folder, name))
+        found = sha256_of(member(source.folder, name, ".safetensors", limits.current().link_roots))
         error = None
-        if found != entry.get("sha256"):
-            error = IntegrityError(f"sha256: expected {entry.get('sha256')}, got {found}: the file was changed",
+        if found != entry["sha256"]:
+            error = IntegrityError(f"sha256: expected {printable(entry['sha256'])}, got {found}: the file was changed",
                                    path=os.path.join(source.folder, name))  # fmt: skip
         yield Verdict(name, "file", (), "", error)

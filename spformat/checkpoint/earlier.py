@@ -63,13 +63,13 @@ def already_done(c: Conversion, shards: Collection[str]) -> tuple[Converted, ...
     files, names = manifest["files"], c.names
     if digest(manifest.get("recipe")) != digest(asdict(c.recipe)):
         raise _other(c, "with other options")
-    if {n: f.get("source") for n, f in files.items()} != {n: s for s, n in names.items()}:
+    if {n: f["source"] for n, f in files.items()} != {n: s for s, n in names.items()}:
         raise _other(c, "of other shards")
     for shard in shards:
         path, entry = os.path.join(c.folder, names[shard]), files[names[shard]]
-        if not is_file(path) or size_of(path) != entry.get("size") or sha256_of(path) != entry.get("sha256"):
+        if not is_file(path) or size_of(path) != entry["size"] or sha256_of(path) != entry["sha256"]:
             raise _other(c, f"whose {names[shard]} is not what its manifest says")
-        if sha256_of(os.path.join(c.source.folder, shard)) != entry.get("source_sha256"):
+        if sha256_of(os.path.join(c.source.folder, shard)) != entry["source_sha256"]:
             raise _other(c, f"of another {shard}")
     for name in c.source.side_files:
         if not name.endswith(INDEX_SUFFIX) and not same_bytes(

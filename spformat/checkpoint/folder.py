@@ -221,8 +221,28 @@ def entries_of(c: Conversion, names: Iterable[str]) -> dict[str, Any]:
     for name in names:
         tree = read_journal(os.path.join(c.folder, name))
         if tree["plan"] == c.identity:
-            found |= tree["shards"]
+            for unit, entry in tree["shards"].items():
+                _check_entry(entry, os.path.join(c.folder, name))
+                found[unit] = entry
     return found
+
+
+_ENTRY = {"sha256": str, "size": int, "source": str, "source_sha256": str, "tensors": list}
+_TENSOR = {
+    "name": str, "target": str, "why": str, "shape": list, "dtype": str, "bytes_in": int, "bytes_out": int, "nnz": int,
+    "negative_zeros": int, "dropped_zeros": int, "larger_than_dense": bool, "error": str,
+}  # fmt: skip
+
+
+def _check_entry(entry: Any, journal: str) -> None:
+    """ContainerError unless an entry of a journal has the fields that ``_entry`` writes: whoever seals it may lie."""
+    sound = type(entry) is dict and {k: type(v) for k, v in entry.items()} == _ENTRY
+    for told in entry["tensors"] if sound else ():
+        sound &= type(told) is dict and all(type(v) is _TENSOR.get(k) for k, v in told.items())
+        sound = sound and {"name", "target", "shape", "dtype", "bytes_in"} <= told.keys()
+        sound = sound and all(type(n) is int for n in told["shape"])
+    if not sound:
+        raise ContainerError("the journal is damaged: start again with --force", path=journal)
 
 
 def parts_of(c: Conversion, names: Iterable[str]) -> int | None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from ..errors import ContainerError, VersionError
+from ..errors import ContainerError, VersionError, printable
 from ..files import Path, is_file, read_small, sha256_of
 from ..output import publish
 
@@ -17,6 +17,7 @@ MANIFEST = "spformat.json"
 JOURNAL = "spformat.partial.json"
 JOURNAL_GLOB = re.compile(r"spformat\.partial(-\d+-of-\d+)?\.json")
 VERSION = 1
+_OF_A_FILE = ("sha256", "source", "source_sha256")
 _MAX = 256 << 20
 
 
@@ -29,6 +30,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
         found = tree.get(key)
         if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
             raise ContainerError(f"manifest: expected an object of objects under '{key}'", path=str(path))
+    for name, entry in tree["files"].items():
+        if not (type(entry.get("size")) is int and all(type(entry.get(k)) is str for k in _OF_A_FILE)):
+            expected = f"size and {', '.join(_OF_A_FILE)} of {printable(name)}"
+            raise ContainerError(f"manifest: expected {expected}", path=str(path))
     if not isinstance(tree.get("index", {}), dict):
         raise ContainerError("manifest: expected an object under 'index'", path=str(path))
     return tree
@@ -37,7 +42,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def read_journal(path: Path) -> dict[str, Any]:
     """A journal as ``write_journal`` left it; ContainerError with the way out when it is damaged."""
     tree = _read(path)
-    if tree.pop("sha256", None) != digest(tree) or not {"plan", "shards", "replaces"} <= tree.keys():
+    sound = tree.pop("sha256", None) == digest(tree) and {"plan", "shards", "replaces"} <= tree.keys()
+    if not sound or not isinstance(tree["shards"], dict):
         raise ContainerError("the journal is damaged: start again with --force", path=str(path))
     return tree
 

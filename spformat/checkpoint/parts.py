@@ -30,6 +30,9 @@ from .source import Source
 PIECES = "spformat.pieces"
 """Folder inside the target that holds pieces until their shard is assembled."""
 
+MOST_PARTS = 100_000
+"""Of one conversion: a journal says how many there are, and a list is made of them."""
+
 _COPY = 64 << 20
 
 
@@ -41,8 +44,8 @@ class Part:
     of: int
 
     def __post_init__(self) -> None:
-        if not 1 <= self.number <= self.of:
-            raise UsageError(f"part: expected i/n with 1 <= i <= n, got {self}")
+        if not 1 <= self.number <= self.of <= MOST_PARTS:
+            raise UsageError(f"part: expected i/n with 1 <= i <= n <= {MOST_PARTS:,}, got {self}")
 
     @classmethod
     def parse(cls, text: str) -> Part:

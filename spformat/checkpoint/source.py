@@ -70,7 +70,7 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
         shards = tuple(safe_name(n, ".safetensors") for n in manifest["files"])
         for shard in shards:
             member(where, shard, ".safetensors", follow)
-        original = {n: f.get("source", "") for n, f in manifest["files"].items()}
+        original = {n: f["source"] for n, f in manifest["files"].items()}
         source = _assemble(where, where, shards, {}, manifest.get("index", {}), _side_files(names, shards), follow)
         missing = sorted(set(manifest["tensors"]) ^ set(source.records))
         if missing:

@@ -17,7 +17,7 @@ import safetensors
 
 from fuzz import headers, kills, mutants, oracle, refusals, score, substitutions, syscalls
 from spformat import descriptor, scans, stheader
-from spformat.checkpoint import folder
+from spformat.checkpoint import folder, manifest
 from spformat.errors import ContainerError
 from spformat.formats import FORMATS
 from spformat.formats.base import Format
@@ -205,7 +205,11 @@ def test_t12_random_kills(tmp_path: Path) -> None:
 
 
 def damaged(tree: Any, rng: Any) -> bytes:
+    """A JSON tree with an edit; a journal is mostly sealed again, as an attacker would."""
+    journal = tree.pop("sha256", None) if "replaces" in tree else None
     headers.edit(tree, rng)
+    if journal is not None:
+        tree["sha256"] = manifest.digest(tree) if rng.random() < 0.8 else journal
     return json.dumps(tree).encode("utf-8", "surrogatepass")
 
 
@@ -214,6 +218,7 @@ def test_f23_f04_hostile_manifests_indexes_and_journals(tmp_path: Path) -> None:
 
     from spformat.checkpoint import convert_checkpoint, open_source
     from spformat.checkpoint.check import Checks, validate_checkpoint
+    from spformat.checkpoint.diff import diff_provenance
     from spformat.errors import SpformatError
 
     source, packed, cut = tmp_path / "in", tmp_path / "packed", tmp_path / "cut"
@@ -244,6 +249,8 @@ def test_f23_f04_hostile_manifests_indexes_and_journals(tmp_path: Path) -> None:
                 else:
                     open_source(path.parent)
                     list(validate_checkpoint(path.parent, Checks(checksums=path.parent == packed)))
+                    if path.parent == packed:
+                        list(diff_provenance(packed, source))
             except SpformatError as e:
                 assert str(e).isprintable()
                 refused += 1
