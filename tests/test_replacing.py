@@ -12,18 +12,18 @@ import pytest
 from test_checkpoint import FIXTURES, same_values, tree
 
 import spformat as sf
-from spformat.checkpoint import Recipe, convert_checkpoint, earlier, open_source, remote
+from spformat.checkpoint import Recipe, convert_checkpoint, earlier, folder, open_source, remote
 
 DIGITS, SHARDED = FIXTURES / "digits", FIXTURES / "sharded"
 PACKED, DENSE = "spformat-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 CONFIG = "without this config.json"
 
 
-def copied(source: Path, folder: Path) -> Path:
-    folder.mkdir()
+def copied(source: Path, target: Path) -> Path:
+    target.mkdir()
     for path in source.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    return folder
+        (target / path.name).write_bytes(path.read_bytes())
+    return target
 
 
 def told(o: Any) -> tuple[Any, ...]:
@@ -185,13 +185,24 @@ def test_the_removal_is_on_disk_before_the_journal_goes(tmp_path: Path, monkeypa
     convert_checkpoint(SHARDED, out, "csr")
     flush = earlier.flush_folder
 
-    def flushed(folder: Any) -> None:
+    def flushed(where: Any) -> None:
         seen.append((out / "spformat.partial.json").exists() and not (out / "spformat.json").exists())
-        flush(folder)
+        flush(where)
 
     monkeypatch.setattr(earlier, "flush_folder", flushed)
     convert_checkpoint(DIGITS, out, Recipe(to="dense"), force=True)
     assert seen == [True]
+
+
+def test_the_name_of_a_new_folder_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[str] = []
+    monkeypatch.setattr(folder, "flush_folder", flushed.append)
+    convert_checkpoint(DIGITS, tmp_path / "a" / "b", "csr")
+    assert flushed == [str(tmp_path / "a"), str(tmp_path)]
+    convert_checkpoint(DIGITS, tmp_path / "a" / "b", "csr", force=True)
+    assert len(flushed) == 2
+    with pytest.raises(sf.OutputError, match="embedded null byte"):
+        convert_checkpoint(DIGITS, str(tmp_path / "x\0y"), "csr")
 
 
 def test_a_forced_upload_replaces_all_of_a_checkpoint(tmp_path: Path) -> None:

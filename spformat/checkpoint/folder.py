@@ -19,7 +19,7 @@ from ..errors import ContainerError, InputError, OutputError, UsageError
 from ..files import Path, is_file, names_in, read_small, reason, remove, same_file, sha256_of, size_of
 from ..formats import parse_spec
 from ..locks import folder_lock, ignores_case
-from ..output import publish, sweep
+from ..output import flush_folder, publish, sweep
 from .earlier import clear, same_bytes
 from .jobs import Job, Outcome
 from .manifest import (
@@ -105,11 +105,18 @@ def prepare(c: Conversion) -> None:
 
 
 def make(folder: str) -> None:
-    """Make a folder if it is not there; OutputError if it cannot be."""
+    """Make a folder if it is not there, for good: its name is on disk, too. OutputError if it cannot be."""
+    above = os.path.abspath(folder)
+    missing = []
+    while not os.path.lexists(above) and above != (above := os.path.dirname(above)):
+        missing.append(above)
     try:
         os.makedirs(folder, exist_ok=True)
     except (OSError, ValueError) as e:  # ValueError: a NUL in the path
         raise OutputError(f"cannot create the folder: {reason(e)}", path=folder) from e
+    for parent in missing:
+        if os.access(parent, os.R_OK):  # a folder one may only pass through cannot be asked
+            flush_folder(parent)
 
 
 @contextmanager
