@@ -90,8 +90,8 @@ def records(
     kept        whole windows (a multiple of n), or any number: then the tile is packed
     step        slots are padded to a multiple of it
     banks       slots of a group are put in an order in which as many neighbours as possible name staged rows of
-                different classes (rank // bank_rows) % banks: one load then meets no bank twice. 1 keeps the order
-                of ``data``
+                different classes (rank // bank_rows) % banks, and lines of A likewise: one load then meets no bank
+                twice. 1 keeps the order of ``data``
     packed      None: by the measured share
     line_bytes  not 0: a slot holds only its staged row, times this; ``banks`` is 1 then
     """
@@ -132,7 +132,7 @@ def records(
     rank = xp.where(offset < 0, staged, rank)
     order = xp.broadcast_to(xp.arange(kept, dtype=np.int32), rank.shape)
     if banks > 1:
-        order = _spread(xp, rank, rank // bank_rows % banks, banks, staged)
+        order = _spread(xp, rank, rank // bank_rows % banks, banks, bank_rows, staged)
         rank = xp.take_along_axis(rank, order, axis=3)
     empty = xp.arange(kept, slots, dtype=np.uint32) << np.uint32(16) | np.uint32(staged)
     words = xp.full((row_tiles, k_tiles, round_up(groups * slots + (staged if packed else 0), 4)), NO_ROW, np.uint32)
@@ -148,7 +148,7 @@ def records(
     return Records(words, kept // p.n * p.m, kept, slots, staged, packed, group_rows, share)
 
 
-def _spread(xp: Any, rank: Array, bank: Array, banks: int, staged: int) -> Array:
+def _spread(xp: Any, rank: Array, bank: Array, banks: int, bank_rows: int, staged: int) -> Array:
     """int32 order of the last axis: runs of ``banks`` neighbours that name as many different bank classes as possible.
 
     As many runs as there are full sets of classes get one slot of each; the rest is dealt out, class after class, over
@@ -171,4 +171,24 @@ def _spread(xp: Any, rank: Array, bank: Array, banks: int, staged: int) -> Array
     run = xp.where(rest, full[..., None] + place % runs, turn)
     inside = xp.where(rest, place // runs, bank)
     key = ((empty * (kept + 1) + run) * (kept + 1) + inside) * kept + at
-    return xp.argsort(key, axis=3).astype(np.int32)
+    return _different_lines(xp, bank, xp.argsort(key, axis=3), banks, bank_rows)
+
+
+def _different_lines(xp: Any, bank: Array, order: Array, banks: int, bank_rows: int) -> Array:
+    """int32 order with the classes of ``order``, where slots of one class trade places: the lines of A that a run of
+    ``banks`` slots names are of different classes too, as far as taking the first that fits gets."""
+    kept = bank.shape[3]
+    at = xp.arange(kept, dtype=np.int32)
+    line, classes = at // bank_rows % banks, xp.arange(banks, dtype=np.int32)
+    wanted = xp.take_along_axis(bank, order, axis=3)
+    free, used = xp.ones(bank.shape, bool), xp.zeros((*bank.shape[:3], banks), np.int32)
+    made = xp.empty(bank.shape, np.int32)
+    for place in range(kept):
+        if place % banks == 0:
+            used[...] = 0
+        fits = free & (bank == wanted[..., place, None])
+        pick = xp.where(fits, used[..., line] * kept + at, 2 * kept * kept).argmin(axis=3)[..., None]
+        made[..., place] = pick[..., 0]
+        free &= at != pick
+        used += line[pick] == classes
+    return made
