@@ -90,8 +90,8 @@ def records(
     kept        whole windows (a multiple of n), or any number: then the tile is packed
     step        slots are padded to a multiple of it
     banks       slots of a group are put in an order in which as many neighbours as possible name staged rows of
-                different classes (rank // bank_rows) % banks, and lines of A likewise: one load then meets no bank
-                twice. 1 keeps the order of ``data``
+                different classes (rank // bank_rows) % banks, and with bank_rows = 1 lines of A likewise: one load
+                then meets no bank twice. 1 keeps the order of ``data``
     packed      None: by the measured share
     line_bytes  not 0: a slot holds only its staged row, times this; ``banks`` is 1 then
     """
@@ -132,7 +132,10 @@ def records(
     rank = xp.where(offset < 0, staged, rank)
     order = xp.broadcast_to(xp.arange(kept, dtype=np.int32), rank.shape)
     if banks > 1:
-        order = _spread(xp, rank, rank // bank_rows % banks, banks, bank_rows, staged)
+        bank = xp.where(rank == staged, banks, rank // bank_rows % banks).astype(np.int32)
+        order = _spread(xp, bank, banks)
+        if bank_rows == 1:  # 3 % of a product of 16-bit values, 0.1 % of float32: there the plan is not made to wait
+            order = _different_lines(xp, bank, order, banks)
         rank = xp.take_along_axis(rank, order, axis=3)
     empty = xp.arange(kept, slots, dtype=np.uint32) << np.uint32(16) | np.uint32(staged)
     words = xp.full((row_tiles, k_tiles, round_up(groups * slots + (staged if packed else 0), 4)), NO_ROW, np.uint32)
@@ -148,17 +151,16 @@ def records(
     return Records(words, kept // p.n * p.m, kept, slots, staged, packed, group_rows, share)
 
 
-def _spread(xp: Any, rank: Array, bank: Array, banks: int, bank_rows: int, staged: int) -> Array:
-    """int32 order of the last axis: runs of ``banks`` neighbours that name as many different bank classes as possible.
+def _spread(xp: Any, bank: Array, banks: int) -> Array:
+    """int32 order of the last axis: runs of ``banks`` neighbours of as many different classes ``bank`` as possible.
 
     As many runs as there are full sets of classes get one slot of each; the rest is dealt out, class after class, over
     the remaining runs, so that each meets a crowded class about equally often. Empty slots come last.
     """
-    kept = rank.shape[3]
-    empty = rank == staged
-    bank = xp.where(empty, banks, bank).astype(np.int32)
-    turn = xp.zeros(rank.shape, np.int32)  # how many of its class come before it
-    full = xp.full(rank.shape[:3], kept, np.int32)
+    kept = bank.shape[3]
+    empty = bank == banks
+    turn = xp.zeros(bank.shape, np.int32)  # how many of its class come before it
+    full = xp.full(bank.shape[:3], kept, np.int32)
     for b in range(banks):
         mine = bank == b
         turn += xp.where(mine, xp.cumsum(mine, axis=3, dtype=np.int32) - 1, 0).astype(np.int32)
@@ -171,15 +173,15 @@ def _spread(xp: Any, rank: Array, bank: Array, banks: int, bank_rows: int, stage
     run = xp.where(rest, full[..., None] + place % runs, turn)
     inside = xp.where(rest, place // runs, bank)
     key = ((empty * (kept + 1) + run) * (kept + 1) + inside) * kept + at
-    return _different_lines(xp, bank, xp.argsort(key, axis=3), banks, bank_rows)
+    return xp.argsort(key, axis=3).astype(np.int32)
 
 
-def _different_lines(xp: Any, bank: Array, order: Array, banks: int, bank_rows: int) -> Array:
+def _different_lines(xp: Any, bank: Array, order: Array, banks: int) -> Array:
     """int32 order with the classes of ``order``, where slots of one class trade places: the lines of A that a run of
     ``banks`` slots names are of different classes too, as far as taking the first that fits gets."""
     kept = bank.shape[3]
     at = xp.arange(kept, dtype=np.int32)
-    line, classes = at // bank_rows % banks, xp.arange(banks, dtype=np.int32)
+    line, classes = at % banks, xp.arange(banks, dtype=np.int32)
     wanted = xp.take_along_axis(bank, order, axis=3)
     free, used = xp.ones(bank.shape, bool), xp.zeros((*bank.shape[:3], banks), np.int32)
     made = xp.empty(bank.shape, np.int32)
