@@ -223,7 +223,7 @@ def _check_size(name: str, described: dict[str, Any]) -> None:
 def _check_keys(what: str, tree: dict[str, Any], required: set[str], optional: set[str], ignore_unknown: bool) -> None:
     missing = sorted(required - tree.keys())
     if missing:
-        hint = _UNCHECKED if missing[0] in ("sha256", "crc32") or what == "crc32" else ""
+        hint = _UNCHECKED if "crc32" in (missing[0], what) else ""
         raise DescriptorError(f"{what}: expected a key '{missing[0]}', got none{hint}", expected=missing[0])
     unknown = sorted(tree.keys() - required - optional)
     if unknown and not ignore_unknown:

@@ -67,6 +67,7 @@ def test_header_length_at_its_bounds() -> None:
         length((16 << 20) + 1, 1 << 40)
     with limits.using(header_bytes=1 << 30):
         assert length(100_000_000, 1 << 40) == 100_000_000
+    assert stheader.length((2).to_bytes(8, "little") + b"{}", 10) == 2  # eight bytes, whatever follows
     with pytest.raises(ContainerError) as caught:
         stheader.length(bytes(7), 7)
     assert str(caught.value) == "truncated: 8-byte length expected, the file has 7 bytes"
@@ -198,6 +199,7 @@ SOUND = {
     "300 digits": (one(more=',"x":' + "9" * 300), 8),
     "309 digits": (one(more=',"x":1' + "0" * 308), 8),
     "just an address": (one(shape=f"[{2**24},{2**24},4095,0]", offsets="[0,0]"), 0),
+    "an address to the byte": (one(dtype='"U8"', shape="[92737,649657,42799,3577,0]", offsets="[0,0]"), 0),  # 2^63 - 1
     "just an address, dtype unknown": (one(dtype='"X"', shape=f"[{2**24},{2**24},{2**15 - 1},0]", offsets="[0,0]"), 0),
     "a zero and a large extent": (one(shape=f"[0,{2**24}]", offsets="[0,0]"), 0),
     "a dtype nobody knows": (one(dtype='"X"', shape="[3]"), 8),
@@ -358,6 +360,8 @@ DESCRIBED: dict[str, tuple[str, Edit, str, str, dict[str, Any], str | None]] = {
                     {"value": "z" * 60}, "w"),
     "no tables": ("ell-buckets", keep(drop("tables")), "DescriptorError",
                   "descriptor: expected a key 'tables', got none", {"expected": "tables"}, "w"),
+    "tables, a list": ("ell-buckets", put(tables=[]), "DescriptorError", "tables: expected an object, got '[]'", {},
+                       "w"),
     "tables of none": ("csr", put(tables={}), "DescriptorError",
                        "descriptor: unknown key 'tables'; a newer file? (--ignore-unknown reads it)",
                        {"value": "tables"}, "w"),
