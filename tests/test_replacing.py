@@ -102,6 +102,36 @@ def test_what_is_finished_but_not_this_conversion_is_refused_and_stays(tmp_path:
     same_values(source, out)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b'{"container": 1, "container": 1}', "duplicate key 'container'"),
+        (b'{"container": NaN}', "expected finite numbers, got NaN"),
+        (b"[]", "expected a JSON object, got a list"),
+        (b"\xff", "expected UTF-8, got another byte at 0"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"container": ' + b"9" * 5000 + b"}", "number out of range"),
+    ],
+)
+@pytest.mark.parametrize("name", ["spformat.json", "spformat.partial.json"])
+def test_json_of_strangers_is_read_strictly(tmp_path: Path, name: str, text: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(text)
+    with pytest.raises(sf.ContainerError, match=message) as caught:
+        open_source(tmp_path)
+    assert caught.value.path == str(tmp_path / name)
+
+
+def test_a_manifest_is_parsed_within_the_budget(tmp_path: Path) -> None:
+    convert_checkpoint(DIGITS, tmp_path / "out", "csr")
+    with sf.limits.using(memory=32 * (tmp_path / "out" / "spformat.json").stat().st_size):
+        open_source(tmp_path / "out")
+    with (
+        sf.limits.using(memory=10_000),
+        pytest.raises(sf.LimitError, match=r"spformat.json: the file, parsed: .* bytes"),
+    ):
+        open_source(tmp_path / "out")
+
+
 def test_a_dense_checkpoint_keeps_no_hashes(tmp_path: Path) -> None:
     convert_checkpoint(DIGITS, tmp_path / "out", "dense")
     with pytest.raises(sf.OutputError, match=r"holds model.safetensors already; use --force"):

@@ -9,9 +9,11 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from ..errors import ContainerError, VersionError, printable
+from .. import limits
+from ..errors import ContainerError, LimitError, VersionError, printable
 from ..files import Path, is_file, read_small, sha256_of
 from ..output import publish
+from ..stheader import strict_json
 
 MANIFEST = "spformat.json"
 JOURNAL = "spformat.partial.json"
@@ -19,6 +21,8 @@ JOURNAL_GLOB = re.compile(r"spformat\.partial(-\d+-of-\d+)?\.json")
 VERSION = 1
 _OF_A_FILE = ("sha256", "source", "source_sha256")
 _MAX = 256 << 20
+_PARSED = 32
+"""Bytes that JSON may take in memory for each of its own: ``[[],[],..``."""
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -81,10 +85,11 @@ def digest(tree: Any) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    raw = read_small(path, _MAX)
     try:
-        tree = json.loads(read_small(path, _MAX))
-    except (ValueError, RecursionError) as e:
-        raise ContainerError(f"not valid JSON: {e}", path=str(path)) from e
-    if not isinstance(tree, dict):
-        raise ContainerError(f"expected a JSON object, got {type(tree).__name__}", path=str(path))
-    return tree
+        limits.check_bytes(_PARSED * len(raw), "the file, parsed")
+        return strict_json(raw.decode("utf-8", "surrogatepass"), "the file")
+    except UnicodeDecodeError as e:
+        raise ContainerError(f"the file: expected UTF-8, got another byte at {e.start}", path=str(path)) from e
+    except (ContainerError, LimitError) as e:
+        raise e.at(path=str(path)) from e.__cause__
