@@ -1,7 +1,7 @@
 """Measure products: contenders take turns in one process, correctness first, cold and hot caches, medians.
 
-On a device, times are CUDA events with a 256 MB write between runs (cold L2) or without (hot); on the host,
-wall clock. Only ratios measured side by side in one run mean anything: ``compare`` runs every contender
+On a device, times are CUDA events with a 256 MB write between runs (cold L2) or right after a run of the same (hot); on
+the host, wall clock. Only ratios measured side by side in one run mean anything: ``compare`` runs every contender
 of a case in turn, so that drift of clocks and neighbours hits all of them alike.
 """
 
@@ -23,6 +23,8 @@ from .formats.base import Format
 
 FLUSH = 256 << 20
 """Bytes written between cold runs; more than any L2."""
+FLUSH_US = 50
+"""What writing them takes at least, on any device of today."""
 IN_FLIGHT = 8
 """Rounds of contenders that a device is given before the host waits for it."""
 
@@ -175,19 +177,26 @@ class _DeviceClock:
     def take_turns(
         self, runs: Sequence[Callable[[], Any]], repeats: int, warmups: int, *, cold: bool, seconds: float
     ) -> list[float]:
-        """Median microseconds of each, between events."""
+        """Median microseconds of each, between events.
+
+        The device is held while the host queues a call, as long as the slowest contender needs and for all of them
+        alike, so that the time between the events is that of the kernels. Hot: the same product has just run.
+        """
+        from .backends.cuda.hold import hold
+
         event, sync = self._cp.cuda.Event, self._cp.cuda.runtime.deviceSynchronize
-        for _ in range(warmups):
-            for run in runs:
-                run()
-        sync()
+        ahead = 2 * self._queueing(runs, max(1, warmups)) + 20 - (FLUSH_US if cold else 0)
         pairs: list[list[tuple[Any, Any]]] = [[] for _ in runs]
         end = time.perf_counter() + seconds * max(1, len(runs))
         for i in range(repeats):
             for run, taken in zip(runs, pairs, strict=True):
                 if cold:
                     self._buffer.fill(0)
+                else:
+                    run()
                 start, stop = event(), event()
+                if ahead > 0:
+                    hold(ahead)
                 start.record()
                 run()
                 stop.record()
@@ -200,6 +209,19 @@ class _DeviceClock:
         sync()
         elapsed = self._cp.cuda.get_elapsed_time
         return [1e3 * statistics.median(elapsed(a, b) for a, b in taken) for taken in pairs]
+
+    def _queueing(self, runs: Sequence[Callable[[], Any]], times: int) -> float:
+        """Run each a few times: microseconds of the host for a call of the slowest, each at its fastest."""
+        slowest = 0.0
+        for run in runs:
+            taken = []
+            for _ in range(times):
+                start = time.perf_counter()
+                run()
+                taken.append(1e6 * (time.perf_counter() - start))
+            slowest = max(slowest, min(taken))
+        self._cp.cuda.runtime.deviceSynchronize()
+        return min(slowest, 5000)
 
     def host_times(self, runs: Sequence[Callable[[], Any]]) -> list[float]:
         """Microseconds a call keeps the host, the device not waited for."""
