@@ -377,6 +377,21 @@ def test_b_in_place_and_in_tiles_give_the_same_bits(spec: str, monkeypatch: pyte
     np.testing.assert_array_equal(product(a, B).view(np.uint32), tiled.view(np.uint32))
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_columns_of_a_bitmask_worked_out_once_for_many_tiles(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from spformat.backends.cpu import loops
+
+    held = np.random.default_rng(3).random((301, 1000)) < np.linspace(0, 0.2, 301)[:, None]
+    x = np.where(held, np.random.default_rng(4).integers(1, 9, held.shape), 0).astype(np.float32)
+    x[17, :200] = 3
+    a, B = convert(x, "bitmask"), operand("float32", (1000, 96))
+    monkeypatch.setattr(operands, "cache_bytes", lambda: 1)
+    monkeypatch.setattr(operands, "SMALL", 0)
+    monkeypatch.setattr(threads, "cores", lambda: count)
+    monkeypatch.setattr(loops, "bitmask", None)
+    same(product(a, B), exact(a, B, np.dtype(np.float32)))
+
+
 def test_columns_that_are_decoded_fit_their_type() -> None:
     for kernel in KERNELS:
         fmt = min(kernel.formats)

@@ -200,8 +200,7 @@ def bitmask(lo: int, hi: int, to: Target, indptr: Array, mask: Array, data: Arra
             row[: mask.shape[1]] = mask[i]
             j, n, first = int(indptr[i]), 0, True
             for y in range(words.size):
-                if words[y]:
-                    n += _columns(words[y], 64 * y, cols, n)
+                n += _columns(words[y], 64 * y, cols, n)
                 if n > ITEMS - 64:
                     values, v = _values(vals, data, j, n, table)
                     _stripe(to, t0, t1, i, 1, first, values, v, cols, 0, n)
@@ -209,6 +208,20 @@ def bitmask(lo: int, hi: int, to: Target, indptr: Array, mask: Array, data: Arra
             if n or first:
                 values, v = _values(vals, data, j, n, table)
                 _stripe(to, t0, t1, i, 1, first, values, v, cols, 0, n)
+
+
+@compiled
+def bitmask_columns(lo: int, hi: int, indptr: Array, mask: Array, columns: Array) -> None:
+    """columns[indptr[i] .. indptr[i+1]-1] of rows lo .. hi-1, ascending."""
+    cols = np.empty(8 * mask.shape[1] + 64, np.int32)
+    row = np.zeros((mask.shape[1] + 7) // 8 * 8, np.uint8)  # whole, aligned words
+    words = row.view(np.uint64)
+    for i in range(lo, hi):
+        row[: mask.shape[1]] = mask[i]
+        n = 0
+        for y in range(words.size):
+            n += _columns(words[y], 64 * y, cols, n)
+        columns[indptr[i] : indptr[i] + n] = cols[:n]
 
 
 @compiled

@@ -109,6 +109,8 @@ class Work:
     workspace: int = 0
     decoding: int = 0
     """What it takes to find the items, in multiply-adds."""
+    found: Callable[[], Work] | None = None
+    """The same matrix with its columns worked out, in memory of its own, where many tiles are worth that."""
     every_tile: bool = False
     """What is read of a tile serves several rows at once: the loop wants all tiles of a pass together."""
 
@@ -144,6 +146,8 @@ def multiply(work: Work, target: Callable[..., Any], B: Array, out: Array, sums:
     straight = out.dtype == sums and out.flags.c_contiguous and N % width == 0
     step = tiles if in_place else max(1, PASS // tile_bytes)
     shared = tiles if work.every_tile or in_place else max(1, cache_bytes() // tile_bytes)
+    if work.found is not None and tiles > shared:
+        work = work.found()
 
     def rows(lo: int, hi: int, first: int, count: int, P: Array, stride: int, ldb: int) -> None:
         """Units lo .. hi-1 with ``count`` tiles from number ``first`` on."""

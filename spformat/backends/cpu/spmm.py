@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ... import threads
 from ...arrays import Array, ceil_div, index_dtype
 from ...dtypes import VALUE_TYPES
 from ...formats import compiled
@@ -183,9 +184,18 @@ class SpmmBitmask(HostKernel):
     def work(self, a: Bitmask, sums: np.dtype[Any]) -> Work:
         from . import loops
 
-        arrays = (*fixed(a.indptr, a.bitmask), *coded(a.data, sums))
-        loop, (M, K) = lambda lo, hi, to: loops.bitmask(lo, hi, to, *arrays), a.shape
-        return Work(loop, M, 1, a.nnz, a.indptr, decoding=M * K)
+        (M, K), (indptr, mask), values = a.shape, fixed(a.indptr, a.bitmask), coded(a.data, sums)
+
+        def found() -> Work:
+            columns, step = np.empty(a.nnz, np.int32), ceil_div(M, 4 * threads.cores())
+            threads.run(lambda i: loops.bitmask_columns(i * step, min(M, (i + 1) * step), indptr, mask, columns),
+                        ceil_div(M, step))  # fmt: skip
+            arrays = (indptr, *fixed(columns), *values)
+            return Work(lambda lo, hi, to: loops.csr(lo, hi, to, *arrays), M, 1, a.nnz, indptr)
+
+        few = 8 * a.nnz <= M * K  # else columns are many more bytes than the matrix, and bits are found fast
+        loop = lambda lo, hi, to: loops.bitmask(lo, hi, to, indptr, mask, *values)  # noqa: E731
+        return Work(loop, M, 1, a.nnz, a.indptr, decoding=M * K, found=found if few else None)
 
 
 class SpmmDense(HostKernel):
