@@ -79,6 +79,19 @@ def test_tiles_fit_and_follow_the_shape() -> None:
                 assert few.blocks * (few.smem + 1024) <= smem + 1024
 
 
+@pytest.mark.parametrize(
+    ("M", "n", "K", "tile"),
+    [(4096, 4096, 4096, "128x256x64 cluster 2 split 1"), (2048, 2048, 2048, "128x256x64 cluster 2 split 1"),
+     (14336, 256, 4096, "128x256x64 cluster 2 split 1"), (11008, 256, 4096, "192x128x64 cluster 1 split 1"),
+     (4096, 512, 4096, "128x128x64 cluster 1 split 1"), (4096, 256, 4096, "128x128x64 cluster 1 split 2"),
+     (4096, 64, 4096, "64x64x64 cluster 1 split 2"), (11008, 64, 4096, "128x64x64 cluster 1 split 1"),
+     (4096, 64, 256, "128x64x64 cluster 1 split 1")],
+)  # fmt: skip
+def test_the_rule_without_a_measurement(M: int, n: int, K: int, tile: str) -> None:
+    """It agrees with what an H200 measured; K of a few slabs is not cut in two."""
+    assert str(spmm_two_four_sm90a.choose(M, n, K, 132)).startswith(tile)
+
+
 def test_one_round_of_blocks_where_rows_allow() -> None:
     for M in (4096, 11008, 14336):
         few = spmm_two_four_tokens.choose(M, 16, 4096, 132, 227 * 1024)

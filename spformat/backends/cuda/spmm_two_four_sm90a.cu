@@ -105,7 +105,7 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
     constexpr int READY = 15;  // named barrier
     if constexpr (Cluster * Splits > 1) cluster::arrive();
 
-    const u64 policy = N <= 2 * TN ? evict_first() : evict_normal();  // read once, or again for other columns
+    const u64 policy = N <= 4 * TN ? evict_first() : evict_normal();  // read at one time, or again later
     const int tiles_m16 = cdiv(M, 32) * 2;
 
     // Unit -> first row of this block's tile and first column; Group units that share columns of B go together.
