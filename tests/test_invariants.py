@@ -72,6 +72,7 @@ BROKEN: dict[str, tuple[str, dict[str, Change], str]] = {
             ("rows outside", {"data": at((4, 1, 2), 1)}, "data[4, 1, 2]: expected 0 in rows >= 5, got 1.0"),
             ("the last rows outside", {"data": at((5, 1, 0), 1)}, "data[5, 1, 0]: expected 0 in rows >= 5, got 1.0"),
             ("columns outside", {"data": at((3, 1, 2), 1)}, "data[3, 1, 2]: expected 0 in columns >= 5, got 1.0"),
+            ("later columns outside", {"data": at((5, 0, 2), 1)}, "data[5, 0, 2]: expected 0 in columns >= 5, got 1.0"),
             ("empty blocks", {"data": at((slice(2, 4)), 0)},
              "data[2]: expected a nonzero in each block, got all zeros (2 such)"),
             ("-0", {"data": at((0, 0, 1), -0.0)}, "data[0, 0, 1]: expected +0, as every zero, got -0.0"),
@@ -118,6 +119,9 @@ BROKEN: dict[str, tuple[str, dict[str, Change], str]] = {
     ),
     "sr-bcrs, order": (
         "sr-bcrs", {"indices": at((1, 0), 0)}, "indices[1, 0]: expected increasing columns in a tile, got 0",
+    ),
+    "sr-bcrs, order at the start": (
+        "sr-bcrs", {"indices": at((0, 1), 0)}, "indices[0, 1]: expected increasing columns in a tile, got 0",
     ),
     "sr-bcrs, order in a group": (
         "sr-bcrs", {"indices": at((2, 1), 0)}, "indices[2, 1]: expected increasing columns in a tile, got 0",
