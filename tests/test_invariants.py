@@ -399,6 +399,8 @@ def test_params_that_contradict(params: dict[str, int], message: str) -> None:
         ELLBuckets.from_dense(X, max_width=6)
 
 
+LEGAL = {0x4: (0, 1), 0x8: (0, 2), 0x9: (1, 2), 0xC: (0, 3), 0xD: (1, 3), 0xE: (2, 3)}
+"""Nibble -> the positions of its two values."""
 NIBBLES = {(): 0x4, (0,): 0x4, (1,): 0x4, (2,): 0x8, (3,): 0xC,
            (0, 1): 0x4, (0, 2): 0x8, (0, 3): 0xC, (1, 2): 0x9, (1, 3): 0xD, (2, 3): 0xE}  # fmt: skip
 """Positions of the nonzeros of a group -> its one legal nibble; a free slot takes the lowest position left."""
@@ -408,7 +410,6 @@ NIBBLES = {(): 0x4, (0,): 0x4, (1,): 0x4, (2,): 0x8, (3,): 0xC,
 @pytest.mark.parametrize("order", ["logical", "ldmatrix"])
 def test_every_nibble_with_every_pair_of_values(cut: int, order: str, group: int) -> None:
     """The only nibble of a group is that of its nonzeros' positions: all 16 x 4 states, in each place of a word."""
-    legal = {0x4: (0, 1), 0x8: (0, 2), 0x9: (1, 2), 0xC: (0, 3), 0xD: (1, 3), 0xE: (2, 3)}
     f = TwoFour.from_dense(np.zeros((4, 64), HALF), meta_order=order)
     words = f.arrays()["meta"].copy()
     place = int(
@@ -423,9 +424,9 @@ def test_every_nibble_with_every_pair_of_values(cut: int, order: str, group: int
             data = f.values.copy()
             data[0, 2 * group : 2 * group + 2] = [held & 1, held >> 1]
             x = np.zeros((4, 64), HALF)
-            sound = nibble in legal
+            sound = nibble in LEGAL
             if sound:
-                kept = tuple(p for slot, p in enumerate(legal[nibble]) if held >> slot & 1)
+                kept = tuple(p for slot, p in enumerate(LEGAL[nibble]) if held >> slot & 1)
                 sound = NIBBLES[kept] == nibble
                 for p in kept:
                     x[0, 4 * group + p] = 1
@@ -436,7 +437,28 @@ def test_every_nibble_with_every_pair_of_values(cut: int, order: str, group: int
             with pytest.raises(PatternError) as caught:
                 g.validate()
             assert (caught.value.index, caught.value.value) == ((0, group), nibble)
-            if nibble in legal:
+            if nibble in LEGAL:
                 assert f"expected nibble 0x{NIBBLES[kept]:X} for the values it holds, got 0x{nibble:X}" in str(
                     caught.value
                 )
+
+
+@pytest.mark.parametrize("groups", [(0, 3), (1, 2), (0, 1)])
+def test_groups_of_a_word_are_judged_each_by_its_own_values(groups: tuple[int, int]) -> None:
+    f = TwoFour.from_dense(np.zeros((4, 64), HALF), meta_order="logical")
+    words, states = f.arrays()["meta"].copy(), [(nibble, held) for nibble in LEGAL for held in range(4)]
+    for first in states:
+        for second in states:
+            word, data = 0x4444, f.values.copy()
+            sound = True
+            for g, (nibble, held) in zip(groups, (first, second), strict=True):
+                word = word & ~(0xF << 4 * g) | nibble << 4 * g
+                data[0, 2 * g : 2 * g + 2] = [held & 1, held >> 1]
+                sound &= NIBBLES[tuple(p for slot, p in enumerate(LEGAL[nibble]) if held >> slot & 1)] == nibble
+            words[0] = word
+            matrix = f.with_arrays(meta=words.copy(), data=data)
+            if sound:
+                matrix.validate()
+            else:
+                with pytest.raises(PatternError):
+                    matrix.validate()
