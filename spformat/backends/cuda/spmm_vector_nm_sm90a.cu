@@ -3,6 +3,7 @@
 //   a_map    TMA map of data T[W, Mp], boxes of 64 k x 64 rows, 128-byte swizzle
 //   columns  int[Q, columns_ld]   column of every kept vector of a row group; -1: none, or past K (a zero row is used)
 //   B        T, rows pitch_b bytes apart; pointer and pitch multiples of 16
+//   c_map    TMA map of C[M, N], boxes of 64 x 64, 128-byte swizzle; used when by_copies
 //   C        Out, element (m, n) at m*step_m + n*step_n, one step is 1; or, splits > 1, float[splits, M, N] partial sums
 //
 // A tile of 128 rows has one list of columns, so behind the loader this is a dense product whose K is the number of kept
@@ -12,7 +13,7 @@
 //
 // Persistent: a CTA takes items (row tiles fastest, then column tiles, then splits) in turn, and the loaders run ahead into
 // the next item while C is written. Block 256 + 32*LOADERS threads.
-#include "spformat/tma.cuh"
+#include "spformat/tma_store.cuh"
 #include "spformat/vector_nm.cuh"
 #include "spformat/wgmma.cuh"
 
@@ -27,7 +28,8 @@ constexpr int DEPTH = 64, ROWS = 128;  // k and rows of a stage
 template <class T, class Out, int BN, int STAGES, int LOADERS>
 __global__ void __launch_bounds__(256 + 32 * LOADERS, 1)
 spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, const int* __restrict__ columns,
-                     const T* __restrict__ B, u32 pitch_b, Out* __restrict__ C, int N, i64 step_m, i64 step_n, i64 split_stride) {
+                     const T* __restrict__ B, u32 pitch_b, const __grid_constant__ TensorMap c_map, int by_copies,
+                     Out* __restrict__ C, int N, i64 step_m, i64 step_n, i64 split_stride) {
     static_assert(sizeof(T) == 2, "16-bit values");
     static_assert(BN == 64 || BN == 128 || BN == 256, "whole 64-column groups, at most one instruction wide");
     constexpr int A_BYTES = DEPTH * ROWS * 2, B_BYTES = DEPTH * BN * 2, STAGE = A_BYTES + B_BYTES;
@@ -36,8 +38,10 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
     constexpr int LINES = DEPTH / LOADERS;  // rows of B a loader fetches per stage
     extern __shared__ __align__(1024) unsigned char shared[];
     constexpr int PART = sizeof(Out) == 2 ? 64 : 32, PITCH = PART + 16 / sizeof(Out);  // C leaves in strips of 16 x PART
-    constexpr int STRIPS = 8 * 16 * PITCH * sizeof(Out);
-    const u32 base = shared_address(shared), full = base + STAGES * STAGE + STRIPS, empty = full + 8 * STAGES;
+    constexpr int SLOTS = 2;  // of 64 x 64 sums, a warpgroup's, on their way out by copies; the strips take their place
+    static_assert(8 * 16 * PITCH * sizeof(Out) <= 2 * SLOTS * STORE_SLOT, "strips fit");
+    const u32 base = shared_address(shared), slots = base + STAGES * STAGE, full = slots + 2 * SLOTS * STORE_SLOT;
+    const u32 empty = full + 8 * STAGES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) barrier::init(full + 8 * i, 32 * LOADERS + 1), barrier::init(empty + 8 * i, 8);
@@ -53,6 +57,14 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
         give_registers<88>();  // addresses of a batch of copies, so that none waits for the registers of another
         const int w = warp - 8;
         u32 produced = 0;  // stages filled since the start
+        // This lane's columns of an item: each is loaded one k tile ahead, the first of an item with the last before it.
+        auto list_of = [&](int item) {
+            const int split = item / tiles, row_tile = item % tiles % s.row_tiles;
+            return columns + static_cast<i64>(row_tile * ROWS / s.group_rows) * s.columns_ld + split * s.k_per_split * DEPTH +
+                   w * LINES + lane % LINES;
+        };
+        const int* list = list_of(blockIdx.x);
+        int next = static_cast<int>(blockIdx.x) < items && s.k_tiles > 0 ? __ldg(list) : 0;
         for (int item = blockIdx.x; item < items; item += gridDim.x) {
             const int split = item / tiles, tile = item % tiles, row_tile = tile % s.row_tiles;
             const int first = split * s.k_per_split, last = min(first + s.k_per_split, s.k_tiles);
@@ -61,12 +73,12 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
             const int chunk = lane % CHUNKS, n = tile / s.row_tiles * BN + chunk * 8;
             const unsigned char* from = reinterpret_cast<const unsigned char*>(B + n);
             const int width = min(max(N - n, 0), 8) * 2;
-            const int* list = columns + static_cast<i64>(row_tile * ROWS / s.group_rows) * s.columns_ld + w * LINES;
-            int next = first < last ? __ldg(list + first * DEPTH + lane % LINES) : 0;
+            const int* after = item + gridDim.x < items ? list_of(item + gridDim.x) : list;
             for (int k = first; k < last; ++k, ++produced) {
                 const u32 stage = produced % STAGES, to = base + stage * STAGE;
                 const int mine = next;
-                if (k + 1 < last) next = __ldg(list + (k + 1) * DEPTH + lane % LINES);
+                list = k + 1 < last ? list + DEPTH : after;
+                next = __ldg(list);
                 if (produced >= STAGES) barrier::wait(empty + 8 * stage, produced / STAGES - 1 & 1);
                 if (w == 0 && lane == 0) {
                     barrier::expect(full + 8 * stage, A_BYTES);
@@ -107,7 +119,7 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
         take_registers<208>();
         const int group = warp / 4;
         Out* strip = reinterpret_cast<Out*>(shared + STAGES * STAGE) + warp * 16 * PITCH;
-        u32 consumed = 0;
+        u32 consumed = 0, stored = 0;
         for (int item = blockIdx.x; item < items; item += gridDim.x) {
             const int split = item / tiles, tile = item % tiles;
             const int m0 = tile % s.row_tiles * ROWS + warp * 16, n0 = tile / s.row_tiles * BN;
@@ -133,6 +145,15 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
             wgmma::pin(acc);
             if (last > first) release(consumed - 1);
 
+            if constexpr (sizeof(Out) == 2) {
+                if (by_copies) {
+#pragma unroll
+                    for (int part = 0; part < BN / 64; ++part, ++stored)
+                        store_64x64<Out, SLOTS>(acc + part * 32, slots + (group * SLOTS + stored % SLOTS) * STORE_SLOT, c_map,
+                                                m0 - warp % 4 * 16, n0 + part * 64, group + 1);
+                    continue;
+                }
+            }
             const Target<Out> target{C + split * split_stride, step_m, step_n, s.M, N};
 #pragma unroll
             for (int part = 0; part < BN / PART; ++part) {
@@ -150,6 +171,7 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
                 __syncwarp();
             }
         }
+        if (stored && threadIdx.x % 128 == 0) tma::store_wait_read<0>();
     }
 }
 

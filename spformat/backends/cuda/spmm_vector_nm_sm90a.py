@@ -7,6 +7,7 @@ dense product over the kept vectors only. Sums are float32.
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +43,8 @@ class Tile:
     tile_us: float
 
     def smem(self) -> int:
-        """Bytes: the ring, the strips C leaves through (8 warps x 16 rows x 144 bytes), the barriers."""
-        return self.stages * DEPTH * 2 * (ROWS + self.cols) + 8 * 16 * 144 + 16 * self.stages
+        """Bytes: the ring, the four slots C leaves through (64 x 64 values of 16 bits), the barriers."""
+        return self.stages * DEPTH * 2 * (ROWS + self.cols) + 4 * 8192 + 16 * self.stages
 
     def blocking(self, form: Pattern) -> Blocking:
         """How the tile cuts a product, with times measured on an H200 (4096^3). Only kept rows are loaded."""
@@ -114,11 +115,19 @@ class SpmmVectorNMSm90a:
             shape = Gathered(p.M, p.K, form.vector_length, columns.shape[1], k_tiles, per_split, row_tiles, splits)
             return a_map, shape, columns
 
+        @functools.lru_cache(maxsize=16)
+        def c_arguments(c: int, n: int, step_m: int, step_n: int) -> tuple[Any, ...]:
+            """C's map, and whether the copy engine can write it: rows on 16-byte boundaries, 16-bit values."""
+            if blocking.splits > 1 or p.out_dtype != p.a_dtype or step_n != 1 or not tensor_map.aligned(c, step_m, 2):
+                return tensor_map.TensorMap(), 0
+            return tensor_map.tiled(c, p.out_dtype, (n, p.M), (step_m,), (64, 64), 128), 1
+
         choice = Choice(
             source="spmm_vector_nm_sm90a.cu", archs=self.archs, cols=tile.cols, threads=256 + 32 * tile.loaders,
             row_tiles=row_tiles, k_tiles=k_tiles, instance=lambda out, _: instance(p.a_dtype, out, tile),
             smem=lambda _: tile.smem(), head=head, signature=(tensor_map.TensorMap, Gathered, "P"),
             cluster=lambda _: (1, 1), keep=data, splits=blocking.splits,
+            c_signature=(tensor_map.TensorMap, "i"), c_arguments=c_arguments,
         )  # fmt: skip
         return launch.device_plan(self.name, p, launcher(p, choice), f"{tile}", columns.nbytes)
 

@@ -244,6 +244,9 @@ class Choice:
     b_signature: tuple[Any, ...] = ("P", "i")
     b_arguments: Callable[[int, int, int], tuple[Any, ...]] = lambda b, pitch, n: (b, pitch)
     """How B is passed: from its pointer, bytes between rows, and columns."""
+    c_signature: tuple[Any, ...] = ()
+    c_arguments: Callable[[int, int, int, int], tuple[Any, ...]] = lambda c, n, step_m, step_n: ()
+    """What stands between B and C: from C's pointer, columns, and elements between rows and between columns."""
     keep: Any = None
     """An array only its address is in ``head``."""
     splits: int = 0
@@ -279,7 +282,7 @@ def launcher(p: Problem, choice: Choice) -> Callable[[launch.Operands], None]:
     written = sum_type if splits > 1 else out_type
     size = {"double": 8, "float": 4}.get(written, 2)
     arch = jit.architecture(p.sm or 80, choice.archs)
-    signature, smem = (*choice.signature, *choice.b_signature, *"Piqqq"), choice.smem(size)
+    signature, smem = (*choice.signature, *choice.b_signature, *choice.c_signature, *"Piqqq"), choice.smem(size)
 
     @functools.cache
     def product(cluster: tuple[int, int]) -> tuple[launch.Launch, int]:
@@ -298,11 +301,13 @@ def launcher(p: Problem, choice: Choice) -> Callable[[launch.Operands], None]:
         else:
             items = ceil_div(row_tiles, down) * ceil_div(column_tiles, across) * splits
             grid = (min(items, resident) * down * across, 1, 1)
-        function(grid, x.stream, *b_arguments(b, pitch, x.n), c, x.n, step_m, step_n, split_stride)
+        operands = *b_arguments(b, pitch, x.n), *c_arguments(c, x.n, step_m, step_n)
+        function(grid, x.stream, *operands, c, x.n, step_m, step_n, split_stride)
 
     product(choose_cluster(max(p.n, 1)))  # compile now, not in the first call
     rows_of_b = AlignedRows(p)
-    c_col, M, keep, b_arguments = p.out_layout == COL, p.M, choice.keep, choice.b_arguments
+    c_col, M, keep = p.out_layout == COL, p.M, choice.keep
+    b_arguments, c_arguments = choice.b_arguments, choice.c_arguments
 
     if splits == 1:
 
