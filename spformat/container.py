@@ -18,7 +18,7 @@ from typing import Any, Self, TypeAlias
 
 import numpy as np
 
-from . import descriptor, limits, stfile
+from . import descriptor, limits, stfile, threads
 from .arrays import Array, device_errors, import_cupy, is_cupy, parse_device, to_device
 from .descriptor import Record
 from .dtypes import VALUE_TYPES
@@ -31,6 +31,8 @@ from .pinned import Lanes
 SCAN_ON_DEVICE = 2**20
 """Bytes from which a tensor loaded to a device is validated there: below, launches cost more than the host's scan."""
 
+_WORTH_THREADS = 64 << 20
+"""Bytes of tensors from which on they are read and validated side by side on the host."""
 _AHEAD = 4
 """Tensors that are on their way to a device while another is validated there."""
 
@@ -289,9 +291,12 @@ class TensorFile:
         return self._checked(r, self._arrays(r, device), device)
 
     def read_all(self, names: Iterable[str], device: str = "cpu") -> Iterator[Tensor]:
-        """``read`` of each name. On the way to a device, the next tensors cross while one is validated there."""
+        """``read`` of each name, on the host one a core at a time.
+
+        On the way to a device, the next tensors cross while one is validated there.
+        """
         if parse_device(device) is None:
-            yield from (self.read(name) for name in names)
+            yield from self._read_on_host([self.info(name) for name in names])
             return
         todo, ahead = [self.info(name) for name in names], deque[Future[dict[str, Any]]]()
         with device_errors(device, "any", 0):
@@ -308,6 +313,27 @@ class TensorFile:
                 for following in todo[i + len(ahead) : i + _AHEAD]:
                     ahead.append(pool.submit(copy_context().run, fetch, following))
                 yield self._checked(r, ahead.popleft().result(), device)
+
+    def _read_on_host(self, todo: list[Record]) -> Iterator[Tensor]:
+        def alone(name: str) -> Tensor:
+            with threads.alone():
+                return self.read(name)
+
+        size = sum(self._in.entry(r.entry(a)).nbytes for r in todo for a in r.arrays)
+        if size < _WORTH_THREADS or len(todo) < 2 * threads.cores():
+            yield from (self.read(r.name) for r in todo)
+            return
+        under_way: deque[Future[Tensor]] = deque()
+        with ThreadPoolExecutor(threads.cores(), "spformat") as pool:
+            try:
+                for r in todo:
+                    under_way.append(pool.submit(copy_context().run, alone, r.name))  # under the limits of this thread
+                    if len(under_way) > threads.cores():
+                        yield under_way.popleft().result()
+                while under_way:
+                    yield under_way.popleft().result()
+            finally:
+                pool.shutdown(cancel_futures=True)
 
     def _arrays(self, r: Record, device: str) -> dict[str, Any]:
         """The arrays of a tensor where its contents are to be scanned: large ones on the device."""

@@ -16,7 +16,7 @@ import safetensors
 import safetensors.numpy
 from hostile import change, make, matrix, rewrite
 
-from spformat import stfile
+from spformat import container, limits, stfile, threads
 from spformat.container import create, load, outline, safe_open, save, save_dense
 from spformat.dtypes import SAFETENSORS, VALUE_TYPES
 from spformat.errors import (
@@ -25,6 +25,7 @@ from spformat.errors import (
     DeviceUnavailable,
     IndexBoundsError,
     IntegrityError,
+    LimitError,
     OutputError,
     SpformatError,
     UsageError,
@@ -451,3 +452,25 @@ def test_good_and_bad_files_in_many_threads(csr_file: Path, tmp_path: Path) -> N
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(verdict, range(300)))
+
+
+def test_tensors_read_side_by_side_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tensors, under the limits of the caller; the first damaged one in the order asked for is told."""
+    rng = np.random.default_rng(0)
+    dense = rng.integers(0, 2, (20, 40, 30)).astype(np.float32)
+    tensors = {f"t{i}": CSR.from_dense(x) for i, x in enumerate(dense)}
+    save(tmp_path / "x.safetensors", tensors)
+    monkeypatch.setattr(container, "_WORTH_THREADS", 0)
+    monkeypatch.setattr(threads, "cores", lambda: 3)
+    names = [f"t{i}" for i in (3, 19, 0, 7, 11, 12, 4)]
+    assert load(tmp_path / "x.safetensors", names) == {n: tensors[n] for n in names}
+    with limits.using(memory=100), pytest.raises(LimitError):
+        load(tmp_path / "x.safetensors", names)
+    raw = bytearray((tmp_path / "x.safetensors").read_bytes())
+    with safe_open(tmp_path / "x.safetensors") as f:
+        for name in ("t4", "t12", "t7"):
+            raw[next(iter(f.ranges(name)))[1] - 1] ^= 1
+    (tmp_path / "x.safetensors").write_bytes(raw)
+    with pytest.raises(IntegrityError) as e:
+        load(tmp_path / "x.safetensors", names)
+    assert e.value.fields["tensor"] == "t7"
