@@ -1,0 +1,30 @@
+"""The check in front of every measurement: right results pass it, wrong ones do not, also where rows are sampled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import spformat as sf
+from spformat import bench, contenders
+
+
+@pytest.mark.parametrize("dense", [1 << 28, 1000], ids=["all-rows", "sampled"])
+def test_a_wrong_result_is_not_measured_as_right(monkeypatch: pytest.MonkeyPatch, dense: int) -> None:
+    monkeypatch.setattr(bench, "DENSE", dense)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((500, 300)).astype(np.float32)
+    x[rng.random(x.shape) < 0.9] = 0
+    x[1] = 1  # the longest row, between the sampled ones: it is always checked
+    a: Any = sf.convert(x, "csr")
+    B = contenders.operand(a, 16)
+    right, slip = x @ B, x @ B
+    slip[1] *= 1 + 1e-3
+    crowd = (bench.Contender("right", lambda: right, False), bench.Contender("slip", lambda: slip, False))
+    case = bench.Case("t", a, B, (*contenders.ours(a, B), *crowd), "float32", {"nnz": a.nnz})
+    errors = {r.name: r.error for r in bench.compare(case, 2)}
+    assert errors.pop("slip") > 1
+    assert len(errors) > 1
+    assert max(errors.values()) < 1
