@@ -20,7 +20,7 @@ from hostile import make
 
 from spformat.container import load, save
 from spformat.errors import FormatError, LimitError
-from spformat.formats import FORMATS
+from spformat.formats import FORMATS, by_name
 from spformat.formats.base import Format
 
 SHAPE = (3, 5)
@@ -68,10 +68,12 @@ def main(arguments: list[str]) -> int:
     """The command; 1 if a damaged file was accepted."""
     parser = argparse.ArgumentParser("fuzz substitutions", description=__doc__)
     parser.add_argument("--share", type=float, default=1.0, help="of the substitutions, drawn at random")
+    names = [f.name for f in FORMATS]
+    parser.add_argument("--only", choices=names, nargs="+", default=names, help="formats")
     given = parser.parse_args(arguments)
     total = failures = 0
     with tempfile.TemporaryDirectory(dir=MEMORY if os.path.isdir(MEMORY) else None) as folder:
-        for fmt in FORMATS:
+        for fmt in map(by_name, given.only):
             start = time.time()
             verdicts, accepted = sweep(fmt, Path(folder, "x"), given.share)
             total, failures = total + verdicts.total() + len(accepted), failures + len(accepted)
