@@ -461,7 +461,10 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
 @pytest.fixture
 def plain(tmp_path: Path) -> Path:
     tensors = {"t": np.arange(12, dtype=np.int16).reshape(4, 3), "s": np.float32(2)}
-    save_dense(tmp_path / "p", tensors | {"f": np.array([0, 1, 1], bool), "e": np.zeros((0, 2), np.int8)})
+    save_dense(
+        tmp_path / "p",
+        tensors | {"f": np.array([0, 1, 1], bool), "e": np.zeros((0, 2), np.int8), "z": np.zeros(0, bool)},
+    )
     return tmp_path / "p"
 
 
@@ -687,7 +690,7 @@ class OnHost:
 def test_a_tensor_for_a_device(plain: Path) -> None:
     lanes: Any = OnHost()
     with stfile.Reader(plain) as reader:
-        for name in "tfes":
+        for name in "tfesz":
             found = reader.read_to(lanes, name, zlib.crc32(reader.read(name)))
             np.testing.assert_array_equal(found, reader.read(name))
             assert (found.dtype, found.shape) == (reader.read(name).dtype, reader.read(name).shape)
@@ -716,6 +719,19 @@ def test_a_tensor_for_a_device(plain: Path) -> None:
         for act in (lambda: reader.read_to(lanes, "e"), lambda: reader.read_into("t", 0, memoryview(bytearray(1)))):
             with pytest.raises(IntegrityError, match="the file was changed while it was being read"):
                 act()
+
+
+def test_f34_a_file_may_be_the_first_one_a_process_opens(plain: Path) -> None:
+    kept = os.dup(0)
+    os.close(0)  # a caller that closed stdin: the next file is number 0
+    try:
+        with stfile.Reader(plain) as reader:
+            assert reader.read("s") == 2
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(0)
+    finally:
+        os.dup2(kept, 0)
+        os.close(kept)
 
 
 def test_what_is_read_lies_on_a_cache_line(plain: Path) -> None:
