@@ -721,6 +721,16 @@ def test_a_tensor_for_a_device(plain: Path) -> None:
                 act()
 
 
+def test_f17_reads_may_be_short(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with stfile.Reader(plain) as reader:
+        wanted = {name: reader.read(name) for name in reader.entries}
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, rooms, at: real(fd, [rooms[0][:5]], at))
+    with stfile.Reader(plain) as reader:
+        for name, a in wanted.items():
+            np.testing.assert_array_equal(reader.read(name, zlib.crc32(a)), a)
+
+
 def test_f34_a_file_may_be_the_first_one_a_process_opens(plain: Path) -> None:
     kept = os.dup(0)
     os.close(0)  # a caller that closed stdin: the next file is number 0
