@@ -106,7 +106,7 @@ def increasing_in_segments(f: Any, pointer_name: str, name: str, unsorted_hint: 
         if at.size == 0:
             continue
         # A drop is legal exactly where a segment starts.
-        starts = p[xp.minimum(xp.searchsorted(p, at.astype(p.dtype)), p.size - 1)] == at
+        starts = p[xp.searchsorted(p, at.astype(p.dtype))] == at
         found = first_true(~starts)
         if found:
             i = int(at[found[0]])
