@@ -50,7 +50,7 @@ TARGETS = {
     "spformat.stfile": r"Reader\..*",
     "spformat.scans": r".*",
     "spformat.formats.base": r"Format\.(layout_problems|_dtypes_of|__post_init__|validate|ensure_valid|with_arrays)",
-    "spformat.formats.declare": r"ParamDeclaration\..*|plain_int|parse_shape|parse_table",
+    "spformat.formats.declare": r"ParamDeclaration\..*|plain_int|parse_shape|parse_table|array_problems|_dtypes_of",
 } | {
     f"spformat.formats.{name}": CHECKS
     for name in "dense csr bsr dbsr bitmask sr_bcrs ell_buckets vector_nm two_four".split()
