@@ -54,7 +54,7 @@ class Launch:
         tail = struct.Struct("@" + "".join(codes[cut:]))
         room = memoryview(self._buffer)[first : first + tail.size]
         self._pack = _packer(tail, room, [start - first for start in starts[cut:]], codes[cut:])
-        self._structs = any(not isinstance(s, str) for s in signature[cut:])
+        self._structs = [i for i, s in enumerate(signature[cut:]) if not isinstance(s, str)]
         self._params = ctypes.addressof(places)
         self._keep = (function, kernel, tuple(fixed), places)
         self._lock = threading.Lock()
@@ -68,7 +68,10 @@ class Launch:
         if not (grid[0] and grid[1] and grid[2]):
             return
         if self._structs:
-            tail = tuple(v if isinstance(v, (int, float)) else bytes(v) for v in tail)
+            values = list(tail)
+            for i in self._structs:
+                values[i] = bytes(values[i])
+            tail = tuple(values)
         try:
             with self._lock:  # the driver copies the arguments before it returns
                 self._pack(*tail)
