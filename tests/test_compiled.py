@@ -17,7 +17,7 @@ from cases import codes, nm_places
 
 from spformat import threads
 from spformat.dtypes import VALUE_TYPES, bits
-from spformat.errors import StructureError
+from spformat.errors import InvariantError, StructureError
 from spformat.formats import BSR, CSR, SRBCRS, Bitmask, ELLBuckets, Format, TwoFour, VectorNM, compiled
 from spformat.preprocess import masks
 
@@ -78,6 +78,33 @@ def test_csr_and_bitmask(fmt: type[Format], dtype: str, monkeypatch: pytest.Monk
 def test_two_four(order: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed, shape in enumerate(SHAPES):
         check(monkeypatch, TwoFour, codes(dtype, nm_places(shape, 2, 4, 1, seed), seed), meta_order=order)
+
+
+@pytest.mark.parametrize("shape", [(48, 200), (33, 70), (1, 3), (64, 64), (5, 0)], ids=str)
+@pytest.mark.parametrize("order", ORDERS)
+def test_two_four_found_sound(order: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled code finds sound exactly what the named checks let pass: hundreds of matrices with one thing changed."""
+    rng = np.random.default_rng(shape[1])
+    x = rng.integers(-2, 3, shape).astype(np.float16)
+    good = masks.prune_two_four(x, meta_order=order)
+    seen = set()
+    for _ in range(150):
+        data, meta = good.data.copy(), good.meta.copy()
+        if data.size and rng.random() < 0.5:
+            data.reshape(-1)[rng.integers(data.size)] = rng.choice([0.0, -0.0, 1.0, np.nan])
+        elif meta.size:
+            meta[rng.integers(meta.size)] ^= np.uint16(rng.integers(1, 16) << 4 * rng.integers(4))
+        f = good.with_arrays(data=data, meta=meta)
+        try:
+            f.check_memory()
+            f.check_canonical()
+            sound = True
+        except InvariantError:
+            sound = False
+        with path(monkeypatch, numba=True):
+            assert f.found_sound() is sound, (data, meta)
+        seen.add(sound)
+    assert seen == ({True} if not good.meta.size else {True, False})
 
 
 @pytest.mark.parametrize("dtype", ["float8_e5m2", "bfloat16", "float32", "float64"])

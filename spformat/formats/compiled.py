@@ -305,6 +305,14 @@ def two_four_decode(data: Array, meta: Array, places: tuple[Array, int, int, int
     _rows(padded, M, K)
 
 
+def two_four_sound(
+    shape: tuple[int, int], data: Array, meta: Array, nibbles: int, places: tuple[Array, int, int, int]
+) -> bool:
+    """Whether ``data`` [Mp, Kp/2] and ``meta`` are what ``two_four_encode`` makes of some matrix of ``shape``."""
+    pairs, loop = data.view(np.uint32), _loops("two_four").two_four_faults
+    return _rows_or_refusal(loop, *pairs.shape, pairs, meta, np.uint64(nibbles), shape, *places)[0] == 0
+
+
 def bsr_from_dense(x: Array, blocksize: tuple[int, int], index: np.dtype[Any]) -> tuple[Array, Array, Array]:
     """(indptr, indices, data) of x [M, K] in blocks R x C."""
     (M, K), (R, C), loops = x.shape, blocksize, _loops("block")

@@ -179,6 +179,12 @@ class TwoFour(Format):
 
     # ---------------------------------------------------------------- checking
 
+    def found_sound(self) -> bool:
+        if is_cupy(self.data) or not compiled.serves(self.data):
+            return False
+        places = meta_places(self.padded_shape, self.meta_order)
+        return compiled.two_four_sound(self.shape, self.data, self.meta, _NIBBLES, places)
+
     def check_memory(self) -> None:
         M, K = self.shape
         xp = namespace(self.data)

@@ -21,6 +21,7 @@ _MAGNITUDE = np.uint64(0x7FFF7FFF7FFF7FFF)
 _SIGN = np.uint64(0x8000800080008000)
 _1, _2, _3, _4, _15, _16, _32, _48, _63 = (np.uint64(n) for n in (1, 2, 3, 4, 15, 16, 32, 48, 63))
 _ONES = np.uint64(0xFFFF)
+_PAIR = np.uint64(0x00010001)
 
 # The work is done on whole groups, in plain shifts and masks without a table or a branch, so that the compiler does
 # several groups at a time.
@@ -125,3 +126,41 @@ def two_four_decode(
             pair, nibble = np.uint64(pairs[g]), np.uint64(kept[g])
             first = (pair & _ONES) << ((nibble & _3) << _4)
             row[g] = first | (pair >> _16) << ((nibble >> _2) << _4)
+
+
+@compiled
+def two_four_faults(
+    lo: int, hi: int, data: Array, meta: Array, nibbles: Any, shape: Any, row_offset: Array, shift: int, outer: int,
+    inner: int, faults: Array,
+) -> None:  # fmt: skip
+    """faults[0] becomes 1 if rows lo .. hi-1 of value pairs uint32[Mp, Kp/4] are not as the encoder leaves them.
+
+    A nibble is right when it is the encoder's for the columns held: no other is, legal or not. Beside that no value may
+    be -0.0, and none may lie outside ``shape``.
+    """
+    M, K = shape
+    groups = data.shape[1]
+    kept = np.empty(groups, np.uint8)
+    fours = kept.view(np.uint32)
+    bad = np.uint64(0)
+    for i in range(lo, hi):
+        row, base = data[i], row_offset[i]
+        for q in range(groups >> (2 + shift)):
+            for r in range(1 << shift):
+                w = np.uint32(meta[base + q * outer + r * inner])
+                fours[(q << shift) + r] = w & 0xF | (w & 0xF0) << 4 | (w & 0xF00) << 8 | (w & 0xF000) << 12
+        for g in range(groups):
+            pair, nibble = np.uint64(row[g]), np.uint64(kept[g])
+            held = (((pair & _MAGNITUDE) + _MAGNITUDE) & _SIGN) >> _15  # of the first in bit 0, of the second in bit 16
+            mask = (held & _1) << (nibble & _3) | (held >> _16 & _1) << (nibble >> _2)
+            bad |= (nibbles >> (mask << _2) & _15) ^ nibble
+            bad |= (pair & _SIGN) >> _15 & ~held & _PAIR
+        for g in range(K // 4 if i < M else 0, groups):
+            pair, nibble = np.uint64(row[g]), np.uint64(kept[g])
+            first, second = 4 * g + np.int64(nibble & _3), 4 * g + np.int64(nibble >> _2)
+            if i >= M or first >= K:
+                bad |= pair & _ONES
+            if i >= M or second >= K:
+                bad |= pair >> _16
+    if bad != 0:
+        faults[0] = 1
