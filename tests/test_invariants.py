@@ -111,6 +111,12 @@ BROKEN: dict[str, tuple[str, dict[str, Change], str]] = {
     "sr-bcrs, rows outside": (
         "sr-bcrs", {"data": at((5, 1, 0), 1)}, "data[5, 1, 0]: expected 0 in rows >= 5, got 1.0",
     ),
+    "sr-bcrs, a later column outside": (
+        "sr-bcrs", {"data": at((4, 1, 1), 1)}, "data[4, 1, 1]: expected 0 in rows >= 5, got 1.0",
+    ),
+    "sr-bcrs, order at the start of the last group": (
+        "sr-bcrs 3", {"indices": at((1, 0), 1)}, "indices[1, 0]: expected increasing columns in a tile, got 1",
+    ),
     "sr-bcrs, more rows outside": (
         "sr-bcrs", {"data": at((4, 1, ALL), 1)}, "data[4, 1, 0]: expected 0 in rows >= 5, got 1.0 (2 such)",
     ),

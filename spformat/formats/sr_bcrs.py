@@ -83,8 +83,7 @@ class SRBCRS(Format):
 
     def check_canonical(self) -> None:
         xp, g = namespace(self.data), self.stride
-        starts = xp.ones(self.groups + 1, bool)  # of tiles; the end counts as one
-        starts[:-1] = False
+        starts = xp.zeros(self.groups + 1, bool)  # of tiles; the end, which the pointer has too, counts as one
         starts[self.indptr] = True
         flat = self.indices.reshape(-1)
         for s in scans.chunks(self.groups, self.data, max(1, scans.CHUNK // g)):
