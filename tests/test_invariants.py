@@ -468,3 +468,9 @@ def test_groups_of_a_word_are_judged_each_by_its_own_values(groups: tuple[int, i
             else:
                 with pytest.raises(PatternError):
                     matrix.validate()
+
+
+def test_a_matrix_of_which_every_word_is_wrong() -> None:
+    f = TwoFour.from_dense(np.zeros((32, 64), HALF))
+    with pytest.raises(PatternError, match=r"expected nibble 0x4 for the values it holds, got 0x8 \(512 such\)"):
+        f.with_arrays(meta=np.full_like(f.arrays()["meta"], 0x8888)).validate()
