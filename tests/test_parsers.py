@@ -25,7 +25,7 @@ from spformat.errors import (
     SpformatError,
     UsageError,
 )
-from spformat.formats import BSR, CSR, TwoFour, by_name
+from spformat.formats import BSR, CSR, TwoFour, by_name, declare
 from spformat.formats.declare import ParamDeclaration, parse_shape, parse_table, plain_int
 
 
@@ -827,3 +827,12 @@ def test_limits_by_name() -> None:
     assert str(unknown.value).endswith(", link_roots, got tensor, x")
     with limits.using(limits.Limits(tensors=5), name_bytes=6) as both:
         assert (both.tensors, both.name_bytes, both.memory) == (5, 6, None)
+
+
+def test_arrays_lie_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    f = make(BSR)
+    monkeypatch.setattr(declare, "device_of", lambda a: f"cuda:{a.ndim}")
+    with pytest.raises(ArrayError) as caught:
+        f.with_arrays()
+    assert str(caught.value) == "bsr: arrays on several devices: indptr cuda:1, indices cuda:1, data cuda:3"
+    assert caught.value.array is None
