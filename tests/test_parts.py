@@ -362,21 +362,20 @@ def test_a_merge_that_was_cut_off_is_repeated(tmp_path: Path, monkeypatch: pytes
 
 
 KILLED = """
-import os, signal, sys
+import itertools, os, signal, sys
 from concurrent.futures import ThreadPoolExecutor
 from spformat.checkpoint import Workers, convert_checkpoint
 from spformat.output import Output
 
 _, source, out, part, threads, when, at = sys.argv
-commit, left = Output.commit, int(at)
+commit, numbers = Output.commit, itertools.count(1)
 
 def counted(self):
-    global left
-    left -= 1
-    if left == 0 and when == "before":
+    last = next(numbers) == int(at)
+    if last and when == "before":
         os.kill(os.getpid(), signal.SIGKILL)
     commit(self)
-    if left == 0:
+    if last:
         os.kill(os.getpid(), signal.SIGKILL)
 
 Output.commit = counted
