@@ -37,7 +37,15 @@ from spformat.container import load, save
 from spformat.formats import FORMATS
 
 HERE = Path(__file__).parent.parent
-TESTS = ["test_parsers.py", "test_scans.py", "test_invariants.py", "test_stfile.py", "test_container.py"]
+TESTS = [
+    "test_headers.py",
+    "test_descriptors.py",
+    "test_parsers.py",
+    "test_scans.py",
+    "test_invariants.py",
+    "test_stfile.py",
+    "test_container.py",
+]
 SLOW = (
     "truncations substitutions official t27 many_threads gpu network bounded many_entries other_memory_layouts "
     "over_the_limit_is_not"
