@@ -47,6 +47,14 @@ class _Pipe(_Plain):
         raise SystemExit(0)
 
 
+class _Notes(_Plain):
+    """A console that nobody may be reading any more: what is under way goes on in silence."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
 def console() -> Console:
     """Data goes here."""
     # No markup: "pip install 'spformat[cuda13]'" is text.
@@ -55,7 +63,7 @@ def console() -> Console:
 
 def notes() -> Console:
     """Progress, warnings and hints go here."""
-    return _Plain(stderr=True, highlight=False, markup=False, width=None if sys.stderr.isatty() else _WIDE)
+    return _Notes(stderr=True, highlight=False, markup=False, width=None if sys.stderr.isatty() else _WIDE)
 
 
 def print_json(value: Any) -> None:

@@ -176,6 +176,17 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     assert "Traceback" not in r.stderr
 
 
+def test_a_conversion_goes_on_when_nobody_reads_its_progress(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    code = [sys.executable, "-c", "from spformat_cli.main import main; main()"]
+    done = subprocess.run([*code, "convert", SHARDED, tmp_path / "out", "--to", "auto"], stderr=write, check=False)
+    os.close(write)
+    assert done.returncode == 0
+    assert {n for n in os.listdir(tmp_path / "out") if n.startswith("spformat")} >= {"spformat.json"}
+    assert not (tmp_path / "out" / "spformat.partial.json").exists()
+
+
 def test_environment_and_lists() -> None:
     env = json.loads(spformat("env", "--json").stdout)
     assert env["packages"]["numpy"] == np.__version__
