@@ -14,16 +14,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
 import numpy as np
 
 from . import descriptor, limits, stfile, threads
-from .arrays import Array, device_errors, import_cupy, is_cupy, parse_device, to_device
+from .arrays import Array, device_errors, import_cupy, parse_device, to_device
 from .descriptor import Record
 from .dtypes import VALUE_TYPES
 from .errors import DescriptorError, DeviceMemoryError, FormatError, IntegrityError, LimitError, UsageError, printable
 from .files import Path
+from .filewriter import Tensor, create, outline, plain_array
 from .formats.base import Format
 from .formats.dense import Dense
 from .pinned import Lanes
@@ -35,9 +36,6 @@ _WORTH_THREADS = 64 << 20
 """Bytes of tensors from which on they are read and validated side by side on the host."""
 _AHEAD = 4
 """Tensors that are on their way to a device while another is validated there."""
-
-Tensor: TypeAlias = Format | Array
-"""What a file holds under one name: a Format, or a plain array of any rank (biases, norms, tables)."""
 
 
 def save(
@@ -121,114 +119,7 @@ def save_dense(path: Path, tensors: Mapping[str, Tensor], *, overwrite: bool = F
     specs = [(r.name, *r.arrays[""]) for r in records]
     with stfile.Writer(path, specs, {"format": "pt"}, overwrite=overwrite, verify=verify) as out:
         for name, x in arrays.items():
-            out.put(name, _array(name, x))
-
-
-def outline(name: str, x: Tensor) -> Record:
-    """What a file must know of a tensor before its first byte is written."""
-    if type(name) is not str or not name:
-        raise UsageError(f"tensor name: expected text, got {name!r:.80}")
-    if not isinstance(x, Format):
-        x = _array(name, x)
-        code = stfile.code_of(x.dtype)
-        return Record(name, None, x.shape, x.dtype.newbyteorder("=").name, {"": (code, x.shape)})
-    arrays = {key: (stfile.code_of(a.dtype), a.shape) for key, a in x.arrays().items()}
-    return Record(name, type(x), x.shape, x.dtype.name, arrays, x.params(), x.tables())
-
-
-def create(
-    path: Path,
-    records: Iterable[Record],
-    *,
-    overwrite: bool = False,
-    metadata: Mapping[str, str] | None = None,
-    verify: bool = False,
-) -> FileWriter:
-    """A file whose tensors are known in outline and arrive one by one: conversion in bounded memory.
-
-    with create(path, [outline(..), ..]) as f:
-        f.put("w", w)
-    """
-    return FileWriter(path, records, overwrite=overwrite, metadata=metadata, verify=verify)
-
-
-class FileWriter:
-    """A file under construction (``create``). Tensors may be put in any order; the bytes do not depend on it."""
-
-    def __init__(
-        self,
-        path: Path,
-        records: Iterable[Record],
-        *,
-        overwrite: bool = False,
-        metadata: Mapping[str, str] | None = None,
-        verify: bool = False,
-    ) -> None:
-        chosen = list(records)
-        self._records = {r.name: r for r in chosen}
-        if len(self._records) != len(chosen):
-            raise UsageError("tensor names: expected distinct names, got one twice")
-        others = dict(metadata or {})
-        if descriptor.KEY in others:
-            raise UsageError(f"metadata: the key '{descriptor.KEY}' is the descriptor's")
-        specs = [(r.entry(array), *spec) for r in chosen for array, spec in r.arrays.items()]
-        entries = stfile.layout(specs)  # UsageError if an array of one tensor is called like another tensor
-
-        def described(sums: Mapping[str, int]) -> dict[str, str]:
-            return descriptor.sealed(descriptor.pack(chosen, sums), entries, others)
-
-        self._out = stfile.Writer(path, specs, described, overwrite=overwrite, verify=verify)
-
-    def put(self, name: str, x: Tensor) -> None:
-        """Write a tensor that matches its outline. A Format without the validated mark is validated first."""
-        record = self._record(name)
-        if outline(name, x) != record:
-            raise UsageError(f"put: expected what the outline says, {record}, got {outline(name, x)}", tensor=name)
-        arrays = x.ensure_valid().arrays() if isinstance(x, Format) else {"": _array(name, x)}
-        for array, a in arrays.items():
-            self._out.put(record.entry(array), a)
-
-    def put_array(self, name: str, array: str, pieces: Iterable[Any]) -> None:
-        """Write one array of a tensor (``""`` for a plain one) from pieces in order: bytes, or panels of rows.
-
-        The caller owes contents that ``validate`` accepts.
-        """
-        record = self._record(name)
-        if array not in record.arrays:
-            raise UsageError(f"put_array: expected one of {list(record.arrays)}, got {array!r}", tensor=name)
-        self._out.put(record.entry(array), pieces)
-
-    def put_part(self, name: str, array: str, row: int, part: Any) -> None:
-        """Write entries ``row ..`` (first axis) of one array of a tensor; from any thread, in any order.
-
-        All parts together must cover the array, none twice. The caller owes contents that ``validate`` accepts.
-        """
-        record = self._record(name)
-        code, shape = record.arrays[array]
-        if (stfile.code_of(part.dtype), part.shape[1:]) != (code, shape[1:]):
-            got = f"{part.dtype} {part.shape}"
-            raise UsageError(f"put_part: expected entries of {code} {shape}, got {got}", tensor=name, array=array)
-        self._out.put_part(record.entry(array), row * limits.product(*shape[1:], part.dtype.itemsize), part)
-
-    def commit(self) -> None:
-        """Publish the file; UsageError if a tensor is missing."""
-        self._out.commit()
-
-    def abandon(self) -> None:
-        """Publish nothing, leave nothing behind."""
-        self._out.abandon()
-
-    def _record(self, name: str) -> Record:
-        found = self._records.get(name)
-        if found is None:
-            raise UsageError(f"put: no tensor '{printable(name)}' in the outlines of this file")
-        return found
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._out.__exit__(kind, error, tb)
+            out.put(name, plain_array(name, x))
 
 
 class TensorFile:
@@ -483,12 +374,3 @@ def _validated(f: Format, device: str) -> Format:
     except (MemoryError, DeviceMemoryError):  # the arrays fit the device, the temporaries of their scan do not
         f.to("cpu").validate()
         return type(f).made(shape=f.shape, **f.params(), **f.tables(), **f.arrays())
-
-
-def _array(name: str, x: Any) -> Array:
-    if isinstance(x, (np.ndarray, np.generic)):
-        return np.asarray(x)
-    if is_cupy(x):
-        return x
-    kind = f"{type(x).__module__}.{type(x).__name__}"
-    raise UsageError(f"expected a Format or a numpy or CuPy array, got {kind}; use convert(x, 'csr')", tensor=name)

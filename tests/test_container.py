@@ -17,7 +17,7 @@ import safetensors.numpy
 from hostile import change, make, matrix, rewrite
 
 from spformat import container, limits, stfile, threads
-from spformat.container import create, load, outline, safe_open, save, save_dense
+from spformat.container import load, safe_open, save, save_dense
 from spformat.dtypes import SAFETENSORS, VALUE_TYPES
 from spformat.errors import (
     ArrayError,
@@ -30,6 +30,7 @@ from spformat.errors import (
     SpformatError,
     UsageError,
 )
+from spformat.filewriter import create, outline
 from spformat.formats import FORMATS
 from spformat.formats.base import Format
 from spformat.formats.csr import CSR

@@ -21,8 +21,9 @@ from fuzz import mutants
 from hostile import make, rewrite
 
 from spformat import container, stheader
-from spformat.container import create, load, outline, save
+from spformat.container import load, save
 from spformat.errors import ContainerError, DurabilityUnknown, FormatError, LimitError, OutputError, WriteError
+from spformat.filewriter import create, outline
 from spformat.formats import FORMATS
 from spformat.formats.base import Format
 from spformat.formats.csr import CSR

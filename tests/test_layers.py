@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("stfile",),
     ("formats",),
     ("descriptor", "convert", "structure", "preprocess", "interop"),
+    ("filewriter",),
     ("backends", "container"),
     ("dispatch", "checkpoint", "bench"),
     ("contenders", "cost"),

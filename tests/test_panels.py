@@ -12,8 +12,8 @@ import pytest
 import spformat as sf
 from spformat import crc, limits, output, threads
 from spformat.checkpoint import Recipe, convert_checkpoint, panels, shard
-from spformat.container import create, outline
 from spformat.errors import IntegrityError, LimitError, StructureError, UsageError
+from spformat.filewriter import create, outline
 from spformat.formats import registered
 
 SHAPES = [(1, 1), (65, 70), (200, 37), (97, 260)]

@@ -19,9 +19,10 @@ import numpy as np
 
 from .. import limits, threads
 from ..arrays import ceil_div, index_dtype, round_up
-from ..container import FileWriter, TensorFile
+from ..container import TensorFile
 from ..descriptor import Record
 from ..dtypes import SAFETENSORS, SAFETENSORS_CODE, value_type
+from ..filewriter import FileWriter
 from ..formats import parse_spec
 from ..formats.base import Format, Panels
 from ..structure import count_nonzeros

@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import limits
-from ..container import create, safe_open
+from ..container import safe_open
 from ..descriptor import Record
 from ..dtypes import SAFETENSORS
 from ..errors import UsageError
 from ..files import sha256_of, size_of
+from ..filewriter import create
 from ..stfile import Writer
 from .jobs import Job, Outcome
 from .recipe import Recipe

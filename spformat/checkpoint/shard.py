@@ -17,11 +17,12 @@ from typing import Any
 
 from .. import limits
 from ..arrays import default_stream, has_dtype, is_cupy, room_on
-from ..container import FileWriter, TensorFile, create, outline
+from ..container import TensorFile
 from ..convert import convert
 from ..descriptor import Record
 from ..dtypes import SAFETENSORS, SAFETENSORS_CODE, nonzero_mask, value_type
 from ..errors import FormatError, StructureError
+from ..filewriter import FileWriter, create, outline
 from ..formats import compiled, parse_spec, spec_text
 from ..formats.base import Format
 from ..limits import check_bytes, product
