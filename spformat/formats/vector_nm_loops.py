@@ -75,20 +75,25 @@ def _spread_by_machine(packed: Any, columns: Any, words: Any, row: Any) -> Any:
 
 
 @compiled
-def _kept(indices: Array, q: int, w0: int, w1: int, n: int, m: int, held: int, columns: Array, words: Array) -> int:
-    """Columns of row group q in windows w0 .. w1-1, counted from the first of them, that are below ``held``; how many.
+def _strip(
+    indices: Array, q: int, w0: int, step: int, n: int, m: int, K: int, columns: Array, words: Array
+) -> tuple[int, int, int]:
+    """The strip of row group q from window w0 on, ``step`` windows or what is left: (its first column, the one past its
+    last within K, how many it keeps). The kept go to ``columns``, counted from the first, and to ``words`` as bits.
 
-    ``words`` uint64 gets them as bits. Fillers point past the last column; they come last.
+    Fillers point past the last column; they come last.
     """
+    w1, first = min(indices.shape[0] // n, w0 + step), w0 * m
+    end = max(first, min(K, w1 * m))
     words[:] = 0
     found = 0
     for u in range(w0 * n, w1 * n):
         j = (u // n - w0) * m + np.int64(indices[u, q])
-        if j < held:
+        if j < end - first:
             columns[found] = j
             found += 1
             words[j >> 6] |= _1 << np.uint64(j & 63)
-    return found
+    return first, end, found
 
 
 @compiled
@@ -154,11 +159,9 @@ def vector_nm_encode(
             continue
         i0, h = q * length, max(0, min(length, M - q * length))
         for w0 in range(0, windows, step):
-            w1, first = min(windows, w0 + step), w0 * m
-            held = max(0, min(K, w1 * m) - first)
-            kept = _kept(indices, q, w0, w1, n, m, held, columns, words)
+            first, end, kept = _strip(indices, q, w0, step, n, m, K, columns, words)
             for r in range(h):
-                row = x[i0 + r, first : first + held]
+                row = x[i0 + r, first:end]
                 _chosen(row, zero, columns[:kept], words, packed[r * wide : (r + 1) * wide])
             _blocks(packed, 0, wide, h, kept, flat, w0 * n * Mp + i0, Mp)
 
@@ -174,10 +177,8 @@ def vector_nm_scatter(lo: int, hi: int, indices: Array, data: Array, n: int, m: 
     for q in range(lo, hi):
         i0, h = q * length, max(0, min(length, M - q * length))
         for w0 in range(0, windows, step):
-            w1, first = min(windows, w0 + step), w0 * m
-            held = max(0, min(K, w1 * m) - first)
-            kept = _kept(indices, q, w0, w1, n, m, held, columns, words)
+            first, end, kept = _strip(indices, q, w0, step, n, m, K, columns, words)
             _blocks(flat, w0 * n * Mp + i0, Mp, kept, h, packed, 0, wide)
             for r in range(h):
-                row = out[i0 + r, first : first + held]
+                row = out[i0 + r, first:end]
                 _spread(packed[r * wide : (r + 1) * wide], columns[:kept], words, row)
