@@ -116,6 +116,9 @@ class Plan:
     tile: str = ""
     workspace: int = 0
     """Bytes the plan owns beside the arrays of A."""
+    again: Callable[[Any, Any], bool] | None = field(default=None, repr=False)
+    """``again(B, out)``: run once more for operands that ``run`` has had, all checks passed; False, and nothing done,
+    for new ones. None where a plan remembers none."""
 
     def __call__(self, B: Any, out: Any = None, *, alpha: float = 1.0, beta: float = 0.0, bias: Any = None) -> Any:
         """A @ B, written to ``out`` if given; alpha, beta and bias only where the plan was made with an epilogue."""

@@ -6,13 +6,15 @@ They are the baselines every benchmark names, and candidates where no kernel of 
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 from ..formats.base import Format
 from ..problem import COL, Plan, Problem, reasons
 from .base import Kernel
-from .cuda.launch import Operands, device_plan
+from .cuda.launch import Operands, Prepare, device_plan
 
 _SEARCH_WORKSPACE = 256 << 20
 """Bytes for cuSPARSELt's search: an algorithm that adds up parts of K needs a matrix of sums for each."""
@@ -66,7 +68,7 @@ class CublasGemm:
                 handle, *ops, *sizes, one.data, *first, *second, zero.data, o.c, types[1], o.ldc, compute, -1
             )  # fmt: skip
 
-        return device_plan(self.name, p, _holding(launch, (data, one, zero)), "cuBLAS heuristic")
+        return device_plan(self.name, p, _once(launch, data, one, zero), "cuBLAS heuristic")
 
 
 class CusparseCSR:
@@ -122,7 +124,7 @@ class CusparseCSR:
                 cusparse.destroyDnMat(B)
                 cusparse.destroyDnMat(C)
 
-        return device_plan(self.name, p, _holding(launch, (arrays, one, zero)), "cuSPARSE default")
+        return device_plan(self.name, p, _once(launch, arrays, one, zero), "cuSPARSE default")
 
 
 class CusparseLt:
@@ -167,7 +169,7 @@ class CusparseLt:
             ready[key](o)
 
         tile = "cuSPARSELt searched" if self.search else "cuSPARSELt default"
-        return device_plan(self.name, p, launch, tile, int(dense.nbytes))
+        return device_plan(self.name, p, _once(launch), tile, int(dense.nbytes))
 
 
 class _LtMatmul:
@@ -215,10 +217,13 @@ def _scalars(double: bool) -> tuple[Any, Any]:
     return np.array(1, dtype).ctypes, np.array(0, dtype).ctypes
 
 
-def _holding(launch: Any, keep: Any) -> Any:
-    """``launch`` with the arrays it uses by address kept alive."""
-    launch.keep = keep
-    return launch
+def _once(launch: Callable[[Operands], None], *keep: Any) -> Prepare:
+    """``launch`` as the one call that operands need; ``keep``: arrays it uses by address."""
+
+    def prepare(o: Operands, keep: Any = keep) -> tuple[Callable[[], None]]:
+        return (functools.partial(launch, o),)
+
+    return prepare
 
 
 class VendorBackend:

@@ -1,12 +1,14 @@
 """Check operands and launch: everything between a plan's ``__call__`` and the driver.
 
-A launch packs its run-time arguments into one buffer with one call and hands that to ``cuLaunchKernel``,
-because a CuPy RawKernel call costs about 5 us of host time and a whole plan has 8.
+A whole call has 8 us of host time; a CuPy RawKernel call alone takes 5. So a kernel's module does its work once for
+operands: it returns *calls*, launches with every argument packed, and a plan that meets the same operands again (a
+serving loop, a training step) makes the same calls again.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -21,17 +23,21 @@ from ..host import check_bias, numpy_dtype
 _CODES = {"P": "Q", "i": "i", "q": "q", "f": "f", "d": "d"}
 MAX_GRID_Y = 65535
 """The driver's bound on the second extent of a grid; a kernel walks what lies beyond it."""
+_REMEDY = "move it with cupy.asarray (a torch tensor on the device: give it to spmm)"
+REMEMBERED = 64
+"""Operands of which a plan keeps the calls; a few hundred bytes each."""
 
 
 class Launch:
-    """A compiled function with its fixed arguments packed; only the run-time tail is written at a call.
+    """A compiled function with its leading arguments packed.
 
     ``signature``: one letter per kernel parameter: P pointer, i int32, q int64, f float, d double, or a ctypes
     class for a by-value struct (a 128-byte tensor map). ``fixed``: the leading values. Arrays in
     ``fixed`` are kept alive by the launch. Threads may share a launch.
     """
 
-    __slots__ = ("_buffer", "_driver", "_function", "_keep", "_lock", "_pack", "_params", "_structs", "smem", "threads")
+    __slots__ = ("_driver", "_function", "_keep", "_pack_places", "_pack_tail", "_places", "_room", "_structs",
+                 "_tail_at", "_template", "smem", "threads")  # fmt: skip
 
     def __init__(
         self, function: Any, signature: Sequence[Any], fixed: Sequence[Any], threads: int, smem: int = 0
@@ -41,43 +47,58 @@ class Launch:
         kernel = getattr(function, "kernel", function)
         self._function, self._driver = kernel.ptr, driver
         codes = [_CODES[s] if isinstance(s, str) else f"{ctypes.sizeof(s)}s" for s in signature]
-        # Natural alignment, as a C struct: where each parameter starts in the buffer that holds them all.
-        starts = [struct.calcsize("@" + "".join(codes[: i + 1])) - struct.calcsize(c) for i, c in enumerate(codes)]
-        cut = len(fixed)
-        first = starts[cut] if cut < len(starts) else 0
-        self._buffer = ctypes.create_string_buffer(max(1, struct.calcsize("@" + "".join(codes))))
-        base = ctypes.addressof(self._buffer)
-        values = [_plain(v) for v in fixed]
-        for start, code, value in zip(starts, codes, values, strict=False):
-            struct.pack_into("@" + code, self._buffer, start, value)
-        places = (ctypes.c_void_p * max(1, len(codes)))(*[base + start for start in starts])
-        tail = struct.Struct("@" + "".join(codes[cut:]))
-        room = memoryview(self._buffer)[first : first + tail.size]
-        self._pack = _packer(tail, room, [start - first for start in starts[cut:]], codes[cut:])
+        # The addresses of the arguments, which the driver reads, and behind them the arguments, aligned as in C.
+        behind, cut = 8 * len(codes), len(fixed)
+        ends = [behind + struct.calcsize("@" + "".join(codes[: i + 1])) for i in range(len(codes))]
+        starts = [end - struct.calcsize(code) for end, code in zip(ends, codes, strict=True)]
+        self._tail_at = ends[cut - 1] if cut else behind
+        gaps = [start - end for start, end in zip(starts[cut:], [self._tail_at, *ends[cut:]], strict=False)]
+        tail = "".join(f"{gap}x{code}" for gap, code in zip(gaps, codes[cut:], strict=True))
+        self._pack_tail = struct.Struct(f"={tail}").pack_into
+        self._pack_places = struct.Struct(f"={len(codes)}Q").pack_into
         self._structs = [i for i, s in enumerate(signature[cut:]) if not isinstance(s, str)]
-        self._params = ctypes.addressof(places)
-        self._keep = (function, kernel, tuple(fixed), places)
-        self._lock = threading.Lock()
+        self._places, template = tuple(starts), bytearray(max([1, *ends]))
+        for start, code, value in zip(starts, codes, [_plain(v) for v in fixed], strict=False):
+            struct.pack_into("=" + code, template, start, value)
+        self._template, self._room = bytes(template), ctypes.c_char * len(template)
+        self._keep = (function, kernel, tuple(fixed))
         self.threads, self.smem = threads, smem
 
-    def __call__(self, grid: tuple[int, int, int], stream: int, *tail: Any) -> None:
-        """Launch on ``stream`` (a cudaStream_t as int); ``tail``: the run-time arguments, in order.
+    def bind(self, grid: tuple[int, int, int], stream: int, *tail: Any) -> Call:
+        """The launch on ``stream`` (a cudaStream_t as int) with its run-time arguments, in order, packed.
 
         A grid with an empty extent has nothing to do, and the driver would refuse it.
         """
-        if not (grid[0] and grid[1] and grid[2]):
-            return
         if self._structs:
             values = list(tail)
             for i in self._structs:
                 values[i] = bytes(values[i])
             tail = tuple(values)
+        room = self._room.from_buffer_copy(self._template)
+        base = ctypes.addressof(room)
+        self._pack_places(room, 0, *[base + place for place in self._places])
+        self._pack_tail(room, self._tail_at, *tail)
+        arguments = (self._function, *grid, self.threads, 1, 1, self.smem, stream, base, 0)
+        return Call(self._driver, arguments if all(grid) else None, (self, room))
+
+    def __call__(self, grid: tuple[int, int, int], stream: int, *tail: Any) -> None:
+        """Launch once."""
+        self.bind(grid, stream, *tail)()
+
+
+class Call:
+    """A launch with every argument, on one stream; may be made again and again, by any thread."""
+
+    __slots__ = ("_arguments", "_driver", "_keep")
+
+    def __init__(self, driver: Any, arguments: tuple[int, ...] | None, keep: Any) -> None:
+        self._driver, self._arguments, self._keep = driver, arguments, keep
+
+    def __call__(self) -> None:
+        if self._arguments is None:
+            return
         try:
-            with self._lock:  # the driver copies the arguments before it returns
-                self._pack(*tail)
-                self._driver.launchKernel(
-                    self._function, grid[0], grid[1], grid[2], self.threads, 1, 1, self.smem, stream, self._params, 0
-                )
+            self._driver.launchKernel(*self._arguments)  # the driver copies what it is given before it returns
         except self._driver.CUDADriverError as e:
             typed = device_error(e) or DeviceError(str(e))
             typed.message = f"kernel launch: {typed.message}"
@@ -92,26 +113,8 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (int, float)) else bytes(value)
 
 
-def _packer(tail: struct.Struct, room: memoryview, starts: list[int], codes: list[str]) -> Callable[..., None]:
-    """Writes the tail in one call where C alignment from its start is C alignment from the buffer's."""
-    natural = [struct.calcsize("@" + "".join(codes[: i + 1])) - struct.calcsize(c) for i, c in enumerate(codes)]
-    if natural == starts:
-        pack = tail.pack_into
-
-        def all_at_once(*values: Any) -> None:
-            pack(room, 0, *values)
-
-        return all_at_once
-
-    def one_by_one(*values: Any) -> None:
-        for start, code, value in zip(starts, codes, values, strict=True):
-            struct.pack_into("@" + code, room, start, value)
-
-    return one_by_one
-
-
 class Operands(NamedTuple):
-    """What a launch closure gets: raw pointers and extents, all checked."""
+    """What a kernel's module gets: raw pointers and extents, all checked."""
 
     b: int
     c: int
@@ -126,22 +129,27 @@ class Operands(NamedTuple):
     beta: float = 0.0
 
 
-def over_tiles(launch: Launch, row_tiles: int, cols: int, out_col: bool) -> Callable[[Operands], None]:
-    """Run a kernel whose grid is row tiles x tiles of ``cols`` columns of C, and whose tail is B, C, N, ldb and the
+Prepare = Callable[[Operands], Sequence[Callable[[], None]]]
+"""What a kernel's module does for operands: the calls that make the product, in order (a Call each, or a function that
+queues a library's work). They are kept and made again, so they hold nothing of one moment but the operands."""
+
+
+def over_tiles(launch: Launch, row_tiles: int, cols: int, out_col: bool) -> Prepare:
+    """A kernel whose grid is row tiles x tiles of ``cols`` columns of C, and whose tail is B, C, N, ldb and the
     elements between rows and between columns of C."""
 
-    def run(o: Operands) -> None:
+    def prepare(o: Operands) -> tuple[Call]:
         grid = (row_tiles, min(MAX_GRID_Y, -(-o.n // cols)), 1)
         c_row, c_col = (1, o.ldc) if out_col else (o.ldc, 1)
-        launch(grid, o.stream, o.b, o.c, o.n, o.ldb, c_row, c_col)
+        return (launch.bind(grid, o.stream, o.b, o.c, o.n, o.ldb, c_row, c_col),)
 
-    return run
+    return prepare
 
 
-def device_plan(name: str, p: Problem, launch: Callable[[Operands], None], tile: str = "", workspace: int = 0) -> Plan:
-    """A Plan whose run checks B and out, allocates out when it is None, and calls ``launch``.
+def device_plan(name: str, p: Problem, prepare: Prepare, tile: str = "", workspace: int = 0) -> Plan:
+    """A Plan whose run checks B and out, allocates out when it is None, and makes the calls of ``prepare``.
 
-    ``launch`` is called with the plan's device current, M > 0 and N > 0; it must write all of C. K may be 0.
+    ``prepare`` is called with the plan's device current, M > 0 and N > 0; its calls must write all of C. K may be 0.
     """
     import cupy
 
@@ -150,6 +158,16 @@ def device_plan(name: str, p: Problem, launch: Callable[[Operands], None], tile:
     M, K, device_id = p.M, p.K, p.device_id
     b_size, out_size = b_dtype.itemsize, out_dtype.itemsize
     current_device, current_stream = cupy.cuda.runtime.getDevice, cupy.cuda.get_current_stream
+    prepared, whole = functools.lru_cache(REMEMBERED)(prepare), threading.Lock()
+    seen: dict[Any, Sequence[Callable[[], None]]] = {}
+
+    def make(calls: Sequence[Callable[[], None]]) -> None:
+        if len(calls) == 1:
+            calls[0]()
+            return
+        with whole:  # they share a workspace: another thread's must not come between
+            for call in calls:
+                call()
 
     def empty(shape: tuple[int, int]) -> Any:
         try:
@@ -158,10 +176,31 @@ def device_plan(name: str, p: Problem, launch: Callable[[Operands], None], tile:
             text = f"out: {shape[0] * shape[1] * out_size:,} bytes for {shape} do not fit the device; the CUDA context"
             raise DeviceMemoryError(f"{text} is usable. Multiply fewer columns of B at a time") from e
 
+    def key(B: Any, out: Any) -> Any:
+        """All that the checks and the calls depend on; an address is of one device."""
+        b_key = B.data.ptr, B.shape, B.strides, B.dtype
+        return *b_key, out.data.ptr, out.shape, out.strides, out.dtype, current_stream().ptr
+
+    def again(B: Any, out: Any) -> bool:
+        """Make the calls that these operands had made before; False where they are new, and nothing is done."""
+        try:
+            calls = seen.get(key(B, out)) if current_device() == device_id else None
+        except AttributeError:  # not arrays of CuPy
+            return False
+        if calls is None:
+            return False
+        make(calls)
+        return True
+
     def run(B: Any, out: Any, epilogue: tuple[Any, ...] = ()) -> Any:
         if current_device() != device_id:
             with cupy.cuda.Device(device_id):
                 return run(B, out, epilogue)
+        for label, x in (("B", B), ("out", out)):
+            if not isinstance(x, cupy.ndarray) and x is not None:
+                raise TypeError(
+                    f"{label}: expected a CuPy array on cuda:{device_id}, got {type(x).__name__}; {_REMEDY}"
+                )
         shape = B.shape
         if len(shape) != 2 or shape[0] != K:
             raise ValueError(f"B: expected shape ({K}, N), got {shape}")
@@ -173,7 +212,8 @@ def device_plan(name: str, p: Problem, launch: Callable[[Operands], None], tile:
         if out is None:
             out = empty((M, n))
             if M and n:
-                launch(Operands(b.ptr, out.data.ptr, n, ldb, M if out_col else n, current_stream().ptr, *epilogue))
+                o = Operands(b.ptr, out.data.ptr, n, ldb, M if out_col else n, current_stream().ptr, *epilogue)
+                make(prepared(o))
             return out
         if out.shape != (M, n):
             raise ValueError(f"out: expected shape ({M}, {n}), got {out.shape}")
@@ -187,13 +227,20 @@ def device_plan(name: str, p: Problem, launch: Callable[[Operands], None], tile:
             c_end = c_at + out_size * (((n - 1) * ldc + M) if out_col else ((M - 1) * ldc + n))
             if b_at < c_end and c_at < b_end:
                 raise ValueError("out overlaps B; the product would read what it writes")
-            launch(Operands(b_at, c_at, n, ldb, ldc, current_stream().ptr, *epilogue))
+            calls = prepared(Operands(b_at, c_at, n, ldb, ldc, current_stream().ptr, *epilogue))
+            if not epilogue:
+                if len(seen) >= REMEMBERED:
+                    seen.clear()
+                seen[key(B, out)] = calls
+            make(calls)
         return out
 
     def run_epilogue(B: Any, out: Any, alpha: float, beta: float, bias: Any) -> Any:
         return run(B, out, (bias_pointer(p, bias, beta, out), float(alpha), float(beta)))
 
-    return Plan(name, p, run_epilogue if p.epilogue else run, tile, workspace)
+    if p.epilogue:
+        return Plan(name, p, run_epilogue, tile, workspace)
+    return Plan(name, p, run, tile, workspace, again)
 
 
 def bias_pointer(p: Problem, bias: Any, beta: float, out: Any) -> int:

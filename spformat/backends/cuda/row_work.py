@@ -11,7 +11,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from ...dtypes import VALUE_TYPES
 from ...errors import LimitError
 from ...problem import STRIDED, Problem, reasons
 from ...segments import offsets_from_counts, rank_in_row, rows_of
-from .launch import MAX_GRID_Y, Launch, Operands
+from .launch import MAX_GRID_Y, Call, Launch, Operands, Prepare
 from .scratch import Scratch
 
 GROUP = 4
@@ -221,10 +221,10 @@ Kernels = Callable[[Tile], Sequence[tuple[Launch, int]]]
 """The launches of one product and the number of tasks of each."""
 
 
-def gather_launch(
+def gather(
     p: Problem, rows: Rows, items: int, kernels: Kernels, pieces: Callable[[], Launch], resident: bool = False
-) -> GatherLaunch:
-    """What a call does: the tile for its operands, all launches, the sums of pieces.
+) -> Gather:
+    """What operands need: their tile, all launches, the sums of pieces.
 
     Tail arguments of ``kernels``: partial, B, C, n, ldb in bytes, ldc, bytes of B to prefetch; of ``pieces``:
     partial, C, n, ldc.
@@ -237,41 +237,34 @@ def gather_launch(
     def choose(n: int, vec: int) -> Tile:
         return choose_tile(vec, value_size, n, K, p.M, items, device, resident)
 
-    @functools.lru_cache(maxsize=256)
-    def prepare(n: int, ldb: int, ldc: int, b: int, c: int) -> list[tuple[Any, ...]]:
-        """For every slab of columns that one launch holds: launches, offsets of B and C in bytes, arguments."""
-        if ldb * value_size >= 2**31:
-            raise LimitError(f"B: a line of {ldb} elements passes 2 GiB; multiply fewer columns at a time")
-        tile = choose(n, vector_width(value_size, out_size, n, b, c, ldb, ldc))
-        steps = []
-        for first in range(0, n, MAX_GRID_Y * tile.columns):
-            width = min(n - first, MAX_GRID_Y * tile.columns)
-            panels = ceil_div(width, tile.columns)
-            mains = [(main, (tile.blocks_of(blocks, panels, device), panels, 1)) for main, blocks in kernels(tile)]
-            prefetch = ((K - 1) * ldb + width) * value_size if tile.prefetch and K else 0
-            steps.append((mains, first * value_size, first * out_size, width, ldb * value_size, prefetch))
-        return steps
-
-    def launch(o: Operands) -> None:
-        for mains, b, c, n, ldb, prefetch in prepare(o.n, o.ldb, o.ldc, o.b & 15, o.c & 15):
-            if not cuts:
-                for main, grid in mains:
-                    main(grid, o.stream, 0, o.b + b, o.c + c, n, ldb, o.ldc, prefetch)
-                continue
-            with scratch.buffer(o.stream, rows.pieces * n * sum_size) as partial:
-                for main, grid in mains:
-                    main(grid, o.stream, partial, o.b + b, o.c + c, n, ldb, o.ldc, prefetch)
-                pieces()((cuts, min(ceil_div(n, 256), MAX_GRID_Y), 1), o.stream, partial, o.c + c, n, o.ldc)
+    def prepare(o: Operands) -> list[Call]:
+        if o.ldb * value_size >= 2**31:
+            raise LimitError(f"B: a line of {o.ldb} elements passes 2 GiB; multiply fewer columns at a time")
+        tile = choose(o.n, vector_width(value_size, out_size, o.n, o.b & 15, o.c & 15, o.ldb, o.ldc))
+        calls = []
+        for first in range(0, o.n, MAX_GRID_Y * tile.columns):  # slabs of columns that one grid holds
+            n, b, c = min(o.n - first, MAX_GRID_Y * tile.columns), o.b + first * value_size, o.c + first * out_size
+            panels = ceil_div(n, tile.columns)
+            prefetch = ((K - 1) * o.ldb + n) * value_size if tile.prefetch and K else 0
+            partial = scratch.buffer(o.stream, rows.pieces * n * sum_size) if cuts else 0
+            for main, blocks in kernels(tile):
+                grid = (tile.blocks_of(blocks, panels, device), panels, 1)
+                calls.append(main.bind(grid, o.stream, partial, b, c, n, o.ldb * value_size, o.ldc, prefetch))
+            if cuts:
+                calls.append(
+                    pieces().bind((cuts, min(ceil_div(n, 256), MAX_GRID_Y), 1), o.stream, partial, c, n, o.ldc)
+                )
+        return calls
 
     tile = choose(max(1, p.n), max(1, 16 // value_size))
     kernels(tile)
     if cuts:
         pieces()
-    return GatherLaunch(launch, tile)
+    return Gather(prepare, tile)
 
 
-class GatherLaunch(NamedTuple):
-    launch: Callable[[Operands], None]
+class Gather(NamedTuple):
+    prepare: Prepare
     tile: Tile
     """The tile expected for the tile class of the problem, already compiled."""
 

@@ -70,5 +70,5 @@ class SpmmBitmask:
         function = jit.load("spmm_bitmask.cu", instance, jit.architecture(p.sm or 80, ()), p.device_id, smem)
         fixed = (a.indptr, a.bitmask, a.data, before, p.M, p.K, slice_columns(p.K, tile.warps))
         launch = Launch(function, "PPPPqqqPPqqqq", fixed, 32 * tile.warps, smem)
-        run = over_tiles(launch, -(-p.M // tile.rows), tile.cols, out_col)
-        return device_plan(self.name, p, run, str(tile), before.nbytes)
+        prepare = over_tiles(launch, -(-p.M // tile.rows), tile.cols, out_col)
+        return device_plan(self.name, p, prepare, str(tile), before.nbytes)

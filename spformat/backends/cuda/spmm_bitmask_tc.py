@@ -89,5 +89,5 @@ class SpmmBitmaskTensor:
         function = jit.load(SOURCE, instance, jit.architecture(p.sm or 80, ()), p.device_id, tile.smem)
         fixed = (a.indptr, a.bitmask, data, before, p.M, p.K, slice_columns(p.K, tile.warps))
         launch = Launch(function, "PPPPqqqPPqqqq", fixed, 32 * tile.warps, tile.smem)
-        run = over_tiles(launch, -(-p.M // tile.rows), tile.cols, out_col)
-        return device_plan(self.name, p, run, str(tile), before.nbytes)
+        prepare = over_tiles(launch, -(-p.M // tile.rows), tile.cols, out_col)
+        return device_plan(self.name, p, prepare, str(tile), before.nbytes)

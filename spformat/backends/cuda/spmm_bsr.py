@@ -5,7 +5,6 @@ bf16 and fp16 use m16n8k16 with float32 sums; float32 uses three TF32 products p
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -162,8 +161,8 @@ def arrays_of(a: Any) -> Arrays:
     return Arrays(getattr(a, "row_ids", None), a.indptr, a.indices, a.data)
 
 
-def launcher(a: Arrays, p: Problem) -> Callable[[launch.Operands], None]:
-    """The launch closure of a plan; it compiles a variant when operands first need it (aligned or not)."""
+def launcher(a: Arrays, p: Problem) -> launch.Prepare:
+    """What a plan prepares; it compiles a variant when operands first need it (aligned or not)."""
     height, width = p.p["blocksize"]
     tile = choose_tile(p)
     listed = p.format == "dbsr"
@@ -185,14 +184,15 @@ def launcher(a: Arrays, p: Problem) -> Callable[[launch.Operands], None]:
 
     variants: dict[bool, launch.Launch] = {}
 
-    def run(x: launch.Operands) -> None:
+    def prepare(x: launch.Operands) -> tuple[launch.Call]:
         wide_b = x.b % 16 == 0 and x.ldb % vector == 0 and (not b_col or width % vector == 0)
         if wide_b not in variants:
             variants[wide_b] = variant(wide_b)
         columns = min(ceil_div(x.n, tile.cols), _GRID_Y_MAX)
-        variants[wide_b]((row_tiles + gap_blocks, columns, 1), x.stream, x.b, x.c, x.n, x.ldb, x.ldc)
+        grid = (row_tiles + gap_blocks, columns, 1)
+        return (variants[wide_b].bind(grid, x.stream, x.b, x.c, x.n, x.ldb, x.ldc),)
 
-    return run
+    return prepare
 
 
 def index_types(a: Arrays) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -179,8 +179,8 @@ class SpmmBSRHopper:
     def plan(self, a: Any, p: Problem) -> Plan:
         tile = choose_tile(p)
         rows, cols = tile.extent(p.p["blocksize"][0])
-        run, workspace = _launcher(spmm_bsr.arrays_of(a), p, tile)
-        return launch.device_plan(self.name, p, run, f"{rows}x{cols}x64", workspace)
+        prepare, workspace = _launcher(spmm_bsr.arrays_of(a), p, tile)
+        return launch.device_plan(self.name, p, prepare, f"{rows}x{cols}x64", workspace)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that together reach every branch of spmm_bsr_sm90a.cu, for the compile test."""
@@ -222,19 +222,19 @@ def _instance(p: Problem, t: Tile, row_type: str, listed: bool, bulk_c: bool) ->
     )
 
 
-def _launcher(a: spmm_bsr.Arrays, p: Problem, tile: Tile) -> tuple[Callable[[launch.Operands], None], int]:
-    """The launch closure and its workspace in bytes.
+def _launcher(a: spmm_bsr.Arrays, p: Problem, tile: Tile) -> tuple[launch.Prepare, int]:
+    """What a plan prepares, and its workspace in bytes.
 
     Whether B suits TMA is known per call only; operands that do not go to spmm_bsr.
     """
     height, width = p.p["blocksize"]
     blocks, entries, block_rows = int(a.indices.size), int(a.indptr.size) - 1, ceil_div(p.M, height)
-    plain: list[Callable[[launch.Operands], None]] = []
+    plain: list[launch.Prepare] = []
 
-    def fall_back(x: launch.Operands) -> None:
+    def fall_back(x: launch.Operands) -> Sequence[Callable[[], None]]:
         if not plain:
             plain.append(spmm_bsr.launcher(a, p))
-        plain[0](x)
+        return plain[0](x)
 
     pointer = a.data.data.ptr
     if not blocks or not tensor_map.aligned(pointer, width, _ITEM) or blocks * height > _INT32_MAX:
@@ -277,26 +277,20 @@ def _launcher(a: spmm_bsr.Arrays, p: Problem, tile: Tile) -> tuple[Callable[[lau
         function = jit.load("spmm_bsr_sm90a.cu", name, "sm_90a", p.device_id, smem)
         return launch.Launch(function, _SIGNATURE, fixed, tile.threads, smem)
 
-    # A loop over the same operands finds its maps; a stream of new ones keeps no garbage.
-    @functools.lru_cache(maxsize=8)
-    def prepared(x: launch.Operands) -> tuple[launch.Launch, int, tensor_map.TensorMap, tensor_map.TensorMap]:
-        bulk_c = p.out_dtype != "float32" and tensor_map.aligned(x.c, x.ldc, _ITEM)
-        b = map_b(x)
-        grid = processors if gaps else min(groups * ceil_div(x.n, cols), processors)
-        return variant(bulk_c), grid, b, map_c(x) if bulk_c else b
-
-    def run(x: launch.Operands) -> None:
+    def prepare(x: launch.Operands) -> Sequence[Callable[[], None]]:
         if (
             not tensor_map.aligned(x.b, x.ldb, _ITEM)
             or groups * ceil_div(x.n, cols) > _INT32_MAX
             or x.n > _INT32_MAX - cols
         ):
-            fall_back(x)
-            return
-        kernel, grid, b, c = prepared(x)
-        kernel((grid, 1, 1), x.stream, b, c, x.c, x.n, x.ldc)
+            return fall_back(x)
+        bulk_c = p.out_dtype != "float32" and tensor_map.aligned(x.c, x.ldc, _ITEM)
+        b = map_b(x)
+        c = map_c(x) if bulk_c else b
+        grid = (processors if gaps else min(groups * ceil_div(x.n, cols), processors), 1, 1)
+        return (variant(bulk_c).bind(grid, x.stream, b, c, x.c, x.n, x.ldc),)
 
-    return run, merged.nbytes
+    return prepare, merged.nbytes
 
 
 def _finish_work() -> None:

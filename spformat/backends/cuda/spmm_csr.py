@@ -17,7 +17,7 @@ from .row_work import (
     Tile,
     bin_table,
     choose_tile,
-    gather_launch,
+    gather,
     longest_piece,
     order_rows,
     row_gather_reasons,
@@ -82,5 +82,5 @@ class SpmmCSR:
             function = jit.load("spmm_csr.cu", f"spmm_csr_pieces<{sums}, {out.cuda}>", arch, p.device_id)
             return Launch(function, ("P", "P", "P", "i", "q"), (rows.cuts,), 256)
 
-        launch, tile = gather_launch(p, rows, nnz, kernels, pieces, resident=True)
-        return device_plan(self.name, p, row_major(p, launch), tile=str(tile), workspace=rows.records.nbytes)
+        prepare, tile = gather(p, rows, nnz, kernels, pieces, resident=True)
+        return device_plan(self.name, p, row_major(p, prepare), tile=str(tile), workspace=rows.records.nbytes)

@@ -20,7 +20,7 @@ from .row_work import (
     Tile,
     bins,
     choose_tile,
-    gather_launch,
+    gather,
     longest_piece,
     order_rows,
     row_gather_reasons,
@@ -83,8 +83,8 @@ class SpmmELLBuckets:
             function = jit.load("spmm_ell_buckets.cu", f"spmm_ell_buckets_pieces<float, {out.cuda}>", arch, p.device_id)
             return Launch(function, ("P", "P", "P", "i", "q"), (rows.cuts,), 256)
 
-        launch, tile = gather_launch(p, rows, items, kernels, pieces)
-        return device_plan(self.name, p, row_major(p, launch), tile=str(tile), workspace=rows.records.nbytes)
+        prepare, tile = gather(p, rows, items, kernels, pieces)
+        return device_plan(self.name, p, row_major(p, prepare), tile=str(tile), workspace=rows.records.nbytes)
 
 
 class Bucket(NamedTuple):

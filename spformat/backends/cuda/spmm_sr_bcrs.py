@@ -7,7 +7,7 @@ from typing import Any
 from ...dtypes import VALUE_TYPES
 from ...problem import COL, STRIDED, Plan, Problem, reasons
 from . import jit
-from .launch import MAX_GRID_Y, Launch, Operands, device_plan
+from .launch import MAX_GRID_Y, Call, Launch, Operands, device_plan
 
 TYPES = ("bfloat16", "float16", "float32", "float64")
 ROWS, WARPS = 8, 8  # rows of a tile that a warp sums; warps of a block
@@ -63,10 +63,10 @@ class SpmmSRBCRS:
         blocks = -(-units * split // WARPS)
         b_col, out_col = p.b_layout == COL, p.out_layout == COL
 
-        def run(o: Operands) -> None:
+        def prepare(o: Operands) -> tuple[Call]:
             grid = (blocks, min(MAX_GRID_Y, -(-o.n // (32 * cols))), 1)
             b_strides = (1, o.ldb) if b_col else (o.ldb, 1)
             c_strides = (1, o.ldc) if out_col else (o.ldc, 1)
-            launch(grid, o.stream, o.b, o.c, o.n, *b_strides, *c_strides)
+            return (launch.bind(grid, o.stream, o.b, o.c, o.n, *b_strides, *c_strides),)
 
-        return device_plan(self.name, p, run, f"{ROWS}x{32 * cols}, {split} warps")
+        return device_plan(self.name, p, prepare, f"{ROWS}x{32 * cols}, {split} warps")

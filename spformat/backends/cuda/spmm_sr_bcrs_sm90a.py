@@ -7,7 +7,7 @@ from typing import Any
 
 from ...problem import COL, Plan, Problem, reasons
 from . import jit, tensor_map
-from .launch import MAX_GRID_Y, Launch, Operands, device_plan
+from .launch import MAX_GRID_Y, Call, Launch, Operands, device_plan
 from .panels import DEPTH, Tile, panels, refusals, step_bytes, types
 
 SOURCE = "spmm_sr_bcrs_sm90a.cu"
@@ -74,21 +74,19 @@ class SpmmSRBCRSHopper:
             threads = 32 * (tile.warps + (1 if tma else 4))
             return Launch(function, signature, fixed, threads, smem(tile)), -(-p.M // (tile.rows * cluster)) * cluster
 
-        @functools.lru_cache(maxsize=8)
-        def map_b(pointer: int, n: int, ldb: int) -> tensor_map.TensorMap:
-            return tensor_map.tiled(pointer, p.b_dtype, (n, p.K), (ldb,), (line, DEPTH // tile.cluster), 2 * line)
-
         unmapped = tensor_map.TensorMap()
         if not b_col:
             launcher(True)
 
-        def run(o: Operands) -> None:
+        def prepare(o: Operands) -> tuple[Call]:
             tma = not b_col and tensor_map.aligned(o.b, o.ldb, 2) and p.K > 0
             launch, blocks = launcher(tma)
-            mapped = map_b(o.b, o.n, o.ldb) if tma else unmapped
+            mapped, box = unmapped, (line, DEPTH // tile.cluster)
+            if tma:
+                mapped = tensor_map.tiled(o.b, p.b_dtype, (o.n, p.K), (o.ldb,), box, 2 * line)
             grid = (blocks, min(MAX_GRID_Y, -(-o.n // tile.cols)), 1)
             b_strides = (1, o.ldb) if b_col else (o.ldb, 1)
             c_strides = (1, o.ldc) if out_col else (o.ldc, 1)
-            launch(grid, o.stream, mapped, o.b, o.c, o.n, *b_strides, *c_strides)
+            return (launch.bind(grid, o.stream, mapped, o.b, o.c, o.n, *b_strides, *c_strides),)
 
-        return device_plan(self.name, p, run, str(tile), made.nbytes)
+        return device_plan(self.name, p, prepare, str(tile), made.nbytes)

@@ -57,5 +57,5 @@ class SpmmSRBCRSTensor:
         function = jit.load("spmm_sr_bcrs_tc.cu", instance, jit.architecture(p.sm or 80, ()), p.device_id, smem(tile))
         fixed = (made.first, made.steps, a.indptr, a.indices, a.data, a.vector_length, a.stride, p.M, p.K)
         launch = Launch(function, "PPPPPiiqqPPqqqq", fixed, 32 * tile.warps, smem(tile))
-        run = over_tiles(launch, -(-p.M // tile.rows), tile.cols, out_col)
-        return device_plan(self.name, p, run, str(tile), made.nbytes)
+        prepare = over_tiles(launch, -(-p.M // tile.rows), tile.cols, out_col)
+        return device_plan(self.name, p, prepare, str(tile), made.nbytes)

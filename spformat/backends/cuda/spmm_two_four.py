@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from ...dtypes import VALUE_TYPES
 from ...problem import COL, Plan, Problem, reasons
 from . import jit, measured
-from .launch import Launch, Operands, device_plan
+from .launch import Call, Launch, Operands, Prepare, device_plan
 
 NAME = "cuda.spmm_two_four"
 MMA_TYPES = ("bfloat16", "float16")
@@ -102,12 +101,12 @@ class SpmmTwoFour:
     def plan(self, a: Any, p: Problem) -> Plan:
         if a.meta_order not in KERNEL_ORDERS:
             a = a.with_meta_order("ldmatrix")
-        run, tile = launcher(a.data, a.meta, a.meta_order, p)
-        return device_plan(self.name, p, run, f"{tile} {a.meta_order}")
+        prepare, tile = launcher(a.data, a.meta, a.meta_order, p)
+        return device_plan(self.name, p, prepare, f"{tile} {a.meta_order}")
 
 
-def launcher(data: Any, meta: Any, order: str, p: Problem) -> tuple[Callable[[Operands], None], Tile]:
-    """What a plan calls, and the tile it uses. ``order``: the order of ``meta``, one of KERNEL_ORDERS."""
+def launcher(data: Any, meta: Any, order: str, p: Problem) -> tuple[Prepare, Tile]:
+    """What a plan prepares, and the tile it uses. ``order``: the order of ``meta``, one of KERNEL_ORDERS."""
     import cupy
 
     limits = cupy.cuda.Device(p.device_id).attributes
@@ -127,8 +126,9 @@ def launcher(data: Any, meta: Any, order: str, p: Problem) -> tuple[Callable[[Op
 
     variant(True)  # compiled with the plan; the other at the first call that needs it
 
-    def run(o: Operands) -> None:
+    def prepare(o: Operands) -> tuple[Call]:
         launch = variant(o.b % 16 == 0 and o.ldb % 8 == 0)
-        launch((row_tiles * -(-o.n // tile.cols), 1, 1), o.stream, o.b, o.c, o.n, o.ldb, o.ldc, o.bias, o.alpha, o.beta)
+        grid = (row_tiles * -(-o.n // tile.cols), 1, 1)
+        return (launch.bind(grid, o.stream, o.b, o.c, o.n, o.ldb, o.ldc, o.bias, o.alpha, o.beta),)
 
-    return run, tile
+    return prepare, tile

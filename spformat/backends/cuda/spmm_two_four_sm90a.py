@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from ...arrays import ceil_div
 from ...dtypes import VALUE_TYPES
 from ...problem import COL, Plan, Problem, reasons
 from . import jit, measured, tensor_map
-from .launch import Launch, Operands, device_plan
+from .launch import Launch, Operands, Prepare, device_plan
 from .occupancy import max_clusters
 from .spmm_two_four import DEPTH, KERNEL_ORDERS, c_type, launcher, mma_reasons
 from .two_four_records import TwoFourRecords
@@ -140,29 +140,25 @@ class SpmmTwoFourSm90a:
         out_item = VALUE_TYPES[p.out_dtype].numpy.itemsize
         copied = tile.splits == 1 and out_item == 2 and p.out_layout != COL
 
-        @functools.lru_cache(maxsize=16)
-        def prepared(b: int, c: int, n: int, ldb: int, ldc: int) -> tuple[Launch, tuple[int, int, int]]:
-            """A launch with all but the epilogue's arguments packed: maps take longer to pass on than to look up."""
-            extents = (p.K, n) if b_col else (n, p.K)
-            b_map = tensor_map.tiled(b, p.b_dtype, extents, (ldb,), box, 128)
-            by_copy = copied and tensor_map.aligned(c, ldc, out_item)
-            c_map = tensor_map.tiled(c, p.out_dtype, (n, p.M), (ldc,), (64, 64), 128) if by_copy else b_map
-            fixed = weights, p.M, p.K, b_map, c, n, ldc, c_map, int(by_copy)
-            clusters = cluster_rows * ceil_div(n, tile.cols)
-            grid = (clusters if tile.splits > 1 else min(clusters, resident)) * tile.blocks
-            return Launch(function, signature, fixed, threads, smem), (grid, 1, 1)
+        launch = Launch(function, signature, (weights, p.M, p.K), threads, smem)
 
         @functools.lru_cache(maxsize=1)
-        def unaligned() -> Callable[[Operands], None]:
+        def unaligned() -> Prepare:
             return launcher(data, meta, order, p)[0]
 
-        def run(o: Operands) -> None:
+        def prepare(o: Operands) -> Sequence[Callable[[], None]]:
             if o.b % 16 or o.ldb * item % 16:
                 return unaligned()(o)
-            launch, grid = prepared(o.b, o.c, o.n, o.ldb, o.ldc)
-            launch(grid, o.stream, o.bias, o.alpha, o.beta)
+            extents = (p.K, o.n) if b_col else (o.n, p.K)
+            b_map = tensor_map.tiled(o.b, p.b_dtype, extents, (o.ldb,), box, 128)
+            by_copy = copied and tensor_map.aligned(o.c, o.ldc, out_item)
+            c_map = tensor_map.tiled(o.c, p.out_dtype, (o.n, p.M), (o.ldc,), (64, 64), 128) if by_copy else b_map
+            clusters = cluster_rows * ceil_div(o.n, tile.cols)
+            grid = ((clusters if tile.splits > 1 else min(clusters, resident)) * tile.blocks, 1, 1)
+            rest = o.bias, o.alpha, o.beta
+            return (launch.bind(grid, o.stream, b_map, o.c, o.n, o.ldc, c_map, int(by_copy), *rest),)
 
-        return device_plan(self.name, p, run, str(tile), int(weights.nbytes))
+        return device_plan(self.name, p, prepare, str(tile), int(weights.nbytes))
 
 
 def _instance(tile: Tile, p: Problem) -> str:

@@ -10,7 +10,7 @@ from ...arrays import ceil_div
 from ...dtypes import VALUE_TYPES
 from ...problem import COL, Plan, Problem
 from . import jit
-from .launch import Launch, Operands, device_plan
+from .launch import Call, Launch, Operands, device_plan
 from .spmm_two_four import DEPTH, c_type, mma_reasons
 from .two_four_records import WORDS, TwoFourRecords
 
@@ -141,21 +141,21 @@ class SpmmTwoFourTokens:
                 )
             return workspaces[stream]
 
-        def run(o: Operands) -> None:
+        def prepare(o: Operands) -> list[Call]:
             partials, counters = (x.data.ptr for x in workspace(o.stream)) if shared else (0, 0)
             rest = partials, counters, o.bias, o.alpha, o.beta
             if o.n == 1 and (b_col or o.ldb == 1):  # a vector: contiguous along K in both layouts
-                variant(True)((tiles, tile.splits, 1), o.stream, o.b, o.c, 1, 16 // size, o.ldc, *rest)
-                return
-            launch = variant(b_col)
+                return [variant(True).bind((tiles, tile.splits, 1), o.stream, o.b, o.c, 1, 16 // size, o.ldc, *rest)]
+            launch, calls = variant(b_col), []
             for first in range(0, o.n, cols):
                 b = o.b + first * _column_bytes(p.b_layout, p.b_dtype, o.ldb)
                 c = o.c + first * _column_bytes(p.out_layout, p.out_dtype, o.ldc)
                 n = min(cols, o.n - first)
-                launch((tiles, tile.splits, 1), o.stream, b, c, n, o.ldb, o.ldc, *rest)
+                calls.append(launch.bind((tiles, tile.splits, 1), o.stream, b, c, n, o.ldb, o.ldc, *rest))
+            return calls
 
         owned = int(weights.nbytes) + (tiles * (tile.splits * tile.rows * cols * 4 + 4) if shared else 0)
-        return device_plan(self.name, p, run, str(tile), owned)
+        return device_plan(self.name, p, prepare, str(tile), owned)
 
 
 def _instance(tile: Tile, p: Problem, cluster: bool, b_col: bool) -> str:

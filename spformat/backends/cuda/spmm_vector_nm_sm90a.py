@@ -7,7 +7,6 @@ dense product over the kept vectors only. Sums are float32.
 from __future__ import annotations
 
 import ctypes
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,7 +114,6 @@ class SpmmVectorNMSm90a:
             shape = Gathered(p.M, p.K, form.vector_length, columns.shape[1], k_tiles, per_split, row_tiles, splits)
             return a_map, shape, columns
 
-        @functools.lru_cache(maxsize=16)
         def c_arguments(c: int, n: int, step_m: int, step_n: int) -> tuple[Any, ...]:
             """C's map, and whether the copy engine can write it: rows on 16-byte boundaries, 16-bit values."""
             if blocking.splits > 1 or p.out_dtype != p.a_dtype or step_n != 1 or not tensor_map.aligned(c, step_m, 2):

@@ -6,7 +6,6 @@ bf16, fp16 and float32, vector lengths that are multiples of 8. Products, sums a
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,7 +167,6 @@ class SpmmVectorNMTMA:
         wide = 128 // size
         a_map = tensor_map.tiled(data.data.ptr, p.a_dtype, (Mp, W), (Mp,), (wide, made.tile_kept), 128)
 
-        @functools.lru_cache(maxsize=16)
         def b_arguments(b: int, pitch: int, n: int) -> tuple[Any, ...]:
             box = (wide, made.tile_cols)
             return (tensor_map.tiled(b, p.a_dtype, (n, p.K), (pitch // size,), box, 128),)

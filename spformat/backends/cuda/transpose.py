@@ -11,7 +11,7 @@ from ...arrays import ceil_div, round_up
 from ...dtypes import VALUE_TYPES
 from ...problem import COL, Problem
 from . import jit
-from .launch import Launch, Operands
+from .launch import Launch, Operands, Prepare
 from .scratch import Scratch
 
 ARCHS = ("sm_80",)
@@ -42,27 +42,26 @@ def grid(rows: int, cols: int) -> tuple[int, int, int]:
     return min(ceil_div(cols, 32), 1 << 20), min(ceil_div(rows, 32), 65535), 1
 
 
-def row_major(p: Problem, launch: Callable[[Operands], None]) -> Callable[[Operands], None]:
-    """``launch``, which takes row-major B and C, for the layouts of ``p``."""
+def row_major(p: Problem, prepare: Prepare) -> Prepare:
+    """``prepare``, which takes row-major B and C, for the layouts of ``p``."""
     turn_b, turn_c = p.b_layout == COL and p.K > 0, p.out_layout == COL
     if not turn_b and not turn_c:
-        return launch
+        return prepare
     b_size, c_size = (VALUE_TYPES[t].numpy.itemsize for t in (p.b_dtype, p.out_dtype))
     transpose_b, transpose_c = Transpose(b_size).launch(p), Transpose(c_size).launch(p)
     scratch = Scratch()
 
-    def run(o: Operands) -> None:
+    def turned(o: Operands) -> list[Callable[[], None]]:
         ld = round_up(o.n, ALIGN)
         b_bytes = round_up(p.K * ld * b_size, 256) if turn_b else 0
-        with scratch.buffer(o.stream, b_bytes + (p.M * ld * c_size if turn_c else 0)) as at:
-            inner = o
-            if turn_b:
-                transpose_b(grid(o.n, p.K), o.stream, o.b, at, o.n, p.K, o.ldb, ld)
-                inner = inner._replace(b=at, ldb=ld)
-            if turn_c:
-                inner = inner._replace(c=at + b_bytes, ldc=ld)
-            launch(inner)
-            if turn_c:
-                transpose_c(grid(p.M, o.n), o.stream, inner.c, o.c, p.M, o.n, ld, o.ldc)
+        at = scratch.buffer(o.stream, b_bytes + (p.M * ld * c_size if turn_c else 0))
+        inner, before, after = o, [], []
+        if turn_b:
+            before = [transpose_b.bind(grid(o.n, p.K), o.stream, o.b, at, o.n, p.K, o.ldb, ld)]
+            inner = inner._replace(b=at, ldb=ld)
+        if turn_c:
+            inner = inner._replace(c=at + b_bytes, ldc=ld)
+            after = [transpose_c.bind(grid(p.M, o.n), o.stream, inner.c, o.c, p.M, o.n, ld, o.ldc)]
+        return [*before, *prepare(inner), *after]
 
-    return run
+    return turned

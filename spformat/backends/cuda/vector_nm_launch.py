@@ -18,6 +18,7 @@ from ...errors import DeviceError, InternalError
 from ...problem import COL, ROW, Problem, reasons
 from ...roofline import DEVICES, H200, Blocking
 from . import jit, launch
+from .scratch import Scratch
 from .vector_nm_tiles import Pattern, Records, Shape, records
 
 C_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float", "float64": "double"}
@@ -60,49 +61,31 @@ def refusals(p: Problem, dtypes: tuple[str, ...]) -> list[str]:
     )
 
 
-class Workspace:
-    """Device memory a plan owns, one buffer per stream (so that runs on two streams do not meet), grown when needed."""
-
-    def __init__(self, device_id: int) -> None:
-        self._device_id = device_id
-        self._held: dict[int, Any] = {}
-
-    def __call__(self, size: int, stream: int) -> int:
-        """A device pointer to at least ``size`` bytes that stays valid for this stream's next launches."""
-        import cupy
-
-        held = self._held.get(stream)
-        if held is None or held.size < size:
-            with cupy.cuda.Device(self._device_id):
-                held = self._held[stream] = cupy.empty(round_up(size, 512), "uint8")
-        return int(held.data.ptr)
-
-
 class AlignedRows:
     """B as rows whose pointer and pitch are multiples of 16 bytes: itself, or a copy made on the same stream."""
 
     def __init__(self, p: Problem) -> None:
         self._size, self._rows, self._col = ITEMSIZE[p.b_dtype], p.K, p.b_layout == COL
-        self._workspace = Workspace(p.device_id)
+        self._scratch = Scratch()
         self._where = (jit.architecture(p.sm or 80, ()), p.device_id)
         self._copy: launch.Launch | None = None
 
-    def __call__(self, x: launch.Operands) -> tuple[int, int]:
-        """(pointer, bytes between rows)"""
+    def __call__(self, x: launch.Operands) -> tuple[list[launch.Call], int, int]:
+        """The calls that bring B there, its pointer, bytes between rows."""
         size = self._size
         if not self._col and x.b % 16 == 0 and x.ldb * size % 16 == 0 and x.ldb * size < _PITCH_MAX:
-            return x.b, x.ldb * size
+            return [], x.b, x.ldb * size
         pitch = round_up(x.n, 16 // size)
         if self._rows == 0:
-            return x.b, pitch * size
-        to = self._workspace(self._rows * pitch * size, x.stream)
+            return [], x.b, pitch * size
+        to = self._scratch.buffer(x.stream, self._rows * pitch * size)
         if self._copy is None:
             instance = f"spformat::vector_nm::copy_to_rows<{_COPY_WORDS[size]}>"
             self._copy = launch.Launch(jit.load(PLAIN_SOURCE, instance, *self._where), "PPiiiqqq", (), 256)
         step_r, step_c = (1, x.ldb) if self._col else (x.ldb, 1)
         grid = (ceil_div(pitch, 64), min(ceil_div(self._rows, 64), _GRID_Y_MAX), 1)
-        self._copy(grid, x.stream, x.b, to, self._rows, x.n, pitch, step_r, step_c, pitch)
-        return to, pitch * size
+        copy = self._copy.bind(grid, x.stream, x.b, to, self._rows, x.n, pitch, step_r, step_c, pitch)
+        return [copy], to, pitch * size
 
 
 def aligned_data(a: Any) -> Any:
@@ -264,8 +247,8 @@ def records_choice(a: Any, p: Problem, made: Records, **rest: Any) -> Choice:
     return Choice(**{"row_tiles": row_tiles, "k_tiles": k_tiles, "signature": (Shape, "P", "P"), "head": head} | rest)
 
 
-def launcher(p: Problem, choice: Choice) -> Callable[[launch.Operands], None]:
-    """The launch closure of a plan."""
+def launcher(p: Problem, choice: Choice) -> launch.Prepare:
+    """What a plan prepares."""
     import cupy
 
     row_tiles, cols, threads = choice.row_tiles, choice.cols, choice.threads
@@ -292,8 +275,8 @@ def launcher(p: Problem, choice: Choice) -> Callable[[launch.Operands], None]:
         size = cluster[0] * cluster[1]
         return made, processors if size == 1 else resident_clusters(function, size, threads, smem)
 
-    def start(x: launch.Operands, c: int, step_m: int, step_n: int, split_stride: int) -> None:
-        b, pitch = rows_of_b(x)
+    def start(x: launch.Operands, c: int, step_m: int, step_n: int, split_stride: int) -> list[launch.Call]:
+        calls, b, pitch = rows_of_b(x)
         down, across = cluster = choose_cluster(x.n)
         column_tiles, (function, resident) = ceil_div(x.n, cols), product(cluster)
         if choice.cluster is None:
@@ -302,7 +285,7 @@ def launcher(p: Problem, choice: Choice) -> Callable[[launch.Operands], None]:
             items = ceil_div(row_tiles, down) * ceil_div(column_tiles, across) * splits
             grid = (min(items, resident) * down * across, 1, 1)
         operands = *b_arguments(b, pitch, x.n), *c_arguments(c, x.n, step_m, step_n)
-        function(grid, x.stream, *operands, c, x.n, step_m, step_n, split_stride)
+        return [*calls, function.bind(grid, x.stream, *operands, c, x.n, step_m, step_n, split_stride)]
 
     product(choose_cluster(max(p.n, 1)))  # compile now, not in the first call
     rows_of_b = AlignedRows(p)
@@ -311,21 +294,20 @@ def launcher(p: Problem, choice: Choice) -> Callable[[launch.Operands], None]:
 
     if splits == 1:
 
-        def run(x: launch.Operands, keep: Any = keep) -> None:
-            start(x, x.c, *((1, x.ldc) if c_col else (x.ldc, 1)), 0)
+        def prepare(x: launch.Operands, keep: Any = keep) -> list[launch.Call]:
+            return start(x, x.c, *((1, x.ldc) if c_col else (x.ldc, 1)), 0)
 
-        return run
+        return prepare
 
     instance = f"spformat::vector_nm::sum_splits<{sum_type}, {out_type}>"
     total = launch.Launch(
         jit.load(PLAIN_SOURCE, instance, jit.architecture(p.sm or 80, ()), p.device_id), "PPiiiqq", (), 256
     )
-    parts = Workspace(p.device_id)
+    parts = Scratch()
 
-    def run_split(x: launch.Operands, keep: Any = keep) -> None:
-        partial = parts(splits * M * x.n * size, x.stream)
-        start(x, partial, x.n, 1, M * x.n)
-        steps = (1, x.ldc) if c_col else (x.ldc, 1)
-        total((min(ceil_div(M * x.n, 256), 8 * processors), 1, 1), x.stream, partial, x.c, splits, M, x.n, *steps)
+    def prepare_split(x: launch.Operands, keep: Any = keep) -> list[launch.Call]:
+        partial = parts.buffer(x.stream, splits * M * x.n * size)
+        steps, grid = (1, x.ldc) if c_col else (x.ldc, 1), (min(ceil_div(M * x.n, 256), 8 * processors), 1, 1)
+        return [*start(x, partial, x.n, 1, M * x.n), total.bind(grid, x.stream, partial, x.c, splits, M, x.n, *steps)]
 
-    return run_split
+    return prepare_split

@@ -1,0 +1,241 @@
+"""Launches and plans without a GPU: what the driver is handed, and which operands a plan knows again."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import stand_in_cupy
+
+from spformat.backends.cuda.launch import REMEMBERED, Launch, Operands, device_plan
+from spformat.problem import COL, ROW, Plan, Problem
+
+
+class Map(ctypes.Structure):
+    _fields_ = [("opaque", ctypes.c_uint64 * 16)]
+
+
+class Odd(ctypes.Structure):
+    _fields_ = [("a", ctypes.c_int32), ("b", ctypes.c_int32), ("c", ctypes.c_int32)]
+
+
+CTYPES = {"P": ctypes.c_uint64, "i": ctypes.c_int32, "q": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double}
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What the driver would have been asked to launch: (function, extents .., stream, places, extra)."""
+    taken: list[tuple[Any, ...]] = []
+    driver = ModuleType("cupy_backends.cuda.api.driver")
+    driver.launchKernel = lambda *arguments: taken.append(arguments)  # type: ignore[attr-defined]
+    driver.CUDADriverError = RuntimeError  # type: ignore[attr-defined]
+    for name in ("cupy_backends", "cupy_backends.cuda"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    api = ModuleType("cupy_backends.cuda.api")
+    api.driver = driver  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, api.__name__, api)
+    monkeypatch.setitem(sys.modules, driver.__name__, driver)
+    return taken
+
+
+def arguments_at(places: int, signature: tuple[Any, ...]) -> list[Any]:
+    """The arguments as the driver finds them: an array of addresses, one for each parameter of the kernel."""
+    found = []
+    for i, kind in enumerate(signature):
+        place = ctypes.c_uint64.from_address(places + 8 * i).value
+        form = CTYPES.get(kind, kind)
+        assert place % ctypes.alignment(form) == 0
+        value = form.from_address(place)
+        found.append(bytes(value) if isinstance(value, ctypes.Structure) else value.value)
+    return found
+
+
+SIGNATURES = [
+    (*"Piq", Map, *"Pif", Odd, *"iqPd"),
+    (Odd, *"q"),
+    (*"iPiPiiqfdf",),
+    (Map, Odd, "i", Map),
+]
+
+
+@pytest.mark.parametrize("signature", SIGNATURES)
+def test_the_driver_finds_every_argument_at_every_cut(launched: list[Any], signature: tuple[Any, ...]) -> None:
+    def value(kind: Any, i: int) -> Any:
+        if not isinstance(kind, str):
+            return kind.from_buffer_copy(bytes(range(i, i + ctypes.sizeof(kind))))
+        return -1.5 - i if kind in "fd" else (1 << 40) + i if kind in "qP" else -7 - i
+
+    values = [value(kind, i) for i, kind in enumerate(signature)]
+    wanted = [bytes(v) if isinstance(v, ctypes.Structure) else v for v in values]
+    for cut in range(len(signature) + 1):
+        call = Launch(SimpleNamespace(ptr=77), signature, values[:cut], 96, 5000).bind((3, 2, 1), 99, *values[cut:])
+        call()
+        *head, places, extra = launched.pop()
+        assert head == [77, 3, 2, 1, 96, 1, 1, 5000, 99]
+        assert (arguments_at(places, signature), extra) == (wanted, 0)
+
+
+def test_bound_calls_keep_their_own_arguments(launched: list[Any]) -> None:
+    launch = Launch(SimpleNamespace(ptr=1), "Pq", (4096,), 32)
+    first, second, empty = launch.bind((1, 1, 1), 0, 5), launch.bind((1, 1, 1), 0, 6), launch.bind((1, 0, 1), 0, 7)
+    for call in (first, second, empty, first):
+        call()
+    assert [arguments_at(x[-2], ("P", "q"))[1] for x in launched] == [5, 6, 5]
+
+
+def test_wrong_numbers_of_arguments_are_refused(launched: list[Any]) -> None:
+    launch = Launch(SimpleNamespace(ptr=1), "Pqi", (4096,), 32)
+    for tail in ((), (1,), (1, 2, 3)):
+        with pytest.raises(Exception, match="expected"):
+            launch.bind((1, 1, 1), 0, *tail)
+
+
+# ------------------------------------------------------------------ plans
+
+
+class World:
+    """The stand-in for CuPy, with a current device and a current stream that a test sets, and what a plan called."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.device, self.stream, self.made, self.prepared = 0, 7, [], []  # type: ignore[var-annotated]
+        self.cupy: Any = stand_in_cupy.module()
+        self.cupy.cuda.runtime.getDevice = lambda: self.device
+        self.cupy.cuda.get_current_stream = lambda: SimpleNamespace(ptr=self.stream)
+        self.cupy.cuda.Device = self._enter
+        monkeypatch.setitem(sys.modules, "cupy", self.cupy)
+
+    def _enter(self, device: int) -> Any:
+        world, before = self, self.device
+
+        class Entered:
+            def __enter__(self) -> None:
+                world.device = device
+
+            def __exit__(self, *_: object) -> None:
+                world.device = before
+
+        return Entered()
+
+    def array(self, *shape: int, dtype: str = "float32", order: str = "C") -> Any:
+        class OnDevice(stand_in_cupy.Array):
+            @property
+            def data(self) -> Any:  # type: ignore[override]
+                return SimpleNamespace(ptr=self.ctypes.data, device_id=0)
+
+        return np.zeros(shape, dtype, order).view(OnDevice)  # type: ignore[call-overload]
+
+    def plan(self, calls: int = 1, **changed: Any) -> Plan:
+        fields = {"device": "cuda", "sm": 90, "b_layout": ROW, "out_layout": ROW} | changed
+        p = Problem("csr", (), 4, 3, 5, 2, "float32", "float32", "float32", **fields)
+
+        def prepare(o: Operands) -> list[Callable[[], None]]:
+            self.prepared.append(o)
+            return [lambda i=i: self.made.append((o, i)) for i in range(calls)]  # type: ignore[misc]
+
+        return device_plan("cuda.test", p, prepare)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+def test_operands_seen_before_are_run_again_and_prepared_once(world: World) -> None:
+    plan, B, out = world.plan(), world.array(3, 5), world.array(4, 5)
+    assert plan.again is not None
+    assert not plan.again(B, out)
+    assert not world.made
+    plan.run(B, out)
+    assert plan.again(B, out)
+    assert plan.again(B[:], out[:])  # other objects, the same memory
+    assert len(world.made) == 3
+    assert len(world.prepared) == 1
+    assert {o for o, _ in world.made} == {Operands(B.ctypes.data, out.ctypes.data, 5, 5, 5, 7)}
+
+
+def test_whatever_the_checks_depend_on_makes_operands_new(world: World) -> None:
+    plan, B, out = world.plan(), world.array(3, 10), world.array(4, 10)
+    assert plan.again is not None
+    plan.run(B[:, :5], out[:, :5])
+    wide, narrow, other = (B[:, :6], out[:, :6]), (B[:, :4], out[:, :4]), (B[:, 1:6], out[:, 1:6])
+    closer = B.reshape(-1)[:15].reshape(3, 5)  # the same address, shape and dtype, other strides
+    typed = B[:, :5].view("int32")
+    for b, c in (wide, narrow, other, (closer, out[:, :5]), (typed, out[:, :5]), (B[:, :5], out[:, 5:])):
+        assert not plan.again(b, c)
+    assert plan.again(B[:, :5], out[:, :5])
+    world.stream = 8
+    assert not plan.again(B[:, :5], out[:, :5])
+    plan.run(B[:, :5], out[:, :5])
+    assert [o.stream for o, _ in world.made] == [7, 7, 8]
+    world.device = 1
+    assert not plan.again(B[:, :5], out[:, :5])
+    plan.run(B[:, :5], out[:, :5])
+    assert len(world.made) == 4
+
+
+def test_refused_operands_are_not_remembered(world: World) -> None:
+    plan, B = world.plan(), world.array(3, 5)
+    assert plan.again is not None
+    wrong = [world.array(4, 6), world.array(5, 5), world.array(4, 5, dtype="float64"), world.array(4, 5, order="F")]
+    for out in wrong:
+        for _ in range(2):
+            with pytest.raises((ValueError, TypeError)):
+                plan.run(B, out)
+            assert not plan.again(B, out)
+    joint = world.array(7, 5)
+    with pytest.raises(ValueError, match="overlaps B"):
+        plan.run(joint[:3], joint[1:5])
+    assert not plan.again(joint[:3], joint[1:5])
+    with pytest.raises(TypeError, match=r"B: expected a CuPy array on cuda:0, got list; move it with cupy.asarray"):
+        plan.run([[1.0] * 5] * 3, None)
+    assert not plan.again(np.zeros((3, 5), "float32"), world.array(4, 5))
+    assert not world.made
+
+
+def test_a_plan_forgets_rather_than_grow(world: World) -> None:
+    plan, B = world.plan(), world.array(3, 5)
+    outs = [world.array(4, 5) for _ in range(REMEMBERED + 3)]
+    for out in outs:
+        plan.run(B, out)
+    assert plan.again is not None
+    known = [plan.again(B, out) for out in outs]
+    assert known[-3:] == [True] * 3
+    assert sum(known) <= REMEMBERED
+
+
+def test_plans_with_an_epilogue_remember_no_operands(world: World) -> None:
+    assert world.plan(epilogue=True).again is None
+    assert world.plan(b_layout=COL).again is not None
+
+
+def test_calls_of_one_product_stay_together(world: World) -> None:
+    plan, B = world.plan(calls=3), world.array(3, 5)
+    outs = [world.array(4, 5) for _ in range(4)]
+    before, interval = len(outs) * 200, sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def work(out: Any) -> None:
+        for _ in range(200):
+            assert plan.again is not None
+            if not plan.again(B, out):
+                plan.run(B, out)
+
+    try:
+        threads = [threading.Thread(target=work, args=(out,)) for out in outs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(world.made) == 3 * before
+    for i in range(0, len(world.made), 3):
+        group = world.made[i : i + 3]
+        assert [step for _, step in group] == [0, 1, 2]
+        assert len({o for o, _ in group}) == 1
