@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from . import descriptor, limits, stfile, threads
+from . import descriptor, limits, stfile, stwriter, threads
 from .arrays import Array, device_errors, import_cupy, parse_device, to_device
 from .descriptor import Record
 from .dtypes import VALUE_TYPES
@@ -117,7 +117,7 @@ def save_dense(path: Path, tensors: Mapping[str, Tensor], *, overwrite: bool = F
     if sparse is not None and sparse.format is not None:
         raise UsageError(f"expected Dense or an array, got {sparse.format.name}; call to_dense()", tensor=sparse.name)
     specs = [(r.name, *r.arrays[""]) for r in records]
-    with stfile.Writer(path, specs, {"format": "pt"}, overwrite=overwrite, verify=verify) as out:
+    with stwriter.Writer(path, specs, {"format": "pt"}, overwrite=overwrite, verify=verify) as out:
         for name, x in arrays.items():
             out.put(name, plain_array(name, x))
 
@@ -282,7 +282,7 @@ class TensorFile:
         r = self.info(name)
         array = array or next(iter(r.arrays))
         code, shape = r.arrays[array]
-        if room.shape[1:] != shape[1:] or stfile.code_of(room.dtype) != code or not room.flags.c_contiguous:
+        if room.shape[1:] != shape[1:] or stwriter.code_of(room.dtype) != code or not room.flags.c_contiguous:
             raise UsageError(f"panel: expected rows of {code} {shape}, got {room.dtype} {room.shape}", tensor=name)
         at = begin * limits.product(*shape[1:], room.dtype.itemsize)
         self._in.read_into(r.entry(array), at, room.reshape(-1).view(np.uint8).data)

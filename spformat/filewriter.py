@@ -8,7 +8,7 @@ from typing import Any, Self, TypeAlias
 
 import numpy as np
 
-from . import descriptor, limits, stfile
+from . import descriptor, limits, stwriter
 from .arrays import Array, is_cupy
 from .descriptor import Record
 from .errors import UsageError, printable
@@ -25,9 +25,9 @@ def outline(name: str, x: Tensor) -> Record:
         raise UsageError(f"tensor name: expected text, got {name!r:.80}")
     if not isinstance(x, Format):
         x = plain_array(name, x)
-        code = stfile.code_of(x.dtype)
+        code = stwriter.code_of(x.dtype)
         return Record(name, None, x.shape, x.dtype.newbyteorder("=").name, {"": (code, x.shape)})
-    arrays = {key: (stfile.code_of(a.dtype), a.shape) for key, a in x.arrays().items()}
+    arrays = {key: (stwriter.code_of(a.dtype), a.shape) for key, a in x.arrays().items()}
     return Record(name, type(x), x.shape, x.dtype.name, arrays, x.params(), x.tables())
 
 
@@ -67,12 +67,12 @@ class FileWriter:
         if descriptor.KEY in others:
             raise UsageError(f"metadata: the key '{descriptor.KEY}' is the descriptor's")
         specs = [(r.entry(array), *spec) for r in chosen for array, spec in r.arrays.items()]
-        entries = stfile.layout(specs)  # UsageError if an array of one tensor is called like another tensor
+        entries = stwriter.layout(specs)  # UsageError if an array of one tensor is called like another tensor
 
         def described(sums: Mapping[str, int]) -> dict[str, str]:
             return descriptor.sealed(descriptor.pack(chosen, sums), entries, others)
 
-        self._out = stfile.Writer(path, specs, described, overwrite=overwrite, verify=verify)
+        self._out = stwriter.Writer(path, specs, described, overwrite=overwrite, verify=verify)
 
     def put(self, name: str, x: Tensor) -> None:
         """Write a tensor that matches its outline. A Format without the validated mark is validated first."""
@@ -100,7 +100,7 @@ class FileWriter:
         """
         record = self._record(name)
         code, shape = record.arrays[array]
-        if (stfile.code_of(part.dtype), part.shape[1:]) != (code, shape[1:]):
+        if (stwriter.code_of(part.dtype), part.shape[1:]) != (code, shape[1:]):
             got = f"{part.dtype} {part.shape}"
             raise UsageError(f"put_part: expected entries of {code} {shape}, got {got}", tensor=name, array=array)
         self._out.put_part(record.entry(array), row * limits.product(*shape[1:], part.dtype.itemsize), part)

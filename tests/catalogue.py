@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 import spformat as sf
-from spformat import stfile
+from spformat import stwriter
 
 ROWS = [f"{group}{i:02}" for group, last in (("C", 38), ("D", 25), ("A", 53), ("F", 34), ("G", 11))
         for i in range(1, last + 1)]  # fmt: skip
@@ -188,8 +188,8 @@ def tensor(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8), **more:
 
 def write(path: Path, arrays: dict[str, Any], metadata: Any = None, **options: Any) -> None:
     """A safetensors file without descriptor, by our writer."""
-    specs = [(name, stfile.code_of(a.dtype), a.shape) for name, a in arrays.items()]
-    with stfile.Writer(path, specs, metadata, **options) as out:
+    specs = [(name, stwriter.code_of(a.dtype), a.shape) for name, a in arrays.items()]
+    with stwriter.Writer(path, specs, metadata, **options) as out:
         for name, a in arrays.items():
             out.put(name, a)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from spformat import descriptor, stfile, stheader
+from spformat import descriptor, stfile, stheader, stwriter
 from spformat.dtypes import VALUE_TYPES
 from spformat.formats.base import Format
 
@@ -49,7 +49,7 @@ def rewrite(path: Path, edit: Edit, *, sums: bool = True, seal: bool = True) -> 
     tree = json.loads(metadata.pop(descriptor.KEY))
     text = edit(tree, arrays)
     raw = {
-        name: a if isinstance(a, tuple) else (stfile.code_of(a.dtype), a.shape, a.tobytes())
+        name: a if isinstance(a, tuple) else (stwriter.code_of(a.dtype), a.shape, a.tobytes())
         for name, a in arrays.items()
     }
     entries = stheader.layout((name, code, shape, len(data)) for name, (code, shape, data) in raw.items())

@@ -16,7 +16,7 @@ import safetensors
 import safetensors.numpy
 from hostile import change, make, matrix, rewrite
 
-from spformat import container, limits, stfile, threads
+from spformat import container, limits, stfile, stwriter, threads
 from spformat.container import load, safe_open, save, save_dense
 from spformat.dtypes import SAFETENSORS, VALUE_TYPES
 from spformat.errors import (
@@ -212,7 +212,7 @@ def test_foreign_files_of_every_value_type_are_dense(tmp_path: Path) -> None:
 
 
 def test_foreign_tensors_of_unknown_dtype_do_not_spoil_the_rest(tmp_path: Path) -> None:
-    with stfile.Writer(tmp_path / "x", [("q", "F4", (3, 8), 12), ("w", "F32", (1, 2))]) as out:
+    with stwriter.Writer(tmp_path / "x", [("q", "F4", (3, 8), 12), ("w", "F32", (1, 2))]) as out:
         out.put("q", [bytes(range(12))])
         out.put("w", np.float32([[1, 2]]))
     with safe_open(tmp_path / "x") as f:

@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dtypes", "limits", "files", "problem"),
     ("arrays", "stheader", "output", "locks"),
     ("segments", "scans", "pinned"),
-    ("stfile",),
+    ("stfile", "stwriter"),
     ("formats",),
     ("descriptor", "convert", "structure", "preprocess", "interop"),
     ("filewriter",),

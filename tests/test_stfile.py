@@ -17,7 +17,7 @@ import safetensors
 import safetensors.numpy
 from catalogue import blob, tensor, write
 
-from spformat import crc, limits, stfile, stheader
+from spformat import crc, limits, stfile, stheader, stwriter
 from spformat.dtypes import SAFETENSORS
 from spformat.errors import (
     ArrayError,
@@ -146,7 +146,7 @@ def test_other_dtypes_pass_through_as_bytes(
         reader.read("a")
     raw = reader.read_bytes("a")
     assert raw.tobytes() == data
-    with stfile.Writer(tmp_path / "y", [("a", code, (shape,), 12)]) as out:
+    with stwriter.Writer(tmp_path / "y", [("a", code, (shape,), 12)]) as out:
         out.put("a", raw)
     with stfile.Reader(tmp_path / "y") as copy:
         assert copy.entries == reader.entries
@@ -177,7 +177,7 @@ def test_byte_orders_and_c42_strides(tmp_path: Path) -> None:
                                  np.zeros(2, np.complex128)])  # fmt: skip
 def test_other_arrays_are_refused(bad: np.ndarray[Any, Any]) -> None:
     with pytest.raises(ArrayError, match="cannot be stored"):
-        stfile.code_of(bad.dtype)
+        stwriter.code_of(bad.dtype)
 
 
 # --- with the official package
@@ -263,8 +263,8 @@ def test_the_same_bytes_every_time_in_any_order_and_pieces(tmp_path: Path) -> No
     arrays = {"w": sample(np.dtype(np.float32), (64, 9)), "b": sample(np.dtype(np.int8), (5,)), "i": np.arange(9)}
     write(tmp_path / "1", arrays, {"b": "1", "a": "2"})
     write(tmp_path / "2", dict(reversed(arrays.items())), {"a": "2", "b": "1"}, verify=True)
-    specs = [(name, stfile.code_of(a.dtype), a.shape) for name, a in arrays.items()]
-    with stfile.Writer(tmp_path / "3", specs, {"a": "2", "b": "1"}) as out:
+    specs = [(name, stwriter.code_of(a.dtype), a.shape) for name, a in arrays.items()]
+    with stwriter.Writer(tmp_path / "3", specs, {"a": "2", "b": "1"}) as out:
         out.put("w", (arrays["w"][i : i + 7] for i in range(0, 64, 7)))  # row panels
         out.put("i", [arrays["i"].tobytes()[:11], b"", bytearray(arrays["i"].tobytes()[11:])])
         out.put("b", arrays["b"])
@@ -285,10 +285,10 @@ def panels(rows: int) -> Iterator[np.ndarray[Any, Any]]:
 
 
 def test_other_memory_layouts_are_copied_panel_by_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stfile, "_PANEL", 2**20)
+    monkeypatch.setattr(stwriter, "_PANEL", 2**20)
     a = np.arange(2**22, dtype=np.float32).reshape(1024, 4096)  # 16 MiB
     swapped = a.astype(">f4")
-    with stfile.Writer(tmp_path / "x", [("a", "F32", (4096, 1024)), ("b", "F32", (1024, 4096))]) as out:
+    with stwriter.Writer(tmp_path / "x", [("a", "F32", (4096, 1024)), ("b", "F32", (1024, 4096))]) as out:
         tracemalloc.start()
         out.put("a", a.T)
         out.put("b", swapped)
@@ -302,7 +302,7 @@ def test_other_memory_layouts_are_copied_panel_by_panel(tmp_path: Path, monkeypa
 
 def test_panels_are_written_in_bounded_memory(tmp_path: Path) -> None:
     rows = 4096  # 16 MiB of 4 KiB panels
-    with stfile.Writer(tmp_path / "x", [("a", "F32", (rows, 1024))]) as out:
+    with stwriter.Writer(tmp_path / "x", [("a", "F32", (rows, 1024))]) as out:
         tracemalloc.start()
         out.put("a", panels(rows))
         peak = tracemalloc.get_traced_memory()[1]
@@ -312,7 +312,7 @@ def test_panels_are_written_in_bounded_memory(tmp_path: Path) -> None:
         assert np.array_equal(reader.read("a", rows=slice(4000, 4001)), np.full((1, 1024), 4000, np.float32))
 
 
-MISUSE: dict[str, tuple[Callable[[stfile.Writer], None], str]] = {
+MISUSE: dict[str, tuple[Callable[[stwriter.Writer], None], str]] = {
     "unknown": (lambda w: w.put("b", np.zeros(3)), "unknown name"),
     "dtype": (lambda w: w.put("a", np.zeros(3, np.float32)), "as declared"),
     "shape": (lambda w: w.put("a", np.zeros((3, 1))), "as declared"),
@@ -326,7 +326,7 @@ MISUSE: dict[str, tuple[Callable[[stfile.Writer], None], str]] = {
 @pytest.mark.parametrize("case", MISUSE)
 def test_wrong_use_of_the_writer_publishes_nothing(tmp_path: Path, case: str) -> None:
     use, message = MISUSE[case]
-    with pytest.raises(UsageError, match=message), stfile.Writer(tmp_path / "x", [("a", "F64", (3,))]) as out:
+    with pytest.raises(UsageError, match=message), stwriter.Writer(tmp_path / "x", [("a", "F64", (3,))]) as out:
         use(out)
     assert list(tmp_path.iterdir()) == []
 
@@ -342,13 +342,13 @@ def test_wrong_use_of_the_writer_publishes_nothing(tmp_path: Path, case: str) ->
 )  # fmt: skip
 def test_what_could_not_be_read_back_is_not_written(tmp_path: Path, specs: Any, error: type[SpformatError]) -> None:
     with pytest.raises(error):
-        stfile.Writer(tmp_path / "x", specs)
+        stwriter.Writer(tmp_path / "x", specs)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_header_over_the_limit_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(LimitError, match="--max-header-bytes"):
-        stfile.Writer(tmp_path / "x", [], {"long": "x" * (17 * 2**20)})
+        stwriter.Writer(tmp_path / "x", [], {"long": "x" * (17 * 2**20)})
     assert list(tmp_path.iterdir()) == []
 
 

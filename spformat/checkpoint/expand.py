@@ -20,7 +20,7 @@ from ..container import TensorFile
 from ..dtypes import SAFETENSORS, value_type
 from ..errors import SpformatError
 from ..formats.base import Format, Panels
-from ..stfile import Writer
+from ..stwriter import Writer
 from .jobs import Job
 from .panels import Team, bound, counted_by, panel_rows
 

@@ -22,7 +22,7 @@ from ..dtypes import SAFETENSORS
 from ..errors import UsageError
 from ..files import sha256_of, size_of
 from ..filewriter import create
-from ..stfile import Writer
+from ..stwriter import Writer
 from .jobs import Job, Outcome
 from .recipe import Recipe
 from .shard import Progress, write_shard

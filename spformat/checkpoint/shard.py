@@ -26,8 +26,8 @@ from ..filewriter import FileWriter, create, outline
 from ..formats import compiled, parse_spec, spec_text
 from ..formats.base import Format
 from ..limits import check_bytes, product
-from ..stfile import Writer, code_of
 from ..structure import count_nonzeros
+from ..stwriter import Writer, code_of
 from .expand import expansion, told_by_the_whole
 from .jobs import Job, Outcome, dense_of, prune, settle
 from .panels import Cut, Placed, Team, cut, record_of, sizing

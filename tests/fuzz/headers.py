@@ -24,7 +24,7 @@ from typing import Any
 import hostile
 import safetensors
 
-from spformat import descriptor, stfile, stheader
+from spformat import descriptor, stheader, stwriter
 from spformat.errors import FormatError, LimitError, SpformatError
 from spformat.formats import FORMATS
 
@@ -134,7 +134,7 @@ def seeds() -> tuple[bytes, ...]:
     found = []
     for fmt in FORMATS:
         f = hostile.make(fmt, (6, 9))
-        entries = {f"w.{k}": [stfile.code_of(a.dtype), list(a.shape), a.nbytes] for k, a in f.arrays().items()}
+        entries = {f"w.{k}": [stwriter.code_of(a.dtype), list(a.shape), a.nbytes] for k, a in f.arrays().items()}
         entries["b"] = ["BOOL", [2], 2]
         tensor: dict[str, Any] = {
             "format": f.name, "version": f.version, "shape": list(f.shape), "dtype": f.dtype.name,

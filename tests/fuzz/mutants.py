@@ -25,7 +25,7 @@ from hostile import matrix
 
 from fuzz.oracle import touched
 from fuzz.substitutions import MEMORY
-from spformat import descriptor, stfile, stheader
+from spformat import descriptor, stfile, stheader, stwriter
 from spformat.container import load, save
 from spformat.errors import FormatError, LimitError, StructureError
 from spformat.formats import FORMATS
@@ -105,7 +105,7 @@ class Base:
         sums = tree["tensors"]["w"]["crc32"]
         for name, data in raw.items():
             sums[name.removeprefix("w.")] = f"{zlib.crc32(data):08x}"
-        entries = stheader.layout((k, stfile.code_of(a.dtype), a.shape, len(raw[k])) for k, a in arrays.items())
+        entries = stheader.layout((k, stwriter.code_of(a.dtype), a.shape, len(raw[k])) for k, a in arrays.items())
         header = stheader.encode(entries, descriptor.sealed(tree, entries, {}))
         whole = len(header).to_bytes(8, "little") + header + b"".join(raw[e.name] for e in entries)
         os.pwrite(self.fd, whole, 0)

@@ -14,7 +14,7 @@ from catalogue import command, refused, refused_file, tree, unharmed, weights
 from hostile import Edit, change, described, drop, keep, make, put, rewrite
 
 import spformat as sf
-from spformat import DescriptorError, VersionError, limits, stfile
+from spformat import DescriptorError, VersionError, limits, stwriter
 from spformat.formats import FORMATS
 from spformat.formats.base import Format
 
@@ -282,7 +282,7 @@ def test_D20_bytes_passed_on_are_checked_too(file: Path) -> None:
             answer = command("convert", file, file.parent / "out", "--to", target)
         assert (answer.code, "01234567 is stored" in answer.err) == (65, True)
     wanted = refused(file.parent, sf.IntegrityError, "01234567 is stored", tensor="bias")
-    with sf.safe_open(file) as f, wanted, stfile.Writer(file.parent / "y", [("bias", "F32", (7,))]) as out:
+    with sf.safe_open(file) as f, wanted, stwriter.Writer(file.parent / "y", [("bias", "F32", (7,))]) as out:
         out.put("bias", f.raw("bias"))
 
 
