@@ -14,7 +14,7 @@ from typing import Any
 from ..formats.base import Format
 from ..problem import COL, Plan, Problem, reasons
 from .base import Kernel
-from .cuda.launch import Operands, Prepare, device_plan
+from .cuda.launch import Call, Operands, Prepare, device_plan
 
 _SEARCH_WORKSPACE = 256 << 20
 """Bytes for cuSPARSELt's search: an algorithm that adds up parts of K needs a matrix of sums for each."""
@@ -220,7 +220,7 @@ def _scalars(double: bool) -> tuple[Any, Any]:
 def _once(launch: Callable[[Operands], None], *keep: Any) -> Prepare:
     """``launch`` as the one call that operands need; ``keep``: arrays it uses by address."""
 
-    def prepare(o: Operands, keep: Any = keep) -> tuple[Callable[[], None]]:
+    def prepare(o: Operands, keep: Any = keep) -> tuple[Call]:
         return (functools.partial(launch, o),)
 
     return prepare

@@ -200,11 +200,11 @@ from spformat.backends.cuda import launch
 from spformat_cli.main import main
 
 wild = cupy.RawKernel('extern "C" __global__ void wild(int* p) { p[threadIdx.x] = 1; }', "wild")
-real = launch.Call.__call__
+real = launch.Bound.__call__
 def broken(self, *args):  # a kernel of ours that writes where nothing is
     real(self, *args)
     wild((1,), (32,), (np.uint64(4096),))
-launch.Call.__call__ = broken
+launch.Bound.__call__ = broken
 sys.argv = ["spformat", *sys.argv[1:]]
 main()
 """

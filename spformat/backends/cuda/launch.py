@@ -8,7 +8,6 @@ serving loop, a training step) makes the same calls again.
 from __future__ import annotations
 
 import ctypes
-import functools
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -27,6 +26,9 @@ _REMEDY = "move it with cupy.asarray (a torch tensor on the device: give it to s
 REMEMBERED = 64
 """Operands of which a plan keeps the calls; a few hundred bytes each."""
 
+Call = Callable[[], None]
+"""Queues one piece of work on the stream that it was made for; may be made again."""
+
 
 class Launch:
     """A compiled function with its leading arguments packed.
@@ -36,8 +38,8 @@ class Launch:
     ``fixed`` are kept alive by the launch. Threads may share a launch.
     """
 
-    __slots__ = ("_driver", "_function", "_keep", "_pack_places", "_pack_tail", "_places", "_room", "_structs",
-                 "_tail_at", "_template", "smem", "threads")  # fmt: skip
+    __slots__ = ("_function", "_keep", "_lock", "_pack", "_places", "_room", "_shared", "_structs", "_tail_at",
+                 "driver", "smem", "threads")  # fmt: skip
 
     def __init__(
         self, function: Any, signature: Sequence[Any], fixed: Sequence[Any], threads: int, smem: int = 0
@@ -45,64 +47,96 @@ class Launch:
         from cupy_backends.cuda.api import driver
 
         kernel = getattr(function, "kernel", function)
-        self._function, self._driver = kernel.ptr, driver
+        self._function, self.driver = kernel.ptr, driver
         codes = [_CODES[s] if isinstance(s, str) else f"{ctypes.sizeof(s)}s" for s in signature]
         # The addresses of the arguments, which the driver reads, and behind them the arguments, aligned as in C.
         behind, cut = 8 * len(codes), len(fixed)
         ends = [behind + struct.calcsize("@" + "".join(codes[: i + 1])) for i in range(len(codes))]
-        starts = [end - struct.calcsize(code) for end, code in zip(ends, codes, strict=True)]
+        self._places = [end - struct.calcsize(code) for end, code in zip(ends, codes, strict=True)]
         self._tail_at = ends[cut - 1] if cut else behind
-        gaps = [start - end for start, end in zip(starts[cut:], [self._tail_at, *ends[cut:]], strict=False)]
+        gaps = [at - end for at, end in zip(self._places[cut:], [self._tail_at, *ends[cut:]], strict=False)]
         tail = "".join(f"{gap}x{code}" for gap, code in zip(gaps, codes[cut:], strict=True))
-        self._pack_tail = struct.Struct(f"={tail}").pack_into
-        self._pack_places = struct.Struct(f"={len(codes)}Q").pack_into
+        self._pack = struct.Struct(f"={tail}").pack_into
         self._structs = [i for i, s in enumerate(signature[cut:]) if not isinstance(s, str)]
-        self._places, template = tuple(starts), bytearray(max([1, *ends]))
-        for start, code, value in zip(starts, codes, [_plain(v) for v in fixed], strict=False):
-            struct.pack_into("=" + code, template, start, value)
-        self._template, self._room = bytes(template), ctypes.c_char * len(template)
+        self._room = ctypes.c_char * max([1, *ends])
+        self._shared, self._lock = self._room(), threading.Lock()
+        for at, code, value in zip(self._places, codes, [_plain(v) for v in fixed], strict=False):
+            struct.pack_into("=" + code, self._shared, at, value)
+        self._point(self._shared)
         self._keep = (function, kernel, tuple(fixed))
         self.threads, self.smem = threads, smem
 
+    def _point(self, room: Any) -> None:
+        """Write the addresses of the arguments in ``room``."""
+        base = ctypes.addressof(room)
+        struct.pack_into(f"={len(self._places)}Q", room, 0, *[base + place for place in self._places])
+
     def bind(self, grid: tuple[int, int, int], stream: int, *tail: Any) -> Call:
-        """The launch on ``stream`` (a cudaStream_t as int) with its run-time arguments, in order, packed.
+        """The launch on ``stream`` (a cudaStream_t as int) with its run-time arguments, in order.
 
         A grid with an empty extent has nothing to do, and the driver would refuse it.
         """
+        if not all(grid):
+            return _nothing
         if self._structs:
             values = list(tail)
             for i in self._structs:
                 values[i] = bytes(values[i])
             tail = tuple(values)
-        room = self._room.from_buffer_copy(self._template)
-        base = ctypes.addressof(room)
-        self._pack_places(room, 0, *[base + place for place in self._places])
-        self._pack_tail(room, self._tail_at, *tail)
-        arguments = (self._function, *grid, self.threads, 1, 1, self.smem, stream, base, 0)
-        return Call(self._driver, arguments if all(grid) else None, (self, room))
+        return Bound(self, (self._function, *grid, self.threads, 1, 1, self.smem, stream), tail)
 
     def __call__(self, grid: tuple[int, int, int], stream: int, *tail: Any) -> None:
         """Launch once."""
         self.bind(grid, stream, *tail)()
 
+    def packed(self, tail: tuple[Any, ...]) -> Any:
+        """Memory with all arguments in place."""
+        with self._lock:
+            room = self._room.from_buffer_copy(self._shared)
+        self._pack(room, self._tail_at, *tail)
+        self._point(room)
+        return room
 
-class Call:
-    """A launch with every argument, on one stream; may be made again and again, by any thread."""
+    def once(self, where: tuple[int, ...], tail: tuple[Any, ...]) -> None:
+        """Launch from memory that all calls share."""
+        with self._lock:  # the driver copies the arguments before it returns
+            self._pack(self._shared, self._tail_at, *tail)
+            self.driver.launchKernel(*where, ctypes.addressof(self._shared), 0)
 
-    __slots__ = ("_arguments", "_driver", "_keep")
 
-    def __init__(self, driver: Any, arguments: tuple[int, ...] | None, keep: Any) -> None:
-        self._driver, self._arguments, self._keep = driver, arguments, keep
+class Bound:
+    """A launch with every argument, on one stream; may be made again and again, by any thread.
+
+    Memory of its own for the arguments it gets when it is made a second time: that costs as much as the launch, and
+    operands may never come again.
+    """
+
+    __slots__ = ("_arguments", "_driver", "_launch", "_made", "_tail", "_where")
+
+    def __init__(self, launch: Launch, where: tuple[int, ...], tail: tuple[Any, ...]) -> None:
+        self._launch, self._where, self._tail, self._driver = launch, where, tail, launch.driver
+        self._arguments: tuple[Any, tuple[int, ...]] | None = None
+        self._made = False
 
     def __call__(self) -> None:
-        if self._arguments is None:
-            return
         try:
-            self._driver.launchKernel(*self._arguments)  # the driver copies what it is given before it returns
+            if self._arguments is not None:
+                self._driver.launchKernel(*self._arguments[1])
+            elif self._made:
+                room = self._launch.packed(self._tail)
+                self._arguments = room, (*self._where, ctypes.addressof(room), 0)
+                self._driver.launchKernel(*self._arguments[1])
+            else:
+                self._launch.once(self._where, self._tail)
+                self._made = True
         except self._driver.CUDADriverError as e:
             typed = device_error(e) or DeviceError(str(e))
             typed.message = f"kernel launch: {typed.message}"
             raise typed from e
+
+
+def _nothing() -> None:
+    """A call for a grid without blocks."""
 
 
 def _plain(value: Any) -> Any:
@@ -129,9 +163,9 @@ class Operands(NamedTuple):
     beta: float = 0.0
 
 
-Prepare = Callable[[Operands], Sequence[Callable[[], None]]]
-"""What a kernel's module does for operands: the calls that make the product, in order (a Call each, or a function that
-queues a library's work). They are kept and made again, so they hold nothing of one moment but the operands."""
+Prepare = Callable[[Operands], Sequence[Call]]
+"""What a kernel's module does for operands: the calls that make the product, in order (of ``Launch.bind``, or functions
+that queue a library's work). They are kept and made again, so they hold nothing of one moment but the operands."""
 
 
 def over_tiles(launch: Launch, row_tiles: int, cols: int, out_col: bool) -> Prepare:
@@ -155,13 +189,24 @@ def device_plan(name: str, p: Problem, prepare: Prepare, tile: str = "", workspa
 
     b_dtype, out_dtype = VALUE_TYPES[p.b_dtype].numpy, numpy_dtype(p.out_dtype)
     b_col, out_col, order = p.b_layout == COL, p.out_layout == COL, "F" if p.out_layout == COL else "C"
-    M, K, device_id = p.M, p.K, p.device_id
+    M, K, device_id, ndarray = p.M, p.K, p.device_id, cupy.ndarray
     b_size, out_size = b_dtype.itemsize, out_dtype.itemsize
     current_device, current_stream = cupy.cuda.runtime.getDevice, cupy.cuda.get_current_stream
-    prepared, whole = functools.lru_cache(REMEMBERED)(prepare), threading.Lock()
-    seen: dict[Any, Sequence[Callable[[], None]]] = {}
+    kept: dict[Operands, Sequence[Call]] = {}
+    seen: dict[Any, Sequence[Call]] = {}
+    whole = threading.Lock()
 
-    def make(calls: Sequence[Callable[[], None]]) -> None:
+    def calls_for(o: Operands) -> tuple[Sequence[Call], bool]:
+        """From ``prepare``, or what it gave last time, and which of the two."""
+        calls = kept.get(o)
+        if calls is not None:
+            return calls, True
+        if len(kept) >= REMEMBERED:
+            kept.clear()
+        calls = kept[o] = prepare(o)
+        return calls, False
+
+    def make(calls: Sequence[Call]) -> None:
         if len(calls) == 1:
             calls[0]()
             return
@@ -182,7 +227,7 @@ def device_plan(name: str, p: Problem, prepare: Prepare, tile: str = "", workspa
         return *b_key, out.data.ptr, out.shape, out.strides, out.dtype, current_stream().ptr
 
     def again(B: Any, out: Any) -> bool:
-        """Make the calls that these operands had made before; False where they are new, and nothing is done."""
+        """Make the calls that these operands made twice before; else False, and nothing is done."""
         try:
             calls = seen.get(key(B, out)) if current_device() == device_id else None
         except AttributeError:  # not arrays of CuPy
@@ -196,11 +241,10 @@ def device_plan(name: str, p: Problem, prepare: Prepare, tile: str = "", workspa
         if current_device() != device_id:
             with cupy.cuda.Device(device_id):
                 return run(B, out, epilogue)
-        for label, x in (("B", B), ("out", out)):
-            if not isinstance(x, cupy.ndarray) and x is not None:
-                raise TypeError(
-                    f"{label}: expected a CuPy array on cuda:{device_id}, got {type(x).__name__}; {_REMEDY}"
-                )
+        if not isinstance(B, ndarray) or not (out is None or isinstance(out, ndarray)):
+            label, x = ("out", out) if isinstance(B, ndarray) else ("B", B)
+            kind = type(x).__name__
+            raise TypeError(f"{label}: expected a CuPy array on cuda:{device_id}, got {kind}; {_REMEDY}")
         shape = B.shape
         if len(shape) != 2 or shape[0] != K:
             raise ValueError(f"B: expected shape ({K}, N), got {shape}")
@@ -213,7 +257,7 @@ def device_plan(name: str, p: Problem, prepare: Prepare, tile: str = "", workspa
             out = empty((M, n))
             if M and n:
                 o = Operands(b.ptr, out.data.ptr, n, ldb, M if out_col else n, current_stream().ptr, *epilogue)
-                make(prepared(o))
+                make(calls_for(o)[0])
             return out
         if out.shape != (M, n):
             raise ValueError(f"out: expected shape ({M}, {n}), got {out.shape}")
@@ -227,8 +271,8 @@ def device_plan(name: str, p: Problem, prepare: Prepare, tile: str = "", workspa
             c_end = c_at + out_size * (((n - 1) * ldc + M) if out_col else ((M - 1) * ldc + n))
             if b_at < c_end and c_at < b_end:
                 raise ValueError("out overlaps B; the product would read what it writes")
-            calls = prepared(Operands(b_at, c_at, n, ldb, ldc, current_stream().ptr, *epilogue))
-            if not epilogue:
+            calls, known = calls_for(Operands(b_at, c_at, n, ldb, ldc, current_stream().ptr, *epilogue))
+            if known and not epilogue:  # the second time: a key for arrays that never come again is a waste
                 if len(seen) >= REMEMBERED:
                     seen.clear()
                 seen[key(B, out)] = calls

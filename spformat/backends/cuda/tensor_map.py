@@ -40,6 +40,7 @@ def aligned(pointer: int, stride: int, itemsize: int) -> bool:
     return pointer % 16 == 0 and stride * itemsize % 16 == 0
 
 
+@functools.lru_cache(maxsize=256)
 def tiled(
     pointer: int,
     dtype: str,
@@ -50,6 +51,9 @@ def tiled(
     promotion: int = 128,
 ) -> TensorMap:
     """A map of a tensor, innermost dimension first.
+
+    The same arguments give the same object: it holds an address and extents, no memory, and products run over and over
+    on the same buffers.
 
     pointer   device address, 16-byte aligned
     extents   elements per dimension, 1 .. 2^32
