@@ -65,6 +65,8 @@ def product(a: ELLBuckets, B, slots, fill, longest):
                     begin, packed = rows.records[at]
                     value = gather(begin + np.arange(packed >> 32))
                     if at < table.pieces:
+                        _, first_piece, count = rows.cuts[packed & 0xFFFFFFFF]
+                        assert first_piece <= at < first_piece + count
                         store(partial, at, value)
                     else:
                         store(C, packed & 0xFFFFFFFF, value)

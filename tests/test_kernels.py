@@ -177,6 +177,10 @@ def test_integers_are_exact(kernel: Any, cp: Any) -> None:
                 assert guarded.intact(), f"{where}: wrote outside C"
                 plan(dev, out=guarded.out)
                 assert (guarded.out.get().view(np.uint8) == first.view(np.uint8)).all(), f"{where}: bits differ"
+                if plan.again is not None:
+                    guarded.out.fill(float("nan"))
+                    assert plan.again(dev, guarded.out) == bool(guarded.out.size), f"{where}: operands not known again"
+                    assert (guarded.out.get().view(np.uint8) == first.view(np.uint8)).all(), f"{where}: bits differ"
                 ran += 1
     assert ran or kernel.name == "vendor.cusparselt", f"{kernel.name}: nothing to try"
 
@@ -216,6 +220,33 @@ def test_errors_stay_under_the_bound(kernel: Any, draw: str, cp: Any) -> None:
     print(f"{kernel.name} {draw}: worst error {worst:.2f} of the bound")
 
 
+@pytest.mark.parametrize("spec", ["csr", "ell-buckets:max_width=64"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_long_rows_are_cut_and_whoever_comes_last_adds_the_pieces(cp: Any, spec: str, dtype: str) -> None:
+    """Exact for every width, one after another on one stream: each leaves the counters as the next one needs them."""
+    rng, (M, K) = np.random.default_rng(13), (60, 30_011)
+    keep = rng.random((M, K)) < 0.001
+    for row, items in {0: 30_011, 7: 2049, 8: 4096, 30: 9000, 59: 20_000}.items():
+        keep[row, rng.permutation(K)[:items]] = True
+    keep[31] = False
+    x = np.where(keep, rng.integers(1, 3, (M, K)) * np.where(np.arange(K) % 2, 1, -1), 0).astype(dtype)
+    a = sf.convert(x, spec).to("cuda")
+    exact = x.astype(np.float64)
+    other = cp.cuda.Stream(non_blocking=True)
+    for n in (1, 7, 32, 130, 512, 3, 32, 1000, 130):
+        B = rng.integers(-1, 2, (K, n)).astype(dtype)
+        wanted = (exact @ B.astype(np.float64)).astype("float32")
+        dev = cp.asarray(B)
+        plan = sf.plan(a, B=dev, out=cp.empty((M, n), "float32"))
+        for stream in (cp.cuda.Stream.null, other, cp.cuda.Stream.null):
+            cp.cuda.runtime.deviceSynchronize()
+            with stream:
+                for _ in range(3):
+                    out = cp.full((M, n), float("nan"), "float32")
+                    plan(dev, out=out)
+                    assert (out.get() == wanted).all(), f"{plan.kernel} {plan.tile} n={n}"
+
+
 def test_refusals_before_launch(cp: Any) -> None:
     x = integers(CASES["even"]("float16"))
     a = sf.convert(x, "csr").to("cuda")
@@ -249,6 +280,14 @@ def test_streams_and_graphs(cp: Any) -> None:
             stream.synchronize()
             stream.begin_capture()
             plan(dev, out=out)
+            graph = stream.end_capture()
+            for _ in range(2):
+                out.fill(float("nan"))
+                graph.launch(stream)
+                stream.synchronize()
+                assert (out.get().astype(np.float64) == wanted).all(), name
+            stream.begin_capture()
+            plan(dev, out=out)  # a call that is made again
             graph = stream.end_capture()
             out.fill(float("nan"))
             graph.launch(stream)

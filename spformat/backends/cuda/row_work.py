@@ -37,7 +37,8 @@ class Rows(NamedTuple):
     """Rows of A in the order they are worked on, longest first."""
 
     records: Array
-    """int64[R, 2]: first item; row in the low and number of items in the high 32 bits. ``pieces`` pieces come first."""
+    """int64[R, 2]: first item; row (of a piece: the entry of its row in ``cuts``) in the low and number of items in the
+    high 32 bits. ``pieces`` pieces come first."""
     counts: tuple[int, ...]
     """Records behind the pieces in each length class."""
     pieces: int
@@ -66,7 +67,7 @@ def order_rows(starts: Array, lengths: Array, rows: Array, longest: int) -> Rows
     shared = xp.concatenate((no, again)) | xp.concatenate((again, no))
     heads = shared & ~xp.concatenate((no, again))
     rank = xp.cumsum(shared, dtype=np.int64) - 1
-    packed = xp.stack((starts, rows | (lengths << 32)), axis=1)
+    packed = xp.stack((starts, xp.where(shared, xp.cumsum(heads) - 1, rows) | (lengths << 32)), axis=1)
     pieces, whole = packed[shared], packed[~shared]  # synchronize!
     first = rank[heads]
     counts = xp.diff(xp.concatenate((first, xp.full(1, len(pieces), np.int64))))
@@ -221,16 +222,14 @@ Kernels = Callable[[Tile], Sequence[tuple[Launch, int]]]
 """The launches of one product and the number of tasks of each."""
 
 
-def gather(
-    p: Problem, rows: Rows, items: int, kernels: Kernels, pieces: Callable[[], Launch], resident: bool = False
-) -> Gather:
-    """What operands need: their tile, all launches, the sums of pieces.
+def gather(p: Problem, rows: Rows, items: int, kernels: Kernels, resident: bool = False) -> Gather:
+    """What operands need: their tile and all launches.
 
-    Tail arguments of ``kernels``: partial, B, C, n, ldb in bytes, ldc, bytes of B to prefetch; of ``pieces``:
-    partial, C, n, ldc.
+    Tail arguments of ``kernels``: sums of pieces, pieces that have arrived, B, C, n, ldb in bytes, ldc, bytes of B to
+    prefetch.
     """
     value_size, out_size = (VALUE_TYPES[t].numpy.itemsize for t in (p.a_dtype, p.out_dtype))
-    sum_size, scratch = 8 if p.a_dtype == "float64" else 4, Scratch()
+    sum_size, sums, arrivals = 8 if p.a_dtype == "float64" else 4, Scratch(), Scratch(zeros=True)
     device, K, cuts = device_of(p.device_id), p.K, len(rows.cuts)
 
     @functools.lru_cache(maxsize=256)
@@ -246,20 +245,17 @@ def gather(
             n, b, c = min(o.n - first, MAX_GRID_Y * tile.columns), o.b + first * value_size, o.c + first * out_size
             panels = ceil_div(n, tile.columns)
             prefetch = ((K - 1) * o.ldb + n) * value_size if tile.prefetch and K else 0
-            partial = scratch.buffer(o.stream, rows.pieces * n * sum_size) if cuts else 0
+            held, arrived = 0, 0
+            if cuts:
+                held = sums.buffer(o.stream, rows.pieces * n * sum_size)
+                arrived = arrivals.buffer(o.stream, cuts * panels * 4)
             for main, blocks in kernels(tile):
                 grid = (tile.blocks_of(blocks, panels, device), panels, 1)
-                calls.append(main.bind(grid, o.stream, partial, b, c, n, o.ldb * value_size, o.ldc, prefetch))
-            if cuts:
-                calls.append(
-                    pieces().bind((cuts, min(ceil_div(n, 256), MAX_GRID_Y), 1), o.stream, partial, c, n, o.ldc)
-                )
+                calls.append(main.bind(grid, o.stream, held, arrived, b, c, n, o.ldb * value_size, o.ldc, prefetch))
         return calls
 
     tile = choose(max(1, p.n), max(1, 16 // value_size))
     kernels(tile)
-    if cuts:
-        pieces()
     return Gather(prepare, tile)
 
 

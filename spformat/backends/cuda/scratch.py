@@ -17,8 +17,10 @@ class Scratch:
     different sizes on one stream hold at most twice the largest.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, zeros: bool = False) -> None:
+        """``zeros``: a buffer is zeros at first; what uses it leaves zeros, whatever part of it that is."""
         self._lock = threading.Lock()
+        self._zeros = zeros
         self._held: dict[tuple[int, int], Any] = {}
 
     def buffer(self, stream: int, nbytes: int) -> int:
@@ -30,7 +32,7 @@ class Scratch:
         with self._lock:
             if key not in self._held:
                 try:
-                    self._held[key] = cupy.empty(1 << key[1], "u1")
+                    self._held[key] = (cupy.zeros if self._zeros else cupy.empty)(1 << key[1], "u1")
                 except cupy.cuda.memory.OutOfMemoryError as e:
                     raise DeviceMemoryError(f"workspace: {1 << key[1]:,} bytes do not fit the device") from e
             return int(self._held[key].data.ptr)

@@ -1,19 +1,20 @@
 // C[M,N] = A[M,K] @ B[K,N], A in CSR, B and C row-major.
 //
 //   records  {int64 start, uint32 row, int32 length}[R]  rows of A sorted by length, longest first; the first
-//            bins.pieces records are pieces of rows that were cut, their sums go to `partial`
+//            bins.pieces records are pieces of rows that were cut (`Pieces` in gather.cuh)
 //   indices  Index[nnz]     columns          data  T[nnz]    values
-//   partial  Sum[pieces, n]                  B     T[K, ldb bytes]       C  Out[M, ldc]
+//   B        T[K, ldb bytes]                 C     Out[M, ldc]
 //
 // Grid: x walks the blocks of all bins (longest rows first), y the column tiles, so that one column panel of B is in
 // L2 at a time. A block of a bin holds SLOTS >> log_slots rows, each dealt to 1 << log_slots slots (gather.cuh).
 // A grid narrower than bins.blocks gives every block several tasks, whose dependent loads then overlap.
-// Every row of A has exactly one record (or pieces, added by spmm_csr_pieces), empty rows too: all of C is written.
+// Every row of A has exactly one record, or pieces; empty rows too: all of C is written.
 //
 // T, Out   value types of A, B and of C; sums are float (double for double)
 // VEC      columns per load of B: VEC * sizeof(T) <= 16 bytes, and B, C, ldb, ldc and n are multiples of it
 // LANES    lanes per slot; TILES: loads per lane and item; a column tile is LANES * VEC * TILES columns wide
 // BATCH    items a slot takes at a time; DEPTH: of these, items whose loads are in flight together
+// CUT      there are pieces
 // RESIDENT the block first copies its column panel of B, all K rows, to dynamic shared memory, and gathers from there
 // BLOCKS   blocks of THREADS threads per SM that the registers must allow; it also keeps ptxas from trading the
 //          loads in flight for more occupancy
@@ -41,7 +42,7 @@ struct Bins {
 // A record on its way: what a slot of one block works on.
 struct Task {
   uint4 record;
-  int piece;  // its row in `partial`, or -1
+  int piece;  // its row in `sums`, or -1
   int log;
   bool live;
 };
@@ -62,11 +63,11 @@ __device__ __forceinline__ Task locate(const Bins& bins, const Record* records, 
 }
 
 template <class T, class Out, class Index, int VEC, int LANES, int TILES, int BATCH, int DEPTH, int THREADS,
-          int BLOCKS, bool RESIDENT>
+          int BLOCKS, bool CUT, bool RESIDENT>
 __global__ void __launch_bounds__(THREADS, BLOCKS)
     spmm_csr(const __grid_constant__ Bins bins, const Record* __restrict__ records, const Index* __restrict__ indices,
-             const T* __restrict__ data, long long nnz, long long K, spformat::sum_t<T>* __restrict__ partial,
-             const T* __restrict__ B, Out* __restrict__ C, int n, int ldb, long long ldc, long long prefetch) {
+             const T* __restrict__ data, long long nnz, long long K, const long long* __restrict__ cuts,
+             spformat::sum_t<T>* __restrict__ sums, unsigned* __restrict__ arrived, const T* __restrict__ B, Out* __restrict__ C, int n, int ldb, long long ldc, long long prefetch) {
   static_assert(VEC * sizeof(T) <= 16, "a load of B is at most 16 bytes");
   static_assert((LANES & (LANES - 1)) == 0 && LANES <= 32, "a slot is a power of two of lanes inside a warp");
   static_assert(BATCH % DEPTH == 0, "a batch is whole groups of DEPTH loads");
@@ -75,6 +76,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
   constexpr int SLOTS = THREADS / LANES, LOG_SLOTS = spformat::log2_of(SLOTS);
   __shared__ S scratch[THREADS / 32 * TILES * VEC * LANES];
   const int lane = threadIdx.x % LANES, slot = threadIdx.x / LANES;
+
+  const spformat::Pieces<S> pieces{cuts, sums, arrived};
 
   // Two tasks ahead the record is loaded, one task ahead the first batch of items.
   Task task = locate(bins, records, blockIdx.x, slot, LOG_SLOTS);
@@ -117,13 +120,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     spformat::gather_row<DEPTH, VEC, TILES>(sum, batch, indices + record.start, data + record.start, record.length, part,
                                             task.log, panel, lane);
     spformat::combine_slots<LANES, TILES, VEC>(sum, task.log, scratch);
-    if (task.live && part == 0) spformat::store_record<LANES>(C, ldc, partial, n, record.row, task.piece, col, sum);
+    if (task.live && part == 0)
+      spformat::store_record<LANES, CUT>(C, ldc, pieces, record.row, task.piece, n, col, sum, lane);
     task = next, next = after, batch = next_batch;
   }
-}
-
-template <class S, class Out>
-__global__ void spmm_csr_pieces(const long long* __restrict__ cuts, const S* __restrict__ partial, Out* __restrict__ C,
-                                int n, long long ldc) {
-  spformat::add_pieces(cuts, partial, C, n, ldc);
 }

@@ -42,16 +42,14 @@ class SpmmCSR:
         tiles = [
             choose_tile(vec, 4, n, 1000, 1000, 10**5, Device()) for vec, n in ((4, 32), (4, 512), (1, 1), (1, 100))
         ]
-        names = [f"spmm_csr<float, float, int, {t.template()}, false>" for t in tiles]
+        names = [f"spmm_csr<float, float, int, {t.template()}, false, false>" for t in tiles]
         half = choose_tile(8, 2, 128, 1000, 1000, 10**5, Device()).template()
-        names += [
-            f"spmm_csr<{t}, {o}, long long, {half}, false>" for t in ("__half", "__nv_bfloat16") for o in (t, "float")
-        ]
-        names.append(
-            f"spmm_csr<double, double, int, {choose_tile(2, 8, 64, 1000, 1000, 10**5, Device()).template()}, false>"
-        )
-        names.append("spmm_csr<__half, __half, int, 8, 8, 2, 8, 4, 512, 1, true>")
-        return (*names, "spmm_csr_pieces<float, __half>", "spmm_csr_pieces<double, double>")
+        double = choose_tile(2, 8, 64, 1000, 1000, 10**5, Device()).template()
+        for t in ("__half", "__nv_bfloat16"):
+            names += [f"spmm_csr<{t}, {out}, long long, {half}, true, false>" for out in (t, "float")]
+        names.append(f"spmm_csr<double, double, int, {double}, true, false>")
+        names.append("spmm_csr<__half, __half, int, 8, 8, 2, 8, 4, 512, 1, true, true>")
+        return tuple(names)
 
     def plan(self, a: Any, p: Problem) -> Plan:
         import cupy
@@ -62,25 +60,19 @@ class SpmmCSR:
             lengths = indptr[1:].astype(np.int64) - starts
             rows = order_rows(starts, lengths, cupy.arange(p.M, dtype=np.int64), longest_piece(p.nnz))
         value, out = VALUE_TYPES[p.a_dtype], VALUE_TYPES[p.out_dtype]
-        sums = "double" if p.a_dtype == "float64" else "float"
         index = "long long" if indices.dtype.itemsize == 8 else "int"
         arch, nnz = jit.architecture(p.sm or 0, ARCHS), int(data.size)
 
         @functools.cache
         def kernels(tile: Tile) -> list[tuple[Launch, int]]:
-            resident = str(tile.resident).lower()
-            instance = f"spmm_csr<{value.cuda}, {out.cuda}, {index}, {tile.template()}, {resident}>"
+            flags = f"{bool(rows.pieces)}, {tile.resident}".lower()
+            instance = f"spmm_csr<{value.cuda}, {out.cuda}, {index}, {tile.template()}, {flags}>"
             smem = p.K * tile.columns * value.numpy.itemsize if tile.resident else 0
             function = jit.load("spmm_csr.cu", instance, arch, p.device_id, smem)
             table = bin_table(rows, tile.slots, tile.fill)
-            fixed = (table, rows.records, indices, data, nnz, p.K)
-            signature = (BinTable, "P", "P", "P", "q", "q", "P", "P", "P", "i", "i", "q", "q")
+            fixed = (table, rows.records, indices, data, nnz, p.K, rows.cuts)
+            signature = (BinTable, *"PPPqqPPPPPiiqq")
             return [(Launch(function, signature, fixed, tile.threads, smem), table.blocks)]
 
-        @functools.cache
-        def pieces() -> Launch:
-            function = jit.load("spmm_csr.cu", f"spmm_csr_pieces<{sums}, {out.cuda}>", arch, p.device_id)
-            return Launch(function, ("P", "P", "P", "i", "q"), (rows.cuts,), 256)
-
-        prepare, tile = gather(p, rows, nnz, kernels, pieces, resident=True)
+        prepare, tile = gather(p, rows, nnz, kernels, resident=True)
         return device_plan(self.name, p, row_major(p, prepare), tile=str(tile), workspace=rows.records.nbytes)

@@ -4,13 +4,12 @@
 //   data     T[S]        values                       B  T[K, ldb bytes]  C  Out[M, ldc]
 //   records  {int64 start, uint32 row, int32 length}  stretches of split rows: neighbouring ELL rows of one row in one
 //            bucket; then the rows that own no ELL row, length 0. The first table.pieces records belong to rows with
-//            several stretches: their sums go to `partial`
-//   partial  Sum[pieces, n]
+//            several stretches (`Pieces` in gather.cuh)
 //
 // Grid: x walks the blocks of all bins, y the column tiles. A bin is a bucket's direct ELL rows, or records of one size.
 // Every block has the same number of stored slots: a slot of lanes takes 8 / width ELL rows of a bucket narrower than 8,
 // one ELL row, or a 2^-log part of one. Where items of direct rows lie follows from the bin: nothing is loaded to find
-// them. A padded slot loads nothing. spmm_ell_buckets_pieces adds what `partial` holds.
+// them. A padded slot loads nothing.
 //
 // Template parameters as in spmm_csr.cu; Row is the type of row_ids. Buckets after SparseTIR (Ye et al., ASPLOS'23).
 #include "spformat/gather.cuh"
@@ -38,7 +37,7 @@ struct Bins {
 struct Task {
   uint4 record;  // a Record
   long long ell_row;
-  int piece;      // its row in `partial`, or -1
+  int piece;      // its row in `sums`, or -1
   int log;
   int log_width;  // of a bucket narrower than 8, else -1
   bool live;
@@ -80,12 +79,12 @@ __device__ __forceinline__ Task locate(const Bins& bins, const Record* records, 
 }
 
 template <class T, class Out, class Row, class Index, int VEC, int LANES, int TILES, int BATCH, int DEPTH, int THREADS,
-          int BLOCKS>
+          int BLOCKS, bool CUT>
 __global__ void __launch_bounds__(THREADS, BLOCKS)
     spmm_ell_buckets(const __grid_constant__ Bins bins, const Record* __restrict__ records,
                      const Row* __restrict__ row_ids, const Index* __restrict__ indices, const T* __restrict__ data,
-                     spformat::sum_t<T>* __restrict__ partial, const T* __restrict__ B,
-                     Out* __restrict__ C, int n, int ldb, long long ldc, long long prefetch) {
+                     const long long* __restrict__ cuts, spformat::sum_t<T>* __restrict__ sums,
+                     unsigned* __restrict__ arrived, const T* __restrict__ B, Out* __restrict__ C, int n, int ldb, long long ldc, long long prefetch) {
   static_assert(VEC * sizeof(T) <= 16, "a load of B is at most 16 bytes");
   static_assert((LANES & (LANES - 1)) == 0 && LANES <= 32, "a slot is a power of two of lanes inside a warp");
   static_assert(BATCH % DEPTH == 0 && BATCH >= NARROW, "a batch is whole groups of DEPTH loads, and holds 8 items");
@@ -95,6 +94,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
   constexpr int HELD = NARROW > LANES ? NARROW / LANES : 1;
   __shared__ S scratch[THREADS / 32 * TILES * VEC * LANES];
   const int lane = threadIdx.x % LANES, slot = threadIdx.x / LANES;
+
+  const spformat::Pieces<S> pieces{cuts, sums, arrived};
 
   // Two tasks ahead the record is loaded, one task ahead the first batch of items.
   Task task = locate(bins, records, row_ids, blockIdx.x, slot, LOG_SLOTS);
@@ -151,14 +152,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
       spformat::gather_row<DEPTH, VEC, TILES>(sum, batch, indices + record.start, data + record.start, record.length, part,
                                               task.log, panel, lane);
       spformat::combine_slots<LANES, TILES, VEC>(sum, task.log, scratch);
-      if (task.live && part == 0) spformat::store_record<LANES>(C, ldc, partial, n, record.row, task.piece, col, sum);
+      if (task.live && part == 0)
+        spformat::store_record<LANES, CUT>(C, ldc, pieces, record.row, task.piece, n, col, sum, lane);
     }
     task = next, next = after, batch = next_batch;
   }
-}
-
-template <class S, class Out>
-__global__ void spmm_ell_buckets_pieces(const long long* __restrict__ cuts, const S* __restrict__ partial,
-                                        Out* __restrict__ C, int n, long long ldc) {
-  spformat::add_pieces(cuts, partial, C, n, ldc);
 }

@@ -49,13 +49,12 @@ class SpmmELLBuckets:
         tiles = [
             choose_tile(vec, 4, n, 1000, 1000, 10**5, Device()) for vec, n in ((4, 32), (4, 512), (1, 1), (1, 100))
         ]
-        names = [f"spmm_ell_buckets<float, float, int, int, {t.template()}>" for t in tiles]
+        names = [f"spmm_ell_buckets<float, float, int, int, {t.template()}, false>" for t in tiles]
         half = choose_tile(8, 2, 128, 1000, 1000, 10**5, Device()).template()
-        names += [f"spmm_ell_buckets<{t}, {t}, int, long long, {half}>" for t in ("__half", "__nv_bfloat16")]
+        names += [f"spmm_ell_buckets<{t}, {t}, int, long long, {half}, false>" for t in ("__half", "__nv_bfloat16")]
         return (
             *names,
-            f"spmm_ell_buckets<__half, float, long long, int, {half}>",
-            "spmm_ell_buckets_pieces<float, float>",
+            f"spmm_ell_buckets<__half, float, long long, int, {half}, true>",
         )
 
     def plan(self, a: Any, p: Problem) -> Plan:
@@ -67,23 +66,19 @@ class SpmmELLBuckets:
             rows = order_stretches(row_ids, buckets, p.M, longest_piece(int(data.size)))
         value, out = VALUE_TYPES[p.a_dtype], VALUE_TYPES[p.out_dtype]
         row, index = ("long long" if x.dtype.itemsize == 8 else "int" for x in (row_ids, indices))
+        cut = str(bool(rows.pieces)).lower()
         arch, items = jit.architecture(p.sm or 0, ARCHS), int(data.size)
 
         @functools.cache
         def kernels(tile: Tile) -> list[tuple[Launch, int]]:
-            instance = f"spmm_ell_buckets<{value.cuda}, {out.cuda}, {row}, {index}, {tile.template()}>"
+            instance = f"spmm_ell_buckets<{value.cuda}, {out.cuda}, {row}, {index}, {tile.template()}, {cut}>"
             function = jit.load("spmm_ell_buckets.cu", instance, arch, p.device_id)
-            signature = (BinTable, "P", "P", "P", "P", "P", "P", "P", "i", "i", "q", "q")
-            fixed = (rows.records, row_ids, indices, data)
+            signature = (BinTable, *"PPPPPPPPPiiqq")
+            fixed = (rows.records, row_ids, indices, data, rows.cuts)
             tables = bin_tables(buckets, rows, tile.slots, tile.fill)
             return [(Launch(function, signature, (t, *fixed), tile.threads), t.blocks) for t in tables]
 
-        @functools.cache
-        def pieces() -> Launch:
-            function = jit.load("spmm_ell_buckets.cu", f"spmm_ell_buckets_pieces<float, {out.cuda}>", arch, p.device_id)
-            return Launch(function, ("P", "P", "P", "i", "q"), (rows.cuts,), 256)
-
-        prepare, tile = gather(p, rows, items, kernels, pieces)
+        prepare, tile = gather(p, rows, items, kernels)
         return device_plan(self.name, p, row_major(p, prepare), tile=str(tile), workspace=rows.records.nbytes)
 
 
