@@ -42,13 +42,12 @@ struct Bins {
 // A record on its way: what a slot of one block works on.
 struct Task {
   uint4 record;
-  int piece;  // its row in `sums`, or -1
   int log;
   bool live;
 };
 
 __device__ __forceinline__ Task locate(const Bins& bins, const Record* records, unsigned block, int slot, int log_all) {
-  Task task{{}, -1, 0, false};
+  Task task{{}, 0, false};
   if (block >= bins.blocks) return task;
   unsigned i = 0;
   while (i + 1 < bins.count && block >= bins.bin[i + 1].first_block) ++i;
@@ -57,7 +56,6 @@ __device__ __forceinline__ Task locate(const Bins& bins, const Record* records, 
   const long long row_of_block = static_cast<long long>(block - bin.first_block) << (log_all - task.log);
   const long long at = bin.first + row_of_block + (slot >> task.log);
   task.live = at < bin.end;
-  task.piece = at < bins.pieces ? static_cast<int>(at) : -1;
   task.record = spformat::load_if(reinterpret_cast<const uint4*>(records + at), task.live);
   return task;
 }
@@ -120,8 +118,11 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     spformat::gather_row<DEPTH, VEC, TILES>(sum, batch, indices + record.start, data + record.start, record.length, part,
                                             task.log, panel, lane);
     spformat::combine_slots<LANES, TILES, VEC>(sum, task.log, scratch);
-    if (task.live && part == 0)
-      spformat::store_record<LANES, CUT>(C, ldc, pieces, record.row, task.piece, n, col, sum, lane);
+    const bool first = task.live && part == 0;
+    if (CUT && block < bins.pieces)  // known of the block, so that the compiler sees its warps whole
+      spformat::store_piece<LANES>(C, ldc, pieces, record.row, block, n, col, sum, first);
+    else if (first)
+      spformat::store_row<LANES>(C + static_cast<long long>(record.row) * ldc + col, sum, width);
     task = next, next = after, batch = next_batch;
   }
 }

@@ -37,7 +37,6 @@ struct Bins {
 struct Task {
   uint4 record;  // a Record
   long long ell_row;
-  int piece;      // its row in `sums`, or -1
   int log;
   int log_width;  // of a bucket narrower than 8, else -1
   bool live;
@@ -46,7 +45,7 @@ struct Task {
 template <class Row>
 __device__ __forceinline__ Task locate(const Bins& bins, const Record* records, const Row* row_ids, unsigned block, int slot,
                                        int log_all) {
-  Task task{{}, 0, -1, 0, -1, false};
+  Task task{{}, 0, 0, -1, false};
   if (block >= bins.blocks) return task;
   unsigned i = 0;
   while (i + 1 < bins.count && block >= bins.bin[i + 1].first_block) ++i;
@@ -72,7 +71,6 @@ __device__ __forceinline__ Task locate(const Bins& bins, const Record* records, 
     const auto row = spformat::load_if(reinterpret_cast<const spformat::word_t<sizeof(Row)>*>(row_ids + at), task.live);
     record.row = static_cast<unsigned>(reinterpret_cast<const Row&>(row));
   } else {
-    task.piece = at < bins.pieces ? static_cast<int>(at) : -1;
     task.record = spformat::load_if(reinterpret_cast<const uint4*>(records + at), task.live);
   }
   return task;
@@ -152,8 +150,11 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
       spformat::gather_row<DEPTH, VEC, TILES>(sum, batch, indices + record.start, data + record.start, record.length, part,
                                               task.log, panel, lane);
       spformat::combine_slots<LANES, TILES, VEC>(sum, task.log, scratch);
-      if (task.live && part == 0)
-        spformat::store_record<LANES, CUT>(C, ldc, pieces, record.row, task.piece, n, col, sum, lane);
+      const bool first = task.live && part == 0;
+      if (CUT && block < bins.pieces)  // known of the block, so that the compiler sees its warps whole
+        spformat::store_piece<LANES>(C, ldc, pieces, record.row, block, n, col, sum, first);
+      else if (first)
+        spformat::store_row<LANES>(C + static_cast<long long>(record.row) * ldc + col, sum, width);
     }
     task = next, next = after, batch = next_batch;
   }

@@ -167,7 +167,7 @@ def bin_tables(buckets: list[Bucket], rows: Rows, slots: int, fill: int) -> list
     tables = []
     for at in range(0, len(entries), MAX_BINS):
         chunk = entries[at : at + MAX_BINS]
-        table = BinTable(count=len(chunk), pieces=rows.pieces)
+        table = BinTable(count=len(chunk), pieces=0 if at else rows.pieces)
         for i, (log_width, log, first, end, start, rows_in_block) in enumerate(chunk):
             table.bin[i] = BinEntry(table.blocks, log_width, log, first, end, start)
             table.blocks += ceil_div(end - first, rows_in_block)

@@ -256,56 +256,35 @@ __device__ __forceinline__ void store_row(Out* first, const S (&sum)[TILES][VEC]
     if (width > t * LANES * VEC) store_vector<Out, VEC>(first + t * LANES * VEC, sum[t]);
 }
 
-// sum += the VEC sums at p, which another block may just have written: not through L1.
-template <int VEC, class S> __device__ __forceinline__ void add_vector(S (&sum)[VEC], const S* p) {
-  constexpr int BYTES = sizeof(S) * VEC < 16 ? sizeof(S) * VEC : 16;
-  constexpr int PER_WORD = BYTES / sizeof(S);
-  using W = word_t<BYTES>;
-#pragma unroll
-  for (int i = 0; i < VEC / PER_WORD; ++i) {
-    const W word = __ldcg(reinterpret_cast<const W*>(p) + i);
-    const S* s = reinterpret_cast<const S*>(&word);
-#pragma unroll
-    for (int v = 0; v < PER_WORD; ++v) sum[i * PER_WORD + v] += s[v];
-  }
-}
-
-// A piece has left its sums in pieces.sums, by the LANES lanes of one slot that call this. Where it is the last of its
-// row to arrive for these columns, the sum of all of them, always in their order, goes to C: whoever arrives last, the
-// bits are the same. Not inlined: the loop that gathers needs the registers.
-template <int LANES, int TILES, int VEC, class Out, class S>
-__device__ __noinline__ void arrive(Out* C, long long ldc, const long long* cuts, const S* sums, unsigned* arrived,
-                                    unsigned cut, int n, int col, int lane) {
-  const unsigned mask = (LANES == 32 ? 0xffffffffu : (1u << LANES) - 1) << (threadIdx.x % 32 - lane);
-  __threadfence();
-  __syncwarp(mask);
-  arrived += static_cast<long long>(cut) * gridDim.y + blockIdx.y;
-  unsigned before = lane == 0 ? atomicAdd(arrived, 1u) : 0;
-  before = __shfl_sync(mask, before, 0, LANES);
-  const long long row = cuts[3ll * cut], first = cuts[3ll * cut + 1], count = cuts[3ll * cut + 2];
-  if (before + 1 != count) return;
-  __threadfence();
-  if (lane == 0) *arrived = 0;  // for the next launch
-#pragma unroll
-  for (int t = 0; t < TILES; ++t) {
-    const int at = col + t * LANES * VEC;
-    if (at >= n) break;
-    S total[VEC] = {};
-#pragma unroll 4
-    for (long long i = first; i < first + count; ++i) add_vector<VEC>(total, sums + i * n + at);
-    store_vector<Out, VEC>(C + row * ldc + at, total);
-  }
-}
-
-// The sums of a record: to its row of C; of a piece (>= 0, only where CUT), together with the other pieces of the row.
-template <int LANES, bool CUT, class Out, int TILES, int VEC, class S>
-__device__ __forceinline__ void store_record(Out* C, long long ldc, const Pieces<S>& pieces, unsigned row, int piece, int n,
-                                             int col, const S (&sum)[TILES][VEC], int lane) {
-  if (CUT && piece >= 0) {
+// A block has summed a piece of a row, in its first slot (`first`). The sums go to pieces.sums; where the piece is the last
+// of its row to arrive for these columns, the sum of all of them, always in their order, goes to C: whoever arrives
+// last, the bits are the same.
+template <int LANES, class Out, int TILES, int VEC, class S>
+__device__ __forceinline__ void store_piece(Out* C, long long ldc, const Pieces<S>& pieces, unsigned cut, int piece, int n,
+                                            int col, const S (&sum)[TILES][VEC], bool first) {
+  __shared__ bool last;
+  if (first) {
     store_row<LANES>(pieces.sums + static_cast<long long>(piece) * n + col, sum, n - col);
-    arrive<LANES, TILES, VEC>(C, ldc, pieces.cuts, pieces.sums, pieces.arrived, row, n, col, lane);
-  } else {
-    store_row<LANES>(C + static_cast<long long>(row) * ldc + col, sum, n - col);
+    __threadfence();
+  }
+  __syncthreads();
+  const long long row = pieces.cuts[3ll * cut], begin = pieces.cuts[3ll * cut + 1], count = pieces.cuts[3ll * cut + 2];
+  if (threadIdx.x == 0) {
+    unsigned* arrived = pieces.arrived + static_cast<long long>(cut) * gridDim.y + blockIdx.y;
+    last = atomicAdd(arrived, 1u) + 1 == count;
+    if (last) *arrived = 0;  // for the next launch
+    __threadfence();
+  }
+  __syncthreads();
+  if (last) {
+    constexpr int COLUMNS = LANES * TILES * VEC;
+    const int end = min(n, static_cast<int>(blockIdx.y + 1) * COLUMNS);
+    for (int c = blockIdx.y * COLUMNS + threadIdx.x; c < end; c += blockDim.x) {
+      S total = 0;
+#pragma unroll 4
+      for (long long i = begin; i < begin + count; ++i) total += __ldcg(pieces.sums + i * n + c);
+      C[row * ldc + c] = narrow<Out>(total);
+    }
   }
 }
 
