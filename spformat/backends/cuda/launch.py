@@ -193,7 +193,7 @@ def device_plan(name: str, p: Problem, prepare: Prepare, tile: str = "", workspa
     b_size, out_size = b_dtype.itemsize, out_dtype.itemsize
     current_device, current_stream = cupy.cuda.runtime.getDevice, cupy.cuda.get_current_stream
     kept: dict[Operands, Sequence[Call]] = {}
-    seen: dict[Any, Sequence[Call]] = {}
+    seen: dict[tuple[int, int], tuple[Any, Sequence[Call]]] = {}
     whole = threading.Lock()
 
     def calls_for(o: Operands) -> tuple[Sequence[Call], bool]:
@@ -222,19 +222,18 @@ def device_plan(name: str, p: Problem, prepare: Prepare, tile: str = "", workspa
             raise DeviceMemoryError(f"{text} is usable. Multiply fewer columns of B at a time") from e
 
     def key(B: Any, out: Any) -> Any:
-        """All that the checks and the calls depend on; an address is of one device."""
-        b_key = B.data.ptr, B.shape, B.strides, B.dtype
-        return *b_key, out.data.ptr, out.shape, out.strides, out.dtype, current_stream().ptr
+        """All that the checks and the calls depend on, beside the addresses (which are of one device)."""
+        return B.shape, B.strides, B.dtype, out.shape, out.strides, out.dtype, current_stream().ptr
 
     def again(B: Any, out: Any) -> bool:
         """Make the calls that these operands made twice before; else False, and nothing is done."""
         try:
-            calls = seen.get(key(B, out)) if current_device() == device_id else None
+            found = seen.get((B.data.ptr, out.data.ptr))
         except AttributeError:  # not arrays of CuPy
             return False
-        if calls is None:
+        if found is None or current_device() != device_id or found[0] != key(B, out):
             return False
-        make(calls)
+        make(found[1])
         return True
 
     def run(B: Any, out: Any, epilogue: tuple[Any, ...] = ()) -> Any:
@@ -275,7 +274,7 @@ def device_plan(name: str, p: Problem, prepare: Prepare, tile: str = "", workspa
             if known and not epilogue:  # the second time: a key for arrays that never come again is a waste
                 if len(seen) >= REMEMBERED:
                     seen.clear()
-                seen[key(B, out)] = calls
+                seen[b_at, c_at] = key(B, out), calls
             make(calls)
         return out
 
