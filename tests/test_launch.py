@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import stand_in_cupy
 
-from spformat.backends.cuda.launch import REMEMBERED, Launch, Operands, device_plan
+from spformat.backends.cuda.launch import GRAPH_AFTER, REMEMBERED, Launch, Operands, device_plan
 from spformat.problem import COL, ROW, Plan, Problem
 
 
@@ -104,6 +103,20 @@ def test_wrong_numbers_of_arguments_are_refused(launched: list[Any]) -> None:
 # ------------------------------------------------------------------ plans
 
 
+class Step:
+    """A launch as ``Together`` knows it; tells the world when it is made."""
+
+    def __init__(self, world: World, what: Any, stream: int) -> None:
+        self.world, self.what, self.stream = world, what, stream
+
+    def on(self, stream: int) -> Step:
+        return Step(self.world, self.what, stream)
+
+    def __call__(self) -> None:
+        graph = self.world.graphs.get(self.stream)
+        (self.world.made if graph is None else graph).append(self.what)
+
+
 class World:
     """The stand-in for CuPy, with a current device and a current stream that a test sets, and what a plan called."""
 
@@ -113,7 +126,39 @@ class World:
         self.cupy.cuda.runtime.getDevice = lambda: self.device
         self.cupy.cuda.get_current_stream = lambda: SimpleNamespace(ptr=self.stream)
         self.cupy.cuda.Device = self._enter
+        # A stream that is captured takes calls into its graph; to launch the graph is to make them.
+        self.graphs: dict[int, list[Any]] = {}
+        self.launched = 0
+        world = self
+
+        class Stream:
+            ptr = 1000
+
+            def __init__(self, non_blocking: bool) -> None:
+                Stream.ptr += 1
+                self.ptr = Stream.ptr
+
+            def __enter__(self) -> None: ...
+
+            def __exit__(self, *_: object) -> None: ...
+
+            def begin_capture(self, mode: str) -> None:
+                world.graphs[self.ptr] = []
+
+            def end_capture(self) -> Any:
+                graph = world.graphs.pop(self.ptr)
+
+                def launch() -> None:
+                    world.launched += 1
+                    world.made += graph
+
+                return SimpleNamespace(launch=launch)
+
+        self.cupy.cuda.Stream = Stream
+        self.cupy.cuda.runtime.streamCaptureModeRelaxed = "relaxed"
+        self.cupy.cuda.runtime.streamIsCapturing = lambda stream: stream in self.graphs
         monkeypatch.setitem(sys.modules, "cupy", self.cupy)
+        monkeypatch.setitem(sys.modules, "cupy.cuda", self.cupy.cuda)
 
     def _enter(self, device: int) -> Any:
         world, before = self, self.device
@@ -139,9 +184,9 @@ class World:
         fields = {"device": "cuda", "sm": 90, "b_layout": ROW, "out_layout": ROW} | changed
         p = Problem("csr", (), 4, 3, 5, 2, "float32", "float32", "float32", **fields)
 
-        def prepare(o: Operands) -> list[Callable[[], None]]:
+        def prepare(o: Operands) -> Any:
             self.prepared.append(o)
-            return [lambda i=i: self.made.append((o, i)) for i in range(calls)]  # type: ignore[misc]
+            return [Step(self, (o, i), o.stream) for i in range(calls)]
 
         return device_plan("cuda.test", p, prepare)
 
@@ -247,7 +292,29 @@ def test_calls_of_one_product_stay_together(world: World) -> None:
     finally:
         sys.setswitchinterval(interval)
     assert len(world.made) == 3 * before
+    assert world.launched == 3 * before // 3 - len(outs) * GRAPH_AFTER
     for i in range(0, len(world.made), 3):
         group = world.made[i : i + 3]
         assert [step for _, step in group] == [0, 1, 2]
         assert len({o for o, _ in group}) == 1
+
+
+def test_a_captured_stream_takes_up_the_launches_not_a_graph(world: World) -> None:
+    plan, B, out = world.plan(calls=2), world.array(3, 5), world.array(4, 5)
+    for _ in range(GRAPH_AFTER + 2):
+        plan.run(B, out)
+    assert world.launched == 2
+    world.graphs[world.stream] = []
+    plan.run(B, out)
+    assert [step for _, step in world.graphs.pop(world.stream)] == [0, 1]
+    assert world.launched == 2
+    plan.run(B, out)
+    assert world.launched == 3
+    assert [step for _, step in world.made] == [0, 1] * (GRAPH_AFTER + 3)
+    assert plan.again is not None
+    world.stream = 0  # the default stream, which cannot be captured
+    world.cupy.cuda.runtime.streamIsCapturing = lambda _: pytest.fail("asked of the default stream")
+    for _ in range(GRAPH_AFTER + 1):
+        plan.run(B, out)
+    assert plan.again(B, out)
+    assert world.launched == 5

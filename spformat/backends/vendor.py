@@ -14,7 +14,7 @@ from typing import Any
 from ..formats.base import Format
 from ..problem import COL, Plan, Problem, reasons
 from .base import Kernel
-from .cuda.launch import Call, Operands, Prepare, device_plan
+from .cuda.launch import Call, Library, Operands, device_plan
 
 _SEARCH_WORKSPACE = 256 << 20
 """Bytes for cuSPARSELt's search: an algorithm that adds up parts of K needs a matrix of sums for each."""
@@ -217,7 +217,7 @@ def _scalars(double: bool) -> tuple[Any, Any]:
     return np.array(1, dtype).ctypes, np.array(0, dtype).ctypes
 
 
-def _once(launch: Callable[[Operands], None], *keep: Any) -> Prepare:
+def _once(launch: Callable[[Operands], None], *keep: Any) -> Library:
     """``launch`` as the one call that operands need; ``keep``: arrays it uses by address."""
 
     def prepare(o: Operands, keep: Any = keep) -> tuple[Call]:

@@ -25,6 +25,8 @@ MAX_GRID_Y = 65535
 _REMEDY = "move it with cupy.asarray (a torch tensor on the device: give it to spmm)"
 REMEMBERED = 64
 """Operands of which a plan keeps the calls; a few hundred bytes each."""
+GRAPH_AFTER = 2
+"""Times that several launches of one product are made one by one."""
 
 Call = Callable[[], None]
 """Queues one piece of work on the stream that it was made for; may be made again."""
@@ -71,13 +73,8 @@ class Launch:
         base = ctypes.addressof(room)
         struct.pack_into(f"={len(self._places)}Q", room, 0, *[base + place for place in self._places])
 
-    def bind(self, grid: tuple[int, int, int], stream: int, *tail: Any) -> Call:
-        """The launch on ``stream`` (a cudaStream_t as int) with its run-time arguments, in order.
-
-        A grid with an empty extent has nothing to do, and the driver would refuse it.
-        """
-        if not all(grid):
-            return _nothing
+    def bind(self, grid: tuple[int, int, int], stream: int, *tail: Any) -> Bound:
+        """The launch on ``stream`` (a cudaStream_t as int) with its run-time arguments, in order."""
         if self._structs:
             values = list(tail)
             for i in self._structs:
@@ -118,10 +115,16 @@ class Bound:
         self._arguments: tuple[Any, tuple[int, ...]] | None = None
         self._made = False
 
+    def on(self, stream: int) -> Bound:
+        """The same launch on another stream."""
+        return Bound(self._launch, (*self._where[:-1], stream), self._tail)
+
     def __call__(self) -> None:
         try:
             if self._arguments is not None:
                 self._driver.launchKernel(*self._arguments[1])
+            elif not all(self._where[1:4]):
+                return  # a grid with an empty extent has nothing to do, and the driver would refuse it
             elif self._made:
                 room = self._launch.packed(self._tail)
                 self._arguments = room, (*self._where, ctypes.addressof(room), 0)
@@ -135,8 +138,46 @@ class Bound:
             raise typed from e
 
 
-def _nothing() -> None:
-    """A call for a grid without blocks."""
+class Together:
+    """Launches that follow one another on a stream, made as one call.
+
+    They share a workspace: another thread's must not come between, hence ``lock``.
+
+    From the third time on they go to the driver as one CUDA graph, for two thirds of the host time of two launches.
+    While the stream is captured they go one by one: the graph that takes them up then is the caller's.
+    """
+
+    __slots__ = ("_calls", "_graph", "_lock", "_made", "_stream")
+
+    def __init__(self, calls: Sequence[Bound], stream: int, lock: threading.Lock) -> None:
+        self._calls, self._stream, self._lock, self._made = calls, stream, lock, 0
+        self._graph: Any = None
+
+    def __call__(self) -> None:
+        with self._lock:
+            if self._made < GRAPH_AFTER or self._captured():
+                for call in self._calls:
+                    call()
+                self._made += 1
+                return
+            if self._graph is None:
+                self._graph = self._made_graph()
+            self._graph.launch()
+
+    def _captured(self) -> bool:
+        from cupy.cuda import runtime
+
+        return self._stream != 0 and bool(runtime.streamIsCapturing(self._stream))  # the default stream cannot be
+
+    def _made_graph(self) -> Any:
+        import cupy
+
+        aside = cupy.cuda.Stream(non_blocking=True)
+        with aside:
+            aside.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
+            for call in self._calls:
+                call.on(aside.ptr)()
+            return aside.end_capture()
 
 
 def _plain(value: Any) -> Any:
@@ -163,16 +204,20 @@ class Operands(NamedTuple):
     beta: float = 0.0
 
 
-Prepare = Callable[[Operands], Sequence[Call]]
-"""What a kernel's module does for operands: the calls that make the product, in order (of ``Launch.bind``, or functions
-that queue a library's work). They are kept and made again, so they hold nothing of one moment but the operands."""
+Prepare = Callable[[Operands], Sequence[Bound]]
+"""What a kernel's module does for operands: the launches that make the product, in order (``Launch.bind``). They are
+kept and made again, so they hold nothing of one moment but the operands."""
+
+
+Library = Callable[[Operands], tuple[Call]]
+"""The same where a library queues the work: one call."""
 
 
 def over_tiles(launch: Launch, row_tiles: int, cols: int, out_col: bool) -> Prepare:
     """A kernel whose grid is row tiles x tiles of ``cols`` columns of C, and whose tail is B, C, N, ldb and the
     elements between rows and between columns of C."""
 
-    def prepare(o: Operands) -> tuple[Call]:
+    def prepare(o: Operands) -> tuple[Bound]:
         grid = (row_tiles, min(MAX_GRID_Y, -(-o.n // cols)), 1)
         c_row, c_col = (1, o.ldc) if out_col else (o.ldc, 1)
         return (launch.bind(grid, o.stream, o.b, o.c, o.n, o.ldb, c_row, c_col),)
@@ -180,7 +225,7 @@ def over_tiles(launch: Launch, row_tiles: int, cols: int, out_col: bool) -> Prep
     return prepare
 
 
-def device_plan(name: str, p: Problem, prepare: Prepare, tile: str = "", workspace: int = 0) -> Plan:
+def device_plan(name: str, p: Problem, prepare: Prepare | Library, tile: str = "", workspace: int = 0) -> Plan:
     """A Plan whose run checks B and out, allocates out when it is None, and makes the calls of ``prepare``.
 
     ``prepare`` is called with the plan's device current, M > 0 and N > 0; its calls must write all of C. K may be 0.
@@ -192,27 +237,20 @@ def device_plan(name: str, p: Problem, prepare: Prepare, tile: str = "", workspa
     M, K, device_id, ndarray = p.M, p.K, p.device_id, cupy.ndarray
     b_size, out_size = b_dtype.itemsize, out_dtype.itemsize
     current_device, current_stream = cupy.cuda.runtime.getDevice, cupy.cuda.get_current_stream
-    kept: dict[Operands, Sequence[Call]] = {}
-    seen: dict[tuple[int, int], tuple[Any, Sequence[Call]]] = {}
+    kept: dict[Operands, Call] = {}
+    seen: dict[tuple[int, int], tuple[Any, Call]] = {}
     whole = threading.Lock()
 
-    def calls_for(o: Operands) -> tuple[Sequence[Call], bool]:
+    def call_for(o: Operands) -> tuple[Call, bool]:
         """From ``prepare``, or what it gave last time, and which of the two."""
-        calls = kept.get(o)
-        if calls is not None:
-            return calls, True
+        call = kept.get(o)
+        if call is not None:
+            return call, True
         if len(kept) >= REMEMBERED:
             kept.clear()
-        calls = kept[o] = prepare(o)
-        return calls, False
-
-    def make(calls: Sequence[Call]) -> None:
-        if len(calls) == 1:
-            calls[0]()
-            return
-        with whole:  # they share a workspace: another thread's must not come between
-            for call in calls:
-                call()
+        calls = prepare(o)
+        call = kept[o] = calls[0] if len(calls) == 1 else Together(calls, o.stream, whole)
+        return call, False
 
     def empty(shape: tuple[int, int]) -> Any:
         try:
@@ -233,7 +271,7 @@ def device_plan(name: str, p: Problem, prepare: Prepare, tile: str = "", workspa
             return False
         if found is None or current_device() != device_id or found[0] != key(B, out):
             return False
-        make(found[1])
+        found[1]()
         return True
 
     def run(B: Any, out: Any, epilogue: tuple[Any, ...] = ()) -> Any:
@@ -256,7 +294,7 @@ def device_plan(name: str, p: Problem, prepare: Prepare, tile: str = "", workspa
             out = empty((M, n))
             if M and n:
                 o = Operands(b.ptr, out.data.ptr, n, ldb, M if out_col else n, current_stream().ptr, *epilogue)
-                make(calls_for(o)[0])
+                call_for(o)[0]()
             return out
         if out.shape != (M, n):
             raise ValueError(f"out: expected shape ({M}, {n}), got {out.shape}")
@@ -270,12 +308,12 @@ def device_plan(name: str, p: Problem, prepare: Prepare, tile: str = "", workspa
             c_end = c_at + out_size * (((n - 1) * ldc + M) if out_col else ((M - 1) * ldc + n))
             if b_at < c_end and c_at < b_end:
                 raise ValueError("out overlaps B; the product would read what it writes")
-            calls, known = calls_for(Operands(b_at, c_at, n, ldb, ldc, current_stream().ptr, *epilogue))
+            call, known = call_for(Operands(b_at, c_at, n, ldb, ldc, current_stream().ptr, *epilogue))
             if known and not epilogue:  # the second time: a key for arrays that never come again is a waste
                 if len(seen) >= REMEMBERED:
                     seen.clear()
-                seen[b_at, c_at] = key(B, out), calls
-            make(calls)
+                seen[b_at, c_at] = key(B, out), call
+            call()
         return out
 
     def run_epilogue(B: Any, out: Any, alpha: float, beta: float, bias: Any) -> Any:

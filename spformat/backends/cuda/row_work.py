@@ -20,7 +20,7 @@ from ...dtypes import VALUE_TYPES
 from ...errors import LimitError
 from ...problem import STRIDED, Problem, reasons
 from ...segments import offsets_from_counts, rank_in_row, rows_of
-from .launch import MAX_GRID_Y, Call, Launch, Operands, Prepare
+from .launch import MAX_GRID_Y, Bound, Launch, Operands, Prepare
 from .scratch import Scratch
 
 GROUP = 4
@@ -236,7 +236,7 @@ def gather(p: Problem, rows: Rows, items: int, kernels: Kernels, resident: bool 
     def choose(n: int, vec: int) -> Tile:
         return choose_tile(vec, value_size, n, K, p.M, items, device, resident)
 
-    def prepare(o: Operands) -> list[Call]:
+    def prepare(o: Operands) -> list[Bound]:
         if o.ldb * value_size >= 2**31:
             raise LimitError(f"B: a line of {o.ldb} elements passes 2 GiB; multiply fewer columns at a time")
         tile = choose(o.n, vector_width(value_size, out_size, o.n, o.b & 15, o.c & 15, o.ldb, o.ldc))

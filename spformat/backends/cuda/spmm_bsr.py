@@ -184,7 +184,7 @@ def launcher(a: Arrays, p: Problem) -> launch.Prepare:
 
     variants: dict[bool, launch.Launch] = {}
 
-    def prepare(x: launch.Operands) -> tuple[launch.Call]:
+    def prepare(x: launch.Operands) -> tuple[launch.Bound]:
         wide_b = x.b % 16 == 0 and x.ldb % vector == 0 and (not b_col or width % vector == 0)
         if wide_b not in variants:
             variants[wide_b] = variant(wide_b)

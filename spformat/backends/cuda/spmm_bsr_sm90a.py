@@ -231,7 +231,7 @@ def _launcher(a: spmm_bsr.Arrays, p: Problem, tile: Tile) -> tuple[launch.Prepar
     blocks, entries, block_rows = int(a.indices.size), int(a.indptr.size) - 1, ceil_div(p.M, height)
     plain: list[launch.Prepare] = []
 
-    def fall_back(x: launch.Operands) -> Sequence[launch.Call]:
+    def fall_back(x: launch.Operands) -> Sequence[launch.Bound]:
         if not plain:
             plain.append(spmm_bsr.launcher(a, p))
         return plain[0](x)
@@ -277,7 +277,7 @@ def _launcher(a: spmm_bsr.Arrays, p: Problem, tile: Tile) -> tuple[launch.Prepar
         function = jit.load("spmm_bsr_sm90a.cu", name, "sm_90a", p.device_id, smem)
         return launch.Launch(function, _SIGNATURE, fixed, tile.threads, smem)
 
-    def prepare(x: launch.Operands) -> Sequence[launch.Call]:
+    def prepare(x: launch.Operands) -> Sequence[launch.Bound]:
         if (
             not tensor_map.aligned(x.b, x.ldb, _ITEM)
             or groups * ceil_div(x.n, cols) > _INT32_MAX

@@ -16,7 +16,7 @@ from ...errors import LimitError
 from ...preprocess.schedule import WARPS, tca
 from ...problem import Plan, Problem
 from . import jit
-from .launch import Call, Launch, Operands, device_plan
+from .launch import Bound, Launch, Operands, device_plan
 from .row_work import row_gather_reasons, vector_width
 from .transpose import row_major
 
@@ -67,7 +67,7 @@ class SpmmCSRTensor:
                 function, ("P", "P", "i", "P", "P", "P", "P", "q", "P", "P", "i", "q", "q"), fixed, WARPS * 32
             )
 
-        def prepare(o: Operands) -> tuple[Call]:
+        def prepare(o: Operands) -> tuple[Bound]:
             vec = vector_width(size, out_size, o.n, o.b, o.c, o.ldb, o.ldc)
             return (kernel(vec).bind((total, 1, 1), o.stream, o.b, o.c, o.n, o.ldb * size, o.ldc),)
 

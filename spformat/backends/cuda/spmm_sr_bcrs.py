@@ -7,7 +7,7 @@ from typing import Any
 from ...dtypes import VALUE_TYPES
 from ...problem import COL, STRIDED, Plan, Problem, reasons
 from . import jit
-from .launch import MAX_GRID_Y, Call, Launch, Operands, device_plan
+from .launch import MAX_GRID_Y, Bound, Launch, Operands, device_plan
 
 TYPES = ("bfloat16", "float16", "float32", "float64")
 ROWS, WARPS = 8, 8  # rows of a tile that a warp sums; warps of a block
@@ -63,7 +63,7 @@ class SpmmSRBCRS:
         blocks = -(-units * split // WARPS)
         b_col, out_col = p.b_layout == COL, p.out_layout == COL
 
-        def prepare(o: Operands) -> tuple[Call]:
+        def prepare(o: Operands) -> tuple[Bound]:
             grid = (blocks, min(MAX_GRID_Y, -(-o.n // (32 * cols))), 1)
             b_strides = (1, o.ldb) if b_col else (o.ldb, 1)
             c_strides = (1, o.ldc) if out_col else (o.ldc, 1)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...problem import COL, Plan, Problem, reasons
 from . import jit, tensor_map
-from .launch import MAX_GRID_Y, Call, Launch, Operands, device_plan
+from .launch import MAX_GRID_Y, Bound, Launch, Operands, device_plan
 from .panels import DEPTH, Tile, panels, refusals, step_bytes, types
 
 SOURCE = "spmm_sr_bcrs_sm90a.cu"
@@ -78,7 +78,7 @@ class SpmmSRBCRSHopper:
         if not b_col:
             launcher(True)
 
-        def prepare(o: Operands) -> tuple[Call]:
+        def prepare(o: Operands) -> tuple[Bound]:
             tma = not b_col and tensor_map.aligned(o.b, o.ldb, 2) and p.K > 0
             launch, blocks = launcher(tma)
             mapped, box = unmapped, (line, DEPTH // tile.cluster)

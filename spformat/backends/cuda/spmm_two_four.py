@@ -9,7 +9,7 @@ from typing import Any
 from ...dtypes import VALUE_TYPES
 from ...problem import COL, Plan, Problem, reasons
 from . import jit, measured
-from .launch import Call, Launch, Operands, Prepare, device_plan
+from .launch import Bound, Launch, Operands, Prepare, device_plan
 
 NAME = "cuda.spmm_two_four"
 MMA_TYPES = ("bfloat16", "float16")
@@ -126,7 +126,7 @@ def launcher(data: Any, meta: Any, order: str, p: Problem) -> tuple[Prepare, Til
 
     variant(True)  # compiled with the plan; the other at the first call that needs it
 
-    def prepare(o: Operands) -> tuple[Call]:
+    def prepare(o: Operands) -> tuple[Bound]:
         launch = variant(o.b % 16 == 0 and o.ldb % 8 == 0)
         grid = (row_tiles * -(-o.n // tile.cols), 1, 1)
         return (launch.bind(grid, o.stream, o.b, o.c, o.n, o.ldb, o.ldc, o.bias, o.alpha, o.beta),)

@@ -11,7 +11,7 @@ from ...arrays import ceil_div
 from ...dtypes import VALUE_TYPES
 from ...problem import COL, Plan, Problem, reasons
 from . import jit, measured, tensor_map
-from .launch import Call, Launch, Operands, Prepare, device_plan
+from .launch import Bound, Launch, Operands, Prepare, device_plan
 from .occupancy import max_clusters
 from .spmm_two_four import DEPTH, KERNEL_ORDERS, c_type, launcher, mma_reasons
 from .two_four_records import TwoFourRecords
@@ -146,7 +146,7 @@ class SpmmTwoFourSm90a:
         def unaligned() -> Prepare:
             return launcher(data, meta, order, p)[0]
 
-        def prepare(o: Operands) -> Sequence[Call]:
+        def prepare(o: Operands) -> Sequence[Bound]:
             if o.b % 16 or o.ldb * item % 16:
                 return unaligned()(o)
             extents = (p.K, o.n) if b_col else (o.n, p.K)

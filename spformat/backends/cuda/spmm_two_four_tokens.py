@@ -10,7 +10,7 @@ from ...arrays import ceil_div
 from ...dtypes import VALUE_TYPES
 from ...problem import COL, Plan, Problem
 from . import jit
-from .launch import Call, Launch, Operands, device_plan
+from .launch import Bound, Launch, Operands, device_plan
 from .spmm_two_four import DEPTH, c_type, mma_reasons
 from .two_four_records import WORDS, TwoFourRecords
 
@@ -141,7 +141,7 @@ class SpmmTwoFourTokens:
                 )
             return workspaces[stream]
 
-        def prepare(o: Operands) -> list[Call]:
+        def prepare(o: Operands) -> list[Bound]:
             partials, counters = (x.data.ptr for x in workspace(o.stream)) if shared else (0, 0)
             rest = partials, counters, o.bias, o.alpha, o.beta
             if o.n == 1 and (b_col or o.ldb == 1):  # a vector: contiguous along K in both layouts

@@ -9,7 +9,7 @@ from ...arrays import ceil_div, round_up
 from ...dtypes import VALUE_TYPES
 from ...problem import COL, Problem
 from . import jit
-from .launch import Call, Launch, Operands, Prepare
+from .launch import Bound, Launch, Operands, Prepare
 from .scratch import Scratch
 
 ARCHS = ("sm_80",)
@@ -49,7 +49,7 @@ def row_major(p: Problem, prepare: Prepare) -> Prepare:
     transpose_b, transpose_c = Transpose(b_size).launch(p), Transpose(c_size).launch(p)
     scratch = Scratch()
 
-    def turned(o: Operands) -> list[Call]:
+    def turned(o: Operands) -> list[Bound]:
         ld = round_up(o.n, ALIGN)
         b_bytes = round_up(p.K * ld * b_size, 256) if turn_b else 0
         at = scratch.buffer(o.stream, b_bytes + (p.M * ld * c_size if turn_c else 0))

@@ -70,7 +70,7 @@ class AlignedRows:
         self._where = (jit.architecture(p.sm or 80, ()), p.device_id)
         self._copy: launch.Launch | None = None
 
-    def __call__(self, x: launch.Operands) -> tuple[list[launch.Call], int, int]:
+    def __call__(self, x: launch.Operands) -> tuple[list[launch.Bound], int, int]:
         """The calls that bring B there, its pointer, bytes between rows."""
         size = self._size
         if not self._col and x.b % 16 == 0 and x.ldb * size % 16 == 0 and x.ldb * size < _PITCH_MAX:
@@ -275,7 +275,7 @@ def launcher(p: Problem, choice: Choice) -> launch.Prepare:
         size = cluster[0] * cluster[1]
         return made, processors if size == 1 else resident_clusters(function, size, threads, smem)
 
-    def start(x: launch.Operands, c: int, step_m: int, step_n: int, split_stride: int) -> list[launch.Call]:
+    def start(x: launch.Operands, c: int, step_m: int, step_n: int, split_stride: int) -> list[launch.Bound]:
         calls, b, pitch = rows_of_b(x)
         down, across = cluster = choose_cluster(x.n)
         column_tiles, (function, resident) = ceil_div(x.n, cols), product(cluster)
@@ -294,7 +294,7 @@ def launcher(p: Problem, choice: Choice) -> launch.Prepare:
 
     if splits == 1:
 
-        def prepare(x: launch.Operands, keep: Any = keep) -> list[launch.Call]:
+        def prepare(x: launch.Operands, keep: Any = keep) -> list[launch.Bound]:
             return start(x, x.c, *((1, x.ldc) if c_col else (x.ldc, 1)), 0)
 
         return prepare
@@ -305,7 +305,7 @@ def launcher(p: Problem, choice: Choice) -> launch.Prepare:
     )
     parts = Scratch()
 
-    def prepare_split(x: launch.Operands, keep: Any = keep) -> list[launch.Call]:
+    def prepare_split(x: launch.Operands, keep: Any = keep) -> list[launch.Bound]:
         partial = parts.buffer(x.stream, splits * M * x.n * size)
         steps, grid = (1, x.ldc) if c_col else (x.ldc, 1), (min(ceil_div(M * x.n, 256), 8 * processors), 1, 1)
         return [*start(x, partial, x.n, 1, M * x.n), total.bind(grid, x.stream, partial, x.c, splits, M, x.n, *steps)]
