@@ -25,16 +25,20 @@ import spformat as sf
 
 ROWS, COLS = 4096, 11008
 FORMATS = ("two-four", "bitmask", "csr", "bsr:blocksize=64x64", "sr-bcrs", "dense")
+"""Any other format is taken too: dbsr, vector-nm:n=2,m=4,vector_length=32, ell-buckets."""
 _BUFFER = 16 << 20
 
 
 def matrix(target: str) -> np.ndarray[Any, Any]:
-    """bfloat16[ROWS, COLS] that the format is meant for: 2:4, half empty, nine tenths empty, or in blocks."""
+    """bfloat16[ROWS, COLS] that the format is meant for: 2:4, of rows or vectors, nine tenths empty, or in blocks."""
     rng = np.random.default_rng(0)
     bits = rng.integers(0x3C00, 0x4000, (ROWS, COLS), np.uint16)
-    if target.startswith(("csr", "sr-bcrs")):
+    if target.startswith(("csr", "sr-bcrs", "ell-buckets")):
         keep = rng.random((ROWS, COLS), np.float32) < 0.1
-    elif target.startswith("bsr"):
+    elif target.startswith("vector-nm"):
+        keep = rng.random((ROWS // 32, COLS // 4, 4)).argsort(axis=2).reshape(-1, COLS) < 2
+        keep = np.repeat(keep, 32, axis=0)
+    elif target.startswith(("bsr", "dbsr")):
         keep = np.repeat(np.repeat(rng.random((ROWS // 64, COLS // 64)) < 0.2, 64, axis=0), 64, axis=1)
     else:
         keep = rng.random((ROWS, COLS // 4, 4), np.float32).argsort(axis=2).reshape(ROWS, COLS) < 2

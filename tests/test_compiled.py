@@ -18,7 +18,7 @@ from cases import codes, nm_places
 from spformat import threads
 from spformat.dtypes import VALUE_TYPES, bits
 from spformat.errors import InvariantError, StructureError
-from spformat.formats import BSR, CSR, SRBCRS, Bitmask, ELLBuckets, Format, TwoFour, VectorNM, compiled
+from spformat.formats import BSR, CSR, SRBCRS, Bitmask, ELLBuckets, Format, TwoFour, VectorNM, compiled, on_device
 from spformat.preprocess import masks
 
 pytest.importorskip("numba")
@@ -222,10 +222,11 @@ def test_a_numba_that_does_not_import_is_done_without(monkeypatch: pytest.Monkey
         compiled._usable.cache_clear()
 
 
-@pytest.mark.parametrize("edge", compiled.ON_DEVICE)
+@pytest.mark.parametrize("edge", on_device.ON_DEVICE)
 def test_a_twin_on_the_device_takes_what_the_host_code_takes(edge: str) -> None:
-    twin = importlib.import_module(f"spformat.backends.cuda.{compiled.ON_DEVICE[edge]}")
-    here, there = (inspect.signature(getattr(owner, edge)) for owner in (compiled, twin))
+    home = on_device if hasattr(on_device, edge) else compiled
+    twin = importlib.import_module(f"spformat.backends.cuda.{on_device.ON_DEVICE[edge]}")
+    here, there = (inspect.signature(getattr(owner, edge)) for owner in (home, twin))
     assert list(here.parameters) == list(there.parameters)
 
 

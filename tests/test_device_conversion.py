@@ -15,7 +15,7 @@ from cases import sparse
 import spformat as sf
 from spformat import container, pinned
 from spformat.checkpoint import Recipe, convert_checkpoint, shard
-from spformat.formats import compiled
+from spformat.formats import on_device
 
 TARGETS = ("two-four", "bitmask", "csr", "bsr:blocksize=16x16", "vector-nm:n=2,m=4", "sr-bcrs", "ell-buckets", "auto")
 
@@ -25,7 +25,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
     """CuPy without a GPU, and pieces so small that every buffer is used many times."""
     cupy = stand_in_cupy.module()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(compiled, "ON_DEVICE", {})  # no kernel runs here
+    monkeypatch.setattr(on_device, "ON_DEVICE", {})  # no kernel runs here
     monkeypatch.setattr(container, "SCAN_ON_DEVICE", 0)
     monkeypatch.setattr(shard, "_WORTH_MOVING", 0)
     monkeypatch.setattr(pinned, "PIECE", 1000)

@@ -13,7 +13,7 @@ from spformat.backends.cuda import two_four_pack
 from spformat.backends.cuda.two_four_pack import TwoFourPack
 from spformat.dtypes import VALUE_TYPES, bits
 from spformat.errors import StructureError, UsageError
-from spformat.formats import compiled, two_four
+from spformat.formats import compiled, on_device, two_four
 from spformat.preprocess import masks
 
 ORDERS = ("logical", "ldmatrix", "fragment", "cutlass-sm80")
@@ -89,8 +89,8 @@ def test_what_the_kernel_reports_becomes_the_refusal(monkeypatch: pytest.MonkeyP
 
     for module in (two_four, masks, compiled):
         monkeypatch.setattr(module, "is_cupy", lambda x: True)
-    monkeypatch.setattr(compiled, "two_four_pack", pack)
-    monkeypatch.setattr(compiled, "two_four_unpack", unpack)
+    monkeypatch.setattr(on_device, "two_four_pack", pack)
+    monkeypatch.setattr(on_device, "two_four_unpack", unpack)
     monkeypatch.setattr(TwoFour, "_encode", None)
     b = TwoFour.from_dense(x, meta_order="cutlass-sm80")
     assert b == a

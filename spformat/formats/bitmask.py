@@ -17,7 +17,7 @@ from ..arrays import Array, ceil_div, index_dtype, is_cupy, namespace
 from ..dtypes import bits, nonzero_mask
 from ..errors import IndexBoundsError, InvariantError, PatternError
 from ..segments import pointer
-from . import compiled
+from . import compiled, on_device
 from .base import INDEX, VALUE, Format, Panels, array, checked_values
 from .csr import CSR
 
@@ -59,6 +59,9 @@ class Bitmask(Format):
     def _panels(self) -> list[slice]:
         M, K = self.shape
         return list(scans.chunks(M, self.data, max(1, PANEL // max(1, K))))
+
+    def found_sound(self) -> bool:
+        return on_device.bitmask_sound(self.shape, self.indptr, self.bitmask, self.data)
 
     def check_memory(self) -> None:
         K = self.shape[1]

@@ -21,7 +21,7 @@ from ..dtypes import bits, nonzero_mask
 from ..errors import PatternError
 from ..limits import check_bytes, product
 from ..segments import counts_of, distinct_sorted, pointer, rows_of
-from . import compiled
+from . import compiled, on_device
 from .base import INDEX, VALUE, Format, Panels, array, checked_values, param
 from .csr import CSR
 
@@ -61,6 +61,9 @@ class BSR(Format):
     def block_rows(self) -> Array:
         """int64[nnzb]: block row of each block."""
         return rows_of(self.indptr, self.nnzb)
+
+    def found_sound(self) -> bool:
+        return on_device.bsr_sound(self.shape, self.blocksize, None, self.indptr, self.indices, self.data)
 
     def check_memory(self) -> None:
         scans.pointer(self, "indptr", self.nnzb)

@@ -1,7 +1,7 @@
 """Dense arrays to and from the sparse layouts in compiled code: a faster twin of the numpy code.
 
 ``serves(x)`` says when a format hands its work over: a large host array, and numba installed; or a CuPy array, and a
-CUDA twin of this edge (``ON_DEVICE``). The numpy code stays the law: results equal it bit for bit. numba and the CUDA
+CUDA twin of this edge (``on_device``). The numpy code stays the law: results equal it bit for bit. numba and the CUDA
 code are imported by the first conversion that wants them, never by importing spformat.
 """
 
@@ -17,27 +17,16 @@ from typing import Any
 import numpy as np
 
 from .. import threads
-from ..arrays import PAD, Array, ceil_div, current_device, is_cupy, round_up
+from ..arrays import PAD, Array, ceil_div, is_cupy, round_up
 from ..dtypes import bits, value_type
 from ..segments import pointer
+from . import on_device
 
 LARGE, WARM = 16 << 20, 1 << 20
 """Bytes of a dense array that are worth importing numba (0.5 s a process), and worth a call once it is there."""
 PIECE = 1 << 19
 """Dense elements a thread takes at a time."""
 
-
-ON_DEVICE = {
-    "sr_bcrs_sound": "sr_bcrs_scan",
-    "vector_nm_encode": "vector_nm_convert",
-    "vector_nm_prune": "vector_nm_convert",
-    "vector_nm_to_dense": "vector_nm_convert",
-    "vector_nm_pack": "vector_nm_convert",
-    "two_four_pack": "two_four_pack",
-    "two_four_unpack": "two_four_pack",
-}
-"""Edge -> the module of backends/cuda with a function of that name, which takes what the function here takes, as CuPy
-arrays. It is loaded by name because backends stand above formats."""
 
 _LOOPS = f"{__package__}.numba_cache"
 
@@ -55,21 +44,14 @@ def _usable() -> bool:
 def serves(x: Array, elements: int | None = None, edge: str = "") -> bool:
     """Whether ``x``, dense or the values of something of ``elements`` dense elements, goes through compiled code.
 
-    edge: the function of this module that is meant; without it only the host has one.
+    edge: the function, here or in ``on_device``, that is meant; without it only the host has one.
     """
     if is_cupy(x):
-        return edge in ON_DEVICE
+        return edge in on_device.ON_DEVICE
     size = (x.size if elements is None else elements) * x.dtype.itemsize
     if not isinstance(x, np.ndarray) or size < WARM:
         return False
     return (size >= LARGE or _LOOPS in sys.modules) and _usable()
-
-
-def _on_device(edge: str, *args: Any) -> Any:
-    """The CUDA twin of an edge, called with the device of its first array current."""
-    twin = importlib.import_module(f"spformat.backends.cuda.{ON_DEVICE[edge]}")
-    with current_device(next(a for a in args if is_cupy(a))):
-        return getattr(twin, edge)(*args)
 
 
 def prepare(size: int) -> None:
@@ -344,33 +326,13 @@ def sr_bcrs_to_dense(indptr: Array, indices: Array, data: Array, out: Array) -> 
     _rows(_loops("block").vector_scatter, ceil_div(M, t), t * K, indptr, indices, bits(data), t, bits(out))
 
 
-def sr_bcrs_sound(shape: tuple[int, int], indptr: Array, indices: Array, data: Array) -> bool:
-    """Whether the arrays hold a valid matrix [M, K]; on a device only."""
-    return bool(_on_device("sr_bcrs_sound", shape, indptr, indices, data))
-
-
-def two_four_pack(x: Array, order: str, data: Array, meta: Array, prune: bool = False) -> tuple[int, int, int]:
-    """Fill ``data`` [Mp, Kp/2] and ``meta`` [Mp*Kp/16], all of both, from x [M, K]; on a device only.
-
-    Returns what ``two_four_encode`` does. prune: the two largest magnitudes of every group stay, as
-    ``masks.magnitude_nm`` ranks them; refused are then values that are not finite, and only their count is given.
-    """
-    refused: tuple[int, int, int] = _on_device("two_four_pack", x, order, data, meta, prune)
-    return refused
-
-
-def two_four_unpack(data: Array, meta: Array, order: str, out: Array) -> None:
-    """Write ``out`` [M, K], all of it, from valid ``data`` and ``meta``; on a device only."""
-    _on_device("two_four_unpack", data, meta, order, out)
-
-
 def vector_nm_encode(x: Array, n: int, m: int, length: int, indices: Array, data: Array) -> Any:
     """Fill indices uint8[W, Q] and data [W, Mp] from x [M, K]; on the host both start out as zeros.
 
     What it returns is for ``vector_nm_refusal``, which waits for a device; when a window is refused, data is of no use.
     """
     if is_cupy(x):
-        return _on_device("vector_nm_encode", x, n, m, length, indices, data)
+        return on_device.call("vector_nm_encode", x, n, m, length, indices, data)
     args = (bits(x), _zero(x), n, m, length, indices, bits(data))
     return _rows_or_refusal(_loops("vector_nm").vector_nm_encode, indices.shape[1], length * x.shape[1], *args)
 
@@ -384,25 +346,11 @@ def vector_nm_refusal(encoded: Any) -> tuple[int, int, int]:
     return (count, first >> 9, first & 511) if count else (0, 0, 0)
 
 
-def vector_nm_prune(x: Array, n: int, m: int, length: int, norm: str, indices: Array, data: Array) -> Any:
-    """``vector_nm_encode`` of x with the vectors kept that ``masks.magnitude_vector_nm`` keeps; on a device only.
-
-    Returns None where the kernel does not take x, else what has the count of values that are not finite as first word
-    of ``get()``, which waits for the device.
-    """
-    return _on_device("vector_nm_prune", x, n, m, length, norm, indices, data)
-
-
 def vector_nm_to_dense(indices: Array, data: Array, n: int, m: int, length: int, out: Array) -> None:
     """Write the values into ``out`` [M, K], all zeros."""
     if is_cupy(data):
-        _on_device("vector_nm_to_dense", indices, data, n, m, length, out)
+        on_device.call("vector_nm_to_dense", indices, data, n, m, length, out)
         return
     M, K = out.shape
     args = (indices, bits(data), n, m, length, bits(out))
     _rows(_loops("vector_nm").vector_nm_scatter, ceil_div(M, length), length * K, *args)
-
-
-def vector_nm_pack(indices: Array, n: int, m: int, col_info: Array, ranks: Array) -> None:
-    """Fill col_info int16[Tr, Tk, tile_cols] and ranks uint8[Tr, W, Qs] of indices uint8[W, Q]; on a device only."""
-    _on_device("vector_nm_pack", indices, n, m, col_info, ranks)

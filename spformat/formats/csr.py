@@ -18,7 +18,7 @@ from ..arrays import Array, index_dtype, is_cupy, namespace
 from ..dtypes import bits, nonzero_mask
 from ..errors import OrderError
 from ..segments import counts_of, offsets_from_counts, pointer, rows_of
-from . import compiled
+from . import compiled, on_device
 from .base import INDEX, VALUE, Format, Panels, array, checked_values
 
 PANEL = 1 << 20
@@ -63,6 +63,9 @@ class CSR(Format):
     def rows(self) -> Array:
         """int64[nnz]: the row of each item."""
         return rows_of(self.indptr, self.nnz)
+
+    def found_sound(self) -> bool:
+        return on_device.csr_sound(self.shape, self.indptr, self.indices)
 
     def check_memory(self) -> None:
         scans.pointer(self, "indptr", self.nnz)

@@ -16,6 +16,7 @@ from .. import scans
 from ..arrays import Array, index_dtype, namespace
 from ..errors import PointerError
 from ..segments import rows_of
+from . import on_device
 from .base import INDEX, VALUE, Format, array, param
 from .bsr import BSR, block_grid, blocks_to_csr, blocks_to_dense, check_blocks, check_inside
 from .csr import CSR
@@ -53,6 +54,9 @@ class DBSR(Format):
     def block_rows(self) -> Array:
         """int64[nnzb]: block row of each block."""
         return self.row_ids[rows_of(self.indptr, self.nnzb)].astype(np.int64)
+
+    def found_sound(self) -> bool:
+        return on_device.bsr_sound(self.shape, self.blocksize, self.row_ids, self.indptr, self.indices, self.data)
 
     def check_memory(self) -> None:
         Mb, Kb = self.grid

@@ -21,7 +21,7 @@ from ..arrays import PAD, Array, ceil_div, index_dtype, namespace
 from ..dtypes import bits, nonzero_mask
 from ..errors import IndexBoundsError, InvariantError
 from ..segments import counts_of, distinct_sorted, offsets_from_counts, pointer, rank_in_row, rows_of
-from . import compiled
+from . import compiled, on_device
 from .base import AUTO, INDEX, VALUE, Format, array, checked_values, param, table
 from .csr import CSR
 
@@ -111,6 +111,12 @@ class ELLBuckets(Format):
         return live, self.row_ids[ell_row[live]].astype(np.int64)
 
     # ---------------------------------------------------------------- checking
+
+    def found_sound(self) -> bool:
+        counts = np.array((self.rows_per_bucket, self.split_per_bucket), np.int64)
+        buckets = counts.T.reshape(self.column_parts, len(self.widths), 2)
+        arrays = self.row_ids, self.indices, self.data, self.source
+        return on_device.ell_buckets_sound(self.shape, self.part_size, buckets, *arrays)
 
     def check_memory(self) -> None:
         M, K = self.shape

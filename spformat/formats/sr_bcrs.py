@@ -15,12 +15,12 @@ from typing import Any, Self
 import numpy as np
 
 from .. import scans
-from ..arrays import PAD, Array, ceil_div, index_dtype, is_cupy, namespace
+from ..arrays import PAD, Array, ceil_div, index_dtype, namespace
 from ..dtypes import bits, nonzero_mask
 from ..errors import InvariantError, OrderError, PatternError
 from ..limits import check_bytes, product
 from ..segments import counts_of, distinct_sorted, offsets_from_counts, pointer, rank_in_row, rows_of
-from . import compiled
+from . import compiled, on_device
 from .base import INDEX, VALUE, Format, Panels, array, checked_values, param
 from .csr import CSR
 
@@ -65,9 +65,7 @@ class SRBCRS(Format):
         return rows_of(self.indptr, self.groups)
 
     def found_sound(self) -> bool:
-        if not is_cupy(self.data) or not compiled.serves(self.data, edge="sr_bcrs_sound"):
-            return False
-        return self.tiles > 0 and compiled.sr_bcrs_sound(self.shape, self.indptr, self.indices, self.data)
+        return on_device.sr_bcrs_sound(self.shape, self.indptr, self.indices, self.data)
 
     def check_memory(self) -> None:
         (M, K), t = self.shape, self.vector_length

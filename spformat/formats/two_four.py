@@ -21,7 +21,7 @@ from .. import scans
 from ..arrays import Array, is_cupy, namespace, round_up
 from ..dtypes import bits, nonzero_mask
 from ..errors import IndexBoundsError, PatternError, StructureError
-from . import compiled
+from . import compiled, on_device
 from .base import VALUE, Format, Panels, array, checked_values, param
 from .csr import CSR
 
@@ -92,21 +92,26 @@ def reorder_meta(meta: Array, shape: tuple[int, int], old: str, new: str) -> Arr
     return out
 
 
-def meta_places(shape: tuple[int, int], order: str) -> tuple[np.ndarray[Any, Any], int, int, int]:
-    """(row_offset int64[Mp], shift, outer, inner) of padded ``shape`` (Mp, Kp): where loops over words find them.
+def meta_steps(shape: tuple[int, int], order: str) -> tuple[int, int, int, int, int, int, int]:
+    """(r32, r16, r8, r1, shift, outer, inner) of padded ``shape`` (Mp, Kp): ``order_view`` in numbers.
 
-    word(r, q) is at row_offset[r] + (q >> shift)*outer + (q % 2**shift)*inner: ``order_view`` in numbers.
+    word(r, q) is at r//32*r32 + r%32//16*r16 + r%16//8*r8 + r%8*r1 + (q >> shift)*outer + (q % 2**shift)*inner.
     """
-    Mp, Kp = shape
-    r = np.arange(Mp, dtype=np.int64)
-    h, i = r % 16 // 8, r % 8
+    Mp, Q = shape[0], shape[1] // 16
     if order == "logical":
-        return r * (Kp // 16), 0, 1, 0
+        return 32 * Q, 16 * Q, 8 * Q, Q, 0, 1, 0
     if order == "ldmatrix":
-        return (8 * (r // 16) + i) * (Kp // 8) + h, 0, 2, 0
+        return 32 * Q, 16 * Q, 1, 2 * Q, 0, 2, 0
     if order == "fragment":
-        return 64 * (r // 16) * (Kp // 64) + 8 * i + h, 2, 64, 2
-    return 64 * (r // 32) + 8 * i + 4 * (r % 32 // 16) + h, 1, 2 * Mp, 2
+        return 32 * Q, 16 * Q, 1, 8, 2, 64, 2
+    return 64, 4, 1, 8, 1, 2 * Mp, 2
+
+
+def meta_places(shape: tuple[int, int], order: str) -> tuple[np.ndarray[Any, Any], int, int, int]:
+    """(row_offset int64[Mp], shift, outer, inner) of ``meta_steps``: where loops over words find those of a row."""
+    r32, r16, r8, r1, shift, outer, inner = meta_steps(shape, order)
+    r = np.arange(shape[0], dtype=np.int64)
+    return r // 32 * r32 + r % 32 // 16 * r16 + r % 16 // 8 * r8 + r % 8 * r1, shift, outer, inner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
@@ -180,7 +185,10 @@ class TwoFour(Format):
     # ---------------------------------------------------------------- checking
 
     def found_sound(self) -> bool:
-        if is_cupy(self.data) or not compiled.serves(self.data):
+        if is_cupy(self.data):
+            steps = meta_steps(self.padded_shape, self.meta_order)
+            return on_device.two_four_sound(self.shape, self.data, self.meta, _NIBBLES, steps)
+        if not compiled.serves(self.data):
             return False
         places = meta_places(self.padded_shape, self.meta_order)
         return compiled.two_four_sound(self.shape, self.data, self.meta, _NIBBLES, places)
@@ -252,7 +260,7 @@ class TwoFour(Format):
         Mp, Kp = round_up(x.shape[0], ROWS), round_up(x.shape[1], COLS)
         if is_cupy(x):
             data, meta = cls.empty_arrays(x)
-            count, first, found = compiled.two_four_pack(x, order, data, meta)
+            count, first, found = on_device.two_four_pack(x, order, data, meta)
         else:
             data, meta = np.zeros((Mp, Kp // 2), x.dtype), np.full(Mp * Kp // 16, 0x4444, np.uint16)
             count, first, found = compiled.two_four_encode(x, _NIBBLES, meta_places((Mp, Kp), order), data, meta)
@@ -333,7 +341,7 @@ class TwoFour(Format):
         if is_cupy(self.data) and compiled.serves(self.data, edge="two_four_unpack"):
             self.check_dense_bytes()
             out = namespace(self.data).empty(self.shape, self.dtype)
-            compiled.two_four_unpack(self.data, self.meta, self.meta_order, out)
+            on_device.two_four_unpack(self.data, self.meta, self.meta_order, out)
             return out
         if compiled.serves(self.data, self.shape[0] * self.shape[1]):
             self.check_dense_bytes()

@@ -20,7 +20,7 @@ from .. import scans
 from ..arrays import PAD, Array, ceil_div, is_cupy, namespace, round_up
 from ..dtypes import bits, nonzero_mask
 from ..errors import IndexBoundsError, InvariantError, PatternError, StructureError
-from . import compiled
+from . import compiled, on_device
 from .base import POS, VALUE, Format, array, checked_values, param
 from .csr import CSR
 
@@ -125,6 +125,14 @@ class VectorNM(Format):
 
     # ---------------------------------------------------------------- checking
 
+    def found_sound(self) -> bool:
+        if not on_device.vector_nm_sound(self.shape, self.n, self.m, self.vector_length, self.indices, self.data):
+            return False
+        if not self.packed:
+            return True
+        made = pack(self.indices, self.params(), self.padded_shape)
+        return all(bool((a == b).all()) for a, b in zip(made, (self.col_info, self.ranks), strict=True))  # synchronize!
+
     def check_memory(self) -> None:
         (M, K), n, m = self.shape, self.n, self.m
         xp = namespace(self.data)
@@ -211,7 +219,7 @@ class VectorNM(Format):
         if not is_cupy(x) or not compiled.serves(x, edge="vector_nm_prune"):
             return None
         indices, data = cls.empty_arrays(x, params)
-        odd = compiled.vector_nm_prune(x, params["n"], params["m"], params["vector_length"], norm, indices, data)
+        odd = on_device.vector_nm_prune(x, params["n"], params["m"], params["vector_length"], norm, indices, data)
         if odd is None:
             return None
         made = cls._assemble(x.shape, params, data, indices)
@@ -348,7 +356,7 @@ def pack(indices: Array, params: dict[str, Any], padded: tuple[int, int]) -> tup
         col_info = xp.empty((Tr, Tk, tile_cols), np.int16)
         ranks = xp.empty((Tr, W, Qs), np.uint8)
         if Tr:
-            compiled.vector_nm_pack(indices, n, m, col_info, ranks)
+            on_device.vector_nm_pack(indices, n, m, col_info, ranks)
         return col_info, ranks
     window = xp.arange(W, dtype=np.int64) // n
     offset = (window % per_tile * m)[:, None] + indices  # [W, Q], inside the k tile

@@ -33,7 +33,7 @@ import numpy as np
 from ..arrays import Array, ceil_div, current_device, is_cupy, namespace, round_up
 from ..dtypes import bits, value_type
 from ..errors import StructureError, UsageError
-from ..formats import compiled
+from ..formats import compiled, on_device
 from ..formats.base import checked_values
 from ..formats.dense import Dense
 from ..formats.two_four import TwoFour, meta_places
@@ -139,7 +139,7 @@ def prune_two_four(w: Array | Dense, *, meta_order: str = "ldmatrix", nonfinite:
     with current_device(x):
         data, meta = TwoFour.empty_arrays(x)
         if is_cupy(x):
-            count, _, _ = compiled.two_four_pack(x, order, data, meta, prune=True)
+            count, _, _ = on_device.two_four_pack(x, order, data, meta, prune=True)
         else:
             data[...], meta[...] = 0, 0x4444
             places = meta_places((data.shape[0], 2 * data.shape[1]), order)
