@@ -20,6 +20,7 @@ bsr_scan(const Row* __restrict__ row_ids, const Pointer* __restrict__ indptr, co
     bool wrong = scan::bad_pointer(indptr, rows, blocks);
     wrong |= scan::bad_columns(indices, blocks, Kb, indptr, rows);
     if (row_ids)
+#pragma unroll 1
         for (i64 i = scan::thread(); i < rows; i += scan::threads()) {
             const i64 id = row_ids[i];
             wrong |= id < 0 || id >= Mb || (i && row_ids[i - 1] >= id);
@@ -27,7 +28,7 @@ bsr_scan(const Row* __restrict__ row_ids, const Pointer* __restrict__ indptr, co
         }
     // The first block of the last block row; where that is not listed, none.
     const bool ends = rows && (!row_ids || row_ids[rows - 1] == Mb - 1);
-    const i64 last = ends ? (i64)indptr[rows - 1] : blocks, inside = M % R * C;
+    const i64 last = ends ? (i64)indptr[rows - 1] : blocks;
     scan::share(blocks, span, [&](i64 b, int lane) {
         const bool there = b < blocks;
         const T* block = data + b * size;
@@ -39,10 +40,11 @@ bsr_scan(const Row* __restrict__ row_ids, const Pointer* __restrict__ indptr, co
         held = scan::summed(held, span);
         if (!there) return;
         wrong |= !held;
-        if (inside && b >= last)
-            scan::each(block + inside, size - inside, lane, span, [&](T value) { wrong |= value & live; });
-        if (K % C && indices[b] == Kb - 1)
-            for (i64 i = lane; i < size; i += span) wrong |= i % C >= K % C && (block[i] & live);
+        const int rows_inside = b >= last ? M % R : 0, columns_inside = indices[b] == Kb - 1 ? K % C : 0;  // 0: all
+        if (rows_inside || columns_inside)
+#pragma unroll 1
+            for (int i = lane; i < size; i += span)
+                wrong |= ((rows_inside && i / C >= rows_inside) || (columns_inside && i % C >= columns_inside)) && block[i] & live;
     });
     scan::report(wrong, bad);
 }

@@ -28,10 +28,9 @@ vector_nm_scan(const T* __restrict__ data, const u8* __restrict__ indices, i64 M
         });
         held = scan::summed(held, span);
         if (!there) return;
-        if (rows < length) {
-            const i64 inside = rows > 0 ? rows : 0;
-            scan::each(vector + inside, length - inside, lane, span, [&](T value) { wrong |= value & live; });
-        }
+        if (rows < length)
+#pragma unroll 1
+            for (int i = lane; i < length; i += span) wrong |= i >= rows && (vector[i] & live);
         if (lane) return;
         const int index = indices[v], rank = u % n;
         wrong |= index >= m;

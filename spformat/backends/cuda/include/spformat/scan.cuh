@@ -25,7 +25,8 @@ __device__ __forceinline__ void report(bool wrong, u64* bad) {
     if (wrong) *(volatile u64*)bad = 1;
 }
 
-// seen(value) for those of values[0 .. n) that fall to number `at` of `step`: 16 bytes a load but at the ends.
+// seen(value) for those of values[0 .. n) that fall to number `at` of `step`: 16 bytes a load but at the ends. Loops are
+// kept short where speed does not come from them: a scan is compiled at its first use, and runs once over cold code.
 template <class T, class F>
 __device__ __forceinline__ void each(const T* __restrict__ values, i64 n, i64 at, i64 step, F seen) {
     constexpr int WIDE = 16 / sizeof(T);
@@ -33,13 +34,15 @@ __device__ __forceinline__ void each(const T* __restrict__ values, i64 n, i64 at
     const i64 apart = (16 - (u64)values % 16) % 16 / sizeof(T), head = apart < n ? apart : n;
     const i64 wide = (n - head) / WIDE;
     const Wide* body = reinterpret_cast<const Wide*>(values + head);
+#pragma unroll 1
     for (i64 i = at; i < head; i += step) seen(values[i]);
-#pragma unroll 4
+#pragma unroll 2
     for (i64 i = at; i < wide; i += step) {
         const Wide w = body[i];
 #pragma unroll
         for (int j = 0; j < WIDE; ++j) seen(w.lane[j]);
     }
+#pragma unroll 1
     for (i64 i = head + wide * WIDE + at; i < n; i += step) seen(values[i]);
 }
 
@@ -60,13 +63,15 @@ __device__ __forceinline__ u64 summed(u64 x, int span) {
 // Whether p[0 .. n] does not go from 0 to `end`, or falls anywhere.
 template <class P> __device__ __forceinline__ bool bad_pointer(const P* __restrict__ p, i64 n, i64 end) {
     bool wrong = thread() == 0 && (p[0] != 0 || p[n] != end);
+#pragma unroll 1
     for (i64 i = thread(); i < n; i += threads()) wrong |= p[i] > p[i + 1];
     return wrong;
 }
 
 // Whether one of p[0 .. n] is x; p ascends, and if it does not, the answer is of no use, but an answer.
-template <class P> __device__ __forceinline__ bool among(i64 x, const P* __restrict__ p, i64 n) {
+template <class P> __device__ __noinline__ bool among(i64 x, const P* __restrict__ p, i64 n) {
     i64 low = 0, high = n;
+#pragma unroll 1
     while (low < high) {
         const i64 middle = low + (high - low) / 2;
         if (p[middle] < x)
