@@ -11,6 +11,7 @@ import pytest
 from golden_vectors import meta_order_objects, vectors
 
 from spformat import convert
+from spformat.arrays import ceil_div
 from spformat.backends.cuda import measured, spmm_two_four, spmm_two_four_sm90a, spmm_two_four_tokens
 from spformat.backends.cuda.spmm_two_four import SpmmTwoFour
 from spformat.backends.cuda.spmm_two_four_sm90a import SpmmTwoFourSm90a
@@ -196,6 +197,25 @@ def test_every_tile(module: Any, tile: Any, b_layout: str, monkeypatch: pytest.M
         lines = (c if c.base is None else c.base).get().view(result).reshape(M, N + gap)
         assert np.array_equal(lines[:, :N], wanted.astype(result))
         assert np.isnan(lines[:, N:].astype(np.float32)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [t for t in spmm_two_four_sm90a.TILES if t.splits == 1], ids=str)
+@pytest.mark.parametrize("K", [256, 456, 904])
+def test_one_tile_after_the_other(tile: Any, K: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tiles than multiprocessors, an odd or an even number of spans of weights in each."""
+    M, N = 2200, 2200
+    assert ceil_div(M, tile.rows) * ceil_div(N, tile.cols) > 132
+    monkeypatch.setattr(spmm_two_four_sm90a, "TILES", (tile,))
+    rng = np.random.default_rng(K)
+    a, dense = two_four(M, K, BF16, rng, "fragment")
+    B = rng.integers(-3, 4, (K, N)).astype(BF16)
+    wanted = (dense @ B.astype(np.float32)).astype(BF16)
+    plan = SpmmTwoFourSm90a().plan(a.to("cuda"), problem(M, K, N))
+    for _ in range(2):
+        c = matrix(np.full((M, N), np.nan, np.float32).astype(BF16), "row", 0)
+        plan(matrix(B, "row", 0), c)
+        assert np.array_equal(c.get().view(BF16).reshape(M, N), wanted)
 
 
 @pytest.mark.gpu

@@ -136,8 +136,9 @@ __device__ __forceinline__ void sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// The two halves of sync().
-__device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// sync() in two halves, between which only barriers become known to the other blocks (barrier::fence_init() first): an
+// arrival that releases anything else is a MEMBAR of the whole GPU.
+__device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // Address of `shared` in block `rank` of the cluster.
