@@ -9,6 +9,7 @@ faster of both layouts of B; through nvmath, or else torch. Writes two_four.json
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import statistics
@@ -23,6 +24,7 @@ import gpu
 import spformat as sf
 from spformat import bench, contenders
 from spformat.backends.cuda.spmm_two_four import SpmmTwoFour
+from spformat.backends.cuda.spmm_two_four_sm90 import SpmmTwoFourSm90
 from spformat.backends.vendor import CusparseLt
 from spformat.bench import Contender
 from spformat.dispatch import describe
@@ -119,8 +121,9 @@ def crowd(a: Format, B: Any, mma: bool) -> list[Contender]:
         Contender("graph", graphed(lambda: made(B, out))),
     ]
     if mma:
-        other, sums = SpmmTwoFour().plan(a, describe(a, B, out)), cp.empty_like(out)
-        found.append(Contender(f"mma.sp {other.tile}", graphed(lambda: other(B, sums))))
+        for kernel in (SpmmTwoFourSm90(), SpmmTwoFour()):
+            other, sums = kernel.plan(a, describe(a, B, out)), cp.empty_like(out)
+            found.append(Contender(f"mma.sp {other.kernel}", graphed(functools.partial(other, B, sums))))
     found += [replace(c, name="cuBLAS cupy, called") for c in contenders.dense(a, B)]  # CuPy does not capture it
     whole = B.shape[1] % 8 == 0
     has_nvmath = importlib.util.find_spec("nvmath") is not None
@@ -158,7 +161,7 @@ def measure(a: Format, M: int, N: int, K: int, repeats: int) -> tuple[dict[str, 
             row[f"x_{library}"] = min(times.values()) / row["us"]
     for r in timed:
         if r.name.startswith("mma.sp"):
-            row["mma.sp"] = r.name, r.cold_us
+            row.setdefault("mma.sp", {})[r.name.removeprefix("mma.sp ")] = r.cold_us
     row["missed"] = missed(row)
     return row, results
 

@@ -71,8 +71,9 @@ def compile_log(source: str, names: tuple[str, ...], arch: str) -> tuple[str, li
 
 
 def cases() -> list[tuple[str, str]]:
-    """(source, arch); a file named *_sm90a holds Hopper-only instructions."""
-    return [(s, arch) for s in SOURCES for arch in (("sm_90a",) if s.endswith("_sm90a") else ARCHS)]
+    """(source, arch); a file named *_sm90a holds Hopper-only instructions, *_sm90 those of Hopper and later."""
+    archs = {"sm90a": ("sm_90a",), "sm90": ARCHS[1:]}
+    return [(s, arch) for s in SOURCES for arch in archs.get(s.rpartition("_")[2], ARCHS)]
 
 
 def test_every_source_has_a_launcher() -> None:

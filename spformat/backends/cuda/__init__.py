@@ -18,6 +18,7 @@ from .spmm_sr_bcrs import SpmmSRBCRS
 from .spmm_sr_bcrs_sm90a import SpmmSRBCRSHopper
 from .spmm_sr_bcrs_tc import SpmmSRBCRSTensor
 from .spmm_two_four import SpmmTwoFour
+from .spmm_two_four_sm90 import SpmmTwoFourSm90
 from .spmm_two_four_sm90a import SpmmTwoFourSm90a
 from .spmm_two_four_tokens import SpmmTwoFourTokens
 from .spmm_vector_nm import SpmmVectorNM
@@ -38,6 +39,7 @@ KERNELS: tuple[Kernel, ...] = marked_only(
     SpmmBitmask(),
     SpmmTwoFourSm90a(),
     SpmmTwoFourTokens(),
+    SpmmTwoFourSm90(),
     SpmmTwoFour(),
     SpmmVectorNMSm90a(),
     SpmmVectorNMTMA(),

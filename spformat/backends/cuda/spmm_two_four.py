@@ -52,14 +52,15 @@ TILES = (
 )
 
 
+def estimate(t: Any, M: int, n: int, sms: int) -> float:
+    """Time of M x n of C in tiles ``t`` (rows, cols, rate), relative: waves of blocks x work / rate."""
+    blocks = -(-M // t.rows) * -(-max(n, 1) // t.cols)
+    return float(-(-blocks // sms) * t.rows * t.cols / t.rate)
+
+
 def choose(M: int, n: int, sms: int, smem: int) -> Tile:
-    """The tile with the least estimated time: waves of blocks x work / rate. ``smem``: bytes a block may have."""
-
-    def cost(t: Tile) -> float:
-        blocks = -(-M // t.rows) * -(-max(n, 1) // t.cols)
-        return -(-blocks // sms) * t.rows * t.cols / t.rate
-
-    return min((t for t in TILES if t.smem <= smem), key=cost)
+    """The tile with the least estimated time. ``smem``: bytes a block may have."""
+    return min((t for t in TILES if t.smem <= smem), key=lambda t: estimate(t, M, n, sms))
 
 
 def c_type(dtype: str) -> str:
