@@ -42,7 +42,7 @@ class Tile:
         return f"{self.rows}x{self.cols}x{DEPTH} stages {self.stages}"
 
 
-TILES = (Tile(256, 5, 1.25), Tile(256, 4, 1.25), Tile(128, 4, 1.05), Tile(128, 3, 1.0))
+TILES = (Tile(256, 5, 1.06), Tile(256, 4, 1.06), Tile(128, 4, 1.07), Tile(128, 3, 1.05))
 RESERVED = 1024  # bytes of shared memory that the driver keeps for itself in a block
 
 
