@@ -3,6 +3,7 @@
 //   weights    u32[Mp/16 * Kp/64 + SPARE, 288]  records of two_four_records.cu; Mp = pad(M, 32), Kp = pad(K, 64);
 //                                          up to Span - 1 records behind the last one of a row of tiles are read, not used
 //   b_map      tensor map of B: rows of N (BCol: of K), 16-byte aligned pitch, boxes of 64 x BOX_Y, 128-byte swizzle
+//   a_map      with Shared: tensor map of the values [Mp, Kp/2], boxes of 32 x TM, 64-byte swizzle
 //   c          Out[M, N]                   row i at c + i*ldc (CCol: column n at c + n*ldc); every element is written
 //   Epilogue   C = alpha * A @ B + beta * C + bias (Out[M] or null) instead of A @ B; C is read only if beta is not 0
 //   c_map      with `copied`: tensor map of C, rows of N, boxes of 64 x 64, 128-byte swizzle; 16-bit types, not CCol
@@ -10,6 +11,9 @@
 // Every peer brings A through shared memory, whose 128 bytes a clock then limit wgmma.sp. Here the weights are laid out once,
 // when the plan is made, in the order of the registers: each warp reads its operand with contiguous 512-byte loads, straight
 // from L2, and only B passes through shared memory (TMA, shared by the thread blocks of a cluster through multicast).
+//
+// With Shared the values come through shared memory after all, by TMA, and only metadata from the records: a tile as large
+// as 128 x 256 is then faster, because wgmma reads its values while loads to registers hold up its reads of B.
 //
 // Grid: persistent; a cluster of Cluster blocks takes Cluster row tiles of TM rows with the same TN columns, tile after tile.
 // With Splits = 2 it has twice as many, each half takes half of K, then adds up half of the columns, and there is one tile a
@@ -64,12 +68,13 @@ __device__ __forceinline__ void exchange_halves(float (&acc)[MT][Sums], u32 sums
 }
 
 template <class T, class Out, int WG, int MT, int TN, int Stages, int Span, int Slots, int Cluster, int Splits, int Group,
-          bool BCol, bool CCol, bool Epilogue>
+          bool Shared, bool BCol, bool CCol, bool Epilogue>
 __global__ void __cluster_dims__(Cluster * Splits, 1, 1) __launch_bounds__((WG + 1) * 128, 1)
 spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_constant__ TensorMap b_map,
-                    Out* c, int N, i64 ldc, const __grid_constant__ TensorMap c_map, int copied, const Out* __restrict__ bias,
+                    Out* c, int N, i64 ldc, const __grid_constant__ TensorMap c_map, const __grid_constant__ TensorMap a_map, int copied, const Out* __restrict__ bias,
                     float alpha, float beta) {
-    constexpr int TM = 64 * MT * WG, SLAB = DEPTH * TN * 2, S = Stages;
+    constexpr int TM = 64 * MT * WG, B_SLAB = DEPTH * TN * 2, A_SLAB = Shared ? TM * DEPTH : 0, S = Stages;
+    constexpr int SLAB = B_SLAB + A_SLAB;  // bytes of a stage
     constexpr int SUMS = Splits > 1 ? TM * TN * 2 : 0;  // bytes of half a tile's sums
     constexpr int PANEL = 128 / int(sizeof(Out)) < TN / Splits ? 128 / int(sizeof(Out)) : TN / Splits;  // columns
     static_assert(store_m16_scratch<Out, PANEL / 8> * 4 <= STORE_SLOT, "both ways to store use the same memory");
@@ -77,6 +82,7 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
     constexpr int BOX_Y = (BCol ? TN : DEPTH) / Cluster;
     static_assert(TN % 64 == 0 && BOX_Y % 8 == 0, "boxes are whole 8-line groups of the swizzle");
     static_assert(S >= 2, "copies must run ahead of the product");
+    static_assert(!Shared || (MT == 1 && TM <= 256), "values are copied in one box");
     extern __shared__ __align__(1024) char shared[];
     __shared__ __align__(8) u64 barriers[2 * S + (Splits > 1 ? WG : 0)];  // full, empty, the other part's sums are there
 
@@ -100,6 +106,7 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
         }
         barrier::fence_init();
         tma::prefetch(b_map);
+        if constexpr (Shared) tma::prefetch(a_map);
     }
     // Copies start at once, or when the whole cluster has barriers; who multiplies first asks for weights.
     constexpr int READY = 15;  // named barrier
@@ -130,6 +137,8 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
                 for (int slab = begin; slab < begin + count; ++slab) {
                     barrier::wait(empty + 8 * stage, phase ^ 1);
                     barrier::expect(full + 8 * stage, SLAB);
+                    if constexpr (Shared)
+                        tma::load_2d(ring + stage * SLAB + B_SLAB, a_map, full + 8 * stage, slab * (DEPTH / 2), row0);
 #pragma unroll
                     for (int x = 0; x < (BCol ? 1 : TN); x += 64) {
                         const u32 to = ring + stage * SLAB + x * (DEPTH * 2) + rank * (BOX_Y * 128);
@@ -153,7 +162,7 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
         char* scratch = shared + (slots - shared_address(shared)) + warp % 4 * (STORE_SLOT / 4);
         const bool c_vector = vector_aligned(c, ldc);
 
-        uint4 a[2][Span][MT][2];
+        uint4 a[2][Shared ? 1 : Span][MT][2];
         u32 e[2][Span][MT];
         const u32* from[MT];
         auto fetch = [&](int half) {
@@ -161,8 +170,10 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
             for (int m = 0; m < MT; ++m) {
 #pragma unroll
                 for (int i = 0; i < Span; ++i) {
-                    a[half][i][m][0] = stream_16(from[m] + i * RECORD + lane * 4, policy);
-                    a[half][i][m][1] = stream_16(from[m] + i * RECORD + lane * 4 + 128, policy);
+                    if constexpr (!Shared) {
+                        a[half][i][m][0] = stream_16(from[m] + i * RECORD + lane * 4, policy);
+                        a[half][i][m][1] = stream_16(from[m] + i * RECORD + lane * 4 + 128, policy);
+                    }
                     e[half][i][m] = stream_4(from[m] + i * RECORD + lane + 256, policy);
                 }
                 from[m] += Span * RECORD;
@@ -210,10 +221,19 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
                                            : wgmma::descriptor(tile + s * 4096, DEPTH * 128, 1024, wgmma::B128);
 #pragma unroll
                         for (int m = 0; m < MT; ++m) {
-                            const uint4 x = a[half][i % Span][m][s];
-                            const u32 v[4] = {x.x, x.y, x.z, x.w};
-                            if (s == 0) wgmma::sp_rs<T, TN, 0, !BCol>(acc[m], v, b, e[half][i % Span][m], slab > 0);
-                            else wgmma::sp_rs<T, TN, 1, !BCol>(acc[m], v, b, e[half][i % Span][m], 1);
+                            const u32 word = e[half][i % Span][m];
+                            const int more = s == 0 ? slab > 0 : 1;
+                            if constexpr (Shared) {
+                                const u64 rows = wgmma::descriptor(tile + B_SLAB + (warpgroup - 1) * (64 * DEPTH) + s * 32, 0, 512,
+                                                                   wgmma::B64);
+                                if (s == 0) wgmma::sp_ss<T, TN, 0, !BCol>(acc[m], rows, b, word, more);
+                                else wgmma::sp_ss<T, TN, 1, !BCol>(acc[m], rows, b, word, more);
+                            } else {
+                                const uint4 x = a[half][i % Span][m][s];
+                                const u32 v[4] = {x.x, x.y, x.z, x.w};
+                                if (s == 0) wgmma::sp_rs<T, TN, 0, !BCol>(acc[m], v, b, word, more);
+                                else wgmma::sp_rs<T, TN, 1, !BCol>(acc[m], v, b, word, more);
+                            }
                         }
                     }
                     wgmma::commit();

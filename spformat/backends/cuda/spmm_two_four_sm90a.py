@@ -37,6 +37,8 @@ class Tile:
     cluster: int
     splits: int
     group: int
+    shared: bool
+    """Values pass through shared memory instead of going straight to registers."""
     slab_us: float
     """us a slab takes on a full machine, measured on an H200; more for tiles that only a measurement should choose."""
 
@@ -53,33 +55,38 @@ class Tile:
     def smem(self) -> int:
         """bytes: slabs of B, the epilogue's slots, sums of another part of K, room to align to 1024."""
         sums = self.rows * self.cols * 2 if self.splits > 1 else 0
-        return self.stages * DEPTH * self.cols * 2 + self.warpgroups * self.slots * 64 * 128 + sums + 1024
+        slab = DEPTH * self.cols * 2 + (DEPTH * self.rows if self.shared else 0)
+        return self.stages * slab + self.warpgroups * self.slots * 64 * 128 + sums + 1024
 
     def __str__(self) -> str:
         parts = f"cluster {self.cluster} split {self.splits} stages {self.stages} span {self.span}"
-        return f"{self.rows}x{self.cols}x{DEPTH} {parts}"
+        return f"{self.rows}x{self.cols}x{DEPTH} {parts}" + " shared" * self.shared
 
 
 TILES = (
-    Tile(2, 1, 256, 6, 4, 2, 2, 1, 8, 0.45),
-    Tile(2, 1, 256, 5, 4, 2, 2, 1, 8, 0.46),
-    Tile(2, 1, 256, 6, 4, 2, 1, 1, 8, 0.60),
-    Tile(2, 1, 256, 5, 4, 2, 1, 1, 8, 0.60),
-    Tile(3, 1, 128, 8, 3, 1, 1, 1, 8, 0.366),
-    Tile(2, 1, 128, 8, 6, 2, 1, 1, 8, 0.264),
-    Tile(2, 1, 128, 8, 6, 2, 2, 1, 8, 0.29),
-    Tile(2, 1, 64, 16, 8, 1, 1, 1, 8, 0.20),
-    Tile(2, 1, 128, 7, 4, 1, 1, 2, 8, 0.28),
-    Tile(2, 1, 128, 7, 6, 1, 1, 2, 8, 0.29),
-    Tile(2, 1, 64, 16, 8, 1, 1, 2, 8, 0.20),
-    Tile(2, 1, 64, 12, 6, 1, 1, 2, 8, 0.21),
-    Tile(1, 1, 64, 20, 9, 1, 1, 2, 8, 0.18),
-    Tile(1, 1, 64, 14, 7, 1, 1, 2, 8, 0.19),
+    Tile(2, 1, 256, 5, 4, 1, 2, 1, 8, True, 0.43),
+    Tile(2, 1, 256, 6, 4, 2, 2, 1, 8, False, 0.45),
+    Tile(2, 1, 256, 5, 4, 2, 2, 1, 8, False, 0.46),
+    Tile(2, 1, 256, 6, 4, 2, 1, 1, 8, False, 0.60),
+    Tile(2, 1, 256, 5, 4, 2, 1, 1, 8, False, 0.60),
+    Tile(3, 1, 128, 8, 3, 1, 1, 1, 8, False, 0.366),
+    Tile(2, 1, 128, 8, 6, 2, 1, 1, 8, False, 0.264),
+    Tile(2, 1, 128, 8, 6, 2, 2, 1, 8, False, 0.29),
+    Tile(2, 1, 64, 16, 8, 1, 1, 1, 8, False, 0.20),
+    Tile(2, 1, 128, 7, 4, 1, 1, 2, 8, False, 0.28),
+    Tile(2, 1, 128, 7, 6, 1, 1, 2, 8, False, 0.29),
+    Tile(2, 1, 64, 16, 8, 1, 1, 2, 8, False, 0.20),
+    Tile(2, 1, 64, 12, 6, 1, 1, 2, 8, False, 0.21),
+    Tile(1, 1, 64, 20, 9, 1, 1, 2, 8, False, 0.18),
+    Tile(1, 1, 64, 14, 7, 1, 1, 2, 8, False, 0.19),
 )
 
 
-def choose(M: int, n: int, K: int, sms: int) -> Tile:
-    """The tile with the least estimated time: waves of clusters x slabs, and the cost of adding a part of K."""
+def choose(M: int, n: int, K: int, sms: int, shared: bool = True) -> Tile:
+    """The tile with the least estimated time: waves of clusters x slabs, and the cost of adding a part of K.
+
+    ``shared``: tiles whose values pass through shared memory may be taken.
+    """
     slabs = ceil_div(K, DEPTH)
 
     def cost(t: Tile) -> float:
@@ -88,7 +95,7 @@ def choose(M: int, n: int, K: int, sms: int) -> Tile:
             return float("inf")
         return ceil_div(clusters, at_once) * slabs / t.splits * t.slab_us + SUM_US * (t.splits - 1)
 
-    return min(TILES, key=cost)
+    return min((t for t in TILES if shared or not t.shared), key=cost)
 
 
 class SpmmTwoFourSm90a:
@@ -114,7 +121,7 @@ class SpmmTwoFourSm90a:
         """C++ names that the compile tests build."""
         p = Problem("two-four", (), 1, 1, 0, 0, "bfloat16", "bfloat16", "bfloat16")
         wide = replace(p, a_dtype="float16", out_dtype="float32", b_layout=COL, out_layout=COL, epilogue=True)
-        return _instance(TILES[0], p), _instance(TILES[1], wide), _instance(TILES[-1], wide)
+        return _instance(TILES[0], p), *(_instance(TILES[i], wide) for i in (0, 1, -1))
 
     def plan(self, a: Any, p: Problem) -> Plan:
         import cupy
@@ -124,6 +131,9 @@ class SpmmTwoFourSm90a:
         tile = measured.tile(self.name, p, TILES)
         if tile is None or tile.splits > ceil_div(p.K, DEPTH):  # a part without a slab would have no sums
             tile = choose(p.M, p.n, p.K, sms)
+        rows, kept = a.data.shape
+        if tile.shared and not (a.data.size and tensor_map.aligned(a.data.data.ptr, kept, a.data.itemsize)):
+            tile = choose(p.M, p.n, p.K, sms, shared=False)  # the copy engine wants values on a 16-byte boundary
         item = VALUE_TYPES[p.b_dtype].numpy.itemsize
         smem = tile.smem
         threads = 128 * (tile.warpgroups + 1)
@@ -132,7 +142,18 @@ class SpmmTwoFourSm90a:
         if a.meta_order not in KERNEL_ORDERS:
             a = a.with_meta_order("ldmatrix")
         data, meta, order = a.data, a.meta, a.meta_order  # not a: plans must not keep the matrix alive
-        signature = ("P", "i", "i", tensor_map.TensorMap, "P", "i", "q", tensor_map.TensorMap, *"iPff")
+        signature = (
+            "P",
+            "i",
+            "i",
+            tensor_map.TensorMap,
+            "P",
+            "i",
+            "q",
+            tensor_map.TensorMap,
+            tensor_map.TensorMap,
+            *"iPff",
+        )
         with cupy.cuda.Device(p.device_id):
             resident = max_clusters(function, tile.blocks, threads, smem)
         cluster_rows = ceil_div(p.M, tile.rows * tile.cluster)
@@ -140,6 +161,9 @@ class SpmmTwoFourSm90a:
         out_item = VALUE_TYPES[p.out_dtype].numpy.itemsize
         copied = tile.splits == 1 and out_item == 2 and p.out_layout != COL
 
+        a_map = None
+        if tile.shared:
+            a_map = tensor_map.tiled(data.data.ptr, p.a_dtype, (kept, rows), (kept,), (DEPTH // 2, tile.rows), 64)
         launch = Launch(function, signature, (weights, p.M, p.K), threads, smem)
 
         @functools.lru_cache(maxsize=1)
@@ -156,7 +180,7 @@ class SpmmTwoFourSm90a:
             clusters = cluster_rows * ceil_div(o.n, tile.cols)
             grid = ((clusters if tile.splits > 1 else min(clusters, resident)) * tile.blocks, 1, 1)
             rest = o.bias, o.alpha, o.beta
-            return (launch.bind(grid, o.stream, b_map, o.c, o.n, o.ldc, c_map, int(by_copy), *rest),)
+            return (launch.bind(grid, o.stream, b_map, o.c, o.n, o.ldc, c_map, a_map or b_map, int(by_copy), *rest),)
 
         return device_plan(self.name, p, prepare, str(tile), int(weights.nbytes))
 
@@ -172,6 +196,7 @@ def _instance(tile: Tile, p: Problem) -> str:
         tile.cluster,
         tile.splits,
         tile.group,
+        tile.shared,
     )
     flags = ", ".join(str(f).lower() for f in (p.b_layout == COL, p.out_layout == COL, p.epilogue))
-    return f"spmm_two_four_sm90a<{c_type(p.a_dtype)}, {c_type(p.out_dtype)}, {str(shape)[1:-1]}, {flags}>"
+    return f"spmm_two_four_sm90a<{c_type(p.a_dtype)}, {c_type(p.out_dtype)}, {str(shape)[1:-1].lower()}, {flags}>"

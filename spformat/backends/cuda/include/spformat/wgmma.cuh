@@ -69,6 +69,11 @@ struct Shape;  // one per width below
                ", " P3 "}, " P4 ", " P5 ", " P7 ", p, 1, 1, " P8 ";\n}"                                                \
                : SPFORMAT_ACC : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(meta), "r"(accumulate),        \
                  "n"(Selector), "n"(TransB))
+#define SPFORMAT_WGMMA_SP_SS(N, TYPE, REGS, P0, P1, P2, P3, P4, P5)                                                    \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " P3 ", 0;\n"                                                         \
+               "wgmma.mma_async.sp.sync.aligned.m64n" #N "k32.f32." TYPE "." TYPE " " REGS ", " P0 ", " P1 ", " P2      \
+               ", " P4 ", p, 1, 1, 0, " P5 ";\n}"                                                                      \
+               : SPFORMAT_ACC : "l"(a), "l"(b), "r"(meta), "r"(accumulate), "n"(Selector), "n"(TransB))
 // REGS names the N/2 accumulators, P0.. the operands that follow them.
 #define SPFORMAT_WGMMA(N, REGS, P0, P1, P2, P3, P4, P5, P6, P7, P8)                                                    \
   template <>                                                                                                          \
@@ -90,6 +95,12 @@ struct Shape;  // one per width below
                                                  u32 meta, int accumulate) {                                           \
       if constexpr (is_bf16<T>) SPFORMAT_WGMMA_SP(N, "bf16", REGS, P0, P1, P2, P3, P4, P5, P6, P7, P8);                \
       else SPFORMAT_WGMMA_SP(N, "f16", REGS, P0, P1, P2, P3, P4, P5, P6, P7, P8);                                      \
+    }                                                                                                                  \
+    template <typename T, int Selector, int TransB>                                                                    \
+    __device__ __forceinline__ static void sp_ss(float (&d)[N / 2], u64 a, u64 b, u32 meta,                            \
+                                                 int accumulate) {                                                     \
+      if constexpr (is_bf16<T>) SPFORMAT_WGMMA_SP_SS(N, "bf16", REGS, P0, P1, P2, P3, P4, P5);                         \
+      else SPFORMAT_WGMMA_SP_SS(N, "f16", REGS, P0, P1, P2, P3, P4, P5);                                               \
     }                                                                                                                  \
   };
 #define SPFORMAT_ACC4(o) "+f"(d[o]), "+f"(d[o + 1]), "+f"(d[o + 2]), "+f"(d[o + 3])
@@ -156,6 +167,7 @@ SPFORMAT_WGMMA(256, "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13
 #undef SPFORMAT_WGMMA_SS
 #undef SPFORMAT_WGMMA_RS
 #undef SPFORMAT_WGMMA_SP
+#undef SPFORMAT_WGMMA_SP_SS
 // clang-format on
 
 // D[64, N] (+)= A[64, 16] * B[16, N]. TransA / TransB = 1: that operand is contiguous along its row / column axis
@@ -177,6 +189,12 @@ template <typename T, int N, int Selector, int TransB = 0>
 __device__ __forceinline__ void sp_rs(float (&d)[N / 2], const u32 (&a)[4], u64 b, u32 meta,
                                       int accumulate = 1) {
     Shape<N>::template sp_rs<T, Selector, TransB>(d, a, b, meta, accumulate);
+}
+
+// The same with the kept values in shared memory: 32 bytes of 16 values a row, k-contiguous.
+template <typename T, int N, int Selector, int TransB = 0>
+__device__ __forceinline__ void sp_ss(float (&d)[N / 2], u64 a, u64 b, u32 meta, int accumulate = 1) {
+    Shape<N>::template sp_ss<T, Selector, TransB>(d, a, b, meta, accumulate);
 }
 
 }  // namespace spformat::wgmma
