@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+import time
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 import stand_in_cupy
 
 from spformat.backends.cuda.launch import GRAPH_AFTER, REMEMBERED, Launch, Operands, device_plan
+from spformat.backends.cuda.scratch import Scratch
+from spformat.errors import DeviceError
 from spformat.problem import COL, ROW, Plan, Problem
 
 
@@ -92,6 +95,26 @@ def test_bound_calls_keep_their_own_arguments(launched: list[Any]) -> None:
     assert found == [5, 6, 5, 6, 5]
 
 
+def test_threads_that_launch_at_once_do_not_mix_their_arguments(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver reads the arguments in the end, when other threads have had time to pack theirs."""
+    found: list[tuple[int, int]] = []
+
+    def slow(*arguments: int) -> None:
+        time.sleep(0.001)
+        found.append((arguments[8], arguments_at(arguments[-2], ("q",))[0]))
+
+    monkeypatch.setattr(sys.modules["cupy_backends.cuda.api.driver"], "launchKernel", slow)
+    launch = Launch(SimpleNamespace(ptr=1), "q", (), 32)
+    threads = [threading.Thread(target=launch, args=((1, 1, 1), i, 1000 + i)) for i in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [(i, 1000 + i) for i in range(16)]
+
+
 def test_wrong_numbers_of_arguments_are_refused(launched: list[Any]) -> None:
     launch = Launch(SimpleNamespace(ptr=1), "Pqi", (4096,), 32)
     for tail in ((), (1,), (1, 2, 3)):
@@ -114,6 +137,7 @@ class Step:
 
     def __call__(self) -> None:
         graph = self.world.graphs.get(self.stream)
+        time.sleep(0)  # let another thread come between, if it may
         (self.world.made if graph is None else graph).append(self.what)
 
 
@@ -150,7 +174,9 @@ class World:
 
                 def launch() -> None:
                     world.launched += 1
-                    world.made += graph
+                    for what in graph:
+                        time.sleep(0)
+                        world.made.append(what)
 
                 return SimpleNamespace(launch=launch)
 
@@ -318,3 +344,45 @@ def test_a_captured_stream_takes_up_the_launches_not_a_graph(world: World) -> No
         plan.run(B, out)
     assert plan.again(B, out)
     assert world.launched == 5
+
+
+def test_what_is_prepared_for_a_graph_is_not_remembered(world: World) -> None:
+    plan, B, out = world.plan(), world.array(3, 5), world.array(4, 5)
+    world.graphs[world.stream] = []
+    for _ in range(3):
+        plan.run(B, out)
+    assert len(world.prepared) == 3
+    assert plan.again is not None
+    assert not plan.again(B, out)
+    assert len(world.graphs.pop(world.stream)) == 3
+    for _ in range(3):
+        plan.run(B, out)
+    assert len(world.prepared) == 4
+
+
+def test_zeros_made_while_a_stream_is_captured_belong_to_that_graph(world: World) -> None:
+    """They are cleared when the graph runs: a call that is not in it would count on from whatever was there."""
+    world.cupy.zeros = lambda n, dtype: world.array(n, dtype="uint8")
+    zeros, plain = Scratch(zeros=True), Scratch()
+    world.graphs[7] = []
+    first, second, kept = zeros.buffer(7, 100), zeros.buffer(7, 100), plain.buffer(7, 100)
+    assert first != second
+    world.graphs.clear()
+    assert zeros.buffer(7, 100) not in (first, second)
+    assert zeros.buffer(7, 100) == zeros.buffer(7, 128) != zeros.buffer(7, 129)
+    assert plain.buffer(7, 128) == kept
+    world.graphs[7] = []
+    assert zeros.buffer(7, 100) == zeros.buffer(7, 128)  # there already: zeros between calls
+
+
+def test_a_graph_that_cannot_be_launched_is_told_as_a_launch(world: World) -> None:
+    plan, B, out = world.plan(calls=2), world.array(3, 5), world.array(4, 5)
+    for _ in range(GRAPH_AFTER):
+        plan.run(B, out)
+
+    def fail(self: Any) -> Any:
+        raise world.cupy.cuda.runtime.CUDARuntimeError("no room")
+
+    world.cupy.cuda.Stream.end_capture = fail
+    with pytest.raises(DeviceError, match="kernel launch: no room"):
+        plan.run(B, out)

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 from ...arrays import device_error
 from ...dtypes import VALUE_TYPES
-from ...errors import DeviceError, DeviceMemoryError
+from ...errors import DeviceError, DeviceMemoryError, SpformatError
 from ...problem import COL, Plan, Problem
 from ..host import check_bias, numpy_dtype
+from .scratch import captured
 
 _CODES = {"P": "Q", "i": "i", "q": "q", "f": "f", "d": "d"}
 MAX_GRID_Y = 65535
@@ -133,9 +134,14 @@ class Bound:
                 self._launch.once(self._where, self._tail)
                 self._made = True
         except self._driver.CUDADriverError as e:
-            typed = device_error(e) or DeviceError(str(e))
-            typed.message = f"kernel launch: {typed.message}"
-            raise typed from e
+            raise _told(e) from e
+
+
+def _told(e: Exception) -> SpformatError:
+    """What the driver said, as an error of ours."""
+    typed = device_error(e) or DeviceError(str(e))
+    typed.message = f"kernel launch: {typed.message}"
+    return typed
 
 
 class Together:
@@ -147,27 +153,28 @@ class Together:
     While the stream is captured they go one by one: the graph that takes them up then is the caller's.
     """
 
-    __slots__ = ("_calls", "_graph", "_lock", "_made", "_stream")
+    __slots__ = ("_calls", "_failure", "_graph", "_lock", "_made", "_stream")
 
     def __init__(self, calls: Sequence[Bound], stream: int, lock: threading.Lock) -> None:
+        from cupy.cuda import runtime
+
         self._calls, self._stream, self._lock, self._made = calls, stream, lock, 0
+        self._failure = runtime.CUDARuntimeError
         self._graph: Any = None
 
     def __call__(self) -> None:
         with self._lock:
-            if self._made < GRAPH_AFTER or self._captured():
+            if self._made < GRAPH_AFTER or captured(self._stream):
                 for call in self._calls:
                     call()
                 self._made += 1
                 return
-            if self._graph is None:
-                self._graph = self._made_graph()
-            self._graph.launch()
-
-    def _captured(self) -> bool:
-        from cupy.cuda import runtime
-
-        return self._stream != 0 and bool(runtime.streamIsCapturing(self._stream))  # the default stream cannot be
+            try:
+                if self._graph is None:
+                    self._graph = self._made_graph()
+                self._graph.launch()
+            except self._failure as e:
+                raise _told(e) from e
 
     def _made_graph(self) -> Any:
         import cupy
@@ -246,10 +253,12 @@ def device_plan(name: str, p: Problem, prepare: Prepare | Library, tile: str = "
         call = kept.get(o)
         if call is not None:
             return call, True
-        if len(kept) >= REMEMBERED:
-            kept.clear()
         calls = prepare(o)
-        call = kept[o] = calls[0] if len(calls) == 1 else Together(calls, o.stream, whole)
+        call = calls[0] if len(calls) == 1 else Together(calls, o.stream, whole)
+        if not captured(o.stream):  # what is made for a graph may use memory that only the graph clears
+            if len(kept) >= REMEMBERED:
+                kept.clear()
+            kept[o] = call
         return call, False
 
     def empty(shape: tuple[int, int]) -> Any:

@@ -10,6 +10,13 @@ import numpy as np
 from ...errors import DeviceMemoryError
 
 
+def captured(stream: int) -> bool:
+    """Whether work on the stream (a cudaStream_t as int) is recorded into a CUDA graph now."""
+    from cupy.cuda import runtime
+
+    return stream != 0 and bool(runtime.streamIsCapturing(stream))  # the default stream cannot be
+
+
 class Scratch:
     """Buffers of one plan: one per stream and power of two of bytes, none given back before the plan dies.
 
@@ -21,6 +28,7 @@ class Scratch:
         """``zeros``: a buffer is zeros at first; what uses it leaves zeros, whatever part of it that is."""
         self._lock = threading.Lock()
         self._zeros = zeros
+        self._recorded: list[Any] = []
         self._held: dict[tuple[int, int], Any] = {}
 
     def buffer(self, stream: int, nbytes: int) -> int:
@@ -30,12 +38,17 @@ class Scratch:
 
         key = stream, max(0, nbytes - 1).bit_length()
         with self._lock:
-            if key not in self._held:
+            held = self._held.get(key)
+            if held is None:
                 try:
-                    self._held[key] = (cupy.zeros if self._zeros else cupy.empty)(1 << key[1], "u1")
+                    held = (cupy.zeros if self._zeros else cupy.empty)(1 << key[1], "u1")
                 except cupy.cuda.memory.OutOfMemoryError as e:
                     raise DeviceMemoryError(f"workspace: {1 << key[1]:,} bytes do not fit the device") from e
-            return int(self._held[key].data.ptr)
+                if self._zeros and captured(stream):  # cleared when the graph runs, not now: nobody else may have it
+                    self._recorded.append(held)
+                else:
+                    self._held[key] = held
+            return int(held.data.ptr)
 
 
 class Counters:
