@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+from spformat.backends.cuda import row_work
+from spformat.backends.cuda.launch import MAX_GRID_Y, Operands
 from spformat.backends.cuda.row_work import (
     GROUP,
     MAX_BINS,
     Device,
     bin_table,
     choose_tile,
+    gather,
     longest_piece,
     order_rows,
     vector_width,
 )
+from spformat.errors import LimitError
+from spformat.problem import Problem
 
 LENGTHS = {
     "none": [],
@@ -145,3 +152,59 @@ def test_a_resident_tile_has_one_block_per_sm_and_panel():
     assert tile.blocks_of(1000, 8, Device()) == 132 // 8
     assert tile.blocks_of(5, 8, Device()) == 5
     assert tile.blocks_of(1000, 200, Device()) == 1
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_launches_cover_every_column_once(monkeypatch, cut, dtype):
+    """Whatever the width, one launch of each kernel for every slab of columns that a grid holds."""
+    lengths = np.array([5000, 3, 0, 9000] if cut else [5, 3, 0, 9], np.int64)
+    rows = order_rows(np.zeros(4, np.int64), lengths, np.arange(4), 2048)
+    assert bool(rows.pieces) == cut
+    monkeypatch.setattr(row_work, "device_of", lambda _: Device())
+    buffers = []
+
+    class Buffers:
+        def __init__(self, zeros=False):
+            self.zeros = zeros
+
+        def buffer(self, stream, nbytes):
+            buffers.append((self.zeros, stream, nbytes))
+            return 1 + self.zeros
+
+    monkeypatch.setattr(row_work, "Scratch", Buffers)
+    made = []
+
+    def kernels(tile):
+        made.append(tile)
+        main = SimpleNamespace(bind=lambda *arguments: (tile, *arguments))
+        return [(main, 40), (main, 7)]
+
+    size, K = np.dtype(dtype).itemsize, 100
+    p = Problem("csr", (), 4, K, 64, 20, dtype, dtype, "float32", device="cuda", sm=90)
+    plan = gather(p, rows, 20, kernels)
+    assert made == [plan.tile]
+    many = 20_000_000  # more columns than a grid has panels
+    for n, ldb, ldc, b, c in ((1, 1, 1, 0, 0), (64, 72, 64, 16, 32), (63, 63, 63, 4, 4), (many, many + 8, many, 8, 8)):
+        buffers.clear()
+        calls = plan.prepare(Operands(4096 + b, 8192 + c, n, ldb, ldc, 9))
+        at = 0
+        for main, second in zip(calls[::2], calls[1::2], strict=True):
+            tile, grid, stream, held, arrived, b_at, c_at, width, pitch, line, prefetch = main
+            assert second == (tile, (tile.blocks_of(7, grid[1], Device()), *grid[1:]), *main[2:])
+            assert grid == (tile.blocks_of(40, grid[1], Device()), -(-width // tile.columns), 1)
+            assert 0 < grid[1] <= MAX_GRID_Y
+            assert (stream, pitch, line) == (9, ldb * size, ldc)
+            assert (b_at, c_at) == (4096 + b + at * size, 8192 + c + at * 4)
+            assert prefetch == (((K - 1) * ldb + width) * size if tile.prefetch else 0)
+            assert (held, arrived) == ((1, 2) if cut else (0, 0))
+            if cut:
+                wanted = [(False, 9, rows.pieces * width * 4), (True, 9, len(rows.cuts) * grid[1] * 4)]
+                assert [buffers.pop(0), buffers.pop(0)] == wanted
+            at += width
+        assert at == n
+        assert len(calls) == 2 * -(-n // (MAX_GRID_Y * calls[0][0].columns))  # no slab but the last is narrower
+        assert (len(calls) > 2) == (n == many)
+        assert not buffers
+    with pytest.raises(LimitError, match="passes 2 GiB"):
+        plan.prepare(Operands(0, 0, 1, 2**31, 1, 0))

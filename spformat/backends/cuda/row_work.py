@@ -233,30 +233,33 @@ def gather(p: Problem, rows: Rows, items: int, kernels: Kernels, resident: bool 
     device, K, cuts = device_of(p.device_id), p.K, len(rows.cuts)
 
     @functools.lru_cache(maxsize=256)
-    def choose(n: int, vec: int) -> Tile:
-        return choose_tile(vec, value_size, n, K, p.M, items, device, resident)
+    def slabs(n: int, vec: int) -> tuple[Tile, list[tuple[int, int, int, list[tuple[Launch, tuple[int, int, int]]]]]]:
+        """The tile; of every slab that one grid holds: first column, columns, column panels, launches with grids."""
+        tile, found = choose_tile(vec, value_size, n, K, p.M, items, device, resident), []
+        for first in range(0, n, MAX_GRID_Y * tile.columns):
+            width = min(n - first, MAX_GRID_Y * tile.columns)
+            panels = ceil_div(width, tile.columns)
+            launches = [(main, (tile.blocks_of(blocks, panels, device), panels, 1)) for main, blocks in kernels(tile)]
+            found.append((first, width, panels, launches))
+        return tile, found
 
     def prepare(o: Operands) -> list[Bound]:
         if o.ldb * value_size >= 2**31:
             raise LimitError(f"B: a line of {o.ldb} elements passes 2 GiB; multiply fewer columns at a time")
-        tile = choose(o.n, vector_width(value_size, out_size, o.n, o.b & 15, o.c & 15, o.ldb, o.ldc))
+        tile, found = slabs(o.n, vector_width(value_size, out_size, o.n, o.b & 15, o.c & 15, o.ldb, o.ldc))
         calls = []
-        for first in range(0, o.n, MAX_GRID_Y * tile.columns):  # slabs of columns that one grid holds
-            n, b, c = min(o.n - first, MAX_GRID_Y * tile.columns), o.b + first * value_size, o.c + first * out_size
-            panels = ceil_div(n, tile.columns)
+        for first, n, panels, launches in found:
+            b, c = o.b + first * value_size, o.c + first * out_size
             prefetch = ((K - 1) * o.ldb + n) * value_size if tile.prefetch and K else 0
             held, arrived = 0, 0
             if cuts:
                 held = sums.buffer(o.stream, rows.pieces * n * sum_size)
                 arrived = arrivals.buffer(o.stream, cuts * panels * 4)
-            for main, blocks in kernels(tile):
-                grid = (tile.blocks_of(blocks, panels, device), panels, 1)
+            for main, grid in launches:
                 calls.append(main.bind(grid, o.stream, held, arrived, b, c, n, o.ldb * value_size, o.ldc, prefetch))
         return calls
 
-    tile = choose(max(1, p.n), max(1, 16 // value_size))
-    kernels(tile)
-    return Gather(prepare, tile)
+    return Gather(prepare, slabs(max(1, p.n), max(1, 16 // value_size))[0])
 
 
 class Gather(NamedTuple):

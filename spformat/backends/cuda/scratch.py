@@ -12,9 +12,11 @@ from ...errors import DeviceMemoryError
 
 def captured(stream: int) -> bool:
     """Whether work on the stream (a cudaStream_t as int) is recorded into a CUDA graph now."""
+    if stream == 0:  # the default stream cannot be
+        return False
     from cupy.cuda import runtime
 
-    return stream != 0 and bool(runtime.streamIsCapturing(stream))  # the default stream cannot be
+    return bool(runtime.streamIsCapturing(stream))
 
 
 class Scratch:
