@@ -1,7 +1,8 @@
-"""The check in front of every measurement: right results pass it, wrong ones do not, also where rows are sampled."""
+"""Right results pass the check in front of every measurement, wrong ones do not; no contender has a fixed place."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -28,3 +29,19 @@ def test_a_wrong_result_is_not_measured_as_right(monkeypatch: pytest.MonkeyPatch
     assert errors.pop("slip") > 1
     assert len(errors) > 1
     assert max(errors.values()) < 1
+
+
+def test_everybody_runs_in_every_round_and_follows_everybody() -> None:
+    calls: list[int] = []
+    runs = [lambda i=i: calls.append(i) for i in range(4)]  # type: ignore[misc]
+    clock = bench._HostClock()
+    times = clock.take_turns(runs, 40, 0, cold=False, seconds=60)
+    rounds = np.array(calls).reshape(40, 4)
+    assert len(times) == 4
+    assert (np.sort(rounds) == np.arange(4)).all()
+    assert {(a, b) for row in rounds.tolist() for a, b in itertools.pairwise(row)} == {
+        (a, b) for a in range(4) for b in range(4) if a != b
+    }
+    calls.clear()
+    clock.take_turns(runs, 40, 0, cold=False, seconds=60)
+    assert (np.array(calls).reshape(40, 4) == rounds).all()  # the same in every run
