@@ -3,14 +3,9 @@
 // What is read from an array is compared; it becomes an address only where that comparison held, and nothing is
 // computed from it before that could overflow. So no array, whatever it holds, makes a scan read outside of its own.
 #pragma once
+#include "spformat/integers.cuh"
 
 namespace spformat {
-
-using u8 = unsigned char;
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-using i64 = long long;
 
 namespace scan {
 
