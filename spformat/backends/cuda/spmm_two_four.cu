@@ -146,13 +146,7 @@ spmm_two_four(const T* __restrict__ values, const u16* __restrict__ meta, int M,
         }
     };
 
-    float acc[MT][NT][4];
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int n = 0; n < NT; ++n)
-#pragma unroll
-            for (int r = 0; r < 4; ++r) acc[m][n][r] = 0.0f;
+    float acc[MT][NT][4] = {};
 
     const u32 ring = shared_address(shared);
 #pragma unroll

@@ -124,13 +124,7 @@ spmm_two_four_sm90(const __grid_constant__ TensorMap values, const __grid_consta
 #pragma unroll 1
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const bool last_tile = tile + int(gridDim.x) >= tiles;
-        float acc[MT][NT][4];
-#pragma unroll
-        for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int n = 0; n < NT; ++n)
-#pragma unroll
-                for (int r = 0; r < 4; ++r) acc[m][n][r] = 0.0f;
+        float acc[MT][NT][4] = {};
 #pragma unroll 1
         for (int slab = 0; slab < slabs; ++slab) {
             const bool wraps = stage == S - 1;
