@@ -9,14 +9,18 @@ spmm    ``spmm(A, B, out=C)``, the plan cached with A
 alloc   ``spmm(A, B)``, C allocated
 
 and, for what nobody can save: *driver*, ``cuLaunchKernel`` of an empty kernel through the same code.
+
+All cases take turns, in an order drawn anew each round: a machine that is slow for a second is slow for all of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,40 +37,50 @@ from spformat.preprocess import masks
 CALLS, ROUNDS, OTHERS = 20, 25, REMEMBERED + 6
 
 
-def cases() -> Iterator[tuple[str, Callable[[], Format], int, str | None, str]]:
-    """Name, matrix on the device, N, kernel asked for by name, layout of B."""
+def cases() -> Iterator[tuple[str, Callable[[], Format], int, str | None, str, bool]]:
+    """Name, matrix on the device, N, kernel asked for by name, layout of B, whether there is a bias."""
     for dtype in ("float32", "float16"):
-        yield f"csr {dtype}", lambda d=dtype: random(1024, 1024, 0.02, d, "csr"), 64, None, "row"
-        yield f"ell-buckets {dtype}", lambda d=dtype: random(1024, 1024, 0.02, d, "ell-buckets"), 64, None, "row"
-    yield "csr float32, a long row cut in pieces", long_row, 32, None, "row"
-    yield "csr float32, columns of B", lambda: random(1024, 1024, 0.02, "float32", "csr"), 64, None, "col"
-    yield "csr tensor cores", lambda: random(1024, 1024, 0.02, "float16", "csr"), 64, "cuda.spmm_csr_tc", "row"
-    yield "bsr, mma", lambda: random(768, 768, 0.1, "bfloat16", "bsr", blocksize=(32, 32)), 512, None, "row"
+        yield f"csr {dtype}", lambda d=dtype: matrix(1024, 1024, 0.02, d, "csr"), 64, None, "row", False
+        yield f"ell-buckets {dtype}", lambda d=dtype: matrix(1024, 1024, 0.02, d, "ell-buckets"), 64, None, "row", False
+    yield "csr float32, a long row cut in pieces", long_row, 32, None, "row", False
+    yield "csr float32, columns of B", lambda: matrix(1024, 1024, 0.02, "float32", "csr"), 64, None, "col", False
+    yield "csr tensor cores", lambda: matrix(1024, 1024, 0.02, "float16", "csr"), 64, "cuda.spmm_csr_tc", "row", False
+    yield "bsr, mma", lambda: matrix(768, 768, 0.1, "bfloat16", "bsr", blocksize=(32, 32)), 512, None, "row", False
     for fmt in ("bsr", "dbsr"):
         yield (
             f"{fmt}, wgmma",
-            lambda f=fmt: random(4096, 512, 0.2, "bfloat16", f, blocksize=(64, 64)),
+            lambda f=fmt: matrix(4096, 512, 0.2, "bfloat16", f, blocksize=(64, 64)),
             4096,
             None,
             "row",
+            False,
         )
-    yield "sr-bcrs float16", lambda: random(1024, 1024, 0.05, "float16", "sr-bcrs"), 512, None, "row"
-    yield "sr-bcrs float32", lambda: random(1024, 1024, 0.05, "float32", "sr-bcrs"), 128, None, "row"
+    yield "sr-bcrs float16", lambda: matrix(1024, 1024, 0.05, "float16", "sr-bcrs"), 512, None, "row", False
+    yield "sr-bcrs float32", lambda: matrix(1024, 1024, 0.05, "float32", "sr-bcrs"), 128, None, "row", False
     for dtype, length in (("float32", 32), ("bfloat16", 32), ("bfloat16", 128)):
         form = {"n": 8, "m": 32, "vector_length": length}
         name = f"vector-nm L={length} {dtype}"
-        yield name, lambda d=dtype, f=form: random(2048, 2048, 1, d, "vector-nm", **f), 1024, None, "row"
-    yield "vector-nm, K split", lambda: random(256, 2048, 1, "float32", "vector-nm", **form), 64, None, "row"
+        yield name, lambda d=dtype, f=form: matrix(2048, 2048, 1, d, "vector-nm", **f), 1024, None, "row", False
+    yield "vector-nm, K split", lambda: matrix(256, 2048, 1, "float32", "vector-nm", **form), 64, None, "row", False
     for n in (1, 16, 256, 2048):
-        yield f"two-four N={n}", lambda: random(2048, 1024, 1, "bfloat16", "two-four"), n, None, "row"
-    yield "two-four mma.sp", lambda: random(1024, 1024, 1, "bfloat16", "two-four"), 128, "cuda.spmm_two_four", "row"
+        yield f"two-four N={n}", lambda: matrix(2048, 1024, 1, "bfloat16", "two-four"), n, None, "row", False
+    yield (
+        "two-four mma.sp",
+        lambda: matrix(1024, 1024, 1, "bfloat16", "two-four"),
+        128,
+        "cuda.spmm_two_four",
+        "row",
+        False,
+    )
     for dtype in ("float32", "bfloat16"):
-        yield f"bitmask {dtype}", lambda d=dtype: random(1024, 1024, 0.5, d, "bitmask"), 16, None, "row"
-    yield "dense, cuBLAS", lambda: random(1024, 1024, 1, "bfloat16", "dense"), 64, "vendor", "row"
-    yield "csr, cuSPARSE", lambda: random(1024, 1024, 0.02, "float32", "csr"), 64, "vendor", "row"
+        yield f"bitmask {dtype}", lambda d=dtype: matrix(1024, 1024, 0.5, d, "bitmask"), 16, None, "row", False
+    for fmt in ("csr", "two-four"):
+        yield f"{fmt} with a bias", lambda f=fmt: matrix(1024, 1024, 0.02, "float16", f), 64, None, "row", True
+    yield "dense, cuBLAS", lambda: matrix(1024, 1024, 1, "bfloat16", "dense"), 64, "vendor", "row", False
+    yield "csr, cuSPARSE", lambda: matrix(1024, 1024, 0.02, "float32", "csr"), 64, "vendor", "row", False
 
 
-def random(M: int, K: int, density: float, dtype: str, fmt: str, **params: Any) -> Format:
+def matrix(M: int, K: int, density: float, dtype: str, fmt: str, **params: Any) -> Format:
     """Small integers on the device; those formats that have a pattern prune to it."""
     rng = np.random.default_rng(0)
     x = rng.integers(1, 5, (M, K)).astype(sf.dtypes.VALUE_TYPES[dtype].numpy)
@@ -87,44 +101,60 @@ def long_row() -> Format:
     return sf.convert(x, "csr").to("cuda")
 
 
-def host_us(run: Callable[[int], Any]) -> tuple[float, float]:
-    """Median and least of the microseconds of a call; ``run`` gets the number of the call."""
-    from cupy.cuda.runtime import deviceSynchronize
+class Case:
+    """One product and the ways to call it."""
 
-    taken, at = [], 0
-    for _ in range(OTHERS):
-        run(at)
-        at += 1
-    for _ in range(ROUNDS):
+    def __init__(self, name: str, a: Format, n: int, backend: str | None, layout: str, epilogue: bool) -> None:
+        import cupy
+
+        self.name, self.n, self.taken, self.made = name, n, defaultdict[str, list[float]](list), 0
+        B = cupy.ones((a.shape[1], n), sf.dtypes.VALUE_TYPES[a.dtype.name].numpy, "F" if layout == "col" else "C")
+        more = {"bias": cupy.zeros(a.shape[0], B.dtype)} if epilogue else {}
+        first = self.first = sf.spmm(a, B, backend=backend, **more)
+        outs = self.outs = [cupy.empty_like(first) for _ in range(OTHERS)]
+        plan = sf.plan(a, B=B, out=outs[0], backend=backend, epilogue=epilogue)
+        self.kernel = plan.kernel
+        self.ways: dict[str, Callable[[int], Any]] = {
+            "again": lambda _: plan(B, out=outs[0], **more),
+            "new": lambda i: plan(B, out=outs[i % OTHERS], **more),
+            "spmm": lambda _: sf.spmm(a, B, out=outs[0], backend=backend, **more),
+            "alloc": lambda _: sf.spmm(a, B, backend=backend, **more),
+        }
+
+    def measure(self, way: str, calls: int = CALLS) -> None:
+        from cupy.cuda.runtime import deviceSynchronize
+
+        run, at = self.ways[way], self.made
+        self.made += calls
         deviceSynchronize()
         start = time.perf_counter()
-        for _ in range(CALLS):
-            run(at)
-            at += 1
-        taken.append(1e6 * (time.perf_counter() - start) / CALLS)
-    deviceSynchronize()
-    return statistics.median(taken), min(taken)
+        for i in range(at, at + calls):
+            run(i)
+        self.taken[way].append(1e6 * (time.perf_counter() - start) / calls)
+        deviceSynchronize()
+
+    def row(self) -> dict[str, Any]:
+        """Median and least microseconds of a call, each way; the first measurement, which compiles, left out."""
+        if not bool((self.outs[0] == self.first).all()):
+            raise SystemExit(f"{self.kernel}: a call made again gave another product")
+        row: dict[str, Any] = {"case": self.name, "kernel": self.kernel, "N": self.n}
+        for way, (_, *taken) in self.taken.items():
+            row |= {way: statistics.median(taken), f"{way}_least": min(taken), f"{way}_rounds": taken}
+        return row
 
 
-def measure(a: Format, n: int, backend: str | None, layout: str) -> dict[str, Any]:
-    import cupy
+class Driver(Case):
+    """A launch and nothing else: the kernel that waits, told to wait for no time."""
 
-    B = cupy.ones((a.shape[1], n), sf.dtypes.VALUE_TYPES[a.dtype.name].numpy, "F" if layout == "col" else "C")
-    first = sf.spmm(a, B, backend=backend)
-    outs = [cupy.empty_like(first) for _ in range(OTHERS)]
-    plan = sf.plan(a, B=B, out=outs[0], backend=backend)
-    ways = {
-        "again": lambda _: plan(B, out=outs[0]),
-        "new": lambda i: plan(B, out=outs[i % OTHERS]),
-        "spmm": lambda _: sf.spmm(a, B, out=outs[0], backend=backend),
-        "alloc": lambda _: sf.spmm(a, B, backend=backend),
-    }
-    row: dict[str, Any] = {"kernel": plan.kernel, "N": n}
-    for name, run in ways.items():
-        row[name], row[f"{name}_least"] = host_us(run)
-    if not bool((outs[0] == first).all()):
-        raise SystemExit(f"{plan.kernel}: a call made again gave another product")
-    return row
+    def __init__(self) -> None:
+        import cupy
+
+        device = cupy.cuda.Device()
+        function = jit.load("hold.cu", "hold", jit.architecture(int(device.compute_capability), ()), device.id)
+        call = Launch(function, "q", (), 1).bind((1, 1, 1), 0, 0)
+        self.name, self.kernel, self.n, self.taken, self.made = "driver", "empty", 0, defaultdict(list), 0
+        self.first = self.outs = cupy.zeros(1)
+        self.ways = {"again": lambda _: call()}
 
 
 def main() -> None:
@@ -132,28 +162,25 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose names begin so, comma-separated")
     parser.add_argument("--json", type=Path)
     wanted = parser.parse_args()
-    rows = [{"case": "driver", "kernel": "empty", "N": 0, **dict(zip(("again", "again_least"), driver(), strict=True))}]
+    chosen = [case for case in cases() if case[0].startswith(tuple(wanted.only.split(",")))]
+    tried: list[Case] = [Driver(), *(Case(name, make(), *rest) for name, make, *rest in chosen)]
+    for case in tried:
+        for way in case.ways:
+            case.measure(way, OTHERS)
+    order, rng = [(case, way) for case in tried for way in case.ways], random.Random(0)
+    for _ in range(ROUNDS):
+        rng.shuffle(order)
+        for case, way in order:
+            case.measure(way)
+    rows = [case.row() for case in tried]
     print("| case | N | kernel | again | new | spmm | alloc |\n|---|---|---|---|---|---|---|")
-    show(rows[0])
-    for name, make, n, backend, layout in cases():
-        if name.startswith(tuple(wanted.only.split(","))):
-            rows.append({"case": name, **measure(make(), n, backend, layout)})
-            show(rows[-1])
+    for row in rows:
+        show(row)
     if wanted.json:
         import cupy
 
         tree = {"environment": bench.environment(cupy.zeros(1)), "rows": rows}
         wanted.json.write_text(json.dumps(tree, indent=1) + "\n")
-
-
-def driver() -> tuple[float, float]:
-    """A launch and nothing else: the kernel that waits, told to wait for no time."""
-    import cupy
-
-    device = cupy.cuda.Device()
-    function = jit.load("hold.cu", "hold", jit.architecture(int(device.compute_capability), ()), device.id)
-    call = Launch(function, "q", (), 1).bind((1, 1, 1), 0, 0)
-    return host_us(lambda _: call())
 
 
 def show(row: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from .dtypes import VALUE_TYPES, value_type
 from .errors import DeviceUnavailable, NoKernelError, UsageError
 from .formats.base import Format
 from .formats.exchange import as_format
-from .problem import COL, ROW, STRIDED, Accepted, Plan, Problem, Rejected, result_dtype, tile_class
+from .problem import COL, OVERWRITES, ROW, STRIDED, Accepted, Plan, Problem, Rejected, result_dtype, tile_class
 
 log = logging.getLogger("spformat")
 
@@ -204,7 +204,11 @@ def _make_plan(A: Format, problem: Problem, name: str | None, unsafe: bool) -> P
             made = _with_epilogue(made, problem)
     log.info("%s %dx%d (%s), N class %d: %s %s", problem.format, problem.M, problem.K, problem.a_dtype, problem.n,
              made.kernel, made.tile)  # fmt: skip
-    return replace(made, run=_guarded(made, A))
+    held = [_span(a) for a in A.arrays().values() if a.size]
+    if made.reads is None:
+        return replace(made, run=_guarded(made.run, held))
+    made.reads.extend(held)
+    return made
 
 
 def _trusted(A: Format) -> Format:
@@ -212,18 +216,14 @@ def _trusted(A: Format) -> Format:
     return type(A).made(shape=A.shape, **A.params(), **A.tables(), **A.arrays())
 
 
-def _guarded(made: Plan, A: Format) -> Any:
-    """``made.run``, with an ``out`` refused that would overwrite the matrix while it is read."""
-    held, run, again = [_span(a) for a in A.arrays().values() if a.size], made.run, made.again
+def _guarded(run: Any, held: list[tuple[int, int]]) -> Any:
+    """``run``, with an ``out`` refused that would overwrite the matrix while it is read."""
 
     def guarded(B: Any, out: Any, *epilogue: Any) -> Any:
-        if out is not None and again is not None and not epilogue and again(B, out):
-            return out
         if out is not None and out.size:
             lo, hi = _span(out)
-            for start, end in held:  # no generator: this is a microsecond of every call
-                if lo < end and start < hi:
-                    raise ValueError("out overlaps the arrays of A; the product would overwrite what it reads")
+            if any(lo < end and start < hi for start, end in held):
+                raise ValueError(OVERWRITES)
         return run(B, out, *epilogue)
 
     return guarded

@@ -9,6 +9,7 @@ from typing import Any
 from .errors import UsageError
 
 ROW, COL, STRIDED = "row", "col", "strided"
+OVERWRITES = "out overlaps the arrays of A; the product would overwrite what it reads"
 
 _RANK = {"int8": 0, "float8_e5m2": 1, "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 3, "float64": 4}
 
@@ -116,9 +117,9 @@ class Plan:
     tile: str = ""
     workspace: int = 0
     """Bytes the plan owns beside the arrays of A."""
-    again: Callable[[Any, Any], bool] | None = field(default=None, repr=False)
-    """``again(B, out)``: run once more for operands that ``run`` has had, all checks passed; False, and nothing done,
-    for new ones. None where a plan remembers none."""
+    reads: list[tuple[int, int]] | None = field(default=None, repr=False)
+    """First addresses of the arrays of A and those behind their ends: written by the dispatcher, for a ``run`` that
+    refuses an ``out`` that touches them. None where the dispatcher shall look before every run."""
 
     def __call__(self, B: Any, out: Any = None, *, alpha: float = 1.0, beta: float = 0.0, bias: Any = None) -> Any:
         """A @ B, written to ``out`` if given; alpha, beta and bias only where the plan was made with an epilogue."""

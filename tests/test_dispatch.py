@@ -210,6 +210,24 @@ def test_a_plugin_is_found_explained_and_used(plugins: None) -> None:
         sf.spmm(wide, x.astype(np.float64), backend="doubled")
 
 
+def test_out_must_not_touch_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before every run, or by a plan that says it looks itself and is told where the arrays are."""
+    x = np.arange(64, dtype=np.float32).reshape(8, 8)
+    a = sf.convert(x, "bsr", blocksize=(8, 8))
+    made = sf.plan(a, n=8)
+    for out in (a.data[0], a.data[0, :, ::-1], a.data.reshape(-1)[4:52].reshape(8, 6)):
+        with pytest.raises(ValueError, match="out overlaps the arrays of A"):
+            made.run(x[:, : out.shape[1]], out)
+    kernel = next(k for k in backends.get("cpu").kernels() if k.name == made.kernel)
+    monkeypatch.setattr(type(kernel), "plan", lambda self, a, p: Plan(self.name, p, print, reads=[]))
+    told = sf.plan(a, n=8)
+    assert told.run is print
+    start = a.data.ctypes.data
+    assert told.reads is not None
+    assert (start, start + a.data.nbytes) in told.reads
+    assert len(told.reads) == sum(bool(v.size) for v in a.arrays().values()) == 3
+
+
 def test_plan_is_a_value() -> None:
     x = np.eye(5, dtype=np.float32)
     p = sf.plan(sf.convert(x, "bsr", blocksize=(2, 2)), n=5)

@@ -16,7 +16,7 @@ import stand_in_cupy
 from spformat.backends.cuda.launch import GRAPH_AFTER, REMEMBERED, Launch, Operands, device_plan
 from spformat.backends.cuda.scratch import Scratch
 from spformat.errors import DeviceError
-from spformat.problem import COL, ROW, Plan, Problem
+from spformat.problem import ROW, Plan, Problem
 
 
 class Map(ctypes.Structure):
@@ -76,7 +76,7 @@ def test_the_driver_finds_every_argument_at_every_cut(launched: list[Any], signa
     values = [value(kind, i) for i, kind in enumerate(signature)]
     wanted = [bytes(v) if isinstance(v, ctypes.Structure) else v for v in values]
     for cut in range(len(signature) + 1):
-        call = Launch(SimpleNamespace(ptr=77), signature, values[:cut], 96, 5000).bind((3, 2, 1), 99, *values[cut:])
+        call = Launch(SimpleNamespace(ptr=77), signature, values[:cut], 96, 5000).bind((3, 2, 1), 99, *wanted[cut:])
         for _ in range(3):  # from shared memory, then from its own
             call()
             *head, places, extra = launched.pop()
@@ -150,6 +150,7 @@ class World:
         self.cupy.cuda.runtime.getDevice = lambda: self.device
         self.cupy.cuda.get_current_stream = lambda: SimpleNamespace(ptr=self.stream)
         self.cupy.cuda.Device = self._enter
+        self.cupy.empty = lambda shape, dtype, order="C": self.array(*np.atleast_1d(shape), dtype=dtype, order=order)
         # A stream that is captured takes calls into its graph; to launch the graph is to make them.
         self.graphs: dict[int, list[Any]] = {}
         self.launched = 0
@@ -222,79 +223,114 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return World(monkeypatch)
 
 
-def test_operands_seen_before_are_run_again_and_prepared_once(world: World) -> None:
+def known(world: World, plan: Plan, B: Any, out: Any) -> bool:
+    """Run; whether that was done with launches that were there."""
+    prepared, made = len(world.prepared), len(world.made)
+    assert plan.run(B, out) is out
+    assert len(world.made) == made + 1
+    assert world.made[-1][0][:2] == (B.ctypes.data, out.ctypes.data)
+    return len(world.prepared) == prepared
+
+
+def test_operands_seen_before_are_prepared_once(world: World) -> None:
     plan, B, out = world.plan(), world.array(3, 5), world.array(4, 5)
-    assert plan.again is not None
-    assert not plan.again(B, out)
-    assert not world.made
-    plan.run(B, out)
-    assert not plan.again(B, out)  # the first time nothing is kept but the calls
-    plan.run(B, out)
-    assert plan.again(B, out)
-    assert plan.again(B[:], out[:])  # other objects, the same memory
-    assert len(world.made) == 4
-    assert len(world.prepared) == 1
+    assert not known(world, plan, B, out)
+    assert known(world, plan, B, out)
+    assert known(world, plan, B[:], out[:])  # other objects, the same memory
     assert {o for o, _ in world.made} == {Operands(B.ctypes.data, out.ctypes.data, 5, 5, 5, 7)}
 
 
 def test_whatever_the_checks_depend_on_makes_operands_new(world: World) -> None:
     plan, B, out = world.plan(), world.array(3, 10), world.array(4, 10)
-    assert plan.again is not None
-    for _ in range(2):
-        plan.run(B[:, :5], out[:, :5])
+    assert not known(world, plan, B[:, :5], out[:, :5])
     wide, narrow, other = (B[:, :6], out[:, :6]), (B[:, :4], out[:, :4]), (B[:, 1:6], out[:, 1:6])
     closer = B.reshape(-1)[:15].reshape(3, 5)  # the same address, shape and dtype, other strides
-    typed = B[:, :5].view("int32")
-    for b, c in (wide, narrow, other, (closer, out[:, :5]), (typed, out[:, :5]), (B[:, :5], out[:, 5:])):
-        assert not plan.again(b, c)
-    assert plan.again(B[:, :5], out[:, :5])
+    for b, c in (wide, narrow, other, (closer, out[:, :5]), (B[:, :5], out[:, 5:])):
+        assert not known(world, plan, b, c)
+        assert known(world, plan, b, c)
+        assert known(world, plan, B[:, :5], out[:, :5])
+    made = len(world.made)
+    refused = [
+        (B[:, :5].view("int32"), out[:, :5], TypeError, "B: this plan takes float32, got int32"),
+        (B[:, :5], out[:, :5].view("int32"), TypeError, "out: this plan writes float32, got int32"),
+        (B[:, :5], out[:3, :5], ValueError, "out: expected shape"),
+        (B[:2, :5], out[:, :5], ValueError, "B: expected shape"),
+        (B.reshape(-1)[:15].reshape(3, 5, order="F"), out[:, :5], ValueError, "B: expected row-major"),
+    ]
+    for b, c, error, text in refused:
+        with pytest.raises(error, match=text):
+            plan.run(b, c)
+    assert len(world.made) == made
     world.stream = 8
-    assert not plan.again(B[:, :5], out[:, :5])
-    plan.run(B[:, :5], out[:, :5])
-    assert [o.stream for o, _ in world.made] == [7, 7, 7, 8]
-    world.device = 1
-    assert not plan.again(B[:, :5], out[:, :5])
-    plan.run(B[:, :5], out[:, :5])
-    assert len(world.made) == 5
+    assert not known(world, plan, B[:, :5], out[:, :5])
+    assert world.made[-1][0].stream == 8
+    assert known(world, plan, B[:, :5], out[:, :5])
+
+
+def test_on_another_device_a_plan_goes_to_its_own_and_to_the_stream_there(world: World) -> None:
+    B, out, streams = world.array(3, 5), world.array(4, 5), {0: 7, 1: 9}
+    world.cupy.cuda.get_current_stream = lambda: SimpleNamespace(ptr=streams[world.device])
+    plan = world.plan()
+    for device in (0, 1, 1):
+        world.device = device
+        plan.run(B, out)
+        assert world.device == device
+    assert [o.stream for o, _ in world.made] == [7, 7, 7]
+    assert len(world.prepared) == 1
+    assert plan.run(B, None).shape == (4, 5)
+    assert world.made[-1][0].stream == 7
 
 
 def test_refused_operands_are_not_remembered(world: World) -> None:
     plan, B = world.plan(), world.array(3, 5)
-    assert plan.again is not None
     wrong = [world.array(4, 6), world.array(5, 5), world.array(4, 5, dtype="float64"), world.array(4, 5, order="F")]
-    for out in wrong:
-        for _ in range(2):
+    joint, held = world.array(7, 5), world.array(8, 5)
+    assert plan.reads == []
+    plan.reads.append((held.ctypes.data, held.ctypes.data + held.nbytes))
+    for _ in range(3):
+        for out in wrong:
             with pytest.raises((ValueError, TypeError)):
                 plan.run(B, out)
-            assert not plan.again(B, out)
-    joint = world.array(7, 5)
-    with pytest.raises(ValueError, match="overlaps B"):
-        plan.run(joint[:3], joint[1:5])
-    assert not plan.again(joint[:3], joint[1:5])
-    with pytest.raises(TypeError, match=r"B: expected a CuPy array on cuda:0, got list; move it with cupy.asarray"):
-        plan.run([[1.0] * 5] * 3, None)
-    assert not plan.again(np.zeros((3, 5), "float32"), world.array(4, 5))
+        with pytest.raises(ValueError, match="overlaps B"):
+            plan.run(joint[:3], joint[2:6])
+        with pytest.raises(ValueError, match="overlaps the arrays of A"):
+            plan.run(B, held[4:])
+        with pytest.raises(TypeError, match=r"B: expected a CuPy array on cuda:0, got list; move it with cupy.asarray"):
+            plan.run([[1.0] * 5] * 3, None)
+        with pytest.raises(TypeError, match="B: expected a CuPy array on cuda:0, got ndarray"):
+            plan.run(np.zeros((3, 5), "float32"), world.array(4, 5))
+        with pytest.raises(TypeError, match="out: expected a CuPy array on cuda:0, got ndarray"):
+            plan.run(B, np.zeros((4, 5), "float32"))
     assert not world.made
+    assert known(world, plan, joint[:3], joint[3:]) is known(world, plan, B, world.array(4, 5)) is False  # they touch
 
 
 def test_a_plan_forgets_rather_than_grow(world: World) -> None:
     plan, B = world.plan(), world.array(3, 5)
     outs = [world.array(4, 5) for _ in range(REMEMBERED + 3)]
     for out in outs:
-        for _ in range(2):
-            plan.run(B, out)
-    assert plan.again is not None
-    known = [plan.again(B, out) for out in outs]
-    assert known[-3:] == [True] * 3
-    assert sum(known) <= REMEMBERED
-    for out in outs:
-        plan.run(B, out)
-    assert not plan.again(B, outs[0])
+        assert not known(world, plan, B, out)
+    assert all(known(world, plan, B, out) for out in outs[-3:])
+    assert not known(world, plan, B, outs[0])
 
 
-def test_plans_with_an_epilogue_remember_no_operands(world: World) -> None:
-    assert world.plan(epilogue=True).again is None
-    assert world.plan(b_layout=COL).again is not None
+def test_an_epilogue_is_part_of_what_is_remembered(world: World) -> None:
+    plan, B, out, bias = world.plan(epilogue=True), world.array(3, 5), world.array(4, 5), world.array(4)
+    other = world.array(4)
+    # zeros have a sign that their equality hides: they are prepared at every call
+    calls = [(1.0, 0.0, bias), (2.0, 0.0, bias), (1.0, 1.0, bias), (1.0, 0.0, other), (1.0, 0.0, None),
+             (0.0, 0.0, bias), (-0.0, 0.0, bias)]  # fmt: skip
+    for _ in range(3):
+        for alpha, beta, vector in calls:
+            plan.run(B, out, alpha, beta, vector)
+            o = world.made[-1][0]
+            assert (str(o.alpha), o.beta) == (str(alpha), beta)
+            assert o.bias == (0 if vector is None else vector.ctypes.data)
+    assert len(world.prepared) == 5 + 3 * 2
+    with pytest.raises(ValueError, match="bias"):
+        plan.run(B, out, 1.0, 0.0, world.array(3))
+    with pytest.raises(ValueError, match="beta"):
+        plan.run(B, None, 1.0, 1.0, bias)
 
 
 def test_calls_of_one_product_stay_together(world: World) -> None:
@@ -305,9 +341,7 @@ def test_calls_of_one_product_stay_together(world: World) -> None:
 
     def work(out: Any) -> None:
         for _ in range(200):
-            assert plan.again is not None
-            if not plan.again(B, out):
-                plan.run(B, out)
+            plan.run(B, out)
 
     try:
         threads = [threading.Thread(target=work, args=(out,)) for out in outs]
@@ -337,12 +371,10 @@ def test_a_captured_stream_takes_up_the_launches_not_a_graph(world: World) -> No
     plan.run(B, out)
     assert world.launched == 3
     assert [step for _, step in world.made] == [0, 1] * (GRAPH_AFTER + 3)
-    assert plan.again is not None
     world.stream = 0  # the default stream, which cannot be captured
     world.cupy.cuda.runtime.streamIsCapturing = lambda _: pytest.fail("asked of the default stream")
-    for _ in range(GRAPH_AFTER + 1):
+    for _ in range(GRAPH_AFTER + 2):
         plan.run(B, out)
-    assert plan.again(B, out)
     assert world.launched == 5
 
 
@@ -352,8 +384,6 @@ def test_what_is_prepared_for_a_graph_is_not_remembered(world: World) -> None:
     for _ in range(3):
         plan.run(B, out)
     assert len(world.prepared) == 3
-    assert plan.again is not None
-    assert not plan.again(B, out)
     assert len(world.graphs.pop(world.stream)) == 3
     for _ in range(3):
         plan.run(B, out)

@@ -1,4 +1,4 @@
-"""Tensor maps without a driver: one is made per matrix in use, and a refusal is not remembered."""
+"""Tensor maps without a driver: one is encoded per form, addresses are replaced, and a refusal is not remembered."""
 
 from __future__ import annotations
 
@@ -11,28 +11,43 @@ from spformat.backends.cuda import tensor_map
 from spformat.errors import DeviceError
 
 
-def test_a_map_is_made_once_for_a_place_and_its_extents(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
+def test_a_map_is_encoded_once_for_all_but_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[int] = []
+    replaced: list[int] = []
 
     def encode(place: int, kind: int, rank: int, pointer: int, *_: Any) -> int:
-        made.append(pointer)
-        ctypes.memset(place, len(made), 128)
+        encoded.append(pointer)
+        assert place % 64 == 0
+        ctypes.memset(place, len(encoded), 128)
         return 1 if pointer % 16 else 0
 
-    monkeypatch.setattr(tensor_map, "_encode", lambda: encode)
-    tensor_map.tiled.cache_clear()
+    def replace(place: int, pointer: int) -> int:
+        replaced.append(pointer)
+        if pointer % 16:
+            return 2
+        ctypes.c_uint64.from_address(place).value = pointer
+        return 0
 
-    def tiled(pointer: int, columns: int = 128) -> bytes:
-        return bytes(tensor_map.tiled(pointer, "bfloat16", (columns, 64), (columns,), (64, 8), 128))
+    monkeypatch.setattr(tensor_map, "_driver", lambda: (encode, replace))
+    monkeypatch.setattr(tensor_map, "_forms", {})
 
-    try:
-        assert tiled(4096) == tiled(4096) == b"\1" * 128
-        assert tiled(8192) == b"\2" * 128
-        assert tiled(4096, 256) == b"\3" * 128
-        assert tiled(4096) == b"\1" * 128
-        for _ in range(2):
-            with pytest.raises(DeviceError, match="CUresult 1 for extents"):
-                tiled(4097)
-        assert made == [4096, 8192, 4096, 4097, 4097]
-    finally:
-        tensor_map.tiled.cache_clear()
+    def tiled(pointer: int, columns: int = 128) -> tuple[int, bytes]:
+        found = tensor_map.tiled(pointer, "bfloat16", (columns, 64), (columns,), (64, 8), 128)
+        assert len(found) == ctypes.sizeof(tensor_map.TensorMap) == 128
+        return int.from_bytes(found[:8], "little"), found[8:]
+
+    with pytest.raises(DeviceError, match=r"cuTensorMapEncodeTiled: .* CUresult 1 for extents .*pointer 0x1001"):
+        tiled(4097)
+    assert tiled(4096) == tiled(4096) == (4096, b"\2" * 120)
+    assert tiled(8192) == (8192, b"\2" * 120)
+    assert tiled(4096, 256) == (4096, b"\3" * 120)
+    for _ in range(2):
+        with pytest.raises(DeviceError, match=r"cuTensorMapReplaceAddress: .* CUresult 2 for extents"):
+            tiled(4097)
+    assert tiled(4096) == (4096, b"\2" * 120)
+    assert encoded == [4097, 4096, 4096]
+    monkeypatch.setattr(tensor_map, "FORMS", 2)
+    tiled(4096, 512)
+    assert len(tensor_map._forms) == 1
+    tiled(4096)
+    assert encoded == [4097, 4096, 4096, 4096, 4096]

@@ -1,8 +1,8 @@
 """Check operands and launch: everything between a plan's ``__call__`` and the driver.
 
 A whole call has 8 us of host time; a CuPy RawKernel call alone takes 5. So a kernel's module does its work once for
-operands: it returns *calls*, launches with every argument packed, and a plan that meets the same operands again (a
-serving loop, a training step) makes the same calls again.
+operands: it returns *calls*, launches with every argument, and a plan that meets the same operands again (a serving
+loop, a training step) makes the same calls again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ...arrays import device_error
 from ...dtypes import VALUE_TYPES
 from ...errors import DeviceError, DeviceMemoryError, SpformatError
-from ...problem import COL, Plan, Problem
+from ...problem import COL, OVERWRITES, Plan, Problem
 from ..host import check_bias, numpy_dtype
 from .scratch import captured
 
@@ -41,7 +41,7 @@ class Launch:
     ``fixed`` are kept alive by the launch. Threads may share a launch.
     """
 
-    __slots__ = ("_function", "_keep", "_lock", "_pack", "_places", "_room", "_shared", "_structs", "_tail_at",
+    __slots__ = ("_function", "_keep", "_lock", "_pack", "_places", "_room", "_shared", "_shared_at", "_tail_at",
                  "driver", "smem", "threads")  # fmt: skip
 
     def __init__(
@@ -60,12 +60,12 @@ class Launch:
         gaps = [at - end for at, end in zip(self._places[cut:], [self._tail_at, *ends[cut:]], strict=False)]
         tail = "".join(f"{gap}x{code}" for gap, code in zip(gaps, codes[cut:], strict=True))
         self._pack = struct.Struct(f"={tail}").pack_into
-        self._structs = [i for i, s in enumerate(signature[cut:]) if not isinstance(s, str)]
         self._room = ctypes.c_char * max([1, *ends])
         self._shared, self._lock = self._room(), threading.Lock()
         for at, code, value in zip(self._places, codes, [_plain(v) for v in fixed], strict=False):
             struct.pack_into("=" + code, self._shared, at, value)
         self._point(self._shared)
+        self._shared_at = ctypes.addressof(self._shared)
         self._keep = (function, kernel, tuple(fixed))
         self.threads, self.smem = threads, smem
 
@@ -75,12 +75,7 @@ class Launch:
         struct.pack_into(f"={len(self._places)}Q", room, 0, *[base + place for place in self._places])
 
     def bind(self, grid: tuple[int, int, int], stream: int, *tail: Any) -> Bound:
-        """The launch on ``stream`` (a cudaStream_t as int) with its run-time arguments, in order."""
-        if self._structs:
-            values = list(tail)
-            for i in self._structs:
-                values[i] = bytes(values[i])
-            tail = tuple(values)
+        """The launch on ``stream`` (a cudaStream_t as int) with its run-time arguments, in order; structs as bytes."""
         return Bound(self, (self._function, *grid, self.threads, 1, 1, self.smem, stream), tail)
 
     def __call__(self, grid: tuple[int, int, int], stream: int, *tail: Any) -> None:
@@ -99,7 +94,7 @@ class Launch:
         """Launch from memory that all calls share."""
         with self._lock:  # the driver copies the arguments before it returns
             self._pack(self._shared, self._tail_at, *tail)
-            self.driver.launchKernel(*where, ctypes.addressof(self._shared), 0)
+            self.driver.launchKernel(*where, self._shared_at, 0)
 
 
 class Bound:
@@ -244,48 +239,26 @@ def device_plan(name: str, p: Problem, prepare: Prepare | Library, tile: str = "
     M, K, device_id, ndarray = p.M, p.K, p.device_id, cupy.ndarray
     b_size, out_size = b_dtype.itemsize, out_dtype.itemsize
     current_device, current_stream = cupy.cuda.runtime.getDevice, cupy.cuda.get_current_stream
-    kept: dict[Operands, Call] = {}
-    seen: dict[tuple[int, int], tuple[Any, Call]] = {}
+    made: dict[Any, Call] = {}
+    reads: list[tuple[int, int]] = []
     whole = threading.Lock()
 
-    def call_for(o: Operands) -> tuple[Call, bool]:
-        """From ``prepare``, or what it gave last time, and which of the two."""
-        call = kept.get(o)
-        if call is not None:
-            return call, True
-        calls = prepare(o)
-        call = calls[0] if len(calls) == 1 else Together(calls, o.stream, whole)
-        if not captured(o.stream):  # what is made for a graph may use memory that only the graph clears
-            if len(kept) >= REMEMBERED:
-                kept.clear()
-            kept[o] = call
-        return call, False
-
-    def empty(shape: tuple[int, int]) -> Any:
-        try:
-            return cupy.empty(shape, out_dtype, order)
-        except cupy.cuda.memory.OutOfMemoryError as e:
-            text = f"out: {shape[0] * shape[1] * out_size:,} bytes for {shape} do not fit the device; the CUDA context"
-            raise DeviceMemoryError(f"{text} is usable. Multiply fewer columns of B at a time") from e
-
-    def key(B: Any, out: Any) -> Any:
-        """All that the checks and the calls depend on, beside the addresses (which are of one device)."""
-        return B.shape, B.strides, B.dtype, out.shape, out.strides, out.dtype, current_stream().ptr
-
-    def again(B: Any, out: Any) -> bool:
-        """Make the calls that these operands made twice before; else False, and nothing is done."""
-        try:
-            found = seen.get((B.data.ptr, out.data.ptr))
-        except AttributeError:  # not arrays of CuPy
-            return False
-        if found is None or current_device() != device_id or found[0] != key(B, out):
-            return False
-        found[1]()
-        return True
-
     def run(B: Any, out: Any, epilogue: tuple[Any, ...] = ()) -> Any:
+        try:  # all that the checks and the launches depend on; an address also tells the device
+            key = (B.data.ptr, out.data.ptr, B.shape, B.strides, B.dtype, out.shape, out.strides, out.dtype,
+                   current_stream().ptr, epilogue)  # fmt: skip
+            call = made.get(key)
+        except AttributeError:  # no out, or no arrays of CuPy
+            return first(B, out, epilogue, None)
+        if call is None or current_device() != device_id:
+            return first(B, out, epilogue, key)
+        call()
+        return out
+
+    def first(B: Any, out: Any, epilogue: tuple[Any, ...], key: Any) -> Any:
+        """``run`` for operands that are new: check all, prepare, remember under ``key``."""
         if current_device() != device_id:
-            with cupy.cuda.Device(device_id):
+            with cupy.cuda.Device(device_id):  # which has a stream of its own
                 return run(B, out, epilogue)
         if not isinstance(B, ndarray) or not (out is None or isinstance(out, ndarray)):
             label, x = ("out", out) if isinstance(B, ndarray) else ("B", B)
@@ -295,42 +268,49 @@ def device_plan(name: str, p: Problem, prepare: Prepare | Library, tile: str = "
         if len(shape) != 2 or shape[0] != K:
             raise ValueError(f"B: expected shape ({K}, N), got {shape}")
         n = shape[1]
+        if out is None:
+            return run(B, empty((M, n)), epilogue)
         if B.dtype != b_dtype:
             raise TypeError(f"B: this plan takes {p.b_dtype}, got {B.dtype}")
-        b = B.data
-        ldb = leading("B", shape, B.strides, b, b_size, b_col, device_id)
-        if out is None:
-            out = empty((M, n))
-            if M and n:
-                o = Operands(b.ptr, out.data.ptr, n, ldb, M if out_col else n, current_stream().ptr, *epilogue)
-                call_for(o)[0]()
-            return out
         if out.shape != (M, n):
-            raise ValueError(f"out: expected shape ({M}, {n}), got {out.shape}")
+            raise ValueError(f"out: expected shape {(M, n)}, got {out.shape}")
         if out.dtype != out_dtype:
             raise TypeError(f"out: this plan writes {out_dtype}, got {out.dtype}")
-        c = out.data
+        b, c = B.data, out.data
+        ldb = leading("B", shape, B.strides, b, b_size, b_col, device_id)
         ldc = leading("out", (M, n), out.strides, c, out_size, out_col, device_id)
-        if M and n:
-            b_at, c_at = b.ptr, c.ptr
-            b_end = b_at + b_size * (((n - 1) * ldb + K) if b_col else ((K - 1) * ldb + n)) if K else b_at
-            c_end = c_at + out_size * (((n - 1) * ldc + M) if out_col else ((M - 1) * ldc + n))
-            if b_at < c_end and c_at < b_end:
-                raise ValueError("out overlaps B; the product would read what it writes")
-            call, known = call_for(Operands(b_at, c_at, n, ldb, ldc, current_stream().ptr, *epilogue))
-            if known and not epilogue:  # the second time: a key for arrays that never come again is a waste
-                if len(seen) >= REMEMBERED:
-                    seen.clear()
-                seen[b_at, c_at] = key(B, out), call
-            call()
+        if not (M and n):
+            return out
+        b_at, c_at = b.ptr, c.ptr
+        b_end = b_at + b_size * (((n - 1) * ldb + K) if b_col else ((K - 1) * ldb + n)) if K else b_at
+        c_end = c_at + out_size * (((n - 1) * ldc + M) if out_col else ((M - 1) * ldc + n))
+        if b_at < c_end and c_at < b_end:
+            raise ValueError("out overlaps B; the product would read what it writes")
+        for start, end in reads:
+            if start < c_end and c_at < end:
+                raise ValueError(OVERWRITES)
+        stream = key[8]
+        calls = prepare(Operands(b_at, c_at, n, ldb, ldc, stream, *epilogue))
+        call = calls[0] if len(calls) == 1 else Together(calls, stream, whole)
+        call()
+        # What is made for a graph may use memory that only the graph clears; -0.0 would be found as 0.0.
+        if not captured(stream) and (not epilogue or epilogue[1]):
+            if len(made) >= REMEMBERED:
+                made.clear()
+            made[key] = call
         return out
+
+    def empty(shape: tuple[int, int]) -> Any:
+        try:
+            return cupy.empty(shape, out_dtype, order)
+        except cupy.cuda.memory.OutOfMemoryError as e:
+            text = f"out: {shape[0] * shape[1] * out_size:,} bytes for {shape} do not fit the device; the CUDA context"
+            raise DeviceMemoryError(f"{text} is usable. Multiply fewer columns of B at a time") from e
 
     def run_epilogue(B: Any, out: Any, alpha: float, beta: float, bias: Any) -> Any:
         return run(B, out, (bias_pointer(p, bias, beta, out), float(alpha), float(beta)))
 
-    if p.epilogue:
-        return Plan(name, p, run_epilogue, tile, workspace)
-    return Plan(name, p, run, tile, workspace, again)
+    return Plan(name, p, run_epilogue if p.epilogue else run, tile, workspace, reads)
 
 
 def bias_pointer(p: Problem, bias: Any, beta: float, out: Any) -> int:

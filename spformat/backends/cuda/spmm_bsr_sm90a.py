@@ -259,12 +259,12 @@ def _launcher(a: spmm_bsr.Arrays, p: Problem, tile: Tile) -> tuple[launch.Prepar
     gaps = entries < block_rows
     narrow = min(height, 64)
 
-    def map_b(x: launch.Operands) -> tensor_map.TensorMap:
+    def map_b(x: launch.Operands) -> bytes:
         if b_col:
             return tensor_map.tiled(x.b, p.b_dtype, (p.K, x.n), (x.ldb,), (slice_k, cols), swizzle)
         return tensor_map.tiled(x.b, p.b_dtype, (x.n, p.K), (x.ldb,), (64, slice_k), 128)
 
-    def map_c(x: launch.Operands) -> tensor_map.TensorMap:
+    def map_c(x: launch.Operands) -> bytes:
         if c_col:
             box = (narrow, 128 if height >= 64 else 64)
             return tensor_map.tiled(x.c, p.out_dtype, (p.M, x.n), (x.ldc,), box, narrow * _ITEM)

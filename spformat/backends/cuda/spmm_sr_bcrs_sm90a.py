@@ -74,14 +74,13 @@ class SpmmSRBCRSHopper:
             threads = 32 * (tile.warps + (1 if tma else 4))
             return Launch(function, signature, fixed, threads, smem(tile)), -(-p.M // (tile.rows * cluster)) * cluster
 
-        unmapped = tensor_map.TensorMap()
         if not b_col:
             launcher(True)
 
         def prepare(o: Operands) -> tuple[Bound]:
             tma = not b_col and tensor_map.aligned(o.b, o.ldb, 2) and p.K > 0
             launch, blocks = launcher(tma)
-            mapped, box = unmapped, (line, DEPTH // tile.cluster)
+            mapped, box = tensor_map.UNMAPPED, (line, DEPTH // tile.cluster)
             if tma:
                 mapped = tensor_map.tiled(o.b, p.b_dtype, (o.n, p.K), (o.ldb,), box, 2 * line)
             grid = (blocks, min(MAX_GRID_Y, -(-o.n // tile.cols)), 1)

@@ -1,9 +1,14 @@
-"""Describe a matrix to the TMA unit: cuTensorMapEncodeTiled through ctypes. Device side: include/spformat/tma.cuh."""
+"""Describe a matrix to the TMA unit: cuTensorMapEncodeTiled through ctypes. Device side: include/spformat/tma.cuh.
+
+Encoding takes the host 4 us, another address for a map that is there half of one. So a map is encoded once for a form
+(all but the address), and products that come with ever new memory only have the address replaced.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from typing import Any
 
 from ...errors import DeviceError
@@ -26,13 +31,20 @@ class TensorMap(ctypes.Structure):
     _fields_ = [("opaque", ctypes.c_uint64 * 16)]
 
 
+UNMAPPED = bytes(128)
+"""For a kernel that this time reads no map."""
+
+
 @functools.lru_cache(maxsize=1)
-def _encode() -> Any:
-    entry = ctypes.PyDLL("libcuda.so.1").cuTensorMapEncodeTiled
+def _driver() -> tuple[Any, Any]:
+    """cuTensorMapEncodeTiled and cuTensorMapReplaceAddress."""
+    library = ctypes.PyDLL("libcuda.so.1")
     p, i = ctypes.c_void_p, ctypes.c_int
-    entry.argtypes = [p, i, ctypes.c_uint32, p, p, p, p, p, i, i, i, i]
-    entry.restype = i
-    return entry
+    encode, replace = library.cuTensorMapEncodeTiled, library.cuTensorMapReplaceAddress
+    encode.argtypes = [p, i, ctypes.c_uint32, p, p, p, p, p, i, i, i, i]
+    replace.argtypes = [p, p]
+    encode.restype = replace.restype = i
+    return encode, replace
 
 
 def aligned(pointer: int, stride: int, itemsize: int) -> bool:
@@ -40,7 +52,6 @@ def aligned(pointer: int, stride: int, itemsize: int) -> bool:
     return pointer % 16 == 0 and stride * itemsize % 16 == 0
 
 
-@functools.lru_cache(maxsize=256)
 def tiled(
     pointer: int,
     dtype: str,
@@ -49,11 +60,8 @@ def tiled(
     box: tuple[int, ...],
     swizzle: int,
     promotion: int = 128,
-) -> TensorMap:
-    """A map of a tensor, innermost dimension first.
-
-    The same arguments give the same object: it holds an address and extents, no memory, and products run over and over
-    on the same buffers.
+) -> bytes:
+    """A map of a tensor, innermost dimension first: the bytes of a TensorMap.
 
     pointer   device address, 16-byte aligned
     extents   elements per dimension, 1 .. 2^32
@@ -64,28 +72,60 @@ def tiled(
 
     Raises DeviceError when the driver refuses; ``aligned`` tells beforehand.
     """
-    kind, rank = _TYPES[dtype], len(extents)
-    size = _SIZES[kind]
-    # The driver wants its 128 bytes on a 64-byte boundary; ctypes promises 8.
-    room = ctypes.create_string_buffer(192)
-    place = (ctypes.addressof(room) + 63) & ~63
-    status = _encode()(
-        place,
-        kind,
-        rank,
-        pointer,
-        (ctypes.c_uint64 * rank)(*extents),
-        (ctypes.c_uint64 * max(1, rank - 1))(*[s * size for s in strides]),
-        (ctypes.c_uint32 * rank)(*box),
-        (ctypes.c_uint32 * rank)(*[1] * rank),
-        0,
-        _SWIZZLES[swizzle],
-        _PROMOTIONS[promotion],
-        0,
-    )
-    if status:
-        raise DeviceError(
-            f"cuTensorMapEncodeTiled: expected a legal tensor, got CUresult {status} for extents {tuple(extents)}, "
-            f"strides {tuple(strides)}, box {tuple(box)}, dtype {dtype}, swizzle {swizzle}, pointer {pointer:#x}"
+    key = dtype, extents, strides, box, swizzle, promotion
+    form = _forms.get(key)
+    if form is None:
+        if len(_forms) >= FORMS:
+            _forms.clear()
+        form = _forms[key] = Form(pointer, *key)
+    return form.at(pointer)
+
+
+class Form:
+    """A map for tensors at any address."""
+
+    __slots__ = ("_lock", "_place", "_room", "_text")
+
+    def __init__(self, pointer: int, dtype: str, extents: tuple[int, ...], strides: tuple[int, ...],
+                 box: tuple[int, ...], swizzle: int, promotion: int) -> None:  # fmt: skip
+        kind, rank = _TYPES[dtype], len(extents)
+        size = _SIZES[kind]
+        # The driver wants its 128 bytes on a 64-byte boundary; ctypes promises 8.
+        self._room = ctypes.create_string_buffer(192)
+        self._place = (ctypes.addressof(self._room) + 63) & ~63
+        self._lock = threading.Lock()
+        self._text = f"extents {extents}, strides {strides}, box {box}, dtype {dtype}, swizzle {swizzle}"
+        status = _driver()[0](
+            self._place,
+            kind,
+            rank,
+            pointer,
+            (ctypes.c_uint64 * rank)(*extents),
+            (ctypes.c_uint64 * max(1, rank - 1))(*[s * size for s in strides]),
+            (ctypes.c_uint32 * rank)(*box),
+            (ctypes.c_uint32 * rank)(*[1] * rank),
+            0,
+            _SWIZZLES[swizzle],
+            _PROMOTIONS[promotion],
+            0,
         )
-    return TensorMap.from_buffer_copy(ctypes.string_at(place, 128))
+        self._check("cuTensorMapEncodeTiled", status, pointer)
+
+    def at(self, pointer: int) -> bytes:
+        """The map of the tensor at this address."""
+        with self._lock:
+            status = _driver()[1](self._place, pointer)
+            found = ctypes.string_at(self._place, 128)
+        self._check("cuTensorMapReplaceAddress", status, pointer)
+        return found
+
+    def _check(self, call: str, status: int, pointer: int) -> None:
+        if status:
+            raise DeviceError(
+                f"{call}: expected a legal tensor, got CUresult {status} for {self._text}, pointer {pointer:#x}"
+            )
+
+
+FORMS = 1024
+"""Forms that are kept, 400 bytes each."""
+_forms: dict[Any, Form] = {}
