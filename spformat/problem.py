@@ -120,6 +120,8 @@ class Plan:
     reads: list[tuple[int, int]] | None = field(default=None, repr=False)
     """First addresses of the arrays of A and those behind their ends: written by the dispatcher, for a ``run`` that
     refuses an ``out`` that touches them. None where the dispatcher shall look before every run."""
+    prepare: Callable[..., Any] | None = field(default=None, repr=False)
+    """What ``run`` does for new operands, for a backend that makes another plan out of this one."""
 
     def __call__(self, B: Any, out: Any = None, *, alpha: float = 1.0, beta: float = 0.0, bias: Any = None) -> Any:
         """A @ B, written to ``out`` if given; alpha, beta and bias only where the plan was made with an epilogue."""

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,3 +71,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         reasons = [f"{name}: {text}" for name in dict.fromkeys(needed) if (text := why_not(config, name))]
         if reasons:
             item.add_marker(pytest.mark.skip(reason="; ".join(reasons)))
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A stand-in for CuPy that plans run on without a GPU."""
+    from stand_in_world import World
+
+    return World(monkeypatch)

@@ -4,9 +4,9 @@
     python tests/sanitize.py --tool compute-sanitizer [--jobs 8] [PART ...]
                                                            each under memcheck and racecheck, in processes of its own
 
-A part is a kernel, two_four_pack, vector_nm_convert, scans or epilogues. Prints a line per part; results are compared
-too, so the run says something without the tool as well. ``--planted`` runs a kernel with two faults instead, one for
-each tool: a run where it is not reported proves nothing, so that with ``--tool`` this comes first.
+A part is a kernel, two_four_pack, vector_nm_convert, scans, epilogues or pieces. Prints a line per part; results are
+compared too, so the run says something without the tool as well. ``--planted`` runs a kernel with two faults instead,
+one for each tool: a run where it is not reported proves nothing, so that with ``--tool`` this comes first.
 """
 
 from __future__ import annotations
@@ -138,14 +138,35 @@ def scans() -> int:
     return done
 
 
+def pieces() -> int:
+    """Rows so long that several blocks share one; whoever comes last adds. Widths in turn, calls one after another."""
+    rng, done = np.random.default_rng(8), 0
+    x = np.where(rng.random((40, 9000)) < 0.002, rng.integers(-2, 3, (40, 9000)), 0)
+    for row, items in {0: 9000, 7: 2049, 39: 4097}.items():
+        x[row, rng.permutation(9000)[:items]] = 1
+    for spec, dtype in itertools.product(("csr", "ell-buckets"), (np.float32, np.float16)):
+        g = convert(x.astype(dtype), spec).to("cuda")
+        for n in (17, 64, 1):
+            B = rng.integers(-1, 2, (9000, n)).astype(dtype)
+            guarded = Guarded(cp, (40, n), np.dtype(np.float32), "row", 3)
+            for _ in range(2):
+                guarded.out.fill(float("nan"))
+                spmm(g, cp.asarray(B), guarded.out, f"cuda.spmm_{spec.replace('-', '_')}")
+                assert (guarded.out.get() == x @ B.astype(np.float64)).all(), f"{spec} {dtype} n={n}"
+                assert guarded.intact(), f"{spec} {dtype} n={n}: wrote outside C"
+                done += 1
+    return done
+
+
 def epilogues() -> int:
-    """Products with alpha, beta and bias by every 2:4 kernel, fused or in a pass of their own; C between guards."""
+    """Products with alpha, beta and bias, fused (2:4) and in a pass of their own (CSR); C between guards."""
     rng, done = np.random.default_rng(5), 0
     x = rng.integers(-3, 4, (70, 200)).astype(np.float16)
     x = masks.apply(x, masks.magnitude_nm(x, 2, 4))
-    g, bias = convert(x, "two-four").to("cuda"), rng.integers(-2, 3, 70).astype(np.float16)
-    two_four = [k for k in KERNELS if "two-four" in k.formats]
-    for kernel, n, layout in itertools.product(two_four, (17, 136), ("row", "col")):
+    bias = rng.integers(-2, 3, 70).astype(np.float16)
+    on = {name: convert(x, name).to("cuda") for name in ("two-four", "csr")}
+    kernels = [(k, g) for k in KERNELS for name, g in on.items() if name in k.formats]
+    for (kernel, g), n, layout in itertools.product(kernels, (17, 136), ("row", "col")):
         B, old = rng.integers(-2, 3, (200, n)).astype(np.float16), rng.integers(-2, 3, (70, n)).astype(np.float16)
         guarded = Guarded(cp, old.shape, np.dtype(np.float16), layout, 3)
         guarded.out[...] = cp.asarray(old)
@@ -196,6 +217,7 @@ def main() -> None:
     others = {
         "two_four_pack": (packing, "conversions"), "vector_nm_convert": (vector_packing, "conversions"),
         "scans": (scans, "verdicts"), "epilogues": (epilogues, "products"),
+        "pieces": (pieces, "products"),
     }  # fmt: skip
     known = [*others, *(k.name for k in KERNELS)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

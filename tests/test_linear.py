@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 import spformat as sf
 from spformat import dispatch
-from spformat.backends.cuda import KERNELS
+from spformat.backends.cuda import KERNELS, epilogue
 from spformat.backends.cuda.spmm_two_four import SpmmTwoFour
 from spformat.dtypes import VALUE_TYPES
 from spformat.preprocess import masks
@@ -219,6 +220,43 @@ def test_on_a_gpu(kernel: Any, dtype: str, shape: tuple[int, int, int]) -> None:
             tried += 1
     if not tried:
         pytest.skip("refused here")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["row", "col"])
+def test_a_bias_in_a_pass_of_its_own_on_a_gpu(layout: str) -> None:
+    """Again and again, in a captured graph, on other streams, after a plug-in's plan; C is NaN before."""
+    import cupy
+
+    w, x, bias = weights("float16", (65, 96)), integers((40, 96), "float16", 2), integers((65,), "float16", 3)
+    W, B, b = sf.convert(w, "csr").to("cuda"), cupy.asarray(np.ascontiguousarray(x.T)), cupy.asarray(bias)
+    other = sf.convert(2 * w, "csr").to("cuda")
+    want = expected(w, x, 1, 0, None, bias).T
+    twice = expected(2 * w, x, 1, 0, None, bias).T
+    C = cupy.empty((65, 40), "f2", order="C" if layout == "row" else "F")
+    plan = sf.plan(W, B=B, out=C, epilogue=True)
+    assert "pass of its own" in plan.tile
+    second = sf.plan(other, B=B, out=C, epilogue=True)
+    plain = sf.plan(W, B=B, out=C)  # asked for float32, C would be rounded once; integers are exact
+    foreign = epilogue.with_epilogue(dataclasses.replace(plain, prepare=None), plan.problem)
+    side = cupy.cuda.Stream(non_blocking=True)
+    for stream in (cupy.cuda.Stream.null, side):
+        with stream:
+            for _ in range(4):
+                for made, wanted in ((plan, want), (second, twice), (foreign, want)):
+                    C.fill(float("nan"))
+                    assert made(B, out=C, bias=b) is C
+                    np.testing.assert_array_equal(C.get(), wanted)
+    with side:
+        side.begin_capture()
+        plan(B, out=C, bias=b)
+        graph = side.end_capture()
+        for _ in range(2):
+            C.fill(float("nan"))
+            graph.launch()
+            np.testing.assert_array_equal(C.get(), want)
+            second(B, out=C, bias=b)
+            np.testing.assert_array_equal(C.get(), twice)
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from ...arrays import ceil_div, round_up
@@ -10,7 +11,8 @@ from ...dtypes import VALUE_TYPES
 from ...problem import COL, Plan, Problem
 from ..host import numpy_dtype
 from . import jit
-from .launch import Launch, bias_pointer, leading
+from .launch import Call, Launch, Operands, device_plan
+from .scratch import Scratch
 
 SOURCE = "epilogue.cu"
 THREADS, EIGHT, MAX_BLOCKS = 256, 8, 1 << 20
@@ -27,37 +29,44 @@ def instances() -> tuple[str, ...]:
 
 
 def with_epilogue(made: Plan, p: Problem) -> Plan:
-    """A plan for ``p`` out of one for the product alone, which goes to memory allocated for the call."""
+    """A plan for ``p`` out of one for the product alone, which goes to memory that plans share."""
+    out_col, product_dtype = p.out_layout == COL, made.problem.out_dtype
+    size, product_size = numpy_dtype(p.out_dtype).itemsize, numpy_dtype(product_dtype).itemsize
+    product, memory = made.prepare or _by_arrays(made), Scratch(shared=True)
+
+    def prepare(o: Operands) -> Sequence[Call]:
+        lines, along = (o.n, p.M) if out_col else (p.M, o.n)
+        pitch = round_up(along, EIGHT)
+        at = memory.buffer(o.stream, lines * pitch * product_size)
+        aligned = o.c % 16 == 0 and o.ldc * size % 16 == 0
+        last = _launch(_instance(product_dtype, p.out_dtype, out_col, aligned), p.sm or 80, p.device_id)
+        grid = (min(MAX_BLOCKS, ceil_div(lines * ceil_div(along, EIGHT), THREADS)), 1, 1)
+        tail = at, pitch, o.c, o.ldc, lines, along, o.bias, o.alpha, o.beta
+        return [*product(Operands(o.b, at, o.n, o.ldb, pitch, o.stream)), last.bind(grid, o.stream, *tail)]
+
+    tile = f"{made.tile}, epilogue in a pass of its own".lstrip(", ")
+    return device_plan(made.kernel, p, prepare, tile, made.workspace)
+
+
+def _by_arrays(made: Plan) -> Any:
+    """What a plan does that takes arrays alone (a plug-in's): one call."""
     import cupy
 
-    out_col, out_dtype, product_dtype = p.out_layout == COL, numpy_dtype(p.out_dtype), made.problem.out_dtype
-    size = out_dtype.itemsize
+    p = made.problem
 
-    def run(B: Any, out: Any, alpha: float, beta: float, bias: Any) -> Any:
-        with cupy.cuda.Device(p.device_id):
-            bias_at = bias_pointer(p, bias, beta, out)
-            if B.ndim != 2:
-                raise ValueError(f"B: expected shape ({p.K}, N), got {B.shape}")
-            shape = p.M, B.shape[1]
-            if out is None:
-                out = cupy.empty(shape, out_dtype, "F" if out_col else "C")
-            if out.shape != shape:
-                raise ValueError(f"out: expected shape {shape}, got {out.shape}")
-            if out.dtype != out_dtype:
-                raise TypeError(f"out: this plan writes {out_dtype}, got {out.dtype}")
-            ldc = leading("out", shape, out.strides, out.data, size, out_col, p.device_id)
-            lines, along = shape[::-1] if out_col else shape
-            pitch = round_up(along, EIGHT)
-            product = cupy.empty((lines, pitch), numpy_dtype(product_dtype))[:, :along]
-            made.run(B, product.T if out_col else product)
-            aligned = out.data.ptr % 16 == 0 and ldc * size % 16 == 0
-            launch = _launch(_instance(product_dtype, p.out_dtype, out_col, aligned), p.sm or 80, p.device_id)
-            grid = (min(MAX_BLOCKS, ceil_div(lines * ceil_div(along, EIGHT), THREADS)), 1, 1)
-            stream = cupy.cuda.get_current_stream().ptr
-            launch(grid, stream, product.data.ptr, pitch, out.data.ptr, ldc, lines, along, bias_at, alpha, beta)
-        return out
+    def array(at: int, lead: int, rows: int, cols: int, dtype: str, col: bool) -> Any:
+        kind = numpy_dtype(dtype)
+        strides = (kind.itemsize, lead * kind.itemsize)
+        room = cupy.cuda.UnownedMemory(at, lead * (cols if col else rows) * kind.itemsize, None, p.device_id)
+        memory = cupy.cuda.MemoryPointer(room, 0)
+        return cupy.ndarray((rows, cols), kind, memory, strides if col else strides[::-1])
 
-    return Plan(made.kernel, p, run, f"{made.tile}, epilogue in a pass of its own".lstrip(", "), made.workspace)
+    def prepare(o: Operands) -> tuple[Call]:
+        B = array(o.b, o.ldb, p.K, o.n, p.b_dtype, p.b_layout == COL)
+        C = array(o.c, o.ldc, p.M, o.n, p.out_dtype, p.out_layout == COL)
+        return (functools.partial(made.run, B, C),)
+
+    return prepare
 
 
 def _instance(product: str, out: str, bias_along: bool, aligned: bool) -> str:

@@ -18,7 +18,7 @@ from ...dtypes import VALUE_TYPES
 from ...errors import DeviceError, DeviceMemoryError, SpformatError
 from ...problem import COL, OVERWRITES, Plan, Problem
 from ..host import check_bias, numpy_dtype
-from .scratch import captured
+from .scratch import PER_THREAD, captured, identity
 
 _CODES = {"P": "Q", "i": "i", "q": "q", "f": "f", "d": "d"}
 MAX_GRID_Y = 65535
@@ -79,8 +79,8 @@ class Launch:
         return Bound(self, (self._function, *grid, self.threads, 1, 1, self.smem, stream), tail)
 
     def __call__(self, grid: tuple[int, int, int], stream: int, *tail: Any) -> None:
-        """Launch once."""
-        self.bind(grid, stream, *tail)()
+        """Launch once; structs may be ctypes objects."""
+        self.bind(grid, stream, *[bytes(x) if isinstance(x, ctypes.Structure) else x for x in tail])()
 
     def packed(self, tail: tuple[Any, ...]) -> Any:
         """Memory with all arguments in place."""
@@ -140,26 +140,30 @@ def _told(e: Exception) -> SpformatError:
 
 
 class Together:
-    """Launches that follow one another on a stream, made as one call.
+    """Calls that follow one another on a stream, made as one.
 
-    They share a workspace: another thread's must not come between, hence ``lock``.
+    They share a workspace: another thread's must not come between.
 
-    From the third time on they go to the driver as one CUDA graph, for two thirds of the host time of two launches.
-    While the stream is captured they go one by one: the graph that takes them up then is the caller's.
+    From the third time on launches go to the driver as one CUDA graph, for half the host time of one of them.
+    While the stream is captured they go one by one: the graph that takes them up then is the caller's. So does always
+    what is no launch of ours.
     """
 
-    __slots__ = ("_calls", "_failure", "_graph", "_lock", "_made", "_stream")
+    __slots__ = ("_calls", "_failure", "_graph", "_made", "_ours", "_stream")
+    _whole = threading.Lock()
+    """One for all: plans share workspaces (Scratch), too."""
 
-    def __init__(self, calls: Sequence[Bound], stream: int, lock: threading.Lock) -> None:
+    def __init__(self, calls: Sequence[Call], stream: int) -> None:
         from cupy.cuda import runtime
 
-        self._calls, self._stream, self._lock, self._made = calls, stream, lock, 0
+        self._calls, self._stream, self._made = calls, stream, 0
+        self._ours = all(hasattr(call, "on") for call in calls)
         self._failure = runtime.CUDARuntimeError
         self._graph: Any = None
 
     def __call__(self) -> None:
-        with self._lock:
-            if self._made < GRAPH_AFTER or captured(self._stream):
+        with self._whole:
+            if self._made < GRAPH_AFTER or not self._ours or captured(self._stream):
                 for call in self._calls:
                     call()
                 self._made += 1
@@ -178,7 +182,7 @@ class Together:
         with aside:
             aside.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
             for call in self._calls:
-                call.on(aside.ptr)()
+                call.on(aside.ptr)()  # type: ignore[attr-defined]
             return aside.end_capture()
 
 
@@ -211,8 +215,8 @@ Prepare = Callable[[Operands], Sequence[Bound]]
 kept and made again, so they hold nothing of one moment but the operands."""
 
 
-Library = Callable[[Operands], tuple[Call]]
-"""The same where a library queues the work: one call."""
+Library = Callable[[Operands], Sequence[Call]]
+"""The same where a library queues some of the work."""
 
 
 def over_tiles(launch: Launch, row_tiles: int, cols: int, out_col: bool) -> Prepare:
@@ -241,14 +245,18 @@ def device_plan(name: str, p: Problem, prepare: Prepare | Library, tile: str = "
     current_device, current_stream = cupy.cuda.runtime.getDevice, cupy.cuda.get_current_stream
     made: dict[Any, Call] = {}
     reads: list[tuple[int, int]] = []
-    whole = threading.Lock()
 
     def run(B: Any, out: Any, epilogue: tuple[Any, ...] = ()) -> Any:
+        if out is None:
+            return first(B, None, epilogue, None)
+        stream = current_stream().ptr
+        if stream == PER_THREAD:
+            stream = identity(stream)
         try:  # all that the checks and the launches depend on; an address also tells the device
             key = (B.data.ptr, out.data.ptr, B.shape, B.strides, B.dtype, out.shape, out.strides, out.dtype,
-                   current_stream().ptr, epilogue)  # fmt: skip
+                   stream, epilogue)  # fmt: skip
             call = made.get(key)
-        except AttributeError:  # no out, or no arrays of CuPy
+        except AttributeError:  # no arrays of CuPy
             return first(B, out, epilogue, None)
         if call is None or current_device() != device_id:
             return first(B, out, epilogue, key)
@@ -289,9 +297,9 @@ def device_plan(name: str, p: Problem, prepare: Prepare | Library, tile: str = "
         for start, end in reads:
             if start < c_end and c_at < end:
                 raise ValueError(OVERWRITES)
-        stream = key[8]
+        stream = current_stream().ptr
         calls = prepare(Operands(b_at, c_at, n, ldb, ldc, stream, *epilogue))
-        call = calls[0] if len(calls) == 1 else Together(calls, stream, whole)
+        call = calls[0] if len(calls) == 1 else Together(calls, stream)
         call()
         # What is made for a graph may use memory that only the graph clears; -0.0 would be found as 0.0.
         if not captured(stream) and (not epilogue or epilogue[1]):
@@ -310,7 +318,7 @@ def device_plan(name: str, p: Problem, prepare: Prepare | Library, tile: str = "
     def run_epilogue(B: Any, out: Any, alpha: float, beta: float, bias: Any) -> Any:
         return run(B, out, (bias_pointer(p, bias, beta, out), float(alpha), float(beta)))
 
-    return Plan(name, p, run_epilogue if p.epilogue else run, tile, workspace, reads)
+    return Plan(name, p, run_epilogue if p.epilogue else run, tile, workspace, reads, prepare)
 
 
 def bias_pointer(p: Problem, bias: Any, beta: float, out: Any) -> int:

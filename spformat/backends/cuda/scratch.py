@@ -3,20 +3,43 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+import weakref
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ...errors import DeviceMemoryError
 
+DEFAULT, PER_THREAD = (0, 1), 2
+"""Streams that every device has: the default one under two names, and one for each thread of the host."""
+
+
+def identity(stream: int) -> Any:
+    """What tells a stream (a cudaStream_t as int) from others: one handle stands for the streams of all threads."""
+    return (stream, threading.get_ident()) if stream == PER_THREAD else stream
+
 
 def captured(stream: int) -> bool:
     """Whether work on the stream (a cudaStream_t as int) is recorded into a CUDA graph now."""
-    if stream == 0:  # the default stream cannot be
+    if stream in DEFAULT:  # cannot be
         return False
     from cupy.cuda import runtime
 
     return bool(runtime.streamIsCapturing(stream))
+
+
+class Room:
+    """Device memory that lives as long as somebody holds it."""
+
+    __slots__ = ("__weakref__", "array")
+
+    def __init__(self, nbytes: int, zeros: bool) -> None:
+        import cupy
+
+        try:
+            self.array = (cupy.zeros if zeros else cupy.empty)(nbytes, "u1")
+        except cupy.cuda.memory.OutOfMemoryError as e:
+            raise DeviceMemoryError(f"workspace: {nbytes:,} bytes do not fit the device") from e
 
 
 class Scratch:
@@ -26,31 +49,42 @@ class Scratch:
     different sizes on one stream hold at most twice the largest.
     """
 
-    def __init__(self, zeros: bool = False) -> None:
-        """``zeros``: a buffer is zeros at first; what uses it leaves zeros, whatever part of it that is."""
-        self._lock = threading.Lock()
-        self._zeros = zeros
-        self._recorded: list[Any] = []
-        self._held: dict[tuple[int, int], Any] = {}
+    _lent: ClassVar[weakref.WeakValueDictionary[Any, Room]] = weakref.WeakValueDictionary()
+    """By device, stream and power of two: what plans share."""
+    _lock: ClassVar = threading.Lock()
+
+    def __init__(self, zeros: bool = False, shared: bool = False) -> None:
+        """``zeros``: a buffer is zeros at first; what uses it leaves zeros, whatever part of it that is. ``shared``:
+        with all plans that ask for that, as what is done on a stream is done in turn; a graph may be replayed on
+        another, so what is prepared while a stream is captured gets memory of its own."""
+        self._zeros, self._shared = zeros, shared
+        self._recorded: list[Room] = []
+        self._held: dict[tuple[Any, int], Room] = {}
 
     def buffer(self, stream: int, nbytes: int) -> int:
         """Address of ``nbytes`` bytes, 256-byte aligned, for the launches of one call: they follow one another on the
         stream, and another call's must not come between them."""
-        import cupy
-
-        key = stream, max(0, nbytes - 1).bit_length()
+        key = identity(stream), max(0, nbytes - 1).bit_length()
         with self._lock:
-            held = self._held.get(key)
+            private = self._shared and captured(stream)
+            held = None if private else self._held.get(key)
             if held is None:
-                try:
-                    held = (cupy.zeros if self._zeros else cupy.empty)(1 << key[1], "u1")
-                except cupy.cuda.memory.OutOfMemoryError as e:
-                    raise DeviceMemoryError(f"workspace: {1 << key[1]:,} bytes do not fit the device") from e
-                if self._zeros and captured(stream):  # cleared when the graph runs, not now: nobody else may have it
+                held = self._borrowed(*key) if self._shared and not private else Room(1 << key[1], self._zeros)
+                # Zeros are cleared when the graph runs, not now: nobody else may have them.
+                if private or (self._zeros and captured(stream)):
                     self._recorded.append(held)
                 else:
                     self._held[key] = held
-            return int(held.data.ptr)
+            return int(held.array.data.ptr)
+
+    def _borrowed(self, stream: Any, bits: int) -> Room:
+        from cupy.cuda import runtime
+
+        key = runtime.getDevice(), stream, bits
+        room = self._lent.get(key)
+        if room is None:
+            room = self._lent[key] = Room(1 << bits, self._zeros)
+        return room
 
 
 class Counters:

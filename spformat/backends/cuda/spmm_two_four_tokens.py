@@ -11,6 +11,7 @@ from ...dtypes import VALUE_TYPES
 from ...problem import COL, Plan, Problem
 from . import jit
 from .launch import Bound, Launch, Operands, device_plan
+from .scratch import Scratch
 from .spmm_two_four import DEPTH, c_type, mma_reasons
 from .two_four_records import WORDS, TwoFourRecords
 
@@ -131,18 +132,11 @@ class SpmmTwoFourTokens:
         b_col = p.b_layout == COL
         variant(b_col)  # compiled with the plan; the other at the first call that needs it
         shared = tile.splits > 1 and not cluster
-        workspaces: dict[int, tuple[Any, Any]] = {}  # per stream: launches of one stream follow each other
-
-        def workspace(stream: int) -> tuple[Any, Any]:
-            if stream not in workspaces:
-                workspaces[stream] = (
-                    cupy.empty(tiles * tile.splits * tile.rows * cols, "float32"),
-                    cupy.zeros(tiles, "uint32"),
-                )
-            return workspaces[stream]
+        sums, arrivals = Scratch(), Scratch(zeros=True)
 
         def prepare(o: Operands) -> list[Bound]:
-            partials, counters = (x.data.ptr for x in workspace(o.stream)) if shared else (0, 0)
+            partials = sums.buffer(o.stream, tiles * tile.splits * tile.rows * cols * 4) if shared else 0
+            counters = arrivals.buffer(o.stream, tiles * 4) if shared else 0
             rest = partials, counters, o.bias, o.alpha, o.beta
             if o.n == 1 and (b_col or o.ldb == 1):  # a vector: contiguous along K in both layouts
                 return [variant(True).bind((tiles, tile.splits, 1), o.stream, o.b, o.c, 1, 16 // size, o.ldc, *rest)]

@@ -1,0 +1,112 @@
+"""Plans without a GPU: a current device, a current stream and CUDA graphs that a test sets, and what a plan called."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import stand_in_cupy
+
+from spformat.backends.cuda.launch import Operands, device_plan
+from spformat.problem import ROW, Plan, Problem
+
+
+class Step:
+    """A launch as ``Together`` knows it; tells the world when it is made."""
+
+    def __init__(self, world: World, what: Any, stream: int) -> None:
+        self.world, self.what, self.stream = world, what, stream
+
+    def on(self, stream: int) -> Step:
+        return Step(self.world, self.what, stream)
+
+    def __call__(self) -> None:
+        graph = self.world.graphs.get(self.stream)
+        self.world.devices.append(self.world.device)
+        time.sleep(0)  # let another thread come between, if it may
+        (self.world.made if graph is None else graph).append(self.what)
+
+
+class World:
+    """The stand-in for CuPy; ``made``: what was called, in order; ``prepared``: operands that plans
+    prepared; ``devices``: which one was current at each call."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.device, self.stream = 0, 7
+        self.made: list[Any] = []
+        self.prepared: list[Operands] = []
+        self.devices: list[int] = []
+        self.cupy: Any = stand_in_cupy.module()
+        self.cupy.cuda.runtime.getDevice = lambda: self.device
+        self.cupy.cuda.get_current_stream = lambda: SimpleNamespace(ptr=self.stream)
+        self.cupy.cuda.Device = self._enter
+        self.cupy.empty = lambda shape, dtype, order="C": self.array(*np.atleast_1d(shape), dtype=dtype, order=order)
+        # A stream that is captured takes calls into its graph; to launch the graph is to make them.
+        self.graphs: dict[int, list[Any]] = {}
+        self.launched = 0
+        world = self
+
+        class Stream:
+            ptr = 1000
+
+            def __init__(self, non_blocking: bool) -> None:
+                Stream.ptr += 1
+                self.ptr = Stream.ptr
+
+            def __enter__(self) -> None: ...
+
+            def __exit__(self, *_: object) -> None: ...
+
+            def begin_capture(self, mode: str) -> None:
+                world.graphs[self.ptr] = []
+
+            def end_capture(self) -> Any:
+                graph = world.graphs.pop(self.ptr)
+
+                def launch() -> None:
+                    world.launched += 1
+                    for what in graph:
+                        time.sleep(0)
+                        world.made.append(what)
+
+                return SimpleNamespace(launch=launch)
+
+        self.cupy.cuda.Stream = Stream
+        self.cupy.cuda.runtime.streamCaptureModeRelaxed = "relaxed"
+        self.cupy.cuda.runtime.streamIsCapturing = lambda stream: stream in self.graphs
+        monkeypatch.setitem(sys.modules, "cupy", self.cupy)
+        monkeypatch.setitem(sys.modules, "cupy.cuda", self.cupy.cuda)
+
+    def _enter(self, device: int) -> Any:
+        world, before = self, self.device
+
+        class Entered:
+            def __enter__(self) -> None:
+                world.device = device
+
+            def __exit__(self, *_: object) -> None:
+                world.device = before
+
+        return Entered()
+
+    def array(self, *shape: int, dtype: str = "float32", order: str = "C") -> Any:
+        class OnDevice(stand_in_cupy.Array):
+            @property
+            def data(self) -> Any:  # type: ignore[override]
+                return SimpleNamespace(ptr=self.ctypes.data, device_id=0)
+
+        return np.zeros(shape, dtype, order).view(OnDevice)  # type: ignore[call-overload]
+
+    def plan(self, calls: int = 1, **changed: Any) -> Plan:
+        fields = {"device": "cuda", "sm": 90, "b_layout": ROW, "out_layout": ROW} | changed
+        p = Problem("csr", (), 4, 3, 5, 2, "float32", "float32", "float32", **fields)
+
+        def prepare(o: Operands) -> Any:
+            self.prepared.append(o)
+            return [Step(self, (o, i), o.stream) for i in range(calls)]
+
+        return device_plan("cuda.test", p, prepare)

@@ -1,0 +1,145 @@
+"""Memory between launches, without a GPU: who shares it, who must not, and the pass that adds a bias."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from stand_in_world import Step, World
+
+from spformat.backends.cuda import epilogue
+from spformat.backends.cuda.launch import GRAPH_AFTER
+from spformat.backends.cuda.scratch import PER_THREAD, Scratch
+from spformat.problem import COL, ROW, Plan
+
+
+def test_zeros_made_while_a_stream_is_captured_belong_to_that_graph(world: World) -> None:
+    """They are cleared when the graph runs: a call that is not in it would count on from whatever was there."""
+    world.cupy.zeros = lambda n, dtype: world.array(n, dtype="uint8")
+    zeros, plain = Scratch(zeros=True), Scratch()
+    world.graphs[7] = []
+    first, second, kept = zeros.buffer(7, 100), zeros.buffer(7, 100), plain.buffer(7, 100)
+    assert first != second
+    world.graphs.clear()
+    assert zeros.buffer(7, 100) not in (first, second)
+    assert zeros.buffer(7, 100) == zeros.buffer(7, 128) != zeros.buffer(7, 129)
+    assert plain.buffer(7, 128) == kept
+    world.graphs[7] = []
+    assert zeros.buffer(7, 100) == zeros.buffer(7, 128)  # there already: zeros between calls
+
+
+def test_shared_memory_is_that_of_a_stream_and_of_no_graph(world: World) -> None:
+    first, second, own = Scratch(shared=True), Scratch(shared=True), Scratch()
+    at = first.buffer(7, 1000)
+    assert at == second.buffer(7, 1024) == first.buffer(7, 513)
+    assert len({at, first.buffer(7, 1025), first.buffer(8, 1000), own.buffer(7, 1000)}) == 4
+    world.device = 1
+    assert Scratch(shared=True).buffer(7, 1000) != at
+    world.device = 0
+    world.graphs[7] = []
+    recorded = [first.buffer(7, 1000), second.buffer(7, 1000), first.buffer(7, 1000)]
+    assert len({at, *recorded}) == 4
+    world.graphs.clear()
+    assert first.buffer(7, 1000) == at
+    del first
+    assert second.buffer(7, 1000) == at == Scratch(shared=True).buffer(7, 1000)
+    held = [room for room in Scratch._lent.values() if room.array.data.ptr == at]
+    del held[0].array  # what nobody holds is given back
+    held.clear()
+    second._held.clear()
+    gc.collect()
+    assert not [key for key in Scratch._lent if key[1:] == (7, 10) and key[0] == 0]
+
+
+def test_the_stream_of_a_thread_is_another_in_each(world: World) -> None:
+    scratch, found = Scratch(), {}
+    world.stream = PER_THREAD
+    plan, B, out = world.plan(), world.array(3, 5), world.array(4, 5)
+
+    def work(name: str) -> None:
+        found[name] = scratch.buffer(PER_THREAD, 100)
+        assert found[name] == scratch.buffer(PER_THREAD, 100)
+        for _ in range(3):
+            plan.run(B, out)
+
+    work("main")
+    thread = threading.Thread(target=work, args=("other",))
+    thread.start()
+    thread.join()
+    assert found["main"] != found["other"]
+    assert [o.stream for o in world.prepared] == [PER_THREAD] * 2
+    assert len(world.made) == 6
+
+
+# ------------------------------------------------------------------ a pass of its own
+
+
+@pytest.fixture
+def passes(world: World, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The instances of the epilogue that were asked for; launches of them go to ``world``."""
+    asked: list[Any] = []
+
+    def launch(instance: str, sm: int, device_id: int) -> Any:
+        asked.append(instance)
+        return SimpleNamespace(bind=lambda grid, stream, *tail: Step(world, ("epilogue", grid, tail), stream))
+
+    monkeypatch.setattr(epilogue, "_launch", launch)
+    return asked
+
+
+@pytest.mark.parametrize("layout", [ROW, COL])
+def test_a_bias_is_added_by_launches_that_are_kept(world: World, passes: list[Any], layout: str) -> None:
+    inner = world.plan(calls=2, out_layout=layout)
+    problem = replace(inner.problem, epilogue=True)
+    plan = epilogue.with_epilogue(inner, problem)
+    other = epilogue.with_epilogue(world.plan(out_layout=layout), problem)
+    order = "C" if layout == ROW else "F"
+    B, out, bias = world.array(3, 5), world.array(4, 5, order=order), world.array(4)
+    rounds = GRAPH_AFTER + 2
+    for _ in range(rounds):
+        assert plan.run(B, out, 2.0, 1.0, bias) is out
+    lines, along = (4, 5) if layout == ROW else (5, 4)
+    (o,) = world.prepared
+    at = o.c
+    assert at not in (out.ctypes.data, B.ctypes.data)
+    assert (o.b, o.n, o.ldb, o.ldc, o.bias, o.alpha, o.beta) == (B.ctypes.data, 5, 5, 8, 0, 1.0, 0.0)
+    last = ("epilogue", (1, 1, 1), (at, 8, out.ctypes.data, along, lines, along, bias.ctypes.data, 2.0, 1.0))
+    assert world.made == [(o, 0), (o, 1), last] * rounds
+    assert world.launched == rounds - GRAPH_AFTER
+    wide = out.ctypes.data % 16 == 0 and along == 4
+    assert passes == [
+        f"epilogue<float, float, {layout == COL}, {wide}>".replace("True", "true").replace("False", "false")
+    ]
+    other.run(B, out, 1.0, 0.0, None)
+    assert world.prepared[-1].c == at  # both work on one stream, in turn
+    made = plan.run(B, None, 1.0, 0.0, bias)
+    assert made.shape == (4, 5)
+    with pytest.raises(ValueError, match="bias: expected shape"):
+        plan.run(B, out, 1.0, 0.0, world.array(5))
+    with pytest.raises(ValueError, match="out: expected shape"):
+        plan.run(B, world.array(5, 5), 1.0, 0.0, bias)
+
+
+def test_a_plan_of_arrays_alone_gets_arrays(world: World, passes: list[Any]) -> None:
+    """A plug-in's: no launches to keep, so nothing goes into a graph."""
+    seen: list[Any] = []
+    world.cupy.cuda.UnownedMemory = lambda at, nbytes, owner, device_id: (at, nbytes, device_id)
+    world.cupy.cuda.MemoryPointer = lambda room, offset: room
+    p = world.plan(b_layout=COL).problem
+    B, out = world.array(3, 5, order="F"), world.array(4, 5)
+    made = Plan("plugin.x", p, lambda b, c: seen.append((b, c)))
+    plan = epilogue.with_epilogue(made, replace(p, epilogue=True))
+    world.cupy.ndarray = lambda shape, dtype, memory, strides: (shape, str(dtype), memory, strides)
+    for _ in range(GRAPH_AFTER + 2):
+        plan.run(B, out, 1.0, 0.0, None)
+    (b, c) = seen[0]
+    assert b == ((3, 5), "float32", (B.ctypes.data, 4 * 15, 0), (4, 12))
+    assert c[0] == (4, 5)
+    assert c[2][1:] == (4 * 8 * 4, 0)
+    assert c[3] == (32, 4)
+    assert len(seen) == GRAPH_AFTER + 2
+    assert world.launched == 0
