@@ -8,7 +8,8 @@ new     the same with other memory for C at every call, more than the plan remem
 spmm    ``spmm(A, B, out=C)``, the plan cached with A
 alloc   ``spmm(A, B)``, C allocated
 
-and, for what nobody can save: *driver*, ``cuLaunchKernel`` of an empty kernel through the same code.
+and, for what nobody can save: *driver*, ``cuLaunchKernel`` of an empty kernel through the same code; to tell machines
+apart: *RawKernel*, the same kernel as CuPy users launch it, with an array and nine numbers.
 
 All cases take turns, in an order drawn anew each round: a machine that is slow for a second is slow for all of them.
 """
@@ -143,18 +144,28 @@ class Case:
         return row
 
 
-class Driver(Case):
-    """A launch and nothing else: the kernel that waits, told to wait for no time."""
+class Bare(Case):
+    """A launch and nothing else: a kernel that does nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, launch: Callable[[], Any]) -> None:
         import cupy
 
-        device = cupy.cuda.Device()
-        function = jit.load("hold.cu", "hold", jit.architecture(int(device.compute_capability), ()), device.id)
-        call = Launch(function, "q", (), 1).bind((1, 1, 1), 0, 0)
-        self.name, self.kernel, self.n, self.taken, self.made = "driver", "empty", 0, defaultdict(list), 0
+        self.name, self.kernel, self.n, self.taken, self.made = name, "empty", 0, defaultdict(list), 0
         self.first = self.outs = cupy.zeros(1)
-        self.ways = {"again": lambda _: call()}
+        self.ways = {"again": lambda _: launch()}
+
+
+def bare() -> Iterator[Case]:
+    """The driver alone, by the kernel that waits, told to wait for no time; CuPy's launch."""
+    import cupy
+
+    device = cupy.cuda.Device()
+    function = jit.load("hold.cu", "hold", jit.architecture(int(device.compute_capability), ()), device.id)
+    yield Bare("driver", Launch(function, "q", (), 1).bind((1, 1, 1), 0, 0))
+    numbers = ", ".join(f"int x{i}" for i in range(9))
+    raw = cupy.RawKernel(f'extern "C" __global__ void empty(float* x, {numbers}) {{}}', "empty")
+    arguments = (cupy.zeros(1, "f4"), *map(np.int32, range(9)))
+    yield Bare("RawKernel", lambda: raw((1,), (1,), arguments))
 
 
 def main() -> None:
@@ -163,7 +174,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     wanted = parser.parse_args()
     chosen = [case for case in cases() if case[0].startswith(tuple(wanted.only.split(",")))]
-    tried: list[Case] = [Driver(), *(Case(name, make(), *rest) for name, make, *rest in chosen)]
+    tried: list[Case] = [*bare(), *(Case(name, make(), *rest) for name, make, *rest in chosen)]
     for case in tried:
         for way in case.ways:
             case.measure(way, OTHERS)

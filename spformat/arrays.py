@@ -57,6 +57,15 @@ def is_cupy(x: Any) -> bool:
     return cupy is not None and isinstance(x, cupy.ndarray)
 
 
+BOUNDARY = 16
+"""Bytes of the widest load of a GPU: arrays of a matrix on a device start on a multiple."""
+
+
+def on_boundary(x: Any) -> Any:
+    """``x``, or a copy of an array on a device that starts elsewhere (a slice, memory of another library)."""
+    return x.copy() if is_cupy(x) and x.size and x.data.ptr % BOUNDARY else x
+
+
 def namespace(x: Array) -> Any:
     """numpy or cupy, the library ``x`` belongs to."""
     if isinstance(x, np.ndarray):

@@ -102,7 +102,7 @@ class Rejected:
         return f"{self.kernel}: " + "; ".join(self.reasons)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Plan:
     """One product, ready to run: ``plan(B)`` or ``plan(B, out=C)``.
 
@@ -127,6 +127,6 @@ class Plan:
         """A @ B, written to ``out`` if given; alpha, beta and bias only where the plan was made with an epilogue."""
         if self.problem.epilogue:
             return self.run(B, out, alpha, beta, bias)
-        if bias is not None or alpha != 1 or beta != 0:
-            raise UsageError("this plan computes A @ B alone; alpha, beta and bias need plan(.., epilogue=True)")
-        return self.run(B, out)
+        if bias is None and alpha == 1 and beta == 0:
+            return self.run(B, out)
+        raise UsageError("this plan computes A @ B alone; alpha, beta and bias need plan(.., epilogue=True)")

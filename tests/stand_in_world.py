@@ -42,6 +42,7 @@ class World:
         self.devices: list[int] = []
         self.cupy: Any = stand_in_cupy.module()
         self.cupy.cuda.runtime.getDevice = lambda: self.device
+        self.cupy.cuda.runtime.getDeviceCount = lambda: 2
         self.cupy.cuda.get_current_stream = lambda: SimpleNamespace(ptr=self.stream)
         self.cupy.cuda.Device = self._enter
         self.cupy.empty = lambda shape, dtype, order="C": self.array(*np.atleast_1d(shape), dtype=dtype, order=order)

@@ -253,28 +253,6 @@ def test_a_measured_split_of_few_slabs(K: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("offset", [0, 4, 8])
-def test_values_off_a_16_byte_boundary_do_not_go_by_the_copy_engine(offset: int) -> None:
-    """Arrays that come from elsewhere may start anywhere; the tile that would fetch them by TMA is not taken."""
-    import cupy
-
-    shared = next(t for t in spmm_two_four_sm90a.TILES if t.shared)
-    M, K, N = 200, 136, 264
-    rng = np.random.default_rng(offset)
-    a, dense = two_four(M, K, BF16, rng, "fragment")
-    g = a.to("cuda")
-    room = cupy.zeros(g.data.size + 8, "u2")
-    room[offset : offset + g.data.size] = g.data.view("u2").ravel()
-    g = g.with_arrays(data=room[offset : offset + g.data.size].view(BF16).reshape(g.data.shape))
-    assert g.data.data.ptr % 16 == offset * 2 % 16
-    B = rng.integers(-3, 4, (K, N)).astype(BF16)
-    with measured.forced(SpmmTwoFourSm90a.name, str(shared)):
-        plan = SpmmTwoFourSm90a().plan(g, problem(M, K, N, out_dtype="float32"))
-    assert (plan.tile == str(shared)) == (offset in (0, 8))
-    assert np.array_equal(plan(to_device(B)).get(), dense @ B.astype(np.float32))
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize(("kernel", "tile"), TILES, ids=lambda v: getattr(v, "name", str(v)))
 @pytest.mark.parametrize("out_layout", ["row", "col"])
 def test_every_tile_with_an_epilogue(kernel: Any, tile: Any, out_layout: str, monkeypatch: pytest.MonkeyPatch) -> None:

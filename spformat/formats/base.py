@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import numpy as np
 
-from ..arrays import Array, current_device, device_of, namespace, to_device
+from ..arrays import Array, current_device, device_of, namespace, on_boundary, to_device
 from ..dtypes import VALUE_TYPES, nonzero_mask, value_type
 from ..errors import ArrayError, SpformatError, StructureError, UsageError
 from ..limits import check_bytes, product
@@ -47,13 +47,15 @@ class Format:
     """Base of every format. ``shape`` is always the logical (M, K); padding is derived, never stored.
 
     Construction checks params, dtypes, ranks and lengths in O(1) and raises ``ArrayError``;
-    ``validate()`` scans contents. Arrays are C-contiguous and all on one device.
+    ``validate()`` scans contents. Arrays are C-contiguous and all on one device; one that does not start on a 16-byte
+    boundary there is copied (``aligned``).
     """
 
     name: ClassVar[str]
     version: ClassVar[int] = 1
     value_dtypes: ClassVar[tuple[str, ...]] = tuple(VALUE_TYPES)
     keeps_stored_zeros: ClassVar[bool] = False
+    aligned: ClassVar[bool] = True
     paper: ClassVar[str] = ""
 
     shape: tuple[int, int]
@@ -159,6 +161,9 @@ class Format:
         problems = self.layout_problems()
         if problems:
             raise ArrayError(f"{self.name}: " + "; ".join(text for _, text in problems), array=problems[0][0] or None)
+        if self.aligned:
+            for name, a in self.arrays().items():
+                put(name, on_boundary(a))
 
     def layout_problems(self) -> list[tuple[str, str]]:
         """(array, text) of every disagreement of dtypes, ranks, lengths and devices: O(1), no synchronisation."""

@@ -16,7 +16,7 @@ from .csr import CSR
 class Dense(Format):
     """All M*K elements in row-major order. -0.0 is kept here (and lost by ``to_csr``)."""
 
-    name, version = "dense", 1
+    name, version, aligned = "dense", 1, False
 
     data: Array = array(VALUE, "M", "K", doc="elements, row-major")
 

@@ -104,11 +104,12 @@ class Bound:
     operands may never come again.
     """
 
-    __slots__ = ("_arguments", "_driver", "_launch", "_made", "_tail", "_where")
+    __slots__ = ("_arguments", "_driver", "_launch", "_made", "_ready", "_tail", "_where")
 
     def __init__(self, launch: Launch, where: tuple[int, ...], tail: tuple[Any, ...]) -> None:
         self._launch, self._where, self._tail, self._driver = launch, where, tail, launch.driver
-        self._arguments: tuple[Any, tuple[int, ...]] | None = None
+        self._arguments: Any = None
+        self._ready: tuple[int, ...] = ()
         self._made = False
 
     def on(self, stream: int) -> Bound:
@@ -117,14 +118,14 @@ class Bound:
 
     def __call__(self) -> None:
         try:
-            if self._arguments is not None:
-                self._driver.launchKernel(*self._arguments[1])
+            if self._ready:
+                self._driver.launchKernel(*self._ready)
             elif not all(self._where[1:4]):
                 return  # a grid with an empty extent has nothing to do, and the driver would refuse it
             elif self._made:
-                room = self._launch.packed(self._tail)
-                self._arguments = room, (*self._where, ctypes.addressof(room), 0)
-                self._driver.launchKernel(*self._arguments[1])
+                self._arguments = room = self._launch.packed(self._tail)
+                self._ready = (*self._where, ctypes.addressof(room), 0)
+                self._driver.launchKernel(*self._ready)
             else:
                 self._launch.once(self._where, self._tail)
                 self._made = True
@@ -243,6 +244,7 @@ def device_plan(name: str, p: Problem, prepare: Prepare | Library, tile: str = "
     M, K, device_id, ndarray = p.M, p.K, p.device_id, cupy.ndarray
     b_size, out_size = b_dtype.itemsize, out_dtype.itemsize
     current_device, current_stream = cupy.cuda.runtime.getDevice, cupy.cuda.get_current_stream
+    several = cupy.cuda.runtime.getDeviceCount() > 1
     made: dict[Any, Call] = {}
     reads: list[tuple[int, int]] = []
 
@@ -258,7 +260,7 @@ def device_plan(name: str, p: Problem, prepare: Prepare | Library, tile: str = "
             call = made.get(key)
         except AttributeError:  # no arrays of CuPy
             return first(B, out, epilogue, None)
-        if call is None or current_device() != device_id:
+        if call is None or (several and current_device() != device_id):
             return first(B, out, epilogue, key)
         call()
         return out

@@ -174,7 +174,7 @@ def launcher(a: Arrays, p: Problem) -> launch.Prepare:
     entries = int(a.indptr.size) - 1
     row_tiles = entries * ceil_div(height, tile.rows)
     gap_blocks = ceil_div(block_rows - entries, zero_rows(height)) if listed else 0
-    wide_a = width % vector == 0 and a.data.data.ptr % 16 == 0
+    wide_a = width % vector == 0
     fixed = (a.row_ids if listed else 0, a.indptr, a.indices, a.data, p.M, p.K, entries)
     arch = jit.architecture(p.sm or 80, SpmmBSR.archs)
 

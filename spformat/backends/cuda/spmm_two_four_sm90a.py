@@ -132,8 +132,8 @@ class SpmmTwoFourSm90a:
         if tile is None or tile.splits > ceil_div(p.K, DEPTH):  # a part without a slab would have no sums
             tile = choose(p.M, p.n, p.K, sms)
         rows, kept = a.data.shape
-        if tile.shared and not (a.data.size and tensor_map.aligned(a.data.data.ptr, kept, a.data.itemsize)):
-            tile = choose(p.M, p.n, p.K, sms, shared=False)  # the copy engine wants values on a 16-byte boundary
+        if tile.shared and not a.data.size:
+            tile = choose(p.M, p.n, p.K, sms, shared=False)  # nothing that a tensor map could describe
         item = VALUE_TYPES[p.b_dtype].numpy.itemsize
         smem = tile.smem
         threads = 128 * (tile.warpgroups + 1)

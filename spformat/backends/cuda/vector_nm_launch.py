@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-from ...arrays import ceil_div, round_up
+from ...arrays import BOUNDARY, ceil_div, round_up
 from ...errors import DeviceError, InternalError
 from ...problem import COL, ROW, Problem, reasons
 from ...roofline import DEVICES, H200, Blocking
@@ -89,11 +89,11 @@ class AlignedRows:
 
 
 def aligned_data(a: Any) -> Any:
-    """``a.data`` with rows and pointer on 16-byte boundaries: itself, or a zero-padded copy (odd vector lengths)."""
+    """``a.data`` with rows on 16-byte boundaries: itself, or a zero-padded copy (odd vector lengths)."""
     import cupy
 
     data, size = a.data, a.data.dtype.itemsize
-    if data.shape[1] * size % 16 == 0 and data.data.ptr % 16 == 0:
+    if data.shape[1] * size % BOUNDARY == 0:
         return data
     padded = cupy.zeros((data.shape[0], round_up(data.shape[1], 16 // size)), f"uint{8 * size}")
     padded[:, : data.shape[1]] = data.view(padded.dtype)
