@@ -267,7 +267,7 @@ def test_arrays_that_start_anywhere(cp: Any, fmt: str, dtype: str) -> None:
         return room[1:].reshape(v.shape)
 
     moved = a.with_arrays(**{name: shifted(v) for name, v in a.arrays().items()})
-    assert all(v.data.ptr % 16 == 0 for v in moved.arrays().values())
+    assert all(v.data.ptr % 16 == 0 for v in moved.arrays().values() if v.size)
     moved.validate()
     assert (moved.to_dense().get() == x).all()
     B = cp.asarray(np.random.default_rng(1).integers(-2, 3, (x.shape[1], 136)).astype(dtype))

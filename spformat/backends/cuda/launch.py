@@ -133,6 +133,12 @@ class Bound:
             raise _told(e) from e
 
 
+def _runtime_error() -> Any:
+    from cupy.cuda import runtime
+
+    return runtime.CUDARuntimeError
+
+
 def _told(e: Exception) -> SpformatError:
     """What the driver said, as an error of ours."""
     typed = device_error(e) or DeviceError(str(e))
@@ -150,21 +156,17 @@ class Together:
     what is no launch of ours.
     """
 
-    __slots__ = ("_calls", "_failure", "_graph", "_made", "_ours", "_stream")
+    __slots__ = ("_calls", "_graph", "_made", "_stream")
     _whole = threading.Lock()
     """One for all: plans share workspaces (Scratch), too."""
 
     def __init__(self, calls: Sequence[Call], stream: int) -> None:
-        from cupy.cuda import runtime
-
         self._calls, self._stream, self._made = calls, stream, 0
-        self._ours = all(hasattr(call, "on") for call in calls)
-        self._failure = runtime.CUDARuntimeError
         self._graph: Any = None
 
     def __call__(self) -> None:
         with self._whole:
-            if self._made < GRAPH_AFTER or not self._ours or captured(self._stream):
+            if self._made < GRAPH_AFTER or captured(self._stream) or not self._ours():
                 for call in self._calls:
                     call()
                 self._made += 1
@@ -173,8 +175,11 @@ class Together:
                 if self._graph is None:
                     self._graph = self._made_graph()
                 self._graph.launch()
-            except self._failure as e:
+            except _runtime_error() as e:
                 raise _told(e) from e
+
+    def _ours(self) -> bool:
+        return self._graph is not None or all(hasattr(call, "on") for call in self._calls)
 
     def _made_graph(self) -> Any:
         import cupy
