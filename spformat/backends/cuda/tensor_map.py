@@ -1,7 +1,7 @@
 """Describe a matrix to the TMA unit: cuTensorMapEncodeTiled through ctypes. Device side: include/spformat/tma.cuh.
 
-Encoding takes the host 4 us, another address for a map that is there half of one. So a map is encoded once for a form
-(all but the address), and products that come with ever new memory only have the address replaced.
+A map is encoded once for a form (all but the address); products that come with ever new memory only have the address
+replaced.
 """
 
 from __future__ import annotations
