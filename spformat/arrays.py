@@ -121,7 +121,7 @@ def device_error(e: BaseException) -> SpformatError | None:
 
 def parse_device(device: str) -> int | None:
     """None for "cpu", the id for "cuda" or "cuda:<id>"."""
-    kind, _, number = device.partition(":")
+    kind, _, number = str(device).partition(":")  # a torch.device is taken, too
     if kind == "cpu" and not number:
         return None
     if kind == "cuda" and (not number or number.isdecimal()):

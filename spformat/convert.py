@@ -22,8 +22,11 @@ def convert(x: Any, target: str | type[Format], **params: Any) -> Format:
     says why the format cannot. UsageError for an unknown format or a parameter out of range. Returns ``x``
     itself when it is that format already.
     """
-    fmt, given = parse_spec(target) if isinstance(target, str) else (target, {})
-    given = {**given, **params}
+    if isinstance(target, type) and issubclass(target, Format) and target is not Format:
+        fmt, given = target, params
+    else:
+        fmt, in_text = parse_spec(str(target))
+        given = in_text | params
     a = as_format(x)
     if type(a) is fmt:
         a.ensure_valid()

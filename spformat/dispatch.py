@@ -20,8 +20,20 @@ from .backends.host import numpy_dtype
 from .dtypes import VALUE_TYPES, value_type
 from .errors import DeviceUnavailable, NoKernelError, UsageError
 from .formats.base import Format
-from .formats.exchange import as_format
-from .problem import COL, OVERWRITES, ROW, STRIDED, Accepted, Plan, Problem, Rejected, result_dtype, tile_class
+from .formats.exchange import as_array, as_format, is_torch
+from .problem import (
+    COL,
+    OVERWRITES,
+    ROW,
+    STRIDED,
+    Accepted,
+    Plan,
+    Problem,
+    Rejected,
+    result_dtype,
+    scalar,
+    tile_class,
+)
 
 log = logging.getLogger("spformat")
 
@@ -91,7 +103,7 @@ def spmm(A: Any, B: Any, out: Any = None, backend: str | None = None, *, alpha: 
         return _plan_for(A, B, out, backend).run(B, out)
     if bias is not None and type(bias) is not type(B):
         raise TypeError(f"bias: expected {type(B).__module__}.{type(B).__name__} like B, got {type(bias).__name__}")
-    return _plan_for(A, B, out, backend, True).run(B, out, alpha, beta, bias)
+    return _plan_for(A, B, out, backend, True).run(B, out, scalar("alpha", alpha), scalar("beta", beta), bias)
 
 
 def linear(x: Any, W: Any, bias: Any = None, *, alpha: float = 1.0, beta: float = 0.0, out: Any = None,
@@ -118,6 +130,8 @@ def linear(x: Any, W: Any, bias: Any = None, *, alpha: float = 1.0, beta: float 
             raise ValueError(f"beta = {beta} adds to y: expected out, got none")
         with current_device(x):
             out = namespace(x).empty(shape, numpy_dtype(result_dtype(W.dtype.name, value_type(x.dtype).name)))
+    elif type(out) is not type(x):
+        raise TypeError(f"out: expected {type(x).__module__}.{type(x).__name__} like x, got {type(out).__name__}")
     elif out.shape != shape:
         raise ValueError(f"out: expected shape {shape}, got {out.shape}")
     if x.ndim == 2:
@@ -141,7 +155,7 @@ def plan(A: Any, n: int | None = None, *, B: Any = None, out: Any = None, backen
     """
     A = as_format(A)
     if B is not None:
-        problem = describe(A, B, out, epilogue)
+        problem = describe(A, as_array(B), None if out is None else as_array(out), epilogue)
     else:
         name = value_type(b_dtype or A.dtype).name
         result = _dtype_name(out_dtype) if out_dtype is not None else result_dtype(A.dtype.name, name)
@@ -163,6 +177,7 @@ def explain(
     if B is None:
         name = A.dtype.name
         return _ask(_problem(A, tile_class(n or 512), name, result_dtype(name, name), ROW, ROW), backend)
+    B = as_array(B)
     return _ask(describe(A, B[:, None] if B.ndim == 1 else B, None), backend)
 
 
@@ -172,11 +187,15 @@ def explain(
 def _plan_for(A: Format, B: Any, out: Any, backend: str | None, epilogue: bool = False) -> Plan:
     """The cached plan of this call: the key is cheap to build, a Problem is not."""
     name = backend or _chosen.get() or os.environ.get("SPFORMAT_BACKEND")
-    shape, strides = B.shape, B.strides
-    if out is None:
-        key: Any = (shape[1], B.dtype, strides, B.__class__, name)
-    else:
-        key = (shape[1], B.dtype, strides, B.__class__, name, out.dtype, out.strides, out.__class__)
+    try:
+        shape, strides = B.shape, B.strides
+        if out is None:
+            key: Any = (shape[1], B.dtype, strides, B.__class__, name)
+        else:
+            key = (shape[1], B.dtype, strides, B.__class__, name, out.dtype, out.strides, out.__class__)
+    except (AttributeError, IndexError):  # no matrix, or no array
+        describe(A, B, out, epilogue)  # says which
+        raise
     if epilogue:
         key = (*key, "epilogue")
     found = A._derived.get(key)
@@ -378,8 +397,8 @@ def _foreign(A: Format, B: Any, out: Any, backend: str | None, product: Any = No
     def call(B: Any, out: Any) -> Any:
         return product(B, A, out=out, backend=backend, **epilogue) if product else spmm(A, B, out, backend, **epilogue)
 
-    if type(B).__module__.split(".")[0] != "torch":
-        return call(as_format(B).to_dense(), out)
+    if not is_torch(B):
+        return call(as_array(B), out)
     if epilogue["bias"] is not None:
         epilogue["bias"] = torch_to_array(epilogue["bias"])
     result = call(torch_to_array(B), None if out is None else torch_to_array(out))

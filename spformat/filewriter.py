@@ -14,6 +14,7 @@ from .descriptor import Record
 from .errors import UsageError, printable
 from .files import Path
 from .formats.base import Format
+from .stheader import METADATA
 
 Tensor: TypeAlias = Format | Array
 """What a file holds under one name: a Format, or a plain array of any rank (biases, norms, tables)."""
@@ -23,6 +24,8 @@ def outline(name: str, x: Tensor) -> Record:
     """What a file must know of a tensor before its first byte is written."""
     if type(name) is not str or not name:
         raise UsageError(f"tensor name: expected text, got {name!r:.80}")
+    if name == METADATA:
+        raise UsageError(f"tensor name: '{METADATA}' is taken by the header of the file; rename the tensor")
     if not isinstance(x, Format):
         x = plain_array(name, x)
         code = stwriter.code_of(x.dtype)
@@ -133,4 +136,5 @@ def plain_array(name: str, x: Any) -> Array:
     if is_cupy(x):
         return x
     kind = f"{type(x).__module__}.{type(x).__name__}"
-    raise UsageError(f"expected a Format or a numpy or CuPy array, got {kind}; use convert(x, 'csr')", tensor=name)
+    what = f"expected a Format or a numpy or CuPy array, got {kind}"
+    raise UsageError(f"{what}; use convert(x, 'csr') for a matrix, a numpy array for anything else", tensor=name)

@@ -197,7 +197,7 @@ class Output:
             status = os.stat(self._name, dir_fd=self._folder, follow_symlinks=False)
         except FileNotFoundError:
             return None
-        except OSError as e:
+        except (OSError, ValueError) as e:
             raise OutputError(f"cannot create the file: {reason(e)}", path=self.path) from e
         if not stat.S_ISREG(status.st_mode):
             raise OutputError(f"target: expected a regular file, got a {kind_of(status.st_mode)}", path=self.path)

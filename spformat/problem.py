@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any
 
 from .errors import UsageError
@@ -29,9 +30,23 @@ def result_dtype(a: str, b: str) -> str:
 
 def tile_class(n: int) -> int:
     """Upper end of the class that ``n`` columns of B fall in: 0, 8, 16, 32, .. 4096; plans are shared in a class."""
-    if n <= 0:
+    try:
+        n = index(n)
+    except TypeError:
+        raise UsageError(f"n: expected a number of columns, got {n!r:.80}") from None
+    if n < 0:
+        raise UsageError(f"n: expected a number of columns, got {n}")
+    if n == 0:
         return 0
     return min(4096, max(8, 1 << (n - 1).bit_length()))
+
+
+def scalar(name: str, value: Any) -> float:
+    """``value`` as a float; TypeError for what is no real number (None and text, which numpy would take, among it)."""
+    try:
+        return float(value.__float__())
+    except (AttributeError, TypeError):
+        raise TypeError(f"{name}: expected a number, got {value!r:.80}") from None
 
 
 @dataclass(frozen=True)
@@ -59,6 +74,11 @@ class Problem:
     device_id: int = 0
     epilogue: bool = False
     """alpha * A @ B + beta * C + bias instead of A @ B; alpha, beta and bias come with the call."""
+
+    def __post_init__(self) -> None:
+        for name, layout in (("b_layout", self.b_layout), ("out_layout", self.out_layout)):
+            if layout not in (ROW, COL, STRIDED):
+                raise UsageError(f"{name}: expected {ROW}, {COL} or {STRIDED}, got {layout!r:.80}")
 
     @property
     def p(self) -> dict[str, Any]:
@@ -126,7 +146,7 @@ class Plan:
     def __call__(self, B: Any, out: Any = None, *, alpha: float = 1.0, beta: float = 0.0, bias: Any = None) -> Any:
         """A @ B, written to ``out`` if given; alpha, beta and bias only where the plan was made with an epilogue."""
         if self.problem.epilogue:
-            return self.run(B, out, alpha, beta, bias)
+            return self.run(B, out, scalar("alpha", alpha), scalar("beta", beta), bias)
         if bias is None and alpha == 1 and beta == 0:
             return self.run(B, out)
         raise UsageError("this plan computes A @ B alone; alpha, beta and bias need plan(.., epilogue=True)")

@@ -6,6 +6,7 @@ Large arrays are written and summed on several threads.
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeAlias
@@ -15,7 +16,7 @@ import numpy as np
 from . import crc, limits, stheader
 from .arrays import is_cupy
 from .dtypes import SAFETENSORS, SAFETENSORS_CODE
-from .errors import ArrayError, ContainerError, InternalError, UsageError, WriteError
+from .errors import ArrayError, ContainerError, InternalError, UsageError, WriteError, printable
 from .files import Path
 from .output import Output
 from .pinned import Lanes
@@ -199,8 +200,9 @@ def layout(arrays: Iterable[Spec | tuple[str, str, tuple[int, ...], int]]) -> tu
             raise UsageError(f"layout: expected the number of bytes for dtype {dtype!r}, got none", array=name)
         sized.append((name, dtype, shape, given[0] if given else limits.product(*shape, SAFETENSORS[dtype].itemsize)))
     entries = stheader.layout(sized)
-    if len({e.name for e in entries}) != len(entries):
-        raise UsageError("layout: expected distinct names, got one twice")
+    names = Counter(e.name for e in entries)
+    if len(names) != len(entries):
+        raise UsageError(f"layout: expected distinct names, got '{printable(names.most_common(1)[0][0])}' twice")
     return entries
 
 

@@ -22,7 +22,7 @@ def check_operands(p: Problem, B: Any, out: Any) -> np.ndarray[Any, Any]:
     ValueError for a wrong shape or an ``out`` that overlaps B, TypeError for a wrong dtype or array type.
     """
     if not isinstance(B, np.ndarray):
-        raise TypeError(f"B: expected a numpy array, got {type(B).__name__}")
+        raise TypeError(f"B: expected a numpy array, got {type(B).__name__}; spmm() and linear() take others")
     if B.ndim != 2 or B.shape[0] != p.K:
         raise ValueError(f"B: expected shape ({p.K}, N), got {B.shape}")
     if B.dtype != numpy_dtype(p.b_dtype):

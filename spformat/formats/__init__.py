@@ -71,13 +71,14 @@ def by_name(name: str) -> type[Format]:
 def parse_spec(text: str) -> tuple[type[Format], dict[str, Any]]:
     """ "bsr:blocksize=64x64" or "vector-nm:n=2,m=4" -> (class, params as text); UsageError when malformed."""
     name, _, rest = text.partition(":")
+    fmt = by_name(name.strip())
     params: dict[str, Any] = {}
     for item in filter(None, rest.split(",")):
         key, equals, value = item.partition("=")
         if not equals or not value:
             raise UsageError(f"format {text!r:.200}: expected name=value after ':', got {item!r:.80}")
         params[key.strip().replace("-", "_")] = value.strip()
-    return by_name(name.strip()), params
+    return fmt, params
 
 
 def spec_text(fmt: type[Format], params: dict[str, Any]) -> str:

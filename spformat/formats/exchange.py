@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import Array, index_dtype, is_cupy
 from ..dtypes import bits
-from ..errors import ArrayError, UsageError
+from ..errors import ArrayError, IndexBoundsError, UsageError
 from .base import Format, checked_values
 from .bsr import BSR
 from .csr import CSR
@@ -39,6 +39,8 @@ def to_scipy(f: Format) -> Any:
 
 def from_scipy(x: Any) -> Format:
     """A scipy.sparse (or cupyx.scipy.sparse) matrix as BSR (of a bsr) or CSR. Duplicates are refused, not summed."""
+    if len(x.shape) != 2:
+        raise UsageError(f"scipy: expected a matrix [M, K], got shape {tuple(x.shape)}")
     if x.format == "bsr":
         arrays = _fitted(x.indptr, x.indices, x.data, x.shape[1] // x.blocksize[1])
         b = BSR(shape=x.shape, blocksize=(int(x.blocksize[0]), int(x.blocksize[1])), **arrays)
@@ -46,6 +48,8 @@ def from_scipy(x: Any) -> Format:
             return b.validate()
         except ValueError:  # unsorted blocks, stored zero blocks, -0.0: legal there, not here; the hub sorts them
             return BSR.from_csr(from_scipy(x.tocsr(copy=True)).to_csr(), blocksize=b.blocksize)
+    if x.format == "coo":  # its tocsr() sums
+        return _from_coordinates(x.shape, x.row, x.col, x.data)
     c = x if x.format == "csr" else x.tocsr()
     a = CSR(shape=c.shape, **_fitted(c.indptr, c.indices, c.data, c.shape[1]))
     a.check_memory()
@@ -53,6 +57,15 @@ def from_scipy(x: Any) -> Format:
         return a.validate()
     except ValueError:
         return a.canonical()
+
+
+def _from_coordinates(shape: tuple[int, int], rows: Array, cols: Array, data: Array) -> CSR:
+    """Ordered CSR of items in any order; IndexBoundsError, or OrderError for a place that is stored twice."""
+    for name, index, size in (("row", rows, shape[0]), ("column", cols, shape[1])):
+        if index.size and not 0 <= int(index.min()) <= int(index.max()) < size:  # synchronize!
+            got = f"{index.min()} .. {index.max()}"
+            raise IndexBoundsError(f"coo: expected {name} indices in 0 .. {size - 1}, got {got}", array=name)
+    return CSR.from_coordinates(shape, rows.astype(np.int64), cols.astype(np.int64), data).in_order()
 
 
 def _fitted(indptr: Array, indices: Array, data: Array, columns: int) -> dict[str, Array]:
@@ -90,7 +103,7 @@ def array_to_torch(x: Array) -> Any:
 
 
 def from_torch(t: Any) -> Format:
-    """A torch tensor as Dense (strided), CSR (sparse_csr; sparse_coo when coalesced) or BSR (sparse_bsr)."""
+    """A torch tensor as Dense (strided), CSR (sparse_csr, sparse_coo) or BSR (sparse_bsr). Duplicates are refused."""
     import torch
 
     if getattr(t, "BACKEND", "") in ("cutlass", "cusparselt"):
@@ -98,7 +111,11 @@ def from_torch(t: Any) -> Format:
     if t.layout == torch.strided:
         return Dense.from_dense(torch_to_array(t))
     if t.layout == torch.sparse_coo:
-        t = t.coalesce().to_sparse_csr()
+        if t.dense_dim() or t.dim() != 2:
+            raise UsageError(f"torch: expected a matrix without dense dimensions, got shape {tuple(t.shape)} with "
+                             f"{t.dense_dim()} dense dimensions; use t.to_dense()")  # fmt: skip
+        rows, cols = torch_to_array(t._indices())
+        return _from_coordinates(tuple(t.shape), rows, cols, torch_to_array(t._values())).without_zeros()
     if t.layout not in (torch.sparse_csr, torch.sparse_bsr):
         raise UsageError(f"torch layout {t.layout} is not read; use t.to_sparse_csr() or t.to_dense()")
     indptr, indices = torch_to_array(t.crow_indices()), torch_to_array(t.col_indices())
@@ -117,6 +134,8 @@ def torch_to_array(t: Any) -> Array:
     """A numpy or CuPy array that shares the memory of a torch tensor, strides included."""
     import torch
 
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"expected a torch tensor, got {type(t).__module__}.{type(t).__name__}")
     t = t.detach()
     name = str(t.dtype).removeprefix("torch.")
     if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
@@ -128,7 +147,28 @@ def torch_to_array(t: Any) -> Array:
         from ..arrays import import_cupy
 
         return import_cupy().from_dlpack(t)
-    return t.numpy()
+    try:
+        array: Array = t.numpy()
+    except (RuntimeError, TypeError) as e:
+        what = f"{t.dtype}, {t.layout}, device {t.device}"
+        raise UsageError(f"torch tensor ({what}): its memory cannot be shared with numpy: {e}") from e
+    return array
+
+
+def is_torch(x: Any) -> bool:
+    """True for a torch tensor. torch is not imported: a tensor of it can only exist if somebody else did."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
+def as_array(x: Any) -> Array:
+    """A matrix or vector as an array of numpy or CuPy; the memory of one and of a torch tensor is shared.
+
+    UsageError for what ``as_format`` does not take.
+    """
+    if isinstance(x, np.ndarray) or is_cupy(x):
+        return x
+    return torch_to_array(x) if is_torch(x) else as_format(x).to_dense()
 
 
 def as_format(x: Any) -> Format:
@@ -140,8 +180,7 @@ def as_format(x: Any) -> Format:
         return x
     if isinstance(x, np.ndarray) or is_cupy(x):
         return Dense.from_dense(x)
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(x, torch.Tensor):
+    if is_torch(x):
         return from_torch(x)
     if hasattr(x, "tocsr") and hasattr(x, "format"):
         return from_scipy(x)

@@ -1,0 +1,127 @@
+"""Operands as people hand them in: of other libraries, of odd rank, no numbers. Taken, or refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+import spformat as sf
+
+W = np.diag(np.arange(1, 5)).astype(np.float32)
+X = np.arange(12, dtype=np.float32).reshape(4, 3)
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("name", ["alpha", "beta"])
+@pytest.mark.parametrize("value", [None, "2", 2j], ids=str)
+def test_scalars_of_the_epilogue_are_numbers(backend: str | None, name: str, value: Any) -> None:
+    # float32(None) is NaN: a product full of them, and no word about it
+    a, out = sf.convert(W, "csr"), np.ones((4, 3), np.float32)
+    with pytest.raises(TypeError, match=rf"{name}: expected a number, got {value!r}"):
+        sf.spmm(a, X, out=out, backend=backend, **{name: value})
+    plan = sf.plan(a, n=3, backend=backend, epilogue=True)
+    with pytest.raises(TypeError, match=rf"{name}: expected a number, got {value!r}"):
+        plan(X, out=out, **{name: value})
+    assert (out == 1).all()
+    assert (plan(X, out=out, alpha=np.float16(2), beta=True) == 2 * (W @ X) + 1).all()
+
+
+def test_operands_of_no_or_another_library() -> None:
+    a = sf.convert(W, "csr")
+    with pytest.raises(ValueError, match=r"B: expected a matrix \[K, N\], got shape \(\)"):
+        sf.spmm(a, np.array(1.0, np.float32))
+    with pytest.raises(TypeError, match=r"out: expected numpy\.ndarray like B, got list"):
+        sf.spmm(a, X, out=[[0.0] * 3] * 4)
+    with pytest.raises(TypeError, match=r"out: expected numpy\.ndarray like x, got list"):
+        sf.linear(X.T.copy(), a, out=[[0.0] * 4] * 3)
+
+
+@pytest.mark.parametrize("b", [X.tolist(), sp.csr_array(X), sf.convert(X, "csr")], ids=["list", "scipy", "format"])
+def test_explain_and_plan_take_what_spmm_takes(b: Any) -> None:
+    a = sf.convert(W, "csr")
+    assert sf.explain(a, b).chosen in ("cpu.spmm_csr", "reference.spmm")
+    assert (sf.plan(a, B=b)(np.asarray(X, "f8" if isinstance(b, list) else "f4")) == sf.spmm(a, b)).all()
+
+
+def test_torch_operands_beside_others() -> None:
+    torch = pytest.importorskip("torch")
+    a, x = sf.convert(W, "csr"), torch.tensor(X)
+    assert sf.explain(a, x).problem == sf.explain(a, X).problem
+    assert sf.plan(a, B=x, out=torch.empty(4, 3)).problem == sf.plan(a, B=X).problem
+    with pytest.raises(TypeError, match=r"out: expected numpy\.ndarray like B, got Tensor"):
+        sf.spmm(a, X, out=torch.empty(4, 3))
+    for given in ({"out": np.empty((4, 3), np.float32)}, {"bias": np.ones(4, np.float32)}):
+        with pytest.raises(TypeError, match=r"expected a torch tensor, got numpy\.ndarray"):
+            sf.spmm(a, x, **given)
+    with pytest.raises(sf.UsageError, match=r"torch tensor .*meta.* its memory cannot be shared with numpy"):
+        sf.spmm(a, x.to("meta"))
+
+    class Mine(torch.Tensor):  # type: ignore[name-defined, misc]
+        pass
+
+    assert isinstance(sf.spmm(a, x.as_subclass(Mine)), torch.Tensor)
+    assert a.to(torch.device("cpu")) is a
+
+
+@pytest.mark.parametrize("n", [-1, 1.5, "16"])
+def test_columns_of_a_plan(n: Any) -> None:
+    a = sf.convert(W, "csr")
+    for call in (sf.plan, sf.explain):
+        with pytest.raises(sf.UsageError, match=rf"n: expected a number of columns, got {n!r}"):
+            call(a, n=n)
+    assert sf.plan(a, n=np.int64(16)).problem == sf.plan(a, n=16).problem
+
+
+def test_a_layout_nobody_has() -> None:
+    for given in ("b_layout", "out_layout"):
+        with pytest.raises(sf.UsageError, match=rf"{given}: expected row, col or strided, got 'column'"):
+            sf.plan(sf.convert(W, "csr"), n=4, **{given: "column"})
+
+
+@pytest.mark.parametrize("target", [None, 3, sf.Format, int, "2:4"])
+def test_a_target_that_is_no_format(target: Any) -> None:
+    with pytest.raises(sf.UsageError, match=r"known: dense, csr"):
+        sf.convert(W, target)
+
+
+def test_coordinates_stored_twice_are_refused_not_summed() -> None:
+    rows, cols = [0, 0, 1], [1, 1, 0]
+    with pytest.raises(sf.OrderError, match=r"row 0 stores column 1 more than once \(1 repeats"):
+        sf.convert(sp.coo_array(([1.0, 2.0, 3.0], (rows, cols)), shape=(2, 2)), "csr")
+    torch = pytest.importorskip("torch")
+    t = torch.sparse_coo_tensor([rows, cols], [1.0, 2.0, 3.0], (2, 2), check_invariants=True)
+    with pytest.raises(sf.OrderError, match=r"row 0 stores column 1 more than once \(1 repeats"):
+        sf.convert(t, "csr")
+    assert sf.convert(t.coalesce(), "csr").to_dense().tolist() == [[0, 3], [3, 0]]
+    unordered = torch.sparse_coo_tensor([[1, 0], [0, 1]], [1.0, 2.0], (2, 2), check_invariants=True)
+    assert sf.convert(unordered, "csr").to_dense().tolist() == [[0, 2], [1, 0]]
+    outside = torch.sparse_coo_tensor([[1, 2], [0, 1]], [1.0, 2.0], (2, 2), check_invariants=False)
+    with pytest.raises(sf.IndexBoundsError, match=r"coo: expected row indices in 0 \.\. 1, got 1 \.\. 2"):
+        sf.convert(outside, "csr")
+
+
+def test_sparse_arrays_that_are_no_matrices() -> None:
+    for x in (sp.coo_array(np.ones(3, np.float32)), sp.csr_array(np.ones(3, np.float32))):
+        with pytest.raises(sf.UsageError, match=r"expected a matrix \[M, K\], got shape \(3,\)"):
+            sf.convert(x, "csr")
+    torch = pytest.importorskip("torch")
+    hybrid = torch.sparse_coo_tensor([[0, 1]], torch.ones(2, 3), (2, 3), check_invariants=True)
+    with pytest.raises(sf.UsageError, match=r"dense dimensions"):
+        sf.convert(hybrid, "csr")
+
+
+def test_names_that_cannot_be_saved(tmp_path: Path) -> None:
+    a, path = sf.convert(W, "csr"), tmp_path / "a.safetensors"
+    with pytest.raises(sf.UsageError, match=r"'w\.data'"):
+        sf.save(path, {"w": a, "w.data": np.ones(3, np.float32)})
+    with pytest.raises(sf.UsageError, match=r"tensor name: '__metadata__' is taken"):
+        sf.save(path, {"__metadata__": np.ones(3)})
+    with pytest.raises(sf.OutputError, match="null byte"):
+        sf.save(str(tmp_path / "a\0b"), {"w": a})
+    with pytest.raises(sf.UsageError, match=r"got builtins\.list; .* numpy array"):
+        sf.save(path, {"b": [1.0]})
+    assert not any(tmp_path.iterdir())
