@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from .options import Include, Json, Src
+from .options import Include, Json, Src, included
 from .output import cell, console, notes, print_json, table
 
 EPILOG = "spformat bench ./model-sp -n 1,16,256   |   spformat bench w.safetensors --to two-four --device cuda -n 4096"
@@ -19,8 +19,8 @@ def run(
     include: Include = None,
     backend: str = typer.Option("", help="Only these backends of ours, comma-separated (cpu, cuda)."),
     device: str = typer.Option("", help="cpu, cuda or cuda:1. Default: cuda when there is one."),
-    limit: int = typer.Option(4, help="At most this many matrices (the largest of each shape first)."),
-    repeats: int = typer.Option(50, help="Timed runs of each contender."),
+    limit: int = typer.Option(4, min=1, help="At most this many matrices (the largest of each shape first)."),
+    repeats: int = typer.Option(50, min=1, help="Timed runs of each contender."),
     tune: bool = typer.Option(
         False, help="Time every kernel and tile instead, and keep the fastest in the table that plans look up."
     ),
@@ -28,11 +28,13 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Time A @ B for matrices of SRC: correctness first, alternating runs, cold and hot caches, medians."""
-    from spformat import bench, contenders, convert
+    from spformat import backends, bench, contenders, convert
 
     where = device or _default_device()
-    widths = [int(part) for part in n.split(",")]
+    widths = _widths(n)
     only = tuple(filter(None, backend.split(",")))
+    for name in only:
+        backends.get(name)
     if tune:
         _tune(src, include, limit, to, where, widths, repeats, as_json)
         return
@@ -87,6 +89,14 @@ def _tune(
         console().print(f"{path}: {len(rows)} row(s); SPFORMAT_MEASURED=off leaves it out", soft_wrap=True)
 
 
+def _widths(n: str) -> list[int]:
+    """The numbers of columns in "16,256"."""
+    parts = [part.strip() for part in n.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise typer.BadParameter(f"-n: expected numbers of columns like 16,256, got {n!r}")
+    return [int(part) for part in parts]
+
+
 def _number(value: float) -> str:
     return "-" if value != value else f"{value:.1f}"
 
@@ -99,7 +109,6 @@ def _default_device() -> str:
 
 def _matrices(src: str, include: list[str] | None, limit: int) -> Any:
     """(name, Format or array) of the largest matrices, one of each shape first."""
-    from spformat.checkpoint.recipe import matcher
     from spformat.checkpoint.source import open_source
     from spformat.dtypes import VALUE_TYPES
     from spformat.formats.exchange import as_format
@@ -111,11 +120,8 @@ def _matrices(src: str, include: list[str] | None, limit: int) -> Any:
         yield src, read_matrix(src)
         return
     source = open_source(src)
-    patterns = [matcher(p) for p in include or ()]
-    found = [
-        (name, shard, r) for name, (shard, r, _) in source.records.items()
-        if len(r.shape) == 2 and r.dtype in VALUE_TYPES and (not patterns or any(p.search(name) for p in patterns))
-    ]  # fmt: skip
+    chosen = ((name, *source.records[name]) for name in included(source, include))
+    found = [(name, shard, r) for name, shard, r, _ in chosen if len(r.shape) == 2 and r.dtype in VALUE_TYPES]
     found.sort(key=lambda item: -item[2].shape[0] * item[2].shape[1])
     seen: dict[Any, int] = {}
     ranked = []

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import plan
-from .inspect import MATRIX_FILES
+from .inspect import MATRIX_FILES, structure_of
 from .options import (
     Exclude,
     Include,
@@ -38,7 +38,15 @@ EPILOG = (
 )
 
 
+_OF_CHECKPOINTS = (
+    "rule", "include", "exclude", "prune", "sparsity", "nonfinite", "misfit", "in_place", "resume", "device", "part",
+    "executor", "workers", "scheduler", "staging",
+)  # fmt: skip
+_OF_MATRICES = ("values", "seed", "dtype")
+
+
 def run(
+    ctx: typer.Context,
     src: Src,
     dst: Annotated[str, typer.Argument(help="A folder; or a file ending in .safetensors for a single shard.")],
     to: To = "auto",
@@ -86,8 +94,10 @@ def run(
     from spformat.limits import using
 
     if src.endswith(MATRIX_FILES):
+        _refuse(ctx, _OF_CHECKPOINTS, f"checkpoints, and {src} is a matrix file")
         _matrix(src, dst, to, values, seed, dtype, force, dry_run, as_json)
         return
+    _refuse(ctx, _OF_MATRICES, f".smtx, .mtx and .npz files, and {src} is none")
     chosen = recipe(to, rule, include, exclude, prune, sparsity, nonfinite, misfit)
     kind = executor or ("dask" if scheduler else "")
     options = {"force": force, "resume": resume, "in_place": in_place, "device": device, "part": part or None}
@@ -100,6 +110,16 @@ def run(
         paths = (here.source, os.path.dirname(os.path.abspath(here.target)))
         with _workers(kind, workers, scheduler, paths) as several:
             _checkpoint(here.source, here.target, chosen, as_json, dst, options | {"executor": several})
+
+
+def _refuse(ctx: typer.Context, names: tuple[str, ...], what: str) -> None:
+    """UsageError for an option that was given and would have no effect."""
+    from spformat import UsageError
+
+    for name in names:
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            raise UsageError(f"--{name.replace('_', '-')} is for {what}")
 
 
 def _copied(quiet: bool) -> Callable[[str, int], None]:
@@ -146,16 +166,18 @@ def _matrix(
     src: str, dst: str, to: str, values: str, seed: int, dtype: str, force: bool, dry_run: bool, as_json: bool
 ) -> None:
     """A matrix file into one container, under the file's own name."""
-    from spformat import convert, save
+    from spformat import UsageError, convert, save, save_dense
     from spformat.interop.matrices import read_matrix
-    from spformat.structure import analyse
 
+    if not dst.endswith(".safetensors"):
+        raise UsageError(f"a matrix becomes one file: expected DST to end in .safetensors, got {dst!r}")
     a = read_matrix(src, values=values or None, seed=seed, dtype=dtype or None)
-    target = analyse(a.to_dense()).smallest() if to == "auto" else to
+    target = structure_of(a, src).smallest() if to == "auto" else a.name if to == "keep" else to
     made = convert(a, target)
     name = os.path.splitext(os.path.basename(src))[0]
     if not dry_run:
-        save(dst, {name: made}, overwrite=force)
+        write = save_dense if to == "dense" else save
+        write(dst, {name: made}, overwrite=force)
     if as_json:
         sizes = {"bytes_in": a.nbytes, "bytes_out": made.nbytes}
         print_json(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .options import Include, Json, Src
+from .options import Include, Json, Src, included
 from .output import cell, console, print_json
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ def run(
 ) -> None:
     """Every kernel with its answer, for every matrix in SRC; nothing is multiplied."""
     from spformat import cost
-    from spformat.checkpoint.recipe import matcher
     from spformat.checkpoint.source import open_source
     from spformat.dispatch import explain
     from spformat.dtypes import VALUE_TYPES
@@ -39,10 +38,10 @@ def run(
         raise typer.BadParameter(f"expected cpu, sm_80, sm_90 or another sm number, got {gpu!r}")
     sm = int(found.group(1)) if found.group(1) else None
     source = open_source(src)
-    patterns = [matcher(p) for p in include or ()]
     out = []
-    for name, (_, r, _) in source.records.items():
-        if len(r.shape) != 2 or r.dtype not in VALUE_TYPES or (patterns and not any(p.search(name) for p in patterns)):
+    for name in included(source, include):
+        _, r, _ = source.records[name]
+        if len(r.shape) != 2 or r.dtype not in VALUE_TYPES:
             continue
         fmt = r.format.name if r.format else "dense"
         problem = Problem(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .options import Include, Json, Src
+from .options import Include, Json, Src, included
 from .output import cell, console, notes, print_json, progress, size, table
 
 if TYPE_CHECKING:
@@ -53,20 +53,17 @@ def run(
 
 def _structures(src: str, include: list[str] | None, quiet: bool) -> Any:
     """(name, stored format, shape, dtype, bytes, Structure or None), one tensor in memory at a time."""
-    from spformat.checkpoint.recipe import matcher
     from spformat.checkpoint.source import open_source
     from spformat.dtypes import VALUE_TYPES
     from spformat.formats.base import Format
     from spformat.interop.matrices import read_matrix
-    from spformat.structure import analyse
 
     if src.endswith(MATRIX_FILES):
         a = read_matrix(src)
-        yield src, "csr", a.shape, a.dtype.name, a.nbytes, analyse(a.to_dense()), a.stored_zeros
+        yield src, "csr", a.shape, a.dtype.name, a.nbytes, structure_of(a, src), a.stored_zeros
         return
     source = open_source(src)
-    patterns = [matcher(p) for p in include or ()]
-    names = [n for n in source.records if not patterns or any(p.search(n) for p in patterns)]
+    names = included(source, include)
     total = sum(source.records[n][2] for n in names)
     with progress(total, "read", quiet) as step:
         for name in names:
@@ -77,9 +74,21 @@ def _structures(src: str, include: list[str] | None, quiet: bool) -> Any:
                 with source.open(shard) as f:
                     x = f.read(name) if record.format else f.array(name)
                 zeros = x.stored_zeros if isinstance(x, Format) else 0
-                structure = analyse(x.to_dense() if isinstance(x, Format) else x)
+                structure = structure_of(x, src, name)
             step(name, nbytes)
             yield name, stored, record.shape, record.dtype, nbytes, structure, zeros
+
+
+def structure_of(x: Any, path: str, tensor: str | None = None) -> Structure:
+    """Structure of a matrix; LimitError with its place where it is too large to be looked at densely."""
+    from spformat import Format, LimitError
+    from spformat.structure import analyse
+
+    try:
+        return analyse(x.to_dense() if isinstance(x, Format) else x)
+    except LimitError as e:
+        e.message += "; a conversion to a format named with --to needs no dense matrix"
+        raise e.at(path=path, tensor=tensor) from None
 
 
 def _described(

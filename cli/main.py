@@ -59,6 +59,8 @@ def main() -> None:
         logging.basicConfig(level=level.upper(), format="%(name)s: %(message)s")
     stdout = sys.stdout
     try:
+        if "--json" in sys.argv:  # then a misspelt command is told as JSON, too
+            sys.exit(app(standalone_mode=False))
         app()
     except SystemExit as e:
         # Typer answers a reader that went away (`| head`) with a wrapped stdout and exit 1; it is no error.
@@ -76,7 +78,7 @@ def main() -> None:
 
 
 def _code_of(e: Exception) -> int:
-    from spformat import DeviceFault, InternalError, SpformatError, WriteError
+    from spformat import DeviceFault, InternalError, SpformatError, UsageError, WriteError
     from spformat.arrays import device_error
 
     as_json = "--json" in sys.argv
@@ -87,6 +89,8 @@ def _code_of(e: Exception) -> int:
         os._exit(e.exit_code)  # without one more CUDA call: destructors would make some
     if isinstance(e, SpformatError):
         return report(e, as_json)
+    if isinstance(e, typer.BadParameter.__base__ or ()):  # what Typer says of a command line
+        return report(UsageError(e.format_message()), as_json)  # type: ignore[attr-defined]
     if isinstance(e, MemoryError):
         sys.stderr.write("error: out of memory; nothing was published\n")
         return 71

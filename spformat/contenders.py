@@ -14,6 +14,7 @@ from .arrays import Array, is_cupy, namespace
 from .backends.host import numpy_dtype
 from .bench import Contender
 from .dispatch import describe, explain, plan
+from .errors import LimitError
 from .formats.base import Format
 from .formats.csr import CSR
 from .formats.dense import Dense
@@ -41,7 +42,10 @@ def ours(a: Format, B: Array, only: Sequence[str] = (), first: bool = False) -> 
 
 def dense(a: Format, B: Array) -> list[Contender]:
     """The dense product of the same matrix: cuBLAS on a device, numpy (BLAS) on the host."""
-    x = a.to_dense()
+    try:
+        x = a.to_dense()
+    except LimitError as e:  # a graph: the products of sparse libraries are measured all the same
+        return [_absent("dense", e)]
     if is_cupy(B):
         p = plan(Dense.from_dense(x), B=B, backend="vendor")
         out = _out(a, B)
@@ -50,6 +54,15 @@ def dense(a: Format, B: Array) -> list[Contender]:
         wide, other = x.astype(np.float32), B.astype(np.float32)
         return [Contender("dense numpy float32", lambda: wide @ other, peer=True)]
     return [Contender("dense numpy", lambda: x @ B, peer=True)]
+
+
+def _absent(name: str, why: LimitError) -> Contender:
+    """A contender that does not fit into memory: it is listed with the reason."""
+
+    def run() -> Array:
+        raise why
+
+    return Contender(name, run, peer=True)
 
 
 def sparse_library(a: Format, B: Array) -> list[Contender]:
@@ -74,9 +87,12 @@ def torch_peers(a: Format, B: Array) -> list[Contender]:
     from .formats.exchange import array_to_torch, torch_to_array
 
     b, found = array_to_torch(B), []
-    x = array_to_torch(a.to_dense())
     torch.backends.cuda.matmul.allow_tf32 = False
-    found.append(Contender("torch dense", lambda: torch_to_array(torch.mm(x, b)), peer=True))
+    try:
+        x = array_to_torch(a.to_dense())
+        found.append(Contender("torch dense", lambda: torch_to_array(torch.mm(x, b)), peer=True))
+    except LimitError as e:
+        found.append(_absent("torch dense", e))
     if isinstance(a, CSR) or a.name in ("sr-bcrs", "ell-buckets", "bitmask"):
         c = a.to_csr().to_torch()
         found.append(Contender("torch csr", lambda: torch_to_array(torch.mm(c, b)), peer=True))

@@ -165,7 +165,12 @@ def sniff(start: bytes) -> str:
 
 _MAGIC = (
     (b"version https://git-lfs", "a Git LFS pointer: run `git lfs pull`"),
-    (b"PK\x03\x04", "a zip archive (PyTorch .pt, .npz): it is never unpickled; convert it to safetensors first"),
+    (
+        b"PK\x03\x04",
+        "a zip archive (PyTorch .pt, .npz): it is never unpickled; convert it to safetensors first, "
+        "a matrix in .npz by `spformat convert a.npz a.safetensors --to csr`",
+    ),
+    (b"%%MatrixMarket", "a Matrix Market file: `spformat convert a.mtx a.safetensors --to csr` first"),
     (b"\x80", "a pickle (PyTorch .bin): it is never unpickled; convert it to safetensors first"),
     (b"\x1f\x8b", "a gzip archive: unpack it first"),
     (b"\x28\xb5\x2f\xfd", "a zstd archive: unpack it first"),

@@ -239,7 +239,11 @@ def test_at_its_limits_a_header_is_read() -> None:
 @pytest.mark.parametrize(
     ("start", "hint"),
     [
-        (b"PK\x03\x04", "a zip archive (PyTorch .pt, .npz): it is never unpickled; convert it to safetensors first"),
+        (
+            b"PK\x03\x04",
+            "a zip archive (PyTorch .pt, .npz): it is never unpickled; convert it to safetensors first, a matrix in "
+            ".npz by `spformat convert a.npz a.safetensors --to csr`",
+        ),
         (b"GGUF\x03", "a GGUF file, which is not read"),
         (b"\x80\x02", "a pickle (PyTorch .bin): it is never unpickled; convert it to safetensors first"),
         (b"version https://git-lfs.github.com", "a Git LFS pointer: run `git lfs pull`"),

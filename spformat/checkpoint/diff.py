@@ -13,6 +13,9 @@ from ..dtypes import VALUE_TYPES, bits, nonzero_mask
 from ..errors import UsageError, printable
 from ..files import Path, safe_name, sha256_of
 from ..formats.base import Format
+from ..formats.csr import CSR
+from ..formats.dense import Dense
+from ..limits import product
 from .manifest import MANIFEST, read_manifest
 from .source import open_source
 
@@ -37,7 +40,7 @@ def diff_checkpoints(a: Path, b: Path) -> Iterator[tuple[str, Difference | None]
         if name not in first.records or name not in second.records:
             yield name, Difference(name, f"only in {first.path if name in first.records else second.path}")
             continue
-        yield name, _compare(name, *(_dense(s, name) for s in (first, second)))
+        yield name, _difference(name, *(_read(s, name) for s in (first, second)))
 
 
 def diff_provenance(a: Path, b: Path) -> Iterator[tuple[str, Difference | None]]:
@@ -58,11 +61,33 @@ def diff_provenance(a: Path, b: Path) -> Iterator[tuple[str, Difference | None]]
         yield name, None if same else Difference(name, f"sha256: the manifest says {expected}, the file has {found}")
 
 
-def _dense(source: Any, name: str) -> np.ndarray[Any, Any]:
+def _read(source: Any, name: str) -> Any:
     with source.open(source.records[name][0]) as f:
-        x = f.read(name)
-        array: np.ndarray[Any, Any] = x.to_dense() if isinstance(x, Format) else x
-        return array
+        return f.read(name)
+
+
+def _difference(name: str, x: Any, y: Any) -> Difference | None:
+    """By the nonzeros where both are stored sparsely: a graph may not fit into memory when dense."""
+    sparse = all(isinstance(a, Format) and not isinstance(a, Dense) for a in (x, y))
+    if sparse and x.shape == y.shape and x.dtype == y.dtype and product(*x.shape) < 2**63:
+        return _compare_nonzeros(name, x.to_csr().without_zeros(), y.to_csr().without_zeros())
+    return _compare(name, *(a.to_dense() if isinstance(a, Format) else a for a in (x, y)))
+
+
+def _compare_nonzeros(name: str, x: CSR, y: CSR) -> Difference | None:
+    """``_compare`` of two ordered CSR of one shape and dtype, without stored zeros."""
+    K = x.shape[1]
+    places = [a.rows().astype(np.int64) * K + a.indices for a in (x, y)]  # int64: M*K overflows int32
+    every = np.union1d(*places)
+    values = [np.zeros(every.size, x.dtype), np.zeros(every.size, x.dtype)]
+    for value, place, a in zip(values, places, (x, y), strict=True):
+        value[np.searchsorted(every, place)] = a.data
+    unequal = bits(values[0]) != bits(values[1])
+    if not unequal.any():
+        return None
+    first = int(unequal.argmax())
+    at = divmod(int(every[first]), K)
+    return _differing(name, int(unequal.sum()), product(*x.shape), at, values[0][first], values[1][first])
 
 
 def _compare(name: str, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> Difference | None:
@@ -76,5 +101,9 @@ def _compare(name: str, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> Dif
     if not count:
         return None
     at = tuple(int(i) for i in np.unravel_index(int(unequal.reshape(-1).argmax()), x.shape))
-    text = f"{count} of {x.size} elements differ, first at {list(at)}: {x[at]} against {y[at]}"
+    return _differing(name, count, x.size, at, x[at], y[at])
+
+
+def _differing(name: str, count: int, size: int, at: tuple[int, ...], one: Any, other: Any) -> Difference:
+    text = f"{count} of {size} elements differ, first at {list(at)}: {one} against {other}"
     return Difference(name, text, count, at)

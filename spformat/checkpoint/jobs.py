@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from ..convert import convert
 from ..descriptor import Record
 from ..dtypes import value_type
 from ..errors import StructureError, UsageError
 from ..formats import parse_spec, spec_text
 from ..formats.base import Format
+from ..limits import product
 from ..preprocess import masks
 from ..structure import Structure, analyse
 from .recipe import AUTO, KEEP, Recipe, matcher
@@ -75,10 +77,13 @@ def _require_matches(recipe: Recipe, jobs: list[Job]) -> None:
     patterns = [("--rule", r.pattern) for r in recipe.rules]
     patterns += [("--include", p) for p in recipe.include] + [("--exclude", p) for p in recipe.exclude]
     for flag, pattern in patterns:
-        found = matcher(pattern)
-        if not any(found.search(j.name) for j in jobs):
-            names = ", ".join(j.name for j in jobs[:3])
-            raise UsageError(f"{flag} {pattern!r} matches none of {len(jobs)} tensors ({names}, ..)")
+        require_match(flag, pattern, [j.name for j in jobs])
+
+
+def require_match(flag: str, pattern: str, names: list[str]) -> None:
+    """UsageError unless a pattern matches one of the names."""
+    if not any(map(matcher(pattern).search, names)):
+        raise UsageError(f"{flag} {pattern!r} matches none of {len(names)} tensors ({', '.join(names[:3])}, ..)")
 
 
 def prune(x: np.ndarray[Any, Any], target: str, recipe: Recipe) -> np.ndarray[Any, Any]:
@@ -114,10 +119,10 @@ def settle(job: Job, x: np.ndarray[Any, Any], structure: Structure | None = None
     return spec_text(fmt, fmt.resolve_params(given))
 
 
-def foresee(job: Job, x: np.ndarray[Any, Any] | None, recipe: Recipe) -> Outcome:
+def foresee(job: Job, x: Format | np.ndarray[Any, Any] | None, recipe: Recipe) -> Outcome:
     """The table line of one job, values looked at but nothing converted where counts suffice.
 
-    ``x``: the dense matrix, pruned already; None for tensors that are kept.
+    ``x``: the dense matrix, pruned already, or a stored one (then not for auto); None for tensors that are kept.
     """
     base = Outcome(
         name=job.name, target=KEEP, why=job.why, shape=job.shape, dtype=job.record.dtype, bytes_in=job.bytes_in,
@@ -125,6 +130,8 @@ def foresee(job: Job, x: np.ndarray[Any, Any] | None, recipe: Recipe) -> Outcome
     )  # fmt: skip
     if job.target == KEEP or x is None:
         return base
+    if isinstance(x, Format):
+        return _foresee_stored(base, job, x, recipe)
     structure = analyse(x)
     base = replace(base, nnz=structure.nnz, negative_zeros=structure.negative_zeros)
     try:
@@ -135,6 +142,21 @@ def foresee(job: Job, x: np.ndarray[Any, Any] | None, recipe: Recipe) -> Outcome
             return replace(base, why=f"kept: {e.message}")
         return replace(base, target=job.target, bytes_out=None, error=e.message)
     return replace(base, target=target, bytes_out=size, larger_than_dense=size > structure.dense_bytes)
+
+
+def _foresee_stored(base: Outcome, job: Job, a: Format, recipe: Recipe) -> Outcome:
+    """As ``foresee``, of a matrix that is converted as it is stored: decoded, a graph may not fit into memory."""
+    base = replace(base, nnz=a.nnz)
+    fmt, given = parse_spec(job.target)
+    try:
+        made = convert(a, fmt, **given)
+    except StructureError as e:
+        if recipe.misfit == "keep":
+            return replace(base, why=f"kept: {e.message}")
+        return replace(base, target=job.target, bytes_out=None, error=e.message)
+    dense = product(*a.shape, a.dtype.itemsize)
+    target = spec_text(fmt, fmt.resolve_params(given))
+    return replace(base, target=target, bytes_out=made.nbytes, larger_than_dense=made.nbytes > dense)
 
 
 def _exact_size(s: Structure, target: str, x: np.ndarray[Any, Any]) -> int:

@@ -84,6 +84,8 @@ class Recipe:
             raise UsageError(f"prune: expected 'magnitude', got {self.prune!r}")
         if self.sparsity is not None and not 0 <= self.sparsity < 1:
             raise UsageError(f"sparsity: expected a share in [0, 1), got {self.sparsity}")
+        if self.sparsity is not None and not self.prune:
+            raise UsageError("sparsity: expected prune='magnitude' (--prune magnitude) with it; nothing else prunes")
         if self.nonfinite not in ("refuse", "keep"):
             raise UsageError(f"nonfinite: expected 'refuse' or 'keep', got {self.nonfinite!r}")
         if self.misfit not in ("refuse", "keep"):

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from ..arrays import to_device
-from ..errors import ContainerError, InputError, OutputError, UsageError
+from ..errors import ContainerError, InputError, LimitError, OutputError, UsageError
 from ..files import Path, is_file, same_file, size_of
+from ..formats.dense import Dense
 from ..output import check_target
 from . import earlier, folder
 from .executors import Workers, convert_units
@@ -25,7 +26,7 @@ from .folder import Conversion
 from .jobs import Outcome, dense_of, foresee, plan_jobs, prune
 from .manifest import JOURNAL, MANIFEST
 from .parts import PIECES, Converted, Part, Task, Unit, convert_unit
-from .recipe import KEEP, Recipe
+from .recipe import AUTO, KEEP, Recipe
 from .remote import is_remote, staged
 from .shard import Progress, read, write_shard
 from .source import open_source
@@ -57,7 +58,12 @@ def foresee_checkpoint(src: Path, recipe: Recipe, progress: Progress | None = No
         x = None
         if job.target != KEEP:
             with source.open(job.shard) as f:
-                x = prune(dense_of(read(f, job)), job.target, recipe)
+                x = read(f, job)
+                try:
+                    if job.target == AUTO or recipe.prune or isinstance(x, Dense):
+                        x = prune(dense_of(x), job.target, recipe)
+                except LimitError as e:
+                    raise e.at(path=f.path, tensor=job.name) from None
         out.append(foresee(job, x, recipe))
         if progress:
             progress(out[-1])

@@ -21,7 +21,7 @@ from ..container import TensorFile
 from ..convert import convert
 from ..descriptor import Record
 from ..dtypes import SAFETENSORS, SAFETENSORS_CODE, nonzero_mask, value_type
-from ..errors import FormatError, StructureError
+from ..errors import FormatError, LimitError, StructureError
 from ..filewriter import FileWriter, create, outline
 from ..formats import compiled, parse_spec, spec_text
 from ..formats.base import Format
@@ -246,7 +246,10 @@ def _settle(f: TensorFile, job: Job, recipe: Recipe, hold: int, values: Any) -> 
         return _Settled(job, _sized(replace(kept, target=spec_text(*_parsed(job.target))), record), record)
     x = prune_any(values, job, recipe)
     dense = None if isinstance(x, Format) else x
-    target = settle(job, dense_of(x) if job.target == AUTO else x)
+    try:
+        target = settle(job, dense_of(x) if job.target == AUTO else x)
+    except LimitError as e:
+        raise e.at(path=f.path, tensor=job.name) from None
     fmt, given = parse_spec(target)
     nnz, negative = count_nonzeros(dense) if dense is not None else (x.nnz, 0)
     dropped = 0

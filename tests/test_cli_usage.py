@@ -1,0 +1,180 @@
+"""What is asked of the command and cannot be done is refused, never passed over; graphs too large to be dense."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from test_cli import DIGITS, SMTX, spformat
+
+import spformat as sf
+from spformat.checkpoint import Recipe, convert_checkpoint
+from spformat.checkpoint.diff import diff_checkpoints
+from spformat.checkpoint.run import foresee_checkpoint
+
+NODES = 200_000
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with g.npz and g.safetensors: an adjacency matrix of 160 GB if it were dense."""
+    folder, rng = tmp_path_factory.mktemp("graph"), np.random.default_rng(0)
+    rows, cols = rng.integers(0, NODES, (2, 1000))
+    a = sp.csr_array((np.ones(1000, np.float32), (rows, cols)), shape=(NODES, NODES))
+    a.sum_duplicates()
+    sp.save_npz(folder / "g.npz", a)
+    sf.save(folder / "g.safetensors", {"g": sf.convert(a, "csr")})
+    return folder
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--rule", "g=csr"], ["--include", "g"], ["--exclude", "x"], ["--prune", "magnitude"], ["--misfit", "keep"],
+        ["--resume"], ["--in-place"], ["--device", "cuda"], ["--part", "1/2"], ["--executor", "threads"],
+    ],
+    ids=lambda flags: flags[0],
+)  # fmt: skip
+def test_flags_of_checkpoints_beside_a_matrix_file(tmp_path: Path, flags: list[str]) -> None:
+    r = spformat("convert", SMTX, tmp_path / "a.safetensors", "--to", "csr", *flags)
+    assert r.returncode == 2
+    assert f"{flags[0]} is for checkpoints" in r.stderr
+    assert SMTX.name in r.stderr
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flags", [["--values", "ones"], ["--seed", "1"], ["--dtype", "float16"]], ids=lambda f: f[0])
+def test_flags_of_matrix_files_beside_a_checkpoint(tmp_path: Path, flags: list[str]) -> None:
+    r = spformat("convert", DIGITS, tmp_path / "out", *flags)
+    assert r.returncode == 2
+    assert f"{flags[0]} is for .smtx, .mtx and .npz files" in r.stderr
+    assert not any(tmp_path.iterdir())
+
+
+def test_targets_of_a_matrix_file(tmp_path: Path, graph: Path) -> None:
+    r = spformat("convert", graph / "g.npz", tmp_path / "folder", "--to", "csr")
+    assert r.returncode == 2
+    assert "one file: expected DST to end in .safetensors" in r.stderr
+    kept, dense = tmp_path / "kept.safetensors", tmp_path / "dense.safetensors"
+    assert spformat("convert", graph / "g.npz", kept, "--to", "keep").returncode == 0
+    assert isinstance(sf.load(kept)["g"], sf.CSR)
+    assert spformat("convert", SMTX, dense, "--to", "dense").returncode == 0
+    with sf.safe_open(dense) as f:  # as other tools read it: no descriptor, the tensor under its own name
+        assert not f.described
+        assert f.keys() == [SMTX.stem]
+
+
+def test_a_sparsity_without_pruning() -> None:
+    with pytest.raises(sf.UsageError, match=r"sparsity: expected prune='magnitude' \(--prune magnitude\) with it"):
+        Recipe(sparsity=0.5)
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["-n", "a"], "-n: expected numbers of columns like 16,256, got 'a'"),
+        (["-n", "-4"], "got '-4'"),
+        (["-n", "0"], "got '0'"),
+        (["-n", "4", "--repeats", "0"], "--repeats"),
+        (["-n", "4", "--limit", "0"], "--limit"),
+        (["-n", "4", "--backend", "cudaa"], "unknown backend 'cudaa'"),
+        (["-n", "4", "--include", "nothing*"], "--include 'nothing*' matches none of"),
+    ],
+)
+def test_bench_refuses_what_it_cannot_time(args: list[str], text: str) -> None:
+    r = spformat("bench", DIGITS, *args)
+    assert r.returncode == 2, r.stderr
+    assert text in r.stderr
+
+
+@pytest.mark.parametrize("verb", ["inspect", "explain"])
+def test_an_include_that_matches_nothing(verb: str) -> None:
+    r = spformat(verb, DIGITS, "--include", "nothing*")
+    assert r.returncode == 2
+    assert "--include 'nothing*' matches none of" in r.stderr
+
+
+def test_an_empty_file_is_sound(tmp_path: Path) -> None:
+    sf.save(tmp_path / "empty.safetensors", {})
+    r = spformat("validate", tmp_path / "empty.safetensors")
+    assert r.returncode == 0, r.stderr
+    assert "0 checked, sound" in r.stdout
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["inspect", DIGITS, "--bogus"],
+        ["explain", DIGITS, "-n", "x"],
+        ["explain", DIGITS, "--gpu", "h200"],
+        ["convert", DIGITS],
+        ["nonsense"],
+    ],
+    ids=str,
+)
+def test_a_misspelt_command_is_json_too(args: list[str]) -> None:
+    r = spformat(*args, "--json")
+    assert r.returncode == 2
+    error = json.loads(r.stderr)
+    assert (error["code"], error["exit_code"]) == ("UsageError", 2)
+    assert r.stdout == ""
+
+
+def test_json_keeps_exit_codes(tmp_path: Path, graph: Path) -> None:
+    assert spformat("validate", DIGITS, "--expect", "two-four", "--json").returncode == 1
+    assert spformat("diff", DIGITS, graph / "g.safetensors", "--json").returncode == 1
+    assert spformat("inspect", DIGITS, "--json").returncode == 0
+
+
+def test_verbs_that_read_no_matrix_files_say_how_to_make_one(graph: Path, tmp_path: Path) -> None:
+    for content, name in ((b"%%MatrixMarket matrix coordinate real general\n1 1 1\n1 1 1\n", "a.mtx"), (None, "g.npz")):
+        path = graph / name
+        if content:
+            path.write_bytes(content)
+        for verb in ("plan", "validate", "explain"):
+            r = spformat(verb, path)
+            assert r.returncode == 65
+            assert "spformat convert" in r.stderr
+
+
+def test_a_graph_too_large_when_dense(graph: Path, tmp_path: Path) -> None:
+    path, packed = graph / "g.safetensors", tmp_path / "ell.safetensors"
+    (foreseen,) = foresee_checkpoint(path, Recipe(to="ell-buckets"))
+    (made,) = convert_checkpoint(path, packed, "ell-buckets").outcomes
+    assert (foreseen.bytes_out, foreseen.nnz, foreseen.target) == (made.bytes_out, made.nnz, made.target)
+    assert [d for _, d in diff_checkpoints(path, packed)] == [None]
+    a = sf.load(path)["g"]
+    data, at = a.data.copy(), int(a.indptr.searchsorted(10, "right")) - 1
+    data[10] = 7
+    sf.save(tmp_path / "other.safetensors", {"g": a.with_arrays(data=data)})
+    ((_, d),) = diff_checkpoints(packed, tmp_path / "other.safetensors")
+    assert d is not None
+    assert (d.count, d.index) == (1, (at, int(a.indices[10])))
+    assert str(d).endswith("1.0 against 7.0")
+    r = spformat("bench", path, "-n", "2", "--repeats", "1")
+    assert r.returncode == 0, r.stderr
+    assert "160,000,000,000 bytes requested" in r.stdout
+    for args in (["inspect", path], ["plan", path], ["convert", path, tmp_path / "out"]):
+        r = spformat(*args)
+        assert r.returncode == 78
+        assert "g.safetensors: tensor 'g'" in r.stderr
+    r = spformat("inspect", graph / "g.npz")
+    assert r.returncode == 78
+    assert "g.npz: " in r.stderr
+
+
+def test_diff_of_stored_zeros_is_by_value(tmp_path: Path) -> None:
+    x = np.diag([1, 2, 3]).astype(np.float32)
+    a = sf.convert(x, "csr")
+    zero = a.with_arrays(data=np.array([1, -0.0, 3], np.float32))
+    gap = np.diag([1, 0, 3]).astype(np.float32)
+    for name, m in (("a", a), ("zero", zero), ("gap", sf.convert(gap, "bitmask"))):
+        sf.save(tmp_path / f"{name}.safetensors", {"w": m})
+    paths = {name: tmp_path / f"{name}.safetensors" for name in ("a", "zero", "gap")}
+    assert [d for _, d in diff_checkpoints(paths["zero"], paths["gap"])] == [None]
+    ((_, d),) = diff_checkpoints(paths["a"], paths["gap"])
+    assert d is not None
+    assert (d.count, d.index) == (1, (1, 1))
