@@ -6,14 +6,14 @@ from typing import Any
 
 import typer
 
-from .options import Include, Json, Src, included
+from .options import Include, Json, SrcOrMatrix, included
 from .output import cell, console, notes, print_json, table
 
 EPILOG = "spformat bench ./model-sp -n 1,16,256   |   spformat bench w.safetensors --to two-four --device cuda -n 4096"
 
 
 def run(
-    src: Src,
+    src: SrcOrMatrix,
     n: str = typer.Option("16,256", "-n", help="Columns of B (tokens), comma-separated."),
     to: str = typer.Option("", "--to", help="Convert each matrix to this format first (default: as stored)."),
     include: Include = None,

@@ -21,7 +21,7 @@ from .options import (
     Prune,
     Rules,
     Sparsity,
-    Src,
+    SrcOrMatrix,
     To,
     recipe,
 )
@@ -47,7 +47,7 @@ _OF_MATRICES = ("values", "seed", "dtype")
 
 def run(
     ctx: typer.Context,
-    src: Src,
+    src: SrcOrMatrix,
     dst: Annotated[str, typer.Argument(help="A folder; or a file ending in .safetensors for a single shard.")],
     to: To = "auto",
     rule: Rules = None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from rich.text import Text
+
 from .options import Json
 from .output import console, print_json, table
 
@@ -23,7 +25,8 @@ def run(as_json: Json = False) -> None:
         return
     t = table("format", "parameters", "arrays", "values")
     for r in rows:
-        params_text = "\n".join(f"{k}: {v['range']}" for k, v in r["params"].items())
-        arrays_text = "\n".join(f"{k} [{', '.join(v['shape'])}]" for k, v in r["arrays"].items())
+        # Text, for these line breaks are ours: those in plain cells are escaped.
+        params_text = Text("\n".join(f"{k}: {v['range']}" for k, v in r["params"].items()))
+        arrays_text = Text("\n".join(f"{k} [{', '.join(v['shape'])}]" for k, v in r["arrays"].items()))
         t.add_row(r["name"], params_text, arrays_text, "all" if len(r["dtypes"]) > 6 else ", ".join(r["dtypes"]))
     console().print(t)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .options import Include, Json, Src, included
+from .options import Include, Json, SrcOrMatrix, included
 from .output import cell, console, notes, print_json, progress, size, table
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ MATRIX_FILES = (".smtx", ".mtx", ".npz")
 
 
 def run(
-    src: Src,
+    src: SrcOrMatrix,
     include: Include = None,
     long: bool = typer.Option(False, "--long", "-l", help="Rows by length and the bytes in every format, per tensor."),
     as_json: Json = False,

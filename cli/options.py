@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from spformat.checkpoint import Recipe
 
 Src = Annotated[str, typer.Argument(help="A .safetensors file, or a folder of them (Hugging Face or packed).")]
+SrcOrMatrix = Annotated[
+    str, typer.Argument(help="A .safetensors file, a folder of them, or a .smtx, .mtx or .npz matrix.")
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout; errors as JSON on stderr.")]
 To = Annotated[
     str, typer.Option("--to", help="Target: auto, dense, keep, or a format with params: bsr:blocksize=16x16.")

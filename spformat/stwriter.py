@@ -202,7 +202,10 @@ def layout(arrays: Iterable[Spec | tuple[str, str, tuple[int, ...], int]]) -> tu
     entries = stheader.layout(sized)
     names = Counter(e.name for e in entries)
     if len(names) != len(entries):
-        raise UsageError(f"layout: expected distinct names, got '{printable(names.most_common(1)[0][0])}' twice")
+        raise UsageError(
+            f"layout: expected distinct names, got '{printable(names.most_common(1)[0][0])}' twice; where it is an "
+            "array of one tensor and the name of another, rename one, or do not convert the first (--exclude)"
+        )
     return entries
 
 

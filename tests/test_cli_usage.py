@@ -178,3 +178,27 @@ def test_diff_of_stored_zeros_is_by_value(tmp_path: Path) -> None:
     ((_, d),) = diff_checkpoints(paths["a"], paths["gap"])
     assert d is not None
     assert (d.count, d.index) == (1, (1, 1))
+
+
+def test_the_table_of_formats_has_lines_of_its_own() -> None:
+    out = spformat("formats").stdout
+    assert "\\n" not in out
+    assert any(line.split() == ["indices", "[nnz]"] for line in out.splitlines())
+
+
+def test_a_folder_of_pickles_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04")
+    r = spformat("inspect", tmp_path)
+    assert r.returncode == 66
+    assert "no .safetensors file in the folder; pytorch_model.bin is a pickle" in r.stderr
+    assert "safe_serialization=True" in r.stderr
+
+
+def test_tensors_whose_names_meet(tmp_path: Path) -> None:
+    sf.save_dense(tmp_path / "a.safetensors", {"w": np.eye(4), "w.data": np.ones(3)})
+    r = spformat("convert", tmp_path / "a.safetensors", tmp_path / "out", "--to", "csr")
+    assert r.returncode == 2
+    assert "'w.data'" in r.stderr
+    assert "--exclude" in r.stderr
+    kept = spformat("convert", tmp_path / "a.safetensors", tmp_path / "out", "--to", "csr", "--exclude", "w")
+    assert kept.returncode == 0, kept.stderr

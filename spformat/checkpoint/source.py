@@ -11,7 +11,7 @@ from typing import Any
 from .. import limits
 from ..container import TensorFile, safe_open
 from ..descriptor import Record
-from ..errors import ContainerError, InputError, LimitError, PathError
+from ..errors import ContainerError, InputError, LimitError, PathError, printable
 from ..files import Path, is_file, member, names_in, not_outside, read_small, safe_name
 from ..stheader import strict_json
 from .manifest import JOURNAL_GLOB, MANIFEST, is_finished, read_manifest
@@ -92,7 +92,9 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
         return _assemble(where, where, shards, weight_map, index, side, follow)
     shards = tuple(n for n in names if n.endswith(".safetensors"))
     if not shards:
-        raise InputError("no .safetensors file in the folder", path=where)
+        pickle = next((n for n in names if n.endswith((".bin", ".pt", ".pth"))), None)
+        fix = f"; {pickle} is a pickle, which is never read: save the model again with safe_serialization=True"
+        raise InputError("no .safetensors file in the folder" + (printable(fix) if pickle else ""), path=where)
     for shard in shards:
         member(where, shard, ".safetensors", follow)
     return _assemble(where, where, shards, {}, {}, _side_files(names, shards), follow)
