@@ -111,6 +111,8 @@ def save_dense(path: Path, tensors: Mapping[str, Tensor], *, overwrite: bool = F
         path, overwrite, verify: as for ``save``.
         tensors: name -> ``Dense`` or array; each becomes the entry of its name.
     """
+    if not isinstance(tensors, Mapping):
+        raise UsageError(f"save_dense: expected {{name: tensor}}, got {type(tensors).__name__}")
     arrays = {name: x.data if isinstance(x, Dense) else x for name, x in tensors.items()}
     records = [outline(name, x) for name, x in arrays.items()]
     sparse = next((r for r in records if r.format is not None), None)

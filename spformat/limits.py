@@ -51,6 +51,7 @@ class Limits:
 
 
 _FIELDS = Limits.__dataclass_fields__.keys()
+_NUMBERS = {"file_bytes", "header_bytes", "tensors", "name_bytes", "descriptor_bytes", "empty_extent", "memory"}
 _FLOOR = 4 * 2**30
 _RATIO = 8
 _DEFAULT = Limits()
@@ -68,6 +69,14 @@ def using(limits: Limits | None = None, **changes: Any) -> Iterator[Limits]:
     unknown = changes.keys() - _FIELDS
     if unknown:
         raise UsageError(f"limits: expected some of {', '.join(_FIELDS)}, got {', '.join(sorted(unknown))}")
+    for name in _NUMBERS & changes.keys():
+        value = changes[name]
+        try:
+            bad = value is not None and index(value) < 0
+        except TypeError:
+            bad = True
+        if bad:
+            raise UsageError(f"limits: {name}: expected a number >= 0 or None, got {value!r:.80}", value=value)
     chosen = replace(limits or current(), **changes)
     token = _current.set(chosen)
     try:

@@ -99,6 +99,8 @@ class Reader:
         if rows is not None:
             if not shape:
                 raise UsageError("rows: expected a tensor with rows, got a scalar", tensor=name)
+            if not isinstance(rows, slice) or rows.step not in (None, 1):
+                raise UsageError(f"rows: expected slice(begin, end), got {rows!r:.80}", tensor=name)
             first, last, _ = slice(rows.start, rows.stop).indices(shape[0])
             shape = (max(0, last - first), *shape[1:])
             begin += first * (e.nbytes // max(1, e.shape[0]))

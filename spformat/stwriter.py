@@ -93,6 +93,8 @@ class Writer:
             data = _panels(data)
         at, found = 0, 0
         for piece in data:
+            if isinstance(piece, np.ndarray) and piece.dtype != np.uint8:  # those are bytes
+                _check_panel(e, piece)
             view = _bytes_of(piece)
             if at + view.nbytes > e.nbytes:
                 raise UsageError(f"put: expected {e.nbytes} bytes, got more", array=name)
@@ -232,6 +234,14 @@ def _panels(a: NDArray) -> Iterator[NDArray]:
     step = max(1, _PANEL // max(1, a.nbytes // max(1, a.shape[0])))
     for i in range(0, a.shape[0], step):
         yield a[i : i + step]
+
+
+def _check_panel(e: Entry, panel: np.ndarray[Any, Any]) -> None:
+    """UsageError for a piece whose values would be taken for those of another type, or rows of another length."""
+    mistyped = e.dtype in SAFETENSORS and code_of(panel.dtype) != e.dtype
+    if mistyped or (panel.ndim > 1 and panel.shape[1:] != e.shape[1:]):
+        got = f"{panel.dtype} {panel.shape}"
+        raise UsageError(f"put: expected pieces of {e.dtype} {e.shape}, got {got}", array=e.name)
 
 
 def _bytes_of(piece: Any) -> memoryview:

@@ -10,6 +10,8 @@ import pytest
 import scipy.sparse as sp
 
 import spformat as sf
+from spformat import limits
+from spformat.container import create, outline
 
 W = np.diag(np.arange(1, 5)).astype(np.float32)
 X = np.arange(12, dtype=np.float32).reshape(4, 3)
@@ -125,3 +127,41 @@ def test_names_that_cannot_be_saved(tmp_path: Path) -> None:
     with pytest.raises(sf.UsageError, match=r"got builtins\.list; .* numpy array"):
         sf.save(path, {"b": [1.0]})
     assert not any(tmp_path.iterdir())
+
+
+def test_panels_of_another_type_are_not_taken_for_bytes(tmp_path: Path) -> None:
+    w = np.arange(8, dtype=np.float32).reshape(4, 2)
+
+    def write(*pieces: Any) -> Any:
+        with create(tmp_path / "a.safetensors", [outline("w", sf.Dense.from_dense(w))], overwrite=True) as f:
+            f.put_array("w", "data", pieces)
+        return sf.load(tmp_path / "a.safetensors")["w"].data.tolist()
+
+    for wrong in (w.astype(np.int32), np.ones((4, 4), np.float16), w.reshape(2, 4)):
+        with pytest.raises(sf.UsageError, match=r"put: expected pieces of F32 \(4, 2\), got"):
+            write(wrong)
+    assert not any(tmp_path.iterdir())
+    for right in ((w[:3], w[3:]), (w.tobytes(),), (w.view(np.uint8),), (w[:1].astype(">f4"), w[1:]), (w.ravel(),)):
+        assert write(*right) == w.tolist()
+
+
+def test_rows_of_an_array_are_consecutive(tmp_path: Path) -> None:
+    sf.save(tmp_path / "a.safetensors", {"w": W})
+    with sf.safe_open(tmp_path / "a.safetensors") as f:
+        assert (f.array("w", slice(1, 3)) == W[1:3]).all()
+        for rows in (slice(0, 4, 2), 3):
+            with pytest.raises(sf.UsageError, match=r"rows: expected slice\(begin, end\), got"):
+                f.array("w", rows)  # type: ignore[arg-type]
+
+
+def test_save_dense_takes_a_mapping(tmp_path: Path) -> None:
+    with pytest.raises(sf.UsageError, match=r"save_dense: expected \{name: tensor\}, got list"):
+        sf.save_dense(tmp_path / "a.safetensors", [W])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", ["1GiB", -1, 1.5])
+def test_a_limit_is_a_number(value: Any) -> None:
+    with pytest.raises(sf.UsageError, match=rf"limits: memory: expected a number >= 0 or None, got {value!r}"):
+        limits.using(memory=value).__enter__()
+    with limits.using(memory=np.int64(2**30), tensors=None):
+        assert sf.convert(W, "csr").nnz == 4
