@@ -1,216 +1,240 @@
-// C[M,N] = A[M,K] @ B[K,N], A with 16-bit values as one bit per element and the nonzeros in row order; tensor cores, few
-// columns of B (weight-bound). sm_80 and later.
+// C[M,N] = A[M,K] @ B[K,N], A with 16-bit values as one bit per element and the nonzeros; tensor cores, few columns of B
+// (weight-bound). sm_80 and later.
 //
-//   indptr   Ptr[M+1]            first value of each row
-//   bitmask  u8[M, cdiv(K,8)]    bit b of byte y is column 8y+b
-//   data     T[nnz]              values in row-major order; starts on 16 bytes
-//   before   u32[M, WARPS]       values of a row that lie before column w*slice (bitmask_slices.cu)
+//   indptr Ptr[M+1], bitmask u8[M, cdiv(K,8)], data T[nnz]    A as stored, for sums that must be done again (bitmask.cuh)
+//   records, starts    A in the order of the registers (bitmask_records.cuh), `steps` records a row tile
 //   B        T: B[k][n] at k*ldb + n (BCOL: k + n*ldb)      C  Out: C[i][n] at i*c_row + n*c_col
+//   room     bytes of the longest record, rounded up to 128
 //
-// Grid: x = tiles of 16*MF rows, y walks tiles of NT columns. Block: WARPS warps; warp w sums the columns
-// w*slice .. (w+1)*slice of A (slice: a multiple of 64), then the block adds the partial sums in the order of the warps:
-// the same bits every run. A step of a warp is 64 columns: the values of each row (contiguous, at most 64) and 64 rows of B
-// come to shared memory with cp.async, STAGES - 1 steps ahead. Lane 4g+t then holds, for each of its rows g, g+8, .., the
-// columns 2t, 2t+1 of every 8: it counts the set bits before them, reads two values from there, and a byte permutation puts
-// each where it belongs: that is the A fragment of m16n8k16, no expanded tile exists. Warps run unsynchronised.
+// Grid: x = tiles of 16*MF*PARTS rows, y walks tiles of NT columns. Block: RANGES x PARTS warps. Range r sums the steps
+// r*share .. (r+1)*share of K, 64 columns each; its PARTS warps have MF row tiles each and share what a step needs of B. Then
+// the block adds the partial sums in the order of the ranges: the same bits every run. The records of a row tile are one
+// contiguous stream; they and 64 rows of B a step come to shared memory with cp.async, STAGES - 1 steps ahead. Five rounds of
+// a scan over the lanes find where each lane's values of all eight groups start; from there a lane reads one value for each
+// of its set bits: that is the A fragment of m16n8k16, no expanded tile exists. Ranges run unsynchronised.
 //
-// Limits: K < 2^26 (positions of a row tile are 32-bit); any M, N, alignment of B, leading dimension.
+// Any M, N, K, alignment of B, leading dimension.
 #include "spformat/bitmask.cuh"
+#include "spformat/bitmask_records.cuh"
 #include "spformat/cp_async.cuh"
 #include "spformat/ldmatrix.cuh"
 #include "spformat/mma.cuh"
 
 using namespace spformat;
 
-constexpr int STEP = 64;    // columns of A a warp takes at a time
-constexpr int PITCH = 144;  // bytes of a row's values in shared memory: 64, and up to 7 before them to start on 16 bytes
+constexpr int STEP = 64;  // columns of A a warp takes at a time
 
-// Shared memory of one warp, in bytes; spmm_bitmask_tc.py computes the same.
-template <int NT, int MF, int STAGES> struct Layout {
-    static constexpr int B = 16 * MF * PITCH;        // after the values
-    static constexpr int ROWS = B + STEP * NT * 2;   // per row: the two halves of its bits, and where their values start
-    static constexpr int STAGE = ROWS + 16 * MF * 16;
-    static constexpr int WARP = STAGES * STAGE;
-    static_assert(B % 128 == 0 && STAGE % 128 == 0, "the rows of B start on a row of banks");
+// How the 64 x NT pieces of B come to shared memory: lines run along N, or along K if BCOL, in 16-byte chunks, which are
+// swizzled. PARTS warps share a piece; lane `lane` of warp `part` takes chunk `chunk` of every EVERY-th line from `line` on.
+template <int NT, bool BCOL, int PARTS> struct Piece {
+    static constexpr int ALONG = BCOL ? STEP : NT, LINES = BCOL ? NT : STEP, CHUNKS = ALONG / 8, STRIDE = 32 / CHUNKS;
+    static constexpr int EVERY = STRIDE * PARTS;
+    int line, chunk;
+    __device__ __forceinline__ Piece(int part, int lane) : line(part * STRIDE + lane / CHUNKS), chunk(lane % CHUNKS) {}
+
+    // How many of the lines from `line` on this lane copies when N - n columns are left: none where its chunk is outside.
+    // What is outside of N stays as it is: it reaches columns of C alone that are not stored.
+    __device__ __forceinline__ int inside(i64 n_left) const {
+        const int lines = BCOL ? static_cast<int>(min(i64(NT), n_left)) : chunk * 8 < n_left ? STEP : 0;
+        return lines - line;
+    }
+    // A piece inside of K whose lines start on 16 bytes and whose chunks are inside or outside of N. from: the first chunk.
+    template <class T> __device__ __forceinline__ void copy(u32 to, const T* from, i64 ldb, int lines) const {
+#pragma unroll
+        for (int i = 0; i < LINES; i += EVERY, from += EVERY * ldb)
+            if (i < lines) cp_async_16(to + swizzled<ALONG * 2>(i + line, chunk), from);
+    }
+    // Any piece: `lines` lines of `along` items are inside of B; zero outside. vector: lines start on 16 bytes.
+    template <class T>
+    __device__ __forceinline__ void copy_edge(u32 to, const T* from, i64 ldb, i64 lines, i64 along, bool vector,
+                                              const T* B) const {
+        const int items = static_cast<int>(max(i64(0), min(i64(8), along - chunk * 8)));
+#pragma unroll 1
+        for (int i = line; i < LINES; i += EVERY, from += EVERY * ldb) {
+            const bool inside = i < lines && items > 0;
+            const u32 at = to + swizzled<ALONG * 2>(i, chunk);
+            if (vector) {
+                cp_async_16(at, inside ? from : B, inside ? items * 2 : 0);
+                continue;
+            }
+            u32 x[8];
+#pragma unroll
+            for (int e = 0; e < 8; ++e) x[e] = inside && e < items ? reinterpret_cast<const u16*>(from)[e] : 0;
+            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x[0] | x[1] << 16), "r"(x[2] | x[3] << 16),
+                         "r"(x[4] | x[5] << 16), "r"(x[6] | x[7] << 16)
+                         : "memory");
+        }
+    }
 };
 
-__device__ __forceinline__ void store_value(u32 to, const void* from, bool inside) {
-    const u16 x = inside ? *static_cast<const u16*>(from) : 0;
-    asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(x) : "memory");
+// Two registers of a fragment from the values at `at`: one for each of the four bits of group Q that is set, zero for the
+// others. Predicated loads: a lane without a bit asks for nothing, so that fewer banks collide.
+template <int Q> __device__ __forceinline__ void take_group(u32& low, u32& high, u32 bits, u32 at) {
+    asm volatile(
+            "{\n.reg .pred p0, p1, p2, p3;\n.reg .b32 b0, b1, b2, b3, v1, v3;\n"
+            "and.b32 b0, %3, %4;\nand.b32 b1, %3, %5;\nand.b32 b2, %3, %6;\nand.b32 b3, %3, %7;\n"
+            "setp.ne.u32 p0, b0, 0;\nsetp.ne.u32 p1, b1, 0;\nsetp.ne.u32 p2, b2, 0;\nsetp.ne.u32 p3, b3, 0;\n"
+            "mov.b32 %0, 0;\nmov.b32 %1, 0;\n"
+            "@p0 ld.shared.u16 %0, [%2];\n@p0 add.u32 %2, %2, 2;\n"
+            "@p1 ld.shared.u16 v1, [%2];\n@p1 add.u32 %2, %2, 2;\n"
+            "@p2 ld.shared.u16 %1, [%2];\n@p2 add.u32 %2, %2, 2;\n"
+            "@p3 ld.shared.u16 v3, [%2];\n"
+            "@p1 prmt.b32 %0, %0, v1, 0x5410;\n@p3 prmt.b32 %1, %1, v3, 0x5410;\n}"
+            : "=&r"(low), "=&r"(high), "+r"(at)
+            : "r"(bits), "n"(1u << (4 * Q)), "n"(2u << (4 * Q)), "n"(4u << (4 * Q)), "n"(8u << (4 * Q)));
 }
 
-// The 64 x NT piece of B at (k, n), which starts at `piece`, to shared memory, zero outside K x N. Lines run along N, or
-// along K if BCOL; the 16-byte chunks of a line are swizzled. vector: lines start on 16 bytes.
-template <class T, int NT, bool BCOL>
-__device__ __forceinline__ void stage_b(u32 to, const T* piece, i64 k, i64 n, i64 K, i64 N, i64 ldb, bool vector, int lane) {
-    constexpr int ALONG = BCOL ? STEP : NT, LINES = BCOL ? NT : STEP, PIECES = ALONG / 8, STRIDE = 32 / PIECES;
-    const int line = lane / PIECES, chunk = lane % PIECES;
-    const T* from = piece + line * ldb + chunk * 8;
-    if (vector && k + STEP <= K && n + NT <= N) {
+// Piece P + lane of a record of `left` + lane pieces of 16 bytes, if it has as many; to and from are this lane's first.
+template <int P> __device__ __forceinline__ void copy_piece(u32 to, const u8* from, int left, u64 policy) {
+    asm volatile(
+            "{\n.reg .pred p;\nsetp.gt.s32 p, %2, %4;\n"
+            "@p cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0 + %5], [%1 + %5], 16, %3;\n}" ::"r"(to),
+            "l"(from), "r"(left), "l"(policy), "n"(P), "n"(16 * P)
+            : "memory");
+}
+// A record to shared memory. The address passes through a maximum that changes nothing (what comes before the records is
+// longer than `lane`): ptxas 13.0 else splits off what all lanes share, and a copy with both such an offset and an L2 policy
+// (LDGSTS [R+UR], desc[UR]) gets an encoding that traps as an illegal instruction.
+__device__ __forceinline__ void copy_record(u32 to, const u8* from, int pieces, int lane, u64 policy) {
+    const int left = pieces - lane;
+    to = max(to + 16 * lane, u32(lane)), from += 16 * lane;
+    copy_piece<0>(to, from, left, policy), copy_piece<32>(to, from, left, policy), copy_piece<64>(to, from, left, policy);
+    if (left > 96) copy_piece<96>(to, from, left, policy), copy_piece<128>(to, from, left, policy);
+}
+
+// acc += the records of one step, which start at `first` in shared memory, `room` bytes apart, times 64 rows of B at `piece`.
+template <class T, int NT, int MF, bool BCOL>
+__device__ __forceinline__ void multiply(float (&acc)[MF][NT / 8][4], u32 piece, u32 first, u32 room, int tiles, int lane) {
+    u32 bits[MF], lanes[MF][2];
 #pragma unroll
-        for (int i = 0; i < LINES; i += STRIDE, from += STRIDE * ldb) cp_async_16(to + swizzled<ALONG * 2>(i + line, chunk), from);
-    } else {
-        const i64 lines = (BCOL ? N - n : K - k) - line, left = (BCOL ? K - k : N - n) - chunk * 8;
-#pragma unroll 1
-        for (int i = 0; i < LINES; i += STRIDE)
-            for (int e = 0; e < 8; ++e)
-                store_value(to + swizzled<ALONG * 2>(i + line, chunk) + 2 * e, from + i * ldb + e, i < lines && e < left);
+    for (int m = 0; m < MF; ++m) {
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(bits[m]) : "r"(first + m * room + RECORD_BITS + 4 * lane) : "memory");
+        if (m >= tiles) bits[m] = 0;
+    }
+#pragma unroll
+    for (int m = 0; m < MF; ++m) bytes_before(bits[m], lanes[m]);
+#pragma unroll
+    for (int kk = 0; kk < 4; ++kk) {  // 16 columns each
+        u32 b[NT / 8][2];
+        if constexpr (NT == 8) {
+            if constexpr (BCOL) ldmatrix_x2(b[0], piece + swizzled<STEP * 2>(lane % 8, kk * 2 + lane / 8 % 2));
+            else ldmatrix_x2_trans(b[0], piece + swizzled<NT * 2>(kk * 16 + lane % 16, 0));
+        } else {
+#pragma unroll
+            for (int j = 0; j < NT / 8; j += 2) {
+                u32 two[4];
+                if constexpr (BCOL)
+                    ldmatrix_x4(two, piece + swizzled<STEP * 2>(8 * j + lane / 16 * 8 + lane % 8, kk * 2 + lane / 8 % 2));
+                else
+                    ldmatrix_x4_trans(two, piece + swizzled<NT * 2>(kk * 16 + lane % 16, j + lane / 16));
+                b[j][0] = two[0], b[j][1] = two[1], b[j + 1][0] = two[2], b[j + 1][1] = two[3];
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < MF; ++m) {
+            const u32 record = first + m * room;
+            u32 a[4], groups;
+            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(groups) : "r"(record + 4 * kk) : "memory");
+            const u32 one = record + (groups & 0xFFFF) + __byte_perm(lanes[m][0], 0, 0x4440 + kk);
+            const u32 two = record + (groups >> 16) + __byte_perm(lanes[m][1], 0, 0x4440 + kk);
+            if (kk == 0) take_group<0>(a[0], a[2], bits[m], one), take_group<1>(a[1], a[3], bits[m], two);
+            if (kk == 1) take_group<2>(a[0], a[2], bits[m], one), take_group<3>(a[1], a[3], bits[m], two);
+            if (kk == 2) take_group<4>(a[0], a[2], bits[m], one), take_group<5>(a[1], a[3], bits[m], two);
+            if (kk == 3) take_group<6>(a[0], a[2], bits[m], one), take_group<7>(a[1], a[3], bits[m], two);
+#pragma unroll
+            for (int j = 0; j < NT / 8; ++j) mma_m16n8k16<T>(acc[m][j], a, b[j][0], b[j][1]);
+        }
     }
 }
 
-template <class T, class Out, class Ptr, int NT, int MF, int WARPS, int STAGES, bool BCOL>
-__global__ void __launch_bounds__(32 * WARPS)
+template <class T, class Out, class Ptr, int NT, int MF, int PARTS, int RANGES, int STAGES, bool BCOL>
+__global__ void __launch_bounds__(32 * RANGES * PARTS)
     spmm_bitmask_tc(const Ptr* __restrict__ indptr, const u8* __restrict__ bitmask, const T* __restrict__ data,
-                    const u32* __restrict__ before, i64 M, i64 K, i64 slice, const T* __restrict__ B, Out* __restrict__ C, i64 N,
-                    i64 ldb, i64 c_row, i64 c_col) {
-    using L = Layout<NT, MF, STAGES>;
+                    const u8* __restrict__ records, const u32* __restrict__ starts, i64 M, i64 K, int steps, int share,
+                    int room, const T* __restrict__ B, Out* __restrict__ C, i64 N, i64 ldb, i64 c_row, i64 c_col) {
     static_assert(NT == 8 || NT == 16 || NT == 32 || NT == 64, "lines of B are a power of two, at most 128 bytes");
-    constexpr int ROWS = 16 * MF, SETS = 2 * MF;  // a lane's rows: g, g+8, ..
+    static_assert(PARTS == 1 || RANGES < 16, "a named barrier each, and barrier 0 for all");
+    constexpr int ROWS = 16 * MF * PARTS, B_BYTES = STEP * NT * 2;
+    // With three stages and shared steps, one barrier a step: the stage that is filled is the one before.
+    constexpr bool LATE = PARTS > 1 && STAGES > 2;
     extern __shared__ __align__(128) unsigned char shared[];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    unsigned char* mine = shared + warp * L::WARP;
-
-    const i64 row0 = static_cast<i64>(blockIdx.x) * ROWS, bytes = (K + 7) / 8;
-    const i64 first = indptr[row0], last = indptr[min(M, row0 + ROWS)];
-    const T* origin = data + (first & ~static_cast<i64>(7));  // starts on 16 bytes; positions count from here
-    asm("" : "+l"(origin));  // one base, so that an address is one multiply-add
-    const u32 shift = static_cast<u32>(first & 7);
-    // Values of the tile from origin on, and those of them that may be read in pieces of 16 bytes: data may end in the last.
-    const u32 total = static_cast<u32>(last - first) + shift, whole = last + 7 < indptr[M] ? total : total & ~7u;
-    const bool mask_aligned = bytes % 8 == 0 && reinterpret_cast<u64>(bitmask) % 8 == 0;
+    const int warp = threadIdx.x / 32, range = warp / PARTS, part = warp % PARTS;
+    int lane = threadIdx.x % 32;
+    asm("" : "+r"(lane));
+    const int g = lane / 4, t = lane % 4;
+    const u32 stage = B_BYTES + MF * PARTS * room, mine = shared_address(shared) + range * STAGES * stage;
+    const u32 my_records = B_BYTES + part * MF * room;
+    const i64 tile0 = static_cast<i64>(blockIdx.x) * (MF * PARTS) + part * MF, row0 = static_cast<i64>(blockIdx.x) * ROWS;
+    const int tiles = static_cast<int>(max(i64(0), min(i64(MF), (M + 15) / 16 - tile0)));  // of this warp that exist
+    const int begin = min(steps, range * share), last = min(steps, begin + share);
     const bool b_vector = reinterpret_cast<u64>(B) % 16 == 0 && ldb % 8 == 0;
-    const i64 k_begin = min(K, warp * slice), k_end = min(K, k_begin + slice);
-    const int steps = static_cast<int>((k_end - k_begin + STEP - 1) / STEP);
-    const i64 my_row = row0 + g;
-    u32 below[4];  // bits of a 32-bit word before this lane's two columns of byte b
-#pragma unroll
-    for (int b = 0; b < 4; ++b) below[b] = (1u << (8 * b + 2 * t)) - 1;
-    u32 keep = 0x6622, none = 0x3232;  // in registers: one logic instruction takes both
-    asm("" : "+r"(keep), "+r"(none));
+    const u64 policy = evict_first();
+    const Piece<NT, BCOL, PARTS> mine_of_b(part, lane);
+    auto sync = [&] {  // the warps that share steps
+        if constexpr (PARTS == 1) __syncwarp();
+        else asm volatile("bar.sync %0, %1;" ::"r"(range + 1), "n"(32 * PARTS) : "memory");
+    };
 
     for (i64 n0 = static_cast<i64>(blockIdx.y) * NT; n0 < N; n0 += static_cast<i64>(gridDim.y) * NT) {
         float acc[MF][NT / 8][4] = {};
-        u32 at[SETS];  // each row's first value of the next step to copy; a row beyond M has no bits
+        // The next record of each row tile, in pieces of 16 bytes; none where there is no such row tile.
+        const u32* ends = starts + tile0 * steps + begin;
+        u32 start[MF] = {}, end[MF] = {};
 #pragma unroll
-        for (int s = 0; s < SETS; ++s) {
-            const i64 row = my_row + 8 * s;
-            at[s] = row < M ? static_cast<u32>(indptr[row] - first) + shift + before[row * WARPS + warp] : total;
-        }
-        // Bits of four steps at a time: lane t holds those of step t.
-        u64 four[SETS], next_four[SETS];
-        const u8* my_bits = bitmask + my_row * bytes + k_begin / 8 + 8 * t;
-        auto load_bits = [&](u64 (&to)[SETS], int step) {
-            const i64 byte = (k_begin + static_cast<i64>(step + t) * STEP) / 8;
-#pragma unroll
-            for (int s = 0; s < SETS; ++s) {
-                to[s] = 0;
-                if (step + t < steps && my_row + 8 * s < M)
-                    to[s] = mask_word(my_bits + step * 8 + 8 * s * bytes, 0, bytes - byte, mask_aligned);
-            }
+        for (int m = 0; m < MF; ++m)
+            if (m < tiles && begin < last) start[m] = ends[i64(m) * steps], end[m] = ends[i64(m) * steps + 1];
+        ends += 2;
+        // Steps whose piece of B needs no care; in a register, not computed again every step.
+        int whole = b_vector && (BCOL || n0 + NT <= N || N % 8 == 0) ? static_cast<int>(K / STEP) : 0;
+        asm("" : "+r"(whole));
+        const int lines = mine_of_b.inside(N - n0);
+        const T* b_from = B + (BCOL ? (n0 + mine_of_b.line) * ldb + begin * i64(STEP) + mine_of_b.chunk * 8
+                                    : (begin * i64(STEP) + mine_of_b.line) * ldb + n0 + mine_of_b.chunk * 8);
+        int copied = begin;
+        u32 fill = mine, read = mine;  // the stage that is filled next, and read next
+        auto advance = [&](u32& at) {
+            at += stage;
+            if (at == mine + STAGES * stage) at = mine;
         };
-        const T* b_from = B + (BCOL ? n0 * ldb + k_begin : k_begin * ldb + n0);
-        int copied = 0;
         auto copy_step = [&] {
-            if (copied < steps) {
-                const u32 to = shared_address(mine) + copied % STAGES * L::STAGE;
-                if (copied && copied % 4 == 0) {
-#pragma unroll
-                    for (int s = 0; s < SETS; ++s) four[s] = next_four[s];
-                    load_bits(next_four, copied + 4);
+            if (copied < last) {
+                if (copied < whole) {
+                    mine_of_b.copy(fill, b_from, ldb, lines);
+                } else {
+                    const i64 k_left = K - copied * i64(STEP), n_left = N - n0;
+                    mine_of_b.copy_edge(fill, b_from, ldb, BCOL ? n_left : k_left, BCOL ? k_left : n_left, b_vector, B);
                 }
-#pragma unroll
-                for (int s = 0; s < SETS; ++s) {
-                    const u32 low = __shfl_sync(0xFFFFFFFFu, static_cast<u32>(four[s]), (lane & 28) | (copied % 4));
-                    const u32 high = __shfl_sync(0xFFFFFFFFu, static_cast<u32>(four[s] >> 32), (lane & 28) | (copied % 4));
-                    const u32 start = at[s] & ~7u, from = (at[s] & 7) * 2;
-                    if (t == 0)
-                        *reinterpret_cast<uint4*>(mine + copied % STAGES * L::STAGE + L::ROWS + (8 * s + g) * 16) =
-                                make_uint4(low, high, from, from + 2 * __popc(low));
-                    at[s] += __popc(low) + __popc(high);
-                    const u32 row = to + (8 * s + g) * PITCH + t * 16, stop = min(at[s], whole);
-                    const T* piece = origin + (start + 8 * t);
-#pragma unroll
-                    for (int p = 0; p < 9; p += 4)
-                        if (start + 8 * (p + t) < stop) cp_async_16(row + p * 16, piece + 8 * p);
-                }
-                if (whole < total) {  // the piece that data ends in
-#pragma unroll
-                    for (int s = 0; s < SETS; ++s) {
-                        if (t != 0 || at[s] <= whole) continue;
-                        const uint4 bits = *reinterpret_cast<const uint4*>(mine + copied % STAGES * L::STAGE + L::ROWS + (8 * s + g) * 16);
-                        const u32 row = to + (8 * s + g) * PITCH, last_piece = (at[s] - 1) & ~7u;
-                        const u32 start = (at[s] - __popc(bits.x) - __popc(bits.y)) & ~7u;
-                        if (at[s] > start)
-                            for (u32 p = max(start, last_piece); p < at[s]; ++p) store_value(row + (p - start) * 2, origin + p, true);
-                    }
-                }
-                stage_b<T, NT, BCOL>(to + L::B, b_from, k_begin + static_cast<i64>(copied) * STEP, n0, K, N, ldb, b_vector, lane);
                 b_from += BCOL ? static_cast<i64>(STEP) : STEP * ldb;
+#pragma unroll
+                for (int m = 0; m < MF; ++m) {
+                    copy_record(fill + my_records + m * room, records + u64(start[m]) * 16, end[m] - start[m], lane, policy);
+                    start[m] = end[m];
+                    if (m < tiles && copied + 1 < last) end[m] = ends[i64(m) * steps];
+                }
+                ++ends, ++copied;
+                advance(fill);
             }
-            ++copied;
             cp_async_commit();
         };
-        load_bits(four, 0);
-        load_bits(next_four, 4);
 #pragma unroll
         for (int s = 0; s < STAGES - 1; ++s) copy_step();
-        for (int step = 0; step < steps; ++step) {
-            copy_step();
-            cp_async_wait<STAGES - 1>();
-            __syncwarp();
-
-            const unsigned char* stage = mine + step % STAGES * L::STAGE;
-            const u32 b_piece = shared_address(stage + L::B);
-            const unsigned char* from[SETS][2];
-            u32 word[SETS][2], pairs[SETS][2];
-#pragma unroll
-            for (int s = 0; s < SETS; ++s) {
-                const uint4 bits = *reinterpret_cast<const uint4*>(stage + L::ROWS + (8 * s + g) * 16);
-                word[s][0] = bits.x, word[s][1] = bits.y;
-                from[s][0] = stage + (8 * s + g) * PITCH + bits.z, from[s][1] = stage + (8 * s + g) * PITCH + bits.w;
-#pragma unroll
-                for (int h = 0; h < 2; ++h) pairs[s][h] = __brev(word[s][h]) << (2 * t);  // a pair reads (second, first)
+        for (int step = begin; step < last; ++step) {
+            if constexpr (LATE) {
+                cp_async_wait<STAGES - 2>();
+                sync();
+                copy_step();
+            } else {
+                copy_step();
+                cp_async_wait<STAGES - 1>();
+                sync();
             }
-#pragma unroll
-            for (int kk = 0; kk < 4; ++kk) {  // 16 columns each
-                u32 a[MF][4];
-#pragma unroll
-                for (int s = 0; s < SETS; ++s)
-#pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        const int byte = kk % 2 * 2 + h;
-                        const u16* p = reinterpret_cast<const u16*>(from[s][kk / 2]) + __popc(word[s][kk / 2] & below[byte]);
-                        const u32 one = p[0], two = p[1];
-                        // Bytes 2, 3 of `one` and 6, 7 of `two` are zero. Columns set: none 3232, first 7610, second 1032,
-                        // both 5410.
-                        const u32 set = pairs[s][kk / 2] >> (30 - 8 * byte) & 3;
-                        a[s / 2][s % 2 + 2 * h] = __byte_perm(one, two, (set * 0x2211 & keep) ^ none);
-                    }
-                u32 b[NT / 8][2];
-                if constexpr (NT == 8) {
-                    if constexpr (BCOL) ldmatrix_x2(b[0], b_piece + swizzled<STEP * 2>(lane % 8, kk * 2 + lane / 8 % 2));
-                    else ldmatrix_x2_trans(b[0], b_piece + swizzled<NT * 2>(kk * 16 + lane % 16, 0));
-                } else {
-#pragma unroll
-                    for (int j = 0; j < NT / 8; j += 2) {
-                        u32 two[4];
-                        if constexpr (BCOL)
-                            ldmatrix_x4(two, b_piece + swizzled<STEP * 2>(8 * j + lane / 16 * 8 + lane % 8, kk * 2 + lane / 8 % 2));
-                        else
-                            ldmatrix_x4_trans(two, b_piece + swizzled<NT * 2>(kk * 16 + lane % 16, j + lane / 16));
-                        b[j][0] = two[0], b[j][1] = two[1], b[j + 1][0] = two[2], b[j + 1][1] = two[3];
-                    }
-                }
-#pragma unroll
-                for (int m = 0; m < MF; ++m)
-#pragma unroll
-                    for (int j = 0; j < NT / 8; ++j) mma_m16n8k16<T>(acc[m][j], a[m], b[j][0], b[j][1]);
-            }
-            __syncwarp();
+            multiply<T, NT, MF, BCOL>(acc, read, read + my_records, room, tiles, lane);
+            if constexpr (!LATE) sync();
+            advance(read);
         }
-
-        // Partial sums [warp][row][n] take the place of the stages.
         cp_async_wait<0>();
+
+        // Partial sums [range][row][n] take the place of the stages.
         __syncthreads();
         float* sums = reinterpret_cast<float*>(shared);
 #pragma unroll
@@ -219,11 +243,11 @@ __global__ void __launch_bounds__(32 * WARPS)
             for (int j = 0; j < NT / 8; ++j)
 #pragma unroll
                 for (int h = 0; h < 2; ++h)
-                    *reinterpret_cast<float2*>(sums + (warp * ROWS + 16 * m + 8 * h + g) * NT + 8 * j + 2 * t) =
+                    *reinterpret_cast<float2*>(sums + (range * ROWS + 16 * (part * MF + m) + 8 * h + g) * NT + 8 * j + 2 * t) =
                             make_float2(acc[m][j][2 * h], acc[m][j][2 * h + 1]);
         __syncthreads();
-        store_sums<T, Out, Ptr, ROWS, NT, WARPS>(sums, indptr, bitmask, data, bytes, row0, n0, M, N, B, BCOL ? 1 : ldb,
-                                                 BCOL ? ldb : 1, C, c_row, c_col);
+        store_sums<T, Out, Ptr, ROWS, NT, RANGES>(sums, indptr, bitmask, data, (K + 7) / 8, row0, n0, M, N, B, BCOL ? 1 : ldb,
+                                                  BCOL ? ldb : 1, C, c_row, c_col);
         __syncthreads();
     }
 }

@@ -2,55 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...arrays import ceil_div
 from ...dtypes import VALUE_TYPES
-from ...problem import COL, Plan, Problem
-from . import jit
-from .bitmask_slices import STEP, refusals, slice_columns, values_before
-from .launch import Launch, device_plan, over_tiles
+from ...problem import COL, Plan, Problem, reasons
+from . import bitmask_records, jit
+from .bitmask_slices import STEP, refusals
+from .launch import Bound, Launch, Operands, device_plan, over_tiles
 
 SOURCE = "spmm_bitmask_tc.cu"
-PITCH = 144  # bytes of a row's staged values
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What one block computes: 16 * ``fragments`` rows x ``cols`` columns of C, K shared by ``warps``.
+    """What one block computes: 16 * ``fragments`` * ``parts`` rows x ``cols`` columns of C.
 
-    ``stages`` steps of a warp are in shared memory or on their way there.
+    K is cut into ``ranges``; each has ``parts`` warps, which share the rows. ``stages`` steps of a range are in shared
+    memory or on their way there.
     """
 
     fragments: int
     cols: int
-    warps: int
+    parts: int
+    ranges: int
     stages: int
 
     @property
-    def rows(self) -> int:
-        return 16 * self.fragments
+    def tiles(self) -> int:
+        """row tiles of 16"""
+        return self.fragments * self.parts
 
     @property
-    def smem(self) -> int:
-        """bytes: per warp the stages of values, B and bits (``Layout`` in the kernel), or its sums."""
-        stage = self.rows * (PITCH + 16) + STEP * self.cols * 2
-        return self.warps * max(self.stages * stage, self.rows * self.cols * 4)
+    def rows(self) -> int:
+        return 16 * self.tiles
+
+    @property
+    def warps(self) -> int:
+        return self.parts * self.ranges
+
+    def smem(self, room: int) -> int:
+        """bytes: per range the stages of B and of records of ``room`` bytes, or its sums."""
+        stage = self.tiles * room + STEP * self.cols * 2
+        return self.ranges * max(self.stages * stage, self.rows * self.cols * 4)
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.cols}, {self.warps} warps, {self.stages} stages"
+        return f"{self.rows}x{self.cols}, {self.ranges}x{self.parts} warps, {self.stages} stages"
 
 
-def choose(M: int, n: int, sms: int, smem: int) -> Tile:
-    """Narrowest tile that holds N. Many row tiles: few warps each, several blocks on an SM; few: more warps share K."""
+def choose(M: int, n: int, room: int, sms: int, smem: int) -> Tile:
+    """Narrowest tile that holds N, rows such that whole rounds of blocks cover C, as many warps as registers allow."""
     cols = min(64, max(8, n))
-    tall = -(-M // 32)
-    fragments = 2 if cols > 16 and tall >= 0.75 * sms else 1
-    row_tiles = -(-M // (16 * fragments))
-    most = 4 if row_tiles >= 3 * sms else 8 if cols > 16 or row_tiles >= sms else 16
-    stages = 3 if cols <= 16 and most == 8 else 2
-    tiles = (Tile(fragments, cols, warps, stages) for warps in (16, 8, 4, 2, 1) if warps <= most)
-    return next(t for t in tiles if t.smem <= smem)
+    tiles = max(1, ceil_div(M, 16))
+    height = ceil_div(tiles, sms * ceil_div(tiles, sms * 8))
+    parts = 1 if height <= 2 and cols <= 16 else height
+    most = 16 if cols > 32 or parts == 1 else 20 if cols > 16 else 28
+    options = (
+        Tile(height // parts, cols, parts, ranges, stages)
+        for ranges in range(max(1, most // parts), 0, -1)
+        for stages in (3, 2)
+    )
+    return next(t for t in options if t.smem(room) <= smem)
 
 
 class SpmmBitmaskTensor:
@@ -60,34 +74,56 @@ class SpmmBitmaskTensor:
     formats = frozenset({"bitmask"})
 
     def unsupported(self, p: Problem) -> list[str]:
-        return refusals(p, ("bfloat16", "float16"), (p.a_dtype, "float32"))
+        return refusals(p, ("bfloat16", "float16"), (p.a_dtype, "float32")) + reasons(
+            (bitmask_records.pieces_at_most(p) >= 1 << 32, f"records must stay below 64 GiB, got nnz = {p.nnz}")
+        )
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
         return (
-            "spmm_bitmask_tc<__nv_bfloat16, __nv_bfloat16, int, 16, 1, 8, 3, false>",
-            "spmm_bitmask_tc<__nv_bfloat16, float, long long, 8, 1, 16, 3, true>",
-            "spmm_bitmask_tc<__half, __half, int, 64, 2, 8, 2, false>",
+            "spmm_bitmask_tc<__nv_bfloat16, __nv_bfloat16, int, 16, 2, 1, 16, 2, false>",
+            "spmm_bitmask_tc<__nv_bfloat16, float, long long, 8, 1, 7, 4, 3, true>",
+            "spmm_bitmask_tc<__half, __half, int, 64, 1, 2, 8, 2, false>",
         )
 
     def plan(self, a: Any, p: Problem) -> Plan:
         import cupy
 
         limits = cupy.cuda.Device(p.device_id).attributes
-        tile = choose(p.M, p.n, limits["MultiProcessorCount"], limits["MaxSharedMemoryPerBlockOptin"])
+        room = room_of(bitmask_records.records(a, p))
+        tile = choose(p.M, p.n, room, limits["MultiProcessorCount"], limits["MaxSharedMemoryPerBlockOptin"])
         return self.plan_with(a, p, tile)
 
     def plan_with(self, a: Any, p: Problem, tile: Tile) -> Plan:
         """The plan for one tile; ``plan`` chooses it."""
-        b_col, out_col = p.b_layout == COL, p.out_layout == COL
-        before = values_before(a, p, tile.warps)
-        data = a.data if a.data.data.ptr % 16 == 0 else a.data.copy()  # the kernel reads it in 16-byte pieces
+        records = bitmask_records.records(a, p)
+        room = room_of(records)
         types = f"{VALUE_TYPES[p.a_dtype].cuda}, {VALUE_TYPES[p.out_dtype].cuda}"
         types = f"{types}, {'int' if a.indptr.dtype == 'int32' else 'long long'}"
-        shape = f"{tile.cols}, {tile.fragments}, {tile.warps}, {tile.stages}"
-        instance = f"spmm_bitmask_tc<{types}, {shape}, {str(b_col).lower()}>"
-        function = jit.load(SOURCE, instance, jit.architecture(p.sm or 80, ()), p.device_id, tile.smem)
-        fixed = (a.indptr, a.bitmask, data, before, p.M, p.K, slice_columns(p.K, tile.warps))
-        launch = Launch(function, "PPPPqqqPPqqqq", fixed, 32 * tile.warps, tile.smem)
-        prepare = over_tiles(launch, -(-p.M // tile.rows), tile.cols, out_col)
-        return device_plan(self.name, p, prepare, str(tile), before.nbytes)
+        shape = f"{tile.cols}, {tile.fragments}, {tile.parts}, {tile.ranges}, {tile.stages}"
+        share = ceil_div(records.steps, tile.ranges)
+        stored = (a.indptr, a.bitmask, a.data, records.data, records.starts)
+        fixed = (*stored, p.M, p.K, records.steps, share, room)
+
+        def launch(b_col: bool) -> Launch:
+            instance = f"spmm_bitmask_tc<{types}, {shape}, {str(b_col).lower()}>"
+            arch = jit.architecture(p.sm or 80, ())
+            function = jit.load(SOURCE, instance, arch, p.device_id, tile.smem(room))
+            return Launch(function, "PPPPPqqiiiPPqqqq", fixed, 32 * tile.warps, tile.smem(room))
+
+        b_col, out_col, row_tiles = p.b_layout == COL, p.out_layout == COL, ceil_div(p.M, tile.rows)
+        prepare = as_stored = over_tiles(launch(b_col), row_tiles, tile.cols, out_col)
+        if p.n == 1 and not b_col:
+            as_column = over_tiles(launch(True), row_tiles, tile.cols, out_col)
+
+            def prepare(o: Operands) -> Sequence[Bound]:
+                """One row-major column is a column: 16 bytes a copy instead of 2."""
+                one = o.n == 1 and o.ldb == 1
+                return as_column(o._replace(ldb=8 * ceil_div(p.K, 8))) if one else as_stored(o)
+
+        return device_plan(self.name, p, prepare, str(tile), records.nbytes)
+
+
+def room_of(records: bitmask_records.Records) -> int:
+    """Bytes of shared memory that any of the records fits into, so that what follows starts on a row of banks."""
+    return 128 * ceil_div(records.longest, 128)

@@ -38,7 +38,7 @@ template <class T, class Out, class Ptr, int ROWS, int NT, int WARPS>
 __device__ __forceinline__ void store_sums(const sum_t<T>* sums, const Ptr* indptr, const u8* bits, const T* data,
                                            i64 bytes, i64 row0, i64 n0, i64 M, i64 N, const T* B, i64 b_k, i64 b_n, Out* C,
                                            i64 c_row, i64 c_col) {
-    for (int e = threadIdx.x; e < ROWS * NT; e += 32 * WARPS) {
+    for (int e = threadIdx.x; e < ROWS * NT; e += blockDim.x) {
         // Neighbouring threads take neighbours in C, whichever way it lies.
         const int r = c_row == 1 ? e % ROWS : e / NT, j = c_row == 1 ? e / ROWS : e % NT;
         const i64 row = row0 + r, n = n0 + j;

@@ -23,7 +23,8 @@ __device__ __forceinline__ void cp_async_16(u32 shared, const void* global, u32 
 __device__ __forceinline__ void cp_async_16(u32 shared, const void* global) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
-// The same under an L2 policy.
+// The same under an L2 policy. ptxas 13.0 may encode it wrongly where the shared address is a sum with a number that all lanes
+// share (an illegal instruction when it runs): see copy_record in spmm_bitmask_tc.cu.
 __device__ __forceinline__ void cp_async_16_policy(u32 shared, const void* global, u64 policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "l"(policy)
                  : "memory");

@@ -1,0 +1,82 @@
+"""Tiles of the Bitmask kernel for few columns: what ``choose`` promises, and exact products with each kind.
+
+The matrices of test_kernels.py are small, so that a block has one row tile there; here blocks have up to eight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from test_kernels import LAYOUTS, Guarded, on_device, problem
+
+import spformat as sf
+from spformat.backends.cuda.spmm_bitmask_tc import SpmmBitmaskTensor, Tile, choose
+from spformat.dtypes import VALUE_TYPES
+from spformat.problem import Problem
+
+SHARED = 232_448
+LONGEST = 2304
+"""Bytes that a record without zeros is given."""
+
+
+@pytest.mark.parametrize("sms", [1, 108, 132])
+@pytest.mark.parametrize("n", [1, 8, 16, 32, 64, 4096])
+def test_chosen_tiles_fit(n: int, sms: int) -> None:
+    for M, room, smem in itertools.product(
+        (0, 1, 17, 2112, 2113, 4096, 14336, 10**6), (256, 1408, LONGEST), (SHARED, 101_376)
+    ):
+        t = choose(M, n, room, sms, smem)
+        where = f"M={M} n={n} room={room} sms={sms} smem={smem}: {t}"
+        assert t.smem(room) <= smem, where
+        assert t.cols == min(64, max(8, n)), where
+        assert t.warps <= 28, where
+        assert t.parts == 1 or t.ranges < 16, where  # one named barrier each, and barrier 0
+        assert -(-M // t.rows) <= sms * max(1, -(-M // (128 * sms))), where  # as few rounds as 128 rows a block allow
+
+
+def test_records_are_counted_in_32_bits() -> None:
+    """Refused before anything is made: a record has 144 bytes and its values, and pieces of 16 bytes are counted."""
+    p = Problem("bitmask", (), 2**20, 2**16, 16, 2**32, "bfloat16", "bfloat16", "bfloat16", "row", "row", "cuda", sm=90)
+    assert not SpmmBitmaskTensor().unsupported(p)
+    assert any("64 GiB" in r for r in SpmmBitmaskTensor().unsupported(dataclasses.replace(p, nnz=2**35)))
+
+
+TILES = (
+    Tile(2, 16, 1, 16, 2), Tile(1, 16, 7, 4, 3), Tile(1, 8, 8, 3, 3), Tile(1, 32, 3, 6, 3), Tile(1, 64, 4, 4, 2),
+    Tile(3, 32, 2, 2, 2), Tile(5, 16, 1, 1, 2),
+)  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_every_tile_is_exact(tile: Tile) -> None:
+    """Ragged shapes, no zeros, nothing but zeros, lines of B aligned and not; the same bits every time."""
+    cp = pytest.importorskip("cupy")
+    sm = int(cp.cuda.Device().compute_capability)
+    rng, kernel = np.random.default_rng(2), SpmmBitmaskTensor()
+    bf16 = VALUE_TYPES["bfloat16"].numpy
+    for case, ((M, K), density) in enumerate(
+        itertools.product(((1, 1), (17, 63), (331, 523), (259, 1000)), (0, 0.4, 1))
+    ):
+        x = rng.choice([-3, -2, -1, 1, 2, 3], (M, K)) * (rng.random((M, K)) < density)
+        a: Any = sf.convert(x.astype(bf16), "bitmask").to("cuda")
+        for i, n in enumerate((1, 5, 17, 24, 70)):
+            layouts, pad = LAYOUTS[(case + i) % 4], (0, 3, 8)[(case + i) % 3]
+            B = rng.integers(-2, 3, (K, n))
+            wanted = (x @ B).astype(bf16)
+            dev = on_device(cp, B.astype(bf16), layouts[0], pad)
+            guarded = Guarded(cp, (M, n), bf16, layouts[1], pad)
+            plan = kernel.plan_with(a, problem(a, n, "bfloat16", layouts, sm), tile)
+            for _ in range(2):
+                guarded.out.fill(float("nan"))
+                plan(dev, out=guarded.out)
+                got = guarded.out.get()
+                bad = np.argwhere(got.astype(np.float32) != wanted.astype(np.float32))
+                assert not len(bad), (
+                    f"{M}x{K} density {density} n={n} {layouts} pad={pad}: {len(bad)} wrong, first {bad[0]}"
+                )
+            assert guarded.intact()
