@@ -218,7 +218,9 @@ __global__ void __launch_bounds__(32 * RANGES * PARTS)
         };
 #pragma unroll
         for (int s = 0; s < STAGES - 1; ++s) copy_step();
-        for (int step = begin; step < last; ++step) {
+        // Ranges with fewer steps come to their barrier as often as the others.
+        const int stop = PARTS == 1 ? last : begin + share;
+        for (int step = begin; step < stop; ++step) {
             if constexpr (LATE) {
                 cp_async_wait<STAGES - 2>();
                 sync();
@@ -228,7 +230,7 @@ __global__ void __launch_bounds__(32 * RANGES * PARTS)
                 cp_async_wait<STAGES - 1>();
                 sync();
             }
-            multiply<T, NT, MF, BCOL>(acc, read, read + my_records, room, tiles, lane);
+            if (PARTS == 1 || step < last) multiply<T, NT, MF, BCOL>(acc, read, read + my_records, room, tiles, lane);
             if constexpr (!LATE) sync();
             advance(read);
         }

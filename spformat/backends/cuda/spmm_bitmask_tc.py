@@ -58,11 +58,12 @@ def choose(M: int, n: int, room: int, sms: int, smem: int) -> Tile:
     tiles = max(1, ceil_div(M, 16))
     height = ceil_div(tiles, sms * ceil_div(tiles, sms * 8))
     parts = 1 if height <= 2 and cols <= 16 else height
-    most = 16 if cols > 32 or parts == 1 else 20 if cols > 16 else 28
+    most = 16 if cols > 32 or parts == 1 else 21 if cols > 16 else 28
+    stages = (2,) if parts < height else (3, 2)
     options = (
-        Tile(height // parts, cols, parts, ranges, stages)
+        Tile(height // parts, cols, parts, ranges, deep)
         for ranges in range(max(1, most // parts), 0, -1)
-        for stages in (3, 2)
+        for deep in stages
     )
     return next(t for t in options if t.smem(room) <= smem)
 
