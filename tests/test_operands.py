@@ -165,3 +165,18 @@ def test_a_limit_is_a_number(value: Any) -> None:
         limits.using(memory=value).__enter__()
     with limits.using(memory=np.int64(2**30), tensors=None):
         assert sf.convert(W, "csr").nnz == 4
+
+
+@pytest.mark.parametrize("kind", ["csr", "coo", "bsr", "dia"])
+def test_values_of_a_graph_that_are_no_weights(kind: str) -> None:
+    for dtype in (bool, np.int64):  # an adjacency matrix, as graph libraries give it
+        with pytest.raises(sf.ArrayError, match=r"values of dtype \w+ are not representable; .*a\.astype\('float32'\)"):
+            sf.convert(sp.eye_array(4, dtype=dtype).asformat(kind), "csr")
+
+
+def test_readers_of_other_libraries_name_what_they_got() -> None:
+    with pytest.raises(sf.UsageError, match=r"from_scipy: expected a scipy\.sparse matrix, got ndarray; use convert"):
+        sf.from_scipy(W)
+    pytest.importorskip("torch")
+    with pytest.raises(sf.UsageError, match=r"from_torch: expected a torch tensor, got ndarray; use convert"):
+        sf.from_torch(W)

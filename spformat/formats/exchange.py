@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, index_dtype, is_cupy
-from ..dtypes import bits
+from ..dtypes import VALUE_TYPES, bits
 from ..errors import ArrayError, IndexBoundsError, UsageError
 from .base import Format, checked_values
 from .bsr import BSR
@@ -39,6 +39,11 @@ def to_scipy(f: Format) -> Any:
 
 def from_scipy(x: Any) -> Format:
     """A scipy.sparse (or cupyx.scipy.sparse) matrix as BSR (of a bsr) or CSR. Duplicates are refused, not summed."""
+    if not (hasattr(x, "tocsr") and hasattr(x, "format")):
+        raise UsageError(f"from_scipy: expected a scipy.sparse matrix, got {type(x).__name__}; use convert(x, 'csr')")
+    if np.dtype(x.dtype).name not in VALUE_TYPES:
+        what = f"values of dtype {x.dtype} are not representable; use one of {', '.join(VALUE_TYPES)}"
+        raise ArrayError(f"scipy: {what}, as by a.astype('float32')", array="data")
     if len(x.shape) != 2:
         raise UsageError(f"scipy: expected a matrix [M, K], got shape {tuple(x.shape)}")
     if x.format == "bsr":
@@ -106,6 +111,8 @@ def from_torch(t: Any) -> Format:
     """A torch tensor as Dense (strided), CSR (sparse_csr, sparse_coo) or BSR (sparse_bsr). Duplicates are refused."""
     import torch
 
+    if not is_torch(t):
+        raise UsageError(f"from_torch: expected a torch tensor, got {type(t).__name__}; use convert(x, 'csr')")
     if getattr(t, "BACKEND", "") in ("cutlass", "cusparselt"):
         raise UsageError("a SparseSemiStructuredTensor is read by interop.torch_semi_structured.from_semi_structured")
     if t.layout == torch.strided:
