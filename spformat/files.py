@@ -27,6 +27,9 @@ def open_regular(path: Path) -> tuple[int, os.stat_result]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except (OSError, ValueError) as e:  # ValueError: a NUL in the path
+        if isinstance(path, str) and "://" in path:
+            what = "a URL: `spformat convert` alone takes those, of checkpoints: download it first"
+            raise InputError(what, path=path) from e
         raise InputError(f"cannot open the file: {reason(e)}", path=os.fspath(path)) from e
     try:
         status = os.fstat(fd)

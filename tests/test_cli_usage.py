@@ -202,3 +202,17 @@ def test_tensors_whose_names_meet(tmp_path: Path) -> None:
     assert "--exclude" in r.stderr
     kept = spformat("convert", tmp_path / "a.safetensors", tmp_path / "out", "--to", "csr", "--exclude", "w")
     assert kept.returncode == 0, kept.stderr
+
+
+def test_a_url_where_none_is_read(tmp_path: Path) -> None:
+    for url, args in (
+        (f"file://{DIGITS}", ["inspect"]),
+        (f"file://{DIGITS}", ["validate"]),
+        ("s3://bucket/a.mtx", ["convert", "--to", "csr"]),
+    ):
+        verb, *flags = args
+        r = spformat(verb, url, *([tmp_path / "a.safetensors"] if verb == "convert" else []), *flags)
+        assert r.returncode == 66
+        assert f"{url}: a URL: `spformat convert` alone takes those, of checkpoints: download it first" in r.stderr
+    with pytest.raises(sf.InputError, match="a URL"):
+        sf.load("s3://bucket/a.safetensors")

@@ -12,7 +12,17 @@ from .. import limits
 from ..container import TensorFile, safe_open
 from ..descriptor import Record
 from ..errors import ContainerError, InputError, LimitError, PathError, printable
-from ..files import Path, is_file, member, names_in, not_outside, read_small, safe_name
+from ..files import (
+    Path,
+    close_read,
+    is_file,
+    member,
+    names_in,
+    not_outside,
+    open_regular,
+    read_small,
+    safe_name,
+)
 from ..stheader import strict_json
 from .manifest import JOURNAL_GLOB, MANIFEST, is_finished, read_manifest
 
@@ -56,6 +66,8 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
     where = os.fspath(path)
     follow = follow or limits.current().link_roots
     if not os.path.isdir(where):
+        if "://" in where:
+            close_read(open_regular(where)[0])  # told now: made absolute, it would be no URL any more
         folder, name = os.path.split(os.path.abspath(where))
         return _assemble(where, folder, (name,), {}, {}, (), follow)
     names = names_in(where)
