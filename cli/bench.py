@@ -116,7 +116,7 @@ def _matrices(src: str, include: list[str] | None, limit: int) -> Any:
 
     from .inspect import MATRIX_FILES
 
-    if src.endswith(MATRIX_FILES):
+    if src.lower().endswith(MATRIX_FILES):
         yield src, read_matrix(src)
         return
     source = open_source(src)

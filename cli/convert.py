@@ -93,7 +93,7 @@ def run(
     from spformat.checkpoint.remote import staged
     from spformat.limits import using
 
-    if src.endswith(MATRIX_FILES):
+    if src.lower().endswith(MATRIX_FILES):
         _refuse(ctx, _OF_CHECKPOINTS, f"checkpoints, and {src} is a matrix file")
         _matrix(src, dst, to, values, seed, dtype, force, dry_run, as_json)
         return

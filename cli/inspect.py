@@ -58,7 +58,7 @@ def _structures(src: str, include: list[str] | None, quiet: bool) -> Any:
     from spformat.formats.base import Format
     from spformat.interop.matrices import read_matrix
 
-    if src.endswith(MATRIX_FILES):
+    if src.lower().endswith(MATRIX_FILES):
         a = read_matrix(src)
         yield src, "csr", a.shape, a.dtype.name, a.nbytes, structure_of(a, src), a.stored_zeros
         return

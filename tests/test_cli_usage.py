@@ -216,3 +216,13 @@ def test_a_url_where_none_is_read(tmp_path: Path) -> None:
         assert f"{url}: a URL: `spformat convert` alone takes those, of checkpoints: download it first" in r.stderr
     with pytest.raises(sf.InputError, match="a URL"):
         sf.load("s3://bucket/a.safetensors")
+
+
+def test_matrix_files_in_capitals(graph: Path, tmp_path: Path) -> None:
+    upper = tmp_path / "G.NPZ"
+    upper.write_bytes((graph / "g.npz").read_bytes())
+    r = spformat("convert", upper, tmp_path / "g.safetensors", "--to", "csr")
+    assert r.returncode == 0, r.stderr
+    assert sf.load(tmp_path / "g.safetensors")["G"] == sf.load(graph / "g.safetensors")["g"]
+    assert "--max-memory" in spformat("inspect", upper).stderr
+    assert spformat("bench", upper, "-n", "1", "--repeats", "1").returncode == 0
