@@ -306,3 +306,29 @@ def test_suffix_and_kind_of_file(tmp_path: Path) -> None:
     (tmp_path / "folder.mtx").mkdir()
     with pytest.raises(InputError, match="regular file"):
         read_matrix(tmp_path / "folder.mtx")
+
+
+@pytest.mark.parametrize(
+    ("kind", "entry"),
+    [
+        ("coordinate real", "1 1 1.5D+02"), ("coordinate real", "1 1 1,5"), ("coordinate real", "1 1 1.5 7"),
+        ("coordinate real", "1 1 1.5-3"), ("coordinate real", "1 1 0x10"), ("coordinate real", "1 1 1e"),
+        ("coordinate integer", "1 1 1.5"), ("coordinate integer", "1 1 1e3"), ("coordinate pattern", "1 1 5"),
+        ("array real", "1.5 2"), ("array integer", "1.5"),
+    ],
+)  # fmt: skip
+def test_mtx_entries_that_scipy_would_cut_short(tmp_path: Path, kind: str, entry: str) -> None:
+    sizes = "1 1" if kind.startswith("array") else "1 1 1"
+    path = write(tmp_path / "a.mtx", f"%%MatrixMarket matrix {kind} general\n% c\n{sizes}\n{entry}\n")
+    with pytest.raises(FormatError, match=r"mtx: line 4: expected .*, got ") as caught:
+        read_matrix(path)
+    assert entry in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "entry", ["1 1 1.5e+02", " 1\t1 -.5 ", "1 1 nan", "1 1 Infinity", "1 1 +1.5", "1 1 -inf", "1 1 7.", "1 1 3\r"]
+)
+@pytest.mark.parametrize("end", ["", "\n", "\n\n"])
+def test_mtx_entries_as_they_are_written(tmp_path: Path, entry: str, end: str) -> None:
+    path = write(tmp_path / "a.mtx", f"%%MatrixMarket matrix coordinate real general\n\n1 1 1\n{entry}{end}")
+    assert np.array_equal(read_matrix(path).data, [float(entry.split()[2])], equal_nan=True)

@@ -70,8 +70,10 @@ def _read_mtx(content: bytes) -> CSR:
     layout, field, _ = (g.decode().lower() for g in banner.groups())
     if field == "complex":
         raise FormatError("mtx: expected real, integer or pattern values, got complex")
-    _check_declared_size(content, layout)
+    _check_lines(content, _check_declared_size(content, layout), layout, field)
     try:
+        if not content.endswith(b"\n"):
+            content += b"\n"  # SciPy 1.17 may crash the process on a last line without an end
         m: Any = mmread(io.BytesIO(content), spmatrix=False)
     except (ValueError, OverflowError, TypeError) as e:
         raise FormatError(f"mtx: {e}") from e
@@ -81,16 +83,38 @@ def _read_mtx(content: bytes) -> CSR:
     return _from_coordinates(m.shape, m.row, m.col, data, "mtx")
 
 
-def _check_declared_size(content: bytes, layout: str) -> None:
-    """The size line may not promise more than the file can hold, because memory is reserved by it."""
+_VALUES = {
+    "real": (rb"[+-]?(?:(?:\d++\.?\d*+|\.\d++)(?:[eE][+-]?\d++)?|(?i:nan|inf(?:inity)?))", "a decimal number"),
+    "double": (rb"[+-]?(?:(?:\d++\.?\d*+|\.\d++)(?:[eE][+-]?\d++)?|(?i:nan|inf(?:inity)?))", "a decimal number"),
+    "integer": (rb"[+-]?\d++", "an integer"),
+    "pattern": (b"", "no value"),
+}
+
+
+def _check_lines(content: bytes, start: int, layout: str, field: str) -> None:
+    """Every line is an entry to its end: scipy reads 1.5D+02 as 1.5, and the integer 1.5 as 1."""
+    value, what = _VALUES.get(field, _VALUES["real"])
+    items = [value] if layout == "array" else [rb"\d++", rb"\d++", *filter(None, [value])]
+    entry = rb"(?:[ \t]*+" + rb"[ \t]++".join(items) + rb"[ \t]*+|[ \t]*+)\r?(?:\n|\Z)"
+    found = re.compile(rb"(?>" + entry + rb")*+").match(content, start)
+    end = found.end() if found else start
+    if end < len(content):
+        line = content[end : end + 80].partition(b"\n")[0]
+        expected = what if layout == "array" else f"a row, a column and {what}"
+        number = content.count(b"\n", 0, end) + 1
+        raise FormatError(f"mtx: line {number}: expected {expected}, got {line.decode('latin-1')!r}")
+
+
+def _check_declared_size(content: bytes, layout: str) -> int:
+    """The first byte after the size line; which may not promise more than the file can hold: memory is reserved."""
     start = 0
     line = b"%"
     while line.startswith(b"%") or not line.strip():
         end = content.find(b"\n", start)
         line = content[start : end if end >= 0 else None]
+        start = end + 1 if end >= 0 else len(content)
         if end < 0:
             break
-        start = end + 1
     try:
         sizes = [int(x) for x in line.split()]
     except ValueError:
@@ -102,6 +126,7 @@ def _check_declared_size(content: bytes, layout: str) -> None:
     if entries * least > 2 * len(content) + 8:
         raise FormatError(f"mtx: expected room for {entries} entries, got a file of {len(content)} bytes")
     _check_shape(sizes[0], sizes[1], "mtx")
+    return start
 
 
 # --------------------------------------------------------------------------------------------------------------- npz
