@@ -332,3 +332,11 @@ def test_mtx_entries_that_scipy_would_cut_short(tmp_path: Path, kind: str, entry
 def test_mtx_entries_as_they_are_written(tmp_path: Path, entry: str, end: str) -> None:
     path = write(tmp_path / "a.mtx", f"%%MatrixMarket matrix coordinate real general\n\n1 1 1\n{entry}{end}")
     assert np.array_equal(read_matrix(path).data, [float(entry.split()[2])], equal_nan=True)
+
+
+@pytest.mark.parametrize("sizes", ["0 2", "2 0", "0 0"])
+def test_mtx_values_of_no_element(tmp_path: Path, sizes: str) -> None:  # SciPy 1.17 ends in SIGFPE
+    head = f"%%MatrixMarket matrix array real general\n{sizes}\n"
+    with pytest.raises(FormatError, match=rf"mtx: expected no values for {sizes[0]} x {sizes[2]}, got '7\.5'"):
+        read_matrix(write(tmp_path / "a.mtx", head + "7.5\n"))
+    assert read_matrix(write(tmp_path / "b.mtx", head + "\n")).shape == tuple(map(int, sizes.split()))

@@ -70,11 +70,13 @@ def _read_mtx(content: bytes) -> CSR:
     layout, field, _ = (g.decode().lower() for g in banner.groups())
     if field == "complex":
         raise FormatError("mtx: expected real, integer or pattern values, got complex")
-    _check_lines(content, _check_declared_size(content, layout), layout, field)
+    start, sizes = _check_declared_size(content, layout)
+    _check_lines(content, start, layout, field)
+    if layout == "array" and 0 in sizes:  # SciPy 1.17 divides by the zero
+        return CSR.from_dense(np.zeros(sizes))
     try:
-        if not content.endswith(b"\n"):
-            content += b"\n"  # SciPy 1.17 may crash the process on a last line without an end
-        m: Any = mmread(io.BytesIO(content), spmatrix=False)
+        # SciPy 1.17 may crash the process on a last line without an end.
+        m: Any = mmread(io.BytesIO(content.rstrip() + b"\n"), spmatrix=False)
     except (ValueError, OverflowError, TypeError) as e:
         raise FormatError(f"mtx: {e}") from e
     if isinstance(m, np.ndarray):
@@ -105,8 +107,11 @@ def _check_lines(content: bytes, start: int, layout: str, field: str) -> None:
         raise FormatError(f"mtx: line {number}: expected {expected}, got {line.decode('latin-1')!r}")
 
 
-def _check_declared_size(content: bytes, layout: str) -> int:
-    """The first byte after the size line; which may not promise more than the file can hold: memory is reserved."""
+def _check_declared_size(content: bytes, layout: str) -> tuple[int, list[int]]:
+    """The first byte after the size line, and its numbers.
+
+    They may not promise more than the file can hold, because memory is reserved by them.
+    """
     start = 0
     line = b"%"
     while line.startswith(b"%") or not line.strip():
@@ -126,7 +131,10 @@ def _check_declared_size(content: bytes, layout: str) -> int:
     if entries * least > 2 * len(content) + 8:
         raise FormatError(f"mtx: expected room for {entries} entries, got a file of {len(content)} bytes")
     _check_shape(sizes[0], sizes[1], "mtx")
-    return start
+    if entries == 0 and layout == "array" and (rest := content[start : start + 80].split()):
+        message = f"mtx: expected no values for {sizes[0]} x {sizes[1]}, got {rest[0].decode('latin-1')!r}"
+        raise FormatError(message)
+    return start, sizes
 
 
 # --------------------------------------------------------------------------------------------------------------- npz
