@@ -340,3 +340,12 @@ def test_mtx_values_of_no_element(tmp_path: Path, sizes: str) -> None:  # SciPy 
     with pytest.raises(FormatError, match=rf"mtx: expected no values for {sizes[0]} x {sizes[2]}, got '7\.5'"):
         read_matrix(write(tmp_path / "a.mtx", head + "7.5\n"))
     assert read_matrix(write(tmp_path / "b.mtx", head + "\n")).shape == tuple(map(int, sizes.split()))
+
+
+@pytest.mark.parametrize("symmetry", ["symmetric", "skew-symmetric"])
+@pytest.mark.parametrize("head", ["array real {} \n2 5\n", "coordinate integer {} \n2 5 1\n"])
+def test_mtx_symmetry_is_of_square_matrices(tmp_path: Path, symmetry: str, head: str) -> None:
+    entries = "1\n" * 9 if head.startswith("array") else "2 1 7\n"  # SciPy 1.17 writes behind its memory
+    path = write(tmp_path / "a.mtx", "%%MatrixMarket matrix " + head.format(symmetry) + entries)
+    with pytest.raises(FormatError, match=rf"mtx: expected a square matrix, as {symmetry} demands, got 2 x 5"):
+        read_matrix(path)

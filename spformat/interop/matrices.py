@@ -67,10 +67,13 @@ def _read_mtx(content: bytes) -> CSR:
     banner = _BANNER.fullmatch(content[: content.find(b"\n") + 1])
     if banner is None:
         raise FormatError("mtx: expected a first line '%%MatrixMarket matrix ..', got " + repr(content[:60]))
-    layout, field, _ = (g.decode().lower() for g in banner.groups())
+    layout, field, symmetry = (g.decode().lower() for g in banner.groups())
     if field == "complex":
         raise FormatError("mtx: expected real, integer or pattern values, got complex")
     start, sizes = _check_declared_size(content, layout)
+    if symmetry != "general" and sizes[0] != sizes[1]:  # SciPy 1.17 would mirror values to places behind its memory
+        message = f"mtx: expected a square matrix, as {symmetry} demands, got {sizes[0]} x {sizes[1]}"
+        raise FormatError(message)
     _check_lines(content, start, layout, field)
     if layout == "array" and 0 in sizes:  # SciPy 1.17 divides by the zero
         return CSR.from_dense(np.zeros(sizes))
