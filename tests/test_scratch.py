@@ -143,3 +143,25 @@ def test_a_plan_of_arrays_alone_gets_arrays(world: World, passes: list[Any]) -> 
     assert c[3] == (32, 4)
     assert len(seen) == GRAPH_AFTER + 2
     assert world.launched == 0
+
+
+def test_a_plan_of_several_launches_may_be_one_call_of_another(world: World, passes: list[Any]) -> None:
+    """A plug-in's plan may run ours, which takes the lock of its launches while the outer one holds it."""
+    inner = world.plan(calls=2)
+    p = replace(inner.problem, epilogue=True)
+    outer = epilogue.with_epilogue(Plan("plugin.x", inner.problem, lambda b, c: inner.run(B, out)), p)
+    B, out, other = world.array(3, 5), world.array(4, 5), world.array(4, 5)
+    world.cupy.cuda.UnownedMemory = lambda *_: None
+    world.cupy.cuda.MemoryPointer = lambda *_: None
+    world.cupy.ndarray = lambda *_: None
+
+    def work() -> None:
+        for _ in range(GRAPH_AFTER + 2):
+            outer.run(B, other, 1.0, 0.0, None)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive(), "the plans wait for each other"
+    assert [what[-1] for what in world.made if what[0] != "epilogue"] == [0, 1] * (GRAPH_AFTER + 2)
+    assert len(world.made) == 3 * (GRAPH_AFTER + 2)

@@ -157,8 +157,8 @@ class Together:
     """
 
     __slots__ = ("_calls", "_graph", "_made", "_stream")
-    _whole = threading.Lock()
-    """One for all: plans share workspaces (Scratch), too."""
+    _whole = threading.RLock()
+    """One for all, as plans share workspaces (Scratch); a plan made out of another's `run` enters it twice."""
 
     def __init__(self, calls: Sequence[Call], stream: int) -> None:
         self._calls, self._stream, self._made = calls, stream, 0
