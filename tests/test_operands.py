@@ -90,6 +90,18 @@ def test_a_target_that_is_no_format(target: Any) -> None:
         sf.convert(W, target)
 
 
+def test_a_parameter_given_twice() -> None:
+    with pytest.raises(sf.UsageError, match="blocksize is given twice, as 4x4 and 2x2"):
+        sf.convert(W, "bsr:blocksize=4x4,blocksize=2x2")
+
+
+def test_bytes_in_the_order_of_another_machine() -> None:
+    a = sf.convert(W, "csr")
+    with pytest.raises(TypeError, match=r"B: this plan takes float32, got >f4; give B\.astype\('float32'\)"):
+        sf.spmm(a, X.astype(">f4"))
+    assert (sf.spmm(a, X.astype(">f4").astype("float32")) == W @ X).all()
+
+
 def test_coordinates_stored_twice_are_refused_not_summed() -> None:
     rows, cols = [0, 0, 1], [1, 1, 0]
     with pytest.raises(sf.OrderError, match=r"row 0 stores column 1 more than once \(1 repeats"):

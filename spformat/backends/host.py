@@ -26,7 +26,7 @@ def check_operands(p: Problem, B: Any, out: Any) -> np.ndarray[Any, Any]:
     if B.ndim != 2 or B.shape[0] != p.K:
         raise ValueError(f"B: expected shape ({p.K}, N), got {B.shape}")
     if B.dtype != numpy_dtype(p.b_dtype):
-        raise TypeError(f"B: this plan takes {p.b_dtype}, got {B.dtype}")
+        raise TypeError(f"B: this plan takes {p.b_dtype}, got {B.dtype}; give B.astype({p.b_dtype!r})")
     shape, dtype = (p.M, B.shape[1]), numpy_dtype(p.out_dtype)
     if out is None:
         given = B.nbytes + p.nnz * numpy_dtype(p.a_dtype).itemsize

@@ -77,7 +77,10 @@ def parse_spec(text: str) -> tuple[type[Format], dict[str, Any]]:
         key, equals, value = item.partition("=")
         if not equals or not value:
             raise UsageError(f"format {text!r:.200}: expected name=value after ':', got {item!r:.80}")
-        params[key.strip().replace("-", "_")] = value.strip()
+        key = key.strip().replace("-", "_")
+        if key in params:
+            raise UsageError(f"format {text!r:.200}: {key} is given twice, as {params[key]} and {value.strip()}")
+        params[key] = value.strip()
     return fmt, params
 
 
