@@ -29,6 +29,10 @@ REMEMBERED = 64
 GRAPH_AFTER = 2
 """Times that several launches of one product are made one by one."""
 
+_whole: dict[int, Any] = {}
+"""By device: what holds several launches together, as plans share workspaces (Scratch). A plan made out of another's
+``run`` enters it twice."""
+
 Call = Callable[[], None]
 """Queues one piece of work on the stream that it was made for; may be made again."""
 
@@ -156,12 +160,10 @@ class Together:
     what is no launch of ours.
     """
 
-    __slots__ = ("_calls", "_graph", "_made", "_stream")
-    _whole = threading.RLock()
-    """One for all, as plans share workspaces (Scratch); a plan made out of another's `run` enters it twice."""
+    __slots__ = ("_calls", "_graph", "_made", "_stream", "_whole")
 
-    def __init__(self, calls: Sequence[Call], stream: int) -> None:
-        self._calls, self._stream, self._made = calls, stream, 0
+    def __init__(self, calls: Sequence[Call], stream: int, whole: Any) -> None:
+        self._calls, self._stream, self._whole, self._made = calls, stream, whole, 0
         self._graph: Any = None
 
     def __call__(self) -> None:
@@ -252,6 +254,7 @@ def device_plan(name: str, p: Problem, prepare: Prepare | Library, tile: str = "
     several = cupy.cuda.runtime.getDeviceCount() > 1
     made: dict[Any, Call] = {}
     reads: list[tuple[int, int]] = []
+    whole = _whole.setdefault(device_id, threading.RLock())
 
     def run(B: Any, out: Any, epilogue: tuple[Any, ...] = ()) -> Any:
         if out is None:
@@ -306,7 +309,7 @@ def device_plan(name: str, p: Problem, prepare: Prepare | Library, tile: str = "
                 raise ValueError(OVERWRITES)
         stream = current_stream().ptr
         calls = prepare(Operands(b_at, c_at, n, ldb, ldc, stream, *epilogue))
-        call = calls[0] if len(calls) == 1 else Together(calls, stream)
+        call = calls[0] if len(calls) == 1 else Together(calls, stream, whole)
         call()
         # What is made for a graph may use memory that only the graph clears; -0.0 would be found as 0.0.
         if not captured(stream) and (not epilogue or epilogue[1]):
