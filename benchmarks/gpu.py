@@ -255,7 +255,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axis.grid(axis="both", linewidth=0.3)
         axis.set_ylim(rows - 0.5, -0.5)
         axis.set_xlabel("speed against (right of the line: ours is faster)")
-    axes[0][0].legend(loc="lower right", fontsize=7)
+    axes[0][0].legend(loc="best", fontsize=7)
     figure.savefig(path, dpi=90)
 
 
