@@ -63,7 +63,10 @@ BOUNDARY = 16
 
 def on_boundary(x: Any) -> Any:
     """``x``, or a copy of an array on a device that starts elsewhere (a slice, memory of another library)."""
-    return x.copy() if is_cupy(x) and x.size and x.data.ptr % BOUNDARY else x
+    if not is_cupy(x) or not x.size or x.data.ptr % BOUNDARY == 0:
+        return x
+    with current_device(x):  # a copy goes to the current one
+        return x.copy()
 
 
 def namespace(x: Array) -> Any:

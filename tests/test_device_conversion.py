@@ -76,7 +76,7 @@ def test_a_flipped_byte_is_found_on_the_way_to_the_device(tmp_path: Path, stand_
         sf.load(tmp_path / "x.safetensors", device="cuda")
 
 
-def test_an_array_on_a_device_starts_on_a_boundary(stand_in: Any) -> None:
+def test_an_array_on_a_device_starts_on_a_boundary(stand_in: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copied where it does not; a dense one, and all on the host, stay what they are."""
     room = np.zeros(64, np.float32)
     start = -room.ctypes.data % 16 // 4
@@ -85,7 +85,11 @@ def test_an_array_on_a_device_starts_on_a_boundary(stand_in: Any) -> None:
     assert on_boundary(off) is off
     there, away = at.view(stand_in.ndarray), off.view(stand_in.ndarray)
     assert on_boundary(there) is there
-    copied = on_boundary(away)
+    entered: list[Any] = []
+    with monkeypatch.context() as watched:
+        watched.setattr(type(away.device), "__enter__", lambda scope: entered.append(scope))
+        copied = on_boundary(away)
+    assert len(entered) == 1, "copied to the device that is current, not to its own"
     assert copied.data.ptr % 16 == 0
     assert copied.data.ptr != away.data.ptr
     values = {"indptr": np.array([0, 8], np.int32), "indices": np.arange(8, dtype=np.int32)}
