@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ from ...dtypes import VALUE_TYPES
 from ...problem import COL, Plan, Problem, reasons
 from . import bitmask_records, jit
 from .bitmask_slices import STEP, refusals
-from .launch import Bound, Launch, Operands, device_plan, over_tiles
+from .launch import Launch, device_plan, over_tiles
 
 SOURCE = "spmm_bitmask_tc.cu"
 
@@ -106,22 +105,10 @@ class SpmmBitmaskTensor:
         stored = (a.indptr, a.bitmask, a.data, records.data, records.starts)
         fixed = (*stored, p.M, p.K, records.steps, share, room)
 
-        def launch(b_col: bool) -> Launch:
-            instance = f"spmm_bitmask_tc<{types}, {shape}, {str(b_col).lower()}>"
-            arch = jit.architecture(p.sm or 80, ())
-            function = jit.load(SOURCE, instance, arch, p.device_id, tile.smem(room))
-            return Launch(function, "PPPPPqqiiiPPqqqq", fixed, 32 * tile.warps, tile.smem(room))
-
-        b_col, out_col, row_tiles = p.b_layout == COL, p.out_layout == COL, ceil_div(p.M, tile.rows)
-        prepare = as_stored = over_tiles(launch(b_col), row_tiles, tile.cols, out_col)
-        if p.n == 1 and not b_col:
-            as_column = over_tiles(launch(True), row_tiles, tile.cols, out_col)
-
-            def prepare(o: Operands) -> Sequence[Bound]:
-                """One row-major column is a column: 16 bytes a copy instead of 2."""
-                one = o.n == 1 and o.ldb == 1
-                return as_column(o._replace(ldb=8 * ceil_div(p.K, 8))) if one else as_stored(o)
-
+        instance = f"spmm_bitmask_tc<{types}, {shape}, {str(p.b_layout == COL).lower()}>"
+        function = jit.load(SOURCE, instance, jit.architecture(p.sm or 80, ()), p.device_id, tile.smem(room))
+        launch = Launch(function, "PPPPPqqiiiPPqqqq", fixed, 32 * tile.warps, tile.smem(room))
+        prepare = over_tiles(launch, ceil_div(p.M, tile.rows), tile.cols, p.out_layout == COL)
         return device_plan(self.name, p, prepare, str(tile), records.nbytes)
 
 
