@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from .options import Include, Json, SrcOrMatrix, included
+from .options import Include, Json, SrcOrMatrix
 from .output import cell, console, notes, print_json, table
 
 EPILOG = "spformat bench ./model-sp -n 1,16,256   |   spformat bench w.safetensors --to two-four --device cuda -n 4096"
@@ -109,6 +109,7 @@ def _default_device() -> str:
 
 def _matrices(src: str, include: list[str] | None, limit: int) -> Any:
     """(name, Format or array) of the largest matrices, one of each shape first."""
+    from spformat.checkpoint.recipe import included
     from spformat.checkpoint.source import open_source
     from spformat.dtypes import VALUE_TYPES
     from spformat.formats.exchange import as_format
@@ -120,7 +121,7 @@ def _matrices(src: str, include: list[str] | None, limit: int) -> Any:
         yield src, read_matrix(src)
         return
     source = open_source(src)
-    chosen = ((name, *source.records[name]) for name in included(source, include))
+    chosen = ((name, *source.records[name]) for name in included(source.records, include))
     found = [(name, shard, r) for name, shard, r, _ in chosen if len(r.shape) == 2 and r.dtype in VALUE_TYPES]
     found.sort(key=lambda item: -item[2].shape[0] * item[2].shape[1])
     seen: dict[Any, int] = {}

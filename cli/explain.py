@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .options import Include, Json, Src, included
+from .options import Include, Json, Src
 from .output import cell, console, print_json
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def run(
 ) -> None:
     """Every kernel with its answer, for every matrix in SRC; nothing is multiplied."""
     from spformat import cost
+    from spformat.checkpoint.recipe import included
     from spformat.checkpoint.source import open_source
     from spformat.dispatch import explain
     from spformat.dtypes import VALUE_TYPES
@@ -39,7 +40,7 @@ def run(
     sm = int(found.group(1)) if found.group(1) else None
     source = open_source(src)
     out = []
-    for name in included(source, include):
+    for name in included(source.records, include):
         _, r, _ = source.records[name]
         if len(r.shape) != 2 or r.dtype not in VALUE_TYPES:
             continue

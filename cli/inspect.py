@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .options import Include, Json, SrcOrMatrix, included
+from .options import Include, Json, SrcOrMatrix
 from .output import cell, console, notes, print_json, progress, size, table
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def run(
 
 def _structures(src: str, include: list[str] | None, quiet: bool) -> Any:
     """(name, stored format, shape, dtype, bytes, Structure or None), one tensor in memory at a time."""
+    from spformat.checkpoint.recipe import included
     from spformat.checkpoint.source import open_source
     from spformat.dtypes import VALUE_TYPES
     from spformat.formats.base import Format
@@ -63,7 +64,7 @@ def _structures(src: str, include: list[str] | None, quiet: bool) -> Any:
         yield src, "csr", a.shape, a.dtype.name, a.nbytes, structure_of(a, src), a.stored_zeros
         return
     source = open_source(src)
-    names = included(source, include)
+    names = included(source.records, include)
     total = sum(source.records[n][2] for n in names)
     with progress(total, "read", quiet) as step:
         for name in names:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -31,18 +31,6 @@ NonFinite = Annotated[
     str, typer.Option("--nonfinite", help="With --prune, NaN and infinities: 'refuse', or 'keep' them as the largest.")
 ]
 Misfit = Annotated[str, typer.Option(help="A tensor its target cannot hold: 'refuse' the run, or 'keep' it as it is.")]
-
-
-def included(source: Any, include: list[str] | None) -> list[str]:
-    """Names of the tensors that --include selects; UsageError for a pattern that selects none."""
-    from spformat.checkpoint.jobs import require_match
-    from spformat.checkpoint.recipe import matcher
-
-    names = list(source.records)
-    for pattern in include or ():
-        require_match("--include", pattern, names)
-    patterns = [matcher(p) for p in include or ()]
-    return [n for n in names if not patterns or any(p.search(n) for p in patterns)]
 
 
 _UNITS = {

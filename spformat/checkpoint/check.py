@@ -12,7 +12,7 @@ from ..convert import convert
 from ..errors import FormatError, IntegrityError, SpformatError, StructureError, UsageError, printable
 from ..files import Path, member, sha256_of
 from .manifest import MANIFEST, read_manifest
-from .recipe import matcher
+from .recipe import included
 from .source import Source, open_source
 
 
@@ -55,10 +55,7 @@ def validate_checkpoint(path: Path, checks: Checks | None = None) -> Iterator[Ve
     source = open_source(path)
     if checks.checksums:
         yield from _files(source)
-    wanted = [n for n in source.records if not checks.include or any(matcher(p).search(n) for p in checks.include)]
-    if checks.include and not wanted:
-        raise UsageError(f"--include matches none of {len(source.records)} tensors")
-    for name in wanted:
+    for name in included(source.records, checks.include):
         shard, record, _ = source.records[name]
         fmt = record.format.name if record.format else "plain"
         verdict = Verdict(name, fmt, record.shape, record.dtype)

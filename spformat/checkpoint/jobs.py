@@ -16,7 +16,7 @@ from ..formats.base import Format
 from ..limits import product
 from ..preprocess import masks
 from ..structure import Structure, analyse
-from .recipe import AUTO, KEEP, Recipe, matcher
+from .recipe import AUTO, KEEP, Recipe, require_match
 from .source import Source
 
 
@@ -78,12 +78,6 @@ def _require_matches(recipe: Recipe, jobs: list[Job]) -> None:
     patterns += [("--include", p) for p in recipe.include] + [("--exclude", p) for p in recipe.exclude]
     for flag, pattern in patterns:
         require_match(flag, pattern, [j.name for j in jobs])
-
-
-def require_match(flag: str, pattern: str, names: list[str]) -> None:
-    """UsageError unless a pattern matches one of the names."""
-    if not any(map(matcher(pattern).search, names)):
-        raise UsageError(f"{flag} {pattern!r} matches none of {len(names)} tensors ({', '.join(names[:3])}, ..)")
 
 
 def prune(x: np.ndarray[Any, Any], target: str, recipe: Recipe) -> np.ndarray[Any, Any]:

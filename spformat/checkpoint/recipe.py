@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,21 @@ def matcher(pattern: str) -> re.Pattern[str]:
         return re.compile(fnmatch.translate(pattern))
     except re.error as e:
         raise UsageError(f"pattern {pattern!r}: {e}") from e
+
+
+def require_match(flag: str, pattern: str, names: list[str]) -> None:
+    """UsageError unless a pattern matches one of the names."""
+    if not any(map(matcher(pattern).search, names)):
+        raise UsageError(f"{flag} {pattern!r} matches none of {len(names)} tensors ({', '.join(names[:3])}, ..)")
+
+
+def included(names: Iterable[str], include: Sequence[str] | None) -> list[str]:
+    """The names that --include selects, all without one; UsageError for a pattern that selects none."""
+    found = list(names)
+    for pattern in include or ():
+        require_match("--include", pattern, found)
+    patterns = [matcher(p) for p in include or ()]
+    return [n for n in found if not patterns or any(p.search(n) for p in patterns)]
 
 
 def check_target(target: str) -> str:
