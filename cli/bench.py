@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from .options import Include, Json, SrcOrMatrix
+from .options import Include, Json, SrcOrMatrix, is_matrix
 from .output import cell, console, notes, print_json, table
 
 EPILOG = "spformat bench ./model-sp -n 1,16,256   |   spformat bench w.safetensors --to two-four --device cuda -n 4096"
@@ -115,9 +115,7 @@ def _matrices(src: str, include: list[str] | None, limit: int) -> Any:
     from spformat.formats.exchange import as_format
     from spformat.interop.matrices import read_matrix
 
-    from .inspect import MATRIX_FILES
-
-    if src.lower().endswith(MATRIX_FILES):
+    if is_matrix(src):
         yield src, read_matrix(src)
         return
     source = open_source(src)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import plan
-from .inspect import MATRIX_FILES, structure_of
+from .inspect import structure_of
 from .options import (
     Exclude,
     Include,
@@ -23,6 +23,7 @@ from .options import (
     Sparsity,
     SrcOrMatrix,
     To,
+    is_matrix,
     recipe,
 )
 from .output import cell, console, notes, print_json, progress, size
@@ -93,7 +94,7 @@ def run(
     from spformat.checkpoint.remote import staged
     from spformat.limits import using
 
-    if src.lower().endswith(MATRIX_FILES):
+    if is_matrix(src):
         _refuse(ctx, _OF_CHECKPOINTS, f"checkpoints, and {src} is a matrix file")
         _matrix(src, dst, to, values, seed, dtype, force, dry_run, as_json)
         return

@@ -6,15 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .options import Include, Json, SrcOrMatrix
+from .options import Include, Json, SrcOrMatrix, is_matrix
 from .output import cell, console, notes, print_json, progress, size, table
 
 if TYPE_CHECKING:
     from spformat.structure import Structure
 
 EPILOG = "spformat inspect ./model   |   spformat inspect w.safetensors --long --include 're:.*down_proj'"
-
-MATRIX_FILES = (".smtx", ".mtx", ".npz")
 
 
 def run(
@@ -59,7 +57,7 @@ def _structures(src: str, include: list[str] | None, quiet: bool) -> Any:
     from spformat.formats.base import Format
     from spformat.interop.matrices import read_matrix
 
-    if src.lower().endswith(MATRIX_FILES):
+    if is_matrix(src):
         a = read_matrix(src)
         yield src, "csr", a.shape, a.dtype.name, a.nbytes, structure_of(a, src), a.stored_zeros
         return

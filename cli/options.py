@@ -33,6 +33,11 @@ NonFinite = Annotated[
 Misfit = Annotated[str, typer.Option(help="A tensor its target cannot hold: 'refuse' the run, or 'keep' it as it is.")]
 
 
+def is_matrix(src: str) -> bool:
+    """Whether SRC names a file with one matrix, not a checkpoint."""
+    return src.lower().endswith((".smtx", ".mtx", ".npz"))
+
+
 _UNITS = {
     "": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,

@@ -32,7 +32,7 @@ from .problem import (
     Rejected,
     result_dtype,
     scalar,
-    tile_class,
+    tile_class,  # fmt: skip
 )
 
 log = logging.getLogger("spformat")
@@ -101,8 +101,8 @@ def spmm(A: Any, B: Any, out: Any = None, backend: str | None = None, *, alpha: 
         return spmm(A, B[:, None], column, backend, alpha=alpha, beta=beta, bias=bias)[:, 0]
     if bias is None and alpha == 1 and beta == 0:
         return _plan_for(A, B, out, backend).run(B, out)
-    if bias is not None and type(bias) is not type(B):
-        raise TypeError(f"bias: expected {type(B).__module__}.{type(B).__name__} like B, got {type(bias).__name__}")
+    if bias is not None:
+        _require_like("bias", bias, "B", B)
     return _plan_for(A, B, out, backend, True).run(B, out, scalar("alpha", alpha), scalar("beta", beta), bias)
 
 
@@ -130,10 +130,10 @@ def linear(x: Any, W: Any, bias: Any = None, *, alpha: float = 1.0, beta: float 
             raise ValueError(f"beta = {beta} adds to y: expected out, got none")
         with current_device(x):
             out = namespace(x).empty(shape, numpy_dtype(result_dtype(W.dtype.name, value_type(x.dtype).name)))
-    elif type(out) is not type(x):
-        raise TypeError(f"out: expected {type(x).__module__}.{type(x).__name__} like x, got {type(out).__name__}")
-    elif out.shape != shape:
-        raise ValueError(f"out: expected shape {shape}, got {out.shape}")
+    else:
+        _require_like("out", out, "x", x)
+        if out.shape != shape:
+            raise ValueError(f"out: expected shape {shape}, got {out.shape}")
     if x.ndim == 2:
         spmm(W, x.T, out.T, backend, alpha=alpha, beta=beta, bias=bias)
         return out
@@ -354,11 +354,17 @@ def describe(A: Format, B: Any, out: Any, epilogue: bool = False) -> Problem:
         return _problem(
             A, tile_class(B.shape[1]), b_dtype, result_dtype(A.dtype.name, b_dtype), b_layout, ROW, epilogue
         )
-    if type(out) is not type(B):
-        raise TypeError(f"out: expected {type(B).__module__}.{type(B).__name__} like B, got {type(out).__name__}")
+    _require_like("out", out, "B", B)
     if out.shape != (A.shape[0], B.shape[1]):
         raise ValueError(f"out: expected shape {(A.shape[0], B.shape[1])}, got {out.shape}")
     return _problem(A, tile_class(B.shape[1]), b_dtype, _dtype_name(out.dtype), b_layout, _layout(out), epilogue)
+
+
+def _require_like(name: str, x: Any, other_name: str, other: Any) -> None:
+    """TypeError for an array of another library."""
+    kind = type(other)
+    if type(x) is not kind:
+        raise TypeError(f"{name}: expected {kind.__module__}.{kind.__name__} like {other_name}, got {type(x).__name__}")
 
 
 def _problem(A: Format, n: int, b_dtype: str, out_dtype: str, b_layout: str, out_layout: str, epilogue: bool = False,

@@ -51,7 +51,7 @@ class Limits:
 
 
 _FIELDS = Limits.__dataclass_fields__.keys()
-_NUMBERS = {"file_bytes", "header_bytes", "tensors", "name_bytes", "descriptor_bytes", "empty_extent", "memory"}
+_NUMBERS = {name for name, f in Limits.__dataclass_fields__.items() if str(f.type).startswith("int")}
 _FLOOR = 4 * 2**30
 _RATIO = 8
 _DEFAULT = Limits()

@@ -124,33 +124,24 @@ def foresee(job: Job, x: Format | np.ndarray[Any, Any] | None, recipe: Recipe) -
     )  # fmt: skip
     if job.target == KEEP or x is None:
         return base
-    if isinstance(x, Format):
-        return _foresee_stored(base, job, x, recipe)
-    structure = analyse(x)
-    base = replace(base, nnz=structure.nnz, negative_zeros=structure.negative_zeros)
     try:
-        target = settle(job, x, structure)
-        size = _exact_size(structure, target, x)
+        if isinstance(x, Format):  # converted as it is stored: decoded, a graph may not fit into memory
+            base, dense = replace(base, nnz=x.nnz), product(*x.shape, x.dtype.itemsize)
+            fmt, given = parse_spec(job.target)
+            target, size = spec_text(fmt, fmt.resolve_params(given)), convert(x, fmt, **given).nbytes
+        else:
+            structure = analyse(x)
+            base, dense = (
+                replace(base, nnz=structure.nnz, negative_zeros=structure.negative_zeros),
+                structure.dense_bytes,
+            )
+            target = settle(job, x, structure)
+            size = _exact_size(structure, target, x)
     except StructureError as e:
         if recipe.misfit == "keep":
             return replace(base, why=f"kept: {e.message}")
         return replace(base, target=job.target, bytes_out=None, error=e.message)
-    return replace(base, target=target, bytes_out=size, larger_than_dense=size > structure.dense_bytes)
-
-
-def _foresee_stored(base: Outcome, job: Job, a: Format, recipe: Recipe) -> Outcome:
-    """As ``foresee``, of a matrix that is converted as it is stored: decoded, a graph may not fit into memory."""
-    base = replace(base, nnz=a.nnz)
-    fmt, given = parse_spec(job.target)
-    try:
-        made = convert(a, fmt, **given)
-    except StructureError as e:
-        if recipe.misfit == "keep":
-            return replace(base, why=f"kept: {e.message}")
-        return replace(base, target=job.target, bytes_out=None, error=e.message)
-    dense = product(*a.shape, a.dtype.itemsize)
-    target = spec_text(fmt, fmt.resolve_params(given))
-    return replace(base, target=target, bytes_out=made.nbytes, larger_than_dense=made.nbytes > dense)
+    return replace(base, target=target, bytes_out=size, larger_than_dense=size > dense)
 
 
 def _exact_size(s: Structure, target: str, x: np.ndarray[Any, Any]) -> int:

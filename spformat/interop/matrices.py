@@ -88,9 +88,8 @@ def _read_mtx(content: bytes) -> CSR:
     return _from_coordinates(m.shape, m.row, m.col, data, "mtx")
 
 
+_DECIMAL = rb"[+-]?(?:(?:\d++\.?\d*+|\.\d++)(?:[eE][+-]?\d++)?|(?i:nan|inf(?:inity)?))", "a decimal number"
 _VALUES = {
-    "real": (rb"[+-]?(?:(?:\d++\.?\d*+|\.\d++)(?:[eE][+-]?\d++)?|(?i:nan|inf(?:inity)?))", "a decimal number"),
-    "double": (rb"[+-]?(?:(?:\d++\.?\d*+|\.\d++)(?:[eE][+-]?\d++)?|(?i:nan|inf(?:inity)?))", "a decimal number"),
     "integer": (rb"[+-]?\d++", "an integer"),
     "pattern": (b"", "no value"),
 }
@@ -98,7 +97,7 @@ _VALUES = {
 
 def _check_lines(content: bytes, start: int, layout: str, field: str) -> None:
     """Every line is an entry to its end: scipy reads 1.5D+02 as 1.5, and the integer 1.5 as 1."""
-    value, what = _VALUES.get(field, _VALUES["real"])
+    value, what = _VALUES.get(field, _DECIMAL)
     items = [value] if layout == "array" else [rb"\d++", rb"\d++", *filter(None, [value])]
     entry = rb"(?:[ \t]*+" + rb"[ \t]++".join(items) + rb"[ \t]*+|[ \t]*+)\r?(?:\n|\Z)"
     found = re.compile(rb"(?>" + entry + rb")*+").match(content, start)

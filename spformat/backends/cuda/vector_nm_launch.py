@@ -95,7 +95,7 @@ def aligned_data(a: Any) -> Any:
     data, size = a.data, a.data.dtype.itemsize
     if data.shape[1] * size % BOUNDARY == 0:
         return data
-    padded = cupy.zeros((data.shape[0], round_up(data.shape[1], 16 // size)), f"uint{8 * size}")
+    padded = cupy.zeros((data.shape[0], round_up(data.shape[1], BOUNDARY // size)), f"uint{8 * size}")
     padded[:, : data.shape[1]] = data.view(padded.dtype)
     return padded
 
