@@ -6,9 +6,10 @@ sf.save("w.safetensors", {"w": a})
 y = sf.spmm(sf.load("w.safetensors")["w"], x)
 """
 
+from .choice import Explanation
 from .container import load, safe_open, save, save_dense
 from .convert import convert
-from .dispatch import Explanation, explain, linear, plan, spmm, use_backend
+from .dispatch import explain, linear, plan, spmm, use_backend
 from .errors import (
     ArrayError,
     ContainerError,

@@ -1,4 +1,4 @@
-"""spmm(), linear(), plan(), explain(): choose a kernel, never convert, never copy between host and device."""
+"""spmm(), linear(), plan(), explain(): take operands to a plan, never convert, never copy between host and device."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import logging
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from . import backends
 from .arrays import current_device, is_cupy, namespace
-from .backends.base import Backend, Kernel
 from .backends.host import numpy_dtype
+from .choice import Explanation, ask, asked_of, choose, named
 from .dtypes import VALUE_TYPES, value_type
-from .errors import DeviceUnavailable, NoKernelError, UsageError
+from .errors import UsageError
 from .formats.base import Format
 from .formats.exchange import as_array, as_format, is_torch
 from .problem import (
@@ -26,13 +25,11 @@ from .problem import (
     OVERWRITES,
     ROW,
     STRIDED,
-    Accepted,
     Plan,
     Problem,
-    Rejected,
     result_dtype,
     scalar,
-    tile_class,  # fmt: skip
+    tile_class,
 )
 
 log = logging.getLogger("spformat")
@@ -43,34 +40,12 @@ _chosen: contextvars.ContextVar[str | None] = contextvars.ContextVar("spformat_b
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Inside the block every call without ``backend=`` uses this backend or kernel, and never falls back."""
-    _named(name)
+    named(name)
     token = _chosen.set(name)
     try:
         yield
     finally:
         _chosen.reset(token)
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Every kernel with its answer, in the order they were asked; ``str()`` is the text the CLI prints."""
-
-    problem: Problem
-    answers: tuple[Accepted | Rejected, ...]
-
-    @property
-    def chosen(self) -> str | None:
-        """The kernel that runs: the first that accepted."""
-        return next((a.kernel for a in self.answers if a), None)
-
-    def __str__(self) -> str:
-        p = self.problem
-        lines = [
-            f"A {p.M}x{p.K} ({p.a_dtype}, {p.format}, {p.device}) @ B {p.K}x{p.n or 'N'} ({p.b_dtype}, {p.b_layout})"
-        ]
-        lines.append(f"  runs on {self.chosen}" if self.chosen else "  no kernel takes this")
-        lines += [f"  {a}" for a in self.answers]
-        return "\n".join(lines)
 
 
 def spmm(A: Any, B: Any, out: Any = None, backend: str | None = None, *, alpha: float = 1.0, beta: float = 0.0,
@@ -172,13 +147,13 @@ def explain(
     does not count, unless ``installed``.
     """
     if isinstance(A, Problem):
-        return _ask(A, backend, installed=installed)
+        return ask(A, backend, installed=installed)
     A = as_format(A)
     if B is None:
         name = A.dtype.name
-        return _ask(_problem(A, tile_class(n or 512), name, result_dtype(name, name), ROW, ROW), backend)
+        return ask(_problem(A, tile_class(n or 512), name, result_dtype(name, name), ROW, ROW), backend)
     B = as_array(B)
-    return _ask(describe(A, B[:, None] if B.ndim == 1 else B, None), backend)
+    return ask(describe(A, B[:, None] if B.ndim == 1 else B, None), backend)
 
 
 # ------------------------------------------------------------------ from operands to a plan
@@ -213,10 +188,10 @@ def _plan_for(A: Format, B: Any, out: Any, backend: str | None, epilogue: bool =
 
 
 def _make_plan(A: Format, problem: Problem, name: str | None, unsafe: bool) -> Plan:
-    kernel = _choose(problem, name)
+    kernel = choose(problem, name)
     if not unsafe:
         A.ensure_valid()
-    asked = _asked(kernel, problem)
+    asked = asked_of(kernel, problem)
     with current_device(A.values):
         made = kernel.plan(A if A.is_validated else _trusted(A), asked)
         if asked is not problem:
@@ -262,79 +237,12 @@ def _span(x: Any) -> tuple[int, int]:
     return start, end
 
 
-def _choose(problem: Problem, name: str | None) -> Kernel:
-    trace = _ask(problem, name)
-    for answer in trace.answers:
-        if answer:
-            backend = backends.get(answer.kernel.partition(".")[0])
-            return next(k for k in backend.kernels() if k.name == answer.kernel)
-    if name is not None:
-        missing = _named(name)[0].missing()
-        if missing:
-            raise DeviceUnavailable(f"backend {name!r} cannot run here: {'; '.join(missing)}", reasons=missing)
-    raise NoKernelError(f"No kernel for 'spmm' with:\n{trace}", reasons=[str(a) for a in trace.answers])
-
-
-def _ask(problem: Problem, only: str | None = None, *, installed: bool = True) -> Explanation:
-    """Every kernel's answer, best first."""
-    answers: list[Accepted | Rejected] = []
-    for name in (only,) if only else backends.order(problem.device):
-        try:
-            backend, kernel = _named(name)
-        except (ImportError, AttributeError) as e:  # a broken plug-in is a reason, not a crash
-            answers.append(Rejected(name, (f"the backend does not load: {e}",)))
-            continue
-        missing = tuple(backend.missing()) if installed else ()
-        first = getattr(backend, "preferred", _none_preferred)(problem)
-        kernels = sorted(backend.kernels(), key=lambda k: (k.name != first, getattr(k, "rank", _no_rank)(problem)))
-        for k in kernels:
-            if kernel is not None and k.name != kernel:
-                continue
-            if problem.format not in k.formats:
-                if kernel is not None:
-                    answers.append(Rejected(k.name, (f"does not take format {problem.format}",)))
-                continue
-            refused = (*missing, *k.unsupported(_asked(k, problem)))
-            answers.append(Rejected(k.name, refused) if refused else Accepted(k.name))
-        if missing and not any(problem.format in k.formats for k in kernels):
-            answers.append(Rejected(name, missing))
-    return Explanation(problem, tuple(answers))
-
-
-def _named(name: str) -> tuple[Backend, str | None]:
-    """The backend of "cuda", or that of "cuda.spmm_csr" and this name; UsageError for one that is unknown."""
-    head, dot, _ = name.partition(".")
-    backend = backends.get(head)
-    kernels = [k.name for k in backend.kernels()] if dot else []
-    if dot and name not in kernels:
-        raise UsageError(f"unknown kernel {name!r} (kernels of {head}: {', '.join(kernels)})", value=name)
-    return backend, name if dot else None
-
-
-def _asked(kernel: Kernel, problem: Problem) -> Problem:
-    """What a kernel is asked: where it has no epilogue the product alone, in float32 if it can: C is rounded once."""
-    if not problem.epilogue or getattr(kernel, "epilogue", False):
-        return problem
-    wide = replace(problem, epilogue=False, out_dtype="float32")
-    if problem.out_dtype in ("float16", "bfloat16") and not kernel.unsupported(wide):
-        return wide
-    return replace(problem, epilogue=False)
-
-
 def _with_epilogue(made: Plan, problem: Problem) -> Plan:
     if problem.device == "cpu":
         from .backends.host import with_epilogue
     else:
         from .backends.cuda.epilogue import with_epilogue
     return with_epilogue(made, problem)
-
-
-def _no_rank(problem: Problem) -> int:
-    return 0
-
-
-def _none_preferred(problem: Problem) -> str:
-    return ""
 
 
 def describe(A: Format, B: Any, out: Any, epilogue: bool = False) -> Problem:

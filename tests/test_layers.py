@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("descriptor", "convert", "structure", "preprocess", "interop"),
     ("filewriter",),
     ("backends", "container"),
+    ("choice",),
     ("dispatch", "checkpoint", "bench"),
     ("contenders", "cost"),
     ("tuning",),
