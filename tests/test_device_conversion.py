@@ -14,7 +14,6 @@ from cases import sparse
 
 import spformat as sf
 from spformat import container, pinned
-from spformat.arrays import on_boundary
 from spformat.checkpoint import Recipe, convert_checkpoint, shard
 from spformat.formats import on_device
 
@@ -74,30 +73,6 @@ def test_a_flipped_byte_is_found_on_the_way_to_the_device(tmp_path: Path, stand_
     (tmp_path / "x.safetensors").write_bytes(data)
     with pytest.raises(sf.IntegrityError, match="the file is damaged"):
         sf.load(tmp_path / "x.safetensors", device="cuda")
-
-
-def test_an_array_on_a_device_starts_on_a_boundary(stand_in: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copied where it does not; a dense one, and all on the host, stay what they are."""
-    room = np.zeros(64, np.float32)
-    start = -room.ctypes.data % 16 // 4
-    at, off = room[start : start + 8], room[start + 1 : start + 9]
-    assert off.ctypes.data % 16
-    assert on_boundary(off) is off
-    there, away = at.view(stand_in.ndarray), off.view(stand_in.ndarray)
-    assert on_boundary(there) is there
-    entered: list[Any] = []
-    with monkeypatch.context() as watched:
-        watched.setattr(type(away.device), "__enter__", lambda scope: entered.append(scope))
-        copied = on_boundary(away)
-    assert len(entered) == 1, "copied to the device that is current, not to its own"
-    assert copied.data.ptr % 16 == 0
-    assert copied.data.ptr != away.data.ptr
-    values = {"indptr": np.array([0, 8], np.int32), "indices": np.arange(8, dtype=np.int32)}
-    rest = {k: v.view(stand_in.ndarray) for k, v in values.items()}
-    assert sf.CSR(shape=(1, 8), data=away, **rest).data is not away
-    assert sf.CSR(shape=(1, 8), data=there, **rest).data is there
-    assert sf.CSR(shape=(1, 8), data=off, **values).data is off
-    assert sf.Dense(shape=(1, 8), data=away.reshape(1, 8)).data.data.ptr == away.data.ptr
 
 
 @pytest.mark.parametrize("target", ["two-four", "bitmask", "dense"])

@@ -19,9 +19,7 @@ import spformat as sf
 from spformat.backends.cuda import KERNELS
 from spformat.backends.vendor import BACKEND as VENDOR
 from spformat.dtypes import VALUE_TYPES, nonzero_mask
-from spformat.formats import by_name, registered
 from spformat.formats.base import Format
-from spformat.preprocess import masks
 from spformat.problem import Problem, result_dtype, tile_class
 
 pytestmark = pytest.mark.gpu
@@ -245,40 +243,6 @@ def test_long_rows_are_cut_and_whoever_comes_last_adds_the_pieces(cp: Any, spec:
                     out = cp.full((M, n), float("nan"), "float32")
                     plan(dev, out=out)
                     assert (out.get() == wanted).all(), f"{plan.kernel} {plan.tile} n={n}"
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-@pytest.mark.parametrize("fmt", sorted(f.name for f in registered() if f.aligned))
-def test_arrays_that_start_anywhere(cp: Any, fmt: str, dtype: str) -> None:
-    """Slices of larger arrays, an item behind a boundary: checked, multiplied by every kernel, unpacked, converted."""
-    params = {"bsr": {"blocksize": (16, 16)}, "dbsr": {"blocksize": (16, 16)}}.get(fmt, {})
-    x = integers(CASES["even"](dtype))
-    if dtype not in by_name(fmt).value_dtypes:
-        pytest.skip(f"{fmt} holds no {dtype}")
-    if fmt in ("two-four", "vector-nm"):
-        a = (masks.prune_two_four(x) if fmt == "two-four" else masks.prune_vector_nm(x, 2, 4, 32)).to("cuda")
-        x = a.to_dense().get()
-    else:
-        a = sf.convert(x, fmt, **params).to("cuda")
-
-    def shifted(v: Any) -> Any:
-        room = cp.zeros(v.size + 1, v.dtype)
-        room[1:] = v.ravel()
-        return room[1:].reshape(v.shape)
-
-    moved = a.with_arrays(**{name: shifted(v) for name, v in a.arrays().items()})
-    assert all(v.data.ptr % 16 == 0 for v in moved.arrays().values() if v.size)
-    moved.validate()
-    assert (moved.to_dense().get() == x).all()
-    B = cp.asarray(np.random.default_rng(1).integers(-2, 3, (x.shape[1], 136)).astype(dtype))
-    wanted = x.astype(np.float64) @ B.get().astype(np.float64)
-    for kernel in KERNELS:
-        p = problem(moved, 136, dtype, ("row", "row"), int(cp.cuda.Device().compute_capability))
-        if fmt in kernel.formats and not kernel.unsupported(p):
-            assert (sf.spmm(moved, B, backend=kernel.name).get() == wanted).all(), kernel.name
-    dense = shifted(cp.asarray(x))
-    assert dense.data.ptr % 16
-    assert sf.convert(dense, fmt, **a.params()).to("cpu") == a.to("cpu")
 
 
 def test_refusals_before_launch(cp: Any) -> None:
