@@ -33,8 +33,9 @@ __device__ __noinline__ sum_t<T> stored_only(const Ptr* indptr, const u8* bits, 
     return sum;
 }
 
-// Adds the partial sums[WARPS][ROWS][NT] of a block in the order of the warps and stores them; all threads call it.
-template <class T, class Out, class Ptr, int ROWS, int NT, int WARPS>
+// Adds the partial sums[RANGES][ROWS][NT] of a block, one for each range of K, in their order, and stores them; all threads
+// call it.
+template <class T, class Out, class Ptr, int ROWS, int NT, int RANGES>
 __device__ __forceinline__ void store_sums(const sum_t<T>* sums, const Ptr* indptr, const u8* bits, const T* data,
                                            i64 bytes, i64 row0, i64 n0, i64 M, i64 N, const T* B, i64 b_k, i64 b_n, Out* C,
                                            i64 c_row, i64 c_col) {
@@ -45,7 +46,7 @@ __device__ __forceinline__ void store_sums(const sum_t<T>* sums, const Ptr* indp
         if (row >= M || n >= N) continue;
         sum_t<T> sum = 0;
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) sum += sums[(w * ROWS + r) * NT + j];
+        for (int w = 0; w < RANGES; ++w) sum += sums[(w * ROWS + r) * NT + j];
         if (!isfinite(sum)) sum = stored_only<T, Ptr>(indptr, bits, data, row, bytes, B + n * b_n, b_k);
         C[row * c_row + n * c_col] = narrow<Out>(sum);
     }
