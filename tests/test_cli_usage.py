@@ -90,9 +90,9 @@ def test_bench_refuses_what_it_cannot_time(args: list[str], text: str) -> None:
     assert text in r.stderr
 
 
-@pytest.mark.parametrize("verb", ["inspect", "explain"])
+@pytest.mark.parametrize("verb", ["inspect", "explain", "validate"])
 def test_an_include_that_matches_nothing(verb: str) -> None:
-    r = spformat(verb, DIGITS, "--include", "nothing*")
+    r = spformat(verb, DIGITS, "--include", "re:weight", "--include", "nothing*")
     assert r.returncode == 2
     assert "--include 'nothing*' matches none of" in r.stderr
 
