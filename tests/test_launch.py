@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import sys
 import threading
 import time
+import weakref
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -171,6 +173,41 @@ def test_whatever_the_checks_depend_on_makes_operands_new(world: World) -> None:
     assert not known(world, plan, B[:, :5], out[:, :5])
     assert world.made[-1][0].stream == 8
     assert known(world, plan, B[:, :5], out[:, :5])
+
+
+def test_the_same_objects_are_known_until_they_change_their_shape_or_go(world: World) -> None:
+    plan, B, out = world.plan(), world.array(3, 5), world.array(4, 5)
+    for i in range(4):
+        assert known(world, plan, B, out) == (i > 0)
+    world.stream = 9
+    assert [known(world, plan, B, out) for _ in range(3)] == [False, True, True]
+    assert world.made[-1][0].stream == 9
+    world.stream = 7
+    assert [known(world, plan, B, out) for _ in range(3)] == [True] * 3
+    assert world.made[-1][0].stream == 7
+    B.shape = (5, 3)
+    with pytest.raises(ValueError, match="B: expected shape"):
+        plan.run(B, out)
+    B.shape = (3, 5)
+    out.shape = (2, 10)
+    with pytest.raises(ValueError, match="out: expected shape"):
+        plan.run(B, out)
+    out.shape = (4, 5)
+    assert known(world, plan, B, out)
+    gone = weakref.ref(out)
+    del out
+    gc.collect()
+    assert gone() is None, "a plan keeps operands alive"
+    with pytest.raises(TypeError, match="expected a CuPy array"):
+        plan.run(B, [])
+    other = world.array(4, 5)
+    assert known(world, plan, B, other) is (other.ctypes.data == world.made[0][0].c)
+    outs, inputs = [world.array(4, 5) for _ in range(2)], [B, world.array(3, 5)]
+    for _ in range(3):
+        for b in inputs:
+            for c in (*outs, outs[1]):
+                plan.run(b, c)
+                assert world.made[-1][0][:2] == (b.ctypes.data, c.ctypes.data)
 
 
 def test_on_another_device_a_plan_goes_to_its_own_and_to_the_stream_there(world: World) -> None:
