@@ -94,11 +94,11 @@ class World:
 
         return Entered()
 
-    def array(self, *shape: int, dtype: str = "float32", order: str = "C") -> Any:
+    def array(self, *shape: int, dtype: str = "float32", order: str = "C", device: int = 0) -> Any:
         class OnDevice(stand_in_cupy.Array):
             @property
             def data(self) -> Any:  # type: ignore[override]
-                return SimpleNamespace(ptr=self.ctypes.data, device_id=0)
+                return SimpleNamespace(ptr=self.ctypes.data, device_id=device)
 
         return np.zeros(shape, dtype, order).view(OnDevice)  # type: ignore[call-overload]
 

@@ -43,6 +43,8 @@ def test_records_are_counted_in_32_bits() -> None:
     p = Problem("bitmask", (), 2**20, 2**16, 16, 2**32, "bfloat16", "bfloat16", "bfloat16", "row", "row", "cuda", sm=90)
     assert not SpmmBitmaskTensor().unsupported(p)
     assert any("64 GiB" in r for r in SpmmBitmaskTensor().unsupported(dataclasses.replace(p, nnz=2**35)))
+    empty = dataclasses.replace(p, M=2**25, K=2**14, nnz=0)  # 9 pieces each of 2^29
+    assert any("64 GiB" in r for r in SpmmBitmaskTensor().unsupported(empty))
 
 
 TILES = (

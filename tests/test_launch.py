@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from stand_in_world import World
 
-from spformat.backends.cuda.launch import GRAPH_AFTER, REMEMBERED, Launch, Operands
+from spformat.backends.cuda.launch import GRAPH_AFTER, REMEMBERED, Launch, Operands, over_tiles
 from spformat.errors import DeviceError
-from spformat.problem import Plan
+from spformat.problem import COL, Plan
 
 
 class Map(ctypes.Structure):
@@ -127,6 +127,14 @@ def test_wrong_numbers_of_arguments_are_refused(launched: list[Any]) -> None:
     assert not launched
 
 
+def test_columns_beyond_the_largest_grid_are_walked() -> None:
+    launch: Any = SimpleNamespace(bind=lambda grid, stream, *tail: (grid, tail))
+    for n, tiles in ((1, 1), (8, 1), (9, 2), (8 * 65535, 65535), (8 * 65535 + 1, 65535)):
+        for out_col, steps in ((False, (70, 1)), (True, (1, 70))):
+            (call,) = over_tiles(launch, 3, 8, out_col)(Operands(4096, 8192, n, 60, 70, 7))
+            assert call == ((3, tiles, 1), (4096, 8192, n, 60, *steps))
+
+
 # ------------------------------------------------------------------ plans
 
 
@@ -164,6 +172,8 @@ def test_whatever_the_checks_depend_on_makes_operands_new(world: World) -> None:
         (B[:, :5], out[:3, :5], ValueError, "out: expected shape"),
         (B[:2, :5], out[:, :5], ValueError, "B: expected shape"),
         (B.reshape(-1)[:15].reshape(3, 5, order="F"), out[:, :5], ValueError, "B: expected row-major"),
+        (B[::-1, :5], out[:, :5], ValueError, "B: leading dimension -40 bytes"),
+        (B[:, :5], out[::-1, :5], ValueError, "out: leading dimension -40 bytes"),
     ]
     for b, c, error, text in refused:
         with pytest.raises(error, match=text):
@@ -223,6 +233,10 @@ def test_on_another_device_a_plan_goes_to_its_own_and_to_the_stream_there(world:
     assert len(world.prepared) == 1
     assert plan.run(B, None).shape == (4, 5)
     assert world.made[-1][0].stream == 7
+    added = world.plan(epilogue=True)
+    for _ in range(2):
+        added.run(B, out, 2.0, 1.0, None)
+        assert world.made[-1][0][-2:] == (2.0, 1.0)
 
 
 def test_refused_operands_are_not_remembered(world: World) -> None:
@@ -248,6 +262,20 @@ def test_refused_operands_are_not_remembered(world: World) -> None:
             plan.run(B, np.zeros((4, 5), "float32"))
     assert not world.made
     assert known(world, plan, joint[:3], joint[3:]) is known(world, plan, B, world.array(4, 5)) is False  # they touch
+
+
+def test_overlaps_of_columns_are_seen_to_the_last_line(world: World) -> None:
+    plan, flat = world.plan(b_layout=COL, out_layout=COL), world.array(40)
+
+    def at(start: int, rows: int) -> Any:
+        return flat[start : start + 5 * rows].reshape(rows, 5, order="F")
+
+    for b, c in ((0, 14), (19, 0)):  # B has 15 elements, out 20
+        with pytest.raises(ValueError, match="overlaps B"):
+            plan.run(at(b, 3), at(c, 4))
+    for b, c in ((0, 15), (20, 0)):
+        plan.run(at(b, 3), at(c, 4))
+    assert len(world.made) == 2
 
 
 def test_a_plan_forgets_rather_than_grow(world: World) -> None:
@@ -276,6 +304,10 @@ def test_an_epilogue_is_part_of_what_is_remembered(world: World) -> None:
         plan.run(B, out, 1.0, 0.0, world.array(3))
     with pytest.raises(ValueError, match="beta"):
         plan.run(B, None, 1.0, 1.0, bias)
+    with pytest.raises(ValueError, match="bias: expected consecutive values"):
+        plan.run(B, out, 1.0, 0.0, world.array(8)[::2])
+    with pytest.raises(ValueError, match="bias is on cuda:1, the matrix on cuda:0"):
+        plan.run(B, out, 1.0, 0.0, world.array(4, device=1))
 
 
 def test_calls_of_one_product_stay_together(world: World) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from stand_in_world import Step, World
 
 from spformat.backends.cuda import epilogue
 from spformat.backends.cuda.launch import GRAPH_AFTER
-from spformat.backends.cuda.scratch import PER_THREAD, Scratch
+from spformat.backends.cuda.scratch import Scratch
 from spformat.problem import COL, ROW, Plan
 
 
@@ -52,17 +53,41 @@ def test_shared_memory_is_that_of_a_stream_and_of_no_graph(world: World) -> None
     held.clear()
     second._held.clear()
     gc.collect()
-    assert not [key for key in Scratch._lent if key[1:] == (7, 10) and key[0] == 0]
+    assert not [key for key in Scratch._lent if key[:3] == (0, 7, 10)]
+
+
+def test_zeros_are_shared_among_those_who_leave_zeros(world: World) -> None:
+    world.cupy.zeros = lambda n, dtype: world.array(n, dtype="uint8")
+    plain, zeros, more = Scratch(shared=True), Scratch(zeros=True, shared=True), Scratch(zeros=True, shared=True)
+    assert plain.buffer(7, 100) != zeros.buffer(7, 100) == more.buffer(7, 100)
+
+
+def test_threads_on_one_stream_get_one_buffer(world: World) -> None:
+    """Two would be fatal: launches are kept with the address of the one that is given back."""
+    scratch, found = Scratch(), []
+
+    def slow(n: int, dtype: str) -> Any:
+        time.sleep(0.01)
+        return world.array(n, dtype="uint8")
+
+    world.cupy.empty = slow
+    threads = [threading.Thread(target=lambda: found.append(scratch.buffer(7, 100))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len(set(found)) == 1
 
 
 def test_the_stream_of_a_thread_is_another_in_each(world: World) -> None:
     scratch, found = Scratch(), {}
-    world.stream = PER_THREAD
+    world.stream = per_thread = 2  # cudaStreamPerThread
     plan, B, out = world.plan(), world.array(3, 5), world.array(4, 5)
 
     def work(name: str) -> None:
-        found[name] = scratch.buffer(PER_THREAD, 100)
-        assert found[name] == scratch.buffer(PER_THREAD, 100)
+        found[name] = scratch.buffer(per_thread, 100)
+        assert found[name] == scratch.buffer(per_thread, 100)
         for _ in range(3):
             plan.run(B, out)
 
@@ -71,7 +96,7 @@ def test_the_stream_of_a_thread_is_another_in_each(world: World) -> None:
     thread.start()
     thread.join()
     assert found["main"] != found["other"]
-    assert [o.stream for o in world.prepared] == [PER_THREAD] * 2
+    assert [o.stream for o in world.prepared] == [per_thread] * 2
     assert len(world.made) == 6
 
 
@@ -122,6 +147,22 @@ def test_a_bias_is_added_by_launches_that_are_kept(world: World, passes: list[An
         plan.run(B, out, 1.0, 0.0, world.array(5))
     with pytest.raises(ValueError, match="out: expected shape"):
         plan.run(B, world.array(5, 5), 1.0, 0.0, bias)
+
+
+def test_the_product_is_wider_than_c(world: World, passes: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for C[4, 5] in float32 with lines of 8, though C itself is in float16; wide stores only on a boundary."""
+    asked: list[int] = []
+    buffer = Scratch.buffer
+    monkeypatch.setattr(Scratch, "buffer", lambda self, stream, n: (asked.append(n), buffer(self, stream, n))[1])
+    inner = world.plan()
+    plan = epilogue.with_epilogue(inner, replace(inner.problem, out_dtype="float16", epilogue=True))
+    room = world.array(128, dtype="float16")
+    start = -room.ctypes.data // 2 % 8  # elements before the first 16-byte boundary
+    for shift in (0, 1):
+        out = room[start + shift :][:32].reshape(4, 8)[:, :5]
+        assert plan.run(world.array(3, 5), out, 1.0, 0.0, None) is out
+    assert asked == [4 * 8 * 4] * 2
+    assert passes == ["epilogue<float, __half, false, true>", "epilogue<float, __half, false, false>"]
 
 
 def test_a_plan_of_arrays_alone_gets_arrays(world: World, passes: list[Any]) -> None:

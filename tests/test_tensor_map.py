@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -31,8 +33,8 @@ def test_a_map_is_encoded_once_for_all_but_its_address(monkeypatch: pytest.Monke
     monkeypatch.setattr(tensor_map, "_driver", lambda: (encode, replace))
     monkeypatch.setattr(tensor_map, "_forms", {})
 
-    def tiled(pointer: int, columns: int = 128) -> tuple[int, bytes]:
-        found = tensor_map.tiled(pointer, "bfloat16", (columns, 64), (columns,), (64, 8), 128)
+    def tiled(pointer: int, columns: int = 128, promotion: int = 128) -> tuple[int, bytes]:
+        found = tensor_map.tiled(pointer, "bfloat16", (columns, 64), (columns,), (64, 8), 128, promotion)
         assert len(found) == ctypes.sizeof(tensor_map.TensorMap) == 128
         return int.from_bytes(found[:8], "little"), found[8:]
 
@@ -51,3 +53,32 @@ def test_a_map_is_encoded_once_for_all_but_its_address(monkeypatch: pytest.Monke
     assert len(tensor_map._forms) == 1
     tiled(4096)
     assert encoded == [4097, 4096, 4096, 4096, 4096]
+    assert tiled(4096, promotion=256)[1] != tiled(4096)[1]
+
+
+def test_threads_do_not_get_the_address_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    def replace(place: int, pointer: int) -> int:
+        ctypes.c_uint64.from_address(place).value = pointer
+        time.sleep(0.002)
+        return 0
+
+    monkeypatch.setattr(tensor_map, "_driver", lambda: (lambda *_: 0, replace))
+    form = tensor_map.Form(4096, "bfloat16", (128, 64), (128,), (64, 8), 128, 128)
+    found: list[bool] = []
+
+    def work(pointer: int) -> None:
+        found.append(int.from_bytes(form.at(pointer)[:8], "little") == pointer)
+
+    threads = [threading.Thread(target=work, args=(4096 * i,)) for i in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 8
+
+
+def test_what_the_unit_can_address() -> None:
+    assert tensor_map.aligned(4096, 8, 2)
+    assert not tensor_map.aligned(4096 + 8, 8, 2)
+    assert not tensor_map.aligned(4096, 20, 2)
+    assert tensor_map.aligned(4096, 20, 4)

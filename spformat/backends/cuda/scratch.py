@@ -50,7 +50,7 @@ class Scratch:
     """
 
     _lent: ClassVar[weakref.WeakValueDictionary[Any, Room]] = weakref.WeakValueDictionary()
-    """By device, stream and power of two: what plans share."""
+    """By device, stream, power of two and whether it is zeros between calls: what plans share."""
     _lock: ClassVar = threading.Lock()
 
     def __init__(self, zeros: bool = False, shared: bool = False) -> None:
@@ -80,7 +80,7 @@ class Scratch:
     def _borrowed(self, stream: Any, bits: int) -> Room:
         from cupy.cuda import runtime
 
-        key = runtime.getDevice(), stream, bits
+        key = runtime.getDevice(), stream, bits, self._zeros
         room = self._lent.get(key)
         if room is None:
             room = self._lent[key] = Room(1 << bits, self._zeros)
