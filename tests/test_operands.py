@@ -186,6 +186,60 @@ def test_values_of_a_graph_that_are_no_weights(kind: str) -> None:
             sf.convert(sp.eye_array(4, dtype=dtype).asformat(kind), "csr")
 
 
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
+@pytest.mark.parametrize(("name", "error"), [("indices", sf.IndexBoundsError), ("indptr", sf.PointerError)])
+@pytest.mark.parametrize("kind", ["csr", "bsr"])
+def test_indices_that_32_bits_would_wrap_into_the_matrix(kind: str, name: str, error: type[Exception]) -> None:
+    x = sp.csr_array(W) if kind == "csr" else sp.bsr_array(W, blocksize=(1, 1))
+    wide = getattr(x, name).astype(np.int64)
+    wide[1:3] += 2**32
+    setattr(x, name, wide)
+    with pytest.raises(error, match=rf"{kind}: {name}\[1\]: expected .*, got 4294967297 \(2 such\)"):
+        sf.convert(x, kind)
+    setattr(x, name, wide.astype(np.float64))
+    with pytest.raises(sf.ArrayError, match=rf"{kind}: {name}: expected integers, got float64"):
+        sf.convert(x, kind)
+    torch = pytest.importorskip("torch")
+    if kind == "csr":
+        parts = {n: torch.tensor(np.asarray(getattr(sp.csr_array(W), n), np.int64)) for n in ("indptr", "indices")}
+        parts[name] = torch.tensor(wide)
+        t = torch.sparse_csr_tensor(*parts.values(), torch.ones(4), W.shape, check_invariants=False)
+        with pytest.raises(error, match=rf"csr: {name}\[1\]: expected .*, got 4294967297"):
+            sf.convert(t, "csr")
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
+def test_blocks_as_other_libraries_keep_them() -> None:
+    # A mask times a weight leaves -0.0; a pruned block may stay stored as zeros; nobody sorts blocks of a row.
+    indptr, indices = np.array([0, 2, 3, 3]), np.array([2, 0, 1])
+    data = np.array([[[1, -0.0], [-0.0, 2]], [[0, -3], [4, 5]], [[0, -0.0], [0, 0]]], np.float32)
+    kinds: list[Any] = [sp.bsr_array((data, indices, indptr), shape=(6, 6))]
+    torch = pytest.importorskip("torch")
+    parts = (torch.tensor(part) for part in (indptr, indices, data))
+    kinds.append(torch.sparse_bsr_tensor(*parts, size=(6, 6), check_invariants=False))
+    wanted = np.zeros((6, 6), np.float32)
+    wanted[:2, 4:], wanted[:2, :2] = [[1, 0], [0, 2]], [[0, -3], [4, 5]]
+    for x in kinds:
+        for target in ("bsr:blocksize=2x2", "csr"):
+            assert sf.convert(x, target) == sf.convert(wanted, target)
+    for bad, error in (([0, 3], sf.IndexBoundsError), ([0, 0], sf.OrderError)):
+        for x in (
+            sp.bsr_array((data[:2], np.array(bad), np.array([0, 2])), shape=(2, 6)),
+            torch.sparse_bsr_tensor(
+                torch.tensor([0, 2]), torch.tensor(bad), torch.tensor(data[:2]), size=(2, 6), check_invariants=False
+            ),
+        ):
+            with pytest.raises(error):
+                sf.convert(x, "bsr")
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
+def test_batches_are_refused_by_name() -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(sf.UsageError, match=r"torch: expected one matrix, got torch\.sparse_csr of shape \(2, 3, 3\)"):
+        sf.convert(torch.ones(2, 3, 3).to_sparse_csr(), "csr")
+
+
 def test_readers_of_other_libraries_name_what_they_got() -> None:
     with pytest.raises(sf.UsageError, match=r"from_scipy: expected a scipy\.sparse matrix, got ndarray; use convert"):
         sf.from_scipy(W)

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from .. import scans
 from ..arrays import Array, index_dtype, is_cupy
 from ..dtypes import VALUE_TYPES, bits
-from ..errors import ArrayError, IndexBoundsError, UsageError
+from ..errors import ArrayError, IndexBoundsError, InvariantError, PointerError, UsageError
 from .base import Format, checked_values
-from .bsr import BSR
+from .bsr import BSR, blocks_to_csr
 from .csr import CSR
 from .dense import Dense
 
@@ -47,21 +48,27 @@ def from_scipy(x: Any) -> Format:
     if len(x.shape) != 2:
         raise UsageError(f"scipy: expected a matrix [M, K], got shape {tuple(x.shape)}")
     if x.format == "bsr":
-        arrays = _fitted(x.indptr, x.indices, x.data, x.shape[1] // x.blocksize[1])
-        b = BSR(shape=x.shape, blocksize=(int(x.blocksize[0]), int(x.blocksize[1])), **arrays)
-        try:
-            return b.validate()
-        except ValueError:  # unsorted blocks, stored zero blocks, -0.0: legal there, not here; the hub sorts them
-            return BSR.from_csr(from_scipy(x.tocsr(copy=True)).to_csr(), blocksize=b.blocksize)
+        return _from_blocks(x.shape, x.indptr, x.indices, x.data)
     if x.format == "coo":  # its tocsr() sums
         return _from_coordinates(x.shape, x.row, x.col, x.data)
     c = x if x.format == "csr" else x.tocsr()
-    a = CSR(shape=c.shape, **_fitted(c.indptr, c.indices, c.data, c.shape[1]))
+    a = CSR(shape=c.shape, **_fitted("csr", c.indptr, c.indices, c.data, c.shape[1]))
     a.check_memory()
     try:
         return a.validate()
     except ValueError:
         return a.canonical()
+
+
+def _from_blocks(shape: tuple[int, ...], indptr: Array, indices: Array, data: Array) -> BSR:
+    """BSR of blocks in any order; those without a nonzero are dropped and -0.0 becomes +0.0. Duplicates are refused."""
+    R, C = int(data.shape[1]), int(data.shape[2])
+    b = BSR(shape=(shape[0], shape[1]), blocksize=(R, C), **_fitted("bsr", indptr, indices, data, shape[1] // C))
+    try:
+        return b.validate()
+    except InvariantError:  # legal in other libraries, not here
+        b.check_memory()
+    return BSR.from_csr(blocks_to_csr(b, b.block_rows()).canonical(), blocksize=(R, C))
 
 
 def _from_coordinates(shape: tuple[int, int], rows: Array, cols: Array, data: Array) -> CSR:
@@ -73,10 +80,31 @@ def _from_coordinates(shape: tuple[int, int], rows: Array, cols: Array, data: Ar
     return CSR.from_coordinates(shape, rows.astype(np.int64), cols.astype(np.int64), data).in_order()
 
 
-def _fitted(indptr: Array, indices: Array, data: Array, columns: int) -> dict[str, Array]:
-    """Index arrays in the types their bounds demand."""
-    n = indices.size
-    return {"indptr": indptr.astype(index_dtype(n)), "indices": indices.astype(index_dtype(columns - 1)), "data": data}
+def _fitted(where: str, indptr: Array, indices: Array, data: Array, columns: int) -> dict[str, Array]:
+    """Index arrays in the types their bounds demand. PointerError, IndexBoundsError for a number that would wrap."""
+    n = int(indices.size)
+    end, inside = f"at most {n}, the number of items it points into", f"an index in [0, {columns})"
+    return {
+        "indptr": _narrowed(where, "indptr", indptr, index_dtype(n), end, PointerError),
+        "indices": _narrowed(where, "indices", indices, index_dtype(columns - 1), inside, IndexBoundsError),
+        "data": data,
+    }
+
+
+def _narrowed(
+    where: str, name: str, x: Array, dtype: np.dtype[Any], expected: str, error: type[InvariantError]
+) -> Array:
+    if x.dtype.kind not in "iu":
+        raise ArrayError(f"{where}: {name}: expected integers, got {x.dtype}", array=name)
+    fitted = x.astype(dtype)
+    found = None if np.can_cast(x.dtype, dtype) else scans.first_true(fitted != x)  # 2^32 + 3 became 3
+    if found:
+        at, count = found
+        more = f" ({count} such)" if count > 1 else ""
+        value = int(x[at])
+        raise error(f"{where}: {name}[{at}]: expected {expected}, got {value}{more}",
+                    array=name, index=at, value=value, expected=expected, count=count)  # fmt: skip
+    return fitted
 
 
 def to_torch(f: Format) -> Any:
@@ -125,14 +153,13 @@ def from_torch(t: Any) -> Format:
         return _from_coordinates(tuple(t.shape), rows, cols, torch_to_array(t._values())).without_zeros()
     if t.layout not in (torch.sparse_csr, torch.sparse_bsr):
         raise UsageError(f"torch layout {t.layout} is not read; use t.to_sparse_csr() or t.to_dense()")
+    if t.dim() != 2 or t.dense_dim():
+        raise UsageError(f"torch: expected one matrix, got {t.layout} of shape {tuple(t.shape)}; use t[i] of a batch")
     indptr, indices = torch_to_array(t.crow_indices()), torch_to_array(t.col_indices())
     data, shape = torch_to_array(t.values()), tuple(t.shape)
     if t.layout == torch.sparse_bsr:
-        blocksize = (int(data.shape[1]), int(data.shape[2]))
-        return BSR(
-            shape=shape, blocksize=blocksize, **_fitted(indptr, indices, data, shape[1] // blocksize[1])
-        ).validate()
-    a = CSR(shape=shape, **_fitted(indptr, indices, data, shape[1]))
+        return _from_blocks(shape, indptr, indices, data)
+    a = CSR(shape=shape, **_fitted("csr", indptr, indices, data, shape[1]))
     a.check_memory()
     return a.canonical()
 
