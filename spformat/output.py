@@ -58,7 +58,8 @@ class Output:
 
     The bytes go to a temporary file in the target folder, which is locked while its writer lives, so that
     the next writer can tell what a killed one left behind and remove it. ``commit`` flushes the file,
-    renames it over the final name and flushes the folder; the old file stays until the rename.
+    gives it the final name and flushes the folder; an old file stays until then. Of two writers of one new file
+    the second is refused.
     As a context manager: commits on success, abandons on any exception.
 
     Args:
@@ -159,8 +160,7 @@ class Output:
                 os.close(fd)
             self._target()
             with self._writing("rename"):
-                os.replace(self._temp, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
-            self._temp = ""
+                self._take_name()
             try:
                 os.fsync(self._folder)
             except OSError as e:
@@ -190,6 +190,25 @@ class Output:
             self.commit()
         else:
             self.abandon()
+
+    def _take_name(self) -> None:
+        """The final name. A rename replaces what has come since it was looked for; a link is refused."""
+        folder = {"src_dir_fd": self._folder, "dst_dir_fd": self._folder}
+        if not self.overwrite:
+            try:
+                os.link(self._temp, self._name, **folder, follow_symlinks=False)
+            except FileExistsError:
+                self._target()  # says what it is
+                raise
+            except OSError:  # no hard links here (FAT, some network drives): what comes in these microseconds is lost
+                pass
+            else:
+                with suppress(OSError):  # published: what stays is for the next writer to sweep
+                    os.unlink(self._temp, dir_fd=self._folder)
+                    self._temp = ""
+                return
+        os.replace(self._temp, self._name, **folder)
+        self._temp = ""
 
     def _target(self) -> os.stat_result | None:
         """Status of what stands under the final name now; OutputError unless it may be replaced."""

@@ -30,7 +30,7 @@ from spformat.formats.csr import CSR
 from spformat.formats.dense import Dense
 
 CALLS = (
-    "open", "close", "dup", "pwrite", "fsync", "fchmod", "replace", "unlink", "stat", "fstatvfs", "scandir",
+    "open", "close", "dup", "pwrite", "fsync", "fchmod", "link", "replace", "unlink", "stat", "fstatvfs", "scandir",
     "posix_fallocate",
 )  # fmt: skip
 
@@ -84,7 +84,30 @@ def test_f14_f15_t11_any_call_may_fail(tmp_path: Path, code: int) -> None:
         assert path.stat().st_mode & 0o777 == 0o640
         left = {p.name for p in tmp_path.iterdir()} - {"x"}
         assert not left or countdown.failed == "unlink", (k, countdown.failed, left)
-    assert set(failed) >= set(CALLS) - {"unlink"}
+    assert set(failed) >= set(CALLS) - {"link", "unlink"}
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EACCES])
+def test_f14_f15_t11_any_call_may_fail_for_a_new_file(tmp_path: Path, code: int) -> None:
+    path = tmp_path / "x"
+    save(path, tensors(2))
+    new, failed = path.read_bytes(), []
+    for k in range(1, 1000):
+        path.unlink(missing_ok=True)
+        with pytest.MonkeyPatch.context() as patch:
+            countdown = Countdown(patch, k, code)
+            try:
+                save(path, tensors(2))
+            except (OutputError, WriteError) as e:
+                published = isinstance(e, DurabilityUnknown)
+            else:
+                published = True
+        if not countdown.failed:
+            break
+        failed.append(countdown.failed)
+        assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == ({"x": new} if published else {}), failed
+        assert published or countdown.failed not in ("link", "unlink"), "renamed, and removed at the second try"
+    assert set(failed) >= set(CALLS) - {"fchmod", "replace"}
 
 
 KILL = """

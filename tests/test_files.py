@@ -14,6 +14,7 @@ import threading
 import time
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -150,6 +151,72 @@ def test_f09_a_file_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> No
     with pytest.raises(OutputError, match="exists"):
         out.commit()
     assert snapshot(tmp_path) == {"x": b"theirs"}
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda path: path.write_bytes(b"theirs"), "the file exists; pass overwrite=True"),
+        (lambda path: path.symlink_to("nothing"), "expected a regular file, got a symlink"),
+        (lambda path: path.mkdir(), "expected a regular file, got a folder"),
+    ],
+    ids=["file", "symlink", "folder"],
+)
+def test_f09_what_appears_after_the_last_look_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any, text: str
+) -> None:
+    real, path = os.link, tmp_path / "x"
+
+    def link(*args: Any, **options: Any) -> None:
+        make(path)
+        real(*args, **options)
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(OutputError, match=text) as e:
+        output.publish(path, b"new")
+    assert e.value.exit_code == 73
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+    assert not path.is_file() or path.read_bytes() == b"theirs"
+
+
+def test_f09_of_several_writers_of_one_new_file_one_wins(tmp_path: Path) -> None:
+    for i in range(50):
+        path, start = tmp_path / str(i), threading.Barrier(4)
+        won: list[int] = []
+        lost: list[OutputError] = []
+
+        def write(
+            k: int, path: Path = path, start: threading.Barrier = start, won: Any = won, lost: Any = lost
+        ) -> None:
+            out = output.Output(path, 1)
+            out.write_at(0, b"%d" % k)
+            start.wait()
+            try:
+                out.commit()
+                won.append(k)
+            except OutputError as e:
+                lost.append(e)
+
+        threads = [threading.Thread(target=write, args=(k,)) for k in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (len(won), len(lost)) == (1, 3)
+        assert path.read_bytes() == b"%d" % won[0]
+    assert len(list(tmp_path.iterdir())) == 50
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK])
+def test_without_hard_links_a_new_file_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", fail)
+    output.publish(tmp_path / "x", b"new")
+    with pytest.raises(OutputError, match="exists"):
+        output.publish(tmp_path / "x", b"newer")
+    assert snapshot(tmp_path) == {"x": b"new"}
 
 
 def test_f10_f11_links_folders_fifos_and_devices_are_never_replaced(tmp_path: Path) -> None:
@@ -310,12 +377,12 @@ def test_f17_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_t13_order_of_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    for name in ("pwrite", "fsync", "replace", "unlink"):
+    for name in ("pwrite", "fsync", "link", "replace", "unlink"):
         real = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *a, _real=real, _name=name, **k: (calls.append(_name), _real(*a, **k))[1])
     output.publish(tmp_path / "x", b"1")
     output.publish(tmp_path / "x", b"2", overwrite=True)
-    assert calls == ["pwrite", "fsync", "replace", "fsync"] * 2  # and never an unlink
+    assert calls == ["pwrite", "fsync", "link", "unlink", "fsync", "pwrite", "fsync", "replace", "fsync"]
 
 
 def test_f18_f25_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:

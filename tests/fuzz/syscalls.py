@@ -90,6 +90,14 @@ def _new_save(folder: Path) -> None:
     save(folder / "out" / "x", {"w": CSR.from_dense(tensors(6)["6.0.w"]), "b": np.arange(9)}, overwrite=True)
 
 
+def _no_file(folder: Path) -> None:
+    (folder / "out").mkdir()
+
+
+def _first_save(folder: Path) -> None:
+    save(folder / "out" / "x", {"w": CSR.from_dense(tensors(6)["6.0.w"]), "b": np.arange(9)})
+
+
 def _old_file(folder: Path) -> None:
     checkpoint(folder / "in", 10, 1)
     checkpoint(folder / "before", 20, 1)
@@ -130,6 +138,7 @@ def _folder(to: str, **options: bool) -> Callable[[Path], Any]:
 
 SCENARIOS = {
     "save": Scenario(_old_save, _new_save, _new_save, opens=False),
+    "new save": Scenario(_no_file, _first_save, _new_save, opens=False),
     "file": Scenario(_old_file, _file, _file),
     "folder": Scenario(_new_folder, _folder("auto"), _folder("auto", resume=True)),
     "folder, forced": Scenario(_old_folder, _folder("csr", force=True), _folder("csr", force=True, resume=True)),

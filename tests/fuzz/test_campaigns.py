@@ -167,7 +167,9 @@ def test_t6_the_oracle_sees_what_validation_would_let_pass(
 
 
 @TRACED
-@pytest.mark.parametrize(("name", "every"), [("save", 9), ("file", 23), ("folder", 97), ("folder, forced", 97)])
+@pytest.mark.parametrize(
+    ("name", "every"), [("save", 9), ("new save", 9), ("file", 23), ("folder", 97), ("folder, forced", 97)]
+)
 def test_t11_faults_at_system_calls(tmp_path: Path, name: str, every: int) -> None:
     outcomes, broken = syscalls.campaign(name, tmp_path, every)
     assert broken == []
