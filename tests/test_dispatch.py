@@ -47,6 +47,25 @@ def test_an_older_gpu_is_refused_with_its_name() -> None:
     assert "sm_75" in str(e)
 
 
+@pytest.mark.parametrize("fmt", [f.name for f in sf.FORMATS])
+@pytest.mark.parametrize("sides", [("strided", "row"), ("row", "strided"), ("col", "strided")])
+def test_no_kernel_on_a_device_takes_operands_without_unit_stride(fmt: str, sides: tuple[str, str]) -> None:
+    for dtype in set(sf.by_name(fmt).value_dtypes) & {"bfloat16", "float16", "float32", "float64"}:
+        for n in (8, 512):
+            e = sf.explain(problem(fmt, dtype=dtype, n=n, b_layout=sides[0], out_layout=sides[1]))
+            assert e.chosen is None, str(e)
+            assert all("stride" in str(a) or "row- or column-major" in str(a) for a in e.answers
+                       if a.kernel.startswith(("cuda.", "vendor.")))  # fmt: skip
+
+
+@pytest.mark.parametrize("fmt", ["dense", "csr", "two-four"])
+def test_libraries_take_bfloat16_from_sm_80_on(fmt: str) -> None:
+    answers = {a.kernel: a for a in sf.explain(problem(fmt, sm=75)).answers}
+    assert all("needs sm_80" in str(a) for name, a in answers.items() if name.startswith("vendor."))
+    if fmt != "two-four":
+        assert str(sf.explain(problem(fmt, sm=75, dtype="float16")).chosen).startswith("vendor.")
+
+
 def test_the_trace_lists_every_kernel_with_reasons() -> None:
     x = np.eye(8, dtype=np.float32)
     e = sf.explain(sf.convert(x, "csr"), x)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..formats.base import Format
-from ..problem import COL, Plan, Problem, reasons
+from ..problem import COL, STRIDED, Plan, Problem, reasons
 from .base import Kernel
 from .cuda.launch import Call, Library, Operands, device_plan
 
@@ -23,12 +23,15 @@ _CUDA_TYPE = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
 """cudaDataType_t of the value types these libraries take."""
 
 
-def _refusals(p: Problem, dtypes: tuple[str, ...]) -> list[str]:
+def _refusals(p: Problem, dtypes: tuple[str, ...], sm: int = 0) -> list[str]:
+    """``sm``: the oldest architecture that the library takes; bfloat16 needs sm_80 everywhere."""
+    sm = 80 if p.a_dtype == "bfloat16" else sm
     return reasons(
         (p.device != "cuda", f"operands are on {p.device}; move them with .to('cuda')"),
+        (p.sm is not None and p.sm < sm, f"needs sm_{sm} or newer for {p.a_dtype}, got {p.sm_name}"),
         (p.a_dtype not in dtypes, f"a.dtype must be one of {', '.join(dtypes)}, got {p.a_dtype}"),
         (p.b_dtype != p.a_dtype, f"b.dtype must equal a.dtype ({p.a_dtype}), got {p.b_dtype}"),
-        (p.b_layout == "strided", "B must be row- or column-major"),
+        (STRIDED in (p.b_layout, p.out_layout), "B and out must be row- or column-major; use ascontiguousarray"),
     )
 
 
@@ -147,7 +150,7 @@ class CusparseLt:
              "nvmath-python is not installed: pip install 'spformat[cusparselt13]' (or cusparselt12)"),
             (bool(odd), f"cuSPARSELt needs M and K to be multiples of 16, {' and '.join(odd)} is not"),
             (p.out_dtype != p.a_dtype, f"out.dtype must equal a.dtype ({p.a_dtype}), got {p.out_dtype}"),
-        ) + _refusals(p, ("float16", "bfloat16"))  # fmt: skip
+        ) + _refusals(p, ("float16", "bfloat16"), 80)  # fmt: skip
 
     def plan(self, a: Any, p: Problem) -> Plan:
         """Decodes A once to compress it in the library's order; a matmul plan is made per N and layout, and kept."""

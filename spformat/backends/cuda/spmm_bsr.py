@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ...arrays import ceil_div
-from ...problem import COL, ROW, Plan, Problem, reasons
+from ...problem import COL, ROW, STRIDED, Plan, Problem, reasons
 from . import jit, launch
 
 C_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}
@@ -105,6 +105,7 @@ class SpmmBSR:
                 p.out_dtype not in (p.a_dtype, "float32"),
                 f"out.dtype must be {p.a_dtype} or float32, got {p.out_dtype}",
             ),
+            (STRIDED in (p.b_layout, p.out_layout), "B and out must be row- or column-major; use ascontiguousarray"),
             (p.K > K_MAX, f"K must be at most {K_MAX}, got {p.K}"),
         )
 

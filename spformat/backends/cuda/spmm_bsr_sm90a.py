@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ...arrays import ceil_div, namespace
-from ...problem import COL, ROW, Plan, Problem, reasons
+from ...problem import COL, ROW, STRIDED, Plan, Problem, reasons
 from . import jit, launch, spmm_bsr, tensor_map
 
 _C_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half"}
@@ -168,6 +168,7 @@ class SpmmBSRHopper:
                 height not in _SIZES or width not in _SIZES,
                 f"block height and width must be one of {sizes}, got {height}x{width}",
             ),
+            (STRIDED in (p.b_layout, p.out_layout), "B and out must be row- or column-major; use ascontiguousarray"),
             (p.K > spmm_bsr.K_MAX, f"K must be at most {spmm_bsr.K_MAX}, got {p.K}"),
             (
                 p.b_layout == COL and p.K * _ITEM % 16,

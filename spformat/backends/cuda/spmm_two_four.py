@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...dtypes import VALUE_TYPES
-from ...problem import COL, Plan, Problem, reasons
+from ...problem import COL, STRIDED, Plan, Problem, reasons
 from . import jit, measured
 from .launch import Bound, Launch, Operands, Prepare, device_plan
 
@@ -75,6 +75,7 @@ def mma_reasons(p: Problem, sm: int) -> list[str]:
         (p.a_dtype not in MMA_TYPES, f"a.dtype must be one of {', '.join(MMA_TYPES)}, got {p.a_dtype}"),
         (p.b_dtype != p.a_dtype, f"b.dtype must equal a.dtype ({p.a_dtype}), got {p.b_dtype}"),
         (p.out_dtype not in (p.a_dtype, "float32"), f"out.dtype must be {p.a_dtype} or float32, got {p.out_dtype}"),
+        (STRIDED in (p.b_layout, p.out_layout), "B and out must be row- or column-major; use ascontiguousarray"),
         (p.sm is None or p.sm < sm, f"needs sm_{sm} or newer, got {p.sm_name}"),
         (p.M >= 1 << 31 or p.K >= 1 << 24, f"M must be below 2^31 and K below 2^24, got {p.M} x {p.K}"),
     )
