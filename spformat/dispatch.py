@@ -198,7 +198,8 @@ def _make_plan(A: Format, problem: Problem, name: str | None, unsafe: bool) -> P
             made = _with_epilogue(made, problem)
     log.info("%s %dx%d (%s), N class %d: %s %s", problem.format, problem.M, problem.K, problem.a_dtype, problem.n,
              made.kernel, made.tile)  # fmt: skip
-    held = [_span(a) for a in A.arrays().values() if a.size]
+    # The arrays too: memory that A alone held could be handed out again, and be taken for A's when it comes as an out.
+    held = [(*_span(a), a) for a in A.arrays().values() if a.size]
     if made.reads is None:
         return replace(made, run=_guarded(made.run, held))
     made.reads.extend(held)
@@ -210,13 +211,13 @@ def _trusted(A: Format) -> Format:
     return type(A).made(shape=A.shape, **A.params(), **A.tables(), **A.arrays())
 
 
-def _guarded(run: Any, held: list[tuple[int, int]]) -> Any:
+def _guarded(run: Any, held: list[tuple[int, int, Any]]) -> Any:
     """``run``, with an ``out`` refused that would overwrite the matrix while it is read."""
 
     def guarded(B: Any, out: Any, *epilogue: Any) -> Any:
         if out is not None and out.size:
             lo, hi = _span(out)
-            if any(lo < end and start < hi for start, end in held):
+            if any(lo < end and start < hi for start, end, _ in held):
                 raise ValueError(OVERWRITES)
         return run(B, out, *epilogue)
 

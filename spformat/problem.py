@@ -137,9 +137,9 @@ class Plan:
     tile: str = ""
     workspace: int = 0
     """Bytes the plan owns beside the arrays of A."""
-    reads: list[tuple[int, int]] | None = field(default=None, repr=False)
-    """First addresses of the arrays of A and those behind their ends: written by the dispatcher, for a ``run`` that
-    refuses an ``out`` that touches them. None where the dispatcher shall look before every run."""
+    reads: list[tuple[int, int, Any]] | None = field(default=None, repr=False)
+    """(first address, the one behind the last, the array) of the arrays of A: written by the dispatcher, for a ``run``
+    that refuses an ``out`` that touches them. None where the dispatcher shall look before every run."""
     prepare: Callable[..., Any] | None = field(default=None, repr=False)
     """What ``run`` does for new operands, for a backend that makes another plan out of this one."""
 

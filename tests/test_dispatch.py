@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import sys
+import weakref
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
@@ -120,9 +122,6 @@ def test_selection_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plans_live_and_die_with_their_matrix() -> None:
-    import gc
-    import weakref
-
     x = np.eye(6, dtype=np.float32)
     a = sf.convert(x, "bitmask")
     sf.spmm(a, x)
@@ -243,8 +242,31 @@ def test_out_must_not_touch_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told.run is print
     start = a.data.ctypes.data
     assert told.reads is not None
-    assert (start, start + a.data.nbytes) in told.reads
+    assert (start, start + a.data.nbytes, id(a.data)) in [(lo, hi, id(held)) for lo, hi, held in told.reads]
     assert len(told.reads) == sum(bool(v.size) for v in a.arrays().values()) == 3
+
+
+@pytest.mark.parametrize("looks_itself", [False, True])
+def test_memory_that_a_plan_calls_the_matrix_is_not_given_to_others(
+    looks_itself: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel may need none of the arrays any more; what comes later at their addresses would be refused as an out."""
+    a = sf.convert(np.eye(8, dtype=np.float32), "bsr", blocksize=(8, 8))
+    kernel = next(k for k in backends.get("cpu").kernels() if k.name == "cpu.spmm_bsr")
+    reads: list[Any] | None = [] if looks_itself else None
+    monkeypatch.setattr(type(kernel), "plan", lambda self, a, p: Plan(self.name, p, print, reads=reads))
+    made = sf.plan(a, n=8, backend="cpu")
+    arrays = [weakref.ref(v) for v in a.arrays().values()]
+    matrix = weakref.ref(a)
+    del a
+    gc.collect()
+    assert matrix() is None
+    assert [held() is not None for held in arrays] == [True] * 3
+    del made
+    if reads:
+        reads.clear()
+    gc.collect()
+    assert [held() for held in arrays] == [None] * 3
 
 
 def test_plan_is_a_value() -> None:

@@ -244,7 +244,7 @@ def test_refused_operands_are_not_remembered(world: World) -> None:
     wrong = [world.array(4, 6), world.array(5, 5), world.array(4, 5, dtype="float64"), world.array(4, 5, order="F")]
     joint, held = world.array(7, 5), world.array(14, 5)
     assert plan.reads == []
-    plan.reads.append((held[5].ctypes.data, held[7].ctypes.data))
+    plan.reads.append((held[5].ctypes.data, held[7].ctypes.data, held))
     for _ in range(3):
         for out in wrong:
             with pytest.raises((ValueError, TypeError)):

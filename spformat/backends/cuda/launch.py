@@ -258,7 +258,7 @@ def device_plan(name: str, p: Problem, prepare: Prepare | Library, tile: str = "
     current_device, current_stream = cupy.cuda.runtime.getDevice, cupy.cuda.get_current_stream
     several = cupy.cuda.runtime.getDeviceCount() > 1
     made: dict[Any, Call] = {}
-    reads: list[tuple[int, int]] = []
+    reads: list[tuple[int, int, Any]] = []
     whole = _whole.setdefault(device_id, threading.RLock())
     last: tuple[Any, ...] = (_nothing, _nothing)
 
@@ -318,7 +318,7 @@ def device_plan(name: str, p: Problem, prepare: Prepare | Library, tile: str = "
         c_end = c_at + out_size * (((n - 1) * ldc + M) if out_col else ((M - 1) * ldc + n))
         if b_at < c_end and c_at < b_end:
             raise ValueError("out overlaps B; the product would read what it writes")
-        for start, end in reads:
+        for start, end, _ in reads:
             if start < c_end and c_at < end:
                 raise ValueError(OVERWRITES)
         stream = current_stream().ptr
