@@ -278,8 +278,8 @@ def _require_like(name: str, x: Any, other_name: str, other: Any) -> None:
 
 def _problem(A: Format, n: int, b_dtype: str, out_dtype: str, b_layout: str, out_layout: str, epilogue: bool = False,
              ) -> Problem:  # fmt: skip
-    if epilogue and out_dtype == "int32":
-        raise TypeError("alpha, beta and bias need a C of floating-point values, got int32; give out in float32")
+    if epilogue and out_dtype in ("int32", "int64"):
+        raise TypeError(f"alpha, beta and bias need a C of floating-point values, got {out_dtype}; give out in float32")
     sm, device_id = None, 0
     if A.device != "cpu":
         device_id = A.values.device.id

@@ -42,6 +42,20 @@ def test_operands_of_no_or_another_library() -> None:
         sf.linear(X.T.copy(), a, out=[[0.0] * 4] * 3)
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64, bool, complex], ids=lambda d: d.__name__)
+def test_no_product_is_cut_to_integers(dtype: Any) -> None:
+    a, out = sf.convert(W * np.float32(1.5), "csr"), np.zeros((4, 3), dtype)
+    with pytest.raises(sf.NoKernelError, match=rf"reference\.spmm: out\.dtype must be one of .*, got {out.dtype}"):
+        sf.spmm(a, X, out=out)
+    whole, x = sf.convert(W.astype(np.int8), "csr"), X.astype(np.int8)
+    assert sf.spmm(whole, x).dtype == np.int32
+    wide = np.full((4, 3), 7, np.int64)
+    assert (sf.spmm(whole, x, out=wide) == W @ X).all()
+    if dtype in (np.int8, bool):  # their sums do not fit
+        with pytest.raises(sf.NoKernelError, match="int32, int64, got"):
+            sf.spmm(whole, x, out=out)
+
+
 @pytest.mark.parametrize("b", [X.tolist(), sp.csr_array(X), sf.convert(X, "csr")], ids=["list", "scipy", "format"])
 def test_explain_and_plan_take_what_spmm_takes(b: Any) -> None:
     a = sf.convert(W, "csr")

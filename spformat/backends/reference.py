@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array
-from ..dtypes import bits, nonzero_mask
+from ..dtypes import VALUE_TYPES, bits, nonzero_mask
 from ..formats.base import Format
 from ..problem import Plan, Problem, reasons
 from .host import check_bias, check_operands, numpy_dtype
 
 PANEL = 1 << 22
 """Products held at once: bounds the memory of a wide B."""
+_FLOATS = tuple(name for name in VALUE_TYPES if name != "int8")
 
 
 class SpmmReference:
@@ -30,8 +31,12 @@ class SpmmReference:
         return frozenset(f.name for f in registered())
 
     def unsupported(self, p: Problem) -> list[str]:
-        """Takes everything on the host."""
-        return reasons((p.device != "cpu", f"operands are on {p.device}; move them with .to('cpu')"))
+        """Takes everything on the host that C can hold: integers would cut fractions off."""
+        outputs = [*_FLOATS, *(("int32", "int64") if p.a_dtype == p.b_dtype == "int8" else ())]
+        return reasons(
+            (p.device != "cpu", f"operands are on {p.device}; move them with .to('cpu')"),
+            (p.out_dtype not in outputs, f"out.dtype must be one of {', '.join(outputs)}, got {p.out_dtype}"),
+        )
 
     def plan(self, a: Format, p: Problem) -> Plan:
         """Keeps the CSR arrays; ``run`` multiplies panels of columns."""
@@ -39,7 +44,7 @@ class SpmmReference:
         keep = nonzero_mask(csr.data)
         rows, cols = csr.rows()[keep], csr.indices[keep]
         values = bits(csr.data)[keep].view(csr.dtype)
-        integer = p.out_dtype == "int32"
+        integer = p.out_dtype in ("int32", "int64")
         wide = values.astype(np.int64 if integer else np.float64)
         starts = np.flatnonzero(np.r_[True, rows[1:] != rows[:-1]]) if rows.size else np.zeros(0, np.int64)
 
