@@ -307,7 +307,7 @@ def _dtype_name(dtype: Any) -> str:
 
 def _foreign(A: Format, B: Any, out: Any, backend: str | None, product: Any = None, **epilogue: Any) -> Any:
     """``spmm`` (or ``linear``) of a torch tensor (memory shared both ways), a scipy matrix or a nested list."""
-    from .formats.exchange import array_to_torch, torch_to_array
+    from .formats.exchange import array_to_torch, torch_operand
 
     def call(B: Any, out: Any) -> Any:
         return product(B, A, out=out, backend=backend, **epilogue) if product else spmm(A, B, out, backend, **epilogue)
@@ -315,6 +315,6 @@ def _foreign(A: Format, B: Any, out: Any, backend: str | None, product: Any = No
     if not is_torch(B):
         return call(as_array(B), out)
     if epilogue["bias"] is not None:
-        epilogue["bias"] = torch_to_array(epilogue["bias"])
-    result = call(torch_to_array(B), None if out is None else torch_to_array(out))
+        epilogue["bias"] = torch_operand("bias", epilogue["bias"])
+    result = call(torch_operand("x" if product else "B", B), None if out is None else torch_operand("out", out))
     return array_to_torch(result) if out is None else out

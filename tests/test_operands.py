@@ -71,7 +71,7 @@ def test_torch_operands_beside_others() -> None:
     with pytest.raises(TypeError, match=r"out: expected numpy\.ndarray like B, got Tensor"):
         sf.spmm(a, X, out=torch.empty(4, 3))
     for given in ({"out": np.empty((4, 3), np.float32)}, {"bias": np.ones(4, np.float32)}):
-        with pytest.raises(TypeError, match=r"expected a torch tensor, got numpy\.ndarray"):
+        with pytest.raises(TypeError, match=rf"{next(iter(given))}: expected a torch tensor, got numpy\.ndarray"):
             sf.spmm(a, x, **given)
     with pytest.raises(sf.UsageError, match=r"torch tensor .*meta.* its memory cannot be shared with numpy"):
         sf.spmm(a, x.to("meta"))
@@ -81,6 +81,22 @@ def test_torch_operands_beside_others() -> None:
 
     assert isinstance(sf.spmm(a, x.as_subclass(Mine)), torch.Tensor)
     assert a.to(torch.device("cpu")) is a
+
+
+def test_gradients_are_not_cut_off_in_silence() -> None:
+    torch = pytest.importorskip("torch")
+    a, x, bias = sf.convert(W, "csr"), torch.tensor(X), torch.ones(4, requires_grad=True)
+    asks = x.clone().requires_grad_()
+    for name, call in {
+        "B": lambda: sf.spmm(a, asks),
+        "x": lambda: sf.linear(asks.T, a),
+        "bias": lambda: sf.spmm(a, x, bias=bias),
+    }.items():
+        with pytest.raises(sf.UsageError, match=rf"{name}: this tensor requires a gradient, .* {name}\.detach\(\)"):
+            call()
+        with torch.no_grad():
+            assert not call().requires_grad
+    assert (sf.spmm(a, asks.detach(), bias=bias.detach()) == torch.tensor(W @ X + 1)).all()
 
 
 @pytest.mark.parametrize("n", [-1, 1.5, "16"])

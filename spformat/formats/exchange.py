@@ -189,6 +189,20 @@ def torch_to_array(t: Any) -> Array:
     return array
 
 
+def torch_operand(name: str, t: Any) -> Array:
+    """``torch_to_array`` of an operand of a product; UsageError where autograd would be cut off without a word."""
+    import torch
+
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch tensor, got {type(t).__module__}.{type(t).__name__}")
+    if t.requires_grad and torch.is_grad_enabled():
+        raise UsageError(
+            f"{name}: this tensor requires a gradient, and products here have none: use `with torch.no_grad():`, "
+            f"or give {name}.detach()"
+        )
+    return torch_to_array(t)
+
+
 def is_torch(x: Any) -> bool:
     """True for a torch tensor. torch is not imported: a tensor of it can only exist if somebody else did."""
     torch = sys.modules.get("torch")
