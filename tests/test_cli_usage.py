@@ -13,6 +13,7 @@ from test_cli import DIGITS, SMTX, spformat
 import spformat as sf
 from spformat.checkpoint import Recipe, convert_checkpoint
 from spformat.checkpoint.diff import diff_checkpoints
+from spformat.checkpoint.recipe import included
 from spformat.checkpoint.run import foresee_checkpoint
 
 NODES = 200_000
@@ -67,9 +68,10 @@ def test_targets_of_a_matrix_file(tmp_path: Path, graph: Path) -> None:
         assert f.keys() == [SMTX.stem]
 
 
-def test_a_sparsity_without_pruning() -> None:
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_sparsity_without_pruning(share: float) -> None:
     with pytest.raises(sf.UsageError, match=r"sparsity: expected prune='magnitude' \(--prune magnitude\) with it"):
-        Recipe(sparsity=0.5)
+        Recipe(sparsity=share)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +97,13 @@ def test_an_include_that_matches_nothing(verb: str) -> None:
     r = spformat(verb, DIGITS, "--include", "re:weight", "--include", "nothing*")
     assert r.returncode == 2
     assert "--include 'nothing*' matches none of" in r.stderr
+
+
+def test_names_that_any_pattern_matches_are_included() -> None:
+    names = ["a", "ab", "c", "d"]
+    assert included(names, ["a", "re:^c"]) == ["a", "c"]
+    assert included(names, ["*b", "a*"]) == ["a", "ab"]
+    assert included(names, None) == included(names, []) == names
 
 
 def test_an_empty_file_is_sound(tmp_path: Path) -> None:
@@ -164,6 +173,17 @@ def test_a_graph_too_large_when_dense(graph: Path, tmp_path: Path) -> None:
     r = spformat("inspect", graph / "g.npz")
     assert r.returncode == 78
     assert "g.npz: " in r.stderr
+
+
+def test_what_is_stored_sparsely_is_foreseen_as_it_becomes(tmp_path: Path) -> None:
+    half, full = np.tri(16, dtype=np.float32), np.ones((16, 16), np.float32)
+    sf.save(tmp_path / "a.safetensors", {"half": sf.convert(half, "csr"), "full": sf.convert(full, "csr")})
+    for to, larger in (("bitmask", {"half": False, "full": True}), ("dense", {"half": False, "full": False})):
+        found = foresee_checkpoint(tmp_path / "a.safetensors", Recipe(to=to))
+        assert {o.name: o.larger_than_dense for o in found} == larger
+        assert [o.bytes_out for o in found] == [sf.convert(x, to).nbytes for x in (full, half)]
+    pruned = Recipe(to="bitmask", prune="magnitude", sparsity=0.5)
+    assert {o.name: o.nnz for o in foresee_checkpoint(tmp_path / "a.safetensors", pruned)} == {"full": 128, "half": 128}
 
 
 def test_diff_of_stored_zeros_is_by_value(tmp_path: Path) -> None:

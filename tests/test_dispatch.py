@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 
 import spformat as sf
 from spformat import backends
+from spformat.dispatch import _span
 from spformat.problem import Plan, Problem, result_dtype, tile_class
 
 
@@ -136,6 +138,16 @@ def test_plans_live_and_die_with_their_matrix() -> None:
     np.testing.assert_array_equal(p(x), x)
 
 
+def test_plans_of_ever_new_operands_are_not_all_kept() -> None:
+    a = sf.convert(np.eye(4, dtype=np.float32), "csr")
+    made = sf.spmm(a, np.ones((4, 2), np.float32))
+    a._derived.update({("filled", i): None for i in range(4096)})
+    kept = len(a._derived)
+    for pitch in range(3, 9):
+        assert (sf.spmm(a, np.ones((4, pitch), np.float32)[:, :2]) == made).all()
+    assert len(a._derived) <= kept + 1  # one Problem has all these pitches
+
+
 def test_unvalidated_matrices_are_validated_before_a_kernel_sees_them() -> None:
     x = np.eye(6, dtype=np.float32)
     a = sf.convert(x, "csr")
@@ -236,6 +248,15 @@ def test_out_must_not_touch_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     for out in (a.data[0], a.data[0, :, ::-1], a.data.reshape(-1)[4:52].reshape(8, 6)):
         with pytest.raises(ValueError, match="out overlaps the arrays of A"):
             made.run(x[:, : out.shape[1]], out)
+    room = np.zeros(128, np.float32)
+    room[32:96] = x.reshape(-1)
+    inside = sf.plan(sf.BSR(shape=(8, 8), blocksize=(8, 8), indptr=a.indptr, indices=a.indices,
+                            data=room[32:96].reshape(1, 8, 8)), n=8)  # fmt: skip
+    for out in (room[:40].reshape(8, 5), room[88:].reshape(8, 5)):
+        with pytest.raises(ValueError, match="out overlaps the arrays of A"):
+            inside.run(x[:, :5], out)
+    for out in (room[:32].reshape(8, 4), room[96:].reshape(8, 4)):  # beside it
+        np.testing.assert_array_equal(inside.run(x[:, :4], out), x @ x[:, :4])
     kernel = next(k for k in backends.get("cpu").kernels() if k.name == made.kernel)
     monkeypatch.setattr(type(kernel), "plan", lambda self, a, p: Plan(self.name, p, print, reads=[]))
     told = sf.plan(a, n=8)
@@ -267,6 +288,15 @@ def test_memory_that_a_plan_calls_the_matrix_is_not_given_to_others(
         reads.clear()
     gc.collect()
     assert [held() for held in arrays] == [None] * 3
+
+
+def test_where_an_array_on_a_device_lies() -> None:
+    for shape, strides, wanted in (
+        ((3, 5), (20, 4), (1000, 1060)), ((3, 5), (40, 4), (1000, 1100)), ((3,), (-4,), (992, 1004)),
+        ((3, 5), (4, -12), (952, 1012)),
+    ):  # fmt: skip
+        x = SimpleNamespace(data=SimpleNamespace(ptr=1000), itemsize=4, shape=shape, strides=strides)
+        assert _span(x) == wanted
 
 
 def test_plan_is_a_value() -> None:

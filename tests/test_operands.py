@@ -12,6 +12,7 @@ import scipy.sparse as sp
 import spformat as sf
 from spformat import limits
 from spformat.container import create, outline
+from spformat.problem import tile_class
 
 W = np.diag(np.arange(1, 5)).astype(np.float32)
 X = np.arange(12, dtype=np.float32).reshape(4, 3)
@@ -60,7 +61,16 @@ def test_no_product_is_cut_to_integers(dtype: Any) -> None:
 def test_explain_and_plan_take_what_spmm_takes(b: Any) -> None:
     a = sf.convert(W, "csr")
     assert sf.explain(a, b).chosen in ("cpu.spmm_csr", "reference.spmm")
+    assert sf.explain(a, np.asarray(X[:, 0])).problem == sf.explain(a, np.asarray(X[:, :1])).problem
     assert (sf.plan(a, B=b)(np.asarray(X, "f8" if isinstance(b, list) else "f4")) == sf.spmm(a, b)).all()
+
+
+def test_windows_that_overlap_have_no_leading_dimension() -> None:
+    a, line = sf.convert(W, "csr"), np.arange(20, dtype=np.float32)
+    for strides in ((4, 8), (8, 4), (0, 4), (4, 0)):
+        b = np.lib.stride_tricks.as_strided(line, (4, 3), strides)
+        assert sf.explain(a, b).problem.b_layout == "strided", strides
+        assert (sf.spmm(a, b) == W @ b).all()
 
 
 def test_torch_operands_beside_others() -> None:
@@ -106,6 +116,11 @@ def test_columns_of_a_plan(n: Any) -> None:
         with pytest.raises(sf.UsageError, match=rf"n: expected a number of columns, got {n!r}"):
             call(a, n=n)
     assert sf.plan(a, n=np.int64(16)).problem == sf.plan(a, n=16).problem
+
+
+def test_classes_of_columns_end_at_powers_of_two() -> None:
+    found = [tile_class(n) for n in (0, 1, 8, 9, 16, 17, 2049, 4096, 4097)]
+    assert found == [0, 8, 8, 16, 16, 32, 4096, 4096, 4096]
 
 
 def test_a_layout_nobody_has() -> None:
