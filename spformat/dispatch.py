@@ -64,8 +64,9 @@ def spmm(A: Any, B: Any, out: Any = None, backend: str | None = None, *, alpha: 
     alpha, beta and bias are applied by the kernel itself where its plan says so, before C is rounded; else by one more
     pass over C. For ``y = x W^T`` and rows of x, see ``linear``.
 
-    The plan is cached with A. Raises NoKernelError with every kernel's reasons, DeviceUnavailable when the
-    named backend cannot run here, ValueError and TypeError for operands that do not fit.
+    ``A @ B`` is the same, without options. The plan is cached with A. Raises NoKernelError with every kernel's reasons,
+    DeviceUnavailable when the named backend cannot run here, UsageError for a torch tensor that requires a gradient,
+    ValueError and TypeError for operands that do not fit.
     """
     if not isinstance(A, Format):
         A = as_format(A)
@@ -79,6 +80,9 @@ def spmm(A: Any, B: Any, out: Any = None, backend: str | None = None, *, alpha: 
     if bias is not None:
         _require_like("bias", bias, "B", B)
     return _plan_for(A, B, out, backend, True).run(B, out, scalar("alpha", alpha), scalar("beta", beta), bias)
+
+
+Format.__matmul__ = spmm
 
 
 def linear(x: Any, W: Any, bias: Any = None, *, alpha: float = 1.0, beta: float = 0.0, out: Any = None,

@@ -93,6 +93,22 @@ def test_torch_operands_beside_others() -> None:
     assert a.to(torch.device("cpu")) is a
 
 
+@pytest.mark.parametrize("fmt", sf.FORMATS, ids=lambda f: f.name)
+def test_operators_and_numpy(fmt: type[sf.Format]) -> None:
+    w, x = W.astype(np.float16), X.astype(np.float16)
+    a = sf.convert(w, fmt, **({"n": 2, "m": 4, "vector_length": 1} if fmt is sf.VectorNM else {}))
+    assert (a @ x == w @ x).all()
+    assert (a @ x[:, 0] == w @ x[:, 0]).all()
+    with pytest.raises(TypeError, match="unsupported operand"):
+        x.T @ a  # numpy would multiply with an array of one object
+    assert (w != a) is True  # no array of verdicts
+    for call in (np.asarray, np.array):
+        with pytest.raises(TypeError, match=rf"{a.name}: this is a sparse matrix, no array; use to_dense\(\)"):
+            call(a)
+    torch = pytest.importorskip("torch")
+    assert torch.equal(a @ torch.tensor(x), torch.tensor(w @ x))
+
+
 def test_gradients_are_not_cut_off_in_silence() -> None:
     torch = pytest.importorskip("torch")
     a, x, bias = sf.convert(W, "csr"), torch.tensor(X), torch.ones(4, requires_grad=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
@@ -57,6 +58,8 @@ class Format:
     keeps_stored_zeros: ClassVar[bool] = False
     aligned: ClassVar[bool] = True
     paper: ClassVar[str] = ""
+    __array_ufunc__: ClassVar[None] = None  # else numpy makes an array of one object for ``x @ a`` and ``x == a``
+    __matmul__: ClassVar[Callable[[Any, Any], Any]]  # ``spmm``, of a layer above, which puts itself here
 
     shape: tuple[int, int]
     _marked: bool = dataclasses.field(default=False, init=False, repr=False)
@@ -255,6 +258,10 @@ class Format:
         return all(_same_bytes(to_device(a, "cpu"), to_device(b, "cpu")) for a, b in pairs)
 
     __hash__ = None  # type: ignore[assignment]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """TypeError: a matrix becomes dense only where that is asked for."""
+        raise TypeError(f"{self.name}: this is a sparse matrix, no array; use to_dense()")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), {"shape": self.shape, **self.params(), **self.tables(), **self.arrays()})
