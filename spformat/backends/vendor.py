@@ -14,7 +14,7 @@ from typing import Any
 from ..formats.base import Format
 from ..problem import COL, STRIDED, Plan, Problem, reasons
 from .base import Kernel
-from .cuda.launch import Call, Library, Operands, device_plan
+from .cuda.launch import Call, Library, Operands, device_plan, finish_arrays
 
 _SEARCH_WORKSPACE = 256 << 20
 """Bytes for cuSPARSELt's search: an algorithm that adds up parts of K needs a matrix of sums for each."""
@@ -159,6 +159,7 @@ class CusparseLt:
         from ..errors import UsageError
 
         dense = a.to_dense()
+        finish_arrays()  # synchronize!
         ready: dict[tuple[int, int, int], Any] = {}
 
         def launch(o: Operands) -> None:

@@ -9,7 +9,7 @@ from ...arrays import ceil_div
 from ...problem import Problem
 from . import jit
 from .bitmask_slices import STEP, values_before
-from .launch import Launch
+from .launch import Launch, finish_arrays
 
 SOURCE = "bitmask_records.cu"
 THREADS = 256
@@ -72,5 +72,5 @@ def _pack(a: Any, p: Problem) -> Records:
         before = values_before(a, p, steps)
         fixed = (a.indptr, a.bitmask, a.data, before, starts, data, p.M, width, steps, count)
         Launch(jit.load(SOURCE, name, arch, p.device_id), "PPPPPPqqqq", fixed, THREADS)(grid, stream.ptr)
-        stream.synchronize()  # synchronize! a later call may come on any stream
+        finish_arrays()  # synchronize!
         return Records(data, starts, steps, longest)

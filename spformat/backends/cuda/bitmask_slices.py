@@ -6,7 +6,7 @@ from typing import Any
 
 from ...problem import STRIDED, Problem, reasons
 from . import jit
-from .launch import Launch
+from .launch import Launch, finish_arrays
 
 STEP = 64  # columns of A a warp takes at a time
 
@@ -30,6 +30,7 @@ def values_before(a: Any, p: Problem, slices: int) -> Any:
         count = jit.load("bitmask_slices.cu", "bitmask_before", jit.architecture(p.sm or 80, ()), p.device_id)
         fixed = (a.bitmask, before, p.M, -(-p.K // 8), slice_columns(p.K, slices), slices)
         Launch(count, "PPqqqi", fixed, 256)((-(-p.M // 8), 1, 1), cupy.cuda.get_current_stream().ptr)
+        finish_arrays()  # synchronize!
     return before
 
 

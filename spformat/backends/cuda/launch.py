@@ -240,6 +240,13 @@ def over_tiles(launch: Launch, row_tiles: int, cols: int, out_col: bool) -> Prep
     return prepare
 
 
+def finish_arrays() -> None:
+    """Wait for the arrays that a plan has made of A for itself: its calls may come on any stream."""
+    import cupy
+
+    cupy.cuda.get_current_stream().synchronize()  # synchronize!
+
+
 def _nothing() -> None:
     """What a reference to an array that is gone answers."""
 

@@ -8,7 +8,7 @@ from typing import Any
 from ...dtypes import VALUE_TYPES
 from ...problem import STRIDED, Problem, reasons
 from . import jit
-from .launch import Launch
+from .launch import Launch, finish_arrays
 
 SOURCE = "panels.cu"
 DEPTH = 128  # columns of A in a chunk
@@ -137,4 +137,5 @@ def _panels(a: Any, p: Problem, fragments: int) -> Panels:
         filled = (a.indptr, a.indices, a.data, *extents, first, steps)
         function = jit.load(SOURCE, f"panel_fill<{VALUE_TYPES[p.a_dtype].cuda}, {index_types}>", arch, p.device_id)
         Launch(function, "PPPqiiiqqPP", filled, 256)(grid, stream)
+    finish_arrays()  # synchronize!
     return Panels(first, steps)

@@ -254,7 +254,7 @@ def _launcher(a: spmm_bsr.Arrays, p: Problem, tile: Tile) -> tuple[launch.Prepar
     a_map = tensor_map.tiled(pointer, p.a_dtype, (width, blocks * height), (width,), (slice_k, height), swizzle)
     processors = _processors(p.device_id)
     merged = merge_slices(indptr, a.indices, ceil_div(p.K, width), rows // height, (cols, height), processors)
-    _finish_work()  # synchronize! calls may come on other streams
+    launch.finish_arrays()  # synchronize!
     fixed = (a_map, a.row_ids if listed else 0, *merged, p.M, entries)
     groups = ceil_div(entries, rows // height)
     gaps = entries < block_rows
@@ -292,12 +292,6 @@ def _launcher(a: spmm_bsr.Arrays, p: Problem, tile: Tile) -> tuple[launch.Prepar
         return (variant(bulk_c).bind(grid, x.stream, b, c, x.c, x.n, x.ldc),)
 
     return prepare, merged.nbytes
-
-
-def _finish_work() -> None:
-    import cupy
-
-    cupy.cuda.get_current_stream().synchronize()
 
 
 def _processors(device_id: int) -> int:

@@ -16,7 +16,7 @@ from ...errors import LimitError
 from ...preprocess.schedule import WARPS, tca
 from ...problem import Plan, Problem
 from . import jit
-from .launch import Bound, Launch, Operands, device_plan
+from .launch import Bound, Launch, Operands, device_plan, finish_arrays
 from .row_work import row_gather_reasons, vector_width
 from .transpose import row_major
 
@@ -51,6 +51,7 @@ class SpmmCSRTensor:
             zeros = cupy.flatnonzero(schedule.num_warps_per_row == 0).astype(np.int64)  # synchronize!
             ids = np.result_type(schedule.row_id_for_each_warp.dtype, schedule.warpid_within_row.dtype)
             row_id, warpid = (x.astype(ids) for x in (schedule.row_id_for_each_warp, schedule.warpid_within_row))
+            finish_arrays()  # synchronize!
         blocks, total = schedule.blocks, schedule.blocks + ceil_div(zeros.size, WARPS)
         if total >= 2**31:
             raise LimitError(f"csr: {total} thread blocks exceed one launch; use the CUDA-core kernel")

@@ -9,7 +9,7 @@ from typing import Any
 from ...dtypes import VALUE_TYPES
 from ...problem import COL, STRIDED, Plan, Problem, reasons
 from . import jit, measured
-from .launch import Bound, Launch, Operands, Prepare, device_plan
+from .launch import Bound, Launch, Operands, Prepare, device_plan, finish_arrays
 
 NAME = "cuda.spmm_two_four"
 MMA_TYPES = ("bfloat16", "float16")
@@ -101,10 +101,18 @@ class SpmmTwoFour:
         )
 
     def plan(self, a: Any, p: Problem) -> Plan:
-        if a.meta_order not in KERNEL_ORDERS:
-            a = a.with_meta_order("ldmatrix")
+        a = in_kernel_order(a)
         prepare, tile = launcher(a.data, a.meta, a.meta_order, p)
         return device_plan(self.name, p, prepare, f"{tile} {a.meta_order}")
+
+
+def in_kernel_order(a: Any) -> Any:
+    """``a`` with its metadata in one of KERNEL_ORDERS."""
+    if a.meta_order in KERNEL_ORDERS:
+        return a
+    a = a.with_meta_order("ldmatrix")
+    finish_arrays()  # synchronize!
+    return a
 
 
 def launcher(data: Any, meta: Any, order: str, p: Problem) -> tuple[Prepare, Tile]:

@@ -12,7 +12,7 @@ from ...dtypes import VALUE_TYPES
 from ...problem import COL, Plan, Problem, reasons
 from . import jit, measured, tensor_map
 from .launch import Bound, Launch, Operands, Prepare, device_plan
-from .spmm_two_four import DEPTH, KERNEL_ORDERS, c_type, choose, estimate, launcher, mma_reasons
+from .spmm_two_four import DEPTH, c_type, choose, estimate, in_kernel_order, launcher, mma_reasons
 
 NAME = "cuda.spmm_two_four_sm90"
 SOURCE = "spmm_two_four_sm90.cu"
@@ -73,8 +73,7 @@ class SpmmTwoFourSm90:
     def plan(self, a: Any, p: Problem) -> Plan:
         import cupy
 
-        if a.meta_order not in KERNEL_ORDERS:
-            a = a.with_meta_order("ldmatrix")
+        a = in_kernel_order(a)
         data, meta, order = a.data, a.meta, a.meta_order  # not a: plans must not keep the matrix alive
         limits = cupy.cuda.Device(p.device_id).attributes
         sms, smem = limits["MultiProcessorCount"], limits["MaxSharedMemoryPerBlockOptin"]

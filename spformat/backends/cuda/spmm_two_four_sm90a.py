@@ -13,7 +13,7 @@ from ...problem import COL, Plan, Problem, reasons
 from . import jit, measured, tensor_map
 from .launch import Bound, Launch, Operands, Prepare, device_plan
 from .occupancy import max_clusters
-from .spmm_two_four import DEPTH, KERNEL_ORDERS, c_type, launcher, mma_reasons
+from .spmm_two_four import DEPTH, c_type, in_kernel_order, launcher, mma_reasons
 from .two_four_records import TwoFourRecords
 
 SOURCE, ARCH = "spmm_two_four_sm90a.cu", "sm_90a"
@@ -139,8 +139,7 @@ class SpmmTwoFourSm90a:
         threads = 128 * (tile.warpgroups + 1)
         function = jit.load(SOURCE, _instance(tile, p), ARCH, p.device_id, smem)
         weights = TwoFourRecords().of(a, p)
-        if a.meta_order not in KERNEL_ORDERS:
-            a = a.with_meta_order("ldmatrix")
+        a = in_kernel_order(a)
         data, meta, order = a.data, a.meta, a.meta_order  # not a: plans must not keep the matrix alive
         signature = (
             "P",

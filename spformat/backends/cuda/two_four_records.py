@@ -7,7 +7,7 @@ from typing import Any
 from ...arrays import ceil_div
 from ...problem import Problem
 from . import jit
-from .launch import Launch
+from .launch import Launch, finish_arrays
 
 WORDS = 288  # uint32 in a record: 256 of values and 32 of metadata, for 16 rows and 64 columns
 SPARE = 8  # records at the end that kernels may load ahead but do not use
@@ -39,6 +39,6 @@ class TwoFourRecords:
                 if count:
                     stream = cupy.cuda.get_current_stream(p.device_id)
                     launch((ceil_div(count * WORDS // 4, THREADS), 1, 1), stream.ptr)
-                    stream.synchronize()  # synchronize! a later call may come on any stream
+                    finish_arrays()  # synchronize!
             a._derived[key] = out
         return a._derived[key]

@@ -288,6 +288,7 @@ def launcher(p: Problem, choice: Choice) -> launch.Prepare:
         return [*calls, function.bind(grid, x.stream, *operands, c, x.n, step_m, step_n, split_stride)]
 
     product(choose_cluster(max(p.n, 1)))  # compile now, not in the first call
+    launch.finish_arrays()  # synchronize! records and padded data
     rows_of_b = AlignedRows(p)
     c_col, M, keep = p.out_layout == COL, p.M, choice.keep
     b_arguments, c_arguments = choice.b_arguments, choice.c_arguments
