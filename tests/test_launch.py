@@ -287,6 +287,22 @@ def test_a_plan_forgets_rather_than_grow(world: World) -> None:
     assert not known(world, plan, B, outs[0])
 
 
+def test_a_bias_is_an_array_beside_out_on_its_elements(world: World) -> None:
+    """Blocks that start late would add what earlier ones have written."""
+    plan, B, joint = world.plan(epilogue=True), world.array(3, 5), world.array(32)
+    out = joint[:20].reshape(4, 5)
+    for bias in (joint[:4], joint[16:20], joint[19:23]):
+        with pytest.raises(ValueError, match="out overlaps the bias"):
+            plan.run(B, out, 1.0, 0.0, bias)
+    plan.run(B, out, 1.0, 0.0, joint[20:24])
+    odd = joint.view(np.uint8)[81:97].view(np.float32)
+    with pytest.raises(ValueError, match="bias: pointer is not aligned to its 4-byte elements"):
+        plan.run(B, out, 1.0, 0.0, odd)
+    with pytest.raises(TypeError, match="bias: expected a CuPy array on cuda:0, got ndarray; move it"):
+        plan.run(B, out, 1.0, 0.0, np.zeros(4, np.float32))
+    assert len(world.made) == 1
+
+
 def test_an_epilogue_is_part_of_what_is_remembered(world: World) -> None:
     plan, B, out, bias = world.plan(epilogue=True), world.array(3, 5), world.array(4, 5), world.array(4)
     other = world.array(4)

@@ -11,6 +11,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+from ..errors import LimitError
 from ..formats.base import Format
 from ..problem import COL, STRIDED, Plan, Problem, reasons
 from .base import Kernel
@@ -19,6 +20,7 @@ from .cuda.launch import Call, Library, Operands, device_plan, finish_arrays
 _SEARCH_WORKSPACE = 256 << 20
 """Bytes for cuSPARSELt's search: an algorithm that adds up parts of K needs a matrix of sums for each."""
 
+_INT_MAX = 2**31 - 1
 _CUDA_TYPE = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
 """cudaDataType_t of the value types these libraries take."""
 
@@ -45,7 +47,8 @@ class CublasGemm:
         """Same types on both sides; any layout."""
         wide = {p.a_dtype} | ({"float32"} if p.a_dtype in ("float16", "bfloat16") else set())
         return _refusals(p, ("float64", "float32", "float16", "bfloat16")) + reasons(
-            (p.out_dtype not in wide, f"out.dtype must be one of {', '.join(sorted(wide))}, got {p.out_dtype}")
+            (p.out_dtype not in wide, f"out.dtype must be one of {', '.join(sorted(wide))}, got {p.out_dtype}"),
+            (max(p.M, p.K) > _INT_MAX, f"extents past int32 are not passed on to cuBLAS, got {p.M} x {p.K}"),
         )
 
     def plan(self, a: Format, p: Problem) -> Plan:
@@ -61,6 +64,8 @@ class CublasGemm:
         lda, ptr = max(1, K), data.data.ptr
 
         def launch(o: Operands) -> None:
+            if max(o.ldb, o.ldc) > _INT_MAX:
+                raise LimitError(f"{self.name}: a leading dimension passes 2^31: B {o.ldb:,}, out {o.ldc:,}")
             handle = device.get_cublas_handle()
             a_args, b_args = (ptr, types[0], lda), (o.b, types[0], o.ldb)
             if c_col:
@@ -85,7 +90,7 @@ class CusparseCSR:
         mixed = p.out_dtype != p.a_dtype
         return _refusals(p, ("float64", "float32", "float16", "bfloat16")) + reasons(
             (mixed, f"out.dtype must equal a.dtype ({p.a_dtype}), got {p.out_dtype}"),
-            (p.nnz > 2**31 - 1 or p.K > 2**31, "indices past int32 are not passed on to cuSPARSE"),
+            (p.nnz > _INT_MAX or p.K > 2**31, "indices past int32 are not passed on to cuSPARSE"),
             (p.nnz == 0, "a matrix without items is not passed on to cuSPARSE"),
             (
                 p.b_layout != p.out_layout,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ...arrays import device_error
 from ...dtypes import VALUE_TYPES
-from ...errors import DeviceError, DeviceMemoryError, SpformatError
+from ...errors import DeviceError, DeviceMemoryError, LimitError, SpformatError
 from ...problem import COL, OVERWRITES, Plan, Problem
 from ..host import check_bias, numpy_dtype
 from .scratch import PER_THREAD, captured, identity
@@ -24,6 +24,8 @@ from .scratch import PER_THREAD, captured, identity
 _CODES = {"P": "Q", "i": "i", "q": "q", "f": "f", "d": "d"}
 MAX_GRID_Y = 65535
 """The driver's bound on the second extent of a grid; a kernel walks what lies beyond it."""
+MAX_COLUMNS = 2**31 - 2**16
+"""Kernels count columns in 32 bits, those of a tile that ends past N among them."""
 _REMEDY = "move it with cupy.asarray (a torch tensor on the device: give it to spmm)"
 REMEMBERED = 64
 """Operands of which a plan keeps the calls; a few hundred bytes each."""
@@ -307,6 +309,8 @@ def device_plan(name: str, p: Problem, prepare: Prepare | Library, tile: str = "
         if len(shape) != 2 or shape[0] != K:
             raise ValueError(f"B: expected shape ({K}, N), got {shape}")
         n = shape[1]
+        if n > MAX_COLUMNS:
+            raise LimitError(f"B: {n:,} columns are more than {MAX_COLUMNS:,}; multiply fewer columns at a time")
         if out is None:
             return run(B, empty((M, n)), epilogue)
         if B.dtype != b_dtype:
@@ -328,6 +332,11 @@ def device_plan(name: str, p: Problem, prepare: Prepare | Library, tile: str = "
         for start, end, _ in reads:
             if start < c_end and c_at < end:
                 raise ValueError(OVERWRITES)
+        if epilogue and epilogue[0]:
+            if epilogue[0] % out_size:
+                raise ValueError(f"bias: pointer is not aligned to its {out_size}-byte elements")
+            if epilogue[0] < c_end and c_at < epilogue[0] + M * out_size:
+                raise ValueError("out overlaps the bias; the product would overwrite what it adds")
         stream = current_stream().ptr
         calls = prepare(Operands(b_at, c_at, n, ldb, ldc, stream, *epilogue))
         call = calls[0] if len(calls) == 1 else Together(calls, stream, whole)
@@ -354,6 +363,8 @@ def device_plan(name: str, p: Problem, prepare: Prepare | Library, tile: str = "
 
 def bias_pointer(p: Problem, bias: Any, beta: float, out: Any) -> int:
     """Address of a bias that fits ``p``, 0 without one; also refuses a beta without a C."""
+    if bias is not None and not hasattr(getattr(bias, "data", None), "device_id"):
+        raise TypeError(f"bias: expected a CuPy array on cuda:{p.device_id}, got {type(bias).__name__}; {_REMEDY}")
     check_bias(p, bias, beta, out)
     if bias is None:
         return 0

@@ -25,7 +25,7 @@
 //   R, C    block height and width, 16, 32, 64 or 128;  WM, WN  warpgroups along rows and columns of the tile
 //   Slots   ring slots for B;  Units  ring units for A, a power of two, each one slice of a block
 //   BulkC   C is written by TMA: 16-bit Out, out 16-byte aligned with a leading dimension of whole 16 bytes
-//   Limits  nnzb*R < 2^31, K < 2^31; B 16-byte aligned with a leading dimension of whole 16 bytes.
+//   Limits  nnzb*R, M and K < 2^31; B 16-byte aligned with a leading dimension of whole 16 bytes.
 #include "spformat/epilogue.cuh"
 #include "spformat/ldmatrix.cuh"
 #include "spformat/tma.cuh"

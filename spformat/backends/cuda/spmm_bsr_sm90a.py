@@ -238,8 +238,8 @@ def _launcher(a: spmm_bsr.Arrays, p: Problem, tile: Tile) -> tuple[launch.Prepar
         return plain[0](x)
 
     pointer = a.data.data.ptr
-    if not blocks or not tensor_map.aligned(pointer, width, _ITEM) or blocks * height > _INT32_MAX:
-        return fall_back, 0
+    if not blocks or not tensor_map.aligned(pointer, width, _ITEM) or max(blocks * height, p.M) > _INT32_MAX:
+        return fall_back, 0  # coordinates of a tensor map are 32-bit
 
     # Zeros of unlisted rows are written after the product; where they are many, tiles without blocks are faster.
     listed = p.format == "dbsr" and (block_rows - entries) * 8 <= block_rows

@@ -33,6 +33,11 @@ def choose(M: int, n: int, sms: int) -> Tile:
     return next((t for t in TILES if 5 * t.blocks(M, n) >= 4 * sms), TILES[-1])
 
 
+def mappable(p: Problem, o: Operands) -> bool:
+    """Whether a tensor map can bring B: row-major, in 16-byte pieces, its row numbers in 32 bits."""
+    return p.b_layout != COL and tensor_map.aligned(o.b, o.ldb, 2) and 0 < p.K <= 2**31 - DEPTH
+
+
 class SpmmSRBCRSHopper:
     """C = A @ B for 16-bit ``SRBCRS`` A of any vector_length and stride; any M, K, N, layout and leading dimension."""
 
@@ -74,11 +79,11 @@ class SpmmSRBCRSHopper:
             threads = 32 * (tile.warps + (1 if tma else 4))
             return Launch(function, signature, fixed, threads, smem(tile)), -(-p.M // (tile.rows * cluster)) * cluster
 
-        if not b_col:
+        if not b_col and p.K > 0:
             launcher(True)
 
         def prepare(o: Operands) -> tuple[Bound]:
-            tma = not b_col and tensor_map.aligned(o.b, o.ldb, 2) and p.K > 0
+            tma = mappable(p, o)
             launch, blocks = launcher(tma)
             mapped, box = tensor_map.UNMAPPED, (line, DEPTH // tile.cluster)
             if tma:

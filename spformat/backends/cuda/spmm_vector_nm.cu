@@ -1,5 +1,5 @@
 // C[M,N] = A[M,K] @ B[K,N], A vector n:m (NM-SpMM), on the CUDA cores: any vector length, exact order of sums, no tensor
-// cores. Also the two small kernels that go before and after a product: transpose_rows and sum_splits.
+// cores. Also the two small kernels that go before and after a product: copy_to_rows and sum_splits.
 //
 //   shape, records   see vector_nm.cuh
 //   data             T[W, Mp], k-major; the pitch a multiple of 16

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from ...arrays import BOUNDARY, ceil_div, round_up
-from ...errors import DeviceError, InternalError
+from ...errors import DeviceError, InternalError, LimitError
 from ...problem import COL, ROW, Problem, reasons
 from ...roofline import DEVICES, H200, Blocking
 from . import jit, launch
@@ -76,6 +76,8 @@ class AlignedRows:
         if not self._col and x.b % 16 == 0 and x.ldb * size % 16 == 0 and x.ldb * size < _PITCH_MAX:
             return [], x.b, x.ldb * size
         pitch = round_up(x.n, 16 // size)
+        if pitch * size >= _PITCH_MAX:
+            raise LimitError(f"B: a row of {x.n:,} columns passes 2 GiB; multiply fewer columns at a time")
         if self._rows == 0:
             return [], x.b, pitch * size
         to = self._scratch.buffer(x.stream, self._rows * pitch * size)
