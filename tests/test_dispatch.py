@@ -205,6 +205,14 @@ class DoubledBackend:
     name = "doubled"
     def missing(self): return []
     def kernels(self): return (Doubled(),)
+
+class ElsewhereBackend:
+    name = "elsewhere"
+    def missing(self): return ["no such machine"]
+    def kernels(self): return (Elsewhere(),)
+
+class Elsewhere(Doubled):
+    name, formats = "elsewhere.spmm", frozenset({"bsr"})
 '''
 
 
@@ -216,6 +224,8 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     found = EntryPoints([
         EntryPoint("doubled", "doubled_plugin:DoubledBackend", group),
         EntryPoint("broken", "no_such_module:BACKEND", group),
+        EntryPoint("renamed", "doubled_plugin:OldName", group),
+        EntryPoint("elsewhere", "doubled_plugin:ElsewhereBackend", group),
     ])  # fmt: skip
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: found)
     backends.third_party.cache_clear()
@@ -235,6 +245,11 @@ def test_a_plugin_is_found_explained_and_used(plugins: None) -> None:
     text = str(sf.explain(a, x))
     assert "doubled.spmm: accepted" in text
     assert "broken: the backend does not load" in text
+    assert "renamed: the backend does not load" in text
+    lines = [line.strip() for line in text.splitlines()]
+    assert [line for line in lines if line.startswith("elsewhere")] == ["elsewhere: no such machine"]
+    lines = [line.strip() for line in str(sf.explain(sf.convert(x, "bsr:blocksize=5x5"), x)).splitlines()]
+    assert [line for line in lines if line.startswith("elsewhere")] == ["elsewhere.spmm: no such machine"]
     wide = sf.convert(x.astype(np.float64), "csr")
     with pytest.raises(sf.NoKernelError, match=r"a\.dtype must be float32, got float64"):
         sf.spmm(wide, x.astype(np.float64), backend="doubled")

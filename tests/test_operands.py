@@ -134,6 +134,15 @@ def test_columns_of_a_plan(n: Any) -> None:
     assert sf.plan(a, n=np.int64(16)).problem == sf.plan(a, n=16).problem
 
 
+def test_a_plan_without_an_epilogue_takes_none() -> None:
+    plan, out = sf.plan(sf.convert(W, "csr"), n=3), np.full((4, 3), 7, np.float32)
+    for given in ({"alpha": 2}, {"beta": 1}, {"bias": np.ones(4, np.float32)}):
+        with pytest.raises(sf.UsageError, match=r"need plan\(\.\., epilogue=True\)"):
+            plan(X, out=out, **given)
+    assert (out == 7).all()
+    assert (plan(X, out=out, alpha=1, beta=0, bias=None) == W @ X).all()
+
+
 def test_classes_of_columns_end_at_powers_of_two() -> None:
     found = [tile_class(n) for n in (0, 1, 8, 9, 16, 17, 2049, 4096, 4097)]
     assert found == [0, 8, 8, 16, 16, 32, 4096, 4096, 4096]
@@ -177,6 +186,11 @@ def test_coordinates_stored_twice_are_refused_not_summed() -> None:
     outside = torch.sparse_coo_tensor([[1, 2], [0, 1]], [1.0, 2.0], (2, 2), check_invariants=False)
     with pytest.raises(sf.IndexBoundsError, match=r"coo: expected row indices in 0 \.\. 1, got 1 \.\. 2"):
         sf.convert(outside, "csr")
+    before = torch.sparse_coo_tensor([[1, 0], [0, -1]], [1.0, 2.0], (2, 2), check_invariants=False)
+    with pytest.raises(sf.IndexBoundsError, match=r"coo: expected column indices in 0 \.\. 1, got -1 \.\. 0"):
+        sf.convert(before, "csr")
+    zeros = torch.sparse_coo_tensor([rows[:2], [0, 1]], [0.0, 2.0], (2, 2), check_invariants=True)
+    assert sf.convert(zeros, "csr").data.tolist() == [2]  # as of a dense tensor
 
 
 def test_sparse_arrays_that_are_no_matrices() -> None:
@@ -185,8 +199,10 @@ def test_sparse_arrays_that_are_no_matrices() -> None:
             sf.convert(x, "csr")
     torch = pytest.importorskip("torch")
     hybrid = torch.sparse_coo_tensor([[0, 1]], torch.ones(2, 3), (2, 3), check_invariants=True)
-    with pytest.raises(sf.UsageError, match=r"dense dimensions"):
-        sf.convert(hybrid, "csr")
+    line = torch.sparse_coo_tensor([[0, 1]], torch.ones(2), (3,), check_invariants=True)
+    for t in (hybrid, line):
+        with pytest.raises(sf.UsageError, match=r"expected a matrix without dense dimensions, got shape"):
+            sf.convert(t, "csr")
 
 
 def test_names_that_cannot_be_saved(tmp_path: Path) -> None:
@@ -222,7 +238,7 @@ def test_rows_of_an_array_are_consecutive(tmp_path: Path) -> None:
     sf.save(tmp_path / "a.safetensors", {"w": W})
     with sf.safe_open(tmp_path / "a.safetensors") as f:
         assert (f.array("w", slice(1, 3)) == W[1:3]).all()
-        for rows in (slice(0, 4, 2), 3):
+        for rows in (slice(0, 4, 2), slice(3, 0, -1), 3):
             with pytest.raises(sf.UsageError, match=r"rows: expected slice\(begin, end\), got"):
                 f.array("w", rows)  # type: ignore[arg-type]
 
@@ -238,6 +254,8 @@ def test_a_limit_is_a_number(value: Any) -> None:
         limits.using(memory=value).__enter__()
     with limits.using(memory=np.int64(2**30), tensors=None):
         assert sf.convert(W, "csr").nnz == 4
+    with limits.using(memory=0), pytest.raises(sf.LimitError, match="0 allowed"):
+        sf.convert(W, "csr").to_dense()
 
 
 @pytest.mark.parametrize("kind", ["csr", "coo", "bsr", "dia"])
