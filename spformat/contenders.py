@@ -14,20 +14,24 @@ from .arrays import Array, is_cupy, namespace
 from .backends.host import numpy_dtype
 from .bench import Contender
 from .dispatch import describe, explain, plan
-from .errors import LimitError
+from .errors import LimitError, NoKernelError, SpformatError
 from .formats.base import Format
 from .formats.csr import CSR
 from .formats.dense import Dense
-from .problem import ROW
+from .problem import ROW, Rejected
 
 SCIPY_TYPES = ("float32", "float64")
 
 
 def ours(a: Format, B: Array, only: Sequence[str] = (), first: bool = False) -> list[Contender]:
-    """A contender per kernel of ours that accepts A @ B; ``only``: backend names; first: just the one spmm() runs."""
+    """A contender per kernel of ours that accepts A @ B; ``only``: backend names; first: just the one spmm() runs.
+
+    Where none accepts, those that could have are listed with their reasons.
+    """
     found = []
     out = _out(a, B)
-    for answer in explain(a, B).answers:
+    answers = explain(a, B).answers
+    for answer in answers:
         backend = answer.kernel.partition(".")[0]
         if not answer or backend in ("vendor", "reference") or (only and backend not in only):
             continue
@@ -37,7 +41,9 @@ def ours(a: Format, B: Array, only: Sequence[str] = (), first: bool = False) -> 
         found.append(Contender(answer.kernel + tile, functools.partial(made, B, out)))
         if first:
             break
-    return found
+    asked = only or ("cuda" if is_cupy(B) else "cpu",)
+    absent = [r for r in answers if isinstance(r, Rejected) and r.kernel.partition(".")[0] in asked]
+    return found or [_absent(r.kernel, NoKernelError("; ".join(r.reasons)), peer=False) for r in absent]
 
 
 def dense(a: Format, B: Array) -> list[Contender]:
@@ -56,13 +62,13 @@ def dense(a: Format, B: Array) -> list[Contender]:
     return [Contender("dense numpy", lambda: x @ B, peer=True)]
 
 
-def _absent(name: str, why: LimitError) -> Contender:
-    """A contender that does not fit into memory: it is listed with the reason."""
+def _absent(name: str, why: SpformatError, peer: bool = True) -> Contender:
+    """A contender that cannot run here or does not fit into memory: it is listed with the reason."""
 
     def run() -> Array:
         raise why
 
-    return Contender(name, run, peer=True)
+    return Contender(name, run, peer)
 
 
 def sparse_library(a: Format, B: Array) -> list[Contender]:

@@ -31,6 +31,23 @@ def test_a_wrong_result_is_not_measured_as_right(monkeypatch: pytest.MonkeyPatch
     assert max(errors.values()) < 1
 
 
+@pytest.mark.parametrize(("only", "kernel"), [((), "cpu.spmm_csr"), (("cuda",), "cuda.spmm_csr")])
+def test_a_backend_that_is_not_here_is_listed_with_what_installs_it(
+    monkeypatch: pytest.MonkeyPatch, only: tuple[str, ...], kernel: str
+) -> None:
+    why = "pip install 'spformat[this]'"
+    for name in ("cpu", "cuda"):
+        monkeypatch.setattr(type(sf.backends.get(name)), "missing", lambda self: [why])
+    a: Any = sf.convert(np.eye(8, dtype=np.float32), "csr")
+    B = contenders.operand(a, 4)
+    case = bench.Case("t", a, B, (*contenders.ours(a, B, only), *contenders.dense(a, B)), "float32")
+    results = bench.compare(case, 1)
+    assert bench.verdict(results) == "nothing of ours ran"
+    notes = {r.name: r.note for r in results if not r.peer}
+    assert why in notes[kernel]
+    assert {name.partition(".")[0] for name in notes} == {kernel.partition(".")[0]}
+
+
 def test_everybody_runs_in_every_round_and_follows_everybody() -> None:
     calls: list[int] = []
     runs = [lambda i=i: calls.append(i) for i in range(4)]  # type: ignore[misc]

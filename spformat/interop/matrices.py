@@ -16,7 +16,7 @@ import numpy as np
 from .. import files
 from ..arrays import Array, index_dtype
 from ..dtypes import VALUE_TYPES, value_type
-from ..errors import FormatError, IndexBoundsError, SpformatError, UsageError
+from ..errors import FormatError, IndexBoundsError, SpformatError, UsageError, printable
 from ..formats.csr import CSR
 from ..formats.declare import MAX_DIMENSION
 from ..limits import check_bytes
@@ -149,7 +149,7 @@ _ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, KeyError,
 def _read_npz(content: bytes) -> CSR:
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            arrays = _members(archive, len(content))
+            arrays, names = _members(archive, len(content)), archive.namelist()
     except SpformatError:
         raise
     except _ZIP_ERRORS as e:
@@ -165,8 +165,11 @@ def _read_npz(content: bytes) -> CSR:
         raise FormatError(f"npz: expected format csr, csc or coo, got {layout!r}; save a.tocsr() instead")
     missing = [n for n in needed[layout] if n not in arrays]
     if missing:
+        there = ", ".join(printable(n.removesuffix(".npy"), 40) for n in names[:_NAMED])
+        there += ", .." if len(names) > _NAMED else ""
         raise FormatError(
-            f"npz: {layout}: array {missing[0]!r} is missing (found: {', '.join(sorted(arrays)) or 'none'})"
+            f"npz: {layout}: array {missing[0]!r} is missing; expected what scipy.sparse.save_npz writes, "
+            f"got an archive with {there or 'no arrays'}"
         )
     shape, first, second = (_integers(arrays[n], n) for n in needed[layout])
     if shape.size != 2:
@@ -191,6 +194,8 @@ def _read_npz(content: bytes) -> CSR:
     return _from_coordinates((M, K), second, rows_of(a.indptr, a.nnz), a.data, "npz")
 
 
+_NAMED = 8
+"""Members of an archive that a message lists."""
 _MEMBERS = ("format", "shape", "indptr", "indices", "row", "col", "data")
 
 
