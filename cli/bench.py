@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from typing import Any
 
 import typer
@@ -30,6 +32,8 @@ def run(
     """Time A @ B for matrices of SRC: correctness first, alternating runs, cold and hot caches, medians."""
     from spformat import backends, bench, contenders, convert
 
+    if plot:
+        _check_plot(plot)
     where = device or _default_device()
     widths = _widths(n)
     only = tuple(filter(None, backend.split(",")))
@@ -132,6 +136,18 @@ def _matrices(src: str, include: list[str] | None, limit: int) -> Any:
     for _, (name, shard, _) in ranked[:limit]:
         with source.open(shard) as f:
             yield name, as_format(f.read(name))
+
+
+def _check_plot(path: str) -> None:
+    """What would stop the drawing is told before the measurement, not after it."""
+    from spformat import OutputError, UsageError
+
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib: pip install 'spformat[plot]'")
+    if not path.lower().endswith(".png"):
+        raise UsageError(f"--plot: expected a name in .png, got {path!r}")
+    if not os.access(os.path.dirname(path) or ".", os.W_OK):
+        raise OutputError("--plot: cannot write into the folder", path=path)
 
 
 def _plot(rows: list[dict[str, Any]], path: str) -> None:

@@ -177,6 +177,7 @@ _MAGIC = (
     (b"GGUF", "a GGUF file, which is not read"),
     (b"\x93NUMPY", "a .npy file: load it with numpy"),
     (b"\x89HDF", "an HDF5 file, which is not read"),
+    *((start, "a JSON file: of a checkpoint, name the folder") for start in (b'{\n  "', b'{\n "', b'{"metadata"')),
     (b"<", "an HTML or XML page: a failed download?"),
 )
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from spformat_cli import bench
 from test_cli import DIGITS, SMTX, spformat
 
 import spformat as sf
@@ -90,6 +92,19 @@ def test_bench_refuses_what_it_cannot_time(args: list[str], text: str) -> None:
     r = spformat("bench", DIGITS, *args)
     assert r.returncode == 2, r.stderr
     assert text in r.stderr
+
+
+def test_a_plot_that_cannot_be_drawn_is_told_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # not installed
+    with pytest.raises(sf.UsageError, match=r"--plot needs matplotlib: pip install 'spformat\[plot\]'"):
+        bench.run(str(DIGITS), plot=str(tmp_path / "a.png"))
+    monkeypatch.setitem(sys.modules, "matplotlib", pytest)  # any module with a spec
+    with pytest.raises(sf.UsageError, match=r"--plot: expected a name in \.png, got 'a\.pdf'"):
+        bench.run(str(DIGITS), plot="a.pdf")
+    with pytest.raises(sf.OutputError, match=r"nowhere/a\.png: --plot: cannot write into the folder"):
+        bench.run(str(DIGITS), plot=str(tmp_path / "nowhere" / "a.png"))
 
 
 @pytest.mark.parametrize("verb", ["inspect", "explain", "validate"])

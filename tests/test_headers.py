@@ -245,6 +245,8 @@ def test_at_its_limits_a_header_is_read() -> None:
             ".npz by `spformat convert a.npz a.safetensors --to csr`",
         ),
         (b"GGUF\x03", "a GGUF file, which is not read"),
+        (b'{\n  "metadata": {', "a JSON file: of a checkpoint, name the folder"),
+        (b'{"metadata":{', "a JSON file: of a checkpoint, name the folder"),
         (b"\x80\x02", "a pickle (PyTorch .bin): it is never unpickled; convert it to safetensors first"),
         (b"version https://git-lfs.github.com", "a Git LFS pointer: run `git lfs pull`"),
     ],

@@ -238,6 +238,14 @@ def test_npz_lies_are_named(tmp_path: Path, change: dict[str, object], error: ty
     assert (e.value.path, e.value.exit_code) == (str(path), 65)
 
 
+def test_npz_of_something_else_is_told_by_what_it_holds(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", edge_index=np.eye(2), **{f"x\x1b{i}": np.eye(1) for i in range(20)})  # type: ignore[arg-type]
+    with pytest.raises(
+        FormatError, match=r"scipy\.sparse\.save_npz writes, got an archive with edge_index, x\\x1b0, .*\.\.$"
+    ):
+        read_matrix(tmp_path / "a.npz")
+
+
 def test_npz_unsorted_columns_are_sorted_with_their_values(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", **pieces(indices=np.array([3, 0, 0, 2])))  # type: ignore[arg-type]
     assert read_matrix(tmp_path / "a.npz").to_dense().tolist() == [[2, 0, 0, 1], [0, 0, 0, 0], [3, 0, 4, 0]]

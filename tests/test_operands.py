@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import scipy.sparse as sp
 import spformat as sf
 from spformat import limits
 from spformat.container import create, outline
+from spformat.interop import torch_semi_structured
 from spformat.problem import tile_class
 
 W = np.diag(np.arange(1, 5)).astype(np.float32)
@@ -319,9 +321,18 @@ def test_batches_are_refused_by_name() -> None:
         sf.convert(torch.ones(2, 3, 3).to_sparse_csr(), "csr")
 
 
+def test_without_torch_the_line_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    two_four = sf.convert(np.zeros((32, 64), np.float16), "two-four")
+    for call in (sf.convert(W, "csr").to_torch, lambda: torch_semi_structured.to_semi_structured(two_four)):
+        with pytest.raises(sf.UsageError, match=r"torch is not installed: pip install 'spformat\[torch\]'"):
+            call()
+    with pytest.raises(sf.UsageError, match=r"from_torch: expected a torch tensor, got ndarray; use convert"):
+        sf.from_torch(W)
+
+
 def test_readers_of_other_libraries_name_what_they_got() -> None:
     with pytest.raises(sf.UsageError, match=r"from_scipy: expected a scipy\.sparse matrix, got ndarray; use convert"):
         sf.from_scipy(W)
-    pytest.importorskip("torch")
     with pytest.raises(sf.UsageError, match=r"from_torch: expected a torch tensor, got ndarray; use convert"):
         sf.from_torch(W)

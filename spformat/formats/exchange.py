@@ -109,9 +109,7 @@ def _narrowed(
 
 def to_torch(f: Format) -> Any:
     """A torch tensor on the same device: sparse_bsr of a BSR that tiles its shape, strided of a Dense, sparse_csr."""
-    import torch
-
-    tensor = array_to_torch
+    torch, tensor = import_torch(), array_to_torch
     if isinstance(f, Dense):
         return tensor(f.data)
     f.ensure_valid()
@@ -123,10 +121,18 @@ def to_torch(f: Format) -> Any:
     return torch.sparse_csr_tensor(*parts, size=a.shape, check_invariants=False)
 
 
+def import_torch() -> Any:
+    """torch, or UsageError with the line to type."""
+    try:
+        import torch
+    except ImportError as e:
+        raise UsageError("torch is not installed: pip install 'spformat[torch]'") from e
+    return torch
+
+
 def array_to_torch(x: Array) -> Any:
     """A torch tensor that shares the memory of a numpy or CuPy array (read-only arrays are copied)."""
-    import torch
-
+    torch = import_torch()
     if x.dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
         # Neither numpy nor DLPack of numpy carries these: move the bits, then view.
         return array_to_torch(bits(x)).view(getattr(torch, x.dtype.name))
@@ -137,10 +143,10 @@ def array_to_torch(x: Array) -> Any:
 
 def from_torch(t: Any) -> Format:
     """A torch tensor as Dense (strided), CSR (sparse_csr, sparse_coo) or BSR (sparse_bsr). Duplicates are refused."""
-    import torch
-
     if not is_torch(t):
         raise UsageError(f"from_torch: expected a torch tensor, got {type(t).__name__}; use convert(x, 'csr')")
+    import torch
+
     if getattr(t, "BACKEND", "") in ("cutlass", "cusparselt"):
         raise UsageError("a SparseSemiStructuredTensor is read by interop.torch_semi_structured.from_semi_structured")
     if t.layout == torch.strided:

@@ -17,7 +17,7 @@ import numpy as np
 from ..arrays import Array, current_device, namespace
 from ..dtypes import bits
 from ..errors import ArrayError, PatternError, StructureError, UsageError
-from ..formats.exchange import array_to_torch, torch_to_array
+from ..formats.exchange import array_to_torch, import_torch, torch_to_array
 from ..formats.two_four import COLS, META_ORDERS, ROWS, TwoFour, order_view
 
 ORDER = META_ORDERS[3]
@@ -49,12 +49,9 @@ def to_semi_structured(a: TwoFour) -> Any:
 
     It multiplies on a GPU only. StructureError when M is not a multiple of 32 or K not one of 64.
     """
-    from torch.sparse import SparseSemiStructuredTensorCUTLASS
-
+    kind = import_torch().sparse.SparseSemiStructuredTensorCUTLASS
     packed, meta = (array_to_torch(x) for x in pack(a))
-    return SparseSemiStructuredTensorCUTLASS(
-        a.shape, packed=packed, meta=meta, packed_t=None, meta_t=None, compressed_swizzled_bitmask=None
-    )
+    return kind(a.shape, packed=packed, meta=meta, packed_t=None, meta_t=None, compressed_swizzled_bitmask=None)
 
 
 def unpack(packed: Array, meta: Array, shape: tuple[int, int]) -> TwoFour:
