@@ -20,7 +20,7 @@ from ..errors import ContainerError, InputError, LimitError, OutputError, UsageE
 from ..files import Path, is_file, same_file, size_of
 from ..formats.dense import Dense
 from ..output import check_target
-from . import earlier, folder
+from . import earlier, folder, journals
 from .executors import Workers, convert_units
 from .folder import Conversion
 from .jobs import Outcome, dense_of, foresee, plan_jobs, prune
@@ -146,10 +146,10 @@ def _to_folder(
 ) -> Report:
     folder.prepare(c)
     with folder.held(c.folder, part):
-        there = folder.journals(c.folder)
-        own = folder.journal_name(part)
+        there = journals.listed(c.folder)
+        own = journals.journal_name(part)
         going_on = resume and (own in there if part else bool(there))
-        known = folder.entries_of(c, [own] if part else there) if going_on else {}
+        known = journals.entries_of(c, [own] if part else there) if going_on else {}
         units = _units(c, part, workers, there if going_on else [])
         if resume and not there and not force and not c.dense and is_file(os.path.join(c.folder, MANIFEST)):
             files = earlier.already_done(c, {u.shard for u in units})
@@ -170,7 +170,7 @@ def _units(c: Conversion, part: Part | None, workers: Workers | None, there: lis
     """What this run converts: its part; what parts before it were to convert; or everything, cut for the workers."""
     if part is not None:
         return list(c.parts(part.of)[part.number - 1])
-    started = folder.parts_of(c, there)
+    started = journals.parts_of(c, there)
     count = workers.filled().count if workers else 1
     if started is None and len(c.source.shards) < count:
         started = 2 * count  # so that the last ones to finish are not alone for long
@@ -188,16 +188,16 @@ def _convert(
     redone: list[str],
 ) -> tuple[list[Converted], int]:
     """Every unit converted, in their order, and how many a former run had finished; ``redone``: what of that is not."""
-    before = [folder.finished(c, u, known.get(u.name)) for u in units]
+    before = [journals.finished(c, u, known.get(u.name)) for u in units]
     for u, found in zip(units, before, strict=True):
         if found is None and u.name in known:
-            redone.append(f"{u.name} {folder.why_redone(c, u, known[u.name])}")
+            redone.append(f"{u.name} {journals.why_redone(c, u, known[u.name])}")
     done = {d.name: d for d in before if d is not None}
     if not all(u.whole for u in units):
         folder.make(os.path.join(c.folder, PIECES))
     tasks = [c.task(u, overwrite) for u in units if u.name not in done]
     # The journal comes first: who finds a file under its final name finds out what it belongs to.
-    with folder.journal(c, part, list(done.values())) as journal:
+    with journals.journal(c, part, list(done.values())) as journal:
         for d in _converted(tasks, workers, progress):
             done[d.name] = d
             journal.add(d)
@@ -236,17 +236,17 @@ def merge_parts(dst: Path, src: Path | None = None, *, checksums: bool = False) 
     if not os.path.isdir(target):
         raise InputError("expected the folder that the parts were written to", path=target)
     with folder.held(target, None):
-        recipe, origin, n = folder.parts_in(target)
+        recipe, origin, n = journals.parts_in(target)
         source = open_source(src or origin)
         c = Conversion(source, plan_jobs(source, recipe), recipe, target)
-        known = folder.entries_of(c, [folder.journal_name(Part(i, n)) for i in range(1, n + 1)])
+        known = journals.entries_of(c, [journals.journal_name(Part(i, n)) for i in range(1, n + 1)])
         if not known and c.jobs:
             raise ContainerError("the parts were made of another source, or this one has changed", path=source.path)
         folder.prepare(c)
         done = []
         for number, units in enumerate(c.parts(n), 1):
             for u in units:
-                found = folder.finished(c, u, known.get(u.name), hashes=checksums)
+                found = journals.finished(c, u, known.get(u.name), hashes=checksums)
                 if found is None:
                     text = f"{u.name} is missing or has changed: run part {number}/{n} again with --resume"
                     raise InputError(text, path=target)

@@ -1,0 +1,188 @@
+"""Journals: what a run or part has finished, on disk after every unit, and what the next makes of that.
+
+Each part of a job array has a journal and a lock of its own; nobody writes another's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ContainerError, InputError, UsageError
+from ..files import Path, is_file, names_in, remove, sha256_of, size_of
+from .jobs import Outcome
+from .manifest import JOURNAL, JOURNAL_GLOB, MANIFEST, manifest_sha256, read_journal, write_journal
+from .parts import Converted, Part, Unit, digest_of_input
+from .recipe import Recipe
+
+if TYPE_CHECKING:
+    from .folder import Conversion
+
+
+def journal_name(part: Part | None) -> str:
+    """The journal of a run, or of one part."""
+    return JOURNAL if part is None else f"spformat.partial-{part.number}-of-{part.of}.json"
+
+
+def listed(folder: Path) -> list[str]:
+    """Names of all journals in a folder."""
+    return [n for n in names_in(folder) if JOURNAL_GLOB.fullmatch(n)]
+
+
+class Journal:
+    """What a run or part has finished, on disk after every unit."""
+
+    def __init__(self, c: Conversion, part: Part | None, done: Iterable[Converted]) -> None:
+        self._c, self._part = c, part
+        self._path = os.path.join(c.folder, journal_name(part))
+        self._entries = {d.name: _entry(d) for d in done}
+        self._replaces = manifest_sha256(c.folder)
+        self._before = self._outputs()
+        self._write()
+
+    def add(self, done: Converted) -> None:
+        """Note a finished unit."""
+        self._entries[done.name] = _entry(done)
+        self._write()
+
+    def close(self, *, complete: bool) -> None:
+        """A part with nothing left to do says so; a run that failed before it replaced anything leaves nothing."""
+        if complete:
+            self._write(complete=True)
+        elif not self._entries and self._outputs() == self._before:
+            remove(self._path)
+
+    def _outputs(self) -> list[tuple[int, int] | None]:
+        """What stands under the final names: (device, inode) each."""
+        found: list[tuple[int, int] | None] = []
+        for name in self._c.names.values():
+            try:
+                status = os.lstat(os.path.join(self._c.folder, name))
+            except OSError:
+                found.append(None)
+            else:
+                found.append((status.st_dev, status.st_ino))
+        return found
+
+    def _write(self, *, complete: bool = False) -> None:
+        c, part = self._c, self._part
+        tree: dict[str, Any] = {"plan": c.identity, "shards": self._entries, "replaces": self._replaces}
+        if part is not None:
+            tree |= {"part": [part.number, part.of], "complete": complete, "recipe": asdict(c.recipe)}
+            tree |= {"source": os.path.abspath(c.source.path)}
+        write_journal(self._path, tree)
+
+
+@contextmanager
+def journal(c: Conversion, part: Part | None, done: Iterable[Converted]) -> Iterator[Journal]:
+    """The journal of a run or part for a ``with`` block, begun with what is done already."""
+    made, complete = Journal(c, part, done), False
+    try:
+        yield made
+        complete = True
+    finally:
+        made.close(complete=complete)
+
+
+def entries_of(c: Conversion, names: Iterable[str]) -> dict[str, Any]:
+    """Entries of those of the named journals that are of this conversion."""
+    found: dict[str, Any] = {}
+    for name in names:
+        tree = read_journal(os.path.join(c.folder, name))
+        if tree["plan"] == c.identity:
+            for unit, entry in tree["shards"].items():
+                _check_entry(entry, os.path.join(c.folder, name))
+                found[unit] = entry
+    return found
+
+
+_ENTRY = {"sha256": str, "size": int, "source": str, "source_sha256": str, "tensors": list}
+_TENSOR = {
+    "name": str, "target": str, "why": str, "shape": list, "dtype": str, "bytes_in": int, "bytes_out": int, "nnz": int,
+    "negative_zeros": int, "dropped_zeros": int, "larger_than_dense": bool, "error": str,
+}  # fmt: skip
+
+
+def _check_entry(entry: Any, journal: str) -> None:
+    """ContainerError unless an entry of a journal has the fields that ``_entry`` writes: whoever seals it may lie."""
+    sound = type(entry) is dict and {k: type(v) for k, v in entry.items()} == _ENTRY
+    for told in entry["tensors"] if sound else ():
+        sound &= type(told) is dict and all(type(v) is _TENSOR.get(k) for k, v in told.items())
+        sound = sound and {"name", "target", "shape", "dtype", "bytes_in"} <= told.keys()
+        sound = sound and all(type(n) is int for n in told["shape"])
+    if not sound:
+        raise ContainerError("the journal is damaged: start again with --force", path=journal)
+
+
+def parts_of(c: Conversion, names: Iterable[str]) -> int | None:
+    """Into how many parts this conversion was cut by those who wrote the named journals; None: it was not."""
+    for name in names:
+        tree = read_journal(os.path.join(c.folder, name))
+        if tree["plan"] == c.identity and "part" in tree:
+            return _part(tree, name).of
+    return None
+
+
+def parts_in(folder: str) -> tuple[Recipe, str, int]:
+    """Recipe, source and number of the parts in a folder, all of them complete; else InputError, ContainerError."""
+    trees = {name: read_journal(os.path.join(folder, name)) for name in listed(folder) if name != JOURNAL}
+    if not trees:
+        found = f"it has a {MANIFEST}: nothing is left to merge" if MANIFEST in names_in(folder) else "it has none"
+        raise InputError(f"expected the journals of parts (convert --part i/n), {found}", path=folder)
+    first = next(iter(trees.values()))
+    parts = {_part(tree, name).number: tree for name, tree in trees.items()}
+    n = _part(first, next(iter(trees))).of
+    alien = [name for name, t in trees.items() if t["plan"] != first["plan"] or _part(t, name).of != n]
+    if alien:
+        raise ContainerError(f"{alien[0]} and {next(iter(trees))} are parts of different conversions", path=folder)
+    missing = [i for i in range(1, n + 1) if i not in parts or not parts[i].get("complete")]
+    if missing:
+        some = ", ".join(map(str, missing[:8])) + (", .." if len(missing) > 8 else "")
+        text = f"{len(missing)} of {n} parts have not finished ({some}): run each with --part i/{n} --resume"
+        raise InputError(text, path=folder)
+    return Recipe.from_json(first.get("recipe"), folder), str(first.get("source", "")), n
+
+
+def _part(tree: dict[str, Any], name: str) -> Part:
+    """The part a journal is of; ContainerError unless it says what its name does."""
+    try:
+        part = Part(*tree["part"])
+    except (KeyError, TypeError, UsageError) as e:
+        raise ContainerError("the journal is damaged: run the part again with --force", path=name) from e
+    if journal_name(part) != name:
+        raise ContainerError(f"the journal is that of part {part}", path=name)
+    return part
+
+
+def finished(c: Conversion, unit: Unit, entry: Any, *, hashes: bool = True) -> Converted | None:
+    """A unit of a former run if its file is there and, with ``hashes``, input and output are what the journal says."""
+    if not entry or why_redone(c, unit, entry, hashes=hashes):
+        return None
+    outcomes = tuple(
+        Outcome(**{"bytes_out": None, "why": "", **o, "shape": tuple(o["shape"])}) for o in entry["tensors"]
+    )
+    return Converted(unit.name, unit.shard, entry["source_sha256"], entry["sha256"], entry["size"], outcomes)
+
+
+def why_redone(c: Conversion, unit: Unit, entry: Any, *, hashes: bool = True) -> str:
+    """What has changed since a former run noted a unit in its journal; "" if nothing has."""
+    path = os.path.join(c.folder, unit.name)
+    if not is_file(path):
+        return "is gone"
+    if size_of(path) != entry["size"]:
+        return f"has {size_of(path):,} bytes, the journal says {entry['size']:,}"
+    if hashes and digest_of_input(c.source, unit) != entry["source_sha256"]:
+        return f"was made of another {unit.shard}"
+    if hashes and sha256_of(path) != entry["sha256"]:
+        return "has another sha256 than the journal says"
+    return ""
+
+
+def _entry(d: Converted) -> dict[str, Any]:
+    return {
+        "sha256": d.sha256, "size": d.size, "source": d.source, "source_sha256": d.source_sha256,
+        "tensors": [o.to_json() for o in d.outcomes],
+    }  # fmt: skip
