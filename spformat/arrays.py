@@ -206,7 +206,12 @@ def _settle_cache() -> None:
         os.makedirs(folder, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()  # permissions alone do not tell: the file system may be read-only
     except OSError:
-        os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+        compile_in_memory()
+
+
+def compile_in_memory() -> None:
+    """Have CuPy leave its folder of compiled kernels alone from now on."""
+    os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
 
 
 def unsigned(x: Array) -> Array:

@@ -57,4 +57,5 @@ def test_rows_of_c_that_a_tensor_map_can_name(world: World, monkeypatch: pytest.
     blocks = spmm_bsr.Arrays(None, np.arange(2), np.zeros(1, np.int32), data)
     p = problem("bsr", 2**31, 4096, blocksize=(128, 128))
     prepare, workspace = spmm_bsr_sm90a._launcher(blocks, p, spmm_bsr_sm90a.choose_tile(p))
-    assert (prepare(Operands(1 << 20, 1 << 20, 8, 8, 8, 0)), workspace) == (["the other kernel"], 0)
+    assert workspace == 0
+    assert [str(call) for call in prepare(Operands(1 << 20, 1 << 20, 8, 8, 8, 0))] == ["the other kernel"]

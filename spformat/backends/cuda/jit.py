@@ -14,11 +14,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ...arrays import import_cupy
+from ...arrays import compile_in_memory, import_cupy
 from ...errors import DeviceError
 
 HERE = Path(__file__).parent
 INCLUDE = HERE / "include"
+FREE = 48 * 1024
+"""Bytes of shared memory that a block may have without asking."""
 _INCLUDE_LINE = re.compile(r'^\s*#\s*include\s+"(spformat/[^"]+)"', re.MULTILINE)
 
 
@@ -57,24 +59,31 @@ def options(arch: str) -> tuple[str, ...]:
 def load(source: str, instance: str, arch: str, device_id: int = 0, smem: int = 0) -> Any:
     """The compiled kernel ``instance`` (a C++ name expression) of ``source``, ready to launch.
 
-    ``smem``: dynamic shared memory in bytes; above 48 KB the function attribute is raised here, once.
+    ``smem``: dynamic shared memory in bytes; where the block needs more than 48 KB the function attribute is raised.
     Raises DeviceError with the options, the compiler's log and the path of the dumped source.
     """
     cupy = import_cupy()
     text = source_text(source)
     flags = options(arch)
     with cupy.cuda.Device(device_id):
-        module = cupy.RawModule(code=text, options=flags, name_expressions=(instance,))
         try:
-            function = module.get_function(instance)
+            function = _compiled(cupy, text, flags, instance)
         except cupy.cuda.compiler.CompileException as e:
             raise DeviceError(_report(source, instance, flags, text, str(e))) from e
-        # Two sizes of one instance share a function: the limit only ever goes up.
-        if smem > max(48 * 1024, function.max_dynamic_shared_size_bytes):
-            function.max_dynamic_shared_size_bytes = smem
+        # What the kernel declares counts too. Two sizes of one instance share a function: the limit only ever goes up.
+        if smem + function.shared_size_bytes > FREE:
+            function.max_dynamic_shared_size_bytes = max(smem, function.max_dynamic_shared_size_bytes)
     if os.environ.get("SPFORMAT_JIT_DEBUG"):
         print(f"{source} {instance} {arch}: {function.num_regs} registers, {function.local_size_bytes} B local")
     return function
+
+
+def _compiled(cupy: Any, text: str, flags: tuple[str, ...], instance: str) -> Any:
+    try:
+        return cupy.RawModule(code=text, options=flags, name_expressions=(instance,)).get_function(instance)
+    except OSError:  # compiled, but no room for it in CuPy's folder
+        compile_in_memory()
+        return cupy.RawModule(code=text, options=flags, name_expressions=(instance,)).get_function(instance)
 
 
 def _report(source: str, instance: str, flags: tuple[str, ...], text: str, log: str) -> str:
