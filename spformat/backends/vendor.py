@@ -16,6 +16,7 @@ from ..formats.base import Format
 from ..problem import COL, STRIDED, Plan, Problem, reasons
 from .base import Kernel
 from .cuda.launch import Call, Library, Operands, device_plan, finish_arrays
+from .cuda.scratch import Scratch
 
 _SEARCH_WORKSPACE = 256 << 20
 """Bytes for cuSPARSELt's search: an algorithm that adds up parts of K needs a matrix of sums for each."""
@@ -100,8 +101,7 @@ class CusparseCSR:
         )
 
     def plan(self, a: Any, p: Problem) -> Plan:
-        """Descriptors are made per call: they hold B's and C's pointers. The buffer grows as N does."""
-        import cupy
+        """Descriptors are made per call: they hold B's and C's pointers."""
         from cupy.cuda import cusparse, device
 
         arrays = (a.indptr, a.indices, a.values)
@@ -111,7 +111,7 @@ class CusparseCSR:
         no, algorithm, index = cusparse.CUSPARSE_OPERATION_NON_TRANSPOSE, cusparse.CUSPARSE_MM_ALG_DEFAULT, 2  # 32I
         order = {True: 1, False: 2}  # CUSPARSE_ORDER_COL, CUSPARSE_ORDER_ROW
         b_col, c_col = p.b_layout == COL, p.out_layout == COL
-        spare: dict[str, Any] = {"buffer": cupy.empty(0, cupy.int8)}
+        memory = Scratch()
 
         def launch(o: Operands) -> None:
             handle = device.get_cusparse_handle()
@@ -124,9 +124,7 @@ class CusparseCSR:
             try:
                 args = (handle, no, no, one.data, A, B, zero.data, C, compute, algorithm)
                 need = cusparse.spMM_bufferSize(*args)
-                if spare["buffer"].size < need:
-                    spare["buffer"] = cupy.empty(need, cupy.int8)
-                cusparse.spMM(*args, spare["buffer"].data.ptr)
+                cusparse.spMM(*args, memory.buffer(o.stream, need) if need else 0)
             finally:
                 cusparse.destroySpMat(A)
                 cusparse.destroyDnMat(B)
@@ -203,18 +201,18 @@ class _LtMatmul:
         cupy.cuda.get_current_stream().synchronize()  # synchronize! the scratch buffer goes away
         self.one, self.zero = ctypes.c_float(1), ctypes.c_float(0)
         if search:
-            self.workspace = cupy.empty(_SEARCH_WORKSPACE, cupy.uint8)
-            self._run(lt.matmul_search, o)
-        self.workspace = cupy.empty(max(1, lt.matmul_get_workspace(self.handle, self.plan)), cupy.uint8)
+            workspace = cupy.empty(_SEARCH_WORKSPACE, cupy.uint8)
+            self._run(lt.matmul_search, o, workspace.data.ptr)
+        self.need, self.memory = lt.matmul_get_workspace(self.handle, self.plan), Scratch()
 
     def __call__(self, o: Operands) -> None:
-        self._run(self.lt.matmul, o)
+        self._run(self.lt.matmul, o, self.memory.buffer(o.stream, self.need))
 
-    def _run(self, entry: Any, o: Operands) -> None:
+    def _run(self, entry: Any, o: Operands, workspace: int) -> None:
         stream = ctypes.c_void_p(o.stream)
         entry(
             self.handle, self.plan, ctypes.addressof(self.one), self.weight.data.ptr, o.b, ctypes.addressof(self.zero),
-            o.c, o.c, self.workspace.data.ptr, ctypes.addressof(stream), 1,
+            o.c, o.c, workspace, ctypes.addressof(stream), 1,
         )  # fmt: skip
 
 

@@ -1,0 +1,70 @@
+"""How the vendor's libraries are called, without them and without a GPU."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from stand_in_world import World
+
+import spformat as sf
+from spformat.backends.cuda.launch import Operands
+from spformat.backends.vendor import CublasGemm, CusparseCSR
+from spformat.errors import LimitError
+from spformat.problem import COL, Problem
+
+
+def problem(fmt: str, **changed: Any) -> Problem:
+    types = ("float32",) * 3
+    return replace(Problem(fmt, (), 4, 3, 8, 2, *types, device="cuda", sm=90), **changed)
+
+
+def test_streams_do_not_share_the_workspace_of_cusparse(world: World) -> None:
+    """Two products of one plan may run at the same time."""
+    used: dict[int, set[int]] = defaultdict(set)
+    need, handle = 100, SimpleNamespace(stream=0)
+    library: Any = defaultdict(int)
+    names = ("createCsr", "createDnMat", "destroySpMat", "destroyDnMat")
+    library |= {name: lambda *_: 1 for name in names}
+    library |= {"CUSPARSE_OPERATION_NON_TRANSPOSE": 0, "CUSPARSE_MM_ALG_DEFAULT": 0, "CUSPARSE_INDEX_BASE_ZERO": 0}
+    library["setStream"] = lambda _, stream: setattr(handle, "stream", stream)
+    library["spMM_bufferSize"] = lambda *_: need
+    library["spMM"] = lambda *given: used[handle.stream].add(given[-1])
+    world.cupy.cuda.cusparse = SimpleNamespace(**library)
+    world.cupy.cuda.device = SimpleNamespace(get_cusparse_handle=lambda: handle)
+    a = sf.convert(np.eye(4, 3, dtype=np.float32), "csr")
+    a = a.made(shape=a.shape, **{k: v.view(type(world.array(1))) for k, v in a.arrays().items()})
+    plan, out = CusparseCSR().plan(a, problem("csr")), world.array(4, 5)
+    B = world.array(3, 5)
+    for _ in range(3):
+        for world.stream in (7, 8):
+            plan.run(B, out)
+    assert [len(used[s]) for s in (7, 8)] == [1, 1]
+    assert used[7] != used[8]
+    need = 0
+    plan.run(B, out)
+    assert 0 in used[8]
+
+
+def test_extents_that_cublas_cannot_count(world: World) -> None:
+    def refusals(**changed: Any) -> list[str]:
+        return CublasGemm().unsupported(problem("dense", **changed))
+
+    assert not refusals(M=2**31 - 1)
+    assert refusals(M=2**31) == ["extents past int32 are not passed on to cuBLAS, got 2147483648 x 3"]
+    assert refusals(K=2**31) == ["extents past int32 are not passed on to cuBLAS, got 4 x 2147483648"]
+    world.cupy.cuda.cublas, world.cupy.cuda.device = (
+        SimpleNamespace(CUBLAS_COMPUTE_32F=0, CUBLAS_OP_N=0, CUBLAS_OP_T=1),
+        0,
+    )
+    a = sf.formats.dense.Dense.from_dense(np.eye(4, 3, dtype=np.float32))
+    a = a.made(shape=a.shape, **{k: v.view(type(world.array(1))) for k, v in a.arrays().items()})
+    plan = CublasGemm().plan(a, problem("dense", b_layout=COL))
+    assert plan.prepare is not None
+    (call,) = plan.prepare(Operands(0, 0, 2, 2**31, 4, 7))
+    with pytest.raises(LimitError, match=r"a leading dimension passes 2\^31: B 2,147,483,648, out 4"):
+        call()
