@@ -153,7 +153,7 @@ def _checkpoint(src: str, dst: str, chosen: Recipe, as_json: bool, shown: str, o
     with progress(total, "convert", as_json, lines=True) as step:
         report = convert_checkpoint(src, dst, chosen, progress=lambda o: step(o.name, o.bytes_in), **options)
     seconds = time.perf_counter() - start
-    plan.show(report.outcomes, as_json, path=shown, files=[s.name for s in report.shards], resumed=report.resumed)
+    plan.show_report(report, as_json, shown, resumed=report.resumed)
     if not as_json:
         rate = f", {total / seconds / 1e9:.2f} GB/s" if total > 10**7 else ""
         again = f", {report.resumed} file(s) were finished already" if report.resumed else ""

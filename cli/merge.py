@@ -25,6 +25,6 @@ def run(
     from spformat.checkpoint import merge_parts
 
     report = merge_parts(dst, source or None, checksums=checksums)
-    plan.show(report.outcomes, as_json, path=report.path, files=[s.name for s in report.shards])
+    plan.show_report(report, as_json, report.path)
     if not as_json:
         notes().print(f"{report.path}: {len(report.shards)} file(s) merged", style="green")

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from .options import Exclude, Include, Json, Misfit, NonFinite, Prune, Rules, Sparsity, Src, To, recipe
-from .output import console, notes, print_json, progress, size, table
+from .output import cell, console, notes, print_json, progress, size, table
 
 EPILOG = "spformat plan ./model --to auto   |   spformat plan ./model --to dense --rule 're:.*mlp.*=two-four'"
 
@@ -43,6 +43,16 @@ def foresee(src: str, chosen: Any, quiet: bool) -> Any:
     total = sum(size for _, _, size in open_source(src).records.values())
     with progress(total, "read", quiet) as step:
         return foresee_checkpoint(src, chosen, progress=lambda o: step(o.name, o.bytes_in))
+
+
+def show_report(report: Any, as_json: bool, path: str, **extra: Any) -> None:
+    """The table of a conversion that was made, and what it did not copy."""
+    files, left = [s.name for s in report.shards], list(report.left_behind)
+    show(report.outcomes, as_json, path=path, files=files, not_copied=left, **extra)
+    if left and not as_json:
+        names = ", ".join(cell(n) for n in left[:8]) + (f", .. ({len(left)} in all)" if len(left) > 8 else "")
+        text = f"not copied: {names}; folders, weights that were not converted and very large files stay behind"
+        notes().print(text, style="yellow", soft_wrap=True)
 
 
 def show(outcomes: Any, as_json: bool, **extra: Any) -> None:

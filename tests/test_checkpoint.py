@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+from test_cli import spformat
 
 import spformat as sf
 from spformat.checkpoint import Recipe, Rule, convert_checkpoint, open_source, plan_jobs
@@ -36,6 +37,30 @@ def tree(folder: Path) -> dict[str, str]:
 def same_values(a: Path, b: Path) -> None:
     differing = [d for _, d in diff_checkpoints(a, b) if d is not None]
     assert not differing, differing[0]
+
+
+def test_what_is_not_copied_is_told(tmp_path: Path) -> None:
+    # A repository of the hub often holds the weights three times; copied as side files they would undo the packing.
+    source = shutil.copytree(SOURCES[1], tmp_path / "model")
+    sf.save_dense(source / "adapter_model.safetensors", {"lora": np.ones((2, 2), np.float32)})
+    for name in ("pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.H5", "optimizer.pt"):
+        (source / name).write_bytes(b"other weights")
+    with (source / "huge.json").open("wb") as f:
+        f.truncate((1 << 30) + 1)
+    (source / "1_Pooling").mkdir()
+    (source / "tokenizer.model").write_bytes(b"vocabulary")
+    left = ("1_Pooling", "adapter_model.safetensors", "huge.json", "optimizer.pt", "pytorch_model.bin",
+            "pytorch_model.bin.index.json", "tf_model.H5")  # fmt: skip
+    report = convert_checkpoint(source, tmp_path / "packed", "bitmask")
+    assert report.left_behind == left
+    assert {*left} & {p.name for p in (tmp_path / "packed").iterdir()} == set()
+    assert (tmp_path / "packed" / "tokenizer.model").read_bytes() == b"vocabulary"
+    r = spformat("convert", source, tmp_path / "again", "--to", "bitmask")
+    assert f"not copied: {', '.join(left)}; folders, weights" in r.stderr
+    r = spformat("convert", source, tmp_path / "json", "--to", "bitmask", "--json")
+    assert json.loads(r.stdout)["not_copied"] == list(left)
+    r = spformat("convert", SOURCES[1], tmp_path / "plain", "--to", "bitmask")
+    assert "not copied" not in r.stderr
 
 
 @pytest.mark.parametrize("target", TARGETS)

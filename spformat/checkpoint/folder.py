@@ -33,9 +33,7 @@ from .manifest import (
 from .parts import PIECES, Converted, Part, Task, Unit, assemble, narrowed, split
 from .recipe import KEEP, Recipe
 from .shard import writes_dense
-from .source import INDEX, INDEX_SUFFIX, Source
-
-_SIDE_FILE = 1 << 30
+from .source import INDEX, INDEX_SUFFIX, SIDE_FILE, Source
 
 
 @dataclass(frozen=True)
@@ -189,7 +187,7 @@ def _copy_side_files(c: Conversion) -> None:
     for name in c.source.side_files:
         if name.endswith(INDEX_SUFFIX):
             continue
-        data = read_small(os.path.join(c.source.folder, name), _SIDE_FILE)
+        data = read_small(os.path.join(c.source.folder, name), SIDE_FILE)
         if not same_file(os.path.join(c.source.folder, name), os.path.join(c.folder, name)):
             publish(os.path.join(c.folder, name), data, overwrite=True)
 

@@ -43,6 +43,8 @@ class Report:
     """Files that a former run had finished."""
     redone: tuple[str, ...] = ()
     """Files that it had finished, too, but that are not trusted any more: each with what has changed."""
+    left_behind: tuple[str, ...] = ()
+    """Names beside the shards that were not copied (``Source.left_behind``)."""
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
@@ -153,7 +155,7 @@ def _to_folder(
         units = _units(c, part, workers, there if going_on else [])
         if resume and not there and not force and not c.dense and is_file(os.path.join(c.folder, MANIFEST)):
             files = earlier.already_done(c, {u.shard for u in units})
-            return Report(c.folder, files, len(files))
+            return Report(c.folder, files, len(files), left_behind=c.source.left_behind)
         if not going_on and not force:
             names = c.names
             outputs = [names[u.shard] for u in units]
@@ -163,7 +165,8 @@ def _to_folder(
         folder.refuse_collisions(c)
         redone = ["everything: the journal is of another recipe or source"] if going_on and not known else []
         done, resumed = _convert(c, part, units, workers, known, force or resume, progress, redone)
-        return Report(c.folder, tuple(done) if part else folder.finish(c, done), resumed, tuple(redone))
+        files = tuple(done) if part else folder.finish(c, done)
+        return Report(c.folder, files, resumed, tuple(redone), () if part else c.source.left_behind)
 
 
 def _units(c: Conversion, part: Part | None, workers: Workers | None, there: list[str]) -> list[Unit]:
@@ -251,4 +254,4 @@ def merge_parts(dst: Path, src: Path | None = None, *, checksums: bool = False) 
                     text = f"{u.name} is missing or has changed: run part {number}/{n} again with --resume"
                     raise InputError(text, path=target)
                 done.append(found)
-        return Report(target, folder.finish(c, done), len(done))
+        return Report(target, folder.finish(c, done), len(done), left_behind=source.left_behind)

@@ -22,6 +22,7 @@ from ..files import (
     open_regular,
     read_small,
     safe_name,
+    size_of,
 )
 from ..stheader import strict_json
 from .manifest import JOURNAL_GLOB, MANIFEST, is_finished, read_manifest
@@ -32,6 +33,13 @@ INDEX = "model" + INDEX_SUFFIX
 OURS = re.compile(r"spformat-\d{5,}-of-\d{5,}\.safetensors")
 """Names that only this package gives to shards."""
 _MAX_INDEX = 256 << 20
+SIDE_FILE = 1 << 30
+"""Bytes of a side file at most: they are read as a whole."""
+_OTHER_WEIGHTS = (
+    ".safetensors", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".ot", ".onnx", ".gguf",
+    ".tflite",
+)  # fmt: skip
+"""Ends of names of weights that are not converted: of other frameworks, or shards that the index does not list."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,8 @@ class Source:
     """Tensor name -> (shard, description, bytes), shard after shard, in the order of the data inside."""
     side_files: tuple[str, ...] = ()
     """Files beside the shards that are copied byte for byte (config, tokenizer)."""
+    left_behind: tuple[str, ...] = ()
+    """What else is there, and is not copied: folders, other weights, files over ``SIDE_FILE``."""
     index: dict[str, Any] = field(default_factory=dict)
     """The index JSON without its weight_map: other keys are kept when a dense checkpoint is written."""
     original_names: dict[str, str] = field(default_factory=dict)
@@ -83,7 +93,7 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
         for shard in shards:
             member(where, shard, ".safetensors", follow)
         original = {n: f["source"] for n, f in manifest["files"].items()}
-        source = _assemble(where, where, shards, {}, manifest.get("index", {}), _side_files(names, shards), follow)
+        source = _assemble(where, where, shards, {}, manifest.get("index", {}), _others(names, shards), follow)
         missing = sorted(set(manifest["tensors"]) ^ set(source.records))
         if missing:
             raise ContainerError(
@@ -100,8 +110,7 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
         shards = tuple(sorted({safe_name(f, ".safetensors") for f in weight_map.values()}))
         for shard in shards:
             member(where, shard, ".safetensors", follow)
-        side = _side_files(names, (*shards, indexes[0]))
-        return _assemble(where, where, shards, weight_map, index, side, follow)
+        return _assemble(where, where, shards, weight_map, index, _others(names, (*shards, indexes[0])), follow)
     shards = tuple(n for n in names if n.endswith(".safetensors"))
     if not shards:
         pickle = next((n for n in names if n.endswith((".bin", ".pt", ".pth"))), None)
@@ -109,17 +118,22 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
         raise InputError("no .safetensors file in the folder" + (printable(fix) if pickle else ""), path=where)
     for shard in shards:
         member(where, shard, ".safetensors", follow)
-    return _assemble(where, where, shards, {}, {}, _side_files(names, shards), follow)
+    return _assemble(where, where, shards, {}, {}, _others(names, shards), follow)
 
 
-def _side_files(names: Sequence[str], taken: Sequence[str]) -> tuple[str, ...]:
+def _others(names: Sequence[str], taken: Sequence[str]) -> tuple[str, ...]:
+    """What lies beside the shards, hidden names apart."""
     skip = {*taken, MANIFEST, *filter(JOURNAL_GLOB.fullmatch, names)}
-    return tuple(n for n in names if n not in skip and not n.startswith(".") and not n.endswith(".safetensors"))
+    return tuple(n for n in names if n not in skip and not n.startswith("."))
+
+
+def _is_side_file(path: str) -> bool:
+    return is_file(path) and not path.lower().endswith(_OTHER_WEIGHTS) and size_of(path) <= SIDE_FILE
 
 
 def _assemble(
     path: str, folder: str, shards: tuple[str, ...], weight_map: dict[str, str], index: dict[str, Any],
-    side_files: tuple[str, ...], follow: Sequence[Path],
+    others: tuple[str, ...], follow: Sequence[Path],
 ) -> Source:  # fmt: skip
     records: dict[str, tuple[str, Record, int]] = {}
     for shard in shards:
@@ -127,7 +141,8 @@ def _assemble(
             for name in f:
                 if name in records:
                     both = f"{records[name][0]} and {shard}"
-                    raise ContainerError(f"expected each tensor once, got it in {both}", path=path, tensor=name)
+                    message = f"expected each tensor once, got it in {both}; name one of the files instead"
+                    raise ContainerError(message, path=path, tensor=name)
                 records[name] = (shard, f.info(name), f.nbytes(name))
     for name, shard in weight_map.items():
         if name not in records or records[name][0] != shard:
@@ -138,10 +153,11 @@ def _assemble(
         raise ContainerError(
             f"{records[extra][0]} holds a tensor that the index does not list", path=path, tensor=extra
         )
-    files = tuple(n for n in side_files if is_file(os.path.join(folder, n)))
+    files = tuple(n for n in others if _is_side_file(os.path.join(folder, n)))
     for name in files:
         not_outside(os.path.join(folder, name), follow)
-    return Source(path, folder, shards, records, files, index)
+    left = tuple(n for n in others if n not in files)
+    return Source(path, folder, shards, records, files, left, index)
 
 
 def _read_index(path: str) -> tuple[dict[str, Any], dict[str, str]]:
