@@ -27,6 +27,12 @@ def spformat(*args: Any, env: dict[str, str] | None = None, **options: Any) -> s
     return subprocess.run(command, capture_output=True, text=True, env=full, timeout=120, **options)
 
 
+def test_the_module_is_the_command() -> None:
+    r = subprocess.run([sys.executable, "-m", "spformat", "--version"], capture_output=True, text=True, timeout=60)
+    assert (r.returncode, r.stdout) == (0, f"spformat {sf.__version__}\n"), r.stderr
+    assert subprocess.run([sys.executable, "-m", "spformat", "inspect", "nope"], capture_output=True).returncode == 66
+
+
 def test_help_names_every_verb_and_imports_no_heavy_library() -> None:
     code = (
         "import sys\nsys.argv = ['spformat', '--help']\nfrom spformat_cli.main import app\n"

@@ -30,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("contenders", "cost"),
     ("tuning",),
     ("spformat",),
+    ("__main__",),
 )
 """Modules and packages of spformat, lowest first. An import leads to a lower layer, or stays inside one package."""
 

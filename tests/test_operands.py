@@ -162,6 +162,20 @@ def test_a_target_that_is_no_format(target: Any) -> None:
         sf.convert(W, target)
 
 
+@pytest.mark.parametrize(
+    ("target", "meant"),
+    [("2:4", "two-four"), ("n:m", "vector-nm"), ("CSR", "csr"), ("ELL", "ell-buckets"), ("BSR:", "bsr")],
+)
+def test_a_format_as_people_call_it(target: str, meant: str) -> None:
+    with pytest.raises(sf.UsageError, match=rf"unknown format .*; did you mean '{meant}'\?"):
+        sf.convert(W, target)
+
+
+def test_auto_is_for_checkpoints() -> None:
+    with pytest.raises(sf.UsageError, match=r"unknown format 'auto'; the choice of the smallest is for checkpoints"):
+        sf.convert(W, "auto")
+
+
 def test_a_parameter_given_twice() -> None:
     with pytest.raises(sf.UsageError, match="blocksize is given twice, as 4x4 and 2x2"):
         sf.convert(W, "bsr:blocksize=4x4,blocksize=2x2")

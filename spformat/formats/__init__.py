@@ -35,6 +35,8 @@ FORMATS: tuple[type[Format], ...] = (
 )
 
 _by_name: dict[str, type[Format]] = {f.name: f for f in FORMATS}
+_ALSO_CALLED = {"2:4": TwoFour.name, "n:m": VectorNM.name, "ell": ELLBuckets.name}
+"""What people call a format -> its id, for hints."""
 
 F = TypeVar("F", bound=type[Format])
 
@@ -62,8 +64,10 @@ def by_name(name: str) -> type[Format]:
     """The class of a format id; UsageError suggests the nearest."""
     found = _by_name.get(name)
     if found is None:
-        near = difflib.get_close_matches(name, _by_name, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        near = difflib.get_close_matches(name.lower(), [*_ALSO_CALLED, *_by_name], 1)
+        hint = f"; did you mean {_ALSO_CALLED.get(near[0], near[0])!r}?" if near else ""
+        if name == "auto":
+            hint = "; the choice of the smallest is for checkpoints (convert_checkpoint) and the command"
         raise UsageError(f"unknown format {name!r:.80}{hint} (known: {', '.join(_by_name)})")
     return found
 
@@ -71,7 +75,7 @@ def by_name(name: str) -> type[Format]:
 def parse_spec(text: str) -> tuple[type[Format], dict[str, Any]]:
     """ "bsr:blocksize=64x64" or "vector-nm:n=2,m=4" -> (class, params as text); UsageError when malformed."""
     name, _, rest = text.partition(":")
-    fmt = by_name(name.strip())
+    fmt = by_name(text if text in _ALSO_CALLED else name.strip())
     params: dict[str, Any] = {}
     for item in filter(None, rest.split(",")):
         key, equals, value = item.partition("=")
