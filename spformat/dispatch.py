@@ -139,7 +139,7 @@ def plan(A: Any, n: int | None = None, *, B: Any = None, out: Any = None, backen
         name = value_type(b_dtype or A.dtype).name
         result = _dtype_name(out_dtype) if out_dtype is not None else result_dtype(A.dtype.name, name)
         problem = _problem(A, tile_class(n or 512), name, result, b_layout, out_layout, epilogue)
-    return _make_plan(A, problem, backend or _chosen.get() or os.environ.get("SPFORMAT_BACKEND"), unsafe)
+    return _make_plan(A, problem, _asked_for(backend), unsafe)
 
 
 def explain(
@@ -148,24 +148,29 @@ def explain(
     """Which kernel would run ``spmm(A, B)``, and why each other one would not.
 
     A may be a bare ``Problem`` (for a GPU you do not have: device "cuda", sm 90): what is missing here then
-    does not count, unless ``installed``.
+    does not count, unless ``installed``, nor do ``use_backend`` and SPFORMAT_BACKEND.
     """
     if isinstance(A, Problem):
         return ask(A, backend, installed=installed)
     A = as_format(A)
     if B is None:
         name = A.dtype.name
-        return ask(_problem(A, tile_class(n or 512), name, result_dtype(name, name), ROW, ROW), backend)
+        return ask(_problem(A, tile_class(n or 512), name, result_dtype(name, name), ROW, ROW), _asked_for(backend))
     B = as_array(B)
-    return ask(describe(A, B[:, None] if B.ndim == 1 else B, None), backend)
+    return ask(describe(A, B[:, None] if B.ndim == 1 else B, None), _asked_for(backend))
 
 
 # ------------------------------------------------------------------ from operands to a plan
 
 
+def _asked_for(backend: str | None) -> str | None:
+    """The backend or kernel that a call names, or the block or the environment that it is in."""
+    return backend or _chosen.get() or os.environ.get("SPFORMAT_BACKEND")
+
+
 def _plan_for(A: Format, B: Any, out: Any, backend: str | None, epilogue: bool = False) -> Plan:
     """The cached plan of this call: the key is cheap to build, a Problem is not."""
-    name = backend or _chosen.get() or os.environ.get("SPFORMAT_BACKEND")
+    name = _asked_for(backend)
     try:
         shape, strides = B.shape, B.strides
         if out is None:

@@ -115,11 +115,17 @@ def test_a_kernel_can_be_named() -> None:
 def test_selection_order(monkeypatch: pytest.MonkeyPatch) -> None:
     x = np.eye(4, dtype=np.float32)
     a = sf.convert(x, "csr")
-    assert sf.plan(a, n=4).kernel == "cpu.spmm_csr"
+
+    def runs_on(kernel: str) -> bool:
+        return sf.plan(a, n=4).kernel == sf.explain(a).chosen == sf.explain(a, x).chosen == kernel
+
+    assert runs_on("cpu.spmm_csr")
     monkeypatch.setenv("SPFORMAT_BACKEND", "reference")
-    assert sf.plan(a, n=4).kernel == "reference.spmm"
+    assert runs_on("reference.spmm")
+    assert sf.explain(problem("csr")).chosen == "cuda.spmm_csr"  # of another machine
     with sf.use_backend("cpu"):
-        assert sf.plan(a, n=4).kernel == "cpu.spmm_csr"
+        assert runs_on("cpu.spmm_csr")
+        assert sf.explain(a, backend="reference").chosen == "reference.spmm"
         assert sf.plan(a, n=4, backend="reference").kernel == "reference.spmm"
 
 
