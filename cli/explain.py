@@ -14,6 +14,8 @@ from .output import cell, console, print_json
 if TYPE_CHECKING:
     from spformat.problem import Accepted, Rejected
 
+ARCHITECTURES = (70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121)
+"""Compute capabilities, times ten. Below 80 only libraries of the vendor run, and every kernel of ours says so."""
 EPILOG = "spformat explain w.safetensors -n 256   |   spformat explain w.safetensors -n 16 --gpu sm_90"
 
 
@@ -34,10 +36,7 @@ def run(
     from spformat.dtypes import VALUE_TYPES
     from spformat.problem import Problem, result_dtype, tile_class
 
-    found = re.fullmatch(r"(?:sm_)?(\d+)a?|cpu|", gpu)
-    if not found:
-        raise typer.BadParameter(f"expected cpu, sm_80, sm_90 or another sm number, got {gpu!r}")
-    sm = int(found.group(1)) if found.group(1) else None
+    sm = None if gpu in ("", "cpu") else _architecture(gpu)
     source = open_source(src)
     out = []
     for name in included(source.records, include):
@@ -62,6 +61,16 @@ def run(
         return
     for name, e, c in out:
         console().print(f"{cell(name)}: {e}" + (f"\n  {c}" if c else ""), soft_wrap=True)
+
+
+def _architecture(gpu: str) -> int:
+    """90 of "sm_90", "sm_90a" and "90"; BadParameter for a GPU that nobody builds."""
+    found = re.fullmatch(r"(?:sm_)?([1-9]\d{1,2})(a?)", gpu)
+    sm = int(found.group(1)) if found else 0
+    if not found or sm not in ARCHITECTURES or (found.group(2) and sm < 90):
+        known = ", ".join(f"sm_{number}" for number in ARCHITECTURES)
+        raise typer.BadParameter(f"expected cpu or one of {known} (sm_90a and later ones with an a, too), got {gpu!r}")
+    return sm
 
 
 def _answer(a: Accepted | Rejected) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -105,6 +106,26 @@ def test_a_plot_that_cannot_be_drawn_is_told_before_anything_is_measured(
         bench.run(str(DIGITS), plot="a.pdf")
     with pytest.raises(sf.OutputError, match=r"nowhere/a\.png: --plot: cannot write into the folder"):
         bench.run(str(DIGITS), plot=str(tmp_path / "nowhere" / "a.png"))
+
+
+@pytest.mark.parametrize("gpu", ["sm_99", "sm_80a", "130", "sm_90b", "sm_090"])
+def test_a_gpu_that_nobody_builds(gpu: str) -> None:
+    r = spformat("explain", DIGITS, "--gpu", gpu)
+    assert r.returncode == 2
+    said = " ".join(re.sub(r"[^\x21-\x7e]+", " ", r.stderr).split())
+    assert "expected cpu or one of sm_70, sm_72, sm_75, sm_80, sm_86, sm_87, sm_88, sm_89, sm_90, sm_100" in said
+    assert f"got '{gpu}'" in said
+
+
+@pytest.mark.parametrize(
+    ("gpu", "said"),
+    [("sm_90a", "runs on cuda."), ("86", "runs on cuda."), ("sm_120", "runs on cuda."), ("sm_100a", "runs on cuda."),
+     ("sm_75", "needs sm_80 or newer, got sm_75")],
+)  # fmt: skip
+def test_a_gpu_by_its_name_or_number(gpu: str, said: str, graph: Path) -> None:
+    r = spformat("explain", graph / "g.safetensors", "--gpu", gpu)
+    assert r.returncode == 0, r.stderr
+    assert said in r.stdout
 
 
 @pytest.mark.parametrize("verb", ["inspect", "explain", "validate"])
