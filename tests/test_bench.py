@@ -23,12 +23,32 @@ def test_a_wrong_result_is_not_measured_as_right(monkeypatch: pytest.MonkeyPatch
     B = contenders.operand(a, 16)
     right, slip = x @ B, x @ B
     slip[1] *= 1 + 1e-3
-    crowd = (bench.Contender("right", lambda: right, False), bench.Contender("slip", lambda: slip, False))
+    crowd = (bench.Contender("right", right.copy, False), bench.Contender("slip", slip.copy, False))
     case = bench.Case("t", a, B, (*contenders.ours(a, B), *crowd), "float32", {"nnz": a.nnz})
     errors = {r.name: r.error for r in bench.compare(case, 2)}
     assert errors.pop("slip") > 1
     assert len(errors) > 1
     assert max(errors.values()) < 1
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_who_writes_nothing_does_not_pass_with_what_another_has_written(order: Any, dtype: str) -> None:
+    kind = sf.dtypes.value_type(dtype).numpy
+    x = np.eye(6, 4).astype(kind)
+    a: Any = sf.convert(x, "csr")
+    B = contenders.operand(a, 3)
+    out = np.empty((6, 3), kind, order)
+
+    def write(rows: slice) -> Any:
+        out[rows] = (x @ B)[rows]
+        return out
+
+    parts = {"all": slice(None), "half": slice(3), "none": slice(0)}
+    crowd = [bench.Contender(name, lambda rows=rows: write(rows)) for name, rows in parts.items()]  # type: ignore[misc]
+    found = {r.name: r.error for r in bench.compare(bench.Case("t", a, B, tuple(crowd), dtype), 1)}
+    assert found["all"] < 1
+    assert found["half"] == found["none"] == float("inf")
 
 
 @pytest.mark.parametrize(("only", "kernel"), [((), "cpu.spmm_csr"), (("cuda",), "cuda.spmm_csr")])
