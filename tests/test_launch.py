@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stand_in_world import World
+from stand_in_world import Step, World
 
-from spformat.backends.cuda.launch import GRAPH_AFTER, REMEMBERED, Launch, Operands, over_tiles
+from spformat.backends.cuda.launch import GRAPH_AFTER, REMEMBERED, Launch, Operands, device_plan, over_tiles
+from spformat.backends.cuda.scratch import Scratch
 from spformat.errors import DeviceError
 from spformat.problem import COL, Plan
 
@@ -369,6 +370,33 @@ def test_a_captured_stream_takes_up_the_launches_not_a_graph(world: World) -> No
     for _ in range(GRAPH_AFTER + 2):
         plan.run(B, out)
     assert world.launched == 5
+
+
+def test_a_graph_has_memory_of_its_own_also_where_the_operands_are_known(world: World) -> None:
+    """It may run on another stream while this one goes on, with the same plan or with others that share the memory."""
+    held = Scratch(shared=True)
+    used: list[int] = []
+
+    def prepare(o: Operands) -> Any:
+        at = held.buffer(o.stream, 1000)
+        return [Step(world, at, o.stream), Step(world, at, o.stream)]
+
+    p = world.plan().problem
+    plan, B, out = device_plan("cuda.test", p, prepare), world.array(3, 5), world.array(4, 5)
+    for _ in range(GRAPH_AFTER + 2):
+        plan.run(B, out)
+    for _ in range(2):
+        world.graphs[world.stream] = []
+        plan.run(B, out)
+        used += world.graphs.pop(world.stream)
+    plan.run(B, out)
+    assert len(set(world.made)) == 1
+    assert used == [used[0]] * 2 + [used[2]] * 2
+    assert len({*used, *world.made}) == 3
+    world.graphs[world.stream] = []
+    plan.run(B, world.array(4, 5))  # met first inside a graph: prepared once
+    assert len(set(world.graphs.pop(world.stream))) == 1
+    assert len(held._recorded) == 3
 
 
 def test_what_is_prepared_for_a_graph_is_not_remembered(world: World) -> None:

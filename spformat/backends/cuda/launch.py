@@ -8,6 +8,7 @@ loop, a training step) makes the same calls again.
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 import threading
 import weakref
@@ -159,19 +160,25 @@ class Together:
     They share a workspace: another thread's must not come between.
 
     From the third time on launches go to the driver as one CUDA graph, for half the host time of one of them.
-    While the stream is captured they go one by one: the graph that takes them up then is the caller's. So does always
-    what is no launch of ours.
+    While the stream is captured they go one by one: the graph that takes them up then is the caller's, and may run
+    beside what follows on the stream, so they are prepared once more (``again``), with memory for a graph. One by one
+    goes always what is no launch of ours.
     """
 
-    __slots__ = ("_calls", "_graph", "_made", "_stream", "_whole")
+    __slots__ = ("_again", "_calls", "_graph", "_made", "_stream", "_whole")
 
-    def __init__(self, calls: Sequence[Call], stream: int, whole: Any) -> None:
+    def __init__(self, calls: Sequence[Call], stream: int, whole: Any, again: Callable[[], Sequence[Call]]) -> None:
         self._calls, self._stream, self._whole, self._made = calls, stream, whole, 0
         self._graph: Any = None
+        self._again = again
 
     def __call__(self) -> None:
         with self._whole:
-            if self._made < GRAPH_AFTER or captured(self._stream) or not self._ours():
+            if captured(self._stream):
+                for call in self._again() if self._made else self._calls:
+                    call()
+                return
+            if self._made < GRAPH_AFTER or not self._ours():
                 for call in self._calls:
                     call()
                 self._made += 1
@@ -338,8 +345,9 @@ def device_plan(name: str, p: Problem, prepare: Prepare | Library, tile: str = "
             if epilogue[0] < c_end and c_at < epilogue[0] + M * out_size:
                 raise ValueError("out overlaps the bias; the product would overwrite what it adds")
         stream = current_stream().ptr
-        calls = prepare(Operands(b_at, c_at, n, ldb, ldc, stream, *epilogue))
-        call = calls[0] if len(calls) == 1 else Together(calls, stream, whole)
+        again = functools.partial(prepare, Operands(b_at, c_at, n, ldb, ldc, stream, *epilogue))
+        calls = again()
+        call = calls[0] if len(calls) == 1 else Together(calls, stream, whole, again)
         call()
         # What is made for a graph may use memory that only the graph clears; -0.0 would be found as 0.0.
         if not captured(stream) and (not epilogue or epilogue[1]):
