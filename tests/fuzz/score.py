@@ -41,6 +41,7 @@ TESTS = [
     "test_headers.py",
     "test_descriptors.py",
     "test_parsers.py",
+    "test_declarations.py",
     "test_scans.py",
     "test_invariants.py",
     "test_stfile.py",
