@@ -79,3 +79,16 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Any:
     from stand_in_world import World
 
     return World(monkeypatch)
+
+
+@pytest.fixture(params=[1, 5, 1 << 20])
+def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The passes of validators, cut into pieces of this many elements."""
+    from spformat import scans
+    from spformat.formats import bitmask, two_four
+
+    monkeypatch.setattr(scans, "CHUNK", request.param)
+    monkeypatch.setattr(scans.chunks, "__defaults__", (request.param,))
+    monkeypatch.setattr(bitmask, "PANEL", request.param)
+    monkeypatch.setattr(two_four, "PANEL", request.param)
+    return int(request.param)

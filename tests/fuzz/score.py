@@ -44,6 +44,7 @@ TESTS = [
     "test_declarations.py",
     "test_scans.py",
     "test_invariants.py",
+    "test_two_four_words.py",
     "test_stfile.py",
     "test_container.py",
 ]
