@@ -14,7 +14,7 @@ from spformat_cli import bench
 from test_cli import DIGITS, SMTX, spformat
 
 import spformat as sf
-from spformat.checkpoint import Recipe, convert_checkpoint
+from spformat.checkpoint import Recipe, convert_checkpoint, open_source
 from spformat.checkpoint.diff import diff_checkpoints
 from spformat.checkpoint.recipe import included
 from spformat.checkpoint.run import foresee_checkpoint
@@ -230,10 +230,40 @@ def test_diff_of_stored_zeros_is_by_value(tmp_path: Path) -> None:
     for name, m in (("a", a), ("zero", zero), ("gap", sf.convert(gap, "bitmask"))):
         sf.save(tmp_path / f"{name}.safetensors", {"w": m})
     paths = {name: tmp_path / f"{name}.safetensors" for name in ("a", "zero", "gap")}
-    assert [d for _, d in diff_checkpoints(paths["zero"], paths["gap"])] == [None]
+    for one, other in (("zero", "gap"), ("gap", "zero")):
+        assert [d for _, d in diff_checkpoints(paths[one], paths[other])] == [None]
     ((_, d),) = diff_checkpoints(paths["a"], paths["gap"])
     assert d is not None
     assert (d.count, d.index) == (1, (1, 1))
+
+
+def test_diff_is_by_bits_and_names_the_place(tmp_path: Path) -> None:
+    x = np.zeros((2, 7), np.float32)
+    x[1, [2, 5]] = np.nan, 3
+    sf.save(tmp_path / "a.safetensors", {"w": sf.convert(x, "csr")})
+    sf.save(tmp_path / "b.safetensors", {"w": sf.convert(x, "bitmask")})
+    assert [d for _, d in diff_checkpoints(tmp_path / "a.safetensors", tmp_path / "b.safetensors")] == [None]
+    x[1, 5] = 4
+    sf.save(tmp_path / "c.safetensors", {"w": sf.convert(x, "csr")})
+    ((_, d),) = diff_checkpoints(tmp_path / "a.safetensors", tmp_path / "c.safetensors")
+    assert (d and d.count, d and d.index) == (1, (1, 5))
+    x[1, 2] = 1
+    sf.save(tmp_path / "d.safetensors", {"w": sf.convert(x, "csr")})
+    sf.save(tmp_path / "half.safetensors", {"w": sf.convert(x.astype(np.float16), "csr")})
+    ((_, d),) = diff_checkpoints(tmp_path / "d.safetensors", tmp_path / "half.safetensors")
+    assert "float32" in str(d)
+    assert "float16" in str(d)
+
+
+def test_diff_in_the_last_row_of_a_graph(graph: Path, tmp_path: Path) -> None:
+    a = sf.load(graph / "g.safetensors")["g"]
+    data = a.data.copy()
+    data[-1] = 7
+    sf.save(tmp_path / "other.safetensors", {"g": a.with_arrays(data=data)})
+    ((_, d),) = diff_checkpoints(graph / "g.safetensors", tmp_path / "other.safetensors")
+    row = int(a.indptr.searchsorted(a.data.size)) - 1
+    assert row * NODES > 2**31
+    assert (d and d.count, d and d.index) == (1, (row, int(a.indices[-1])))
 
 
 def test_the_table_of_formats_has_lines_of_its_own() -> None:
@@ -242,12 +272,13 @@ def test_the_table_of_formats_has_lines_of_its_own() -> None:
     assert any(line.split() == ["indices", "[nnz]"] for line in out.splitlines())
 
 
-def test_a_folder_of_pickles_says_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04")
-    r = spformat("inspect", tmp_path)
-    assert r.returncode == 66
-    assert "no .safetensors file in the folder; pytorch_model.bin is a pickle" in r.stderr
-    assert "safe_serialization=True" in r.stderr
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "a.pt", "a.pth"])
+def test_a_folder_of_pickles_says_what_to_do(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"PK\x03\x04")
+    with pytest.raises(sf.InputError, match=rf"no \.safetensors file in the folder; {name} is a pickle") as e:
+        open_source(tmp_path)
+    assert e.value.exit_code == 66
+    assert "safe_serialization=True" in e.value.message
 
 
 def test_tensors_whose_names_meet(tmp_path: Path) -> None:
