@@ -14,10 +14,12 @@ from .descriptor import Record
 from .errors import UsageError, printable
 from .files import Path
 from .formats.base import Format
+from .formats.exchange import is_torch, torch_to_array
 from .stheader import METADATA
 
 Tensor: TypeAlias = Format | Array
-"""What a file holds under one name: a Format, or a plain array of any rank (biases, norms, tables)."""
+"""What a file holds under one name: a Format, or a plain array of any rank (biases, norms, tables); a torch tensor is
+taken as one, and comes back as numpy's."""
 
 
 def outline(name: str, x: Tensor) -> Record:
@@ -130,11 +132,16 @@ class FileWriter:
 
 
 def plain_array(name: str, x: Any) -> Array:
-    """``x`` as an array of its library; UsageError for anything else."""
+    """``x`` as an array of numpy or CuPy, that of a torch tensor shared; UsageError for anything else."""
     if isinstance(x, (np.ndarray, np.generic)):
         return np.asarray(x)
     if is_cupy(x):
         return x
+    if is_torch(x) and str(x.layout) == "torch.strided":
+        try:
+            return torch_to_array(x)
+        except UsageError as e:
+            raise e.at(tensor=name) from None
     kind = f"{type(x).__module__}.{type(x).__name__}"
-    what = f"expected a Format or a numpy or CuPy array, got {kind}"
+    what = f"expected a Format, or an array of numpy, CuPy or torch, got {kind}"
     raise UsageError(f"{what}; use convert(x, 'csr') for a matrix, a numpy array for anything else", tensor=name)

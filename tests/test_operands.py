@@ -221,6 +221,33 @@ def test_sparse_arrays_that_are_no_matrices() -> None:
             sf.convert(t, "csr")
 
 
+def test_tensors_of_torch_are_saved_as_arrays(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    w = torch.arange(6.0).reshape(2, 3)
+    kinds = {
+        "bf16": w.bfloat16(), "fp8": w.to(torch.float8_e4m3fn), "turned": w.t(), "every second": w[:, ::2],
+        "ids": torch.arange(3), "flags": torch.tensor([True, False]), "scalar": torch.tensor(2.0),
+        "bias": torch.nn.Parameter(torch.ones(2)), "none": torch.zeros(0, 3),
+    }  # fmt: skip
+    sf.save(tmp_path / "a.safetensors", {"w": sf.convert(w, "csr"), **kinds})
+    sf.save_dense(tmp_path / "b.safetensors", kinds)
+    loaded = sf.load(tmp_path / "a.safetensors")
+    for name, t in kinds.items():
+        raw = t.detach().contiguous().view(torch.uint8).numpy() if t.dim() else t.numpy()
+        assert loaded[name].shape == tuple(t.shape)
+        assert loaded[name].dtype.name == str(t.dtype).removeprefix("torch.")
+        assert loaded[name].tobytes() == raw.tobytes()
+        with sf.safe_open(tmp_path / "b.safetensors") as f:
+            assert f.array(name).tobytes() == raw.tobytes()
+    with pytest.raises(sf.UsageError, match=r"tensor 'x': torch tensor \(.*meta.*cannot be shared with numpy"):
+        sf.save(tmp_path / "c.safetensors", {"x": w.to("meta")})
+    for sparse in (w.to_sparse(), w.bfloat16().to_sparse()):
+        with pytest.raises(sf.UsageError, match=r"tensor 'x': expected a Format, .* use convert\(x, 'csr'\)"):
+            sf.save(tmp_path / "c.safetensors", {"x": sparse})
+        with pytest.raises(sf.UsageError, match=r"its memory cannot be shared with numpy"):
+            sf.spmm(W[:, :2], sparse)
+
+
 def test_names_that_cannot_be_saved(tmp_path: Path) -> None:
     a, path = sf.convert(W, "csr"), tmp_path / "a.safetensors"
     with pytest.raises(sf.UsageError, match=r"'w\.data'"):

@@ -178,7 +178,7 @@ def torch_to_array(t: Any) -> Array:
         raise TypeError(f"expected a torch tensor, got {type(t).__module__}.{type(t).__name__}")
     t = t.detach()
     name = str(t.dtype).removeprefix("torch.")
-    if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+    if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2") and t.layout == torch.strided:
         import ml_dtypes
 
         raw = torch_to_array(t.view(torch.uint16 if t.element_size() == 2 else torch.uint8))
