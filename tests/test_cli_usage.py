@@ -69,6 +69,13 @@ def test_targets_of_a_matrix_file(tmp_path: Path, graph: Path) -> None:
     with sf.safe_open(dense) as f:  # as other tools read it: no descriptor, the tensor under its own name
         assert not f.described
         assert f.keys() == [SMTX.stem]
+    before = kept.read_bytes()
+    r = spformat("convert", SMTX, kept, "--to", "csr")
+    assert r.returncode == 73
+    assert "--force" in r.stderr
+    assert kept.read_bytes() == before
+    assert spformat("convert", SMTX, kept, "--to", "csr", "--force").returncode == 0
+    assert sf.load(kept).keys() == {SMTX.stem}
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])

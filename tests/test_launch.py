@@ -295,6 +295,8 @@ def test_a_bias_is_an_array_beside_out_on_its_elements(world: World) -> None:
     for bias in (joint[:4], joint[16:20], joint[19:23]):
         with pytest.raises(ValueError, match="out overlaps the bias"):
             plan.run(B, out, 1.0, 0.0, bias)
+    with pytest.raises(ValueError, match="out overlaps the bias"):
+        plan.run(B, joint[3:23].reshape(4, 5), 1.0, 0.0, joint[:4])
     plan.run(B, out, 1.0, 0.0, joint[20:24])
     odd = joint.view(np.uint8)[81:97].view(np.float32)
     with pytest.raises(ValueError, match="bias: pointer is not aligned to its 4-byte elements"):

@@ -54,6 +54,8 @@ def test_no_product_is_cut_to_integers(dtype: Any) -> None:
     assert sf.spmm(whole, x).dtype == np.int32
     wide = np.full((4, 3), 7, np.int64)
     assert (sf.spmm(whole, x, out=wide) == W @ X).all()
+    with pytest.raises(TypeError, match="alpha, beta and bias need a C of floating-point values, got int64"):
+        sf.spmm(whole, x, out=wide, alpha=0.5)
     if dtype in (np.int8, bool):  # their sums do not fit
         with pytest.raises(sf.NoKernelError, match="int32, int64, got"):
             sf.spmm(whole, x, out=out)
