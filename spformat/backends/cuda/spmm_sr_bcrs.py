@@ -8,14 +8,10 @@ from ...dtypes import VALUE_TYPES
 from ...problem import COL, STRIDED, Plan, Problem, reasons
 from . import jit
 from .launch import MAX_GRID_Y, Bound, Launch, Operands, device_plan
+from .panels import index_type
 
 TYPES = ("bfloat16", "float16", "float32", "float64")
 ROWS, WARPS = 8, 8  # rows of a tile that a warp sums; warps of a block
-
-
-def index_type(array: Any) -> str:
-    """C++ name of the elements of an INDEX array."""
-    return "int" if array.dtype == "int32" else "long long"
 
 
 class SpmmSRBCRS:

@@ -7,17 +7,17 @@ in a fixed order.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from ...arrays import BOUNDARY, ceil_div, round_up
-from ...errors import DeviceError, InternalError, LimitError
+from ...errors import InternalError, LimitError
 from ...problem import COL, ROW, Problem, reasons
 from ...roofline import DEVICES, H200, Blocking
 from . import jit, launch
+from .occupancy import max_clusters
 from .scratch import Scratch
 from .vector_nm_tiles import Pattern, Records, Shape, records
 
@@ -28,7 +28,6 @@ SHARED_LIMIT = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 1
 PLAIN_SOURCE = "spmm_vector_nm.cu"
 _COPY_WORDS = {2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 _GRID_Y_MAX = 65535
-_CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _INT32_MAX = 2**31 - 1
 _PITCH_MAX = 2**31
 """Kernels take the bytes between rows of data and of B as 32-bit numbers."""
@@ -179,33 +178,6 @@ def fastest(tiles: Iterable[tuple[_Any, Blocking]], p: Problem) -> tuple[_Any, B
     return min(cut, key=lambda item: item[1].us(p.M, max(p.n, 1), device))
 
 
-class _LaunchAttribute(ctypes.Structure):
-    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint32 * 16)]
-
-
-class _LaunchConfig(ctypes.Structure):
-    _fields_ = [
-        ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3), ("smem", ctypes.c_uint32),
-        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_LaunchAttribute)), ("count", ctypes.c_uint32),
-    ]  # fmt: skip
-
-
-def resident_clusters(function: Any, size: int, threads: int, smem: int) -> int:
-    """Clusters of ``size`` blocks that run at the same time. Fewer than processors / size: a cluster stays in one GPC,
-    and not every GPC has a multiple of ``size`` processors. A persistent grid of more would run in two rounds."""
-    attribute = _LaunchAttribute(id=_CLUSTER_DIMENSION)
-    attribute.value[:3] = (size, 1, 1)
-    config = _LaunchConfig(smem=smem, attributes=ctypes.pointer(attribute), count=1)
-    config.grid[:], config.block[:] = (size * 1024, 1, 1), (threads, 1, 1)
-    found = ctypes.c_int()
-    query = ctypes.PyDLL("libcuda.so.1").cuOccupancyMaxActiveClusters
-    kernel = getattr(function, "kernel", function)
-    status = query(ctypes.byref(found), ctypes.c_void_p(kernel.ptr), ctypes.byref(config))
-    if status or found.value < 1:
-        raise DeviceError(f"cuOccupancyMaxActiveClusters: expected room for a cluster of {size}, got CUresult {status}")
-    return found.value
-
-
 @dataclass(frozen=True)
 class Choice:
     """What a kernel decided: its function by output type, its tile and its leading arguments."""
@@ -275,7 +247,7 @@ def launcher(p: Problem, choice: Choice) -> launch.Prepare:
         function = jit.load(choice.source, choice.instance(written, cluster), arch, p.device_id, smem)
         made = launch.Launch(function, signature, choice.head(splits, per_split, cluster), threads, smem)
         size = cluster[0] * cluster[1]
-        return made, processors if size == 1 else resident_clusters(function, size, threads, smem)
+        return made, processors if size == 1 else max_clusters(function, size, threads, smem)
 
     def start(x: launch.Operands, c: int, step_m: int, step_n: int, split_stride: int) -> list[launch.Bound]:
         calls, b, pitch = rows_of_b(x)

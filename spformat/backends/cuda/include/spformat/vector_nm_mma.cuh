@@ -11,12 +11,6 @@
 
 namespace spformat::vector_nm {
 
-__device__ __forceinline__ void mma_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // x = leading + trailing + at most 2^-23 |x|: leading has 11 significant bits, rounded to nearest; of trailing the
 // instruction reads 11.
 __device__ __forceinline__ void split(float x, u32& leading, u32& trailing) {
@@ -153,7 +147,7 @@ template <int G, int WM, int WN, int LINE_A, int LINE_B> struct Fragments<float,
                         for (int part = 0; part < 3; ++part)  // the small products first; neighbours do not depend on each other
 #pragma unroll
                             for (int j = group * (G / 8); j < (group + 1) * (G / 8); ++j)
-                                mma_tf32(acc[b][j], part == 0 ? small : big, part == 1 ? trail[j][0] : lead[j][0],
+                                mma_m16n8k8_tf32(acc[b][j], part == 0 ? small : big, part == 1 ? trail[j][0] : lead[j][0],
                                          part == 1 ? trail[j][1] : lead[j][1]);
                     }
                 }
