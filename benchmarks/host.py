@@ -8,6 +8,8 @@ new     the same with other memory for C at every call, more than the plan remem
 spmm    ``spmm(A, B, out=C)``, the plan cached with A
 alloc   ``spmm(A, B)``, C allocated
 
+(of torch tensors ``linear`` instead, where torch is installed)
+
 and, for what nobody can save: *driver*, ``cuLaunchKernel`` of an empty kernel through the same code; to tell machines
 apart: *RawKernel*, the same kernel as CuPy users launch it, with an array and nine numbers.
 
@@ -17,6 +19,7 @@ All cases take turns, in an order drawn anew each round: a machine that is slow 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import random
 import statistics
@@ -144,6 +147,23 @@ class Case:
         return row
 
 
+class Torch(Case):
+    """The same of torch tensors, whose stream and memory a call goes to: ``linear``, for which no plan is held."""
+
+    def __init__(self, name: str, a: Format, n: int) -> None:
+        import torch
+
+        self.name, self.n, self.taken, self.made = name, n, defaultdict[str, list[float]](list), 0
+        x = torch.ones((n, a.shape[1]), dtype=getattr(torch, a.dtype.name), device="cuda")
+        self.first = sf.linear(x, a)
+        self.outs = [torch.empty_like(self.first)]
+        self.kernel = str(sf.plan(a, B=x.T, out=self.outs[0].T).kernel)
+        self.ways = {
+            "spmm": lambda _: sf.linear(x, a, out=self.outs[0]),
+            "alloc": lambda _: sf.linear(x, a),
+        }
+
+
 class Bare(Case):
     """A launch and nothing else: a kernel that does nothing."""
 
@@ -175,6 +195,10 @@ def main() -> None:
     wanted = parser.parse_args()
     chosen = [case for case in cases() if case[0].startswith(tuple(wanted.only.split(",")))]
     tried: list[Case] = [*bare(), *(Case(name, make(), *rest) for name, make, *rest in chosen)]
+    if "torch".startswith(tuple(wanted.only.split(","))) and importlib.util.find_spec("torch"):
+        for fmt, density in (("csr", 0.02), ("two-four", 1)):
+            name = f"torch: linear, {fmt}"
+            tried.append(Torch(name, matrix(1024, 1024, density, "float16", fmt), 16))
     for case in tried:
         for way in case.ways:
             case.measure(way, OTHERS)

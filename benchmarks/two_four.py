@@ -63,7 +63,7 @@ def torch_graphed(run: Callable[[], Any]) -> Callable[[], Any]:
     """The same for a torch call, whose streams and memory are torch's."""
     import torch
 
-    from spformat.formats.exchange import torch_to_array
+    from spformat.torch_tensors import torch_to_array
 
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
@@ -98,7 +98,7 @@ def torch_peers(a: Format, B: Any, sparse: bool) -> list[Contender]:
     """torch's dense product, and with ``sparse`` its way to cuSPARSELt."""
     import torch
 
-    from spformat.formats.exchange import array_to_torch
+    from spformat.torch_tensors import array_to_torch
 
     x, b = array_to_torch(a.to_dense()), array_to_torch(B)
     found = [Contender("cuBLAS torch", torch_graphed(lambda: torch.mm(x, b)), peer=True)]

@@ -90,7 +90,7 @@ def torch_peers(a: Format, B: Array) -> list[Contender]:
         return []
     import torch
 
-    from .formats.exchange import array_to_torch, torch_to_array
+    from .torch_tensors import array_to_torch, torch_to_array
 
     b, found = array_to_torch(B), []
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -16,10 +16,10 @@ import numpy as np
 from .arrays import current_device, is_cupy, namespace
 from .backends.host import numpy_dtype
 from .choice import Explanation, ask, asked_of, choose, named
-from .dtypes import VALUE_TYPES, value_type
+from .dtypes import VALUE_TYPES, dtype_name, value_type
 from .errors import UsageError
 from .formats.base import Format
-from .formats.exchange import as_array, as_format, is_torch
+from .formats.exchange import as_array, as_format
 from .problem import (
     COL,
     OVERWRITES,
@@ -31,6 +31,7 @@ from .problem import (
     scalar,
     tile_class,
 )
+from .torch_tensors import Sharing, array_to_torch, check_operands, is_torch, torch_empty
 
 log = logging.getLogger("spformat")
 
@@ -108,7 +109,7 @@ def linear(x: Any, W: Any, bias: Any = None, *, alpha: float = 1.0, beta: float 
         if beta != 0:
             raise ValueError(f"beta = {beta} adds to y: expected out, got none")
         with current_device(x):
-            out = namespace(x).empty(shape, numpy_dtype(result_dtype(W.dtype.name, value_type(x.dtype).name)))
+            out = namespace(x).empty(shape, numpy_dtype(result_dtype(dtype_name(W.dtype), value_type(x.dtype).name)))
     else:
         _require_like("out", out, "x", x)
         if out.shape != shape:
@@ -315,15 +316,23 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def _foreign(A: Format, B: Any, out: Any, backend: str | None, product: Any = None, **epilogue: Any) -> Any:
-    """``spmm`` (or ``linear``) of a torch tensor (memory shared both ways), a scipy matrix or a nested list."""
-    from .formats.exchange import array_to_torch, torch_operand
+    """``spmm`` (or ``linear``) of a scipy matrix, a nested list or a torch tensor. Of torch the memory is shared; on a
+    device the work goes to its current stream, and the result is from its allocator."""
 
     def call(B: Any, out: Any) -> Any:
         return product(B, A, out=out, backend=backend, **epilogue) if product else spmm(A, B, out, backend, **epilogue)
 
     if not is_torch(B):
         return call(as_array(B), out)
-    if epilogue["bias"] is not None:
-        epilogue["bias"] = torch_operand("bias", epilogue["bias"])
-    result = call(torch_operand("x" if product else "B", B), None if out is None else torch_operand("out", out))
-    return array_to_torch(result) if out is None else out
+    check_operands(**{"x" if product else "B": B, "bias": epilogue["bias"], "out": out})
+    with Sharing(B) as array:
+        if epilogue["bias"] is not None:
+            epilogue["bias"] = array(epilogue["bias"])
+        x = array(B)
+        if out is None and B.is_cuda and epilogue["beta"] == 0:
+            shape = (*x.shape[:-1], A.shape[0]) if product else (A.shape[0], *x.shape[1:])
+            out = torch_empty(B, shape, result_dtype(dtype_name(A.dtype), value_type(x.dtype).name))
+        if out is None:
+            return array_to_torch(call(x, None))
+        call(x, array(out))
+        return out

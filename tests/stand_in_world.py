@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import stand_in_cupy
 
+from spformat.backends.cuda import scratch
 from spformat.backends.cuda.launch import Operands, device_plan
 from spformat.problem import ROW, Plan, Problem
 
@@ -46,6 +47,8 @@ class World:
         self.cupy.cuda.get_current_stream = lambda: SimpleNamespace(ptr=self.stream)
         self.cupy.cuda.Device = self._enter
         self.cupy.empty = lambda shape, dtype, order="C": self.array(*np.atleast_1d(shape), dtype=dtype, order=order)
+        self.mode = 0  # what the driver forbids this thread while a stream is captured
+        monkeypatch.setattr(scratch, "_exchange_mode", lambda: self._exchange)
         # A stream that is captured takes calls into its graph; to launch the graph is to make them.
         self.graphs: dict[int, list[Any]] = {}
         self.launched = 0
@@ -81,6 +84,11 @@ class World:
         self.cupy.cuda.runtime.streamIsCapturing = lambda stream: stream in self.graphs
         monkeypatch.setitem(sys.modules, "cupy", self.cupy)
         monkeypatch.setitem(sys.modules, "cupy.cuda", self.cupy.cuda)
+
+    def _exchange(self, pointer: Any) -> int:
+        mode = pointer._obj
+        self.mode, mode.value = mode.value, self.mode
+        return 0
 
     def _enter(self, device: int) -> Any:
         world, before = self, self.device

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from stand_in_world import Step, World
 
+from spformat.backends import vendor
 from spformat.backends.cuda.launch import GRAPH_AFTER, REMEMBERED, Launch, Operands, device_plan, over_tiles
 from spformat.backends.cuda.scratch import Scratch
 from spformat.errors import DeviceError
@@ -424,3 +425,12 @@ def test_a_graph_that_cannot_be_launched_is_told_as_a_launch(world: World) -> No
     world.cupy.cuda.Stream.end_capture = fail
     with pytest.raises(DeviceError, match="kernel launch: no room"):
         plan.run(B, out)
+
+
+def test_a_library_that_refuses_while_a_stream_is_captured() -> None:
+    def launch(o: Any) -> None:
+        raise NotImplementedError("calling cuSPARSE API during stream capture is currently unsupported")
+
+    (call,) = vendor._once(launch)(Operands(1, 2, 3, 4, 5, 6))
+    with pytest.raises(DeviceError, match=r"during stream capture.*a graph captures backend 'cuda'"):
+        call()

@@ -14,7 +14,7 @@ from stand_in_world import Step, World
 
 from spformat.backends.cuda import epilogue
 from spformat.backends.cuda.launch import GRAPH_AFTER
-from spformat.backends.cuda.scratch import Scratch
+from spformat.backends.cuda.scratch import RELAXED, Scratch
 from spformat.problem import COL, ROW, Plan
 
 
@@ -78,6 +78,18 @@ def test_threads_on_one_stream_get_one_buffer(world: World) -> None:
         thread.join()
     assert len(found) == 4
     assert len(set(found)) == 1
+
+
+def test_memory_is_taken_while_a_capture_forbids_it(world: World) -> None:
+    """A thread that captures as torch does may not allocate, unless it says that it knows what it does."""
+    seen, empty = [], world.cupy.empty
+    world.cupy.empty = lambda *a: (seen.append(world.mode), empty(*a))[1]
+    Scratch().buffer(7, 100)
+    assert (seen, world.mode) == ([RELAXED], 0)
+    world.cupy.empty = None
+    with pytest.raises(TypeError):
+        Scratch().buffer(7, 100)
+    assert world.mode == 0
 
 
 def test_the_stream_of_a_thread_is_another_in_each(world: World) -> None:

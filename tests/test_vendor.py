@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,9 +13,10 @@ import pytest
 from stand_in_world import World
 
 import spformat as sf
+from spformat.backends import vendor
 from spformat.backends.cuda.launch import Operands
 from spformat.backends.vendor import CublasGemm, CusparseCSR
-from spformat.errors import LimitError
+from spformat.errors import DeviceError
 from spformat.problem import COL, Problem
 
 
@@ -50,21 +52,32 @@ def test_streams_do_not_share_the_workspace_of_cusparse(world: World) -> None:
     assert 0 in used[8]
 
 
-def test_extents_that_cublas_cannot_count(world: World) -> None:
-    def refusals(**changed: Any) -> list[str]:
-        return CublasGemm().unsupported(problem("dense", **changed))
+def test_cublas_gets_every_extent_and_the_stream_and_what_it_says_is_told(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    status = 0
 
-    assert not refusals(M=2**31 - 1)
-    assert refusals(M=2**31) == ["extents past int32 are not passed on to cuBLAS, got 2147483648 x 3"]
-    assert refusals(K=2**31) == ["extents past int32 are not passed on to cuBLAS, got 4 x 2147483648"]
-    world.cupy.cuda.cublas, world.cupy.cuda.device = (
-        SimpleNamespace(CUBLAS_COMPUTE_32F=0, CUBLAS_OP_N=0, CUBLAS_OP_T=1),
-        0,
-    )
+    def gemm(*arguments: Any) -> int:
+        given.append(arguments)
+        return status
+
+    monkeypatch.setattr(vendor, "_cublas", lambda: (lambda *a: given.append(a) or 0, gemm))
+    library = SimpleNamespace(CUBLAS_COMPUTE_32F=68, CUBLAS_OP_N=0, CUBLAS_OP_T=1)
+    world.cupy.cuda.cublas, world.cupy.cuda.device = library, SimpleNamespace(get_cublas_handle=lambda: 77)
     a = sf.formats.dense.Dense.from_dense(np.eye(4, 3, dtype=np.float32))
     a = a.made(shape=a.shape, **{k: v.view(type(world.array(1))) for k, v in a.arrays().items()})
     plan = CublasGemm().plan(a, problem("dense", b_layout=COL))
     assert plan.prepare is not None
-    (call,) = plan.prepare(Operands(0, 0, 2, 2**31, 4, 7))
-    with pytest.raises(LimitError, match=r"a leading dimension passes 2\^31: B 2,147,483,648, out 4"):
+    (call,) = plan.prepare(Operands(1000, 2000, 2, 2**31, 2**32, 7))
+    call()
+    A = a.values.ctypes.data
+    (stream, (handle, *ops, one, b, b_type, ldb, x, x_type, lda, zero, c, c_type, ldc, compute, algorithm)) = given
+    assert stream == (77, 7)
+    assert (handle, ops) == (77, [1, 0, 2, 4, 3])  # C^T [2, 4] = B [3, 2]^T A^T, column-major
+    assert (b, ldb, x, lda, c, ldc) == (1000, 2**31, A, 3, 2000, 2**32)
+    assert (b_type, x_type, c_type, compute, algorithm) == (0, 0, 0, 68, -1)
+    assert (ctypes.c_float.from_address(one).value, ctypes.c_float.from_address(zero).value) == (1, 0)
+    status = 7
+    with pytest.raises(DeviceError, match="cuBLAS: status 7"):
         call()

@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import LimitError
+from ..errors import DeviceError
 from ..formats.base import Format
 from ..problem import COL, STRIDED, Plan, Problem, reasons
 from .base import Kernel
@@ -49,7 +49,6 @@ class CublasGemm:
         wide = {p.a_dtype} | ({"float32"} if p.a_dtype in ("float16", "bfloat16") else set())
         return _refusals(p, ("float64", "float32", "float16", "bfloat16")) + reasons(
             (p.out_dtype not in wide, f"out.dtype must be one of {', '.join(sorted(wide))}, got {p.out_dtype}"),
-            (max(p.M, p.K) > _INT_MAX, f"extents past int32 are not passed on to cuBLAS, got {p.M} x {p.K}"),
         )
 
     def plan(self, a: Format, p: Problem) -> Plan:
@@ -65,19 +64,38 @@ class CublasGemm:
         lda, ptr = max(1, K), data.data.ptr
 
         def launch(o: Operands) -> None:
-            if max(o.ldb, o.ldc) > _INT_MAX:
-                raise LimitError(f"{self.name}: a leading dimension passes 2^31: B {o.ldb:,}, out {o.ldc:,}")
             handle = device.get_cublas_handle()
             a_args, b_args = (ptr, types[0], lda), (o.b, types[0], o.ldb)
             if c_col:
                 ops, sizes, first, second = (yes, no if b_col else yes), (M, o.n, K), a_args, b_args
             else:
                 ops, sizes, first, second = (yes if b_col else no, no), (o.n, M, K), b_args, a_args
-            cublas.gemmEx(
-                handle, *ops, *sizes, one.data, *first, *second, zero.data, o.c, types[1], o.ldc, compute, -1
-            )  # fmt: skip
+            set_stream, gemm = _cublas()
+            _check(set_stream(handle, o.stream))
+            _check(gemm(handle, *ops, *sizes, one.data, *first, *second, zero.data, o.c, types[1], o.ldc, compute, -1))
 
         return device_plan(self.name, p, _once(launch, data, one, zero), "cuBLAS heuristic")
+
+
+@functools.lru_cache(maxsize=1)
+def _cublas() -> tuple[Any, Any]:
+    """cublasSetStream and cublasGemmEx of the library that CuPy has loaded: CuPy's own calls refuse while a stream is
+    captured, and extents past int32; the library does not."""
+    from cupy.cuda import cublas, device
+
+    major = cublas.getVersion(device.get_cublas_handle()) // 10_000
+    library = ctypes.CDLL(f"libcublas.so.{major}")
+    p, i, q = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+    set_stream, gemm = library.cublasSetStream_v2, library.cublasGemmEx_64
+    set_stream.argtypes = [p, p]
+    gemm.argtypes = [p, i, i, q, q, q, p, p, i, q, p, i, q, p, p, i, q, i, i]
+    return set_stream, gemm
+
+
+def _check(status: int) -> None:
+    """DeviceError for a cublasStatus_t other than success."""
+    if status:
+        raise DeviceError(f"cuBLAS: status {status}")
 
 
 class CusparseCSR:
@@ -227,8 +245,14 @@ def _scalars(double: bool) -> tuple[Any, Any]:
 def _once(launch: Callable[[Operands], None], *keep: Any) -> Library:
     """``launch`` as the one call that operands need; ``keep``: arrays it uses by address."""
 
-    def prepare(o: Operands, keep: Any = keep) -> tuple[Call]:
-        return (functools.partial(launch, o),)
+    def call(o: Operands, keep: Any = keep) -> None:
+        try:
+            launch(o)
+        except NotImplementedError as e:  # CuPy's calls of libraries, while a stream is captured
+            raise DeviceError(f"{e}; a graph captures backend 'cuda', and dense products") from e
+
+    def prepare(o: Operands) -> tuple[Call]:
+        return (functools.partial(call, o),)
 
     return prepare
 

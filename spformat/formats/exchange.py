@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
 
 from .. import scans
 from ..arrays import Array, index_dtype, is_cupy
-from ..dtypes import VALUE_TYPES, bits
+from ..dtypes import VALUE_TYPES
 from ..errors import ArrayError, IndexBoundsError, InvariantError, PointerError, UsageError
+from ..torch_tensors import array_to_torch, import_torch, is_torch, torch_to_array
 from .base import Format, checked_values
 from .bsr import BSR, blocks_to_csr
 from .csr import CSR
@@ -121,26 +121,6 @@ def to_torch(f: Format) -> Any:
     return torch.sparse_csr_tensor(*parts, size=a.shape, check_invariants=False)
 
 
-def import_torch() -> Any:
-    """torch, or UsageError with the line to type."""
-    try:
-        import torch
-    except ImportError as e:
-        raise UsageError("torch is not installed: pip install 'spformat[torch]'") from e
-    return torch
-
-
-def array_to_torch(x: Array) -> Any:
-    """A torch tensor that shares the memory of a numpy or CuPy array (read-only arrays are copied)."""
-    torch = import_torch()
-    if x.dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
-        # Neither numpy nor DLPack of numpy carries these: move the bits, then view.
-        return array_to_torch(bits(x)).view(getattr(torch, x.dtype.name))
-    if is_cupy(x):
-        return torch.from_dlpack(x)
-    return torch.from_numpy(x if x.flags.writeable else x.copy())
-
-
 def from_torch(t: Any) -> Format:
     """A torch tensor as Dense (strided), CSR (sparse_csr, sparse_coo) or BSR (sparse_bsr). Duplicates are refused."""
     if not is_torch(t):
@@ -168,51 +148,6 @@ def from_torch(t: Any) -> Format:
     a = CSR(shape=shape, **_fitted("csr", indptr, indices, data, shape[1]))
     a.check_memory()
     return a.canonical()
-
-
-def torch_to_array(t: Any) -> Array:
-    """A numpy or CuPy array that shares the memory of a torch tensor, strides included."""
-    import torch
-
-    if not isinstance(t, torch.Tensor):
-        raise TypeError(f"expected a torch tensor, got {type(t).__module__}.{type(t).__name__}")
-    t = t.detach()
-    name = str(t.dtype).removeprefix("torch.")
-    if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2") and t.layout == torch.strided:
-        import ml_dtypes
-
-        raw = torch_to_array(t.view(torch.uint16 if t.element_size() == 2 else torch.uint8))
-        return raw.view(np.dtype(getattr(ml_dtypes, name)))
-    if t.is_cuda:
-        from ..arrays import import_cupy
-
-        return import_cupy().from_dlpack(t)
-    try:
-        array: Array = t.numpy()
-    except (RuntimeError, TypeError) as e:
-        what = f"{t.dtype}, {t.layout}, device {t.device}"
-        raise UsageError(f"torch tensor ({what}): its memory cannot be shared with numpy: {e}") from e
-    return array
-
-
-def torch_operand(name: str, t: Any) -> Array:
-    """``torch_to_array`` of an operand of a product; UsageError where autograd would be cut off without a word."""
-    import torch
-
-    if not isinstance(t, torch.Tensor):
-        raise TypeError(f"{name}: expected a torch tensor, got {type(t).__module__}.{type(t).__name__}")
-    if t.requires_grad and torch.is_grad_enabled():
-        raise UsageError(
-            f"{name}: this tensor requires a gradient, and products here have none: use `with torch.no_grad():`, "
-            f"or give {name}.detach()"
-        )
-    return torch_to_array(t)
-
-
-def is_torch(x: Any) -> bool:
-    """True for a torch tensor. torch is not imported: a tensor of it can only exist if somebody else did."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(x, torch.Tensor)
 
 
 def as_array(x: Any) -> Array:

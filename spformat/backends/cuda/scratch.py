@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,6 +16,8 @@ from ...errors import DeviceMemoryError
 
 DEFAULT, PER_THREAD = (0, 1), 2
 """Streams that every device has: the default one under two names, and one for each thread of the host."""
+RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED"""
 
 
 def identity(stream: int) -> Any:
@@ -28,6 +34,23 @@ def captured(stream: int) -> bool:
     return bool(runtime.streamIsCapturing(stream))
 
 
+@contextmanager
+def allocating() -> Iterator[None]:
+    """Memory may be taken from the driver while a stream is captured in the usual mode (torch's), which forbids it.
+    It is no part of what the graph does."""
+    exchange, mode = _exchange_mode(), ctypes.c_int(RELAXED)
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+@functools.lru_cache(maxsize=1)
+def _exchange_mode() -> Any:
+    return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+
+
 class Room:
     """Device memory that lives as long as somebody holds it."""
 
@@ -37,7 +60,8 @@ class Room:
         import cupy
 
         try:
-            self.array = (cupy.zeros if zeros else cupy.empty)(nbytes, "u1")
+            with allocating():
+                self.array = (cupy.zeros if zeros else cupy.empty)(nbytes, "u1")
         except cupy.cuda.memory.OutOfMemoryError as e:
             raise DeviceMemoryError(f"workspace: {nbytes:,} bytes do not fit the device") from e
 

@@ -1,0 +1,147 @@
+"""Products of torch tensors: no gradient is lost in silence; on a device, torch's stream, allocator and graphs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import spformat as sf
+from spformat import torch_tensors
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'spformat[torch]'")
+
+ROWS, DEPTH, TOKENS = 96, 128, 24
+
+
+PARAMS = {
+    "vector-nm": {"n": 2, "m": 4, "vector_length": 32},
+    "bsr": {"blocksize": (16, 16)},
+    "dbsr": {"blocksize": (16, 16)},
+}
+
+
+def weights() -> np.ndarray[Any, Any]:
+    """Small integers that every format holds: two of four columns, in every vector of 32 rows the same ones."""
+    rng = np.random.default_rng(3)
+    keep = rng.permuted(np.tile([1, 1, 0, 0], (ROWS // 32, DEPTH // 4, 1)), axis=2).reshape(ROWS // 32, DEPTH)
+    values = rng.integers(1, 4, (ROWS, DEPTH)) * rng.choice([-1, 1], (ROWS, DEPTH))
+    return np.asarray(values * keep.repeat(32, 0), np.float16)
+
+
+class Stream:
+    """A stream of CuPy that writes down what it waits for."""
+
+    def __init__(self, ptr: int, log: list[Any], capturing: bool = False) -> None:
+        self.ptr, self.log, self.capturing = ptr, log, capturing
+
+    def is_capturing(self) -> bool:
+        return self.capturing
+
+    def record(self) -> int:
+        return self.ptr
+
+    def wait_event(self, event: int) -> None:
+        self.log.append((self.ptr, "after", event))
+
+    def __enter__(self) -> None:
+        self.log.append(("on", self.ptr))
+
+    def __exit__(self, *_: object) -> None:
+        self.log.append(("off", self.ptr))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "capturing", "seen"),
+    [
+        (0, False, [("on", 0), ("off", 0)]),
+        (5, False, [(5, "after", 0), ("on", 5), ("off", 5)]),
+        (5, True, [("on", 5), ("off", 5)]),
+    ],
+)
+def test_whose_stream_waits(theirs: int, capturing: bool, seen: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: the calls that CuPy gets."""
+    log: list[Any] = []
+    cuda = SimpleNamespace(
+        get_current_stream=lambda: Stream(0, log),
+        Stream=SimpleNamespace(from_external=lambda t: Stream(t.__cuda_stream__()[1], log, capturing)),
+        Device=lambda device: Stream(-device, log),
+        runtime=SimpleNamespace(getDevice=lambda: 0),
+    )
+    monkeypatch.setattr(torch_tensors, "_cupy", lambda: SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(torch_tensors, "_stream", torch_tensors._stream.__wrapped__)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=theirs + device))
+    with torch_tensors.Sharing(SimpleNamespace(is_cuda=True, get_device=lambda: 0)):
+        assert log[-1] == ("on", theirs)
+    assert log == seen
+    log.clear()
+    with torch_tensors.Sharing(SimpleNamespace(is_cuda=True, get_device=lambda: 1)):
+        assert log[0] == ("on", -1)
+        assert log[-1] == ("on", theirs + 1)
+    assert log[-1] == ("off", -1)
+    monkeypatch.delattr(torch.cuda, "current_stream")
+    with pytest.raises(AttributeError), torch_tensors.Sharing(SimpleNamespace(is_cuda=True, get_device=lambda: 1)):
+        pass
+    assert log[-2:] == [("on", -1), ("off", -1)]
+
+
+# ------------------------------------------------------------------ on a GPU
+
+
+def on_device(x: np.ndarray[Any, Any]) -> Any:
+    return torch.from_numpy(x).cuda()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", [f.name for f in sf.FORMATS])
+def test_work_goes_to_the_current_stream_of_torch(fmt: str) -> None:
+    """CuPy's own stream is busy with something else; what reads the result is queued at once."""
+    from spformat.backends.cuda.hold import hold
+
+    rng = np.random.default_rng(4)
+    w, first, then = weights(), *(rng.integers(-3, 4, (2, DEPTH, TOKENS)).astype(np.float16))
+    W, wanted = sf.convert(w, fmt, **PARAMS.get(fmt, {})).to("cuda"), on_device(w @ then)
+    B, C = on_device(first), torch.full((ROWS, TOKENS), torch.nan, dtype=torch.float16, device="cuda")
+    sf.spmm(W, B, out=torch.empty_like(C)), sf.spmm(W, B)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        hold(50_000)
+        B.copy_(on_device(then))
+        sf.spmm(W, B, out=C)
+        written, made = C.clone(), sf.spmm(W, B)
+        row = sf.linear(B.T.contiguous(), W)
+        torch.cuda.current_stream().synchronize()
+        assert torch.equal(written, wanted)
+        assert torch.equal(made, wanted)
+        assert torch.equal(row, wanted.T)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("fmt", [f.name for f in sf.FORMATS])
+def test_a_graph_of_torch(fmt: str, bias: bool) -> None:
+    """Captured in torch's way, which forbids allocations that the driver sees, and replayed with other values."""
+    rng = np.random.default_rng(5)
+    w = weights()
+    W, b = sf.convert(w, fmt, **PARAMS.get(fmt, {})).to("cuda"), on_device(rng.integers(-9, 9, ROWS).astype(np.float16))
+    x = torch.zeros((TOKENS, DEPTH), dtype=torch.float16, device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            sf.linear(x, W, b if bias else None)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = sf.linear(x, W, b if bias else None)
+        z = sf.linear(x, W, b if bias else None)
+    for seed in (6, 7):
+        values = on_device(np.random.default_rng(seed).integers(-3, 4, (TOKENS, DEPTH)).astype(np.float16))
+        x.copy_(values)
+        y.fill_(torch.nan), z.fill_(torch.nan)
+        graph.replay()
+        wanted = torch.nn.functional.linear(values.float(), on_device(w).float(), b.float() if bias else None).half()
+        assert torch.equal(y, wanted)
+        assert torch.equal(z, wanted)
