@@ -14,8 +14,8 @@ from .descriptor import Record
 from .errors import UsageError, printable
 from .files import Path
 from .formats.base import Format
-from .formats.exchange import is_torch, torch_to_array
 from .stheader import METADATA
+from .torch_tensors import is_torch, torch_to_array
 
 Tensor: TypeAlias = Format | Array
 """What a file holds under one name: a Format, or a plain array of any rank (biases, norms, tables); a torch tensor is
