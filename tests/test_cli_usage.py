@@ -142,6 +142,14 @@ def test_an_include_that_matches_nothing(verb: str) -> None:
     assert "--include 'nothing*' matches none of" in r.stderr
 
 
+def test_explain_speaks_of_what_can_be_multiplied(tmp_path: Path) -> None:
+    tensors = {"w": np.eye(4, dtype=np.float32), "ids": np.zeros((4, 4), np.int64), "bias": np.zeros(4, np.float32)}
+    sf.save_dense(tmp_path / "a.safetensors", tensors)
+    r = spformat("explain", tmp_path / "a.safetensors", "--json")
+    assert r.returncode == 0, r.stderr
+    assert [answer["tensor"] for answer in json.loads(r.stdout)] == ["w"]
+
+
 def test_names_that_any_pattern_matches_are_included() -> None:
     names = ["a", "ab", "c", "d"]
     assert included(names, ["a", "re:^c"]) == ["a", "c"]

@@ -126,6 +126,8 @@ def test_gradients_are_not_cut_off_in_silence() -> None:
             call()
         with torch.no_grad():
             assert not call().requires_grad
+    with pytest.raises(sf.UsageError, match="out: this tensor requires a gradient"):
+        sf.spmm(a, x, out=torch.zeros(4, 3, requires_grad=True))
     assert (sf.spmm(a, asks.detach(), bias=bias.detach()) == torch.tensor(W @ X + 1)).all()
 
 
@@ -209,6 +211,28 @@ def test_coordinates_stored_twice_are_refused_not_summed() -> None:
         sf.convert(before, "csr")
     zeros = torch.sparse_coo_tensor([rows[:2], [0, 1]], [0.0, 2.0], (2, 2), check_invariants=True)
     assert sf.convert(zeros, "csr").data.tolist() == [2]  # as of a dense tensor
+
+
+@pytest.mark.parametrize(
+    ("array", "at", "value", "error"),
+    [
+        ("indices", 0, 99, sf.IndexBoundsError), ("indices", 1, -1, sf.IndexBoundsError),
+        ("indptr", 1, 77, sf.PointerError), ("indptr", 0, 1, sf.PointerError),
+    ],
+)  # fmt: skip
+def test_blocks_of_another_library_that_are_nowhere(array: str, at: int, value: int, error: Any) -> None:
+    x = sp.bsr_array(np.kron(np.eye(3), np.ones((2, 2))).astype(np.float32), blocksize=(2, 2))
+    getattr(x, array)[at] = value
+    with pytest.raises(error, match=rf"^bsr: {array}\[\d\]: expected .*, got (-?\d+)$"):
+        sf.convert(x, "bsr:blocksize=2x2")
+
+
+@pytest.mark.parametrize(("columns", "dtype"), [(2**31, np.int32), (2**31 + 1, np.int64)])
+def test_the_last_width_of_32_bits(columns: int, dtype: Any) -> None:
+    parts = np.ones(1, np.float32), np.array([columns - 1]), np.array([0, 1])
+    a = sf.convert(sp.csr_array(parts, shape=(1, columns)), "csr")
+    assert isinstance(a, sf.CSR)
+    assert (a.indices.dtype, int(a.indices[0])) == (dtype, columns - 1)
 
 
 def test_sparse_arrays_that_are_no_matrices() -> None:
