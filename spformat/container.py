@@ -331,6 +331,18 @@ class TensorFile:
         """Names: sorted in a file of ``save``, in the order of their data otherwise."""
         return list(self._records)
 
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and tensor, each read when it is its turn."""
+        return ((name, self.read(name)) for name in self._records)
+
+    def values(self) -> Iterator[Tensor]:
+        """The tensors, each read when it is its turn."""
+        return (self.read(name) for name in self._records)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The tensor, or ``default`` where the file has none of that name."""
+        return self.read(name) if name in self._records else default
+
     def __getitem__(self, name: str) -> Tensor:
         return self.read(name)
 

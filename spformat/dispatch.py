@@ -17,9 +17,9 @@ from .arrays import current_device, is_cupy, namespace
 from .backends.host import numpy_dtype
 from .choice import Explanation, ask, asked_of, choose, named
 from .dtypes import VALUE_TYPES, dtype_name, value_type
-from .errors import UsageError
+from .errors import ArrayError, UsageError
 from .formats.base import Format
-from .formats.exchange import as_array, as_format
+from .formats.exchange import as_array, as_format, unmasked
 from .problem import (
     COL,
     OVERWRITES,
@@ -109,7 +109,7 @@ def linear(x: Any, W: Any, bias: Any = None, *, alpha: float = 1.0, beta: float 
         if beta != 0:
             raise ValueError(f"beta = {beta} adds to y: expected out, got none")
         with current_device(x):
-            out = namespace(x).empty(shape, numpy_dtype(result_dtype(dtype_name(W.dtype), value_type(x.dtype).name)))
+            out = namespace(x).empty(shape, numpy_dtype(result_dtype(dtype_name(W.dtype), _operand_type("x", x))))
     else:
         _require_like("out", out, "x", x)
         if out.shape != shape:
@@ -267,7 +267,7 @@ def describe(A: Format, B: Any, out: Any, epilogue: bool = False) -> Problem:
         where = f"A is on {A.device}, B on {'cuda:' + str(B.device.id) if is_cupy(B) else 'cpu'}"
         fix = "A.to('cuda')" if not on_device else "A.to('cpu'), or cupy.asarray(B)"
         raise UsageError(f"spmm: {where}; nothing is copied between them unasked: use {fix}")
-    b_dtype = value_type(B.dtype).name
+    b_dtype = _operand_type("B", B)
     b_layout = _layout(B)
     if out is None:
         return _problem(
@@ -277,6 +277,14 @@ def describe(A: Format, B: Any, out: Any, epilogue: bool = False) -> Problem:
     if out.shape != (A.shape[0], B.shape[1]):
         raise ValueError(f"out: expected shape {(A.shape[0], B.shape[1])}, got {out.shape}")
     return _problem(A, tile_class(B.shape[1]), b_dtype, _dtype_name(out.dtype), b_layout, _layout(out), epilogue)
+
+
+def _operand_type(name: str, x: Any) -> str:
+    """The value type of an operand; ArrayError names it and the cast."""
+    try:
+        return value_type(unmasked(x).dtype).name
+    except ArrayError as e:
+        raise ArrayError(f"{name}: {e.message}, as by {name}.astype('float32')", array=name) from None
 
 
 def _require_like(name: str, x: Any, other_name: str, other: Any) -> None:

@@ -29,6 +29,11 @@ _IN_FLIGHT = 64 << 20
 _TEMP = re.compile(r"\.spformat-[0-9a-f]{16}\.tmp")
 
 
+def _no_folder(path: str, e: Exception) -> OutputError:
+    hint = "; `spformat convert` alone takes URLs: write a file, then upload it" if "://" in path else ""
+    return OutputError(f"cannot open the target folder: {reason(e)}{hint}", path=path)
+
+
 def check_target(path: Path, *, overwrite: bool = False) -> None:
     """OutputError unless a file can be created at ``path`` now: asked before work is done for it."""
     where = os.fspath(path)
@@ -36,7 +41,7 @@ def check_target(path: Path, *, overwrite: bool = False) -> None:
     try:
         status = os.stat(folder)
     except (OSError, ValueError) as e:
-        raise OutputError(f"cannot open the target folder: {reason(e)}", path=where) from e
+        raise _no_folder(where, e) from e
     if not stat.S_ISDIR(status.st_mode):
         raise OutputError(f"target folder: expected a folder, got a {kind_of(status.st_mode)}", path=where)
     if not os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
@@ -85,7 +90,7 @@ class Output:
         try:
             self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except (OSError, ValueError) as e:
-            raise OutputError(f"cannot open the target folder: {reason(e)}", path=self.path) from e
+            raise _no_folder(self.path, e) from e
         try:
             self._old = self._target()
             with self._writing("create the file"):

@@ -39,6 +39,18 @@ def same_values(a: Path, b: Path) -> None:
     assert not differing, differing[0]
 
 
+def test_the_name_of_a_model_on_the_hub_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        sf.InputError, match=r"`spformat convert` takes a model of the Hugging Face hub as hf://org/Llama-3\.1$"
+    ):
+        open_source("org/Llama-3.1")
+    for path in ("org/w.safetensors", "/org/name", "./org/name", "../name", "a/b/c", "name"):
+        with pytest.raises(sf.InputError) as caught:
+            open_source(path)
+        assert "hf://" not in str(caught.value)
+
+
 def test_what_is_not_copied_is_told(tmp_path: Path) -> None:
     # A repository of the hub often holds the weights three times; copied as side files they would undo the packing.
     source = shutil.copytree(SOURCES[1], tmp_path / "model")

@@ -16,6 +16,7 @@ import safetensors
 import safetensors.numpy
 from hostile import change, make, matrix, rewrite
 
+import spformat as sf
 from spformat import container, limits, stfile, stwriter, threads
 from spformat.container import load, safe_open, save, save_dense
 from spformat.dtypes import SAFETENSORS, VALUE_TYPES
@@ -396,3 +397,21 @@ def test_tensors_read_side_by_side_on_the_host(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(IntegrityError) as e:
         load(tmp_path / "x.safetensors", names)
     assert e.value.fields["tensor"] == "t7"
+
+
+def test_an_open_file_is_a_mapping(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    sf.save(path, {"w": sf.convert(np.eye(4, dtype=np.float32), "csr"), "b": np.arange(3)})
+    with sf.safe_open(path) as f:
+        assert [name for name, _ in f.items()] == ["b", "w"] == list(f)
+        assert [x.dtype.name for x in f.values()] == ["int64", "float32"]
+        assert dict(f.items())["w"] == f["w"] == f.get("w")
+        assert f.get("none") is None
+        assert f.get("none", 3) == 3
+
+
+def test_a_url_is_no_place_to_save_to() -> None:
+    with pytest.raises(
+        sf.OutputError, match=r"s3://b/a\.safetensors: cannot open .*`spformat convert` alone takes URLs"
+    ):
+        sf.save("s3://b/a.safetensors", {"b": np.arange(3)})

@@ -61,6 +61,29 @@ def test_no_product_is_cut_to_integers(dtype: Any) -> None:
             sf.spmm(whole, x, out=out)
 
 
+@pytest.mark.parametrize("dtype", [np.int64, bool, complex], ids=lambda d: d.__name__)
+def test_operands_of_no_value_type_are_named_with_the_cast(dtype: Any) -> None:
+    a, x = sf.convert(W, "csr"), X.astype(dtype)
+    for name, call in {"B": lambda: sf.spmm(a, x), "x": lambda: sf.linear(x.T, a)}.items():
+        with pytest.raises(
+            sf.ArrayError, match=rf"{name}: dtype {x.dtype} is not .*, as by {name}\.astype\('float32'\)"
+        ):
+            call()
+
+
+def test_a_mask_is_not_lost() -> None:
+    x = np.ma.masked_array(W, W > 2)
+    for call in (lambda: sf.convert(x, "csr"), lambda: sf.spmm(x, X), lambda: sf.spmm(W, x), lambda: sf.explain(W, x)):
+        with pytest.raises(sf.UsageError, match=r"a masked array: its mask would be lost; use x\.filled\(0\)"):
+            call()
+    assert sf.convert(x.filled(0), "csr").nnz == 2
+
+
+def test_from_csr_of_something_else() -> None:
+    with pytest.raises(sf.UsageError, match=r"bsr: from_csr: expected a CSR, got csr_array; use convert\(x, 'bsr'\)"):
+        sf.BSR.from_csr(sp.csr_array(W))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("b", [X.tolist(), sp.csr_array(X), sf.convert(X, "csr")], ids=["list", "scipy", "format"])
 def test_explain_and_plan_take_what_spmm_takes(b: Any) -> None:
     a = sf.convert(W, "csr")

@@ -32,6 +32,7 @@ INDEX = "model" + INDEX_SUFFIX
 """Of a dense checkpoint of several shards, as we write it."""
 OURS = re.compile(r"spformat-\d{5,}-of-\d{5,}\.safetensors")
 """Names that only this package gives to shards."""
+_ON_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(?<!\.safetensors)")
 _MAX_INDEX = 256 << 20
 SIDE_FILE = 1 << 30
 """Bytes of a side file at most: they are read as a whole."""
@@ -78,6 +79,9 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
     if not os.path.isdir(where):
         if "://" in where:
             close_read(open_regular(where)[0])  # told now: made absolute, it would be no URL any more
+        if _ON_THE_HUB.fullmatch(where) and not os.path.lexists(where):
+            hint = f"`spformat convert` takes a model of the Hugging Face hub as hf://{where}"
+            raise InputError(f"cannot open the file: No such file or directory; {hint}", path=where)
         folder, name = os.path.split(os.path.abspath(where))
         return _assemble(where, folder, (name,), {}, {}, (), follow)
     names = names_in(where)

@@ -332,6 +332,10 @@ class Format:
         Exact or refused: raises StructureError when the matrix does not fit, UsageError for params out of
         range, OrderError when ``a`` is not ordered (use ``a.canonical()``), LimitError over the memory budget.
         """
+        if not isinstance(a, Format) or a.name != "csr":
+            raise UsageError(
+                f"{cls.name}: from_csr: expected a CSR, got {type(a).__name__}; use convert(x, {cls.name!r})"
+            )
         cls.accepts(a.dtype)
         a.ensure_valid()
         resolved = cls.resolve_params(params, a)

@@ -156,8 +156,15 @@ def as_array(x: Any) -> Array:
     UsageError for what ``as_format`` does not take.
     """
     if isinstance(x, np.ndarray) or is_cupy(x):
-        return x
+        return unmasked(x)
     return torch_to_array(x) if is_torch(x) else as_format(x).to_dense()
+
+
+def unmasked(x: Array) -> Array:
+    """``x``; UsageError for numpy's masked arrays, whose mask would be lost."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise UsageError("a masked array: its mask would be lost; use x.filled(0), or x.data for all values")
+    return x
 
 
 def as_format(x: Any) -> Format:
@@ -168,7 +175,7 @@ def as_format(x: Any) -> Format:
     if isinstance(x, Format):
         return x
     if isinstance(x, np.ndarray) or is_cupy(x):
-        return Dense.from_dense(x)
+        return Dense.from_dense(unmasked(x))
     if is_torch(x):
         return from_torch(x)
     if hasattr(x, "tocsr") and hasattr(x, "format"):
