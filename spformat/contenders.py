@@ -92,7 +92,7 @@ def torch_peers(a: Format, B: Array) -> list[Contender]:
 
     from .torch_tensors import array_to_torch, torch_to_array
 
-    b, found = array_to_torch(B), []
+    b, x, found = array_to_torch(B), None, []
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
         x = array_to_torch(a.to_dense())
@@ -105,7 +105,7 @@ def torch_peers(a: Format, B: Array) -> list[Contender]:
     if a.name == "bsr":
         s = a.to_torch()
         found.append(Contender("torch bsr", lambda: torch_to_array(torch.mm(s, b)), peer=True))
-    if a.name == "two-four" and is_cupy(B):
+    if a.name == "two-four" and is_cupy(B) and x is not None:
         found += _torch_cusparselt(torch, x, b, torch_to_array)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import spformat as sf
-from spformat import bench, contenders
+from spformat import bench, contenders, limits
 
 
 @pytest.mark.parametrize("dense", [1 << 28, 1000], ids=["all-rows", "sampled"])
@@ -66,6 +67,21 @@ def test_a_backend_that_is_not_here_is_listed_with_what_installs_it(
     notes = {r.name: r.note for r in results if not r.peer}
     assert why in notes[kernel]
     assert {name.partition(".")[0] for name in notes} == {kernel.partition(".")[0]}
+
+
+def test_a_dense_matrix_over_the_budget_is_listed_with_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    a: Any = sf.convert(np.eye(64, dtype=np.float16), "two-four")
+    B = contenders.operand(a, 2)
+    with limits.using(memory=8000):
+        found = contenders.dense(a, B)
+        if importlib.util.find_spec("torch"):
+            monkeypatch.setattr(contenders, "is_cupy", lambda _: True)  # there a 2:4 has one peer more, made of it
+            found += contenders.torch_peers(a, B)
+    assert [c.name for c in found] == ["dense", "torch dense"][: len(found)]
+    for c in found:
+        assert c.peer
+        with pytest.raises(sf.LimitError, match="8,192 bytes requested, 8,000 allowed"):
+            c.run()
 
 
 def test_everybody_runs_in_every_round_and_follows_everybody() -> None:
