@@ -289,6 +289,19 @@ def test_a_plan_forgets_rather_than_grow(world: World) -> None:
     assert not known(world, plan, B, outs[0])
 
 
+def test_columns_between_those_of_out_are_no_overlap(world: World) -> None:
+    """B and out as two parts of the columns of one buffer."""
+    buffer, lines = world.array(4, 12), world.array(5, 8)
+    plan = world.plan()
+    plan.run(buffer[:3, :5], buffer[:, 6:11])
+    plan.run(buffer[1:, 7:], buffer[:, 2:7])
+    for b, out in ((buffer[:3, :5], buffer[:, 4:9]), (buffer[1:, 7:], buffer[:, 3:8]), (buffer[:3, :5], buffer[:, :5])):
+        with pytest.raises(ValueError, match="out overlaps B"):
+            plan.run(b, out)
+    world.plan(b_layout=COL, out_layout=COL).run(lines[:, :3].T, lines[:, 3:7].T)
+    assert len(world.made) == 3
+
+
 def test_a_bias_is_an_array_beside_out_on_its_elements(world: World) -> None:
     """Blocks that start late would add what earlier ones have written."""
     plan, B, joint = world.plan(epilogue=True), world.array(3, 5), world.array(32)

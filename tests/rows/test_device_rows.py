@@ -19,7 +19,7 @@ from rows.test_array_rows import CASES
 import spformat as sf
 from spformat import arrays, backends, container
 from spformat.backends.cuda import KERNELS, measured
-from spformat.backends.cuda.launch import leading
+from spformat.backends.cuda.operands import leading
 from spformat.formats import FORMATS
 from spformat.problem import Problem, tile_class
 

@@ -19,7 +19,8 @@ from ...arrays import device_error
 from ...dtypes import VALUE_TYPES
 from ...errors import DeviceError, DeviceMemoryError, LimitError, SpformatError
 from ...problem import COL, OVERWRITES, Plan, Problem
-from ..host import check_bias, numpy_dtype
+from ..host import numpy_dtype
+from .operands import REMEDY, bias_pointer, leading, share_memory
 from .scratch import PER_THREAD, captured, identity
 
 _CODES = {"P": "Q", "i": "i", "q": "q", "f": "f", "d": "d"}
@@ -27,7 +28,6 @@ MAX_GRID_Y = 65535
 """The driver's bound on the second extent of a grid; a kernel walks what lies beyond it."""
 MAX_COLUMNS = 2**31 - 2**16
 """Kernels count columns in 32 bits, those of a tile that ends past N among them."""
-_REMEDY = "move it with cupy.asarray (a torch tensor on the device: give it to spmm)"
 REMEMBERED = 64
 """Operands of which a plan keeps the calls; a few hundred bytes each."""
 GRAPH_AFTER = 2
@@ -311,7 +311,7 @@ def device_plan(name: str, p: Problem, prepare: Prepare | Library, tile: str = "
         if not isinstance(B, ndarray) or not (out is None or isinstance(out, ndarray)):
             label, x = ("out", out) if isinstance(B, ndarray) else ("B", B)
             kind = type(x).__name__
-            raise TypeError(f"{label}: expected a CuPy array on cuda:{device_id}, got {kind}; {_REMEDY}")
+            raise TypeError(f"{label}: expected a CuPy array on cuda:{device_id}, got {kind}; {REMEDY}")
         shape = B.shape
         if len(shape) != 2 or shape[0] != K:
             raise ValueError(f"B: expected shape ({K}, N), got {shape}")
@@ -334,7 +334,7 @@ def device_plan(name: str, p: Problem, prepare: Prepare | Library, tile: str = "
         b_at, c_at = b.ptr, c.ptr
         b_end = b_at + b_size * (((n - 1) * ldb + K) if b_col else ((K - 1) * ldb + n)) if K else b_at
         c_end = c_at + out_size * (((n - 1) * ldc + M) if out_col else ((M - 1) * ldc + n))
-        if b_at < c_end and c_at < b_end:
+        if b_at < c_end and c_at < b_end and share_memory(B, out):
             raise ValueError("out overlaps B; the product would read what it writes")
         for start, end, _ in reads:
             if start < c_end and c_at < end:
@@ -367,43 +367,3 @@ def device_plan(name: str, p: Problem, prepare: Prepare | Library, tile: str = "
         return run(B, out, (bias_pointer(p, bias, beta, out), float(alpha), float(beta)))
 
     return Plan(name, p, run_epilogue if p.epilogue else run, tile, workspace, reads, prepare)
-
-
-def bias_pointer(p: Problem, bias: Any, beta: float, out: Any) -> int:
-    """Address of a bias that fits ``p``, 0 without one; also refuses a beta without a C."""
-    if bias is not None and not hasattr(getattr(bias, "data", None), "device_id"):
-        raise TypeError(f"bias: expected a CuPy array on cuda:{p.device_id}, got {type(bias).__name__}; {_REMEDY}")
-    check_bias(p, bias, beta, out)
-    if bias is None:
-        return 0
-    if bias.data.device_id != p.device_id:
-        raise ValueError(f"bias is on cuda:{bias.data.device_id}, the matrix on cuda:{p.device_id}")
-    if not bias.flags.c_contiguous:
-        raise ValueError(f"bias: expected consecutive values, got strides {bias.strides}")
-    return int(bias.data.ptr)
-
-
-def leading(
-    name: str, shape: tuple[int, int], strides: tuple[int, int], memory: Any, size: int, col: bool, device_id: int
-) -> int:
-    """Leading dimension in elements of a matrix that must have unit stride along the other axis."""
-    if memory.device_id != device_id:
-        raise ValueError(f"{name} is on cuda:{memory.device_id}, the matrix on cuda:{device_id}")
-    if memory.ptr % size:
-        raise ValueError(f"{name}: pointer is not aligned to its {size}-byte elements")
-    lines, line = shape
-    across, along = strides
-    if col:
-        lines, line, across, along = line, lines, along, across
-    if along == size and across == line * size:
-        return line or 1
-    if not (lines and line):  # strides of an empty array mean nothing
-        return line or 1
-    if line > 1 and along != size:
-        kind = "column-major" if col else "row-major"
-        raise ValueError(f"{name}: expected {kind} with unit stride, got strides {strides} for shape {shape}")
-    if lines == 1:
-        return line
-    if across < line * size or across % size:
-        raise ValueError(f"{name}: leading dimension {across} bytes is shorter than a line of {line} elements")
-    return across // size
