@@ -342,6 +342,12 @@ def test_mtx_entries_as_they_are_written(tmp_path: Path, entry: str, end: str) -
     assert np.array_equal(read_matrix(path).data, [float(entry.split()[2])], equal_nan=True)
 
 
+@pytest.mark.parametrize("text", ["3", "+3", "-3", "007"])
+def test_mtx_integers_as_they_are_written(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path / "a.mtx", f"%%MatrixMarket matrix coordinate integer general\n1 1 1\n1 1 {text}\n")
+    assert read_matrix(path, dtype="float32").data.tolist() == [int(text)]
+
+
 @pytest.mark.parametrize("sizes", ["0 2", "2 0", "0 0"])
 def test_mtx_values_of_no_element(tmp_path: Path, sizes: str) -> None:  # SciPy 1.17 ends in SIGFPE
     head = f"%%MatrixMarket matrix array real general\n{sizes}\n"
