@@ -334,7 +334,18 @@ def test_mtx_entries_that_scipy_would_cut_short(tmp_path: Path, kind: str, entry
 
 
 @pytest.mark.parametrize(
-    "entry", ["1 1 1.5e+02", " 1\t1 -.5 ", "1 1 nan", "1 1 Infinity", "1 1 -inf", "1 1 7.", "1 1 3\r"]
+    "entry",
+    [
+        "1 1 1.5e+02",
+        " 1\t1 -.5 ",
+        "1 1 nan",
+        "1 1 Infinity",
+        "1 1 -inf",
+        "1 1 7.",
+        "1 1 3\r",
+        "1 1\t+.5e+3",
+        "1 1 +inf",
+    ],
 )
 @pytest.mark.parametrize("end", ["", "\n", "\n\n"])
 def test_mtx_entries_as_they_are_written(tmp_path: Path, entry: str, end: str) -> None:
@@ -346,6 +357,11 @@ def test_mtx_entries_as_they_are_written(tmp_path: Path, entry: str, end: str) -
 def test_mtx_integers_as_they_are_written(tmp_path: Path, text: str) -> None:
     path = write(tmp_path / "a.mtx", f"%%MatrixMarket matrix coordinate integer general\n1 1 1\n1 1 {text}\n")
     assert read_matrix(path, dtype="float32").data.tolist() == [int(text)]
+
+
+def test_mtx_a_plus_before_values_of_a_dense_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.mtx", "%%MatrixMarket matrix array real general\n% 1 + 1\n2 2\n+1\n-2\n 3e+0\n+4.5\n")
+    assert read_matrix(path).to_dense().tolist() == [[1, 3], [-2, 4.5]]
 
 
 @pytest.mark.parametrize("sizes", ["0 2", "2 0", "0 0"])

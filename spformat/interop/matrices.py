@@ -78,8 +78,8 @@ def _read_mtx(content: bytes) -> CSR:
     if layout == "array" and 0 in sizes:  # SciPy 1.17 divides by the zero
         return CSR.from_dense(np.zeros(sizes))
     try:
-        # SciPy 1.17 may crash the process on a last line without an end.
-        m: Any = mmread(io.BytesIO(content.rstrip() + b"\n"), spmatrix=False)
+        # SciPy 1.17 may crash the process on a last line without an end, and takes no plus before a number.
+        m: Any = mmread(io.BytesIO(_PLUS.sub(b"", content.rstrip()) + b"\n"), spmatrix=False)
     except (ValueError, OverflowError, TypeError) as e:
         raise FormatError(f"mtx: {e}") from e
     if isinstance(m, np.ndarray):
@@ -88,6 +88,7 @@ def _read_mtx(content: bytes) -> CSR:
     return _from_coordinates(m.shape, m.row, m.col, data, "mtx")
 
 
+_PLUS = re.compile(rb"\+(?<=\s\+)")
 _DECIMAL = rb"[+-]?(?:(?:\d++\.?\d*+|\.\d++)(?:[eE][+-]?\d++)?|(?i:nan|inf(?:inity)?))", "a decimal number"
 _VALUES = {
     "integer": (rb"[+-]?\d++", "an integer"),
