@@ -112,6 +112,26 @@ def test_a_kernel_can_be_named() -> None:
         sf.spmm(a, x, backend="cpu.spmm")
 
 
+def test_a_cupy_that_cannot_start_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes its folder of compiled kernels when it is imported; products on the host need none."""
+    (tmp_path / "cupy.py").write_text("raise PermissionError(13, 'Permission denied: /nowhere')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    cuda = backends.get("cuda")
+    missing = sys.modules[type(cuda).__module__]._missing  # type: ignore[attr-defined]
+    missing.cache_clear()
+    try:
+        x = np.eye(3, dtype=np.float32)
+        a = sf.convert(x, "csr")
+        np.testing.assert_array_equal(sf.spmm(a, x), x)
+        (why,) = cuda.missing()
+        assert "CuPy cannot start" in why
+        assert "Permission denied: /nowhere" in why
+        assert why in str(sf.explain(a))
+    finally:
+        missing.cache_clear()
+
+
 def test_selection_order(monkeypatch: pytest.MonkeyPatch) -> None:
     x = np.eye(4, dtype=np.float32)
     a = sf.convert(x, "csr")

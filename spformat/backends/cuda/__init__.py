@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 
+from ...arrays import import_cupy
+from ...errors import DeviceUnavailable
 from ...problem import Problem
 from ..base import Kernel, marked_only
 from . import measured
@@ -55,7 +57,7 @@ class CudaBackend:
     name = "cuda"
 
     def missing(self) -> list[str]:
-        """CuPy, a driver, a device or the CUDA headers, with the line that brings them."""
+        """CuPy, a driver or a device, with the line that brings it."""
         return list(_missing())
 
     def kernels(self) -> tuple[Kernel, ...]:
@@ -70,9 +72,9 @@ class CudaBackend:
 @functools.cache
 def _missing() -> tuple[str, ...]:
     try:
-        import cupy
-    except ImportError:
-        return ("CuPy is not installed: pip install 'spformat[cuda13]' (or cuda12)",)
+        cupy = import_cupy()
+    except DeviceUnavailable as e:
+        return (e.message,)
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as e:

@@ -23,7 +23,7 @@ template <class T> __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], c
 
 // x as the sum of two TF32 values, bit patterns as mma takes them. The first is rounded (magnitudes up at a tie), so that
 // the dropped product low*low stays below 2^-22; exponents at the top are truncated, so that no finite x becomes infinite
-// and infinities and NaNs pass unchanged.
+// and infinities and quiet NaNs pass unchanged.
 __device__ __forceinline__ void split_tf32(float x, u32& high, u32& low) {
     const u32 bits = __float_as_uint(x);
     high = ((bits & 0x7f000000u) == 0x7f000000u ? bits : bits + 0x1000u) & 0xffffe000u;
