@@ -31,8 +31,7 @@ from .manifest import (
     write_json,
 )
 from .parts import PIECES, Converted, Part, Task, Unit, assemble, narrowed, split
-from .recipe import KEEP, Recipe
-from .shard import writes_dense
+from .recipe import KEEP, Recipe, writes_dense
 from .source import INDEX, INDEX_SUFFIX, SIDE_FILE, Source
 
 

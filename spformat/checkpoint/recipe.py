@@ -131,3 +131,8 @@ class Recipe:
             if matcher(rule.pattern).search(name):
                 target, why = rule.target, f"rule {rule.pattern}"
         return target, why
+
+
+def writes_dense(recipe: Recipe) -> bool:
+    """Whether the output is an ordinary checkpoint: everything goes to dense."""
+    return recipe.to == "dense" and not recipe.rules

@@ -31,7 +31,7 @@ from ..stwriter import Writer, code_of
 from .expand import expansion, told_by_the_whole
 from .jobs import Job, Outcome, dense_of, prune, settle
 from .panels import Cut, Placed, Team, cut, record_of, sizing
-from .recipe import AUTO, KEEP, Recipe
+from .recipe import AUTO, KEEP, Recipe, writes_dense
 from .source import Source
 
 Progress = Callable[[Outcome], None]
@@ -41,11 +41,6 @@ _WORTH_MOVING = 4 << 20
 """Bytes from which a tensor is converted on the device: below, launches take longer than the host's conversion."""
 _AHEAD = 96 << 20
 """Tensors of up to this many bytes are read while the one before them is converted and written."""
-
-
-def writes_dense(recipe: Recipe) -> bool:
-    """Whether the output is an ordinary checkpoint: everything goes to dense."""
-    return recipe.to == "dense" and not recipe.rules
 
 
 def write_shard(
