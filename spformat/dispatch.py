@@ -332,7 +332,12 @@ def _foreign(A: Format, B: Any, out: Any, backend: str | None, product: Any = No
 
     if not is_torch(B):
         return call(as_array(B), out)
-    check_operands(**{"x" if product else "B": B, "bias": epilogue["bias"], "out": out})
+    name, matrix = ("x", "W") if product else ("B", "A")
+    check_operands(**{name: B, "bias": epilogue["bias"], "out": out})
+    if B.is_cuda == (A.device == "cpu"):
+        fix = f"{matrix}.to('cuda')" if B.is_cuda else f"{name}.cuda(), or {matrix}.to('cpu')"
+        where = f"{matrix} is on {A.device}, {name} on {B.device}"
+        raise UsageError(f"{where}; nothing is copied between them unasked: use {fix}")
     with Sharing(B) as array:
         if epilogue["bias"] is not None:
             epilogue["bias"] = array(epilogue["bias"])

@@ -113,16 +113,20 @@ def torch_empty(t: Any, shape: tuple[int, ...], dtype: str) -> Any:
 
 
 def check_operands(**tensors: Any) -> None:
-    """TypeError for what is no torch tensor beside one (None: not given); UsageError for one that wants a gradient:
-    it would get none, and nobody would be told."""
+    """TypeError for what is no torch tensor beside one (None: not given); UsageError for one on another device than the
+    first, and for one that wants a gradient: it would get none, and nobody would be told."""
     import torch
 
     graded = torch.is_grad_enabled()
+    first, at = next(iter(tensors.items()))
     for name, t in tensors.items():
         if t is None:
             continue
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name}: expected a torch tensor, got {type(t).__module__}.{type(t).__name__}")
+        if t.device != at.device:
+            where = f"{name} is on {t.device}, {first} on {at.device}"
+            raise UsageError(f"{where}; nothing is copied between them unasked: use {name}.to({first}.device)")
         if graded and t.requires_grad:
             raise UsageError(
                 f"{name}: this tensor requires a gradient, and products here have none: use `with torch.no_grad():`, "

@@ -31,6 +31,21 @@ def weights() -> np.ndarray[Any, Any]:
     return np.asarray(values * keep.repeat(32, 0), np.float16)
 
 
+def test_operands_on_several_devices_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, x = sf.convert(np.eye(3, dtype=np.float32), "csr"), torch.ones(3, 2)
+    with pytest.raises(
+        sf.UsageError, match=r"^bias is on meta, B on cpu; nothing is copied .* use bias\.to\(B\.device\)"
+    ):
+        sf.spmm(a, x, bias=torch.ones(3, device="meta"))
+    with pytest.raises(sf.UsageError, match=r"^out is on meta, x on cpu; .*use out\.to\(x\.device\)"):
+        sf.linear(x.T, a, out=torch.ones(2, 3, device="meta"))
+    monkeypatch.setattr(sf.CSR, "device", "cuda:0")
+    with pytest.raises(sf.UsageError, match=r"^A is on cuda:0, B on cpu; .*use B\.cuda\(\), or A\.to\('cpu'\)"):
+        sf.spmm(a, x)
+    with pytest.raises(sf.UsageError, match=r"^W is on cuda:0, x on cpu; .*use x\.cuda\(\), or W\.to\('cpu'\)"):
+        sf.linear(x.T, a)
+
+
 class Stream:
     """A stream of CuPy that writes down what it waits for."""
 
