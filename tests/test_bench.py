@@ -69,6 +69,13 @@ def test_a_backend_that_is_not_here_is_listed_with_what_installs_it(
     assert {name.partition(".")[0] for name in notes} == {kernel.partition(".")[0]}
 
 
+def test_who_accepts_is_measured_alone() -> None:
+    a: Any = sf.convert(np.eye(8, dtype=np.float32), "csr")
+    B = contenders.operand(a, 4)
+    found = contenders.ours(a, B, only=("cpu", "cuda", "reference"))
+    assert [(c.run() == B).all() for c in found] == [True] * len(found) != []
+
+
 def test_a_dense_matrix_over_the_budget_is_listed_with_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     a: Any = sf.convert(np.eye(64, dtype=np.float16), "two-four")
     B = contenders.operand(a, 2)

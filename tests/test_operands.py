@@ -53,6 +53,9 @@ def test_no_product_is_cut_to_integers(dtype: Any) -> None:
     whole, x = sf.convert(W.astype(np.int8), "csr"), X.astype(np.int8)
     assert sf.spmm(whole, x).dtype == np.int32
     wide = np.full((4, 3), 7, np.int64)
+    for left, right in ((a, x), (whole, X / 2)):
+        with pytest.raises(sf.NoKernelError, match=r"out\.dtype must be one of .*, got int64"):
+            sf.spmm(left, right, out=wide)
     assert (sf.spmm(whole, x, out=wide) == W @ X).all()
     with pytest.raises(TypeError, match="alpha, beta and bias need a C of floating-point values, got int64"):
         sf.spmm(whole, x, out=wide, alpha=0.5)

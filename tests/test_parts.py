@@ -121,6 +121,14 @@ def test_values_numpy_lacks_and_shards_without_tensors(tmp_path: Path) -> None:
     assert tree(tmp_path / "out") == expected
 
 
+def test_what_stays_behind_is_told_by_the_merge_and_by_no_part(tmp_path: Path) -> None:
+    shutil.copytree(SHARDED, tmp_path / "in")
+    (tmp_path / "in" / "model.gguf").write_bytes(b"GGUF")
+    for i in (1, 2):
+        assert convert_checkpoint(tmp_path / "in", tmp_path / "out", part=Part(i, 2)).left_behind == ()
+    assert merge_parts(tmp_path / "out").left_behind == ("model.gguf",)
+
+
 def test_merge_names_what_is_missing(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(sf.InputError, match="expected the folder"):
@@ -158,6 +166,12 @@ def test_parts_of_different_conversions_do_not_mix(tmp_path: Path) -> None:
         convert_checkpoint(SHARDED, out, "csr", part="1/2")
     with pytest.raises(sf.OutputError, match="--resume"):  # a run without parts, over parts
         convert_checkpoint(SHARDED, out, "csr")
+    thirds, journal = tmp_path / "thirds", "spformat.partial-2-of-3.json"
+    convert_checkpoint(SHARDED, thirds, "csr", part="2/3")
+    (out / "spformat.partial-2-of-2.json").unlink()
+    shutil.copy(thirds / journal, out)
+    with pytest.raises(sf.ContainerError, match=rf"{journal} and .*-1-of-2\.json are parts of different conversions"):
+        merge_parts(out)
     source = tmp_path / "copy"
     shutil.copytree(SHARDED, source)
     other = tmp_path / "other"

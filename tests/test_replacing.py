@@ -12,7 +12,7 @@ import pytest
 from test_checkpoint import FIXTURES, same_values, tree
 
 import spformat as sf
-from spformat.checkpoint import Recipe, convert_checkpoint, earlier, folder, open_source, remote
+from spformat.checkpoint import Recipe, convert_checkpoint, earlier, folder, journals, open_source, remote, run
 
 DIGITS, SHARDED = FIXTURES / "digits", FIXTURES / "sharded"
 PACKED, DENSE = "spformat-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -208,6 +208,33 @@ def test_one_that_is_stopped_while_it_removes_the_old_one_is_refused_and_resumed
         same_values(DIGITS, out)
         convert_checkpoint(SHARDED, out, "csr", force=True)
         (out / "model.safetensors").unlink()
+
+
+def test_a_run_that_stops_before_it_notes_the_first_file_leaves_its_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file has its name already: without the journal the folder would pass for the old one, or for a new one."""
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    convert_checkpoint(SHARDED, out, "csr")
+    before = tree(out)
+    for method, left in (("begin", False), ("add", True)):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            if method == "add":
+                patch.setattr(journals.Journal, "add", stop)
+            else:
+                patch.setattr(run, "convert_unit", stop)
+            convert_checkpoint(SHARDED, out, "bitmask", force=True)
+        assert (out / "spformat.partial.json").exists() is left
+        assert (tree(out) == before) is not left
+    with pytest.raises(sf.ContainerError, match="--resume"):
+        open_source(out)
+    convert_checkpoint(SHARDED, out, "bitmask", force=True, resume=True)
+    convert_checkpoint(SHARDED, tmp_path / "new", "bitmask")
+    assert tree(out) == tree(tmp_path / "new")
 
 
 def test_the_removal_is_on_disk_before_the_journal_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
