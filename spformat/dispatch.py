@@ -31,7 +31,7 @@ from .problem import (
     scalar,
     tile_class,
 )
-from .torch_tensors import Sharing, array_to_torch, check_operands, is_torch, torch_empty
+from .torch_tensors import Sharing, array_to_torch, check_operands, is_torch, refuse_gradient, torch_empty
 
 log = logging.getLogger("spformat")
 
@@ -70,6 +70,7 @@ def spmm(A: Any, B: Any, out: Any = None, backend: str | None = None, *, alpha: 
     ValueError and TypeError for operands that do not fit.
     """
     if not isinstance(A, Format):
+        refuse_gradient("A", A)
         A = as_format(A)
     if not isinstance(B, np.ndarray) and not is_cupy(B):
         return _foreign(A, B, out, backend, alpha=alpha, beta=beta, bias=bias)
@@ -98,6 +99,7 @@ def linear(x: Any, W: Any, bias: Any = None, *, alpha: float = 1.0, beta: float 
     both layouts. Raises what ``spmm`` raises; ValueError for an x whose last dimension is not K.
     """
     if not isinstance(W, Format):
+        refuse_gradient("W", W)
         W = as_format(W)
     if not isinstance(x, np.ndarray) and not is_cupy(x):
         return _foreign(W, x, out, backend, linear, alpha=alpha, beta=beta, bias=bias)

@@ -127,11 +127,22 @@ def check_operands(**tensors: Any) -> None:
         if t.device != at.device:
             where = f"{name} is on {t.device}, {first} on {at.device}"
             raise UsageError(f"{where}; nothing is copied between them unasked: use {name}.to({first}.device)")
-        if graded and t.requires_grad:
-            raise UsageError(
-                f"{name}: this tensor requires a gradient, and products here have none: use `with torch.no_grad():`, "
-                f"or give {name}.detach()"
-            )
+        if graded:
+            _refuse_gradient(name, t)
+
+
+def refuse_gradient(name: str, x: Any) -> None:
+    """UsageError for a torch tensor whose gradient a product would cut off without a word."""
+    if is_torch(x) and sys.modules["torch"].is_grad_enabled():
+        _refuse_gradient(name, x)
+
+
+def _refuse_gradient(name: str, t: Any) -> None:
+    if t.requires_grad:
+        raise UsageError(
+            f"{name}: this tensor requires a gradient, and products here have none: use `with torch.no_grad():`, "
+            f"or give {name}.detach()"
+        )
 
 
 def _lent(t: Any) -> Array:

@@ -147,6 +147,8 @@ def test_gradients_are_not_cut_off_in_silence() -> None:
         "B": lambda: sf.spmm(a, asks),
         "x": lambda: sf.linear(asks.T, a),
         "bias": lambda: sf.spmm(a, x, bias=bias),
+        "A": lambda: sf.spmm(torch.tensor(W, requires_grad=True), x),
+        "W": lambda: sf.linear(x.T, torch.nn.Parameter(torch.tensor(W))),
     }.items():
         with pytest.raises(sf.UsageError, match=rf"{name}: this tensor requires a gradient, .* {name}\.detach\(\)"):
             call()
