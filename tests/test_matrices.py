@@ -190,13 +190,27 @@ def test_matrix_market_lies_are_named(tmp_path: Path, text: str, error: type[Spf
     assert e.value.path == str(path)
 
 
-@pytest.mark.parametrize("layout", ["csr", "csc", "coo"])
+@pytest.mark.parametrize("layout", ["csr", "csc", "coo", "bsr"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int8, np.int64, np.bool_, np.uint16])
 def test_scipy_npz(tmp_path: Path, layout: str, dtype: type) -> None:
     x = (sp.random_array((7, 11), density=0.4, rng=np.random.default_rng(2)) * 100).astype(dtype)
     sp.save_npz(tmp_path / "a.npz", x.asformat(layout))
     a = read_matrix(tmp_path / "a.npz")
     np.testing.assert_array_equal(a.to_dense().astype(np.float64), x.toarray().astype(np.float64))
+
+
+def test_npz_of_blocks(tmp_path: Path) -> None:
+    x = np.zeros((8, 12), np.float32)
+    x[:4, 6:9], x[4:, 0], x[0, 6] = 2, [1, -0.0, 3, 0], np.nan
+    sp.save_npz(tmp_path / "a.npz", sp.bsr_array(x, blocksize=(4, 3)))
+    a = read_matrix(tmp_path / "a.npz")
+    assert (a.nnz, a.stored_zeros) == (14, 0)
+    np.testing.assert_array_equal(a.to_dense(), x)
+
+
+BLOCKS: dict[str, object] = {
+    "format": np.array(b"bsr"), "indptr": np.array([0, 2]), "indices": np.array([0, 1]), "data": np.ones((2, 3, 2)),
+}  # fmt: skip
 
 
 def pieces(**change: object) -> dict[str, object]:
@@ -225,7 +239,15 @@ def pieces(**change: object) -> dict[str, object]:
         ({"data": np.array([None] * 4)}, FormatError, "Python objects"),
         ({"shape": np.array([3, 4, 5])}, FormatError, "two numbers"),
         ({"shape": np.array([-3, 4])}, FormatError, r"2\^48-1"),
-        ({"format": np.array(b"bsr")}, FormatError, "csr, csc or coo, got 'bsr'"),
+        ({"format": np.array(b"dia")}, FormatError, "csr, csc, coo or bsr, got 'dia'"),
+        (BLOCKS | {"data": np.ones(2)}, FormatError, r"expected 2 blocks, got shape \(2,\)"),
+        (BLOCKS | {"data": np.ones((3, 3, 2))}, FormatError, r"expected 2 blocks, got shape \(3, 3, 2\)"),
+        (BLOCKS | {"data": np.ones((2, 2, 2))}, FormatError, r"blocks that tile \(3, 4\), got 2 x 2"),
+        (BLOCKS | {"data": np.ones((2, 0, 2))}, FormatError, "got 0 x 2"),
+        (BLOCKS | {"indices": np.array([0, 2])}, IndexBoundsError, r"indices\[1\].* got 2"),
+        (BLOCKS | {"indices": np.array([0, 2**32 + 1])}, IndexBoundsError, r"indices\[1\].* got 4294967297"),
+        (BLOCKS | {"indices": np.array([1, 1])}, OrderError, "more than once"),
+        (BLOCKS | {"indptr": np.array([0, 3])}, PointerError, "indptr"),
         ({"format": np.array(b"coo"), "row": np.array([0, 3]), "col": np.array([0, 1]), "data": np.ones(2)},
          IndexBoundsError, "row indices in 0 .. 2"),
     ],

@@ -48,7 +48,7 @@ def from_scipy(x: Any) -> Format:
     if len(x.shape) != 2:
         raise UsageError(f"scipy: expected a matrix [M, K], got shape {tuple(x.shape)}")
     if x.format == "bsr":
-        return _from_blocks(x.shape, x.indptr, x.indices, x.data)
+        return from_blocks(x.shape, x.indptr, x.indices, x.data)
     if x.format == "coo":  # its tocsr() sums
         return _from_coordinates(x.shape, x.row, x.col, x.data)
     c = x if x.format == "csr" else x.tocsr()
@@ -60,7 +60,7 @@ def from_scipy(x: Any) -> Format:
         return a.canonical()
 
 
-def _from_blocks(shape: tuple[int, ...], indptr: Array, indices: Array, data: Array) -> BSR:
+def from_blocks(shape: tuple[int, ...], indptr: Array, indices: Array, data: Array) -> BSR:
     """BSR of blocks in any order; those without a nonzero are dropped and -0.0 becomes +0.0. Duplicates are refused."""
     R, C = int(data.shape[1]), int(data.shape[2])
     b = BSR(shape=(shape[0], shape[1]), blocksize=(R, C), **_fitted("bsr", indptr, indices, data, shape[1] // C))
@@ -144,7 +144,7 @@ def from_torch(t: Any) -> Format:
     indptr, indices = torch_to_array(t.crow_indices()), torch_to_array(t.col_indices())
     data, shape = torch_to_array(t.values()), tuple(t.shape)
     if t.layout == torch.sparse_bsr:
-        return _from_blocks(shape, indptr, indices, data)
+        return from_blocks(shape, indptr, indices, data)
     a = CSR(shape=shape, **_fitted("csr", indptr, indices, data, shape[1]))
     a.check_memory()
     return a.canonical()

@@ -19,6 +19,7 @@ from ..dtypes import VALUE_TYPES, value_type
 from ..errors import FormatError, IndexBoundsError, SpformatError, UsageError, printable
 from ..formats.csr import CSR
 from ..formats.declare import MAX_DIMENSION
+from ..formats.exchange import from_blocks
 from ..limits import check_bytes
 from ..segments import rows_of
 from .smtx import LARGEST, filled, ordered, read_smtx
@@ -28,7 +29,8 @@ def read_matrix(path: files.Path, *, values: str | None = None, seed: int = 0, d
     """The matrix of a file, chosen by suffix; stored zeros are kept, columns sorted, repeated entries refused.
 
     path: ``.smtx``; ``.mtx`` (coordinate or array, real, integer or pattern; symmetry is mirrored); ``.npz`` of
-        scipy.sparse.save_npz (csr, csc, coo), or with arrays ``shape``, ``indptr``, ``indices`` and perhaps ``data``.
+        scipy.sparse.save_npz (csr, csc, coo; bsr without the zeros in its blocks), or with arrays ``shape``,
+        ``indptr``, ``indices`` and perhaps ``data``.
     values: None keeps the values of the file, and gives ones where it has none; "ones" or "normal" (drawn from
         ``seed``) replaces them.
     dtype: None keeps the type of the file (float32 for patterns, float64 for other integers than int8). Else values
@@ -161,9 +163,10 @@ def _read_npz(content: bytes) -> CSR:
         "csr": ("shape", "indptr", "indices"),
         "csc": ("shape", "indptr", "indices"),
         "coo": ("shape", "row", "col"),
+        "bsr": ("shape", "indptr", "indices"),
     }
     if layout not in needed:
-        raise FormatError(f"npz: expected format csr, csc or coo, got {layout!r}; save a.tocsr() instead")
+        raise FormatError(f"npz: expected format csr, csc, coo or bsr, got {layout!r}; save a.tocsr() instead")
     missing = [n for n in needed[layout] if n not in arrays]
     if missing:
         there = ", ".join(printable(n.removesuffix(".npy"), 40) for n in names[:_NAMED])
@@ -177,6 +180,8 @@ def _read_npz(content: bytes) -> CSR:
         raise FormatError(f"npz: shape: expected two numbers, got {shape.size}")
     M, K = (int(v) for v in shape)
     data = arrays.get("data", np.ones(second.size, np.float32))
+    if layout == "bsr":
+        return _from_blocks((M, K), first, second, data)
     if data.shape != second.shape:
         raise FormatError(f"npz: data: expected {second.size} values, got shape {data.shape}")
     if layout == "coo":
@@ -264,6 +269,17 @@ def _from_coordinates(shape: tuple[int, int], rows: Array, cols: Array, data: Ar
             )
     values = _as_values(data, where)
     return CSR.from_coordinates((M, K), rows.astype(np.int64), cols.astype(np.int64), values).validate()
+
+
+def _from_blocks(shape: tuple[int, int], indptr: Array, indices: Array, data: Array) -> CSR:
+    """The nonzeros of blocks of scipy's bsr, which tile the matrix."""
+    _check_shape(*shape, "npz")
+    if data.ndim != 3 or len(data) != indices.size:
+        raise FormatError(f"npz: data: expected {indices.size} blocks, got shape {data.shape}")
+    R, C = data.shape[1:]
+    if not (R and C) or shape[0] % R or shape[1] % C:
+        raise FormatError(f"npz: data: expected blocks that tile {shape}, got {R} x {C}")
+    return from_blocks(shape, indptr, indices, _as_values(data, "npz")).to_csr()
 
 
 def _as_values(data: Array, where: str) -> Array:
