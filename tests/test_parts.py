@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import spformat as sf
@@ -119,6 +120,19 @@ def test_values_numpy_lacks_and_shards_without_tensors(tmp_path: Path) -> None:
         convert_checkpoint(source, tmp_path / "out", part=Part(i, 3))
     merge_parts(tmp_path / "out", checksums=True)
     assert tree(tmp_path / "out") == expected
+
+
+def test_merged_parts_of_matrices_without_a_nonzero_are_the_single_run(tmp_path: Path) -> None:
+    tensors = {f"w{i}": np.zeros(shape, np.float32) for i, shape in enumerate([(8, 8), (0, 4), (4, 0), (1, 1)])}
+    source = tmp_path / "model.safetensors"
+    sf.save_dense(source, tensors)
+    expected = whole(tmp_path, source, "bitmask")
+    for i in (1, 2):
+        convert_checkpoint(source, tmp_path / "out", "bitmask", part=f"{i}/2")
+    merge_parts(tmp_path / "out")
+    assert tree(tmp_path / "out") == expected
+    manifest = json.loads((tmp_path / "out" / "spformat.json").read_text())
+    assert [t["nnz"] for t in manifest["tensors"].values()] == [0] * 4
 
 
 def test_what_stays_behind_is_told_by_the_merge_and_by_no_part(tmp_path: Path) -> None:

@@ -59,9 +59,14 @@ class Outcome:
     error: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON types, empty ones left out."""
-        tree = {k: v for k, v in self.__dict__.items() if v not in (None, "", 0, False)}
-        return tree | {"shape": list(self.shape), "bytes_in": self.bytes_in}
+        """The fields as JSON types, empty ones left out; nothing nonzero and no bytes are known numbers, not empty."""
+        tree = {
+            k: v for k, v in self.__dict__.items() if v not in (None, "", 0, False) or (v == 0 and k in _KNOWN_ZEROS)
+        }
+        return tree | {"shape": list(self.shape)}
+
+
+_KNOWN_ZEROS = ("nnz", "bytes_in", "bytes_out")
 
 
 def plan_jobs(source: Source, recipe: Recipe) -> tuple[Job, ...]:
