@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-import importlib.metadata
+import os
+import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -240,29 +240,32 @@ class ElsewhereBackend:
 class Elsewhere(Doubled):
     name, formats = "elsewhere.spmm", frozenset({"bsr"})
 '''
+ENTRY_POINTS = """
+doubled = doubled_plugin:DoubledBackend
+broken = no_such_module:BACKEND
+renamed = doubled_plugin:OldName
+elsewhere = doubled_plugin:ElsewhereBackend
+"""
 
 
 @pytest.fixture
-def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package as pip lays it out: modules, and beside them its entry points."""
     (tmp_path / "doubled_plugin.py").write_text(PLUGIN)
+    about = tmp_path / "doubled_plugin-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: doubled-plugin\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(f"[{backends.ENTRY_POINT_GROUP}]\n" + ENTRY_POINTS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    group = backends.ENTRY_POINT_GROUP
-    found = EntryPoints([
-        EntryPoint("doubled", "doubled_plugin:DoubledBackend", group),
-        EntryPoint("broken", "no_such_module:BACKEND", group),
-        EntryPoint("renamed", "doubled_plugin:OldName", group),
-        EntryPoint("elsewhere", "doubled_plugin:ElsewhereBackend", group),
-    ])  # fmt: skip
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: found)
     backends.third_party.cache_clear()
     backends.get.cache_clear()
-    yield
+    yield tmp_path
     backends.third_party.cache_clear()
     backends.get.cache_clear()
     sys.modules.pop("doubled_plugin", None)
 
 
-def test_a_plugin_is_found_explained_and_used(plugins: None) -> None:
+def test_a_plugin_is_found_explained_and_used(plugins: Path) -> None:
     x = np.eye(5, dtype=np.float32)
     a = sf.convert(x, "csr")
     assert {"doubled", "broken"} <= set(backends.names())
@@ -279,6 +282,21 @@ def test_a_plugin_is_found_explained_and_used(plugins: None) -> None:
     wide = sf.convert(x.astype(np.float64), "csr")
     with pytest.raises(sf.NoKernelError, match=r"a\.dtype must be float32, got float64"):
         sf.spmm(wide, x.astype(np.float64), backend="doubled")
+
+
+def test_the_command_knows_a_plugin_that_is_installed(plugins: Path) -> None:
+    """In a process of its own, by nothing but what pip leaves behind."""
+    sf.save(plugins / "a.safetensors", {"a": sf.convert(np.eye(5, dtype=np.float32), "csr")})
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(plugins), *sys.path]), "COLUMNS": "200"}
+
+    def told(*words: str) -> str:
+        command = [sys.executable, "-m", "spformat", *words]
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=True, cwd=plugins).stdout
+
+    known = told("backends")
+    assert "doubled" in known
+    assert "no_such_module" in known
+    assert "doubled.spmm: accepted" in told("explain", "a.safetensors", "-n", "8")
 
 
 def test_out_must_not_touch_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
