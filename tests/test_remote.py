@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from test_parts import SHARDED, SINGLE, tree, whole
 
@@ -50,6 +51,30 @@ def test_there_and_back_through_an_object_store(tmp_path: Path, memory: Any) -> 
     convert_checkpoint("memory://bucket/packed", tmp_path / "dense", "dense")
     convert_checkpoint(tmp_path / "whole", tmp_path / "expected", "dense")
     assert tree(tmp_path / "dense") == tree(tmp_path / "expected")
+
+
+def test_what_no_conversion_copies_is_not_downloaded(
+    tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repository of the hub may hold the weights three times."""
+    put(memory, SHARDED, "/bucket/model")
+    left = ["1_Pooling", "adapter_model.safetensors", "huge.json", "pytorch_model.bin"]
+    monkeypatch.setattr("spformat.checkpoint.source.SIDE_FILE", 5000)
+    (extra := tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    sf.save_dense(extra, {"lora": np.ones((2, 2), np.float32)}, overwrite=True)
+    memory.pipe({
+        "/bucket/model/adapter_model.safetensors": extra.read_bytes(), "/bucket/model/1_Pooling/config.json": b"{}",
+        "/bucket/model/huge.json": bytes(5001), "/bucket/model/pytorch_model.bin": b"weights",
+        "/bucket/model/tokenizer.model": b"vocabulary",
+    })  # fmt: skip
+    report = convert_checkpoint("memory://bucket/model", tmp_path / "packed", staging=tmp_path / "staging")
+    assert report.left_behind == tuple(left)
+    there = {p.name for p in (tmp_path / "staging" / "source").iterdir()}
+    assert there & {*left} == {"adapter_model.safetensors"}  # the index tells that it is none of the shards
+    assert (tmp_path / "packed" / "tokenizer.model").read_bytes() == b"vocabulary"
+    memory.pipe_file("/bucket/pickled/pytorch_model.bin", b"weights")
+    with pytest.raises(sf.InputError, match=r"pytorch_model\.bin is a pickle"):
+        convert_checkpoint("memory://bucket/pickled", tmp_path / "never")
 
 
 def test_files_and_file_urls(tmp_path: Path) -> None:

@@ -14,14 +14,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import InputError, OutputError, PathError, UsageError, WriteError
 from ..files import Path
 from .earlier import superseded
 from .manifest import JOURNAL_GLOB, MANIFEST
-from .source import INDEX
+from .source import INDEX, may_be_side_file
 
 Moved = Callable[[str, int], None]
 """Called with the name and bytes of every file that was moved."""
@@ -29,6 +29,7 @@ Moved = Callable[[str, int], None]
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _STREAMS = 4
 """Files that move at a time."""
+SHARD = ".safetensors"
 _LAST = (INDEX, MANIFEST)
 """Files that make a folder a checkpoint."""
 
@@ -44,6 +45,8 @@ class Staged:
 
     source: str
     target: str
+    left_behind: tuple[str, ...] = ()
+    """What a remote source holds that was not downloaded, as no conversion would copy it."""
 
 
 @contextmanager
@@ -74,10 +77,10 @@ def staged(
         _refuse_existing(target, force)
     room = os.fspath(staging) or tempfile.mkdtemp(prefix="spformat-")
     try:
-        here = Staged(
-            download(source, os.path.join(room, "source"), moved) if is_remote(source) else source,
-            os.path.join(room, "target", *_file_name(target)) if is_remote(target) else target,
-        )
+        here = Staged(source, os.path.join(room, "target", *_file_name(target)) if is_remote(target) else target)
+        if is_remote(source):
+            path, left = download(source, os.path.join(room, "source"), moved)
+            here = replace(here, source=path, left_behind=left)
         os.makedirs(os.path.dirname(here.target) or ".", exist_ok=True)
         yield here
         if is_remote(target):
@@ -87,18 +90,31 @@ def staged(
             shutil.rmtree(room, ignore_errors=True)
 
 
-def download(url: str, folder: str, moved: Moved | None = None) -> str:
-    """Copy a file, or the files of a folder (not those below it), to ``folder``; the local path of what it names."""
+def download(url: str, folder: str, moved: Moved | None = None) -> tuple[str, tuple[str, ...]]:
+    """Copy a file, or the files of a folder, to ``folder``: the local path of what it names, and what was left there.
+
+    Folders below it are left, and beside ``.safetensors`` files the weights of other frameworks and what is too large
+    for a side file.
+    """
     fs, root = _open(url)
     with _errors(InputError, url, "download"):
         if not fs.exists(root):
             raise InputError("nothing is there", path=url)
         single = not fs.isdir(root)
-        found = [fs.info(root)] if single else [i for i in fs.ls(root, detail=True) if i["type"] == "file"]
+        there = [fs.info(root)] if single else fs.ls(root, detail=True)
+    names = {_name(i): i for i in there}
+    found, left = list(there), []
+    if not single:
+        weights = any(name.endswith(SHARD) for name in names)
+        wanted = {
+            name: i for name, i in names.items()
+            if i["type"] == "file" and (not weights or name.endswith(SHARD) or may_be_side_file(name, i["size"] or 0))
+        }  # fmt: skip
+        found, left = list(wanted.values()), sorted(n for n in names if n not in wanted and not n.startswith("."))
     os.makedirs(folder, exist_ok=True)
 
     def fetch(info: dict[str, Any]) -> None:
-        name = info["name"].rstrip("/").rpartition("/")[2]
+        name = _name(info)
         if not name.startswith("."):
             _fetch(fs, info, os.path.join(folder, name), url)
             if moved:
@@ -106,7 +122,11 @@ def download(url: str, folder: str, moved: Moved | None = None) -> str:
 
     with ThreadPoolExecutor(_STREAMS) as pool:
         list(pool.map(fetch, found))
-    return os.path.join(folder, found[0]["name"].rpartition("/")[2]) if single else folder
+    return os.path.join(folder, _name(found[0])) if single else folder, tuple(left)
+
+
+def _name(info: dict[str, Any]) -> str:
+    return str(info["name"]).rstrip("/").rpartition("/")[2]
 
 
 def _fetch(fs: Any, info: dict[str, Any], path: str, url: str) -> None:

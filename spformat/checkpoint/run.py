@@ -117,7 +117,8 @@ def convert_checkpoint(
                 here.source, here.target, recipe, force=force, resume=resume, progress=progress, device=device,
                 executor=workers,
             )  # fmt: skip
-        return replace(report, path=os.fspath(dst))
+        left = tuple(sorted({*report.left_behind, *here.left_behind}))
+        return replace(report, path=os.fspath(dst), left_behind=left)
     source = open_source(src)
     jobs = plan_jobs(source, recipe)
     target = os.fspath(dst)

@@ -131,8 +131,13 @@ def _others(names: Sequence[str], taken: Sequence[str]) -> tuple[str, ...]:
     return tuple(n for n in names if n not in skip and not n.startswith("."))
 
 
+def may_be_side_file(name: str, nbytes: int) -> bool:
+    """Whether a file beside the shards is copied: no weights, and not over ``SIDE_FILE``."""
+    return not name.lower().endswith(_OTHER_WEIGHTS) and nbytes <= SIDE_FILE
+
+
 def _is_side_file(path: str) -> bool:
-    return is_file(path) and not path.lower().endswith(_OTHER_WEIGHTS) and size_of(path) <= SIDE_FILE
+    return is_file(path) and may_be_side_file(path, size_of(path))
 
 
 def _assemble(
