@@ -21,7 +21,6 @@ from spformat.checkpoint.diff import diff_checkpoints
 from spformat.checkpoint.run import foresee_checkpoint
 from spformat.dtypes import VALUE_TYPES
 from spformat.formats import registered
-from spformat.interop import compressed_tensors
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "checkpoint"
 SOURCES = [FIXTURES / "digits" / "model.safetensors", FIXTURES / "sharded"]
@@ -50,27 +49,6 @@ def test_the_name_of_a_model_on_the_hub_is_no_path(tmp_path: Path, monkeypatch: 
         with pytest.raises(sf.InputError) as caught:
             open_source(path)
         assert "hf://" not in str(caught.value)
-
-
-@pytest.mark.parametrize("target", ["bitmask", "two-four"])
-def test_tensors_that_compressed_tensors_packed_are_not_taken_for_dense_ones(tmp_path: Path, target: str) -> None:
-    w = np.zeros((32, 64), np.float16)
-    w[:, ::2] = 1
-    arrays = compressed_tensors.encode(sf.convert(w, target))  # type: ignore[arg-type]
-    names = compressed_tensors.entry_names("up_proj.weight", arrays)
-    entries = {names[k]: x for k, x in arrays.items()} | {"norm.weight": np.ones(4, np.float16)}
-    source = tmp_path / "model.safetensors"
-    sf.save_dense(source, entries)
-    with pytest.raises(sf.UsageError, match=rf"{len(arrays)} entries are parts of .*find_groups, decode"):
-        convert_checkpoint(source, tmp_path / "out", "dense")
-    with pytest.raises(sf.UsageError, match=r"first 'up_proj\.\w+'"):
-        foresee_checkpoint(source, Recipe(to="dense"))
-    assert not (tmp_path / "out").exists()
-    for o in convert_checkpoint(source, tmp_path / "out", "csr").outcomes:
-        assert o.target == "keep"
-        assert ("packed by compressed-tensors" in o.why) == (o.name != "norm.weight")
-    sf.save_dense(tmp_path / "other.safetensors", {"up_proj.compressed": w})  # a name like theirs, and nothing else
-    assert convert_checkpoint(tmp_path / "other.safetensors", tmp_path / "other", "dense").outcomes[0].target == "dense"
 
 
 def test_what_is_not_copied_is_told(tmp_path: Path) -> None:

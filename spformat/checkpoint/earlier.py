@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Collection, Iterable
@@ -72,9 +73,7 @@ def already_done(c: Conversion, shards: Collection[str]) -> tuple[Converted, ...
         if sha256_of(os.path.join(c.source.folder, shard)) != entry["source_sha256"]:
             raise _other(c, f"of another {shard}")
     for name in c.source.side_files:
-        if not name.endswith(INDEX_SUFFIX) and not same_bytes(
-            os.path.join(c.source.folder, name), os.path.join(c.folder, name)
-        ):
+        if not name.endswith(INDEX_SUFFIX) and not holds_side_file(c, name):
             raise _other(c, f"without this {name}")
     try:
         outcomes = {j.name: _outcome(j, manifest["tensors"][j.name]) for j in c.jobs if j.shard in shards}
@@ -89,9 +88,16 @@ def already_done(c: Conversion, shards: Collection[str]) -> tuple[Converted, ...
     )  # fmt: skip
 
 
-def same_bytes(a: str, b: str) -> bool:
-    """Whether both are files and hold the same."""
-    return is_file(a) and is_file(b) and (same_file(a, b) or sha256_of(a) == sha256_of(b))
+def holds_side_file(c: Conversion, name: str) -> bool:
+    """Whether the target has a side file already, as this conversion would write it."""
+    a, b = os.path.join(c.source.folder, name), os.path.join(c.folder, name)
+    if not is_file(a) or not is_file(b):
+        return False
+    if same_file(a, b):
+        return True
+    # Most are copied, and compared without taking them into memory.
+    wanted = sha256_of(a) if not c.source.packed else hashlib.sha256(c.source.side_file(name)).hexdigest()
+    return wanted == sha256_of(b)
 
 
 def _other(c: Conversion, what: str) -> OutputError:

@@ -16,12 +16,12 @@ from typing import Any
 from .. import __name__ as package
 from .. import limits
 from ..errors import OutputError
-from ..files import Path, read_small, reason, remove, same_file
+from ..files import Path, reason, remove, same_file
 from ..formats import parse_spec
 from ..locks import folder_lock, ignores_case
 from ..output import flush_folder, publish, sweep
 from . import journals
-from .earlier import clear, same_bytes
+from .earlier import clear, holds_side_file
 from .jobs import Job
 from .manifest import (
     JOURNAL_GLOB,
@@ -32,7 +32,7 @@ from .manifest import (
 )
 from .parts import PIECES, Converted, Part, Task, Unit, assemble, narrowed, split
 from .recipe import KEEP, Recipe, writes_dense
-from .source import INDEX, INDEX_SUFFIX, SIDE_FILE, Source
+from .source import INDEX, INDEX_SUFFIX, Source
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,10 @@ def prepare(c: Conversion) -> None:
     for name in (*c.names.values(), *c.source.side_files):
         if any(same_file(os.path.join(c.source.folder, s), os.path.join(c.folder, name)) for s in c.source.shards):
             raise OutputError("input and output are the same file", path=os.path.join(c.folder, name))
+    if c.source.packed and same_file(c.folder, c.source.folder):
+        raise OutputError(
+            "a checkpoint of compressed-tensors shares its config.json: name another folder", path=c.folder
+        )
 
 
 def make(folder: str) -> None:
@@ -134,8 +138,7 @@ def refuse_other_side_files(c: Conversion) -> None:
     """OutputError if a side file, or the index, would replace one of the target that is not the same already."""
     names = [n for n in c.source.side_files if not n.endswith(INDEX_SUFFIX)]
     for name in [*names, *([INDEX] if c.dense and len(c.names) > 1 else [])]:
-        old = os.path.join(c.folder, name)
-        if os.path.lexists(old) and not same_bytes(os.path.join(c.source.folder, name), old):
+        if os.path.lexists(os.path.join(c.folder, name)) and not holds_side_file(c, name):
             raise OutputError(f"the target holds another {name} already; use --force to replace it", path=c.folder)
 
 
@@ -186,7 +189,7 @@ def _copy_side_files(c: Conversion) -> None:
     for name in c.source.side_files:
         if name.endswith(INDEX_SUFFIX):
             continue
-        data = read_small(os.path.join(c.source.folder, name), SIDE_FILE)
+        data = c.source.side_file(name)
         if not same_file(os.path.join(c.source.folder, name), os.path.join(c.folder, name)):
             publish(os.path.join(c.folder, name), data, overwrite=True)
 

@@ -10,14 +10,13 @@ import numpy as np
 from ..convert import convert
 from ..descriptor import Record
 from ..dtypes import value_type
-from ..errors import FormatError, StructureError, UsageError, printable
+from ..errors import StructureError, UsageError
 from ..formats import parse_spec, spec_text
 from ..formats.base import Format
-from ..interop.compressed_tensors import find_groups
 from ..limits import product
 from ..preprocess import masks
 from ..structure import Structure, analyse
-from .recipe import AUTO, KEEP, Recipe, require_match, writes_dense
+from .recipe import AUTO, KEEP, Recipe, require_match
 from .source import Source
 
 
@@ -70,36 +69,13 @@ _KNOWN_ZEROS = ("nnz", "bytes_in", "bytes_out")
 
 
 def plan_jobs(source: Source, recipe: Recipe) -> tuple[Job, ...]:
-    """A Job for every tensor, in the order of the output. UsageError for a rule or pattern that matches nothing.
-
-    Parts of tensors that compressed-tensors packed are kept as they are; an ordinary dense checkpoint they cannot be.
-    """
-    packed = _packed_elsewhere(source)
-    if packed and writes_dense(recipe):
-        first = printable(next(iter(packed)))
-        raise UsageError(
-            f"{len(packed)} entries are parts of tensors that compressed-tensors packed, first '{first}': they would "
-            "stay as they are, and a loader would miss the weights; decode them in Python with "
-            "spformat.interop.compressed_tensors (find_groups, decode) and save_dense",
-            path=source.path,
-        )
+    """A Job for every tensor, in the order of the output. UsageError for a rule or pattern that matches nothing."""
     jobs = []
     for name, (shard, record, size) in source.records.items():
         target, why = recipe.target_of(name, record.shape, record.dtype)
-        if name in packed:
-            target, why = KEEP, "packed by compressed-tensors; spformat.interop.compressed_tensors decodes it"
         jobs.append(Job(name, shard, record, size, target, why))
     _require_matches(recipe, jobs)
     return tuple(jobs)
-
-
-def _packed_elsewhere(source: Source) -> dict[str, None]:
-    """Entries that are arrays of sparse tensors of compressed-tensors, in order."""
-    try:
-        groups = find_groups(source.records)
-    except FormatError:  # of names like theirs, not all are there
-        return {}
-    return dict.fromkeys(entry for group in groups for entry in group.entries.values())
 
 
 def _require_matches(recipe: Recipe, jobs: list[Job]) -> None:

@@ -171,7 +171,7 @@ class Task:
 
 def narrowed(source: Source, shard: str) -> Source:
     """What is needed to open one shard, without the records of the others."""
-    return Source(source.path, source.folder, (shard,), {})
+    return Source(source.path, source.folder, (shard,), {}, packed=source.packed_in(shard))
 
 
 def convert_unit(task: Task, progress: Progress | None = None) -> Converted:

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from .. import limits
 from ..container import TensorFile, safe_open
@@ -26,6 +26,7 @@ from ..files import (
 )
 from ..stheader import strict_json
 from .manifest import JOURNAL_GLOB, MANIFEST, is_finished, read_manifest
+from .packed import CONFIG, Packed, UnpackedFile, config_when_dense, unpacked
 
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX = "model" + INDEX_SUFFIX
@@ -61,10 +62,25 @@ class Source:
     """The index JSON without its weight_map: other keys are kept when a dense checkpoint is written."""
     original_names: dict[str, str] = field(default_factory=dict)
     """Shard -> name of the dense shard it was made from, where a manifest tells."""
+    packed: dict[str, Packed] = field(default_factory=dict)
+    """Tensors that compressed-tensors packed, by the name of the dense one that ``records`` and ``open`` show."""
 
     def open(self, shard: str) -> TensorFile:
         """One shard."""
+        f, groups = self._file(shard), self.packed_in(shard)
+        return cast(TensorFile, UnpackedFile(f, groups, self._file)) if groups else f
+
+    def packed_in(self, shard: str) -> dict[str, Packed]:
+        """Those of ``packed`` that ``open`` shows in a shard."""
+        return {name: group for name, group in self.packed.items() if group.shard == shard}
+
+    def _file(self, shard: str) -> TensorFile:
         return safe_open(os.path.join(self.folder, shard))
+
+    def side_file(self, name: str) -> bytes:
+        """What goes into the target under the name of a side file."""
+        data = read_small(os.path.join(self.folder, name), SIDE_FILE)
+        return config_when_dense(data) if self.packed and name == CONFIG else data
 
 
 def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
@@ -166,7 +182,8 @@ def _assemble(
     for name in files:
         not_outside(os.path.join(folder, name), follow)
     left = tuple(n for n in others if n not in files)
-    return Source(path, folder, shards, records, files, left, index)
+    records, packed = unpacked(records, folder, path)
+    return Source(path, folder, shards, records, files, left, index, packed=packed)
 
 
 def _read_index(path: str) -> tuple[dict[str, Any], dict[str, str]]:

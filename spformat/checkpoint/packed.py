@@ -1,0 +1,209 @@
+"""Checkpoints that compressed-tensors packed, seen as the dense ones they stand for: a group is one dense tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+
+from ..arrays import Array, ceil_div, to_device
+from ..container import TensorFile, safe_open
+from ..descriptor import Record
+from ..dtypes import SAFETENSORS_CODE, VALUE_TYPES
+from ..errors import ContainerError, FormatError, LimitError
+from ..files import is_file, read_small
+from ..formats.base import Format
+from ..interop.compressed_tensors import Group, decode, dense_shape, find_groups, fp8_in_int8
+from ..limits import product
+
+CONFIG = "config.json"
+_MAX_CONFIG = 16 << 20
+
+Records: TypeAlias = dict[str, tuple[str, Record, int]]
+"""Tensor name -> (shard, description, bytes)."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One group: where its arrays lie."""
+
+    layout: str
+    shape: tuple[int, ...]
+    dtype: str
+    entries: dict[str, tuple[str, str]]
+    """Array -> (shard, entry)."""
+
+    @property
+    def shard(self) -> str:
+        """Where the dense tensor is said to be."""
+        return self.entries["compressed"][0]
+
+
+def unpacked(records: Records, folder: str, path: str) -> tuple[Records, dict[str, Packed]]:
+    """``records`` with a dense tensor in the place of every group's first array, and the groups by that tensor's name.
+
+    Raises FormatError for a group whose shape and bits disagree, ContainerError for a tensor that is there twice.
+    """
+    try:
+        groups = find_groups(records)
+    except FormatError:  # of names like theirs, not all are there
+        return records, {}
+    groups = tuple(g for g in groups if records[g.entries["compressed"]][1].dtype in VALUE_TYPES)
+    if not groups:
+        return records, {}
+    config = _config(os.path.join(folder, CONFIG))
+    shapes = _shapes(records, folder, groups)
+    found = {g.entries["compressed"]: g for g in groups}
+    parts = {entry for g in groups for entry in g.entries.values()}
+    out: Records = {}
+    packed: dict[str, Packed] = {}
+    for name, (shard, record, size) in records.items():
+        group = found.get(name)
+        if group is None:
+            if name not in parts:
+                out[name] = shard, record, size
+            continue
+        if group.name in records or group.name in packed:
+            raise ContainerError("the tensor is there twice, dense or packed", path=path, tensor=group.name)
+        dtype = "float8_e4m3fn" if record.dtype == "int8" and fp8_in_int8(config) else record.dtype
+        try:
+            shape = dense_shape(shapes[group.entries["shape"]])
+            _check_bits(shape, records[group.entries["bitmask"]][1])
+        except FormatError as e:
+            raise e.at(path=path, tensor=group.name) from None
+        values = VALUE_TYPES[dtype].numpy
+        dense = Record(group.name, None, shape, dtype, {"": (SAFETENSORS_CODE[values], shape)})
+        out[group.name] = shard, dense, product(*shape, values.itemsize)
+        where = {array: (records[entry][0], entry) for array, entry in group.entries.items()}
+        packed[group.name] = Packed(group.layout, shape, dtype, where)
+    return out, packed
+
+
+def _shapes(records: Records, folder: str, groups: tuple[Group, ...]) -> dict[str, Array]:
+    """The entries ``shape``, each shard opened once."""
+    by_shard: dict[str, list[str]] = {}
+    for g in groups:
+        by_shard.setdefault(records[g.entries["shape"]][0], []).append(g.entries["shape"])
+    out: dict[str, Array] = {}
+    for shard, entries in by_shard.items():
+        with safe_open(os.path.join(folder, shard)) as f:
+            out |= {entry: f.array(entry) for entry in entries if product(*f.info(entry).shape) <= 2}
+    return out | {entry: np.zeros(0) for entries in by_shard.values() for entry in entries if entry not in out}
+
+
+def _check_bits(shape: tuple[int, ...], bitmask: Record) -> None:
+    """A dense tensor has at most eight values for each byte of bits: a small file cannot claim a huge one."""
+    rows, cols = (1, *shape)[-2:]
+    expected, held = product(rows, ceil_div(cols, 8)), product(*bitmask.shape)
+    if bitmask.dtype != "uint8" or held != expected:
+        got = f"{bitmask.dtype} of shape {bitmask.shape}"
+        raise FormatError(f"bitmask: expected {expected:,} bytes for a tensor of shape {shape}, got {got}")
+
+
+def _config(path: str) -> dict[str, Any]:
+    if not is_file(path):
+        return {}
+    try:
+        tree = json.loads(read_small(path, _MAX_CONFIG))
+    except ValueError:
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def config_when_dense(data: bytes) -> bytes:
+    """A config.json that no longer says that the weights are packed. Unchanged if it does not say so."""
+    try:
+        tree = json.loads(data)
+    except ValueError:
+        return data
+    changed = False
+    for key in ("quantization_config", "compression_config"):
+        told = tree.get(key) if isinstance(tree, dict) else None
+        if isinstance(told, dict) and told.pop("sparsity_config", None) is not None:
+            changed = True
+            if not told.get("config_groups"):  # nothing else was compressed
+                del tree[key]
+    return (json.dumps(tree, indent=2) + "\n").encode() if changed else data
+
+
+class UnpackedFile:
+    """An open shard whose groups read as dense tensors, the last one kept; all else is the file's own.
+
+    A group may have arrays in other shards, which are opened for it. What cannot be decoded raises at the first read.
+    """
+
+    def __init__(self, f: TensorFile, groups: Mapping[str, Packed], opened: Callable[[str], TensorFile]) -> None:
+        self._f, self._groups, self._opened = f, groups, opened
+        self._lock, self._last = threading.Lock(), ("", np.zeros(0, np.uint8))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._f, name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._f.close()
+
+    def _dense(self, name: str) -> Array:
+        with self._lock:
+            if self._last[0] != name:
+                self._last = ("", np.zeros(0, np.uint8))  # two need not fit
+                self._last = name, self._decoded(name)
+            return self._last[1]
+
+    def _decoded(self, name: str) -> Array:
+        group, arrays = self._groups[name], {}
+        for array, (shard, entry) in group.entries.items():
+            if entry in self._f:
+                arrays[array] = self._f.array(entry)
+            else:
+                with self._opened(shard) as f:
+                    arrays[array] = f.array(entry)
+        stored = arrays["compressed"].dtype.name
+        try:
+            matrix = decode(group.layout, arrays, value_dtype=None if stored == group.dtype else group.dtype)
+        except (FormatError, LimitError) as e:
+            raise e.at(path=self._f.path, tensor=name) from None
+        dense: Array = matrix.to_dense().reshape(group.shape)
+        return dense
+
+    def array(self, name: str, rows: slice | None = None, device: str = "cpu", array: str = "") -> Array:
+        """As of ``TensorFile``."""
+        if name not in self._groups:
+            return self._f.array(name, rows, device, array)
+        x = self._dense(name)
+        return to_device(x if rows is None else x[rows], device)
+
+    def read(self, name: str, device: str = "cpu") -> Format | Array:
+        """As of ``TensorFile``."""
+        return self.array(name, device=device) if name in self._groups else self._f.read(name, device)
+
+    def panel(self, name: str, begin: int, room: np.ndarray[Any, Any], array: str = "") -> None:
+        """As of ``TensorFile``."""
+        if name in self._groups:
+            room[...] = self._dense(name)[begin : begin + len(room)]
+        else:
+            self._f.panel(name, begin, room, array)
+
+    def raw(self, name: str, piece: int = 16 * 2**20, array: str = "") -> Iterator[np.ndarray[Any, Any]]:
+        """As of ``TensorFile``."""
+        if name not in self._groups:
+            yield from self._f.raw(name, piece, array)
+            return
+        data = self._dense(name).reshape(-1).view(np.uint8)
+        for at in range(0, data.size, piece):
+            yield data[at : at + piece]
+
+    def ranges(self, name: str) -> list[tuple[int, int]]:
+        """Where those arrays of a tensor lie that are in this shard."""
+        if name not in self._groups:
+            return self._f.ranges(name)
+        here = [entry for _, entry in self._groups[name].entries.values() if entry in self._f]
+        return [r for entry in here for r in self._f.ranges(entry)]
