@@ -122,6 +122,19 @@ def test_parts_interruptions_and_processes_give_the_same_bytes(model: Any, tmp_p
         assert tree(tmp_path / f"{target}-pool") == tree(whole)
 
 
+def test_what_lies_in_two_shards_is_not_resumed(model: Any, tmp_path: Path) -> None:
+    """The journal knows the hash of one."""
+    source, _ = model
+    redone: list[str] = []
+    for i in range(1, 5):
+        first = convert_checkpoint(source, tmp_path / "out", "bitmask", part=f"{i}/4")
+        again = convert_checkpoint(source, tmp_path / "out", "bitmask", part=f"{i}/4", resume=True)
+        assert again.resumed + len(again.redone) == len(first.shards) == len(again.shards)
+        redone += again.redone
+    assert len(redone) == 1
+    assert redone[0].endswith("holds a tensor that is packed in model-2.safetensors, too")
+
+
 def test_float8_that_the_file_calls_int8(tmp_path: Path) -> None:
     w = weight(8, 16, 4, ml_dtypes.float8_e4m3fn)
     folder = tmp_path / "in"

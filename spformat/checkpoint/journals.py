@@ -87,12 +87,13 @@ def journal(c: Conversion, part: Part | None, done: Iterable[Converted]) -> Iter
         made.close(complete=complete)
 
 
-def entries_of(c: Conversion, names: Iterable[str]) -> dict[str, Any]:
-    """Entries of those of the named journals that are of this conversion."""
-    found: dict[str, Any] = {}
+def entries_of(c: Conversion, names: Iterable[str]) -> dict[str, Any] | None:
+    """Entries of those of the named journals that are of this conversion; None if none is."""
+    found: dict[str, Any] | None = None
     for name in names:
         tree = read_journal(os.path.join(c.folder, name))
         if tree["plan"] == c.identity:
+            found = found or {}
             for unit, entry in tree["shards"].items():
                 _check_entry(entry, os.path.join(c.folder, name))
                 found[unit] = entry
@@ -178,6 +179,10 @@ def why_redone(c: Conversion, unit: Unit, entry: Any, *, hashes: bool = True) ->
         return f"was made of another {unit.shard}"
     if hashes and sha256_of(path) != entry["sha256"]:
         return "has another sha256 than the journal says"
+    packed = [c.source.packed[j.name] for j in unit.jobs if j.name in c.source.packed]
+    elsewhere = {shard for group in packed for shard, _ in group.entries.values()} - {unit.shard}
+    if hashes and elsewhere:  # the journal has the hash of one
+        return f"holds a tensor that is packed in {min(elsewhere)}, too"
     return ""
 
 

@@ -164,8 +164,8 @@ def _to_folder(
             folder.refuse_existing(c.folder, (own, JOURNAL, *(() if part else there), *outputs, MANIFEST, *others))
             folder.refuse_other_side_files(c)
         folder.refuse_collisions(c)
-        redone = ["everything: the journal is of another recipe or source"] if going_on and not known else []
-        done, resumed = _convert(c, part, units, workers, known, force or resume, progress, redone)
+        redone = ["everything: the journal is of another recipe or source"] if known is None else []
+        done, resumed = _convert(c, part, units, workers, known or {}, force or resume, progress, redone)
         files = tuple(done) if part else folder.finish(c, done)
         return Report(c.folder, files, resumed, tuple(redone), () if part else c.source.left_behind)
 
@@ -243,7 +243,7 @@ def merge_parts(dst: Path, src: Path | None = None, *, checksums: bool = False) 
         recipe, origin, n = journals.parts_in(target)
         source = open_source(src or origin)
         c = Conversion(source, plan_jobs(source, recipe), recipe, target)
-        known = journals.entries_of(c, [journals.journal_name(Part(i, n)) for i in range(1, n + 1)])
+        known = journals.entries_of(c, [journals.journal_name(Part(i, n)) for i in range(1, n + 1)]) or {}
         if not known and c.jobs:
             raise ContainerError("the parts were made of another source, or this one has changed", path=source.path)
         folder.prepare(c)
