@@ -346,7 +346,7 @@ def _foreign(A: Format, B: Any, out: Any, backend: str | None, product: Any = No
         x = array(B)
         if out is None and B.is_cuda and epilogue["beta"] == 0:
             shape = (*x.shape[:-1], A.shape[0]) if product else (A.shape[0], *x.shape[1:])
-            out = torch_empty(B, shape, result_dtype(dtype_name(A.dtype), value_type(x.dtype).name))
+            out = torch_empty(B, shape, result_dtype(dtype_name(A.dtype), _operand_type(name, x)))
         if out is None:
             return array_to_torch(call(x, None))
         call(x, array(out))

@@ -75,7 +75,7 @@ class Sharing:
     Arrays on a device are known again (a call has few microseconds) and do not keep their memory.
     """
 
-    __slots__ = ("_device", "_entered", "_stream")
+    __slots__ = ("_device", "_entered")
 
     def __init__(self, t: Any) -> None:
         self._device = t.get_device() if t.is_cuda else None

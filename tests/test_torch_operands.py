@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +45,24 @@ def test_operands_on_several_devices_are_told_apart(monkeypatch: pytest.MonkeyPa
         sf.spmm(a, x)
     with pytest.raises(sf.UsageError, match=r"^W is on cuda:0, x on cpu; .*use x\.cuda\(\), or W\.to\('cpu'\)"):
         sf.linear(x.T, a)
+
+
+class OnDevice(torch.Tensor):  # type: ignore[name-defined, misc]
+    """A tensor that says it is on a device."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_an_operand_of_no_value_type_is_named_on_a_device_too(linear: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    a = sf.convert(np.eye(3, dtype=np.float32), "csr")
+    monkeypatch.setattr(sf.CSR, "device", "cuda:0")
+    shared = contextlib.nullcontext(lambda t: t.as_subclass(torch.Tensor).numpy())
+    monkeypatch.setattr("spformat.dispatch.Sharing", lambda t: shared)
+    x = torch.ones(3, 3, dtype=torch.int64).as_subclass(OnDevice)
+    name = "x" if linear else "B"
+    with pytest.raises(sf.ArrayError, match=rf"^{name}: dtype int64 is not .*as by {name}\.astype"):
+        sf.linear(x, a) if linear else sf.spmm(a, x)
 
 
 class Stream:
