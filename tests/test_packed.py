@@ -205,7 +205,8 @@ def test_what_is_damaged_or_hostile_is_refused(tmp_path: Path) -> None:
 
     huge = np.array([2**40, 2**40], np.int64)
     refused(sf.FormatError, r"bitmask: expected .* bytes for a tensor of shape \(1099511627776", shape=huge)
-    refused(sf.FormatError, "shape: expected one or two ints", shape=np.arange(9))
+    refused(sf.FormatError, r"shape: expected one or two ints, got int64 of shape \(9,\)$", shape=np.arange(9))
+    refused(sf.FormatError, "shape: expected one or two ints .* got float32", shape=np.ones(2, np.float32))
     refused(sf.FormatError, "bitmask: expected 18 bytes .* got int8", bitmask=good["a.bitmask"].view(np.int8))
     refused(sf.FormatError, r"row_offsets\[2\]: expected", row_offsets=good["a.row_offsets"] - np.eye(6, dtype=int)[2])
     refused(sf.FormatError, "compressed: expected", compressed=good["a.compressed"][:-1])
@@ -242,6 +243,19 @@ def test_another_config_in_the_target_is_not_replaced_unasked(model: Any, tmp_pa
     convert_checkpoint(source, out, "bitmask")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"quantization_config": 3}', '{"a": 1}'])
+def test_a_config_is_read_as_loosely_as_loaders_read_it() -> None:
+    told = b'{"time_step_limit": [0.0, Infinity], "compression_config": {"sparsity_config": {}, "format": "dense"}}'
+    assert json.loads(config_when_dense(told)) == {"time_step_limit": [0.0, float("inf")]}
+
+
+def test_a_config_that_is_nested_too_deeply_stops_nothing(model: Any, tmp_path: Path) -> None:
+    source, dense = model
+    (source / "config.json").write_text("[" * 100_000)
+    convert_checkpoint(source, tmp_path / "out", "dense")
+    same(loaded(tmp_path / "out"), dense)
+    assert (tmp_path / "out" / "config.json").read_text() == "[" * 100_000
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "\xff", '{"quantization_config": 3}', '{"a": 1}'])
 def test_other_configs_are_copied_byte_by_byte(text: str) -> None:
     assert config_when_dense(text.encode()) == text.encode()

@@ -57,8 +57,8 @@ def unpacked(records: Records, folder: str, path: str) -> tuple[Records, dict[st
     groups = tuple(g for g in groups if records[g.entries["compressed"]][1].dtype in VALUE_TYPES)
     if not groups:
         return records, {}
-    config = _config(os.path.join(folder, CONFIG))
-    shapes = _shapes(records, folder, groups)
+    config = _config(folder)
+    shapes = _shapes(records, folder, path, groups)
     found = {g.entries["compressed"]: g for g in groups}
     parts = {entry for g in groups for entry in g.entries.values()}
     out: Records = {}
@@ -85,16 +85,20 @@ def unpacked(records: Records, folder: str, path: str) -> tuple[Records, dict[st
     return out, packed
 
 
-def _shapes(records: Records, folder: str, groups: tuple[Group, ...]) -> dict[str, Array]:
-    """The entries ``shape``, each shard opened once."""
+def _shapes(records: Records, folder: str, path: str, groups: tuple[Group, ...]) -> dict[str, Array]:
+    """The entries ``shape``, each shard opened once. FormatError for more than two numbers, which are not read."""
     by_shard: dict[str, list[str]] = {}
     for g in groups:
-        by_shard.setdefault(records[g.entries["shape"]][0], []).append(g.entries["shape"])
+        shard, record, _ = records[g.entries["shape"]]
+        if product(*record.shape) > 2:
+            got = f"{record.dtype} of shape {record.shape}"
+            raise FormatError(f"shape: expected one or two ints, got {got}", path=path, tensor=g.name)
+        by_shard.setdefault(shard, []).append(g.entries["shape"])
     out: dict[str, Array] = {}
     for shard, entries in by_shard.items():
         with safe_open(os.path.join(folder, shard)) as f:
-            out |= {entry: f.array(entry) for entry in entries if product(*f.info(entry).shape) <= 2}
-    return out | {entry: np.zeros(0) for entries in by_shard.values() for entry in entries if entry not in out}
+            out |= {entry: f.array(entry) for entry in entries}
+    return out
 
 
 def _check_bits(shape: tuple[int, ...], bitmask: Record) -> None:
@@ -106,25 +110,25 @@ def _check_bits(shape: tuple[int, ...], bitmask: Record) -> None:
         raise FormatError(f"bitmask: expected {expected:,} bytes for a tensor of shape {shape}, got {got}")
 
 
-def _config(path: str) -> dict[str, Any]:
-    if not is_file(path):
-        return {}
+def _config(folder: str) -> dict[str, Any]:
+    path = os.path.join(folder, CONFIG)
+    return (_parsed(read_small(path, _MAX_CONFIG)) or {}) if is_file(path) else {}
+
+
+def _parsed(data: bytes) -> dict[str, Any] | None:
+    """A JSON object, as loosely as loaders of models read it (Infinity is in some); None for anything else."""
     try:
-        tree = json.loads(read_small(path, _MAX_CONFIG))
-    except ValueError:
-        return {}
-    return tree if isinstance(tree, dict) else {}
+        tree = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return tree if isinstance(tree, dict) else None
 
 
 def config_when_dense(data: bytes) -> bytes:
     """A config.json that no longer says that the weights are packed. Unchanged if it does not say so."""
-    try:
-        tree = json.loads(data)
-    except ValueError:
-        return data
-    changed = False
+    tree, changed = _parsed(data) or {}, False
     for key in ("quantization_config", "compression_config"):
-        told = tree.get(key) if isinstance(tree, dict) else None
+        told = tree.get(key)
         if isinstance(told, dict) and told.pop("sparsity_config", None) is not None:
             changed = True
             if not told.get("config_groups"):  # nothing else was compressed
