@@ -31,7 +31,7 @@ from .problem import (
     scalar,
     tile_class,
 )
-from .torch_tensors import Sharing, array_to_torch, check_operands, is_torch, refuse_gradient, torch_empty
+from .torch_tensors import Sharing, array_to_torch, check_operands, is_torch, mergeable, refuse_gradient, torch_empty
 
 log = logging.getLogger("spformat")
 
@@ -343,7 +343,7 @@ def _foreign(A: Format, B: Any, out: Any, backend: str | None, product: Any = No
     with Sharing(B) as array:
         if epilogue["bias"] is not None:
             epilogue["bias"] = array(epilogue["bias"])
-        x = array(B)
+        x = array(mergeable(B) if B.is_cuda and B.ndim > 2 else B)
         if out is None and B.is_cuda and epilogue["beta"] == 0:
             shape = (*x.shape[:-1], A.shape[0]) if product else (A.shape[0], *x.shape[1:])
             out = torch_empty(B, shape, result_dtype(dtype_name(A.dtype), _operand_type(name, x)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -110,6 +111,12 @@ def torch_empty(t: Any, shape: tuple[int, ...], dtype: str) -> Any:
     import torch
 
     return torch.empty(shape, dtype=getattr(torch, dtype), device=t.device)
+
+
+def mergeable(t: Any) -> Any:
+    """``t``, or a copy in torch's memory where its leading dimensions cannot be taken as one. A copy in ours would be
+    given to others before a graph that captured it is replayed."""
+    return t.reshape(math.prod(t.shape[:-1]), t.shape[-1]).view(t.shape)
 
 
 def check_operands(**tensors: Any) -> None:

@@ -47,6 +47,33 @@ def test_operands_on_several_devices_are_told_apart(monkeypatch: pytest.MonkeyPa
         sf.linear(x.T, a)
 
 
+def test_leading_dimensions_that_are_not_one() -> None:
+    x = torch.arange(2 * 5 * 4.0).reshape(2, 5, 4)
+    for t, shared in ((x, True), (x[:, -1:], True), (x[:, :3], False), (x[:0], True), (x[..., :0], True)):
+        got = torch_tensors.mergeable(t)
+        assert torch.equal(got, t)
+        assert got.shape == t.shape
+        assert not t.numel() or (got.data_ptr() == t.data_ptr()) == shared
+        got.view(got.shape[0] * got.shape[1], got.shape[2])  # raises where that needs a copy
+
+
+def test_on_a_device_they_are_made_one_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """numpy stands for CuPy: what is multiplied has them as one already."""
+    a, seen = sf.convert(np.eye(4, dtype=np.float32), "csr"), []
+    monkeypatch.setattr(sf.CSR, "device", "cuda:0")
+
+    def array(t: Any) -> Any:
+        x = t.as_subclass(torch.Tensor).numpy()
+        seen.append(np.shares_memory(x, x.reshape(-1, 4)))
+        return x
+
+    monkeypatch.setattr("spformat.dispatch.Sharing", lambda t: contextlib.nullcontext(array))
+    x = torch.ones(2, 5, 4)[:, :3].as_subclass(OnDevice)
+    with pytest.raises(sf.UsageError, match="A is on cuda:0, B on cpu"):  # as far as it goes without one
+        sf.linear(x, a)
+    assert seen == [True, True]
+
+
 class OnDevice(torch.Tensor):  # type: ignore[name-defined, misc]
     """A tensor that says it is on a device."""
 
