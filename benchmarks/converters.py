@@ -26,8 +26,8 @@ import numpy as np
 import scipy.sparse
 
 import spformat as sf
-from spformat.checkpoint import panels
-from spformat.structure import analyse
+from spformat.checkpoint import row_chunks as panels
+from spformat.preprocess.structure import analyse
 
 
 def weights(shape: tuple[int, int], kind: str, density: float, dtype: Any) -> np.ndarray[Any, Any]:

@@ -25,10 +25,10 @@ import ml_dtypes  # noqa: F401  (gives numpy the name bfloat16)
 import numpy as np
 import scipy.sparse
 
-from spformat import threads
-from spformat.convert import convert
-from spformat.dispatch import plan
+from spformat.arrays import threads
+from spformat.dispatch.api import plan
 from spformat.formats import CSR, Bitmask, TwoFour, VectorNM
+from spformat.formats.convert import convert
 from spformat.preprocess import masks
 
 Timed = dict[str, Callable[[], Any]]
@@ -111,7 +111,7 @@ def torch_products(weight: np.ndarray, B: np.ndarray) -> Timed:
 
 def conversions(size: int, repeats: int) -> list[dict[str, Any]]:
     """Dense to each format and back; the numpy path of the same converter is a contender."""
-    from spformat.formats import compiled
+    from spformat.formats.fast import compiled
 
     rng = np.random.default_rng(1)
     x = rng.standard_normal((size, size)).astype(np.float32)

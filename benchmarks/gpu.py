@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 import spformat as sf
-from spformat import bench, contenders
 from spformat.formats.base import Format
 from spformat.interop.matrices import read_matrix
+from spformat.measure import bench, contenders
 
 MATRICES = Path(__file__).parent.parent / "fixtures" / "matrices"
 Suite = Iterator[tuple[str, Callable[[], Format], tuple[int, ...]]]
@@ -33,7 +33,7 @@ def _cupy() -> Any:
 
 def _normal(cp: Any, shape: tuple[int, int], dtype: str, seed: int = 0) -> Any:
     return (
-        cp.random.default_rng(seed).standard_normal(shape, dtype=np.float32).astype(sf.dtypes.VALUE_TYPES[dtype].numpy)
+        cp.random.default_rng(seed).standard_normal(shape, dtype=np.float32).astype(sf.arrays.dtypes.VALUE_TYPES[dtype].numpy)
     )
 
 
@@ -148,7 +148,7 @@ def _power_law(nodes: int, edges: int, alpha: float, dtype: str, fmt: str) -> Fo
     degree = np.minimum(rng.poisson(mean * edges / mean.sum()), nodes)
     rows = np.repeat(np.arange(nodes), degree)
     keys = np.unique(rows * nodes + rng.integers(0, nodes, rows.size))
-    values = rng.standard_normal(keys.size).astype(sf.dtypes.VALUE_TYPES[dtype].numpy)
+    values = rng.standard_normal(keys.size).astype(sf.arrays.dtypes.VALUE_TYPES[dtype].numpy)
     return sf.convert(sf.CSR.from_coordinates((nodes, nodes), keys // nodes, keys % nodes, values), fmt).to("cuda")
 
 

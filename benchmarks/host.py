@@ -32,10 +32,10 @@ from typing import Any
 import numpy as np
 
 import spformat as sf
-from spformat import bench
-from spformat.backends.cuda import jit
-from spformat.backends.cuda.launch import REMEMBERED, Launch
+from spformat.backends.cuda.runtime import jit
+from spformat.backends.cuda.runtime.launch import REMEMBERED, Launch
 from spformat.formats.base import Format
+from spformat.measure import bench
 from spformat.preprocess import masks
 
 CALLS, ROUNDS, OTHERS = 20, 25, REMEMBERED + 6
@@ -87,7 +87,7 @@ def cases() -> Iterator[tuple[str, Callable[[], Format], int, str | None, str, b
 def matrix(M: int, K: int, density: float, dtype: str, fmt: str, **params: Any) -> Format:
     """Small integers on the device; those formats that have a pattern prune to it."""
     rng = np.random.default_rng(0)
-    x = rng.integers(1, 5, (M, K)).astype(sf.dtypes.VALUE_TYPES[dtype].numpy)
+    x = rng.integers(1, 5, (M, K)).astype(sf.arrays.dtypes.VALUE_TYPES[dtype].numpy)
     if fmt == "two-four":
         return masks.prune_two_four(x).to("cuda")
     if fmt == "vector-nm":
@@ -112,7 +112,7 @@ class Case:
         import cupy
 
         self.name, self.n, self.taken, self.made = name, n, defaultdict[str, list[float]](list), 0
-        B = cupy.ones((a.shape[1], n), sf.dtypes.VALUE_TYPES[a.dtype.name].numpy, "F" if layout == "col" else "C")
+        B = cupy.ones((a.shape[1], n), sf.arrays.dtypes.VALUE_TYPES[a.dtype.name].numpy, "F" if layout == "col" else "C")
         more = {"bias": cupy.zeros(a.shape[0], B.dtype)} if epilogue else {}
         first = self.first = sf.spmm(a, B, backend=backend, **more)
         outs = self.outs = [cupy.empty_like(first) for _ in range(OTHERS)]
@@ -180,7 +180,7 @@ def bare() -> Iterator[Case]:
     import cupy
 
     device = cupy.cuda.Device()
-    function = jit.load("hold.cu", "hold", jit.architecture(int(device.compute_capability), ()), device.id)
+    function = jit.load("runtime/hold.cu", "hold", jit.architecture(int(device.compute_capability), ()), device.id)
     yield Bare("driver", Launch(function, "q", (), 1).bind((1, 1, 1), 0, 0))
     numbers = ", ".join(f"int x{i}" for i in range(9))
     raw = cupy.RawKernel(f'extern "C" __global__ void empty(float* x, {numbers}) {{}}', "empty")

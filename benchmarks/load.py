@@ -42,7 +42,7 @@ def matrix(target: str) -> np.ndarray[Any, Any]:
         keep = np.repeat(np.repeat(rng.random((ROWS // 64, COLS // 64)) < 0.2, 64, axis=0), 64, axis=1)
     else:
         keep = rng.random((ROWS, COLS // 4, 4), np.float32).argsort(axis=2).reshape(ROWS, COLS) < 2
-    kept: np.ndarray[Any, Any] = (bits * keep).view(sf.dtypes.VALUE_TYPES["bfloat16"].numpy)
+    kept: np.ndarray[Any, Any] = (bits * keep).view(sf.arrays.dtypes.VALUE_TYPES["bfloat16"].numpy)
     return kept
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import spformat as sf
-from spformat.backends.cuda.two_four_pack import BLOCK, TwoFourPack
+from spformat.backends.cuda.two_four.two_four_pack import BLOCK, TwoFourPack
 from spformat.formats.two_four import META_ORDERS
 from spformat.preprocess import masks
 
@@ -29,7 +29,7 @@ def weights(cp: Any, shape: tuple[int, int]) -> Any:
     return (
         cp.random.default_rng(0)
         .standard_normal(shape, dtype=np.float32)
-        .astype(sf.dtypes.VALUE_TYPES["bfloat16"].numpy)
+        .astype(sf.arrays.dtypes.VALUE_TYPES["bfloat16"].numpy)
     )
 
 

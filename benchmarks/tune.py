@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 import spformat as sf
-from spformat import tuning
-from spformat.backends.cuda import measured
+from spformat.backends.cuda.runtime import measured
+from spformat.measure import tune as tuning
 from spformat.preprocess import masks
 
 SHAPES = ((4096, 4096), (11008, 4096), (14336, 4096), (4096, 11008), (8192, 8192), (2048, 2048), (1024, 4096))
@@ -32,7 +32,7 @@ def main() -> None:
     options = parser.parse_args()
     import cupy as cp
 
-    bfloat16, end = sf.dtypes.VALUE_TYPES["bfloat16"].numpy, time.perf_counter() + options.seconds
+    bfloat16, end = sf.arrays.dtypes.VALUE_TYPES["bfloat16"].numpy, time.perf_counter() + options.seconds
     for M, K in SHAPES:
         if time.perf_counter() > end:
             print(f"no time for {M}x{K}", flush=True)

@@ -22,14 +22,14 @@ from typing import Any
 import gpu
 
 import spformat as sf
-from spformat import bench, contenders
-from spformat.backends.cuda.spmm_two_four import SpmmTwoFour
-from spformat.backends.cuda.spmm_two_four_sm90 import SpmmTwoFourSm90
+from spformat.backends.cuda.two_four.spmm_two_four import SpmmTwoFour
+from spformat.backends.cuda.two_four.spmm_two_four_sm90 import SpmmTwoFourSm90
 from spformat.backends.vendor import CusparseLt
-from spformat.bench import Contender
-from spformat.dispatch import describe
+from spformat.dispatch.api import describe
 from spformat.formats.base import Format
-from spformat.problem import COL
+from spformat.measure import bench, contenders
+from spformat.measure.bench import Contender
+from spformat.products.problem import COL
 
 LARGE = ((2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192), (11008, 4096, 4096), (4096, 4096, 11008))
 ROWS, DEPTH = (4096, 11008, 14336), 4096
@@ -63,7 +63,7 @@ def torch_graphed(run: Callable[[], Any]) -> Callable[[], Any]:
     """The same for a torch call, whose streams and memory are torch's."""
     import torch
 
-    from spformat.torch_tensors import torch_to_array
+    from spformat.arrays.torch_tensors import torch_to_array
 
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
@@ -98,7 +98,7 @@ def torch_peers(a: Format, B: Any, sparse: bool) -> list[Contender]:
     """torch's dense product, and with ``sparse`` its way to cuSPARSELt."""
     import torch
 
-    from spformat.torch_tensors import array_to_torch
+    from spformat.arrays.torch_tensors import array_to_torch
 
     x, b = array_to_torch(a.to_dense()), array_to_torch(B)
     found = [Contender("cuBLAS torch", torch_graphed(lambda: torch.mm(x, b)), peer=True)]

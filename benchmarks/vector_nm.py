@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 import spformat as sf
-from spformat import bench, contenders, cost
+from spformat.dispatch import cost
 from spformat.formats.vector_nm import VectorNM
+from spformat.measure import bench, contenders
 
 KEPT = (16, 12, 8, 4)
 """Of every 32 columns."""
@@ -51,7 +52,7 @@ def dense(M: int, K: int, n: int, L: int, dtype: str, seed: int = 0) -> Any:
     keep = rng.random((M // L, K // 32, 32), dtype=np.float32).argsort(axis=2) < n
     x = rng.standard_normal((M, K), dtype=np.float32)
     x *= cp.repeat(keep.reshape(M // L, K), L, axis=0)
-    return x.astype(sf.dtypes.VALUE_TYPES[dtype].numpy)
+    return x.astype(sf.arrays.dtypes.VALUE_TYPES[dtype].numpy)
 
 
 def measure(a: VectorNM, N: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -115,7 +116,7 @@ def table(suite: str, rows: list[dict[str, Any]]) -> str:
     worst, error = min(r["ratio"] for r in rows), max(r["error"] for r in rows)
     lines += [
         "",
-        f"Worst {worst:.2f}x; largest error {error:.2f} of the bound. In parentheses what spformat.cost expects:",
+        f"Worst {worst:.2f}x; largest error {error:.2f} of the bound. In parentheses what spformat.dispatch.cost expects:",
     ]
     lines += [f"{100 * off[0]:+.0f} % .. {100 * off[-1]:+.0f} %, {sum(abs(d) <= 0.3 for d in off)} of {len(off)} cases "
               "within 30 %."]  # fmt: skip

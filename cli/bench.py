@@ -30,7 +30,9 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Time A @ B for matrices of SRC: correctness first, alternating runs, cold and hot caches, medians."""
-    from spformat import backends, bench, contenders, convert
+    from spformat import backends
+    from spformat.formats import convert
+    from spformat.measure import bench, contenders
 
     if plot:
         _check_plot(plot)
@@ -75,7 +77,8 @@ def _tune(
     src: str, include: list[str] | None, limit: int, to: str, where: str, widths: list[int], repeats: int, as_json: bool
 ) -> None:
     """Rows of the user's table of measurements, one for each matrix and N."""
-    from spformat import convert, tuning
+    from spformat.formats import convert
+    from spformat.measure import tune as tuning
 
     t = table("tensor", "N", "kernel", "tile", "cold us", "tried", right=("N", "cold us", "tried"))
     rows, like = [], None
@@ -113,10 +116,10 @@ def _default_device() -> str:
 
 def _matrices(src: str, include: list[str] | None, limit: int) -> Any:
     """(name, Format or array) of the largest matrices, one of each shape first."""
+    from spformat.arrays.dtypes import VALUE_TYPES
     from spformat.checkpoint.recipe import included
     from spformat.checkpoint.source import open_source
-    from spformat.dtypes import VALUE_TYPES
-    from spformat.formats.exchange import as_format
+    from spformat.formats.foreign import as_format
     from spformat.interop.matrices import read_matrix
 
     if is_matrix(src):

@@ -167,7 +167,8 @@ def _matrix(
     src: str, dst: str, to: str, values: str, seed: int, dtype: str, force: bool, dry_run: bool, as_json: bool
 ) -> None:
     """A matrix file into one container, under the file's own name."""
-    from spformat import UsageError, convert, save, save_dense
+    from spformat import UsageError, save, save_dense
+    from spformat.formats import convert
     from spformat.interop.matrices import read_matrix
 
     if not dst.endswith(".safetensors"):

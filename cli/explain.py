@@ -12,7 +12,7 @@ from .options import Include, Json, Src
 from .output import cell, console, print_json
 
 if TYPE_CHECKING:
-    from spformat.problem import Accepted, Rejected
+    from spformat.products.problem import Accepted, Rejected
 
 ARCHITECTURES = (70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121)
 """Compute capabilities, times ten. Below 80 only libraries of the vendor run, and every kernel of ours says so."""
@@ -29,12 +29,12 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Every kernel with its answer, for every matrix in SRC; nothing is multiplied."""
-    from spformat import cost
+    from spformat.arrays.dtypes import VALUE_TYPES
     from spformat.checkpoint.recipe import included
     from spformat.checkpoint.source import open_source
-    from spformat.dispatch import explain
-    from spformat.dtypes import VALUE_TYPES
-    from spformat.problem import Problem, result_dtype, tile_class
+    from spformat.dispatch import cost
+    from spformat.dispatch.api import explain
+    from spformat.products.problem import Problem, result_dtype, tile_class
 
     sm = None if gpu in ("", "cpu") else _architecture(gpu)
     source = open_source(src)

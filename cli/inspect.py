@@ -10,7 +10,7 @@ from .options import Include, Json, SrcOrMatrix, is_matrix
 from .output import cell, console, notes, print_json, progress, size, table
 
 if TYPE_CHECKING:
-    from spformat.structure import Structure
+    from spformat.preprocess.structure import Structure
 
 EPILOG = "spformat inspect ./model   |   spformat inspect w.safetensors --long --include 're:.*down_proj'"
 
@@ -51,9 +51,9 @@ def run(
 
 def _structures(src: str, include: list[str] | None, quiet: bool) -> Any:
     """(name, stored format, shape, dtype, bytes, Structure or None), one tensor in memory at a time."""
+    from spformat.arrays.dtypes import VALUE_TYPES
     from spformat.checkpoint.recipe import included
     from spformat.checkpoint.source import open_source
-    from spformat.dtypes import VALUE_TYPES
     from spformat.formats.base import Format
     from spformat.interop.matrices import read_matrix
 
@@ -81,7 +81,7 @@ def _structures(src: str, include: list[str] | None, quiet: bool) -> Any:
 def structure_of(x: Any, path: str, tensor: str | None = None) -> Structure:
     """Structure of a matrix; LimitError with its place where it is too large to be looked at densely."""
     from spformat import Format, LimitError
-    from spformat.structure import analyse
+    from spformat.preprocess.structure import analyse
 
     try:
         return analyse(x.to_dense() if isinstance(x, Format) else x)

@@ -79,7 +79,7 @@ def main() -> None:
 
 def _code_of(e: Exception) -> int:
     from spformat import DeviceFault, InternalError, SpformatError, UsageError, WriteError
-    from spformat.arrays import device_error
+    from spformat.arrays.library import device_error
 
     as_json = "--json" in sys.argv
     e = device_error(e) or e

@@ -6,10 +6,8 @@ sf.save("w.safetensors", {"w": a})
 y = sf.spmm(sf.load("w.safetensors")["w"], x)
 """
 
-from .choice import Explanation
-from .container import load, safe_open, save, save_dense
-from .convert import convert
-from .dispatch import explain, linear, plan, spmm, use_backend
+from .dispatch.api import explain, linear, plan, spmm, use_backend
+from .dispatch.select import Explanation
 from .errors import (
     ArrayError,
     ContainerError,
@@ -54,8 +52,10 @@ from .formats import (
     by_name,
     register,
 )
-from .formats.exchange import from_scipy, from_torch
-from .problem import Accepted, Plan, Problem, Rejected
+from .formats.convert import convert
+from .formats.foreign import from_scipy, from_torch
+from .products.problem import Accepted, Plan, Problem, Rejected
+from .storage.container import load, safe_open, save, save_dense
 
 __version__ = "0.1.0"
 

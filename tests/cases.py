@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from spformat.dtypes import VALUE_TYPES
+from spformat.arrays.dtypes import VALUE_TYPES
 
 Array = np.ndarray[Any, Any]
 

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 import spformat as sf
-from spformat import stwriter
+from spformat.storage import stwriter
 
 ROWS = [f"{group}{i:02}" for group, last in (("C", 38), ("D", 25), ("A", 53), ("F", 34), ("G", 11))
         for i in range(1, last + 1)]  # fmt: skip
@@ -211,7 +211,7 @@ PARAMS: dict[str, dict[str, Any]] = {
 
 def small(dtype: str = "float16") -> np.ndarray[Any, Any]:
     """[10, 12]: rows of 5, 0, 1, 2, 3, .. items, at most two in every four columns."""
-    x = np.zeros((10, 12), sf.dtypes.VALUE_TYPES[dtype].numpy)
+    x = np.zeros((10, 12), sf.arrays.dtypes.VALUE_TYPES[dtype].numpy)
     for row, columns in enumerate(
         [(0, 1, 4, 5, 8), (), (11,), (2, 3), (0, 5, 9), (1, 2), (), (), (0, 3, 4, 7, 8, 11), (10,)]
     ):

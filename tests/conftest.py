@@ -84,7 +84,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture(params=[1, 5, 1 << 20])
 def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """The passes of validators, cut into pieces of this many elements."""
-    from spformat import scans
+    from spformat.arrays import scans
     from spformat.formats import bitmask, two_four
 
     monkeypatch.setattr(scans, "CHUNK", request.param)

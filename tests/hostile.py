@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from spformat import descriptor, stfile, stheader, stwriter
-from spformat.dtypes import VALUE_TYPES
+from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.formats.base import Format
+from spformat.storage import descriptor, stfile, stheader, stwriter
 
 PARAMS: dict[str, dict[str, Any]] = {
     "bsr": {"blocksize": (2, 3)},

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import spformat as sf
-from spformat.dtypes import VALUE_TYPES, bits, nonzero_mask
+from spformat.arrays.dtypes import VALUE_TYPES, bits, nonzero_mask
 from spformat.formats.base import Format
 from spformat.formats.csr import CSR
 

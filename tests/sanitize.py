@@ -22,14 +22,16 @@ from typing import Any
 
 import cupy as cp
 import numpy as np
-from test_found_sound import SCANNED, damaged, matrices, sound_by_name
-from test_found_sound import on_device as on_the_device
+from test_quick_check import SCANNED, damaged, matrices, sound_by_name
+from test_quick_check import on_device as on_the_device
 from test_kernels import NS, WIDE, Guarded, attempts, on_device, problem, refuses
 
-from spformat import convert, spmm
-from spformat.backends.cuda import KERNELS, measured
-from spformat.dispatch import describe
+from spformat import spmm
+from spformat.backends.cuda import KERNELS
+from spformat.backends.cuda.runtime import measured
+from spformat.dispatch.api import describe
 from spformat.errors import StructureError
+from spformat.formats import convert
 from spformat.formats.two_four import META_ORDERS
 from spformat.preprocess import masks
 
@@ -132,7 +134,7 @@ def scans() -> int:
         for a in itertools.islice(matrices(fmt, "float16"), 0, None, 3):
             few = list(damaged(a, rng))
             for b in (a, *(few[i] for i in rng.permutation(len(few))[:6])):
-                assert on_the_device(b).found_sound() == sound_by_name(b), (b, b.arrays())
+                assert on_the_device(b).quick_check() == sound_by_name(b), (b, b.arrays())
                 done += 1
     cp.cuda.set_allocator(cp.get_default_memory_pool().malloc)
     return done

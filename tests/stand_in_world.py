@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import stand_in_cupy
 
-from spformat.backends.cuda import scratch
-from spformat.backends.cuda.launch import Operands, device_plan
-from spformat.problem import ROW, Plan, Problem
+from spformat.backends.cuda.runtime import scratch
+from spformat.backends.cuda.runtime.launch import Operands, device_plan
+from spformat.products.problem import ROW, Plan, Problem
 
 
 class Step:
-    """A launch as ``Together`` knows it; tells the world when it is made."""
+    """A launch as ``LaunchSequence`` knows it; tells the world when it is made."""
 
     def __init__(self, world: World, what: Any, stream: int) -> None:
         self.world, self.what, self.stream = world, what, stream

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import spformat as sf
-from spformat import bench, contenders, limits
+from spformat import limits
+from spformat.measure import bench, contenders
 
 
 @pytest.mark.parametrize("dense", [1 << 28, 1000], ids=["all-rows", "sampled"])
@@ -35,7 +36,7 @@ def test_a_wrong_result_is_not_measured_as_right(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_who_writes_nothing_does_not_pass_with_what_another_has_written(order: Any, dtype: str) -> None:
-    kind = sf.dtypes.value_type(dtype).numpy
+    kind = sf.arrays.dtypes.value_type(dtype).numpy
     x = np.eye(6, 4).astype(kind)
     a: Any = sf.convert(x, "csr")
     B = contenders.operand(a, 3)

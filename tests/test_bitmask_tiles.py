@@ -14,9 +14,9 @@ import pytest
 from test_kernels import LAYOUTS, Guarded, on_device, problem
 
 import spformat as sf
-from spformat.backends.cuda.spmm_bitmask_tc import SpmmBitmaskTensor, Tile, choose
-from spformat.dtypes import VALUE_TYPES
-from spformat.problem import Problem
+from spformat.arrays.dtypes import VALUE_TYPES
+from spformat.backends.cuda.bitmask.spmm_bitmask_tc import SpmmBitmaskTensor, Tile, choose
+from spformat.products.problem import Problem
 
 SHARED = 232_448
 LONGEST = 2304

@@ -12,7 +12,7 @@ from stand_in_world import World
 from test_kernels import problem
 
 import spformat as sf
-from spformat.arrays import on_boundary
+from spformat.arrays.library import on_boundary
 from spformat.backends.cuda import KERNELS
 from spformat.formats import by_name, registered
 from spformat.preprocess import masks

@@ -15,11 +15,11 @@ import safetensors.numpy
 from test_cli import spformat
 
 import spformat as sf
+from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.checkpoint import Recipe, Rule, convert_checkpoint, open_source, plan_jobs
 from spformat.checkpoint.check import Checks, validate_checkpoint
 from spformat.checkpoint.diff import diff_checkpoints
 from spformat.checkpoint.run import foresee_checkpoint
-from spformat.dtypes import VALUE_TYPES
 from spformat.formats import registered
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "checkpoint"

@@ -14,8 +14,8 @@ from hostile import make, rewrite
 from spformat_cli.main import main
 
 from spformat import limits
-from spformat.container import save
 from spformat.formats.csr import CSR
+from spformat.storage.container import save
 
 
 @pytest.fixture

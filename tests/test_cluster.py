@@ -53,7 +53,7 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_file_loses_nothing(
         import os
         import time
 
-        from spformat.output import Output
+        from spformat.storage.output import Output
 
         commit = Output.commit
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from spformat.backends.cuda import jit
+from spformat.backends.cuda.runtime import jit
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a")
-SOURCES = sorted(p.stem for p in jit.HERE.glob("*.cu"))
+SOURCES = sorted(p.relative_to(jit.HERE).with_suffix("").as_posix() for p in jit.HERE.glob("*/*.cu"))
 
 
 @functools.cache
@@ -36,7 +36,7 @@ def headers() -> tuple[str, ...]:
 
 def instances(source: str) -> tuple[str, ...]:
     """What the module beside ``source`` lists: through kernel classes, or a function of its own."""
-    module = importlib.import_module(f"spformat.backends.cuda.{source}")
+    module = importlib.import_module(f"spformat.backends.cuda.{source.replace('/', '.')}")
     mine = [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__]
     listed = [name for cls in mine if hasattr(cls, "instances") for name in cls().instances()]
     return tuple(dict.fromkeys(listed or getattr(module, "instances", tuple)()))

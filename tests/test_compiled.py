@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 from cases import codes, nm_places
 
-from spformat import threads
-from spformat.dtypes import VALUE_TYPES, bits
+from spformat.arrays import threads
+from spformat.arrays.dtypes import VALUE_TYPES, bits
 from spformat.errors import InvariantError, StructureError
-from spformat.formats import BSR, CSR, SRBCRS, Bitmask, ELLBuckets, Format, TwoFour, VectorNM, compiled, on_device
+from spformat.formats import BSR, CSR, SRBCRS, Bitmask, ELLBuckets, Format, TwoFour, VectorNM, on_device
+from spformat.formats.fast import compiled
 from spformat.preprocess import masks
 
 pytest.importorskip("numba")
@@ -82,7 +83,7 @@ def test_two_four(order: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("shape", [(48, 200), (33, 70), (1, 3), (64, 64), (5, 0)], ids=str)
 @pytest.mark.parametrize("order", ORDERS)
-def test_two_four_found_sound(order: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_four_quick_check(order: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled code finds sound exactly what the named checks let pass: hundreds of matrices with one thing changed."""
     rng = np.random.default_rng(shape[1])
     x = rng.integers(-2, 3, shape).astype(np.float16)
@@ -102,7 +103,7 @@ def test_two_four_found_sound(order: str, shape: tuple[int, int], monkeypatch: p
         except InvariantError:
             sound = False
         with path(monkeypatch, numba=True):
-            assert f.found_sound() is sound, (data, meta)
+            assert f.quick_check() is sound, (data, meta)
         seen.add(sound)
     assert seen == ({True} if not good.meta.size else {True, False})
 
@@ -209,7 +210,7 @@ def test_only_large_host_arrays_are_worth_it(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_numba_that_does_not_import_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (compiled._LOOPS, "spformat.formats.numba_cache"):
+    for name in (compiled._LOOPS, "spformat.formats.fast.numba_cache"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "numba", None)  # import numba raises ImportError
     compiled._usable.cache_clear()
@@ -232,9 +233,10 @@ def test_a_twin_on_the_device_takes_what_the_host_code_takes(edge: str) -> None:
 
 OTHER_MACHINE = """
 import numpy as np, ml_dtypes
-from spformat.formats import CSR, Bitmask, ELLBuckets, VectorNM, compiled, lanes
-from spformat.dtypes import bits
-assert not lanes.WIDE
+from spformat.formats import CSR, Bitmask, ELLBuckets, VectorNM
+from spformat.formats.fast import compiled, simd
+from spformat.arrays.dtypes import bits
+assert not simd.WIDE
 rng = np.random.default_rng(0)
 held = rng.random((66, 139)) < 0.4
 vectors = np.repeat(rng.random((11, 35, 4)).argsort(axis=2) < 2, 6, axis=0).reshape(66, 140)[:, :139]
@@ -259,7 +261,7 @@ def test_a_machine_without_wide_instructions(tmp_path: Path) -> None:
 
 def test_importing_spformat_does_not_import_numba() -> None:
     code = (
-        "import sys, spformat, spformat.formats, spformat.convert, spformat.container\n"
+        "import sys, spformat, spformat.formats, spformat.formats.convert, spformat.storage.container\n"
         "assert 'numba' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -269,7 +271,7 @@ def test_compiled_code_starts_without_scipy_linalg_and_leaves_numba_whole() -> N
     """A third of numba's start is a look for scipy's BLAS, which our loops have no use for; np.dot still finds it."""
     script = (
         "import sys, numpy as np, numba, spformat as sf\n"
-        "x = np.zeros((1024, 4096)); sf.formats.compiled._warm_up()\n"
+        "x = np.zeros((1024, 4096)); sf.formats.fast.compiled._warm_up()\n"
         "sf.convert(x, 'bitmask'); assert 'scipy.linalg' not in sys.modules, 'scipy.linalg is imported'\n"
         "dot = numba.njit(lambda a, b: np.dot(a, b))\n"
         "assert dot(np.eye(3), np.eye(3)).trace() == 3 and 'scipy.linalg' in sys.modules\n"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spformat.dtypes import nonzero_mask
+from spformat.arrays.dtypes import nonzero_mask
 from spformat.errors import ArrayError, FormatError, LimitError, PatternError, PointerError, StructureError
 from spformat.formats import Bitmask, TwoFour
 from spformat.interop import compressed_tensors as ct

@@ -16,9 +16,9 @@ import safetensors.numpy
 from hostile import change, make, matrix, rewrite
 
 import spformat as sf
-from spformat import container, limits, stfile, stwriter, threads
-from spformat.container import load, safe_open, save, save_dense
-from spformat.dtypes import SAFETENSORS, VALUE_TYPES
+from spformat import limits
+from spformat.arrays import threads
+from spformat.arrays.dtypes import SAFETENSORS, VALUE_TYPES
 from spformat.errors import (
     ArrayError,
     ContainerError,
@@ -29,11 +29,13 @@ from spformat.errors import (
     OutputError,
     UsageError,
 )
-from spformat.filewriter import create, outline
 from spformat.formats import FORMATS
 from spformat.formats.base import Format
 from spformat.formats.csr import CSR
 from spformat.formats.dense import Dense
+from spformat.storage import container, stfile, stwriter
+from spformat.storage.container import load, safe_open, save, save_dense
+from spformat.storage.filewriter import create, outline
 
 SHAPES = [(7, 7), (33, 70), (1, 1), (0, 5), (5, 0), (0, 0)]
 

@@ -11,9 +11,9 @@ import pytest
 from test_cli import DIGITS, spformat
 
 import spformat as sf
-from spformat import cost
-from spformat.problem import Problem
-from spformat.roofline import H200, TENSOR_16, Blocking, Device, tile_intensity
+from spformat.dispatch import cost
+from spformat.products.problem import Problem
+from spformat.products.roofline import H200, TENSOR_16, Blocking, Device, tile_intensity
 
 SLOW = Device("slow", 90, 2, memory=4e9, cache=1e10, peak={TENSOR_16: 1e12})
 """Two processors of 5e11 operations a second each."""

@@ -10,13 +10,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from spformat import dispatch
+from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.backends import cpu
 from spformat.backends.cpu.spmm import KERNELS
-from spformat.convert import convert
-from spformat.dtypes import VALUE_TYPES
+from spformat.dispatch import api as dispatch
 from spformat.formats import FORMATS, Format
-from spformat.problem import Problem, result_dtype
+from spformat.formats.convert import convert
+from spformat.products.problem import Problem, result_dtype
 
 pytest.importorskip("numba")
 
@@ -363,7 +363,7 @@ def test_columns_that_are_decoded_fit_their_type() -> None:
 def test_numba_is_only_imported_for_a_product() -> None:
     code = (
         "import sys, numpy as np\n"
-        "from spformat import dispatch\nfrom spformat.convert import convert\n"
+        "from spformat.dispatch import api as dispatch\nfrom spformat.formats.convert import convert\n"
         "a = convert(np.eye(3, dtype=np.float32), 'csr')\n"
         "assert dispatch.explain(a, np.eye(3, dtype=np.float32)).chosen == 'cpu.spmm_csr'\n"
         "assert 'numba' not in sys.modules, 'numba was imported'\n"

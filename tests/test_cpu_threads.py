@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from test_cpu import SPECS, K, exact, matrix, operand, product, same
 
-from spformat import threads
+from spformat.arrays import threads
 from spformat.backends.cpu import operands
-from spformat.convert import convert
+from spformat.formats.convert import convert
 
 pytest.importorskip("numba")
 

@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 from hostile import make
 
-from spformat.container import load, save
-from spformat.errors import (
-    SpformatError,
-)
+from spformat.errors import SpformatError
 from spformat.formats import FORMATS
 from spformat.formats.base import Format
 from spformat.formats.csr import CSR
+from spformat.storage.container import load, save
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)

@@ -11,14 +11,11 @@ import numpy as np
 import pytest
 from hostile import drop, keep, make, put, rewrite
 
-from spformat import descriptor, limits, stfile, stheader
-from spformat.container import load, save
-from spformat.errors import (
-    DescriptorError,
-    LimitError,
-    SpformatError,
-)
+from spformat import limits
+from spformat.errors import DescriptorError, LimitError, SpformatError
 from spformat.formats import CSR, by_name
+from spformat.storage import descriptor, stfile, stheader
+from spformat.storage.container import load, save
 
 Edit = Callable[[dict[str, Any], dict[str, Any]], Any]
 

@@ -13,9 +13,10 @@ import stand_in_cupy
 from cases import sparse
 
 import spformat as sf
-from spformat import container, pinned
 from spformat.checkpoint import Recipe, convert_checkpoint, shard
 from spformat.formats import on_device
+from spformat.storage import container
+from spformat.storage import device_copy as pinned
 
 TARGETS = ("two-four", "bitmask", "csr", "bsr:blocksize=16x16", "vector-nm:n=2,m=4", "sr-bcrs", "ell-buckets", "auto")
 
@@ -130,5 +131,5 @@ def test_lanes_carry_large_arrays_both_ways(tmp_path: Path) -> None:
     def store(piece: memoryview, at: int) -> None:
         out[at : at + piece.nbytes] = piece
 
-    assert pinned.Lanes(0).drain(y, store) == zlib.crc32(x)
+    assert pinned.DeviceCopy(0).drain(y, store) == zlib.crc32(x)
     np.testing.assert_array_equal(out, x)

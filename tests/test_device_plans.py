@@ -14,10 +14,10 @@ import pytest
 from stand_in_world import Step, World
 
 from spformat.backends import vendor
-from spformat.backends.cuda.launch import GRAPH_AFTER, REMEMBERED, Operands, device_plan
-from spformat.backends.cuda.scratch import Scratch
+from spformat.backends.cuda.runtime.launch import GRAPH_AFTER, REMEMBERED, Operands, device_plan
+from spformat.backends.cuda.runtime.scratch import Scratch
 from spformat.errors import DeviceError
-from spformat.problem import COL, Plan
+from spformat.products.problem import COL, Plan
 
 
 def known(world: World, plan: Plan, B: Any, out: Any) -> bool:

@@ -71,7 +71,7 @@ def test_cusparselt_is_exact(cp: Any) -> None:
     rng = np.random.default_rng(4)
     x = np.where(rng.random((256, 128, 4)).argsort(axis=2) < 2, rng.integers(-3, 4, (256, 128, 4)), 0)
     for dtype in ("float16", "bfloat16"):
-        a = sf.convert(x.reshape(256, 512).astype(sf.dtypes.VALUE_TYPES[dtype].numpy), "two-four").to("cuda")
+        a = sf.convert(x.reshape(256, 512).astype(sf.arrays.dtypes.VALUE_TYPES[dtype].numpy), "two-four").to("cuda")
         for order in "CF":
             B = cp.asarray(rng.integers(-2, 3, (512, 64)).astype(a.dtype), order=order)
             plan = sf.plan(a, B=B, backend="vendor")

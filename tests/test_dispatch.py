@@ -17,8 +17,8 @@ import pytest
 
 import spformat as sf
 from spformat import backends
-from spformat.dispatch import _span
-from spformat.problem import Plan, Problem, result_dtype, tile_class
+from spformat.dispatch.api import _span
+from spformat.products.problem import Plan, Problem, result_dtype, tile_class
 
 
 def problem(fmt: str, *, n: int = 512, sm: int | None = 90, dtype: str = "bfloat16", **changes: Any) -> Problem:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from spformat import errors
-from spformat.convert import convert
 from spformat.errors import StructureError
 from spformat.formats import FORMATS, registered, unregister
 from spformat.formats.base import Format
+from spformat.formats.convert import convert
 from spformat.formats.two_four import TwoFour, reorder_meta
 
 ROOT = Path(__file__).parent.parent

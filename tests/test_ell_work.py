@@ -5,8 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spformat.backends.cuda.row_work import order_rows
-from spformat.backends.cuda.spmm_ell_buckets import MAX_BINS, NARROW, bin_tables, bucket_places, order_stretches
+from spformat.backends.cuda.ell_buckets.spmm_ell_buckets import (
+    MAX_BINS,
+    NARROW,
+    bin_tables,
+    bucket_places,
+    order_stretches,
+)
+from spformat.backends.cuda.runtime.row_work import order_rows
 from spformat.formats import CSR, ELLBuckets
 
 LENGTHS = {

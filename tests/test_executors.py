@@ -14,13 +14,7 @@ from cases import sparse
 from test_parts import SHARDED, SINGLE, tree, whole
 
 import spformat as sf
-from spformat.checkpoint import (
-    Part,
-    Workers,
-    convert_checkpoint,
-    executors,
-    merge_parts,
-)
+from spformat.checkpoint import Part, Workers, convert_checkpoint, executors, merge_parts
 
 
 @pytest.mark.parametrize("source", [SHARDED, SINGLE], ids=["two shards", "one"])

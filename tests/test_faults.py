@@ -20,14 +20,14 @@ import safetensors
 from fuzz import mutants
 from hostile import make, rewrite
 
-from spformat import container, stheader
-from spformat.container import load, save
 from spformat.errors import ContainerError, DurabilityUnknown, FormatError, LimitError, OutputError, WriteError
-from spformat.filewriter import create, outline
 from spformat.formats import FORMATS
 from spformat.formats.base import Format
 from spformat.formats.csr import CSR
 from spformat.formats.dense import Dense
+from spformat.storage import container, stheader
+from spformat.storage.container import load, save
+from spformat.storage.filewriter import create, outline
 
 CALLS = (
     "open", "close", "dup", "pwrite", "fsync", "fchmod", "link", "replace", "unlink", "stat", "fstatvfs", "scandir",

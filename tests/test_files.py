@@ -15,15 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from spformat import crc, files, limits, locks
-from spformat.errors import (
-    InputError,
-    LimitError,
-    LockedError,
-    OutputError,
-    PathError,
-    UsageError,
-)
+from spformat import limits
+from spformat.errors import InputError, LimitError, LockedError, OutputError, PathError, UsageError
+from spformat.storage import crc, files, locks
 
 # --- reading
 
@@ -148,7 +142,7 @@ def test_f24_a_held_lock_refuses_at_once_and_names_the_holder(tmp_path: Path) ->
 
 def test_f24_the_lock_of_a_dead_process_stops_nobody(tmp_path: Path) -> None:
     code = (
-        "import sys, time\nfrom spformat import locks\n"
+        "import sys, time\nfrom spformat.storage import locks\n"
         "with locks.folder_lock(sys.argv[1]):\n    print('ready', flush=True); time.sleep(60)\n"
     )
     child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)

@@ -9,16 +9,11 @@ import numpy as np
 import pytest
 from hostile import make, matrix
 
-from spformat.container import load, safe_open, save
-from spformat.errors import (
-    ArrayError,
-    IndexBoundsError,
-    OutputError,
-    UsageError,
-)
-from spformat.filewriter import create, outline
+from spformat.errors import ArrayError, IndexBoundsError, OutputError, UsageError
 from spformat.formats.csr import CSR
 from spformat.formats.dense import Dense
+from spformat.storage.container import load, safe_open, save
+from spformat.storage.filewriter import create, outline
 
 
 def test_streaming_in_panels(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from golden_vectors import NAME, golden_file, golden_objects
 
-from spformat import container
-from spformat.convert import convert
 from spformat.formats.base import Format
-from spformat.stfile import Reader
+from spformat.formats.convert import convert
+from spformat.storage import container
+from spformat.storage.stfile import Reader
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 MANIFEST = json.loads((FIXTURES / "MANIFEST.json").read_text())["files"]

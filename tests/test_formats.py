@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import spformat as sf
-from spformat.dtypes import VALUE_TYPES
+from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.formats import registered
 from spformat.formats.base import Format
 from spformat.formats.csr import CSR
@@ -235,7 +235,7 @@ def test_a_tenth_format_takes_one_class_and_one_registration(tmp_path: Path) -> 
         @classmethod
         def _from_csr(cls, a: CSR, **params: Any) -> Any:
             a = a.without_zeros()
-            return cls.made(shape=a.shape, rows=a.rows().astype(np.int32), cols=a.indices, data=a.data)
+            return cls.trusted(shape=a.shape, rows=a.rows().astype(np.int32), cols=a.indices, data=a.data)
 
         def _to_csr(self) -> CSR:
             return CSR.from_coordinates(self.shape, self.rows.astype(np.int64), self.cols.astype(np.int64), self.data)
@@ -250,7 +250,7 @@ def test_a_tenth_format_takes_one_class_and_one_registration(tmp_path: Path) -> 
         x = laws.integers(CASES["prime"]("float32"))
         laws.check_spmm(sf.convert(x, "coordinates"), x, "reference", 5, np.random.default_rng(0))
         assert sf.explain(sf.convert(x, "coordinates")).chosen == "reference.spmm"
-        from spformat.structure import analyse
+        from spformat.preprocess.structure import analyse
 
         assert analyse(x).nbytes("coordinates") is None  # then a conversion tells
         source = tmp_path / "in.safetensors"

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from spformat import limits, stheader
-from spformat.errors import (
-    ContainerError,
-    LimitError,
-)
+from spformat import limits
+from spformat.errors import ContainerError, LimitError
+from spformat.storage import stheader
 
 
 def length(n: int, have: int) -> int:

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spformat import convert
 from spformat.errors import ArrayError, LimitError, SpformatError, UsageError
-from spformat.formats import BSR, CSR, DBSR, FORMATS, SRBCRS, Bitmask, Dense, ELLBuckets, TwoFour, VectorNM
+from spformat.formats import BSR, CSR, DBSR, FORMATS, SRBCRS, Bitmask, Dense, ELLBuckets, TwoFour, VectorNM, convert
 from spformat.formats.base import Format
 
 HALF = np.float16

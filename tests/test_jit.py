@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from stand_in_world import World
 
-from spformat.backends.cuda import jit
+from spformat.backends.cuda.runtime import jit
 
 
 class Function:
@@ -63,14 +63,14 @@ def test_what_a_kernel_declares_counts_among_its_48_kilobytes(modules: list[Any]
     ):
         modules[:] = [Function(declared)]
         for smem in sizes:
-            function = jit.load.__wrapped__("hold.cu", "hold", "sm_90", 0, smem)
+            function = jit.load.__wrapped__("runtime/hold.cu", "hold", "sm_90", 0, smem)
         assert all(function.launches(smem) for smem in sizes)
 
 
 def test_a_full_folder_of_compiled_kernels_stops_nobody(modules: list[Any]) -> None:
     modules[:] = [OSError(errno.ENOSPC, "No space left on device"), Function(0)]
-    assert isinstance(jit.load.__wrapped__("hold.cu", "hold", "sm_90", 0, 0), Function)
+    assert isinstance(jit.load.__wrapped__("runtime/hold.cu", "hold", "sm_90", 0, 0), Function)
     assert os.environ.pop("CUPY_CACHE_IN_MEMORY") == "1"
     modules[:] = [OSError(errno.ENOENT, "no such library")]
     with pytest.raises(OSError, match="no such library"):
-        jit.load.__wrapped__("hold.cu", "hold", "sm_90", 0, 0)
+        jit.load.__wrapped__("runtime/hold.cu", "hold", "sm_90", 0, 0)

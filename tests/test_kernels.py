@@ -16,11 +16,11 @@ from cases import CASES, params_of
 from laws import integers
 
 import spformat as sf
+from spformat.arrays.dtypes import VALUE_TYPES, nonzero_mask
 from spformat.backends.cuda import KERNELS
 from spformat.backends.vendor import BACKEND as VENDOR
-from spformat.dtypes import VALUE_TYPES, nonzero_mask
 from spformat.formats.base import Format
-from spformat.problem import Problem, result_dtype, tile_class
+from spformat.products.problem import Problem, result_dtype, tile_class
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from spformat.backends.cuda.launch import Launch, Operands, over_tiles
+from spformat.backends.cuda.runtime.launch import Launch, Operands, over_tiles
 
 
 class Map(ctypes.Structure):

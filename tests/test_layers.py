@@ -16,19 +16,16 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "threads", "crc", "roofline"),
-    ("dtypes", "limits", "files", "problem"),
-    ("arrays", "stheader", "output", "locks"),
-    ("segments", "scans", "pinned", "torch_tensors"),
-    ("stfile", "stwriter"),
+    ("errors",),
+    ("limits",),
+    ("arrays",),
     ("formats",),
-    ("descriptor", "convert", "structure", "preprocess", "interop"),
-    ("filewriter",),
-    ("backends", "container"),
-    ("choice",),
-    ("dispatch", "checkpoint", "bench"),
-    ("contenders", "cost"),
-    ("tuning",),
+    ("storage",),
+    ("preprocess", "interop"),
+    ("products",),
+    ("backends",),
+    ("dispatch",),
+    ("measure", "checkpoint"),
     ("spformat",),
     ("__main__",),
 )
@@ -37,23 +34,20 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer}
 
 HOMES = {
-    "cupy": ("spformat/arrays.py", "spformat/backends/vendor.py", "spformat/backends/cuda/", "cli/env.py"),
+    "cupy": ("spformat/arrays/library.py", "spformat/backends/vendor.py", "spformat/backends/cuda/", "cli/env.py"),
     "numba": (
         "spformat/backends/cpu/",
-        "spformat/formats/numba_cache.py",
-        "spformat/formats/lanes.py",
-        "spformat/formats/row_loops.py",
-        "spformat/formats/vector_nm_loops.py",
+        "spformat/formats/fast/",
     ),
     "torch": (
-        "spformat/formats/exchange.py",
-        "spformat/torch_tensors.py",
+        "spformat/formats/foreign.py",
+        "spformat/arrays/torch_tensors.py",
         "spformat/interop/torch_semi_structured.py",
-        "spformat/contenders.py",
+        "spformat/measure/contenders.py",
     ),
     "nvmath": ("spformat/backends/vendor.py",),
     "cuda": ("spformat/backends/cuda/",),
-    "scipy": ("spformat/formats/exchange.py", "spformat/interop/"),
+    "scipy": ("spformat/formats/foreign.py", "spformat/interop/"),
     "distributed": ("spformat/checkpoint/executors.py",),
     "fsspec": ("spformat/checkpoint/remote.py",),
     "typer": ("cli/",),
@@ -62,24 +56,21 @@ HOMES = {
 """Library -> the only places that may import it."""
 
 ENVIRONMENT = (
-    "spformat/arrays.py",  # where CuPy keeps what it compiles
-    "spformat/dispatch.py",
-    "spformat/backends/cuda/jit.py",
-    "spformat/backends/cuda/measured.py",
+    "spformat/arrays/library.py",  # where CuPy keeps what it compiles
+    "spformat/dispatch/api.py",
+    "spformat/backends/cuda/runtime/jit.py",
+    "spformat/backends/cuda/runtime/measured.py",
     "cli/",
 )
 """Who may read os.environ, and only when a call needs it."""
 
 FORMAT_IMPORTS = {
     "dbsr": {"bsr"},
-    "exchange": {"bsr", "dense"},
-    "census_loops": {"numba_cache"},
-    "block_loops": {"numba_cache"},
-    "row_loops": {"lanes", "numba_cache"},
-    "two_four_loops": {"numba_cache"},
-    "vector_nm_loops": {"lanes", "numba_cache"},
+    "foreign": {"bsr", "dense"},
+    "convert": {"dense", "foreign"},
+    "base": {"foreign"},
 }
-"""What a file of formats/ may import beside base, declare, compiled, on_device and the hub (csr)."""
+"""What a file of formats/ may import beside base, declare, fast, on_device and the hub (csr)."""
 
 
 @dataclass(frozen=True)
@@ -193,10 +184,8 @@ def test_formats_know_only_the_hub() -> None:
     wrong = []
     for i in imports():
         name = Path(i.file).stem
-        if i.file.startswith("spformat/formats/") and i.module.startswith("spformat.formats.") and name != "__init__":
-            allowed = {"base", "declare", "compiled", "on_device", "csr"} | FORMAT_IMPORTS.get(name, set())
-            if name == "base":
-                allowed |= {"exchange"}
+        if Path(i.file).parent.name == "formats" and i.module.startswith("spformat.formats.") and name != "__init__":
+            allowed = {"base", "declare", "fast", "on_device", "csr"} | FORMAT_IMPORTS.get(name, set())
             if i.module.split(".")[2] not in allowed:
                 wrong.append(str(i))
     assert wrong == []
@@ -240,7 +229,7 @@ def test_source_habits(path: str) -> None:
     assert [n.lineno for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.names[0].name == "*"] == []
     caught = [ast.unparse(n.type) for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler) and n.type]
     # Where every error becomes an exit code, a line of a report, or (those of CuPy, which is not imported) a typed one.
-    if path not in {"cli/main.py", "cli/env.py", "spformat/arrays.py"}:
+    if path not in {"cli/main.py", "cli/env.py", "spformat/arrays/library.py"}:
         assert "Exception" not in caught
         assert [n.lineno for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler) and n.type is None] == []
     assert re.search(r"\bTODO\b|\bFIXME\b|\bXXX\b", text) is None

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 import spformat as sf
-from spformat import choice, dispatch
-from spformat.backends.cuda import KERNELS, epilogue
-from spformat.backends.cuda.spmm_two_four import SpmmTwoFour
-from spformat.dtypes import VALUE_TYPES
+from spformat.arrays.dtypes import VALUE_TYPES
+from spformat.backends.cuda import KERNELS
+from spformat.backends.cuda.runtime import epilogue
+from spformat.backends.cuda.two_four.spmm_two_four import SpmmTwoFour
+from spformat.dispatch import api as dispatch
+from spformat.dispatch import select as choice
 from spformat.preprocess import masks
-from spformat.problem import COL, Plan
+from spformat.products.problem import COL, Plan
 
 FORMATS = ("dense", "csr", "bsr:blocksize=4x4", "vector-nm:n=2,m=4,vector_length=1", "two-four", "bitmask")
 M, K, N = 21, 36, 9
@@ -177,9 +179,9 @@ def test_kernels_without_an_epilogue_are_asked_for_float32() -> None:
     A, B = sf.convert(weights("float16"), "csr"), integers((K, N), "float16", 1)
     problem = dispatch.describe(A, B, None, True)
     assert problem.epilogue
-    assert choice.asked_of(Plain(), problem).out_dtype == "float32"  # type: ignore[arg-type]
-    assert choice.asked_of(Plain("float16"), problem).out_dtype == "float16"  # type: ignore[arg-type]
-    assert choice.asked_of(SpmmTwoFour(), problem) is problem
+    assert choice.without_epilogue(Plain(), problem).out_dtype == "float32"  # type: ignore[arg-type]
+    assert choice.without_epilogue(Plain("float16"), problem).out_dtype == "float16"  # type: ignore[arg-type]
+    assert choice.without_epilogue(SpmmTwoFour(), problem) is problem
 
 
 # ------------------------------------------------------------------ on a GPU
@@ -210,7 +212,7 @@ def test_on_a_gpu(kernel: Any, dtype: str, shape: tuple[int, int, int]) -> None:
     for pitch in (0, 3):
         X, out = device(x, pitch), device(old, pitch)
         problem = dispatch.describe(W, X.T, out.T, True)
-        if reasons := kernel.unsupported(choice.asked_of(kernel, problem)):
+        if reasons := kernel.unsupported(choice.without_epilogue(kernel, problem)):
             refused.update(reasons)
             continue
         for alpha, beta, b in ((1, 0, bias), (0.5, -2, bias), (2, 1, None)):
@@ -269,7 +271,7 @@ def test_c_is_rounded_once_on_a_gpu() -> None:
     W, one, x = sf.convert(w, "two-four").to("cuda"), cupy.ones(32, "f2"), cupy.ones((8, 64), "f2")
     for kernel in FAST:
         if "two-four" in kernel.formats and not kernel.unsupported(
-            choice.asked_of(kernel, dispatch.describe(W, x.T, None, True))
+            choice.without_epilogue(kernel, dispatch.describe(W, x.T, None, True))
         ):
             assert (sf.linear(x, W, one, backend=kernel.name) == 2050).all()
     with pytest.raises(ValueError, match="bias"):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spformat.dtypes import VALUE_TYPES, bits
+from spformat.arrays.dtypes import VALUE_TYPES, bits
 from spformat.errors import StructureError, UsageError
 from spformat.formats import Dense
 from spformat.preprocess import masks

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 import spformat as sf
-from spformat import tuning
-from spformat.backends.cuda import BACKEND, KERNELS, measured
-from spformat.backends.cuda.measured import Row
-from spformat.bench import Result
+from spformat.backends.cuda import BACKEND, KERNELS
+from spformat.backends.cuda.runtime import measured
+from spformat.backends.cuda.runtime.measured import Row
 from spformat.errors import UsageError
-from spformat.problem import Problem
+from spformat.measure import tune as tuning
+from spformat.measure.bench import Result
+from spformat.products.problem import Problem
 
 MMA, TOKENS = "cuda.spmm_two_four", "cuda.spmm_two_four_tokens"
 P = Problem("two-four", (), 4096, 4096, 256, 8 << 20, "bfloat16", "bfloat16", "bfloat16", device="cuda", sm=90)

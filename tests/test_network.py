@@ -43,7 +43,7 @@ def right(layers: list[tuple[sf.Format, Any]], images: Any, labels: np.ndarray[A
 def digits() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     with sf.safe_open(CHECKPOINTS / "digits_test_set.safetensors") as f:
         images = f.array("images").astype(np.float32).T / 16
-        return np.ascontiguousarray(images).astype(sf.dtypes.VALUE_TYPES["bfloat16"].numpy), f.array("labels")
+        return np.ascontiguousarray(images).astype(sf.arrays.dtypes.VALUE_TYPES["bfloat16"].numpy), f.array("labels")
 
 
 @pytest.mark.parametrize("fmt", [f.name for f in sf.FORMATS])

@@ -11,8 +11,8 @@ import scipy.sparse as sp
 
 import spformat as sf
 from spformat import limits
-from spformat.container import create, outline
-from spformat.problem import tile_class
+from spformat.products.problem import tile_class
+from spformat.storage.container import create, outline
 
 W = np.diag(np.arange(1, 5)).astype(np.float32)
 X = np.arange(12, dtype=np.float32).reshape(4, 3)

@@ -14,12 +14,8 @@ from typing import Any
 
 import pytest
 
-from spformat import locks, output
-from spformat.errors import (
-    DurabilityUnknown,
-    OutputError,
-    WriteError,
-)
+from spformat.errors import DurabilityUnknown, OutputError, WriteError
+from spformat.storage import locks, output
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -218,7 +214,7 @@ def test_f14_f15_a_failing_call_leaves_the_old_file(
 
 def test_f14_file_size_limit(tmp_path: Path) -> None:
     code = (
-        "import resource, sys\nfrom spformat import output\nfrom spformat.errors import WriteError\n"
+        "import resource, sys\nfrom spformat.storage import output\nfrom spformat.errors import WriteError\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
         "try: output.publish(sys.argv[1], bytes(5000))\nexcept WriteError: sys.exit(74)\n"
     )
@@ -267,7 +263,7 @@ def test_t13_order_of_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_f18_f25_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:
     code = (
-        "import sys, time\nfrom spformat import output\n"
+        "import sys, time\nfrom spformat.storage import output\n"
         "out = output.Output(sys.argv[1], 10)\nout.write_at(0, b'half')\nprint('ready', flush=True)\ntime.sleep(60)\n"
     )
     child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "x")], stdout=subprocess.PIPE)

@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 
 import spformat as sf
-from spformat import crc, limits, output, threads
-from spformat.checkpoint import Recipe, convert_checkpoint, panels, shard
+from spformat import limits
+from spformat.arrays import threads
+from spformat.checkpoint import Recipe, convert_checkpoint, shard
+from spformat.checkpoint import row_chunks as panels
 from spformat.errors import IntegrityError, LimitError, StructureError, UsageError
-from spformat.filewriter import create, outline
 from spformat.formats import registered
+from spformat.storage import crc, output
+from spformat.storage.filewriter import create, outline
 
 SHAPES = [(1, 1), (65, 70), (200, 37), (97, 260)]
 TARGETS = (

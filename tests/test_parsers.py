@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from hostile import drop, keep, make, put, rewrite
 
-from spformat import descriptor, limits, stfile
-from spformat.container import save, save_dense
+from spformat import limits
 from spformat.errors import (
     ArrayError,
     ContainerError,
@@ -24,6 +23,8 @@ from spformat.errors import (
     UsageError,
 )
 from spformat.formats import CSR
+from spformat.storage import descriptor, stfile
+from spformat.storage.container import save, save_dense
 
 
 def said(e: BaseException) -> str:
@@ -157,7 +158,7 @@ def test_a_file_that_changes_or_goes(plain: Path, monkeypatch: pytest.MonkeyPatc
 
 
 class OnHost:
-    """Lanes of a device that is the host: what ``read_to`` asks of them, in pieces of 5 bytes."""
+    """A DeviceCopy to a device that is the host: what ``read_to`` asks of them, in pieces of 5 bytes."""
 
     def fill(self, shape: tuple[int, ...], dtype: Any, fetch: Any, *, summed: bool = False) -> tuple[Any, int]:
         out = np.empty(shape, dtype)

@@ -16,19 +16,10 @@ import numpy as np
 import pytest
 
 import spformat as sf
-from spformat import output
-from spformat.checkpoint import (
-    Part,
-    Recipe,
-    Workers,
-    convert_checkpoint,
-    merge_parts,
-    open_source,
-    parts,
-    plan_jobs,
-)
+from spformat.checkpoint import Part, Recipe, Workers, convert_checkpoint, merge_parts, open_source, parts, plan_jobs
 from spformat.checkpoint.folder import Conversion
-from spformat.locks import folder_lock
+from spformat.storage import output
+from spformat.storage.locks import folder_lock
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "checkpoint"
 SHARDED, SINGLE = FIXTURES / "sharded", FIXTURES / "digits" / "model.safetensors"

@@ -12,9 +12,10 @@ import pytest
 from stand_in_world import World
 
 import spformat as sf
-from spformat.backends.cuda import KERNELS, jit, tensor_map
-from spformat.backends.cuda.launch import Launch
-from spformat.problem import Problem
+from spformat.backends.cuda import KERNELS
+from spformat.backends.cuda.runtime import jit, tensor_map
+from spformat.backends.cuda.runtime.launch import Launch
+from spformat.products.problem import Problem
 
 ATTRIBUTES = {
     "MultiProcessorCount": 132, "MaxSharedMemoryPerBlockOptin": 227 << 10,
@@ -64,7 +65,7 @@ def test_a_plan_waits_for_the_arrays_it_has_made(kernel: Any, world: World, monk
     x[:, 2::4] = x[:, 3::4] = 0
     a: Any = None
     for dtype in ("bfloat16", "float32"):
-        a = sf.by_name(fmt).from_dense(x.astype(sf.dtypes.value_type(dtype).numpy), **MATRICES[fmt])
+        a = sf.by_name(fmt).from_dense(x.astype(sf.arrays.dtypes.value_type(dtype).numpy), **MATRICES[fmt])
         a.ensure_valid()
         p = Problem(fmt, tuple(a.params().items()), 256, 256, 64, a.stored, dtype, dtype, dtype, device="cuda", sm=90)
         if not [r for r in kernel.unsupported(p) if "dtype" in r]:

@@ -12,7 +12,18 @@ import pytest
 from test_checkpoint import FIXTURES, same_values, tree
 
 import spformat as sf
-from spformat.checkpoint import Recipe, convert_checkpoint, earlier, folder, journals, open_source, remote, run
+from spformat.checkpoint import (
+    Recipe,
+    convert_checkpoint,
+    folder,
+    journals,
+    open_source,
+    remote,
+    run,
+)
+from spformat.checkpoint import (
+    existing_target as earlier,
+)
 
 DIGITS, SHARDED = FIXTURES / "digits", FIXTURES / "sharded"
 PACKED, DENSE = "spformat-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from spformat.backends.cuda import row_work
-from spformat.backends.cuda.launch import MAX_GRID_Y, Operands
-from spformat.backends.cuda.row_work import (
+from spformat.backends.cuda.runtime import row_work
+from spformat.backends.cuda.runtime.launch import MAX_GRID_Y, Operands
+from spformat.backends.cuda.runtime.row_work import (
     GROUP,
     MAX_BINS,
     Device,
@@ -21,7 +21,7 @@ from spformat.backends.cuda.row_work import (
     vector_width,
 )
 from spformat.errors import LimitError
-from spformat.problem import Problem
+from spformat.products.problem import Problem
 
 LENGTHS = {
     "none": [],

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from spformat import scans
+from spformat.arrays import scans
 from spformat.errors import InvariantError, OrderError, PatternError, SpformatError
 
 Act = Callable[[Any], None]

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from stand_in_world import Step, World
 
-from spformat.backends.cuda import epilogue
-from spformat.backends.cuda.launch import GRAPH_AFTER
-from spformat.backends.cuda.scratch import RELAXED, Scratch
-from spformat.problem import COL, ROW, Plan
+from spformat.backends.cuda.runtime import epilogue
+from spformat.backends.cuda.runtime.launch import GRAPH_AFTER
+from spformat.backends.cuda.runtime.scratch import RELAXED, Scratch
+from spformat.products.problem import COL, ROW, Plan
 
 
 def test_zeros_made_while_a_stream_is_captured_belong_to_that_graph(world: World) -> None:

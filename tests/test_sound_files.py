@@ -13,8 +13,8 @@ import safetensors.numpy
 from cases import CASES, params_of
 
 import spformat as sf
+from spformat.arrays.dtypes import SAFETENSORS, VALUE_TYPES
 from spformat.checkpoint.check import validate_checkpoint
-from spformat.dtypes import SAFETENSORS, VALUE_TYPES
 from spformat.formats import FORMATS
 
 SHAPES = ("nothing", "no_rows", "no_columns", "one", "one_row", "prime", "corner", "all_zero", "two_four", "vectors",

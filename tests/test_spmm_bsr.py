@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from spformat import BSR, DBSR
-from spformat.backends.cuda import spmm_bsr, spmm_bsr_sm90a
-from spformat.dtypes import VALUE_TYPES
+from spformat.arrays.dtypes import VALUE_TYPES
+from spformat.backends.cuda.bsr import spmm_bsr, spmm_bsr_sm90a
 from spformat.formats.csr import CSR
-from spformat.problem import COL, ROW, Problem, tile_class
+from spformat.products.problem import COL, ROW, Problem, tile_class
 
 BASE = Problem("bsr", (("blocksize", (64, 64)),), 4096, 4096, 4096, 0, *["bfloat16"] * 3, ROW, ROW, "cuda", 90)
 SMALLEST_SHARED_MEMORY = 99 * 1024

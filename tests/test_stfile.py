@@ -17,8 +17,8 @@ import safetensors
 import safetensors.numpy
 from catalogue import blob, tensor, write
 
-from spformat import crc, limits, stfile, stheader, stwriter
-from spformat.dtypes import SAFETENSORS
+from spformat import limits
+from spformat.arrays.dtypes import SAFETENSORS
 from spformat.errors import (
     ArrayError,
     ContainerError,
@@ -29,6 +29,7 @@ from spformat.errors import (
     UsageError,
     WriteError,
 )
+from spformat.storage import crc, stfile, stheader, stwriter
 
 
 @pytest.fixture

@@ -7,10 +7,11 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from spformat import structure, threads
-from spformat.dtypes import VALUE_TYPES, bits
-from spformat.formats import compiled
-from spformat.structure import BLOCKS, NM_WINDOWS, TILE_ROWS, VECTOR_LENGTHS, Structure, analyse
+from spformat.arrays import threads
+from spformat.arrays.dtypes import VALUE_TYPES, bits
+from spformat.formats.fast import compiled
+from spformat.preprocess import structure
+from spformat.preprocess.structure import BLOCKS, NM_WINDOWS, TILE_ROWS, VECTOR_LENGTHS, Structure, analyse
 
 SHAPES = [(1, 1), (3, 4), (64, 64), (70, 100), (257, 68), (300, 131), (520, 36), (5, 0), (0, 5)]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from spformat.backends.cuda import tensor_map
+from spformat.backends.cuda.runtime import tensor_map
 from spformat.errors import DeviceError
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import spformat as sf
-from spformat import torch_tensors
+from spformat.arrays import torch_tensors
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'spformat[torch]'")
 
@@ -67,7 +67,7 @@ def test_on_a_device_they_are_made_one_by_torch(monkeypatch: pytest.MonkeyPatch)
         seen.append(np.shares_memory(x, x.reshape(-1, 4)))
         return x
 
-    monkeypatch.setattr("spformat.dispatch.Sharing", lambda t: contextlib.nullcontext(array))
+    monkeypatch.setattr("spformat.dispatch.api.TorchStream", lambda t: contextlib.nullcontext(array))
     x = torch.ones(2, 5, 4)[:, :3].as_subclass(OnDevice)
     with pytest.raises(sf.UsageError, match="A is on cuda:0, B on cpu"):  # as far as it goes without one
         sf.linear(x, a)
@@ -85,7 +85,7 @@ def test_an_operand_of_no_value_type_is_named_on_a_device_too(linear: bool, monk
     a = sf.convert(np.eye(3, dtype=np.float32), "csr")
     monkeypatch.setattr(sf.CSR, "device", "cuda:0")
     shared = contextlib.nullcontext(lambda t: t.as_subclass(torch.Tensor).numpy())
-    monkeypatch.setattr("spformat.dispatch.Sharing", lambda t: shared)
+    monkeypatch.setattr("spformat.dispatch.api.TorchStream", lambda t: shared)
     x = torch.ones(3, 3, dtype=torch.int64).as_subclass(OnDevice)
     name = "x" if linear else "B"
     with pytest.raises(sf.ArrayError, match=rf"^{name}: dtype int64 is not .*as by {name}\.astype"):
@@ -134,16 +134,16 @@ def test_whose_stream_waits(theirs: int, capturing: bool, seen: list[Any], monke
     monkeypatch.setattr(torch_tensors, "_cupy", lambda: SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(torch_tensors, "_stream", torch_tensors._stream.__wrapped__)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=theirs + device))
-    with torch_tensors.Sharing(SimpleNamespace(is_cuda=True, get_device=lambda: 0)):
+    with torch_tensors.TorchStream(SimpleNamespace(is_cuda=True, get_device=lambda: 0)):
         assert log[-1] == ("on", theirs)
     assert log == seen
     log.clear()
-    with torch_tensors.Sharing(SimpleNamespace(is_cuda=True, get_device=lambda: 1)):
+    with torch_tensors.TorchStream(SimpleNamespace(is_cuda=True, get_device=lambda: 1)):
         assert log[0] == ("on", -1)
         assert log[-1] == ("on", theirs + 1)
     assert log[-1] == ("off", -1)
     monkeypatch.delattr(torch.cuda, "current_stream")
-    with pytest.raises(AttributeError), torch_tensors.Sharing(SimpleNamespace(is_cuda=True, get_device=lambda: 1)):
+    with pytest.raises(AttributeError), torch_tensors.TorchStream(SimpleNamespace(is_cuda=True, get_device=lambda: 1)):
         pass
     assert log[-2:] == [("on", -1), ("off", -1)]
 
@@ -159,7 +159,7 @@ def on_device(x: np.ndarray[Any, Any]) -> Any:
 @pytest.mark.parametrize("fmt", [f.name for f in sf.FORMATS])
 def test_work_goes_to_the_current_stream_of_torch(fmt: str) -> None:
     """CuPy's own stream is busy with something else; what reads the result is queued at once."""
-    from spformat.backends.cuda.hold import hold
+    from spformat.backends.cuda.runtime.hold import hold
 
     rng = np.random.default_rng(4)
     w, first, then = weights(), *(rng.integers(-3, 4, (2, DEPTH, TOKENS)).astype(np.float16))

@@ -9,11 +9,11 @@ import pytest
 from cases import values
 
 from spformat import StructureError, TwoFour, UsageError, from_torch
-from spformat.dtypes import bits
+from spformat.arrays.dtypes import bits
+from spformat.arrays.torch_tensors import array_to_torch, torch_to_array
 from spformat.errors import ArrayError, PatternError
 from spformat.interop.torch_semi_structured import from_semi_structured, pack, to_semi_structured, unpack
 from spformat.preprocess import masks
-from spformat.torch_tensors import array_to_torch, torch_to_array
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed: pip install 'spformat[torch]'")
 conversions: Any = pytest.importorskip("torch.sparse._semi_structured_conversions", reason="torch moved its converter")

@@ -10,24 +10,24 @@ import numpy as np
 import pytest
 from golden_vectors import meta_order_objects, vectors
 
-from spformat import convert
-from spformat.arrays import ceil_div
-from spformat.backends.cuda import (
-    measured,
+from spformat.arrays.dtypes import VALUE_TYPES
+from spformat.arrays.library import ceil_div
+from spformat.backends.cuda.runtime import measured
+from spformat.backends.cuda.two_four import (
     spmm_two_four,
     spmm_two_four_sm90,
     spmm_two_four_sm90a,
     spmm_two_four_tokens,
 )
-from spformat.backends.cuda.spmm_two_four import SpmmTwoFour
-from spformat.backends.cuda.spmm_two_four_sm90 import SpmmTwoFourSm90
-from spformat.backends.cuda.spmm_two_four_sm90a import SpmmTwoFourSm90a
-from spformat.backends.cuda.spmm_two_four_tokens import SpmmTwoFourTokens
-from spformat.backends.cuda.two_four_records import SPARE, TwoFourRecords
-from spformat.dtypes import VALUE_TYPES
+from spformat.backends.cuda.two_four.spmm_two_four import SpmmTwoFour
+from spformat.backends.cuda.two_four.spmm_two_four_sm90 import SpmmTwoFourSm90
+from spformat.backends.cuda.two_four.spmm_two_four_sm90a import SpmmTwoFourSm90a
+from spformat.backends.cuda.two_four.spmm_two_four_tokens import SpmmTwoFourTokens
+from spformat.backends.cuda.two_four.two_four_records import SPARE, TwoFourRecords
+from spformat.formats import convert
 from spformat.formats.two_four import META_ORDERS
 from spformat.preprocess import masks
-from spformat.problem import Problem, tile_class
+from spformat.products.problem import Problem, tile_class
 
 KERNELS: tuple[Any, ...] = (SpmmTwoFour(), SpmmTwoFourTokens(), SpmmTwoFourSm90(), SpmmTwoFourSm90a())
 BF16 = np.dtype(ml_dtypes.bfloat16)

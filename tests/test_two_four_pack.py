@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from cases import values
 
-from spformat import Dense, TwoFour, convert
-from spformat.backends.cuda import two_four_pack
-from spformat.backends.cuda.two_four_pack import TwoFourPack
-from spformat.dtypes import VALUE_TYPES, bits
+from spformat import Dense, TwoFour
+from spformat.arrays.dtypes import VALUE_TYPES, bits
+from spformat.backends.cuda.two_four import two_four_pack
+from spformat.backends.cuda.two_four.two_four_pack import TwoFourPack
 from spformat.errors import StructureError, UsageError
-from spformat.formats import compiled, on_device, two_four
+from spformat.formats import convert, on_device, two_four
+from spformat.formats.fast import compiled
 from spformat.preprocess import masks
 
 ORDERS = ("logical", "ldmatrix", "fragment", "cutlass-sm80")

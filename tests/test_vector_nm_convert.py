@@ -11,9 +11,10 @@ import pytest
 from cases import codes, nm_places
 
 from spformat import Dense
-from spformat.backends.cuda import jit, vector_nm_convert
-from spformat.backends.cuda.vector_nm_convert import Packing, Ranking, Sizes
-from spformat.dtypes import bits
+from spformat.arrays.dtypes import bits
+from spformat.backends.cuda.runtime import jit
+from spformat.backends.cuda.vector_nm import vector_nm_convert
+from spformat.backends.cuda.vector_nm.vector_nm_convert import Packing, Ranking, Sizes
 from spformat.errors import StructureError, UsageError
 from spformat.formats import VectorNM
 from spformat.preprocess import masks
@@ -33,7 +34,7 @@ SIZES = {"i64": 8, "int": 4, "u32": 4}
 
 @pytest.mark.parametrize("struct", [Sizes, Packing, Ranking], ids=lambda s: s.__name__)
 def test_structs_have_the_layout_of_the_kernel_parameters(struct: type[ctypes.Structure]) -> None:
-    text = re.sub(r"//.*", "", (jit.HERE / "vector_nm_convert.cu").read_text())
+    text = re.sub(r"//.*", "", (jit.HERE / "vector_nm/vector_nm_convert.cu").read_text())
     body = re.search(rf"struct {struct.__name__} \{{(.*?)\}};", text, re.DOTALL)[1]
     members = [(kind, name.strip()) for kind, names in re.findall(r"(i64|int|u32) ([^;]+);", body)
                for name in names.split(",")]  # fmt: skip

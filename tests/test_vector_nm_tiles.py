@@ -6,8 +6,8 @@ import re
 import numpy as np
 import pytest
 
-from spformat.backends.cuda import jit
-from spformat.backends.cuda.vector_nm_tiles import NO_ROW, Pattern, Shape, records
+from spformat.backends.cuda.runtime import jit
+from spformat.backends.cuda.vector_nm.vector_nm_tiles import NO_ROW, Pattern, Shape, records
 
 
 def drawn(M, K, n, m, L, seed=0):

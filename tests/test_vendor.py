@@ -14,10 +14,10 @@ from stand_in_world import World
 
 import spformat as sf
 from spformat.backends import vendor
-from spformat.backends.cuda.launch import Operands
+from spformat.backends.cuda.runtime.launch import Operands
 from spformat.backends.vendor import CublasGemm, CusparseCSR
 from spformat.errors import DeviceError
-from spformat.problem import COL, Problem
+from spformat.products.problem import COL, Problem
 
 
 def problem(fmt: str, **changed: Any) -> Problem:
@@ -39,7 +39,7 @@ def test_streams_do_not_share_the_workspace_of_cusparse(world: World) -> None:
     world.cupy.cuda.cusparse = SimpleNamespace(**library)
     world.cupy.cuda.device = SimpleNamespace(get_cusparse_handle=lambda: handle)
     a = sf.convert(np.eye(4, 3, dtype=np.float32), "csr")
-    a = a.made(shape=a.shape, **{k: v.view(type(world.array(1))) for k, v in a.arrays().items()})
+    a = a.trusted(shape=a.shape, **{k: v.view(type(world.array(1))) for k, v in a.arrays().items()})
     plan, out = CusparseCSR().plan(a, problem("csr")), world.array(4, 5)
     B = world.array(3, 5)
     for _ in range(3):
@@ -66,7 +66,7 @@ def test_cublas_gets_every_extent_and_the_stream_and_what_it_says_is_told(
     library = SimpleNamespace(CUBLAS_COMPUTE_32F=68, CUBLAS_OP_N=0, CUBLAS_OP_T=1)
     world.cupy.cuda.cublas, world.cupy.cuda.device = library, SimpleNamespace(get_cublas_handle=lambda: 77)
     a = sf.formats.dense.Dense.from_dense(np.eye(4, 3, dtype=np.float32))
-    a = a.made(shape=a.shape, **{k: v.view(type(world.array(1))) for k, v in a.arrays().items()})
+    a = a.trusted(shape=a.shape, **{k: v.view(type(world.array(1))) for k, v in a.arrays().items()})
     plan = CublasGemm().plan(a, problem("dense", b_layout=COL))
     assert plan.prepare is not None
     (call,) = plan.prepare(Operands(1000, 2000, 2, 2**31, 2**32, 7))

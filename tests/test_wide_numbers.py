@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from stand_in_world import World
 
-from spformat.backends.cuda import spmm_bsr, spmm_bsr_sm90a, vector_nm_launch
-from spformat.backends.cuda.launch import MAX_COLUMNS, Operands
-from spformat.backends.cuda.spmm_sr_bcrs_sm90a import mappable
+from spformat.backends.cuda.bsr import spmm_bsr, spmm_bsr_sm90a
+from spformat.backends.cuda.runtime.launch import MAX_COLUMNS, Operands
+from spformat.backends.cuda.sr_bcrs.spmm_sr_bcrs_sm90a import mappable
+from spformat.backends.cuda.vector_nm import vector_nm_launch
 from spformat.errors import LimitError
-from spformat.problem import COL, Problem
+from spformat.products.problem import COL, Problem
 
 
 def problem(fmt: str, M: int, K: int, **params: Any) -> Problem:

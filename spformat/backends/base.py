@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from ..errors import UsageError
-from ..problem import Plan, Problem
+from ..products.problem import Plan, Problem
 
 
 @runtime_checkable

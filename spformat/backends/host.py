@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ..dtypes import VALUE_TYPES
+from ..arrays.dtypes import VALUE_TYPES
 from ..limits import check_bytes, product
-from ..problem import COL, Plan, Problem
+from ..products.problem import COL, Plan, Problem
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array
-from ..dtypes import VALUE_TYPES, bits, nonzero_mask
+from ..arrays.dtypes import VALUE_TYPES, bits, nonzero_mask
+from ..arrays.library import Array
 from ..formats.base import Format
-from ..problem import Plan, Problem, reasons
+from ..products.problem import Plan, Problem, reasons
 from .host import check_bias, check_operands, numpy_dtype
 
 PANEL = 1 << 22

@@ -13,10 +13,10 @@ from typing import Any
 
 from ..errors import DeviceError
 from ..formats.base import Format
-from ..problem import COL, STRIDED, Plan, Problem, reasons
+from ..products.problem import COL, STRIDED, Plan, Problem, reasons
 from .base import Kernel
-from .cuda.launch import Call, Library, Operands, device_plan, finish_arrays
-from .cuda.scratch import Scratch
+from .cuda.runtime.launch import Call, Library, Operands, device_plan, finish_arrays
+from .cuda.runtime.scratch import Scratch
 
 _SEARCH_WORKSPACE = 256 << 20
 """Bytes for cuSPARSELt's search: an algorithm that adds up parts of K needs a matrix of sums for each."""

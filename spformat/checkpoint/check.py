@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .. import limits
-from ..convert import convert
 from ..errors import FormatError, IntegrityError, SpformatError, StructureError, UsageError, printable
-from ..files import Path, member, sha256_of
+from ..formats.convert import convert
+from ..storage.files import Path, member, sha256_of
 from .manifest import MANIFEST, read_manifest
 from .recipe import included
 from .source import Source, open_source

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from ..dtypes import VALUE_TYPES, bits, nonzero_mask
+from ..arrays.dtypes import VALUE_TYPES, bits, nonzero_mask
 from ..errors import UsageError, printable
-from ..files import Path, safe_name, sha256_of
 from ..formats.base import Format
 from ..formats.csr import CSR
 from ..formats.dense import Dense
 from ..limits import product
+from ..storage.files import Path, safe_name, sha256_of
 from .manifest import MANIFEST, read_manifest
 from .source import open_source
 

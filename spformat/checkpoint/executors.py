@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import limits
+from ..arrays.threads import cores
 from ..errors import InputError, SpformatError, UsageError, WriteError
-from ..files import Path
-from ..threads import cores
+from ..storage.files import Path
 from .parts import Converted, Task, convert_unit
 
 KINDS = ("threads", "processes", "dask")

@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from .. import crc
-from ..arrays import ceil_div, index_dtype
-from ..container import TensorFile
-from ..dtypes import SAFETENSORS, value_type
+from ..arrays.dtypes import SAFETENSORS, value_type
+from ..arrays.library import ceil_div, index_dtype
 from ..errors import SpformatError
 from ..formats.base import Format, Panels
-from ..stwriter import Writer
+from ..storage import crc
+from ..storage.container import TensorFile
+from ..storage.stwriter import Writer
 from .jobs import Job
-from .panels import Team, bound, counted_by, panel_rows
+from .row_chunks import Team, bound, counted_by, panel_rows
 
 
 @dataclass

@@ -16,20 +16,14 @@ from typing import Any
 from .. import __name__ as package
 from .. import limits
 from ..errors import OutputError
-from ..files import Path, reason, remove, same_file
 from ..formats import parse_spec
-from ..locks import folder_lock, ignores_case
-from ..output import flush_folder, publish, sweep
+from ..storage.files import Path, reason, remove, same_file
+from ..storage.locks import folder_lock, ignores_case
+from ..storage.output import flush_folder, publish, sweep
 from . import journals
-from .earlier import clear, holds_side_file
+from .existing_target import clear, holds_side_file
 from .jobs import Job
-from .manifest import (
-    JOURNAL_GLOB,
-    MANIFEST,
-    VERSION,
-    digest,
-    write_json,
-)
+from .manifest import JOURNAL_GLOB, MANIFEST, VERSION, digest, write_json
 from .parts import PIECES, Converted, Part, Task, Unit, assemble, narrowed, split
 from .recipe import KEEP, Recipe, writes_dense
 from .source import INDEX, INDEX_SUFFIX, Source

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from ..convert import convert
-from ..descriptor import Record
-from ..dtypes import value_type
+from ..arrays.dtypes import value_type
 from ..errors import StructureError, UsageError
 from ..formats import parse_spec, spec_text
 from ..formats.base import Format
+from ..formats.convert import convert
 from ..limits import product
 from ..preprocess import masks
-from ..structure import Structure, analyse
+from ..preprocess.structure import Structure, analyse
+from ..storage.descriptor import Record
 from .recipe import AUTO, KEEP, Recipe, require_match
 from .source import Source
 

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ContainerError, InputError, UsageError
-from ..files import Path, is_file, names_in, remove, sha256_of, size_of
+from ..storage.files import Path, is_file, names_in, remove, sha256_of, size_of
 from .jobs import Outcome
 from .manifest import JOURNAL, JOURNAL_GLOB, MANIFEST, manifest_sha256, read_journal, write_journal
 from .parts import Converted, Part, Unit, digest_of_input

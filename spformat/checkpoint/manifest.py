@@ -11,9 +11,9 @@ from typing import Any
 
 from .. import limits
 from ..errors import ContainerError, LimitError, VersionError, printable
-from ..files import Path, is_file, read_small, sha256_of
-from ..output import publish
-from ..stheader import strict_json
+from ..storage.files import Path, is_file, read_small, sha256_of
+from ..storage.output import publish
+from ..storage.stheader import strict_json
 
 MANIFEST = "spformat.json"
 JOURNAL = "spformat.partial.json"

@@ -12,15 +12,15 @@ from typing import Any, Self, TypeAlias
 
 import numpy as np
 
-from ..arrays import Array, ceil_div, to_device
-from ..container import TensorFile, safe_open
-from ..descriptor import Record
-from ..dtypes import SAFETENSORS_CODE, VALUE_TYPES
+from ..arrays.dtypes import SAFETENSORS_CODE, VALUE_TYPES
+from ..arrays.library import Array, ceil_div, to_device
 from ..errors import ContainerError, FormatError, LimitError
-from ..files import is_file, read_small
 from ..formats.base import Format
 from ..interop.compressed_tensors import Group, decode, dense_shape, find_groups, fp8_in_int8
 from ..limits import product
+from ..storage.container import TensorFile, safe_open
+from ..storage.descriptor import Record
+from ..storage.files import is_file, read_small
 
 CONFIG = "config.json"
 _MAX_CONFIG = 16 << 20

@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import limits
-from ..container import safe_open
-from ..descriptor import Record
-from ..dtypes import SAFETENSORS
+from ..arrays.dtypes import SAFETENSORS
 from ..errors import UsageError
-from ..files import sha256_of, size_of
-from ..filewriter import create
-from ..stwriter import Writer
+from ..storage.container import safe_open
+from ..storage.descriptor import Record
+from ..storage.files import sha256_of, size_of
+from ..storage.filewriter import create
+from ..storage.stwriter import Writer
 from .jobs import Job, Outcome
 from .recipe import Recipe
 from .shard import Progress, write_shard

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..dtypes import VALUE_TYPES
+from ..arrays.dtypes import VALUE_TYPES
 from ..errors import ContainerError, UsageError
 from ..formats import parse_spec
 

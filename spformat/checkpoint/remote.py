@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import InputError, OutputError, PathError, UsageError, WriteError
-from ..files import Path
-from .earlier import superseded
+from ..storage.files import Path
+from .existing_target import superseded
 from .manifest import JOURNAL_GLOB, MANIFEST
 from .source import INDEX, may_be_side_file
 

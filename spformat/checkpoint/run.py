@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import to_device
+from ..arrays.library import to_device
 from ..errors import ContainerError, InputError, LimitError, OutputError, UsageError
-from ..files import Path, is_file, same_file, size_of
 from ..formats.dense import Dense
-from ..output import check_target
-from . import earlier, folder, journals
+from ..storage.files import Path, is_file, same_file, size_of
+from ..storage.output import check_target
+from . import existing_target as earlier
+from . import folder, journals
 from .executors import Workers, convert_units
 from .folder import Conversion
 from .jobs import Outcome, dense_of, foresee, plan_jobs, prune

@@ -16,22 +16,23 @@ from functools import partial
 from typing import Any
 
 from .. import limits
-from ..arrays import default_stream, has_dtype, is_cupy, room_on
-from ..container import TensorFile
-from ..convert import convert
-from ..descriptor import Record
-from ..dtypes import SAFETENSORS, SAFETENSORS_CODE, nonzero_mask, value_type
+from ..arrays.dtypes import SAFETENSORS, SAFETENSORS_CODE, nonzero_mask, value_type
+from ..arrays.library import default_stream, has_dtype, is_cupy, room_on
 from ..errors import FormatError, LimitError, StructureError
-from ..filewriter import FileWriter, create, outline
-from ..formats import compiled, parse_spec, spec_text
+from ..formats import parse_spec, spec_text
 from ..formats.base import Format
+from ..formats.convert import convert
+from ..formats.fast import compiled
 from ..limits import check_bytes, product
-from ..structure import count_nonzeros
-from ..stwriter import Writer, code_of
+from ..preprocess.structure import count_nonzeros
+from ..storage.container import TensorFile
+from ..storage.descriptor import Record
+from ..storage.filewriter import FileWriter, create, outline
+from ..storage.stwriter import Writer, code_of
 from .expand import expansion, told_by_the_whole
 from .jobs import Job, Outcome, dense_of, prune, settle
-from .panels import Cut, Placed, Team, cut, record_of, sizing
 from .recipe import AUTO, KEEP, Recipe, writes_dense
+from .row_chunks import Cut, Placed, Team, cut, record_of, sizing
 from .source import Source
 
 Progress = Callable[[Outcome], None]

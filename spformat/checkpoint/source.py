@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from .. import limits
-from ..container import TensorFile, safe_open
-from ..descriptor import Record
 from ..errors import ContainerError, InputError, LimitError, PathError, printable
-from ..files import (
+from ..storage.container import TensorFile, safe_open
+from ..storage.descriptor import Record
+from ..storage.files import (
     Path,
     close_read,
     is_file,
@@ -24,7 +24,7 @@ from ..files import (
     safe_name,
     size_of,
 )
-from ..stheader import strict_json
+from ..storage.stheader import strict_json
 from .manifest import JOURNAL_GLOB, MANIFEST, is_finished, read_manifest
 from .packed import CONFIG, Packed, UnpackedFile, config_when_dense, unpacked
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import numpy as np
 
-from ..arrays import Array, current_device, device_of, namespace, on_boundary, to_device
-from ..dtypes import VALUE_TYPES, nonzero_mask, value_type
+from ..arrays.dtypes import VALUE_TYPES, nonzero_mask, value_type
+from ..arrays.library import Array, current_device, device_of, namespace, on_boundary, to_device
 from ..errors import ArrayError, SpformatError, StructureError, UsageError
 from ..limits import check_bytes, product
 from .declare import (
@@ -178,7 +178,7 @@ class Format:
         return problems + array_problems(self.declared_arrays(), self.arrays(), sizes, self.value_dtypes)
 
     @classmethod
-    def made(cls, **fields: Any) -> Self:
+    def trusted(cls, **fields: Any) -> Self:
         """Construct what a converter of ours made: carries the validated mark. The caller owes valid contents."""
         f = cls(**fields)
         object.__setattr__(f, "_marked", True)
@@ -290,7 +290,7 @@ class Format:
     def check_canonical(self) -> None:
         """Scan the rest of what ``from_csr`` promises; raises InvariantError."""
 
-    def found_sound(self) -> bool:
+    def quick_check(self) -> bool:
         """Whether compiled code looked at all contents and found them valid; else the checks tell, by name."""
         return False
 
@@ -301,7 +301,7 @@ class Format:
         fields array, index, value, expected and count.
         """
         with current_device(self.values):
-            if not self.found_sound():
+            if not self.quick_check():
                 self.check_memory()
                 self.check_canonical()
         object.__setattr__(self, "_marked", True)
@@ -384,13 +384,13 @@ class Format:
 
     def to_scipy(self) -> Any:
         """scipy.sparse: ``bsr_array`` of a BSR, else ``csr_array``. ArrayError names the cast for 16-bit values."""
-        from .exchange import to_scipy
+        from .foreign import to_scipy
 
         return to_scipy(self)
 
     def to_torch(self) -> Any:
         """A torch tensor: sparse BSR of a BSR, strided of a Dense, else sparse CSR; memory is shared if it can be."""
-        from .exchange import to_torch
+        from .foreign import to_torch
 
         return to_torch(self)
 

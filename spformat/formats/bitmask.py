@@ -12,14 +12,15 @@ from typing import Any, Self
 
 import numpy as np
 
-from .. import scans
-from ..arrays import Array, ceil_div, index_dtype, is_cupy, namespace
-from ..dtypes import bits, nonzero_mask
+from ..arrays import scans
+from ..arrays.dtypes import bits, nonzero_mask
+from ..arrays.library import Array, ceil_div, index_dtype, is_cupy, namespace
+from ..arrays.segments import pointer
 from ..errors import IndexBoundsError, InvariantError, PatternError
-from ..segments import pointer
-from . import compiled, on_device
+from . import on_device
 from .base import INDEX, VALUE, Format, Panels, array, checked_values
 from .csr import CSR
+from .fast import compiled
 
 PANEL = 1 << 20
 """Dense elements a host pass looks at together."""
@@ -60,7 +61,7 @@ class Bitmask(Format):
         M, K = self.shape
         return list(scans.chunks(M, self.data, max(1, PANEL // max(1, K))))
 
-    def found_sound(self) -> bool:
+    def quick_check(self) -> bool:
         return on_device.bitmask_sound(self.shape, self.indptr, self.bitmask, self.data)
 
     def check_memory(self) -> None:
@@ -99,7 +100,7 @@ class Bitmask(Format):
         xp, (M, K) = namespace(x), x.shape
         if compiled.serves(x):
             indptr, bitmask, values = compiled.bitmask_from_dense(x)
-            return cls.made(shape=(M, K), indptr=indptr, bitmask=bitmask, data=values)
+            return cls.trusted(shape=(M, K), indptr=indptr, bitmask=bitmask, data=values)
         wide = ceil_div(K, 8)
         bitmask = xp.zeros((M, wide), np.uint8)
         counts = xp.zeros(M, np.int64)
@@ -116,7 +117,7 @@ class Bitmask(Format):
                 mask = full
             bitmask[i : i + step] = xp.packbits(mask.reshape(-1), bitorder="little").reshape(-1, wide)
         values = xp.concatenate(data).view(x.dtype)
-        return cls.made(shape=(M, K), indptr=pointer(counts, values.size), bitmask=bitmask, data=values)
+        return cls.trusted(shape=(M, K), indptr=pointer(counts, values.size), bitmask=bitmask, data=values)
 
     @classmethod
     def _from_csr(cls, a: CSR, **params: Any) -> Self:
@@ -133,7 +134,7 @@ class Bitmask(Format):
             one = xp.left_shift(1, col % 8).astype(np.int64)
             flat[byte[start]] = xp.add.reduceat(one, start).astype(np.uint8)
         indptr = a.indptr.astype(index_dtype(a.nnz))
-        return cls.made(shape=a.shape, indptr=indptr, bitmask=flat.reshape(M, wide), data=a.data)
+        return cls.trusted(shape=a.shape, indptr=indptr, bitmask=flat.reshape(M, wide), data=a.data)
 
     def _mask(self, s: slice) -> Array:
         """bool[rows, K] of a row panel."""
@@ -148,7 +149,7 @@ class Bitmask(Format):
         xp, K = namespace(self.data), self.shape[1]
         cols = [xp.nonzero(self._mask(s))[1].astype(index_dtype(K - 1)) for s in self._panels()]  # synchronize!
         indices = xp.concatenate(cols) if cols else xp.zeros(0, index_dtype(K - 1))
-        return CSR.made(shape=self.shape, indptr=self.indptr, indices=indices, data=self.data)
+        return CSR.trusted(shape=self.shape, indptr=self.indptr, indices=indices, data=self.data)
 
     def to_dense(self) -> Array:
         self.ensure_valid()  # the bit counts are addresses here

@@ -15,15 +15,16 @@ from typing import Any, Self
 
 import numpy as np
 
-from .. import scans
-from ..arrays import Array, ceil_div, index_dtype, is_cupy, namespace
-from ..dtypes import bits, nonzero_mask
+from ..arrays import scans
+from ..arrays.dtypes import bits, nonzero_mask
+from ..arrays.library import Array, ceil_div, index_dtype, is_cupy, namespace
+from ..arrays.segments import counts_of, distinct_sorted, pointer, rows_of
 from ..errors import PatternError
 from ..limits import check_bytes, product
-from ..segments import counts_of, distinct_sorted, pointer, rows_of
-from . import compiled, on_device
+from . import on_device
 from .base import INDEX, VALUE, Format, Panels, array, checked_values, param
 from .csr import CSR
+from .fast import compiled
 
 PANEL = 1 << 22
 """Dense elements a host scan looks at together."""
@@ -62,7 +63,7 @@ class BSR(Format):
         """int64[nnzb]: block row of each block."""
         return rows_of(self.indptr, self.nnzb)
 
-    def found_sound(self) -> bool:
+    def quick_check(self) -> bool:
         return on_device.bsr_sound(self.shape, self.blocksize, None, self.indptr, self.indices, self.data)
 
     def check_memory(self) -> None:
@@ -82,7 +83,7 @@ class BSR(Format):
         Mb, Kb = block_grid(x.shape, (R, C))
         if compiled.serves(x):
             indptr, indices, values = compiled.bsr_from_dense(x, (R, C), index_dtype(Kb - 1))
-            return cls.made(shape=(M, K), blocksize=(R, C), indptr=indptr, indices=indices, data=values)
+            return cls.trusted(shape=(M, K), blocksize=(R, C), indptr=indptr, indices=indices, data=values)
         step = max(1, Mb if is_cupy(x) else PANEL // max(1, R * K))
         counts, columns, blocks = [xp.zeros(0, np.int64)], [xp.zeros(0, np.int64)], [xp.zeros((0, R, C), bits(x).dtype)]
         for b in range(0, Mb, step):
@@ -101,7 +102,7 @@ class BSR(Format):
             blocks.append(tiles[row, col])
         data = xp.concatenate(blocks)
         data[~nonzero_mask(data.view(x.dtype))] = 0  # -0.0 becomes +0
-        return cls.made(
+        return cls.trusted(
             shape=(M, K),
             blocksize=(R, C),
             indptr=pointer(xp.concatenate(counts), data.shape[0]),
@@ -119,7 +120,7 @@ class BSR(Format):
         check_bytes(product(blocks.size, R, C, a.dtype.itemsize), f"{cls.name}: {blocks.size:,} blocks", a.nbytes)
         data = xp.zeros((blocks.size, R, C), a.dtype)
         bits(data)[slot, row % R, col % C] = bits(a.data)
-        return cls.made(
+        return cls.trusted(
             shape=a.shape,
             blocksize=(R, C),
             indptr=pointer(counts_of(blocks // max(1, Kb), Mb), blocks.size),

@@ -13,13 +13,14 @@ from typing import Any, Self
 
 import numpy as np
 
-from .. import scans
-from ..arrays import Array, index_dtype, is_cupy, namespace
-from ..dtypes import bits, nonzero_mask
+from ..arrays import scans
+from ..arrays.dtypes import bits, nonzero_mask
+from ..arrays.library import Array, index_dtype, is_cupy, namespace
+from ..arrays.segments import counts_of, offsets_from_counts, pointer, rows_of
 from ..errors import OrderError
-from ..segments import counts_of, offsets_from_counts, pointer, rows_of
-from . import compiled, on_device
+from . import on_device
 from .base import INDEX, VALUE, Format, Panels, array, checked_values
+from .fast import compiled
 
 PANEL = 1 << 20
 """Dense elements a host scan looks at together: the masks and positions stay in cache."""
@@ -64,7 +65,7 @@ class CSR(Format):
         """int64[nnz]: the row of each item."""
         return rows_of(self.indptr, self.nnz)
 
-    def found_sound(self) -> bool:
+    def quick_check(self) -> bool:
         return on_device.csr_sound(self.shape, self.indptr, self.indices)
 
     def check_memory(self) -> None:
@@ -91,7 +92,7 @@ class CSR(Format):
         if order is not None:
             cols, data = cols[order], bits(data)[order].view(data.dtype)
         indptr = pointer(counts_of(rows, M), rows.size)
-        return cls.made(shape=shape, indptr=indptr, indices=cols.astype(index_dtype(K - 1)), data=data)
+        return cls.trusted(shape=shape, indptr=indptr, indices=cols.astype(index_dtype(K - 1)), data=data)
 
     @classmethod
     def from_dense(cls, x: Array, **params: Any) -> Self:
@@ -101,7 +102,7 @@ class CSR(Format):
         M, K = x.shape
         if compiled.serves(x):
             indptr, indices, data = compiled.csr_from_dense(x, index_dtype(K - 1))
-            return cls.made(shape=(M, K), indptr=indptr, indices=indices, data=data)
+            return cls.trusted(shape=(M, K), indptr=indptr, indices=indices, data=data)
         xp = namespace(x)
         # Host arrays go panel by panel: bool masks and positions of a whole weight would be many times its size.
         step = max(1, M if is_cupy(x) else PANEL // max(1, K))
@@ -122,7 +123,7 @@ class CSR(Format):
             indptr[1:] = xp.cumsum(_join(xp, counts), dtype=np.int64)
         indices = _join(xp, cols) if M else xp.zeros(0, index_dtype(K - 1))
         values = _join(xp, parts).view(x.dtype) if M else xp.zeros(0, x.dtype)
-        return cls.made(shape=(M, K), indptr=indptr, indices=indices, data=values)
+        return cls.trusted(shape=(M, K), indptr=indptr, indices=indices, data=values)
 
     @classmethod
     def _from_csr(cls, a: CSR, **params: Any) -> Self:
@@ -152,7 +153,7 @@ class CSR(Format):
         kept = offsets_from_counts(keep.astype(np.int64))  # int64[nnz+1]: kept items before each
         indptr = kept[self.indptr]
         nnz = int(indptr[-1])  # synchronize!
-        return CSR.made(
+        return CSR.trusted(
             shape=self.shape,
             indptr=indptr.astype(index_dtype(nnz)),
             indices=self.indices[keep],
@@ -179,7 +180,7 @@ class CSR(Format):
                 "summed silently: sum them where the matrix is made (scipy: a.sum_duplicates())",
                 array="indices", index=(row, col), value=col, count=found[1],
             )  # fmt: skip
-        return CSR.made(
+        return CSR.trusted(
             shape=self.shape,
             indptr=self.indptr,
             indices=cols.astype(self.indices.dtype),

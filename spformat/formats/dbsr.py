@@ -12,10 +12,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from .. import scans
-from ..arrays import Array, index_dtype, namespace
+from ..arrays import scans
+from ..arrays.library import Array, index_dtype, namespace
+from ..arrays.segments import rows_of
 from ..errors import PointerError
-from ..segments import rows_of
 from . import on_device
 from .base import INDEX, VALUE, Format, array, param
 from .bsr import BSR, block_grid, blocks_to_csr, blocks_to_dense, check_blocks, check_inside
@@ -55,7 +55,7 @@ class DBSR(Format):
         """int64[nnzb]: block row of each block."""
         return self.row_ids[rows_of(self.indptr, self.nnzb)].astype(np.int64)
 
-    def found_sound(self) -> bool:
+    def quick_check(self) -> bool:
         return on_device.bsr_sound(self.shape, self.blocksize, self.row_ids, self.indptr, self.indices, self.data)
 
     def check_memory(self) -> None:
@@ -81,7 +81,7 @@ class DBSR(Format):
         indptr = xp.zeros(held.size + 1, b.indptr.dtype)
         indptr[1:] = b.indptr[held + 1]
         row_ids = held.astype(index_dtype(b.grid[0] - 1))
-        return cls.made(
+        return cls.trusted(
             shape=b.shape, blocksize=b.blocksize, row_ids=row_ids, indptr=indptr, indices=b.indices, data=b.data
         )
 

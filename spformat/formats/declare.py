@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import device_of, index_dtype, is_cupy
-from ..dtypes import dtype_name
+from ..arrays.dtypes import dtype_name
+from ..arrays.library import device_of, index_dtype, is_cupy
 from ..errors import ArrayError, UsageError
 
 VALUE, INDEX, POS = "VALUE", "INDEX", "POS"

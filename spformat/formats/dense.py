@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..arrays import Array
+from ..arrays.library import Array
 from .base import VALUE, Format, Panels, array, checked_values
 from .csr import CSR
 
@@ -37,11 +37,11 @@ class Dense(Format):
     def from_dense(cls, x: Array, **params: Any) -> Self:
         cls.resolve_params(params)
         x = checked_values(x, cls.name)
-        return cls.made(shape=x.shape, data=x)
+        return cls.trusted(shape=x.shape, data=x)
 
     @classmethod
     def _from_csr(cls, a: CSR, **params: Any) -> Self:
-        return cls.made(shape=a.shape, data=a.without_zeros().to_dense())
+        return cls.trusted(shape=a.shape, data=a.without_zeros().to_dense())
 
     def to_csr(self) -> CSR:
         return CSR.from_dense(self.data)

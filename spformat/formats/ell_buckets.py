@@ -16,14 +16,15 @@ from typing import Any, Self
 
 import numpy as np
 
-from .. import scans
-from ..arrays import PAD, Array, ceil_div, index_dtype, namespace
-from ..dtypes import bits, nonzero_mask
+from ..arrays import scans
+from ..arrays.dtypes import bits, nonzero_mask
+from ..arrays.library import PAD, Array, ceil_div, index_dtype, namespace
+from ..arrays.segments import counts_of, distinct_sorted, offsets_from_counts, pointer, rank_in_row, rows_of
 from ..errors import IndexBoundsError, InvariantError
-from ..segments import counts_of, distinct_sorted, offsets_from_counts, pointer, rank_in_row, rows_of
-from . import compiled, on_device
+from . import on_device
 from .base import AUTO, INDEX, VALUE, Format, array, checked_values, param, table
 from .csr import CSR
+from .fast import compiled
 
 MAX_WIDTH = 1 << 20
 
@@ -112,7 +113,7 @@ class ELLBuckets(Format):
 
     # ---------------------------------------------------------------- checking
 
-    def found_sound(self) -> bool:
+    def quick_check(self) -> bool:
         counts = np.array((self.rows_per_bucket, self.split_per_bucket), np.int64)
         buckets = counts.T.reshape(self.column_parts, len(self.widths), 2)
         arrays = self.row_ids, self.indices, self.data, self.source
@@ -210,7 +211,7 @@ class ELLBuckets(Format):
     ) -> Self:
         """Everything but the contents of the slots."""
         xp, (M, K), n_slots = namespace(layout.row), shape, int(layout.slots[-1])  # synchronize!
-        return cls.made(
+        return cls.trusted(
             shape=shape,
             **params,
             rows_per_bucket=tuple(layout.rows_per_bucket.tolist()),  # synchronize!

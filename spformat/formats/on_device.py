@@ -9,22 +9,22 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from ..arrays import Array, current_device, is_cupy
+from ..arrays.library import Array, current_device, is_cupy
 
 ON_DEVICE = {
-    "bitmask_sound": "bitmask_scan",
-    "bsr_sound": "bsr_scan",
-    "csr_sound": "csr_scan",
-    "ell_buckets_sound": "ell_buckets_scan",
-    "sr_bcrs_sound": "sr_bcrs_scan",
-    "two_four_sound": "two_four_scan",
-    "vector_nm_sound": "vector_nm_scan",
-    "vector_nm_encode": "vector_nm_convert",
-    "vector_nm_prune": "vector_nm_convert",
-    "vector_nm_to_dense": "vector_nm_convert",
-    "vector_nm_pack": "vector_nm_convert",
-    "two_four_pack": "two_four_pack",
-    "two_four_unpack": "two_four_pack",
+    "bitmask_sound": "bitmask.bitmask_scan",
+    "bsr_sound": "bsr.bsr_scan",
+    "csr_sound": "csr.csr_scan",
+    "ell_buckets_sound": "ell_buckets.ell_buckets_scan",
+    "sr_bcrs_sound": "sr_bcrs.sr_bcrs_scan",
+    "two_four_sound": "two_four.two_four_scan",
+    "vector_nm_sound": "vector_nm.vector_nm_scan",
+    "vector_nm_encode": "vector_nm.vector_nm_convert",
+    "vector_nm_prune": "vector_nm.vector_nm_convert",
+    "vector_nm_to_dense": "vector_nm.vector_nm_convert",
+    "vector_nm_pack": "vector_nm.vector_nm_convert",
+    "two_four_pack": "two_four.two_four_pack",
+    "two_four_unpack": "two_four.two_four_pack",
 }
 """Edge -> the module of backends/cuda with a function of that name, which takes what the function here (or, where the
 host has one too, in ``compiled``) takes, as CuPy arrays."""

@@ -14,15 +14,16 @@ from typing import Any, Self
 
 import numpy as np
 
-from .. import scans
-from ..arrays import PAD, Array, ceil_div, index_dtype, namespace
-from ..dtypes import bits, nonzero_mask
+from ..arrays import scans
+from ..arrays.dtypes import bits, nonzero_mask
+from ..arrays.library import PAD, Array, ceil_div, index_dtype, namespace
+from ..arrays.segments import counts_of, distinct_sorted, offsets_from_counts, pointer, rank_in_row, rows_of
 from ..errors import InvariantError, OrderError, PatternError
 from ..limits import check_bytes, product
-from ..segments import counts_of, distinct_sorted, offsets_from_counts, pointer, rank_in_row, rows_of
-from . import compiled, on_device
+from . import on_device
 from .base import INDEX, VALUE, Format, Panels, array, checked_values, param
 from .csr import CSR
+from .fast import compiled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
@@ -64,7 +65,7 @@ class SRBCRS(Format):
         """int64[G]: row tile of each group."""
         return rows_of(self.indptr, self.groups)
 
-    def found_sound(self) -> bool:
+    def quick_check(self) -> bool:
         return on_device.sr_bcrs_sound(self.shape, self.indptr, self.indices, self.data)
 
     def check_memory(self) -> None:
@@ -114,7 +115,7 @@ class SRBCRS(Format):
             return cls.from_csr(CSR.from_dense(x), **params)
         t, g = params["vector_length"], params["stride"]
         indptr, indices, data = compiled.sr_bcrs_from_dense(x, t, g, index_dtype(x.shape[1] - 1))
-        return cls.made(shape=x.shape, **params, indptr=indptr, indices=indices, data=data)
+        return cls.trusted(shape=x.shape, **params, indptr=indptr, indices=indices, data=data)
 
     @classmethod
     def _from_csr(cls, a: CSR, **params: Any) -> Self:
@@ -137,7 +138,7 @@ class SRBCRS(Format):
         at = slot[which]
         bits(data)[at // g, row % t, at % g] = bits(a.data)
         indptr = pointer(groups, n_groups)
-        return cls.made(shape=a.shape, **params, indptr=indptr, indices=indices.reshape(n_groups, g), data=data)
+        return cls.trusted(shape=a.shape, **params, indptr=indptr, indices=indices.reshape(n_groups, g), data=data)
 
     def _to_csr(self) -> CSR:
         xp = namespace(self.data)

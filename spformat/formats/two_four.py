@@ -17,13 +17,14 @@ from typing import Any, Self
 
 import numpy as np
 
-from .. import scans
-from ..arrays import Array, is_cupy, namespace, round_up
-from ..dtypes import bits, nonzero_mask
+from ..arrays import scans
+from ..arrays.dtypes import bits, nonzero_mask
+from ..arrays.library import Array, is_cupy, namespace, round_up
 from ..errors import IndexBoundsError, PatternError, StructureError
-from . import compiled, on_device
+from . import on_device
 from .base import VALUE, Format, Panels, array, checked_values, param
 from .csr import CSR
+from .fast import compiled
 
 PANEL = 1 << 20
 """Dense elements a host pass looks at together."""
@@ -184,7 +185,7 @@ class TwoFour(Format):
 
     # ---------------------------------------------------------------- checking
 
-    def found_sound(self) -> bool:
+    def quick_check(self) -> bool:
         if is_cupy(self.data):
             steps = meta_steps(self.padded_shape, self.meta_order)
             return on_device.two_four_sound(self.shape, self.data, self.meta, _NIBBLES, steps)
@@ -266,7 +267,7 @@ class TwoFour(Format):
             count, first, found = compiled.two_four_encode(x, _NIBBLES, meta_places((Mp, Kp), order), data, meta)
         if count:
             _refuse(count, divmod(first, Kp // 4), found)
-        return cls.made(shape=x.shape, meta_order=order, data=data, meta=meta)
+        return cls.trusted(shape=x.shape, meta_order=order, data=data, meta=meta)
 
     @classmethod
     def empty_arrays(cls, x: Array) -> tuple[Array, Array]:
@@ -318,7 +319,7 @@ class TwoFour(Format):
             _refuse(count, first, found)
         data[~nonzero_mask(data.view(like.dtype))] = 0  # a kept -0.0 becomes +0
         meta = reorder_meta(words.reshape(-1), (Mp, Kp), "logical", order)
-        return cls.made(shape=(M, K), meta_order=order, data=data.view(like.dtype), meta=meta)
+        return cls.trusted(shape=(M, K), meta_order=order, data=data.view(like.dtype), meta=meta)
 
     def _to_csr(self) -> CSR:
         parts = [(xp_rows, cols, s) for s in self._panels() for xp_rows, cols in [self._live(s)]]
@@ -361,7 +362,7 @@ def _row_panels(a: CSR, step: int) -> Iterator[Array]:
     for i in range(0, M, max(1, step)):
         stop = min(M, i + step)
         lo, hi = int(a.indptr[i]), int(a.indptr[stop])  # synchronize!
-        part = CSR.made(
+        part = CSR.trusted(
             shape=(stop - i, K),
             indptr=(a.indptr[i : stop + 1] - a.indptr[i]).astype(np.int32 if hi - lo < 2**31 else np.int64),
             indices=a.indices[lo:hi],

@@ -16,13 +16,14 @@ from typing import Any, Self
 
 import numpy as np
 
-from .. import scans
-from ..arrays import PAD, Array, ceil_div, is_cupy, namespace, round_up
-from ..dtypes import bits, nonzero_mask
+from ..arrays import scans
+from ..arrays.dtypes import bits, nonzero_mask
+from ..arrays.library import PAD, Array, ceil_div, is_cupy, namespace, round_up
 from ..errors import IndexBoundsError, InvariantError, PatternError, StructureError
-from . import compiled, on_device
+from . import on_device
 from .base import POS, VALUE, Format, array, checked_values, param
 from .csr import CSR
+from .fast import compiled
 
 PANEL = 1 << 22
 """Dense elements a host pass looks at together."""
@@ -125,7 +126,7 @@ class VectorNM(Format):
 
     # ---------------------------------------------------------------- checking
 
-    def found_sound(self) -> bool:
+    def quick_check(self) -> bool:
         if not on_device.vector_nm_sound(self.shape, self.n, self.m, self.vector_length, self.indices, self.data):
             return False
         if not self.packed:
@@ -252,7 +253,7 @@ class VectorNM(Format):
     @classmethod
     def _assemble(cls, shape: tuple[int, int], params: dict[str, Any], data: Array, indices: Array) -> Self:
         col_info, ranks = pack(indices, params, _padded(shape, params))
-        return cls.made(shape=shape, **params, data=data, indices=indices, col_info=col_info, ranks=ranks)
+        return cls.trusted(shape=shape, **params, data=data, indices=indices, col_info=col_info, ranks=ranks)
 
     def _to_csr(self) -> CSR:
         xp = namespace(self.data)

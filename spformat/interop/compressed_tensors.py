@@ -25,14 +25,14 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, ceil_div
-from ..dtypes import VALUE_TYPES, bits, value_type
+from ..arrays.dtypes import VALUE_TYPES, bits, value_type
+from ..arrays.library import Array, ceil_div
+from ..arrays.segments import offsets_from_counts
 from ..errors import ArrayError, FormatError, PatternError, PointerError, StructureError
 from ..formats.bitmask import Bitmask
 from ..formats.declare import MAX_DIMENSION
 from ..formats.two_four import TwoFour
 from ..limits import check_bytes
-from ..segments import offsets_from_counts
 
 BITMASK, TWO_FOUR = "sparse-bitmask", "sparse-24-bitmask"
 

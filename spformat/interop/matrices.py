@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from .. import files
-from ..arrays import Array, index_dtype
-from ..dtypes import VALUE_TYPES, value_type
+from ..arrays.dtypes import VALUE_TYPES, value_type
+from ..arrays.library import Array, index_dtype
+from ..arrays.segments import rows_of
 from ..errors import FormatError, IndexBoundsError, SpformatError, UsageError, printable
 from ..formats.csr import CSR
 from ..formats.declare import MAX_DIMENSION
-from ..formats.exchange import from_blocks
+from ..formats.foreign import from_blocks
 from ..limits import check_bytes
-from ..segments import rows_of
+from ..storage import files
 from .smtx import LARGEST, filled, ordered, read_smtx
 
 

@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from .. import files, output
-from ..arrays import Array, index_dtype
-from ..dtypes import nonzero_mask, value_type
+from ..arrays.dtypes import nonzero_mask, value_type
+from ..arrays.library import Array, index_dtype
+from ..arrays.segments import rank_in_row, rows_of
 from ..errors import FormatError, SpformatError, UsageError
 from ..formats.csr import CSR
 from ..formats.declare import MAX_DIMENSION
 from ..limits import check_bytes
-from ..segments import rank_in_row, rows_of
+from ..storage import files, output
 
 LARGEST = 4 << 30
 """Bytes of the largest text file that is read."""

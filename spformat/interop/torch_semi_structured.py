@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, current_device, namespace
-from ..dtypes import bits
+from ..arrays.dtypes import bits
+from ..arrays.library import Array, current_device, namespace
+from ..arrays.torch_tensors import array_to_torch, import_torch, torch_to_array
 from ..errors import ArrayError, PatternError, StructureError, UsageError
 from ..formats.two_four import COLS, META_ORDERS, ROWS, TwoFour, order_view
-from ..torch_tensors import array_to_torch, import_torch, torch_to_array
 
 ORDER = META_ORDERS[3]
 DTYPES = ("float16", "bfloat16")

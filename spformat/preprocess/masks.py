@@ -30,12 +30,13 @@ from typing import Any, overload
 import ml_dtypes
 import numpy as np
 
-from ..arrays import Array, ceil_div, current_device, is_cupy, namespace, round_up
-from ..dtypes import bits, value_type
+from ..arrays.dtypes import bits, value_type
+from ..arrays.library import Array, ceil_div, current_device, is_cupy, namespace, round_up
 from ..errors import StructureError, UsageError
-from ..formats import compiled, on_device
+from ..formats import on_device
 from ..formats.base import checked_values
 from ..formats.dense import Dense
+from ..formats.fast import compiled
 from ..formats.two_four import TwoFour, meta_places
 from ..formats.vector_nm import VectorNM
 
@@ -120,7 +121,7 @@ def apply(w: Array | Dense, mask: Array) -> Array | Dense:
         raise UsageError(f"apply: mask: expected {expected}, got {got}")
     raw = bits(x)
     out = xp.where(mask, raw, raw.dtype.type(0)).view(x.dtype)
-    return Dense.made(shape=x.shape, data=out) if isinstance(w, Dense) else out
+    return Dense.trusted(shape=x.shape, data=out) if isinstance(w, Dense) else out
 
 
 def prune_two_four(w: Array | Dense, *, meta_order: str = "ldmatrix", nonfinite: str = "refuse") -> TwoFour:
@@ -146,7 +147,7 @@ def prune_two_four(w: Array | Dense, *, meta_order: str = "ldmatrix", nonfinite:
             count = compiled.two_four_prune(x, _largest_finite(x.dtype) + 1, places, data, meta)
     if count and nonfinite == "refuse":
         _refuse_nonfinite(x)  # finds them again, to name the first
-    return TwoFour.made(shape=x.shape, meta_order=order, data=data, meta=meta)
+    return TwoFour.trusted(shape=x.shape, meta_order=order, data=data, meta=meta)
 
 
 def prune_vector_nm(

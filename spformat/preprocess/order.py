@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..arrays import Array, ceil_div, index_dtype, namespace
-from ..dtypes import bits
+from ..arrays.dtypes import bits
+from ..arrays.library import Array, ceil_div, index_dtype, namespace
+from ..arrays.segments import counts_of, pointer, rank_in_row, rows_of
 from ..errors import UsageError
 from ..formats.csr import CSR
 from ..formats.ell_buckets import MAX_WIDTH
 from ..limits import check_bytes
-from ..segments import counts_of, pointer, rank_in_row, rows_of
 
 
 def row_lengths(a: CSR) -> Array:
@@ -55,7 +55,7 @@ def permute_rows(a: CSR, row_order: Array) -> CSR:
     rows = rows_of(indptr, a.nnz)
     item = a.indptr[row_order[rows]] + rank_in_row(indptr, rows)
     data = bits(a.data)[item].view(a.dtype)
-    return CSR.made(shape=a.shape, indptr=indptr, indices=a.indices[item], data=data)
+    return CSR.trusted(shape=a.shape, indptr=indptr, indices=a.indices[item], data=data)
 
 
 def _check_permutation(row_order: Array, M: int) -> None:

@@ -17,11 +17,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .. import scans
-from ..arrays import PAD, Array, ceil_div, index_dtype, namespace
+from ..arrays import scans
+from ..arrays.library import PAD, Array, ceil_div, index_dtype, namespace
+from ..arrays.segments import offsets_from_counts, rank_in_row, rows_of
 from ..errors import IndexBoundsError, InvariantError, OrderError, PatternError
 from ..formats.csr import CSR
-from ..segments import offsets_from_counts, rank_in_row, rows_of
 
 WARPS = 8
 """Warps of a thread block."""

@@ -14,7 +14,7 @@ try:
 except ImportError:
     sys.exit("fuzz headers: needs atheris (python -m pip install '.[fuzz]'); --blind does without")
 
-PARSERS = ["spformat.stheader", "spformat.descriptor", "spformat.limits", "spformat.formats.declare"]
+PARSERS = ["spformat.storage.stheader", "spformat.storage.descriptor", "spformat.limits", "spformat.formats.declare"]
 
 with atheris.instrument_imports(include=PARSERS, enable_loader_override=False):
     from fuzz import headers

@@ -24,9 +24,9 @@ from typing import Any
 import hostile
 import safetensors
 
-from spformat import descriptor, stheader, stwriter
 from spformat.errors import FormatError, LimitError, SpformatError
 from spformat.formats import FORMATS
+from spformat.storage import descriptor, stheader, stwriter
 
 ASSEMBLED, OWN_LENGTH, UNCHECKED, IGNORE_UNKNOWN = 1, 2, 4, 8
 

@@ -25,11 +25,11 @@ from hostile import matrix
 
 from fuzz.oracle import touched
 from fuzz.substitutions import MEMORY
-from spformat import descriptor, stfile, stheader, stwriter
-from spformat.container import load, save
 from spformat.errors import FormatError, LimitError, StructureError
 from spformat.formats import FORMATS
 from spformat.formats.base import Format
+from spformat.storage import descriptor, stfile, stheader, stwriter
+from spformat.storage.container import load, save
 
 SHAPES = ((6, 9), (13, 34), (1, 1), (0, 7), (3, 0))
 Arrays = dict[str, np.ndarray[Any, Any]]

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from spformat.dtypes import VALUE_TYPES
+from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.formats.base import Format
 
 PAD = -1

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from fuzz import headers, mutants
-from spformat import descriptor, stheader
-from spformat.container import load
 from spformat.errors import FormatError, LimitError, SpformatError
 from spformat.formats import by_name, registered
+from spformat.storage import descriptor, stheader
+from spformat.storage.container import load
 
 STORED = Path(__file__).with_name("refusals.json")
 EACH = 3

@@ -33,8 +33,8 @@ from typing import Any
 import pytest
 
 from fuzz import headers, mutants, refusals
-from spformat.container import load, save
 from spformat.formats import FORMATS
+from spformat.storage.container import load, save
 
 HERE = Path(__file__).parent.parent
 TESTS = [
@@ -55,10 +55,10 @@ SLOW = (
 CHECKS = r".*\.(check_memory|check_canonical|dims|layout_problems|param_problems|_bad_nibble)|check_inside|check_blocks"
 TARGETS = {
     "spformat.limits": r"product|check|check_bytes|using",
-    "spformat.stheader": r"length|parse|strict_json|sniff|_.*",
-    "spformat.descriptor": r"read|undescribed|sealed|_.*",
-    "spformat.stfile": r"Reader\..*",
-    "spformat.scans": r".*",
+    "spformat.storage.stheader": r"length|parse|strict_json|sniff|_.*",
+    "spformat.storage.descriptor": r"read|undescribed|sealed|_.*",
+    "spformat.storage.stfile": r"Reader\..*",
+    "spformat.arrays.scans": r".*",
     "spformat.formats.base": r"Format\.(layout_problems|_dtypes_of|__post_init__|validate|ensure_valid|with_arrays)",
     "spformat.formats.declare": r"ParamDeclaration\..*|plain_int|parse_shape|parse_table|array_problems|_dtypes_of",
 } | {

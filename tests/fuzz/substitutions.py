@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from hostile import make
 
-from spformat.container import load, save
 from spformat.errors import FormatError, LimitError
 from spformat.formats import FORMATS, by_name
 from spformat.formats.base import Format
+from spformat.storage.container import load, save
 
 SHAPE = (3, 5)
 MEMORY = "/dev/shm"

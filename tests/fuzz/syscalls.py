@@ -34,9 +34,9 @@ import numpy as np
 from fuzz.substitutions import MEMORY
 from spformat.checkpoint import Recipe, convert_checkpoint
 from spformat.checkpoint.diff import diff_checkpoints
-from spformat.container import save, save_dense
 from spformat.errors import SpformatError
 from spformat.formats.csr import CSR
+from spformat.storage.container import save, save_dense
 
 FAULTS = ("error=ENOSPC", "error=EIO", "error=EINTR", "signal=KILL")
 ZERO_BYTES = "retval=0"

@@ -16,12 +16,13 @@ import pytest
 import safetensors
 
 from fuzz import headers, kills, mutants, oracle, refusals, score, substitutions, syscalls
-from spformat import descriptor, scans, stheader
+from spformat.arrays import scans
 from spformat.checkpoint import folder, manifest
 from spformat.errors import ContainerError
 from spformat.formats import FORMATS
 from spformat.formats.base import Format
 from spformat.formats.csr import CSR
+from spformat.storage import descriptor, stheader
 
 TRACED = pytest.mark.skipif(bool(syscalls.usable()), reason=syscalls.usable() or "-")
 
@@ -285,20 +286,22 @@ def changed(module: str, name: str, wanted: str) -> Any:
 
 def test_t24_a_mutant_really_runs_and_only_in_its_own_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     suite, before = OneSection(tmp_path), (scans.pointer, CSR.check_memory)
-    same = next(f for n, f in score.functions("spformat.scans") if n == "pointer")
-    assert score.outcome(suite, "", lambda: score.install("spformat.scans", "pointer", same)) == "survived"
+    same = next(f for n, f in score.functions("spformat.arrays.scans") if n == "pointer")
+    assert score.outcome(suite, "", lambda: score.install("spformat.arrays.scans", "pointer", same)) == "survived"
     for name, wanted in (("pointer", "start != 0: other comparison"), ("fail", "']: expected ': other text")):
-        assert score.outcome(suite, "", changed("spformat.scans", name, wanted)) == "words"
+        assert score.outcome(suite, "", changed("spformat.arrays.scans", name, wanted)) == "words"
     csr = changed("spformat.formats.csr", "CSR.check_memory", "scans.within")
     assert score.outcome(suite, "", csr) == "words"
     # Pieces of two elements at least instead of one: what they find is the same.
-    assert score.outcome(suite, "", changed("spformat.scans", "chunks", "1: one more")) == "survived"
+    assert score.outcome(suite, "", changed("spformat.arrays.scans", "chunks", "1: one more")) == "survived"
     monkeypatch.setattr(score, "SECONDS", 1)
     endless = ast.parse("def pointer(f, name, end):\n    while True: pass").body[0]
     assert isinstance(endless, ast.FunctionDef)
-    assert score.outcome(suite, "", lambda: score.install("spformat.scans", "pointer", endless)) == "hung or died"
+    assert (
+        score.outcome(suite, "", lambda: score.install("spformat.arrays.scans", "pointer", endless)) == "hung or died"
+    )
     with pytest.raises(RuntimeError, match="could not be put in place"):
-        score.outcome(suite, "", lambda: score.install("spformat.scans", "no such function", same))
+        score.outcome(suite, "", lambda: score.install("spformat.arrays.scans", "no such function", same))
     assert (scans.pointer, CSR.check_memory) == before
     suite.said("csr")
 
@@ -318,7 +321,7 @@ def test_t24_a_test_that_imported_the_function_gets_the_mutant(tmp_path: Path) -
     try:
         assert score.outcome(Asks(tmp_path), "", lambda: None) == "words"
         assert (
-            score.outcome(Asks(tmp_path), "", changed("spformat.scans", "first_true", "not count: dropped"))
+            score.outcome(Asks(tmp_path), "", changed("spformat.arrays.scans", "first_true", "not count: dropped"))
             == "survived"
         )
     finally:

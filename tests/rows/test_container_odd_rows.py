@@ -34,8 +34,9 @@ from catalogue import (
 )
 
 import spformat as sf
-from spformat import limits, stfile
-from spformat.dtypes import SAFETENSORS
+from spformat import limits
+from spformat.arrays.dtypes import SAFETENSORS
+from spformat.storage import stfile
 
 F32_2 = tensor()
 D8 = bytes(8)

@@ -11,7 +11,7 @@ import safetensors
 from catalogue import blob, refused, refused_file, tensor
 
 import spformat as sf
-from spformat import stfile
+from spformat.storage import stfile
 
 F32_2 = tensor()
 D8 = bytes(8)

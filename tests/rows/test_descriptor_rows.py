@@ -14,9 +14,10 @@ from catalogue import command, refused, refused_file, tree, unharmed, weights
 from hostile import Edit, change, described, drop, keep, make, put, rewrite
 
 import spformat as sf
-from spformat import DescriptorError, VersionError, limits, stwriter
+from spformat import DescriptorError, VersionError, limits
 from spformat.formats import FORMATS
 from spformat.formats.base import Format
+from spformat.storage import stwriter
 
 
 @pytest.fixture

@@ -17,11 +17,14 @@ from hostile import change, rewrite
 from rows.test_array_rows import CASES
 
 import spformat as sf
-from spformat import arrays, backends, container
-from spformat.backends.cuda import KERNELS, measured
-from spformat.backends.cuda.operands import leading
+from spformat import backends
+from spformat.arrays import library as arrays
+from spformat.backends.cuda import KERNELS
+from spformat.backends.cuda.runtime import measured
+from spformat.backends.cuda.runtime.operands import leading
 from spformat.formats import FORMATS
-from spformat.problem import Problem, tile_class
+from spformat.products.problem import Problem, tile_class
+from spformat.storage import container
 
 SPARSE = [f for f in FORMATS if f is not sf.Dense]
 
@@ -146,7 +149,7 @@ def test_G04_nothing_unvalidated_is_launched(cp: Any, folder: Path, monkeypatch:
     path = small_file(folder, fmt.name)
     data = path.read_bytes()
     loaded: list[str] = []
-    from spformat.backends.cuda import jit
+    from spformat.backends.cuda.runtime import jit
 
     load = jit.load
     monkeypatch.setattr(jit, "load", lambda source, *a, **k: (loaded.append(source), load(source, *a, **k))[1])
@@ -224,7 +227,7 @@ def test_G05_a_sticky_fault_ends_the_process(cp: Any, folder: Path) -> None:
 def test_G06_an_asynchronous_error_is_told_by_the_step_that_made_it(cp: Any, folder: Path) -> None:
     path = small_file(folder, "csr")
     code = (
-        "import cupy, numpy as np, spformat as sf\nfrom spformat import container\ncontainer.SCAN_ON_DEVICE = 0\n"
+        "import cupy, numpy as np, spformat as sf\nfrom spformat.storage import container\ncontainer.SCAN_ON_DEVICE = 0\n"
         "wild = cupy.RawKernel('extern \"C\" __global__ void wild(int* p) { p[0] = 1; }', 'wild')\n"
         "wild((1,), (1,), (np.uint64(64),))\n"
         "try: sf.load(sys.argv[1], device='cuda')\n"

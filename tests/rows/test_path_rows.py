@@ -15,8 +15,8 @@ import pytest
 from catalogue import command, refused, tree, unharmed, unprivileged, weights
 
 import spformat as sf
-from spformat import files, locks
 from spformat.checkpoint import convert_checkpoint, open_source
+from spformat.storage import files, locks
 
 INDEX = "model.safetensors.index.json"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -271,6 +271,6 @@ def test_F13_a_folder_without_permission_before_any_weights_are_read() -> None:
         folder.chmod(0o755)
         for target in ("shut/x.safetensors", "shut", "shut/sub"):
             with unharmed(folder), unprivileged(folder), pytest.MonkeyPatch.context() as patch:
-                patch.setattr("spformat.stfile.Reader._owned", lambda *_: pytest.fail("weights were read"))
+                patch.setattr("spformat.storage.stfile.Reader._owned", lambda *_: pytest.fail("weights were read"))
                 answer = command("convert", "in.safetensors", target, "--to", "csr")
             assert (answer.code, "Permission denied" in answer.err) == (73, True), answer

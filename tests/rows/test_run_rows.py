@@ -20,8 +20,8 @@ import pytest
 from catalogue import command, python, refused, shell, tree, unharmed, weights
 
 import spformat as sf
-from spformat import locks
 from spformat.checkpoint import convert_checkpoint, open_source
+from spformat.storage import locks
 
 MANIFEST, JOURNAL = "spformat.json", "spformat.partial.json"
 OUT = ("spformat-00001-of-00002.safetensors", "spformat-00002-of-00002.safetensors")
@@ -282,7 +282,7 @@ def test_F24_two_runs_on_one_folder(model: Path) -> None:
     with locks.folder_lock(out):
         assert command("convert", model, out, "--to", "csr").code == 75
     code = (
-        "import time\nfrom spformat import locks\n"
+        "import time\nfrom spformat.storage import locks\n"
         "with locks.folder_lock(sys.argv[1]):\n    print('ready', flush=True); time.sleep(60)\n"
     )
     child = subprocess.Popen([sys.executable, "-c", "import sys\n" + code, str(out)], stdout=subprocess.PIPE)

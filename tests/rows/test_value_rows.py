@@ -13,11 +13,11 @@ from catalogue import PARAMS, command, refused, refused_file, small, small_file,
 from hostile import change, described, keep, rewrite
 
 import spformat as sf
-from spformat.dtypes import VALUE_TYPES, bits, nonzero_mask
+from spformat.arrays.dtypes import VALUE_TYPES, bits, nonzero_mask
 from spformat.formats import FORMATS
 from spformat.formats.base import Format
 from spformat.preprocess import masks
-from spformat.problem import Problem, tile_class
+from spformat.products.problem import Problem, tile_class
 
 ALL = [(f, p) for f in FORMATS for p in params_of(f.name)]
 IDS = [f"{f.name}{list(p.values()) if p else ''}" for f, p in ALL]

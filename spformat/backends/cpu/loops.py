@@ -19,7 +19,7 @@ import numpy as np
 from numba.core import types
 from numba.extending import overload
 
-from ...formats.lanes import WIDE, ones, pack_columns
+from ...formats.fast.simd import WIDE, ones, pack_columns
 from .tiles import OCT, PAIR, QUAD, SINGLE, VECTOR, bfloat16, lowest_bit, word_columns
 
 ITEMS = 512

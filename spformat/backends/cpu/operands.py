@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from ... import threads
-from ...arrays import Array, ceil_div
-from ...dtypes import VALUE_TYPES, bits
-from ...problem import Problem
+from ...arrays import threads
+from ...arrays.dtypes import VALUE_TYPES, bits
+from ...arrays.library import Array, ceil_div
+from ...products.problem import Problem
 
 VECTOR = 64
 """Bytes of a vector of the compiled tiles; a tile of B is one or two of them wide."""

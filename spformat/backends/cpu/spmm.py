@@ -13,21 +13,21 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ... import threads
-from ...arrays import Array, ceil_div, index_dtype
-from ...dtypes import VALUE_TYPES
-from ...formats import compiled
+from ...arrays import threads
+from ...arrays.dtypes import VALUE_TYPES
+from ...arrays.library import Array, ceil_div, index_dtype
+from ...arrays.segments import counts_of, offsets_from_counts
 from ...formats.bitmask import Bitmask
 from ...formats.bsr import BSR
 from ...formats.csr import CSR
 from ...formats.dbsr import DBSR
 from ...formats.dense import Dense
 from ...formats.ell_buckets import ELLBuckets
+from ...formats.fast import compiled
 from ...formats.sr_bcrs import SRBCRS
 from ...formats.two_four import TwoFour, meta_places
 from ...formats.vector_nm import VectorNM
-from ...problem import Plan, Problem, reasons
-from ...segments import counts_of, offsets_from_counts
+from ...products.problem import Plan, Problem, reasons
 from ..base import marked_only
 from ..host import check_operands
 from .operands import Work, coded, fixed, multiply, output_dtypes, store, sums_dtype, widened

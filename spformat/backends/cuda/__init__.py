@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import functools
 
-from ...arrays import import_cupy
+from ...arrays.library import import_cupy
 from ...errors import DeviceUnavailable
-from ...problem import Problem
+from ...products.problem import Problem
 from ..base import Kernel, marked_only
-from . import measured
-from .spmm_bitmask import SpmmBitmask
-from .spmm_bitmask_tc import SpmmBitmaskTensor
-from .spmm_bsr import SpmmBSR
-from .spmm_bsr_sm90a import SpmmBSRHopper
-from .spmm_csr import SpmmCSR
-from .spmm_csr_tc import SpmmCSRTensor
-from .spmm_ell_buckets import SpmmELLBuckets
-from .spmm_sr_bcrs import SpmmSRBCRS
-from .spmm_sr_bcrs_sm90a import SpmmSRBCRSHopper
-from .spmm_sr_bcrs_tc import SpmmSRBCRSTensor
-from .spmm_two_four import SpmmTwoFour
-from .spmm_two_four_sm90 import SpmmTwoFourSm90
-from .spmm_two_four_sm90a import SpmmTwoFourSm90a
-from .spmm_two_four_tokens import SpmmTwoFourTokens
-from .spmm_vector_nm import SpmmVectorNM
-from .spmm_vector_nm_mma import SpmmVectorNMTensor
-from .spmm_vector_nm_sm90a import SpmmVectorNMSm90a
-from .spmm_vector_nm_tma_sm90a import SpmmVectorNMTMA
+from .bitmask.spmm_bitmask import SpmmBitmask
+from .bitmask.spmm_bitmask_tc import SpmmBitmaskTensor
+from .bsr.spmm_bsr import SpmmBSR
+from .bsr.spmm_bsr_sm90a import SpmmBSRHopper
+from .csr.spmm_csr import SpmmCSR
+from .csr.spmm_csr_tc import SpmmCSRTensor
+from .ell_buckets.spmm_ell_buckets import SpmmELLBuckets
+from .runtime import measured
+from .sr_bcrs.spmm_sr_bcrs import SpmmSRBCRS
+from .sr_bcrs.spmm_sr_bcrs_sm90a import SpmmSRBCRSHopper
+from .sr_bcrs.spmm_sr_bcrs_tc import SpmmSRBCRSTensor
+from .two_four.spmm_two_four import SpmmTwoFour
+from .two_four.spmm_two_four_sm90 import SpmmTwoFourSm90
+from .two_four.spmm_two_four_sm90a import SpmmTwoFourSm90a
+from .two_four.spmm_two_four_tokens import SpmmTwoFourTokens
+from .vector_nm.spmm_vector_nm import SpmmVectorNM
+from .vector_nm.spmm_vector_nm_mma import SpmmVectorNMTensor
+from .vector_nm.spmm_vector_nm_sm90a import SpmmVectorNMSm90a
+from .vector_nm.spmm_vector_nm_tma_sm90a import SpmmVectorNMTMA
 
 KERNELS: tuple[Kernel, ...] = marked_only(
     SpmmBSRHopper(),

@@ -1,0 +1,1 @@
+"""Arrays on the host and on a device: libraries, value types, segments, scans, threads, torch tensors."""

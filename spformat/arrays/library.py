@@ -1,0 +1,219 @@
+"""Which array library a value belongs to, and the index types: the only place that knows numpy and CuPy apart."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from ..errors import (
+    ArrayError,
+    DeviceError,
+    DeviceFault,
+    DeviceMemoryError,
+    DeviceUnavailable,
+    SpformatError,
+    UsageError,
+)
+
+PAD = -1
+"""The index of a padded slot in every index array."""
+
+Array = Any
+"""numpy.ndarray or cupy.ndarray."""
+
+INT32_MAX = 2**31 - 1
+
+_NO_DEVICE = {35, 100, 101}
+"""CUDA status: driver older than the runtime, no device, no such device."""
+_OUT_OF_MEMORY = 2
+_STICKY = {214, 700, 701, 702, 709, 710, *range(714, 721)}
+"""CUDA status after which every call of the process fails: ECC, illegal address, timeout, assert, misaligned, .."""
+
+
+def ceil_div(a: int, b: int) -> int:
+    """ceil(a / b) for a >= 0, b > 0."""
+    return -(-a // b)
+
+
+def round_up(a: int, b: int) -> int:
+    """The smallest multiple of b that is >= a."""
+    return b * ceil_div(a, b)
+
+
+def index_dtype(bound: int) -> np.dtype[Any]:
+    """int32 when every number up to ``bound`` fits, else int64."""
+    return np.dtype(np.int32 if bound <= INT32_MAX else np.int64)
+
+
+def is_cupy(x: Any) -> bool:
+    """True for a CuPy array. CuPy is not imported: an array of it can only exist if somebody else did."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(x, cupy.ndarray)
+
+
+BOUNDARY = 16
+"""Bytes of the widest load of a GPU: arrays of a matrix on a device start on a multiple."""
+
+
+def on_boundary(x: Any) -> Any:
+    """``x``, or a copy of an array on a device that starts elsewhere (a slice, memory of another library)."""
+    if not is_cupy(x) or not x.size or x.data.ptr % BOUNDARY == 0:
+        return x
+    with current_device(x):  # a copy goes to the current one
+        return x.copy()
+
+
+def namespace(x: Array) -> Any:
+    """numpy or cupy, the library ``x`` belongs to."""
+    if isinstance(x, np.ndarray):
+        return np
+    if is_cupy(x):
+        return sys.modules["cupy"]
+    raise ArrayError(f"expected a numpy or CuPy array, got {type(x).__module__}.{type(x).__name__}")
+
+
+def device_of(x: Array) -> str:
+    """ "cpu" or "cuda:<id>"."""
+    return f"cuda:{x.device.id}" if is_cupy(x) else "cpu"
+
+
+def current_device(x: Array) -> AbstractContextManager[Any]:
+    """``with current_device(x):`` new arrays and kernels go where ``x`` is, whatever device CuPy has current.
+
+    What CuPy raises inside comes out as this package's errors.
+    """
+    return _typed_on(x.device) if is_cupy(x) else nullcontext()
+
+
+@contextmanager
+def _typed_on(device: Any) -> Iterator[None]:
+    try:
+        with device:
+            yield
+    except (RuntimeError, MemoryError) as e:  # what CuPy raises is derived from these
+        typed = device_error(e)
+        if typed is None:
+            raise
+        raise typed from e
+
+
+def device_error(e: BaseException) -> SpformatError | None:
+    """The typed error for one that CuPy raised; None for any other. Told by names: CuPy is not imported.
+
+    Out of memory leaves the context usable; an illegal address does not, and every later call would fail.
+    """
+    if isinstance(e, SpformatError) or not type(e).__module__.startswith(("cupy", "cupy_backends")):
+        return None
+    kind, status = type(e).__name__, getattr(e, "status", None)
+    if kind == "OutOfMemoryError" or (kind.startswith("CUDA") and status == _OUT_OF_MEMORY):
+        return DeviceMemoryError(f"not enough device memory: {e}; the CUDA context is usable")
+    if not kind.startswith(("CUDARuntimeError", "CUDADriverError")):
+        return None
+    if status in _NO_DEVICE:
+        return DeviceUnavailable(f"{e}; `spformat env` shows what is there")
+    if status in _STICKY:
+        return DeviceFault(f"{e}; CUDA context lost: the process must end, restart it")
+    return DeviceError(f"{e}")
+
+
+def parse_device(device: str) -> int | None:
+    """None for "cpu", the id for "cuda" or "cuda:<id>"."""
+    kind, _, number = str(device).partition(":")  # a torch.device is taken, too
+    if kind == "cpu" and not number:
+        return None
+    if kind == "cuda" and (not number or number.isdecimal()):
+        return int(number or 0)
+    raise UsageError(f"device: expected 'cpu', 'cuda' or 'cuda:<id>', got {device!r}")
+
+
+def to_device(x: Array, device: str) -> Array:
+    """A copy of ``x`` on ``device``, or ``x`` itself when it is there; the one place where data crosses.
+
+    Raises DeviceUnavailable, DeviceMemoryError, or ArrayError for a dtype the device library lacks (float8).
+    """
+    number = parse_device(device)
+    if number is None:
+        return x.get() if is_cupy(x) else x
+    cupy = import_cupy()
+    if is_cupy(x) and x.device.id == number:
+        return x
+    with device_errors(device, x.dtype, x.nbytes), cupy.cuda.Device(number):
+        return cupy.asarray(x)
+
+
+def has_dtype(device: str, dtype: str) -> bool:
+    """Whether an array of the dtype (numpy or ml_dtypes name) can be on ``device``: CuPy has no eight-bit floats."""
+    return parse_device(device) is None or not dtype.startswith("float8")
+
+
+def default_stream(device: str) -> AbstractContextManager[Any]:
+    """For a ``with`` block: kernels go to the default stream, the one that helping threads use too."""
+    if parse_device(device) is None:
+        return nullcontext()
+    null: AbstractContextManager[Any] = import_cupy().cuda.Stream.null
+    return null
+
+
+def room_on(device: str) -> int:
+    """Bytes of a CUDA device that results may wait in: half of what is free, so that a conversion has the rest."""
+    cupy = import_cupy()
+    with device_errors(device, "any", 0), cupy.cuda.Device(parse_device(device)) as chosen:
+        return int(chosen.mem_info[0]) // 2
+
+
+@contextmanager
+def device_errors(device: str, dtype: Any, nbytes: int) -> Iterator[None]:
+    """What CuPy raises while ``nbytes`` of ``dtype`` are placed on ``device``, as this package's errors."""
+    cupy = import_cupy()
+    try:
+        yield
+    except (cupy.cuda.memory.OutOfMemoryError, cupy.cuda.runtime.CUDARuntimeError) as e:
+        typed = device_error(e)
+        if typed is None:
+            raise
+        typed.message = f"{device}: {nbytes:,} bytes: {typed.message}"
+        raise typed from e
+    except ValueError as e:
+        message = f"CuPy {cupy.__version__} cannot hold dtype {dtype} on a device; keep the tensor on the host"
+        raise ArrayError(message, value=str(dtype)) from e
+
+
+def import_cupy() -> Any:
+    """cupy, or DeviceUnavailable with the line to type."""
+    try:
+        import cupy
+    except ImportError as e:
+        raise DeviceUnavailable("CuPy is not installed: pip install 'spformat[cuda13]' (or cuda12)") from e
+    except OSError as e:  # it makes its folder for compiled kernels when it is imported
+        raise DeviceUnavailable(f"CuPy cannot start: {e}; CUPY_CACHE_DIR names a folder it may write to") from e
+    _settle_cache()
+    return cupy
+
+
+@functools.cache
+def _settle_cache() -> None:
+    """Have CuPy compile in memory where nothing can be written into its folder: its own answer is an OSError."""
+    import tempfile
+
+    folder = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()  # permissions alone do not tell: the file system may be read-only
+    except OSError:
+        compile_in_memory()
+
+
+def compile_in_memory() -> None:
+    """Have CuPy leave its folder of compiled kernels alone from now on."""
+    os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+
+
+def unsigned(x: Array) -> Array:
+    """An integer array as unsigned of the same width: a negative number becomes larger than any bound."""
+    return x.view(np.dtype(f"uint{8 * x.dtype.itemsize}"))

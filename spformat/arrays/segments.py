@@ -1,0 +1,63 @@
+"""What converters are built of: offsets, rows and ranks of items in variable-length segments.
+
+Every function works on numpy and CuPy alike and uses only operations both have (cumsum, searchsorted,
+repeat, argsort, boolean masks). ``# synchronize!`` marks where the host waits for a device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..limits import check_bytes
+from .library import Array, index_dtype, namespace
+
+
+def offsets_from_counts(counts: Array, dtype: Any = None) -> Array:
+    """[0, c0, c0+c1, ..]: int[len(counts)+1] of ``dtype`` (int64 when None)."""
+    xp = namespace(counts)
+    out = xp.zeros(counts.size + 1, dtype or np.int64)
+    xp.cumsum(counts, dtype=out.dtype, out=out[1:])
+    return out
+
+
+def pointer(counts: Array, total: int) -> Array:
+    """Offsets in the index type that ``total``, the last one, demands."""
+    return offsets_from_counts(counts, index_dtype(total))
+
+
+def rows_of(indptr: Array, n: int) -> Array:
+    """int64[n]: the segment of each of the n items that ``indptr`` (valid, ending at n) delimits."""
+    xp = namespace(indptr)
+    rows = indptr.size - 1
+    if xp is np:
+        return np.repeat(np.arange(rows, dtype=np.int64), np.diff(indptr))
+    # cupy.repeat wants its counts on the host; a search keeps everything on the device.
+    return xp.searchsorted(indptr[1:], xp.arange(n, dtype=indptr.dtype), side="right").astype(np.int64)
+
+
+def rank_in_row(indptr: Array, rows: Array) -> Array:
+    """int64[n]: 0, 1, 2, .. inside each segment, for items whose segments are ``rows``."""
+    xp = namespace(indptr)
+    return xp.arange(rows.size, dtype=np.int64) - indptr[rows]
+
+
+def distinct_sorted(keys: Array, bound: int) -> tuple[Array, Array]:
+    """(the distinct keys ascending int64, for every key its place among them); 0 <= key < bound."""
+    xp = namespace(keys)
+    if bound <= 8 * keys.size + (1 << 20):  # a flag a key is cheaper than a sort
+        seen = xp.zeros(bound, bool)
+        seen[keys] = True
+        return xp.flatnonzero(seen), (xp.cumsum(seen, dtype=np.int64) - 1)[keys]  # synchronize!
+    distinct, place = xp.unique(keys, return_inverse=True)  # synchronize!
+    return distinct, place.reshape(-1)
+
+
+def counts_of(ids: Array, n: int) -> Array:
+    """int64[n]: how often each of 0 .. n-1 occurs. LimitError when a declared n is over the memory budget."""
+    xp = namespace(ids)
+    check_bytes(8 * n, f"counts of {n} rows or segments", ids.nbytes)
+    if ids.size == 0:
+        return xp.zeros(n, np.int64)
+    return xp.bincount(ids, minlength=n).astype(np.int64, copy=False)

@@ -1,0 +1,215 @@
+"""Tensors of torch, whose memory is shared both ways; on a device, torch's current stream and its allocator."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..errors import UsageError
+from .dtypes import VALUE_TYPES, bits
+from .library import Array, import_cupy, is_cupy
+
+
+def import_torch() -> Any:
+    """torch, or UsageError with the line to type."""
+    try:
+        import torch
+    except ImportError as e:
+        raise UsageError("torch is not installed: pip install 'spformat[torch]'") from e
+    return torch
+
+
+def is_torch(x: Any) -> bool:
+    """True for a torch tensor. torch is not imported: a tensor of it can only exist if somebody else did."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
+def array_to_torch(x: Array) -> Any:
+    """A torch tensor that shares the memory of a numpy or CuPy array (read-only arrays are copied)."""
+    torch = import_torch()
+    if x.dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        # Neither numpy nor DLPack of numpy carries these: move the bits, then view.
+        return array_to_torch(bits(x)).view(getattr(torch, x.dtype.name))
+    if is_cupy(x):
+        return torch.from_dlpack(x)
+    return torch.from_numpy(x if x.flags.writeable else x.copy())
+
+
+def torch_to_array(t: Any) -> Array:
+    """A numpy or CuPy array that shares the memory of a torch tensor, strides included.
+
+    On a device, what torch queued before on its current stream is done before what CuPy queues next on its own.
+    """
+    import torch
+
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"expected a torch tensor, got {type(t).__module__}.{type(t).__name__}")
+    if t.is_cuda:
+        cuda, device = _cupy().cuda, t.get_device()
+        with cuda.Device(device):
+            _after(_stream_of_torch(device), cuda.get_current_stream())
+            return _device_array(t, functools.partial(_array_at, owner=t))
+    t = t.detach()
+    name = str(t.dtype).removeprefix("torch.")
+    if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2") and t.layout == torch.strided:
+        raw = torch_to_array(t.view(torch.uint16 if t.element_size() == 2 else torch.uint8))
+        return raw.view(VALUE_TYPES[name].numpy)
+    try:
+        array: Array = t.numpy()
+    except (RuntimeError, TypeError) as e:
+        raise _not_shared(t, e) from e
+    return array
+
+
+class TorchStream:
+    """``with TorchStream(t) as array:`` ``array`` makes arrays of tensors; for a ``t`` on a device CuPy's current stream is
+    that of torch meanwhile.
+
+    So what torch queued before is done before, what it queues after comes after, and its allocator and its graphs see
+    all of it. What was queued on CuPy's own stream (a matrix that was converted just now) comes before, too.
+    Arrays on a device are known again (a call has few microseconds) and do not keep their memory.
+    """
+
+    __slots__ = ("_device", "_entered")
+
+    def __init__(self, t: Any) -> None:
+        self._device = t.get_device() if t.is_cuda else None
+        self._entered: list[Any] = []
+
+    def __enter__(self) -> Callable[[Any], Array]:
+        if self._device is None:
+            return torch_to_array
+        cuda = _cupy().cuda
+        try:
+            if cuda.runtime.getDevice() != self._device:
+                self._enter(cuda.Device(self._device))
+            stream = _stream_of_torch(self._device)
+            _after(cuda.get_current_stream(), stream)
+            self._enter(stream)
+        except BaseException:
+            self.__exit__()
+            raise
+        return _lent
+
+    def _enter(self, what: Any) -> None:
+        what.__enter__()
+        self._entered.append(what)
+
+    def __exit__(self, *_: object) -> None:
+        while self._entered:
+            self._entered.pop().__exit__(None, None, None)
+
+
+def torch_empty(t: Any, shape: tuple[int, ...], dtype: str) -> Any:
+    """Memory of torch's allocator where ``t`` is."""
+    import torch
+
+    return torch.empty(shape, dtype=getattr(torch, dtype), device=t.device)
+
+
+def mergeable(t: Any) -> Any:
+    """``t``, or a copy in torch's memory where its leading dimensions cannot be taken as one. A copy in ours would be
+    given to others before a graph that captured it is replayed."""
+    return t.reshape(math.prod(t.shape[:-1]), t.shape[-1]).view(t.shape)
+
+
+def check_operands(**tensors: Any) -> None:
+    """TypeError for what is no torch tensor beside one (None: not given); UsageError for one on another device than the
+    first, and for one that wants a gradient: it would get none, and nobody would be told."""
+    import torch
+
+    graded = torch.is_grad_enabled()
+    first, at = next(iter(tensors.items()))
+    for name, t in tensors.items():
+        if t is None:
+            continue
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name}: expected a torch tensor, got {type(t).__module__}.{type(t).__name__}")
+        if t.device != at.device:
+            where = f"{name} is on {t.device}, {first} on {at.device}"
+            raise UsageError(f"{where}; nothing is copied between them unasked: use {name}.to({first}.device)")
+        if graded:
+            _refuse_gradient(name, t)
+
+
+def refuse_gradient(name: str, x: Any) -> None:
+    """UsageError for a torch tensor whose gradient a product would cut off without a word."""
+    if is_torch(x) and sys.modules["torch"].is_grad_enabled():
+        _refuse_gradient(name, x)
+
+
+def _refuse_gradient(name: str, t: Any) -> None:
+    if t.requires_grad:
+        raise UsageError(
+            f"{name}: this tensor requires a gradient, and products here have none: use `with torch.no_grad():`, "
+            f"or give {name}.detach()"
+        )
+
+
+def _lent(t: Any) -> Array:
+    return _device_array(t, _known) if t.is_cuda else torch_to_array(t)
+
+
+def _device_array(t: Any, made: Callable[..., Array]) -> Array:
+    try:
+        return made(t.data_ptr(), t.shape, t.stride(), t.dtype, t.get_device())
+    except (RuntimeError, TypeError, NotImplementedError) as e:  # a sparse layout; a type of torch alone
+        raise _not_shared(t, e) from e
+
+
+def _array_at(ptr: int, shape: Any, stride: Any, dtype: Any, device: int, owner: Any = None) -> Array:
+    """Not by DLPack, which takes tensors of torch's current device only and no bfloat16."""
+    cuda, name = _cupy().cuda, str(dtype).removeprefix("torch.")
+    values = VALUE_TYPES[name].numpy if name in VALUE_TYPES else np.dtype(name)
+    steps = tuple(values.itemsize * s for s in stride)
+    nbytes = (
+        values.itemsize + sum((n - 1) * step for n, step in zip(shape, steps, strict=True)) if 0 not in shape else 0
+    )
+    memory = cuda.MemoryPointer(cuda.UnownedMemory(ptr, nbytes, owner, device), 0)
+    return _cupy().ndarray(tuple(shape), values, memory, steps)
+
+
+_known = functools.lru_cache(maxsize=512)(_array_at)
+_cupy = functools.cache(import_cupy)
+
+
+def _not_shared(t: Any, e: Exception) -> UsageError:
+    what = f"{t.dtype}, {t.layout}, device {t.device}"
+    return UsageError(
+        f"torch tensor ({what}): its memory cannot be shared with {'CuPy' if t.is_cuda else 'numpy'}: {e}"
+    )
+
+
+class _Handle:
+    """A stream by its address, for CuPy (CUDA stream protocol)."""
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.ptr
+
+
+@functools.lru_cache(maxsize=256)
+def _stream(ptr: int) -> Any:
+    return _cupy().cuda.Stream.from_external(_Handle(ptr))
+
+
+def _stream_of_torch(device: int) -> Any:
+    """torch's current stream of a device, as one of CuPy."""
+    import torch
+
+    return _stream(torch.cuda.current_stream(device).cuda_stream)
+
+
+def _after(earlier: Any, later: Any) -> None:
+    """One stream of CuPy waits for what was queued on another, unless it is captured: a graph cannot wait for what is
+    outside of it."""
+    if earlier.ptr != later.ptr and not later.is_capturing():
+        later.wait_event(earlier.record())

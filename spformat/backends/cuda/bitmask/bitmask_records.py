@@ -1,0 +1,76 @@
+"""Bitmask with 16-bit values in the order of the tensor cores' registers, once per matrix.  See bitmask_records.cu."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ....arrays.library import ceil_div
+from ....products.problem import Problem
+from ..runtime import jit
+from ..runtime.launch import Launch, finish_arrays
+from .bitmask_slices import STEP, values_before
+
+SOURCE = "bitmask/bitmask_records.cu"
+THREADS = 256
+ROWS = 16  # of a record; it has STEP columns
+
+
+@dataclass(frozen=True)
+class Records:
+    """The records of a ``Bitmask``: ``data`` uint8, and ``starts`` uint32[records + 1] in pieces of 16 bytes."""
+
+    data: Any
+    starts: Any
+    steps: int
+    """records of a row tile"""
+    longest: int
+    """bytes of the longest record"""
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.data.nbytes + self.starts.nbytes)
+
+
+def instances() -> tuple[str, ...]:
+    """C++ names that the compile tests build."""
+    return ("bitmask_record_sizes", "bitmask_records<int>", "bitmask_records<long long>")
+
+
+def pieces_at_most(p: Problem) -> int:
+    """Pieces of 16 bytes that the records of a problem's matrix have together, at most."""
+    return ceil_div(p.nnz, 8) + 10 * ceil_div(p.M, ROWS) * ceil_div(p.K, STEP)
+
+
+def records(a: Any, p: Problem) -> Records:
+    """The records of ``a``, the same for every plan of the matrix."""
+    key = "bitmask records"
+    if key not in a._derived:
+        a._derived[key] = _pack(a, p)
+    made: Records = a._derived[key]
+    return made
+
+
+def _pack(a: Any, p: Problem) -> Records:
+    import cupy
+
+    steps, width = ceil_div(p.K, STEP), ceil_div(p.K, 8)
+    count = ceil_div(p.M, ROWS) * steps
+    arch = jit.architecture(p.sm or 80, ())
+    with cupy.cuda.Device(p.device_id):
+        stream = cupy.cuda.get_current_stream(p.device_id)
+        starts = cupy.zeros(count + 1, "uint32")
+        if not count:
+            return Records(cupy.zeros(16, "uint8"), starts, steps, 0)
+        grid = (ceil_div(32 * count, THREADS), 1, 1)
+        measure = jit.load(SOURCE, "bitmask_record_sizes", arch, p.device_id)
+        Launch(measure, "PPqqqq", (a.bitmask, starts[1:], p.M, width, steps, count), THREADS)(grid, stream.ptr)
+        longest = 16 * int(starts.max())  # synchronize!
+        cupy.cumsum(starts, out=starts)
+        data = cupy.empty(16 * int(starts[-1]), "uint8")  # synchronize!
+        name = f"bitmask_records<{'int' if a.indptr.dtype == 'int32' else 'long long'}>"
+        before = values_before(a, p, steps)
+        fixed = (a.indptr, a.bitmask, a.data, before, starts, data, p.M, width, steps, count)
+        Launch(jit.load(SOURCE, name, arch, p.device_id), "PPPPPPqqqq", fixed, THREADS)(grid, stream.ptr)
+        finish_arrays()  # synchronize!
+        return Records(data, starts, steps, longest)

@@ -1,0 +1,118 @@
+"""SpMM on Bitmask with tensor cores, bf16/f16 in, f32 sums, few columns of B.  Kernel: spmm_bitmask_tc.cu."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ....arrays.dtypes import VALUE_TYPES
+from ....arrays.library import ceil_div
+from ....products.problem import COL, Plan, Problem, reasons
+from ..runtime import jit
+from ..runtime.launch import Launch, device_plan, over_tiles
+from . import bitmask_records
+from .bitmask_slices import STEP, refusals
+
+SOURCE = "bitmask/spmm_bitmask_tc.cu"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one block computes: 16 * ``fragments`` * ``parts`` rows x ``cols`` columns of C.
+
+    K is cut into ``ranges``; each has ``parts`` warps, which share the rows. ``stages`` steps of a range are in shared
+    memory or on their way there.
+    """
+
+    fragments: int
+    cols: int
+    parts: int
+    ranges: int
+    stages: int
+
+    @property
+    def tiles(self) -> int:
+        """row tiles of 16"""
+        return self.fragments * self.parts
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.tiles
+
+    @property
+    def warps(self) -> int:
+        return self.parts * self.ranges
+
+    def smem(self, room: int) -> int:
+        """bytes: per range the stages of B and of records of ``room`` bytes, or its sums."""
+        stage = self.tiles * room + STEP * self.cols * 2
+        return self.ranges * max(self.stages * stage, self.rows * self.cols * 4)
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.cols}, {self.ranges}x{self.parts} warps, {self.stages} stages"
+
+
+def choose(M: int, n: int, room: int, sms: int, smem: int) -> Tile:
+    """Narrowest tile that holds N, rows such that whole rounds of blocks cover C, as many warps as registers allow."""
+    cols = min(64, max(8, n))
+    tiles = max(1, ceil_div(M, 16))
+    height = ceil_div(tiles, sms * ceil_div(tiles, sms * 8))
+    parts = 1 if height <= 2 and cols <= 16 else height
+    most = 16 if cols > 32 or parts == 1 else 21 if cols > 16 else 28
+    stages = (2,) if parts < height else (3, 2)
+    options = (
+        Tile(height // parts, cols, parts, ranges, deep)
+        for ranges in range(max(1, most // parts), 0, -1)
+        for deep in stages
+    )
+    return next(t for t in options if t.smem(room) <= smem)
+
+
+class SpmmBitmaskTensor:
+    """C = A @ B for 16-bit ``Bitmask`` A; made for N <= 64, right for any M, K, N, layout and leading dimension."""
+
+    name = "cuda.spmm_bitmask_tc"
+    formats = frozenset({"bitmask"})
+
+    def unsupported(self, p: Problem) -> list[str]:
+        return refusals(p, ("bfloat16", "float16"), (p.a_dtype, "float32")) + reasons(
+            (bitmask_records.pieces_at_most(p) >= 1 << 32, f"records must stay below 64 GiB, got nnz = {p.nnz}")
+        )
+
+    def instances(self) -> tuple[str, ...]:
+        """C++ names that the compile tests build."""
+        return (
+            "spmm_bitmask_tc<__nv_bfloat16, __nv_bfloat16, int, 16, 2, 1, 16, 2, false>",
+            "spmm_bitmask_tc<__nv_bfloat16, float, long long, 8, 1, 7, 4, 3, true>",
+            "spmm_bitmask_tc<__half, __half, int, 64, 1, 2, 8, 2, false>",
+        )
+
+    def plan(self, a: Any, p: Problem) -> Plan:
+        import cupy
+
+        limits = cupy.cuda.Device(p.device_id).attributes
+        room = room_of(bitmask_records.records(a, p))
+        tile = choose(p.M, p.n, room, limits["MultiProcessorCount"], limits["MaxSharedMemoryPerBlockOptin"])
+        return self.plan_with(a, p, tile)
+
+    def plan_with(self, a: Any, p: Problem, tile: Tile) -> Plan:
+        """The plan for one tile; ``plan`` chooses it."""
+        records = bitmask_records.records(a, p)
+        room = room_of(records)
+        types = f"{VALUE_TYPES[p.a_dtype].cuda}, {VALUE_TYPES[p.out_dtype].cuda}"
+        types = f"{types}, {'int' if a.indptr.dtype == 'int32' else 'long long'}"
+        shape = f"{tile.cols}, {tile.fragments}, {tile.parts}, {tile.ranges}, {tile.stages}"
+        share = ceil_div(records.steps, tile.ranges)
+        stored = (a.indptr, a.bitmask, a.data, records.data, records.starts)
+        fixed = (*stored, p.M, p.K, records.steps, share, room)
+
+        instance = f"spmm_bitmask_tc<{types}, {shape}, {str(p.b_layout == COL).lower()}>"
+        function = jit.load(SOURCE, instance, jit.architecture(p.sm or 80, ()), p.device_id, tile.smem(room))
+        launch = Launch(function, "PPPPPqqiiiPPqqqq", fixed, 32 * tile.warps, tile.smem(room))
+        prepare = over_tiles(launch, ceil_div(p.M, tile.rows), tile.cols, p.out_layout == COL)
+        return device_plan(self.name, p, prepare, str(tile), records.nbytes)
+
+
+def room_of(records: bitmask_records.Records) -> int:
+    """Bytes of shared memory that any of the records fits into, so that what follows starts on a row of banks."""
+    return 128 * ceil_div(records.longest, 128)

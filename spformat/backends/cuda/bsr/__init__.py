@@ -1,0 +1,1 @@
+"""CUDA kernels of BSR and DBSR matrices."""

@@ -1,0 +1,204 @@
+"""SpMM on BSR and DBSR with mma.sync (sm_80 and later), any block size. Kernel: spmm_bsr.cu.
+
+bf16 and fp16 use m16n8k16 with float32 sums; float32 uses three TF32 products per element, which keeps about 22 bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ....arrays.library import ceil_div
+from ....products.problem import COL, ROW, STRIDED, Plan, Problem, reasons
+from ..runtime import jit, launch
+
+C_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}
+_ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+K_MAX = 2**31 - 2048
+"""Rows of B are counted in int32, a tile past the end included."""
+_GRID_Y_MAX = 65535
+_WANTED_BLOCKS = 264
+"""Two blocks for each of 132 SMs: below that narrower tiles keep more of the device busy."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows, columns and depth of a tile, warps along rows and columns, ring stages, blocks wanted on an SM."""
+
+    rows: int
+    cols: int
+    depth: int
+    warps_m: int
+    warps_n: int
+    stages: int
+    resident: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_m * self.warps_n
+
+    def smem(self, itemsize: int, b_col: bool) -> int:
+        """Bytes of the ring; the pitches are those of spmm_bsr.cu."""
+        along_k = self.depth + (8 if itemsize == 2 else 4)
+        b = self.cols * along_k if b_col else self.depth * (self.cols + 8)
+        return self.stages * itemsize * (self.rows * along_k + b)
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.cols}x{self.depth}"
+
+
+# (tile rows, 16-bit?) -> warps along rows and columns, depth, stages, blocks per SM for the widest tile. Rows between
+# two entries use the next larger one's columns and the same single warp row.
+_WIDE_16 = {
+    16: Tile(16, 256, 32, 1, 8, 4, 3),
+    32: Tile(32, 256, 32, 1, 4, 4, 3),
+    64: Tile(64, 128, 64, 2, 2, 3, 2),
+    128: Tile(128, 128, 32, 2, 4, 4, 2),
+}
+_WIDE_32 = {
+    16: Tile(16, 64, 32, 1, 4, 3, 4),
+    32: Tile(32, 64, 32, 1, 4, 3, 4),
+    64: Tile(64, 64, 32, 2, 2, 3, 3),
+    128: Tile(128, 64, 32, 4, 2, 3, 2),
+}
+
+
+def tile_rows(height: int) -> int:
+    """Rows of a tile for blocks ``height`` high: whole blocks up to 128 rows, then pieces of 128 or 64."""
+    if height <= 128:
+        return 16 * ceil_div(height, 16)
+    return 128 if ceil_div(height, 128) * 128 == ceil_div(height, 64) * 64 else 64
+
+
+def choose_tile(p: Problem) -> Tile:
+    """The tile for a problem: by block height, then narrower until the grid covers the device."""
+    height = p.p["blocksize"][0]
+    rows = tile_rows(height)
+    table = _WIDE_16 if _ITEMSIZE[p.a_dtype] == 2 else _WIDE_32
+    if rows in table:
+        tile = table[rows]
+    else:
+        # An odd number of 16-row pieces: all of them in each warp, the warps side by side.
+        tile = replace(table[32], rows=rows, cols=min(table[32].cols, 128), resident=2 if rows <= 64 else 1)
+    row_tiles = ceil_div(p.M, height) * ceil_div(height, rows)
+    while tile.cols > 16 and (tile.cols >= 2 * max(p.n, 8) or row_tiles * ceil_div(p.n, tile.cols) < _WANTED_BLOCKS):
+        tile = replace(tile, cols=tile.cols // 2, warps_n=max(1, min(tile.warps_n, tile.cols // 32)))
+    return tile
+
+
+class SpmmBSR:
+    """``out = A @ B`` for A in BSR (scipy's layout) or DBSR (SparseTIR's), tensor cores of sm_80 and later."""
+
+    name = "cuda.spmm_bsr"
+    formats = frozenset({"bsr", "dbsr"})
+    archs = ("sm_80",)
+    product_error = 2.0**-21  # float32 as three TF32 products: the product of the two low parts is left out
+
+    def unsupported(self, p: Problem) -> list[str]:
+        types = ", ".join(C_TYPES)
+        return reasons(
+            (p.device != "cuda", f"operands are on {p.device}; move them with .to('cuda')"),
+            (p.device == "cuda" and (p.sm is None or p.sm < 80), f"needs sm_80 or newer, got {p.sm_name}"),
+            (p.a_dtype not in C_TYPES, f"a.dtype must be one of {types}, got {p.a_dtype}"),
+            (p.b_dtype != p.a_dtype, f"b.dtype must equal a.dtype ({p.a_dtype}), got {p.b_dtype}"),
+            (
+                p.out_dtype not in (p.a_dtype, "float32"),
+                f"out.dtype must be {p.a_dtype} or float32, got {p.out_dtype}",
+            ),
+            (STRIDED in (p.b_layout, p.out_layout), "B and out must be row- or column-major; use ascontiguousarray"),
+            (p.K > K_MAX, f"K must be at most {K_MAX}, got {p.K}"),
+        )
+
+    def plan(self, a: Any, p: Problem) -> Plan:
+        return launch.device_plan(self.name, p, launcher(arrays_of(a), p), str(choose_tile(p)))
+
+    def instances(self) -> tuple[str, ...]:
+        """C++ names that together reach every branch of spmm_bsr.cu, for the compile test."""
+        return tuple(
+            instance(p, choose_tile(p), "int, int, int", wide, wide)
+            for p, wide in (
+                (sample_problem("bsr", (64, 64), "bfloat16", "bfloat16", ROW, ROW), True),
+                (sample_problem("dbsr", (16, 16), "float16", "float32", COL, COL), True),
+                (sample_problem("bsr", (5, 7), "bfloat16", "bfloat16", ROW, COL), False),
+                (sample_problem("dbsr", (128, 32), "float32", "float32", ROW, ROW), True),
+                (sample_problem("bsr", (1, 3), "float32", "float32", COL, ROW), False),
+            )
+        )
+
+
+def sample_problem(fmt: str, blocksize: tuple[int, int], dtype: str, out: str, b: str, c: str) -> Problem:
+    """A large problem with these types and layouts."""
+    return Problem(fmt, (("blocksize", blocksize),), 4096, 4096, 4096, 0, dtype, dtype, out, b, c, "cuda", 90)
+
+
+def instance(p: Problem, t: Tile, index_types: str, wide_a: bool, wide_b: bool) -> str:
+    """The C++ name of the kernel for a problem; wide_a, wide_b: whether A and B allow 16-byte copies."""
+    height, width = p.p["blocksize"]
+    flags = (wide_a, wide_b, p.b_layout == COL, p.out_layout == COL, p.format == "dbsr")
+    return (
+        f"spmm_bsr<{C_TYPES[p.a_dtype]}, {C_TYPES[p.out_dtype]}, {index_types}, {height}, {width}, "
+        f"{t.rows}, {t.cols}, {t.warps_m}, {t.warps_n}, {t.depth}, {t.stages}, {t.resident}, "
+        f"{zero_rows(height)}, {', '.join(str(f).lower() for f in flags)}>"
+    )
+
+
+def zero_rows(height: int) -> int:
+    """Block rows that one piece of zero-filling covers: about 64 rows of C."""
+    return max(1, 64 // height)
+
+
+class Arrays(NamedTuple):
+    """What a plan keeps of A: its device arrays, not the Format object, so that the weak plan cache can empty."""
+
+    row_ids: Any
+    """None for BSR."""
+    indptr: Any
+    indices: Any
+    data: Any
+
+
+def arrays_of(a: Any) -> Arrays:
+    """The arrays of a BSR or DBSR object."""
+    return Arrays(getattr(a, "row_ids", None), a.indptr, a.indices, a.data)
+
+
+def launcher(a: Arrays, p: Problem) -> launch.Prepare:
+    """What a plan prepares; it compiles a variant when operands first need it (aligned or not)."""
+    height, width = p.p["blocksize"]
+    tile = choose_tile(p)
+    listed = p.format == "dbsr"
+    b_col = p.b_layout == COL
+    size = _ITEMSIZE[p.a_dtype]
+    vector = 16 // size
+    smem = tile.smem(size, b_col)
+    block_rows = ceil_div(p.M, height)
+    entries = int(a.indptr.size) - 1
+    row_tiles = entries * ceil_div(height, tile.rows)
+    gap_blocks = ceil_div(block_rows - entries, zero_rows(height)) if listed else 0
+    wide_a = width % vector == 0
+    fixed = (a.row_ids if listed else 0, a.indptr, a.indices, a.data, p.M, p.K, entries)
+    arch = jit.architecture(p.sm or 80, SpmmBSR.archs)
+
+    def variant(wide_b: bool) -> launch.Launch:
+        function = jit.load(
+            "bsr/spmm_bsr.cu", instance(p, tile, index_types(a), wide_a, wide_b), arch, p.device_id, smem
+        )
+        return launch.Launch(function, "PPPPqqqPPqqq", fixed, tile.threads, smem)
+
+    variants: dict[bool, launch.Launch] = {}
+
+    def prepare(x: launch.Operands) -> tuple[launch.Bound]:
+        wide_b = x.b % 16 == 0 and x.ldb % vector == 0 and (not b_col or width % vector == 0)
+        if wide_b not in variants:
+            variants[wide_b] = variant(wide_b)
+        columns = min(ceil_div(x.n, tile.cols), _GRID_Y_MAX)
+        grid = (row_tiles + gap_blocks, columns, 1)
+        return (variants[wide_b].bind(grid, x.stream, x.b, x.c, x.n, x.ldb, x.ldc),)
+
+    return prepare
+
+
+def index_types(a: Arrays) -> str:
+    """The C types of row_ids, indptr and indices, as template arguments; BSR has no row_ids, any type does."""
+    arrays = (a.indptr if a.row_ids is None else a.row_ids, a.indptr, a.indices)
+    return ", ".join("long long" if x.dtype.itemsize == 8 else "int" for x in arrays)

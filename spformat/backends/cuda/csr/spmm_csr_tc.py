@@ -1,0 +1,77 @@
+"""TCA-SpMM: CSR on tensor cores, driven by ``preprocess.schedule.tca``.  Kernel: spmm_csr_tc.cu.
+
+Only one product in eight is used; what the schedule brings is balance, in fragments of 64 items.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from ....arrays.dtypes import VALUE_TYPES
+from ....arrays.library import ceil_div
+from ....errors import LimitError
+from ....preprocess.schedule import WARPS, tca
+from ....products.problem import Plan, Problem
+from ..runtime import jit
+from ..runtime.launch import Bound, Launch, Operands, device_plan, finish_arrays
+from ..runtime.row_work import row_gather_reasons, vector_width
+from ..runtime.transpose import row_major
+
+ARCHS = ("sm_80",)
+TYPES = ("float16", "bfloat16")
+
+
+class SpmmCSRTensor:
+    """Float sums in a fixed order, no sums across warps. B or C column-major: through a transposed copy."""
+
+    name = "cuda.spmm_csr_tc"
+    formats = frozenset({"csr"})
+    archs = ARCHS
+
+    def unsupported(self, p: Problem) -> list[str]:
+        return row_gather_reasons(p, TYPES)
+
+    def instances(self) -> tuple[str, ...]:
+        """C++ names for the compile tests."""
+        return (
+            "spmm_csr_tc<__half, __half, int, int, int, 8>",
+            "spmm_csr_tc<__nv_bfloat16, float, int, int, int, 4>",
+            "spmm_csr_tc<__nv_bfloat16, __nv_bfloat16, long long, long long, long long, 1>",
+        )
+
+    def plan(self, a: Any, p: Problem) -> Plan:
+        import cupy
+
+        indptr, indices, data = a.indptr, a.indices, a.data
+        with cupy.cuda.Device(p.device_id):
+            schedule = tca(a)
+            zeros = cupy.flatnonzero(schedule.num_warps_per_row == 0).astype(np.int64)  # synchronize!
+            ids = np.result_type(schedule.row_id_for_each_warp.dtype, schedule.warpid_within_row.dtype)
+            row_id, warpid = (x.astype(ids) for x in (schedule.row_id_for_each_warp, schedule.warpid_within_row))
+            finish_arrays()  # synchronize!
+        blocks, total = schedule.blocks, schedule.blocks + ceil_div(zeros.size, WARPS)
+        if total >= 2**31:
+            raise LimitError(f"csr: {total} thread blocks exceed one launch; use the CUDA-core kernel")
+        value, out = VALUE_TYPES[p.a_dtype], VALUE_TYPES[p.out_dtype]
+        size, out_size = value.numpy.itemsize, out.numpy.itemsize
+        pointer, index, ident = ("long long" if x.dtype.itemsize == 8 else "int" for x in (indptr, indices, row_id))
+
+        @functools.cache
+        def kernel(vec: int) -> Launch:
+            instance = f"spmm_csr_tc<{value.cuda}, {out.cuda}, {pointer}, {index}, {ident}, {vec}>"
+            function = jit.load("csr/spmm_csr_tc.cu", instance, jit.architecture(p.sm or 0, ARCHS), p.device_id)
+            fixed = (row_id, warpid, blocks, indptr, indices, data, zeros, zeros.size)
+            return Launch(
+                function, ("P", "P", "i", "P", "P", "P", "P", "q", "P", "P", "i", "q", "q"), fixed, WARPS * 32
+            )
+
+        def prepare(o: Operands) -> tuple[Bound]:
+            vec = vector_width(size, out_size, o.n, o.b, o.c, o.ldb, o.ldc)
+            return (kernel(vec).bind((total, 1, 1), o.stream, o.b, o.c, o.n, o.ldb * size, o.ldc),)
+
+        kernel(8)
+        workspace = int(row_id.nbytes + warpid.nbytes + zeros.nbytes)
+        return device_plan(self.name, p, row_major(p, prepare), tile="16x8x8", workspace=workspace)

@@ -1,0 +1,1 @@
+"""What all CUDA kernels share: compiling, launching, operands, workspaces, tensor maps."""

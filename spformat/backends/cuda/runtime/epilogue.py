@@ -1,0 +1,79 @@
+"""alpha, beta and bias after a kernel that only multiplies: one more pass over C, counted.  Kernel: epilogue.cu."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from ....arrays.dtypes import VALUE_TYPES
+from ....arrays.library import ceil_div, round_up
+from ....products.problem import COL, Plan, Problem
+from ...host import numpy_dtype
+from . import jit
+from .launch import Call, Launch, Operands, device_plan
+from .scratch import Scratch
+
+SOURCE = "runtime/epilogue.cu"
+THREADS, EIGHT, MAX_BLOCKS = 256, 8, 1 << 20
+PAIRS = (
+    ("float32", "float16"), ("float32", "bfloat16"), ("float32", "float32"), ("float64", "float64"),
+    ("float16", "float16"), ("bfloat16", "bfloat16"),
+)  # fmt: skip
+"""(dtype of the product, dtype of C): products come in float32 where the kernel writes that, so C is rounded once."""
+
+
+def instances() -> tuple[str, ...]:
+    """C++ names that the compile tests build."""
+    return tuple(_instance(*pair, i % 2 == 0, i % 3 == 0) for i, pair in enumerate(PAIRS))
+
+
+def with_epilogue(made: Plan, p: Problem) -> Plan:
+    """A plan for ``p`` out of one for the product alone, which goes to memory that plans share."""
+    out_col, product_dtype = p.out_layout == COL, made.problem.out_dtype
+    size, product_size = numpy_dtype(p.out_dtype).itemsize, numpy_dtype(product_dtype).itemsize
+    product, memory = made.prepare or _by_arrays(made), Scratch(shared=True)
+
+    def prepare(o: Operands) -> Sequence[Call]:
+        lines, along = (o.n, p.M) if out_col else (p.M, o.n)
+        pitch = round_up(along, EIGHT)
+        at = memory.buffer(o.stream, lines * pitch * product_size)
+        aligned = o.c % 16 == 0 and o.ldc * size % 16 == 0
+        last = _launch(_instance(product_dtype, p.out_dtype, out_col, aligned), p.sm or 80, p.device_id)
+        grid = (min(MAX_BLOCKS, ceil_div(lines * ceil_div(along, EIGHT), THREADS)), 1, 1)
+        tail = at, pitch, o.c, o.ldc, lines, along, o.bias, o.alpha, o.beta
+        return [*product(Operands(o.b, at, o.n, o.ldb, pitch, o.stream)), last.bind(grid, o.stream, *tail)]
+
+    tile = f"{made.tile}, epilogue in a pass of its own".lstrip(", ")
+    return device_plan(made.kernel, p, prepare, tile, made.workspace)
+
+
+def _by_arrays(made: Plan) -> Any:
+    """What a plan does that takes arrays alone (a plug-in's): one call."""
+    import cupy
+
+    p = made.problem
+
+    def array(at: int, lead: int, rows: int, cols: int, dtype: str, col: bool) -> Any:
+        kind = numpy_dtype(dtype)
+        strides = (kind.itemsize, lead * kind.itemsize)
+        room = cupy.cuda.UnownedMemory(at, lead * (cols if col else rows) * kind.itemsize, None, p.device_id)
+        memory = cupy.cuda.MemoryPointer(room, 0)
+        return cupy.ndarray((rows, cols), kind, memory, strides if col else strides[::-1])
+
+    def prepare(o: Operands) -> tuple[Call]:
+        B = array(o.b, o.ldb, p.K, o.n, p.b_dtype, p.b_layout == COL)
+        C = array(o.c, o.ldc, p.M, o.n, p.out_dtype, p.out_layout == COL)
+        return (functools.partial(made.run, B, C),)
+
+    return prepare
+
+
+def _instance(product: str, out: str, bias_along: bool, aligned: bool) -> str:
+    flags = ", ".join(str(f).lower() for f in (bias_along, aligned))
+    return f"epilogue<{VALUE_TYPES[product].cuda}, {VALUE_TYPES[out].cuda}, {flags}>"
+
+
+@functools.cache
+def _launch(instance: str, sm: int, device_id: int) -> Launch:
+    return Launch(jit.load(SOURCE, instance, jit.architecture(sm, ()), device_id), "PqPqqqPdd", (), THREADS)

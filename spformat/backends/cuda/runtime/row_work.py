@@ -1,0 +1,315 @@
+"""How rows of very different lengths become equal work: records, bins, tiles. Shared by the row-gathering kernels.
+
+A row of A is worked on by 2^log slots of a block (a slot: some lanes of a warp), so that every slot gets about
+``fill`` items; rows of one log make a bin. Everything here is plain arithmetic over numpy or CuPy arrays: it runs,
+and is tested, without a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ....arrays.dtypes import VALUE_TYPES
+from ....arrays.library import Array, ceil_div, namespace
+from ....arrays.segments import offsets_from_counts, rank_in_row, rows_of
+from ....errors import LimitError
+from ....products.problem import STRIDED, Problem, reasons
+from .launch import MAX_GRID_Y, Bound, Launch, Operands, Prepare
+from .scratch import Scratch
+
+GROUP = 4
+"""Lengths of rows are told apart in steps of it."""
+BATCH = 8
+"""Least number of items a slot takes at a time."""
+CLASSES = 40
+"""Length classes: 0 is empty, class c >= 1 holds lengths of 2^(c-2)+1 .. 2^(c-1) groups."""
+MAX_BINS = 16
+TYPES = ("float32", "float16", "bfloat16", "float64")
+
+
+class Rows(NamedTuple):
+    """Rows of A in the order they are worked on, longest first."""
+
+    records: Array
+    """int64[R, 2]: first item; row (of a piece: the entry of its row in ``cuts``) in the low and number of items in the
+    high 32 bits. ``pieces`` pieces come first."""
+    counts: tuple[int, ...]
+    """Records behind the pieces in each length class."""
+    pieces: int
+    """Records that are pieces: segments of rows with several ones."""
+    cuts: Array
+    """int64[rows in pieces, 3]: row, first piece, number of pieces."""
+
+
+def order_rows(starts: Array, lengths: Array, rows: Array, longest: int) -> Rows:
+    """Records of segments: int64[n] first item, number of items, row. Rows ascend; a row may own several segments.
+
+    A segment longer than ``longest`` is cut. A row that then owns several ones owns pieces.
+    """
+    xp = namespace(starts)
+    parts = xp.maximum(1, -(-lengths // longest))
+    offsets = offsets_from_counts(parts)
+    total = int(offsets[-1])  # synchronize!
+    if total > rows.size:
+        owner = rows_of(offsets, total)
+        begin = rank_in_row(offsets, owner) * longest
+        starts, rows = starts[owner] + begin, rows[owner]
+        lengths = xp.minimum(lengths[owner] - begin, longest)
+
+    again = rows[1:] == rows[:-1]
+    no = xp.zeros(min(1, total), bool)
+    shared = xp.concatenate((no, again)) | xp.concatenate((again, no))
+    heads = shared & ~xp.concatenate((no, again))
+    rank = xp.cumsum(shared, dtype=np.int64) - 1
+    packed = xp.stack((starts, xp.where(shared, xp.cumsum(heads) - 1, rows) | (lengths << 32)), axis=1)
+    pieces, whole = packed[shared], packed[~shared]  # synchronize!
+    first = rank[heads]
+    counts = xp.diff(xp.concatenate((first, xp.full(1, len(pieces), np.int64))))
+    cuts = xp.stack((rows[heads], first, counts), axis=1)
+
+    groups = -(-lengths[~shared] // GROUP)
+    # Stable, longest first. One sort of unique keys: row numbers stay ascending among equals.
+    key = xp.sort(((2**30 - groups) << 32) | xp.arange(groups.size, dtype=np.int64))
+    limits = xp.asarray([0] + [1 << c for c in range(CLASSES - 2)], dtype=np.int64)
+    found = xp.bincount(xp.searchsorted(limits, groups), minlength=CLASSES) if groups.size else xp.zeros(CLASSES, int)
+    records = xp.concatenate((pieces, whole[key & 0xFFFFFFFF]))
+    return Rows(xp.ascontiguousarray(records), tuple(found.tolist()), len(pieces), cuts)  # synchronize!
+
+
+def longest_piece(items: int) -> int:
+    """Items above which a row is cut: half the share of one of 128 SMs, a power of two, at least 2048."""
+    return min(1 << 24, max(2048, 1 << max(0, (items // 256).bit_length())))
+
+
+class Bin(NamedTuple):
+    log_slots: int
+    first: int
+    end: int
+    """Records first .. end-1."""
+
+
+def bins(rows: Rows, slots: int, fill: int) -> list[Bin]:
+    """Runs of records dealt to the same number of slots, longest rows first; a slot takes about ``fill`` items."""
+    most, free = slots.bit_length() - 1, (fill // GROUP).bit_length() - 1
+    found = [Bin(most, 0, rows.pieces)] if rows.pieces else []
+    at = rows.pieces
+    for c in reversed(range(CLASSES)):
+        log = min(most, max(0, c - 1 - free))
+        if rows.counts[c] == 0:
+            continue
+        if found and found[-1].log_slots == log and at > rows.pieces:
+            found[-1] = found[-1]._replace(end=at + rows.counts[c])
+        else:
+            found.append(Bin(log, at, at + rows.counts[c]))
+        at += rows.counts[c]
+    return found
+
+
+class BinEntry(ctypes.Structure):
+    """``struct Bin`` of spmm_csr.cu."""
+
+    _fields_ = (
+        ("first_block", ctypes.c_uint32),
+        ("log_slots", ctypes.c_int32),
+        ("first", ctypes.c_int64),
+        ("end", ctypes.c_int64),
+    )
+
+
+class BinTable(ctypes.Structure):
+    """``struct Bins`` of spmm_csr.cu."""
+
+    _fields_ = (
+        ("blocks", ctypes.c_uint32),
+        ("count", ctypes.c_uint32),
+        ("pieces", ctypes.c_int64),
+        ("bin", BinEntry * MAX_BINS),
+    )
+
+
+def bin_table(rows: Rows, slots: int, fill: int) -> BinTable:
+    """The bins with the block each starts at."""
+    table = BinTable(pieces=rows.pieces)
+    for i, b in enumerate(bins(rows, slots, fill)):
+        table.bin[i] = BinEntry(table.blocks, b.log_slots, b.first, b.end)
+        table.blocks += ceil_div(b.end - b.first, slots >> b.log_slots)
+        table.count = i + 1
+    return table
+
+
+class Device(NamedTuple):
+    """What the choice of a tile depends on."""
+
+    sms: int = 132
+    l2: int = 50 << 20
+    smem: int = 227 << 10
+    """Most shared memory of a block."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one launch cuts rows and columns; the template parameters of the kernels (gather.cuh)."""
+
+    vec: int
+    lanes: int
+    tiles: int
+    batch: int
+    depth: int
+    threads: int
+    blocks: int
+    fill: int
+    """Items a slot should get."""
+    prefetch: bool = False
+    """Ask for all of A and B in L2 at the start."""
+    tasks: int = 1
+    """Tasks a block works on one after the other, with the loads of the next ones under way."""
+    resident: bool = False
+    """One block per SM keeps its column panel of B in shared memory (CSR only)."""
+
+    @property
+    def columns(self) -> int:
+        return self.lanes * self.vec * self.tiles
+
+    @property
+    def slots(self) -> int:
+        return self.threads // self.lanes
+
+    def template(self) -> str:
+        return f"{self.vec}, {self.lanes}, {self.tiles}, {self.batch}, {self.depth}, {self.threads}, {self.blocks}"
+
+    def __str__(self) -> str:
+        resident = ", resident" if self.resident else ""
+        return (
+            f"{self.columns} columns, {self.lanes} lanes of {self.vec}, fill {self.fill}, {self.tasks} tasks{resident}"
+        )
+
+    def blocks_of(self, blocks: int, panels: int, device: Device) -> int:
+        """Thread blocks along x for ``blocks`` tasks in each of ``panels`` column panels."""
+        return min(blocks, max(1, device.sms // panels)) if self.resident else ceil_div(blocks, self.tasks)
+
+
+@functools.cache
+def device_of(device_id: int) -> Device:
+    """The numbers of a CUDA device."""
+    import cupy
+
+    attributes = cupy.cuda.Device(device_id).attributes
+    sms, l2, smem = (attributes[k] for k in ("MultiProcessorCount", "L2CacheSize", "MaxSharedMemoryPerBlockOptin"))
+    return Device(sms, l2, smem)
+
+
+def row_gather_reasons(p: Problem, types: tuple[str, ...] = TYPES) -> list[str]:
+    """Why a kernel of this kind refuses ``p``."""
+    same = p.out_dtype in (p.a_dtype, "float32") or (p.a_dtype == "float64" and p.out_dtype == "float64")
+    return reasons(
+        (p.device != "cuda", f"operands are on {p.device}; move them with .to('cuda')"),
+        (p.a_dtype not in types, f"a.dtype must be one of {', '.join(types)}, got {p.a_dtype}"),
+        (p.b_dtype != p.a_dtype, f"b.dtype must equal a.dtype ({p.a_dtype}), got {p.b_dtype}"),
+        (STRIDED in (p.b_layout, p.out_layout), "B and out need unit stride along rows or columns; copy them first"),
+        (not same, f"out.dtype must be {p.a_dtype} or float32, got {p.out_dtype}"),
+        (p.M >= 2**32, f"row numbers are 32 bits in the work table: M must be below 2**32, got {p.M}"),
+        (p.device == "cuda" and (p.sm is None or p.sm < 80), f"needs sm_80 or newer, got {p.sm_name}"),
+    )
+
+
+Kernels = Callable[[Tile], Sequence[tuple[Launch, int]]]
+"""The launches of one product and the number of tasks of each."""
+
+
+def gather(p: Problem, rows: Rows, items: int, kernels: Kernels, resident: bool = False) -> Gather:
+    """What operands need: their tile and all launches.
+
+    Tail arguments of ``kernels``: sums of pieces, pieces that have arrived, B, C, n, ldb in bytes, ldc, bytes of B to
+    prefetch.
+    """
+    value_size, out_size = (VALUE_TYPES[t].numpy.itemsize for t in (p.a_dtype, p.out_dtype))
+    sum_size, sums, arrivals = 8 if p.a_dtype == "float64" else 4, Scratch(), Scratch(zeros=True)
+    device, K, cuts = device_of(p.device_id), p.K, len(rows.cuts)
+
+    @functools.lru_cache(maxsize=256)
+    def slabs(n: int, vec: int) -> tuple[Tile, list[tuple[int, int, int, list[tuple[Launch, tuple[int, int, int]]]]]]:
+        """The tile; of every slab that one grid holds: first column, columns, column panels, launches with grids."""
+        tile, found = choose_tile(vec, value_size, n, K, p.M, items, device, resident), []
+        for first in range(0, n, MAX_GRID_Y * tile.columns):
+            width = min(n - first, MAX_GRID_Y * tile.columns)
+            panels = ceil_div(width, tile.columns)
+            launches = [(main, (tile.blocks_of(blocks, panels, device), panels, 1)) for main, blocks in kernels(tile)]
+            found.append((first, width, panels, launches))
+        return tile, found
+
+    def prepare(o: Operands) -> list[Bound]:
+        if o.ldb * value_size >= 2**31:
+            raise LimitError(f"B: a line of {o.ldb} elements passes 2 GiB; multiply fewer columns at a time")
+        tile, found = slabs(o.n, vector_width(value_size, out_size, o.n, o.b & 15, o.c & 15, o.ldb, o.ldc))
+        calls = []
+        for first, n, panels, launches in found:
+            b, c = o.b + first * value_size, o.c + first * out_size
+            prefetch = ((K - 1) * o.ldb + n) * value_size if tile.prefetch and K else 0
+            held, arrived = 0, 0
+            if cuts:
+                held = sums.buffer(o.stream, rows.pieces * n * sum_size)
+                arrived = arrivals.buffer(o.stream, cuts * panels * 4)
+            for main, grid in launches:
+                calls.append(main.bind(grid, o.stream, held, arrived, b, c, n, o.ldb * value_size, o.ldc, prefetch))
+        return calls
+
+    return Gather(prepare, slabs(max(1, p.n), max(1, 16 // value_size))[0])
+
+
+class Gather(NamedTuple):
+    prepare: Prepare
+    tile: Tile
+    """The tile expected for the tile class of the problem, already compiled."""
+
+
+def vector_width(value_size: int, out_size: int, n: int, b: int, c: int, ldb: int, ldc: int) -> int:
+    """Most elements of B per load (at most 16 bytes) that pointers, leading dimensions and n allow; a power of two."""
+    vec = max(1, 16 // value_size)
+    while vec > 1 and (n % vec or ldb % vec or ldc % vec or b % (vec * value_size) or c % min(16, vec * out_size)):
+        vec //= 2
+    return vec
+
+
+def choose_tile(
+    vec: int, value_size: int, n: int, K: int, rows: int, items: int, device: Device, resident: bool = False
+) -> Tile:
+    """The tile for ``rows`` rows with ``items`` stored items, times n columns of B. Measured on an H200.
+
+    ``resident``: the kernel can keep a panel of B in shared memory.
+
+    Few lanes per slot, so that a warp works on several rows, and several loads per lane and item when n is wide
+    (docs/decisions/0010-irregular-kernels.md).
+    """
+    vectors, work = ceil_div(n, vec), items * n
+    panel = 16 * vec * K * value_size
+    copies = max(device.sms, ceil_div(vectors, 16))
+    fits = 0 < panel <= device.smem - (16 << 10)  # beside the sums of the slots
+    if resident and vectors >= 16 and fits and work * value_size >= 12 * copies * panel:
+        return Tile(vec, 8, 2, BATCH, 4, 512, 1, 64, resident=True)
+
+    short = items < 8 * rows and work > 1e7
+    if vectors <= 8:
+        lanes, tiles, depth, blocks = max(1, 1 << (vectors - 1).bit_length()), 1, 8, 3
+    elif work > 3e8 and K * n * value_size > device.l2 // 2 and value_size >= 4:
+        lanes, tiles, depth, blocks = 4, 4, 4, 2  # B does not stay in L2: rows side by side meet in L1
+    elif vectors <= 16 and work < (1e7 if short else 2e7):
+        lanes, tiles, depth, blocks = 8, 1, 8, 3
+    elif (vectors <= 32 and not (short and value_size >= 4)) or work > 3e8:
+        lanes, tiles, depth, blocks = 8, 2, 8, 2
+    else:
+        lanes, tiles, depth, blocks = 8, 4, 4, 2
+
+    # A row takes a power of two of slots: half as many again as its items fill.
+    capacity = device.sms * blocks * 256 // lanes  # slots that work at a time
+    panels = ceil_div(vectors, lanes * tiles)
+    share = 1.5 * items * panels / capacity
+    fill = 8 if share <= 8 else 16 if share <= 24 else 32
+    waves = max(rows, items // fill) * panels / capacity
+    prefetch = K * n * value_size <= 8 << 20 and 2 * items >= K
+    return Tile(vec, lanes, tiles, BATCH, depth, 256, blocks, fill, prefetch, 4 if waves > 4.5 else 1)

@@ -1,0 +1,131 @@
+"""Describe a matrix to the TMA unit: cuTensorMapEncodeTiled through ctypes. Device side: include/spformat/tma.cuh.
+
+A map is encoded once for a form (all but the address); products that come with ever new memory only have the address
+replaced.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from typing import Any
+
+from ....errors import DeviceError
+
+# CUtensorMapDataType; fp8 and int8 travel as bytes.
+_TYPES = {
+    "uint8": 0, "int8": 0, "float8_e4m3fn": 0, "float8_e5m2": 0, "uint16": 1, "uint32": 2, "int32": 3,
+    "uint64": 4, "int64": 5, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9,
+}  # fmt: skip
+_SIZES = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 8, 9: 2}
+_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
+_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
+MAX_EXTENT = 2**32
+MAX_BOX = 256
+
+
+class TensorMap(ctypes.Structure):
+    """The opaque 128 bytes, by value; a kernel takes them as ``const __grid_constant__ TensorMap``."""
+
+    _fields_ = [("opaque", ctypes.c_uint64 * 16)]
+
+
+UNMAPPED = bytes(128)
+"""For a kernel that this time reads no map."""
+
+
+@functools.lru_cache(maxsize=1)
+def _driver() -> tuple[Any, Any]:
+    """cuTensorMapEncodeTiled and cuTensorMapReplaceAddress."""
+    library = ctypes.PyDLL("libcuda.so.1")
+    p, i = ctypes.c_void_p, ctypes.c_int
+    encode, replace = library.cuTensorMapEncodeTiled, library.cuTensorMapReplaceAddress
+    encode.argtypes = [p, i, ctypes.c_uint32, p, p, p, p, p, i, i, i, i]
+    replace.argtypes = [p, p]
+    encode.restype = replace.restype = i
+    return encode, replace
+
+
+def aligned(pointer: int, stride: int, itemsize: int) -> bool:
+    """Whether TMA can address rows ``stride`` elements apart: pointer and row pitch are multiples of 16 bytes."""
+    return pointer % 16 == 0 and stride * itemsize % 16 == 0
+
+
+def tiled(
+    pointer: int,
+    dtype: str,
+    extents: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: int,
+    promotion: int = 128,
+) -> bytes:
+    """A map of a tensor, innermost dimension first: the bytes of a TensorMap.
+
+    pointer   device address, 16-byte aligned
+    extents   elements per dimension, 1 .. 2^32
+    strides   elements between neighbours along dimensions 1, 2, .. (one fewer than extents); 16-byte multiples
+    box       elements a load moves per dimension, 1 .. 256; the innermost spans at most a nonzero ``swizzle``
+    swizzle   0, 32, 64 or 128 bytes
+    promotion L2 fetch size in bytes: 0, 64, 128 or 256
+
+    Raises DeviceError when the driver refuses; ``aligned`` tells beforehand.
+    """
+    key = dtype, extents, strides, box, swizzle, promotion
+    form = _forms.get(key)
+    if form is None:
+        if len(_forms) >= FORMS:
+            _forms.clear()
+        form = _forms[key] = Form(pointer, *key)
+    return form.at(pointer)
+
+
+class Form:
+    """A map for tensors at any address."""
+
+    __slots__ = ("_lock", "_place", "_room", "_text")
+
+    def __init__(self, pointer: int, dtype: str, extents: tuple[int, ...], strides: tuple[int, ...],
+                 box: tuple[int, ...], swizzle: int, promotion: int) -> None:  # fmt: skip
+        kind, rank = _TYPES[dtype], len(extents)
+        size = _SIZES[kind]
+        # The driver wants its 128 bytes on a 64-byte boundary; ctypes promises 8.
+        self._room = ctypes.create_string_buffer(192)
+        self._place = (ctypes.addressof(self._room) + 63) & ~63
+        self._lock = threading.Lock()
+        self._text = f"extents {extents}, strides {strides}, box {box}, dtype {dtype}, swizzle {swizzle}"
+        status = _driver()[0](
+            self._place,
+            kind,
+            rank,
+            pointer,
+            (ctypes.c_uint64 * rank)(*extents),
+            (ctypes.c_uint64 * max(1, rank - 1))(*[s * size for s in strides]),
+            (ctypes.c_uint32 * rank)(*box),
+            (ctypes.c_uint32 * rank)(*[1] * rank),
+            0,
+            _SWIZZLES[swizzle],
+            _PROMOTIONS[promotion],
+            0,
+        )
+        self._check("cuTensorMapEncodeTiled", status, pointer)
+
+    def at(self, pointer: int) -> bytes:
+        """The map of the tensor at this address."""
+        with self._lock:
+            status = _driver()[1](self._place, pointer)
+            found = ctypes.string_at(self._place, 128)
+        self._check("cuTensorMapReplaceAddress", status, pointer)
+        return found
+
+    def _check(self, call: str, status: int, pointer: int) -> None:
+        if status:
+            raise DeviceError(
+                f"{call}: expected a legal tensor, got CUresult {status} for {self._text}, pointer {pointer:#x}"
+            )
+
+
+FORMS = 1024
+"""Forms that are kept, 400 bytes each."""
+_forms: dict[Any, Form] = {}

@@ -1,0 +1,96 @@
+"""SpMM on SR-BCRS for Hopper: TMA and clusters behind the tensor cores, any (t, g).  Kernel: spmm_sr_bcrs_sm90a.cu."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ....products.problem import COL, Plan, Problem, reasons
+from ..runtime import jit, tensor_map
+from ..runtime.launch import MAX_GRID_Y, Bound, Launch, Operands, device_plan
+from .mma_fragments import DEPTH, Tile, panels, refusals, step_bytes, types
+
+SOURCE = "sr_bcrs/spmm_sr_bcrs_sm90a.cu"
+ARCHS = ("sm_90a",)
+TILES = (
+    Tile(2, 4, 2, 1, 8, 3),  # 128 x 128
+    Tile(2, 2, 2, 2, 4, 4),  # 64 x 64
+    Tile(1, 2, 2, 2, 4, 6),  # 32 x 64
+    Tile(1, 1, 1, 4, 4, 8),  # 16 x 32
+)
+"""Largest first: panels of 32 rows share lines of B best, panels of 16 rows fill the machine on small products."""
+
+
+def smem(tile: Tile) -> int:
+    """bytes: stages of B and steps, the warps' sums, barriers and counts; ``Layout`` in the kernel."""
+    stage = DEPTH * 2 * tile.cols + tile.wm * DEPTH // 16 * step_bytes(tile.fragments)
+    stage = -(-stage // 1024) * 1024
+    return 1024 + tile.stages * (stage + 16 + 4 * tile.wm) + tile.sums
+
+
+def choose(M: int, n: int, sms: int) -> Tile:
+    """The largest tile that still gives four of five SMs a block."""
+    return next((t for t in TILES if 5 * t.blocks(M, n) >= 4 * sms), TILES[-1])
+
+
+def mappable(p: Problem, o: Operands) -> bool:
+    """Whether a tensor map can bring B: row-major, in 16-byte pieces, its row numbers in 32 bits."""
+    return p.b_layout != COL and tensor_map.aligned(o.b, o.ldb, 2) and 0 < p.K <= 2**31 - DEPTH
+
+
+class SpmmSRBCRSHopper:
+    """C = A @ B for 16-bit ``SRBCRS`` A of any vector_length and stride; any M, K, N, layout and leading dimension."""
+
+    name = "cuda.spmm_sr_bcrs_sm90a"
+    formats = frozenset({"sr-bcrs"})
+
+    def unsupported(self, p: Problem) -> list[str]:
+        return refusals(p) + reasons((p.sm != 90, f"needs sm_90, got {p.sm_name}"))
+
+    def instances(self) -> tuple[str, ...]:
+        """C++ names that the compile tests build."""
+        return (
+            "spmm_sr_bcrs_sm90a<__half, __half, int, int, 2, 4, 2, 1, 8, 3, 4, true>",
+            "spmm_sr_bcrs_sm90a<__nv_bfloat16, __nv_bfloat16, int, int, 2, 2, 2, 2, 4, 4, 1, true>",
+            "spmm_sr_bcrs_sm90a<__nv_bfloat16, float, long long, int, 1, 1, 1, 4, 4, 8, 1, false>",
+        )
+
+    def plan(self, a: Any, p: Problem) -> Plan:
+        import cupy
+
+        sms = cupy.cuda.Device(p.device_id).attributes["MultiProcessorCount"]
+        return self.plan_with(a, p, choose(p.M, p.n, sms))
+
+    def plan_with(self, a: Any, p: Problem, tile: Tile) -> Plan:
+        """The plan for one tile; ``plan`` chooses it."""
+        b_col, out_col = p.b_layout == COL, p.out_layout == COL
+        made = panels(a, p, tile.fragments)
+        fixed = (made.first, made.steps, a.indptr, a.indices, a.data, a.vector_length, a.stride, p.M, p.K)
+        leading, line = types(a, p), min(64, tile.cols)
+
+        @functools.cache
+        def launcher(tma: bool) -> tuple[Launch, int]:
+            """The launch and its blocks along M; the variant without TMA is built when operands first need it."""
+            cluster = tile.cluster if tma else 1
+            shape = f"{tile.fragments}, {tile.wm}, {tile.wn}, {tile.wk}, {tile.strip}, {tile.stages}, {cluster}"
+            instance = f"spmm_sr_bcrs_sm90a<{leading}, {shape}, {str(tma).lower()}>"
+            function = jit.load(SOURCE, instance, jit.architecture(90, ARCHS), p.device_id, smem(tile))
+            signature = (*"PPPPPiiqq", tensor_map.TensorMap, *"PPqqqqq")
+            threads = 32 * (tile.warps + (1 if tma else 4))
+            return Launch(function, signature, fixed, threads, smem(tile)), -(-p.M // (tile.rows * cluster)) * cluster
+
+        if not b_col and p.K > 0:
+            launcher(True)
+
+        def prepare(o: Operands) -> tuple[Bound]:
+            tma = mappable(p, o)
+            launch, blocks = launcher(tma)
+            mapped, box = tensor_map.UNMAPPED, (line, DEPTH // tile.cluster)
+            if tma:
+                mapped = tensor_map.tiled(o.b, p.b_dtype, (o.n, p.K), (o.ldb,), box, 2 * line)
+            grid = (blocks, min(MAX_GRID_Y, -(-o.n // tile.cols)), 1)
+            b_strides = (1, o.ldb) if b_col else (o.ldb, 1)
+            c_strides = (1, o.ldc) if out_col else (o.ldc, 1)
+            return (launch.bind(grid, o.stream, mapped, o.b, o.c, o.n, *b_strides, *c_strides),)
+
+        return device_plan(self.name, p, prepare, str(tile), made.nbytes)

@@ -1,0 +1,63 @@
+"""SpMM on SR-BCRS with tensor cores of sm_80: bf16/f16 in, f32 sums, any (t, g).  Kernel: spmm_sr_bcrs_tc.cu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....products.problem import COL, Plan, Problem, reasons
+from ..runtime import jit
+from ..runtime.launch import Launch, device_plan, over_tiles
+from .mma_fragments import DEPTH, Tile, panels, refusals, types
+
+LARGE = Tile(2, 4, 2, 1, 8, 3)
+MEDIUM = Tile(2, 2, 2, 2, 4, 3)
+SMALL = Tile(1, 1, 1, 8, 4, 3)
+
+
+def smem(tile: Tile) -> int:
+    """bytes: the staged chunks of B, or the sums that warps exchange where those are larger."""
+    return max(tile.stages * DEPTH * 2 * (tile.cols + 8), tile.sums)
+
+
+def choose(M: int, n: int, sms: int, limit: int) -> Tile:
+    """The largest tile that still fills the machine. ``limit``: bytes of shared memory a block may have."""
+    return next((t for t in (LARGE, MEDIUM) if smem(t) <= limit and 5 * t.blocks(M, n) >= 4 * sms), SMALL)
+
+
+class SpmmSRBCRSTensor:
+    """C = A @ B for 16-bit ``SRBCRS`` A of any vector_length and stride; any M, K, N, layout and leading dimension."""
+
+    name = "cuda.spmm_sr_bcrs_tc"
+    formats = frozenset({"sr-bcrs"})
+
+    def unsupported(self, p: Problem) -> list[str]:
+        return refusals(p) + reasons((p.sm is None or p.sm < 80, f"needs sm_80 or newer, got {p.sm_name}"))
+
+    def instances(self) -> tuple[str, ...]:
+        """C++ names that the compile tests build."""
+        return (
+            "spmm_sr_bcrs_tc<__half, __half, int, int, 2, 4, 2, 1, 8, 3, false>",
+            "spmm_sr_bcrs_tc<__nv_bfloat16, __nv_bfloat16, int, int, 2, 2, 2, 2, 4, 3, false>",
+            "spmm_sr_bcrs_tc<__nv_bfloat16, float, long long, int, 1, 1, 1, 8, 4, 3, true>",
+        )
+
+    def plan(self, a: Any, p: Problem) -> Plan:
+        import cupy
+
+        limits = cupy.cuda.Device(p.device_id).attributes
+        tile = choose(p.M, p.n, limits["MultiProcessorCount"], limits["MaxSharedMemoryPerBlockOptin"])
+        return self.plan_with(a, p, tile)
+
+    def plan_with(self, a: Any, p: Problem, tile: Tile) -> Plan:
+        """The plan for one tile; ``plan`` chooses it."""
+        b_col, out_col = p.b_layout == COL, p.out_layout == COL
+        made = panels(a, p, tile.fragments)
+        shape = f"{tile.fragments}, {tile.wm}, {tile.wn}, {tile.wk}, {tile.strip}, {tile.stages}"
+        instance = f"spmm_sr_bcrs_tc<{types(a, p)}, {shape}, {str(b_col).lower()}>"
+        function = jit.load(
+            "sr_bcrs/spmm_sr_bcrs_tc.cu", instance, jit.architecture(p.sm or 80, ()), p.device_id, smem(tile)
+        )
+        fixed = (made.first, made.steps, a.indptr, a.indices, a.data, a.vector_length, a.stride, p.M, p.K)
+        launch = Launch(function, "PPPPPiiqqPPqqqq", fixed, 32 * tile.warps, smem(tile))
+        prepare = over_tiles(launch, -(-p.M // tile.rows), tile.cols, out_col)
+        return device_plan(self.name, p, prepare, str(tile), made.nbytes)

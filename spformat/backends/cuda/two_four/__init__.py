@@ -1,0 +1,1 @@
+"""CUDA kernels of 2:4 matrices."""

@@ -1,0 +1,146 @@
+"""SpMM on 2:4 weights with mma.sp m16n8k32 (bf16/f16 in, f32 sums), sm_80 and later.  Kernel: spmm_two_four.cu."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from ....arrays.dtypes import VALUE_TYPES
+from ....products.problem import COL, STRIDED, Plan, Problem, reasons
+from ..runtime import jit, measured
+from ..runtime.launch import Bound, Launch, Operands, Prepare, device_plan, finish_arrays
+
+NAME = "cuda.spmm_two_four"
+MMA_TYPES = ("bfloat16", "float16")
+KERNEL_ORDERS = ("ldmatrix", "fragment")  # the metadata orders whose 16 x 64 tiles are the bytes ldmatrix wants
+DEPTH = 64
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A block computes ``rows`` x ``cols`` of C, a warp ``warp_rows`` x ``warp_cols``; ``stages`` slabs."""
+
+    rows: int
+    cols: int
+    warp_rows: int
+    warp_cols: int
+    stages: int
+    rate: float
+    """Relative speed of a full machine on this tile, measured on an H200 at 4096^3."""
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.rows // self.warp_rows) * (self.cols // self.warp_cols)
+
+    @property
+    def smem(self) -> int:
+        """bytes: the pipeline, or the epilogue's staging where that is larger (16 x warp_cols float32 a warp)."""
+        slab = self.rows * DEPTH + self.cols * DEPTH * 2 + self.rows * 8
+        return max(self.stages * slab, self.threads // 32 * 16 * self.warp_cols * 4)
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.cols}x{DEPTH} stages {self.stages}"
+
+
+TILES = (
+    Tile(256, 128, 64, 64, 4, 1.0),
+    Tile(128, 128, 64, 64, 4, 0.88),
+    Tile(128, 128, 64, 64, 3, 0.87),  # fits the 99 KB of sm_86, sm_89 and sm_120
+    Tile(128, 64, 64, 32, 4, 0.8),
+    Tile(64, 64, 32, 32, 4, 0.57),
+)
+
+
+def estimate(t: Any, M: int, n: int, sms: int) -> float:
+    """Time of M x n of C in tiles ``t`` (rows, cols, rate), relative: waves of blocks x work / rate."""
+    blocks = -(-M // t.rows) * -(-max(n, 1) // t.cols)
+    return float(-(-blocks // sms) * t.rows * t.cols / t.rate)
+
+
+def choose(M: int, n: int, sms: int, smem: int) -> Tile:
+    """The tile with the least estimated time. ``smem``: bytes a block may have."""
+    return min((t for t in TILES if t.smem <= smem), key=lambda t: estimate(t, M, n, sms))
+
+
+def c_type(dtype: str) -> str:
+    return VALUE_TYPES[dtype].cuda
+
+
+def mma_reasons(p: Problem, sm: int) -> list[str]:
+    """Why no 2:4 tensor-core kernel that needs ``sm`` takes ``p``: the rules its kernels share."""
+    return reasons(
+        (p.format != "two-four", f"takes two-four, got {p.format}"),
+        (p.device != "cuda", f"operands are on {p.device}; move them with .to('cuda')"),
+        (p.a_dtype not in MMA_TYPES, f"a.dtype must be one of {', '.join(MMA_TYPES)}, got {p.a_dtype}"),
+        (p.b_dtype != p.a_dtype, f"b.dtype must equal a.dtype ({p.a_dtype}), got {p.b_dtype}"),
+        (p.out_dtype not in (p.a_dtype, "float32"), f"out.dtype must be {p.a_dtype} or float32, got {p.out_dtype}"),
+        (STRIDED in (p.b_layout, p.out_layout), "B and out must be row- or column-major; use ascontiguousarray"),
+        (p.sm is None or p.sm < sm, f"needs sm_{sm} or newer, got {p.sm_name}"),
+        (p.M >= 1 << 31 or p.K >= 1 << 24, f"M must be below 2^31 and K below 2^24, got {p.M} x {p.K}"),
+    )
+
+
+class SpmmTwoFour:
+    """C = A @ B for ``TwoFour`` A; any M, K, N, both layouts of B and C, any leading dimension."""
+
+    name = NAME
+    epilogue = True
+    tiles = TILES
+    formats = frozenset({"two-four"})
+
+    def unsupported(self, p: Problem) -> list[str]:
+        return mma_reasons(p, 80)
+
+    def instances(self) -> tuple[str, ...]:
+        """C++ names that the compile tests build."""
+        return (
+            "spmm_two_four<__nv_bfloat16, __nv_bfloat16, 256, 128, 64, 64, 4, false, false, false, true, false>",
+            "spmm_two_four<__half, float, 128, 64, 64, 32, 4, true, true, true, true, true>",
+            "spmm_two_four<__half, __half, 64, 64, 32, 32, 4, false, false, true, false, true>",
+        )
+
+    def plan(self, a: Any, p: Problem) -> Plan:
+        a = in_kernel_order(a)
+        prepare, tile = launcher(a.data, a.meta, a.meta_order, p)
+        return device_plan(self.name, p, prepare, f"{tile} {a.meta_order}")
+
+
+def in_kernel_order(a: Any) -> Any:
+    """``a`` with its metadata in one of KERNEL_ORDERS."""
+    if a.meta_order in KERNEL_ORDERS:
+        return a
+    a = a.with_meta_order("ldmatrix")
+    finish_arrays()  # synchronize!
+    return a
+
+
+def launcher(data: Any, meta: Any, order: str, p: Problem) -> tuple[Prepare, Tile]:
+    """What a plan prepares, and the tile it uses. ``order``: the order of ``meta``, one of KERNEL_ORDERS."""
+    import cupy
+
+    limits = cupy.cuda.Device(p.device_id).attributes
+    smem = limits["MaxSharedMemoryPerBlockOptin"]
+    tile = measured.tile(NAME, p, (t for t in TILES if t.smem <= smem))
+    tile = tile or choose(p.M, p.n, limits["MultiProcessorCount"], smem)
+    kinds = (order == "fragment", p.b_layout == COL, p.out_layout == COL)
+    shape = f"{tile.rows}, {tile.cols}, {tile.warp_rows}, {tile.warp_cols}, {tile.stages}"
+    row_tiles = -(-p.M // tile.rows)
+
+    @functools.lru_cache(maxsize=2)
+    def variant(aligned: bool) -> Launch:
+        flags = ", ".join(str(f).lower() for f in (*kinds, aligned, p.epilogue))
+        instance = f"spmm_two_four<{c_type(p.a_dtype)}, {c_type(p.out_dtype)}, {shape}, {flags}>"
+        function = jit.load(
+            "two_four/spmm_two_four.cu", instance, jit.architecture(p.sm or 80, ()), p.device_id, tile.smem
+        )
+        return Launch(function, "PPiiPPiqqPff", (data, meta, p.M, p.K), tile.threads, tile.smem)
+
+    variant(True)  # compiled with the plan; the other at the first call that needs it
+
+    def prepare(o: Operands) -> tuple[Bound]:
+        launch = variant(o.b % 16 == 0 and o.ldb % 8 == 0)
+        grid = (row_tiles * -(-o.n // tile.cols), 1, 1)
+        return (launch.bind(grid, o.stream, o.b, o.c, o.n, o.ldb, o.ldc, o.bias, o.alpha, o.beta),)
+
+    return prepare, tile

@@ -1,0 +1,125 @@
+"""SpMM on 2:4 weights with mma.sp, both operands by TMA; sm_90 and later.  Kernel: spmm_two_four_sm90.cu."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ....arrays.dtypes import VALUE_TYPES
+from ....arrays.library import ceil_div
+from ....products.problem import COL, Plan, Problem, reasons
+from ..runtime import jit, measured, tensor_map
+from ..runtime.launch import Bound, Launch, Operands, Prepare, device_plan
+from .spmm_two_four import DEPTH, c_type, choose, estimate, in_kernel_order, launcher, mma_reasons
+
+NAME = "cuda.spmm_two_four_sm90"
+SOURCE = "two_four/spmm_two_four_sm90.cu"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A block computes ``rows`` x 128 of C, a warp 64 x 64; ``stages`` slabs are in shared memory."""
+
+    rows: int
+    stages: int
+    rate: float
+    """Relative speed of a full machine, as in ``spmm_two_four.Tile``."""
+
+    cols = 128
+
+    @property
+    def threads(self) -> int:
+        return self.rows // 64 * (self.cols // 64) * 32
+
+    def smem(self, item: int) -> int:
+        """bytes: the ring, its barriers, 16 rows of each warp's part of C (``item`` bytes), room to align to 1024."""
+        slab = self.rows * DEPTH + self.cols * DEPTH * 2 + self.rows * 8
+        return self.stages * slab + 64 + self.threads // 32 * 16 * 64 * item + 1024
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.cols}x{DEPTH} stages {self.stages}"
+
+
+TILES = (Tile(256, 5, 1.06), Tile(256, 4, 1.06), Tile(128, 4, 1.07), Tile(128, 3, 1.05))
+RESERVED = 1024  # bytes of shared memory that the driver keeps for itself in a block
+
+
+class SpmmTwoFourSm90:
+    """C = A @ B for ``TwoFour`` A, without wgmma: what Blackwell runs, and Hopper where its own kernel cannot.
+
+    TMA needs B on a 16-byte boundary with a pitch of a multiple of 16 bytes; a call with another B, and a product too
+    small for these tiles, run the sm_80 kernel.
+    """
+
+    name = NAME
+    formats = frozenset({"two-four"})
+    epilogue = True
+    tiles = TILES
+
+    def unsupported(self, p: Problem) -> list[str]:
+        return mma_reasons(p, 90) + reasons(
+            (not (p.M and p.K), f"no tensor map of an empty matrix: M = {p.M}, K = {p.K}"),
+            (p.b_layout == COL and p.K % 8, f"TMA needs column-major B with K a multiple of 8, got K = {p.K}"),
+        )
+
+    def instances(self) -> tuple[str, ...]:
+        """C++ names that the compile tests build."""
+        p = Problem("two-four", (), 1, 1, 0, 0, "bfloat16", "bfloat16", "bfloat16")
+        wide = replace(p, a_dtype="float16", out_dtype="float32", b_layout=COL, out_layout=COL, epilogue=True)
+        return _instance(TILES[0], p, "ldmatrix"), _instance(TILES[-1], wide, "fragment")
+
+    def plan(self, a: Any, p: Problem) -> Plan:
+        import cupy
+
+        a = in_kernel_order(a)
+        data, meta, order = a.data, a.meta, a.meta_order  # not a: plans must not keep the matrix alive
+        limits = cupy.cuda.Device(p.device_id).attributes
+        sms, smem = limits["MultiProcessorCount"], limits["MaxSharedMemoryPerBlockOptin"]
+        item = VALUE_TYPES[p.out_dtype].numpy.itemsize
+        fitting = [t for t in TILES if t.smem(item) <= smem]
+        tile = measured.tile(NAME, p, fitting)
+        if tile is None:
+            tile = min(fitting, key=lambda t: estimate(t, p.M, p.n, sms))
+            if estimate(choose(p.M, p.n, sms, smem), p.M, p.n, sms) < estimate(tile, p.M, p.n, sms):
+                copied, small = launcher(data, meta, order, p)
+                return device_plan(NAME, p, copied, f"{small} {order} by cp.async")
+        best, room = tile, tile.smem(item)
+        function = jit.load(SOURCE, _instance(best, p, order), jit.architecture(p.sm or 90, ()), p.device_id, room)
+        at_once = limits["MaxSharedMemoryPerMultiprocessor"] // (room + RESERVED)
+        resident = sms * min(at_once, 2 if best.threads == 128 else 1)  # registers leave room for 256 threads
+        slabs, tiles = ceil_div(p.K, DEPTH), data.shape[0] // 16
+        values = tensor_map.tiled(
+            data.data.ptr, p.a_dtype, (slabs * 32, data.shape[0]), (slabs * 32,), (32, best.rows), 64
+        )
+        if order == "fragment":
+            extents, box = (slabs * 64, tiles), (64, best.rows // 16)
+        else:
+            extents, box = (slabs * 8, tiles * 8), (8, best.rows // 2)
+        words = tensor_map.tiled(meta.data.ptr, "uint16", extents, extents[:1], box, 0)
+        row_tiles = ceil_div(p.M, best.rows)
+        kind = tensor_map.TensorMap
+        launch = Launch(function, (kind, kind, kind, *"iiPiqPff"), (values, words), best.threads, room)
+
+        @functools.lru_cache(maxsize=1)
+        def unaligned() -> Prepare:
+            return launcher(data, meta, order, p)[0]
+
+        b_item = VALUE_TYPES[p.b_dtype].numpy.itemsize
+
+        def prepare(o: Operands) -> Sequence[Bound]:
+            if not tensor_map.aligned(o.b, o.ldb, b_item):
+                return unaligned()(o)
+            extents = (p.K, o.n) if p.b_layout == COL else (o.n, p.K)
+            b_map = tensor_map.tiled(o.b, p.b_dtype, extents, (o.ldb,), (DEPTH, DEPTH), 128)
+            grid = min(row_tiles * ceil_div(o.n, best.cols), resident), 1, 1
+            return (launch.bind(grid, o.stream, b_map, p.M, p.K, o.c, o.n, o.ldc, o.bias, o.alpha, o.beta),)
+
+        return device_plan(NAME, p, prepare, f"{best} {order}")
+
+
+def _instance(tile: Tile, p: Problem, order: str) -> str:
+    flags = (order == "fragment", p.b_layout == COL, p.out_layout == COL, p.epilogue)
+    shape = f"{tile.rows}, {tile.cols}, {tile.stages}, {', '.join(str(f).lower() for f in flags)}"
+    return f"spmm_two_four_sm90<{c_type(p.a_dtype)}, {c_type(p.out_dtype)}, {shape}>"

@@ -1,0 +1,201 @@
+"""SpMM on 2:4 weights with wgmma.sp, weights in registers, B by TMA; sm_90a only.  Kernel: spmm_two_four_sm90a.cu."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ....arrays.dtypes import VALUE_TYPES
+from ....arrays.library import ceil_div
+from ....products.problem import COL, Plan, Problem, reasons
+from ..runtime import jit, measured, tensor_map
+from ..runtime.launch import Bound, Launch, Operands, Prepare, device_plan
+from ..runtime.occupancy import max_clusters
+from .spmm_two_four import DEPTH, c_type, in_kernel_order, launcher, mma_reasons
+from .two_four_records import TwoFourRecords
+
+SOURCE, ARCH = "two_four/spmm_two_four_sm90a.cu", "sm_90a"
+SUM_US = 1.0  # of adding one part of K
+
+
+@dataclass(frozen=True)
+class Tile:
+    """``warpgroups`` of ``64 * row_tiles`` rows, ``cols`` columns, ``stages`` slabs of B, ``span`` of weights ahead.
+
+    ``slots``: blocks of 64 x 64 sums of a warpgroup that are on their way to C while the next tile is computed.
+    ``cluster`` blocks share each slab of B; ``splits`` such groups, in one cluster, share K.
+    """
+
+    warpgroups: int
+    row_tiles: int
+    cols: int
+    stages: int
+    span: int
+    slots: int
+    cluster: int
+    splits: int
+    group: int
+    shared: bool
+    """Values pass through shared memory instead of going straight to registers."""
+    slab_us: float
+    """us a slab takes on a full machine, measured on an H200; more for tiles that only a measurement should choose."""
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.row_tiles * self.warpgroups
+
+    @property
+    def blocks(self) -> int:
+        """Of a thread block cluster."""
+        return self.cluster * self.splits
+
+    @property
+    def smem(self) -> int:
+        """bytes: slabs of B, the epilogue's slots, sums of another part of K, room to align to 1024."""
+        sums = self.rows * self.cols * 2 if self.splits > 1 else 0
+        slab = DEPTH * self.cols * 2 + (DEPTH * self.rows if self.shared else 0)
+        return self.stages * slab + self.warpgroups * self.slots * 64 * 128 + sums + 1024
+
+    def __str__(self) -> str:
+        parts = f"cluster {self.cluster} split {self.splits} stages {self.stages} span {self.span}"
+        return f"{self.rows}x{self.cols}x{DEPTH} {parts}" + " shared" * self.shared
+
+
+TILES = (
+    Tile(2, 1, 256, 5, 4, 1, 2, 1, 8, True, 0.43),
+    Tile(2, 1, 256, 6, 4, 2, 2, 1, 8, False, 0.45),
+    Tile(2, 1, 256, 5, 4, 2, 2, 1, 8, False, 0.46),
+    Tile(2, 1, 256, 6, 4, 2, 1, 1, 8, False, 0.60),
+    Tile(2, 1, 256, 5, 4, 2, 1, 1, 8, False, 0.60),
+    Tile(3, 1, 128, 8, 3, 1, 1, 1, 8, False, 0.366),
+    Tile(2, 1, 128, 8, 6, 2, 1, 1, 8, False, 0.264),
+    Tile(2, 1, 128, 8, 6, 2, 2, 1, 8, False, 0.29),
+    Tile(2, 1, 64, 16, 8, 1, 1, 1, 8, False, 0.20),
+    Tile(2, 1, 128, 7, 4, 1, 1, 2, 8, False, 0.28),
+    Tile(2, 1, 128, 7, 6, 1, 1, 2, 8, False, 0.29),
+    Tile(2, 1, 64, 16, 8, 1, 1, 2, 8, False, 0.20),
+    Tile(2, 1, 64, 12, 6, 1, 1, 2, 8, False, 0.21),
+    Tile(1, 1, 64, 20, 9, 1, 1, 2, 8, False, 0.18),
+    Tile(1, 1, 64, 14, 7, 1, 1, 2, 8, False, 0.19),
+)
+
+
+def choose(M: int, n: int, K: int, sms: int, shared: bool = True) -> Tile:
+    """The tile with the least estimated time: waves of clusters x slabs, and the cost of adding a part of K.
+
+    ``shared``: tiles whose values pass through shared memory may be taken.
+    """
+    slabs = ceil_div(K, DEPTH)
+
+    def cost(t: Tile) -> float:
+        clusters, at_once = ceil_div(M, t.rows * t.cluster) * ceil_div(max(n, 1), t.cols), sms // t.blocks
+        if t.splits > 1 and (clusters > at_once or slabs < 8 * t.splits):
+            return float("inf")
+        return ceil_div(clusters, at_once) * slabs / t.splits * t.slab_us + SUM_US * (t.splits - 1)
+
+    return min((t for t in TILES if shared or not t.shared), key=cost)
+
+
+class SpmmTwoFourSm90a:
+    """C = A @ B for ``TwoFour`` A on Hopper.
+
+    The plan owns a copy of the weights in register order (9/8 * Mp * Kp bytes). TMA needs B on a 16-byte boundary with
+    a pitch of a multiple of 16 bytes; a call with another B runs the sm_80 kernel.
+    """
+
+    name = "cuda.spmm_two_four_sm90a"
+    formats = frozenset({"two-four"})
+    epilogue = True
+    tiles = TILES
+
+    def unsupported(self, p: Problem) -> list[str]:
+        return mma_reasons(p, 80) + reasons(
+            (p.sm != 90, f"needs sm_90 (wgmma), got {p.sm_name}"),
+            (p.K == 0, "K is 0: no tensor map of an empty B"),
+            (p.b_layout == COL and p.K % 8, f"TMA needs column-major B with K a multiple of 8, got K = {p.K}"),
+        )
+
+    def instances(self) -> tuple[str, ...]:
+        """C++ names that the compile tests build."""
+        p = Problem("two-four", (), 1, 1, 0, 0, "bfloat16", "bfloat16", "bfloat16")
+        wide = replace(p, a_dtype="float16", out_dtype="float32", b_layout=COL, out_layout=COL, epilogue=True)
+        return _instance(TILES[0], p), *(_instance(TILES[i], wide) for i in (0, 1, -1))
+
+    def plan(self, a: Any, p: Problem) -> Plan:
+        import cupy
+
+        b_col = p.b_layout == COL
+        sms = cupy.cuda.Device(p.device_id).attributes["MultiProcessorCount"]
+        tile = measured.tile(self.name, p, TILES)
+        if tile is None or tile.splits > ceil_div(p.K, DEPTH):  # a part without a slab would have no sums
+            tile = choose(p.M, p.n, p.K, sms)
+        rows, kept = a.data.shape
+        if tile.shared and not a.data.size:
+            tile = choose(p.M, p.n, p.K, sms, shared=False)  # nothing that a tensor map could describe
+        item = VALUE_TYPES[p.b_dtype].numpy.itemsize
+        smem = tile.smem
+        threads = 128 * (tile.warpgroups + 1)
+        function = jit.load(SOURCE, _instance(tile, p), ARCH, p.device_id, smem)
+        weights = TwoFourRecords().of(a, p)
+        a = in_kernel_order(a)
+        data, meta, order = a.data, a.meta, a.meta_order  # not a: plans must not keep the matrix alive
+        signature = (
+            "P",
+            "i",
+            "i",
+            tensor_map.TensorMap,
+            "P",
+            "i",
+            "q",
+            tensor_map.TensorMap,
+            tensor_map.TensorMap,
+            *"iPff",
+        )
+        with cupy.cuda.Device(p.device_id):
+            resident = max_clusters(function, tile.blocks, threads, smem)
+        cluster_rows = ceil_div(p.M, tile.rows * tile.cluster)
+        box = (DEPTH, (tile.cols if b_col else DEPTH) // tile.cluster)
+        out_item = VALUE_TYPES[p.out_dtype].numpy.itemsize
+        copied = tile.splits == 1 and out_item == 2 and p.out_layout != COL
+
+        a_map = None
+        if tile.shared:
+            a_map = tensor_map.tiled(data.data.ptr, p.a_dtype, (kept, rows), (kept,), (DEPTH // 2, tile.rows), 64)
+        launch = Launch(function, signature, (weights, p.M, p.K), threads, smem)
+
+        @functools.lru_cache(maxsize=1)
+        def unaligned() -> Prepare:
+            return launcher(data, meta, order, p)[0]
+
+        def prepare(o: Operands) -> Sequence[Bound]:
+            if o.b % 16 or o.ldb * item % 16:
+                return unaligned()(o)
+            extents = (p.K, o.n) if b_col else (o.n, p.K)
+            b_map = tensor_map.tiled(o.b, p.b_dtype, extents, (o.ldb,), box, 128)
+            by_copy = copied and tensor_map.aligned(o.c, o.ldc, out_item)
+            c_map = tensor_map.tiled(o.c, p.out_dtype, (o.n, p.M), (o.ldc,), (64, 64), 128) if by_copy else b_map
+            clusters = cluster_rows * ceil_div(o.n, tile.cols)
+            grid = ((clusters if tile.splits > 1 else min(clusters, resident)) * tile.blocks, 1, 1)
+            rest = o.bias, o.alpha, o.beta
+            return (launch.bind(grid, o.stream, b_map, o.c, o.n, o.ldc, c_map, a_map or b_map, int(by_copy), *rest),)
+
+        return device_plan(self.name, p, prepare, str(tile), int(weights.nbytes))
+
+
+def _instance(tile: Tile, p: Problem) -> str:
+    shape = (
+        tile.warpgroups,
+        tile.row_tiles,
+        tile.cols,
+        tile.stages,
+        tile.span,
+        tile.slots,
+        tile.cluster,
+        tile.splits,
+        tile.group,
+        tile.shared,
+    )
+    flags = ", ".join(str(f).lower() for f in (p.b_layout == COL, p.out_layout == COL, p.epilogue))
+    return f"spmm_two_four_sm90a<{c_type(p.a_dtype)}, {c_type(p.out_dtype)}, {str(shape)[1:-1].lower()}, {flags}>"

@@ -1,0 +1,158 @@
+"""SpMM on 2:4 weights for N <= 64: streams the weights once; sm_80 up.  Kernel: spmm_two_four_tokens.cu."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from ....arrays.dtypes import VALUE_TYPES
+from ....arrays.library import ceil_div
+from ....products.problem import COL, Plan, Problem
+from ..runtime import jit
+from ..runtime.launch import Bound, Launch, Operands, device_plan
+from ..runtime.scratch import Scratch
+from .spmm_two_four import DEPTH, c_type, mma_reasons
+from .two_four_records import WORDS, TwoFourRecords
+
+MAX_COLS = 64
+CLUSTER_SM = 90  # thread block clusters add up the splits from here on
+RESERVED = 1024  # bytes of shared memory that the driver keeps for itself in a block
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A block computes 16 * ``row_tiles`` rows; each warp has a ring of ``slots`` slabs of 64 columns of its own.
+
+    ``blocks`` of them run on a multiprocessor at once; ``splits`` share the slabs of the same rows.
+    """
+
+    row_tiles: int
+    column_tiles: int
+    warps: int
+    slots: int
+    blocks: int
+    splits: int
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.row_tiles
+
+    @property
+    def cols(self) -> int:
+        return 8 * self.column_tiles
+
+    @property
+    def smem(self) -> int:
+        return self.warps * self.slots * slot_bytes(self.row_tiles, self.column_tiles)
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.cols}x{DEPTH} split {self.splits}"
+
+
+def slot_bytes(row_tiles: int, column_tiles: int) -> int:
+    """bytes of a slab: weights of 16 rows each, and B."""
+    return row_tiles * WORDS * 4 + column_tiles * 8 * DEPTH * 2
+
+
+def splits(tiles: int, K: int, sms: int) -> int:
+    """Ranges that K is cut into: the fewest that give most multiprocessors a block; at least 16 slabs in a range."""
+    slabs, count = ceil_div(K, DEPTH), 1
+    while count < 8 and tiles * count * 4 < sms * 3 and slabs >= 32 * count:
+        count *= 2
+    return count
+
+
+def choose(M: int, n: int, K: int, sms: int, smem: int) -> Tile:
+    """Rows such that one round of blocks covers C, or, where that takes too many, two blocks a multiprocessor.
+
+    ``smem``: bytes a block may have. The weights decide the time; a block keeps as many of them under way as fit.
+    """
+    column_tiles = max(1, min(n, MAX_COLS) // 8)
+    tiles, most = max(1, ceil_div(M, 16)), 8 if column_tiles < 8 else 4
+    rounds = ceil_div(tiles, sms * most)
+    row_tiles = ceil_div(tiles, sms * rounds)
+    blocks = min(rounds, 2)
+    warps = 8 if row_tiles <= 3 else 4
+    room = smem if blocks == 1 else (smem + RESERVED) // 2 - RESERVED
+    slots = min(room // (warps * slot_bytes(row_tiles, column_tiles)), 8)
+    if slots < 2:
+        return Tile(row_tiles, column_tiles, warps // 2, 2, 1, splits(ceil_div(tiles, row_tiles), K, sms))
+    return Tile(row_tiles, column_tiles, warps, slots, blocks, splits(ceil_div(tiles, row_tiles), K, sms))
+
+
+def _column_bytes(layout: str, dtype: str, ld: int) -> int:
+    return (ld if layout == COL else 1) * VALUE_TYPES[dtype].numpy.itemsize
+
+
+class SpmmTwoFourTokens:
+    """C = A @ B for ``TwoFour`` A and N <= 64. Bytes, not arithmetic, set its speed: each weight is read once.
+
+    Sums of the K ranges are added in a fixed order: inside a thread block cluster on sm_90 and later, else by the
+    block that finishes last, through a workspace kept per stream.
+    """
+
+    name = "cuda.spmm_two_four_tokens"
+    epilogue = True
+    formats = frozenset({"two-four"})
+
+    def unsupported(self, p: Problem) -> list[str]:
+        return mma_reasons(p, 80) + [f"takes at most {MAX_COLS} columns, got up to {p.n}"] * (p.n > MAX_COLS)
+
+    def rank(self, p: Problem) -> int:
+        """First for up to 32 columns; on Hopper the wgmma kernel takes 64 in less time."""
+        return -1 if p.n <= 32 else 0
+
+    def instances(self) -> tuple[str, ...]:
+        """C++ names that the compile tests build."""
+        p = Problem("two-four", (), 1, 1, 0, 0, "bfloat16", "bfloat16", "bfloat16")
+        wide = Problem("two-four", (), 1, 1, 0, 0, "float16", "float16", "float32", COL, COL, epilogue=True)
+        return (
+            _instance(Tile(2, 2, 8, 6, 1, 1), p, False, False),
+            _instance(Tile(7, 8, 4, 2, 1, 2), wide, False, True),
+            _instance(Tile(1, 1, 8, 8, 1, 4), p, True, False),
+        )
+
+    def plan(self, a: Any, p: Problem) -> Plan:
+        import cupy
+
+        weights = TwoFourRecords().of(a, p)
+        limits = cupy.cuda.Device(p.device_id).attributes
+        tile = choose(p.M, p.n, p.K, limits["MultiProcessorCount"], limits["MaxSharedMemoryPerBlockOptin"])
+        tiles, cols, size = ceil_div(p.M, tile.rows), tile.cols, VALUE_TYPES[p.b_dtype].numpy.itemsize
+        cluster = (p.sm or 0) >= CLUSTER_SM and tile.splits > 1
+
+        @functools.lru_cache(maxsize=2)
+        def variant(b_col: bool) -> Launch:
+            instance = _instance(tile, p, cluster, b_col)
+            arch = jit.architecture(p.sm or 80, ())
+            function = jit.load("two_four/spmm_two_four_tokens.cu", instance, arch, p.device_id, tile.smem)
+            return Launch(function, "PiiPPiqqPPPff", (weights, p.M, p.K), tile.warps * 32, tile.smem)
+
+        b_col = p.b_layout == COL
+        variant(b_col)  # compiled with the plan; the other at the first call that needs it
+        shared = tile.splits > 1 and not cluster
+        sums, arrivals = Scratch(), Scratch(zeros=True)
+
+        def prepare(o: Operands) -> list[Bound]:
+            partials = sums.buffer(o.stream, tiles * tile.splits * tile.rows * cols * 4) if shared else 0
+            counters = arrivals.buffer(o.stream, tiles * 4) if shared else 0
+            rest = partials, counters, o.bias, o.alpha, o.beta
+            if o.n == 1 and (b_col or o.ldb == 1):  # a vector: contiguous along K in both layouts
+                return [variant(True).bind((tiles, tile.splits, 1), o.stream, o.b, o.c, 1, 16 // size, o.ldc, *rest)]
+            launch, calls = variant(b_col), []
+            for first in range(0, o.n, cols):
+                b = o.b + first * _column_bytes(p.b_layout, p.b_dtype, o.ldb)
+                c = o.c + first * _column_bytes(p.out_layout, p.out_dtype, o.ldc)
+                n = min(cols, o.n - first)
+                calls.append(launch.bind((tiles, tile.splits, 1), o.stream, b, c, n, o.ldb, o.ldc, *rest))
+            return calls
+
+        owned = int(weights.nbytes) + (tiles * (tile.splits * tile.rows * cols * 4 + 4) if shared else 0)
+        return device_plan(self.name, p, prepare, str(tile), owned)
+
+
+def _instance(tile: Tile, p: Problem, cluster: bool, b_col: bool) -> str:
+    flags = ", ".join(str(f).lower() for f in (cluster, b_col, p.out_layout == COL, p.epilogue))
+    shape = f"{tile.row_tiles}, {tile.column_tiles}, {tile.warps}, {tile.slots}, {tile.blocks}, {tile.splits}"
+    return f"spmm_two_four_tokens<{c_type(p.a_dtype)}, {c_type(p.out_dtype)}, {shape}, {flags}>"

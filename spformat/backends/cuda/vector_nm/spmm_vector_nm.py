@@ -1,0 +1,97 @@
+"""SpMM on vector n:m (NM-SpMM) on the CUDA cores, any vector length.  Kernel: spmm_vector_nm.cu.
+
+float32, float64, bf16, fp16. Sums are float32 (float64 for float64), in ascending k, one fused multiply-add per
+stored item.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ....arrays.library import ceil_div
+from ....products.problem import Plan, Problem
+from ..runtime import launch
+from .vector_nm_launch import C_TYPES, ITEMSIZE, fit, launcher, records_choice, refusals
+
+_ENOUGH_TILES = 132
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Warps along rows (32 each) and columns (64 each), ring stages, columns of A in a k tile."""
+
+    warps_m: int
+    warps_n: int
+    stages: int
+    depth: int
+    group_limit: int = 32
+
+    @property
+    def rows(self) -> int:
+        return 32 * self.warps_m
+
+    @property
+    def cols(self) -> int:
+        return 64 * self.warps_n
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_m * self.warps_n
+
+    def smem(self, itemsize: int, staged: int, slots: int, record: int) -> int:
+        """Bytes: the ring of stages and the ring of records (vector_nm.cuh)."""
+        stage = ((staged + 1) * self.cols + slots * self.rows) * itemsize
+        return self.stages * stage + (2 * self.stages - 1) * 4 * record
+
+    def slot_scale(self, itemsize: int) -> int:
+        return self.cols * itemsize
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.cols}x{self.depth}"
+
+
+TILES = (Tile(4, 2, 3, 32), Tile(4, 2, 2, 32), Tile(2, 1, 3, 32), Tile(2, 1, 2, 32), Tile(1, 1, 2, 1))
+"""Best first for large problems; the later ones for small ones and for wide windows, whose rows of B need the room."""
+
+
+class SpmmVectorNM:
+    """``out = A @ B`` for A in VectorNM, without tensor cores."""
+
+    name = "cuda.spmm_vector_nm"
+    formats = frozenset({"vector-nm"})
+    archs = ("sm_80",)
+
+    def unsupported(self, p: Problem) -> list[str]:
+        return refusals(p, tuple(C_TYPES))
+
+    def instances(self) -> tuple[str, ...]:
+        """C++ names that the compile tests build."""
+        return (
+            instance("float32", "float", 8, TILES[0], False),
+            instance("float64", "double", 1, TILES[2], False),
+            instance("bfloat16", "__nv_bfloat16", 4, TILES[0], True),
+            "spformat::vector_nm::copy_to_rows<unsigned short>",
+            "spformat::vector_nm::sum_splits<float, __half>",
+        )
+
+    def plan(self, a: Any, p: Problem) -> Plan:
+        small = p.a_dtype == "float64" or ceil_div(p.M, 128) * ceil_div(max(p.n, 1), 128) < _ENOUGH_TILES
+        tiles = [t for t in TILES if not (small and t.warps_m == 4)]
+        tile, made, group = fit(tiles, a.indices, p, step=4)
+        smem = tile.smem(ITEMSIZE[p.a_dtype], made.staged, made.slots, int(made.words.shape[2]))
+        choice = records_choice(
+            a, p, made, source="vector_nm/spmm_vector_nm.cu", archs=self.archs, cols=tile.cols, threads=tile.threads,
+            instance=lambda out, _: instance(p.a_dtype, out, min(group, 8), tile, made.packed), smem=lambda _: smem,
+        )  # fmt: skip
+        kind = "packed" if made.packed else "plain"
+        return launch.device_plan(self.name, p, launcher(p, choice), f"{tile} {kind}", made.words.nbytes)
+
+
+def instance(dtype: str, out: str, run_rows: int, tile: Tile, packed: bool) -> str:
+    """C++ name of the kernel; ``run_rows``: rows of a thread that share columns."""
+    sums = "double" if dtype == "float64" else "float"
+    return (
+        f"spformat::vector_nm::spmm_vector_nm<{C_TYPES[dtype]}, {sums}, {out}, {run_rows}, {tile.warps_m}, "
+        f"{tile.warps_n}, {tile.stages}, {str(packed).lower()}>"
+    )

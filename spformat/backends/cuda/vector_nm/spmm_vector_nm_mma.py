@@ -1,0 +1,128 @@
+"""SpMM on vector n:m (NM-SpMM) on the tensor cores of sm_80 and later.  Kernel: spmm_vector_nm_mma.cu.
+
+bf16 and fp16 use m16n8k16 with float32 sums. float32 splits every factor into a leading and a trailing TF32 part and
+sums three products: |C - exact| <= (2^-21 + 2 * (K/8 + 1) * 2^-23) * (|A| @ |B|), K the stored columns of a row. A
+factor that is not finite, or within 2^-12 of overflow, gives NaN where float32 would give an infinity; if that matters,
+use ``cuda.spmm_vector_nm``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ....arrays.library import ceil_div
+from ....products.problem import Plan, Problem, reasons
+from ..runtime import launch
+from .vector_nm_launch import C_TYPES, ITEMSIZE, fit, launcher, records_choice, refusals
+
+_ENOUGH_TILES = 120
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows and columns of a warp, warps along rows and columns, ring stages, columns of A wanted in a k tile."""
+
+    warp_rows: int
+    warp_cols: int
+    warps_m: int
+    warps_n: int
+    stages: int
+    depth: int
+
+    @property
+    def group_limit(self) -> int:
+        return self.warp_rows
+
+    @property
+    def rows(self) -> int:
+        return self.warp_rows * self.warps_m
+
+    @property
+    def cols(self) -> int:
+        return self.warp_cols * self.warps_n
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_m * self.warps_n
+
+    def smem(self, itemsize: int, staged: int, slots: int, record: int, out_size: int = 4) -> int:
+        """Bytes: the ring of stages and the ring of records (vector_nm.cuh), or C on its way out."""
+        stage = ((staged + 1) * self.cols + slots * self.rows) * itemsize
+        ring = self.stages * stage + (2 * self.stages - 1) * 4 * record
+        strip = self.threads // 32 * (32 if itemsize == 4 else 16) * (self.warp_cols * out_size + 16)
+        return max(ring, strip)
+
+    def slot_scale(self, itemsize: int) -> int:
+        return 0
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.cols}x{self.depth}"
+
+
+WIDE_16 = (Tile(32, 128, 8, 1, 4, 64), Tile(32, 128, 8, 1, 3, 64), Tile(32, 128, 8, 1, 2, 64))
+TALL_16 = (Tile(64, 64, 4, 2, 4, 64), Tile(64, 64, 4, 2, 3, 64), Tile(64, 64, 4, 2, 2, 64))
+SMALL_16 = (Tile(32, 64, 4, 2, 4, 64), Tile(32, 64, 4, 2, 2, 64), Tile(32, 32, 4, 1, 2, 64))
+NARROW_16 = (Tile(32, 32, 4, 1, 4, 128), Tile(32, 32, 4, 1, 2, 128))
+WIDE_32 = (Tile(32, 64, 4, 2, 3, 32), Tile(32, 64, 4, 2, 2, 32))
+NARROW_32 = (Tile(32, 32, 4, 2, 3, 64), Tile(32, 32, 4, 2, 2, 64))
+"""Best first, by value size; narrow ones for few columns of B and for wide windows, whose rows of B need the room."""
+
+
+def tiles_for(p: Problem) -> tuple[Tile, ...]:
+    """Tiles in the order of preference for a problem."""
+    length, n = p.p["vector_length"], max(p.n, 1)
+
+    def enough(t: Tile) -> bool:
+        return ceil_div(p.M, t.rows) * ceil_div(n, t.cols) >= _ENOUGH_TILES
+
+    if ITEMSIZE[p.a_dtype] == 4:
+        return WIDE_32 + NARROW_32 if n > 32 and enough(WIDE_32[0]) else NARROW_32
+    large = TALL_16 if length % 64 == 0 else WIDE_16
+    if n > 64 and enough(large[0]):
+        return large + SMALL_16
+    return SMALL_16 + NARROW_16 if n > 32 else NARROW_16
+
+
+class SpmmVectorNMTensor:
+    """``out = A @ B`` for A in VectorNM with a vector length that is a multiple of 8."""
+
+    name = "cuda.spmm_vector_nm_mma"
+    formats = frozenset({"vector-nm"})
+    archs = ("sm_80",)
+    product_error = 2.0**-21  # float32 as three TF32 products: the product of the two low parts is left out
+
+    def unsupported(self, p: Problem) -> list[str]:
+        length = p.p["vector_length"]
+        return refusals(p, ("bfloat16", "float16", "float32")) + reasons(
+            (length % 8, f"vector_length must be a multiple of 8 (the instruction's row width), got {length}"),
+        )
+
+    def instances(self) -> tuple[str, ...]:
+        """C++ names that the compile tests build."""
+        return (
+            instance("bfloat16", "__nv_bfloat16", 32, WIDE_16[0], False),
+            instance("float16", "float", 64, TALL_16[1], True),
+            instance("float32", "float", 32, WIDE_32[0], True),
+            instance("float32", "float", 8, NARROW_32[0], False),
+        )
+
+    def plan(self, a: Any, p: Problem) -> Plan:
+        size = ITEMSIZE[p.a_dtype]
+        tile, made, group = fit(tiles_for(p), a.indices, p, step=32 // size, banks=16 // size, bank_rows=size // 2)
+        record = int(made.words.shape[2])
+        choice = records_choice(
+            a, p, made, source="vector_nm/spmm_vector_nm_mma.cu", archs=self.archs, cols=tile.cols, threads=tile.threads,
+            instance=lambda out, _: instance(p.a_dtype, out, group, tile, made.packed),
+            smem=lambda out: tile.smem(size, made.staged, made.slots, record, out),
+        )  # fmt: skip
+        kind = "packed" if made.packed else "plain"
+        return launch.device_plan(self.name, p, launcher(p, choice), f"{tile} {kind}", made.words.nbytes)
+
+
+def instance(dtype: str, out: str, group: int, tile: Tile, packed: bool) -> str:
+    """C++ name of the kernel; ``group``: rows of a warp that share columns."""
+    return (
+        f"spformat::vector_nm::spmm_vector_nm_mma<{C_TYPES[dtype]}, {out}, {group}, {tile.warp_rows}, "
+        f"{tile.warp_cols}, {tile.warps_m}, {tile.warps_n}, {tile.stages}, {str(packed).lower()}>"
+    )

@@ -1,0 +1,192 @@
+"""SpMM on vector n:m (NM-SpMM), tensor cores fed by Hopper's copy engine.  Kernel: spmm_vector_nm_tma_sm90a.cu.
+
+bf16, fp16 and float32, vector lengths that are multiples of 8. Products, sums and tolerance are those of
+``spmm_vector_nm_mma``. Blocks may share what they load in clusters, which did not pay on an H200.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ....arrays.library import ceil_div, round_up
+from ....products.problem import Plan, Problem, reasons
+from ....products.roofline import TENSOR_16, TF32_THREE, Blocking
+from ..runtime import launch, tensor_map
+from .vector_nm_launch import (
+    C_TYPES,
+    ITEMSIZE,
+    aligned_data,
+    fastest,
+    launcher,
+    pattern,
+    records_choice,
+    refusals,
+    shared_limit,
+)
+from .vector_nm_tiles import Pattern, Shape, records
+
+_LEAST_STAGES, _MOST_STAGES = 2, 8
+_MAX_BOX = 256
+CLUSTER = (1, 1)
+"""Row tiles x column tiles of a cluster. (2, 1), (1, 2) and (2, 2) work too; on an H200 none was faster."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows and columns of a warp, warps along rows and columns (8 in all), columns of A wanted in a k tile; and,
+    measured on an H200, the share of the peak that the products reach, microseconds per k tile and per tile of C."""
+
+    warp_rows: int
+    warp_cols: int
+    warps_m: int
+    warps_n: int
+    depth: int
+    sustained: float
+    step_us: float
+    tile_us: float
+
+    @property
+    def rows(self) -> int:
+        return self.warp_rows * self.warps_m
+
+    @property
+    def cols(self) -> int:
+        return self.warp_cols * self.warps_n
+
+    def windows(self, form: Pattern, itemsize: int) -> int:
+        """Windows in a k tile."""
+        return form.windows_per_tile(32 // itemsize, self.depth)
+
+    def stage(self, form: Pattern, itemsize: int) -> int:
+        """Bytes of a stage: B and its zero line, A, the record; each 128-byte column block on its own."""
+        windows = self.windows(form, itemsize)
+        slots, groups = round_up(windows * form.n, 32 // itemsize), self.rows // form.group_rows(self.warp_rows)
+        b = self.cols * itemsize // 128 * (windows * form.m + 8) // 8 * 1024
+        a = self.rows * itemsize // 128 * ceil_div(slots, 8) * 1024
+        return round_up(b + a + 4 * round_up(groups * slots, 4), 1024)
+
+    def rest(self, itemsize: int) -> int:
+        """Bytes beside the ring: the strips C leaves through, and the barriers."""
+        strip = 8 * (32 if itemsize == 4 else 16) * (64 * 4 + 16)
+        return strip + 16 * _MOST_STAGES
+
+    def stages(self, form: Pattern, itemsize: int, limit: int) -> int:
+        """Stages that fit in ``limit`` bytes."""
+        return min(_MOST_STAGES, (limit - self.rest(itemsize)) // self.stage(form, itemsize))
+
+    def blocking(self, form: Pattern, itemsize: int) -> Blocking:
+        """How the tile cuts a product, with the times measured on an H200 (512^3 to 4096^3 and layers of Llama)."""
+        windows = self.windows(form, itemsize)
+        arithmetic, start_us = MEASURED[itemsize]
+        return Blocking(
+            rows=self.rows, cols=self.cols, k_tiles=ceil_div(ceil_div(form.K, form.m), windows),
+            kept=round_up(windows * form.n, 32 // itemsize), staged=windows * form.m, itemsize=itemsize,
+            arithmetic=arithmetic, sustained=self.sustained, step_us=self.step_us, tile_us=self.tile_us,
+            start_us=start_us,
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.cols}x{self.depth}"
+
+
+MEASURED = {2: (TENSOR_16, 5.8), 4: (TF32_THREE, 5.5)}
+"""By value size: arithmetic, and microseconds per launch."""
+_SMALL_16 = (
+    Tile(32, 64, 4, 2, 128, 0.44, 0.17, 2.5), Tile(32, 64, 4, 2, 64, 0.44, 0.17, 2.5),
+    Tile(32, 32, 4, 2, 128, 0.23, 0.1, 1.3), Tile(32, 32, 4, 2, 64, 0.4, 0.2, 1.6),
+)  # fmt: skip
+TILES_16 = (Tile(32, 128, 8, 1, 128, 0.48, 0.17, 2.5), Tile(32, 128, 8, 1, 64, 0.48, 0.17, 2.5), *_SMALL_16)
+TALL_16 = (Tile(64, 64, 4, 2, 128, 0.48, 0.17, 2.5), Tile(64, 64, 4, 2, 64, 0.48, 0.17, 2.5), *_SMALL_16)
+TILES_32 = (
+    Tile(32, 128, 8, 1, 64, 0.5, 0.13, 4.0), Tile(32, 128, 8, 1, 32, 0.5, 0.13, 4.0),
+    Tile(32, 64, 4, 2, 64, 0.475, 0.13, 4.0), Tile(32, 64, 4, 2, 32, 0.475, 0.13, 4.0),
+    Tile(32, 32, 4, 2, 128, 0.42, 0.35, 1.6), Tile(32, 32, 4, 2, 64, 0.39, 0.14, 1.9),
+)  # fmt: skip
+"""The TALL ones for vector lengths that are multiples of 64. Of equal ones, the first is taken."""
+
+
+def tiles_for(p: Problem) -> list[Tile]:
+    """Tiles with room for enough stages; none if the windows are too wide."""
+    form, size = pattern(p), ITEMSIZE[p.a_dtype]
+    tiles = TILES_32 if size == 4 else TALL_16 if form.vector_length % 64 == 0 else TILES_16
+    return [
+        t for t in tiles
+        if t.stages(form, size, shared_limit(p.sm)) >= _LEAST_STAGES and t.windows(form, size) * form.m <= _MAX_BOX
+    ]  # fmt: skip
+
+
+def choose(p: Problem) -> tuple[Tile, Blocking]:
+    """The tile and the parts along K that take the least time by the model."""
+    form, size = pattern(p), ITEMSIZE[p.a_dtype]
+    return fastest(((t, t.blocking(form, size)) for t in tiles_for(p)), p)
+
+
+class SpmmVectorNMTMA:
+    """``out = A @ B`` for A in VectorNM with a vector length that is a multiple of 8, on sm_90a only."""
+
+    name = "cuda.spmm_vector_nm_tma_sm90a"
+    formats = frozenset({"vector-nm"})
+    archs = ("sm_90a",)
+    product_error = 2.0**-21  # as in spmm_vector_nm_mma
+
+    def unsupported(self, p: Problem) -> list[str]:
+        length = p.p["vector_length"]
+        found = refusals(p, ("bfloat16", "float16", "float32")) + reasons(
+            (p.device == "cuda" and p.sm != 90, f"needs sm_90a (TMA, register hand-over), got {p.sm_name}"),
+            (length % 8, f"vector_length must be a multiple of 8 (the instruction's row width), got {length}"),
+            (p.M * p.K == 0, f"A must not be empty (a TMA map has no zero extents), got {p.M}x{p.K}"),
+            (p.n <= 32, f"N must be more than 32 (a tile has 64 columns), got the class of N <= {p.n}"),
+        )
+        if not found and not tiles_for(p):
+            q = p.p
+            found.append(f"{_LEAST_STAGES} stages of {q['n']}:{q['m']} windows must fit in {shared_limit(p.sm)} bytes")
+        return found
+
+    def instances(self) -> tuple[str, ...]:
+        """C++ names that the compile tests build."""
+        return (
+            instance("bfloat16", "__nv_bfloat16", 32, TILES_16[0], (2, 2)),
+            instance("float16", "float", 64, TALL_16[0], (1, 1)),
+            instance("float32", "float", 32, TILES_32[0], (2, 2)),
+        )
+
+    def blocking(self, p: Problem) -> Blocking:
+        """For spformat.dispatch.cost."""
+        return choose(p)[1]
+
+    def plan(self, a: Any, p: Problem) -> Plan:
+        (tile, blocking), form, size = choose(p), pattern(p), ITEMSIZE[p.a_dtype]
+        group, stages = form.group_rows(tile.warp_rows), tile.stages(form, size, shared_limit(p.sm))
+        made = records(
+            a.indices, form, tile_rows=tile.rows, group_rows=group, kept=tile.windows(form, size) * form.n,
+            step=32 // size, banks=16 // size if group >= 16 else 1, bank_rows=size // 2, packed=False,
+        )  # fmt: skip
+        data = aligned_data(a)
+        W, Mp = data.shape
+        wide = 128 // size
+        a_map = tensor_map.tiled(data.data.ptr, p.a_dtype, (Mp, W), (Mp,), (wide, made.tile_kept), 128)
+
+        def b_arguments(b: int, pitch: int, n: int) -> tuple[Any, ...]:
+            box = (wide, made.tile_cols)
+            return (tensor_map.tiled(b, p.a_dtype, (n, p.K), (pitch // size,), box, 128),)
+
+        def head(splits: int, per_split: int, cluster: tuple[int, int]) -> tuple[Any, ...]:
+            return a_map, made.shape(form, int(data.strides[0]), W, per_split), stages, splits, made.words
+
+        smem = stages * tile.stage(form, size) + tile.rest(size)
+        choice = records_choice(
+            a, p, made, source="vector_nm/spmm_vector_nm_tma_sm90a.cu", archs=self.archs, cols=tile.cols, threads=384, head=head,
+            instance=lambda out, c: instance(p.a_dtype, out, group, tile, c), smem=lambda _: smem,
+            cluster=lambda _: CLUSTER, signature=(tensor_map.TensorMap, Shape, "i", "i", "P"), keep=data,
+            b_signature=(tensor_map.TensorMap,), b_arguments=b_arguments, splits=blocking.splits,
+        )  # fmt: skip
+        return launch.device_plan(self.name, p, launcher(p, choice), f"{tile} {stages} stages", made.words.nbytes)
+
+
+def instance(dtype: str, out: str, group: int, tile: Tile, cluster: tuple[int, int]) -> str:
+    """C++ name of the kernel; ``group``: rows of a warp that share columns."""
+    return (
+        f"spformat::vector_nm::spmm_vector_nm_tma<{C_TYPES[dtype]}, {out}, {group}, {tile.warp_rows}, "
+        f"{tile.warp_cols}, {tile.warps_m}, {tile.warps_n}, {cluster[0]}, {cluster[1]}>"
+    )

@@ -1,0 +1,205 @@
+"""Dense to and from vector n:m on the device: the twin of the compiled host code, for CuPy arrays.
+
+``formats.compiled`` names these functions and hands them the arrays that the format allocated; the numpy code is the
+law, and results equal it bit for bit. Kernels: vector_nm_convert.cu. One pass over the dense array each way, choosing
+the vectors that stay included; where the rows of a group do not fit in shared memory, encoding takes two (positions,
+then values), and choosing is left to ``preprocess.masks``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from typing import Any
+
+from ....arrays.dtypes import value_type
+from ....arrays.library import Array, ceil_div, round_up
+from ..runtime import jit
+from ..runtime.launch import Launch
+from ..runtime.scratch import Counters
+from .vector_nm_launch import shared_limit
+
+SOURCE = "vector_nm/vector_nm_convert.cu"
+THREADS = 256
+WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
+STRIP, ROWS = 64, 64
+"""Columns (at least one window) and rows that a block takes together."""
+ALIGN, ONE_PASS = 16, 48 * 1024
+"""Bytes of a load of neighbours; of shared memory for a strip of whole row groups: more is left to a second pass."""
+WIDE_ROWS = 32
+"""Rows of a block whose strip is wider than ``STRIP``: a strip then needs 65 KB at most."""
+KINDS = {"bfloat16": ("BFLOAT16", 0x7F80), "float16": ("FLOAT16", 0x7C00), "float32": ("FLOAT32", 0x7F800000)}
+"""Value types whose vectors are ranked here: the kernel's name, the bits of infinity. Their squares are exact."""
+EXACT = "EXACT"
+
+
+class Sizes(ctypes.Structure):
+    """Twin of ``vector_nm::Sizes``."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("M", "K", "W", "Q", "Mp")] + [
+        (name, ctypes.c_int32) for name in ("n", "m", "length", "windows", "rows", "strips")
+    ]
+
+
+class Ranking(ctypes.Structure):
+    """Twin of ``vector_nm::Ranking``."""
+
+    _fields_ = [("squares", ctypes.c_int32), ("infinite", ctypes.c_uint32), ("norms", ctypes.c_int32)]
+
+
+class Packing(ctypes.Structure):
+    """Twin of ``vector_nm::Packing``."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("W", "Q")] + [
+        (name, ctypes.c_int32) for name in ("n", "m", "tile_cols", "groups", "k_tiles")
+    ]
+
+
+def instances() -> tuple[str, ...]:
+    """C++ names that the compile tests build."""
+    encoders = [
+        _instance("encode", size, *flags, EXACT)
+        for size in (2, 4)
+        for flags in itertools.product((True, False), repeat=2)
+    ]
+    rest = [_instance(name, size) for name in ("gather", "scatter") for size in (1, 8)]
+    return (
+        *encoders,
+        _instance("encode", 1, True, True, EXACT),
+        _instance("encode", 8, True, True, EXACT),
+        _instance("encode", 2, True, True, "BFLOAT16"),
+        _instance("encode", 2, False, True, "FLOAT16"),
+        _instance("encode", 4, True, True, "FLOAT32"),
+        *rest,
+        _instance("pack", 0),
+    )
+
+
+def vector_nm_encode(x: Array, n: int, m: int, length: int, indices: Array, data: Array) -> Counters:
+    """Fill indices uint8[W, Q] and data [W, Mp] from x [M, K], all CuPy; does not wait for the device.
+
+    Returns counters: refused windows, and all ones minus (row group * windows + window) * 512 + vectors of the first.
+    """
+    sizes, groups, pitch, smem, strip = _encoding(x, n, m, length, indices, data)
+    refused, stream = Counters(), _stream()
+    whole = smem + strip <= ONE_PASS
+    _encode(x, sizes, groups, pitch, smem + strip * whole, whole, EXACT, Ranking(), indices, data, refused)
+    if not whole:
+        pitch, smem = _strip(sizes, x.dtype.itemsize)
+        kernel = _kernel("gather", x.dtype.itemsize, x, ("P", Sizes, "q", "i", "P", "P"), smem)
+        grid = (sizes.strips * ceil_div(sizes.Mp, sizes.rows), 1, 1)
+        mask = value_type(x.dtype).zero_mask
+        kernel(grid, stream, x.data.ptr, sizes, mask, pitch, indices.data.ptr, data.data.ptr)
+    return refused
+
+
+def vector_nm_prune(x: Array, n: int, m: int, length: int, norm: str, indices: Array, data: Array) -> Counters | None:
+    """``vector_nm_encode`` of x with the n vectors of largest norm ("l2", "l1") kept in every window, in the same pass.
+
+    Returns counters, the first of them values that are not finite; or None, nothing done, for value types that are not
+    in ``KINDS`` and where a row group does not fit in shared memory.
+    """
+    if x.dtype.name not in KINDS:
+        return None
+    sizes, groups, pitch, smem, strip = _encoding(x, n, m, length, indices, data)
+    before = round_up(smem + strip, 8)
+    smem = before + 8 * groups * sizes.windows * m
+    if smem > shared_limit(int(x.device.compute_capability)):
+        return None
+    kind, infinite = KINDS[x.dtype.name]
+    odd = Counters()
+    by = Ranking(norm == "l2", infinite, before // 8)
+    _encode(x, sizes, groups, pitch, smem, True, kind, by, indices, data, odd)
+    return odd
+
+
+def _encoding(x: Array, n: int, m: int, length: int, indices: Array, data: Array) -> tuple[Sizes, int, int, int, int]:
+    """(extents, row groups of a block, values between rows of its strip, bytes of positions, bytes of the strip)"""
+    sizes, groups = _sizes(x.shape, indices, data, n, m, length), max(1, ROWS // length)
+    pitch, _ = _strip(sizes, x.dtype.itemsize)
+    sizes.rows = groups * length
+    used = 4 * (sizes.windows * m // 32 + 2)  # columns of a group that stay, a bit each
+    return sizes, groups, pitch, groups * (used + sizes.windows * n), round_up(sizes.rows * pitch, 8) * x.dtype.itemsize
+
+
+def _encode(
+    x: Array, sizes: Sizes, groups: int, pitch: int, smem: int, whole: bool, kind: str, by: Ranking, indices: Array,
+    data: Array, refused: Counters,
+) -> None:  # fmt: skip
+    itemsize, mask, start = x.dtype.itemsize, value_type(x.dtype).zero_mask, x.data.ptr
+    aligned = not (start % ALIGN or x.shape[1] * itemsize % ALIGN or sizes.windows * sizes.m * itemsize % ALIGN)
+    signature = ("P", Sizes, "q", Ranking, "i", "P", "P", "P")
+    kernel = _kernel("encode", itemsize, x, signature, smem, aligned, whole, kind)
+    grid = (sizes.strips * ceil_div(sizes.Q, groups), 1, 1)
+    kernel(grid, _stream(), start, sizes, mask, by, pitch, indices.data.ptr, data.data.ptr, refused.address)
+
+
+def vector_nm_to_dense(indices: Array, data: Array, n: int, m: int, length: int, out: Array) -> None:
+    """Write out [M, K], all of it, from indices uint8[W, Q] and data [W, Mp], all CuPy."""
+    sizes, mask = _sizes(out.shape, indices, data, n, m, length), value_type(data.dtype).zero_mask
+    pitch, smem = _strip(sizes, data.dtype.itemsize)
+    kernel = _kernel("scatter", data.dtype.itemsize, data, ("P", "P", Sizes, "q", "i", "P"), smem)
+    grid = (sizes.strips * ceil_div(sizes.M, sizes.rows), 1, 1)
+    kernel(grid, _stream(), indices.data.ptr, data.data.ptr, sizes, mask, pitch, out.data.ptr)
+
+
+def vector_nm_pack(indices: Array, n: int, m: int, col_info: Array, ranks: Array) -> None:
+    """Fill col_info int16[Tr, Tk, tile_cols] and ranks uint8[Tr, W, Qs] from indices uint8[W, Q], all CuPy."""
+    (row_tiles, k_tiles, tile_cols), groups = col_info.shape, ranks.shape[2]
+    packing = Packing(*indices.shape, n, m, tile_cols, groups, k_tiles)
+    kernel = _kernel("pack", 0, indices, ("P", Packing, "P", "P"), 0)
+    kernel((row_tiles * k_tiles, 1, 1), _stream(), indices.data.ptr, packing, col_info.data.ptr, ranks.data.ptr)
+
+
+def _sizes(shape: tuple[int, int], indices: Array, data: Array, n: int, m: int, length: int) -> Sizes:
+    """The extents, with strips of whole windows; ``rows`` is left to the caller."""
+    (W, Q), Mp, windows = indices.shape, data.shape[1], max(1, STRIP // m)
+    return Sizes(*shape, W, Q, Mp, n, m, length, windows, 0, ceil_div(W // n, windows))
+
+
+def _strip(sizes: Sizes, itemsize: int) -> tuple[int, int]:
+    """(values between rows of a block's strip in shared memory, its bytes); sets ``sizes.rows``.
+
+    A row is an odd number of words (values of eight bytes: an odd number of those), so that a column of the strip meets
+    every bank.
+    """
+    wide = sizes.windows * sizes.m
+    sizes.rows = ROWS if wide <= STRIP else WIDE_ROWS
+    word = max(4, itemsize)
+    pitch = (ceil_div(wide * itemsize, word) | 1) * word // itemsize
+    return pitch, sizes.rows * pitch * itemsize
+
+
+def _stream() -> int:
+    import cupy
+
+    return int(cupy.cuda.get_current_stream().ptr)
+
+
+@functools.cache
+def _launch(instance: str, arch: str, device_id: int, signature: tuple[Any, ...], smem: int) -> Launch:
+    return Launch(jit.load(SOURCE, instance, arch, device_id, smem), signature, (), THREADS, smem)
+
+
+def _kernel(
+    name: str, itemsize: int, like: Array, signature: tuple[Any, ...], smem: int, *arguments: bool | str
+) -> Launch:
+    """The launch of a kernel on the device of ``like``."""
+    device = like.device
+    return _launch(_instance(name, itemsize, *arguments), _target(device.id), device.id, signature, smem)
+
+
+@functools.cache
+def _target(device_id: int) -> str:
+    import cupy
+
+    return jit.architecture(int(cupy.cuda.Device(device_id).compute_capability), ())
+
+
+@functools.cache
+def _instance(name: str, itemsize: int, *arguments: bool | str) -> str:
+    """C++ name of a kernel for values of a size; 0: not a template."""
+    named = [f"spformat::vector_nm::{a}" if isinstance(a, str) else str(a).lower() for a in arguments]
+    given = ", ".join((WORDS[itemsize], *named)) if itemsize else ""
+    return f"spformat::vector_nm::{name}" + (f"<{given}>" if given else "")

@@ -1,0 +1,288 @@
+"""From a VectorNM on the device to a launch closure: what the vector n:m kernels do alike around their own function.
+
+B reaches the kernels as aligned rows (pointer and pitch multiples of 16 bytes). A column-major or unaligned B is first
+copied into the plan's workspace. A product with too few tiles for the device is split along K, and the parts are summed
+in a fixed order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+from ....arrays.library import BOUNDARY, ceil_div, round_up
+from ....errors import InternalError, LimitError
+from ....products.problem import COL, ROW, Problem, reasons
+from ....products.roofline import DEVICES, H200, Blocking
+from ..runtime import jit, launch
+from ..runtime.occupancy import max_clusters
+from ..runtime.scratch import Scratch
+from .vector_nm_tiles import Pattern, Records, Shape, records
+
+C_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float", "float64": "double"}
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+SHARED_LIMIT = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
+"""Kilobytes of shared memory a block may have, by compute capability."""
+PLAIN_SOURCE = "vector_nm/spmm_vector_nm.cu"
+_COPY_WORDS = {2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
+_GRID_Y_MAX = 65535
+_INT32_MAX = 2**31 - 1
+_PITCH_MAX = 2**31
+"""Kernels take the bytes between rows of data and of B as 32-bit numbers."""
+
+
+def shared_limit(sm: int | None) -> int:
+    """Bytes of shared memory a block may have on a device; the smallest known where it is not listed."""
+    return 1024 * SHARED_LIMIT.get(sm or 0, 99)
+
+
+def pattern(p: Problem) -> Pattern:
+    """The pattern of a problem."""
+    q = p.p
+    return Pattern(p.M, p.K, q["n"], q["m"], q["vector_length"])
+
+
+def refusals(p: Problem, dtypes: tuple[str, ...]) -> list[str]:
+    """What every vector n:m kernel refuses; ``dtypes``: the value types it takes."""
+    outs = (p.a_dtype, "float32") if ITEMSIZE.get(p.a_dtype) == 2 else (p.a_dtype,)
+    return reasons(
+        (p.device != "cuda", f"operands are on {p.device}; move them with .to('cuda')"),
+        (p.device == "cuda" and (p.sm is None or p.sm < 80), f"needs sm_80 or newer, got {p.sm_name}"),
+        (p.a_dtype not in dtypes, f"a.dtype must be one of {', '.join(dtypes)}, got {p.a_dtype}"),
+        (p.b_dtype != p.a_dtype, f"b.dtype must equal a.dtype ({p.a_dtype}), got {p.b_dtype}"),
+        (p.out_dtype not in outs, f"out.dtype must be {' or '.join(outs)}, got {p.out_dtype}"),
+        (p.b_layout not in (ROW, COL), f"B must have unit stride along one axis, got layout {p.b_layout!r}"),
+        (p.out_layout not in (ROW, COL), f"out must have unit stride along one axis, got layout {p.out_layout!r}"),
+        (p.M * ITEMSIZE.get(p.a_dtype, 8) >= _PITCH_MAX - 8192, f"a row of data must stay below 2 GiB, got M = {p.M}"),
+        (max(p.M, p.K) > _INT32_MAX - 1024, f"M and K must stay below 2^31 - 1024, got {p.M} and {p.K}"),
+    )
+
+
+class AlignedRows:
+    """B as rows whose pointer and pitch are multiples of 16 bytes: itself, or a copy made on the same stream."""
+
+    def __init__(self, p: Problem) -> None:
+        self._size, self._rows, self._col = ITEMSIZE[p.b_dtype], p.K, p.b_layout == COL
+        self._scratch = Scratch()
+        self._where = (jit.architecture(p.sm or 80, ()), p.device_id)
+        self._copy: launch.Launch | None = None
+
+    def __call__(self, x: launch.Operands) -> tuple[list[launch.Bound], int, int]:
+        """The calls that bring B there, its pointer, bytes between rows."""
+        size = self._size
+        if not self._col and x.b % 16 == 0 and x.ldb * size % 16 == 0 and x.ldb * size < _PITCH_MAX:
+            return [], x.b, x.ldb * size
+        pitch = round_up(x.n, 16 // size)
+        if pitch * size >= _PITCH_MAX:
+            raise LimitError(f"B: a row of {x.n:,} columns passes 2 GiB; multiply fewer columns at a time")
+        if self._rows == 0:
+            return [], x.b, pitch * size
+        to = self._scratch.buffer(x.stream, self._rows * pitch * size)
+        if self._copy is None:
+            instance = f"spformat::vector_nm::copy_to_rows<{_COPY_WORDS[size]}>"
+            self._copy = launch.Launch(jit.load(PLAIN_SOURCE, instance, *self._where), "PPiiiqqq", (), 256)
+        step_r, step_c = (1, x.ldb) if self._col else (x.ldb, 1)
+        grid = (ceil_div(pitch, 64), min(ceil_div(self._rows, 64), _GRID_Y_MAX), 1)
+        copy = self._copy.bind(grid, x.stream, x.b, to, self._rows, x.n, pitch, step_r, step_c, pitch)
+        return [copy], to, pitch * size
+
+
+def aligned_data(a: Any) -> Any:
+    """``a.data`` with rows on 16-byte boundaries: itself, or a zero-padded copy (odd vector lengths)."""
+    import cupy
+
+    data, size = a.data, a.data.dtype.itemsize
+    if data.shape[1] * size % BOUNDARY == 0:
+        return data
+    padded = cupy.zeros((data.shape[0], round_up(data.shape[1], BOUNDARY // size)), f"uint{8 * size}")
+    padded[:, : data.shape[1]] = data.view(padded.dtype)
+    return padded
+
+
+class TileSize(Protocol):
+    """What ``fit`` reads of a kernel's tile."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def depth(self) -> int:
+        """Columns of A wanted in a k tile."""
+        ...
+
+    @property
+    def group_limit(self) -> int:
+        """Most rows a group of slots may have."""
+        ...
+
+    def slot_scale(self, itemsize: int) -> int:
+        """What staged rows are multiplied by in the records, or 0 (records: ``line_bytes``)."""
+        ...
+
+    def smem(self, itemsize: int, staged: int, slots: int, record: int) -> int: ...
+
+
+_Tile = TypeVar("_Tile", bound=TileSize)
+_Any = TypeVar("_Any")
+
+
+def fit(
+    tiles: Iterable[_Tile], indices: Any, p: Problem, *, step: int, banks: int = 1, bank_rows: int = 1
+) -> tuple[_Tile, Records, int]:
+    """The first tile whose stages fit in shared memory, its records and rows per group.
+
+    Whole windows first, packed when the share says so or when there is no room for all rows of B; then, for wide
+    windows, fewer and fewer vectors of a window, which always fit in the end.
+    """
+    form, size, limit = pattern(p), ITEMSIZE[p.a_dtype], shared_limit(p.sm)
+    tiles = tuple(tiles)
+    whole = [(t, form.windows_per_tile(step, t.depth) * form.n) for t in tiles]
+    parts = [(t, kept) for kept in (64, 32, 16, 8, 4, 1) for t in tiles if kept % step == 0 or kept < step]
+    for tile, kept in whole + parts:
+        group = form.group_rows(tile.group_limit)
+        slots, groups = round_up(kept, step), tile.rows // group
+        width = kept // form.n * form.m if kept % form.n == 0 else form.m * (kept // form.n + 2)
+        roomy = tile.smem(size, width, slots, groups * slots + width + 4) <= limit
+        if not roomy and tile.smem(size, kept, slots, groups * slots + kept) > limit:
+            continue
+        made = records(
+            indices, form, tile_rows=tile.rows, group_rows=group, kept=kept, step=step,
+            bank_rows=bank_rows,
+            banks=banks if group >= 16 else 1, packed=None if roomy else True, line_bytes=tile.slot_scale(size),
+        )  # fmt: skip
+        if tile.smem(size, made.staged, made.slots, int(made.words.shape[2])) <= limit:
+            return tile, made, group
+    raise InternalError(f"vector-nm: no tile fits in {limit} bytes of shared memory for {p}")
+
+
+def choose_splits(tiles: int, k_tiles: int, processors: int) -> int:
+    """Parts along K so that the grid fills the device about once; a part keeps at least four k tiles."""
+    if tiles * 2 > processors:
+        return 1
+    return max(1, min(processors // max(1, tiles), k_tiles // 4, 32))
+
+
+_MOST_SPLITS, _LEAST_K_TILES = 32, 2
+
+
+def fastest(tiles: Iterable[tuple[_Any, Blocking]], p: Problem) -> tuple[_Any, Blocking]:
+    """The tile and its parts along K with the least expected time for the problem; the first of equal ones."""
+    device = next((d for d in DEVICES.values() if d.sm == p.sm), H200)
+    cut = [
+        (tile, replace(b, splits=ceil_div(b.k_tiles, ceil_div(b.k_tiles, s))))
+        for tile, b in tiles
+        for s in range(1, max(1, min(_MOST_SPLITS, b.k_tiles // _LEAST_K_TILES)) + 1)
+        if s == 1 or b.turns(p.M, max(p.n, 1), device) * (s - 1) < 2 * s  # many turns leave little to even out
+    ]
+    return min(cut, key=lambda item: item[1].us(p.M, max(p.n, 1), device))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a kernel decided: its function by output type, its tile and its leading arguments."""
+
+    source: str
+    archs: tuple[str, ...]
+    instance: Callable[[str, tuple[int, int]], str]
+    """C++ name of the function that writes a C type, for cluster extents."""
+    cols: int
+    """Columns of a tile."""
+    threads: int
+    smem: Callable[[int], int]
+    """Bytes of shared memory for an output item size."""
+    row_tiles: int
+    k_tiles: int
+    signature: tuple[Any, ...]
+    head: Callable[[int, int, tuple[int, int]], tuple[Any, ...]]
+    """The arguments before B, by splits, k tiles per split and cluster extents; ``signature`` names their types."""
+    cluster: Callable[[int], tuple[int, int]] | None = None
+    """Cluster extents (row tiles, column tiles) by the tiles along N, for a kernel whose blocks take tiles in turn."""
+    b_signature: tuple[Any, ...] = ("P", "i")
+    b_arguments: Callable[[int, int, int], tuple[Any, ...]] = lambda b, pitch, n: (b, pitch)
+    """How B is passed: from its pointer, bytes between rows, and columns."""
+    c_signature: tuple[Any, ...] = ()
+    c_arguments: Callable[[int, int, int, int], tuple[Any, ...]] = lambda c, n, step_m, step_n: ()
+    """What stands between B and C: from C's pointer, columns, and elements between rows and between columns."""
+    keep: Any = None
+    """An array only its address is in ``head``."""
+    splits: int = 0
+    """Parts along K; 0: ``choose_splits``."""
+
+
+def records_choice(a: Any, p: Problem, made: Records, **rest: Any) -> Choice:
+    """The Choice of a kernel that reads records; its arguments begin with shape, data and records."""
+    data, W = aligned_data(a), int(a.indices.shape[0])
+    row_tiles, k_tiles = made.words.shape[:2]
+
+    def head(splits: int, per_split: int, cluster: tuple[int, int]) -> tuple[Any, ...]:
+        return made.shape(pattern(p), int(data.strides[0]), W, per_split), data, made.words
+
+    return Choice(**{"row_tiles": row_tiles, "k_tiles": k_tiles, "signature": (Shape, "P", "P"), "head": head} | rest)
+
+
+def launcher(p: Problem, choice: Choice) -> launch.Prepare:
+    """What a plan prepares."""
+    import cupy
+
+    row_tiles, cols, threads = choice.row_tiles, choice.cols, choice.threads
+    processors = cupy.cuda.Device(p.device_id).attributes["MultiProcessorCount"]
+    wanted = choice.splits or choose_splits(row_tiles * ceil_div(max(p.n, 1), cols), choice.k_tiles, processors)
+    per_split = max(1, ceil_div(choice.k_tiles, wanted))
+    splits = max(1, ceil_div(choice.k_tiles, per_split))
+
+    def choose_cluster(n: int) -> tuple[int, int]:
+        return choice.cluster(ceil_div(n, cols)) if choice.cluster and splits == 1 else (1, 1)
+
+    out_type = C_TYPES[p.out_dtype]
+    sum_type = "double" if p.a_dtype == "float64" else "float"
+    written = sum_type if splits > 1 else out_type
+    size = {"double": 8, "float": 4}.get(written, 2)
+    arch = jit.architecture(p.sm or 80, choice.archs)
+    signature, smem = (*choice.signature, *choice.b_signature, *choice.c_signature, *"Piqqq"), choice.smem(size)
+
+    @functools.cache
+    def product(cluster: tuple[int, int]) -> tuple[launch.Launch, int]:
+        """The launch, and how many clusters run at the same time."""
+        function = jit.load(choice.source, choice.instance(written, cluster), arch, p.device_id, smem)
+        made = launch.Launch(function, signature, choice.head(splits, per_split, cluster), threads, smem)
+        size = cluster[0] * cluster[1]
+        return made, processors if size == 1 else max_clusters(function, size, threads, smem)
+
+    def start(x: launch.Operands, c: int, step_m: int, step_n: int, split_stride: int) -> list[launch.Bound]:
+        calls, b, pitch = rows_of_b(x)
+        down, across = cluster = choose_cluster(x.n)
+        column_tiles, (function, resident) = ceil_div(x.n, cols), product(cluster)
+        if choice.cluster is None:
+            grid = (row_tiles * column_tiles, 1, splits)
+        else:
+            items = ceil_div(row_tiles, down) * ceil_div(column_tiles, across) * splits
+            grid = (min(items, resident) * down * across, 1, 1)
+        operands = *b_arguments(b, pitch, x.n), *c_arguments(c, x.n, step_m, step_n)
+        return [*calls, function.bind(grid, x.stream, *operands, c, x.n, step_m, step_n, split_stride)]
+
+    product(choose_cluster(max(p.n, 1)))  # compile now, not in the first call
+    launch.finish_arrays()  # synchronize! records and padded data
+    rows_of_b = AlignedRows(p)
+    c_col, M, keep = p.out_layout == COL, p.M, choice.keep
+    b_arguments, c_arguments = choice.b_arguments, choice.c_arguments
+
+    if splits == 1:
+
+        def prepare(x: launch.Operands, keep: Any = keep) -> list[launch.Bound]:
+            return start(x, x.c, *((1, x.ldc) if c_col else (x.ldc, 1)), 0)
+
+        return prepare
+
+    instance = f"spformat::vector_nm::sum_splits<{sum_type}, {out_type}>"
+    total = launch.Launch(
+        jit.load(PLAIN_SOURCE, instance, jit.architecture(p.sm or 80, ()), p.device_id), "PPiiiqq", (), 256
+    )
+    parts = Scratch()
+
+    def prepare_split(x: launch.Operands, keep: Any = keep) -> list[launch.Bound]:
+        partial = parts.buffer(x.stream, splits * M * x.n * size)
+        steps, grid = (1, x.ldc) if c_col else (x.ldc, 1), (min(ceil_div(M * x.n, 256), 8 * processors), 1, 1)
+        return [*start(x, partial, x.n, 1, M * x.n), total.bind(grid, x.stream, partial, x.c, splits, M, x.n, *steps)]
+
+    return prepare_split

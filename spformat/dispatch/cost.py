@@ -1,0 +1,156 @@
+"""What a product costs on a GPU: operations, bytes, what bounds it and the time to expect.  No GPU needed.
+
+    >>> spformat.dispatch.cost.estimate(a, n=4096, device="H200")
+    Cost(device='H200', kernel='cuda.spmm_vector_nm_sm90a', operations=.., bytes=.., bound='L2', expected_us=..)
+
+The bounds are those of the roofline, with NM-SpMM's analysis of a tile for what L2 must deliver (``spformat.products.roofline``,
+IPDPS 2025, Eq. 3). ``expected_us`` adds how fast the kernel was measured to be; only kernels that say how they cut a
+product (``blocking``) have one, today those for vector n:m on Hopper.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .. import backends
+from ..arrays.dtypes import value_type
+from ..errors import UsageError
+from ..formats import by_name
+from ..formats.base import Format
+from ..products.problem import COL, ROW, Problem, result_dtype, tile_class
+from ..products.roofline import CUDA_32, CUDA_64, DEVICES, TENSOR_16, Blocking, Device
+from .api import explain
+
+__all__ = ["DEVICES", "Cost", "Device", "estimate"]
+
+_ARITHMETIC = {"float64": CUDA_64, "float32": CUDA_32}
+"""Where a kernel does not say; everything narrower goes to the tensor cores."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One product C = A @ B. Times in microseconds; each bound alone is a time that the kernel does not beat."""
+
+    device: str
+    kernel: str | None
+    """The kernel that spmm() would run there; None if no kernel takes the product."""
+    operations: float
+    """2 * stored values of A, padding included, * N."""
+    bytes: float
+    """A as stored, B and C, each once."""
+    compute_us: float
+    """All operations at the peak of the kernel's arithmetic."""
+    cache_us: float | None
+    """What all tiles load, at the rate of L2; None where the kernel's tiles are not known."""
+    memory_us: float
+    """All bytes at the rate of a large copy."""
+    launch_us: float
+    """A launch, from event to event."""
+    tile_intensity: float | None
+    """Operations per byte that a tile loads: NM-SpMM's Eq. 3."""
+    expected_us: float | None
+    """From event to event, cold caches; None where no measured figures are known for the kernel."""
+
+    @property
+    def intensity(self) -> float:
+        """Operations per byte of memory."""
+        return self.operations / self.bytes if self.bytes else 0.0
+
+    @property
+    def floor_us(self) -> float:
+        """The largest of the bounds."""
+        return max(self._bounds().values())
+
+    @property
+    def bound(self) -> str:
+        """What takes longest: "compute", "L2", "memory" or "launch"."""
+        bounds = self._bounds()
+        return max(bounds, key=bounds.__getitem__)
+
+    def _bounds(self) -> dict[str, float]:
+        cache_us = self.cache_us or 0.0
+        return {"compute": self.compute_us, "L2": cache_us, "memory": self.memory_us, "launch": self.launch_us}
+
+    def __str__(self) -> str:
+        expected = f", {self.expected_us:.0f} us expected" if self.expected_us is not None else ""
+        return f"on {self.device} at least {self.floor_us:.1f} us, bound by {self.bound}{expected}"
+
+
+LAUNCH_US = 3.0
+"""An empty kernel, for those whose own figure is not known."""
+
+
+def estimate(
+    A: Format | Problem, n: int, *, device: str | Device = "H200", backend: str | None = None, b_layout: str = ROW,
+    nbytes: int | None = None,
+) -> Cost:  # fmt: skip
+    """The cost of ``spmm(A, B)`` with B [K, n] of A's type, in the kernel that the dispatcher would choose there.
+
+    A: a matrix, on any device, or a ``Problem`` (then ``nbytes``, the bytes of A, if its params do not decide them).
+    device: a name in ``DEVICES``, or a ``Device`` with your figures (``dataclasses.replace(DEVICES["H200"], ..)``).
+    b_layout: with a matrix; a ``Problem`` brings its own. backend: a backend or a kernel, as for ``spmm``.
+
+    Raises UsageError for an unknown device or a negative n.
+    """
+    target = device if isinstance(device, Device) else DEVICES.get(device.upper())
+    if target is None:
+        raise UsageError(f"device: expected one of {', '.join(DEVICES)}, or a Device, got {device!r}", value=device)
+    if n < 0:
+        raise UsageError(f"n: expected columns of B, at least 0, got {n}", value=n)
+    p = A if isinstance(A, Problem) else _problem(A, b_layout)
+    p = replace(p, n=tile_class(n), device="cuda", sm=target.sm, device_id=0)
+    chosen = explain(p, backend=backend).chosen
+    cut = _blocking(chosen, p)
+    size = value_type(p.a_dtype).numpy.itemsize
+    stored = A.nbytes if isinstance(A, Format) else _bytes(p) if nbytes is None else nbytes
+    out = 4 if p.out_dtype in ("float32", "int32") else 8 if p.out_dtype == "float64" else 2
+    moved = stored + p.K * n * value_type(p.b_dtype).numpy.itemsize + p.M * n * out
+    copied = 2 * p.K * n * size if p.b_layout == COL and cut else 0  # those that say how they cut read rows of B
+    moved += copied
+    operations = 2.0 * p.nnz * n
+    memory_us = 1e6 * moved / target.memory
+    kind = cut.arithmetic if cut else _ARITHMETIC.get(p.a_dtype, TENSOR_16)
+    compute_us = 1e6 * operations / target.peak[kind]
+    intensity = cache_us = expected = None
+    if cut:
+        intensity = cut.intensity()
+        tiles = -(-p.M // cut.rows) * -(-n // cut.cols)
+        cache_us = 2e6 * tiles * cut.rows * cut.cols * cut.kept * cut.k_tiles / intensity / target.cache
+        expected = max(cut.us(p.M, n, target), cut.start_us + memory_us) if n and p.M else 0.0
+        expected += copied / target.memory * 2e6
+    return Cost(
+        device=target.name, kernel=chosen, operations=operations, bytes=float(moved), compute_us=compute_us,
+        cache_us=cache_us, memory_us=memory_us, launch_us=cut.start_us if cut else LAUNCH_US, tile_intensity=intensity,
+        expected_us=expected,
+    )  # fmt: skip
+
+
+def _problem(A: Format, b_layout: str) -> Problem:
+    name = A.dtype.name
+    return Problem(
+        A.name, tuple(A.params().items()), *A.shape, 0, A.stored, name, name, result_dtype(name, name), b_layout
+    )
+
+
+def _blocking(kernel: str | None, p: Problem) -> Blocking | None:
+    """How the chosen kernel cuts the problem, if it says so."""
+    if kernel is None:
+        return None
+    found = next(k for k in backends.get(kernel.partition(".")[0]).kernels() if k.name == kernel)
+    cut: Blocking | None = found.blocking(p) if hasattr(found, "blocking") else None
+    return cut
+
+
+def _bytes(p: Problem) -> int:
+    """Bytes of A from its problem: exact where the params decide them, else a 4-byte index beside every value."""
+    dtype = value_type(p.a_dtype).numpy
+    specs = by_name(p.format).array_specs((p.M, p.K), dtype, p.nnz, p.p)
+    if specs is None:
+        return p.nnz * (dtype.itemsize + 4)
+    total = 0
+    for kind, shape in specs.values():
+        count = 1
+        for extent in shape:
+            count *= extent
+        total += count * kind.itemsize
+    return total

@@ -1,0 +1,1 @@
+"""Compiled loops of the converters (numba); the numpy code of each format stays the reference."""

@@ -1,0 +1,189 @@
+"""In and out of other libraries' matrices. scipy and torch are imported inside the functions that need them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..arrays import scans
+from ..arrays.dtypes import VALUE_TYPES
+from ..arrays.library import Array, index_dtype, is_cupy
+from ..arrays.torch_tensors import array_to_torch, import_torch, is_torch, torch_to_array
+from ..errors import ArrayError, IndexBoundsError, InvariantError, PointerError, UsageError
+from .base import Format, checked_values
+from .bsr import BSR, blocks_to_csr
+from .csr import CSR
+from .dense import Dense
+
+SCIPY_VALUES = ("float64", "float32", "int8")
+
+
+def to_scipy(f: Format) -> Any:
+    """``scipy.sparse.bsr_array`` of a BSR whose blocks tile its shape, else ``csr_array``; arrays are shared.
+
+    ArrayError for 16- and 8-bit floats, which scipy cannot hold, and for arrays on a device.
+    """
+    import scipy.sparse as sp
+
+    if f.device != "cpu":
+        raise ArrayError(f"{f.name}: scipy works on the host; use .to('cpu').to_scipy()")
+    if f.dtype.name not in SCIPY_VALUES:
+        message = f"{f.name}: scipy.sparse has no {f.dtype.name}; cast first, e.g. to_dense().astype('float32')"
+        raise ArrayError(message, array="data")
+    if isinstance(f, BSR) and all(s % b == 0 for s, b in zip(f.shape, f.blocksize, strict=True)):
+        f.ensure_valid()
+        return sp.bsr_array((f.data, f.indices, f.indptr), shape=f.shape)
+    a = f.to_csr()
+    return sp.csr_array((a.data, a.indices, a.indptr), shape=a.shape)
+
+
+def from_scipy(x: Any) -> Format:
+    """A scipy.sparse (or cupyx.scipy.sparse) matrix as BSR (of a bsr) or CSR. Duplicates are refused, not summed."""
+    if not (hasattr(x, "tocsr") and hasattr(x, "format")):
+        raise UsageError(f"from_scipy: expected a scipy.sparse matrix, got {type(x).__name__}; use convert(x, 'csr')")
+    if np.dtype(x.dtype).name not in VALUE_TYPES:
+        what = f"values of dtype {x.dtype} are not representable; use one of {', '.join(VALUE_TYPES)}"
+        raise ArrayError(f"scipy: {what}, as by a.astype('float32')", array="data")
+    if len(x.shape) != 2:
+        raise UsageError(f"scipy: expected a matrix [M, K], got shape {tuple(x.shape)}")
+    if x.format == "bsr":
+        return from_blocks(x.shape, x.indptr, x.indices, x.data)
+    if x.format == "coo":  # its tocsr() sums
+        return _from_coordinates(x.shape, x.row, x.col, x.data)
+    c = x if x.format == "csr" else x.tocsr()
+    a = CSR(shape=c.shape, **_fitted("csr", c.indptr, c.indices, c.data, c.shape[1]))
+    a.check_memory()
+    try:
+        return a.validate()
+    except ValueError:
+        return a.canonical()
+
+
+def from_blocks(shape: tuple[int, ...], indptr: Array, indices: Array, data: Array) -> BSR:
+    """BSR of blocks in any order; those without a nonzero are dropped and -0.0 becomes +0.0. Duplicates are refused."""
+    R, C = int(data.shape[1]), int(data.shape[2])
+    b = BSR(shape=(shape[0], shape[1]), blocksize=(R, C), **_fitted("bsr", indptr, indices, data, shape[1] // C))
+    try:
+        return b.validate()
+    except InvariantError:  # legal in other libraries, not here
+        b.check_memory()
+    return BSR.from_csr(blocks_to_csr(b, b.block_rows()).canonical(), blocksize=(R, C))
+
+
+def _from_coordinates(shape: tuple[int, int], rows: Array, cols: Array, data: Array) -> CSR:
+    """Ordered CSR of items in any order; IndexBoundsError, or OrderError for a place that is stored twice."""
+    for name, index, size in (("row", rows, shape[0]), ("column", cols, shape[1])):
+        if index.size and not 0 <= int(index.min()) <= int(index.max()) < size:  # synchronize!
+            got = f"{index.min()} .. {index.max()}"
+            raise IndexBoundsError(f"coo: expected {name} indices in 0 .. {size - 1}, got {got}", array=name)
+    return CSR.from_coordinates(shape, rows.astype(np.int64), cols.astype(np.int64), data).in_order()
+
+
+def _fitted(where: str, indptr: Array, indices: Array, data: Array, columns: int) -> dict[str, Array]:
+    """Index arrays in the types their bounds demand. PointerError, IndexBoundsError for a number that would wrap."""
+    n = int(indices.size)
+    end, inside = f"at most {n}, the number of items it points into", f"an index in [0, {columns})"
+    return {
+        "indptr": _narrowed(where, "indptr", indptr, index_dtype(n), end, PointerError),
+        "indices": _narrowed(where, "indices", indices, index_dtype(columns - 1), inside, IndexBoundsError),
+        "data": data,
+    }
+
+
+def _narrowed(
+    where: str, name: str, x: Array, dtype: np.dtype[Any], expected: str, error: type[InvariantError]
+) -> Array:
+    if x.dtype.kind not in "iu":
+        raise ArrayError(f"{where}: {name}: expected integers, got {x.dtype}", array=name)
+    fitted = x.astype(dtype)
+    found = None if np.can_cast(x.dtype, dtype) else scans.first_true(fitted != x)  # 2^32 + 3 became 3
+    if found:
+        at, count = found
+        more = f" ({count} such)" if count > 1 else ""
+        value = int(x[at])
+        raise error(f"{where}: {name}[{at}]: expected {expected}, got {value}{more}",
+                    array=name, index=at, value=value, expected=expected, count=count)  # fmt: skip
+    return fitted
+
+
+def to_torch(f: Format) -> Any:
+    """A torch tensor on the same device: sparse_bsr of a BSR that tiles its shape, strided of a Dense, sparse_csr."""
+    torch, tensor = import_torch(), array_to_torch
+    if isinstance(f, Dense):
+        return tensor(f.data)
+    f.ensure_valid()
+    if isinstance(f, BSR) and all(s % b == 0 for s, b in zip(f.shape, f.blocksize, strict=True)):
+        parts = (tensor(f.indptr), tensor(f.indices), tensor(f.data))
+        return torch.sparse_bsr_tensor(*parts, size=f.shape, check_invariants=False)
+    a = f.to_csr()
+    parts = (tensor(a.indptr), tensor(a.indices), tensor(a.data))
+    return torch.sparse_csr_tensor(*parts, size=a.shape, check_invariants=False)
+
+
+def from_torch(t: Any) -> Format:
+    """A torch tensor as Dense (strided), CSR (sparse_csr, sparse_coo) or BSR (sparse_bsr). Duplicates are refused."""
+    if not is_torch(t):
+        raise UsageError(f"from_torch: expected a torch tensor, got {type(t).__name__}; use convert(x, 'csr')")
+    import torch
+
+    if getattr(t, "BACKEND", "") in ("cutlass", "cusparselt"):
+        raise UsageError("a SparseSemiStructuredTensor is read by interop.torch_semi_structured.from_semi_structured")
+    if t.layout == torch.strided:
+        return Dense.from_dense(torch_to_array(t))
+    if t.layout == torch.sparse_coo:
+        if t.dense_dim() or t.dim() != 2:
+            raise UsageError(f"torch: expected a matrix without dense dimensions, got shape {tuple(t.shape)} with "
+                             f"{t.dense_dim()} dense dimensions; use t.to_dense()")  # fmt: skip
+        rows, cols = torch_to_array(t._indices())
+        return _from_coordinates(tuple(t.shape), rows, cols, torch_to_array(t._values())).without_zeros()
+    if t.layout not in (torch.sparse_csr, torch.sparse_bsr):
+        raise UsageError(f"torch layout {t.layout} is not read; use t.to_sparse_csr() or t.to_dense()")
+    if t.dim() != 2 or t.dense_dim():
+        raise UsageError(f"torch: expected one matrix, got {t.layout} of shape {tuple(t.shape)}; use t[i] of a batch")
+    indptr, indices = torch_to_array(t.crow_indices()), torch_to_array(t.col_indices())
+    data, shape = torch_to_array(t.values()), tuple(t.shape)
+    if t.layout == torch.sparse_bsr:
+        return from_blocks(shape, indptr, indices, data)
+    a = CSR(shape=shape, **_fitted("csr", indptr, indices, data, shape[1]))
+    a.check_memory()
+    return a.canonical()
+
+
+def as_array(x: Any) -> Array:
+    """A matrix or vector as an array of numpy or CuPy; the memory of one and of a torch tensor is shared.
+
+    UsageError for what ``as_format`` does not take.
+    """
+    if isinstance(x, np.ndarray) or is_cupy(x):
+        return unmasked(x)
+    return torch_to_array(x) if is_torch(x) else as_format(x).to_dense()
+
+
+def unmasked(x: Array) -> Array:
+    """``x``; UsageError for numpy's masked arrays, whose mask would be lost."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise UsageError("a masked array: its mask would be lost; use x.filled(0), or x.data for all values")
+    return x
+
+
+def as_format(x: Any) -> Format:
+    """Whatever a user holds, as its format: ours, numpy, CuPy, scipy.sparse, cupyx.scipy.sparse, torch, array-likes.
+
+    Nothing moves between host and device. UsageError for what none of these is.
+    """
+    if isinstance(x, Format):
+        return x
+    if isinstance(x, np.ndarray) or is_cupy(x):
+        return Dense.from_dense(unmasked(x))
+    if is_torch(x):
+        return from_torch(x)
+    if hasattr(x, "tocsr") and hasattr(x, "format"):
+        return from_scipy(x)
+    if hasattr(x, "__cuda_array_interface__"):
+        from ..arrays.library import import_cupy
+
+        return Dense.from_dense(import_cupy().asarray(x))
+    if hasattr(x, "__array__") or isinstance(x, (list, tuple)):
+        return Dense.from_dense(checked_values(np.asarray(x), "array"))
+    raise UsageError(f"expected a matrix (numpy, CuPy, scipy.sparse, torch or spformat), got {type(x).__name__}")

@@ -1,0 +1,1 @@
+"""Measuring products: contenders, clocks and tuning."""

@@ -1,0 +1,295 @@
+"""What a weight looks like: how sparse, in which pattern, and how many bytes each format would take.
+
+One pass over row panels; exact, not sampled. ``inspect`` and ``plan`` print it, ``--to auto`` chooses by it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..arrays import threads
+from ..arrays.dtypes import bits, nonzero_mask, value_type
+from ..arrays.library import INT32_MAX, Array, ceil_div, is_cupy, round_up
+from ..formats import by_name, parse_spec
+from ..formats.base import checked_values
+from ..formats.fast import compiled
+
+PANEL = 1 << 22
+"""Dense elements looked at together."""
+
+NM_WINDOWS = (4, 8, 16, 32)
+VECTOR_LENGTHS = (1, 8, 32)
+BLOCKS = (16, 32, 64)
+_SR_ROWS, _SR_STRIDE = 8, 16
+_ROWS = 64
+"""Panels hold whole groups of every kind above."""
+TILE_ROWS = (128, 256)
+"""Heights of the tiles that the vector n:m kernels cut: a tile must load the rows of B that its columns name."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Counts of one matrix; every number is exact."""
+
+    shape: tuple[int, int]
+    dtype: str
+    nnz: int
+    negative_zeros: int
+    """Elements that are -0.0: they come back as +0.0 from every sparse format."""
+    row_lengths: np.ndarray[Any, Any]
+    """int64[M]: nonzeros in each row."""
+    bad_groups: int
+    """Groups of four columns with more than two nonzeros: 0 = the matrix is 2:4."""
+    groups: int
+    window_max: dict[tuple[int, int], int]
+    """(m, vector length) -> most nonempty vectors in a window of m columns: the n of the tightest n:m."""
+    blocks: dict[int, tuple[int, int]]
+    """b -> (nonempty b x b blocks, nonempty block rows)."""
+    vectors: int
+    """Nonempty 8 x 1 vectors."""
+    vector_groups: int
+    """Groups of 16 such vectors, padded per tile of 8 rows."""
+    tile_columns: dict[int, int]
+    """Height of a tile -> nonempty columns, summed over the tiles."""
+
+    @property
+    def density(self) -> float:
+        """nnz / (M*K); 0 for an empty matrix."""
+        size = self.shape[0] * self.shape[1]
+        return self.nnz / size if size else 0.0
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the dense array."""
+        return self.shape[0] * self.shape[1] * value_type(self.dtype).numpy.itemsize
+
+    @property
+    def is_two_four(self) -> bool:
+        """At most two nonzeros in every group of four columns, and fewer than half of all."""
+        return self.bad_groups == 0 and self.nnz > 0
+
+    def n_of(self, m: int, vector_length: int) -> int | None:
+        """n of the tightest n:m pattern the matrix fits, or None when every column of some window is used."""
+        n = self.window_max[m, vector_length]
+        return n if 0 < n < m else None
+
+    def kept_share(self, tile_rows: int) -> float:
+        """Share of the columns, so of the rows of B, that a tile of 128 or 256 rows needs; 0 for an empty matrix.
+
+        Packing (NM-SpMM's col_info) pays where it is small; it is not 1 - sparsity, but what the rows of a tile share.
+        """
+        columns = ceil_div(self.shape[0], tile_rows) * self.shape[1]
+        return self.tile_columns[tile_rows] / columns if columns else 0.0
+
+    def rows_by_length(self) -> dict[str, int]:
+        """Rows per class of length: "0", "1-8", "9-16", "17-32", ..: what bucketed formats see."""
+        edges = [0, 8]
+        while edges[-1] < (int(self.row_lengths.max()) if self.row_lengths.size else 0):
+            edges.append(edges[-1] * 2)
+        out = {"0": int((self.row_lengths == 0).sum())}
+        for low, high in itertools.pairwise(edges):
+            out[f"{low + 1}-{high}"] = int(((self.row_lengths > low) & (self.row_lengths <= high)).sum())
+        return out
+
+    # ---------------------------------------------------------------- bytes
+
+    def candidates(self) -> tuple[str, ...]:
+        """Format texts worth a look for this matrix, the exact ones only."""
+        out = ["dense", "bitmask", "csr", *(f"bsr:blocksize={b}x{b}" for b in BLOCKS)]
+        if self.is_two_four and self.dtype in by_name("two-four").value_dtypes:
+            out.append("two-four")
+        for (m, length), _ in self.window_max.items():
+            n = self.n_of(m, length)
+            if n is not None:
+                out.append(f"vector-nm:n={n},m={m},vector_length={length}")
+        return tuple(out)
+
+    def sizes(self) -> dict[str, int]:
+        """Format text -> exact bytes, header aside, for the candidates and one line of every other format."""
+        texts = [*self.candidates(), "ell-buckets", "dbsr:blocksize=32x32", "sr-bcrs:vector_length=8,stride=16"]
+        return {t: n for t in texts if (n := self.nbytes(t)) is not None}
+
+    def smallest(self) -> str:
+        """The exact format with the fewest bytes; dense when none is smaller. Ties go to the simpler one."""
+        sizes = self.sizes()
+        return min(sizes, key=sizes.__getitem__)
+
+    def nbytes(self, text: str) -> int | None:
+        """Exact bytes of the matrix in a format, or None when these counts do not decide it (then convert)."""
+        fmt, given = parse_spec(text)
+        predict = _PREDICTIONS.get(fmt.name)
+        if predict is not None:
+            return predict(self, given)
+        params = fmt.resolve_params(given)
+        specs = fmt.array_specs(self.shape, value_type(self.dtype).numpy, self.nnz, params)
+        if specs is None:
+            return None
+        return sum(dtype.itemsize * _product(shape) for dtype, shape in specs.values())
+
+
+def analyse(x: Array) -> Structure:
+    """Structure of a host matrix [M, K] of a value type. Memory: a few panels."""
+    x = checked_values(x, "inspect")
+    (M, K), row = x.shape, value_type(x.dtype)
+    counted = compiled.census(x)
+    if counted is not None:
+        return _from_census(x, *counted)
+    row_lengths = np.zeros(M, np.int64)
+    window_max = {(m, length): 0 for m in NM_WINDOWS for length in VECTOR_LENGTHS}
+    blocks = {b: [0, 0] for b in BLOCKS}
+    bad = stored = vectors = groups = 0
+    wide = round_up(K, _ROWS)
+    step = round_up(max(1, PANEL // max(1, wide)), max(_ROWS, *TILE_ROWS))
+    tile_columns = dict.fromkeys(TILE_ROWS, 0)
+    for i in range(0, M if K else 0, step):
+        panel = np.ascontiguousarray(x[i : i + step])
+        mask = np.zeros((round_up(panel.shape[0], _ROWS), wide), np.uint8)
+        mask[: panel.shape[0], :K] = nonzero_mask(panel)
+        stored += int(np.count_nonzero(bits(panel)))
+        row_lengths[i : i + step] = mask.sum(axis=1, dtype=np.int64)[: panel.shape[0]]
+        per_four = _window_sums(mask, 4)
+        bad += int((per_four > 2).sum())
+        for length in VECTOR_LENGTHS:
+            held = _any_rows(mask, length)
+            if length == _SR_ROWS:
+                per_tile = held.sum(axis=1, dtype=np.int64)
+                vectors += int(per_tile.sum())
+                groups += int((-(-per_tile // _SR_STRIDE)).sum())
+            sums = _window_sums(held, 4)
+            for m in NM_WINDOWS:
+                if m > 4:
+                    sums = sums[:, 0::2] + sums[:, 1::2]
+                window_max[m, length] = max(window_max[m, length], int(sums.max(initial=0)))
+        for rows in TILE_ROWS:
+            of_tiles = np.maximum.reduceat(held, np.arange(0, held.shape[0], rows // VECTOR_LENGTHS[-1]), axis=0)
+            tile_columns[rows] += int(np.count_nonzero(of_tiles))
+        coarse, size = mask, 1
+        for b in BLOCKS:
+            f = b // size
+            coarse = coarse.reshape(coarse.shape[0] // f, f, coarse.shape[1] // f, f).max(axis=(1, 3))
+            size = b
+            blocks[b][0] += int(coarse.sum(dtype=np.int64))
+            blocks[b][1] += int(coarse.any(axis=1).sum())
+    nnz = int(row_lengths.sum())
+    return Structure(
+        shape=(M, K), dtype=row.name, nnz=nnz, negative_zeros=stored - nnz, row_lengths=row_lengths,
+        bad_groups=bad, groups=M * ceil_div(K, 4), window_max=window_max,
+        blocks={b: (n, rows) for b, (n, rows) in blocks.items()}, vectors=vectors, vector_groups=groups,
+        tile_columns=tile_columns,
+    )  # fmt: skip
+
+
+def _from_census(x: Array, row_lengths: Array, found: Array) -> Structure:
+    """The counts of the compiled loops, which know the same vectors, windows, blocks and tiles by position."""
+    bad, negative, vectors, groups = (int(n) for n in found[:4])
+    nonempty, block_rows, tiles, most = (found[a:b].tolist() for a, b in ((4, 7), (7, 10), (10, 12), (12, 24)))
+    kinds = [(m, length) for length in VECTOR_LENGTHS for m in NM_WINDOWS]
+    order = [(m, length) for m in NM_WINDOWS for length in VECTOR_LENGTHS]
+    window_max = dict(zip(kinds, most, strict=True))
+    return Structure(
+        shape=(x.shape[0], x.shape[1]), dtype=value_type(x.dtype).name, nnz=int(row_lengths.sum()),
+        negative_zeros=negative, row_lengths=row_lengths, bad_groups=bad, groups=x.shape[0] * ceil_div(x.shape[1], 4),
+        window_max={k: window_max[k] for k in order},
+        blocks={b: (n, rows) for b, n, rows in zip(BLOCKS, nonempty, block_rows, strict=True)},
+        vectors=vectors, vector_groups=groups, tile_columns=dict(zip(TILE_ROWS, tiles, strict=True)),
+    )  # fmt: skip
+
+
+def count_nonzeros(x: Array) -> tuple[int, int]:
+    """(values that are not zero, elements that are -0.0) of a matrix; on the host every core and a few panels."""
+    counted = compiled.count_nonzeros(x)
+    if counted is not None:
+        return counted
+    row = value_type(x.dtype)
+    flat, minus_zero = bits(x).reshape(-1), ~row.bits.type(row.zero_mask)  # 0 for int8, which has no -0
+    if is_cupy(x):
+        found = (flat != 0).sum(), (flat == minus_zero).sum() if minus_zero else 0
+        return int(found[0]) - int(found[1]), int(found[1])  # synchronize!
+    pieces = ceil_div(flat.size, PANEL)
+    counts = np.zeros((pieces, 2), np.int64)
+
+    def count(i: int) -> None:
+        part = flat[i * PANEL : (i + 1) * PANEL]
+        counts[i] = np.count_nonzero(part != 0), np.count_nonzero(part == minus_zero) if minus_zero else 0
+
+    threads.run(count, pieces)
+    stored, negative = (int(n) for n in counts.sum(axis=0))
+    return stored - negative, negative
+
+
+def _any_rows(mask: Array, length: int) -> Array:
+    if length == 1:
+        return mask
+    return mask.reshape(mask.shape[0] // length, length, mask.shape[1]).max(axis=1)
+
+
+def _window_sums(mask: Array, m: int) -> Array:
+    """uint8[rows, columns/m]: flags set in every window."""
+    parts = mask.reshape(mask.shape[0], mask.shape[1] // m, m)
+    return parts.sum(axis=2, dtype=np.uint8)
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    total = 1
+    for n in shape:
+        total *= n
+    return total
+
+
+def _value_bytes(s: Structure) -> int:
+    return value_type(s.dtype).bits.itemsize
+
+
+def _index(bound: int) -> int:
+    return 4 if bound <= INT32_MAX else 8
+
+
+def _bsr_bytes(s: Structure, given: dict[str, Any], listed: bool = False) -> int | None:
+    blocksize = by_name("bsr").resolve_params(given)["blocksize"]
+    if blocksize[0] != blocksize[1] or blocksize[0] not in s.blocks:
+        return None
+    b: int = blocksize[0]
+    nnzb, block_rows = s.blocks[b]
+    Mb, Kb, V = ceil_div(s.shape[0], b), ceil_div(s.shape[1], b), _value_bytes(s)
+    body = _index(Kb - 1) * nnzb + V * nnzb * b * b
+    if listed:
+        return _index(Mb - 1) * block_rows + _index(nnzb) * (block_rows + 1) + body
+    return _index(nnzb) * (Mb + 1) + body
+
+
+def _sr_bytes(s: Structure, given: dict[str, Any]) -> int | None:
+    params = by_name("sr-bcrs").resolve_params(given)
+    if (params["vector_length"], params["stride"]) != (_SR_ROWS, _SR_STRIDE):
+        return None
+    G, V = s.vector_groups, _value_bytes(s)
+    tiles = ceil_div(s.shape[0], _SR_ROWS)
+    return _index(G) * (tiles + 1) + _index(s.shape[1] - 1) * G * _SR_STRIDE + V * G * _SR_ROWS * _SR_STRIDE
+
+
+def _ell_bytes(s: Structure, given: dict[str, Any]) -> int | None:
+    if given.get("column_parts", 1) not in (1, "1"):
+        return None
+    M, K = s.shape
+    mean = ceil_div(s.nnz, M) if M else 1
+    widest = int(given.get("max_width") or 1 << max(0, mean - 1).bit_length())
+    length = s.row_lengths[s.row_lengths > 0]
+    chunks = -(-length // widest)
+    whole = np.minimum(length, widest)
+    width = 2 ** np.ceil(np.log2(whole)).astype(np.int64) if whole.size else whole
+    rows, slots = int(chunks.sum()), int((chunks * np.where(chunks > 1, widest, width)).sum())
+    per_slot = _index(K - 1) + _index(s.nnz - 1) + _value_bytes(s)
+    return _index(M - 1) * rows + per_slot * slots
+
+
+_PREDICTIONS: dict[str, Callable[[Structure, dict[str, Any]], int | None]] = {
+    "bsr": _bsr_bytes,
+    "dbsr": lambda s, given: _bsr_bytes(s, given, listed=True),
+    "sr-bcrs": _sr_bytes,
+    "ell-buckets": _ell_bytes,
+}
+"""Bytes of the formats that nnz alone does not decide; any other format is asked for ``array_specs``."""

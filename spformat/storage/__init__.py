@@ -1,0 +1,1 @@
+"""Tensors in files: the container, safetensors headers, durable output, locks and checksums."""

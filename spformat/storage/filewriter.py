@@ -1,0 +1,148 @@
+"""A container under construction: what it will hold is told in outline, and the tensors arrive one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+
+from .. import limits
+from ..arrays.library import Array, is_cupy
+from ..arrays.torch_tensors import is_torch, torch_to_array
+from ..errors import UsageError, printable
+from ..formats.base import Format
+from . import descriptor, stwriter
+from .descriptor import Record
+from .files import Path
+from .stheader import METADATA
+
+Tensor: TypeAlias = Format | Array
+"""What a file holds under one name: a Format, or a plain array of any rank (biases, norms, tables); a torch tensor is
+taken as one, and comes back as numpy's."""
+
+
+def outline(name: str, x: Tensor) -> Record:
+    """What a file must know of a tensor before its first byte is written."""
+    if type(name) is not str or not name:
+        raise UsageError(f"tensor name: expected text, got {name!r:.80}")
+    if name == METADATA:
+        raise UsageError(f"tensor name: '{METADATA}' is taken by the header of the file; rename the tensor")
+    if not isinstance(x, Format):
+        x = plain_array(name, x)
+        code = stwriter.code_of(x.dtype)
+        return Record(name, None, x.shape, x.dtype.newbyteorder("=").name, {"": (code, x.shape)})
+    arrays = {key: (stwriter.code_of(a.dtype), a.shape) for key, a in x.arrays().items()}
+    return Record(name, type(x), x.shape, x.dtype.name, arrays, x.params(), x.tables())
+
+
+def create(
+    path: Path,
+    records: Iterable[Record],
+    *,
+    overwrite: bool = False,
+    metadata: Mapping[str, str] | None = None,
+    verify: bool = False,
+) -> FileWriter:
+    """A file whose tensors are known in outline and arrive one by one: conversion in bounded memory.
+
+    with create(path, [outline(..), ..]) as f:
+        f.put("w", w)
+    """
+    return FileWriter(path, records, overwrite=overwrite, metadata=metadata, verify=verify)
+
+
+class FileWriter:
+    """A file under construction (``create``). Tensors may be put in any order; the bytes do not depend on it."""
+
+    def __init__(
+        self,
+        path: Path,
+        records: Iterable[Record],
+        *,
+        overwrite: bool = False,
+        metadata: Mapping[str, str] | None = None,
+        verify: bool = False,
+    ) -> None:
+        chosen = list(records)
+        self._records = {r.name: r for r in chosen}
+        if len(self._records) != len(chosen):
+            raise UsageError("tensor names: expected distinct names, got one twice")
+        others = dict(metadata or {})
+        if descriptor.KEY in others:
+            raise UsageError(f"metadata: the key '{descriptor.KEY}' is the descriptor's")
+        specs = [(r.entry(array), *spec) for r in chosen for array, spec in r.arrays.items()]
+        entries = stwriter.layout(specs)  # UsageError if an array of one tensor is called like another tensor
+
+        def described(sums: Mapping[str, int]) -> dict[str, str]:
+            return descriptor.sealed(descriptor.pack(chosen, sums), entries, others)
+
+        self._out = stwriter.Writer(path, specs, described, overwrite=overwrite, verify=verify)
+
+    def put(self, name: str, x: Tensor) -> None:
+        """Write a tensor that matches its outline. A Format without the validated mark is validated first."""
+        record = self._record(name)
+        if outline(name, x) != record:
+            raise UsageError(f"put: expected what the outline says, {record}, got {outline(name, x)}", tensor=name)
+        arrays = x.ensure_valid().arrays() if isinstance(x, Format) else {"": plain_array(name, x)}
+        for array, a in arrays.items():
+            self._out.put(record.entry(array), a)
+
+    def put_array(self, name: str, array: str, pieces: Iterable[Any]) -> None:
+        """Write one array of a tensor (``""`` for a plain one) from pieces in order: bytes, or panels of rows.
+
+        The caller owes contents that ``validate`` accepts.
+        """
+        record = self._record(name)
+        if array not in record.arrays:
+            raise UsageError(f"put_array: expected one of {list(record.arrays)}, got {array!r}", tensor=name)
+        self._out.put(record.entry(array), pieces)
+
+    def put_part(self, name: str, array: str, row: int, part: Any) -> None:
+        """Write entries ``row ..`` (first axis) of one array of a tensor; from any thread, in any order.
+
+        All parts together must cover the array, none twice. The caller owes contents that ``validate`` accepts.
+        """
+        record = self._record(name)
+        code, shape = record.arrays[array]
+        if (stwriter.code_of(part.dtype), part.shape[1:]) != (code, shape[1:]):
+            got = f"{part.dtype} {part.shape}"
+            raise UsageError(f"put_part: expected entries of {code} {shape}, got {got}", tensor=name, array=array)
+        self._out.put_part(record.entry(array), row * limits.product(*shape[1:], part.dtype.itemsize), part)
+
+    def commit(self) -> None:
+        """Publish the file; UsageError if a tensor is missing."""
+        self._out.commit()
+
+    def abandon(self) -> None:
+        """Publish nothing, leave nothing behind."""
+        self._out.abandon()
+
+    def _record(self, name: str) -> Record:
+        found = self._records.get(name)
+        if found is None:
+            raise UsageError(f"put: no tensor '{printable(name)}' in the outlines of this file")
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._out.__exit__(kind, error, tb)
+
+
+def plain_array(name: str, x: Any) -> Array:
+    """``x`` as an array of numpy or CuPy, that of a torch tensor shared; UsageError for anything else."""
+    if isinstance(x, (np.ndarray, np.generic)):
+        return np.asarray(x)
+    if is_cupy(x):
+        return x
+    if is_torch(x) and str(x.layout) == "torch.strided":
+        try:
+            return torch_to_array(x)
+        except UsageError as e:
+            raise e.at(tensor=name) from None
+    kind = f"{type(x).__module__}.{type(x).__name__}"
+    what = f"expected a Format, or an array of numpy, CuPy or torch, got {kind}"
+    raise UsageError(f"{what}; use convert(x, 'csr') for a matrix, a numpy array for anything else", tensor=name)

@@ -1,0 +1,312 @@
+"""The safetensors header as a value: strict parsing, the layout of a new file, canonical bytes. No I/O.
+
+A file is ``u64 length | JSON header | data``. The header maps each tensor name to dtype, shape and byte
+range in the data, and ``__metadata__`` to strings. The ranges must tile the data: no gap, no overlap,
+nothing left over. What other readers let pass (duplicate keys, NUL in names, bool or float sizes,
+products that wrap) is refused here; what older writers really produced (leading spaces, extra fields) is
+read and listed in ``Header.oddities``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from .. import limits
+from ..arrays.dtypes import SAFETENSORS
+from ..errors import ContainerError, FormatError, UsageError, printable
+
+METADATA = "__metadata__"
+MAX_RANK = 8
+MAX_DEPTH = 127
+"""Nesting the reference implementation reads; it refuses a deeper value even in a field it does not know."""
+_ADDRESSABLE = 2**63 - 1
+"""Bytes; the extents of an array may not multiply beyond it even if one of them is 0: numpy refuses the shape."""
+MAX_HEADER = 100_000_000
+"""What the reference implementation reads at most; more is not a safetensors file."""
+ALIGNMENT = 64
+"""The data of a file we write starts on this boundary, so that every array is aligned to its items."""
+
+# Codes numpy has no type for, by width in bits: their tensors are checked and moved, but not interpreted.
+_OPAQUE_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8}
+_BITS = {code: 8 * dtype.itemsize for code, dtype in SAFETENSORS.items()} | _OPAQUE_BITS
+_FIELDS = ("dtype", "shape", "data_offsets")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file: ``nbytes`` bytes at ``begin`` of the data part."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A parsed header. ``entries`` are in the order of their data; ``raw`` are the JSON bytes, padding included."""
+
+    entries: dict[str, Entry]
+    metadata: dict[str, str]
+    raw: bytes
+    data_bytes: int
+    oddities: tuple[str, ...] = ()
+    """Departures from the specification that were let pass; a file of ours has none."""
+
+    @property
+    def data_start(self) -> int:
+        """Offset of the data part in the file."""
+        return 8 + len(self.raw)
+
+
+def length(prefix: bytes, file_bytes: int) -> int:
+    """Header length from the first 8 bytes of a file, bounded before anything of that size is allocated."""
+    if len(prefix) < 8:
+        raise ContainerError(f"truncated: 8-byte length expected, the file has {len(prefix)} bytes")
+    n = int.from_bytes(prefix[:8], "little")
+    if n < 2:
+        raise ContainerError(f"header length: expected at least 2, got {n}")
+    if n > file_bytes - 8 or n > MAX_HEADER:
+        most = min(file_bytes - 8, MAX_HEADER)
+        raise ContainerError(f"header length: expected at most {most}, got {n}: not a safetensors file, or truncated")
+    limits.check("header_bytes", n, "header length")
+    return n
+
+
+def parse(raw: bytes, data_bytes: int) -> Header:
+    """The header whose JSON is ``raw``, in a file with ``data_bytes`` bytes after it.
+
+    Raises:
+        ContainerError: the bytes break the format.
+        LimitError: more tensors, or a longer name, than the limits allow.
+    """
+    # Counted before parsing: an escaped key evades this, not the count afterwards.
+    limits.check("tensors", raw.count(b'"data_offsets"'), "number of tensors")
+    oddities = []
+    if not raw.startswith(b"{"):
+        oddities.append("header does not start with '{'")
+    tree = strict_json(raw, "header")
+    limits.check("tensors", len(tree), "number of tensors")
+    metadata = _metadata(tree.pop(METADATA, {}))
+    entries = sorted((_entry(name, fields, oddities) for name, fields in tree.items()), key=_place)
+    _check_coverage(entries, data_bytes)
+    return Header({e.name: e for e in entries}, metadata, raw, data_bytes, tuple(oddities))
+
+
+def strict_json(text: str | bytes, what: str, error: type[FormatError] = ContainerError) -> dict[str, Any]:
+    """A JSON object as a dict; ``error`` for anything else, duplicate keys, NaN, or what Python cannot hold."""
+    try:
+        decoded = text.decode("utf-8") if isinstance(text, bytes) else text
+        tree = json.loads(
+            decoded,
+            object_pairs_hook=_unique,
+            parse_constant=_no_constant,
+            parse_int=_integer,
+            parse_float=_finite,
+        )
+    except UnicodeDecodeError as e:
+        raise error(f"{what}: expected UTF-8, got byte 0x{e.object[e.start]:02x} at {e.start}") from e
+    except RecursionError as e:
+        raise error(f"{what}: JSON is nested too deeply") from e
+    except ValueError as e:  # malformed, a duplicate key, or a number nobody can hold
+        raise error(f"{what}: not valid JSON: {printable(e)}") from e
+    if not isinstance(tree, dict):
+        raise error(f"{what}: expected a JSON object, got {_json_type(tree)}")
+    return tree
+
+
+def layout(arrays: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[Entry, ...]:
+    """Entries of a new file for (name, dtype code, shape, bytes): by falling item size, then name.
+
+    With the data on a 64-byte boundary this order aligns every array to its items without gaps.
+    """
+    entries, at = [], 0
+    for name, dtype, shape, nbytes in sorted(arrays, key=lambda a: (-_BITS.get(a[1], 0), a[0])):
+        entries.append(Entry(name, dtype, tuple(shape), at, at + nbytes))
+        at += nbytes
+    return tuple(entries)
+
+
+def encode(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
+    """Canonical header bytes, without the length: metadata sorted, entries as given, no blanks but the padding."""
+    tree: dict[str, Any] = {}
+    if metadata:
+        tree[METADATA] = dict(sorted(metadata.items()))
+    for e in entries:
+        tree[e.name] = dict(zip(_FIELDS, (e.dtype, e.shape, (e.begin, e.end)), strict=True))
+    try:
+        raw = compact_json(tree).encode("utf-8")
+    except UnicodeEncodeError as e:
+        raise UsageError("names and metadata: expected Unicode text, got a lone surrogate") from e
+    return raw + b" " * (-(8 + len(raw)) % ALIGNMENT)
+
+
+def compact_json(tree: Any, *, sort_keys: bool = False) -> str:
+    """JSON without blanks, characters as themselves."""
+    return json.dumps(tree, ensure_ascii=False, allow_nan=False, separators=(",", ":"), sort_keys=sort_keys)
+
+
+def sniff(start: bytes) -> str:
+    """What a file that is no safetensors file looks like, as a hint to append; "" if unknown."""
+    for magic, what in _MAGIC:
+        if start.startswith(magic):
+            return f"; it looks like {what}"
+    return ""
+
+
+_MAGIC = (
+    (b"version https://git-lfs", "a Git LFS pointer: run `git lfs pull`"),
+    (
+        b"PK\x03\x04",
+        "a zip archive (PyTorch .pt, .npz): it is never unpickled; convert it to safetensors first, "
+        "a matrix in .npz by `spformat convert a.npz a.safetensors --to csr`",
+    ),
+    (b"%%MatrixMarket", "a Matrix Market file: `spformat convert a.mtx a.safetensors --to csr` first"),
+    (b"\x80", "a pickle (PyTorch .bin): it is never unpickled; convert it to safetensors first"),
+    (b"\x1f\x8b", "a gzip archive: unpack it first"),
+    (b"\x28\xb5\x2f\xfd", "a zstd archive: unpack it first"),
+    (b"GGUF", "a GGUF file, which is not read"),
+    (b"\x93NUMPY", "a .npy file: load it with numpy"),
+    (b"\x89HDF", "an HDF5 file, which is not read"),
+    *((start, "a JSON file: of a checkpoint, name the folder") for start in (b'{\n  "', b'{\n "', b'{"metadata"')),
+    (b"<", "an HTML or XML page: a failed download?"),
+)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        key = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
+        raise ValueError(f"duplicate key '{key}'")
+    return found
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"expected finite numbers, got {text}")
+
+
+def _integer(text: str) -> int:
+    if text == "-0":  # no integer to other readers, and a second spelling of one to us
+        raise ValueError("expected integers without a sign on zero, got -0")
+    if len(text) > 300:
+        _finite(text)
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"number out of range: {printable(text, 40)}")
+    return value
+
+
+def _json_type(value: Any) -> str:
+    names = {bool: "a boolean", int: "an integer", float: "a float", str: "a string", list: "a list", dict: "an object"}
+    return names.get(type(value), "null")
+
+
+def _text(value: Any, what: str, tensor: str | None = None) -> str:
+    if type(value) is not str:
+        raise ContainerError(f"{what}: expected a string, got {_json_type(value)}", tensor=tensor)
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as e:
+        message = f"{what}: expected Unicode text, got a lone surrogate in '{printable(value)}'"
+        raise ContainerError(message, tensor=tensor) from e
+    return value
+
+
+def _metadata(tree: Any) -> dict[str, str]:
+    if type(tree) is not dict:
+        raise ContainerError(f"{METADATA}: expected an object, got {_json_type(tree)}")
+    return {_text(k, f"{METADATA} key"): _text(v, f"{METADATA}['{printable(k)}']") for k, v in tree.items()}
+
+
+def _entry(name: str, fields: Any, oddities: list[str]) -> Entry:
+    shown = printable(_text(name, "tensor name"))
+    if not name or "\0" in name:
+        raise ContainerError(f"tensor name: expected text without NUL, got '{shown}'", tensor=name)
+    limits.check("name_bytes", len(name.encode("utf-8")), f"tensor name '{printable(name, 40)}', bytes")
+    if type(fields) is not dict:
+        raise ContainerError(f"expected an object, got {_json_type(fields)}", tensor=name)
+    for key in _FIELDS:
+        if key not in fields:
+            raise ContainerError(f"expected a field '{key}', got none", tensor=name)
+    for key in fields.keys() - set(_FIELDS):
+        _check_unknown(fields[_text(key, "field name", name)], f"field '{printable(key, 40)}'", name)
+        oddities.append(f"tensor '{shown}' has an unknown field '{printable(key, 40)}'")
+    dtype = _text(fields["dtype"], "dtype", name)
+    shape = _sizes(fields["shape"], "shape", name)
+    if len(shape) > MAX_RANK:
+        raise ContainerError(f"shape: expected at most {MAX_RANK} dimensions, got {len(shape)}", tensor=name)
+    if 0 in shape:
+        limits.check("empty_extent", max(shape), f"dimension of the tensor '{shown}' without elements")
+        if limits.product(*filter(None, shape)) * _BITS.get(dtype, 8) > 8 * _ADDRESSABLE:
+            raise ContainerError(f"shape: expected extents an address can hold, got {list(shape)}", tensor=name)
+    offsets = _sizes(fields["data_offsets"], "data_offsets", name)
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ContainerError(f"data_offsets: expected [begin, end], got {list(offsets[:4])}", tensor=name)
+    entry = Entry(name, dtype, shape, *offsets)
+    if dtype in _BITS:
+        bits = limits.product(*shape) * _BITS[dtype]
+        if bits != 8 * entry.nbytes:
+            raise ContainerError(
+                f"data_offsets: expected {bits} bits for {dtype} {list(shape)}, got {8 * entry.nbytes}", tensor=name
+            )
+    return entry
+
+
+def _check_unknown(value: Any, what: str, tensor: str) -> None:
+    """The value of a field nobody knows, held to what other readers ask of any JSON: bounded depth, real text."""
+    waiting = [(value, 3)]  # inside the header and an entry
+    while waiting:
+        item, depth = waiting.pop()
+        if type(item) is str:
+            _text(item, what, tensor)
+        elif type(item) in (list, dict):
+            if depth > MAX_DEPTH:
+                raise ContainerError(f"{what}: expected at most {MAX_DEPTH} levels of nesting, got more", tensor=tensor)
+            if type(item) is dict:
+                waiting += [(key, depth) for key in item]
+            waiting += [(inner, depth + 1) for inner in (item.values() if type(item) is dict else item)]
+
+
+def _sizes(value: Any, what: str, name: str) -> tuple[int, ...]:
+    if type(value) is not list:
+        raise ContainerError(f"{what}: expected a list of integers, got {_json_type(value)}", tensor=name)
+    for size in value:
+        if type(size) is not int:  # bool is a subclass of int
+            raise ContainerError(f"{what}: expected integers, got {_json_type(size)}", tensor=name)
+        if size < 0 or size > limits.MAX_DIM:
+            bound = "dimension > 2^48-1" if size > 0 else "negative"
+            raise ContainerError(f"{what}: expected 0 .. 2^48-1, got {printable(size, 40)} ({bound})", tensor=name)
+    return tuple(value)
+
+
+def _place(e: Entry) -> tuple[int, int]:
+    return e.begin, e.end
+
+
+def _check_coverage(entries: list[Entry], data_bytes: int) -> None:
+    at, before = 0, "the start of the data"
+    for e in entries:
+        name = f"'{printable(e.name)}'"
+        if e.begin > at:
+            raise ContainerError(f"bytes not covered: gap of {e.begin - at} between {before} and {name}", tensor=e.name)
+        if e.begin < at:
+            raise ContainerError(f"overlapping data: {before} ends at {at}, {name} begins at {e.begin}", tensor=e.name)
+        at, before = e.end, name
+    if at > data_bytes:
+        raise ContainerError(f"truncated: the tensors need {at} bytes of data, the file has {data_bytes}")
+    if at < data_bytes:
+        raise ContainerError(f"bytes not covered: {data_bytes - at} after {before}")
