@@ -51,7 +51,9 @@ def generate(folder: Path, gigabytes: float) -> int:
         tensors = {}
         for i in range(shard * count // shards, (shard + 1) * count // shards):
             rolled = np.roll(bits, 32 * i, axis=0)
-            tensors[f"model.layers.{i}.mlp.down_proj.weight"] = rolled.view(sf.arrays.dtypes.VALUE_TYPES["bfloat16"].numpy)
+            tensors[f"model.layers.{i}.mlp.down_proj.weight"] = rolled.view(
+                sf.arrays.dtypes.VALUE_TYPES["bfloat16"].numpy
+            )
         sf.save_dense(folder / name, tensors)
         places |= dict.fromkeys(tensors, name)
     if shards > 1:

@@ -33,7 +33,9 @@ def _cupy() -> Any:
 
 def _normal(cp: Any, shape: tuple[int, int], dtype: str, seed: int = 0) -> Any:
     return (
-        cp.random.default_rng(seed).standard_normal(shape, dtype=np.float32).astype(sf.arrays.dtypes.VALUE_TYPES[dtype].numpy)
+        cp.random.default_rng(seed)
+        .standard_normal(shape, dtype=np.float32)
+        .astype(sf.arrays.dtypes.VALUE_TYPES[dtype].numpy)
     )
 
 

@@ -112,7 +112,9 @@ class Case:
         import cupy
 
         self.name, self.n, self.taken, self.made = name, n, defaultdict[str, list[float]](list), 0
-        B = cupy.ones((a.shape[1], n), sf.arrays.dtypes.VALUE_TYPES[a.dtype.name].numpy, "F" if layout == "col" else "C")
+        B = cupy.ones(
+            (a.shape[1], n), sf.arrays.dtypes.VALUE_TYPES[a.dtype.name].numpy, "F" if layout == "col" else "C"
+        )
         more = {"bias": cupy.zeros(a.shape[0], B.dtype)} if epilogue else {}
         first = self.first = sf.spmm(a, B, backend=backend, **more)
         outs = self.outs = [cupy.empty_like(first) for _ in range(OTHERS)]

@@ -25,10 +25,10 @@ import spformat as sf
 from spformat.backends.cuda.two_four.spmm_two_four import SpmmTwoFour
 from spformat.backends.cuda.two_four.spmm_two_four_sm90 import SpmmTwoFourSm90
 from spformat.backends.vendor import CusparseLt
-from spformat.dispatch.api import describe
 from spformat.formats.base import Format
 from spformat.measure import bench, contenders
 from spformat.measure.bench import Contender
+from spformat.products.operations import SPMM
 from spformat.products.problem import COL
 
 LARGE = ((2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192), (11008, 4096, 4096), (4096, 4096, 11008))
@@ -88,7 +88,7 @@ def cusparselt(a: Format, B: Any) -> list[Contender]:
     found = []
     for layout, b in (("row", B), (COL, cp.asfortranarray(B.view("u2")).view(B.dtype))):
         out = cp.empty((a.shape[0], B.shape[1]), B.dtype)
-        made = CusparseLt(search=True).plan(a, describe(a, b, out))
+        made = CusparseLt(search=True).plan(a, SPMM.problem(a, b, out))
         run = graphed(lambda made=made, b=b, out=out: made(b, out))
         found.append(Contender(f"cuSPARSELt {layout}", run, peer=True))
     return found
@@ -122,7 +122,7 @@ def crowd(a: Format, B: Any, mma: bool) -> list[Contender]:
     ]
     if mma:
         for kernel in (SpmmTwoFourSm90(), SpmmTwoFour()):
-            other, sums = kernel.plan(a, describe(a, B, out)), cp.empty_like(out)
+            other, sums = kernel.plan(a, SPMM.problem(a, B, out)), cp.empty_like(out)
             found.append(Contender(f"mma.sp {other.kernel}", graphed(functools.partial(other, B, sums))))
     found += [replace(c, name="cuBLAS cupy, called") for c in contenders.dense(a, B)]  # CuPy does not capture it
     whole = B.shape[1] % 8 == 0

@@ -12,7 +12,7 @@ from .options import Include, Json, Src
 from .output import cell, console, print_json
 
 if TYPE_CHECKING:
-    from spformat.products.problem import Accepted, Rejected
+    from spformat.products.kernel import Accepted, Rejected
 
 ARCHITECTURES = (70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121)
 """Compute capabilities, times ten. Below 80 only libraries of the vendor run, and every kernel of ours says so."""
@@ -34,7 +34,7 @@ def run(
     from spformat.checkpoint.source import open_source
     from spformat.dispatch import cost
     from spformat.dispatch.api import explain
-    from spformat.products.problem import Problem, result_dtype, tile_class
+    from spformat.products.problem import Problem, result_dtype
 
     sm = None if gpu in ("", "cpu") else _architecture(gpu)
     source = open_source(src)
@@ -44,8 +44,8 @@ def run(
         if len(r.shape) != 2 or r.dtype not in VALUE_TYPES:
             continue
         fmt = r.format.name if r.format else "dense"
-        problem = Problem(
-            format=fmt, params=tuple(r.params.items()), M=r.shape[0], K=r.shape[1], n=tile_class(n), nnz=r.stored,
+        problem = Problem.product(
+            format=fmt, params=tuple(r.params.items()), M=r.shape[0], K=r.shape[1], n=n, nnz=r.stored,
             a_dtype=r.dtype, b_dtype=r.dtype, out_dtype=result_dtype(r.dtype, r.dtype), b_layout=b_layout,
             device="cpu" if sm is None else "cuda", sm=sm,
         )  # fmt: skip

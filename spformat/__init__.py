@@ -54,7 +54,9 @@ from .formats import (
 )
 from .formats.convert import convert
 from .formats.foreign import from_scipy, from_torch
-from .products.problem import Accepted, Plan, Problem, Rejected
+from .products.kernel import Accepted, Rejected
+from .products.plan import Plan
+from .products.problem import Problem
 from .storage.container import load, safe_open, save, save_dense
 
 __version__ = "0.1.0"

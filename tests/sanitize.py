@@ -22,18 +22,18 @@ from typing import Any
 
 import cupy as cp
 import numpy as np
+from test_kernels import NS, WIDE, Guarded, attempts, on_device, problem, refuses
 from test_quick_check import SCANNED, damaged, matrices, sound_by_name
 from test_quick_check import on_device as on_the_device
-from test_kernels import NS, WIDE, Guarded, attempts, on_device, problem, refuses
 
 from spformat import spmm
 from spformat.backends.cuda import KERNELS
 from spformat.backends.cuda.runtime import measured
-from spformat.dispatch.api import describe
 from spformat.errors import StructureError
 from spformat.formats import convert
 from spformat.formats.two_four import META_ORDERS
 from spformat.preprocess import masks
+from spformat.products.operations import SPMM
 
 AT_MOST = 8
 """Cases of test_kernels.py, spread evenly over a kernel's: the tool is a hundred times slower than the kernel."""
@@ -173,7 +173,7 @@ def epilogues() -> int:
         guarded = Guarded(cp, old.shape, np.dtype(np.float16), layout, 3)
         guarded.out[...] = cp.asarray(old)
         b = on_device(cp, B, layout, 0)
-        if kernel.unsupported(describe(g, b, guarded.out)):
+        if kernel.unsupported(SPMM.problem(g, b, guarded.out)):
             continue
         spmm(g, b, guarded.out, kernel.name, alpha=0.5, beta=-2, bias=cp.asarray(bias))
         wanted = (0.5 * (x.astype(np.float64) @ B) - 2.0 * old + bias[:, None]).astype(np.float16)

@@ -13,7 +13,8 @@ import stand_in_cupy
 
 from spformat.backends.cuda.runtime import scratch
 from spformat.backends.cuda.runtime.launch import Operands, device_plan
-from spformat.products.problem import ROW, Plan, Problem
+from spformat.products.plan import Plan
+from spformat.products.problem import ROW, Problem
 
 
 class Step:
@@ -112,7 +113,7 @@ class World:
 
     def plan(self, calls: int = 1, **changed: Any) -> Plan:
         fields = {"device": "cuda", "sm": 90, "b_layout": ROW, "out_layout": ROW} | changed
-        p = Problem("csr", (), 4, 3, 5, 2, "float32", "float32", "float32", **fields)
+        p = Problem.product("csr", (), 4, 3, 5, 2, "float32", "float32", "float32", **fields)
 
         def prepare(o: Operands) -> Any:
             self.prepared.append(o)

@@ -5,7 +5,6 @@ The matrices of test_kernels.py are small, so that a block has one row tile ther
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from typing import Any
 
@@ -40,10 +39,12 @@ def test_chosen_tiles_fit(n: int, sms: int) -> None:
 
 def test_records_are_counted_in_32_bits() -> None:
     """Refused before anything is made: a record has 144 bytes and its values, and pieces of 16 bytes are counted."""
-    p = Problem("bitmask", (), 2**20, 2**16, 16, 2**32, "bfloat16", "bfloat16", "bfloat16", "row", "row", "cuda", sm=90)
+    p = Problem.product(
+        "bitmask", (), 2**20, 2**16, 16, 2**32, "bfloat16", "bfloat16", "bfloat16", "row", "row", "cuda", sm=90
+    )
     assert not SpmmBitmaskTensor().unsupported(p)
-    assert any("64 GiB" in r for r in SpmmBitmaskTensor().unsupported(dataclasses.replace(p, nnz=2**35)))
-    empty = dataclasses.replace(p, M=2**25, K=2**14, nnz=0)  # 9 pieces each of 2^29
+    assert any("64 GiB" in r for r in SpmmBitmaskTensor().unsupported(p.changed(nnz=2**35)))
+    empty = p.changed(M=2**25, K=2**14, nnz=0)  # 9 pieces each of 2^29
     assert any("64 GiB" in r for r in SpmmBitmaskTensor().unsupported(empty))
 
 

@@ -21,7 +21,7 @@ SLOW = Device("slow", 90, 2, memory=4e9, cache=1e10, peak={TENSOR_16: 1e12})
 
 def problem(M: int, K: int, n: int, length: int, dtype: str) -> Problem:
     params = {"n": n, "m": 32, "vector_length": length, "tile_rows": 0, "tile_cols": 0}
-    return Problem("vector-nm", tuple(params.items()), M, K, 0, M * K * n // 32, dtype, dtype, dtype)
+    return Problem.product("vector-nm", tuple(params.items()), M, K, 0, M * K * n // 32, dtype, dtype, dtype)
 
 
 def test_intensity_of_a_tile() -> None:
@@ -61,9 +61,7 @@ def test_operations_bytes_and_bounds() -> None:
     assert c.bound == "L2"
     assert c.floor_us == c.cache_us < c.expected_us
     assert c.intensity == c.operations / c.bytes
-    across = cost.estimate(
-        replace(problem(4096, 4096, 8, 128, "bfloat16"), b_layout="col"), 4096
-    )  # B is copied to rows
+    across = cost.estimate(problem(4096, 4096, 8, 128, "bfloat16").changed(b_layout="col"), 4096)  # B is copied to rows
     assert across.bytes == c.bytes + 2 * 4096 * 4096 * 2
     assert across.expected_us == pytest.approx(c.expected_us + 2 * 33554432 * 2 / 4.2e6)
     small = cost.estimate(problem(512, 512, 16, 32, "float32"), 16)

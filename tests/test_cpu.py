@@ -311,7 +311,7 @@ def test_operands_that_do_not_fit_are_refused() -> None:
 def test_reasons(kernel: object) -> None:
     def ask(**changes: object) -> str:
         given = {"a_dtype": "bfloat16", "b_dtype": "bfloat16", "out_dtype": "bfloat16"} | changes
-        return "; ".join(kernel.unsupported(Problem("csr", (), 4, 4, 8, 4, **given)))
+        return "; ".join(kernel.unsupported(Problem.product("csr", (), 4, 4, 8, 4, **given)))
 
     assert ask() == ""
     assert ask(a_dtype="int8", b_dtype="int8", out_dtype="int32") == ""
@@ -351,7 +351,7 @@ def test_rows_longer_than_a_list(spec: str) -> None:
 def test_columns_that_are_decoded_fit_their_type() -> None:
     for kernel in KERNELS:
         fmt = min(kernel.formats)
-        wide = Problem(format=fmt, params=(), M=1, K=2**31, n=16, nnz=1, a_dtype="bfloat16", b_dtype="bfloat16",
+        wide = Problem.product(format=fmt, params=(), M=1, K=2**31, n=16, nnz=1, a_dtype="bfloat16", b_dtype="bfloat16",
                        out_dtype="float32")  # fmt: skip
         refused = any("K must be" in r for r in kernel.unsupported(wide))
         assert refused == (fmt in ("two-four", "bitmask"))

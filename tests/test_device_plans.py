@@ -17,7 +17,8 @@ from spformat.backends import vendor
 from spformat.backends.cuda.runtime.launch import GRAPH_AFTER, REMEMBERED, Operands, device_plan
 from spformat.backends.cuda.runtime.scratch import Scratch
 from spformat.errors import DeviceError
-from spformat.products.problem import COL, Plan
+from spformat.products.plan import Plan
+from spformat.products.problem import COL
 
 
 def known(world: World, plan: Plan, B: Any, out: Any) -> bool:

@@ -20,7 +20,7 @@ from spformat.arrays.dtypes import VALUE_TYPES, nonzero_mask
 from spformat.backends.cuda import KERNELS
 from spformat.backends.vendor import BACKEND as VENDOR
 from spformat.formats.base import Format
-from spformat.products.problem import Problem, result_dtype, tile_class
+from spformat.products.problem import Problem, result_dtype
 
 pytestmark = pytest.mark.gpu
 
@@ -51,8 +51,8 @@ def cp() -> Any:
 
 
 def problem(f: Format, n: int, out_dtype: str, layouts: tuple[str, str], sm: int) -> Problem:
-    return Problem(
-        f.name, tuple(f.params().items()), *f.shape, tile_class(n), f.stored, f.dtype.name, f.dtype.name, out_dtype,
+    return Problem.product(
+        f.name, tuple(f.params().items()), *f.shape, n, f.stored, f.dtype.name, f.dtype.name, out_dtype,
         *layouts, device="cuda", sm=sm,
     )  # fmt: skip
 

@@ -68,7 +68,7 @@ FORMAT_IMPORTS = {
     "dbsr": {"bsr"},
     "foreign": {"bsr", "dense"},
     "convert": {"dense", "foreign"},
-    "base": {"foreign"},
+    "base": {"foreign", "transposed"},
 }
 """What a file of formats/ may import beside base, declare, fast, on_device and the hub (csr)."""
 

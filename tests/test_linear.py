@@ -14,9 +14,12 @@ from spformat.backends.cuda import KERNELS
 from spformat.backends.cuda.runtime import epilogue
 from spformat.backends.cuda.two_four.spmm_two_four import SpmmTwoFour
 from spformat.dispatch import api as dispatch
-from spformat.dispatch import select as choice
+from spformat.dispatch import select
 from spformat.preprocess import masks
-from spformat.products.problem import COL, Plan
+from spformat.products.kernel import Kernel, spmm_of
+from spformat.products.operations import SPMM
+from spformat.products.plan import Plan
+from spformat.products.problem import COL
 
 FORMATS = ("dense", "csr", "bsr:blocksize=4x4", "vector-nm:n=2,m=4,vector_length=1", "two-four", "bitmask")
 M, K, N = 21, 36, 9
@@ -44,13 +47,13 @@ def expected(w: Any, x: Any, alpha: float, beta: float, old: Any, bias: Any) -> 
 def layouts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """(layout of B, layout of C) of every plan made."""
     seen: list[tuple[str, str]] = []
-    make = dispatch._make_plan
+    make = dispatch._plan_of
 
     def watched(A: Any, problem: Any, *rest: Any, **more: Any) -> Plan:
         seen.append((problem.b_layout, problem.out_layout))
         return make(A, problem, *rest, **more)
 
-    monkeypatch.setattr(dispatch, "_make_plan", watched)
+    monkeypatch.setattr(dispatch, "_plan_of", watched)
     return seen
 
 
@@ -166,8 +169,8 @@ def test_torch() -> None:
 def test_kernels_without_an_epilogue_are_asked_for_float32() -> None:
     """And C is then rounded by the pass that follows; a kernel that cannot write float32 is asked for what C is."""
 
-    class Plain:
-        name, formats = "cpu.plain", frozenset({"csr"})
+    class Plain(Kernel):
+        name, takes = "cpu.plain", spmm_of("csr")
 
         def __init__(self, *narrow: str) -> None:
             self.narrow = narrow
@@ -177,11 +180,11 @@ def test_kernels_without_an_epilogue_are_asked_for_float32() -> None:
             return ["too wide"] * (bool(self.narrow) and p.out_dtype not in self.narrow)
 
     A, B = sf.convert(weights("float16"), "csr"), integers((K, N), "float16", 1)
-    problem = dispatch.describe(A, B, None, True)
+    problem = SPMM.problem(A, B, None, True)
     assert problem.epilogue
-    assert choice.without_epilogue(Plain(), problem).out_dtype == "float32"  # type: ignore[arg-type]
-    assert choice.without_epilogue(Plain("float16"), problem).out_dtype == "float16"  # type: ignore[arg-type]
-    assert choice.without_epilogue(SpmmTwoFour(), problem) is problem
+    assert select.without_epilogue(Plain(), problem).out_dtype == "float32"
+    assert select.without_epilogue(Plain("float16"), problem).out_dtype == "float16"
+    assert select.without_epilogue(SpmmTwoFour(), problem) is problem
 
 
 # ------------------------------------------------------------------ on a GPU
@@ -211,8 +214,8 @@ def test_on_a_gpu(kernel: Any, dtype: str, shape: tuple[int, int, int]) -> None:
     tried, refused = 0, set[str]()
     for pitch in (0, 3):
         X, out = device(x, pitch), device(old, pitch)
-        problem = dispatch.describe(W, X.T, out.T, True)
-        if reasons := kernel.unsupported(choice.without_epilogue(kernel, problem)):
+        problem = SPMM.problem(W, X.T, out.T, True)
+        if reasons := kernel.unsupported(select.without_epilogue(kernel, problem)):
             refused.update(reasons)
             continue
         for alpha, beta, b in ((1, 0, bias), (0.5, -2, bias), (2, 1, None)):
@@ -271,7 +274,7 @@ def test_c_is_rounded_once_on_a_gpu() -> None:
     W, one, x = sf.convert(w, "two-four").to("cuda"), cupy.ones(32, "f2"), cupy.ones((8, 64), "f2")
     for kernel in FAST:
         if "two-four" in kernel.formats and not kernel.unsupported(
-            choice.without_epilogue(kernel, dispatch.describe(W, x.T, None, True))
+            select.without_epilogue(kernel, SPMM.problem(W, x.T, None, True))
         ):
             assert (sf.linear(x, W, one, backend=kernel.name) == 2050).all()
     with pytest.raises(ValueError, match="bias"):

@@ -11,7 +11,7 @@ import scipy.sparse as sp
 
 import spformat as sf
 from spformat import limits
-from spformat.products.problem import tile_class
+from spformat.products.problem import columns
 from spformat.storage.container import create, outline
 
 W = np.diag(np.arange(1, 5)).astype(np.float32)
@@ -175,9 +175,12 @@ def test_a_plan_without_an_epilogue_takes_none() -> None:
     assert (plan(X, out=out, alpha=1, beta=0, bias=None) == W @ X).all()
 
 
-def test_classes_of_columns_end_at_powers_of_two() -> None:
-    found = [tile_class(n) for n in (0, 1, 8, 9, 16, 17, 2049, 4096, 4097)]
-    assert found == [0, 8, 8, 16, 16, 32, 4096, 4096, 4096]
+def test_a_number_of_columns_is_taken_as_it_is() -> None:
+    """N stands in the problem itself: nothing is rounded to a class."""
+    a = sf.convert(W, "csr")
+    for n in (0, 1, 7, 333, 4097, np.int32(5)):
+        assert columns(n) == n
+        assert sf.plan(a, n=n).problem.n == n
 
 
 def test_a_layout_nobody_has() -> None:

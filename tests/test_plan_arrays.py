@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,13 +66,15 @@ def test_a_plan_waits_for_the_arrays_it_has_made(kernel: Any, world: World, monk
     for dtype in ("bfloat16", "float32"):
         a = sf.by_name(fmt).from_dense(x.astype(sf.arrays.dtypes.value_type(dtype).numpy), **MATRICES[fmt])
         a.ensure_valid()
-        p = Problem(fmt, tuple(a.params().items()), 256, 256, 64, a.stored, dtype, dtype, dtype, device="cuda", sm=90)
+        p = Problem.product(
+            fmt, tuple(a.params().items()), 256, 256, 64, a.stored, dtype, dtype, dtype, device="cuda", sm=90
+        )
         if not [r for r in kernel.unsupported(p) if "dtype" in r]:
             break
     for name, array in a.arrays().items():
         object.__setattr__(a, name, array.view(real["ndarray"]))
     events.clear()
-    made = kernel.plan(a, replace(p, device_id=0))
+    made = kernel.plan(a, p.changed(device_id=0))
     assert made.kernel == kernel.name
     assert events
     assert events[-1] == "wait", events

@@ -224,7 +224,9 @@ def test_steps_lead_to_every_word(order: str) -> None:
         assert rows + (q >> shift) * outer + q % 2**shift * inner == at, (r, q)
 
 
-@pytest.mark.parametrize(("source", "twin"), [("two_four/two_four_scan", Places), ("ell_buckets/ell_buckets_scan", Extents)])
+@pytest.mark.parametrize(
+    ("source", "twin"), [("two_four/two_four_scan", Places), ("ell_buckets/ell_buckets_scan", Extents)]
+)
 def test_structures_have_the_layout_of_the_kernel_parameter(source: str, twin: type[ctypes.Structure]) -> None:
     text = (jit.HERE / f"{source}.cu").read_text()
     body = re.search(rf"struct {twin.__name__} \{{(.*?)\}};", text, re.DOTALL)[1]

@@ -181,7 +181,7 @@ def test_launches_cover_every_column_once(monkeypatch, cut, dtype):
         return [(main, 40), (main, 7)]
 
     size, K = np.dtype(dtype).itemsize, 100
-    p = Problem("csr", (), 4, K, 64, 20, dtype, dtype, "float32", device="cuda", sm=90)
+    p = Problem.product("csr", (), 4, K, 64, 20, dtype, dtype, "float32", device="cuda", sm=90)
     plan = gather(p, rows, 20, kernels)
     assert made == [plan.tile]
     many = 20_000_000  # more columns than a grid has panels

@@ -15,7 +15,8 @@ from stand_in_world import Step, World
 from spformat.backends.cuda.runtime import epilogue
 from spformat.backends.cuda.runtime.launch import GRAPH_AFTER
 from spformat.backends.cuda.runtime.scratch import RELAXED, Scratch
-from spformat.products.problem import COL, ROW, Plan
+from spformat.products.plan import Plan
+from spformat.products.problem import COL, ROW
 
 
 def test_zeros_made_while_a_stream_is_captured_belong_to_that_graph(world: World) -> None:
@@ -185,7 +186,7 @@ def test_a_plan_of_arrays_alone_gets_arrays(world: World, passes: list[Any]) -> 
     p = world.plan(b_layout=COL).problem
     B, out = world.array(3, 5, order="F"), world.array(4, 5)
     made = Plan("plugin.x", p, lambda b, c: seen.append((b, c)))
-    plan = epilogue.with_epilogue(made, replace(p, epilogue=True))
+    plan = epilogue.with_epilogue(made, p.changed(epilogue=True))
     world.cupy.ndarray = lambda shape, dtype, memory, strides: (shape, str(dtype), memory, strides)
     for _ in range(GRAPH_AFTER + 2):
         plan.run(B, out, 1.0, 0.0, None)

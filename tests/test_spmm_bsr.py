@@ -12,16 +12,16 @@ from spformat import BSR, DBSR
 from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.backends.cuda.bsr import spmm_bsr, spmm_bsr_sm90a
 from spformat.formats.csr import CSR
-from spformat.products.problem import COL, ROW, Problem, tile_class
+from spformat.products.problem import COL, ROW, Problem
 
-BASE = Problem("bsr", (("blocksize", (64, 64)),), 4096, 4096, 4096, 0, *["bfloat16"] * 3, ROW, ROW, "cuda", 90)
+BASE = Problem.product("bsr", (("blocksize", (64, 64)),), 4096, 4096, 4096, 0, *["bfloat16"] * 3, ROW, ROW, "cuda", 90)
 SMALLEST_SHARED_MEMORY = 99 * 1024
 """Bytes a block may have on sm_86 and sm_89, the least of the architectures from sm_80 on."""
 HOPPER_SHARED_MEMORY = 227 * 1024
 
 
 def with_blocksize(p: Problem, height: int, width: int) -> Problem:
-    return replace(p, params=(("blocksize", (height, width)),))
+    return p.changed(params=(("blocksize", (height, width)),))
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_any_refusal_names_what_it_got(changes: dict[str, Any], part: str) -> No
         assert kernel.unsupported(BASE) == []
         if changes == {"sm": 75} and kernel.name.endswith("sm90a"):
             part = "sm_90"
-        assert any(part in reason for reason in kernel.unsupported(replace(BASE, **changes)))
+        assert any(part in reason for reason in kernel.unsupported(BASE.changed(**changes)))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_any_refusal_names_what_it_got(changes: dict[str, Any], part: str) -> No
     ],
 )
 def test_hopper_refusals_leave_the_problem_to_the_fallback(changes: dict[str, Any], part: str) -> None:
-    p = replace(BASE, **changes)
+    p = BASE.changed(**changes)
     assert any(part in reason for reason in spmm_bsr_sm90a.SpmmBSRHopper().unsupported(p))
     assert spmm_bsr.SpmmBSR().unsupported(p) == []
 
@@ -176,10 +176,10 @@ def test_exact_on_integers(blocksize: tuple[int, int], dtype: str, b_layout: str
         sm = int(cupy.cuda.Device().compute_capability)
         layouts = {"b_layout": b_layout, "out_layout": out_layout, "device": "cuda", "sm": sm}
         params = (("blocksize", blocksize),)
-        p = Problem(cls.name, params, M, K, tile_class(N), 0, dtype, dtype, dtype, **layouts)
+        p = Problem.product(cls.name, params, M, K, N, 0, dtype, dtype, dtype, **layouts)
         for kernel in (spmm_bsr.SpmmBSR(), spmm_bsr_sm90a.SpmmBSRHopper()):
             # Small problems are refused for speed only; the reasons that matter do not depend on M and N.
-            if kernel.unsupported(replace(p, M=1 << 20, n=4096)):
+            if kernel.unsupported(p.changed(M=1 << 20, n=4096)):
                 continue
             b = cupy.array(B, order="F" if b_layout == COL else "C")
             out = cupy.full((M, N), np.nan, value, order="F" if out_layout == COL else "C")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import ml_dtypes
@@ -27,18 +26,18 @@ from spformat.backends.cuda.two_four.two_four_records import SPARE, TwoFourRecor
 from spformat.formats import convert
 from spformat.formats.two_four import META_ORDERS
 from spformat.preprocess import masks
-from spformat.products.problem import Problem, tile_class
+from spformat.products.problem import Problem
 
 KERNELS: tuple[Any, ...] = (SpmmTwoFour(), SpmmTwoFourTokens(), SpmmTwoFourSm90(), SpmmTwoFourSm90a())
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def problem(rows: int, columns: int, N: int, **changes: Any) -> Problem:
-    base = Problem(
-        "two-four", (("meta_order", "ldmatrix"),), rows, columns, tile_class(N), rows * columns // 2,
+    base = Problem.product(
+        "two-four", (("meta_order", "ldmatrix"),), rows, columns, N, rows * columns // 2,
         "bfloat16", "bfloat16", "bfloat16", device="cuda", sm=90,
     )  # fmt: skip
-    return dataclasses.replace(base, **changes)
+    return base.changed(**changes)
 
 
 # ------------------------------------------------------------------ decisions, without a GPU

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,7 @@ from spformat.products.problem import COL, Problem
 
 def problem(fmt: str, **changed: Any) -> Problem:
     types = ("float32",) * 3
-    return replace(Problem(fmt, (), 4, 3, 8, 2, *types, device="cuda", sm=90), **changed)
+    return Problem.product(fmt, (), 4, 3, 8, 2, *types, device="cuda", sm=90).changed(**changed)
 
 
 def test_streams_do_not_share_the_workspace_of_cusparse(world: World) -> None:

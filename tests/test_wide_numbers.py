@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,7 @@ from spformat.products.problem import COL, Problem
 
 def problem(fmt: str, M: int, K: int, **params: Any) -> Problem:
     types = ("bfloat16",) * 3
-    return Problem(fmt, tuple(params.items()), M, K, 4096, 10**6, *types, device="cuda", sm=90)
+    return Problem.product(fmt, tuple(params.items()), M, K, 4096, 10**6, *types, device="cuda", sm=90)
 
 
 def test_columns_are_counted_in_32_bits(world: World) -> None:
@@ -44,9 +43,9 @@ def test_rows_of_b_that_a_tensor_map_can_name() -> None:
     o = Operands(1 << 20, 0, 8, 8, 8, 0)
     p = problem("sr-bcrs", 64, 2**31 - 128)
     assert mappable(p, o)
-    assert not mappable(replace(p, K=2**31), o)
-    assert not mappable(replace(p, K=0), o)
-    assert not mappable(replace(p, b_layout=COL), o)
+    assert not mappable(p.changed(K=2**31), o)
+    assert not mappable(p.changed(K=0), o)
+    assert not mappable(p.changed(b_layout=COL), o)
     assert not mappable(p, o._replace(b=o.b + 2))
     assert not mappable(p, o._replace(ldb=9))
 

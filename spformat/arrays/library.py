@@ -83,6 +83,20 @@ def device_of(x: Array) -> str:
     return f"cuda:{x.device.id}" if is_cupy(x) else "cpu"
 
 
+def span(x: Array) -> tuple[int, int]:
+    """First address of an array and the one behind its last."""
+    if isinstance(x, np.ndarray):
+        return np.lib.array_utils.byte_bounds(x)
+    start: int = x.data.ptr
+    end = start + x.itemsize
+    for extent, stride in zip(x.shape, x.strides, strict=True):
+        if stride < 0:
+            start += (extent - 1) * stride
+        else:
+            end += (extent - 1) * stride
+    return start, end
+
+
 def current_device(x: Array) -> AbstractContextManager[Any]:
     """``with current_device(x):`` new arrays and kernels go where ``x`` is, whatever device CuPy has current.
 

@@ -24,6 +24,17 @@ DEVICE_ORDER = ("cuda", "vendor", "*")
 """Who is asked first for operands on the host and on a device; "*" stands for third-party backends."""
 
 
+_registered: dict[str, Backend] = {}
+
+
+def register(backend: Backend) -> Backend:
+    """Add a backend of this process; its name must be free. Others come by entry points."""
+    if backend.name in KNOWN or _registered.setdefault(backend.name, backend) is not backend:
+        raise UsageError(f"a backend called {backend.name!r} is already there")
+    get.cache_clear()
+    return backend
+
+
 def _entry_points() -> Any:
     from importlib.metadata import entry_points  # brings the email package: not for importing spformat
 
@@ -39,13 +50,13 @@ def third_party() -> tuple[str, ...]:
 
 def names() -> tuple[str, ...]:
     """All backends, ours first."""
-    return (*KNOWN, *third_party())
+    return (*KNOWN, *_registered, *third_party())
 
 
 def order(device: str) -> tuple[str, ...]:
     """Backends in the order they are asked for operands on ``device`` ("cpu" or "cuda"), the others after them."""
     first, rest = (HOST_ORDER, DEVICE_ORDER) if device == "cpu" else (DEVICE_ORDER, HOST_ORDER)
-    listed = [name for item in first for name in (third_party() if item == "*" else (item,))]
+    listed = [name for item in first for name in ((*_registered, *third_party()) if item == "*" else (item,))]
     return tuple(listed + [name for name in rest if name in KNOWN and name not in listed])
 
 
@@ -55,6 +66,8 @@ def get(name: str) -> Backend:
     if name in KNOWN:
         backend: Backend = importlib.import_module(KNOWN[name]).BACKEND
         return backend
+    if name in _registered:
+        return _registered[name]
     for e in _entry_points():
         if e.name == name:
             loaded = e.load()

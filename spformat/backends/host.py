@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ..arrays.dtypes import VALUE_TYPES
 from ..limits import check_bytes, product
-from ..products.problem import COL, Plan, Problem
+from ..products.plan import Plan
+from ..products.problem import COL, Problem
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -23,11 +25,11 @@ def check_operands(p: Problem, B: Any, out: Any) -> np.ndarray[Any, Any]:
     """
     if not isinstance(B, np.ndarray):
         raise TypeError(f"B: expected a numpy array, got {type(B).__name__}; spmm() and linear() take others")
-    if B.ndim != 2 or B.shape[0] != p.K:
-        raise ValueError(f"B: expected shape ({p.K}, N), got {B.shape}")
+    if B.ndim != 2 or B.shape[0] != p.inner:
+        raise ValueError(f"B: expected shape ({p.inner}, N), got {B.shape}")
     if B.dtype != numpy_dtype(p.b_dtype):
         raise TypeError(f"B: this plan takes {p.b_dtype}, got {B.dtype}; give B.astype({p.b_dtype!r})")
-    shape, dtype = (p.M, B.shape[1]), numpy_dtype(p.out_dtype)
+    shape, dtype = (p.rows, B.shape[1]), numpy_dtype(p.out_dtype)
     if out is None:
         given = B.nbytes + p.nnz * numpy_dtype(p.a_dtype).itemsize
         check_bytes(product(*shape, dtype.itemsize), f"spmm: product of shape {shape}", given)
@@ -51,15 +53,15 @@ def check_bias(p: Problem, bias: Any, beta: float, out: Any) -> None:
         raise ValueError(f"beta = {beta} adds to C: expected out, got none")
     if bias is None:
         return
-    if bias.shape != (p.M,):
-        raise ValueError(f"bias: expected shape ({p.M},), one value for each row of A, got {bias.shape}")
+    if bias.shape != (p.rows,):
+        raise ValueError(f"bias: expected shape ({p.rows},), one value for each row of C, got {bias.shape}")
     if bias.dtype != numpy_dtype(p.out_dtype):
         raise TypeError(f"bias: this plan takes {p.out_dtype}, the dtype of C, got {bias.dtype}")
 
 
-def with_epilogue(made: Plan, p: Problem) -> Plan:
+def with_epilogue(plan: Plan, p: Problem) -> Plan:
     """A plan for ``p`` out of one for the product alone: alpha, beta and bias in a pass of their own."""
-    wide = np.dtype(np.float64 if "float64" in (p.out_dtype, made.problem.out_dtype) else np.float32)
+    wide = np.dtype(np.float64 if "float64" in (p.out_dtype, plan.problem.out_dtype) else np.float32)
 
     def run(B: Any, out: Any, alpha: float, beta: float, bias: Any) -> Any:
         check_bias(p, bias, beta, out)
@@ -67,7 +69,7 @@ def with_epilogue(made: Plan, p: Problem) -> Plan:
             raise TypeError(f"bias: expected a numpy array, got {type(bias).__name__}")
         out = check_operands(p, B, out)
         with np.errstate(all="ignore"):  # overflow and inf - inf are results, not events
-            total = made.run(B, None).astype(wide, copy=False)
+            total = plan.run(B, None).astype(wide, copy=False)
             total *= wide.type(alpha)
             if beta != 0:
                 total += wide.type(beta) * out.astype(wide)
@@ -76,4 +78,26 @@ def with_epilogue(made: Plan, p: Problem) -> Plan:
             out[...] = total
         return out
 
-    return Plan(made.kernel, p, run, f"{made.tile}, epilogue in a pass of its own".lstrip(", "), made.workspace)
+    return Plan(plan.kernel, p, run, f"{plan.tile}, epilogue in a pass of its own".lstrip(", "), plan.workspace)
+
+
+def sum_of_plans(name: str, plans: Sequence[Plan], p: Problem) -> Plan:
+    """A plan for ``p`` of plans whose results are added: all but the first have an epilogue and add to C.
+
+    Where their results are wider than C, they are summed in an array of their own and rounded once.
+    """
+    wide = numpy_dtype(plans[0].problem.out_dtype)
+
+    def run(B: Any, out: Any) -> Any:
+        out = check_operands(p, B, out)
+        total = out if out.dtype == wide else np.empty(out.shape, wide, order="F" if p.out_layout == COL else "C")
+        plans[0].run(B, total)
+        for plan in plans[1:]:
+            plan.run(B, total, 1.0, 1.0, None)
+        if total is not out:
+            with np.errstate(over="ignore", invalid="ignore"):  # overflow gives infinities
+                out[...] = total
+        return out
+
+    texts = " + ".join(f"{plan.kernel} {plan.tile}".strip() for plan in plans)
+    return Plan(name, p, run, texts, sum(plan.workspace for plan in plans))

@@ -1,4 +1,4 @@
-"""numpy, any format through its CSR, float64 sums: the oracle of every test and the last resort."""
+"""numpy, any operation on any format through its items, float64 sums: the oracle of every test and the last resort."""
 
 from __future__ import annotations
 
@@ -8,62 +8,92 @@ import numpy as np
 
 from ..arrays.dtypes import VALUE_TYPES, bits, nonzero_mask
 from ..arrays.library import Array
+from ..formats import registered
 from ..formats.base import Format
-from ..products.problem import Plan, Problem, reasons
+from ..products import operations
+from ..products.kernel import Kernel, reasons
+from ..products.operation import Items
+from ..products.plan import Plan
+from ..products.problem import Problem
+from ..products.roofline import plain_us
 from .host import check_bias, check_operands, numpy_dtype
 
 PANEL = 1 << 22
-"""Products held at once: bounds the memory of a wide B."""
+"""Elements that are worked on together: bounds the memory of a wide B."""
+SLOWER = 50
+"""How many times longer than a plain loop the reference is taken to need: it is chosen only where nothing else is."""
 _FLOATS = tuple(name for name in VALUE_TYPES if name != "int8")
 
 
-class SpmmReference:
-    """C = A @ B item by item in float64 (int64 for int8), rounded once at the end; zeros stored in A are skipped."""
+class Reference(Kernel):
+    """An operation as its definition computes it, item by item in float64 (int64 for int8), rounded once at the end.
 
-    name = "reference.spmm"
+    Zeros stored in A are skipped. Products are computed for some columns of B at a time.
+    """
+
+    def __init__(self, operation: str) -> None:
+        self.operation = operation
+        self.name = f"reference.{operation}"
+
     epilogue = True
 
     @property
-    def formats(self) -> frozenset[str]:
+    def takes(self) -> frozenset[tuple[str, str]]:  # type: ignore[override]
         """Every registered format: they all have ``to_csr``."""
-        from ..formats import registered
-
-        return frozenset(f.name for f in registered())
+        return frozenset((self.operation, f.name) for f in registered())
 
     def unsupported(self, p: Problem) -> list[str]:
-        """Takes everything on the host that C can hold: integers would cut fractions off."""
-        outputs = [*_FLOATS, *(("int32", "int64") if p.a_dtype == p.b_dtype == "int8" else ())]
+        """Takes everything on the host that the result can hold: integers would cut fractions off."""
+        integers = {o.dtype for o in p.operands} == {"int8"}
+        outputs = [*_FLOATS, *(("int32", "int64") if integers else ())]
         return reasons(
             (p.device != "cpu", f"operands are on {p.device}; move them with .to('cpu')"),
-            (p.out_dtype not in outputs, f"out.dtype must be one of {', '.join(outputs)}, got {p.out_dtype}"),
+            (p.out.dtype not in outputs, f"out.dtype must be one of {', '.join(outputs)}, got {p.out.dtype}"),
         )
 
-    def plan(self, a: Format, p: Problem) -> Plan:
-        """Keeps the CSR arrays; ``run`` multiplies panels of columns."""
-        csr = a.to_csr()
-        keep = nonzero_mask(csr.data)
-        rows, cols = csr.rows()[keep], csr.indices[keep]
-        values = bits(csr.data)[keep].view(csr.dtype)
-        integer = p.out_dtype in ("int32", "int64")
-        wide = values.astype(np.int64 if integer else np.float64)
-        starts = np.flatnonzero(np.r_[True, rows[1:] != rows[:-1]]) if rows.size else np.zeros(0, np.int64)
+    def expected_us(self, p: Problem) -> float:
+        """Far more than any other kernel."""
+        return SLOWER * plain_us(p)
+
+    def _plan(self, a: Format, p: Problem) -> Plan:
+        items = items_of(a, p.out.dtype in ("int32", "int64"))
+        reference = operations.operation(p.operation).reference
+        kept = sum(int(x.nbytes) for x in items[1:])
+        if len(p.operands) != 2:
+            return Plan(self.name, p, lambda *given: _whole(reference, items, p, given), "float64 sums", kept)
 
         def run(B: Array, out: Array, alpha: float = 1.0, beta: float = 0.0, bias: Any = None) -> Array:
             check_bias(p, bias, beta, out)
             out = check_operands(p, B, out)
-            step = max(1, PANEL // max(1, wide.size))
-            for j in range(0, B.shape[1], step):
-                sums = np.zeros((p.M, B[:, j : j + step].shape[1]), wide.dtype)
-                if wide.size:
-                    products = wide[:, None] * B[:, j : j + step].astype(wide.dtype)[cols]
-                    sums[rows[starts]] = np.add.reduceat(products, starts, axis=0)
-                if p.epilogue:
-                    sums = alpha * sums + (beta * out[:, j : j + step].astype(wide.dtype) if beta != 0 else 0)
-                    sums = sums if bias is None else sums + bias.astype(wide.dtype)[:, None]
-                out[:, j : j + step] = sums.astype(numpy_dtype(p.out_dtype))
+            step = max(1, PANEL // max(1, items.values.size))
+            with np.errstate(all="ignore"):  # infinities and NaN are values here
+                for j in range(0, B.shape[1], step):
+                    sums = reference(items, B[:, j : j + step].astype(items.values.dtype))
+                    if p.epilogue:
+                        sums = alpha * sums + (beta * out[:, j : j + step].astype(sums.dtype) if beta != 0 else 0)
+                        sums = sums if bias is None else sums + bias.astype(sums.dtype)[:, None]
+                    out[:, j : j + step] = sums.astype(numpy_dtype(p.out_dtype))
             return out
 
-        return Plan(self.name, p, run, "float64 sums", int(wide.nbytes + rows.nbytes + cols.nbytes))
+        return Plan(self.name, p, run, "float64 sums", kept)
+
+
+def _whole(reference: Any, items: Items, p: Problem, given: tuple[Any, ...]) -> Array:
+    """An operation of several dense operands, which is not cut into panels; the last of ``given`` is out or None."""
+    *dense, out = given
+    result = reference(items, *(x.astype(items.values.dtype) for x in dense)).astype(numpy_dtype(p.out.dtype))
+    if out is None:
+        return result
+    out[...] = result
+    return out
+
+
+def items_of(a: Format, integers: bool = False) -> Items:
+    """The nonzeros of a host matrix in float64, or in int64."""
+    csr = a.to_csr()
+    keep = nonzero_mask(csr.data)
+    values = bits(csr.data)[keep].view(csr.dtype).astype(np.int64 if integers else np.float64)
+    return Items(a.shape, csr.rows()[keep].astype(np.int64), csr.indices[keep].astype(np.int64), values)
 
 
 class ReferenceBackend:
@@ -75,9 +105,9 @@ class ReferenceBackend:
         """Nothing: numpy is a dependency."""
         return []
 
-    def kernels(self) -> tuple[SpmmReference, ...]:
-        """One kernel for everything."""
-        return (SpmmReference(),)
+    def kernels(self) -> tuple[Reference, ...]:
+        """One kernel for each operation."""
+        return tuple(Reference(o.name) for o in operations.registered())
 
 
 BACKEND = ReferenceBackend()

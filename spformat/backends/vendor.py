@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import DeviceError
-from ..formats.base import Format
-from ..products.problem import COL, STRIDED, Plan, Problem, reasons
-from .base import Kernel
-from .cuda.runtime.launch import Call, Library, Operands, device_plan, finish_arrays
+from ..products.kernel import Kernel, reasons, spmm_of
+from ..products.problem import COL, STRIDED, Problem
+from .cuda.runtime.kernel import CudaKernel, Prepared
+from .cuda.runtime.launch import Call, Library, Operands, finish_arrays
 from .cuda.runtime.scratch import Scratch
 
 _SEARCH_WORKSPACE = 256 << 20
@@ -38,11 +38,11 @@ def _refusals(p: Problem, dtypes: tuple[str, ...], sm: int = 0) -> list[str]:
     )
 
 
-class CublasGemm:
+class CublasGemm(CudaKernel):
     """cublasGemmEx with float32 sums (float64 for float64)."""
 
     name = "vendor.cublas_gemm"
-    formats = frozenset({"dense"})
+    takes = spmm_of("dense")
 
     def unsupported(self, p: Problem) -> list[str]:
         """Same types on both sides; any layout."""
@@ -51,7 +51,7 @@ class CublasGemm:
             (p.out_dtype not in wide, f"out.dtype must be one of {', '.join(sorted(wide))}, got {p.out_dtype}"),
         )
 
-    def plan(self, a: Format, p: Problem) -> Plan:
+    def prepared(self, a: Any, p: Problem) -> Prepared:
         """Column-major BLAS computes C^T = B^T A^T for a row-major C, and C itself for a column-major one."""
         from cupy.cuda import cublas, device
 
@@ -74,7 +74,7 @@ class CublasGemm:
             _check(set_stream(handle, o.stream))
             _check(gemm(handle, *ops, *sizes, one.data, *first, *second, zero.data, o.c, types[1], o.ldc, compute, -1))
 
-        return device_plan(self.name, p, _once(launch, data, one, zero), "cuBLAS heuristic")
+        return Prepared(_once(launch, data, one, zero), "cuBLAS heuristic")
 
 
 @functools.lru_cache(maxsize=1)
@@ -98,11 +98,11 @@ def _check(status: int) -> None:
         raise DeviceError(f"cuBLAS: status {status}")
 
 
-class CusparseCSR:
+class CusparseCSR(CudaKernel):
     """cusparseSpMM on CSR, float32 sums."""
 
     name = "vendor.cusparse_csr"
-    formats = frozenset({"csr"})
+    takes = spmm_of("csr")
 
     def unsupported(self, p: Problem) -> list[str]:
         """float16 and bfloat16 with float32 sums where the installed cuSPARSE has them; int32 indices alike."""
@@ -118,7 +118,7 @@ class CusparseCSR:
             ),
         )
 
-    def plan(self, a: Any, p: Problem) -> Plan:
+    def prepared(self, a: Any, p: Problem) -> Prepared:
         """Descriptors are made per call: they hold B's and C's pointers."""
         from cupy.cuda import cusparse, device
 
@@ -148,17 +148,17 @@ class CusparseCSR:
                 cusparse.destroyDnMat(B)
                 cusparse.destroyDnMat(C)
 
-        return device_plan(self.name, p, _once(launch, arrays, one, zero), "cuSPARSE default")
+        return Prepared(_once(launch, arrays, one, zero), "cuSPARSE default")
 
 
-class CusparseLt:
+class CusparseLt(CudaKernel):
     """cusparseLtMatmul on 2:4, weights compressed in the library's own order when the plan is made.
 
     search: at the first product of a shape try all of the library's algorithms on the operands, and keep the fastest.
     """
 
     name = "vendor.cusparselt"
-    formats = frozenset({"two-four"})
+    takes = spmm_of("two-four")
 
     def __init__(self, search: bool = False) -> None:
         self.search = search
@@ -173,14 +173,18 @@ class CusparseLt:
             (p.out_dtype != p.a_dtype, f"out.dtype must equal a.dtype ({p.a_dtype}), got {p.out_dtype}"),
         ) + _refusals(p, ("float16", "bfloat16"), 80)  # fmt: skip
 
-    def plan(self, a: Any, p: Problem) -> Plan:
+    def prepared(self, a: Any, p: Problem) -> Prepared:
         """Decodes A once to compress it in the library's order; a matmul plan is made per N and layout, and kept."""
         import cupy
 
         from ..errors import UsageError
 
-        dense = a.to_dense()
-        finish_arrays()  # synchronize!
+        def build() -> Any:
+            dense = a.to_dense()
+            finish_arrays()  # synchronize!
+            return dense
+
+        dense = a.kernel_arrays("dense", build)
         ready: dict[tuple[int, int, int], Any] = {}
 
         def launch(o: Operands) -> None:
@@ -194,7 +198,7 @@ class CusparseLt:
             ready[key](o)
 
         tile = "cuSPARSELt searched" if self.search else "cuSPARSELt default"
-        return device_plan(self.name, p, _once(launch), tile, int(dense.nbytes))
+        return Prepared(_once(launch), tile, int(dense.nbytes))
 
 
 class _LtMatmul:

@@ -3,23 +3,25 @@
     >>> spformat.dispatch.cost.estimate(a, n=4096, device="H200")
     Cost(device='H200', kernel='cuda.spmm_vector_nm_sm90a', operations=.., bytes=.., bound='L2', expected_us=..)
 
-The bounds are those of the roofline, with NM-SpMM's analysis of a tile for what L2 must deliver (``spformat.products.roofline``,
-IPDPS 2025, Eq. 3). ``expected_us`` adds how fast the kernel was measured to be; only kernels that say how they cut a
-product (``blocking``) have one, today those for vector n:m on Hopper.
+The bounds are those of the roofline, with NM-SpMM's analysis of a tile for what L2 must deliver
+(``spformat.products.roofline``, IPDPS 2025, Eq. 3) for kernels that say how they cut a product (``blocking``).
+``expected_us`` is the number that the dispatcher chooses by.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 
 from .. import backends
 from ..arrays.dtypes import value_type
 from ..errors import UsageError
 from ..formats import by_name
 from ..formats.base import Format
-from ..products.problem import COL, ROW, Problem, result_dtype, tile_class
+from ..products import roofline
+from ..products.problem import ROW, Problem, itemsize
 from ..products.roofline import CUDA_32, CUDA_64, DEVICES, TENSOR_16, Blocking, Device
-from .api import explain
+from .api import explain, problem_of
 
 __all__ = ["DEVICES", "Cost", "Device", "estimate"]
 
@@ -49,7 +51,7 @@ class Cost:
     tile_intensity: float | None
     """Operations per byte that a tile loads: NM-SpMM's Eq. 3."""
     expected_us: float | None
-    """From event to event, cold caches; None where no measured figures are known for the kernel."""
+    """From event to event, cold caches; None where no kernel takes the product."""
 
     @property
     def intensity(self) -> float:
@@ -97,47 +99,34 @@ def estimate(
         raise UsageError(f"device: expected one of {', '.join(DEVICES)}, or a Device, got {device!r}", value=device)
     if n < 0:
         raise UsageError(f"n: expected columns of B, at least 0, got {n}", value=n)
-    p = A if isinstance(A, Problem) else _problem(A, b_layout)
-    p = replace(p, n=tile_class(n), device="cuda", sm=target.sm, device_id=0)
-    chosen = explain(p, backend=backend).chosen
-    cut = _blocking(chosen, p)
-    size = value_type(p.a_dtype).numpy.itemsize
+    p = A if isinstance(A, Problem) else problem_of(A, n, b_layout=b_layout)
+    p = p.changed(n=n, device="cuda", sm=target.sm, device_id=0)
+    with roofline.on(target):
+        answer = explain(p, backend=backend)
+        cut = _blocking(answer.chosen, p)
+        expected = answer.expected_us
     stored = A.nbytes if isinstance(A, Format) else _bytes(p) if nbytes is None else nbytes
-    out = 4 if p.out_dtype in ("float32", "int32") else 8 if p.out_dtype == "float64" else 2
-    moved = stored + p.K * n * value_type(p.b_dtype).numpy.itemsize + p.M * n * out
-    copied = 2 * p.K * n * size if p.b_layout == COL and cut else 0  # those that say how they cut read rows of B
-    moved += copied
+    moved = stored + p.K * n * itemsize(p.b_dtype) + p.M * n * itemsize(p.out_dtype)
     operations = 2.0 * p.nnz * n
-    memory_us = 1e6 * moved / target.memory
     kind = cut.arithmetic if cut else _ARITHMETIC.get(p.a_dtype, TENSOR_16)
-    compute_us = 1e6 * operations / target.peak[kind]
-    intensity = cache_us = expected = None
+    intensity = cache_us = None
     if cut:
         intensity = cut.intensity()
         tiles = -(-p.M // cut.rows) * -(-n // cut.cols)
         cache_us = 2e6 * tiles * cut.rows * cut.cols * cut.kept * cut.k_tiles / intensity / target.cache
-        expected = max(cut.us(p.M, n, target), cut.start_us + memory_us) if n and p.M else 0.0
-        expected += copied / target.memory * 2e6
     return Cost(
-        device=target.name, kernel=chosen, operations=operations, bytes=float(moved), compute_us=compute_us,
-        cache_us=cache_us, memory_us=memory_us, launch_us=cut.start_us if cut else LAUNCH_US, tile_intensity=intensity,
-        expected_us=expected,
+        device=target.name, kernel=answer.chosen, operations=operations, bytes=float(moved),
+        compute_us=1e6 * operations / target.peak[kind], cache_us=cache_us, memory_us=1e6 * moved / target.memory,
+        launch_us=cut.start_us if cut else LAUNCH_US, tile_intensity=intensity, expected_us=expected,
     )  # fmt: skip
-
-
-def _problem(A: Format, b_layout: str) -> Problem:
-    name = A.dtype.name
-    return Problem(
-        A.name, tuple(A.params().items()), *A.shape, 0, A.stored, name, name, result_dtype(name, name), b_layout
-    )
 
 
 def _blocking(kernel: str | None, p: Problem) -> Blocking | None:
     """How the chosen kernel cuts the problem, if it says so."""
     if kernel is None:
         return None
-    found = next(k for k in backends.get(kernel.partition(".")[0]).kernels() if k.name == kernel)
-    cut: Blocking | None = found.blocking(p) if hasattr(found, "blocking") else None
+    chosen = next(k for k in backends.get(kernel.partition(".")[0]).kernels() if k.name == kernel)
+    cut: Blocking | None = chosen.blocking(p) if hasattr(chosen, "blocking") else None
     return cut
 
 
@@ -147,10 +136,4 @@ def _bytes(p: Problem) -> int:
     specs = by_name(p.format).array_specs((p.M, p.K), dtype, p.nnz, p.p)
     if specs is None:
         return p.nnz * (dtype.itemsize + 4)
-    total = 0
-    for kind, shape in specs.values():
-        count = 1
-        for extent in shape:
-            count *= extent
-        total += count * kind.itemsize
-    return total
+    return sum(kind.itemsize * math.prod(shape) for kind, shape in specs.values())

@@ -1,40 +1,55 @@
-"""Which kernel takes a problem: every kernel's answer, best first. Sees no data and needs no GPU."""
+"""Which kernel takes a problem: every kernel's answer, and the one that expects to be fastest. Sees no data."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from .. import backends
-from ..backends.base import Backend, Kernel
+from ..backends.base import Backend
 from ..errors import DeviceUnavailable, NoKernelError, UsageError
-from ..products.problem import Accepted, Problem, Rejected
+from ..products.kernel import Accepted, Kernel, Rejected
+from ..products.problem import Problem
+from ..products.roofline import epilogue_us
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Every kernel with its answer, in the order they were asked; ``str()`` is the text the CLI prints."""
+    """Every kernel with its answer: those that accept, the fastest first, then the others in the order of backends.
+
+    ``str()`` is the text the CLI prints.
+    """
 
     problem: Problem
     answers: tuple[Accepted | Rejected, ...]
 
     @property
     def chosen(self) -> str | None:
-        """The kernel that runs: the first that accepted."""
+        """The kernel that runs: of those that accept, the one that expects to take the least time."""
         return next((a.kernel for a in self.answers if a), None)
+
+    @property
+    def expected_us(self) -> float | None:
+        """Microseconds that the chosen kernel expects to take."""
+        return next((a.expected_us for a in self.answers if isinstance(a, Accepted)), None)
 
     def __str__(self) -> str:
         p = self.problem
-        lines = [
-            f"A {p.M}x{p.K} ({p.a_dtype}, {p.format}, {p.device}) @ B {p.K}x{p.n or 'N'} ({p.b_dtype}, {p.b_layout})"
-        ]
+        a, *others = p.operands
+        dense = " and ".join(f"{'x'.join(map(str, o.shape))} ({o.dtype}, {o.layout})" for o in others)
+        lines = [f"{p.operation} of A {'x'.join(map(str, a.shape))} ({a.dtype}, {a.format}, {a.device}) and B {dense}"]
         lines.append(f"  runs on {self.chosen}" if self.chosen else "  no kernel takes this")
-        lines += [f"  {a}" for a in self.answers]
+        lines += [f"  {answer}" for answer in self.answers]
         return "\n".join(lines)
 
 
-def choose(problem: Problem, name: str | None) -> Kernel:
-    """The first kernel that accepts; NoKernelError with every kernel's reasons, DeviceUnavailable for a backend asked
-    for by name that is not here."""
+def choose(problem: Problem, name: str | None = None) -> Kernel:
+    """The accepting kernel that expects to be fastest.
+
+    name: a backend or a kernel to choose among alone. Raises NoKernelError with every kernel's reasons, and
+    DeviceUnavailable for a backend asked for by name that cannot run here.
+    """
     trace = ask(problem, name)
     for answer in trace.answers:
         if answer:
@@ -44,33 +59,60 @@ def choose(problem: Problem, name: str | None) -> Kernel:
         missing = named(name)[0].missing()
         if missing:
             raise DeviceUnavailable(f"backend {name!r} cannot run here: {'; '.join(missing)}", reasons=missing)
-    raise NoKernelError(f"No kernel for 'spmm' with:\n{trace}", reasons=[str(a) for a in trace.answers])
+    raise NoKernelError(f"No kernel for {problem.operation!r} with:\n{trace}", reasons=[str(a) for a in trace.answers])
 
 
 def ask(problem: Problem, only: str | None = None, *, installed: bool = True) -> Explanation:
-    """Every kernel's answer, best first."""
+    """Every kernel's answer. only: a backend or a kernel; installed: what is missing on this machine counts."""
     answers: list[Accepted | Rejected] = []
     for name in (only,) if only else backends.order(problem.device):
-        try:
-            backend, kernel = named(name)
-        except (ImportError, AttributeError) as e:  # a broken plug-in is a reason, not a crash
-            answers.append(Rejected(name, (f"the backend does not load: {e}",)))
+        answers += _answers(problem, name, installed)
+    accepted = sorted((a for a in answers if isinstance(a, Accepted)), key=lambda a: a.expected_us)  # stable
+    return Explanation(problem, (*accepted, *(a for a in answers if not a)))
+
+
+def _answers(p: Problem, name: str, installed: bool) -> Iterator[Accepted | Rejected]:
+    try:
+        backend, only = named(name)
+        kernels = backend.kernels()
+        unready = [k.name for k in kernels if not hasattr(k, "takes")]
+        if unready:
+            raise AttributeError(
+                f"{unready[0]} has no attribute 'takes'; derive it from spformat.products.kernel.Kernel"
+            )
+    except (ImportError, AttributeError) as e:  # a broken plug-in is a reason, not a crash
+        yield Rejected(name, (f"the backend does not load: {e}",))
+        return
+    missing, concerned = tuple(backend.missing()) if installed else (), False
+    for k in kernels:
+        if only is not None and k.name != only:
             continue
-        missing = tuple(backend.missing()) if installed else ()
-        first = getattr(backend, "preferred", _none_preferred)(problem)
-        kernels = sorted(backend.kernels(), key=lambda k: (k.name != first, getattr(k, "rank", _no_rank)(problem)))
-        for k in kernels:
-            if kernel is not None and k.name != kernel:
-                continue
-            if problem.format not in k.formats:
-                if kernel is not None:
-                    answers.append(Rejected(k.name, (f"does not take format {problem.format}",)))
-                continue
-            refused = (*missing, *k.unsupported(without_epilogue(k, problem)))
-            answers.append(Rejected(k.name, refused) if refused else Accepted(k.name))
-        if missing and not any(problem.format in k.formats for k in kernels):
-            answers.append(Rejected(name, missing))
-    return Explanation(problem, tuple(answers))
+        if (p.operation, p.format) not in k.takes:
+            if only is not None:
+                formats = sorted({f for operation, f in k.takes if operation == p.operation})
+                what = f"format {p.format}" if formats else f"operation {p.operation}"
+                yield Rejected(k.name, (f"does not take {what}",))
+            continue
+        concerned = True
+        yield _answer(k, p, missing)
+    if missing and not concerned and only is None:
+        yield Rejected(name, missing)
+
+
+def _answer(k: Kernel, p: Problem, missing: tuple[str, ...]) -> Accepted | Rejected:
+    asked = without_epilogue(k, p)
+    refused = [*missing, *k.unsupported(asked)]
+    if not refused:
+        needed = k.workspace_bytes(asked)
+        if needed > p.workspace:
+            allowed = f"the call allows {p.workspace:,} (workspace=)"
+            refused.append(f"needs a workspace of {needed:,} bytes, {allowed}")
+    if refused:
+        return Rejected(k.name, tuple(refused))
+    expected = k.expected_us(asked)
+    return Accepted(
+        k.name, math.inf if expected != expected else expected + (epilogue_us(p) if asked is not p else 0.0)
+    )
 
 
 def named(name: str) -> tuple[Backend, str | None]:
@@ -85,17 +127,9 @@ def named(name: str) -> tuple[Backend, str | None]:
 
 def without_epilogue(kernel: Kernel, problem: Problem) -> Problem:
     """What a kernel is asked: where it has no epilogue the product alone, in float32 if it can: C is rounded once."""
-    if not problem.epilogue or getattr(kernel, "epilogue", False):
+    if not problem.epilogue or kernel.epilogue:
         return problem
-    wide = replace(problem, epilogue=False, out_dtype="float32")
+    wide = problem.changed(epilogue=False, out_dtype="float32")
     if problem.out_dtype in ("float16", "bfloat16") and not kernel.unsupported(wide):
         return wide
-    return replace(problem, epilogue=False)
-
-
-def _no_rank(problem: Problem) -> int:
-    return 0
-
-
-def _none_preferred(problem: Problem) -> str:
-    return ""
+    return problem.changed(epilogue=False)

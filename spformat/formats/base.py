@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 
 import numpy as np
 
@@ -40,6 +40,8 @@ from .declare import (
 if TYPE_CHECKING:
     from .csr import CSR
 
+Built = TypeVar("Built")
+
 __all__ = ["AUTO", "INDEX", "POS", "VALUE", "Format", "Panels", "array", "checked_values", "param", "table"]
 
 
@@ -58,13 +60,16 @@ class Format:
     keeps_stored_zeros: ClassVar[bool] = False
     aligned: ClassVar[bool] = True
     paper: ClassVar[str] = ""
+    combines: ClassVar[str] = ""
+    """How a format with parts is composed of them: "sum"; "" for a format without parts."""
     __array_ufunc__: ClassVar[None] = None  # else numpy makes an array of one object for ``x @ a`` and ``x == a``
     __matmul__: ClassVar[Callable[[Any, Any], Any]]  # ``spmm``, of a layer above, which puts itself here
 
     shape: tuple[int, int]
     _marked: bool = dataclasses.field(default=False, init=False, repr=False)
-    # What other layers derive from this object (plans): it dies with the object, so nothing outlives its matrix.
-    _derived: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    # Plans of products with this matrix, and arrays that kernels derive from its own: they die with the object.
+    _plans: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    _kernel_arrays: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     # ---------------------------------------------------------------- declaration
 
@@ -266,6 +271,13 @@ class Format:
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), {"shape": self.shape, **self.params(), **self.tables(), **self.arrays()})
 
+    @property
+    def T(self) -> Any:  # noqa: N802
+        """The transpose as a view."""
+        from .transposed import Transposed
+
+        return Transposed(self)
+
     # ---------------------------------------------------------------- moving
 
     def with_arrays(self, **arrays: Array) -> Self:
@@ -281,6 +293,23 @@ class Format:
         out = self.with_arrays(**moved)
         object.__setattr__(out, "_marked", self._marked)
         return out
+
+    def twin(self) -> Self:
+        """Another object of the same arrays, with the validated mark and the same ``kernel_arrays``; no plans.
+
+        A plan keeps a twin instead of the matrix, so that the matrix, which keeps the plan, can be freed. The caller
+        owes valid contents.
+        """
+        other = type(self).trusted(shape=self.shape, **self.params(), **self.tables(), **self.arrays())
+        object.__setattr__(other, "_kernel_arrays", self._kernel_arrays)
+        return other
+
+    def kernel_arrays(self, key: Any, build: Callable[[], Built]) -> Built:
+        """What a kernel derives from the arrays, built once for each key and shared by all plans of the matrix."""
+        if key not in self._kernel_arrays:
+            self._kernel_arrays[key] = build()
+        built: Built = self._kernel_arrays[key]
+        return built
 
     # ---------------------------------------------------------------- checking
 

@@ -12,12 +12,14 @@ import numpy as np
 from .. import backends
 from ..arrays.library import Array, is_cupy, namespace
 from ..backends.host import numpy_dtype
-from ..dispatch.api import describe, explain, plan
+from ..dispatch.api import explain, plan
 from ..errors import LimitError, NoKernelError, SpformatError
 from ..formats.base import Format
 from ..formats.csr import CSR
 from ..formats.dense import Dense
-from ..products.problem import ROW, Rejected
+from ..products.kernel import Rejected
+from ..products.operations import SPMM
+from ..products.problem import ROW
 from .bench import Contender
 
 SCIPY_TYPES = ("float32", "float64")
@@ -36,7 +38,7 @@ def ours(a: Format, B: Array, only: Sequence[str] = (), first: bool = False) -> 
         if not answer or backend in ("vendor", "reference") or (only and backend not in only):
             continue
         kernel = next(k for k in backends.get(backend).kernels() if k.name == answer.kernel)
-        made = kernel.plan(a.ensure_valid(), describe(a, B, out))
+        made = kernel.plan(a.ensure_valid(), SPMM.problem(a, B, out))
         tile = f" {made.tile}" if made.tile else ""
         found.append(Contender(answer.kernel + tile, functools.partial(made, B, out)))
         if first:
@@ -133,5 +135,5 @@ def operand(a: Format, n: int, seed: int = 0, layout: str = ROW) -> Array:
 
 
 def _out(a: Format, B: Array) -> Array:
-    dtype = numpy_dtype(describe(a, B, None).out_dtype)
+    dtype = numpy_dtype(SPMM.problem(a, B, None).out_dtype)
     return namespace(B).empty((a.shape[0], B.shape[1]), dtype)

@@ -1,16 +1,27 @@
-"""What a kernel is asked, and what it answers: values that hold no arrays and need no GPU."""
+"""What an operation is asked to do, as values that hold no data and need no GPU: operands and problems.
+
+An ``Operand`` describes one argument; a ``Problem`` is an operation with its operands, its result and the device.
+Kernels, the choice among them and the estimate of their time read these values and nothing else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import index
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
+from ..arrays.dtypes import VALUE_TYPES, value_type
+from ..arrays.library import device_of
 from ..errors import UsageError
+from ..formats.base import Format
+
+if TYPE_CHECKING:
+    from ..storage.descriptor import Record
 
 ROW, COL, STRIDED = "row", "col", "strided"
-OVERWRITES = "out overlaps the arrays of A; the product would overwrite what it reads"
+DENSE = "dense"
+WORKSPACE = 1 << 30
+"""Bytes that a plan may use beside its operands unless the caller says otherwise."""
 
 _RANK = {"int8": 0, "float8_e5m2": 1, "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 3, "float64": 4}
 
@@ -28,17 +39,15 @@ def result_dtype(a: str, b: str) -> str:
     return wide if _RANK[wide] >= 2 else "float32"
 
 
-def tile_class(n: int) -> int:
-    """Upper end of the class that ``n`` columns of B fall in: 0, 8, 16, 32, .. 4096; plans are shared in a class."""
+def columns(n: Any) -> int:
+    """``n`` as a number of columns of B; UsageError for anything else."""
     try:
-        n = index(n)
+        count = index(n)
     except TypeError:
-        raise UsageError(f"n: expected a number of columns, got {n!r:.80}") from None
-    if n < 0:
-        raise UsageError(f"n: expected a number of columns, got {n}")
-    if n == 0:
-        return 0
-    return min(4096, max(8, 1 << (n - 1).bit_length()))
+        count = -1
+    if count < 0:
+        raise UsageError(f"n: expected a number of columns, got {n!r:.80}")
+    return count
 
 
 def scalar(name: str, value: Any) -> float:
@@ -50,103 +59,199 @@ def scalar(name: str, value: Any) -> float:
 
 
 @dataclass(frozen=True)
-class Problem:
-    """C[M,N] = A[M,K] @ B[K,N] as a kernel sees it before it sees any data. Hashable; safe to build without a GPU."""
+class Operand:
+    """One argument of an operation, or its result: everything about it but the data."""
 
     format: str
-    params: tuple[tuple[str, Any], ...]
-    M: int
-    K: int
-    n: int
-    """Tile class of N (``tile_class``), not N itself: N is a run-time argument of a plan."""
-    nnz: int
-    """Stored items of A (padding not counted where the format knows it)."""
-    a_dtype: str
-    b_dtype: str
-    out_dtype: str
-    b_layout: str = ROW
-    """"row": B[k,n] at k*ldb + n; "col": at k + n*ldb; "strided": neither (host only)."""
-    out_layout: str = ROW
+    """Format id; ``dense`` for plain arrays."""
+    shape: tuple[int, ...]
+    dtype: str
+    params: tuple[tuple[str, Any], ...] = ()
+    stored: int = 0
+    """Stored items of a sparse operand; padding counts, except where the format knows it."""
+    layout: str = ROW
+    """Of a dense operand of shape [R, C]: "row" (element r, c at r*ld + c), "col" (at r + c*ld), "strided" (neither)."""
     device: str = "cpu"
     """"cpu" or "cuda"."""
+    parts: tuple[Operand, ...] = ()
+    """The operands that this one is composed of, for formats with parts."""
+
+    def __post_init__(self) -> None:
+        if self.layout not in (ROW, COL, STRIDED):
+            raise UsageError(f"layout: expected {ROW}, {COL} or {STRIDED}, got {self.layout!r:.80}")
+
+    @property
+    def kind(self) -> str:
+        """ "dense" or "sparse"."""
+        return DENSE if self.format == DENSE else "sparse"
+
+    @classmethod
+    def of(cls, x: Any, device: str | None = None) -> Self:
+        """The operand that a matrix, an array, or the record of a tensor in a file is. ``device``: another one."""
+        if isinstance(x, Format):
+            where = device or ("cpu" if x.device == "cpu" else "cuda")
+            parts = tuple(cls.of(part, where) for part in getattr(x, "parts", ()))
+            return cls(x.name, x.shape, x.dtype.name, tuple(x.params().items()), x.stored, device=where, parts=parts)
+        if hasattr(x, "strides"):
+            where = device or ("cpu" if device_of(x) == "cpu" else "cuda")
+            return cls(DENSE, x.shape, value_type(x.dtype).name, stored=int(x.size), layout=layout_of(x), device=where)
+        return cls._of_record(x, device or "cpu")
+
+    @classmethod
+    def _of_record(cls, r: Record, device: str) -> Self:
+        name = DENSE if r.format is None else r.format.name
+        parts = tuple(cls._of_record(part, device) for part in getattr(r, "parts", {}).values())
+        return cls(name, r.shape, r.dtype, tuple(r.params.items()), r.stored, device=device, parts=parts)
+
+
+def layout_of(x: Any) -> str:
+    """ "row", "col" or "strided": how the elements of a two-dimensional array lie."""
+    rows, cols = x.shape
+    size = x.dtype.itemsize
+    if cols <= 1 or x.strides[1] == size:
+        return ROW if rows <= 1 or x.strides[0] >= cols * size else STRIDED
+    if rows <= 1 or x.strides[0] == size:
+        return COL if x.strides[1] >= rows * size else STRIDED
+    return STRIDED
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An operation on operands, as a kernel sees it before it sees any data. Hashable; built without a GPU.
+
+    ``operands`` and ``out`` describe every operation. The names below them are those of a product of one matrix A
+    [M, K] with one dense operand B: the operations ``spmm`` (C[M, N] = A @ B) and ``spmm_transposed``
+    (C[K, N] = A^T @ B).
+    """
+
+    operation: str
+    operands: tuple[Operand, ...]
+    out: Operand
     sm: int | None = None
     """Compute capability times ten, 90 for an H200; None on the host."""
     device_id: int = 0
     epilogue: bool = False
     """alpha * A @ B + beta * C + bias instead of A @ B; alpha, beta and bias come with the call."""
+    workspace: int = field(default=WORKSPACE, compare=True)
+    """Most bytes that a plan may use beside its operands; a kernel that needs more is refused."""
 
-    def __post_init__(self) -> None:
-        for name, layout in (("b_layout", self.b_layout), ("out_layout", self.out_layout)):
+    @classmethod
+    def product(
+        cls, format: str, params: tuple[tuple[str, Any], ...], M: int, K: int, n: int, nnz: int, a_dtype: str,
+        b_dtype: str, out_dtype: str, b_layout: str = ROW, out_layout: str = ROW, device: str = "cpu",
+        sm: int | None = None, device_id: int = 0, epilogue: bool = False, *, operation: str = "spmm",
+        workspace: int = WORKSPACE, parts: tuple[Operand, ...] = (),
+    ) -> Self:  # fmt: skip
+        """The problem of a product from plain numbers, for a matrix or a GPU that is not at hand.
+
+        format, params, M, K, nnz, a_dtype: of A, as stored. n: columns of B and C. The rest as the properties below.
+        """
+        for name, layout in (("b_layout", b_layout), ("out_layout", out_layout)):
             if layout not in (ROW, COL, STRIDED):
                 raise UsageError(f"{name}: expected {ROW}, {COL} or {STRIDED}, got {layout!r:.80}")
+        rows, inner = (K, M) if operation == "spmm_transposed" else (M, K)
+        a = Operand(format, (M, K), a_dtype, params, nnz, device=device, parts=parts)
+        b = Operand(DENSE, (inner, n), b_dtype, stored=inner * n, layout=b_layout, device=device)
+        out = Operand(DENSE, (rows, n), out_dtype, stored=rows * n, layout=out_layout, device=device)
+        return cls(operation, (a, b), out, sm, device_id, epilogue, workspace)
+
+    def changed(self, **changes: Any) -> Self:
+        """A product with other values of the properties below (``n=8``, ``out_dtype="float32"``)."""
+        own = {k: changes.pop(k) for k in ("sm", "device_id", "epilogue", "workspace") if k in changes}
+        if not changes:
+            return replace(self, **own)
+        fields: dict[str, Any] = {
+            "format": self.format, "params": self.params, "M": self.M, "K": self.K, "n": self.n, "nnz": self.nnz,
+            "a_dtype": self.a_dtype, "b_dtype": self.b_dtype, "out_dtype": self.out_dtype, "b_layout": self.b_layout,
+            "out_layout": self.out_layout, "device": self.device, "operation": self.operation,
+            "parts": self.operands[0].parts,
+        }  # fmt: skip
+        rest = {"sm": self.sm, "device_id": self.device_id, "epilogue": self.epilogue, "workspace": self.workspace}
+        return type(self).product(**(fields | rest | own | changes))
+
+    # ---------------------------------------------------------------- the names of a product
+
+    @property
+    def format(self) -> str:
+        """Format id of A."""
+        return self.operands[0].format
+
+    @property
+    def params(self) -> tuple[tuple[str, Any], ...]:
+        """Parameters of A's format, as pairs."""
+        return self.operands[0].params
 
     @property
     def p(self) -> dict[str, Any]:
         """The params as a dict."""
-        return dict(self.params)
+        return dict(self.operands[0].params)
+
+    @property
+    def M(self) -> int:
+        """Rows of A as it is stored."""
+        return self.operands[0].shape[0]
+
+    @property
+    def K(self) -> int:
+        """Columns of A as it is stored."""
+        return self.operands[0].shape[1]
+
+    @property
+    def n(self) -> int:
+        """Columns of B and of C."""
+        return self.operands[1].shape[1]
+
+    @property
+    def rows(self) -> int:
+        """Rows of C."""
+        return self.out.shape[0]
+
+    @property
+    def inner(self) -> int:
+        """Rows of B."""
+        return self.operands[1].shape[0]
+
+    @property
+    def nnz(self) -> int:
+        """Stored items of A (padding not counted where the format knows it)."""
+        return self.operands[0].stored
+
+    @property
+    def a_dtype(self) -> str:
+        """dtype of A's values."""
+        return self.operands[0].dtype
+
+    @property
+    def b_dtype(self) -> str:
+        """dtype of B."""
+        return self.operands[1].dtype
+
+    @property
+    def out_dtype(self) -> str:
+        """dtype of C."""
+        return self.out.dtype
+
+    @property
+    def b_layout(self) -> str:
+        """ "row": B[k, n] at k*ldb + n; "col": at k + n*ldb; "strided": neither (host only)."""
+        return self.operands[1].layout
+
+    @property
+    def out_layout(self) -> str:
+        """The same of C."""
+        return self.out.layout
+
+    @property
+    def device(self) -> str:
+        """ "cpu" or "cuda"."""
+        return self.operands[0].device
 
     @property
     def sm_name(self) -> str:
+        """The architecture as text, for messages."""
         return "no GPU" if self.sm is None else f"sm_{self.sm}"
 
 
-def reasons(*pairs: tuple[Any, str]) -> list[str]:
-    """The texts whose condition holds."""
-    return [text for refused, text in pairs if refused]
-
-
-@dataclass(frozen=True)
-class Accepted:
-    """A kernel takes the problem."""
-
-    kernel: str
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __str__(self) -> str:
-        return f"{self.kernel}: accepted"
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """A kernel does not take the problem, and every reason why."""
-
-    kernel: str
-    reasons: tuple[str, ...]
-
-    def __bool__(self) -> bool:
-        return False
-
-    def __str__(self) -> str:
-        return f"{self.kernel}: " + "; ".join(self.reasons)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Plan:
-    """One product, ready to run: ``plan(B)`` or ``plan(B, out=C)``.
-
-    A plan keeps the arrays of A, never the Format object, so that the weak plan cache can empty.
-    ``run(B, out)`` gets operands that match ``problem``; ``out`` is None where the plan allocates it. Where ``problem``
-    has an epilogue, it is ``run(B, out, alpha, beta, bias)``.
-    """
-
-    kernel: str
-    problem: Problem
-    run: Callable[..., Any] = field(repr=False)
-    tile: str = ""
-    workspace: int = 0
-    """Bytes the plan owns beside the arrays of A."""
-    reads: list[tuple[int, int, Any]] | None = field(default=None, repr=False)
-    """(first address, the one behind the last, the array) of the arrays of A: written by the dispatcher, for a ``run``
-    that refuses an ``out`` that touches them. None where the dispatcher shall look before every run."""
-    prepare: Callable[..., Any] | None = field(default=None, repr=False)
-    """What ``run`` does for new operands, for a backend that makes another plan out of this one."""
-
-    def __call__(self, B: Any, out: Any = None, *, alpha: float = 1.0, beta: float = 0.0, bias: Any = None) -> Any:
-        """A @ B, written to ``out`` if given; alpha, beta and bias only where the plan was made with an epilogue."""
-        if self.problem.epilogue:
-            return self.run(B, out, scalar("alpha", alpha), scalar("beta", beta), bias)
-        if bias is None and alpha == 1 and beta == 0:
-            return self.run(B, out)
-        raise UsageError("this plan computes A @ B alone; alpha, beta and bias need plan(.., epilogue=True)")
+def itemsize(dtype: str) -> int:
+    """Bytes of an element of a value type, or of int32 and int64 results."""
+    return VALUE_TYPES[dtype].numpy.itemsize if dtype in VALUE_TYPES else {"int32": 4, "int64": 8}[dtype]

@@ -10,8 +10,12 @@ Units: operations (a multiply-add is two), bytes, microseconds (names end in ``u
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+
+from .problem import Problem, itemsize
 
 TENSOR_16, TF32_THREE, CUDA_32, CUDA_64 = "16-bit", "three TF32 products", "float32", "float64"
 """Kinds of arithmetic; one product of ``TF32_THREE`` counts once, though the tensor core computes three."""
@@ -106,3 +110,48 @@ class Blocking:
 
 SUM_START_US = 2.0
 """A launch that follows another on the same stream."""
+
+
+_asked: contextvars.ContextVar[Device | None] = contextvars.ContextVar("spformat_device", default=None)
+
+
+@contextlib.contextmanager
+def on(device: Device) -> Iterator[None]:
+    """Inside the block the rates of this device stand for those of every problem's device."""
+    token = _asked.set(device)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def device_of(p: Problem) -> Device:
+    """The device whose rates stand for that of a problem: the one asked for, the one of its architecture, or the H200."""
+    return _asked.get() or next((d for d in DEVICES.values() if d.sm == p.sm), H200)
+
+
+def moved_bytes(p: Problem) -> float:
+    """Bytes of A's values with a 4-byte index each, of B and of C, each once."""
+    dense = p.inner * p.n * itemsize(p.b_dtype) + p.rows * p.n * itemsize(p.out_dtype)
+    return float(p.nnz * (itemsize(p.a_dtype) + 4) + dense)
+
+
+HOST_BYTES, HOST_OPERATIONS = 5e9, 2e9
+"""Bytes and operations per second of a host that nothing else is known of."""
+
+
+def plain_us(p: Problem) -> float:
+    """Microseconds for a kernel that gives no estimate of its own: a fifth of the bytes and a tenth of the operations
+    that the device could do; on the host, those of one slow core."""
+    operations, moved = 2.0 * p.nnz * p.n, moved_bytes(p)
+    if p.device == "cpu":
+        return 5.0 + 1e6 * (moved / HOST_BYTES + operations / HOST_OPERATIONS)
+    device = device_of(p)
+    peak = device.peak[{"float64": CUDA_64, "float32": CUDA_32}.get(p.a_dtype, TENSOR_16)]
+    return 5.0 + 1e6 * (5 * moved / device.memory + 10 * operations / peak)
+
+
+def epilogue_us(p: Problem) -> float:
+    """Microseconds of one more pass over C: it is read in float32 and written."""
+    moved = p.rows * p.n * (4 + itemsize(p.out_dtype))
+    return 2.0 + 1e6 * moved / (device_of(p).memory if p.device != "cpu" else HOST_BYTES)

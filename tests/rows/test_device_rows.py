@@ -23,7 +23,7 @@ from spformat.backends.cuda import KERNELS
 from spformat.backends.cuda.runtime import measured
 from spformat.backends.cuda.runtime.operands import leading
 from spformat.formats import FORMATS
-from spformat.products.problem import Problem, tile_class
+from spformat.products.problem import Problem
 from spformat.storage import container
 
 SPARSE = [f for f in FORMATS if f is not sf.Dense]
@@ -59,10 +59,10 @@ def problem(fmt: Any, sm: int | None, **changes: Any) -> Problem:
     given = {"max_width": 8} if fmt.name == "ell-buckets" else {"n": 2, "m": 4} if fmt.name == "vector-nm" else {}
     fields: dict[str, Any] = {
         "format": fmt.name, "params": tuple(fmt.resolve_params(given).items()), "M": 4096, "K": 4096,
-        "n": tile_class(512), "nnz": 2**20, "a_dtype": "bfloat16", "b_dtype": "bfloat16", "out_dtype": "bfloat16",
+        "n": 512, "nnz": 2**20, "a_dtype": "bfloat16", "b_dtype": "bfloat16", "out_dtype": "bfloat16",
         "device": "cuda", "sm": sm,
     }  # fmt: skip
-    return Problem(**(fields | changes))
+    return Problem.product(**(fields | changes))
 
 
 @pytest.mark.parametrize("fmt", SPARSE, ids=lambda f: f.name)

@@ -17,7 +17,7 @@ from spformat.arrays.dtypes import VALUE_TYPES, bits, nonzero_mask
 from spformat.formats import FORMATS
 from spformat.formats.base import Format
 from spformat.preprocess import masks
-from spformat.products.problem import Problem, tile_class
+from spformat.products.problem import Problem
 
 ALL = [(f, p) for f in FORMATS for p in params_of(f.name)]
 IDS = [f"{f.name}{list(p.values()) if p else ''}" for f, p in ALL]
@@ -101,8 +101,8 @@ def test_A16_more_items_than_int32_counts(folder: Path) -> None:
     for fmt in FORMATS:
         given = {"max_width": 8} if fmt.name == "ell-buckets" else {"n": 2, "m": 4} if fmt.name == "vector-nm" else {}
         dtype = "bfloat16"
-        p = Problem(
-            format=fmt.name, params=tuple(fmt.resolve_params(given).items()), M=2**17, K=2**17, n=tile_class(512),
+        p = Problem.product(
+            format=fmt.name, params=tuple(fmt.resolve_params(given).items()), M=2**17, K=2**17, n=512,
             nnz=2**33, a_dtype=dtype, b_dtype=dtype, out_dtype=dtype, device="cuda", sm=90,
         )  # fmt: skip
         for answer in sf.explain(p).answers:

@@ -27,8 +27,9 @@ from ...formats.fast import compiled
 from ...formats.sr_bcrs import SRBCRS
 from ...formats.two_four import TwoFour, meta_places
 from ...formats.vector_nm import VectorNM
-from ...products.problem import Plan, Problem, reasons
-from ..base import marked_only
+from ...products.kernel import Kernel, reasons, spmm_of
+from ...products.plan import Plan
+from ...products.problem import Problem
 from ..host import check_operands
 from .operands import Work, coded, fixed, multiply, output_dtypes, store, sums_dtype, widened
 
@@ -36,11 +37,9 @@ DECODED_COLUMNS = 2**31 - 1
 """Columns that are worked out from bits are int32."""
 
 
-class HostKernel:
+class HostKernel(Kernel):
     """What the kernels share: which problems they take, and a plan around ``work``."""
 
-    name: str
-    formats: frozenset[str]
     most_columns: ClassVar[int] = 2**48
 
     def unsupported(self, p: Problem) -> list[str]:
@@ -54,7 +53,7 @@ class HostKernel:
             (p.out_dtype not in outputs, f"out.dtype must be one of {', '.join(outputs)}, got {p.out_dtype}"),
         )
 
-    def plan(self, a: Any, p: Problem) -> Plan:
+    def _plan(self, a: Any, p: Problem) -> Plan:
         """A plan that keeps the arrays of ``a``; the first run compiles the loop (seconds), once per process."""
         sums = sums_dtype(p)
         work = self.work(a, sums)
@@ -81,7 +80,7 @@ def _target() -> Callable[..., Any]:
 class SpmmCSR(HostKernel):
     """CSR: a row of C at a time."""
 
-    name, formats = "cpu.spmm_csr", frozenset({"csr"})
+    name, takes = "cpu.spmm_csr", spmm_of("csr")
 
     def work(self, a: CSR, sums: np.dtype[Any]) -> Work:
         from . import loops
@@ -93,7 +92,7 @@ class SpmmCSR(HostKernel):
 class SpmmELLBuckets(HostKernel):
     """ELL buckets: each row of C gathers its ELL rows from all buckets, so split rows need no atomics."""
 
-    name, formats = "cpu.spmm_ell_buckets", frozenset({"ell-buckets"})
+    name, takes = "cpu.spmm_ell_buckets", spmm_of("ell-buckets")
 
     def work(self, a: ELLBuckets, sums: np.dtype[Any]) -> Work:
         from . import loops
@@ -113,7 +112,7 @@ class SpmmELLBuckets(HostKernel):
 class SpmmBSR(HostKernel):
     """BSR, and DBSR with its pointer spread over all block rows: up to 32 rows share each row of B."""
 
-    name, formats = "cpu.spmm_bsr", frozenset({"bsr", "dbsr"})
+    name, takes = "cpu.spmm_bsr", spmm_of("bsr", "dbsr")
 
     def work(self, a: BSR | DBSR, sums: np.dtype[Any]) -> Work:
         from . import loops
@@ -134,7 +133,7 @@ class SpmmBSR(HostKernel):
 class SpmmSRBCRS(HostKernel):
     """SR-BCRS: the rows of a tile share each row of B."""
 
-    name, formats = "cpu.spmm_sr_bcrs", frozenset({"sr-bcrs"})
+    name, takes = "cpu.spmm_sr_bcrs", spmm_of("sr-bcrs")
 
     def work(self, a: SRBCRS, sums: np.dtype[Any]) -> Work:
         from . import loops
@@ -147,7 +146,7 @@ class SpmmSRBCRS(HostKernel):
 class SpmmVectorNM(HostKernel):
     """Vector n:m, plain or packed: a packed object is read through its ``indices`` too."""
 
-    name, formats = "cpu.spmm_vector_nm", frozenset({"vector-nm"})
+    name, takes = "cpu.spmm_vector_nm", spmm_of("vector-nm")
 
     def work(self, a: VectorNM, sums: np.dtype[Any]) -> Work:
         from . import loops
@@ -161,7 +160,7 @@ class SpmmVectorNM(HostKernel):
 class SpmmTwoFour(HostKernel):
     """2:4 in any meta_order: the words are read where they are stored."""
 
-    name, formats = "cpu.spmm_two_four", frozenset({"two-four"})
+    name, takes = "cpu.spmm_two_four", spmm_of("two-four")
     most_columns = DECODED_COLUMNS
 
     def work(self, a: TwoFour, sums: np.dtype[Any]) -> Work:
@@ -178,7 +177,7 @@ class SpmmTwoFour(HostKernel):
 class SpmmBitmask(HostKernel):
     """Bitmask: set bits are turned into columns byte by byte."""
 
-    name, formats = "cpu.spmm_bitmask", frozenset({"bitmask"})
+    name, takes = "cpu.spmm_bitmask", spmm_of("bitmask")
     most_columns = DECODED_COLUMNS
 
     def work(self, a: Bitmask, sums: np.dtype[Any]) -> Work:
@@ -201,12 +200,12 @@ class SpmmBitmask(HostKernel):
 class SpmmDense(HostKernel):
     """Dense A: numpy's BLAS on panels widened to the sums' type."""
 
-    name, formats = "cpu.spmm_dense", frozenset({"dense"})
+    name, takes = "cpu.spmm_dense", spmm_of("dense")
 
     ROWS, EXACT = 256, 1024
     """Rows of A widened together; int8 products that add up exactly in float32: 1024 * 2^14 = 2^24."""
 
-    def plan(self, a: Dense, p: Problem) -> Plan:
+    def _plan(self, a: Dense, p: Problem) -> Plan:
         sums, data = sums_dtype(p), a.data
 
         def run(B: Array, out: Array) -> Array:
@@ -250,7 +249,7 @@ def _as(x: Array, sums: np.dtype[Any]) -> Array:
     return wide
 
 
-KERNELS: tuple[HostKernel, ...] = marked_only(
+KERNELS: tuple[HostKernel, ...] = (
     SpmmDense(),
     SpmmCSR(),
     SpmmELLBuckets(),

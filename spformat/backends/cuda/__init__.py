@@ -6,8 +6,6 @@ import functools
 
 from ...arrays.library import import_cupy
 from ...errors import DeviceUnavailable
-from ...products.problem import Problem
-from ..base import Kernel, marked_only
 from .bitmask.spmm_bitmask import SpmmBitmask
 from .bitmask.spmm_bitmask_tc import SpmmBitmaskTensor
 from .bsr.spmm_bsr import SpmmBSR
@@ -15,7 +13,7 @@ from .bsr.spmm_bsr_sm90a import SpmmBSRHopper
 from .csr.spmm_csr import SpmmCSR
 from .csr.spmm_csr_tc import SpmmCSRTensor
 from .ell_buckets.spmm_ell_buckets import SpmmELLBuckets
-from .runtime import measured
+from .runtime.kernel import CudaKernel
 from .sr_bcrs.spmm_sr_bcrs import SpmmSRBCRS
 from .sr_bcrs.spmm_sr_bcrs_sm90a import SpmmSRBCRSHopper
 from .sr_bcrs.spmm_sr_bcrs_tc import SpmmSRBCRSTensor
@@ -28,7 +26,7 @@ from .vector_nm.spmm_vector_nm_mma import SpmmVectorNMTensor
 from .vector_nm.spmm_vector_nm_sm90a import SpmmVectorNMSm90a
 from .vector_nm.spmm_vector_nm_tma_sm90a import SpmmVectorNMTMA
 
-KERNELS: tuple[Kernel, ...] = marked_only(
+KERNELS: tuple[CudaKernel, ...] = (
     SpmmBSRHopper(),
     SpmmBSR(),
     SpmmCSR(),
@@ -48,7 +46,7 @@ KERNELS: tuple[Kernel, ...] = marked_only(
     SpmmVectorNMTensor(),
     SpmmVectorNM(),
 )
-"""One line per kernel; for a format, the best comes first."""
+"""One line per kernel; of those that expect the same time, the first is taken."""
 
 
 class CudaBackend:
@@ -60,13 +58,9 @@ class CudaBackend:
         """CuPy, a driver or a device, with the line that brings it."""
         return list(_missing())
 
-    def kernels(self) -> tuple[Kernel, ...]:
+    def kernels(self) -> tuple[CudaKernel, ...]:
         """All kernels; asking them needs no GPU."""
         return KERNELS
-
-    def preferred(self, p: Problem) -> str:
-        """The kernel that a table of measurements names for a problem like ``p``; "" without one."""
-        return measured.kernel(p)
 
 
 @functools.cache

@@ -44,11 +44,8 @@ def pieces_at_most(p: Problem) -> int:
 
 def records(a: Any, p: Problem) -> Records:
     """The records of ``a``, the same for every plan of the matrix."""
-    key = "bitmask records"
-    if key not in a._derived:
-        a._derived[key] = _pack(a, p)
-    made: Records = a._derived[key]
-    return made
+    packed: Records = a.kernel_arrays("bitmask records", lambda: _pack(a, p))
+    return packed
 
 
 def _pack(a: Any, p: Problem) -> Records:

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
-from ....products.problem import COL, Plan, Problem
+from ....products.kernel import spmm_of
+from ....products.problem import COL, Problem
 from ..runtime import jit
-from ..runtime.launch import Launch, device_plan, over_tiles
-from .bitmask_slices import STEP, refusals, slice_columns, values_before
+from ..runtime.kernel import CudaKernel, Prepared
+from ..runtime.launch import Launch, over_tiles
+from .bitmask_slices import STEP, bitmask_reasons, slice_columns, values_before
 
 
 @dataclass(frozen=True)
@@ -44,20 +46,20 @@ def choose(p: Problem, sms: int, smem: int) -> Tile:
     return next(t for t in tiles if t.smem(itemsize, p.b_layout == COL) <= smem)
 
 
-class SpmmBitmask:
+class SpmmBitmask(CudaKernel):
     """C = A @ B for ``Bitmask`` A; made for few columns, right for any M, K, N, layout and leading dimension."""
 
     name = "cuda.spmm_bitmask"
-    formats = frozenset({"bitmask"})
+    takes = spmm_of("bitmask")
 
     def unsupported(self, p: Problem) -> list[str]:
-        return refusals(p, ("float32", "float64"), (p.a_dtype,))
+        return bitmask_reasons(p, ("float32", "float64"), (p.a_dtype,))
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
         return ("spmm_bitmask<float, int, 16, 2, 8, true>", "spmm_bitmask<double, long long, 8, 1, 8, false>")
 
-    def plan(self, a: Any, p: Problem) -> Plan:
+    def prepared(self, a: Any, p: Problem) -> Prepared:
         import cupy
 
         limits = cupy.cuda.Device(p.device_id).attributes
@@ -71,4 +73,4 @@ class SpmmBitmask:
         fixed = (a.indptr, a.bitmask, a.data, before, p.M, p.K, slice_columns(p.K, tile.warps))
         launch = Launch(function, "PPPPqqqPPqqqq", fixed, 32 * tile.warps, smem)
         prepare = over_tiles(launch, -(-p.M // tile.rows), tile.cols, out_col)
-        return device_plan(self.name, p, prepare, str(tile), before.nbytes)
+        return Prepared(prepare, str(tile), before.nbytes)

@@ -7,11 +7,13 @@ from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div
-from ....products.problem import COL, Plan, Problem, reasons
+from ....products.kernel import reasons, spmm_of
+from ....products.problem import COL, Problem
 from ..runtime import jit
-from ..runtime.launch import Launch, device_plan, over_tiles
+from ..runtime.kernel import CudaKernel, Prepared
+from ..runtime.launch import Launch, over_tiles
 from . import bitmask_records
-from .bitmask_slices import STEP, refusals
+from .bitmask_slices import STEP, bitmask_reasons
 
 SOURCE = "bitmask/spmm_bitmask_tc.cu"
 
@@ -68,14 +70,14 @@ def choose(M: int, n: int, room: int, sms: int, smem: int) -> Tile:
     return next(t for t in options if t.smem(room) <= smem)
 
 
-class SpmmBitmaskTensor:
+class SpmmBitmaskTensor(CudaKernel):
     """C = A @ B for 16-bit ``Bitmask`` A; made for N <= 64, right for any M, K, N, layout and leading dimension."""
 
     name = "cuda.spmm_bitmask_tc"
-    formats = frozenset({"bitmask"})
+    takes = spmm_of("bitmask")
 
     def unsupported(self, p: Problem) -> list[str]:
-        return refusals(p, ("bfloat16", "float16"), (p.a_dtype, "float32")) + reasons(
+        return bitmask_reasons(p, ("bfloat16", "float16"), (p.a_dtype, "float32")) + reasons(
             (bitmask_records.pieces_at_most(p) >= 1 << 32, f"records must stay below 64 GiB, got nnz = {p.nnz}")
         )
 
@@ -87,16 +89,16 @@ class SpmmBitmaskTensor:
             "spmm_bitmask_tc<__half, __half, int, 64, 1, 2, 8, 2, false>",
         )
 
-    def plan(self, a: Any, p: Problem) -> Plan:
+    def prepared(self, a: Any, p: Problem) -> Prepared:
         import cupy
 
         limits = cupy.cuda.Device(p.device_id).attributes
         room = room_of(bitmask_records.records(a, p))
         tile = choose(p.M, p.n, room, limits["MultiProcessorCount"], limits["MaxSharedMemoryPerBlockOptin"])
-        return self.plan_with(a, p, tile)
+        return self.prepared_with(a, p, tile)
 
-    def plan_with(self, a: Any, p: Problem, tile: Tile) -> Plan:
-        """The plan for one tile; ``plan`` chooses it."""
+    def prepared_with(self, a: Any, p: Problem, tile: Tile) -> Prepared:
+        """The launches of one tile; ``prepared`` chooses it."""
         records = bitmask_records.records(a, p)
         room = room_of(records)
         types = f"{VALUE_TYPES[p.a_dtype].cuda}, {VALUE_TYPES[p.out_dtype].cuda}"
@@ -110,7 +112,7 @@ class SpmmBitmaskTensor:
         function = jit.load(SOURCE, instance, jit.architecture(p.sm or 80, ()), p.device_id, tile.smem(room))
         launch = Launch(function, "PPPPPqqiiiPPqqqq", fixed, 32 * tile.warps, tile.smem(room))
         prepare = over_tiles(launch, ceil_div(p.M, tile.rows), tile.cols, p.out_layout == COL)
-        return device_plan(self.name, p, prepare, str(tile), records.nbytes)
+        return Prepared(prepare, str(tile), records.nbytes)
 
 
 def room_of(records: bitmask_records.Records) -> int:

@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ....arrays.library import ceil_div
-from ....products.problem import COL, ROW, STRIDED, Plan, Problem, reasons
-from ..runtime import jit, launch
+from ....products.kernel import reasons, spmm_of
+from ....products.problem import COL, ROW, Problem
+from ..runtime import jit, launch, refusals
+from ..runtime.kernel import CudaKernel, Prepared
 
 C_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}
 _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -86,31 +88,21 @@ def choose_tile(p: Problem) -> Tile:
     return tile
 
 
-class SpmmBSR:
+class SpmmBSR(CudaKernel):
     """``out = A @ B`` for A in BSR (scipy's layout) or DBSR (SparseTIR's), tensor cores of sm_80 and later."""
 
     name = "cuda.spmm_bsr"
-    formats = frozenset({"bsr", "dbsr"})
+    takes = spmm_of("bsr", "dbsr")
     archs = ("sm_80",)
     product_error = 2.0**-21  # float32 as three TF32 products: the product of the two low parts is left out
 
     def unsupported(self, p: Problem) -> list[str]:
-        types = ", ".join(C_TYPES)
-        return reasons(
-            (p.device != "cuda", f"operands are on {p.device}; move them with .to('cuda')"),
-            (p.device == "cuda" and (p.sm is None or p.sm < 80), f"needs sm_80 or newer, got {p.sm_name}"),
-            (p.a_dtype not in C_TYPES, f"a.dtype must be one of {types}, got {p.a_dtype}"),
-            (p.b_dtype != p.a_dtype, f"b.dtype must equal a.dtype ({p.a_dtype}), got {p.b_dtype}"),
-            (
-                p.out_dtype not in (p.a_dtype, "float32"),
-                f"out.dtype must be {p.a_dtype} or float32, got {p.out_dtype}",
-            ),
-            (STRIDED in (p.b_layout, p.out_layout), "B and out must be row- or column-major; use ascontiguousarray"),
+        return refusals.every(p, 80, tuple(C_TYPES)) + reasons(
             (p.K > K_MAX, f"K must be at most {K_MAX}, got {p.K}"),
         )
 
-    def plan(self, a: Any, p: Problem) -> Plan:
-        return launch.device_plan(self.name, p, launcher(arrays_of(a), p), str(choose_tile(p)))
+    def prepared(self, a: Any, p: Problem) -> Prepared:
+        return Prepared(launcher(arrays_of(a), p), str(choose_tile(p)))
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that together reach every branch of spmm_bsr.cu, for the compile test."""
@@ -128,7 +120,7 @@ class SpmmBSR:
 
 def sample_problem(fmt: str, blocksize: tuple[int, int], dtype: str, out: str, b: str, c: str) -> Problem:
     """A large problem with these types and layouts."""
-    return Problem(fmt, (("blocksize", blocksize),), 4096, 4096, 4096, 0, dtype, dtype, out, b, c, "cuda", 90)
+    return Problem.product(fmt, (("blocksize", blocksize),), 4096, 4096, 4096, 0, dtype, dtype, out, b, c, "cuda", 90)
 
 
 def instance(p: Problem, t: Tile, index_types: str, wide_a: bool, wide_b: bool) -> str:

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ....arrays.library import ceil_div, namespace
-from ....products.problem import COL, ROW, STRIDED, Plan, Problem, reasons
-from ..runtime import jit, launch, tensor_map
+from ....products.kernel import reasons, spmm_of
+from ....products.problem import COL, ROW, Problem
+from ..runtime import jit, launch, refusals, tensor_map
+from ..runtime.kernel import CudaKernel, Prepared
 from . import spmm_bsr
 
 _C_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half"}
@@ -146,43 +148,40 @@ def interleave(work: Any, stride: int) -> Any:
     return taken
 
 
-class SpmmBSRHopper:
+class SpmmBSRHopper(CudaKernel):
     """``out = A @ B`` for A in BSR or DBSR, bf16 or fp16, on Hopper GPUs."""
 
     name = "cuda.spmm_bsr_sm90a"
-    formats = frozenset({"bsr", "dbsr"})
+    takes = spmm_of("bsr", "dbsr")
     archs = ("sm_90a",)
 
     def unsupported(self, p: Problem) -> list[str]:
         height, width = p.p["blocksize"]
-        sizes, types = ", ".join(map(str, _SIZES)), ", ".join(_C_TYPES)
-        return reasons(
-            (p.device != "cuda", f"operands are on {p.device}; move them with .to('cuda')"),
-            (p.device == "cuda" and p.sm != 90, f"needs sm_90 (wgmma), got {p.sm_name}"),
-            (p.a_dtype not in _C_TYPES, f"a.dtype must be one of {types}, got {p.a_dtype}"),
-            (p.b_dtype != p.a_dtype, f"b.dtype must equal a.dtype ({p.a_dtype}), got {p.b_dtype}"),
-            (
-                p.out_dtype not in (p.a_dtype, "float32"),
-                f"out.dtype must be {p.a_dtype} or float32, got {p.out_dtype}",
-            ),
-            (
-                height not in _SIZES or width not in _SIZES,
-                f"block height and width must be one of {sizes}, got {height}x{width}",
-            ),
-            (STRIDED in (p.b_layout, p.out_layout), "B and out must be row- or column-major; use ascontiguousarray"),
-            (p.K > spmm_bsr.K_MAX, f"K must be at most {spmm_bsr.K_MAX}, got {p.K}"),
-            (
-                p.b_layout == COL and p.K * _ITEM % 16,
-                f"columns of B must start on 16-byte boundaries for TMA, got K = {p.K}",
-            ),
-            *_too_small(p),
+        sizes = ", ".join(map(str, _SIZES))
+        return (
+            refusals.on_device(p)
+            + refusals.types(p, tuple(_C_TYPES))
+            + refusals.strides(p)
+            + reasons(
+                (p.device == "cuda" and p.sm != 90, f"needs sm_90 (wgmma), got {p.sm_name}"),
+                (
+                    height not in _SIZES or width not in _SIZES,
+                    f"block height and width must be one of {sizes}, got {height}x{width}",
+                ),
+                (p.K > spmm_bsr.K_MAX, f"K must be at most {spmm_bsr.K_MAX}, got {p.K}"),
+                (
+                    p.b_layout == COL and p.K * _ITEM % 16,
+                    f"columns of B must start on 16-byte boundaries for TMA, got K = {p.K}",
+                ),
+                *_too_small(p),
+            )
         )
 
-    def plan(self, a: Any, p: Problem) -> Plan:
+    def prepared(self, a: Any, p: Problem) -> Prepared:
         tile = choose_tile(p)
         rows, cols = tile.extent(p.p["blocksize"][0])
-        prepare, workspace = _launcher(spmm_bsr.arrays_of(a), p, tile)
-        return launch.device_plan(self.name, p, prepare, f"{rows}x{cols}x64", workspace)
+        prepare, workspace = _launcher(a, p, tile)
+        return Prepared(prepare, f"{rows}x{cols}x64", workspace)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that together reach every branch of spmm_bsr_sm90a.cu, for the compile test."""
@@ -224,12 +223,12 @@ def _instance(p: Problem, t: Tile, row_type: str, listed: bool, bulk_c: bool) ->
     )
 
 
-def _launcher(a: spmm_bsr.Arrays, p: Problem, tile: Tile) -> tuple[launch.Prepare, int]:
+def _launcher(matrix: Any, p: Problem, tile: Tile) -> tuple[launch.Prepare, int]:
     """What a plan prepares, and its workspace in bytes.
 
     Whether B suits TMA is known per call only; operands that do not go to spmm_bsr.
     """
-    height, width = p.p["blocksize"]
+    a, (height, width) = spmm_bsr.arrays_of(matrix), p.p["blocksize"]
     blocks, entries, block_rows = int(a.indices.size), int(a.indptr.size) - 1, ceil_div(p.M, height)
     plain: list[launch.Prepare] = []
 
@@ -254,8 +253,14 @@ def _launcher(a: spmm_bsr.Arrays, p: Problem, tile: Tile) -> tuple[launch.Prepar
     swizzle = slice_k * _ITEM
     a_map = tensor_map.tiled(pointer, p.a_dtype, (width, blocks * height), (width,), (slice_k, height), swizzle)
     processors = _processors(p.device_id)
-    merged = merge_slices(indptr, a.indices, ceil_div(p.K, width), rows // height, (cols, height), processors)
-    launch.finish_arrays()  # synchronize!
+    cut = rows // height, (cols, height), processors
+
+    def build() -> Slices:
+        merged = merge_slices(indptr, a.indices, ceil_div(p.K, width), *cut)
+        launch.finish_arrays()  # synchronize!
+        return merged
+
+    merged: Slices = matrix.kernel_arrays(("slices", listed, *cut), build)
     fixed = (a_map, a.row_ids if listed else 0, *merged, p.M, entries)
     groups = ceil_div(entries, rows // height)
     gaps = entries < block_rows

@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 
 from ....arrays.dtypes import VALUE_TYPES
-from ....products.problem import Plan, Problem
+from ....products.kernel import spmm_of
+from ....products.problem import Problem
 from ..runtime import jit
-from ..runtime.launch import Launch, device_plan
+from ..runtime.kernel import CudaKernel, Prepared
+from ..runtime.launch import Launch
 from ..runtime.row_work import (
     BinTable,
     Device,
+    Rows,
     Tile,
     bin_table,
     choose_tile,
@@ -27,11 +30,11 @@ from ..runtime.transpose import row_major
 ARCHS = ("sm_80",)
 
 
-class SpmmCSR:
+class SpmmCSR(CudaKernel):
     """Float sums in a fixed order; every N, any alignment. B or C column-major: through a transposed copy."""
 
     name = "cuda.spmm_csr"
-    formats = frozenset({"csr"})
+    takes = spmm_of("csr")
     archs = ARCHS
 
     def unsupported(self, p: Problem) -> list[str]:
@@ -51,14 +54,18 @@ class SpmmCSR:
         names.append("spmm_csr<__half, __half, int, 8, 8, 2, 8, 4, 512, 1, true, true>")
         return tuple(names)
 
-    def plan(self, a: Any, p: Problem) -> Plan:
+    def prepared(self, a: Any, p: Problem) -> Prepared:
         import cupy
 
         indptr, indices, data = a.indptr, a.indices, a.data
-        with cupy.cuda.Device(p.device_id):
-            starts = indptr[:-1].astype(np.int64)
-            lengths = indptr[1:].astype(np.int64) - starts
-            rows = order_rows(starts, lengths, cupy.arange(p.M, dtype=np.int64), longest_piece(p.nnz))
+
+        def build() -> Rows:
+            with cupy.cuda.Device(p.device_id):
+                starts = indptr[:-1].astype(np.int64)
+                lengths = indptr[1:].astype(np.int64) - starts
+                return order_rows(starts, lengths, cupy.arange(p.M, dtype=np.int64), longest_piece(p.nnz))
+
+        rows = a.kernel_arrays("rows by length", build)
         value, out = VALUE_TYPES[p.a_dtype], VALUE_TYPES[p.out_dtype]
         index = "long long" if indices.dtype.itemsize == 8 else "int"
         arch, nnz = jit.architecture(p.sm or 0, ARCHS), int(data.size)
@@ -75,4 +82,4 @@ class SpmmCSR:
             return [(Launch(function, signature, fixed, tile.threads, smem), table.blocks)]
 
         prepare, tile = gather(p, rows, nnz, kernels, resident=True)
-        return device_plan(self.name, p, row_major(p, prepare), tile=str(tile), workspace=rows.records.nbytes)
+        return Prepared(row_major(p, prepare), tile=str(tile), workspace=rows.records.nbytes)

@@ -14,9 +14,11 @@ from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div
 from ....errors import LimitError
 from ....preprocess.schedule import WARPS, tca
-from ....products.problem import Plan, Problem
+from ....products.kernel import spmm_of
+from ....products.problem import Problem
 from ..runtime import jit
-from ..runtime.launch import Bound, Launch, Operands, device_plan, finish_arrays
+from ..runtime.kernel import CudaKernel, Prepared
+from ..runtime.launch import Bound, Launch, Operands, finish_arrays
 from ..runtime.row_work import row_gather_reasons, vector_width
 from ..runtime.transpose import row_major
 
@@ -24,11 +26,11 @@ ARCHS = ("sm_80",)
 TYPES = ("float16", "bfloat16")
 
 
-class SpmmCSRTensor:
+class SpmmCSRTensor(CudaKernel):
     """Float sums in a fixed order, no sums across warps. B or C column-major: through a transposed copy."""
 
     name = "cuda.spmm_csr_tc"
-    formats = frozenset({"csr"})
+    takes = spmm_of("csr")
     archs = ARCHS
 
     def unsupported(self, p: Problem) -> list[str]:
@@ -42,17 +44,22 @@ class SpmmCSRTensor:
             "spmm_csr_tc<__nv_bfloat16, __nv_bfloat16, long long, long long, long long, 1>",
         )
 
-    def plan(self, a: Any, p: Problem) -> Plan:
+    def prepared(self, a: Any, p: Problem) -> Prepared:
         import cupy
 
         indptr, indices, data = a.indptr, a.indices, a.data
-        with cupy.cuda.Device(p.device_id):
-            schedule = tca(a)
-            zeros = cupy.flatnonzero(schedule.num_warps_per_row == 0).astype(np.int64)  # synchronize!
-            ids = np.result_type(schedule.row_id_for_each_warp.dtype, schedule.warpid_within_row.dtype)
-            row_id, warpid = (x.astype(ids) for x in (schedule.row_id_for_each_warp, schedule.warpid_within_row))
-            finish_arrays()  # synchronize!
-        blocks, total = schedule.blocks, schedule.blocks + ceil_div(zeros.size, WARPS)
+
+        def build() -> tuple[Any, Any, Any, int]:
+            with cupy.cuda.Device(p.device_id):
+                schedule = tca(a)
+                zeros = cupy.flatnonzero(schedule.num_warps_per_row == 0).astype(np.int64)  # synchronize!
+                ids = np.result_type(schedule.row_id_for_each_warp.dtype, schedule.warpid_within_row.dtype)
+                row_id, warpid = (x.astype(ids) for x in (schedule.row_id_for_each_warp, schedule.warpid_within_row))
+                finish_arrays()  # synchronize!
+            return row_id, warpid, zeros, schedule.blocks
+
+        row_id, warpid, zeros, blocks = a.kernel_arrays("schedule", build)
+        total = blocks + ceil_div(zeros.size, WARPS)
         if total >= 2**31:
             raise LimitError(f"csr: {total} thread blocks exceed one launch; use the CUDA-core kernel")
         value, out = VALUE_TYPES[p.a_dtype], VALUE_TYPES[p.out_dtype]
@@ -74,4 +81,4 @@ class SpmmCSRTensor:
 
         kernel(8)
         workspace = int(row_id.nbytes + warpid.nbytes + zeros.nbytes)
-        return device_plan(self.name, p, row_major(p, prepare), tile="16x8x8", workspace=workspace)
+        return Prepared(row_major(p, prepare), tile="16x8x8", workspace=workspace)

@@ -11,9 +11,11 @@ import numpy as np
 
 from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import Array, ceil_div, namespace
-from ....products.problem import Plan, Problem
+from ....products.kernel import spmm_of
+from ....products.problem import Problem
 from ..runtime import jit
-from ..runtime.launch import Launch, device_plan
+from ..runtime.kernel import CudaKernel, Prepared
+from ..runtime.launch import Launch
 from ..runtime.row_work import (
     Device,
     Rows,
@@ -34,11 +36,11 @@ NARROW = 8
 """Slots of a lane group's load: ELL rows of narrower buckets share it."""
 
 
-class SpmmELLBuckets:
+class SpmmELLBuckets(CudaKernel):
     """Direct rows are stored, split rows combined in a fixed order. B or C column-major: through a transposed copy."""
 
     name = "cuda.spmm_ell_buckets"
-    formats = frozenset({"ell-buckets"})
+    takes = spmm_of("ell-buckets")
     archs = ARCHS
 
     def unsupported(self, p: Problem) -> list[str]:
@@ -57,13 +59,17 @@ class SpmmELLBuckets:
             f"spmm_ell_buckets<__half, float, long long, int, {half}, true>",
         )
 
-    def plan(self, a: Any, p: Problem) -> Plan:
+    def prepared(self, a: Any, p: Problem) -> Prepared:
         import cupy
 
         row_ids, indices, data = a.row_ids, a.indices, a.data
         buckets = list(bucket_places(a.rows_per_bucket, a.split_per_bucket, a.max_width, a.column_parts))
-        with cupy.cuda.Device(p.device_id):
-            rows = order_stretches(row_ids, buckets, p.M, longest_piece(int(data.size)))
+
+        def build() -> Rows:
+            with cupy.cuda.Device(p.device_id):
+                return order_stretches(row_ids, buckets, p.M, longest_piece(int(data.size)))
+
+        rows = a.kernel_arrays("stretches by length", build)
         value, out = VALUE_TYPES[p.a_dtype], VALUE_TYPES[p.out_dtype]
         row, index = ("long long" if x.dtype.itemsize == 8 else "int" for x in (row_ids, indices))
         cut = str(bool(rows.pieces)).lower()
@@ -79,7 +85,7 @@ class SpmmELLBuckets:
             return [(Launch(function, signature, (t, *fixed), tile.threads), t.blocks) for t in tables]
 
         prepare, tile = gather(p, rows, items, kernels)
-        return device_plan(self.name, p, row_major(p, prepare), tile=str(tile), workspace=rows.records.nbytes)
+        return Prepared(row_major(p, prepare), tile=str(tile), workspace=rows.records.nbytes)
 
 
 class Bucket(NamedTuple):

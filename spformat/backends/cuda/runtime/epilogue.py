@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div, round_up
-from ....products.problem import COL, Plan, Problem
+from ....products.plan import Plan
+from ....products.problem import COL, Problem
 from ...host import numpy_dtype
 from . import jit
 from .launch import Call, Launch, Operands, device_plan
@@ -28,14 +29,14 @@ def instances() -> tuple[str, ...]:
     return tuple(_instance(*pair, i % 2 == 0, i % 3 == 0) for i, pair in enumerate(PAIRS))
 
 
-def with_epilogue(made: Plan, p: Problem) -> Plan:
-    """A plan for ``p`` out of one for the product alone, which goes to memory that plans share."""
-    out_col, product_dtype = p.out_layout == COL, made.problem.out_dtype
+def with_epilogue(plan: Plan, p: Problem, purpose: str = "product") -> Plan:
+    """A plan for ``p`` out of one for the product alone, which goes to memory that plans share for that purpose."""
+    out_col, product_dtype = p.out_layout == COL, plan.problem.out_dtype
     size, product_size = numpy_dtype(p.out_dtype).itemsize, numpy_dtype(product_dtype).itemsize
-    product, memory = made.prepare or _by_arrays(made), Scratch(shared=True)
+    product, memory = launches_of(plan), Scratch(shared=purpose)
 
     def prepare(o: Operands) -> Sequence[Call]:
-        lines, along = (o.n, p.M) if out_col else (p.M, o.n)
+        lines, along = (o.n, p.rows) if out_col else (p.rows, o.n)
         pitch = round_up(along, EIGHT)
         at = memory.buffer(o.stream, lines * pitch * product_size)
         aligned = o.c % 16 == 0 and o.ldc * size % 16 == 0
@@ -44,15 +45,20 @@ def with_epilogue(made: Plan, p: Problem) -> Plan:
         tail = at, pitch, o.c, o.ldc, lines, along, o.bias, o.alpha, o.beta
         return [*product(Operands(o.b, at, o.n, o.ldb, pitch, o.stream)), last.bind(grid, o.stream, *tail)]
 
-    tile = f"{made.tile}, epilogue in a pass of its own".lstrip(", ")
-    return device_plan(made.kernel, p, prepare, tile, made.workspace)
+    tile = f"{plan.tile}, epilogue in a pass of its own".lstrip(", ")
+    return device_plan(plan.kernel, p, prepare, tile, plan.workspace, plan.reads or ())
 
 
-def _by_arrays(made: Plan) -> Any:
+def launches_of(plan: Plan) -> Callable[[Operands], Sequence[Call]]:
+    """What a plan does for operands, as calls in order; one call for a plan that takes arrays alone."""
+    return plan.prepare or _by_arrays(plan)
+
+
+def _by_arrays(plan: Plan) -> Any:
     """What a plan does that takes arrays alone (a plug-in's): one call."""
     import cupy
 
-    p = made.problem
+    p = plan.problem
 
     def array(at: int, lead: int, rows: int, cols: int, dtype: str, col: bool) -> Any:
         kind = numpy_dtype(dtype)
@@ -62,9 +68,9 @@ def _by_arrays(made: Plan) -> Any:
         return cupy.ndarray((rows, cols), kind, memory, strides if col else strides[::-1])
 
     def prepare(o: Operands) -> tuple[Call]:
-        B = array(o.b, o.ldb, p.K, o.n, p.b_dtype, p.b_layout == COL)
-        C = array(o.c, o.ldc, p.M, o.n, p.out_dtype, p.out_layout == COL)
-        return (functools.partial(made.run, B, C),)
+        B = array(o.b, o.ldb, p.inner, o.n, p.b_dtype, p.b_layout == COL)
+        C = array(o.c, o.ldc, p.rows, o.n, p.out_dtype, p.out_layout == COL)
+        return (functools.partial(plan.run, B, C),)
 
     return prepare
 

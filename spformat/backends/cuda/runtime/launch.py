@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import device_error
 from ....errors import DeviceError, DeviceMemoryError, LimitError, SpformatError
-from ....products.problem import COL, OVERWRITES, Plan, Problem
+from ....products.plan import OVERWRITES, Plan
+from ....products.problem import COL, Problem
 from ...host import numpy_dtype
 from .operands import REMEDY, bias_pointer, leading, share_memory
 from .scratch import PER_THREAD, captured, identity
@@ -260,8 +261,13 @@ def _nothing() -> None:
     """What a reference to an array that is gone answers."""
 
 
-def device_plan(name: str, p: Problem, prepare: Prepare | Library, tile: str = "", workspace: int = 0) -> Plan:
+def device_plan(
+    name: str, p: Problem, prepare: Prepare | Library, tile: str = "", workspace: int = 0,
+    reads: tuple[tuple[int, int, Any], ...] = (),
+) -> Plan:  # fmt: skip
     """A Plan whose run checks B and out, allocates out when it is None, and makes the calls of ``prepare``.
+
+    ``reads``: addresses of the arrays of A, which no ``out`` may touch (``Plan.reads``).
 
     ``prepare`` is called with the plan's device current, M > 0 and N > 0; its calls must write all of C. K may be 0.
     """
@@ -269,12 +275,11 @@ def device_plan(name: str, p: Problem, prepare: Prepare | Library, tile: str = "
 
     b_dtype, out_dtype = VALUE_TYPES[p.b_dtype].numpy, numpy_dtype(p.out_dtype)
     b_col, out_col, order = p.b_layout == COL, p.out_layout == COL, "F" if p.out_layout == COL else "C"
-    M, K, device_id, ndarray = p.M, p.K, p.device_id, cupy.ndarray
+    M, K, device_id, ndarray = p.rows, p.inner, p.device_id, cupy.ndarray
     b_size, out_size = b_dtype.itemsize, out_dtype.itemsize
     current_device, current_stream = cupy.cuda.runtime.getDevice, cupy.cuda.get_current_stream
     several = cupy.cuda.runtime.getDeviceCount() > 1
     made: dict[Any, Call] = {}
-    reads: list[tuple[int, int, Any]] = []
     whole = _whole.setdefault(device_id, threading.RLock())
     last: tuple[Any, ...] = (_nothing, _nothing)
 

@@ -19,7 +19,9 @@ from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import Array, ceil_div, namespace
 from ....arrays.segments import offsets_from_counts, rank_in_row, rows_of
 from ....errors import LimitError
-from ....products.problem import STRIDED, Problem, reasons
+from ....products.kernel import reasons
+from ....products.problem import Problem
+from . import refusals
 from .launch import MAX_GRID_Y, Bound, Launch, Operands, Prepare
 from .scratch import Scratch
 
@@ -206,15 +208,8 @@ def device_of(device_id: int) -> Device:
 
 def row_gather_reasons(p: Problem, types: tuple[str, ...] = TYPES) -> list[str]:
     """Why a kernel of this kind refuses ``p``."""
-    same = p.out_dtype in (p.a_dtype, "float32") or (p.a_dtype == "float64" and p.out_dtype == "float64")
-    return reasons(
-        (p.device != "cuda", f"operands are on {p.device}; move them with .to('cuda')"),
-        (p.a_dtype not in types, f"a.dtype must be one of {', '.join(types)}, got {p.a_dtype}"),
-        (p.b_dtype != p.a_dtype, f"b.dtype must equal a.dtype ({p.a_dtype}), got {p.b_dtype}"),
-        (STRIDED in (p.b_layout, p.out_layout), "B and out need unit stride along rows or columns; copy them first"),
-        (not same, f"out.dtype must be {p.a_dtype} or float32, got {p.out_dtype}"),
+    return refusals.every(p, 80, types) + reasons(
         (p.M >= 2**32, f"row numbers are 32 bits in the work table: M must be below 2**32, got {p.M}"),
-        (p.device == "cuda" and (p.sm is None or p.sm < 80), f"needs sm_80 or newer, got {p.sm_name}"),
     )
 
 

@@ -74,13 +74,13 @@ class Scratch:
     """
 
     _lent: ClassVar[weakref.WeakValueDictionary[Any, Room]] = weakref.WeakValueDictionary()
-    """By device, stream, power of two and whether it is zeros between calls: what plans share."""
+    """By device, stream, power of two, purpose and whether it is zeros between calls: what plans share."""
     _lock: ClassVar = threading.Lock()
 
-    def __init__(self, zeros: bool = False, shared: bool = False) -> None:
+    def __init__(self, zeros: bool = False, shared: str = "") -> None:
         """``zeros``: a buffer is zeros at first; what uses it leaves zeros, whatever part of it that is. ``shared``:
-        with all plans that ask for that, as what is done on a stream is done in turn; a graph may be replayed on
-        another, so what is prepared while a stream is captured gets memory of its own."""
+        a purpose for which all plans share buffers, as the work of a stream is done in turn; a graph may be replayed
+        on another stream, so what is prepared while a stream is captured gets memory of its own."""
         self._zeros, self._shared = zeros, shared
         self._recorded: list[Room] = []
         self._held: dict[tuple[Any, int], Room] = {}
@@ -90,7 +90,7 @@ class Scratch:
         stream, and another call's must not come between them."""
         key = identity(stream), max(0, nbytes - 1).bit_length()
         with self._lock:
-            private = self._shared and captured(stream)
+            private = bool(self._shared) and captured(stream)
             held = None if private else self._held.get(key)
             if held is None:
                 held = self._borrowed(*key) if self._shared and not private else Room(1 << key[1], self._zeros)
@@ -104,7 +104,7 @@ class Scratch:
     def _borrowed(self, stream: Any, bits: int) -> Room:
         from cupy.cuda import runtime
 
-        key = runtime.getDevice(), stream, bits, self._zeros
+        key = runtime.getDevice(), stream, bits, self._shared, self._zeros
         room = self._lent.get(key)
         if room is None:
             room = self._lent[key] = Room(1 << bits, self._zeros)

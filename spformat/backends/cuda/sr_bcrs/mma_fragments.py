@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
-from ....products.problem import STRIDED, Problem, reasons
-from ..runtime import jit
+from ....products.kernel import reasons
+from ....products.problem import Problem
+from ..runtime import jit, refusals
 from ..runtime.launch import Launch, finish_arrays
 
 SOURCE = "panels.cu"
@@ -89,17 +90,11 @@ def types(a: Any, p: Problem) -> str:
     return f"{values}, {index_type(a.indptr)}, {index_type(a.indices)}"
 
 
-def refusals(p: Problem) -> list[str]:
-    """Why no tensor-core kernel over panels takes ``p``, apart from the device."""
+def panel_reasons(p: Problem) -> list[str]:
+    """Why no tensor-core kernel over panels takes ``p``."""
     # Lines of B that blocks of BLOCK_ROWS rows load, against those that the vectors name.
     staged, named = -(-p.M // BLOCK_ROWS) * p.K, p.nnz // max(1, p.p.get("vector_length", 1))
-    return reasons(
-        (p.format != "sr-bcrs", f"takes sr-bcrs, got {p.format}"),
-        (p.device != "cuda", f"operands are on {p.device}; move them with .to('cuda')"),
-        (p.a_dtype not in MMA_TYPES, f"a.dtype must be one of {', '.join(MMA_TYPES)}, got {p.a_dtype}"),
-        (p.b_dtype != p.a_dtype, f"b.dtype must equal a.dtype ({p.a_dtype}), got {p.b_dtype}"),
-        (p.out_dtype not in (p.a_dtype, "float32"), f"out.dtype must be {p.a_dtype} or float32, got {p.out_dtype}"),
-        (STRIDED in (p.b_layout, p.out_layout), "B and out must be row- or column-major; use ascontiguousarray"),
+    return refusals.every(p, 80, MMA_TYPES) + reasons(
         (
             named and staged > 4 * named,
             f"{BLOCK_ROWS} rows share what they load of B: that pays from {staged // 4} vectors on, got {named}",
@@ -109,11 +104,8 @@ def refusals(p: Problem) -> list[str]:
 
 def panels(a: Any, p: Problem, fragments: int) -> Panels:
     """The panels of ``a``, made on its device once and kept with the matrix for the plans that follow."""
-    key = (SOURCE, fragments)
-    if key not in a._derived:
-        a._derived[key] = _panels(a, p, fragments)
-    made: Panels = a._derived[key]
-    return made
+    built: Panels = a.kernel_arrays((SOURCE, fragments), lambda: _panels(a, p, fragments))
+    return built
 
 
 def _panels(a: Any, p: Problem, fragments: int) -> Panels:

@@ -5,32 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
-from ....products.problem import COL, STRIDED, Plan, Problem, reasons
-from ..runtime import jit
-from ..runtime.launch import MAX_GRID_Y, Bound, Launch, Operands, device_plan
+from ....products.kernel import spmm_of
+from ....products.problem import COL, Problem
+from ..runtime import jit, refusals
+from ..runtime.kernel import CudaKernel, Prepared
+from ..runtime.launch import MAX_GRID_Y, Bound, Launch, Operands
 from .mma_fragments import index_type
 
 TYPES = ("bfloat16", "float16", "float32", "float64")
 ROWS, WARPS = 8, 8  # rows of a tile that a warp sums; warps of a block
 
 
-class SpmmSRBCRS:
+class SpmmSRBCRS(CudaKernel):
     """C = A @ B for ``SRBCRS`` A of any vector_length and stride; any M, K, N, layout and leading dimension."""
 
     name = "cuda.spmm_sr_bcrs"
-    formats = frozenset({"sr-bcrs"})
+    takes = spmm_of("sr-bcrs")
 
     def unsupported(self, p: Problem) -> list[str]:
-        outs = (p.a_dtype,) if p.a_dtype == "float64" else (p.a_dtype, "float32")
-        return reasons(
-            (p.format not in self.formats, f"takes sr-bcrs, got {p.format}"),
-            (p.device != "cuda", f"operands are on {p.device}; move them with .to('cuda')"),
-            (p.a_dtype not in TYPES, f"a.dtype must be one of {', '.join(TYPES)}, got {p.a_dtype}"),
-            (p.b_dtype != p.a_dtype, f"b.dtype must equal a.dtype ({p.a_dtype}), got {p.b_dtype}"),
-            (p.out_dtype not in outs, f"out.dtype must be {' or '.join(dict.fromkeys(outs))}, got {p.out_dtype}"),
-            (STRIDED in (p.b_layout, p.out_layout), "B and out must be row- or column-major; use ascontiguousarray"),
-            (p.sm is None or p.sm < 80, f"needs sm_80 or newer, got {p.sm_name}"),
-        )
+        return refusals.every(p, 80, TYPES)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
@@ -41,7 +34,7 @@ class SpmmSRBCRS:
             "spmm_sr_bcrs<double, double, int, int, 2, 8, 4>",
         )
 
-    def plan(self, a: Any, p: Problem) -> Plan:
+    def prepared(self, a: Any, p: Problem) -> Prepared:
         import cupy
 
         tiles = -(-p.M // a.vector_length)
@@ -65,4 +58,4 @@ class SpmmSRBCRS:
             c_strides = (1, o.ldc) if out_col else (o.ldc, 1)
             return (launch.bind(grid, o.stream, o.b, o.c, o.n, *b_strides, *c_strides),)
 
-        return device_plan(self.name, p, prepare, f"{ROWS}x{32 * cols}, {split} warps")
+        return Prepared(prepare, f"{ROWS}x{32 * cols}, {split} warps")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from ....products.problem import COL, Plan, Problem, reasons
+from ....products.kernel import reasons, spmm_of
+from ....products.problem import COL, Problem
 from ..runtime import jit, tensor_map
-from ..runtime.launch import MAX_GRID_Y, Bound, Launch, Operands, device_plan
-from .mma_fragments import DEPTH, Tile, panels, refusals, step_bytes, types
+from ..runtime.kernel import CudaKernel, Prepared
+from ..runtime.launch import MAX_GRID_Y, Bound, Launch, Operands
+from .mma_fragments import DEPTH, Tile, panel_reasons, panels, step_bytes, types
 
 SOURCE = "sr_bcrs/spmm_sr_bcrs_sm90a.cu"
 ARCHS = ("sm_90a",)
@@ -38,14 +40,14 @@ def mappable(p: Problem, o: Operands) -> bool:
     return p.b_layout != COL and tensor_map.aligned(o.b, o.ldb, 2) and 0 < p.K <= 2**31 - DEPTH
 
 
-class SpmmSRBCRSHopper:
+class SpmmSRBCRSHopper(CudaKernel):
     """C = A @ B for 16-bit ``SRBCRS`` A of any vector_length and stride; any M, K, N, layout and leading dimension."""
 
     name = "cuda.spmm_sr_bcrs_sm90a"
-    formats = frozenset({"sr-bcrs"})
+    takes = spmm_of("sr-bcrs")
 
     def unsupported(self, p: Problem) -> list[str]:
-        return refusals(p) + reasons((p.sm != 90, f"needs sm_90, got {p.sm_name}"))
+        return panel_reasons(p) + reasons((p.sm != 90, f"needs sm_90, got {p.sm_name}"))
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
@@ -55,14 +57,14 @@ class SpmmSRBCRSHopper:
             "spmm_sr_bcrs_sm90a<__nv_bfloat16, float, long long, int, 1, 1, 1, 4, 4, 8, 1, false>",
         )
 
-    def plan(self, a: Any, p: Problem) -> Plan:
+    def prepared(self, a: Any, p: Problem) -> Prepared:
         import cupy
 
         sms = cupy.cuda.Device(p.device_id).attributes["MultiProcessorCount"]
-        return self.plan_with(a, p, choose(p.M, p.n, sms))
+        return self.prepared_with(a, p, choose(p.M, p.n, sms))
 
-    def plan_with(self, a: Any, p: Problem, tile: Tile) -> Plan:
-        """The plan for one tile; ``plan`` chooses it."""
+    def prepared_with(self, a: Any, p: Problem, tile: Tile) -> Prepared:
+        """The launches of one tile; ``prepared`` chooses it."""
         b_col, out_col = p.b_layout == COL, p.out_layout == COL
         made = panels(a, p, tile.fragments)
         fixed = (made.first, made.steps, a.indptr, a.indices, a.data, a.vector_length, a.stride, p.M, p.K)
@@ -93,4 +95,4 @@ class SpmmSRBCRSHopper:
             c_strides = (1, o.ldc) if out_col else (o.ldc, 1)
             return (launch.bind(grid, o.stream, mapped, o.b, o.c, o.n, *b_strides, *c_strides),)
 
-        return device_plan(self.name, p, prepare, str(tile), made.nbytes)
+        return Prepared(prepare, str(tile), made.nbytes)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....products.problem import COL, Plan, Problem, reasons
+from ....products.kernel import spmm_of
+from ....products.problem import COL, Problem
 from ..runtime import jit
-from ..runtime.launch import Launch, device_plan, over_tiles
-from .mma_fragments import DEPTH, Tile, panels, refusals, types
+from ..runtime.kernel import CudaKernel, Prepared
+from ..runtime.launch import Launch, over_tiles
+from .mma_fragments import DEPTH, Tile, panel_reasons, panels, types
 
 LARGE = Tile(2, 4, 2, 1, 8, 3)
 MEDIUM = Tile(2, 2, 2, 2, 4, 3)
@@ -24,14 +26,14 @@ def choose(M: int, n: int, sms: int, limit: int) -> Tile:
     return next((t for t in (LARGE, MEDIUM) if smem(t) <= limit and 5 * t.blocks(M, n) >= 4 * sms), SMALL)
 
 
-class SpmmSRBCRSTensor:
+class SpmmSRBCRSTensor(CudaKernel):
     """C = A @ B for 16-bit ``SRBCRS`` A of any vector_length and stride; any M, K, N, layout and leading dimension."""
 
     name = "cuda.spmm_sr_bcrs_tc"
-    formats = frozenset({"sr-bcrs"})
+    takes = spmm_of("sr-bcrs")
 
     def unsupported(self, p: Problem) -> list[str]:
-        return refusals(p) + reasons((p.sm is None or p.sm < 80, f"needs sm_80 or newer, got {p.sm_name}"))
+        return panel_reasons(p)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
@@ -41,15 +43,15 @@ class SpmmSRBCRSTensor:
             "spmm_sr_bcrs_tc<__nv_bfloat16, float, long long, int, 1, 1, 1, 8, 4, 3, true>",
         )
 
-    def plan(self, a: Any, p: Problem) -> Plan:
+    def prepared(self, a: Any, p: Problem) -> Prepared:
         import cupy
 
         limits = cupy.cuda.Device(p.device_id).attributes
         tile = choose(p.M, p.n, limits["MultiProcessorCount"], limits["MaxSharedMemoryPerBlockOptin"])
-        return self.plan_with(a, p, tile)
+        return self.prepared_with(a, p, tile)
 
-    def plan_with(self, a: Any, p: Problem, tile: Tile) -> Plan:
-        """The plan for one tile; ``plan`` chooses it."""
+    def prepared_with(self, a: Any, p: Problem, tile: Tile) -> Prepared:
+        """The launches of one tile; ``prepared`` chooses it."""
         b_col, out_col = p.b_layout == COL, p.out_layout == COL
         made = panels(a, p, tile.fragments)
         shape = f"{tile.fragments}, {tile.wm}, {tile.wn}, {tile.wk}, {tile.strip}, {tile.stages}"
@@ -60,4 +62,4 @@ class SpmmSRBCRSTensor:
         fixed = (made.first, made.steps, a.indptr, a.indices, a.data, a.vector_length, a.stride, p.M, p.K)
         launch = Launch(function, "PPPPPiiqqPPqqqq", fixed, 32 * tile.warps, smem(tile))
         prepare = over_tiles(launch, -(-p.M // tile.rows), tile.cols, out_col)
-        return device_plan(self.name, p, prepare, str(tile), made.nbytes)
+        return Prepared(prepare, str(tile), made.nbytes)

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
-from ....products.problem import COL, STRIDED, Plan, Problem, reasons
-from ..runtime import jit, measured
-from ..runtime.launch import Bound, Launch, Operands, Prepare, device_plan, finish_arrays
+from ....products import tiles
+from ....products.kernel import reasons, spmm_of
+from ....products.problem import COL, Problem
+from ..runtime import jit, refusals
+from ..runtime.kernel import CudaKernel, Prepared
+from ..runtime.launch import Bound, Launch, Operands, Prepare, finish_arrays
 
 NAME = "cuda.spmm_two_four"
 MMA_TYPES = ("bfloat16", "float16")
@@ -60,7 +63,7 @@ def estimate(t: Any, M: int, n: int, sms: int) -> float:
 
 def choose(M: int, n: int, sms: int, smem: int) -> Tile:
     """The tile with the least estimated time. ``smem``: bytes a block may have."""
-    return min((t for t in TILES if t.smem <= smem), key=lambda t: estimate(t, M, n, sms))
+    return tiles.fastest(NAME, (t for t in TILES if t.smem <= smem), lambda t: estimate(t, M, n, sms))
 
 
 def c_type(dtype: str) -> str:
@@ -69,25 +72,18 @@ def c_type(dtype: str) -> str:
 
 def mma_reasons(p: Problem, sm: int) -> list[str]:
     """Why no 2:4 tensor-core kernel that needs ``sm`` takes ``p``: the rules its kernels share."""
-    return reasons(
-        (p.format != "two-four", f"takes two-four, got {p.format}"),
-        (p.device != "cuda", f"operands are on {p.device}; move them with .to('cuda')"),
-        (p.a_dtype not in MMA_TYPES, f"a.dtype must be one of {', '.join(MMA_TYPES)}, got {p.a_dtype}"),
-        (p.b_dtype != p.a_dtype, f"b.dtype must equal a.dtype ({p.a_dtype}), got {p.b_dtype}"),
-        (p.out_dtype not in (p.a_dtype, "float32"), f"out.dtype must be {p.a_dtype} or float32, got {p.out_dtype}"),
-        (STRIDED in (p.b_layout, p.out_layout), "B and out must be row- or column-major; use ascontiguousarray"),
-        (p.sm is None or p.sm < sm, f"needs sm_{sm} or newer, got {p.sm_name}"),
+    return refusals.every(p, sm, MMA_TYPES) + reasons(
         (p.M >= 1 << 31 or p.K >= 1 << 24, f"M must be below 2^31 and K below 2^24, got {p.M} x {p.K}"),
     )
 
 
-class SpmmTwoFour:
+class SpmmTwoFour(CudaKernel):
     """C = A @ B for ``TwoFour`` A; any M, K, N, both layouts of B and C, any leading dimension."""
 
     name = NAME
     epilogue = True
     tiles = TILES
-    formats = frozenset({"two-four"})
+    takes = spmm_of("two-four")
 
     def unsupported(self, p: Problem) -> list[str]:
         return mma_reasons(p, 80)
@@ -100,19 +96,23 @@ class SpmmTwoFour:
             "spmm_two_four<__half, __half, 64, 64, 32, 32, 4, false, false, true, false, true>",
         )
 
-    def plan(self, a: Any, p: Problem) -> Plan:
+    def prepared(self, a: Any, p: Problem) -> Prepared:
         a = in_kernel_order(a)
         prepare, tile = launcher(a.data, a.meta, a.meta_order, p)
-        return device_plan(self.name, p, prepare, f"{tile} {a.meta_order}")
+        return Prepared(prepare, f"{tile} {a.meta_order}")
 
 
 def in_kernel_order(a: Any) -> Any:
     """``a`` with its metadata in one of KERNEL_ORDERS."""
     if a.meta_order in KERNEL_ORDERS:
         return a
-    a = a.with_meta_order("ldmatrix")
-    finish_arrays()  # synchronize!
-    return a
+
+    def build() -> Any:
+        ordered = a.with_meta_order("ldmatrix")
+        finish_arrays()  # synchronize!
+        return ordered
+
+    return a.kernel_arrays("ldmatrix order", build)
 
 
 def launcher(data: Any, meta: Any, order: str, p: Problem) -> tuple[Prepare, Tile]:
@@ -121,8 +121,7 @@ def launcher(data: Any, meta: Any, order: str, p: Problem) -> tuple[Prepare, Til
 
     limits = cupy.cuda.Device(p.device_id).attributes
     smem = limits["MaxSharedMemoryPerBlockOptin"]
-    tile = measured.tile(NAME, p, (t for t in TILES if t.smem <= smem))
-    tile = tile or choose(p.M, p.n, limits["MultiProcessorCount"], smem)
+    tile = choose(p.M, p.n, limits["MultiProcessorCount"], smem)
     kinds = (order == "fragment", p.b_layout == COL, p.out_layout == COL)
     shape = f"{tile.rows}, {tile.cols}, {tile.warp_rows}, {tile.warp_cols}, {tile.stages}"
     row_tiles = -(-p.M // tile.rows)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div
-from ....products.problem import COL, Plan, Problem, reasons
-from ..runtime import jit, measured, tensor_map
-from ..runtime.launch import Bound, Launch, Operands, Prepare, device_plan
-from .spmm_two_four import DEPTH, c_type, choose, estimate, in_kernel_order, launcher, mma_reasons
+from ....products import tiles
+from ....products.kernel import reasons, spmm_of
+from ....products.problem import COL, Problem
+from ..runtime import jit, tensor_map
+from ..runtime.kernel import CudaKernel, Prepared
+from ..runtime.launch import Bound, Launch, Operands, Prepare
+from .spmm_two_four import DEPTH, c_type, estimate, in_kernel_order, launcher, mma_reasons
 
 NAME = "cuda.spmm_two_four_sm90"
 SOURCE = "two_four/spmm_two_four_sm90.cu"
@@ -46,7 +49,7 @@ TILES = (Tile(256, 5, 1.06), Tile(256, 4, 1.06), Tile(128, 4, 1.07), Tile(128, 3
 RESERVED = 1024  # bytes of shared memory that the driver keeps for itself in a block
 
 
-class SpmmTwoFourSm90:
+class SpmmTwoFourSm90(CudaKernel):
     """C = A @ B for ``TwoFour`` A, without wgmma: what Blackwell runs, and Hopper where its own kernel cannot.
 
     TMA needs B on a 16-byte boundary with a pitch of a multiple of 16 bytes; a call with another B, and a product too
@@ -54,7 +57,7 @@ class SpmmTwoFourSm90:
     """
 
     name = NAME
-    formats = frozenset({"two-four"})
+    takes = spmm_of("two-four")
     epilogue = True
     tiles = TILES
 
@@ -66,11 +69,11 @@ class SpmmTwoFourSm90:
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
-        p = Problem("two-four", (), 1, 1, 0, 0, "bfloat16", "bfloat16", "bfloat16")
-        wide = replace(p, a_dtype="float16", out_dtype="float32", b_layout=COL, out_layout=COL, epilogue=True)
+        p = Problem.product("two-four", (), 1, 1, 0, 0, "bfloat16", "bfloat16", "bfloat16")
+        wide = p.changed(a_dtype="float16", out_dtype="float32", b_layout=COL, out_layout=COL, epilogue=True)
         return _instance(TILES[0], p, "ldmatrix"), _instance(TILES[-1], wide, "fragment")
 
-    def plan(self, a: Any, p: Problem) -> Plan:
+    def prepared(self, a: Any, p: Problem) -> Prepared:
         import cupy
 
         a = in_kernel_order(a)
@@ -79,24 +82,19 @@ class SpmmTwoFourSm90:
         sms, smem = limits["MultiProcessorCount"], limits["MaxSharedMemoryPerBlockOptin"]
         item = VALUE_TYPES[p.out_dtype].numpy.itemsize
         fitting = [t for t in TILES if t.smem(item) <= smem]
-        tile = measured.tile(NAME, p, fitting)
-        if tile is None:
-            tile = min(fitting, key=lambda t: estimate(t, p.M, p.n, sms))
-            if estimate(choose(p.M, p.n, sms, smem), p.M, p.n, sms) < estimate(tile, p.M, p.n, sms):
-                copied, small = launcher(data, meta, order, p)
-                return device_plan(NAME, p, copied, f"{small} {order} by cp.async")
+        tile = tiles.fastest(NAME, fitting, lambda t: estimate(t, p.M, p.n, sms))
         best, room = tile, tile.smem(item)
         function = jit.load(SOURCE, _instance(best, p, order), jit.architecture(p.sm or 90, ()), p.device_id, room)
         at_once = limits["MaxSharedMemoryPerMultiprocessor"] // (room + RESERVED)
         resident = sms * min(at_once, 2 if best.threads == 128 else 1)  # registers leave room for 256 threads
-        slabs, tiles = ceil_div(p.K, DEPTH), data.shape[0] // 16
+        slabs, heights = ceil_div(p.K, DEPTH), data.shape[0] // 16
         values = tensor_map.tiled(
             data.data.ptr, p.a_dtype, (slabs * 32, data.shape[0]), (slabs * 32,), (32, best.rows), 64
         )
         if order == "fragment":
-            extents, box = (slabs * 64, tiles), (64, best.rows // 16)
+            extents, box = (slabs * 64, heights), (64, best.rows // 16)
         else:
-            extents, box = (slabs * 8, tiles * 8), (8, best.rows // 2)
+            extents, box = (slabs * 8, heights * 8), (8, best.rows // 2)
         words = tensor_map.tiled(meta.data.ptr, "uint16", extents, extents[:1], box, 0)
         row_tiles = ceil_div(p.M, best.rows)
         kind = tensor_map.TensorMap
@@ -116,7 +114,7 @@ class SpmmTwoFourSm90:
             grid = min(row_tiles * ceil_div(o.n, best.cols), resident), 1, 1
             return (launch.bind(grid, o.stream, b_map, p.M, p.K, o.c, o.n, o.ldc, o.bias, o.alpha, o.beta),)
 
-        return device_plan(NAME, p, prepare, f"{best} {order}")
+        return Prepared(prepare, f"{best} {order}")
 
 
 def _instance(tile: Tile, p: Problem, order: str) -> str:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div
-from ....products.problem import COL, Plan, Problem, reasons
-from ..runtime import jit, measured, tensor_map
-from ..runtime.launch import Bound, Launch, Operands, Prepare, device_plan
+from ....products import tiles
+from ....products.kernel import reasons, spmm_of
+from ....products.problem import COL, Problem
+from ..runtime import jit, tensor_map
+from ..runtime.kernel import CudaKernel, Prepared
+from ..runtime.launch import Bound, Launch, Operands, Prepare
 from ..runtime.occupancy import max_clusters
 from .spmm_two_four import DEPTH, c_type, in_kernel_order, launcher, mma_reasons
 from .two_four_records import TwoFourRecords
 
+NAME = "cuda.spmm_two_four_sm90a"
 SOURCE, ARCH = "two_four/spmm_two_four_sm90a.cu", "sm_90a"
 SUM_US = 1.0  # of adding one part of K
 
@@ -95,18 +99,20 @@ def choose(M: int, n: int, K: int, sms: int, shared: bool = True) -> Tile:
             return float("inf")
         return ceil_div(clusters, at_once) * slabs / t.splits * t.slab_us + SUM_US * (t.splits - 1)
 
-    return min((t for t in TILES if shared or not t.shared), key=cost)
+    # A part of K without a slab would have no sums.
+    fitting = [t for t in TILES if (shared or not t.shared) and t.splits <= max(1, slabs)]
+    return tiles.fastest(NAME, fitting, cost)
 
 
-class SpmmTwoFourSm90a:
+class SpmmTwoFourSm90a(CudaKernel):
     """C = A @ B for ``TwoFour`` A on Hopper.
 
     The plan owns a copy of the weights in register order (9/8 * Mp * Kp bytes). TMA needs B on a 16-byte boundary with
     a pitch of a multiple of 16 bytes; a call with another B runs the sm_80 kernel.
     """
 
-    name = "cuda.spmm_two_four_sm90a"
-    formats = frozenset({"two-four"})
+    name = NAME
+    takes = spmm_of("two-four")
     epilogue = True
     tiles = TILES
 
@@ -119,18 +125,16 @@ class SpmmTwoFourSm90a:
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
-        p = Problem("two-four", (), 1, 1, 0, 0, "bfloat16", "bfloat16", "bfloat16")
-        wide = replace(p, a_dtype="float16", out_dtype="float32", b_layout=COL, out_layout=COL, epilogue=True)
+        p = Problem.product("two-four", (), 1, 1, 0, 0, "bfloat16", "bfloat16", "bfloat16")
+        wide = p.changed(a_dtype="float16", out_dtype="float32", b_layout=COL, out_layout=COL, epilogue=True)
         return _instance(TILES[0], p), *(_instance(TILES[i], wide) for i in (0, 1, -1))
 
-    def plan(self, a: Any, p: Problem) -> Plan:
+    def prepared(self, a: Any, p: Problem) -> Prepared:
         import cupy
 
         b_col = p.b_layout == COL
         sms = cupy.cuda.Device(p.device_id).attributes["MultiProcessorCount"]
-        tile = measured.tile(self.name, p, TILES)
-        if tile is None or tile.splits > ceil_div(p.K, DEPTH):  # a part without a slab would have no sums
-            tile = choose(p.M, p.n, p.K, sms)
+        tile = choose(p.M, p.n, p.K, sms)
         rows, kept = a.data.shape
         if tile.shared and not a.data.size:
             tile = choose(p.M, p.n, p.K, sms, shared=False)  # nothing that a tensor map could describe
@@ -181,7 +185,7 @@ class SpmmTwoFourSm90a:
             rest = o.bias, o.alpha, o.beta
             return (launch.bind(grid, o.stream, b_map, o.c, o.n, o.ldc, c_map, a_map or b_map, int(by_copy), *rest),)
 
-        return device_plan(self.name, p, prepare, str(tile), int(weights.nbytes))
+        return Prepared(prepare, str(tile), int(weights.nbytes))
 
 
 def _instance(tile: Tile, p: Problem) -> str:

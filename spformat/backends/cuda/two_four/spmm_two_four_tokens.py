@@ -8,9 +8,11 @@ from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div
-from ....products.problem import COL, Plan, Problem
+from ....products.kernel import spmm_of
+from ....products.problem import COL, Problem
 from ..runtime import jit
-from ..runtime.launch import Bound, Launch, Operands, device_plan
+from ..runtime.kernel import CudaKernel, Prepared
+from ..runtime.launch import Bound, Launch, Operands
 from ..runtime.scratch import Scratch
 from .spmm_two_four import DEPTH, c_type, mma_reasons
 from .two_four_records import WORDS, TwoFourRecords
@@ -85,7 +87,7 @@ def _column_bytes(layout: str, dtype: str, ld: int) -> int:
     return (ld if layout == COL else 1) * VALUE_TYPES[dtype].numpy.itemsize
 
 
-class SpmmTwoFourTokens:
+class SpmmTwoFourTokens(CudaKernel):
     """C = A @ B for ``TwoFour`` A and N <= 64. Bytes, not arithmetic, set its speed: each weight is read once.
 
     Sums of the K ranges are added in a fixed order: inside a thread block cluster on sm_90 and later, else by the
@@ -94,7 +96,7 @@ class SpmmTwoFourTokens:
 
     name = "cuda.spmm_two_four_tokens"
     epilogue = True
-    formats = frozenset({"two-four"})
+    takes = spmm_of("two-four")
 
     def unsupported(self, p: Problem) -> list[str]:
         return mma_reasons(p, 80) + [f"takes at most {MAX_COLS} columns, got up to {p.n}"] * (p.n > MAX_COLS)
@@ -105,15 +107,15 @@ class SpmmTwoFourTokens:
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
-        p = Problem("two-four", (), 1, 1, 0, 0, "bfloat16", "bfloat16", "bfloat16")
-        wide = Problem("two-four", (), 1, 1, 0, 0, "float16", "float16", "float32", COL, COL, epilogue=True)
+        p = Problem.product("two-four", (), 1, 1, 0, 0, "bfloat16", "bfloat16", "bfloat16")
+        wide = Problem.product("two-four", (), 1, 1, 0, 0, "float16", "float16", "float32", COL, COL, epilogue=True)
         return (
             _instance(Tile(2, 2, 8, 6, 1, 1), p, False, False),
             _instance(Tile(7, 8, 4, 2, 1, 2), wide, False, True),
             _instance(Tile(1, 1, 8, 8, 1, 4), p, True, False),
         )
 
-    def plan(self, a: Any, p: Problem) -> Plan:
+    def prepared(self, a: Any, p: Problem) -> Prepared:
         import cupy
 
         weights = TwoFourRecords().of(a, p)
@@ -149,7 +151,7 @@ class SpmmTwoFourTokens:
             return calls
 
         owned = int(weights.nbytes) + (tiles * (tile.splits * tile.rows * cols * 4 + 4) if shared else 0)
-        return device_plan(self.name, p, prepare, str(tile), owned)
+        return Prepared(prepare, str(tile), owned)
 
 
 def _instance(tile: Tile, p: Problem, cluster: bool, b_col: bool) -> str:

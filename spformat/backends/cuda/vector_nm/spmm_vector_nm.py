@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....arrays.library import ceil_div
-from ....products.problem import Plan, Problem
-from ..runtime import launch
-from .vector_nm_launch import C_TYPES, ITEMSIZE, fit, launcher, records_choice, refusals
+from ....products.kernel import spmm_of
+from ....products.problem import Problem
+from ..runtime.kernel import CudaKernel, Prepared
+from .vector_nm_launch import C_TYPES, ITEMSIZE, fit, launcher, records_choice, vector_reasons
 
 _ENOUGH_TILES = 132
 
@@ -55,15 +56,15 @@ TILES = (Tile(4, 2, 3, 32), Tile(4, 2, 2, 32), Tile(2, 1, 3, 32), Tile(2, 1, 2, 
 """Best first for large problems; the later ones for small ones and for wide windows, whose rows of B need the room."""
 
 
-class SpmmVectorNM:
+class SpmmVectorNM(CudaKernel):
     """``out = A @ B`` for A in VectorNM, without tensor cores."""
 
     name = "cuda.spmm_vector_nm"
-    formats = frozenset({"vector-nm"})
+    takes = spmm_of("vector-nm")
     archs = ("sm_80",)
 
     def unsupported(self, p: Problem) -> list[str]:
-        return refusals(p, tuple(C_TYPES))
+        return vector_reasons(p, tuple(C_TYPES))
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
@@ -75,17 +76,17 @@ class SpmmVectorNM:
             "spformat::vector_nm::sum_splits<float, __half>",
         )
 
-    def plan(self, a: Any, p: Problem) -> Plan:
+    def prepared(self, a: Any, p: Problem) -> Prepared:
         small = p.a_dtype == "float64" or ceil_div(p.M, 128) * ceil_div(max(p.n, 1), 128) < _ENOUGH_TILES
         tiles = [t for t in TILES if not (small and t.warps_m == 4)]
-        tile, made, group = fit(tiles, a.indices, p, step=4)
+        tile, made, group = fit(tiles, a, p, step=4)
         smem = tile.smem(ITEMSIZE[p.a_dtype], made.staged, made.slots, int(made.words.shape[2]))
         choice = records_choice(
             a, p, made, source="vector_nm/spmm_vector_nm.cu", archs=self.archs, cols=tile.cols, threads=tile.threads,
             instance=lambda out, _: instance(p.a_dtype, out, min(group, 8), tile, made.packed), smem=lambda _: smem,
         )  # fmt: skip
         kind = "packed" if made.packed else "plain"
-        return launch.device_plan(self.name, p, launcher(p, choice), f"{tile} {kind}", made.words.nbytes)
+        return Prepared(launcher(p, choice), f"{tile} {kind}", made.words.nbytes)
 
 
 def instance(dtype: str, out: str, run_rows: int, tile: Tile, packed: bool) -> str:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....arrays.library import ceil_div
-from ....products.problem import Plan, Problem, reasons
-from ..runtime import launch
-from .vector_nm_launch import C_TYPES, ITEMSIZE, fit, launcher, records_choice, refusals
+from ....products.kernel import reasons, spmm_of
+from ....products.problem import Problem
+from ..runtime.kernel import CudaKernel, Prepared
+from .vector_nm_launch import C_TYPES, ITEMSIZE, fit, launcher, records_choice, vector_reasons
 
 _ENOUGH_TILES = 120
 
@@ -84,17 +85,17 @@ def tiles_for(p: Problem) -> tuple[Tile, ...]:
     return SMALL_16 + NARROW_16 if n > 32 else NARROW_16
 
 
-class SpmmVectorNMTensor:
+class SpmmVectorNMTensor(CudaKernel):
     """``out = A @ B`` for A in VectorNM with a vector length that is a multiple of 8."""
 
     name = "cuda.spmm_vector_nm_mma"
-    formats = frozenset({"vector-nm"})
+    takes = spmm_of("vector-nm")
     archs = ("sm_80",)
     product_error = 2.0**-21  # float32 as three TF32 products: the product of the two low parts is left out
 
     def unsupported(self, p: Problem) -> list[str]:
         length = p.p["vector_length"]
-        return refusals(p, ("bfloat16", "float16", "float32")) + reasons(
+        return vector_reasons(p, ("bfloat16", "float16", "float32")) + reasons(
             (length % 8, f"vector_length must be a multiple of 8 (the instruction's row width), got {length}"),
         )
 
@@ -107,9 +108,9 @@ class SpmmVectorNMTensor:
             instance("float32", "float", 8, NARROW_32[0], False),
         )
 
-    def plan(self, a: Any, p: Problem) -> Plan:
+    def prepared(self, a: Any, p: Problem) -> Prepared:
         size = ITEMSIZE[p.a_dtype]
-        tile, made, group = fit(tiles_for(p), a.indices, p, step=32 // size, banks=16 // size, bank_rows=size // 2)
+        tile, made, group = fit(tiles_for(p), a, p, step=32 // size, banks=16 // size, bank_rows=size // 2)
         record = int(made.words.shape[2])
         choice = records_choice(
             a, p, made, source="vector_nm/spmm_vector_nm_mma.cu", archs=self.archs, cols=tile.cols, threads=tile.threads,
@@ -117,7 +118,7 @@ class SpmmVectorNMTensor:
             smem=lambda out: tile.smem(size, made.staged, made.slots, record, out),
         )  # fmt: skip
         kind = "packed" if made.packed else "plain"
-        return launch.device_plan(self.name, p, launcher(p, choice), f"{tile} {kind}", made.words.nbytes)
+        return Prepared(launcher(p, choice), f"{tile} {kind}", made.words.nbytes)
 
 
 def instance(dtype: str, out: str, group: int, tile: Tile, packed: bool) -> str:

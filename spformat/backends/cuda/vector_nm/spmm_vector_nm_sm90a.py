@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....arrays.library import Array, ceil_div, namespace, round_up
-from ....products.problem import Plan, Problem, reasons
+from ....products.kernel import reasons, spmm_of
+from ....products.problem import Problem
 from ....products.roofline import TENSOR_16, Blocking
 from ..runtime import launch, tensor_map
-from .vector_nm_launch import C_TYPES, Choice, aligned_data, fastest, launcher, pattern, refusals
+from ..runtime.kernel import CudaKernel, Prepared
+from .vector_nm_launch import C_TYPES, Choice, aligned_data, fastest, launcher, pattern, vector_reasons
 from .vector_nm_tiles import Pattern
 
 DEPTH, ROWS = 64, 128
@@ -76,16 +78,23 @@ def gathered_columns(indices: Array, pattern: Pattern) -> Array:
     return columns
 
 
-class SpmmVectorNMSm90a:
+def _columns(a: Any, form: Pattern) -> Any:
+    """``gathered_columns`` of a matrix, complete on every stream."""
+    columns = gathered_columns(a.indices, form)
+    launch.finish_arrays()  # synchronize!
+    return columns
+
+
+class SpmmVectorNMSm90a(CudaKernel):
     """``out = A @ B`` for A in VectorNM with a vector length that is a multiple of 128, on sm_90a only."""
 
     name = "cuda.spmm_vector_nm_sm90a"
-    formats = frozenset({"vector-nm"})
+    takes = spmm_of("vector-nm")
     archs = ("sm_90a",)
 
     def unsupported(self, p: Problem) -> list[str]:
         length = p.p["vector_length"]
-        return refusals(p, ("bfloat16", "float16")) + reasons(
+        return vector_reasons(p, ("bfloat16", "float16")) + reasons(
             (p.device == "cuda" and p.sm != 90, f"needs sm_90a (wgmma), got {p.sm_name}"),
             (length % ROWS, f"vector_length must be a multiple of {ROWS} (one column list per tile), got {length}"),
             (p.M * p.K == 0, f"A must not be empty (a TMA map has no zero extents), got {p.M}x{p.K}"),
@@ -103,9 +112,9 @@ class SpmmVectorNMSm90a:
         """For spformat.dispatch.cost."""
         return choose(p)[1]
 
-    def plan(self, a: Any, p: Problem) -> Plan:
+    def prepared(self, a: Any, p: Problem) -> Prepared:
         form, (tile, blocking), data = pattern(p), choose(p), aligned_data(a)
-        columns = gathered_columns(a.indices, form)
+        columns = a.kernel_arrays("gathered columns", lambda: _columns(a, form))
         W, Mp = data.shape
         row_tiles, k_tiles = ceil_div(p.M, ROWS), columns.shape[1] // DEPTH
 
@@ -127,7 +136,7 @@ class SpmmVectorNMSm90a:
             cluster=lambda _: (1, 1), keep=data, splits=blocking.splits,
             c_signature=(tensor_map.TensorMap, "i"), c_arguments=c_arguments,
         )  # fmt: skip
-        return launch.device_plan(self.name, p, launcher(p, choice), f"{tile}", columns.nbytes)
+        return Prepared(launcher(p, choice), f"{tile}", columns.nbytes)
 
 
 def instance(dtype: str, out: str, tile: Tile) -> str:

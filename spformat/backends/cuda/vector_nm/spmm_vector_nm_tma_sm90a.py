@@ -10,21 +10,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....arrays.library import ceil_div, round_up
-from ....products.problem import Plan, Problem, reasons
+from ....products.kernel import reasons, spmm_of
+from ....products.problem import Problem
 from ....products.roofline import TENSOR_16, TF32_THREE, Blocking
-from ..runtime import launch, tensor_map
+from ..runtime import tensor_map
+from ..runtime.kernel import CudaKernel, Prepared
 from .vector_nm_launch import (
     C_TYPES,
     ITEMSIZE,
     aligned_data,
+    cached_records,
     fastest,
     launcher,
     pattern,
     records_choice,
-    refusals,
     shared_limit,
+    vector_reasons,
 )
-from .vector_nm_tiles import Pattern, Shape, records
+from .vector_nm_tiles import Pattern, Shape
 
 _LEAST_STAGES, _MOST_STAGES = 2, 8
 _MAX_BOX = 256
@@ -122,17 +125,17 @@ def choose(p: Problem) -> tuple[Tile, Blocking]:
     return fastest(((t, t.blocking(form, size)) for t in tiles_for(p)), p)
 
 
-class SpmmVectorNMTMA:
+class SpmmVectorNMTMA(CudaKernel):
     """``out = A @ B`` for A in VectorNM with a vector length that is a multiple of 8, on sm_90a only."""
 
     name = "cuda.spmm_vector_nm_tma_sm90a"
-    formats = frozenset({"vector-nm"})
+    takes = spmm_of("vector-nm")
     archs = ("sm_90a",)
     product_error = 2.0**-21  # as in spmm_vector_nm_mma
 
     def unsupported(self, p: Problem) -> list[str]:
         length = p.p["vector_length"]
-        found = refusals(p, ("bfloat16", "float16", "float32")) + reasons(
+        found = vector_reasons(p, ("bfloat16", "float16", "float32")) + reasons(
             (p.device == "cuda" and p.sm != 90, f"needs sm_90a (TMA, register hand-over), got {p.sm_name}"),
             (length % 8, f"vector_length must be a multiple of 8 (the instruction's row width), got {length}"),
             (p.M * p.K == 0, f"A must not be empty (a TMA map has no zero extents), got {p.M}x{p.K}"),
@@ -155,11 +158,11 @@ class SpmmVectorNMTMA:
         """For spformat.dispatch.cost."""
         return choose(p)[1]
 
-    def plan(self, a: Any, p: Problem) -> Plan:
+    def prepared(self, a: Any, p: Problem) -> Prepared:
         (tile, blocking), form, size = choose(p), pattern(p), ITEMSIZE[p.a_dtype]
         group, stages = form.group_rows(tile.warp_rows), tile.stages(form, size, shared_limit(p.sm))
-        made = records(
-            a.indices, form, tile_rows=tile.rows, group_rows=group, kept=tile.windows(form, size) * form.n,
+        made = cached_records(
+            a, form, tile_rows=tile.rows, group_rows=group, kept=tile.windows(form, size) * form.n,
             step=32 // size, banks=16 // size if group >= 16 else 1, bank_rows=size // 2, packed=False,
         )  # fmt: skip
         data = aligned_data(a)
@@ -181,7 +184,7 @@ class SpmmVectorNMTMA:
             cluster=lambda _: CLUSTER, signature=(tensor_map.TensorMap, Shape, "i", "i", "P"), keep=data,
             b_signature=(tensor_map.TensorMap,), b_arguments=b_arguments, splits=blocking.splits,
         )  # fmt: skip
-        return launch.device_plan(self.name, p, launcher(p, choice), f"{tile} {stages} stages", made.words.nbytes)
+        return Prepared(launcher(p, choice), f"{tile} {stages} stages", made.words.nbytes)
 
 
 def instance(dtype: str, out: str, group: int, tile: Tile, cluster: tuple[int, int]) -> str:

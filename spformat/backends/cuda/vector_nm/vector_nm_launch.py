@@ -14,9 +14,10 @@ from typing import Any, Protocol, TypeVar
 
 from ....arrays.library import BOUNDARY, ceil_div, round_up
 from ....errors import InternalError, LimitError
-from ....products.problem import COL, ROW, Problem, reasons
+from ....products.kernel import reasons
+from ....products.problem import COL, Problem
 from ....products.roofline import DEVICES, H200, Blocking
-from ..runtime import jit, launch
+from ..runtime import jit, launch, refusals
 from ..runtime.occupancy import max_clusters
 from ..runtime.scratch import Scratch
 from .vector_nm_tiles import Pattern, Records, Shape, records
@@ -44,17 +45,10 @@ def pattern(p: Problem) -> Pattern:
     return Pattern(p.M, p.K, q["n"], q["m"], q["vector_length"])
 
 
-def refusals(p: Problem, dtypes: tuple[str, ...]) -> list[str]:
+def vector_reasons(p: Problem, dtypes: tuple[str, ...]) -> list[str]:
     """What every vector n:m kernel refuses; ``dtypes``: the value types it takes."""
     outs = (p.a_dtype, "float32") if ITEMSIZE.get(p.a_dtype) == 2 else (p.a_dtype,)
-    return reasons(
-        (p.device != "cuda", f"operands are on {p.device}; move them with .to('cuda')"),
-        (p.device == "cuda" and (p.sm is None or p.sm < 80), f"needs sm_80 or newer, got {p.sm_name}"),
-        (p.a_dtype not in dtypes, f"a.dtype must be one of {', '.join(dtypes)}, got {p.a_dtype}"),
-        (p.b_dtype != p.a_dtype, f"b.dtype must equal a.dtype ({p.a_dtype}), got {p.b_dtype}"),
-        (p.out_dtype not in outs, f"out.dtype must be {' or '.join(outs)}, got {p.out_dtype}"),
-        (p.b_layout not in (ROW, COL), f"B must have unit stride along one axis, got layout {p.b_layout!r}"),
-        (p.out_layout not in (ROW, COL), f"out must have unit stride along one axis, got layout {p.out_layout!r}"),
+    return refusals.every(p, 80, dtypes, outs) + reasons(
         (p.M * ITEMSIZE.get(p.a_dtype, 8) >= _PITCH_MAX - 8192, f"a row of data must stay below 2 GiB, got M = {p.M}"),
         (max(p.M, p.K) > _INT32_MAX - 1024, f"M and K must stay below 2^31 - 1024, got {p.M} and {p.K}"),
     )
@@ -96,9 +90,26 @@ def aligned_data(a: Any) -> Any:
     data, size = a.data, a.data.dtype.itemsize
     if data.shape[1] * size % BOUNDARY == 0:
         return data
-    padded = cupy.zeros((data.shape[0], round_up(data.shape[1], BOUNDARY // size)), f"uint{8 * size}")
-    padded[:, : data.shape[1]] = data.view(padded.dtype)
-    return padded
+
+    def build() -> Any:
+        padded = cupy.zeros((data.shape[0], round_up(data.shape[1], BOUNDARY // size)), f"uint{8 * size}")
+        padded[:, : data.shape[1]] = data.view(padded.dtype)
+        launch.finish_arrays()  # synchronize!
+        return padded
+
+    return a.kernel_arrays("padded data", build)
+
+
+def cached_records(a: Any, form: Pattern, **cut: Any) -> Records:
+    """``records`` of a matrix, built once for each way to cut it."""
+
+    def build() -> Records:
+        made = records(a.indices, form, **cut)
+        launch.finish_arrays()  # synchronize!
+        return made
+
+    built: Records = a.kernel_arrays(("records", *sorted(cut.items())), build)
+    return built
 
 
 class TileSize(Protocol):
@@ -128,7 +139,7 @@ _Any = TypeVar("_Any")
 
 
 def fit(
-    tiles: Iterable[_Tile], indices: Any, p: Problem, *, step: int, banks: int = 1, bank_rows: int = 1
+    tiles: Iterable[_Tile], a: Any, p: Problem, *, step: int, banks: int = 1, bank_rows: int = 1
 ) -> tuple[_Tile, Records, int]:
     """The first tile whose stages fit in shared memory, its records and rows per group.
 
@@ -146,8 +157,8 @@ def fit(
         roomy = tile.smem(size, width, slots, groups * slots + width + 4) <= limit
         if not roomy and tile.smem(size, kept, slots, groups * slots + kept) > limit:
             continue
-        made = records(
-            indices, form, tile_rows=tile.rows, group_rows=group, kept=kept, step=step,
+        made = cached_records(
+            a, form, tile_rows=tile.rows, group_rows=group, kept=kept, step=step,
             bank_rows=bank_rows,
             banks=banks if group >= 16 else 1, packed=None if roomy else True, line_bytes=tile.slot_scale(size),
         )  # fmt: skip
@@ -262,7 +273,6 @@ def launcher(p: Problem, choice: Choice) -> launch.Prepare:
         return [*calls, function.bind(grid, x.stream, *operands, c, x.n, step_m, step_n, split_stride)]
 
     product(choose_cluster(max(p.n, 1)))  # compile now, not in the first call
-    launch.finish_arrays()  # synchronize! records and padded data
     rows_of_b = AlignedRows(p)
     c_col, M, keep = p.out_layout == COL, p.M, choice.keep
     b_arguments, c_arguments = choice.b_arguments, choice.c_arguments

@@ -1,0 +1,34 @@
+"""Several products on a device as one plan: their launches follow one another, and add to C."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ....products.plan import Plan
+from ....products.problem import Problem
+from .epilogue import launches_of, with_epilogue
+from .launch import Call, Operands, device_plan
+
+
+def sum_of_plans(name: str, plans: Sequence[Plan], p: Problem) -> Plan:
+    """A plan for ``p`` of plans whose results are added: all but the first have an epilogue and add to C.
+
+    Where their results are wider than C, they are summed in a workspace and rounded once.
+    """
+    prepared = [launches_of(plan) for plan in plans]
+
+    def prepare(o: Operands) -> Sequence[Call]:
+        calls = [*prepared[0](o)]
+        for add in prepared[1:]:
+            calls += add(o._replace(alpha=1.0, beta=1.0, bias=0))
+        return calls
+
+    texts = " + ".join(f"{plan.kernel} {plan.tile}".strip() for plan in plans)
+    reads = tuple(r for plan in plans for r in plan.reads or ())
+    wide = p.changed(out_dtype=plans[0].problem.out_dtype, epilogue=False)
+    total = device_plan(name, wide, prepare, texts, sum(plan.workspace for plan in plans), reads)
+    if wide.out_dtype == p.out_dtype:
+        return total
+    rounded = with_epilogue(total, p, "sums")
+    return replace(rounded, tile=texts)

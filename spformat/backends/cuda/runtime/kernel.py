@@ -1,0 +1,64 @@
+"""What all CUDA kernels share: a plan that checks its operands and fits its launches to their columns."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+from ....arrays.library import round_up, span
+from ....products.kernel import Kernel
+from ....products.plan import Plan
+from ....products.problem import Problem
+from .launch import Library, Operands, Prepare, device_plan
+
+COLUMN_STEP = 8
+"""Numbers of columns up to the same multiple of it share a tile."""
+FITTED = 64
+"""Numbers of columns that a plan keeps tiles for."""
+
+
+class Prepared(NamedTuple):
+    """What a kernel gives for one matrix and one number of columns."""
+
+    prepare: Prepare | Library
+    """From operands to the launches of the product; right for any number of columns."""
+    tile: str = ""
+    workspace: int = 0
+    """Bytes that the kernel derived from the matrix and keeps."""
+
+
+class CudaKernel(Kernel):
+    """A kernel for operands on an NVIDIA GPU. Subclasses give ``prepared``."""
+
+    archs: tuple[str, ...] = ()
+    """Architectures with a target of their own ("sm_90a"); other devices get the plain target of theirs."""
+
+    def prepared(self, a: Any, p: Problem) -> Prepared:
+        """The launches for matrix ``a``, with a tile for ``p.n`` columns.
+
+        What is derived from the matrix is kept with ``a.kernel_arrays``: it is shared by all numbers of columns.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement prepared")
+
+    def prepared_with(self, a: Any, p: Problem, tile: Any) -> Prepared:
+        """The same with a given tile, for kernels whose tiles depend on the matrix and are compared one by one."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement prepared_with")
+
+    def plan_with(self, a: Any, p: Problem, tile: Any) -> Plan:
+        """A plan that uses one tile for every number of columns."""
+        only = self.prepared_with(a.twin(), p, tile)
+        return device_plan(self.name, p, only.prepare, only.tile, only.workspace)
+
+    def _plan(self, a: Any, p: Problem) -> Plan:
+        twin = a.twin()
+
+        @functools.lru_cache(maxsize=FITTED)
+        def fitted(n: int) -> Prepared:
+            return self.prepared(twin, p.changed(n=n))
+
+        def prepare(o: Operands) -> Any:
+            return fitted(round_up(o.n, COLUMN_STEP)).prepare(o)
+
+        reads = tuple((*span(x), x) for x in twin.arrays().values() if x.size)
+        first = fitted(round_up(max(1, p.n), COLUMN_STEP))
+        return device_plan(self.name, p, prepare, first.tile, first.workspace, reads)

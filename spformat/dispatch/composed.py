@@ -1,0 +1,138 @@
+"""Products composed of other products: a sum of parts, and a transposed product through a stored transpose.
+
+They are kernels like any other, with an expected time that follows from those of the kernels they are composed of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..backends import register
+from ..errors import NoKernelError
+from ..formats import registered
+from ..formats.base import Format
+from ..products.kernel import Kernel
+from ..products.plan import Plan
+from ..products.problem import Operand, Problem, itemsize
+from .plans import plan_with
+from .select import ask, choose
+
+
+def _expected(p: Problem) -> float:
+    expected = ask(p).expected_us
+    return float("inf") if expected is None else expected
+
+
+def _why_not(what: str, p: Problem) -> list[str]:
+    """Why no kernel takes a problem that this one is composed of."""
+    trace = ask(p)
+    return [] if trace.chosen else [f"no kernel takes {what} ({p.operands[0].format})"]
+
+
+class SumOfParts(Kernel):
+    """The products with the parts of a sum, one after the other; every part but the first adds to C.
+
+    A 16-bit C is summed in a float32 workspace and rounded once.
+    """
+
+    name = "composed.sum_of_parts"
+    epilogue = False
+
+    @property
+    def takes(self) -> frozenset[tuple[str, str]]:  # type: ignore[override]
+        """Every operation of the formats that are composed by addition."""
+        names = [f.name for f in registered() if f.combines == "sum"]
+        return frozenset((operation, name) for operation in ("spmm", "spmm_transposed") for name in names)
+
+    def problems(self, p: Problem) -> list[Problem]:
+        """The problems of the parts: the first writes the sums, the others add to them."""
+        wide = "float32" if p.out_dtype in ("float16", "bfloat16") else p.out_dtype
+        parts = p.operands[0].parts
+        alone = [replace(p, operands=(part, *p.operands[1:])).changed(out_dtype=wide) for part in parts]
+        return [alone[0], *(replace(q, epilogue=True) for q in alone[1:])] if alone else []
+
+    def unsupported(self, p: Problem) -> list[str]:
+        """What the kernels of the parts refuse."""
+        found = [text for i, q in enumerate(self.problems(p)) for text in _why_not(f"part {i}", q)]
+        return found or ([] if p.operands[0].parts else ["the problem names no parts"])
+
+    def workspace_bytes(self, p: Problem) -> int:
+        """The float32 sums of a 16-bit C."""
+        return 4 * p.rows * p.n if p.out_dtype in ("float16", "bfloat16") else 0
+
+    def expected_us(self, p: Problem) -> float:
+        """The sum of what the parts expect."""
+        return sum(_expected(q) for q in self.problems(p))
+
+    def _plan(self, a: Any, p: Problem) -> Plan:
+        parts: tuple[Format, ...] = tuple(a.parts)
+        plans = [plan_with(choose(q), part.ensure_valid(), q) for part, q in zip(parts, self.problems(p), strict=True)]
+        if p.device == "cpu":
+            from ..backends.host import sum_of_plans
+        else:
+            from ..backends.cuda.runtime.compose import sum_of_plans
+        return sum_of_plans(self.name, plans, p)
+
+
+class TransposedCopy(Kernel):
+    """C = A^T @ B as a product with a transposed copy of A, which the plan keeps."""
+
+    name = "composed.transposed_copy"
+    epilogue = True
+
+    @property
+    def takes(self) -> frozenset[tuple[str, str]]:  # type: ignore[override]
+        """Every format but dense, whose products take a transpose as it is, and sums, which are taken by parts."""
+        return frozenset(("spmm_transposed", f.name) for f in registered() if f.name != "dense" and not f.combines)
+
+    def problem(self, p: Problem) -> Problem:
+        """The product with the copy: CSR, or blocks where A stores blocks."""
+        a = p.operands[0]
+        params = dict(a.params)
+        if "blocksize" in params:
+            params = {"blocksize": params["blocksize"][::-1]}
+        kept = a.format if "blocksize" in params else "csr"
+        copy = Operand("bsr" if kept == "dbsr" else kept, a.shape[::-1], a.dtype,
+                       tuple(params.items()) if "blocksize" in params else (), a.stored, device=a.device)  # fmt: skip
+        return replace(p, operation="spmm", operands=(copy, *p.operands[1:]))
+
+    def unsupported(self, p: Problem) -> list[str]:
+        """What every kernel for the copy refuses."""
+        return _why_not("the transposed copy", self.problem(p))
+
+    def workspace_bytes(self, p: Problem) -> int:
+        """The copy: values, an index for each (fewer for blocks) and pointers."""
+        return p.nnz * (itemsize(p.a_dtype) + 4) + 4 * (p.K + 1)
+
+    def expected_us(self, p: Problem) -> float:
+        """What the product with the copy expects; the copy itself is made once."""
+        return _expected(self.problem(p))
+
+    def _plan(self, a: Any, p: Problem) -> Plan:
+        copy = a.kernel_arrays("transposed copy", lambda: a.T.materialize().ensure_valid())
+        described = replace(self.problem(p), operands=(Operand.of(copy), *p.operands[1:]))
+        try:
+            plan = plan_with(choose(described), copy, described)
+        except NoKernelError as e:
+            e.message = f"transposed copy of {p.format}: {e.message}"
+            raise
+        return Plan(self.name, p, plan.run, f"{plan.kernel} {plan.tile}".strip(), int(copy.nbytes) + plan.workspace)
+
+
+class ComposedBackend:
+    """Always there; its kernels need those of other backends."""
+
+    name = "composed"
+
+    def missing(self) -> list[str]:
+        """Nothing of its own."""
+        return []
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        """A sum of parts, a product with a transposed copy."""
+        return KERNELS
+
+
+KERNELS: tuple[Kernel, ...] = (SumOfParts(), TransposedCopy())
+BACKEND = register(ComposedBackend())

@@ -1,0 +1,48 @@
+"""From a kernel and a matrix to a plan: the epilogue that a kernel lacks, and the guard of the arrays that are read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..arrays.library import current_device, span
+from ..formats.base import Format
+from ..products.kernel import Kernel
+from ..products.plan import OVERWRITES, Plan
+from ..products.problem import Problem
+from .select import without_epilogue
+
+
+def plan_with(kernel: Kernel, A: Format, problem: Problem) -> Plan:
+    """The plan of a kernel for a validated matrix, with the epilogue of ``problem`` and a guard of A's arrays."""
+    asked = without_epilogue(kernel, problem)
+    with current_device(A.values):
+        plan = kernel.plan(A, asked)
+        if asked is not problem:
+            plan = _with_epilogue(plan, problem)
+    if plan.reads is not None:
+        return plan
+    # The arrays are kept, too: memory that A alone held could be handed out again and come back as an out.
+    reads = tuple((*span(x), x) for x in A.arrays().values() if x.size)
+    return replace(plan, run=_guarded(plan.run, reads))
+
+
+def _with_epilogue(plan: Plan, problem: Problem) -> Plan:
+    if problem.device == "cpu":
+        from ..backends.host import with_epilogue
+    else:
+        from ..backends.cuda.runtime.epilogue import with_epilogue
+    return with_epilogue(plan, problem)
+
+
+def _guarded(run: Any, reads: tuple[tuple[int, int, Any], ...]) -> Any:
+    """``run``, with an ``out`` refused that would overwrite the matrix while it is read."""
+
+    def guarded(B: Any, out: Any, *epilogue: Any) -> Any:
+        if out is not None and out.size:
+            lo, hi = span(out)
+            if any(lo < end and start < hi for start, end, _ in reads):
+                raise ValueError(OVERWRITES)
+        return run(B, out, *epilogue)
+
+    return guarded

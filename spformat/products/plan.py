@@ -1,0 +1,43 @@
+"""A plan: one operation on one matrix, ready to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import UsageError
+from .problem import Problem, scalar
+
+OVERWRITES = "out overlaps the arrays of A; the product would overwrite what it reads"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Plan:
+    """One product, ready to run: ``plan(B)`` or ``plan(B, out=C)``, for any number of columns.
+
+    A plan keeps the arrays of A, never the Format object, so that the cache of plans, which lies on the matrix, can
+    be emptied. ``run(B, out)`` gets operands that match ``problem`` in everything but the number of columns; the plan
+    fits its launch to theirs. ``out`` is None where the plan allocates it. Where ``problem`` has an epilogue, it is
+    ``run(B, out, alpha, beta, bias)``.
+    """
+
+    kernel: str
+    problem: Problem
+    run: Callable[..., Any] = field(repr=False)
+    tile: str = ""
+    workspace: int = 0
+    """Bytes the plan owns beside the arrays of A."""
+    reads: tuple[tuple[int, int, Any], ...] | None = field(default=None, repr=False)
+    """(first address, the one behind the last, array) of the arrays of A, which ``run`` refuses as an ``out``. None
+    where ``run`` does not look: then the dispatcher looks before every run."""
+    prepare: Callable[..., Any] | None = field(default=None, repr=False)
+    """What ``run`` does for new operands, for a backend that composes another plan of this one."""
+
+    def __call__(self, B: Any, out: Any = None, *, alpha: float = 1.0, beta: float = 0.0, bias: Any = None) -> Any:
+        """A @ B, written to ``out`` if given; alpha, beta and bias only where the plan has an epilogue."""
+        if self.problem.epilogue:
+            return self.run(B, out, scalar("alpha", alpha), scalar("beta", beta), bias)
+        if bias is None and alpha == 1 and beta == 0:
+            return self.run(B, out)
+        raise UsageError("this plan computes A @ B alone; alpha, beta and bias need plan(.., epilogue=True)")
