@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import os
 import subprocess
 import sys
@@ -18,7 +16,7 @@ from cases import codes, nm_places
 from spformat.arrays import threads
 from spformat.arrays.dtypes import VALUE_TYPES, bits
 from spformat.errors import InvariantError, StructureError
-from spformat.formats import BSR, CSR, SRBCRS, Bitmask, ELLBuckets, Format, TwoFour, VectorNM, on_device
+from spformat.formats import BSR, CSR, SRBCRS, Bitmask, ELLBuckets, Format, TwoFour, VectorNM, edges
 from spformat.formats.fast import compiled
 from spformat.preprocess import masks
 
@@ -39,7 +37,7 @@ def path(monkeypatch: pytest.MonkeyPatch, *, numba: bool) -> Iterator[None]:
     """Everything, or nothing, goes through compiled code, in small pieces on three threads."""
     assert compiled._usable()
     with monkeypatch.context() as m:
-        m.setattr(compiled, "serves", lambda x, elements=None, edge="": numba)
+        m.setattr(compiled, "serves", lambda x, elements=None: numba)
         m.setattr(compiled, "PIECE", 1000)
         m.setattr(threads, "cores", lambda: 3)
         yield
@@ -223,12 +221,13 @@ def test_a_numba_that_does_not_import_is_done_without(monkeypatch: pytest.Monkey
         compiled._usable.cache_clear()
 
 
-@pytest.mark.parametrize("edge", on_device.ON_DEVICE)
-def test_a_twin_on_the_device_takes_what_the_host_code_takes(edge: str) -> None:
-    home = on_device if hasattr(on_device, edge) else compiled
-    twin = importlib.import_module(f"spformat.backends.cuda.{on_device.ON_DEVICE[edge]}")
-    here, there = (inspect.signature(getattr(owner, edge)) for owner in (home, twin))
-    assert list(here.parameters) == list(there.parameters)
+@pytest.mark.parametrize("edge", edges.edges_of("cpu"), ids=lambda e: f"{e.source}-{e.target}")
+def test_an_edge_of_the_host_is_asked_for_large_arrays_only(edge: edges.Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = np.broadcast_to(np.float16(0), (4096, 2048))
+    assert edge in edges.find(edge.source, edge.target, large)
+    assert edge not in edges.find(edge.source, edge.target, large[:63])
+    monkeypatch.setattr(compiled, "_usable", lambda: False)
+    assert edge not in edges.find(edge.source, edge.target, large)
 
 
 OTHER_MACHINE = """
@@ -246,7 +245,7 @@ for dtype in (ml_dtypes.bfloat16, np.float32):
         x = np.where(some, rng.standard_normal(some.shape), -0.0).astype(dtype)
         results = []
         for numba in (False, True):
-            compiled.serves = lambda x, elements=None, edge="": numba
+            compiled.serves = lambda x, elements=None: numba
             made = fmt.from_dense(x, **params)
             results.append((made, bits(made.to_dense()).tobytes()))
         assert results[0] == results[1], (fmt, dtype)
@@ -271,7 +270,7 @@ def test_compiled_code_starts_without_scipy_linalg_and_leaves_numba_whole() -> N
     """A third of numba's start is a look for scipy's BLAS, which our loops have no use for; np.dot still finds it."""
     script = (
         "import sys, numpy as np, numba, spformat as sf\n"
-        "x = np.zeros((1024, 4096)); sf.formats.fast.compiled._warm_up()\n"
+        "from spformat.formats.fast import compiled; x = np.zeros((1024, 4096)); compiled._warm_up()\n"
         "sf.convert(x, 'bitmask'); assert 'scipy.linalg' not in sys.modules, 'scipy.linalg is imported'\n"
         "dot = numba.njit(lambda a, b: np.dot(a, b))\n"
         "assert dot(np.eye(3), np.eye(3)).trace() == 3 and 'scipy.linalg' in sys.modules\n"

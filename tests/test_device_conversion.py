@@ -14,7 +14,7 @@ from cases import sparse
 
 import spformat as sf
 from spformat.checkpoint import Recipe, convert_checkpoint, shard
-from spformat.formats import on_device
+from spformat.formats import edges
 from spformat.storage import container
 from spformat.storage import device_copy as pinned
 
@@ -26,7 +26,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
     """CuPy without a GPU, and pieces so small that every buffer is used many times."""
     cupy = stand_in_cupy.module()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(on_device, "ON_DEVICE", {})  # no kernel runs here
+    monkeypatch.setattr(edges, "_waiting", {"cpu": [], "cuda": []})  # no kernel runs here
+    monkeypatch.setattr(edges, "_table", {})
     monkeypatch.setattr(container, "SCAN_ON_DEVICE", 0)
     monkeypatch.setattr(shard, "_WORTH_MOVING", 0)
     monkeypatch.setattr(pinned, "PIECE", 1000)

@@ -68,9 +68,9 @@ FORMAT_IMPORTS = {
     "dbsr": {"bsr"},
     "foreign": {"bsr", "dense"},
     "convert": {"dense", "foreign"},
-    "base": {"foreign", "transposed"},
+    "base": {"transposed"},
 }
-"""What a file of formats/ may import beside base, declare, fast, on_device and the hub (csr)."""
+"""What a file of formats/ may import beside base, declare, edges and the hub (csr)."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,23 @@ def targets(node: ast.Import | ast.ImportFrom, package: list[str]) -> Iterator[s
             yield module
 
 
+def named(node: ast.AST, package: str) -> Iterator[str]:
+    """Names of modules of ours in a string: a constant that is one, or text after the name of the own package.
+
+    ``f"{__package__}.{layout}_loops"`` names every module of the package that ends so.
+    """
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        if re.fullmatch(r"(spformat|cli)(\.\w+)+", node.value) and is_module(node.value):
+            yield node.value
+    elif isinstance(node, ast.JoinedStr) and "__package__" in ast.unparse(node.values[0]):
+        rest = [v.value if isinstance(v, ast.Constant) else "*" for v in node.values[1:]]
+        pattern = "".join(map(str, rest)).removeprefix(".").replace(".", "/")
+        yield from (f"{package}.{path.stem}" for path in (ROOT / package.replace(".", "/")).glob(f"{pattern}.py"))
+
+
 @functools.cache
 def imports() -> tuple[Import, ...]:
-    """Every import that runs; those under TYPE_CHECKING do not."""
+    """Every import that runs, and every string that names a module; what stands under TYPE_CHECKING does not run."""
     found = []
     for path in files():
         name = path.relative_to(ROOT).as_posix()
@@ -128,7 +142,30 @@ def imports() -> tuple[Import, ...]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Import | ast.ImportFrom) and node not in skipped:
                 found += [Import(name, node.lineno, t, node in deferred) for t in targets(node, package)]
+            elif isinstance(node, ast.Constant | ast.JoinedStr) and node not in skipped:
+                found += [Import(name, node.lineno, t, True) for t in named(node, ".".join(package))]
     return tuple(found)
+
+
+def file_of(module: str) -> str:
+    """The file of a module or package of ours; "" for any other."""
+    path = ROOT / module.replace(".", "/")
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return file.relative_to(ROOT).as_posix() if file.exists() else ""
+
+
+def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
+    """The sets of two or more names that reach each other."""
+    reach: dict[str, set[str]] = {}
+    for name in arrows:
+        seen, todo = set[str](), [name]
+        while todo:
+            new = arrows.get(todo.pop(), set()) - seen
+            seen |= new
+            todo += new
+        reach[name] = seen
+    round_trips = {frozenset(b for b in reach[a] if a in reach.get(b, ())) for a in arrows}
+    return sorted(sorted(c) for c in round_trips if c)
 
 
 def place(dotted: str) -> str:
@@ -153,6 +190,28 @@ def test_imports_lead_downward() -> None:
             if here != there and LEVEL[there] >= LEVEL[here]:
                 wrong.append(str(i))
     assert wrong == []
+
+
+def test_no_files_import_in_a_circle() -> None:
+    """Imports inside functions count, too: they only hide a circle."""
+    arrows: dict[str, set[str]] = {}
+    for i in imports():
+        there = file_of(i.module)
+        if there and there != i.file:
+            arrows.setdefault(i.file, set()).add(there)
+    assert circles(arrows) == []
+
+
+def test_strings_that_name_modules_are_seen() -> None:
+    """The loader of backends names modules of its own package, and of no other; loops are named by their ending."""
+    by_name = [i for i in imports() if i.file == "spformat/backends/__init__.py" and i.module.startswith("spformat.")]
+    assert {place(i.module) for i in by_name} == {"backends", "errors", "formats"}
+    assert "spformat.backends.cuda" in {i.module for i in by_name}
+    compiled = {i.module for i in imports() if i.file == "spformat/formats/fast/compiled.py"}
+    assert {"spformat.formats.fast.row_loops", "spformat.formats.fast.numba_cache"} <= compiled
+    upward = ast.parse("__import__('spformat.backends.cuda')").body[0]
+    assert [t for n in ast.walk(upward) for t in named(n, "spformat.formats")] == ["spformat.backends.cuda"]
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c"]]
 
 
 def test_libraries_stay_in_their_places() -> None:
@@ -185,7 +244,7 @@ def test_formats_know_only_the_hub() -> None:
     for i in imports():
         name = Path(i.file).stem
         if Path(i.file).parent.name == "formats" and i.module.startswith("spformat.formats.") and name != "__init__":
-            allowed = {"base", "declare", "fast", "on_device", "csr"} | FORMAT_IMPORTS.get(name, set())
+            allowed = {"base", "declare", "edges", "csr"} | FORMAT_IMPORTS.get(name, set())
             if i.module.split(".")[2] not in allowed:
                 wrong.append(str(i))
     assert wrong == []

@@ -17,7 +17,7 @@ import pytest
 
 import spformat as sf
 from spformat.checkpoint import Part, Recipe, Workers, convert_checkpoint, merge_parts, open_source, parts, plan_jobs
-from spformat.checkpoint.folder import Conversion
+from spformat.checkpoint.conversion import Conversion
 from spformat.storage import output
 from spformat.storage.locks import folder_lock
 

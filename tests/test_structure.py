@@ -73,7 +73,7 @@ def test_every_count(dtype: str, path: str, monkeypatch: pytest.MonkeyPatch) -> 
     if path == "compiled":
         pytest.importorskip("numba")
         assert compiled._usable()
-    monkeypatch.setattr(compiled, "serves", lambda x, elements=None, edge="": path == "compiled")
+    monkeypatch.setattr(compiled, "serves", lambda x, elements=None: path == "compiled")
     monkeypatch.setattr(threads, "cores", lambda: 3)
     monkeypatch.setattr(structure, "PANEL", 4096)
     for seed, shape in enumerate(SHAPES):
@@ -85,7 +85,7 @@ def test_every_count(dtype: str, path: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_window_as_full_as_it_can_be_is_seen_wherever_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba")
     assert compiled._usable()
-    monkeypatch.setattr(compiled, "serves", lambda x, elements=None, edge="": True)
+    monkeypatch.setattr(compiled, "serves", lambda x, elements=None: True)
     for row, col in ((0, 0), (7, 32), (8, 64), (255, 96), (256, 160), (299, 128)):
         x = np.zeros((300, 192), np.float16)
         for held in range(1, 33):

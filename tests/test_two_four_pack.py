@@ -13,8 +13,7 @@ from spformat.arrays.dtypes import VALUE_TYPES, bits
 from spformat.backends.cuda.two_four import two_four_pack
 from spformat.backends.cuda.two_four.two_four_pack import TwoFourPack
 from spformat.errors import StructureError, UsageError
-from spformat.formats import convert, on_device, two_four
-from spformat.formats.fast import compiled
+from spformat.formats import convert, edges
 from spformat.preprocess import masks
 
 ORDERS = ("logical", "ldmatrix", "fragment", "cutlass-sm80")
@@ -88,10 +87,9 @@ def test_what_the_kernel_reports_becomes_the_refusal(monkeypatch: pytest.MonkeyP
         assert order == "cutlass-sm80"
         out[...] = dense
 
-    for module in (two_four, masks, compiled):
-        monkeypatch.setattr(module, "is_cupy", lambda x: True)
-    monkeypatch.setattr(on_device, "two_four_pack", pack)
-    monkeypatch.setattr(on_device, "two_four_unpack", unpack)
+    monkeypatch.setattr(edges, "is_cupy", lambda x: True)
+    monkeypatch.setattr(two_four_pack, "two_four_pack", pack)
+    monkeypatch.setattr(two_four_pack, "two_four_unpack", unpack)
     monkeypatch.setattr(TwoFour, "_encode", None)
     b = TwoFour.from_dense(x, meta_order="cutlass-sm80")
     assert b == a

@@ -96,6 +96,15 @@ def value_type(dtype: Any) -> ValueType:
     return found
 
 
+def largest_finite(dtype: Any) -> int:
+    """The bits of the largest finite value; the next integer is infinity (or NaN where there is no infinity)."""
+    row = value_type(dtype)
+    if row.name == "int8":
+        return 255
+    finfo: Any = ml_dtypes.finfo
+    return int(np.array([finfo(row.numpy).max], row.numpy).view(row.bits)[0])
+
+
 def bits(a: Any) -> Any:
     """The same memory as unsigned integers of the same width (numpy or CuPy, any contiguous shape)."""
     return a.view(value_type(a.dtype).bits)

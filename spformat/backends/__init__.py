@@ -1,15 +1,21 @@
-"""Which backends exist and how they load: built-in ones by module path, others by entry point."""
+"""Which backends exist and how they load: built-in ones by module path, others by entry point.
+
+A plug-in that only makes conversions faster has an entry point of the group ``spformat.edges``, which loads to a
+sequence of ``Edge``.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 from ..errors import UsageError
+from ..formats import edges
 from .base import Backend
 
-ENTRY_POINT_GROUP = "spformat.backends"
+ENTRY_POINT_GROUP, EDGE_GROUP = "spformat.backends", "spformat.edges"
 
 KNOWN = {
     "cpu": "spformat.backends.cpu",
@@ -35,10 +41,10 @@ def register(backend: Backend) -> Backend:
     return backend
 
 
-def _entry_points() -> Any:
+def _entry_points(group: str = ENTRY_POINT_GROUP) -> Any:
     from importlib.metadata import entry_points  # brings the email package: not for importing spformat
 
-    return entry_points(group=ENTRY_POINT_GROUP)
+    return entry_points(group=group)
 
 
 @functools.cache
@@ -74,3 +80,23 @@ def get(name: str) -> Backend:
             plugin: Backend = loaded() if isinstance(loaded, type) else getattr(loaded, "BACKEND", loaded)
             return plugin
     raise UsageError(f"unknown backend {name!r} (known: {', '.join(names())})")
+
+
+# ------------------------------------------------------------------ edges
+
+
+def _cuda_edges() -> tuple[edges.Edge, ...]:
+    from .cuda.edges import EDGES
+
+    return EDGES
+
+
+def _installed_edges(device: str) -> Iterator[edges.Edge]:
+    """Those of installed plug-ins for a kind of device; a plug-in's own error passes through."""
+    for e in _entry_points(EDGE_GROUP):
+        yield from (edge for edge in e.load() if edge.device == device)
+
+
+edges.provide("cuda", functools.partial(_installed_edges, "cuda"))
+edges.provide("cuda", _cuda_edges)
+edges.provide("cpu", functools.partial(_installed_edges, "cpu"))

@@ -7,20 +7,18 @@ import os
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import ContainerError, OutputError, UsageError
 from ..formats import by_name, spec_text
 from ..storage.files import is_file, names_in, remove, same_file, sha256_of, size_of
 from ..storage.output import flush_folder
+from .conversion import Conversion
 from .jobs import Job, Outcome
 from .manifest import MANIFEST, digest, read_manifest
 from .parts import Converted
 from .recipe import KEEP
 from .source import INDEX, INDEX_SUFFIX, OURS
-
-if TYPE_CHECKING:
-    from .folder import Conversion
 
 _DENSE = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
 

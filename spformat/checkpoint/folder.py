@@ -10,78 +10,22 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from .. import __name__ as package
-from .. import limits
 from ..errors import OutputError
 from ..formats import parse_spec
 from ..storage.files import Path, reason, remove, same_file
 from ..storage.locks import folder_lock, ignores_case
 from ..storage.output import flush_folder, publish, sweep
 from . import journals
+from .conversion import Conversion
 from .existing_target import clear, holds_side_file
-from .jobs import Job
-from .manifest import JOURNAL_GLOB, MANIFEST, VERSION, digest, write_json
-from .parts import PIECES, Converted, Part, Task, Unit, assemble, narrowed, split
-from .recipe import KEEP, Recipe, writes_dense
-from .source import INDEX, INDEX_SUFFIX, Source
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """All that is known of a conversion into a folder before a tensor is read."""
-
-    source: Source
-    jobs: tuple[Job, ...]
-    recipe: Recipe
-    folder: str
-    device: str = "cpu"
-
-    @property
-    def dense(self) -> bool:
-        """Whether an ordinary checkpoint is written."""
-        return writes_dense(self.recipe)
-
-    @property
-    def names(self) -> dict[str, str]:
-        """Shard -> name of its output file."""
-        return dict(zip(self.source.shards, shard_names(self.source, self.dense), strict=True))
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """Names of all files that make the new checkpoint one: shards, and the manifest or index."""
-        last = MANIFEST if not self.dense else INDEX if len(self.source.shards) > 1 else None
-        return (*self.names.values(), *filter(None, [last]))
-
-    @property
-    def identity(self) -> str:
-        """Equal for runs whose finished files can stand side by side."""
-        names = tuple(self.names.values())
-        return digest(
-            {"recipe": asdict(self.recipe), "container": VERSION, "shards": self.source.shards, "names": names}
-        )
-
-    def parts(self, n: int) -> tuple[tuple[Unit, ...], ...]:
-        """The units of each of ``n`` parts."""
-        return split(self.jobs, self.names, n)
-
-    def task(self, unit: Unit, overwrite: bool) -> Task:
-        """What a worker needs for a unit."""
-        return Task(
-            narrowed(self.source, unit.shard), unit, self.recipe, self.folder, overwrite, self.device, limits.current()
-        )
-
-
-def shard_names(source: Source, dense: bool) -> tuple[str, ...]:
-    """Output file names, one per input shard."""
-    n = len(source.shards)
-    if not dense:
-        return tuple(f"spformat-{i:05}-of-{n:05}.safetensors" for i in range(1, n + 1))
-    if n == 1:
-        return ("model.safetensors",)
-    return tuple(f"model-{i:05}-of-{n:05}.safetensors" for i in range(1, n + 1))
+from .manifest import JOURNAL_GLOB, MANIFEST, VERSION, write_json
+from .parts import PIECES, Converted, Part, assemble
+from .recipe import KEEP
+from .source import INDEX, INDEX_SUFFIX
 
 
 def prepare(c: Conversion) -> None:

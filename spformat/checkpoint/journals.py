@@ -9,17 +9,15 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import ContainerError, InputError, UsageError
 from ..storage.files import Path, is_file, names_in, remove, sha256_of, size_of
+from .conversion import Conversion
 from .jobs import Outcome
 from .manifest import JOURNAL, JOURNAL_GLOB, MANIFEST, manifest_sha256, read_journal, write_journal
 from .parts import Converted, Part, Unit, digest_of_input
 from .recipe import Recipe
-
-if TYPE_CHECKING:
-    from .folder import Conversion
 
 
 def journal_name(part: Part | None) -> str:

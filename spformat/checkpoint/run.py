@@ -22,8 +22,8 @@ from ..storage.files import Path, is_file, same_file, size_of
 from ..storage.output import check_target
 from . import existing_target as earlier
 from . import folder, journals
+from .conversion import Conversion
 from .executors import Workers, convert_units
-from .folder import Conversion
 from .jobs import Outcome, dense_of, foresee, plan_jobs, prune
 from .manifest import JOURNAL, MANIFEST
 from .parts import PIECES, Converted, Part, Task, Unit, convert_unit

@@ -6,6 +6,7 @@ import difflib
 from typing import Any, TypeVar
 
 from ..errors import UsageError
+from . import edges
 from .base import Format
 from .bitmask import Bitmask
 from .bsr import BSR
@@ -33,6 +34,15 @@ FORMATS: tuple[type[Format], ...] = (
     TwoFour,
     Bitmask,
 )
+
+
+def _host_edges() -> tuple[edges.Edge, ...]:
+    from .fast.edges import EDGES
+
+    return EDGES
+
+
+edges.provide("cpu", _host_edges)
 
 _by_name: dict[str, type[Format]] = {f.name: f for f in FORMATS}
 _ALSO_CALLED = {"2:4": TwoFour.name, "n:m": VectorNM.name, "ell": ELLBuckets.name}

@@ -19,6 +19,7 @@ from ..arrays.dtypes import VALUE_TYPES, nonzero_mask, value_type
 from ..arrays.library import Array, current_device, device_of, namespace, on_boundary, to_device
 from ..errors import ArrayError, SpformatError, StructureError, UsageError
 from ..limits import check_bytes, product
+from . import edges
 from .declare import (
     AUTO,
     INDEX,
@@ -63,7 +64,11 @@ class Format:
     combines: ClassVar[str] = ""
     """How a format with parts is composed of them: "sum"; "" for a format without parts."""
     __array_ufunc__: ClassVar[None] = None  # else numpy makes an array of one object for ``x @ a`` and ``x == a``
-    __matmul__: ClassVar[Callable[[Any, Any], Any]]  # ``spmm``, of a layer above, which puts itself here
+    # What stands above this file puts itself here: the hub (csr.py), scipy and torch (foreign.py), ``spmm``.
+    hub: ClassVar[type[CSR]]
+    to_scipy: ClassVar[Callable[[Any], Any]]
+    to_torch: ClassVar[Callable[[Any], Any]]
+    __matmul__: ClassVar[Callable[[Any, Any], Any]]
 
     shape: tuple[int, int]
     _marked: bool = dataclasses.field(default=False, init=False, repr=False)
@@ -320,8 +325,8 @@ class Format:
         """Scan the rest of what ``from_csr`` promises; raises InvariantError."""
 
     def quick_check(self) -> bool:
-        """Whether compiled code looked at all contents and found them valid; else the checks tell, by name."""
-        return False
+        """Whether an edge looked at all contents and found them valid; else the checks tell what is wrong, by name."""
+        return bool(edges.take(self.name, edges.CHECK, self, self.params(), self.values))
 
     def validate(self) -> Self:
         """Scan all contents, memory safety first; sets the validated mark and returns self.
@@ -361,7 +366,7 @@ class Format:
         Exact or refused: raises StructureError when the matrix does not fit, UsageError for params out of
         range, OrderError when ``a`` is not ordered (use ``a.canonical()``), LimitError over the memory budget.
         """
-        if not isinstance(a, Format) or a.name != "csr":
+        if not isinstance(a, cls.hub):
             raise UsageError(
                 f"{cls.name}: from_csr: expected a CSR, got {type(a).__name__}; use convert(x, {cls.name!r})"
             )
@@ -373,7 +378,13 @@ class Format:
             needed = sum(product(dtype.itemsize, *shape) for dtype, shape in specs.values())
             check_bytes(needed, f"{cls.name}: arrays of a matrix of shape {a.shape}", a.nbytes)
         with current_device(a.values):
-            return cls._from_csr(a, **resolved)
+            return cls.from_hub(a, resolved)
+
+    @classmethod
+    def from_hub(cls, a: CSR, params: dict[str, Any]) -> Self:
+        """``from_csr`` without its checks: by an edge, or by ``_from_csr``. The caller owes order and all params."""
+        direct: Self | None = edges.take(cls.hub.name, cls.name, a, params, a.values)
+        return cls._from_csr(a, **params) if direct is None else direct
 
     @classmethod
     def _from_csr(cls, a: CSR, **params: Any) -> Self:
@@ -383,7 +394,12 @@ class Format:
         """The hub form: ordered CSR on the same device, every stored nonzero with its bits."""
         self.ensure_valid()  # indices are addresses there
         with current_device(self.values):
-            return self._to_csr()
+            return self.to_hub()
+
+    def to_hub(self) -> CSR:
+        """``to_csr`` without its checks: by an edge, or by ``_to_csr``."""
+        direct: CSR | None = edges.take(self.name, self.hub.name, self, {}, self.values)
+        return self._to_csr() if direct is None else direct
 
     def _to_csr(self) -> CSR:
         raise NotImplementedError(f"{self.name} does not implement _to_csr")
@@ -391,14 +407,26 @@ class Format:
     @classmethod
     def from_dense(cls, x: Array, **params: Any) -> Self:
         """This format from a 2-D array [M, K]; equal to the path through CSR bit for bit."""
-        from .csr import CSR
-
+        given = cls.resolve_params(params)
         x = checked_values(x, cls.name)
         cls.accepts(x.dtype)
-        return cls.from_csr(CSR.from_dense(x), **params)
+        with current_device(x):
+            direct: Self | None = edges.take(edges.DENSE, cls.name, x, given, x)
+            return cls._from_dense(x, **given) if direct is None else direct
+
+    @classmethod
+    def _from_dense(cls, x: Array, **params: Any) -> Self:
+        return cls.from_csr(cls.hub.from_dense(x), **params)
 
     def to_dense(self) -> Array:
         """A fresh array [M, K] of the value dtype on the same device. LimitError when over the memory budget."""
+        self.ensure_valid()  # indices are addresses there
+        self.check_dense_bytes()
+        with current_device(self.values):
+            direct = edges.take(self.name, edges.DENSE, self, {}, self.values, self.shape[0] * self.shape[1])
+            return self._to_dense() if direct is None else direct
+
+    def _to_dense(self) -> Array:
         return self.to_csr().to_dense()
 
     def empty_dense(self) -> Array:
@@ -410,18 +438,6 @@ class Format:
         """The budget check that every ``to_dense`` owes: LimitError."""
         M, K = self.shape
         check_bytes(M * K * self.dtype.itemsize, f"{self.name}: dense array of shape {self.shape}", self.nbytes)
-
-    def to_scipy(self) -> Any:
-        """scipy.sparse: ``bsr_array`` of a BSR, else ``csr_array``. ArrayError names the cast for 16-bit values."""
-        from .foreign import to_scipy
-
-        return to_scipy(self)
-
-    def to_torch(self) -> Any:
-        """A torch tensor: sparse BSR of a BSR, strided of a Dense, else sparse CSR; memory is shared if it can be."""
-        from .foreign import to_torch
-
-        return to_torch(self)
 
 
 def _same_bytes(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:

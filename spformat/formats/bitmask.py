@@ -17,10 +17,8 @@ from ..arrays.dtypes import bits, nonzero_mask
 from ..arrays.library import Array, ceil_div, index_dtype, is_cupy, namespace
 from ..arrays.segments import pointer
 from ..errors import IndexBoundsError, InvariantError, PatternError
-from . import on_device
-from .base import INDEX, VALUE, Format, Panels, array, checked_values
+from .base import INDEX, VALUE, Format, Panels, array
 from .csr import CSR
-from .fast import compiled
 
 PANEL = 1 << 20
 """Dense elements a host pass looks at together."""
@@ -61,9 +59,6 @@ class Bitmask(Format):
         M, K = self.shape
         return list(scans.chunks(M, self.data, max(1, PANEL // max(1, K))))
 
-    def quick_check(self) -> bool:
-        return on_device.bitmask_sound(self.shape, self.indptr, self.bitmask, self.data)
-
     def check_memory(self) -> None:
         K = self.shape[1]
         xp = namespace(self.data)
@@ -94,13 +89,8 @@ class Bitmask(Format):
             scans.require_none(self, zero, "data", "a value that is not zero", PatternError, s.start)
 
     @classmethod
-    def from_dense(cls, x: Array, **params: Any) -> Self:
-        cls.resolve_params(params)
-        x = checked_values(x, cls.name)
+    def _from_dense(cls, x: Array, **params: Any) -> Self:
         xp, (M, K) = namespace(x), x.shape
-        if compiled.serves(x):
-            indptr, bitmask, values = compiled.bitmask_from_dense(x)
-            return cls.trusted(shape=(M, K), indptr=indptr, bitmask=bitmask, data=values)
         wide = ceil_div(K, 8)
         bitmask = xp.zeros((M, wide), np.uint8)
         counts = xp.zeros(M, np.int64)
@@ -151,12 +141,8 @@ class Bitmask(Format):
         indices = xp.concatenate(cols) if cols else xp.zeros(0, index_dtype(K - 1))
         return CSR.trusted(shape=self.shape, indptr=self.indptr, indices=indices, data=self.data)
 
-    def to_dense(self) -> Array:
-        self.ensure_valid()  # the bit counts are addresses here
+    def _to_dense(self) -> Array:
         out = self.empty_dense()
-        if compiled.serves(self.data, out.size):
-            compiled.bitmask_to_dense(self.indptr, self.bitmask, self.data, out)
-            return out
         for s in self._panels():
             lo, hi = int(self.indptr[s.start]), int(self.indptr[s.stop])
             bits(out)[s][self._mask(s)] = bits(self.data)[lo:hi]

@@ -21,10 +21,8 @@ from ..arrays.library import Array, ceil_div, index_dtype, is_cupy, namespace
 from ..arrays.segments import counts_of, distinct_sorted, pointer, rows_of
 from ..errors import PatternError
 from ..limits import check_bytes, product
-from . import on_device
-from .base import INDEX, VALUE, Format, Panels, array, checked_values, param
+from .base import INDEX, VALUE, Format, Panels, array, param
 from .csr import CSR
-from .fast import compiled
 
 PANEL = 1 << 22
 """Dense elements a host scan looks at together."""
@@ -63,9 +61,6 @@ class BSR(Format):
         """int64[nnzb]: block row of each block."""
         return rows_of(self.indptr, self.nnzb)
 
-    def quick_check(self) -> bool:
-        return on_device.bsr_sound(self.shape, self.blocksize, None, self.indptr, self.indices, self.data)
-
     def check_memory(self) -> None:
         scans.pointer(self, "indptr", self.nnzb)
         scans.within(self, "indices", self.grid[1])
@@ -76,14 +71,9 @@ class BSR(Format):
         check_blocks(self)
 
     @classmethod
-    def from_dense(cls, x: Array, **params: Any) -> Self:
-        params = cls.resolve_params(params)
-        x = checked_values(x, cls.name)
+    def _from_dense(cls, x: Array, **params: Any) -> Self:
         xp, (M, K), (R, C) = namespace(x), x.shape, params["blocksize"]
         Mb, Kb = block_grid(x.shape, (R, C))
-        if compiled.serves(x):
-            indptr, indices, values = compiled.bsr_from_dense(x, (R, C), index_dtype(Kb - 1))
-            return cls.trusted(shape=(M, K), blocksize=(R, C), indptr=indptr, indices=indices, data=values)
         step = max(1, Mb if is_cupy(x) else PANEL // max(1, R * K))
         counts, columns, blocks = [xp.zeros(0, np.int64)], [xp.zeros(0, np.int64)], [xp.zeros((0, R, C), bits(x).dtype)]
         for b in range(0, Mb, step):
@@ -131,8 +121,7 @@ class BSR(Format):
     def _to_csr(self) -> CSR:
         return blocks_to_csr(self, self.block_rows())
 
-    def to_dense(self) -> Array:
-        self.ensure_valid()  # block columns are addresses here
+    def _to_dense(self) -> Array:
         return blocks_to_dense(self, self.block_rows())
 
 

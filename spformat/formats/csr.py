@@ -18,9 +18,7 @@ from ..arrays.dtypes import bits, nonzero_mask
 from ..arrays.library import Array, index_dtype, is_cupy, namespace
 from ..arrays.segments import counts_of, offsets_from_counts, pointer, rows_of
 from ..errors import OrderError
-from . import on_device
-from .base import INDEX, VALUE, Format, Panels, array, checked_values
-from .fast import compiled
+from .base import INDEX, VALUE, Format, Panels, array
 
 PANEL = 1 << 20
 """Dense elements a host scan looks at together: the masks and positions stay in cache."""
@@ -65,9 +63,6 @@ class CSR(Format):
         """int64[nnz]: the row of each item."""
         return rows_of(self.indptr, self.nnz)
 
-    def quick_check(self) -> bool:
-        return on_device.csr_sound(self.shape, self.indptr, self.indices)
-
     def check_memory(self) -> None:
         scans.pointer(self, "indptr", self.nnz)
         scans.within(self, "indices", self.shape[1])
@@ -95,15 +90,9 @@ class CSR(Format):
         return cls.trusted(shape=shape, indptr=indptr, indices=cols.astype(index_dtype(K - 1)), data=data)
 
     @classmethod
-    def from_dense(cls, x: Array, **params: Any) -> Self:
+    def _from_dense(cls, x: Array, **params: Any) -> Self:
         """Row-major scan of value != 0 over an array [M, K]."""
-        cls.resolve_params(params)
-        x = checked_values(x, cls.name)
-        M, K = x.shape
-        if compiled.serves(x):
-            indptr, indices, data = compiled.csr_from_dense(x, index_dtype(K - 1))
-            return cls.trusted(shape=(M, K), indptr=indptr, indices=indices, data=data)
-        xp = namespace(x)
+        xp, (M, K) = namespace(x), x.shape
         # Host arrays go panel by panel: bool masks and positions of a whole weight would be many times its size.
         step = max(1, M if is_cupy(x) else PANEL // max(1, K))
         counts, cols, parts = [], [], []
@@ -133,13 +122,9 @@ class CSR(Format):
     def _to_csr(self) -> CSR:
         return self
 
-    def to_dense(self) -> Array:
+    def _to_dense(self) -> Array:
         """Array [M, K]; stored zeros are written with their bits."""
-        self.ensure_valid()  # the items are addresses here
         out = self.empty_dense()
-        if compiled.serves(self.data, out.size):
-            compiled.csr_to_dense(self.indptr, self.indices, self.data, out)
-            return out
         flat, K = bits(out).reshape(-1), self.shape[1]
         if self.nnz:
             flat[self.rows() * K + self.indices] = bits(self.data)
@@ -186,6 +171,9 @@ class CSR(Format):
             indices=cols.astype(self.indices.dtype),
             data=bits(self.data)[order].view(self.dtype),
         )
+
+
+Format.hub = CSR
 
 
 def _join(xp: Any, parts: list[Array]) -> Array:

@@ -16,7 +16,6 @@ from ..arrays import scans
 from ..arrays.library import Array, index_dtype, namespace
 from ..arrays.segments import rows_of
 from ..errors import PointerError
-from . import on_device
 from .base import INDEX, VALUE, Format, array, param
 from .bsr import BSR, block_grid, blocks_to_csr, blocks_to_dense, check_blocks, check_inside
 from .csr import CSR
@@ -55,9 +54,6 @@ class DBSR(Format):
         """int64[nnzb]: block row of each block."""
         return self.row_ids[rows_of(self.indptr, self.nnzb)].astype(np.int64)
 
-    def quick_check(self) -> bool:
-        return on_device.bsr_sound(self.shape, self.blocksize, self.row_ids, self.indptr, self.indices, self.data)
-
     def check_memory(self) -> None:
         Mb, Kb = self.grid
         scans.within(self, "row_ids", Mb)
@@ -86,8 +82,8 @@ class DBSR(Format):
         )
 
     @classmethod
-    def from_dense(cls, x: Array, **params: Any) -> Self:
-        return cls.from_bsr(BSR.from_dense(x, **cls.resolve_params(params)))
+    def _from_dense(cls, x: Array, **params: Any) -> Self:
+        return cls.from_bsr(BSR.from_dense(x, **params))
 
     @classmethod
     def _from_csr(cls, a: CSR, **params: Any) -> Self:
@@ -96,6 +92,5 @@ class DBSR(Format):
     def _to_csr(self) -> CSR:
         return blocks_to_csr(self, self.block_rows())
 
-    def to_dense(self) -> Array:
-        self.ensure_valid()  # block rows and columns are addresses here
+    def _to_dense(self) -> Array:
         return blocks_to_dense(self, self.block_rows())

@@ -21,10 +21,8 @@ from ..arrays.dtypes import bits, nonzero_mask
 from ..arrays.library import PAD, Array, ceil_div, index_dtype, namespace
 from ..arrays.segments import counts_of, distinct_sorted, offsets_from_counts, pointer, rank_in_row, rows_of
 from ..errors import IndexBoundsError, InvariantError
-from . import on_device
-from .base import AUTO, INDEX, VALUE, Format, array, checked_values, param, table
+from .base import AUTO, INDEX, VALUE, Format, array, param, table
 from .csr import CSR
-from .fast import compiled
 
 MAX_WIDTH = 1 << 20
 
@@ -54,7 +52,7 @@ class ELLBuckets(Format):
     @classmethod
     def auto_params(cls, a: CSR, params: dict[str, Any]) -> dict[str, Any]:
         """max_width: the smallest power of two w with w * M >= nnz."""
-        return {"max_width": _mean_width(a.nnz, a.shape[0])}
+        return {"max_width": mean_width(a.nnz, a.shape[0])}
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -113,12 +111,6 @@ class ELLBuckets(Format):
 
     # ---------------------------------------------------------------- checking
 
-    def quick_check(self) -> bool:
-        counts = np.array((self.rows_per_bucket, self.split_per_bucket), np.int64)
-        buckets = counts.T.reshape(self.column_parts, len(self.widths), 2)
-        arrays = self.row_ids, self.indices, self.data, self.source
-        return on_device.ell_buckets_sound(self.shape, self.part_size, buckets, *arrays)
-
     def check_memory(self) -> None:
         M, K = self.shape
         xp = namespace(self.data)
@@ -142,9 +134,9 @@ class ELLBuckets(Format):
         bad = self.is_split() & (owned < 2)
         scans.require_none(self, bad, "row_ids", "a row with several ELL rows, as this one is split", InvariantError)
         # Every remaining rule says: f is what from_csr makes of the items it holds. So make it, and compare.
-        a = compact._to_csr()
+        a = compact.to_hub()
         scans.increasing_in_segments(a, "indptr", "indices")
-        made = type(self)._from_csr(a, **self.params())
+        made = type(self).from_hub(a, self.params())
         if made.tables() != self.tables():
             for key, got in self.tables().items():
                 wanted = made.tables()[key]
@@ -165,36 +157,13 @@ class ELLBuckets(Format):
     # ---------------------------------------------------------------- converting
 
     @classmethod
-    def from_dense(cls, x: Array, **params: Any) -> Self:
-        x = checked_values(x, cls.name)
-        if not compiled.serves(x):
-            return cls.from_csr(CSR.from_dense(x), **params)
-        cls.accepts(x.dtype)
-        (M, K), params = x.shape, cls.resolve_params(params)
-        parts = params["column_parts"]
-        counts = compiled.ell_counts(x, parts, max(1, ceil_div(K, parts)))
-        nnz = int(counts.sum())
-        params = cls.resolve_params({"max_width": _mean_width(nnz, M)} | params)
-        layout = _Layout.of(counts, params["max_width"])
-        made = cls._empty((M, K), nnz, x.dtype, layout, params)
-        indptr = pointer(counts.sum(axis=1), nnz)
-        compiled.ell_from_dense(x, indptr, layout.by_row(), (made.indices, made.data, made.source))
-        return made
-
-    @classmethod
     def _from_csr(cls, a: CSR, **params: Any) -> Self:
         xp, (M, K) = namespace(a.data), a.shape
         parts = params["column_parts"]
         part_size = max(1, ceil_div(K, parts))
-        if compiled.serves(a.data):
-            layout = _Layout.of(compiled.ell_counts_of_csr(a.indptr, a.indices, parts, part_size), params["max_width"])
-            made = cls._empty(a.shape, a.nnz, a.dtype, layout, params)
-            slots = (made.indices, made.data, made.source)
-            compiled.ell_from_csr(a.indptr, (a.indices, a.data), layout.by_row(), slots)
-            return made
         counts = counts_of(a.rows() * parts + a.indices.astype(np.int64) // part_size, M * parts)
-        layout = _Layout.of(counts.reshape(M, parts), params["max_width"])
-        made = cls._empty(a.shape, a.nnz, a.dtype, layout, params)
+        layout = Layout.of(counts.reshape(M, parts), params["max_width"])
+        made = cls.without_items(a.shape, a.nnz, a.dtype, layout, params)
 
         live_offsets = offsets_from_counts(layout.live)
         owner = rows_of(live_offsets, a.nnz)
@@ -206,10 +175,10 @@ class ELLBuckets(Format):
         return made
 
     @classmethod
-    def _empty(
-        cls, shape: tuple[int, int], nnz: int, dtype: np.dtype[Any], layout: _Layout, params: dict[str, Any]
+    def without_items(
+        cls, shape: tuple[int, int], nnz: int, dtype: np.dtype[Any], layout: Layout, params: dict[str, Any]
     ) -> Self:
-        """Everything but the contents of the slots."""
+        """Row numbers and tables in place; indices, data and source not filled: the caller owes every slot."""
         xp, (M, K), n_slots = namespace(layout.row), shape, int(layout.slots[-1])  # synchronize!
         return cls.trusted(
             shape=shape,
@@ -222,35 +191,17 @@ class ELLBuckets(Format):
             source=xp.empty(n_slots, index_dtype(nnz - 1)),
         )
 
-    def to_dense(self) -> Array:
-        self.ensure_valid()  # indices and row_ids are addresses here
-        if not compiled.serves(self.data, self.shape[0] * self.shape[1]):
-            return self.to_csr().to_dense()
-        out = self.empty_dense()
-        compiled.ell_to_dense(self._starts(), self.row_ids, self.indices, self.data, out)
-        return out
-
-    def _starts(self) -> Array:
+    def slot_starts(self) -> Array:
         """int64[R+1]: the first slot of each ELL row."""
         return offsets_from_counts(self.row_widths())
 
     def _to_csr(self) -> CSR:
         xp, M, index = namespace(self.data), self.shape[0], index_dtype(self.shape[1] - 1)
-        if compiled.serves(self.data):
-            starts = self._starts()
-            held = compiled.ell_live(starts, self.source)
-            nnz = int(held.sum())
-            indices, data = np.empty(nnz, index), np.empty(nnz, self.dtype)
-            compiled.ell_to_csr(starts, (self.indices, self.data, self.source), (indices, data))
-            order = np.argsort(self.row_ids, kind="stable")
-            ends = offsets_from_counts(held[order])[offsets_from_counts(counts_of(self.row_ids, M))]
-            indptr = ends.astype(index_dtype(nnz))
-        else:
-            live, row = self._live_rows()
-            at = self.source[live]
-            indices, data = xp.empty(live.size, index), xp.empty(live.size, self.dtype)
-            indices[at], bits(data)[at] = self.indices[live], bits(self.data)[live]
-            indptr = pointer(counts_of(row, M), live.size)
+        live, row = self._live_rows()
+        at = self.source[live]
+        indices, data = xp.empty(live.size, index), xp.empty(live.size, self.dtype)
+        indices[at], bits(data)[at] = self.indices[live], bits(self.data)[live]
+        indptr = pointer(counts_of(row, M), live.size)
         make = CSR.trusted if self.is_validated else CSR  # an unchecked object may hold columns out of order
         return make(shape=self.shape, indptr=indptr, indices=indices, data=data)
 
@@ -265,14 +216,14 @@ class ELLBuckets(Format):
         return out
 
 
-def _mean_width(nnz: int, rows: int) -> int:
+def mean_width(nnz: int, rows: int) -> int:
     """The smallest power of two w with w * rows >= nnz."""
     mean = ceil_div(nnz, rows) if rows else 1
     return min(MAX_WIDTH, 1 << max(0, mean - 1).bit_length())
 
 
 @dataclass(frozen=True)
-class _Layout:
+class Layout:
     """Where the items of each ELL row come from and go to; arrays in the order of the buckets but for ``order``."""
 
     row: Array
@@ -290,7 +241,7 @@ class _Layout:
     split_per_bucket: Array
 
     @classmethod
-    def of(cls, counts: Array, widest: int) -> _Layout:
+    def of(cls, counts: Array, widest: int) -> Layout:
         """counts int64[M, parts]: items of each row in each part, which are neighbours in an ordered CSR."""
         xp, (M, parts), levels = namespace(counts), counts.shape, widest.bit_length()
         counts = counts.reshape(-1)

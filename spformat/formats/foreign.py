@@ -38,6 +38,9 @@ def to_scipy(f: Format) -> Any:
     return sp.csr_array((a.data, a.indices, a.indptr), shape=a.shape)
 
 
+Format.to_scipy = to_scipy
+
+
 def from_scipy(x: Any) -> Format:
     """A scipy.sparse (or cupyx.scipy.sparse) matrix as BSR (of a bsr) or CSR. Duplicates are refused, not summed."""
     if not (hasattr(x, "tocsr") and hasattr(x, "format")):
@@ -119,6 +122,9 @@ def to_torch(f: Format) -> Any:
     a = f.to_csr()
     parts = (tensor(a.indptr), tensor(a.indices), tensor(a.data))
     return torch.sparse_csr_tensor(*parts, size=a.shape, check_invariants=False)
+
+
+Format.to_torch = to_torch
 
 
 def from_torch(t: Any) -> Format:

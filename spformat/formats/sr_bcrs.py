@@ -20,10 +20,8 @@ from ..arrays.library import PAD, Array, ceil_div, index_dtype, namespace
 from ..arrays.segments import counts_of, distinct_sorted, offsets_from_counts, pointer, rank_in_row, rows_of
 from ..errors import InvariantError, OrderError, PatternError
 from ..limits import check_bytes, product
-from . import on_device
-from .base import INDEX, VALUE, Format, Panels, array, checked_values, param
+from .base import INDEX, VALUE, Format, Panels, array, param
 from .csr import CSR
-from .fast import compiled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
@@ -65,9 +63,6 @@ class SRBCRS(Format):
         """int64[G]: row tile of each group."""
         return rows_of(self.indptr, self.groups)
 
-    def quick_check(self) -> bool:
-        return on_device.sr_bcrs_sound(self.shape, self.indptr, self.indices, self.data)
-
     def check_memory(self) -> None:
         (M, K), t = self.shape, self.vector_length
         scans.pointer(self, "indptr", self.groups)
@@ -108,16 +103,6 @@ class SRBCRS(Format):
         scans.negative_zero_free(self, "data")
 
     @classmethod
-    def from_dense(cls, x: Array, **params: Any) -> Self:
-        params = cls.resolve_params(params)
-        x = checked_values(x, cls.name)
-        if not compiled.serves(x):
-            return cls.from_csr(CSR.from_dense(x), **params)
-        t, g = params["vector_length"], params["stride"]
-        indptr, indices, data = compiled.sr_bcrs_from_dense(x, t, g, index_dtype(x.shape[1] - 1))
-        return cls.trusted(shape=x.shape, **params, indptr=indptr, indices=indices, data=data)
-
-    @classmethod
     def _from_csr(cls, a: CSR, **params: Any) -> Self:
         a = a.without_zeros()
         xp, (M, K) = namespace(a.data), a.shape
@@ -147,13 +132,8 @@ class SRBCRS(Format):
         cols = self.indices[group, s].astype(np.int64)
         return CSR.from_coordinates(self.shape, rows, cols, bits(self.data)[group, r, s].view(self.dtype))
 
-    def to_dense(self) -> Array:
-        self.ensure_valid()  # columns are addresses here
-        out = self.empty_dense()
-        xp = namespace(self.data)
-        if compiled.serves(self.data, out.size):
-            compiled.sr_bcrs_to_dense(self.indptr, self.indices, self.data, out)
-            return out
+    def _to_dense(self) -> Array:
+        out, xp = self.empty_dense(), namespace(self.data)
         group, r, s = xp.nonzero(nonzero_mask(self.data))  # synchronize!
         rows = self.group_tiles()[group] * self.vector_length + r
         bits(out)[rows, self.indices[group, s]] = bits(self.data)[group, r, s]

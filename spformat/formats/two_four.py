@@ -21,10 +21,8 @@ from ..arrays import scans
 from ..arrays.dtypes import bits, nonzero_mask
 from ..arrays.library import Array, is_cupy, namespace, round_up
 from ..errors import IndexBoundsError, PatternError, StructureError
-from . import on_device
-from .base import VALUE, Format, Panels, array, checked_values, param
+from .base import VALUE, Format, Panels, array, param
 from .csr import CSR
-from .fast import compiled
 
 PANEL = 1 << 20
 """Dense elements a host pass looks at together."""
@@ -37,7 +35,8 @@ ROWS, COLS = 32, 64
 #        x   0    1    2    3    4    5    6    7    8    9    10   11   12   13   14   15
 _NIBBLE = (0x4, 0x4, 0x4, 0x4, 0x8, 0x8, 0x9, 0x0, 0xC, 0xC, 0xD, 0x0, 0xE, 0x0, 0x0, 0x0)
 NIBBLE = np.array(_NIBBLE, np.uint8)
-_NIBBLES = sum(n << 4 * i for i, n in enumerate(_NIBBLE))
+NIBBLES = sum(n << 4 * i for i, n in enumerate(_NIBBLE))
+"""All 16 in one number, that of nonzero mask 0 in the lowest bits: as compiled loops and kernels take them."""
 LEGAL = np.isin(np.arange(16), (0x4, 0x8, 0x9, 0xC, 0xD, 0xE))
 """The nibbles with i0 < i1: the only ones PTX defines for ordered metadata."""
 
@@ -185,15 +184,6 @@ class TwoFour(Format):
 
     # ---------------------------------------------------------------- checking
 
-    def quick_check(self) -> bool:
-        if is_cupy(self.data):
-            steps = meta_steps(self.padded_shape, self.meta_order)
-            return on_device.two_four_sound(self.shape, self.data, self.meta, _NIBBLES, steps)
-        if not compiled.serves(self.data):
-            return False
-        places = meta_places(self.padded_shape, self.meta_order)
-        return compiled.two_four_sound(self.shape, self.data, self.meta, _NIBBLES, places)
-
     def check_memory(self) -> None:
         M, K = self.shape
         xp = namespace(self.data)
@@ -246,28 +236,23 @@ class TwoFour(Format):
     # ---------------------------------------------------------------- converting
 
     @classmethod
-    def from_dense(cls, x: Array, **params: Any) -> Self:
-        params = cls.resolve_params(params)
-        x = checked_values(x, cls.name)
-        cls.accepts(x.dtype)
-        if compiled.serves(x, edge="two_four_pack"):
-            return cls._encode_compiled(x, params["meta_order"])
+    def _from_dense(cls, x: Array, **params: Any) -> Self:
         step = round_up(max(1, PANEL // max(1, x.shape[1])), ROWS)
         panels = [x] if is_cupy(x) else (x[i : i + step] for i in range(0, x.shape[0], step))
         return cls._encode(x.shape, iter(panels), x, params["meta_order"])
 
     @classmethod
-    def _encode_compiled(cls, x: Array, order: str) -> Self:
-        Mp, Kp = round_up(x.shape[0], ROWS), round_up(x.shape[1], COLS)
-        if is_cupy(x):
-            data, meta = cls.empty_arrays(x)
-            count, first, found = on_device.two_four_pack(x, order, data, meta)
-        else:
-            data, meta = np.zeros((Mp, Kp // 2), x.dtype), np.full(Mp * Kp // 16, 0x4444, np.uint16)
-            count, first, found = compiled.two_four_encode(x, _NIBBLES, meta_places((Mp, Kp), order), data, meta)
+    def encoded(
+        cls, shape: tuple[int, int], order: str, data: Array, meta: Array, refused: tuple[int, int, int]
+    ) -> Self:
+        """The matrix whose arrays an edge has filled; StructureError if groups were refused.
+
+        refused: how many groups hold more than two nonzeros, the first of them as row * Kp/4 + group, its nonzeros.
+        """
+        count, first, found = refused
         if count:
-            _refuse(count, divmod(first, Kp // 4), found)
-        return cls.trusted(shape=x.shape, meta_order=order, data=data, meta=meta)
+            _refuse(count, divmod(first, data.shape[1] // 2), found)
+        return cls.trusted(shape=shape, meta_order=order, data=data, meta=meta)
 
     @classmethod
     def empty_arrays(cls, x: Array) -> tuple[Array, Array]:
@@ -337,18 +322,7 @@ class TwoFour(Format):
         row, slot = xp.nonzero(nonzero_mask(self.data[s]))  # synchronize!
         return row + s.start, self._columns(s)[row, slot]
 
-    def to_dense(self) -> Array:
-        self.ensure_valid()  # positions are addresses here
-        if is_cupy(self.data) and compiled.serves(self.data, edge="two_four_unpack"):
-            self.check_dense_bytes()
-            out = namespace(self.data).empty(self.shape, self.dtype)
-            on_device.two_four_unpack(self.data, self.meta, self.meta_order, out)
-            return out
-        if compiled.serves(self.data, self.shape[0] * self.shape[1]):
-            self.check_dense_bytes()
-            out = np.empty(self.shape, self.dtype)
-            compiled.two_four_decode(self.data, self.meta, meta_places(self.padded_shape, self.meta_order), out)
-            return out
+    def _to_dense(self) -> Array:
         out = self.empty_dense()
         for s in self._panels():
             rows, cols = self._live(s)

@@ -20,10 +20,9 @@ from ..arrays import scans
 from ..arrays.dtypes import bits, nonzero_mask
 from ..arrays.library import PAD, Array, ceil_div, is_cupy, namespace, round_up
 from ..errors import IndexBoundsError, InvariantError, PatternError, StructureError
-from . import on_device
-from .base import POS, VALUE, Format, array, checked_values, param
+from . import edges
+from .base import POS, VALUE, Format, array, param
 from .csr import CSR
-from .fast import compiled
 
 PANEL = 1 << 22
 """Dense elements a host pass looks at together."""
@@ -126,14 +125,6 @@ class VectorNM(Format):
 
     # ---------------------------------------------------------------- checking
 
-    def quick_check(self) -> bool:
-        if not on_device.vector_nm_sound(self.shape, self.n, self.m, self.vector_length, self.indices, self.data):
-            return False
-        if not self.packed:
-            return True
-        made = pack(self.indices, self.params(), self.padded_shape)
-        return all(bool((a == b).all()) for a, b in zip(made, (self.col_info, self.ranks), strict=True))  # synchronize!
-
     def check_memory(self) -> None:
         (M, K), n, m = self.shape, self.n, self.m
         xp = namespace(self.data)
@@ -175,20 +166,10 @@ class VectorNM(Format):
     # ---------------------------------------------------------------- converting
 
     @classmethod
-    def from_dense(cls, x: Array, **params: Any) -> Self:
-        params = cls.resolve_params(params)
-        x = checked_values(x, cls.name)
+    def _from_dense(cls, x: Array, **params: Any) -> Self:
         xp, (M, K) = namespace(x), x.shape
         L, n, m = params["vector_length"], params["n"], params["m"]
         Mp, Kp = _padded(x.shape, params)
-        if compiled.serves(x, edge="vector_nm_encode"):
-            indices, data = cls.empty_arrays(x, params)
-            encoded = compiled.vector_nm_encode(x, n, m, L, indices, data)
-            made = cls._assemble((M, K), params, data, indices)
-            count, first, held = compiled.vector_nm_refusal(encoded)
-            if count:
-                _refuse(count, divmod(first, Kp // m), held, n, m)
-            return made
         step = max(1, PANEL // max(1, L * Kp))
 
         used = xp.zeros((Mp // L, Kp), bool)
@@ -209,22 +190,18 @@ class VectorNM(Format):
             kept[xp.broadcast_to(~inside[:, None, :], kept.shape)] = 0
             data[:, q * L : q * L + panel.shape[0] * L] = kept.transpose(2, 0, 1).reshape(indices.shape[0], -1)
         data[~nonzero_mask(data.view(x.dtype))] = 0  # a kept -0.0 becomes +0
-        return cls._assemble((M, K), params, data.view(x.dtype), indices)
+        return cls.assemble((M, K), params, data.view(x.dtype), indices)
 
-    @classmethod
-    def pruned(cls, x: Array, norm: str, params: dict[str, Any]) -> tuple[Self, int] | None:
-        """(x [M, K] with the n vectors of largest norm kept in every window, values that are not finite) in one pass.
+    def accepted(self, refused: tuple[int, int, int]) -> Self:
+        """This matrix, whose arrays an edge has filled; StructureError if windows were refused.
 
-        None where no compiled code does that; ``preprocess.masks.prune_vector_nm`` says what is kept.
+        refused: how many windows hold more than n vectors, the first of them as row group * windows + window, its
+        nonempty vectors.
         """
-        if not is_cupy(x) or not compiled.serves(x, edge="vector_nm_prune"):
-            return None
-        indices, data = cls.empty_arrays(x, params)
-        odd = on_device.vector_nm_prune(x, params["n"], params["m"], params["vector_length"], norm, indices, data)
-        if odd is None:
-            return None
-        made = cls._assemble(x.shape, params, data, indices)
-        return made, odd.get()[0]
+        count, first, found = refused
+        if count:
+            _refuse(count, divmod(first, self.windows), found, self.n, self.m)
+        return self
 
     @classmethod
     def empty_arrays(cls, x: Array, params: dict[str, Any]) -> tuple[Array, Array]:
@@ -248,10 +225,11 @@ class VectorNM(Format):
         u = col // m * n + place.reshape(Mp // L, Kp)[row // L, col]
         data = xp.zeros((Kp // m * n, Mp), a.dtype)
         bits(data)[u, row] = bits(a.data)
-        return cls._assemble(a.shape, params, data, _positions(selected, n))
+        return cls.assemble(a.shape, params, data, _positions(selected, n))
 
     @classmethod
-    def _assemble(cls, shape: tuple[int, int], params: dict[str, Any], data: Array, indices: Array) -> Self:
+    def assemble(cls, shape: tuple[int, int], params: dict[str, Any], data: Array, indices: Array) -> Self:
+        """The matrix of positions and values that are valid, packed if ``params`` say so."""
         col_info, ranks = pack(indices, params, _padded(shape, params))
         return cls.trusted(shape=shape, **params, data=data, indices=indices, col_info=col_info, ranks=ranks)
 
@@ -261,12 +239,8 @@ class VectorNM(Format):
         cols = u // self.n * self.m + self.indices[u, row // self.vector_length]
         return CSR.from_coordinates(self.shape, row, cols, bits(self.data)[u, row].view(self.dtype))
 
-    def to_dense(self) -> Array:
-        self.ensure_valid()  # positions are addresses here
+    def _to_dense(self) -> Array:
         out = self.empty_dense()
-        if compiled.serves(self.data, out.size, "vector_nm_to_dense"):
-            compiled.vector_nm_to_dense(self.indices, self.data, self.n, self.m, self.vector_length, out)
-            return out
         xp = namespace(self.data)
         step = max(1, PANEL // max(1, self.data.shape[1]))
         for s in scans.chunks(self.data.shape[0], self.data, step):
@@ -353,12 +327,11 @@ def pack(indices: Array, params: dict[str, Any], padded: tuple[int, int]) -> tup
     if not tile_rows:
         return xp.empty((0, 0, tile_cols), np.int16), xp.empty((0, W, 0), np.uint8)
     Tr, Tk, Qs, per_tile = padded[0] // tile_rows, padded[1] // tile_cols, tile_rows // L, tile_cols // m
-    if is_cupy(indices) or not Tr:
-        col_info = xp.empty((Tr, Tk, tile_cols), np.int16)
-        ranks = xp.empty((Tr, W, Qs), np.uint8)
-        if Tr:
-            on_device.vector_nm_pack(indices, n, m, col_info, ranks)
-        return col_info, ranks
+    if not Tr:
+        return xp.empty((Tr, Tk, tile_cols), np.int16), xp.empty((Tr, W, Qs), np.uint8)
+    packed: tuple[Array, Array] | None = edges.take("vector-nm:indices", "vector-nm:packed", indices, params, indices)
+    if packed is not None:
+        return packed
     window = xp.arange(W, dtype=np.int64) // n
     offset = (window % per_tile * m)[:, None] + indices  # [W, Q], inside the k tile
     tile_r, tile_k = xp.arange(Q, dtype=np.int64) // Qs, window // per_tile

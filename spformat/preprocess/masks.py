@@ -25,20 +25,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
-import ml_dtypes
 import numpy as np
 
-from ..arrays.dtypes import bits, value_type
-from ..arrays.library import Array, ceil_div, current_device, is_cupy, namespace, round_up
+from ..arrays.dtypes import bits, largest_finite, value_type
+from ..arrays.library import Array, ceil_div, namespace, round_up
 from ..errors import StructureError, UsageError
-from ..formats import on_device
-from ..formats.base import checked_values
+from ..formats import edges
+from ..formats.base import Format, checked_values
 from ..formats.dense import Dense
-from ..formats.fast import compiled
-from ..formats.two_four import TwoFour, meta_places
+from ..formats.two_four import TwoFour
 from ..formats.vector_nm import VectorNM
+
+F = TypeVar("F", bound=Format)
 
 HOST_PANEL, DEVICE_PANEL = 1 << 17, 1 << 24
 """Elements that are looked at together: the temporaries of a host panel stay in cache."""
@@ -135,19 +135,10 @@ def prune_two_four(w: Array | Dense, *, meta_order: str = "ldmatrix", nonfinite:
     order = TwoFour.resolve_params({"meta_order": meta_order})["meta_order"]
     TwoFour.accepts(x.dtype)
     _check_nonfinite(nonfinite)
-    if not compiled.serves(x, edge="two_four_pack"):
+    pruned: tuple[TwoFour, int] | None = edges.take(edges.DENSE, "two-four:pruned", x, {"meta_order": order}, x)
+    if pruned is None:
         return TwoFour.from_dense(apply(x, magnitude_nm(x, 2, 4, nonfinite=nonfinite)), meta_order=order)
-    with current_device(x):
-        data, meta = TwoFour.empty_arrays(x)
-        if is_cupy(x):
-            count, _, _ = on_device.two_four_pack(x, order, data, meta, prune=True)
-        else:
-            data[...], meta[...] = 0, 0x4444
-            places = meta_places((data.shape[0], 2 * data.shape[1]), order)
-            count = compiled.two_four_prune(x, _largest_finite(x.dtype) + 1, places, data, meta)
-    if count and nonfinite == "refuse":
-        _refuse_nonfinite(x)  # finds them again, to name the first
-    return TwoFour.trusted(shape=x.shape, meta_order=order, data=data, meta=meta)
+    return _without_nonfinite(x, pruned, nonfinite)
 
 
 def prune_vector_nm(
@@ -172,27 +163,23 @@ def prune_vector_nm(
     params = VectorNM.resolve_params(given)
     _check_nonfinite(nonfinite)
     _check_norm(norm)
-    with current_device(x):
-        made = VectorNM.pruned(x, norm, params)
-    if made is None:
+    ranked = params | {"norm": norm}
+    pruned: tuple[VectorNM, int] | None = edges.take(edges.DENSE, "vector-nm:pruned", x, ranked, x)
+    if pruned is None:
         mask = magnitude_vector_nm(x, n, m, vector_length, norm=norm, nonfinite=nonfinite)
         return VectorNM.from_dense(apply(x, mask), **params)
-    packed, count = made
+    return _without_nonfinite(x, pruned, nonfinite)
+
+
+def _without_nonfinite(x: Array, pruned: tuple[F, int], nonfinite: str) -> F:
+    """The matrix of ``pruned``, unless some values of x (their count is in it) are not finite and to be refused."""
+    matrix, count = pruned
     if count and nonfinite == "refuse":
         _refuse_nonfinite(x)  # finds them again, to name the first
-    return packed
+    return matrix
 
 
 # -------------------------------------------------------------------------------------------------- order of values
-
-
-def _largest_finite(dtype: Any) -> int:
-    """The bits of the largest finite value; the next integer is infinity (or NaN where there is no infinity)."""
-    row = value_type(dtype)
-    if row.name == "int8":
-        return 255
-    finfo: Any = ml_dtypes.finfo
-    return int(bits(np.array([finfo(row.numpy).max], row.numpy))[0])
 
 
 def _keys(x: Array) -> Array:
@@ -201,7 +188,7 @@ def _keys(x: Array) -> Array:
     raw, unsigned = bits(x), row.bits.type
     if row.name == "int8":
         return xp.where(raw < 128, raw, ~raw + unsigned(1))  # |-128| = 128 fits uint8
-    nan = min(_largest_finite(x.dtype) + 2, row.zero_mask)
+    nan = min(largest_finite(x.dtype) + 2, row.zero_mask)
     return xp.minimum(raw & unsigned(row.zero_mask), unsigned(nan))
 
 
@@ -221,7 +208,7 @@ def _power(x: Array, norm: str) -> Callable[[Array], Array]:
     _check_norm(norm)
     scale = 1.0
     if x.dtype == np.float64 and x.size:
-        limit = np.uint64(_largest_finite(x.dtype))
+        limit = np.uint64(largest_finite(x.dtype))
         top = max(int(namespace(x).minimum(_keys(x[s]), limit).max()) for s in _panels(x))  # synchronize!
         exponent = (top >> 52) - 1022  # of the largest finite magnitude, as frexp counts
         scale = math.ldexp(1.0, min(1000, -exponent))
@@ -350,7 +337,7 @@ def _check_nonfinite(nonfinite: str) -> None:
 
 
 def _refuse_nonfinite(x: Array) -> None:
-    limit = value_type(x.dtype).bits.type(_largest_finite(x.dtype))
+    limit = value_type(x.dtype).bits.type(largest_finite(x.dtype))
     count, first = 0, None
     for s in _panels(x):
         bad = _keys(x[s]) > limit

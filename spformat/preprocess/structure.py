@@ -15,9 +15,8 @@ import numpy as np
 from ..arrays import threads
 from ..arrays.dtypes import bits, nonzero_mask, value_type
 from ..arrays.library import INT32_MAX, Array, ceil_div, is_cupy, round_up
-from ..formats import by_name, parse_spec
+from ..formats import by_name, edges, parse_spec
 from ..formats.base import checked_values
-from ..formats.fast import compiled
 
 PANEL = 1 << 22
 """Dense elements looked at together."""
@@ -136,7 +135,7 @@ def analyse(x: Array) -> Structure:
     """Structure of a host matrix [M, K] of a value type. Memory: a few panels."""
     x = checked_values(x, "inspect")
     (M, K), row = x.shape, value_type(x.dtype)
-    counted = compiled.census(x)
+    counted = edges.take(edges.DENSE, "census", x, {}, x)
     if counted is not None:
         return _from_census(x, *counted)
     row_lengths = np.zeros(M, np.int64)
@@ -202,7 +201,7 @@ def _from_census(x: Array, row_lengths: Array, found: Array) -> Structure:
 
 def count_nonzeros(x: Array) -> tuple[int, int]:
     """(values that are not zero, elements that are -0.0) of a matrix; on the host every core and a few panels."""
-    counted = compiled.count_nonzeros(x)
+    counted: tuple[int, int] | None = edges.take(edges.DENSE, "counts", x, {}, x)
     if counted is not None:
         return counted
     row = value_type(x.dtype)

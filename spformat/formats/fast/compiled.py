@@ -1,8 +1,8 @@
-"""Dense arrays to and from the sparse layouts in compiled code: a faster twin of the numpy code.
+"""Dense arrays to and from the sparse layouts in compiled code: a faster twin of the numpy code, on host arrays.
 
-``serves(x)`` says when a format hands its work over: a large host array, and numba installed; or a CuPy array, and a
-CUDA twin of this edge (``on_device``). The numpy code stays the law: results equal it bit for bit. numba and the CUDA
-code are imported by the first conversion that wants them, never by importing spformat.
+``serves(x)`` says when it is worth it: a large array, and numba installed. The edges of ``edges.py`` wrap these
+functions for the formats; the numpy code stays the law: results equal it bit for bit. numba is imported by the first
+conversion that wants it, never by importing spformat.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import numpy as np
 
 from ...arrays import threads
 from ...arrays.dtypes import bits, value_type
-from ...arrays.library import PAD, Array, ceil_div, is_cupy, round_up
+from ...arrays.library import PAD, Array, ceil_div, round_up
 from ...arrays.segments import pointer
-from .. import on_device
 
 LARGE, WARM = 16 << 20, 1 << 20
 """Bytes of a dense array that are worth importing numba (0.5 s a process), and worth a call once it is there."""
@@ -41,13 +40,8 @@ def _usable() -> bool:
     return True
 
 
-def serves(x: Array, elements: int | None = None, edge: str = "") -> bool:
-    """Whether ``x``, dense or the values of something of ``elements`` dense elements, goes through compiled code.
-
-    edge: the function, here or in ``on_device``, that is meant; without it only the host has one.
-    """
-    if is_cupy(x):
-        return edge in on_device.ON_DEVICE
+def serves(x: Array, elements: int | None = None) -> bool:
+    """Whether ``x``, dense or the values of something of ``elements`` dense elements, goes through compiled code."""
     size = (x.size if elements is None else elements) * x.dtype.itemsize
     if not isinstance(x, np.ndarray) or size < WARM:
         return False
@@ -326,31 +320,18 @@ def sr_bcrs_to_dense(indptr: Array, indices: Array, data: Array, out: Array) -> 
     _rows(_loops("block").vector_scatter, ceil_div(M, t), t * K, indptr, indices, bits(data), t, bits(out))
 
 
-def vector_nm_encode(x: Array, n: int, m: int, length: int, indices: Array, data: Array) -> Any:
-    """Fill indices uint8[W, Q] and data [W, Mp] from x [M, K]; on the host both start out as zeros.
+def vector_nm_encode(x: Array, n: int, m: int, length: int, indices: Array, data: Array) -> tuple[int, int, int]:
+    """Fill indices uint8[W, Q] and data [W, Mp], both zeros before, from x [M, K].
 
-    What it returns is for ``vector_nm_refusal``, which waits for a device; when a window is refused, data is of no use.
+    Returns (refused windows, the first of them as row group * windows + window, its vectors); when any is refused,
+    data is of no use.
     """
-    if is_cupy(x):
-        return on_device.call("vector_nm_encode", x, n, m, length, indices, data)
     args = (bits(x), _zero(x), n, m, length, indices, bits(data))
     return _rows_or_refusal(_loops("vector_nm").vector_nm_encode, indices.shape[1], length * x.shape[1], *args)
 
 
-def vector_nm_refusal(encoded: Any) -> tuple[int, int, int]:
-    """(refused windows, the first of them as row group * windows + window, its vectors) of an encoding."""
-    if isinstance(encoded, tuple):
-        return encoded
-    count, inverted = encoded.get()  # synchronize!
-    first = 2**64 - 1 - inverted
-    return (count, first >> 9, first & 511) if count else (0, 0, 0)
-
-
 def vector_nm_to_dense(indices: Array, data: Array, n: int, m: int, length: int, out: Array) -> None:
     """Write the values into ``out`` [M, K], all zeros."""
-    if is_cupy(data):
-        on_device.call("vector_nm_to_dense", indices, data, n, m, length, out)
-        return
     M, K = out.shape
     args = (indices, bits(data), n, m, length, bits(out))
     _rows(_loops("vector_nm").vector_nm_scatter, ceil_div(M, length), length * K, *args)

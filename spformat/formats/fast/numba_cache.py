@@ -28,7 +28,7 @@ _UNREADABLE = (
 
 def _sources() -> tuple[tuple[str, int, int], ...]:
     """(name, time of the last change, size) of every file that loops are made of; none where they lie in an archive."""
-    files = sorted(p for p in Path(__file__).parent.glob("*.py") if p.stem.endswith("_loops") or p.stem == "lanes")
+    files = sorted(p for p in Path(__file__).parent.glob("*.py") if p.stem.endswith("_loops") or p.stem == "simd")
     return tuple((p.name, p.stat().st_mtime_ns, p.stat().st_size) for p in files)
 
 

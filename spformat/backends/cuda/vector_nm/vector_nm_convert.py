@@ -1,6 +1,6 @@
 """Dense to and from vector n:m on the device: the twin of the compiled host code, for CuPy arrays.
 
-``formats.compiled`` names these functions and hands them the arrays that the format allocated; the numpy code is the
+``edges.py`` hands these functions the arrays that the format allocated; the numpy code is the
 law, and results equal it bit for bit. Kernels: vector_nm_convert.cu. One pass over the dense array each way, choosing
 the vectors that stay included; where the rows of a group do not fit in shared memory, encoding takes two (positions,
 then values), and choosing is left to ``preprocess.masks``.

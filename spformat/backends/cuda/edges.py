@@ -1,0 +1,167 @@
+"""The edges of CUDA: each wraps a kernel for a format. One function, or a line of adapting, and one line of ``EDGES``.
+
+Arrays are CuPy's. The numpy code of the formats, which CuPy runs too, stays the law.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ...arrays.library import Array, namespace
+from ...formats.base import Format
+from ...formats.bitmask import Bitmask
+from ...formats.bsr import BSR
+from ...formats.csr import CSR
+from ...formats.dbsr import DBSR
+from ...formats.edges import CHECK, DENSE, Edge
+from ...formats.ell_buckets import ELLBuckets
+from ...formats.sr_bcrs import SRBCRS
+from ...formats.two_four import NIBBLES, TwoFour, meta_steps
+from ...formats.vector_nm import VectorNM, pack
+from .bitmask import bitmask_scan
+from .bsr import bsr_scan
+from .csr import csr_scan
+from .ell_buckets import ell_buckets_scan
+from .sr_bcrs import sr_bcrs_scan
+from .two_four import two_four_pack, two_four_scan
+from .vector_nm import vector_nm_convert, vector_nm_scan
+
+Params = dict[str, Any]
+
+
+# ------------------------------------------------------------------ checks: whether all contents were seen to be valid
+
+
+def check_csr(a: CSR, params: Params) -> bool:
+    """One launch over indptr and indices."""
+    return csr_scan.csr_sound(a.shape, a.indptr, a.indices)
+
+
+def check_bitmask(a: Bitmask, params: Params) -> bool:
+    """One launch over all arrays."""
+    return bitmask_scan.bitmask_sound(a.shape, a.indptr, a.bitmask, a.data)
+
+
+def check_blocks(a: BSR | DBSR, params: Params) -> bool:
+    """One launch over all arrays."""
+    row_ids = a.row_ids if isinstance(a, DBSR) else None
+    return bsr_scan.bsr_sound(a.shape, a.blocksize, row_ids, a.indptr, a.indices, a.data)
+
+
+def check_sr_bcrs(a: SRBCRS, params: Params) -> bool:
+    """One launch over all arrays."""
+    return sr_bcrs_scan.sr_bcrs_sound(a.shape, a.indptr, a.indices, a.data)
+
+
+def check_ell_buckets(a: ELLBuckets, params: Params) -> bool:
+    """Two launches: slots, then chains of the items of a row."""
+    counts = np.array((a.rows_per_bucket, a.split_per_bucket), np.int64)
+    buckets = counts.T.reshape(a.column_parts, len(a.widths), 2)
+    arrays = a.row_ids, a.indices, a.data, a.source
+    return ell_buckets_scan.ell_buckets_sound(a.shape, a.part_size, buckets, *arrays)
+
+
+def check_two_four(a: TwoFour, params: Params) -> bool:
+    """One launch over all arrays."""
+    steps = meta_steps(a.padded_shape, a.meta_order)
+    return two_four_scan.two_four_sound(a.shape, a.data, a.meta, NIBBLES, steps)
+
+
+def check_vector_nm(a: VectorNM, params: Params) -> bool:
+    """One launch over indices and data; what packing adds is made again and compared."""
+    if not vector_nm_scan.vector_nm_sound(a.shape, a.n, a.m, a.vector_length, a.indices, a.data):
+        return False
+    if not a.packed:
+        return True
+    wanted = pack(a.indices, a.params(), a.padded_shape)
+    return all(bool((x == y).all()) for x, y in zip(wanted, (a.col_info, a.ranks), strict=True))  # synchronize!
+
+
+# ------------------------------------------------------------------ conversions
+
+
+def two_four_from_dense(x: Array, params: Params) -> TwoFour:
+    """Array [M, K] -> TwoFour."""
+    (data, meta), order = TwoFour.empty_arrays(x), params["meta_order"]
+    refused = two_four_pack.two_four_pack(x, order, data, meta)
+    return TwoFour.encoded(x.shape, order, data, meta, refused)
+
+
+def two_four_pruned(x: Array, params: Params) -> tuple[TwoFour, int]:
+    """Array [M, K] -> (TwoFour of the two largest of every four, values that are not finite)."""
+    (data, meta), order = TwoFour.empty_arrays(x), params["meta_order"]
+    count, _, _ = two_four_pack.two_four_pack(x, order, data, meta, prune=True)
+    return TwoFour.trusted(shape=x.shape, meta_order=order, data=data, meta=meta), count
+
+
+def two_four_to_dense(a: TwoFour, params: Params) -> Array:
+    """TwoFour -> array [M, K]."""
+    out = namespace(a.data).empty(a.shape, a.dtype)
+    two_four_pack.two_four_unpack(a.data, a.meta, a.meta_order, out)
+    return out
+
+
+def vector_nm_from_dense(x: Array, params: Params) -> VectorNM:
+    """Array [M, K] -> VectorNM, packed while the encoder still runs."""
+    indices, data = VectorNM.empty_arrays(x, params)
+    n, m, length = params["n"], params["m"], params["vector_length"]
+    counters = vector_nm_convert.vector_nm_encode(x, n, m, length, indices, data)
+    matrix = VectorNM.assemble(x.shape, params, data, indices)
+    count, inverted = counters.get()  # synchronize!
+    first = 2**64 - 1 - inverted
+    return matrix.accepted((count, first >> 9, first & 511) if count else (0, 0, 0))
+
+
+def vector_nm_pruned(x: Array, params: Params) -> tuple[VectorNM, int] | None:
+    """Array [M, K] -> (VectorNM of the n vectors of largest ``norm`` in every window, values that are not finite)."""
+    params, norm = {k: v for k, v in params.items() if k != "norm"}, params["norm"]
+    indices, data = VectorNM.empty_arrays(x, params)
+    n, m, length = params["n"], params["m"], params["vector_length"]
+    counters = vector_nm_convert.vector_nm_prune(x, n, m, length, norm, indices, data)
+    if counters is None:
+        return None
+    matrix = VectorNM.assemble(x.shape, params, data, indices)
+    return matrix, counters.get()[0]  # synchronize!
+
+
+def vector_nm_to_dense(a: VectorNM, params: Params) -> Array:
+    """VectorNM -> array [M, K]."""
+    out = namespace(a.data).empty(a.shape, a.dtype)
+    vector_nm_convert.vector_nm_to_dense(a.indices, a.data, a.n, a.m, a.vector_length, out)
+    return out
+
+
+def vector_nm_packed(indices: Array, params: Params) -> tuple[Array, Array]:
+    """indices uint8[W, Q] -> col_info int16[Tr, Tk, tile_cols], ranks uint8[Tr, W, Qs], as ``vector_nm.pack``."""
+    xp, (W, Q), n, m = namespace(indices), indices.shape, params["n"], params["m"]
+    rows, cols = params["tile_rows"] // params["vector_length"], params["tile_cols"]
+    col_info = xp.empty((Q // rows, W // n * m // cols, cols), np.int16)
+    ranks = xp.empty((Q // rows, W, rows), np.uint8)
+    vector_nm_convert.vector_nm_pack(indices, n, m, col_info, ranks)
+    return col_info, ranks
+
+
+def _edge(source: str | type[Format], target: str | type[Format], function: Any) -> Edge:
+    start, end = (f if isinstance(f, str) else f.name for f in (source, target))
+    return Edge(start, end, "cuda", function)
+
+
+EDGES: tuple[Edge, ...] = (
+    _edge(CSR, CHECK, check_csr),
+    _edge(Bitmask, CHECK, check_bitmask),
+    _edge(BSR, CHECK, check_blocks),
+    _edge(DBSR, CHECK, check_blocks),
+    _edge(SRBCRS, CHECK, check_sr_bcrs),
+    _edge(ELLBuckets, CHECK, check_ell_buckets),
+    _edge(TwoFour, CHECK, check_two_four),
+    _edge(VectorNM, CHECK, check_vector_nm),
+    _edge(DENSE, TwoFour, two_four_from_dense),
+    _edge(DENSE, "two-four:pruned", two_four_pruned),
+    _edge(TwoFour, DENSE, two_four_to_dense),
+    _edge(DENSE, VectorNM, vector_nm_from_dense),
+    _edge(DENSE, "vector-nm:pruned", vector_nm_pruned),
+    _edge(VectorNM, DENSE, vector_nm_to_dense),
+    _edge("vector-nm:indices", "vector-nm:packed", vector_nm_packed),
+)
