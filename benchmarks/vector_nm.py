@@ -116,7 +116,7 @@ def table(suite: str, rows: list[dict[str, Any]]) -> str:
     worst, error = min(r["ratio"] for r in rows), max(r["error"] for r in rows)
     lines += [
         "",
-        f"Worst {worst:.2f}x; largest error {error:.2f} of the bound. In parentheses what spformat.dispatch.cost expects:",
+        f"Worst {worst:.2f}x; largest error {error:.2f} of the bound. In parentheses the expected ratio:",
     ]
     lines += [f"{100 * off[0]:+.0f} % .. {100 * off[-1]:+.0f} %, {sum(abs(d) <= 0.3 for d in off)} of {len(off)} cases "
               "within 30 %."]  # fmt: skip

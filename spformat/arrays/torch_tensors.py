@@ -68,8 +68,9 @@ def torch_to_array(t: Any) -> Array:
 
 
 class TorchStream:
-    """``with TorchStream(t) as array:`` ``array`` makes arrays of tensors; for a ``t`` on a device CuPy's current stream is
-    that of torch meanwhile.
+    """``with TorchStream(t) as array:`` ``array(tensor)`` shares a tensor's memory as an array.
+
+    For a ``t`` on a device, torch's current stream is CuPy's current stream inside the block.
 
     So what torch queued before is done before, what it queues after comes after, and its allocator and its graphs see
     all of it. What was queued on CuPy's own stream (a matrix that was converted just now) comes before, too.

@@ -261,8 +261,8 @@ def problem_of(
     if epilogue and result in ("int32", "int64"):
         raise TypeError(f"alpha, beta and bias need a C of floating-point values, got {result}; give out in float32")
     return Problem.product(
-        a.format, a.params, A.shape[0], A.shape[1], columns(n), a.stored, a.dtype, b, result, b_layout, out_layout, a.device, sm,
-        device_id, epilogue, operation=operation, workspace=workspace, parts=a.parts,
+        a.format, a.params, A.shape[0], A.shape[1], columns(n), a.stored, a.dtype, b, result, b_layout, out_layout,
+        a.device, sm, device_id, epilogue, operation=operation, workspace=workspace, parts=a.parts,
     )  # fmt: skip
 
 

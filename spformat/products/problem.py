@@ -70,7 +70,7 @@ class Operand:
     stored: int = 0
     """Stored items of a sparse operand; padding counts, except where the format knows it."""
     layout: str = ROW
-    """Of a dense operand of shape [R, C]: "row" (element r, c at r*ld + c), "col" (at r + c*ld), "strided" (neither)."""
+    """Of a dense operand of shape [R, C]: "row" (element r, c at r*ld + c), "col" (r + c*ld) or "strided"."""
     device: str = "cpu"
     """"cpu" or "cuda"."""
     parts: tuple[Operand, ...] = ()
@@ -187,12 +187,12 @@ class Problem:
         return dict(self.operands[0].params)
 
     @property
-    def M(self) -> int:
+    def M(self) -> int:  # noqa: N802
         """Rows of A as it is stored."""
         return self.operands[0].shape[0]
 
     @property
-    def K(self) -> int:
+    def K(self) -> int:  # noqa: N802
         """Columns of A as it is stored."""
         return self.operands[0].shape[1]
 

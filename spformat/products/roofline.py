@@ -126,7 +126,7 @@ def on(device: Device) -> Iterator[None]:
 
 
 def device_of(p: Problem) -> Device:
-    """The device whose rates stand for that of a problem: the one asked for, the one of its architecture, or the H200."""
+    """The device whose rates are taken for a problem: the one asked for, that of its architecture, or the H200."""
     return _asked.get() or next((d for d in DEVICES.values() if d.sm == p.sm), H200)
 
 

@@ -227,7 +227,8 @@ def test_G05_a_sticky_fault_ends_the_process(cp: Any, folder: Path) -> None:
 def test_G06_an_asynchronous_error_is_told_by_the_step_that_made_it(cp: Any, folder: Path) -> None:
     path = small_file(folder, "csr")
     code = (
-        "import cupy, numpy as np, spformat as sf\nfrom spformat.storage import container\ncontainer.SCAN_ON_DEVICE = 0\n"
+        "import cupy, numpy as np, spformat as sf\nfrom spformat.storage import container\n"
+        "container.SCAN_ON_DEVICE = 0\n"
         "wild = cupy.RawKernel('extern \"C\" __global__ void wild(int* p) { p[0] = 1; }', 'wild')\n"
         "wild((1,), (1,), (np.uint64(64),))\n"
         "try: sf.load(sys.argv[1], device='cuda')\n"

@@ -113,7 +113,8 @@ class SpmmVectorNMTensor(CudaKernel):
         tile, made, group = fit(tiles_for(p), a, p, step=32 // size, banks=16 // size, bank_rows=size // 2)
         record = int(made.words.shape[2])
         choice = records_choice(
-            a, p, made, source="vector_nm/spmm_vector_nm_mma.cu", archs=self.archs, cols=tile.cols, threads=tile.threads,
+            a, p, made, source="vector_nm/spmm_vector_nm_mma.cu", archs=self.archs, cols=tile.cols,
+            threads=tile.threads,
             instance=lambda out, _: instance(p.a_dtype, out, group, tile, made.packed),
             smem=lambda out: tile.smem(size, made.staged, made.slots, record, out),
         )  # fmt: skip

@@ -130,7 +130,8 @@ class SpmmVectorNMSm90a(CudaKernel):
             return tensor_map.tiled(c, p.out_dtype, (n, p.M), (step_m,), (64, 64), 128), 1
 
         choice = Choice(
-            source="vector_nm/spmm_vector_nm_sm90a.cu", archs=self.archs, cols=tile.cols, threads=256 + 32 * tile.loaders,
+            source="vector_nm/spmm_vector_nm_sm90a.cu", archs=self.archs, cols=tile.cols,
+            threads=256 + 32 * tile.loaders,
             row_tiles=row_tiles, k_tiles=k_tiles, instance=lambda out, _: instance(p.a_dtype, out, tile),
             smem=lambda _: tile.smem(), head=head, signature=(tensor_map.TensorMap, Gathered, "P"),
             cluster=lambda _: (1, 1), keep=data, splits=blocking.splits,

@@ -179,7 +179,8 @@ class SpmmVectorNMTMA(CudaKernel):
 
         smem = stages * tile.stage(form, size) + tile.rest(size)
         choice = records_choice(
-            a, p, made, source="vector_nm/spmm_vector_nm_tma_sm90a.cu", archs=self.archs, cols=tile.cols, threads=384, head=head,
+            a, p, made, source="vector_nm/spmm_vector_nm_tma_sm90a.cu", archs=self.archs, cols=tile.cols,
+            threads=384, head=head,
             instance=lambda out, c: instance(p.a_dtype, out, group, tile, c), smem=lambda _: smem,
             cluster=lambda _: CLUSTER, signature=(tensor_map.TensorMap, Shape, "i", "i", "P"), keep=data,
             b_signature=(tensor_map.TensorMap,), b_arguments=b_arguments, splits=blocking.splits,
