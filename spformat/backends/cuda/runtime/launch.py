@@ -263,13 +263,14 @@ def _nothing() -> None:
 def device_plan(name: str, p: Problem, prepare: Prepare | Library, tile: str = "", workspace: int = 0) -> Plan:
     """A Plan whose run checks B and out, allocates out when it is None, and makes the calls of ``prepare``.
 
-    ``prepare`` is called with the plan's device current, M > 0 and N > 0; its calls must write all of C. K may be 0.
+    ``prepare`` is called with the plan's device current, where C has rows and columns; its calls must write all of C.
+    B may have no rows.
     """
     import cupy
 
     b_dtype, out_dtype = VALUE_TYPES[p.b_dtype].numpy, numpy_dtype(p.out_dtype)
     b_col, out_col, order = p.b_layout == COL, p.out_layout == COL, "F" if p.out_layout == COL else "C"
-    M, K, device_id, ndarray = p.M, p.K, p.device_id, cupy.ndarray
+    M, K, device_id, ndarray = p.rows, p.inner, p.device_id, cupy.ndarray
     b_size, out_size = b_dtype.itemsize, out_dtype.itemsize
     current_device, current_stream = cupy.cuda.runtime.getDevice, cupy.cuda.get_current_stream
     several = cupy.cuda.runtime.getDeviceCount() > 1
