@@ -45,7 +45,7 @@ class Target(NamedTuple):
 def leading_dimension(K: int, itemsize: int) -> int:
     """Elements between rows of a dense copy of [M, K]: rows start on 16 bytes, long ones on cache lines."""
     align = (LINE if K * itemsize >= 8 * LINE else UNIT) // itemsize
-    return max(1, round_up(K, align))
+    return round_up(max(1, K), align)
 
 
 def write_now(writer: Writer, out: Array) -> None:
