@@ -33,7 +33,8 @@ import numpy as np
 
 import spformat as sf
 from spformat.backends.cuda.runtime import jit
-from spformat.backends.cuda.runtime.launch import REMEMBERED, Launch
+from spformat.backends.cuda.runtime.device_plan import REMEMBERED
+from spformat.backends.cuda.runtime.launch import Launch
 from spformat.formats.base import Format
 from spformat.measure import bench
 from spformat.preprocess import masks

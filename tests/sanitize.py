@@ -4,9 +4,10 @@
     python tests/sanitize.py --tool compute-sanitizer [--jobs 8] [PART ...]
                                                            each under memcheck and racecheck, in processes of its own
 
-A part is a kernel, two_four_pack, vector_nm_convert, scans, epilogues or pieces. Prints a line per part; results are
-compared too, so the run says something without the tool as well. ``--planted`` runs a kernel with two faults instead,
-one for each tool: a run where it is not reported proves nothing, so that with ``--tool`` this comes first.
+A part is a kernel, two_four_pack, vector_nm_convert, scans, epilogues, pieces or expansions. Prints a line per part;
+results are compared too, so the run says something without the tool as well. ``--planted`` runs a kernel with two
+faults instead, one for each tool: a run where it is not reported proves nothing, so that with ``--tool`` this comes
+first.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from typing import Any
 
 import cupy as cp
 import numpy as np
-from test_kernels import NS, WIDE, Guarded, attempts, on_device, problem, refuses
+from cases import params_of
+from test_kernels import NS, WIDE, Guarded, attempts, matrix, on_device, problem, refuses
 from test_quick_check import SCANNED, damaged, matrices, sound_by_name
 from test_quick_check import on_device as on_the_device
 
 from spformat import spmm
 from spformat.backends.cuda import KERNELS
-from spformat.backends.cuda.runtime import measured
+from spformat.backends.cuda.dense.expand_then_dense import EXPANDERS
+from spformat.backends.cuda.runtime.expansion import leading_dimension
 from spformat.errors import StructureError
 from spformat.formats import convert
 from spformat.formats.two_four import META_ORDERS
@@ -76,7 +79,7 @@ def run(kernel: Any, sm: int) -> int:
             B = rng.integers(-2, 3, (x.shape[1], n)).astype(f.dtype)
             guarded = Guarded(cp, (x.shape[0], n), f.dtype, layouts[1], pad)
             tiles = kernel.tiles if kernel.name in FORCED else ()
-            with measured.forced(kernel.name, str(tiles[done % len(tiles)])) if tiles else contextlib.nullcontext():
+            with tiles.forced(kernel.name, str(tiles[done % len(tiles)])) if tiles else contextlib.nullcontext():
                 plan = kernel.plan(g, p)
             plan(on_device(cp, B, layouts[0], pad), out=guarded.out)
             wanted = (x.astype(np.float64) @ B.astype(np.float64)).astype(f.dtype)
@@ -183,6 +186,27 @@ def epilogues() -> int:
     return done
 
 
+def expansions() -> int:
+    """Matrices of every format written as dense ones, each array an allocation of its own, so that none overruns."""
+    cp.cuda.set_allocator(None)
+    rng, done, sm = np.random.default_rng(10), 0, int(cp.cuda.Device().compute_capability)
+    for (name, expander), dtype in itertools.product(EXPANDERS.items(), ("float16", "float32")):
+        if (name, dtype) == ("two-four", "float32"):
+            continue
+        for params, shape in itertools.product(params_of(name)[:3], ((33, 70), (40, 1000), (19, 9000))):
+            x = matrix(rng, name, params, dtype, shape)
+            f = convert(x, name, **params)
+            for ld in {leading_dimension(shape[1], x.dtype.itemsize), shape[1]}:
+                out = cp.full((shape[0], ld), float("nan"), x.dtype)
+                write = expander(f.to("cuda"), problem(f, 8, dtype, ("row", "row"), sm))
+                for launch in write(out.data.ptr, ld, 0):
+                    launch()
+                assert (out.get()[:, : shape[1]] == x).all(), f"{f!r} ld={ld}"
+                done += 1
+    cp.cuda.set_allocator(cp.get_default_memory_pool().malloc)
+    return done
+
+
 REPORTED = 9
 """Exit code of the tool when it found something."""
 
@@ -219,7 +243,7 @@ def main() -> None:
     others = {
         "two_four_pack": (packing, "conversions"), "vector_nm_convert": (vector_packing, "conversions"),
         "scans": (scans, "verdicts"), "epilogues": (epilogues, "products"),
-        "pieces": (pieces, "products"),
+        "pieces": (pieces, "products"), "expansions": (expansions, "matrices"),
     }  # fmt: skip
     known = [*others, *(k.name for k in KERNELS)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

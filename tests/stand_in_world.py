@@ -12,7 +12,8 @@ import pytest
 import stand_in_cupy
 
 from spformat.backends.cuda.runtime import scratch
-from spformat.backends.cuda.runtime.launch import Operands, device_plan
+from spformat.backends.cuda.runtime.device_plan import device_plan
+from spformat.backends.cuda.runtime.launch import Operands
 from spformat.products.plan import Plan
 from spformat.products.problem import ROW, Problem
 

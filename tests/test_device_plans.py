@@ -14,7 +14,8 @@ import pytest
 from stand_in_world import Step, World
 
 from spformat.backends import vendor
-from spformat.backends.cuda.runtime.launch import GRAPH_AFTER, REMEMBERED, Operands, device_plan
+from spformat.backends.cuda.runtime.device_plan import REMEMBERED, device_plan
+from spformat.backends.cuda.runtime.launch import GRAPH_AFTER, Operands
 from spformat.backends.cuda.runtime.scratch import Scratch
 from spformat.errors import DeviceError
 from spformat.products.plan import Plan

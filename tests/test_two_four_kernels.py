@@ -11,7 +11,6 @@ from golden_vectors import meta_order_objects, vectors
 
 from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.arrays.library import ceil_div
-from spformat.backends.cuda.runtime import measured
 from spformat.backends.cuda.two_four import (
     spmm_two_four,
     spmm_two_four_sm90,
@@ -26,6 +25,7 @@ from spformat.backends.cuda.two_four.two_four_records import SPARE, TwoFourRecor
 from spformat.formats import convert
 from spformat.formats.two_four import META_ORDERS
 from spformat.preprocess import masks
+from spformat.products import tiles
 from spformat.products.problem import Problem
 
 KERNELS: tuple[Any, ...] = (SpmmTwoFour(), SpmmTwoFourTokens(), SpmmTwoFourSm90(), SpmmTwoFourSm90a())
@@ -98,7 +98,7 @@ def test_tiles_fit_and_follow_the_shape() -> None:
      (4096, 64, 4096, "64x64x64 cluster 1 split 2"), (11008, 64, 4096, "128x64x64 cluster 1 split 1"),
      (4096, 64, 256, "128x64x64 cluster 1 split 1")],
 )  # fmt: skip
-def test_the_rule_without_a_measurement(M: int, n: int, K: int, tile: str) -> None:
+def test_the_tile_that_is_chosen(M: int, n: int, K: int, tile: str) -> None:
     """It agrees with what an H200 measured; K of a few slabs is not cut in two."""
     assert str(spmm_two_four_sm90a.choose(M, n, K, 132)).startswith(tile)
 
@@ -152,7 +152,10 @@ def two_four(M: int, K: int, dtype: np.dtype[Any], rng: np.random.Generator, ord
 
 
 def force_tile(monkeypatch: pytest.MonkeyPatch, kernel: Any, tile: Any) -> None:
-    monkeypatch.setattr(measured, "tile", lambda name, p, tiles: tile if name == kernel.name else None)
+    def fastest(name: str, options: Any, expected_us: Any) -> Any:
+        return tile if name == kernel.name else min(options, key=expected_us)
+
+    monkeypatch.setattr(tiles, "fastest", fastest)
 
 
 @pytest.mark.gpu
@@ -244,7 +247,7 @@ def test_a_measured_split_of_few_slabs(K: int) -> None:
     rng = np.random.default_rng(K)
     a, dense = two_four(70, K, BF16, rng, "fragment")
     B = rng.integers(-3, 4, (K, 96)).astype(BF16)
-    with measured.forced(SpmmTwoFourSm90a.name, str(split)):
+    with tiles.forced(SpmmTwoFourSm90a.name, str(split)):
         plan = SpmmTwoFourSm90a().plan(a.to("cuda"), problem(70, K, 96, out_dtype="float32"))
     assert (str(split) == plan.tile) == (K > 64)
     for _ in range(3):

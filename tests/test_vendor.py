@@ -12,7 +12,7 @@ import pytest
 from stand_in_world import World
 
 import spformat as sf
-from spformat.backends import vendor
+from spformat.backends.cuda.runtime import cublas
 from spformat.backends.cuda.runtime.launch import Operands
 from spformat.backends.vendor import CublasGemm, CusparseCSR
 from spformat.errors import DeviceError
@@ -61,9 +61,8 @@ def test_cublas_gets_every_extent_and_the_stream_and_what_it_says_is_told(
         given.append(arguments)
         return status
 
-    monkeypatch.setattr(vendor, "_cublas", lambda: (lambda *a: given.append(a) or 0, gemm))
-    library = SimpleNamespace(CUBLAS_COMPUTE_32F=68, CUBLAS_OP_N=0, CUBLAS_OP_T=1)
-    world.cupy.cuda.cublas, world.cupy.cuda.device = library, SimpleNamespace(get_cublas_handle=lambda: 77)
+    monkeypatch.setattr(cublas, "library", lambda: (lambda *a: given.append(a) or 0, gemm))
+    world.cupy.cuda.device = SimpleNamespace(get_cublas_handle=lambda: 77)
     a = sf.formats.dense.Dense.from_dense(np.eye(4, 3, dtype=np.float32))
     a = a.trusted(shape=a.shape, **{k: v.view(type(world.array(1))) for k, v in a.arrays().items()})
     plan = CublasGemm().plan(a, problem("dense", b_layout=COL))

@@ -13,7 +13,8 @@ from typing import Any
 
 from ..errors import DeviceError
 from ..products.kernel import Kernel, reasons, spmm_of
-from ..products.problem import COL, STRIDED, Problem
+from ..products.problem import COL, Problem
+from .cuda.runtime.cublas import CUDA_TYPE, gemm, gemm_reasons, library_reasons
 from .cuda.runtime.kernel import CudaKernel, Prepared
 from .cuda.runtime.launch import Call, Library, Operands, finish_arrays
 from .cuda.runtime.scratch import Scratch
@@ -22,80 +23,25 @@ _SEARCH_WORKSPACE = 256 << 20
 """Bytes for cuSPARSELt's search: an algorithm that adds up parts of K needs a matrix of sums for each."""
 
 _INT_MAX = 2**31 - 1
-_CUDA_TYPE = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
-"""cudaDataType_t of the value types these libraries take."""
-
-
-def _refusals(p: Problem, dtypes: tuple[str, ...], sm: int = 0) -> list[str]:
-    """``sm``: the oldest architecture that the library takes; bfloat16 needs sm_80 everywhere."""
-    sm = 80 if p.a_dtype == "bfloat16" else sm
-    return reasons(
-        (p.device != "cuda", f"operands are on {p.device}; move them with .to('cuda')"),
-        (p.sm is not None and p.sm < sm, f"needs sm_{sm} or newer for {p.a_dtype}, got {p.sm_name}"),
-        (p.a_dtype not in dtypes, f"a.dtype must be one of {', '.join(dtypes)}, got {p.a_dtype}"),
-        (p.b_dtype != p.a_dtype, f"b.dtype must equal a.dtype ({p.a_dtype}), got {p.b_dtype}"),
-        (STRIDED in (p.b_layout, p.out_layout), "B and out must be row- or column-major; use ascontiguousarray"),
-    )
 
 
 class CublasGemm(CudaKernel):
     """cublasGemmEx with float32 sums (float64 for float64)."""
 
     name = "vendor.cublas_gemm"
-    takes = spmm_of("dense")
+    takes = spmm_of("dense") | spmm_of("dense", operation="spmm_transposed")
 
     def unsupported(self, p: Problem) -> list[str]:
         """Same types on both sides; any layout."""
-        wide = {p.a_dtype} | ({"float32"} if p.a_dtype in ("float16", "bfloat16") else set())
-        return _refusals(p, ("float64", "float32", "float16", "bfloat16")) + reasons(
-            (p.out_dtype not in wide, f"out.dtype must be one of {', '.join(sorted(wide))}, got {p.out_dtype}"),
-        )
+        return gemm_reasons(p)
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
-        """Column-major BLAS computes C^T = B^T A^T for a row-major C, and C itself for a column-major one."""
-        from cupy.cuda import cublas, device
+        data, multiply, lda = a.values, gemm(p), max(1, p.K)
 
-        data, one, zero = a.values, *_scalars(p.a_dtype == "float64")
-        M, K = p.M, p.K
-        types = _CUDA_TYPE[p.a_dtype], _CUDA_TYPE[p.out_dtype]
-        compute = cublas.CUBLAS_COMPUTE_64F if p.a_dtype == "float64" else cublas.CUBLAS_COMPUTE_32F
-        b_col, c_col = p.b_layout == COL, p.out_layout == COL
-        no, yes = cublas.CUBLAS_OP_N, cublas.CUBLAS_OP_T
-        lda, ptr = max(1, K), data.data.ptr
+        def prepare(o: Operands, keep: Any = data) -> tuple[Call]:
+            return (multiply(data.data.ptr, lda, o),)
 
-        def launch(o: Operands) -> None:
-            handle = device.get_cublas_handle()
-            a_args, b_args = (ptr, types[0], lda), (o.b, types[0], o.ldb)
-            if c_col:
-                ops, sizes, first, second = (yes, no if b_col else yes), (M, o.n, K), a_args, b_args
-            else:
-                ops, sizes, first, second = (yes if b_col else no, no), (o.n, M, K), b_args, a_args
-            set_stream, gemm = _cublas()
-            _check(set_stream(handle, o.stream))
-            _check(gemm(handle, *ops, *sizes, one.data, *first, *second, zero.data, o.c, types[1], o.ldc, compute, -1))
-
-        return Prepared(_once(launch, data, one, zero), "cuBLAS heuristic")
-
-
-@functools.lru_cache(maxsize=1)
-def _cublas() -> tuple[Any, Any]:
-    """cublasSetStream and cublasGemmEx of the library that CuPy has loaded: CuPy's own calls refuse while a stream is
-    captured, and extents past int32; the library does not."""
-    from cupy.cuda import cublas, device
-
-    major = cublas.getVersion(device.get_cublas_handle()) // 10_000
-    library = ctypes.CDLL(f"libcublas.so.{major}")
-    p, i, q = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-    set_stream, gemm = library.cublasSetStream_v2, library.cublasGemmEx_64
-    set_stream.argtypes = [p, p]
-    gemm.argtypes = [p, i, i, q, q, q, p, p, i, q, p, i, q, p, p, i, q, i, i]
-    return set_stream, gemm
-
-
-def _check(status: int) -> None:
-    """DeviceError for a cublasStatus_t other than success."""
-    if status:
-        raise DeviceError(f"cuBLAS: status {status}")
+        return Prepared(prepare, "cuBLAS heuristic")
 
 
 class CusparseCSR(CudaKernel):
@@ -107,7 +53,7 @@ class CusparseCSR(CudaKernel):
     def unsupported(self, p: Problem) -> list[str]:
         """float16 and bfloat16 with float32 sums where the installed cuSPARSE has them; int32 indices alike."""
         mixed = p.out_dtype != p.a_dtype
-        return _refusals(p, ("float64", "float32", "float16", "bfloat16")) + reasons(
+        return library_reasons(p, ("float64", "float32", "float16", "bfloat16")) + reasons(
             (mixed, f"out.dtype must equal a.dtype ({p.a_dtype}), got {p.out_dtype}"),
             (p.nnz > _INT_MAX or p.K > 2**31, "indices past int32 are not passed on to cuSPARSE"),
             (p.nnz == 0, "a matrix without items is not passed on to cuSPARSE"),
@@ -123,9 +69,9 @@ class CusparseCSR(CudaKernel):
         from cupy.cuda import cusparse, device
 
         arrays = (a.indptr, a.indices, a.values)
-        nnz, value = int(a.values.size), _CUDA_TYPE[p.a_dtype]
+        nnz, value = int(a.values.size), CUDA_TYPE[p.a_dtype]
         one, zero = _scalars(p.a_dtype == "float64")
-        compute = _CUDA_TYPE["float64" if p.a_dtype == "float64" else "float32"]
+        compute = CUDA_TYPE["float64" if p.a_dtype == "float64" else "float32"]
         no, algorithm, index = cusparse.CUSPARSE_OPERATION_NON_TRANSPOSE, cusparse.CUSPARSE_MM_ALG_DEFAULT, 2  # 32I
         order = {True: 1, False: 2}  # CUSPARSE_ORDER_COL, CUSPARSE_ORDER_ROW
         b_col, c_col = p.b_layout == COL, p.out_layout == COL
@@ -171,7 +117,7 @@ class CusparseLt(CudaKernel):
              "nvmath-python is not installed: pip install 'spformat[cusparselt13]' (or cusparselt12)"),
             (bool(odd), f"cuSPARSELt needs M and K to be multiples of 16, {' and '.join(odd)} is not"),
             (p.out_dtype != p.a_dtype, f"out.dtype must equal a.dtype ({p.a_dtype}), got {p.out_dtype}"),
-        ) + _refusals(p, ("float16", "bfloat16"), 80)  # fmt: skip
+        ) + library_reasons(p, ("float16", "bfloat16"), 80)  # fmt: skip
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
         """Decodes A once to compress it in the library's order; a matmul plan is made per N and layout, and kept."""
@@ -209,7 +155,7 @@ class _LtMatmul:
 
         lt = nvmath.bindings.cusparseLt
         self.lt, self.handle = lt, lt.init()
-        value, row, col = _CUDA_TYPE[p.a_dtype], 2, 1
+        value, row, col = CUDA_TYPE[p.a_dtype], 2, 1
         b_order, c_order = (col if p.b_layout == COL else row), (col if p.out_layout == COL else row)
         A = lt.structured_descriptor_init(self.handle, p.M, p.K, p.K, 16, value, row, lt.Sparsity.SPARSITY_50_PERCENT)
         B = lt.dense_descriptor_init(self.handle, p.K, o.n, o.ldb, 16, value, b_order)

@@ -20,7 +20,6 @@ import spformat as sf
 from spformat import backends
 from spformat.arrays import library as arrays
 from spformat.backends.cuda import KERNELS
-from spformat.backends.cuda.runtime import measured
 from spformat.backends.cuda.runtime.operands import leading
 from spformat.formats import FORMATS
 from spformat.products.problem import Problem

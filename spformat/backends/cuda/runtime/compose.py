@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from ....products.plan import Plan
 from ....products.problem import Problem
+from .device_plan import device_plan
 from .epilogue import launches_of, with_epilogue
-from .launch import Call, Operands, device_plan
+from .launch import Call, Operands
 
 
 def sum_of_plans(name: str, plans: Sequence[Plan], p: Problem) -> Plan:

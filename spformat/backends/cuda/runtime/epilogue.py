@@ -12,7 +12,8 @@ from ....products.plan import Plan
 from ....products.problem import COL, Problem
 from ...host import numpy_dtype
 from . import jit
-from .launch import Call, Launch, Operands, device_plan
+from .device_plan import device_plan
+from .launch import Call, Launch, Operands
 from .scratch import Scratch
 
 SOURCE = "runtime/epilogue.cu"

@@ -9,7 +9,8 @@ from ....arrays.library import round_up, span
 from ....products.kernel import Kernel
 from ....products.plan import Plan
 from ....products.problem import Problem
-from .launch import Library, Operands, Prepare, device_plan
+from .device_plan import device_plan
+from .launch import Library, Operands, Prepare
 
 COLUMN_STEP = 8
 """Numbers of columns up to the same multiple of it share a tile."""

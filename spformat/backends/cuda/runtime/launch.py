@@ -8,35 +8,22 @@ loop, a training step) makes the same calls again.
 from __future__ import annotations
 
 import ctypes
-import functools
 import struct
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import device_error
-from ....errors import DeviceError, DeviceMemoryError, LimitError, SpformatError
-from ....products.plan import OVERWRITES, Plan
-from ....products.problem import COL, Problem
-from ...host import numpy_dtype
-from .operands import REMEDY, bias_pointer, leading, share_memory
-from .scratch import PER_THREAD, captured, identity
+from ....errors import DeviceError, SpformatError
+from .scratch import captured
 
 _CODES = {"P": "Q", "i": "i", "q": "q", "f": "f", "d": "d"}
 MAX_GRID_Y = 65535
 """The driver's bound on the second extent of a grid; a kernel walks what lies beyond it."""
 MAX_COLUMNS = 2**31 - 2**16
 """Kernels count columns in 32 bits, those of a tile that ends past N among them."""
-REMEMBERED = 64
-"""Operands of which a plan keeps the calls; a few hundred bytes each."""
 GRAPH_AFTER = 2
 """Times that several launches of one product are made one by one."""
-
-_whole: dict[int, Any] = {}
-"""By device: what holds several launches together, as plans share workspaces (Scratch). A plan made out of another's
-``run`` enters it twice."""
 
 Call = Callable[[], None]
 """Queues one piece of work on the stream that it was made for; may be made again."""
@@ -255,120 +242,3 @@ def finish_arrays() -> None:
     import cupy
 
     cupy.cuda.get_current_stream().synchronize()  # synchronize!
-
-
-def _nothing() -> None:
-    """What a reference to an array that is gone answers."""
-
-
-def device_plan(
-    name: str, p: Problem, prepare: Prepare | Library, tile: str = "", workspace: int = 0,
-    reads: tuple[tuple[int, int, Any], ...] = (),
-) -> Plan:  # fmt: skip
-    """A Plan whose run checks B and out, allocates out when it is None, and makes the calls of ``prepare``.
-
-    ``reads``: addresses of the arrays of A, which no ``out`` may touch (``Plan.reads``).
-
-    ``prepare`` is called with the plan's device current, M > 0 and N > 0; its calls must write all of C. K may be 0.
-    """
-    import cupy
-
-    b_dtype, out_dtype = VALUE_TYPES[p.b_dtype].numpy, numpy_dtype(p.out_dtype)
-    b_col, out_col, order = p.b_layout == COL, p.out_layout == COL, "F" if p.out_layout == COL else "C"
-    M, K, device_id, ndarray = p.rows, p.inner, p.device_id, cupy.ndarray
-    b_size, out_size = b_dtype.itemsize, out_dtype.itemsize
-    current_device, current_stream = cupy.cuda.runtime.getDevice, cupy.cuda.get_current_stream
-    several = cupy.cuda.runtime.getDeviceCount() > 1
-    made: dict[Any, Call] = {}
-    whole = _whole.setdefault(device_id, threading.RLock())
-    last: tuple[Any, ...] = (_nothing, _nothing)
-
-    def run(B: Any, out: Any, epilogue: tuple[Any, ...] = ()) -> Any:
-        if out is None:
-            return first(B, None, epilogue, None)
-        nonlocal last
-        stream = current_stream().ptr
-        if stream == PER_THREAD:
-            stream = identity(stream)
-        seen = last  # once: another thread may replace it
-        if seen[0]() is B and seen[1]() is out and seen[2] == (B.shape, out.shape, stream, epilogue):
-            call = seen[3]  # the same objects, and an array can change nothing of itself but its shape
-        else:
-            try:  # all that the checks and the launches depend on; an address also tells the device
-                key = (B.data.ptr, out.data.ptr, B.shape, B.strides, B.dtype, out.shape, out.strides, out.dtype,
-                       stream, epilogue)  # fmt: skip
-                call = made.get(key)
-            except AttributeError:  # no arrays of CuPy
-                return first(B, out, epilogue, None)
-            if call is None:
-                return first(B, out, epilogue, key)
-            last = weakref.ref(B), weakref.ref(out), (B.shape, out.shape, stream, epilogue), call
-        if several and current_device() != device_id:
-            return first(B, out, epilogue, None)
-        call()
-        return out
-
-    def first(B: Any, out: Any, epilogue: tuple[Any, ...], key: Any) -> Any:
-        """``run`` for operands that are new: check all, prepare, remember under ``key``."""
-        if current_device() != device_id:
-            with cupy.cuda.Device(device_id):  # which has a stream of its own
-                return run(B, out, epilogue)
-        if not isinstance(B, ndarray) or not (out is None or isinstance(out, ndarray)):
-            label, x = ("out", out) if isinstance(B, ndarray) else ("B", B)
-            kind = type(x).__name__
-            raise TypeError(f"{label}: expected a CuPy array on cuda:{device_id}, got {kind}; {REMEDY}")
-        shape = B.shape
-        if len(shape) != 2 or shape[0] != K:
-            raise ValueError(f"B: expected shape ({K}, N), got {shape}")
-        n = shape[1]
-        if n > MAX_COLUMNS:
-            raise LimitError(f"B: {n:,} columns are more than {MAX_COLUMNS:,}; multiply fewer columns at a time")
-        if out is None:
-            return run(B, empty((M, n)), epilogue)
-        if B.dtype != b_dtype:
-            raise TypeError(f"B: this plan takes {p.b_dtype}, got {B.dtype}")
-        if out.shape != (M, n):
-            raise ValueError(f"out: expected shape {(M, n)}, got {out.shape}")
-        if out.dtype != out_dtype:
-            raise TypeError(f"out: this plan writes {out_dtype}, got {out.dtype}")
-        b, c = B.data, out.data
-        ldb = leading("B", shape, B.strides, b, b_size, b_col, device_id)
-        ldc = leading("out", (M, n), out.strides, c, out_size, out_col, device_id)
-        if not (M and n):
-            return out
-        b_at, c_at = b.ptr, c.ptr
-        b_end = b_at + b_size * (((n - 1) * ldb + K) if b_col else ((K - 1) * ldb + n)) if K else b_at
-        c_end = c_at + out_size * (((n - 1) * ldc + M) if out_col else ((M - 1) * ldc + n))
-        if b_at < c_end and c_at < b_end and share_memory(B, out):
-            raise ValueError("out overlaps B; the product would read what it writes")
-        for start, end, _ in reads:
-            if start < c_end and c_at < end:
-                raise ValueError(OVERWRITES)
-        if epilogue and epilogue[0]:
-            if epilogue[0] % out_size:
-                raise ValueError(f"bias: pointer is not aligned to its {out_size}-byte elements")
-            if epilogue[0] < c_end and c_at < epilogue[0] + M * out_size:
-                raise ValueError("out overlaps the bias; the product would overwrite what it adds")
-        stream = current_stream().ptr
-        again = functools.partial(prepare, Operands(b_at, c_at, n, ldb, ldc, stream, *epilogue))
-        calls = again()
-        call = calls[0] if len(calls) == 1 else LaunchSequence(calls, stream, whole, again)
-        call()
-        # What is made for a graph may use memory that only the graph clears; -0.0 would be found as 0.0.
-        if not captured(stream) and (not epilogue or epilogue[1]):
-            if len(made) >= REMEMBERED:
-                made.clear()
-            made[key] = call
-        return out
-
-    def empty(shape: tuple[int, int]) -> Any:
-        try:
-            return cupy.empty(shape, out_dtype, order)
-        except cupy.cuda.memory.OutOfMemoryError as e:
-            text = f"out: {shape[0] * shape[1] * out_size:,} bytes for {shape} do not fit the device; the CUDA context"
-            raise DeviceMemoryError(f"{text} is usable. Multiply fewer columns of B at a time") from e
-
-    def run_epilogue(B: Any, out: Any, alpha: float, beta: float, bias: Any) -> Any:
-        return run(B, out, (bias_pointer(p, bias, beta, out), float(alpha), float(beta)))
-
-    return Plan(name, p, run_epilogue if p.epilogue else run, tile, workspace, reads, prepare)

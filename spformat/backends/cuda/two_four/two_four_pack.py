@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....arrays.dtypes import value_type
-from ....arrays.library import ceil_div
+from ....arrays.library import Array, ceil_div
+from ....products.problem import Problem
 from ..runtime import jit
-from ..runtime.launch import Launch
+from ..runtime.expansion import Target, Writer
+from ..runtime.launch import Bound, Launch
 
 SOURCE = "two_four/two_four_pack.cu"
 ORDERS = {"logical": "Logical", "ldmatrix": "Ldmatrix", "fragment": "Fragment", "cutlass-sm80": "CutlassSm80"}
@@ -52,6 +54,22 @@ class TwoFourPack:
         args = (data.data.ptr, meta.data.ptr, out.data.ptr, *out.shape, *extents)
         return lambda: launch(grid, _stream(), *args)
 
+    def writer(self, data: Array, meta: Array, order: str, M: int, target: Target) -> Writer:
+        """The launches that write the first M rows of the matrix that valid data and meta hold."""
+        grid, extents = self._grid(data.shape)
+
+        @functools.cache
+        def launch(aligned: bool) -> Launch:
+            function = jit.load(SOURCE, self._unpack(order, aligned), *target)
+            return Launch(function, "PPPqqqqq", (data, meta), self.threads)
+
+        def launches(x: int, ld: int, stream: int) -> list[Bound]:
+            # Columns behind K are padding, zeros that may be written too, so that rows are ``ld`` columns here.
+            aligned = ld % 8 == 0 and x % ALIGN == 0
+            return [launch(aligned).bind(grid, stream, x, M, ld, *extents)] if M else []
+
+        return launches
+
     def _grid(self, packed: tuple[int, int]) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """(grid, (strips of rows, words in a row, pieces of columns)) for data of that shape, [Mp, Kp/2]."""
         Kp = 2 * packed[1]
@@ -83,6 +101,11 @@ def two_four_pack(x: Any, order: str, data: Any, meta: Any, prune: bool = False)
     count, inverted = (int(n) for n in refused.get())  # synchronize!
     first, found = divmod((1 << 64) - 1 - inverted, 8) if count and not prune else (0, 0)
     return count, first, found
+
+
+def expander(a: Any, p: Problem) -> Writer:
+    """The launches that write the 2:4 matrix ``a`` [M, K] as a dense one, rows at most round_up(K, 64) apart."""
+    return BLOCK.writer(a.data, a.meta, a.meta_order, p.M, Target.of(p))
 
 
 def two_four_unpack(data: Any, meta: Any, order: str, out: Any) -> None:

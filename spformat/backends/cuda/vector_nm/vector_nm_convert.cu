@@ -243,23 +243,45 @@ gather(const T* __restrict__ x, Sizes s, u64 mask, int pitch, const u8* __restri
     b.each(s, out, [&](int r, i64 u, i64 q, int start) { data[u * s.Mp + b.r0 + r] = b.row(r)[start + indices[u * s.Q + q]]; });
 }
 
-// The reverse: every element of a block's rows and columns is written, those that no vector names as zeros.
-template <typename T>
+// The reverse: every element of a block's rows and columns is written, those that no vector names as zeros. Rows of x are ld
+// elements apart. WIDE: they, and the strips, start on 16 bytes, so that a thread stores that many at once.
+template <typename T, bool WIDE>
 __global__ void __launch_bounds__(THREADS)
 scatter(const u8* __restrict__ indices, const T* __restrict__ data, Sizes s, u64 mask, int pitch,
-        T* __restrict__ x) {
+        T* __restrict__ x, i64 ld) {
+    constexpr int PIECE = WIDE ? 16 / sizeof(T) : 1, WORD = sizeof(T) < 4 ? 4 : sizeof(T);
     const Strip<T> b(s, mask, pitch);
-    for (int i = threadIdx.x; i < s.rows * pitch; i += THREADS) b.cells[i] = T(0);
+    for (int i = threadIdx.x; i < s.rows * pitch * (int)sizeof(T) / 4; i += THREADS)
+        reinterpret_cast<u32*>(b.cells)[i] = 0;  // a row is a whole number of words
     __syncthreads();
     b.each(s, b.rows, [&](int r, i64 u, i64 q, int start) {
         const T v = data[u * s.Mp + b.r0 + r];
         if (v & b.live) b.row(r)[start + indices[u * s.Q + q]] = v;
     });
     __syncthreads();
-    for (int c = b.lane; c < b.cols; c += LANES) {
-        T* to = x + b.r0 * s.K + b.c0 + c;
+    T* to = x + b.r0 * ld + b.c0;
+    if constexpr (!WIDE) {
+        for (int c = b.lane; c < b.cols; c += LANES) {
 #pragma unroll 8
-        for (int r = b.warp; r < b.rows; r += WARPS) to[(i64)r * s.K] = b.row(r)[c];
+            for (int r = b.warp; r < b.rows; r += WARPS) to[(i64)r * ld + c] = b.row(r)[c];
+        }
+    } else {
+        struct alignas(WORD) Word { T v[WORD / sizeof(T)]; };
+        struct alignas(PIECE * sizeof(T)) Piece { Word w[PIECE * sizeof(T) / WORD]; };
+        const int pieces = (b.cols + PIECE - 1) / PIECE;
+#pragma unroll 2
+        for (int i = threadIdx.x; i < b.rows * pieces; i += THREADS) {
+            const int r = i / pieces, c = (i - r * pieces) * PIECE;
+            const T* from = b.row(r) + c;
+            if (c + PIECE <= b.cols) {
+                Piece piece;
+#pragma unroll
+                for (int w = 0; w < (int)(sizeof(Piece) / WORD); ++w) piece.w[w] = reinterpret_cast<const Word*>(from)[w];
+                *reinterpret_cast<Piece*>(to + r * ld + c) = piece;
+            } else {
+                for (int e = 0; c + e < b.cols; ++e) to[r * ld + c + e] = from[e];
+            }
+        }
     }
 }
 

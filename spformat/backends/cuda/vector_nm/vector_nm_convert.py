@@ -15,8 +15,10 @@ from typing import Any
 
 from ....arrays.dtypes import value_type
 from ....arrays.library import Array, ceil_div, round_up
+from ....products.problem import Problem
 from ..runtime import jit
-from ..runtime.launch import Launch
+from ..runtime.expansion import Target, Writer, write_now
+from ..runtime.launch import Bound, Launch
 from ..runtime.scratch import Counters
 from .vector_nm_launch import shared_limit
 
@@ -63,7 +65,8 @@ def instances() -> tuple[str, ...]:
         for size in (2, 4)
         for flags in itertools.product((True, False), repeat=2)
     ]
-    rest = [_instance(name, size) for name in ("gather", "scatter") for size in (1, 8)]
+    rest = [_instance("gather", size) for size in (1, 8)]
+    rest += [_instance("scatter", size, wide) for size in (1, 2, 4, 8) for wide in (True, False)]
     return (
         *encoders,
         _instance("encode", 1, True, True, EXACT),
@@ -135,13 +138,32 @@ def _encode(
     kernel(grid, _stream(), start, sizes, mask, by, pitch, indices.data.ptr, data.data.ptr, refused.address)
 
 
+def expander(a: Any, p: Problem) -> Writer:
+    """The launches that write the vector n:m matrix ``a`` [M, K] as a dense one."""
+    return _writer((p.M, p.K), a.indices, a.data, (a.n, a.m, a.vector_length), Target.of(p))
+
+
 def vector_nm_to_dense(indices: Array, data: Array, n: int, m: int, length: int, out: Array) -> None:
     """Write out [M, K], all of it, from indices uint8[W, Q] and data [W, Mp], all CuPy."""
-    sizes, mask = _sizes(out.shape, indices, data, n, m, length), value_type(data.dtype).zero_mask
-    pitch, smem = _strip(sizes, data.dtype.itemsize)
-    kernel = _kernel("scatter", data.dtype.itemsize, data, ("P", "P", Sizes, "q", "i", "P"), smem)
-    grid = (sizes.strips * ceil_div(sizes.M, sizes.rows), 1, 1)
-    kernel(grid, _stream(), indices.data.ptr, data.data.ptr, sizes, mask, pitch, out.data.ptr)
+    write_now(_writer(out.shape, indices, data, (n, m, length), Target.holding(data)), out)
+
+
+def _writer(shape: tuple[int, int], indices: Array, data: Array, nm: tuple[int, int, int], target: Target) -> Writer:
+    sizes, mask, itemsize = _sizes(shape, indices, data, *nm), value_type(data.dtype).zero_mask, data.dtype.itemsize
+    pitch, smem = _strip(sizes, itemsize)
+    strip = sizes.windows * sizes.m * itemsize
+
+    @functools.cache
+    def launch(wide: bool) -> Launch:
+        function = jit.load(SOURCE, _instance("scatter", itemsize, wide), *target, smem)
+        return Launch(function, ("P", "P", Sizes, *"qiPq"), (indices, data, sizes, mask, pitch), THREADS, smem)
+
+    def launches(x: int, ld: int, stream: int) -> list[Bound]:
+        wide = not (x % ALIGN or ld * itemsize % ALIGN or strip % ALIGN)
+        grid = (sizes.strips * ceil_div(sizes.M, sizes.rows), 1, 1)
+        return [launch(wide).bind(grid, stream, x, ld)] if all(shape) else []
+
+    return launches
 
 
 def vector_nm_pack(indices: Array, n: int, m: int, col_info: Array, ranks: Array) -> None:

@@ -1,0 +1,95 @@
+"""BSR and DBSR as a dense matrix on the device, in one pass.  Kernel: expand_bsr.cu."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from ....arrays.library import Array, ceil_div
+from ....products.problem import Problem
+from ..runtime import jit
+from ..runtime.expansion import UNIT, Target, Writer, index_type, write_now
+from ..runtime.launch import Bound, Launch
+from ..runtime.transpose import WORDS
+
+SOURCE = "bsr/expand_bsr.cu"
+THREADS, MOST = 256, 2048
+"""Twins of the kernel's: threads of a block, block columns that it may take."""
+BYTES = 32 * 1024
+"""What a block of threads is to write."""
+
+
+class Cut(NamedTuple):
+    """How x is cut: ``segments`` pieces of ``blocks`` block columns; block rows into ``strips`` of ``height`` rows."""
+
+    segments: int
+    blocks: int
+    strips: int
+    height: int
+
+
+def instances() -> tuple[str, ...]:
+    """C++ names that the compile tests build."""
+    return tuple(_instance(size, indices, *flags) for size, indices, flags in (
+        (1, ("int", "int", "int"), (False, True, True)),
+        (2, ("int", "int", "int"), (False, True, True)),
+        (2, ("int", "int", "int"), (True, True, False)),
+        (4, ("long long", "int", "long long"), (True, True, True)),
+        (4, ("int", "long long", "int"), (False, False, False)),
+        (8, ("int", "int", "int"), (True, False, False)),
+    ))  # fmt: skip
+
+
+def expander(a: Any, p: Problem) -> Writer:
+    """The launches that write the BSR or DBSR ``a`` [M, K] as a dense matrix."""
+    return _writer(p.M, a.row_ids if p.format == "dbsr" else None, a.indptr, a.indices, a.data, Target.of(p))
+
+
+def bsr_to_dense(row_ids: Array | None, indptr: Array, indices: Array, data: Array, out: Array) -> None:
+    """Write out [M, K], all of it, from the arrays of a valid BSR or, with row_ids, DBSR, all CuPy."""
+    write_now(_writer(out.shape[0], row_ids, indptr, indices, data, Target.holding(data)), out)
+
+
+def cut(ld: int, blocksize: tuple[int, int], itemsize: int, aligned: bool) -> Cut:
+    """The pieces of a matrix whose rows take ``ld`` elements (at least 1); aligned: each starts on 16 bytes."""
+    R, C = blocksize
+    step = 1
+    if aligned:
+        unit = UNIT // itemsize
+        step = unit // math.gcd(unit, C)
+    all_blocks = ceil_div(ld, C)
+    wanted = min(MOST, all_blocks, max(1, BYTES // (min(R, 32) * C * itemsize)))
+    blocks = ceil_div(wanted, step) * step
+    strips = ceil_div(R, max(1, BYTES // (min(blocks, all_blocks) * C * itemsize)))
+    return Cut(ceil_div(all_blocks, blocks), blocks, strips, ceil_div(R, strips))
+
+
+def _writer(M: int, row_ids: Array | None, indptr: Array, indices: Array, data: Array, target: Target) -> Writer:
+    (_, R, C), itemsize = data.shape, data.dtype.itemsize
+    types = tuple(index_type(x) for x in (indptr if row_ids is None else row_ids, indptr, indices))
+    listed, count = row_ids is not None, 0 if row_ids is None else row_ids.size
+    first = indptr if row_ids is None else row_ids  # read only where block rows are listed
+
+    def launch(aligned: bool) -> Launch:
+        whole = aligned and C * itemsize % UNIT == 0
+        function = jit.load(SOURCE, _instance(itemsize, types, listed, aligned, whole), *target)
+        return Launch(function, "PqPPPqiiPqqiii", (first, count, indptr, indices, data, M, R, C), THREADS)
+
+    ready: dict[bool, Launch] = {}
+
+    def launches(x: int, ld: int, stream: int) -> list[Bound]:
+        if not M:
+            return []
+        aligned = x % UNIT == 0 and ld * itemsize % UNIT == 0
+        if aligned not in ready:
+            ready[aligned] = launch(aligned)
+        c = cut(ld, (R, C), itemsize, aligned)
+        grid = (ceil_div(M, R) * c.strips * c.segments, 1, 1)
+        return [ready[aligned].bind(grid, stream, x, ld, *c)]
+
+    return launches
+
+
+def _instance(itemsize: int, indices: tuple[str, ...], listed: bool, aligned: bool, whole: bool) -> str:
+    flags = ", ".join(str(flag).lower() for flag in (listed, aligned, whole))
+    return f"expand_bsr<{WORDS[itemsize]}, {', '.join(indices)}, {flags}>"

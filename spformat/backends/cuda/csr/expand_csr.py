@@ -1,0 +1,40 @@
+"""CSR as a dense matrix on the device, in one pass.  Kernel: expand_csr.cu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....arrays.library import Array
+from ....products.problem import Problem
+from ..runtime import jit, row_images
+from ..runtime.expansion import Target, Writer, index_type, write_now
+from ..runtime.transpose import WORDS
+
+SOURCE = "csr/expand_csr.cu"
+
+
+def instances() -> tuple[str, ...]:
+    """C++ names that the compile tests build."""
+    return tuple(_instance(size, ptr, idx) for size, ptr, idx in (
+        (1, "int", "int"), (2, "int", "int"), (4, "long long", "int"), (8, "long long", "long long"),
+    ))  # fmt: skip
+
+
+def expander(a: Any, p: Problem) -> Writer:
+    """The launches that write the CSR ``a`` [M, K] as a dense matrix."""
+    return _writer(a.indptr, a.indices, a.data, Target.of(p))
+
+
+def csr_to_dense(indptr: Array, indices: Array, data: Array, out: Array) -> None:
+    """Write out [M, K], all of it, from the arrays of a valid CSR, all CuPy."""
+    write_now(_writer(indptr, indices, data, Target.holding(data)), out)
+
+
+def _writer(indptr: Array, indices: Array, data: Array, target: Target) -> Writer:
+    itemsize = data.dtype.itemsize
+    function = jit.load(SOURCE, _instance(itemsize, index_type(indptr), index_type(indices)), *target)
+    return row_images.writer(function, (indptr, indices, data), indptr.size - 1, itemsize)
+
+
+def _instance(itemsize: int, ptr: str, idx: str) -> str:
+    return f"expand_csr<{WORDS[itemsize]}, {ptr}, {idx}>"

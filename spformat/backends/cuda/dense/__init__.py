@@ -1,0 +1,1 @@
+"""Products by way of a dense matrix."""

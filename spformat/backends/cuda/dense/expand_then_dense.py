@@ -1,0 +1,76 @@
+"""Expand, then dense product: A is written as a dense matrix into a workspace, which cuBLAS multiplies.
+
+It costs a pass over the dense matrix for each product, and is the fastest way where B is wide or few values are zero.
+Its workspace is shared with the other plans of a stream, so that a model of many layers holds the largest one alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ....arrays.dtypes import VALUE_TYPES
+from ....products.problem import Problem
+from ..bitmask import expand_bitmask
+from ..bsr import expand_bsr
+from ..csr import expand_csr
+from ..ell_buckets import expand_ell_buckets
+from ..runtime.cublas import gemm, gemm_reasons
+from ..runtime.expansion import Writer, leading_dimension
+from ..runtime.kernel import CudaKernel, Prepared
+from ..runtime.launch import Call, Operands
+from ..runtime.scratch import Scratch
+from ..sr_bcrs import expand_sr_bcrs
+from ..two_four import two_four_pack
+from ..vector_nm import vector_nm_convert
+
+EXPANDERS: dict[str, Callable[[Any, Problem], Writer]] = {
+    "csr": expand_csr.expander,
+    "ell-buckets": expand_ell_buckets.expander,
+    "bsr": expand_bsr.expander,
+    "dbsr": expand_bsr.expander,
+    "sr-bcrs": expand_sr_bcrs.expander,
+    "bitmask": expand_bitmask.expander,
+    "two-four": two_four_pack.expander,
+    "vector-nm": vector_nm_convert.expander,
+}
+"""Format id -> what writes a matrix of it."""
+OPERATIONS = ("spmm", "spmm_transposed")
+
+
+class ExpandThenDense(CudaKernel):
+    """cuBLAS on a dense copy of A, written anew for every product. Every format, any layout, every N."""
+
+    name = "cuda.expand_then_dense"
+    takes = frozenset((operation, name) for operation in OPERATIONS for name in EXPANDERS)
+
+    def unsupported(self, p: Problem) -> list[str]:
+        """The types that cuBLAS takes, the same on both sides."""
+        return gemm_reasons(p)
+
+    def workspace_bytes(self, p: Problem) -> int:
+        """Bytes of the dense copy, as they are taken from the device, and of what is derived from A once."""
+        derived = expand_ell_buckets.derived_bytes(p.M, p.nnz) if p.format == "ell-buckets" else 0
+        return (1 << (_dense_bytes(p) - 1).bit_length()) + derived
+
+    def prepared(self, a: Any, p: Problem) -> Prepared:
+        import cupy
+
+        with cupy.cuda.Device(p.device_id):
+            write, multiply = EXPANDERS[p.format](a, p), gemm(p)
+        memory, nbytes, ld = Scratch(shared="dense A"), _dense_bytes(p), _leading(p)
+
+        def prepare(o: Operands) -> list[Call]:
+            dense = memory.buffer(o.stream, nbytes)
+            return [*write(dense, ld, o.stream), multiply(dense, ld, o)]
+
+        return Prepared(prepare, "cuBLAS heuristic", self.workspace_bytes(p))
+
+
+def _leading(p: Problem) -> int:
+    return leading_dimension(p.K, VALUE_TYPES[p.a_dtype].numpy.itemsize)
+
+
+def _dense_bytes(p: Problem) -> int:
+    """Bytes of the dense copy: [M, K] with padded rows."""
+    return max(1, p.M * _leading(p) * VALUE_TYPES[p.a_dtype].numpy.itemsize)

@@ -1,0 +1,63 @@
+"""ELL buckets as a dense matrix on the device, in one pass.  Kernel: expand_ell_buckets.cu.
+
+A row's slots are spread over the buckets, so a list of the slots in row order is derived first. ``source`` holds it
+already, turned round: the position of each slot's item in the CSR.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....arrays.library import PAD, Array, index_dtype, namespace
+from ....arrays.segments import counts_of, offsets_from_counts, rows_of
+from ....products.problem import Problem
+from ..runtime import jit, row_images
+from ..runtime.expansion import Target, Writer, index_type, write_now
+from ..runtime.launch import finish_arrays
+from ..runtime.transpose import WORDS
+
+SOURCE = "ell_buckets/expand_ell_buckets.cu"
+
+
+def instances() -> tuple[str, ...]:
+    """C++ names that the compile tests build."""
+    return tuple(_instance(size, slot, idx) for size, slot, idx in (
+        (1, "int", "int"), (2, "int", "int"), (4, "long long", "int"), (8, "int", "long long"),
+    ))  # fmt: skip
+
+
+def expander(a: Any, p: Problem) -> Writer:
+    """The launches that write the ELL buckets ``a`` [M, K] as a dense matrix."""
+    indptr, slots = slots_by_row(a)
+    finish_arrays()  # synchronize!
+    return _writer(indptr, slots, a.indices, a.data, Target.of(p))
+
+
+def ell_buckets_to_dense(a: Any, out: Array) -> None:
+    """Write out [M, K], all of it, from a valid ELLBuckets of CuPy arrays."""
+    write_now(_writer(*slots_by_row(a), a.indices, a.data, Target.holding(a.data)), out)
+
+
+def slots_by_row(a: Any) -> tuple[Array, Array]:
+    """(indptr int64[M+1], slots[nnz]): slots[indptr[i] .. indptr[i+1]-1] hold row i's items, columns ascending."""
+    xp, M = namespace(a.data), a.shape[0]
+    live = xp.flatnonzero(a.source != PAD)  # synchronize!
+    row = a.row_ids[rows_of(offsets_from_counts(a.row_widths()), a.data.size)[live]]
+    slots = xp.empty(live.size, index_dtype(a.data.size))
+    slots[a.source[live]] = live
+    return offsets_from_counts(counts_of(row, M)), slots
+
+
+def derived_bytes(M: int, stored: int) -> int:
+    """At most what ``slots_by_row`` takes for ``stored`` slots."""
+    return 8 * (M + 1) + stored * index_dtype(stored).itemsize
+
+
+def _writer(indptr: Array, slots: Array, indices: Array, data: Array, target: Target) -> Writer:
+    itemsize = data.dtype.itemsize
+    function = jit.load(SOURCE, _instance(itemsize, index_type(slots), index_type(indices)), *target)
+    return row_images.writer(function, (indptr, slots, indices, data), indptr.size - 1, itemsize)
+
+
+def _instance(itemsize: int, slot: str, idx: str) -> str:
+    return f"expand_ell_buckets<{WORDS[itemsize]}, {slot}, {idx}>"

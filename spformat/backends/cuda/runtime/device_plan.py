@@ -1,0 +1,156 @@
+"""A plan on a device: it checks operands, prepares launches for new ones, and repeats those of operands it knows."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from typing import Any
+
+from ....arrays.dtypes import VALUE_TYPES
+from ....errors import DeviceMemoryError, LimitError
+from ....products.plan import OVERWRITES, Plan
+from ....products.problem import COL, Problem
+from ...host import numpy_dtype
+from .launch import MAX_COLUMNS, Call, LaunchSequence, Library, Operands, Prepare
+from .operands import REMEDY, bias_pointer, leading, share_memory
+from .scratch import PER_THREAD, captured, identity
+
+REMEMBERED = 64
+"""Operands of which a plan keeps the launches; a few hundred bytes each."""
+
+_whole: dict[int, Any] = {}
+"""By device: the lock under which several launches are queued as one, as plans share workspaces (Scratch). A plan
+composed of another's ``run`` takes it twice."""
+
+
+class LaunchCache:
+    """The launches of operands that a plan has met: a serving loop and a training step come with the same again."""
+
+    __slots__ = ("calls", "last")
+
+    def __init__(self) -> None:
+        self.calls: dict[Any, Call] = {}
+        """By addresses, shapes, strides, dtypes, stream and epilogue of the operands."""
+        self.last: tuple[Any, ...] = (_nothing, _nothing)
+        """The operands that came last, as weak references, with what may change of them, and their launches."""
+
+    def keep(self, key: Any, call: Call) -> None:
+        """Remember the launches of operands; all are forgotten where they become too many."""
+        if len(self.calls) >= REMEMBERED:
+            self.calls.clear()
+        self.calls[key] = call
+
+
+def _nothing() -> None:
+    """What a reference to an array that is gone answers."""
+
+
+def device_plan(
+    name: str, p: Problem, prepare: Prepare | Library, tile: str = "", workspace: int = 0,
+    reads: tuple[tuple[int, int, Any], ...] = (),
+) -> Plan:  # fmt: skip
+    """A Plan whose run checks B and out, allocates out when it is None, and makes the calls of ``prepare``.
+
+    ``reads``: addresses of the arrays of A, which no ``out`` may touch (``Plan.reads``).
+
+    ``prepare`` is called with the plan's device current, where C has rows and columns; its calls must write all of C.
+    B may have no rows.
+    """
+    import cupy
+
+    b_dtype, out_dtype = VALUE_TYPES[p.b_dtype].numpy, numpy_dtype(p.out_dtype)
+    b_col, out_col, order = p.b_layout == COL, p.out_layout == COL, "F" if p.out_layout == COL else "C"
+    M, K, device_id, ndarray = p.rows, p.inner, p.device_id, cupy.ndarray
+    b_size, out_size = b_dtype.itemsize, out_dtype.itemsize
+    current_device, current_stream = cupy.cuda.runtime.getDevice, cupy.cuda.get_current_stream
+    several = cupy.cuda.runtime.getDeviceCount() > 1
+    whole = _whole.setdefault(device_id, threading.RLock())
+    cache = LaunchCache()
+
+    def run(B: Any, out: Any, epilogue: tuple[Any, ...] = ()) -> Any:
+        if out is None:
+            return first(B, None, epilogue, None)
+        stream = current_stream().ptr
+        if stream == PER_THREAD:
+            stream = identity(stream)
+        seen = cache.last  # read once: another thread may replace it
+        if seen[0]() is B and seen[1]() is out and seen[2] == (B.shape, out.shape, stream, epilogue):
+            call = seen[3]  # the same objects, and an array can change nothing of itself but its shape
+        else:
+            try:  # all that the checks and the launches depend on; an address also tells the device
+                key = (B.data.ptr, out.data.ptr, B.shape, B.strides, B.dtype, out.shape, out.strides, out.dtype,
+                       stream, epilogue)  # fmt: skip
+                call = cache.calls.get(key)
+            except AttributeError:  # no arrays of CuPy
+                return first(B, out, epilogue, None)
+            if call is None:
+                return first(B, out, epilogue, key)
+            cache.last = weakref.ref(B), weakref.ref(out), (B.shape, out.shape, stream, epilogue), call
+        if several and current_device() != device_id:
+            return first(B, out, epilogue, None)
+        call()
+        return out
+
+    def first(B: Any, out: Any, epilogue: tuple[Any, ...], key: Any) -> Any:
+        """``run`` for operands that are new: check all, prepare, remember under ``key``."""
+        if current_device() != device_id:
+            with cupy.cuda.Device(device_id):  # which has a stream of its own
+                return run(B, out, epilogue)
+        if not isinstance(B, ndarray) or not (out is None or isinstance(out, ndarray)):
+            label, x = ("out", out) if isinstance(B, ndarray) else ("B", B)
+            kind = type(x).__name__
+            raise TypeError(f"{label}: expected a CuPy array on cuda:{device_id}, got {kind}; {REMEDY}")
+        shape = B.shape
+        if len(shape) != 2 or shape[0] != K:
+            raise ValueError(f"B: expected shape ({K}, N), got {shape}")
+        n = shape[1]
+        if n > MAX_COLUMNS:
+            raise LimitError(f"B: {n:,} columns are more than {MAX_COLUMNS:,}; multiply fewer columns at a time")
+        if out is None:
+            return run(B, empty((M, n)), epilogue)
+        if B.dtype != b_dtype:
+            raise TypeError(f"B: this plan takes {p.b_dtype}, got {B.dtype}")
+        if out.shape != (M, n):
+            raise ValueError(f"out: expected shape {(M, n)}, got {out.shape}")
+        if out.dtype != out_dtype:
+            raise TypeError(f"out: this plan writes {out_dtype}, got {out.dtype}")
+        b, c = B.data, out.data
+        ldb = leading("B", shape, B.strides, b, b_size, b_col, device_id)
+        ldc = leading("out", (M, n), out.strides, c, out_size, out_col, device_id)
+        if not (M and n):
+            return out
+        b_at, c_at = b.ptr, c.ptr
+        b_end = b_at + b_size * (((n - 1) * ldb + K) if b_col else ((K - 1) * ldb + n)) if K else b_at
+        c_end = c_at + out_size * (((n - 1) * ldc + M) if out_col else ((M - 1) * ldc + n))
+        if b_at < c_end and c_at < b_end and share_memory(B, out):
+            raise ValueError("out overlaps B; the product would read what it writes")
+        for start, end, _ in reads:
+            if start < c_end and c_at < end:
+                raise ValueError(OVERWRITES)
+        if epilogue and epilogue[0]:
+            if epilogue[0] % out_size:
+                raise ValueError(f"bias: pointer is not aligned to its {out_size}-byte elements")
+            if epilogue[0] < c_end and c_at < epilogue[0] + M * out_size:
+                raise ValueError("out overlaps the bias; the product would overwrite what it adds")
+        stream = current_stream().ptr
+        again = functools.partial(prepare, Operands(b_at, c_at, n, ldb, ldc, stream, *epilogue))
+        calls = again()
+        call = calls[0] if len(calls) == 1 else LaunchSequence(calls, stream, whole, again)
+        call()
+        # A call prepared for a graph may use memory that only the graph clears; -0.0 and 0.0 would be the same key.
+        if not captured(stream) and (not epilogue or epilogue[1]):
+            cache.keep(key, call)
+        return out
+
+    def empty(shape: tuple[int, int]) -> Any:
+        try:
+            return cupy.empty(shape, out_dtype, order)
+        except cupy.cuda.memory.OutOfMemoryError as e:
+            text = f"out: {shape[0] * shape[1] * out_size:,} bytes for {shape} do not fit the device; the CUDA context"
+            raise DeviceMemoryError(f"{text} is usable. Multiply fewer columns of B at a time") from e
+
+    def run_epilogue(B: Any, out: Any, alpha: float, beta: float, bias: Any) -> Any:
+        return run(B, out, (bias_pointer(p, bias, beta, out), float(alpha), float(beta)))
+
+    return Plan(name, p, run_epilogue if p.epilogue else run, tile, workspace, reads, prepare)

@@ -1,0 +1,61 @@
+"""SR-BCRS as a dense matrix on the device, in one pass.  Kernel: expand_sr_bcrs.cu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....arrays.library import Array, ceil_div, round_up
+from ....products.problem import Problem
+from ..runtime import jit
+from ..runtime.expansion import UNIT, Target, Writer, index_type, write_now
+from ..runtime.launch import Bound, Launch
+from ..runtime.transpose import WORDS
+
+SOURCE = "sr_bcrs/expand_sr_bcrs.cu"
+THREADS, IMAGES, TALLEST = 256, 32 * 1024, 256
+"""Twins of the kernel's: threads of a block, bytes of its images, the tallest vector."""
+
+
+def instances() -> tuple[str, ...]:
+    """C++ names that the compile tests build."""
+    return tuple(_instance(size, ptr, idx, wide) for size, ptr, idx, wide in (
+        (1, "int", "int", True), (2, "int", "int", True), (2, "int", "int", False), (4, "long long", "int", True),
+        (8, "int", "long long", True),
+    ))  # fmt: skip
+
+
+def expander(a: Any, p: Problem) -> Writer:
+    """The launches that write the SR-BCRS ``a`` [M, K] as a dense matrix."""
+    return _writer(p.M, a.indptr, a.indices, a.data, Target.of(p))
+
+
+def sr_bcrs_to_dense(indptr: Array, indices: Array, data: Array, out: Array) -> None:
+    """Write out [M, K], all of it, from the arrays of a valid SR-BCRS, all CuPy."""
+    write_now(_writer(out.shape[0], indptr, indices, data, Target.holding(data)), out)
+
+
+def cut(ld: int, t: int, itemsize: int) -> tuple[int, int]:
+    """(segments of a row tile, columns of each, a multiple of 16 bytes): a block each. ld at least 1."""
+    unit = UNIT // itemsize
+    most = IMAGES // (t * UNIT) * unit
+    segments = ceil_div(ld, most)
+    width = round_up(ceil_div(ld, segments), unit)
+    return ceil_div(ld, width), width
+
+
+def _writer(M: int, indptr: Array, indices: Array, data: Array, target: Target) -> Writer:
+    (_, t, g), itemsize = data.shape, data.dtype.itemsize
+    instance = _instance(itemsize, index_type(indptr), index_type(indices), g * itemsize % UNIT == 0)
+    launch = Launch(jit.load(SOURCE, instance, *target), "PPPqiiPqqi", (indptr, indices, data, M, t, g), THREADS)
+
+    def launches(x: int, ld: int, stream: int) -> list[Bound]:
+        if not M:
+            return []
+        segments, width = cut(ld, t, itemsize)
+        return [launch.bind((ceil_div(M, t) * segments, 1, 1), stream, x, ld, segments, width)]
+
+    return launches
+
+
+def _instance(itemsize: int, ptr: str, idx: str, wide: bool) -> str:
+    return f"expand_sr_bcrs<{WORDS[itemsize]}, {ptr}, {idx}, {str(wide).lower()}>"

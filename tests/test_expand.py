@@ -1,0 +1,399 @@
+"""Sparse matrices written as dense ones on a device, and the products by way of that: *expand, then dense product*."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import CASES, params_of
+from laws import integers
+from stand_in_world import World
+from test_kernels import BIG, LAYOUTS, Guarded, matrix, on_device, problem
+
+import spformat as sf
+from spformat.arrays.dtypes import VALUE_TYPES, bits
+from spformat.backends.cuda.bitmask import expand_bitmask
+from spformat.backends.cuda.bsr import expand_bsr
+from spformat.backends.cuda.dense import expand_then_dense
+from spformat.backends.cuda.dense.expand_then_dense import EXPANDERS, OPERATIONS, ExpandThenDense
+from spformat.backends.cuda.ell_buckets.expand_ell_buckets import derived_bytes, slots_by_row
+from spformat.backends.cuda.runtime import cublas, row_images
+from spformat.backends.cuda.runtime.expansion import leading_dimension
+from spformat.backends.cuda.runtime.launch import Operands
+from spformat.backends.cuda.sr_bcrs import expand_sr_bcrs
+from spformat.backends.vendor import CublasGemm
+from spformat.formats.base import Format
+from spformat.products.problem import COL, ROW, Problem
+
+KERNEL = ExpandThenDense()
+SHAPES = ((331, 523), (19, 20011), (20011, 3), (70, 40000))
+"""Beside the cases: rows that are cut into pieces, and many rows."""
+
+
+# ---------------------------------------------------------------- without a GPU
+
+
+def sizes() -> Iterator[tuple[int, int, int]]:
+    """(M, elements of a row, bytes of one)"""
+    for itemsize in (1, 2, 4, 8):
+        for M, K in itertools.product((1, 7, 300, 70_000, 600_000), (1, 3, 64, 1000, 4096, 8192, 100_003)):
+            for ld in (K, leading_dimension(K, itemsize)):
+                yield M, ld, itemsize
+
+
+def test_rows_start_on_16_bytes() -> None:
+    for itemsize, K in itertools.product((1, 2, 4, 8), (0, 1, 3, 64, 511, 513, 11008, 100_003)):
+        ld = leading_dimension(K, itemsize)
+        assert ld >= max(1, K)
+        assert ld * itemsize % 16 == 0
+        assert (ld - K) * itemsize < (16 if K * itemsize < 1024 else 128) or K == 0
+
+
+def test_images_of_rows_cover_the_matrix_once_and_fit() -> None:
+    for M, ld, itemsize in sizes():
+        cut = row_images.cut(M, ld, itemsize)
+        assert cut.rows in (1, 2, 4, 8, 16, 32)
+        assert (cut.rows * cut.width) * itemsize <= row_images.IMAGE
+        assert (cut.segments - 1) * cut.width < ld <= cut.segments * cut.width
+        assert cut.rows == 1 or (cut.segments, cut.width) == (1, ld)
+        assert (cut.tasks // cut.segments - 1) * cut.rows < M <= cut.tasks // cut.segments * cut.rows
+        assert cut.tasks <= cut.blocks * row_images.WARPS
+        assert cut.segments == 1 or cut.width * itemsize % 16 == 0
+
+
+def test_segments_of_a_bitmask_cover_a_row() -> None:
+    for M, ld, _ in sizes():
+        segments, width = expand_bitmask.cut(M, ld)
+        assert width % expand_bitmask.STEP == 0
+        assert (segments - 1) * width < ld <= segments * width
+
+
+@pytest.mark.parametrize("blocksize", [(1, 1), (2, 3), (5, 7), (16, 16), (64, 64), (48, 80), (1024, 1), (1024, 1024)])
+def test_pieces_of_block_rows_cover_them_and_fit(blocksize: tuple[int, int]) -> None:
+    R, C = blocksize
+    for _, ld, itemsize in sizes():
+        aligned = ld * itemsize % 16 == 0
+        cut = expand_bsr.cut(ld, blocksize, itemsize, aligned)
+        assert cut.blocks <= expand_bsr.MOST
+        assert (cut.segments - 1) * cut.blocks * C < ld <= cut.segments * cut.blocks * C
+        assert (cut.strips - 1) * cut.height < R <= cut.strips * cut.height
+        assert not aligned or cut.segments == 1 or cut.blocks * C * itemsize % 16 == 0
+
+
+@pytest.mark.parametrize("t", [1, 3, 8, 32, 255, 256])
+def test_segments_of_a_row_tile_cover_it_and_fit(t: int) -> None:
+    for _, ld, itemsize in sizes():
+        segments, width = expand_sr_bcrs.cut(ld, t, itemsize)
+        assert width * itemsize % 16 == 0
+        assert (segments - 1) * width < ld <= segments * width
+        assert t * width * itemsize <= expand_sr_bcrs.IMAGES
+
+
+@pytest.mark.parametrize("params", params_of("ell-buckets"))
+def test_slots_by_row_are_the_items_of_the_csr(params: dict[str, Any]) -> None:
+    for case, make in CASES.items():
+        csr = sf.convert(make("float32"), "csr")
+        a = sf.convert(csr, "ell-buckets", **params)
+        indptr, slots = slots_by_row(a)
+        assert (indptr == csr.indptr).all(), case
+        assert (a.indices[slots] == csr.indices).all(), case
+        assert (bits(a.data)[slots] == bits(csr.data)).all(), case
+        assert indptr.nbytes + slots.nbytes <= derived_bytes(a.shape[0], a.stored)
+
+
+def asked(fmt: str, shape: tuple[int, int], **changed: Any) -> Problem:
+    types = ("float32",) * 3
+    return Problem.product(fmt, (), *shape, 8, 2, *types, device="cuda", sm=90).changed(**changed)
+
+
+def test_what_is_taken() -> None:
+    assert KERNEL.takes == {(o, f.name) for o in OPERATIONS for f in sf.FORMATS if f.name != "dense"}
+    assert KERNEL.unsupported(asked("csr", (4, 3))) == []
+    assert KERNEL.unsupported(asked("csr", (4, 3), b_layout=COL, operation="spmm_transposed")) == []
+    half = {"a_dtype": "bfloat16", "b_dtype": "bfloat16"}
+    assert KERNEL.unsupported(asked("csr", (4, 3), **half)) == []
+    for refused, said in (
+        ({"device": "cpu"}, "operands are on cpu"), ({"a_dtype": "int8"}, "a.dtype must be one of float64"),
+        ({"b_dtype": "float16"}, "b.dtype must equal"), ({"out_dtype": "float64"}, "out.dtype must be one of float32"),
+        ({"b_layout": "strided"}, "row- or column-major"), ({**half, "sm": 75}, "needs sm_80"),
+    ):  # fmt: skip
+        (reason, *_) = KERNEL.unsupported(asked("csr", (4, 3), **refused))
+        assert said in reason
+
+
+def test_workspace_is_the_dense_copy_and_what_is_derived() -> None:
+    big = asked("csr", (4096, 8192))
+    assert KERNEL.workspace_bytes(big) == 4096 * 8192 * 4
+    assert KERNEL.workspace_bytes(replace(big, K=8193)) == 2 * 4096 * 8192 * 4  # rooms are powers of two
+    ell = replace(big, format="ell-buckets", nnz=1000)
+    assert KERNEL.workspace_bytes(ell) == 4096 * 8192 * 4 + 8 * 4097 + 4 * 1000
+    assert KERNEL.workspace_bytes(asked("csr", (0, 0))) == 1
+
+
+def block(address: int, rows: int, cols: int, ld: int) -> Any:
+    """The column-major float32 matrix [rows, cols] at an address."""
+    assert ld >= max(1, rows)
+    size = max(0, (cols - 1) * ld + rows) if rows else 0
+    flat = np.frombuffer((ctypes.c_float * size).from_address(address), np.float32) if size else np.zeros(0, "f4")
+    return np.lib.stride_tricks.as_strided(flat, (rows, cols), (4, 4 * ld))
+
+
+def host_gemm(
+    handle: int, op_a: int, op_b: int, m: int, n: int, k: int, alpha: int, a: int, _a: int, lda: int, b: int, _b: int,
+    ldb: int, beta: int, c: int, _c: int, ldc: int, compute: int, algorithm: int,
+) -> int:  # fmt: skip
+    """cublasGemmEx for float32 on the host."""
+    assert (handle, _a, _b, _c, compute, algorithm) == (77, 0, 0, 0, 68, -1)
+    first = block(a, k, m, lda).T if op_a else block(a, m, k, lda)
+    second = block(b, n, k, ldb).T if op_b else block(b, k, n, ldb)
+    target, scales = block(c, m, n, ldc), [ctypes.c_float.from_address(x).value for x in (alpha, beta)]
+    target[...] = scales[0] * (first @ second) + (scales[1] * target if scales[1] else 0)
+    return 0
+
+
+def arranged(world: World, x: Any, layout: str) -> Any:
+    a = world.array(*x.shape, order="F" if layout == COL else "C")
+    a[...] = x
+    return a
+
+
+@pytest.fixture
+def library(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
+    """The stand-in world with a cuBLAS that computes on the host."""
+    monkeypatch.setattr(cublas, "library", lambda: (lambda *_: 0, host_gemm))
+    world.cupy.cuda.device = SimpleNamespace(get_cublas_handle=lambda: 77)
+    return world
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_products_for_every_layout(library: World, operation: str, layouts: tuple[str, str]) -> None:
+    rng = np.random.default_rng(2)
+    for M, K, n in ((5, 3, 4), (3, 5, 1), (1, 7, 2), (6, 1, 3)):
+        x = rng.integers(-3, 4, (M, K)).astype(np.float32)
+        op = x.T if operation == "spmm_transposed" else x
+        B = rng.integers(-3, 4, (op.shape[1], n)).astype(np.float32)
+        p = asked("dense", (M, K), operation=operation, b_layout=layouts[0], out_layout=layouts[1])
+        a = sf.formats.dense.Dense.from_dense(x)
+        a = a.trusted(shape=a.shape, data=a.data.view(type(library.array(1))))
+        out = arranged(library, np.full((op.shape[0], n), np.nan), layouts[1])
+        CublasGemm().plan(a, p).run(arranged(library, B, layouts[0]), out)
+        assert (out == op @ B).all()
+
+
+def test_alpha_and_beta_are_the_librarys(library: World) -> None:
+    x, B = np.eye(3, dtype=np.float32), np.arange(6, dtype=np.float32).reshape(3, 2)
+    out = library.array(3, 2)
+    out[...] = 10
+    p = asked("dense", (3, 3))
+    operands = Operands(B.ctypes.data, out.data.ptr, 2, 2, 2, 7)
+    cublas.gemm(p, alpha=2, beta=-1)(x.ctypes.data, 3, operands)()
+    assert (out == 2 * B - 10).all()
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_the_matrix_is_expanded_before_every_product(
+    library: World, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = np.arange(15, dtype=np.float32).reshape(5, 3)
+    written: list[tuple[int, int]] = []
+
+    def writer(address: int, ld: int, stream: int) -> list[Any]:
+        assert stream == 7
+
+        def write() -> None:
+            written.append((address, ld))
+            block(address, ld, 5, ld)[:] = np.nan  # what a kernel leaves behind K is not to be read
+            block(address, 3, 5, ld)[:] = x.T
+
+        return [write]
+
+    monkeypatch.setitem(expand_then_dense.EXPANDERS, "csr", lambda a, p: writer)
+    op = x.T if operation == "spmm_transposed" else x
+    B, out = library.array(op.shape[1], 2), library.array(op.shape[0], 2)
+    B[...] = np.arange(B.size).reshape(B.shape)
+    plan = KERNEL.plan(None, asked("csr", (5, 3), operation=operation))
+    for _ in range(4):
+        out.fill(np.nan)
+        plan.run(B, out)
+        assert (out == op @ B).all()
+    assert len(written) == 4
+    assert set(written) == {(written[0][0], 4)}  # rows of 16 bytes
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+@pytest.fixture(scope="module")
+def cp() -> Any:
+    return pytest.importorskip("cupy")
+
+
+def formats(name: str, dtype: str, shapes: tuple[tuple[int, int], ...] = SHAPES) -> Iterator[Format]:
+    """Matrices of a format: every case with special values, and larger ones."""
+    cls = next(f for f in sf.FORMATS if f.name == name)
+    rng = np.random.default_rng(9)
+    for params in params_of(name):
+        for make in CASES.values():
+            try:
+                yield cls.from_dense(make(dtype), **params)
+            except sf.StructureError:
+                continue
+    for params in (*params_of(name), *BIG.get(name, ())):
+        for shape in shapes:
+            x = matrix(rng, name, params, "float32", shape).astype(VALUE_TYPES[dtype].numpy)
+            yield cls.from_dense(x, **params)
+
+
+def widened(f: Format) -> Format:
+    """The same matrix with int64 indices, which only larger ones have."""
+    out = f.with_arrays()
+    for key, x in f.arrays().items():
+        if x.dtype == np.int32:
+            object.__setattr__(out, key, x.astype(np.int64))
+    return out
+
+
+def expanded(cp: Any, f: Format, ld: int, offset: int) -> Any:
+    """Bits that the device writes for ``f``, on a device, into poisoned memory ``offset`` elements from a boundary."""
+    M, K = f.shape
+    word, guard = bits(np.zeros(1, f.dtype)).dtype, 256
+    raw = cp.full(2 * guard + offset + M * ld, 0x5A, word)
+    raw.view("u1").fill(0x5A)
+    p = problem(f, 1, f.dtype.name, (ROW, ROW), int(cp.cuda.Device().compute_capability))
+    for launch in EXPANDERS[f.name](f, p)(raw.data.ptr + (guard + offset) * word.itemsize, ld, 0):
+        launch()
+    got = raw.get()
+    body = got[guard + offset : guard + offset + M * ld].reshape(M, ld)
+    assert (got[: guard + offset].view("u1") == 0x5A).all(), f"{f!r} wrote before the array"
+    assert (got[guard + offset + M * ld :].view("u1") == 0x5A).all(), f"{f!r} wrote behind the array"
+    pad = np.ascontiguousarray(body[:, K:]).view("u1")
+    assert ((pad == 0x5A) | (pad == 0)).all(), f"{f!r} wrote values behind column K"
+    return body[:, :K]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("name", sorted(EXPANDERS))
+def test_expanded_bits_are_those_of_the_host(cp: Any, name: str, dtype: str) -> None:
+    if dtype not in next(f for f in sf.FORMATS if f.name == name).value_dtypes:
+        pytest.skip(f"{name} takes no {dtype}")
+    done = 0
+    for f in formats(name, dtype):
+        K, wanted = f.shape[1], bits(f.to_dense())
+        ld = leading_dimension(K, f.dtype.itemsize)
+        g = f.to("cuda")
+        places = [(g, ld, 0), (widened(g), ld, 0), (g, max(1, K), 1)]
+        if name != "two-four":  # whose rows may be no longer than its own padding
+            places.append((g, ld + 64, 0))
+        for x, ld, offset in places:
+            assert (expanded(cp, x, ld, offset) == wanted).all(), f"{x!r} ld={ld} offset={offset}"
+            done += 1
+    assert done > 40
+
+
+@pytest.fixture
+def poisoned(cp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workspace is NaN before every expansion."""
+
+    def poisoning(expander: Any) -> Any:
+        def made(a: Any, p: Problem) -> Any:
+            write, nbytes = expander(a, p), expand_then_dense._dense_bytes(p)
+
+            def launches(x: int, ld: int, stream: int) -> list[Any]:
+                return [lambda: cp.cuda.runtime.memsetAsync(x, 0xFF, nbytes, stream), *write(x, ld, stream)]
+
+            return launches
+
+        return made
+
+    for name, expander in list(EXPANDERS.items()):
+        monkeypatch.setitem(EXPANDERS, name, poisoning(expander))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("name", sorted(EXPANDERS))
+def test_products_are_exact(cp: Any, poisoned: None, name: str, operation: str) -> None:
+    cls = next(f for f in sf.FORMATS if f.name == name)
+    sm, rng, done = int(cp.cuda.Device().compute_capability), np.random.default_rng(4), 0
+    for dtype in ("float32", "float16", "bfloat16", "float64"):
+        if dtype not in cls.value_dtypes:
+            continue
+        drawn = [(p, integers(make(dtype))) for p in params_of(name)[:2] for make in CASES.values()]
+        drawn += [(p, matrix(rng, name, p, dtype)) for p in (*params_of(name), *BIG.get(name, ()))]
+        for i, (params, x) in enumerate(drawn):
+            try:
+                f = cls.from_dense(x, **params)
+            except sf.StructureError:
+                continue
+            g = f.to("cuda")
+            op = x.T if operation == "spmm_transposed" else x
+            wide = "float32" if dtype in ("float16", "bfloat16") else dtype
+            for j, n in enumerate((0, 1, 17, 64)):
+                layouts, pad, out_dtype = LAYOUTS[(i + j) % 4], 3 * (j % 2), (dtype, wide)[(i // 4 + j) % 2]
+                p = replace(problem(f, n, out_dtype, layouts, sm), operation=operation, n=n)
+                assert KERNEL.unsupported(p) == []
+                B = rng.integers(-2, 3, (op.shape[1], n)).astype(x.dtype)
+                out_type = VALUE_TYPES[out_dtype].numpy
+                guarded = Guarded(cp, (op.shape[0], n), out_type, layouts[1], pad)
+                plan, b = KERNEL.plan(g, p), on_device(cp, B, layouts[0], pad)
+                wanted = (op.astype(np.float64) @ B.astype(np.float64)).astype(out_type)
+                seen = []
+                for _ in range(3):
+                    guarded.out.fill(float("nan"))
+                    plan(b, out=guarded.out)
+                    seen.append(guarded.out.get())
+                    assert (seen[-1] == wanted).all(), f"{f!r} {operation} n={n} {layouts} {out_dtype}"
+                    assert guarded.intact(), f"{f!r} {operation} n={n} {layouts} {out_dtype}: wrote outside C"
+                assert len({np.ascontiguousarray(s).tobytes() for s in seen}) == 1
+                done += 1
+    assert done > 100
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("name", sorted(EXPANDERS))
+def test_a_graph_captures_the_whole_product(cp: Any, poisoned: None, name: str, operation: str) -> None:
+    rng, sm = np.random.default_rng(6), int(cp.cuda.Device().compute_capability)
+    x = matrix(rng, name, params_of(name)[0], "float16")
+    f = sf.convert(x, name, **params_of(name)[0])
+    op = x.T if operation == "spmm_transposed" else x
+    B = rng.integers(-2, 3, (op.shape[1], 33)).astype(x.dtype)
+    p = replace(problem(f, 33, "float32", (ROW, ROW), sm), operation=operation, n=33)
+    plan, b, out = KERNEL.plan(f.to("cuda"), p), cp.asarray(B), cp.empty((op.shape[0], 33), np.float32)
+    cp.cuda.get_current_stream().synchronize()
+    stream = cp.cuda.Stream(non_blocking=True)
+    with stream:
+        plan(b, out=out)
+        stream.begin_capture()
+        plan(b, out=out)
+        graph = stream.end_capture()
+        for _ in range(2):
+            out.fill(float("nan"))
+            graph.launch(stream)
+            stream.synchronize()
+            assert (out.get() == op.astype(np.float64) @ B).all()
+
+
+@pytest.mark.gpu
+def test_a_plan_does_not_keep_the_matrix(cp: Any) -> None:
+    import gc
+    import weakref
+
+    for name in EXPANDERS:
+        f = sf.convert(
+            matrix(np.random.default_rng(1), name, params_of(name)[0], "float16"), name, **params_of(name)[0]
+        )
+        g = f.to("cuda")
+        plan, gone = KERNEL.plan(g, problem(f, 8, "float16", (ROW, ROW), 90)), weakref.ref(g)
+        del g
+        gc.collect()
+        assert gone() is None, name
+        assert plan.kernel == KERNEL.name
