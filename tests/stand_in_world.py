@@ -112,7 +112,7 @@ class World:
 
         return np.zeros(shape, dtype, order).view(OnDevice)  # type: ignore[call-overload]
 
-    def plan(self, calls: int = 1, **changed: Any) -> Plan:
+    def plan(self, calls: int = 1, reads: tuple[Any, ...] = (), **changed: Any) -> Plan:
         fields = {"device": "cuda", "sm": 90, "b_layout": ROW, "out_layout": ROW} | changed
         p = Problem.product("csr", (), 4, 3, 5, 2, "float32", "float32", "float32", **fields)
 
@@ -120,4 +120,4 @@ class World:
             self.prepared.append(o)
             return [Step(self, (o, i), o.stream) for i in range(calls)]
 
-        return device_plan("cuda.test", p, prepare)
+        return device_plan("cuda.test", p, prepare, reads=reads)

@@ -124,11 +124,12 @@ def test_on_another_device_a_plan_goes_to_its_own_and_to_the_stream_there(world:
 
 
 def test_refused_operands_are_not_remembered(world: World) -> None:
-    plan, B = world.plan(), world.array(3, 5)
+    B = world.array(3, 5)
     wrong = [world.array(4, 6), world.array(5, 5), world.array(4, 5, dtype="float64"), world.array(4, 5, order="F")]
     joint, held = world.array(7, 5), world.array(14, 5)
-    assert plan.reads == []
-    plan.reads.append((held[5].ctypes.data, held[7].ctypes.data, held))
+    reads = ((held[5].ctypes.data, held[7].ctypes.data, held),)
+    plan = world.plan(reads=reads)
+    assert plan.reads == reads
     for _ in range(3):
         for out in wrong:
             with pytest.raises((ValueError, TypeError)):

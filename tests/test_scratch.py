@@ -168,7 +168,7 @@ def test_the_product_is_wider_than_c(world: World, passes: list[Any], monkeypatc
     buffer = Scratch.buffer
     monkeypatch.setattr(Scratch, "buffer", lambda self, stream, n: (asked.append(n), buffer(self, stream, n))[1])
     inner = world.plan()
-    plan = epilogue.with_epilogue(inner, replace(inner.problem, out_dtype="float16", epilogue=True))
+    plan = epilogue.with_epilogue(inner, inner.problem.changed(out_dtype="float16", epilogue=True))
     room = world.array(128, dtype="float16")
     start = -room.ctypes.data // 2 % 8  # elements before the first 16-byte boundary
     for shift in (0, 1):

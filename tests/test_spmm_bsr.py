@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -67,7 +66,7 @@ def test_every_block_size_gets_a_legal_tile(dtype: str) -> None:
     size = VALUE_TYPES[dtype].numpy.itemsize
     for height in range(1, 1025):
         for n in (0, 8, 16, 32, 64, 128, 4096):
-            p = replace(with_blocksize(BASE, height, 7), n=n, a_dtype=dtype, b_dtype=dtype, out_dtype=dtype)
+            p = with_blocksize(BASE, height, 7).changed(n=n, a_dtype=dtype, b_dtype=dtype, out_dtype=dtype)
             t = spmm_bsr.choose_tile(p)
             assert t.rows % (16 * t.warps_m) == 0, (height, n, t)
             assert t.cols % (16 * t.warps_n) == 0, (height, n, t)
@@ -83,7 +82,7 @@ def test_every_block_size_gets_a_legal_tile(dtype: str) -> None:
 @pytest.mark.parametrize("width", [16, 32, 64, 128])
 @pytest.mark.parametrize("n", [128, 4096])
 def test_hopper_tiles_are_legal(height: int, width: int, n: int) -> None:
-    t = spmm_bsr_sm90a.choose_tile(replace(with_blocksize(BASE, height, width), n=n))
+    t = spmm_bsr_sm90a.choose_tile(with_blocksize(BASE, height, width).changed(n=n))
     rows, cols = t.extent(height)
     units = t.ring_a // (height * min(width, 64) * 2)
     assert rows % height == 0

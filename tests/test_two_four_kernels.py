@@ -47,7 +47,6 @@ def problem(rows: int, columns: int, N: int, **changes: Any) -> Problem:
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"format": "bsr"}, "takes two-four"),
         ({"device": "cpu", "sm": None}, ".to('cuda')"),
         ({"a_dtype": "float32"}, "a.dtype"),
         ({"b_dtype": "float16"}, "b.dtype"),

@@ -46,6 +46,11 @@ def round_up(a: int, b: int) -> int:
     return b * ceil_div(a, b)
 
 
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is >= n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
 def index_dtype(bound: int) -> np.dtype[Any]:
     """int32 when every number up to ``bound`` fits, else int64."""
     return np.dtype(np.int32 if bound <= INT32_MAX else np.int64)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
-from ....arrays.library import ceil_div
+from ....arrays.library import ceil_div, power_of_two
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, Problem
 from ..runtime import jit
@@ -56,7 +56,7 @@ class Tile:
 
 def choose(M: int, n: int, room: int, sms: int, smem: int) -> Tile:
     """Narrowest tile that holds N, rows such that whole rounds of blocks cover C, as many warps as registers allow."""
-    cols = min(64, max(8, n))
+    cols = min(64, power_of_two(max(8, n)))
     tiles = max(1, ceil_div(M, 16))
     height = ceil_div(tiles, sms * ceil_div(tiles, sms * 8))
     parts = 1 if height <= 2 and cols <= 16 else height

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
-from ....arrays.library import ceil_div
+from ....arrays.library import ceil_div, power_of_two
 from ....products.kernel import spmm_of
 from ....products.problem import COL, Problem
 from ..runtime import jit
@@ -70,7 +70,7 @@ def choose(M: int, n: int, K: int, sms: int, smem: int) -> Tile:
 
     ``smem``: bytes a block may have. The weights decide the time; a block keeps as many of them under way as fit.
     """
-    column_tiles = max(1, min(n, MAX_COLS) // 8)
+    column_tiles = power_of_two(min(max(n, 8), MAX_COLS)) // 8
     tiles, most = max(1, ceil_div(M, 16)), 8 if column_tiles < 8 else 4
     rounds = ceil_div(tiles, sms * most)
     row_tiles = ceil_div(tiles, sms * rounds)
