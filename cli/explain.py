@@ -26,6 +26,7 @@ def run(
     backend: str = typer.Option("", help="Only this backend."),
     include: Include = None,
     b_layout: str = typer.Option("row", help="Layout of B: row, or col (torch's x of a linear layer)."),
+    max_workspace: str = typer.Option("", help="Most memory of a plan beside its operands (64MB; 0: none)."),
     as_json: Json = False,
 ) -> None:
     """Every kernel with its answer, for every matrix in SRC; nothing is multiplied."""
@@ -34,8 +35,9 @@ def run(
     from spformat.checkpoint.source import open_source
     from spformat.dispatch import cost
     from spformat.dispatch.api import explain
-    from spformat.products.problem import Problem, result_dtype
+    from spformat.products.problem import WORKSPACE, Operand, Problem, result_dtype
 
+    workspace = WORKSPACE if max_workspace == "" else parse_size(max_workspace)
     sm = None if gpu in ("", "cpu") else _architecture(gpu)
     source = open_source(src)
     out = []
@@ -43,11 +45,10 @@ def run(
         _, r, _ = source.records[name]
         if len(r.shape) != 2 or r.dtype not in VALUE_TYPES:
             continue
-        fmt = r.format.name if r.format else "dense"
+        a = Operand.of(r)
         problem = Problem.product(
-            format=fmt, params=tuple(r.params.items()), M=r.shape[0], K=r.shape[1], n=n, nnz=r.stored,
-            a_dtype=r.dtype, b_dtype=r.dtype, out_dtype=result_dtype(r.dtype, r.dtype), b_layout=b_layout,
-            device="cpu" if sm is None else "cuda", sm=sm,
+            a.format, a.params, a.shape[0], a.shape[1], n, a.stored, a.dtype, a.dtype, result_dtype(a.dtype, a.dtype),
+            b_layout, device="cpu" if sm is None else "cuda", sm=sm, workspace=workspace, parts=a.parts,
         )  # fmt: skip
         answer = explain(problem, backend=backend or None, installed=sm is None)
         known = next((d for d in cost.DEVICES.values() if d.sm == sm), None)  # the first board of an architecture
@@ -74,4 +75,5 @@ def _architecture(gpu: str) -> int:
 
 
 def _answer(a: Accepted | Rejected) -> dict[str, Any]:
-    return {"kernel": a.kernel, "accepted": bool(a), "reasons": list(getattr(a, "reasons", ()))}
+    expected = getattr(a, "expected_us", None)
+    return {"kernel": a.kernel, "accepted": bool(a), "expected_us": expected, "reasons": list(getattr(a, "reasons", ()))}
