@@ -19,13 +19,17 @@ import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES, bits
 from spformat.backends.cuda.bitmask import expand_bitmask
 from spformat.backends.cuda.bsr import expand_bsr
+from spformat.backends.cuda.csr import expand_csr
 from spformat.backends.cuda.dense import expand_then_dense
 from spformat.backends.cuda.dense.expand_then_dense import EXPANDERS, OPERATIONS, ExpandThenDense
+from spformat.backends.cuda.ell_buckets import expand_ell_buckets
 from spformat.backends.cuda.ell_buckets.expand_ell_buckets import derived_bytes, slots_by_row
 from spformat.backends.cuda.runtime import cublas, row_images
 from spformat.backends.cuda.runtime.expansion import leading_dimension
 from spformat.backends.cuda.runtime.launch import Operands
 from spformat.backends.cuda.sr_bcrs import expand_sr_bcrs
+from spformat.backends.cuda.two_four import two_four_pack
+from spformat.backends.cuda.vector_nm import vector_nm_convert
 from spformat.backends.vendor import CublasGemm
 from spformat.formats.base import Format
 from spformat.products.problem import COL, ROW, Problem
@@ -121,6 +125,7 @@ def test_what_is_taken() -> None:
         ({"device": "cpu"}, "operands are on cpu"), ({"a_dtype": "int8"}, "a.dtype must be one of float64"),
         ({"b_dtype": "float16"}, "b.dtype must equal"), ({"out_dtype": "float64"}, "out.dtype must be one of float32"),
         ({"b_layout": "strided"}, "row- or column-major"), ({**half, "sm": 75}, "needs sm_80"),
+        ({"sm": 75}, "needs sm_80"),
     ):  # fmt: skip
         (reason, *_) = KERNEL.unsupported(asked("csr", (4, 3), **refused))
         assert said in reason
@@ -297,6 +302,32 @@ def test_expanded_bits_are_those_of_the_host(cp: Any, name: str, dtype: str) -> 
             assert (expanded(cp, x, ld, offset) == wanted).all(), f"{x!r} ld={ld} offset={offset}"
             done += 1
     assert done > 40
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", sorted(EXPANDERS))
+def test_conversions_write_a_whole_array(cp: Any, name: str) -> None:
+    """What can be registered as conversions from a format to dense."""
+    for f in formats(name, "float16", SHAPES[:1]):
+        g, out = f.to("cuda"), cp.full(f.shape, float("nan"), f.dtype)
+        a = g.arrays()
+        if name == "ell-buckets":
+            expand_ell_buckets.ell_buckets_to_dense(g, out)
+        elif name in ("bsr", "dbsr"):
+            expand_bsr.bsr_to_dense(a.get("row_ids"), a["indptr"], a["indices"], a["data"], out)
+        elif name == "two-four":
+            two_four_pack.two_four_unpack(a["data"], a["meta"], f.meta_order, out)  # type: ignore[attr-defined]
+        elif name == "vector-nm":
+            pattern = [f.params()[key] for key in ("n", "m", "vector_length")]
+            vector_nm_convert.vector_nm_to_dense(a["indices"], a["data"], *pattern, out)
+        else:
+            convert = {
+                "csr": expand_csr.csr_to_dense,
+                "bitmask": expand_bitmask.bitmask_to_dense,
+                "sr-bcrs": expand_sr_bcrs.sr_bcrs_to_dense,
+            }[name]
+            convert(*a.values(), out)
+        assert (bits(out).get() == bits(f.to_dense())).all(), repr(f)
 
 
 @pytest.fixture

@@ -59,10 +59,15 @@ expand_bitmask(const Ptr* __restrict__ indptr, const u8* __restrict__ bits, cons
             const T* source = from + __shfl_sync(~0u, before, first / 32) + __popc(owner & ((1u << bit) - 1));
             const u32 mine = owner >> bit;
             Unit unit;
+            u32 k = 0;  // values of the unit so far
 #pragma unroll
             for (int e = 0; e < P; ++e) {
                 unit.v[e] = 0;
-                if (mine >> e & 1) unit.v[e] = source[__popc(mine & ((1u << e) - 1))];
+                const bool held = mine >> e & 1;
+                // Counting on is faster for many values, and counting anew for few: popc runs at a quarter of the rate.
+                const u32 at = P > 4 ? k : __popc(mine & ((1u << e) - 1));
+                if (held) unit.v[e] = source[at];
+                k += held;
             }
             if (c + first < end) *reinterpret_cast<Unit*>(x + row * ld + c + first) = unit;
         }

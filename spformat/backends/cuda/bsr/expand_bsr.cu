@@ -8,21 +8,22 @@
 //
 // A block of threads writes `height` rows x `blocks` block columns of one block row; in shared memory stands which stored
 // block each block column has. Aligned: rows of x, and the columns where a thread block starts, lie on 16 bytes, and a thread
-// stores that many at once. Whole: rows of blocks are multiples of 16 bytes too, and are loaded alike.
+// stores that many at once, a unit. Q: values that are loaded at once; rows of blocks are multiples of that.
 #include "spformat/expand.cuh"
 
 using namespace spformat;
 
 constexpr int THREADS = 256, MOST = 2048;  // MOST: block columns that a block of threads may take
 
-template <class T, class Row, class Ptr, class Idx, bool Listed, bool Aligned, bool Whole>
+template <class T, class Row, class Ptr, class Idx, bool Listed, bool Aligned, int Q>
 __global__ void __launch_bounds__(THREADS)
 expand_bsr(const Row* __restrict__ row_ids, i64 listed, const Ptr* __restrict__ indptr, const Idx* __restrict__ indices,
            const T* __restrict__ data, i64 M, int R, int C, T* __restrict__ x, i64 ld, i64 segments, int blocks, int strips,
            int height) {
-    static_assert(Aligned || !Whole, "units of 16 bytes are stored as they are loaded");
     constexpr int P = Aligned ? 16 / sizeof(T) : 1;
+    static_assert(P % Q == 0, "a unit is whole pieces");
     struct alignas(P * sizeof(T)) Unit { T v[P]; };
+    struct alignas(Q * sizeof(T)) Piece { T v[Q]; };
     __shared__ int stored[MOST];  // for each block column: its block's number, counted from `first`, or -1
     __shared__ i64 range[2];
     const i64 strip = blockIdx.x / segments, j0 = (blockIdx.x - strip * segments) * blocks;
@@ -64,18 +65,15 @@ expand_bsr(const Row* __restrict__ row_ids, i64 listed, const Ptr* __restrict__ 
         const int r = static_cast<u32>(q) / static_cast<u32>(units), c = (q - r * units) * P;
         int j = static_cast<u32>(c) / static_cast<u32>(C), at = c - j * C;
         Unit unit;
-        if (Whole || P == 1) {
-            const int s = stored[j];
-            unit = Unit{};
-            if (s >= 0) unit = *reinterpret_cast<const Unit*>(data + ((first + s) * R + r0 + r) * C + at);
-        } else {
 #pragma unroll
-            for (int e = 0; e < P; ++e) {
-                const int s = j < blocks ? stored[j] : -1;
-                unit.v[e] = 0;
-                if (s >= 0) unit.v[e] = data[((first + s) * R + r0 + r) * C + at];
-                if (++at == C) at = 0, ++j;
-            }
+        for (int e = 0; e < P; e += Q) {
+            const int s = j < blocks ? stored[j] : -1;
+            Piece piece{};
+            if (s >= 0) piece = *reinterpret_cast<const Piece*>(data + ((first + s) * R + r0 + r) * C + at);
+#pragma unroll
+            for (int i = 0; i < Q; ++i) unit.v[e + i] = piece.v[i];
+            at += Q;
+            if (at == C) at = 0, ++j;
         }
         *reinterpret_cast<Unit*>(to + r * ld + c) = unit;
     }

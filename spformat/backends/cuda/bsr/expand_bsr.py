@@ -30,13 +30,13 @@ class Cut(NamedTuple):
 
 def instances() -> tuple[str, ...]:
     """C++ names that the compile tests build."""
-    return tuple(_instance(size, indices, *flags) for size, indices, flags in (
-        (1, ("int", "int", "int"), (False, True, True)),
-        (2, ("int", "int", "int"), (False, True, True)),
-        (2, ("int", "int", "int"), (True, True, False)),
-        (4, ("long long", "int", "long long"), (True, True, True)),
-        (4, ("int", "long long", "int"), (False, False, False)),
-        (8, ("int", "int", "int"), (True, False, False)),
+    return tuple(_instance(size, indices, *how) for size, indices, how in (
+        (1, ("int", "int", "int"), (False, True, 16)),
+        (2, ("int", "int", "int"), (False, True, 8)),
+        (2, ("int", "int", "int"), (True, True, 1)),
+        (4, ("long long", "int", "long long"), (True, True, 2)),
+        (4, ("int", "long long", "int"), (False, False, 1)),
+        (8, ("int", "int", "int"), (True, False, 1)),
     ))  # fmt: skip
 
 
@@ -71,8 +71,8 @@ def _writer(M: int, row_ids: Array | None, indptr: Array, indices: Array, data: 
     first = indptr if row_ids is None else row_ids  # read only where block rows are listed
 
     def launch(aligned: bool) -> Launch:
-        whole = aligned and C * itemsize % UNIT == 0
-        function = jit.load(SOURCE, _instance(itemsize, types, listed, aligned, whole), *target)
+        piece = math.gcd(UNIT // itemsize, C) if aligned else 1
+        function = jit.load(SOURCE, _instance(itemsize, types, listed, aligned, piece), *target)
         return Launch(function, "PqPPPqiiPqqiii", (first, count, indptr, indices, data, M, R, C), THREADS)
 
     ready: dict[bool, Launch] = {}
@@ -90,6 +90,6 @@ def _writer(M: int, row_ids: Array | None, indptr: Array, indices: Array, data: 
     return launches
 
 
-def _instance(itemsize: int, indices: tuple[str, ...], listed: bool, aligned: bool, whole: bool) -> str:
-    flags = ", ".join(str(flag).lower() for flag in (listed, aligned, whole))
+def _instance(itemsize: int, indices: tuple[str, ...], listed: bool, aligned: bool, piece: int) -> str:
+    flags = ", ".join(str(flag).lower() for flag in (listed, aligned, piece))
     return f"expand_bsr<{WORDS[itemsize]}, {', '.join(indices)}, {flags}>"

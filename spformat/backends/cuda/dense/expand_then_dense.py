@@ -45,8 +45,8 @@ class ExpandThenDense(CudaKernel):
     takes = frozenset((operation, name) for operation in OPERATIONS for name in EXPANDERS)
 
     def unsupported(self, p: Problem) -> list[str]:
-        """The types that cuBLAS takes, the same on both sides."""
-        return gemm_reasons(p)
+        """The types that cuBLAS takes, the same on both sides; sm_80 or newer."""
+        return gemm_reasons(p, 80)
 
     def workspace_bytes(self, p: Problem) -> int:
         """Bytes of the dense copy, as they are taken from the device, and of what is derived from A once."""

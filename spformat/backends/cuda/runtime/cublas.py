@@ -45,10 +45,13 @@ def library_reasons(p: Problem, dtypes: tuple[str, ...], sm: int = 0) -> list[st
     )
 
 
-def gemm_reasons(p: Problem) -> list[str]:
-    """Reasons why ``gemm`` does not compute ``p``: it takes the same types on both sides, and any layout."""
+def gemm_reasons(p: Problem, sm: int = 0) -> list[str]:
+    """Reasons why ``gemm`` does not compute ``p``: it takes the same types on both sides, and any layout.
+
+    sm: the oldest architecture that the caller takes.
+    """
     wide = {p.a_dtype} | ({"float32"} if p.a_dtype in ("float16", "bfloat16") else set())
-    return library_reasons(p, tuple(CUDA_TYPE)) + reasons(
+    return library_reasons(p, tuple(CUDA_TYPE), sm) + reasons(
         (p.out_dtype not in wide, f"out.dtype must be one of {', '.join(sorted(wide))}, got {p.out_dtype}"),
     )
 

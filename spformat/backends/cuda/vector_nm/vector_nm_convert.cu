@@ -215,10 +215,14 @@ template <typename T> struct Strip : Place {
         if (threadIdx.x < s.windows * s.n) starts[threadIdx.x] = (short)(threadIdx.x / s.n * s.m);
     }
     __device__ __forceinline__ T* row(int r) const { return cells + r * pitch; }
+    __device__ __forceinline__ i64 group(const Sizes& s, int r) const {
+        const i64 row = r0 + r;
+        return row >> 32 ? row / s.length : (u32)row / (u32)s.length;  // a division of 64 bits takes four times as long
+    }
     // visit(row, vector of data, row group, column where its window starts) for the block's vectors and `rows` rows
     template <class Visit> __device__ __forceinline__ void each(const Sizes& s, int rows, Visit visit) const {
         for (int r = lane; r < rows; r += LANES) {
-            const i64 q = (r0 + r) / s.length;
+            const i64 q = group(s, r);
 #pragma unroll 4
             for (int u = warp; u < windows * s.n; u += WARPS) visit(r, w0 * s.n + u, q, first[u]);
         }
@@ -254,10 +258,28 @@ scatter(const u8* __restrict__ indices, const T* __restrict__ data, Sizes s, u64
     for (int i = threadIdx.x; i < s.rows * pitch * (int)sizeof(T) / 4; i += THREADS)
         reinterpret_cast<u32*>(b.cells)[i] = 0;  // a row is a whole number of words
     __syncthreads();
-    b.each(s, b.rows, [&](int r, i64 u, i64 q, int start) {
-        const T v = data[u * s.Mp + b.r0 + r];
-        if (v & b.live) b.row(r)[start + indices[u * s.Q + q]] = v;
-    });
+    constexpr int BATCH = 4;  // loads of a thread in flight
+    const int vectors = b.windows * s.n;
+    const i64 u0 = b.w0 * s.n;
+    for (int r = b.lane; r < b.rows; r += LANES) {
+        const i64 q = b.group(s, r);
+        for (int k = b.warp; k < vectors; k += BATCH * WARPS) {
+            T v[BATCH];
+            int at[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const int u = k + i * WARPS;
+                v[i] = 0, at[i] = 0;
+                if (u < vectors) {
+                    v[i] = data[(u0 + u) * s.Mp + b.r0 + r];
+                    at[i] = b.first[u] + indices[(u0 + u) * s.Q + q];
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i)
+                if (v[i] & b.live) b.row(r)[at[i]] = v[i];
+        }
+    }
     __syncthreads();
     T* to = x + b.r0 * ld + b.c0;
     if constexpr (!WIDE) {
@@ -267,7 +289,7 @@ scatter(const u8* __restrict__ indices, const T* __restrict__ data, Sizes s, u64
         }
     } else {
         struct alignas(WORD) Word { T v[WORD / sizeof(T)]; };
-        struct alignas(PIECE * sizeof(T)) Piece { Word w[PIECE * sizeof(T) / WORD]; };
+        struct alignas(16) Piece { Word w[PIECE * sizeof(T) / WORD]; };
         const int pieces = (b.cols + PIECE - 1) / PIECE;
 #pragma unroll 2
         for (int i = threadIdx.x; i < b.rows * pieces; i += THREADS) {

@@ -2,7 +2,8 @@
 //
 // A dense row is put together in shared memory, as an image of the 16-byte units it will have in device memory: element i of
 // a run that starts at `to` stands at image[head_of(to) + i]. So whole units are written with 16-byte stores, whatever the
-// alignment of the row, and only the ends of a run are written element by element.
+// alignment of the row, and only the ends of a run are written element by element. Stores are ordinary ones: the product
+// reads the matrix next, and a small one is still in L2 then.
 #pragma once
 #include "spformat/integers.cuh"
 

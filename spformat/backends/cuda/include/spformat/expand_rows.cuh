@@ -6,6 +6,9 @@ namespace spformat {
 
 constexpr int ROW_WARPS = 8, ROW_IMAGE = 4096;  // warps of a block; bytes that a warp writes at a time
 
+template <int bytes> struct Unsigned { using type = u32; };
+template <> struct Unsigned<8> { using type = u64; };
+
 // Item i is at place i of its arrays.
 struct InOrder {
     __device__ __forceinline__ i64 operator[](i64 i) const { return i; }
@@ -17,7 +20,7 @@ template <class T, class Ptr, class Idx, class Place>
 __device__ __forceinline__ void expand_rows(const Ptr* __restrict__ indptr, const Idx* __restrict__ indices,
                                             const T* __restrict__ data, Place place, i64 M, T* __restrict__ x, i64 ld,
                                             i64 segments, int width, int rows) {
-    constexpr int BATCH = 4;  // items of a lane whose loads are in flight together
+    constexpr int BATCH = 8;  // items of a lane whose loads are in flight together
     __shared__ __align__(16) unsigned char images[ROW_WARPS][ROW_IMAGE + 16];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const i64 task = static_cast<i64>(blockIdx.x) * ROW_WARPS + warp, group = task / segments;
@@ -35,23 +38,24 @@ __device__ __forceinline__ void expand_rows(const Ptr* __restrict__ indptr, cons
         i64 at = indptr[row0 + r];
         const i64 end = indptr[row0 + r + 1];
         if (c0 > 0) at = warp_lower_bound(at, end, [&](i64 i) { return indices[place[i]] < c0; });
+        using Offset = typename Unsigned<sizeof(Idx)>::type;  // from the first column; huge for what lies before it
+        const int most = static_cast<int>(end - at < wide ? end - at : wide);  // columns differ, so there are no more
         T* line = image + head + r * width;
-        for (at += lane % lanes; at < end; at += lanes * BATCH) {
-            i64 column[BATCH];
+        for (int i = lane % lanes; i < most; i += lanes * BATCH) {
+            Offset offset[BATCH];
             T value[BATCH];
 #pragma unroll
             for (int b = 0; b < BATCH; ++b) {
-                const i64 i = at + b * lanes;
-                column[b] = ld;
-                if (i < end) {
-                    const i64 p = place[i];
-                    column[b] = indices[p], value[b] = data[p];
+                offset[b] = wide;
+                if (i + b * lanes < most) {
+                    const i64 p = place[at + (i + b * lanes)];
+                    offset[b] = static_cast<Offset>(indices[p]) - static_cast<Offset>(c0), value[b] = data[p];
                 }
             }
 #pragma unroll
             for (int b = 0; b < BATCH; ++b)
-                if (static_cast<u64>(column[b] - c0) < static_cast<u64>(wide)) line[column[b] - c0] = value[b];
-            if (column[BATCH - 1] - c0 >= wide) break;  // what follows belongs to later segments
+                if (offset[b] < static_cast<Offset>(wide)) line[offset[b]] = value[b];
+            if (offset[BATCH - 1] >= static_cast<Offset>(wide)) break;  // what follows belongs to later segments
         }
     }
     __syncwarp();
