@@ -31,7 +31,7 @@ from spformat.backends.cuda import KERNELS
 from spformat.backends.cuda.runtime import measured
 from spformat.dispatch.api import describe
 from spformat.errors import StructureError
-from spformat.formats import convert
+from spformat.formats.convert import convert
 from spformat.formats.two_four import META_ORDERS
 from spformat.preprocess import masks
 
