@@ -31,7 +31,7 @@ def run(
 ) -> None:
     """Time A @ B for matrices of SRC: correctness first, alternating runs, cold and hot caches, medians."""
     from spformat import backends
-    from spformat.formats import convert
+    from spformat.formats.convert import convert
     from spformat.measure import bench, contenders
 
     if plot:
@@ -77,7 +77,7 @@ def _tune(
     src: str, include: list[str] | None, limit: int, to: str, where: str, widths: list[int], repeats: int, as_json: bool
 ) -> None:
     """Rows of the user's table of measurements, one for each matrix and N."""
-    from spformat.formats import convert
+    from spformat.formats.convert import convert
     from spformat.measure import tune as tuning
 
     t = table("tensor", "N", "kernel", "tile", "cold us", "tried", right=("N", "cold us", "tried"))

@@ -168,7 +168,7 @@ def _matrix(
 ) -> None:
     """A matrix file into one container, under the file's own name."""
     from spformat import UsageError, save, save_dense
-    from spformat.formats import convert
+    from spformat.formats.convert import convert
     from spformat.interop.matrices import read_matrix
 
     if not dst.endswith(".safetensors"):

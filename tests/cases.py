@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from spformat.arrays.dtypes import VALUE_TYPES
+from spformat.formats import by_name
 
 Array = np.ndarray[Any, Any]
 
@@ -118,30 +119,10 @@ CASES: dict[str, Callable[[str], Array]] = {
     "blocks": _blocks,
 }
 
-PARAMS: dict[str, tuple[dict[str, Any], ...]] = {
-    "ell-buckets": ({}, {"column_parts": 3, "max_width": 4}, {"column_parts": 1, "max_width": 1}),
-    "bsr": ({"blocksize": (16, 16)}, {"blocksize": (2, 3)}, {"blocksize": (1, 1)}),
-    "dbsr": ({"blocksize": (16, 16)}, {"blocksize": (5, 7)}),
-    "sr-bcrs": (
-        {"vector_length": 8, "stride": 16},
-        {"vector_length": 3, "stride": 5},
-        {"vector_length": 1, "stride": 1},
-    ),
-    "vector-nm": (
-        {"n": 2, "m": 4, "vector_length": 8},
-        {"n": 2, "m": 4, "vector_length": 1},
-        {"n": 2, "m": 4, "vector_length": 8, "tile_rows": 16, "tile_cols": 8},
-        {"n": 7, "m": 7, "vector_length": 3},
-        {"n": 256, "m": 256, "vector_length": 32},
-    ),
-    "two-four": tuple({"meta_order": o} for o in ("logical", "ldmatrix", "fragment", "cutlass-sm80")),
-}
-"""Parameters each format is tried with; a format that is not here is tried with its defaults."""
-
 
 def params_of(name: str) -> tuple[dict[str, Any], ...]:
-    """The parameter sets of a format."""
-    return PARAMS.get(name, ({},))
+    """The parameter sets that a format says it is to be tried with."""
+    return by_name(name).examples()
 
 
 def codes(dtype: str, held: np.ndarray, seed: int = 0) -> np.ndarray:

@@ -33,7 +33,7 @@ from spformat.backends.cuda import KERNELS
 from spformat.backends.cuda.dense.expand_then_dense import EXPANDERS
 from spformat.backends.cuda.runtime.expansion import leading_dimension
 from spformat.errors import StructureError
-from spformat.formats import convert
+from spformat.formats.convert import convert
 from spformat.formats.two_four import META_ORDERS
 from spformat.preprocess import masks
 from spformat.products.operations import SPMM

@@ -114,7 +114,7 @@ KILL = """
 import os, sys
 sys.path.insert(0, sys.argv[2])
 from test_faults import CALLS, tensors
-from spformat.container import save
+from spformat.storage.container import save
 
 def child(k):
     left = [k]
@@ -281,7 +281,7 @@ sys.path.insert(0, sys.argv[2])
 from functools import partial
 from pathlib import Path
 from hostile import make, rewrite
-from spformat.container import load, save
+from spformat.storage.container import load, save
 from spformat.errors import SpformatError
 from spformat.formats import FORMATS
 

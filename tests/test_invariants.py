@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from spformat.errors import ArrayError, LimitError, SpformatError, UsageError
-from spformat.formats import BSR, CSR, DBSR, FORMATS, SRBCRS, Bitmask, Dense, ELLBuckets, TwoFour, VectorNM, convert
+from spformat.formats import BSR, CSR, DBSR, FORMATS, SRBCRS, Bitmask, Dense, ELLBuckets, TwoFour, VectorNM
+from spformat.formats.convert import convert
 from spformat.formats.base import Format
 
 HALF = np.float16

@@ -277,7 +277,7 @@ KILLED = """
 import itertools, os, signal, sys
 from concurrent.futures import ThreadPoolExecutor
 from spformat.checkpoint import Workers, convert_checkpoint
-from spformat.output import Output
+from spformat.storage.output import Output
 
 _, source, out, part, threads, when, at = sys.argv
 commit, numbers = Output.commit, itertools.count(1)

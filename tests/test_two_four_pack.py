@@ -13,7 +13,8 @@ from spformat.arrays.dtypes import VALUE_TYPES, bits
 from spformat.backends.cuda.two_four import two_four_pack
 from spformat.backends.cuda.two_four.two_four_pack import TwoFourPack
 from spformat.errors import StructureError, UsageError
-from spformat.formats import convert, edges
+from spformat.formats import edges
+from spformat.formats.convert import convert
 from spformat.preprocess import masks
 
 ORDERS = ("logical", "ldmatrix", "fragment", "cutlass-sm80")

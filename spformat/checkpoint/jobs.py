@@ -93,21 +93,12 @@ def prune(x: np.ndarray[Any, Any], target: str, recipe: Recipe) -> np.ndarray[An
         mask: Any = None if recipe.sparsity is None else masks.magnitude(x, recipe.sparsity, nonfinite=recipe.nonfinite)
     else:
         fmt, given = parse_spec(target)
-        mask = _mask(x, fmt, fmt.resolve_params(given), recipe.sparsity, recipe.nonfinite)
+        pattern = fmt.pattern(fmt.resolve_params(given))
+        if recipe.sparsity is None and masks.needs_sparsity(pattern):
+            whole = "the share of values (or blocks) to zero"
+            raise UsageError(f"--prune magnitude to {fmt.name} needs --sparsity, {whole}")
+        mask = masks.of_pattern(x, pattern, recipe.sparsity or 0.0, nonfinite=recipe.nonfinite)
     return x if mask is None else np.asarray(masks.apply(x, mask))
-
-
-def _mask(x: Any, fmt: type[Format], params: dict[str, Any], sparsity: float | None, nonfinite: str) -> Any:
-    """The mask that makes x fit: by the pattern the format has, else down to ``sparsity``."""
-    if {"n", "m", "vector_length"} <= set(params):
-        return masks.magnitude_vector_nm(x, params["n"], params["m"], params["vector_length"], nonfinite=nonfinite)
-    if "meta_order" in params:
-        return masks.magnitude_nm(x, 2, 4, nonfinite=nonfinite)
-    if sparsity is None:
-        raise UsageError(f"--prune magnitude to {fmt.name} needs --sparsity, the share of values (or blocks) to zero")
-    if "blocksize" in params:
-        return masks.magnitude_blocks(x, params["blocksize"], sparsity, nonfinite=nonfinite)
-    return masks.magnitude(x, sparsity, nonfinite=nonfinite)
 
 
 def settle(job: Job, x: np.ndarray[Any, Any], structure: Structure | None = None) -> str:
@@ -152,20 +143,10 @@ def foresee(job: Job, x: Format | np.ndarray[Any, Any] | None, recipe: Recipe) -
 def _exact_size(s: Structure, target: str, x: np.ndarray[Any, Any]) -> int:
     fmt, given = parse_spec(target)
     fmt.accepts(value_type(s.dtype).numpy)
-    known = s.nbytes(target) if _fits(s, fmt, fmt.resolve_params(given)) else None
+    known = s.nbytes(target) if fmt.fits(s, fmt.resolve_params(given)) else None
     if known is not None:
         return known
     return fmt.from_dense(x, **given).nbytes  # also raises the StructureError with its coordinates
-
-
-def _fits(s: Structure, fmt: type[Format], params: dict[str, Any]) -> bool:
-    """Whether the counts prove that the format holds the matrix; False = only a conversion can tell."""
-    if "meta_order" in params:
-        return s.bad_groups == 0
-    if "vector_length" in params and "m" in params:
-        most = s.window_max.get((params["m"], params["vector_length"]))
-        return most is not None and most <= params["n"]
-    return True
 
 
 def dense_of(x: Any) -> np.ndarray[Any, Any]:

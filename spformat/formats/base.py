@@ -37,6 +37,7 @@ from .declare import (
     parse_table,
     table,
 )
+from .hooks import Counts, Pattern
 
 if TYPE_CHECKING:
     from .csr import CSR
@@ -60,6 +61,11 @@ class Format:
     value_dtypes: ClassVar[tuple[str, ...]] = tuple(VALUE_TYPES)
     keeps_stored_zeros: ClassVar[bool] = False
     aligned: ClassVar[bool] = True
+    tie_rank: ClassVar[int] = 9
+    """Of the formats that take the fewest bytes, the one with the lowest number is called the smallest."""
+    torch_layout: ClassVar[str] = "sparse_csr"
+    """The layout of torch that this format is measured against: "strided", "sparse_csr", "sparse_bsr",
+    "semi_structured", or "" for none."""
     paper: ClassVar[str] = ""
     combines: ClassVar[str] = ""
     """How a format with parts is composed of them: "sum"; "" for a format without parts."""
@@ -151,6 +157,36 @@ class Format:
         None when it may not: then only the whole matrix is converted. ``params``: all of them, resolved.
         """
         return None
+
+    # ---------------------------------------------------------------- hooks: what other layers ask a format
+
+    @classmethod
+    def pattern(cls, params: dict[str, Any]) -> Pattern:
+        """What values are dropped together when a matrix is pruned to fit; None: each for itself."""
+        return None
+
+    @classmethod
+    def fits(cls, counts: Counts, params: dict[str, Any]) -> bool:
+        """Whether ``counts`` prove that the format holds the matrix; False = only a conversion can tell."""
+        return True
+
+    @classmethod
+    def bytes_of(cls, counts: Counts, params: dict[str, Any]) -> int | None:
+        """Exact bytes of all arrays of the matrix, or None when ``counts`` do not decide them (then convert)."""
+        if len(params) != len(cls.declared_params()):
+            return None
+        specs = cls.array_specs(counts.shape, value_type(counts.dtype).numpy, counts.nnz, params)
+        return None if specs is None else sum(product(dtype.itemsize, *shape) for dtype, shape in specs.values())
+
+    @classmethod
+    def candidates(cls, counts: Counts) -> tuple[dict[str, Any], ...]:
+        """Parameters worth a look for a matrix with these counts that the format is proved to hold."""
+        return () if any(d.default is REQUIRED for d in cls.declared_params()) else ({},)
+
+    @classmethod
+    def examples(cls) -> tuple[dict[str, Any], ...]:
+        """Parameters that tests and docs try the format with, small and odd ones among them."""
+        return ({},)
 
     @classmethod
     def accepts(cls, dtype: Any) -> None:

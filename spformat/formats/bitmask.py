@@ -28,7 +28,7 @@ PANEL = 1 << 20
 class Bitmask(Format):
     """Lowest bit = lowest column; the values of a row lie at indptr[i] .. indptr[i+1]-1."""
 
-    name, version = "bitmask", 1
+    name, version, tie_rank = "bitmask", 1, 1
 
     indptr: Array = array(INDEX, "M+1", bound="nnz", doc="first value of each row")
     bitmask: Array = array("uint8", "M", "ceil(K/8)", doc="bit b of byte y is column 8y+b; 1 where value != 0")

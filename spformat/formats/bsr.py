@@ -16,13 +16,14 @@ from typing import Any, Self
 import numpy as np
 
 from ..arrays import scans
-from ..arrays.dtypes import bits, nonzero_mask
+from ..arrays.dtypes import bits, nonzero_mask, value_type
 from ..arrays.library import Array, ceil_div, index_dtype, is_cupy, namespace
 from ..arrays.segments import counts_of, distinct_sorted, pointer, rows_of
 from ..errors import PatternError
 from ..limits import check_bytes, product
 from .base import INDEX, VALUE, Format, Panels, array, param
 from .csr import CSR
+from .hooks import Blocks, Counts, Pattern
 
 PANEL = 1 << 22
 """Dense elements a host scan looks at together."""
@@ -32,7 +33,8 @@ PANEL = 1 << 22
 class BSR(Format):
     """Dense R x C blocks in rows of blocks (scipy's layout); edge blocks are full size, +0 outside the shape."""
 
-    name, version = "bsr", 1
+    name, version, tie_rank = "bsr", 1, 3
+    torch_layout = "sparse_bsr"
 
     blocksize: tuple[int, int] = param("pair", 1, 1024, default=(32, 32), doc="block height R, width C")
     indptr: Array = array(INDEX, "Mb+1", bound="nnzb", doc="first block of each block row")
@@ -56,6 +58,23 @@ class BSR(Format):
     @classmethod
     def panels(cls, params: dict[str, Any]) -> Panels:
         return Panels(params["blocksize"][0], pointers=("indptr",))
+
+    @classmethod
+    def pattern(cls, params: dict[str, Any]) -> Pattern:
+        return Blocks(params["blocksize"])
+
+    @classmethod
+    def bytes_of(cls, counts: Counts, params: dict[str, Any]) -> int | None:
+        held = counted_blocks(counts, params["blocksize"])
+        return None if held is None else index_dtype(held.nnzb).itemsize * (held.grid[0] + 1) + held.nbytes
+
+    @classmethod
+    def candidates(cls, counts: Counts) -> tuple[dict[str, Any], ...]:
+        return tuple({"blocksize": (b, b)} for b in counts.blocks)
+
+    @classmethod
+    def examples(cls) -> tuple[dict[str, Any], ...]:
+        return {"blocksize": (16, 16)}, {"blocksize": (2, 3)}, {"blocksize": (1, 1)}
 
     def block_rows(self) -> Array:
         """int64[nnzb]: block row of each block."""
@@ -123,6 +142,28 @@ class BSR(Format):
 
     def _to_dense(self) -> Array:
         return blocks_to_dense(self, self.block_rows())
+
+
+@dataclass(frozen=True)
+class CountedBlocks:
+    """What counts of a matrix say about its blocks."""
+
+    grid: tuple[int, int]
+    nnzb: int
+    rows: int
+    """Block rows that hold a block."""
+    nbytes: int
+    """Bytes of indices and data."""
+
+
+def counted_blocks(counts: Counts, blocksize: tuple[int, int]) -> CountedBlocks | None:
+    """None where blocks of this size are not counted."""
+    (R, C), (Mb, Kb) = blocksize, block_grid(counts.shape, blocksize)
+    if R != C or R not in counts.blocks:
+        return None
+    nnzb, rows = counts.blocks[R]
+    block = index_dtype(Kb - 1).itemsize + value_type(counts.dtype).numpy.itemsize * R * C
+    return CountedBlocks((Mb, Kb), nnzb, rows, nnzb * block)
 
 
 def block_grid(shape: tuple[int, int], blocksize: tuple[int, int]) -> tuple[int, int]:

@@ -28,7 +28,7 @@ PANEL = 1 << 20
 class CSR(Format):
     """Rows of (column, value) items. Stored zeros are allowed and kept; ``canonical()`` drops them."""
 
-    name, version = "csr", 1
+    name, version, tie_rank = "csr", 1, 2
     keeps_stored_zeros = True
 
     indptr: Array = array(INDEX, "M+1", bound="nnz", doc="items indptr[i] .. indptr[i+1]-1 belong to row i")

@@ -17,15 +17,16 @@ from ..arrays.library import Array, index_dtype, namespace
 from ..arrays.segments import rows_of
 from ..errors import PointerError
 from .base import INDEX, VALUE, Format, array, param
-from .bsr import BSR, block_grid, blocks_to_csr, blocks_to_dense, check_blocks, check_inside
+from .bsr import BSR, block_grid, blocks_to_csr, blocks_to_dense, check_blocks, check_inside, counted_blocks
 from .csr import CSR
+from .hooks import Blocks, Counts, Pattern
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
 class DBSR(Format):
     """BSR that lists only the block rows that have blocks."""
 
-    name, version = "dbsr", 1
+    name, version, torch_layout = "dbsr", 1, ""
     paper = "SparseTIR: Composable Abstractions for Sparse Compilation in Deep Learning (ASPLOS 2023)"
 
     blocksize: tuple[int, int] = param("pair", 1, 1024, default=(32, 32), doc="block height R, width C")
@@ -49,6 +50,26 @@ class DBSR(Format):
         listed = self.row_ids.shape[0] if getattr(self.row_ids, "ndim", 0) == 1 else 0
         sizes = {"nrb+1": listed + 1, "Mb-1": Mb - 1, "Kb-1": Kb - 1}
         return sizes | {"R": self.blocksize[0], "C": self.blocksize[1]}
+
+    @classmethod
+    def pattern(cls, params: dict[str, Any]) -> Pattern:
+        return Blocks(params["blocksize"])
+
+    @classmethod
+    def bytes_of(cls, counts: Counts, params: dict[str, Any]) -> int | None:
+        held = counted_blocks(counts, params["blocksize"])
+        if held is None:
+            return None
+        row_ids = index_dtype(held.grid[0] - 1).itemsize * held.rows
+        return row_ids + index_dtype(held.nnzb).itemsize * (held.rows + 1) + held.nbytes
+
+    @classmethod
+    def examples(cls) -> tuple[dict[str, Any], ...]:
+        return {"blocksize": (16, 16)}, {"blocksize": (5, 7)}
+
+    @classmethod
+    def candidates(cls, counts: Counts) -> tuple[dict[str, Any], ...]:
+        return ({"blocksize": (32, 32)},)
 
     def block_rows(self) -> Array:
         """int64[nnzb]: block row of each block."""

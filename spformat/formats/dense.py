@@ -17,6 +17,7 @@ class Dense(Format):
     """All M*K elements in row-major order. -0.0 is kept here (and lost by ``to_csr``)."""
 
     name, version, aligned = "dense", 1, False
+    tie_rank, torch_layout = 0, "strided"
 
     data: Array = array(VALUE, "M", "K", doc="elements, row-major")
 

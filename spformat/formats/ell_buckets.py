@@ -17,12 +17,13 @@ from typing import Any, Self
 import numpy as np
 
 from ..arrays import scans
-from ..arrays.dtypes import bits, nonzero_mask
+from ..arrays.dtypes import bits, nonzero_mask, value_type
 from ..arrays.library import PAD, Array, ceil_div, index_dtype, namespace
 from ..arrays.segments import counts_of, distinct_sorted, offsets_from_counts, pointer, rank_in_row, rows_of
 from ..errors import IndexBoundsError, InvariantError
 from .base import AUTO, INDEX, VALUE, Format, array, param, table
 from .csr import CSR
+from .hooks import Counts
 
 MAX_WIDTH = 1 << 20
 
@@ -53,6 +54,23 @@ class ELLBuckets(Format):
     def auto_params(cls, a: CSR, params: dict[str, Any]) -> dict[str, Any]:
         """max_width: the smallest power of two w with w * M >= nnz."""
         return {"max_width": mean_width(a.nnz, a.shape[0])}
+
+    @classmethod
+    def bytes_of(cls, counts: Counts, params: dict[str, Any]) -> int | None:
+        if params["column_parts"] != 1:
+            return None
+        (M, K), length = counts.shape, counts.row_lengths[counts.row_lengths > 0]
+        widest = params.get("max_width", mean_width(counts.nnz, M))
+        chunks = -(-length // widest)
+        whole = np.minimum(length, widest)
+        width = 2 ** np.ceil(np.log2(whole)).astype(np.int64) if whole.size else whole
+        rows, slots = int(chunks.sum()), int((chunks * np.where(chunks > 1, widest, width)).sum())
+        index = index_dtype(K - 1).itemsize + index_dtype(counts.nnz - 1).itemsize
+        return index_dtype(M - 1).itemsize * rows + (index + value_type(counts.dtype).numpy.itemsize) * slots
+
+    @classmethod
+    def examples(cls) -> tuple[dict[str, Any], ...]:
+        return {}, {"column_parts": 3, "max_width": 4}, {"column_parts": 1, "max_width": 1}
 
     @property
     def widths(self) -> tuple[int, ...]:

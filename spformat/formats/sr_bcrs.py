@@ -15,13 +15,14 @@ from typing import Any, Self
 import numpy as np
 
 from ..arrays import scans
-from ..arrays.dtypes import bits, nonzero_mask
+from ..arrays.dtypes import bits, nonzero_mask, value_type
 from ..arrays.library import PAD, Array, ceil_div, index_dtype, namespace
 from ..arrays.segments import counts_of, distinct_sorted, offsets_from_counts, pointer, rank_in_row, rows_of
 from ..errors import InvariantError, OrderError, PatternError
 from ..limits import check_bytes, product
 from .base import INDEX, VALUE, Format, Panels, array, param
 from .csr import CSR
+from .hooks import VECTOR_ROWS, VECTOR_STRIDE, Counts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
@@ -53,6 +54,27 @@ class SRBCRS(Format):
     @classmethod
     def panels(cls, params: dict[str, Any]) -> Panels:
         return Panels(params["vector_length"], pointers=("indptr",))
+
+    @classmethod
+    def bytes_of(cls, counts: Counts, params: dict[str, Any]) -> int | None:
+        t, g, G = params["vector_length"], params["stride"], counts.vector_groups
+        if (t, g) != (VECTOR_ROWS, VECTOR_STRIDE):
+            return None
+        index, value = index_dtype(counts.shape[1] - 1).itemsize, value_type(counts.dtype).numpy.itemsize
+        pointers = index_dtype(G).itemsize * (ceil_div(counts.shape[0], t) + 1)
+        return int(pointers + G * g * (index + value * t))
+
+    @classmethod
+    def candidates(cls, counts: Counts) -> tuple[dict[str, Any], ...]:
+        return ({"vector_length": VECTOR_ROWS, "stride": VECTOR_STRIDE},)
+
+    @classmethod
+    def examples(cls) -> tuple[dict[str, Any], ...]:
+        return (
+            {"vector_length": 8, "stride": 16},
+            {"vector_length": 3, "stride": 5},
+            {"vector_length": 1, "stride": 1},
+        )
 
     @property
     def vectors(self) -> int:

@@ -23,6 +23,7 @@ from ..arrays.library import Array, is_cupy, namespace, round_up
 from ..errors import IndexBoundsError, PatternError, StructureError
 from .base import VALUE, Format, Panels, array, param
 from .csr import CSR
+from .hooks import Counts, Groups, Pattern
 
 PANEL = 1 << 20
 """Dense elements a host pass looks at together."""
@@ -118,7 +119,8 @@ def meta_places(shape: tuple[int, int], order: str) -> tuple[np.ndarray[Any, Any
 class TwoFour(Format):
     """2:4 values and metadata for the sparse tensor cores (16-bit values)."""
 
-    name, version = "two-four", 1
+    name, version, tie_rank = "two-four", 1, 4
+    torch_layout = "semi_structured"
     value_dtypes = ("float16", "bfloat16")
     paper = "PTX ISA, mma.sp sparse matrix storage; formats per NVIDIA's sm_80 and later"
 
@@ -146,6 +148,22 @@ class TwoFour(Format):
     def panels(cls, params: dict[str, Any]) -> Panels | None:
         # cutlass-sm80 keeps the words of all rows side by side.
         return None if params["meta_order"] == "cutlass-sm80" else Panels(ROWS)
+
+    @classmethod
+    def pattern(cls, params: dict[str, Any]) -> Pattern:
+        return Groups(2, 4)
+
+    @classmethod
+    def fits(cls, counts: Counts, params: dict[str, Any]) -> bool:
+        return counts.bad_groups == 0
+
+    @classmethod
+    def candidates(cls, counts: Counts) -> tuple[dict[str, Any], ...]:
+        return ({},) if counts.nnz and cls.fits(counts, {}) else ()
+
+    @classmethod
+    def examples(cls) -> tuple[dict[str, Any], ...]:
+        return tuple({"meta_order": order} for order in META_ORDERS)
 
     def with_meta_order(self, order: str) -> TwoFour:
         """The same matrix with its metadata words in another order; values are shared, not copied."""

@@ -23,6 +23,7 @@ from ..errors import IndexBoundsError, InvariantError, PatternError, StructureEr
 from . import edges
 from .base import POS, VALUE, Format, array, param
 from .csr import CSR
+from .hooks import Counts, Pattern, Vectors
 
 PANEL = 1 << 22
 """Dense elements a host pass looks at together."""
@@ -32,7 +33,8 @@ PANEL = 1 << 22
 class VectorNM(Format):
     """n of every m columns kept, the same ones for ``vector_length`` rows; optionally packed for a tile."""
 
-    name, version = "vector-nm", 1
+    name, version, tie_rank = "vector-nm", 1, 5
+    torch_layout = ""
     paper = "NM-SpMM: Accelerating Matrix Multiplication Using N:M Sparsity with GPGPU (IPDPS 2025)"
 
     n: int = param("int", 1, 256, doc="columns kept in a window")
@@ -76,6 +78,30 @@ class VectorNM(Format):
             "col_info": (np.dtype(np.int16), (Tr, Tk, cols)),
             "ranks": (pos, (Tr, W, Qs)),
         }
+
+    @classmethod
+    def pattern(cls, params: dict[str, Any]) -> Pattern:
+        return Vectors(params["n"], params["m"], params["vector_length"])
+
+    @classmethod
+    def fits(cls, counts: Counts, params: dict[str, Any]) -> bool:
+        most = counts.window_max.get((params["m"], params["vector_length"]))
+        return most is not None and most <= params["n"]
+
+    @classmethod
+    def candidates(cls, counts: Counts) -> tuple[dict[str, Any], ...]:
+        kinds = ((most, m, length) for (m, length), most in counts.window_max.items() if 0 < most < m)
+        return tuple({"n": n, "m": m, "vector_length": length} for n, m, length in kinds)
+
+    @classmethod
+    def examples(cls) -> tuple[dict[str, Any], ...]:
+        return (
+            {"n": 2, "m": 4, "vector_length": 8},
+            {"n": 2, "m": 4, "vector_length": 1},
+            {"n": 2, "m": 4, "vector_length": 8, "tile_rows": 16, "tile_cols": 8},
+            {"n": 7, "m": 7, "vector_length": 3},
+            {"n": 256, "m": 256, "vector_length": 32},
+        )
 
     @property
     def packed(self) -> bool:

@@ -15,7 +15,6 @@ from ..backends.host import numpy_dtype
 from ..dispatch.api import explain, plan
 from ..errors import LimitError, NoKernelError, SpformatError
 from ..formats.base import Format
-from ..formats.csr import CSR
 from ..formats.dense import Dense
 from ..products.kernel import Rejected
 from ..products.operations import SPMM
@@ -101,13 +100,13 @@ def torch_peers(a: Format, B: Array) -> list[Contender]:
         found.append(Contender("torch dense", lambda: torch_to_array(torch.mm(x, b)), peer=True))
     except LimitError as e:
         found.append(_absent("torch dense", e))
-    if isinstance(a, CSR) or a.name in ("sr-bcrs", "ell-buckets", "bitmask"):
+    if a.torch_layout == "sparse_csr":
         c = a.to_csr().to_torch()
         found.append(Contender("torch csr", lambda: torch_to_array(torch.mm(c, b)), peer=True))
-    if a.name == "bsr":
+    if a.torch_layout == "sparse_bsr":
         s = a.to_torch()
         found.append(Contender("torch bsr", lambda: torch_to_array(torch.mm(s, b)), peer=True))
-    if a.name == "two-four" and is_cupy(B) and x is not None:
+    if a.torch_layout == "semi_structured" and is_cupy(B) and x is not None:
         found += _torch_cusparselt(torch, x, b, torch_to_array)
     return found
 

@@ -35,6 +35,7 @@ from ..errors import StructureError, UsageError
 from ..formats import edges
 from ..formats.base import Format, checked_values
 from ..formats.dense import Dense
+from ..formats.hooks import Blocks, Groups, Pattern, Vectors
 from ..formats.two_four import TwoFour
 from ..formats.vector_nm import VectorNM
 
@@ -102,6 +103,27 @@ def magnitude_blocks(
         norms[s.start // R : ceil_div(s.stop, R)] = _norms(x[s], R, C, power)
     keep = _largest(lambda s: _keys(norms[s]), list(_panels(norms)), norms.shape, _kept(norms.size, sparsity), xp)
     return xp.ascontiguousarray(xp.repeat(xp.repeat(keep, R, axis=0)[:M], C, axis=1)[:, :K])
+
+
+def needs_sparsity(pattern: Pattern) -> bool:
+    """Whether a pattern says how to prune, but not how much: n of every m do."""
+    return not isinstance(pattern, Groups | Vectors)
+
+
+def of_pattern(w: Array | Dense, pattern: Pattern, sparsity: float, *, nonfinite: str = "refuse") -> Array:
+    """The mask of the pattern that ``Format.pattern`` names; sparsity: of values or blocks, if it ``needs_sparsity``.
+
+    UsageError for a parameter out of range, StructureError for NaN or infinities.
+    """
+    match pattern:
+        case Groups(n, m):
+            return magnitude_nm(w, n, m, nonfinite=nonfinite)
+        case Vectors(n, m, length):
+            return magnitude_vector_nm(w, n, m, length, nonfinite=nonfinite)
+        case Blocks(blocksize):
+            return magnitude_blocks(w, blocksize, sparsity, nonfinite=nonfinite)
+        case None:
+            return magnitude(w, sparsity, nonfinite=nonfinite)
 
 
 @overload

@@ -6,7 +6,6 @@ One pass over row panels; exact, not sampled. ``inspect`` and ``plan`` print it,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +13,10 @@ import numpy as np
 
 from ..arrays import threads
 from ..arrays.dtypes import bits, nonzero_mask, value_type
-from ..arrays.library import INT32_MAX, Array, ceil_div, is_cupy, round_up
-from ..formats import by_name, edges, parse_spec
+from ..arrays.library import Array, ceil_div, is_cupy, round_up
+from ..formats import edges, parse_spec, registered, spec_text
 from ..formats.base import checked_values
+from ..formats.hooks import VECTOR_ROWS, VECTOR_STRIDE
 
 PANEL = 1 << 22
 """Dense elements looked at together."""
@@ -24,7 +24,6 @@ PANEL = 1 << 22
 NM_WINDOWS = (4, 8, 16, 32)
 VECTOR_LENGTHS = (1, 8, 32)
 BLOCKS = (16, 32, 64)
-_SR_ROWS, _SR_STRIDE = 8, 16
 _ROWS = 64
 """Panels hold whole groups of every kind above."""
 TILE_ROWS = (128, 256)
@@ -98,20 +97,14 @@ class Structure:
     # ---------------------------------------------------------------- bytes
 
     def candidates(self) -> tuple[str, ...]:
-        """Format texts worth a look for this matrix, the exact ones only."""
-        out = ["dense", "bitmask", "csr", *(f"bsr:blocksize={b}x{b}" for b in BLOCKS)]
-        if self.is_two_four and self.dtype in by_name("two-four").value_dtypes:
-            out.append("two-four")
-        for (m, length), _ in self.window_max.items():
-            n = self.n_of(m, length)
-            if n is not None:
-                out.append(f"vector-nm:n={n},m={m},vector_length={length}")
-        return tuple(out)
+        """Texts of the formats worth a look for this matrix, the exact ones only; the simpler ones first."""
+        formats = sorted(registered(), key=lambda f: f.tie_rank)
+        takes = [f for f in formats if self.dtype in f.value_dtypes]
+        return tuple(spec_text(f, params) for f in takes for params in f.candidates(self))
 
     def sizes(self) -> dict[str, int]:
-        """Format text -> exact bytes, header aside, for the candidates and one line of every other format."""
-        texts = [*self.candidates(), "ell-buckets", "dbsr:blocksize=32x32", "sr-bcrs:vector_length=8,stride=16"]
-        return {t: n for t in texts if (n := self.nbytes(t)) is not None}
+        """Format text -> exact bytes, header aside, for the candidates whose bytes these counts decide."""
+        return {t: n for t in self.candidates() if (n := self.nbytes(t)) is not None}
 
     def smallest(self) -> str:
         """The exact format with the fewest bytes; dense when none is smaller. Ties go to the simpler one."""
@@ -121,14 +114,7 @@ class Structure:
     def nbytes(self, text: str) -> int | None:
         """Exact bytes of the matrix in a format, or None when these counts do not decide it (then convert)."""
         fmt, given = parse_spec(text)
-        predict = _PREDICTIONS.get(fmt.name)
-        if predict is not None:
-            return predict(self, given)
-        params = fmt.resolve_params(given)
-        specs = fmt.array_specs(self.shape, value_type(self.dtype).numpy, self.nnz, params)
-        if specs is None:
-            return None
-        return sum(dtype.itemsize * _product(shape) for dtype, shape in specs.values())
+        return fmt.bytes_of(self, fmt.resolve_params(given))
 
 
 def analyse(x: Array) -> Structure:
@@ -155,10 +141,10 @@ def analyse(x: Array) -> Structure:
         bad += int((per_four > 2).sum())
         for length in VECTOR_LENGTHS:
             held = _any_rows(mask, length)
-            if length == _SR_ROWS:
+            if length == VECTOR_ROWS:
                 per_tile = held.sum(axis=1, dtype=np.int64)
                 vectors += int(per_tile.sum())
-                groups += int((-(-per_tile // _SR_STRIDE)).sum())
+                groups += int((-(-per_tile // VECTOR_STRIDE)).sum())
             sums = _window_sums(held, 4)
             for m in NM_WINDOWS:
                 if m > 4:
@@ -231,64 +217,3 @@ def _window_sums(mask: Array, m: int) -> Array:
     """uint8[rows, columns/m]: flags set in every window."""
     parts = mask.reshape(mask.shape[0], mask.shape[1] // m, m)
     return parts.sum(axis=2, dtype=np.uint8)
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    total = 1
-    for n in shape:
-        total *= n
-    return total
-
-
-def _value_bytes(s: Structure) -> int:
-    return value_type(s.dtype).bits.itemsize
-
-
-def _index(bound: int) -> int:
-    return 4 if bound <= INT32_MAX else 8
-
-
-def _bsr_bytes(s: Structure, given: dict[str, Any], listed: bool = False) -> int | None:
-    blocksize = by_name("bsr").resolve_params(given)["blocksize"]
-    if blocksize[0] != blocksize[1] or blocksize[0] not in s.blocks:
-        return None
-    b: int = blocksize[0]
-    nnzb, block_rows = s.blocks[b]
-    Mb, Kb, V = ceil_div(s.shape[0], b), ceil_div(s.shape[1], b), _value_bytes(s)
-    body = _index(Kb - 1) * nnzb + V * nnzb * b * b
-    if listed:
-        return _index(Mb - 1) * block_rows + _index(nnzb) * (block_rows + 1) + body
-    return _index(nnzb) * (Mb + 1) + body
-
-
-def _sr_bytes(s: Structure, given: dict[str, Any]) -> int | None:
-    params = by_name("sr-bcrs").resolve_params(given)
-    if (params["vector_length"], params["stride"]) != (_SR_ROWS, _SR_STRIDE):
-        return None
-    G, V = s.vector_groups, _value_bytes(s)
-    tiles = ceil_div(s.shape[0], _SR_ROWS)
-    return _index(G) * (tiles + 1) + _index(s.shape[1] - 1) * G * _SR_STRIDE + V * G * _SR_ROWS * _SR_STRIDE
-
-
-def _ell_bytes(s: Structure, given: dict[str, Any]) -> int | None:
-    if given.get("column_parts", 1) not in (1, "1"):
-        return None
-    M, K = s.shape
-    mean = ceil_div(s.nnz, M) if M else 1
-    widest = int(given.get("max_width") or 1 << max(0, mean - 1).bit_length())
-    length = s.row_lengths[s.row_lengths > 0]
-    chunks = -(-length // widest)
-    whole = np.minimum(length, widest)
-    width = 2 ** np.ceil(np.log2(whole)).astype(np.int64) if whole.size else whole
-    rows, slots = int(chunks.sum()), int((chunks * np.where(chunks > 1, widest, width)).sum())
-    per_slot = _index(K - 1) + _index(s.nnz - 1) + _value_bytes(s)
-    return _index(M - 1) * rows + per_slot * slots
-
-
-_PREDICTIONS: dict[str, Callable[[Structure, dict[str, Any]], int | None]] = {
-    "bsr": _bsr_bytes,
-    "dbsr": lambda s, given: _bsr_bytes(s, given, listed=True),
-    "sr-bcrs": _sr_bytes,
-    "ell-buckets": _ell_bytes,
-}
-"""Bytes of the formats that nnz alone does not decide; any other format is asked for ``array_specs``."""
