@@ -251,7 +251,7 @@ class ELLBuckets(Format):
             indices, data = xp.empty(live.size, index), xp.empty(live.size, self.dtype)
             indices[at], bits(data)[at] = self.indices[live], bits(self.data)[live]
             indptr = pointer(counts_of(row, M), live.size)
-        make = CSR.made if self.is_validated else CSR  # an unchecked object may hold columns out of order
+        make = CSR.trusted if self.is_validated else CSR  # an unchecked object may hold columns out of order
         return make(shape=self.shape, indptr=indptr, indices=indices, data=data)
 
     def refill(self, values: Array) -> Self:

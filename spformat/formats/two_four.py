@@ -154,7 +154,7 @@ class TwoFour(Format):
         if params == self.params():
             return self
         meta = reorder_meta(self.meta, self.padded_shape, self.meta_order, order)
-        make = TwoFour.made if self.is_validated else TwoFour
+        make = TwoFour.trusted if self.is_validated else TwoFour
         return make(shape=self.shape, **params, data=self.data, meta=meta)
 
     def _words(self, rows: slice) -> Array:
