@@ -23,14 +23,14 @@ def check_operands(p: Problem, B: Any, out: Any) -> np.ndarray[Any, Any]:
     """
     if not isinstance(B, np.ndarray):
         raise TypeError(f"B: expected a numpy array, got {type(B).__name__}; spmm() and linear() take others")
-    if B.ndim != 2 or B.shape[0] != p.K:
-        raise ValueError(f"B: expected shape ({p.K}, N), got {B.shape}")
+    if B.ndim != 2 or B.shape[0] != p.inner:
+        raise ValueError(f"B: expected shape ({p.inner}, N), got {B.shape}")
     if B.dtype != numpy_dtype(p.b_dtype):
         raise TypeError(f"B: this plan takes {p.b_dtype}, got {B.dtype}; give B.astype({p.b_dtype!r})")
-    shape, dtype = (p.M, B.shape[1]), numpy_dtype(p.out_dtype)
+    shape, dtype = (p.rows, B.shape[1]), numpy_dtype(p.out_dtype)
     if out is None:
         given = B.nbytes + p.nnz * numpy_dtype(p.a_dtype).itemsize
-        check_bytes(product(*shape, dtype.itemsize), f"spmm: product of shape {shape}", given)
+        check_bytes(product(*shape, dtype.itemsize), f"{p.operation}: product of shape {shape}", given)
         return np.empty(shape, dtype, order="F" if p.out_layout == COL else "C")
     if not isinstance(out, np.ndarray):
         raise TypeError(f"out: expected a numpy array, got {type(out).__name__}")
@@ -46,13 +46,13 @@ def check_operands(p: Problem, B: Any, out: Any) -> np.ndarray[Any, Any]:
 
 
 def check_bias(p: Problem, bias: Any, beta: float, out: Any) -> None:
-    """ValueError or TypeError for a bias that is not [M] in the dtype of C, and for a beta without a C to add."""
+    """ValueError or TypeError for a bias that is not [rows of C] in the dtype of C; ValueError for a beta without C."""
     if beta != 0 and out is None:
         raise ValueError(f"beta = {beta} adds to C: expected out, got none")
     if bias is None:
         return
-    if bias.shape != (p.M,):
-        raise ValueError(f"bias: expected shape ({p.M},), one value for each row of A, got {bias.shape}")
+    if bias.shape != (p.rows,):
+        raise ValueError(f"bias: expected shape ({p.rows},), one value for each row of C, got {bias.shape}")
     if bias.dtype != numpy_dtype(p.out_dtype):
         raise TypeError(f"bias: this plan takes {p.out_dtype}, the dtype of C, got {bias.dtype}")
 

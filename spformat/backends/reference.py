@@ -9,19 +9,26 @@ import numpy as np
 from ..arrays.dtypes import VALUE_TYPES, bits, nonzero_mask
 from ..arrays.library import Array
 from ..formats.base import Format
+from ..products.kernel import Kernel
+from ..products.operations import REFERENCES
 from ..products.problem import Plan, Problem, reasons
 from .host import check_bias, check_operands, numpy_dtype
 
 PANEL = 1 << 22
-"""Products held at once: bounds the memory of a wide B."""
+"""Sums in float64 held at once: bounds the memory of a wide C."""
 _FLOATS = tuple(name for name in VALUE_TYPES if name != "int8")
 
 
-class SpmmReference:
-    """C = A @ B item by item in float64 (int64 for int8), rounded once at the end; zeros stored in A are skipped."""
+class Reference(Kernel):
+    """An operation item by item in float64 (int64 for int8), rounded once at the end; zeros stored in A are skipped.
 
-    name = "reference.spmm"
+    The computation itself is the operation's: ``products.operations.REFERENCES``.
+    """
+
     epilogue = True
+
+    def __init__(self, operation: str) -> None:
+        self.operation, self.name = operation, f"reference.{operation}"
 
     @property
     def formats(self) -> frozenset[str]:
@@ -29,6 +36,10 @@ class SpmmReference:
         from ..formats import registered
 
         return frozenset(f.name for f in registered())
+
+    @property
+    def takes(self) -> frozenset[tuple[str, str]]:  # type: ignore[override]  # formats may be registered later
+        return frozenset((self.operation, name) for name in self.formats)
 
     def unsupported(self, p: Problem) -> list[str]:
         """Takes everything on the host that C can hold: integers would cut fractions off."""
@@ -40,23 +51,19 @@ class SpmmReference:
 
     def plan(self, a: Format, p: Problem) -> Plan:
         """Keeps the CSR arrays; ``run`` multiplies panels of columns."""
-        csr = a.to_csr()
+        csr, reference, shape = a.to_csr(), REFERENCES[self.operation], a.shape
         keep = nonzero_mask(csr.data)
         rows, cols = csr.rows()[keep], csr.indices[keep]
         values = bits(csr.data)[keep].view(csr.dtype)
         integer = p.out_dtype in ("int32", "int64")
         wide = values.astype(np.int64 if integer else np.float64)
-        starts = np.flatnonzero(np.r_[True, rows[1:] != rows[:-1]]) if rows.size else np.zeros(0, np.int64)
 
         def run(B: Array, out: Array, alpha: float = 1.0, beta: float = 0.0, bias: Any = None) -> Array:
             check_bias(p, bias, beta, out)
             out = check_operands(p, B, out)
-            step = max(1, PANEL // max(1, wide.size))
+            step = max(1, PANEL // max(1, p.rows))
             for j in range(0, B.shape[1], step):
-                sums = np.zeros((p.M, B[:, j : j + step].shape[1]), wide.dtype)
-                if wide.size:
-                    products = wide[:, None] * B[:, j : j + step].astype(wide.dtype)[cols]
-                    sums[rows[starts]] = np.add.reduceat(products, starts, axis=0)
+                sums = reference(shape, rows, cols, wide, B[:, j : j + step])
                 if p.epilogue:
                     sums = alpha * sums + (beta * out[:, j : j + step].astype(wide.dtype) if beta != 0 else 0)
                     sums = sums if bias is None else sums + bias.astype(wide.dtype)[:, None]
@@ -64,6 +71,10 @@ class SpmmReference:
             return out
 
         return Plan(self.name, p, run, "float64 sums", int(wide.nbytes + rows.nbytes + cols.nbytes))
+
+
+KERNELS = tuple(Reference(operation) for operation in REFERENCES)
+"""One kernel for each operation, of every format."""
 
 
 class ReferenceBackend:
@@ -75,9 +86,9 @@ class ReferenceBackend:
         """Nothing: numpy is a dependency."""
         return []
 
-    def kernels(self) -> tuple[SpmmReference, ...]:
-        """One kernel for everything."""
-        return (SpmmReference(),)
+    def kernels(self) -> tuple[Reference, ...]:
+        """The kernels of the operation that the dispatcher knows."""
+        return tuple(k for k in KERNELS if k.operation == "spmm")
 
 
 BACKEND = ReferenceBackend()

@@ -74,6 +74,8 @@ class Problem:
     device_id: int = 0
     epilogue: bool = False
     """alpha * A @ B + beta * C + bias instead of A @ B; alpha, beta and bias come with the call."""
+    operation: str = "spmm"
+    """"spmm": C[M,N] = A @ B[K,N]; "spmm_transposed": C[K,N] = A^T @ B[M,N]."""
 
     def __post_init__(self) -> None:
         for name, layout in (("b_layout", self.b_layout), ("out_layout", self.out_layout)):
@@ -84,6 +86,16 @@ class Problem:
     def p(self) -> dict[str, Any]:
         """The params as a dict."""
         return dict(self.params)
+
+    @property
+    def rows(self) -> int:
+        """Rows of C: M, or K where A is read transposed."""
+        return self.K if self.operation == "spmm_transposed" else self.M
+
+    @property
+    def inner(self) -> int:
+        """Rows of B: K, or M where A is read transposed."""
+        return self.M if self.operation == "spmm_transposed" else self.K
 
     @property
     def sm_name(self) -> str:
