@@ -60,7 +60,7 @@ def multiply_transposed(work: Work, scatter: Callable[..., Any], B: Array, out: 
     threads_used = threads.cores() if work.items * tiles * width + work.decoding > operands.SMALL else 1
     span = K * width
     together = max(1, operands.cache_bytes() // (span * sums.itemsize))
-    together = min(together, ceil_div(tiles * ranges, threads_used))
+    together = min(together, tiles, ceil_div(tiles * ranges, threads_used))
     if work.found is not None and tiles > together:
         work = work.found()
     bounds = work.pieces(ranges)
@@ -116,16 +116,17 @@ def multiply_transposed(work: Work, scatter: Callable[..., Any], B: Array, out: 
             walk(bounds[r], bounds[r + 1], first, count, C)
             parts[group][r] = C
             if next(finished[group]) == ranges:
-                total, *others = (parts[group].pop(k) for k in range(ranges))  # in this order, whoever finishes last
-                for other in others:
-                    total += other
+                every = [parts[group].pop(k) for k in range(ranges)]  # in this order, whoever finishes last
+                total = every[0][: count * span]
+                with np.errstate(all="ignore"):  # inf - inf and overflow are results, not events; a thread has its own
+                    for other in every[1:]:
+                        total += other[: count * span]
                 store_tiles(total, first, count)
-                free.extend((total, *others))
+                free.extend(every)
 
         threads.run(piece, groups * ranges, threads_used)
 
-    with np.errstate(all="ignore"):  # inf - inf and overflow are results, not events
-        if ranges == 1:
-            threads.run(alone, ceil_div(tiles, together), threads_used)
-        else:
-            in_ranges()
+    if ranges == 1:
+        threads.run(alone, ceil_div(tiles, together), threads_used)
+    else:
+        in_ranges()
