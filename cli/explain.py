@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .options import Include, Json, Src
+from .options import Include, Json, Src, parse_bytes
 from .output import cell, console, print_json
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def run(
     from spformat.dispatch.api import explain
     from spformat.products.problem import WORKSPACE, Operand, Problem, result_dtype
 
-    workspace = WORKSPACE if max_workspace == "" else parse_size(max_workspace)
+    workspace = WORKSPACE if max_workspace == "" else parse_bytes(max_workspace)
     sm = None if gpu in ("", "cpu") else _architecture(gpu)
     source = open_source(src)
     out = []
@@ -76,4 +76,9 @@ def _architecture(gpu: str) -> int:
 
 def _answer(a: Accepted | Rejected) -> dict[str, Any]:
     expected = getattr(a, "expected_us", None)
-    return {"kernel": a.kernel, "accepted": bool(a), "expected_us": expected, "reasons": list(getattr(a, "reasons", ()))}
+    return {
+        "kernel": a.kernel,
+        "accepted": bool(a),
+        "expected_us": expected,
+        "reasons": list(getattr(a, "reasons", ())),
+    }

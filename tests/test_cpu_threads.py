@@ -38,7 +38,7 @@ def test_b_in_place_and_in_tiles_give_the_same_bits(spec: str, monkeypatch: pyte
     a, B = matrix(spec, "float32", integers=False), operand("float32", (K, 96), integers=False)
     tiled = product(a, B)
     monkeypatch.setattr(operands, "PASS", 1)  # no tile is small enough to be worth making
-    monkeypatch.setattr(operands, "_fill", None)
+    monkeypatch.setattr(operands, "fill", None)
     np.testing.assert_array_equal(product(a, B).view(np.uint32), tiled.view(np.uint32))
 
 

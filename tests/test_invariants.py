@@ -12,8 +12,8 @@ import pytest
 
 from spformat.errors import ArrayError, LimitError, SpformatError, UsageError
 from spformat.formats import BSR, CSR, DBSR, FORMATS, SRBCRS, Bitmask, Dense, ELLBuckets, TwoFour, VectorNM
-from spformat.formats.convert import convert
 from spformat.formats.base import Format
+from spformat.formats.convert import convert
 
 HALF = np.float16
 Change = Callable[[Any], Any]

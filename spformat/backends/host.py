@@ -32,7 +32,7 @@ def check_operands(p: Problem, B: Any, out: Any) -> np.ndarray[Any, Any]:
     shape, dtype = (p.rows, B.shape[1]), numpy_dtype(p.out_dtype)
     if out is None:
         given = B.nbytes + p.nnz * numpy_dtype(p.a_dtype).itemsize
-        check_bytes(product(*shape, dtype.itemsize), f"spmm: product of shape {shape}", given)
+        check_bytes(product(*shape, dtype.itemsize), f"{p.operation}: product of shape {shape}", given)
         return np.empty(shape, dtype, order="F" if p.out_layout == COL else "C")
     if not isinstance(out, np.ndarray):
         raise TypeError(f"out: expected a numpy array, got {type(out).__name__}")
@@ -48,7 +48,7 @@ def check_operands(p: Problem, B: Any, out: Any) -> np.ndarray[Any, Any]:
 
 
 def check_bias(p: Problem, bias: Any, beta: float, out: Any) -> None:
-    """ValueError or TypeError for a bias that is not [M] in the dtype of C, and for a beta without a C to add."""
+    """ValueError or TypeError for a bias that is not [rows of C] in the dtype of C; ValueError for a beta without C."""
     if beta != 0 and out is None:
         raise ValueError(f"beta = {beta} adds to C: expected out, got none")
     if bias is None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 
-from .spmm import KERNELS, HostKernel
+from ...products.kernel import Kernel
+from . import expand, spmm, transposed
+
+KERNELS: tuple[Kernel, ...] = (*spmm.KERNELS, *transposed.KERNELS, *expand.KERNELS)
+"""The products of every format, those with its transpose, and the way by a dense copy."""
 
 
 class CPUBackend:
@@ -16,8 +20,8 @@ class CPUBackend:
         """numba, unless it is installed."""
         return [] if importlib.util.find_spec("numba") else ["numba is not installed: pip install 'spformat[cpu]'"]
 
-    def kernels(self) -> tuple[HostKernel, ...]:
-        """One kernel per format (BSR's takes DBSR too)."""
+    def kernels(self) -> tuple[Kernel, ...]:
+        """All kernels; each operation of each format has one of its own."""
         return KERNELS
 
 

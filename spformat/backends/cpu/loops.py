@@ -1,8 +1,10 @@
-"""One compiled loop per format: decode the items of a few rows, then multiply them with tiles of B.
+"""One compiled loop per format: decode the items of a few rows, then hand them to what is computed with them.
 
 Every loop walks units ``lo .. hi-1`` (rows, block rows, row tiles or row groups), decodes values and columns into
-small lists, and hands full lists to ``_stripe``. PAD, fillers that point past the last column and, where one row
-is decoded at a time, stored zeros never get into a list, so their rows of B are never read.
+small lists, and hands full lists to ``targets.stripe``, which multiplies them with rows of B, scatters them into the
+transposed product or writes them into a dense panel: whatever the target ``to`` is for. PAD, fillers that point past
+the last column and, where one row is decoded at a time, stored zeros never get into a list, so their rows of B are
+never read.
 
 ``data`` is a view of the values: float32 and float64 as they are, bfloat16 as int16 (a shift makes it float32), the
 other narrow types as unsigned codes that ``table`` (256 or 65536 entries of the accumulator type) turns into numbers.
@@ -11,16 +13,15 @@ numba has no 16- or 8-bit floats.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any
 
-import numba
 import numpy as np
 from numba.core import types
 from numba.extending import overload
 
 from ...formats.fast.simd import WIDE, ones, pack_columns
-from .tiles import OCT, PAIR, QUAD, SINGLE, VECTOR, bfloat16, lowest_bit, word_columns
+from .targets import compiled, stripe
+from .tiles import bfloat16, lowest_bit, word_columns
 
 ITEMS = 512
 """Items of one row decoded together."""
@@ -28,29 +29,6 @@ STRIPE, STRIPE_ITEMS = 32, 128
 """Rows that share their columns, and items of each, decoded together: 16 KB of float32, half of L1."""
 
 Array = Any
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-class Target(NamedTuple):
-    """Where the rows of B come from and the sums go. Tiles are ``vectors`` * 64 bytes wide."""
-
-    P: Array
-    """Flat; B[k, n] of tile t is P[t*stride + k*ldb + n]."""
-    stride: int
-    ldb: int
-    tiles: int
-    group: int
-    """Tiles multiplied while a list is at hand."""
-    vectors: int
-    C: Array
-    """Flat; C[i, n] of tile t is C[c0 + i*ldc + t*width + n]."""
-    c0: int
-    ldc: int
-
-
-def compiled(f: F) -> F:
-    """numba, without the GIL."""
-    return cast(F, numba.njit(nogil=True, error_model="numpy")(f))
 
 
 def _value(code: Any, table: Any) -> Any:
@@ -72,31 +50,6 @@ def _value_by_type(code: Any, table: Any) -> Any:
     if code == types.int16:
         return shifted
     return look_up if isinstance(code, types.Integer) else as_it_is
-
-
-@compiled
-def _stripe(to: Target, t0: int, t1: int, i: int, h: int, first: bool, vals: Array, v: int, cols: Array,
-            j: int, count: int) -> None:  # fmt: skip
-    """C[i .. i+h, tiles t0 .. t1] (+)= vals[v + x*h + r] * B[cols[j+x]], x < count."""
-    lanes = VECTOR // to.P.itemsize
-    for t in range(t0, t1):
-        b, c = t * to.stride, to.c0 + i * to.ldc + t * to.vectors * lanes
-        r = 0
-        if to.vectors == 2:
-            while r + 8 <= h:
-                OCT(to.C, c + r * to.ldc, to.ldc, first, vals, v + r, h, cols, j, count, to.P, b, to.ldb)
-                r += 8
-        while r + 4 <= h:
-            for k in range(to.vectors):
-                QUAD(to.C, c + r * to.ldc + k * lanes, to.ldc, first, vals, v + r, h, cols, j, count,
-                     to.P, b + k * lanes, to.ldb)  # fmt: skip
-            r += 4
-        while r < h:
-            if to.vectors == 2:
-                PAIR(to.C, c + r * to.ldc, to.ldc, first, vals, v + r, h, cols, j, count, to.P, b, to.ldb)
-            else:
-                SINGLE(to.C, c + r * to.ldc, to.ldc, first, vals, v + r, h, cols, j, count, to.P, b, to.ldb)
-            r += 1
 
 
 @compiled
@@ -123,7 +76,7 @@ def _values_by_type(vals: Any, data: Any, j: Any, count: Any, table: Any) -> Any
 
 
 @compiled
-def csr(lo: int, hi: int, to: Target, indptr: Array, indices: Array, data: Array, table: Array) -> None:
+def csr(lo: int, hi: int, to: Any, indptr: Array, indices: Array, data: Array, table: Array) -> None:
     """Rows lo .. hi-1 of a CSR matrix."""
     vals = np.empty(ITEMS, to.P.dtype)
     for t0 in range(0, to.tiles, to.group):
@@ -133,13 +86,13 @@ def csr(lo: int, hi: int, to: Target, indptr: Array, indices: Array, data: Array
             while first or j < end:
                 count = min(ITEMS, end - j)
                 values, v = _values(vals, data, j, count, table)
-                _stripe(to, t0, t1, i, 1, first, values, v, indices, j, count)
+                stripe(to, t0, t1, i, 1, first, values, v, indices, j, count)
                 j, first = j + count, False
 
 
 @compiled
 def ell_buckets(
-    lo: int, hi: int, to: Target, ell_ptr: Array, ell_rows: Array, starts: Array, live: Array, indices: Array,
+    lo: int, hi: int, to: Any, ell_ptr: Array, ell_rows: Array, starts: Array, live: Array, indices: Array,
     data: Array, table: Array,
 ) -> None:  # fmt: skip
     """Rows lo .. hi-1; row i owns the ELL rows e = ell_rows[ell_ptr[i] .. ell_ptr[i+1]-1], whose items are the first
@@ -157,10 +110,10 @@ def ell_buckets(
                 while s < end:
                     count = min(ITEMS, end - s)
                     values, v = _values(vals, data, s, count, table)
-                    _stripe(to, t0, t1, i, 1, first, values, v, indices, s, count)
+                    stripe(to, t0, t1, i, 1, first, values, v, indices, s, count)
                     s, first = s + count, False
             if first:
-                _stripe(to, t0, t1, i, 1, True, vals, 0, indices, 0, 0)
+                stripe(to, t0, t1, i, 1, True, vals, 0, indices, 0, 0)
 
 
 def _columns(word: Any, column: int, cols: Array, at: int) -> int:
@@ -189,7 +142,7 @@ def _columns_by_machine(word: Any, column: Any, cols: Any, at: Any) -> Any:
 
 
 @compiled
-def bitmask(lo: int, hi: int, to: Target, indptr: Array, mask: Array, data: Array, table: Array) -> None:
+def bitmask(lo: int, hi: int, to: Any, indptr: Array, mask: Array, data: Array, table: Array) -> None:
     """Rows lo .. hi-1; mask uint8[M, bytes of a row]."""
     vals, cols = np.empty(ITEMS, to.P.dtype), np.empty(ITEMS + 64, np.int32)
     row = np.zeros((mask.shape[1] + 7) // 8 * 8, np.uint8)  # whole, aligned words
@@ -203,11 +156,11 @@ def bitmask(lo: int, hi: int, to: Target, indptr: Array, mask: Array, data: Arra
                 n += _columns(words[y], 64 * y, cols, n)
                 if n > ITEMS - 64:
                     values, v = _values(vals, data, j, n, table)
-                    _stripe(to, t0, t1, i, 1, first, values, v, cols, 0, n)
+                    stripe(to, t0, t1, i, 1, first, values, v, cols, 0, n)
                     j, n, first = j + n, 0, False
             if n or first:
                 values, v = _values(vals, data, j, n, table)
-                _stripe(to, t0, t1, i, 1, first, values, v, cols, 0, n)
+                stripe(to, t0, t1, i, 1, first, values, v, cols, 0, n)
 
 
 @compiled
@@ -226,7 +179,7 @@ def bitmask_columns(lo: int, hi: int, indptr: Array, mask: Array, columns: Array
 
 @compiled
 def two_four(
-    lo: int, hi: int, to: Target, words: int, data: Array, meta: Array, row_offset: Array, shift: int, outer: int,
+    lo: int, hi: int, to: Any, words: int, data: Array, meta: Array, row_offset: Array, shift: int, outer: int,
     inner: int, table: Array,
 ) -> None:  # fmt: skip
     """Rows lo .. hi-1; word q of row i is meta[row_offset[i] + (q >> shift)*outer + (q % (1 << shift))*inner].
@@ -258,12 +211,12 @@ def two_four(
             for t in range(to.tiles):
                 for r in range(h):
                     at = r * STRIPE_ITEMS
-                    _stripe(to, t, t + 1, i + r, 1, start == 0, vals, at, cols, at, counts[r])
+                    stripe(to, t, t + 1, i + r, 1, start == 0, vals, at, cols, at, counts[r])
             start += STRIPE_ITEMS // 8
 
 
 @compiled
-def bsr(lo: int, hi: int, to: Target, M: int, K: int, indptr: Array, indices: Array, data: Array, table: Array) -> None:
+def bsr(lo: int, hi: int, to: Any, M: int, K: int, indptr: Array, indices: Array, data: Array, table: Array) -> None:
     """Block rows lo .. hi-1; data [nnzb, R, C]."""
     R, width = data.shape[1], data.shape[2]
     vals, cols = np.empty(STRIPE_ITEMS * min(R, STRIPE), to.P.dtype), np.empty(STRIPE_ITEMS, np.int64)
@@ -281,14 +234,14 @@ def bsr(lo: int, hi: int, to: Target, M: int, K: int, indptr: Array, indices: Ar
                             vals[n * h + r] = _value(data[s, r0 + r, x], table)
                         n += 1
                         if n == STRIPE_ITEMS:
-                            _stripe(to, t0, t1, i, h, first, vals, 0, cols, 0, n)
+                            stripe(to, t0, t1, i, h, first, vals, 0, cols, 0, n)
                             n, first = 0, False
                 if n or first:
-                    _stripe(to, t0, t1, i, h, first, vals, 0, cols, 0, n)
+                    stripe(to, t0, t1, i, h, first, vals, 0, cols, 0, n)
 
 
 @compiled
-def sr_bcrs(lo: int, hi: int, to: Target, M: int, indptr: Array, indices: Array, data: Array, table: Array) -> None:
+def sr_bcrs(lo: int, hi: int, to: Any, M: int, indptr: Array, indices: Array, data: Array, table: Array) -> None:
     """Row tiles lo .. hi-1; indices [G, g], data [G, t, g]."""
     t_rows, stride = data.shape[1], data.shape[2]
     vals, cols = np.empty(STRIPE_ITEMS * min(t_rows, STRIPE), to.P.dtype), np.empty(STRIPE_ITEMS, np.int64)
@@ -307,15 +260,15 @@ def sr_bcrs(lo: int, hi: int, to: Target, M: int, indptr: Array, indices: Array,
                             vals[n * h + r] = _value(data[g, r0 + r, s], table)
                         n += 1
                         if n == STRIPE_ITEMS:
-                            _stripe(to, t0, t1, i, h, first, vals, 0, cols, 0, n)
+                            stripe(to, t0, t1, i, h, first, vals, 0, cols, 0, n)
                             n, first = 0, False
                 if n or first:
-                    _stripe(to, t0, t1, i, h, first, vals, 0, cols, 0, n)
+                    stripe(to, t0, t1, i, h, first, vals, 0, cols, 0, n)
 
 
 @compiled
 def vector_nm(
-    lo: int, hi: int, to: Target, M: int, K: int, n_kept: int, m: int, length: int, indices: Array, data: Array,
+    lo: int, hi: int, to: Any, M: int, K: int, n_kept: int, m: int, length: int, indices: Array, data: Array,
     table: Array,
 ) -> None:  # fmt: skip
     """Row groups lo .. hi-1 of ``length`` rows; indices [W, Q], data [W, Mp]."""
@@ -335,7 +288,7 @@ def vector_nm(
                         vals[n * h + r] = _value(values[r], table)
                     n += 1
                     if n == STRIPE_ITEMS:
-                        _stripe(to, t0, t1, i, h, first, vals, 0, cols, 0, n)
+                        stripe(to, t0, t1, i, h, first, vals, 0, cols, 0, n)
                         n, first = 0, False
                 if n or first:
-                    _stripe(to, t0, t1, i, h, first, vals, 0, cols, 0, n)
+                    stripe(to, t0, t1, i, h, first, vals, 0, cols, 0, n)

@@ -163,8 +163,8 @@ def multiply(work: Work, target: Callable[..., Any], B: Array, out: Array, sums:
     def alone(group: int) -> None:
         first = group * shared
         count = min(shared, tiles - first)
-        with _room(count * K * width, sums) as P:
-            _fill(P, B[:, first * width : (first + count) * width], width, 1)
+        with room(count * K * width, sums) as P:
+            fill(P, B[:, first * width : (first + count) * width], width, 1)
             rows(0, work.units, first, count, P, K * width, width)
 
     def together(first: int, count: int, P: Array, stride: int, ldb: int) -> None:
@@ -184,12 +184,12 @@ def multiply(work: Work, target: Callable[..., Any], B: Array, out: Array, sums:
     threads.run(alone, own, threads_used)
     for first in range(own * shared, tiles, step):
         count = min(step, tiles - first)
-        with _room(count * K * width, sums) as P:
-            _fill(P, B[:, first * width : (first + count) * width], width, threads_used)
+        with room(count * K * width, sums) as P:
+            fill(P, B[:, first * width : (first + count) * width], width, threads_used)
             together(first, count, P, K * width, width)
 
 
-def _fill(P: Array, B: Array, width: int, threads_used: int) -> None:
+def fill(P: Array, B: Array, width: int, threads_used: int) -> None:
     """Columns of B [K, N] as flat tiles [tiles, K, width] of the type of P; the last one is filled up with zeros.
 
     Tiles are compact because rows of B that lie a power of two apart fall into a few sets of the cache.
@@ -210,7 +210,7 @@ _free: dict[int, list[Array]] = {_LARGE_PAGE: [], 4 * _LARGE_PAGE: []}
 
 
 @contextmanager
-def _room(size: int, dtype: np.dtype[Any]) -> Iterator[Array]:
+def room(size: int, dtype: np.dtype[Any]) -> Iterator[Array]:
     """A flat array for tiles, on large pages, with what a former call left in it.
 
     Rows of B are read in no order: with small pages most reads miss the TLB too (measured: 1.7 cycles for an item of 64

@@ -31,7 +31,8 @@ from ...products.kernel import Kernel, reasons, spmm_of
 from ...products.plan import Plan
 from ...products.problem import Problem
 from ..host import check_operands
-from .operands import Work, coded, fixed, multiply, output_dtypes, store, sums_dtype, widened
+from .blas import dense_product
+from .operands import Work, coded, fixed, multiply, output_dtypes, sums_dtype
 
 DECODED_COLUMNS = 2**31 - 1
 """Columns that are worked out from bits are int32."""
@@ -66,13 +67,17 @@ class HostKernel(Kernel):
 
         return Plan(self.name, p, run, f"{sums.name} sums", work.workspace)
 
+    def unit_rows(self, p: Problem) -> int:
+        """Rows of A in a unit of the loop: ``Work.rows``, known before there is a matrix."""
+        return 1
+
     def work(self, a: Any, sums: np.dtype[Any]) -> Work:
         """The loop of this format over the arrays of ``a``."""
         raise NotImplementedError
 
 
 def _target() -> Callable[..., Any]:
-    from .loops import Target
+    from .targets import Target
 
     return Target
 
@@ -114,6 +119,10 @@ class SpmmBSR(HostKernel):
 
     name, takes = "cpu.spmm_bsr", spmm_of("bsr", "dbsr")
 
+    def unit_rows(self, p: Problem) -> int:
+        """Rows of a block."""
+        return int(p.p["blocksize"][0])
+
     def work(self, a: BSR | DBSR, sums: np.dtype[Any]) -> Work:
         from . import loops
 
@@ -135,6 +144,10 @@ class SpmmSRBCRS(HostKernel):
 
     name, takes = "cpu.spmm_sr_bcrs", spmm_of("sr-bcrs")
 
+    def unit_rows(self, p: Problem) -> int:
+        """Rows that share their columns."""
+        return int(p.p["vector_length"])
+
     def work(self, a: SRBCRS, sums: np.dtype[Any]) -> Work:
         from . import loops
 
@@ -147,6 +160,10 @@ class SpmmVectorNM(HostKernel):
     """Vector n:m, plain or packed: a packed object is read through its ``indices`` too."""
 
     name, takes = "cpu.spmm_vector_nm", spmm_of("vector-nm")
+
+    def unit_rows(self, p: Problem) -> int:
+        """Rows that share their columns."""
+        return int(p.p["vector_length"])
 
     def work(self, a: VectorNM, sums: np.dtype[Any]) -> Work:
         from . import loops
@@ -202,9 +219,6 @@ class SpmmDense(HostKernel):
 
     name, takes = "cpu.spmm_dense", spmm_of("dense")
 
-    ROWS, EXACT = 256, 1024
-    """Rows of A widened together; int8 products that add up exactly in float32: 1024 * 2^14 = 2^24."""
-
     def _plan(self, a: Dense, p: Problem) -> Plan:
         sums, data = sums_dtype(p), a.data
 
@@ -212,41 +226,10 @@ class SpmmDense(HostKernel):
             out = check_operands(p, B, out)
             if out.size:
                 with np.errstate(all="ignore"):  # inf - inf and overflow are results, not events
-                    _dense_int8(data, B, out) if sums.kind == "i" else _dense(data, B, out, sums)
+                    dense_product(data, B, out, sums)
             return out
 
         return Plan(self.name, p, run, f"{sums.name} sums")
-
-
-def _dense(A: Array, B: Array, out: Array, sums: np.dtype[Any]) -> None:
-    wide_b = _as(B, sums)
-    for i in range(0, A.shape[0], SpmmDense.ROWS if A.dtype != sums else A.shape[0]):
-        rows = A[i : i + SpmmDense.ROWS] if A.dtype != sums else A
-        part = out[i : i + rows.shape[0]]
-        if out.dtype == sums:
-            np.matmul(_as(rows, sums), wide_b, out=part)
-        else:
-            store(np.matmul(_as(rows, sums), wide_b), part)
-
-
-def _dense_int8(A: Array, B: Array, out: Array) -> None:
-    """int32 sums through float32 products of at most EXACT columns, each of them exact."""
-    f32 = np.dtype(np.float32)
-    for i in range(0, A.shape[0], SpmmDense.ROWS):
-        rows = A[i : i + SpmmDense.ROWS]
-        total = np.zeros((rows.shape[0], B.shape[1]), np.int32)
-        for k in range(0, A.shape[1], SpmmDense.EXACT):
-            cut = slice(k, k + SpmmDense.EXACT)
-            total += np.matmul(_as(rows[:, cut], f32), _as(B[cut], f32)).astype(np.int32)
-        store(total, out[i : i + rows.shape[0]])
-
-
-def _as(x: Array, sums: np.dtype[Any]) -> Array:
-    if x.dtype == sums:
-        return x
-    wide = np.empty(x.shape, sums)
-    widened(x, sums, wide)
-    return wide
 
 
 KERNELS: tuple[HostKernel, ...] = (

@@ -93,6 +93,55 @@ class _Code:
         return context.get_dummy_value()
 
 
+def _scatter_tile(rows: int, vectors: int) -> Any:
+    """intrinsic(C, c, ldc, vals, v, inc, cols, j, count, P, b, ldb) -> None
+
+    C[c + cols[j + x]*ldc + n] += sum over r < rows of vals[v + x*inc + r] * P[b + r*ldb + n], for x = 0 .. count-1
+    in this order and n < vectors * 64 / itemsize. The rows of B stay in registers.
+    C, vals, P: flat arrays of the accumulator type; cols: int32 or int64.
+    """
+
+    def typing(
+        context: Any, C: Any, c: Any, ldc: Any, vals: Any, v: Any, inc: Any, cols: Any, j: Any, count: Any, P: Any,
+        b: Any, ldb: Any,
+    ) -> Any:  # fmt: skip
+        n = types.intp
+        return types.void(C, n, n, vals, n, n, cols, n, n, P, n, n), _ScatterCode(rows, vectors)
+
+    return intrinsic(typing)
+
+
+class _ScatterCode:
+    """Writes the LLVM code of one tile of the transposed product."""
+
+    def __init__(self, rows: int, vectors: int) -> None:
+        self.rows, self.vectors = rows, vectors
+
+    def __call__(self, context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, c, ldc, _, v, inc, _, j, count, _, b, ldb = args
+        pointers = [context.make_array(t)(context, builder, a).data
+                    for t, a in zip(signature.args, args, strict=True) if isinstance(t, types.Array)]  # fmt: skip
+        c_at, v_at, j_at, p_at = (builder.gep(p, [i]) for p, i in zip(pointers, (c, v, j, b), strict=True))
+        m = _Vectors(builder, context.get_value_type(signature.args[0].dtype))
+        with builder.if_then(builder.icmp_signed(">", count, _INTP(0))):  # else no row of B may be read
+            row_of_b = [builder.gep(p_at, [builder.mul(ldb, _INTP(r))]) for r in range(self.rows)]
+            bs = [[m.load(builder.gep(row, [_INTP(k * m.lanes)])) for k in range(self.vectors)] for row in row_of_b]
+            with cgutils.for_range_slice(builder, _INTP(0), count, _INTP(1), _INTP) as (x, _):
+                column = builder.load(builder.gep(j_at, [x]))
+                if column.type.width < 64:
+                    column = builder.sext(column, _INTP)
+                row_of_c = builder.gep(c_at, [builder.mul(column, ldc)])
+                first_value = builder.gep(v_at, [builder.mul(x, inc)])
+                values = [m.splat(builder.load(builder.gep(first_value, [_INTP(r)]))) for r in range(self.rows)]
+                for k in range(self.vectors):
+                    address = builder.gep(row_of_c, [_INTP(k * m.lanes)])
+                    total = m.load(address)
+                    for r, value in enumerate(values):
+                        total = m.multiply_add(value, bs[r][k], total)
+                    m.store(total, address)
+        return context.get_dummy_value()
+
+
 class _Vectors:
     """Vector instructions for one element type: float, double or i32."""
 
@@ -186,3 +235,7 @@ QUAD = _tile(4, 1, 1)
 """Four rows that share their columns: every row of B read serves four."""
 PAIR = _tile(1, 2, 2)
 SINGLE = _tile(1, 1, 4)
+SCATTER_QUAD = _scatter_tile(4, 1)
+"""Four rows that share their columns: every row of C that is read and written takes four terms."""
+SCATTER_PAIR = _scatter_tile(1, 2)
+SCATTER_SINGLE = _scatter_tile(1, 1)

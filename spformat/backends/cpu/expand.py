@@ -1,0 +1,161 @@
+"""Expand, then dense product: rows of A become a dense panel, which numpy's BLAS multiplies; of every sparse format.
+
+It pays where A is so full, or the sparse loop of its format so slow, that multiplying the zeros costs less than
+skipping them. The panel lives for one call: no dense copy of A is ever kept. As in a dense product, an inf or NaN of B
+meets the zeros of A as well, and BLAS chooses the order of the sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ...arrays import threads
+from ...arrays.library import Array
+from ...formats.base import Format
+from ...products.kernel import Kernel
+from ...products.plan import Plan
+from ...products.problem import STRIDED, Problem
+from ..host import check_operands, numpy_dtype
+from . import spmm
+from .blas import EXACT, in_type
+from .operands import Work, store, sums_dtype
+
+ROWS = 512
+"""Rows of A expanded together; more where one unit of the format, say a block, has more."""
+PIECE = 1 << 18
+"""Elements of a panel that are worth a thread."""
+
+_FORWARD = {name: k for k in spmm.KERNELS for name in k.formats if name != "dense"}
+
+
+class ExpandThenDense(Kernel):
+    """C = A @ B and C = A^T @ B of every sparse format; sums and rounding are those of a dense product."""
+
+    name = "cpu.expand_then_dense"
+    takes = frozenset((operation, name) for operation in ("spmm", "spmm_transposed") for name in _FORWARD)
+
+    def unsupported(self, p: Problem) -> list[str]:
+        """The reasons of the format's own kernel, whose loop expands it."""
+        return _FORWARD[p.format].unsupported(p)
+
+    def workspace_bytes(self, p: Problem) -> int:
+        """The panel, B and the product in the type of the sums where they are copied: bytes at most, for the N of p.
+
+        The arrays that the loop of the format keeps beside A (see ``Plan.workspace``) are those of its own kernel.
+        """
+        sums, floats, transposed = sums_dtype(p), _floats(p), p.operation == "spmm_transposed"
+        rows = min(max(p.M, 1), panel_rows(_FORWARD[p.format].unit_rows(p)))
+        panel = rows * p.K * floats.itemsize
+        b = numpy_dtype(p.b_dtype)
+        copies = 1 + (b.itemsize == 1) if b != floats or p.b_layout == STRIDED else 0  # 8-bit types: looked up, copied
+        wide_b = copies * p.inner * p.n * floats.itemsize
+        # The product of a panel where it cannot be written to out, in int32 three arrays of it; and in the transposed
+        # product, whose panels are added up, the sums so far where out cannot take them.
+        apart = numpy_dtype(p.out_dtype) != sums or p.out_layout == STRIDED
+        products = (3 if sums.kind == "i" else 1 if transposed else int(apart)) + int(apart and transposed)
+        return panel + wide_b + products * (p.K if transposed else rows) * p.n * floats.itemsize
+
+    def _plan(self, a: Format, p: Problem) -> Plan:
+        """A plan that keeps the arrays of ``a``; the first run compiles the loop (seconds), once per process."""
+        sums, floats = sums_dtype(p), _floats(p)
+        work = _FORWARD[a.name].work(a, floats)
+        (M, K), transposed = a.shape, p.operation == "spmm_transposed"
+
+        def run(B: Array, out: Array) -> Array:
+            out = check_operands(p, B, out)
+            if out.size:
+                with np.errstate(all="ignore"):  # inf - inf and overflow are results, not events
+                    wide_b = _for_blas(B, floats)
+                    (_transposed if transposed else _forward)(work, M, K, wide_b, out, sums)
+            return out
+
+        return Plan(self.name, p, run, f"{sums.name} sums", work.workspace + self.workspace_bytes(p))
+
+
+def panel_rows(unit: int) -> int:
+    """Rows of a panel: whole units of ``unit`` rows."""
+    return max(1, ROWS // unit) * unit
+
+
+def _floats(p: Problem) -> np.dtype[Any]:
+    """What BLAS multiplies: the type of the sums, float32 for int32."""
+    sums = sums_dtype(p)
+    return np.dtype(np.float32) if sums.kind == "i" else sums
+
+
+def _for_blas(B: Array, floats: np.dtype[Any]) -> Array:
+    """B in ``floats``, with one stride of one element: numpy multiplies others in a slow loop."""
+    if B.dtype != floats:
+        return in_type(B, floats)
+    rows, cols = B.strides
+    size = B.itemsize
+    # A stride of 0 or less, or one within the line before, is none that BLAS takes.
+    in_lines = (cols == size and rows >= B.shape[1] * size) or (rows == size and cols >= B.shape[0] * size)
+    return B if in_lines else np.ascontiguousarray(B)
+
+
+def _panels(work: Work, M: int, K: int, floats: np.dtype[Any]) -> Iterator[tuple[int, Array]]:
+    """(first row, rows of A as a dense array [<= panel_rows, K]): one array, written again for every panel."""
+    from .targets import Panel
+
+    rows = panel_rows(work.rows)
+    flat, units = np.empty(min(M, rows) * K, floats), rows // work.rows
+    for first in range(0, work.units, units):
+        last, r0 = min(work.units, first + units), first * work.rows
+        count = max(1, min(threads.cores(), (last - first) * work.rows * K // PIECE, last - first))
+        bounds = [first + (last - first) * i // count for i in range(count + 1)]
+
+        def piece(i: int, bounds: list[int] = bounds, r0: int = r0) -> None:
+            lo, hi = bounds[i], bounds[i + 1]
+            flat[(lo * work.rows - r0) * K : (min(M, hi * work.rows) - r0) * K] = 0
+            work.loop(lo, hi, Panel(flat, -r0 * K, K))
+
+        threads.run(piece, count)
+        height = min(M, last * work.rows) - r0
+        yield r0, flat[: height * K].reshape(height, K)
+
+
+def _forward(work: Work, M: int, K: int, B: Array, out: Array, sums: np.dtype[Any]) -> None:
+    for r0, panel in _panels(work, M, K, B.dtype):
+        _product(panel, B, out[r0 : r0 + panel.shape[0]], sums)
+
+
+def _product(A: Array, B: Array, out: Array, sums: np.dtype[Any]) -> None:
+    """out = A @ B, rounded once to its dtype; A and B float32 or float64."""
+    if sums.kind == "i":
+        store(_int32_product(A, B), out)
+    elif out.dtype == sums:
+        np.matmul(A, B, out=out)
+    else:
+        store(np.matmul(A, B), out)
+
+
+def _int32_product(A: Array, B: Array) -> Array:
+    """int32 sums through float32 products of at most EXACT terms, each of them exact."""
+    total = np.zeros((A.shape[0], B.shape[1]), np.int32)
+    for k in range(0, A.shape[1], EXACT):
+        total += np.matmul(A[:, k : k + EXACT], B[k : k + EXACT]).astype(np.int32)
+    return total
+
+
+def _transposed(work: Work, M: int, K: int, B: Array, out: Array, sums: np.dtype[Any]) -> None:
+    """The products of all panels are added up in the type of the sums: in ``out`` itself, if it is of that type."""
+    total = out if out.dtype == sums else np.empty(out.shape, sums)
+    if work.units == 0:
+        total[...] = 0
+    for r0, panel in _panels(work, M, K, B.dtype):
+        part = B[r0 : r0 + panel.shape[0]]
+        if r0 == 0:
+            _product(panel.T, part, total, sums)
+        elif sums.kind == "i":
+            total += _int32_product(panel.T, part)
+        else:
+            total += np.matmul(panel.T, part)
+    if total is not out:
+        store(total, out)
+
+
+KERNELS: tuple[Kernel, ...] = (ExpandThenDense(),)
