@@ -59,7 +59,7 @@ ENVIRONMENT = (
     "spformat/arrays/library.py",  # where CuPy keeps what it compiles
     "spformat/dispatch/api.py",
     "spformat/backends/cuda/runtime/jit.py",
-    "spformat/backends/cuda/runtime/measured.py",
+    "spformat/products/rates.py",
     "cli/",
 )
 """Who may read os.environ, and only when a call needs it."""

@@ -15,13 +15,16 @@ import numpy as np
 from ...arrays import threads
 from ...arrays.library import Array
 from ...formats.base import Format
+from ...products.ideal import memory_us, stored_bytes
 from ...products.kernel import Kernel
 from ...products.plan import Plan
 from ...products.problem import STRIDED, Problem
+from ...products.roofline import Device
 from ..host import check_operands, numpy_dtype
 from . import spmm
 from .blas import EXACT, in_type
 from .operands import Work, store, sums_dtype
+from .times import DECODED, DenseTimes, sums_size
 
 ROWS = 512
 """Rows of A expanded together; more where one unit of the format, say a block, has more."""
@@ -30,12 +33,32 @@ PIECE = 1 << 18
 
 _FORWARD = {name: k for k in spmm.KERNELS for name in k.formats if name != "dense"}
 
+DENSE = DenseTimes()
+"""What the dense product is expected to take."""
+
 
 class ExpandThenDense(Kernel):
     """C = A @ B and C = A^T @ B of every sparse format; sums and rounding are those of a dense product."""
 
     name = "cpu.expand_then_dense"
     takes = frozenset((operation, name) for operation in ("spmm", "spmm_transposed") for name in _FORWARD)
+    terms = ("start", "memory", "decoding")
+
+    def quantities(self, p: Problem, tile: Any, device: Device) -> tuple[float, ...]:
+        """Ideal microseconds of each of ``terms``.
+
+        start: 1. memory: A as stored is read, its panels are written and read. decoding: 1 ns for each stored value and
+        each place that is looked at to find columns.
+        """
+        places = p.nnz + DECODED.get(p.format, 0.0) * p.M * p.K
+        memory = memory_us(stored_bytes(p) + 2 * p.M * p.K * sums_size(p), device)
+        return 1.0, memory, places * 1e-3
+
+    def expected_us(self, p: Problem) -> float:
+        """The expansion, and the product of the dense panels, which BLAS finds in the type of the sums."""
+        wide = "float64" if sums_size(p) == 8 else "float32"
+        dense = p.changed(format="dense", params=(), nnz=p.M * p.K, a_dtype=wide, parts=())
+        return super().expected_us(p) + DENSE.expected_us(dense)
 
     def unsupported(self, p: Problem) -> list[str]:
         """The reasons of the format's own kernel, whose loop expands it."""
