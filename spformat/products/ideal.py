@@ -7,6 +7,8 @@ them up. A device with other rates therefore gets other times from the same cons
 
 from __future__ import annotations
 
+import functools
+
 from .problem import COL, Problem, itemsize
 from .roofline import CUDA_32, CUDA_64, TENSOR_16, Device
 
@@ -68,6 +70,7 @@ def rounds(tiles: int, at_once: int) -> int:
 # ------------------------------------------------------------------ bytes
 
 
+@functools.lru_cache(maxsize=256)
 def operands_bytes(p: Problem) -> int:
     """Bytes of B and C, each once."""
     return p.n * (p.inner * itemsize(p.b_dtype) + p.rows * itemsize(p.out_dtype))
@@ -96,6 +99,7 @@ def index_bytes(p: Problem) -> float:
     return 0.0
 
 
+@functools.lru_cache(maxsize=256)
 def stored_bytes(p: Problem) -> float:
     """Bytes of A as its format stores it: values with their padding, and indices."""
     if p.format == "dense":

@@ -7,6 +7,7 @@ spformat.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ def tile_us(kernel: Kernel, p: Problem, tile: Any, device: roofline.Device, know
     quantities = kernel.quantities(p, tile, device)
     if known is None:
         return sum(quantities)
-    return sum(map(operator.mul, known.of(kernel.variant(p, tile)), quantities))
+    return math.fsum(map(operator.mul, known.of(kernel.variant(p, tile)), quantities))
 
 
 @functools.lru_cache(maxsize=8192)

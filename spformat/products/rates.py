@@ -30,6 +30,7 @@ log = logging.getLogger("spformat")
 
 SHIPPED = Path(__file__).parent / "rates"
 """The folder of the files that come with the package."""
+_SHIPPED = {"host": str(SHIPPED / "host.json"), "device": str(SHIPPED / "h200.json")}
 MODES = ("on", "shipped", "off")
 _LARGEST = 4 << 20
 _MOST, _LONGEST = 4096, 200
@@ -60,7 +61,12 @@ class Constants:
 
 def user_path() -> Path:
     """Where the user's file lies: $XDG_CACHE_HOME/spformat/rates.json, else under ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spformat" / "rates.json"
+    return Path(_user_path(os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME")))
+
+
+@functools.lru_cache(maxsize=8)
+def _user_path(cache: str | None, home: str | None) -> str:
+    return str(Path(cache or Path.home() / ".cache") / "spformat" / "rates.json")
 
 
 def constants(kernel: str, terms: tuple[str, ...], p: Problem) -> Constants | None:
@@ -96,25 +102,25 @@ def _tables(p: Problem) -> list[Mapping[str, Constants]]:
         raise UsageError(f"SPFORMAT_RATES: expected one of {', '.join(MODES)}, got {mode!r:.80}", value=mode)
     if mode == "off":
         return []
-    shipped = _parsed(SHIPPED / ("host.json" if p.device == "cpu" else "h200.json"), 0).get(None, {})
+    shipped = _parsed(_SHIPPED["host" if p.device == "cpu" else "device"], 0).get(None, {})
     return [shipped] if mode == "shipped" else [*_users(p), shipped]
 
 
 def _users(p: Problem) -> list[Mapping[str, Constants]]:
-    path = user_path()
+    path = _user_path(os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME"))
     try:
-        stamp = path.stat().st_mtime_ns
+        stamp = os.stat(path).st_mtime_ns
     except OSError:
         return []
-    found = _parsed(path, stamp).get(p.sm)
+    found = _parsed(path, stamp).get(None if p.device == "cpu" else p.sm)
     return [found] if found else []
 
 
 @functools.lru_cache(maxsize=8)
-def _parsed(path: Path, stamp: int) -> dict[int | None, dict[str, Constants]]:
+def _parsed(path: str, stamp: int) -> dict[int | None, dict[str, Constants]]:
     """Kernels by architecture; none of a file that is damaged, which a warning says."""
     try:
-        return read(path)
+        return read(Path(path))
     except (InputError, ValueError, TypeError, KeyError, OverflowError, RecursionError, AttributeError) as e:
         reason = str(e)[:200]
         log.warning("%s is left out, it is no file of rates (%s): delete it, or run bench --calibrate", path, reason)

@@ -5,7 +5,7 @@ Quantities are ideal microseconds on ``roofline.HOST``.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from ...products.ideal import ceil_div, memory_us, plain_arithmetic, product_us, stored_bytes
 from ...products.kernel import Kernel
@@ -35,7 +35,7 @@ def sums_arithmetic(p: Problem) -> str:
 class LoopTimes(Kernel):
     """The expected time of a loop over the arrays of a format."""
 
-    terms = ("start", "threads", "products", "values", "decoding", "widening", "B into tiles", "C", "rows",
+    terms: ClassVar[tuple[str, ...]] = ("start", "threads", "products", "values", "decoding", "widening", "B into tiles", "C", "rows",
              "column-major operands")  # fmt: skip
 
     def variant(self, p: Problem, tile: Any) -> tuple[str, ...]:
@@ -79,7 +79,15 @@ class DenseTimes(Kernel):
     """The expected time of a dense product by BLAS."""
 
     name = "cpu.spmm_dense"
-    terms = ("start", "products", "memory", "A widened", "B widened", "C converted", "column-major operands")
+    terms: ClassVar[tuple[str, ...]] = (
+        "start",
+        "products",
+        "memory",
+        "A widened",
+        "B widened",
+        "C converted",
+        "column-major operands",
+    )
 
     def variant(self, p: Problem, tile: Any) -> tuple[str, ...]:
         """By value type; a vector B apart, for which BLAS has another routine."""

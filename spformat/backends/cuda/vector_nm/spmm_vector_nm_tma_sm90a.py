@@ -150,7 +150,8 @@ class SpmmVectorNMTMA(CudaKernel):
     def options(self, p: Problem) -> list[Split[Tile]]:
         """Tiles with room for enough stages, with one part along K and more."""
         form, size, device = pattern(p), ITEMSIZE[p.a_dtype], device_of(p)
-        windows, found = ceil_div(p.K, form.m), []
+        windows = ceil_div(p.K, form.m)
+        found: list[Split[Tile]] = []
         for t in tiles_for(p):
             tiles = ceil_div(p.M, t.rows) * ceil_div(p.n, t.cols)
             found += parts(t, tiles, ceil_div(windows, t.windows(form, size)), device)
