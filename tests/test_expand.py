@@ -334,8 +334,8 @@ def test_conversions_write_a_whole_array(cp: Any, name: str) -> None:
 def poisoned(cp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The workspace is NaN before every expansion."""
 
-    def poisoning(expander: Any) -> Any:
-        def made(a: Any, p: Problem) -> Any:
+    def with_poison(expander: Any) -> Any:
+        def poisoning_expander(a: Any, p: Problem) -> Any:
             write, nbytes = expander(a, p), expand_then_dense._dense_bytes(p)
 
             def launches(x: int, ld: int, stream: int) -> list[Any]:
@@ -343,10 +343,10 @@ def poisoned(cp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
             return launches
 
-        return made
+        return poisoning_expander
 
     for name, expander in list(EXPANDERS.items()):
-        monkeypatch.setitem(EXPANDERS, name, poisoning(expander))
+        monkeypatch.setitem(EXPANDERS, name, with_poison(expander))
 
 
 @pytest.mark.gpu
