@@ -27,6 +27,8 @@ class Kernel:
     """Whether its plans apply alpha, beta and bias themselves; else one more pass over C does."""
     tiles: ClassVar[Sequence[Any]] = ()
     """The ways to cut a problem that the kernel chooses among; their texts name them in tables and in ``explain``."""
+    multiplies_zeros: ClassVar[bool] = False
+    """Whether every zero of A meets its row of B, as in a dense product: infinities of B then give NaN."""
     product_error: ClassVar[float] = 0.0
     """Relative error of one float32 product, where products are not exact (three TF32 products)."""
 

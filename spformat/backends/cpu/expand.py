@@ -35,6 +35,7 @@ class ExpandThenDense(Kernel):
     """C = A @ B and C = A^T @ B of every sparse format; sums and rounding are those of a dense product."""
 
     name = "cpu.expand_then_dense"
+    multiplies_zeros = True
     takes = frozenset((operation, name) for operation in ("spmm", "spmm_transposed") for name in _FORWARD)
 
     def unsupported(self, p: Problem) -> list[str]:

@@ -12,6 +12,7 @@ from .bsr.spmm_bsr import SpmmBSR
 from .bsr.spmm_bsr_sm90a import SpmmBSRHopper
 from .csr.spmm_csr import SpmmCSR
 from .csr.spmm_csr_tc import SpmmCSRTensor
+from .dense.expand_then_dense import ExpandThenDense
 from .ell_buckets.spmm_ell_buckets import SpmmELLBuckets
 from .runtime.kernel import CudaKernel
 from .sr_bcrs.spmm_sr_bcrs import SpmmSRBCRS
@@ -45,6 +46,7 @@ KERNELS: tuple[CudaKernel, ...] = (
     SpmmVectorNMTMA(),
     SpmmVectorNMTensor(),
     SpmmVectorNM(),
+    ExpandThenDense(),
 )
 """One line per kernel; of those that expect the same time, the first is taken."""
 
