@@ -1,4 +1,4 @@
-"""Panels: SR-BCRS of any (t, g) re-chunked on the device into the fragments of m16n8k16.  Kernels: panels.cu."""
+"""Panels: SR-BCRS of any (t, g) re-chunked on the device into the fragments of m16n8k16.  Kernels: mma_fragments.cu."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ....products.problem import Problem
 from ..runtime import jit, refusals
 from ..runtime.launch import Launch, finish_arrays
 
-SOURCE = "panels.cu"
+SOURCE = "sr_bcrs/mma_fragments.cu"
 DEPTH = 128  # columns of A in a chunk
 MMA_TYPES = ("bfloat16", "float16")
 BLOCK_ROWS = 128  # rows of a large block, which share what they load of B
@@ -59,7 +59,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Panels:
-    """What ``include/spformat/panels.cuh`` describes: first uint32[P*Q+1], steps uint8[count, step_bytes]."""
+    """What ``include/spformat/mma_fragments.cuh`` describes: first uint32[P*Q+1], steps uint8[count, step_bytes]."""
 
     first: Any
     steps: Any
