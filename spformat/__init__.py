@@ -47,6 +47,7 @@ from .formats import (
     Dense,
     ELLBuckets,
     Format,
+    Sum,
     TwoFour,
     VectorNM,
     by_name,
@@ -64,7 +65,7 @@ __all__ = [
     "DescriptorError", "DeviceError", "DeviceFault", "DeviceMemoryError", "DeviceUnavailable", "DurabilityUnknown",
     "ELLBuckets", "Explanation", "Format", "FormatError", "IndexBoundsError", "InputError", "IntegrityError",
     "InternalError", "InvariantError", "LimitError", "LockedError", "NoKernelError", "OrderError", "OutputError",
-    "PathError", "PatternError", "Plan", "PointerError", "Problem", "Rejected", "SpformatError", "StructureError",
+    "PathError", "PatternError", "Plan", "PointerError", "Problem", "Rejected", "SpformatError", "StructureError", "Sum",
     "TwoFour", "UsageError", "VectorNM", "VersionError", "WriteError", "by_name", "convert", "explain", "from_scipy",
     "from_torch", "linear", "load", "plan", "register", "safe_open", "save", "save_dense", "spmm", "use_backend",
 ]  # fmt: skip

@@ -26,9 +26,9 @@ class SpmmReference:
     @property
     def formats(self) -> frozenset[str]:
         """Every registered format: they all have ``to_csr``."""
-        from ..formats import registered
+        from ..formats import composed, registered
 
-        return frozenset(f.name for f in registered())
+        return frozenset(f.name for f in (*registered(), *composed()))
 
     def unsupported(self, p: Problem) -> list[str]:
         """Takes everything on the host that C can hold: integers would cut fractions off."""

@@ -29,18 +29,21 @@ from .declare import (
     ArrayDeclaration,
     Panels,
     ParamDeclaration,
+    PartDeclaration,
     array,
     array_problems,
     declarations,
     param,
     parse_shape,
     parse_table,
+    part_declarations,
     table,
 )
 from .hooks import Counts, Pattern
 
 if TYPE_CHECKING:
     from .csr import CSR
+    from .transposed import Transposed
 
 __all__ = ["AUTO", "INDEX", "POS", "VALUE", "Format", "Panels", "array", "checked_values", "param", "table"]
 
@@ -56,6 +59,7 @@ class Format:
 
     name: ClassVar[str]
     version: ClassVar[int] = 1
+    rank: ClassVar[int] = 2
     value_dtypes: ClassVar[tuple[str, ...]] = tuple(VALUE_TYPES)
     keeps_stored_zeros: ClassVar[bool] = False
     aligned: ClassVar[bool] = True
@@ -66,11 +70,16 @@ class Format:
     "semi_structured", or "" for none."""
     paper: ClassVar[str] = ""
     __array_ufunc__: ClassVar[None] = None  # else numpy makes an array of one object for ``x @ a`` and ``x == a``
-    # What stands above this file puts itself here: the hub (csr.py), scipy and torch (foreign.py), ``spmm``.
+    # What stands above this file puts itself here: the hub (csr.py), ``T``, scipy, torch, ``spmm``.
     hub: ClassVar[type[CSR]]
     to_scipy: ClassVar[Callable[[Any], Any]]
     to_torch: ClassVar[Callable[[Any], Any]]
     __matmul__: ClassVar[Callable[[Any, Any], Any]]
+    if TYPE_CHECKING:
+
+        @property
+        def T(self) -> Transposed:  # noqa: N802 - numpy's name
+            """The transpose [K, M], a view."""
 
     shape: tuple[int, int]
     _marked: bool = dataclasses.field(default=False, init=False, repr=False)
@@ -91,6 +100,11 @@ class Format:
     def declared_tables(cls) -> tuple[tuple[str, str], ...]:
         """(name, label of its length) of each table."""
         return declarations(cast(Any, cls))[2]
+
+    @classmethod
+    def declared_parts(cls) -> tuple[PartDeclaration, ...]:
+        """The matrices that a composed format is made of; none for the others."""
+        return part_declarations(cast(Any, cls))
 
     def dims(self) -> dict[str, int]:
         """Sizes and bounds that follow from shape, params and tables; a label not here is bound by its first array."""
@@ -196,7 +210,7 @@ class Format:
 
     def __post_init__(self) -> None:
         put = functools.partial(object.__setattr__, self)
-        put("shape", parse_shape(self.name, self.shape))
+        put("shape", parse_shape(self.name, self.shape, self.rank))
         params = type(self).resolve_params({d.name: getattr(self, d.name) for d in self.declared_params()})
         for key, value in params.items():
             put(key, value)
@@ -231,6 +245,27 @@ class Format:
         """Name -> array, in declaration order."""
         return {d.name: getattr(self, d.name) for d in self.declared_arrays()}
 
+    def parts_by_name(self) -> dict[str, Format]:
+        """Name -> part, as a file names them; empty unless the format is composed."""
+        return {}
+
+    @classmethod
+    def fields_of_parts(cls, parts: dict[str, Format]) -> dict[str, Any]:
+        """The constructor's arguments for ``parts_by_name``; UsageError for missing or other names."""
+        if parts:
+            raise UsageError(f"{cls.name}: expected no parts, got {', '.join(parts)}")
+        return {}
+
+    def all_arrays(self) -> dict[str, Array]:
+        """Path -> array: "data" for an array of its own, "0.data" for that of part "0"."""
+        below = {f"{name}.{path}": a for name, p in self.parts_by_name().items() for path, a in p.all_arrays().items()}
+        return self.arrays() | below
+
+    def fields(self) -> dict[str, Any]:
+        """The constructor's arguments that give this object again."""
+        own = {"shape": self.shape, **self.params(), **self.tables(), **self.arrays()}
+        return own | self.fields_of_parts(self.parts_by_name())
+
     def params(self) -> dict[str, Any]:
         """Exactly the arguments of ``from_csr``, defaults resolved."""
         return {d.name: getattr(self, d.name) for d in self.declared_params()}
@@ -258,7 +293,7 @@ class Format:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(int(a.nbytes) for a in self.arrays().values())
+        return sum(int(a.nbytes) for a in self.all_arrays().values())
 
     @property
     def stored(self) -> int:
@@ -268,6 +303,10 @@ class Format:
     @property
     def nnz(self) -> int:
         """Values that are not zero: a scan, unless the format stores nothing else."""
+        return self.count_nonzeros()
+
+    def count_nonzeros(self) -> int:
+        """Values that are not zero: a scan."""
         return int(nonzero_mask(self.values).sum())  # synchronize!
 
     @property
@@ -305,14 +344,13 @@ class Format:
         raise TypeError(f"{self.name}: this is a sparse matrix, no array; use to_dense()")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), {"shape": self.shape, **self.params(), **self.tables(), **self.arrays()})
+        return _rebuild, (type(self), self.fields())
 
     # ---------------------------------------------------------------- moving
 
     def with_arrays(self, **arrays: Array) -> Self:
         """The same object with some arrays exchanged. The validated mark is dropped."""
-        fields = {"shape": self.shape, **self.params(), **self.tables(), **self.arrays()}
-        return type(self)(**(fields | arrays))
+        return type(self)(**(self.fields() | arrays))
 
     def to(self, device: str) -> Self:
         """Copy to "cpu", "cuda" or "cuda:<id>" (itself when it is there). The validated mark stays."""
@@ -378,6 +416,7 @@ class Format:
                 f"{cls.name}: from_csr: expected a CSR, got {type(a).__name__}; use convert(x, {cls.name!r})"
             )
         cls.accepts(a.dtype)
+        cls.require_converter()
         a.ensure_valid()
         resolved = cls.resolve_params(params, a)
         specs = cls.array_specs(a.shape, a.dtype, a.nnz, resolved)
@@ -386,6 +425,10 @@ class Format:
             check_bytes(needed, f"{cls.name}: arrays of a matrix of shape {a.shape}", a.nbytes)
         with current_device(a.values):
             return cls.from_hub(a, resolved)
+
+    @classmethod
+    def require_converter(cls) -> None:
+        """UsageError where no matrix is converted into this format, with what to write instead."""
 
     @classmethod
     def from_hub(cls, a: CSR, params: dict[str, Any]) -> Self:
@@ -414,6 +457,7 @@ class Format:
     @classmethod
     def from_dense(cls, x: Array, **params: Any) -> Self:
         """This format from a 2-D array [M, K]; equal to the path through CSR bit for bit."""
+        cls.require_converter()
         given = cls.resolve_params(params)
         x = checked_values(x, cls.name)
         cls.accepts(x.dtype)

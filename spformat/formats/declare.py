@@ -1,4 +1,4 @@
-"""The declaration of a format's fields: params, tables, arrays, how text becomes them, and the O(1) check of them."""
+"""The declaration of a format's fields: params, tables, arrays, parts; how text becomes them, and their O(1) check."""
 
 from __future__ import annotations
 
@@ -27,6 +27,15 @@ class ArrayDeclaration:
     kind: str
     dims: tuple[str, ...]
     bound: str | None
+    doc: str
+
+
+@dataclass(frozen=True)
+class PartDeclaration:
+    """One part of a composed format, or a tuple of parts."""
+
+    name: str
+    many: bool
     doc: str
 
 
@@ -107,6 +116,17 @@ def table(length: str, doc: str = "") -> Any:
     return dataclasses.field(metadata={"table": (length, doc)})
 
 
+def part(*, many: bool = False, doc: str = "") -> Any:
+    """Declare a part: a matrix of any format; many: a tuple of them. For classes derived from ``composed.Composed``."""
+    return dataclasses.field(metadata={"part": (many, doc)})
+
+
+@functools.cache
+def part_declarations(cls: Any) -> tuple[PartDeclaration, ...]:
+    """The parts of a format class, in the order they are written."""
+    return tuple(PartDeclaration(f.name, *f.metadata["part"]) for f in dataclasses.fields(cls) if "part" in f.metadata)
+
+
 @functools.cache
 def declarations(
     cls: Any,
@@ -123,15 +143,16 @@ def declarations(
     return tuple(arrays), tuple(params), tuple(tables)
 
 
-def parse_shape(name: str, shape: Any) -> tuple[int, int]:
-    """(M, K) as ints in 0 .. 2^48-1."""
+def parse_shape(name: str, shape: Any, rank: int = 2) -> tuple[int, int]:
+    """(M, K) as ints in 0 .. 2^48-1; as many sizes as the format has dimensions (``Format.rank``)."""
     try:
         sizes = tuple(plain_int(v) for v in shape)
     except (TypeError, ValueError):
         sizes = ()
-    if len(sizes) != 2 or not all(0 <= v <= MAX_DIMENSION for v in sizes):
-        raise UsageError(f"{name}: shape: expected two ints (M, K) in 0 .. 2^48-1, got {shape!r:.80}", value=shape)
-    return sizes[0], sizes[1]
+    if len(sizes) != rank or not all(0 <= v <= MAX_DIMENSION for v in sizes):
+        wanted = "two ints (M, K)" if rank == 2 else f"{rank} ints"
+        raise UsageError(f"{name}: shape: expected {wanted} in 0 .. 2^48-1, got {shape!r:.80}", value=shape)
+    return sizes  # type: ignore[return-value]
 
 
 def parse_table(name: str, key: str, values: Any) -> tuple[int, ...]:
