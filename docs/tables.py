@@ -8,7 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from spformat.formats import COMPOSED, FORMATS
-from spformat.formats.base import AUTO, INDEX, REQUIRED, Format
+from spformat.formats.base import AUTO, INDEX, Format
+from spformat.formats.declare import REQUIRED
 
 PAGES = Path(__file__).parent / "formats"
 BEGIN, END = "<!-- declared: make docs -->", "<!-- end of declared -->"

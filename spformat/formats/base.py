@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
@@ -24,22 +24,16 @@ from .declare import (
     AUTO,
     INDEX,
     POS,
-    REQUIRED,
     VALUE,
-    ArrayDeclaration,
     Panels,
-    ParamDeclaration,
-    PartDeclaration,
     array,
     array_problems,
-    declarations,
     param,
     parse_shape,
     parse_table,
-    part_declarations,
     table,
 )
-from .hooks import Counts, Pattern
+from .hooks import Hooks
 
 if TYPE_CHECKING:
     from .csr import CSR
@@ -49,7 +43,7 @@ __all__ = ["AUTO", "INDEX", "POS", "VALUE", "Format", "Panels", "array", "checke
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
-class Format:
+class Format(Hooks):
     """Base of every format. ``shape`` is always the logical (M, K); padding is derived, never stored.
 
     Construction checks params, dtypes, ranks and lengths in O(1) and raises ``ArrayError``;
@@ -63,11 +57,6 @@ class Format:
     value_dtypes: ClassVar[tuple[str, ...]] = tuple(VALUE_TYPES)
     keeps_stored_zeros: ClassVar[bool] = False
     aligned: ClassVar[bool] = True
-    tie_rank: ClassVar[int] = 9
-    """Of the formats that take the fewest bytes, the one with the lowest number is called the smallest."""
-    torch_layout: ClassVar[str] = "sparse_csr"
-    """The layout of torch that this format is measured against: "strided", "sparse_csr", "sparse_bsr",
-    "semi_structured", or "" for none."""
     paper: ClassVar[str] = ""
     __array_ufunc__: ClassVar[None] = None  # else numpy makes an array of one object for ``x @ a`` and ``x == a``
     # What stands above this file puts itself here: the hub (csr.py), ``T``, scipy, torch, ``spmm``.
@@ -86,116 +75,11 @@ class Format:
     # What other layers derive from this object (plans): it dies with the object, so nothing outlives its matrix.
     _derived: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
-    # ---------------------------------------------------------------- declaration
-
-    @classmethod
-    def declared_arrays(cls) -> tuple[ArrayDeclaration, ...]:
-        return declarations(cast(Any, cls))[0]
-
-    @classmethod
-    def declared_params(cls) -> tuple[ParamDeclaration, ...]:
-        return declarations(cast(Any, cls))[1]
-
-    @classmethod
-    def declared_tables(cls) -> tuple[tuple[str, str], ...]:
-        """(name, label of its length) of each table."""
-        return declarations(cast(Any, cls))[2]
-
-    @classmethod
-    def declared_parts(cls) -> tuple[PartDeclaration, ...]:
-        """The matrices that a composed format is made of; none for the others."""
-        return part_declarations(cast(Any, cls))
+    # ---------------------------------------------------------------- construction
 
     def dims(self) -> dict[str, int]:
         """Sizes and bounds that follow from shape, params and tables; a label not here is bound by its first array."""
         return {}
-
-    @classmethod
-    def param_problems(cls, params: dict[str, Any]) -> list[str]:
-        """Broken relations between params (each alone is already in range), as ``name: expected .., got ..``."""
-        return []
-
-    @classmethod
-    def auto_params(cls, a: CSR, params: dict[str, Any]) -> dict[str, Any]:
-        """Values of the AUTO params that were not given, from the matrix."""
-        return {}
-
-    @classmethod
-    def resolve_params(cls, given: dict[str, Any], a: CSR | None = None) -> dict[str, Any]:
-        """All params in their stored types, defaults filled in; UsageError names parameter, value and range.
-
-        Without a matrix ``a``, params that follow from one (AUTO) stay out when they were not given.
-        """
-        known = {d.name: d for d in cls.declared_params()}
-        unknown = [k for k in given if k not in known]
-        if unknown:
-            takes = ", ".join(known) or "no parameters"
-            raise UsageError(f"{cls.name}: unknown parameter {unknown[0]!r:.80}; it takes {takes}")
-        params: dict[str, Any] = {}
-        for d in known.values():
-            value = given.get(d.name, d.default)
-            if value is AUTO or (value is None and d.default is AUTO):
-                continue
-            if value is REQUIRED:
-                raise UsageError(f"{cls.name}: parameter {d.name} is required: {d.range_text()}")
-            try:
-                params[d.name] = d.parse(value)
-            except UsageError as e:
-                raise UsageError(f"{cls.name}: {e.message}", value=value) from None
-        if a is not None:
-            params = cls.auto_params(a, params) | params
-        problems = cls.param_problems(params)
-        if problems:
-            raise UsageError(f"{cls.name}: " + "; ".join(problems))
-        return {name: params[name] for name in known if name in params}
-
-    @classmethod
-    def array_specs(
-        cls, shape: tuple[int, int], dtype: np.dtype[Any], nnz: int, params: dict[str, Any]
-    ) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]] | None:
-        """dtype and shape of every array of a matrix with ``nnz`` nonzeros, where these numbers decide them.
-
-        None when they do not (blocks, vectors): then only a conversion tells. A file is laid out from this.
-        """
-        return None
-
-    @classmethod
-    def panels(cls, params: dict[str, Any]) -> Panels | None:
-        """How a matrix may be converted panel by panel of rows, with the arrays written one after the other.
-
-        None when it may not: then only the whole matrix is converted. ``params``: all of them, resolved.
-        """
-        return None
-
-    # ---------------------------------------------------------------- hooks: what other layers ask a format
-
-    @classmethod
-    def pattern(cls, params: dict[str, Any]) -> Pattern:
-        """What values are dropped together when a matrix is pruned to fit; None: each for itself."""
-        return None
-
-    @classmethod
-    def fits(cls, counts: Counts, params: dict[str, Any]) -> bool:
-        """Whether ``counts`` prove that the format holds the matrix; False = only a conversion can tell."""
-        return True
-
-    @classmethod
-    def bytes_of(cls, counts: Counts, params: dict[str, Any]) -> int | None:
-        """Exact bytes of all arrays of the matrix, or None when ``counts`` do not decide them (then convert)."""
-        if len(params) != len(cls.declared_params()):
-            return None
-        specs = cls.array_specs(counts.shape, value_type(counts.dtype).numpy, counts.nnz, params)
-        return None if specs is None else sum(product(dtype.itemsize, *shape) for dtype, shape in specs.values())
-
-    @classmethod
-    def candidates(cls, counts: Counts) -> tuple[dict[str, Any], ...]:
-        """Parameters worth a look for a matrix with these counts that the format is proved to hold."""
-        return () if any(d.default is REQUIRED for d in cls.declared_params()) else ({},)
-
-    @classmethod
-    def examples(cls) -> tuple[dict[str, Any], ...]:
-        """Parameters that tests and docs try the format with, small and odd ones among them."""
-        return ({},)
 
     @classmethod
     def accepts(cls, dtype: Any) -> None:
@@ -205,8 +89,6 @@ class Format:
             takes = ", ".join(cls.value_dtypes)
             message = f"{cls.name}: values of dtype {name} are not representable; it takes {takes}"
             raise StructureError(message, unit="dtype", found=name)
-
-    # ---------------------------------------------------------------- construction
 
     def __post_init__(self) -> None:
         put = functools.partial(object.__setattr__, self)
