@@ -222,7 +222,7 @@ def test_the_matrix_is_expanded_before_every_product(
     op = x.T if operation == "spmm_transposed" else x
     B, out = library.array(op.shape[1], 2), library.array(op.shape[0], 2)
     B[...] = np.arange(B.size).reshape(B.shape)
-    matrix = SimpleNamespace(is_validated=True, arrays=dict)
+    matrix = SimpleNamespace(is_validated=True, all_arrays=dict)
     matrix.twin = lambda: matrix
     plan = KERNEL.plan(matrix, asked("csr", (5, 3), operation=operation))
     for _ in range(4):
@@ -249,7 +249,7 @@ def formats(name: str, dtype: str, shapes: tuple[tuple[int, int], ...] = SHAPES)
         for make in CASES.values():
             try:
                 yield cls.from_dense(make(dtype), **params)
-            except sf.StructureError:
+            except sf.errors.StructureError:
                 continue
     for params in (*params_of(name), *BIG.get(name, ())):
         for shape in shapes:
@@ -363,7 +363,7 @@ def test_products_are_exact(cp: Any, poisoned: None, name: str, operation: str) 
         for i, (params, x) in enumerate(drawn):
             try:
                 f = cls.from_dense(x, **params)
-            except sf.StructureError:
+            except sf.errors.StructureError:
                 continue
             g = f.to("cuda")
             op = x.T if operation == "spmm_transposed" else x
