@@ -65,7 +65,8 @@ __all__ = [
     "DescriptorError", "DeviceError", "DeviceFault", "DeviceMemoryError", "DeviceUnavailable", "DurabilityUnknown",
     "ELLBuckets", "Explanation", "Format", "FormatError", "IndexBoundsError", "InputError", "IntegrityError",
     "InternalError", "InvariantError", "LimitError", "LockedError", "NoKernelError", "OrderError", "OutputError",
-    "PathError", "PatternError", "Plan", "PointerError", "Problem", "Rejected", "SpformatError", "StructureError", "Sum",
-    "TwoFour", "UsageError", "VectorNM", "VersionError", "WriteError", "by_name", "convert", "explain", "from_scipy",
-    "from_torch", "linear", "load", "plan", "register", "safe_open", "save", "save_dense", "spmm", "use_backend",
+    "PathError", "PatternError", "Plan", "PointerError", "Problem", "Rejected", "SpformatError", "StructureError",
+    "Sum", "TwoFour", "UsageError", "VectorNM", "VersionError", "WriteError", "by_name", "convert", "explain",
+    "from_scipy", "from_torch", "linear", "load", "plan", "register", "safe_open", "save", "save_dense", "spmm",
+    "use_backend",
 ]  # fmt: skip
