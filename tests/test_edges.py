@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import stand_in_cupy
 from cases import params_of
 
 import spformat as sf
+from spformat import backends
 from spformat.backends.cuda import edges as cuda_edges
 from spformat.backends.cuda.edges import EDGES
 from spformat.backends.cuda.two_four import two_four_pack
@@ -228,3 +231,19 @@ def test_a_check_of_cuda_hands_its_scan_what_it_takes(name: str, monkeypatch: py
         elif key in a.params() or key == "shape":
             assert value == getattr(a, key)
     assert len(answers) == 0
+
+
+def test_an_installed_package_may_bring_edges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an entry point of the group, looked up when the first array comes; it is asked before the built-in edges."""
+    cpu, cuda = (Edge("dense", "csr", device, lambda x, _: "theirs") for device in ("cpu", "cuda"))
+    groups: list[str] = []
+    installed = [SimpleNamespace(load=lambda: (cpu, cuda))]
+    monkeypatch.setattr(backends, "_entry_points", lambda group: groups.append(group) or installed)
+    monkeypatch.setattr(edges, "_table", {})
+    monkeypatch.setattr(edges, "_waiting", {"cpu": [], "cuda": []})
+    edges.provide("cpu", functools.partial(backends._installed_edges, "cpu"))
+    edges.provide("cpu", lambda: (Edge("dense", "csr", "cpu", lambda x, _: "ours"),))
+    assert groups == []
+    assert edges.take("dense", "csr", X, {}, X) == "theirs"
+    assert groups == ["spformat.edges"]
+    assert [e.device for found in edges._table.values() for e in found] == ["cpu", "cpu"]
