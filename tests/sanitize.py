@@ -37,6 +37,7 @@ from spformat.formats.convert import convert
 from spformat.formats.two_four import META_ORDERS
 from spformat.preprocess import masks
 from spformat.products.operations import SPMM
+from spformat.products.tiles import forced
 
 AT_MOST = 8
 """Cases of test_kernels.py, spread evenly over a kernel's: the tool is a hundred times slower than the kernel."""
