@@ -292,7 +292,7 @@ def main() -> None:
                     raw += bench.to_json(results)
                     rows.append(row)
                     print(f"{name} N={n}: {bench.verdict(results)}", flush=True)
-            except (sf.SpformatError, RuntimeError, ValueError) as e:
+            except (sf.errors.SpformatError, RuntimeError, ValueError) as e:
                 print(f"{name}: {type(e).__name__}: {str(e).splitlines()[0][:200]}", flush=True)
             cp.get_default_memory_pool().free_all_blocks()
         (options.out / "results.json").write_text(json.dumps({"environment": environment, "rows": tables, "raw": raw}))

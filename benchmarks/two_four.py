@@ -133,7 +133,7 @@ def crowd(a: Format, B: Any, mma: bool) -> list[Contender]:
     for make in makers:
         try:
             found += make()
-        except (sf.SpformatError, ImportError, AttributeError, RuntimeError, ValueError, TypeError) as e:
+        except (sf.errors.SpformatError, ImportError, AttributeError, RuntimeError, ValueError, TypeError) as e:
             print(f"left out: {type(e).__name__}: {str(e)[:300]}", flush=True)
     return found
 

@@ -155,7 +155,7 @@ def main() -> None:
             for N in widths:
                 try:
                     row = measure(a, N, options)
-                except (sf.SpformatError, RuntimeError, ValueError) as e:
+                except (sf.errors.SpformatError, RuntimeError, ValueError) as e:
                     print(f"{suite} {M}x{K} N={N}: {type(e).__name__}: {str(e).splitlines()[0][:200]}", flush=True)
                     continue
                 if row:

@@ -143,7 +143,7 @@ def _matrices(src: str, include: list[str] | None, limit: int) -> Any:
 
 def _check_plot(path: str) -> None:
     """What would stop the drawing is told before the measurement, not after it."""
-    from spformat import OutputError, UsageError
+    from spformat.errors import OutputError, UsageError
 
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib: pip install 'spformat[plot]'")

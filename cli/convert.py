@@ -115,7 +115,7 @@ def run(
 
 def _refuse(ctx: typer.Context, names: tuple[str, ...], what: str) -> None:
     """UsageError for an option that was given and would have no effect."""
-    from spformat import UsageError
+    from spformat.errors import UsageError
 
     for name in names:
         source = ctx.get_parameter_source(name)
@@ -167,7 +167,8 @@ def _matrix(
     src: str, dst: str, to: str, values: str, seed: int, dtype: str, force: bool, dry_run: bool, as_json: bool
 ) -> None:
     """A matrix file into one container, under the file's own name."""
-    from spformat import UsageError, save, save_dense
+    from spformat import save, save_dense
+    from spformat.errors import UsageError
     from spformat.formats.convert import convert
     from spformat.interop.matrices import read_matrix
 

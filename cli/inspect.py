@@ -80,7 +80,8 @@ def _structures(src: str, include: list[str] | None, quiet: bool) -> Any:
 
 def structure_of(x: Any, path: str, tensor: str | None = None) -> Structure:
     """Structure of a matrix; LimitError with its place where it is too large to be looked at densely."""
-    from spformat import Format, LimitError
+    from spformat import Format
+    from spformat.errors import LimitError
     from spformat.preprocess.structure import analyse
 
     try:

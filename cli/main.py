@@ -78,8 +78,8 @@ def main() -> None:
 
 
 def _code_of(e: Exception) -> int:
-    from spformat import DeviceFault, InternalError, SpformatError, UsageError, WriteError
     from spformat.arrays.library import device_error
+    from spformat.errors import DeviceFault, InternalError, SpformatError, UsageError, WriteError
 
     as_json = "--json" in sys.argv
     e = device_error(e) or e

@@ -124,7 +124,7 @@ def progress(total: int, label: str, quiet: bool, *, lines: bool = False) -> Ite
 
 def report(error: Exception, as_json: bool) -> int:
     """Print one typed error; its exit code."""
-    from spformat import SpformatError
+    from spformat.errors import SpformatError
 
     assert isinstance(error, SpformatError)
     if as_json:

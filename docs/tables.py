@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from spformat.formats import FORMATS
-from spformat.formats.base import AUTO, INDEX, REQUIRED, Format
+from spformat.formats import COMPOSED, FORMATS
+from spformat.formats.base import AUTO, INDEX, Format
+from spformat.formats.declare import REQUIRED
 
 PAGES = Path(__file__).parent / "formats"
 BEGIN, END = "<!-- declared: make docs -->", "<!-- end of declared -->"
@@ -31,11 +32,15 @@ def declared(fmt: type[Format]) -> str:
     tables = [(f"`{name}`", length) for name, length in fmt.declared_tables()]
     if tables:
         parts.append(grid(("table", "length"), tables))
+    matrices = [(f"`{d.name}`", "two or more" if d.many else "one", d.doc) for d in fmt.declared_parts()]
+    if matrices:
+        parts.append(grid(("part", "matrices", "meaning"), matrices))
     arrays = []
     for a in fmt.declared_arrays():
         kind = f"{a.kind} ({a.bound})" if a.kind == INDEX else a.kind
         arrays.append((f"`{a.name}`", kind, f"[{', '.join(a.dims)}]", a.doc))
-    parts.append(grid(("array", "kind (bound)", "shape", "meaning, order"), arrays))
+    if arrays:
+        parts.append(grid(("array", "kind (bound)", "shape", "meaning, order"), arrays))
     return "\n\n".join(parts)
 
 
@@ -53,7 +58,7 @@ def with_tables(page: str, fmt: type[Format]) -> str:
 
 
 def main() -> None:
-    for fmt in FORMATS:
+    for fmt in (*FORMATS, *COMPOSED):
         path = PAGES / f"{fmt.name}.md"
         path.write_text(with_tables(path.read_text(), fmt))
 

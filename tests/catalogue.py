@@ -71,7 +71,7 @@ def unharmed(folder: Path, but: str = "") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def refused(folder: Path, error: type[sf.SpformatError], *parts: str, **fields: Any) -> Iterator[Any]:
+def refused(folder: Path, error: type[sf.errors.SpformatError], *parts: str, **fields: Any) -> Iterator[Any]:
     """The block raises exactly ``error`` with its exit code; its text matches every part; ``folder`` is unharmed."""
     with unharmed(folder), pytest.raises(error) as caught:
         yield caught
@@ -134,7 +134,7 @@ def python(code: str, *args: Any, **env: str) -> subprocess.CompletedProcess[str
 
 
 def refused_file(
-    path: Path, error: type[sf.SpformatError], *parts: str, read: Callable[[Path], Any] = sf.load, flags: Any = (),
+    path: Path, error: type[sf.errors.SpformatError], *parts: str, read: Callable[[Path], Any] = sf.load, flags: Any = (),
     verb: str = "validate", **fields: Any,
 ) -> None:  # fmt: skip
     """``read(path)`` and ``spformat VERB`` and ``convert`` refuse a file for the same reason, and touch nothing."""

@@ -32,7 +32,7 @@ def check_roundtrip(fmt: type[Format], params: dict[str, Any], x: Array) -> Form
     a = CSR.from_dense(x)
     try:
         f = fmt.from_csr(a, **params)
-    except sf.StructureError as e:
+    except sf.errors.StructureError as e:
         check_refusal(fmt, params, x, e)
         return None
     f.validate()
@@ -47,7 +47,7 @@ def check_roundtrip(fmt: type[Format], params: dict[str, Any], x: Array) -> Form
     return f
 
 
-def check_refusal(fmt: type[Format], params: dict[str, Any], x: Array, e: sf.StructureError) -> None:
+def check_refusal(fmt: type[Format], params: dict[str, Any], x: Array, e: sf.errors.StructureError) -> None:
     """A refusal counts, names the first offender, and both roads refuse with the same facts."""
     if e.unit == "dtype":
         assert x.dtype.name not in fmt.value_dtypes
@@ -57,7 +57,7 @@ def check_refusal(fmt: type[Format], params: dict[str, Any], x: Array, e: sf.Str
     assert e.hint.startswith("preprocess.masks.")
     try:
         fmt.from_dense(x, **params)
-    except sf.StructureError as direct:
+    except sf.errors.StructureError as direct:
         assert direct.fields == e.fields
     else:
         raise AssertionError("the direct edge accepts what the hub path refuses")
@@ -67,7 +67,7 @@ def check_edge(fmt: type[Format], params: dict[str, Any], x: Array) -> None:
     """Dense -> F directly equals the path through CSR, bit for bit; decoding directly equals decoding the CSR."""
     try:
         direct = fmt.from_dense(x, **params)
-    except sf.StructureError:
+    except sf.errors.StructureError:
         return
     if fmt is sf.Dense:  # the one format that keeps -0.0
         assert same(direct.to_dense(), x)

@@ -90,7 +90,7 @@ def test_a_dense_matrix_over_the_budget_is_listed_with_the_bytes(monkeypatch: py
     assert [c.name for c in found] == names
     for c in found:
         assert c.peer
-        with pytest.raises(sf.LimitError, match="8,192 bytes requested, 8,000 allowed"):
+        with pytest.raises(sf.errors.LimitError, match="8,192 bytes requested, 8,000 allowed"):
             c.run()
 
 

@@ -42,11 +42,11 @@ def same_values(a: Path, b: Path) -> None:
 def test_the_name_of_a_model_on_the_hub_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
-        sf.InputError, match=r"`spformat convert` takes a model of the Hugging Face hub as hf://org/Llama-3\.1$"
+        sf.errors.InputError, match=r"`spformat convert` takes a model of the Hugging Face hub as hf://org/Llama-3\.1$"
     ):
         open_source("org/Llama-3.1")
     for path in ("org/w.safetensors", "/org/name", "./org/name", "../name", "a/b/c", "name"):
-        with pytest.raises(sf.InputError) as caught:
+        with pytest.raises(sf.errors.InputError) as caught:
             open_source(path)
         assert "hf://" not in str(caught.value)
 
@@ -170,18 +170,18 @@ def test_rules_last_match_wins(tmp_path: Path) -> None:
     ],
 )
 def test_recipes_that_make_no_sense(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(sf.UsageError, match=message):
+    with pytest.raises(sf.errors.UsageError, match=message):
         Recipe(**options)
 
 
 def test_a_pattern_that_matches_nothing_is_an_error() -> None:
     for option in ({"include": ("re:nothing",)}, {"exclude": ("x*",)}, {"rules": (Rule("re:nothing", "csr"),)}):
-        with pytest.raises(sf.UsageError, match="matches none of"):
+        with pytest.raises(sf.errors.UsageError, match="matches none of"):
             plan_jobs(open_source(FIXTURES / "sharded"), Recipe(**option))  # type: ignore[arg-type]
 
 
 def test_misfits_are_refused_before_anything_has_its_name(tmp_path: Path) -> None:
-    with pytest.raises(sf.StructureError, match=r"tensor 'hidden2.weight': two-four: \d+ group") as e:
+    with pytest.raises(sf.errors.StructureError, match=r"tensor 'hidden2.weight': two-four: \d+ group") as e:
         convert_checkpoint(SOURCES[0], tmp_path / "out", "two-four")
     assert (e.value.unit, e.value.limit) == ("group", 2)
     assert [p.name for p in (tmp_path / "out").iterdir()] == []
@@ -197,7 +197,7 @@ def test_pruning_is_explicit_and_makes_it_fit(tmp_path: Path) -> None:
 
     wanted = masks.apply(original, masks.magnitude_nm(original, 2, 4))
     np.testing.assert_array_equal(w.to_dense(), wanted)
-    with pytest.raises(sf.UsageError, match="needs --sparsity"):
+    with pytest.raises(sf.errors.UsageError, match="needs --sparsity"):
         convert_checkpoint(SOURCES[0], tmp_path / "no", Recipe(to="csr", prune="magnitude"))
 
 
@@ -205,7 +205,7 @@ def test_existing_targets_are_refused_unless_forced(tmp_path: Path) -> None:
     out = tmp_path / "out"
     convert_checkpoint(FIXTURES / "sharded", out, "bitmask")
     before = tree(out)
-    with pytest.raises(sf.OutputError, match="--force"):
+    with pytest.raises(sf.errors.OutputError, match="--force"):
         convert_checkpoint(FIXTURES / "sharded", out, "csr")
     assert tree(out) == before
     convert_checkpoint(FIXTURES / "sharded", out, "csr", force=True)
@@ -218,7 +218,7 @@ def test_input_and_output_are_never_the_same_file(tmp_path: Path) -> None:
     shutil.copy(SOURCES[0], source)
     before = tree(tmp_path)
     for target in (source, tmp_path / "." / "model.safetensors"):
-        with pytest.raises(sf.OutputError, match="same file"):
+        with pytest.raises(sf.errors.OutputError, match="same file"):
             convert_checkpoint(source, target, "bitmask", force=True)
     assert tree(tmp_path) == before
 
@@ -227,7 +227,7 @@ def test_one_file_to_one_file(tmp_path: Path) -> None:
     convert_checkpoint(SOURCES[0], tmp_path / "out.safetensors", Recipe(to="csr"))
     assert isinstance(sf.load(tmp_path / "out.safetensors")["hidden1.weight"], sf.CSR)
     same_values(SOURCES[0], tmp_path / "out.safetensors")
-    with pytest.raises(sf.OutputError, match="2 shards go into a folder"):
+    with pytest.raises(sf.errors.OutputError, match="2 shards go into a folder"):
         convert_checkpoint(FIXTURES / "sharded", tmp_path / "two.safetensors", "csr")
 
 
@@ -249,9 +249,9 @@ def test_an_interrupted_run_is_resumed_and_equals_an_uninterrupted_one(tmp_path:
         convert_checkpoint(FIXTURES / "sharded", cut, "auto", progress=stop_in_the_second_shard)
     assert (cut / "spformat.partial.json").exists()
     assert not (cut / "spformat.json").exists()
-    with pytest.raises(sf.ContainerError, match="unfinished conversion"):
+    with pytest.raises(sf.errors.ContainerError, match="unfinished conversion"):
         open_source(cut)
-    with pytest.raises(sf.OutputError, match="--resume"):
+    with pytest.raises(sf.errors.OutputError, match="--resume"):
         convert_checkpoint(FIXTURES / "sharded", cut, "auto")
     first = (cut / "spformat-00001-of-00002.safetensors").stat().st_mtime_ns
     report = convert_checkpoint(FIXTURES / "sharded", cut, "auto", resume=True)
@@ -289,16 +289,16 @@ def test_index_and_shards_that_disagree(tmp_path: Path) -> None:
     folder, index = copy("absent")
     index["weight_map"]["ghost.weight"] = "model-00001-of-00002.safetensors"
     put(folder, index)
-    with pytest.raises(sf.ContainerError, match="no shard holds it"):
+    with pytest.raises(sf.errors.ContainerError, match="no shard holds it"):
         open_source(folder)
     folder, index = copy("unlisted")
     del index["weight_map"]["lm_head.weight"]
     put(folder, index)
-    with pytest.raises(sf.ContainerError, match="does not list"):
+    with pytest.raises(sf.errors.ContainerError, match="does not list"):
         open_source(folder)
     folder, index = copy("missing")
     (folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(sf.InputError):
+    with pytest.raises(sf.errors.InputError):
         open_source(folder)
     for hostile in (
         "../x.safetensors",
@@ -313,10 +313,10 @@ def test_index_and_shards_that_disagree(tmp_path: Path) -> None:
         folder, index = copy(hashlib.sha256(hostile.encode()).hexdigest()[:8])
         index["weight_map"]["lm_head.weight"] = hostile
         put(folder, index)
-        with pytest.raises(sf.PathError) as e:
+        with pytest.raises(sf.errors.PathError) as e:
             open_source(folder)
         assert e.value.exit_code == 77
-    with pytest.raises(sf.InputError, match=r"no \.safetensors file"):
+    with pytest.raises(sf.errors.InputError, match=r"no \.safetensors file"):
         (tmp_path / "empty").mkdir()
         open_source(tmp_path / "empty")
 
@@ -362,5 +362,5 @@ def test_validate_finds_a_flipped_byte(tmp_path: Path) -> None:
     path.write_bytes(data)
     verdicts = list(validate_checkpoint(tmp_path / "out", Checks(checksums=True)))
     bad = [v for v in verdicts if v.error]
-    assert {type(v.error) for v in bad} == {sf.IntegrityError}
+    assert {type(v.error) for v in bad} == {sf.errors.IntegrityError}
     assert {v.format for v in bad} >= {"file"}

@@ -80,7 +80,9 @@ def test_targets_of_a_matrix_file(tmp_path: Path, graph: Path) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_a_sparsity_without_pruning(share: float) -> None:
-    with pytest.raises(sf.UsageError, match=r"sparsity: expected prune='magnitude' \(--prune magnitude\) with it"):
+    with pytest.raises(
+        sf.errors.UsageError, match=r"sparsity: expected prune='magnitude' \(--prune magnitude\) with it"
+    ):
         Recipe(sparsity=share)
 
 
@@ -106,12 +108,12 @@ def test_a_plot_that_cannot_be_drawn_is_told_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # not installed
-    with pytest.raises(sf.UsageError, match=r"--plot needs matplotlib: pip install 'spformat\[plot\]'"):
+    with pytest.raises(sf.errors.UsageError, match=r"--plot needs matplotlib: pip install 'spformat\[plot\]'"):
         bench.run(str(DIGITS), plot=str(tmp_path / "a.png"))
     monkeypatch.setitem(sys.modules, "matplotlib", pytest)  # any module with a spec
-    with pytest.raises(sf.UsageError, match=r"--plot: expected a name in \.png, got 'a\.pdf'"):
+    with pytest.raises(sf.errors.UsageError, match=r"--plot: expected a name in \.png, got 'a\.pdf'"):
         bench.run(str(DIGITS), plot="a.pdf")
-    with pytest.raises(sf.OutputError, match=r"nowhere/a\.png: --plot: cannot write into the folder"):
+    with pytest.raises(sf.errors.OutputError, match=r"nowhere/a\.png: --plot: cannot write into the folder"):
         bench.run(str(DIGITS), plot=str(tmp_path / "nowhere" / "a.png"))
 
 
@@ -290,7 +292,7 @@ def test_the_table_of_formats_has_lines_of_its_own() -> None:
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "a.pt", "a.pth"])
 def test_a_folder_of_pickles_says_what_to_do(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"PK\x03\x04")
-    with pytest.raises(sf.InputError, match=rf"no \.safetensors file in the folder; {name} is a pickle") as e:
+    with pytest.raises(sf.errors.InputError, match=rf"no \.safetensors file in the folder; {name} is a pickle") as e:
         open_source(tmp_path)
     assert e.value.exit_code == 66
     assert "safe_serialization=True" in e.value.message
@@ -316,7 +318,7 @@ def test_a_url_where_none_is_read(tmp_path: Path) -> None:
         r = spformat(verb, url, *([tmp_path / "a.safetensors"] if verb == "convert" else []), *flags)
         assert r.returncode == 66
         assert f"{url}: a URL: `spformat convert` alone takes those, of checkpoints: download it first" in r.stderr
-    with pytest.raises(sf.InputError, match="a URL"):
+    with pytest.raises(sf.errors.InputError, match="a URL"):
         sf.load("s3://bucket/a.safetensors")
 
 

@@ -36,7 +36,7 @@ def test_a_cluster_gives_the_bytes_of_one_process(tmp_path: Path, cluster: Worke
 
 
 def test_errors_of_tensors_come_back_as_they_are(tmp_path: Path, cluster: Workers) -> None:
-    with pytest.raises(sf.StructureError, match=r"tensor '.*': two-four"):
+    with pytest.raises(sf.errors.StructureError, match=r"tensor '.*': two-four"):
         convert_checkpoint(SHARDED, tmp_path / "out", "two-four", executor=cluster)
 
 
@@ -90,16 +90,16 @@ def said(**changes: Any) -> Any:
 
 def test_workers_of_another_release_or_without_the_files_are_refused() -> None:
     executors._check_workers({"tcp://a:1": said()})
-    with pytest.raises(sf.UsageError, match=r"expected workers with spformat .*, got 9.9 on tcp://b:1"):
+    with pytest.raises(sf.errors.UsageError, match=r"expected workers with spformat .*, got 9.9 on tcp://b:1"):
         executors._check_workers({"tcp://a:1": said(), "tcp://b:1": said(release="9.9")})
-    with pytest.raises(sf.InputError, match="1 of 2 dask workers do not see it, first tcp://b:1") as e:
+    with pytest.raises(sf.errors.InputError, match="1 of 2 dask workers do not see it, first tcp://b:1") as e:
         executors._check_workers({"tcp://a:1": said(), "tcp://b:1": said(hidden=["/data"])})
     assert e.value.path == "/data"
 
 
 def test_a_scheduler_that_is_not_there() -> None:
     with (
-        pytest.raises(sf.InputError, match="no dask scheduler answers there"),
+        pytest.raises(sf.errors.InputError, match="no dask scheduler answers there"),
         open_workers("dask", scheduler="nowhere://host"),
     ):
         pass

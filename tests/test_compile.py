@@ -5,6 +5,7 @@ A kernel class lists representative C++ names in ``instances()``; its source is 
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import re
@@ -74,6 +75,18 @@ def cases() -> list[tuple[str, str]]:
     """(source, arch); a file named *_sm90a holds Hopper-only instructions, *_sm90 those of Hopper and later."""
     archs = {"sm90a": ("sm_90a",), "sm90": ARCHS[1:]}
     return [(s, arch) for s in SOURCES for arch in archs.get(s.rpartition("_")[2], ARCHS)]
+
+
+def test_every_source_that_is_named_exists() -> None:
+    """A launcher names its source in a string, relative to the folder of the backend."""
+    named = {
+        (path.name, node.value)
+        for path in sorted(jit.HERE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[\w/]+\.cu", node.value)
+    }
+    assert len(named) >= len(SOURCES)
+    assert [pair for pair in sorted(named) if not (jit.HERE / pair[1]).exists()] == []
 
 
 def test_every_source_has_a_launcher() -> None:

@@ -360,6 +360,6 @@ def test_an_open_file_is_a_mapping(tmp_path: Path) -> None:
 
 def test_a_url_is_no_place_to_save_to() -> None:
     with pytest.raises(
-        sf.OutputError, match=r"s3://b/a\.safetensors: cannot open .*`spformat convert` alone takes URLs"
+        sf.errors.OutputError, match=r"s3://b/a\.safetensors: cannot open .*`spformat convert` alone takes URLs"
     ):
         sf.save("s3://b/a.safetensors", {"b": np.arange(3)})

@@ -102,9 +102,9 @@ def test_any_format_has_bounds() -> None:
         assert c.bytes == a.nbytes + 2 * 64 * 32 * 4
         assert c.floor_us >= c.launch_us > 0
         assert "bound by launch" in str(c)
-    with pytest.raises(sf.UsageError, match="expected one of H200, H100, A100"):
+    with pytest.raises(sf.errors.UsageError, match="expected one of H200, H100, A100"):
         cost.estimate(a, 32, device="T4")
-    with pytest.raises(sf.UsageError, match="at least 0, got -1"):
+    with pytest.raises(sf.errors.UsageError, match="at least 0, got -1"):
         cost.estimate(a, -1)
 
 

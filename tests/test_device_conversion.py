@@ -47,10 +47,10 @@ def tensors() -> dict[str, Any]:
 def test_without_cupy_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     sf.save_dense(tmp_path / "in.safetensors", tensors())
-    with pytest.raises(sf.DeviceUnavailable, match=r"pip install 'spformat\[cuda13\]'"):
+    with pytest.raises(sf.errors.DeviceUnavailable, match=r"pip install 'spformat\[cuda13\]'"):
         convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "out", "bitmask", device="cuda")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(sf.UsageError, match="device: expected 'cpu', 'cuda' or 'cuda:<id>', got 'gpu'"):
+    with pytest.raises(sf.errors.UsageError, match="device: expected 'cpu', 'cuda' or 'cuda:<id>', got 'gpu'"):
         convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "out", "bitmask", device="gpu")
 
 
@@ -73,7 +73,7 @@ def test_a_flipped_byte_is_found_on_the_way_to_the_device(tmp_path: Path, stand_
     data = bytearray((tmp_path / "x.safetensors").read_bytes())
     data[-3] ^= 16
     (tmp_path / "x.safetensors").write_bytes(data)
-    with pytest.raises(sf.IntegrityError, match="the file is damaged"):
+    with pytest.raises(sf.errors.IntegrityError, match="the file is damaged"):
         sf.load(tmp_path / "x.safetensors", device="cuda")
 
 

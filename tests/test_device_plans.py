@@ -273,7 +273,7 @@ def test_a_captured_stream_takes_up_the_launches_not_a_graph(world: World) -> No
 
 def test_a_graph_has_memory_of_its_own_also_where_the_operands_are_known(world: World) -> None:
     """It may run on another stream while this one goes on, with the same plan or with others that share the memory."""
-    held = Scratch(shared=True)
+    held = Scratch(shared="product")
     used: list[int] = []
 
     def prepare(o: Operands) -> Any:

@@ -43,7 +43,7 @@ def test_every_format_has_a_kernel_on_every_supported_gpu(fmt: str, sm: int, dty
         for layout in ("row", "col"):
             e = sf.explain(problem(fmt, sm=sm, dtype=dtype, n=n, b_layout=layout))
             assert e.chosen is not None, str(e)
-            assert e.chosen.startswith("cuda." if fmt != "dense" else "vendor.")
+            assert e.chosen.startswith(("cuda.", "vendor.") if fmt in ("csr", "dense") else "cuda.")
 
 
 def test_an_older_gpu_is_refused_with_its_name() -> None:
@@ -89,10 +89,10 @@ def test_the_trace_lists_every_kernel_with_reasons() -> None:
 def test_a_named_backend_never_falls_back() -> None:
     x = np.eye(4, dtype=np.float32)
     a = sf.convert(x, "csr")
-    with pytest.raises((sf.DeviceUnavailable, sf.NoKernelError)) as e:
+    with pytest.raises((sf.errors.DeviceUnavailable, sf.errors.NoKernelError)) as e:
         sf.spmm(a, x, backend="cuda")
     assert e.value.exit_code == 69
-    with pytest.raises(sf.UsageError, match="unknown backend 'cudaa'"):
+    with pytest.raises(sf.errors.UsageError, match="unknown backend 'cudaa'"):
         sf.spmm(a, x, backend="cudaa")
 
 
@@ -107,9 +107,9 @@ def test_a_kernel_can_be_named() -> None:
     assert [answer.kernel for answer in named.answers if answer] == ["cuda.spmm_vector_nm"] == [named.chosen]
     with sf.use_backend("reference.spmm"):
         assert sf.plan(a, n=4).kernel == "reference.spmm"
-    with pytest.raises(sf.NoKernelError, match=r"cpu\.spmm_bsr: does not take format csr"):
+    with pytest.raises(sf.errors.NoKernelError, match=r"cpu\.spmm_bsr: does not take format csr"):
         sf.spmm(a, x, backend="cpu.spmm_bsr")
-    with pytest.raises(sf.UsageError, match=r"unknown kernel .cpu\.spmm.*cpu\.spmm_csr"):
+    with pytest.raises(sf.errors.UsageError, match=r"unknown kernel .cpu\.spmm.*cpu\.spmm_csr"):
         sf.spmm(a, x, backend="cpu.spmm")
 
 
@@ -180,7 +180,9 @@ def test_unvalidated_matrices_are_validated_before_a_kernel_sees_them() -> None:
     a = sf.convert(x, "csr")
     bad = a.with_arrays(indices=np.full(6, 99, np.int32))
     for call in (lambda: sf.spmm(bad, x), lambda: sf.plan(bad, n=6), lambda: bad.to_dense(), lambda: bad.to_scipy()):
-        with pytest.raises(sf.IndexBoundsError, match=r"csr: indices\[0\]: expected an index in \[0, 6\), got 99"):
+        with pytest.raises(
+            sf.errors.IndexBoundsError, match=r"csr: indices\[0\]: expected an index in \[0, 6\), got 99"
+        ):
             call()
 
 
@@ -282,7 +284,7 @@ def test_a_plugin_is_found_explained_and_used(plugins: Path) -> None:
     lines = [line.strip() for line in str(sf.explain(sf.convert(x, "bsr:blocksize=5x5"), x)).splitlines()]
     assert [line for line in lines if line.startswith("elsewhere")] == ["elsewhere.spmm: no such machine"]
     wide = sf.convert(x.astype(np.float64), "csr")
-    with pytest.raises(sf.NoKernelError, match=r"a\.dtype must be float32, got float64"):
+    with pytest.raises(sf.errors.NoKernelError, match=r"a\.dtype must be float32, got float64"):
         sf.spmm(wide, x.astype(np.float64), backend="doubled")
 
 

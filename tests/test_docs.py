@@ -12,7 +12,7 @@ import pytest
 
 from spformat import errors
 from spformat.errors import StructureError
-from spformat.formats import FORMATS, registered, unregister
+from spformat.formats import COMPOSED, FORMATS, registered, unregister
 from spformat.formats.base import Format
 from spformat.formats.convert import convert
 from spformat.formats.two_four import TwoFour, reorder_meta
@@ -23,7 +23,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
-FORMAT_IDS = pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
+FORMAT_IDS = pytest.mark.parametrize("fmt", [*FORMATS, *COMPOSED], ids=lambda f: f.name)
 PAGE_IDS = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
 
 

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import stand_in_cupy
+from cases import params_of
 
 import spformat as sf
+from spformat import backends
+from spformat.backends.cuda import edges as cuda_edges
 from spformat.backends.cuda.edges import EDGES
+from spformat.backends.cuda.two_four import two_four_pack
+from spformat.backends.cuda.vector_nm import vector_nm_convert
 from spformat.formats import edges, registered
 from spformat.formats.edges import Edge
+from spformat.formats.fast import compiled
+from spformat.formats.two_four import NIBBLES, meta_places
+from spformat.preprocess import masks
 
 
 @pytest.fixture
@@ -116,3 +127,123 @@ def test_small_conversions_import_no_code_of_a_device_and_no_numba() -> None:
         "assert 'numba' not in sys.modules and 'spformat.backends.cuda' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+class Counters:
+    """What a kernel of vector n:m reports, as the launchers give it back."""
+
+    def __init__(self, refused: tuple[int, int, int]) -> None:
+        count, first, found = refused
+        self._words = count, 2**64 - 1 - (first << 9 | found)
+
+    def get(self) -> tuple[int, int]:
+        return self._words
+
+
+FITTING = [("two-four", {"meta_order": o}) for o in ("logical", "cutlass-sm80")] + [
+    ("vector-nm", {"n": 2, "m": 4, "vector_length": 1}),
+    ("vector-nm", {"n": 2, "m": 4, "vector_length": 1, "tile_rows": 16, "tile_cols": 8}),
+]
+
+
+@pytest.mark.parametrize(("name", "params"), FITTING, ids=str)
+def test_edges_of_cuda_do_around_a_kernel_what_is_to_be_done(
+    name: str, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loops of the host stand in for the kernels: same arguments, same arrays. The general code gives the law."""
+    pytest.importorskip("numba")
+    fmt, x = sf.by_name(name), np.zeros((37, 70), np.float16)
+    x[:, ::4], x[3, 1::4] = 1, 2
+    full = x.copy()
+    full[5, :4] = 7
+    wanted = fmt._from_dense(x, **fmt.resolve_params(params))
+    with pytest.raises(sf.errors.StructureError) as law:
+        fmt._from_dense(full, **fmt.resolve_params(params))
+
+    def encode(x: Any, n: int, m: int, length: int, indices: Any, data: Any) -> Counters:
+        indices[...], data[...] = 0, 0
+        return Counters(compiled.vector_nm_encode(x, n, m, length, indices, data))
+
+    def pack(x: Any, order: str, data: Any, meta: Any, prune: bool = False) -> Any:
+        data[...], meta[...] = 0, 0x4444
+        places = meta_places((data.shape[0], 2 * data.shape[1]), order)
+        if prune:
+            return compiled.two_four_prune(x, 0x7C00, places, data, meta), 0, 0
+        return compiled.two_four_encode(x, NIBBLES, places, data, meta)
+
+    def unpack(data: Any, meta: Any, order: str, out: Any) -> None:
+        compiled.two_four_decode(data, meta, meta_places((data.shape[0], 2 * data.shape[1]), order), out)
+
+    def scatter(indices: Any, data: Any, n: int, m: int, length: int, out: Any) -> None:
+        out[...] = 0
+        compiled.vector_nm_to_dense(indices, data, n, m, length, out)
+
+    def pack_tiles(indices: Any, n: int, m: int, col_info: Any, ranks: Any) -> None:
+        assert (col_info.shape, ranks.shape) == (wanted.col_info.shape, wanted.ranks.shape)
+        col_info[...], ranks[...] = wanted.col_info, wanted.ranks
+
+    monkeypatch.setattr(vector_nm_convert, "vector_nm_encode", encode)
+    monkeypatch.setattr(vector_nm_convert, "vector_nm_to_dense", scatter)
+    monkeypatch.setattr(vector_nm_convert, "vector_nm_pack", pack_tiles)
+    monkeypatch.setattr(two_four_pack, "two_four_pack", pack)
+    monkeypatch.setattr(two_four_pack, "two_four_unpack", unpack)
+    monkeypatch.setattr(edges, "is_cupy", lambda x: True)
+    monkeypatch.setattr(fmt, "_from_dense", None)
+    monkeypatch.setattr(fmt, "_to_dense", None)
+    a = fmt.from_dense(x, **params)
+    assert a == wanted
+    np.testing.assert_array_equal(a.to_dense(), x)
+    with pytest.raises(sf.errors.StructureError) as told:
+        fmt.from_dense(full, **params)
+    assert (str(told.value), told.value.fields) == (str(law.value), law.value.fields)
+    if name == "two-four":
+        assert masks.prune_two_four(x, **params) == wanted
+
+
+SCANS = {
+    "csr": "csr_scan.csr_sound", "bitmask": "bitmask_scan.bitmask_sound", "bsr": "bsr_scan.bsr_sound",
+    "dbsr": "bsr_scan.bsr_sound", "sr-bcrs": "sr_bcrs_scan.sr_bcrs_sound",
+    "ell-buckets": "ell_buckets_scan.ell_buckets_sound", "two-four": "two_four_scan.two_four_sound",
+    "vector-nm": "vector_nm_scan.vector_nm_sound",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_a_check_of_cuda_hands_its_scan_what_it_takes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, function = SCANS[name].split(".")
+    home = getattr(cuda_edges, module)
+    parameters, answers, seen = inspect.signature(getattr(home, function)), [True, False], []
+
+    def scan(*args: Any) -> bool:
+        seen.append(parameters.bind(*args).arguments)
+        return answers.pop(0)
+
+    x = np.zeros((64, 64), np.float16)
+    x[:, ::4] = 1
+    a = sf.convert(x, name, **params_of(name)[0])
+    monkeypatch.setattr(home, function, scan)
+    monkeypatch.setattr(edges, "is_cupy", lambda x: True)
+    assert a.quick_check()
+    assert not a.quick_check()
+    for key, value in seen[0].items():
+        if key in a.arrays():
+            assert value is getattr(a, key)
+        elif key in a.params() or key == "shape":
+            assert value == getattr(a, key)
+    assert len(answers) == 0
+
+
+def test_an_installed_package_may_bring_edges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an entry point of the group, looked up when the first array comes; it is asked before the built-in edges."""
+    cpu, cuda = (Edge("dense", "csr", device, lambda x, _: "theirs") for device in ("cpu", "cuda"))
+    groups: list[str] = []
+    installed = [SimpleNamespace(load=lambda: (cpu, cuda))]
+    monkeypatch.setattr(backends, "_entry_points", lambda group: groups.append(group) or installed)
+    monkeypatch.setattr(edges, "_table", {})
+    monkeypatch.setattr(edges, "_waiting", {"cpu": [], "cuda": []})
+    edges.provide("cpu", functools.partial(backends._installed_edges, "cpu"))
+    edges.provide("cpu", lambda: (Edge("dense", "csr", "cpu", lambda x, _: "ours"),))
+    assert groups == []
+    assert edges.take("dense", "csr", X, {}, X) == "theirs"
+    assert groups == ["spformat.edges"]
+    assert [e.device for found in edges._table.values() for e in found] == ["cpu", "cpu"]

@@ -18,20 +18,20 @@ X = np.arange(12, dtype=np.float32).reshape(4, 3)
 
 def test_coordinates_stored_twice_are_refused_not_summed() -> None:
     rows, cols = [0, 0, 1], [1, 1, 0]
-    with pytest.raises(sf.OrderError, match=r"row 0 stores column 1 more than once \(1 repeats"):
+    with pytest.raises(sf.errors.OrderError, match=r"row 0 stores column 1 more than once \(1 repeats"):
         sf.convert(sp.coo_array(([1.0, 2.0, 3.0], (rows, cols)), shape=(2, 2)), "csr")
     torch = pytest.importorskip("torch")
     t = torch.sparse_coo_tensor([rows, cols], [1.0, 2.0, 3.0], (2, 2), check_invariants=True)
-    with pytest.raises(sf.OrderError, match=r"row 0 stores column 1 more than once \(1 repeats"):
+    with pytest.raises(sf.errors.OrderError, match=r"row 0 stores column 1 more than once \(1 repeats"):
         sf.convert(t, "csr")
     assert sf.convert(t.coalesce(), "csr").to_dense().tolist() == [[0, 3], [3, 0]]
     unordered = torch.sparse_coo_tensor([[1, 0], [0, 1]], [1.0, 2.0], (2, 2), check_invariants=True)
     assert sf.convert(unordered, "csr").to_dense().tolist() == [[0, 2], [1, 0]]
     outside = torch.sparse_coo_tensor([[1, 2], [0, 1]], [1.0, 2.0], (2, 2), check_invariants=False)
-    with pytest.raises(sf.IndexBoundsError, match=r"coo: expected row indices in 0 \.\. 1, got 1 \.\. 2"):
+    with pytest.raises(sf.errors.IndexBoundsError, match=r"coo: expected row indices in 0 \.\. 1, got 1 \.\. 2"):
         sf.convert(outside, "csr")
     before = torch.sparse_coo_tensor([[1, 0], [0, -1]], [1.0, 2.0], (2, 2), check_invariants=False)
-    with pytest.raises(sf.IndexBoundsError, match=r"coo: expected column indices in 0 \.\. 1, got -1 \.\. 0"):
+    with pytest.raises(sf.errors.IndexBoundsError, match=r"coo: expected column indices in 0 \.\. 1, got -1 \.\. 0"):
         sf.convert(before, "csr")
     zeros = torch.sparse_coo_tensor([rows[:2], [0, 1]], [0.0, 2.0], (2, 2), check_invariants=True)
     assert sf.convert(zeros, "csr").data.tolist() == [2]  # as of a dense tensor
@@ -40,8 +40,8 @@ def test_coordinates_stored_twice_are_refused_not_summed() -> None:
 @pytest.mark.parametrize(
     ("array", "at", "value", "error"),
     [
-        ("indices", 0, 99, sf.IndexBoundsError), ("indices", 1, -1, sf.IndexBoundsError),
-        ("indptr", 1, 77, sf.PointerError), ("indptr", 0, 1, sf.PointerError),
+        ("indices", 0, 99, sf.errors.IndexBoundsError), ("indices", 1, -1, sf.errors.IndexBoundsError),
+        ("indptr", 1, 77, sf.errors.PointerError), ("indptr", 0, 1, sf.errors.PointerError),
     ],
 )  # fmt: skip
 def test_blocks_of_another_library_that_are_nowhere(array: str, at: int, value: int, error: Any) -> None:
@@ -61,25 +61,29 @@ def test_the_last_width_of_32_bits(columns: int, dtype: Any) -> None:
 
 def test_sparse_arrays_that_are_no_matrices() -> None:
     for x in (sp.coo_array(np.ones(3, np.float32)), sp.csr_array(np.ones(3, np.float32))):
-        with pytest.raises(sf.UsageError, match=r"expected a matrix \[M, K\], got shape \(3,\)"):
+        with pytest.raises(sf.errors.UsageError, match=r"expected a matrix \[M, K\], got shape \(3,\)"):
             sf.convert(x, "csr")
     torch = pytest.importorskip("torch")
     hybrid = torch.sparse_coo_tensor([[0, 1]], torch.ones(2, 3), (2, 3), check_invariants=True)
     line = torch.sparse_coo_tensor([[0, 1]], torch.ones(2), (3,), check_invariants=True)
     for t in (hybrid, line):
-        with pytest.raises(sf.UsageError, match=r"expected a matrix without dense dimensions, got shape"):
+        with pytest.raises(sf.errors.UsageError, match=r"expected a matrix without dense dimensions, got shape"):
             sf.convert(t, "csr")
 
 
 @pytest.mark.parametrize("kind", ["csr", "coo", "bsr", "dia"])
 def test_values_of_a_graph_that_are_no_weights(kind: str) -> None:
     for dtype in (bool, np.int64):  # an adjacency matrix, as graph libraries give it
-        with pytest.raises(sf.ArrayError, match=r"values of dtype \w+ are not representable; .*a\.astype\('float32'\)"):
+        with pytest.raises(
+            sf.errors.ArrayError, match=r"values of dtype \w+ are not representable; .*a\.astype\('float32'\)"
+        ):
             sf.convert(sp.eye_array(4, dtype=dtype).asformat(kind), "csr")
 
 
 @pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
-@pytest.mark.parametrize(("name", "error"), [("indices", sf.IndexBoundsError), ("indptr", sf.PointerError)])
+@pytest.mark.parametrize(
+    ("name", "error"), [("indices", sf.errors.IndexBoundsError), ("indptr", sf.errors.PointerError)]
+)
 @pytest.mark.parametrize("kind", ["csr", "bsr"])
 def test_indices_that_32_bits_would_wrap_into_the_matrix(kind: str, name: str, error: type[Exception]) -> None:
     x = sp.csr_array(W) if kind == "csr" else sp.bsr_array(W, blocksize=(1, 1))
@@ -89,7 +93,7 @@ def test_indices_that_32_bits_would_wrap_into_the_matrix(kind: str, name: str, e
     with pytest.raises(error, match=rf"{kind}: {name}\[1\]: expected .*, got 4294967297 \(2 such\)"):
         sf.convert(x, kind)
     setattr(x, name, wide.astype(np.float64))
-    with pytest.raises(sf.ArrayError, match=rf"{kind}: {name}: expected integers, got float64"):
+    with pytest.raises(sf.errors.ArrayError, match=rf"{kind}: {name}: expected integers, got float64"):
         sf.convert(x, kind)
     torch = pytest.importorskip("torch")
     if kind == "csr":
@@ -114,7 +118,7 @@ def test_blocks_as_other_libraries_keep_them() -> None:
     for x in kinds:
         for target in ("bsr:blocksize=2x2", "csr"):
             assert sf.convert(x, target) == sf.convert(wanted, target)
-    for bad, error in (([0, 3], sf.IndexBoundsError), ([0, 0], sf.OrderError)):
+    for bad, error in (([0, 3], sf.errors.IndexBoundsError), ([0, 0], sf.errors.OrderError)):
         for x in (
             sp.bsr_array((data[:2], np.array(bad), np.array([0, 2])), shape=(2, 6)),
             torch.sparse_bsr_tensor(
@@ -128,7 +132,9 @@ def test_blocks_as_other_libraries_keep_them() -> None:
 @pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
 def test_batches_are_refused_by_name() -> None:
     torch = pytest.importorskip("torch")
-    with pytest.raises(sf.UsageError, match=r"torch: expected one matrix, got torch\.sparse_csr of shape \(2, 3, 3\)"):
+    with pytest.raises(
+        sf.errors.UsageError, match=r"torch: expected one matrix, got torch\.sparse_csr of shape \(2, 3, 3\)"
+    ):
         sf.convert(torch.ones(2, 3, 3).to_sparse_csr(), "csr")
 
 
@@ -136,14 +142,16 @@ def test_without_torch_the_line_that_installs_it_is_named(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "torch", None)
     two_four = sf.convert(np.zeros((32, 64), np.float16), "two-four")
     for call in (sf.convert(W, "csr").to_torch, lambda: torch_semi_structured.to_semi_structured(two_four)):
-        with pytest.raises(sf.UsageError, match=r"torch is not installed: pip install 'spformat\[torch\]'"):
+        with pytest.raises(sf.errors.UsageError, match=r"torch is not installed: pip install 'spformat\[torch\]'"):
             call()
-    with pytest.raises(sf.UsageError, match=r"from_torch: expected a torch tensor, got ndarray; use convert"):
+    with pytest.raises(sf.errors.UsageError, match=r"from_torch: expected a torch tensor, got ndarray; use convert"):
         sf.from_torch(W)
 
 
 def test_readers_of_other_libraries_name_what_they_got() -> None:
-    with pytest.raises(sf.UsageError, match=r"from_scipy: expected a scipy\.sparse matrix, got ndarray; use convert"):
+    with pytest.raises(
+        sf.errors.UsageError, match=r"from_scipy: expected a scipy\.sparse matrix, got ndarray; use convert"
+    ):
         sf.from_scipy(W)
-    with pytest.raises(sf.UsageError, match=r"from_torch: expected a torch tensor, got ndarray; use convert"):
+    with pytest.raises(sf.errors.UsageError, match=r"from_torch: expected a torch tensor, got ndarray; use convert"):
         sf.from_torch(W)

@@ -40,7 +40,7 @@ def test_processes_give_the_bytes_of_one_and_typed_errors(tmp_path: Path) -> Non
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
         convert_checkpoint(SHARDED, tmp_path / "out", executor=pool)
         assert tree(tmp_path / "out") == expected
-        with pytest.raises(sf.StructureError, match=r"tensor '.*': two-four") as e:
+        with pytest.raises(sf.errors.StructureError, match=r"tensor '.*': two-four") as e:
             convert_checkpoint(SHARDED, tmp_path / "no", "two-four", executor=pool)
         assert (e.value.unit, e.value.limit) == ("group", 2)
     assert tree(tmp_path / "no") == {}
@@ -68,17 +68,17 @@ class Inline(Executor):
 
 def test_what_may_pass_is_tried_again(tmp_path: Path) -> None:
     expected = whole(tmp_path)
-    pool = Inline(iter((ConnectionError("worker lost"), sf.WriteError("no space left"))))
+    pool = Inline(iter((ConnectionError("worker lost"), sf.errors.WriteError("no space left"))))
     convert_checkpoint(SHARDED, tmp_path / "out", executor=Workers(pool, 2))
     assert tree(tmp_path / "out") == expected
     assert len(pool.tries) == 4
 
     pool = Inline(iter([ConnectionError("worker lost")] * 6))
-    with pytest.raises(sf.WriteError, match=r"failed 3 time\(s\).*ConnectionError: worker lost; .*--resume"):
+    with pytest.raises(sf.errors.WriteError, match=r"failed 3 time\(s\).*ConnectionError: worker lost; .*--resume"):
         convert_checkpoint(SHARDED, tmp_path / "no", executor=Workers(pool, 2))
-    for error in (BrokenProcessPool("killed"), sf.IntegrityError("damaged")):
+    for error in (BrokenProcessPool("killed"), sf.errors.IntegrityError("damaged")):
         pool = Inline(iter([error]))
-        with pytest.raises((sf.WriteError, sf.IntegrityError), match=r"killed|damaged"):
+        with pytest.raises((sf.errors.WriteError, sf.errors.IntegrityError), match=r"killed|damaged"):
             convert_checkpoint(SHARDED, tmp_path / f"no-{type(error).__name__}", executor=Workers(pool, 1))
         assert len(set(pool.tries)) == len(pool.tries)
 

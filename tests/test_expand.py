@@ -222,7 +222,7 @@ def test_the_matrix_is_expanded_before_every_product(
     op = x.T if operation == "spmm_transposed" else x
     B, out = library.array(op.shape[1], 2), library.array(op.shape[0], 2)
     B[...] = np.arange(B.size).reshape(B.shape)
-    matrix = SimpleNamespace(is_validated=True, arrays=dict)
+    matrix = SimpleNamespace(is_validated=True, all_arrays=dict)
     matrix.twin = lambda: matrix
     plan = KERNEL.plan(matrix, asked("csr", (5, 3), operation=operation))
     for _ in range(4):
@@ -249,7 +249,7 @@ def formats(name: str, dtype: str, shapes: tuple[tuple[int, int], ...] = SHAPES)
         for make in CASES.values():
             try:
                 yield cls.from_dense(make(dtype), **params)
-            except sf.StructureError:
+            except sf.errors.StructureError:
                 continue
     for params in (*params_of(name), *BIG.get(name, ())):
         for shape in shapes:
@@ -334,8 +334,8 @@ def test_conversions_write_a_whole_array(cp: Any, name: str) -> None:
 def poisoned(cp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The workspace is NaN before every expansion."""
 
-    def poisoning(expander: Any) -> Any:
-        def made(a: Any, p: Problem) -> Any:
+    def with_poison(expander: Any) -> Any:
+        def poisoning_expander(a: Any, p: Problem) -> Any:
             write, nbytes = expander(a, p), expand_then_dense._dense_bytes(p)
 
             def launches(x: int, ld: int, stream: int) -> list[Any]:
@@ -343,10 +343,10 @@ def poisoned(cp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
             return launches
 
-        return made
+        return poisoning_expander
 
     for name, expander in list(EXPANDERS.items()):
-        monkeypatch.setitem(EXPANDERS, name, poisoning(expander))
+        monkeypatch.setitem(EXPANDERS, name, with_poison(expander))
 
 
 @pytest.mark.gpu
@@ -363,7 +363,7 @@ def test_products_are_exact(cp: Any, poisoned: None, name: str, operation: str) 
         for i, (params, x) in enumerate(drawn):
             try:
                 f = cls.from_dense(x, **params)
-            except sf.StructureError:
+            except sf.errors.StructureError:
                 continue
             g = f.to("cuda")
             op = x.T if operation == "spmm_transposed" else x

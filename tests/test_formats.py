@@ -40,7 +40,7 @@ def test_container_round_trip(fmt: type[Format], params: dict[str, Any], tmp_pat
         for dtype in ("bfloat16", "float32"):
             try:
                 f = fmt.from_dense(make(dtype), **params)
-            except sf.StructureError:
+            except sf.errors.StructureError:
                 continue
             folder = tmp_path / f"{case}-{dtype}"
             folder.mkdir()
@@ -56,7 +56,7 @@ def test_reference_product_is_exact(fmt: type[Format], params: dict[str, Any], n
         x = laws.integers(make("float16" if "float32" not in fmt.value_dtypes else "float32"))
         try:
             f = fmt.from_dense(x, **params)
-        except sf.StructureError:
+        except sf.errors.StructureError:
             continue
         laws.check_spmm(f, x, "reference", n, np.random.default_rng(len(case)))
 
@@ -79,7 +79,7 @@ def test_object_habits(fmt: type[Format], params: dict[str, Any]) -> None:
     x = CASES["two_four"]("float16") if fmt.name != "vector-nm" else CASES["vectors"]("float16")
     try:
         f = fmt.from_dense(x, **params)
-    except sf.StructureError:
+    except sf.errors.StructureError:
         pytest.skip("these parameters do not hold the case")
     assert pickle.loads(pickle.dumps(f)) == f
     assert f.to("cpu") is f
@@ -92,7 +92,7 @@ def test_object_habits(fmt: type[Format], params: dict[str, Any]) -> None:
     for other in registered():
         try:
             g = sf.convert(f, other, **(params if other is fmt else params_of(other.name)[0]))
-        except sf.StructureError:
+        except sf.errors.StructureError:
             continue
         assert laws.same(g.to_dense(), f.to_dense())
 
@@ -124,7 +124,7 @@ def test_one_changed_index_is_rejected_or_decodes_otherwise(data: Any) -> None:
     x = sparse(rng, (19, 45), "float16", 0.1)
     try:
         f = fmt.from_dense(x, **params)
-    except sf.StructureError:
+    except sf.errors.StructureError:
         return
     name = data.draw(st.sampled_from([d.name for d in fmt.declared_arrays() if d.kind != "VALUE"]))
     a = getattr(f, name)
@@ -136,7 +136,7 @@ def test_one_changed_index_is_rejected_or_decodes_otherwise(data: Any) -> None:
     changed.reshape(-1)[at : at + 1] += np.array([delta]).astype(a.dtype)  # wraps, as a flipped bit would
     try:
         g = f.with_arrays(**{name: changed}).validate()
-    except sf.FormatError:
+    except sf.errors.FormatError:
         return
     assert not laws.same(g.to_dense(), f.to_dense()), f"{fmt.name}.{name}[{at}] changed nothing and passed"
 
@@ -168,9 +168,9 @@ def test_int64_indices_only_when_the_bound_demands_them() -> None:
     assert a.indices.dtype == np.int64
     assert a.indptr.dtype == np.int32
     a.validate()
-    with pytest.raises(sf.ArrayError, match="indices: expected dtype int64, got int32"):
+    with pytest.raises(sf.errors.ArrayError, match="indices: expected dtype int64, got int32"):
         a.with_arrays(indices=np.zeros(2, np.int32))
-    with pytest.raises(sf.LimitError, match="bytes"):
+    with pytest.raises(sf.errors.LimitError, match="bytes"):
         a.to_dense()
     for name in ("ell-buckets", "bsr", "dbsr", "sr-bcrs"):
         f = sf.convert(a, name)
@@ -180,7 +180,7 @@ def test_int64_indices_only_when_the_bound_demands_them() -> None:
 @pytest.mark.parametrize("fmt", registered(), ids=lambda f: f.name)
 def test_values_without_a_place_are_refused_by_name(fmt: type[Format]) -> None:
     for dtype in (np.complex64, np.bool_, np.int32, object):
-        with pytest.raises(sf.StructureError, match=r"not representable") as e:
+        with pytest.raises(sf.errors.StructureError, match=r"not representable") as e:
             sf.convert(np.zeros((4, 4), dtype), fmt, **params_of(fmt.name)[0])
         assert e.value.exit_code == 3
 
@@ -261,5 +261,5 @@ def test_a_tenth_format_takes_one_class_and_one_registration(tmp_path: Path) -> 
         assert sf.load(tmp_path / "out" / "spformat-00001-of-00001.safetensors")["w"] == sf.convert(x, "coordinates")
     finally:
         unregister("coordinates")
-    with pytest.raises(sf.UsageError, match="unknown format"):
+    with pytest.raises(sf.errors.UsageError, match="unknown format"):
         sf.by_name("coordinates")

@@ -66,9 +66,10 @@ ENVIRONMENT = (
 
 FORMAT_IMPORTS = {
     "dbsr": {"bsr"},
-    "foreign": {"bsr", "dense"},
+    "foreign": {"bsr", "dense", "transposed"},
+    "transposed": {"bsr", "dbsr", "dense"},
     "convert": {"dense", "foreign"},
-    "base": {"transposed"},
+    "sum": {"composed"},
 }
 """What a file of formats/ may import beside base, declare, edges, hooks and the hub (csr)."""
 

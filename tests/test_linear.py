@@ -146,7 +146,7 @@ def test_refusals() -> None:
         sf.linear(x, W, out=np.zeros((M, N), np.float16))
     with pytest.raises(ValueError, match="C order"):
         sf.linear(x[None], W, out=np.zeros((M, N, 1), np.float16).T)
-    with pytest.raises(sf.UsageError, match="epilogue=True"):
+    with pytest.raises(sf.errors.UsageError, match="epilogue=True"):
         sf.plan(W, n=N)(x.T, bias=bias)
     eight = sf.convert(np.eye(4, dtype=np.int8), "csr")
     with pytest.raises(TypeError, match="int32"):

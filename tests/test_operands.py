@@ -46,19 +46,21 @@ def test_operands_of_no_or_another_library() -> None:
 @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64, bool, complex], ids=lambda d: d.__name__)
 def test_no_product_is_cut_to_integers(dtype: Any) -> None:
     a, out = sf.convert(W * np.float32(1.5), "csr"), np.zeros((4, 3), dtype)
-    with pytest.raises(sf.NoKernelError, match=rf"reference\.spmm: out\.dtype must be one of .*, got {out.dtype}"):
+    with pytest.raises(
+        sf.errors.NoKernelError, match=rf"reference\.spmm: out\.dtype must be one of .*, got {out.dtype}"
+    ):
         sf.spmm(a, X, out=out)
     whole, x = sf.convert(W.astype(np.int8), "csr"), X.astype(np.int8)
     assert sf.spmm(whole, x).dtype == np.int32
     wide = np.full((4, 3), 7, np.int64)
     for left, right in ((a, x), (whole, X / 2)):
-        with pytest.raises(sf.NoKernelError, match=r"out\.dtype must be one of .*, got int64"):
+        with pytest.raises(sf.errors.NoKernelError, match=r"out\.dtype must be one of .*, got int64"):
             sf.spmm(left, right, out=wide)
     assert (sf.spmm(whole, x, out=wide) == W @ X).all()
     with pytest.raises(TypeError, match="alpha, beta and bias need a C of floating-point values, got int64"):
         sf.spmm(whole, x, out=wide, alpha=0.5)
     if dtype in (np.int8, bool):  # their sums do not fit
-        with pytest.raises(sf.NoKernelError, match="int32, int64, got"):
+        with pytest.raises(sf.errors.NoKernelError, match="int32, int64, got"):
             sf.spmm(whole, x, out=out)
 
 
@@ -67,7 +69,7 @@ def test_operands_of_no_value_type_are_named_with_the_cast(dtype: Any) -> None:
     a, x = sf.convert(W, "csr"), X.astype(dtype)
     for name, call in {"B": lambda: sf.spmm(a, x), "x": lambda: sf.linear(x.T, a)}.items():
         with pytest.raises(
-            sf.ArrayError, match=rf"{name}: dtype {x.dtype} is not .*, as by {name}\.astype\('float32'\)"
+            sf.errors.ArrayError, match=rf"{name}: dtype {x.dtype} is not .*, as by {name}\.astype\('float32'\)"
         ):
             call()
 
@@ -75,13 +77,15 @@ def test_operands_of_no_value_type_are_named_with_the_cast(dtype: Any) -> None:
 def test_a_mask_is_not_lost() -> None:
     x = np.ma.masked_array(W, W > 2)
     for call in (lambda: sf.convert(x, "csr"), lambda: sf.spmm(x, X), lambda: sf.spmm(W, x), lambda: sf.explain(W, x)):
-        with pytest.raises(sf.UsageError, match=r"a masked array: its mask would be lost; use x\.filled\(0\)"):
+        with pytest.raises(sf.errors.UsageError, match=r"a masked array: its mask would be lost; use x\.filled\(0\)"):
             call()
     assert sf.convert(x.filled(0), "csr").nnz == 2
 
 
 def test_from_csr_of_something_else() -> None:
-    with pytest.raises(sf.UsageError, match=r"bsr: from_csr: expected a CSR, got csr_array; use convert\(x, 'bsr'\)"):
+    with pytest.raises(
+        sf.errors.UsageError, match=r"bsr: from_csr: expected a CSR, got csr_array; use convert\(x, 'bsr'\)"
+    ):
         sf.BSR.from_csr(sp.csr_array(W))  # type: ignore[arg-type]
 
 
@@ -111,7 +115,7 @@ def test_torch_operands_beside_others() -> None:
     for given in ({"out": np.empty((4, 3), np.float32)}, {"bias": np.ones(4, np.float32)}):
         with pytest.raises(TypeError, match=rf"{next(iter(given))}: expected a torch tensor, got numpy\.ndarray"):
             sf.spmm(a, x, **given)
-    with pytest.raises(sf.UsageError, match=r"torch tensor .*meta.* its memory cannot be shared with numpy"):
+    with pytest.raises(sf.errors.UsageError, match=r"torch tensor .*meta.* its memory cannot be shared with numpy"):
         sf.spmm(a, x.to("meta"))
 
     class Mine(torch.Tensor):  # type: ignore[name-defined, misc]
@@ -148,11 +152,13 @@ def test_gradients_are_not_cut_off_in_silence() -> None:
         "A": lambda: sf.spmm(torch.tensor(W, requires_grad=True), x),
         "W": lambda: sf.linear(x.T, torch.nn.Parameter(torch.tensor(W))),
     }.items():
-        with pytest.raises(sf.UsageError, match=rf"{name}: this tensor requires a gradient, .* {name}\.detach\(\)"):
+        with pytest.raises(
+            sf.errors.UsageError, match=rf"{name}: this tensor requires a gradient, .* {name}\.detach\(\)"
+        ):
             call()
         with torch.no_grad():
             assert not call().requires_grad
-    with pytest.raises(sf.UsageError, match="out: this tensor requires a gradient"):
+    with pytest.raises(sf.errors.UsageError, match="out: this tensor requires a gradient"):
         sf.spmm(a, x, out=torch.zeros(4, 3, requires_grad=True))
     assert (sf.spmm(a, asks.detach(), bias=bias.detach()) == torch.tensor(W @ X + 1)).all()
 
@@ -161,7 +167,7 @@ def test_gradients_are_not_cut_off_in_silence() -> None:
 def test_columns_of_a_plan(n: Any) -> None:
     a = sf.convert(W, "csr")
     for call in (sf.plan, sf.explain):
-        with pytest.raises(sf.UsageError, match=rf"n: expected a number of columns, got {n!r}"):
+        with pytest.raises(sf.errors.UsageError, match=rf"n: expected a number of columns, got {n!r}"):
             call(a, n=n)
     assert sf.plan(a, n=np.int64(16)).problem == sf.plan(a, n=16).problem
 
@@ -169,7 +175,7 @@ def test_columns_of_a_plan(n: Any) -> None:
 def test_a_plan_without_an_epilogue_takes_none() -> None:
     plan, out = sf.plan(sf.convert(W, "csr"), n=3), np.full((4, 3), 7, np.float32)
     for given in ({"alpha": 2}, {"beta": 1}, {"bias": np.ones(4, np.float32)}):
-        with pytest.raises(sf.UsageError, match=r"need plan\(\.\., epilogue=True\)"):
+        with pytest.raises(sf.errors.UsageError, match=r"need plan\(\.\., epilogue=True\)"):
             plan(X, out=out, **given)
     assert (out == 7).all()
     assert (plan(X, out=out, alpha=1, beta=0, bias=None) == W @ X).all()
@@ -185,13 +191,13 @@ def test_a_number_of_columns_is_taken_as_it_is() -> None:
 
 def test_a_layout_nobody_has() -> None:
     for given in ("b_layout", "out_layout"):
-        with pytest.raises(sf.UsageError, match=rf"{given}: expected row, col or strided, got 'column'"):
+        with pytest.raises(sf.errors.UsageError, match=rf"{given}: expected row, col or strided, got 'column'"):
             sf.plan(sf.convert(W, "csr"), n=4, **{given: "column"})
 
 
 @pytest.mark.parametrize("target", [None, 3, sf.Format, int, "2:4"])
 def test_a_target_that_is_no_format(target: Any) -> None:
-    with pytest.raises(sf.UsageError, match=r"known: dense, csr"):
+    with pytest.raises(sf.errors.UsageError, match=r"known: dense, csr"):
         sf.convert(W, target)
 
 
@@ -200,17 +206,19 @@ def test_a_target_that_is_no_format(target: Any) -> None:
     [("2:4", "two-four"), ("n:m", "vector-nm"), ("CSR", "csr"), ("ELL", "ell-buckets"), ("BSR:", "bsr")],
 )
 def test_a_format_as_people_call_it(target: str, meant: str) -> None:
-    with pytest.raises(sf.UsageError, match=rf"unknown format .*; did you mean '{meant}'\?"):
+    with pytest.raises(sf.errors.UsageError, match=rf"unknown format .*; did you mean '{meant}'\?"):
         sf.convert(W, target)
 
 
 def test_auto_is_for_checkpoints() -> None:
-    with pytest.raises(sf.UsageError, match=r"unknown format 'auto'; the choice of the smallest is for checkpoints"):
+    with pytest.raises(
+        sf.errors.UsageError, match=r"unknown format 'auto'; the choice of the smallest is for checkpoints"
+    ):
         sf.convert(W, "auto")
 
 
 def test_a_parameter_given_twice() -> None:
-    with pytest.raises(sf.UsageError, match="blocksize is given twice, as 4x4 and 2x2"):
+    with pytest.raises(sf.errors.UsageError, match="blocksize is given twice, as 4x4 and 2x2"):
         sf.convert(W, "bsr:blocksize=4x4,blocksize=2x2")
 
 
@@ -239,24 +247,24 @@ def test_tensors_of_torch_are_saved_as_arrays(tmp_path: Path) -> None:
         assert loaded[name].tobytes() == raw.tobytes()
         with sf.safe_open(tmp_path / "b.safetensors") as f:
             assert f.array(name).tobytes() == raw.tobytes()
-    with pytest.raises(sf.UsageError, match=r"tensor 'x': torch tensor \(.*meta.*cannot be shared with numpy"):
+    with pytest.raises(sf.errors.UsageError, match=r"tensor 'x': torch tensor \(.*meta.*cannot be shared with numpy"):
         sf.save(tmp_path / "c.safetensors", {"x": w.to("meta")})
     for sparse in (w.to_sparse(), w.bfloat16().to_sparse()):
-        with pytest.raises(sf.UsageError, match=r"tensor 'x': expected a Format, .* use convert\(x, 'csr'\)"):
+        with pytest.raises(sf.errors.UsageError, match=r"tensor 'x': expected a Format, .* use convert\(x, 'csr'\)"):
             sf.save(tmp_path / "c.safetensors", {"x": sparse})
-        with pytest.raises(sf.UsageError, match=r"its memory cannot be shared with numpy"):
+        with pytest.raises(sf.errors.UsageError, match=r"its memory cannot be shared with numpy"):
             sf.spmm(W[:, :2], sparse)
 
 
 def test_names_that_cannot_be_saved(tmp_path: Path) -> None:
     a, path = sf.convert(W, "csr"), tmp_path / "a.safetensors"
-    with pytest.raises(sf.UsageError, match=r"'w\.data'"):
+    with pytest.raises(sf.errors.UsageError, match=r"'w\.data'"):
         sf.save(path, {"w": a, "w.data": np.ones(3, np.float32)})
-    with pytest.raises(sf.UsageError, match=r"tensor name: '__metadata__' is taken"):
+    with pytest.raises(sf.errors.UsageError, match=r"tensor name: '__metadata__' is taken"):
         sf.save(path, {"__metadata__": np.ones(3)})
-    with pytest.raises(sf.OutputError, match="null byte"):
+    with pytest.raises(sf.errors.OutputError, match="null byte"):
         sf.save(str(tmp_path / "a\0b"), {"w": a})
-    with pytest.raises(sf.UsageError, match=r"got builtins\.list; .* numpy array"):
+    with pytest.raises(sf.errors.UsageError, match=r"got builtins\.list; .* numpy array"):
         sf.save(path, {"b": [1.0]})
     assert not any(tmp_path.iterdir())
 
@@ -270,7 +278,7 @@ def test_panels_of_another_type_are_not_taken_for_bytes(tmp_path: Path) -> None:
         return sf.load(tmp_path / "a.safetensors")["w"].data.tolist()
 
     for wrong in (w.astype(np.int32), np.ones((4, 4), np.float16), w.reshape(2, 4)):
-        with pytest.raises(sf.UsageError, match=r"put: expected pieces of F32 \(4, 2\), got"):
+        with pytest.raises(sf.errors.UsageError, match=r"put: expected pieces of F32 \(4, 2\), got"):
             write(wrong)
     assert not any(tmp_path.iterdir())
     for right in ((w[:3], w[3:]), (w.tobytes(),), (w.view(np.uint8),), (w[:1].astype(">f4"), w[1:]), (w.ravel(),)):
@@ -282,20 +290,20 @@ def test_rows_of_an_array_are_consecutive(tmp_path: Path) -> None:
     with sf.safe_open(tmp_path / "a.safetensors") as f:
         assert (f.array("w", slice(1, 3)) == W[1:3]).all()
         for rows in (slice(0, 4, 2), slice(3, 0, -1), 3):
-            with pytest.raises(sf.UsageError, match=r"rows: expected slice\(begin, end\), got"):
+            with pytest.raises(sf.errors.UsageError, match=r"rows: expected slice\(begin, end\), got"):
                 f.array("w", rows)  # type: ignore[arg-type]
 
 
 def test_save_dense_takes_a_mapping(tmp_path: Path) -> None:
-    with pytest.raises(sf.UsageError, match=r"save_dense: expected \{name: tensor\}, got list"):
+    with pytest.raises(sf.errors.UsageError, match=r"save_dense: expected \{name: tensor\}, got list"):
         sf.save_dense(tmp_path / "a.safetensors", [W])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", ["1GiB", -1, 1.5])
 def test_a_limit_is_a_number(value: Any) -> None:
-    with pytest.raises(sf.UsageError, match=rf"limits: memory: expected a number >= 0 or None, got {value!r}"):
+    with pytest.raises(sf.errors.UsageError, match=rf"limits: memory: expected a number >= 0 or None, got {value!r}"):
         limits.using(memory=value).__enter__()
     with limits.using(memory=np.int64(2**30), tensors=None):
         assert sf.convert(W, "csr").nnz == 4
-    with limits.using(memory=0), pytest.raises(sf.LimitError, match="0 allowed"):
+    with limits.using(memory=0), pytest.raises(sf.errors.LimitError, match="0 allowed"):
         sf.convert(W, "csr").to_dense()

@@ -195,7 +195,7 @@ def test_what_is_damaged_or_hostile_is_refused(tmp_path: Path) -> None:
     good = entries("a.weight", weight(6, 20, 1))
     path = tmp_path / "m.safetensors"
 
-    def refused(error: type[sf.SpformatError], match: str, **changed: np.ndarray[Any, Any]) -> None:
+    def refused(error: type[sf.errors.SpformatError], match: str, **changed: np.ndarray[Any, Any]) -> None:
         sf.save_dense(path, good | {f"a.{k}": x for k, x in changed.items()}, overwrite=True)
         with pytest.raises(error, match=match) as caught:
             convert_checkpoint(path, tmp_path / "never.safetensors", "dense")
@@ -204,14 +204,18 @@ def test_what_is_damaged_or_hostile_is_refused(tmp_path: Path) -> None:
         assert not (tmp_path / "never.safetensors").exists()
 
     huge = np.array([2**40, 2**40], np.int64)
-    refused(sf.FormatError, r"bitmask: expected .* bytes for a tensor of shape \(1099511627776", shape=huge)
-    refused(sf.FormatError, r"shape: expected one or two ints, got int64 of shape \(9,\)$", shape=np.arange(9))
-    refused(sf.FormatError, "shape: expected one or two ints .* got float32", shape=np.ones(2, np.float32))
-    refused(sf.FormatError, "bitmask: expected 18 bytes .* got int8", bitmask=good["a.bitmask"].view(np.int8))
-    refused(sf.FormatError, r"row_offsets\[2\]: expected", row_offsets=good["a.row_offsets"] - np.eye(6, dtype=int)[2])
-    refused(sf.FormatError, "compressed: expected", compressed=good["a.compressed"][:-1])
+    refused(sf.errors.FormatError, r"bitmask: expected .* bytes for a tensor of shape \(1099511627776", shape=huge)
+    refused(sf.errors.FormatError, r"shape: expected one or two ints, got int64 of shape \(9,\)$", shape=np.arange(9))
+    refused(sf.errors.FormatError, "shape: expected one or two ints .* got float32", shape=np.ones(2, np.float32))
+    refused(sf.errors.FormatError, "bitmask: expected 18 bytes .* got int8", bitmask=good["a.bitmask"].view(np.int8))
+    refused(
+        sf.errors.FormatError,
+        r"row_offsets\[2\]: expected",
+        row_offsets=good["a.row_offsets"] - np.eye(6, dtype=int)[2],
+    )
+    refused(sf.errors.FormatError, "compressed: expected", compressed=good["a.compressed"][:-1])
     sf.save_dense(path, good | {"a.weight": np.ones(3, np.float16)}, overwrite=True)
-    with pytest.raises(sf.FormatError, match="there twice"):
+    with pytest.raises(sf.errors.FormatError, match="there twice"):
         open_source(path)
 
 
@@ -227,7 +231,7 @@ def test_a_group_that_is_not_whole_stays_as_it_is(tmp_path: Path) -> None:
 def test_its_own_folder_is_not_the_target(model: Any) -> None:
     source, _ = model
     before = tree(source)
-    with pytest.raises(sf.OutputError, match="shares its config"):
+    with pytest.raises(sf.errors.OutputError, match="shares its config"):
         convert_checkpoint(source, source, "bitmask", force=True)
     assert tree(source) == before
 
@@ -237,7 +241,7 @@ def test_another_config_in_the_target_is_not_replaced_unasked(model: Any, tmp_pa
     out = tmp_path / "out"
     out.mkdir()
     shutil.copy(source / "config.json", out)
-    with pytest.raises(sf.OutputError, match=r"another config\.json already"):
+    with pytest.raises(sf.errors.OutputError, match=r"another config\.json already"):
         convert_checkpoint(source, out, "bitmask")
     (out / "config.json").write_bytes(config_when_dense((source / "config.json").read_bytes()))
     convert_checkpoint(source, out, "bitmask")

@@ -282,9 +282,9 @@ def test_a_valid_checksum_of_wrong_contents(target: str, small: None, tmp_path: 
         broken = a.with_arrays(**wrong)
         object.__setattr__(broken, "_marked", True)
         sf.save(tmp_path / "x.safetensors", {"w": broken}, overwrite=True)
-        with pytest.raises(sf.FormatError) as told:
+        with pytest.raises(sf.errors.FormatError) as told:
             sf.load(tmp_path / "x.safetensors")
-        with pytest.raises(sf.FormatError) as e:
+        with pytest.raises(sf.errors.FormatError) as e:
             convert_checkpoint(tmp_path / "x.safetensors", tmp_path / "y.safetensors", "dense")
         assert str(e.value) == str(told.value)
         assert not (tmp_path / "y.safetensors").exists()

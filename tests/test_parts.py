@@ -72,7 +72,7 @@ def test_part_texts(text: str, ok: bool) -> None:
     if ok:
         assert str(Part.parse(text)) == text
         return
-    with pytest.raises(sf.UsageError, match="part: expected i/n"):
+    with pytest.raises(sf.errors.UsageError, match="part: expected i/n"):
         Part.parse(text)
 
 
@@ -136,28 +136,32 @@ def test_what_stays_behind_is_told_by_the_merge_and_by_no_part(tmp_path: Path) -
 
 def test_merge_names_what_is_missing(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(sf.InputError, match="expected the folder"):
+    with pytest.raises(sf.errors.InputError, match="expected the folder"):
         merge_parts(out)
     convert_checkpoint(SHARDED, out, "csr", part="2/5")
-    with pytest.raises(sf.InputError, match=r"4 of 5 parts have not finished \(1, 3, 4, 5\): run each with --part i/5"):
+    with pytest.raises(
+        sf.errors.InputError, match=r"4 of 5 parts have not finished \(1, 3, 4, 5\): run each with --part i/5"
+    ):
         merge_parts(out)
-    with pytest.raises(sf.ContainerError, match="unfinished conversion"):
+    with pytest.raises(sf.errors.ContainerError, match="unfinished conversion"):
         open_source(out)
     for i in (1, 3, 4, 5):
         convert_checkpoint(SHARDED, out, "csr", part=f"{i}/5")
     piece = next((out / parts.PIECES).iterdir())
     data = piece.read_bytes()
     piece.unlink()
-    with pytest.raises(sf.InputError, match=f"{piece.name} is missing or has changed: run part ./5 again"):
+    with pytest.raises(sf.errors.InputError, match=f"{piece.name} is missing or has changed: run part ./5 again"):
         merge_parts(out)
     piece.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(sf.InputError, match=f"{piece.name} is missing or has changed"):
+    with pytest.raises(sf.errors.InputError, match=f"{piece.name} is missing or has changed"):
         merge_parts(out, checksums=True)
-    with pytest.raises(sf.IntegrityError, match="the file is damaged"):  # its CRC, even if nobody asks for hashes
+    with pytest.raises(
+        sf.errors.IntegrityError, match="the file is damaged"
+    ):  # its CRC, even if nobody asks for hashes
         merge_parts(out)
     piece.write_bytes(data)
     merge_parts(out)
-    with pytest.raises(sf.InputError, match="nothing is left to merge"):
+    with pytest.raises(sf.errors.InputError, match="nothing is left to merge"):
         merge_parts(out)
 
 
@@ -165,17 +169,19 @@ def test_parts_of_different_conversions_do_not_mix(tmp_path: Path) -> None:
     out = tmp_path / "out"
     convert_checkpoint(SHARDED, out, "csr", part="1/2")
     convert_checkpoint(SHARDED, out, "bitmask", part="2/2")
-    with pytest.raises(sf.ContainerError, match="parts of different conversions"):
+    with pytest.raises(sf.errors.ContainerError, match="parts of different conversions"):
         merge_parts(out)
-    with pytest.raises(sf.OutputError, match=r"spformat.partial-1-of-2.json already; use --resume"):
+    with pytest.raises(sf.errors.OutputError, match=r"spformat.partial-1-of-2.json already; use --resume"):
         convert_checkpoint(SHARDED, out, "csr", part="1/2")
-    with pytest.raises(sf.OutputError, match="--resume"):  # a run without parts, over parts
+    with pytest.raises(sf.errors.OutputError, match="--resume"):  # a run without parts, over parts
         convert_checkpoint(SHARDED, out, "csr")
     thirds, journal = tmp_path / "thirds", "spformat.partial-2-of-3.json"
     convert_checkpoint(SHARDED, thirds, "csr", part="2/3")
     (out / "spformat.partial-2-of-2.json").unlink()
     shutil.copy(thirds / journal, out)
-    with pytest.raises(sf.ContainerError, match=rf"{journal} and .*-1-of-2\.json are parts of different conversions"):
+    with pytest.raises(
+        sf.errors.ContainerError, match=rf"{journal} and .*-1-of-2\.json are parts of different conversions"
+    ):
         merge_parts(out)
     source = tmp_path / "copy"
     shutil.copytree(SHARDED, source)
@@ -184,7 +190,7 @@ def test_parts_of_different_conversions_do_not_mix(tmp_path: Path) -> None:
         convert_checkpoint(source, other, "csr", part=Part(i, 2))
     (source / "model.safetensors.index.json").unlink()
     (source / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(sf.ContainerError, match="another source"):
+    with pytest.raises(sf.errors.ContainerError, match="another source"):
         merge_parts(other)
     assert merge_parts(other, SHARDED).path == str(other)
 
@@ -195,14 +201,14 @@ def test_parts_run_beside_each_other_but_not_twice_nor_beside_a_whole_run(tmp_pa
     with folder_lock(out, shared=True), folder_lock(out, ".spformat-part-1-of-2.lock"):  # part 1 runs
         convert_checkpoint(SHARDED, out, "csr", part="2/2")
         for again in ({"part": "1/2"}, {}):
-            with pytest.raises(sf.LockedError):
+            with pytest.raises(sf.errors.LockedError):
                 convert_checkpoint(SHARDED, out, "csr", **again)  # type: ignore[arg-type]
-        with pytest.raises(sf.LockedError):
+        with pytest.raises(sf.errors.LockedError):
             merge_parts(out)
 
 
 def test_single_files_take_no_parts(tmp_path: Path) -> None:
-    with pytest.raises(sf.UsageError, match="write into a folder"):
+    with pytest.raises(sf.errors.UsageError, match="write into a folder"):
         convert_checkpoint(SINGLE, tmp_path / "x.safetensors", part="1/2")
 
 
@@ -228,7 +234,7 @@ def test_a_part_that_stopped_is_resumed(tmp_path: Path, executor: bool) -> None:
     convert_checkpoint(SHARDED, out, part="1/3")
     with pytest.raises(Interrupted):
         convert_checkpoint(SHARDED, out, part="2/3", progress=stop_at("layers.1"), **options)
-    with pytest.raises(sf.InputError, match=r"2 of 3 parts have not finished \(2, 3\)"):
+    with pytest.raises(sf.errors.InputError, match=r"2 of 3 parts have not finished \(2, 3\)"):
         merge_parts(out)
     report = convert_checkpoint(SHARDED, out, part="2/3", resume=True, **options)
     assert report.resumed == (0 if executor and len(report.shards) == 1 else len(report.shards) - 1)

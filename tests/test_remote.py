@@ -73,7 +73,7 @@ def test_what_no_conversion_copies_is_not_downloaded(
     assert there & {*left} == {"adapter_model.safetensors"}  # the index tells that it is none of the shards
     assert (tmp_path / "packed" / "tokenizer.model").read_bytes() == b"vocabulary"
     memory.pipe_file("/bucket/pickled/pytorch_model.bin", b"weights")
-    with pytest.raises(sf.InputError, match=r"pytorch_model\.bin is a pickle"):
+    with pytest.raises(sf.errors.InputError, match=r"pytorch_model\.bin is a pickle"):
         convert_checkpoint("memory://bucket/pickled", tmp_path / "never")
 
 
@@ -96,12 +96,12 @@ def test_the_manifest_is_uploaded_last(tmp_path: Path, memory: Any) -> None:
 
 
 def test_a_failed_conversion_uploads_nothing_and_a_target_is_not_replaced_unasked(tmp_path: Path, memory: Any) -> None:
-    with pytest.raises(sf.StructureError):
+    with pytest.raises(sf.errors.StructureError):
         convert_checkpoint(SHARDED, "memory://bucket/out", "two-four")
     assert not memory.exists("/bucket/out")
     convert_checkpoint(SHARDED, "memory://bucket/out")
     before = stored(memory, "/bucket/out")
-    with pytest.raises(sf.OutputError, match=r"memory://bucket/out: the target holds .* already; use --force"):
+    with pytest.raises(sf.errors.OutputError, match=r"memory://bucket/out: the target holds .* already; use --force"):
         convert_checkpoint(SHARDED, "memory://bucket/out", "csr")
     assert stored(memory, "/bucket/out") == before
     convert_checkpoint(SHARDED, "memory://bucket/out", "csr", force=True)
@@ -121,7 +121,7 @@ def test_downloads_of_another_size_are_refused_and_a_staging_folder_goes_on(
 
     monkeypatch.setattr(type(memory), "get_file", cut)
     staging = tmp_path / "staging"
-    with pytest.raises(sf.InputError, match=r"model-00002-of-00002.safetensors: expected [\d,]+ bytes, got"):
+    with pytest.raises(sf.errors.InputError, match=r"model-00002-of-00002.safetensors: expected [\d,]+ bytes, got"):
         convert_checkpoint("memory://bucket/model", tmp_path / "out", staging=staging)
     assert not (staging / "source" / "model-00002-of-00002.safetensors").exists()
     monkeypatch.setattr(type(memory), "get_file", real)
@@ -138,8 +138,8 @@ def test_downloads_of_another_size_are_refused_and_a_staging_folder_goes_on(
 @pytest.mark.parametrize(
     ("url", "error", "message"),
     [
-        ("memory://bucket/nothing", sf.InputError, "nothing is there"),
-        ("nonsense://x/y", sf.UsageError, "not a URL that fsspec knows"),
+        ("memory://bucket/nothing", sf.errors.InputError, "nothing is there"),
+        ("nonsense://x/y", sf.errors.UsageError, "not a URL that fsspec knows"),
     ],
 )
 def test_what_is_not_there(tmp_path: Path, memory: Any, url: str, error: type[Exception], message: str) -> None:
@@ -149,10 +149,10 @@ def test_what_is_not_there(tmp_path: Path, memory: Any, url: str, error: type[Ex
 
 
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(sf.UsageError, match="parts are converted between folders that all machines see"):
+    with pytest.raises(sf.errors.UsageError, match="parts are converted between folders that all machines see"):
         convert_checkpoint("memory://bucket/model", tmp_path / "out", part="1/2")
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    with pytest.raises(sf.UsageError, match=r"pip install 'spformat\[remote\]'"):
+    with pytest.raises(sf.errors.UsageError, match=r"pip install 'spformat\[remote\]'"):
         convert_checkpoint("memory://bucket/model", tmp_path / "out")
     assert not remote.is_remote(tmp_path)
     assert not remote.is_remote("C:/x")

@@ -75,26 +75,26 @@ def manifest(change: Callable[[dict[str, Any]], None]) -> Callable[[Path, Path],
     return rewrite
 
 
-CHANGES: dict[str, tuple[Callable[[Path, Path], object], type[sf.SpformatError], str]] = {
-    "a flipped bit": (lambda s, o: flip(o / PACKED), sf.OutputError, f"whose {PACKED} is not what its manifest says"),
-    "a cut file": (lambda s, o: (o / PACKED).write_bytes(b"x"), sf.OutputError, f"whose {PACKED} is not what"),
-    "a lost file": (lambda s, o: (o / PACKED).unlink(), sf.OutputError, f"whose {PACKED} is not what"),
-    "another source": (lambda s, o: flip(s / DENSE), sf.OutputError, f"of another {DENSE}"),
-    "another side file": (lambda s, o: (s / "config.json").write_text("{}"), sf.OutputError, CONFIG),
-    "a lost side file": (lambda s, o: (o / "config.json").unlink(), sf.OutputError, CONFIG),
-    "other options": (manifest(lambda t: t["recipe"].update(to="csr")), sf.OutputError, "with other options"),
-    "no options": (manifest(lambda t: t.pop("recipe")), sf.OutputError, "with other options"),
-    "other shards": (manifest(lambda t: t["files"].pop(PACKED)), sf.OutputError, "of other shards"),
-    "no size": (manifest(lambda t: t["files"][PACKED].pop("size")), sf.ContainerError, "expected size and sha256"),
-    "no sha256": (manifest(lambda t: t["files"][PACKED].update(sha256=1)), sf.ContainerError, "expected size and"),
-    "a tensor not told": (manifest(lambda t: t["tensors"].popitem()), sf.ContainerError, "description of every tensor"),
+CHANGES: dict[str, tuple[Callable[[Path, Path], object], type[sf.errors.SpformatError], str]] = {
+    "a flipped bit": (lambda s, o: flip(o / PACKED), sf.errors.OutputError, f"whose {PACKED} is not what its manifest says"),
+    "a cut file": (lambda s, o: (o / PACKED).write_bytes(b"x"), sf.errors.OutputError, f"whose {PACKED} is not what"),
+    "a lost file": (lambda s, o: (o / PACKED).unlink(), sf.errors.OutputError, f"whose {PACKED} is not what"),
+    "another source": (lambda s, o: flip(s / DENSE), sf.errors.OutputError, f"of another {DENSE}"),
+    "another side file": (lambda s, o: (s / "config.json").write_text("{}"), sf.errors.OutputError, CONFIG),
+    "a lost side file": (lambda s, o: (o / "config.json").unlink(), sf.errors.OutputError, CONFIG),
+    "other options": (manifest(lambda t: t["recipe"].update(to="csr")), sf.errors.OutputError, "with other options"),
+    "no options": (manifest(lambda t: t.pop("recipe")), sf.errors.OutputError, "with other options"),
+    "other shards": (manifest(lambda t: t["files"].pop(PACKED)), sf.errors.OutputError, "of other shards"),
+    "no size": (manifest(lambda t: t["files"][PACKED].pop("size")), sf.errors.ContainerError, "expected size and sha256"),
+    "no sha256": (manifest(lambda t: t["files"][PACKED].update(sha256=1)), sf.errors.ContainerError, "expected size and"),
+    "a tensor not told": (manifest(lambda t: t["tensors"].popitem()), sf.errors.ContainerError, "description of every tensor"),
     "an unknown format": (
-        manifest(lambda t: [e.update(format="x") for e in t["tensors"].values()]), sf.ContainerError, "unknown format",
+        manifest(lambda t: [e.update(format="x") for e in t["tensors"].values()]), sf.errors.ContainerError, "unknown format",
     ),
     "text for a count": (
-        manifest(lambda t: [e.update(bytes_out="1") for e in t["tensors"].values()]), sf.ContainerError, "integers",
+        manifest(lambda t: [e.update(bytes_out="1") for e in t["tensors"].values()]), sf.errors.ContainerError, "integers",
     ),
-    "no JSON": (lambda s, o: (o / "spformat.json").write_text("{"), sf.ContainerError, "not valid JSON"),
+    "no JSON": (lambda s, o: (o / "spformat.json").write_text("{"), sf.errors.ContainerError, "not valid JSON"),
 }  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def test_what_is_finished_but_not_this_conversion_is_refused_and_stays(tmp_path:
     before = tree(tmp_path)
     with pytest.raises(kind, match=message) as caught:
         convert_checkpoint(source, out, "auto", resume=True)
-    assert caught.value.exit_code == (73 if kind is sf.OutputError else 65)
+    assert caught.value.exit_code == (73 if kind is sf.errors.OutputError else 65)
     assert tree(tmp_path) == before
     convert_checkpoint(source, out, "auto", force=True)
     same_values(source, out)
@@ -127,7 +127,7 @@ def test_what_is_finished_but_not_this_conversion_is_refused_and_stays(tmp_path:
 @pytest.mark.parametrize("name", ["spformat.json", "spformat.partial.json"])
 def test_json_of_strangers_is_read_strictly(tmp_path: Path, name: str, text: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(text)
-    with pytest.raises(sf.ContainerError, match=message) as caught:
+    with pytest.raises(sf.errors.ContainerError, match=message) as caught:
         open_source(tmp_path)
     assert caught.value.path == str(tmp_path / name)
 
@@ -138,14 +138,14 @@ def test_a_manifest_is_parsed_within_the_budget(tmp_path: Path) -> None:
         open_source(tmp_path / "out")
     with (
         sf.limits.using(memory=10_000),
-        pytest.raises(sf.LimitError, match=r"spformat.json: the file, parsed: .* bytes"),
+        pytest.raises(sf.errors.LimitError, match=r"spformat.json: the file, parsed: .* bytes"),
     ):
         open_source(tmp_path / "out")
 
 
 def test_a_dense_checkpoint_keeps_no_hashes(tmp_path: Path) -> None:
     convert_checkpoint(DIGITS, tmp_path / "out", "dense")
-    with pytest.raises(sf.OutputError, match=r"holds model.safetensors already; use --force"):
+    with pytest.raises(sf.errors.OutputError, match=r"holds model.safetensors already; use --force"):
         convert_checkpoint(DIGITS, tmp_path / "out", "dense", resume=True)
 
 
@@ -164,7 +164,7 @@ def test_with_force_the_new_checkpoint_is_all_there_is(tmp_path: Path, old: str,
     side_by_side = "dense" in old and "packed" in new  # a loader of dense models never looks at ours
     before = tree(out)
     if not side_by_side:
-        with pytest.raises(sf.OutputError, match="--force"):
+        with pytest.raises(sf.errors.OutputError, match="--force"):
             convert_checkpoint(KINDS[new][0], out, KINDS[new][1])
         assert tree(out) == before
     convert_checkpoint(KINDS[new][0], out, KINDS[new][1], force=True)
@@ -213,7 +213,7 @@ def test_one_that_is_stopped_while_it_removes_the_old_one_is_refused_and_resumed
             with pytest.raises(KeyboardInterrupt):
                 convert_checkpoint(DIGITS, out, "dense", force=True)
         assert len(removed) == stops
-        with pytest.raises(sf.ContainerError, match="unfinished conversion"):
+        with pytest.raises(sf.errors.ContainerError, match="unfinished conversion"):
             open_source(out)
         convert_checkpoint(DIGITS, out, "dense", resume=True)
         same_values(DIGITS, out)
@@ -241,7 +241,7 @@ def test_a_run_that_stops_before_it_notes_the_first_file_leaves_its_journal(
             convert_checkpoint(SHARDED, out, "bitmask", force=True)
         assert (out / "spformat.partial.json").exists() is left
         assert (tree(out) == before) is not left
-    with pytest.raises(sf.ContainerError, match="--resume"):
+    with pytest.raises(sf.errors.ContainerError, match="--resume"):
         open_source(out)
     convert_checkpoint(SHARDED, out, "bitmask", force=True, resume=True)
     convert_checkpoint(SHARDED, tmp_path / "new", "bitmask")
@@ -269,7 +269,7 @@ def test_the_name_of_a_new_folder_is_on_disk(tmp_path: Path, monkeypatch: pytest
     assert flushed == [str(tmp_path / "a"), str(tmp_path)]
     convert_checkpoint(DIGITS, tmp_path / "a" / "b", "csr", force=True)
     assert len(flushed) == 2
-    with pytest.raises(sf.OutputError, match="embedded null byte"):
+    with pytest.raises(sf.errors.OutputError, match="embedded null byte"):
         convert_checkpoint(DIGITS, str(tmp_path / "x\0y"), "csr")
 
 

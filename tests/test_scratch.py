@@ -35,12 +35,12 @@ def test_zeros_made_while_a_stream_is_captured_belong_to_that_graph(world: World
 
 
 def test_shared_memory_is_that_of_a_stream_and_of_no_graph(world: World) -> None:
-    first, second, own = Scratch(shared=True), Scratch(shared=True), Scratch()
+    first, second, own = Scratch(shared="product"), Scratch(shared="product"), Scratch()
     at = first.buffer(7, 1000)
     assert at == second.buffer(7, 1024) == first.buffer(7, 513)
     assert len({at, first.buffer(7, 1025), first.buffer(8, 1000), own.buffer(7, 1000)}) == 4
     world.device = 1
-    assert Scratch(shared=True).buffer(7, 1000) != at
+    assert Scratch(shared="product").buffer(7, 1000) != at
     world.device = 0
     world.graphs[7] = []
     recorded = [first.buffer(7, 1000), second.buffer(7, 1000), first.buffer(7, 1000)]
@@ -48,7 +48,7 @@ def test_shared_memory_is_that_of_a_stream_and_of_no_graph(world: World) -> None
     world.graphs.clear()
     assert first.buffer(7, 1000) == at
     del first
-    assert second.buffer(7, 1000) == at == Scratch(shared=True).buffer(7, 1000)
+    assert second.buffer(7, 1000) == at == Scratch(shared="product").buffer(7, 1000)
     held = [room for room in Scratch._lent.values() if room.array.data.ptr == at]
     del held[0].array  # what nobody holds is given back
     held.clear()
@@ -59,7 +59,11 @@ def test_shared_memory_is_that_of_a_stream_and_of_no_graph(world: World) -> None
 
 def test_zeros_are_shared_among_those_who_leave_zeros(world: World) -> None:
     world.cupy.zeros = lambda n, dtype: world.array(n, dtype="uint8")
-    plain, zeros, more = Scratch(shared=True), Scratch(zeros=True, shared=True), Scratch(zeros=True, shared=True)
+    plain, zeros, more = (
+        Scratch(shared="product"),
+        Scratch(zeros=True, shared="product"),
+        Scratch(zeros=True, shared="product"),
+    )
     assert plain.buffer(7, 100) != zeros.buffer(7, 100) == more.buffer(7, 100)
 
 

@@ -34,7 +34,7 @@ def ours(folder: Path) -> Iterator[tuple[Path, Any]]:
                 for case in SHAPES:
                     try:
                         f = fmt.from_dense(CASES[case](dtype), **params)
-                    except sf.StructureError:
+                    except sf.errors.StructureError:
                         continue
                     sf.save(path, {"w": f, "b": f.to_dense()[:1].reshape(-1)}, overwrite=True)
                     yield path, f

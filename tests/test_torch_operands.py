@@ -35,15 +35,15 @@ def weights() -> np.ndarray[Any, Any]:
 def test_operands_on_several_devices_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     a, x = sf.convert(np.eye(3, dtype=np.float32), "csr"), torch.ones(3, 2)
     with pytest.raises(
-        sf.UsageError, match=r"^bias is on meta, B on cpu; nothing is copied .* use bias\.to\(B\.device\)"
+        sf.errors.UsageError, match=r"^bias is on meta, B on cpu; nothing is copied .* use bias\.to\(B\.device\)"
     ):
         sf.spmm(a, x, bias=torch.ones(3, device="meta"))
-    with pytest.raises(sf.UsageError, match=r"^out is on meta, x on cpu; .*use out\.to\(x\.device\)"):
+    with pytest.raises(sf.errors.UsageError, match=r"^out is on meta, x on cpu; .*use out\.to\(x\.device\)"):
         sf.linear(x.T, a, out=torch.ones(2, 3, device="meta"))
     monkeypatch.setattr(sf.CSR, "device", "cuda:0")
-    with pytest.raises(sf.UsageError, match=r"^A is on cuda:0, B on cpu; .*use B\.cuda\(\), or A\.to\('cpu'\)"):
+    with pytest.raises(sf.errors.UsageError, match=r"^A is on cuda:0, B on cpu; .*use B\.cuda\(\), or A\.to\('cpu'\)"):
         sf.spmm(a, x)
-    with pytest.raises(sf.UsageError, match=r"^W is on cuda:0, x on cpu; .*use x\.cuda\(\), or W\.to\('cpu'\)"):
+    with pytest.raises(sf.errors.UsageError, match=r"^W is on cuda:0, x on cpu; .*use x\.cuda\(\), or W\.to\('cpu'\)"):
         sf.linear(x.T, a)
 
 
@@ -69,7 +69,7 @@ def test_on_a_device_they_are_made_one_by_torch(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("spformat.dispatch.api.TorchStream", lambda t: contextlib.nullcontext(array))
     x = torch.ones(2, 5, 4)[:, :3].as_subclass(OnDevice)
-    with pytest.raises(sf.UsageError, match="A is on cuda:0, B on cpu"):  # as far as it goes without one
+    with pytest.raises(sf.errors.UsageError, match="A is on cuda:0, B on cpu"):  # as far as it goes without one
         sf.linear(x, a)
     assert seen == [True, True]
 
@@ -88,7 +88,7 @@ def test_an_operand_of_no_value_type_is_named_on_a_device_too(linear: bool, monk
     monkeypatch.setattr("spformat.dispatch.api.TorchStream", lambda t: shared)
     x = torch.ones(3, 3, dtype=torch.int64).as_subclass(OnDevice)
     name = "x" if linear else "B"
-    with pytest.raises(sf.ArrayError, match=rf"^{name}: dtype int64 is not .*as by {name}\.astype"):
+    with pytest.raises(sf.errors.ArrayError, match=rf"^{name}: dtype int64 is not .*as by {name}\.astype"):
         sf.linear(x, a) if linear else sf.spmm(a, x)
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from cases import values
 
-from spformat import StructureError, TwoFour, UsageError, from_torch
+from spformat import TwoFour, from_torch
 from spformat.arrays.dtypes import bits
 from spformat.arrays.torch_tensors import array_to_torch, torch_to_array
-from spformat.errors import ArrayError, PatternError
+from spformat.errors import ArrayError, PatternError, StructureError, UsageError
 from spformat.interop.torch_semi_structured import from_semi_structured, pack, to_semi_structured, unpack
 from spformat.preprocess import masks
 

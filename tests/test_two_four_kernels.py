@@ -12,7 +12,6 @@ from golden_vectors import meta_order_objects, vectors
 from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.arrays.library import ceil_div
 from spformat.backends.cuda.two_four import (
-    spmm_two_four,
     spmm_two_four_sm90,
     spmm_two_four_sm90a,
     spmm_two_four_tokens,
@@ -27,6 +26,7 @@ from spformat.formats.two_four import META_ORDERS
 from spformat.preprocess import masks
 from spformat.products import tiles
 from spformat.products.problem import Problem
+from spformat.products.roofline import shared_limit
 
 KERNELS: tuple[Any, ...] = (SpmmTwoFour(), SpmmTwoFourTokens(), SpmmTwoFourSm90(), SpmmTwoFourSm90a())
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -71,11 +71,17 @@ def test_refusals_of_the_special_kernels() -> None:
     assert "multiple of 8" in SpmmTwoFourSm90().unsupported(problem(64, 63, 512, b_layout="col"))[0]
 
 
+P = problem(4096, 4096, 4096)
+
+
 def test_tiles_fit_and_follow_the_shape() -> None:
-    for smem in (99 * 1024, 163 * 1024, 227 * 1024):
-        assert spmm_two_four.choose(4096, 4096, 108, smem).smem <= smem
-    assert spmm_two_four.choose(4096, 4096, 132, 227 * 1024).rows == 256
-    assert spmm_two_four.choose(64, 64, 132, 227 * 1024).rows == 64
+    for sm in (80, 86, 90, 100, 120):
+        for kernel in (SpmmTwoFour(), SpmmTwoFourSm90()):
+            sizes = [t.smem if kernel.name == SpmmTwoFour.name else t.smem(2) for t in kernel.options(P.changed(sm=sm))]
+            assert sizes
+            assert max(sizes) <= shared_limit(sm)
+    assert SpmmTwoFour().best(P).tile.rows == 256
+    assert SpmmTwoFour().best(P.changed(M=64, n=64)).tile.rows == 64
     assert {t.rows for t in spmm_two_four_sm90.TILES if t.smem(4) <= 99 * 1024} == {128}  # sm_120 has a tile
     for tile in spmm_two_four_sm90a.TILES:
         assert tile.smem + 16 * tile.stages <= 227 * 1024
@@ -99,7 +105,7 @@ def test_tiles_fit_and_follow_the_shape() -> None:
 )  # fmt: skip
 def test_the_tile_that_is_chosen(M: int, n: int, K: int, tile: str) -> None:
     """It agrees with what an H200 measured; K of a few slabs is not cut in two."""
-    assert str(spmm_two_four_sm90a.choose(M, n, K, 132)).startswith(tile)
+    assert str(SpmmTwoFourSm90a().best(P.changed(M=M, n=n, K=K)).tile).startswith(tile)
 
 
 def test_one_round_of_blocks_where_rows_allow() -> None:

@@ -61,3 +61,19 @@ def counts_of(ids: Array, n: int) -> Array:
     if ids.size == 0:
         return xp.zeros(n, np.int64)
     return xp.bincount(ids, minlength=n).astype(np.int64, copy=False)
+
+
+def stable_order(keys: Array, bound: int) -> Array:
+    """int64[n]: the permutation that sorts ``keys``, equal ones in the order they have; 0 <= key < bound. O(n)."""
+    xp = namespace(keys)
+    if xp is not np:
+        return xp.argsort(keys, kind="stable")  # a radix sort
+    # numpy sorts 16-bit integers by radix and wider ones by merging: so one 16-bit digit after the other, the lowest
+    # first.
+    order = np.argsort((keys & 0xFFFF).astype(np.uint16), kind="stable")
+    shift = 16
+    while bound > 1 << shift:
+        digit = ((keys >> shift) & 0xFFFF).astype(np.uint16)
+        order = order[np.argsort(digit[order], kind="stable")]
+        shift += 16
+    return order

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..arrays.dtypes import VALUE_TYPES, bits, nonzero_mask
 from ..arrays.library import Array
-from ..formats import registered
+from ..formats import composed, registered
 from ..formats.base import Format
 from ..products import operations
 from ..products.ideal import index_bytes
@@ -41,7 +41,7 @@ class Reference(Kernel):
     @property
     def takes(self) -> frozenset[tuple[str, str]]:  # type: ignore[override]
         """Every registered format: they all have ``to_csr``."""
-        return frozenset((self.operation, f.name) for f in registered())
+        return frozenset((self.operation, f.name) for f in (*registered(), *composed()))
 
     def unsupported(self, p: Problem) -> list[str]:
         """Takes everything on the host that the result can hold: integers would cut fractions off."""

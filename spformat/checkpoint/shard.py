@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from .. import limits
-from ..arrays.dtypes import SAFETENSORS, SAFETENSORS_CODE, nonzero_mask, value_type
+from ..arrays.dtypes import SAFETENSORS, SAFETENSORS_CODE, value_type
 from ..arrays.library import default_stream, has_dtype, is_cupy, room_on
 from ..errors import FormatError, LimitError, StructureError
 from ..formats import parse_spec, spec_text
@@ -251,7 +251,7 @@ def _settle(f: TensorFile, job: Job, recipe: Recipe, hold: int, values: Any) -> 
     dropped = 0
     if dense is None and (zeros := x.stored_zeros):
         dropped = 0 if fmt.keeps_stored_zeros else zeros
-        nnz = int(nonzero_mask(x.values).sum()) + zeros - dropped
+        nnz = x.count_nonzeros() + zeros - dropped
     try:
         fmt.accepts(value_type(job.record.dtype).numpy)
         params = fmt.resolve_params(given)

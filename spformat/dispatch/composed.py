@@ -11,8 +11,9 @@ from typing import Any
 from ..backends import register
 from ..errors import NoKernelError
 from ..formats import registered
-from ..formats.base import Format
-from ..products.kernel import Kernel
+from ..formats.dense import Dense
+from ..formats.sum import Sum
+from ..products.kernel import Kernel, spmm_of
 from ..products.plan import Plan
 from ..products.problem import Operand, Problem, itemsize
 from .plans import plan_with
@@ -39,11 +40,7 @@ class SumOfParts(Kernel):
     name = "composed.sum_of_parts"
     epilogue = False
 
-    @property
-    def takes(self) -> frozenset[tuple[str, str]]:  # type: ignore[override]
-        """Every operation of the formats that are composed by addition."""
-        names = [f.name for f in registered() if f.combines == "sum"]
-        return frozenset((operation, name) for operation in ("spmm", "spmm_transposed") for name in names)
+    takes = spmm_of(Sum.name) | spmm_of(Sum.name, operation="spmm_transposed")
 
     def problems(self, p: Problem) -> list[Problem]:
         """The problems of the parts: the first writes the sums, the others add to them."""
@@ -66,7 +63,7 @@ class SumOfParts(Kernel):
         return sum(_expected(q) for q in self.problems(p))
 
     def _plan(self, a: Any, p: Problem) -> Plan:
-        parts: tuple[Format, ...] = tuple(a.parts)
+        parts = a.parts_by_name().values()
         plans = [plan_with(choose(q), part.ensure_valid(), q) for part, q in zip(parts, self.problems(p), strict=True)]
         if p.device == "cpu":
             from ..backends.host import sum_of_plans
@@ -84,7 +81,7 @@ class TransposedCopy(Kernel):
     @property
     def takes(self) -> frozenset[tuple[str, str]]:  # type: ignore[override]
         """Every format but dense, whose products take a transpose as it is, and sums, which are taken by parts."""
-        return frozenset(("spmm_transposed", f.name) for f in registered() if f.name != "dense" and not f.combines)
+        return spmm_of(*(f.name for f in registered() if f is not Dense), operation="spmm_transposed")
 
     def problem(self, p: Problem) -> Problem:
         """The product with the copy: CSR, or blocks where A stores blocks."""
@@ -117,7 +114,8 @@ class TransposedCopy(Kernel):
         except NoKernelError as e:
             e.message = f"transposed copy of {p.format}: {e.message}"
             raise
-        return Plan(self.name, p, plan.run, f"{plan.kernel} {plan.tile}".strip(), int(copy.nbytes) + plan.workspace)
+        text, owned = f"{plan.kernel} {plan.tile}".strip(), int(copy.nbytes) + plan.workspace
+        return Plan(self.name, p, plan.run, text, owned, prepare=plan.prepare)
 
 
 class ComposedBackend:

@@ -23,7 +23,7 @@ def plan_with(kernel: Kernel, A: Format, problem: Problem) -> Plan:
     if plan.reads is not None:
         return plan
     # The arrays are kept, too: memory that A alone held could be handed out again and come back as an out.
-    reads = tuple((*span(x), x) for x in A.arrays().values() if x.size)
+    reads = tuple((*span(x), x) for x in A.all_arrays().values() if x.size)
     return replace(plan, run=_guarded(plan.run, reads))
 
 

@@ -15,12 +15,13 @@ from .dbsr import DBSR
 from .dense import Dense
 from .ell_buckets import ELLBuckets
 from .sr_bcrs import SRBCRS
+from .sum import Sum
 from .two_four import TwoFour
 from .vector_nm import VectorNM
 
 __all__ = [
-    "BSR", "CSR", "DBSR", "FORMATS", "SRBCRS", "Bitmask", "Dense", "ELLBuckets", "Format", "TwoFour", "VectorNM",
-    "by_name", "parse_spec", "register", "registered", "spec_text", "unregister",
+    "BSR", "COMPOSED", "CSR", "DBSR", "FORMATS", "SRBCRS", "Bitmask", "Dense", "ELLBuckets", "Format", "Sum", "TwoFour",
+    "VectorNM", "by_name", "composed", "parse_spec", "register", "registered", "spec_text", "unregister",
 ]  # fmt: skip
 
 FORMATS: tuple[type[Format], ...] = (
@@ -34,6 +35,10 @@ FORMATS: tuple[type[Format], ...] = (
     TwoFour,
     Bitmask,
 )
+"""The formats that matrices are converted into."""
+
+COMPOSED: tuple[type[Format], ...] = (Sum,)
+"""The formats that are made of parts of other formats."""
 
 
 def _host_edges() -> tuple[edges.Edge, ...]:
@@ -44,7 +49,7 @@ def _host_edges() -> tuple[edges.Edge, ...]:
 
 edges.provide("cpu", _host_edges)
 
-_by_name: dict[str, type[Format]] = {f.name: f for f in FORMATS}
+_by_name: dict[str, type[Format]] = {f.name: f for f in (*FORMATS, *COMPOSED)}
 _ALSO_CALLED = {"2:4": TwoFour.name, "n:m": VectorNM.name, "ell": ELLBuckets.name}
 """What people call a format -> its id, for hints."""
 
@@ -60,14 +65,19 @@ def register(fmt: F) -> F:
 
 def unregister(name: str) -> None:
     """Take a registered format out again; the built-in ones stay."""
-    if name in {f.name for f in FORMATS}:
+    if name in {f.name for f in (*FORMATS, *COMPOSED)}:
         raise UsageError(f"{name!r} is built in")
     _by_name.pop(name, None)
 
 
 def registered() -> tuple[type[Format], ...]:
-    """All formats, built-in ones first."""
-    return tuple(_by_name.values())
+    """All formats that matrices are converted into, built-in ones first."""
+    return tuple(f for f in _by_name.values() if not f.declared_parts())
+
+
+def composed() -> tuple[type[Format], ...]:
+    """All formats that are made of parts, built-in ones first."""
+    return tuple(f for f in _by_name.values() if f.declared_parts())
 
 
 def by_name(name: str) -> type[Format]:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import numpy as np
 
@@ -24,23 +24,20 @@ from .declare import (
     AUTO,
     INDEX,
     POS,
-    REQUIRED,
     VALUE,
-    ArrayDeclaration,
     Panels,
-    ParamDeclaration,
     array,
     array_problems,
-    declarations,
     param,
     parse_shape,
     parse_table,
     table,
 )
-from .hooks import Counts, Pattern
+from .hooks import Hooks
 
 if TYPE_CHECKING:
     from .csr import CSR
+    from .transposed import Transposed
 
 Built = TypeVar("Built")
 
@@ -48,7 +45,7 @@ __all__ = ["AUTO", "INDEX", "POS", "VALUE", "Format", "Panels", "array", "checke
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
-class Format:
+class Format(Hooks):
     """Base of every format. ``shape`` is always the logical (M, K); padding is derived, never stored.
 
     Construction checks params, dtypes, ranks and lengths in O(1) and raises ``ArrayError``;
@@ -58,23 +55,22 @@ class Format:
 
     name: ClassVar[str]
     version: ClassVar[int] = 1
+    rank: ClassVar[int] = 2
     value_dtypes: ClassVar[tuple[str, ...]] = tuple(VALUE_TYPES)
     keeps_stored_zeros: ClassVar[bool] = False
     aligned: ClassVar[bool] = True
-    tie_rank: ClassVar[int] = 9
-    """Of the formats that take the fewest bytes, the one with the lowest number is called the smallest."""
-    torch_layout: ClassVar[str] = "sparse_csr"
-    """The layout of torch that this format is measured against: "strided", "sparse_csr", "sparse_bsr",
-    "semi_structured", or "" for none."""
     paper: ClassVar[str] = ""
-    combines: ClassVar[str] = ""
-    """How a format with parts is composed of them: "sum"; "" for a format without parts."""
     __array_ufunc__: ClassVar[None] = None  # else numpy makes an array of one object for ``x @ a`` and ``x == a``
-    # What stands above this file puts itself here: the hub (csr.py), scipy and torch (foreign.py), ``spmm``.
+    # What stands above this file puts itself here: the hub (csr.py), ``T``, scipy, torch, ``spmm``.
     hub: ClassVar[type[CSR]]
     to_scipy: ClassVar[Callable[[Any], Any]]
     to_torch: ClassVar[Callable[[Any], Any]]
     __matmul__: ClassVar[Callable[[Any, Any], Any]]
+    if TYPE_CHECKING:
+
+        @property
+        def T(self) -> Transposed:  # noqa: N802 - numpy's name
+            """The transpose [K, M], a view."""
 
     shape: tuple[int, int]
     _marked: bool = dataclasses.field(default=False, init=False, repr=False)
@@ -82,111 +78,11 @@ class Format:
     _plans: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False)
     _kernel_arrays: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
-    # ---------------------------------------------------------------- declaration
-
-    @classmethod
-    def declared_arrays(cls) -> tuple[ArrayDeclaration, ...]:
-        return declarations(cast(Any, cls))[0]
-
-    @classmethod
-    def declared_params(cls) -> tuple[ParamDeclaration, ...]:
-        return declarations(cast(Any, cls))[1]
-
-    @classmethod
-    def declared_tables(cls) -> tuple[tuple[str, str], ...]:
-        """(name, label of its length) of each table."""
-        return declarations(cast(Any, cls))[2]
+    # ---------------------------------------------------------------- construction
 
     def dims(self) -> dict[str, int]:
         """Sizes and bounds that follow from shape, params and tables; a label not here is bound by its first array."""
         return {}
-
-    @classmethod
-    def param_problems(cls, params: dict[str, Any]) -> list[str]:
-        """Broken relations between params (each alone is already in range), as ``name: expected .., got ..``."""
-        return []
-
-    @classmethod
-    def auto_params(cls, a: CSR, params: dict[str, Any]) -> dict[str, Any]:
-        """Values of the AUTO params that were not given, from the matrix."""
-        return {}
-
-    @classmethod
-    def resolve_params(cls, given: dict[str, Any], a: CSR | None = None) -> dict[str, Any]:
-        """All params in their stored types, defaults filled in; UsageError names parameter, value and range.
-
-        Without a matrix ``a``, params that follow from one (AUTO) stay out when they were not given.
-        """
-        known = {d.name: d for d in cls.declared_params()}
-        unknown = [k for k in given if k not in known]
-        if unknown:
-            takes = ", ".join(known) or "no parameters"
-            raise UsageError(f"{cls.name}: unknown parameter {unknown[0]!r:.80}; it takes {takes}")
-        params: dict[str, Any] = {}
-        for d in known.values():
-            value = given.get(d.name, d.default)
-            if value is AUTO or (value is None and d.default is AUTO):
-                continue
-            if value is REQUIRED:
-                raise UsageError(f"{cls.name}: parameter {d.name} is required: {d.range_text()}")
-            try:
-                params[d.name] = d.parse(value)
-            except UsageError as e:
-                raise UsageError(f"{cls.name}: {e.message}", value=value) from None
-        if a is not None:
-            params = cls.auto_params(a, params) | params
-        problems = cls.param_problems(params)
-        if problems:
-            raise UsageError(f"{cls.name}: " + "; ".join(problems))
-        return {name: params[name] for name in known if name in params}
-
-    @classmethod
-    def array_specs(
-        cls, shape: tuple[int, int], dtype: np.dtype[Any], nnz: int, params: dict[str, Any]
-    ) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]] | None:
-        """dtype and shape of every array of a matrix with ``nnz`` nonzeros, where these numbers decide them.
-
-        None when they do not (blocks, vectors): then only a conversion tells. A file is laid out from this.
-        """
-        return None
-
-    @classmethod
-    def panels(cls, params: dict[str, Any]) -> Panels | None:
-        """How a matrix may be converted panel by panel of rows, with the arrays written one after the other.
-
-        None when it may not: then only the whole matrix is converted. ``params``: all of them, resolved.
-        """
-        return None
-
-    # ---------------------------------------------------------------- hooks: what other layers ask a format
-
-    @classmethod
-    def pattern(cls, params: dict[str, Any]) -> Pattern:
-        """What values are dropped together when a matrix is pruned to fit; None: each for itself."""
-        return None
-
-    @classmethod
-    def fits(cls, counts: Counts, params: dict[str, Any]) -> bool:
-        """Whether ``counts`` prove that the format holds the matrix; False = only a conversion can tell."""
-        return True
-
-    @classmethod
-    def bytes_of(cls, counts: Counts, params: dict[str, Any]) -> int | None:
-        """Exact bytes of all arrays of the matrix, or None when ``counts`` do not decide them (then convert)."""
-        if len(params) != len(cls.declared_params()):
-            return None
-        specs = cls.array_specs(counts.shape, value_type(counts.dtype).numpy, counts.nnz, params)
-        return None if specs is None else sum(product(dtype.itemsize, *shape) for dtype, shape in specs.values())
-
-    @classmethod
-    def candidates(cls, counts: Counts) -> tuple[dict[str, Any], ...]:
-        """Parameters worth a look for a matrix with these counts that the format is proved to hold."""
-        return () if any(d.default is REQUIRED for d in cls.declared_params()) else ({},)
-
-    @classmethod
-    def examples(cls) -> tuple[dict[str, Any], ...]:
-        """Parameters that tests and docs try the format with, small and odd ones among them."""
-        return ({},)
 
     @classmethod
     def accepts(cls, dtype: Any) -> None:
@@ -197,11 +93,9 @@ class Format:
             message = f"{cls.name}: values of dtype {name} are not representable; it takes {takes}"
             raise StructureError(message, unit="dtype", found=name)
 
-    # ---------------------------------------------------------------- construction
-
     def __post_init__(self) -> None:
         put = functools.partial(object.__setattr__, self)
-        put("shape", parse_shape(self.name, self.shape))
+        put("shape", parse_shape(self.name, self.shape, self.rank))
         params = type(self).resolve_params({d.name: getattr(self, d.name) for d in self.declared_params()})
         for key, value in params.items():
             put(key, value)
@@ -236,6 +130,27 @@ class Format:
         """Name -> array, in declaration order."""
         return {d.name: getattr(self, d.name) for d in self.declared_arrays()}
 
+    def parts_by_name(self) -> dict[str, Format]:
+        """Name -> part, as a file names them; empty unless the format is composed."""
+        return {}
+
+    @classmethod
+    def fields_of_parts(cls, parts: dict[str, Format]) -> dict[str, Any]:
+        """The constructor's arguments for ``parts_by_name``; UsageError for missing or other names."""
+        if parts:
+            raise UsageError(f"{cls.name}: expected no parts, got {', '.join(parts)}")
+        return {}
+
+    def all_arrays(self) -> dict[str, Array]:
+        """Path -> array: "data" for an array of its own, "0.data" for that of part "0"."""
+        below = {f"{name}.{path}": a for name, p in self.parts_by_name().items() for path, a in p.all_arrays().items()}
+        return self.arrays() | below
+
+    def fields(self) -> dict[str, Any]:
+        """The constructor's arguments that give this object again."""
+        own = {"shape": self.shape, **self.params(), **self.tables(), **self.arrays()}
+        return own | self.fields_of_parts(self.parts_by_name())
+
     def params(self) -> dict[str, Any]:
         """Exactly the arguments of ``from_csr``, defaults resolved."""
         return {d.name: getattr(self, d.name) for d in self.declared_params()}
@@ -263,7 +178,7 @@ class Format:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(int(a.nbytes) for a in self.arrays().values())
+        return sum(int(a.nbytes) for a in self.all_arrays().values())
 
     @property
     def stored(self) -> int:
@@ -273,6 +188,10 @@ class Format:
     @property
     def nnz(self) -> int:
         """Values that are not zero: a scan, unless the format stores nothing else."""
+        return self.count_nonzeros()
+
+    def count_nonzeros(self) -> int:
+        """Values that are not zero: a scan."""
         return int(nonzero_mask(self.values).sum())  # synchronize!
 
     @property
@@ -310,21 +229,13 @@ class Format:
         raise TypeError(f"{self.name}: this is a sparse matrix, no array; use to_dense()")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), {"shape": self.shape, **self.params(), **self.tables(), **self.arrays()})
-
-    @property
-    def T(self) -> Any:  # noqa: N802
-        """The transpose as a view."""
-        from .transposed import Transposed
-
-        return Transposed(self)
+        return _rebuild, (type(self), self.fields())
 
     # ---------------------------------------------------------------- moving
 
     def with_arrays(self, **arrays: Array) -> Self:
         """The same object with some arrays exchanged. The validated mark is dropped."""
-        fields = {"shape": self.shape, **self.params(), **self.tables(), **self.arrays()}
-        return type(self)(**(fields | arrays))
+        return type(self)(**(self.fields() | arrays))
 
     def to(self, device: str) -> Self:
         """Copy to "cpu", "cuda" or "cuda:<id>" (itself when it is there). The validated mark stays."""
@@ -341,7 +252,7 @@ class Format:
         A plan keeps a twin instead of the matrix, so that the matrix, which keeps the plan, can be freed. The caller
         owes valid contents.
         """
-        other = type(self).trusted(shape=self.shape, **self.params(), **self.tables(), **self.arrays())
+        other = type(self).trusted(**self.fields())
         object.__setattr__(other, "_kernel_arrays", self._kernel_arrays)
         return other
 
@@ -407,6 +318,7 @@ class Format:
                 f"{cls.name}: from_csr: expected a CSR, got {type(a).__name__}; use convert(x, {cls.name!r})"
             )
         cls.accepts(a.dtype)
+        cls.require_converter()
         a.ensure_valid()
         resolved = cls.resolve_params(params, a)
         specs = cls.array_specs(a.shape, a.dtype, a.nnz, resolved)
@@ -415,6 +327,10 @@ class Format:
             check_bytes(needed, f"{cls.name}: arrays of a matrix of shape {a.shape}", a.nbytes)
         with current_device(a.values):
             return cls.from_hub(a, resolved)
+
+    @classmethod
+    def require_converter(cls) -> None:
+        """UsageError where no matrix is converted into this format, with what to write instead."""
 
     @classmethod
     def from_hub(cls, a: CSR, params: dict[str, Any]) -> Self:
@@ -443,6 +359,7 @@ class Format:
     @classmethod
     def from_dense(cls, x: Array, **params: Any) -> Self:
         """This format from a 2-D array [M, K]; equal to the path through CSR bit for bit."""
+        cls.require_converter()
         given = cls.resolve_params(params)
         x = checked_values(x, cls.name)
         cls.accepts(x.dtype)

@@ -1,17 +1,20 @@
-"""The declaration of a format's fields: params, tables, arrays, how text becomes them, and the O(1) check of them."""
+"""The declaration of a format's fields: params, tables, arrays, parts; how text becomes them, and their O(1) check."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 
 from ..arrays.dtypes import dtype_name
 from ..arrays.library import device_of, index_dtype, is_cupy
 from ..errors import ArrayError, UsageError
+
+if TYPE_CHECKING:
+    from .csr import CSR
 
 VALUE, INDEX, POS = "VALUE", "INDEX", "POS"
 MAX_DIMENSION = 2**48 - 1
@@ -27,6 +30,15 @@ class ArrayDeclaration:
     kind: str
     dims: tuple[str, ...]
     bound: str | None
+    doc: str
+
+
+@dataclass(frozen=True)
+class PartDeclaration:
+    """One part of a composed format, or a tuple of parts."""
+
+    name: str
+    many: bool
     doc: str
 
 
@@ -107,6 +119,17 @@ def table(length: str, doc: str = "") -> Any:
     return dataclasses.field(metadata={"table": (length, doc)})
 
 
+def part(*, many: bool = False, doc: str = "") -> Any:
+    """Declare a part: a matrix of any format; many: a tuple of them. For classes derived from ``composed.Composed``."""
+    return dataclasses.field(metadata={"part": (many, doc)})
+
+
+@functools.cache
+def part_declarations(cls: Any) -> tuple[PartDeclaration, ...]:
+    """The parts of a format class, in the order they are written."""
+    return tuple(PartDeclaration(f.name, *f.metadata["part"]) for f in dataclasses.fields(cls) if "part" in f.metadata)
+
+
 @functools.cache
 def declarations(
     cls: Any,
@@ -123,15 +146,16 @@ def declarations(
     return tuple(arrays), tuple(params), tuple(tables)
 
 
-def parse_shape(name: str, shape: Any) -> tuple[int, int]:
-    """(M, K) as ints in 0 .. 2^48-1."""
+def parse_shape(name: str, shape: Any, rank: int = 2) -> tuple[int, int]:
+    """(M, K) as ints in 0 .. 2^48-1; as many sizes as the format has dimensions (``Format.rank``)."""
     try:
         sizes = tuple(plain_int(v) for v in shape)
     except (TypeError, ValueError):
         sizes = ()
-    if len(sizes) != 2 or not all(0 <= v <= MAX_DIMENSION for v in sizes):
-        raise UsageError(f"{name}: shape: expected two ints (M, K) in 0 .. 2^48-1, got {shape!r:.80}", value=shape)
-    return sizes[0], sizes[1]
+    if len(sizes) != rank or not all(0 <= v <= MAX_DIMENSION for v in sizes):
+        wanted = "two ints (M, K)" if rank == 2 else f"{rank} ints"
+        raise UsageError(f"{name}: shape: expected {wanted} in 0 .. 2^48-1, got {shape!r:.80}", value=shape)
+    return sizes  # type: ignore[return-value]
 
 
 def parse_table(name: str, key: str, values: Any) -> tuple[int, ...]:
@@ -192,3 +216,85 @@ def _dtypes_of(d: ArrayDeclaration, sizes: dict[str, int], value_dtypes: tuple[s
     bound = sizes.get(d.bound or "")
     # A bound that no array length fixes (live items among padding) leaves both index types open.
     return ("int32", "int64") if bound is None else (index_dtype(bound).name,)
+
+
+class Declared:
+    """What follows from the declaration of a format's fields, for the class. ``Format`` derives from it."""
+
+    __slots__ = ()
+    name: ClassVar[str]
+
+    @classmethod
+    def declared_arrays(cls) -> tuple[ArrayDeclaration, ...]:
+        return declarations(cast(Any, cls))[0]
+
+    @classmethod
+    def declared_params(cls) -> tuple[ParamDeclaration, ...]:
+        return declarations(cast(Any, cls))[1]
+
+    @classmethod
+    def declared_tables(cls) -> tuple[tuple[str, str], ...]:
+        """(name, label of its length) of each table."""
+        return declarations(cast(Any, cls))[2]
+
+    @classmethod
+    def declared_parts(cls) -> tuple[PartDeclaration, ...]:
+        """The matrices that a composed format is made of; none for the others."""
+        return part_declarations(cast(Any, cls))
+
+    @classmethod
+    def param_problems(cls, params: dict[str, Any]) -> list[str]:
+        """Broken relations between params (each alone is already in range), as ``name: expected .., got ..``."""
+        return []
+
+    @classmethod
+    def auto_params(cls, a: CSR, params: dict[str, Any]) -> dict[str, Any]:
+        """Values of the AUTO params that were not given, from the matrix."""
+        return {}
+
+    @classmethod
+    def resolve_params(cls, given: dict[str, Any], a: CSR | None = None) -> dict[str, Any]:
+        """All params in their stored types, defaults filled in; UsageError names parameter, value and range.
+
+        Without a matrix ``a``, params that follow from one (AUTO) stay out when they were not given.
+        """
+        known = {d.name: d for d in cls.declared_params()}
+        unknown = [k for k in given if k not in known]
+        if unknown:
+            takes = ", ".join(known) or "no parameters"
+            raise UsageError(f"{cls.name}: unknown parameter {unknown[0]!r:.80}; it takes {takes}")
+        params: dict[str, Any] = {}
+        for d in known.values():
+            value = given.get(d.name, d.default)
+            if value is AUTO or (value is None and d.default is AUTO):
+                continue
+            if value is REQUIRED:
+                raise UsageError(f"{cls.name}: parameter {d.name} is required: {d.range_text()}")
+            try:
+                params[d.name] = d.parse(value)
+            except UsageError as e:
+                raise UsageError(f"{cls.name}: {e.message}", value=value) from None
+        if a is not None:
+            params = cls.auto_params(a, params) | params
+        problems = cls.param_problems(params)
+        if problems:
+            raise UsageError(f"{cls.name}: " + "; ".join(problems))
+        return {name: params[name] for name in known if name in params}
+
+    @classmethod
+    def array_specs(
+        cls, shape: tuple[int, int], dtype: np.dtype[Any], nnz: int, params: dict[str, Any]
+    ) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]] | None:
+        """dtype and shape of every array of a matrix with ``nnz`` nonzeros, where these numbers decide them.
+
+        None when they do not (blocks, vectors): then only a conversion tells. A file is laid out from this.
+        """
+        return None
+
+    @classmethod
+    def panels(cls, params: dict[str, Any]) -> Panels | None:
+        """How a matrix may be converted panel by panel of rows, with the arrays written one after the other.
+
+        None when it may not: then only the whole matrix is converted. ``params``: all of them, resolved.
+        """
+        return None

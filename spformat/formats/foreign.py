@@ -15,6 +15,7 @@ from .base import Format, checked_values
 from .bsr import BSR, blocks_to_csr
 from .csr import CSR
 from .dense import Dense
+from .transposed import Transposed
 
 SCIPY_VALUES = ("float64", "float32", "int8")
 
@@ -180,6 +181,8 @@ def as_format(x: Any) -> Format:
     """
     if isinstance(x, Format):
         return x
+    if isinstance(x, Transposed):
+        return x.materialize()
     if isinstance(x, np.ndarray) or is_cupy(x):
         return Dense.from_dense(unmasked(x))
     if is_torch(x):

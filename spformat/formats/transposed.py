@@ -1,4 +1,4 @@
-"""The transpose of a matrix as a view: nothing is moved until somebody asks for a stored form."""
+"""A matrix seen from the other side: ``a.T`` is a view [K, M] of a [M, K]; nothing is moved until it is asked for."""
 
 from __future__ import annotations
 
@@ -6,36 +6,112 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
+from ..arrays.dtypes import bits
+from ..arrays.library import Array, ceil_div, current_device, index_dtype, namespace
+from ..arrays.segments import counts_of, pointer, stable_order
 from .base import Format
+from .bsr import BSR
+from .csr import CSR
+from .dbsr import DBSR
+from .dense import Dense
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Transposed:
-    """``A.T`` of a matrix A [M, K]: shape (K, M)."""
+    """The transpose of ``matrix``, as a view: it owns no arrays and holds none but those of the matrix."""
 
     matrix: Format
-    __array_ufunc__: ClassVar[None] = None
-    __matmul__: ClassVar[Callable[[Any, Any], Any]]
+    __array_ufunc__: ClassVar[None] = None  # else numpy makes an array of one object for ``x @ a.T``
+    __matmul__: ClassVar[Callable[[Any, Any], Any]]  # ``spmm``, of a layer above, which puts itself here
+
+    @property
+    def T(self) -> Format:  # noqa: N802 - numpy's name
+        """The matrix itself."""
+        return self.matrix
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(K, M)."""
+        """(K, M) of a matrix [M, K]."""
         M, K = self.matrix.shape
         return K, M
 
     @property
-    def T(self) -> Format:  # noqa: N802
-        """The matrix itself."""
-        return self.matrix
+    def dtype(self) -> np.dtype[Any]:
+        """dtype of the values."""
+        return self.matrix.dtype
+
+    @property
+    def device(self) -> str:
+        """ "cpu" or "cuda:<id>"."""
+        return self.matrix.device
+
+    @property
+    def nnz(self) -> int:
+        """That of the matrix."""
+        return self.matrix.nnz
+
+    def __repr__(self) -> str:
+        return f"Transposed({self.matrix!r}, shape={self.shape})"
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """TypeError: a matrix becomes dense only where that is asked for."""
+        raise TypeError("this is the transpose of a sparse matrix, no array; use to_dense()")
+
+    def to(self, device: str) -> Transposed:
+        """The view of the matrix on "cpu", "cuda" or "cuda:<id>"; itself when it is there."""
+        moved = self.matrix.to(device)
+        return self if moved is self.matrix else Transposed(moved)
+
+    def to_dense(self) -> Array:
+        """A fresh array [K, M] in row-major order. LimitError when over the memory budget."""
+        with current_device(self.matrix.values):
+            return namespace(self.matrix.values).ascontiguousarray(self.matrix.to_dense().T)
+
+    def to_csr(self) -> CSR:
+        """The transpose as an ordered CSR [K, M] on the same device, every stored item with its bits; O(nnz).
+
+        A stable sort by column does it: rows ascend inside a column, because they do in the CSR of the matrix.
+        """
+        a = self.matrix.to_csr()
+        with current_device(a.data):
+            M, K = a.shape
+            order = stable_order(a.indices, K)
+            return CSR.trusted(
+                shape=(K, M),
+                indptr=pointer(counts_of(a.indices, K), a.nnz),
+                indices=a.rows()[order].astype(index_dtype(M - 1)),
+                data=bits(a.data)[order].view(a.dtype),
+            )
 
     def materialize(self) -> Format:
-        """The transpose, stored as CSR."""
-        import numpy as np
+        """The transpose in the stored form that costs least to make: blocks stay blocks, dense stays dense, else CSR.
 
-        from ..arrays.library import namespace
-        from .csr import CSR
+        BSR and DBSR give a BSR of transposed blocks, blocksize (C, R); Dense gives Dense; every other format gives CSR.
+        All are exact.
+        """
+        if isinstance(self.matrix, BSR | DBSR):
+            self.matrix.ensure_valid()
+            with current_device(self.matrix.data):
+                return _transposed_blocks(self.matrix)
+        if isinstance(self.matrix, Dense):
+            return Dense.from_dense(self.to_dense())
+        return self.to_csr()
 
-        a = self.matrix.to_csr()
-        rows = a.rows()
-        order = namespace(rows).argsort(a.indices.astype(np.int64) * max(1, self.matrix.shape[0]) + rows)
-        return CSR.from_coordinates(self.shape, a.indices[order].astype(np.int64), rows[order], a.data[order])
+
+def _transposed_blocks(a: BSR | DBSR) -> BSR:
+    """BSR [K, M] of the transposed blocks, in order of block column and then block row; O(stored values)."""
+    xp, (M, K), (R, C) = namespace(a.data), a.shape, a.blocksize
+    order = stable_order(a.indices, ceil_div(K, C))
+    data = xp.ascontiguousarray(bits(a.data)[order].transpose(0, 2, 1)).view(a.dtype)
+    return BSR.trusted(
+        shape=(K, M),
+        blocksize=(C, R),
+        indptr=pointer(counts_of(a.indices, ceil_div(K, C)), a.nnzb),
+        indices=a.block_rows()[order].astype(index_dtype(ceil_div(M, R) - 1)),
+        data=data,
+    )
+
+
+Format.T = property(Transposed)  # type: ignore[assignment, method-assign]

@@ -34,6 +34,8 @@ class Kernel:
     """The parts that its time is a sum of; none for a kernel without an estimate of its own (``roofline.plain_us``)."""
     constants_of: str = ""
     """Name of the kernel whose constants it uses, where that is another one."""
+    multiplies_zeros: ClassVar[bool] = False
+    """Whether every zero of A meets its row of B, as in a dense product: infinities of B then give NaN."""
     product_error: ClassVar[float] = 0.0
     """Relative error of one float32 product, where products are not exact (three TF32 products)."""
 

@@ -91,7 +91,7 @@ class Operand:
         """The operand that a matrix, an array, or the record of a tensor in a file is. ``device``: another one."""
         if isinstance(x, Format):
             where = device or ("cpu" if x.device == "cpu" else "cuda")
-            parts = tuple(cls.of(part, where) for part in getattr(x, "parts", ()))
+            parts = tuple(cls.of(part, where) for part in x.parts_by_name().values())
             return cls(x.name, x.shape, x.dtype.name, tuple(x.params().items()), x.stored, device=where, parts=parts)
         if hasattr(x, "strides"):
             where = device or ("cpu" if device_of(x) == "cpu" else "cuda")
@@ -101,7 +101,7 @@ class Operand:
     @classmethod
     def _of_record(cls, r: Record, device: str) -> Self:
         name = DENSE if r.format is None else r.format.name
-        parts = tuple(cls._of_record(part, device) for part in getattr(r, "parts", {}).values())
+        parts = tuple(cls._of_record(part, device) for part in r.parts.values())
         return cls(name, r.shape, r.dtype, tuple(r.params.items()), r.stored, device=device, parts=parts)
 
 

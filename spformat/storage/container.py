@@ -381,11 +381,18 @@ class TensorFile:
 
 
 def _made(r: Record, arrays: dict[str, Any]) -> Format:
-    """The object a record and its arrays describe: lengths and dtypes checked, contents not yet."""
+    """The object a record and its arrays (by path) describe: lengths and dtypes checked, contents not yet."""
     assert r.format is not None
-    M, K = r.shape
+    parts = {}
+    for name, p in r.parts.items():
+        try:
+            parts[name] = _made(p, {path: arrays[f"{name}.{path}"] for path in p.arrays})
+        except FormatError as e:
+            e.message = f"part {name}: {e.message}"
+            raise
+    fields: dict[str, Any] = {"shape": r.shape, **r.params, **r.tables, **{a: arrays[a] for a in r.own_arrays}}
     try:
-        return r.format(shape=(M, K), **r.params, **r.tables, **arrays)
+        return r.format(**fields, **r.format.fields_of_parts(parts))
     except UsageError as e:  # a relation that only construction sees
         raise DescriptorError(e.message, **e.fields) from e
 
@@ -397,4 +404,4 @@ def _validated(f: Format, device: str) -> Format:
         return f.in_order().to(device) if limits.current().sort else f.validate().to(device)
     except (MemoryError, DeviceMemoryError):  # the arrays fit the device, the temporaries of their scan do not
         f.to("cpu").validate()
-        return type(f).trusted(shape=f.shape, **f.params(), **f.tables(), **f.arrays())
+        return type(f).trusted(**f.fields())

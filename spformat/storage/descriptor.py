@@ -8,6 +8,9 @@ Array x of tensor w is the entry ``w.x`` of the file; a plain array is the entry
 is claimed once. ``crc32`` covers the bytes of an array; ``sha256`` covers the canonical header, checksums
 included, with its own digits set to zero. Reading is strict: unknown or missing keys, other types, and
 headers that differ from the canonical bytes are refused. Nothing here mentions a particular format.
+
+A composed format has parts: ``"parts": {"0": {..}, "1": {..}}``. Part p of tensor w is described as a tensor called
+``w.p`` would be: its array x is the entry ``w.p.x``.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from ..errors import (
 )
 from ..formats import by_name
 from ..formats.base import VALUE, Format
+from ..formats.composed import MAX_DEPTH
 from . import stheader
 from .stheader import Entry, Header
 
@@ -53,19 +57,27 @@ class Record:
     dtype: str
     """numpy (ml_dtypes) name of the values; for a plain array of a type numpy lacks, the safetensors code."""
     arrays: dict[str, tuple[str, tuple[int, ...]]]
-    """Name -> (safetensors dtype code, shape) of each array; a plain array has the one name ""."""
+    """Path -> (safetensors dtype code, shape) of each array: "data", or "0.data" of part "0"; a plain array has the
+    one path ""."""
     params: dict[str, Any] = field(default_factory=dict)
     tables: dict[str, tuple[int, ...]] = field(default_factory=dict)
     crc32: dict[str, int | None] = field(default_factory=dict, compare=False)
     """CRC32 of each array as stored; None (or absent) where a file has none."""
+    parts: dict[str, Record] = field(default_factory=dict)
+    """Name -> part of a composed format; its paths are those inside the part."""
+
+    @property
+    def own_arrays(self) -> tuple[str, ...]:
+        """The arrays that belong to no part."""
+        return tuple(path for path in self.arrays if "." not in path)
 
     @property
     def stored(self) -> int:
         """Value slots, padding included."""
         if self.format is None:
             return limits.product(*self.shape)
-        value = next(d.name for d in self.format.declared_arrays() if d.kind == VALUE)
-        return limits.product(*self.arrays[value][1])
+        own = [limits.product(*self.arrays[d.name][1]) for d in self.format.declared_arrays() if d.kind == VALUE]
+        return sum(own) + sum(p.stored for p in self.parts.values())
 
     def entry(self, array: str) -> str:
         """The name an array has in the file."""
@@ -80,20 +92,26 @@ def pack(records: Iterable[Record], sums: Mapping[str, int]) -> dict[str, Any]:
         if r.format is None:
             plain[r.name] = f"{sums[r.name]:08x}"
             continue
-        described: dict[str, Any] = {
-            "format": r.format.name,
-            "version": r.format.version,
-            "shape": list(r.shape),
-            "dtype": r.dtype,
-            "params": {key: _plain(value) for key, value in r.params.items()},
-            "crc32": {array: f"{sums[r.entry(array)]:08x}" for array in r.arrays},
-        }
-        if r.tables:
-            described["tables"] = {key: list(value) for key, value in r.tables.items()}
-        _check_size(r.name, described)
-        tensors[r.name] = described
+        tensors[r.name] = _described(r, r.format, sums)
+        _check_size(r.name, tensors[r.name])
     tree: dict[str, Any] = {"container": CONTAINER, "sha256": _NO_SHA, "tensors": tensors}
     return tree | {"plain": plain} if plain else tree
+
+
+def _described(r: Record, cls: type[Format], sums: Mapping[str, int]) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "format": cls.name,
+        "version": cls.version,
+        "shape": list(r.shape),
+        "dtype": r.dtype,
+        "params": {key: _plain(value) for key, value in r.params.items()},
+        "crc32": {array: f"{sums[r.entry(array)]:08x}" for array in r.own_arrays},
+    }
+    if r.tables:
+        described["tables"] = {key: list(value) for key, value in r.tables.items()}
+    if r.parts:
+        described["parts"] = {name: _described(p, p.format, sums) for name, p in r.parts.items() if p.format}
+    return described
 
 
 def sealed(tree: dict[str, Any], entries: Iterable[Entry], metadata: Mapping[str, str]) -> dict[str, str]:
@@ -147,7 +165,11 @@ def undescribed(header: Header) -> dict[str, Record]:
     return {name: _plain_record(entry, None) for name, entry in header.entries.items()}
 
 
-def _read_tensor(name: str, tree: Any, header: Header, allow_unchecked: bool, ignore_unknown: bool) -> Record:
+def _read_tensor(
+    name: str, tree: Any, header: Header, allow_unchecked: bool, ignore_unknown: bool, depth: int = 0
+) -> Record:
+    if depth > MAX_DEPTH:
+        raise DescriptorError(f"parts: expected at most {MAX_DEPTH} levels of parts, got more")
     described = _object("descriptor", tree)
     _check_size(name, described)
     if "format" not in described:
@@ -157,11 +179,13 @@ def _read_tensor(name: str, tree: Any, header: Header, allow_unchecked: bool, ig
     declared = {d.name: d for d in cls.declared_arrays()}
     tables = [key for key, _ in cls.declared_tables()]
     optional = {"crc32"} if allow_unchecked else set()
-    required = (_TENSOR_KEYS | ({"tables"} if tables else set())) - optional
+    sometimes = {"tables": tables, "parts": cls.declared_parts()}
+    required = (_TENSOR_KEYS | {key for key, declared_ones in sometimes.items() if declared_ones}) - optional
     _check_keys("descriptor", described, required, optional, ignore_unknown)
     shape = _ints("shape", described["shape"])
-    if len(shape) != 2:
-        raise DescriptorError(f"shape: expected [M, K], got {len(shape)} dimensions")
+    if len(shape) != cls.rank:
+        wanted = "[M, K]" if cls.rank == 2 else f"{cls.rank} dimensions"
+        raise DescriptorError(f"shape: expected {wanted}, got {len(shape)} dimensions")
     dtype = described["dtype"]
     if type(dtype) is not str or dtype not in cls.value_dtypes:
         takes = ", ".join(cls.value_dtypes)
@@ -179,11 +203,29 @@ def _read_tensor(name: str, tree: Any, header: Header, allow_unchecked: bool, ig
             expected = VALUE_TYPES[dtype].safetensors
             got = printable(entry.dtype, 40)
             raise ArrayError(f"{array}: expected {expected} for dtype {dtype}, got {got}", array=array)
-    return Record(
-        name, cls, shape, dtype, arrays, params,
-        {key: _ints(f"tables.{key}", table_values[key]) for key in tables},
-        {array: _checksum(sums.get(array), array, allow_unchecked) for array in declared},
-    )  # fmt: skip
+    crc32 = {array: _checksum(sums.get(array), array, allow_unchecked) for array in declared}
+    parts: dict[str, Record] = {}
+    for part, below in _named_parts(cls, described.get("parts", {})).items():
+        try:
+            p = _read_tensor(f"{name}.{part}", below, header, allow_unchecked, ignore_unknown, depth + 1)
+        except (DescriptorError, VersionError, ArrayError, LimitError) as e:
+            e.message = f"part {part}: {e.message}"
+            raise
+        parts[part] = p
+        arrays |= {f"{part}.{path}": spec for path, spec in p.arrays.items()}
+        crc32 |= {f"{part}.{path}": found for path, found in p.crc32.items()}
+    table_ints = {key: _ints(f"tables.{key}", table_values[key]) for key in tables}
+    return Record(name, cls, shape, dtype, arrays, params, table_ints, crc32, parts)
+
+
+def _named_parts(cls: type[Format], tree: Any) -> dict[str, Any]:
+    """Name -> description of each part, in the order of the format; DescriptorError for other names than it has."""
+    described = _object("parts", tree)
+    single = [d.name for d in cls.declared_parts() if not d.many]
+    many = len(described) - len(single) if any(d.many for d in cls.declared_parts()) else 0
+    names = [*single, *(str(i) for i in range(many))]
+    _check_keys("parts", described, set(names), set(), ignore_unknown=False)
+    return {name: described[name] for name in names}
 
 
 def _plain_record(e: Entry, crc32: int | None) -> Record:

@@ -33,8 +33,9 @@ def outline(name: str, x: Tensor) -> Record:
         x = plain_array(name, x)
         code = stwriter.code_of(x.dtype)
         return Record(name, None, x.shape, x.dtype.newbyteorder("=").name, {"": (code, x.shape)})
-    arrays = {key: (stwriter.code_of(a.dtype), a.shape) for key, a in x.arrays().items()}
-    return Record(name, type(x), x.shape, x.dtype.name, arrays, x.params(), x.tables())
+    arrays = {path: (stwriter.code_of(a.dtype), a.shape) for path, a in x.all_arrays().items()}
+    parts = {part: outline(f"{name}.{part}", p) for part, p in x.parts_by_name().items()}
+    return Record(name, type(x), x.shape, x.dtype.name, arrays, x.params(), x.tables(), parts=parts)
 
 
 def create(
@@ -85,7 +86,7 @@ class FileWriter:
         record = self._record(name)
         if outline(name, x) != record:
             raise UsageError(f"put: expected what the outline says, {record}, got {outline(name, x)}", tensor=name)
-        arrays = x.ensure_valid().arrays() if isinstance(x, Format) else {"": plain_array(name, x)}
+        arrays = x.ensure_valid().all_arrays() if isinstance(x, Format) else {"": plain_array(name, x)}
         for array, a in arrays.items():
             self._out.put(record.entry(array), a)
 

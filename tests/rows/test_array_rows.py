@@ -12,11 +12,11 @@ from catalogue import PARAMS, refused, refused_file, small, small_file
 from hostile import change, rewrite
 
 import spformat as sf
-from spformat import ArrayError, IndexBoundsError, InvariantError, OrderError, PatternError, PointerError
+from spformat.errors import ArrayError, IndexBoundsError, InvariantError, OrderError, PatternError, PointerError
 from spformat.formats import FORMATS
 
 Array = np.ndarray[Any, Any]
-Case = tuple[str, str, Callable[[Array], Any], type[sf.SpformatError], str]
+Case = tuple[str, str, Callable[[Array], Any], type[sf.errors.SpformatError], str]
 
 
 def at(index: Any, value: Any) -> Callable[[Array], Array]:
@@ -70,7 +70,7 @@ for f in FORMATS:
             CASES[f"A02-{f.name}-fewer-indices"] = cut
 
 for name, last in {"csr": 20, "bsr": 11, "dbsr": 13, "sr-bcrs": 6, "bitmask": 20}.items():
-    pointer: dict[str, tuple[Callable[[Array], Any], type[sf.SpformatError], str]] = {
+    pointer: dict[str, tuple[Callable[[Array], Any], type[sf.errors.SpformatError], str]] = {
         "A03-{}-one-less": (lambda a: a[:-1], ArrayError, "indptr: dimension"),
         "A03-{}-one-more": (lambda a: np.append(a, a[-1:]), ArrayError, "indptr: dimension"),
         "A04-{}-starts-at-1": (at(0, 1), PointerError, r"indptr\[0\]: expected 0, the start, got 1"),

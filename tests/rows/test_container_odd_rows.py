@@ -47,7 +47,7 @@ def test_C04_a_huge_header_length_costs_no_memory(folder: Path, length: int) -> 
     path = folder / "x.safetensors"
     path.write_bytes(blob({"a": F32_2}, D8, length=length))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    refused_file(path, sf.ContainerError, "header length: expected at most .*, got " + str(length))
+    refused_file(path, sf.errors.ContainerError, "header length: expected at most .*, got " + str(length))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 * 1024  # KiB
 
 
@@ -56,10 +56,10 @@ def test_C05_a_legal_header_of_90_mb_is_refused_at_once(folder: Path) -> None:
     with open(path, "wb") as f:
         f.write((90_000_000).to_bytes(8, "little"))
         f.truncate(8 + 90_000_000)
-    with refused(folder, sf.LimitError, "--max-header-bytes", limit=16 * 2**20, value=90_000_000):
+    with refused(folder, sf.errors.LimitError, "--max-header-bytes", limit=16 * 2**20, value=90_000_000):
         sf.load(path)
     begin = time.process_time()
-    with pytest.raises(sf.LimitError):
+    with pytest.raises(sf.errors.LimitError):
         sf.load(path)
     assert time.process_time() - begin < 0.1
     assert command("validate", path).code == 78
@@ -69,10 +69,12 @@ def test_C05_many_entries_hit_a_limit_that_a_flag_raises(folder: Path) -> None:
     path = folder / "x.safetensors"
     item = b'"%07d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},'
     path.write_bytes(blob(b"{" + b"".join(item % i for i in range(150_000))[:-1] + b"}"))
-    with refused(folder, sf.LimitError, "number of tensors: expected at most 100,000, got 150,000", "--max-tensors"):
+    with refused(
+        folder, sf.errors.LimitError, "number of tensors: expected at most 100,000, got 150,000", "--max-tensors"
+    ):
         sf.safe_open(path)
     begin = time.process_time()
-    with pytest.raises(sf.LimitError):
+    with pytest.raises(sf.errors.LimitError):
         sf.safe_open(path)
     assert time.process_time() - begin < 0.1
     path.write_bytes(blob(b"{" + b"".join(item % i for i in range(30))[:-1] + b"}"))
@@ -80,7 +82,7 @@ def test_C05_many_entries_hit_a_limit_that_a_flag_raises(folder: Path) -> None:
     assert command("inspect", path, "--max-tensors", 30).code == 0
     escaped = path.read_bytes().replace(b"data_offsets", b"data\\u005foffsets")  # not seen by the count before parsing
     path.write_bytes(blob(escaped[8:]))
-    with limits.using(tensors=20), refused(folder, sf.LimitError, "number of tensors"):
+    with limits.using(tensors=20), refused(folder, sf.errors.LimitError, "number of tensors"):
         sf.safe_open(path)
 
 
@@ -90,7 +92,7 @@ def test_C06_every_truncation_is_refused(folder: Path) -> None:
     data = path.read_bytes()
     for n in range(len(data)):
         path.write_bytes(data[:n])
-        with refused(folder, sf.ContainerError):
+        with refused(folder, sf.errors.ContainerError):
             stfile.Reader(path)
         if n % 50 == 0:
             assert command("convert", path, folder / "out").code == 65
@@ -103,7 +105,7 @@ def test_C13_extents_without_bytes_behind_them_hit_a_limit(folder: Path) -> None
     assert sf.safe_open(path).array("a").shape == (0, 2**24)
     for shape in ((0, 2**24 + 1), (2**40, 3, 0)):
         path.write_bytes(blob({"a": tensor(shape=shape, offsets=(0, 0))}))
-        refused_file(path, sf.LimitError, "tensor 'a' without elements", "--max-empty-extent")
+        refused_file(path, sf.errors.LimitError, "tensor 'a' without elements", "--max-empty-extent")
 
 
 def test_C20_C28_blanks_and_unknown_fields_of_foreign_files_are_noted(folder: Path) -> None:
@@ -117,14 +119,14 @@ def test_C20_C28_blanks_and_unknown_fields_of_foreign_files_are_noted(folder: Pa
     n = int.from_bytes(good[:8], "little")
     for raw in (b" " + good[8 : 8 + n], good[8 : 8 + n].replace(b'"dtype":', b'"x":1,"dtype":', 1)):
         path.write_bytes(blob(raw, good[8 + n :]))
-        refused_file(path, sf.ContainerError, "a file with a descriptor follows the specification")
+        refused_file(path, sf.errors.ContainerError, "a file with a descriptor follows the specification")
 
 
 def test_C22_names_are_escaped_in_every_message(folder: Path) -> None:
     path = folder / "x.safetensors"
     for name in ("a\nb", "\x1b[31m", "\u202eabc"):
         path.write_bytes(blob({name: F32_2, name + "2": F32_2}, D8))
-        with refused(folder, sf.ContainerError) as caught:
+        with refused(folder, sf.errors.ContainerError) as caught:
             sf.safe_open(path)
         assert name not in str(caught.value)
         path.write_bytes(blob({name: F32_2}, D8))
@@ -142,7 +144,7 @@ def test_C23_long_names_hit_a_limit(folder: Path) -> None:
     assert len(sf.safe_open(path)) == 1
     for name in ("x" * 1025, "é" * 513, "x" * 1_000_000):
         path.write_bytes(blob({name: F32_2}, D8))
-        refused_file(path, sf.LimitError, "tensor name 'xxx|tensor name 'ééé", "--max-name-bytes")
+        refused_file(path, sf.errors.LimitError, "tensor name 'xxx|tensor name 'ééé", "--max-name-bytes")
 
 
 NAMES = ["../../x", "C:\\x", "a/b", "/etc/passwd", "\x1b[31mred", "重み", "e\u0301", "\u00e9", "__metadata", "a.b"]
@@ -168,7 +170,7 @@ def test_C26_no_metadata_is_dense_input(folder: Path) -> None:
     path.write_bytes(blob({"a": F32_2}, D8))
     with sf.safe_open(path) as f:
         assert (f.described, f.metadata) == (False, {})
-    with refused(folder, sf.DescriptorError, "dense safetensors file", "spformat convert"):
+    with refused(folder, sf.errors.DescriptorError, "dense safetensors file", "spformat convert"):
         sf.load(path)
 
 
@@ -178,7 +180,7 @@ def test_C27_unknown_dtypes_are_refused_where_they_are_read(folder: Path, code: 
     path.write_bytes(blob({"a": tensor(code, ({"F4": 24}.get(code, 16),), (0, 12)), "b": tensor(offsets=(12, 20))},
                           data + D8))  # fmt: skip
     refused_part = f"dtype '{code}' not supported; supported: .*BF16"
-    with refused(folder, sf.ArrayError, refused_part, tensor="a"), sf.safe_open(path) as f:
+    with refused(folder, sf.errors.ArrayError, refused_part, tensor="a"), sf.safe_open(path) as f:
         f["a"]
     answer = command("validate", path, "--json")
     assert answer.code == 65
@@ -194,7 +196,9 @@ def test_C29_bool_bytes(folder: Path) -> None:
     path.write_bytes(blob({"a": tensor("BOOL", (3,), (0, 3))}, b"\0\1\0"))
     assert sf.safe_open(path).array("a").tolist() == [False, True, False]
     path.write_bytes(blob({"a": tensor("BOOL", (3,), (0, 3))}, b"\0\1\2"))
-    with refused(folder, sf.ArrayError, "expected bytes 0 or 1, got 2 at element 2", tensor="a", index=2, value=2):
+    with refused(
+        folder, sf.errors.ArrayError, "expected bytes 0 or 1, got 2 at element 2", tensor="a", index=2, value=2
+    ):
         sf.safe_open(path).array("a")
     assert command("validate", path).code == 65
 
@@ -257,7 +261,7 @@ def test_C32_other_files_under_our_name_are_named_and_never_unpickled(folder: Pa
         (npz.getvalue(), "zip archive"), (gzip.compress(evil), "gzip"), (b"GGUF" + bytes(60), "GGUF"),
     ):  # fmt: skip
         (folder / "x.safetensors").write_bytes(data)
-        refused_file(folder / "x.safetensors", sf.ContainerError, what)
+        refused_file(folder / "x.safetensors", sf.errors.ContainerError, what)
     assert not os.path.exists(mark)
 
 
@@ -267,11 +271,11 @@ def test_C33_only_regular_files_open_and_nothing_blocks(folder: Path) -> None:
     server.bind(str(folder / "socket"))
     begin = time.monotonic()
     for path, kind in ((folder / "fifo", "got a FIFO"), ("/dev/zero", "got a device"), (folder / "socket", "")):
-        with refused(folder, sf.InputError, "regular file|cannot open", kind, path=str(path)):
+        with refused(folder, sf.errors.InputError, "regular file|cannot open", kind, path=str(path)):
             sf.load(path)
         assert command("inspect", path).code == 66
         assert command("convert", path, folder / "out").code == 66
-    with refused(folder, sf.InputError, "got a folder"):
+    with refused(folder, sf.errors.InputError, "got a folder"):
         sf.load(folder)
     server.close()
     assert time.monotonic() - begin < 5
@@ -286,11 +290,11 @@ def test_C34_truncated_or_rewritten_while_it_is_read(folder: Path) -> None:
         assert f.array("a").sum() == 499_500
         with open(path, "r+b") as other:
             other.truncate(path.stat().st_size - 100)
-        with refused(folder, sf.IntegrityError, "changed while it was being read"):
+        with refused(folder, sf.errors.IntegrityError, "changed while it was being read"):
             f.array("a")
-        with refused(folder, sf.IntegrityError, "short read"):
+        with refused(folder, sf.errors.IntegrityError, "short read"):
             f.array("b")
-    refused_file(path, sf.ContainerError, "truncated")
+    refused_file(path, sf.errors.ContainerError, "truncated")
 
 
 def test_C35_a_hole_of_8_eib(folder: Path) -> None:
@@ -299,14 +303,17 @@ def test_C35_a_hole_of_8_eib(folder: Path) -> None:
         f.write(blob({"a": tensor("U8", (2**31, 2**32 - 1), (0, 2**63 - 2**31))}))
         f.truncate(2**63 - 4096)
     begin = time.monotonic()
-    with refused(folder, sf.LimitError, "size of the file: expected at most .*, got 9,223", "--max-file-bytes"):
+    with refused(folder, sf.errors.LimitError, "size of the file: expected at most .*, got 9,223", "--max-file-bytes"):
         sf.safe_open(path)
     os.truncate(path, 0)
     raw = blob({"a": tensor("U8", (2**42,), (0, 2**42))})
     with open(path, "wb") as f:
         f.write(raw)
         f.truncate(len(raw) + 2**42)
-    with refused(folder, sf.LimitError, "4,398,046,511,104 bytes requested", "--max-memory"), sf.safe_open(path) as g:
+    with (
+        refused(folder, sf.errors.LimitError, "4,398,046,511,104 bytes requested", "--max-memory"),
+        sf.safe_open(path) as g,
+    ):
         g.array("a")
     assert command("validate", path).code == 78
     assert time.monotonic() - begin < 60
@@ -316,15 +323,15 @@ def test_C36_missing_unreadable_dangling_looping(folder: Path) -> None:
     (folder / "dangling").symlink_to("nothing")
     (folder / "loop").symlink_to("loop")
     for name, why in (("missing", "No such file"), ("dangling", "No such file"), ("loop", "symbolic links")):
-        with refused(folder, sf.InputError, why, path=str(folder / name)):
+        with refused(folder, sf.errors.InputError, why, path=str(folder / name)):
             sf.load(folder / name)
         assert command("validate", folder / name).code == EXIT["InputError"]
-    with refused(folder, sf.InputError, "null"):
+    with refused(folder, sf.errors.InputError, "null"):
         sf.load(folder / "a\0b")
     sf.save(folder / "secret", weights())
     (folder / "secret").chmod(0)
     folder.chmod(0o755)
-    with refused(folder, sf.InputError, "Permission denied"), unprivileged(folder):
+    with refused(folder, sf.errors.InputError, "Permission denied"), unprivileged(folder):
         sf.load("secret")
     with unprivileged(folder):
         assert command("validate", "secret").code == 66
@@ -333,13 +340,13 @@ def test_C36_missing_unreadable_dangling_looping(folder: Path) -> None:
 def test_C37_a_git_lfs_pointer_says_what_to_run(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
-    refused_file(path, sf.ContainerError, "looks like a Git LFS pointer: run `git lfs pull`")
+    refused_file(path, sf.errors.ContainerError, "looks like a Git LFS pointer: run `git lfs pull`")
 
 
 def test_C38_an_incomplete_download(folder: Path) -> None:
     path = folder / "model.safetensors.incomplete"
     path.write_bytes(blob({"a": F32_2}, bytes(3)))
-    refused_file(path, sf.ContainerError, "truncated.*the name says that a download is incomplete")
+    refused_file(path, sf.errors.ContainerError, "truncated.*the name says that a download is incomplete")
 
 
 def test_C04_under_an_address_space_of_2_gib(folder: Path) -> None:
@@ -347,6 +354,6 @@ def test_C04_under_an_address_space_of_2_gib(folder: Path) -> None:
         (folder / "x").write_bytes(blob({}, D8, length=length))
         code = (
             "import resource, spformat as sf\nresource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))\n"
-            "try: sf.load(sys.argv[1])\nexcept sf.ContainerError: sys.exit(65)\n"
+            "try: sf.load(sys.argv[1])\nexcept sf.errors.ContainerError: sys.exit(65)\n"
         )
         assert python(code, folder / "x").returncode == 65

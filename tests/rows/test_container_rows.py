@@ -98,9 +98,9 @@ def test_container(folder: Path, case: str) -> None:
     data, message = BAD[case]
     path = folder / "x.safetensors"
     path.write_bytes(data)
-    refused_file(path, sf.ContainerError, "x.safetensors", message)
+    refused_file(path, sf.errors.ContainerError, "x.safetensors", message)
     tracemalloc.start()
-    with refused(folder, sf.ContainerError, message) as caught:
+    with refused(folder, sf.errors.ContainerError, message) as caught:
         stfile.Reader(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

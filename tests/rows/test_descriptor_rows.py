@@ -14,7 +14,8 @@ from catalogue import command, refused, refused_file, tree, unharmed, weights
 from hostile import Edit, change, described, drop, keep, make, put, rewrite
 
 import spformat as sf
-from spformat import DescriptorError, VersionError, limits
+from spformat import limits
+from spformat.errors import DescriptorError, VersionError
 from spformat.formats import FORMATS
 from spformat.formats.base import Format
 from spformat.storage import stwriter
@@ -34,7 +35,7 @@ REQUIRED = ("format", "shape", "dtype", "params", "crc32")
 ZEROS = {"indptr": "0" * 8, "indices": "0" * 8, "data": "0" * 8}
 
 
-DESCRIPTOR: dict[str, tuple[Edit, type[sf.SpformatError], str]] = {
+DESCRIPTOR: dict[str, tuple[Edit, type[sf.errors.SpformatError], str]] = {
     "D02-newer-container": (lambda t, a: t.update(container=2), VersionError, "expected 1, got '2'; a newer"),
     "D02-older-container": (lambda t, a: t.update(container=0), VersionError, "expected 1, got '0'"),
     "D02-text-container": (lambda t, a: t.update(container="1"), VersionError, "expected 1, got '1'"),
@@ -76,17 +77,17 @@ DESCRIPTOR: dict[str, tuple[Edit, type[sf.SpformatError], str]] = {
     "D11-negative": (put(shape=[-7, 7]), DescriptorError, "list of ints"),
     "D11-huge": (put(shape=[2**48, 7]), DescriptorError, "list of ints"),
     "D11-not-a-list": (put(shape=7), DescriptorError, "list of ints"),
-    "D13-rows-without-pointers": (put(shape=[2**31 - 1, 7]), sf.ArrayError, "indptr"),
+    "D13-rows-without-pointers": (put(shape=[2**31 - 1, 7]), sf.errors.ArrayError, "indptr"),
     "D18-upper-case": (put(crc32=ZEROS | {"indptr": "ABCDEF01"}), DescriptorError, "lower-case hex"),
     "D18-short": (put(crc32=ZEROS | {"indptr": "abc"}), DescriptorError, "8 lower-case"),
     "D18-number": (put(crc32=ZEROS | {"indptr": 1}), DescriptorError, "8 lower-case"),
     "D18-one-missing": (put(crc32={"indptr": "0" * 8, "data": "0" * 8}), DescriptorError, "'indices'.*--allow-unch"),
     "D18-other-algorithm": (
         keep(lambda t, a: put(sha1=described(t).pop("crc32"))(t, a)), DescriptorError, "'crc32', got none.*--allow"),
-    "D23-huge-descriptor": (put(params={"x" * 100_000: 1}), sf.LimitError, "--max-descriptor-bytes"),
-    "D24-other-value-dtype": (put(dtype="bfloat16"), sf.ArrayError, "expected BF16 for dtype bfloat16, got F16"),
+    "D23-huge-descriptor": (put(params={"x" * 100_000: 1}), sf.errors.LimitError, "--max-descriptor-bytes"),
+    "D24-other-value-dtype": (put(dtype="bfloat16"), sf.errors.ArrayError, "expected BF16 for dtype bfloat16, got F16"),
     "D24-unknown-dtype": (put(dtype="f16"), DescriptorError, "dtype: expected one of"),
-    "D13-tables-of-nothing": (put(shape=[0, 7]), sf.ArrayError, "indptr: dimension M\\+1 = 1, got 8"),
+    "D13-tables-of-nothing": (put(shape=[0, 7]), sf.errors.ArrayError, "indptr: dimension M\\+1 = 1, got 8"),
     "D25-pad-in-descriptor": (put(pad=0), DescriptorError, "unknown key 'pad'"),
 }  # fmt: skip
 
@@ -133,22 +134,22 @@ def test_D05_every_param_is_required(folder: Path, fmt: type[Format]) -> None:
 def test_D05_D14_tables(folder: Path, fmt: type[Format]) -> None:
     path = folder / "x.safetensors"
 
-    def refuse(edit: Callable[[dict[str, Any]], Any], error: type[sf.SpformatError], message: str) -> None:
+    def refuse(edit: Callable[[dict[str, Any]], Any], error: type[sf.errors.SpformatError], message: str) -> None:
         sf.save(path, {"w": make(fmt)}, overwrite=True)
         rewrite(path, keep(lambda t, a: edit(described(t)["tables"])))
         refused_file(path, error, message, tensor="w")
 
     for name, _ in fmt.declared_tables():
         refuse(lambda t, name=name: t.pop(name), DescriptorError, f"tables: expected a key '{name}'")
-        refuse(lambda t, name=name: t[name].append(0), sf.ArrayError, f"{name}: expected .* entries")
-        refuse(lambda t, name=name: t[name].pop(), sf.ArrayError, f"{name}: expected .* entries")
+        refuse(lambda t, name=name: t[name].append(0), sf.errors.ArrayError, f"{name}: expected .* entries")
+        refuse(lambda t, name=name: t[name].pop(), sf.errors.ArrayError, f"{name}: expected .* entries")
         for bad in (-1, 1.0, "1", True, None):
             refuse(lambda t, name=name, bad=bad: t[name].__setitem__(0, bad), DescriptorError, "list of ints")
     # One more ELL row than there are: kernels size launches by it.
-    refuse(lambda t: t["rows_per_bucket"].__setitem__(0, t["rows_per_bucket"][0] + 1), sf.ArrayError, "row_ids")
-    refuse(lambda t: t["rows_per_bucket"].__setitem__(0, 2**40), sf.ArrayError, "row_ids")
-    refuse(lambda t: t["split_per_bucket"].__setitem__(0, 2**20), sf.ArrayError, "split_per_bucket")
-    refuse(lambda t: t["rows_per_bucket"].reverse(), sf.ArrayError, "split_per_bucket|row_ids|indices")
+    refuse(lambda t: t["rows_per_bucket"].__setitem__(0, t["rows_per_bucket"][0] + 1), sf.errors.ArrayError, "row_ids")
+    refuse(lambda t: t["rows_per_bucket"].__setitem__(0, 2**40), sf.errors.ArrayError, "row_ids")
+    refuse(lambda t: t["split_per_bucket"].__setitem__(0, 2**20), sf.errors.ArrayError, "split_per_bucket")
+    refuse(lambda t: t["rows_per_bucket"].reverse(), sf.errors.ArrayError, "split_per_bucket|row_ids|indices")
 
 
 def test_D06_unknown_keys_can_be_ignored(file: Path) -> None:
@@ -174,20 +175,20 @@ def test_D12_a_hostile_shape_loads_but_nothing_of_that_size_is_made(folder: Path
     sf.save(path, {"w": one})
     loaded: Any = sf.load(path)["w"]
     for target in ("dense", "bitmask", "two-four", "vector-nm:n=1,m=4", "vector-nm:n=1,m=4,tile_rows=32,tile_cols=8"):
-        with refused(folder, sf.LimitError, r"bytes requested.*--max-memory", hint="--max-memory"):
+        with refused(folder, sf.errors.LimitError, r"bytes requested.*--max-memory", hint="--max-memory"):
             sf.convert(loaded, target)
         assert command("convert", path, folder / "out", "--to", target).code == 78
-    with refused(folder, sf.LimitError, "2,199,023,255,552 bytes requested"):
+    with refused(folder, sf.errors.LimitError, "2,199,023,255,552 bytes requested"):
         loaded.to_dense()
     wide = np.broadcast_to(np.float16(1), (HUGE, 2**15))
     for fmt in ("csr", "ell-buckets", "bsr", "dbsr", "sr-bcrs"):  # small, so they convert; the product is not small
-        with refused(folder, sf.LimitError, "68,719,476,736 bytes requested"):
+        with refused(folder, sf.errors.LimitError, "68,719,476,736 bytes requested"):
             sf.spmm(sf.convert(loaded, fmt), wide)
     scattered = sf.CSR.from_coordinates(
         (HUGE, HUGE), np.arange(0, HUGE, 64), np.arange(0, HUGE, 64), np.ones(HUGE // 64, np.float16)
     )
     for target in ("bsr:blocksize=1024x1024", "dbsr:blocksize=1024x1024", "sr-bcrs:vector_length=256,stride=256"):
-        with limits.using(memory=2**20), refused(folder, sf.LimitError, "bytes requested"):
+        with limits.using(memory=2**20), refused(folder, sf.errors.LimitError, "bytes requested"):
             sf.convert(scattered, target)
 
 
@@ -232,7 +233,7 @@ def test_D17_every_metadata_order_multiplies_as_what_it_is(folder: Path, order: 
         g = sf.TwoFour(shape=f.shape, meta_order=other, data=f.data, meta=f.meta)
         try:
             assert not np.array_equal(g.to_dense(), w)
-        except sf.PatternError as e:
+        except sf.errors.PatternError as e:
             assert e.array == "meta"
 
 
@@ -257,7 +258,7 @@ def test_D18_malformed_sha256(file: Path, sha: Any) -> None:
 
 def test_D19_right_checksums_do_not_replace_validation(file: Path) -> None:
     rewrite(file, change("indices", lambda a: a + np.int32(100)))
-    refused_file(file, sf.IndexBoundsError, r"indices\[0\]: expected an index in \[0, 7\), got 10",
+    refused_file(file, sf.errors.IndexBoundsError, r"indices\[0\]: expected an index in \[0, 7\), got 10",
                  tensor="w", array="indices", index=0)  # fmt: skip
 
 
@@ -271,8 +272,8 @@ def test_D20_wrong_checksum_names_the_array(file: Path, entry: str) -> None:
 
     rewrite(file, edit, sums=False)
     fields = {"tensor": "bias"} if entry == "bias" else {"tensor": "w", "array": key}
-    refused_file(file, sf.IntegrityError, "crc32 .* is stored, .* computed", **fields)
-    refused_file(file, sf.IntegrityError, "crc32", read=lambda p: sf.load(p, allow_unchecked=True),
+    refused_file(file, sf.errors.IntegrityError, "crc32 .* is stored, .* computed", **fields)
+    refused_file(file, sf.errors.IntegrityError, "crc32", read=lambda p: sf.load(p, allow_unchecked=True),
                  flags=["--allow-unchecked"], **fields)  # fmt: skip
 
 
@@ -282,7 +283,7 @@ def test_D20_bytes_passed_on_are_checked_too(file: Path) -> None:
         with unharmed(file.parent):
             answer = command("convert", file, file.parent / "out", "--to", target)
         assert (answer.code, "01234567 is stored" in answer.err) == (65, True)
-    wanted = refused(file.parent, sf.IntegrityError, "01234567 is stored", tensor="bias")
+    wanted = refused(file.parent, sf.errors.IntegrityError, "01234567 is stored", tensor="bias")
     with sf.safe_open(file) as f, wanted, stwriter.Writer(file.parent / "y", [("bias", "F32", (7,))]) as out:
         out.put("bias", f.raw("bias"))
 
@@ -292,12 +293,12 @@ def test_D21_header_of_another_sha_or_not_canonical(file: Path) -> None:
     n = int.from_bytes(good[:8], "little")
     header, data = good[8 : 8 + n], good[8 + n :]
     rewrite(file, lambda tree, arrays: tree.update(sha256="0" * 64), seal=False)
-    refused_file(file, sf.IntegrityError, "header: its bytes do not match its sha256")
+    refused_file(file, sf.errors.IntegrityError, "header: its bytes do not match its sha256")
     parsed = json.loads(header)
     reordered = json.dumps(dict(reversed(parsed.items())), separators=(",", ":")).encode()
     for raw in (reordered, json.dumps(parsed).encode(), header + b" " * 64):
         file.write_bytes(len(raw).to_bytes(8, "little") + raw + data)
-        refused_file(file, sf.IntegrityError, "not canonical")
+        refused_file(file, sf.errors.IntegrityError, "not canonical")
 
 
 def test_D22_provenance(folder: Path) -> None:
@@ -321,7 +322,7 @@ def test_D22_provenance(folder: Path) -> None:
 
 
 def test_D23_the_writer_keeps_to_the_limit(folder: Path) -> None:
-    with limits.using(descriptor_bytes=100), refused(folder, sf.LimitError, "--max-descriptor-bytes"):
+    with limits.using(descriptor_bytes=100), refused(folder, sf.errors.LimitError, "--max-descriptor-bytes"):
         sf.save(folder / "x", {"w": make(sf.CSR)})
 
 
@@ -331,4 +332,4 @@ def test_D25_pads_other_than_minus_one(folder: Path) -> None:
         for pad in (-2, 2**31 - 1):
             sf.save(path, {"w": make(fmt, (33, 70))}, overwrite=True)
             rewrite(path, change(array, lambda a, pad=pad: np.where(a == -1, np.int32(pad), a)))
-            refused_file(path, sf.IndexBoundsError, f"{array}.*expected PAD", tensor="w", array=array)
+            refused_file(path, sf.errors.IndexBoundsError, f"{array}.*expected PAD", tensor="w", array=array)

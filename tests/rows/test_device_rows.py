@@ -39,7 +39,7 @@ def test_G01_without_a_gpu_the_host_works_and_cuda_says_why(folder: Path) -> Non
         "for use in (lambda: sf.load(sys.argv[1], device='cuda'), lambda: sf.spmm(a, B, backend='cuda'),\n"
         "            lambda: a.to('cuda')):\n"
         "    try: use()\n"
-        "    except (sf.DeviceError, sf.NoKernelError) as e: assert e.exit_code == 69 and str(e), e\n"
+        "    except (sf.errors.DeviceError, sf.errors.NoKernelError) as e: assert e.exit_code == 69 and str(e), e\n"
         "    else: sys.exit(1)\n"
     )
     with unharmed(folder):
@@ -96,7 +96,7 @@ def test_G09_arrays_and_streams_of_another_device(cp: Any) -> None:
     a = made(sf.CSR).to("cuda:0")
     with cp.cuda.Device(1):
         B = cp.asarray(operand())
-    with pytest.raises((ValueError, sf.UsageError), match="cuda:1"):
+    with pytest.raises((ValueError, sf.errors.UsageError), match="cuda:1"):
         sf.spmm(a, B)
 
 
@@ -107,7 +107,7 @@ def test_G09_arrays_and_streams_of_another_device(cp: Any) -> None:
 def test_G03_out_of_memory_leaves_the_context_usable(cp: Any, folder: Path) -> None:
     a = sf.CSR.from_coordinates((2**20, 64), np.array([5]), np.array([3]), np.ones(1, np.float16)).to("cuda")
     B = cp.ones((64, 2**18), cp.float16)
-    with refused(folder, sf.DeviceMemoryError, "549,755,813,888 bytes.*context is usable"):
+    with refused(folder, sf.errors.DeviceMemoryError, "549,755,813,888 bytes.*context is usable"):
         sf.spmm(a, B)  # C would have 512 GiB
     assert float(sf.spmm(a, B[:, :32].copy())[5].sum()) == 32
     pool = cp.get_default_memory_pool()
@@ -122,10 +122,10 @@ def test_G03_out_of_memory_leaves_the_context_usable(cp: Any, folder: Path) -> N
     try:
         for use in (lambda: sf.load(path, device="cuda"), lambda: sf.Dense.from_dense(x).to("cuda"),
                     lambda: arrays.to_device(x, "cuda")):  # fmt: skip
-            with refused(folder, sf.DeviceMemoryError, "bytes"):
+            with refused(folder, sf.errors.DeviceMemoryError, "bytes"):
                 use()
         B = cp.ones((64, 4096), cp.float16)
-        with refused(folder, sf.DeviceMemoryError):
+        with refused(folder, sf.errors.DeviceMemoryError):
             fill_up(pool, wide, B)
     finally:
         pool.set_limit(size=0)
@@ -155,7 +155,7 @@ def test_G04_nothing_unvalidated_is_launched(cp: Any, folder: Path, monkeypatch:
     monkeypatch.setattr(container, "SCAN_ON_DEVICE", 0)
     tried = 0
     for case, (name, array, edit, error, message) in CASES.items():
-        if name != fmt.name or issubclass(error, sf.ArrayError):
+        if name != fmt.name or issubclass(error, sf.errors.ArrayError):
             continue
         if fmt is sf.TwoFour and "nibble" in case:
             continue  # made for another order of the metadata: below
@@ -175,7 +175,7 @@ def test_G04_nothing_unvalidated_is_launched(cp: Any, folder: Path, monkeypatch:
         p = problem(fmt, 90, M=10, K=12, n=16, nnz=good.stored, params=tuple(good.params().items()),
                     a_dtype="float16", b_dtype="float16", out_dtype="float16")  # fmt: skip
         if fmt.name in kernel.formats and not kernel.unsupported(p):
-            with pytest.raises(sf.UsageError, match="expected a validated matrix"):
+            with pytest.raises(sf.errors.UsageError, match="expected a validated matrix"):
                 kernel.plan(unmarked, p)
     assert not [source for source in loaded if source.startswith("spmm")]
     monkeypatch.undo()
@@ -190,7 +190,7 @@ def test_G04_kernels_of_the_host_refuse_an_unmarked_matrix(folder: Path) -> None
                     a_dtype="float16", b_dtype="float16", out_dtype="float32")  # fmt: skip
         for kernel in backends.get("cpu").kernels():
             if fmt.name in kernel.formats:
-                with pytest.raises(sf.UsageError, match=r"expected a validated matrix.*call a.validate\(\)"):
+                with pytest.raises(sf.errors.UsageError, match=r"expected a validated matrix.*call a.validate\(\)"):
                     kernel.plan(unmarked, p)
         sf.spmm(unmarked, operand(), backend="reference")
         assert unmarked.is_validated  # once, by the dispatcher
@@ -231,7 +231,7 @@ def test_G06_an_asynchronous_error_is_told_by_the_step_that_made_it(cp: Any, fol
         "wild = cupy.RawKernel('extern \"C\" __global__ void wild(int* p) { p[0] = 1; }', 'wild')\n"
         "wild((1,), (1,), (np.uint64(64),))\n"
         "try: sf.load(sys.argv[1], device='cuda')\n"
-        "except sf.DeviceFault as e: print(e, flush=True); import os; os._exit(e.exit_code)\n"
+        "except sf.errors.DeviceFault as e: print(e, flush=True); import os; os._exit(e.exit_code)\n"
     )
     with unharmed(folder):
         done = python(code, path)

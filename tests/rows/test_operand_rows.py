@@ -26,7 +26,7 @@ def test_A51_operands_that_do_not_fit(fmt: Any, monkeypatch: pytest.MonkeyPatch)
             plan(bad)
     with pytest.raises(ValueError, match="B: expected 12 rows"):
         sf.spmm(a, B[:5])
-    with pytest.raises((TypeError, sf.SpformatError)):
+    with pytest.raises((TypeError, sf.errors.SpformatError)):
         sf.spmm(a, np.zeros((12, 3), "M8[s]"))
     got = sf.spmm(a, np.asfortranarray(B)), sf.spmm(a, B[:, ::-1])
     assert np.array_equal(got[0], sf.spmm(a, B))
@@ -44,7 +44,7 @@ def test_A51_operands_on_a_device_that_do_not_fit(cp: Any, fmt: Any) -> None:
         with pytest.raises((ValueError, TypeError)):
             plan(bad)
     for bad in (B.get(), operand()):
-        with pytest.raises(sf.UsageError, match="nothing is copied"):
+        with pytest.raises(sf.errors.UsageError, match="nothing is copied"):
             sf.spmm(a, bad)
 
 
@@ -78,7 +78,7 @@ def test_A53_validation_is_of_an_object_not_of_the_process(folder: Path) -> None
                 return np.array_equal(sf.spmm(good, operand()), wanted)
             else:
                 return bool(sf.load(path)["w"] == good)
-        except sf.IndexBoundsError:
+        except sf.errors.IndexBoundsError:
             return i % 4 < 2
         return False
 

@@ -40,7 +40,7 @@ def edit_index(model: Path, **changes: Any) -> None:
     (model / INDEX).write_text(json.dumps(index | changes))
 
 
-def refused_model(model: Path, error: type[sf.SpformatError], *parts: str, flags: tuple[str, ...] = ()) -> None:
+def refused_model(model: Path, error: type[sf.errors.SpformatError], *parts: str, flags: tuple[str, ...] = ()) -> None:
     """open_source, inspect and convert give the same answer, and nothing is written."""
     with refused(model.parent, error, *parts) as caught:
         open_source(model)
@@ -70,7 +70,7 @@ def test_F01_hostile_weight_maps(model: Path, name: str, monkeypatch: pytest.Mon
     opened: list[Any] = []
     real = files.open_regular
     monkeypatch.setattr(files, "open_regular", lambda p: (opened.append(os.fspath(p)), real(p))[1])
-    refused_model(model, sf.PathError, "file name: expected a file name of letters, digits")
+    refused_model(model, sf.errors.PathError, "file name: expected a file name of letters, digits")
     assert {os.path.dirname(p) for p in opened} <= {str(model)}  # nothing outside is even opened
 
 
@@ -80,7 +80,7 @@ def test_F02_links_out_of_the_folder_need_their_root_named(model: Path) -> None:
     for name in (SHARDS[0], "config.json", INDEX):
         shutil.move(model / name, blobs / name)
         (model / name).symlink_to(f"../blobs/{name}")
-        refused_model(model, sf.PathError, "symlink leads to .*blobs", "--follow-symlinks")
+        refused_model(model, sf.errors.PathError, "symlink leads to .*blobs", "--follow-symlinks")
         with unharmed(model.parent, but="out"):
             args = ["convert", model, model.parent / "out", "--to", "csr", "--force"]
             assert command(*args, "--follow-symlinks", model).code == 77
@@ -94,16 +94,16 @@ def test_F03_index_and_shards_that_disagree(model: Path) -> None:
     index = json.loads((model / INDEX).read_text())
     good = index["weight_map"]
     for weight_map, error, message in (
-        (good | {"ghost": SHARDS[0]}, sf.ContainerError, "tensor 'ghost'.*no shard holds it"),
-        ({k: v for k, v in good.items() if k != "layer.1.w"}, sf.ContainerError, "'layer.1.w'.*index does not list"),
-        (good | {"layer.0.w": SHARDS[1]}, sf.ContainerError, f"'layer.0.w'.*it is in {SHARDS[0]}"),
-        (good | {"x": "missing.safetensors"}, sf.InputError, "missing.safetensors: cannot open the file: No such file"),
+        (good | {"ghost": SHARDS[0]}, sf.errors.ContainerError, "tensor 'ghost'.*no shard holds it"),
+        ({k: v for k, v in good.items() if k != "layer.1.w"}, sf.errors.ContainerError, "'layer.1.w'.*index does not list"),
+        (good | {"layer.0.w": SHARDS[1]}, sf.errors.ContainerError, f"'layer.0.w'.*it is in {SHARDS[0]}"),
+        (good | {"x": "missing.safetensors"}, sf.errors.InputError, "missing.safetensors: cannot open the file: No such file"),
     ):  # fmt: skip
         edit_index(model, weight_map=weight_map)
         refused_model(model, error, message)
     edit_index(model, weight_map=good)
     sf.save_dense(model / SHARDS[1], {"layer.0.w": weights()["w"]}, overwrite=True)
-    refused_model(model, sf.ContainerError, "'layer.0.w': expected each tensor once, got it in .* and ")
+    refused_model(model, sf.errors.ContainerError, "'layer.0.w': expected each tensor once, got it in .* and ")
 
 
 def test_F04_index_files_that_are_none(model: Path) -> None:
@@ -115,13 +115,13 @@ def test_F04_index_files_that_are_none(model: Path) -> None:
         ('{"weight_map": {"a": ' + "9" * 5000 + "}}", "JSON"), ('{"metadata": 1, "weight_map": {}}', "'metadata'"),
     ):  # fmt: skip
         (model / INDEX).write_text(text)
-        refused_model(model, sf.ContainerError, f"{INDEX}: index: ", message)
+        refused_model(model, sf.errors.ContainerError, f"{INDEX}: index: ", message)
     (model / INDEX).write_bytes(b'{"a": "\xff"}')
-    refused_model(model, sf.ContainerError, "expected UTF-8")
+    refused_model(model, sf.errors.ContainerError, "expected UTF-8")
     entries = ",".join(f'"{i}":"a.safetensors"' for i in range(2_000_000))
     (model / INDEX).write_text('{"weight_map":{' + entries + "}}")
     refused_model(
-        model, sf.LimitError, "entries of the index: expected at most 100,000, got 2,000,000", "--max-tensors"
+        model, sf.errors.LimitError, "entries of the index: expected at most 100,000, got 2,000,000", "--max-tensors"
     )
 
 
@@ -130,7 +130,7 @@ def test_F05_names_that_differ_in_case_only(model: Path, monkeypatch: pytest.Mon
     out = model.parent / "out"
     monkeypatch.setattr("spformat.checkpoint.folder.ignores_case", lambda _: True)  # as macOS and Windows do
     with refused(
-        model.parent, sf.OutputError, "Config.json and config.json are one file in a folder that ignores case"
+        model.parent, sf.errors.OutputError, "Config.json and config.json are one file in a folder that ignores case"
     ):
         convert_checkpoint(model, out, "csr")
     monkeypatch.undo()
@@ -147,7 +147,7 @@ def test_F06_a_shard_with_the_name_of_an_output(model: Path) -> None:
     shutil.move(model / SHARDS[0], model / ours)
     index = json.loads((model / INDEX).read_text())
     edit_index(model, weight_map={k: ours if v == SHARDS[0] else v for k, v in index["weight_map"].items()})
-    refused_model(model, sf.PathError, f"the shard name {ours} is one this package gives to its own output")
+    refused_model(model, sf.errors.PathError, f"the shard name {ours} is one this package gives to its own output")
 
 
 @pytest.mark.parametrize("road", ["same", "dot", "hard", "soft"])
@@ -162,7 +162,7 @@ def test_F07_output_is_the_input(folder: Path, road: str) -> None:
         with unharmed(folder):
             answer = command("convert", source, target, "--to", "csr", *flags)
         assert (answer.code, "input and output are the same file; --in-place" in answer.err) == (73, True), answer
-    with refused(folder, sf.OutputError, "same file"):
+    with refused(folder, sf.errors.OutputError, "same file"):
         convert_checkpoint(source, target, "csr", force=True)
     inode = source.stat().st_ino
     answer = command("convert", source, target, "--to", "csr", "--in-place")
@@ -240,11 +240,11 @@ def test_F10_F11_links_folders_fifos_and_devices_are_never_replaced(folder: Path
             with unharmed(folder):
                 answer = command("convert", source, path, "--to", "csr", *flags)
             assert (answer.code, "expected a regular file, got a" in answer.err) == (73, True), answer
-        with refused(folder, sf.OutputError, "expected a regular file"):
+        with refused(folder, sf.errors.OutputError, "expected a regular file"):
             sf.save(path, weights(), overwrite=True)
     (folder / "folder").mkdir()
     for path in (folder / "folder", Path("/dev/null"), Path("/dev/full")):
-        with refused(folder, sf.OutputError, "expected a regular file, got a (folder|device)"):
+        with refused(folder, sf.errors.OutputError, "expected a regular file, got a (folder|device)"):
             sf.save(path, weights(), overwrite=True)
 
 
@@ -253,11 +253,11 @@ def test_F12_a_missing_parent(folder: Path) -> None:
     with unharmed(folder):
         answer = command("convert", folder / "in.safetensors", folder / "no" / "x.safetensors", "--to", "csr")
     assert (answer.code, "target folder: No such file" in answer.err) == (73, True)
-    with refused(folder, sf.OutputError, "target folder"):
+    with refused(folder, sf.errors.OutputError, "target folder"):
         sf.save(folder / "no" / "x.safetensors", weights())
-    with refused(folder, sf.OutputError, "create the folder"):
+    with refused(folder, sf.errors.OutputError, "create the folder"):
         convert_checkpoint(folder / "in.safetensors", folder / "earlier.safetensors" / "out", "csr")
-    with refused(folder, sf.OutputError, "create the folder|target folder"):
+    with refused(folder, sf.errors.OutputError, "create the folder|target folder"):
         convert_checkpoint(folder / "in.safetensors", folder / "a\0b", "csr")
 
 

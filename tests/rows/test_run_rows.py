@@ -88,7 +88,7 @@ def test_F14_the_disk_is_full_at_every_byte(model: Path) -> None:
         "for k in range(0, size, 1 if size < 400 else 7):\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (k, -1))\n"
         "    try: sf.save(out / 'x', weights()); sys.exit(f'fits into {k}')\n"
-        "    except sf.WriteError as e: assert e.exit_code == 74 and 'nothing was published' in str(e), e\n"
+        "    except sf.errors.WriteError as e: assert e.exit_code == 74 and 'nothing was published' in str(e), e\n"
         "    assert tree(out) == before\n"
     )
     done = python(code, model.parent)
@@ -252,7 +252,7 @@ def test_F23_journals_and_manifests_that_are_none(model: Path) -> None:
     good = (out / JOURNAL).read_bytes()
     for bad in (good[:-20], b"", b"{}", b"[]", good.replace(b'"plan"', b'"plam"'), b"[" * 100_000, b"\xff"):
         (out / JOURNAL).write_bytes(bad)
-        with refused(model.parent, sf.ContainerError, JOURNAL):
+        with refused(model.parent, sf.errors.ContainerError, JOURNAL):
             convert_checkpoint(model, out, "csr", resume=True)
         answer = command("convert", model, out, "--to", "csr", "--resume")
         assert (answer.code, (out / OUT[0]).exists()) == (65, True)
@@ -260,8 +260,8 @@ def test_F23_journals_and_manifests_that_are_none(model: Path) -> None:
     assert command("convert", model, out, "--to", "csr", "--force").code == 0  # the way out
     good = (out / MANIFEST).read_bytes()
     other = json.loads(good) | {"container": 2}
-    for bad, error in ((good[:-20], sf.ContainerError), (b"", sf.ContainerError), (b"[]", sf.ContainerError),
-                       (json.dumps(other).encode(), sf.VersionError)):  # fmt: skip
+    for bad, error in ((good[:-20], sf.errors.ContainerError), (b"", sf.errors.ContainerError), (b"[]", sf.errors.ContainerError),
+                       (json.dumps(other).encode(), sf.errors.VersionError)):  # fmt: skip
         (out / MANIFEST).write_bytes(bad)
         with refused(model.parent, error, MANIFEST):
             open_source(out)
@@ -270,14 +270,14 @@ def test_F23_journals_and_manifests_that_are_none(model: Path) -> None:
     alien = model.parent / "alien"
     shutil.copytree(out, alien)
     (alien / OUT[1]).unlink()  # a manifest from another folder
-    with refused(model.parent, sf.InputError, OUT[1]):
+    with refused(model.parent, sf.errors.InputError, OUT[1]):
         open_source(alien)
 
 
 def test_F24_two_runs_on_one_folder(model: Path) -> None:
     out = model.parent / "out"
     out.mkdir()
-    with locks.folder_lock(out), refused(model.parent, sf.LockedError, f"locked by process {os.getpid()}"):
+    with locks.folder_lock(out), refused(model.parent, sf.errors.LockedError, f"locked by process {os.getpid()}"):
         convert_checkpoint(model, out, "csr")
     with locks.folder_lock(out):
         assert command("convert", model, out, "--to", "csr").code == 75

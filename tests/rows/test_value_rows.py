@@ -35,7 +35,7 @@ def test_A12_A13_sort_repairs_order_and_nothing_else(folder: Path) -> None:
         arrays["w.data"][2] = 0  # a stored zero stays one
 
     rewrite(path, shuffled)
-    refused_file(path, sf.OrderError, "spformat convert --sort", tensor="w", array="indices")
+    refused_file(path, sf.errors.OrderError, "spformat convert --sort", tensor="w", array="indices")
     out = folder / "sorted.safetensors"
     with unharmed(folder, but=out.name):
         assert command("convert", path, out, "--to", "keep", "--sort").code == 0
@@ -78,13 +78,13 @@ def test_A14_stored_zeros_are_kept_and_counted(folder: Path) -> None:
 def test_A15_a_row_longer_than_K_fails_range_or_order(folder: Path, order: int) -> None:
     a = sf.CSR(shape=(1, 3), indptr=np.int32([0, 4]), indices=np.int32([0, 1, 2, 2]), data=np.float16([1, 2, 3, 4]))
     path = folder / "x.safetensors"
-    for indices, error in (([0, 1, 2, 2], sf.OrderError), ([0, 1, 2, 3], sf.IndexBoundsError),
-                           ([0, 1, 2, 0], sf.OrderError)):  # fmt: skip
+    for indices, error in (([0, 1, 2, 2], sf.errors.OrderError), ([0, 1, 2, 3], sf.errors.IndexBoundsError),
+                           ([0, 1, 2, 0], sf.errors.OrderError)):  # fmt: skip
         bad = a.with_arrays(indices=np.int32(indices)[::order].copy())
-        with refused(folder, error if order > 0 or error is sf.IndexBoundsError else sf.OrderError):
+        with refused(folder, error if order > 0 or error is sf.errors.IndexBoundsError else sf.errors.OrderError):
             bad.validate()
-        if error is not sf.IndexBoundsError:
-            with refused(folder, sf.OrderError):
+        if error is not sf.errors.IndexBoundsError:
+            with refused(folder, sf.errors.OrderError):
                 bad.check_canonical()
         with refused(folder, error):
             sf.save(path, {"w": bad})
@@ -93,7 +93,7 @@ def test_A15_a_row_longer_than_K_fails_range_or_order(folder: Path, order: int) 
 def test_A16_more_items_than_int32_counts(folder: Path) -> None:
     n = 2**31  # never written to: no page of these arrays exists
     indices, data = np.empty(n, np.int32), np.empty(n, np.int8)
-    with refused(folder, sf.ArrayError, "indptr: expected dtype int64, got int32"):
+    with refused(folder, sf.errors.ArrayError, "indptr: expected dtype int64, got int32"):
         sf.CSR(shape=(1, n), indptr=np.zeros(2, np.int32), indices=indices, data=data)
     assert sf.CSR(shape=(1, n), indptr=np.int64([0, n]), indices=indices, data=data).nnz == n
     specs = sf.CSR.array_specs((1, n), np.dtype(np.int8), n, {})
@@ -117,13 +117,13 @@ def test_A19_buckets_that_do_not_add_up(folder: Path) -> None:
                                 ("split_per_bucket", 2, 2, "split_per_bucket")):  # fmt: skip
         path = small_file(folder, "ell-buckets")
         rewrite(path, edit(table, i, by))
-        refused_file(path, sf.ArrayError, array, tensor="w")
+        refused_file(path, sf.errors.ArrayError, array, tensor="w")
     path = small_file(folder, "ell-buckets")
     rewrite(path, edit("split_per_bucket", 2, -1))  # one split row fewer: lengths agree, contents do not
-    refused_file(path, sf.InvariantError, "a row assigned once, as its ELL row is direct", tensor="w")
+    refused_file(path, sf.errors.InvariantError, "a row assigned once, as its ELL row is direct", tensor="w")
     path = small_file(folder, "ell-buckets")
     rewrite(path, keep(lambda t, a: described(t)["params"].update(max_width=0)))  # a bucket of width 0
-    refused_file(path, sf.DescriptorError, "max_width: expected an int in 1", tensor="w")
+    refused_file(path, sf.errors.DescriptorError, "max_width: expected an int in 1", tensor="w")
 
 
 def test_A22_a_row_that_is_missing_shows_in_diff(folder: Path) -> None:
@@ -151,7 +151,7 @@ def test_A24_square_blocks_transposed_show_in_checksum_and_diff(folder: Path) ->
     turned = change("data", lambda a: np.ascontiguousarray(a.transpose(0, 2, 1)))
     good = path.read_bytes()
     rewrite(path, turned, sums=False)
-    refused_file(path, sf.IntegrityError, "crc32", tensor="w", array="data")
+    refused_file(path, sf.errors.IntegrityError, "crc32", tensor="w", array="data")
     path.write_bytes(good)
     rewrite(path, turned)
     with unharmed(folder):
@@ -164,7 +164,7 @@ def test_A36_too_full_groups_are_refused_with_count_and_place(folder: Path) -> N
     w[1, 4:8], w[3, :3] = 5, 7
     path = folder / "in.safetensors"
     sf.save_dense(path, {"layer.w": w})
-    with refused(folder, sf.StructureError, r"2 group\(s\).*first: row 1, group 1 \(columns 4..7\) holds 4, limit 2",
+    with refused(folder, sf.errors.StructureError, r"2 group\(s\).*first: row 1, group 1 \(columns 4..7\) holds 4, limit 2",
                  "magnitude_nm", unit="group", count=2, first=(1, 1), found=4, limit=2):  # fmt: skip
         sf.convert(w, "two-four")
     with unharmed(folder):
@@ -195,7 +195,7 @@ def test_A39_A40_A41_every_shape_round_trips(
     x = CASES[case]("float16")
     try:
         f: Any = fmt.from_dense(x, **params)
-    except sf.StructureError as e:
+    except sf.errors.StructureError as e:
         assert e.count >= 1  # too full for the pattern, never for its shape
         assert not x.size or nonzero_mask(x).mean() > 0.05
         return
@@ -224,7 +224,7 @@ def test_A42_memory_layouts_are_copied(folder: Path, fmt: type[Format], params: 
             assert fmt.from_dense(given, **params) == wanted
     spread = np.broadcast_to(base[0], (8, 32))
     assert fmt.from_dense(spread, **params) == fmt.from_dense(spread.copy(), **params)
-    with refused(folder, sf.UsageError, r"expected a matrix \[M, K\], got shape \(\)"):
+    with refused(folder, sf.errors.UsageError, r"expected a matrix \[M, K\], got shape \(\)"):
         fmt.from_dense(np.array(3, np.float16), **params)
 
 
@@ -236,10 +236,10 @@ def test_A43_big_endian_is_converted_and_the_rest_refused(
     base[::3, ::8] = 1
     assert fmt.from_dense(base.astype(">f2"), **params) == fmt.from_dense(base, **params)
     for dtype in ("O", "M8[s]", "f4,i4", "U3", "complex64", "bool", "int32", "uint8"):
-        with refused(folder, sf.StructureError, "not representable", unit="dtype"):
+        with refused(folder, sf.errors.StructureError, "not representable", unit="dtype"):
             fmt.from_dense(np.zeros((4, 4), dtype), **params)
     for dtype in ("O", "M8[s]", "f4,i4", "U3", "complex128"):
-        with refused(folder, sf.ArrayError, "cannot be stored"):
+        with refused(folder, sf.errors.ArrayError, "cannot be stored"):
             sf.save(folder / "x", {"w": np.zeros((4, 4), dtype)})
 
 
@@ -251,7 +251,7 @@ def test_A44_every_value_type_or_a_refusal(folder: Path, fmt: type[Format]) -> N
         if dtype in fmt.value_dtypes:
             assert fmt.from_dense(x, **params).dtype == x.dtype  # never a silent cast
         else:
-            with refused(folder, sf.StructureError, f"dtype {dtype} are not representable; it takes .*float16"):
+            with refused(folder, sf.errors.StructureError, f"dtype {dtype} are not representable; it takes .*float16"):
                 fmt.from_dense(x, **params)
             sf.save_dense(folder / "in.safetensors", {"w": x}, overwrite=True)
             assert command("convert", folder / "in.safetensors", folder / "out", "--to", fmt.name).code == 3
@@ -291,7 +291,7 @@ def test_A47_nan_and_magnitude(folder: Path) -> None:
     w = weights()["w"].copy()
     w[2, 3], w[4, 4] = np.nan, np.inf
     for prune in (lambda x, **k: masks.magnitude(x, 0.5, **k), lambda x, **k: masks.magnitude_nm(x, 2, 4, **k)):
-        with refused(folder, sf.StructureError, "nonfinite", "NaN|finite"):
+        with refused(folder, sf.errors.StructureError, "nonfinite", "NaN|finite"):
             prune(w)
         kept = prune(w, nonfinite="keep")
         assert kept[2, 3]

@@ -15,7 +15,7 @@ import numpy as np
 from ...arrays import threads
 from ...arrays.library import Array
 from ...formats.base import Format
-from ...products.ideal import memory_us, stored_bytes
+from ...products.ideal import memory_us
 from ...products.kernel import Kernel
 from ...products.plan import Plan
 from ...products.problem import STRIDED, Problem
@@ -24,7 +24,7 @@ from ..host import check_operands, numpy_dtype
 from . import spmm
 from .blas import EXACT, in_type
 from .operands import Work, store, sums_dtype
-from .times import DECODED, DenseTimes, sums_size
+from .times import DenseTimes, sums_size
 
 ROWS = 512
 """Rows of A expanded together; more where one unit of the format, say a block, has more."""
@@ -41,24 +41,20 @@ class ExpandThenDense(Kernel):
     """C = A @ B and C = A^T @ B of every sparse format; sums and rounding are those of a dense product."""
 
     name = "cpu.expand_then_dense"
+    multiplies_zeros = True
     takes = frozenset((operation, name) for operation in ("spmm", "spmm_transposed") for name in _FORWARD)
-    terms = ("start", "memory", "decoding")
+    terms = ("memory",)
 
     def quantities(self, p: Problem, tile: Any, device: Device) -> tuple[float, ...]:
-        """Ideal microseconds of each of ``terms``.
-
-        start: 1. memory: A as stored is read, its panels are written and read. decoding: 1 ns for each stored value and
-        each place that is looked at to find columns.
-        """
-        places = p.nnz + DECODED.get(p.format, 0.0) * p.M * p.K
-        memory = memory_us(stored_bytes(p) + 2 * p.M * p.K * sums_size(p), device)
-        return 1.0, memory, places * 1e-3
+        """Ideal microseconds to write the panels of A and to read them."""
+        return (memory_us(2 * p.M * p.K * sums_size(p), device),)
 
     def expected_us(self, p: Problem) -> float:
-        """The expansion, and the product of the dense panels, which BLAS finds in the type of the sums."""
+        """The loop of the format run for a single column, the panels, and their product by BLAS."""
         wide = "float64" if sums_size(p) == 8 else "float32"
         dense = p.changed(format="dense", params=(), nnz=p.M * p.K, a_dtype=wide, parts=())
-        return super().expected_us(p) + DENSE.expected_us(dense)
+        loop = _FORWARD[p.format].expected_us(p.changed(operation="spmm", n=1))
+        return loop + super().expected_us(p) + DENSE.expected_us(dense)
 
     def unsupported(self, p: Problem) -> list[str]:
         """The reasons of the format's own kernel, whose loop expands it."""

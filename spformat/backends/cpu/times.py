@@ -35,8 +35,10 @@ def sums_arithmetic(p: Problem) -> str:
 class LoopTimes(Kernel):
     """The expected time of a loop over the arrays of a format."""
 
-    terms: ClassVar[tuple[str, ...]] = ("start", "threads", "products", "values", "decoding", "widening", "B into tiles", "C", "rows",
-             "column-major operands")  # fmt: skip
+    terms: ClassVar[tuple[str, ...]] = (
+        "start", "threads", "products", "values", "decoding", "widening", "B into tiles", "C", "rows",
+        "column-major operands",
+    )  # fmt: skip
 
     def variant(self, p: Problem, tile: Any) -> tuple[str, ...]:
         """By the bytes of a value of A."""

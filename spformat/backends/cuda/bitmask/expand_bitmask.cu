@@ -63,11 +63,11 @@ expand_bitmask(const Ptr* __restrict__ indptr, const u8* __restrict__ bits, cons
 #pragma unroll
             for (int e = 0; e < P; ++e) {
                 unit.v[e] = 0;
-                const bool held = mine >> e & 1;
+                const bool present = mine >> e & 1;
                 // Counting on is faster for many values, and counting anew for few: popc runs at a quarter of the rate.
                 const u32 at = P > 4 ? k : __popc(mine & ((1u << e) - 1));
-                if (held) unit.v[e] = source[at];
-                k += held;
+                if (present) unit.v[e] = source[at];
+                k += present;
             }
             if (c + first < end) *reinterpret_cast<Unit*>(x + row * ld + c + first) = unit;
         }

@@ -30,12 +30,12 @@ expand_bsr(const Row* __restrict__ row_ids, i64 listed, const Ptr* __restrict__ 
     const i64 block_row = strip / strips;
     if (threadIdx.x < 32) {
         i64 at = block_row, lo = 0, hi = 0;
-        bool held = true;
+        bool present = true;
         if (Listed) {
             at = warp_lower_bound(0, listed, [&](i64 i) { return row_ids[i] < block_row; });
-            held = at < listed && row_ids[at] == block_row;
+            present = at < listed && row_ids[at] == block_row;
         }
-        if (held) {
+        if (present) {
             lo = indptr[at], hi = indptr[at + 1];
             if (segments > 1) {
                 lo = warp_lower_bound(lo, hi, [&](i64 i) { return indices[i] < j0; });

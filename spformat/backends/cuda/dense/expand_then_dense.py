@@ -47,6 +47,7 @@ class ExpandThenDense(CudaKernel):
     """cuBLAS on a dense copy of A, written anew for every product. Every format, any layout, every N."""
 
     name = "cuda.expand_then_dense"
+    multiplies_zeros = True
     takes = frozenset((operation, name) for operation in OPERATIONS for name in EXPANDERS)
     terms = ("launch", "memory")
 

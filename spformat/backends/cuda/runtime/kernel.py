@@ -60,6 +60,6 @@ class CudaKernel(Kernel):
         def prepare(o: Operands) -> Any:
             return fitted(round_up(o.n, COLUMN_STEP)).prepare(o)
 
-        reads = tuple((*span(x), x) for x in twin.arrays().values() if x.size)
+        reads = tuple((*span(x), x) for x in twin.all_arrays().values() if x.size)
         first = fitted(round_up(max(1, p.n), COLUMN_STEP))
         return device_plan(self.name, p, prepare, first.tile, first.workspace, reads)

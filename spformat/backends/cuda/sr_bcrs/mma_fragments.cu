@@ -1,4 +1,4 @@
-// SR-BCRS(t, g) to panels (include/spformat/panels.cuh), any t and g, once per matrix.
+// SR-BCRS(t, g) to panels (include/spformat/mma_fragments.cuh), any t and g, once per matrix.
 //
 //   indptr   Ptr[Mv+1]      first group of each row tile
 //   indices  Index[G, g]    column of each vector, increasing in a tile; -1 (no vector) at its end
@@ -6,7 +6,7 @@
 //
 // panel_steps counts the steps of every panel and chunk, their running sum is `first`; panel_fill then writes the
 // steps. One warp per panel and chunk, 8 warps a block.
-#include "spformat/panels.cuh"
+#include "spformat/mma_fragments.cuh"
 
 using namespace spformat;
 

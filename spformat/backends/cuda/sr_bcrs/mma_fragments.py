@@ -1,4 +1,4 @@
-"""Panels: SR-BCRS of any (t, g) re-chunked on the device into the fragments of m16n8k16.  Kernels: panels.cu."""
+"""Panels: SR-BCRS of any (t, g) re-chunked on the device into the fragments of m16n8k16.  Kernels: mma_fragments.cu."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ....products.roofline import TENSOR_16, Device
 from ..runtime import jit, refusals
 from ..runtime.launch import Launch, finish_arrays
 
-SOURCE = "panels.cu"
+SOURCE = "sr_bcrs/mma_fragments.cu"
 DEPTH = 128  # columns of A in a chunk
 MMA_TYPES = ("bfloat16", "float16")
 SLACK = 32  # steps that a kernel may read past the last one
@@ -69,7 +69,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Panels:
-    """What ``include/spformat/panels.cuh`` describes: first uint32[P*Q+1], steps uint8[count, step_bytes]."""
+    """What ``include/spformat/mma_fragments.cuh`` describes: first uint32[P*Q+1], steps uint8[count, step_bytes]."""
 
     first: Any
     steps: Any

@@ -1,6 +1,6 @@
 // C[M,N] = A[M,K] @ B[K,N], A in SR-BCRS(t, g) with 16-bit values, on Hopper: TMA, mbarriers, clusters, m16n8k16.
 //
-//   first, steps           A as panels of 16*MF rows (include/spformat/panels.cuh)
+//   first, steps           A as panels of 16*MF rows (include/spformat/mma_fragments.cuh)
 //   indptr, indices, data  A as it is stored, for sums that are not finite
 //   B  T: B[k][n] at k*b_row + n*b_col                C  Out: C[i][n] at i*c_row + n*c_col
 //   b_map                  B as a tensor map: boxes of DEPTH/CLUSTER rows x one line, swizzled over the line
@@ -18,7 +18,7 @@
 //
 // Layout after Magicube (Li et al., SC'22) and SparseTIR (Ye et al., ASPLOS'23).
 #include "spformat/ldmatrix.cuh"
-#include "spformat/panels.cuh"
+#include "spformat/mma_fragments.cuh"
 #include "spformat/tma.cuh"
 
 using namespace spformat;
