@@ -47,7 +47,7 @@ HOMES = {
     ),
     "nvmath": ("spformat/backends/vendor.py",),
     "cuda": ("spformat/backends/cuda/",),
-    "scipy": ("spformat/formats/foreign.py", "spformat/interop/"),
+    "scipy": ("spformat/formats/foreign.py", "spformat/interop/", "spformat/measure/calibrate.py"),
     "distributed": ("spformat/checkpoint/executors.py",),
     "fsspec": ("spformat/checkpoint/remote.py",),
     "typer": ("cli/",),

@@ -71,7 +71,15 @@ class Kernel:
         The least over its tiles, and on a GPU never less than A, B and C take at the rate of memory: constants are
         fitted to products of some sizes, and used for others.
         """
-        return self.best(p).us
+        return self.best(p).us + self.rest_us(p)
+
+    def rest_us(self, p: Problem) -> float:
+        """Microseconds that other kernels are expected to take which run behind this one."""
+        return 0.0
+
+    def is_its_own(self, p: Problem) -> bool:
+        """Whether a call for ``p`` runs this kernel, and not another one that takes what it cannot."""
+        return True
 
     def plan(self, a: Any, p: Problem) -> Plan:
         """A plan for matrix ``a``, whose contents were validated: its indices are addresses.

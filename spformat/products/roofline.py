@@ -124,6 +124,8 @@ def moved_bytes(p: Problem) -> float:
     return float(p.nnz * (itemsize(p.a_dtype) + 4) + dense)
 
 
+UNKNOWN_US = 200.0
+"""Start of a call of which nothing is known: more than that of kernels that are known."""
 HOST_BYTES, HOST_OPERATIONS = 5e9, 2e9
 """Bytes and operations per second of a host that nothing else is known of."""
 
@@ -133,10 +135,10 @@ def plain_us(p: Problem) -> float:
     that the device could do; on the host, those of one slow core."""
     operations, moved = 2.0 * p.nnz * p.n, moved_bytes(p)
     if p.device == "cpu":
-        return 5.0 + 1e6 * (moved / HOST_BYTES + operations / HOST_OPERATIONS)
+        return UNKNOWN_US + 1e6 * (moved / HOST_BYTES + operations / HOST_OPERATIONS)
     device = device_of(p)
     peak = device.peak[{"float64": CUDA_64, "float32": CUDA_32}.get(p.a_dtype, TENSOR_16)]
-    return 5.0 + 1e6 * (5 * moved / device.memory + 10 * operations / peak)
+    return UNKNOWN_US + 1e6 * (5 * moved / device.memory + 10 * operations / peak)
 
 
 def epilogue_us(p: Problem) -> float:

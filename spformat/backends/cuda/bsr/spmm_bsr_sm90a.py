@@ -208,9 +208,12 @@ class SpmmBSRHopper(CudaKernel):
         even = tiles / device.processors
         return 1.0, memory, even * one, turns * one, turns * loaded, turns * depth / 64 * 0.1, written, turned
 
+    def is_its_own(self, p: Problem) -> bool:
+        return b_alignment(p) == 16
+
     def expected_us(self, p: Problem) -> float:
         """That of spmm_bsr for a B that the copy engine does not take: a call runs it then."""
-        return super().expected_us(p) if b_alignment(p) == 16 else spmm_bsr.KERNEL.expected_us(p)
+        return super().expected_us(p) if self.is_its_own(p) else spmm_bsr.KERNEL.expected_us(p)
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
         tile = choose_tile(p)
