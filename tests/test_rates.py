@@ -68,8 +68,8 @@ def test_every_kernel_expects_a_time_for_what_it_takes(p: Problem) -> None:
         us = times[k.name] = k.expected_us(p)
         assert 0 < us < math.inf, k.name
         assert k.expected_us(p) == us
-    slow = {name: us for name, us in times.items() if name.startswith("reference")}
-    assert all(us < min(slow.values()) for name, us in times.items() if slow and name not in slow)
+    if len(times) > 1:
+        assert not min(times, key=times.__getitem__).startswith("reference")
 
 
 @settings(max_examples=150, deadline=None)
@@ -158,7 +158,7 @@ def test_the_users_file_wins_for_the_kernels_that_it_has(user: Path, monkeypatch
     monkeypatch.setenv("SPFORMAT_RATES", "shipped")
     assert {a.kernel: a for a in sf.explain(P).answers} == before
     monkeypatch.setenv("SPFORMAT_RATES", "off")
-    assert {a.expected_us for a in sf.explain(P, backend="cuda").answers if a} == {roofline.plain_us(P)}  # type: ignore[union-attr]
+    assert sf.explain(P, backend="cuda.spmm_csr").expected_us == roofline.plain_us(P)
     assert "no rates" in sf.explain(P).rates
     monkeypatch.setenv("SPFORMAT_RATES", "none")
     with pytest.raises(UsageError, match="SPFORMAT_RATES"):
