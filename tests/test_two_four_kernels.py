@@ -160,20 +160,11 @@ def two_four(M: int, K: int, dtype: np.dtype[Any], rng: np.random.Generator, ord
     return convert(dense.astype(dtype), "two-four", meta_order=order), dense
 
 
-def force_tile(monkeypatch: pytest.MonkeyPatch, kernel: Any, tile: Any) -> None:
-    def fastest(name: str, options: Any, expected_us: Any) -> Any:
-        return tile if name == kernel.name else min(options, key=expected_us)
-
-    monkeypatch.setattr(tiles, "fastest", fastest)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("b_layout", "out_layout"), LAYOUTS)
-def test_exact_products(
-    kernel: Any, shape: tuple[int, int, int], b_layout: str, out_layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exact_products(kernel: Any, shape: tuple[int, int, int], b_layout: str, out_layout: str) -> None:
     """Small integers: every sum is exact. C starts as NaN, and the gaps between its lines stay so."""
     M, K, N = shape
     rng = np.random.default_rng(M + K + N)
@@ -185,14 +176,14 @@ def test_exact_products(
     )  # fmt: skip
     if kernel.unsupported(p):
         pytest.skip(kernel.unsupported(p)[0])
-    if kernel.name == spmm_two_four_sm90.NAME:  # left alone it gives these shapes to the sm_80 kernel
-        tiles = spmm_two_four_sm90.TILES
-        force_tile(monkeypatch, kernel, tiles[(M + K + N) % len(tiles)])
+    options = kernel.options(p)
+    tile = str(options[(M + K + N) % len(options)])  # each of them in turn: shapes this small would choose one only
     a, dense = two_four(M, K, value, rng, order)
     B = rng.integers(-3, 4, (K, N)).astype(value)
     want = (dense.astype(np.float64) @ B.astype(np.float64)).astype(result)
     for gap in (0, 3, 8):
-        plan = kernel.plan(a.to("cuda"), p)
+        with tiles.forced(kernel.name, tile):
+            plan = kernel.plan(a.to("cuda"), p)
         b = matrix(B, b_layout, gap)
         c = matrix(np.full((M, N), np.nan, np.float32).astype(result), out_layout, gap)
         plan(b, c)
@@ -210,16 +201,16 @@ TILES = [(k, t) for k in (SpmmTwoFour(), SpmmTwoFourSm90(), SpmmTwoFourSm90a()) 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kernel", "tile"), TILES, ids=lambda v: getattr(v, "name", str(v)))
 @pytest.mark.parametrize("b_layout", ["row", "col"])
-def test_every_tile(kernel: Any, tile: Any, b_layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tile(kernel: Any, tile: Any, b_layout: str) -> None:
     """Several tiles and clusters in both directions, ragged: shapes this small would choose one tile only."""
     M, K, N = 1100, 2056, 600
-    force_tile(monkeypatch, kernel, tile)
     rng = np.random.default_rng(9)
     a, dense = two_four(M, K, BF16, rng, "ldmatrix")
     B = rng.integers(-3, 4, (K, N)).astype(BF16)
     wanted = dense @ B.astype(np.float32)
     for out_dtype, gap in (("float32", 0), ("bfloat16", 0), ("bfloat16", 3)):  # aligned 16-bit C goes through TMA
-        plan = kernel.plan(a.to("cuda"), problem(M, K, N, b_layout=b_layout, out_dtype=out_dtype))
+        with tiles.forced(kernel.name, str(tile)):
+            plan = kernel.plan(a.to("cuda"), problem(M, K, N, b_layout=b_layout, out_dtype=out_dtype))
         assert str(tile) in plan.tile
         result = VALUE_TYPES[out_dtype].numpy
         c = matrix(np.full((M, N), np.nan, np.float32).astype(result), "row", gap)
@@ -266,16 +257,16 @@ def test_a_measured_split_of_few_slabs(K: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kernel", "tile"), TILES, ids=lambda v: getattr(v, "name", str(v)))
 @pytest.mark.parametrize("out_layout", ["row", "col"])
-def test_every_tile_with_an_epilogue(kernel: Any, tile: Any, out_layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tile_with_an_epilogue(kernel: Any, tile: Any, out_layout: str) -> None:
     """alpha A B + beta C + bias, ragged, through the copy engine and by ordinary stores; beta 0 does not read C."""
     M, K, N = 1100, 520, 600
-    force_tile(monkeypatch, kernel, tile)
     rng = np.random.default_rng(10)
     a, dense = two_four(M, K, BF16, rng, "fragment")
     B = rng.integers(-3, 4, (K, N)).astype(BF16)
     old, bias = rng.integers(-3, 4, (M, N)).astype(BF16), rng.integers(-3, 4, M).astype(BF16)
     product = dense.astype(np.float64) @ B.astype(np.float64)
-    plan = kernel.plan(a.to("cuda"), problem(M, K, N, out_layout=out_layout, epilogue=True))
+    with tiles.forced(kernel.name, str(tile)):
+        plan = kernel.plan(a.to("cuda"), problem(M, K, N, out_layout=out_layout, epilogue=True))
     for gap in (0, 3):
         for alpha, beta, b in ((0.5, -2.0, bias), (1.0, 0.0, bias), (2.0, 1.0, None)):
             start = np.full_like(old, np.nan) if beta == 0 else old
