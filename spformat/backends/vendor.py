@@ -123,6 +123,12 @@ class CusparseCSR(CudaKernel):
         return Prepared(_once(launch, arrays, one, zero), "cuSPARSE default")
 
 
+@functools.cache
+def _has_nvmath() -> bool:
+    """Whether the package with cuSPARSELt's bindings is installed: looked up once, as every choice asks."""
+    return importlib.util.find_spec("nvmath") is not None
+
+
 class CusparseLt(CudaKernel):
     """cusparseLtMatmul on 2:4, weights compressed in the library's own order when the plan is made.
 
@@ -152,7 +158,7 @@ class CusparseLt(CudaKernel):
         """Row-major out; every extent a multiple of 8, as the library demands of 16-bit types."""
         odd = [name for name, size in (("M", p.M), ("K", p.K)) if size % 16]
         return reasons(
-            (importlib.util.find_spec("nvmath") is None,
+            (not _has_nvmath(),
              "nvmath-python is not installed: pip install 'spformat[cusparselt13]' (or cusparselt12)"),
             (bool(odd), f"cuSPARSELt needs M and K to be multiples of 16, {' and '.join(odd)} is not"),
             (p.out_dtype != p.a_dtype, f"out.dtype must equal a.dtype ({p.a_dtype}), got {p.out_dtype}"),
