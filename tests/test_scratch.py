@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from stand_in_world import Step, World
 
-from spformat.backends.cuda.runtime import epilogue
+from spformat.backends.cuda.runtime import compose, epilogue
 from spformat.backends.cuda.runtime.launch import GRAPH_AFTER
 from spformat.backends.cuda.runtime.scratch import RELAXED, Scratch
 from spformat.products.plan import Plan
@@ -223,3 +223,14 @@ def test_a_plan_of_several_launches_may_be_one_call_of_another(world: World, pas
     assert not thread.is_alive(), "the plans wait for each other"
     assert [what[-1] for what in world.made if what[0] != "epilogue"] == [0, 1] * (GRAPH_AFTER + 2)
     assert len(world.made) == 3 * (GRAPH_AFTER + 2)
+
+
+def test_an_epilogue_inside_another_has_memory_of_its_own(world: World, passes: list[Any]) -> None:
+    """The second part of a sum multiplies into memory of its own: the sums so far lie in that of the outer epilogue."""
+    inner = world.plan()
+    adding = epilogue.with_epilogue(inner, replace(inner.problem, epilogue=True), "part of a sum 1 levels deep")
+    total = compose.sum_of_plans("composed.test", [inner, adding], inner.problem)
+    outer = epilogue.with_epilogue(total, replace(inner.problem, epilogue=True))
+    outer.run(world.array(3, 5), world.array(4, 5), 2.0, 1.0, None)
+    sums, product = (o.c for o in world.prepared)
+    assert abs(sums - product) >= 4 * 8 * 4

@@ -63,8 +63,11 @@ class SumOfParts(Kernel):
         return sum(_expected(q) for q in self.problems(p))
 
     def _plan(self, a: Any, p: Problem) -> Plan:
-        parts = a.parts_by_name().values()
-        plans = [plan_with(choose(q), part.ensure_valid(), q) for part, q in zip(parts, self.problems(p), strict=True)]
+        plans = [
+            # The epilogue of the sum, and of a sum that this one is a part of, holds memory of its own meanwhile.
+            plan_with(choose(q), part.ensure_valid(), q, f"part of a sum {a.depth} levels deep")
+            for part, q in zip(a.parts_by_name().values(), self.problems(p), strict=True)
+        ]
         if p.device == "cpu":
             from ..backends.host import sum_of_plans
         else:

@@ -13,13 +13,17 @@ from ..products.problem import Problem
 from .select import without_epilogue
 
 
-def plan_with(kernel: Kernel, A: Format, problem: Problem) -> Plan:
-    """The plan of a kernel for a validated matrix, with the epilogue of ``problem`` and a guard of A's arrays."""
+def plan_with(kernel: Kernel, A: Format, problem: Problem, purpose: str = "product") -> Plan:
+    """The plan of a kernel for a validated matrix, with the epilogue of ``problem`` and a guard of A's arrays.
+
+    purpose: names the memory that an epilogue in a pass of its own takes its product from; plans that run inside one
+    another need different ones.
+    """
     asked = without_epilogue(kernel, problem)
     with current_device(A.values):
         plan = kernel.plan(A, asked)
         if asked is not problem:
-            plan = _with_epilogue(plan, problem)
+            plan = _with_epilogue(plan, problem, purpose)
     if plan.reads is not None:
         return plan
     # The arrays are kept, too: memory that A alone held could be handed out again and come back as an out.
@@ -27,12 +31,14 @@ def plan_with(kernel: Kernel, A: Format, problem: Problem) -> Plan:
     return replace(plan, run=_guarded(plan.run, reads, len(problem.operands) - 1))
 
 
-def _with_epilogue(plan: Plan, problem: Problem) -> Plan:
+def _with_epilogue(plan: Plan, problem: Problem, purpose: str) -> Plan:
     if problem.device == "cpu":
         from ..backends.host import with_epilogue
-    else:
-        from ..backends.cuda.runtime.epilogue import with_epilogue
-    return with_epilogue(plan, problem)
+
+        return with_epilogue(plan, problem)
+    from ..backends.cuda.runtime import epilogue
+
+    return epilogue.with_epilogue(plan, problem, purpose)
 
 
 def _guarded(run: Any, reads: tuple[tuple[int, int, Any], ...], dense: int) -> Any:
