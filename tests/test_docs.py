@@ -10,12 +10,13 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from spformat import errors
+from spformat import backends, errors
 from spformat.errors import StructureError
 from spformat.formats import COMPOSED, FORMATS, registered, unregister
 from spformat.formats.base import Format
 from spformat.formats.convert import convert
 from spformat.formats.two_four import TwoFour, reorder_meta
+from spformat.products import operations
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -61,7 +62,7 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """The blocks of a page, one after another in one namespace and an empty folder; "python gpu" needs a GPU."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": __name__}
-    known = registered()
+    known, known_backends, known_operations = registered(), backends.names(), operations.registered()
     try:
         for info, code in blocks(page, "python"):
             if info != "gpu":
@@ -69,6 +70,10 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     finally:
         for fmt in set(registered()) - set(known):
             unregister(fmt.name)
+        for backend in set(backends.names()) - set(known_backends):
+            backends.unregister(backend)
+        for added in {o.name for o in operations.registered()} - {o.name for o in known_operations}:
+            operations.unregister(added)
 
 
 @PAGE_IDS
