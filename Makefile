@@ -40,7 +40,7 @@ PROPERTIES := tests/test_formats.py tests/test_masks.py tests/test_order.py test
 # CuPy, CUDA and the driver belong to the machine: the Python that has them is used as it is. Rows that fill the device's
 # memory run after the others; GPU_JOBS processes share it before. A machine without compute-sanitizer is told so.
 GPU_JOBS ?= 4
-GPUTEST := -m pytest $(PYTEST) -m gpu --backends cuda
+GPUTEST := -m pytest $(PYTEST) -m gpu --backends cuda -p no:benchmark
 GPUPATH := PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH}
 gpu:
 	@$(GPU_PYTHON) -c "import cupy, pytest, xdist, hypothesis" || { echo "make gpu: GPU_PYTHON=$(GPU_PYTHON) needs:" \

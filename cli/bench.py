@@ -15,7 +15,7 @@ EPILOG = "spformat bench ./model-sp -n 1,16,256   |   spformat bench w.safetenso
 
 
 def run(
-    src: SrcOrMatrix,
+    src: SrcOrMatrix = "",
     n: str = typer.Option("16,256", "-n", help="Columns of B (tokens), comma-separated."),
     to: str = typer.Option("", "--to", help="Convert each matrix to this format first (default: as stored)."),
     include: Include = None,
@@ -23,9 +23,15 @@ def run(
     device: str = typer.Option("", help="cpu, cuda or cuda:1. Default: cuda when there is one."),
     limit: int = typer.Option(4, min=1, help="At most this many matrices (the largest of each shape first)."),
     repeats: int = typer.Option(50, min=1, help="Timed runs of each contender."),
-    tune: bool = typer.Option(
-        False, help="Time every kernel and tile instead, and keep the fastest in the table that plans look up."
+    calibrate: bool = typer.Option(
+        False, help="Without SRC: measure this device, and fit the constants of the times that kernels expect."
     ),
+    validate: int = typer.Option(
+        0, min=0, help="With --calibrate: check the expected times on so many products instead."
+    ),
+    seconds: float = typer.Option(120.0, min=1.0, help="With --calibrate: how long to measure."),
+    seed: int = typer.Option(0, help="With --calibrate: draws the products."),
+    out: str = typer.Option("", help="With --calibrate: write this file of rates instead of your own."),
     plot: str = typer.Option("", help="Also draw the ratios into this PNG (needs matplotlib)."),
     as_json: Json = False,
 ) -> None:
@@ -34,6 +40,16 @@ def run(
     from spformat.formats.convert import convert
     from spformat.measure import bench, contenders
 
+    if calibrate:
+        if src:
+            raise typer.BadParameter("--calibrate takes no SRC: it measures layers of its own")
+        if validate:
+            _validate(device or _default_device(), seed, seconds, validate, as_json)
+        else:
+            _calibrate(device or _default_device(), seed, seconds, out, as_json)
+        return
+    if not src:
+        raise typer.BadParameter("expected SRC, a checkpoint or a matrix")
     if plot:
         _check_plot(plot)
     where = device or _default_device()
@@ -41,9 +57,6 @@ def run(
     only = tuple(filter(None, backend.split(",")))
     for name in only:
         backends.get(name)
-    if tune:
-        _tune(src, include, limit, to, where, widths, repeats, as_json)
-        return
     rows: list[dict[str, Any]] = []
     t = table("tensor", "N", "contender", "cold us", "hot us", "host us", "TFLOP/s useful", "GB/s", "error", "note",
               right=("N", "cold us", "hot us", "host us", "TFLOP/s useful", "GB/s", "error"))  # fmt: skip
@@ -73,27 +86,76 @@ def run(
         _plot(rows, plot)
 
 
-def _tune(
-    src: str, include: list[str] | None, limit: int, to: str, where: str, widths: list[int], repeats: int, as_json: bool
-) -> None:
-    """Rows of the user's table of measurements, one for each matrix and N."""
-    from spformat.formats.convert import convert
-    from spformat.measure import tune as tuning
+def _calibrate(device: str, seed: int, seconds: float, out: str, as_json: bool) -> None:
+    """Constants of the kernels here, into the user's file of rates, or into ``out``."""
+    from pathlib import Path
 
-    t = table("tensor", "N", "kernel", "tile", "cold us", "tried", right=("N", "cold us", "tried"))
-    rows, like = [], None
-    for name, a in _matrices(src, include, limit):
-        fitted = (convert(a, to) if to else a).to(where)
-        like = fitted.values
-        for row, results in tuning.tune(fitted, widths, repeats):
-            rows.append(row)
-            t.add_row(name, str(row.n), row.kernel, row.tile, _number(row.us), str(len(results)))
-    path = tuning.save(rows, like, f"spformat bench --tune -n {','.join(map(str, widths))}")
+    from spformat.measure import bench, calibrate
+    from spformat.products import rates
+
+    calibrate.check_device(device)
+    points = list(calibrate.measure(seed, device, seconds))
+    fits = calibrate.fit(points)
+    environment = bench.environment(_like(device))
+    sm = points[0].problem.sm if points else None
+    about = {
+        "device": environment.get("device", "host"), "date": environment["date"],
+        "commit": "spformat " + environment["versions"].get("spformat", "from a checkout"),
+    }  # fmt: skip
+    path = Path(out) if out else rates.user_path()
+    own = about if sm is None else about | {"sm": sm}
+    command = f"spformat bench --calibrate --device {device} --seconds {seconds:g} --seed {seed}"
+    if fits:
+        rates.write(path, about | {"command": command}, {f.kernel: f.entry | own for f in fits})
+    rows = [{"kernel": f.kernel, "points": f.points, "median_error": f.median, "within_30_percent": f.near}
+            for f in fits]  # fmt: skip
     if as_json:
-        print_json({"path": str(path), "rows": [row._asdict() for row in rows]})
-    else:
-        console().print(t)
-        console().print(f"{path}: {len(rows)} row(s); SPFORMAT_MEASURED=off leaves it out", soft_wrap=True)
+        print_json({"path": str(path) if fits else None, "points": len(points), "kernels": rows})
+        return
+    _agreement(rows)
+    written = f"{path}: {len(fits)} kernel(s); SPFORMAT_RATES=shipped leaves it out" if fits else "no kernel had points"
+    console().print(written, soft_wrap=True)
+
+
+def _validate(device: str, seed: int, seconds: float, products: int, as_json: bool) -> None:
+    """Expected against measured times of random products, and what choosing by them costs."""
+    from spformat.measure import bench, calibrate
+
+    calibrate.check_device(device)
+    points = list(calibrate.measure(seed, device, seconds, widths=2, all_tiles=False, products=products))
+    kernels, regrets = calibrate.agreement(points), calibrate.regret(points)
+    if as_json:
+        rows = [{"case": x.case, "kernel": x.kernel.name, "tile": str(x.tile), "format": x.problem.format,
+                 "dtype": x.problem.a_dtype, "M": x.problem.M, "K": x.problem.K, "N": x.problem.n,
+                 "nnz": x.problem.nnz, "b_layout": x.problem.b_layout, "out_layout": x.problem.out_layout,
+                 "us": x.us, "expected_us": x.expected} for x in points]  # fmt: skip
+        products = len({x.case for x in points})
+        print_json({"environment": bench.environment(_like(device)), "seed": seed, "products": products,
+                    "kernels": kernels, "regret": regrets, "points": rows})  # fmt: skip
+        return
+    _agreement(kernels)
+    t = table(
+        "format", "products", "regret", "90 % within", "worst", right=("products", "regret", "90 % within", "worst")
+    )
+    for r in regrets:
+        t.add_row(r["format"], str(r["products"]), *(f"{r[k]:.1%}" for k in ("regret", "ninety_percent", "worst")))
+    console().print(t)
+
+
+def _agreement(rows: list[dict[str, Any]]) -> None:
+    t = table("kernel", "points", "median error", "within 30 %", right=("points", "median error", "within 30 %"))
+    for r in rows:
+        t.add_row(r["kernel"], str(r["points"]), f"{r['median_error']:.1%}", f"{r['within_30_percent']:.0%}")
+    console().print(t)
+
+
+def _like(device: str) -> Any:
+    """An array there."""
+    if device == "cpu":
+        return None
+    from spformat.arrays.library import import_cupy
+
+    return import_cupy().zeros(1)
 
 
 def _widths(n: str) -> list[int]:

@@ -56,7 +56,7 @@ def run(
         out.append((name, answer, costs))
     if as_json:
         print_json([
-            {"tensor": name, "chosen": e.chosen, "kernels": [_answer(a) for a in e.answers],
+            {"tensor": name, "chosen": e.chosen, "rates": e.rates, "kernels": [_answer(a) for a in e.answers],
              "cost": c and asdict(c) | {"bound": c.bound}} for name, e, c in out
         ])  # fmt: skip
         return

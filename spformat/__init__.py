@@ -32,7 +32,7 @@ from .products.plan import Plan
 from .products.problem import Problem
 from .storage.container import load, safe_open, save, save_dense
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BSR",

@@ -37,6 +37,7 @@ from spformat.formats.convert import convert
 from spformat.formats.two_four import META_ORDERS
 from spformat.preprocess import masks
 from spformat.products.operations import SPMM
+from spformat.products.tiles import forced
 
 AT_MOST = 8
 """Cases of test_kernels.py, spread evenly over a kernel's: the tool is a hundred times slower than the kernel."""
@@ -46,7 +47,7 @@ CALLS = ((17, ("row", "row"), 3), (64, ("col", "row"), 0), (1, ("row", "col"), 0
 
 
 FORCED = {"cuda.spmm_two_four_sm90"}
-"""Kernels that leave products this small to another: each of their tiles in turn instead."""
+"""Kernels of which each tile is run in turn: products this small would choose one of them only."""
 
 
 PLANTED = """
@@ -79,7 +80,7 @@ def run(kernel: Any, sm: int) -> int:
             B = rng.integers(-2, 3, (x.shape[1], n)).astype(f.dtype)
             guarded = Guarded(cp, (x.shape[0], n), f.dtype, layouts[1], pad)
             tiles = kernel.tiles if kernel.name in FORCED else ()
-            with tiles.forced(kernel.name, str(tiles[done % len(tiles)])) if tiles else contextlib.nullcontext():
+            with forced(kernel.name, str(tiles[done % len(tiles)])) if tiles else contextlib.nullcontext():
                 plan = kernel.plan(g, p)
             plan(on_device(cp, B, layouts[0], pad), out=guarded.out)
             wanted = (x.astype(np.float64) @ B.astype(np.float64)).astype(f.dtype)

@@ -1,4 +1,4 @@
-"""What an addition costs: a format with a compiled loop and an edge of a device, all of it in this file."""
+"""What an addition costs: a format, an edge, an operation and a kernel, all of each in this file."""
 
 from __future__ import annotations
 
@@ -14,18 +14,25 @@ import laws
 import numpy as np
 import pytest
 import stand_in_cupy
-from cases import CASES
+from cases import CASES, params_of
 from catalogue import command
 
 import spformat as sf
+from spformat import backends
 from spformat.arrays import scans
 from spformat.arrays.dtypes import bits, nonzero_mask
 from spformat.arrays.library import Array, index_dtype, namespace
-from spformat.errors import OrderError, PatternError
+from spformat.dispatch import api, select
+from spformat.errors import NoKernelError, OrderError, PatternError, UsageError
 from spformat.formats import edges, unregister
 from spformat.formats.base import INDEX, VALUE, Format, array
 from spformat.formats.edges import CHECK, DENSE, Edge
 from spformat.preprocess.structure import analyse
+from spformat.products import operations
+from spformat.products.kernel import Kernel, reasons, spmm_of
+from spformat.products.operation import Items, Operation
+from spformat.products.plan import Plan
+from spformat.products.problem import Operand, Problem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
@@ -242,3 +249,184 @@ def test_it_may_be_a_part_of_a_sum(coo: type[COO], tmp_path: Path) -> None:
 def test_nothing_of_it_is_left(tmp_path: Path) -> None:
     with pytest.raises(sf.errors.UsageError, match="unknown format 'coo'"):
         sf.convert(np.eye(2, dtype=np.float32), "coo")
+
+
+# ------------------------------------------------------------------ an operation: one definition, one line
+
+
+def sddmm_problem(A: Format, X: Array, Y: Array, out: Array | None = None) -> Problem:
+    """values of A times (X @ Y) at the places of A's nonzeros, row after row: [nnz]."""
+    M, K = A.shape
+    if X.ndim != 2 or Y.ndim != 2 or X.shape[0] != M or Y.shape != (X.shape[1], K):
+        raise ValueError(f"X, Y: expected shapes ({M}, d) and (d, {K}), got {X.shape} and {Y.shape}")
+    if out is not None and out.shape != (A.nnz,):
+        raise ValueError(f"out: expected shape ({A.nnz},), got {out.shape}")
+    dtype = "float32" if out is None else out.dtype.name
+    result = Operand("dense", (A.nnz,), dtype, stored=A.nnz)
+    return Problem("sddmm", (Operand.of(A), Operand.of(X), Operand.of(Y)), result)
+
+
+def sddmm_reference(a: Items, X: Array, Y: Array) -> Array:
+    """One dot product for each item."""
+    return a.values * np.einsum("id,di->i", X[a.rows], Y[:, a.cols])
+
+
+SDDMM = Operation("sddmm", sddmm_problem, sddmm_reference)
+
+
+@pytest.fixture
+def sddmm() -> Iterator[Operation]:
+    yield operations.register(SDDMM)
+    operations.unregister("sddmm")
+
+
+def sampled(dtype: str = "float32") -> tuple[Array, Array, Array, Array]:
+    """A matrix, two dense operands of whole numbers, and what the operation gives."""
+    x = laws.integers(CASES["vectors"](dtype))
+    rng = np.random.default_rng(4)
+    X, Y = (rng.integers(-3, 4, shape).astype(dtype) for shape in ((x.shape[0], 5), (5, x.shape[1])))
+    whole = x.astype(np.float64) * (X.astype(np.float64) @ Y.astype(np.float64))
+    return x, X, Y, whole[nonzero_mask(x)]
+
+
+def halves(x: Array) -> list[Format]:
+    """The upper and the lower half of a matrix, in two formats."""
+    top = x * (np.arange(x.shape[0]) < x.shape[0] // 2)[:, None].astype(x.dtype)
+    return [sf.convert(top, "csr"), sf.convert(x - top, "bitmask")]
+
+
+def test_an_operation_runs_for_every_format(sddmm: Operation) -> None:
+    x, X, Y, expected = sampled("float16")
+    ran = set()
+    for fmt, params in [(f, p) for f in (*sf.FORMATS, sf.Sum) for p in ([{}] if f is sf.Sum else params_of(f.name))]:
+        try:
+            a = sf.Sum.from_parts(halves(x)) if fmt is sf.Sum else fmt.from_dense(x, **params)
+        except sf.errors.StructureError:
+            continue
+        ran.add(fmt.name)
+        np.testing.assert_array_equal(api.run("sddmm", a, X, Y), expected.astype(np.float32), err_msg=fmt.name)
+        out = np.full(expected.size, np.nan, np.float64)
+        assert api.run("sddmm", a, X, Y, out=out) is out
+        np.testing.assert_array_equal(out, expected)
+    assert ran == {f.name for f in (*sf.FORMATS, sf.Sum)}
+
+
+def test_an_operation_is_explained_and_refused(sddmm: Operation) -> None:
+    x, X, Y, expected = sampled()
+    a = sf.convert(x, "csr")
+    answer = select.ask(sddmm.problem(a, X, Y))
+    assert answer.chosen == "reference.sddmm"
+    assert answer.expected_us is not None
+    assert str(answer).startswith("sddmm of A 43x62 (float32, csr, cpu) and B 43x5 (float32, row) and 5x62")
+    with pytest.raises(NoKernelError, match=r"reference.sddmm: out.dtype must be one of"):
+        api.run("sddmm", a, X, Y, out=np.empty(expected.size, np.int32))
+    with pytest.raises(ValueError, match=r"X, Y: expected shapes \(43, d\) and \(d, 62\), got"):
+        api.run("sddmm", a, Y, X)
+    with pytest.raises(ValueError, match="out overlaps the arrays of A"):
+        api.run("sddmm", a, X, Y, out=a.data)
+    with pytest.raises(UsageError, match="an operation called 'sddmm' is already registered"):
+        operations.register(Operation("sddmm", sddmm_problem, sddmm_reference))
+
+
+def test_an_operation_takes_a_new_format_too(sddmm: Operation, coo: type[COO]) -> None:
+    x, X, Y, expected = sampled()
+    np.testing.assert_array_equal(api.run("sddmm", coo.from_dense(x), X, Y), expected)
+
+
+# ------------------------------------------------------------------ a kernel: one class, one line
+
+
+class SpmmCSRByRows(Kernel):
+    """C = A @ B for CSR in float32: the rows of B that a row of A names, scaled and added up by numpy."""
+
+    name = "mine.spmm_csr_by_rows"
+    takes = spmm_of("csr")
+
+    def unsupported(self, p: Problem) -> list[str]:
+        return reasons(
+            (p.device != "cpu", f"operands are on {p.device}; move them with .to('cpu')"),
+            ({p.a_dtype, p.b_dtype, p.out_dtype} != {"float32"}, "A, B and C must be float32"),
+            (p.n > 64, f"N must be at most 64, got {p.n}"),
+        )
+
+    def expected_us(self, p: Problem) -> float:
+        return 0.01 + 1e-6 * p.nnz * p.n
+
+    def _plan(self, a: Any, p: Problem) -> Plan:
+        rows, cols, data, shape = a.rows(), a.indices, a.data, (p.rows,)
+
+        def run(B: Array, out: Array | None) -> Array:
+            C = np.empty((*shape, B.shape[1]), np.float32) if out is None else out
+            C[...] = 0
+            np.add.at(C, rows, data[:, None] * B[cols])
+            return C
+
+        return Plan(self.name, p, run, "row by row")
+
+
+class Mine:
+    """A backend of one kernel."""
+
+    name = "mine"
+
+    def missing(self) -> list[str]:
+        return []
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        return (SpmmCSRByRows(),)
+
+
+@pytest.fixture
+def mine() -> Iterator[Mine]:
+    yield backends.register(Mine())  # type: ignore[misc]
+    backends.unregister("mine")
+
+
+def test_a_kernel_is_chosen_because_it_expects_the_least(mine: Mine, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = laws.integers(CASES["prime"]("float32"))
+    a, B = sf.convert(x, "csr"), np.ones((x.shape[1], 3), np.float32)
+    trace = sf.explain(a, B)
+    assert trace.chosen == SpmmCSRByRows.name
+    accepted = [answer for answer in trace.answers if answer]
+    assert [k.expected_us for k in accepted] == sorted(k.expected_us for k in accepted)
+    assert "mine.spmm_csr_by_rows: accepted, expects 0.0 us" in str(trace)
+    assert sf.plan(a, 3).kernel == SpmmCSRByRows.name
+    laws.check_spmm(a, x, "mine", 3, np.random.default_rng(0))
+    wanted = 0.5 * (x @ B) + np.arange(x.shape[0], dtype=np.float32)[:, None]  # the epilogue is added to any kernel
+    np.testing.assert_array_equal(sf.spmm(a, B, alpha=0.5, bias=np.arange(x.shape[0], dtype=np.float32)), wanted)
+    monkeypatch.setattr(SpmmCSRByRows, "expected_us", lambda self, p: 1e9)
+    slow = sf.explain(sf.convert(x, "csr"), B)
+    assert slow.chosen is not None
+    assert not slow.chosen.startswith("mine.")
+
+
+def test_a_kernel_refuses_with_every_reason(mine: Mine) -> None:
+    x = laws.integers(CASES["prime"]("float16"))
+    a, B = sf.convert(x, "csr"), np.ones((x.shape[1], 65), np.float16)
+    trace = sf.explain(a, B)
+    assert "mine.spmm_csr_by_rows: A, B and C must be float32; N must be at most 64, got 65" in str(trace)
+    np.testing.assert_array_equal(sf.spmm(a, B), x.astype(np.float32) @ B.astype(np.float32))
+    with pytest.raises(NoKernelError, match="N must be at most 64, got 65"):
+        sf.spmm(a, B, backend="mine")
+    with pytest.raises(NoKernelError, match="does not take operation spmm_transposed"):
+        sf.spmm(a.T, np.ones((x.shape[0], 2), np.float16), backend="mine.spmm_csr_by_rows")
+
+
+def test_a_kernel_never_gets_a_matrix_that_was_not_validated(mine: Mine) -> None:
+    good = sf.convert(np.eye(4, dtype=np.float32), "csr")
+    bad = sf.CSR(shape=(4, 4), indptr=good.indptr, indices=np.array([0, 1, 9, 3], np.int32), data=good.data)
+    kernel, problem = SpmmCSRByRows(), sf.plan(good, 2).problem
+    with pytest.raises(UsageError, match=r"mine\.spmm_csr_by_rows: expected a validated matrix"):
+        kernel.plan(bad, problem)
+    for call in (lambda: sf.plan(bad, 2), lambda: sf.spmm(bad, np.ones((4, 2), np.float32), backend="mine")):
+        with pytest.raises(sf.errors.IndexBoundsError, match="indices"):
+            call()
+
+
+def test_nothing_of_the_kernel_and_the_operation_is_left() -> None:
+    assert "mine" not in backends.names()
+    assert {o.name for o in operations.registered()} == {"spmm", "spmm_transposed"}
+    with pytest.raises(UsageError, match="no backend called 'mine'"):
+        backends.unregister("mine")
+    with pytest.raises(UsageError, match="unknown operation 'sddmm'"):
+        api.run("sddmm", np.eye(2, dtype=np.float32), np.eye(2), np.eye(2))

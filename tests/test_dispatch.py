@@ -43,7 +43,7 @@ def test_every_format_has_a_kernel_on_every_supported_gpu(fmt: str, sm: int, dty
         for layout in ("row", "col"):
             e = sf.explain(problem(fmt, sm=sm, dtype=dtype, n=n, b_layout=layout))
             assert e.chosen is not None, str(e)
-            assert e.chosen.startswith("cuda." if fmt != "dense" else "vendor.")
+            assert e.chosen.startswith(("cuda.", "vendor.") if fmt in ("csr", "dense") else "cuda.")
 
 
 def test_an_older_gpu_is_refused_with_its_name() -> None:
@@ -143,7 +143,7 @@ def test_selection_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runs_on("cpu.spmm_csr")
     monkeypatch.setenv("SPFORMAT_BACKEND", "reference")
     assert runs_on("reference.spmm")
-    assert sf.explain(problem("csr")).chosen == "cuda.spmm_csr"  # of another machine
+    assert sf.explain(problem("csr")).chosen.startswith("cuda.")  # of another machine
     with sf.use_backend("cpu"):
         assert runs_on("cpu.spmm_csr")
         assert sf.explain(a, backend="reference").chosen == "reference.spmm"

@@ -47,7 +47,7 @@ HOMES = {
     ),
     "nvmath": ("spformat/backends/vendor.py",),
     "cuda": ("spformat/backends/cuda/",),
-    "scipy": ("spformat/formats/foreign.py", "spformat/interop/"),
+    "scipy": ("spformat/formats/foreign.py", "spformat/interop/", "spformat/measure/calibrate.py"),
     "distributed": ("spformat/checkpoint/executors.py",),
     "fsspec": ("spformat/checkpoint/remote.py",),
     "typer": ("cli/",),
@@ -59,7 +59,7 @@ ENVIRONMENT = (
     "spformat/arrays/library.py",  # where CuPy keeps what it compiles
     "spformat/dispatch/api.py",
     "spformat/backends/cuda/runtime/jit.py",
-    "spformat/backends/cuda/runtime/measured.py",
+    "spformat/products/rates.py",
     "cli/",
 )
 """Who may read os.environ, and only when a call needs it."""

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from spformat.backends.cuda.ell_buckets.spmm_ell_buckets import SpmmELLBuckets
 from spformat.backends.cuda.runtime import row_work
 from spformat.backends.cuda.runtime.launch import MAX_GRID_Y, Operands
 from spformat.backends.cuda.runtime.row_work import (
@@ -182,7 +183,7 @@ def test_launches_cover_every_column_once(monkeypatch, cut, dtype):
 
     size, K = np.dtype(dtype).itemsize, 100
     p = Problem.product("csr", (), 4, K, 64, 20, dtype, dtype, "float32", device="cuda", sm=90)
-    plan = gather(p, rows, 20, kernels)
+    plan = gather(SpmmELLBuckets(), p, rows, kernels)
     assert made == [plan.tile]
     many = 20_000_000  # more columns than a grid has panels
     for n, ldb, ldc, b, c in ((1, 1, 1, 0, 0), (64, 72, 64, 16, 32), (63, 63, 63, 4, 4), (many, many + 8, many, 8, 8)):

@@ -50,8 +50,6 @@ def test_any_refusal_names_what_it_got(changes: dict[str, Any], part: str) -> No
         ({"params": (("blocksize", (64, 8)),)}, "64x8"),
         ({"a_dtype": "float32", "b_dtype": "float32", "out_dtype": "float32"}, "bfloat16, float16"),
         ({"b_layout": COL, "K": 4097}, "16-byte"),
-        ({"n": 64}, "narrower than a tile"),
-        ({"M": 768, "n": 512}, "tiles of"),
     ],
 )
 def test_hopper_refusals_leave_the_problem_to_the_fallback(changes: dict[str, Any], part: str) -> None:

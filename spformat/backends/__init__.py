@@ -41,6 +41,13 @@ def register(backend: Backend) -> Backend:
     return backend
 
 
+def unregister(name: str) -> None:
+    """Take out a backend that this process added; UsageError for any other."""
+    if _registered.pop(name, None) is None:
+        raise UsageError(f"no backend called {name!r:.80} was added in this process", value=name)
+    get.cache_clear()
+
+
 def _entry_points(group: str = ENTRY_POINT_GROUP) -> Any:
     from importlib.metadata import entry_points  # brings the email package: not for importing spformat
 

@@ -11,11 +11,12 @@ from ..arrays.library import Array
 from ..formats import composed, registered
 from ..formats.base import Format
 from ..products import operations
+from ..products.ideal import index_bytes
 from ..products.kernel import Kernel, reasons
 from ..products.operation import Items
 from ..products.plan import Plan
 from ..products.problem import Problem
-from ..products.roofline import plain_us
+from ..products.roofline import HOST_BYTES, plain_us
 from .host import check_bias, check_operands, numpy_dtype
 
 PANEL = 1 << 22
@@ -52,8 +53,8 @@ class Reference(Kernel):
         )
 
     def expected_us(self, p: Problem) -> float:
-        """Far more than any other kernel."""
-        return SLOWER * plain_us(p)
+        """Far more than any other kernel: many times what a plain loop takes that also reads all of A's indices."""
+        return SLOWER * (plain_us(p) + 1e6 * index_bytes(p) / HOST_BYTES)
 
     def _plan(self, a: Format, p: Problem) -> Plan:
         items = items_of(a, p.out.dtype in ("int32", "int64"))

@@ -12,8 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import DeviceError
+from ..products import ideal
 from ..products.kernel import Kernel, reasons, spmm_of
-from ..products.problem import COL, Problem
+from ..products.problem import COL, Problem, itemsize
+from ..products.roofline import TENSOR_16, Device
+from .cuda.dense.gemm_times import Gemm
 from .cuda.runtime.cublas import CUDA_TYPE, gemm, gemm_reasons, library_reasons
 from .cuda.runtime.kernel import CudaKernel, Prepared
 from .cuda.runtime.launch import Call, Library, Operands, finish_arrays
@@ -25,7 +28,7 @@ _SEARCH_WORKSPACE = 256 << 20
 _INT_MAX = 2**31 - 1
 
 
-class CublasGemm(CudaKernel):
+class CublasGemm(Gemm, CudaKernel):
     """cublasGemmEx with float32 sums (float64 for float64)."""
 
     name = "vendor.cublas_gemm"
@@ -49,6 +52,29 @@ class CusparseCSR(CudaKernel):
 
     name = "vendor.cusparse_csr"
     takes = spmm_of("csr")
+    terms = ("launch", "memory", "rows of B", "rows past L2", "sectors", "items", "rows of A")
+
+    def variant(self, p: Problem, tile: Any) -> tuple[str, ...]:
+        """By value type, layout, and whether B is a vector or has an odd number of columns."""
+        kind = "16-bit" if itemsize(p.a_dtype) == 2 else p.a_dtype
+        if p.n == 1:
+            return f"{kind}, a vector", "a vector"
+        columns = "odd N" if p.n % 2 else "even N"
+        return f"{kind}, {p.b_layout}-major, {columns}", f"{kind}, {p.b_layout}-major", f"{p.b_layout}-major"
+
+    def quantities(self, p: Problem, tile: Any, device: Device) -> tuple[float, ...]:
+        """Ideal microseconds of each of ``terms``.
+
+        rows of B: N values from L2 for each item. sectors: 32 bytes for each item and column. items: values and indices
+        for every 32 columns. rows of A: 1 ns each for every 32 columns, over all multiprocessors.
+        """
+        size, groups = itemsize(p.a_dtype), ideal.ceil_div(p.n, 32)
+        rows, past = p.nnz * p.n * size, max(0.0, 1 - ideal.L2 / max(1, p.K * p.n * size))
+        items = ideal.cache_us(p.nnz * groups * (size + ideal.INDEX), device)
+        return (
+            1.0, ideal.traffic_us(p, device), ideal.cache_us(rows, device), ideal.memory_us(rows, device) * past,
+            ideal.cache_us(p.nnz * p.n * ideal.SECTOR, device), items, p.M * groups * 1e-3 / device.processors,
+        )  # fmt: skip
 
     def unsupported(self, p: Problem) -> list[str]:
         """float16 and bfloat16 with float32 sums where the installed cuSPARSE has them; int32 indices alike."""
@@ -97,6 +123,12 @@ class CusparseCSR(CudaKernel):
         return Prepared(_once(launch, arrays, one, zero), "cuSPARSE default")
 
 
+@functools.cache
+def _has_nvmath() -> bool:
+    """Whether the package with cuSPARSELt's bindings is installed: looked up once, as every choice asks."""
+    return importlib.util.find_spec("nvmath") is not None
+
+
 class CusparseLt(CudaKernel):
     """cusparseLtMatmul on 2:4, weights compressed in the library's own order when the plan is made.
 
@@ -105,6 +137,19 @@ class CusparseLt(CudaKernel):
 
     name = "vendor.cusparselt"
     takes = spmm_of("two-four")
+    terms = ("launch", "memory", "tiles", "products", "depth", "slower of memory and tiles")
+
+    def variant(self, p: Problem, tile: Any) -> tuple[str, ...]:
+        """By layout of B."""
+        return (f"{p.b_layout}-major B",)
+
+    def quantities(self, p: Problem, tile: Any, device: Device) -> tuple[float, ...]:
+        """As for cuBLAS, at half the time of a product; the library's default tile is 128 x 128 or 256 x 128."""
+        unit = 1e6 * device.processors / device.peak[TENSOR_16]
+        turns = ideal.rounds(ideal.ceil_div(p.M, 128) * ideal.ceil_div(p.n, 128), device.processors)
+        tiles, memory = turns * p.K * 128 * 128 * unit, ideal.traffic_us(p, device)
+        products = p.M * p.K * p.n * unit / device.processors
+        return 1.0, memory, tiles, products, p.K / 64 * 0.02, max(memory, tiles)
 
     def __init__(self, search: bool = False) -> None:
         self.search = search
@@ -113,7 +158,7 @@ class CusparseLt(CudaKernel):
         """Row-major out; every extent a multiple of 8, as the library demands of 16-bit types."""
         odd = [name for name, size in (("M", p.M), ("K", p.K)) if size % 16]
         return reasons(
-            (importlib.util.find_spec("nvmath") is None,
+            (not _has_nvmath(),
              "nvmath-python is not installed: pip install 'spformat[cusparselt13]' (or cusparselt12)"),
             (bool(odd), f"cuSPARSELt needs M and K to be multiples of 16, {' and '.join(odd)} is not"),
             (p.out_dtype != p.a_dtype, f"out.dtype must equal a.dtype ({p.a_dtype}), got {p.out_dtype}"),
@@ -220,7 +265,8 @@ class VendorBackend:
 
     def kernels(self) -> tuple[Kernel, ...]:
         """cuBLAS, cuSPARSE, cuSPARSELt."""
-        return (CublasGemm(), CusparseCSR(), CusparseLt())
+        return KERNELS
 
 
+KERNELS: tuple[Kernel, ...] = (CublasGemm(), CusparseCSR(), CusparseLt())
 BACKEND = VendorBackend()

@@ -74,13 +74,15 @@ def spmm(A: Any, B: Any, out: Any = None, backend: str | None = None, *, alpha: 
     DeviceUnavailable when the named backend cannot run here, UsageError for a torch tensor that requires a gradient,
     ValueError and TypeError for operands that do not fit.
     """
-    if isinstance(A, Transposed):
+    if isinstance(A, Format):
+        if (isinstance(B, np.ndarray) or is_cupy(B)) and B.ndim == 2 and bias is None and alpha == 1 and beta == 0:
+            return _plan_for("spmm", A, B, out, backend).run(B, out)
+        operation = "spmm"
+    elif isinstance(A, Transposed):
         A, operation = A.matrix, "spmm_transposed"
     else:
-        operation = "spmm"
-        if not isinstance(A, Format):
-            refuse_gradient("A", A)
-            A = as_format(A)
+        refuse_gradient("A", A)
+        A, operation = as_format(A), "spmm"
     return _product(operation, A, B, out, backend, alpha, beta, bias)
 
 

@@ -114,7 +114,8 @@ class TransposedCopy(Kernel):
         except NoKernelError as e:
             e.message = f"transposed copy of {p.format}: {e.message}"
             raise
-        return Plan(self.name, p, plan.run, f"{plan.kernel} {plan.tile}".strip(), int(copy.nbytes) + plan.workspace)
+        text, owned = f"{plan.kernel} {plan.tile}".strip(), int(copy.nbytes) + plan.workspace
+        return Plan(self.name, p, plan.run, text, owned, prepare=plan.prepare)
 
 
 class ComposedBackend:

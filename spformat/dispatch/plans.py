@@ -24,7 +24,7 @@ def plan_with(kernel: Kernel, A: Format, problem: Problem) -> Plan:
         return plan
     # The arrays are kept, too: memory that A alone held could be handed out again and come back as an out.
     reads = tuple((*span(x), x) for x in A.all_arrays().values() if x.size)
-    return replace(plan, run=_guarded(plan.run, reads))
+    return replace(plan, run=_guarded(plan.run, reads, len(problem.operands) - 1))
 
 
 def _with_epilogue(plan: Plan, problem: Problem) -> Plan:
@@ -35,14 +35,18 @@ def _with_epilogue(plan: Plan, problem: Problem) -> Plan:
     return with_epilogue(plan, problem)
 
 
-def _guarded(run: Any, reads: tuple[tuple[int, int, Any], ...]) -> Any:
-    """``run``, with an ``out`` refused that would overwrite the matrix while it is read."""
+def _guarded(run: Any, reads: tuple[tuple[int, int, Any], ...], dense: int) -> Any:
+    """``run``, with an ``out`` refused that would overwrite the matrix while it is read.
 
-    def guarded(B: Any, out: Any, *epilogue: Any) -> Any:
+    ``out`` follows the dense operands, of which there are ``dense``.
+    """
+
+    def guarded(*given: Any) -> Any:
+        out = given[dense]
         if out is not None and out.size:
             lo, hi = span(out)
             if any(lo < end and start < hi for start, end, _ in reads):
                 raise ValueError(OVERWRITES)
-        return run(B, out, *epilogue)
+        return run(*given)
 
     return guarded

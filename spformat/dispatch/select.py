@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from .. import backends
 from ..backends.base import Backend
 from ..errors import DeviceUnavailable, NoKernelError, UsageError
+from ..products import rates
 from ..products.kernel import Accepted, Kernel, Rejected
 from ..products.problem import Problem
 from ..products.roofline import epilogue_us
@@ -23,6 +24,8 @@ class Explanation:
 
     problem: Problem
     answers: tuple[Accepted | Rejected, ...]
+    rates: str = ""
+    """Which measurements the expected times come from."""
 
     @property
     def chosen(self) -> str | None:
@@ -41,6 +44,7 @@ class Explanation:
         lines = [f"{p.operation} of A {'x'.join(map(str, a.shape))} ({a.dtype}, {a.format}, {a.device}) and B {dense}"]
         lines.append(f"  runs on {self.chosen}" if self.chosen else "  no kernel takes this")
         lines += [f"  {answer}" for answer in self.answers]
+        lines += [f"  {self.rates}"] * bool(self.rates)
         return "\n".join(lines)
 
 
@@ -68,7 +72,7 @@ def ask(problem: Problem, only: str | None = None, *, installed: bool = True) ->
     for name in (only,) if only else backends.order(problem.device):
         answers += _answers(problem, name, installed)
     accepted = sorted((a for a in answers if isinstance(a, Accepted)), key=lambda a: a.expected_us)  # stable
-    return Explanation(problem, (*accepted, *(a for a in answers if not a)))
+    return Explanation(problem, (*accepted, *(a for a in answers if not a)), rates.source(problem))
 
 
 def _answers(p: Problem, name: str, installed: bool) -> Iterator[Accepted | Rejected]:

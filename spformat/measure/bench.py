@@ -96,12 +96,12 @@ def compare(case: Case, repeats: int = 50, warmups: int = 10, seconds: float = 3
             note = str(e).splitlines()[0][:160]
             out.append(Result(case.name, c.name, c.peer, nan, nan, nan, nan, nan, nan, nan, note))
     del reference
-    clock = _DeviceClock(case.B) if is_cupy(case.B) else _HostClock()
+    watch = clock(case.B)
     runs = [c.run for c, _ in alive]
-    cold = clock.take_turns(runs, repeats, warmups, cold=True, seconds=seconds)
+    cold = watch.take_turns(runs, repeats, warmups, cold=True, seconds=seconds)
     unknown = [float("nan")] * len(runs)
-    warm = clock.take_turns(runs, repeats, 2, cold=False, seconds=seconds) if hot else unknown
-    host = clock.host_times(runs) if hot else unknown
+    warm = watch.take_turns(runs, repeats, 2, cold=False, seconds=seconds) if hot else unknown
+    host = watch.host_times(runs) if hot else unknown
     (M, K), N = case.a.shape, case.B.shape[1]
     nnz = int(case.meta.get("nnz", case.a.stored))
     out_bytes = M * N * (UNIT_BYTES.get(case.out_dtype) or np.dtype(case.out_dtype).itemsize)
@@ -156,6 +156,11 @@ def _orders(contenders: int, rounds: int) -> Iterator[list[int]]:
     draw = random.Random(0)
     for _ in range(rounds):
         yield draw.sample(range(contenders), contenders)
+
+
+def clock(B: Array) -> _HostClock | _DeviceClock:
+    """What times products with a dense operand like B: events on its device, or the wall clock."""
+    return _DeviceClock(B) if is_cupy(B) else _HostClock()
 
 
 class _HostClock:

@@ -6,12 +6,15 @@ spformat.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from ..errors import UsageError
-from . import roofline
+from . import ideal, rates, roofline, tiles
 from .plan import Plan
 from .problem import Problem
 
@@ -27,6 +30,10 @@ class Kernel:
     """Whether its plans apply alpha, beta and bias themselves; else one more pass over C does."""
     tiles: ClassVar[Sequence[Any]] = ()
     """The ways to cut a problem that the kernel chooses among; their texts name them in tables and in ``explain``."""
+    terms: ClassVar[tuple[str, ...]] = ()
+    """The parts that its time is a sum of; none for a kernel without an estimate of its own (``roofline.plain_us``)."""
+    constants_of: str = ""
+    """Name of the kernel whose constants it uses, where that is another one."""
     multiplies_zeros: ClassVar[bool] = False
     """Whether every zero of A meets its row of B, as in a dense product: infinities of B then give NaN."""
     product_error: ClassVar[float] = 0.0
@@ -40,9 +47,39 @@ class Kernel:
         """Bytes that a plan needs beside A, B and C and that grow with the problem; the caller may limit them."""
         return 0
 
+    def options(self, p: Problem) -> Iterable[Any]:
+        """The tiles worth considering for a problem; one None for a kernel without tiles."""
+        return (None,)
+
+    def variant(self, p: Problem, tile: Any) -> tuple[str, ...]:
+        """Names of the constants that hold for a problem and a tile, the most particular first."""
+        return ()
+
+    def quantities(self, p: Problem, tile: Any, device: roofline.Device) -> tuple[float, ...]:
+        """Ideal microseconds of each of ``terms`` on a device."""
+        return ()
+
+    def best(self, p: Problem) -> Best:
+        """The least time that the kernel expects to take, and the tile that it uses."""
+        name = self.constants_of or self.name
+        known = rates.constants(name, self.terms, p) if self.terms else None
+        return _best(self, p, roofline.device_of(p), known, tiles.asked(self.name))
+
     def expected_us(self, p: Problem) -> float:
-        """Microseconds that the kernel expects to take, from event to event with cold caches."""
-        return roofline.plain_us(p)
+        """Microseconds that the kernel expects to take, from event to event with cold caches: the number that chooses.
+
+        The least over its tiles, and on a GPU never less than A, B and C take at the rate of memory: constants are
+        fitted to products of some sizes, and used for others.
+        """
+        return self.best(p).us + self.rest_us(p)
+
+    def rest_us(self, p: Problem) -> float:
+        """Microseconds that other kernels are expected to take which run behind this one."""
+        return 0.0
+
+    def is_its_own(self, p: Problem) -> bool:
+        """Whether a call for ``p`` runs this kernel, and not another one that takes what it cannot."""
+        return True
 
     def plan(self, a: Any, p: Problem) -> Plan:
         """A plan for matrix ``a``, whose contents were validated: its indices are addresses.
@@ -60,6 +97,48 @@ class Kernel:
     def formats(self) -> frozenset[str]:
         """Ids of the formats it takes, for any operation."""
         return frozenset(name for _, name in self.takes)
+
+
+class Best(NamedTuple):
+    """What a kernel expects for a problem."""
+
+    us: float
+    tile: Any
+
+
+def tile_us(kernel: Kernel, p: Problem, tile: Any, device: roofline.Device, known: rates.Constants | None) -> float:
+    """Microseconds that a kernel expects to take with a tile; without constants, the sum of the ideal times."""
+    quantities = kernel.quantities(p, tile, device)
+    if known is None:
+        return sum(quantities)
+    return math.fsum(map(operator.mul, known.of(kernel.variant(p, tile)), quantities))
+
+
+@functools.lru_cache(maxsize=8192)
+def _best(
+    kernel: Kernel, p: Problem, device: roofline.Device, known: rates.Constants | None, forced: str | None
+) -> Best:
+    """``Kernel.best``; pure, so that asking again for the same problem costs little."""
+    if not kernel.terms:
+        return Best(roofline.plain_us(p), None)
+    some = p
+    if not (p.M and p.K and p.n):  # an empty product takes what one with a single element takes
+        some = p.changed(M=max(1, p.M), K=max(1, p.K), n=max(1, p.n))
+    options = list(kernel.options(some))
+    if forced is not None:
+        options = [t for t in options if str(t) == forced] or options
+    if not options:
+        return Best(roofline.plain_us(p), None)
+    taken = [tile_us(kernel, some, t, device, known) for t in options]
+    us = min(taken)
+    tile = options[taken.index(us)]
+    if known is None:
+        return Best(roofline.plain_us(p), tile)
+    return Best(max(us, ideal.traffic_us(some, device), LEAST_US) if p.device == "cuda" else max(us, LEAST_US), tile)
+
+
+LEAST_US = 0.5
+"""Less than any call takes."""
 
 
 def spmm_of(*formats: str, operation: str = "spmm") -> frozenset[tuple[str, str]]:

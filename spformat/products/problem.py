@@ -7,6 +7,7 @@ Kernels, the choice among them and the estimate of their time read these values 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import index
 from typing import TYPE_CHECKING, Any, Self
 
@@ -135,6 +136,14 @@ class Problem:
     workspace: int = field(default=WORKSPACE, compare=True)
     """Most bytes that a plan may use beside its operands; a kernel that needs more is refused."""
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Asked for again and again by the caches of expected times."""
+        return hash((self.operation, self.operands, self.out, self.sm, self.epilogue))
+
     @classmethod
     def product(
         cls, format: str, params: tuple[tuple[str, Any], ...], M: int, K: int, n: int, nnz: int, a_dtype: str,
@@ -171,77 +180,77 @@ class Problem:
 
     # ---------------------------------------------------------------- the names of a product
 
-    @property
+    @cached_property
     def format(self) -> str:
         """Format id of A."""
         return self.operands[0].format
 
-    @property
+    @cached_property
     def params(self) -> tuple[tuple[str, Any], ...]:
         """Parameters of A's format, as pairs."""
         return self.operands[0].params
 
-    @property
+    @cached_property
     def p(self) -> dict[str, Any]:
         """The params as a dict."""
         return dict(self.operands[0].params)
 
-    @property
+    @cached_property
     def M(self) -> int:  # noqa: N802
         """Rows of A as it is stored."""
         return self.operands[0].shape[0]
 
-    @property
+    @cached_property
     def K(self) -> int:  # noqa: N802
         """Columns of A as it is stored."""
         return self.operands[0].shape[1]
 
-    @property
+    @cached_property
     def n(self) -> int:
         """Columns of B and of C."""
         return self.operands[1].shape[1]
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Rows of C."""
         return self.out.shape[0]
 
-    @property
+    @cached_property
     def inner(self) -> int:
         """Rows of B."""
         return self.operands[1].shape[0]
 
-    @property
+    @cached_property
     def nnz(self) -> int:
         """Stored items of A (padding not counted where the format knows it)."""
         return self.operands[0].stored
 
-    @property
+    @cached_property
     def a_dtype(self) -> str:
         """dtype of A's values."""
         return self.operands[0].dtype
 
-    @property
+    @cached_property
     def b_dtype(self) -> str:
         """dtype of B."""
         return self.operands[1].dtype
 
-    @property
+    @cached_property
     def out_dtype(self) -> str:
         """dtype of C."""
         return self.out.dtype
 
-    @property
+    @cached_property
     def b_layout(self) -> str:
         """ "row": B[k, n] at k*ldb + n; "col": at k + n*ldb; "strided": neither (host only)."""
         return self.operands[1].layout
 
-    @property
+    @cached_property
     def out_layout(self) -> str:
         """The same of C."""
         return self.out.layout
 
-    @property
+    @cached_property
     def device(self) -> str:
         """ "cpu" or "cuda"."""
         return self.operands[0].device

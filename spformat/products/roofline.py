@@ -2,8 +2,7 @@
 
 The analysis is that of NM-SpMM (IPDPS 2025): a tile of C loads a strip of A and the rows of B that its kept columns
 name; operations per byte loaded (its Eq. 3) against the device's own ratio say whether arithmetic or loading bounds it
-(the roofline). ``Blocking.us`` adds what the kernels showed beside: the share of the peak that their inner loop
-sustains, and fixed times per k tile, tile and launch.
+(the roofline). What a kernel is expected to take beyond these bounds is in ``ideal`` and ``rates``.
 
 Units: operations (a multiply-add is two), bytes, microseconds (names end in ``us``); rates are per second.
 """
@@ -37,6 +36,9 @@ class Device:
     peak: Mapping[str, float]
     """Operations per second of dense arithmetic, by kind."""
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.sm, self.processors, self.memory, self.cache))
+
 
 def _peaks(tensor_16: float, cuda_32: float, cuda_64: float) -> dict[str, float]:
     return {TENSOR_16: tensor_16, TF32_THREE: tensor_16 / 6, CUDA_32: cuda_32, CUDA_64: cuda_64}
@@ -45,6 +47,9 @@ def _peaks(tensor_16: float, cuda_32: float, cuda_64: float) -> dict[str, float]
 H200 = Device("H200", 90, 132, 4.2e12, 7.4e12, _peaks(989e12, 67e12, 34e12))
 H100 = Device("H100", 90, 132, 3.0e12, 7.4e12, _peaks(989e12, 67e12, 34e12))
 A100 = Device("A100", 80, 108, 1.8e12, 4.9e12, _peaks(312e12, 19.5e12, 9.7e12))
+HOST = Device("host", 0, 2, 10e9, 40e9, {CUDA_32: 100e9, CUDA_64: 50e9})
+"""Two cores of a server, in round numbers: bytes per second from memory and from the caches, operations per second of
+all cores together. Constants of host kernels are fitted to the host at hand, so that only the proportions matter."""
 DEVICES = {d.name: d for d in (H200, H100, A100)}
 """SXM boards. Peaks are the vendor's. Memory and cache of the H200 were measured (a copy; rows gathered by all
 processors), those of the others are scaled by bandwidth and clock."""
@@ -66,7 +71,7 @@ def tile_intensity(
 
 @dataclass(frozen=True)
 class Blocking:
-    """How a kernel cuts C = A @ B, and how fast it is at it."""
+    """How a kernel cuts C = A @ B."""
 
     rows: int
     cols: int
@@ -78,38 +83,10 @@ class Blocking:
     """Rows of B loaded per k tile."""
     itemsize: int
     arithmetic: str
-    sustained: float
-    """Share of the peak that the products reach, loading hidden behind them."""
-    step_us: float
-    """Per k tile, beside its products."""
-    tile_us: float
-    """Per tile of C: filling the pipeline, writing C."""
-    start_us: float
-    """Per launch, from event to event, cold caches."""
-    splits: int = 1
-    """Parts along K, summed by a second launch."""
-
-    def turns(self, M: int, N: int, device: Device) -> int:
-        """Tiles, one after the other, on the processor that has most."""
-        tiles = -(-M // self.rows) * -(-N // self.cols) * self.splits
-        return -(-tiles // device.processors)
-
-    def us(self, M: int, N: int, device: Device) -> float:
-        """Expected microseconds for C [M, N], DRAM left out."""
-        products = 2e6 * self.rows * self.cols * self.kept * device.processors / device.peak[self.arithmetic]
-        turn = -(-self.k_tiles // self.splits) * (products / self.sustained + self.step_us) + self.tile_us
-        taken = self.start_us + self.turns(M, N, device) * turn
-        if self.splits > 1:  # partial sums are written, and read by the launch that adds them
-            taken += SUM_START_US + 1e6 * (self.splits + 1) * M * N * 4 / (device.memory / 2)
-        return taken
 
     def intensity(self) -> float:
         """Operations per byte that a tile loads."""
         return tile_intensity(self.rows, self.cols, self.kept, self.staged, self.itemsize)
-
-
-SUM_START_US = 2.0
-"""A launch that follows another on the same stream."""
 
 
 _asked: contextvars.ContextVar[Device | None] = contextvars.ContextVar("spformat_device", default=None)
@@ -127,7 +104,18 @@ def on(device: Device) -> Iterator[None]:
 
 def device_of(p: Problem) -> Device:
     """The device whose rates are taken for a problem: the one asked for, that of its architecture, or the H200."""
+    if p.device == "cpu":
+        return HOST
     return _asked.get() or next((d for d in DEVICES.values() if d.sm == p.sm), H200)
+
+
+SHARED_KB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
+"""Kilobytes of shared memory that a block may have, by architecture."""
+
+
+def shared_limit(sm: int | None) -> int:
+    """Bytes of shared memory that a block may have on a device; the smallest known where it is not listed."""
+    return 1024 * SHARED_KB.get(sm or 0, 99)
 
 
 def moved_bytes(p: Problem) -> float:
@@ -136,6 +124,8 @@ def moved_bytes(p: Problem) -> float:
     return float(p.nnz * (itemsize(p.a_dtype) + 4) + dense)
 
 
+UNKNOWN_US = 200.0
+"""Start of a call of which nothing is known: more than that of kernels that are known."""
 HOST_BYTES, HOST_OPERATIONS = 5e9, 2e9
 """Bytes and operations per second of a host that nothing else is known of."""
 
@@ -145,10 +135,10 @@ def plain_us(p: Problem) -> float:
     that the device could do; on the host, those of one slow core."""
     operations, moved = 2.0 * p.nnz * p.n, moved_bytes(p)
     if p.device == "cpu":
-        return 5.0 + 1e6 * (moved / HOST_BYTES + operations / HOST_OPERATIONS)
+        return UNKNOWN_US + 1e6 * (moved / HOST_BYTES + operations / HOST_OPERATIONS)
     device = device_of(p)
     peak = device.peak[{"float64": CUDA_64, "float32": CUDA_32}.get(p.a_dtype, TENSOR_16)]
-    return 5.0 + 1e6 * (5 * moved / device.memory + 10 * operations / peak)
+    return UNKNOWN_US + 1e6 * (5 * moved / device.memory + 10 * operations / peak)
 
 
 def epilogue_us(p: Problem) -> float:

@@ -1,19 +1,20 @@
-"""Which of its tiles a kernel uses: the one that expects to be fastest, or the one that a measurement asks for."""
+"""A measurement asks a kernel for one of its tiles by ``forced``; otherwise the least expected time decides."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
 
-Tile = TypeVar("Tile")
 _forced: contextvars.ContextVar[tuple[str, str] | None] = contextvars.ContextVar("spformat_forced_tile", default=None)
 
 
 @contextlib.contextmanager
 def forced(kernel: str, text: str) -> Iterator[None]:
-    """Inside the block, ``fastest`` gives the tile of this text to the kernel of this name; others choose freely."""
+    """Inside the block the kernel of this name chooses among its tiles of this text; others choose freely.
+
+    A kernel that has no such tile for a problem chooses freely too.
+    """
     token = _forced.set((kernel, text))
     try:
         yield
@@ -21,12 +22,7 @@ def forced(kernel: str, text: str) -> Iterator[None]:
         _forced.reset(token)
 
 
-def fastest(kernel: str, tiles: Iterable[Tile], expected_us: Callable[[Tile], float]) -> Tile:
-    """The one of ``tiles`` with the least expected time, the first of equal ones; or the one that is forced."""
-    options = list(tiles)
-    asked = _forced.get()
-    if asked is not None and asked[0] == kernel:
-        named = [t for t in options if str(t) == asked[1]]
-        if named:
-            return named[0]
-    return min(options, key=expected_us)
+def asked(kernel: str) -> str | None:
+    """The text of the tile that a kernel is forced to use, if it is."""
+    wanted = _forced.get()
+    return wanted[1] if wanted is not None and wanted[0] == kernel else None

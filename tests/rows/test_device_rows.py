@@ -20,8 +20,10 @@ import spformat as sf
 from spformat import backends
 from spformat.arrays import library as arrays
 from spformat.backends.cuda import KERNELS
+from spformat.backends.cuda.csr.spmm_csr import SpmmCSR
 from spformat.backends.cuda.runtime.operands import leading
 from spformat.formats import FORMATS
+from spformat.products import rates
 from spformat.products.problem import Problem
 from spformat.storage import tensorfile
 
@@ -294,46 +296,52 @@ def test_G10_a_corrupted_cache_of_host_code_is_compiled_anew(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr[-1500:]
 
 
-ROW = ["csr", 90, 4096, 512, 4096, "cuda.spmm_csr_tc", "16x64", 1.0]
-MEASURED: dict[str, Any] = {
+TERMS = list(SpmmCSR.terms)
+ENTRY: dict[str, Any] = {"terms": TERMS, "all": [1.0] * len(TERMS), "tiles": {}, "sm": 90}
+RATES: dict[str, Any] = {
     "empty": b"", "garbage": os.urandom(100), "list": b"[]", "null": b"null", "deep": b"[" * 200_000,
-    "other-fields": {"fields": ["x"], "rows": []}, "no-rows": {"fields": list(measured.Row._fields)},
-    "rows-of-text": ["x"], "short-row": [ROW[:5]], "long-row": [[*ROW, 1]],
-    "float-size": [[*ROW[:2], 4096.0, *ROW[3:]]],
-    "true-size": [[*ROW[:2], True, *ROW[3:]]], "negative": [[*ROW[:2], -1, *ROW[3:]]],
-    "zero": [[*ROW[:2], 0, *ROW[3:]]], "huge": [[*ROW[:2], 10**4000, *ROW[3:]]], "text-time": [[*ROW[:7], "fast"]],
-    "list-kernel": [[*ROW[:5], ["cuda.spmm_csr"], *ROW[6:]]],
+    "no-kernels": {"device": "x"}, "kernels-list": {"kernels": [1]}, "entry-text": {"kernels": {"cuda.spmm_csr": "x"}},
+    "text": ENTRY | {"all": ["fast"] * len(TERMS)}, "short": ENTRY | {"all": [1.0]}, "true": ENTRY | {"all": [True] * len(TERMS)},
+    "negative": ENTRY | {"all": [-1.0] * len(TERMS)}, "zero": ENTRY | {"all": [0] * len(TERMS)},
+    "huge": ENTRY | {"all": [10**4000] * len(TERMS)}, "nan": ENTRY | {"all": [float("nan")] * len(TERMS)},
+    "infinite": ENTRY | {"all": [float("inf")] * len(TERMS)}, "terms-number": ENTRY | {"terms": 7},
+    "tiles-list": ENTRY | {"tiles": [1]}, "tile-short": ENTRY | {"tiles": {"x": [1.0]}}, "sm-text": ENTRY | {"sm": "90"},
+    "many": {"kernels": {str(i): ENTRY for i in range(5000)}},
 }  # fmt: skip
-"""What may stand in a cached table of measurements: not one row of it counts."""
+"""What may stand in a user's file of rates: nothing of it counts."""
 
 
-@pytest.mark.parametrize("case", MEASURED)
-def test_G11_a_hostile_table_of_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+@pytest.mark.parametrize("case", RATES)
+def test_G11_a_hostile_file_of_rates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, case: str
+) -> None:
+    p = problem(sf.CSR, 90)
+    wanted = sf.explain(p)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = measured.user_path()
+    path = rates.user_path()
     path.parent.mkdir()
-    content = MEASURED[case]
-    if isinstance(content, list):
-        content = {"fields": list(measured.Row._fields), "rows": content}
+    content = RATES[case]
+    if isinstance(content, dict) and "all" in content:
+        content = {"kernels": {"cuda.spmm_csr": content}}
     path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
     before = path.read_bytes()
-    assert measured.read(path) == ()
-    assert sf.explain(problem(sf.CSR, 90)).chosen is not None
+    assert sf.explain(p) == wanted
+    assert sf.explain(p) == wanted
     assert path.read_bytes() == before
+    assert [str(path) in r.getMessage() for r in caplog.records].count(True) == 1
 
 
-def test_G11_tiles_of_a_table_are_from_an_allow_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_G11_names_in_a_file_of_rates_are_only_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = problem(sf.CSR, 90)
+    wanted = sf.explain(p).answers
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path, p = measured.user_path(), problem(sf.CSR, 90)
-    for kernel, tile in (
-        ("cuda.no_such_kernel", "16x64"),
-        ("cuda.spmm_csr_tc", "1048576x1048576"),
-        ("os.system", "id"),
-    ):
-        measured.write(path, [measured.Row("csr", 90, p.M, p.n, p.K, kernel, tile, 1.0)], {})
-        assert measured.nearest(p) is not None
-        assert measured.tile("cuda.spmm_csr_tc", p, ["16x64", "8x8"]) is None
-        assert sf.explain(p).chosen in {k.name for k in KERNELS}
+    path = rates.user_path()
+    entry = ENTRY | {"tiles": {"../../x": ENTRY["all"], "1048576x1048576": ENTRY["all"]}}
+    for name in ("cuda.no_such_kernel", "os.system"):
+        rates.write(path, {"device": "x"}, {name: entry})
+        assert sf.explain(p).answers == wanted
+    rates.write(path, {"device": "x"}, {"cuda.spmm_csr": entry | {"terms": ["other"], "all": [1.0], "tiles": {}}})
+    assert sf.explain(p).answers == wanted
     path.unlink()
     os.mkfifo(path)
-    assert measured.read(path) == ()  # and does not wait for a writer
+    assert sf.explain(p).answers == wanted  # and does not wait for a writer

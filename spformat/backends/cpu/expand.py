@@ -15,13 +15,16 @@ import numpy as np
 from ...arrays import threads
 from ...arrays.library import Array
 from ...formats.base import Format
+from ...products.ideal import memory_us
 from ...products.kernel import Kernel
 from ...products.plan import Plan
 from ...products.problem import STRIDED, Problem
+from ...products.roofline import Device
 from ..host import check_operands, numpy_dtype
 from . import spmm
 from .blas import EXACT, in_type
 from .operands import Work, store, sums_dtype
+from .times import DenseTimes, sums_size
 
 ROWS = 512
 """Rows of A expanded together; more where one unit of the format, say a block, has more."""
@@ -30,6 +33,9 @@ PIECE = 1 << 18
 
 _FORWARD = {name: k for k in spmm.KERNELS for name in k.formats if name != "dense"}
 
+DENSE = DenseTimes()
+"""What the dense product is expected to take."""
+
 
 class ExpandThenDense(Kernel):
     """C = A @ B and C = A^T @ B of every sparse format; sums and rounding are those of a dense product."""
@@ -37,6 +43,18 @@ class ExpandThenDense(Kernel):
     name = "cpu.expand_then_dense"
     multiplies_zeros = True
     takes = frozenset((operation, name) for operation in ("spmm", "spmm_transposed") for name in _FORWARD)
+    terms = ("memory",)
+
+    def quantities(self, p: Problem, tile: Any, device: Device) -> tuple[float, ...]:
+        """Ideal microseconds to write the panels of A and to read them."""
+        return (memory_us(2 * p.M * p.K * sums_size(p), device),)
+
+    def rest_us(self, p: Problem) -> float:
+        """The loop of the format run for a single column, and the product of the panels by BLAS."""
+        wide = "float64" if sums_size(p) == 8 else "float32"
+        dense = p.changed(format="dense", params=(), nnz=p.M * p.K, a_dtype=wide, parts=())
+        loop = _FORWARD[p.format].expected_us(p.changed(operation="spmm", n=1))
+        return loop + DENSE.expected_us(dense)
 
     def unsupported(self, p: Problem) -> list[str]:
         """The reasons of the format's own kernel, whose loop expands it."""

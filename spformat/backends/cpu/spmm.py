@@ -27,18 +27,19 @@ from ...formats.fast import compiled
 from ...formats.sr_bcrs import SRBCRS
 from ...formats.two_four import TwoFour, meta_places
 from ...formats.vector_nm import VectorNM
-from ...products.kernel import Kernel, reasons, spmm_of
+from ...products.kernel import reasons, spmm_of
 from ...products.plan import Plan
 from ...products.problem import Problem
 from ..host import check_operands
 from .blas import dense_product
 from .operands import Work, coded, fixed, multiply, output_dtypes, sums_dtype
+from .times import DenseTimes, LoopTimes
 
 DECODED_COLUMNS = 2**31 - 1
 """Columns that are worked out from bits are int32."""
 
 
-class HostKernel(Kernel):
+class HostKernel(LoopTimes):
     """What the kernels share: which problems they take, and a plan around ``work``."""
 
     most_columns: ClassVar[int] = 2**48
@@ -214,7 +215,7 @@ class SpmmBitmask(HostKernel):
         return Work(loop, M, 1, a.nnz, a.indptr, decoding=M * K, found=found if few else None)
 
 
-class SpmmDense(HostKernel):
+class SpmmDense(DenseTimes, HostKernel):
     """Dense A: numpy's BLAS on panels widened to the sums' type."""
 
     name, takes = "cpu.spmm_dense", spmm_of("dense")

@@ -8,6 +8,8 @@ Zeros that are stored, in a block or a vector, may meet their row of B; a row of
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ...arrays.library import Array
@@ -16,22 +18,32 @@ from ...formats.dense import Dense
 from ...products.kernel import Kernel, spmm_of
 from ...products.plan import Plan
 from ...products.problem import Problem
+from ...products.roofline import Device
 from ..host import check_operands
 from . import spmm
 from .blas import dense_product
 from .operands import sums_dtype
 from .scatter import multiply_transposed, scratch_bytes
+from .times import DenseTimes, LoopTimes
 
 OPERATION = "spmm_transposed"
 
+FACTOR = 1.5
+"""How much longer a loop takes that adds to rows of C in turn than the forward loop of the same format; assumed."""
 
-class SpmmTransposed(Kernel):
+
+class SpmmTransposed(LoopTimes):
     """The transposed product of the formats of a forward kernel, by its loop."""
 
     def __init__(self, forward: spmm.HostKernel) -> None:
         self.forward = forward
         self.name = forward.name.replace("spmm", OPERATION)
         self.takes = frozenset((OPERATION, name) for name in forward.formats)
+        self.constants_of = forward.name
+
+    def quantities(self, p: Problem, tile: Any, device: Device) -> tuple[float, ...]:
+        """Those of the forward product, times FACTOR."""
+        return tuple(FACTOR * q for q in super().quantities(p, tile, device))
 
     def unsupported(self, p: Problem) -> list[str]:
         """The reasons of the forward kernel."""
@@ -58,9 +70,10 @@ class SpmmTransposed(Kernel):
         return Plan(self.name, p, run, f"{sums.name} sums", workspace)
 
 
-class SpmmTransposedDense(Kernel):
+class SpmmTransposedDense(DenseTimes):
     """Dense A: numpy's BLAS on panels of columns of A, widened to the sums' type."""
 
+    constants_of = "cpu.spmm_dense"
     name, takes = "cpu.spmm_transposed_dense", spmm_of("dense", operation=OPERATION)
 
     def unsupported(self, p: Problem) -> list[str]:

@@ -8,8 +8,7 @@ from ...arrays.library import import_cupy
 from ...errors import DeviceUnavailable
 from .bitmask.spmm_bitmask import SpmmBitmask
 from .bitmask.spmm_bitmask_tc import SpmmBitmaskTensor
-from .bsr.spmm_bsr import SpmmBSR
-from .bsr.spmm_bsr_sm90a import SpmmBSRHopper
+from .bsr import spmm_bsr, spmm_bsr_sm90a
 from .csr.spmm_csr import SpmmCSR
 from .csr.spmm_csr_tc import SpmmCSRTensor
 from .dense.expand_then_dense import ExpandThenDense
@@ -18,7 +17,7 @@ from .runtime.kernel import CudaKernel
 from .sr_bcrs.spmm_sr_bcrs import SpmmSRBCRS
 from .sr_bcrs.spmm_sr_bcrs_sm90a import SpmmSRBCRSHopper
 from .sr_bcrs.spmm_sr_bcrs_tc import SpmmSRBCRSTensor
-from .two_four.spmm_two_four import SpmmTwoFour
+from .two_four import spmm_two_four
 from .two_four.spmm_two_four_sm90 import SpmmTwoFourSm90
 from .two_four.spmm_two_four_sm90a import SpmmTwoFourSm90a
 from .two_four.spmm_two_four_tokens import SpmmTwoFourTokens
@@ -28,8 +27,8 @@ from .vector_nm.spmm_vector_nm_sm90a import SpmmVectorNMSm90a
 from .vector_nm.spmm_vector_nm_tma_sm90a import SpmmVectorNMTMA
 
 KERNELS: tuple[CudaKernel, ...] = (
-    SpmmBSRHopper(),
-    SpmmBSR(),
+    spmm_bsr_sm90a.KERNEL,
+    spmm_bsr.KERNEL,
     SpmmCSR(),
     SpmmCSRTensor(),
     SpmmELLBuckets(),
@@ -41,7 +40,7 @@ KERNELS: tuple[CudaKernel, ...] = (
     SpmmTwoFourSm90a(),
     SpmmTwoFourTokens(),
     SpmmTwoFourSm90(),
-    SpmmTwoFour(),
+    spmm_two_four.KERNEL,
     SpmmVectorNMSm90a(),
     SpmmVectorNMTMA(),
     SpmmVectorNMTensor(),

@@ -4,8 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from ....products.ideal import (
+    arithmetic,
+    b_alignment,
+    cache_us,
+    ceil_div,
+    memory_us,
+    operands_bytes,
+    product_us,
+    rounds,
+    stored_bytes,
+    written_us,
+)
 from ....products.kernel import reasons
-from ....products.problem import Problem
+from ....products.problem import Problem, itemsize
+from ....products.roofline import Device
 from ..runtime import jit, refusals
 from ..runtime.launch import Launch, finish_arrays
 
@@ -44,3 +57,29 @@ def bitmask_reasons(p: Problem, types: tuple[str, ...], outs: tuple[str, ...]) -
     return refusals.every(p, 80, types, outs) + reasons(
         (p.K >= 1 << 26, f"K must be below 2^26, got {p.K}"),
     )
+
+
+TERMS = ("launch", "memory of A", "memory of B and C", "decoding", "B by every block", "products", "column-major C")
+"""What the time of both kernels is a sum of."""
+
+
+def bitmask_variant(p: Problem) -> tuple[str, ...]:
+    """By layout of B and whether its lines start on 16-byte boundaries."""
+    return (f"{p.b_layout}-major B" + ("" if b_alignment(p) == 16 else ", unaligned"),)
+
+
+def bitmask_quantities(p: Problem, height: int, width: int, device: Device) -> tuple[float, ...]:
+    """Ideal microseconds of each of TERMS, for tiles of ``height`` x ``width`` elements of C.
+
+    memory of A: from memory once. decoding: the dense elements of A, turned into values once for every ``width``
+    columns of B, at the rate of loading them from L2, in whole rounds of tiles. B by every block: B from L2 once for
+    each tile of rows. products: dense products of whole tiles.
+    """
+    size = itemsize(p.a_dtype)
+    columns, rows = ceil_div(p.n, width), ceil_div(p.M, height)
+    full = rounds(rows * columns, device.processors) * device.processors / (rows * columns)
+    decoding = cache_us(columns * p.M * p.K * size, device) * full
+    lines = cache_us(rows * columns * p.K * width * size, device) * full
+    products = product_us(2.0 * rows * columns * height * width * p.K, arithmetic(p.a_dtype), device)
+    weights, others = memory_us(stored_bytes(p), device), memory_us(operands_bytes(p), device)
+    return 1.0, weights, others, decoding, lines, products, written_us(p, device)

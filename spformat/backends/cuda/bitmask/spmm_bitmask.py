@@ -8,10 +8,19 @@ from typing import Any
 from ....arrays.dtypes import VALUE_TYPES
 from ....products.kernel import spmm_of
 from ....products.problem import COL, Problem
+from ....products.roofline import Device, device_of, shared_limit
 from ..runtime import jit
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Launch, over_tiles
-from .bitmask_slices import STEP, bitmask_reasons, slice_columns, values_before
+from .bitmask_slices import (
+    STEP,
+    TERMS,
+    bitmask_quantities,
+    bitmask_reasons,
+    bitmask_variant,
+    slice_columns,
+    values_before,
+)
 
 
 @dataclass(frozen=True)
@@ -51,19 +60,27 @@ class SpmmBitmask(CudaKernel):
 
     name = "cuda.spmm_bitmask"
     takes = spmm_of("bitmask")
+    terms = TERMS
 
     def unsupported(self, p: Problem) -> list[str]:
         return bitmask_reasons(p, ("float32", "float64"), (p.a_dtype,))
+
+    def options(self, p: Problem) -> tuple[Tile]:
+        """The one tile that suits the shape."""
+        return (choose(p, device_of(p).processors, shared_limit(p.sm)),)
+
+    def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
+        return bitmask_variant(p)
+
+    def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
+        return bitmask_quantities(p, tile.rows, tile.cols, device)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
         return ("spmm_bitmask<float, int, 16, 2, 8, true>", "spmm_bitmask<double, long long, 8, 1, 8, false>")
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
-        import cupy
-
-        limits = cupy.cuda.Device(p.device_id).attributes
-        tile = choose(p, limits["MultiProcessorCount"], limits["MaxSharedMemoryPerBlockOptin"])
+        tile = self.best(p).tile
         b_col, out_col = p.b_layout == COL, p.out_layout == COL
         smem = tile.smem(VALUE_TYPES[p.a_dtype].numpy.itemsize, b_col)
         before = values_before(a, p, tile.warps)

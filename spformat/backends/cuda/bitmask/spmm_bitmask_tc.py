@@ -9,11 +9,12 @@ from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div, power_of_two
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, Problem
+from ....products.roofline import Device, device_of, shared_limit
 from ..runtime import jit
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Launch, over_tiles
 from . import bitmask_records
-from .bitmask_slices import STEP, bitmask_reasons
+from .bitmask_slices import STEP, TERMS, bitmask_quantities, bitmask_reasons, bitmask_variant
 
 SOURCE = "bitmask/spmm_bitmask_tc.cu"
 
@@ -75,11 +76,22 @@ class SpmmBitmaskTensor(CudaKernel):
 
     name = "cuda.spmm_bitmask_tc"
     takes = spmm_of("bitmask")
+    terms = TERMS
 
     def unsupported(self, p: Problem) -> list[str]:
         return bitmask_reasons(p, ("bfloat16", "float16"), (p.a_dtype, "float32")) + reasons(
             (bitmask_records.pieces_at_most(p) >= 1 << 32, f"records must stay below 64 GiB, got nnz = {p.nnz}")
         )
+
+    def options(self, p: Problem) -> tuple[Tile]:
+        """The tile for records of the expected length; ``prepared`` knows the longest one of its matrix."""
+        return (choose(p.M, p.n, expected_room(p), device_of(p).processors, shared_limit(p.sm)),)
+
+    def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
+        return bitmask_variant(p)
+
+    def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
+        return bitmask_quantities(p, tile.rows, tile.cols, device)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
@@ -90,11 +102,8 @@ class SpmmBitmaskTensor(CudaKernel):
         )
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
-        import cupy
-
-        limits = cupy.cuda.Device(p.device_id).attributes
         room = room_of(bitmask_records.records(a, p))
-        tile = choose(p.M, p.n, room, limits["MultiProcessorCount"], limits["MaxSharedMemoryPerBlockOptin"])
+        tile = choose(p.M, p.n, room, device_of(p).processors, shared_limit(p.sm))
         return self.prepared_with(a, p, tile)
 
     def prepared_with(self, a: Any, p: Problem, tile: Tile) -> Prepared:
@@ -113,6 +122,12 @@ class SpmmBitmaskTensor(CudaKernel):
         launch = Launch(function, "PPPPPqqiiiPPqqqq", fixed, 32 * tile.warps, tile.smem(room))
         prepare = over_tiles(launch, ceil_div(p.M, tile.rows), tile.cols, p.out_layout == COL)
         return Prepared(prepare, str(tile), records.nbytes)
+
+
+def expected_room(p: Problem) -> int:
+    """``room_of`` before the records are known: those of 16 x 64 elements, a little fuller than the mean."""
+    share = min(1.0, p.nnz / max(1, p.M * p.K))
+    return 128 * ceil_div(round(1024 * share * 2 * 1.15) + 160, 128)
 
 
 def room_of(records: bitmask_records.Records) -> int:

@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ....arrays.library import ceil_div
+from ....products.ideal import b_alignment, load_us, memory_us, operands_bytes, stored_bytes, tile_us
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, ROW, Problem
+from ....products.roofline import TENSOR_16, TF32_THREE, Device, shared_limit
 from ..runtime import jit, launch, refusals
 from ..runtime.kernel import CudaKernel, Prepared
 
@@ -19,8 +21,6 @@ _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 K_MAX = 2**31 - 2048
 """Rows of B are counted in int32, a tile past the end included."""
 _GRID_Y_MAX = 65535
-_WANTED_BLOCKS = 264
-"""Two blocks for each of 132 SMs: below that narrower tiles keep more of the device busy."""
 
 
 @dataclass(frozen=True)
@@ -72,19 +72,25 @@ def tile_rows(height: int) -> int:
     return 128 if ceil_div(height, 128) * 128 == ceil_div(height, 64) * 64 else 64
 
 
-def choose_tile(p: Problem) -> Tile:
-    """The tile for a problem: by block height, then narrower until the grid covers the device."""
-    height = p.p["blocksize"][0]
-    rows = tile_rows(height)
+def tiles_for(p: Problem) -> list[Tile]:
+    """The tiles of a block height, the widest first."""
+    rows = tile_rows(p.p["blocksize"][0])
     table = _WIDE_16 if _ITEMSIZE[p.a_dtype] == 2 else _WIDE_32
     if rows in table:
         tile = table[rows]
     else:
         # An odd number of 16-row pieces: all of them in each warp, the warps side by side.
         tile = replace(table[32], rows=rows, cols=min(table[32].cols, 128), resident=2 if rows <= 64 else 1)
-    row_tiles = ceil_div(p.M, height) * ceil_div(height, rows)
-    while tile.cols > 16 and (tile.cols >= 2 * max(p.n, 8) or row_tiles * ceil_div(p.n, tile.cols) < _WANTED_BLOCKS):
-        tile = replace(tile, cols=tile.cols // 2, warps_n=max(1, min(tile.warps_n, tile.cols // 32)))
+    found = [tile]
+    while found[-1].cols > 16:
+        cols = found[-1].cols // 2
+        found.append(replace(tile, cols=cols, warps_n=max(1, min(found[-1].warps_n, cols // 32))))
+    return found
+
+
+def choose_tile(p: Problem) -> Tile:
+    """The tile that expects to be fastest for a problem."""
+    tile: Tile = KERNEL.best(p).tile
     return tile
 
 
@@ -95,11 +101,50 @@ class SpmmBSR(CudaKernel):
     takes = spmm_of("bsr", "dbsr")
     archs = ("sm_80",)
     product_error = 2.0**-21  # float32 as three TF32 products: the product of the two low parts is left out
+    terms = ("launch", "memory", "products", "rounds", "loads", "rounds of loads", "tiles", "column-major C",
+             "single loads")  # fmt: skip
 
     def unsupported(self, p: Problem) -> list[str]:
         return refusals.every(p, 80, tuple(C_TYPES)) + reasons(
             (p.K > K_MAX, f"K must be at most {K_MAX}, got {p.K}"),
         )
+
+    def options(self, p: Problem) -> list[Tile]:
+        """Tiles of all widths that are not far wider than N."""
+        size, b_col = _ITEMSIZE[p.a_dtype], p.b_layout == COL
+        found = [t for t in tiles_for(p) if t.cols < 4 * max(p.n, 8)]
+        return [t for t in found if t.smem(size, b_col) <= shared_limit(p.sm)] or found[-1:]
+
+    def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
+        """By value type, layout of B and whether its lines start on 16-byte boundaries, and rows of the tile."""
+        kind = "16-bit" if _ITEMSIZE[p.a_dtype] == 2 else p.a_dtype
+        lines = "" if b_alignment(p) == 16 else ", unaligned"
+        group = f"{kind}, {p.b_layout}-major B{lines}"
+        return f"{group}, {min(tile.rows, 128)} rows", group, kind
+
+    def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
+        """Ideal microseconds of each of ``terms``.
+
+        memory: A, B and C once. products: all products of stored blocks, spread evenly over the multiprocessors.
+        rounds: the same in whole rounds of tiles of average length. loads and rounds of loads: as both, at the rate of
+        L2. tiles: C written from each multiprocessor in turn. column-major C: the same, where C is written element by
+        element. single loads: 0.1 us for each of B's elements that a thread loads alone, where lines are not aligned.
+        """
+        (height, width), size = p.p["blocksize"], _ITEMSIZE[p.a_dtype]
+        kind = TENSOR_16 if size == 2 else TF32_THREE
+        rows_of_blocks = ceil_div(p.M, height)
+        blocks, columns = p.nnz / (height * width), ceil_div(p.n, tile.cols)
+        tiles = rows_of_blocks * ceil_div(height, tile.rows) * columns
+        depth = blocks / rows_of_blocks * width  # columns of A that a tile multiplies, on average
+        one = tile_us(tile.rows, tile.cols, depth, kind, device)
+        loaded = load_us((min(height, tile.rows) + tile.cols) * depth * size, device)
+        turns = ceil_div(tiles, device.processors * tile.resident) * tile.resident
+        even = tiles / device.processors
+        written = turns * load_us(tile.rows * tile.cols * _ITEMSIZE[p.out_dtype], device)
+        memory = memory_us(stored_bytes(p) + operands_bytes(p), device)
+        turned = written if p.out_layout == COL else 0.0
+        single = 0.0 if b_alignment(p) == 16 else turns * depth * (p.n / columns) / tile.threads * 0.1
+        return 1.0, memory, even * one, turns * one, even * loaded, turns * loaded, written, turned, single
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
         return Prepared(launcher(arrays_of(a), p), str(choose_tile(p)))
@@ -116,6 +161,9 @@ class SpmmBSR(CudaKernel):
                 (sample_problem("bsr", (1, 3), "float32", "float32", COL, ROW), False),
             )
         )
+
+
+KERNEL = SpmmBSR()
 
 
 def sample_problem(fmt: str, blocksize: tuple[int, int], dtype: str, out: str, b: str, c: str) -> Problem:

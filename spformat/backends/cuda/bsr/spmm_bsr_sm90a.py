@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ....arrays.library import ceil_div, namespace
+from ....products.ideal import b_alignment, load_us, memory_us, operands_bytes, rounds, stored_bytes, tile_us
 from ....products.kernel import reasons, spmm_of
-from ....products.problem import COL, ROW, Problem
+from ....products.problem import COL, ROW, Problem, itemsize
+from ....products.roofline import TENSOR_16, Device
 from ..runtime import jit, launch, refusals, tensor_map
 from ..runtime.kernel import CudaKernel, Prepared
 from . import spmm_bsr
@@ -22,10 +24,6 @@ _C_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half"}
 _SIZES = (16, 32, 64, 128)
 _ITEM = 2
 _INT32_MAX = 2**31 - 1
-_ENOUGH_TILES = 96
-"""Wide tiles from here on: 132 SMs, one tile each at a time."""
-_FEWEST_TILES = {True: 32, False: 100}
-"""Narrow tiles below which spmm_bsr is faster, for blocks of 64 rows and more, and for lower ones. Measured."""
 _SIGNATURE = (tensor_map.TensorMap, *"PPPPqq", tensor_map.TensorMap, tensor_map.TensorMap, *"Pqq")
 
 
@@ -54,22 +52,21 @@ class Tile:
         return self.slots * 64 * cols * _ITEM + self.ring_a + rows * cols * _ITEM + 1024
 
 
-def choose_tile(p: Problem) -> Tile:
-    """The tile for a problem: a few block rows and many columns, half as many where C is small."""
+def tiles_for(p: Problem) -> tuple[Tile, Tile]:
+    """A few block rows and many columns, and the same rows with half as many columns."""
     height, width = p.p["blocksize"]
     loaders = 3 if width < 64 else 1  # narrow blocks come as many small boxes of B
     if height == 128:
-        wide, narrow = Tile(2, 2, 3, 65536, loaders), Tile(2, 1, 5, 65536, loaders)
-    elif height == 64:
-        wide, narrow = Tile(2, 2, 4, 32768, loaders), Tile(2, 1, 6, 32768, loaders)
-    else:
-        wide, narrow = Tile(1, 4, 4, 32768, loaders), Tile(1, 2, 6, 32768, loaders)
-    return wide if _tiles(p, wide) >= _ENOUGH_TILES else narrow
+        return Tile(2, 2, 3, 65536, loaders), Tile(2, 1, 5, 65536, loaders)
+    if height == 64:
+        return Tile(2, 2, 4, 32768, loaders), Tile(2, 1, 6, 32768, loaders)
+    return Tile(1, 4, 4, 32768, loaders), Tile(1, 2, 6, 32768, loaders)
 
 
-def _tiles(p: Problem, tile: Tile) -> int:
-    rows, cols = tile.extent(p.p["blocksize"][0])
-    return ceil_div(p.M, rows) * ceil_div(p.n, cols)
+def choose_tile(p: Problem) -> Tile:
+    """The tile that expects to be fastest for a problem."""
+    tile: Tile = KERNEL.best(p).tile
+    return tile
 
 
 class Slices(NamedTuple):
@@ -154,6 +151,7 @@ class SpmmBSRHopper(CudaKernel):
     name = "cuda.spmm_bsr_sm90a"
     takes = spmm_of("bsr", "dbsr")
     archs = ("sm_90a",)
+    terms = ("launch", "memory", "products", "rounds", "loads", "steps", "tiles", "column-major C")
 
     def unsupported(self, p: Problem) -> list[str]:
         height, width = p.p["blocksize"]
@@ -173,9 +171,49 @@ class SpmmBSRHopper(CudaKernel):
                     p.b_layout == COL and p.K * _ITEM % 16,
                     f"columns of B must start on 16-byte boundaries for TMA, got K = {p.K}",
                 ),
-                *_too_small(p),
             )
         )
+
+    def options(self, p: Problem) -> tuple[Tile, Tile]:
+        """A few block rows and many columns, and half as many columns."""
+        return tiles_for(p)
+
+    def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
+        """By block height."""
+        return (f"blocks {p.p['blocksize'][0]} high",)
+
+    def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
+        """Ideal microseconds of each of ``terms``.
+
+        A tile covers several block rows; a slice of B is loaded for every block column that one of them has. products:
+        those of stored blocks, spread evenly. rounds: the same in whole rounds of tiles. loads: slices of B and blocks
+        of A from L2, in whole rounds. steps: 0.1 us for each slice of 64 columns that a tile waits for. tiles: C of
+        each round. column-major C: the same where it is.
+        """
+        height, width = p.p["blocksize"]
+        rows, cols = tile.extent(height)
+        group = max(1, rows // height)
+        rows_of_blocks, block_columns = ceil_div(p.M, height), ceil_div(p.K, width)
+        blocks = p.nnz / (height * width)
+        share = min(1.0, blocks / max(1, rows_of_blocks * block_columns))
+        groups = ceil_div(rows_of_blocks, group)
+        tiles = groups * ceil_div(p.n, cols)
+        depth = block_columns * (1 - (1 - share) ** group) * width  # that a group names, if blocks lie at random
+        one = tile_us(height, cols, blocks / groups * width, TENSOR_16, device)
+        loaded = load_us(depth * cols * 2 + blocks / groups * height * width * 2, device)
+        turns = rounds(tiles, device.processors)
+        written = turns * load_us(rows * cols * itemsize(p.out_dtype), device)
+        memory = memory_us(stored_bytes(p) + operands_bytes(p), device)
+        turned = written if p.out_layout == COL else 0.0
+        even = tiles / device.processors
+        return 1.0, memory, even * one, turns * one, turns * loaded, turns * depth / 64 * 0.1, written, turned
+
+    def is_its_own(self, p: Problem) -> bool:
+        return b_alignment(p) == 16
+
+    def expected_us(self, p: Problem) -> float:
+        """That of spmm_bsr for a B that the copy engine does not take: a call runs it then."""
+        return super().expected_us(p) if self.is_its_own(p) else spmm_bsr.KERNEL.expected_us(p)
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
         tile = choose_tile(p)
@@ -199,17 +237,7 @@ class SpmmBSRHopper(CudaKernel):
         )
 
 
-def _too_small(p: Problem) -> list[tuple[bool, str]]:
-    """One large tile per multiprocessor pays only where there are enough of them."""
-    height = p.p["blocksize"][0]
-    if height not in _SIZES:
-        return []
-    tile = choose_tile(p)
-    (rows, cols), tiles, fewest = tile.extent(height), _tiles(p, tile), _FEWEST_TILES[height >= 64]
-    return [
-        (p.n < cols, f"N = {p.n} is narrower than a tile of {rows}x{cols}; spmm_bsr has narrow tiles"),
-        (tiles < fewest, f"C has {tiles} tiles of {rows}x{cols}, below {fewest}; spmm_bsr has small tiles"),
-    ]
+KERNEL = SpmmBSRHopper()
 
 
 def _instance(p: Problem, t: Tile, row_type: str, listed: bool, bulk_c: bool) -> str:

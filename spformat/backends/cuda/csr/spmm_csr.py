@@ -16,6 +16,7 @@ from ..runtime.launch import Launch
 from ..runtime.row_work import (
     BinTable,
     Device,
+    RowGathering,
     Rows,
     Tile,
     bin_table,
@@ -30,12 +31,13 @@ from ..runtime.transpose import row_major
 ARCHS = ("sm_80",)
 
 
-class SpmmCSR(CudaKernel):
+class SpmmCSR(RowGathering, CudaKernel):
     """Float sums in a fixed order; every N, any alignment. B or C column-major: through a transposed copy."""
 
     name = "cuda.spmm_csr"
     takes = spmm_of("csr")
     archs = ARCHS
+    resident = True
 
     def unsupported(self, p: Problem) -> list[str]:
         return row_gather_reasons(p)
@@ -81,5 +83,5 @@ class SpmmCSR(CudaKernel):
             signature = (BinTable, *"PPPqqPPPPPiiqq")
             return [(Launch(function, signature, fixed, tile.threads, smem), table.blocks)]
 
-        prepare, tile = gather(p, rows, nnz, kernels, resident=True)
+        prepare, tile = gather(self, p, rows, kernels)
         return Prepared(row_major(p, prepare), tile=str(tile), workspace=rows.records.nbytes)

@@ -14,12 +14,14 @@ from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div
 from ....errors import LimitError
 from ....preprocess.schedule import WARPS, tca
+from ....products.ideal import cache_us, memory_us, operands_bytes, stored_bytes
 from ....products.kernel import spmm_of
 from ....products.problem import Problem
+from ....products.roofline import Device
 from ..runtime import jit
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands, finish_arrays
-from ..runtime.row_work import row_gather_reasons, vector_width
+from ..runtime.row_work import gathered_rows, row_gather_reasons, transposed_copies, vector_width
 from ..runtime.transpose import row_major
 
 ARCHS = ("sm_80",)
@@ -32,9 +34,23 @@ class SpmmCSRTensor(CudaKernel):
     name = "cuda.spmm_csr_tc"
     takes = spmm_of("csr")
     archs = ARCHS
+    terms = ("launch", "memory", "rows of B", "rows past L2", "items", "columns", "copies", "second launches")
 
     def unsupported(self, p: Problem) -> list[str]:
         return row_gather_reasons(p, TYPES)
+
+    def variant(self, p: Problem, tile: Any) -> tuple[str, ...]:
+        """By how many values of B a lane loads at a time, which the alignment of N decides."""
+        vec = 8
+        while vec > 1 and p.n % vec:
+            vec //= 2
+        return (f"loads of {2 * vec} bytes",)
+
+    def quantities(self, p: Problem, tile: Any, device: Device) -> tuple[float, ...]:
+        """Ideal microseconds of each of ``terms``: as on the CUDA cores, and columns: 8 at a time for each item."""
+        memory = memory_us(stored_bytes(p) + operands_bytes(p), device)
+        items, columns = cache_us(p.nnz * 6, device), cache_us(p.nnz * ceil_div(p.n, 8) * 16, device)
+        return 1.0, memory, *gathered_rows(p, device), items, columns, *transposed_copies(p, device)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names for the compile tests."""

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
-from ....products.problem import Problem
+from ....products.ideal import memory_us, stored_bytes
+from ....products.problem import Problem, itemsize
+from ....products.roofline import Device
 from ..bitmask import expand_bitmask
 from ..bsr import expand_bsr
 from ..csr import expand_csr
@@ -23,6 +25,7 @@ from ..runtime.scratch import Scratch
 from ..sr_bcrs import expand_sr_bcrs
 from ..two_four import two_four_pack
 from ..vector_nm import vector_nm_convert
+from .gemm_times import Gemm
 
 EXPANDERS: dict[str, Callable[[Any, Problem], Writer]] = {
     "csr": expand_csr.expander,
@@ -36,6 +39,8 @@ EXPANDERS: dict[str, Callable[[Any, Problem], Writer]] = {
 }
 """Format id -> what writes a matrix of it."""
 OPERATIONS = ("spmm", "spmm_transposed")
+DENSE = Gemm()
+"""What the dense product is expected to take."""
 
 
 class ExpandThenDense(CudaKernel):
@@ -44,6 +49,15 @@ class ExpandThenDense(CudaKernel):
     name = "cuda.expand_then_dense"
     multiplies_zeros = True
     takes = frozenset((operation, name) for operation in OPERATIONS for name in EXPANDERS)
+    terms = ("launch", "memory")
+
+    def quantities(self, p: Problem, tile: Any, device: Device) -> tuple[float, ...]:
+        """Ideal microseconds of the expansion: A as stored is read, and the dense matrix is written."""
+        return 1.0, memory_us(stored_bytes(p) + p.M * p.K * itemsize(p.a_dtype), device)
+
+    def rest_us(self, p: Problem) -> float:
+        """The product of the dense matrix."""
+        return DENSE.expected_us(p.changed(format="dense", params=(), nnz=p.M * p.K, parts=()))
 
     def unsupported(self, p: Problem) -> list[str]:
         """The types that cuBLAS takes, the same on both sides; sm_80 or newer."""

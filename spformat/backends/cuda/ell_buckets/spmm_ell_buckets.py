@@ -18,6 +18,7 @@ from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Launch
 from ..runtime.row_work import (
     Device,
+    RowGathering,
     Rows,
     Tile,
     bins,
@@ -36,7 +37,7 @@ NARROW = 8
 """Slots of a lane group's load: ELL rows of narrower buckets share it."""
 
 
-class SpmmELLBuckets(CudaKernel):
+class SpmmELLBuckets(RowGathering, CudaKernel):
     """Direct rows are stored, split rows combined in a fixed order. B or C column-major: through a transposed copy."""
 
     name = "cuda.spmm_ell_buckets"
@@ -73,7 +74,7 @@ class SpmmELLBuckets(CudaKernel):
         value, out = VALUE_TYPES[p.a_dtype], VALUE_TYPES[p.out_dtype]
         row, index = ("long long" if x.dtype.itemsize == 8 else "int" for x in (row_ids, indices))
         cut = str(bool(rows.pieces)).lower()
-        arch, items = jit.architecture(p.sm or 0, ARCHS), int(data.size)
+        arch = jit.architecture(p.sm or 0, ARCHS)
 
         @functools.cache
         def kernels(tile: Tile) -> list[tuple[Launch, int]]:
@@ -84,7 +85,7 @@ class SpmmELLBuckets(CudaKernel):
             tables = bin_tables(buckets, rows, tile.slots, tile.fill)
             return [(Launch(function, signature, (t, *fixed), tile.threads), t.blocks) for t in tables]
 
-        prepare, tile = gather(p, rows, items, kernels)
+        prepare, tile = gather(self, p, rows, kernels)
         return Prepared(row_major(p, prepare), tile=str(tile), workspace=rows.records.nbytes)
 
 

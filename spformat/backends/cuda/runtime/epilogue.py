@@ -71,7 +71,10 @@ def _by_arrays(plan: Plan) -> Any:
     def prepare(o: Operands) -> tuple[Call]:
         B = array(o.b, o.ldb, p.inner, o.n, p.b_dtype, p.b_layout == COL)
         C = array(o.c, o.ldc, p.rows, o.n, p.out_dtype, p.out_layout == COL)
-        return (functools.partial(plan.run, B, C),)
+        if not p.epilogue:
+            return (functools.partial(plan.run, B, C),)
+        bias = array(o.bias, p.rows, p.rows, 1, p.out_dtype, True)[:, 0] if o.bias else None
+        return (functools.partial(plan.run, B, C, o.alpha, o.beta, bias),)
 
     return prepare
 

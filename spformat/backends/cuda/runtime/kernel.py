@@ -13,7 +13,7 @@ from .device_plan import device_plan
 from .launch import Library, Operands, Prepare
 
 COLUMN_STEP = 8
-"""Numbers of columns up to the same multiple of it share a tile."""
+"""Numbers of columns between two multiples of it share a tile; a multiple, whose rows are aligned, has its own."""
 FITTED = 64
 """Numbers of columns that a plan keeps tiles for."""
 
@@ -26,6 +26,12 @@ class Prepared(NamedTuple):
     tile: str = ""
     workspace: int = 0
     """Bytes that the kernel derived from the matrix and keeps."""
+
+
+def column_class(n: int) -> int:
+    """The number of columns whose tile n columns take: n itself where it is 1 or a multiple of ``COLUMN_STEP``, else
+    the largest below the next multiple. So tiles are chosen for lines of the alignment that they meet."""
+    return n if n == 1 or n % COLUMN_STEP == 0 else round_up(n, COLUMN_STEP) - 1
 
 
 class CudaKernel(Kernel):
@@ -58,8 +64,8 @@ class CudaKernel(Kernel):
             return self.prepared(twin, p.changed(n=n))
 
         def prepare(o: Operands) -> Any:
-            return fitted(round_up(o.n, COLUMN_STEP)).prepare(o)
+            return fitted(column_class(o.n)).prepare(o)
 
         reads = tuple((*span(x), x) for x in twin.all_arrays().values() if x.size)
-        first = fitted(round_up(max(1, p.n), COLUMN_STEP))
+        first = fitted(column_class(max(1, p.n)))
         return device_plan(self.name, p, prepare, first.tile, first.workspace, reads)

@@ -11,7 +11,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,9 @@ from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import Array, ceil_div, namespace
 from ....arrays.segments import offsets_from_counts, rank_in_row, rows_of
 from ....errors import LimitError
-from ....products.kernel import reasons
-from ....products.problem import Problem
+from ....products import ideal, rates, roofline, tiles
+from ....products.kernel import Kernel, reasons, tile_us
+from ....products.problem import COL, Problem, itemsize
 from . import refusals
 from .launch import MAX_GRID_Y, Bound, Launch, Operands, Prepare
 from .scratch import Scratch
@@ -217,7 +218,7 @@ Kernels = Callable[[Tile], Sequence[tuple[Launch, int]]]
 """The launches of one product and the number of tasks of each."""
 
 
-def gather(p: Problem, rows: Rows, items: int, kernels: Kernels, resident: bool = False) -> Gather:
+def gather(kernel: RowGathering, p: Problem, rows: Rows, kernels: Kernels) -> Gather:
     """What operands need: their tile and all launches.
 
     Tail arguments of ``kernels``: sums of pieces, pieces that have arrived, B, C, n, ldb in bytes, ldc, bytes of B to
@@ -230,7 +231,7 @@ def gather(p: Problem, rows: Rows, items: int, kernels: Kernels, resident: bool 
     @functools.lru_cache(maxsize=256)
     def slabs(n: int, vec: int) -> tuple[Tile, list[tuple[int, int, int, list[tuple[Launch, tuple[int, int, int]]]]]]:
         """The tile; of every slab that one grid holds: first column, columns, column panels, launches with grids."""
-        tile, found = choose_tile(vec, value_size, n, K, p.M, items, device, resident), []
+        tile, found = kernel.tile_for(p.changed(n=n), vec), []
         for first in range(0, n, MAX_GRID_Y * tile.columns):
             width = min(n - first, MAX_GRID_Y * tile.columns)
             panels = ceil_div(width, tile.columns)
@@ -300,11 +301,97 @@ def choose_tile(
     else:
         lanes, tiles, depth, blocks = 8, 4, 4, 2
 
+    return filled(vec, (lanes, tiles, depth, blocks), value_size, n, K, rows, items, device)
+
+
+def filled(
+    vec: int, shape: tuple[int, int, int, int], value_size: int, n: int, K: int, rows: int, items: int, device: Device
+) -> Tile:
+    """The tile of these lanes, loads of a lane, depth and blocks of a multiprocessor, with the rest by rule."""
+    lanes, tiles, depth, blocks = shape
     # A row takes a power of two of slots: half as many again as its items fill.
     capacity = device.sms * blocks * 256 // lanes  # slots that work at a time
-    panels = ceil_div(vectors, lanes * tiles)
+    panels = ceil_div(ceil_div(n, vec), lanes * tiles)
     share = 1.5 * items * panels / capacity
     fill = 8 if share <= 8 else 16 if share <= 24 else 32
     waves = max(rows, items // fill) * panels / capacity
     prefetch = K * n * value_size <= 8 << 20 and 2 * items >= K
     return Tile(vec, lanes, tiles, BATCH, depth, 256, blocks, fill, prefetch, 4 if waves > 4.5 else 1)
+
+
+SHAPES = ((4, 4, 4, 2), (8, 1, 8, 3), (8, 2, 8, 2), (8, 4, 4, 2))
+"""Lanes, loads of a lane, depth and blocks of a multiprocessor that are compared with the rule of ``choose_tile``."""
+
+
+class RowGathering(Kernel):
+    """The choice of a tile, and the expected time, of the kernels that gather a row of B for every item of A."""
+
+    terms = ("launch", "memory", "rows of B", "rows past L2", "items", "products", "longest", "copies",
+             "second launches")  # fmt: skip
+    resident: ClassVar[bool] = False
+    """Whether the kernel can keep a panel of B in shared memory."""
+
+    def options(self, p: Problem) -> list[Tile]:
+        """Tiles for operands whose lines lie side by side; column-major ones are copied to aligned rows."""
+        size, out = itemsize(p.a_dtype), itemsize(p.out_dtype)
+        ldb, ldc = (8 * ceil_div(p.n, 8) if layout == COL else p.n for layout in (p.b_layout, p.out_layout))
+        return self._tiles(p, vector_width(size, out, p.n, 0, 0, ldb, ldc))
+
+    def tile_for(self, p: Problem, vec: int) -> Tile:
+        """The tile that expects to be fastest with so many elements of B in a load."""
+        device, known = roofline.device_of(p), rates.constants(self.name, self.terms, p)
+        found = self._tiles(p, vec)
+        forced = tiles.asked(self.name)
+        named = [t for t in found if str(t) == forced]
+        return min(named or found, key=lambda t: tile_us(self, p, t, device, known))
+
+    def _tiles(self, p: Problem, vec: int) -> list[Tile]:
+        device = Device(roofline.device_of(p).processors, smem=roofline.shared_limit(p.sm))
+        cut = itemsize(p.a_dtype), p.n, p.K, p.M, p.nnz, device
+        vectors = ceil_div(p.n, vec)
+        wide = [shape for shape in SHAPES if vectors > max(4, shape[0] * shape[1] // 4)]
+        found = [choose_tile(vec, *cut, self.resident), *(filled(vec, shape, *cut) for shape in wide)]
+        return list(dict.fromkeys(found))
+
+    def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
+        """By value size, and by how many bytes of B a lane loads at a time; a vector B apart."""
+        values = f"{itemsize(p.a_dtype)}-byte values, "
+        if p.n == 1:
+            return values + "a vector", "a vector"
+        loads = "resident" if tile.resident else f"loads of {tile.vec * itemsize(p.a_dtype)} bytes"
+        return values + loads, loads
+
+    def quantities(self, p: Problem, tile: Tile, device: roofline.Device) -> tuple[float, ...]:
+        """Ideal microseconds of each of ``terms``.
+
+        rows of B: from L2, for each item, in sectors of 32 bytes. rows past L2: the share of it that a B larger than L2
+        makes come from memory. items: values and indices from L2 once for every tile of columns. products: with lanes
+        past the last column. longest: rounds of tasks, where rows are few. copies: column-major B and C transposed.
+        second launches: one for each of those.
+        """
+        size = itemsize(p.a_dtype)
+        panels = ceil_div(p.n, tile.columns)
+        items = ideal.cache_us(panels * p.nnz * (size + ideal.INDEX), device)
+        kind = ideal.plain_arithmetic(p.a_dtype)
+        products = ideal.product_us(2.0 * p.nnz * panels * tile.columns, kind, device)
+        capacity = device.processors * tile.blocks * tile.threads / tile.lanes
+        slots = max(p.M, p.nnz / tile.fill) * panels
+        longest = (slots / capacity + 1) * tile.fill * 0.01
+        memory = ideal.memory_us(ideal.stored_bytes(p) + ideal.operands_bytes(p), device)
+        copies, launches = transposed_copies(p, device)
+        return 1.0, memory, *gathered_rows(p, device), items, products, longest, copies, launches
+
+
+def gathered_rows(p: Problem, device: roofline.Device) -> tuple[float, float]:
+    """Ideal microseconds for a row of B for each item: from L2, and the part that a B larger than L2 adds."""
+    size = itemsize(p.b_dtype)
+    nbytes = p.nnz * ceil_div(p.n * size, ideal.SECTOR) * ideal.SECTOR
+    past = max(0.0, 1 - ideal.L2 / max(1, p.K * p.n * size))
+    return ideal.cache_us(nbytes, device), ideal.memory_us(nbytes, device) * past
+
+
+def transposed_copies(p: Problem, device: roofline.Device) -> tuple[float, float]:
+    """Ideal microseconds of the copies of column-major operands to rows or back, and how many there are."""
+    b, c = p.b_layout == COL, p.out_layout == COL
+    nbytes = (p.K * b + p.M * c) * p.n * itemsize(p.a_dtype) * 2
+    return ideal.memory_us(nbytes, device), float(b + c)

@@ -6,15 +6,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
-from ....products.kernel import reasons
-from ....products.problem import Problem
+from ....products.ideal import (
+    b_alignment,
+    cache_us,
+    ceil_div,
+    load_us,
+    memory_us,
+    operands_bytes,
+    rounds,
+    stored_bytes,
+    tile_us,
+)
+from ....products.problem import COL, ROW, Problem, itemsize
+from ....products.roofline import TENSOR_16, Device
 from ..runtime import jit, refusals
 from ..runtime.launch import Launch, finish_arrays
 
 SOURCE = "sr_bcrs/mma_fragments.cu"
 DEPTH = 128  # columns of A in a chunk
 MMA_TYPES = ("bfloat16", "float16")
-BLOCK_ROWS = 128  # rows of a large block, which share what they load of B
 SLACK = 32  # steps that a kernel may read past the last one
 
 
@@ -92,14 +102,48 @@ def types(a: Any, p: Problem) -> str:
 
 def panel_reasons(p: Problem) -> list[str]:
     """Why no tensor-core kernel over panels takes ``p``."""
-    # Lines of B that blocks of BLOCK_ROWS rows load, against those that the vectors name.
-    staged, named = -(-p.M // BLOCK_ROWS) * p.K, p.nnz // max(1, p.p.get("vector_length", 1))
-    return refusals.every(p, 80, MMA_TYPES) + reasons(
-        (
-            named and staged > 4 * named,
-            f"{BLOCK_ROWS} rows share what they load of B: that pays from {staged // 4} vectors on, got {named}",
-        ),
-    )
+    return refusals.every(p, 80, MMA_TYPES)
+
+
+TERMS = ("launch", "memory", "lines of B", "chunks", "products", "panels", "tiles", "column-major C", "pieces of B",
+         "rounds of resident blocks")  # fmt: skip
+"""What the time of the kernels over panels is a sum of."""
+SHARED, THREADS = 227 << 10, 1024
+"""Bytes of shared memory of a multiprocessor, and threads that the registers of these kernels leave room for."""
+
+
+def panel_variant(p: Problem, tile: Tile) -> tuple[str, ...]:
+    """By tile, and by how B comes: rows on 16-byte boundaries, other rows, or columns."""
+    lines = ", unaligned" if p.b_layout == ROW and b_alignment(p) < 16 else ""
+    return (f"{tile.rows}x{tile.cols}, {p.b_layout}-major B{lines}",)
+
+
+def panel_quantities(p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
+    """Ideal microseconds of each of TERMS.
+
+    lines of B: every tile of C stages all K lines of its columns, from L2, in whole rounds of tiles. chunks: 0.1 us
+    for each chunk of 128 lines that a tile waits for. products: 16 rows of a panel for each column that one of its
+    vectors has. panels: those stored panels from L2, once for every tile of columns. tiles: C written by each round.
+    pieces of B: 0.1 us for each piece of eight values that a thread brings to shared memory itself. rounds of resident
+    blocks: chunks again, where blocks on one multiprocessor hide each other's waiting.
+    """
+    length = p.p["vector_length"]
+    rows, columns = ceil_div(p.M, tile.rows), ceil_div(p.n, tile.cols)
+    turns = rounds(rows * columns, device.processors)
+    lines = turns * load_us(p.K * tile.cols * 2, device)
+    chunks = turns * ceil_div(p.K, DEPTH) * 0.1
+    share = min(1.0, p.nnz / length / max(1, ceil_div(p.M, length) * p.K))
+    high = 16 * tile.fragments
+    named = p.K * (1 - (1 - share) ** max(1, high // length))  # columns that a panel has, if vectors lie at random
+    products = turns * tile_us(tile.rows, tile.cols, named, TENSOR_16, device)
+    loaded = cache_us(ceil_div(p.M, high) * named * columns * high * 2, device)
+    written = turns * load_us(tile.rows * tile.cols * itemsize(p.out_dtype), device)
+    memory = memory_us(stored_bytes(p) + operands_bytes(p), device)
+    turned = written if p.out_layout == COL else 0.0
+    pieces = turns * p.K * (p.n / columns) / 8 / (32 * tile.warps) * 0.1
+    resident = min(SHARED // (tile.stages * DEPTH * 2 * (tile.cols + 8)), THREADS // (32 * tile.warps))
+    waiting = rounds(rows * columns, device.processors * max(1, resident)) * ceil_div(p.K, DEPTH) * 0.1
+    return 1.0, memory, lines, chunks, products, loaded, written, turned, pieces, waiting
 
 
 def panels(a: Any, p: Problem, fragments: int) -> Panels:

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
+from ....products.ideal import (
+    cache_us,
+    ceil_div,
+    memory_us,
+    operands_bytes,
+    plain_arithmetic,
+    product_us,
+    stored_bytes,
+    written_us,
+)
 from ....products.kernel import spmm_of
-from ....products.problem import COL, Problem
+from ....products.problem import COL, ROW, Problem, itemsize
+from ....products.roofline import Device
 from ..runtime import jit, refusals
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import MAX_GRID_Y, Bound, Launch, Operands
@@ -16,14 +28,52 @@ TYPES = ("bfloat16", "float16", "float32", "float64")
 ROWS, WARPS = 8, 8  # rows of a tile that a warp sums; warps of a block
 
 
+@dataclass(frozen=True)
+class Tile:
+    """Columns of C that a warp sums: one, two or four for each lane."""
+
+    cols: int
+
+    def __str__(self) -> str:
+        return f"{ROWS}x{self.cols}"
+
+
 class SpmmSRBCRS(CudaKernel):
     """C = A @ B for ``SRBCRS`` A of any vector_length and stride; any M, K, N, layout and leading dimension."""
 
     name = "cuda.spmm_sr_bcrs"
     takes = spmm_of("sr-bcrs")
+    terms = ("launch", "memory", "lines of B", "vectors", "products", "rounds", "column-major C")
 
     def unsupported(self, p: Problem) -> list[str]:
         return refusals.every(p, 80, TYPES)
+
+    def options(self, p: Problem) -> tuple[Tile]:
+        """As many columns as N fills, at most two for each lane in float64."""
+        return (Tile(32 if p.n <= 32 else 64 if p.n <= 64 or p.a_dtype == "float64" else 128),)
+
+    def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
+        """By value size and layout of B."""
+        return f"{itemsize(p.a_dtype)}-byte values, {p.b_layout}-major B", f"{p.b_layout}-major B"
+
+    def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
+        """Ideal microseconds of each of ``terms``.
+
+        lines of B: a line of B from L2 for every stored vector of at most 8 rows and every tile of columns. vectors:
+        values and indices from L2, once for every tile of columns. products: on the CUDA cores. rounds: the longest of
+        the warps, where they are few.
+        """
+        length, size = p.p["vector_length"], itemsize(p.a_dtype)
+        columns = ceil_div(p.n, tile.cols)
+        vectors = p.nnz / length * ceil_div(length, ROWS)
+        wide = columns * tile.cols if p.b_layout == ROW else p.n * 32 / size
+        lines = cache_us(vectors * wide * size, device)
+        values = cache_us(columns * stored_bytes(p), device)
+        products = product_us(2.0 * p.nnz * columns * tile.cols, plain_arithmetic(p.a_dtype), device)
+        units = ceil_div(p.M, ROWS) * columns
+        turns = ceil_div(units, device.processors * 16) * p.nnz / max(1, p.M) * 0.01
+        memory = memory_us(stored_bytes(p) + operands_bytes(p), device)
+        return 1.0, memory, lines, values, products, turns, written_us(p, device)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
@@ -39,7 +89,7 @@ class SpmmSRBCRS(CudaKernel):
 
         tiles = -(-p.M // a.vector_length)
         units = tiles * -(-a.vector_length // ROWS)
-        cols = 1 if p.n <= 32 else 2 if p.n <= 64 or p.a_dtype == "float64" else 4
+        cols = self.best(p).tile.cols // 32
         # Warps share a unit where units alone are too few to fill the machine and each has work to share.
         wanted = 16 * cupy.cuda.Device(p.device_id).attributes["MultiProcessorCount"] // max(1, -(-p.n // (32 * cols)))
         batches = a.indices.size // (32 * max(1, tiles))

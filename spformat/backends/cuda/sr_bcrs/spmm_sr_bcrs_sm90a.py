@@ -7,10 +7,21 @@ from typing import Any
 
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, Problem
+from ....products.roofline import Device, shared_limit
 from ..runtime import jit, tensor_map
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import MAX_GRID_Y, Bound, Launch, Operands
-from .mma_fragments import DEPTH, Tile, panel_reasons, panels, step_bytes, types
+from .mma_fragments import (
+    DEPTH,
+    TERMS,
+    Tile,
+    panel_quantities,
+    panel_reasons,
+    panel_variant,
+    panels,
+    step_bytes,
+    types,
+)
 
 SOURCE = "sr_bcrs/spmm_sr_bcrs_sm90a.cu"
 ARCHS = ("sm_90a",)
@@ -30,11 +41,6 @@ def smem(tile: Tile) -> int:
     return 1024 + tile.stages * (stage + 16 + 4 * tile.wm) + tile.sums
 
 
-def choose(M: int, n: int, sms: int) -> Tile:
-    """The largest tile that still gives four of five SMs a block."""
-    return next((t for t in TILES if 5 * t.blocks(M, n) >= 4 * sms), TILES[-1])
-
-
 def mappable(p: Problem, o: Operands) -> bool:
     """Whether a tensor map can bring B: row-major, in 16-byte pieces, its row numbers in 32 bits."""
     return p.b_layout != COL and tensor_map.aligned(o.b, o.ldb, 2) and 0 < p.K <= 2**31 - DEPTH
@@ -45,9 +51,21 @@ class SpmmSRBCRSHopper(CudaKernel):
 
     name = "cuda.spmm_sr_bcrs_sm90a"
     takes = spmm_of("sr-bcrs")
+    tiles = TILES
+    terms = TERMS
 
     def unsupported(self, p: Problem) -> list[str]:
         return panel_reasons(p) + reasons((p.sm != 90, f"needs sm_90, got {p.sm_name}"))
+
+    def options(self, p: Problem) -> list[Tile]:
+        """The tiles that shared memory has room for."""
+        return [t for t in TILES if smem(t) <= shared_limit(p.sm)]
+
+    def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
+        return panel_variant(p, tile)
+
+    def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
+        return panel_quantities(p, tile, device)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
@@ -58,10 +76,7 @@ class SpmmSRBCRSHopper(CudaKernel):
         )
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
-        import cupy
-
-        sms = cupy.cuda.Device(p.device_id).attributes["MultiProcessorCount"]
-        return self.prepared_with(a, p, choose(p.M, p.n, sms))
+        return self.prepared_with(a, p, self.best(p).tile)
 
     def prepared_with(self, a: Any, p: Problem, tile: Tile) -> Prepared:
         """The launches of one tile; ``prepared`` chooses it."""

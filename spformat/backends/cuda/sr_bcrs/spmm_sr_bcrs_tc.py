@@ -6,14 +6,16 @@ from typing import Any
 
 from ....products.kernel import spmm_of
 from ....products.problem import COL, Problem
+from ....products.roofline import Device, shared_limit
 from ..runtime import jit
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Launch, over_tiles
-from .mma_fragments import DEPTH, Tile, panel_reasons, panels, types
+from .mma_fragments import DEPTH, TERMS, Tile, panel_quantities, panel_reasons, panel_variant, panels, types
 
 LARGE = Tile(2, 4, 2, 1, 8, 3)
 MEDIUM = Tile(2, 2, 2, 2, 4, 3)
 SMALL = Tile(1, 1, 1, 8, 4, 3)
+TILES = (LARGE, MEDIUM, SMALL)
 
 
 def smem(tile: Tile) -> int:
@@ -21,19 +23,26 @@ def smem(tile: Tile) -> int:
     return max(tile.stages * DEPTH * 2 * (tile.cols + 8), tile.sums)
 
 
-def choose(M: int, n: int, sms: int, limit: int) -> Tile:
-    """The largest tile that still fills the machine. ``limit``: bytes of shared memory a block may have."""
-    return next((t for t in (LARGE, MEDIUM) if smem(t) <= limit and 5 * t.blocks(M, n) >= 4 * sms), SMALL)
-
-
 class SpmmSRBCRSTensor(CudaKernel):
     """C = A @ B for 16-bit ``SRBCRS`` A of any vector_length and stride; any M, K, N, layout and leading dimension."""
 
     name = "cuda.spmm_sr_bcrs_tc"
     takes = spmm_of("sr-bcrs")
+    tiles = TILES
+    terms = TERMS
 
     def unsupported(self, p: Problem) -> list[str]:
         return panel_reasons(p)
+
+    def options(self, p: Problem) -> list[Tile]:
+        """The tiles that shared memory has room for."""
+        return [t for t in TILES if smem(t) <= shared_limit(p.sm)]
+
+    def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
+        return panel_variant(p, tile)
+
+    def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
+        return panel_quantities(p, tile, device)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
@@ -44,11 +53,7 @@ class SpmmSRBCRSTensor(CudaKernel):
         )
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
-        import cupy
-
-        limits = cupy.cuda.Device(p.device_id).attributes
-        tile = choose(p.M, p.n, limits["MultiProcessorCount"], limits["MaxSharedMemoryPerBlockOptin"])
-        return self.prepared_with(a, p, tile)
+        return self.prepared_with(a, p, self.best(p).tile)
 
     def prepared_with(self, a: Any, p: Problem, tile: Tile) -> Prepared:
         """The launches of one tile; ``prepared`` chooses it."""

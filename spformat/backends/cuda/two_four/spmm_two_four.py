@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
-from ....products import tiles
+from ....products.ideal import b_alignment, ceil_div, load_us, rounds, tile_us, traffic_us
 from ....products.kernel import reasons, spmm_of
-from ....products.problem import COL, Problem
+from ....products.problem import COL, Problem, itemsize
+from ....products.roofline import TENSOR_16, Device, shared_limit
 from ..runtime import jit, refusals
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands, Prepare, finish_arrays
@@ -18,6 +19,9 @@ NAME = "cuda.spmm_two_four"
 MMA_TYPES = ("bfloat16", "float16")
 KERNEL_ORDERS = ("ldmatrix", "fragment")  # the metadata orders whose 16 x 64 tiles are the bytes ldmatrix wants
 DEPTH = 64
+RECORD = 18 / 16
+"""Bytes of stored A for each element of a dense 16-bit matrix: half the values, and two bits for each of them."""
+TERMS = ("launch", "memory", "products", "loads", "tiles", "column-major C", "slower of the two")
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,6 @@ class Tile:
     warp_rows: int
     warp_cols: int
     stages: int
-    rate: float
-    """Relative speed of a full machine on this tile, measured on an H200 at 4096^3."""
 
     @property
     def threads(self) -> int:
@@ -47,23 +49,29 @@ class Tile:
 
 
 TILES = (
-    Tile(256, 128, 64, 64, 4, 1.0),
-    Tile(128, 128, 64, 64, 4, 0.88),
-    Tile(128, 128, 64, 64, 3, 0.87),  # fits the 99 KB of sm_86, sm_89 and sm_120
-    Tile(128, 64, 64, 32, 4, 0.8),
-    Tile(64, 64, 32, 32, 4, 0.57),
+    Tile(256, 128, 64, 64, 4),
+    Tile(128, 128, 64, 64, 4),
+    Tile(128, 128, 64, 64, 3),  # fits the 99 KB of sm_86, sm_89 and sm_120
+    Tile(128, 64, 64, 32, 4),
+    Tile(64, 64, 32, 32, 4),
 )
 
 
-def estimate(t: Any, M: int, n: int, sms: int) -> float:
-    """Time of M x n of C in tiles ``t`` (rows, cols, rate), relative: waves of blocks x work / rate."""
-    blocks = -(-M // t.rows) * -(-max(n, 1) // t.cols)
-    return float(-(-blocks // sms) * t.rows * t.cols / t.rate)
+def mma_quantities(p: Problem, tile: Any, device: Device) -> tuple[float, ...]:
+    """Ideal microseconds of each of TERMS, for a tile with ``rows`` and ``cols`` that a block computes.
 
-
-def choose(M: int, n: int, sms: int, smem: int) -> Tile:
-    """The tile with the least estimated time. ``smem``: bytes a block may have."""
-    return tiles.fastest(NAME, (t for t in TILES if t.smem <= smem), lambda t: estimate(t, M, n, sms))
+    launch: 1. memory: A, B and C once. products: rounds of tiles, each as long as its steps along K need on the sparse
+    tensor cores (twice the dense peak). loads: the same rounds at the rate of L2. tiles: C written by each round.
+    column-major C: written element by element. The last: memory and products overlap.
+    """
+    turns = rounds(ceil_div(p.M, tile.rows) * ceil_div(p.n, tile.cols), device.processors)
+    steps = ceil_div(p.K, DEPTH)
+    products = turns * steps * tile_us(tile.rows, tile.cols, DEPTH, TENSOR_16, device) / 2
+    loads = turns * steps * load_us(tile.rows * DEPTH * RECORD + tile.cols * DEPTH * 2, device)
+    written = turns * load_us(tile.rows * tile.cols * itemsize(p.out_dtype), device)
+    memory = traffic_us(p, device)
+    turned = written if p.out_layout == COL else 0.0
+    return 1.0, memory, products, loads, written, turned, max(memory, products)
 
 
 def c_type(dtype: str) -> str:
@@ -84,9 +92,21 @@ class SpmmTwoFour(CudaKernel):
     epilogue = True
     tiles = TILES
     takes = spmm_of("two-four")
+    terms = TERMS
 
     def unsupported(self, p: Problem) -> list[str]:
         return mma_reasons(p, 80)
+
+    def options(self, p: Problem) -> list[Tile]:
+        """The tiles that shared memory has room for."""
+        return [t for t in TILES if t.smem <= shared_limit(p.sm)]
+
+    def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
+        """By tile, and apart for a B whose rows do not start on 16-byte boundaries."""
+        return (str(tile),) if b_alignment(p) == 16 else (f"{tile}, unaligned",)
+
+    def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
+        return mma_quantities(p, tile, device)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
@@ -117,11 +137,7 @@ def in_kernel_order(a: Any) -> Any:
 
 def launcher(data: Any, meta: Any, order: str, p: Problem) -> tuple[Prepare, Tile]:
     """What a plan prepares, and the tile it uses. ``order``: the order of ``meta``, one of KERNEL_ORDERS."""
-    import cupy
-
-    limits = cupy.cuda.Device(p.device_id).attributes
-    smem = limits["MaxSharedMemoryPerBlockOptin"]
-    tile = choose(p.M, p.n, limits["MultiProcessorCount"], smem)
+    tile = KERNEL.best(p).tile
     kinds = (order == "fragment", p.b_layout == COL, p.out_layout == COL)
     shape = f"{tile.rows}, {tile.cols}, {tile.warp_rows}, {tile.warp_cols}, {tile.stages}"
     row_tiles = -(-p.M // tile.rows)
@@ -143,3 +159,6 @@ def launcher(data: Any, meta: Any, order: str, p: Problem) -> tuple[Prepare, Til
         return (launch.bind(grid, o.stream, o.b, o.c, o.n, o.ldb, o.ldc, o.bias, o.alpha, o.beta),)
 
     return prepare, tile
+
+
+KERNEL = SpmmTwoFour()

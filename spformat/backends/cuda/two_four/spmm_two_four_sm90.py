@@ -9,15 +9,15 @@ from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div
-from ....products import tiles
+from ....products.ideal import b_alignment
 from ....products.kernel import reasons, spmm_of
-from ....products.problem import COL, Problem
+from ....products.problem import COL, Problem, itemsize
+from ....products.roofline import Device, shared_limit
 from ..runtime import jit, tensor_map
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands, Prepare
-from .spmm_two_four import DEPTH, c_type, estimate, in_kernel_order, launcher, mma_reasons
+from .spmm_two_four import DEPTH, KERNEL, TERMS, c_type, in_kernel_order, launcher, mma_quantities, mma_reasons
 
-NAME = "cuda.spmm_two_four_sm90"
 SOURCE = "two_four/spmm_two_four_sm90.cu"
 
 
@@ -27,8 +27,6 @@ class Tile:
 
     rows: int
     stages: int
-    rate: float
-    """Relative speed of a full machine, as in ``spmm_two_four.Tile``."""
 
     cols = 128
 
@@ -45,7 +43,7 @@ class Tile:
         return f"{self.rows}x{self.cols}x{DEPTH} stages {self.stages}"
 
 
-TILES = (Tile(256, 5, 1.06), Tile(256, 4, 1.06), Tile(128, 4, 1.07), Tile(128, 3, 1.05))
+TILES = (Tile(256, 5), Tile(256, 4), Tile(128, 4), Tile(128, 3))
 RESERVED = 1024  # bytes of shared memory that the driver keeps for itself in a block
 
 
@@ -56,16 +54,35 @@ class SpmmTwoFourSm90(CudaKernel):
     small for these tiles, run the sm_80 kernel.
     """
 
-    name = NAME
+    name = "cuda.spmm_two_four_sm90"
     takes = spmm_of("two-four")
     epilogue = True
     tiles = TILES
+    terms = TERMS
 
     def unsupported(self, p: Problem) -> list[str]:
         return mma_reasons(p, 90) + reasons(
             (not (p.M and p.K), f"no tensor map of an empty matrix: M = {p.M}, K = {p.K}"),
             (p.b_layout == COL and p.K % 8, f"TMA needs column-major B with K a multiple of 8, got K = {p.K}"),
         )
+
+    def options(self, p: Problem) -> list[Tile]:
+        """The tiles that shared memory has room for."""
+        return [t for t in TILES if t.smem(itemsize(p.out_dtype)) <= shared_limit(p.sm)]
+
+    def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
+        """By tile."""
+        return (str(tile),)
+
+    def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
+        return mma_quantities(p, tile, device)
+
+    def is_its_own(self, p: Problem) -> bool:
+        return b_alignment(p) == 16
+
+    def expected_us(self, p: Problem) -> float:
+        """That of spmm_two_four for a B that the copy engine does not take: a call runs it then."""
+        return super().expected_us(p) if self.is_its_own(p) else KERNEL.expected_us(p)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
@@ -79,11 +96,8 @@ class SpmmTwoFourSm90(CudaKernel):
         a = in_kernel_order(a)
         data, meta, order = a.data, a.meta, a.meta_order  # not a: plans must not keep the matrix alive
         limits = cupy.cuda.Device(p.device_id).attributes
-        sms, smem = limits["MultiProcessorCount"], limits["MaxSharedMemoryPerBlockOptin"]
-        item = VALUE_TYPES[p.out_dtype].numpy.itemsize
-        fitting = [t for t in TILES if t.smem(item) <= smem]
-        tile = tiles.fastest(NAME, fitting, lambda t: estimate(t, p.M, p.n, sms))
-        best, room = tile, tile.smem(item)
+        sms, best = limits["MultiProcessorCount"], self.best(p).tile
+        room = best.smem(itemsize(p.out_dtype))
         function = jit.load(SOURCE, _instance(best, p, order), jit.architecture(p.sm or 90, ()), p.device_id, room)
         at_once = limits["MaxSharedMemoryPerMultiprocessor"] // (room + RESERVED)
         resident = sms * min(at_once, 2 if best.threads == 128 else 1)  # registers leave room for 256 threads

@@ -9,19 +9,18 @@ from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div
-from ....products import tiles
+from ....products.ideal import b_alignment, load_us, rounds, tile_us, traffic_us
 from ....products.kernel import reasons, spmm_of
-from ....products.problem import COL, Problem
+from ....products.problem import COL, Problem, itemsize
+from ....products.roofline import TENSOR_16, Device
 from ..runtime import jit, tensor_map
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands, Prepare
 from ..runtime.occupancy import max_clusters
-from .spmm_two_four import DEPTH, c_type, in_kernel_order, launcher, mma_reasons
+from .spmm_two_four import DEPTH, KERNEL, RECORD, c_type, in_kernel_order, launcher, mma_reasons
 from .two_four_records import TwoFourRecords
 
-NAME = "cuda.spmm_two_four_sm90a"
 SOURCE, ARCH = "two_four/spmm_two_four_sm90a.cu", "sm_90a"
-SUM_US = 1.0  # of adding one part of K
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,6 @@ class Tile:
     group: int
     shared: bool
     """Values pass through shared memory instead of going straight to registers."""
-    slab_us: float
-    """us a slab takes on a full machine, measured on an H200; more for tiles that only a measurement should choose."""
 
     @property
     def rows(self) -> int:
@@ -68,40 +65,22 @@ class Tile:
 
 
 TILES = (
-    Tile(2, 1, 256, 5, 4, 1, 2, 1, 8, True, 0.43),
-    Tile(2, 1, 256, 6, 4, 2, 2, 1, 8, False, 0.45),
-    Tile(2, 1, 256, 5, 4, 2, 2, 1, 8, False, 0.46),
-    Tile(2, 1, 256, 6, 4, 2, 1, 1, 8, False, 0.60),
-    Tile(2, 1, 256, 5, 4, 2, 1, 1, 8, False, 0.60),
-    Tile(3, 1, 128, 8, 3, 1, 1, 1, 8, False, 0.366),
-    Tile(2, 1, 128, 8, 6, 2, 1, 1, 8, False, 0.264),
-    Tile(2, 1, 128, 8, 6, 2, 2, 1, 8, False, 0.29),
-    Tile(2, 1, 64, 16, 8, 1, 1, 1, 8, False, 0.20),
-    Tile(2, 1, 128, 7, 4, 1, 1, 2, 8, False, 0.28),
-    Tile(2, 1, 128, 7, 6, 1, 1, 2, 8, False, 0.29),
-    Tile(2, 1, 64, 16, 8, 1, 1, 2, 8, False, 0.20),
-    Tile(2, 1, 64, 12, 6, 1, 1, 2, 8, False, 0.21),
-    Tile(1, 1, 64, 20, 9, 1, 1, 2, 8, False, 0.18),
-    Tile(1, 1, 64, 14, 7, 1, 1, 2, 8, False, 0.19),
+    Tile(2, 1, 256, 5, 4, 1, 2, 1, 8, True),
+    Tile(2, 1, 256, 6, 4, 2, 2, 1, 8, False),
+    Tile(2, 1, 256, 5, 4, 2, 2, 1, 8, False),
+    Tile(2, 1, 256, 6, 4, 2, 1, 1, 8, False),
+    Tile(2, 1, 256, 5, 4, 2, 1, 1, 8, False),
+    Tile(3, 1, 128, 8, 3, 1, 1, 1, 8, False),
+    Tile(2, 1, 128, 8, 6, 2, 1, 1, 8, False),
+    Tile(2, 1, 128, 8, 6, 2, 2, 1, 8, False),
+    Tile(2, 1, 64, 16, 8, 1, 1, 1, 8, False),
+    Tile(2, 1, 128, 7, 4, 1, 1, 2, 8, False),
+    Tile(2, 1, 128, 7, 6, 1, 1, 2, 8, False),
+    Tile(2, 1, 64, 16, 8, 1, 1, 2, 8, False),
+    Tile(2, 1, 64, 12, 6, 1, 1, 2, 8, False),
+    Tile(1, 1, 64, 20, 9, 1, 1, 2, 8, False),
+    Tile(1, 1, 64, 14, 7, 1, 1, 2, 8, False),
 )
-
-
-def choose(M: int, n: int, K: int, sms: int, shared: bool = True) -> Tile:
-    """The tile with the least estimated time: waves of clusters x slabs, and the cost of adding a part of K.
-
-    ``shared``: tiles whose values pass through shared memory may be taken.
-    """
-    slabs = ceil_div(K, DEPTH)
-
-    def cost(t: Tile) -> float:
-        clusters, at_once = ceil_div(M, t.rows * t.cluster) * ceil_div(max(n, 1), t.cols), sms // t.blocks
-        if t.splits > 1 and (clusters > at_once or slabs < 8 * t.splits):
-            return float("inf")
-        return ceil_div(clusters, at_once) * slabs / t.splits * t.slab_us + SUM_US * (t.splits - 1)
-
-    # A part of K without a slab would have no sums.
-    fitting = [t for t in TILES if (shared or not t.shared) and t.splits <= max(1, slabs)]
-    return tiles.fastest(NAME, fitting, cost)
 
 
 class SpmmTwoFourSm90a(CudaKernel):
@@ -111,10 +90,11 @@ class SpmmTwoFourSm90a(CudaKernel):
     a pitch of a multiple of 16 bytes; a call with another B runs the sm_80 kernel.
     """
 
-    name = NAME
+    name = "cuda.spmm_two_four_sm90a"
     takes = spmm_of("two-four")
     epilogue = True
     tiles = TILES
+    terms = ("launch", "memory", "products", "loads", "tiles", "sums", "column-major C", "slower of the two")
 
     def unsupported(self, p: Problem) -> list[str]:
         return mma_reasons(p, 80) + reasons(
@@ -122,6 +102,36 @@ class SpmmTwoFourSm90a(CudaKernel):
             (p.K == 0, "K is 0: no tensor map of an empty B"),
             (p.b_layout == COL and p.K % 8, f"TMA needs column-major B with K a multiple of 8, got K = {p.K}"),
         )
+
+    def options(self, p: Problem) -> list[Tile]:
+        """A part of K without a slab would have no sums; an empty A is nothing that a tensor map could describe."""
+        slabs, mapped = max(1, ceil_div(p.K, DEPTH)), p.M and p.K
+        return [t for t in TILES if t.splits <= slabs and (mapped or not t.shared)]
+
+    def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
+        """By tile."""
+        return (str(tile),)
+
+    def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
+        """Those of ``spmm_two_four.TERMS``, in rounds of clusters; sums: parts of K exchanged through shared memory."""
+        clusters = ceil_div(p.M, tile.rows * tile.cluster) * ceil_div(p.n, tile.cols)
+        turns = rounds(clusters, device.processors // tile.blocks)
+        steps = ceil_div(ceil_div(p.K, DEPTH), tile.splits)
+        products = turns * steps * tile_us(tile.rows, tile.cols, DEPTH, TENSOR_16, device) / 2
+        loaded = tile.rows * DEPTH * RECORD + tile.cols * DEPTH * 2 / tile.cluster
+        loads = turns * steps * load_us(loaded, device)
+        written = turns * load_us(tile.rows * tile.cols * itemsize(p.out_dtype), device)
+        sums = turns * (tile.splits - 1) * load_us(tile.rows * tile.cols * 4, device)
+        memory = traffic_us(p, device)
+        turned = written if p.out_layout == COL else 0.0
+        return 1.0, memory, products, loads, written, sums, turned, max(memory, products)
+
+    def is_its_own(self, p: Problem) -> bool:
+        return b_alignment(p) == 16
+
+    def expected_us(self, p: Problem) -> float:
+        """That of spmm_two_four for a B that the copy engine does not take: a call runs it then."""
+        return super().expected_us(p) if self.is_its_own(p) else KERNEL.expected_us(p)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
@@ -133,11 +143,7 @@ class SpmmTwoFourSm90a(CudaKernel):
         import cupy
 
         b_col = p.b_layout == COL
-        sms = cupy.cuda.Device(p.device_id).attributes["MultiProcessorCount"]
-        tile = choose(p.M, p.n, p.K, sms)
-        rows, kept = a.data.shape
-        if tile.shared and not a.data.size:
-            tile = choose(p.M, p.n, p.K, sms, shared=False)  # nothing that a tensor map could describe
+        tile, (rows, kept) = self.best(p).tile, a.data.shape
         item = VALUE_TYPES[p.b_dtype].numpy.itemsize
         smem = tile.smem
         threads = 128 * (tile.warpgroups + 1)

@@ -8,13 +8,15 @@ from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div, power_of_two
+from ....products.ideal import b_alignment, cache_us, memory_us, rounds, tile_us
 from ....products.kernel import spmm_of
-from ....products.problem import COL, Problem
+from ....products.problem import COL, Problem, itemsize
+from ....products.roofline import TENSOR_16, Device, device_of, shared_limit
 from ..runtime import jit
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands
 from ..runtime.scratch import Scratch
-from .spmm_two_four import DEPTH, c_type, mma_reasons
+from .spmm_two_four import DEPTH, RECORD, c_type, mma_reasons
 from .two_four_records import WORDS, TwoFourRecords
 
 MAX_COLS = 64
@@ -97,13 +99,36 @@ class SpmmTwoFourTokens(CudaKernel):
     name = "cuda.spmm_two_four_tokens"
     epilogue = True
     takes = spmm_of("two-four")
+    terms = ("launch", "memory of A", "memory of B and C", "B by every block", "products", "steps", "splits")
 
     def unsupported(self, p: Problem) -> list[str]:
         return mma_reasons(p, 80) + [f"takes at most {MAX_COLS} columns, got up to {p.n}"] * (p.n > MAX_COLS)
 
-    def rank(self, p: Problem) -> int:
-        """First for up to 32 columns; on Hopper the wgmma kernel takes 64 in less time."""
-        return -1 if p.n <= 32 else 0
+    def options(self, p: Problem) -> tuple[Tile]:
+        """The one tile that suits the shape."""
+        return (choose(p.M, p.n, p.K, device_of(p).processors, shared_limit(p.sm)),)
+
+    def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
+        """By layout of B: a column-major one is read along K, and a vector lies so in both layouts."""
+        if p.n == 1:
+            return ("col-major B",)
+        return (f"{p.b_layout}-major B" + ("" if b_alignment(p) == 16 else ", unaligned"),)
+
+    def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
+        """Ideal microseconds of each of ``terms``.
+
+        One launch for every ``tile.cols`` columns. memory of A: read by every launch. B by every block: B from L2 once
+        for each tile of rows. products: on the tensor cores. steps: a block's steps along K, 10 ns each. splits: parts
+        of K that are added up.
+        """
+        launches, blocks = ceil_div(p.n, tile.cols), ceil_div(p.M, tile.rows)
+        weights = launches * memory_us(p.M * p.K * RECORD, device)
+        others = memory_us(p.K * p.n * 2 + p.M * p.n * itemsize(p.out_dtype), device)
+        shared = cache_us(launches * blocks * p.K * tile.cols * 2, device)
+        turns = launches * rounds(blocks * tile.splits, device.processors * tile.blocks)
+        steps = turns * ceil_div(ceil_div(p.K, DEPTH), tile.splits * tile.warps) * 0.01
+        products = turns * tile_us(tile.rows, tile.cols, p.K / tile.splits, TENSOR_16, device)
+        return float(launches), weights, others, shared, products, steps, launches * (tile.splits - 1) * 0.5
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
@@ -116,11 +141,7 @@ class SpmmTwoFourTokens(CudaKernel):
         )
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
-        import cupy
-
-        weights = TwoFourRecords().of(a, p)
-        limits = cupy.cuda.Device(p.device_id).attributes
-        tile = choose(p.M, p.n, p.K, limits["MultiProcessorCount"], limits["MaxSharedMemoryPerBlockOptin"])
+        weights, tile = TwoFourRecords().of(a, p), self.best(p).tile
         tiles, cols, size = ceil_div(p.M, tile.rows), tile.cols, VALUE_TYPES[p.b_dtype].numpy.itemsize
         cluster = (p.sm or 0) >= CLUSTER_SM and tile.splits > 1
 

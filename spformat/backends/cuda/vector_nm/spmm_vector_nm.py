@@ -11,11 +11,11 @@ from typing import Any
 
 from ....arrays.library import ceil_div
 from ....products.kernel import spmm_of
-from ....products.problem import Problem
+from ....products.problem import Problem, itemsize
+from ....products.roofline import CUDA_32, CUDA_64, Device, device_of
 from ..runtime.kernel import CudaKernel, Prepared
-from .vector_nm_launch import C_TYPES, ITEMSIZE, fit, launcher, records_choice, vector_reasons
-
-_ENOUGH_TILES = 132
+from .vector_nm_launch import C_TYPES, ITEMSIZE, choose_splits, fit, launcher, records_choice, vector_reasons
+from .vector_nm_times import TERMS, Split, staged_quantities, variant
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,26 @@ class SpmmVectorNM(CudaKernel):
     name = "cuda.spmm_vector_nm"
     takes = spmm_of("vector-nm")
     archs = ("sm_80",)
+    terms = TERMS
 
     def unsupported(self, p: Problem) -> list[str]:
         return vector_reasons(p, tuple(C_TYPES))
+
+    def options(self, p: Problem) -> list[Split[Tile]]:
+        """A large tile and a small one, with as many parts along K as they need; float64 has room for small ones."""
+        found, processors = [], device_of(p).processors
+        for tile in (TILES[0], TILES[2])[p.a_dtype == "float64" :]:
+            steps = ceil_div(ceil_div(p.K, p.p["m"]), max(1, tile.depth // p.p["m"]))
+            tiles = ceil_div(p.M, tile.rows) * ceil_div(p.n, tile.cols)
+            found.append(Split(tile, choose_splits(tiles, steps, processors)))
+        return found
+
+    def variant(self, p: Problem, tile: Split[Tile]) -> tuple[str, ...]:
+        return variant(p, tile)
+
+    def quantities(self, p: Problem, tile: Split[Tile], device: Device) -> tuple[float, ...]:
+        kind = CUDA_64 if itemsize(p.a_dtype) == 8 else CUDA_32
+        return staged_quantities(p, tile, kind, device, packs=True)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
@@ -77,8 +94,8 @@ class SpmmVectorNM(CudaKernel):
         )
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
-        small = p.a_dtype == "float64" or ceil_div(p.M, 128) * ceil_div(max(p.n, 1), 128) < _ENOUGH_TILES
-        tiles = [t for t in TILES if not (small and t.warps_m == 4)]
+        wanted = self.best(p).tile.tile
+        tiles = TILES[TILES.index(wanted) :]  # the later ones for windows too wide for it
         tile, made, group = fit(tiles, a, p, step=4)
         smem = tile.smem(ITEMSIZE[p.a_dtype], made.staged, made.slots, int(made.words.shape[2]))
         choice = records_choice(

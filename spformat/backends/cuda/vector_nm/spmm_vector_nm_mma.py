@@ -14,10 +14,10 @@ from typing import Any
 from ....arrays.library import ceil_div
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import Problem
+from ....products.roofline import TENSOR_16, TF32_THREE, Device, device_of
 from ..runtime.kernel import CudaKernel, Prepared
-from .vector_nm_launch import C_TYPES, ITEMSIZE, fit, launcher, records_choice, vector_reasons
-
-_ENOUGH_TILES = 120
+from .vector_nm_launch import C_TYPES, ITEMSIZE, choose_splits, fit, launcher, records_choice, vector_reasons
+from .vector_nm_times import TERMS, Split, staged_quantities, variant
 
 
 @dataclass(frozen=True)
@@ -70,19 +70,11 @@ NARROW_32 = (Tile(32, 32, 4, 2, 3, 64), Tile(32, 32, 4, 2, 2, 64))
 """Best first, by value size; narrow ones for few columns of B and for wide windows, whose rows of B need the room."""
 
 
-def tiles_for(p: Problem) -> tuple[Tile, ...]:
-    """Tiles in the order of preference for a problem."""
-    length, n = p.p["vector_length"], max(p.n, 1)
-
-    def enough(t: Tile) -> bool:
-        return ceil_div(p.M, t.rows) * ceil_div(n, t.cols) >= _ENOUGH_TILES
-
+def groups(p: Problem) -> list[tuple[Tile, ...]]:
+    """Groups of tiles for the value type and vector length, the widest first; those of a group differ in room."""
     if ITEMSIZE[p.a_dtype] == 4:
-        return WIDE_32 + NARROW_32 if n > 32 and enough(WIDE_32[0]) else NARROW_32
-    large = TALL_16 if length % 64 == 0 else WIDE_16
-    if n > 64 and enough(large[0]):
-        return large + SMALL_16
-    return SMALL_16 + NARROW_16 if n > 32 else NARROW_16
+        return [WIDE_32, NARROW_32]
+    return [TALL_16 if p.p["vector_length"] % 64 == 0 else WIDE_16, SMALL_16, NARROW_16]
 
 
 class SpmmVectorNMTensor(CudaKernel):
@@ -91,6 +83,7 @@ class SpmmVectorNMTensor(CudaKernel):
     name = "cuda.spmm_vector_nm_mma"
     takes = spmm_of("vector-nm")
     archs = ("sm_80",)
+    terms = TERMS
     product_error = 2.0**-21  # float32 as three TF32 products: the product of the two low parts is left out
 
     def unsupported(self, p: Problem) -> list[str]:
@@ -98,6 +91,23 @@ class SpmmVectorNMTensor(CudaKernel):
         return vector_reasons(p, ("bfloat16", "float16", "float32")) + reasons(
             (length % 8, f"vector_length must be a multiple of 8 (the instruction's row width), got {length}"),
         )
+
+    def options(self, p: Problem) -> list[Split[Tile]]:
+        """The first tile of every group that is not far wider than N, with the parts along K that it needs."""
+        found, processors = [], device_of(p).processors
+        for tile in (group[0] for group in groups(p)):
+            if p.n > 32 or tile.cols < 128:
+                steps = ceil_div(ceil_div(p.K, p.p["m"]), max(1, tile.depth // p.p["m"]))
+                tiles = ceil_div(p.M, tile.rows) * ceil_div(p.n, tile.cols)
+                found.append(Split(tile, choose_splits(tiles, steps, processors)))
+        return found
+
+    def variant(self, p: Problem, tile: Split[Tile]) -> tuple[str, ...]:
+        return variant(p, tile)
+
+    def quantities(self, p: Problem, tile: Split[Tile], device: Device) -> tuple[float, ...]:
+        kind = TF32_THREE if ITEMSIZE[p.a_dtype] == 4 else TENSOR_16
+        return staged_quantities(p, tile, kind, device, packs=True)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
@@ -108,9 +118,16 @@ class SpmmVectorNMTensor(CudaKernel):
             instance("float32", "float", 8, NARROW_32[0], False),
         )
 
+    def fitting(self, p: Problem) -> list[Tile]:
+        """The tiles of the group that expects to be fastest, then those of narrower ones, for wide windows."""
+        wanted = self.best(p).tile.tile
+        every = groups(p)
+        first = next(i for i, group in enumerate(every) if group[0] == wanted)
+        return [tile for group in every[first:] for tile in group]
+
     def prepared(self, a: Any, p: Problem) -> Prepared:
         size = ITEMSIZE[p.a_dtype]
-        tile, made, group = fit(tiles_for(p), a, p, step=32 // size, banks=16 // size, bank_rows=size // 2)
+        tile, made, group = fit(self.fitting(p), a, p, step=32 // size, banks=16 // size, bank_rows=size // 2)
         record = int(made.words.shape[2])
         choice = records_choice(
             a, p, made, source="vector_nm/spmm_vector_nm_mma.cu", archs=self.archs, cols=tile.cols,

@@ -13,11 +13,12 @@ from typing import Any
 from ....arrays.library import Array, ceil_div, namespace, round_up
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import Problem
-from ....products.roofline import TENSOR_16, Blocking
+from ....products.roofline import TENSOR_16, Blocking, Device, device_of
 from ..runtime import launch, tensor_map
 from ..runtime.kernel import CudaKernel, Prepared
-from .vector_nm_launch import C_TYPES, Choice, aligned_data, fastest, launcher, pattern, vector_reasons
+from .vector_nm_launch import C_TYPES, Choice, aligned_data, launcher, pattern, vector_reasons
 from .vector_nm_tiles import Pattern
+from .vector_nm_times import TERMS, Split, parts, quantities, variant
 
 DEPTH, ROWS = 64, 128
 """Kept vectors and rows of a stage; twins of the kernel's constants."""
@@ -34,38 +35,30 @@ class Gathered(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Tile:
-    """Columns of a tile, ring stages, warps that load; and, measured on an H200, the share of the peak that the
-    products reach and the microseconds a tile of C costs beside them."""
+    """Columns of a tile, ring stages, warps that load."""
 
     cols: int
     stages: int
     loaders: int
-    sustained: float
-    tile_us: float
 
     def smem(self) -> int:
         """Bytes: the ring, the four slots C leaves through (64 x 64 values of 16 bits), the barriers."""
         return self.stages * DEPTH * 2 * (ROWS + self.cols) + 4 * 8192 + 16 * self.stages
 
     def blocking(self, form: Pattern) -> Blocking:
-        """How the tile cuts a product, with times measured on an H200 (4096^3). Only kept rows are loaded."""
+        """How the tile cuts a product. Only kept rows are loaded."""
         kept = ceil_div(form.K, form.m) * form.n
         return Blocking(
             rows=ROWS, cols=self.cols, k_tiles=ceil_div(kept, DEPTH), kept=DEPTH, staged=DEPTH, itemsize=2,
-            arithmetic=TENSOR_16, sustained=self.sustained, step_us=0.0, tile_us=self.tile_us, start_us=7.2,
+            arithmetic=TENSOR_16,
         )  # fmt: skip
 
     def __str__(self) -> str:
         return f"{ROWS}x{self.cols}x{DEPTH}"
 
 
-TILES = (Tile(256, 4, 4, 0.767, 2.4), Tile(128, 6, 4, 0.607, 1.5), Tile(64, 6, 4, 0.42, 1.2))
+TILES = (Tile(256, 4, 4), Tile(128, 6, 4), Tile(64, 6, 4))
 """Widest first."""
-
-
-def choose(p: Problem) -> tuple[Tile, Blocking]:
-    """The tile and the parts along K that take the least time by the model."""
-    return fastest(((t, t.blocking(pattern(p))) for t in TILES), p)
 
 
 def gathered_columns(indices: Array, pattern: Pattern) -> Array:
@@ -91,6 +84,7 @@ class SpmmVectorNMSm90a(CudaKernel):
     name = "cuda.spmm_vector_nm_sm90a"
     takes = spmm_of("vector-nm")
     archs = ("sm_90a",)
+    terms = TERMS
 
     def unsupported(self, p: Problem) -> list[str]:
         length = p.p["vector_length"]
@@ -110,10 +104,27 @@ class SpmmVectorNMSm90a(CudaKernel):
 
     def blocking(self, p: Problem) -> Blocking:
         """For spformat.dispatch.cost."""
-        return choose(p)[1]
+        cut: Blocking = self.best(p).tile.tile.blocking(pattern(p))
+        return cut
+
+    def options(self, p: Problem) -> list[Split[Tile]]:
+        """All tiles, with one part along K and more."""
+        kept, device = ceil_div(p.K, p.p["m"]) * p.p["n"], device_of(p)
+        steps, rows = ceil_div(kept, DEPTH), ceil_div(p.M, ROWS)
+        return [s for t in TILES for s in parts(t, rows * ceil_div(p.n, t.cols), steps, device)]
+
+    def variant(self, p: Problem, tile: Split[Tile]) -> tuple[str, ...]:
+        return variant(p, tile)
+
+    def quantities(self, p: Problem, tile: Split[Tile], device: Device) -> tuple[float, ...]:
+        """A tile loads only the rows of B that it keeps."""
+        kept = ceil_div(p.K, p.p["m"]) * p.p["n"]
+        extent, steps = (ROWS, tile.tile.cols), ceil_div(kept, DEPTH)
+        return quantities(p, extent, kept, kept, steps, tile.splits, TENSOR_16, device)
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
-        form, (tile, blocking), data = pattern(p), choose(p), aligned_data(a)
+        form, best, data = pattern(p), self.best(p).tile, aligned_data(a)
+        tile, splits = best.tile, best.splits
         columns = a.kernel_arrays("gathered columns", lambda: _columns(a, form))
         W, Mp = data.shape
         row_tiles, k_tiles = ceil_div(p.M, ROWS), columns.shape[1] // DEPTH
@@ -125,7 +136,7 @@ class SpmmVectorNMSm90a(CudaKernel):
 
         def c_arguments(c: int, n: int, step_m: int, step_n: int) -> tuple[Any, ...]:
             """C's map, and whether the copy engine can write it: rows on 16-byte boundaries, 16-bit values."""
-            if blocking.splits > 1 or p.out_dtype != p.a_dtype or step_n != 1 or not tensor_map.aligned(c, step_m, 2):
+            if splits > 1 or p.out_dtype != p.a_dtype or step_n != 1 or not tensor_map.aligned(c, step_m, 2):
                 return tensor_map.UNMAPPED, 0
             return tensor_map.tiled(c, p.out_dtype, (n, p.M), (step_m,), (64, 64), 128), 1
 
@@ -134,7 +145,7 @@ class SpmmVectorNMSm90a(CudaKernel):
             threads=256 + 32 * tile.loaders,
             row_tiles=row_tiles, k_tiles=k_tiles, instance=lambda out, _: instance(p.a_dtype, out, tile),
             smem=lambda _: tile.smem(), head=head, signature=(tensor_map.TensorMap, Gathered, "P"),
-            cluster=lambda _: (1, 1), keep=data, splits=blocking.splits,
+            cluster=lambda _: (1, 1), keep=data, splits=splits,
             c_signature=(tensor_map.TensorMap, "i"), c_arguments=c_arguments,
         )  # fmt: skip
         return Prepared(launcher(p, choice), f"{tile}", columns.nbytes)

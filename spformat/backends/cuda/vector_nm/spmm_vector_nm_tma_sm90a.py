@@ -12,7 +12,7 @@ from typing import Any
 from ....arrays.library import ceil_div, round_up
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import Problem
-from ....products.roofline import TENSOR_16, TF32_THREE, Blocking
+from ....products.roofline import TENSOR_16, TF32_THREE, Blocking, Device, device_of, shared_limit
 from ..runtime import tensor_map
 from ..runtime.kernel import CudaKernel, Prepared
 from .vector_nm_launch import (
@@ -20,14 +20,13 @@ from .vector_nm_launch import (
     ITEMSIZE,
     aligned_data,
     cached_records,
-    fastest,
     launcher,
     pattern,
     records_choice,
-    shared_limit,
     vector_reasons,
 )
 from .vector_nm_tiles import Pattern, Shape
+from .vector_nm_times import TERMS, Split, parts, staged_quantities, variant
 
 _LEAST_STAGES, _MOST_STAGES = 2, 8
 _MAX_BOX = 256
@@ -37,17 +36,13 @@ CLUSTER = (1, 1)
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows and columns of a warp, warps along rows and columns (8 in all), columns of A wanted in a k tile; and,
-    measured on an H200, the share of the peak that the products reach, microseconds per k tile and per tile of C."""
+    """Rows and columns of a warp, warps along rows and columns (8 in all), columns of A wanted in a k tile."""
 
     warp_rows: int
     warp_cols: int
     warps_m: int
     warps_n: int
     depth: int
-    sustained: float
-    step_us: float
-    tile_us: float
 
     @property
     def rows(self) -> int:
@@ -79,32 +74,30 @@ class Tile:
         return min(_MOST_STAGES, (limit - self.rest(itemsize)) // self.stage(form, itemsize))
 
     def blocking(self, form: Pattern, itemsize: int) -> Blocking:
-        """How the tile cuts a product, with the times measured on an H200 (512^3 to 4096^3 and layers of Llama)."""
+        """How the tile cuts a product."""
         windows = self.windows(form, itemsize)
-        arithmetic, start_us = MEASURED[itemsize]
         return Blocking(
             rows=self.rows, cols=self.cols, k_tiles=ceil_div(ceil_div(form.K, form.m), windows),
             kept=round_up(windows * form.n, 32 // itemsize), staged=windows * form.m, itemsize=itemsize,
-            arithmetic=arithmetic, sustained=self.sustained, step_us=self.step_us, tile_us=self.tile_us,
-            start_us=start_us,
+            arithmetic=ARITHMETIC[itemsize],
         )  # fmt: skip
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.cols}x{self.depth}"
 
 
-MEASURED = {2: (TENSOR_16, 5.8), 4: (TF32_THREE, 5.5)}
-"""By value size: arithmetic, and microseconds per launch."""
+ARITHMETIC = {2: TENSOR_16, 4: TF32_THREE}
+"""By value size."""
 _SMALL_16 = (
-    Tile(32, 64, 4, 2, 128, 0.44, 0.17, 2.5), Tile(32, 64, 4, 2, 64, 0.44, 0.17, 2.5),
-    Tile(32, 32, 4, 2, 128, 0.23, 0.1, 1.3), Tile(32, 32, 4, 2, 64, 0.4, 0.2, 1.6),
+    Tile(32, 64, 4, 2, 128), Tile(32, 64, 4, 2, 64),
+    Tile(32, 32, 4, 2, 128), Tile(32, 32, 4, 2, 64),
 )  # fmt: skip
-TILES_16 = (Tile(32, 128, 8, 1, 128, 0.48, 0.17, 2.5), Tile(32, 128, 8, 1, 64, 0.48, 0.17, 2.5), *_SMALL_16)
-TALL_16 = (Tile(64, 64, 4, 2, 128, 0.48, 0.17, 2.5), Tile(64, 64, 4, 2, 64, 0.48, 0.17, 2.5), *_SMALL_16)
+TILES_16 = (Tile(32, 128, 8, 1, 128), Tile(32, 128, 8, 1, 64), *_SMALL_16)
+TALL_16 = (Tile(64, 64, 4, 2, 128), Tile(64, 64, 4, 2, 64), *_SMALL_16)
 TILES_32 = (
-    Tile(32, 128, 8, 1, 64, 0.5, 0.13, 4.0), Tile(32, 128, 8, 1, 32, 0.5, 0.13, 4.0),
-    Tile(32, 64, 4, 2, 64, 0.475, 0.13, 4.0), Tile(32, 64, 4, 2, 32, 0.475, 0.13, 4.0),
-    Tile(32, 32, 4, 2, 128, 0.42, 0.35, 1.6), Tile(32, 32, 4, 2, 64, 0.39, 0.14, 1.9),
+    Tile(32, 128, 8, 1, 64), Tile(32, 128, 8, 1, 32),
+    Tile(32, 64, 4, 2, 64), Tile(32, 64, 4, 2, 32),
+    Tile(32, 32, 4, 2, 128), Tile(32, 32, 4, 2, 64),
 )  # fmt: skip
 """The TALL ones for vector lengths that are multiples of 64. Of equal ones, the first is taken."""
 
@@ -119,18 +112,13 @@ def tiles_for(p: Problem) -> list[Tile]:
     ]  # fmt: skip
 
 
-def choose(p: Problem) -> tuple[Tile, Blocking]:
-    """The tile and the parts along K that take the least time by the model."""
-    form, size = pattern(p), ITEMSIZE[p.a_dtype]
-    return fastest(((t, t.blocking(form, size)) for t in tiles_for(p)), p)
-
-
 class SpmmVectorNMTMA(CudaKernel):
     """``out = A @ B`` for A in VectorNM with a vector length that is a multiple of 8, on sm_90a only."""
 
     name = "cuda.spmm_vector_nm_tma_sm90a"
     takes = spmm_of("vector-nm")
     archs = ("sm_90a",)
+    terms = TERMS
     product_error = 2.0**-21  # as in spmm_vector_nm_mma
 
     def unsupported(self, p: Problem) -> list[str]:
@@ -156,10 +144,28 @@ class SpmmVectorNMTMA(CudaKernel):
 
     def blocking(self, p: Problem) -> Blocking:
         """For spformat.dispatch.cost."""
-        return choose(p)[1]
+        cut: Blocking = self.best(p).tile.tile.blocking(pattern(p), ITEMSIZE[p.a_dtype])
+        return cut
+
+    def options(self, p: Problem) -> list[Split[Tile]]:
+        """Tiles with room for enough stages, with one part along K and more."""
+        form, size, device = pattern(p), ITEMSIZE[p.a_dtype], device_of(p)
+        windows = ceil_div(p.K, form.m)
+        found: list[Split[Tile]] = []
+        for t in tiles_for(p):
+            tiles = ceil_div(p.M, t.rows) * ceil_div(p.n, t.cols)
+            found += parts(t, tiles, ceil_div(windows, t.windows(form, size)), device)
+        return found
+
+    def variant(self, p: Problem, tile: Split[Tile]) -> tuple[str, ...]:
+        return variant(p, tile)
+
+    def quantities(self, p: Problem, tile: Split[Tile], device: Device) -> tuple[float, ...]:
+        return staged_quantities(p, tile, ARITHMETIC[ITEMSIZE[p.a_dtype]], device, packs=False)
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
-        (tile, blocking), form, size = choose(p), pattern(p), ITEMSIZE[p.a_dtype]
+        best, form, size = self.best(p).tile, pattern(p), ITEMSIZE[p.a_dtype]
+        tile = best.tile
         group, stages = form.group_rows(tile.warp_rows), tile.stages(form, size, shared_limit(p.sm))
         made = cached_records(
             a, form, tile_rows=tile.rows, group_rows=group, kept=tile.windows(form, size) * form.n,
@@ -183,7 +189,7 @@ class SpmmVectorNMTMA(CudaKernel):
             threads=384, head=head,
             instance=lambda out, c: instance(p.a_dtype, out, group, tile, c), smem=lambda _: smem,
             cluster=lambda _: CLUSTER, signature=(tensor_map.TensorMap, Shape, "i", "i", "P"), keep=data,
-            b_signature=(tensor_map.TensorMap,), b_arguments=b_arguments, splits=blocking.splits,
+            b_signature=(tensor_map.TensorMap,), b_arguments=b_arguments, splits=best.splits,
         )  # fmt: skip
         return Prepared(launcher(p, choice), f"{tile} {stages} stages", made.words.nbytes)
 

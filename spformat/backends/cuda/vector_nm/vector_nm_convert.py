@@ -16,11 +16,11 @@ from typing import Any
 from ....arrays.dtypes import value_type
 from ....arrays.library import Array, ceil_div, round_up
 from ....products.problem import Problem
+from ....products.roofline import shared_limit
 from ..runtime import jit
 from ..runtime.expansion import Target, Writer, write_now
 from ..runtime.launch import Bound, Launch
 from ..runtime.scratch import Counters
-from .vector_nm_launch import shared_limit
 
 SOURCE = "vector_nm/vector_nm_convert.cu"
 THREADS = 256

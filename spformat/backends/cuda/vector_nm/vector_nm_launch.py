@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from ....arrays.library import BOUNDARY, ceil_div, round_up
 from ....errors import InternalError, LimitError
 from ....products.kernel import reasons
 from ....products.problem import COL, Problem
-from ....products.roofline import DEVICES, H200, Blocking
+from ....products.roofline import shared_limit
 from ..runtime import jit, launch, refusals
 from ..runtime.occupancy import max_clusters
 from ..runtime.scratch import Scratch
@@ -24,19 +24,12 @@ from .vector_nm_tiles import Pattern, Records, Shape, records
 
 C_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float", "float64": "double"}
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-SHARED_LIMIT = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
-"""Kilobytes of shared memory a block may have, by compute capability."""
 PLAIN_SOURCE = "vector_nm/spmm_vector_nm.cu"
 _COPY_WORDS = {2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 _GRID_Y_MAX = 65535
 _INT32_MAX = 2**31 - 1
 _PITCH_MAX = 2**31
 """Kernels take the bytes between rows of data and of B as 32-bit numbers."""
-
-
-def shared_limit(sm: int | None) -> int:
-    """Bytes of shared memory a block may have on a device; the smallest known where it is not listed."""
-    return 1024 * SHARED_LIMIT.get(sm or 0, 99)
 
 
 def pattern(p: Problem) -> Pattern:
@@ -135,7 +128,6 @@ class TileSize(Protocol):
 
 
 _Tile = TypeVar("_Tile", bound=TileSize)
-_Any = TypeVar("_Any")
 
 
 def fit(
@@ -172,21 +164,6 @@ def choose_splits(tiles: int, k_tiles: int, processors: int) -> int:
     if tiles * 2 > processors:
         return 1
     return max(1, min(processors // max(1, tiles), k_tiles // 4, 32))
-
-
-_MOST_SPLITS, _LEAST_K_TILES = 32, 2
-
-
-def fastest(tiles: Iterable[tuple[_Any, Blocking]], p: Problem) -> tuple[_Any, Blocking]:
-    """The tile and its parts along K with the least expected time for the problem; the first of equal ones."""
-    device = next((d for d in DEVICES.values() if d.sm == p.sm), H200)
-    cut = [
-        (tile, replace(b, splits=ceil_div(b.k_tiles, ceil_div(b.k_tiles, s))))
-        for tile, b in tiles
-        for s in range(1, max(1, min(_MOST_SPLITS, b.k_tiles // _LEAST_K_TILES)) + 1)
-        if s == 1 or b.turns(p.M, max(p.n, 1), device) * (s - 1) < 2 * s  # many turns leave little to even out
-    ]
-    return min(cut, key=lambda item: item[1].us(p.M, max(p.n, 1), device))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,113 @@
+"""What host kernels expect a product to take: numba loops over a format's arrays, and numpy's BLAS.
+
+Quantities are ideal microseconds on ``roofline.HOST``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from ...products.ideal import ceil_div, memory_us, plain_arithmetic, product_us, stored_bytes
+from ...products.kernel import Kernel
+from ...products.problem import COL, ROW, Problem, itemsize
+from ...products.roofline import Device
+
+VECTOR = 64
+"""Bytes of a vector of the compiled loops; a tile of B is one or two of them wide."""
+SMALL = 1 << 24
+"""Multiply-adds up to which the loops stay on one thread."""
+SHARED = 1 << 20
+"""Bytes of tiles of B that all rows of A are multiplied with before the next ones are looked at."""
+DECODED = {"two-four": 2.0, "bitmask": 1.0}
+"""Places that are decoded to find the columns of A, as a share of its dense elements; other formats store them."""
+
+
+def sums_size(p: Problem) -> int:
+    """Bytes of a sum: float64 where anything is float64, else float32."""
+    return 8 if "float64" in (p.a_dtype, p.b_dtype, p.out_dtype) else 4
+
+
+def sums_arithmetic(p: Problem) -> str:
+    """The arithmetic of the sums."""
+    return plain_arithmetic("float64" if sums_size(p) == 8 else "float32")
+
+
+class LoopTimes(Kernel):
+    """The expected time of a loop over the arrays of a format."""
+
+    terms: ClassVar[tuple[str, ...]] = (
+        "start", "threads", "products", "values", "decoding", "widening", "B into tiles", "C", "rows",
+        "column-major operands",
+    )  # fmt: skip
+
+    def variant(self, p: Problem, tile: Any) -> tuple[str, ...]:
+        """By the bytes of a value of A."""
+        return (f"{itemsize(p.a_dtype)}-byte values",)
+
+    def quantities(self, p: Problem, tile: Any, device: Device) -> tuple[float, ...]:
+        """Ideal microseconds of each of ``terms``.
+
+        start: 1. threads: 1 where a second thread is woken. products: on the threads that work, with columns of B
+        filled up to whole vectors. values: A's arrays, read once for each group of tiles that fits the cache. decoding:
+        1 ns for each place that is looked at to find columns, as often. widening: 1 ns for each stored value narrower
+        than a sum, as often. B into tiles: each element read and written. C: written, in tiles and then in its own
+        type. rows: 10 ns for each row and tile. column-major operands: B and C that are turned on the way.
+        """
+        size, n = sums_size(p), p.n
+        lanes = VECTOR // size
+        width = min(2, ceil_div(max(1, n), lanes)) * lanes
+        tiles = ceil_div(max(1, n), width)
+        columns = tiles * width
+        decoded = DECODED.get(p.format, 0.0) * p.M * p.K
+        several = p.nnz * columns + decoded > SMALL
+        share = 1.0 if several else float(device.processors)
+        groups = ceil_div(tiles, max(1, SHARED // max(1, p.inner * width * size)))
+        products = share * product_us(2.0 * p.nnz * columns, sums_arithmetic(p), device)
+        values = share * memory_us(groups * stored_bytes(p), device)
+        decoding = share * groups * decoded * 1e-3
+        widening = share * groups * p.nnz * 1e-3 if itemsize(p.a_dtype) < size else 0.0
+        b_size, out_size = itemsize(p.b_dtype), itemsize(p.out_dtype)
+        filled = memory_us(p.inner * (n * b_size + columns * size), device)
+        plain = p.out_layout == ROW and out_size == size and n == columns
+        written = memory_us(p.rows * columns * size + (0 if plain else p.rows * n * (size + out_size)), device)
+        turned = n * ((p.b_layout == COL) * p.inner * b_size + (p.out_layout == COL) * p.rows * size)
+        rows = p.M * tiles * share * 0.01
+        return (
+            1.0, float(several), products, values, decoding, widening, filled, written, rows, memory_us(turned, device),
+        )  # fmt: skip
+
+
+class DenseTimes(Kernel):
+    """The expected time of a dense product by BLAS."""
+
+    name = "cpu.spmm_dense"
+    terms: ClassVar[tuple[str, ...]] = (
+        "start",
+        "products",
+        "memory",
+        "A widened",
+        "B widened",
+        "C converted",
+        "column-major operands",
+    )
+
+    def variant(self, p: Problem, tile: Any) -> tuple[str, ...]:
+        """By value type; a vector B apart, for which BLAS has another routine."""
+        return (f"{p.a_dtype}, a vector", p.a_dtype) if p.n == 1 else (p.a_dtype,)
+
+    def quantities(self, p: Problem, tile: Any, device: Device) -> tuple[float, ...]:
+        """Ideal microseconds of each of ``terms``.
+
+        products: on all cores, columns filled up to four. memory: A, B and C as BLAS reads and writes them. A widened,
+        B widened, C converted: elements of a type that BLAS does not take, once each. column-major operands: B and C of
+        that layout, which are packed or turned.
+        """
+        size, n = sums_size(p), p.n
+        columns = 4 * ceil_div(max(1, n), 4)
+        products = product_us(2.0 * p.M * p.K * columns, sums_arithmetic(p), device)
+        counts = p.M * p.K, p.inner * n, p.rows * n
+        memory = memory_us(size * sum(counts), device)
+        sizes = zip(counts, map(itemsize, (p.a_dtype, p.b_dtype, p.out_dtype)), strict=True)
+        a, b, c = (memory_us(count * (size + own), device) if own != size else 0.0 for count, own in sizes)
+        turned = size * ((p.b_layout == COL) * p.inner * n + (p.out_layout == COL) * p.rows * n)
+        return 1.0, products, memory, a, b, c, memory_us(turned, device)

@@ -1,0 +1,94 @@
+"""What the vector n:m kernels expect a product to take: tiles with the parts that K is cut into, and ideal times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from ....products.ideal import (
+    b_alignment,
+    ceil_div,
+    load_us,
+    memory_us,
+    operands_bytes,
+    rounds,
+    stored_bytes,
+    tile_us,
+)
+from ....products.problem import COL, Problem, itemsize
+from ....products.roofline import Device
+from .vector_nm_tiles import MAX_PACKED_SHARE
+
+TERMS = ("launch", "memory", "products", "loads", "steps", "tiles", "sums", "copy of B", "second launches",
+         "slower of memory and loads")  # fmt: skip
+MOST_PARTS = 32
+"""Parts that K may be cut into."""
+_Tile = TypeVar("_Tile")
+
+
+@dataclass(frozen=True)
+class Split(Generic[_Tile]):
+    """A tile, together with the parts that K is cut into."""
+
+    tile: _Tile
+    splits: int
+
+    def __str__(self) -> str:
+        return f"{self.tile} splits {self.splits}" if self.splits > 1 else str(self.tile)
+
+
+def parts(tile: _Tile, tiles: int, steps: int, device: Device) -> Iterator[Split[_Tile]]:
+    """The tile with one part along K, and with as many as fill the multiprocessors once and twice."""
+    most = min(MOST_PARTS, steps // 2)
+    once, twice = device.processors // max(1, tiles), 2 * device.processors // max(1, tiles)
+    for count in sorted({1, *(max(1, min(most, x)) for x in (once, twice))}):
+        yield Split(tile, count)
+
+
+def variant(p: Problem, split: Split[Any]) -> tuple[str, ...]:
+    """By value size and tile."""
+    values = f"{itemsize(p.a_dtype)}-byte values"
+    return f"{values}, {split.tile}", values
+
+
+def staged_quantities(p: Problem, split: Split[Any], kind: str, device: Device, packs: bool) -> tuple[float, ...]:
+    """``quantities`` for a tile that loads all rows of B in the windows that it works on, those it does not keep too.
+
+    packs: where the tile's groups of rows leave many rows of B out, they are not loaded.
+    """
+    q, tile = p.p, split.tile
+    windows = ceil_div(p.K, q["m"])
+    staged = float(windows * q["m"])
+    groups = max(1, tile.rows // q["vector_length"])
+    share = 1 - (1 - q["n"] / q["m"]) ** groups  # of the rows that a tile names, if its groups choose at random
+    if packs and share < MAX_PACKED_SHARE:
+        staged *= share
+    steps = ceil_div(windows, max(1, tile.depth // q["m"]))
+    return quantities(p, (tile.rows, tile.cols), windows * q["n"], staged, steps, split.splits, kind, device)
+
+
+def quantities(
+    p: Problem, extent: tuple[int, int], kept: float, staged: float, steps: int, splits: int, kind: str, device: Device
+) -> tuple[float, ...]:
+    """Ideal microseconds of each of TERMS.
+
+    extent: rows and columns of a tile of C. kept, staged: columns of A that a row keeps, rows of B that a tile loads,
+    both over all of K. steps: stages along K. splits: parts along K.
+
+    products, loads, steps, tiles: in whole rounds of tiles; a step waits 0.1 us, a tile writes its part of C. sums:
+    parts of K, written in float32 and read back. copy of B: a column-major or unaligned B is copied to aligned rows
+    first. second launches: of the copy, and of the sums.
+    """
+    (rows, cols), size = extent, itemsize(p.a_dtype)
+    turns = rounds(ceil_div(p.M, rows) * ceil_div(p.n, cols) * splits, device.processors)
+    products = turns * tile_us(rows, cols, kept / splits, kind, device)
+    loads = turns * load_us((rows * kept + cols * staged) * size / splits, device)
+    waits = turns * ceil_div(steps, splits) * 0.1
+    written = turns * load_us(rows * cols * itemsize(p.out_dtype), device)
+    sums = memory_us((splits + 1) * p.M * p.n * 4, device) if splits > 1 else 0.0
+    copied = p.b_layout == COL or b_alignment(p) < 16
+    copy = memory_us(2 * p.K * p.n * size, device) if copied else 0.0
+    memory = memory_us(stored_bytes(p) + operands_bytes(p), device)
+    launches = float(copied) + float(splits > 1)
+    return 1.0, memory, products, loads, waits, written, sums, copy, launches, max(memory, loads)

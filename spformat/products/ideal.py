@@ -1,0 +1,146 @@
+"""Ideal times of the parts of a product, which the expected times of kernels are sums of.  No arrays, no GPU.
+
+A function whose name ends in ``_us`` gives the microseconds that a device needs for one part of a product at its full
+rate. A kernel multiplies each such time with a constant (an inverse efficiency, at least 0, see ``rates``) and adds
+them up. A device with other rates therefore gets other times from the same constants.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from .problem import COL, Problem, itemsize
+from .roofline import CUDA_32, CUDA_64, TENSOR_16, Device
+
+INDEX = 4
+"""Bytes of an index; matrices that need wider ones take more time than is counted here."""
+SECTOR = 32
+"""Bytes of the least piece that memory and caches of a GPU hand out."""
+L2 = 50 << 20
+"""Bytes of B above which its rows do not all stay in the L2 cache of a large GPU."""
+LINE = 16
+"""Bytes that a thread, or the copy engine, loads at once where the lines of an operand start on such boundaries."""
+
+
+def ceil_div(a: int, b: int) -> int:
+    """ceil(a / b) for a >= 0, b > 0."""
+    return -(-a // b)
+
+
+def arithmetic(dtype: str) -> str:
+    """The arithmetic that a dense library uses for values of this type."""
+    return {4: CUDA_32, 8: CUDA_64}.get(itemsize(dtype), TENSOR_16)
+
+
+def plain_arithmetic(dtype: str) -> str:
+    """The arithmetic of the CUDA cores for values of this type."""
+    return CUDA_64 if itemsize(dtype) == 8 else CUDA_32
+
+
+def memory_us(nbytes: float, device: Device) -> float:
+    """Time to read or write so many bytes of memory."""
+    return 1e6 * nbytes / device.memory
+
+
+def cache_us(nbytes: float, device: Device) -> float:
+    """Time to load so many bytes from L2 into the multiprocessors, all of them together."""
+    return 1e6 * nbytes / device.cache
+
+
+def product_us(operations: float, kind: str, device: Device) -> float:
+    """Time of so many operations (a multiply-add is two) on all multiprocessors together."""
+    return 1e6 * operations / device.peak[kind]
+
+
+def tile_us(rows: int, cols: int, depth: float, kind: str, device: Device) -> float:
+    """Time of one multiprocessor for the product of a tile of A [rows, depth] with a tile of B [depth, cols]."""
+    return 2e6 * rows * cols * depth * device.processors / device.peak[kind]
+
+
+def load_us(nbytes: float, device: Device) -> float:
+    """Time of one multiprocessor to load so many bytes from L2 while the others load too."""
+    return 1e6 * nbytes * device.processors / device.cache
+
+
+def rounds(tiles: int, at_once: int) -> int:
+    """Rounds that so many tiles take where ``at_once`` are worked on at a time."""
+    return -(-tiles // max(1, at_once))
+
+
+# ------------------------------------------------------------------ bytes
+
+
+@functools.lru_cache(maxsize=256)
+def operands_bytes(p: Problem) -> int:
+    """Bytes of B and C, each once."""
+    return p.n * (p.inner * itemsize(p.b_dtype) + p.rows * itemsize(p.out_dtype))
+
+
+def index_bytes(p: Problem) -> float:
+    """Bytes that say where the stored values of A are, by its format."""
+    q = p.p
+    if p.format == "csr":
+        return INDEX * (p.nnz + p.M + 1)
+    if p.format == "ell-buckets":  # ``source`` stays unread
+        return INDEX * (p.nnz + p.M)
+    if p.format in ("bsr", "dbsr"):
+        height, width = q["blocksize"]
+        blocks: float = p.nnz / (height * width)
+        return INDEX * (blocks + ceil_div(p.M, height))
+    if p.format == "sr-bcrs":
+        length: int = q["vector_length"]
+        return INDEX * (p.nnz / length + p.M / length)
+    if p.format == "bitmask":
+        return p.M * p.K / 8 + INDEX * p.M
+    if p.format == "two-four":
+        return p.M * p.K / 8
+    if p.format == "vector-nm":
+        return float(p.nnz / q["vector_length"])
+    return 0.0
+
+
+@functools.lru_cache(maxsize=256)
+def stored_bytes(p: Problem) -> float:
+    """Bytes of A as its format stores it: values with their padding, and indices."""
+    if p.format == "dense":
+        return p.M * p.K * itemsize(p.a_dtype)
+    if p.format == "two-four":
+        return p.M * p.K / 2 * itemsize(p.a_dtype) + index_bytes(p)
+    return p.nnz * itemsize(p.a_dtype) + index_bytes(p)
+
+
+def traffic_us(p: Problem, device: Device) -> float:
+    """Time to move A, B and C once."""
+    return memory_us(stored_bytes(p) + operands_bytes(p), device)
+
+
+def written_us(p: Problem, device: Device) -> float:
+    """Time to write C once more where it is column-major, as some kernels need it; else 0."""
+    return memory_us(p.rows * p.n * itemsize(p.out_dtype), device) if p.out_layout == COL else 0.0
+
+
+# ------------------------------------------------------------------ lines of B and C
+
+
+def b_alignment(p: Problem) -> int:
+    """The largest of 16, 8, 4, .. bytes that divides the distance between lines of B.
+
+    A line is a row of a row-major operand, or a column of a column-major one. Lines are taken to lie side by side, so
+    that a row of B is N values long, and a column K values.
+    """
+    most, pitch = LINE, (p.inner if p.b_layout == COL else p.n) * itemsize(p.b_dtype)
+    while pitch % most:
+        most //= 2
+    return most
+
+
+def alignment(p: Problem) -> int:
+    """The same for B and C together; a vector lies side by side in both layouts."""
+    most = LINE
+    if p.n == 1:
+        return most
+    for layout, extent, dtype in ((p.b_layout, p.inner, p.b_dtype), (p.out_layout, p.rows, p.out_dtype)):
+        pitch = (extent if layout == COL else p.n) * itemsize(dtype)
+        while pitch % most:
+            most //= 2
+    return most

@@ -1,0 +1,175 @@
+"""Constants of the expected times: how much longer than ideal each part of a kernel takes, fitted to measurements.
+
+A file of rates is JSON: {"device", "date", "commit", "command", "kernels": {name: {"terms": [..], "all": [..],
+"tiles": {variant: [..]}}}}. "terms" names the parts of the kernel's time (``Kernel.terms``), "all" has a constant for
+each, and "tiles" has other ones for some variants (``Kernel.variant``). Two files come with the package: those of an
+H200, which hold for every GPU in proportion to its rates, and those of a host. ``spformat bench --calibrate`` writes
+one of the user's own, whose kernels also name the device, the date and the architecture ("sm") that they hold for.
+
+SPFORMAT_RATES=shipped leaves the user's file out, =off all of them: a kernel then expects ``roofline.plain_us``.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError, UsageError
+from ..storage.files import read_small
+from . import roofline
+from .problem import Problem
+
+log = logging.getLogger("spformat")
+
+SHIPPED = Path(__file__).parent / "rates"
+"""The folder of the files that come with the package."""
+_SHIPPED = {"host": str(SHIPPED / "host.json"), "device": str(SHIPPED / "h200.json")}
+MODES = ("on", "shipped", "off")
+_LARGEST = 4 << 20
+_MOST, _LONGEST = 4096, 200
+"""Most kernels, and variants of one, in a file; most characters of a name."""
+_GREATEST = 1e12
+
+
+@dataclass(frozen=True, eq=False)
+class Constants:
+    """The constants of one kernel."""
+
+    terms: tuple[str, ...]
+    every: tuple[float, ...]
+    """For variants that have none of their own."""
+    variants: Mapping[str, tuple[float, ...]]
+    origin: str
+    """Device, date and commit of the measurement, for people."""
+    sm: int | None = None
+    """The only architecture that they hold for; None for all, and on the host."""
+
+    def of(self, names: tuple[str, ...]) -> tuple[float, ...]:
+        """The constants of the first of these variants that has some."""
+        for name in names:
+            if name in self.variants:
+                return self.variants[name]
+        return self.every
+
+
+def user_path() -> Path:
+    """Where the user's file lies: $XDG_CACHE_HOME/spformat/rates.json, else under ~/.cache."""
+    return Path(_user_path(os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME")))
+
+
+@functools.lru_cache(maxsize=8)
+def _user_path(cache: str | None, home: str | None) -> str:
+    return str(Path(cache or Path.home() / ".cache") / "spformat" / "rates.json")
+
+
+def constants(kernel: str, terms: tuple[str, ...], p: Problem) -> Constants | None:
+    """The constants of a kernel for a problem; None where no file has any for these terms.
+
+    UsageError for a SPFORMAT_RATES that is none of its values.
+    """
+    for table in _tables(p):
+        found = table.get(kernel)
+        if found is not None and found.terms == terms:
+            return found
+    return None
+
+
+def source(p: Problem) -> str:
+    """Which measurements the expected times of a problem come from, as one line."""
+    found = next((c for table in _tables(p) for c in table.values()), None)
+    if found is None:
+        return "no rates (SPFORMAT_RATES=off): times are rough bounds"
+    line = f"rates of {found.origin}"
+    if p.device == "cpu" or found.sm is not None:
+        return line
+    device = roofline.device_of(p)
+    if device is not roofline.H200:
+        return f"{line}, scaled to {device.name}"
+    return line if p.sm in (None, device.sm) else f"{line}, taken for {p.sm_name} as they are"
+
+
+def _tables(p: Problem) -> list[Mapping[str, Constants]]:
+    """The kernels of the user's file that hold for a problem, and those of the shipped one for its device."""
+    mode = os.environ.get("SPFORMAT_RATES", "on")
+    if mode not in MODES:
+        raise UsageError(f"SPFORMAT_RATES: expected one of {', '.join(MODES)}, got {mode!r:.80}", value=mode)
+    if mode == "off":
+        return []
+    shipped = _parsed(_SHIPPED["host" if p.device == "cpu" else "device"], 0).get(None, {})
+    return [shipped] if mode == "shipped" else [*_users(p), shipped]
+
+
+def _users(p: Problem) -> list[Mapping[str, Constants]]:
+    path = _user_path(os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME"))
+    try:
+        stamp = os.stat(path).st_mtime_ns
+    except OSError:
+        return []
+    found = _parsed(path, stamp).get(None if p.device == "cpu" else p.sm)
+    return [found] if found else []
+
+
+@functools.lru_cache(maxsize=8)
+def _parsed(path: str, stamp: int) -> dict[int | None, dict[str, Constants]]:
+    """Kernels by architecture; none of a file that is damaged, which a warning says."""
+    try:
+        return read(Path(path))
+    except (InputError, ValueError, TypeError, KeyError, OverflowError, RecursionError, AttributeError) as e:
+        reason = str(e)[:200]
+        log.warning("%s is left out, it is no file of rates (%s): delete it, or run bench --calibrate", path, reason)
+        return {}
+
+
+def read(path: Path) -> dict[int | None, dict[str, Constants]]:
+    """The kernels of a file by architecture; raises ValueError, TypeError, KeyError or InputError for a damaged one."""
+    tree = json.loads(read_small(path, _LARGEST))
+    found: dict[int | None, dict[str, Constants]] = {}
+    kernels = tree["kernels"]
+    if len(kernels) > _MOST:
+        raise ValueError(f"{len(kernels)} kernels")
+    for name, own in kernels.items():
+        about = {key: own.get(key, tree.get(key)) for key in ("device", "date", "commit")}
+        sm = own.get("sm")
+        terms = tuple(own["terms"])
+        if not terms or any(type(t) is not str for t in terms) or (sm is not None and type(sm) is not int):
+            raise ValueError(f"terms or sm of {name!r:.80}")
+        if len(own["tiles"]) > _MOST or any(len(v) > _LONGEST for v in own["tiles"]):
+            raise ValueError(f"variants of {name!r:.80}")
+        origin = f"{about['device']!s:.80}, measured {about['date']!s:.20} at {about['commit']!s:.40}"
+        variants = {v: _numbers(x, len(terms)) for v, x in own["tiles"].items()}
+        every = _numbers(own["all"], len(terms))
+        found.setdefault(sm, {})[name] = Constants(terms, every, variants, origin, sm)
+    return found
+
+
+def _numbers(values: Any, count: int) -> tuple[float, ...]:
+    """Constants, checked; ValueError for any that cannot be one."""
+    if type(values) is not list or len(values) != count or any(type(x) not in (int, float) for x in values):
+        raise ValueError("constants: expected a number for each term")
+    found = tuple(float(x) for x in values)
+    if not all(math.isfinite(x) and 0 <= x <= _GREATEST for x in found) or not any(found):
+        raise ValueError("constants: expected numbers of at least 0, and one above it")
+    return found
+
+
+def write(path: Path, about: Mapping[str, Any], kernels: Mapping[str, Any]) -> None:
+    """Put constants into the file at ``path``: those of other kernels in it stay, a damaged file is replaced.
+
+    about: what is said of the measurement ("device", "date", "commit", "command", ..); kernels: name -> constants.
+    """
+    try:
+        read(path)
+        old = json.loads(read_small(path, _LARGEST))["kernels"]
+    except (InputError, OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError, AttributeError):
+        old = {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    new.write_text(json.dumps({**about, "kernels": dict(sorted({**old, **kernels}.items()))}, indent=1) + "\n")
+    new.replace(path)

@@ -1,0 +1,111 @@
+"""Products composed of others on a device: sums of parts, and transposed products by either way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import spformat as sf
+from spformat.arrays.dtypes import VALUE_TYPES
+
+pytestmark = pytest.mark.gpu
+
+LAYOUTS = (("row", "row"), ("col", "row"), ("row", "col"), ("col", "col"))
+SUMS = {
+    "blocks and rest": ("bsr:blocksize=16x16", "csr"),
+    "2:4 and outliers": ("two-four", "csr"),
+    "three": ("dbsr:blocksize=16x16", "bitmask", "ell-buckets:max_width=4"),
+}
+
+
+@pytest.fixture(scope="module")
+def cp() -> Any:
+    return pytest.importorskip("cupy")
+
+
+def parts(name: str, dtype: str, shape: tuple[int, int] = (83, 109)) -> tuple[sf.Sum, np.ndarray[Any, Any]]:
+    """A sum of disjoint matrices of small integers, and the matrix itself."""
+    rng = np.random.default_rng(3)
+    x = rng.choice([-3, -2, -1, 1, 2, 3], shape).astype(VALUE_TYPES[dtype].numpy)
+    owner = np.kron(rng.integers(0, 4, (7, 8)), np.ones((16, 16), int))[: shape[0], : shape[1]]
+    matrices = []
+    for i, spec in enumerate(SUMS[name]):
+        keep = owner == i
+        if spec == "two-four":
+            keep &= np.arange(shape[1]) % 4 < 2
+        elif i:
+            keep &= rng.random(shape) < 0.3
+        matrices.append(np.where(keep, x, np.zeros((), x.dtype)))
+    total = np.sum([m.astype(np.float64) for m in matrices], axis=0)
+    pieces = [sf.convert(m, s) for m, s in zip(matrices, SUMS[name], strict=True)]
+    return sf.Sum(parts=tuple(pieces)).validate(), total
+
+
+def place(cp: Any, x: np.ndarray[Any, Any], layout: str) -> Any:
+    return cp.asarray(x) if layout == "row" else cp.asarray(np.ascontiguousarray(x.T)).T
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_of_parts_are_exact(cp: Any, name: str, dtype: str, transposed: bool) -> None:
+    if dtype == "float32" and "two-four" in SUMS[name]:
+        pytest.skip("two-four does not hold float32")
+    host, total = parts(name, dtype)
+    A, x = host.to("cuda"), total.T if transposed else total
+    rng = np.random.default_rng(5)
+    for i, n in enumerate((1, 17, 64, 136)):
+        b_layout, c_layout = LAYOUTS[i]
+        B = rng.integers(-2, 3, (x.shape[1], n)).astype(VALUE_TYPES[dtype].numpy)
+        wanted = (x @ B.astype(np.float64)).astype(B.dtype).astype(np.float64)
+        dev = place(cp, B, b_layout)
+        out = cp.full((x.shape[0], n), float("nan"), B.dtype, order="C" if c_layout == "row" else "F")
+        for _ in range(4):
+            sf.spmm(A.T if transposed else A, dev, out=out)
+            assert (out.get().astype(np.float64) == wanted).all(), (name, n, b_layout, c_layout)
+            out.fill(float("nan"))
+        bias = cp.asarray(rng.integers(-2, 3, x.shape[0]).astype(B.dtype))
+        out.fill(1)
+        sf.spmm(A.T if transposed else A, dev, out=out, alpha=2.0, beta=1.0, bias=bias)
+        exact = (2 * (x @ B.astype(np.float64)) + 1 + bias.get().astype(np.float64)[:, None]).astype(B.dtype)
+        assert (out.get().astype(np.float64) == exact.astype(np.float64)).all(), (name, n)
+
+
+def test_a_sum_is_captured(cp: Any) -> None:
+    host, total = parts("blocks and rest", "bfloat16")
+    A = host.to("cuda")
+    B = np.random.default_rng(1).integers(-2, 3, (total.shape[1], 24)).astype(VALUE_TYPES["bfloat16"].numpy)
+    dev, out = cp.asarray(B), cp.empty((total.shape[0], 24), B.dtype)
+    stream = cp.cuda.Stream(non_blocking=True)
+    with stream:
+        sf.spmm(A, dev, out=out)
+        stream.synchronize()
+        stream.begin_capture()
+        sf.spmm(A, dev, out=out)
+        graph = stream.end_capture()
+        out.fill(float("nan"))
+        graph.launch(stream)
+        stream.synchronize()
+    assert (out.get().astype(np.float64) == total @ B.astype(np.float64)).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "spec", ["csr", "ell-buckets", "bsr:blocksize=16x16", "dbsr:blocksize=16x16", "sr-bcrs", "bitmask"]
+)
+def test_transposed_products_by_every_way(cp: Any, spec: str, dtype: str) -> None:
+    _, total = parts("blocks and rest", dtype)
+    x = total.astype(VALUE_TYPES[dtype].numpy)
+    A = sf.convert(x, spec).to("cuda")
+    rng = np.random.default_rng(6)
+    for i, n in enumerate((1, 9, 64, 200)):
+        B = rng.integers(-2, 3, (x.shape[0], n)).astype(x.dtype)
+        wanted = total.T @ B.astype(np.float64)
+        dev = place(cp, B, LAYOUTS[i][0])
+        for backend in ("composed.transposed_copy", "cuda.expand_then_dense", None):
+            out = cp.full((x.shape[1], n), float("nan"), x.dtype, order="C" if LAYOUTS[i][1] == "row" else "F")
+            sf.spmm(A.T, dev, out=out, backend=backend)
+            exact = wanted.astype(x.dtype).astype(np.float64)
+            assert (out.get().astype(np.float64) == exact).all(), (spec, n, backend)

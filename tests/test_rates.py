@@ -1,0 +1,200 @@
+"""Expected times: one number for every kernel and problem, files of constants, and what the choice owes to them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import spformat as sf
+from spformat import backends
+from spformat.errors import UsageError
+from spformat.measure import calibrate
+from spformat.products import rates, roofline, tiles
+from spformat.products.kernel import Kernel
+from spformat.products.problem import COL, ROW, Problem
+
+P = Problem.product(
+    "csr", (), 4096, 4096, 256, 1 << 20, "bfloat16", "bfloat16", "bfloat16", device="cuda", sm=90
+)  # fmt: skip
+PARAMS: dict[str, list[dict[str, Any]]] = {
+    "bsr": [{"blocksize": (16, 16)}, {"blocksize": (64, 64)}, {"blocksize": (5, 7)}, {"blocksize": (200, 8)}],
+    "dbsr": [{"blocksize": (32, 32)}, {"blocksize": (1, 3)}],
+    "vector-nm": [{"n": 8, "m": 32, "vector_length": 128}, {"n": 2, "m": 4, "vector_length": 32},
+                  {"n": 1, "m": 200, "vector_length": 3}],
+    "sr-bcrs": [{"vector_length": 8, "stride": 16}, {"vector_length": 3, "stride": 5}],
+    "ell-buckets": [{"max_width": 8}],
+}  # fmt: skip
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Any product of any format, also of other architectures, on a device or the host."""
+    fmt = draw(st.sampled_from(sf.FORMATS))
+    params = fmt.resolve_params(draw(st.sampled_from(PARAMS.get(fmt.name, [{}]))))
+    sizes = st.one_of(st.integers(0, 70), st.sampled_from((512, 4096, 14336, 131071)))
+    M, K = draw(sizes), draw(sizes)
+    n = draw(st.one_of(st.integers(0, 9), st.integers(10, 5000)))
+    full = M * K // (2 if fmt.name == "two-four" else 1)
+    nnz = full if fmt.name in ("dense", "two-four") else round(full * draw(st.floats(0, 1)))
+    dtype = draw(st.sampled_from(("float16", "bfloat16", "float32", "float64", "int8")))
+    sm = draw(st.sampled_from((None, 80, 86, 90, 100)))
+    out = draw(st.sampled_from((dtype, "float32")))
+    layouts = draw(st.sampled_from((ROW, COL))), draw(st.sampled_from((ROW, COL)))
+    return Problem.product(
+        fmt.name, tuple(params.items()), M, K, n, nnz, dtype, dtype, out, *layouts, "cuda" if sm else "cpu", sm,
+        operation=draw(st.sampled_from(("spmm", "spmm_transposed"))),
+    )  # fmt: skip
+
+
+def accepting(p: Problem) -> list[Kernel]:
+    every = [k for name in ("cuda", "vendor", "cpu", "reference") for k in backends.get(name).kernels()]
+    return [k for k in every if (p.operation, p.format) in k.takes and not k.unsupported(p)]
+
+
+@settings(max_examples=400, deadline=None)
+@given(problems())
+def test_every_kernel_expects_a_time_for_what_it_takes(p: Problem) -> None:
+    """Finite, above 0, that of the tile it would use; and the reference is the last resort."""
+    times = {}
+    for k in accepting(p):
+        us = times[k.name] = k.expected_us(p)
+        assert 0 < us < math.inf, k.name
+        assert k.expected_us(p) == us
+    if len(times) > 1:
+        assert not min(times, key=times.__getitem__).startswith("reference")
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems())
+def test_twice_the_columns_never_take_much_less(p: Problem) -> None:
+    """An odd N is left out: its double may be aligned where it is not."""
+    p = p.changed(n=16 * max(1, p.n // 16))
+    for k in accepting(p):
+        if not k.unsupported(p.changed(n=2 * p.n)):
+            assert k.expected_us(p.changed(n=2 * p.n)) > 0.9 * k.expected_us(p), k.name
+
+
+def test_explain_sorts_by_the_expected_times_and_names_their_source() -> None:
+    for p in (P, P.changed(n=1), P.changed(format="two-four", nnz=8 << 20), P.changed(sm=80)):
+        e = sf.explain(p)
+        times = [a.expected_us for a in e.answers if a]  # type: ignore[union-attr]
+        assert times == sorted(times)
+        assert times[0] == e.expected_us
+    assert str(sf.explain(P)).splitlines()[-1] == "  rates of H200, measured 2026-11-22 at d78288b"
+    assert sf.explain(P.changed(sm=80)).rates.endswith("scaled to A100")
+    assert "taken for sm_100 as they are" in sf.explain(P.changed(sm=100)).rates
+    with roofline.on(roofline.H100):
+        assert sf.explain(P).rates.endswith("scaled to H100")
+
+
+def test_nothing_else_chooses() -> None:
+    for name in ("cuda", "vendor", "cpu", "reference", "composed"):
+        for k in (backends.get(name), *backends.get(name).kernels()):
+            assert not hasattr(k, "rank"), k.name
+            assert not hasattr(k, "preferred"), k.name
+
+
+def test_the_tile_is_the_one_that_is_expected_to_be_fastest() -> None:
+    p = P.changed(format="two-four", nnz=8 << 20, n=512)
+    for k in accepting(p):
+        us, tile = k.best(p)
+        for other in k.options(p):
+            with tiles.forced(k.name, str(other)):
+                assert str(k.best(p).tile) == str(other)
+                assert k.best(p).us >= us
+        assert k.best(p) == (us, tile)
+
+
+def test_rates_follow_the_device() -> None:
+    slow = roofline.Device("slow", 90, 132, 4.2e11, 7.4e11, {k: v / 10 for k, v in roofline.H200.peak.items()})
+    before = sf.explain(P).expected_us
+    with roofline.on(slow):
+        assert sf.explain(P).expected_us > 5 * before
+    assert sf.explain(P).expected_us == before
+
+
+def test_shipped_files_agree_with_the_kernels() -> None:
+    kernels = {k.name: k for name in ("cuda", "vendor", "cpu") for k in backends.get(name).kernels()}
+    found = [table for name in ("h200", "host") for table in rates.read(rates.SHIPPED / f"{name}.json").values()]
+    for name, c in ((name, c) for table in found for name, c in table.items()):
+        assert c.terms == kernels[name].terms, name
+    with_constants = {name for table in found for name in table}
+    assert {k for k, v in kernels.items() if v.terms and (v.constants_of or k) not in with_constants} == set()
+
+
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's file, which is not there yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("SPFORMAT_RATES", raising=False)
+    return tmp_path / "spformat" / "rates.json"
+
+
+def entry(kernel: str, us: float, sm: int | None = 90) -> dict[str, Any]:
+    k = next(k for k in backends.get(kernel.partition(".")[0]).kernels() if k.name == kernel)
+    return {"terms": list(k.terms), "all": [us] + [0.0] * (len(k.terms) - 1), "tiles": {}, "sm": sm, "device": "mine"}
+
+
+def test_the_users_file_wins_for_the_kernels_that_it_has(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rates.user_path() == user
+    before = {a.kernel: a for a in sf.explain(P).answers}
+    rates.write(user, {"date": "today"}, {"cuda.spmm_csr": entry("cuda.spmm_csr", 5000.0)})
+    after = {a.kernel: a for a in sf.explain(P).answers}
+    assert after.pop("cuda.spmm_csr").expected_us == 5000.0  # type: ignore[union-attr]
+    assert after.items() <= before.items()
+    assert "mine, measured today" in sf.explain(P).rates
+    assert sf.explain(P.changed(sm=80)).rates.endswith("scaled to A100")  # it holds for sm_90 alone
+    rates.write(user, {}, {"cuda.spmm_csr_tc": entry("cuda.spmm_csr_tc", 6000.0)})
+    assert set(json.loads(user.read_text())["kernels"]) == {"cuda.spmm_csr", "cuda.spmm_csr_tc"}
+    assert [p.name for p in user.parent.iterdir()] == ["rates.json"]
+    monkeypatch.setenv("SPFORMAT_RATES", "shipped")
+    assert {a.kernel: a for a in sf.explain(P).answers} == before
+    monkeypatch.setenv("SPFORMAT_RATES", "off")
+    assert sf.explain(P, backend="cuda.spmm_csr").expected_us == roofline.plain_us(P)
+    assert "no rates" in sf.explain(P).rates
+    monkeypatch.setenv("SPFORMAT_RATES", "none")
+    with pytest.raises(UsageError, match="SPFORMAT_RATES"):
+        sf.explain(P)
+
+
+def test_a_damaged_file_is_left_out_with_one_warning(user: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = sf.explain(P)
+    user.parent.mkdir()
+    user.write_text("{")
+    with caplog.at_level(logging.WARNING, "spformat"):
+        assert sf.explain(P) == before
+        assert sf.explain(P) == before
+    assert caplog.text.count(str(user)) == 1
+
+
+def test_constants_are_those_that_made_the_times() -> None:
+    rng = np.random.default_rng(0)
+    quantities = rng.random((60, 3)) * (1, 10, 100)
+    us = quantities @ (5.0, 0.0, 1.5)
+    assert calibrate.constants(quantities, us) == pytest.approx([5.0, 0.0, 1.5], abs=1e-3)
+
+
+def test_a_fit_and_the_regret_of_a_choice() -> None:
+    one, two = (k for k in backends.get("cuda").kernels() if k.name in ("cuda.spmm_csr", "cuda.spmm_csr_tc"))
+    points = []
+    for i in range(60):
+        p = P.changed(n=16 + 8 * i, nnz=(1 << 20) + 7000 * i)
+        for k, factor in ((one, 1.0), (two, 1.5)):
+            points.append(calibrate.Point(k, p, k.best(p).tile, factor * k.best(p).us, k.best(p).us, i))
+    fits = {f.kernel: f for f in calibrate.fit(points)}
+    assert set(fits) == {one.name, two.name}
+    assert all(f.near == 1 and f.median < 0.1 and f.points == 60 for f in fits.values())
+    assert fits[one.name].entry["terms"] == list(one.terms)
+    wrong = [x._replace(expected=1.0 if x.kernel is two else 2.0, us=10.0 if x.kernel is one else 12.0) for x in points]
+    for row in calibrate.regret(wrong):
+        assert row["regret"] == pytest.approx(0.2)
+        assert row["products"] == 60
+    assert {r["kernel"]: r["within_30_percent"] for r in calibrate.agreement(points)} == {one.name: 1, two.name: 0}
