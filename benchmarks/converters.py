@@ -5,7 +5,7 @@ Every format from and to a dense bf16 matrix, GB/s of dense bytes, best of ``--r
 is installed. Values and structures suit each format: 2:4, vectors of 32, blocks of 32, or nothing.
 
 *whole*: one call, every core, the result in fresh memory; the time includes what the system takes to give out pages.
-*panels*: panels of 8 MB, each on one core, their memory reused: how a checkpoint is converted.
+*chunks*: row chunks of 8 MB, each on one core, their memory reused: how a checkpoint is converted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 import scipy.sparse
 
 import spformat as sf
-from spformat.checkpoint import row_chunks as panels
+from spformat.checkpoint import row_chunks
 from spformat.preprocess.structure import analyse
 
 
@@ -55,7 +55,7 @@ CASES = (
 
 def team(work: Callable[[Any], object], parts: list[Any]) -> None:
     """``work`` on each part, a part a core."""
-    with panels.Team() as t:
+    with row_chunks.Team() as t:
         for _ in t.results(functools.partial(_dropped, work, p) for p in parts):
             pass
 
@@ -75,17 +75,17 @@ def contenders(options: argparse.Namespace) -> Iterator[tuple[str, int, Callable
         yield f"whole   dense -> {label}", x.nbytes, lambda x=x, t=target: sf.convert(x, t)
         a = sf.convert(x, target)
         yield f"whole   dense <- {label}", x.nbytes, a.to_dense
-        if a.panels(a.params()) is not None:
-            step = panels.PANEL // x[:1].nbytes // 64 * 64
+        if a.row_chunks(a.params()) is not None:
+            step = row_chunks.CHUNK_BYTES // x[:1].nbytes // 64 * 64
             parts = [x[i : i + step] for i in range(0, x.shape[0], step)]
             yield (
-                f"panels  dense -> {label}",
+                f"chunks  dense -> {label}",
                 x.nbytes,
                 functools.partial(team, functools.partial(sf.convert, target=target), parts),
             )
             made = [sf.convert(p, target) for p in parts]
             yield (
-                f"panels  dense <- {label}",
+                f"chunks  dense <- {label}",
                 x.nbytes,
                 functools.partial(team, operator.methodcaller("to_dense"), made),
             )

@@ -177,7 +177,7 @@ def _default_device() -> str:
 
 
 def _matrices(src: str, include: list[str] | None, limit: int) -> Any:
-    """(name, Format or array) of the largest matrices, one of each shape first."""
+    """(name, Format) of the largest matrices; one matrix of each shape comes first, then the second of each."""
     from spformat.arrays.dtypes import VALUE_TYPES
     from spformat.checkpoint.recipe import included
     from spformat.checkpoint.source import open_source
@@ -189,11 +189,11 @@ def _matrices(src: str, include: list[str] | None, limit: int) -> Any:
         return
     source = open_source(src)
     chosen = ((name, *source.records[name]) for name in included(source.records, include))
-    found = [(name, shard, r) for name, shard, r, _ in chosen if len(r.shape) == 2 and r.dtype in VALUE_TYPES]
-    found.sort(key=lambda item: -item[2].shape[0] * item[2].shape[1])
+    matrices = [(name, shard, r) for name, shard, r, _ in chosen if len(r.shape) == 2 and r.dtype in VALUE_TYPES]
+    matrices.sort(key=lambda item: -item[2].shape[0] * item[2].shape[1])
     seen: dict[Any, int] = {}
     ranked = []
-    for item in found:
+    for item in matrices:
         key = (item[2].shape, item[2].format)
         seen[key] = seen.get(key, 0) + 1
         ranked.append((seen[key], item))
@@ -204,7 +204,7 @@ def _matrices(src: str, include: list[str] | None, limit: int) -> Any:
 
 
 def _check_plot(path: str) -> None:
-    """What would stop the drawing is told before the measurement, not after it."""
+    """UsageError or OutputError, before the measurement, if the plot could not be written after it."""
     from spformat.errors import OutputError, UsageError
 
     if importlib.util.find_spec("matplotlib") is None:
@@ -225,9 +225,9 @@ def _plot(rows: list[dict[str, Any]], path: str) -> None:
     cases = list(dict.fromkeys((r["tensor"], r["N"]) for r in rows))
     figure, axes = plt.subplots(len(cases), 1, figsize=(9, 0.6 + 1.8 * len(cases)), squeeze=False)
     for (tensor, width), axis in zip(cases, axes[:, 0], strict=True):
-        mine = [r for r in rows if (r["tensor"], r["N"]) == (tensor, width) and r["cold_us"] is not None]
-        names = [r["name"] for r in mine]
-        axis.barh(names, [r["cold_us"] for r in mine], color=["tab:gray" if r["peer"] else "tab:blue" for r in mine])
+        bars = [r for r in rows if (r["tensor"], r["N"]) == (tensor, width) and r["cold_us"] is not None]
+        names = [r["name"] for r in bars]
+        axis.barh(names, [r["cold_us"] for r in bars], color=["tab:gray" if r["peer"] else "tab:blue" for r in bars])
         axis.set_title(f"{tensor}, N = {width}", fontsize=9)
         axis.invert_yaxis()
         axis.tick_params(labelsize=7)

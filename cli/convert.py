@@ -114,7 +114,7 @@ def run(
 
 
 def _refuse(ctx: typer.Context, names: tuple[str, ...], what: str) -> None:
-    """UsageError for an option that was given and would have no effect."""
+    """UsageError for an option that was given but would have no effect."""
     from spformat.errors import UsageError
 
     for name in names:
@@ -124,7 +124,7 @@ def _refuse(ctx: typer.Context, names: tuple[str, ...], what: str) -> None:
 
 
 def _copied(quiet: bool) -> Callable[[str, int], None]:
-    """What is said of a file that was downloaded or uploaded."""
+    """A function that prints a line for each file that was downloaded or uploaded."""
     out = notes()
     return lambda name, nbytes: None if quiet else out.print(f"copied {cell(name)}  {size(nbytes)}", soft_wrap=True)
 
@@ -166,7 +166,7 @@ def _checkpoint(src: str, dst: str, chosen: Recipe, as_json: bool, shown: str, o
 def _matrix(
     src: str, dst: str, to: str, values: str, seed: int, dtype: str, force: bool, dry_run: bool, as_json: bool
 ) -> None:
-    """A matrix file into one container, under the file's own name."""
+    """Convert a matrix file into one container; the tensor has the name of the file."""
     from spformat import save, save_dense
     from spformat.errors import UsageError
     from spformat.formats.convert import convert
@@ -176,17 +176,18 @@ def _matrix(
         raise UsageError(f"a matrix becomes one file: expected DST to end in .safetensors, got {dst!r}")
     a = read_matrix(src, values=values or None, seed=seed, dtype=dtype or None)
     target = structure_of(a, src).smallest() if to == "auto" else a.name if to == "keep" else to
-    made = convert(a, target)
+    converted = convert(a, target)
     name = os.path.splitext(os.path.basename(src))[0]
     if not dry_run:
         write = save_dense if to == "dense" else save
-        write(dst, {name: made}, overwrite=force)
+        write(dst, {name: converted}, overwrite=force)
     if as_json:
-        sizes = {"bytes_in": a.nbytes, "bytes_out": made.nbytes}
+        sizes = {"bytes_in": a.nbytes, "bytes_out": converted.nbytes}
         print_json(
-            {"name": name, "target": target, "shape": list(made.shape), **sizes, "path": None if dry_run else dst}
+            {"name": name, "target": target, "shape": list(converted.shape), **sizes, "path": None if dry_run else dst}
         )
     else:
         console().print(
-            f"{cell(name)}: csr {size(a.nbytes)} -> {target} {size(made.nbytes)}" + ("" if dry_run else f" in {dst}")
+            f"{cell(name)}: csr {size(a.nbytes)} -> {target} {size(converted.nbytes)}"
+            + ("" if dry_run else f" in {dst}")
         )

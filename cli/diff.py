@@ -26,8 +26,10 @@ def run(
         results += diff_provenance(a, b)
     differing = [d for _, d in results if d is not None]
     if as_json:
-        found = [{"tensor": d.tensor, "what": d.what, "count": d.count, "index": list(d.index)} for d in differing]
-        print_json({"a": a, "b": b, "equal": not differing, "compared": len(results), "differences": found})
+        differences = [
+            {"tensor": d.tensor, "what": d.what, "count": d.count, "index": list(d.index)} for d in differing
+        ]
+        print_json({"a": a, "b": b, "equal": not differing, "compared": len(results), "differences": differences})
     else:
         for d in differing:
             console().print(str(d), soft_wrap=True)

@@ -63,12 +63,12 @@ def _devices() -> dict[str, str]:
     try:
         import cupy
 
-        found = {}
+        devices = {}
         for i in range(cupy.cuda.runtime.getDeviceCount()):
             p = cupy.cuda.runtime.getDeviceProperties(i)
             name = p["name"].decode()
-            found[f"cuda:{i}"] = f"{name}, sm_{p['major']}{p['minor']}, {p['totalGlobalMem'] >> 30} GiB"
-        return found
+            devices[f"cuda:{i}"] = f"{name}, sm_{p['major']}{p['minor']}, {p['totalGlobalMem'] >> 30} GiB"
+        return devices
     except ImportError:
         return {}
     except Exception as e:  # any driver trouble is what this report is for

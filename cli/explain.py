@@ -66,9 +66,9 @@ def run(
 
 def _architecture(gpu: str) -> int:
     """90 of "sm_90", "sm_90a" and "90"; BadParameter for a GPU that nobody builds."""
-    found = re.fullmatch(r"(?:sm_)?([1-9]\d{1,2})(a?)", gpu)
-    sm = int(found.group(1)) if found else 0
-    if not found or sm not in ARCHITECTURES or (found.group(2) and sm < 90):
+    match = re.fullmatch(r"(?:sm_)?([1-9]\d{1,2})(a?)", gpu)
+    sm = int(match.group(1)) if match else 0
+    if not match or sm not in ARCHITECTURES or (match.group(2) and sm < 90):
         known = ", ".join(f"sm_{number}" for number in ARCHITECTURES)
         raise typer.BadParameter(f"expected cpu or one of {known} (sm_90a and later ones with an a, too), got {gpu!r}")
     return sm

@@ -130,9 +130,9 @@ def _patterns(s: Structure) -> Any:
     elif s.groups and s.bad_groups / s.groups < 0.05:
         yield f"nearly 2:4 ({s.bad_groups} of {s.groups} groups too full)"
     for length in (32, 8):
-        found = [(m, n) for m in (32, 16, 8, 4) if (n := s.n_of(m, length))]
-        if found:
-            m, n = min(found, key=lambda f: f[1] / f[0])
+        patterns = [(m, n) for m in (32, 16, 8, 4) if (n := s.n_of(m, length))]
+        if patterns:
+            m, n = min(patterns, key=lambda f: f[1] / f[0])
             yield f"{n}:{m} vectors of {length}"
             break
     for b in (64, 32, 16):

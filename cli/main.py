@@ -59,7 +59,7 @@ def main() -> None:
         logging.basicConfig(level=level.upper(), format="%(name)s: %(message)s")
     stdout = sys.stdout
     try:
-        if "--json" in sys.argv:  # then a misspelt command is told as JSON, too
+        if "--json" in sys.argv:  # then the error about a misspelt command is printed as JSON, too
             sys.exit(app(standalone_mode=False))
         app()
     except SystemExit as e:

@@ -45,7 +45,7 @@ _UNITS = {
 
 
 def parse_bytes(text: str) -> int:
-    """ "8GiB", "500MB", "1e9" -> bytes."""
+    """The number of bytes in text like "8GiB", "500MB" or "1e9"."""
     number = text.strip().rstrip("KMGTIBkmgtib")
     unit = text.strip()[len(number) :].upper()
     try:
@@ -58,7 +58,7 @@ def recipe(
     to: str, rules: list[str] | None, include: list[str] | None, exclude: list[str] | None, prune: str,
     sparsity: float | None, nonfinite: str, misfit: str,
 ) -> Recipe:  # fmt: skip
-    """The Recipe of the options."""
+    """The Recipe for these options."""
     from spformat.checkpoint import Recipe, Rule
 
     return Recipe(

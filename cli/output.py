@@ -1,4 +1,4 @@
-"""How every verb talks: data on stdout, everything else on stderr, errors with their exit code."""
+"""The output of all verbs: data on stdout, everything else on stderr, and an exit code for each error."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Tr
 from rich.table import Table
 
 _WIDE = 200
-"""Columns when the stream is not a terminal: people read tables in logs, too."""
+"""Width in characters if the stream is not a terminal, so that tables in logs can be read."""
 
 
 _NO_LIMIT = 1 << 30
 
 
 def shown(text: str) -> str:
-    """``text`` with everything but line breaks escaped that could move a cursor, colour or reverse what follows."""
+    """``text`` with all characters escaped that a terminal would obey (cursor, colour, direction), except line
+    breaks."""
     from spformat.errors import printable
 
     return "\n".join(printable(line, _NO_LIMIT) for line in text.split("\n"))
 
 
 def cell(text: str) -> str:
-    """``text`` on one line: as ``shown``, line breaks escaped too."""
+    """``text`` on one line: as ``shown``, with line breaks escaped, too."""
     return shown(text.replace("\n", "\\n"))
 
 
@@ -40,7 +41,7 @@ class _Plain(Console):
 
 
 class _Pipe(_Plain):
-    """A console whose reader may go away (`| head`): that is no error."""
+    """A console whose reader may close the pipe (`| head`), which is no error."""
 
     def on_broken_pipe(self) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -48,7 +49,7 @@ class _Pipe(_Plain):
 
 
 class _Notes(_Plain):
-    """A console that nobody may be reading any more: what is under way goes on in silence."""
+    """A console whose reader may close the pipe; then the work goes on without output."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -56,19 +57,19 @@ class _Notes(_Plain):
 
 
 def console() -> Console:
-    """Data goes here."""
+    """The console for data: stdout."""
     # No markup: "pip install 'spformat[cuda13]'" is text.
     return _Pipe(width=None if sys.stdout.isatty() else _WIDE, highlight=False, markup=False)
 
 
 def notes() -> Console:
-    """Progress, warnings and hints go here."""
+    """The console for progress, warnings and hints: stderr."""
     return _Notes(stderr=True, highlight=False, markup=False, width=None if sys.stderr.isatty() else _WIDE)
 
 
 def print_json(value: Any) -> None:
     """One JSON document on stdout."""
-    # ASCII, because names may hold what a terminal obeys, and bytes that are no text in any encoding.
+    # ASCII, because names may contain control characters of terminals, and bytes that are text in no encoding.
     sys.stdout.write(json.dumps(value, indent=1) + "\n")
 
 
@@ -80,7 +81,7 @@ class _Rows(Table):
 
 
 def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    """A plain table; the columns in ``right`` hold numbers."""
+    """A plain table; the columns in ``right`` are aligned to the right, for numbers."""
     t = _Rows(box=None, pad_edge=False, header_style="bold")
     for name in columns:
         t.add_column(name, justify="right" if name in right else "left", overflow="fold")
@@ -88,7 +89,7 @@ def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
 
 
 def size(nbytes: int | None) -> str:
-    """Bytes for people: 1.50 MiB."""
+    """A number of bytes as text for people: "1.50 MiB"."""
     if nbytes is None:
         return "-"
     value = float(nbytes)
@@ -101,7 +102,8 @@ def size(nbytes: int | None) -> str:
 
 @contextmanager
 def progress(total: int, label: str, quiet: bool, *, lines: bool = False) -> Iterator[Any]:
-    """A bar with bytes per second on a terminal; else nothing, or with ``lines`` a line per tensor."""
+    """A progress bar with bytes per second on a terminal; elsewhere nothing, or with ``lines`` a line for each
+    tensor."""
     out = notes()
     if quiet or not (out.is_terminal or lines):
         yield lambda name, nbytes: None
@@ -123,7 +125,7 @@ def progress(total: int, label: str, quiet: bool, *, lines: bool = False) -> Ite
 
 
 def report(error: Exception, as_json: bool) -> int:
-    """Print one typed error; its exit code."""
+    """Print one typed error, and return its exit code."""
     from spformat.errors import SpformatError
 
     assert isinstance(error, SpformatError)

@@ -36,7 +36,7 @@ def run(
 
 
 def foresee(src: str, chosen: Any, quiet: bool) -> Any:
-    """Outcomes of a conversion that is not made."""
+    """The outcomes that a conversion would have."""
     from spformat.checkpoint.run import foresee_checkpoint
     from spformat.checkpoint.source import open_source
 
@@ -46,7 +46,7 @@ def foresee(src: str, chosen: Any, quiet: bool) -> Any:
 
 
 def show_report(report: Any, as_json: bool, path: str, **extra: Any) -> None:
-    """The table of a conversion that was made, and what it did not copy."""
+    """Print the table of a finished conversion, and the files that it did not copy."""
     files, left = [s.name for s in report.shards], list(report.left_behind)
     show(report.outcomes, as_json, path=path, files=files, not_copied=left, **extra)
     if left and not as_json:
@@ -56,7 +56,7 @@ def show_report(report: Any, as_json: bool, path: str, **extra: Any) -> None:
 
 
 def show(outcomes: Any, as_json: bool, **extra: Any) -> None:
-    """The table, or one JSON document."""
+    """Print the table, or one JSON document."""
     before, after = sum(o.bytes_in for o in outcomes), sum(o.bytes_out or 0 for o in outcomes)
     if as_json:
         tree = {"bytes_in": before, "bytes_out": after, "tensors": [o.to_json() for o in outcomes]}

@@ -89,6 +89,6 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
 
     monkeypatch.setattr(scans, "CHUNK", request.param)
     monkeypatch.setattr(scans.chunks, "__defaults__", (request.param,))
-    monkeypatch.setattr(bitmask, "PANEL", request.param)
-    monkeypatch.setattr(two_four, "PANEL", request.param)
+    monkeypatch.setattr(bitmask, "ROW_CHUNK", request.param)
+    monkeypatch.setattr(two_four, "ROW_CHUNK", request.param)
     return int(request.param)

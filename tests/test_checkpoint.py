@@ -16,7 +16,7 @@ from test_cli import spformat
 
 import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES
-from spformat.checkpoint import Recipe, Rule, convert_checkpoint, open_source, plan_jobs
+from spformat.checkpoint import Recipe, Rule, convert_checkpoint, open_source, plan_tensors
 from spformat.checkpoint.check import Checks, validate_checkpoint
 from spformat.checkpoint.diff import diff_checkpoints
 from spformat.checkpoint.run import foresee_checkpoint
@@ -147,7 +147,7 @@ def test_rules_last_match_wins(tmp_path: Path) -> None:
         rules=tuple(map(Rule.parse, ("re:mlp=csr", "*.gate_proj.weight=bsr:blocksize=16x16", "lm_head*=keep"))),
         exclude=("re:embed",),
     )
-    jobs = {j.name: j for j in plan_jobs(source, recipe)}
+    jobs = {j.name: j for j in plan_tensors(source, recipe)}
     assert jobs["model.layers.0.mlp.down_proj.weight"].target == "csr"
     assert jobs["model.layers.0.mlp.gate_proj.weight"].target == "bsr:blocksize=16x16"
     assert jobs["lm_head.weight"].target == "keep"
@@ -177,7 +177,7 @@ def test_recipes_that_make_no_sense(options: dict[str, Any], message: str) -> No
 def test_a_pattern_that_matches_nothing_is_an_error() -> None:
     for option in ({"include": ("re:nothing",)}, {"exclude": ("x*",)}, {"rules": (Rule("re:nothing", "csr"),)}):
         with pytest.raises(sf.errors.UsageError, match="matches none of"):
-            plan_jobs(open_source(FIXTURES / "sharded"), Recipe(**option))  # type: ignore[arg-type]
+            plan_tensors(open_source(FIXTURES / "sharded"), Recipe(**option))  # type: ignore[arg-type]
 
 
 def test_misfits_are_refused_before_anything_has_its_name(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from spformat.formats import FORMATS
 from spformat.formats.base import Format
 from spformat.formats.csr import CSR
 from spformat.formats.dense import Dense
-from spformat.storage import container, stfile, stwriter
+from spformat.storage import stfile, stwriter, tensorfile
 from spformat.storage.container import load, safe_open, save, save_dense
 from spformat.storage.filewriter import create, outline
 
@@ -331,7 +331,7 @@ def test_tensors_read_side_by_side_on_the_host(tmp_path: Path, monkeypatch: pyte
     dense = rng.integers(0, 2, (20, 40, 30)).astype(np.float32)
     tensors = {f"t{i}": CSR.from_dense(x) for i, x in enumerate(dense)}
     save(tmp_path / "x.safetensors", tensors)
-    monkeypatch.setattr(container, "_WORTH_THREADS", 0)
+    monkeypatch.setattr(tensorfile, "_WORTH_THREADS", 0)
     monkeypatch.setattr(threads, "cores", lambda: 3)
     names = [f"t{i}" for i in (3, 19, 0, 7, 11, 12, 4)]
     assert load(tmp_path / "x.safetensors", names) == {n: tensors[n] for n in names}

@@ -15,8 +15,7 @@ from cases import sparse
 import spformat as sf
 from spformat.checkpoint import Recipe, convert_checkpoint, shard
 from spformat.formats import edges
-from spformat.storage import container
-from spformat.storage import device_copy as pinned
+from spformat.storage import device_copy, tensorfile
 
 TARGETS = ("two-four", "bitmask", "csr", "bsr:blocksize=16x16", "vector-nm:n=2,m=4", "sr-bcrs", "ell-buckets", "auto")
 
@@ -28,10 +27,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(edges, "_waiting", {"cpu": [], "cuda": []})  # no kernel runs here
     monkeypatch.setattr(edges, "_table", {})
-    monkeypatch.setattr(container, "SCAN_ON_DEVICE", 0)
+    monkeypatch.setattr(tensorfile, "SCAN_ON_DEVICE", 0)
     monkeypatch.setattr(shard, "_WORTH_MOVING", 0)
-    monkeypatch.setattr(pinned, "PIECE", 1000)
-    monkeypatch.setattr(pinned, "SEGMENT", 3500)
+    monkeypatch.setattr(device_copy, "PIECE", 1000)
+    monkeypatch.setattr(device_copy, "SEGMENT", 3500)
     return cupy
 
 
@@ -132,5 +131,5 @@ def test_lanes_carry_large_arrays_both_ways(tmp_path: Path) -> None:
     def store(piece: memoryview, at: int) -> None:
         out[at : at + piece.nbytes] = piece
 
-    assert pinned.DeviceCopy(0).drain(y, store) == zlib.crc32(x)
+    assert device_copy.DeviceCopy(0).drain(y, store) == zlib.crc32(x)
     np.testing.assert_array_equal(out, x)

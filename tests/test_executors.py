@@ -55,7 +55,7 @@ class Inline(Executor):
 
     def submit(self, work: Any, /, task: Any, *_: Any, **__: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        self.tries.append(task.unit.name)
+        self.tries.append(task.file_plan.name)
         error = next(self.failures, None)
         try:
             if error is not None:

@@ -25,7 +25,7 @@ from spformat.formats import FORMATS
 from spformat.formats.base import Format
 from spformat.formats.csr import CSR
 from spformat.formats.dense import Dense
-from spformat.storage import container, stheader
+from spformat.storage import stheader, tensorfile
 from spformat.storage.container import load, save
 from spformat.storage.filewriter import create, outline
 
@@ -258,7 +258,7 @@ def verdict(path: Path, device: str) -> str:
 def test_t6_the_device_gives_the_same_verdicts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fmt: type[Format]
 ) -> None:
-    monkeypatch.setattr(container, "SCAN_ON_DEVICE", 0)
+    monkeypatch.setattr(tensorfile, "SCAN_ON_DEVICE", 0)
     path = tmp_path / "x"
     save(path, {"w": make(fmt, (6, 9))})
     good = path.read_bytes()

@@ -9,8 +9,8 @@ import pytest
 from cases import CASES, params_of
 
 import spformat as sf
-from spformat.checkpoint.jobs import prune
 from spformat.checkpoint.recipe import Recipe
+from spformat.checkpoint.tensor_plans import prune
 from spformat.formats import Format, registered, spec_text
 from spformat.preprocess import masks
 from spformat.preprocess.structure import analyse

@@ -187,7 +187,7 @@ def test_panels_do_not_show(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None
         ]
 
     whole = all_masks()
-    monkeypatch.setattr(masks, "HOST_PANEL", 100)  # one or two rows at a time
+    monkeypatch.setattr(masks, "HOST_CHUNK", 100)  # one or two rows at a time
     for a, b in zip(whole, all_masks(), strict=True):
         np.testing.assert_array_equal(a, b)
 

@@ -171,12 +171,12 @@ def test_an_open_shard(model: Any, tmp_path: Path) -> None:
     w = dense["b.weight"]
     with opened.open("model-1.safetensors") as f:
         room = np.empty((5, 32), np.float16)
-        f.panel("b.weight", 7, room)
+        f.read_rows("b.weight", 7, room)
         assert (room == w[7:12]).all()
         assert [p.size for p in f.raw("b.weight", 1000)] == [1000, 24]
         assert b"".join(p.tobytes() for p in f.raw("b.weight", 1000)) == w.tobytes()
         assert (f.array("b.weight", slice(2, 4)) == w[2:4]).all()
-        f.panel("embed.weight", 1, embed := np.empty((2, 4), np.float16))
+        f.read_rows("embed.weight", 1, embed := np.empty((2, 4), np.float16))
         assert (embed == dense["embed.weight"][1:]).all()
         assert (f.array("embed.weight", slice(1, 2)) == dense["embed.weight"][1:2]).all()
         assert b"".join(p.tobytes() for p in f.raw("embed.weight")) == dense["embed.weight"].tobytes()

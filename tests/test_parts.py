@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import spformat as sf
-from spformat.checkpoint import Part, Recipe, Workers, convert_checkpoint, merge_parts, open_source, parts, plan_jobs
+from spformat.checkpoint import Part, Recipe, Workers, convert_checkpoint, merge_parts, open_source, parts, plan_tensors
 from spformat.checkpoint.conversion import Conversion
 from spformat.storage import output
 from spformat.storage.locks import folder_lock
@@ -40,9 +40,9 @@ def whole(tmp_path: Path, source: Path = SHARDED, recipe: Recipe | str = "auto")
 # ------------------------------------------------------------------ how the work is cut
 
 
-def units(source: Path, n: int) -> tuple[tuple[parts.Unit, ...], ...]:
+def units(source: Path, n: int) -> tuple[tuple[parts.FilePlan, ...], ...]:
     opened, recipe = open_source(source), Recipe()
-    return Conversion(opened, plan_jobs(opened, recipe), recipe, "out").parts(n)
+    return Conversion(opened, plan_tensors(opened, recipe), recipe, "out").parts(n)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 64])
@@ -51,7 +51,7 @@ def test_every_tensor_is_in_one_part_and_parts_are_equal_to_an_item(source: Path
     cut = units(source, n)
     assert len(cut) == n
     assert cut == units(source, n)
-    jobs = [j for part in cut for u in part for j in u.jobs]
+    jobs = [j for part in cut for u in part for j in u.plans]
     opened = open_source(source)
     assert [j.name for j in jobs] == list(opened.records)
     names = [u.name for part in cut for u in part]

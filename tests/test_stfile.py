@@ -266,7 +266,7 @@ def test_the_same_bytes_every_time_in_any_order_and_pieces(tmp_path: Path) -> No
     write(tmp_path / "2", dict(reversed(arrays.items())), {"a": "2", "b": "1"}, verify=True)
     specs = [(name, stwriter.code_of(a.dtype), a.shape) for name, a in arrays.items()]
     with stwriter.Writer(tmp_path / "3", specs, {"a": "2", "b": "1"}) as out:
-        out.put("w", (arrays["w"][i : i + 7] for i in range(0, 64, 7)))  # row panels
+        out.put("w", (arrays["w"][i : i + 7] for i in range(0, 64, 7)))  # row chunks
         out.put("i", [arrays["i"].tobytes()[:11], b"", bytearray(arrays["i"].tobytes()[11:])])
         out.put("b", arrays["b"])
     first = (tmp_path / "1").read_bytes()
@@ -280,13 +280,13 @@ def test_checksums_are_filled_in_at_the_end(tmp_path: Path) -> None:
         assert reader.header.metadata == {"crc": f"{zlib.crc32(a.tobytes()):08x}"}
 
 
-def panels(rows: int) -> Iterator[np.ndarray[Any, Any]]:
+def row_chunks(rows: int) -> Iterator[np.ndarray[Any, Any]]:
     for i in range(rows):
         yield np.full((1, 1024), i, np.float32)
 
 
-def test_other_memory_layouts_are_copied_panel_by_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stwriter, "_PANEL", 2**20)
+def test_other_memory_layouts_are_copied_in_row_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stwriter, "_CHUNK_BYTES", 2**20)
     a = np.arange(2**22, dtype=np.float32).reshape(1024, 4096)  # 16 MiB
     swapped = a.astype(">f4")
     with stwriter.Writer(tmp_path / "x", [("a", "F32", (4096, 1024)), ("b", "F32", (1024, 4096))]) as out:
@@ -301,11 +301,11 @@ def test_other_memory_layouts_are_copied_panel_by_panel(tmp_path: Path, monkeypa
         assert np.array_equal(reader.read("b"), a)
 
 
-def test_panels_are_written_in_bounded_memory(tmp_path: Path) -> None:
-    rows = 4096  # 16 MiB of 4 KiB panels
+def test_row_chunks_are_written_in_bounded_memory(tmp_path: Path) -> None:
+    rows = 4096  # 16 MiB of 4 KiB rows
     with stwriter.Writer(tmp_path / "x", [("a", "F32", (rows, 1024))]) as out:
         tracemalloc.start()
-        out.put("a", panels(rows))
+        out.put("a", row_chunks(rows))
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert peak < 2**20

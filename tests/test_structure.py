@@ -75,7 +75,7 @@ def test_every_count(dtype: str, path: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert compiled._usable()
     monkeypatch.setattr(compiled, "serves", lambda x, elements=None: path == "compiled")
     monkeypatch.setattr(threads, "cores", lambda: 3)
-    monkeypatch.setattr(structure, "PANEL", 4096)
+    monkeypatch.setattr(structure, "CHUNK", 4096)
     for seed, shape in enumerate(SHAPES):
         for density in (0.0, 0.02, 0.3, 0.9, 1.0):
             x = matrix(dtype, shape, density, seed)

@@ -29,7 +29,7 @@ from spformat.errors import SpformatError
 from spformat.formats import Format, composed, registered
 from spformat.formats.composed import MAX_DEPTH
 from spformat.formats.csr import CSR
-from spformat.storage import container
+from spformat.storage import tensorfile
 
 PARTS = [(f, p) for f in registered() for p in params_of(f.name)]
 
@@ -210,7 +210,7 @@ def test_moves_to_a_device_and_back(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     sf.save(tmp_path / "w.safetensors", {"w": a})
     cupy = stand_in_cupy.module()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(container, "SCAN_ON_DEVICE", 2**40)
+    monkeypatch.setattr(tensorfile, "SCAN_ON_DEVICE", 2**40)
     there = a.to("cuda")
     assert all(isinstance(v, cupy.ndarray) for v in there.all_arrays().values())
     assert there.is_validated

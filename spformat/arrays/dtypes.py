@@ -25,7 +25,7 @@ class ValueType:
     safetensors: str
     cuda: str
     zero_mask: int
-    """Bits that decide whether a value is zero: all of them but the sign of a float."""
+    """The bits that decide whether a value is zero: all bits except the sign of a float."""
 
     @property
     def bits(self) -> np.dtype[Any]:
@@ -53,8 +53,8 @@ _SHORT = {
     "f8_e4m3": "float8_e4m3fn", "fp8": "float8_e4m3fn", "f8_e5m2": "float8_e5m2",
 }  # fmt: skip
 
-# Every dtype a safetensors file of ours or of others may name, as numpy holds it. Codes that numpy and
-# ml_dtypes cannot view (sub-byte types) are absent: such tensors pass through as raw bytes.
+# The dtype code in a safetensors file -> numpy dtype. Codes of types that numpy and ml_dtypes lack (less than one byte)
+# are absent; tensors of such a type are copied as raw bytes.
 SAFETENSORS = {t.safetensors: t.numpy for t in VALUE_TYPES.values()} | {
     "BOOL": np.dtype(np.bool_),
     "U8": np.dtype(np.uint8),
@@ -75,12 +75,12 @@ _OF_DTYPE = {t.numpy: t for t in VALUE_TYPES.values()}
 
 @functools.cache
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """``dtype.name``, which numpy puts together anew each time it is asked (25 us)."""
+    """``dtype.name``, cached: numpy builds the text at every access (25 us)."""
     return dtype.name
 
 
 def value_type(dtype: Any) -> ValueType:
-    """The table row of a numpy dtype, a name or a short name; ArrayError lists the choices."""
+    """The row of the table for a numpy dtype, a name or a short name; ArrayError with all names for any other."""
     if isinstance(dtype, np.dtype) and dtype in _OF_DTYPE:
         return _OF_DTYPE[dtype]
     if isinstance(dtype, str):
@@ -88,16 +88,16 @@ def value_type(dtype: Any) -> ValueType:
         if dtype in VALUE_TYPES:
             return VALUE_TYPES[dtype]
     try:
-        found = VALUE_TYPES.get(np.dtype(dtype).name)
+        row = VALUE_TYPES.get(np.dtype(dtype).name)
     except TypeError:
-        found = None
-    if found is None:
+        row = None
+    if row is None:
         raise ArrayError(f"dtype {dtype} is not a value type; use one of {', '.join(VALUE_TYPES)}")
-    return found
+    return row
 
 
 def largest_finite(dtype: Any) -> int:
-    """The bits of the largest finite value; the next integer is infinity (or NaN where there is no infinity)."""
+    """The bits of the largest finite value. The next larger integer is infinity (NaN in a type without infinity)."""
     row = value_type(dtype)
     if row.name == "int8":
         return 255

@@ -1,4 +1,5 @@
-"""Which array library a value belongs to, and the index types: the only place that knows numpy and CuPy apart."""
+"""Which array library an array belongs to, where it lies, and the index types. Only this module tells numpy from
+CuPy."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ _NO_DEVICE = {35, 100, 101}
 """CUDA status: driver older than the runtime, no device, no such device."""
 _OUT_OF_MEMORY = 2
 _STICKY = {214, 700, 701, 702, 709, 710, *range(714, 721)}
-"""CUDA status after which every call of the process fails: ECC, illegal address, timeout, assert, misaligned, .."""
+"""CUDA status codes after which every further CUDA call of the process fails: ECC error, illegal address, timeout,
+..."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -57,20 +59,20 @@ def index_dtype(bound: int) -> np.dtype[Any]:
 
 
 def is_cupy(x: Any) -> bool:
-    """True for a CuPy array. CuPy is not imported: an array of it can only exist if somebody else did."""
+    """True for a CuPy array. CuPy is not imported here: if nobody has imported it, no such array can exist."""
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(x, cupy.ndarray)
 
 
 BOUNDARY = 16
-"""Bytes of the widest load of a GPU: arrays of a matrix on a device start on a multiple."""
+"""Bytes of the widest load of a GPU. Arrays of a matrix on a device start at a multiple of it."""
 
 
 def on_boundary(x: Any) -> Any:
-    """``x``, or a copy of an array on a device that starts elsewhere (a slice, memory of another library)."""
+    """``x``; or a copy, if it is on a device and does not start on a boundary (a slice, memory of another library)."""
     if not is_cupy(x) or not x.size or x.data.ptr % BOUNDARY == 0:
         return x
-    with current_device(x):  # a copy goes to the current one
+    with current_device(x):  # CuPy puts a copy on its current device
         return x.copy()
 
 
@@ -89,7 +91,7 @@ def device_of(x: Array) -> str:
 
 
 def span(x: Array) -> tuple[int, int]:
-    """First address of an array and the one behind its last."""
+    """The first address of an array, and the address after its last byte."""
     if isinstance(x, np.ndarray):
         return np.lib.array_utils.byte_bounds(x)
     start: int = x.data.ptr
@@ -103,9 +105,9 @@ def span(x: Array) -> tuple[int, int]:
 
 
 def current_device(x: Array) -> AbstractContextManager[Any]:
-    """``with current_device(x):`` new arrays and kernels go where ``x`` is, whatever device CuPy has current.
+    """Inside ``with current_device(x):`` CuPy creates arrays and runs kernels on the device of ``x``.
 
-    What CuPy raises inside comes out as this package's errors.
+    Errors that CuPy raises inside the block are turned into errors of this package.
     """
     return _typed_on(x.device) if is_cupy(x) else nullcontext()
 
@@ -115,7 +117,7 @@ def _typed_on(device: Any) -> Iterator[None]:
     try:
         with device:
             yield
-    except (RuntimeError, MemoryError) as e:  # what CuPy raises is derived from these
+    except (RuntimeError, MemoryError) as e:  # all errors of CuPy are derived from these
         typed = device_error(e)
         if typed is None:
             raise
@@ -123,9 +125,10 @@ def _typed_on(device: Any) -> Iterator[None]:
 
 
 def device_error(e: BaseException) -> SpformatError | None:
-    """The typed error for one that CuPy raised; None for any other. Told by names: CuPy is not imported.
+    """The error of this package for an error that CuPy raised; None for any other error.
 
-    Out of memory leaves the context usable; an illegal address does not, and every later call would fail.
+    Errors of CuPy are recognised by the names of their classes, so that CuPy need not be imported. After an error for
+    lack of memory the CUDA context can still be used; after an illegal address every later call would fail.
     """
     if isinstance(e, SpformatError) or not type(e).__module__.startswith(("cupy", "cupy_backends")):
         return None
@@ -143,7 +146,7 @@ def device_error(e: BaseException) -> SpformatError | None:
 
 def parse_device(device: str) -> int | None:
     """None for "cpu", the id for "cuda" or "cuda:<id>"."""
-    kind, _, number = str(device).partition(":")  # a torch.device is taken, too
+    kind, _, number = str(device).partition(":")  # str(), so that a torch.device is accepted, too
     if kind == "cpu" and not number:
         return None
     if kind == "cuda" and (not number or number.isdecimal()):
@@ -152,7 +155,7 @@ def parse_device(device: str) -> int | None:
 
 
 def to_device(x: Array, device: str) -> Array:
-    """A copy of ``x`` on ``device``, or ``x`` itself when it is there; the one place where data crosses.
+    """A copy of ``x`` on ``device``, or ``x`` itself if it is there. All copies between host and device are made here.
 
     Raises DeviceUnavailable, DeviceMemoryError, or ArrayError for a dtype the device library lacks (float8).
     """
@@ -172,7 +175,7 @@ def has_dtype(device: str, dtype: str) -> bool:
 
 
 def default_stream(device: str) -> AbstractContextManager[Any]:
-    """For a ``with`` block: kernels go to the default stream, the one that helping threads use too."""
+    """Inside the ``with`` block kernels run on the default stream, which other threads use, too."""
     if parse_device(device) is None:
         return nullcontext()
     null: AbstractContextManager[Any] = import_cupy().cuda.Stream.null
@@ -180,7 +183,7 @@ def default_stream(device: str) -> AbstractContextManager[Any]:
 
 
 def room_on(device: str) -> int:
-    """Bytes of a CUDA device that results may wait in: half of what is free, so that a conversion has the rest."""
+    """Bytes of a CUDA device that finished results may occupy: half of the free memory; conversions need the rest."""
     cupy = import_cupy()
     with device_errors(device, "any", 0), cupy.cuda.Device(parse_device(device)) as chosen:
         return int(chosen.mem_info[0]) // 2
@@ -188,7 +191,7 @@ def room_on(device: str) -> int:
 
 @contextmanager
 def device_errors(device: str, dtype: Any, nbytes: int) -> Iterator[None]:
-    """What CuPy raises while ``nbytes`` of ``dtype`` are placed on ``device``, as this package's errors."""
+    """Turn what CuPy raises while ``nbytes`` of ``dtype`` are placed on ``device`` into errors of this package."""
     cupy = import_cupy()
     try:
         yield
@@ -204,12 +207,12 @@ def device_errors(device: str, dtype: Any, nbytes: int) -> Iterator[None]:
 
 
 def import_cupy() -> Any:
-    """cupy, or DeviceUnavailable with the line to type."""
+    """The module cupy; DeviceUnavailable, with the command that installs it, if it is missing."""
     try:
         import cupy
     except ImportError as e:
         raise DeviceUnavailable("CuPy is not installed: pip install 'spformat[cuda13]' (or cuda12)") from e
-    except OSError as e:  # it makes its folder for compiled kernels when it is imported
+    except OSError as e:  # CuPy creates its folder for compiled kernels when it is imported
         raise DeviceUnavailable(f"CuPy cannot start: {e}; CUPY_CACHE_DIR names a folder it may write to") from e
     _settle_cache()
     return cupy
@@ -217,22 +220,22 @@ def import_cupy() -> Any:
 
 @functools.cache
 def _settle_cache() -> None:
-    """Have CuPy compile in memory where nothing can be written into its folder: its own answer is an OSError."""
+    """Let CuPy compile in memory if its folder is not writable; otherwise CuPy would raise an OSError."""
     import tempfile
 
     folder = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")
     try:
         os.makedirs(folder, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()  # permissions alone do not tell: the file system may be read-only
+        tempfile.TemporaryFile(dir=folder).close()  # the permissions do not show a read-only file system
     except OSError:
         compile_in_memory()
 
 
 def compile_in_memory() -> None:
-    """Have CuPy leave its folder of compiled kernels alone from now on."""
+    """From now on CuPy does not use its folder of compiled kernels."""
     os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
 
 
 def unsigned(x: Array) -> Array:
-    """An integer array as unsigned of the same width: a negative number becomes larger than any bound."""
+    """An integer array viewed as unsigned of the same width; a negative number becomes larger than any bound."""
     return x.view(np.dtype(f"uint{8 * x.dtype.itemsize}"))

@@ -1,8 +1,9 @@
-"""What validators are built of. Each scan raises the error of the first offender, named with its array.
+"""The scans that validators consist of. A scan raises an error for the first entry that breaks its rule.
 
-Rules: compare, never subtract (int32 differences wrap); ranges by unsigned view; chunked, so that peak
-memory is a few MB whatever the matrix; the offender is looked up only on the failure path. The first
-argument is the format object, the arrays are named: ``pointer(f, "indptr", f.nnz)``.
+Entries are compared, never subtracted, because int32 differences wrap. Ranges are checked with one unsigned comparison.
+Arrays are scanned in chunks, so that temporaries need a few MB for any matrix. The offending entry is looked up only
+after a scan has failed. The first argument is the format object, and arrays are given by name:
+``pointer(f, "indptr", f.nnz)``.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from .dtypes import bits, nonzero_mask, value_type
 from .library import Array, is_cupy, namespace, unsigned
 
 CHUNK = 1 << 20
-"""Elements a pass looks at together on the host: temporaries stay in cache."""
+"""Elements that a scan on the host compares at a time, so that its temporaries stay in cache."""
 
 
 def chunks(n: int, like: Array, step: int = CHUNK) -> Iterator[slice]:
-    """Slices that cover 0 .. n-1; one slice on a device, where a launch costs more than memory."""
+    """Slices that cover 0 .. n-1. On a device it is one slice, because there launches matter more than memory."""
     step = max(1, n if is_cupy(like) else step)
     return (slice(i, min(i + step, n)) for i in range(0, n, step))
 
@@ -30,7 +31,7 @@ def fail(
     f: Any, error: type[InvariantError], array: str, index: Any, value: Any, expected: str, *, count: int | None = None,
     hint: str | None = None,
 ) -> None:  # fmt: skip
-    """Raise ``error`` for one offender in the one wording all scans share."""
+    """Raise ``error`` for the entry ``array[index]``, with the wording that all scans share."""
     place = ", ".join(str(i) for i in index) if isinstance(index, tuple) else str(index)
     more = f" ({count} such)" if count and count > 1 else ""
     raise error(
@@ -55,7 +56,7 @@ def place(flat: int, shape: tuple[int, ...]) -> Any:
 
 
 def pointer(f: Any, name: str, end: int) -> None:
-    """p[0] = 0, p[-1] = end, p[i] <= p[i+1]; in this order, before anything is sliced through p."""
+    """Require p[0] = 0, p[-1] = end and p[i] <= p[i+1], in this order. Called before p is used to slice anything."""
     p = getattr(f, name)
     start, last = int(p[0]), int(p[-1])  # synchronize!
     if start != 0:
@@ -64,24 +65,25 @@ def pointer(f: Any, name: str, end: int) -> None:
         fail(f, PointerError, name, p.size - 1, last, f"{end}, the number of items it points into")
     for s in chunks(p.size - 1, p):
         down = p[s.start + 1 : s.stop + 1] < p[s]
-        found = first_true(down)
-        if found:
-            i = s.start + found[0] + 1
-            fail(f, PointerError, name, i, int(p[i]), f">= {int(p[i - 1])}, the entry before it", count=found[1])
+        offenders = first_true(down)
+        if offenders:
+            i = s.start + offenders[0] + 1
+            fail(f, PointerError, name, i, int(p[i]), f">= {int(p[i - 1])}, the entry before it", count=offenders[1])
 
 
 def strictly_increasing(f: Any, name: str, error: type[InvariantError] = OrderError) -> None:
-    """a[i] < a[i+1] over the whole array."""
+    """Require a[i] < a[i+1] over the whole array."""
     a = getattr(f, name)
     for s in chunks(max(0, a.size - 1), a):
-        found = first_true(a[s.start + 1 : s.stop + 1] <= a[s])
-        if found:
-            i = s.start + found[0] + 1
-            fail(f, error, name, i, int(a[i]), f"> {int(a[i - 1])}, the entry before it", count=found[1])
+        offenders = first_true(a[s.start + 1 : s.stop + 1] <= a[s])
+        if offenders:
+            i = s.start + offenders[0] + 1
+            fail(f, error, name, i, int(a[i]), f"> {int(a[i - 1])}, the entry before it", count=offenders[1])
 
 
 def within(f: Any, name: str, bound: int, *, pad: bool = False, error: type[InvariantError] = IndexBoundsError) -> None:
-    """0 <= a < bound everywhere, or also a = PAD when ``pad``. One unsigned pass catches negatives too."""
+    """Require 0 <= a < bound everywhere; with ``pad``, a = PAD is allowed, too. As unsigned, negatives are too
+    large."""
     a = getattr(f, name)
     flat = unsigned(a).reshape(-1)
     one = flat.dtype.type(1)
@@ -90,75 +92,83 @@ def within(f: Any, name: str, bound: int, *, pad: bool = False, error: type[Inva
         limit = bound + 1 if pad else bound
         if int(part.max()) < limit:  # synchronize!
             continue
-        found = first_true(part >= limit)
-        assert found is not None  # the maximum is over the limit
-        i = s.start + found[0]
+        offenders = first_true(part >= limit)
+        assert offenders is not None  # the maximum is over the limit
+        i = s.start + offenders[0]
         expected = f"{'PAD or ' if pad else ''}an index in [0, {bound})"
-        fail(f, error, name, place(i, a.shape), int(a.reshape(-1)[i]), expected, count=found[1])
+        fail(f, error, name, place(i, a.shape), int(a.reshape(-1)[i]), expected, count=offenders[1])
 
 
 def increasing_in_segments(f: Any, pointer_name: str, name: str, unsorted_hint: str | None = None) -> None:
-    """Strictly increasing inside each segment of a pointer that is already known to be valid."""
+    """Require strictly increasing entries inside each segment of a pointer, which must be valid."""
     p, a = getattr(f, pointer_name), getattr(f, name)
     xp = namespace(a)
     for s in chunks(max(0, a.size - 1), a):
         at = xp.nonzero(a[s.start + 1 : s.stop + 1] <= a[s])[0] + (s.start + 1)  # synchronize!
         if at.size == 0:
             continue
-        # A drop is legal exactly where a segment starts.
+        # An entry may be smaller than the one before it only where a segment starts.
         starts = p[xp.searchsorted(p, at.astype(p.dtype))] == at
-        found = first_true(~starts)
-        if found:
-            i = int(at[found[0]])
-            segment = int(xp.searchsorted(p, at[found[0] : found[0] + 1].astype(p.dtype), side="right")[0]) - 1
+        offenders = first_true(~starts)
+        if offenders:
+            i = int(at[offenders[0]])
+            segment = int(xp.searchsorted(p, at[offenders[0] : offenders[0] + 1].astype(p.dtype), side="right")[0]) - 1
             got, before = int(a[i]), int(a[i - 1])
             what = "repeats" if got == before else "is smaller than"
             expected = f"> {before}, the entry before it in row {segment} ({got} {what} it)"
             hint = unsorted_hint if got != before else None
-            fail(f, OrderError, name, i, got, expected, count=found[1], hint=hint)
+            fail(f, OrderError, name, i, got, expected, count=offenders[1], hint=hint)
 
 
 def negative_zero_free(f: Any, name: str) -> None:
-    """Every zero of a value array is +0: all its bits are zero."""
+    """Require that every zero of a value array is +0."""
     a = getattr(f, name)
     row = value_type(a.dtype)
     flat = bits(a).reshape(-1)
     negative = row.bits.type(~row.zero_mask & int(np.iinfo(row.bits).max))  # the sign alone
     for s in chunks(flat.size, flat) if negative else ():
-        found = first_true(flat[s] == negative)
-        if found:
-            fail(f, PatternError, name, place(s.start + found[0], a.shape), "-0.0", "+0, as every zero", count=found[1])
+        offenders = first_true(flat[s] == negative)
+        if offenders:
+            fail(
+                f,
+                PatternError,
+                name,
+                place(s.start + offenders[0], a.shape),
+                "-0.0",
+                "+0, as every zero",
+                count=offenders[1],
+            )
 
 
 def zero_in(f: Any, name: str, part: Array, region: str, index_of: Callable[[Any], Any]) -> None:
     """Every value of ``part``, a cut of array ``name``, is zero; ``index_of`` maps its index tuple to the array's."""
-    found = first_true(nonzero_mask(part)) if part.size else None
-    if found:
-        local = place(found[0], part.shape)
+    offenders = first_true(nonzero_mask(part)) if part.size else None
+    if offenders:
+        local = place(offenders[0], part.shape)
         value = part[local]
         value = (value.get() if is_cupy(value) else value).item()
-        fail(f, IndexBoundsError, name, index_of(local), value, f"0 {region}", count=found[1])
+        fail(f, IndexBoundsError, name, index_of(local), value, f"0 {region}", count=offenders[1])
 
 
 def require_none(f: Any, bad: Array, name: str, expected: str, error: type[InvariantError], start: int = 0) -> None:
     """Raise for the first True of ``bad``; its positions are those of array ``name`` from ``start`` on along axis 0."""
-    found = first_true(bad) if bad.size else None
-    if found is None:
+    offenders = first_true(bad) if bad.size else None
+    if offenders is None:
         return
     a = getattr(f, name)
-    local = place(found[0], bad.shape)
+    local = place(offenders[0], bad.shape)
     at = (start + local[0], *local[1:]) if isinstance(local, tuple) else start + local
     value = a[at]
     value = (value.get() if is_cupy(value) else value).item()
-    fail(f, error, name, at, value, expected, count=found[1])
+    fail(f, error, name, at, value, expected, count=offenders[1])
 
 
 def same_as(f: Any, name: str, wanted: Array, why: str, error: type[InvariantError] = InvariantError) -> None:
-    """Array ``name`` has exactly the bytes of ``wanted`` (same dtype and shape)."""
+    """Require that array ``name`` has exactly the bytes of ``wanted`` (same dtype and shape)."""
     a = getattr(f, name)
     raw = np.dtype(f"uint{8 * a.dtype.itemsize}")
-    found = first_true(a.view(raw) != wanted.view(raw)) if a.size else None
-    if found:
-        at = place(found[0], a.shape)
+    offenders = first_true(a.view(raw) != wanted.view(raw)) if a.size else None
+    if offenders:
+        at = place(offenders[0], a.shape)
         got, want = (v.get() if is_cupy(v) else v for v in (a[at], wanted[at]))
-        fail(f, error, name, at, got.item(), f"{want.item()}, {why}", count=found[1])
+        fail(f, error, name, at, got.item(), f"{want.item()}, {why}", count=offenders[1])

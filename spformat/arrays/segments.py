@@ -1,4 +1,4 @@
-"""What converters are built of: offsets, rows and ranks of items in variable-length segments.
+"""The functions that converters are built from: offsets, rows and ranks of items in segments of variable length.
 
 Every function works on numpy and CuPy alike and uses only operations both have (cumsum, searchsorted,
 repeat, argsort, boolean masks). ``# synchronize!`` marks where the host waits for a device.
@@ -23,7 +23,7 @@ def offsets_from_counts(counts: Array, dtype: Any = None) -> Array:
 
 
 def pointer(counts: Array, total: int) -> Array:
-    """Offsets in the index type that ``total``, the last one, demands."""
+    """The offsets, in the smallest index type that can represent ``total``, the last of them."""
     return offsets_from_counts(counts, index_dtype(total))
 
 
@@ -33,7 +33,7 @@ def rows_of(indptr: Array, n: int) -> Array:
     rows = indptr.size - 1
     if xp is np:
         return np.repeat(np.arange(rows, dtype=np.int64), np.diff(indptr))
-    # cupy.repeat wants its counts on the host; a search keeps everything on the device.
+    # cupy.repeat needs its counts on the host; a search leaves everything on the device.
     return xp.searchsorted(indptr[1:], xp.arange(n, dtype=indptr.dtype), side="right").astype(np.int64)
 
 
@@ -44,9 +44,9 @@ def rank_in_row(indptr: Array, rows: Array) -> Array:
 
 
 def distinct_sorted(keys: Array, bound: int) -> tuple[Array, Array]:
-    """(the distinct keys ascending int64, for every key its place among them); 0 <= key < bound."""
+    """(the distinct keys, ascending, int64; for every key its position among them). Requires 0 <= key < bound."""
     xp = namespace(keys)
-    if bound <= 8 * keys.size + (1 << 20):  # a flag a key is cheaper than a sort
+    if bound <= 8 * keys.size + (1 << 20):  # one flag for each possible key is cheaper than sorting
         seen = xp.zeros(bound, bool)
         seen[keys] = True
         return xp.flatnonzero(seen), (xp.cumsum(seen, dtype=np.int64) - 1)[keys]  # synchronize!
@@ -55,7 +55,8 @@ def distinct_sorted(keys: Array, bound: int) -> tuple[Array, Array]:
 
 
 def counts_of(ids: Array, n: int) -> Array:
-    """int64[n]: how often each of 0 .. n-1 occurs. LimitError when a declared n is over the memory budget."""
+    """int64[n]: how often each of 0 .. n-1 occurs. LimitError if n, which a file declares, exceeds the memory
+    budget."""
     xp = namespace(ids)
     check_bytes(8 * n, f"counts of {n} rows or segments", ids.nbytes)
     if ids.size == 0:
@@ -64,12 +65,15 @@ def counts_of(ids: Array, n: int) -> Array:
 
 
 def stable_order(keys: Array, bound: int) -> Array:
-    """int64[n]: the permutation that sorts ``keys``, equal ones in the order they have; 0 <= key < bound. O(n)."""
+    """int64[n]: the permutation that sorts ``keys`` and leaves equal keys in their order; O(n).
+
+    Requires 0 <= key < bound.
+    """
     xp = namespace(keys)
     if xp is not np:
         return xp.argsort(keys, kind="stable")  # a radix sort
-    # numpy sorts 16-bit integers by radix and wider ones by merging: so one 16-bit digit after the other, the lowest
-    # first.
+    # numpy has a radix sort for 16-bit integers, and a slower merge sort for wider ones. So the keys are sorted by one
+    # 16-bit digit after the other, the lowest first.
     order = np.argsort((keys & 0xFFFF).astype(np.uint16), kind="stable")
     shift = 16
     while bound > 1 << shift:

@@ -1,8 +1,8 @@
 """Independent pieces of host work on several threads.
 
-Threads live for one call: nothing outlives it, so a process that forks afterwards (a pool of conversion
-workers) inherits no dead threads and no locked runtime, which numba's own OpenMP layer aborts on. Pieces must
-release the GIL (compiled loops, zlib, large numpy copies) to gain anything.
+Threads live for one call and end with it. So a process that forks afterwards (a pool of conversion workers) inherits
+no dead threads and no locked runtime; numba's own OpenMP layer aborts on those. Several threads are faster than one
+only if the pieces release the GIL (compiled loops, zlib, large numpy copies).
 """
 
 from __future__ import annotations
@@ -10,8 +10,14 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
+from contextvars import copy_context
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def cores() -> int:
@@ -24,7 +30,8 @@ _alone = threading.local()
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """``run`` stays on the calling thread: for members of a team, whose work keeps every core busy already."""
+    """Inside the block ``run`` uses the calling thread alone: for tasks of a pool that keeps every core busy
+    already."""
     before, _alone.here = getattr(_alone, "here", False), True
     try:
         yield
@@ -33,12 +40,13 @@ def alone() -> Iterator[None]:
 
 
 def run(piece: Callable[[int], None], count: int, threads: int | None = None) -> None:
-    """``piece(0) .. piece(count-1)``, each once, on the calling thread and up to ``threads - 1`` more (default: cores).
+    """Call ``piece(0) .. piece(count-1)``, each once, on the calling thread and up to ``threads - 1`` others.
 
-    Threads take the next piece when they finish one. The first exception is raised here after all have stopped.
+    threads: default: one for each core. A thread takes the next piece when it has finished one. If a piece raises, the
+    first exception is raised here after all threads have stopped.
     """
-    helpers = 0 if getattr(_alone, "here", False) else min(threads or cores(), count) - 1
-    if helpers <= 0:
+    others = 0 if getattr(_alone, "here", False) else min(threads or cores(), count) - 1
+    if others <= 0:
         for i in range(count):
             piece(i)
         return
@@ -52,7 +60,7 @@ def run(piece: Callable[[int], None], count: int, threads: int | None = None) ->
         except BaseException as e:  # carried to the caller, whatever it is
             errors.append(e)
 
-    team = [threading.Thread(target=work, name="spformat", daemon=True) for _ in range(helpers)]
+    team = [threading.Thread(target=work, name="spformat", daemon=True) for _ in range(others)]
     for t in team:
         t.start()
     work()
@@ -60,3 +68,24 @@ def run(piece: Callable[[int], None], count: int, threads: int | None = None) ->
         t.join()
     if errors:
         raise errors[0]
+
+
+def in_order(pool: Executor, tasks: Iterable[Callable[[], T]], ahead: int) -> Iterator[T]:
+    """The result of each task, in the order of the tasks, while up to ``ahead`` later ones wait or run in ``pool``.
+
+    The next task is taken from ``tasks`` when the next result is asked for, so few are in memory at a time. A task runs
+    in a copy of the caller's context, under its limits. An exception of a task is raised in place of its result.
+
+    Hand-written because ``Executor.map`` submits all tasks at once; its bound ``buffersize`` comes with Python 3.14.
+    """
+    futures: deque[Future[T]] = deque()
+    try:
+        for task in tasks:
+            futures.append(pool.submit(copy_context().run, task))
+            if len(futures) > ahead:
+                yield futures.popleft().result()
+        while futures:
+            yield futures.popleft().result()
+    finally:
+        for future in futures:
+            future.cancel()

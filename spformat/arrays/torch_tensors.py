@@ -1,4 +1,4 @@
-"""Tensors of torch, whose memory is shared both ways; on a device, torch's current stream and its allocator."""
+"""Tensors of torch: arrays that share their memory, in both directions; on a device, torch's stream and allocator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .library import Array, import_cupy, is_cupy
 
 
 def import_torch() -> Any:
-    """torch, or UsageError with the line to type."""
+    """The module torch; UsageError, with the command that installs it, if it is missing."""
     try:
         import torch
     except ImportError as e:
@@ -25,7 +25,7 @@ def import_torch() -> Any:
 
 
 def is_torch(x: Any) -> bool:
-    """True for a torch tensor. torch is not imported: a tensor of it can only exist if somebody else did."""
+    """True for a torch tensor. torch is not imported here: if nobody has imported it, no tensor can exist."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
 
@@ -34,7 +34,7 @@ def array_to_torch(x: Array) -> Any:
     """A torch tensor that shares the memory of a numpy or CuPy array (read-only arrays are copied)."""
     torch = import_torch()
     if x.dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
-        # Neither numpy nor DLPack of numpy carries these: move the bits, then view.
+        # Neither numpy nor its DLPack knows these types, so the bits are passed as integers and viewed afterwards.
         return array_to_torch(bits(x)).view(getattr(torch, x.dtype.name))
     if is_cupy(x):
         return torch.from_dlpack(x)
@@ -42,9 +42,9 @@ def array_to_torch(x: Array) -> Any:
 
 
 def torch_to_array(t: Any) -> Array:
-    """A numpy or CuPy array that shares the memory of a torch tensor, strides included.
+    """A numpy or CuPy array that shares the memory of a torch tensor and has its strides.
 
-    On a device, what torch queued before on its current stream is done before what CuPy queues next on its own.
+    On a device, CuPy's current stream waits for the work that torch has queued on its own current stream.
     """
     import torch
 
@@ -68,13 +68,14 @@ def torch_to_array(t: Any) -> Array:
 
 
 class TorchStream:
-    """``with TorchStream(t) as array:`` ``array(tensor)`` shares a tensor's memory as an array.
+    """``with TorchStream(t) as array:`` In the block, ``array(tensor)`` is an array that shares a tensor's memory.
 
-    For a ``t`` on a device, torch's current stream is CuPy's current stream inside the block.
+    If ``t`` is on a device, torch's current stream is also CuPy's current stream inside the block. So kernels of the
+    block run after everything that torch has queued before, and before everything that torch queues later; torch's
+    allocator and graphs see them. They also run after the work on CuPy's own stream, such as a conversion.
 
-    So what torch queued before is done before, what it queues after comes after, and its allocator and its graphs see
-    all of it. What was queued on CuPy's own stream (a matrix that was converted just now) comes before, too.
-    Arrays on a device are known again (a call has few microseconds) and do not keep their memory.
+    Arrays of tensors on a device are cached by address, because a call may take only a few microseconds. They do not
+    own their memory.
     """
 
     __slots__ = ("_device", "_entered")
@@ -115,14 +116,20 @@ def torch_empty(t: Any, shape: tuple[int, ...], dtype: str) -> Any:
 
 
 def mergeable(t: Any) -> Any:
-    """``t``, or a copy in torch's memory where its leading dimensions cannot be taken as one. A copy in ours would be
-    given to others before a graph that captured it is replayed."""
+    """``t``; or a copy, if its leading dimensions cannot be merged into one by strides alone.
+
+    The copy lies in torch's memory. CuPy's pool might give the memory to other arrays before a graph that has captured
+    it is replayed.
+    """
     return t.reshape(math.prod(t.shape[:-1]), t.shape[-1]).view(t.shape)
 
 
 def check_operands(**tensors: Any) -> None:
-    """TypeError for what is no torch tensor beside one (None: not given); UsageError for one on another device than the
-    first, and for one that wants a gradient: it would get none, and nobody would be told."""
+    """Check the arguments of a product; None stands for an argument that is not given.
+
+    Raises TypeError for an argument that is no torch tensor, UsageError for a tensor on another device than the first,
+    and for a tensor that requires a gradient, because the product would silently compute none.
+    """
     import torch
 
     graded = torch.is_grad_enabled()
@@ -140,7 +147,7 @@ def check_operands(**tensors: Any) -> None:
 
 
 def refuse_gradient(name: str, x: Any) -> None:
-    """UsageError for a torch tensor whose gradient a product would cut off without a word."""
+    """UsageError for a torch tensor that requires a gradient, because a product would silently compute none."""
     if is_torch(x) and sys.modules["torch"].is_grad_enabled():
         _refuse_gradient(name, x)
 
@@ -157,15 +164,15 @@ def _lent(t: Any) -> Array:
     return _device_array(t, _known) if t.is_cuda else torch_to_array(t)
 
 
-def _device_array(t: Any, made: Callable[..., Array]) -> Array:
+def _device_array(t: Any, array_at: Callable[..., Array]) -> Array:
     try:
-        return made(t.data_ptr(), t.shape, t.stride(), t.dtype, t.get_device())
+        return array_at(t.data_ptr(), t.shape, t.stride(), t.dtype, t.get_device())
     except (RuntimeError, TypeError, NotImplementedError) as e:  # a sparse layout; a type of torch alone
         raise _not_shared(t, e) from e
 
 
 def _array_at(ptr: int, shape: Any, stride: Any, dtype: Any, device: int, owner: Any = None) -> Array:
-    """Not by DLPack, which takes tensors of torch's current device only and no bfloat16."""
+    """A CuPy array at an address. DLPack would accept only tensors on torch's current device, and no bfloat16."""
     cuda, name = _cupy().cuda, str(dtype).removeprefix("torch.")
     values = VALUE_TYPES[name].numpy if name in VALUE_TYPES else np.dtype(name)
     steps = tuple(values.itemsize * s for s in stride)
@@ -210,7 +217,7 @@ def _stream_of_torch(device: int) -> Any:
 
 
 def _after(earlier: Any, later: Any) -> None:
-    """One stream of CuPy waits for what was queued on another, unless it is captured: a graph cannot wait for what is
-    outside of it."""
+    """Let one stream of CuPy wait for the work queued on another. A stream that is being captured does not wait,
+    because a graph cannot wait for work outside of it."""
     if earlier.ptr != later.ptr and not later.is_capturing():
         later.wait_event(earlier.record())

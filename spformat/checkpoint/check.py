@@ -1,4 +1,5 @@
-"""Validate what is on disk: every tensor read, checksummed, constructed and scanned; manifests against their files."""
+"""Validate a checkpoint on disk: read, checksum, construct and scan every tensor; compare the manifest with its
+files."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from .source import Source, open_source
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """One tensor or file: fine, or the error that says what is wrong."""
+class CheckResult:
+    """The result for one tensor or file: valid, or the error that says what is wrong."""
 
     name: str
     format: str
@@ -26,10 +27,10 @@ class Verdict:
     dtype: str
     error: SpformatError | None = None
     finding: bool = False
-    """The file is sound, but the tensor is not what --expect asked for."""
+    """The file is valid, but the tensor does not fit the format that --expect names."""
 
     def to_json(self) -> dict[str, Any]:
-        """For machines."""
+        """The result as JSON types."""
         tree: dict[str, Any] = {
             "name": self.name,
             "format": self.format,
@@ -41,7 +42,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Checks:
-    """What to look at."""
+    """What ``validate_checkpoint`` checks beside the contents of each tensor."""
 
     expect: str = ""
     include: tuple[str, ...] = ()
@@ -49,8 +50,9 @@ class Checks:
     options: dict[str, bool] = field(default_factory=dict)
 
 
-def validate_checkpoint(path: Path, checks: Checks | None = None) -> Iterator[Verdict]:
-    """A verdict for every tensor, and with ``checksums`` for every file the manifest lists. One tensor in memory."""
+def validate_checkpoint(path: Path, checks: Checks | None = None) -> Iterator[CheckResult]:
+    """A result for every tensor, and with ``checksums`` for every file in the manifest. One tensor is in memory at a
+    time."""
     checks = checks or Checks()
     source = open_source(path)
     if checks.checksums:
@@ -58,29 +60,29 @@ def validate_checkpoint(path: Path, checks: Checks | None = None) -> Iterator[Ve
     for name in included(source.records, checks.include):
         shard, record, _ = source.records[name]
         fmt = record.format.name if record.format else "plain"
-        verdict = Verdict(name, fmt, record.shape, record.dtype)
+        result = CheckResult(name, fmt, record.shape, record.dtype)
         try:
             with source.open(shard) as f:
                 x = f.read(name)
         except FormatError as e:
-            yield Verdict(name, fmt, record.shape, record.dtype, e)
+            yield CheckResult(name, fmt, record.shape, record.dtype, e)
             continue
         if checks.expect and len(record.shape) == 2:
             try:
                 convert(x, checks.expect)
             except StructureError as e:
-                verdict = Verdict(name, fmt, record.shape, record.dtype, e, finding=True)
-        yield verdict
+                result = CheckResult(name, fmt, record.shape, record.dtype, e, finding=True)
+        yield result
 
 
-def _files(source: Source) -> Iterator[Verdict]:
+def _files(source: Source) -> Iterator[CheckResult]:
     path = os.path.join(source.folder, MANIFEST)
     if not os.path.isfile(path):
         raise UsageError(f"--checksums: {source.path} has no {MANIFEST} to check against")
     for name, entry in read_manifest(path)["files"].items():
-        found = sha256_of(member(source.folder, name, ".safetensors", limits.current().link_roots))
+        actual = sha256_of(member(source.folder, name, ".safetensors", limits.current().link_roots))
         error = None
-        if found != entry["sha256"]:
-            error = IntegrityError(f"sha256: expected {printable(entry['sha256'])}, got {found}: the file was changed",
+        if actual != entry["sha256"]:
+            error = IntegrityError(f"sha256: expected {printable(entry['sha256'])}, got {actual}: the file was changed",
                                    path=os.path.join(source.folder, name))  # fmt: skip
-        yield Verdict(name, "file", (), "", error)
+        yield CheckResult(name, "file", (), "", error)

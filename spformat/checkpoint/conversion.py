@@ -1,30 +1,30 @@
-"""A conversion into a folder, as far as it is known before a tensor is read: names, parts, identity."""
+"""A conversion into a folder, as it is known before any tensor is read: file names, parts, identity."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
 from .. import limits
-from .jobs import Job
 from .manifest import MANIFEST, VERSION, digest
-from .parts import Task, Unit, narrowed, split
+from .parts import FilePlan, FileTask, narrowed, split
 from .recipe import Recipe, writes_dense
 from .source import INDEX, Source
+from .tensor_plans import TensorPlan
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """All that is known of a conversion into a folder before a tensor is read."""
+    """Everything that is known about a conversion into a folder before any tensor is read."""
 
     source: Source
-    jobs: tuple[Job, ...]
+    plans: tuple[TensorPlan, ...]
     recipe: Recipe
     folder: str
     device: str = "cpu"
 
     @property
     def dense(self) -> bool:
-        """Whether an ordinary checkpoint is written."""
+        """Whether the output is an ordinary dense checkpoint."""
         return writes_dense(self.recipe)
 
     @property
@@ -34,26 +34,32 @@ class Conversion:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of all files that make the new checkpoint one: shards, and the manifest or index."""
+        """Names of all files that a reader needs to open the new checkpoint: shards, and the manifest or index."""
         last = MANIFEST if not self.dense else INDEX if len(self.source.shards) > 1 else None
         return (*self.names.values(), *filter(None, [last]))
 
     @property
     def identity(self) -> str:
-        """Equal for runs whose finished files can stand side by side."""
+        """A digest that is equal for two runs exactly when their finished files belong to one checkpoint."""
         names = tuple(self.names.values())
         return digest(
             {"recipe": asdict(self.recipe), "container": VERSION, "shards": self.source.shards, "names": names}
         )
 
-    def parts(self, n: int) -> tuple[tuple[Unit, ...], ...]:
-        """The units of each of ``n`` parts."""
-        return split(self.jobs, self.names, n)
+    def parts(self, n: int) -> tuple[tuple[FilePlan, ...], ...]:
+        """The output files of each of ``n`` parts."""
+        return split(self.plans, self.names, n)
 
-    def task(self, unit: Unit, overwrite: bool) -> Task:
-        """What a worker needs for a unit."""
-        return Task(
-            narrowed(self.source, unit.shard), unit, self.recipe, self.folder, overwrite, self.device, limits.current()
+    def task(self, file_plan: FilePlan, overwrite: bool) -> FileTask:
+        """What a worker needs to write one output file."""
+        return FileTask(
+            narrowed(self.source, file_plan.shard),
+            file_plan,
+            self.recipe,
+            self.folder,
+            overwrite,
+            self.device,
+            limits.current(),
         )
 
 

@@ -1,4 +1,4 @@
-"""Do two checkpoints hold the same values? -0.0 equals +0.0, every other bit pattern equals only itself."""
+"""Compare the values of two checkpoints. -0.0 equals +0.0; every other bit pattern equals only itself."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Difference:
 
 
 def diff_checkpoints(a: Path, b: Path) -> Iterator[tuple[str, Difference | None]]:
-    """(tensor, None or its difference) for every tensor of either; two tensors are in memory at a time."""
+    """(tensor, its difference or None) for every tensor of either checkpoint. Two tensors are in memory at a time."""
     first, second = open_source(a), open_source(b)
     for name in sorted(set(first.records) | set(second.records)):
         if name not in first.records or name not in second.records:
@@ -44,9 +44,10 @@ def diff_checkpoints(a: Path, b: Path) -> Iterator[tuple[str, Difference | None]
 
 
 def diff_provenance(a: Path, b: Path) -> Iterator[tuple[str, Difference | None]]:
-    """(file, None or its difference) for every input file that the manifest of one names, looked up in the other.
+    """(file, its difference or None) for every input file that the manifest of one folder names.
 
-    The sha256 of the file is compared with the one in the manifest. UsageError when neither folder has a manifest.
+    The file is looked up in the other folder, and its sha256 is compared with the one in the manifest. UsageError if
+    neither folder has a manifest.
     """
     one, other = (p for p in (a, b) if os.path.isfile(os.path.join(p, MANIFEST))), {os.fspath(a), os.fspath(b)}
     packed = next(one, None)
@@ -56,9 +57,9 @@ def diff_provenance(a: Path, b: Path) -> Iterator[tuple[str, Difference | None]]
     folder = source if os.path.isdir(source) else os.path.dirname(os.path.abspath(source))
     for entry in read_manifest(os.path.join(packed, MANIFEST))["files"].values():
         name, expected = safe_name(entry["source"], ".safetensors"), entry["source_sha256"]
-        found = sha256_of(os.path.join(folder, name))
-        same = found == expected
-        yield name, None if same else Difference(name, f"sha256: the manifest says {expected}, the file has {found}")
+        actual = sha256_of(os.path.join(folder, name))
+        same = actual == expected
+        yield name, None if same else Difference(name, f"sha256: the manifest says {expected}, the file has {actual}")
 
 
 def _read(source: Any, name: str) -> Any:
@@ -67,7 +68,8 @@ def _read(source: Any, name: str) -> Any:
 
 
 def _difference(name: str, x: Any, y: Any) -> Difference | None:
-    """By the nonzeros where both are stored sparsely: a graph may not fit into memory when dense."""
+    """The difference of two tensors, or None. Two sparse ones are compared by their nonzeros, because a dense graph may
+    not fit into memory."""
     sparse = all(isinstance(a, Format) and not isinstance(a, Dense) for a in (x, y))
     if sparse and x.shape == y.shape and x.dtype == y.dtype and product(*x.shape) < 2**63:
         return _compare_nonzeros(name, x.to_csr().without_zeros(), y.to_csr().without_zeros())
@@ -75,7 +77,7 @@ def _difference(name: str, x: Any, y: Any) -> Difference | None:
 
 
 def _compare_nonzeros(name: str, x: CSR, y: CSR) -> Difference | None:
-    """``_compare`` of two ordered CSR of one shape and dtype, without stored zeros."""
+    """As ``_compare``, for two CSR of equal shape and dtype, with sorted columns and without stored zeros."""
     K = x.shape[1]
     places = [a.rows().astype(np.int64) * K + a.indices for a in (x, y)]  # int64: M*K overflows int32
     every = np.union1d(*places)

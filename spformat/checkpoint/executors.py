@@ -1,8 +1,8 @@
-"""Units of work on any ``concurrent.futures.Executor``: bounded bytes in flight, another try for what failed.
+"""Output files written by the workers of any ``concurrent.futures.Executor``: threads, processes or a dask cluster.
 
-Threads, processes of this machine, or a dask cluster. Workers see the source and the target folder under the same
-paths; nothing but a description of the work and its outcome travels. A worker that dies leaves at most a temporary
-file behind; its unit is done again, by dask itself or here, and gives the same bytes.
+The bytes in flight are bounded, and what failed is tried again. All workers see the source and the target folder under
+the same paths, so only a description of the work and its outcome are sent. A worker that dies leaves at most a
+temporary file behind; its output file is written again, by dask itself or here, with the same bytes.
 """
 
 from __future__ import annotations
@@ -19,43 +19,46 @@ from .. import limits
 from ..arrays.threads import cores
 from ..errors import InputError, SpformatError, UsageError, WriteError
 from ..storage.files import Path
-from .parts import Converted, Task, convert_unit
+from .parts import FileOutcome, FileTask, convert_file
 
 KINDS = ("threads", "processes", "dask")
 
 _BESIDE = 64 << 20
-"""Bytes a worker needs beside its tensor and what that becomes."""
+"""Bytes that a worker needs beside its largest tensor and the converted form of it."""
 
 
 @dataclass(frozen=True)
 class Workers:
-    """An executor and what may be asked of it at once."""
+    """An executor, and how much work it may be given at once."""
 
     executor: Executor
     count: int = 0
-    """Units that run side by side; 0: the cores of this machine. With fewer shards than this, shards are cut."""
+    """Files that are converted side by side; 0: one for each core of this machine. If the source has fewer shards than
+    this, shards are written in pieces."""
     in_flight: int = 0
-    """Bytes of memory that running units may need together (twice their largest tensor each); 0: half of what this
-    machine has, or the memory limit in force. One unit always runs."""
+    """Bytes of memory that running tasks may need together (each needs twice its largest tensor); 0: half of the memory
+    of this machine, or the memory limit in force. One task always runs."""
     retries: int = 2
-    """Further tries of a unit that failed for a reason that may pass: I/O errors, lost workers. Never of a tensor
-    that does not fit or a bad file."""
+    """How often a task is tried again if it failed for a reason that may pass: an I/O error, a lost worker. A tensor
+    that does not fit its target, or a bad file, is never tried again."""
 
-    def filled(self) -> Workers:
-        """With the defaults of this machine for what is 0."""
+    def with_defaults(self) -> Workers:
+        """These workers, with the defaults of this machine in place of 0."""
         budget = limits.current().memory or limits.host_memory() // 2
         return replace(self, count=self.count or cores(), in_flight=self.in_flight or budget)
 
 
-def convert_units(tasks: Iterable[Task], workers: Workers) -> Iterator[Converted]:
-    """What each task gives, in the order they finish, the largest started first.
+def convert_files(tasks: Iterable[FileTask], workers: Workers) -> Iterator[FileOutcome]:
+    """The outcome of each task, in the order in which they finish; the largest task is started first.
 
-    After an error that no further try can mend, nothing more is started; what runs is waited for and its results
-    are given before the error is raised.
+    After an error that another try cannot repair, no further task is started. The tasks that are running are waited
+    for, their outcomes are yielded, and then the error is raised.
+
+    Not ``threads.in_order``: memory bounds what runs here, not a count, and a failed task goes back into the queue.
     """
-    workers = workers.filled()
-    waiting = deque(sorted(tasks, key=lambda t: t.unit.nbytes, reverse=True))
-    running: dict[Future[Converted], Task] = {}
+    workers = workers.with_defaults()
+    waiting = deque(sorted(tasks, key=lambda t: t.file_plan.nbytes, reverse=True))
+    running: dict[Future[FileOutcome], FileTask] = {}
     tries: dict[str, int] = {}
     failed: BaseException | None = None
     try:
@@ -65,7 +68,7 @@ def convert_units(tasks: Iterable[Task], workers: Workers) -> Iterator[Converted
                 task = waiting.popleft()
                 load += _memory(task)
                 try:
-                    running[workers.executor.submit(convert_unit, task)] = task
+                    running[workers.executor.submit(convert_file, task)] = task
                 except (BrokenExecutor, RuntimeError) as e:  # its processes are gone, or it was shut down
                     failed = _explained(e, task)
             if not running:
@@ -76,12 +79,12 @@ def convert_units(tasks: Iterable[Task], workers: Workers) -> Iterator[Converted
                 if error is None:
                     yield future.result()
                     continue
-                tries[task.unit.name] = tries.get(task.unit.name, 0) + 1
-                if _may_pass(error) and tries[task.unit.name] <= workers.retries:
-                    # The file of a try that was cut off may be there already, with the right bytes or none.
+                tries[task.file_plan.name] = tries.get(task.file_plan.name, 0) + 1
+                if _may_pass(error) and tries[task.file_plan.name] <= workers.retries:
+                    # The interrupted try may have published its file already; the same bytes replace it.
                     waiting.appendleft(replace(task, overwrite=True))
                 else:
-                    failed = failed or _explained(error, task, tries[task.unit.name])
+                    failed = failed or _explained(error, task, tries[task.file_plan.name])
     finally:
         for future in running:
             future.cancel()
@@ -89,7 +92,7 @@ def convert_units(tasks: Iterable[Task], workers: Workers) -> Iterator[Converted
         raise failed
 
 
-def _memory(task: Task) -> int:
+def _memory(task: FileTask) -> int:
     return 2 * task.largest + _BESIDE
 
 
@@ -98,18 +101,18 @@ def _error_of(future: Future[Any]) -> BaseException | None:
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether another try could end otherwise: I/O and lost workers, but not what the input itself is."""
+    """Whether another try may succeed: after an I/O error or a lost worker, but not after an error in the input."""
     if isinstance(error, BrokenExecutor) or not isinstance(error, Exception):
         return False
     return isinstance(error, OSError) or not isinstance(error, SpformatError)
 
 
-def _explained(error: BaseException, task: Task, tries: int = 1) -> BaseException:
+def _explained(error: BaseException, task: FileTask, tries: int = 1) -> BaseException:
     if isinstance(error, SpformatError) or not isinstance(error, Exception):
         return error
-    again = "finished units are kept: run again with --resume (resume=True)"
+    again = "finished files are kept: run again with --resume (resume=True)"
     wrapped = WriteError(
-        f"{task.unit.name}: failed {tries} time(s) on the executor, last {type(error).__name__}: {error}; {again}",
+        f"{task.file_plan.name}: failed {tries} time(s) on the executor, last {type(error).__name__}: {error}; {again}",
         path=task.folder,
     )
     wrapped.__cause__ = error
@@ -120,12 +123,12 @@ def _explained(error: BaseException, task: Task, tries: int = 1) -> BaseExceptio
 def open_workers(kind: str, count: int = 0, scheduler: str = "", paths: Sequence[Path] = ()) -> Iterator[Workers]:
     """Workers for a ``with`` block: "threads" or "processes" of this machine, or "dask".
 
-    count: how many; 0: one a core. scheduler: address of a dask scheduler, whose workers are used as they are;
-    without one a LocalCluster of ``count`` processes is started. paths: files and folders of the conversion; every
-    worker of a cluster is asked whether it sees them.
+    count: how many; 0: one for each core. scheduler: address of a dask scheduler, whose workers are used as they are;
+    without one, a LocalCluster of ``count`` processes is started. paths: files and folders of the conversion; each
+    worker of a cluster must see them.
 
-    Raises UsageError (an unknown kind, dask not installed, workers of another release), InputError (no scheduler
-    there, a worker that does not see a path).
+    Raises UsageError (an unknown kind, dask is not installed, workers of another release) and InputError (no scheduler
+    at that address, a worker that does not see a path).
     """
     if kind not in KINDS:
         raise UsageError(f"executor: expected one of {', '.join(KINDS)}, got {kind!r}")
@@ -164,17 +167,17 @@ def _dask(count: int, scheduler: str, paths: list[str]) -> Iterator[Workers]:
             raise InputError(f"no dask scheduler answers there: {e}", path=scheduler) from e
         with client:
             client.wait_for_workers(1, timeout=60)
-            said = client.run(_report, paths)
-            _check_workers(said)
-            threads, memory = (sum(s[key] for s in said.values()) for key in ("threads", "memory"))
+            reports = client.run(_worker_report, paths)
+            _check_workers(reports)
+            threads, memory = (sum(r[key] for r in reports.values()) for key in ("threads", "memory"))
             yield Workers(client.get_executor(pure=False), threads, memory // 2)
     finally:
         if cluster is not None:
             cluster.close()
 
 
-def _report(paths: list[str], dask_worker: Any = None) -> dict[str, Any]:
-    """What a worker says of itself: its release, which of the paths it does not see, its threads and memory."""
+def _worker_report(paths: list[str], dask_worker: Any = None) -> dict[str, Any]:
+    """Runs on a worker: its release, which of the paths it does not see, its threads and its memory in bytes."""
     from .. import __version__
 
     hidden = [p for p in paths if not os.path.exists(p)]
@@ -185,18 +188,18 @@ def _report(paths: list[str], dask_worker: Any = None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _check_workers(said: dict[str, dict[str, Any]]) -> None:
+def _check_workers(reports: dict[str, dict[str, Any]]) -> None:
     from .. import __version__
 
-    for address, worker in said.items():
+    for address, worker in reports.items():
         if worker["release"] != __version__:
             got = f"{worker['release']} on {address}"
             raise UsageError(f"executor dask: expected workers with spformat {__version__}, got {got}")
-    blind = {address: worker["hidden"] for address, worker in said.items() if worker["hidden"]}
+    blind = {address: worker["hidden"] for address, worker in reports.items() if worker["hidden"]}
     if blind:
         address, hidden = next(iter(blind.items()))
         raise InputError(
-            f"{len(blind)} of {len(said)} dask workers do not see it, first {address}: the cluster needs a file system "
-            "that all of its machines mount under one path",
+            f"{len(blind)} of {len(reports)} dask workers do not see it, first {address}: the cluster needs a file "
+            "system that all of its machines mount under one path",
             path=hidden[0],
         )

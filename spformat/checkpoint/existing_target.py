@@ -1,4 +1,4 @@
-"""What an earlier conversion left in the target folder: all there is to do, or files that the new one replaces."""
+"""What an earlier conversion has left in the target folder: a finished result, or files that the new one replaces."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from ..formats import by_name, spec_text
 from ..storage.files import is_file, names_in, remove, same_file, sha256_of, size_of
 from ..storage.output import flush_folder
 from .conversion import Conversion
-from .jobs import Job, Outcome
 from .manifest import MANIFEST, digest, read_manifest
-from .parts import Converted
+from .parts import FileOutcome
 from .recipe import KEEP
 from .source import INDEX, INDEX_SUFFIX, OURS
+from .tensor_plans import TensorOutcome, TensorPlan
 
 _DENSE = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
 
 
 def superseded(there: Iterable[str], new: Collection[str], dense: bool) -> list[str]:
-    """Those of the names ``there`` that a reader would take for part of the checkpoint of the files ``new``.
+    """Those of the names ``there`` that a reader would take for a part of the checkpoint that consists of ``new``.
 
-    Shards of an earlier conversion; beside a dense checkpoint, which has no manifest, also index, shards and manifest
-    of another one: any of them decides what the folder opens as. Nothing else in a folder is ours to judge.
+    These are shards of an earlier conversion. A dense checkpoint has no manifest; beside one, the index, shards and
+    manifest of another checkpoint count, too, because each of them changes how the folder is opened. All other files in
+    the folder are left alone.
     """
     kinds = (OURS, _DENSE, re.compile(re.escape(INDEX)), re.compile(re.escape(MANIFEST))) if dense else (OURS,)
     return [n for n in there if n not in new and any(kind.fullmatch(n) for kind in kinds)]
 
 
 def left_over(c: Conversion) -> list[str]:
-    """``superseded`` files of the target folder, the manifest last; none of the source's."""
+    """``superseded`` files of the target folder, the manifest last; never an input file."""
     if same_file(c.folder, c.source.folder):
         return []
     names = superseded(names_in(c.folder), c.outputs, c.dense)
@@ -44,7 +45,8 @@ def left_over(c: Conversion) -> list[str]:
 
 
 def clear(c: Conversion) -> None:
-    """Remove what is ``left_over``, for good: a new checkpoint is complete, and its journal still stands."""
+    """Remove what is ``left_over`` and flush the folder. The new checkpoint must be complete, with its journal still
+    there."""
     names = left_over(c)
     for name in names:
         remove(os.path.join(c.folder, name))
@@ -52,11 +54,11 @@ def clear(c: Conversion) -> None:
         flush_folder(c.folder)
 
 
-def already_done(c: Conversion, shards: Collection[str]) -> tuple[Converted, ...]:
-    """The output files of ``shards`` in a folder that holds this very conversion, finished: nothing is left to do.
+def already_done(c: Conversion, shards: Collection[str]) -> tuple[FileOutcome, ...]:
+    """The output files of ``shards`` in a folder that contains exactly this conversion, finished.
 
-    Recipe, sizes, the hash of every input and output file, and the files beside them are compared with the manifest.
-    OutputError says what is not as it was; then only --force converts again.
+    Recipe, sizes, the hash of every input and output file, and the side files are compared with the manifest. Raises
+    OutputError, which names the first difference; then only --force converts again.
     """
     manifest = read_manifest(os.path.join(c.folder, MANIFEST))
     files, names = manifest["files"], c.names
@@ -74,26 +76,28 @@ def already_done(c: Conversion, shards: Collection[str]) -> tuple[Converted, ...
         if not name.endswith(INDEX_SUFFIX) and not holds_side_file(c, name):
             raise _other(c, f"without this {name}")
     try:
-        outcomes = {j.name: _outcome(j, manifest["tensors"][j.name]) for j in c.jobs if j.shard in shards}
+        outcomes = {
+            plan.name: _outcome(plan, manifest["tensors"][plan.name]) for plan in c.plans if plan.shard in shards
+        }
     except (KeyError, TypeError, ValueError, UsageError) as e:
         raise ContainerError(f"manifest: expected a description of every tensor: {e}", path=c.folder) from e
     return tuple(
-        Converted(
+        FileOutcome(
             names[s], s, files[names[s]]["source_sha256"], files[names[s]]["sha256"], files[names[s]]["size"],
-            tuple(outcomes[j.name] for j in c.jobs if j.shard == s),
+            tuple(outcomes[plan.name] for plan in c.plans if plan.shard == s),
         )
         for s in names if s in shards
     )  # fmt: skip
 
 
 def holds_side_file(c: Conversion, name: str) -> bool:
-    """Whether the target has a side file already, as this conversion would write it."""
+    """Whether the target already has a side file with the contents that this conversion would write."""
     a, b = os.path.join(c.source.folder, name), os.path.join(c.folder, name)
     if not is_file(a) or not is_file(b):
         return False
     if same_file(a, b):
         return True
-    # Most are copied, and compared without taking them into memory.
+    # Most side files are copied unchanged; those are compared by hash, without reading them into memory.
     wanted = sha256_of(a) if not c.source.packed else hashlib.sha256(c.source.side_file(name)).hexdigest()
     return wanted == sha256_of(b)
 
@@ -102,15 +106,15 @@ def _other(c: Conversion, what: str) -> OutputError:
     return OutputError(f"the target holds a finished conversion {what}; use --force to replace it", path=c.folder)
 
 
-def _outcome(job: Job, told: dict[str, Any]) -> Outcome:
-    counts = {"bytes_out": told["bytes_out"], "nnz": told.get("nnz")}
+def _outcome(plan: TensorPlan, entry: dict[str, Any]) -> TensorOutcome:
+    counts = {"bytes_out": entry["bytes_out"], "nnz": entry.get("nnz")}
     if type(counts["bytes_out"]) is not int or type(counts["nnz"]) not in (int, type(None)):
-        raise TypeError(f"'{job.name}' has other counts than integers")
+        raise TypeError(f"'{plan.name}' has other counts than integers")
     target = KEEP
-    if told["format"] != "plain":
-        fmt = by_name(told["format"])
-        target = spec_text(fmt, fmt.resolve_params(told["params"]))
-    return Outcome(
-        name=job.name, target=target, why=job.why, shape=job.shape, dtype=job.record.dtype, bytes_in=job.bytes_in,
+    if entry["format"] != "plain":
+        fmt = by_name(entry["format"])
+        target = spec_text(fmt, fmt.resolve_params(entry["params"]))
+    return TensorOutcome(
+        name=plan.name, target=target, why=plan.why, shape=plan.shape, dtype=plan.record.dtype, bytes_in=plan.bytes_in,
         **counts,
     )  # fmt: skip

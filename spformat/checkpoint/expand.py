@@ -1,8 +1,9 @@
-"""Stored matrices written out densely, panel by panel: the way back of ``panels``, in the same bounded memory.
+"""Sparse matrices decoded to dense in row chunks: the reverse of ``row_chunks``, in the same bounded memory.
 
-A panel's part of every array is read, summed, constructed as a matrix of its own, validated and decoded, before the
-sums of the whole arrays are known. They are compared before the file is published, so nothing unchecked gets a name.
-What a panel finds wrong is told by reading the whole tensor, whose message has the right places.
+The part of every array that belongs to a row chunk is read, checksummed, constructed as a matrix of its own, validated
+and decoded. The checksums of the whole arrays are known only at the end; they are compared before the file is
+published, so no file with unchecked contents gets its final name. When a row chunk is invalid, the whole tensor is
+read, because only its error message has the right positions.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,39 +19,39 @@ import numpy as np
 from ..arrays.dtypes import SAFETENSORS, value_type
 from ..arrays.library import ceil_div, index_dtype
 from ..errors import SpformatError
-from ..formats.base import Format, Panels
+from ..formats.base import Format, RowChunks
 from ..storage import crc
-from ..storage.container import TensorFile
 from ..storage.stwriter import Writer
-from .jobs import Job
-from .row_chunks import Team, bound, counted_by, panel_rows
+from ..storage.tensorfile import TensorFile
+from .row_chunks import Team, arrays_counted_by, rows_per_chunk
+from .tensor_plans import TensorPlan
 
 
 @dataclass
-class Expansion:
-    """A stored matrix on its way to a dense array."""
+class ChunkDecoder:
+    """Decodes one sparse matrix of a file, row chunk by row chunk, and writes the dense rows."""
 
-    job: Job
+    plan: TensorPlan
     target: type[Format]
-    layout: Panels
+    layout: RowChunks
     step: int
-    """Rows of a panel; the last may have fewer."""
+    """Rows of a row chunk; the last may have fewer."""
     pointers: dict[str, np.ndarray[Any, Any]]
     _sums: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
-        """Panels."""
-        return ceil_div(self.job.shape[0], self.step)
+        """RowChunks."""
+        return ceil_div(self.plan.shape[0], self.step)
 
     def ranges(self, i: int) -> dict[str, tuple[int, int]]:
-        """First entry, and the one after the last, of panel ``i`` in every array but the pointers."""
-        (M, K), r = self.job.shape, self.job.record
+        """First entry, and the one after the last, of row chunk ``i`` in every array except the pointers."""
+        (M, K), r = self.plan.shape, self.plan.record
         begin, end = i * self.step, min(M, (i + 1) * self.step)
         out = {}
         for pointer, offsets in self.pointers.items():
             first, last = begin // self.layout.rows, ceil_div(end, self.layout.rows)
-            for name in counted_by(self.target, pointer):
+            for name in arrays_counted_by(self.target, pointer):
                 out[name] = int(offsets[first]), int(offsets[last])
         dtype = value_type(r.dtype).numpy
         for name in r.arrays.keys() - out.keys() - self.pointers.keys():
@@ -59,23 +61,23 @@ class Expansion:
         return out
 
     def tasks(self, f: TensorFile, out: Writer, team: Team) -> Iterator[Callable[[], None]]:
-        """Read, check, decode and write each panel."""
-        return (bound(self._write, f, out, team, i) for i in range(self.count))
+        """A task for each row chunk, which reads, checks, decodes and writes it."""
+        return (partial(self._write, f, out, team, i) for i in range(self.count))
 
     def _write(self, f: TensorFile, out: Writer, team: Team, i: int) -> None:
-        r, (M, K) = self.job.record, self.job.shape
+        r, (M, K) = self.plan.record, self.plan.shape
         begin, end = i * self.step, min(M, (i + 1) * self.step)
         ranges = self.ranges(i)
         shapes = [(hi - lo, *r.arrays[name][1][1:]) for name, (lo, hi) in ranges.items()]
-        rooms = team.rooms([(s, SAFETENSORS[r.arrays[name][0]]) for name, s in zip(ranges, shapes, strict=True)])
+        buffers = team.buffers([(s, SAFETENSORS[r.arrays[name][0]]) for name, s in zip(ranges, shapes, strict=True)])
         arrays: dict[str, Any] = {}
-        for (name, (lo, _)), room in zip(ranges.items(), rooms, strict=True):
-            f.panel(r.name, lo, room, name)
-            arrays[name] = room
-            if r.crc32.get(name) is not None and room.nbytes:
-                at = lo * (room.nbytes // room.shape[0])
+        for (name, (lo, _)), buffer in zip(ranges.items(), buffers, strict=True):
+            f.read_rows(r.name, lo, buffer, name)
+            arrays[name] = buffer
+            if r.crc32.get(name) is not None and buffer.nbytes:
+                at = lo * (buffer.nbytes // buffer.shape[0])
                 self._sums.setdefault(name, []).append(
-                    (at, room.nbytes, zlib.crc32(room.reshape(-1).view(np.uint8).data))
+                    (at, buffer.nbytes, zlib.crc32(buffer.reshape(-1).view(np.uint8).data))
                 )
         for pointer, offsets in self.pointers.items():
             part = offsets[begin // self.layout.rows : ceil_div(end, self.layout.rows) + 1]
@@ -84,38 +86,38 @@ class Expansion:
         out.put_part(r.name, begin * K * dense.itemsize, dense)
 
     def check(self, f: TensorFile) -> None:
-        """Compare the checksums of the arrays that were read; IntegrityError if one is another."""
+        """Compare the checksums of the arrays that were read with those in the file; IntegrityError if one differs."""
         for name, parts in self._sums.items():
-            f.check_sum(self.job.name, name, crc.joined(parts)[0])
+            f.check_sum(self.plan.name, name, crc.joined(parts)[0])
 
 
-def expansion(f: TensorFile, job: Job) -> Expansion | None:
-    """``job`` as panels, or None where its format, or damage, asks for the whole tensor."""
-    r = job.record
-    if r.format is None or r.tables or 0 in job.shape:
+def chunk_decoder(f: TensorFile, plan: TensorPlan) -> ChunkDecoder | None:
+    """A decoder of the tensor; None if its format needs the whole tensor at once, or if its pointers are damaged."""
+    r = plan.record
+    if r.format is None or r.tables or 0 in plan.shape:
         return None
-    layout = r.format.panels(r.params)
-    rows = None if layout is None else panel_rows(job, r.format, r.params, layout)
+    layout = r.format.row_chunks(r.params)
+    rows = None if layout is None else rows_per_chunk(plan, r.format, r.params, layout)
     if layout is None or rows is None:
         return None
-    pointers = {name: f.array(job.name, array=name) for name in layout.pointers}
+    pointers = {name: f.array(plan.name, array=name) for name in layout.pointers}
     for name, offsets in pointers.items():
-        for counted in counted_by(r.format, name):
+        for counted in arrays_counted_by(r.format, name):
             length = r.arrays[counted][1][0]
             if offsets[0] != 0 or offsets[-1] != length or bool((offsets[1:] < offsets[:-1]).any()):
-                return None  # the whole tensor says what is wrong
-    known = r.format.array_specs((job.shape[0], job.shape[1]), value_type(r.dtype).numpy, 0, r.params)
-    in_items = {name for p in pointers for name in counted_by(r.format, p)}
+                return None  # reading the whole tensor raises the error that says what is wrong
+    known = r.format.array_specs((plan.shape[0], plan.shape[1]), value_type(r.dtype).numpy, 0, r.params)
+    in_items = {name for p in pointers for name in arrays_counted_by(r.format, p)}
     if r.arrays.keys() - in_items - pointers.keys() - (known or {}).keys():
         return None
-    return Expansion(job, r.format, layout, rows, pointers)
+    return ChunkDecoder(plan, r.format, layout, rows, pointers)
 
 
-def told_by_the_whole(f: TensorFile, job: Job, e: SpformatError) -> SpformatError:
-    """The error of the whole tensor for what a panel found wrong; that of the panel if there is none."""
+def error_of_whole_tensor(f: TensorFile, plan: TensorPlan, e: SpformatError) -> SpformatError:
+    """The error that reading the whole tensor raises, for the error ``e`` of one row chunk; ``e`` if it raises none."""
     try:
-        f.read(job.name)
+        f.read(plan.name)
     except SpformatError as whole:
         return whole
-    e.at(path=f.path, tensor=job.name)
+    e.at(path=f.path, tensor=plan.name)
     return e

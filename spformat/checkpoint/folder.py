@@ -1,7 +1,7 @@
-"""The target folder of a conversion: what may be there, and the files around the shards.
+"""The target folder of a conversion: what it may contain at the start, and the files beside the shards.
 
-The manifest (of a dense checkpoint: the index) is written last, by whoever holds the folder alone; it is the commit
-point.
+The manifest (the index of a dense checkpoint) is written last, by a process that has locked the folder for itself
+alone. Once it is there, the conversion counts as finished.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from . import journals
 from .conversion import Conversion
 from .existing_target import clear, holds_side_file
 from .manifest import JOURNAL_GLOB, MANIFEST, VERSION, write_json
-from .parts import PIECES, Converted, Part, assemble
+from .parts import PIECES, FileOutcome, Part, assemble
 from .recipe import KEEP
 from .source import INDEX, INDEX_SUFFIX
 
 
 def prepare(c: Conversion) -> None:
-    """Make the folder; OutputError if it cannot be, or if an output would be an input."""
+    """Create the folder; OutputError if that fails, or if an output file is an input file, too."""
     make(c.folder)
     for name in (*c.names.values(), *c.source.side_files):
         if any(same_file(os.path.join(c.source.folder, s), os.path.join(c.folder, name)) for s in c.source.shards):
@@ -41,7 +41,7 @@ def prepare(c: Conversion) -> None:
 
 
 def make(folder: str) -> None:
-    """Make a folder if it is not there, for good: its name is on disk, too. OutputError if it cannot be."""
+    """Create a folder if it does not exist, and flush its name to disk. OutputError if it cannot be created."""
     above = os.path.abspath(folder)
     missing = []
     while not os.path.lexists(above) and above != (above := os.path.dirname(above)):
@@ -51,20 +51,20 @@ def make(folder: str) -> None:
     except (OSError, ValueError) as e:  # ValueError: a NUL in the path
         raise OutputError(f"cannot create the folder: {reason(e)}", path=folder) from e
     for parent in missing:
-        if os.access(parent, os.R_OK):  # a folder one may only pass through cannot be asked
+        if os.access(parent, os.R_OK):  # a folder without read permission cannot be opened to flush it
             flush_folder(parent)
 
 
 @contextmanager
-def held(folder: Path, part: Part | None) -> Iterator[None]:
-    """The folder for one run alone; or, for a part, beside other parts but not beside a second run of the same."""
+def locked(folder: Path, part: Part | None) -> Iterator[None]:
+    """Lock the folder for one run alone. A part shares it with other parts, but not with a second run of itself."""
     own = nullcontext() if part is None else folder_lock(folder, f".spformat-part-{part.number}-of-{part.of}.lock")
     with folder_lock(folder, shared=part is not None), own:
         yield
 
 
 def refuse_existing(folder: str, names: Iterable[str]) -> None:
-    """OutputError if the folder holds one of ``names``."""
+    """OutputError if one of ``names`` exists in the folder."""
     for name in names:
         if os.path.lexists(os.path.join(folder, name)):
             journal = JOURNAL_GLOB.fullmatch(name)
@@ -73,7 +73,7 @@ def refuse_existing(folder: str, names: Iterable[str]) -> None:
 
 
 def refuse_other_side_files(c: Conversion) -> None:
-    """OutputError if a side file, or the index, would replace one of the target that is not the same already."""
+    """OutputError if a side file, or the index, would replace a different one in the target."""
     names = [n for n in c.source.side_files if not n.endswith(INDEX_SUFFIX)]
     for name in [*names, *([INDEX] if c.dense and len(c.names) > 1 else [])]:
         if os.path.lexists(os.path.join(c.folder, name)) and not holds_side_file(c, name):
@@ -81,7 +81,10 @@ def refuse_other_side_files(c: Conversion) -> None:
 
 
 def refuse_collisions(c: Conversion) -> None:
-    """OutputError if names of the output differ in case alone and the target, which is locked, ignores case."""
+    """OutputError if two output names differ only in case and the file system of the target ignores case.
+
+    The target must be locked.
+    """
     seen: dict[str, str] = {}
     for name in (*c.names.values(), MANIFEST, *c.source.side_files):
         other = seen.setdefault(name.casefold(), name)
@@ -92,23 +95,23 @@ def refuse_collisions(c: Conversion) -> None:
 # ------------------------------------------------------------------ the end of a conversion
 
 
-def finish(c: Conversion, done: Sequence[Converted]) -> tuple[Converted, ...]:
-    """Assemble shards that are in pieces, copy side files, write the manifest or index, remove what was in between.
+def finish(c: Conversion, done: Sequence[FileOutcome]) -> tuple[FileOutcome, ...]:
+    """Assemble shards from their pieces, copy side files, write the manifest or index, and remove temporary files.
 
-    done: every unit, in the order of the source. What the new checkpoint replaces under
-    other names goes before the journal, so that nobody takes the folder for the old one. Returns the output files, one
-    per shard.
+    done: the outcome of every file, in the order of the source. Files of an earlier checkpoint under other names are
+    removed before the journal, so that the folder is never opened as the old checkpoint. Returns the output files, one
+    for each shard.
     """
-    by_shard: dict[str, list[Converted]] = {s: [] for s in c.source.shards}
-    for d in done:
-        by_shard[d.source].append(d)
+    by_shard: dict[str, list[FileOutcome]] = {s: [] for s in c.source.shards}
+    for outcome in done:
+        by_shard[outcome.source].append(outcome)
     files = []
     for shard, name in c.names.items():
         parts = by_shard[shard]
         if len(parts) == 1 and parts[0].name == name:
             files.append(parts[0])
         else:
-            # What a merge that was cut off left under the name is replaced; anything else was refused at the start.
+            # A file of this name is replaced: an interrupted merge has left it. Any other was refused at the start.
             files.append(assemble(c.source, shard, os.path.join(c.folder, name), parts, c.folder, c.dense))
     _copy_side_files(c)
     if c.dense:
@@ -132,7 +135,7 @@ def _copy_side_files(c: Conversion) -> None:
             publish(os.path.join(c.folder, name), data, overwrite=True)
 
 
-def _write_index(c: Conversion, files: Sequence[Converted]) -> None:
+def _write_index(c: Conversion, files: Sequence[FileOutcome]) -> None:
     if len(files) == 1:
         return
     total = sum(o.bytes_out or 0 for f in files for o in f.outcomes)
@@ -141,7 +144,7 @@ def _write_index(c: Conversion, files: Sequence[Converted]) -> None:
     write_json(os.path.join(c.folder, INDEX), tree)
 
 
-def _manifest(c: Conversion, files: Sequence[Converted]) -> dict[str, Any]:
+def _manifest(c: Conversion, files: Sequence[FileOutcome]) -> dict[str, Any]:
     tensors = {}
     for f in files:
         for o in f.outcomes:

@@ -1,6 +1,7 @@
-"""Journals: what a run or part has finished, on disk after every unit, and what the next makes of that.
+"""Journals: which files a run or part has finished, and how the next run uses that.
 
-Each part of a job array has a journal and a lock of its own; nobody writes another's.
+A journal is written to disk after every output file. Each part of a job array has a journal and a lock of its own, and
+writes no other.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Any
 from ..errors import ContainerError, InputError, UsageError
 from ..storage.files import Path, is_file, names_in, remove, sha256_of, size_of
 from .conversion import Conversion
-from .jobs import Outcome
 from .manifest import JOURNAL, JOURNAL_GLOB, MANIFEST, manifest_sha256, read_journal, write_journal
-from .parts import Converted, Part, Unit, digest_of_input
+from .parts import FileOutcome, FilePlan, Part, digest_of_input
 from .recipe import Recipe
+from .tensor_plans import TensorOutcome
 
 
 def journal_name(part: Part | None) -> str:
@@ -31,9 +32,9 @@ def listed(folder: Path) -> list[str]:
 
 
 class Journal:
-    """What a run or part has finished, on disk after every unit."""
+    """The files that a run or part has finished. It is on disk after every change."""
 
-    def __init__(self, c: Conversion, part: Part | None, done: Iterable[Converted]) -> None:
+    def __init__(self, c: Conversion, part: Part | None, done: Iterable[FileOutcome]) -> None:
         self._c, self._part = c, part
         self._path = os.path.join(c.folder, journal_name(part))
         self._entries = {d.name: _entry(d) for d in done}
@@ -41,29 +42,30 @@ class Journal:
         self._before = self._outputs()
         self._write()
 
-    def add(self, done: Converted) -> None:
-        """Note a finished unit."""
+    def add(self, done: FileOutcome) -> None:
+        """Add a finished file."""
         self._entries[done.name] = _entry(done)
         self._write()
 
     def close(self, *, complete: bool) -> None:
-        """A part with nothing left to do says so; a run that failed before it replaced anything leaves nothing."""
+        """End the journal. That of a complete part says so. A run that failed before it replaced any file removes its
+        journal."""
         if complete:
             self._write(complete=True)
         elif not self._entries and self._outputs() == self._before:
             remove(self._path)
 
     def _outputs(self) -> list[tuple[int, int] | None]:
-        """What stands under the final names: (device, inode) each."""
-        found: list[tuple[int, int] | None] = []
+        """Which file stands under each final name: (device, inode), or None."""
+        identities: list[tuple[int, int] | None] = []
         for name in self._c.names.values():
             try:
                 status = os.lstat(os.path.join(self._c.folder, name))
             except OSError:
-                found.append(None)
+                identities.append(None)
             else:
-                found.append((status.st_dev, status.st_ino))
-        return found
+                identities.append((status.st_dev, status.st_ino))
+        return identities
 
     def _write(self, *, complete: bool = False) -> None:
         c, part = self._c, self._part
@@ -75,27 +77,27 @@ class Journal:
 
 
 @contextmanager
-def journal(c: Conversion, part: Part | None, done: Iterable[Converted]) -> Iterator[Journal]:
-    """The journal of a run or part for a ``with`` block, begun with what is done already."""
-    made, complete = Journal(c, part, done), False
+def journal(c: Conversion, part: Part | None, done: Iterable[FileOutcome]) -> Iterator[Journal]:
+    """The journal of a run or part for a ``with`` block. It starts with the files that are done already."""
+    journal_of_run, complete = Journal(c, part, done), False
     try:
-        yield made
+        yield journal_of_run
         complete = True
     finally:
-        made.close(complete=complete)
+        journal_of_run.close(complete=complete)
 
 
 def entries_of(c: Conversion, names: Iterable[str]) -> dict[str, Any] | None:
-    """Entries of those of the named journals that are of this conversion; None if none is."""
-    found: dict[str, Any] | None = None
+    """The entries of all named journals that belong to this conversion; None if no journal does."""
+    entries: dict[str, Any] | None = None
     for name in names:
         tree = read_journal(os.path.join(c.folder, name))
         if tree["plan"] == c.identity:
-            found = found or {}
-            for unit, entry in tree["shards"].items():
+            entries = entries or {}
+            for file_plan, entry in tree["shards"].items():
                 _check_entry(entry, os.path.join(c.folder, name))
-                found[unit] = entry
-    return found
+                entries[file_plan] = entry
+    return entries
 
 
 _ENTRY = {"sha256": str, "size": int, "source": str, "source_sha256": str, "tensors": list}
@@ -106,18 +108,19 @@ _TENSOR = {
 
 
 def _check_entry(entry: Any, journal: str) -> None:
-    """ContainerError unless an entry of a journal has the fields that ``_entry`` writes: whoever seals it may lie."""
+    """ContainerError unless an entry of a journal has the fields that ``_entry`` writes. The digest of a journal proves
+    nothing: anybody can compute it."""
     sound = type(entry) is dict and {k: type(v) for k, v in entry.items()} == _ENTRY
-    for told in entry["tensors"] if sound else ():
-        sound &= type(told) is dict and all(type(v) is _TENSOR.get(k) for k, v in told.items())
-        sound = sound and {"name", "target", "shape", "dtype", "bytes_in"} <= told.keys()
-        sound = sound and all(type(n) is int for n in told["shape"])
+    for tensor in entry["tensors"] if sound else ():
+        sound &= type(tensor) is dict and all(type(v) is _TENSOR.get(k) for k, v in tensor.items())
+        sound = sound and {"name", "target", "shape", "dtype", "bytes_in"} <= tensor.keys()
+        sound = sound and all(type(n) is int for n in tensor["shape"])
     if not sound:
         raise ContainerError("the journal is damaged: start again with --force", path=journal)
 
 
 def parts_of(c: Conversion, names: Iterable[str]) -> int | None:
-    """Into how many parts this conversion was cut by those who wrote the named journals; None: it was not."""
+    """Into how many parts this conversion was divided, as the named journals say; None: they are of no parts."""
     for name in names:
         tree = read_journal(os.path.join(c.folder, name))
         if tree["plan"] == c.identity and "part" in tree:
@@ -126,11 +129,14 @@ def parts_of(c: Conversion, names: Iterable[str]) -> int | None:
 
 
 def parts_in(folder: str) -> tuple[Recipe, str, int]:
-    """Recipe, source and number of the parts in a folder, all of them complete; else InputError, ContainerError."""
+    """Recipe, source and number of the parts in a folder.
+
+    Raises InputError unless all parts are complete, ContainerError if they are parts of different conversions.
+    """
     trees = {name: read_journal(os.path.join(folder, name)) for name in listed(folder) if name != JOURNAL}
     if not trees:
-        found = f"it has a {MANIFEST}: nothing is left to merge" if MANIFEST in names_in(folder) else "it has none"
-        raise InputError(f"expected the journals of parts (convert --part i/n), {found}", path=folder)
+        got = f"it has a {MANIFEST}: nothing is left to merge" if MANIFEST in names_in(folder) else "it has none"
+        raise InputError(f"expected the journals of parts (convert --part i/n), {got}", path=folder)
     first = next(iter(trees.values()))
     parts = {_part(tree, name).number: tree for name, tree in trees.items()}
     n = _part(first, next(iter(trees))).of
@@ -146,7 +152,7 @@ def parts_in(folder: str) -> tuple[Recipe, str, int]:
 
 
 def _part(tree: dict[str, Any], name: str) -> Part:
-    """The part a journal is of; ContainerError unless it says what its name does."""
+    """The part that wrote a journal; ContainerError unless its contents and its name agree."""
     try:
         part = Part(*tree["part"])
     except (KeyError, TypeError, UsageError) as e:
@@ -156,35 +162,40 @@ def _part(tree: dict[str, Any], name: str) -> Part:
     return part
 
 
-def finished(c: Conversion, unit: Unit, entry: Any, *, hashes: bool = True) -> Converted | None:
-    """A unit of a former run if its file is there and, with ``hashes``, input and output are what the journal says."""
-    if not entry or why_redone(c, unit, entry, hashes=hashes):
+def finished(c: Conversion, file_plan: FilePlan, entry: Any, *, hashes: bool = True) -> FileOutcome | None:
+    """The outcome of a file that an earlier run has finished; None if it must be converted again.
+
+    The size of the file must be the one in the journal and, with ``hashes``, the hashes of input and output, too.
+    """
+    if not entry or why_redone(c, file_plan, entry, hashes=hashes):
         return None
     outcomes = tuple(
-        Outcome(**{"bytes_out": None, "why": "", **o, "shape": tuple(o["shape"])}) for o in entry["tensors"]
+        TensorOutcome(**{"bytes_out": None, "why": "", **o, "shape": tuple(o["shape"])}) for o in entry["tensors"]
     )
-    return Converted(unit.name, unit.shard, entry["source_sha256"], entry["sha256"], entry["size"], outcomes)
+    return FileOutcome(
+        file_plan.name, file_plan.shard, entry["source_sha256"], entry["sha256"], entry["size"], outcomes
+    )
 
 
-def why_redone(c: Conversion, unit: Unit, entry: Any, *, hashes: bool = True) -> str:
-    """What has changed since a former run noted a unit in its journal; "" if nothing has."""
-    path = os.path.join(c.folder, unit.name)
+def why_redone(c: Conversion, file_plan: FilePlan, entry: Any, *, hashes: bool = True) -> str:
+    """What has changed since an earlier run added a file to its journal; "" if nothing has."""
+    path = os.path.join(c.folder, file_plan.name)
     if not is_file(path):
         return "is gone"
     if size_of(path) != entry["size"]:
         return f"has {size_of(path):,} bytes, the journal says {entry['size']:,}"
-    if hashes and digest_of_input(c.source, unit) != entry["source_sha256"]:
-        return f"was made of another {unit.shard}"
+    if hashes and digest_of_input(c.source, file_plan) != entry["source_sha256"]:
+        return f"was made of another {file_plan.shard}"
     if hashes and sha256_of(path) != entry["sha256"]:
         return "has another sha256 than the journal says"
-    packed = [c.source.packed[j.name] for j in unit.jobs if j.name in c.source.packed]
-    elsewhere = {shard for group in packed for shard, _ in group.entries.values()} - {unit.shard}
+    packed = [c.source.packed[plan.name] for plan in file_plan.plans if plan.name in c.source.packed]
+    elsewhere = {shard for group in packed for shard, _ in group.entries.values()} - {file_plan.shard}
     if hashes and elsewhere:  # the journal has the hash of one
         return f"holds a tensor that is packed in {min(elsewhere)}, too"
     return ""
 
 
-def _entry(d: Converted) -> dict[str, Any]:
+def _entry(d: FileOutcome) -> dict[str, Any]:
     return {
         "sha256": d.sha256, "size": d.size, "source": d.source, "source_sha256": d.source_sha256,
         "tensors": [o.to_json() for o in d.outcomes],

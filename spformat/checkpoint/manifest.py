@@ -1,4 +1,4 @@
-"""The two JSON files of a packed folder: the manifest, its commit point, and the journal of a run under way."""
+"""The two JSON files of a packed folder: the manifest, which is written last, and the journal of a run in progress."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ VERSION = 1
 _OF_A_FILE = ("sha256", "source", "source_sha256")
 _MAX = 256 << 20
 _PARSED = 32
-"""Bytes that JSON may take in memory for each of its own: ``[[],[],..``."""
+"""Bytes of memory that one byte of JSON may need when it is parsed; ``[[],[],..`` needs most."""
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """A manifest with its schema checked; ContainerError or VersionError."""
+    """Read a manifest and check its schema; ContainerError or VersionError."""
     tree = _read(path)
     if tree.get("container") != VERSION:
         raise VersionError(f"expected manifest version {VERSION}, got {tree.get('container')!r}", path=str(path))
     for key in ("files", "tensors"):
-        found = tree.get(key)
-        if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
+        objects = tree.get(key)
+        if not isinstance(objects, dict) or not all(isinstance(entry, dict) for entry in objects.values()):
             raise ContainerError(f"manifest: expected an object of objects under '{key}'", path=str(path))
     for name, entry in tree["files"].items():
         if not (type(entry.get("size")) is int and all(type(entry.get(k)) is str for k in _OF_A_FILE)):
@@ -44,7 +44,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def read_journal(path: Path) -> dict[str, Any]:
-    """A journal as ``write_journal`` left it; ContainerError with the way out when it is damaged."""
+    """Read a journal that ``write_journal`` wrote; ContainerError if it is damaged."""
     tree = _read(path)
     sound = tree.pop("sha256", None) == digest(tree) and {"plan", "shards", "replaces"} <= tree.keys()
     if not sound or not isinstance(tree["shards"], dict):
@@ -58,19 +58,20 @@ def write_journal(path: Path, tree: dict[str, Any]) -> None:
 
 
 def manifest_sha256(folder: Path) -> str | None:
-    """SHA-256 of the manifest that stands in a folder; None if there is none."""
+    """SHA-256 of the manifest in a folder; None if there is none."""
     path = os.path.join(folder, MANIFEST)
     return sha256_of(path) if is_file(path) else None
 
 
 def is_finished(folder: Path, journals: Iterable[str]) -> bool:
-    """Whether the manifest of a folder is newer than its journals, which then are left over from the last moment.
+    """Whether the conversion into a folder is finished: its manifest is newer than all its journals.
 
-    A journal says which manifest was there when its run began. While that one is there, files beside it may be new.
+    A journal states the hash of the manifest that was there when its run began. While that manifest is still there, the
+    run has not finished, and shards beside it may belong to the new checkpoint.
     """
-    found = manifest_sha256(folder)
+    current = manifest_sha256(folder)
     begun = [read_journal(os.path.join(folder, name))["replaces"] for name in journals]
-    return not begun or (found is not None and found not in begun)
+    return not begun or (current is not None and current not in begun)
 
 
 def write_json(path: Path, tree: dict[str, Any]) -> None:

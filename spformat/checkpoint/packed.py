@@ -1,4 +1,4 @@
-"""Checkpoints that compressed-tensors packed, seen as the dense ones they stand for: a group is one dense tensor."""
+"""Checkpoints that compressed-tensors packed, presented as dense ones: each group of entries is one dense tensor."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from ..errors import ContainerError, FormatError, LimitError
 from ..formats.base import Format
 from ..interop.compressed_tensors import Group, decode, dense_shape, find_groups, fp8_in_int8
 from ..limits import product
-from ..storage.container import TensorFile, safe_open
+from ..storage.container import safe_open
 from ..storage.descriptor import Record
 from ..storage.files import is_file, read_small
+from ..storage.tensorfile import TensorFile
 
 CONFIG = "config.json"
 _MAX_CONFIG = 16 << 20
@@ -31,7 +32,7 @@ Records: TypeAlias = dict[str, tuple[str, Record, int]]
 
 @dataclass(frozen=True)
 class Packed:
-    """One group: where its arrays lie."""
+    """One packed tensor: its dense shape and dtype, and where its arrays lie."""
 
     layout: str
     shape: tuple[int, ...]
@@ -41,30 +42,31 @@ class Packed:
 
     @property
     def shard(self) -> str:
-        """Where the dense tensor is said to be."""
+        """The shard in which the dense tensor is presented."""
         return self.entries["compressed"][0]
 
 
 def unpacked(records: Records, folder: str, path: str) -> tuple[Records, dict[str, Packed]]:
-    """``records`` with a dense tensor in the place of every group's first array, and the groups by that tensor's name.
+    """``records`` with one dense tensor in place of the entries of each group; and the groups by that tensor's name.
 
-    Raises FormatError for a group whose shape and bits disagree, ContainerError for a tensor that is there twice.
+    A dense tensor takes the place of the first array of its group. Raises FormatError for a group whose shape and
+    bitmask disagree, ContainerError for a tensor that occurs twice.
     """
     try:
         groups = find_groups(records)
-    except FormatError:  # of names like theirs, not all are there
+    except FormatError:  # some names look like those of compressed-tensors, but the group is not complete
         return records, {}
     groups = tuple(g for g in groups if records[g.entries["compressed"]][1].dtype in VALUE_TYPES)
     if not groups:
         return records, {}
     config = _config(folder)
     shapes = _shapes(records, folder, path, groups)
-    found = {g.entries["compressed"]: g for g in groups}
+    by_first_entry = {g.entries["compressed"]: g for g in groups}
     parts = {entry for g in groups for entry in g.entries.values()}
     out: Records = {}
     packed: dict[str, Packed] = {}
     for name, (shard, record, size) in records.items():
-        group = found.get(name)
+        group = by_first_entry.get(name)
         if group is None:
             if name not in parts:
                 out[name] = shard, record, size
@@ -86,7 +88,7 @@ def unpacked(records: Records, folder: str, path: str) -> tuple[Records, dict[st
 
 
 def _shapes(records: Records, folder: str, path: str, groups: tuple[Group, ...]) -> dict[str, Array]:
-    """The entries ``shape``, each shard opened once. FormatError for more than two numbers, which are not read."""
+    """The ``shape`` entry of every group; each shard is opened once. FormatError for one of more than two numbers."""
     by_shard: dict[str, list[str]] = {}
     for g in groups:
         shard, record, _ = records[g.entries["shape"]]
@@ -102,10 +104,11 @@ def _shapes(records: Records, folder: str, path: str, groups: tuple[Group, ...])
 
 
 def _check_bits(shape: tuple[int, ...], bitmask: Record) -> None:
-    """A dense tensor has at most eight values for each byte of bits: a small file cannot claim a huge one."""
+    """FormatError unless the bitmask has exactly one bit for each value, in rows of whole bytes. So a small file cannot
+    claim a huge tensor."""
     rows, cols = (1, *shape)[-2:]
-    expected, held = product(rows, ceil_div(cols, 8)), product(*bitmask.shape)
-    if bitmask.dtype != "uint8" or held != expected:
+    expected, got_bytes = product(rows, ceil_div(cols, 8)), product(*bitmask.shape)
+    if bitmask.dtype != "uint8" or got_bytes != expected:
         got = f"{bitmask.dtype} of shape {bitmask.shape}"
         raise FormatError(f"bitmask: expected {expected:,} bytes for a tensor of shape {shape}, got {got}")
 
@@ -116,7 +119,7 @@ def _config(folder: str) -> dict[str, Any]:
 
 
 def _parsed(data: bytes) -> dict[str, Any] | None:
-    """A JSON object, as loosely as loaders of models read it (Infinity is in some); None for anything else."""
+    """A JSON object; None for anything else. Parsed as leniently as model loaders do, because some contain Infinity."""
     try:
         tree = json.loads(data)
     except (ValueError, RecursionError):
@@ -125,21 +128,22 @@ def _parsed(data: bytes) -> dict[str, Any] | None:
 
 
 def config_when_dense(data: bytes) -> bytes:
-    """A config.json that no longer says that the weights are packed. Unchanged if it does not say so."""
+    """The config.json of a packed checkpoint without the statement that its weights are packed; any other unchanged."""
     tree, changed = _parsed(data) or {}, False
     for key in ("quantization_config", "compression_config"):
-        told = tree.get(key)
-        if isinstance(told, dict) and told.pop("sparsity_config", None) is not None:
+        settings = tree.get(key)
+        if isinstance(settings, dict) and settings.pop("sparsity_config", None) is not None:
             changed = True
-            if not told.get("config_groups"):  # nothing else was compressed
+            if not settings.get("config_groups"):  # nothing else was compressed
                 del tree[key]
     return (json.dumps(tree, indent=2) + "\n").encode() if changed else data
 
 
 class UnpackedFile:
-    """An open shard whose groups read as dense tensors, the last one kept; all else is the file's own.
+    """An open shard whose groups are read as dense tensors; everything else is passed on to the file.
 
-    A group may have arrays in other shards, which are opened for it. What cannot be decoded raises at the first read.
+    The tensor that was decoded last stays in memory. A group may have arrays in other shards, which are opened for it.
+    A group that cannot be decoded raises its error at the first read.
     """
 
     def __init__(self, f: TensorFile, groups: Mapping[str, Packed], opened: Callable[[str], TensorFile]) -> None:
@@ -158,7 +162,7 @@ class UnpackedFile:
     def _dense(self, name: str) -> Array:
         with self._lock:
             if self._last[0] != name:
-                self._last = ("", np.zeros(0, np.uint8))  # two need not fit
+                self._last = ("", np.zeros(0, np.uint8))  # freed first: there may be no memory for two
                 self._last = name, self._decoded(name)
             return self._last[1]
 
@@ -179,25 +183,25 @@ class UnpackedFile:
         return dense
 
     def array(self, name: str, rows: slice | None = None, device: str = "cpu", array: str = "") -> Array:
-        """As of ``TensorFile``."""
+        """As the method of ``TensorFile``."""
         if name not in self._groups:
             return self._f.array(name, rows, device, array)
         x = self._dense(name)
         return to_device(x if rows is None else x[rows], device)
 
     def read(self, name: str, device: str = "cpu") -> Format | Array:
-        """As of ``TensorFile``."""
+        """As the method of ``TensorFile``."""
         return self.array(name, device=device) if name in self._groups else self._f.read(name, device)
 
-    def panel(self, name: str, begin: int, room: np.ndarray[Any, Any], array: str = "") -> None:
-        """As of ``TensorFile``."""
+    def read_rows(self, name: str, begin: int, out: np.ndarray[Any, Any], array: str = "") -> None:
+        """As ``TensorFile.read_rows``."""
         if name in self._groups:
-            room[...] = self._dense(name)[begin : begin + len(room)]
+            out[...] = self._dense(name)[begin : begin + len(out)]
         else:
-            self._f.panel(name, begin, room, array)
+            self._f.read_rows(name, begin, out, array)
 
     def raw(self, name: str, piece: int = 16 * 2**20, array: str = "") -> Iterator[np.ndarray[Any, Any]]:
-        """As of ``TensorFile``."""
+        """As the method of ``TensorFile``."""
         if name not in self._groups:
             yield from self._f.raw(name, piece, array)
             return
@@ -206,7 +210,7 @@ class UnpackedFile:
             yield data[at : at + piece]
 
     def ranges(self, name: str) -> list[tuple[int, int]]:
-        """Where those arrays of a tensor lie that are in this shard."""
+        """As ``TensorFile.ranges``; of a packed tensor, only the arrays in this shard."""
         if name not in self._groups:
             return self._f.ranges(name)
         here = [entry for _, entry in self._groups[name].entries.values() if entry in self._f]

@@ -1,9 +1,9 @@
-"""Cutting a conversion into units of work: whole shards, or consecutive tensors of one; and putting those together.
+"""Dividing a conversion into output files that workers write independently, and assembling shards from their pieces.
 
-A unit is what one worker converts into one file without knowing of the others. A whole shard is written under its
-final name. Tensors of a shard become a piece: a complete file of its own in ``spformat.pieces``; ``assemble`` copies
-the arrays of all pieces into the shard, which has the bytes that one worker would have written, because the
-layout of a file depends only on names, dtypes and shapes.
+A worker writes one file (FilePlan) without knowing the others. A whole shard is written under its final name. Some
+consecutive tensors of a shard become a *piece*: a complete file of its own in ``spformat.pieces``. ``assemble`` copies
+the arrays of all pieces into the shard. The result has the bytes that one worker would have written, because the layout
+of a file depends only on names, dtypes and shapes.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ from ..storage.descriptor import Record
 from ..storage.files import sha256_of, size_of
 from ..storage.filewriter import create
 from ..storage.stwriter import Writer
-from .jobs import Job, Outcome
 from .recipe import Recipe
 from .shard import Progress, write_shard
 from .source import Source
+from .tensor_plans import TensorOutcome, TensorPlan
 
 PIECES = "spformat.pieces"
-"""Folder inside the target that holds pieces until their shard is assembled."""
+"""Folder inside the target where pieces lie until their shard is assembled."""
 
 MOST_PARTS = 100_000
-"""Of one conversion: a journal says how many there are, and a list is made of them."""
+"""The most parts of one conversion. A journal states their number, and a list of that length is built, so a damaged
+journal must not be able to claim more."""
 
 _COPY = 64 << 20
+"""Bytes that are copied from a piece at a time."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Part ``number`` (from 1) of ``of``: what one job of a job array converts."""
+    """Part ``number`` of ``of``, counted from 1: the share of a conversion that one job of a job array does."""
 
     number: int
     of: int
@@ -50,88 +52,89 @@ class Part:
 
     @classmethod
     def parse(cls, text: str) -> Part:
-        """ "3/16"."""
-        found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
-        if found is None:
+        """A part from text like "3/16"; UsageError for any other."""
+        match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+        if match is None:
             raise UsageError(f"part: expected i/n, like 3/16, got {text!r:.40}")
-        return cls(int(found[1]), int(found[2]))
+        return cls(int(match[1]), int(match[2]))
 
     def __str__(self) -> str:
         return f"{self.number}/{self.of}"
 
 
 @dataclass(frozen=True)
-class Converted:
-    """One output file, a shard or a piece of one: what journal and manifest say of it.
+class FileOutcome:
+    """A finished output file, a shard or a piece of one, as journal and manifest describe it.
 
-    The hashes are empty for a single file without a manifest.
+    The hashes are empty for a single file, which has no manifest.
     """
 
     name: str
     source: str
     source_sha256: str
-    """Of the shard; for a piece, of the bytes of its tensors in the shard."""
+    """Hash of the input shard; for a piece, of the bytes that its tensors have in the input shard."""
     sha256: str
     size: int
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[TensorOutcome, ...]
 
 
 @dataclass(frozen=True)
-class Unit:
-    """Tensors of one shard and the file they become."""
+class FilePlan:
+    """An output file that is to be written: some or all tensors of one shard."""
 
     shard: str
     name: str
-    """Relative to the target folder: that of the shard, or of a piece."""
-    jobs: tuple[Job, ...]
+    """Path of the shard, or of the piece, relative to the target folder."""
+    plans: tuple[TensorPlan, ...]
 
     @property
     def whole(self) -> bool:
-        """Whether these are all tensors of the shard."""
+        """Whether the file has all tensors of the shard."""
         return not self.name.startswith(PIECES)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors in the source."""
-        return sum(j.bytes_in for j in self.jobs)
+        return sum(plan.bytes_in for plan in self.plans)
 
 
-def split(jobs: Sequence[Job], names: dict[str, str], parts: int) -> tuple[tuple[Unit, ...], ...]:
-    """The units of each of ``parts`` parts; the same for everybody who asks, whatever they have done so far.
+def split(plans: Sequence[TensorPlan], names: dict[str, str], parts: int) -> tuple[tuple[FilePlan, ...], ...]:
+    """The output files of each of ``parts`` parts. Every process gets the same answer, whatever is finished already.
 
-    Shards, or tensors if there are fewer shards than parts, lie end to end in the order of the source; one belongs
-    to the part in whose equal share of the bytes its middle lies. So parts hold consecutive tensors, differ by less
-    than one shard (tensor), and one that has nothing to do is possible.
+    The shards (or the tensors, if there are fewer shards than parts) are laid end to end in the order of the source,
+    and this line is divided into equal shares of bytes, one for each part. A shard (or tensor) belongs to the part in
+    whose share its middle lies. So a part has consecutive tensors, two parts differ by less than one shard (or tensor),
+    and a part may have nothing to do.
 
-    jobs: every tensor, in the order of the source. names: shard -> file name of its output.
+    plans: every tensor, in the order of the source. names: shard -> file name of its output.
     """
-    by_shard: dict[str, list[Job]] = {shard: [] for shard in names}
-    for j in jobs:
-        by_shard[j.shard].append(j)
+    by_shard: dict[str, list[TensorPlan]] = {shard: [] for shard in names}
+    for plan in plans:
+        by_shard[plan.shard].append(plan)
     if parts <= len(names):
         items = [tuple(group) for group in by_shard.values()]
         shards = list(by_shard)
     else:
-        items = [(j,) for group in by_shard.values() for j in group] or [()]
+        items = [(plan,) for group in by_shard.values() for plan in group] or [()]
         shards = [shard for shard, group in by_shard.items() for _ in group] or list(by_shard)
-    places = _places([sum(j.bytes_in for j in item) for item in items], parts)
-    out: list[list[Unit]] = [[] for _ in range(parts)]
+    places = _places([sum(plan.bytes_in for plan in item) for item in items], parts)
+    out: list[list[FilePlan]] = [[] for _ in range(parts)]
     position = dict.fromkeys(names, 0)
     for place, shard, item in zip(places, shards, items, strict=True):
-        mine = out[place]
-        if mine and mine[-1].shard == shard:
-            item = (*mine.pop().jobs, *item)
-        mine.append(Unit(shard, "", item))
-    for mine in out:
-        for k, unit in enumerate(mine):
-            first = position[unit.shard]
-            position[unit.shard] = last = first + len(unit.jobs)
-            mine[k] = replace(unit, name=_name(names[unit.shard], first, last, len(by_shard[unit.shard])))
+        own = out[place]
+        if own and own[-1].shard == shard:
+            item = (*own.pop().plans, *item)
+        own.append(FilePlan(shard, "", item))
+    for own in out:
+        for k, file_plan in enumerate(own):
+            first = position[file_plan.shard]
+            position[file_plan.shard] = last = first + len(file_plan.plans)
+            own[k] = replace(file_plan, name=_name(names[file_plan.shard], first, last, len(by_shard[file_plan.shard])))
     return tuple(map(tuple, out))
 
 
 def _places(sizes: Sequence[int], parts: int) -> list[int]:
-    """For items laid end to end, the equal share of the whole in which the middle of each lies."""
+    """For each of several items laid end to end: in which of ``parts`` equal shares of the whole its middle lies."""
     total, at, out = sum(sizes), 0, []
     for size in sizes:
         out.append(min(parts - 1, parts * (2 * at + size) // (2 * total)) if total else 0)
@@ -146,12 +149,12 @@ def _name(output: str, first: int, last: int, of: int) -> str:
 
 
 @dataclass(frozen=True)
-class Task:
-    """A unit with all that a worker in another process or on another machine needs; pickles small."""
+class FileTask:
+    """A FilePlan with everything that a worker in another process or on another machine needs; small when pickled."""
 
     source: Source
-    """Narrowed to the shard."""
-    unit: Unit
+    """The source with this one shard alone."""
+    file_plan: FilePlan
     recipe: Recipe
     folder: str
     overwrite: bool
@@ -161,44 +164,44 @@ class Task:
     @property
     def path(self) -> str:
         """The file to write."""
-        return os.path.join(self.folder, self.unit.name)
+        return os.path.join(self.folder, self.file_plan.name)
 
     @property
     def largest(self) -> int:
         """Bytes of its largest tensor."""
-        return max((j.bytes_in for j in self.unit.jobs), default=0)
+        return max((plan.bytes_in for plan in self.file_plan.plans), default=0)
 
 
 def narrowed(source: Source, shard: str) -> Source:
-    """What is needed to open one shard, without the records of the others."""
+    """The source with one shard alone: what is needed to open that shard, without the records of the others."""
     return Source(source.path, source.folder, (shard,), {}, packed=source.packed_in(shard))
 
 
-def convert_unit(task: Task, progress: Progress | None = None) -> Converted:
-    """Convert the tensors of a unit into its file; runs wherever source and target folder can be seen."""
-    unit, source = task.unit, task.source
+def convert_file(task: FileTask, progress: Progress | None = None) -> FileOutcome:
+    """Convert the tensors of one output file and write it; runs on any machine that sees source and target folder."""
+    file_plan, source = task.file_plan, task.source
     with limits.using(task.limits), ThreadPoolExecutor(1) as hashing:
-        digest_in = hashing.submit(digest_of_input, source, unit)
+        digest_in = hashing.submit(digest_of_input, source, file_plan)
         outcomes = write_shard(
-            source, unit.shard, unit.jobs, task.recipe, task.path, task.overwrite, progress, task.device
+            source, file_plan.shard, file_plan.plans, task.recipe, task.path, task.overwrite, progress, task.device
         )
         sha_out = sha256_of(task.path)
-        return Converted(
-            unit.name, unit.shard, digest_in.result(), sha_out, size_of(task.path), outcomes
-        )  # fmt: skip
+        return FileOutcome(file_plan.name, file_plan.shard, digest_in.result(), sha_out, size_of(task.path), outcomes)
 
 
-def digest_of_input(source: Source, unit: Unit) -> str:
-    """SHA-256 of the shard, or for a piece of the bytes of its tensors there: nobody reads a shard n times."""
-    path = os.path.join(source.folder, unit.shard)
-    if unit.whole:
+def digest_of_input(source: Source, file_plan: FilePlan) -> str:
+    """SHA-256 of the input shard; for a piece, only of the bytes of its tensors, so that n pieces read a shard once."""
+    path = os.path.join(source.folder, file_plan.shard)
+    if file_plan.whole:
         return sha256_of(path)
-    with source.open(unit.shard) as f:
-        ranges = sorted(r for j in unit.jobs for r in f.ranges(j.name))
+    with source.open(file_plan.shard) as f:
+        ranges = sorted(r for plan in file_plan.plans for r in f.ranges(plan.name))
     return sha256_of(path, ranges)
 
 
-def assemble(source: Source, shard: str, path: str, pieces: Iterable[Converted], folder: str, dense: bool) -> Converted:
+def assemble(
+    source: Source, shard: str, path: str, pieces: Iterable[FileOutcome], folder: str, dense: bool
+) -> FileOutcome:
     """The file ``path`` from the pieces of ``shard`` in ``folder``, in the order of its tensors; bytes are copied."""
     pieces = list(pieces)
     with ThreadPoolExecutor(1) as hashing:
@@ -207,7 +210,7 @@ def assemble(source: Source, shard: str, path: str, pieces: Iterable[Converted],
         (_copy_dense if dense else _copy_packed)(path, paths)
         outcomes = tuple(o for p in pieces for o in p.outcomes)
         name, sha_out, size = os.path.basename(path), sha256_of(path), size_of(path)
-        return Converted(name, shard, digest_in.result(), sha_out, size, outcomes)
+        return FileOutcome(name, shard, digest_in.result(), sha_out, size, outcomes)
 
 
 def _copy_packed(path: str, pieces: Sequence[str]) -> None:
@@ -229,12 +232,12 @@ def _copy_dense(path: str, pieces: Sequence[str]) -> None:
 
 
 def _records(piece: str) -> list[Record]:
-    """What a piece holds, with the bytes of arrays whose dtype numpy lacks."""
+    """The records of a piece. An array whose dtype numpy lacks is described with its size in bytes."""
     with safe_open(piece) as f:
-        found = []
+        records = []
         for r in map(f.info, f):
             sized: Any = {
                 a: spec if spec[0] in SAFETENSORS else (*spec, f.nbytes(r.name)) for a, spec in r.arrays.items()
             }
-            found.append(replace(r, arrays=sized))
-        return found
+            records.append(replace(r, arrays=sized))
+        return records

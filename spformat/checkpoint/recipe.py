@@ -1,4 +1,4 @@
-"""What to do with which tensor: rules, of which the last match wins."""
+"""What to do with which tensor: an ordered list of rules; the last one that matches a name decides."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..formats import parse_spec
 
 AUTO = "auto"
 KEEP = "keep"
-"""Targets beside format ids: the smallest exact format; leave the tensor as it is."""
+"""Targets that are no format ids. "auto": the smallest exact format. "keep": leave the tensor as it is."""
 
 
 def matcher(pattern: str) -> re.Pattern[str]:
@@ -34,12 +34,15 @@ def require_match(flag: str, pattern: str, names: list[str]) -> None:
 
 
 def included(names: Iterable[str], include: Sequence[str] | None) -> list[str]:
-    """The names that --include selects, all without one; UsageError for a pattern that selects none."""
-    found = list(names)
+    """The names that the --include patterns select, or all names without a pattern.
+
+    Raises UsageError for a pattern that selects none.
+    """
+    names = list(names)
     for pattern in include or ():
-        require_match("--include", pattern, found)
+        require_match("--include", pattern, names)
     patterns = [matcher(p) for p in include or ()]
-    return [n for n in found if not patterns or any(p.search(n) for p in patterns)]
+    return [n for n in names if not patterns or any(p.search(n) for p in patterns)]
 
 
 def check_target(target: str) -> str:
@@ -64,11 +67,13 @@ class Rule:
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """ "PATTERN=FORMAT:params"; the pattern may hold "=" itself, the format is what follows the right one."""
-        # params hold "=" too ("bsr:blocksize=16x16"), so cut at the last "=" that leaves a legal target.
-        cuts = [i for i, ch in enumerate(text) if ch == "="]
+        """A rule from "PATTERN=FORMAT:params". The pattern may contain "=", too.
+
+        Raises UsageError if no "=" splits the text into a pattern and a legal target.
+        """
+        # Params also contain "=" ("bsr:blocksize=16x16"), so the first "=" that leaves a legal target separates them.
         error: UsageError | None = None
-        for i in cuts:
+        for i in (i for i, ch in enumerate(text) if ch == "="):
             try:
                 return cls(text[:i], text[i + 1 :])
             except UsageError as e:
@@ -78,7 +83,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a checkpoint is converted. ``prune`` is the one place where values may be lost, and it is off."""
+    """How a checkpoint is converted. Values are lost only with ``prune``, which is off by default."""
 
     to: str = AUTO
     rules: tuple[Rule, ...] = ()
@@ -109,7 +114,7 @@ class Recipe:
 
     @classmethod
     def from_json(cls, tree: Any, path: str = "") -> Recipe:
-        """What ``dataclasses.asdict`` made of a recipe and a journal holds; ContainerError if it is none."""
+        """The recipe in a journal, which ``dataclasses.asdict`` turned into JSON; ContainerError if it is malformed."""
         try:
             fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in tree.items()}
             return cls(**fields | {"rules": tuple(Rule(**r) for r in tree["rules"])})

@@ -2,7 +2,7 @@
 
 A conversion reads its shards at random offsets and publishes files by renaming them; neither works over a network.
 So the files of the source are downloaded first, the conversion runs between local folders, and its files are
-uploaded at the end, the manifest (or index) last: a reader finds a complete checkpoint or none.
+uploaded at the end. The manifest (or index) is uploaded last, so a reader sees a complete checkpoint or none.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .manifest import JOURNAL_GLOB, MANIFEST
 from .source import INDEX, may_be_side_file
 
 Moved = Callable[[str, int], None]
-"""Called with the name and bytes of every file that was moved."""
+"""Called with the name and the size in bytes of every file that was copied."""
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _STREAMS = 4
-"""Files that move at a time."""
+"""Files that are copied at a time."""
 SHARD = ".safetensors"
 _LAST = (INDEX, MANIFEST)
-"""Files that make a folder a checkpoint."""
+"""Files that are uploaded last, because a folder with one of them is taken for a complete checkpoint."""
 
 
 def is_remote(path: Path) -> bool:
@@ -46,22 +46,22 @@ class Staged:
     source: str
     target: str
     left_behind: tuple[str, ...] = ()
-    """What a remote source holds that was not downloaded, as no conversion would copy it."""
+    """Names in a remote source that were not downloaded, because a conversion would not copy them."""
 
 
 @contextmanager
 def staged(
     src: Path, dst: Path, *, staging: Path = "", force: bool = False, part: object = None, moved: Moved | None = None
 ) -> Iterator[Staged]:
-    """Local paths to convert between: a remote source is there when the block begins, a remote target is uploaded
-    when it ends without an error.
+    """Local paths for a conversion, in a ``with`` block. A remote source is downloaded before the block begins; a
+    remote target is uploaded after the block, unless it raises.
 
-    staging: folder for the copies; it stays, and files in it that have the right size are not downloaded again, so
-    that an interrupted run goes on. Default: a temporary folder, removed at the end. force: replace files of a remote
-    target. part: what the caller was asked for; parts have no remote ends.
+    staging: folder for the local copies. It stays, and files in it that have the right size are not downloaded again,
+    so an interrupted run continues. Default: a temporary folder, which is removed at the end. force: replace files of a
+    remote target. part: the part that the caller converts, if any; parts are refused with remote paths.
 
-    Raises UsageError (parts, fsspec or the package of the protocol is not installed), InputError (nothing there, a
-    download of another size), OutputError (the target holds a checkpoint), WriteError (an upload failed).
+    Raises UsageError (a part; fsspec or the package of the protocol is not installed), InputError (nothing is at the
+    URL, a download has another size), OutputError (the target contains a checkpoint) and WriteError (an upload failed).
     """
     source, target = os.fspath(src), os.fspath(dst)
     if not is_remote(source) and not is_remote(target):
@@ -91,10 +91,10 @@ def staged(
 
 
 def download(url: str, folder: str, moved: Moved | None = None) -> tuple[str, tuple[str, ...]]:
-    """Copy a file, or the files of a folder, to ``folder``: the local path of what it names, and what was left there.
+    """Download a file, or the files of a folder, to ``folder``.
 
-    Folders below it are left, and beside ``.safetensors`` files the weights of other frameworks and what is too large
-    for a side file.
+    Returns the local path of the file or folder, and the names that were not downloaded: subfolders and, if there are
+    ``.safetensors`` files, the weights of other frameworks and files that are too large for a side file.
     """
     fs, root = _open(url)
     with _errors(InputError, url, "download"):
@@ -103,14 +103,14 @@ def download(url: str, folder: str, moved: Moved | None = None) -> tuple[str, tu
         single = not fs.isdir(root)
         there = [fs.info(root)] if single else fs.ls(root, detail=True)
     names = {_name(i): i for i in there}
-    found, left = list(there), []
+    to_fetch, left = list(there), []
     if not single:
         weights = any(name.endswith(SHARD) for name in names)
         wanted = {
             name: i for name, i in names.items()
             if i["type"] == "file" and (not weights or name.endswith(SHARD) or may_be_side_file(name, i["size"] or 0))
         }  # fmt: skip
-        found, left = list(wanted.values()), sorted(n for n in names if n not in wanted and not n.startswith("."))
+        to_fetch, left = list(wanted.values()), sorted(n for n in names if n not in wanted and not n.startswith("."))
     os.makedirs(folder, exist_ok=True)
 
     def fetch(info: dict[str, Any]) -> None:
@@ -121,8 +121,8 @@ def download(url: str, folder: str, moved: Moved | None = None) -> tuple[str, tu
                 moved(name, info["size"] or 0)
 
     with ThreadPoolExecutor(_STREAMS) as pool:
-        list(pool.map(fetch, found))
-    return os.path.join(folder, _name(found[0])) if single else folder, tuple(left)
+        list(pool.map(fetch, to_fetch))
+    return os.path.join(folder, _name(to_fetch[0])) if single else folder, tuple(left)
 
 
 def _name(info: dict[str, Any]) -> str:
@@ -133,7 +133,7 @@ def _fetch(fs: Any, info: dict[str, Any], path: str, url: str) -> None:
     size = info.get("size")
     if os.path.isfile(path) and os.path.getsize(path) == size:
         return
-    # Under another name until it is whole: a file that was cut off is never taken for the real one.
+    # Under another name until it is complete, so that an interrupted download is never taken for the file.
     part = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.incomplete")
     with _errors(InputError, url, f"download {os.path.basename(path)}"):
         fs.get_file(info["name"], part)
@@ -144,9 +144,9 @@ def _fetch(fs: Any, info: dict[str, Any], path: str, url: str) -> None:
 
 
 def upload(path: str, url: str, moved: Moved | None = None, *, force: bool = False) -> None:
-    """Copy a file, or the files of a folder, to ``url``; sizes are compared, the manifest and the index go last.
+    """Upload a file, or the files of a folder, to ``url``. Sizes are compared; the manifest and the index come last.
 
-    force: files of an earlier checkpoint there that the new one replaces are removed at the end.
+    force: remove files of an earlier checkpoint that the new one replaces, at the end.
     """
     fs, root = _open(url)
     if os.path.isdir(path):
@@ -182,7 +182,7 @@ def upload(path: str, url: str, moved: Moved | None = None, *, force: bool = Fal
 
 
 def _file_name(url: str) -> Sequence[str]:
-    """The last part of the URL of a file, nothing for that of a folder."""
+    """The file name in the URL of a ``.safetensors`` file, as a tuple; empty for the URL of a folder."""
     return (url.rpartition("/")[2],) if url.endswith(".safetensors") else ()
 
 
@@ -191,9 +191,9 @@ def _refuse_existing(url: str, force: bool) -> None:
     with _errors(OutputError, url, "look into the target"):
         there = fs.ls(root, detail=False) if fs.isdir(root) else [root] if fs.exists(root) else []
     names = [n.rstrip("/").rpartition("/")[2] for n in there]
-    held = [n for n in names if n in _LAST or n.endswith(".safetensors") or JOURNAL_GLOB.fullmatch(n)]
-    if held and not force:
-        raise OutputError(f"the target holds {held[0]} already; use --force to replace it", path=url)
+    existing = [n for n in names if n in _LAST or n.endswith(".safetensors") or JOURNAL_GLOB.fullmatch(n)]
+    if existing and not force:
+        raise OutputError(f"the target holds {existing[0]} already; use --force to replace it", path=url)
 
 
 def _open(url: str) -> tuple[Any, str]:
@@ -204,7 +204,7 @@ def _open(url: str) -> tuple[Any, str]:
         raise UsageError("remote paths need fsspec: pip install 'spformat[remote]'", path=url) from e
     try:
         fs, root = fsspec.core.url_to_fs(url)
-    except ImportError as e:  # the protocol is known, its package is not there: the message names it
+    except ImportError as e:  # fsspec knows the protocol, but its package is not installed; the message names it
         raise UsageError(f"{url.partition('://')[0]}: {e}", path=url) from e
     except ValueError as e:
         raise UsageError(f"not a URL that fsspec knows: {e}", path=url) from e
@@ -213,7 +213,7 @@ def _open(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def _errors(kind: type[InputError] | type[OutputError] | type[WriteError], url: str, what: str) -> Iterator[None]:
-    """What a file system of somebody else raises, as an error of ours that names the URL."""
+    """Turn what a file system of another package raises into an error of this package that names the URL."""
     try:
         yield
     except (InputError, OutputError, WriteError, PathError):

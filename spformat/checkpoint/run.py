@@ -1,8 +1,8 @@
-"""Convert a checkpoint: unit by unit, here or on an executor; journal after every unit, manifest last.
+"""Convert a checkpoint, one output file after the other or side by side on an executor.
 
-Memory: one tensor as it was read, the same tensor converted, and panels. Output bytes depend only on the
-input and the recipe, so a resumed run, one on many machines, or one cut into parts writes what an uninterrupted
-one does.
+The journal is updated after every output file, and the manifest is written last. Memory: one tensor as it was read, the
+same tensor converted, and row chunks. The bytes of the output depend only on the input and the recipe. So a resumed
+run, a run on many machines and a run in parts write the same bytes as one uninterrupted run.
 """
 
 from __future__ import annotations
@@ -20,54 +20,53 @@ from ..errors import ContainerError, InputError, LimitError, OutputError, UsageE
 from ..formats.dense import Dense
 from ..storage.files import Path, is_file, same_file, size_of
 from ..storage.output import check_target
-from . import existing_target as earlier
-from . import folder, journals
+from . import existing_target, folder, journals
 from .conversion import Conversion
-from .executors import Workers, convert_units
-from .jobs import Outcome, dense_of, foresee, plan_jobs, prune
+from .executors import Workers, convert_files
 from .manifest import JOURNAL, MANIFEST
-from .parts import PIECES, Converted, Part, Task, Unit, convert_unit
+from .parts import PIECES, FileOutcome, FilePlan, FileTask, Part, convert_file
 from .recipe import AUTO, KEEP, Recipe
 from .remote import is_remote, staged
 from .shard import Progress, read, write_shard
 from .source import open_source
+from .tensor_plans import TensorOutcome, dense_of, foresee, plan_tensors, prune
 
 
 @dataclass(frozen=True)
-class Report:
+class ConversionReport:
     """What a conversion did."""
 
     path: str
-    shards: tuple[Converted, ...]
-    """Output files; those of a part may be pieces of a shard."""
+    shards: tuple[FileOutcome, ...]
+    """Output files. Those of a part may be pieces of a shard."""
     resumed: int = 0
-    """Files that a former run had finished."""
+    """How many of these files an earlier run had finished."""
     redone: tuple[str, ...] = ()
-    """Files that it had finished, too, but that are not trusted any more: each with what has changed."""
+    """Files that an earlier run had finished but that were converted again: each with what has changed since."""
     left_behind: tuple[str, ...] = ()
-    """Names beside the shards that were not copied (``Source.left_behind``)."""
+    """Names of files beside the shards that were not copied (``Source.left_behind``)."""
 
     @property
-    def outcomes(self) -> tuple[Outcome, ...]:
+    def outcomes(self) -> tuple[TensorOutcome, ...]:
         """One per tensor."""
         return tuple(o for s in self.shards for o in s.outcomes)
 
 
-def foresee_checkpoint(src: Path, recipe: Recipe, progress: Progress | None = None) -> tuple[Outcome, ...]:
-    """The table ``convert_checkpoint`` would produce: every tensor is read once, nothing is written."""
+def foresee_checkpoint(src: Path, recipe: Recipe, progress: Progress | None = None) -> tuple[TensorOutcome, ...]:
+    """The outcomes that ``convert_checkpoint`` would have. Every tensor is read once, and nothing is written."""
     source = open_source(src)
     out = []
-    for job in plan_jobs(source, recipe):
+    for plan in plan_tensors(source, recipe):
         x = None
-        if job.target != KEEP:
-            with source.open(job.shard) as f:
-                x = read(f, job)
+        if plan.target != KEEP:
+            with source.open(plan.shard) as f:
+                x = read(f, plan)
                 try:
-                    if job.target == AUTO or recipe.prune or isinstance(x, Dense):
-                        x = prune(dense_of(x), job.target, recipe)
+                    if plan.target == AUTO or recipe.prune or isinstance(x, Dense):
+                        x = prune(dense_of(x), plan.target, recipe)
                 except LimitError as e:
-                    raise e.at(path=f.path, tensor=job.name) from None
-        out.append(foresee(job, x, recipe))
+                    raise e.at(path=f.path, tensor=plan.name) from None
+        out.append(foresee(plan, x, recipe))
         if progress:
             progress(out[-1])
     return tuple(out)
@@ -86,28 +85,34 @@ def convert_checkpoint(
     executor: Executor | Workers | None = None,
     staging: Path = "",
     in_place: bool = False,
-) -> Report:
+) -> ConversionReport:
     """Convert a file or folder ``src``; ``dst`` is a folder, or a file when it ends in ``.safetensors``.
 
-    Either may be a URL (``s3://..``, ``hf://..``, whatever fsspec knows): files are downloaded first and uploaded at
-    the end. staging: folder for the local copies, kept and used again; default: a temporary one.
+    Either may be a URL (``s3://..``, ``hf://..``, whatever fsspec knows). Then files are downloaded first and uploaded
+    at the end.
 
-    recipe: a Recipe, or a target ("auto", "two-four", "bsr:blocksize=32x32", "dense", ..).
-    force: replace what ``dst`` holds (at each rename, never before). resume: finish an interrupted run; files
-    whose input, output and recipe hashes match are skipped, all of them if the run had finished (a dense checkpoint
-    keeps no hashes: refused). In a folder of parts that stopped, what is missing of any is converted and all merged.
-    progress: called with the Outcome of every tensor; on an executor, when the file it is in has been written.
-    device: where matrices are converted, "cpu", "cuda" or "cuda:<id>"; the bytes are the same. Eight-bit floats,
-    masks and the choice of "auto" stay on the host.
-    part: "i/n": only part i of n, beside the other parts in the same folder; ``merge_parts`` makes one checkpoint of
-    all. executor: any ``concurrent.futures.Executor`` (threads, processes, dask's ``Client.get_executor()``), or
-    Workers with limits; shards are converted side by side, or tensors if there are few shards.
+    Args:
+        recipe: a Recipe, or a target ("auto", "two-four", "bsr:blocksize=32x32", "dense", ..).
+        force: replace files in ``dst``. Each is replaced when the new one is complete, never before.
+        resume: finish an interrupted run. Files whose input, output and recipe have the hashes in the journal are
+            skipped; all are skipped if the run had finished. A finished dense checkpoint is refused, because it stores
+            no hashes. In a folder of unfinished parts, everything that is missing is converted, and all are merged.
+        progress: called with the TensorOutcome of every tensor; on an executor, when its file has been written.
+        device: where matrices are converted: "cpu", "cuda" or "cuda:<id>"; the bytes are the same. Eight-bit floats,
+            masks and the choice of "auto" stay on the host.
+        part: "i/n": convert only part i of n, into the folder of the other parts; ``merge_parts`` then makes one
+            checkpoint of all.
+        executor: any ``concurrent.futures.Executor`` (threads, processes, dask's ``Client.get_executor()``), or Workers
+            with limits. Shards are converted side by side, or tensors if there are few shards.
+        staging: folder for the local copies of remote files; it stays and is used again. Default: a temporary folder.
+        in_place: a single file may be its own ``dst``. It is replaced when the new file is complete and on disk.
 
-    in_place: a single file may be its own ``dst``: it is replaced when the new one is complete and on disk.
+    "dense" writes an ordinary checkpoint that any loader reads. Everything else writes
+    ``spformat-0000i-of-0000n.safetensors`` and ``spformat.json``.
 
-    "dense" writes an ordinary checkpoint that any loader reads; everything else writes
-    ``spformat-0000i-of-0000n.safetensors`` and ``spformat.json``. Raises StructureError (a tensor does not fit
-    its target; nothing under a final name), OutputError, WriteError, InputError, FormatError, LockedError.
+    Raises:
+        StructureError: a tensor does not fit its target. No file has got its final name.
+        OutputError, WriteError, InputError, FormatError, LockedError.
     """
     recipe = Recipe(to=recipe) if isinstance(recipe, str) else recipe
     part = Part.parse(part) if isinstance(part, str) else part
@@ -121,17 +126,17 @@ def convert_checkpoint(
         left = tuple(sorted({*report.left_behind, *here.left_behind}))
         return replace(report, path=os.fspath(dst), left_behind=left)
     source = open_source(src)
-    jobs = plan_jobs(source, recipe)
+    plans = plan_tensors(source, recipe)
     target = os.fspath(dst)
     to_device(np.zeros(1, np.uint8), device)  # DeviceUnavailable now, before anything is written
     if target.endswith(".safetensors") and not os.path.isdir(target):
         if part is not None or workers is not None:
             raise UsageError("parts and executors write into a folder, not one file", path=target)
-        return _to_file(Conversion(source, jobs, recipe, target, device), force, in_place, progress)
-    return _to_folder(Conversion(source, jobs, recipe, target, device), part, workers, force, resume, progress)
+        return _to_file(Conversion(source, plans, recipe, target, device), force, in_place, progress)
+    return _to_folder(Conversion(source, plans, recipe, target, device), part, workers, force, resume, progress)
 
 
-def _to_file(c: Conversion, force: bool, in_place: bool, progress: Progress | None) -> Report:
+def _to_file(c: Conversion, force: bool, in_place: bool, progress: Progress | None) -> ConversionReport:
     source, dst = c.source, c.folder
     if len(source.shards) != 1:
         raise OutputError(f"{len(source.shards)} shards go into a folder, not one file", path=dst)
@@ -140,120 +145,136 @@ def _to_file(c: Conversion, force: bool, in_place: bool, progress: Progress | No
             raise OutputError("input and output are the same file; --in-place replaces it at the end", path=dst)
         force = True
     check_target(dst, overwrite=force)
-    outcomes = write_shard(source, source.shards[0], c.jobs, c.recipe, dst, force, progress, c.device)
-    # No manifest, so nobody asks for hashes; the arrays carry their checksums.
-    return Report(dst, (Converted(os.path.basename(dst), source.shards[0], "", "", size_of(dst), outcomes),))
+    outcomes = write_shard(source, source.shards[0], c.plans, c.recipe, dst, force, progress, c.device)
+    # Without a manifest no hashes are needed; the arrays have their checksums.
+    return ConversionReport(
+        dst, (FileOutcome(os.path.basename(dst), source.shards[0], "", "", size_of(dst), outcomes),)
+    )
 
 
 def _to_folder(
     c: Conversion, part: Part | None, workers: Workers | None, force: bool, resume: bool, progress: Progress | None
-) -> Report:
+) -> ConversionReport:
     folder.prepare(c)
-    with folder.held(c.folder, part):
+    with folder.locked(c.folder, part):
         there = journals.listed(c.folder)
         own = journals.journal_name(part)
         going_on = resume and (own in there if part else bool(there))
         known = journals.entries_of(c, [own] if part else there) if going_on else {}
-        units = _units(c, part, workers, there if going_on else [])
+        file_plans = _file_plans(c, part, workers, there if going_on else [])
         if resume and not there and not force and not c.dense and is_file(os.path.join(c.folder, MANIFEST)):
-            files = earlier.already_done(c, {u.shard for u in units})
-            return Report(c.folder, files, len(files), left_behind=c.source.left_behind)
+            files = existing_target.already_done(c, {file_plan.shard for file_plan in file_plans})
+            return ConversionReport(c.folder, files, len(files), left_behind=c.source.left_behind)
         if not going_on and not force:
             names = c.names
-            outputs = [names[u.shard] for u in units]
-            others = earlier.left_over(c)
+            outputs = [names[file_plan.shard] for file_plan in file_plans]
+            others = existing_target.left_over(c)
             folder.refuse_existing(c.folder, (own, JOURNAL, *(() if part else there), *outputs, MANIFEST, *others))
             folder.refuse_other_side_files(c)
         folder.refuse_collisions(c)
         redone = ["everything: the journal is of another recipe or source"] if known is None else []
-        done, resumed = _convert(c, part, units, workers, known or {}, force or resume, progress, redone)
+        done, resumed = _convert(c, part, file_plans, workers, known or {}, force or resume, progress, redone)
         files = tuple(done) if part else folder.finish(c, done)
-        return Report(c.folder, files, resumed, tuple(redone), () if part else c.source.left_behind)
+        return ConversionReport(c.folder, files, resumed, tuple(redone), () if part else c.source.left_behind)
 
 
-def _units(c: Conversion, part: Part | None, workers: Workers | None, there: list[str]) -> list[Unit]:
-    """What this run converts: its part; what parts before it were to convert; or everything, cut for the workers."""
+def _file_plans(c: Conversion, part: Part | None, workers: Workers | None, there: list[str]) -> list[FilePlan]:
+    """The output files of this run.
+
+    Those of its part; or all, divided as the parts in the folder were; or all, divided so that each worker has some.
+    there: the names of the journals in the folder.
+    """
     if part is not None:
         return list(c.parts(part.of)[part.number - 1])
-    started = journals.parts_of(c, there)
-    count = workers.filled().count if workers else 1
-    if started is None and len(c.source.shards) < count:
-        started = 2 * count  # so that the last ones to finish are not alone for long
-    return [u for units in c.parts(started or 1) for u in units]
+    parts = journals.parts_of(c, there)
+    count = workers.with_defaults().count if workers else 1
+    if parts is None and len(c.source.shards) < count:
+        parts = 2 * count  # twice as many as workers, so that few workers wait for the last one
+    return [file_plan for file_plans in c.parts(parts or 1) for file_plan in file_plans]
 
 
 def _convert(
     c: Conversion,
     part: Part | None,
-    units: list[Unit],
+    file_plans: list[FilePlan],
     workers: Workers | None,
     known: dict[str, Any],
     overwrite: bool,
     progress: Progress | None,
     redone: list[str],
-) -> tuple[list[Converted], int]:
-    """Every unit converted, in their order, and how many a former run had finished; ``redone``: what of that is not."""
-    before = [journals.finished(c, u, known.get(u.name)) for u in units]
-    for u, found in zip(units, before, strict=True):
-        if found is None and u.name in known:
-            redone.append(f"{u.name} {journals.why_redone(c, u, known[u.name])}")
-    done = {d.name: d for d in before if d is not None}
-    if not all(u.whole for u in units):
+) -> tuple[list[FileOutcome], int]:
+    """Convert every output file that an earlier run has not finished.
+
+    Returns the outcomes of all files in their order, and how many of them an earlier run had finished. Files that it
+    had finished but that have changed since are appended to ``redone``, each with the reason.
+    """
+    earlier = [journals.finished(c, file_plan, known.get(file_plan.name)) for file_plan in file_plans]
+    for file_plan, outcome in zip(file_plans, earlier, strict=True):
+        if outcome is None and file_plan.name in known:
+            redone.append(f"{file_plan.name} {journals.why_redone(c, file_plan, known[file_plan.name])}")
+    done = {d.name: d for d in earlier if d is not None}
+    if not all(file_plan.whole for file_plan in file_plans):
         folder.make(os.path.join(c.folder, PIECES))
-    tasks = [c.task(u, overwrite) for u in units if u.name not in done]
-    # The journal comes first: who finds a file under its final name finds out what it belongs to.
+    tasks = [c.task(file_plan, overwrite) for file_plan in file_plans if file_plan.name not in done]
+    # The journal is written first, so that every file under a final name has a journal that says what it belongs to.
     with journals.journal(c, part, list(done.values())) as journal:
-        for d in _converted(tasks, workers, progress):
-            done[d.name] = d
-            journal.add(d)
-    return [done[u.name] for u in units], len(before) - before.count(None)
+        for outcome in _file_outcomes(tasks, workers, progress):
+            done[outcome.name] = outcome
+            journal.add(outcome)
+    return [done[file_plan.name] for file_plan in file_plans], len(earlier) - earlier.count(None)
 
 
-def _converted(tasks: list[Task], workers: Workers | None, progress: Progress | None) -> Iterator[Converted]:
+def _file_outcomes(tasks: list[FileTask], workers: Workers | None, progress: Progress | None) -> Iterator[FileOutcome]:
     if workers is None:
-        yield from (convert_unit(t, progress) for t in tasks)
+        yield from (convert_file(t, progress) for t in tasks)
         return
-    for d in convert_units(tasks, workers):
+    for d in convert_files(tasks, workers):
         for outcome in d.outcomes if progress else ():
             progress(outcome)  # type: ignore[misc]
         yield d
 
 
 def bytes_to_convert(src: Path, recipe: Recipe, part: Part | str | None = None) -> int:
-    """Bytes of the tensors that ``convert_checkpoint`` converts, for a progress bar."""
+    """Input bytes of the tensors that ``convert_checkpoint`` would convert, for a progress bar."""
     part = Part.parse(part) if isinstance(part, str) else part
     source = open_source(src)
-    c = Conversion(source, plan_jobs(source, recipe), recipe, "")
-    chosen = c.parts(part.of)[part.number - 1] if part else [u for units in c.parts(1) for u in units]
-    return sum(u.nbytes for u in chosen)
+    c = Conversion(source, plan_tensors(source, recipe), recipe, "")
+    chosen = (
+        c.parts(part.of)[part.number - 1]
+        if part
+        else [file_plan for file_plans in c.parts(1) for file_plan in file_plans]
+    )
+    return sum(file_plan.nbytes for file_plan in chosen)
 
 
-def merge_parts(dst: Path, src: Path | None = None, *, checksums: bool = False) -> Report:
-    """Make one checkpoint of the finished parts in the folder ``dst``: the bytes of a conversion in one run.
+def merge_parts(dst: Path, src: Path | None = None, *, checksums: bool = False) -> ConversionReport:
+    """Make one checkpoint of the finished parts in the folder ``dst``; its bytes are those of a conversion in one run.
 
-    src: the source, where it is not where the parts found it. checksums: also read every file again and compare
-    its hash and that of its input; otherwise sizes are compared. Shards that several parts share are put together.
+    Shards whose tensors were converted by several parts are assembled.
+
+    src: path of the source, if it has moved since the parts were converted. checksums: also read every file again and
+    compare its hash and that of its input; otherwise only sizes are compared.
 
     Raises InputError (a part is missing, unfinished or gone), ContainerError (parts of different conversions, a source
-    that changed), LockedError (a part is still running).
+    that has changed) and LockedError (a part is still running).
     """
     target = os.fspath(dst)
     if not os.path.isdir(target):
         raise InputError("expected the folder that the parts were written to", path=target)
-    with folder.held(target, None):
+    with folder.locked(target, None):
         recipe, origin, n = journals.parts_in(target)
         source = open_source(src or origin)
-        c = Conversion(source, plan_jobs(source, recipe), recipe, target)
+        c = Conversion(source, plan_tensors(source, recipe), recipe, target)
         known = journals.entries_of(c, [journals.journal_name(Part(i, n)) for i in range(1, n + 1)]) or {}
-        if not known and c.jobs:
+        if not known and c.plans:
             raise ContainerError("the parts were made of another source, or this one has changed", path=source.path)
         folder.prepare(c)
         done = []
-        for number, units in enumerate(c.parts(n), 1):
-            for u in units:
-                found = journals.finished(c, u, known.get(u.name), hashes=checksums)
-                if found is None:
-                    text = f"{u.name} is missing or has changed: run part {number}/{n} again with --resume"
+        for number, file_plans in enumerate(c.parts(n), 1):
+            for file_plan in file_plans:
+                outcome = journals.finished(c, file_plan, known.get(file_plan.name), hashes=checksums)
+                if outcome is None:
+                    text = f"{file_plan.name} is missing or has changed: run part {number}/{n} again with --resume"
                     raise InputError(text, path=target)
-                done.append(found)
-        return Report(target, folder.finish(c, done), len(done), left_behind=source.left_behind)
+                done.append(outcome)
+        return ConversionReport(target, folder.finish(c, done), len(done), left_behind=source.left_behind)

@@ -1,4 +1,4 @@
-"""What is converted: a safetensors file, a (sharded) Hugging Face folder, or a folder this package wrote."""
+"""The input of a conversion: a safetensors file, a (sharded) Hugging Face folder, or a folder this package wrote."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from .. import limits
 from ..errors import ContainerError, InputError, LimitError, PathError, printable
-from ..storage.container import TensorFile, safe_open
+from ..storage.container import safe_open
 from ..storage.descriptor import Record
 from ..storage.files import (
     Path,
@@ -25,28 +25,29 @@ from ..storage.files import (
     size_of,
 )
 from ..storage.stheader import strict_json
+from ..storage.tensorfile import TensorFile
 from .manifest import JOURNAL_GLOB, MANIFEST, is_finished, read_manifest
 from .packed import CONFIG, Packed, UnpackedFile, config_when_dense, unpacked
 
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX = "model" + INDEX_SUFFIX
-"""Of a dense checkpoint of several shards, as we write it."""
+"""Name of the index that is written beside a dense checkpoint of several shards."""
 OURS = re.compile(r"spformat-\d{5,}-of-\d{5,}\.safetensors")
 """Names that only this package gives to shards."""
 _ON_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(?<!\.safetensors)")
 _MAX_INDEX = 256 << 20
 SIDE_FILE = 1 << 30
-"""Bytes of a side file at most: they are read as a whole."""
+"""The most bytes of a side file; side files are read as a whole."""
 _OTHER_WEIGHTS = (
     ".safetensors", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".ot", ".onnx", ".gguf",
     ".tflite",
 )  # fmt: skip
-"""Ends of names of weights that are not converted: of other frameworks, or shards that the index does not list."""
+"""File name endings of weights that are not converted: of other frameworks, or shards that the index does not list."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Shards in order, and which tensor lies where. Headers only; nothing else has been read."""
+    """The shards of a checkpoint in order, and which tensor lies in which shard. Only headers have been read."""
 
     path: str
     folder: str
@@ -57,28 +58,28 @@ class Source:
     side_files: tuple[str, ...] = ()
     """Files beside the shards that are copied byte for byte (config, tokenizer)."""
     left_behind: tuple[str, ...] = ()
-    """What else is there, and is not copied: folders, other weights, files over ``SIDE_FILE``."""
+    """Names beside the shards that are not copied: folders, other weights, files over ``SIDE_FILE`` bytes."""
     index: dict[str, Any] = field(default_factory=dict)
-    """The index JSON without its weight_map: other keys are kept when a dense checkpoint is written."""
+    """The index JSON without its weight_map. Its other keys are written into the index of a dense checkpoint."""
     original_names: dict[str, str] = field(default_factory=dict)
-    """Shard -> name of the dense shard it was made from, where a manifest tells."""
+    """Shard -> name of the dense shard that it was converted from, if there is a manifest."""
     packed: dict[str, Packed] = field(default_factory=dict)
-    """Tensors that compressed-tensors packed, by the name of the dense one that ``records`` and ``open`` show."""
+    """Tensors that compressed-tensors packed, by the name of the dense tensor that ``records`` and ``open`` present."""
 
     def open(self, shard: str) -> TensorFile:
-        """One shard."""
+        """Open one shard."""
         f, groups = self._file(shard), self.packed_in(shard)
         return cast(TensorFile, UnpackedFile(f, groups, self._file)) if groups else f
 
     def packed_in(self, shard: str) -> dict[str, Packed]:
-        """Those of ``packed`` that ``open`` shows in a shard."""
+        """Those of ``packed`` that ``open`` presents in a shard."""
         return {name: group for name, group in self.packed.items() if group.shard == shard}
 
     def _file(self, shard: str) -> TensorFile:
         return safe_open(os.path.join(self.folder, shard))
 
     def side_file(self, name: str) -> bytes:
-        """What goes into the target under the name of a side file."""
+        """The contents that a side file has in the target."""
         data = read_small(os.path.join(self.folder, name), SIDE_FILE)
         return config_when_dense(data) if self.packed and name == CONFIG else data
 
@@ -94,7 +95,7 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
     follow = follow or limits.current().link_roots
     if not os.path.isdir(where):
         if "://" in where:
-            close_read(open_regular(where)[0])  # told now: made absolute, it would be no URL any more
+            close_read(open_regular(where)[0])  # raises the error for URLs; below, the path is no longer one
         if _ON_THE_HUB.fullmatch(where) and not os.path.lexists(where):
             hint = f"`spformat convert` takes a model of the Hugging Face hub as hf://{where}"
             raise InputError(f"cannot open the file: No such file or directory; {hint}", path=where)
@@ -112,14 +113,14 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
         shards = tuple(safe_name(n, ".safetensors") for n in manifest["files"])
         for shard in shards:
             member(where, shard, ".safetensors", follow)
-        original = {n: f["source"] for n, f in manifest["files"].items()}
+        original_names = {n: f["source"] for n, f in manifest["files"].items()}
         source = _assemble(where, where, shards, {}, manifest.get("index", {}), _others(names, shards), follow)
         missing = sorted(set(manifest["tensors"]) ^ set(source.records))
         if missing:
             raise ContainerError(
                 f"{MANIFEST} and the shards disagree on {len(missing)} tensor(s), first '{missing[0]}'", path=where
             )
-        return Source(**{**source.__dict__, "original_names": original})
+        return Source(**{**source.__dict__, "original_names": original_names})
     indexes = [n for n in names if n.endswith(INDEX_SUFFIX)]
     if len(indexes) > 1:
         raise ContainerError(
@@ -141,14 +142,14 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
     return _assemble(where, where, shards, {}, {}, _others(names, shards), follow)
 
 
-def _others(names: Sequence[str], taken: Sequence[str]) -> tuple[str, ...]:
-    """What lies beside the shards, hidden names apart."""
-    skip = {*taken, MANIFEST, *filter(JOURNAL_GLOB.fullmatch, names)}
+def _others(names: Sequence[str], listed: Sequence[str]) -> tuple[str, ...]:
+    """Names beside the shards, without hidden ones."""
+    skip = {*listed, MANIFEST, *filter(JOURNAL_GLOB.fullmatch, names)}
     return tuple(n for n in names if n not in skip and not n.startswith("."))
 
 
 def may_be_side_file(name: str, nbytes: int) -> bool:
-    """Whether a file beside the shards is copied: no weights, and not over ``SIDE_FILE``."""
+    """Whether a file beside the shards is copied: it has no weights and at most ``SIDE_FILE`` bytes."""
     return not name.lower().endswith(_OTHER_WEIGHTS) and nbytes <= SIDE_FILE
 
 
@@ -171,8 +172,8 @@ def _assemble(
                 records[name] = (shard, f.info(name), f.nbytes(name))
     for name, shard in weight_map.items():
         if name not in records or records[name][0] != shard:
-            found = f"it is in {records[name][0]}" if name in records else "no shard holds it"
-            raise ContainerError(f"the index places the tensor in {shard}, but {found}", path=path, tensor=name)
+            got = f"it is in {records[name][0]}" if name in records else "no shard holds it"
+            raise ContainerError(f"the index places the tensor in {shard}, but {got}", path=path, tensor=name)
     extra = next((n for n in records if n not in weight_map), None) if weight_map else None
     if extra is not None:
         raise ContainerError(
@@ -190,7 +191,8 @@ def _read_index(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     """(other keys, weight_map) of a Hugging Face index; LimitError for more tensors than the limits allow."""
     raw = read_small(path, _MAX_INDEX)
     try:
-        limits.check("tensors", raw.count(b'.safetensors"'), "entries of the index")  # before parsing, which costs
+        # Counted before parsing, because a parsed index needs much more memory.
+        limits.check("tensors", raw.count(b'.safetensors"'), "entries of the index")
         tree = strict_json(raw, "index")
         weight_map = tree.pop("weight_map", None)
         if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):

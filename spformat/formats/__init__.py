@@ -1,4 +1,4 @@
-"""The registry: one line per format. Everything that handles formats in general reads it from here."""
+"""The registry of formats, one line for each. Code that works with all formats takes them from here."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ FORMATS: tuple[type[Format], ...] = (
     TwoFour,
     Bitmask,
 )
-"""The formats that matrices are converted into."""
+"""The formats into which matrices are converted."""
 
 COMPOSED: tuple[type[Format], ...] = (Sum,)
-"""The formats that are made of parts of other formats."""
+"""The composed formats, whose parts are matrices of other formats."""
 
 
 def _host_edges() -> tuple[edges.Edge, ...]:
@@ -51,7 +51,7 @@ edges.provide("cpu", _host_edges)
 
 _by_name: dict[str, type[Format]] = {f.name: f for f in (*FORMATS, *COMPOSED)}
 _ALSO_CALLED = {"2:4": TwoFour.name, "n:m": VectorNM.name, "ell": ELLBuckets.name}
-"""What people call a format -> its id, for hints."""
+"""Common other name of a format -> its id, for hints."""
 
 F = TypeVar("F", bound=type[Format])
 
@@ -64,32 +64,32 @@ def register(fmt: F) -> F:
 
 
 def unregister(name: str) -> None:
-    """Take a registered format out again; the built-in ones stay."""
+    """Remove a registered format; UsageError for a built-in one."""
     if name in {f.name for f in (*FORMATS, *COMPOSED)}:
         raise UsageError(f"{name!r} is built in")
     _by_name.pop(name, None)
 
 
 def registered() -> tuple[type[Format], ...]:
-    """All formats that matrices are converted into, built-in ones first."""
+    """All formats into which matrices are converted, built-in ones first."""
     return tuple(f for f in _by_name.values() if not f.declared_parts())
 
 
 def composed() -> tuple[type[Format], ...]:
-    """All formats that are made of parts, built-in ones first."""
+    """All composed formats, built-in ones first."""
     return tuple(f for f in _by_name.values() if f.declared_parts())
 
 
 def by_name(name: str) -> type[Format]:
     """The class of a format id; UsageError suggests the nearest."""
-    found = _by_name.get(name)
-    if found is None:
+    fmt = _by_name.get(name)
+    if fmt is None:
         near = difflib.get_close_matches(name.lower(), [*_ALSO_CALLED, *_by_name], 1)
         hint = f"; did you mean {_ALSO_CALLED.get(near[0], near[0])!r}?" if near else ""
         if name == "auto":
             hint = "; the choice of the smallest is for checkpoints (convert_checkpoint) and the command"
         raise UsageError(f"unknown format {name!r:.80}{hint} (known: {', '.join(_by_name)})")
-    return found
+    return fmt
 
 
 def parse_spec(text: str) -> tuple[type[Format], dict[str, Any]]:

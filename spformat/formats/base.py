@@ -1,8 +1,8 @@
-"""What a format is: a frozen value of ``shape``, params, tables and declared arrays.
+"""The base class of all formats: a frozen value of ``shape``, params, tables and declared arrays.
 
-From the one declaration of its arrays come the O(1) check at construction, the file layout, device
-moves, ``nbytes``, ``repr``, the docs table and the tests. A format writes ``_from_csr``, ``_to_csr``,
-``dims``, ``check_memory`` and ``check_canonical``; everything else is here.
+The O(1) check at construction, the file layout, copies between devices, ``nbytes``, ``repr``, the table in the docs and
+the tests all follow from the declaration of the arrays. A format implements ``_from_csr``, ``_to_csr``, ``dims``,
+``check_memory`` and ``check_canonical``; everything else is inherited.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .declare import (
     INDEX,
     POS,
     VALUE,
-    Panels,
+    RowChunks,
     array,
     array_problems,
     param,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 Built = TypeVar("Built")
 
-__all__ = ["AUTO", "INDEX", "POS", "VALUE", "Format", "Panels", "array", "checked_values", "param", "table"]
+__all__ = ["AUTO", "INDEX", "POS", "VALUE", "Format", "RowChunks", "array", "checked_values", "param", "table"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
@@ -60,8 +60,8 @@ class Format(Hooks):
     keeps_stored_zeros: ClassVar[bool] = False
     aligned: ClassVar[bool] = True
     paper: ClassVar[str] = ""
-    __array_ufunc__: ClassVar[None] = None  # else numpy makes an array of one object for ``x @ a`` and ``x == a``
-    # What stands above this file puts itself here: the hub (csr.py), ``T``, scipy, torch, ``spmm``.
+    __array_ufunc__: ClassVar[None] = None  # else numpy would wrap the matrix in an array for ``x @ a`` and ``x == a``
+    # These are set by modules that import this one: the hub (csr.py), ``T``, scipy, torch, ``spmm``.
     hub: ClassVar[type[CSR]]
     to_scipy: ClassVar[Callable[[Any], Any]]
     to_torch: ClassVar[Callable[[Any], Any]]
@@ -74,19 +74,20 @@ class Format(Hooks):
 
     shape: tuple[int, int]
     _marked: bool = dataclasses.field(default=False, init=False, repr=False)
-    # Plans of products with this matrix, and arrays that kernels derive from its own: they die with the object.
+    # Plans of products with this matrix, and arrays that kernels derive from its arrays; both are freed with it.
     _plans: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False)
     _kernel_arrays: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     # ---------------------------------------------------------------- construction
 
     def dims(self) -> dict[str, int]:
-        """Sizes and bounds that follow from shape, params and tables; a label not here is bound by its first array."""
+        """Label -> size or bound, as far as shape, params and tables decide it. For any other label the first array
+        that has it decides."""
         return {}
 
     @classmethod
     def accepts(cls, dtype: Any) -> None:
-        """StructureError when values of ``dtype`` have no place in this format."""
+        """StructureError if this format cannot represent values of ``dtype``."""
         name = np.dtype(dtype).name
         if name not in cls.value_dtypes:
             takes = ", ".join(cls.value_dtypes)
@@ -109,7 +110,7 @@ class Format(Hooks):
                 put(name, on_boundary(a))
 
     def layout_problems(self) -> list[tuple[str, str]]:
-        """(array, text) of every disagreement of dtypes, ranks, lengths and devices: O(1), no synchronisation."""
+        """(array, text) for every wrong dtype, rank, length or device: O(1), without synchronisation."""
         problems: list[tuple[str, str]] = []
         sizes = dict(self.dims())
         for name, label in self.declared_tables():
@@ -119,7 +120,7 @@ class Format(Hooks):
 
     @classmethod
     def trusted(cls, **fields: Any) -> Self:
-        """Construct what a converter of ours made: carries the validated mark. The caller owes valid contents."""
+        """Construct an object and mark it as validated without a scan: for converters. The contents must be valid."""
         f = cls(**fields)
         object.__setattr__(f, "_marked", True)
         return f
@@ -142,12 +143,12 @@ class Format(Hooks):
         return {}
 
     def all_arrays(self) -> dict[str, Array]:
-        """Path -> array: "data" for an array of its own, "0.data" for that of part "0"."""
+        """Path -> array: "data" for an array of this object, "0.data" for an array of part "0"."""
         below = {f"{name}.{path}": a for name, p in self.parts_by_name().items() for path, a in p.all_arrays().items()}
         return self.arrays() | below
 
     def fields(self) -> dict[str, Any]:
-        """The constructor's arguments that give this object again."""
+        """The arguments with which the constructor gives an equal object."""
         own = {"shape": self.shape, **self.params(), **self.tables(), **self.arrays()}
         return own | self.fields_of_parts(self.parts_by_name())
 
@@ -187,16 +188,16 @@ class Format(Hooks):
 
     @property
     def nnz(self) -> int:
-        """Values that are not zero: a scan, unless the format stores nothing else."""
+        """The number of values that are not zero: a scan, unless the format stores only nonzeros."""
         return self.count_nonzeros()
 
     def count_nonzeros(self) -> int:
-        """Values that are not zero: a scan."""
+        """The number of values that are not zero: a scan."""
         return int(nonzero_mask(self.values).sum())  # synchronize!
 
     @property
     def stored_zeros(self) -> int:
-        """Zeros that are stored as items (not padding): a scan; only formats that keep them have any."""
+        """The number of zeros that are stored explicitly (not as padding): a scan. 0 for formats that drop them."""
         return 0
 
     @property
@@ -225,7 +226,7 @@ class Format(Hooks):
     __hash__ = None  # type: ignore[assignment]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """TypeError: a matrix becomes dense only where that is asked for."""
+        """Raises TypeError: a matrix is never converted to a dense array implicitly."""
         raise TypeError(f"{self.name}: this is a sparse matrix, no array; use to_dense()")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -234,11 +235,11 @@ class Format(Hooks):
     # ---------------------------------------------------------------- moving
 
     def with_arrays(self, **arrays: Array) -> Self:
-        """The same object with some arrays exchanged. The validated mark is dropped."""
+        """The same object with some arrays replaced, not marked as validated."""
         return type(self)(**(self.fields() | arrays))
 
     def to(self, device: str) -> Self:
-        """Copy to "cpu", "cuda" or "cuda:<id>" (itself when it is there). The validated mark stays."""
+        """A copy on "cpu", "cuda" or "cuda:<id>", or the object itself if it is there. The validated mark stays."""
         moved = {k: to_device(a, device) for k, a in self.arrays().items()}
         if all(moved[k] is a for k, a in self.arrays().items()):
             return self
@@ -247,17 +248,18 @@ class Format(Hooks):
         return out
 
     def twin(self) -> Self:
-        """Another object of the same arrays, with the validated mark and the same ``kernel_arrays``; no plans.
+        """Another object with the same arrays and ``kernel_arrays``, marked as validated, without plans.
 
-        A plan keeps a twin instead of the matrix, so that the matrix, which keeps the plan, can be freed. The caller
-        owes valid contents.
+        A plan refers to a twin of the matrix. If it referred to the matrix, which refers to the plan, the two would
+        keep each other from being freed. The contents must be valid.
         """
         other = type(self).trusted(**self.fields())
         object.__setattr__(other, "_kernel_arrays", self._kernel_arrays)
         return other
 
     def kernel_arrays(self, key: Any, build: Callable[[], Built]) -> Built:
-        """What a kernel derives from the arrays, built once for each key and shared by all plans of the matrix."""
+        """What a kernel derives from the arrays. It is built once for each key and shared by all plans of the
+        matrix."""
         if key not in self._kernel_arrays:
             self._kernel_arrays[key] = build()
         built: Built = self._kernel_arrays[key]
@@ -266,13 +268,14 @@ class Format(Hooks):
     # ---------------------------------------------------------------- checking
 
     def check_memory(self) -> None:
-        """Scan what would make a kernel read or write out of bounds; raises InvariantError."""
+        """Scan for contents that would make a kernel read or write out of bounds; raises InvariantError."""
 
     def check_canonical(self) -> None:
-        """Scan the rest of what ``from_csr`` promises; raises InvariantError."""
+        """Scan for everything else that ``from_csr`` guarantees; raises InvariantError."""
 
     def quick_check(self) -> bool:
-        """Whether an edge looked at all contents and found them valid; else the checks tell what is wrong, by name."""
+        """True if an edge has scanned all contents and they are valid. Otherwise the checks must run; they name what is
+        wrong."""
         return bool(edges.take(self.name, edges.CHECK, self, self.params(), self.values))
 
     def validate(self) -> Self:
@@ -290,18 +293,18 @@ class Format(Hooks):
 
     @property
     def is_validated(self) -> bool:
-        """Whether this object carries the validated mark."""
+        """Whether this object is marked as validated."""
         return self._marked
 
     def in_order(self) -> Self:
-        """Valid, with indices sorted where the format can hold them in any order (CSR); else ``validate()``.
+        """This matrix with sorted indices, where the format accepts them in any order (CSR); else ``validate()``.
 
-        OrderError for what sorting cannot repair: an index stored twice.
+        Raises OrderError for an index that is stored twice, which sorting cannot repair.
         """
         return self.validate()
 
     def ensure_valid(self) -> Self:
-        """``validate()`` unless this object carries the mark already."""
+        """``validate()``, unless this object is already marked as validated."""
         return self if self._marked else self.validate()
 
     # ---------------------------------------------------------------- converting
@@ -310,8 +313,8 @@ class Format(Hooks):
     def from_csr(cls, a: CSR, **params: Any) -> Self:
         """This format from an ordered CSR (columns strictly increasing in every row).
 
-        Exact or refused: raises StructureError when the matrix does not fit, UsageError for params out of
-        range, OrderError when ``a`` is not ordered (use ``a.canonical()``), LimitError over the memory budget.
+        The result has every value of ``a``. Raises StructureError if the matrix does not fit, UsageError for params out
+        of range, OrderError if ``a`` is not ordered (use ``a.canonical()``), LimitError over the memory budget.
         """
         if not isinstance(a, cls.hub):
             raise UsageError(
@@ -330,11 +333,12 @@ class Format(Hooks):
 
     @classmethod
     def require_converter(cls) -> None:
-        """UsageError where no matrix is converted into this format, with what to write instead."""
+        """UsageError, which says what to do instead, if a format has no converter from other formats."""
 
     @classmethod
     def from_hub(cls, a: CSR, params: dict[str, Any]) -> Self:
-        """``from_csr`` without its checks: by an edge, or by ``_from_csr``. The caller owes order and all params."""
+        """``from_csr`` without its checks: by an edge, or by ``_from_csr``. ``a`` must be ordered, and all params
+        given."""
         direct: Self | None = edges.take(cls.hub.name, cls.name, a, params, a.values)
         return cls._from_csr(a, **params) if direct is None else direct
 
@@ -343,8 +347,8 @@ class Format(Hooks):
         raise NotImplementedError(f"{cls.name} does not implement _from_csr")
 
     def to_csr(self) -> CSR:
-        """The hub form: ordered CSR on the same device, every stored nonzero with its bits."""
-        self.ensure_valid()  # indices are addresses there
+        """The matrix as an ordered CSR on the same device; every stored nonzero has the same bits."""
+        self.ensure_valid()  # the conversion uses indices as addresses
         with current_device(self.values):
             return self.to_hub()
 
@@ -358,7 +362,7 @@ class Format(Hooks):
 
     @classmethod
     def from_dense(cls, x: Array, **params: Any) -> Self:
-        """This format from a 2-D array [M, K]; equal to the path through CSR bit for bit."""
+        """This format from a 2-D array [M, K]; bit for bit the same as by way of CSR."""
         cls.require_converter()
         given = cls.resolve_params(params)
         x = checked_values(x, cls.name)
@@ -372,8 +376,8 @@ class Format(Hooks):
         return cls.from_csr(cls.hub.from_dense(x), **params)
 
     def to_dense(self) -> Array:
-        """A fresh array [M, K] of the value dtype on the same device. LimitError when over the memory budget."""
-        self.ensure_valid()  # indices are addresses there
+        """A new array [M, K] of the value dtype on the same device. LimitError if it exceeds the memory budget."""
+        self.ensure_valid()  # the conversion uses indices as addresses
         self.check_dense_bytes()
         with current_device(self.values):
             direct = edges.take(self.name, edges.DENSE, self, {}, self.values, self.shape[0] * self.shape[1])
@@ -383,12 +387,12 @@ class Format(Hooks):
         return self.to_csr().to_dense()
 
     def empty_dense(self) -> Array:
-        """A +0 array [M, K], after ``check_dense_bytes``."""
+        """An array [M, K] of +0, after ``check_dense_bytes``."""
         self.check_dense_bytes()
         return namespace(self.values).zeros(self.shape, self.dtype)
 
     def check_dense_bytes(self) -> None:
-        """The budget check that every ``to_dense`` owes: LimitError."""
+        """LimitError if a dense array of this shape exceeds the memory budget; every ``to_dense`` must call this."""
         M, K = self.shape
         check_bytes(M * K * self.dtype.itemsize, f"{self.name}: dense array of shape {self.shape}", self.nbytes)
 
@@ -405,11 +409,14 @@ def _rebuild(cls: type[Format], fields: dict[str, Any]) -> Format:
 
 
 def checked_values(x: Array, where: str) -> Array:
-    """A 2-D array of a value type, in C order and native bytes (copied only when it is not); else a typed error."""
+    """``x`` in C order and native byte order, copied only if necessary.
+
+    Raises UsageError unless it is 2-D, StructureError unless its dtype is a value type.
+    """
     xp = namespace(x)
     if x.ndim != 2:
         raise UsageError(f"{where}: expected a matrix [M, K], got shape {x.shape}")
-    if not x.size:  # no bytes stand behind such extents, and pointers of rows or blocks of columns follow from them
+    if not x.size:  # an empty array of any extents needs no memory, but the pointers that follow from its extents do
         check_bytes(8 * sum(x.shape), f"{where}: indices of shape {x.shape}")
     if not x.dtype.isnative:
         x = x.astype(x.dtype.newbyteorder("="))

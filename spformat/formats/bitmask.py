@@ -17,11 +17,11 @@ from ..arrays.dtypes import bits, nonzero_mask
 from ..arrays.library import Array, ceil_div, index_dtype, is_cupy, namespace
 from ..arrays.segments import pointer
 from ..errors import IndexBoundsError, InvariantError, PatternError
-from .base import INDEX, VALUE, Format, Panels, array
+from .base import INDEX, VALUE, Format, RowChunks, array
 from .csr import CSR
 
-PANEL = 1 << 20
-"""Dense elements a host pass looks at together."""
+ROW_CHUNK = 1 << 20
+"""Dense elements that the host processes at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
@@ -47,17 +47,17 @@ class Bitmask(Format):
         return {"indptr": (index_dtype(nnz), (M + 1,)), "bitmask": packed, "data": (dtype, (nnz,))}
 
     @classmethod
-    def panels(cls, params: dict[str, Any]) -> Panels:
-        return Panels(1, pointers=("indptr",))
+    def row_chunks(cls, params: dict[str, Any]) -> RowChunks:
+        return RowChunks(1, pointers=("indptr",))
 
     @property
     def nnz(self) -> int:
         """Stored values, none of them zero: O(1)."""
         return int(self.data.size)
 
-    def _panels(self) -> list[slice]:
+    def _row_chunks(self) -> list[slice]:
         M, K = self.shape
-        return list(scans.chunks(M, self.data, max(1, PANEL // max(1, K))))
+        return list(scans.chunks(M, self.data, max(1, ROW_CHUNK // max(1, K))))
 
     def check_memory(self) -> None:
         K = self.shape[1]
@@ -65,23 +65,23 @@ class Bitmask(Format):
         scans.pointer(self, "indptr", self.nnz)
         if K % 8:
             extra = (self.bitmask[:, -1] >> np.uint8(K % 8)) != 0
-            found = scans.first_true(extra)
-            if found:
-                at = (found[0], ceil_div(K, 8) - 1)
+            offenders = scans.first_true(extra)
+            if offenders:
+                at = (offenders[0], ceil_div(K, 8) - 1)
                 want = f"0 in the bits of columns >= {K}"
-                scans.fail(self, IndexBoundsError, "bitmask", at, int(self.bitmask[at]), want, count=found[1])
-        for s in self._panels():
+                scans.fail(self, IndexBoundsError, "bitmask", at, int(self.bitmask[at]), want, count=offenders[1])
+        for s in self._row_chunks():
             packed = self.bitmask[s]
             if xp is np and packed.size and packed.shape[1] % 8 == 0:
                 packed = packed.view(np.uint64)
             ones = xp.bitwise_count(packed).sum(axis=1, dtype=np.int64)
             # The pointer is known to ascend, so this difference cannot wrap.
             lengths = self.indptr[s.start + 1 : s.stop + 1].astype(np.int64) - self.indptr[s]
-            found = scans.first_true(ones != lengths)
-            if found:
-                i = s.start + found[0]
-                want = f"indptr[{i}] + the {int(ones[found[0]])} bits set in row {i}"
-                scans.fail(self, InvariantError, "indptr", i + 1, int(self.indptr[i + 1]), want, count=found[1])
+            offenders = scans.first_true(ones != lengths)
+            if offenders:
+                i = s.start + offenders[0]
+                want = f"indptr[{i}] + the {int(ones[offenders[0]])} bits set in row {i}"
+                scans.fail(self, InvariantError, "indptr", i + 1, int(self.indptr[i + 1]), want, count=offenders[1])
 
     def check_canonical(self) -> None:
         for s in scans.chunks(self.nnz, self.data):
@@ -95,14 +95,14 @@ class Bitmask(Format):
         bitmask = xp.zeros((M, wide), np.uint8)
         counts = xp.zeros(M, np.int64)
         data = [xp.zeros(0, bits(x).dtype)]
-        step = max(1, M if is_cupy(x) else PANEL // max(1, K))
+        step = max(1, M if is_cupy(x) else ROW_CHUNK // max(1, K))
         for i in range(0, M if K else 0, step):
-            panel = x[i : i + step]
-            mask = nonzero_mask(panel)
-            data.append(bits(panel)[mask])  # synchronize!
+            chunk = x[i : i + step]
+            mask = nonzero_mask(chunk)
+            data.append(bits(chunk)[mask])  # synchronize!
             counts[i : i + step] = mask.sum(axis=1, dtype=np.int64)
             if K % 8:
-                full = xp.zeros((panel.shape[0], wide * 8), bool)
+                full = xp.zeros((chunk.shape[0], wide * 8), bool)
                 full[:, :K] = mask
                 mask = full
             bitmask[i : i + step] = xp.packbits(mask.reshape(-1), bitorder="little").reshape(-1, wide)
@@ -127,7 +127,7 @@ class Bitmask(Format):
         return cls.trusted(shape=a.shape, indptr=indptr, bitmask=flat.reshape(M, wide), data=a.data)
 
     def _mask(self, s: slice) -> Array:
-        """bool[rows, K] of a row panel."""
+        """bool[rows, K]: the mask of some rows."""
         xp, K = namespace(self.data), self.shape[1]
         packed = self.bitmask[s]
         flat = xp.unpackbits(packed.reshape(-1), bitorder="little")
@@ -137,13 +137,13 @@ class Bitmask(Format):
 
     def _to_csr(self) -> CSR:
         xp, K = namespace(self.data), self.shape[1]
-        cols = [xp.nonzero(self._mask(s))[1].astype(index_dtype(K - 1)) for s in self._panels()]  # synchronize!
+        cols = [xp.nonzero(self._mask(s))[1].astype(index_dtype(K - 1)) for s in self._row_chunks()]  # synchronize!
         indices = xp.concatenate(cols) if cols else xp.zeros(0, index_dtype(K - 1))
         return CSR.trusted(shape=self.shape, indptr=self.indptr, indices=indices, data=self.data)
 
     def _to_dense(self) -> Array:
         out = self.empty_dense()
-        for s in self._panels():
+        for s in self._row_chunks():
             lo, hi = int(self.indptr[s.start]), int(self.indptr[s.stop])
             bits(out)[s][self._mask(s)] = bits(self.data)[lo:hi]
         return out

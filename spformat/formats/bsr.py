@@ -21,12 +21,12 @@ from ..arrays.library import Array, ceil_div, index_dtype, is_cupy, namespace
 from ..arrays.segments import counts_of, distinct_sorted, pointer, rows_of
 from ..errors import PatternError
 from ..limits import check_bytes, product
-from .base import INDEX, VALUE, Format, Panels, array, param
+from .base import INDEX, VALUE, Format, RowChunks, array, param
 from .csr import CSR
 from .hooks import Blocks, Counts, Pattern
 
-PANEL = 1 << 22
-"""Dense elements a host scan looks at together."""
+ROW_CHUNK = 1 << 22
+"""Dense elements that the host converts at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
@@ -56,8 +56,8 @@ class BSR(Format):
         return {"Mb+1": Mb + 1, "Kb-1": Kb - 1, "R": self.blocksize[0], "C": self.blocksize[1]}
 
     @classmethod
-    def panels(cls, params: dict[str, Any]) -> Panels:
-        return Panels(params["blocksize"][0], pointers=("indptr",))
+    def row_chunks(cls, params: dict[str, Any]) -> RowChunks:
+        return RowChunks(params["blocksize"][0], pointers=("indptr",))
 
     @classmethod
     def pattern(cls, params: dict[str, Any]) -> Pattern:
@@ -65,8 +65,8 @@ class BSR(Format):
 
     @classmethod
     def bytes_of(cls, counts: Counts, params: dict[str, Any]) -> int | None:
-        held = counted_blocks(counts, params["blocksize"])
-        return None if held is None else index_dtype(held.nnzb).itemsize * (held.grid[0] + 1) + held.nbytes
+        blocks = counted_blocks(counts, params["blocksize"])
+        return None if blocks is None else index_dtype(blocks.nnzb).itemsize * (blocks.grid[0] + 1) + blocks.nbytes
 
     @classmethod
     def candidates(cls, counts: Counts) -> tuple[dict[str, Any], ...]:
@@ -93,19 +93,19 @@ class BSR(Format):
     def _from_dense(cls, x: Array, **params: Any) -> Self:
         xp, (M, K), (R, C) = namespace(x), x.shape, params["blocksize"]
         Mb, Kb = block_grid(x.shape, (R, C))
-        step = max(1, Mb if is_cupy(x) else PANEL // max(1, R * K))
+        step = max(1, Mb if is_cupy(x) else ROW_CHUNK // max(1, R * K))
         counts, columns, blocks = [xp.zeros(0, np.int64)], [xp.zeros(0, np.int64)], [xp.zeros((0, R, C), bits(x).dtype)]
         for b in range(0, Mb, step):
-            panel = bits(x[b * R : (b + step) * R])
-            rows = ceil_div(panel.shape[0], R)
-            if panel.shape != (rows * R, Kb * C):
-                padded = xp.zeros((rows * R, Kb * C), panel.dtype)
-                padded[: panel.shape[0], :K] = panel
-                panel = padded
-            tiles = panel.reshape(rows, R, Kb, C).transpose(0, 2, 1, 3)
-            held = nonzero_mask(tiles.view(x.dtype) if xp is np else xp.ascontiguousarray(tiles).view(x.dtype))
-            held = held.any(axis=(2, 3))
-            row, col = xp.nonzero(held)  # synchronize!
+            chunk = bits(x[b * R : (b + step) * R])
+            rows = ceil_div(chunk.shape[0], R)
+            if chunk.shape != (rows * R, Kb * C):
+                padded = xp.zeros((rows * R, Kb * C), chunk.dtype)
+                padded[: chunk.shape[0], :K] = chunk
+                chunk = padded
+            tiles = chunk.reshape(rows, R, Kb, C).transpose(0, 2, 1, 3)
+            nonempty = nonzero_mask(tiles.view(x.dtype) if xp is np else xp.ascontiguousarray(tiles).view(x.dtype))
+            nonempty = nonempty.any(axis=(2, 3))
+            row, col = xp.nonzero(nonempty)  # synchronize!
             counts.append(counts_of(row, rows))
             columns.append(col)
             blocks.append(tiles[row, col])
@@ -146,18 +146,18 @@ class BSR(Format):
 
 @dataclass(frozen=True)
 class CountedBlocks:
-    """What counts of a matrix say about its blocks."""
+    """The blocks of a matrix, as far as its counts tell."""
 
     grid: tuple[int, int]
     nnzb: int
     rows: int
-    """Block rows that hold a block."""
+    """Block rows with at least one block."""
     nbytes: int
     """Bytes of indices and data."""
 
 
 def counted_blocks(counts: Counts, blocksize: tuple[int, int]) -> CountedBlocks | None:
-    """None where blocks of this size are not counted."""
+    """The blocks of this size; None if they were not counted."""
     (R, C), (Mb, Kb) = blocksize, block_grid(counts.shape, blocksize)
     if R != C or R not in counts.blocks:
         return None
@@ -172,7 +172,8 @@ def block_grid(shape: tuple[int, int], blocksize: tuple[int, int]) -> tuple[int,
 
 
 def check_inside(f: Any, last_row_start: int) -> None:
-    """Values of edge blocks outside the shape are zero; ``last_row_start``: first block of the last block row."""
+    """Require that values of edge blocks outside the shape are zero. last_row_start: first block of the last block
+    row."""
     (M, K), (R, C), (_, Kb) = f.shape, f.blocksize, f.grid
     xp = namespace(f.data)
     if M % R:
@@ -185,13 +186,19 @@ def check_inside(f: Any, last_row_start: int) -> None:
 
 
 def check_blocks(f: Any) -> None:
-    """No block without a nonzero, no -0.0."""
+    """Require that every block has a nonzero, and that there is no -0.0."""
     for s in scans.chunks(f.nnzb, f.data, max(1, scans.CHUNK // (f.blocksize[0] * f.blocksize[1]))):
         empty = ~nonzero_mask(f.data[s]).any(axis=(1, 2))
-        found = scans.first_true(empty)
-        if found:
+        offenders = scans.first_true(empty)
+        if offenders:
             scans.fail(
-                f, PatternError, "data", s.start + found[0], "all zeros", "a nonzero in each block", count=found[1]
+                f,
+                PatternError,
+                "data",
+                s.start + offenders[0],
+                "all zeros",
+                "a nonzero in each block",
+                count=offenders[1],
             )
     scans.negative_zero_free(f, "data")
 

@@ -1,8 +1,9 @@
-"""Composed formats: matrices made of matrices. Files, device moves, checks and ``repr`` follow from the parts.
+"""Composed formats: matrices whose parts are matrices. Files, copies to devices, checks and ``repr`` follow from the
+parts.
 
-A class derives from ``Composed``, declares its parts and says how they combine: ``layout_problems`` in O(1),
-``check_canonical`` over the contents, ``_to_csr``. A part is a matrix of any registered format, composed ones too, down
-to ``MAX_DEPTH`` levels.
+A class derives from ``Composed``, declares its parts and implements how they combine: ``layout_problems`` in O(1),
+``check_canonical`` over the contents, ``_to_csr``. A part is a matrix of any registered format. It may be composed,
+too, down to ``MAX_DEPTH`` levels.
 
     a: Format = part(doc="..")                           named as the field: "a"
     parts: tuple[Format, ...] = part(many=True, doc="..")    named by their place: "0", "1", ..
@@ -20,7 +21,7 @@ from ..errors import FormatError, UsageError
 from .base import VALUE, Format
 
 MAX_DEPTH = 4
-"""Levels of parts inside parts: what a file may nest is bounded, and so is what is built."""
+"""The most levels of parts inside parts, in memory and in files."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
@@ -69,7 +70,7 @@ class Composed(Format):
 
     @property
     def values(self) -> Array:
-        """Its own VALUE array, or that of its first part: of the dtype and on the device of all."""
+        """Its own VALUE array, or that of its first part; all parts have one dtype and one device."""
         own = next((d.name for d in self.declared_arrays() if d.kind == VALUE), None)
         values: Array = getattr(self, own) if own else next(iter(self.parts_by_name().values())).values
         return values
@@ -95,7 +96,7 @@ class Composed(Format):
 
     @property
     def stored_zeros(self) -> int:
-        """Zeros that parts store as items."""
+        """The number of zeros that the parts store explicitly."""
         return sum(p.stored_zeros for p in self.parts_by_name().values())
 
     def __repr__(self) -> str:
@@ -121,7 +122,8 @@ class Composed(Format):
         return type(self)(**(self.fields() | self.fields_of_parts(parts)))
 
     def to(self, device: str) -> Self:
-        """Copy to "cpu", "cuda" or "cuda:<id>" (itself when all of it is there). The validated mark stays."""
+        """A copy on "cpu", "cuda" or "cuda:<id>", or the object itself if all of it is there. The validated mark
+        stays."""
         before = self.parts_by_name() | self.arrays()
         arrays = {name: to_device(a, device) for name, a in self.arrays().items()}
         parts = {name: p.to(device) for name, p in self.parts_by_name().items()}
@@ -155,7 +157,7 @@ class Composed(Format):
 
 
 def _of_part(e: FormatError, name: str, part: str) -> FormatError:
-    """``e`` with the part it is about."""
+    """``e`` with the name of the part that it is about."""
     e.message = f"{name}: part {part}: {e.message}"
     if e.fields.get("array"):
         e.fields["array"] = f"{part}.{e.fields['array']}"

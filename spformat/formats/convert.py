@@ -16,11 +16,11 @@ def convert(x: Any, target: str | type[Format], **params: Any) -> Format:
 
     x: any spformat object, numpy or CuPy array [M, K], scipy.sparse, torch tensor.
     target: a format id, with params if you like ("bsr", "bsr:blocksize=64x64", "vector-nm:n=2,m=4"), or a class.
-    params: the parameters of the format; they win over those in the text.
+    params: the parameters of the format; they override those in the text.
 
-    The result holds every value of ``x`` with its bits (only -0.0 may come back as +0.0), or StructureError
-    says why the format cannot. UsageError for an unknown format or a parameter out of range. Returns ``x``
-    itself when it is that format already.
+    The result has every value of ``x`` with its bits; only -0.0 may become +0.0. Returns ``x`` itself if it has that
+    format already. Raises StructureError, which says why, if the format cannot represent ``x``; UsageError for an
+    unknown format or a parameter out of range.
     """
     if isinstance(target, type) and issubclass(target, Format) and target is not Format:
         fmt, given = target, params

@@ -18,10 +18,10 @@ from ..arrays.dtypes import bits, nonzero_mask
 from ..arrays.library import Array, index_dtype, is_cupy, namespace
 from ..arrays.segments import counts_of, offsets_from_counts, pointer, rows_of
 from ..errors import OrderError
-from .base import INDEX, VALUE, Format, Panels, array
+from .base import INDEX, VALUE, Format, RowChunks, array
 
-PANEL = 1 << 20
-"""Dense elements a host scan looks at together: the masks and positions stay in cache."""
+ROW_CHUNK = 1 << 20
+"""Dense elements that the host converts at a time, so that masks and positions stay in cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
@@ -46,8 +46,8 @@ class CSR(Format):
         return {"indptr": (index_dtype(nnz), (shape[0] + 1,)), "indices": (index, (nnz,)), "data": (dtype, (nnz,))}
 
     @classmethod
-    def panels(cls, params: dict[str, Any]) -> Panels:
-        return Panels(1, pointers=("indptr",))
+    def row_chunks(cls, params: dict[str, Any]) -> RowChunks:
+        return RowChunks(1, pointers=("indptr",))
 
     @property
     def nnz(self) -> int:
@@ -73,9 +73,9 @@ class CSR(Format):
 
     @classmethod
     def from_coordinates(cls, shape: tuple[int, int], rows: Array, cols: Array, data: Array) -> CSR:
-        """CSR of items in any order, none twice: row and column int64[nnz], data VALUE[nnz].
+        """CSR of items in any order: row and column int64[nnz], data VALUE[nnz].
 
-        The caller owes 0 <= row < M, 0 <= column < K and distinct places.
+        The caller must ensure 0 <= row < M, 0 <= column < K, and that no (row, column) occurs twice.
         """
         xp, (M, K) = namespace(data), shape
         if M * K < 2**63:
@@ -93,18 +93,18 @@ class CSR(Format):
     def _from_dense(cls, x: Array, **params: Any) -> Self:
         """Row-major scan of value != 0 over an array [M, K]."""
         xp, (M, K) = namespace(x), x.shape
-        # Host arrays go panel by panel: bool masks and positions of a whole weight would be many times its size.
-        step = max(1, M if is_cupy(x) else PANEL // max(1, K))
+        # Host arrays are converted in row chunks, because masks and positions of a whole matrix need much more memory.
+        step = max(1, M if is_cupy(x) else ROW_CHUNK // max(1, K))
         counts, cols, parts = [], [], []
         for i in range(0, M, step):
-            panel = x[i : i + step]
-            mask = nonzero_mask(panel)
+            chunk = x[i : i + step]
+            mask = nonzero_mask(chunk)
             if xp is np:
                 at = np.flatnonzero(mask)
                 cols.append((at % max(1, K)).astype(index_dtype(K - 1)))
             else:
                 cols.append(xp.nonzero(mask)[1].astype(index_dtype(K - 1)))  # synchronize!
-            parts.append(bits(panel)[mask])
+            parts.append(bits(chunk)[mask])
             counts.append(mask.sum(axis=1, dtype=np.int64))
         nnz = sum(c.size for c in cols)
         indptr = xp.zeros(M + 1, index_dtype(nnz))
@@ -135,8 +135,8 @@ class CSR(Format):
         keep = nonzero_mask(self.data)
         if bool(keep.all()):  # synchronize!
             return self
-        kept = offsets_from_counts(keep.astype(np.int64))  # int64[nnz+1]: kept items before each
-        indptr = kept[self.indptr]
+        kept_before = offsets_from_counts(keep.astype(np.int64))  # int64[nnz+1]: kept items before each
+        indptr = kept_before[self.indptr]
         nnz = int(indptr[-1])  # synchronize!
         return CSR.trusted(
             shape=self.shape,
@@ -157,13 +157,13 @@ class CSR(Format):
         order = xp.lexsort(xp.stack((cols, rows)))
         rows, cols = rows[order], cols[order]
         twice = (rows[1:] == rows[:-1]) & (cols[1:] == cols[:-1])
-        found = scans.first_true(twice)
-        if found:
-            row, col = int(rows[found[0]]), int(cols[found[0]])
+        repeats = scans.first_true(twice)
+        if repeats:
+            row, col = int(rows[repeats[0]]), int(cols[repeats[0]])
             raise OrderError(
-                f"csr: row {row} stores column {col} more than once ({found[1]} repeats in all); values are never "
+                f"csr: row {row} stores column {col} more than once ({repeats[1]} repeats in all); values are never "
                 "summed silently: sum them where the matrix is made (scipy: a.sum_duplicates())",
-                array="indices", index=(row, col), value=col, count=found[1],
+                array="indices", index=(row, col), value=col, count=repeats[1],
             )  # fmt: skip
         return CSR.trusted(
             shape=self.shape,

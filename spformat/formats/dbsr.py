@@ -57,11 +57,11 @@ class DBSR(Format):
 
     @classmethod
     def bytes_of(cls, counts: Counts, params: dict[str, Any]) -> int | None:
-        held = counted_blocks(counts, params["blocksize"])
-        if held is None:
+        blocks = counted_blocks(counts, params["blocksize"])
+        if blocks is None:
             return None
-        row_ids = index_dtype(held.grid[0] - 1).itemsize * held.rows
-        return row_ids + index_dtype(held.nnzb).itemsize * (held.rows + 1) + held.nbytes
+        row_ids = index_dtype(blocks.grid[0] - 1).itemsize * blocks.rows
+        return row_ids + index_dtype(blocks.nnzb).itemsize * (blocks.rows + 1) + blocks.nbytes
 
     @classmethod
     def examples(cls) -> tuple[dict[str, Any], ...]:
@@ -94,10 +94,10 @@ class DBSR(Format):
     def from_bsr(cls, b: BSR) -> Self:
         """The same blocks with the empty block rows left out; O(Mb)."""
         xp = namespace(b.data)
-        held = xp.flatnonzero(b.indptr[1:] > b.indptr[:-1])  # synchronize!
-        indptr = xp.zeros(held.size + 1, b.indptr.dtype)
-        indptr[1:] = b.indptr[held + 1]
-        row_ids = held.astype(index_dtype(b.grid[0] - 1))
+        nonempty = xp.flatnonzero(b.indptr[1:] > b.indptr[:-1])  # synchronize!
+        indptr = xp.zeros(nonempty.size + 1, b.indptr.dtype)
+        indptr[1:] = b.indptr[nonempty + 1]
+        row_ids = nonempty.astype(index_dtype(b.grid[0] - 1))
         return cls.trusted(
             shape=b.shape, blocksize=b.blocksize, row_ids=row_ids, indptr=indptr, indices=b.indices, data=b.data
         )

@@ -43,10 +43,11 @@ class PartDeclaration:
 
 
 @dataclass(frozen=True)
-class Panels:
-    """How the arrays of a matrix follow from those of its panels of ``rows`` (or a multiple of that) rows each.
+class RowChunks:
+    """How the arrays of a matrix follow from those of its row chunks.
 
-    They are the panels' arrays end to end along the first axis; a pointer counts on from panel to panel.
+    A row chunk has ``rows`` rows, or a multiple of it; the last may have fewer. Each array of the matrix is the arrays
+    of the row chunks end to end along the first axis. A pointer continues counting from row chunk to row chunk.
     """
 
     rows: int
@@ -172,9 +173,9 @@ def parse_table(name: str, key: str, values: Any) -> tuple[int, ...]:
 def array_problems(
     declared: tuple[ArrayDeclaration, ...], arrays: dict[str, Any], sizes: dict[str, int], value_dtypes: tuple[str, ...]
 ) -> list[tuple[str, str]]:
-    """(array, text) of every disagreement of arrays with their declarations: dtypes, ranks, lengths and devices.
+    """(array, text) for every difference between arrays and their declarations: dtypes, ranks, lengths and devices.
 
-    sizes: of the labels that are known; the first array that has another label gives its size.
+    sizes: label of a dimension -> its size. For a label that is missing, the first array that has it decides the size.
     """
     problems: list[tuple[str, str]] = []
     devices: dict[str, str] = {}
@@ -214,12 +215,12 @@ def _dtypes_of(d: ArrayDeclaration, sizes: dict[str, int], value_dtypes: tuple[s
     if d.kind != INDEX:
         return (d.kind,)
     bound = sizes.get(d.bound or "")
-    # A bound that no array length fixes (live items among padding) leaves both index types open.
+    # If no array length decides the bound (items among padding), both index types are accepted.
     return ("int32", "int64") if bound is None else (index_dtype(bound).name,)
 
 
 class Declared:
-    """What follows from the declaration of a format's fields, for the class. ``Format`` derives from it."""
+    """The class methods that follow from the declaration of a format's fields. ``Format`` derives from this class."""
 
     __slots__ = ()
     name: ClassVar[str]
@@ -239,7 +240,7 @@ class Declared:
 
     @classmethod
     def declared_parts(cls) -> tuple[PartDeclaration, ...]:
-        """The matrices that a composed format is made of; none for the others."""
+        """The parts of a composed format; none for other formats."""
         return part_declarations(cast(Any, cls))
 
     @classmethod
@@ -249,14 +250,14 @@ class Declared:
 
     @classmethod
     def auto_params(cls, a: CSR, params: dict[str, Any]) -> dict[str, Any]:
-        """Values of the AUTO params that were not given, from the matrix."""
+        """Values of AUTO params, computed from the matrix."""
         return {}
 
     @classmethod
     def resolve_params(cls, given: dict[str, Any], a: CSR | None = None) -> dict[str, Any]:
         """All params in their stored types, defaults filled in; UsageError names parameter, value and range.
 
-        Without a matrix ``a``, params that follow from one (AUTO) stay out when they were not given.
+        AUTO params that are not given follow from the matrix ``a``; without it they are left out.
         """
         known = {d.name: d for d in cls.declared_params()}
         unknown = [k for k in given if k not in known]
@@ -285,16 +286,16 @@ class Declared:
     def array_specs(
         cls, shape: tuple[int, int], dtype: np.dtype[Any], nnz: int, params: dict[str, Any]
     ) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]] | None:
-        """dtype and shape of every array of a matrix with ``nnz`` nonzeros, where these numbers decide them.
+        """dtype and shape of every array of a matrix with ``nnz`` nonzeros, from which a file is laid out.
 
-        None when they do not (blocks, vectors): then only a conversion tells. A file is laid out from this.
+        None if shape and nnz do not decide them (blocks, vectors); then only the conversion does.
         """
         return None
 
     @classmethod
-    def panels(cls, params: dict[str, Any]) -> Panels | None:
-        """How a matrix may be converted panel by panel of rows, with the arrays written one after the other.
+    def row_chunks(cls, params: dict[str, Any]) -> RowChunks | None:
+        """How a matrix can be converted in row chunks whose arrays are written one after the other.
 
-        None when it may not: then only the whole matrix is converted. ``params``: all of them, resolved.
+        None if that is not possible; then only the whole matrix can be converted. params: all of them, resolved.
         """
         return None

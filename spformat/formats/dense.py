@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 
 from ..arrays.library import Array
-from .base import VALUE, Format, Panels, array, checked_values
+from .base import VALUE, Format, RowChunks, array, checked_values
 from .csr import CSR
 
 
@@ -31,8 +31,8 @@ class Dense(Format):
         return {"data": (dtype, shape)}
 
     @classmethod
-    def panels(cls, params: dict[str, Any]) -> Panels:
-        return Panels(1)
+    def row_chunks(cls, params: dict[str, Any]) -> RowChunks:
+        return RowChunks(1)
 
     @classmethod
     def from_dense(cls, x: Array, **params: Any) -> Self:

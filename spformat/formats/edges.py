@@ -1,16 +1,17 @@
-"""Edges: direct ways from one format to another, in a table that whoever has one fills.
+"""Edges: direct conversions from one format to another, and the table in which they are registered.
 
-An edge does in one go what the general code does step by step: a compiled loop that turns a dense array into CSR, a
-CUDA kernel that packs 2:4. The general code of a format, numpy or CuPy, stays the law: an edge gives the same bits and
-the same refusals, or it answers None, and the general code runs.
+An edge does in one step what the general code of a format does in several: a compiled loop that converts a dense array
+to CSR, a CUDA kernel that packs 2:4. The general code, in numpy and CuPy, is the reference. An edge gives the same bits
+and raises the same errors; or it returns None, and the general code runs.
 
     ("dense", "csr", "cpu")               array [M, K] -> CSR
     ("bitmask", "dense", "cpu")           Bitmask -> array [M, K]
     ("csr", "check", "cuda")              CSR -> whether all its contents were seen to be valid
     ("dense", "two-four:pruned", "cuda")  array [M, K] -> (TwoFour of the largest values, values that are not finite)
 
-Formats ask ``take`` and name nobody. Layers above and plug-ins say with ``provide`` where the edges of a kind of device
-come from; that code is imported when the first array of this kind is about to be converted or checked, not before.
+Formats call ``take`` and name no provider. Layers above and plug-ins register with ``provide`` a function that returns
+their edges for a kind of device. It is called when the first array on such a device is to be converted or checked, so
+nothing is imported earlier.
 """
 
 from __future__ import annotations
@@ -23,34 +24,35 @@ from typing import Any, TypeAlias
 from ..arrays.library import Array, current_device, is_cupy
 
 DENSE, CHECK = "dense", "check"
-"""What is no name of a format in ``source`` and ``target``: an array [M, K], and the scan ``Format.quick_check``."""
+"""Values of ``source`` and ``target`` that are no format ids: an array [M, K]; the scan of ``Format.quick_check``."""
 
 
 def always(x: Array, elements: int) -> bool:
-    """An edge that is worth taking whatever the size."""
+    """The ``accepts`` of an edge that is worth using for every size."""
     return True
 
 
 @dataclass(frozen=True)
 class Edge:
-    """One direct way: ``function(source, params)`` gives the target, or None where it does not take this one.
+    """One direct conversion: ``function(source, params)`` returns the target, or None if it does not support the case.
 
-    source: a format id, whose objects (validated, unless the target is "check") the function takes, or "dense": an
-    array [M, K] of a value type in C order. target: a format id, "dense" for a new array [M, K], or "check".
-    params: of the target, in their stored types; those that follow from the matrix (AUTO) may be missing.
+    source: a format id, then the function is given an object of the format (validated, unless the target is "check");
+    or "dense", then it is given an array [M, K] of a value type in C order. target: a format id, "dense" for a new
+    array [M, K], or "check". params: those of the target, in their stored types; AUTO params may be missing.
     """
 
     source: str
     target: str
     device: str
-    """ "cpu" or "cuda": where the arrays are. On a device, it is the current one while the function runs."""
+    """ "cpu" or "cuda": where the arrays are. A CUDA device is CuPy's current device while the function runs."""
     function: Callable[[Any, dict[str, Any]], Any]
     accepts: Callable[[Array, int], bool] = always
-    """Whether an array (the values of the source) and a number of dense elements are worth this way: it costs O(1)."""
+    """``accepts(values, elements)``: whether the edge is worth using for the values of the source and this number of
+    dense elements. It must cost O(1)."""
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Its place in the table."""
+        """Key of the edge in the table."""
         return self.source, self.target, self.device
 
 
@@ -62,38 +64,38 @@ _lock = threading.RLock()
 
 
 def register(*edges: Edge) -> None:
-    """Put edges into the table; of one key, the edge that came last is asked first."""
+    """Put edges into the table. Of the edges with one key, the one that was registered last is tried first."""
     with _lock:
         for edge in edges:
             _table[edge.key] = (edge, *_table.get(edge.key, ()))
 
 
 def unregister(*edges: Edge) -> None:
-    """Take edges out of the table; those that are not in it are ignored."""
+    """Remove edges from the table; those that are not in it are ignored."""
     with _lock:
         for edge in edges:
             _table[edge.key] = tuple(e for e in _table.get(edge.key, ()) if e is not edge)
 
 
 def provide(device: str, provider: Provider) -> None:
-    """Have ``provider()`` asked for the edges of "cpu" or "cuda" when the first of them may be wanted.
+    """Let ``provider()`` return the edges of "cpu" or "cuda". It is called when the first of them may be needed.
 
-    They stand behind edges that were registered before, so that a user's own are asked first.
+    Edges that were registered before come first, so that a user's own edges are tried before these.
     """
     with _lock:
         _waiting[device].append(provider)
 
 
 def edges_of(device: str) -> tuple[Edge, ...]:
-    """All edges of "cpu" or "cuda"; imports the code of those who provide some."""
+    """All edges of "cpu" or "cuda"; calls the providers that have not been called yet."""
     _load(device)
     return tuple(e for edges in _table.values() for e in edges if e.device == device)
 
 
 def find(source: str, target: str, x: Array, elements: int | None = None) -> tuple[Edge, ...]:
-    """The edges that are worth taking for arrays that are where ``x`` is, best first.
+    """The edges that are worth using for arrays on the device of ``x``, best first.
 
-    x: the dense array, or the values of the source; elements: the dense elements that are meant, else those of x.
+    x: the dense array, or the values of the source. elements: number of dense elements; default: those of ``x``.
     """
     device = "cuda" if is_cupy(x) else "cpu"
     if _waiting[device]:
@@ -103,8 +105,10 @@ def find(source: str, target: str, x: Array, elements: int | None = None) -> tup
 
 
 def take(source: str, target: str, given: Any, params: dict[str, Any], x: Array, elements: int | None = None) -> Any:
-    """What the best edge for ``x`` (as for ``find``) makes of ``given``; None where there is none, and for a refusal
-    to take this one: then the caller's general code runs."""
+    """The result of the best edge for ``given``; x and elements as for ``find``.
+
+    None if there is no edge, or if every edge returns None; then the caller must run its general code.
+    """
     for edge in find(source, target, x, elements):
         with current_device(x):
             result = edge.function(given, params)

@@ -151,22 +151,24 @@ class ELLBuckets(Format):
         owned = counts_of(compact.row_ids, rows.size)[compact.row_ids]
         bad = self.is_split() & (owned < 2)
         scans.require_none(self, bad, "row_ids", "a row with several ELL rows, as this one is split", InvariantError)
-        # Every remaining rule says: f is what from_csr makes of the items it holds. So make it, and compare.
+        # All remaining rules together say that this object is what from_csr builds from its items. So it is rebuilt and
+        # compared.
         a = compact.to_hub()
         scans.increasing_in_segments(a, "indptr", "indices")
-        made = type(self).from_hub(a, self.params())
-        if made.tables() != self.tables():
+        rebuilt = type(self).from_hub(a, self.params())
+        if rebuilt.tables() != self.tables():
             for key, got in self.tables().items():
-                wanted = made.tables()[key]
+                wanted = rebuilt.tables()[key]
                 if got != wanted:
                     b = next(i for i, (x, y) in enumerate(zip(got, wanted, strict=True)) if x != y)
                     scans.fail(self, InvariantError, f"tables.{key}", b, got[b], f"{wanted[b]} for the rows it holds")
-        row_ids = rows[made.row_ids].astype(self.row_ids.dtype)
-        for key, wanted in (made.arrays() | {"row_ids": row_ids}).items():
+        row_ids = rows[rebuilt.row_ids].astype(self.row_ids.dtype)
+        for key, wanted in (rebuilt.arrays() | {"row_ids": row_ids}).items():
             scans.same_as(self, key, wanted, "what from_csr places here")
 
     def _compact(self) -> tuple[Array, Self]:
-        """(rows that occur, ascending; this object over them alone): a check costs what is stored, whatever M says."""
+        """(the rows that occur, ascending; this object with only these rows). So the cost of a check depends on what is
+        stored, and not on M."""
         rows, place = distinct_sorted(self.row_ids, self.shape[0])
         fields = {**self.params(), **self.tables(), **self.arrays()}
         fields["row_ids"] = place.astype(index_dtype(rows.size - 1))
@@ -181,22 +183,22 @@ class ELLBuckets(Format):
         part_size = max(1, ceil_div(K, parts))
         counts = counts_of(a.rows() * parts + a.indices.astype(np.int64) // part_size, M * parts)
         layout = Layout.of(counts.reshape(M, parts), params["max_width"])
-        made = cls.without_items(a.shape, a.nnz, a.dtype, layout, params)
+        out = cls.without_items(a.shape, a.nnz, a.dtype, layout, params)
 
         live_offsets = offsets_from_counts(layout.live)
         owner = rows_of(live_offsets, a.nnz)
         rank = rank_in_row(live_offsets, owner)
         slot, item = layout.slots[owner] + rank, layout.first[owner] + rank
-        made.indices[...], made.source[...], made.data[...] = PAD, PAD, xp.zeros((), a.dtype)
-        made.indices[slot], made.source[slot] = a.indices[item], item
-        bits(made.data)[slot] = bits(a.data)[item]
-        return made
+        out.indices[...], out.source[...], out.data[...] = PAD, PAD, xp.zeros((), a.dtype)
+        out.indices[slot], out.source[slot] = a.indices[item], item
+        bits(out.data)[slot] = bits(a.data)[item]
+        return out
 
     @classmethod
     def without_items(
         cls, shape: tuple[int, int], nnz: int, dtype: np.dtype[Any], layout: Layout, params: dict[str, Any]
     ) -> Self:
-        """Row numbers and tables in place; indices, data and source not filled: the caller owes every slot."""
+        """The object with its row numbers and tables. The caller must fill every slot of indices, data and source."""
         xp, (M, K), n_slots = namespace(layout.row), shape, int(layout.slots[-1])  # synchronize!
         return cls.trusted(
             shape=shape,
@@ -220,8 +222,8 @@ class ELLBuckets(Format):
         indices, data = xp.empty(live.size, index), xp.empty(live.size, self.dtype)
         indices[at], bits(data)[at] = self.indices[live], bits(self.data)[live]
         indptr = pointer(counts_of(row, M), live.size)
-        make = CSR.trusted if self.is_validated else CSR  # an unchecked object may hold columns out of order
-        return make(shape=self.shape, indptr=indptr, indices=indices, data=data)
+        construct = CSR.trusted if self.is_validated else CSR  # an unchecked object may hold columns out of order
+        return construct(shape=self.shape, indptr=indptr, indices=indices, data=data)
 
     def refill(self, values: Array) -> Self:
         """The same structure with the values of another CSR of the same pattern, VALUE[nnz] in CSR order."""
@@ -242,18 +244,18 @@ def mean_width(nnz: int, rows: int) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the items of each ELL row come from and go to; arrays in the order of the buckets but for ``order``."""
+    """For each ELL row, where its items come from and where they go. Arrays are in bucket order, except ``order``."""
 
     row: Array
-    """int64[R]: its row."""
+    """int64[R]: the row of each ELL row."""
     first: Array
     """int64[R]: the CSR position of its first item."""
     live: Array
-    """int64[R]: its items."""
+    """int64[R]: the number of its items."""
     slots: Array
     """int64[R+1]: its first slot."""
     order: Array
-    """int64[R]: its number when ELL rows are counted by row, part and chunk."""
+    """int64[R]: its number if ELL rows are counted by row, part and chunk."""
     rows: int
     rows_per_bucket: Array
     split_per_bucket: Array
@@ -264,8 +266,8 @@ class Layout:
         xp, (M, parts), levels = namespace(counts), counts.shape, widest.bit_length()
         counts = counts.reshape(-1)
         starts = offsets_from_counts(counts)[:-1]
-        held = xp.flatnonzero(counts)  # synchronize!
-        row, part, length, start = held // parts, held % parts, counts[held], starts[held]
+        segments = xp.flatnonzero(counts)  # synchronize!
+        row, part, length, start = segments // parts, segments % parts, counts[segments], starts[segments]
 
         # ELL rows: one a segment, or chunks of the widest bucket.
         chunks = -(-length // widest)

@@ -1,4 +1,4 @@
-"""In and out of other libraries' matrices. scipy and torch are imported inside the functions that need them."""
+"""Conversions from and to matrices of other libraries. scipy and torch are imported by the functions that need them."""
 
 from __future__ import annotations
 
@@ -65,18 +65,18 @@ def from_scipy(x: Any) -> Format:
 
 
 def from_blocks(shape: tuple[int, ...], indptr: Array, indices: Array, data: Array) -> BSR:
-    """BSR of blocks in any order; those without a nonzero are dropped and -0.0 becomes +0.0. Duplicates are refused."""
+    """BSR of blocks in any order. Blocks of zeros are dropped, and -0.0 becomes +0.0. Duplicates are refused."""
     R, C = int(data.shape[1]), int(data.shape[2])
     b = BSR(shape=(shape[0], shape[1]), blocksize=(R, C), **_fitted("bsr", indptr, indices, data, shape[1] // C))
     try:
         return b.validate()
-    except InvariantError:  # legal in other libraries, not here
+    except InvariantError:  # other libraries allow unordered blocks and blocks of zeros
         b.check_memory()
     return BSR.from_csr(blocks_to_csr(b, b.block_rows()).canonical(), blocksize=(R, C))
 
 
 def _from_coordinates(shape: tuple[int, int], rows: Array, cols: Array, data: Array) -> CSR:
-    """Ordered CSR of items in any order; IndexBoundsError, or OrderError for a place that is stored twice."""
+    """Ordered CSR of items in any order. IndexBoundsError, or OrderError for an element that is stored twice."""
     for name, index, size in (("row", rows, shape[0]), ("column", cols, shape[1])):
         if index.size and not 0 <= int(index.min()) <= int(index.max()) < size:  # synchronize!
             got = f"{index.min()} .. {index.max()}"
@@ -85,7 +85,8 @@ def _from_coordinates(shape: tuple[int, int], rows: Array, cols: Array, data: Ar
 
 
 def _fitted(where: str, indptr: Array, indices: Array, data: Array, columns: int) -> dict[str, Array]:
-    """Index arrays in the types their bounds demand. PointerError, IndexBoundsError for a number that would wrap."""
+    """Index arrays in the types that their bounds require. PointerError or IndexBoundsError for a number that is too
+    large."""
     n = int(indices.size)
     end, inside = f"at most {n}, the number of items it points into", f"an index in [0, {columns})"
     return {
@@ -100,15 +101,15 @@ def _narrowed(
 ) -> Array:
     if x.dtype.kind not in "iu":
         raise ArrayError(f"{where}: {name}: expected integers, got {x.dtype}", array=name)
-    fitted = x.astype(dtype)
-    found = None if np.can_cast(x.dtype, dtype) else scans.first_true(fitted != x)  # 2^32 + 3 became 3
-    if found:
-        at, count = found
+    narrow = x.astype(dtype)
+    wrapped = None if np.can_cast(x.dtype, dtype) else scans.first_true(narrow != x)  # 2^32 + 3 became 3
+    if wrapped:
+        at, count = wrapped
         more = f" ({count} such)" if count > 1 else ""
         value = int(x[at])
         raise error(f"{where}: {name}[{at}]: expected {expected}, got {value}{more}",
                     array=name, index=at, value=value, expected=expected, count=count)  # fmt: skip
-    return fitted
+    return narrow
 
 
 def to_torch(f: Format) -> Any:
@@ -158,7 +159,7 @@ def from_torch(t: Any) -> Format:
 
 
 def as_array(x: Any) -> Array:
-    """A matrix or vector as an array of numpy or CuPy; the memory of one and of a torch tensor is shared.
+    """A matrix or vector as a numpy or CuPy array, which shares the memory of an array or torch tensor.
 
     UsageError for what ``as_format`` does not take.
     """
@@ -175,9 +176,10 @@ def unmasked(x: Array) -> Array:
 
 
 def as_format(x: Any) -> Format:
-    """Whatever a user holds, as its format: ours, numpy, CuPy, scipy.sparse, cupyx.scipy.sparse, torch, array-likes.
+    """A matrix of any of these kinds as a Format: spformat, numpy, CuPy, scipy.sparse, cupyx.scipy.sparse, torch,
+    array-likes.
 
-    Nothing moves between host and device. UsageError for what none of these is.
+    Nothing is copied between host and device. UsageError for any other object.
     """
     if isinstance(x, Format):
         return x

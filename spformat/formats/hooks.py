@@ -1,8 +1,8 @@
-"""What the hooks of a format exchange with the layers above: patterns to prune to, and counts of a matrix.
+"""The hooks of a format, and what they exchange with the layers above: sparsity patterns, and counts of a matrix.
 
-A format says of itself which pattern its matrices have (``Format.pattern``), whether counts prove that it holds a
-matrix (``fits``), how many bytes it would take (``bytes_of``) and with which parameters it is worth a look
-(``candidates``). The layers above prune, count and choose, and know no format by name.
+Each format states which pattern its matrices have (``Format.pattern``), whether the counts of a matrix prove that it
+fits (``fits``), how many bytes it would need (``bytes_of``) and which parameters are worth considering
+(``candidates``). So the layers above prune, count and choose without knowing any format by name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..limits import product
 from .declare import REQUIRED, Declared
 
 VECTOR_ROWS, VECTOR_STRIDE = 8, 16
-"""The one height and group of vectors that are counted."""
+"""Vectors are counted for this height and this group size only."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,18 @@ class Vectors:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Whole blocks of R x C stay or go."""
+    """Blocks of R x C values are kept or pruned as a whole."""
 
     blocksize: tuple[int, int]
 
 
 Pattern: TypeAlias = Groups | Vectors | Blocks | None
-"""None: values stay or go one by one."""
+"""None: each value is kept or pruned by itself."""
 
 
 class Counts(Protocol):
-    """Exact counts of one matrix, as ``preprocess.structure.analyse`` finds them. What is not counted is not there."""
+    """Exact counts of one matrix, as ``preprocess.structure.analyse`` returns them. Keys that were not counted are
+    missing."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -93,29 +94,30 @@ class Counts(Protocol):
 
 
 class Hooks(Declared):
-    """What other layers ask a format, with answers that fit one without a pattern. ``Format`` derives from it."""
+    """Questions of other layers to a format, with default answers for a format without a pattern. ``Format`` derives
+    from this class."""
 
     __slots__ = ()
 
     tie_rank: ClassVar[int] = 9
-    """Of the formats that take the fewest bytes, the one with the lowest number is called the smallest."""
+    """If several formats need the same least number of bytes, the one with the lowest rank counts as the smallest."""
     torch_layout: ClassVar[str] = "sparse_csr"
-    """The layout of torch that this format is measured against: "strided", "sparse_csr", "sparse_bsr",
+    """The torch layout with which this format is compared in benchmarks: "strided", "sparse_csr", "sparse_bsr",
     "semi_structured", or "" for none."""
 
     @classmethod
     def pattern(cls, params: dict[str, Any]) -> Pattern:
-        """What values are dropped together when a matrix is pruned to fit; None: each for itself."""
+        """Which values are dropped together when a matrix is pruned to fit; None: each value by itself."""
         return None
 
     @classmethod
     def fits(cls, counts: Counts, params: dict[str, Any]) -> bool:
-        """Whether ``counts`` prove that the format holds the matrix; False = only a conversion can tell."""
+        """Whether ``counts`` prove that the matrix fits the format. If False, only a conversion can tell."""
         return True
 
     @classmethod
     def bytes_of(cls, counts: Counts, params: dict[str, Any]) -> int | None:
-        """Exact bytes of all arrays of the matrix, or None when ``counts`` do not decide them (then convert)."""
+        """The exact bytes of all arrays of the matrix; None if ``counts`` do not decide them, then convert it."""
         if len(params) != len(cls.declared_params()):
             return None
         specs = cls.array_specs(counts.shape, value_type(counts.dtype).numpy, counts.nnz, params)
@@ -123,10 +125,10 @@ class Hooks(Declared):
 
     @classmethod
     def candidates(cls, counts: Counts) -> tuple[dict[str, Any], ...]:
-        """Parameters worth a look for a matrix with these counts that the format is proved to hold."""
+        """Parameters that are worth considering for a matrix with these counts."""
         return () if any(d.default is REQUIRED for d in cls.declared_params()) else ({},)
 
     @classmethod
     def examples(cls) -> tuple[dict[str, Any], ...]:
-        """Parameters that tests and docs try the format with, small and odd ones among them."""
+        """Parameters with which tests and docs try the format, among them small and odd ones."""
         return ({},)

@@ -20,7 +20,7 @@ from ..arrays.library import PAD, Array, ceil_div, index_dtype, namespace
 from ..arrays.segments import counts_of, distinct_sorted, offsets_from_counts, pointer, rank_in_row, rows_of
 from ..errors import InvariantError, OrderError, PatternError
 from ..limits import check_bytes, product
-from .base import INDEX, VALUE, Format, Panels, array, param
+from .base import INDEX, VALUE, Format, RowChunks, array, param
 from .csr import CSR
 from .hooks import VECTOR_ROWS, VECTOR_STRIDE, Counts
 
@@ -52,8 +52,8 @@ class SRBCRS(Format):
         return {"Mv+1": self.tiles + 1, "K-1": self.shape[1] - 1, "t": self.vector_length, "g": self.stride}
 
     @classmethod
-    def panels(cls, params: dict[str, Any]) -> Panels:
-        return Panels(params["vector_length"], pointers=("indptr",))
+    def row_chunks(cls, params: dict[str, Any]) -> RowChunks:
+        return RowChunks(params["vector_length"], pointers=("indptr",))
 
     @classmethod
     def bytes_of(cls, counts: Counts, params: dict[str, Any]) -> int | None:

@@ -30,9 +30,9 @@ from .hooks import Counts
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
 class Sum(Composed):
-    """Two or more matrices of one shape, dtype and device; no element is a nonzero of two of them.
+    """Two or more matrices of one shape, dtype and device. No element is nonzero in two of them.
 
-    So every value of A lies in one part, with its bits, and nothing is added up to read it. Zeros that a part stores
+    So every nonzero of A lies in exactly one part, with its bits, and is read without adding. Zeros that a part stores
     (padding of blocks, stored items) do not count. The shape is that of the parts and need not be given.
     """
 
@@ -53,7 +53,7 @@ class Sum(Composed):
 
     @classmethod
     def from_parts(cls, parts: Iterable[Format]) -> Self:
-        """The validated sum of matrices; OrderError for an element that two of them hold."""
+        """The validated sum of matrices; OrderError for an element that is nonzero in two of them."""
         return cls(parts=tuple(parts)).validate()
 
     def layout_problems(self) -> list[tuple[str, str]]:
@@ -89,12 +89,12 @@ class Sum(Composed):
 
     def _items(self) -> tuple[Array, Array, Array, Array]:
         """(row, column, values, number of the part) of every nonzero, part after part; values as their bits."""
-        held = [p.to_csr().without_zeros() for p in self.parts]
+        nonzeros = [p.to_csr().without_zeros() for p in self.parts]
         xp = namespace(self.values)
-        rows = xp.concatenate([a.rows() for a in held])
-        cols = xp.concatenate([a.indices.astype(np.int64) for a in held])
-        owner = xp.concatenate([xp.full(a.nnz, i, np.int32) for i, a in enumerate(held)])
-        return rows, cols, xp.concatenate([bits(a.data) for a in held]), owner
+        rows = xp.concatenate([a.rows() for a in nonzeros])
+        cols = xp.concatenate([a.indices.astype(np.int64) for a in nonzeros])
+        owner = xp.concatenate([xp.full(a.nnz, i, np.int32) for i, a in enumerate(nonzeros)])
+        return rows, cols, xp.concatenate([bits(a.data) for a in nonzeros]), owner
 
     def _to_csr(self) -> CSR:
         rows, cols, values, _ = self._items()

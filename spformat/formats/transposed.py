@@ -1,4 +1,4 @@
-"""A matrix seen from the other side: ``a.T`` is a view [K, M] of a [M, K]; nothing is moved until it is asked for."""
+"""The lazy transpose: ``a.T`` is a view [K, M] of a matrix [M, K], and copies nothing until a method needs it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .dense import Dense
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transposed:
-    """The transpose of ``matrix``, as a view: it owns no arrays and holds none but those of the matrix."""
+    """The transpose of ``matrix``, as a view without arrays of its own."""
 
     matrix: Format
     __array_ufunc__: ClassVar[None] = None  # else numpy makes an array of one object for ``x @ a.T``
@@ -49,14 +49,14 @@ class Transposed:
 
     @property
     def nnz(self) -> int:
-        """That of the matrix."""
+        """``nnz`` of the matrix."""
         return self.matrix.nnz
 
     def __repr__(self) -> str:
         return f"Transposed({self.matrix!r}, shape={self.shape})"
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """TypeError: a matrix becomes dense only where that is asked for."""
+        """Raises TypeError: a matrix is never converted to a dense array implicitly."""
         raise TypeError("this is the transpose of a sparse matrix, no array; use to_dense()")
 
     def to(self, device: str) -> Transposed:
@@ -86,7 +86,7 @@ class Transposed:
             )
 
     def materialize(self) -> Format:
-        """The transpose in the stored form that costs least to make: blocks stay blocks, dense stays dense, else CSR.
+        """The transpose as a stored matrix, in the format that costs least.
 
         BSR and DBSR give a BSR of transposed blocks, blocksize (C, R); Dense gives Dense; every other format gives CSR.
         All are exact.

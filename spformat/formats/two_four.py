@@ -21,37 +21,39 @@ from ..arrays import scans
 from ..arrays.dtypes import bits, nonzero_mask
 from ..arrays.library import Array, is_cupy, namespace, round_up
 from ..errors import IndexBoundsError, PatternError, StructureError
-from .base import VALUE, Format, Panels, array, param
+from .base import VALUE, Format, RowChunks, array, param
 from .csr import CSR
 from .hooks import Counts, Groups, Pattern
 
-PANEL = 1 << 20
-"""Dense elements a host pass looks at together."""
+ROW_CHUNK = 1 << 20
+"""Dense elements that the host processes at a time."""
 
 ROWS, COLS = 32, 64
 """Every order pads to these multiples, so that orders are permutations of the same words."""
 
-# What from_csr makes of a group, by its nonzero mask x (bit i = column 4g+i). With fewer than two nonzeros
-# the lowest free positions are kept too, with value +0, so that equal matrices have equal bytes. 0 = refused.
+# The nibble of a group, by its nonzero mask x (bit i = column 4g+i). If a group has fewer than two nonzeros, the lowest
+# free positions are stored, too, with value +0, so that equal matrices have equal bytes. 0 = the group is refused.
 #        x   0    1    2    3    4    5    6    7    8    9    10   11   12   13   14   15
 _NIBBLE = (0x4, 0x4, 0x4, 0x4, 0x8, 0x8, 0x9, 0x0, 0xC, 0xC, 0xD, 0x0, 0xE, 0x0, 0x0, 0x0)
 NIBBLE = np.array(_NIBBLE, np.uint8)
 NIBBLES = sum(n << 4 * i for i, n in enumerate(_NIBBLE))
-"""All 16 in one number, that of nonzero mask 0 in the lowest bits: as compiled loops and kernels take them."""
+"""All 16 nibbles in one number, that of nonzero mask 0 in the lowest bits, for compiled loops and kernels."""
 LEGAL = np.isin(np.arange(16), (0x4, 0x8, 0x9, 0xC, 0xD, 0xE))
 """The nibbles with i0 < i1: the only ones PTX defines for ordered metadata."""
 
 
 @functools.cache
 def _word_tables() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """(bool[65536]: all four nibbles of a word are legal; uint16[65536]; uint16[256]) for checks a word at a time.
+    """Three tables for checking a whole word at a time: (bool[65536], uint16[65536], uint16[256]).
 
-    Bit 4g+h of the second: nibble g of the word is canonical when its two slots are held as h says (bit 0 the
-    first). Bit 4g+h of the third, by the 8 bits that say which slots are held: group g is held as h says.
+    The first says whether all four nibbles of a word are legal. Let h be 2 bits that say which of the two slots of a
+    group have a nonzero (bit 0: the first slot). Bit 4g+h of the second table, indexed by the word, is set if nibble g
+    of the word is the canonical one for h. Bit 4g+h of the third table, indexed by the 8 bits that say which slots of
+    four groups have a nonzero, is set if those of group g are h.
     """
-    nibble, held, groups = np.arange(16)[:, None], np.arange(4), range(4)
-    mask = (held & 1) << (nibble & 3) | (held >> 1) << (nibble >> 2)
-    fits = ((LEGAL[:, None] & (NIBBLE[mask] == nibble)) << held).sum(axis=1)
+    nibble, used, groups = np.arange(16)[:, None], np.arange(4), range(4)
+    mask = (used & 1) << (nibble & 3) | (used >> 1) << (nibble >> 2)
+    fits = ((LEGAL[:, None] & (NIBBLE[mask] == nibble)) << used).sum(axis=1)
     word, slots = np.arange(1 << 16), np.arange(1 << 8)
     legal = np.all([LEGAL[word >> 4 * g & 15] for g in groups], axis=0)
     allowed = sum(fits[word >> 4 * g & 15] << 4 * g for g in groups)
@@ -145,9 +147,9 @@ class TwoFour(Format):
         return {"data": (dtype, (Mp, Kp // 2)), "meta": (np.dtype(np.uint16), (Mp * Kp // 16,))}
 
     @classmethod
-    def panels(cls, params: dict[str, Any]) -> Panels | None:
+    def row_chunks(cls, params: dict[str, Any]) -> RowChunks | None:
         # cutlass-sm80 keeps the words of all rows side by side.
-        return None if params["meta_order"] == "cutlass-sm80" else Panels(ROWS)
+        return None if params["meta_order"] == "cutlass-sm80" else RowChunks(ROWS)
 
     @classmethod
     def pattern(cls, params: dict[str, Any]) -> Pattern:
@@ -171,8 +173,8 @@ class TwoFour(Format):
         if params == self.params():
             return self
         meta = reorder_meta(self.meta, self.padded_shape, self.meta_order, order)
-        make = TwoFour.trusted if self.is_validated else TwoFour
-        return make(shape=self.shape, **params, data=self.data, meta=meta)
+        construct = TwoFour.trusted if self.is_validated else TwoFour
+        return construct(shape=self.shape, **params, data=self.data, meta=meta)
 
     def _words(self, rows: slice) -> Array:
         """uint16[rows, Kp/16]: the metadata words of some rows (multiples of 32) in logical order."""
@@ -189,9 +191,9 @@ class TwoFour(Format):
             ((words[:, :, None] >> shifts) & np.uint16(15)).astype(np.uint8).reshape(words.shape[0], 4 * words.shape[1])
         )
 
-    def _panels(self) -> Iterator[slice]:
+    def _row_chunks(self) -> Iterator[slice]:
         Mp, Kp = self.padded_shape
-        return scans.chunks(Mp if Kp else 0, self.data, round_up(max(1, PANEL // max(1, Kp)), ROWS))
+        return scans.chunks(Mp if Kp else 0, self.data, round_up(max(1, ROW_CHUNK // max(1, Kp)), ROWS))
 
     def _columns(self, rows: slice) -> Array:
         """int64[rows, Kp/2]: the column of every value slot."""
@@ -206,26 +208,26 @@ class TwoFour(Format):
         M, K = self.shape
         xp = namespace(self.data)
         legal, legal_word = xp.asarray(LEGAL), xp.asarray(_word_tables()[0])
-        for s in self._panels():
+        for s in self._row_chunks():
             if bool(legal_word[self._words(s)].all()):  # synchronize!
                 continue
             nib = self.nibbles(s)
-            found = scans.first_true(~legal[nib])
-            if found:
-                row, group = scans.place(found[0], nib.shape)
-                self._bad_nibble(s.start + row, group, int(nib[row, group]), "one of 4 8 9 C D E", found[1])
+            offenders = scans.first_true(~legal[nib])
+            if offenders:
+                row, group = scans.place(offenders[0], nib.shape)
+                self._bad_nibble(s.start + row, group, int(nib[row, group]), "one of 4 8 9 C D E", offenders[1])
         part = self.data[M:]
         scans.zero_in(self, "data", part, f"in rows >= {M}", lambda i: (i[0] + M, i[1]))
         first = 2 * (K // 4)
-        for s in self._panels() if K % COLS else ():
+        for s in self._row_chunks() if K % COLS else ():
             tail = self.data[s, first:]
             outside = nonzero_mask(xp.ascontiguousarray(tail)) & (self._columns(s)[:, first:] >= K)
-            found = scans.first_true(outside)
-            if found:
-                row, slot = scans.place(found[0], outside.shape)
+            offenders = scans.first_true(outside)
+            if offenders:
+                row, slot = scans.place(offenders[0], outside.shape)
                 at = (s.start + row, first + slot)
                 value = float(self.data[at])
-                scans.fail(self, IndexBoundsError, "data", at, value, f"0 in columns >= {K}", count=found[1])
+                scans.fail(self, IndexBoundsError, "data", at, value, f"0 in columns >= {K}", count=offenders[1])
 
     def _bad_nibble(self, row: int, group: int, got: int, expected: str, count: int) -> None:
         message = f"two-four: meta: row {row}, group {group}: expected nibble {expected}, got 0x{got:X}"
@@ -235,29 +237,29 @@ class TwoFour(Format):
     def check_canonical(self) -> None:
         xp = namespace(self.data)
         nibble_of, (_, allowed, pattern) = xp.asarray(NIBBLE), map(xp.asarray, _word_tables())
-        for s in self._panels():
+        for s in self._row_chunks():
             words = self._words(s)
             slots = xp.packbits(nonzero_mask(self.data[s]).reshape(-1), bitorder="little").reshape(words.shape)
             if bool((allowed[words] & pattern[slots] == pattern[slots]).all()):  # synchronize!
                 continue
             nib = self.nibbles(s)
-            held = nonzero_mask(self.data[s]).reshape(*nib.shape, 2).view(np.uint8)
-            mask = (held[..., 0] << (nib & 3)) | (held[..., 1] << (nib >> 2))
+            nonzero = nonzero_mask(self.data[s]).reshape(*nib.shape, 2).view(np.uint8)
+            mask = (nonzero[..., 0] << (nib & 3)) | (nonzero[..., 1] << (nib >> 2))
             wanted = nibble_of[mask]
-            found = scans.first_true(wanted != nib)
-            if found:
-                row, group = scans.place(found[0], nib.shape)
+            offenders = scans.first_true(wanted != nib)
+            if offenders:
+                row, group = scans.place(offenders[0], nib.shape)
                 want = f"0x{int(wanted[row, group]):X} for the values it holds"
-                self._bad_nibble(s.start + row, group, int(nib[row, group]), want, found[1])
+                self._bad_nibble(s.start + row, group, int(nib[row, group]), want, offenders[1])
         scans.negative_zero_free(self, "data")
 
     # ---------------------------------------------------------------- converting
 
     @classmethod
     def _from_dense(cls, x: Array, **params: Any) -> Self:
-        step = round_up(max(1, PANEL // max(1, x.shape[1])), ROWS)
-        panels = [x] if is_cupy(x) else (x[i : i + step] for i in range(0, x.shape[0], step))
-        return cls._encode(x.shape, iter(panels), x, params["meta_order"])
+        step = round_up(max(1, ROW_CHUNK // max(1, x.shape[1])), ROWS)
+        chunks = [x] if is_cupy(x) else (x[i : i + step] for i in range(0, x.shape[0], step))
+        return cls._encode(x.shape, iter(chunks), x, params["meta_order"])
 
     @classmethod
     def encoded(
@@ -265,11 +267,11 @@ class TwoFour(Format):
     ) -> Self:
         """The matrix whose arrays an edge has filled; StructureError if groups were refused.
 
-        refused: how many groups hold more than two nonzeros, the first of them as row * Kp/4 + group, its nonzeros.
+        refused: (how many groups have more than two nonzeros, the first of them as row * Kp/4 + group, its nonzeros).
         """
-        count, first, found = refused
+        count, first, nonzeros = refused
         if count:
-            _refuse(count, divmod(first, data.shape[1] // 2), found)
+            _refuse(count, divmod(first, data.shape[1] // 2), nonzeros)
         return cls.trusted(shape=shape, meta_order=order, data=data, meta=meta)
 
     @classmethod
@@ -281,33 +283,34 @@ class TwoFour(Format):
     @classmethod
     def _from_csr(cls, a: CSR, **params: Any) -> Self:
         M, K = a.shape
-        step = M if is_cupy(a.data) else round_up(max(1, PANEL // max(1, K)), ROWS)
-        return cls._encode(a.shape, _row_panels(a, step), a.data, params["meta_order"])
+        step = M if is_cupy(a.data) else round_up(max(1, ROW_CHUNK // max(1, K)), ROWS)
+        return cls._encode(a.shape, _dense_row_chunks(a, step), a.data, params["meta_order"])
 
     @classmethod
-    def _encode(cls, shape: tuple[int, int], panels: Iterator[Array], like: Array, order: str) -> Self:
-        """Check, compress and place the metadata of row panels, whose heights are multiples of 32 but the last."""
+    def _encode(cls, shape: tuple[int, int], chunks: Iterator[Array], like: Array, order: str) -> Self:
+        """Encode dense row chunks, whose heights are multiples of 32 except the last; StructureError if they do not
+        fit."""
         xp, (M, K) = namespace(like), shape
         Mp, Kp = round_up(M, ROWS), round_up(K, COLS)
         data = xp.zeros((Mp, Kp // 2), bits(like).dtype)
         words = xp.full((Mp, Kp // 16), 0x4444, np.uint16)
         nibble_of, start = xp.asarray(NIBBLE), 0
-        count, first, found = 0, None, 0
+        count, first, nonzeros = 0, None, 0
         base = xp.arange(Kp // 4 if M else 0, dtype=np.int64) * 4
-        for panel in panels if K else ():
-            rows = panel.shape[0]
-            padded = bits(panel)
+        for chunk in chunks if K else ():
+            rows = chunk.shape[0]
+            padded = bits(chunk)
             if Kp != K:
                 padded = xp.zeros((rows, Kp), data.dtype)
-                padded[:, :K] = bits(panel)
-            held = nonzero_mask(padded.view(like.dtype)).view(np.uint8).reshape(rows, Kp // 4, 4)
-            mask = held[..., 0] | held[..., 1] << 1 | held[..., 2] << 2 | held[..., 3] << 3
+                padded[:, :K] = bits(chunk)
+            nonzero = nonzero_mask(padded.view(like.dtype)).view(np.uint8).reshape(rows, Kp // 4, 4)
+            mask = nonzero[..., 0] | nonzero[..., 1] << 1 | nonzero[..., 2] << 2 | nonzero[..., 3] << 3
             nib = nibble_of[mask]
             bad = scans.first_true(nib == 0)
             if bad:
                 if first is None:
                     row, group = scans.place(bad[0], nib.shape)
-                    first, found = (start + row, group), int(mask[row, group]).bit_count()
+                    first, nonzeros = (start + row, group), int(mask[row, group]).bit_count()
                 count += bad[1]
             elif count == 0:
                 at = base + (xp.arange(rows, dtype=np.int64) * Kp)[:, None]
@@ -319,13 +322,13 @@ class TwoFour(Format):
                 words[start : start + rows] = n[..., 0] | n[..., 1] << 4 | n[..., 2] << 8 | n[..., 3] << 12
             start += rows
         if count:
-            _refuse(count, first, found)
+            _refuse(count, first, nonzeros)
         data[~nonzero_mask(data.view(like.dtype))] = 0  # a kept -0.0 becomes +0
         meta = reorder_meta(words.reshape(-1), (Mp, Kp), "logical", order)
         return cls.trusted(shape=(M, K), meta_order=order, data=data.view(like.dtype), meta=meta)
 
     def _to_csr(self) -> CSR:
-        parts = [(xp_rows, cols, s) for s in self._panels() for xp_rows, cols in [self._live(s)]]
+        parts = [(xp_rows, cols, s) for s in self._row_chunks() for xp_rows, cols in [self._live(s)]]
         xp = namespace(self.data)
         if not parts:
             return CSR.from_dense(xp.zeros(self.shape, self.dtype))
@@ -342,14 +345,14 @@ class TwoFour(Format):
 
     def _to_dense(self) -> Array:
         out = self.empty_dense()
-        for s in self._panels():
+        for s in self._row_chunks():
             rows, cols = self._live(s)
             bits(out)[rows, cols] = bits(self.data)[s][nonzero_mask(self.data[s])]
         return out
 
 
-def _row_panels(a: CSR, step: int) -> Iterator[Array]:
-    """Dense row panels [<= step, K] of a CSR, each made when it is asked for."""
+def _dense_row_chunks(a: CSR, step: int) -> Iterator[Array]:
+    """The rows of a CSR as dense chunks [<= step, K], each decoded when the iterator reaches it."""
     xp, (M, K) = namespace(a.data), a.shape
     for i in range(0, M, max(1, step)):
         stop = min(M, i + step)
@@ -360,15 +363,15 @@ def _row_panels(a: CSR, step: int) -> Iterator[Array]:
             indices=a.indices[lo:hi],
             data=a.data[lo:hi],
         )
-        panel = xp.zeros((stop - i, K), a.dtype)
-        bits(panel)[part.rows(), part.indices] = bits(part.data)
-        yield panel
+        chunk = xp.zeros((stop - i, K), a.dtype)
+        bits(chunk)[part.rows(), part.indices] = bits(part.data)
+        yield chunk
 
 
-def _refuse(count: int, first: Any, found: int) -> None:
+def _refuse(count: int, first: Any, nonzeros: int) -> None:
     raise StructureError(
         f"two-four: {count} group(s) of four columns hold more than 2 nonzeros; first: row {first[0]}, "
-        f"group {first[1]} (columns {4 * first[1]}..{4 * first[1] + 3}) holds {found}, limit 2. "
+        f"group {first[1]} (columns {4 * first[1]}..{4 * first[1] + 3}) holds {nonzeros}, limit 2. "
         "To drop the smallest values, apply preprocess.masks.magnitude_nm(w, 2, 4), or convert --prune magnitude",
-        unit="group", count=count, first=first, found=found, limit=2, hint="preprocess.masks.magnitude_nm",
+        unit="group", count=count, first=first, found=nonzeros, limit=2, hint="preprocess.masks.magnitude_nm",
     )  # fmt: skip

@@ -25,8 +25,8 @@ from .base import POS, VALUE, Format, array, param
 from .csr import CSR
 from .hooks import Counts, Pattern, Vectors
 
-PANEL = 1 << 22
-"""Dense elements a host pass looks at together."""
+ROW_CHUNK = 1 << 22
+"""Dense elements that the host processes at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
@@ -132,7 +132,7 @@ class VectorNM(Format):
 
     @property
     def kept_share(self) -> float:
-        """Share of a tile's columns that it needs: packing pays only when this is small. 1.0 when plain."""
+        """Share of the columns of a tile that it needs; 1.0 if not packed. Packing pays only if this is small."""
         size = int(self.col_info.size)
         return int((self.col_info != PAD).sum()) / size if size else 1.0  # synchronize!
 
@@ -178,9 +178,9 @@ class VectorNM(Format):
             bad[:, 1:] = stepped[:, 1:] <= stepped[:, :-1]
             what = "increasing in its window"
             scans.require_none(self, bad.reshape(self.indices[rows].shape), "indices", what, PatternError, rows.start)
-            held = _any_in_vectors(nonzero_mask(self.data[rows]), self.vector_length).reshape(stepped.shape)
-            # Positions ascend, so an entry stands at its own rank exactly if every lower position is taken too.
-            bad = ~held & (stepped != rank)
+            nonempty = _any_in_vectors(nonzero_mask(self.data[rows]), self.vector_length).reshape(stepped.shape)
+            # Positions ascend, so an entry equals its rank exactly if every lower position is used, too.
+            bad = ~nonempty & (stepped != rank)
             what = "the lowest free position, as the values there are zero"
             scans.require_none(self, bad.reshape(self.indices[rows].shape), "indices", what, PatternError, rows.start)
         scans.negative_zero_free(self, "data")
@@ -196,12 +196,12 @@ class VectorNM(Format):
         xp, (M, K) = namespace(x), x.shape
         L, n, m = params["vector_length"], params["n"], params["m"]
         Mp, Kp = _padded(x.shape, params)
-        step = max(1, PANEL // max(1, L * Kp))
+        step = max(1, ROW_CHUNK // max(1, L * Kp))
 
         used = xp.zeros((Mp // L, Kp), bool)
         for q in range(0, ceil_div(M, L), step):
-            panel = _panel(x, q * L, (q + step) * L, L, K)
-            used[q : q + step, :K][: panel.shape[0]] = nonzero_mask(panel).any(axis=1)
+            chunk = _rows_in_groups(x, q * L, (q + step) * L, L, K)
+            used[q : q + step, :K][: chunk.shape[0]] = nonzero_mask(chunk).any(axis=1)
         used = used.reshape(Mp // L, Kp // m, m)
         _require_fit(used, n)
         indices = _positions(_select(used, n), n)
@@ -209,24 +209,24 @@ class VectorNM(Format):
         columns = indices.T.astype(np.int64) + xp.arange(indices.shape[0], dtype=np.int64) // n * m  # [Q, W]
         data = xp.zeros((indices.shape[0], Mp), bits(x).dtype)
         for q in range(0, ceil_div(M, L) if K else 0, step):
-            panel = bits(_panel(x, q * L, (q + step) * L, L, K))
-            at = columns[q : q + panel.shape[0]]
+            chunk = bits(_rows_in_groups(x, q * L, (q + step) * L, L, K))
+            at = columns[q : q + chunk.shape[0]]
             inside = at < K
-            kept = xp.take_along_axis(panel, xp.where(inside, at, 0)[:, None, :], axis=2)
-            kept[xp.broadcast_to(~inside[:, None, :], kept.shape)] = 0
-            data[:, q * L : q * L + panel.shape[0] * L] = kept.transpose(2, 0, 1).reshape(indices.shape[0], -1)
+            values = xp.take_along_axis(chunk, xp.where(inside, at, 0)[:, None, :], axis=2)
+            values[xp.broadcast_to(~inside[:, None, :], values.shape)] = 0
+            data[:, q * L : q * L + chunk.shape[0] * L] = values.transpose(2, 0, 1).reshape(indices.shape[0], -1)
         data[~nonzero_mask(data.view(x.dtype))] = 0  # a kept -0.0 becomes +0
         return cls.assemble((M, K), params, data.view(x.dtype), indices)
 
     def accepted(self, refused: tuple[int, int, int]) -> Self:
         """This matrix, whose arrays an edge has filled; StructureError if windows were refused.
 
-        refused: how many windows hold more than n vectors, the first of them as row group * windows + window, its
-        nonempty vectors.
+        refused: (how many windows have more than n nonempty vectors, the first of them as row group * windows + window,
+        its nonempty vectors).
         """
-        count, first, found = refused
+        count, first, vectors = refused
         if count:
-            _refuse(count, divmod(first, self.windows), found, self.n, self.m)
+            _refuse(count, divmod(first, self.windows), vectors, self.n, self.m)
         return self
 
     @classmethod
@@ -255,7 +255,7 @@ class VectorNM(Format):
 
     @classmethod
     def assemble(cls, shape: tuple[int, int], params: dict[str, Any], data: Array, indices: Array) -> Self:
-        """The matrix of positions and values that are valid, packed if ``params`` say so."""
+        """The matrix of valid positions and values, packed if ``params`` say so."""
         col_info, ranks = pack(indices, params, _padded(shape, params))
         return cls.trusted(shape=shape, **params, data=data, indices=indices, col_info=col_info, ranks=ranks)
 
@@ -268,12 +268,12 @@ class VectorNM(Format):
     def _to_dense(self) -> Array:
         out = self.empty_dense()
         xp = namespace(self.data)
-        step = max(1, PANEL // max(1, self.data.shape[1]))
+        step = max(1, ROW_CHUNK // max(1, self.data.shape[1]))
         for s in scans.chunks(self.data.shape[0], self.data, step):
-            held = nonzero_mask(self.data[s])
-            u, row = xp.nonzero(held)  # synchronize!
+            nonzero = nonzero_mask(self.data[s])
+            u, row = xp.nonzero(nonzero)  # synchronize!
             cols = (u + s.start) // self.n * self.m + self.indices[u + s.start, row // self.vector_length]
-            bits(out)[row, cols] = bits(self.data)[s][held]
+            bits(out)[row, cols] = bits(self.data)[s][nonzero]
         return out
 
 
@@ -282,7 +282,7 @@ def _padded(shape: tuple[int, int], params: dict[str, Any]) -> tuple[int, int]:
     return round_up(shape[0], rows), round_up(shape[1], params["tile_cols"] or params["m"])
 
 
-def _panel(x: Array, start: int, stop: int, L: int, K: int) -> Array:
+def _rows_in_groups(x: Array, start: int, stop: int, L: int, K: int) -> Array:
     """Rows start .. stop of x as [groups, L, K], the last group filled up with zeros."""
     xp, part = namespace(x), x[start:stop]
     if part.shape[0] % L:
@@ -310,20 +310,20 @@ def _group_of_row(xp: Any, f: VectorNM) -> Array:
 def _require_fit(used: Array, n: int) -> None:
     """StructureError unless every window of ``used`` bool[Q, windows, m] has at most n True."""
     counts = used.sum(axis=2, dtype=np.int16)
-    found = scans.first_true(counts > n)
-    if found is None:
+    offenders = scans.first_true(counts > n)
+    if offenders is None:
         return
-    first = scans.place(found[0], counts.shape)
-    _refuse(found[1], first, int(counts[first]), n, used.shape[2])
+    first = scans.place(offenders[0], counts.shape)
+    _refuse(offenders[1], first, int(counts[first]), n, used.shape[2])
 
 
-def _refuse(count: int, first: tuple[int, int], held: int, n: int, m: int) -> None:
+def _refuse(count: int, first: tuple[int, int], vectors: int, n: int, m: int) -> None:
     q, w = first
     raise StructureError(
         f"vector-nm: {count} window(s) of {m} columns hold more than {n} nonempty vectors; first: row "
-        f"group {q}, window {w} holds {held}, limit {n}. To drop the smallest vectors, apply "
+        f"group {q}, window {w} holds {vectors}, limit {n}. To drop the smallest vectors, apply "
         "preprocess.masks.magnitude_vector_nm, or convert --prune magnitude",
-        unit="window", count=count, first=first, found=held, limit=n, hint="preprocess.masks.magnitude_vector_nm",
+        unit="window", count=count, first=first, found=vectors, limit=n, hint="preprocess.masks.magnitude_vector_nm",
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The sparse layouts of compressed-tensors 0.5 - 0.14, which no maintained release reads any more.
+"""The sparse layouts of compressed-tensors 0.5 - 0.14, which no maintained release can read.
 
 A sparse parameter is a group of entries ``P.<array>``. P is the parameter without ``.weight`` (releases 0.9 - 0.14),
 or its full name (up to 0.8.1, which packed biases and norms too).
@@ -11,8 +11,8 @@ or its full name (up to 0.8.1, which packed biases and norms too).
                          bitmask      as above, two bits in every four
                          shape        int64[2, 1]
 
-Their producer kept the two largest of every four values without asking whether more were nonzero: what was lost
-then cannot be seen in the file. ``marlin-24`` is permuted for one kernel; it is recognised and refused.
+Their producer stored the two largest of every four values, even if more were nonzero; the file does not show which
+values were lost. ``marlin-24`` is permuted for one kernel; it is recognised and refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ..limits import check_bytes
 BITMASK, TWO_FOUR = "sparse-bitmask", "sparse-24-bitmask"
 
 _PARAMETER = re.compile(r"(weight|bias)\w*|\w+_(scale|zero_point)")
-"""Last component of a full parameter name, as opposed to a module that lost its ``.weight``."""
+"""The last component of a full parameter name; a name that does not match is a module without its ``.weight``."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Group:
     """The entries of one packed parameter."""
 
     name: str
-    """The parameter as it is called when dense."""
+    """The name of the dense parameter."""
     layout: str
     """BITMASK or TWO_FOUR."""
     entries: Mapping[str, str]
@@ -53,9 +53,9 @@ class Group:
 
 
 def find_groups(names: Iterable[str]) -> tuple[Group, ...]:
-    """The packed parameters among the entries of a whole checkpoint, in order of their first array.
+    """The packed parameters among the entries of a whole checkpoint, in the order of their first arrays.
 
-    Names that belong to none are dense. FormatError for a group that is not complete, and for marlin-24.
+    All other names are dense tensors. FormatError for a group that is not complete, and for marlin-24.
     """
     present = dict.fromkeys(names)
     groups = []
@@ -69,14 +69,14 @@ def find_groups(names: Iterable[str]) -> tuple[Group, ...]:
             )  # fmt: skip
         if array != "compressed":
             continue
-        found = {a: f"{prefix}.{a}" for a in ("compressed", "bitmask", "row_offsets", "shape")}
-        found = {a: entry for a, entry in found.items() if entry in present}
-        missing = [a for a in ("bitmask", "shape") if a not in found]
+        entries = {a: f"{prefix}.{a}" for a in ("compressed", "bitmask", "row_offsets", "shape")}
+        entries = {a: entry for a, entry in entries.items() if entry in present}
+        missing = [a for a in ("bitmask", "shape") if a not in entries]
         if missing:
             raise FormatError(f"{name}: expected {prefix}.{missing[0]} beside it, got no such entry", tensor=prefix)
         full = _PARAMETER.fullmatch(prefix.rpartition(".")[2])
-        layout = BITMASK if "row_offsets" in found else TWO_FOUR
-        groups.append(Group(prefix if full else f"{prefix}.weight", layout, MappingProxyType(found)))
+        layout = BITMASK if "row_offsets" in entries else TWO_FOUR
+        groups.append(Group(prefix if full else f"{prefix}.weight", layout, MappingProxyType(entries)))
     return tuple(groups)
 
 
@@ -90,15 +90,14 @@ def dense_shape(shape: Array) -> tuple[int, ...]:
 
 
 def decode(layout: str, arrays: Mapping[str, Array], *, value_dtype: Any = None) -> Bitmask | TwoFour:
-    """The matrix of a group, every value with its bits (zeros that were stored are dropped, -0.0 becomes +0.0).
+    """The matrix of a group. Every value has its bits; stored zeros are dropped, and -0.0 becomes +0.0.
 
-    layout: ``Group.layout``. arrays: the arrays of the group, on the host. A tensor of one dimension comes back as
-    one row.
-    value_dtype: what the bytes of ``compressed`` mean where the file says I8 but the model is FP8 (``fp8_in_int8``).
+    layout: ``Group.layout``. arrays: the arrays of the group, on the host. A tensor of one dimension becomes a matrix
+    of one row. value_dtype: the type of the values, if the file states I8 but the model is FP8 (``fp8_in_int8``).
 
-    sparse-24-bitmask gives a TwoFour if the values are float16 or bfloat16, else a Bitmask.
-    Everything that the layout says twice is compared. Raises ArrayError (dtypes, shapes), PointerError (row_offsets),
-    PatternError (bits), FormatError (shape), LimitError.
+    sparse-24-bitmask gives a TwoFour if the values are float16 or bfloat16, else a Bitmask. Numbers that a layout
+    states twice are compared. Raises ArrayError (dtypes, shapes), PointerError (row_offsets), PatternError (bits),
+    FormatError (shape), LimitError.
     """
     shape = dense_shape(arrays["shape"])
     M, K = (1, shape[0]) if len(shape) == 1 else (shape[0], shape[1])
@@ -128,9 +127,9 @@ def decode(layout: str, arrays: Mapping[str, Array], *, value_dtype: Any = None)
 
 
 def encode(a: Bitmask | TwoFour) -> dict[str, Array]:
-    """The arrays of the group that holds ``a``: sparse-bitmask of a Bitmask, sparse-24-bitmask of a TwoFour.
+    """The arrays of the group that stores ``a``: sparse-bitmask for a Bitmask, sparse-24-bitmask for a TwoFour.
 
-    A legacy layout: write it for software that is pinned to compressed-tensors before 0.15 and for nothing else.
+    This is a legacy layout, only for software that is pinned to compressed-tensors before 0.15.
     StructureError for a TwoFour whose K is not a multiple of 4.
     """
     a = a.ensure_valid().to("cpu")
@@ -159,13 +158,13 @@ def encode(a: Bitmask | TwoFour) -> dict[str, Array]:
 
 
 def entry_names(parameter: str, arrays: Iterable[str]) -> dict[str, str]:
-    """Array -> entry in the spelling of releases 0.9 - 0.14, which drop ``.weight`` from the parameter."""
+    """Array -> entry, as releases 0.9 - 0.14 name it: without the ``.weight`` of the parameter."""
     prefix = parameter.removesuffix(".weight")
     return {a: f"{prefix}.{a}" for a in arrays}
 
 
 def fp8_in_int8(config: Mapping[str, Any]) -> bool:
-    """Whether a model's config.json says that its 8-bit weights are floats, whatever dtype the file gives them."""
+    """Whether the config.json of a model says that its 8-bit weights are floats; the file may state another dtype."""
     quantization = config.get("quantization_config") or config.get("compression_config") or {}
     groups = quantization.get("config_groups") or {}
     weights = [g.get("weights") or {} for g in groups.values()]
@@ -188,7 +187,7 @@ def _values(compressed: Array, value_dtype: Any) -> Array:
 
 def _check_counts(mask: Array, values: Array, row_offsets: Array) -> None:
     got = row_offsets.reshape(-1)
-    if got.dtype.kind not in "iu" or got.size != mask.shape[0]:  # before anything is made for every row
+    if got.dtype.kind not in "iu" or got.size != mask.shape[0]:  # before memory is allocated for every row
         raise ArrayError(
             f"row_offsets: expected {mask.shape[0]} integers, got {got.dtype} of shape {row_offsets.shape}",
             array="row_offsets",
@@ -217,11 +216,11 @@ def _check_two_of_four(mask: Array, values: Array, shape: tuple[int, int]) -> No
             f"compressed: expected {M * K // 2} values, two of every four, got shape {values.shape}",
             array="compressed",
         )  # fmt: skip
-    held = mask.reshape(-1, 4).sum(axis=1, dtype=np.uint8)
-    wrong = np.flatnonzero(held != 2)
+    bits_set = mask.reshape(-1, 4).sum(axis=1, dtype=np.uint8)
+    wrong = np.flatnonzero(bits_set != 2)
     if wrong.size:
         row, group = divmod(int(wrong[0]), K // 4)
         raise PatternError(
-            f"bitmask: row {row}, group {group}: expected 2 bits in four columns, got {held[wrong[0]]}",
-            array="bitmask", index=(row, group), value=int(held[wrong[0]]), expected=2, count=int(wrong.size),
+            f"bitmask: row {row}, group {group}: expected 2 bits in four columns, got {bits_set[wrong[0]]}",
+            array="bitmask", index=(row, group), value=int(bits_set[wrong[0]]), expected=2, count=int(wrong.size),
         )  # fmt: skip

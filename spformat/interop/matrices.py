@@ -1,4 +1,8 @@
-"""Matrices from ``.smtx``, ``.mtx`` (Matrix Market) and ``.npz`` files, as ordered CSR."""
+"""Matrices from ``.smtx``, ``.mtx`` (Matrix Market) and ``.npz`` files, as ordered CSR.
+
+Matrix Market files are checked by hand before SciPy reads them, because ``scipy.io.mmread`` of SciPy 1.17 accepts
+malformed numbers and may crash on malformed files; the checks can go when a release without these errors is the floor.
+"""
 
 from __future__ import annotations
 
@@ -73,14 +77,14 @@ def _read_mtx(content: bytes) -> CSR:
     if field == "complex":
         raise FormatError("mtx: expected real, integer or pattern values, got complex")
     start, sizes = _check_declared_size(content, layout)
-    if symmetry != "general" and sizes[0] != sizes[1]:  # SciPy 1.17 would mirror values to places behind its memory
+    if symmetry != "general" and sizes[0] != sizes[1]:  # SciPy 1.17 would write mirrored values out of bounds
         message = f"mtx: expected a square matrix, as {symmetry} demands, got {sizes[0]} x {sizes[1]}"
         raise FormatError(message)
     _check_lines(content, start, layout, field)
-    if layout == "array" and 0 in sizes:  # SciPy 1.17 divides by the zero
+    if layout == "array" and 0 in sizes:  # SciPy 1.17 would divide by zero
         return CSR.from_dense(np.zeros(sizes))
     try:
-        # SciPy 1.17 may crash the process on a last line without an end, and takes no plus before a number.
+        # SciPy 1.17 may crash the process if the last line has no newline, and it refuses a plus before a number.
         m: Any = mmread(io.BytesIO(_PLUS.sub(b"", content.rstrip()) + b"\n"), spmatrix=False)
     except (ValueError, OverflowError, TypeError) as e:
         raise FormatError(f"mtx: {e}") from e
@@ -99,12 +103,12 @@ _VALUES = {
 
 
 def _check_lines(content: bytes, start: int, layout: str, field: str) -> None:
-    """Every line is an entry to its end: scipy reads 1.5D+02 as 1.5, and the integer 1.5 as 1."""
+    """FormatError unless every line is one whole entry. SciPy 1.17 reads 1.5D+02 as 1.5, and the integer 1.5 as 1."""
     value, what = _VALUES.get(field, _DECIMAL)
     items = [value] if layout == "array" else [rb"\d++", rb"\d++", *filter(None, [value])]
     entry = rb"(?:[ \t]*+" + rb"[ \t]++".join(items) + rb"[ \t]*+|[ \t]*+)\r?(?:\n|\Z)"
-    found = re.compile(rb"(?>" + entry + rb")*+").match(content, start)
-    end = found.end() if found else start
+    match = re.compile(rb"(?>" + entry + rb")*+").match(content, start)
+    end = match.end() if match else start
     if end < len(content):
         line = content[end : end + 80].partition(b"\n")[0]
         expected = what if layout == "array" else f"a row, a column and {what}"
@@ -113,9 +117,9 @@ def _check_lines(content: bytes, start: int, layout: str, field: str) -> None:
 
 
 def _check_declared_size(content: bytes, layout: str) -> tuple[int, list[int]]:
-    """The first byte after the size line, and its numbers.
+    """(offset of the first byte after the size line, the numbers in that line).
 
-    They may not promise more than the file can hold, because memory is reserved by them.
+    FormatError if the numbers are larger than the file can contain, because SciPy allocates memory by them.
     """
     start = 0
     line = b"%"
@@ -146,7 +150,7 @@ def _check_declared_size(content: bytes, layout: str) -> tuple[int, list[int]]:
 
 
 _ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, KeyError, OSError, RuntimeError, ValueError)
-"""What zipfile raises for damaged, encrypted (RuntimeError) and unsupported (NotImplementedError) archives."""
+"""The errors of zipfile for damaged, encrypted (RuntimeError) and unsupported (NotImplementedError) archives."""
 
 
 def _read_npz(content: bytes) -> CSR:
@@ -201,20 +205,20 @@ def _read_npz(content: bytes) -> CSR:
 
 
 _NAMED = 8
-"""Members of an archive that a message lists."""
+"""The most members of an archive that an error message lists."""
 _MEMBERS = ("format", "shape", "indptr", "indices", "row", "col", "data")
 
 
 def _members(archive: zipfile.ZipFile, given: int) -> dict[str, Array]:
-    """The arrays that make a matrix, by name; what else an archive holds, however much, is not unpacked."""
+    """The arrays of a matrix, by name. Other members of the archive are not unpacked."""
     there = set(archive.namelist())
-    found = {n: archive.getinfo(f"{n}.npy") for n in _MEMBERS if f"{n}.npy" in there}
-    check_bytes(sum(info.file_size for info in found.values()), "npz: arrays, unpacked", given)
-    return {n: _read_npy(archive, info) for n, info in found.items()}
+    wanted = {n: archive.getinfo(f"{n}.npy") for n in _MEMBERS if f"{n}.npy" in there}
+    check_bytes(sum(info.file_size for info in wanted.values()), "npz: arrays, unpacked", given)
+    return {n: _read_npy(archive, info) for n, info in wanted.items()}
 
 
 def _read_npy(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Array:
-    """One member, its declared shape checked against its size; never unpickles."""
+    """One member as an array. Its declared shape must match its size; pickled objects are refused."""
     name = info.filename
     with archive.open(info) as f:
         try:
@@ -249,13 +253,13 @@ def _check_shape(M: int, K: int, where: str) -> None:
 
 
 def _narrow(a: Array, bound: int) -> Array:
-    """``a`` in the index type of ``bound``; what does not fit becomes -1, which validation reports."""
+    """``a`` in the index type for ``bound``. A number that does not fit becomes -1, which validation refuses."""
     dtype = index_dtype(bound)
     return np.where((a < 0) | (a > np.iinfo(dtype).max), -1, a).astype(dtype)
 
 
 def _from_coordinates(shape: tuple[int, int], rows: Array, cols: Array, data: Array, where: str) -> CSR:
-    """Ordered CSR of coordinates in any order; IndexBoundsError and OrderError through the scans of CSR."""
+    """An ordered CSR from coordinates in any order; IndexBoundsError or OrderError for wrong or repeated ones."""
     M, K = (int(v) for v in shape)
     _check_shape(M, K, where)
     if not rows.shape == cols.shape == data.shape or rows.ndim != 1:
@@ -272,7 +276,7 @@ def _from_coordinates(shape: tuple[int, int], rows: Array, cols: Array, data: Ar
 
 
 def _from_blocks(shape: tuple[int, int], indptr: Array, indices: Array, data: Array) -> CSR:
-    """The nonzeros of blocks of scipy's bsr, which tile the matrix."""
+    """An ordered CSR of the nonzeros in the blocks of a scipy bsr, which must tile the matrix."""
     _check_shape(*shape, "npz")
     if data.ndim != 3 or len(data) != indices.size:
         raise FormatError(f"npz: data: expected {indices.size} blocks, got shape {data.shape}")
@@ -299,7 +303,7 @@ def _as_values(data: Array, where: str) -> Array:
 
 
 def _cast(data: Array, dtype: Any) -> Array:
-    """``data`` rounded to ``dtype``; UsageError where it would overflow, or not be the same integer."""
+    """``data`` rounded to ``dtype``. UsageError if a value would overflow, or change when it is made an int8."""
     row = value_type(dtype)
     with np.errstate(all="ignore"):
         wide = data.astype(np.float64)

@@ -35,7 +35,7 @@ _NUMBERS = re.compile(rb"[0-9 \t\r]*")
 def read_smtx(
     path: files.Path, *, values: str = "ones", seed: int = 0, dtype: Any = "float32", vector_length: int = 1
 ) -> CSR:
-    """The pattern of a file, filled with values (``filled``); columns are sorted if they are not.
+    """The pattern of a file, with values from ``filled``; columns are sorted.
 
     Raises InputError (no regular file), FormatError (not these three lines), PointerError, IndexBoundsError or
     OrderError (a column twice in a row), UsageError (parameters).
@@ -59,9 +59,9 @@ def write_smtx(path: files.Path, a: CSR, *, overwrite: bool = False) -> None:
 
 
 def filled(n: int, *, values: str = "ones", seed: int = 0, dtype: Any = "float32") -> Array:
-    """Values for a pattern of n items, never zero, so that the pattern stays: "ones", or "normal" drawn from ``seed``.
+    """Values for a pattern of n items: "ones", or "normal" values drawn with ``seed``. None is zero.
 
-    int8 takes normal values times 32, clipped to -127 .. 127. UsageError for another name.
+    For int8, normal values are multiplied by 32 and clipped to -127 .. 127. UsageError for another name.
     """
     row = value_type(dtype)
     if values == "ones":

@@ -1,11 +1,12 @@
-"""torch's SparseSemiStructuredTensor (CUTLASS backend) to and from ``TwoFour``, bit for bit, on the device it is on.
+"""torch's SparseSemiStructuredTensor (CUTLASS backend) to and from ``TwoFour``, bit for bit, on the same device.
 
     packed   float16 | bfloat16 [M, K/2]   pairs of values, row-major: the ``data`` of two-four
     meta     int16[M, K/16]                the words of ``meta_order="cutlass-sm80"``
 
-M is a multiple of 32 and K of 64, so that nothing is padded. Nibbles mean the same on both sides, but where a group has
-fewer than two nonzeros torch fills it up with other positions; both directions write the bytes that the receiver would
-have made of the dense matrix. cuSPARSELt's tensors hide values and metadata in one buffer: only torch can read them.
+M is a multiple of 32 and K of 64, so that nothing is padded. Nibbles mean the same in both formats. But if a group has
+fewer than two nonzeros, torch fills it up with other positions than two-four. So both directions write the bytes that
+the receiver would write for the dense matrix. Tensors of cuSPARSELt have values and metadata in one opaque buffer,
+which only torch can read.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..formats.two_four import COLS, META_ORDERS, ROWS, TwoFour, order_view
 ORDER = META_ORDERS[3]
 DTYPES = ("float16", "bfloat16")
 
-# The nibble that torch keeps for the nonzero mask of a group (bit i = column 4g+i), where two-four has its own table.
+# The nibble that torch stores for the nonzero mask of a group (bit i = column 4g+i); two-four has another table.
 #         x   0    1    2    3    4    5    6    7    8    9    10   11   12   13   14   15
 _TORCH = (0xE, 0x8, 0x9, 0x4, 0xE, 0x8, 0x9, 0x0, 0xE, 0xC, 0xD, 0x0, 0xE, 0x0, 0x0, 0x0)
 _16, _MAGNITUDE = np.uint64(16), np.uint16(0x7FFF)
@@ -45,9 +46,10 @@ def from_semi_structured(t: Any) -> TwoFour:
 
 
 def to_semi_structured(a: TwoFour) -> Any:
-    """A ``SparseSemiStructuredTensorCUTLASS`` with the bytes torch makes of the dense matrix; nothing is shared.
+    """A ``SparseSemiStructuredTensorCUTLASS`` with the bytes that torch writes for the dense matrix; no memory is
+    shared.
 
-    It multiplies on a GPU only. StructureError when M is not a multiple of 32 or K not one of 64.
+    It multiplies on a GPU only. StructureError if M is not a multiple of 32 or K is not a multiple of 64.
     """
     kind = import_torch().sparse.SparseSemiStructuredTensorCUTLASS
     packed, meta = (array_to_torch(x) for x in pack(a))
@@ -55,10 +57,10 @@ def to_semi_structured(a: TwoFour) -> Any:
 
 
 def unpack(packed: Array, meta: Array, shape: tuple[int, int]) -> TwoFour:
-    """The matrix [M, K] of ``packed`` and ``meta`` (numpy or CuPy), re-encoded by two-four's own table.
+    """The matrix [M, K] of ``packed`` and ``meta`` (numpy or CuPy), encoded again with the table of two-four.
 
-    Positions of a group may come in either order; equal ones are taken while at most one value is nonzero.
-    ArrayError for dtypes and shapes that disagree, PatternError for a group that says one position twice.
+    The positions of a group may be in either order. Equal positions are accepted if at most one value is nonzero.
+    ArrayError for dtypes and shapes that disagree, PatternError for two nonzeros of a group at one position.
     """
     (M, K), xp = shape, namespace(packed)
     _check_shape(shape, ArrayError)
@@ -84,7 +86,7 @@ def unpack(packed: Array, meta: Array, shape: tuple[int, int]) -> TwoFour:
 
 
 def pack(a: TwoFour) -> tuple[Array, Array]:
-    """(packed [M, K/2], meta int16[M, K/16]): what torch makes of the dense matrix, new arrays beside those of ``a``.
+    """(packed [M, K/2], meta int16[M, K/16]) as torch writes them for the dense matrix; new arrays.
 
     StructureError when M is not a multiple of 32 or K not one of 64.
     """
@@ -95,8 +97,8 @@ def pack(a: TwoFour) -> tuple[Array, Array]:
         pairs = bits(a.data).reshape(M, K // 4, 2)
         nibbles = a.nibbles(slice(0, M))
         groups = _groups(pairs, nibbles)
-        held = (pairs != 0).view(np.uint8)
-        mask = held[..., 0] << (nibbles & 3) | held[..., 1] << (nibbles >> 2)
+        nonzero = (pairs != 0).view(np.uint8)
+        mask = nonzero[..., 0] << (nibbles & 3) | nonzero[..., 1] << (nibbles >> 2)
         kept = xp.asarray(np.array(_TORCH, np.uint8))[mask].astype(np.uint64)
         packed = xp.empty_like(pairs)
         packed[..., 0] = (groups >> (kept & np.uint64(3)) * _16).astype(np.uint16)

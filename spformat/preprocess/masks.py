@@ -1,9 +1,10 @@
 """Magnitude masks: the only place where values are lost.
 
-Every mask takes w [M, K] (numpy, CuPy or Dense; any value type) and returns bool[M, K] in the same library,
-True where the value stays; ``apply`` carries a mask out, ``prune_two_four`` and ``prune_vector_nm`` go from w to the
+A mask function takes w [M, K] (numpy, CuPy or Dense; any value type) and returns bool[M, K] in the same library, True
+where the value stays. ``apply`` zeroes the other values; ``prune_two_four`` and ``prune_vector_nm`` convert w to the
 format in one step.
-What fits which format:
+
+Which mask is for which format:
 
     magnitude            csr, bitmask, ell-buckets, ...     magnitude_vector_nm  vector-nm
     magnitude_nm         two-four (n=2, m=4), vector-nm     magnitude_blocks     bsr, dbsr
@@ -16,7 +17,7 @@ The same w gives the same mask on host and device, bit for bit:
 - Of equal magnitudes the lowest index stays (row-major for the global masks). An n:m mask therefore keeps exactly n
   positions of every full window, zeros included, and these are the positions the formats fill up with.
 
-Ragged edges: the last window, vector or block is narrower; what is missing counts as zero and is never kept.
+At ragged edges the last window, vector or block is filled up with zeros, which are never kept.
 NaN and infinities raise StructureError, unless ``nonfinite="keep"``: then they rank above all finite values, NaN first.
 Memory beyond the result: a few MB on the host, a few hundred MB on a device, and for blocks 8 bytes per block.
 """
@@ -41,17 +42,17 @@ from ..formats.vector_nm import VectorNM
 
 F = TypeVar("F", bound=Format)
 
-HOST_PANEL, DEVICE_PANEL = 1 << 17, 1 << 24
-"""Elements that are looked at together: the temporaries of a host panel stay in cache."""
+HOST_CHUNK, DEVICE_CHUNK = 1 << 17, 1 << 24
+"""Elements that are processed together; on the host their temporaries stay in cache."""
 
 
 def magnitude(w: Array | Dense, sparsity: float, *, nonfinite: str = "refuse") -> Array:
-    """Unstructured: drops the round(sparsity * M*K) smallest values of the whole matrix.
+    """Unstructured pruning: drops the round(sparsity * M*K) smallest values of the whole matrix.
 
     UsageError for a sparsity outside 0 .. 1, StructureError for NaN or infinities.
     """
     x = _checked(w, nonfinite)
-    return _largest(lambda s: _keys(x[s]), list(_panels(x)), x.shape, _kept(x.size, sparsity), namespace(x))
+    return _largest(lambda s: _keys(x[s]), list(_row_chunks(x)), x.shape, _kept(x.size, sparsity), namespace(x))
 
 
 def magnitude_nm(w: Array | Dense, n: int, m: int, *, nonfinite: str = "refuse") -> Array:
@@ -62,7 +63,7 @@ def magnitude_nm(w: Array | Dense, n: int, m: int, *, nonfinite: str = "refuse")
     _check_nm(n, m)
     x = _checked(w, nonfinite)
     mask = namespace(x).empty(x.shape, np.bool_)
-    for s in _panels(x):
+    for s in _row_chunks(x):
         mask[s] = _keep_nm(_keys(x[s]), n, m)
     return mask
 
@@ -80,7 +81,7 @@ def magnitude_vector_nm(
     x = _checked(w, nonfinite)
     xp, power = namespace(x), _power(x, norm)
     mask = xp.empty(x.shape, np.bool_)
-    for s in _panels(x, vector_length):
+    for s in _row_chunks(x, vector_length):
         keep = _keep_nm(_keys(_norms(x[s], vector_length, 1, power)), n, m)
         mask[s] = xp.repeat(keep, vector_length, axis=0)[: s.stop - s.start]
     return mask
@@ -99,19 +100,19 @@ def magnitude_blocks(
     x = _checked(w, nonfinite)
     (M, K), xp, power = x.shape, namespace(x), _power(x, norm)
     norms = xp.empty((ceil_div(M, R), ceil_div(K, C)), np.float64)
-    for s in _panels(x, R):
+    for s in _row_chunks(x, R):
         norms[s.start // R : ceil_div(s.stop, R)] = _norms(x[s], R, C, power)
-    keep = _largest(lambda s: _keys(norms[s]), list(_panels(norms)), norms.shape, _kept(norms.size, sparsity), xp)
+    keep = _largest(lambda s: _keys(norms[s]), list(_row_chunks(norms)), norms.shape, _kept(norms.size, sparsity), xp)
     return xp.ascontiguousarray(xp.repeat(xp.repeat(keep, R, axis=0)[:M], C, axis=1)[:, :K])
 
 
 def needs_sparsity(pattern: Pattern) -> bool:
-    """Whether a pattern says how to prune, but not how much: n of every m do."""
+    """Whether a pattern leaves open how many values to prune. "n of every m" does not; blocks and single values do."""
     return not isinstance(pattern, Groups | Vectors)
 
 
 def of_pattern(w: Array | Dense, pattern: Pattern, sparsity: float, *, nonfinite: str = "refuse") -> Array:
-    """The mask of the pattern that ``Format.pattern`` names; sparsity: of values or blocks, if it ``needs_sparsity``.
+    """The mask for a pattern (``Format.pattern``). sparsity: the share of values or blocks to drop, if it is needed.
 
     UsageError for a parameter out of range, StructureError for NaN or infinities.
     """
@@ -133,7 +134,7 @@ def apply(w: Array, mask: Array) -> Array: ...
 def apply(w: Array | Dense, mask: Array) -> Array | Dense:
     """A copy of w with +0 where ``mask`` (bool [M, K], same library) is False; kept values keep their bits.
 
-    A Dense comes back as a Dense. UsageError for a mask of another shape or dtype.
+    The result for a Dense is a Dense. UsageError for a mask of another shape or dtype.
     """
     x = checked_values(w.data if isinstance(w, Dense) else w, "apply")
     xp = namespace(x)
@@ -194,10 +195,13 @@ def prune_vector_nm(
 
 
 def _without_nonfinite(x: Array, pruned: tuple[F, int], nonfinite: str) -> F:
-    """The matrix of ``pruned``, unless some values of x (their count is in it) are not finite and to be refused."""
+    """The matrix of ``pruned``. pruned: (matrix, how many values of x are not finite).
+
+    Raises StructureError if there are such values and ``nonfinite`` is "refuse".
+    """
     matrix, count = pruned
     if count and nonfinite == "refuse":
-        _refuse_nonfinite(x)  # finds them again, to name the first
+        _refuse_nonfinite(x)  # scans x again, to name the first
     return matrix
 
 
@@ -205,7 +209,7 @@ def _without_nonfinite(x: Array, pruned: tuple[F, int], nonfinite: str) -> F:
 
 
 def _keys(x: Array) -> Array:
-    """Unsigned integers that order x by magnitude; every NaN is the same and above infinity."""
+    """Unsigned integers with the order of the magnitudes of x. All NaN have the same integer, above infinity."""
     row, xp = value_type(x.dtype), namespace(x)
     raw, unsigned = bits(x), row.bits.type
     if row.name == "int8":
@@ -215,7 +219,7 @@ def _keys(x: Array) -> Array:
 
 
 def _magnitudes(x: Array) -> Array:
-    """float64: |x|, exact; also where the library cannot compute with the value type."""
+    """|x| in float64, exactly; also for value types with which the library cannot compute."""
     xp, row = namespace(x), value_type(x.dtype)
     if row.bits.itemsize == 1:
         every = np.arange(256, dtype=np.uint8).view(row.numpy).astype(np.float64)
@@ -226,12 +230,13 @@ def _magnitudes(x: Array) -> Array:
 
 
 def _power(x: Array, norm: str) -> Callable[[Array], Array]:
-    """What a norm sums up: |x| or |x|^2 in float64; float64 values are scaled, so that no sum overflows."""
+    """The function that gives the terms of a norm: |x| or |x|^2 in float64. float64 values are scaled, so that no sum
+    overflows."""
     _check_norm(norm)
     scale = 1.0
     if x.dtype == np.float64 and x.size:
         limit = np.uint64(largest_finite(x.dtype))
-        top = max(int(namespace(x).minimum(_keys(x[s]), limit).max()) for s in _panels(x))  # synchronize!
+        top = max(int(namespace(x).minimum(_keys(x[s]), limit).max()) for s in _row_chunks(x))  # synchronize!
         exponent = (top >> 52) - 1022  # of the largest finite magnitude, as frexp counts
         scale = math.ldexp(1.0, min(1000, -exponent))
 
@@ -245,8 +250,8 @@ def _power(x: Array, norm: str) -> Callable[[Array], Array]:
 def _norms(x: Array, R: int, C: int, power: Callable[[Array], Array]) -> Array:
     """float64[cdiv(rows, R), cdiv(cols, C)]: ``power`` summed over each block, rows first, in index order.
 
-    Library reductions would be shorter, but numpy and CuPy add up in different orders, and rounding would then
-    decide differently on host and device.
+    Hand-written, because the reductions of numpy and CuPy add in different orders: rounding would then select different
+    values on host and device.
     """
     (rows, cols), xp = x.shape, namespace(x)
     tall = xp.zeros((ceil_div(rows, R), cols), np.float64)
@@ -269,12 +274,12 @@ def _norms(x: Array, R: int, C: int, power: Callable[[Array], Array]) -> Array:
 def _keep_nm(keys: Array, n: int, m: int) -> Array:
     """bool[rows, cols]: the n largest keys of every m columns, the lower column first among equals.
 
-    A key's rank is the number of keys that beat it: m-1 comparisons of whole position planes, no sort.
+    The rank of a key is the number of keys that come before it. It takes m-1 comparisons of whole planes, and no sort.
     """
     xp, (rows, cols) = namespace(keys), keys.shape
     padded = round_up(cols, m)
     if padded != cols:
-        # Zeros at the end lose against every real column: they have the higher index.
+        # The zeros at the end come after every real column, because they have higher indices.
         keys, short = xp.zeros((rows, padded), keys.dtype), keys
         keys[:, :cols] = short
     planes = xp.ascontiguousarray(keys.reshape(-1, m).T)
@@ -287,14 +292,14 @@ def _keep_nm(keys: Array, n: int, m: int) -> Array:
 
 
 def _largest(
-    keys_of: Callable[[slice], Array], panels: list[slice], shape: tuple[int, int], count: int, xp: Any
+    keys_of: Callable[[slice], Array], chunks: list[slice], shape: tuple[int, int], count: int, xp: Any
 ) -> Array:
     """bool[shape]: the ``count`` largest of all keys, the lower row-major index first among equals."""
     mask = xp.zeros(shape, np.bool_)
     if count == 0:
         return mask
-    threshold, ties = _threshold(keys_of, panels, count)
-    for s in panels:
+    threshold, ties = _threshold(keys_of, chunks, count)
+    for s in chunks:
         keys = keys_of(s)
         equal = keys == keys.dtype.type(threshold)
         mask[s] = keys > keys.dtype.type(threshold)
@@ -305,17 +310,17 @@ def _largest(
     return mask
 
 
-def _threshold(keys_of: Callable[[slice], Array], panels: list[slice], count: int) -> tuple[int, int]:
-    """(the count-th largest key, how many keys equal to it are among the count largest).
+def _threshold(keys_of: Callable[[slice], Array], chunks: list[slice], count: int) -> tuple[int, int]:
+    """(the count-th largest key, how many keys equal to it are among the ``count`` largest).
 
-    Radix selection, 16 bits at a time from the top: one histogram per pass, so no copy of the keys is sorted.
+    A radix selection, 16 bits at a time from the top. Each pass needs one histogram, and no copy of the keys is sorted.
     """
     prefix, remaining = 0, count
-    width = 8 * keys_of(panels[0]).dtype.itemsize
+    width = 8 * keys_of(chunks[0]).dtype.itemsize
     digit = min(16, width)
     for shift in range(width - digit, -1, -digit):
         counts: Any = 0
-        for s in panels:
+        for s in chunks:
             keys = keys_of(s).reshape(-1)
             xp, unsigned = namespace(keys), keys.dtype.type
             if shift + digit < width:
@@ -332,10 +337,10 @@ def _threshold(keys_of: Callable[[slice], Array], panels: list[slice], count: in
 # ----------------------------------------------------------------------------------------------------------- border
 
 
-def _panels(x: Array, multiple: int = 1) -> Iterator[slice]:
-    """Row slices of about a panel each, starting at multiples of ``multiple``."""
+def _row_chunks(x: Array, multiple: int = 1) -> Iterator[slice]:
+    """Slices of rows, each of about a chunk of elements, that start at multiples of ``multiple``."""
     M, K = x.shape
-    size = HOST_PANEL if namespace(x) is np else DEVICE_PANEL
+    size = HOST_CHUNK if namespace(x) is np else DEVICE_CHUNK
     step = round_up(max(1, size // max(1, K)), multiple)
     return (slice(i, min(i + step, M)) for i in range(0, M, step))
 
@@ -361,7 +366,7 @@ def _check_nonfinite(nonfinite: str) -> None:
 def _refuse_nonfinite(x: Array) -> None:
     limit = value_type(x.dtype).bits.type(largest_finite(x.dtype))
     count, first = 0, None
-    for s in _panels(x):
+    for s in _row_chunks(x):
         bad = _keys(x[s]) > limit
         here = int(bad.sum())  # synchronize!
         if here and first is None:
@@ -369,11 +374,11 @@ def _refuse_nonfinite(x: Array) -> None:
             first = (s.start + row, col)
         count += here
     if first is not None:
-        found = str(x[first])
+        first_value = str(x[first])
         raise StructureError(
             f"mask: expected finite values, got {count} NaN or infinite, the first at row {first[0]}, column "
-            f'{first[1]} ({found}); nonfinite="keep" (--nonfinite keep) ranks them as largest',
-            unit="value", count=count, first=first, found=found,
+            f'{first[1]} ({first_value}); nonfinite="keep" (--nonfinite keep) ranks them as largest',
+            unit="value", count=count, first=first, found=first_value,
         )  # fmt: skip
 
 

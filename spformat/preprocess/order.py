@@ -1,7 +1,7 @@
-"""Row orders for balance, and the bucket width for ELL buckets. Nothing here changes or loses a value.
+"""Row orders for load balance, and the width of ELL buckets. No function here changes or loses a value.
 
-A row order is an index array [M]: place i of the new order is row ``row_order[i]`` of the matrix. It is never part
-of a format: whoever permutes the rows of A permutes C back with ``inverse``, or hands the order to a kernel.
+A row order is an index array [M]: row i in the new order is row ``row_order[i]`` of the matrix. It is never part of a
+format. A caller that permutes the rows of A permutes C back with ``inverse``, or gives the order to a kernel.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def row_lengths(a: CSR) -> Array:
 def by_length(a: CSR) -> Array:
     """INDEX[M]: the row order with the longest rows first; rows of equal length keep their order.
 
-    Neighbouring warps then have equal work, and the long rows start first (Sputnik's row swizzle, SC 2020).
+    Then neighbouring warps have equal work, and the longest rows start first (Sputnik's row swizzle, SC 2020).
     """
     order = namespace(a.indptr).argsort(-row_lengths(a), kind="stable")
     return order.astype(index_dtype(a.shape[0] - 1))
 
 
 def inverse(row_order: Array) -> Array:
-    """The order that undoes ``row_order``. UsageError unless it holds each of 0 .. M-1 once."""
+    """The order that reverses ``row_order``. UsageError unless it has each of 0 .. M-1 once."""
     xp = namespace(row_order)
     _check_permutation(row_order, row_order.size)
     out = xp.empty_like(row_order)
@@ -73,21 +73,21 @@ def _check_permutation(row_order: Array, M: int) -> None:
 
 @dataclass(frozen=True)
 class BucketWidth:
-    """What ELLBuckets with this ``max_width`` would hold, without building it."""
+    """The size of ELLBuckets with this ``max_width``, computed without building it."""
 
     max_width: int
     ell_rows: int
     """R: each writes one row of C."""
     split_rows: int
-    """How many of them belong to split rows: those add to C instead of storing."""
+    """How many of the ELL rows belong to split rows, which add to C instead of storing."""
     slots: int
-    """S: each reads one row of B, or is padding."""
+    """S: each slot reads one row of B, or is padding."""
     padding: float
     """(S - nnz) / S, 0 for an empty matrix."""
 
     @property
     def traffic(self) -> int:
-        """Rows of B and C that move: S + R, and R of split rows once more, because adding reads C as well."""
+        """Rows of B and C that are read or written: S + R, plus the ELL rows of split rows, which also read C."""
         return self.slots + self.ell_rows + self.split_rows
 
 
@@ -102,11 +102,11 @@ def bucket_widths(a: CSR, column_parts: int = 1) -> tuple[BucketWidth, ...]:
     check_bytes(8 * M * column_parts, "row lengths of all column parts")
     part_size = max(1, ceil_div(K, column_parts))
     counts = counts_of(a.rows() * column_parts + a.indices // part_size, M * column_parts)
-    held = xp.flatnonzero(counts)  # synchronize!
-    row, length = held // column_parts, counts[held]
+    nonempty = xp.flatnonzero(counts)  # synchronize!
+    row, length = nonempty // column_parts, counts[nonempty]
     longest = int(length.max()) if length.size else 1  # synchronize!
     powers = [1 << i for i in range((min(longest, MAX_WIDTH) - 1).bit_length() + 1)]
-    fitting = xp.searchsorted(xp.asarray(powers), length)  # log2 of the narrowest bucket that holds the segment
+    fitting = xp.searchsorted(xp.asarray(powers), length)  # log2 of the narrowest bucket that is wide enough
 
     out = []
     for width in powers:
@@ -122,6 +122,6 @@ def bucket_widths(a: CSR, column_parts: int = 1) -> tuple[BucketWidth, ...]:
 def recommended_width(a: CSR, column_parts: int = 1) -> int:
     """The max_width of least ``traffic``, the narrower one among equals.
 
-    A model of memory traffic for many columns of B, where rows of B and C dwarf the indices; measure if it matters.
+    It models the memory traffic for many columns of B, where the indices hardly matter. Measure if it is important.
     """
     return min(bucket_widths(a, column_parts), key=lambda w: (w.traffic, w.max_width)).max_width

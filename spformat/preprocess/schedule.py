@@ -1,4 +1,4 @@
-"""Which warp does what on tensor cores: the TCA-SpMM schedule of a CSR matrix (formats.md section 3).
+"""The TCA-SpMM schedule of a CSR matrix: which warp works on which row on tensor cores.
 
 A row of d items gets 1, 2, 4 or 8 warps (d <= 8, 16, 32, 64), a longer one 8 per 64 items; 8 warps make a thread
 block. Rows are placed next-fit in row order: a row of at most 64 items never straddles a block, a longer one owns
@@ -50,13 +50,13 @@ class TCASchedule:
         """m16n8k8 instructions for N columns of B."""
         xp = namespace(self.num_warps_per_row)
         warps = self.num_warps_per_row.astype(np.int64)
-        # 1, 2, 4 or 8 columns of the right fragment in use: 16, 8, 4 or 2 results per instruction
+        # A row uses 1, 2, 4 or 8 columns of the right-hand fragment: 16, 8, 4 or 2 results for each instruction.
         results = 16 // xp.clip(warps, 1, WARPS)
         fragments = -(-warps // WARPS)
         return int((fragments * (-(-N // results))).sum())  # synchronize!
 
     def validate(self, csr: CSR | None = None) -> None:
-        """Raise the first broken rule: memory safety of the arrays, then equality with the schedule of ``csr``."""
+        """Raise an error for the first broken rule: memory safety first, then equality with the schedule of ``csr``."""
         warps, rows, parts = self.num_warps_per_row, self.row_id_for_each_warp, self.warpid_within_row
         if rows.size % WARPS or parts.size != rows.size:
             raise InvariantError(
@@ -76,13 +76,13 @@ class TCASchedule:
         if csr is not None:
             whole = tca(csr)
             for name in ("num_warps_per_row", "row_id_for_each_warp", "warpid_within_row"):
-                mine, other = getattr(self, name), getattr(whole, name)
-                if mine.shape != other.shape or mine.dtype != other.dtype:
+                own, other = getattr(self, name), getattr(whole, name)
+                if own.shape != other.shape or own.dtype != other.dtype:
                     raise InvariantError(
-                        f"tca: {name}: expected {other.dtype}{list(other.shape)}, got {mine.dtype}{list(mine.shape)}",
+                        f"tca: {name}: expected {other.dtype}{list(other.shape)}, got {own.dtype}{list(own.shape)}",
                         array=name,
                     )
-                scans.require_none(self, mine != other, name, "the next-fit schedule of this matrix", OrderError)
+                scans.require_none(self, own != other, name, "the next-fit schedule of this matrix", OrderError)
 
 
 def warps_per_row(lengths: Array) -> Array:
@@ -115,10 +115,10 @@ def tca(csr: CSR) -> TCASchedule:
 
 
 def _placed_before(warps: Array) -> Array:
-    """int64[M]: warps already placed in the block that is open when each row comes, 0 .. 7.
+    """int64[M]: for each row, how many warps the current block has already when the row is placed, 0 .. 7.
 
-    A row maps the eight possible states to eight others; a prefix product of these maps gives the state
-    before every row without walking through the rows.
+    A row maps each of the eight possible states to another. The prefix products of these maps give the state before
+    every row, without a loop over the rows.
     """
     xp, M = namespace(warps), warps.size
     state = xp.arange(WARPS, dtype=np.int64)

@@ -1,6 +1,7 @@
-"""What a weight looks like: how sparse, in which pattern, and how many bytes each format would take.
+"""The structure of a matrix: how sparse it is, in which pattern, and how many bytes each format would need.
 
-One pass over row panels; exact, not sampled. ``inspect`` and ``plan`` print it, ``--to auto`` chooses by it.
+One pass over row chunks counts exactly, without sampling. ``inspect`` and ``plan`` print the counts, and ``--to auto``
+chooses the format by them.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from ..formats import edges, parse_spec, registered, spec_text
 from ..formats.base import checked_values
 from ..formats.hooks import VECTOR_ROWS, VECTOR_STRIDE
 
-PANEL = 1 << 22
-"""Dense elements looked at together."""
+CHUNK = 1 << 22
+"""Dense elements that are counted together."""
 
 NM_WINDOWS = (4, 8, 16, 32)
 VECTOR_LENGTHS = (1, 8, 32)
 BLOCKS = (16, 32, 64)
 _ROWS = 64
-"""Panels hold whole groups of every kind above."""
+"""A row chunk is padded to a multiple of this, so that it has whole vectors and blocks of all sizes above."""
 TILE_ROWS = (128, 256)
-"""Heights of the tiles that the vector n:m kernels cut: a tile must load the rows of B that its columns name."""
+"""Heights of the tiles of the vector n:m kernels. A tile must load one row of B for each of its nonempty columns."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,11 @@ class Structure:
     dtype: str
     nnz: int
     negative_zeros: int
-    """Elements that are -0.0: they come back as +0.0 from every sparse format."""
+    """Elements that are -0.0. Every sparse format returns them as +0.0."""
     row_lengths: np.ndarray[Any, Any]
     """int64[M]: nonzeros in each row."""
     bad_groups: int
-    """Groups of four columns with more than two nonzeros: 0 = the matrix is 2:4."""
+    """Groups of four columns with more than two nonzeros. The matrix is 2:4 if there are none."""
     groups: int
     window_max: dict[tuple[int, int], int]
     """(m, vector length) -> most nonempty vectors in a window of m columns: the n of the tightest n:m."""
@@ -68,24 +69,25 @@ class Structure:
 
     @property
     def is_two_four(self) -> bool:
-        """At most two nonzeros in every group of four columns, and fewer than half of all."""
+        """Whether every group of four columns has at most two nonzeros, and the matrix has any."""
         return self.bad_groups == 0 and self.nnz > 0
 
     def n_of(self, m: int, vector_length: int) -> int | None:
-        """n of the tightest n:m pattern the matrix fits, or None when every column of some window is used."""
+        """n of the tightest n:m pattern that the matrix fits; None if all columns of some window are nonempty."""
         n = self.window_max[m, vector_length]
         return n if 0 < n < m else None
 
     def kept_share(self, tile_rows: int) -> float:
-        """Share of the columns, so of the rows of B, that a tile of 128 or 256 rows needs; 0 for an empty matrix.
+        """Share of the columns, and so of the rows of B, that a tile of 128 or 256 rows needs; 0 for an empty matrix.
 
-        Packing (NM-SpMM's col_info) pays where it is small; it is not 1 - sparsity, but what the rows of a tile share.
+        Packing (NM-SpMM's col_info) pays where this share is small. It is larger than 1 - sparsity unless the rows of a
+        tile have their nonzeros in the same columns.
         """
         columns = ceil_div(self.shape[0], tile_rows) * self.shape[1]
         return self.tile_columns[tile_rows] / columns if columns else 0.0
 
     def rows_by_length(self) -> dict[str, int]:
-        """Rows per class of length: "0", "1-8", "9-16", "17-32", ..: what bucketed formats see."""
+        """How many rows have a length in each class: "0", "1-8", "9-16", "17-32", ..; for formats with buckets."""
         edges = [0, 8]
         while edges[-1] < (int(self.row_lengths.max()) if self.row_lengths.size else 0):
             edges.append(edges[-1] * 2)
@@ -97,28 +99,28 @@ class Structure:
     # ---------------------------------------------------------------- bytes
 
     def candidates(self) -> tuple[str, ...]:
-        """Texts of the formats worth a look for this matrix, the exact ones only; the simpler ones first."""
+        """The formats, as text, that hold this matrix exactly and are worth considering; the simpler ones first."""
         formats = sorted(registered(), key=lambda f: f.tie_rank)
         takes = [f for f in formats if self.dtype in f.value_dtypes]
         return tuple(spec_text(f, params) for f in takes for params in f.candidates(self))
 
     def sizes(self) -> dict[str, int]:
-        """Format text -> exact bytes, header aside, for the candidates whose bytes these counts decide."""
+        """Format text -> exact bytes without the header, for those candidates whose size these counts decide."""
         return {t: n for t in self.candidates() if (n := self.nbytes(t)) is not None}
 
     def smallest(self) -> str:
-        """The exact format with the fewest bytes; dense when none is smaller. Ties go to the simpler one."""
+        """The exact format with the fewest bytes; dense if none is smaller. Of equal ones, the simpler."""
         sizes = self.sizes()
         return min(sizes, key=sizes.__getitem__)
 
     def nbytes(self, text: str) -> int | None:
-        """Exact bytes of the matrix in a format, or None when these counts do not decide it (then convert)."""
+        """The exact bytes of the matrix in a format; None if these counts do not decide them, then convert it."""
         fmt, given = parse_spec(text)
         return fmt.bytes_of(self, fmt.resolve_params(given))
 
 
 def analyse(x: Array) -> Structure:
-    """Structure of a host matrix [M, K] of a value type. Memory: a few panels."""
+    """The structure of a host matrix [M, K] of a value type. Memory: a few row chunks."""
     x = checked_values(x, "inspect")
     (M, K), row = x.shape, value_type(x.dtype)
     counted = edges.take(edges.DENSE, "census", x, {}, x)
@@ -129,29 +131,31 @@ def analyse(x: Array) -> Structure:
     blocks = {b: [0, 0] for b in BLOCKS}
     bad = stored = vectors = groups = 0
     wide = round_up(K, _ROWS)
-    step = round_up(max(1, PANEL // max(1, wide)), max(_ROWS, *TILE_ROWS))
+    step = round_up(max(1, CHUNK // max(1, wide)), max(_ROWS, *TILE_ROWS))
     tile_columns = dict.fromkeys(TILE_ROWS, 0)
     for i in range(0, M if K else 0, step):
-        panel = np.ascontiguousarray(x[i : i + step])
-        mask = np.zeros((round_up(panel.shape[0], _ROWS), wide), np.uint8)
-        mask[: panel.shape[0], :K] = nonzero_mask(panel)
-        stored += int(np.count_nonzero(bits(panel)))
-        row_lengths[i : i + step] = mask.sum(axis=1, dtype=np.int64)[: panel.shape[0]]
+        chunk = np.ascontiguousarray(x[i : i + step])
+        mask = np.zeros((round_up(chunk.shape[0], _ROWS), wide), np.uint8)
+        mask[: chunk.shape[0], :K] = nonzero_mask(chunk)
+        stored += int(np.count_nonzero(bits(chunk)))
+        row_lengths[i : i + step] = mask.sum(axis=1, dtype=np.int64)[: chunk.shape[0]]
         per_four = _window_sums(mask, 4)
         bad += int((per_four > 2).sum())
         for length in VECTOR_LENGTHS:
-            held = _any_rows(mask, length)
+            nonempty = _any_rows(mask, length)
             if length == VECTOR_ROWS:
-                per_tile = held.sum(axis=1, dtype=np.int64)
+                per_tile = nonempty.sum(axis=1, dtype=np.int64)
                 vectors += int(per_tile.sum())
                 groups += int((-(-per_tile // VECTOR_STRIDE)).sum())
-            sums = _window_sums(held, 4)
+            sums = _window_sums(nonempty, 4)
             for m in NM_WINDOWS:
                 if m > 4:
                     sums = sums[:, 0::2] + sums[:, 1::2]
                 window_max[m, length] = max(window_max[m, length], int(sums.max(initial=0)))
         for rows in TILE_ROWS:
-            of_tiles = np.maximum.reduceat(held, np.arange(0, held.shape[0], rows // VECTOR_LENGTHS[-1]), axis=0)
+            of_tiles = np.maximum.reduceat(
+                nonempty, np.arange(0, nonempty.shape[0], rows // VECTOR_LENGTHS[-1]), axis=0
+            )
             tile_columns[rows] += int(np.count_nonzero(of_tiles))
         coarse, size = mask, 1
         for b in BLOCKS:
@@ -169,10 +173,10 @@ def analyse(x: Array) -> Structure:
     )  # fmt: skip
 
 
-def _from_census(x: Array, row_lengths: Array, found: Array) -> Structure:
-    """The counts of the compiled loops, which know the same vectors, windows, blocks and tiles by position."""
-    bad, negative, vectors, groups = (int(n) for n in found[:4])
-    nonempty, block_rows, tiles, most = (found[a:b].tolist() for a, b in ((4, 7), (7, 10), (10, 12), (12, 24)))
+def _from_census(x: Array, row_lengths: Array, counts: Array) -> Structure:
+    """The Structure for the counts of the compiled loops, which return them by position (``census_loops.BAD`` ..)."""
+    bad, negative, vectors, groups = (int(n) for n in counts[:4])
+    nonempty, block_rows, tiles, most = (counts[a:b].tolist() for a, b in ((4, 7), (7, 10), (10, 12), (12, 24)))
     kinds = [(m, length) for length in VECTOR_LENGTHS for m in NM_WINDOWS]
     order = [(m, length) for m in NM_WINDOWS for length in VECTOR_LENGTHS]
     window_max = dict(zip(kinds, most, strict=True))
@@ -186,20 +190,21 @@ def _from_census(x: Array, row_lengths: Array, found: Array) -> Structure:
 
 
 def count_nonzeros(x: Array) -> tuple[int, int]:
-    """(values that are not zero, elements that are -0.0) of a matrix; on the host every core and a few panels."""
+    """(values that are not zero, elements that are -0.0) of a matrix. The host uses all cores and a few chunks of
+    memory."""
     counted: tuple[int, int] | None = edges.take(edges.DENSE, "counts", x, {}, x)
     if counted is not None:
         return counted
     row = value_type(x.dtype)
     flat, minus_zero = bits(x).reshape(-1), ~row.bits.type(row.zero_mask)  # 0 for int8, which has no -0
     if is_cupy(x):
-        found = (flat != 0).sum(), (flat == minus_zero).sum() if minus_zero else 0
-        return int(found[0]) - int(found[1]), int(found[1])  # synchronize!
-    pieces = ceil_div(flat.size, PANEL)
+        device_counts = (flat != 0).sum(), (flat == minus_zero).sum() if minus_zero else 0
+        return int(device_counts[0]) - int(device_counts[1]), int(device_counts[1])  # synchronize!
+    pieces = ceil_div(flat.size, CHUNK)
     counts = np.zeros((pieces, 2), np.int64)
 
     def count(i: int) -> None:
-        part = flat[i * PANEL : (i + 1) * PANEL]
+        part = flat[i * CHUNK : (i + 1) * CHUNK]
         counts[i] = np.count_nonzero(part != 0), np.count_nonzero(part == minus_zero) if minus_zero else 0
 
     threads.run(count, pieces)
@@ -214,6 +219,6 @@ def _any_rows(mask: Array, length: int) -> Array:
 
 
 def _window_sums(mask: Array, m: int) -> Array:
-    """uint8[rows, columns/m]: flags set in every window."""
+    """uint8[rows, columns/m]: the number of flags that are set in each window."""
     parts = mask.reshape(mask.shape[0], mask.shape[1] // m, m)
     return parts.sum(axis=2, dtype=np.uint8)

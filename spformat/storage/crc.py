@@ -1,8 +1,9 @@
-"""CRC32 of large buffers in segments on several threads, joined exactly.
+"""The CRC32 of large buffers, computed in segments on several threads and combined exactly.
 
-One core computes 2.2 GB/s, less than a fast disk or a copy delivers. ``zlib.crc32`` and the system
-calls around it release the GIL, and the CRC of a whole follows from those of its parts: appending n
-bytes multiplies a CRC, read as a polynomial over GF(2), by x**(8n) modulo the CRC polynomial.
+One core computes 2.2 GB/s, less than a fast disk or a copy delivers. ``zlib.crc32`` and the system calls around it
+release the GIL. The CRC of a whole follows from those of its parts: appending n bytes multiplies a CRC, read as a
+polynomial over GF(2), by x**(8n) modulo the CRC polynomial. Hand-written, because zlib's ``crc32_combine`` is not in
+Python's standard library.
 """
 
 from __future__ import annotations
@@ -15,30 +16,31 @@ from functools import cache, lru_cache
 _POLYNOMIAL = 0xEDB88320  # reflected: bit 31 is x**0
 SEGMENT = 8 * 2**20
 PIECE = 2**20
-"""What is read and summed, or summed and written, at a time: it stays in a core's cache in between."""
+"""Bytes that are read and then checksummed, or checksummed and then written, at a time; they stay in a core's cache."""
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:
-    """CRC32 of two byte strings laid end to end, from theirs and the length of the second."""
+    """The CRC32 of two byte strings end to end, from the CRC32 of each and the length of the second."""
     return _times(_shift(second_bytes), first) ^ second
 
 
 def joined(parts: Iterable[tuple[int, int, int]]) -> tuple[int, int]:
-    """(CRC32 of the whole, its length) from (begin, bytes, CRC32) of parts in any order; ValueError for a gap."""
-    at = found = 0
+    """(CRC32 of the whole, its length) from (begin, bytes, CRC32) of parts in any order; ValueError for a gap or an
+    overlap."""
+    at = whole = 0
     for begin, n, part in sorted(parts):
         if begin != at:
             raise ValueError(at)
-        found = combine(found, part, n) if at else part
+        whole = combine(whole, part, n) if at else part
         at += n
-    return found, at
+    return whole, at
 
 
 def in_segments(total: int, work: Callable[[int, int], int], segment: int = 0) -> int:
-    """CRC32 of ``total`` bytes, where ``work(begin, end)`` moves one range and returns its CRC32.
+    """The CRC32 of ``total`` bytes, where ``work(begin, end)`` copies one range and returns its CRC32.
 
-    Ranges of ``segment`` bytes (0: 8 MiB) run on several threads if there is more than one; an exception of any is
-    raised here.
+    If there are several ranges of ``segment`` bytes (0: 8 MiB), they run on several threads. An exception of any of
+    them is raised here.
     """
     segment = segment or SEGMENT
     if total < 2 * segment:

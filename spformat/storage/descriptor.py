@@ -1,16 +1,16 @@
-"""What a file says about its tensors: the JSON in ``__metadata__["spformat"]``, packed and read by one schema.
+"""The description of the tensors in a file: JSON in ``__metadata__["spformat"]``, written and read by one schema.
 
     {"container": 1, "sha256": "<64 hex>", "plain": {"bias": "<8 hex>"}, "tensors": {"w": {
         "format": "bsr", "version": 1, "shape": [M, K], "dtype": "bfloat16", "params": {"blocksize": [16, 16]},
         "tables": {..}, "crc32": {"indptr": "<8 hex>", "indices": .., "data": ..}}}}
 
-Array x of tensor w is the entry ``w.x`` of the file; a plain array is the entry of its own name. Every entry
-is claimed once. ``crc32`` covers the bytes of an array; ``sha256`` covers the canonical header, checksums
-included, with its own digits set to zero. Reading is strict: unknown or missing keys, other types, and
-headers that differ from the canonical bytes are refused. Nothing here mentions a particular format.
+Array x of tensor w is the entry ``w.x`` of the file. A plain array is the entry of its own name. Every entry belongs to
+exactly one tensor. ``crc32`` covers the bytes of an array; ``sha256`` covers the canonical header, checksums included,
+with its own digits set to zero. Reading is strict: unknown or missing keys, other types, and headers that differ from
+the canonical bytes are refused. No particular format is mentioned here.
 
-A composed format has parts: ``"parts": {"0": {..}, "1": {..}}``. Part p of tensor w is described as a tensor called
-``w.p`` would be: its array x is the entry ``w.p.x``.
+A composed format has parts: ``"parts": {"0": {..}, "1": {..}}``. Part p of tensor w is described in the same way as a
+tensor with the name ``w.p``: its array x is the entry ``w.p.x``.
 """
 
 from __future__ import annotations
@@ -49,26 +49,27 @@ _NO_SHA = "0" * 64
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Everything about one tensor but its data. ``format`` is None for a plain array."""
+    """Everything about one tensor except its data. ``format`` is None for a plain array."""
 
     name: str
     format: type[Format] | None
     shape: tuple[int, ...]
     dtype: str
-    """numpy (ml_dtypes) name of the values; for a plain array of a type numpy lacks, the safetensors code."""
+    """The numpy (ml_dtypes) name of the value type; for a plain array of a type that numpy lacks, the safetensors
+    code."""
     arrays: dict[str, tuple[str, tuple[int, ...]]]
-    """Path -> (safetensors dtype code, shape) of each array: "data", or "0.data" of part "0"; a plain array has the
-    one path ""."""
+    """Path -> (safetensors dtype code, shape) of each array: "data", or "0.data" for an array of part "0". The single
+    path of a plain array is ""."""
     params: dict[str, Any] = field(default_factory=dict)
     tables: dict[str, tuple[int, ...]] = field(default_factory=dict)
     crc32: dict[str, int | None] = field(default_factory=dict, compare=False)
-    """CRC32 of each array as stored; None (or absent) where a file has none."""
+    """The CRC32 of each array that is stored in the file; None, or absent, if there is none."""
     parts: dict[str, Record] = field(default_factory=dict)
-    """Name -> part of a composed format; its paths are those inside the part."""
+    """Name -> record of that part of a composed format. Paths in it are relative to the part."""
 
     @property
     def own_arrays(self) -> tuple[str, ...]:
-        """The arrays that belong to no part."""
+        """The arrays of the tensor itself, without those of its parts."""
         return tuple(path for path in self.arrays if "." not in path)
 
     @property
@@ -85,7 +86,7 @@ class Record:
 
 
 def pack(records: Iterable[Record], sums: Mapping[str, int]) -> dict[str, Any]:
-    """The descriptor of a new file, from {entry name: CRC32}. ``sha256`` is still zero."""
+    """The descriptor of a new file, from {entry name: CRC32}, with zeros in place of ``sha256``."""
     tensors: dict[str, Any] = {}
     plain: dict[str, str] = {}
     for r in records:
@@ -115,9 +116,10 @@ def _described(r: Record, cls: type[Format], sums: Mapping[str, int]) -> dict[st
 
 
 def sealed(tree: dict[str, Any], entries: Iterable[Entry], metadata: Mapping[str, str]) -> dict[str, str]:
-    """``__metadata__`` with the descriptor in it, its ``sha256`` computed over the header with zeros in its place."""
-    found = hashlib.sha256(stheader.encode(entries, _with(metadata, tree | {"sha256": _NO_SHA}))).hexdigest()
-    return _with(metadata, tree | {"sha256": found})
+    """``__metadata__`` with the descriptor. Its ``sha256`` is computed over the header with zeros in place of
+    itself."""
+    digest = hashlib.sha256(stheader.encode(entries, _with(metadata, tree | {"sha256": _NO_SHA}))).hexdigest()
+    return _with(metadata, tree | {"sha256": digest})
 
 
 def read(header: Header, *, allow_unchecked: bool = False, ignore_unknown: bool = False) -> dict[str, Record]:
@@ -131,8 +133,8 @@ def read(header: Header, *, allow_unchecked: bool = False, ignore_unknown: bool 
     Raises:
         DescriptorError: the schema is broken, or entries and descriptor do not match one to one.
         VersionError: a container or format version this release does not read.
-        IntegrityError: the header is not canonical or its SHA-256 is another.
-        ArrayError: an array has another value dtype than the descriptor says.
+        IntegrityError: the header is not canonical, or does not have the SHA-256 that is stored.
+        ArrayError: an array has another value dtype than the descriptor states.
     """
     if header.oddities:
         raise ContainerError(f"header: {header.oddities[0]}; a file with a descriptor follows the specification")
@@ -161,7 +163,7 @@ def read(header: Header, *, allow_unchecked: bool = False, ignore_unknown: bool 
 
 
 def undescribed(header: Header) -> dict[str, Record]:
-    """Name -> record of every tensor of somebody else's file, in the order of its data: plain arrays."""
+    """Name -> record of every tensor of a file without descriptor, in the order of its data. All are plain arrays."""
     return {name: _plain_record(entry, None) for name, entry in header.entries.items()}
 
 
@@ -213,13 +215,13 @@ def _read_tensor(
             raise
         parts[part] = p
         arrays |= {f"{part}.{path}": spec for path, spec in p.arrays.items()}
-        crc32 |= {f"{part}.{path}": found for path, found in p.crc32.items()}
+        crc32 |= {f"{part}.{path}": crc for path, crc in p.crc32.items()}
     table_ints = {key: _ints(f"tables.{key}", table_values[key]) for key in tables}
     return Record(name, cls, shape, dtype, arrays, params, table_ints, crc32, parts)
 
 
 def _named_parts(cls: type[Format], tree: Any) -> dict[str, Any]:
-    """Name -> description of each part, in the order of the format; DescriptorError for other names than it has."""
+    """Name -> description of each part, in the order of the format. DescriptorError for missing or unknown names."""
     described = _object("parts", tree)
     single = [d.name for d in cls.declared_parts() if not d.many]
     many = len(described) - len(single) if any(d.many for d in cls.declared_parts()) else 0
@@ -245,17 +247,17 @@ def _check_seal(header: Header, tree: dict[str, Any], allow_unchecked: bool) -> 
     entries = list(stheader.layout((e.name, e.dtype, e.shape, e.nbytes) for e in header.entries.values()))
     try:
         canonical = sealed(tree, entries, others)
-    except UsageError as e:  # our writer's words for text that has no UTF-8
+    except UsageError as e:  # the writer raises this for text that UTF-8 cannot encode
         raise DescriptorError("descriptor: expected Unicode text, got a lone surrogate") from e
     if canonical != header.metadata or stheader.encode(entries, canonical) != header.raw:
         raise IntegrityError("header: its bytes do not match its sha256, or are not canonical: the file was changed")
 
 
-def _check_version(what: str, found: Any, reads: int) -> None:
-    if type(found) is not int or found != reads:
-        got = "none" if found is None else f"{printable(found, 40)!r}"
-        newer = "; a newer spformat wrote it" if type(found) is int and found > reads else ""
-        raise VersionError(f"{what} version: expected {reads}, got {got}{newer}", value=found, expected=reads)
+def _check_version(what: str, stated: Any, supported: int) -> None:
+    if type(stated) is not int or stated != supported:
+        got = "none" if stated is None else f"{printable(stated, 40)!r}"
+        newer = "; a newer spformat wrote it" if type(stated) is int and stated > supported else ""
+        raise VersionError(f"{what} version: expected {supported}, got {got}{newer}", value=stated, expected=supported)
 
 
 def _check_size(name: str, described: dict[str, Any]) -> None:
@@ -293,10 +295,10 @@ def _check_claims(header: Header, records: dict[str, Record]) -> None:
 
 
 def _claimed(header: Header, entry: str, array: str) -> Entry:
-    found = header.entries.get(entry)
-    if found is None:
+    claimed = header.entries.get(entry)
+    if claimed is None:
         raise DescriptorError(f"expected the entry '{printable(entry)}' in the file, got none", array=array)
-    return found
+    return claimed
 
 
 def _format(name: Any) -> type[Format]:
@@ -318,10 +320,10 @@ def _params(cls: type[Format], tree: Any, ignore_unknown: bool) -> dict[str, Any
     except UsageError as e:
         raise DescriptorError(f"params: {e.message}", value=e.value) from e
     for key in names:
-        value = params.get(key)  # none for null: a file states what a call may leave to the matrix
-        if value is None or stheader.compact_json(_plain(value)) != stheader.compact_json(
-            given[key]
-        ):  # "32" or 32.0 for 32
+        # A call may leave an AUTO param to the matrix; a file must state its value, so null is refused. So is a value
+        # that is written in another way, "32" or 32.0 for 32.
+        value = params.get(key)
+        if value is None or stheader.compact_json(_plain(value)) != stheader.compact_json(given[key]):
             expected = "a value" if value is None else repr(_plain(value))
             raise DescriptorError(f"params: {key}: expected {expected}, got {given[key]!r:.80}", value=given[key])
     return params

@@ -1,7 +1,7 @@
-"""Files: opening what is really a file, reading it, hashing it, and safe names.
+"""Opening, reading and hashing regular files, and safe file names.
 
-Nothing here maps memory: reading a mapping of a file that somebody truncates ends the process with SIGBUS, where
-``pread`` gives an error.
+Files are never mapped into memory. If a mapped file is truncated, reading it ends the process with SIGBUS; ``pread``
+raises an error.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def open_regular(path: Path) -> tuple[int, os.stat_result]:
 
 
 def close_read(fd: int) -> None:
-    """Close a file that was only read: what the system says to that changes nothing."""
+    """Close a file that was only read, and ignore errors, which do not matter then."""
     with suppress(OSError):
         os.close(fd)
 
@@ -54,10 +54,10 @@ def read_small(path: Path, at_most: int) -> bytes:
     try:
         if status.st_size > at_most:
             raise InputError(f"expected at most {at_most:,} bytes, got {status.st_size:,}", path=os.fspath(path))
-        found = bytearray()
-        while part := os.pread(fd, _BUFFER, len(found)):
-            found += part
-        return bytes(found)
+        data = bytearray()
+        while part := os.pread(fd, _BUFFER, len(data)):
+            data += part
+        return bytes(data)
     except InputError:
         raise
     except OSError as e:
@@ -67,21 +67,21 @@ def read_small(path: Path, at_most: int) -> bytes:
 
 
 def sha256_of(path: Path, ranges: Sequence[tuple[int, int]] | None = None) -> str:
-    """SHA-256 of a regular file, or of its bytes in ``ranges`` (first, after the last), as 64 lower-case hex digits.
+    """SHA-256 of a regular file as 64 lower-case hex digits, computed with one buffer of memory.
 
-    Memory: one buffer.
+    ranges: hash only these bytes, each range as (first byte, byte after the last).
     """
     fd, _ = open_regular(path)
     try:
         if ranges is None:
             with os.fdopen(fd, "rb", buffering=0, closefd=False) as f:
                 return hashlib.file_digest(f, "sha256").hexdigest()
-        found, room = hashlib.sha256(), memoryview(bytearray(_BUFFER))
+        digest, buffer = hashlib.sha256(), memoryview(bytearray(_BUFFER))
         for begin, end in ranges:
-            while begin < end and (n := os.preadv(fd, [room[: end - begin]], begin)):
-                found.update(room[:n])
+            while begin < end and (n := os.preadv(fd, [buffer[: end - begin]], begin)):
+                digest.update(buffer[:n])
                 begin += n
-        return found.hexdigest()
+        return digest.hexdigest()
     except OSError as e:
         raise InputError(f"cannot read the file: {reason(e)}", path=os.fspath(path)) from e
     finally:
@@ -89,7 +89,7 @@ def sha256_of(path: Path, ranges: Sequence[tuple[int, int]] | None = None) -> st
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file; InputError if it cannot be asked."""
+    """Size of a file in bytes; InputError if the system does not tell it."""
     try:
         return os.stat(path).st_size
     except OSError as e:
@@ -97,7 +97,7 @@ def size_of(path: Path) -> int:
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a regular file; InputError if the system does not say (``os.path.isfile`` would say no)."""
+    """Whether a regular file exists; InputError if the system does not tell (``os.path.isfile`` would return False)."""
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -107,7 +107,7 @@ def is_file(path: Path) -> bool:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Names in a folder, sorted; InputError if it cannot be listed."""
+    """The names in a folder, sorted; InputError if it cannot be listed."""
     try:
         return sorted(os.listdir(folder))
     except OSError as e:
@@ -115,7 +115,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file that may be there; WriteError if it stays."""
+    """Remove a file if it exists; WriteError if it cannot be removed."""
     try:
         os.unlink(path)
     except FileNotFoundError:
@@ -142,9 +142,9 @@ def safe_name(name: str, suffix: str = "") -> str:
 
 
 def member(folder: Path, name: str, suffix: str = "", roots: Sequence[Path] = ()) -> str:
-    """Path of the file ``name`` (a name read from some file) in ``folder``; PathError if it leads outside.
+    """The path of the file ``name`` in ``folder``; PathError if it leads outside. The name may come from any file.
 
-    A symlink is refused unless its target lies in one of ``roots``, the folders the user allows links into.
+    A symlink is refused unless its target lies in one of ``roots``, the folders that the user allows links to.
     """
     return not_outside(os.path.join(os.fspath(folder), safe_name(name, suffix)), roots)
 
@@ -165,12 +165,12 @@ def not_outside(path: str, roots: Sequence[Path] = ()) -> str:
 
 
 def reason(e: BaseException) -> str:
-    """Text of a system error without the path, which our errors carry themselves."""
+    """The text of a system error without the path, which errors of this package have as a field."""
     return (e.strerror if isinstance(e, OSError) else None) or str(e)
 
 
 def kind_of(mode: int) -> str:
-    """What a path leads to, in words, by the mode of its status."""
+    """The kind of a file in words, from the mode in its status."""
     kinds = {
         stat.S_IFDIR: "folder", stat.S_IFLNK: "symlink", stat.S_IFIFO: "FIFO",
         stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device",

@@ -1,4 +1,4 @@
-"""A container under construction: what it will hold is told in outline, and the tensors arrive one by one."""
+"""A container under construction: the descriptions of all tensors are given first, then the tensors one by one."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .files import Path
 from .stheader import METADATA
 
 Tensor: TypeAlias = Format | Array
-"""What a file holds under one name: a Format, or a plain array of any rank (biases, norms, tables); a torch tensor is
-taken as one, and comes back as numpy's."""
+"""The value under one name of a file: a Format, or a plain array of any rank (biases, norms, tables). A torch tensor is
+stored as a plain array, and read back as a numpy array."""
 
 
 def outline(name: str, x: Tensor) -> Record:
-    """What a file must know of a tensor before its first byte is written."""
+    """The record of a tensor, which a file needs before its first byte is written."""
     if type(name) is not str or not name:
         raise UsageError(f"tensor name: expected text, got {name!r:.80}")
     if name == METADATA:
@@ -46,7 +46,7 @@ def create(
     metadata: Mapping[str, str] | None = None,
     verify: bool = False,
 ) -> FileWriter:
-    """A file whose tensors are known in outline and arrive one by one: conversion in bounded memory.
+    """A file whose tensors are described first and written one by one, for conversions in bounded memory.
 
     with create(path, [outline(..), ..]) as f:
         f.put("w", w)
@@ -74,7 +74,7 @@ class FileWriter:
         if descriptor.KEY in others:
             raise UsageError(f"metadata: the key '{descriptor.KEY}' is the descriptor's")
         specs = [(r.entry(array), *spec) for r in chosen for array, spec in r.arrays.items()]
-        entries = stwriter.layout(specs)  # UsageError if an array of one tensor is called like another tensor
+        entries = stwriter.layout(specs)  # UsageError if an array of one tensor has the name of another tensor
 
         def described(sums: Mapping[str, int]) -> dict[str, str]:
             return descriptor.sealed(descriptor.pack(chosen, sums), entries, others)
@@ -82,7 +82,7 @@ class FileWriter:
         self._out = stwriter.Writer(path, specs, described, overwrite=overwrite, verify=verify)
 
     def put(self, name: str, x: Tensor) -> None:
-        """Write a tensor that matches its outline. A Format without the validated mark is validated first."""
+        """Write a tensor that matches its outline. A Format that is not marked as validated is validated first."""
         record = self._record(name)
         if outline(name, x) != record:
             raise UsageError(f"put: expected what the outline says, {record}, got {outline(name, x)}", tensor=name)
@@ -91,9 +91,9 @@ class FileWriter:
             self._out.put(record.entry(array), a)
 
     def put_array(self, name: str, array: str, pieces: Iterable[Any]) -> None:
-        """Write one array of a tensor (``""`` for a plain one) from pieces in order: bytes, or panels of rows.
+        """Write one array of a tensor (``""`` for a plain one) from pieces in order: bytes, or arrays of rows.
 
-        The caller owes contents that ``validate`` accepts.
+        The contents must be such that ``validate`` accepts them.
         """
         record = self._record(name)
         if array not in record.arrays:
@@ -101,9 +101,9 @@ class FileWriter:
         self._out.put(record.entry(array), pieces)
 
     def put_part(self, name: str, array: str, row: int, part: Any) -> None:
-        """Write entries ``row ..`` (first axis) of one array of a tensor; from any thread, in any order.
+        """Write the entries from ``row`` on (first axis) of one array of a tensor; from any thread, in any order.
 
-        All parts together must cover the array, none twice. The caller owes contents that ``validate`` accepts.
+        All parts together must cover each entry once, with contents that ``validate`` accepts.
         """
         record = self._record(name)
         code, shape = record.arrays[array]
@@ -117,14 +117,14 @@ class FileWriter:
         self._out.commit()
 
     def abandon(self) -> None:
-        """Publish nothing, leave nothing behind."""
+        """Publish nothing and remove the temporary file."""
         self._out.abandon()
 
     def _record(self, name: str) -> Record:
-        found = self._records.get(name)
-        if found is None:
+        record = self._records.get(name)
+        if record is None:
             raise UsageError(f"put: no tensor '{printable(name)}' in the outlines of this file")
-        return found
+        return record
 
     def __enter__(self) -> Self:
         return self
@@ -134,7 +134,7 @@ class FileWriter:
 
 
 def plain_array(name: str, x: Any) -> Array:
-    """``x`` as an array of numpy or CuPy, that of a torch tensor shared; UsageError for anything else."""
+    """``x`` as a numpy or CuPy array, which shares the memory of a torch tensor; UsageError for anything else."""
     if isinstance(x, (np.ndarray, np.generic)):
         return np.asarray(x)
     if is_cupy(x):

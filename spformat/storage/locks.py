@@ -1,4 +1,4 @@
-"""A lock on a folder, held by the kernel: it ends with its process."""
+"""A lock on a folder. The kernel releases it when its process ends."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ LOCK = ".spformat.lock"
 
 
 def ignores_case(folder: Path) -> bool:
-    """Whether a folder in which this process holds the lock takes names of other case for the same file."""
+    """Whether the file system of a folder ignores the case of names. This process must have locked the folder."""
     return os.path.exists(os.path.join(os.fspath(folder), LOCK.upper()))
 
 
 @contextmanager
 def folder_lock(folder: Path, name: str = LOCK, *, shared: bool = False) -> Iterator[None]:
-    """Hold a lock file in ``folder`` for a ``with`` block; LockedError at once if another run holds it.
+    """Lock ``folder`` with a lock file for a ``with`` block; LockedError at once if another run has locked it.
 
-    The kernel releases the lock of a process that dies, so a stale lock file stops nobody. Runs that may
-    work side by side (parts of one conversion) take ``shared`` locks, which exclude only the unshared.
+    The kernel releases the lock of a process that dies, so a lock file that is left over does not block anyone. Runs
+    that may work side by side (parts of one conversion) use ``shared`` locks, which exclude only exclusive ones.
     """
     path = os.path.join(os.fspath(folder), name)
     fd = _take(path, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
     try:
         yield
     finally:
-        with suppress(OSError):  # the last holder removes the file; others may still share it
+        with suppress(OSError):  # the last process removes the file; before that, others still share the lock
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.unlink(path)
         close_read(fd)
@@ -44,7 +44,7 @@ def _take(path: str, mode: int) -> int:
             raise OutputError(f"cannot create the lock file: {reason(e)}", path=path) from e
         try:
             fcntl.flock(fd, mode | fcntl.LOCK_NB)
-            # The holder before us may have removed the file after we opened it: then it locks nothing.
+            # Another process may have removed the file after it was opened here. Then this lock excludes nobody.
             if os.path.samestat(os.fstat(fd), os.stat(path)):
                 if mode == fcntl.LOCK_EX:
                     os.ftruncate(fd, 0)

@@ -1,6 +1,7 @@
-"""One durable way to publish a file: complete under its final name, or not there at all.
+"""Publishing a file durably: it is complete under its final name, or not there at all.
 
-Nothing here maps memory: writing a mapping on a full disk ends the process with SIGBUS; ``pwrite`` gives an error.
+Files are never mapped into memory. Writing to a mapping on a full disk ends the process with SIGBUS; ``pwrite`` raises
+an error.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from ..errors import DurabilityUnknown, OutputError, SpformatError, WriteError
 from .files import Path, kind_of, reason
 
 _KEPT_IN_CACHE = 64 << 20
-"""Outputs below this many bytes are left to the page cache: whoever wrote them is likely to read them next."""
+"""Outputs below this many bytes stay in the page cache, because they are likely to be read soon."""
 _IN_FLIGHT = 64 << 20
-"""Bytes of a larger output that may be on their way to the device."""
+"""Bytes of a larger output that may be waiting to reach the disk."""
 _TEMP = re.compile(r"\.spformat-[0-9a-f]{16}\.tmp")
 
 
@@ -35,7 +36,7 @@ def _no_folder(path: str, e: Exception) -> OutputError:
 
 
 def check_target(path: Path, *, overwrite: bool = False) -> None:
-    """OutputError unless a file can be created at ``path`` now: asked before work is done for it."""
+    """OutputError unless a file can be created at ``path`` now. Called before the work that produces the file."""
     where = os.fspath(path)
     folder = os.path.dirname(os.path.abspath(where))
     try:
@@ -47,13 +48,13 @@ def check_target(path: Path, *, overwrite: bool = False) -> None:
     if not os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
         raise OutputError("cannot create a file in the target folder: Permission denied", path=where)
     try:
-        found = os.lstat(where)
+        status_of_target = os.lstat(where)
     except FileNotFoundError:
         return
     except (OSError, ValueError) as e:
         raise OutputError(f"cannot create the file: {reason(e)}", path=where) from e
-    if not stat.S_ISREG(found.st_mode):
-        raise OutputError(f"target: expected a regular file, got a {kind_of(found.st_mode)}", path=where)
+    if not stat.S_ISREG(status_of_target.st_mode):
+        raise OutputError(f"target: expected a regular file, got a {kind_of(status_of_target.st_mode)}", path=where)
     if not overwrite:
         raise OutputError("the file exists; pass overwrite=True (--force) to replace it", path=where)
 
@@ -61,15 +62,14 @@ def check_target(path: Path, *, overwrite: bool = False) -> None:
 class Output:
     """A file under construction: complete and durable under its final name, or not there at all.
 
-    The bytes go to a temporary file in the target folder, which is locked while its writer lives, so that
-    the next writer can tell what a killed one left behind and remove it. ``commit`` flushes the file,
-    gives it the final name and flushes the folder; an old file stays until then. Of two writers of one new file
-    the second is refused.
-    As a context manager: commits on success, abandons on any exception.
+    The bytes are written to a temporary file in the target folder. The temporary file is locked while its writer lives,
+    so the next writer recognises, and removes, what a killed writer has left behind. ``commit`` flushes the file, gives
+    it the final name and flushes the folder; an old file stays until then. Of two writers of one new file, the second
+    is refused. As a context manager, it commits on success and abandons the file after any exception.
 
     Args:
-        path: final name. A symlink, folder, FIFO or device there is refused; so is a file unless ``overwrite``.
-        size: bytes the file will have; space for them is reserved at once.
+        path: final name. A symlink, folder, FIFO or device of that name is refused; so is a file unless ``overwrite``.
+        size: size of the file in bytes; the space is reserved at once.
 
     Raises:
         OutputError: the file cannot be created there.
@@ -118,11 +118,11 @@ class Output:
         self._send_off(at, n)
 
     def _send_off(self, at: int, n: int) -> None:
-        """Start the way of fresh pages to the device, and give back those that have arrived.
+        """Tell the system to start writing new pages to disk, and to drop earlier pages from its cache.
 
-        Else the final fsync waits for all of them, and a large output fills the page cache with what nobody reads
-        soon. The advice starts the writing of dirty pages and drops clean ones: it is given at once, and once again
-        when enough has been written since.
+        Otherwise the final fsync would wait for all pages, and a large output would fill the page cache with data that
+        is not read soon. The advice DONTNEED starts the writing of dirty pages and drops clean ones. So it is given
+        twice for each range: at once, and again when ``_IN_FLIGHT`` more bytes have been written.
         """
         if self.size < _KEPT_IN_CACHE or not hasattr(os, "posix_fadvise"):
             return
@@ -134,11 +134,11 @@ class Output:
                 old.append(self._recent.popleft())
                 self._recent_bytes -= old[-1][1]
         for begin, length in (*old, (at, n)):
-            with suppress(OSError):  # advice: the write itself has succeeded, and fsync has the last word
+            with suppress(OSError):  # only advice: the write itself has succeeded, and fsync reports errors
                 os.posix_fadvise(self._fd, begin, length, os.POSIX_FADV_DONTNEED)
 
     def read_at(self, offset: int, into: memoryview) -> None:
-        """Read back what was written; WriteError if it is not there."""
+        """Read back what was written; WriteError if the file is shorter."""
         with self._writing("read back"):
             while into.nbytes:
                 done = os.preadv(self._fd, [into], offset)
@@ -147,7 +147,7 @@ class Output:
                 into, offset = into[done:], offset + done
 
     def flush(self, *, forget: bool = False) -> None:
-        """fsync; with ``forget`` also drop the cached pages, so that ``read_at`` reads the device."""
+        """fsync; with ``forget`` also drop the cached pages, so that ``read_at`` reads from the disk."""
         with self._writing("fsync"):
             os.fsync(self._fd)  # a failure is final: a second fsync would report success for lost pages
             if forget and hasattr(os, "posix_fadvise"):
@@ -197,18 +197,21 @@ class Output:
             self.abandon()
 
     def _take_name(self) -> None:
-        """The final name. A rename replaces what has come since it was looked for; a link is refused."""
+        """Give the file its final name.
+
+        A rename would replace a file that has appeared since the check; creating a hard link fails instead.
+        """
         folder = {"src_dir_fd": self._folder, "dst_dir_fd": self._folder}
         if not self.overwrite:
             try:
                 os.link(self._temp, self._name, **folder, follow_symlinks=False)
             except FileExistsError:
-                self._target()  # says what it is
+                self._target()  # raises an error that says what has appeared
                 raise
-            except OSError:  # no hard links here (FAT, some network drives): what comes in these microseconds is lost
+            except OSError:  # no hard links here (FAT, some network drives): the rename may replace a new file
                 pass
             else:
-                with suppress(OSError):  # published: what stays is for the next writer to sweep
+                with suppress(OSError):  # the file is published; the next writer removes what stays
                     os.unlink(self._temp, dir_fd=self._folder)
                     self._temp = ""
                 return
@@ -216,7 +219,7 @@ class Output:
         self._temp = ""
 
     def _target(self) -> os.stat_result | None:
-        """Status of what stands under the final name now; OutputError unless it may be replaced."""
+        """Status of the file that has the final name now; OutputError unless it may be replaced."""
         try:
             status = os.stat(self._name, dir_fd=self._folder, follow_symlinks=False)
         except FileNotFoundError:
@@ -238,8 +241,8 @@ class Output:
             )
 
     def _create(self) -> None:
-        # A new file takes 0666 & ~umask, applied by the kernel (reading the umask is not thread-safe). A
-        # replacement stays private until it has the old file's mode.
+        # The kernel gives a new file the mode 0666 & ~umask (reading the umask here would not be thread-safe). A
+        # replacement stays private until it gets the mode of the old file.
         mode = 0o666 if self._old is None else 0o600
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         while True:
@@ -250,11 +253,11 @@ class Output:
                 kind = WriteError if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) else OutputError
                 raise kind(f"cannot create a file in the target folder: {reason(e)}", path=self.path) from e
             self._temp = temp
-            self._guard = os.dup(self._fd)  # holds the lock while the file itself is closed and renamed
+            self._guard = os.dup(self._fd)  # keeps the lock while the file itself is closed and renamed
             try:
                 fcntl.flock(self._guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as e:
-                if e.errno != errno.EWOULDBLOCK:  # a file system without locks: then nobody can sweep either
+                if e.errno != errno.EWOULDBLOCK:  # a file system without locks: then other writers cannot sweep either
                     return
             else:
                 with suppress(FileNotFoundError):  # swept by another run between open and flock
@@ -279,13 +282,13 @@ class Output:
 
 
 def publish(path: Path, data: bytes, *, overwrite: bool = False) -> None:
-    """Write a small file (manifest, journal) in the same atomic, durable way."""
+    """Write a small file (manifest, journal) atomically and durably."""
     with Output(path, len(data), overwrite=overwrite) as out:
         out.write_at(0, data)
 
 
 def flush_folder(folder: Path) -> None:
-    """Bring removals in a folder to disk; DurabilityUnknown if the system does not say that they are."""
+    """Flush a folder, so that removals in it are on disk; DurabilityUnknown if the system reports an error."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -297,13 +300,13 @@ def flush_folder(folder: Path) -> None:
 
 
 def _machine() -> str:
-    """Eight hex digits of this machine's name, the first of every temporary file it makes."""
+    """Eight hex digits of a hash of this machine's name, with which the names of its temporary files begin."""
     return hashlib.sha256(os.uname().nodename.encode("utf-8", "surrogateescape")).hexdigest()[:8]
 
 
 def sweep(folder: Path) -> None:
-    """Remove temporary files of dead writers, also those of other machines: for a run that has the folder alone."""
-    with suppress(OSError):  # the run is complete: what stays is for the next one
+    """Remove temporary files of dead writers, also of other machines; for a run that has locked the folder."""
+    with suppress(OSError):  # the run is complete; the next one removes what stays
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             _sweep(fd)
@@ -312,7 +315,10 @@ def sweep(folder: Path) -> None:
 
 
 def _sweep(folder: int, machine: str = "") -> None:
-    """Remove temporary files of our naming, of one machine (locks may not reach from one to another), not locked."""
+    """Remove temporary files of this package that are not locked; only those of ``machine``, if it is given.
+
+    Locks may not work from one machine to another, so files of other machines may be in use.
+    """
     with os.scandir(folder) as entries:
         stale = [e.name for e in entries if _TEMP.fullmatch(e.name) and e.name.startswith(f".spformat-{machine}")]
     for name in stale:
@@ -332,5 +338,5 @@ def _allocate(fd: int, size: int) -> None:
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as e:
-        if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):  # these: the file system cannot reserve
+        if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):  # the file system cannot reserve space
             raise

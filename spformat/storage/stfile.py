@@ -1,8 +1,8 @@
-"""A strict reader of safetensors files; ``stwriter`` writes them. Knows bytes and names, no formats.
+"""A strict reader of safetensors files; ``stwriter`` writes them. It knows bytes and names, but no formats.
 
-Reading goes through ``pread`` into memory of our own, never a mapping: what was checked cannot change
-afterwards, and a file that is cut while it is read gives an error, not a signal. Large arrays are read
-and summed on several threads.
+Files are read with ``pread`` into memory of this process and never mapped. So bytes that were checked cannot change
+afterwards, and a file that is truncated while it is read raises an error instead of a signal. Large arrays are read and
+checksummed on several threads.
 """
 
 from __future__ import annotations
@@ -69,22 +69,22 @@ class Reader:
 
     def entry(self, name: str) -> Entry:
         """The entry of a tensor; ContainerError if the file has none of that name."""
-        found = self.header.entries.get(name)
-        if found is None:
+        entry = self.header.entries.get(name)
+        if entry is None:
             raise ContainerError("expected the tensor in the file, got none of that name", path=self.path, tensor=name)
-        return found
+        return entry
 
     def read(self, name: str, crc32: int | None = None, rows: slice | None = None) -> NDArray:
-        """One tensor, or consecutive rows of it, as a fresh array on a 64-byte boundary.
+        """One tensor, or consecutive rows of it, as a new array that starts on a 64-byte boundary.
 
         Args:
             name: the tensor.
-            crc32: expected CRC32 of its bytes; IntegrityError if they have another. Not with ``rows``.
+            crc32: expected CRC32 of its bytes; IntegrityError if they have another. Must be None with ``rows``.
             rows: range of the first axis (``slice(begin, end)``).
 
         Raises:
-            ArrayError: a dtype numpy cannot hold (use ``read_bytes``), or a BOOL that is neither 0 nor 1.
-            IntegrityError: checksum mismatch, or the file changed or was cut while it was open.
+            ArrayError: a dtype that numpy lacks (use ``read_bytes``), or a BOOL that is neither 0 nor 1.
+            IntegrityError: wrong checksum, or the file changed or was truncated while it was open.
         """
         e = self.entry(name)
         dtype = self._dtype(e)
@@ -105,8 +105,9 @@ class Reader:
             raise ArrayError(message, path=self.path, tensor=name, index=at, value=int(raw[at]))
         return raw.view(dtype).reshape(shape)
 
-    def read_to(self, lanes: DeviceCopy, name: str, crc32: int | None = None) -> Array:
-        """One tensor as a fresh array on the device of ``lanes``; errors as ``read``, and those of the device."""
+    def read_to(self, device_copy: DeviceCopy, name: str, crc32: int | None = None) -> Array:
+        """One tensor as a new array on the device of ``device_copy``. Raises the errors of ``read`` and of the
+        device."""
         e = self.entry(name)
         base = self.header.data_start + e.begin
         limits.check_bytes(e.nbytes, f"tensor '{printable(name)}' of {printable(self.path)}", self._status.st_size)
@@ -114,17 +115,18 @@ class Reader:
         def fetch(into: memoryview, at: int) -> None:
             self._pread_into(into, base + at, name)
 
-        out, found = lanes.fill(e.shape, self._dtype(e), fetch, summed=crc32 is not None)
-        self.check_sum(name, crc32, found)
+        out, computed = device_copy.fill(e.shape, self._dtype(e), fetch, summed=crc32 is not None)
+        self.check_sum(name, crc32, computed)
         self._check_unchanged()
         if out.dtype == np.bool_ and int(out.view(np.uint8).max(initial=0)) > 1:  # synchronize!
             raise ArrayError("BOOL: expected bytes 0 or 1, got others", path=self.path, tensor=name)
         return out
 
     def read_into(self, name: str, at: int, into: memoryview) -> None:
-        """Bytes ``at .. at + len(into) - 1`` of a tensor into memory of the caller's: panels without a fresh page each.
+        """Read bytes ``at .. at + len(into) - 1`` of a tensor into the caller's memory; from any thread.
 
-        Raises IntegrityError when the file changed or was cut while it was open. Threads may share this.
+        A caller that uses the same memory again avoids the cost of new pages. Raises IntegrityError if the file changed
+        or was truncated while it was open.
         """
         e = self.entry(name)
         if at < 0 or e.begin + at + into.nbytes > e.end:
@@ -134,7 +136,7 @@ class Reader:
         self._check_unchanged()
 
     def read_bytes(self, name: str, crc32: int | None = None) -> NDArray:
-        """The bytes of a tensor of any dtype: uint8[nbytes], to be passed on unchanged."""
+        """The bytes of a tensor of any dtype, uint8[nbytes], for copying them unchanged."""
         e = self.entry(name)
         return self._owned(name, e.begin, e.end, crc32)
 
@@ -147,18 +149,18 @@ class Reader:
     def _owned(self, name: str, begin: int, end: int, crc32: int | None) -> NDArray:
         n = end - begin
         limits.check_bytes(n, f"tensor '{printable(name)}' of {printable(self.path)}", self._status.st_size)
-        room = np.empty(n + _ALIGNMENT, np.uint8)
-        raw = room[-room.ctypes.data % _ALIGNMENT :][:n]
+        memory = np.empty(n + _ALIGNMENT, np.uint8)
+        raw = memory[-memory.ctypes.data % _ALIGNMENT :][:n]
         view, base = raw.data, self.header.data_start + begin
 
         def work(lo: int, hi: int) -> int:
-            found = 0
+            computed = 0
             for at in range(lo, hi, crc.PIECE):
                 piece = view[at : min(at + crc.PIECE, hi)]
                 self._pread_into(piece, base + at, name)
                 if crc32 is not None:
-                    found = zlib.crc32(piece, found)
-            return found
+                    computed = zlib.crc32(piece, computed)
+            return computed
 
         self.check_sum(name, crc32, crc.in_segments(n, work))
         self._check_unchanged()
@@ -171,18 +173,19 @@ class Reader:
             raise ArrayError(f"dtype {e.dtype!r:.40} not supported; supported: {known}", path=self.path, tensor=e.name)
         return dtype
 
-    def check_sum(self, name: str, crc32: int | None, found: int) -> None:
-        """IntegrityError if ``found`` is not the checksum ``crc32`` that is stored (None: none is)."""
-        if crc32 is not None and found != crc32:
+    def check_sum(self, name: str, crc32: int | None, computed: int) -> None:
+        """IntegrityError if the stored checksum ``crc32`` differs from the one computed; None: no checksum is
+        stored."""
+        if crc32 is not None and computed != crc32:
             raise IntegrityError(
-                f"crc32 {crc32:08x} is stored, {found:08x} computed: the file is damaged",
-                path=self.path, tensor=name, expected=f"{crc32:08x}", value=f"{found:08x}",
+                f"crc32 {crc32:08x} is stored, {computed:08x} computed: the file is damaged",
+                path=self.path, tensor=name, expected=f"{crc32:08x}", value=f"{computed:08x}",
             )  # fmt: skip
 
     def _pread(self, offset: int, n: int) -> bytes:
-        room = bytearray(n)
-        self._pread_into(memoryview(room), offset, None)
-        return bytes(room)
+        buffer = bytearray(n)
+        self._pread_into(memoryview(buffer), offset, None)
+        return bytes(buffer)
 
     def _pread_into(self, into: memoryview, offset: int, name: str | None) -> None:
         if self._fd < 0:

@@ -1,10 +1,10 @@
 """The safetensors header as a value: strict parsing, the layout of a new file, canonical bytes. No I/O.
 
-A file is ``u64 length | JSON header | data``. The header maps each tensor name to dtype, shape and byte
-range in the data, and ``__metadata__`` to strings. The ranges must tile the data: no gap, no overlap,
-nothing left over. What other readers let pass (duplicate keys, NUL in names, bool or float sizes,
-products that wrap) is refused here; what older writers really produced (leading spaces, extra fields) is
-read and listed in ``Header.oddities``.
+A file is ``u64 length | JSON header | data``. The header maps each tensor name to dtype, shape and byte range in the
+data, and ``__metadata__`` to strings. The ranges must cover the data without gap, overlap or rest. Some errors that
+other readers tolerate are refused: duplicate keys, NUL in names, bool or float sizes, products that overflow.
+Deviations that older writers really produced (leading spaces, extra fields) are accepted and listed in
+``Header.oddities``.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ..errors import ContainerError, FormatError, UsageError, printable
 METADATA = "__metadata__"
 MAX_RANK = 8
 MAX_DEPTH = 127
-"""Nesting the reference implementation reads; it refuses a deeper value even in a field it does not know."""
+"""The deepest nesting that the reference implementation reads; it refuses a deeper value even in an unknown field."""
 _ADDRESSABLE = 2**63 - 1
-"""Bytes; the extents of an array may not multiply beyond it even if one of them is 0: numpy refuses the shape."""
+"""The most bytes of an array. numpy refuses a shape whose extents other than 0 multiply to more."""
 MAX_HEADER = 100_000_000
-"""What the reference implementation reads at most; more is not a safetensors file."""
+"""The longest header, in bytes, that the reference implementation reads."""
 ALIGNMENT = 64
-"""The data of a file we write starts on this boundary, so that every array is aligned to its items."""
+"""The data of a file that this package writes start on this boundary, so that every array is aligned to its items."""
 
-# Codes numpy has no type for, by width in bits: their tensors are checked and moved, but not interpreted.
+# Code of a type that numpy lacks -> its width in bits. Tensors of such types are checked and copied, not interpreted.
 _OPAQUE_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8}
 _BITS = {code: 8 * dtype.itemsize for code, dtype in SAFETENSORS.items()} | _OPAQUE_BITS
 _FIELDS = ("dtype", "shape", "data_offsets")
@@ -53,14 +53,14 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A parsed header. ``entries`` are in the order of their data; ``raw`` are the JSON bytes, padding included."""
+    """A parsed header. ``entries`` are in the order of their data; ``raw`` is the JSON text with its padding."""
 
     entries: dict[str, Entry]
     metadata: dict[str, str]
     raw: bytes
     data_bytes: int
     oddities: tuple[str, ...] = ()
-    """Departures from the specification that were let pass; a file of ours has none."""
+    """Violations of the specification that were tolerated; a file that this package wrote has none."""
 
     @property
     def data_start(self) -> int:
@@ -69,7 +69,7 @@ class Header:
 
 
 def length(prefix: bytes, file_bytes: int) -> int:
-    """Header length from the first 8 bytes of a file, bounded before anything of that size is allocated."""
+    """The header length from the first 8 bytes of a file. It is checked before anything of that size is allocated."""
     if len(prefix) < 8:
         raise ContainerError(f"truncated: 8-byte length expected, the file has {len(prefix)} bytes")
     n = int.from_bytes(prefix[:8], "little")
@@ -89,7 +89,7 @@ def parse(raw: bytes, data_bytes: int) -> Header:
         ContainerError: the bytes break the format.
         LimitError: more tensors, or a longer name, than the limits allow.
     """
-    # Counted before parsing: an escaped key evades this, not the count afterwards.
+    # Counted before parsing, to save memory. A key with escapes is not counted here, but it is after parsing.
     limits.check("tensors", raw.count(b'"data_offsets"'), "number of tensors")
     oddities = []
     if not raw.startswith(b"{"):
@@ -103,7 +103,7 @@ def parse(raw: bytes, data_bytes: int) -> Header:
 
 
 def strict_json(text: str | bytes, what: str, error: type[FormatError] = ContainerError) -> dict[str, Any]:
-    """A JSON object as a dict; ``error`` for anything else, duplicate keys, NaN, or what Python cannot hold."""
+    """A JSON object as a dict; ``error`` for anything else, and for duplicate keys, NaN and numbers out of range."""
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
         tree = json.loads(
@@ -117,7 +117,7 @@ def strict_json(text: str | bytes, what: str, error: type[FormatError] = Contain
         raise error(f"{what}: expected UTF-8, got byte 0x{e.object[e.start]:02x} at {e.start}") from e
     except RecursionError as e:
         raise error(f"{what}: JSON is nested too deeply") from e
-    except ValueError as e:  # malformed, a duplicate key, or a number nobody can hold
+    except ValueError as e:  # malformed, a duplicate key, or a number out of range
         raise error(f"{what}: not valid JSON: {printable(e)}") from e
     if not isinstance(tree, dict):
         raise error(f"{what}: expected a JSON object, got {_json_type(tree)}")
@@ -125,9 +125,9 @@ def strict_json(text: str | bytes, what: str, error: type[FormatError] = Contain
 
 
 def layout(arrays: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[Entry, ...]:
-    """Entries of a new file for (name, dtype code, shape, bytes): by falling item size, then name.
+    """The entries of a new file for (name, dtype code, shape, bytes): by decreasing item size, then by name.
 
-    With the data on a 64-byte boundary this order aligns every array to its items without gaps.
+    As the data start on a 64-byte boundary, every array is aligned to its items in this order, without gaps.
     """
     entries, at = [], 0
     for name, dtype, shape, nbytes in sorted(arrays, key=lambda a: (-_BITS.get(a[1], 0), a[0])):
@@ -137,7 +137,8 @@ def layout(arrays: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[Ent
 
 
 def encode(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
-    """Canonical header bytes, without the length: metadata sorted, entries as given, no blanks but the padding."""
+    """The canonical header bytes, without the length: metadata sorted, entries in the given order, no blanks except the
+    padding."""
     tree: dict[str, Any] = {}
     if metadata:
         tree[METADATA] = dict(sorted(metadata.items()))
@@ -151,12 +152,12 @@ def encode(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
 
 
 def compact_json(tree: Any, *, sort_keys: bool = False) -> str:
-    """JSON without blanks, characters as themselves."""
+    """JSON without blanks and without escapes of characters outside ASCII."""
     return json.dumps(tree, ensure_ascii=False, allow_nan=False, separators=(",", ":"), sort_keys=sort_keys)
 
 
 def sniff(start: bytes) -> str:
-    """What a file that is no safetensors file looks like, as a hint to append; "" if unknown."""
+    """A hint for an error message: what a file that is no safetensors file looks like; "" if unknown."""
     for magic, what in _MAGIC:
         if start.startswith(magic):
             return f"; it looks like {what}"
@@ -183,12 +184,12 @@ _MAGIC = (
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    tree = dict(pairs)
+    if len(tree) != len(pairs):
         seen: set[str] = set()
         key = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
         raise ValueError(f"duplicate key '{key}'")
-    return found
+    return tree
 
 
 def _no_constant(text: str) -> NoReturn:
@@ -196,7 +197,7 @@ def _no_constant(text: str) -> NoReturn:
 
 
 def _integer(text: str) -> int:
-    if text == "-0":  # no integer to other readers, and a second spelling of one to us
+    if text == "-0":  # other readers do not accept it as an integer
         raise ValueError("expected integers without a sign on zero, got -0")
     if len(text) > 300:
         _finite(text)
@@ -267,8 +268,9 @@ def _entry(name: str, fields: Any, oddities: list[str]) -> Entry:
 
 
 def _check_unknown(value: Any, what: str, tensor: str) -> None:
-    """The value of a field nobody knows, held to what other readers ask of any JSON: bounded depth, real text."""
-    waiting = [(value, 3)]  # inside the header and an entry
+    """ContainerError unless the value of an unknown field meets the rules that other readers have for any JSON: bounded
+    depth, and text without lone surrogates."""
+    waiting = [(value, 3)]  # the value is at depth 3: inside the header, an entry and a field
     while waiting:
         item, depth = waiting.pop()
         if type(item) is str:

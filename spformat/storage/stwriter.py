@@ -1,6 +1,6 @@
-"""A streaming, byte-reproducible writer of safetensors files. Knows bytes and names, no formats.
+"""A streaming, byte-reproducible writer of safetensors files. It knows bytes and names, but no formats.
 
-Large arrays are written and summed on several threads.
+Large arrays are written and checksummed on several threads.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ NDArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Spec: TypeAlias = tuple[str, str, tuple[int, ...]]
 """Name, safetensors dtype code, shape of an array to write."""
 
-_PANEL = 16 * 2**20
+_CHUNK_BYTES = 16 * 2**20
+"""Bytes of an array that are copied at a time, if it must be brought into C order or native byte order."""
 
 
 class Writer:
-    """A safetensors file under construction: every name, dtype and shape is known first, the data follows in any order.
+    """A safetensors file under construction: names, dtypes and shapes are given first, the data follow in any order.
 
-    The same arrays and metadata give the same bytes, in whatever order and pieces they are put. As a
-    context manager it publishes atomically and durably on success and leaves no trace on an exception.
+    The same arrays and metadata give the same bytes, in whatever order and pieces they are put. As a context manager it
+    publishes the file atomically and durably on success, and leaves nothing behind after an exception.
 
     Args:
         path: final name, as for ``output.Output``.
-        arrays: (name, dtype code, shape) of each array, in any order. For a dtype without a numpy type
-            (passed through as bytes) the shape may be followed by the number of bytes.
-        metadata: ``__metadata__`` of the header, or a function of {name: CRC32} that makes it. The function is
-            called with zeros for sizing and with the sums at the end; its text must be equally long.
+        arrays: (name, dtype code, shape) of each array, in any order. For a dtype that numpy lacks, whose data are
+            copied as bytes, the number of bytes follows the shape.
+        metadata: ``__metadata__`` of the header, or a function that returns it for {name: CRC32}. The function is
+        called
+            with zeros first, to learn its length, and with the checksums at the end; both texts must be equally long.
         verify: read everything back from the device and compare checksums before publishing.
     """
 
@@ -60,12 +62,12 @@ class Writer:
         self._parts: dict[str, list[tuple[int, int, int]]] = {}  # (begin, bytes, CRC32) of what put_part wrote
         self._verify = verify
         self._summed = callable(metadata) or verify
-        self._lanes: dict[int, DeviceCopy] = {}
+        self._copies: dict[int, DeviceCopy] = {}
         sized = self._encoded(dict.fromkeys(self._entries, 0))
         data_bytes = max((e.end for e in self._entries.values()), default=0)
         try:
             stheader.length(sized[:8], len(sized) + data_bytes)
-            stheader.parse(sized[8:], data_bytes)  # what cannot be read back is not written
+            stheader.parse(sized[8:], data_bytes)  # refuses to write a header that the reader would refuse
         except ContainerError as e:
             raise UsageError(f"cannot write: {e.message}", **e.fields) from e
         self._data_start = len(sized)
@@ -74,9 +76,9 @@ class Writer:
     def put(self, name: str, data: Any) -> None:
         """Write one array: an ndarray of the declared dtype and shape, or its bytes as an iterable of pieces.
 
-        An ndarray of any order, strides or byte order is written in C order, little-endian; a CuPy array is copied
-        through pinned buffers while earlier pieces are written. Pieces are bytes-like objects or arrays (panels of
-        rows), in order; only one is held at a time.
+        An ndarray of any order, strides or byte order is written in C order, little-endian. A CuPy array is copied
+        through pinned buffers while earlier pieces are written. Pieces are bytes-like objects or arrays of consecutive
+        rows, in order; one piece is in memory at a time.
         """
         e = self._entries.get(name)
         if e is None:
@@ -91,25 +93,25 @@ class Writer:
             if on_device:
                 self._crc[name] = self._drain(e.begin, data)
                 return
-            data = _panels(data)
-        at, found = 0, 0
+            data = _row_chunks(data)
+        at, computed = 0, 0
         for piece in data:
-            if isinstance(piece, np.ndarray) and piece.dtype != np.uint8:  # those are bytes
-                _check_panel(e, piece)
+            if isinstance(piece, np.ndarray) and piece.dtype != np.uint8:  # uint8 pieces are bytes of any type
+                _check_piece(e, piece)
             view = _bytes_of(piece)
             if at + view.nbytes > e.nbytes:
                 raise UsageError(f"put: expected {e.nbytes} bytes, got more", array=name)
             part = self._write(e.begin + at, view)
-            found = crc.combine(found, part, view.nbytes) if at else part
+            computed = crc.combine(computed, part, view.nbytes) if at else part
             at += view.nbytes
         if at != e.nbytes:
             raise UsageError(f"put: expected {e.nbytes} bytes, got {at}", array=name)
-        self._crc[name] = found
+        self._crc[name] = computed
 
     def put_part(self, name: str, at: int, data: Any) -> None:
         """Write ``data`` (an array in C order, or bytes) at byte ``at`` of an array; from any thread, in any order.
 
-        All parts of an array together must cover it, none twice: ``commit`` looks.
+        All parts of an array together must cover each of its bytes once; ``commit`` checks that.
         """
         e, view = self._entries.get(name), _bytes_of(data)
         if e is None or name in self._crc:
@@ -121,35 +123,35 @@ class Writer:
             parts.append((at, view.nbytes, self._write(e.begin + at, view)))
 
     def _join_parts(self) -> None:
-        """CRC32 of every array that came in parts; UsageError unless they cover it."""
+        """Compute the CRC32 of every array that was written in parts; UsageError unless they cover it exactly."""
         for name, parts in self._parts.items():
             try:
-                found, at = crc.joined(parts)
+                computed, at = crc.joined(parts)
             except ValueError as e:
                 raise UsageError(f"commit: parts of the array leave or repeat bytes at {e}", array=name) from None
             if at != self._entries[name].nbytes:
                 raise UsageError(f"commit: expected {self._entries[name].nbytes} bytes in parts, got {at}", array=name)
-            self._crc[name] = found
+            self._crc[name] = computed
 
     def _write(self, offset: int, view: memoryview) -> int:
         def work(lo: int, hi: int) -> int:
-            found = 0
+            computed = 0
             for at in range(lo, hi, crc.PIECE):
                 piece = view[at : min(at + crc.PIECE, hi)]
-                found = zlib.crc32(piece, found) if self._summed else 0
+                computed = zlib.crc32(piece, computed) if self._summed else 0
                 self._out.write_at(self._data_start + offset + at, piece)
-            return found
+            return computed
 
         return crc.in_segments(view.nbytes, work)
 
     def _drain(self, offset: int, a: Any) -> int:
-        lanes = self._lanes.setdefault(a.device.id, DeviceCopy(a.device.id))
+        device_copy = self._copies.setdefault(a.device.id, DeviceCopy(a.device.id))
         base = self._data_start + offset
         whole = a if a.flags.c_contiguous else a.copy()
-        return lanes.drain(whole, lambda piece, at: self._out.write_at(base + at, piece))
+        return device_copy.drain(whole, lambda piece, at: self._out.write_at(base + at, piece))
 
     def commit(self) -> None:
-        """Fill in the checksums and publish; UsageError if an array was not put."""
+        """Write the header with the checksums and publish the file; UsageError if an array was not put."""
         self._join_parts()
         missing = self._entries.keys() - self._crc.keys()
         if missing:
@@ -164,20 +166,20 @@ class Writer:
 
     def _read_back(self, raw: bytes) -> None:
         self._out.flush(forget=True)
-        room = memoryview(bytearray(crc.PIECE))
+        buffer = memoryview(bytearray(crc.PIECE))
         wanted = [(0, len(raw), zlib.crc32(raw))]
         wanted += [(self._data_start + e.begin, e.nbytes, self._crc[e.name]) for e in self._entries.values()]
         for start, n, expected in wanted:
-            found = 0
+            computed = 0
             for at in range(0, n, crc.PIECE):
-                piece = room[: min(crc.PIECE, n - at)]
+                piece = buffer[: min(crc.PIECE, n - at)]
                 self._out.read_at(start + at, piece)
-                found = zlib.crc32(piece, found)
-            if found != expected:
+                computed = zlib.crc32(piece, computed)
+            if computed != expected:
                 raise WriteError("the device returned other bytes than were written", path=self._out.path)
 
     def abandon(self) -> None:
-        """Publish nothing, leave nothing behind. Harmless to repeat."""
+        """Publish nothing and remove the temporary file. Harmless to repeat."""
         self._out.abandon()
 
     def _encoded(self, sums: Mapping[str, int]) -> bytes:
@@ -196,7 +198,8 @@ class Writer:
 
 
 def layout(arrays: Iterable[Spec | tuple[str, str, tuple[int, ...], int]]) -> tuple[Entry, ...]:
-    """Entries of a file with these arrays: by falling item size, then name; sizes follow from dtype and shape."""
+    """The entries of a file with these arrays: by decreasing item size, then by name. Sizes follow from dtype and
+    shape."""
     sized = []
     for name, dtype, shape, *given in arrays:
         if not given and dtype not in SAFETENSORS:
@@ -213,35 +216,35 @@ def layout(arrays: Iterable[Spec | tuple[str, str, tuple[int, ...], int]]) -> tu
 
 
 def code_of(dtype: Any) -> str:
-    """safetensors code of a numpy dtype of either byte order; ArrayError lists what can be stored."""
-    found: str | None = SAFETENSORS_CODE.get(np.dtype(dtype).newbyteorder("="))
-    if found is None:
+    """The safetensors code of a numpy dtype of either byte order; ArrayError, with all dtypes, if it has none."""
+    code: str | None = SAFETENSORS_CODE.get(np.dtype(dtype).newbyteorder("="))
+    if code is None:
         raise ArrayError(f"dtype {dtype} cannot be stored; use one of {', '.join(str(d) for d in SAFETENSORS_CODE)}")
-    return found
+    return code
 
 
 def plain(a: NDArray) -> NDArray:
-    """``a`` in C order and native bytes: itself if it is, else a copy."""
+    """``a`` in C order and native byte order; a copy only if it is in another."""
     if not a.dtype.isnative:
         a = a.astype(a.dtype.newbyteorder("="))
     return np.asarray(a, order="C")
 
 
-def _panels(a: NDArray) -> Iterator[NDArray]:
-    """``a`` itself where its bytes can be written as they are, else panels of rows: the copies stay small."""
+def _row_chunks(a: NDArray) -> Iterator[NDArray]:
+    """``a``, if its bytes can be written as they are; else row chunks of it, so that their copies stay small."""
     if a.ndim == 0 or (a.flags.c_contiguous and a.dtype.isnative):
         yield a
         return
-    step = max(1, _PANEL // max(1, a.nbytes // max(1, a.shape[0])))
+    step = max(1, _CHUNK_BYTES // max(1, a.nbytes // max(1, a.shape[0])))
     for i in range(0, a.shape[0], step):
         yield a[i : i + step]
 
 
-def _check_panel(e: Entry, panel: np.ndarray[Any, Any]) -> None:
-    """UsageError for a piece whose values would be taken for those of another type, or rows of another length."""
-    mistyped = e.dtype in SAFETENSORS and code_of(panel.dtype) != e.dtype
-    if mistyped or (panel.ndim > 1 and panel.shape[1:] != e.shape[1:]):
-        got = f"{panel.dtype} {panel.shape}"
+def _check_piece(e: Entry, piece: np.ndarray[Any, Any]) -> None:
+    """UsageError for a piece whose dtype or row length differs from that of the array."""
+    mistyped = e.dtype in SAFETENSORS and code_of(piece.dtype) != e.dtype
+    if mistyped or (piece.ndim > 1 and piece.shape[1:] != e.shape[1:]):
+        got = f"{piece.dtype} {piece.shape}"
         raise UsageError(f"put: expected pieces of {e.dtype} {e.shape}, got {got}", array=e.name)
 
 
@@ -249,6 +252,6 @@ def _bytes_of(piece: Any) -> memoryview:
     if not isinstance(piece, np.ndarray):
         return memoryview(piece).cast("B")
     a = plain(piece)
-    if not a.flags.c_contiguous:  # a wrong stride would be written as silent garbage
+    if not a.flags.c_contiguous:  # the bytes of a strided array would be wrong, and no error would follow
         raise InternalError("expected C order before writing")
     return a.reshape(-1).view(np.uint8).data

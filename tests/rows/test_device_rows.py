@@ -25,7 +25,7 @@ from spformat.backends.cuda.runtime.operands import leading
 from spformat.formats import FORMATS
 from spformat.products import rates
 from spformat.products.problem import Problem
-from spformat.storage import container
+from spformat.storage import tensorfile
 
 SPARSE = [f for f in FORMATS if f is not sf.Dense]
 
@@ -154,7 +154,7 @@ def test_G04_nothing_unvalidated_is_launched(cp: Any, folder: Path, monkeypatch:
 
     load = jit.load
     monkeypatch.setattr(jit, "load", lambda source, *a, **k: (loaded.append(source), load(source, *a, **k))[1])
-    monkeypatch.setattr(container, "SCAN_ON_DEVICE", 0)
+    monkeypatch.setattr(tensorfile, "SCAN_ON_DEVICE", 0)
     tried = 0
     for case, (name, array, edit, error, message) in CASES.items():
         if name != fmt.name or issubclass(error, sf.errors.ArrayError):
@@ -228,8 +228,8 @@ def test_G05_a_sticky_fault_ends_the_process(cp: Any, folder: Path) -> None:
 def test_G06_an_asynchronous_error_is_told_by_the_step_that_made_it(cp: Any, folder: Path) -> None:
     path = small_file(folder, "csr")
     code = (
-        "import cupy, numpy as np, spformat as sf\nfrom spformat.storage import container\n"
-        "container.SCAN_ON_DEVICE = 0\n"
+        "import cupy, numpy as np, spformat as sf\nfrom spformat.storage import tensorfile\n"
+        "tensorfile.SCAN_ON_DEVICE = 0\n"
         "wild = cupy.RawKernel('extern \"C\" __global__ void wild(int* p) { p[0] = 1; }', 'wild')\n"
         "wild((1,), (1,), (np.uint64(64),))\n"
         "try: sf.load(sys.argv[1], device='cuda')\n"

@@ -26,28 +26,28 @@ def rows_together(x: Array, zero: Any, first: int, height: int, some: Array) -> 
 
 
 @compiled
-def block_flags(lo: int, hi: int, x: Array, zero: Any, R: int, C: int, held: Array) -> None:
-    """held uint8[Mb, Kb] = whether a block R x C of x [M, K] has a nonzero."""
-    some = np.zeros(held.shape[1] * C, x.dtype)
+def block_flags(lo: int, hi: int, x: Array, zero: Any, R: int, C: int, nonempty: Array) -> None:
+    """nonempty uint8[Mb, Kb] = whether a block R x C of x [M, K] has a nonzero."""
+    some = np.zeros(nonempty.shape[1] * C, x.dtype)
     for b in range(lo, hi):
         rows_together(x, zero, b * R, R, some[: x.shape[1]])
-        for k in range(held.shape[1]):
+        for k in range(nonempty.shape[1]):
             any_of = some[k * C]
             for j in range(k * C + 1, (k + 1) * C):
                 any_of |= some[j]
-            held[b, k] = any_of != 0
+            nonempty[b, k] = any_of != 0
 
 
 @compiled
 def block_items(
-    lo: int, hi: int, x: Array, zero: Any, R: int, C: int, held: Array, indptr: Array, indices: Array, data: Array
+    lo: int, hi: int, x: Array, zero: Any, R: int, C: int, nonempty: Array, indptr: Array, indices: Array, data: Array
 ) -> None:
     """indices and data [nnzb, R, C] of the blocks of each block row, from indptr[b]; +0 outside x and for -0.0."""
     M, K = x.shape
     for b in range(lo, hi):
         n, height = indptr[b], min(R, M - b * R)
-        for k in range(held.shape[1]):
-            if held[b, k] == 0:
+        for k in range(nonempty.shape[1]):
+            if nonempty[b, k] == 0:
                 continue
             indices[n] = k
             j0, width = k * C, min(C, K - k * C)
@@ -102,7 +102,7 @@ def vector_items(
 
 @compiled
 def vector_scatter(lo: int, hi: int, indptr: Array, indices: Array, data: Array, t: int, out: Array) -> None:
-    """Vectors of tiles into zeroed rows; ``data`` holds +0 where nothing is, so whole vectors may be written."""
+    """Write the vectors of tiles into zeroed rows. ``data`` is +0 at padding, so whole vectors can be written."""
     M = out.shape[0]
     for q in range(lo, hi):
         for r in range(min(t, M - q * t)):

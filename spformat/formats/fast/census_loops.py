@@ -15,11 +15,12 @@ from .numba_cache import compiled
 Array = Any
 
 STRIP = 256
-"""Rows looked at together: whole tiles, blocks and vectors of every kind that is counted."""
+"""Rows that are counted together: a multiple of the height of all tiles, blocks and vectors."""
 BAD, NEGATIVE, VECTORS, GROUPS, BLOCKS, BLOCK_ROWS, TILES, WINDOWS = 0, 1, 2, 3, 4, 7, 10, 12
-"""Where ``found`` int64[24] holds: groups of four with more than two nonzeros; -0.0; nonempty 8 x 1 vectors, and groups
-of 16 of them, per tile of 8 rows; nonempty blocks of 16, 32, 64 and block rows of them; nonempty columns per tile of
-128 and 256 rows; most nonempty vectors of 1, 8 and 32 rows in a window of 4, 8, 16, 32 columns (vector by vector)."""
+"""Positions in ``counts`` int64[24]: groups of four with more than two nonzeros; -0.0; nonempty 8 x 1 vectors, and
+groups of 16 of them, per tile of 8 rows; nonempty blocks of 16, 32, 64 and block rows of them; nonempty columns per
+tile of 128 and 256 rows; most nonempty vectors of 1, 8 and 32 rows in a window of 4, 8, 16, 32 columns (vector by
+vector)."""
 
 _MAGNITUDE, _SIGN = np.uint64(0x7FFF7FFF7FFF7FFF), np.uint64(0x8000800080008000)
 _1, _2, _3, _4, _7, _8, _15, _16, _30, _31, _32, _45 = (
@@ -43,8 +44,8 @@ def pack_fours(lo: int, hi: int, x: Array, words: Array) -> Any:
         row, out, bare = x[i], words[i - lo], _0
         for g in range(groups):
             some = (row[g] & _MAGNITUDE) + _MAGNITUDE
-            held = (some & _SIGN) >> _15
-            nibbles[g] = (held | held >> _15 | held >> _30 | held >> _45) & _15
+            nonzero = (some & _SIGN) >> _15
+            nibbles[g] = (nonzero | nonzero >> _15 | nonzero >> _30 | nonzero >> _45) & _15
             lone = (row[g] & _SIGN & ~some) >> _15
             bare += (lone + (lone >> _16) + (lone >> _32) + (lone >> np.uint64(48))) & _7
         negative += np.int64(bare)
@@ -61,12 +62,12 @@ def pack_fours(lo: int, hi: int, x: Array, words: Array) -> Any:
 def pack_any(lo: int, hi: int, x: Array, zero: Any, words: Array) -> Any:
     """As ``pack_fours`` for values of any width, x [M, K]."""
     K, negative = x.shape[1], np.int64(0)
-    held = np.zeros(64 * words.shape[1], np.uint8)
-    eights = held.view(np.uint64)
+    nonzero = np.zeros(64 * words.shape[1], np.uint8)
+    eights = nonzero.view(np.uint64)
     for i in range(lo, hi):
         row, out, bare = x[i], words[i - lo].view(np.uint8), 0
         for j in range(K):
-            held[j] = (row[j] & zero) != 0
+            nonzero[j] = (row[j] & zero) != 0
             bare += (row[j] != 0) & ((row[j] & zero) == 0)
         negative += bare
         for y in range(out.size):
@@ -113,20 +114,20 @@ def windows(row: Array, most: Array) -> Any:
         over = (over + (over >> _4)) & _NIBBLES
         bad += (over * np.uint64(0x0101010101010101)) >> _56
         # Per field the larger of two: the top bit stays where nothing is borrowed from it.
-        kept = ((most[4, w] | _TOP8) - eight) & _TOP8
-        kept |= kept - (kept >> _7)
-        most[4, w] = (most[4, w] & kept) | (eight & ~kept)
-        kept = ((most[5, w] | _TOP16) - half) & _TOP16
-        kept |= kept - (kept >> _15)
-        most[5, w] = (most[5, w] & kept) | (half & ~kept)
-        kept = ((most[6, w] | _TOP32) - word) & _TOP32
-        kept |= kept - (kept >> _31)
-        most[6, w] = (most[6, w] & kept) | (word & ~kept)
+        larger = ((most[4, w] | _TOP8) - eight) & _TOP8
+        larger |= larger - (larger >> _7)
+        most[4, w] = (most[4, w] & larger) | (eight & ~larger)
+        larger = ((most[5, w] | _TOP16) - half) & _TOP16
+        larger |= larger - (larger >> _15)
+        most[5, w] = (most[5, w] & larger) | (half & ~larger)
+        larger = ((most[6, w] | _TOP32) - word) & _TOP32
+        larger |= larger - (larger >> _31)
+        most[6, w] = (most[6, w] & larger) | (word & ~larger)
     return np.int64(total), np.int64(bad)
 
 
 @compiled
-def blocks(row: Array, kind: int, found: Array) -> None:
+def blocks(row: Array, kind: int, counts: Array) -> None:
     """Count the nonempty fields of 16 (kind 0), 32 (1) or 64 (2) bits as blocks, and the row if there is one."""
     total: Any = 0
     for w in range(row.size):
@@ -137,13 +138,13 @@ def blocks(row: Array, kind: int, found: Array) -> None:
             total += np.int64((row[w] & _WORDS) != 0) + np.int64((row[w] >> _32) != 0)
         else:
             total += np.int64(row[w] != 0)
-    found[BLOCKS + kind] += total
-    found[BLOCK_ROWS + kind] += total > 0
+    counts[BLOCKS + kind] += total
+    counts[BLOCK_ROWS + kind] += total > 0
 
 
 @compiled
-def census(words: Array, lengths: Array, found: Array) -> None:
-    """Counts of a strip uint64[rows <= 256, W]: lengths[rows] of its rows, and ``found``, zeros before."""
+def census(words: Array, lengths: Array, counts: Array) -> None:
+    """Count a strip uint64[rows <= 256, W]: fill lengths[rows], and add to ``counts``, which must be zeros before."""
     rows, W = words.shape
     # [of 1, 8, 32 rows]: flags that a nibble held 1, 2, 3, 4; most in fields of 8, 16, 32 bits
     most = np.zeros((3, 7, W), np.uint64)
@@ -151,46 +152,46 @@ def census(words: Array, lengths: Array, found: Array) -> None:
     for i in range(rows):
         last = i + 1 == rows
         lengths[i], bad = windows(words[i], most[0])
-        found[BAD] += bad
+        counts[BAD] += bad
         merge(words[i], either[0])
         if not last and i % 8 != 7:
             continue
         vectors, _ = windows(either[0], most[1])
-        found[VECTORS] += vectors
-        found[GROUPS] += (vectors + 15) // 16
+        counts[VECTORS] += vectors
+        counts[GROUPS] += (vectors + 15) // 16
         merge(either[0], either[1])
         either[0] = 0
         if not last and i % 16 != 15:
             continue
-        blocks(either[1], 0, found)
+        blocks(either[1], 0, counts)
         merge(either[1], either[2])
         either[1] = 0
         if not last and i % 32 != 31:
             continue
         windows(either[2], most[2])
-        blocks(either[2], 1, found)
+        blocks(either[2], 1, counts)
         merge(either[2], either[3])
         either[2] = 0
         if not last and i % 64 != 63:
             continue
-        blocks(either[3], 2, found)
+        blocks(either[3], 2, counts)
         merge(either[3], either[4])
         either[3] = 0
         if not last and i % 128 != 127:
             continue
-        found[TILES] += ones(either[4])
+        counts[TILES] += ones(either[4])
         merge(either[4], either[5])
         either[4] = 0
-    found[TILES + 1] += ones(either[5])
+    counts[TILES + 1] += ones(either[5])
     for v in range(3):
         for w in range(W):
             at = WINDOWS + 4 * v
             for n in range(4):
                 if most[v, n, w] != 0:
-                    found[at] = max(found[at], n + 1)
+                    counts[at] = max(counts[at], n + 1)
             for s in range(8):
-                found[at + 1] = max(found[at + 1], np.int64((most[v, 4, w] >> np.uint64(8 * s)) & np.uint64(0xFF)))
+                counts[at + 1] = max(counts[at + 1], np.int64((most[v, 4, w] >> np.uint64(8 * s)) & np.uint64(0xFF)))
             for s in range(4):
-                found[at + 2] = max(found[at + 2], np.int64((most[v, 5, w] >> np.uint64(16 * s)) & np.uint64(0xFF)))
+                counts[at + 2] = max(counts[at + 2], np.int64((most[v, 5, w] >> np.uint64(16 * s)) & np.uint64(0xFF)))
             for s in range(2):
-                found[at + 3] = max(found[at + 3], np.int64((most[v, 6, w] >> np.uint64(32 * s)) & np.uint64(0xFF)))
+                counts[at + 3] = max(counts[at + 3], np.int64((most[v, 6, w] >> np.uint64(32 * s)) & np.uint64(0xFF)))

@@ -1,8 +1,8 @@
-"""Dense arrays to and from the sparse layouts in compiled code: a faster twin of the numpy code, on host arrays.
+"""Conversions of dense host arrays to and from sparse layouts in compiled code, faster than the numpy code.
 
-``serves(x)`` says when it is worth it: a large array, and numba installed. The edges of ``edges.py`` wrap these
-functions for the formats; the numpy code stays the law: results equal it bit for bit. numba is imported by the first
-conversion that wants it, never by importing spformat.
+``serves(x)`` says whether the compiled code is worth using: the array is large, and numba is installed. The edges in
+``edges.py`` wrap these functions for the formats. The numpy code is the reference; results equal it bit for bit. numba
+is imported by the first conversion that uses it, never by importing spformat.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from ...arrays.library import PAD, Array, ceil_div, round_up
 from ...arrays.segments import pointer
 
 LARGE, WARM = 16 << 20, 1 << 20
-"""Bytes of a dense array that are worth importing numba (0.5 s a process), and worth a call once it is there."""
+"""Bytes of a dense array from which importing numba pays (0.5 s in each process), and from which a call pays once it is
+imported."""
 PIECE = 1 << 19
-"""Dense elements a thread takes at a time."""
+"""Dense elements that a thread processes at a time."""
 
 
 _LOOPS = f"{__package__}.numba_cache"
@@ -35,13 +36,13 @@ def _usable() -> bool:
     """Whether numba is installed and works with this numpy; imports it."""
     try:
         importlib.import_module(_LOOPS)
-    except ImportError:  # not installed, or made for another numpy: the numpy code serves
+    except ImportError:  # not installed, or built for another numpy; then the numpy code is used
         return False
     return True
 
 
 def serves(x: Array, elements: int | None = None) -> bool:
-    """Whether ``x``, dense or the values of something of ``elements`` dense elements, goes through compiled code."""
+    """Whether compiled code is used for ``x``: a dense array, or the values of a matrix of ``elements`` elements."""
     size = (x.size if elements is None else elements) * x.dtype.itemsize
     if not isinstance(x, np.ndarray) or size < WARM:
         return False
@@ -49,19 +50,19 @@ def serves(x: Array, elements: int | None = None) -> bool:
 
 
 def prepare(size: int) -> None:
-    """Have the compiled code loaded, in a thread, when ``size`` bytes of dense arrays are about to come in pieces."""
+    """Load the compiled code in a thread, if ``size`` bytes of dense arrays are about to be converted in pieces."""
     if size >= LARGE and _LOOPS not in sys.modules:
         threading.Thread(target=_warm_up, name="spformat", daemon=True).start()
 
 
 def _warm_up() -> None:
-    """numba spends most of its start on the first call of anything, under a lock of its own."""
+    """Call one loop: numba spends most of its start-up time, under a lock of its own, in the first call of any."""
     if _usable():
         _count_rows(np.zeros((1, 4), np.float16))
 
 
 def count_nonzeros(x: Array) -> tuple[int, int] | None:
-    """(values that are not zero, elements that are -0.0) of 16-bit x [M, K]; None where numpy is to count."""
+    """(values that are not zero, elements that are -0.0) of 16-bit x [M, K]; None if numpy must count them."""
     if not isinstance(x, np.ndarray) or x.ndim != 2 or not _fours(x) or not serves(x):
         return None
     counts, negative = _count_rows(x)
@@ -69,7 +70,7 @@ def count_nonzeros(x: Array) -> tuple[int, int] | None:
 
 
 def _fours(x: Array) -> bool:
-    """Whether 16-bit values can be taken four at a time."""
+    """Whether the values have 16 bits and can be read four at a time."""
     whole = x.dtype.itemsize == 2 and x.shape[1] % 4 == 0
     return bool(whole and x.flags.c_contiguous and x.ctypes.data % 8 == 0)
 
@@ -86,13 +87,13 @@ def _count_rows(x: Array) -> tuple[Array, Array]:
 
 
 def census(x: Array) -> tuple[Array, Array] | None:
-    """(int64[M] nonzeros of each row, int64[24] ``census_loops.BAD`` ..) of x [M, K]; None where numpy is to count."""
+    """(int64[M] nonzeros of each row, int64[24] ``census_loops.BAD`` ..) of x [M, K]; None if numpy must count them."""
     if not isinstance(x, np.ndarray) or not serves(x):
         return None
     loops: Any = importlib.import_module(f"{__package__}.census_loops")
     (M, K), row = x.shape, value_type(x.dtype)
     lengths, strips = np.zeros(M, np.int64), ceil_div(M, loops.STRIP)
-    found = np.zeros((strips, loops.WINDOWS + 12), np.int64)
+    counts = np.zeros((strips, loops.WINDOWS + 12), np.int64)
     fours, values = _fours(x), bits(x)
 
     def strip(i: int) -> None:
@@ -102,12 +103,12 @@ def census(x: Array) -> tuple[Array, Array] | None:
             negative = loops.pack_fours(lo, hi, values.view(np.uint64), words)
         else:
             negative = loops.pack_any(lo, hi, values, row.bits.type(row.zero_mask), words)
-        loops.census(words, lengths[lo:hi], found[i])
-        found[i, loops.NEGATIVE] = negative
+        loops.census(words, lengths[lo:hi], counts[i])
+        counts[i, loops.NEGATIVE] = negative
 
     threads.run(strip, strips)
-    most = found[:, loops.WINDOWS :].max(axis=0, initial=0)
-    return lengths, np.concatenate((found[:, : loops.WINDOWS].sum(axis=0), most))
+    most = counts[:, loops.WINDOWS :].max(axis=0, initial=0)
+    return lengths, np.concatenate((counts[:, : loops.WINDOWS].sum(axis=0), most))
 
 
 def _loops(layout: str) -> Any:
@@ -121,7 +122,7 @@ def _rows(loop: Callable[..., None], rows: int, width: int, *args: Any) -> None:
 
 
 def _rows_or_refusal(loop: Callable[..., None], rows: int, width: int, *args: Any) -> tuple[int, int, int]:
-    """As ``_rows`` for loops that may refuse: (refusals, the first in row-major order, what it holds)."""
+    """As ``_rows``, for loops that may refuse groups: (refused groups, the first in row-major order, its nonzeros)."""
     step = max(1, PIECE // max(1, width))
     pieces = ceil_div(rows, step)
     refused = np.zeros((pieces, 3), np.int64)
@@ -293,11 +294,11 @@ def bsr_from_dense(x: Array, blocksize: tuple[int, int], index: np.dtype[Any]) -
     """(indptr, indices, data) of x [M, K] in blocks R x C."""
     (M, K), (R, C), loops = x.shape, blocksize, _loops("block")
     Mb, args = ceil_div(M, R), (bits(x), _zero(x), R, C)
-    held = np.zeros((Mb, ceil_div(K, C)), np.uint8)
-    _rows(loops.block_flags, Mb, R * K, *args, held)
-    indptr = pointer(held.sum(axis=1, dtype=np.int64), int(held.sum(dtype=np.int64)))
+    nonempty = np.zeros((Mb, ceil_div(K, C)), np.uint8)
+    _rows(loops.block_flags, Mb, R * K, *args, nonempty)
+    indptr = pointer(nonempty.sum(axis=1, dtype=np.int64), int(nonempty.sum(dtype=np.int64)))
     indices, data = np.empty(int(indptr[-1]), index), np.empty((int(indptr[-1]), R, C), x.dtype)
-    _rows(loops.block_items, Mb, R * K, *args, held, indptr, indices, bits(data))
+    _rows(loops.block_items, Mb, R * K, *args, nonempty, indptr, indices, bits(data))
     return indptr, indices, data
 
 

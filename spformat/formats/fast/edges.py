@@ -103,8 +103,8 @@ def ell_to_csr(a: ELLBuckets, params: Params) -> CSR:
     compiled.ell_to_csr(starts, (a.indices, a.data, a.source), (indices, data))
     order = np.argsort(a.row_ids, kind="stable")
     ends = offsets_from_counts(live[order])[offsets_from_counts(counts_of(a.row_ids, a.shape[0]))]
-    make = CSR.trusted if a.is_validated else CSR  # an unchecked object may hold columns out of order
-    return make(shape=a.shape, indptr=ends.astype(index_dtype(nnz)), indices=indices, data=data)
+    construct = CSR.trusted if a.is_validated else CSR  # an unchecked object may have columns out of order
+    return construct(shape=a.shape, indptr=ends.astype(index_dtype(nnz)), indices=indices, data=data)
 
 
 def ell_to_dense(a: ELLBuckets, params: Params) -> Array:
@@ -141,7 +141,7 @@ def two_four_check(a: TwoFour, params: Params) -> bool:
 
 
 def _two_four_arrays(x: Array) -> tuple[Array, Array]:
-    """(data, meta) as the loops want them: zeros and words of empty groups, for they write no padding."""
+    """(data, meta) filled with zeros and the words of empty groups, because the loops do not write the padding."""
     data, meta = TwoFour.empty_arrays(x)
     data[...], meta[...] = 0, 0x4444
     return data, meta

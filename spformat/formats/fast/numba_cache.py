@@ -1,6 +1,7 @@
-"""Compiled loops kept on disk by numba, with a cache that mends itself: a file that cannot be read is no file.
+"""Loops that numba compiles and stores on disk, in a cache that repairs itself: an unreadable file counts as missing.
 
-numba compiles anew when the file of a function changes; loops here also call what stands in files beside theirs.
+numba compiles a function again when its file has changed. Loops also call functions in other files of this folder, so
+here a change of any of these files makes numba compile again.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _UNREADABLE = (
     pickle.UnpicklingError, EOFError, OSError, ValueError, TypeError, LookupError, AttributeError, ImportError,
     ArithmeticError, MemoryError, RuntimeError, struct.error,
 )  # fmt: skip
-"""What unpickling damaged bytes raises, and what LLVM raises for a damaged object."""
+"""The errors that unpickling damaged bytes raises, and LLVM for a damaged object file."""
 
 
 def _sources() -> tuple[tuple[str, int, int], ...]:
-    """(name, time of the last change, size) of every file that loops are made of; none where they lie in an archive."""
+    """(name, time of the last change, size) of every file with code of loops; empty if they lie in an archive."""
     files = sorted(p for p in Path(__file__).parent.glob("*.py") if p.stem.endswith("_loops") or p.stem == "simd")
     return tuple((p.name, p.stat().st_mtime_ns, p.stat().st_size) for p in files)
 
@@ -36,13 +37,13 @@ _SOURCES = _sources()
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]
-    """numba reads its files without looking at them: a crash or a full disk would end every later run."""
+    """numba does not check the files that it reads: after a crash or a full disk every later run would fail."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(sig, target_context)
         except _UNREADABLE:
-            with suppress(OSError):  # a folder one may only read: compile, and keep nothing
+            with suppress(OSError):  # the folder may be read-only; then the code is compiled and not stored
                 self.flush()
             return None
 
@@ -50,13 +51,16 @@ class _Cache(FunctionCache):  # type: ignore[misc]
         return (*super()._index_key(sig, codegen), _SOURCES)
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        with suppress(*_UNREADABLE):  # the code is compiled; not keeping it costs time only
+        with suppress(*_UNREADABLE):  # the code is compiled; if it is not stored, only time is lost
             super().save_overload(sig, data)
 
 
 def _without_scipy_linalg() -> None:
-    """Import what numba will want at its first call, without its look for BLAS: that imports scipy.linalg, a third of
-    the time of the first call. scipy is there, so the answer is yes; whoever multiplies in numba is asked again."""
+    """Import what numba needs at its first call, without its search for BLAS.
+
+    That search imports scipy.linalg, which is a third of the time of the first call. scipy is installed, so it would
+    succeed. Code that multiplies matrices in numba triggers the search later.
+    """
     linalg: Any = importlib.import_module("numba.np.linalg")
     ensure_blas = linalg.ensure_blas
     linalg.ensure_blas = lambda: None
@@ -70,7 +74,7 @@ _without_scipy_linalg()
 
 
 def compiled(f: F) -> F:
-    """numba without the GIL, cached on disk where there is a place to write."""
+    """Compile with numba, without the GIL; the code is stored on disk if there is a writable folder."""
     dispatcher: Any = numba.njit(nogil=True, error_model="numpy")(f)
     with suppress(RuntimeError):  # "cannot cache function: no locator available"
         dispatcher._cache = _Cache(f)

@@ -1,7 +1,7 @@
 """The loops behind ``compiled`` for rows of items: csr, bitmask and ELL buckets, on value bits as in two_four_loops.
 
-Nonzeros are moved 64 bytes at a time where the machine can (``lanes.WIDE``), else one by one, written always and kept
-if nonzero, because a branch per element costs more. Which of the two is decided when a loop is compiled.
+Nonzeros are moved 64 bytes at a time if the machine can (``simd.WIDE``). Otherwise every value is written, and the next
+one overwrites it if it was zero, because a branch for each element costs more. This is decided when a loop is compiled.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ def _bits_and_values_by_machine(row: Any, zero: Any, words: Any, flags: Any, val
         if whole < row.size:
             word = np.uint64(0)
             for j in range(whole, row.size):
-                held = np.uint64((row[j] & zero) != 0)
+                nonzero = np.uint64((row[j] & zero) != 0)
                 values[n] = row[j]
-                n += np.int64(held)
-                word |= held << np.uint64(j - whole)
+                n += np.int64(nonzero)
+                word |= nonzero << np.uint64(j - whole)
             words[row.size // 64] = word
         return n
 
@@ -121,9 +121,9 @@ def _row_of_bits_by_machine(words: Any, flags: Any, values: Any, row: Any) -> An
                 unpack(values, n, word >> np.uint64(at), row, 64 * y + at)
                 n += ones(word >> np.uint64(at) & lowest)
         for j in range(whole, row.size):
-            held = words[row.size // 64] >> np.uint64(j - whole) & np.uint64(1)
-            row[j] = values[n] * held
-            n += np.int64(held)
+            nonzero = words[row.size // 64] >> np.uint64(j - whole) & np.uint64(1)
+            row[j] = values[n] * nonzero
+            n += np.int64(nonzero)
 
     def narrow(words: Any, flags: Any, values: Any, row: Any) -> Any:
         n, eights, packed = 0, flags.view(np.uint64), words.view(np.uint8)
@@ -143,10 +143,10 @@ def _row_of_bits_by_machine(words: Any, flags: Any, values: Any, row: Any) -> An
 def count(lo: int, hi: int, x: Array, zero: Any, counts: Array) -> None:
     """counts[i] = nonzeros of row i."""
     for i in range(lo, hi):
-        row, found = x[i], 0
+        row, count = x[i], 0
         for j in range(row.size):
-            found += (row[j] & zero) != 0
-        counts[i] = found
+            count += (row[j] & zero) != 0
+        counts[i] = count
 
 
 # Four 16-bit values are one uint64, lowest column in the lowest bits.
@@ -162,13 +162,15 @@ def count_fours(lo: int, hi: int, x: Array, counts: Array, negative: Array) -> N
     for i in range(lo, hi):
         row = x[i]
         for first in range(0, row.size, 1 << 15):  # each lane of the sums has 16 bits
-            held, bare = np.uint64(0), np.uint64(0)
+            nonzero, bare = np.uint64(0), np.uint64(0)
             for j in range(first, min(row.size, first + (1 << 15))):
                 # Bit 15 of a lane, and no carry into the next, exactly where its magnitude is not zero.
                 some = (row[j] & _MAGNITUDE) + _MAGNITUDE
-                held += (some & _SIGN) >> _15
+                nonzero += (some & _SIGN) >> _15
                 bare += (row[j] & _SIGN & ~some) >> _15
-            counts[i] += np.int64((held & _ONES) + (held >> _16 & _ONES) + (held >> _32 & _ONES) + (held >> _48))
+            counts[i] += np.int64(
+                (nonzero & _ONES) + (nonzero >> _16 & _ONES) + (nonzero >> _32 & _ONES) + (nonzero >> _48)
+            )
             negative[i] += np.int64((bare & _ONES) + (bare >> _16 & _ONES) + (bare >> _32 & _ONES) + (bare >> _48))
 
 
@@ -185,7 +187,7 @@ def csr_items(lo: int, hi: int, x: Array, zero: Any, indptr: Array, indices: Arr
 
 @compiled
 def csr_scatter(lo: int, hi: int, indptr: Array, indices: Array, data: Array, out: Array) -> None:
-    """Items into zeroed rows."""
+    """Write the items into zeroed rows."""
     for i in range(lo, hi):
         row, columns, values = out[i], indices[indptr[i] : indptr[i + 1]], data[indptr[i] : indptr[i + 1]]
         for x in range(columns.size):
@@ -227,10 +229,10 @@ def part_counts_of_dense(lo: int, hi: int, x: Array, zero: Any, part: int, count
     for i in range(lo, hi):
         row = x[i]
         for p in range(counts.shape[1]):
-            found = 0
+            count = 0
             for j in range(p * part, min(K, (p + 1) * part)):
-                found += (row[j] & zero) != 0
-            counts[i, p] = found
+                count += (row[j] & zero) != 0
+            counts[i, p] = count
 
 
 @compiled
@@ -249,15 +251,15 @@ def ell_row(
     columns: Array, values: Array, item: int, ell: range, starts: Array, live: Array, pad: int, indices: Array,
     data: Array, source: Array,
 ) -> None:  # fmt: skip
-    """The items of one row, the first of them number ``item``, to its ELL rows ``ell``, in order."""
+    """Write the items of one row to its ELL rows ``ell``, in order. item: number of its first item in the CSR."""
     n = 0
     for e in ell:
-        s, width, held = starts[e, 0], starts[e, 1], live[e]
-        for r in range(held):
+        s, width, items = starts[e, 0], starts[e, 1], live[e]
+        for r in range(items):
             indices[s + r], data[s + r], source[s + r] = columns[n + r], values[n + r], item + n + r
-        for r in range(held, width):
+        for r in range(items, width):
             indices[s + r], data[s + r], source[s + r] = pad, 0, pad
-        n += held
+        n += items
 
 
 @compiled
@@ -292,12 +294,12 @@ def ell_items_of_csr(
 
 @compiled
 def ell_live(lo: int, hi: int, starts: Array, source: Array, pad: int, live: Array) -> None:
-    """live[e] = slots of ELL row e, starts[e] .. starts[e+1]-1, that hold an item."""
+    """live[e] = number of items in the slots of ELL row e, starts[e] .. starts[e+1]-1."""
     for e in range(lo, hi):
-        found = 0
+        count = 0
         for s in range(starts[e], starts[e + 1]):
-            found += source[s] != pad
-        live[e] = found
+            count += source[s] != pad
+        live[e] = count
 
 
 @compiled
@@ -305,7 +307,7 @@ def ell_to_csr(
     lo: int, hi: int, starts: Array, indices: Array, data: Array, source: Array, pad: int, csr_indices: Array,
     csr_data: Array,
 ) -> None:  # fmt: skip
-    """Items of ELL rows lo .. hi-1 to the places they came from."""
+    """Write the items of ELL rows lo .. hi-1 to their positions in the CSR."""
     for s in range(starts[lo], starts[hi]):
         if source[s] != pad:
             csr_indices[source[s]], csr_data[source[s]] = indices[s], data[s]
@@ -313,7 +315,7 @@ def ell_to_csr(
 
 @compiled
 def ell_scatter(lo: int, hi: int, starts: Array, row_ids: Array, indices: Array, data: Array, out: Array) -> None:
-    """Items of ELL rows lo .. hi-1 into zeroed rows."""
+    """Write the items of ELL rows lo .. hi-1 into zeroed rows."""
     for e in range(lo, hi):
         row = out[row_ids[e]]
         for s in range(starts[e], starts[e + 1]):

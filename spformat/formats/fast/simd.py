@@ -1,7 +1,8 @@
-"""Vectors of 64 bytes for the compiled loops: the lanes of a mask packed together or spread out, and blocks transposed.
+"""Vectors of 64 bytes for the compiled loops: packing or spreading the lanes of a mask, and transposing blocks.
 
-AVX-512 has instructions for the former, from 4 bytes a lane on, and with VBMI2 for smaller ones too; ``WIDE`` says
-which the machine has. Other machines take one value after the other, and never compile that part of what is here.
+AVX-512 has instructions that pack and spread lanes of 4 bytes or more, and with VBMI2 also smaller ones; ``WIDE`` says
+which of them the machine has. On other machines the loops process one value at a time, and do not compile these
+functions.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from numba.extending import intrinsic
 
 cgutils: Any = _cgutils  # without type hints of its own
 VECTOR = 64
-"""Bytes moved together."""
+"""Bytes of a vector."""
 
 
 def _wide() -> frozenset[int]:
-    """Sizes of values, in bytes, whose lanes the machine that numba compiles for can pack."""
+    """The sizes of values, in bytes, that the machine for which numba compiles can pack."""
     config: Any = numba.config
     host: Any = get_host_cpu_features
     features = config.CPU_FEATURES if config.CPU_FEATURES is not None else "" if config.CPU_NAME else host()
@@ -59,20 +60,20 @@ def _splat(builder: Any, scalar: Any, vector: Any) -> Any:
     return builder.shuffle_vector(builder.insert_element(start, scalar, ir.IntType(32)(0)), start, first)
 
 
-def _nonzero(builder: Any, found: Any, zero: Any, vector: Any) -> Any:
+def _nonzero(builder: Any, loaded: Any, zero: Any, vector: Any) -> Any:
     zero = builder.trunc(zero, vector.element) if zero.type.width > vector.element.width else zero
-    return builder.icmp_unsigned("!=", builder.and_(found, _splat(builder, zero, vector)), ir.Constant(vector, None))
+    return builder.icmp_unsigned("!=", builder.and_(loaded, _splat(builder, zero, vector)), ir.Constant(vector, None))
 
 
 def _pack(context: Any, x: Any, at: Any, zero: Any, values: Any, n: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, at, zero, values, n = args
         vector, lanes = _vector(signature.args[0])
-        found = builder.load(_address(context, builder, signature.args[0], x, at, vector), align=1)
-        held = _nonzero(builder, found, zero, vector)
-        packed = _moved(builder, "compress", vector, found, held)
+        loaded = builder.load(_address(context, builder, signature.args[0], x, at, vector), align=1)
+        mask = _nonzero(builder, loaded, zero, vector)
+        packed = _moved(builder, "compress", vector, loaded, mask)
         builder.store(packed, _address(context, builder, signature.args[3], values, n, vector), align=1)
-        bits = builder.bitcast(held, ir.IntType(lanes))
+        bits = builder.bitcast(mask, ir.IntType(lanes))
         return bits if lanes == 64 else builder.zext(bits, ir.IntType(64))
 
     return types.uint64(x, at, zero, values, n), code
@@ -89,8 +90,8 @@ def _pack_chosen(context: Any, x: Any, at: Any, zero: Any, bits: Any, values: An
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, at, zero, bits, values, n = args
         vector, lanes = _vector(signature.args[0])
-        found = builder.load(_address(context, builder, signature.args[0], x, at, vector), align=1)
-        plain = builder.select(_nonzero(builder, found, zero, vector), found, ir.Constant(vector, None))
+        loaded = builder.load(_address(context, builder, signature.args[0], x, at, vector), align=1)
+        plain = builder.select(_nonzero(builder, loaded, zero, vector), loaded, ir.Constant(vector, None))
         some = builder.trunc(bits, ir.IntType(lanes)) if lanes < 64 else bits
         packed = _moved(builder, "compress", vector, plain, builder.bitcast(some, ir.VectorType(ir.IntType(1), lanes)))
         builder.store(packed, _address(context, builder, signature.args[4], values, n, vector), align=1)
@@ -116,8 +117,8 @@ def _pack_columns(context: Any, bits: Any, count: Any, first: Any, columns: Any,
         if 1 in WIDE and lanes == 16:  # places as bytes, 64 packed at once
             octets = ir.VectorType(ir.IntType(8), VECTOR)
             some = builder.and_(bits, ir.IntType(64)((1 << count) - 1))
-            held = builder.bitcast(some, ir.VectorType(ir.IntType(1), VECTOR))
-            packed = _moved(builder, "compress", octets, ir.Constant(octets, list(range(VECTOR))), held)
+            mask = builder.bitcast(some, ir.VectorType(ir.IntType(1), VECTOR))
+            packed = _moved(builder, "compress", octets, ir.Constant(octets, list(range(VECTOR))), mask)
 
             def store(at: int) -> None:
                 part = ir.Constant(ir.VectorType(ir.IntType(32), lanes), list(range(at, at + lanes)))
@@ -135,8 +136,8 @@ def _pack_columns(context: Any, bits: Any, count: Any, first: Any, columns: Any,
             some = builder.trunc(builder.lshr(bits, ir.IntType(64)(at)), ir.IntType(lanes))
             lowest = _splat(builder, builder.add(base, element(at)), vector)
             numbers = builder.add(lowest, ir.Constant(vector, list(range(lanes))))
-            held = builder.bitcast(some, ir.VectorType(ir.IntType(1), lanes))
-            packed = _moved(builder, "compress", vector, numbers, held)
+            mask = builder.bitcast(some, ir.VectorType(ir.IntType(1), lanes))
+            packed = _moved(builder, "compress", vector, numbers, mask)
             builder.store(packed, _address(context, builder, signature.args[3], columns, n, vector), align=1)
             n = builder.add(n, builder.zext(builder.ctpop(some), ir.IntType(64)))
         return context.get_dummy_value()
@@ -155,10 +156,10 @@ def _unpack(context: Any, values: Any, n: Any, bits: Any, out: Any, at: Any) -> 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         values, n, bits, out, at = args
         vector, lanes = _vector(signature.args[0])
-        found = builder.load(_address(context, builder, signature.args[0], values, n, vector), align=1)
+        loaded = builder.load(_address(context, builder, signature.args[0], values, n, vector), align=1)
         some = builder.trunc(bits, ir.IntType(lanes)) if lanes < 64 else bits
-        held = builder.bitcast(some, ir.VectorType(ir.IntType(1), lanes))
-        spread = _moved(builder, "expand", vector, found, held)
+        mask = builder.bitcast(some, ir.VectorType(ir.IntType(1), lanes))
+        spread = _moved(builder, "expand", vector, loaded, mask)
         builder.store(spread, _address(context, builder, signature.args[3], out, at, vector), align=1)
         return context.get_dummy_value()
 

@@ -32,11 +32,11 @@ _30, _45 = np.uint64(30), np.uint64(45)
 def two_four_refusals(i: int, row: Array, groups: int, refused: Array) -> None:
     """Count the groups of row i with more than two nonzeros into ``refused``."""
     for g in range(row.size):
-        held = (((row[g] & _MAGNITUDE) + _MAGNITUDE) & _SIGN) >> _15
-        found = (held + (held >> _16) + (held >> _32) + (held >> _48)) & _ONES
-        if found > _2:
+        nonzero = (((row[g] & _MAGNITUDE) + _MAGNITUDE) & _SIGN) >> _15
+        count = (nonzero + (nonzero >> _16) + (nonzero >> _32) + (nonzero >> _48)) & _ONES
+        if count > _2:
             if refused[0] == 0:
-                refused[1], refused[2] = i * groups + g, found
+                refused[1], refused[2] = i * groups + g, count
             refused[0] += 1
 
 
@@ -51,18 +51,18 @@ def two_four_encode(
     the first of them (row * Kp/4 + group), its nonzeros.
     """
     held_groups, groups = x.shape[1], data.shape[1]
-    kept = np.full(groups, 4, np.uint8)  # groups past the last column hold nothing
-    fours = kept.view(np.uint32)
+    codes = np.full(groups, 4, np.uint8)  # groups past the last column hold nothing
+    fours = codes.view(np.uint32)
     for i in range(lo, hi):
         row, out, base, low = x[i], data[i], row_offset[i], np.uint64(0)
         for g in range(held_groups):
-            held = (((row[g] & _MAGNITUDE) + _MAGNITUDE) & _SIGN) >> _15
-            group = row[g] & ((held << _16) - held)  # -0.0 becomes +0
-            nibble = (nibbles >> (((held | held >> _15 | held >> _30 | held >> _45) & _15) << _2)) & _15
+            nonzero = (((row[g] & _MAGNITUDE) + _MAGNITUDE) & _SIGN) >> _15
+            group = row[g] & ((nonzero << _16) - nonzero)  # -0.0 becomes +0
+            nibble = (nibbles >> (((nonzero | nonzero >> _15 | nonzero >> _30 | nonzero >> _45) & _15) << _2)) & _15
             first = (group >> ((nibble & _3) << _4)) & _ONES
             second = (group >> ((nibble >> _2) << _4)) & _ONES
             out[g] = first | second << _16
-            kept[g] = nibble
+            codes[g] = nibble
             low |= nibble - _1  # the highest bit is set by a nibble of 0 only
         if low >> _63:
             two_four_refusals(i, row, groups, refused)
@@ -91,7 +91,7 @@ def two_four_prune(
             word = 0
             for s in range(4):
                 group = row[4 * q + s]
-                held = (((group & _MAGNITUDE) + _MAGNITUDE) & _SIGN) >> np.uint64(15)
+                nonzero = (((group & _MAGNITUDE) + _MAGNITUDE) & _SIGN) >> np.uint64(15)
                 codes: Any = np.int64(group & _MAGNITUDE)
                 v0, v1, v2, v3 = codes & 0x7FFF, codes >> 16 & 0x7FFF, codes >> 32 & 0x7FFF, codes >> 48
                 refused[0] += (v0 >= infinite) + (v1 >= infinite) + (v2 >= infinite) + (v3 >= infinite)
@@ -101,7 +101,7 @@ def two_four_prune(
                 top = 3 - (max(above, beside) & 3)
                 next_one = 3 - (max(min(above, beside), max(min(a, b), min(c, d))) & 3)
                 left, right = min(top, next_one), max(top, next_one)
-                group &= held * _ONES  # -0.0 becomes +0
+                group &= nonzero * _ONES  # -0.0 becomes +0
                 first = (group >> np.uint64(left << 4)) & _ONES
                 data[i, 4 * q + s] = first | ((group >> np.uint64(right << 4)) & _ONES) << _16
                 word |= (left + 4 * right) << (4 * s)
@@ -114,8 +114,8 @@ def two_four_decode(
 ) -> None:
     """Rows lo .. hi-1 of out, uint64[M, K/4] of whole groups, from value pairs uint32[Mp, Kp/4] without a -0.0."""
     groups = data.shape[1]
-    kept = np.empty(groups, np.uint8)
-    fours = kept.view(np.uint32)
+    codes = np.empty(groups, np.uint8)
+    fours = codes.view(np.uint32)
     for i in range(lo, hi):
         row, pairs, base = out[i], data[i], row_offset[i]
         for q in range(groups >> (2 + shift)):
@@ -123,7 +123,7 @@ def two_four_decode(
                 w = np.uint32(meta[base + q * outer + r * inner])
                 fours[(q << shift) + r] = w & 0xF | (w & 0xF0) << 4 | (w & 0xF00) << 8 | (w & 0xF000) << 12
         for g in range(row.size):
-            pair, nibble = np.uint64(pairs[g]), np.uint64(kept[g])
+            pair, nibble = np.uint64(pairs[g]), np.uint64(codes[g])
             first = (pair & _ONES) << ((nibble & _3) << _4)
             row[g] = first | (pair >> _16) << ((nibble >> _2) << _4)
 
@@ -135,13 +135,13 @@ def two_four_faults(
 ) -> None:  # fmt: skip
     """faults[0] becomes 1 if rows lo .. hi-1 of value pairs uint32[Mp, Kp/4] are not as the encoder leaves them.
 
-    A nibble is right when it is the encoder's for the columns held: no other is, legal or not. Beside that no value may
+    A nibble is right only if it is the one that the encoder writes for these columns. Besides, no value may
     be -0.0, and none may lie outside ``shape``.
     """
     M, K = shape
     groups = data.shape[1]
-    kept = np.empty(groups, np.uint8)
-    fours = kept.view(np.uint32)
+    codes = np.empty(groups, np.uint8)
+    fours = codes.view(np.uint32)
     bad = np.uint64(0)
     for i in range(lo, hi):
         row, base = data[i], row_offset[i]
@@ -150,13 +150,15 @@ def two_four_faults(
                 w = np.uint32(meta[base + q * outer + r * inner])
                 fours[(q << shift) + r] = w & 0xF | (w & 0xF0) << 4 | (w & 0xF00) << 8 | (w & 0xF000) << 12
         for g in range(groups):
-            pair, nibble = np.uint64(row[g]), np.uint64(kept[g])
-            held = (((pair & _MAGNITUDE) + _MAGNITUDE) & _SIGN) >> _15  # of the first in bit 0, of the second in bit 16
-            mask = (held & _1) << (nibble & _3) | (held >> _16 & _1) << (nibble >> _2)
+            pair, nibble = np.uint64(row[g]), np.uint64(codes[g])
+            nonzero = (
+                ((pair & _MAGNITUDE) + _MAGNITUDE) & _SIGN
+            ) >> _15  # of the first in bit 0, of the second in bit 16
+            mask = (nonzero & _1) << (nibble & _3) | (nonzero >> _16 & _1) << (nibble >> _2)
             bad |= (nibbles >> (mask << _2) & _15) ^ nibble
-            bad |= (pair & _SIGN) >> _15 & ~held & _PAIR
+            bad |= (pair & _SIGN) >> _15 & ~nonzero & _PAIR
         for g in range(K // 4 if i < M else 0, groups):
-            pair, nibble = np.uint64(row[g]), np.uint64(kept[g])
+            pair, nibble = np.uint64(row[g]), np.uint64(codes[g])
             first, second = 4 * g + np.int64(nibble & _3), 4 * g + np.int64(nibble >> _2)
             if i >= M or first >= K:
                 bad |= pair & _ONES

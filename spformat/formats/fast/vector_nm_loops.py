@@ -1,7 +1,7 @@
 """The loops behind ``compiled`` for vector n:m, on value bits as in two_four_loops.
 
-A group of rows keeps the same columns, so each of its rows is packed by one mask; what is packed is transposed in
-blocks of 64 bytes, since the values of a kept column lie side by side. Both happen in a strip of columns that fits L1.
+All rows of a group store the same columns, so each of its rows is packed with one mask. The packed rows are transposed
+in blocks of 64 bytes, because the values of a stored column lie side by side. Both happen in strips that fit into L1.
 """
 
 from __future__ import annotations
@@ -78,22 +78,23 @@ def _spread_by_machine(packed: Any, columns: Any, words: Any, row: Any) -> Any:
 def _strip(
     indices: Array, q: int, w0: int, step: int, n: int, m: int, K: int, columns: Array, words: Array
 ) -> tuple[int, int, int]:
-    """The strip of row group q from window w0 on, ``step`` windows or what is left: (its first column, the one past its
-    last within K, how many it keeps). The kept go to ``columns``, counted from the first, and to ``words`` as bits.
+    """A strip of row group q: ``step`` windows from window w0 on, or fewer at the end.
 
-    Fillers point past the last column; they come last.
+    Returns (its first column, the column after its last within K, the number of stored columns in it). The stored
+    columns are written to ``columns``, relative to the first, and to ``words`` as bits. Fillers, which point past the
+    last column, come last.
     """
     w1, first = min(indices.shape[0] // n, w0 + step), w0 * m
     end = max(first, min(K, w1 * m))
     words[:] = 0
-    found = 0
+    count = 0
     for u in range(w0 * n, w1 * n):
         j = (u // n - w0) * m + np.int64(indices[u, q])
         if j < end - first:
-            columns[found] = j
-            found += 1
+            columns[count] = j
+            count += 1
             words[j >> 6] |= _1 << np.uint64(j & 63)
-    return first, end, found
+    return first, end, count
 
 
 @compiled
@@ -126,15 +127,15 @@ def vector_nm_positions(
             for j in range(K):
                 seen[j] |= row[j] & zero
         for w in range(windows):
-            held = 0
+            nonempty = 0
             for j in range(m):
-                held += seen[w * m + j] != 0
-            if held > n:
+                nonempty += seen[w * m + j] != 0
+            if nonempty > n:
                 if refused[0] == 0:
-                    refused[1], refused[2] = q * windows + w, held
+                    refused[1], refused[2] = q * windows + w, nonempty
                 refused[0] += 1
                 continue
-            free, u = n - held, w * n
+            free, u = n - nonempty, w * n
             for j in range(m):
                 used = seen[w * m + j] != 0
                 if used or free > 0:
@@ -159,11 +160,11 @@ def vector_nm_encode(
             continue
         i0, h = q * length, max(0, min(length, M - q * length))
         for w0 in range(0, windows, step):
-            first, end, kept = _strip(indices, q, w0, step, n, m, K, columns, words)
+            first, end, chosen = _strip(indices, q, w0, step, n, m, K, columns, words)
             for r in range(h):
                 row = x[i0 + r, first:end]
-                _chosen(row, zero, columns[:kept], words, packed[r * wide : (r + 1) * wide])
-            _blocks(packed, 0, wide, h, kept, flat, w0 * n * Mp + i0, Mp)
+                _chosen(row, zero, columns[:chosen], words, packed[r * wide : (r + 1) * wide])
+            _blocks(packed, 0, wide, h, chosen, flat, w0 * n * Mp + i0, Mp)
 
 
 @compiled
@@ -177,8 +178,8 @@ def vector_nm_scatter(lo: int, hi: int, indices: Array, data: Array, n: int, m: 
     for q in range(lo, hi):
         i0, h = q * length, max(0, min(length, M - q * length))
         for w0 in range(0, windows, step):
-            first, end, kept = _strip(indices, q, w0, step, n, m, K, columns, words)
-            _blocks(flat, w0 * n * Mp + i0, Mp, kept, h, packed, 0, wide)
+            first, end, chosen = _strip(indices, q, w0, step, n, m, K, columns, words)
+            _blocks(flat, w0 * n * Mp + i0, Mp, chosen, h, packed, 0, wide)
             for r in range(h):
                 row = out[i0 + r, first:end]
-                _spread(packed[r * wide : (r + 1) * wide], columns[:kept], words, row)
+                _spread(packed[r * wide : (r + 1) * wide], columns[:chosen], words, row)

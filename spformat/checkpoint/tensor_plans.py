@@ -1,4 +1,4 @@
-"""Which tensor becomes what: one frozen Job per tensor, made from headers alone before anything is read or written."""
+"""Which tensor becomes what: a frozen TensorPlan per tensor, from headers alone, before anything is read or written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .source import Source
 
 
 @dataclass(frozen=True)
-class Job:
+class TensorPlan:
     """One tensor: from which shard, into which target, and why."""
 
     name: str
@@ -39,8 +39,8 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a Job comes to: the line of the plan's table, and of the manifest."""
+class TensorOutcome:
+    """What a TensorPlan leads to: one line of the table that the command prints, and of the manifest."""
 
     name: str
     target: str
@@ -53,12 +53,13 @@ class Outcome:
     nnz: int | None = None
     negative_zeros: int = 0
     dropped_zeros: int = 0
-    """Zeros that the input stored as items and the target does not."""
+    """Zeros that the input stored explicitly and the target does not."""
     larger_than_dense: bool = False
     error: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON types, empty ones left out; nothing nonzero and no bytes are known numbers, not empty."""
+        """The fields as JSON types, without those that are empty. 0 nonzeros and 0 bytes are known values, not missing
+        ones, and stay."""
         tree = {
             k: v for k, v in self.__dict__.items() if v not in (None, "", 0, False) or (v == 0 and k in _KNOWN_ZEROS)
         }
@@ -68,25 +69,26 @@ class Outcome:
 _KNOWN_ZEROS = ("nnz", "bytes_in", "bytes_out")
 
 
-def plan_jobs(source: Source, recipe: Recipe) -> tuple[Job, ...]:
-    """A Job for every tensor, in the order of the output. UsageError for a rule or pattern that matches nothing."""
-    jobs = []
+def plan_tensors(source: Source, recipe: Recipe) -> tuple[TensorPlan, ...]:
+    """A TensorPlan for every tensor, in the order of the output. UsageError for a rule or pattern that matches
+    nothing."""
+    plans = []
     for name, (shard, record, size) in source.records.items():
         target, why = recipe.target_of(name, record.shape, record.dtype)
-        jobs.append(Job(name, shard, record, size, target, why))
-    _require_matches(recipe, jobs)
-    return tuple(jobs)
+        plans.append(TensorPlan(name, shard, record, size, target, why))
+    _require_matches(recipe, plans)
+    return tuple(plans)
 
 
-def _require_matches(recipe: Recipe, jobs: list[Job]) -> None:
+def _require_matches(recipe: Recipe, plans: list[TensorPlan]) -> None:
     patterns = [("--rule", r.pattern) for r in recipe.rules]
     patterns += [("--include", p) for p in recipe.include] + [("--exclude", p) for p in recipe.exclude]
     for flag, pattern in patterns:
-        require_match(flag, pattern, [j.name for j in jobs])
+        require_match(flag, pattern, [plan.name for plan in plans])
 
 
 def prune(x: np.ndarray[Any, Any], target: str, recipe: Recipe) -> np.ndarray[Any, Any]:
-    """``x`` with its smallest values zeroed so that ``target`` holds it; needs the recipe's say-so."""
+    """``x`` with its smallest values set to zero so that it fits ``target``; ``x`` unless the recipe asks to prune."""
     if not recipe.prune:
         return x
     if target in (AUTO, KEEP):
@@ -101,29 +103,30 @@ def prune(x: np.ndarray[Any, Any], target: str, recipe: Recipe) -> np.ndarray[An
     return x if mask is None else np.asarray(masks.apply(x, mask))
 
 
-def settle(job: Job, x: np.ndarray[Any, Any], structure: Structure | None = None) -> str:
-    """The target text of a matrix read from a file, params written out; auto is decided here."""
-    if job.target == AUTO:
+def resolve_target(plan: TensorPlan, x: np.ndarray[Any, Any], structure: Structure | None = None) -> str:
+    """The target text of a matrix read from a file, with all its params. "auto" becomes the smallest format."""
+    if plan.target == AUTO:
         return (structure or analyse(x)).smallest()
-    fmt, given = parse_spec(job.target)
+    fmt, given = parse_spec(plan.target)
     return spec_text(fmt, fmt.resolve_params(given))
 
 
-def foresee(job: Job, x: Format | np.ndarray[Any, Any] | None, recipe: Recipe) -> Outcome:
-    """The table line of one job, values looked at but nothing converted where counts suffice.
+def foresee(plan: TensorPlan, x: Format | np.ndarray[Any, Any] | None, recipe: Recipe) -> TensorOutcome:
+    """The outcome that a conversion of one tensor would have. It is converted only where counts do not suffice.
 
-    ``x``: the dense matrix, pruned already, or a stored one (then not for auto); None for tensors that are kept.
+    x: the dense matrix, already pruned, or a matrix in a sparse format (then the target must not be "auto"); None for a
+    tensor that is kept.
     """
-    base = Outcome(
-        name=job.name, target=KEEP, why=job.why, shape=job.shape, dtype=job.record.dtype, bytes_in=job.bytes_in,
-        bytes_out=job.bytes_in,
+    base = TensorOutcome(
+        name=plan.name, target=KEEP, why=plan.why, shape=plan.shape, dtype=plan.record.dtype, bytes_in=plan.bytes_in,
+        bytes_out=plan.bytes_in,
     )  # fmt: skip
-    if job.target == KEEP or x is None:
+    if plan.target == KEEP or x is None:
         return base
     try:
-        if isinstance(x, Format):  # converted as it is stored: decoded, a graph may not fit into memory
+        if isinstance(x, Format):  # converted without decoding it: a dense graph might not fit into memory
             base, dense = replace(base, nnz=x.nnz), product(*x.shape, x.dtype.itemsize)
-            fmt, given = parse_spec(job.target)
+            fmt, given = parse_spec(plan.target)
             target, size = spec_text(fmt, fmt.resolve_params(given)), convert(x, fmt, **given).nbytes
         else:
             structure = analyse(x)
@@ -131,12 +134,12 @@ def foresee(job: Job, x: Format | np.ndarray[Any, Any] | None, recipe: Recipe) -
                 replace(base, nnz=structure.nnz, negative_zeros=structure.negative_zeros),
                 structure.dense_bytes,
             )
-            target = settle(job, x, structure)
+            target = resolve_target(plan, x, structure)
             size = _exact_size(structure, target, x)
     except StructureError as e:
         if recipe.misfit == "keep":
             return replace(base, why=f"kept: {e.message}")
-        return replace(base, target=job.target, bytes_out=None, error=e.message)
+        return replace(base, target=plan.target, bytes_out=None, error=e.message)
     return replace(base, target=target, bytes_out=size, larger_than_dense=size > dense)
 
 
@@ -146,10 +149,10 @@ def _exact_size(s: Structure, target: str, x: np.ndarray[Any, Any]) -> int:
     known = s.nbytes(target) if fmt.fits(s, fmt.resolve_params(given)) else None
     if known is not None:
         return known
-    return fmt.from_dense(x, **given).nbytes  # also raises the StructureError with its coordinates
+    return fmt.from_dense(x, **given).nbytes  # raises the StructureError with its coordinates if x does not fit
 
 
 def dense_of(x: Any) -> np.ndarray[Any, Any]:
-    """A host matrix of what a file held: a Format decoded, an array as it is."""
+    """What was read from a file as a dense host matrix: a Format is decoded, an array is returned as it is."""
     dense: np.ndarray[Any, Any] = x.to_dense() if isinstance(x, Format) else x
     return dense

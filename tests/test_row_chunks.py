@@ -1,4 +1,4 @@
-"""Conversion in panels of rows: the same bytes as of whole matrices, the same refusals, far less memory."""
+"""Conversion in row chunks: the same bytes as of whole matrices, the same refusals, far less memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import pytest
 import spformat as sf
 from spformat import limits
 from spformat.arrays import threads
-from spformat.checkpoint import Recipe, convert_checkpoint, shard
-from spformat.checkpoint import row_chunks as panels
+from spformat.checkpoint import Recipe, convert_checkpoint, row_chunks, shard
 from spformat.errors import IntegrityError, LimitError, StructureError, UsageError
 from spformat.formats import registered
 from spformat.storage import crc, output
@@ -28,7 +27,7 @@ TARGETS = (
 WHOLE = (
     "two-four:meta_order=cutlass-sm80", "vector-nm:n=2,m=4,vector_length=1", "ell-buckets", "dbsr:blocksize=16x8",
 )  # fmt: skip
-"""Those without panels."""
+"""Those without row chunks."""
 
 
 def two_four(shape: tuple[int, int], seed: int) -> np.ndarray:
@@ -55,8 +54,8 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few rows a panel, three threads, and output pages that leave the cache."""
-    monkeypatch.setattr(panels, "PANEL", 2000)
+    """A few rows a chunk, three threads, and output pages that leave the cache."""
+    monkeypatch.setattr(row_chunks, "CHUNK_BYTES", 2000)
     monkeypatch.setattr(threads, "cores", lambda: 3)
     monkeypatch.setattr(output, "_KEPT_IN_CACHE", 0)
     monkeypatch.setattr(output, "_IN_FLIGHT", 3000)
@@ -67,35 +66,35 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_same_bytes_as_of_wholes(
     target: str, kept: int, source: Path, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard, "_KEPT", kept)
-    got = convert_checkpoint(source, tmp_path / "panels.safetensors", target)
+    monkeypatch.setattr(shard, "_MOST_IN_MEMORY", kept)
+    got = convert_checkpoint(source, tmp_path / "chunks.safetensors", target)
     with monkeypatch.context() as m:
-        m.setattr(shard, "cut", lambda job, recipe: None)
+        m.setattr(shard, "plan_chunks", lambda job, recipe: None)
         wanted = convert_checkpoint(source, tmp_path / "wholes.safetensors", target)
-    assert (tmp_path / "panels.safetensors").read_bytes() == (tmp_path / "wholes.safetensors").read_bytes()
+    assert (tmp_path / "chunks.safetensors").read_bytes() == (tmp_path / "wholes.safetensors").read_bytes()
     assert got.outcomes == wanted.outcomes
-    sf.load(tmp_path / "panels.safetensors")  # every checksum
+    sf.load(tmp_path / "chunks.safetensors")  # every checksum
 
 
-def test_most_formats_go_in_panels(source: Path, small: None) -> None:
+def test_most_formats_go_in_row_chunks(source: Path, small: None) -> None:
     """Without this the test above could compare wholes with wholes."""
-    from spformat.checkpoint.jobs import plan_jobs
     from spformat.checkpoint.source import open_source
+    from spformat.checkpoint.tensor_plans import plan_tensors
 
     counts = {}
     for target in TARGETS:
         recipe = Recipe(to=target)
-        cuts = [panels.cut(j, recipe) for j in plan_jobs(open_source(source), recipe)]
+        cuts = [row_chunks.plan_chunks(j, recipe) for j in plan_tensors(open_source(source), recipe)]
         counts[target.replace(":meta_order=", " ").partition(":")[0]] = sum(c.count for c in cuts if c)
     whole = {"two-four cutlass-sm80": 0, "vector-nm": 0, "ell-buckets": 0, "dbsr": 0}
     assert counts == {**dict.fromkeys(counts, pytest.approx(40, abs=30)), **whole}
 
 
 @pytest.mark.parametrize("fmt", registered(), ids=lambda f: f.name)
-def test_arrays_of_panels_laid_end_to_end_are_those_of_the_whole(fmt: type[sf.Format]) -> None:
+def test_arrays_of_row_chunks_laid_end_to_end_are_those_of_the_whole(fmt: type[sf.Format]) -> None:
     x = two_four((97, 260), 5)
     params = fmt.resolve_params({"n": 2, "m": 4, "vector_length": 1} if fmt.name == "vector-nm" else {})
-    layout = fmt.panels(params)
+    layout = fmt.row_chunks(params)
     if layout is None:
         return
     whole, step = fmt.from_dense(x, **params), 2 * layout.rows
@@ -121,20 +120,20 @@ def test_a_refusal_counts_the_whole_matrix(small: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", [t for t in TARGETS if t not in WHOLE])
-def test_a_tensor_larger_than_the_memory_budget_is_converted_in_panels(
+def test_a_tensor_larger_than_the_memory_budget_is_converted_in_row_chunks(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There and back, in panels that shrink with the budget; the bytes are those of a run without one."""
+    """There and back, in row chunks that shrink with the budget; the bytes are those of a run without one."""
     x = two_four((3000, 260), 3)
     codes, dense, rooms = x.view(np.uint16), tmp_path / "dense.safetensors", []
     sf.save_dense(dense, {"w": x})
-    room = panels.Team.rooms
+    room = row_chunks.Team.buffers
 
-    def noted(team: panels.Team, arrays: Iterable[tuple[tuple[int, ...], np.dtype]]) -> list[np.ndarray]:
+    def noted(team: row_chunks.Team, arrays: Iterable[tuple[tuple[int, ...], np.dtype]]) -> list[np.ndarray]:
         rooms.extend(out := room(team, arrays))
         return out
 
-    monkeypatch.setattr(panels.Team, "rooms", noted)
+    monkeypatch.setattr(row_chunks.Team, "buffers", noted)
     a, b, back = (tmp_path / f"{name}.safetensors" for name in ("a", "b", "back"))
     for budget in (x.nbytes // 4, x.nbytes // 50):
         rooms.clear()
@@ -147,7 +146,7 @@ def test_a_tensor_larger_than_the_memory_budget_is_converted_in_panels(
             np.testing.assert_array_equal(f.array("w").view(np.uint16), np.where(codes == 0x8000, 0, codes))
     convert_checkpoint(dense, b, target)
     assert a.read_bytes() == b.read_bytes()
-    with limits.using(memory=200), pytest.raises(LimitError, match=r"w: .* row\(s\), the smallest panel") as e:
+    with limits.using(memory=200), pytest.raises(LimitError, match=r"w: .* row\(s\), the smallest row chunk") as e:
         convert_checkpoint(dense, tmp_path / "c.safetensors", target)
     least = e.value.value
     with limits.using(memory=least):
@@ -156,7 +155,7 @@ def test_a_tensor_larger_than_the_memory_budget_is_converted_in_panels(
 
 
 @pytest.mark.parametrize("target", WHOLE)
-def test_a_format_without_panels_is_refused_over_the_budget(target: str, tmp_path: Path) -> None:
+def test_a_format_without_row_chunks_is_refused_over_the_budget(target: str, tmp_path: Path) -> None:
     x = two_four((3000, 260), 3)
     sf.save_dense(tmp_path / "dense.safetensors", {"w": x})
     with limits.using(memory=x.nbytes // 4), pytest.raises(LimitError, match="--max-memory"):
@@ -164,10 +163,10 @@ def test_a_format_without_panels_is_refused_over_the_budget(target: str, tmp_pat
 
 
 def test_the_threads_of_a_team_share_no_memory_and_run_alone() -> None:
-    with limits.using(memory=12345), panels.Team() as team:
+    with limits.using(memory=12345), row_chunks.Team() as team:
 
         def task(i: int) -> tuple[int, int | None, bool]:
-            (room,) = team.rooms([((4, 4), np.dtype(np.uint16))])
+            (room,) = team.buffers([((4, 4), np.dtype(np.uint16))])
             room[:] = i
             seen: list[int] = []
             threads.run(seen.append, 3)
@@ -180,15 +179,15 @@ def test_the_threads_of_a_team_share_no_memory_and_run_alone() -> None:
 def test_a_file_cut_while_it_is_read_is_noticed(source: Path, tmp_path: Path) -> None:
     with sf.safe_open(source) as f:
         room = np.empty((10, 37), ml_dtypes.bfloat16)
-        f.panel("layers.8.weight", 5, room)
+        f.read_rows("layers.8.weight", 5, room)
         np.testing.assert_array_equal(room.view(np.uint16), f.array("layers.8.weight").view(np.uint16)[5:15])
         with pytest.raises(UsageError, match="bytes"):
-            f.panel("layers.8.weight", 191, room)
+            f.read_rows("layers.8.weight", 191, room)
         with pytest.raises(UsageError, match="rows of BF16"):
-            f.panel("layers.8.weight", 0, room[:, :36])
+            f.read_rows("layers.8.weight", 0, room[:, :36])
         source.write_bytes(source.read_bytes()[:-1])
         with pytest.raises(IntegrityError):
-            f.panel("layers.8.weight", 5, room)
+            f.read_rows("layers.8.weight", 5, room)
 
 
 def test_parts_must_cover_an_array_once(tmp_path: Path) -> None:
@@ -240,7 +239,7 @@ def test_crc_of_uneven_parts() -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_way_back_in_panels(
+def test_the_way_back_in_row_chunks(
     target: str, source: Path, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same file as of wholes; and each flipped byte of each array is told, with the tensor, by either."""
@@ -249,7 +248,7 @@ def test_the_way_back_in_panels(
     got = convert_checkpoint(packed, back, "dense")
     raw = back.read_bytes()
     with monkeypatch.context() as m:
-        m.setattr(shard, "expansion", lambda f, job: None)
+        m.setattr(shard, "chunk_decoder", lambda f, job: None)
         wanted = convert_checkpoint(packed, back, "dense", force=True)
     assert (raw, got.outcomes) == (back.read_bytes(), wanted.outcomes)
     back.unlink()
@@ -269,7 +268,7 @@ def test_the_way_back_in_panels(
 
 @pytest.mark.parametrize("target", ["csr", "bitmask", "bsr:blocksize=8x16", "sr-bcrs"])
 def test_a_valid_checksum_of_wrong_contents(target: str, small: None, tmp_path: Path) -> None:
-    """Contents are validated in panels too, and a pointer is before it is followed."""
+    """Contents are validated in row chunks, too, and a pointer is before it is followed."""
     a = sf.convert(two_four((97, 260), 4), target)
     for name, change in (("indptr", -1), ("indptr", 1000), ("data", None)):
         wrong = {name: getattr(a, name).copy()}

@@ -1,0 +1,62 @@
+"""Results of a pool in the order of the tasks, with few tasks under way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from spformat import limits
+from spformat.arrays import threads
+
+
+def test_results_come_in_the_order_of_the_tasks_under_the_limits_of_the_caller() -> None:
+    release = threading.Event()
+
+    def first() -> tuple[int, int | None]:
+        assert release.wait(10)  # ends after the second
+        return 0, limits.current().memory
+
+    def second() -> tuple[int, int | None]:
+        release.set()
+        return 1, limits.current().memory
+
+    with limits.using(memory=12345), ThreadPoolExecutor(2) as pool:
+        assert list(threads.in_order(pool, [first, second], 1)) == [(0, 12345), (1, 12345)]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 5])
+def test_few_tasks_are_taken_before_their_results_are(ahead: int) -> None:
+    taken = []
+
+    def tasks() -> Iterator[Callable[[], int]]:
+        for i in range(20):
+            taken.append(i)
+            yield lambda i=i: i
+
+    with ThreadPoolExecutor(3) as pool:
+        for i, result in enumerate(threads.in_order(pool, tasks(), ahead)):
+            assert result == i
+            assert len(taken) == min(20, i + 1 + ahead)
+
+
+def test_an_error_comes_in_its_turn_and_cancels_what_waits() -> None:
+    done, started, release = [], threading.Event(), threading.Event()
+
+    def wait() -> None:
+        started.set()
+        assert release.wait(10)
+
+    def fail() -> None:
+        raise KeyError("here")
+
+    with ThreadPoolExecutor(1) as pool:
+        results = threads.in_order(pool, [lambda: 7, fail, wait, lambda: done.append(1)], 3)
+        assert next(results) == 7
+        with pytest.raises(KeyError, match="here"):
+            assert started.wait(10)
+            next(results)
+        release.set()
+    assert done == []
