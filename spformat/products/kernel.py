@@ -63,7 +63,7 @@ class Kernel:
         """The least time that the kernel expects to take, and the tile that it uses."""
         name = self.constants_of or self.name
         known = rates.constants(name, self.terms, p) if self.terms else None
-        return _best(self, p, roofline.device_of(p), known, tiles.asked(self.name))
+        return _best(self, p, roofline.device_of(p), known, tiles.forced_tile(self.name))
 
     def expected_us(self, p: Problem) -> float:
         """Microseconds that the kernel expects to take, from event to event with cold caches: the number that chooses.

@@ -22,7 +22,7 @@ def forced(kernel: str, text: str) -> Iterator[None]:
         _forced.reset(token)
 
 
-def asked(kernel: str) -> str | None:
+def forced_tile(kernel: str) -> str | None:
     """The text of the tile that a kernel is forced to use, if it is."""
-    wanted = _forced.get()
-    return wanted[1] if wanted is not None and wanted[0] == kernel else None
+    choice = _forced.get()
+    return choice[1] if choice is not None and choice[0] == kernel else None
