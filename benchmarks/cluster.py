@@ -92,9 +92,9 @@ def done(process: subprocess.Popen[bytes]) -> None:
 
 
 def finished(out: Path) -> int:
-    """Shards that the journals in a folder name."""
-    found = [json.loads(p.read_text()) for p in out.glob("spformat.partial*.json")]
-    return sum(len(tree["shards"]) for tree in found)
+    """Number of shards that are named in the journals of a folder."""
+    journals = [json.loads(p.read_text()) for p in out.glob("spformat.partial*.json")]
+    return sum(len(tree["shards"]) for tree in journals)
 
 
 def when_half(out: Path, shards: int, act: Callable[[], None]) -> threading.Thread:
@@ -170,9 +170,9 @@ def measured(folder: Path, source: Path, to: str, size: int) -> list[dict[str, o
 
     def compared(out: Path) -> str:
         nonlocal expected
-        found = hashes(out)
-        expected = expected or found
-        return "same bytes" if found == expected else "OTHER BYTES"
+        actual = hashes(out)
+        expected = expected or actual
+        return "same bytes" if actual == expected else "OTHER BYTES"
 
     for way in WAYS:
         out = folder / way.__name__

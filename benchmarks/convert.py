@@ -212,19 +212,19 @@ def main() -> None:
 
 
 def compare(dense: Path, back: Path) -> None:
-    """Every tensor that came back has its bytes."""
-    found = {}
+    """Raise SystemExit unless every tensor came back with the same bytes."""
+    paths = {}
     for path in [back] if back.is_file() else sorted(back.glob("*.safetensors")):
         with sf.safe_open(path) as f:
-            found |= dict.fromkeys(f, path)
+            paths |= dict.fromkeys(f, path)
     for path in sorted(dense.glob("*.safetensors")):
         with sf.safe_open(path) as f:
             for name in f:
-                with sf.safe_open(found.pop(name)) as g:
+                with sf.safe_open(paths.pop(name)) as g:
                     if not np.array_equal(f.array(name).view(np.uint16), g.array(name).view(np.uint16)):
                         raise SystemExit(f"{name} came back different")
-    if found:
-        raise SystemExit(f"{len(found)} tensors came back that were not there, first {min(found)}")
+    if paths:
+        raise SystemExit(f"{len(paths)} tensors came back that were not there, first {min(paths)}")
 
 
 if __name__ == "__main__":

@@ -35,14 +35,14 @@ def weights(shape: tuple[int, int], kind: str, density: float, dtype: Any) -> np
     rng = np.random.default_rng(0)
     M, K = shape
     if kind == "2:4":
-        held = (rng.random((M, K // 4, 4), np.float32).argsort(axis=2) < 2).reshape(M, K)
+        keep = (rng.random((M, K // 4, 4), np.float32).argsort(axis=2) < 2).reshape(M, K)
     elif kind == "vectors":
-        held = np.repeat((rng.random((M // 32, K // 4, 4), np.float32).argsort(axis=2) < 2).reshape(-1, K), 32, axis=0)
+        keep = np.repeat((rng.random((M // 32, K // 4, 4), np.float32).argsort(axis=2) < 2).reshape(-1, K), 32, axis=0)
     elif kind == "blocks":
-        held = np.kron(rng.random((M // 32, K // 32)) < density, np.ones((32, 32), bool))
+        keep = np.kron(rng.random((M // 32, K // 32)) < density, np.ones((32, 32), bool))
     else:
-        held = rng.random(shape, np.float32) < density
-    return (rng.integers(1, 100, shape, np.int16) * held).astype(np.float32).astype(dtype)
+        keep = rng.random(shape, np.float32) < density
+    return (rng.integers(1, 100, shape, np.int16) * keep).astype(np.float32).astype(dtype)
 
 
 CASES = (
@@ -83,11 +83,11 @@ def contenders(options: argparse.Namespace) -> Iterator[tuple[str, int, Callable
                 x.nbytes,
                 functools.partial(team, functools.partial(sf.convert, target=target), parts),
             )
-            made = [sf.convert(p, target) for p in parts]
+            converted = [sf.convert(p, target) for p in parts]
             yield (
                 f"chunks  dense <- {label}",
                 x.nbytes,
-                functools.partial(team, operator.methodcaller("to_dense"), made),
+                functools.partial(team, operator.methodcaller("to_dense"), converted),
             )
         if target == "csr":
             wide = x.astype(np.float32)

@@ -137,12 +137,12 @@ def conversions(size: int, repeats: int) -> list[dict[str, Any]]:
     results = []
     for title, fmt, dense, params in cases:
         dense = np.ascontiguousarray(dense)
-        made = fmt.from_dense(dense, **params)
-        if made != in_numpy(lambda fmt=fmt, dense=dense, params=params: fmt.from_dense(dense, **params)):
+        matrix = fmt.from_dense(dense, **params)
+        if matrix != in_numpy(lambda fmt=fmt, dense=dense, params=params: fmt.from_dense(dense, **params)):
             raise SystemExit(f"{title}: compiled and numpy converters differ")
         contenders: Timed = {
             "from dense": lambda fmt=fmt, dense=dense, params=params: fmt.from_dense(dense, **params),
-            "to dense": made.to_dense,
+            "to dense": matrix.to_dense,
         }
         contenders |= {f"{k}, numpy": (lambda call=call: in_numpy(call)) for k, call in list(contenders.items())}
         if dense.dtype == np.float32:
@@ -187,16 +187,16 @@ def main() -> None:
     parser.add_argument("-n", type=int, nargs="+", default=[16, 128, 512], help="columns of B")
     parser.add_argument("--only", choices=("products", "conversions"))
     parser.add_argument("--json", type=Path, help="write all figures here")
-    given = parser.parse_args()
-    report: dict[str, Any] = {"machine": machine(), "size": given.size}
+    options = parser.parse_args()
+    report: dict[str, Any] = {"machine": machine(), "size": options.size}
     print(report["machine"])
-    if given.only != "conversions":
-        report["products"] = products(given.size, given.repeats, given.n)
-    if given.only != "products":
-        report["conversions"] = conversions(given.size, given.repeats)
+    if options.only != "conversions":
+        report["products"] = products(options.size, options.repeats, options.n)
+    if options.only != "products":
+        report["conversions"] = conversions(options.size, options.repeats)
     report["machine"]["load at the end"] = os.getloadavg()
-    if given.json:
-        given.json.write_text(json.dumps(report, indent=1) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ CALLS, ROUNDS, OTHERS = 20, 25, REMEMBERED + 6
 
 
 def cases() -> Iterator[tuple[str, Callable[[], Format], int, str | None, str, bool]]:
-    """Name, matrix on the device, N, kernel asked for by name, layout of B, whether there is a bias."""
+    """Name, matrix on the device, N, name of a kernel or None, layout of B, whether there is a bias."""
     for dtype in ("float32", "float16"):
         yield f"csr {dtype}", lambda d=dtype: matrix(1024, 1024, 0.02, d, "csr"), 64, None, "row", False
         yield f"ell-buckets {dtype}", lambda d=dtype: matrix(1024, 1024, 0.02, d, "ell-buckets"), 64, None, "row", False
@@ -112,7 +112,7 @@ class Case:
     def __init__(self, name: str, a: Format, n: int, backend: str | None, layout: str, epilogue: bool) -> None:
         import cupy
 
-        self.name, self.n, self.taken, self.made = name, n, defaultdict[str, list[float]](list), 0
+        self.name, self.n, self.times, self.calls_of_new = name, n, defaultdict[str, list[float]](list), 0
         B = cupy.ones(
             (a.shape[1], n), sf.arrays.dtypes.VALUE_TYPES[a.dtype.name].numpy, "F" if layout == "col" else "C"
         )
@@ -131,32 +131,32 @@ class Case:
     def measure(self, way: str, calls: int = CALLS) -> None:
         from cupy.cuda.runtime import deviceSynchronize
 
-        run, at = self.ways[way], self.made
-        self.made += calls if way == "new" else 0
+        run, at = self.ways[way], self.calls_of_new
+        self.calls_of_new += calls if way == "new" else 0
         deviceSynchronize()
         start = time.perf_counter()
         for i in range(at, at + calls):
             run(i)
-        self.taken[way].append(1e6 * (time.perf_counter() - start) / calls)
+        self.times[way].append(1e6 * (time.perf_counter() - start) / calls)
         deviceSynchronize()
 
     def row(self) -> dict[str, Any]:
         """Median and least microseconds of a call, each way; the first measurement, which compiles, left out."""
         if not bool((self.outs[0] == self.first).all()):
-            raise SystemExit(f"{self.kernel}: a call made again gave another product")
+            raise SystemExit(f"{self.kernel}: a repeated call gave another product")
         row: dict[str, Any] = {"case": self.name, "kernel": self.kernel, "N": self.n}
-        for way, (_, *taken) in self.taken.items():
-            row |= {way: statistics.median(taken), f"{way}_least": min(taken)}
+        for way, (_, *times) in self.times.items():
+            row |= {way: statistics.median(times), f"{way}_least": min(times)}
         return row
 
 
 class Torch(Case):
-    """The same of torch tensors, whose stream and memory a call goes to: ``linear``, for which no plan is held."""
+    """The same with torch tensors, on torch's stream and in its memory: ``linear``, which is called without a plan."""
 
     def __init__(self, name: str, a: Format, n: int) -> None:
         import torch
 
-        self.name, self.n, self.taken, self.made = name, n, defaultdict[str, list[float]](list), 0
+        self.name, self.n, self.times, self.calls_of_new = name, n, defaultdict[str, list[float]](list), 0
         x = torch.ones((n, a.shape[1]), dtype=getattr(torch, a.dtype.name), device="cuda")
         self.first = sf.linear(x, a)
         self.outs = [torch.empty_like(self.first)]
@@ -173,13 +173,13 @@ class Bare(Case):
     def __init__(self, name: str, launch: Callable[[], Any]) -> None:
         import cupy
 
-        self.name, self.kernel, self.n, self.taken, self.made = name, "empty", 0, defaultdict(list), 0
+        self.name, self.kernel, self.n, self.times, self.calls_of_new = name, "empty", 0, defaultdict(list), 0
         self.first = self.outs = cupy.zeros(1)
         self.ways = {"again": lambda _: launch()}
 
 
 def bare() -> Iterator[Case]:
-    """The driver alone, by the kernel that waits, told to wait for no time; CuPy's launch."""
+    """The driver alone, launching the kernel ``hold`` with a waiting time of 0; and a launch by CuPy."""
     import cupy
 
     device = cupy.cuda.Device()

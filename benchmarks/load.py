@@ -2,9 +2,9 @@
 
 Writes files of pruned weights (4096 x 11008, bfloat16) in several formats to a folder in memory and, with --disk, to
 one on a disk; reads each file raw (into one buffer, one thread and several) and with ``load``, which also checks every
-CRC and validates every array; validating alone what is there already is given as a share of that. A file on a disk is
-read twice over: cold, nothing of it in the page cache, as ``RWF_NOWAIT`` confirms before each run, and hot. GB/s are
-bytes of the file.
+CRC and validates every array. The time to validate arrays that are already in memory is given as a share of that. A
+file on a disk is read cold, with nothing of it in the page cache, as ``RWF_NOWAIT`` confirms before each run, and then
+hot. GB/s are bytes of the file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import spformat as sf
 
 ROWS, COLS = 4096, 11008
 FORMATS = ("two-four", "bitmask", "csr", "bsr:blocksize=64x64", "sr-bcrs", "dense")
-"""Any other format is taken too: dbsr, vector-nm:n=2,m=4,vector_length=32, ell-buckets."""
+"""Other formats can be given as well: dbsr, vector-nm:n=2,m=4,vector_length=32, ell-buckets."""
 _BUFFER = 16 << 20
 
 
@@ -42,8 +42,8 @@ def matrix(target: str) -> np.ndarray[Any, Any]:
         keep = np.repeat(np.repeat(rng.random((ROWS // 64, COLS // 64)) < 0.2, 64, axis=0), 64, axis=1)
     else:
         keep = rng.random((ROWS, COLS // 4, 4), np.float32).argsort(axis=2).reshape(ROWS, COLS) < 2
-    kept: np.ndarray[Any, Any] = (bits * keep).view(sf.arrays.dtypes.VALUE_TYPES["bfloat16"].numpy)
-    return kept
+    pruned: np.ndarray[Any, Any] = (bits * keep).view(sf.arrays.dtypes.VALUE_TYPES["bfloat16"].numpy)
+    return pruned
 
 
 def write(path: Path, target: str, gigabytes: float) -> int:
@@ -55,21 +55,21 @@ def write(path: Path, target: str, gigabytes: float) -> int:
 
 
 def forget(path: Path) -> float | None:
-    """Drop the cached pages of a file on a disk. The share that is still cached; None where that cannot be told."""
+    """Drop the cached pages of a file on a disk. Returns the share still cached, None where that is unknown."""
     fd, page = os.open(path, os.O_RDONLY), bytearray(1)
     try:
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        places, held = range(4096, os.fstat(fd).st_size, 64 << 20), 0
+        places, cached = range(4096, os.fstat(fd).st_size, 64 << 20), 0
         for at in places:
             try:
                 os.preadv(fd, [page], at, os.RWF_NOWAIT)
-                held += 1
+                cached += 1
             except BlockingIOError:
                 pass
             except OSError:  # a file system without it
                 return None
-        return held / max(1, len(places))
+        return cached / max(1, len(places))
     finally:
         os.close(fd)
 

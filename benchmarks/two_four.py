@@ -85,13 +85,13 @@ def cusparselt(a: Format, B: Any) -> list[Contender]:
     """cuSPARSELt with its fastest algorithm: B as it is, and column-major."""
     import cupy as cp
 
-    found = []
+    rows = []
     for layout, b in (("row", B), (COL, cp.asfortranarray(B.view("u2")).view(B.dtype))):
         out = cp.empty((a.shape[0], B.shape[1]), B.dtype)
-        made = CusparseLt(search=True).plan(a, SPMM.problem(a, b, out))
-        run = graphed(lambda made=made, b=b, out=out: made(b, out))
-        found.append(Contender(f"cuSPARSELt {layout}", run, peer=True))
-    return found
+        lt_plan = CusparseLt(search=True).plan(a, SPMM.problem(a, b, out))
+        run = graphed(lambda lt_plan=lt_plan, b=b, out=out: lt_plan(b, out))
+        rows.append(Contender(f"cuSPARSELt {layout}", run, peer=True))
+    return rows
 
 
 def torch_peers(a: Format, B: Any, sparse: bool) -> list[Contender]:
@@ -101,13 +101,13 @@ def torch_peers(a: Format, B: Any, sparse: bool) -> list[Contender]:
     from spformat.arrays.torch_tensors import array_to_torch
 
     x, b = array_to_torch(a.to_dense()), array_to_torch(B)
-    found = [Contender("cuBLAS torch", torch_graphed(lambda: torch.mm(x, b)), peer=True)]
+    rows = [Contender("cuBLAS torch", torch_graphed(lambda: torch.mm(x, b)), peer=True)]
     if sparse:
         packed = torch._cslt_compress(x)
         best = torch._cslt_sparse_mm_search(packed, b)
         run = torch_graphed(lambda: torch._cslt_sparse_mm(packed, b, alg_id=best))
-        found.append(Contender("cuSPARSELt torch", run, peer=True))
-    return found
+        rows.append(Contender("cuSPARSELt torch", run, peer=True))
+    return rows
 
 
 def crowd(a: Format, B: Any, mma: bool) -> list[Contender]:
@@ -115,16 +115,16 @@ def crowd(a: Format, B: Any, mma: bool) -> list[Contender]:
     import cupy as cp
 
     out = cp.empty((a.shape[0], B.shape[1]), B.dtype)
-    made = sf.plan(a, B=B, out=out)
-    found = [
-        Contender(f"call {made.kernel} {made.tile}", lambda: made(B, out)),
-        Contender("graph", graphed(lambda: made(B, out))),
+    plan = sf.plan(a, B=B, out=out)
+    rows = [
+        Contender(f"call {plan.kernel} {plan.tile}", lambda: plan(B, out)),
+        Contender("graph", graphed(lambda: plan(B, out))),
     ]
     if mma:
         for kernel in (SpmmTwoFourSm90(), SpmmTwoFour()):
             other, sums = kernel.plan(a, SPMM.problem(a, B, out)), cp.empty_like(out)
-            found.append(Contender(f"mma.sp {other.kernel}", graphed(functools.partial(other, B, sums))))
-    found += [replace(c, name="cuBLAS cupy, called") for c in contenders.dense(a, B)]  # CuPy does not capture it
+            rows.append(Contender(f"mma.sp {other.kernel}", graphed(functools.partial(other, B, sums))))
+    rows += [replace(c, name="cuBLAS cupy, called") for c in contenders.dense(a, B)]  # CuPy does not capture it
     whole = B.shape[1] % 8 == 0
     has_nvmath = importlib.util.find_spec("nvmath") is not None
     makers: list[Callable[[], list[Contender]]] = [lambda: torch_peers(a, B, whole and not has_nvmath)]
@@ -132,10 +132,10 @@ def crowd(a: Format, B: Any, mma: bool) -> list[Contender]:
         makers.append(lambda: cusparselt(a, B))
     for make in makers:
         try:
-            found += make()
+            rows += make()
         except (sf.errors.SpformatError, ImportError, AttributeError, RuntimeError, ValueError, TypeError) as e:
             print(f"left out: {type(e).__name__}: {str(e)[:300]}", flush=True)
-    return found
+    return rows
 
 
 def measure(a: Format, M: int, N: int, K: int, repeats: int) -> tuple[dict[str, Any], list[bench.Result]]:
@@ -190,23 +190,23 @@ def in_a_row(a: Format, N: int, times: int = 50) -> dict[str, float]:
 
     B = contenders.operand(a, N)
     out = cp.empty((a.shape[0], N), B.dtype)
-    made = sf.plan(a, B=B, out=out)
-    graph = graphed(lambda: made(B, out), times)
+    plan = sf.plan(a, B=B, out=out)
+    graph = graphed(lambda: plan(B, out), times)
 
     def calls() -> None:
         for _ in range(times):
-            made(B, out)
+            plan(B, out)
 
     def clock(run: Callable[[], Any]) -> float:
-        taken = []
+        calls_us = []
         for _ in range(7):
             start, stop = cp.cuda.Event(), cp.cuda.Event()
             start.record()
             run()
             stop.record()
             stop.synchronize()
-            taken.append(1e3 * cp.cuda.get_elapsed_time(start, stop) / times)
-        return statistics.median(taken)
+            calls_us.append(1e3 * cp.cuda.get_elapsed_time(start, stop) / times)
+        return statistics.median(calls_us)
 
     return {"called_us": clock(calls), "graph_us": clock(graph)}
 

@@ -13,7 +13,7 @@ import pytest
 from stand_in_world import Step, World
 
 from spformat.backends.cuda.runtime import compose, epilogue
-from spformat.backends.cuda.runtime.launch import GRAPH_AFTER
+from spformat.backends.cuda.runtime.launch import RUNS_BEFORE_GRAPH
 from spformat.backends.cuda.runtime.scratch import RELAXED, Scratch
 from spformat.products.plan import Plan
 from spformat.products.problem import COL, ROW
@@ -49,12 +49,12 @@ def test_shared_memory_is_that_of_a_stream_and_of_no_graph(world: World) -> None
     assert first.buffer(7, 1000) == at
     del first
     assert second.buffer(7, 1000) == at == Scratch(shared="product").buffer(7, 1000)
-    held = [room for room in Scratch._lent.values() if room.array.data.ptr == at]
-    del held[0].array  # what nobody holds is given back
-    held.clear()
-    second._held.clear()
+    buffers = [b for b in Scratch._shared_buffers.values() if b.array.data.ptr == at]
+    del buffers[0].array  # a buffer without owner is freed
+    buffers.clear()
+    second._buffers.clear()
     gc.collect()
-    assert not [key for key in Scratch._lent if key[:3] == (0, 7, 10)]
+    assert not [key for key in Scratch._shared_buffers if key[:3] == (0, 7, 10)]
 
 
 def test_zeros_are_shared_among_those_who_leave_zeros(world: World) -> None:
@@ -141,7 +141,7 @@ def test_a_bias_is_added_by_launches_that_are_kept(world: World, passes: list[An
     other = epilogue.with_epilogue(world.plan(out_layout=layout), problem)
     order = "C" if layout == ROW else "F"
     B, out, bias = world.array(3, 5), world.array(4, 5, order=order), world.array(4)
-    rounds = GRAPH_AFTER + 2
+    rounds = RUNS_BEFORE_GRAPH + 2
     for _ in range(rounds):
         assert plan.run(B, out, 2.0, 1.0, bias) is out
     lines, along = (4, 5) if layout == ROW else (5, 4)
@@ -151,7 +151,7 @@ def test_a_bias_is_added_by_launches_that_are_kept(world: World, passes: list[An
     assert (o.b, o.n, o.ldb, o.ldc, o.bias, o.alpha, o.beta) == (B.ctypes.data, 5, 5, 8, 0, 1.0, 0.0)
     last = ("epilogue", (1, 1, 1), (at, 8, out.ctypes.data, along, lines, along, bias.ctypes.data, 2.0, 1.0))
     assert world.made == [(o, 0), (o, 1), last] * rounds
-    assert world.launched == rounds - GRAPH_AFTER
+    assert world.launched == rounds - RUNS_BEFORE_GRAPH
     wide = out.ctypes.data % 16 == 0 and along == 4
     assert passes == [
         f"epilogue<float, float, {layout == COL}, {wide}>".replace("True", "true").replace("False", "false")
@@ -192,14 +192,14 @@ def test_a_plan_of_arrays_alone_gets_arrays(world: World, passes: list[Any]) -> 
     made = Plan("plugin.x", p, lambda b, c: seen.append((b, c)))
     plan = epilogue.with_epilogue(made, p.changed(epilogue=True))
     world.cupy.ndarray = lambda shape, dtype, memory, strides: (shape, str(dtype), memory, strides)
-    for _ in range(GRAPH_AFTER + 2):
+    for _ in range(RUNS_BEFORE_GRAPH + 2):
         plan.run(B, out, 1.0, 0.0, None)
     (b, c) = seen[0]
     assert b == ((3, 5), "float32", (B.ctypes.data, 4 * 15, 0), (4, 12))
     assert c[0] == (4, 5)
     assert c[2][1:] == (4 * 8 * 4, 0)
     assert c[3] == (32, 4)
-    assert len(seen) == GRAPH_AFTER + 2
+    assert len(seen) == RUNS_BEFORE_GRAPH + 2
     assert world.launched == 0
 
 
@@ -214,7 +214,7 @@ def test_a_plan_of_several_launches_may_be_one_call_of_another(world: World, pas
     world.cupy.ndarray = lambda *_: None
 
     def work() -> None:
-        for _ in range(GRAPH_AFTER + 2):
+        for _ in range(RUNS_BEFORE_GRAPH + 2):
             outer.run(B, other, 1.0, 0.0, None)
 
     thread = threading.Thread(target=work, daemon=True)
@@ -234,3 +234,5 @@ def test_an_epilogue_inside_another_has_memory_of_its_own(world: World, passes: 
     outer.run(world.array(3, 5), world.array(4, 5), 2.0, 1.0, None)
     sums, product = (o.c for o in world.prepared)
     assert abs(sums - product) >= 4 * 8 * 4
+    assert [what[-1] for what in world.made if what[0] != "epilogue"] == [0, 1] * (RUNS_BEFORE_GRAPH + 2)
+    assert len(world.made) == 3 * (RUNS_BEFORE_GRAPH + 2)

@@ -1,6 +1,6 @@
-"""Which backends exist and how they load: built-in ones by module path, others by entry point.
+"""Which backends exist and how they are loaded: built-in ones by module path, others by entry point.
 
-A plug-in that only makes conversions faster has an entry point of the group ``spformat.edges``, which loads to a
+A plug-in that only adds faster conversions has an entry point of the group ``spformat.edges``, which loads to a
 sequence of ``Edge``.
 """
 
@@ -27,14 +27,14 @@ KNOWN = {
 
 HOST_ORDER = ("cpu", "*", "reference")
 DEVICE_ORDER = ("cuda", "vendor", "*")
-"""Who is asked first for operands on the host and on a device; "*" stands for third-party backends."""
+"""The order of backends for operands on the host and on a device; "*" stands for third-party backends."""
 
 
 _registered: dict[str, Backend] = {}
 
 
 def register(backend: Backend) -> Backend:
-    """Add a backend of this process; its name must be free. Others come by entry points."""
+    """Add a backend in this process; its name must be free. Installed plug-ins use entry points instead."""
     if backend.name in KNOWN or _registered.setdefault(backend.name, backend) is not backend:
         raise UsageError(f"a backend called {backend.name!r} is already there")
     get.cache_clear()
@@ -42,7 +42,7 @@ def register(backend: Backend) -> Backend:
 
 
 def unregister(name: str) -> None:
-    """Take out a backend that this process added; UsageError for any other."""
+    """Remove a backend that this process added; UsageError for any other."""
     if _registered.pop(name, None) is None:
         raise UsageError(f"no backend called {name!r:.80} was added in this process", value=name)
     get.cache_clear()
@@ -56,18 +56,18 @@ def _entry_points(group: str = ENTRY_POINT_GROUP) -> Any:
 
 @functools.cache
 def third_party() -> tuple[str, ...]:
-    """Names of installed backends that are not ours, sorted. Nothing of them is imported yet."""
+    """Names of installed third-party backends, sorted. This imports none of them."""
     names = {e.name for e in _entry_points()}
     return tuple(sorted(names - set(KNOWN)))
 
 
 def names() -> tuple[str, ...]:
-    """All backends, ours first."""
+    """All backends, built-in ones first."""
     return (*KNOWN, *_registered, *third_party())
 
 
 def order(device: str) -> tuple[str, ...]:
-    """Backends in the order they are asked for operands on ``device`` ("cpu" or "cuda"), the others after them."""
+    """Backends in the order in which they are asked for operands on ``device`` ("cpu" or "cuda"); the rest follow."""
     first, rest = (HOST_ORDER, DEVICE_ORDER) if device == "cpu" else (DEVICE_ORDER, HOST_ORDER)
     listed = [name for item in first for name in ((*_registered, *third_party()) if item == "*" else (item,))]
     return tuple(listed + [name for name in rest if name in KNOWN and name not in listed])
@@ -75,7 +75,7 @@ def order(device: str) -> tuple[str, ...]:
 
 @functools.cache
 def get(name: str) -> Backend:
-    """The backend of a name, imported now. UsageError for an unknown name; a plug-in's own error passes through."""
+    """Import and return a backend. UsageError for an unknown name; a plug-in's own error passes through."""
     if name in KNOWN:
         backend: Backend = importlib.import_module(KNOWN[name]).BACKEND
         return backend
@@ -99,7 +99,7 @@ def _cuda_edges() -> tuple[edges.Edge, ...]:
 
 
 def _installed_edges(device: str) -> Iterator[edges.Edge]:
-    """Those of installed plug-ins for a kind of device; a plug-in's own error passes through."""
+    """The edges of installed plug-ins for a kind of device; a plug-in's own error passes through."""
     for e in _entry_points(EDGE_GROUP):
         yield from (edge for edge in e.load() if edge.device == device)
 

@@ -21,5 +21,5 @@ class Backend(Protocol):
         ...
 
     def kernels(self) -> Sequence[Kernel]:
-        """All kernels. Asking them needs no GPU; of those that expect the same time the first is taken."""
+        """All kernels. Their answers need no GPU. Of kernels that expect the same time, the first is chosen."""
         ...

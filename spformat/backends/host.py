@@ -1,4 +1,4 @@
-"""What backends for host arrays share: the check of one call's operands, and the epilogue after a product."""
+"""Shared by backends for host arrays: the check of a call's operands, the epilogue after a product, sums of plans."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def check_operands(p: Problem, B: Any, out: Any) -> np.ndarray[Any, Any]:
         raise TypeError(f"B: this plan takes {p.b_dtype}, got {B.dtype}; give B.astype({p.b_dtype!r})")
     shape, dtype = (p.rows, B.shape[1]), numpy_dtype(p.out_dtype)
     if out is None:
-        given = B.nbytes + p.nnz * numpy_dtype(p.a_dtype).itemsize
-        check_bytes(product(*shape, dtype.itemsize), f"{p.operation}: product of shape {shape}", given)
+        input_bytes = B.nbytes + p.nnz * numpy_dtype(p.a_dtype).itemsize
+        check_bytes(product(*shape, dtype.itemsize), f"{p.operation}: product of shape {shape}", input_bytes)
         return np.empty(shape, dtype, order="F" if p.out_layout == COL else "C")
     if not isinstance(out, np.ndarray):
         raise TypeError(f"out: expected a numpy array, got {type(out).__name__}")
@@ -60,7 +60,7 @@ def check_bias(p: Problem, bias: Any, beta: float, out: Any) -> None:
 
 
 def with_epilogue(plan: Plan, p: Problem) -> Plan:
-    """A plan for ``p`` out of one for the product alone: alpha, beta and bias in a pass of their own."""
+    """A plan for ``p`` from one for the product alone: alpha, beta and bias are applied in one more pass over C."""
     wide = np.dtype(np.float64 if "float64" in (p.out_dtype, plan.problem.out_dtype) else np.float32)
 
     def run(B: Any, out: Any, alpha: float, beta: float, bias: Any) -> Any:
@@ -82,9 +82,9 @@ def with_epilogue(plan: Plan, p: Problem) -> Plan:
 
 
 def sum_of_plans(name: str, plans: Sequence[Plan], p: Problem) -> Plan:
-    """A plan for ``p`` of plans whose results are added: all but the first have an epilogue and add to C.
+    """A plan for ``p`` that adds up the results of several plans. All but the first have an epilogue and add to C.
 
-    Where their results are wider than C, they are summed in an array of their own and rounded once.
+    If their results are wider than C, they are summed in a separate array and rounded once.
     """
     wide = numpy_dtype(plans[0].problem.out_dtype)
 

@@ -1,4 +1,4 @@
-"""numpy, any operation on any format through its items, float64 sums: the oracle of every test and the last resort."""
+"""Every operation on every format, in numpy with float64 sums: the oracle of the tests, and the slowest kernel."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ..products.roofline import HOST_BYTES, plain_us
 from .host import check_bias, check_operands, numpy_dtype
 
 PANEL = 1 << 22
-"""Elements that are worked on together: bounds the memory of a wide B."""
+"""Elements that are computed at a time: bounds the memory for a wide B."""
 SLOWER = 50
-"""How many times longer than a plain loop the reference is taken to need: it is chosen only where nothing else is."""
+"""How many times longer than a plain loop the reference expects to take, so that any other kernel is preferred."""
 _FLOATS = tuple(name for name in VALUE_TYPES if name != "int8")
 
 
@@ -44,7 +44,7 @@ class Reference(Kernel):
         return frozenset((self.operation, f.name) for f in (*registered(), *composed()))
 
     def unsupported(self, p: Problem) -> list[str]:
-        """Takes everything on the host that the result can hold: integers would cut fractions off."""
+        """Takes everything on the host. ``out`` may be of integers only if A and B are int8."""
         integers = {o.dtype for o in p.operands} == {"int8"}
         outputs = [*_FLOATS, *(("int32", "int64") if integers else ())]
         return reasons(
@@ -53,15 +53,16 @@ class Reference(Kernel):
         )
 
     def expected_us(self, p: Problem) -> float:
-        """Far more than any other kernel: many times what a plain loop takes that also reads all of A's indices."""
+        """``SLOWER`` times the time of a plain loop that also reads all of A's indices."""
         return SLOWER * (plain_us(p) + 1e6 * index_bytes(p) / HOST_BYTES)
 
     def _plan(self, a: Format, p: Problem) -> Plan:
         items = items_of(a, p.out.dtype in ("int32", "int64"))
         reference = operations.operation(p.operation).reference
-        kept = sum(int(x.nbytes) for x in items[1:])
+        workspace = sum(int(x.nbytes) for x in items[1:])
         if len(p.operands) != 2:
-            return Plan(self.name, p, lambda *given: _whole(reference, items, p, given), "float64 sums", kept)
+            run_all = lambda *operands: _run_all(reference, items, p, operands)  # noqa: E731
+            return Plan(self.name, p, run_all, "float64 sums", workspace)
 
         def run(B: Array, out: Array, alpha: float = 1.0, beta: float = 0.0, bias: Any = None) -> Array:
             check_bias(p, bias, beta, out)
@@ -76,12 +77,12 @@ class Reference(Kernel):
                     out[:, j : j + step] = sums.astype(numpy_dtype(p.out_dtype))
             return out
 
-        return Plan(self.name, p, run, "float64 sums", kept)
+        return Plan(self.name, p, run, "float64 sums", workspace)
 
 
-def _whole(reference: Any, items: Items, p: Problem, given: tuple[Any, ...]) -> Array:
-    """An operation of several dense operands, which is not cut into panels; the last of ``given`` is out or None."""
-    *dense, out = given
+def _run_all(reference: Any, items: Items, p: Problem, operands: tuple[Any, ...]) -> Array:
+    """An operation of several dense operands in one step; the last of ``operands`` is ``out`` or None."""
+    *dense, out = operands
     result = reference(items, *(x.astype(items.values.dtype) for x in dense)).astype(numpy_dtype(p.out.dtype))
     if out is None:
         return result

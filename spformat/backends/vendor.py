@@ -1,6 +1,6 @@
 """The vendor's own libraries: cuBLAS for Dense, cuSPARSE for CSR (through CuPy), cuSPARSELt for 2:4 (through nvmath).
 
-They are the baselines every benchmark names, and candidates where no kernel of ours takes a problem.
+They are the baselines of every benchmark, and also candidates for every product.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class CusparseCSR(CudaKernel):
         )
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
-        """Descriptors are made per call: they hold B's and C's pointers."""
+        """Descriptors are created in every call, because they contain the pointers of B and C."""
         from cupy.cuda import cusparse, device
 
         arrays = (a.indptr, a.indices, a.values)
@@ -130,9 +130,9 @@ def _has_nvmath() -> bool:
 
 
 class CusparseLt(CudaKernel):
-    """cusparseLtMatmul on 2:4, weights compressed in the library's own order when the plan is made.
+    """cusparseLtMatmul on 2:4. The weights are compressed to the library's own order when the plan is built.
 
-    search: at the first product of a shape try all of the library's algorithms on the operands, and keep the fastest.
+    search: the first product of a shape tries all of the library's algorithms on the operands; the fastest is used.
     """
 
     name = "vendor.cusparselt"
@@ -165,7 +165,7 @@ class CusparseLt(CudaKernel):
         ) + library_reasons(p, ("float16", "bfloat16"), 80)  # fmt: skip
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
-        """Decodes A once to compress it in the library's order; a matmul plan is made per N and layout, and kept."""
+        """Decodes A once and compresses it. One plan of the library is kept for each N and leading dimension."""
         import cupy
 
         from ..errors import UsageError
@@ -238,7 +238,7 @@ def _scalars(double: bool) -> tuple[Any, Any]:
 
 
 def _once(launch: Callable[[Operands], None], *keep: Any) -> Library:
-    """``launch`` as the one call that operands need; ``keep``: arrays it uses by address."""
+    """A ``Library`` with ``launch`` as its only call; ``keep``: arrays of which ``launch`` uses the addresses."""
 
     def call(o: Operands, keep: Any = keep) -> None:
         try:
@@ -258,7 +258,7 @@ class VendorBackend:
     name = "vendor"
 
     def missing(self) -> list[str]:
-        """CuPy or a device, with the line that brings it."""
+        """What is missing: CuPy or a device."""
         from .cuda import BACKEND as CUDA
 
         return CUDA.missing()

@@ -1,4 +1,4 @@
-"""spmm(), linear(), plan(), explain(): take operands to a plan, never convert, never copy between host and device."""
+"""spmm(), linear(), plan(), explain(): find the plan for operands. Nothing is converted or copied between devices."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ from .select import Explanation, ask, choose, named
 
 log = logging.getLogger("spformat")
 
-_chosen: contextvars.ContextVar[str | None] = contextvars.ContextVar("spformat_backend", default=None)
+_default_backend: contextvars.ContextVar[str | None] = contextvars.ContextVar("spformat_backend", default=None)
 
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Inside the block every call without ``backend=`` uses this backend or kernel, and never falls back."""
     named(name)
-    token = _chosen.set(name)
+    token = _default_backend.set(name)
     try:
         yield
     finally:
-        _chosen.reset(token)
+        _default_backend.reset(token)
 
 
 def spmm(A: Any, B: Any, out: Any = None, backend: str | None = None, *, alpha: float = 1.0, beta: float = 0.0,
          bias: Any = None) -> Any:  # fmt: skip
     """C[M,N] = alpha * A[M,K] @ B[K,N] + beta * C + bias with sparse A; C is in B's library, on B's device.
 
-    A: any spformat object (a scipy, torch or dense matrix is taken as its format first), or the transpose of one:
-    ``spmm(A.T, B)`` is the product with A^T, for which A is not stored a second time where a kernel can do without.
+    A: any spformat object (a scipy, torch or dense matrix is first wrapped in its format), or the transpose of one:
+    ``spmm(A.T, B)`` is the product with A^T. A is stored a second time only if no kernel can do without that.
     B: numpy, CuPy or torch array [K, N], row- or column-major, with a leading dimension if you like; or [K].
     out: array [M, N] to write, all of it; its dtype may be wider than B's. Default: a new row-major array of
     ``problem.result_dtype``. 16-bit inputs are summed in float32.
@@ -172,7 +172,7 @@ def plan(A: Any, n: int | None = None, *, B: Any = None, out: Any = None, backen
             A, 512 if n is None else n, operation, value_type(b_dtype or A.dtype).name, out_dtype, b_layout,
             out_layout, epilogue, workspace,
         )  # fmt: skip
-    return _plan_of(A, problem, _asked_for(backend), unsafe)
+    return _plan_of(A, problem, _backend_name(backend), unsafe)
 
 
 def explain(
@@ -187,38 +187,38 @@ def explain(
         return ask(A, backend, installed=installed)
     operation, A = ("spmm_transposed", A.matrix) if isinstance(A, Transposed) else ("spmm", as_format(A))
     if B is None:
-        return ask(problem_of(A, 512 if n is None else n, operation), _asked_for(backend))
+        return ask(problem_of(A, 512 if n is None else n, operation), _backend_name(backend))
     B = as_array(B)
     problem = operations.operation(operation).problem(A, B[:, None] if B.ndim == 1 else B)
-    return ask(problem, _asked_for(backend))
+    return ask(problem, _backend_name(backend))
 
 
 def run(operation: str, A: Any, *dense: Any, out: Any = None, backend: str | None = None) -> Any:
     """An operation by its name: ``run("spmm", A, B)``. A and the arrays as in ``spmm``; numpy and CuPy arrays only."""
     matrix = as_format(A)
     problem = operations.operation(operation).problem(matrix, *dense, out=out)
-    return _plan_of(matrix, problem, _asked_for(backend), False).run(*dense, out)
+    return _plan_of(matrix, problem, _backend_name(backend), False).run(*dense, out)
 
 
 # ------------------------------------------------------------------ from operands to a plan
 
 
-def _asked_for(backend: str | None) -> str | None:
-    """The backend or kernel that a call names, or the block or the environment that it is in."""
-    return backend or _chosen.get() or os.environ.get("SPFORMAT_BACKEND")
+def _backend_name(backend: str | None) -> str | None:
+    """The backend or kernel that a call names, else that of the ``use_backend`` block, else SPFORMAT_BACKEND."""
+    return backend or _default_backend.get() or os.environ.get("SPFORMAT_BACKEND")
 
 
 def _plan_for(operation: str, A: Format, B: Any, out: Any, backend: str | None, epilogue: bool = False) -> Plan:
-    """The cached plan of this call: the key is cheap to build, a Problem is not."""
-    name = _asked_for(backend)
+    """The cached plan of this call. Its key is cheap to build, while a Problem is not."""
+    name = _backend_name(backend)
     try:
         shape, strides = B.shape, B.strides
         if out is None:
             key: Any = (shape[1], B.dtype, strides, B.__class__, name)
         else:
             key = (shape[1], B.dtype, strides, B.__class__, name, out.dtype, out.strides, out.__class__)
-    except (AttributeError, IndexError):  # no matrix, or no array
-        operations.operation(operation).problem(A, B, out, epilogue)  # says which
+    except (AttributeError, IndexError):  # B or out is not an array of two dimensions
+        operations.operation(operation).problem(A, B, out, epilogue)  # raises an error that says which
         raise
     if epilogue or operation != "spmm":
         key = (*key, operation, epilogue)
@@ -227,17 +227,17 @@ def _plan_for(operation: str, A: Format, B: Any, out: Any, backend: str | None, 
         return cached
     problem = operations.operation(operation).problem(A, B, out, epilogue)
     plan = _plan_of(A, problem, name, False)
-    if len(A._plans) < PLANS:  # a caller with ever new shapes must not grow the cache without end
+    if len(A._plans) < PLANS:  # calls with always new shapes must not let the cache grow without bound
         A._plans[key] = plan
     return plan
 
 
 PLANS = 4096
-"""Plans and keys of them that are kept with a matrix."""
+"""Most entries in the cache of plans of a matrix."""
 
 
 def _plan_of(A: Format, problem: Problem, name: str | None, unsafe: bool) -> Plan:
-    """A plan of the fastest kernel, shared with the problems that differ in their number of columns alone."""
+    """A plan of the fastest kernel, shared by problems that differ only in their number of columns."""
     kernel = choose(problem, name)
     key = kernel.name, problem.changed(n=0) if len(problem.operands) == 2 else problem
     shared: Plan | None = A._plans.get(key)
@@ -255,7 +255,7 @@ def problem_of(
     A: Format, n: int, operation: str = "spmm", b_dtype: str = "", out_dtype: Any = None, b_layout: str = ROW,
     out_layout: str = ROW, epilogue: bool = False, workspace: int = WORKSPACE,
 ) -> Problem:  # fmt: skip
-    """The problem of a product of A with n columns of B that are not at hand. Default: B in A's dtype."""
+    """The problem of a product of A with a B of n columns that does not exist yet. Default: B in A's dtype."""
     a = Operand.of(A)
     b = b_dtype or a.dtype
     result = result_dtype(a.dtype, b) if out_dtype is None else _dtype_name(out_dtype)
@@ -277,8 +277,8 @@ def _foreign(
 ) -> Any:
     """``spmm`` (or ``linear``, whose operands are transposed) of a scipy matrix, a nested list or a torch tensor.
 
-    Of torch the memory is shared; on a device the work goes to its current stream, and the result is from its
-    allocator.
+    Torch tensors are not copied. On a device the work is queued on torch's current stream, and torch allocates the
+    result.
     """
 
     def call(B: Any, out: Any) -> Any:

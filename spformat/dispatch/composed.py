@@ -26,7 +26,7 @@ def _expected(p: Problem) -> float:
 
 
 def _why_not(what: str, p: Problem) -> list[str]:
-    """Why no kernel takes a problem that this one is composed of."""
+    """The reason if no kernel takes ``p``, one of the problems that a product is composed of."""
     trace = ask(p)
     return [] if trace.chosen else [f"no kernel takes {what} ({p.operands[0].format})"]
 
@@ -51,15 +51,15 @@ class SumOfParts(Kernel):
 
     def unsupported(self, p: Problem) -> list[str]:
         """What the kernels of the parts refuse."""
-        found = [text for i, q in enumerate(self.problems(p)) for text in _why_not(f"part {i}", q)]
-        return found or ([] if p.operands[0].parts else ["the problem names no parts"])
+        refused = [text for i, q in enumerate(self.problems(p)) for text in _why_not(f"part {i}", q)]
+        return refused or ([] if p.operands[0].parts else ["the problem names no parts"])
 
     def workspace_bytes(self, p: Problem) -> int:
         """The float32 sums of a 16-bit C."""
         return 4 * p.rows * p.n if p.out_dtype in ("float16", "bfloat16") else 0
 
     def expected_us(self, p: Problem) -> float:
-        """The sum of what the parts expect."""
+        """The sum of the expected times of the parts."""
         return sum(_expected(q) for q in self.problems(p))
 
     def _plan(self, a: Any, p: Problem) -> Plan:
@@ -83,7 +83,7 @@ class TransposedCopy(Kernel):
 
     @property
     def takes(self) -> frozenset[tuple[str, str]]:  # type: ignore[override]
-        """Every format but dense, whose products take a transpose as it is, and sums, which are taken by parts."""
+        """Every format but dense and sums. Dense products need no copy, and sums are multiplied part by part."""
         return spmm_of(*(f.name for f in registered() if f is not Dense), operation="spmm_transposed")
 
     def problem(self, p: Problem) -> Problem:
@@ -92,8 +92,8 @@ class TransposedCopy(Kernel):
         params = dict(a.params)
         if "blocksize" in params:
             params = {"blocksize": params["blocksize"][::-1]}
-        kept = a.format if "blocksize" in params else "csr"
-        copy = Operand("bsr" if kept == "dbsr" else kept, a.shape[::-1], a.dtype,
+        name = a.format if "blocksize" in params else "csr"
+        copy = Operand("bsr" if name == "dbsr" else name, a.shape[::-1], a.dtype,
                        tuple(params.items()) if "blocksize" in params else (), a.stored, device=a.device)  # fmt: skip
         return replace(p, operation="spmm", operands=(copy, *p.operands[1:]))
 
@@ -106,7 +106,7 @@ class TransposedCopy(Kernel):
         return p.nnz * (itemsize(p.a_dtype) + 4) + 4 * (p.K + 1)
 
     def expected_us(self, p: Problem) -> float:
-        """What the product with the copy expects; the copy itself is made once."""
+        """The expected time of the product with the copy. The copy is built only once and not counted."""
         return _expected(self.problem(p))
 
     def _plan(self, a: Any, p: Problem) -> Plan:
@@ -122,7 +122,7 @@ class TransposedCopy(Kernel):
 
 
 class ComposedBackend:
-    """Always there; its kernels need those of other backends."""
+    """Always available; its kernels use those of other backends."""
 
     name = "composed"
 

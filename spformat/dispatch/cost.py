@@ -1,4 +1,4 @@
-"""What a product costs on a GPU: operations, bytes, what bounds it and the time to expect.  No GPU needed.
+"""The cost of a product on a GPU: operations, bytes, what bounds it and the expected time.  No GPU needed.
 
     >>> spformat.dispatch.cost.estimate(a, n=4096, device="H200")
     Cost(device='H200', kernel='cuda.spmm_vector_nm_sm90a', operations=.., bytes=.., bound='L2', expected_us=..)
@@ -26,12 +26,12 @@ from .api import explain, problem_of
 __all__ = ["DEVICES", "Cost", "Device", "estimate"]
 
 _ARITHMETIC = {"float64": CUDA_64, "float32": CUDA_32}
-"""Where a kernel does not say; everything narrower goes to the tensor cores."""
+"""Value type -> arithmetic, for kernels without ``blocking``. Narrower types use the tensor cores."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One product C = A @ B. Times in microseconds; each bound alone is a time that the kernel does not beat."""
+    """One product C = A @ B. Times are in microseconds. No kernel takes less than any of the bounds."""
 
     device: str
     kernel: str | None
@@ -43,7 +43,7 @@ class Cost:
     compute_us: float
     """All operations at the peak of the kernel's arithmetic."""
     cache_us: float | None
-    """What all tiles load, at the rate of L2; None where the kernel's tiles are not known."""
+    """The bytes that all tiles load, at the rate of L2; None where the kernel's tiles are not known."""
     memory_us: float
     """All bytes at the rate of a large copy."""
     launch_us: float
@@ -65,7 +65,7 @@ class Cost:
 
     @property
     def bound(self) -> str:
-        """What takes longest: "compute", "L2", "memory" or "launch"."""
+        """The largest of the bounds: "compute", "L2", "memory" or "launch"."""
         bounds = self._bounds()
         return max(bounds, key=bounds.__getitem__)
 

@@ -1,4 +1,4 @@
-"""From a kernel and a matrix to a plan: the epilogue that a kernel lacks, and the guard of the arrays that are read."""
+"""Build a plan from a kernel and a matrix; add the epilogue if the kernel has none, and protect the arrays of A."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def plan_with(kernel: Kernel, A: Format, problem: Problem, purpose: str = "produ
     purpose: names the memory that an epilogue in a pass of its own takes its product from; plans that run inside one
     another need different ones.
     """
-    asked = without_epilogue(kernel, problem)
+    own = without_epilogue(kernel, problem)
     with current_device(A.values):
-        plan = kernel.plan(A, asked)
-        if asked is not problem:
+        plan = kernel.plan(A, own)
+        if own is not problem:
             plan = _with_epilogue(plan, problem, purpose)
     if plan.reads is not None:
         return plan
-    # The arrays are kept, too: memory that A alone held could be handed out again and come back as an out.
+    # The arrays are kept as well: otherwise their memory could be freed, allocated again, and be given as ``out``.
     reads = tuple((*span(x), x) for x in A.all_arrays().values() if x.size)
     return replace(plan, run=_guarded(plan.run, reads, len(problem.operands) - 1))
 
@@ -42,17 +42,17 @@ def _with_epilogue(plan: Plan, problem: Problem, purpose: str) -> Plan:
 
 
 def _guarded(run: Any, reads: tuple[tuple[int, int, Any], ...], dense: int) -> Any:
-    """``run``, with an ``out`` refused that would overwrite the matrix while it is read.
+    """``run`` that first refuses an ``out`` which overlaps the arrays of the matrix.
 
-    ``out`` follows the dense operands, of which there are ``dense``.
+    ``out`` is the argument after the ``dense`` dense operands.
     """
 
-    def guarded(*given: Any) -> Any:
-        out = given[dense]
+    def guarded(*operands: Any) -> Any:
+        out = operands[dense]
         if out is not None and out.size:
             lo, hi = span(out)
             if any(lo < end and start < hi for start, end, _ in reads):
                 raise ValueError(OVERWRITES)
-        return run(*given)
+        return run(*operands)
 
     return guarded

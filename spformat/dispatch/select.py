@@ -1,4 +1,4 @@
-"""Which kernel takes a problem: every kernel's answer, and the one that expects to be fastest. Sees no data."""
+"""Choose the kernel for a problem: every kernel's answer, and the one with the least expected time. Sees no data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..products.roofline import epilogue_us
 
 @dataclass(frozen=True)
 class Explanation:
-    """Every kernel with its answer: those that accept, the fastest first, then the others in the order of backends.
+    """Every kernel's answer: first those that accept, ordered by expected time, then the others in order of backends.
 
     ``str()`` is the text the CLI prints.
     """
@@ -49,10 +49,10 @@ class Explanation:
 
 
 def choose(problem: Problem, name: str | None = None) -> Kernel:
-    """The accepting kernel that expects to be fastest.
+    """The kernel with the least expected time among those that accept the problem.
 
-    name: a backend or a kernel to choose among alone. Raises NoKernelError with every kernel's reasons, and
-    DeviceUnavailable for a backend asked for by name that cannot run here.
+    name: a backend or a kernel; only its kernels are considered. Raises NoKernelError with every kernel's reasons, and
+    DeviceUnavailable for a backend given by name that cannot run here.
     """
     trace = ask(problem, name)
     for answer in trace.answers:
@@ -67,7 +67,7 @@ def choose(problem: Problem, name: str | None = None) -> Kernel:
 
 
 def ask(problem: Problem, only: str | None = None, *, installed: bool = True) -> Explanation:
-    """Every kernel's answer. only: a backend or a kernel; installed: what is missing on this machine counts."""
+    """Every kernel's answer. only: a backend or a kernel. installed: refuse what is missing on this machine."""
     answers: list[Accepted | Rejected] = []
     for name in (only,) if only else backends.order(problem.device):
         answers += _answers(problem, name, installed)
@@ -104,23 +104,21 @@ def _answers(p: Problem, name: str, installed: bool) -> Iterator[Accepted | Reje
 
 
 def _answer(k: Kernel, p: Problem, missing: tuple[str, ...]) -> Accepted | Rejected:
-    asked = without_epilogue(k, p)
-    refused = [*missing, *k.unsupported(asked)]
+    own = without_epilogue(k, p)
+    refused = [*missing, *k.unsupported(own)]
     if not refused:
-        needed = k.workspace_bytes(asked)
+        needed = k.workspace_bytes(own)
         if needed > p.workspace:
             allowed = f"the call allows {p.workspace:,} (workspace=)"
             refused.append(f"needs a workspace of {needed:,} bytes, {allowed}")
     if refused:
         return Rejected(k.name, tuple(refused))
-    expected = k.expected_us(asked)
-    return Accepted(
-        k.name, math.inf if expected != expected else expected + (epilogue_us(p) if asked is not p else 0.0)
-    )
+    expected = k.expected_us(own)
+    return Accepted(k.name, math.inf if expected != expected else expected + (epilogue_us(p) if own is not p else 0.0))
 
 
 def named(name: str) -> tuple[Backend, str | None]:
-    """The backend of "cuda", or that of "cuda.spmm_csr" and this name; UsageError for one that is unknown."""
+    """(backend, None) for a backend's name, (its backend, name) for a kernel's; UsageError for an unknown name."""
     head, dot, _ = name.partition(".")
     backend = backends.get(head)
     kernels = [k.name for k in backend.kernels()] if dot else []
@@ -130,7 +128,10 @@ def named(name: str) -> tuple[Backend, str | None]:
 
 
 def without_epilogue(kernel: Kernel, problem: Problem) -> Problem:
-    """What a kernel is asked: where it has no epilogue the product alone, in float32 if it can: C is rounded once."""
+    """The problem that a kernel itself has to solve: without an epilogue of its own, the product alone.
+
+    That product is in float32 if the kernel can write float32, so that a 16-bit C is rounded only once.
+    """
     if not problem.epilogue or kernel.epilogue:
         return problem
     wide = problem.changed(epilogue=False, out_dtype="float32")

@@ -1,8 +1,9 @@
-"""Measure products: contenders take turns in one process, correctness first, cold and hot caches, medians.
+"""Measure products: contenders are checked, then timed in turn in one process; medians with cold and with hot caches.
 
-On a device, times are CUDA events with a 256 MB write between runs (cold L2) or right after a run of the same (hot); on
-the host, wall clock. Only ratios measured side by side in one run mean anything: ``compare`` runs every contender
-of a case in turn, so that drift of clocks and neighbours hits all of them alike, and in an order drawn anew each round.
+On a device, times are taken with CUDA events, after a write of 256 MB (cold L2) or right after the same product (hot);
+on the host, with the wall clock. Only ratios measured side by side in one run mean anything. ``compare`` therefore runs
+the contenders of a case in turn, in an order drawn anew in each round, so that changes of clocks and other load affect
+all of them alike.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from ..formats.base import Format
 FLUSH = 256 << 20
 """Bytes written between cold runs; more than any L2."""
 DENSE, SAMPLED = 1 << 28, 128
-"""Elements of A up to which it is multiplied as a dense matrix for the check; rows of a larger one that are checked."""
+"""Up to this many elements, A is checked as a dense matrix; of a larger A this many rows are checked."""
 FLUSH_US = 50
-"""What writing them takes at least, on any device of today."""
+"""Microseconds that writing ``FLUSH`` bytes takes at least, on any device of today."""
 IN_FLIGHT = 8
-"""Rounds of contenders that a device is given before the host waits for it."""
+"""Rounds of contenders that are queued on a device before the host waits for it."""
 
 UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8, "int32": 0.0}
 """Half a unit in the last place of an output type."""
@@ -42,7 +43,7 @@ class Contender:
     name: str
     run: Callable[[], Array]
     peer: bool = False
-    """Somebody else's: what ours is compared with."""
+    """Whether it is another library, with which our kernels are compared."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Result:
     cold_us: float
     hot_us: float
     host_us: float
-    """Host time of one call, device not waited for."""
+    """Host time of one call, without waiting for the device."""
     error: float
     """Largest error as a share of the bound u |C| + 2 (ceil(K/16)+1) 2^-24 (|A| @ |B|); > 1 is wrong."""
     useful_tflops: float
@@ -87,7 +88,7 @@ def compare(case: Case, repeats: int = 50, warmups: int = 10, seconds: float = 3
     alive, out = [], []
     for c in case.contenders:
         try:
-            _spoil(c.run())  # contenders may share it: one that writes nothing would pass with another's sums
+            _spoil(c.run())  # contenders may share C: one that writes nothing must not pass with another's result
             alive.append((c, _error(c.run(), *reference, case)))
         except (SpformatError, ValueError, TypeError, RuntimeError) as e:
             if isinstance(device_error(e) or e, DeviceFault):
@@ -118,7 +119,7 @@ UNIT_BYTES = {"bfloat16": 2}
 
 
 def _reference(case: Case) -> tuple[Array, Array, Any]:
-    """(A @ B, |A| @ |B|, rows) in float64: all rows where the operands are, or some on the host for a large A."""
+    """(A @ B, |A| @ |B|, rows) in float64. All rows, on the operands' device; for a large A some rows, on the host."""
     (M, K), xp = case.a.shape, namespace(case.B)
     if M * K <= DENSE:
         A, B = case.a.to_dense().astype(np.float64), case.B.astype(np.float64)
@@ -151,7 +152,7 @@ def _error(C: Array, ref: Array, magnitude: Array, rows: Any, case: Case) -> flo
 def _orders(contenders: int, rounds: int) -> Iterator[list[int]]:
     """The order of each round, drawn anew, the same in every run of a program.
 
-    In a fixed one a contender always follows the same other, which is worth up to 5 % to it on a device.
+    In a fixed order a contender would always follow the same other one, which can gain it up to 5 % on a device.
     """
     draw = random.Random(0)
     for _ in range(rounds):
@@ -159,7 +160,7 @@ def _orders(contenders: int, rounds: int) -> Iterator[list[int]]:
 
 
 def clock(B: Array) -> _HostClock | _DeviceClock:
-    """What times products with a dense operand like B: events on its device, or the wall clock."""
+    """The clock for products with a dense operand like B: events on its device, or the wall clock."""
     return _DeviceClock(B) if is_cupy(B) else _HostClock()
 
 
@@ -190,7 +191,7 @@ class _HostClock:
         return [statistics.median(t) for t in times]
 
     def host_times(self, runs: Sequence[Callable[[], Any]]) -> list[float]:
-        """Not apart from the run itself on the host."""
+        """NaN: on the host this time is the time of the run itself."""
         return [float("nan")] * len(runs)
 
 
@@ -206,8 +207,8 @@ class _DeviceClock:
     ) -> list[float]:
         """Median microseconds of each, between events.
 
-        The device is held while the host queues a call, as long as the slowest contender needs and for all of them
-        alike, so that the time between the events is that of the kernels. Hot: the same product has just run.
+        The stream is blocked while the host queues a call, so that the time between the events is that of the kernels.
+        It is blocked equally long for all contenders: as long as the slowest needs. Hot: the same product has just run.
         """
         from ..backends.cuda.runtime.hold import hold
 
@@ -228,46 +229,46 @@ class _DeviceClock:
                 runs[k]()
                 stop.record()
                 pairs[k].append((start, stop))
-            # Now and then only: what follows an idle device is up to a fifth slower, and it would always be the first.
+            # Wait rarely: the first call on an idle device is up to a fifth slower.
             if i % IN_FLIGHT == IN_FLIGHT - 1:
                 sync()
             if time.perf_counter() > end:
                 break
         sync()
         elapsed = self._cp.cuda.get_elapsed_time
-        return [1e3 * statistics.median(elapsed(a, b) for a, b in taken) for taken in pairs]
+        return [1e3 * statistics.median(elapsed(a, b) for a, b in events) for events in pairs]
 
     def _queueing(self, runs: Sequence[Callable[[], Any]], times: int) -> float:
         """Run each a few times: microseconds of the host for a call of the slowest, each at its fastest."""
         slowest = 0.0
         for run in runs:
-            taken = []
+            calls_us = []
             for _ in range(times):
                 start = time.perf_counter()
                 run()
-                taken.append(1e6 * (time.perf_counter() - start))
-            slowest = max(slowest, min(taken))
+                calls_us.append(1e6 * (time.perf_counter() - start))
+            slowest = max(slowest, min(calls_us))
         self._cp.cuda.runtime.deviceSynchronize()
         return min(slowest, 5000)
 
     def host_times(self, runs: Sequence[Callable[[], Any]]) -> list[float]:
-        """Microseconds a call keeps the host, the device not waited for."""
+        """Microseconds that a call takes on the host, without waiting for the device."""
         sync, out = self._cp.cuda.runtime.deviceSynchronize, []
         for run in runs:
-            taken = []
+            calls_us = []
             for _ in range(5):
                 sync()
                 start = time.perf_counter()
                 for _ in range(20):
                     run()
-                taken.append(5e4 * (time.perf_counter() - start))
+                calls_us.append(5e4 * (time.perf_counter() - start))
             sync()
-            out.append(min(taken))
+            out.append(min(calls_us))
         return out
 
 
 def environment(like: Array | None = None) -> dict[str, Any]:
-    """Device, clocks and versions: what a figure must be quoted with."""
+    """Device, clocks and versions, which belong to every published figure."""
     names = ("spformat", "numpy", "scipy", "numba", "cupy-cuda13x", "cupy-cuda12x", "torch", "nvidia-cusparselt-cu13")
     versions = {}
     for name in names:

@@ -36,7 +36,7 @@ ENOUGH = 3
 """Points that a variant needs for each constant of its own."""
 ROUNDS = 8
 TILES = 3
-"""Tiles of a kernel that are measured for a problem: the one it would use, and others drawn at random."""
+"""Tiles of a kernel that are measured for a problem: its best one, and others drawn at random."""
 NEAR = 0.3
 FAILURES = (SpformatError, ValueError, TypeError, RuntimeError, MemoryError)
 
@@ -49,9 +49,9 @@ class Point(NamedTuple):
     tile: Any
     us: float
     expected: float
-    """What the kernel expected before, for this problem; with another tile than its own, NaN."""
+    """The kernel's expected time for this problem before the fit; NaN for any tile but its best one."""
     case: int
-    """The same for all that computed the same product."""
+    """Number of the product; the same for all kernels that computed it."""
 
 
 class Fit(NamedTuple):
@@ -67,7 +67,7 @@ class Fit(NamedTuple):
 
 
 def kernels_of(a: Format, device: str) -> list[Kernel]:
-    """The kernels that might multiply a matrix there, but the reference, which is slow on purpose."""
+    """The kernels that may multiply a matrix on a device, without the reference, which is always slow."""
     names = ("cpu",) if device == "cpu" else ("cuda", "vendor")
     return [k for b in names for k in backends.get(b).kernels() if ("spmm", a.name) in k.takes]
 
@@ -75,9 +75,9 @@ def kernels_of(a: Format, device: str) -> list[Kernel]:
 def measure(
     seed: int, device: str, seconds: float, *, widths: int = 4, all_tiles: bool = True, products: int = 1 << 30
 ) -> Iterator[Point]:
-    """Points for so many seconds, or products; a case that fails is noted in the log, and left out.
+    """Measurements until ``seconds`` or ``products`` are used up. A case that fails is logged and left out.
 
-    all_tiles: some of a kernel's other tiles too, for a fit; else what the kernel itself would use.
+    all_tiles: for a fit, also some other tiles of a kernel; otherwise only its best one.
     """
     xp = _library(device)
     end, rng, number = time.monotonic() + seconds, random.Random(seed), 0
@@ -167,7 +167,7 @@ def constants(quantities: Any, us: Any) -> list[float]:
 
 
 def fit(points: Sequence[Point]) -> list[Fit]:
-    """Constants of every kernel that has points enough."""
+    """The constants of every kernel with enough points."""
     groups: dict[str, list[Point]] = defaultdict(list)
     for x in points:
         if x.kernel.terms:
@@ -202,7 +202,7 @@ def _fitted(name: str, points: list[Point]) -> Fit:
 
 
 def _own(x: Point) -> float:
-    """What was measured, less what other kernels are expected to take that run behind this one."""
+    """The measured time without the expected time of other kernels that run after this one."""
     return max(0.1 * x.us, x.us - x.kernel.rest_us(x.problem))
 
 

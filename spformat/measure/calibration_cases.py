@@ -43,7 +43,7 @@ KINDS: tuple[tuple[str, str, float, tuple[int, int], dict[str, Any]], ...] = (
     ("sr-bcrs", "float32", 0.1, (8, 1), {"vector_length": 8, "stride": 16}),
     ("ell-buckets", "bfloat16", 0.1, (1, 1), {}), ("ell-buckets", "float32", 0.05, (1, 1), {}),
 )  # fmt: skip
-"""Format, value type, share of values (or blocks) kept, extent of what is kept together, parameters."""
+"""Format, value type, density of values (or blocks), shape of the blocks that are kept or dropped, parameters."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,18 @@ class Spec:
 
 
 def draw(seed: int, device: str, widths: int) -> Iterator[Spec]:
-    """Matrices without end, each kind once before any comes again; each with so many numbers of columns."""
+    """An endless sequence of matrices with ``widths`` numbers of columns each. Every kind comes once in each round."""
     rng = random.Random(seed)
     shapes = [s for s in LAYERS if s[0] * s[1] <= LARGEST[device]]
     while True:
         for format, dtype, density, together, params in rng.sample(KINDS, len(KINDS)):
             M, K = rng.choice(shapes)
-            found = tuple(_width(rng, M, K, OPERATIONS[device]) for _ in range(widths))
-            yield Spec(format, dtype, M, K, density, together, tuple(params.items()), found)
+            products = tuple(_width(rng, M, K, OPERATIONS[device]) for _ in range(widths))
+            yield Spec(format, dtype, M, K, density, together, tuple(params.items()), products)
 
 
 def _width(rng: random.Random, M: int, K: int, most: float) -> tuple[int, str, str]:
-    """Any number of columns half of the time, else a multiple of eight; mostly no power of two."""
+    """A random number of columns and layouts. Half of the numbers are multiples of eight, few are powers of two."""
     low, high = rng.choice(BINS)
     n = round(low * (high / low) ** rng.random())
     if rng.random() < 0.5 and high > 8:

@@ -1,4 +1,4 @@
-"""Who takes part in a measurement: every kernel that accepts, dense and sparse vendor libraries, scipy, torch."""
+"""The contenders of a measurement: every kernel that accepts, dense and sparse vendor libraries, scipy, torch."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SCIPY_TYPES = ("float32", "float64")
 
 
 def ours(a: Format, B: Array, only: Sequence[str] = (), first: bool = False) -> list[Contender]:
-    """A contender per kernel of ours that accepts A @ B; ``only``: backend names; first: just the one spmm() runs.
+    """A contender for each of our kernels that accepts A @ B. only: backend names. first: only the kernel of spmm().
 
-    Where none accepts, those that could have are listed with their reasons.
+    If no kernel accepts, the kernels of these backends are listed with their reasons.
     """
-    found = []
+    contenders = []
     out = _out(a, B)
     answers = explain(a, B).answers
     for answer in answers:
@@ -37,21 +37,21 @@ def ours(a: Format, B: Array, only: Sequence[str] = (), first: bool = False) -> 
         if not answer or backend in ("vendor", "reference") or (only and backend not in only):
             continue
         kernel = next(k for k in backends.get(backend).kernels() if k.name == answer.kernel)
-        made = kernel.plan(a.ensure_valid(), SPMM.problem(a, B, out))
-        tile = f" {made.tile}" if made.tile else ""
-        found.append(Contender(answer.kernel + tile, functools.partial(made, B, out)))
+        product_plan = kernel.plan(a.ensure_valid(), SPMM.problem(a, B, out))
+        tile = f" {product_plan.tile}" if product_plan.tile else ""
+        contenders.append(Contender(answer.kernel + tile, functools.partial(product_plan, B, out)))
         if first:
             break
-    asked = only or ("cuda" if is_cupy(B) else "cpu",)
-    absent = [r for r in answers if isinstance(r, Rejected) and r.kernel.partition(".")[0] in asked]
-    return found or [_absent(r.kernel, NoKernelError("; ".join(r.reasons)), peer=False) for r in absent]
+    wanted = only or ("cuda" if is_cupy(B) else "cpu",)
+    absent = [r for r in answers if isinstance(r, Rejected) and r.kernel.partition(".")[0] in wanted]
+    return contenders or [_absent(r.kernel, NoKernelError("; ".join(r.reasons)), peer=False) for r in absent]
 
 
 def dense(a: Format, B: Array) -> list[Contender]:
     """The dense product of the same matrix: cuBLAS on a device, numpy (BLAS) on the host."""
     try:
         x = a.to_dense()
-    except LimitError as e:  # a graph: the products of sparse libraries are measured all the same
+    except LimitError as e:  # a large sparse matrix, for example of a graph: sparse libraries are still measured
         return [_absent("dense", e)]
     if is_cupy(B):
         p = plan(Dense.from_dense(x), B=B, backend="vendor")
@@ -64,7 +64,7 @@ def dense(a: Format, B: Array) -> list[Contender]:
 
 
 def _absent(name: str, why: SpformatError, peer: bool = True) -> Contender:
-    """A contender that cannot run here or does not fit into memory: it is listed with the reason."""
+    """A contender that cannot run here or does not fit into memory. It is listed with the reason."""
 
     def run() -> Array:
         raise why
@@ -93,22 +93,22 @@ def torch_peers(a: Format, B: Array) -> list[Contender]:
 
     from ..arrays.torch_tensors import array_to_torch, torch_to_array
 
-    b, x, found = array_to_torch(B), None, []
+    b, x, contenders = array_to_torch(B), None, []
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
         x = array_to_torch(a.to_dense())
-        found.append(Contender("torch dense", lambda: torch_to_array(torch.mm(x, b)), peer=True))
+        contenders.append(Contender("torch dense", lambda: torch_to_array(torch.mm(x, b)), peer=True))
     except LimitError as e:
-        found.append(_absent("torch dense", e))
+        contenders.append(_absent("torch dense", e))
     if a.torch_layout == "sparse_csr":
         c = a.to_csr().to_torch()
-        found.append(Contender("torch csr", lambda: torch_to_array(torch.mm(c, b)), peer=True))
+        contenders.append(Contender("torch csr", lambda: torch_to_array(torch.mm(c, b)), peer=True))
     if a.torch_layout == "sparse_bsr":
         s = a.to_torch()
-        found.append(Contender("torch bsr", lambda: torch_to_array(torch.mm(s, b)), peer=True))
+        contenders.append(Contender("torch bsr", lambda: torch_to_array(torch.mm(s, b)), peer=True))
     if a.torch_layout == "semi_structured" and is_cupy(B) and x is not None:
-        found += _torch_cusparselt(torch, x, b, torch_to_array)
-    return found
+        contenders += _torch_cusparselt(torch, x, b, torch_to_array)
+    return contenders
 
 
 def _torch_cusparselt(torch: Any, x: Any, b: Any, back: Any) -> list[Contender]:
@@ -125,7 +125,7 @@ def _torch_cusparselt(torch: Any, x: Any, b: Any, back: Any) -> list[Contender]:
 
 
 def operand(a: Format, n: int, seed: int = 0, layout: str = ROW) -> Array:
-    """A random normal B [K, n] of A's type, where A is; on the host it is drawn, so that every run sees the same."""
+    """A random normal B [K, n] of A's type, on A's device. It is drawn on the host, so that it is always the same."""
     shape = (a.shape[1], n) if layout == ROW else (n, a.shape[1])
     B = np.random.default_rng(seed).standard_normal(shape, np.float32).astype(a.dtype)
     B = B if layout == ROW else B.T

@@ -1,1 +1,1 @@
-"""What a product is, before any data: problems, plans, kernels and what they cost."""
+"""Products without data: problems, operations, plans, kernels and their expected times."""

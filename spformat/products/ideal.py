@@ -1,4 +1,4 @@
-"""Ideal times of the parts of a product, which the expected times of kernels are sums of.  No arrays, no GPU.
+"""Ideal times of the parts of a product; the expected time of a kernel is a weighted sum of them.  No arrays, no GPU.
 
 A function whose name ends in ``_us`` gives the microseconds that a device needs for one part of a product at its full
 rate. A kernel multiplies each such time with a constant (an inverse efficiency, at least 0, see ``rates``) and adds
@@ -15,7 +15,7 @@ from .roofline import CUDA_32, CUDA_64, TENSOR_16, Device
 INDEX = 4
 """Bytes of an index; matrices that need wider ones take more time than is counted here."""
 SECTOR = 32
-"""Bytes of the least piece that memory and caches of a GPU hand out."""
+"""Bytes of the smallest piece that a GPU loads from memory or its caches."""
 L2 = 50 << 20
 """Bytes of B above which its rows do not all stay in the L2 cache of a large GPU."""
 LINE = 16
@@ -63,7 +63,7 @@ def load_us(nbytes: float, device: Device) -> float:
 
 
 def rounds(tiles: int, at_once: int) -> int:
-    """Rounds that so many tiles take where ``at_once`` are worked on at a time."""
+    """Rounds in which ``tiles`` tiles are computed if ``at_once`` run at a time."""
     return -(-tiles // max(1, at_once))
 
 
@@ -77,7 +77,7 @@ def operands_bytes(p: Problem) -> int:
 
 
 def index_bytes(p: Problem) -> float:
-    """Bytes that say where the stored values of A are, by its format."""
+    """Bytes of the indices of A, or of the bits that play their part, by its format."""
     q = p.p
     if p.format == "csr":
         return INDEX * (p.nnz + p.M + 1)
@@ -125,8 +125,8 @@ def written_us(p: Problem, device: Device) -> float:
 def b_alignment(p: Problem) -> int:
     """The largest of 16, 8, 4, .. bytes that divides the distance between lines of B.
 
-    A line is a row of a row-major operand, or a column of a column-major one. Lines are taken to lie side by side, so
-    that a row of B is N values long, and a column K values.
+    A line is a row of a row-major operand, or a column of a column-major one. The operand is assumed to be contiguous:
+    a row of B is N values long, and a column K values.
     """
     most, pitch = LINE, (p.inner if p.b_layout == COL else p.n) * itemsize(p.b_dtype)
     while pitch % most:
@@ -135,7 +135,7 @@ def b_alignment(p: Problem) -> int:
 
 
 def alignment(p: Problem) -> int:
-    """The same for B and C together; a vector lies side by side in both layouts."""
+    """The same for B and C together; a vector is contiguous in both layouts."""
     most = LINE
     if p.n == 1:
         return most

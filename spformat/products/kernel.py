@@ -1,4 +1,4 @@
-"""What a kernel is: which problems it takes, how long it expects to take, and a plan for one matrix.
+"""The interface of a kernel: which problems it takes, how long it expects to take, and a plan for one matrix.
 
 A third-party backend derives its kernels from ``Kernel`` (or has the same attributes) and needs nothing else of
 spformat.
@@ -27,15 +27,15 @@ class Kernel:
     takes: frozenset[tuple[str, str]] = frozenset()
     """(operation, format id) pairs."""
     epilogue: ClassVar[bool] = False
-    """Whether its plans apply alpha, beta and bias themselves; else one more pass over C does."""
+    """Whether its plans apply alpha, beta and bias themselves; if not, one more pass over C applies them."""
     tiles: ClassVar[Sequence[Any]] = ()
-    """The ways to cut a problem that the kernel chooses among; their texts name them in tables and in ``explain``."""
+    """The tiles among which the kernel chooses. ``str(tile)`` is its name in tables and in ``explain``."""
     terms: ClassVar[tuple[str, ...]] = ()
-    """The parts that its time is a sum of; none for a kernel without an estimate of its own (``roofline.plain_us``)."""
+    """Names of the parts of its expected time. Without any, ``roofline.plain_us`` is the expected time."""
     constants_of: str = ""
-    """Name of the kernel whose constants it uses, where that is another one."""
+    """Name of another kernel whose constants it uses; empty if it has its own."""
     multiplies_zeros: ClassVar[bool] = False
-    """Whether every zero of A meets its row of B, as in a dense product: infinities of B then give NaN."""
+    """Whether zeros of A are multiplied with their rows of B, as in a dense product: inf in B then gives NaN."""
     product_error: ClassVar[float] = 0.0
     """Relative error of one float32 product, where products are not exact (three TF32 products)."""
 
@@ -52,7 +52,7 @@ class Kernel:
         return (None,)
 
     def variant(self, p: Problem, tile: Any) -> tuple[str, ...]:
-        """Names of the constants that hold for a problem and a tile, the most particular first."""
+        """Names of the sets of constants for a problem and a tile, the most specific first."""
         return ()
 
     def quantities(self, p: Problem, tile: Any, device: roofline.Device) -> tuple[float, ...]:
@@ -63,7 +63,7 @@ class Kernel:
         """The least time that the kernel expects to take, and the tile that it uses."""
         name = self.constants_of or self.name
         known = rates.constants(name, self.terms, p) if self.terms else None
-        return _best(self, p, roofline.device_of(p), known, tiles.asked(self.name))
+        return _best(self, p, roofline.device_of(p), known, tiles.forced_tile(self.name))
 
     def expected_us(self, p: Problem) -> float:
         """Microseconds that the kernel expects to take, from event to event with cold caches: the number that chooses.
@@ -74,11 +74,11 @@ class Kernel:
         return self.best(p).us + self.rest_us(p)
 
     def rest_us(self, p: Problem) -> float:
-        """Microseconds that other kernels are expected to take which run behind this one."""
+        """Expected microseconds of other kernels that run after this one."""
         return 0.0
 
     def is_its_own(self, p: Problem) -> bool:
-        """Whether a call for ``p`` runs this kernel, and not another one that takes what it cannot."""
+        """Whether a call for ``p`` runs this kernel itself, not another kernel that it falls back to."""
         return True
 
     def plan(self, a: Any, p: Problem) -> Plan:
@@ -118,7 +118,7 @@ def tile_us(kernel: Kernel, p: Problem, tile: Any, device: roofline.Device, know
 def _best(
     kernel: Kernel, p: Problem, device: roofline.Device, known: rates.Constants | None, forced: str | None
 ) -> Best:
-    """``Kernel.best``; pure, so that asking again for the same problem costs little."""
+    """``Kernel.best`` as a pure function, cached for problems that come again."""
     if not kernel.terms:
         return Best(roofline.plain_us(p), None)
     some = p
@@ -129,16 +129,16 @@ def _best(
         options = [t for t in options if str(t) == forced] or options
     if not options:
         return Best(roofline.plain_us(p), None)
-    taken = [tile_us(kernel, some, t, device, known) for t in options]
-    us = min(taken)
-    tile = options[taken.index(us)]
+    times = [tile_us(kernel, some, t, device, known) for t in options]
+    us = min(times)
+    tile = options[times.index(us)]
     if known is None:
         return Best(roofline.plain_us(p), tile)
     return Best(max(us, ideal.traffic_us(some, device), LEAST_US) if p.device == "cuda" else max(us, LEAST_US), tile)
 
 
 LEAST_US = 0.5
-"""Less than any call takes."""
+"""The least time that is ever expected; every call takes longer."""
 
 
 def spmm_of(*formats: str, operation: str = "spmm") -> frozenset[tuple[str, str]]:
@@ -169,7 +169,7 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A kernel does not take the problem, and every reason why."""
+    """A kernel does not take the problem, with every reason."""
 
     kernel: str
     reasons: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What an operation is: how its arguments become a problem, what it means in numbers, and what its gradients are."""
+"""The definition of an operation: how arguments become a problem, its reference in numpy, and its gradients."""
 
 from __future__ import annotations
 

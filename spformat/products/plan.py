@@ -29,10 +29,10 @@ class Plan:
     workspace: int = 0
     """Bytes the plan owns beside the arrays of A."""
     reads: tuple[tuple[int, int, Any], ...] | None = field(default=None, repr=False)
-    """(first address, the one behind the last, array) of the arrays of A, which ``run`` refuses as an ``out``. None
-    where ``run`` does not look: then the dispatcher looks before every run."""
+    """(first address, address after the last, array) of the arrays of A, which ``run`` refuses as ``out``. None if
+    ``run`` does not check this: the dispatcher then checks it before every run."""
     prepare: Callable[..., Any] | None = field(default=None, repr=False)
-    """What ``run`` does for new operands, for a backend that composes another plan of this one."""
+    """Operands -> the calls of a product, for a backend that composes a larger plan from this one."""
 
     def __call__(self, B: Any, out: Any = None, *, alpha: float = 1.0, beta: float = 0.0, bias: Any = None) -> Any:
         """A @ B, written to ``out`` if given; alpha, beta and bias only where the plan has an epilogue."""

@@ -1,4 +1,4 @@
-"""What an operation is asked to do, as values that hold no data and need no GPU: operands and problems.
+"""Descriptions of operations without data, which need no GPU: operands and problems.
 
 An ``Operand`` describes one argument; a ``Problem`` is an operation with its operands, its result and the device.
 Kernels, the choice among them and the estimate of their time read these values and nothing else.
@@ -52,7 +52,7 @@ def columns(n: Any) -> int:
 
 
 def scalar(name: str, value: Any) -> float:
-    """``value`` as a float; TypeError for what is no real number (None and text, which numpy would take, among it)."""
+    """``value`` as a float; TypeError for anything but a real number, also for None and text, which numpy accepts."""
     try:
         return float(value.__float__())
     except (AttributeError, TypeError):
@@ -88,7 +88,7 @@ class Operand:
 
     @classmethod
     def of(cls, x: Any, device: str | None = None) -> Self:
-        """The operand that a matrix, an array, or the record of a tensor in a file is. ``device``: another one."""
+        """The description of a matrix, an array, or a tensor's record in a file. ``device``: instead of its own."""
         if isinstance(x, Format):
             where = device or ("cpu" if x.device == "cpu" else "cuda")
             parts = tuple(cls.of(part, where) for part in x.parts_by_name().values())
@@ -141,7 +141,7 @@ class Problem:
 
     @cached_property
     def _hash(self) -> int:
-        """Asked for again and again by the caches of expected times."""
+        """Stored because the caches of expected times need it in every call."""
         return hash((self.operation, self.operands, self.out, self.sm, self.epilogue))
 
     @classmethod
@@ -151,7 +151,7 @@ class Problem:
         sm: int | None = None, device_id: int = 0, epilogue: bool = False, *, operation: str = "spmm",
         workspace: int = WORKSPACE, parts: tuple[Operand, ...] = (),
     ) -> Self:  # fmt: skip
-        """The problem of a product from plain numbers, for a matrix or a GPU that is not at hand.
+        """The problem of a product from plain numbers, for a matrix or a GPU that need not exist here.
 
         format, params, M, K, nnz, a_dtype: of A, as stored. n: columns of B and C. The rest as the properties below.
         """

@@ -1,4 +1,4 @@
-"""Constants of the expected times: how much longer than ideal each part of a kernel takes, fitted to measurements.
+"""Constants of expected times, fitted to measurements: how much longer than its ideal time each part takes.
 
 A file of rates is JSON: {"device", "date", "commit", "command", "kernels": {name: {"terms": [..], "all": [..],
 "tiles": {variant: [..]}}}}. "terms" names the parts of the kernel's time (``Kernel.terms``), "all" has a constant for
@@ -44,7 +44,7 @@ class Constants:
 
     terms: tuple[str, ...]
     every: tuple[float, ...]
-    """For variants that have none of their own."""
+    """The constants of variants that have none of their own."""
     variants: Mapping[str, tuple[float, ...]]
     origin: str
     """Device, date and commit of the measurement, for people."""
@@ -70,24 +70,24 @@ def _user_path(cache: str | None, home: str | None) -> str:
 
 
 def constants(kernel: str, terms: tuple[str, ...], p: Problem) -> Constants | None:
-    """The constants of a kernel for a problem; None where no file has any for these terms.
+    """The constants of a kernel for a problem; None if no file has any for these terms.
 
-    UsageError for a SPFORMAT_RATES that is none of its values.
+    UsageError for an unknown value of SPFORMAT_RATES.
     """
     for table in _tables(p):
-        found = table.get(kernel)
-        if found is not None and found.terms == terms:
-            return found
+        entry = table.get(kernel)
+        if entry is not None and entry.terms == terms:
+            return entry
     return None
 
 
 def source(p: Problem) -> str:
-    """Which measurements the expected times of a problem come from, as one line."""
-    found = next((c for table in _tables(p) for c in table.values()), None)
-    if found is None:
+    """One line of text that names the measurements behind the expected times of a problem."""
+    first = next((c for table in _tables(p) for c in table.values()), None)
+    if first is None:
         return "no rates (SPFORMAT_RATES=off): times are rough bounds"
-    line = f"rates of {found.origin}"
-    if p.device == "cpu" or found.sm is not None:
+    line = f"rates of {first.origin}"
+    if p.device == "cpu" or first.sm is not None:
         return line
     device = roofline.device_of(p)
     if device is not roofline.H200:
@@ -96,7 +96,7 @@ def source(p: Problem) -> str:
 
 
 def _tables(p: Problem) -> list[Mapping[str, Constants]]:
-    """The kernels of the user's file that hold for a problem, and those of the shipped one for its device."""
+    """The constants for a problem by kernel: first from the user's file, then from the shipped file of its device."""
     mode = os.environ.get("SPFORMAT_RATES", "on")
     if mode not in MODES:
         raise UsageError(f"SPFORMAT_RATES: expected one of {', '.join(MODES)}, got {mode!r:.80}", value=mode)
@@ -112,13 +112,13 @@ def _users(p: Problem) -> list[Mapping[str, Constants]]:
         stamp = os.stat(path).st_mtime_ns
     except OSError:
         return []
-    found = _parsed(path, stamp).get(None if p.device == "cpu" else p.sm)
-    return [found] if found else []
+    own = _parsed(path, stamp).get(None if p.device == "cpu" else p.sm)
+    return [own] if own else []
 
 
 @functools.lru_cache(maxsize=8)
 def _parsed(path: str, stamp: int) -> dict[int | None, dict[str, Constants]]:
-    """Kernels by architecture; none of a file that is damaged, which a warning says."""
+    """The constants in a file by architecture and kernel. For a damaged file: none, and a warning in the log."""
     try:
         return read(Path(path))
     except (InputError, ValueError, TypeError, KeyError, OverflowError, RecursionError, AttributeError) as e:
@@ -130,7 +130,7 @@ def _parsed(path: str, stamp: int) -> dict[int | None, dict[str, Constants]]:
 def read(path: Path) -> dict[int | None, dict[str, Constants]]:
     """The kernels of a file by architecture; raises ValueError, TypeError, KeyError or InputError for a damaged one."""
     tree = json.loads(read_small(path, _LARGEST))
-    found: dict[int | None, dict[str, Constants]] = {}
+    kernels_by_sm: dict[int | None, dict[str, Constants]] = {}
     kernels = tree["kernels"]
     if len(kernels) > _MOST:
         raise ValueError(f"{len(kernels)} kernels")
@@ -145,18 +145,18 @@ def read(path: Path) -> dict[int | None, dict[str, Constants]]:
         origin = f"{about['device']!s:.80}, measured {about['date']!s:.20} at {about['commit']!s:.40}"
         variants = {v: _numbers(x, len(terms)) for v, x in own["tiles"].items()}
         every = _numbers(own["all"], len(terms))
-        found.setdefault(sm, {})[name] = Constants(terms, every, variants, origin, sm)
-    return found
+        kernels_by_sm.setdefault(sm, {})[name] = Constants(terms, every, variants, origin, sm)
+    return kernels_by_sm
 
 
 def _numbers(values: Any, count: int) -> tuple[float, ...]:
-    """Constants, checked; ValueError for any that cannot be one."""
+    """A list of constants as floats; ValueError for values that cannot be constants."""
     if type(values) is not list or len(values) != count or any(type(x) not in (int, float) for x in values):
         raise ValueError("constants: expected a number for each term")
-    found = tuple(float(x) for x in values)
-    if not all(math.isfinite(x) and 0 <= x <= _GREATEST for x in found) or not any(found):
+    numbers = tuple(float(x) for x in values)
+    if not all(math.isfinite(x) and 0 <= x <= _GREATEST for x in numbers) or not any(numbers):
         raise ValueError("constants: expected numbers of at least 0, and one above it")
-    return found
+    return numbers
 
 
 def write(path: Path, about: Mapping[str, Any], kernels: Mapping[str, Any]) -> None:

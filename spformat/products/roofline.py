@@ -1,8 +1,8 @@
-"""What bounds a blocked product on a device: arithmetic, bytes and the time they take.  No arrays, no GPU needed.
+"""The bounds of a blocked product on a device: the time of its arithmetic and of its bytes.  No arrays, no GPU needed.
 
 The analysis is that of NM-SpMM (IPDPS 2025): a tile of C loads a strip of A and the rows of B that its kept columns
 name; operations per byte loaded (its Eq. 3) against the device's own ratio say whether arithmetic or loading bounds it
-(the roofline). What a kernel is expected to take beyond these bounds is in ``ideal`` and ``rates``.
+(the roofline). The modules ``ideal`` and ``rates`` have what a kernel takes beyond these bounds.
 
 Units: operations (a multiply-add is two), bytes, microseconds (names end in ``us``); rates are per second.
 """
@@ -22,7 +22,7 @@ TENSOR_16, TF32_THREE, CUDA_32, CUDA_64 = "16-bit", "three TF32 products", "floa
 
 @dataclass(frozen=True)
 class Device:
-    """Rates of a GPU; exchange what you measured with ``dataclasses.replace(H200, memory=3.9e12)``."""
+    """Rates of a GPU. To use your own measurements, write ``dataclasses.replace(H200, memory=3.9e12)``."""
 
     name: str
     sm: int
@@ -89,24 +89,24 @@ class Blocking:
         return tile_intensity(self.rows, self.cols, self.kept, self.staged, self.itemsize)
 
 
-_asked: contextvars.ContextVar[Device | None] = contextvars.ContextVar("spformat_device", default=None)
+_assumed_device: contextvars.ContextVar[Device | None] = contextvars.ContextVar("spformat_device", default=None)
 
 
 @contextlib.contextmanager
 def on(device: Device) -> Iterator[None]:
-    """Inside the block the rates of this device stand for those of every problem's device."""
-    token = _asked.set(device)
+    """Inside the block, the rates of this device are used for every problem on a GPU."""
+    token = _assumed_device.set(device)
     try:
         yield
     finally:
-        _asked.reset(token)
+        _assumed_device.reset(token)
 
 
 def device_of(p: Problem) -> Device:
-    """The device whose rates are taken for a problem: the one asked for, that of its architecture, or the H200."""
+    """The device whose rates are used for a problem: that of an ``on`` block, of its architecture, or the H200."""
     if p.device == "cpu":
         return HOST
-    return _asked.get() or next((d for d in DEVICES.values() if d.sm == p.sm), H200)
+    return _assumed_device.get() or next((d for d in DEVICES.values() if d.sm == p.sm), H200)
 
 
 SHARED_KB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
@@ -125,9 +125,9 @@ def moved_bytes(p: Problem) -> float:
 
 
 UNKNOWN_US = 200.0
-"""Start of a call of which nothing is known: more than that of kernels that are known."""
+"""Fixed time of a call of a kernel without estimates: more than for kernels that have them."""
 HOST_BYTES, HOST_OPERATIONS = 5e9, 2e9
-"""Bytes and operations per second of a host that nothing else is known of."""
+"""Bytes and operations per second of a host, for kernels without estimates."""
 
 
 def plain_us(p: Problem) -> float:

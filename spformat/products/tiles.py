@@ -1,4 +1,4 @@
-"""A measurement asks a kernel for one of its tiles by ``forced``; otherwise the least expected time decides."""
+"""Force the tile of a kernel, for measurements and tests; otherwise the least expected time decides."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def forced(kernel: str, text: str) -> Iterator[None]:
         _forced.reset(token)
 
 
-def asked(kernel: str) -> str | None:
-    """The text of the tile that a kernel is forced to use, if it is."""
-    wanted = _forced.get()
-    return wanted[1] if wanted is not None and wanted[0] == kernel else None
+def forced_tile(kernel: str) -> str | None:
+    """The text of the tile that a kernel is forced to use, or None."""
+    choice = _forced.get()
+    return choice[1] if choice is not None and choice[0] == kernel else None

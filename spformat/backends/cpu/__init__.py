@@ -1,4 +1,4 @@
-"""The CPU backend: every format multiplied in its own layout. Needs numba, imported when a plan is made."""
+"""The CPU backend: every format multiplied in its own layout. Needs numba, imported when the first plan is built."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Expand, then dense product: rows of A become a dense panel, which numpy's BLAS multiplies; of every sparse format.
+"""Expand, then dense product, for every sparse format: rows of A become a dense panel, which numpy's BLAS multiplies.
 
-It pays where A is so full, or the sparse loop of its format so slow, that multiplying the zeros costs less than
-skipping them. The panel lives for one call: no dense copy of A is ever kept. As in a dense product, an inf or NaN of B
-meets the zeros of A as well, and BLAS chooses the order of the sums.
+It pays if A is so full, or the sparse loop of its format so slow, that multiplying the zeros costs less than skipping
+them. A panel exists only during a call: no dense copy of A is kept. As in a dense product, an inf or NaN of B is also
+multiplied with the zeros of A, and BLAS chooses the order of the sums.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PIECE = 1 << 18
 _FORWARD = {name: k for k in spmm.KERNELS for name in k.formats if name != "dense"}
 
 DENSE = DenseTimes()
-"""What the dense product is expected to take."""
+"""The expected time of the dense product."""
 
 
 class ExpandThenDense(Kernel):
@@ -57,13 +57,13 @@ class ExpandThenDense(Kernel):
         return loop + DENSE.expected_us(dense)
 
     def unsupported(self, p: Problem) -> list[str]:
-        """The reasons of the format's own kernel, whose loop expands it."""
+        """The reasons of the format's own kernel, whose loop expands A."""
         return _FORWARD[p.format].unsupported(p)
 
     def workspace_bytes(self, p: Problem) -> int:
-        """The panel, B and the product in the type of the sums where they are copied: bytes at most, for the N of p.
+        """Upper bound of the bytes of a panel and of the copies of B and of the product, for the N of ``p``.
 
-        The arrays that the loop of the format keeps beside A (see ``Plan.workspace``) are those of its own kernel.
+        The arrays that the loop of the format keeps beside A are counted by its own kernel (``Plan.workspace``).
         """
         sums, floats, transposed = sums_dtype(p), _floats(p), p.operation == "spmm_transposed"
         rows = min(max(p.M, 1), panel_rows(_FORWARD[p.format].unit_rows(p)))
@@ -71,8 +71,8 @@ class ExpandThenDense(Kernel):
         b = numpy_dtype(p.b_dtype)
         copies = 1 + (b.itemsize == 1) if b != floats or p.b_layout == STRIDED else 0  # 8-bit types: looked up, copied
         wide_b = copies * p.inner * p.n * floats.itemsize
-        # The product of a panel where it cannot be written to out, in int32 three arrays of it; and in the transposed
-        # product, whose panels are added up, the sums so far where out cannot take them.
+        # The product of a panel if it cannot be written to out directly (three arrays for int32). In the transposed
+        # product, which adds up the products of panels, also the sums if out cannot store them.
         apart = numpy_dtype(p.out_dtype) != sums or p.out_layout == STRIDED
         products = (3 if sums.kind == "i" else 1 if transposed else int(apart)) + int(apart and transposed)
         return panel + wide_b + products * (p.K if transposed else rows) * p.n * floats.itemsize
@@ -100,18 +100,18 @@ def panel_rows(unit: int) -> int:
 
 
 def _floats(p: Problem) -> np.dtype[Any]:
-    """What BLAS multiplies: the type of the sums, float32 for int32."""
+    """The dtype that BLAS multiplies in: that of the sums, but float32 for int32."""
     sums = sums_dtype(p)
     return np.dtype(np.float32) if sums.kind == "i" else sums
 
 
 def _for_blas(B: Array, floats: np.dtype[Any]) -> Array:
-    """B in ``floats``, with one stride of one element: numpy multiplies others in a slow loop."""
+    """B in ``floats`` with unit stride along one axis: numpy multiplies other arrays in a slow loop."""
     if B.dtype != floats:
         return in_type(B, floats)
     rows, cols = B.strides
     size = B.itemsize
-    # A stride of 0 or less, or one within the line before, is none that BLAS takes.
+    # BLAS does not take strides of 0 or less, or lines that overlap.
     in_lines = (cols == size and rows >= B.shape[1] * size) or (rows == size and cols >= B.shape[0] * size)
     return B if in_lines else np.ascontiguousarray(B)
 

@@ -1,4 +1,4 @@
-"""Around the compiled loops: values as codes, tiles of B, pieces of work, and C in the dtype asked for."""
+"""Operands of the compiled loops: values as codes, tiles of B, pieces of work, and C in its own dtype."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ...products.problem import Problem
 VECTOR = 64
 """Bytes of a vector of the compiled tiles; a tile of B is one or two of them wide."""
 PASS = 8 << 20
-"""Bytes of B held as tiles at a time."""
+"""Bytes of B that are copied into tiles at a time."""
 SMALL = 1 << 24
-"""Multiply-adds that are over (0.4-0.7 ms) before a second thread has gained anything: on a virtual machine a core that
-sleeps takes 0.1-0.4 ms to wake."""
+"""Multiply-adds (0.4-0.7 ms) below which a second thread does not pay: on a virtual machine a sleeping core takes
+0.1-0.4 ms to wake."""
 PIECES = 8
 """Pieces of work per thread, so that uneven rows even out."""
 
@@ -31,7 +31,7 @@ _NARROW = frozenset({"float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int
 
 @functools.cache
 def cache_bytes() -> int:
-    """Bytes of tiles of B that all rows are multiplied with before the next ones are looked at: half of an L2 cache."""
+    """Bytes of tiles of B that all rows are multiplied with before the next tiles are read: half of an L2 cache."""
     try:
         text = Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text(encoding="ascii").strip()
         return max(1 << 19, int(text.removesuffix("K")) << 9)
@@ -55,7 +55,7 @@ def _no_table(sums: str) -> Array:
 
 
 def sums_dtype(p: Problem) -> np.dtype[Any]:
-    """What is added up: int32 for int8 with int8, float64 when anything is float64, else float32."""
+    """The dtype of the sums: int32 for int8 with int8, float64 when any operand is float64, else float32."""
     if p.a_dtype == p.b_dtype == "int8":
         return np.dtype(np.int32)
     return np.dtype(np.float64 if "float64" in (p.a_dtype, p.b_dtype, p.out_dtype) else np.float32)
@@ -95,10 +95,10 @@ def store(sums: Array, out: Array) -> None:
 
 @dataclass(frozen=True)
 class Work:
-    """A matrix made ready for its compiled loop.
+    """A matrix prepared for its compiled loop.
 
-    loop(lo, hi, target) computes units lo .. hi-1; a unit is ``rows`` rows. ``ends`` int[units+1] are the items
-    before each unit, to share them out evenly; None: all units cost the same.
+    loop(lo, hi, target) computes units lo .. hi-1; a unit is ``rows`` rows. ``ends`` int[units+1] is the number of
+    items before each unit, by which the work is divided; None: all units cost the same.
     """
 
     loop: Callable[[int, int, Any], None]
@@ -108,18 +108,18 @@ class Work:
     ends: Array | None = None
     workspace: int = 0
     decoding: int = 0
-    """What it takes to find the items, in multiply-adds."""
-    found: Callable[[], Work] | None = None
-    """The same matrix with its columns worked out, in memory of its own, where many tiles are worth that."""
+    """The cost of finding the items, in multiply-adds."""
+    with_columns: Callable[[], Work] | None = None
+    """Builds the Work of the same matrix with its columns decoded to an array, which pays for many tiles of B."""
     every_tile: bool = False
-    """What is read of a tile serves several rows at once: the loop wants all tiles of a pass together."""
+    """Whether the loop needs all tiles of a pass together, because each value that it reads serves several rows."""
 
     def pieces(self, count: int) -> list[int]:
         """Unit bounds [0, .., units] of at most ``count`` pieces with about the same number of items."""
         count = max(1, min(count, self.units))
         if self.ends is None:
             return [self.units * i // count for i in range(count + 1)]
-        # Every unit costs something even without items: it is written.
+        # Even a unit without items costs something, because its rows of C are written.
         cost = self.ends + np.arange(self.units + 1) * max(1, self.items // max(1, 4 * self.units))
         at = np.searchsorted(cost, cost[-1] * np.arange(1, count) / count)
         return [0, *sorted({int(i) for i in at} - {0, self.units}), self.units]
@@ -128,8 +128,8 @@ class Work:
 def multiply(work: Work, target: Callable[..., Any], B: Array, out: Array, sums: np.dtype[Any]) -> None:
     """out[M, N] = A @ B by ``work``.
 
-    A thread takes a few tiles of B, copies them where only it reads them, and multiplies all rows of A with them: they
-    stay in its cache. Tiles that are left over when every thread has had as many are shared: each takes some rows.
+    A thread copies a few tiles of B to memory that only it reads, and multiplies all rows of A with them, so that they
+    stay in its cache. Tiles that are left when they do not divide evenly are shared: each thread computes some rows.
     """
     (M, N), K = out.shape, B.shape[0]
     lanes = VECTOR // sums.itemsize
@@ -139,15 +139,15 @@ def multiply(work: Work, target: Callable[..., Any], B: Array, out: Array, sums:
     threads_used = threads.cores() if work.items * tiles * width + work.decoding > SMALL else 1
 
     tile_bytes = max(1, K) * width * sums.itemsize
-    # B as it stands serves when its rows are read so seldom that putting them into tiles would cost as much, and when
-    # a tile would not stay in any cache: then a long row is read with fewer misses than many short ones.
+    # B is used as it is when its rows are read so seldom that copying them into tiles would cost as much, and when a
+    # tile would not stay in any cache: then reading a long row misses less often than reading many short ones.
     plain = B.dtype == sums and B.flags.c_contiguous and N % width == 0
     in_place = plain and (work.items < 4 * K or tile_bytes > PASS)
     straight = out.dtype == sums and out.flags.c_contiguous and N % width == 0
     step = tiles if in_place else max(1, PASS // tile_bytes)
     shared = tiles if work.every_tile or in_place else max(1, cache_bytes() // tile_bytes)
-    if work.found is not None and tiles > shared:
-        work = work.found()
+    if work.with_columns is not None and tiles > shared:
+        work = work.with_columns()
 
     def rows(lo: int, hi: int, first: int, count: int, P: Array, stride: int, ldb: int) -> None:
         """Units lo .. hi-1 with ``count`` tiles from number ``first`` on."""
@@ -190,9 +190,9 @@ def multiply(work: Work, target: Callable[..., Any], B: Array, out: Array, sums:
 
 
 def fill(P: Array, B: Array, width: int, threads_used: int) -> None:
-    """Columns of B [K, N] as flat tiles [tiles, K, width] of the type of P; the last one is filled up with zeros.
+    """Copy the columns of B [K, N] to P as tiles [tiles, K, width] of P's type; the last tile is padded with zeros.
 
-    Tiles are compact because rows of B that lie a power of two apart fall into a few sets of the cache.
+    Tiles are contiguous because rows of B that are a power of two apart would share a few sets of the cache.
     """
     tiles = P.reshape(-1, B.shape[0], width) if P.size else P
 
@@ -206,28 +206,28 @@ def fill(P: Array, B: Array, width: int, threads_used: int) -> None:
 
 _LARGE_PAGE = 2 << 20
 _free: dict[int, list[Array]] = {_LARGE_PAGE: [], 4 * _LARGE_PAGE: []}
-"""Rooms for tiles that no call uses now, by their bytes: one a core of the smaller, and one of the larger, are kept."""
+"""Size in bytes -> free buffers for tiles. One of the smaller size is kept for each core, and one of the larger."""
 
 
 @contextmanager
 def room(size: int, dtype: np.dtype[Any]) -> Iterator[Array]:
-    """A flat array for tiles, on large pages, with what a former call left in it.
+    """A flat uninitialised array for tiles, on large pages.
 
     Rows of B are read in no order: with small pages most reads miss the TLB too (measured: 1.7 cycles for an item of 64
-    bytes from large pages, 5 from small ones). numpy asks for large pages from 4 MB on; what is allocated here to reach
-    that is never touched. Rooms are kept because the system clears a page before it gives it out.
+    bytes from large pages, 5 from small ones). numpy requests large pages for arrays of 4 MB and more, so more is
+    allocated than is used. Buffers are used again because the system clears every new page.
     """
     nbytes = size * dtype.itemsize
-    kept = next((held for held in _free if nbytes <= held), None)
+    pooled = next((bound for bound in _free if nbytes <= bound), None)
     try:
-        raw = _free[kept].pop() if kept else _on_large_pages(nbytes)
+        raw = _free[pooled].pop() if pooled else _on_large_pages(nbytes)
     except IndexError:
-        raw = _on_large_pages(kept or 0)
+        raw = _on_large_pages(pooled or 0)
     try:
         yield raw[:nbytes].view(dtype)
     finally:
-        if kept and len(_free[kept]) < (threads.cores() if kept == _LARGE_PAGE else 1):
-            _free[kept].append(raw)
+        if pooled and len(_free[pooled]) < (threads.cores() if pooled == _LARGE_PAGE else 1):
+            _free[pooled].append(raw)
 
 
 def _on_large_pages(nbytes: int) -> Array:
@@ -237,6 +237,6 @@ def _on_large_pages(nbytes: int) -> Array:
 
 
 def output_dtypes(p: Problem) -> tuple[str, ...]:
-    """What C may be stored as."""
+    """The dtypes that C may have."""
     floats = ("float64", "float32", "float16", "bfloat16")
     return ("int32", *floats) if p.a_dtype == p.b_dtype == "int8" else floats

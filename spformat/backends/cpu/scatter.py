@@ -1,9 +1,10 @@
-"""Around the compiled loops for C = A^T @ B: tiles of C of their own for each piece of work, added in a fixed order.
+"""C = A^T @ B by the compiled loops: each piece of work has its own tiles of C, which are added in a fixed order.
 
-A piece of work is a few tiles of columns of C and a range of units of A. It walks the items of its units and adds each
-item's multiple of a row of B to the row of C that the item's column names, in tiles [K, width] that no other piece
-writes. Where C has too few tiles for all cores, the units are cut into several ranges, whose tiles are added in the
-order of the ranges. How many there are depends on the matrix and on N alone, so the number of threads changes no bit.
+A piece of work is a few tiles of columns of C and a range of units of A. For every item of its units it multiplies a
+row of B and adds it to the row of C given by the column of the item, in tiles [K, width] that no other piece writes.
+If C has too few tiles for all cores, the units are divided into several ranges, whose tiles are added in the order of
+the ranges. The number of ranges depends only on the matrix and on N, so the result does not depend on the number of
+threads.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ RANGE_ITEMS = 64
 SUMS = 32 << 20
 """Bytes of the sums of all ranges of one tile, at most."""
 BAND = 1 << 17
-"""Bytes of B that a piece holds as tiles at a time: a part of an L2 cache."""
+"""Bytes of B that a piece copies into tiles at a time: a part of an L2 cache."""
 
 
 def _cut(items: int, K: int, N: int, sums: np.dtype[Any]) -> tuple[int, int, int, int]:
@@ -42,7 +43,7 @@ def _cut(items: int, K: int, N: int, sums: np.dtype[Any]) -> tuple[int, int, int
 
 
 def scratch_bytes(work: Work, K: int, N: int, sums: np.dtype[Any]) -> int:
-    """Bytes of tiles of B and C that a product with N columns holds at most, on as many threads as there are cores."""
+    """Upper bound of the bytes of tiles of B and C in a product with N columns, with one thread for each core."""
     if not N or not K:
         return 0
     _, width, tiles, ranges = _cut(work.items, K, N, sums)
@@ -61,8 +62,8 @@ def multiply_transposed(work: Work, scatter: Callable[..., Any], B: Array, out: 
     span = K * width
     together = max(1, operands.cache_bytes() // (span * sums.itemsize))
     together = min(together, tiles, ceil_div(tiles * ranges, threads_used))
-    if work.found is not None and tiles > together:
-        work = work.found()
+    if work.with_columns is not None and tiles > together:
+        work = work.with_columns()
     bounds = work.pieces(ranges)
     ranges = len(bounds) - 1
     plain = B.dtype == sums and B.flags.c_contiguous and N % width == 0
@@ -99,7 +100,7 @@ def multiply_transposed(work: Work, scatter: Callable[..., Any], B: Array, out: 
             store_tiles(C, first, count)
 
     def in_ranges() -> None:
-        """Every group of tiles, a range of units at a time each; who finishes the last range of a group adds them."""
+        """Every pair of a group of tiles and a range of units. The thread that finishes a group's last range adds."""
         groups = ceil_div(tiles, together)
         parts: list[dict[int, Array]] = [{} for _ in range(groups)]
         finished = [itertools.count(1) for _ in range(groups)]  # next() is atomic
@@ -116,7 +117,7 @@ def multiply_transposed(work: Work, scatter: Callable[..., Any], B: Array, out: 
             walk(bounds[r], bounds[r + 1], first, count, C)
             parts[group][r] = C
             if next(finished[group]) == ranges:
-                every = [parts[group].pop(k) for k in range(ranges)]  # in this order, whoever finishes last
+                every = [parts[group].pop(k) for k in range(ranges)]  # in this order, whichever thread finishes last
                 total = every[0][: count * span]
                 with np.errstate(all="ignore"):  # inf - inf and overflow are results, not events; a thread has its own
                     for other in every[1:]:

@@ -36,16 +36,16 @@ from .operands import Work, coded, fixed, multiply, output_dtypes, sums_dtype
 from .times import DenseTimes, LoopTimes
 
 DECODED_COLUMNS = 2**31 - 1
-"""Columns that are worked out from bits are int32."""
+"""Most columns for the formats whose columns are decoded from bits: decoded columns are int32."""
 
 
 class HostKernel(LoopTimes):
-    """What the kernels share: which problems they take, and a plan around ``work``."""
+    """Shared by the host kernels: which problems they take, and a plan around ``work``."""
 
     most_columns: ClassVar[int] = 2**48
 
     def unsupported(self, p: Problem) -> list[str]:
-        """Reasons: operands on a device, a dtype that is no value type, an ``out`` narrower than a sum may be."""
+        """Refused: operands on a device, a dtype that is not a value type, a dtype of ``out`` that sums cannot have."""
         outputs = output_dtypes(p)
         return reasons(
             (self.most_columns < p.K, f"K must be at most {self.most_columns}, got {p.K}"),
@@ -203,16 +203,16 @@ class SpmmBitmask(HostKernel):
 
         (M, K), (indptr, mask), values = a.shape, fixed(a.indptr, a.bitmask), coded(a.data, sums)
 
-        def found() -> Work:
+        def with_columns() -> Work:
             columns, step = np.empty(a.nnz, np.int32), ceil_div(M, 4 * threads.cores())
             threads.run(lambda i: loops.bitmask_columns(i * step, min(M, (i + 1) * step), indptr, mask, columns),
                         ceil_div(M, step))  # fmt: skip
             arrays = (indptr, *fixed(columns), *values)
             return Work(lambda lo, hi, to: loops.csr(lo, hi, to, *arrays), M, 1, a.nnz, indptr)
 
-        few = 8 * a.nnz <= M * K  # else columns are many more bytes than the matrix, and bits are found fast
+        few = 8 * a.nnz <= M * K  # in a fuller matrix columns take more bytes than bits, which decode fast
         loop = lambda lo, hi, to: loops.bitmask(lo, hi, to, indptr, mask, *values)  # noqa: E731
-        return Work(loop, M, 1, a.nnz, a.indptr, decoding=M * K, found=found if few else None)
+        return Work(loop, M, 1, a.nnz, a.indptr, decoding=M * K, with_columns=with_columns if few else None)
 
 
 class SpmmDense(DenseTimes, HostKernel):

@@ -1,4 +1,4 @@
-"""What host kernels expect a product to take: numba loops over a format's arrays, and numpy's BLAS.
+"""The expected times of host kernels: numba loops over a format's arrays, and numpy's BLAS.
 
 Quantities are ideal microseconds on ``roofline.HOST``.
 """
@@ -17,9 +17,9 @@ VECTOR = 64
 SMALL = 1 << 24
 """Multiply-adds up to which the loops stay on one thread."""
 SHARED = 1 << 20
-"""Bytes of tiles of B that all rows of A are multiplied with before the next ones are looked at."""
+"""Bytes of tiles of B that all rows of A are multiplied with before the next tiles are read."""
 DECODED = {"two-four": 2.0, "bitmask": 1.0}
-"""Places that are decoded to find the columns of A, as a share of its dense elements; other formats store them."""
+"""Positions that are decoded to find the columns of A, as a share of its elements; other formats store columns."""
 
 
 def sums_size(p: Problem) -> int:
@@ -48,10 +48,10 @@ class LoopTimes(Kernel):
         """Ideal microseconds of each of ``terms``.
 
         start: 1. threads: 1 where a second thread is woken. products: on the threads that work, with columns of B
-        filled up to whole vectors. values: A's arrays, read once for each group of tiles that fits the cache. decoding:
-        1 ns for each place that is looked at to find columns, as often. widening: 1 ns for each stored value narrower
+        padded to whole vectors. values: A's arrays, read once for each group of tiles that fits the cache. decoding:
+        1 ns for each position that is decoded to find columns, as often. widening: 1 ns for each stored value narrower
         than a sum, as often. B into tiles: each element read and written. C: written, in tiles and then in its own
-        type. rows: 10 ns for each row and tile. column-major operands: B and C that are turned on the way.
+        type. rows: 10 ns for each row and tile. column-major operands: B and C that are transposed.
         """
         size, n = sums_size(p), p.n
         lanes = VECTOR // size
@@ -82,14 +82,8 @@ class DenseTimes(Kernel):
 
     name = "cpu.spmm_dense"
     terms: ClassVar[tuple[str, ...]] = (
-        "start",
-        "products",
-        "memory",
-        "A widened",
-        "B widened",
-        "C converted",
-        "column-major operands",
-    )
+        "start", "products", "memory", "A widened", "B widened", "C converted", "column-major operands",
+    )  # fmt: skip
 
     def variant(self, p: Problem, tile: Any) -> tuple[str, ...]:
         """By value type; a vector B apart, for which BLAS has another routine."""
@@ -98,9 +92,9 @@ class DenseTimes(Kernel):
     def quantities(self, p: Problem, tile: Any, device: Device) -> tuple[float, ...]:
         """Ideal microseconds of each of ``terms``.
 
-        products: on all cores, columns filled up to four. memory: A, B and C as BLAS reads and writes them. A widened,
-        B widened, C converted: elements of a type that BLAS does not take, once each. column-major operands: B and C of
-        that layout, which are packed or turned.
+        products: on all cores, columns padded to a multiple of four. memory: A, B and C as BLAS reads and writes them.
+        A widened, B widened, C converted: elements of a type that BLAS does not take, once each. column-major operands:
+        B and C of that layout, which are packed or transposed.
         """
         size, n = sums_size(p), p.n
         columns = 4 * ceil_div(max(1, n), 4)

@@ -1,4 +1,4 @@
-"""C[K,N] = A^T @ B[M,N] on the host, A stored as [M,K]: the loops of the forward product with another target.
+"""C[K,N] = A^T @ B[M,N] on the host, A stored as [M,K]: the loops of the forward product with a different target.
 
 No transpose is stored: every item a[i, k] adds a[i, k] * B[i] to row k of C. Sums, their types and their single
 rounding are those of the forward product (see ``spmm``): |C - exact| <= k * 2^-24 * (|A^T| @ |B|) + half an ulp of
@@ -29,7 +29,7 @@ from .times import DenseTimes, LoopTimes
 OPERATION = "spmm_transposed"
 
 FACTOR = 1.5
-"""How much longer a loop takes that adds to rows of C in turn than the forward loop of the same format; assumed."""
+"""How much longer a loop takes that adds to rows of C than the forward loop of the same format; an assumption."""
 
 
 class SpmmTransposed(LoopTimes):

@@ -47,7 +47,7 @@ KERNELS: tuple[CudaKernel, ...] = (
     SpmmVectorNM(),
     ExpandThenDense(),
 )
-"""One line per kernel; of those that expect the same time, the first is taken."""
+"""One line per kernel. Of kernels that expect the same time, the first is chosen."""
 
 
 class CudaBackend:
@@ -56,7 +56,7 @@ class CudaBackend:
     name = "cuda"
 
     def missing(self) -> list[str]:
-        """CuPy, a driver or a device, with the line that brings it."""
+        """What is missing: CuPy, a driver or a device."""
         return list(_missing())
 
     def kernels(self) -> tuple[CudaKernel, ...]:

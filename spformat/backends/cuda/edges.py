@@ -1,6 +1,6 @@
-"""The edges of CUDA: each wraps a kernel for a format. One function, or a line of adapting, and one line of ``EDGES``.
+"""The edges (checks and conversions) on CUDA: each is a function around a kernel, and one line of ``EDGES``.
 
-Arrays are CuPy's. The numpy code of the formats, which CuPy runs too, stays the law.
+Arrays are CuPy arrays. The numpy code of the formats, which also runs on CuPy, defines what an edge has to compute.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .vector_nm import vector_nm_convert, vector_nm_scan
 Params = dict[str, Any]
 
 
-# ------------------------------------------------------------------ checks: whether all contents were seen to be valid
+# ------------------------------------------------------------------ checks: True if all contents are valid
 
 
 def check_csr(a: CSR, params: Params) -> bool:
@@ -70,7 +70,7 @@ def check_two_four(a: TwoFour, params: Params) -> bool:
 
 
 def check_vector_nm(a: VectorNM, params: Params) -> bool:
-    """One launch over indices and data; what packing adds is made again and compared."""
+    """One launch over indices and data. For a packed matrix, packing is repeated and the results are compared."""
     if not vector_nm_scan.vector_nm_sound(a.shape, a.n, a.m, a.vector_length, a.indices, a.data):
         return False
     if not a.packed:

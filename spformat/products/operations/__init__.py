@@ -1,4 +1,4 @@
-"""The operations, one line each. Everything that handles operations in general reads them from here."""
+"""The list of operations, one line each. Code that works for every operation reads this list."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def register(added: Operation) -> Operation:
 
 
 def unregister(name: str) -> None:
-    """Take a registered operation out again; the built-in ones stay."""
+    """Remove an operation that was registered; UsageError for a built-in one."""
     if name in {o.name for o in OPERATIONS}:
         raise UsageError(f"{name!r} is built in")
     _by_name.pop(name, None)

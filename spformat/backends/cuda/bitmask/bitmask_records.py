@@ -38,7 +38,7 @@ def instances() -> tuple[str, ...]:
 
 
 def pieces_at_most(p: Problem) -> int:
-    """Pieces of 16 bytes that the records of a problem's matrix have together, at most."""
+    """Upper bound of the pieces of 16 bytes in all records of the problem's matrix."""
     return ceil_div(p.nnz, 8) + 10 * ceil_div(p.M, ROWS) * ceil_div(p.K, STEP)
 
 

@@ -15,7 +15,7 @@ def instances() -> tuple[str, ...]:
 
 
 def bitmask_sound(shape: tuple[int, int], indptr: Array, bitmask: Array, data: Array) -> bool:
-    """Whether indptr [M+1], bitmask uint8[M, ceil(K/8)] and data [nnz], CuPy, are a valid matrix; waits for it."""
+    """Whether indptr [M+1], bitmask uint8[M, ceil(K/8)] and data [nnz], CuPy, are valid; waits for the device."""
     lanes = span(bitmask.shape[1])
     threads = max(indptr.size, shape[0] * lanes, data.nbytes // WIDE)
     args = (indptr, bitmask, data, *shape, data.size, value_type(data.dtype).zero_mask, lanes)

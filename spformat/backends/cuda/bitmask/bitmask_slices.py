@@ -53,14 +53,14 @@ def values_before(a: Any, p: Problem, slices: int) -> Any:
 
 
 def bitmask_reasons(p: Problem, types: tuple[str, ...], outs: tuple[str, ...]) -> list[str]:
-    """Why no Bitmask kernel for values of ``types`` and results of ``outs`` takes ``p``."""
+    """The reasons for which Bitmask kernels for values of ``types`` and results of ``outs`` refuse ``p``."""
     return refusals.every(p, 80, types, outs) + reasons(
         (p.K >= 1 << 26, f"K must be below 2^26, got {p.K}"),
     )
 
 
 TERMS = ("launch", "memory of A", "memory of B and C", "decoding", "B by every block", "products", "column-major C")
-"""What the time of both kernels is a sum of."""
+"""The terms of the expected time of both kernels."""
 
 
 def bitmask_variant(p: Problem) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from ..runtime.transpose import WORDS
 
 SOURCE = "bitmask/expand_bitmask.cu"
 WARPS, STEP = 8, 1024
-"""Twins of the kernel's: warps of a block, columns that a warp takes at a time."""
+"""Must match the constants of the kernel: warps of a block, columns that a warp takes at a time."""
 
 
 def instances() -> tuple[str, ...]:

@@ -56,7 +56,7 @@ def choose(p: Problem, sms: int, smem: int) -> Tile:
 
 
 class SpmmBitmask(CudaKernel):
-    """C = A @ B for ``Bitmask`` A; made for few columns, right for any M, K, N, layout and leading dimension."""
+    """C = A @ B for ``Bitmask`` A; tuned for few columns, correct for any M, K, N, layout and leading dimension."""
 
     name = "cuda.spmm_bitmask"
     takes = spmm_of("bitmask")

@@ -72,7 +72,7 @@ def choose(M: int, n: int, room: int, sms: int, smem: int) -> Tile:
 
 
 class SpmmBitmaskTensor(CudaKernel):
-    """C = A @ B for 16-bit ``Bitmask`` A; made for N <= 64, right for any M, K, N, layout and leading dimension."""
+    """C = A @ B for 16-bit ``Bitmask`` A; tuned for N <= 64, correct for any M, K, N, layout and leading dimension."""
 
     name = "cuda.spmm_bitmask_tc"
     takes = spmm_of("bitmask")
@@ -125,11 +125,11 @@ class SpmmBitmaskTensor(CudaKernel):
 
 
 def expected_room(p: Problem) -> int:
-    """``room_of`` before the records are known: those of 16 x 64 elements, a little fuller than the mean."""
+    """``room_of`` estimated before there are records: for 16 x 64 elements with slightly more values than the mean."""
     share = min(1.0, p.nnz / max(1, p.M * p.K))
     return 128 * ceil_div(round(1024 * share * 2 * 1.15) + 160, 128)
 
 
 def room_of(records: bitmask_records.Records) -> int:
-    """Bytes of shared memory that any of the records fits into, so that what follows starts on a row of banks."""
+    """Bytes of shared memory for the longest record, rounded up so that what follows starts on a row of banks."""
     return 128 * ceil_div(records.longest, 128)

@@ -14,7 +14,7 @@ from ..runtime.transpose import WORDS
 
 SOURCE = "bsr/expand_bsr.cu"
 THREADS, MOST = 256, 2048
-"""Twins of the kernel's: threads of a block, block columns that it may take."""
+"""Must match the constants of the kernel: threads of a block, block columns that it may take."""
 BYTES = 32 * 1024
 """What a block of threads is to write."""
 

@@ -79,13 +79,13 @@ def tiles_for(p: Problem) -> list[Tile]:
     if rows in table:
         tile = table[rows]
     else:
-        # An odd number of 16-row pieces: all of them in each warp, the warps side by side.
+        # An odd number of 16-row pieces: every warp computes all of them, and the warps divide the columns.
         tile = replace(table[32], rows=rows, cols=min(table[32].cols, 128), resident=2 if rows <= 64 else 1)
-    found = [tile]
-    while found[-1].cols > 16:
-        cols = found[-1].cols // 2
-        found.append(replace(tile, cols=cols, warps_n=max(1, min(found[-1].warps_n, cols // 32))))
-    return found
+    tiles = [tile]
+    while tiles[-1].cols > 16:
+        cols = tiles[-1].cols // 2
+        tiles.append(replace(tile, cols=cols, warps_n=max(1, min(tiles[-1].warps_n, cols // 32))))
+    return tiles
 
 
 def choose_tile(p: Problem) -> Tile:
@@ -112,8 +112,8 @@ class SpmmBSR(CudaKernel):
     def options(self, p: Problem) -> list[Tile]:
         """Tiles of all widths that are not far wider than N."""
         size, b_col = _ITEMSIZE[p.a_dtype], p.b_layout == COL
-        found = [t for t in tiles_for(p) if t.cols < 4 * max(p.n, 8)]
-        return [t for t in found if t.smem(size, b_col) <= shared_limit(p.sm)] or found[-1:]
+        narrow = [t for t in tiles_for(p) if t.cols < 4 * max(p.n, 8)]
+        return [t for t in narrow if t.smem(size, b_col) <= shared_limit(p.sm)] or narrow[-1:]
 
     def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
         """By value type, layout of B and whether its lines start on 16-byte boundaries, and rows of the tile."""
@@ -183,12 +183,12 @@ def instance(p: Problem, t: Tile, index_types: str, wide_a: bool, wide_b: bool) 
 
 
 def zero_rows(height: int) -> int:
-    """Block rows that one piece of zero-filling covers: about 64 rows of C."""
+    """Block rows that one task of writing zeros covers: about 64 rows of C."""
     return max(1, 64 // height)
 
 
 class Arrays(NamedTuple):
-    """What a plan keeps of A: its device arrays, not the Format object, so that the weak plan cache can empty."""
+    """The device arrays of A, which a plan keeps instead of the Format object: the cache of plans lies on that."""
 
     row_ids: Any
     """None for BSR."""
@@ -203,7 +203,7 @@ def arrays_of(a: Any) -> Arrays:
 
 
 def launcher(a: Arrays, p: Problem) -> launch.Prepare:
-    """What a plan prepares; it compiles a variant when operands first need it (aligned or not)."""
+    """The launches of a plan. A variant is compiled when operands first need it (aligned or not)."""
     height, width = p.p["blocksize"]
     tile = choose_tile(p)
     listed = p.format == "dbsr"
@@ -239,6 +239,6 @@ def launcher(a: Arrays, p: Problem) -> launch.Prepare:
 
 
 def index_types(a: Arrays) -> str:
-    """The C types of row_ids, indptr and indices, as template arguments; BSR has no row_ids, any type does."""
+    """The C types of row_ids, indptr and indices as template arguments. For BSR, without row_ids, any type will do."""
     arrays = (a.indptr if a.row_ids is None else a.row_ids, a.indptr, a.indices)
     return ", ".join("long long" if x.dtype.itemsize == 8 else "int" for x in arrays)

@@ -70,7 +70,10 @@ def choose_tile(p: Problem) -> Tile:
 
 
 class Slices(NamedTuple):
-    """What the loaders read: the blocks of each group of block rows, merged by column. Layouts: spmm_bsr_sm90a.cu."""
+    """The tables that the loading warps read: the blocks of each group of block rows, merged by column.
+
+    Their layouts are described in spmm_bsr_sm90a.cu.
+    """
 
     plan: Any
     slices: Any
@@ -212,7 +215,7 @@ class SpmmBSRHopper(CudaKernel):
         return b_alignment(p) == 16
 
     def expected_us(self, p: Problem) -> float:
-        """That of spmm_bsr for a B that the copy engine does not take: a call runs it then."""
+        """The expected time of spmm_bsr if the copy engine cannot load B, because a call then runs that kernel."""
         return super().expected_us(p) if self.is_its_own(p) else spmm_bsr.KERNEL.expected_us(p)
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
@@ -252,7 +255,7 @@ def _instance(p: Problem, t: Tile, row_type: str, listed: bool, bulk_c: bool) ->
 
 
 def _launcher(matrix: Any, p: Problem, tile: Tile) -> tuple[launch.Prepare, int]:
-    """What a plan prepares, and its workspace in bytes.
+    """The launches of a plan, and its workspace in bytes.
 
     Whether B suits TMA is known per call only; operands that do not go to spmm_bsr.
     """
@@ -269,7 +272,8 @@ def _launcher(matrix: Any, p: Problem, tile: Tile) -> tuple[launch.Prepare, int]
     if not blocks or not tensor_map.aligned(pointer, width, _ITEM) or max(blocks * height, p.M) > _INT32_MAX:
         return fall_back, 0  # coordinates of a tensor map are 32-bit
 
-    # Zeros of unlisted rows are written after the product; where they are many, tiles without blocks are faster.
+    # Rows that DBSR does not list are filled with zeros after the product. Many of them are faster as tiles without
+    # blocks.
     listed = p.format == "dbsr" and (block_rows - entries) * 8 <= block_rows
     indptr = a.indptr
     if p.format == "dbsr" and not listed:

@@ -37,10 +37,10 @@ EXPANDERS: dict[str, Callable[[Any, Problem], Writer]] = {
     "two-four": two_four_pack.expander,
     "vector-nm": vector_nm_convert.expander,
 }
-"""Format id -> what writes a matrix of it."""
+"""Format id -> the function that prepares the launches that write a matrix of this format as a dense one."""
 OPERATIONS = ("spmm", "spmm_transposed")
 DENSE = Gemm()
-"""What the dense product is expected to take."""
+"""The expected time of the dense product."""
 
 
 class ExpandThenDense(CudaKernel):
@@ -64,7 +64,7 @@ class ExpandThenDense(CudaKernel):
         return gemm_reasons(p, 80)
 
     def workspace_bytes(self, p: Problem) -> int:
-        """Bytes of the dense copy, as they are taken from the device, and of what is derived from A once."""
+        """Bytes of the dense copy, rounded as they are allocated, and of the arrays that are derived from A once."""
         derived = expand_ell_buckets.derived_bytes(p.M, p.nnz) if p.format == "ell-buckets" else 0
         return (1 << (_dense_bytes(p) - 1).bit_length()) + derived
 

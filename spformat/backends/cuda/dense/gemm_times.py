@@ -1,4 +1,4 @@
-"""What cuBLAS is expected to take for a dense product: as a kernel of its own, and behind an expansion."""
+"""The expected time of a dense product by cuBLAS, alone or after an expansion."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TILES = (
     (256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.85), (128, 64, 0.65), (64, 128, 0.65), (64, 64, 0.45),
     (128, 32, 0.4), (64, 32, 0.3), (64, 16, 0.2),
 )  # fmt: skip
-"""Rows, columns and relative efficiency of tiles that a dense library has; it takes the fastest for a shape."""
+"""Rows, columns and relative efficiency of the tiles of a dense library, which uses the fastest for each shape."""
 SPLITS = (1, 2, 4, 8)
 """Parts that K may be cut into."""
 SPLIT_US = 0.5

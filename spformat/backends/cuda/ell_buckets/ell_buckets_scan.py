@@ -16,7 +16,7 @@ SOURCE = "ell_buckets/ell_buckets_scan.cu"
 
 
 class Extents(ctypes.Structure):
-    """Twin of ``ell_buckets::Extents``."""
+    """Must match ``ell_buckets::Extents`` in the kernel."""
 
     _fields_ = [(name, ctypes.c_int64) for name in ("M", "K", "R", "S", "part")] + [
         (name, ctypes.c_int32) for name in ("buckets", "levels")

@@ -49,7 +49,7 @@ def slots_by_row(a: Any) -> tuple[Array, Array]:
 
 
 def derived_bytes(M: int, stored: int) -> int:
-    """At most what ``slots_by_row`` takes for ``stored`` slots."""
+    """Upper bound of the bytes that ``slots_by_row`` uses for ``stored`` slots."""
     return 8 * (M + 1) + stored * index_dtype(stored).itemsize
 
 

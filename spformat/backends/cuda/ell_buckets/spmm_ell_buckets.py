@@ -90,7 +90,7 @@ class SpmmELLBuckets(RowGathering, CudaKernel):
 
 
 class Bucket(NamedTuple):
-    """Where one bucket lies: ELL rows first .. first+rows-1, the last ``split`` of them split, items from ``start``."""
+    """One bucket: ELL rows first .. first+rows-1, the last ``split`` of them split; its items start at ``start``."""
 
     log_width: int
     first: int
@@ -104,7 +104,7 @@ class Bucket(NamedTuple):
 
 
 def bucket_places(rows: tuple[int, ...], split: tuple[int, ...], max_width: int, parts: int) -> Iterator[Bucket]:
-    """The buckets that hold ELL rows, parts outermost, widths ascending."""
+    """The buckets with at least one ELL row, ordered by part of K and then by ascending width."""
     levels = max_width.bit_length()
     first = start = 0
     for (n, s), level in zip(zip(rows, split, strict=True), list(range(levels)) * parts, strict=True):

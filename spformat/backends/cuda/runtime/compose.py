@@ -1,4 +1,4 @@
-"""Several products on a device as one plan: their launches follow one another, and add to C."""
+"""Several products on a device as one plan: their launches follow one another and add to C."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .launch import Call, Operands
 
 
 def sum_of_plans(name: str, plans: Sequence[Plan], p: Problem) -> Plan:
-    """A plan for ``p`` of plans whose results are added: all but the first have an epilogue and add to C.
+    """A plan for ``p`` that adds up the results of several plans. All but the first have an epilogue and add to C.
 
-    Where their results are wider than C, they are summed in a workspace and rounded once.
+    If their results are wider than C, they are summed in a workspace and rounded once.
     """
     prepared = [launches_of(plan) for plan in plans]
 

@@ -1,4 +1,4 @@
-"""A plan on a device: it checks operands, prepares launches for new ones, and repeats those of operands it knows."""
+"""A plan on a device: it checks operands, prepares launches for new ones, and repeats those of known operands."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ from .operands import REMEDY, bias_pointer, leading, share_memory
 from .scratch import PER_THREAD, captured, identity
 
 REMEMBERED = 64
-"""Operands of which a plan keeps the launches; a few hundred bytes each."""
+"""Sets of operands whose launches a plan keeps; a few hundred bytes each."""
 
-_whole: dict[int, Any] = {}
-"""By device: the lock under which several launches are queued as one, as plans share workspaces (Scratch). A plan
-composed of another's ``run`` takes it twice."""
+_locks: dict[int, Any] = {}
+"""Device -> the lock under which several launches are queued as one, because plans share workspaces (``Scratch``).
+It is reentrant: a plan that calls the ``run`` of another plan takes it twice."""
 
 
 class LaunchCache:
-    """The launches of operands that a plan has met: a serving loop and a training step come with the same again."""
+    """The launches for operands that a plan has seen: a serving loop or a training step uses the same ones again."""
 
     __slots__ = ("calls", "last")
 
     def __init__(self) -> None:
         self.calls: dict[Any, Call] = {}
-        """By addresses, shapes, strides, dtypes, stream and epilogue of the operands."""
+        """Addresses, shapes, strides, dtypes, stream and epilogue of the operands -> their launches."""
         self.last: tuple[Any, ...] = (_nothing, _nothing)
-        """The operands that came last, as weak references, with what may change of them, and their launches."""
+        """The latest operands as weak references, the properties of them that may change, and their launches."""
 
     def keep(self, key: Any, call: Call) -> None:
-        """Remember the launches of operands; all are forgotten where they become too many."""
+        """Remember the launches of operands. When there are too many, all are forgotten first."""
         if len(self.calls) >= REMEMBERED:
             self.calls.clear()
         self.calls[key] = call
 
 
 def _nothing() -> None:
-    """What a reference to an array that is gone answers."""
+    """Stands for a weak reference whose array no longer exists."""
 
 
 def device_plan(
     name: str, p: Problem, prepare: Prepare | Library, tile: str = "", workspace: int = 0,
     reads: tuple[tuple[int, int, Any], ...] = (),
 ) -> Plan:  # fmt: skip
-    """A Plan whose run checks B and out, allocates out when it is None, and makes the calls of ``prepare``.
+    """A Plan whose run checks B and out, allocates out when it is None, and runs the calls of ``prepare``.
 
-    ``reads``: addresses of the arrays of A, which no ``out`` may touch (``Plan.reads``).
+    ``reads``: addresses of the arrays of A, which ``out`` must not overlap (``Plan.reads``).
 
-    ``prepare`` is called with the plan's device current, where C has rows and columns; its calls must write all of C.
-    B may have no rows.
+    ``prepare`` is called with the plan's device current, and only if C has rows and columns. Its calls must write all
+    of C. B may have no rows.
     """
     import cupy
 
@@ -65,7 +65,7 @@ def device_plan(
     b_size, out_size = b_dtype.itemsize, out_dtype.itemsize
     current_device, current_stream = cupy.cuda.runtime.getDevice, cupy.cuda.get_current_stream
     several = cupy.cuda.runtime.getDeviceCount() > 1
-    whole = _whole.setdefault(device_id, threading.RLock())
+    lock = _locks.setdefault(device_id, threading.RLock())
     cache = LaunchCache()
 
     def run(B: Any, out: Any, epilogue: tuple[Any, ...] = ()) -> Any:
@@ -76,13 +76,13 @@ def device_plan(
             stream = identity(stream)
         seen = cache.last  # read once: another thread may replace it
         if seen[0]() is B and seen[1]() is out and seen[2] == (B.shape, out.shape, stream, epilogue):
-            call = seen[3]  # the same objects, and an array can change nothing of itself but its shape
+            call = seen[3]  # the same objects: of an array only the shape can change
         else:
-            try:  # all that the checks and the launches depend on; an address also tells the device
+            try:  # all that the checks and the launches depend on; an address also identifies the device
                 key = (B.data.ptr, out.data.ptr, B.shape, B.strides, B.dtype, out.shape, out.strides, out.dtype,
                        stream, epilogue)  # fmt: skip
                 call = cache.calls.get(key)
-            except AttributeError:  # no arrays of CuPy
+            except AttributeError:  # not CuPy arrays
                 return first(B, out, epilogue, None)
             if call is None:
                 return first(B, out, epilogue, key)
@@ -93,9 +93,9 @@ def device_plan(
         return out
 
     def first(B: Any, out: Any, epilogue: tuple[Any, ...], key: Any) -> Any:
-        """``run`` for operands that are new: check all, prepare, remember under ``key``."""
+        """``run`` for new operands: check them, prepare the launches, remember these under ``key``."""
         if current_device() != device_id:
-            with cupy.cuda.Device(device_id):  # which has a stream of its own
+            with cupy.cuda.Device(device_id):  # each device has its own current stream
                 return run(B, out, epilogue)
         if not isinstance(B, ndarray) or not (out is None or isinstance(out, ndarray)):
             label, x = ("out", out) if isinstance(B, ndarray) else ("B", B)
@@ -134,11 +134,12 @@ def device_plan(
             if epilogue[0] < c_end and c_at < epilogue[0] + M * out_size:
                 raise ValueError("out overlaps the bias; the product would overwrite what it adds")
         stream = current_stream().ptr
-        again = functools.partial(prepare, Operands(b_at, c_at, n, ldb, ldc, stream, *epilogue))
-        calls = again()
-        call = calls[0] if len(calls) == 1 else LaunchSequence(calls, stream, whole, again)
+        prepare_again = functools.partial(prepare, Operands(b_at, c_at, n, ldb, ldc, stream, *epilogue))
+        calls = prepare_again()
+        call = calls[0] if len(calls) == 1 else LaunchSequence(calls, stream, lock, prepare_again)
         call()
-        # A call prepared for a graph may use memory that only the graph clears; -0.0 and 0.0 would be the same key.
+        # Two kinds of calls are not kept. One prepared while a graph is captured may use memory that only the graph
+        # clears. And alpha = -0.0 would have the same key as alpha = 0.0.
         if not captured(stream) and (not epilogue or epilogue[1]):
             cache.keep(key, call)
         return out

@@ -1,4 +1,4 @@
-"""alpha, beta and bias after a kernel that only multiplies: one more pass over C, counted.  Kernel: epilogue.cu."""
+"""alpha, beta and bias after a kernel that only multiplies: one more pass over C.  Kernel: epilogue.cu."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAIRS = (
     ("float32", "float16"), ("float32", "bfloat16"), ("float32", "float32"), ("float64", "float64"),
     ("float16", "float16"), ("bfloat16", "bfloat16"),
 )  # fmt: skip
-"""(dtype of the product, dtype of C): products come in float32 where the kernel writes that, so C is rounded once."""
+"""(dtype of the product, dtype of C). Where the kernel can write float32 the product is float32: C is rounded once."""
 
 
 def instances() -> tuple[str, ...]:
@@ -31,7 +31,8 @@ def instances() -> tuple[str, ...]:
 
 
 def with_epilogue(plan: Plan, p: Problem, purpose: str = "product") -> Plan:
-    """A plan for ``p`` out of one for the product alone, which goes to memory that plans share for that purpose."""
+    """A plan for ``p`` from one for the product alone. The product is written to memory that plans share for
+    ``purpose``."""
     out_col, product_dtype = p.out_layout == COL, plan.problem.out_dtype
     size, product_size = numpy_dtype(p.out_dtype).itemsize, numpy_dtype(product_dtype).itemsize
     product, memory = launches_of(plan), Scratch(shared=purpose)
@@ -51,12 +52,12 @@ def with_epilogue(plan: Plan, p: Problem, purpose: str = "product") -> Plan:
 
 
 def launches_of(plan: Plan) -> Callable[[Operands], Sequence[Call]]:
-    """What a plan does for operands, as calls in order; one call for a plan that takes arrays alone."""
+    """The calls that a plan runs for operands, in order; a single call for a plan that takes only arrays."""
     return plan.prepare or _by_arrays(plan)
 
 
 def _by_arrays(plan: Plan) -> Any:
-    """What a plan does that takes arrays alone (a plug-in's): one call."""
+    """The ``prepare`` of a plan that takes only arrays, as a plug-in's does: one call with arrays over the pointers."""
     import cupy
 
     p = plan.problem

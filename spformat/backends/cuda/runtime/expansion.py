@@ -1,4 +1,4 @@
-"""What the kernels share that write a sparse matrix as a dense one: where they write, and how they are launched."""
+"""Shared by the kernels that write a sparse matrix as a dense one: where they write and how they are launched."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNIT, LINE = 16, 128
 INDEX = {4: "int", 8: "long long"}
 """C++ type of an index array, by bytes of an element."""
 ENOUGH = 16384
-"""Warps that keep every multiprocessor of a large GPU busy for several rounds; more of them cost extra work each."""
+"""Warps that keep every multiprocessor of a large GPU busy for several rounds. More warps only add their own cost."""
 
 
 class Target(NamedTuple):
@@ -49,7 +49,7 @@ def leading_dimension(K: int, itemsize: int) -> int:
 
 
 def write_now(writer: Writer, out: Array) -> None:
-    """Fill the CuPy array out [M, K], C-contiguous, on the current stream; does not wait for the device."""
+    """Fill the CuPy array ``out`` [M, K], C-contiguous, on the current stream. Does not wait for the device."""
     import cupy
 
     if out.size:

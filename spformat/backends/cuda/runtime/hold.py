@@ -15,7 +15,7 @@ def instances() -> tuple[str, ...]:
 
 
 def hold(us: float) -> None:
-    """Nothing that is queued on the current stream after this call starts within ``us`` microseconds."""
+    """Block the current stream for ``us`` microseconds: work queued after this call starts only then."""
     cupy = import_cupy()
     _launch(cupy.cuda.runtime.getDevice())((1, 1, 1), cupy.cuda.get_current_stream().ptr, int(1e3 * us))
 

@@ -1,7 +1,7 @@
-"""Compile a ``.cu`` file of this backend with NVRTC and hand back a function: the only caller of RawModule.
+"""Compile a ``.cu`` file of this backend with NVRTC and return a function: the only caller of RawModule.
 
-The source text starts with the hash of every ``spformat/`` header it reaches, because CuPy's disk cache
-key leaves out headers found through ``-I``: an edited header would otherwise run the old binary.
+The source text starts with a hash of every ``spformat/`` header that it includes. CuPy's disk cache does not look at
+headers from ``-I`` folders: without the hash, an edited header would still run the old binary.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ HERE = Path(__file__).parent.parent
 """The folder of the CUDA backend: sources are named relative to it, as ``csr/spmm_csr.cu``."""
 INCLUDE = HERE / "include"
 FREE = 48 * 1024
-"""Bytes of shared memory that a block may have without asking."""
+"""Bytes of shared memory that a block may have before the limit of its function has to be raised."""
 _INCLUDE_LINE = re.compile(r'^\s*#\s*include\s+"(spformat/[^"]+)"', re.MULTILINE)
 
 
 def reached_headers(text: str) -> list[Path]:
     """Every ``spformat/`` header that ``text`` includes, directly or through another, each once, sorted."""
-    found: set[Path] = set()
+    headers: set[Path] = set()
     queue = [text]
     while queue:
         for name in _INCLUDE_LINE.findall(queue.pop()):
             path = INCLUDE / name
-            if path not in found:
-                found.add(path)
+            if path not in headers:
+                headers.add(path)
                 queue.append(path.read_text())
-    return sorted(found)
+    return sorted(headers)
 
 
 def source_text(source: str) -> str:
@@ -71,7 +71,7 @@ def load(source: str, instance: str, arch: str, device_id: int = 0, smem: int = 
             function = _compiled(cupy, text, flags, instance)
         except cupy.cuda.compiler.CompileException as e:
             raise DeviceError(_report(source, instance, flags, text, str(e))) from e
-        # What the kernel declares counts too. Two sizes of one instance share a function: the limit only ever goes up.
+        # Static shared memory counts too. Calls with different sizes share one function, so the limit is never lowered.
         if smem + function.shared_size_bytes > FREE:
             function.max_dynamic_shared_size_bytes = max(smem, function.max_dynamic_shared_size_bytes)
     if os.environ.get("SPFORMAT_JIT_DEBUG"):
@@ -82,7 +82,7 @@ def load(source: str, instance: str, arch: str, device_id: int = 0, smem: int = 
 def _compiled(cupy: Any, text: str, flags: tuple[str, ...], instance: str) -> Any:
     try:
         return cupy.RawModule(code=text, options=flags, name_expressions=(instance,)).get_function(instance)
-    except OSError:  # compiled, but no room for it in CuPy's folder
+    except OSError:  # compiled, but CuPy's cache folder cannot be written
         compile_in_memory()
         return cupy.RawModule(code=text, options=flags, name_expressions=(instance,)).get_function(instance)
 

@@ -15,11 +15,11 @@ from .launch import Library, Operands, Prepare
 COLUMN_STEP = 8
 """Numbers of columns between two multiples of it share a tile; a multiple, whose rows are aligned, has its own."""
 FITTED = 64
-"""Numbers of columns that a plan keeps tiles for."""
+"""Values of N whose launches a plan keeps."""
 
 
 class Prepared(NamedTuple):
-    """What a kernel gives for one matrix and one number of columns."""
+    """The launches of a kernel for one matrix, with a tile for one number of columns."""
 
     prepare: Prepare | Library
     """From operands to the launches of the product; right for any number of columns."""
@@ -43,7 +43,7 @@ class CudaKernel(Kernel):
     def prepared(self, a: Any, p: Problem) -> Prepared:
         """The launches for matrix ``a``, with a tile for ``p.n`` columns.
 
-        What is derived from the matrix is kept with ``a.kernel_arrays``: it is shared by all numbers of columns.
+        Arrays derived from the matrix are kept by ``a.kernel_arrays`` and shared by all numbers of columns.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement prepared")
 

@@ -1,8 +1,8 @@
-"""Check operands and launch: everything between a plan's ``__call__`` and the driver.
+"""Launch kernels: everything between the operands of a call and the driver.
 
-A whole call has 8 us of host time; a CuPy RawKernel call alone takes 5. So a kernel's module does its work once for
-operands: it returns *calls*, launches with every argument, and a plan that meets the same operands again (a serving
-loop, a training step) makes the same calls again.
+A call of a plan may take 8 us of host time, and a CuPy RawKernel call alone takes 5. A kernel's module therefore works
+only once for the same operands: it returns *calls*, which are launches with every argument in place. A plan that gets
+the same operands again (in a serving loop or a training step) runs the same calls again.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _CODES = {"P": "Q", "i": "i", "q": "q", "f": "f", "d": "d"}
 MAX_GRID_Y = 65535
 """The driver's bound on the second extent of a grid; a kernel walks what lies beyond it."""
 MAX_COLUMNS = 2**31 - 2**16
-"""Kernels count columns in 32 bits, those of a tile that ends past N among them."""
-GRAPH_AFTER = 2
-"""Times that several launches of one product are made one by one."""
+"""Most columns of B. Kernels count columns in 32 bits, including those of a tile that ends past N."""
+RUNS_BEFORE_GRAPH = 2
+"""How often the launches of one product are queued one by one before they are captured into a graph."""
 
 Call = Callable[[], None]
-"""Queues one piece of work on the stream that it was made for; may be made again."""
+"""Queues one piece of work on the stream that it was prepared for; may be called any number of times."""
 
 
 class Launch:
@@ -94,19 +94,19 @@ class Launch:
 
 
 class Bound:
-    """A launch with every argument, on one stream; may be made again and again, by any thread.
+    """A launch with every argument, on one stream. Any thread may run it, any number of times.
 
-    Memory of its own for the arguments it gets when it is made a second time: that costs as much as the launch, and
-    operands may never come again.
+    The first run packs the arguments into memory that all calls of the launch share. Only the second run allocates
+    memory of its own for them, because that costs as much as the launch, and most operands never come again.
     """
 
-    __slots__ = ("_arguments", "_driver", "_launch", "_made", "_ready", "_tail", "_where")
+    __slots__ = ("_arguments", "_driver", "_has_run", "_launch", "_ready", "_tail", "_where")
 
     def __init__(self, launch: Launch, where: tuple[int, ...], tail: tuple[Any, ...]) -> None:
         self._launch, self._where, self._tail, self._driver = launch, where, tail, launch.driver
         self._arguments: Any = None
         self._ready: tuple[int, ...] = ()
-        self._made = False
+        self._has_run = False
 
     def on(self, stream: int) -> Bound:
         """The same launch on another stream."""
@@ -118,13 +118,13 @@ class Bound:
                 self._driver.launchKernel(*self._ready)
             elif not all(self._where[1:4]):
                 return  # a grid with an empty extent has nothing to do, and the driver would refuse it
-            elif self._made:
+            elif self._has_run:
                 self._arguments = room = self._launch.packed(self._tail)
                 self._ready = (*self._where, ctypes.addressof(room), 0)
                 self._driver.launchKernel(*self._ready)
             else:
                 self._launch.once(self._where, self._tail)
-                self._made = True
+                self._has_run = True
         except self._driver.CUDADriverError as e:
             raise _driver_error(e) from e
 
@@ -136,60 +136,66 @@ def _runtime_error() -> Any:
 
 
 def _driver_error(e: Exception) -> SpformatError:
-    """What the driver said, as an error of ours."""
+    """The driver's error as an error of this package."""
     typed = device_error(e) or DeviceError(str(e))
     typed.message = f"kernel launch: {typed.message}"
     return typed
 
 
 class LaunchSequence:
-    """Calls that follow one another on a stream, made as one.
+    """Several calls that follow one another on a stream, as one call.
 
-    They share a workspace: another thread's must not come between.
+    The calls share a workspace. ``lock`` therefore keeps another thread from queueing its calls between them.
 
-    From the third time on launches go to the driver as one CUDA graph, for half the host time of one of them.
-    While the stream is captured they go one by one: the graph that takes them up then is the caller's, and may run
-    beside what follows on the stream, so they are prepared once more (``again``), with memory for a graph. One by one
-    goes always what is no launch of ours.
+    The first ``RUNS_BEFORE_GRAPH`` runs queue the calls one by one. Later runs launch them as one CUDA graph, which
+    takes half the host time of a single launch. Library calls are always queued one at a time; only our own launches
+    can be captured together.
+
+    While the caller captures the stream, the calls are queued one by one into the caller's graph. That graph may run
+    beside later work on the stream, so the calls are prepared anew (``prepare_again``) with memory for that graph.
     """
 
-    __slots__ = ("_again", "_calls", "_graph", "_made", "_stream", "_whole")
+    __slots__ = ("_calls", "_graph", "_lock", "_prepare_again", "_runs", "_stream")
 
-    def __init__(self, calls: Sequence[Call], stream: int, whole: Any, again: Callable[[], Sequence[Call]]) -> None:
-        self._calls, self._stream, self._whole, self._made = calls, stream, whole, 0
+    def __init__(
+        self, calls: Sequence[Call], stream: int, lock: Any, prepare_again: Callable[[], Sequence[Call]]
+    ) -> None:
+        self._calls, self._stream, self._lock, self._runs = calls, stream, lock, 0
         self._graph: Any = None
-        self._again = again
+        self._prepare_again = prepare_again
 
     def __call__(self) -> None:
-        with self._whole:
+        with self._lock:
             if captured(self._stream):
-                for call in self._again() if self._made else self._calls:
+                for call in self._prepare_again() if self._runs else self._calls:
                     call()
                 return
-            if self._made < GRAPH_AFTER or not self._ours():
+            if self._runs < RUNS_BEFORE_GRAPH or not self._can_be_captured():
                 for call in self._calls:
                     call()
-                self._made += 1
+                self._runs += 1
                 return
             try:
                 if self._graph is None:
-                    self._graph = self._made_graph()
+                    self._graph = self._capture()
                 self._graph.launch()
             except _runtime_error() as e:
                 raise _driver_error(e) from e
 
-    def _ours(self) -> bool:
+    def _can_be_captured(self) -> bool:
+        """Whether every call is a launch of ours, which can be queued on another stream."""
         return self._graph is not None or all(hasattr(call, "on") for call in self._calls)
 
-    def _made_graph(self) -> Any:
+    def _capture(self) -> Any:
+        """The calls as a CUDA graph, captured on a stream that is used for nothing else."""
         import cupy
 
-        aside = cupy.cuda.Stream(non_blocking=True)
-        with aside:
-            aside.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            stream.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
             for call in self._calls:
-                call.on(aside.ptr)()  # type: ignore[attr-defined]
-            return aside.end_capture()
+                call.on(stream.ptr)()  # type: ignore[attr-defined]
+            return stream.end_capture()
 
 
 def _plain(value: Any) -> Any:
@@ -201,7 +207,7 @@ def _plain(value: Any) -> Any:
 
 
 class Operands(NamedTuple):
-    """What a kernel's module gets: raw pointers and extents, all checked."""
+    """The operands of one call as a kernel's module gets them: raw pointers and extents, all checked."""
 
     b: int
     c: int
@@ -217,12 +223,12 @@ class Operands(NamedTuple):
 
 
 Prepare = Callable[[Operands], Sequence[Bound]]
-"""What a kernel's module does for operands: the launches that make the product, in order (``Launch.bind``). They are
-kept and made again, so they hold nothing of one moment but the operands."""
+"""Operands -> the launches (``Launch.bind``) that compute the product, in order. Plans keep these launches and run them
+again for the same operands, so they may depend on nothing else that changes between calls."""
 
 
 Library = Callable[[Operands], Sequence[Call]]
-"""The same where a library queues some of the work."""
+"""Like ``Prepare``, for products of which a library queues some of the work."""
 
 
 def over_tiles(launch: Launch, row_tiles: int, cols: int, out_col: bool) -> Prepare:
@@ -238,7 +244,7 @@ def over_tiles(launch: Launch, row_tiles: int, cols: int, out_col: bool) -> Prep
 
 
 def finish_arrays() -> None:
-    """Wait for the arrays that a plan has made of A for itself: its calls may come on any stream."""
+    """Wait for the arrays that a plan derived from A: the calls of the plan may come on any stream."""
     import cupy
 
     cupy.cuda.get_current_stream().synchronize()  # synchronize!

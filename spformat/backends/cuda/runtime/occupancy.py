@@ -1,7 +1,7 @@
 """How many thread block clusters of a kernel a device runs at once: cuOccupancyMaxActiveClusters through ctypes.
 
-A persistent kernel must not start more: the rest would run as a second wave. The number is below
-multiprocessors / cluster where a group of multiprocessors is no multiple of the cluster.
+A persistent kernel must not start more: the rest would run as a second wave. The number is less than
+multiprocessors / cluster if the size of a group of multiprocessors is not a multiple of the cluster.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def max_clusters(function: Any, cluster: int, threads: int, smem: int) -> int:
     """Clusters of ``cluster`` blocks that run at once on the current device. DeviceError if the driver refuses."""
     attribute = _Attribute(_CLUSTER_DIMENSION, 0, (cluster, 1, 1))
     config = _Config((cluster, 1, 1), (threads, 1, 1), smem, None, ctypes.addressof(attribute), 1)
-    found = ctypes.c_int()
+    clusters = ctypes.c_int()
     kernel = getattr(function, "kernel", function)
-    status = _query()(ctypes.byref(found), kernel.ptr, ctypes.byref(config))
-    if status or found.value < 1:
+    status = _query()(ctypes.byref(clusters), kernel.ptr, ctypes.byref(config))
+    if status or clusters.value < 1:
         raise DeviceError(
             f"cuOccupancyMaxActiveClusters: expected room for clusters of {cluster} blocks of {threads} threads and "
-            f"{smem} B, got CUresult {status}, {found.value} clusters"
+            f"{smem} B, got CUresult {status}, {clusters.value} clusters"
         )
-    return found.value
+    return clusters.value

@@ -1,4 +1,4 @@
-"""Which operands a plan may be given: where they lie, how far apart their lines are, what they have in common."""
+"""Checks of device operands: on which device they are, their leading dimension, whether they share memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REMEDY = "move it with cupy.asarray (a torch tensor on the device: give it to sp
 
 
 def bias_pointer(p: Problem, bias: Any, beta: float, out: Any) -> int:
-    """Address of a bias that fits ``p``, 0 without one; also refuses a beta without a C."""
+    """Address of a bias, checked for ``p``; 0 for None. A beta other than 0 without ``out`` is refused too."""
     if bias is not None and not hasattr(getattr(bias, "data", None), "device_id"):
         raise TypeError(f"bias: expected a CuPy array on cuda:{p.device_id}, got {type(bias).__name__}; {REMEDY}")
     check_bias(p, bias, beta, out)
@@ -27,7 +27,7 @@ def bias_pointer(p: Problem, bias: Any, beta: float, out: Any) -> int:
 
 
 class _Place:
-    """Where the elements of a device array are, for numpy, which computes with addresses and follows none."""
+    """Address, shape and strides of a device array, for numpy to compare; numpy does not read the memory."""
 
     def __init__(self, x: Any) -> None:
         self.__array_interface__ = {
@@ -37,7 +37,7 @@ class _Place:
 
 
 def share_memory(a: Any, b: Any) -> bool:
-    """Whether two device arrays have a byte in common; columns that lie between those of another have not."""
+    """Whether two device arrays have a byte in common. Interleaved columns of one buffer have none."""
     return bool(np.shares_memory(np.asarray(_Place(a)), np.asarray(_Place(b))))
 
 

@@ -1,4 +1,4 @@
-"""Launches of the kernels in include/spformat/expand_rows.cuh, which list their items row by row."""
+"""Launches of the kernels in include/spformat/expand_rows.cuh, for formats that store their items row by row."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from .expansion import ENOUGH, UNIT, Writer
 from .launch import Bound, Launch
 
 WARPS, IMAGE = 8, 4096
-"""Twins of ROW_WARPS and ROW_IMAGE."""
+"""The same as ROW_WARPS and ROW_IMAGE in the header."""
 EXTENTS = "qPqqii"
 """Signature from M on: M, x, ld, segments, width, rows."""
 
 
 class Cut(NamedTuple):
-    """How [M, ld] is cut into images of a warp each: ``rows`` whole rows, or one of ``segments`` pieces of a row."""
+    """How [M, ld] is cut into images, one for each warp: ``rows`` whole rows, or one of ``segments`` parts of a row."""
 
     segments: int
     width: int
@@ -43,7 +43,7 @@ def cut(M: int, ld: int, itemsize: int) -> Cut:
 
 
 def writer(function: Any, fixed: tuple[Any, ...], M: int, itemsize: int) -> Writer:
-    """fixed: the kernel's arguments up to M, arrays as they are."""
+    """The writer for a compiled kernel. fixed: the kernel's arguments before M; arrays are passed as arrays."""
     launch = Launch(function, "P" * len(fixed) + EXTENTS, (*fixed, M), WARPS * 32)
 
     def launches(x: int, ld: int, stream: int) -> list[Bound]:

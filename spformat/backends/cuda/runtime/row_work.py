@@ -1,8 +1,8 @@
-"""How rows of very different lengths become equal work: records, bins, tiles. Shared by the row-gathering kernels.
+"""Divide rows of very different lengths into equal work: records, bins, tiles. Shared by the row-gathering kernels.
 
-A row of A is worked on by 2^log slots of a block (a slot: some lanes of a warp), so that every slot gets about
-``fill`` items; rows of one log make a bin. Everything here is plain arithmetic over numpy or CuPy arrays: it runs,
-and is tested, without a GPU.
+2^log slots of a block (a slot is some lanes of a warp) compute a row of A, so that every slot gets about ``fill``
+items. Rows with the same log form a bin. The arrays are computed with numpy or CuPy, so this runs, and is tested,
+without a GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .launch import MAX_GRID_Y, Bound, Launch, Operands, Prepare
 from .scratch import Scratch
 
 GROUP = 4
-"""Lengths of rows are told apart in steps of it."""
+"""Lengths of rows are rounded up to multiples of it."""
 BATCH = 8
 """Least number of items a slot takes at a time."""
 CLASSES = 40
@@ -37,23 +37,24 @@ TYPES = ("float32", "float16", "bfloat16", "float64")
 
 
 class Rows(NamedTuple):
-    """Rows of A in the order they are worked on, longest first."""
+    """Rows of A in the order in which they are computed, longest first."""
 
     records: Array
-    """int64[R, 2]: first item; row (of a piece: the entry of its row in ``cuts``) in the low and number of items in the
-    high 32 bits. ``pieces`` pieces come first."""
+    """int64[R, 2]. The first number is the first item. The second has the row in its low 32 bits (of a piece: the index
+    of its row in ``cuts``) and the number of items in its high 32 bits. The ``pieces`` pieces come first."""
     counts: tuple[int, ...]
     """Records behind the pieces in each length class."""
     pieces: int
-    """Records that are pieces: segments of rows with several ones."""
+    """Number of records that are pieces, which means segments of a row that has several segments."""
     cuts: Array
     """int64[rows in pieces, 3]: row, first piece, number of pieces."""
 
 
 def order_rows(starts: Array, lengths: Array, rows: Array, longest: int) -> Rows:
-    """Records of segments: int64[n] first item, number of items, row. Rows ascend; a row may own several segments.
+    """The records of segments. starts, lengths, rows: int64[n], first item, number of items and row of each segment.
 
-    A segment longer than ``longest`` is cut. A row that then owns several ones owns pieces.
+    Rows ascend, and a row may have several segments. A segment longer than ``longest`` is cut. Segments of a row that
+    then has more than one become pieces.
     """
     xp = namespace(starts)
     parts = xp.maximum(1, -(-lengths // longest))
@@ -80,13 +81,13 @@ def order_rows(starts: Array, lengths: Array, rows: Array, longest: int) -> Rows
     # Stable, longest first. One sort of unique keys: row numbers stay ascending among equals.
     key = xp.sort(((2**30 - groups) << 32) | xp.arange(groups.size, dtype=np.int64))
     limits = xp.asarray([0] + [1 << c for c in range(CLASSES - 2)], dtype=np.int64)
-    found = xp.bincount(xp.searchsorted(limits, groups), minlength=CLASSES) if groups.size else xp.zeros(CLASSES, int)
+    counts = xp.bincount(xp.searchsorted(limits, groups), minlength=CLASSES) if groups.size else xp.zeros(CLASSES, int)
     records = xp.concatenate((pieces, whole[key & 0xFFFFFFFF]))
-    return Rows(xp.ascontiguousarray(records), tuple(found.tolist()), len(pieces), cuts)  # synchronize!
+    return Rows(xp.ascontiguousarray(records), tuple(counts.tolist()), len(pieces), cuts)  # synchronize!
 
 
 def longest_piece(items: int) -> int:
-    """Items above which a row is cut: half the share of one of 128 SMs, a power of two, at least 2048."""
+    """A row with more items is cut: half of the share of one of 128 SMs, rounded to a power of two, at least 2048."""
     return min(1 << 24, max(2048, 1 << max(0, (items // 256).bit_length())))
 
 
@@ -98,20 +99,20 @@ class Bin(NamedTuple):
 
 
 def bins(rows: Rows, slots: int, fill: int) -> list[Bin]:
-    """Runs of records dealt to the same number of slots, longest rows first; a slot takes about ``fill`` items."""
+    """Runs of records with the same number of slots each, longest rows first; a slot gets about ``fill`` items."""
     most, free = slots.bit_length() - 1, (fill // GROUP).bit_length() - 1
-    found = [Bin(most, 0, rows.pieces)] if rows.pieces else []
+    runs = [Bin(most, 0, rows.pieces)] if rows.pieces else []
     at = rows.pieces
     for c in reversed(range(CLASSES)):
         log = min(most, max(0, c - 1 - free))
         if rows.counts[c] == 0:
             continue
-        if found and found[-1].log_slots == log and at > rows.pieces:
-            found[-1] = found[-1]._replace(end=at + rows.counts[c])
+        if runs and runs[-1].log_slots == log and at > rows.pieces:
+            runs[-1] = runs[-1]._replace(end=at + rows.counts[c])
         else:
-            found.append(Bin(log, at, at + rows.counts[c]))
+            runs.append(Bin(log, at, at + rows.counts[c]))
         at += rows.counts[c]
-    return found
+    return runs
 
 
 class BinEntry(ctypes.Structure):
@@ -137,7 +138,7 @@ class BinTable(ctypes.Structure):
 
 
 def bin_table(rows: Rows, slots: int, fill: int) -> BinTable:
-    """The bins with the block each starts at."""
+    """The bins, each with its first block."""
     table = BinTable(pieces=rows.pieces)
     for i, b in enumerate(bins(rows, slots, fill)):
         table.bin[i] = BinEntry(table.blocks, b.log_slots, b.first, b.end)
@@ -199,7 +200,7 @@ class Tile:
 
 @functools.cache
 def device_of(device_id: int) -> Device:
-    """The numbers of a CUDA device."""
+    """The ``Device`` of a CUDA device id."""
     import cupy
 
     attributes = cupy.cuda.Device(device_id).attributes
@@ -208,7 +209,7 @@ def device_of(device_id: int) -> Device:
 
 
 def row_gather_reasons(p: Problem, types: tuple[str, ...] = TYPES) -> list[str]:
-    """Why a kernel of this kind refuses ``p``."""
+    """The reasons for which a row-gathering kernel refuses ``p``."""
     return refusals.every(p, 80, types) + reasons(
         (p.M >= 2**32, f"row numbers are 32 bits in the work table: M must be below 2**32, got {p.M}"),
     )
@@ -219,10 +220,10 @@ Kernels = Callable[[Tile], Sequence[tuple[Launch, int]]]
 
 
 def gather(kernel: RowGathering, p: Problem, rows: Rows, kernels: Kernels) -> Gather:
-    """What operands need: their tile and all launches.
+    """The launches of a product, prepared for any operands, and the tile for the N of ``p``.
 
-    Tail arguments of ``kernels``: sums of pieces, pieces that have arrived, B, C, n, ldb in bytes, ldc, bytes of B to
-    prefetch.
+    Every launch of ``kernels`` gets as run-time arguments: sums of pieces, counts of finished pieces, B, C, n, ldb in
+    bytes, ldc, bytes of B to prefetch.
     """
     value_size, out_size = (VALUE_TYPES[t].numpy.itemsize for t in (p.a_dtype, p.out_dtype))
     sum_size, sums, arrivals = 8 if p.a_dtype == "float64" else 4, Scratch(), Scratch(zeros=True)
@@ -230,29 +231,33 @@ def gather(kernel: RowGathering, p: Problem, rows: Rows, kernels: Kernels) -> Ga
 
     @functools.lru_cache(maxsize=256)
     def slabs(n: int, vec: int) -> tuple[Tile, list[tuple[int, int, int, list[tuple[Launch, tuple[int, int, int]]]]]]:
-        """The tile; of every slab that one grid holds: first column, columns, column panels, launches with grids."""
-        tile, found = kernel.tile_for(p.changed(n=n), vec), []
+        """The tile, and the slabs of columns that one grid can cover.
+
+        For each slab: first column, number of columns, number of column panels, launches with their grids.
+        """
+        tile, parts = kernel.tile_for(p.changed(n=n), vec), []
         for first in range(0, n, MAX_GRID_Y * tile.columns):
             width = min(n - first, MAX_GRID_Y * tile.columns)
             panels = ceil_div(width, tile.columns)
             launches = [(main, (tile.blocks_of(blocks, panels, device), panels, 1)) for main, blocks in kernels(tile)]
-            found.append((first, width, panels, launches))
-        return tile, found
+            parts.append((first, width, panels, launches))
+        return tile, parts
 
     def prepare(o: Operands) -> list[Bound]:
         if o.ldb * value_size >= 2**31:
             raise LimitError(f"B: a line of {o.ldb} elements passes 2 GiB; multiply fewer columns at a time")
-        tile, found = slabs(o.n, vector_width(value_size, out_size, o.n, o.b & 15, o.c & 15, o.ldb, o.ldc))
+        tile, parts = slabs(o.n, vector_width(value_size, out_size, o.n, o.b & 15, o.c & 15, o.ldb, o.ldc))
         calls = []
-        for first, n, panels, launches in found:
+        for first, n, panels, launches in parts:
             b, c = o.b + first * value_size, o.c + first * out_size
             prefetch = ((K - 1) * o.ldb + n) * value_size if tile.prefetch and K else 0
-            held, arrived = 0, 0
+            sums_at, arrivals_at = 0, 0
             if cuts:
-                held = sums.buffer(o.stream, rows.pieces * n * sum_size)
-                arrived = arrivals.buffer(o.stream, cuts * panels * 4)
+                sums_at = sums.buffer(o.stream, rows.pieces * n * sum_size)
+                arrivals_at = arrivals.buffer(o.stream, cuts * panels * 4)
             for main, grid in launches:
-                calls.append(main.bind(grid, o.stream, held, arrived, b, c, n, o.ldb * value_size, o.ldc, prefetch))
+                tail = sums_at, arrivals_at, b, c, n, o.ldb * value_size, o.ldc, prefetch
+                calls.append(main.bind(grid, o.stream, *tail))
         return calls
 
     return Gather(prepare, slabs(max(1, p.n), max(1, 16 // value_size))[0])
@@ -261,11 +266,11 @@ def gather(kernel: RowGathering, p: Problem, rows: Rows, kernels: Kernels) -> Ga
 class Gather(NamedTuple):
     prepare: Prepare
     tile: Tile
-    """The tile expected for the tile class of the problem, already compiled."""
+    """The tile for the N of the problem; its kernels are compiled."""
 
 
 def vector_width(value_size: int, out_size: int, n: int, b: int, c: int, ldb: int, ldc: int) -> int:
-    """Most elements of B per load (at most 16 bytes) that pointers, leading dimensions and n allow; a power of two."""
+    """Elements of B in one load: the most (at most 16 bytes, a power of two) that addresses, strides and n allow."""
     vec = max(1, 16 // value_size)
     while vec > 1 and (n % vec or ldb % vec or ldc % vec or b % (vec * value_size) or c % min(16, vec * out_size)):
         vec //= 2
@@ -309,7 +314,7 @@ def filled(
 ) -> Tile:
     """The tile of these lanes, loads of a lane, depth and blocks of a multiprocessor, with the rest by rule."""
     lanes, tiles, depth, blocks = shape
-    # A row takes a power of two of slots: half as many again as its items fill.
+    # A row gets a power of two of slots: on average 1.5 times as many as its items fill.
     capacity = device.sms * blocks * 256 // lanes  # slots that work at a time
     panels = ceil_div(ceil_div(n, vec), lanes * tiles)
     share = 1.5 * items * panels / capacity
@@ -324,7 +329,7 @@ SHAPES = ((4, 4, 4, 2), (8, 1, 8, 3), (8, 2, 8, 2), (8, 4, 4, 2))
 
 
 class RowGathering(Kernel):
-    """The choice of a tile, and the expected time, of the kernels that gather a row of B for every item of A."""
+    """Tiles and expected time of the kernels that gather a row of B for every item of A."""
 
     terms = ("launch", "memory", "rows of B", "rows past L2", "items", "products", "longest", "copies",
              "second launches")  # fmt: skip
@@ -332,26 +337,26 @@ class RowGathering(Kernel):
     """Whether the kernel can keep a panel of B in shared memory."""
 
     def options(self, p: Problem) -> list[Tile]:
-        """Tiles for operands whose lines lie side by side; column-major ones are copied to aligned rows."""
+        """Tiles for contiguous operands. Column-major ones are first copied to aligned rows."""
         size, out = itemsize(p.a_dtype), itemsize(p.out_dtype)
         ldb, ldc = (8 * ceil_div(p.n, 8) if layout == COL else p.n for layout in (p.b_layout, p.out_layout))
         return self._tiles(p, vector_width(size, out, p.n, 0, 0, ldb, ldc))
 
     def tile_for(self, p: Problem, vec: int) -> Tile:
-        """The tile that expects to be fastest with so many elements of B in a load."""
+        """The tile with the least expected time for loads of ``vec`` elements of B."""
         device, known = roofline.device_of(p), rates.constants(self.name, self.terms, p)
-        found = self._tiles(p, vec)
-        forced = tiles.asked(self.name)
-        named = [t for t in found if str(t) == forced]
-        return min(named or found, key=lambda t: tile_us(self, p, t, device, known))
+        options = self._tiles(p, vec)
+        forced = tiles.forced_tile(self.name)
+        matching = [t for t in options if str(t) == forced]
+        return min(matching or options, key=lambda t: tile_us(self, p, t, device, known))
 
     def _tiles(self, p: Problem, vec: int) -> list[Tile]:
         device = Device(roofline.device_of(p).processors, smem=roofline.shared_limit(p.sm))
         cut = itemsize(p.a_dtype), p.n, p.K, p.M, p.nnz, device
         vectors = ceil_div(p.n, vec)
         wide = [shape for shape in SHAPES if vectors > max(4, shape[0] * shape[1] // 4)]
-        found = [choose_tile(vec, *cut, self.resident), *(filled(vec, shape, *cut) for shape in wide)]
-        return list(dict.fromkeys(found))
+        options = [choose_tile(vec, *cut, self.resident), *(filled(vec, shape, *cut) for shape in wide)]
+        return list(dict.fromkeys(options))
 
     def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
         """By value size, and by how many bytes of B a lane loads at a time; a vector B apart."""

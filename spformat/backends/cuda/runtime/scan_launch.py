@@ -1,7 +1,7 @@
-"""One launch that answers whether the arrays of a matrix on the device are valid: what the ``*_scan`` modules share.
+"""Check in one launch whether the arrays of a matrix on the device are valid: shared by the ``*_scan`` modules.
 
-The checks of a format name the offender; where there is none, a scan has the answer sooner: one launch, every array
-read once, one wait. A scan only says yes or no, and no leaves the word to the checks.
+The checks of a format name the invalid element. For a valid matrix a scan is faster: one launch, every array read once,
+one wait. A scan answers only yes or no. After a no, the checks of the format run and report what is wrong.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from .launch import Launch
 from .scratch import Counters
 
 THREADS = 256
-"""Of a block: ``THREADS`` of scan.cuh."""
+"""Threads of a block; the same as ``THREADS`` in scan.cuh."""
 BLOCKS = 2048
-"""At most so many, which go round: enough for any device, and few where a matrix is small."""
+"""Most blocks of a launch: enough to fill any device. Each block loops over its share of the work."""
 WARP, WIDE = 32, 16
 """Lanes of a warp; bytes of a load."""
 WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
@@ -35,7 +35,7 @@ def index(a: Array) -> str:
 
 
 def span(nbytes: int) -> int:
-    """Lanes, a power of two of at most a warp, that look at a piece of ``nbytes`` together."""
+    """Lanes that read a piece of ``nbytes`` together: a power of two, at most a warp."""
     return min(WARP, 1 << (ceil_div(nbytes, WIDE) - 1).bit_length()) if nbytes else 1
 
 
@@ -45,27 +45,30 @@ class Pass(NamedTuple):
     instance: str
     """C++ name of the kernel."""
     signature: Any
-    """As for ``Launch``, of ``args``; the kernel's last parameter, where it reports, is left out of both."""
+    """The letters of ``args``, as for ``Launch``. The last parameter, the address of the counters, is left out."""
     args: tuple[Any, ...]
     """CuPy arrays stand for their addresses."""
     threads: int
-    """So many have work."""
+    """Number of threads that have work."""
 
 
 def finds_nothing(source: str, *passes: Pass) -> bool:
-    """Whether the kernels of ``source``, one after the other, find all in order; waits for the device."""
+    """Whether none of the passes finds an invalid element. Waits for the device.
+
+    False also for arrays that are not aligned to their elements, which the kernels cannot read.
+    """
     import cupy
 
     arrays = [a for p in passes for a in p.args if is_cupy(a)]
     if any(a.data.ptr % a.dtype.itemsize for a in arrays):
         return False
     target = jit.architecture(int(arrays[0].device.compute_capability), ()), int(arrays[0].device.id)
-    found, stream = Counters(), int(cupy.cuda.get_current_stream().ptr)
+    counters, stream = Counters(), int(cupy.cuda.get_current_stream().ptr)
     for p in passes:
         launch = _launch(source, p.instance, p.signature, *target)
         blocks = max(1, min(BLOCKS, ceil_div(p.threads, THREADS)))
-        launch((blocks, 1, 1), stream, *(a.data.ptr if is_cupy(a) else a for a in p.args), found.address)
-    return found.get()[0] == 0
+        launch((blocks, 1, 1), stream, *(a.data.ptr if is_cupy(a) else a for a in p.args), counters.address)
+    return counters.get()[0] == 0
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Memory of plans and kernels that outlives no call of theirs, or is kept between calls."""
+"""Device memory for plans and kernels: workspaces that are kept between calls, and counters that the host reads."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import numpy as np
 from ....errors import DeviceMemoryError
 
 DEFAULT, PER_THREAD = (0, 1), 2
-"""Streams that every device has: the default one under two names, and one for each thread of the host."""
+"""Handles of the streams that every device has: the default stream has two, and one stands for per-thread streams."""
 RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED"""
 
 
 def identity(stream: int) -> Any:
-    """What tells a stream (a cudaStream_t as int) from others: one handle stands for the streams of all threads."""
+    """A key for a stream (a cudaStream_t as int). The handle PER_THREAD means another stream in every thread."""
     return (stream, threading.get_ident()) if stream == PER_THREAD else stream
 
 
 def captured(stream: int) -> bool:
     """Whether work on the stream (a cudaStream_t as int) is recorded into a CUDA graph now."""
-    if stream in DEFAULT:  # cannot be
+    if stream in DEFAULT:  # the default stream cannot be captured
         return False
     from cupy.cuda import runtime
 
@@ -36,8 +36,8 @@ def captured(stream: int) -> bool:
 
 @contextmanager
 def allocating() -> Iterator[None]:
-    """Memory may be taken from the driver while a stream is captured in the usual mode (torch's), which forbids it.
-    It is no part of what the graph does."""
+    """Inside the block memory may be allocated while a stream is captured. The usual capture mode, also torch's,
+    forbids this. The allocation does not become part of the graph."""
     exchange, mode = _exchange_mode(), ctypes.c_int(RELAXED)
     exchange(ctypes.byref(mode))
     try:
@@ -51,8 +51,8 @@ def _exchange_mode() -> Any:
     return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
 
 
-class Room:
-    """Device memory that lives as long as somebody holds it."""
+class Buffer:
+    """Device memory, freed when the last reference to it is gone."""
 
     __slots__ = ("__weakref__", "array")
 
@@ -67,55 +67,61 @@ class Room:
 
 
 class Scratch:
-    """Buffers of one plan: one per stream and power of two of bytes, none given back before the plan dies.
+    """The workspaces of one plan: one buffer for each stream and power of two of bytes, kept as long as the plan.
 
-    So a captured graph may replay into its buffer, calls on different streams do not share one, and calls of
-    different sizes on one stream hold at most twice the largest.
+    A captured graph can therefore be replayed into its buffer, and calls on different streams never share one. Calls of
+    different sizes on one stream take at most twice the memory of the largest.
     """
 
-    _lent: ClassVar[weakref.WeakValueDictionary[Any, Room]] = weakref.WeakValueDictionary()
-    """By device, stream, power of two, purpose and whether it is zeros between calls: what plans share."""
+    _shared_buffers: ClassVar[weakref.WeakValueDictionary[Any, Buffer]] = weakref.WeakValueDictionary()
+    """(device, stream, power of two, purpose, whether it is zeros between calls) -> a buffer that plans share."""
     _lock: ClassVar = threading.Lock()
 
     def __init__(self, zeros: bool = False, shared: str = "") -> None:
-        """``zeros``: a buffer is zeros at first; what uses it leaves zeros, whatever part of it that is. ``shared``:
-        a purpose for which all plans share buffers, as the work of a stream is done in turn; a graph may be replayed
-        on another stream, so what is prepared while a stream is captured gets memory of its own."""
-        self._zeros, self._shared = zeros, shared
-        self._recorded: list[Room] = []
-        self._held: dict[tuple[Any, int], Room] = {}
+        """``zeros``: a new buffer is filled with zeros, and every kernel that uses a part of it leaves zeros there.
+
+        ``shared``: a purpose, for which all plans share buffers: a stream runs their work in order. A graph may be
+        replayed on another stream, so work that is prepared while a stream is captured gets memory of its own.
+        """
+        self._zeros, self._purpose = zeros, shared
+        self._recorded: list[Buffer] = []
+        self._buffers: dict[tuple[Any, int], Buffer] = {}
 
     def buffer(self, stream: int, nbytes: int) -> int:
-        """Address of ``nbytes`` bytes, 256-byte aligned, for the launches of one call: they follow one another on the
-        stream, and another call's must not come between them."""
+        """Address of ``nbytes`` bytes, 256-byte aligned, for the launches of one call on ``stream``.
+
+        The launches of another call must not be queued between them.
+        """
         key = identity(stream), max(0, nbytes - 1).bit_length()
         with self._lock:
-            private = bool(self._shared) and captured(stream)
-            held = None if private else self._held.get(key)
-            if held is None:
-                held = self._borrowed(*key) if self._shared and not private else Room(1 << key[1], self._zeros)
-                # Zeros are cleared when the graph runs, not now: nobody else may have them.
+            private = bool(self._purpose) and captured(stream)
+            buffer = None if private else self._buffers.get(key)
+            if buffer is None:
+                shares = self._purpose and not private
+                buffer = self._shared_buffer(*key) if shares else Buffer(1 << key[1], self._zeros)
+                # While a graph is captured, a buffer is filled with zeros only when the graph runs: no other call may
+                # use it.
                 if private or (self._zeros and captured(stream)):
-                    self._recorded.append(held)
+                    self._recorded.append(buffer)
                 else:
-                    self._held[key] = held
-            return int(held.array.data.ptr)
+                    self._buffers[key] = buffer
+            return int(buffer.array.data.ptr)
 
-    def _borrowed(self, stream: Any, bits: int) -> Room:
+    def _shared_buffer(self, stream: Any, bits: int) -> Buffer:
         from cupy.cuda import runtime
 
-        key = runtime.getDevice(), stream, bits, self._shared, self._zeros
-        room = self._lent.get(key)
-        if room is None:
-            room = self._lent[key] = Room(1 << bits, self._zeros)
-        return room
+        key = runtime.getDevice(), stream, bits, self._purpose, self._zeros
+        buffer = self._shared_buffers.get(key)
+        if buffer is None:
+            buffer = self._shared_buffers[key] = Buffer(1 << bits, self._zeros)
+        return buffer
 
 
 class Counters:
-    """Two 64-bit words, zeros at first, that kernels of this stream count in and the host reads.
+    """Two 64-bit words, at first zero, in which kernels of the current stream count, and which the host reads.
 
-    They are pinned host memory, which a device addresses as it is: for counts that are rarely other than zero this
-    saves a launch that clears them and a copy that fetches them.
+    They are in pinned host memory, which a device can address. For counts that are mostly zero this saves a launch
+    that clears them and a copy back to the host.
     """
 
     __slots__ = ("_memory", "_stream", "_words", "address")
@@ -130,6 +136,6 @@ class Counters:
         self.address = int(self._memory.ptr)
 
     def get(self) -> tuple[int, int]:
-        """The words, after the stream's launches so far."""
+        """The words after all launches that were queued on the stream so far."""
         self._stream.synchronize()  # synchronize!
         return int(self._words[0]), int(self._words[1])

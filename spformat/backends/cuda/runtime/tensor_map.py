@@ -1,7 +1,7 @@
 """Describe a matrix to the TMA unit: cuTensorMapEncodeTiled through ctypes. Device side: include/spformat/tma.cuh.
 
-A map is encoded once for a form (all but the address); products that come with ever new memory only have the address
-replaced.
+A map is encoded once for each form (everything but the address). For a tensor of a known form at another address only
+the address is replaced.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TensorMap(ctypes.Structure):
 
 
 UNMAPPED = bytes(128)
-"""For a kernel that this time reads no map."""
+"""Passed to a kernel that reads no map in this launch."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -70,7 +70,7 @@ def tiled(
     swizzle   0, 32, 64 or 128 bytes
     promotion L2 fetch size in bytes: 0, 64, 128 or 256
 
-    Raises DeviceError when the driver refuses; ``aligned`` tells beforehand.
+    Raises DeviceError when the driver refuses; check ``aligned`` first.
     """
     key = dtype, extents, strides, box, swizzle, promotion
     form = _forms.get(key)
@@ -82,7 +82,7 @@ def tiled(
 
 
 class Form:
-    """A map for tensors at any address."""
+    """A map for tensors of one form, at any address."""
 
     __slots__ = ("_lock", "_place", "_room", "_text")
 
@@ -90,7 +90,7 @@ class Form:
                  box: tuple[int, ...], swizzle: int, promotion: int) -> None:  # fmt: skip
         kind, rank = _TYPES[dtype], len(extents)
         size = _SIZES[kind]
-        # The driver wants its 128 bytes on a 64-byte boundary; ctypes promises 8.
+        # The driver needs its 128 bytes on a 64-byte boundary; ctypes aligns to 8.
         self._room = ctypes.create_string_buffer(192)
         self._place = (ctypes.addressof(self._room) + 63) & ~63
         self._lock = threading.Lock()
@@ -115,9 +115,9 @@ class Form:
         """The map of the tensor at this address."""
         with self._lock:
             status = _driver()[1](self._place, pointer)
-            found = ctypes.string_at(self._place, 128)
+            encoded = ctypes.string_at(self._place, 128)
         self._check("cuTensorMapReplaceAddress", status, pointer)
-        return found
+        return encoded
 
     def _check(self, call: str, status: int, pointer: int) -> None:
         if status:
@@ -127,5 +127,5 @@ class Form:
 
 
 FORMS = 1024
-"""Forms that are kept, 400 bytes each."""
+"""Forms that are cached, 400 bytes each."""
 _forms: dict[Any, Form] = {}

@@ -14,7 +14,7 @@ from .scratch import Scratch
 
 ARCHS = ("sm_80",)
 ALIGN = 8
-"""Elements that a leading dimension of a copy is a multiple of: rows then start on 16 bytes for 16-bit types."""
+"""The leading dimension of a copy is a multiple of it, in elements: 16-bit rows then start on 16-byte boundaries."""
 WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 
 

@@ -13,7 +13,7 @@ from ..runtime.transpose import WORDS
 
 SOURCE = "sr_bcrs/expand_sr_bcrs.cu"
 THREADS, IMAGES, TALLEST = 256, 32 * 1024, 256
-"""Twins of the kernel's: threads of a block, bytes of its images, the tallest vector."""
+"""Must match the constants of the kernel: threads of a block, bytes of its images, the tallest vector."""
 
 
 def instances() -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-// SR-BCRS(t, g) to panels (include/spformat/mma_fragments.cuh), any t and g, once per matrix.
+// SR-BCRS(t, g), any t and g, to fragments (include/spformat/mma_fragments.cuh), once per matrix.
 //
 //   indptr   Ptr[Mv+1]      first group of each row tile
 //   indices  Index[G, g]    column of each vector, increasing in a tile; -1 (no vector) at its end

@@ -1,4 +1,8 @@
-"""Panels: SR-BCRS of any (t, g) re-chunked on the device into the fragments of m16n8k16.  Kernels: mma_fragments.cu."""
+"""SR-BCRS of any (t, g) converted on the device into operand fragments of mma m16n8k16.  Kernels: mma_fragments.cu.
+
+A panel is the ``16 * fragments`` rows of A that a warp multiplies; a chunk is ``DEPTH`` columns of A. The columns that
+a panel uses in a chunk, 16 at a time, are the steps of the product.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +34,10 @@ SLACK = 32  # steps that a kernel may read past the last one
 
 @dataclass(frozen=True)
 class Tile:
-    """Warps of a block: ``wm`` panels of 16 * ``fragments`` rows x ``wn`` strips of 8 * ``strip`` columns x ``wk``.
+    """How warps divide the tile of a block: ``wm`` panels x ``wn`` strips of 8 * ``strip`` columns x ``wk`` warps.
 
-    ``wk`` warps share the steps of a panel; ``stages`` chunks are in shared memory; ``cluster`` blocks share them.
+    ``wk`` warps share the steps of a panel, ``stages`` chunks of B are in shared memory at a time, and the ``cluster``
+    blocks of a cluster share them.
     """
 
     fragments: int
@@ -57,7 +62,7 @@ class Tile:
 
     @property
     def sums(self) -> int:
-        """bytes of the sums that warps of one panel exchange"""
+        """Bytes of the sums that the warps of one panel exchange."""
         return self.warps * self.fragments * self.strip * 512 if self.wk > 1 else 0
 
     def blocks(self, M: int, n: int) -> int:
@@ -68,8 +73,8 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Panels:
-    """What ``include/spformat/mma_fragments.cuh`` describes: first uint32[P*Q+1], steps uint8[count, step_bytes]."""
+class Fragments:
+    """The arrays of ``include/spformat/mma_fragments.cuh``: first uint32[P*Q+1], steps uint8[count, step_bytes]."""
 
     first: Any
     steps: Any
@@ -80,7 +85,7 @@ class Panels:
 
 
 def step_bytes(fragments: int) -> int:
-    """bytes of a step: 16 places and the A fragments."""
+    """Bytes of a step: 16 column positions and the fragments of A."""
     return 16 + 512 * fragments
 
 
@@ -95,37 +100,37 @@ def index_type(array: Any) -> str:
 
 
 def types(a: Any, p: Problem) -> str:
-    """The leading template arguments of a kernel over panels: T, Out, Ptr, Index."""
+    """The leading template arguments of a kernel that reads fragments: T, Out, Ptr, Index."""
     values = f"{VALUE_TYPES[p.a_dtype].cuda}, {VALUE_TYPES[p.out_dtype].cuda}"
     return f"{values}, {index_type(a.indptr)}, {index_type(a.indices)}"
 
 
-def panel_reasons(p: Problem) -> list[str]:
-    """Why no tensor-core kernel over panels takes ``p``."""
+def fragment_reasons(p: Problem) -> list[str]:
+    """The reasons for which the kernels that read fragments refuse ``p``."""
     return refusals.every(p, 80, MMA_TYPES)
 
 
 TERMS = ("launch", "memory", "lines of B", "chunks", "products", "panels", "tiles", "column-major C", "pieces of B",
          "rounds of resident blocks")  # fmt: skip
-"""What the time of the kernels over panels is a sum of."""
+"""The terms of the expected time of the kernels that read fragments."""
 SHARED, THREADS = 227 << 10, 1024
 """Bytes of shared memory of a multiprocessor, and threads that the registers of these kernels leave room for."""
 
 
-def panel_variant(p: Problem, tile: Tile) -> tuple[str, ...]:
-    """By tile, and by how B comes: rows on 16-byte boundaries, other rows, or columns."""
+def fragment_variant(p: Problem, tile: Tile) -> tuple[str, ...]:
+    """By tile and by the layout of B: row-major with rows on 16-byte boundaries, other row-major, or column-major."""
     lines = ", unaligned" if p.b_layout == ROW and b_alignment(p) < 16 else ""
     return (f"{tile.rows}x{tile.cols}, {p.b_layout}-major B{lines}",)
 
 
-def panel_quantities(p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
+def fragment_quantities(p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
     """Ideal microseconds of each of TERMS.
 
-    lines of B: every tile of C stages all K lines of its columns, from L2, in whole rounds of tiles. chunks: 0.1 us
-    for each chunk of 128 lines that a tile waits for. products: 16 rows of a panel for each column that one of its
-    vectors has. panels: those stored panels from L2, once for every tile of columns. tiles: C written by each round.
-    pieces of B: 0.1 us for each piece of eight values that a thread brings to shared memory itself. rounds of resident
-    blocks: chunks again, where blocks on one multiprocessor hide each other's waiting.
+    lines of B: every tile of C loads all K lines of its columns from L2, in whole rounds of tiles. chunks: 0.1 us for
+    each chunk of 128 lines that a tile waits for. products: the rows of a panel times the columns that it uses. panels:
+    the stored fragments from L2, once for every tile of columns. tiles: C as written in each round. pieces of B:
+    0.1 us for each piece of eight values that a thread copies to shared memory itself. rounds of resident blocks: the
+    chunks again, where the blocks of one multiprocessor hide each other's waiting.
     """
     length = p.p["vector_length"]
     rows, columns = ceil_div(p.M, tile.rows), ceil_div(p.n, tile.cols)
@@ -134,7 +139,7 @@ def panel_quantities(p: Problem, tile: Tile, device: Device) -> tuple[float, ...
     chunks = turns * ceil_div(p.K, DEPTH) * 0.1
     share = min(1.0, p.nnz / length / max(1, ceil_div(p.M, length) * p.K))
     high = 16 * tile.fragments
-    named = p.K * (1 - (1 - share) ** max(1, high // length))  # columns that a panel has, if vectors lie at random
+    named = p.K * (1 - (1 - share) ** max(1, high // length))  # columns that a panel uses, if vectors lie at random
     products = turns * tile_us(tile.rows, tile.cols, named, TENSOR_16, device)
     loaded = cache_us(ceil_div(p.M, high) * named * columns * high * 2, device)
     written = turns * load_us(tile.rows * tile.cols * itemsize(p.out_dtype), device)
@@ -146,13 +151,13 @@ def panel_quantities(p: Problem, tile: Tile, device: Device) -> tuple[float, ...
     return 1.0, memory, lines, chunks, products, loaded, written, turned, pieces, waiting
 
 
-def panels(a: Any, p: Problem, fragments: int) -> Panels:
-    """The panels of ``a``, made on its device once and kept with the matrix for the plans that follow."""
-    built: Panels = a.kernel_arrays((SOURCE, fragments), lambda: _panels(a, p, fragments))
+def fragments_of(a: Any, p: Problem, fragments: int) -> Fragments:
+    """The fragments of ``a``, built on its device once and kept with the matrix for later plans."""
+    built: Fragments = a.kernel_arrays((SOURCE, fragments), lambda: _build_fragments(a, p, fragments))
     return built
 
 
-def _panels(a: Any, p: Problem, fragments: int) -> Panels:
+def _build_fragments(a: Any, p: Problem, fragments: int) -> Fragments:
     import cupy
 
     rows = 16 * fragments
@@ -174,4 +179,4 @@ def _panels(a: Any, p: Problem, fragments: int) -> Panels:
         function = jit.load(SOURCE, f"panel_fill<{VALUE_TYPES[p.a_dtype].cuda}, {index_types}>", arch, p.device_id)
         Launch(function, "PPPqiiiqqPP", filled, 256)(grid, stream)
     finish_arrays()  # synchronize!
-    return Panels(first, steps)
+    return Fragments(first, steps)

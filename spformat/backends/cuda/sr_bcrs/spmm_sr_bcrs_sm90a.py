@@ -15,10 +15,10 @@ from .mma_fragments import (
     DEPTH,
     TERMS,
     Tile,
-    panel_quantities,
-    panel_reasons,
-    panel_variant,
-    panels,
+    fragment_quantities,
+    fragment_reasons,
+    fragment_variant,
+    fragments_of,
     step_bytes,
     types,
 )
@@ -55,17 +55,17 @@ class SpmmSRBCRSHopper(CudaKernel):
     terms = TERMS
 
     def unsupported(self, p: Problem) -> list[str]:
-        return panel_reasons(p) + reasons((p.sm != 90, f"needs sm_90, got {p.sm_name}"))
+        return fragment_reasons(p) + reasons((p.sm != 90, f"needs sm_90, got {p.sm_name}"))
 
     def options(self, p: Problem) -> list[Tile]:
         """The tiles that shared memory has room for."""
         return [t for t in TILES if smem(t) <= shared_limit(p.sm)]
 
     def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
-        return panel_variant(p, tile)
+        return fragment_variant(p, tile)
 
     def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
-        return panel_quantities(p, tile, device)
+        return fragment_quantities(p, tile, device)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
@@ -81,8 +81,8 @@ class SpmmSRBCRSHopper(CudaKernel):
     def prepared_with(self, a: Any, p: Problem, tile: Tile) -> Prepared:
         """The launches of one tile; ``prepared`` chooses it."""
         b_col, out_col = p.b_layout == COL, p.out_layout == COL
-        made = panels(a, p, tile.fragments)
-        fixed = (made.first, made.steps, a.indptr, a.indices, a.data, a.vector_length, a.stride, p.M, p.K)
+        fragments = fragments_of(a, p, tile.fragments)
+        fixed = (fragments.first, fragments.steps, a.indptr, a.indices, a.data, a.vector_length, a.stride, p.M, p.K)
         leading, line = types(a, p), min(64, tile.cols)
 
         @functools.cache
@@ -110,4 +110,4 @@ class SpmmSRBCRSHopper(CudaKernel):
             c_strides = (1, o.ldc) if out_col else (o.ldc, 1)
             return (launch.bind(grid, o.stream, mapped, o.b, o.c, o.n, *b_strides, *c_strides),)
 
-        return Prepared(prepare, str(tile), made.nbytes)
+        return Prepared(prepare, str(tile), fragments.nbytes)

@@ -1,6 +1,6 @@
 // C[M,N] = A[M,K] @ B[K,N], A in SR-BCRS(t, g) with 16-bit values, on tensor cores: m16n8k16, float32 sums. sm_80 and later.
 //
-//   first, steps           A as panels of 16*MF rows (include/spformat/mma_fragments.cuh)
+//   first, steps           A as fragments for panels of 16*MF rows (include/spformat/mma_fragments.cuh)
 //   indptr, indices, data  A as it is stored, for sums that are not finite
 //   B  T: B[k][n] at k*ldb + n (BCOL: k + n*ldb)      C  Out: C[i][n] at i*c_row + n*c_col
 //

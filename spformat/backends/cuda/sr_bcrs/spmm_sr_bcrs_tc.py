@@ -10,7 +10,16 @@ from ....products.roofline import Device, shared_limit
 from ..runtime import jit
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Launch, over_tiles
-from .mma_fragments import DEPTH, TERMS, Tile, panel_quantities, panel_reasons, panel_variant, panels, types
+from .mma_fragments import (
+    DEPTH,
+    TERMS,
+    Tile,
+    fragment_quantities,
+    fragment_reasons,
+    fragment_variant,
+    fragments_of,
+    types,
+)
 
 LARGE = Tile(2, 4, 2, 1, 8, 3)
 MEDIUM = Tile(2, 2, 2, 2, 4, 3)
@@ -32,17 +41,17 @@ class SpmmSRBCRSTensor(CudaKernel):
     terms = TERMS
 
     def unsupported(self, p: Problem) -> list[str]:
-        return panel_reasons(p)
+        return fragment_reasons(p)
 
     def options(self, p: Problem) -> list[Tile]:
         """The tiles that shared memory has room for."""
         return [t for t in TILES if smem(t) <= shared_limit(p.sm)]
 
     def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
-        return panel_variant(p, tile)
+        return fragment_variant(p, tile)
 
     def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
-        return panel_quantities(p, tile, device)
+        return fragment_quantities(p, tile, device)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
@@ -58,13 +67,13 @@ class SpmmSRBCRSTensor(CudaKernel):
     def prepared_with(self, a: Any, p: Problem, tile: Tile) -> Prepared:
         """The launches of one tile; ``prepared`` chooses it."""
         b_col, out_col = p.b_layout == COL, p.out_layout == COL
-        made = panels(a, p, tile.fragments)
+        fragments = fragments_of(a, p, tile.fragments)
         shape = f"{tile.fragments}, {tile.wm}, {tile.wn}, {tile.wk}, {tile.strip}, {tile.stages}"
         instance = f"spmm_sr_bcrs_tc<{types(a, p)}, {shape}, {str(b_col).lower()}>"
         function = jit.load(
             "sr_bcrs/spmm_sr_bcrs_tc.cu", instance, jit.architecture(p.sm or 80, ()), p.device_id, smem(tile)
         )
-        fixed = (made.first, made.steps, a.indptr, a.indices, a.data, a.vector_length, a.stride, p.M, p.K)
+        fixed = (fragments.first, fragments.steps, a.indptr, a.indices, a.data, a.vector_length, a.stride, p.M, p.K)
         launch = Launch(function, "PPPPPiiqqPPqqqq", fixed, 32 * tile.warps, smem(tile))
         prepare = over_tiles(launch, -(-p.M // tile.rows), tile.cols, out_col)
-        return Prepared(prepare, str(tile), made.nbytes)
+        return Prepared(prepare, str(tile), fragments.nbytes)

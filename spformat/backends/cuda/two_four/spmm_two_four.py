@@ -17,7 +17,7 @@ from ..runtime.launch import Bound, Launch, Operands, Prepare, finish_arrays
 
 NAME = "cuda.spmm_two_four"
 MMA_TYPES = ("bfloat16", "float16")
-KERNEL_ORDERS = ("ldmatrix", "fragment")  # the metadata orders whose 16 x 64 tiles are the bytes ldmatrix wants
+KERNEL_ORDERS = ("ldmatrix", "fragment")  # metadata orders whose 16 x 64 tiles are laid out as ldmatrix needs
 DEPTH = 64
 RECORD = 18 / 16
 """Bytes of stored A for each element of a dense 16-bit matrix: half the values, and two bits for each of them."""
@@ -79,7 +79,7 @@ def c_type(dtype: str) -> str:
 
 
 def mma_reasons(p: Problem, sm: int) -> list[str]:
-    """Why no 2:4 tensor-core kernel that needs ``sm`` takes ``p``: the rules its kernels share."""
+    """The reasons for which 2:4 tensor-core kernels that need ``sm`` refuse ``p``: the rules that they share."""
     return refusals.every(p, sm, MMA_TYPES) + reasons(
         (p.M >= 1 << 31 or p.K >= 1 << 24, f"M must be below 2^31 and K below 2^24, got {p.M} x {p.K}"),
     )
@@ -136,7 +136,7 @@ def in_kernel_order(a: Any) -> Any:
 
 
 def launcher(data: Any, meta: Any, order: str, p: Problem) -> tuple[Prepare, Tile]:
-    """What a plan prepares, and the tile it uses. ``order``: the order of ``meta``, one of KERNEL_ORDERS."""
+    """The launches of a plan, and the tile it uses. ``order``: the order of ``meta``, one of KERNEL_ORDERS."""
     tile = KERNEL.best(p).tile
     kinds = (order == "fragment", p.b_layout == COL, p.out_layout == COL)
     shape = f"{tile.rows}, {tile.cols}, {tile.warp_rows}, {tile.warp_cols}, {tile.stages}"
@@ -151,7 +151,7 @@ def launcher(data: Any, meta: Any, order: str, p: Problem) -> tuple[Prepare, Til
         )
         return Launch(function, "PPiiPPiqqPff", (data, meta, p.M, p.K), tile.threads, tile.smem)
 
-    variant(True)  # compiled with the plan; the other at the first call that needs it
+    variant(True)  # compile this variant now, and the other at the first call that needs it
 
     def prepare(o: Operands) -> tuple[Bound]:
         launch = variant(o.b % 16 == 0 and o.ldb % 8 == 0)

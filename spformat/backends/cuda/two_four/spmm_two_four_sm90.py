@@ -48,7 +48,7 @@ RESERVED = 1024  # bytes of shared memory that the driver keeps for itself in a 
 
 
 class SpmmTwoFourSm90(CudaKernel):
-    """C = A @ B for ``TwoFour`` A, without wgmma: what Blackwell runs, and Hopper where its own kernel cannot.
+    """C = A @ B for ``TwoFour`` A, without wgmma: for Blackwell, and for Hopper where spmm_two_four_sm90a cannot run.
 
     TMA needs B on a 16-byte boundary with a pitch of a multiple of 16 bytes; a call with another B, and a product too
     small for these tiles, run the sm_80 kernel.
@@ -81,7 +81,7 @@ class SpmmTwoFourSm90(CudaKernel):
         return b_alignment(p) == 16
 
     def expected_us(self, p: Problem) -> float:
-        """That of spmm_two_four for a B that the copy engine does not take: a call runs it then."""
+        """The expected time of spmm_two_four if the copy engine cannot load B, because a call then runs that kernel."""
         return super().expected_us(p) if self.is_its_own(p) else KERNEL.expected_us(p)
 
     def instances(self) -> tuple[str, ...]:
@@ -94,7 +94,7 @@ class SpmmTwoFourSm90(CudaKernel):
         import cupy
 
         a = in_kernel_order(a)
-        data, meta, order = a.data, a.meta, a.meta_order  # not a: plans must not keep the matrix alive
+        data, meta, order = a.data, a.meta, a.meta_order  # plans must not keep ``a`` itself alive
         limits = cupy.cuda.Device(p.device_id).attributes
         sms, best = limits["MultiProcessorCount"], self.best(p).tile
         room = best.smem(itemsize(p.out_dtype))

@@ -9,7 +9,7 @@
 //   c_map      with `copied`: tensor map of C, rows of N, boxes of 64 x 64, 128-byte swizzle; 16-bit types, not CCol
 //
 // Every peer brings A through shared memory, whose 128 bytes a clock then limit wgmma.sp. Here the weights are laid out once,
-// when the plan is made, in the order of the registers: each warp reads its operand with contiguous 512-byte loads, straight
+// when the plan is built, in the order of the registers: each warp reads its operand with contiguous 512-byte loads, straight
 // from L2, and only B passes through shared memory (TMA, shared by the thread blocks of a cluster through multicast).
 //
 // With Shared the values come through shared memory after all, by TMA, and only metadata from the records: a tile as large

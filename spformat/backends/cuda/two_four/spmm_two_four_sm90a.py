@@ -49,7 +49,7 @@ class Tile:
 
     @property
     def blocks(self) -> int:
-        """Of a thread block cluster."""
+        """Blocks of a thread block cluster."""
         return self.cluster * self.splits
 
     @property
@@ -104,7 +104,7 @@ class SpmmTwoFourSm90a(CudaKernel):
         )
 
     def options(self, p: Problem) -> list[Tile]:
-        """A part of K without a slab would have no sums; an empty A is nothing that a tensor map could describe."""
+        """Tiles whose parts of K all have a slab. None for an empty A, which a tensor map cannot describe."""
         slabs, mapped = max(1, ceil_div(p.K, DEPTH)), p.M and p.K
         return [t for t in TILES if t.splits <= slabs and (mapped or not t.shared)]
 
@@ -130,7 +130,7 @@ class SpmmTwoFourSm90a(CudaKernel):
         return b_alignment(p) == 16
 
     def expected_us(self, p: Problem) -> float:
-        """That of spmm_two_four for a B that the copy engine does not take: a call runs it then."""
+        """The expected time of spmm_two_four if the copy engine cannot load B, because a call then runs that kernel."""
         return super().expected_us(p) if self.is_its_own(p) else KERNEL.expected_us(p)
 
     def instances(self) -> tuple[str, ...]:
@@ -150,7 +150,7 @@ class SpmmTwoFourSm90a(CudaKernel):
         function = jit.load(SOURCE, _instance(tile, p), ARCH, p.device_id, smem)
         weights = TwoFourRecords().of(a, p)
         a = in_kernel_order(a)
-        data, meta, order = a.data, a.meta, a.meta_order  # not a: plans must not keep the matrix alive
+        data, meta, order = a.data, a.meta, a.meta_order  # plans must not keep ``a`` itself alive
         signature = (
             "P",
             "i",

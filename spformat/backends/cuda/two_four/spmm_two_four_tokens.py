@@ -20,7 +20,7 @@ from .spmm_two_four import DEPTH, RECORD, c_type, mma_reasons
 from .two_four_records import WORDS, TwoFourRecords
 
 MAX_COLS = 64
-CLUSTER_SM = 90  # thread block clusters add up the splits from here on
+CLUSTER_SM = 90  # from this architecture on, thread block clusters add up the splits
 RESERVED = 1024  # bytes of shared memory that the driver keeps for itself in a block
 
 
@@ -109,7 +109,7 @@ class SpmmTwoFourTokens(CudaKernel):
         return (choose(p.M, p.n, p.K, device_of(p).processors, shared_limit(p.sm)),)
 
     def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
-        """By layout of B: a column-major one is read along K, and a vector lies so in both layouts."""
+        """By layout of B: a column-major B is read along K, and so is a vector in either layout."""
         if p.n == 1:
             return ("col-major B",)
         return (f"{p.b_layout}-major B" + ("" if b_alignment(p) == 16 else ", unaligned"),)
@@ -153,7 +153,7 @@ class SpmmTwoFourTokens(CudaKernel):
             return Launch(function, "PiiPPiqqPPPff", (weights, p.M, p.K), tile.warps * 32, tile.smem)
 
         b_col = p.b_layout == COL
-        variant(b_col)  # compiled with the plan; the other at the first call that needs it
+        variant(b_col)  # compile this variant now, and the other at the first call that needs it
         shared = tile.splits > 1 and not cluster
         sums, arrivals = Scratch(), Scratch(zeros=True)
 

@@ -80,7 +80,7 @@ __device__ __forceinline__ u32 mask_of(u32 low, u32 high) {
     return (held | held >> 15) & 15;
 }
 
-// The nibble for each mask, 0 where more than two values are held.
+// The nibble for each mask, 0 for a group with more than two nonzeros.
 __device__ __forceinline__ u32 nibble_of(u32 mask) { return u32(0x000E0DCC09884444ull >> (4 * mask)) & 15; }
 
 template <class T> constexpr u32 INFINITE = same_type<T, __half>::value ? 0x7C00 : 0x7F80;

@@ -55,7 +55,7 @@ class TwoFourPack:
         return lambda: launch(grid, _stream(), *args)
 
     def writer(self, data: Array, meta: Array, order: str, M: int, target: Target) -> Writer:
-        """The launches that write the first M rows of the matrix that valid data and meta hold."""
+        """The launches that write the first M rows of the matrix stored in data and meta, which must be valid."""
         grid, extents = self._grid(data.shape)
 
         @functools.cache
@@ -91,16 +91,17 @@ BLOCK = TwoFourPack()
 def two_four_pack(x: Any, order: str, data: Any, meta: Any, prune: bool = False) -> tuple[int, int, int]:
     """Fill ``data`` [Mp, Kp/2] and ``meta`` uint16[Mp*Kp/16] from x [M, K], all CuPy; waits for the device.
 
-    Returns (refused groups, the first of them as row * Kp/4 + group, its nonzeros); when any is refused, data and meta
-    are of no use. prune: refused are values that are not finite, only their count is given, and the arrays are right.
+    Returns (number of refused groups, the first of them as row * Kp/4 + group, its nonzeros). If any group is refused,
+    data and meta must not be used. prune: the first number counts values that are not finite, the others are 0, and the
+    arrays are correct.
     """
     import cupy
 
     refused = cupy.zeros(2, "uint64")
     BLOCK.packer(x, order, prune, data, meta, refused)()
     count, inverted = (int(n) for n in refused.get())  # synchronize!
-    first, found = divmod((1 << 64) - 1 - inverted, 8) if count and not prune else (0, 0)
-    return count, first, found
+    first, nonzeros = divmod((1 << 64) - 1 - inverted, 8) if count and not prune else (0, 0)
+    return count, first, nonzeros
 
 
 def expander(a: Any, p: Problem) -> Writer:

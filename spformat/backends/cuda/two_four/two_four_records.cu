@@ -1,4 +1,4 @@
-// 2:4 weights in the order of the tensor cores' registers, made once per matrix. sm_80 and later.
+// 2:4 weights in the order of the tensor cores' registers, written once per matrix. sm_80 and later.
 //
 //   data     u32[Mp, Kp/4]                   pairs of values, row-major; Mp = pad(M, 32), Kp = pad(K, 64)
 //   meta     u32x4[Mp/16 * Kp/64, 8]         metadata order "fragment"

@@ -1,4 +1,4 @@
-"""2:4 weights in the order of the tensor cores' registers, made once per matrix.  Kernel: two_four_records.cu."""
+"""2:4 weights in the order of the tensor cores' registers, written once per matrix.  Kernel: two_four_records.cu."""
 
 from __future__ import annotations
 

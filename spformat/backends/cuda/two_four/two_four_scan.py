@@ -12,7 +12,7 @@ INSTANCE = "spformat::two_four_scan"
 
 
 class Places(ctypes.Structure):
-    """Twin of ``Places``: the steps of ``formats.two_four.meta_steps``."""
+    """Must match ``Places`` in the kernel: the steps of ``formats.two_four.meta_steps``."""
 
     _fields_ = [(name, ctypes.c_int64) for name in ("r32", "r16", "r8", "r1", "shift", "outer", "inner")]
 

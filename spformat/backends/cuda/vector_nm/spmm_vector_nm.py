@@ -53,7 +53,8 @@ class Tile:
 
 
 TILES = (Tile(4, 2, 3, 32), Tile(4, 2, 2, 32), Tile(2, 1, 3, 32), Tile(2, 1, 2, 32), Tile(1, 1, 2, 1))
-"""Best first for large problems; the later ones for small ones and for wide windows, whose rows of B need the room."""
+"""Ordered by speed on large problems. The later ones are for small problems and for wide windows, whose rows of B need
+more shared memory."""
 
 
 class SpmmVectorNM(CudaKernel):
@@ -68,13 +69,13 @@ class SpmmVectorNM(CudaKernel):
         return vector_reasons(p, tuple(C_TYPES))
 
     def options(self, p: Problem) -> list[Split[Tile]]:
-        """A large tile and a small one, with as many parts along K as they need; float64 has room for small ones."""
-        found, processors = [], device_of(p).processors
+        """A large and a small tile, with as many parts along K as they need; for float64 only small tiles fit."""
+        options, processors = [], device_of(p).processors
         for tile in (TILES[0], TILES[2])[p.a_dtype == "float64" :]:
             steps = ceil_div(ceil_div(p.K, p.p["m"]), max(1, tile.depth // p.p["m"]))
             tiles = ceil_div(p.M, tile.rows) * ceil_div(p.n, tile.cols)
-            found.append(Split(tile, choose_splits(tiles, steps, processors)))
-        return found
+            options.append(Split(tile, choose_splits(tiles, steps, processors)))
+        return options
 
     def variant(self, p: Problem, tile: Split[Tile]) -> tuple[str, ...]:
         return variant(p, tile)
@@ -96,14 +97,14 @@ class SpmmVectorNM(CudaKernel):
     def prepared(self, a: Any, p: Problem) -> Prepared:
         wanted = self.best(p).tile.tile
         tiles = TILES[TILES.index(wanted) :]  # the later ones for windows too wide for it
-        tile, made, group = fit(tiles, a, p, step=4)
-        smem = tile.smem(ITEMSIZE[p.a_dtype], made.staged, made.slots, int(made.words.shape[2]))
+        tile, records, group = fit(tiles, a, p, step=4)
+        smem = tile.smem(ITEMSIZE[p.a_dtype], records.staged, records.slots, int(records.words.shape[2]))
         choice = records_choice(
-            a, p, made, source="vector_nm/spmm_vector_nm.cu", archs=self.archs, cols=tile.cols, threads=tile.threads,
-            instance=lambda out, _: instance(p.a_dtype, out, min(group, 8), tile, made.packed), smem=lambda _: smem,
+            a, p, records, source="vector_nm/spmm_vector_nm.cu", archs=self.archs, cols=tile.cols, threads=tile.threads,
+            instance=lambda out, _: instance(p.a_dtype, out, min(group, 8), tile, records.packed), smem=lambda _: smem,
         )  # fmt: skip
-        kind = "packed" if made.packed else "plain"
-        return Prepared(launcher(p, choice), f"{tile} {kind}", made.words.nbytes)
+        kind = "packed" if records.packed else "plain"
+        return Prepared(launcher(p, choice), f"{tile} {kind}", records.words.nbytes)
 
 
 def instance(dtype: str, out: str, run_rows: int, tile: Tile, packed: bool) -> str:

@@ -48,7 +48,7 @@ class Tile:
         return 32 * self.warps_m * self.warps_n
 
     def smem(self, itemsize: int, staged: int, slots: int, record: int, out_size: int = 4) -> int:
-        """Bytes: the ring of stages and the ring of records (vector_nm.cuh), or C on its way out."""
+        """Bytes: the ring of stages and the ring of records (vector_nm.cuh), or the tile of C before it is written."""
         stage = ((staged + 1) * self.cols + slots * self.rows) * itemsize
         ring = self.stages * stage + (2 * self.stages - 1) * 4 * record
         strip = self.threads // 32 * (32 if itemsize == 4 else 16) * (self.warp_cols * out_size + 16)
@@ -67,11 +67,12 @@ SMALL_16 = (Tile(32, 64, 4, 2, 4, 64), Tile(32, 64, 4, 2, 2, 64), Tile(32, 32, 4
 NARROW_16 = (Tile(32, 32, 4, 1, 4, 128), Tile(32, 32, 4, 1, 2, 128))
 WIDE_32 = (Tile(32, 64, 4, 2, 3, 32), Tile(32, 64, 4, 2, 2, 32))
 NARROW_32 = (Tile(32, 32, 4, 2, 3, 64), Tile(32, 32, 4, 2, 2, 64))
-"""Best first, by value size; narrow ones for few columns of B and for wide windows, whose rows of B need the room."""
+"""Value size -> tiles, ordered by speed on large problems. Narrow ones are for few columns of B and for wide windows,
+whose rows of B need more shared memory."""
 
 
 def groups(p: Problem) -> list[tuple[Tile, ...]]:
-    """Groups of tiles for the value type and vector length, the widest first; those of a group differ in room."""
+    """Groups of tiles for the value type and vector length, widest first. Tiles of a group differ in shared memory."""
     if ITEMSIZE[p.a_dtype] == 4:
         return [WIDE_32, NARROW_32]
     return [TALL_16 if p.p["vector_length"] % 64 == 0 else WIDE_16, SMALL_16, NARROW_16]
@@ -94,13 +95,13 @@ class SpmmVectorNMTensor(CudaKernel):
 
     def options(self, p: Problem) -> list[Split[Tile]]:
         """The first tile of every group that is not far wider than N, with the parts along K that it needs."""
-        found, processors = [], device_of(p).processors
+        options, processors = [], device_of(p).processors
         for tile in (group[0] for group in groups(p)):
             if p.n > 32 or tile.cols < 128:
                 steps = ceil_div(ceil_div(p.K, p.p["m"]), max(1, tile.depth // p.p["m"]))
                 tiles = ceil_div(p.M, tile.rows) * ceil_div(p.n, tile.cols)
-                found.append(Split(tile, choose_splits(tiles, steps, processors)))
-        return found
+                options.append(Split(tile, choose_splits(tiles, steps, processors)))
+        return options
 
     def variant(self, p: Problem, tile: Split[Tile]) -> tuple[str, ...]:
         return variant(p, tile)
@@ -119,7 +120,7 @@ class SpmmVectorNMTensor(CudaKernel):
         )
 
     def fitting(self, p: Problem) -> list[Tile]:
-        """The tiles of the group that expects to be fastest, then those of narrower ones, for wide windows."""
+        """The tiles of the group with the least expected time, then those of narrower groups, for wide windows."""
         wanted = self.best(p).tile.tile
         every = groups(p)
         first = next(i for i, group in enumerate(every) if group[0] == wanted)
@@ -127,16 +128,16 @@ class SpmmVectorNMTensor(CudaKernel):
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
         size = ITEMSIZE[p.a_dtype]
-        tile, made, group = fit(self.fitting(p), a, p, step=32 // size, banks=16 // size, bank_rows=size // 2)
-        record = int(made.words.shape[2])
+        tile, records, group = fit(self.fitting(p), a, p, step=32 // size, banks=16 // size, bank_rows=size // 2)
+        record = int(records.words.shape[2])
         choice = records_choice(
-            a, p, made, source="vector_nm/spmm_vector_nm_mma.cu", archs=self.archs, cols=tile.cols,
+            a, p, records, source="vector_nm/spmm_vector_nm_mma.cu", archs=self.archs, cols=tile.cols,
             threads=tile.threads,
-            instance=lambda out, _: instance(p.a_dtype, out, group, tile, made.packed),
-            smem=lambda out: tile.smem(size, made.staged, made.slots, record, out),
+            instance=lambda out, _: instance(p.a_dtype, out, group, tile, records.packed),
+            smem=lambda out: tile.smem(size, records.staged, records.slots, record, out),
         )  # fmt: skip
-        kind = "packed" if made.packed else "plain"
-        return Prepared(launcher(p, choice), f"{tile} {kind}", made.words.nbytes)
+        kind = "packed" if records.packed else "plain"
+        return Prepared(launcher(p, choice), f"{tile} {kind}", records.words.nbytes)
 
 
 def instance(dtype: str, out: str, group: int, tile: Tile, packed: bool) -> str:

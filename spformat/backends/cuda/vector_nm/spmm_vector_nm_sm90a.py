@@ -21,11 +21,11 @@ from .vector_nm_tiles import Pattern
 from .vector_nm_times import TERMS, Split, parts, quantities, variant
 
 DEPTH, ROWS = 64, 128
-"""Kept vectors and rows of a stage; twins of the kernel's constants."""
+"""Kept vectors and rows of a stage; must match the constants of the kernel."""
 
 
 class Gathered(ctypes.Structure):
-    """Twin of ``vector_nm::Gathered``."""
+    """Must match ``vector_nm::Gathered`` in the kernel."""
 
     _fields_ = [
         (name, ctypes.c_int32)
@@ -42,7 +42,7 @@ class Tile:
     loaders: int
 
     def smem(self) -> int:
-        """Bytes: the ring, the four slots C leaves through (64 x 64 values of 16 bits), the barriers."""
+        """Bytes: the ring, four slots in which C is staged (64 x 64 values of 16 bits), and the barriers."""
         return self.stages * DEPTH * 2 * (ROWS + self.cols) + 4 * 8192 + 16 * self.stages
 
     def blocking(self, form: Pattern) -> Blocking:
@@ -103,7 +103,7 @@ class SpmmVectorNMSm90a(CudaKernel):
         )
 
     def blocking(self, p: Problem) -> Blocking:
-        """For spformat.dispatch.cost."""
+        """How the kernel cuts ``p``; read by spformat.dispatch.cost."""
         cut: Blocking = self.best(p).tile.tile.blocking(pattern(p))
         return cut
 
@@ -117,7 +117,7 @@ class SpmmVectorNMSm90a(CudaKernel):
         return variant(p, tile)
 
     def quantities(self, p: Problem, tile: Split[Tile], device: Device) -> tuple[float, ...]:
-        """A tile loads only the rows of B that it keeps."""
+        """Ideal microseconds of each of ``terms``. A tile loads only the rows of B that A uses."""
         kept = ceil_div(p.K, p.p["m"]) * p.p["n"]
         extent, steps = (ROWS, tile.tile.cols), ceil_div(kept, DEPTH)
         return quantities(p, extent, kept, kept, steps, tile.splits, TENSOR_16, device)

@@ -57,7 +57,7 @@ class Tile:
         return form.windows_per_tile(32 // itemsize, self.depth)
 
     def stage(self, form: Pattern, itemsize: int) -> int:
-        """Bytes of a stage: B and its zero line, A, the record; each 128-byte column block on its own."""
+        """Bytes of a stage: B and its line of zeros, A, and the record; column blocks of 128 bytes are separate."""
         windows = self.windows(form, itemsize)
         slots, groups = round_up(windows * form.n, 32 // itemsize), self.rows // form.group_rows(self.warp_rows)
         b = self.cols * itemsize // 128 * (windows * form.m + 8) // 8 * 1024
@@ -65,7 +65,7 @@ class Tile:
         return round_up(b + a + 4 * round_up(groups * slots, 4), 1024)
 
     def rest(self, itemsize: int) -> int:
-        """Bytes beside the ring: the strips C leaves through, and the barriers."""
+        """Bytes beside the ring: the strips in which C is staged before it is written, and the barriers."""
         strip = 8 * (32 if itemsize == 4 else 16) * (64 * 4 + 16)
         return strip + 16 * _MOST_STAGES
 
@@ -123,16 +123,18 @@ class SpmmVectorNMTMA(CudaKernel):
 
     def unsupported(self, p: Problem) -> list[str]:
         length = p.p["vector_length"]
-        found = vector_reasons(p, ("bfloat16", "float16", "float32")) + reasons(
+        refused = vector_reasons(p, ("bfloat16", "float16", "float32")) + reasons(
             (p.device == "cuda" and p.sm != 90, f"needs sm_90a (TMA, register hand-over), got {p.sm_name}"),
             (length % 8, f"vector_length must be a multiple of 8 (the instruction's row width), got {length}"),
             (p.M * p.K == 0, f"A must not be empty (a TMA map has no zero extents), got {p.M}x{p.K}"),
             (p.n <= 32, f"N must be more than 32 (a tile has 64 columns), got the class of N <= {p.n}"),
         )
-        if not found and not tiles_for(p):
+        if not refused and not tiles_for(p):
             q = p.p
-            found.append(f"{_LEAST_STAGES} stages of {q['n']}:{q['m']} windows must fit in {shared_limit(p.sm)} bytes")
-        return found
+            refused.append(
+                f"{_LEAST_STAGES} stages of {q['n']}:{q['m']} windows must fit in {shared_limit(p.sm)} bytes"
+            )
+        return refused
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
@@ -143,7 +145,7 @@ class SpmmVectorNMTMA(CudaKernel):
         )
 
     def blocking(self, p: Problem) -> Blocking:
-        """For spformat.dispatch.cost."""
+        """How the kernel cuts ``p``; read by spformat.dispatch.cost."""
         cut: Blocking = self.best(p).tile.tile.blocking(pattern(p), ITEMSIZE[p.a_dtype])
         return cut
 
@@ -151,11 +153,11 @@ class SpmmVectorNMTMA(CudaKernel):
         """Tiles with room for enough stages, with one part along K and more."""
         form, size, device = pattern(p), ITEMSIZE[p.a_dtype], device_of(p)
         windows = ceil_div(p.K, form.m)
-        found: list[Split[Tile]] = []
+        options: list[Split[Tile]] = []
         for t in tiles_for(p):
             tiles = ceil_div(p.M, t.rows) * ceil_div(p.n, t.cols)
-            found += parts(t, tiles, ceil_div(windows, t.windows(form, size)), device)
-        return found
+            options += parts(t, tiles, ceil_div(windows, t.windows(form, size)), device)
+        return options
 
     def variant(self, p: Problem, tile: Split[Tile]) -> tuple[str, ...]:
         return variant(p, tile)
@@ -167,31 +169,31 @@ class SpmmVectorNMTMA(CudaKernel):
         best, form, size = self.best(p).tile, pattern(p), ITEMSIZE[p.a_dtype]
         tile = best.tile
         group, stages = form.group_rows(tile.warp_rows), tile.stages(form, size, shared_limit(p.sm))
-        made = cached_records(
+        records = cached_records(
             a, form, tile_rows=tile.rows, group_rows=group, kept=tile.windows(form, size) * form.n,
             step=32 // size, banks=16 // size if group >= 16 else 1, bank_rows=size // 2, packed=False,
         )  # fmt: skip
         data = aligned_data(a)
         W, Mp = data.shape
         wide = 128 // size
-        a_map = tensor_map.tiled(data.data.ptr, p.a_dtype, (Mp, W), (Mp,), (wide, made.tile_kept), 128)
+        a_map = tensor_map.tiled(data.data.ptr, p.a_dtype, (Mp, W), (Mp,), (wide, records.tile_kept), 128)
 
         def b_arguments(b: int, pitch: int, n: int) -> tuple[Any, ...]:
-            box = (wide, made.tile_cols)
+            box = (wide, records.tile_cols)
             return (tensor_map.tiled(b, p.a_dtype, (n, p.K), (pitch // size,), box, 128),)
 
         def head(splits: int, per_split: int, cluster: tuple[int, int]) -> tuple[Any, ...]:
-            return a_map, made.shape(form, int(data.strides[0]), W, per_split), stages, splits, made.words
+            return a_map, records.shape(form, int(data.strides[0]), W, per_split), stages, splits, records.words
 
         smem = stages * tile.stage(form, size) + tile.rest(size)
         choice = records_choice(
-            a, p, made, source="vector_nm/spmm_vector_nm_tma_sm90a.cu", archs=self.archs, cols=tile.cols,
+            a, p, records, source="vector_nm/spmm_vector_nm_tma_sm90a.cu", archs=self.archs, cols=tile.cols,
             threads=384, head=head,
             instance=lambda out, c: instance(p.a_dtype, out, group, tile, c), smem=lambda _: smem,
             cluster=lambda _: CLUSTER, signature=(tensor_map.TensorMap, Shape, "i", "i", "P"), keep=data,
             b_signature=(tensor_map.TensorMap,), b_arguments=b_arguments, splits=best.splits,
         )  # fmt: skip
-        return Prepared(launcher(p, choice), f"{tile} {stages} stages", made.words.nbytes)
+        return Prepared(launcher(p, choice), f"{tile} {stages} stages", records.words.nbytes)
 
 
 def instance(dtype: str, out: str, group: int, tile: Tile, cluster: tuple[int, int]) -> str:

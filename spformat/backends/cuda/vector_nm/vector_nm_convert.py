@@ -32,12 +32,12 @@ ALIGN, ONE_PASS = 16, 48 * 1024
 WIDE_ROWS = 32
 """Rows of a block whose strip is wider than ``STRIP``: a strip then needs 65 KB at most."""
 KINDS = {"bfloat16": ("BFLOAT16", 0x7F80), "float16": ("FLOAT16", 0x7C00), "float32": ("FLOAT32", 0x7F800000)}
-"""Value types whose vectors are ranked here: the kernel's name, the bits of infinity. Their squares are exact."""
+"""Value types whose vectors are ranked on the device -> name of the kernel, bits of infinity. Squares are exact."""
 EXACT = "EXACT"
 
 
 class Sizes(ctypes.Structure):
-    """Twin of ``vector_nm::Sizes``."""
+    """Must match ``vector_nm::Sizes`` in the kernel."""
 
     _fields_ = [(name, ctypes.c_int64) for name in ("M", "K", "W", "Q", "Mp")] + [
         (name, ctypes.c_int32) for name in ("n", "m", "length", "windows", "rows", "strips")
@@ -45,13 +45,13 @@ class Sizes(ctypes.Structure):
 
 
 class Ranking(ctypes.Structure):
-    """Twin of ``vector_nm::Ranking``."""
+    """Must match ``vector_nm::Ranking`` in the kernel."""
 
     _fields_ = [("squares", ctypes.c_int32), ("infinite", ctypes.c_uint32), ("norms", ctypes.c_int32)]
 
 
 class Packing(ctypes.Structure):
-    """Twin of ``vector_nm::Packing``."""
+    """Must match ``vector_nm::Packing`` in the kernel."""
 
     _fields_ = [(name, ctypes.c_int64) for name in ("W", "Q")] + [
         (name, ctypes.c_int32) for name in ("n", "m", "tile_cols", "groups", "k_tiles")
@@ -98,7 +98,7 @@ def vector_nm_encode(x: Array, n: int, m: int, length: int, indices: Array, data
 
 
 def vector_nm_prune(x: Array, n: int, m: int, length: int, norm: str, indices: Array, data: Array) -> Counters | None:
-    """``vector_nm_encode`` of x with the n vectors of largest norm ("l2", "l1") kept in every window, in the same pass.
+    """``vector_nm_encode`` that keeps only the n vectors of largest norm ("l2", "l1") of every window, in one pass.
 
     Returns counters, the first of them values that are not finite; or None, nothing done, for value types that are not
     in ``KINDS`` and where a row group does not fit in shared memory.

@@ -39,7 +39,7 @@ def pattern(p: Problem) -> Pattern:
 
 
 def vector_reasons(p: Problem, dtypes: tuple[str, ...]) -> list[str]:
-    """What every vector n:m kernel refuses; ``dtypes``: the value types it takes."""
+    """The reasons for which every vector n:m kernel refuses ``p``; ``dtypes``: the value types it takes."""
     outs = (p.a_dtype, "float32") if ITEMSIZE.get(p.a_dtype) == 2 else (p.a_dtype,)
     return refusals.every(p, 80, dtypes, outs) + reasons(
         (p.M * ITEMSIZE.get(p.a_dtype, 8) >= _PITCH_MAX - 8192, f"a row of data must stay below 2 GiB, got M = {p.M}"),
@@ -48,7 +48,7 @@ def vector_reasons(p: Problem, dtypes: tuple[str, ...]) -> list[str]:
 
 
 class AlignedRows:
-    """B as rows whose pointer and pitch are multiples of 16 bytes: itself, or a copy made on the same stream."""
+    """B with rows whose address and pitch are multiples of 16 bytes: B itself, or a copy written on the same stream."""
 
     def __init__(self, p: Problem) -> None:
         self._size, self._rows, self._col = ITEMSIZE[p.b_dtype], p.K, p.b_layout == COL
@@ -57,7 +57,7 @@ class AlignedRows:
         self._copy: launch.Launch | None = None
 
     def __call__(self, x: launch.Operands) -> tuple[list[launch.Bound], int, int]:
-        """The calls that bring B there, its pointer, bytes between rows."""
+        """The launches that copy B, if any; the address of the rows; bytes between rows."""
         size = self._size
         if not self._col and x.b % 16 == 0 and x.ldb * size % 16 == 0 and x.ldb * size < _PITCH_MAX:
             return [], x.b, x.ldb * size
@@ -97,16 +97,16 @@ def cached_records(a: Any, form: Pattern, **cut: Any) -> Records:
     """``records`` of a matrix, built once for each way to cut it."""
 
     def build() -> Records:
-        made = records(a.indices, form, **cut)
+        packed = records(a.indices, form, **cut)
         launch.finish_arrays()  # synchronize!
-        return made
+        return packed
 
     built: Records = a.kernel_arrays(("records", *sorted(cut.items())), build)
     return built
 
 
 class TileSize(Protocol):
-    """What ``fit`` reads of a kernel's tile."""
+    """The properties of a kernel's tile that ``fit`` reads."""
 
     @property
     def rows(self) -> int: ...
@@ -133,10 +133,10 @@ _Tile = TypeVar("_Tile", bound=TileSize)
 def fit(
     tiles: Iterable[_Tile], a: Any, p: Problem, *, step: int, banks: int = 1, bank_rows: int = 1
 ) -> tuple[_Tile, Records, int]:
-    """The first tile whose stages fit in shared memory, its records and rows per group.
+    """The first tile whose stages fit in shared memory, with its records and the rows of a group.
 
-    Whole windows first, packed when the share says so or when there is no room for all rows of B; then, for wide
-    windows, fewer and fewer vectors of a window, which always fit in the end.
+    Tiles of whole windows come first. They are packed if packing saves enough, or if shared memory has no room for all
+    rows of B. For wide windows then come tiles of fewer and fewer vectors of a window; the smallest always fits.
     """
     form, size, limit = pattern(p), ITEMSIZE[p.a_dtype], shared_limit(p.sm)
     tiles = tuple(tiles)
@@ -149,18 +149,18 @@ def fit(
         roomy = tile.smem(size, width, slots, groups * slots + width + 4) <= limit
         if not roomy and tile.smem(size, kept, slots, groups * slots + kept) > limit:
             continue
-        made = cached_records(
+        packed = cached_records(
             a, form, tile_rows=tile.rows, group_rows=group, kept=kept, step=step,
             bank_rows=bank_rows,
             banks=banks if group >= 16 else 1, packed=None if roomy else True, line_bytes=tile.slot_scale(size),
         )  # fmt: skip
-        if tile.smem(size, made.staged, made.slots, int(made.words.shape[2])) <= limit:
-            return tile, made, group
+        if tile.smem(size, packed.staged, packed.slots, int(packed.words.shape[2])) <= limit:
+            return tile, packed, group
     raise InternalError(f"vector-nm: no tile fits in {limit} bytes of shared memory for {p}")
 
 
 def choose_splits(tiles: int, k_tiles: int, processors: int) -> int:
-    """Parts along K so that the grid fills the device about once; a part keeps at least four k tiles."""
+    """Number of parts along K that lets the grid fill the device about once; a part has at least four k tiles."""
     if tiles * 2 > processors:
         return 1
     return max(1, min(processors // max(1, tiles), k_tiles // 4, 32))
@@ -168,7 +168,7 @@ def choose_splits(tiles: int, k_tiles: int, processors: int) -> int:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a kernel decided: its function by output type, its tile and its leading arguments."""
+    """What a kernel chose for a problem: its function for each output type, its tile and its leading arguments."""
 
     source: str
     archs: tuple[str, ...]
@@ -191,26 +191,26 @@ class Choice:
     """How B is passed: from its pointer, bytes between rows, and columns."""
     c_signature: tuple[Any, ...] = ()
     c_arguments: Callable[[int, int, int, int], tuple[Any, ...]] = lambda c, n, step_m, step_n: ()
-    """What stands between B and C: from C's pointer, columns, and elements between rows and between columns."""
+    """Arguments between B and C, computed from C's pointer, columns, and elements between rows and between columns."""
     keep: Any = None
-    """An array only its address is in ``head``."""
+    """An array of which ``head`` has only the address; the launches keep it alive."""
     splits: int = 0
     """Parts along K; 0: ``choose_splits``."""
 
 
-def records_choice(a: Any, p: Problem, made: Records, **rest: Any) -> Choice:
-    """The Choice of a kernel that reads records; its arguments begin with shape, data and records."""
+def records_choice(a: Any, p: Problem, table: Records, **rest: Any) -> Choice:
+    """The Choice of a kernel that reads records; its first arguments are shape, data and records."""
     data, W = aligned_data(a), int(a.indices.shape[0])
-    row_tiles, k_tiles = made.words.shape[:2]
+    row_tiles, k_tiles = table.words.shape[:2]
 
     def head(splits: int, per_split: int, cluster: tuple[int, int]) -> tuple[Any, ...]:
-        return made.shape(pattern(p), int(data.strides[0]), W, per_split), data, made.words
+        return table.shape(pattern(p), int(data.strides[0]), W, per_split), data, table.words
 
     return Choice(**{"row_tiles": row_tiles, "k_tiles": k_tiles, "signature": (Shape, "P", "P"), "head": head} | rest)
 
 
 def launcher(p: Problem, choice: Choice) -> launch.Prepare:
-    """What a plan prepares."""
+    """The ``Prepare`` of a plan for these choices."""
     import cupy
 
     row_tiles, cols, threads = choice.row_tiles, choice.cols, choice.threads
@@ -231,11 +231,11 @@ def launcher(p: Problem, choice: Choice) -> launch.Prepare:
 
     @functools.cache
     def product(cluster: tuple[int, int]) -> tuple[launch.Launch, int]:
-        """The launch, and how many clusters run at the same time."""
+        """The launch, and the number of clusters that run at the same time."""
         function = jit.load(choice.source, choice.instance(written, cluster), arch, p.device_id, smem)
-        made = launch.Launch(function, signature, choice.head(splits, per_split, cluster), threads, smem)
+        prepared = launch.Launch(function, signature, choice.head(splits, per_split, cluster), threads, smem)
         size = cluster[0] * cluster[1]
-        return made, processors if size == 1 else max_clusters(function, size, threads, smem)
+        return prepared, processors if size == 1 else max_clusters(function, size, threads, smem)
 
     def start(x: launch.Operands, c: int, step_m: int, step_n: int, split_stride: int) -> list[launch.Bound]:
         calls, b, pitch = rows_of_b(x)

@@ -1,5 +1,5 @@
 // Whether data and indices of a vector n:m matrix are valid, in one pass: what VectorNM.check_memory and check_canonical
-// ask of them, without names. What a packed matrix has beside follows from them, and is made once more and compared.
+// ask of them, without names. What a packed matrix has beside follows from them; it is computed again and compared.
 //
 //   data     T[W, Q*length]     values as unsigned words; `mask` has the bits that decide whether one is zero
 //   indices  u8[W, Q]

@@ -57,7 +57,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Records:
-    """The records of a matrix for one tile, and what they say."""
+    """The records of a matrix for one tile, and their extents."""
 
     words: Array
     """uint32[row tiles, k tiles, record]"""
@@ -134,7 +134,7 @@ def records(
     if banks > 1:
         bank = xp.where(rank == staged, banks, rank // bank_rows % banks).astype(np.int32)
         order = _spread(xp, bank, banks)
-        if bank_rows == 1:  # 3 % of a product of 16-bit values, 0.1 % of float32: there the plan is not made to wait
+        if bank_rows == 1:  # saves 3 % for 16-bit values, only 0.1 % for float32: not worth longer planning
             order = _different_lines(xp, bank, order, banks)
         rank = xp.take_along_axis(rank, order, axis=3)
     empty = xp.arange(kept, slots, dtype=np.uint32) << np.uint32(16) | np.uint32(staged)
@@ -177,20 +177,23 @@ def _spread(xp: Any, bank: Array, banks: int) -> Array:
 
 
 def _different_lines(xp: Any, bank: Array, order: Array, banks: int) -> Array:
-    """int32 order with the classes of ``order``, where slots of one class trade places: the lines of A that a run of
-    ``banks`` slots names are of different classes too, as far as taking the first that fits gets."""
+    """int32 order in which slots of the same bank class may have exchanged places compared with ``order``.
+
+    After that the lines of A that a run of ``banks`` slots names are in different classes too, as far as a greedy
+    choice achieves it.
+    """
     kept = bank.shape[3]
     at = xp.arange(kept, dtype=np.int32)
     line, classes = at % banks, xp.arange(banks, dtype=np.int32)
     wanted = xp.take_along_axis(bank, order, axis=3)
     free, used = xp.ones(bank.shape, bool), xp.zeros((*bank.shape[:3], banks), np.int32)
-    made = xp.empty(bank.shape, np.int32)
+    exchanged = xp.empty(bank.shape, np.int32)
     for place in range(kept):
         if place % banks == 0:
             used[...] = 0
         fits = free & (bank == wanted[..., place, None])
         pick = xp.where(fits, used[..., line] * kept + at, 2 * kept * kept).argmin(axis=3)[..., None]
-        made[..., place] = pick[..., 0]
+        exchanged[..., place] = pick[..., 0]
         free &= at != pick
         used += line[pick] == classes
-    return made
+    return exchanged

@@ -1,4 +1,4 @@
-"""What the vector n:m kernels expect a product to take: tiles with the parts that K is cut into, and ideal times."""
+"""The expected times of the vector n:m kernels: tiles with the parts that K is cut into, and ideal times."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def variant(p: Problem, split: Split[Any]) -> tuple[str, ...]:
 
 
 def staged_quantities(p: Problem, split: Split[Any], kind: str, device: Device, packs: bool) -> tuple[float, ...]:
-    """``quantities`` for a tile that loads all rows of B in the windows that it works on, those it does not keep too.
+    """``quantities`` for a tile that loads all rows of B in its windows, including those that A does not use.
 
     packs: where the tile's groups of rows leave many rows of B out, they are not loaded.
     """

@@ -175,7 +175,7 @@ __device__ __forceinline__ void add_item(sum_t<T> (&sum)[TILES][VEC], const Batc
 }
 
 // The share of slot `part` of 2^log in a row of `length` items: batches part, part + 2^log, ... of the items that
-// start at indices and data; the first one is in `batch` already. Trip counts are made equal in a warp, so that the
+// start at indices and data; the first one is in `batch` already. Trip counts are equal in a warp, so that the
 // broadcasts meet.
 template <int DEPTH, int VEC, int TILES, class T, class Index, int LANES, int BATCH, class Panel>
 __device__ __forceinline__ void gather_row(sum_t<T> (&sum)[TILES][VEC], Batch<T, Index, LANES, BATCH> batch,

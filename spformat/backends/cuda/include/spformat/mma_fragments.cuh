@@ -1,4 +1,5 @@
-// Panels: a sparse matrix re-chunked for tensor cores, and what kernels that read them share. Made by panels.cu.
+// Fragments of mma.sync: a sparse matrix converted for tensor cores, and code shared by the kernels that read it.
+// Written by mma_fragments.cu.
 //
 // A panel is 16*MF rows, a chunk DEPTH columns of A. The columns that a panel uses in a chunk, 16 at a time, are its steps:
 //   first  u32[P*Q + 1]             first step of chunk q of panel p, at p*Q + q

@@ -1,6 +1,6 @@
 // What the *_scan kernels share: one pass over arrays that nobody has looked at yet, to say whether they are valid.
 //
-// What is read from an array is compared; it becomes an address only where that comparison held, and nothing is
+// What is read from an array is compared; it becomes an address only where that comparison is true, and nothing is
 // computed from it before that could overflow. So no array, whatever it holds, makes a scan read outside of its own.
 #pragma once
 #include "spformat/integers.cuh"
@@ -15,7 +15,7 @@ constexpr int THREADS = 256;
 __device__ __forceinline__ i64 threads() { return (i64)gridDim.x * THREADS; }
 __device__ __forceinline__ i64 thread() { return (i64)blockIdx.x * THREADS + threadIdx.x; }
 
-// Every thread that found something says so; `bad` is memory of the host.
+// Every thread that finds an invalid element sets `bad`, which is in host memory, to 1.
 __device__ __forceinline__ void report(bool wrong, u64* bad) {
     if (wrong) *(volatile u64*)bad = 1;
 }
