@@ -221,8 +221,8 @@ def test_a_plan_of_several_launches_may_be_one_call_of_another(world: World, pas
     thread.start()
     thread.join(30)
     assert not thread.is_alive(), "the plans wait for each other"
-    assert [what[-1] for what in world.made if what[0] != "epilogue"] == [0, 1] * (GRAPH_AFTER + 2)
-    assert len(world.made) == 3 * (GRAPH_AFTER + 2)
+    assert [what[-1] for what in world.made if what[0] != "epilogue"] == [0, 1] * (RUNS_BEFORE_GRAPH + 2)
+    assert len(world.made) == 3 * (RUNS_BEFORE_GRAPH + 2)
 
 
 def test_an_epilogue_inside_another_has_memory_of_its_own(world: World, passes: list[Any]) -> None:
@@ -234,5 +234,3 @@ def test_an_epilogue_inside_another_has_memory_of_its_own(world: World, passes: 
     outer.run(world.array(3, 5), world.array(4, 5), 2.0, 1.0, None)
     sums, product = (o.c for o in world.prepared)
     assert abs(sums - product) >= 4 * 8 * 4
-    assert [what[-1] for what in world.made if what[0] != "epilogue"] == [0, 1] * (RUNS_BEFORE_GRAPH + 2)
-    assert len(world.made) == 3 * (RUNS_BEFORE_GRAPH + 2)
