@@ -262,7 +262,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    """Run the suites asked for; a case that fails is a row, not the end."""
+    """Run the chosen suites. A case that fails becomes a row with its error, and the run goes on."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=",".join(SUITES))
     parser.add_argument("--out", type=Path, default=Path("bench-results"))

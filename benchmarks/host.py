@@ -1,17 +1,18 @@
 """Host time of a product on the GPU: python benchmarks/host.py [--only csr,bsr] [--json FILE]
 
-What a call keeps the host, the device not waited for (20 calls between two waits), in microseconds of the wall clock,
-on small problems, so that the queue never fills. Four ways to call:
+The time that a call takes on the host without waiting for the device (20 calls between two waits), in microseconds of
+the wall clock. The problems are small, so that the queue never fills. There are four ways to call:
 
-again   ``plan(B, out=C)`` with operands that the plan has had
-new     the same with other memory for C at every call, more than the plan remembers
-spmm    ``spmm(A, B, out=C)``, the plan cached with A
-alloc   ``spmm(A, B)``, C allocated
+again   ``plan(B, out=C)`` with operands that the plan has seen before
+new     the same with different memory for C in every call, more arrays than the plan remembers
+spmm    ``spmm(A, B, out=C)``, whose plan is cached with A
+alloc   ``spmm(A, B)``, which allocates C
 
-(of torch tensors ``linear`` instead, where torch is installed)
+(for torch tensors ``linear`` instead, if torch is installed)
 
-and, for what nobody can save: *driver*, ``cuLaunchKernel`` of an empty kernel through the same code; to tell machines
-apart: *RawKernel*, the same kernel as CuPy users launch it, with an array and nine numbers.
+Two more rows serve as references: *driver* is ``cuLaunchKernel`` of an empty kernel through the same code, which no
+call can beat. *RawKernel* is an empty kernel launched as CuPy users do it, with an array and nine numbers; it helps to
+compare machines.
 
 All cases take turns, in an order drawn anew each round: a machine that is slow for a second is slow for all of them.
 """

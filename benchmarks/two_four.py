@@ -111,7 +111,7 @@ def torch_peers(a: Format, B: Any, sparse: bool) -> list[Contender]:
 
 
 def crowd(a: Format, B: Any, mma: bool) -> list[Contender]:
-    """Ours called and from a graph, cuBLAS, cuSPARSELt; a peer that fails is said and left out."""
+    """Our kernel, called and from a graph, cuBLAS and cuSPARSELt. A peer that fails is reported and left out."""
     import cupy as cp
 
     out = cp.empty((a.shape[0], B.shape[1]), B.dtype)
@@ -185,7 +185,7 @@ def missed(row: dict[str, Any]) -> list[str]:
 
 
 def in_a_row(a: Format, N: int, times: int = 50) -> dict[str, float]:
-    """us a product of ``times`` in a row, hot: called one after the other, and as one graph."""
+    """Microseconds per product for ``times`` products in a row, hot: called one by one, and as one graph."""
     import cupy as cp
 
     B = contenders.operand(a, N)
@@ -227,7 +227,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Large first, then by rows; what is done when the time is over is kept."""
+    """Measure large products first, then by rows. Results up to the time limit are written."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench-results"))
     parser.add_argument("--repeats", type=int, default=30)

@@ -124,7 +124,7 @@ def table(suite: str, rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Run the suites asked for; a case that fails is a line, not the end."""
+    """Run the chosen suites. A case that fails becomes a line with its error, and the run goes on."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=",".join((*SUITES, "conversions")))
     parser.add_argument("--kept", default=",".join(map(str, KEPT)))

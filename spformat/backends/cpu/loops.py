@@ -1,10 +1,9 @@
-"""One compiled loop per format: decode the items of a few rows, then hand them to what is computed with them.
+"""One compiled loop per format: decode the items of a few rows, then pass them to a target.
 
-Every loop walks units ``lo .. hi-1`` (rows, block rows, row tiles or row groups), decodes values and columns into
-small lists, and hands full lists to ``targets.stripe``, which multiplies them with rows of B, scatters them into the
-transposed product or writes them into a dense panel: whatever the target ``to`` is for. PAD, fillers that point past
-the last column and, where one row is decoded at a time, stored zeros never get into a list, so their rows of B are
-never read.
+Every loop goes through units ``lo .. hi-1`` (rows, block rows, row tiles or row groups), decodes values and columns
+into small lists, and passes full lists to ``targets.stripe``. Depending on the target ``to``, this multiplies them with
+rows of B, scatters them into the transposed product or writes them into a dense panel. Padding, indices past the last
+column and, where one row is decoded at a time, stored zeros are not put into a list, so their rows of B are never read.
 
 ``data`` is a view of the values: float32 and float64 as they are, bfloat16 as int16 (a shift makes it float32), the
 other narrow types as unsigned codes that ``table`` (256 or 65536 entries of the accumulator type) turns into numbers.

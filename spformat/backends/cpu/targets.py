@@ -1,4 +1,4 @@
-"""What is done with a list of decoded items: three targets, which every format's loop takes alike.
+"""The three uses of a list of decoded items. The loop of every format works with each of these targets.
 
 ``Target``    C = A @ B: rows of B are gathered by column, and a row of C is summed in registers.
 ``Scatter``   C = A^T @ B: a row of B stays in registers and is added, times a value, to the row of C of each column.
@@ -23,7 +23,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Target(NamedTuple):
-    """Where the rows of B come from and the sums go. Tiles are ``vectors`` * 64 bytes wide."""
+    """B and C of a product A @ B, in tiles that are ``vectors`` * 64 bytes wide."""
 
     P: Array
     """Flat; B[k, n] of tile t is P[t*stride + k*ldb + n]."""
@@ -40,7 +40,7 @@ class Target(NamedTuple):
 
 
 class Scatter(NamedTuple):
-    """Where the rows of B come from and the columns of A send them. Tiles are ``vectors`` * 64 bytes wide."""
+    """B and C of a product A^T @ B, in tiles that are ``vectors`` * 64 bytes wide."""
 
     P: Array
     """Flat; B[i, n] of tile t is P[b0 + t*stride + i*ldb + n], i the row of A."""
@@ -57,7 +57,7 @@ class Scatter(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A dense piece of A that its items are written to; what is not stored keeps what the array had there."""
+    """A dense array to which the items of A are written; its other elements are not changed."""
 
     P: Array
     """Flat; A[i, k] is P[p0 + i*K + k]."""

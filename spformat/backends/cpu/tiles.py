@@ -1,7 +1,7 @@
 """The inner loops: a register tile of C += (items of A) x (rows of B), written as LLVM vectors.
 
-LLVM does not vectorise the plain loop here: numba cannot tell it that C and B do not overlap. So the tile
-states its vectors itself; LLVM lowers 64-byte vectors to whatever the machine has.
+LLVM does not vectorise the plain loop, because numba cannot express that C and B do not overlap. The tile therefore
+uses vectors explicitly; LLVM translates 64-byte vectors to those of the machine.
 
 A tile holds ``rows`` x ``vectors`` x 64 bytes of C, and ``ways`` of them side by side: item j goes to the
 partial sum j % ways (a fused multiply-add has four cycles of latency), and they are added at the end. The

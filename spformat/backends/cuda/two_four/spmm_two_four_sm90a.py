@@ -151,18 +151,8 @@ class SpmmTwoFourSm90a(CudaKernel):
         weights = TwoFourRecords().of(a, p)
         a = in_kernel_order(a)
         data, meta, order = a.data, a.meta, a.meta_order  # plans must not keep ``a`` itself alive
-        signature = (
-            "P",
-            "i",
-            "i",
-            tensor_map.TensorMap,
-            "P",
-            "i",
-            "q",
-            tensor_map.TensorMap,
-            tensor_map.TensorMap,
-            *"iPff",
-        )
+        map_type = tensor_map.TensorMap
+        signature = (*"Pii", map_type, *"Piq", map_type, map_type, *"iPff")
         with cupy.cuda.Device(p.device_id):
             resident = max_clusters(function, tile.blocks, threads, smem)
         cluster_rows = ceil_div(p.M, tile.rows * tile.cluster)
@@ -196,16 +186,8 @@ class SpmmTwoFourSm90a(CudaKernel):
 
 def _instance(tile: Tile, p: Problem) -> str:
     shape = (
-        tile.warpgroups,
-        tile.row_tiles,
-        tile.cols,
-        tile.stages,
-        tile.span,
-        tile.slots,
-        tile.cluster,
-        tile.splits,
-        tile.group,
-        tile.shared,
-    )
+        tile.warpgroups, tile.row_tiles, tile.cols, tile.stages, tile.span, tile.slots, tile.cluster, tile.splits,
+        tile.group, tile.shared,
+    )  # fmt: skip
     flags = ", ".join(str(f).lower() for f in (p.b_layout == COL, p.out_layout == COL, p.epilogue))
     return f"spmm_two_four_sm90a<{c_type(p.a_dtype)}, {c_type(p.out_dtype)}, {str(shape)[1:-1].lower()}, {flags}>"
