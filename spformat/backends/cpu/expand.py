@@ -1,8 +1,8 @@
 """Expand, then dense product, for every sparse format: rows of A become a dense panel, which numpy's BLAS multiplies.
 
 It pays if A is so full, or the sparse loop of its format so slow, that multiplying the zeros costs less than skipping
-them. A panel exists only during a call: no dense copy of A is kept. As in a dense product, an inf or NaN of B is also
-multiplied with the zeros of A, and BLAS chooses the order of the sums.
+them. A panel exists only during a call: no dense copy of A is kept. BLAS chooses the order of the sums. Zeros of A must
+not meet infinities and NaN of B, which would give NaN: a B that holds any goes through the loop of the format.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from ...products.roofline import Device
 from ..host import check_operands, numpy_dtype
 from . import spmm
 from .blas import EXACT, in_type
-from .operands import Work, store, sums_dtype
+from .operands import Work, multiply, store, sums_dtype
+from .scatter import multiply_transposed
 from .times import DenseTimes, sums_size
 
 ROWS = 512
@@ -41,7 +42,6 @@ class ExpandThenDense(Kernel):
     """C = A @ B and C = A^T @ B of every sparse format; sums and rounding are those of a dense product."""
 
     name = "cpu.expand_then_dense"
-    multiplies_zeros = True
     takes = frozenset((operation, name) for operation in ("spmm", "spmm_transposed") for name in _FORWARD)
     terms = ("memory",)
 
@@ -88,10 +88,28 @@ class ExpandThenDense(Kernel):
             if out.size:
                 with np.errstate(all="ignore"):  # inf - inf and overflow are results, not events
                     wide_b = _for_blas(B, floats)
-                    (_transposed if transposed else _forward)(work, M, K, wide_b, out, sums)
+                    if sums.kind == "i" or _finite(wide_b):
+                        (_transposed if transposed else _forward)(work, M, K, wide_b, out, sums)
+                    else:
+                        _by_items(work, transposed, B, out, sums)
             return out
 
         return Plan(self.name, p, run, f"{sums.name} sums", work.workspace + self.workspace_bytes(p))
+
+
+def _finite(B: Array) -> bool:
+    """Whether all values are numbers: ``max`` and ``min`` pass NaN on."""
+    return not B.size or bool(np.isfinite(B.max()) and np.isfinite(B.min()))
+
+
+def _by_items(work: Work, transposed: bool, B: Array, out: Array, sums: np.dtype[Any]) -> None:
+    """The product by the format's own loop, for a B with infinities or NaN: zeros of A must not meet them."""
+    from .targets import Scatter, Target
+
+    if transposed:
+        multiply_transposed(work, Scatter, B, out, sums)
+    else:
+        multiply(work, Target, B, out, sums)
 
 
 def panel_rows(unit: int) -> int:
