@@ -31,7 +31,7 @@ def ours(a: Format, B: Array, only: Sequence[str] = (), first: bool = False) -> 
 
     If no kernel accepts, the kernels of these backends are listed with their reasons.
     """
-    contenders = []
+    contenders: list[Contender] = []
     out = _out(a, B)
     answers = explain(a, B).answers
     least = next((r.expected_us for r in answers if isinstance(r, Accepted)), 0.0)
