@@ -40,6 +40,8 @@ def run(
     from spformat.formats.convert import convert
     from spformat.measure import bench, contenders
 
+    if plot:
+        _check_plot(plot)
     if calibrate:
         if src:
             raise typer.BadParameter("--calibrate takes no SRC: it measures layers of its own")
@@ -50,8 +52,6 @@ def run(
         return
     if not src:
         raise typer.BadParameter("expected SRC, a checkpoint or a matrix")
-    if plot:
-        _check_plot(plot)
     where = device or _default_device()
     widths = _widths(n)
     only = tuple(filter(None, backend.split(",")))
