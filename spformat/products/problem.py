@@ -6,7 +6,7 @@ Kernels, the choice among them and the estimate of their time read these values 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import index
 from typing import TYPE_CHECKING, Any, Self
@@ -133,7 +133,7 @@ class Problem:
     device_id: int = 0
     epilogue: bool = False
     """alpha * A @ B + beta * C + bias instead of A @ B; alpha, beta and bias come with the call."""
-    workspace: int = field(default=WORKSPACE, compare=True)
+    workspace: int = WORKSPACE
     """Most bytes that a plan may use beside its operands; a kernel that needs more is refused."""
 
     def __hash__(self) -> int:
