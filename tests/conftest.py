@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,14 @@ from spformat.errors import UsageError
 
 MEMORY_DISK = Path("/dev/shm")
 """Every save is fsynced, which a shared disk may answer in seconds: files of the tests go to memory, if it has room."""
+
+if not importlib.util.find_spec(
+    "spformat_cli"
+):  # a checkout that is not installed: the command lies beside the package
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    import cli
+
+    sys.modules["spformat_cli"] = cli
 
 if importlib.util.find_spec("hypothesis"):  # a machine with a GPU may lack it
     from hypothesis import settings

@@ -9,14 +9,18 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from stand_in_world import Step, World
 
+import spformat as sf
 from spformat.backends.cuda.runtime import compose, epilogue
 from spformat.backends.cuda.runtime.launch import RUNS_BEFORE_GRAPH
 from spformat.backends.cuda.runtime.scratch import RELAXED, Scratch
+from spformat.dispatch import plans
+from spformat.products.kernel import Kernel, spmm_of
 from spformat.products.plan import Plan
-from spformat.products.problem import COL, ROW
+from spformat.products.problem import COL, ROW, Problem
 
 
 def test_zeros_made_while_a_stream_is_captured_belong_to_that_graph(world: World) -> None:
@@ -228,9 +232,40 @@ def test_a_plan_of_several_launches_may_be_one_call_of_another(world: World, pas
 def test_an_epilogue_inside_another_has_memory_of_its_own(world: World, passes: list[Any]) -> None:
     """The second part of a sum multiplies into memory of its own: the sums so far lie in that of the outer epilogue."""
     inner = world.plan()
-    adding = epilogue.with_epilogue(inner, replace(inner.problem, epilogue=True), "part of a sum 1 levels deep")
+    adding = epilogue.with_epilogue(inner, replace(inner.problem, epilogue=True), "product at depth 1")
     total = compose.sum_of_plans("composed.test", [inner, adding], inner.problem)
     outer = epilogue.with_epilogue(total, replace(inner.problem, epilogue=True))
     outer.run(world.array(3, 5), world.array(4, 5), 2.0, 1.0, None)
     sums, product = (o.c for o in world.prepared)
     assert abs(sums - product) >= 4 * 8 * 4
+
+
+def test_plans_that_run_inside_one_another_get_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum, a part of it, and a transposed copy inside that part may each need an epilogue in a pass of its own."""
+    purposes: list[str] = []
+    a = sf.convert(np.eye(4, dtype=np.float32), "csr")
+    p = Problem.product("csr", (), 4, 4, 3, 4, "float32", "float32", "float32", epilogue=True)
+
+    class Nested(Kernel):
+        name, takes, epilogue = "test.nested", spmm_of("csr"), False
+
+        def __init__(self, levels: int) -> None:
+            self.levels = levels
+
+        def _plan(self, a: Any, p: Problem) -> Plan:
+            for level in range(self.levels):
+                plans.plan_with(Nested(level), a, replace(p, epilogue=True))
+            return Plan(self.name, p, lambda B, out: out)
+
+    def with_epilogue(plan: Plan, _p: Problem, purpose: str) -> Plan:
+        purposes.append(purpose)
+        return plan
+
+    monkeypatch.setattr(plans, "_with_epilogue", with_epilogue)
+    plans.plan_with(Nested(2), a, p)
+    inner, middle_of_last, last, outer = purposes
+    assert len({middle_of_last, last, outer}) == 3
+    assert inner == last  # one after the other
+    purposes.clear()
+    plans.plan_with(Nested(0), a, p)
+    assert purposes == [outer]

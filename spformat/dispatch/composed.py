@@ -64,8 +64,7 @@ class SumOfParts(Kernel):
 
     def _plan(self, a: Any, p: Problem) -> Plan:
         plans = [
-            # The epilogue of the sum, and of a sum that this one is a part of, holds memory of its own meanwhile.
-            plan_with(choose(q), part.ensure_valid(), q, f"part of a sum {a.depth} levels deep")
+            plan_with(choose(q), part.ensure_valid(), q)
             for part, q in zip(a.parts_by_name().values(), self.problems(p), strict=True)
         ]
         if p.device == "cpu":

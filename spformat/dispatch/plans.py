@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -12,18 +13,26 @@ from ..products.plan import OVERWRITES, Plan
 from ..products.problem import Problem
 from .select import without_epilogue
 
+_DEPTH: ContextVar[int] = ContextVar("spformat_plan_depth", default=0)
+"""In how many other plans the plan that is built now will run."""
 
-def plan_with(kernel: Kernel, A: Format, problem: Problem, purpose: str = "product") -> Plan:
+
+def plan_with(kernel: Kernel, A: Format, problem: Problem) -> Plan:
     """The plan of a kernel for a validated matrix, with the epilogue of ``problem`` and a guard of A's arrays.
 
-    purpose: names the memory that an epilogue in a pass of its own takes its product from; plans that run inside one
-    another need different ones.
+    An epilogue in a pass of its own reads the product from memory that plans share. While a plan runs inside another
+    (a part of a sum, a transposed copy), that memory of the outer one may be in use: each depth has memory of its own.
     """
     own = without_epilogue(kernel, problem)
-    with current_device(A.values):
-        plan = kernel.plan(A, own)
-        if own is not problem:
-            plan = _with_epilogue(plan, problem, purpose)
+    depth = _DEPTH.get()
+    inside = _DEPTH.set(depth + 1)
+    try:
+        with current_device(A.values):
+            plan = kernel.plan(A, own)
+            if own is not problem:
+                plan = _with_epilogue(plan, problem, f"product at depth {depth}")
+    finally:
+        _DEPTH.reset(inside)
     if plan.reads is not None:
         return plan
     # The arrays are kept as well: otherwise their memory could be freed, allocated again, and be given as ``out``.
