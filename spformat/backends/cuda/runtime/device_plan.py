@@ -17,29 +17,12 @@ from .operands import REMEDY, bias_pointer, leading, share_memory
 from .scratch import PER_THREAD, captured, identity
 
 REMEMBERED = 64
-"""Sets of operands whose launches a plan keeps; a few hundred bytes each."""
+"""Sets of operands whose launches a plan keeps, a few hundred bytes each: a serving loop or a training step uses the
+same ones again."""
 
 _locks: dict[int, Any] = {}
 """Device -> the lock under which several launches are queued as one, because plans share workspaces (``Scratch``).
 It is reentrant: a plan that calls the ``run`` of another plan takes it twice."""
-
-
-class LaunchCache:
-    """The launches for operands that a plan has seen: a serving loop or a training step uses the same ones again."""
-
-    __slots__ = ("calls", "last")
-
-    def __init__(self) -> None:
-        self.calls: dict[Any, Call] = {}
-        """Addresses, shapes, strides, dtypes, stream and epilogue of the operands -> their launches."""
-        self.last: tuple[Any, ...] = (_nothing, _nothing)
-        """The latest operands as weak references, the properties of them that may change, and their launches."""
-
-    def keep(self, key: Any, call: Call) -> None:
-        """Remember the launches of operands. When there are too many, all are forgotten first."""
-        if len(self.calls) >= REMEMBERED:
-            self.calls.clear()
-        self.calls[key] = call
 
 
 def _nothing() -> None:
@@ -66,27 +49,30 @@ def device_plan(
     current_device, current_stream = cupy.cuda.runtime.getDevice, cupy.cuda.get_current_stream
     several = cupy.cuda.runtime.getDeviceCount() > 1
     lock = _locks.setdefault(device_id, threading.RLock())
-    cache = LaunchCache()
+    # Variables of this function, not of an object: their access is part of the time of every call.
+    calls_of: dict[Any, Call] = {}  # addresses, shapes, strides, dtypes, stream, epilogue of operands -> their launches
+    # The latest operands as weak references, the properties of them that may change, and their launches.
+    latest: tuple[Any, Any, Any, Any] = (_nothing, _nothing, None, None)
 
     def run(B: Any, out: Any, epilogue: tuple[Any, ...] = ()) -> Any:
         if out is None:
             return first(B, None, epilogue, None)
+        nonlocal latest
         stream = current_stream().ptr
         if stream == PER_THREAD:
             stream = identity(stream)
-        seen = cache.last  # read once: another thread may replace it
-        if seen[0]() is B and seen[1]() is out and seen[2] == (B.shape, out.shape, stream, epilogue):
-            call = seen[3]  # the same objects: of an array only the shape can change
-        else:
+        b_seen, out_seen, properties, call = latest  # read once: another thread may replace it
+        # Of the same objects only the shape can change.
+        if b_seen() is not B or out_seen() is not out or properties != (B.shape, out.shape, stream, epilogue):
             try:  # all that the checks and the launches depend on; an address also identifies the device
                 key = (B.data.ptr, out.data.ptr, B.shape, B.strides, B.dtype, out.shape, out.strides, out.dtype,
                        stream, epilogue)  # fmt: skip
-                call = cache.calls.get(key)
+                call = calls_of.get(key)
             except AttributeError:  # not CuPy arrays
                 return first(B, out, epilogue, None)
             if call is None:
                 return first(B, out, epilogue, key)
-            cache.last = weakref.ref(B), weakref.ref(out), (B.shape, out.shape, stream, epilogue), call
+            latest = weakref.ref(B), weakref.ref(out), (B.shape, out.shape, stream, epilogue), call
         if several and current_device() != device_id:
             return first(B, out, epilogue, None)
         call()
@@ -141,7 +127,9 @@ def device_plan(
         # Two kinds of calls are not kept. One prepared while a graph is captured may use memory that only the graph
         # clears. And alpha = -0.0 would have the same key as alpha = 0.0.
         if not captured(stream) and (not epilogue or epilogue[1]):
-            cache.keep(key, call)
+            if len(calls_of) >= REMEMBERED:
+                calls_of.clear()
+            calls_of[key] = call
         return out
 
     def empty(shape: tuple[int, int]) -> Any:
