@@ -4,7 +4,7 @@
     python tests/sanitize.py --tool compute-sanitizer [--jobs 8] [PART ...]
                                                            each under memcheck and racecheck, in processes of its own
 
-A part is a kernel, two_four_pack, vector_nm_convert, scans, epilogues, pieces or expansions. Prints a line per part;
+A part is a kernel, two_four_pack, vector_nm_convert, scans, epilogues, pieces, expansions or copies. Prints a line per part;
 results are compared too, so the run says something without the tool as well. ``--planted`` runs a kernel with two
 faults instead, one for each tool: a run where it is not reported proves nothing, so that with ``--tool`` this comes
 first.
@@ -28,10 +28,11 @@ from test_kernels import NS, WIDE, Guarded, attempts, matrix, on_device, problem
 from test_quick_check import SCANNED, damaged, matrices, sound_by_name
 from test_quick_check import on_device as on_the_device
 
-from spformat import spmm
+from spformat import plan, spmm
 from spformat.backends.cuda import KERNELS
 from spformat.backends.cuda.dense.expand_then_dense import EXPANDERS
 from spformat.backends.cuda.runtime.expansion import leading_dimension
+from spformat.dispatch import copied_operands
 from spformat.errors import StructureError
 from spformat.formats.convert import convert
 from spformat.formats.two_four import META_ORDERS
@@ -208,6 +209,27 @@ def expansions() -> int:
     return done
 
 
+def copies() -> int:
+    """Products with copies of B and C, in every layout, of odd extents; operands between guards."""
+    rng, done = np.random.default_rng(11), 0
+    x = np.where(rng.random((67, 301)) < 0.3, rng.integers(-3, 4, (67, 301)), 0)
+    for dtype, n, layouts in itertools.product(
+        ("float16", "float32", "float64"), (2, 9, 331), itertools.product(("row", "col"), repeat=2)
+    ):
+        g, B = convert(x.astype(dtype), "csr").to("cuda"), rng.integers(-2, 3, (301, n)).astype(dtype)
+        guarded = Guarded(cp, (67, n), np.dtype(dtype), layouts[1], 3)
+        b = on_device(cp, B, layouts[0], 5)
+        for layouts_of_copies in copied_operands.KERNEL.options(SPMM.problem(g, b, guarded.out)):
+            with forced(copied_operands.KERNEL.name, str(layouts_of_copies)):
+                guarded.out.fill(float("nan"))
+                plan(g, B=b, out=guarded.out, backend=copied_operands.KERNEL.name)(b, out=guarded.out)
+            assert (guarded.out.get() == x @ B.astype(np.float64)).all(), f"{dtype} n={n} {layouts}"
+            assert guarded.intact(), f"{dtype} n={n} {layouts}: wrote outside C"
+            g._plans.clear()
+            done += 1
+    return done
+
+
 REPORTED = 9
 """Exit code of the tool when it found something."""
 
@@ -245,6 +267,7 @@ def main() -> None:
         "two_four_pack": (packing, "conversions"), "vector_nm_convert": (vector_packing, "conversions"),
         "scans": (scans, "verdicts"), "epilogues": (epilogues, "products"),
         "pieces": (pieces, "products"), "expansions": (expansions, "matrices"),
+        "copies": (copies, "products"),
     }  # fmt: skip
     known = [*others, *(k.name for k in KERNELS)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

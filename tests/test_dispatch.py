@@ -43,7 +43,9 @@ def test_every_format_has_a_kernel_on_every_supported_gpu(fmt: str, sm: int, dty
         for layout in ("row", "col"):
             e = sf.explain(problem(fmt, sm=sm, dtype=dtype, n=n, b_layout=layout))
             assert e.chosen is not None, str(e)
-            assert e.chosen.startswith(("cuda.", "vendor.") if fmt in ("csr", "dense") else "cuda.")
+            own = ("cuda.", "vendor.") if fmt in ("csr", "dense") else ("cuda.",)
+            assert e.chosen.startswith((*own, "composed.copied_operands"))
+            assert any(a and a.kernel.startswith(own) for a in e.answers)
 
 
 def test_an_older_gpu_is_refused_with_its_name() -> None:

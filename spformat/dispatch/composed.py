@@ -16,6 +16,7 @@ from ..formats.sum import Sum
 from ..products.kernel import Kernel, spmm_of
 from ..products.plan import Plan
 from ..products.problem import Operand, Problem, itemsize
+from . import copied_operands
 from .plans import plan_with
 from .select import ask, choose
 
@@ -130,9 +131,9 @@ class ComposedBackend:
         return []
 
     def kernels(self) -> tuple[Kernel, ...]:
-        """A sum of parts, a product with a transposed copy."""
+        """A sum of parts, a product with a transposed copy of A, and products with copies of B and C."""
         return KERNELS
 
 
-KERNELS: tuple[Kernel, ...] = (SumOfParts(), TransposedCopy())
+KERNELS: tuple[Kernel, ...] = (SumOfParts(), TransposedCopy(), copied_operands.KERNEL)
 BACKEND = register(ComposedBackend())

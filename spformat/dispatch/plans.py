@@ -17,6 +17,11 @@ _DEPTH: ContextVar[int] = ContextVar("spformat_plan_depth", default=0)
 """In how many other plans the plan that is built now will run."""
 
 
+def depth() -> int:
+    """How many plans the one that is built now will run inside of."""
+    return _DEPTH.get()
+
+
 def plan_with(kernel: Kernel, A: Format, problem: Problem) -> Plan:
     """The plan of a kernel for a validated matrix, with the epilogue of ``problem`` and a guard of A's arrays.
 
@@ -24,13 +29,13 @@ def plan_with(kernel: Kernel, A: Format, problem: Problem) -> Plan:
     (a part of a sum, a transposed copy), that memory of the outer one may be in use: each depth has memory of its own.
     """
     own = without_epilogue(kernel, problem)
-    depth = _DEPTH.get()
-    inside = _DEPTH.set(depth + 1)
+    level = depth()
+    inside = _DEPTH.set(level + 1)
     try:
         with current_device(A.values):
             plan = kernel.plan(A, own)
             if own is not problem:
-                plan = _with_epilogue(plan, problem, f"product at depth {depth}")
+                plan = _with_epilogue(plan, problem, f"product at depth {level}")
     finally:
         _DEPTH.reset(inside)
     if plan.reads is not None:

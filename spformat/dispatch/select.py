@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from .. import backends
@@ -11,7 +12,7 @@ from ..backends.base import Backend
 from ..errors import DeviceUnavailable, NoKernelError, UsageError
 from ..products import rates
 from ..products.kernel import Accepted, Kernel, Rejected
-from ..products.problem import Problem
+from ..products.problem import LINE, Problem
 from ..products.roofline import epilogue_us
 
 
@@ -48,13 +49,13 @@ class Explanation:
         return "\n".join(lines)
 
 
-def choose(problem: Problem, name: str | None = None) -> Kernel:
+def choose(problem: Problem, name: str | None = None, without: str = "") -> Kernel:
     """The kernel with the least expected time among those that accept the problem.
 
-    name: a backend or a kernel; only its kernels are considered. Raises NoKernelError with every kernel's reasons, and
-    DeviceUnavailable for a backend given by name that cannot run here.
+    name: a backend or a kernel; only its kernels are considered. without: a kernel that is not considered. Raises
+    NoKernelError with every kernel's reasons, and DeviceUnavailable for a backend given by name that cannot run here.
     """
-    trace = ask(problem, name)
+    trace = ask(problem, name, without=without)
     for answer in trace.answers:
         if answer:
             backend = backends.get(answer.kernel.partition(".")[0])
@@ -66,16 +67,32 @@ def choose(problem: Problem, name: str | None = None) -> Kernel:
     raise NoKernelError(f"No kernel for {problem.operation!r} with:\n{trace}", reasons=[str(a) for a in trace.answers])
 
 
-def ask(problem: Problem, only: str | None = None, *, installed: bool = True) -> Explanation:
-    """Every kernel's answer. only: a backend or a kernel. installed: refuse what is missing on this machine."""
+_INSTALLED: ContextVar[bool] = ContextVar("spformat_installed", default=True)
+
+
+def installed_only() -> bool:
+    """Whether kernels that are composed of others may ask only for what this machine has."""
+    return _INSTALLED.get()
+
+
+def ask(problem: Problem, only: str | None = None, *, installed: bool | None = None, without: str = "") -> Explanation:
+    """Every kernel's answer. only: a backend or a kernel. without: a kernel that is not asked.
+
+    installed: refuse what is missing on this machine. Kernels that are composed of others ask for those in the same
+    way: inside another call the default is what that call was given, else True.
+    """
     answers: list[Accepted | Rejected] = []
-    for name in (only,) if only else backends.order(problem.device):
-        answers += _answers(problem, name, installed)
+    token = _INSTALLED.set(_INSTALLED.get() if installed is None else installed)
+    try:
+        for name in (only,) if only else backends.order(problem.device):
+            answers += _answers(problem, name, without)
+    finally:
+        _INSTALLED.reset(token)
     accepted = sorted((a for a in answers if isinstance(a, Accepted)), key=lambda a: a.expected_us)  # stable
     return Explanation(problem, (*accepted, *(a for a in answers if not a)), rates.source(problem))
 
 
-def _answers(p: Problem, name: str, installed: bool) -> Iterator[Accepted | Rejected]:
+def _answers(p: Problem, name: str, without: str) -> Iterator[Accepted | Rejected]:
     try:
         backend, only = named(name)
         kernels = backend.kernels()
@@ -87,9 +104,9 @@ def _answers(p: Problem, name: str, installed: bool) -> Iterator[Accepted | Reje
     except (ImportError, AttributeError) as e:  # a broken plug-in is a reason, not a crash
         yield Rejected(name, (f"the backend does not load: {e}",))
         return
-    missing, concerned = tuple(backend.missing()) if installed else (), False
+    missing, concerned = tuple(backend.missing()) if installed_only() else (), False
     for k in kernels:
-        if only is not None and k.name != only:
+        if k.name == without or (only is not None and k.name != only):
             continue
         if (p.operation, p.format) not in k.takes:
             if only is not None:
@@ -134,6 +151,8 @@ def without_epilogue(kernel: Kernel, problem: Problem) -> Problem:
     """
     if not problem.epilogue or kernel.epilogue:
         return problem
+    if problem.device == "cuda":  # the product goes to memory of its own, with aligned lines
+        problem = problem.changed(out_alignment=LINE)
     wide = problem.changed(epilogue=False, out_dtype="float32")
     if problem.out_dtype in ("float16", "bfloat16") and not kernel.unsupported(wide):
         return wide

@@ -68,7 +68,7 @@ class Fit(NamedTuple):
 
 def kernels_of(a: Format, device: str) -> list[Kernel]:
     """The kernels that may multiply a matrix on a device, without the reference, which is always slow."""
-    names = ("cpu",) if device == "cpu" else ("cuda", "vendor")
+    names = ("cpu",) if device == "cpu" else ("cuda", "vendor", "composed")
     return [k for b in names for k in backends.get(b).kernels() if ("spmm", a.name) in k.takes]
 
 
@@ -203,7 +203,7 @@ def _fitted(name: str, points: list[Point]) -> Fit:
 
 def _own(x: Point) -> float:
     """The measured time without the expected time of other kernels that run after this one."""
-    return max(0.1 * x.us, x.us - x.kernel.rest_us(x.problem))
+    return max(0.1 * x.us, x.us - x.kernel.rest_us(x.problem, x.tile))
 
 
 # ------------------------------------------------------------------ the choice

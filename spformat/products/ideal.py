@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 
-from .problem import COL, Problem, itemsize
+from .problem import COL, LINE, Operand, Problem, aligned, itemsize
 from .roofline import CUDA_32, CUDA_64, TENSOR_16, Device
 
 INDEX = 4
@@ -18,8 +18,6 @@ SECTOR = 32
 """Bytes of the smallest piece that a GPU loads from memory or its caches."""
 L2 = 50 << 20
 """Bytes of B above which its rows do not all stay in the L2 cache of a large GPU."""
-LINE = 16
-"""Bytes that a thread, or the copy engine, loads at once where the lines of an operand start on such boundaries."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -125,22 +123,16 @@ def written_us(p: Problem, device: Device) -> float:
 def b_alignment(p: Problem) -> int:
     """The largest of 16, 8, 4, .. bytes that divides the distance between lines of B.
 
-    A line is a row of a row-major operand, or a column of a column-major one. The operand is assumed to be contiguous:
-    a row of B is N values long, and a column K values.
+    A line is a row of a row-major operand, or a column of a column-major one. Unless the operand says otherwise it has
+    no gaps: a row of B is N values long, and a column K values.
     """
-    most, pitch = LINE, (p.inner if p.b_layout == COL else p.n) * itemsize(p.b_dtype)
-    while pitch % most:
-        most //= 2
-    return most
+    return _alignment(p.operands[1])
 
 
 def alignment(p: Problem) -> int:
     """The same for B and C together; a vector is contiguous in both layouts."""
-    most = LINE
-    if p.n == 1:
-        return most
-    for layout, extent, dtype in ((p.b_layout, p.inner, p.b_dtype), (p.out_layout, p.rows, p.out_dtype)):
-        pitch = (extent if layout == COL else p.n) * itemsize(dtype)
-        while pitch % most:
-            most //= 2
-    return most
+    return LINE if p.n == 1 else min(_alignment(p.operands[1]), _alignment(p.out))
+
+
+def _alignment(x: Operand) -> int:
+    return x.alignment or aligned((x.shape[0] if x.layout == COL else x.shape[1]) * itemsize(x.dtype))

@@ -73,8 +73,8 @@ class Kernel:
         """
         return self.best(p).us + self.rest_us(p)
 
-    def rest_us(self, p: Problem) -> float:
-        """Expected microseconds of other kernels that run after this one."""
+    def rest_us(self, p: Problem, tile: Any = None) -> float:
+        """Expected microseconds of other kernels that run after this one. tile: of this one, None for its best."""
         return 0.0
 
     def is_its_own(self, p: Problem) -> bool:

@@ -72,6 +72,9 @@ class Operand:
     """Stored items of a sparse operand; padding counts, except where the format knows it."""
     layout: str = ROW
     """Of a dense operand of shape [R, C]: "row" (element r, c at r*ld + c), "col" (r + c*ld) or "strided"."""
+    alignment: int = 0
+    """Of a dense operand: the largest of 16, 8, 4, .. bytes that divides the distance between its lines (rows of a
+    row-major operand, columns of a column-major one); 0 for lines without gaps, whose shape says it."""
     device: str = "cpu"
     """"cpu" or "cuda"."""
     parts: tuple[Operand, ...] = ()
@@ -95,7 +98,8 @@ class Operand:
             return cls(x.name, x.shape, x.dtype.name, tuple(x.params().items()), x.stored, device=where, parts=parts)
         if hasattr(x, "strides"):
             where = device or ("cpu" if device_of(x) == "cpu" else "cuda")
-            return cls(DENSE, x.shape, value_type(x.dtype).name, stored=int(x.size), layout=layout_of(x), device=where)
+            return cls(DENSE, x.shape, value_type(x.dtype).name, stored=int(x.size), layout=layout_of(x),
+                       alignment=alignment_of(x), device=where)  # fmt: skip
         return cls._of_record(x, device or "cpu")
 
     @classmethod
@@ -114,6 +118,25 @@ def layout_of(x: Any) -> str:
     if rows <= 1 or x.strides[0] == size:
         return COL if x.strides[1] >= rows * size else STRIDED
     return STRIDED
+
+
+LINE = 16
+"""Bytes that a thread, or the copy engine, loads at once where the lines of an operand start on such boundaries."""
+
+
+def alignment_of(x: Any) -> int:
+    """``Operand.alignment`` of a two-dimensional array."""
+    rows, cols = x.shape
+    layout, size = layout_of(x), x.dtype.itemsize
+    lines, along, pitch = (rows, cols, x.strides[0]) if layout == ROW else (cols, rows, x.strides[1])
+    if layout == STRIDED or lines <= 1 or pitch == along * size:
+        return 0
+    return aligned(pitch)
+
+
+def aligned(pitch: int) -> int:
+    """The largest of 16, 8, 4, .. that divides a distance in bytes."""
+    return LINE if pitch == 0 else min(LINE, pitch & -pitch)
 
 
 @dataclass(frozen=True)
@@ -149,7 +172,7 @@ class Problem:
         cls, format: str, params: tuple[tuple[str, Any], ...], M: int, K: int, n: int, nnz: int, a_dtype: str,
         b_dtype: str, out_dtype: str, b_layout: str = ROW, out_layout: str = ROW, device: str = "cpu",
         sm: int | None = None, device_id: int = 0, epilogue: bool = False, *, operation: str = "spmm",
-        workspace: int = WORKSPACE, parts: tuple[Operand, ...] = (),
+        workspace: int = WORKSPACE, parts: tuple[Operand, ...] = (), b_alignment: int = 0, out_alignment: int = 0,
     ) -> Self:  # fmt: skip
         """The problem of a product from plain numbers, for a matrix or a GPU that need not exist here.
 
@@ -160,8 +183,8 @@ class Problem:
                 raise UsageError(f"{name}: expected {ROW}, {COL} or {STRIDED}, got {layout!r:.80}")
         rows, inner = (K, M) if operation == "spmm_transposed" else (M, K)
         a = Operand(format, (M, K), a_dtype, params, nnz, device=device, parts=parts)
-        b = Operand(DENSE, (inner, n), b_dtype, stored=inner * n, layout=b_layout, device=device)
-        out = Operand(DENSE, (rows, n), out_dtype, stored=rows * n, layout=out_layout, device=device)
+        b = Operand(DENSE, (inner, n), b_dtype, (), inner * n, b_layout, b_alignment, device)
+        out = Operand(DENSE, (rows, n), out_dtype, (), rows * n, out_layout, out_alignment, device)
         return cls(operation, (a, b), out, sm, device_id, epilogue, workspace)
 
     def changed(self, **changes: Any) -> Self:
@@ -173,8 +196,12 @@ class Problem:
             "format": self.format, "params": self.params, "M": self.M, "K": self.K, "n": self.n, "nnz": self.nnz,
             "a_dtype": self.a_dtype, "b_dtype": self.b_dtype, "out_dtype": self.out_dtype, "b_layout": self.b_layout,
             "out_layout": self.out_layout, "device": self.device, "operation": self.operation,
-            "parts": self.operands[0].parts,
+            "parts": self.operands[0].parts, "b_alignment": self.operands[1].alignment,
+            "out_alignment": self.out.alignment,
         }  # fmt: skip
+        for name in ("b", "out"):  # another layout has other lines
+            if f"{name}_layout" in changes:
+                fields[f"{name}_alignment"] = 0
         rest = {"sm": self.sm, "device_id": self.device_id, "epilogue": self.epilogue, "workspace": self.workspace}
         return type(self).product(**(fields | rest | own | changes))
 

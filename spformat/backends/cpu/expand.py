@@ -49,7 +49,7 @@ class ExpandThenDense(Kernel):
         """Ideal microseconds to write the panels of A and to read them."""
         return (memory_us(2 * p.M * p.K * sums_size(p), device),)
 
-    def rest_us(self, p: Problem) -> float:
+    def rest_us(self, p: Problem, tile: Any = None) -> float:
         """The loop of the format run for a single column, and the product of the panels by BLAS."""
         wide = "float64" if sums_size(p) == 8 else "float32"
         dense = p.changed(format="dense", params=(), nnz=p.M * p.K, a_dtype=wide, parts=())

@@ -12,7 +12,7 @@ from ...errors import ArrayError, UsageError
 from ...formats.base import Format
 from ...formats.foreign import unmasked
 from ..operation import Items, Operation
-from ..problem import DENSE, WORKSPACE, Operand, Problem, layout_of, result_dtype
+from ..problem import DENSE, WORKSPACE, Operand, Problem, alignment_of, layout_of, result_dtype
 
 
 def product_problem(
@@ -34,16 +34,16 @@ def product_problem(
         fix = "A.to('cuda')" if not on_device else "A.to('cpu'), or cupy.asarray(B)"
         raise UsageError(f"spmm: {where}; nothing is copied between them unasked: use {fix}")
     a, b_dtype = Operand.of(A), operand_type("B", B)
-    shape, result, layout = (rows, B.shape[1]), result_dtype(a.dtype, b_dtype), "row"
+    shape, result, layout, lines = (rows, B.shape[1]), result_dtype(a.dtype, b_dtype), "row", 0
     if out is not None:
         require_like("out", out, "B", B)
         if out.shape != shape:
             raise ValueError(f"out: expected shape {shape}, got {out.shape}")
-        result, layout = np.dtype(out.dtype).name, layout_of(out)
+        result, layout, lines = np.dtype(out.dtype).name, layout_of(out), alignment_of(out)
     if epilogue and result in ("int32", "int64"):
         raise TypeError(f"alpha, beta and bias need a C of floating-point values, got {result}; give out in float32")
-    b = Operand(DENSE, B.shape, b_dtype, stored=int(B.size), layout=layout_of(B), device=a.device)
-    c = Operand(DENSE, shape, result, stored=shape[0] * shape[1], layout=layout, device=a.device)
+    b = Operand(DENSE, B.shape, b_dtype, (), int(B.size), layout_of(B), alignment_of(B), a.device)
+    c = Operand(DENSE, shape, result, (), shape[0] * shape[1], layout, lines, a.device)
     sm, device_id = (int(A.values.device.compute_capability), A.values.device.id) if on_device else (None, 0)
     return Problem(operation, (a, b), c, sm, device_id, epilogue, workspace)
 

@@ -55,7 +55,7 @@ class ExpandThenDense(CudaKernel):
         """Ideal microseconds of the expansion: A as stored is read, and the dense matrix is written."""
         return 1.0, memory_us(stored_bytes(p) + p.M * p.K * itemsize(p.a_dtype), device)
 
-    def rest_us(self, p: Problem) -> float:
+    def rest_us(self, p: Problem, tile: Any = None) -> float:
         """The product of the dense matrix."""
         return DENSE.expected_us(p.changed(format="dense", params=(), nnz=p.M * p.K, parts=()))
 

@@ -28,10 +28,13 @@ class Prepared(NamedTuple):
     """Bytes that the kernel derived from the matrix and keeps."""
 
 
-def column_class(n: int) -> int:
+def column_class(n: int, p: Problem) -> int:
     """The number of columns whose tile n columns take: n itself where it is 1 or a multiple of ``COLUMN_STEP``, else
-    the largest below the next multiple. So tiles are chosen for lines of the alignment that they meet."""
-    return n if n == 1 or n % COLUMN_STEP == 0 else round_up(n, COLUMN_STEP) - 1
+    the next multiple where the lines of ``p`` are aligned for any N, and the number below it where they are not. So
+    tiles are chosen for lines of the alignment that they meet."""
+    if n == 1 or n % COLUMN_STEP == 0:
+        return n
+    return round_up(n, COLUMN_STEP) - (p.operands[1].alignment == 0 or p.out.alignment == 0)
 
 
 class CudaKernel(Kernel):
@@ -64,8 +67,8 @@ class CudaKernel(Kernel):
             return self.prepared(twin, p.changed(n=n))
 
         def prepare(o: Operands) -> Any:
-            return fitted(column_class(o.n)).prepare(o)
+            return fitted(column_class(o.n, p)).prepare(o)
 
         reads = tuple((*span(x), x) for x in twin.all_arrays().values() if x.size)
-        first = fitted(column_class(max(1, p.n)))
+        first = fitted(column_class(max(1, p.n), p))
         return device_plan(self.name, p, prepare, first.tile, first.workspace, reads)

@@ -1,0 +1,110 @@
+"""Copies of B and C in another layout, for kernels that are slow with theirs.  Kernel: copy_lines.cu.
+
+A row-major operand whose rows do not start on 16-byte boundaries is loaded element by element by every kernel, cuBLAS's
+among them. A copy whose lines are aligned costs one pass over the operand. A copy in the other layout costs the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ....arrays.library import ceil_div, round_up
+from ....products.plan import Plan
+from ....products.problem import COL, Problem, itemsize
+from . import jit
+from .device_plan import device_plan
+from .epilogue import launches_of
+from .launch import MAX_GRID_Y, Bound, Call, Launch, Operands
+from .scratch import Scratch
+from .transpose import WORDS, Transpose, grid
+
+ARCHS = ("sm_80",)
+THREADS, EACH, LEAST_WIDTH = 256, 8, 3
+PITCH = 8
+"""Elements that the distance between lines of a copy is a multiple of: lines of 16-bit values start on 16 bytes."""
+
+
+def instances() -> tuple[str, ...]:
+    """C++ names that the compile tests build."""
+    return tuple(f"copy_lines<{word}>" for word in WORDS.values())
+
+
+class CopyLines:
+    """target[lines, along] = source[lines, along], both with consecutive elements and a distance between lines."""
+
+    def __init__(self, size: int, p: Problem) -> None:
+        function = jit.load("runtime/copy_lines.cu", f"copy_lines<{WORDS[size]}>", jit.architecture(p.sm or 80, ARCHS),
+                            p.device_id)  # fmt: skip
+        self._launch = Launch(function, "PPqqqqi", (), THREADS)
+
+    def bind(self, stream: int, source: int, target: int, lines: int, along: int, ld: int, ld_target: int) -> Bound:
+        """The launch for two addresses."""
+        narrow = min((THREADS - 1).bit_length(), max(LEAST_WIDTH, (ceil_div(along, EACH) - 1).bit_length()))
+        groups = min(ceil_div(lines, THREADS >> narrow), MAX_GRID_Y)
+        pieces = min(ceil_div(along, EACH << narrow), 1 << 16)
+        return self._launch.bind((pieces, groups, 1), stream, source, target, lines, along, ld, ld_target, narrow)
+
+
+Copy = Callable[[int, int, int, int, int, int], Bound]
+"""(stream, source, target, N, distance between the source's lines, between the target's) -> the copy."""
+
+
+def _copy(rows: int, size: int, source: str, target: str, p: Problem) -> Copy:
+    """The copy of a matrix [rows, N] from one layout to another."""
+    if source != target:
+        transpose = Transpose(size).launch(p)
+
+        def turned(stream: int, at: int, to: int, n: int, ld: int, ld_to: int) -> Bound:
+            lines, along = (n, rows) if source == COL else (rows, n)
+            return transpose.bind(grid(lines, along), stream, at, to, lines, along, ld, ld_to)
+
+        return turned
+    copy = CopyLines(size, p)
+
+    def same(stream: int, at: int, to: int, n: int, ld: int, ld_to: int) -> Bound:
+        lines, along = (n, rows) if source == COL else (rows, n)
+        return copy.bind(stream, at, to, lines, along, ld, ld_to)
+
+    return same
+
+
+def with_copies(name: str, plan: Plan, p: Problem, tile: str, purpose: str) -> Plan:
+    """A plan for ``p`` from one for a problem whose B, C or both have other layouts or aligned lines.
+
+    What the inner problem has in common with ``p`` (layout and alignment of B, of C) is not copied. The copies lie in
+    memory that plans share for ``purpose``.
+    """
+    q, inner = plan.problem, launches_of(plan)
+    copies_b = _lines(p, "b") != _lines(q, "b")
+    copies_c = _lines(p, "out") != _lines(q, "out")
+    b_size, c_size = itemsize(p.b_dtype), itemsize(q.out_dtype)
+    copy_b = _copy(p.inner, b_size, p.b_layout, q.b_layout, p) if copies_b else None
+    copy_c = _copy(p.rows, c_size, q.out_layout, p.out_layout, p) if copies_c else None
+    memory = Scratch(shared=purpose)
+
+    def prepare(o: Operands) -> Sequence[Call]:
+        ldb, b_bytes = _room(p.inner, o.n, q.b_layout, b_size) if copies_b else (o.ldb, 0)
+        ldc, c_bytes = _room(p.rows, o.n, q.out_layout, c_size) if copies_c else (o.ldc, 0)
+        at = memory.buffer(o.stream, b_bytes + c_bytes)
+        moved, before, after = o, [], []
+        if copy_b and p.inner:
+            before = [copy_b(o.stream, o.b, at, o.n, o.ldb, ldb)]
+            moved = moved._replace(b=at, ldb=ldb)
+        if copy_c:
+            moved = moved._replace(c=at + b_bytes, ldc=ldc)
+            after = [copy_c(o.stream, at + b_bytes, o.c, o.n, ldc, o.ldc)]
+        return [*before, *inner(moved), *after]
+
+    return device_plan(name, p, prepare, tile, plan.workspace, plan.reads or ())
+
+
+def _lines(p: Problem, which: str) -> tuple[str, int]:
+    operand = p.out if which == "out" else p.operands[1]
+    return operand.layout, operand.alignment
+
+
+def _room(rows: int, n: int, layout: str, size: int) -> tuple[int, int]:
+    """Distance between the lines of a copy of a matrix [rows, n], in elements; bytes of the copy."""
+    lines, along = (n, rows) if layout == COL else (rows, n)
+    pitch = round_up(along, PITCH)
+    return pitch, round_up(lines * pitch * size, 256)

@@ -1,0 +1,176 @@
+"""Products with copies of B and C: when they are chosen, and that they are exact."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from test_kernels import Guarded, on_device
+
+import spformat as sf
+from spformat.arrays.dtypes import VALUE_TYPES
+from spformat.backends.cuda.runtime.kernel import column_class
+from spformat.dispatch.copied_operands import KERNEL, Layouts
+from spformat.preprocess import masks
+from spformat.products.ideal import alignment, b_alignment
+from spformat.products.problem import Operand, Problem, alignment_of
+from spformat.products.tiles import forced
+
+LAYOUTS = tuple(itertools.product(("row", "col"), repeat=2))
+ODD = ("csr", "ell-buckets", "bsr:blocksize=16x16", "dbsr:blocksize=32x32", "sr-bcrs", "bitmask", "two-four",
+       "vector-nm:n=8,m=32,vector_length=32", "dense")  # fmt: skip
+
+
+def problem(n: int, b: str = "row", out: str = "row", fmt: str = "two-four", **more: Any) -> Problem:
+    return Problem.product(
+        fmt, (), 4096, 11008, n, 4096 * 5504, "bfloat16", "bfloat16", "bfloat16", b, out, "cuda", 90, **more
+    )
+
+
+# ------------------------------------------------------------------ alignment, without a GPU
+
+
+@pytest.mark.parametrize(
+    ("x", "expected"),
+    [
+        (np.zeros((4, 6), np.float16), 0),
+        (np.zeros((6, 4), np.float16).T, 0),
+        (np.zeros((4, 8), np.float16)[:, :6], 16),
+        (np.zeros((4, 7), np.float16)[:, :6], 2),
+        (np.zeros((6, 8), np.float16).T[:4], 16),
+        (np.zeros((10, 4), np.float16).T[:, :6], 0),
+        (np.zeros((4, 12), np.float32)[:, :6], 16),
+        (np.zeros((4, 10), np.float32)[:, :6], 8),
+        (np.zeros((1, 6), np.float32), 0),
+        (np.zeros((4, 12), np.float32)[:, ::2], 0),  # neither row- nor column-major
+    ],
+)
+def test_the_alignment_of_an_operand_follows_from_its_strides(x: Any, expected: int) -> None:
+    assert alignment_of(x) == expected
+    assert Operand.of(x).alignment == expected
+
+
+def test_lines_without_gaps_are_as_long_as_the_shape_says() -> None:
+    assert [b_alignment(problem(n)) for n in (336, 332, 334, 333)] == [16, 8, 4, 2]
+    assert b_alignment(problem(333, b="col")) == 16
+    assert alignment(problem(333, b="col")) == 2
+    assert alignment(problem(333, b_alignment=16, out_alignment=8)) == 8
+    assert alignment(problem(336, b_alignment=4)) == 4
+
+
+def test_a_changed_problem_keeps_the_alignment_of_its_lines() -> None:
+    p = problem(333, b_alignment=16, out_alignment=4)
+    assert (p.changed(n=5).operands[1].alignment, p.changed(n=5).out.alignment) == (16, 4)
+    turned = p.changed(b_layout="col")
+    assert (turned.operands[1].alignment, turned.out.alignment) == (0, 4)
+
+
+def test_lines_that_are_aligned_for_any_number_of_columns_get_tiles_of_a_multiple_of_eight() -> None:
+    aligned = problem(8, b_alignment=16, out_alignment=16)
+    assert [column_class(n, problem(8)) for n in (1, 2, 8, 333)] == [1, 7, 8, 335]
+    assert [column_class(n, aligned) for n in (1, 2, 8, 333)] == [1, 8, 8, 336]
+
+
+# ------------------------------------------------------------------ the choice, without a GPU
+
+
+@pytest.mark.parametrize("fmt", ["two-four", "dense", "bitmask"])
+@pytest.mark.parametrize("n", [5, 333, 2657])
+def test_unaligned_rows_are_copied(fmt: str, n: int) -> None:
+    trace = sf.explain(problem(n, fmt=fmt))
+    assert trace.chosen == KERNEL.name
+    aligned = sf.explain(problem(-(-n // 8) * 8, fmt=fmt))
+    assert trace.expected_us is not None
+    assert aligned.expected_us is not None
+    assert trace.expected_us <= 1.5 * aligned.expected_us + 10
+
+
+@pytest.mark.parametrize("layout", ["row", "col"])
+def test_aligned_operands_stay_where_they_are(layout: str) -> None:
+    assert sf.explain(problem(336, layout, layout)).chosen == "cuda.spmm_two_four_sm90a"
+
+
+def test_only_layouts_that_copy_something_are_tried() -> None:
+    assert KERNEL.options(problem(336)) == [Layouts("col", "col", True, True)]
+    assert KERNEL.options(problem(333)) == [Layouts("row", "row", True, True), Layouts("col", "col", True, True)]
+    assert KERNEL.options(problem(333, "col", "row")) == [
+        Layouts("col", "row", False, True),
+        Layouts("row", "row", True, True),
+        Layouts("col", "col", False, True),
+    ]
+    assert KERNEL.options(problem(1)) == []
+
+
+def test_copies_are_refused_where_no_workspace_is_allowed() -> None:
+    trace = sf.explain(problem(333).changed(workspace=0))
+    (answer,) = [a for a in trace.answers if a.kernel == KERNEL.name]
+    assert not answer
+    assert "workspace" in str(answer)
+
+
+def test_operands_on_the_host_are_not_copied() -> None:
+    p = Problem.product("csr", (), 40, 50, 33, 90, "float32", "float32", "float32")
+    assert KERNEL.unsupported(p) == ["operands must be on a GPU"]
+
+
+# ------------------------------------------------------------------ products on a GPU
+
+
+@pytest.fixture(scope="module")
+def cp() -> Any:
+    return pytest.importorskip("cupy")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("spec", ODD)
+def test_products_with_copies_are_exact(cp: Any, spec: str, dtype: str) -> None:
+    if spec == "two-four" and dtype == "float32":
+        pytest.skip("two-four does not hold float32")
+    rng = np.random.default_rng(9)
+    x = rng.integers(-2, 3, (131, 260)).astype(VALUE_TYPES[dtype].numpy)
+    if spec.startswith("vector-nm"):
+        x = masks.prune_vector_nm(x, 8, 32, 32).to_dense()
+    elif spec == "two-four":
+        x = masks.prune_two_four(x).to_dense()
+    elif spec != "dense":
+        x = np.where(np.kron(rng.random((9, 17)) < 0.4, np.ones((16, 16), bool))[:131, :260], x, x.dtype.type(0))
+    A = sf.convert(x, spec).to("cuda")
+    for (b, c), n, pad in itertools.product(LAYOUTS, (2, 17, 333), (0, 3)):
+        for a, matrix in ((A, x), (A.T, x.T)):
+            wanted = matrix.astype(np.float64) @ (B := rng.integers(-2, 3, (matrix.shape[1], n))).astype(np.float64)
+            B = on_device(cp, B.astype(x.dtype), b, pad)
+            guarded = Guarded(cp, wanted.shape, x.dtype, c, pad)
+            out = guarded.out
+            p = sf.products.operations.operation("spmm" if a is A else "spmm_transposed").problem(A, B, out)
+            for layouts in KERNEL.options(p):
+                with forced(KERNEL.name, str(layouts)):
+                    A._plans.clear()
+                    if KERNEL.unsupported(p):
+                        continue
+                    sf.spmm(a, B, out=out, backend=KERNEL.name)
+                assert (out.get() == wanted.astype(x.dtype)).all(), (b, c, n, pad, str(layouts))
+                assert guarded.intact(), (b, c, n, pad, str(layouts))
+                out.fill(float("nan"))
+
+
+@pytest.mark.gpu
+def test_one_plan_with_copies_runs_for_any_number_of_columns(cp: Any) -> None:
+    rng = np.random.default_rng(10)
+    x = masks.prune_two_four(rng.integers(-2, 3, (96, 128)).astype(np.float16))
+    plan = sf.plan(x.to("cuda"), n=333, backend=KERNEL.name)
+    for n in (333, 8, 1, 0, 2, 136, 4097):
+        B = rng.integers(-2, 3, (128, n)).astype(np.float16)
+        assert (plan(cp.asarray(B)).get() == x.to_dense().astype(np.float64) @ B).all(), n
+
+
+@pytest.mark.gpu
+def test_alpha_beta_and_bias_after_copies(cp: Any) -> None:
+    rng = np.random.default_rng(11)
+    x = masks.prune_two_four(rng.integers(-2, 3, (96, 128)).astype(np.float16))
+    B, C, bias = (rng.integers(-2, 3, s).astype(np.float16) for s in ((128, 333), (96, 333), (96,)))
+    out = cp.asarray(C)
+    sf.spmm(x.to("cuda"), cp.asarray(B), out=out, backend=KERNEL.name, alpha=2, beta=-1, bias=cp.asarray(bias))
+    assert (out.get() == 2 * (x.to_dense().astype(np.float64) @ B) - C + bias[:, None]).all()
