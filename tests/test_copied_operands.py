@@ -138,7 +138,7 @@ def test_products_with_copies_are_exact(cp: Any, spec: str, dtype: str) -> None:
     elif spec != "dense":
         x = np.where(np.kron(rng.random((9, 17)) < 0.4, np.ones((16, 16), bool))[:131, :260], x, x.dtype.type(0))
     A = sf.convert(x, spec).to("cuda")
-    for (b, c), n, pad in itertools.product(LAYOUTS, (2, 17, 333), (0, 3)):
+    for (b, c), (n, pad) in itertools.product(LAYOUTS, ((2, 3), (17, 0), (333, 3))):
         for a, matrix in ((A, x), (A.T, x.T)):
             wanted = matrix.astype(np.float64) @ (B := rng.integers(-2, 3, (matrix.shape[1], n))).astype(np.float64)
             B = on_device(cp, B.astype(x.dtype), b, pad)

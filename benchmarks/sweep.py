@@ -1,0 +1,189 @@
+"""How products compare with dense ones on shapes that nobody tuned for: python benchmarks/sweep.py
+
+Layers of real models (``spformat/measure/layers.py``) in every format, with numbers of columns drawn from 1 to 4096,
+few of them powers of two, and both layouts of B and C (torch's is column-major). Every result is checked first. Cold
+L2, contenders in turn, medians. A product runs as ``spmm`` would run it; beside it stand
+
+dense       cuBLAS on the same matrix, the fastest of row-major and column-major operands without gaps
+best        the fastest of all our kernels for the product (``--regret``): what a better choice would have gained
+cuSPARSELt  for 2:4, through torch, its algorithms searched
+
+Prints the geometric mean and the worst by format, layout and range of N. Without ``--seed`` one is drawn and printed,
+so that the shapes are on nobody's list.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import spformat as sf
+from spformat.formats.base import Format
+from spformat.formats.dense import Dense
+from spformat.measure import bench, calibration_cases, contenders
+from spformat.measure.calibration_cases import Spec
+from spformat.products.operations import SPMM
+from spformat.products.problem import COL, ROW
+
+RANGES = ((1, 16), (17, 64), (65, 256), (257, 4096))
+OTHERS = 4
+"""Of our other kernels, those that expect to be fastest are measured for the regret, so many."""
+
+
+def label(spec: Spec) -> str:
+    """The format with its parameters, as one row of the table names it."""
+    p = dict(spec.params)
+    if spec.format == "vector-nm":
+        return f"vector {p['n']}:{p['m']} L={p['vector_length']} {spec.dtype}"
+    if "blocksize" in p:
+        return f"{spec.format} {p['blocksize'][0]} {100 * (1 - spec.density):.0f} % {spec.dtype}"
+    return spec.format + f" {100 * (1 - spec.density):.0f} % {spec.dtype}"
+
+
+def products(seed: int, formats: list[str]) -> Iterator[tuple[Spec, Format, Any, Any, str]]:
+    """(matrix, its operands B and C, layout of both) one after the other, without end."""
+    import cupy
+
+    for spec in calibration_cases.draw(seed, "cuda", 2):
+        if spec.format == "dense" or (formats and spec.format not in formats):
+            continue
+        a = calibration_cases.build(spec, cupy, seed)
+        for n, *_ in spec.widths:
+            for layout in (COL, ROW):
+                B = calibration_cases.operand(cupy, spec.K, n, layout, spec.dtype)
+                C = cupy.empty((spec.M, n), B.dtype, order="F" if layout == COL else "C")
+                yield spec, a, B, C, layout
+
+
+def crowd(a: Format, B: Any, C: Any, regret: bool) -> list[bench.Contender]:
+    """The product as spmm runs it, some of our other kernels, and the peers."""
+    _, *others = [r.kernel for r in choices(a, B, C).answers if r]
+    runs = [bench.Contender("ours", run_of(sf.plan(a, B=B, out=C), B, C))]
+    for name in others[:OTHERS] if regret else []:
+        runs.append(bench.Contender(name, run_of(sf.plan(a, B=B, out=C, backend=name), B, C)))
+    return runs + peers(a, B, C)
+
+
+def choices(a: Format, B: Any, C: Any) -> Any:
+    """Every kernel's answer for a product that writes C."""
+    return sf.explain(SPMM.problem(a, B, C), installed=True)
+
+
+def peers(a: Format, B: Any, C: Any) -> list[bench.Contender]:
+    """cuBLAS in both layouts; cuSPARSELt for 2:4 if torch has it."""
+    import cupy
+
+    dense, found = Dense.from_dense(a.to_dense()), []
+    for order in "CF":
+        b, c = cupy.array(B, order=order), cupy.empty(C.shape, C.dtype, order=order)
+        plan = sf.plan(dense, B=b, out=c, backend="vendor")
+        found.append(bench.Contender(f"dense {order}", run_of(plan, b, c), peer=True))
+    if a.name == "two-four":
+        found += [c for c in contenders.torch_peers(a, B) if "searched" in c.name]
+    return found
+
+
+def run_of(plan: Any, B: Any, C: Any) -> Callable[[], Any]:
+    """A product that writes C and returns it."""
+    return functools.partial(plan, B, out=C)
+
+
+def measure(seed: int, seconds: float, formats: list[str], regret: bool) -> list[dict[str, Any]]:
+    """A row for each product that was measured before the time was over."""
+    end, rows = time.monotonic() + seconds, []
+    for spec, a, B, C, layout in products(seed, formats):
+        if time.monotonic() > end:
+            break
+        case = bench.Case(str(spec), a, B, tuple(crowd(a, B, C, regret)), a.dtype.name, {"nnz": a.nnz})
+        results = bench.compare(case, repeats=9, warmups=2, seconds=0.2, hot=False)
+        us = {r.name: r.cold_us for r in results if r.cold_us == r.cold_us}
+        errors = {r.name: r.error for r in results if not r.peer}
+        row = {"kind": label(spec), "M": spec.M, "K": spec.K, "N": B.shape[1], "layout": layout, "us": us,
+               "kernel": choices(a, B, C).chosen, "error": max(errors.values()),
+               "notes": [f"{r.name}: {r.note}" for r in results if r.note]}  # fmt: skip
+        rows.append(row)
+    return rows
+
+
+def ratios(rows: list[dict[str, Any]], against: str | tuple[str, ...]) -> list[tuple[float, dict[str, Any]]]:
+    """(time of a peer over ours, row) of the rows that have both; > 1 means that ours is faster."""
+    found = []
+    for row in rows:
+        us = row["us"]
+        times = [t for name, t in us.items() if name != "ours" and name.startswith(against)]
+        if "ours" in us and times:
+            found.append((min(times) / us["ours"], row))
+    return found
+
+
+def mean(values: list[float]) -> float:
+    """The geometric mean."""
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def table(rows: list[dict[str, Any]], against: str, title: str) -> Iterator[str]:
+    """Geometric mean / worst (number of products) by kind and layout, a column for each range of N."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        groups[row["kind"], row["layout"]].append(row)
+    yield f"\n{title}: geometric mean / worst (products)\n"
+    yield "| format | layout | " + " | ".join(f"N {lo}-{hi}" for lo, hi in RANGES) + " |"
+    yield "|---|---|" + "---|" * len(RANGES)
+    for (kind, layout), some in sorted(groups.items()):
+        cells = []
+        for lo, hi in RANGES:
+            r = [x for x, _ in ratios([row for row in some if lo <= row["N"] <= hi], against)]
+            cells.append(f"{mean(r):.2f} / {min(r):.2f} ({len(r)})" if r else "-")
+        if any(cell != "-" for cell in cells):
+            yield f"| {kind} | {layout} | " + " | ".join(cells) + " |"
+
+
+def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """All tables, and what went wrong."""
+    yield from table(rows, "dense", "Times dense cuBLAS (the fastest of its layouts)")
+    yield from table(rows, "cuSPARSELt", "Times cuSPARSELt (searched)")
+    kept = [max(1.0, 1 / x) for x, _ in ratios(rows, ("cuda.", "composed.", "vendor."))]
+    if kept:
+        worst = max(kept)
+        yield f"\nRegret against our best kernel: {100 * (mean(kept) - 1):.1f} %, worst {100 * (worst - 1):.0f} %"
+    slow = sorted(ratios(rows, "dense"), key=lambda pair: pair[0])
+    yield f"\nSlower than dense: {sum(x < 1 for x, _ in slow)} of {len(slow)} products. The slowest:"
+    for x, row in slow[:15]:
+        yield f"  {x:.2f}  {row['kind']} {row['M']}x{row['K']} N={row['N']} {row['layout']} by {row['kernel']}"
+    wrong = [row for row in rows if not row["error"] <= 1]
+    yield f"\nWrong results: {len(wrong)} of {len(rows)}"
+    for row in wrong[:20]:
+        yield f"  {row}"
+    for note in sorted({note for row in rows for note in row["notes"]})[:20]:
+        yield f"  not measured: {note}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, help="draws shapes and values; without it a fresh one")
+    parser.add_argument("--seconds", type=float, default=420)
+    parser.add_argument("--formats", default="", help="only these, comma-separated")
+    parser.add_argument("--regret", action="store_true", help="also measure our other kernels")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    seed = secrets.randbelow(1 << 31) if options.seed is None else options.seed
+    rows = measure(seed, options.seconds, [f for f in options.formats.split(",") if f], options.regret)
+    import cupy
+
+    about = bench.environment(cupy.zeros(1))
+    print(f"seed {seed}, {len(rows)} products, {about}")
+    print("\n".join(summary(rows)))
+    if options.json:
+        options.json.write_text(json.dumps({"seed": seed, "environment": about, "rows": rows}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
