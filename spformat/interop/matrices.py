@@ -70,6 +70,7 @@ _BANNER = re.compile(rb"%%MatrixMarket\s+matrix\s+(\w+)\s+(\w+)\s+([\w-]+)\s*", 
 def _read_mtx(content: bytes) -> CSR:
     from scipy.io import mmread
 
+    # Read here, because the checks need layout, field and symmetry before SciPy reads any of the file.
     banner = _BANNER.fullmatch(content[: content.find(b"\n") + 1])
     if banner is None:
         raise FormatError("mtx: expected a first line '%%MatrixMarket matrix ..', got " + repr(content[:60]))
@@ -140,6 +141,7 @@ def _check_declared_size(content: bytes, layout: str) -> tuple[int, list[int]]:
     if entries * least > 2 * len(content) + 8:
         raise FormatError(f"mtx: expected room for {entries} entries, got a file of {len(content)} bytes")
     _check_shape(sizes[0], sizes[1], "mtx")
+    # SciPy does not get such a file (see ``_read_mtx``), so nothing else would notice its values.
     if entries == 0 and layout == "array" and (rest := content[start : start + 80].split()):
         message = f"mtx: expected no values for {sizes[0]} x {sizes[1]}, got {rest[0].decode('latin-1')!r}"
         raise FormatError(message)
