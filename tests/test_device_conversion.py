@@ -13,7 +13,7 @@ import stand_in_cupy
 from cases import sparse
 
 import spformat as sf
-from spformat.checkpoint import Recipe, convert_checkpoint, shard
+from spformat.checkpoint import Recipe, convert_checkpoint, shard, shard_input
 from spformat.formats import edges
 from spformat.storage import device_copy, tensorfile
 
@@ -28,7 +28,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(edges, "_waiting", {"cpu": [], "cuda": []})  # no kernel runs here
     monkeypatch.setattr(edges, "_table", {})
     monkeypatch.setattr(tensorfile, "SCAN_ON_DEVICE", 0)
-    monkeypatch.setattr(shard, "_WORTH_MOVING", 0)
+    monkeypatch.setattr(shard_input, "_WORTH_MOVING", 0)
     monkeypatch.setattr(device_copy, "PIECE", 1000)
     monkeypatch.setattr(device_copy, "SEGMENT", 3500)
     return cupy
@@ -86,7 +86,7 @@ def test_conversion_through_the_device_gives_the_same_file(tmp_path: Path, stand
 def test_conversion_on_a_gpu_gives_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
     import cupy
 
-    monkeypatch.setattr(shard, "_WORTH_MOVING", 0)
+    monkeypatch.setattr(shard_input, "_WORTH_MOVING", 0)
     same_files(tmp_path, target, cupy)
 
 
@@ -95,19 +95,18 @@ def same_files(tmp_path: Path, target: str, cupy: Any) -> None:
     sf.save_dense(tmp_path / "in.safetensors", tensors())
     recipe = Recipe(to=target, misfit="keep")
     seen = []
-    read = shard.read
+    read = shard_input.read
 
     def watched(*arguments: Any) -> Any:
         seen.append(read(*arguments))
         return seen[-1]
 
-    shard.read = watched
-    try:
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(shard, "read", watched)
+        m.setattr(shard_input, "read", watched)
         convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "device", recipe, device="cuda")
         on_device = [x for x in seen if isinstance(x, cupy.ndarray)]
         convert_checkpoint(tmp_path / "device", tmp_path / "back", "dense", device="cuda")
-    finally:
-        shard.read = read
     assert len(on_device) >= 2 or target == "dense"
     convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "host", recipe)
     convert_checkpoint(tmp_path / "host", tmp_path / "back-host", "dense")

@@ -12,7 +12,7 @@ import pytest
 import spformat as sf
 from spformat import limits
 from spformat.arrays import threads
-from spformat.checkpoint import Recipe, convert_checkpoint, row_chunks, shard
+from spformat.checkpoint import Recipe, convert_checkpoint, row_chunks, shard, sizing
 from spformat.errors import IntegrityError, LimitError, StructureError, UsageError
 from spformat.formats import registered
 from spformat.storage import crc, output
@@ -66,7 +66,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_same_bytes_as_of_wholes(
     target: str, kept: int, source: Path, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard, "_MOST_IN_MEMORY", kept)
+    monkeypatch.setattr(sizing, "_MOST_IN_MEMORY", kept)
     got = convert_checkpoint(source, tmp_path / "chunks.safetensors", target)
     with monkeypatch.context() as m:
         m.setattr(shard, "plan_chunks", lambda job, recipe: None)

@@ -24,7 +24,8 @@ from ..storage.files import sha256_of, size_of
 from ..storage.filewriter import create
 from ..storage.stwriter import Writer
 from .recipe import Recipe
-from .shard import Progress, write_shard
+from .shard import write_shard
+from .shard_input import Progress
 from .source import Source
 from .tensor_plans import TensorOutcome, TensorPlan
 

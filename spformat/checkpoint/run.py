@@ -27,7 +27,8 @@ from .manifest import JOURNAL, MANIFEST
 from .parts import PIECES, FileOutcome, FilePlan, FileTask, Part, convert_file
 from .recipe import AUTO, KEEP, Recipe
 from .remote import is_remote, staged
-from .shard import Progress, read, write_shard
+from .shard import write_shard
+from .shard_input import Progress, read
 from .source import open_source
 from .tensor_plans import TensorOutcome, dense_of, foresee, plan_tensors, prune
 
@@ -88,8 +89,8 @@ def convert_checkpoint(
 ) -> ConversionReport:
     """Convert a file or folder ``src``; ``dst`` is a folder, or a file when it ends in ``.safetensors``.
 
-    Either may be a URL (``s3://..``, ``hf://..``, whatever fsspec knows). Then files are downloaded first and uploaded
-    at the end.
+    Either may be a URL (``hf://org/model@revision``, ``s3://..``, whatever fsspec knows). Then files are downloaded
+    first and uploaded at the end.
 
     Args:
         recipe: a Recipe, or a target ("auto", "two-four", "bsr:blocksize=32x32", "dense", ..).

@@ -111,16 +111,21 @@ def resolve_target(plan: TensorPlan, x: np.ndarray[Any, Any], structure: Structu
     return spec_text(fmt, fmt.resolve_params(given))
 
 
+def kept(plan: TensorPlan) -> TensorOutcome:
+    """The outcome of a tensor that stays as it is."""
+    return TensorOutcome(
+        name=plan.name, target=KEEP, why=plan.why, shape=plan.shape, dtype=plan.record.dtype, bytes_in=plan.bytes_in,
+        bytes_out=plan.bytes_in,
+    )  # fmt: skip
+
+
 def foresee(plan: TensorPlan, x: Format | np.ndarray[Any, Any] | None, recipe: Recipe) -> TensorOutcome:
     """The outcome that a conversion of one tensor would have. It is converted only where counts do not suffice.
 
     x: the dense matrix, already pruned, or a matrix in a sparse format (then the target must not be "auto"); None for a
     tensor that is kept.
     """
-    base = TensorOutcome(
-        name=plan.name, target=KEEP, why=plan.why, shape=plan.shape, dtype=plan.record.dtype, bytes_in=plan.bytes_in,
-        bytes_out=plan.bytes_in,
-    )  # fmt: skip
+    base = kept(plan)
     if plan.target == KEEP or x is None:
         return base
     try:

@@ -1,0 +1,67 @@
+"""One shard of a conversion: what is to be done with it, and its tensors as they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ..arrays import threads
+from ..arrays.library import has_dtype
+from ..storage.tensorfile import TensorFile
+from .recipe import Recipe
+from .tensor_plans import TensorOutcome, TensorPlan, dense_of, prune
+
+Progress = Callable[[TensorOutcome], None]
+_WORTH_MOVING = 4 << 20
+"""Bytes from which a tensor is converted on the device; a smaller one is converted faster by the host."""
+_AHEAD = 96 << 20
+"""Tensors of up to this many bytes are read while the one before them is converted and written."""
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """The tensors of an open shard, and the file that they become."""
+
+    f: TensorFile
+    plans: tuple[TensorPlan, ...]
+    recipe: Recipe
+    path: str
+    """The file that is written."""
+    force: bool
+    """Whether an existing file is replaced."""
+    progress: Progress | None
+    device: str
+
+    @property
+    def place(self) -> str:
+        """The device on which tensors are converted. Masks are chosen on the host."""
+        return "cpu" if self.recipe.prune else self.device
+
+    def pruned(self, x: Any, plan: TensorPlan) -> Any:
+        """``x`` pruned if the recipe asks for it; a Format is decoded for that."""
+        return prune(dense_of(x), plan.target, self.recipe) if self.recipe.prune else x
+
+
+def read(f: TensorFile, plan: TensorPlan, device: str = "cpu") -> Any:
+    """The tensor: a Format if it is stored in a sparse format, else an array. Small ones stay on the host."""
+    place = device if plan.bytes_in >= _WORTH_MOVING and has_dtype(device, plan.record.dtype) else "cpu"
+    return f.array(plan.name, device=place) if plan.record.format is None else f.read(plan.name, place)
+
+
+def one_ahead(f: TensorFile, wanted: list[tuple[TensorPlan, str] | None]) -> Iterator[Any]:
+    """The values of each (plan, device), or None for None. A small tensor is read while the caller uses the one before
+    it; a large one is read when it is asked for, so that two are not in memory."""
+
+    def small(pair: tuple[TensorPlan, str] | None) -> Any:
+        return read(f, *pair) if pair and pair[0].bytes_in <= _AHEAD else None
+
+    with ThreadPoolExecutor(1) as reader:
+        tasks = (partial(small, pair) for pair in wanted)
+        for pair, values in zip(wanted, threads.in_order(reader, tasks, 1), strict=True):
+            if pair and values is None:
+                values = read(f, *pair)
+            yield values
+            del values
