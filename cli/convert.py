@@ -102,7 +102,7 @@ def run(
     chosen = recipe(to, rule, include, exclude, prune, sparsity, nonfinite, misfit)
     kind = executor or ("dask" if scheduler else "")
     options = {"force": force, "resume": resume, "in_place": in_place, "device": device, "part": part or None}
-    places = {"staging": staging, "force": force, "part": part, "moved": _copied(as_json)}
+    places = {"staging": staging, "force": force, "part": part, "moved": None if as_json else _copied()}
     with staged(src, "" if dry_run else dst, **places) as here, using(sort=sort):
         if dry_run:
             outcomes = plan.foresee(here.source, chosen, as_json)
@@ -123,10 +123,10 @@ def _refuse(ctx: typer.Context, names: tuple[str, ...], what: str) -> None:
             raise UsageError(f"--{name.replace('_', '-')} is for {what}")
 
 
-def _copied(quiet: bool) -> Callable[[str, int], None]:
+def _copied() -> Callable[[str, int], None]:
     """A function that prints a line for each file that was downloaded or uploaded."""
     out = notes()
-    return lambda name, nbytes: None if quiet else out.print(f"copied {cell(name)}  {size(nbytes)}", soft_wrap=True)
+    return lambda name, nbytes: out.print(f"copied {cell(name)}  {size(nbytes)}", soft_wrap=True)
 
 
 @contextmanager

@@ -50,6 +50,7 @@ HOMES = {
     "scipy": ("spformat/formats/foreign.py", "spformat/interop/", "spformat/measure/calibrate.py"),
     "distributed": ("spformat/checkpoint/executors.py",),
     "fsspec": ("spformat/checkpoint/remote.py",),
+    "huggingface_hub": ("spformat/checkpoint/hub.py",),
     "typer": ("cli/",),
     "rich": ("cli/",),
 }
@@ -288,8 +289,9 @@ def test_source_habits(path: str) -> None:
     tree = ast.parse(text)
     assert [n.lineno for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.names[0].name == "*"] == []
     caught = [ast.unparse(n.type) for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler) and n.type]
-    # Where every error becomes an exit code, a line of a report, or (those of CuPy, which is not imported) a typed one.
-    if path not in {"cli/main.py", "cli/env.py", "spformat/arrays/library.py"}:
+    # Where every error becomes an exit code, a line of a report, or a typed one. (CuPy, and the packages that fsspec and
+    # huggingface_hub use for a network, have errors of their own and are not imported.)
+    if path not in {"cli/main.py", "cli/env.py", "spformat/arrays/library.py", "spformat/checkpoint/remote.py"}:
         assert "Exception" not in caught
         assert [n.lineno for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler) and n.type is None] == []
     assert re.search(r"\bTODO\b|\bFIXME\b|\bXXX\b", text) is None

@@ -135,6 +135,33 @@ def test_downloads_of_another_size_are_refused_and_a_staging_folder_goes_on(
     assert tree(tmp_path / "out") == expected
 
 
+def test_a_staging_folder_with_files_of_another_model_is_refused(tmp_path: Path, memory: Any) -> None:
+    put(memory, SHARDED, "/bucket/model")
+    convert_checkpoint("memory://bucket/model", tmp_path / "out", staging=tmp_path / "staging")
+    memory.pipe_file("/bucket/other/model.safetensors", SINGLE.read_bytes())
+    with pytest.raises(
+        sf.errors.InputError, match=r"staging folder contains config\.json, which is no file of memory:"
+    ):
+        convert_checkpoint("memory://bucket/other", tmp_path / "other", staging=tmp_path / "staging")
+    assert not (tmp_path / "other").exists()
+
+
+def test_errors_of_other_packages_have_an_exit_code(
+    tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """botocore's and httpx' errors are no OSError."""
+
+    class ClientError(Exception):
+        pass
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ClientError("denied")
+
+    monkeypatch.setattr(type(memory), "put_file", fail)
+    with pytest.raises(sf.errors.WriteError, match=r"cannot upload .*: ClientError: denied"):
+        convert_checkpoint(SHARDED, "memory://bucket/out")
+
+
 @pytest.mark.parametrize(
     ("url", "error", "message"),
     [

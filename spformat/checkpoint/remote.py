@@ -1,35 +1,36 @@
-"""Checkpoints in object stores and other places with a URL, through fsspec: staged on a local disk, never streamed.
+"""Checkpoints in object stores, on the hub and in other places with a URL: staged on a local disk, never streamed.
 
 A conversion reads its shards at random offsets and publishes files by renaming them; neither works over a network.
 So the files of the source are downloaded first, the conversion runs between local folders, and its files are
 uploaded at the end. The manifest (or index) is uploaded last, so a reader sees a complete checkpoint or none.
+Models of the hub are downloaded by huggingface_hub (``hub``), everything else is copied through fsspec.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from ..errors import InputError, OutputError, PathError, UsageError, WriteError
+from .. import limits
+from ..errors import InputError, OutputError, SpformatError, UsageError, WriteError, printable
 from ..storage.files import Path
+from . import hub
 from .existing_target import superseded
+from .hub import Downloaded, Moved
 from .manifest import JOURNAL_GLOB, MANIFEST
-from .source import INDEX, may_be_side_file
-
-Moved = Callable[[str, int], None]
-"""Called with the name and the size in bytes of every file that was copied."""
+from .source import INDEX, needed
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _STREAMS = 4
 """Files that are copied at a time."""
-SHARD = ".safetensors"
 _LAST = (INDEX, MANIFEST)
 """Files that are uploaded last, because a folder with one of them is taken for a complete checkpoint."""
 
@@ -56,12 +57,15 @@ def staged(
     """Local paths for a conversion, in a ``with`` block. A remote source is downloaded before the block begins; a
     remote target is uploaded after the block, unless it raises.
 
-    staging: folder for the local copies. It stays, and files in it that have the right size are not downloaded again,
-    so an interrupted run continues. Default: a temporary folder, which is removed at the end. force: replace files of a
-    remote target. part: the part that the caller converts, if any; parts are refused with remote paths.
+    staging: folder for the local copies. It stays, and files in it that have the right size (of the hub: the right
+    contents) are not downloaded again, so an interrupted run continues. Default: a temporary folder, which is removed
+    at the end. force: replace files of a remote target. part: the part that the caller converts, if any; parts are
+    refused with remote paths. moved: called for each file; with it, huggingface_hub shows progress bars on a terminal.
 
     Raises UsageError (a part; fsspec or the package of the protocol is not installed), InputError (nothing is at the
-    URL, a download has another size), OutputError (the target contains a checkpoint) and WriteError (an upload failed).
+    URL, it cannot be read, a download has another size, the staging folder contains files of another model),
+    OutputError (the target contains a checkpoint, the staging folder cannot be created) and WriteError (an upload
+    failed, the disk is full).
     """
     source, target = os.fspath(src), os.fspath(dst)
     if not is_remote(source) and not is_remote(target):
@@ -77,12 +81,14 @@ def staged(
         _refuse_existing(target, force)
     room = os.fspath(staging) or tempfile.mkdtemp(prefix="spformat-")
     try:
-        here = Staged(source, os.path.join(room, "target", *_file_name(target)) if is_remote(target) else target)
+        copy = Downloaded(source)
         if is_remote(source):
-            path, left = download(source, os.path.join(room, "source"), moved)
-            here = replace(here, source=path, left_behind=left)
+            copy = download(source, os.path.join(room, "source"), moved)
+        local_target = os.path.join(room, "target", *_file_name(target)) if is_remote(target) else target
+        here = Staged(copy.path, local_target, copy.left_behind)
         os.makedirs(os.path.dirname(here.target) or ".", exist_ok=True)
-        yield here
+        with limits.using(link_roots=(*limits.current().link_roots, *copy.link_roots)):
+            yield here
         if is_remote(target):
             upload(here.target, target, moved, force=force)
     finally:
@@ -90,39 +96,38 @@ def staged(
             shutil.rmtree(room, ignore_errors=True)
 
 
-def download(url: str, folder: str, moved: Moved | None = None) -> tuple[str, tuple[str, ...]]:
+def download(url: str, folder: str, moved: Moved | None = None) -> Downloaded:
     """Download a file, or the files of a folder, to ``folder``.
 
-    Returns the local path of the file or folder, and the names that were not downloaded: subfolders and, if there are
-    ``.safetensors`` files, the weights of other frameworks and files that are too large for a side file.
+    Not downloaded are subfolders and, if there are ``.safetensors`` files, the weights of other frameworks and files
+    that are too large for a side file.
     """
+    with _errors(OutputError, folder, "create the staging folder"):
+        os.makedirs(folder, exist_ok=True)
+    place = hub.place_of(url)
+    if place is not None:
+        with _errors(InputError, url, "download"):
+            return hub.download(place, folder, moved)
     fs, root = _open(url)
     with _errors(InputError, url, "download"):
         if not fs.exists(root):
             raise InputError("nothing is there", path=url)
         single = not fs.isdir(root)
-        there = [fs.info(root)] if single else fs.ls(root, detail=True)
-    names = {_name(i): i for i in there}
-    to_fetch, left = list(there), []
+        there = {_name(i): i for i in ([fs.info(root)] if single else fs.ls(root, detail=True))}
+    names = list(there) if single else needed({name: i["size"] for name, i in there.items() if i["type"] == "file"})
     if not single:
-        weights = any(name.endswith(SHARD) for name in names)
-        wanted = {
-            name: i for name, i in names.items()
-            if i["type"] == "file" and (not weights or name.endswith(SHARD) or may_be_side_file(name, i["size"] or 0))
-        }  # fmt: skip
-        to_fetch, left = list(wanted.values()), sorted(n for n in names if n not in wanted and not n.startswith("."))
-    os.makedirs(folder, exist_ok=True)
+        hub.refuse_others(folder, names, url)
 
-    def fetch(info: dict[str, Any]) -> None:
-        name = _name(info)
-        if not name.startswith("."):
-            _fetch(fs, info, os.path.join(folder, name), url)
-            if moved:
-                moved(name, info["size"] or 0)
+    def fetch(name: str) -> None:
+        _fetch(fs, there[name], os.path.join(folder, name), url)
+        if moved:
+            moved(name, there[name]["size"] or 0)
 
     with ThreadPoolExecutor(_STREAMS) as pool:
-        list(pool.map(fetch, to_fetch))
-    return os.path.join(folder, _name(to_fetch[0])) if single else folder, tuple(left)
+        list(pool.map(fetch, names))
+    if single:
+        return Downloaded(os.path.join(folder, *names))
+    return Downloaded(folder, tuple(sorted(n for n in there if n not in names and not n.startswith("."))))
 
 
 def _name(info: dict[str, Any]) -> str:
@@ -213,10 +218,16 @@ def _open(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def _errors(kind: type[InputError] | type[OutputError] | type[WriteError], url: str, what: str) -> Iterator[None]:
-    """Turn what a file system of another package raises into an error of this package that names the URL."""
+    """Turn what another package raises into an error of this package that names the URL. A full disk is a WriteError.
+
+    Any Exception is caught: the errors of httpx, botocore and huggingface_hub share no base class.
+    """
     try:
         yield
-    except (InputError, OutputError, WriteError, PathError):
+    except (SpformatError, MemoryError):
         raise
-    except (OSError, ValueError, RuntimeError) as e:
-        raise kind(f"cannot {what}: {type(e).__name__}: {e}", path=url) from e
+    except Exception as e:
+        if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG):
+            kind = WriteError
+        reason = printable(" ".join(str(e).split()), 500)
+        raise kind(f"cannot {what}: {type(e).__name__}: {reason}", path=url) from e

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -151,6 +151,20 @@ def _others(names: Sequence[str], listed: Sequence[str]) -> tuple[str, ...]:
 def may_be_side_file(name: str, nbytes: int) -> bool:
     """Whether a file beside the shards is copied: it has no weights and at most ``SIDE_FILE`` bytes."""
     return not name.lower().endswith(_OTHER_WEIGHTS) and nbytes <= SIDE_FILE
+
+
+def needed(sizes: Mapping[str, int | None]) -> list[str]:
+    """Those names of ``sizes``, the files of a folder and their bytes, that a conversion of the folder reads or copies.
+
+    Without a ``.safetensors`` file these are all, and ``open_source`` says what is missing. Hidden files are none.
+    """
+    weights = any(name.endswith(".safetensors") for name in sizes)
+    return [
+        name
+        for name, nbytes in sizes.items()
+        if not name.startswith(".")
+        and (not weights or name.endswith(".safetensors") or may_be_side_file(name, nbytes or 0))
+    ]
 
 
 def _is_side_file(path: str) -> bool:
