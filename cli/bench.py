@@ -17,7 +17,12 @@ EPILOG = "spformat bench ./model-sp -n 1,16,256   |   spformat bench w.safetenso
 def run(
     src: SrcOrMatrix = "",
     n: str = typer.Option("16,256", "-n", help="Columns of B (tokens), comma-separated."),
-    to: str = typer.Option("", "--to", help="Convert each matrix to this format first (default: as stored)."),
+    to: str = typer.Option(
+        "",
+        "--to",
+        help="Convert each matrix to this format first (default: as stored). "
+        "With --calibrate: only these formats, comma-separated.",
+    ),
     include: Include = None,
     backend: str = typer.Option("", help="Only these backends of ours, comma-separated (cpu, cuda)."),
     device: str = typer.Option("", help="cpu, cuda or cuda:1. Default: cuda when there is one."),
@@ -45,10 +50,11 @@ def run(
     if calibrate:
         if src:
             raise typer.BadParameter("--calibrate takes no SRC: it measures layers of its own")
+        formats = tuple(filter(None, to.split(",")))
         if validate:
-            _validate(device or _default_device(), seed, seconds, validate, as_json)
+            _validate(device or _default_device(), seed, seconds, formats, validate, as_json)
         else:
-            _calibrate(device or _default_device(), seed, seconds, out, as_json)
+            _calibrate(device or _default_device(), seed, seconds, formats, out, as_json)
         return
     if not src:
         raise typer.BadParameter("expected SRC, a checkpoint or a matrix")
@@ -86,7 +92,7 @@ def run(
         _plot(rows, plot)
 
 
-def _calibrate(device: str, seed: int, seconds: float, out: str, as_json: bool) -> None:
+def _calibrate(device: str, seed: int, seconds: float, formats: tuple[str, ...], out: str, as_json: bool) -> None:
     """Constants of the kernels here, into the user's file of rates, or into ``out``."""
     from pathlib import Path
 
@@ -94,7 +100,7 @@ def _calibrate(device: str, seed: int, seconds: float, out: str, as_json: bool) 
     from spformat.products import rates
 
     calibrate.check_device(device)
-    points = list(calibrate.measure(seed, device, seconds))
+    points = list(calibrate.measure(seed, device, seconds, formats=formats))
     fits = calibrate.fit(points)
     environment = bench.environment(_like(device))
     sm = points[0].problem.sm if points else None
@@ -105,6 +111,7 @@ def _calibrate(device: str, seed: int, seconds: float, out: str, as_json: bool) 
     path = Path(out) if out else rates.user_path()
     own = about if sm is None else about | {"sm": sm}
     command = f"spformat bench --calibrate --device {device} --seconds {seconds:g} --seed {seed}"
+    command += f" --to {','.join(formats)}" if formats else ""
     if fits:
         rates.write(path, about | {"command": command}, {f.kernel: f.entry | own for f in fits})
     rows = [{"kernel": f.kernel, "points": f.points, "median_error": f.median, "within_30_percent": f.near}
@@ -117,12 +124,14 @@ def _calibrate(device: str, seed: int, seconds: float, out: str, as_json: bool) 
     console().print(written, soft_wrap=True)
 
 
-def _validate(device: str, seed: int, seconds: float, products: int, as_json: bool) -> None:
+def _validate(device: str, seed: int, seconds: float, formats: tuple[str, ...], products: int, as_json: bool) -> None:
     """Expected against measured times of random products, and what choosing by them costs."""
     from spformat.measure import bench, calibrate
 
     calibrate.check_device(device)
-    points = list(calibrate.measure(seed, device, seconds, widths=2, all_tiles=False, products=products))
+    points = list(
+        calibrate.measure(seed, device, seconds, widths=2, all_tiles=False, products=products, formats=formats)
+    )
     kernels, regrets = calibrate.agreement(points), calibrate.regret(points)
     if as_json:
         rows = [{"case": x.case, "kernel": x.kernel.name, "tile": str(x.tile), "format": x.problem.format,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 import spformat as sf
 from spformat import backends
 from spformat.errors import UsageError
-from spformat.measure import calibrate
+from spformat.measure import calibrate, calibration_cases
 from spformat.products import rates, roofline, tiles
 from spformat.products.kernel import Kernel
 from spformat.products.problem import COL, ROW, Problem
@@ -198,3 +199,10 @@ def test_a_fit_and_the_regret_of_a_choice() -> None:
         assert row["regret"] == pytest.approx(0.2)
         assert row["products"] == 60
     assert {r["kernel"]: r["within_30_percent"] for r in calibrate.agreement(points)} == {one.name: 1, two.name: 0}
+
+
+def test_a_calibration_may_be_of_some_formats_only() -> None:
+    drawn = itertools.islice(calibration_cases.draw(1, "cuda", 1, ("bsr", "dbsr")), 20)
+    assert {spec.format for spec in drawn} == {"bsr", "dbsr"}
+    with pytest.raises(sf.errors.UsageError, match=r"expected some of dense, two-four, .* got brs"):
+        next(calibration_cases.draw(1, "cuda", 1, ("brs",)))

@@ -73,15 +73,16 @@ def kernels_of(a: Format, device: str) -> list[Kernel]:
 
 
 def measure(
-    seed: int, device: str, seconds: float, *, widths: int = 4, all_tiles: bool = True, products: int = 1 << 30
-) -> Iterator[Point]:
+    seed: int, device: str, seconds: float, *, widths: int = 4, all_tiles: bool = True, products: int = 1 << 30,
+    formats: Sequence[str] = (),
+) -> Iterator[Point]:  # fmt: skip
     """Measurements until ``seconds`` or ``products`` are used up. A case that fails is logged and left out.
 
-    all_tiles: for a fit, also some other tiles of a kernel; otherwise only its best one.
+    all_tiles: for a fit, also some other tiles of a kernel; otherwise only its best one. formats: only these.
     """
     xp = _library(device)
     end, rng, number = time.monotonic() + seconds, random.Random(seed), 0
-    for spec in cases.draw(seed, device, widths):
+    for spec in cases.draw(seed, device, widths, formats):
         if time.monotonic() > end:
             return
         try:

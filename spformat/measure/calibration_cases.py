@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from ..arrays.dtypes import VALUE_TYPES, bits
 from ..arrays.library import Array
+from ..errors import UsageError
 from ..formats import by_name
 from ..formats.base import Format
 from ..preprocess import masks
@@ -64,12 +65,19 @@ class Spec:
         return f"{self.format} {self.dtype} {self.M}x{self.K}"
 
 
-def draw(seed: int, device: str, widths: int) -> Iterator[Spec]:
-    """An endless sequence of matrices with ``widths`` numbers of columns each. Every kind comes once in each round."""
+def draw(seed: int, device: str, widths: int, formats: Sequence[str] = ()) -> Iterator[Spec]:
+    """An endless sequence of matrices with ``widths`` numbers of columns each. Every kind comes once in each round.
+
+    formats: ids of the only formats that are drawn; all without any.
+    """
+    kinds = [kind for kind in KINDS if not formats or kind[0] in formats]
+    if not kinds:
+        known = ", ".join(dict.fromkeys(kind[0] for kind in KINDS))
+        raise UsageError(f"formats: expected some of {known}, got {', '.join(formats):.80}", value=formats)
     rng = random.Random(seed)
     shapes = [s for s in LAYERS if s[0] * s[1] <= LARGEST[device]]
     while True:
-        for format, dtype, density, together, params in rng.sample(KINDS, len(KINDS)):
+        for format, dtype, density, together, params in rng.sample(kinds, len(kinds)):
             M, K = rng.choice(shapes)
             products = tuple(_width(rng, M, K, OPERATIONS[device]) for _ in range(widths))
             yield Spec(format, dtype, M, K, density, together, tuple(params.items()), products)
