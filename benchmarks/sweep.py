@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import json
 import math
 import secrets
@@ -34,6 +35,7 @@ from spformat.products.operations import SPMM
 from spformat.products.problem import COL, ROW
 
 RANGES = ((1, 16), (17, 64), (65, 256), (257, 4096))
+DENSE = ("dense", "torch dense")
 OTHERS = 4
 """Of our other kernels, those that expect to be fastest are measured for the regret, so many."""
 
@@ -78,7 +80,7 @@ def choices(a: Format, B: Any, C: Any) -> Any:
 
 
 def peers(a: Format, B: Any, C: Any) -> list[bench.Contender]:
-    """cuBLAS in both layouts; cuSPARSELt for 2:4 if torch has it."""
+    """cuBLAS in both layouts and as torch calls it, where sums may be narrower; cuSPARSELt for 2:4 if torch has it."""
     import cupy
 
     dense, found = Dense.from_dense(a.to_dense()), []
@@ -86,9 +88,8 @@ def peers(a: Format, B: Any, C: Any) -> list[bench.Contender]:
         b, c = cupy.array(B, order=order), cupy.empty(C.shape, C.dtype, order=order)
         plan = sf.plan(dense, B=b, out=c, backend="vendor")
         found.append(bench.Contender(f"dense {order}", run_of(plan, b, c), peer=True))
-    if a.name == "two-four":
-        found += [c for c in contenders.torch_peers(a, B) if "searched" in c.name]
-    return found
+    searched = contenders.torch_peers(a, B) if importlib.util.find_spec("torch") else []
+    return found + [c for c in searched if "searched" in c.name or c.name == "torch dense"]
 
 
 def run_of(plan: Any, B: Any, C: Any) -> Callable[[], Any]:
@@ -107,7 +108,7 @@ def measure(seed: int, seconds: float, formats: list[str], regret: bool) -> list
         us = {r.name: r.cold_us for r in results if r.cold_us == r.cold_us}
         errors = {r.name: r.error for r in results if not r.peer}
         row = {"kind": label(spec), "M": spec.M, "K": spec.K, "N": B.shape[1], "layout": layout, "us": us,
-               "kernel": choices(a, B, C).chosen, "error": max(errors.values()),
+               "kernel": choices(a, B, C).chosen, "error": max(errors.values(), default=math.inf),
                "notes": [f"{r.name}: {r.note}" for r in results if r.note]}  # fmt: skip
         rows.append(row)
     return rows
@@ -129,7 +130,7 @@ def mean(values: list[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def table(rows: list[dict[str, Any]], against: str, title: str) -> Iterator[str]:
+def table(rows: list[dict[str, Any]], against: str | tuple[str, ...], title: str) -> Iterator[str]:
     """Geometric mean / worst (number of products) by kind and layout, a column for each range of N."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
@@ -148,13 +149,13 @@ def table(rows: list[dict[str, Any]], against: str, title: str) -> Iterator[str]
 
 def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
     """All tables, and what went wrong."""
-    yield from table(rows, "dense", "Times dense cuBLAS (the fastest of its layouts)")
+    yield from table(rows, DENSE, "Times dense cuBLAS (the fastest of its layouts)")
     yield from table(rows, "cuSPARSELt", "Times cuSPARSELt (searched)")
     kept = [max(1.0, 1 / x) for x, _ in ratios(rows, ("cuda.", "composed.", "vendor."))]
     if kept:
         worst = max(kept)
         yield f"\nRegret against our best kernel: {100 * (mean(kept) - 1):.1f} %, worst {100 * (worst - 1):.0f} %"
-    slow = sorted(ratios(rows, "dense"), key=lambda pair: pair[0])
+    slow = sorted(ratios(rows, DENSE), key=lambda pair: pair[0])
     yield f"\nSlower than dense: {sum(x < 1 for x, _ in slow)} of {len(slow)} products. The slowest:"
     for x, row in slow[:15]:
         yield f"  {x:.2f}  {row['kind']} {row['M']}x{row['K']} N={row['N']} {row['layout']} by {row['kernel']}"

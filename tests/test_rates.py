@@ -123,7 +123,7 @@ def test_rates_follow_the_device() -> None:
 
 
 def test_shipped_files_agree_with_the_kernels() -> None:
-    kernels = {k.name: k for name in ("cuda", "vendor", "cpu") for k in backends.get(name).kernels()}
+    kernels = {k.name: k for name in ("cuda", "vendor", "cpu", "composed") for k in backends.get(name).kernels()}
     found = [table for name in ("h200", "host") for table in rates.read(rates.SHIPPED / f"{name}.json").values()]
     for name, c in ((name, c) for table in found for name, c in table.items()):
         assert c.terms == kernels[name].terms, name

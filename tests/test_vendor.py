@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections import defaultdict
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from stand_in_world import World
 
 import spformat as sf
+from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.backends.cuda.runtime import cublas
 from spformat.backends.cuda.runtime.launch import Operands
 from spformat.backends.vendor import CublasGemm, CusparseCSR
@@ -79,3 +81,47 @@ def test_cublas_gets_every_extent_and_the_stream_and_what_it_says_is_told(
     status = 7
     with pytest.raises(DeviceError, match="cuBLAS: status 7"):
         call()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("status", [0, 7])
+def test_partial_sums_of_16_bit_products_stay_float32_and_the_handle_is_as_before(
+    world: World, monkeypatch: pytest.MonkeyPatch, dtype: str, status: int
+) -> None:
+    mode, during = [2], []
+
+    def get_mode(handle: int, at: Any) -> int:
+        at._obj.value = mode[-1]
+        return 0
+
+    def gemm(*_: Any) -> int:
+        during.append(mode[-1])
+        return status
+
+    monkeypatch.setattr(cublas, "library", lambda: (lambda *_: 0, gemm))
+    monkeypatch.setattr(cublas, "math_modes", lambda: (get_mode, lambda handle, value: mode.append(value) or 0))
+    world.cupy.cuda.device = SimpleNamespace(get_cublas_handle=lambda: 77)
+    p = problem("dense", b_layout=COL).changed(a_dtype=dtype, b_dtype=dtype, out_dtype=dtype)
+    call = cublas.gemm(p)(1000, 3, Operands(1000, 2000, 2, 8, 8, 7))
+    with pytest.raises(DeviceError) if status else contextlib.nullcontext():
+        call()
+    assert during == [2 if dtype == "float32" else 2 | 16]
+    assert mode[-1] == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sums_of_dense_products_are_float32_on_a_gpu(dtype: str) -> None:
+    """Many products for few results: where cuBLAS adds up partial sums. They are too large for 8 or 11 bits."""
+    cp = pytest.importorskip("cupy")
+    rng, kind = np.random.default_rng(3), VALUE_TYPES[dtype].numpy
+    x, y = rng.choice([0, 1, 2], (1536, 8960), p=[0.9, 0.05, 0.05]), rng.integers(0, 3, (8960, 40))
+    wanted = (x @ y).astype(np.float32)
+    assert wanted.max() > 1000
+    for n in (1, 2, 8, 10, 40):
+        B = cp.asarray(y[:, :n].astype(kind))
+        for a in (sf.convert(x.astype(kind), "dense"), sf.convert(x.astype(kind), "csr")):
+            for b in (B, cp.asfortranarray(B)):
+                backend = "vendor.cublas_gemm" if a.name == "dense" else "cuda.expand_then_dense"
+                C = sf.spmm(a.to("cuda"), b, backend=backend).get()
+                assert (wanted[:, :n].astype(kind) == C).all(), (n, a.name)

@@ -20,11 +20,15 @@ from .launch import Call, Operands
 
 CUDA_TYPE = {"float64": 1, "float32": 0, "float16": 2, "bfloat16": 14}
 """cudaDataType_t of the value types that the vendor's libraries take."""
+NARROW = (CUDA_TYPE["float16"], CUDA_TYPE["bfloat16"])
 COMPUTE_32F, COMPUTE_64F = 68, 70
 """cublasComputeType_t: sums in float32, without TF32, and in float64."""
 NO, YES = 0, 1
 """cublasOperation_t: a column-major operand as it is, and transposed."""
 DEFAULT_ALGORITHM = -1
+NO_NARROW_SUMS = 16
+"""CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION. Without it cuBLAS may round the partial sums of a 16-bit product to
+16 bits before it adds them, which costs the accuracy that float32 sums promise."""
 
 Gemm = Callable[[int, int, Operands], Call]
 """(address of A, elements between its rows, operands) -> the call that queues the product."""
@@ -88,7 +92,17 @@ def gemm(p: Problem, alpha: float = 1.0, beta: float = 0.0) -> Gemm:
             handle = device.get_cublas_handle()
             set_stream, multiply = library()
             check(set_stream(handle, o.stream))
-            check(multiply(handle, *rest))
+            if value not in NARROW:
+                check(multiply(handle, *rest))
+                return
+            get_mode, set_mode = math_modes()
+            mode = ctypes.c_int()  # of a handle that CuPy uses, too: it is as before afterwards
+            check(get_mode(handle, ctypes.byref(mode)))
+            check(set_mode(handle, mode.value | NO_NARROW_SUMS))
+            try:
+                check(multiply(handle, *rest))
+            finally:
+                check(set_mode(handle, mode.value))
 
         return call
 
@@ -98,15 +112,28 @@ def gemm(p: Problem, alpha: float = 1.0, beta: float = 0.0) -> Gemm:
 @functools.lru_cache(maxsize=1)
 def library() -> tuple[Any, Any]:
     """cublasSetStream and cublasGemmEx of the library that CuPy has loaded."""
-    from cupy.cuda import cublas, device
-
-    major = cublas.getVersion(device.get_cublas_handle()) // 10_000
-    loaded = ctypes.CDLL(f"libcublas.so.{major}")
+    loaded = _loaded()
     p, i, q = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     set_stream, multiply = loaded.cublasSetStream_v2, loaded.cublasGemmEx_64
     set_stream.argtypes = [p, p]
     multiply.argtypes = [p, i, i, q, q, q, p, p, i, q, p, i, q, p, p, i, q, i, i]
     return set_stream, multiply
+
+
+@functools.lru_cache(maxsize=1)
+def math_modes() -> tuple[Any, Any]:
+    """cublasGetMathMode and cublasSetMathMode."""
+    loaded = _loaded()
+    get, put = loaded.cublasGetMathMode, loaded.cublasSetMathMode
+    get.argtypes, put.argtypes = [ctypes.c_void_p, ctypes.c_void_p], [ctypes.c_void_p, ctypes.c_int]
+    return get, put
+
+
+def _loaded() -> Any:
+    from cupy.cuda import cublas, device
+
+    major = cublas.getVersion(device.get_cublas_handle()) // 10_000
+    return ctypes.CDLL(f"libcublas.so.{major}")
 
 
 def check(status: int) -> None:
