@@ -77,7 +77,7 @@ def test_lines_that_are_aligned_for_any_number_of_columns_get_tiles_of_a_multipl
 
 
 @pytest.mark.parametrize("fmt", ["two-four", "dense", "bitmask"])
-@pytest.mark.parametrize("n", [5, 333, 2657])
+@pytest.mark.parametrize("n", [21, 333, 2657])
 def test_unaligned_rows_are_copied(fmt: str, n: int) -> None:
     trace = sf.explain(problem(n, fmt=fmt))
     assert trace.chosen == KERNEL.name

@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,10 +83,12 @@ def constants(kernel: str, terms: tuple[str, ...], p: Problem) -> Constants | No
 
 
 def source(p: Problem) -> str:
-    """One line of text that names the measurements behind the expected times of a problem."""
-    first = next((c for table in _tables(p) for c in table.values()), None)
-    if first is None:
+    """One line of text that names the measurements behind the expected times of a problem: those of most kernels."""
+    table = next((table for table in _tables(p) if table), None)
+    if table is None:
         return "no rates (SPFORMAT_RATES=off): times are rough bounds"
+    ((origin, _),) = Counter(c.origin for c in table.values()).most_common(1)
+    first = next(c for c in table.values() if c.origin == origin)
     line = f"rates of {first.origin}"
     if p.device == "cpu" or first.sm is not None:
         return line
