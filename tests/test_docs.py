@@ -143,5 +143,16 @@ def page_text(name: str) -> str:
     return (DOCS / "formats" / f"{name}.md").read_text()
 
 
-def test_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "performance.md"], ids=lambda p: p.name)
+def test_page_is_short(page: Path) -> None:
+    assert len(page.read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "results").glob("20*.md")), ids=lambda p: p.stem)
+def test_result_says_where_it_comes_from(page: Path) -> None:
+    """The first table of a page names the run, and the index lists the page under its date."""
+    origin = dict(re.findall(r"^\| (\w+) \| (.+) \|$", page.read_text().split("\n\n")[1], re.MULTILINE))
+    assert list(origin) == ["date", "device", "versions", "commit", "command"]
+    assert page.name.startswith(origin["date"][:10])
+    index = (DOCS / "results" / "index.md").read_text()
+    assert re.search(rf"^\| {origin['date'][:10]} \| .*\({re.escape(page.name)}\)", index, re.MULTILINE), "no row"
