@@ -17,8 +17,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from fuzz.scenarios import Scenario, Stage, checkpoint
 from fuzz.substitutions import MEMORY
-from fuzz.syscalls import Scenario, Stage, checkpoint
 from spformat.checkpoint import convert_checkpoint
 
 SHARDS = 5
