@@ -194,6 +194,21 @@ def test_imports_lead_downward() -> None:
     assert wrong == []
 
 
+def test_the_picture_shows_the_imports() -> None:
+    """In the picture of docs/index.md a folder imports only folders above it, and each folder has one line."""
+    section = (ROOT / "docs" / "index.md").read_text().split("## How the code is laid out")[1]
+    order = re.findall(r"^[ |]+(?:\+--> )?([a-z]+) ", section.split("```")[1], re.MULTILINE)
+    known = (set(LEVEL) - {"errors", "limits", "spformat", "__main__"}) | {"cli"}
+    assert sorted(order) == sorted(known)
+    wrong = []
+    for i in imports():
+        here = "cli" if i.file.startswith("cli/") else place(i.file)
+        there = place(i.module) if i.module.startswith("spformat.") else ""
+        if here in order and there in order and here != there and order.index(there) > order.index(here):
+            wrong.append(str(i))
+    assert wrong == []
+
+
 def test_no_files_import_in_a_circle() -> None:
     """Imports inside functions count, too: they only hide a circle."""
     arrows: dict[str, set[str]] = {}
