@@ -184,7 +184,7 @@ def measure(name: str, a: Format, n: int, repeats: int) -> tuple[list[bench.Resu
     mine, peers = [r for r in timed if not r.peer], [r for r in timed if r.peer]
     row: dict[str, Any] = {"case": name, "N": n}
     if mine:
-        # What spmm() would run is the first that accepted: its figure is the product's, the best is beside it.
+        # spmm() runs the first kernel that accepts: its time is that of the product; the best one is given beside it.
         first = next(r for r in mine if r.name == next(c.name for c in crowd if not c.peer))
         best = min(mine, key=lambda r: r.cold_us)
         row |= {"chosen": first.name, "us": first.cold_us, "hot_us": first.hot_us, "host_us": first.host_us,

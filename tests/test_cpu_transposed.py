@@ -83,7 +83,7 @@ def left(way: str, a: Format) -> np.ndarray:
 # ------------------------------------------------------------------ values
 
 
-# Compiled code differs by the types of A and of the sums alone, and both ways to expand share theirs.
+# Compiled code depends only on the types of A and of the sums, and both kernels that expand A use the same code.
 @pytest.mark.parametrize("types", SAME + MIXED, ids="-".join)
 @pytest.mark.parametrize(("way", "spec"), WAY_SPECS)
 def test_integers_are_exact(way: str, spec: str, types: tuple[str, str]) -> None:

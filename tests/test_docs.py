@@ -29,7 +29,7 @@ PAGE_IDS = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(RO
 
 
 def tables() -> ModuleType:
-    """docs/tables.py, which is no package."""
+    """docs/tables.py, which is in no package."""
     spec = importlib.util.spec_from_file_location("docs_tables", DOCS / "tables.py")
     assert spec is not None
     assert spec.loader is not None
@@ -84,7 +84,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @PAGE_IDS
 def test_commands_exist(page: Path) -> None:
-    """Every `spformat VERB` and `make TARGET` of a shell block is one that there is."""
+    """Every `spformat VERB` and `make TARGET` of a shell block exists."""
     verbs = {p.stem for p in (ROOT / "cli").glob("*.py") if "\nEPILOG = " in p.read_text()}
     goals = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for _, code in blocks(page, "sh"):

@@ -128,7 +128,7 @@ def named(node: ast.AST, package: str) -> Iterator[str]:
 
 @functools.cache
 def imports() -> tuple[Import, ...]:
-    """Every import that runs, and every string that names a module; what stands under TYPE_CHECKING does not run."""
+    """Every import that runs, and every string that names a module; imports under TYPE_CHECKING do not run."""
     found = []
     for path in files():
         name = path.relative_to(ROOT).as_posix()

@@ -106,7 +106,7 @@ extern "C" __global__ void scatter(const int* rows, const int* cols, const float
 
 
 def coo_to_dense_cuda(a: COO, params: dict[str, Any]) -> Array | None:
-    """COO -> array [M, K]; float32 with 32-bit indices, the general code takes the rest."""
+    """COO -> array [M, K]; float32 with 32-bit indices; the general code converts the rest."""
     import cupy
 
     if a.dtype != np.float32 or a.rows.dtype != np.int32 or a.cols.dtype != np.int32:

@@ -20,7 +20,7 @@ from spformat.products.problem import Problem
 
 
 class SpmmCSRByRows(Kernel):
-    """C = A @ B for CSR in float32: the rows of B that a row of A names, scaled and added up by numpy."""
+    """C = A @ B for CSR in float32: the rows of B that a row of A refers to, scaled and added up by numpy."""
 
     name = "mine.spmm_csr_by_rows"
     takes = spmm_of("csr")

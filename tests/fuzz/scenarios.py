@@ -34,7 +34,7 @@ LEAK = 99
 
 
 def tensors(seed: int, copies: int = 1) -> dict[str, Any]:
-    """Three tensors of one shard, or so many times three."""
+    """The tensors of one shard: three for each copy."""
     rng = np.random.default_rng(seed)
     found = {}
     for i in range(copies):
@@ -54,7 +54,7 @@ def checkpoint(folder: Path, seed: int, shards: int = 2, copies: int = 1) -> Non
 
 @dataclass(frozen=True)
 class Scenario:
-    """``prepare`` makes input and old output in a folder, ``act`` is what fails, ``again`` what is run afterwards."""
+    """``prepare`` writes input and old output into a folder; ``act`` is run under faults, ``again`` afterwards."""
 
     prepare: Callable[[Path], None]
     act: Callable[[Path], Any]

@@ -1,7 +1,7 @@
 """A fault at every system call of the write path: ENOSPC, EIO, EINTR, a short write, SIGKILL (T11, F14-F18).
 
-One process imports everything once. For each point it forks a child, lets ``strace`` take hold of it, and injects one
-fault at the k-th call of a name. Then it checks what ``scenarios`` promises. ``python -m fuzz syscalls`` runs every
+One process imports everything once. For each point it forks a child, attaches ``strace`` to it, and injects one fault
+at the k-th call of a name. Then it checks what ``scenarios`` promises. ``python -m fuzz syscalls`` runs every
 point, ``--every 10`` each tenth. Short writes come from a shim (gcc, LD_PRELOAD), because strace cannot shorten a call.
 """
 
@@ -28,7 +28,7 @@ from fuzz.substitutions import MEMORY
 FAULTS = ("error=ENOSPC", "error=EIO", "error=EINTR", "signal=KILL")
 ZERO_BYTES = "retval=0"
 WRITES = ("write", "pwrite64")
-# Memory, threads and time: only killed at, since no error of theirs says anything about files.
+# Memory, threads and time: the only fault here is a kill, because their errors have nothing to do with files.
 NOT_FILES = frozenset(
     "mmap munmap mremap mprotect madvise brk futex clone clone3 exit rt_sigprocmask rt_sigaction rt_sigreturn "
     "set_robust_list rseq gettid getpid sched_getaffinity sched_yield clock_nanosleep getrandom sysinfo prlimit64 "
@@ -57,7 +57,7 @@ def _traced(stage: Stage, flags: list[str]) -> tuple[int, str]:
     try:
         while not (log.exists() and _held(pid)):
             if strace.poll() is not None:
-                os.kill(pid, signal.SIGKILL)  # before it runs without a fault
+                os.kill(pid, signal.SIGKILL)  # otherwise it would run without a fault
                 raise OSError(f"strace ended with {strace.returncode}: {strace.stderr.read().strip()}")
             time.sleep(0.0005)
         os.write(go, b"g")

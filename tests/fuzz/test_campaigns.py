@@ -196,7 +196,7 @@ def test_t11_a_writer_in_place_would_be_seen(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(folder, "publish", in_place)
     monkeypatch.setattr("spformat.checkpoint.manifest.publish", in_place)
-    points = syscalls.points  # a fault at each write is enough, and hits each publication for certain
+    points = syscalls.points  # faults at writes are enough, and some of them are certain to hit a publication
     monkeypatch.setattr(syscalls, "points", lambda stage: [(call, k) for call, k in points(stage) if call == "write"])
     outcomes, broken = syscalls.campaign("folder, forced", tmp_path)
     assert outcomes.total() >= 10
