@@ -6,8 +6,8 @@ LocalCluster, one of which is killed half-way. Each output is compared with the 
 first is then converted back to dense, and every tensor compared with the input, byte for byte.
 
 Seconds are wall time, the last fsync included. The peak is the largest resident memory of any one process (VmHWM,
-looked at twenty times a second), beside the bound: twice the largest tensor and 300 MB. "others" says how many cores
-the rest of the machine used meanwhile. On the disk lie the input and at most two outputs at a time.
+read twenty times a second), beside the bound: twice the largest tensor and 300 MB. "others" is the number of cores that
+the rest of the machine used meanwhile. The disk needs room for the input and two outputs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The GPU tables of docs/performance.md, in one command: python benchmarks/gpu.py [--only two-four,csr,..] [--out DIR]
+"""The GPU tables of docs/results, in one command: python benchmarks/gpu.py [--only two-four,csr,..] [--out DIR]
 
 Writes results.json, table.md and ratios.png. Random normal values, correctness checked first, alternating
 runs, cold and hot L2, medians. Peers: dense cuBLAS, cuSPARSE, torch (2:4 through cuSPARSELt, BSR) when there.
@@ -184,7 +184,7 @@ def measure(name: str, a: Format, n: int, repeats: int) -> tuple[list[bench.Resu
     mine, peers = [r for r in timed if not r.peer], [r for r in timed if r.peer]
     row: dict[str, Any] = {"case": name, "N": n}
     if mine:
-        # What spmm() would run is the first that accepted: its figure is the product's, the best is beside it.
+        # spmm() runs the first kernel that accepts: its time is that of the product; the best one is given beside it.
         first = next(r for r in mine if r.name == next(c.name for c in crowd if not c.peer))
         best = min(mine, key=lambda r: r.cold_us)
         row |= {"chosen": first.name, "us": first.cold_us, "hot_us": first.hot_us, "host_us": first.host_us,
@@ -202,7 +202,7 @@ def measure(name: str, a: Format, n: int, repeats: int) -> tuple[list[bench.Resu
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The table of docs/performance.md."""
+    """The table of docs/results/*-gpu-*.md."""
     head = ("case", "N", "kernel", "us cold / hot", "host us", "useful TFLOP/s", "GB/s", "dense us", "x dense",
             "best peer", "peer us", "x peer", "error")  # fmt: skip
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]

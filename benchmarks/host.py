@@ -100,7 +100,7 @@ def matrix(M: int, K: int, density: float, dtype: str, fmt: str, **params: Any) 
 
 
 def long_row() -> Format:
-    """A row of 40,000 items, which no one block should walk alone, and 999 short ones."""
+    """A row of 40,000 items, which several blocks should share, and 999 short ones."""
     x = np.zeros((1000, 50_000), np.float32)
     x[3, :40_000] = 1
     x[:, 5::9999] = 2

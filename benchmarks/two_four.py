@@ -212,7 +212,7 @@ def in_a_row(a: Format, N: int, times: int = 50) -> dict[str, float]:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The table of docs/performance.md."""
+    """The table of docs/results/*-two-four-*.md."""
     head = ("M, N, K", "kernel", "us", "called", "host us", "cuBLAS", "cuSPARSELt", "x dense", "x cuSPARSELt", "missed")
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for r in rows:

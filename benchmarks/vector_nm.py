@@ -1,4 +1,4 @@
-"""Vector n:m against dense cuBLAS over shapes, and the model's prediction beside: python benchmarks/vector_nm.py
+"""Vector n:m against dense cuBLAS over shapes, beside the expected times: python benchmarks/vector_nm.py
 
 Shapes A to F of the NM-SpMM paper and the linear layers of Llama, in float32 and bf16, with vectors of 32, 64 and 128
 rows, each at 16:32, 12:32, 8:32 and 4:32. Cold L2, medians, correctness first, the dense product alternating in the

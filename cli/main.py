@@ -47,8 +47,8 @@ for verb in (inspect, plan, convert, merge, validate, diff, explain, bench, form
 
 def main() -> None:
     """Entry point: typed errors end with their exit code and no traceback (SPFORMAT_DEBUG=1 shows it)."""
-    gc.set_threshold(100_000, 50, 100)  # a command is short: collecting while libraries load finds nothing
-    if sys.stdout is None:  # closed by the caller: no answer could be given, so nothing is begun
+    gc.set_threshold(100_000, 50, 100)  # a command is short: garbage collection would only cost time
+    if sys.stdout is None:  # the caller closed stdout: no answer could be printed, so nothing is started
         sys.exit(_code_of(OSError(9, "stdout is closed")))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if hasattr(signal, "SIGHUP"):
@@ -86,7 +86,7 @@ def _code_of(e: Exception) -> int:
     if isinstance(e, DeviceFault):
         report(e, as_json)
         sys.stderr.flush()
-        os._exit(e.exit_code)  # without one more CUDA call: destructors would make some
+        os._exit(e.exit_code)  # no more CUDA calls: destructors would make some
     if isinstance(e, SpformatError):
         return report(e, as_json)
     if isinstance(e, typer.BadParameter.__base__ or ()):  # what Typer says of a command line

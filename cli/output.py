@@ -21,7 +21,7 @@ _NO_LIMIT = 1 << 30
 
 
 def shown(text: str) -> str:
-    """``text`` with all characters escaped that a terminal would obey (cursor, colour, direction), except line
+    """``text`` with all control characters of terminals escaped (cursor, colour, direction), except line
     breaks."""
     from spformat.errors import printable
 

@@ -1,4 +1,4 @@
-"""Named, seeded matrices that every format must take: drawn small, so that each can be read.
+"""Named, seeded matrices that every format must take; small, so that each can be read.
 
 ``CASES`` maps a name to a function (dtype) -> array [M, K]. The values are drawn as bit patterns, so that
 NaN payloads, infinities, subnormals and -0.0 are among them.
@@ -59,7 +59,7 @@ def _empty_between_full(dtype: str) -> Array:
 
 
 def _corner(dtype: str) -> Array:
-    # the only value sits in the last row and column
+    # the only value is in the last row and column
     x = np.zeros((65, 129), VALUE_TYPES[dtype].numpy)
     x[-1, -1] = 3
     return x
@@ -68,7 +68,7 @@ def _corner(dtype: str) -> Array:
 def _negative_zeros(dtype: str) -> Array:
     x = sparse(np.random.default_rng(7), (12, 40), dtype, 0.3)
     raw = x.view(VALUE_TYPES[dtype].bits)
-    raw[raw == 0] = ~raw.dtype.type(VALUE_TYPES[dtype].zero_mask)  # int8 has no -0: nothing is left of it there
+    raw[raw == 0] = ~raw.dtype.type(VALUE_TYPES[dtype].zero_mask)  # int8 has no -0: the matrix is then empty
     return x
 
 
@@ -121,12 +121,12 @@ CASES: dict[str, Callable[[str], Array]] = {
 
 
 def params_of(name: str) -> tuple[dict[str, Any], ...]:
-    """The parameter sets that a format says it is to be tried with."""
+    """The parameter sets with which a format asks to be tested."""
     return by_name(name).examples()
 
 
 def codes(dtype: str, held: np.ndarray, seed: int = 0) -> np.ndarray:
-    """Any bits that are not zero (NaN payloads, infinities, subnormals) where ``held``; zeros of both signs else."""
+    """Random nonzero bits (NaN payloads, infinities, subnormals) where ``held``; elsewhere zeros of both signs."""
     t = VALUE_TYPES[dtype]
     rng = np.random.default_rng(seed)
     some = rng.integers(0, 256, (*held.shape, t.numpy.itemsize), np.uint8).view(t.bits)[..., 0]

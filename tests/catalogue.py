@@ -1,4 +1,4 @@
-"""What every row of the catalogue of bad inputs is asked: the right answer, and nothing else changed.
+"""Shared by the rows of the catalogue of bad inputs: the right error, and nothing else changed on disk.
 
 The tests are in ``tests/rows``, named by the ids of their rows (``ROWS``).
 """
@@ -37,7 +37,7 @@ EXIT = {
     "LockedError": 75, "DeviceError": 69, "DeviceUnavailable": 69, "DeviceMemoryError": 69, "DeviceFault": 70,
     "InternalError": 70,
 }  # fmt: skip
-"""The documented exit code of every class: a copy, so that a changed one fails a test."""
+"""The documented exit code of every class. It is a copy, so that a change of the code fails a test."""
 
 EARLIER = "earlier.safetensors"
 NOBODY = 65534
@@ -60,7 +60,7 @@ def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 @contextlib.contextmanager
 def unharmed(folder: Path, but: str = "") -> Iterator[None]:
-    """Everything below ``folder`` is byte for byte the same afterwards, except what lies under ``but``."""
+    """Asserts that everything below ``folder`` keeps its bytes, except what is below ``but``."""
 
     def seen() -> dict[str, tuple[int, bytes]]:
         return {k: v for k, v in tree(folder).items() if not (but and k.split(os.sep)[0] == but)}
@@ -137,7 +137,7 @@ def refused_file(
     path: Path, error: type[sf.errors.SpformatError], *parts: str, read: Callable[[Path], Any] = sf.load, flags: Any = (),
     verb: str = "validate", **fields: Any,
 ) -> None:  # fmt: skip
-    """``read(path)`` and ``spformat VERB`` and ``convert`` refuse a file for the same reason, and touch nothing."""
+    """``read(path)``, ``spformat VERB`` and ``convert`` refuse a file with the same message, and change nothing on disk."""
     with refused(path.parent, error, *parts, path=str(path), **fields) as caught:
         read(path)
     for args in ([verb, path], ["convert", path, path.parent / "converted", "--to", "csr"]):

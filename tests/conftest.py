@@ -1,7 +1,7 @@
 """Which backends the tests run on.
 
 ``pytest --backends reference,cpu,cuda``: exactly these, and one that cannot run here is an error, so that a broken
-driver does not pass as a green run. Without the option every backend that can run here is tested, and the others are
+driver does not go unnoticed. Without the option every backend that can run here is tested, and the others are
 skipped with the reason that they give themselves.
 """
 

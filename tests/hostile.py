@@ -38,7 +38,7 @@ def make(fmt: type[Format], shape: tuple[int, int] = (7, 7), dtype: str = "float
 
 
 def rewrite(path: Path, edit: Edit, *, sums: bool = True, seal: bool = True) -> None:
-    """A hostile edit of descriptor and arrays; checksums are recomputed unless told otherwise.
+    """A hostile edit of descriptor and arrays; checksums are recomputed unless an argument says otherwise.
 
     ``edit(tree, arrays)`` changes the descriptor and {entry: numpy array or (code, shape, bytes)} in place;
     a string it returns replaces the descriptor text.

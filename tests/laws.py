@@ -48,7 +48,7 @@ def check_roundtrip(fmt: type[Format], params: dict[str, Any], x: Array) -> Form
 
 
 def check_refusal(fmt: type[Format], params: dict[str, Any], x: Array, e: sf.errors.StructureError) -> None:
-    """A refusal counts, names the first offender, and both roads refuse with the same facts."""
+    """A refusal has the count and the first offender, and both ways of conversion refuse with the same facts."""
     if e.unit == "dtype":
         assert x.dtype.name not in fmt.value_dtypes
         return

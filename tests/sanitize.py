@@ -5,7 +5,7 @@
                                                            each under memcheck and racecheck, in processes of its own
 
 A part is a kernel, two_four_pack, vector_nm_convert, scans, epilogues, pieces, expansions or copies. Prints a line per part;
-results are compared too, so the run says something without the tool as well. ``--planted`` runs a kernel with two
+results are compared too, so that the run is a test without the tool, too. ``--planted`` runs a kernel with two
 faults instead, one for each tool: a run where it is not reported proves nothing, so that with ``--tool`` this comes
 first.
 """
@@ -146,7 +146,7 @@ def scans() -> int:
 
 
 def pieces() -> int:
-    """Rows so long that several blocks share one; whoever comes last adds. Widths in turn, calls one after another."""
+    """Rows so long that several blocks share one, and the last block adds up. Several widths, calls one after another."""
     rng, done = np.random.default_rng(8), 0
     x = np.where(rng.random((40, 9000)) < 0.002, rng.integers(-2, 3, (40, 9000)), 0)
     for row, items in {0: 9000, 7: 2049, 39: 4097}.items():
@@ -235,7 +235,7 @@ REPORTED = 9
 
 
 def under(program: str, tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """This script with ``arguments`` under a tool of ``program``. CuPy's own kernels are not ours to check."""
+    """This script with ``arguments`` under a tool of ``program``. CuPy's own kernels are not checked."""
     options = ("--tool", tool, "--kernel-name-exclude", "kernel_substring=cupy_", "--error-exitcode", str(REPORTED))
     return subprocess.run(
         (program, *options, sys.executable, __file__, *arguments), text=True, capture_output=True, check=False

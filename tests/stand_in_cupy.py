@@ -1,4 +1,4 @@
-"""A CuPy without a GPU: numpy arrays under its names, and copies that happen only when somebody waits for them.
+"""A CuPy without a GPU: numpy arrays under its names, and copies that are made only when their event is waited for.
 
 What reads a buffer before the event of its copy, or fills one that is still being sent, gets wrong bytes here.
 """
@@ -28,7 +28,7 @@ class Array(np.ndarray[Any, Any]):
 
 
 class Scope:
-    """Something entered with ``with``: a device, a stream."""
+    """A context manager that does nothing: a device, a stream."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.pending: list[Any] = []
@@ -99,7 +99,7 @@ def module() -> ModuleType:
 
 
 def _filled(shape: tuple[int, ...], dtype: Any) -> Array:
-    """Memory that nobody has written yet holds ones, so that a copy left out shows."""
+    """Uninitialised memory is filled with ones, so that a missing copy is noticed."""
     out = np.empty(shape, dtype)
     out.reshape(-1).view(np.uint8)[...] = 255
     return out.view(Array)

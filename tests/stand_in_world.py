@@ -19,7 +19,7 @@ from spformat.products.problem import ROW, Problem
 
 
 class Step:
-    """A launch as ``LaunchSequence`` knows it; tells the world when it is made."""
+    """A launch as ``LaunchSequence`` uses it; it is recorded in ``world.made`` when it is queued."""
 
     def __init__(self, world: World, what: Any, stream: int) -> None:
         self.world, self.what, self.stream = world, what, stream
@@ -30,13 +30,13 @@ class Step:
     def __call__(self) -> None:
         graph = self.world.graphs.get(self.stream)
         self.world.devices.append(self.world.device)
-        time.sleep(0)  # let another thread come between, if it may
+        time.sleep(0)  # gives another thread the chance to run in between
         (self.world.made if graph is None else graph).append(self.what)
 
 
 class World:
-    """The stand-in for CuPy; ``made``: what was called, in order; ``prepared``: operands that plans
-    prepared; ``devices``: which one was current at each call."""
+    """The stand-in for CuPy. ``made``: the calls, in order. ``prepared``: the operands for which plans
+    prepared launches. ``devices``: the device that was current at each call."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.device, self.stream = 0, 7
@@ -51,7 +51,7 @@ class World:
         self.cupy.empty = lambda shape, dtype, order="C": self.array(*np.atleast_1d(shape), dtype=dtype, order=order)
         self.mode = 0  # what the driver forbids this thread while a stream is captured
         monkeypatch.setattr(scratch, "_exchange_mode", lambda: self._exchange)
-        # A stream that is captured takes calls into its graph; to launch the graph is to make them.
+        # Calls on a captured stream are recorded in its graph, and made when the graph is launched.
         self.graphs: dict[int, list[Any]] = {}
         self.launched = 0
         world = self

@@ -85,7 +85,7 @@ def test_a_dense_matrix_over_the_budget_is_listed_with_the_bytes(monkeypatch: py
         found = contenders.dense(a, B)
         if importlib.util.find_spec("torch"):
             names.append("torch dense")
-            monkeypatch.setattr(contenders, "is_cupy", lambda _: True)  # there a 2:4 has one peer more, made of it
+            monkeypatch.setattr(contenders, "is_cupy", lambda _: True)  # on a device 2:4 has one contender more
             found += contenders.torch_peers(a, B)
     assert [c.name for c in found] == names
     for c in found:

@@ -38,7 +38,7 @@ def test_chosen_tiles_fit(n: int, sms: int) -> None:
 
 
 def test_records_are_counted_in_32_bits() -> None:
-    """Refused before anything is made: a record has 144 bytes and its values, and pieces of 16 bytes are counted."""
+    """Refused before records are built: a record has 144 bytes and its values, counted in pieces of 16 bytes."""
     p = Problem.product(
         "bitmask", (), 2**20, 2**16, 16, 2**32, "bfloat16", "bfloat16", "bfloat16", "row", "row", "cuda", sm=90
     )

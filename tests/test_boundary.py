@@ -19,7 +19,7 @@ from spformat.preprocess import masks
 
 
 def test_an_array_on_a_device_starts_on_a_boundary(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copied where it does not; a dense one, and all on the host, stay what they are."""
+    """An array that does not start there is copied; dense ones, and arrays on the host, are used as they are."""
     room = np.zeros(64, np.float32)
     start = -room.ctypes.data % 16 // 4
     at, off = room[start : start + 8], room[start + 1 : start + 9]

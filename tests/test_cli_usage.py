@@ -1,4 +1,4 @@
-"""What is asked of the command and cannot be done is refused, never passed over; graphs too large to be dense."""
+"""Requests that the command cannot carry out are refused, never ignored; graphs too large to be dense."""
 
 from __future__ import annotations
 

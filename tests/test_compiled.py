@@ -1,4 +1,4 @@
-"""The compiled converters against the numpy code, which is the law: same arrays, bit for bit, same refusals."""
+"""The compiled converters against the numpy code, the reference: the same arrays, bit for bit, and the same refusals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NM = (
 
 @contextmanager
 def path(monkeypatch: pytest.MonkeyPatch, *, numba: bool) -> Iterator[None]:
-    """Everything, or nothing, goes through compiled code, in small pieces on three threads."""
+    """Makes every conversion, or none, use compiled code, in small pieces on three threads."""
     assert compiled._usable()
     with monkeypatch.context() as m:
         m.setattr(compiled, "serves", lambda x, elements=None: numba)
@@ -82,7 +82,7 @@ def test_two_four(order: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("shape", [(48, 200), (33, 70), (1, 3), (64, 64), (5, 0)], ids=str)
 @pytest.mark.parametrize("order", ORDERS)
 def test_two_four_quick_check(order: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled code finds sound exactly what the named checks let pass: hundreds of matrices with one thing changed."""
+    """Compiled code accepts exactly what ``check_memory`` and ``check_canonical`` accept: matrices with one change."""
     rng = np.random.default_rng(shape[1])
     x = rng.integers(-2, 3, shape).astype(np.float16)
     good = masks.prune_two_four(x, meta_order=order)
@@ -267,7 +267,7 @@ def test_importing_spformat_does_not_import_numba() -> None:
 
 
 def test_compiled_code_starts_without_scipy_linalg_and_leaves_numba_whole() -> None:
-    """A third of numba's start is a look for scipy's BLAS, which our loops have no use for; np.dot still finds it."""
+    """A third of numba's start is its search for scipy's BLAS, which our loops do not need; np.dot still finds it."""
     script = (
         "import sys, numpy as np, numba, spformat as sf\n"
         "from spformat.formats.fast import compiled; x = np.zeros((1024, 4096)); compiled._warm_up()\n"

@@ -1,4 +1,4 @@
-"""Products composed of others on a device: sums of parts, and transposed products by either way."""
+"""Products composed of others on a device: sums of parts, and transposed products with and without a stored transpose."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ def test_incomplete_groups_and_marlin_are_refused() -> None:
         ct.find_groups(["a.b.compressed", "a.b.bitmask"])
     with pytest.raises(FormatError, match="marlin-24"):
         ct.find_groups(["a.b.weight_packed", "a.b.scale_packed", "a.b.meta"])
-    # pack-quantized has a weight_packed of its own, which is not ours to judge.
+    # pack-quantized has a weight_packed of its own, which is left alone.
     assert ct.find_groups(["a.b.weight_packed", "a.b.weight_scale", "a.b.weight_shape"]) == ()
 
 

@@ -326,7 +326,7 @@ def test_good_and_bad_files_in_many_threads(csr_file: Path, tmp_path: Path) -> N
 
 
 def test_tensors_read_side_by_side_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same tensors, under the limits of the caller; the first damaged one in the order asked for is told."""
+    """The same tensors, under the limits of the caller; the error is about the first damaged one in the requested order."""
     rng = np.random.default_rng(0)
     dense = rng.integers(0, 2, (20, 40, 30)).astype(np.float32)
     tensors = {f"t{i}": CSR.from_dense(x) for i, x in enumerate(dense)}

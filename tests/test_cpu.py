@@ -43,7 +43,7 @@ SAME = [(t, t) for t in VALUE_TYPES]
 MIXED = [("bfloat16", "float16"), ("int8", "float32"), ("bfloat16", "float64"), ("float8_e5m2", "bfloat16"),
          ("float32", "bfloat16"), ("float64", "float32"), ("int8", "float8_e4m3fn")]  # fmt: skip
 M, K = 75, 203
-"""No multiple of anything the formats cut by."""
+"""Multiples of no size into which the formats divide a matrix."""
 
 
 def numpy_type(name: str) -> np.dtype:
@@ -103,7 +103,7 @@ def wide(x: np.ndarray) -> np.ndarray:
 
 
 def exact(a: Format, B: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The product of small integers: every sum is exact, so one rounding is all that may happen."""
+    """The product of small integers: every sum is exact, and only the final rounding may change it."""
     return (wide(a.to_dense()) @ wide(B)).astype(dtype)
 
 
@@ -342,7 +342,7 @@ def test_nothing_stored_gives_zeros(spec: str, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("spec", [s for s in SPECS if not s.startswith("two-four")])
 def test_rows_longer_than_a_list(spec: str) -> None:
-    """Several lists a row: their sums go on where the last one stopped."""
+    """Several lists for a row: each continues the sums of the list before."""
     a = matrix(spec, "float32", (50, 3000), seed=3)
     B = operand("float32", (3000, 48))
     same(product(a, B), exact(a, B, np.dtype(np.float32)))

@@ -18,7 +18,7 @@ pytest.importorskip("numba")
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_number_of_threads_does_not_change_a_bit(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tile a thread, or rows of what is left over, in passes of one tile, or all together."""
+    """Threads with a tile each, or with rows of the remaining tiles; in passes of one tile, or of all tiles."""
     a = matrix(spec, "bfloat16", (300, 400), integers=False)
     B = operand("bfloat16", (400, 166), integers=False)
     monkeypatch.setattr(operands, "SMALL", 0)
@@ -37,7 +37,7 @@ def test_the_number_of_threads_does_not_change_a_bit(spec: str, monkeypatch: pyt
 def test_b_in_place_and_in_tiles_give_the_same_bits(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     a, B = matrix(spec, "float32", integers=False), operand("float32", (K, 96), integers=False)
     tiled = product(a, B)
-    monkeypatch.setattr(operands, "PASS", 1)  # no tile is small enough to be worth making
+    monkeypatch.setattr(operands, "PASS", 1)  # no tile is small enough to be worth copying
     monkeypatch.setattr(operands, "fill", None)
     np.testing.assert_array_equal(product(a, B).view(np.uint32), tiled.view(np.uint32))
 

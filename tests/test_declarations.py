@@ -1,4 +1,4 @@
-"""What the declaration of a format says of params, tables and arrays, word for word."""
+"""The exact errors about params, tables and arrays that follow from the declaration of a format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the parser of descriptors says, word for word, and where exactly it begins to say it."""
+"""The exact errors of the descriptor parser, and the exact values at which they begin."""
 
 from __future__ import annotations
 

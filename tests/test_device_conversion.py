@@ -1,4 +1,4 @@
-"""Loading to and converting on a device: what is decided without one, bytes through pinned buffers, equal files."""
+"""Loading to and converting on a device: decisions that need no device, bytes through pinned buffers, equal files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of a device without a GPU: which operands they refuse, and which they know again."""
+"""Device plans, tested without a GPU: which operands they refuse, and which they recognize."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from spformat.products.problem import COL
 
 
 def known(world: World, plan: Plan, B: Any, out: Any) -> bool:
-    """Run; whether that was done with launches that were there."""
+    """Run the plan; returns whether it used launches that it had kept."""
     prepared, made = len(world.prepared), len(world.made)
     assert plan.run(B, out) is out
     assert len(world.made) == made + 1
@@ -206,7 +206,7 @@ def test_a_bias_is_an_array_beside_out_on_its_elements(world: World) -> None:
 def test_an_epilogue_is_part_of_what_is_remembered(world: World) -> None:
     plan, B, out, bias = world.plan(epilogue=True), world.array(3, 5), world.array(4, 5), world.array(4)
     other = world.array(4)
-    # zeros have a sign that their equality hides: they are prepared at every call
+    # -0.0 == 0.0, but they differ: launches for them are prepared at every call
     calls = [(1.0, 0.0, bias), (2.0, 0.0, bias), (1.0, 1.0, bias), (1.0, 0.0, other), (1.0, 0.0, None),
              (0.0, 0.0, bias), (-0.0, 0.0, bias)]  # fmt: skip
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Decisions as tables of Problems, none of which needs a GPU; a third-party backend found, explained and used."""
+"""Decisions as tables of Problems, none of which needs a GPU; a third-party backend is loaded, explained and used."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_kernel_can_be_named() -> None:
 
 
 def test_a_cupy_that_cannot_start_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It makes its folder of compiled kernels when it is imported; products on the host need none."""
+    """CuPy creates its folder of compiled kernels when it is imported; products on the host do not import it."""
     (tmp_path / "cupy.py").write_text("raise PermissionError(13, 'Permission denied: /nowhere')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
@@ -291,7 +291,7 @@ def test_a_plugin_is_found_explained_and_used(plugins: Path) -> None:
 
 
 def test_the_command_knows_a_plugin_that_is_installed(plugins: Path) -> None:
-    """In a process of its own, by nothing but what pip leaves behind."""
+    """In a process of its own, with nothing but the files that pip installs."""
     sf.save(plugins / "a.safetensors", {"a": sf.convert(np.eye(5, dtype=np.float32), "csr")})
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(plugins), *sys.path]), "COLUMNS": "200"}
 
@@ -306,7 +306,7 @@ def test_the_command_knows_a_plugin_that_is_installed(plugins: Path) -> None:
 
 
 def test_out_must_not_touch_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before every run, or by a plan that says it looks itself and is told where the arrays are."""
+    """The overlap is checked before every run, unless the plan checks it itself and names the arrays that it reads."""
     x = np.arange(64, dtype=np.float32).reshape(8, 8)
     a = sf.convert(x, "bsr", blocksize=(8, 8))
     made = sf.plan(a, n=8)
@@ -334,7 +334,7 @@ def test_out_must_not_touch_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_that_a_plan_calls_the_matrix_is_not_given_to_others(
     looks_itself: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel may need none of the arrays any more; what comes later at their addresses would be refused as an out."""
+    """If a kernel does not keep an array, another array at its address must not be refused as ``out``."""
     a = sf.convert(np.eye(8, dtype=np.float32), "bsr", blocksize=(8, 8))
     kernel = next(k for k in backends.get("cpu").kernels() if k.name == "cpu.spmm_bsr")
 

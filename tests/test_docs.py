@@ -29,7 +29,7 @@ PAGE_IDS = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(RO
 
 
 def tables() -> ModuleType:
-    """docs/tables.py, which is no package."""
+    """docs/tables.py, which is in no package."""
     spec = importlib.util.spec_from_file_location("docs_tables", DOCS / "tables.py")
     assert spec is not None
     assert spec.loader is not None
@@ -84,7 +84,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @PAGE_IDS
 def test_commands_exist(page: Path) -> None:
-    """Every `spformat VERB` and `make TARGET` of a shell block is one that there is."""
+    """Every `spformat VERB` and `make TARGET` of a shell block exists."""
     verbs = {p.stem for p in (ROOT / "cli").glob("*.py") if "\nEPILOG = " in p.read_text()}
     goals = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for _, code in blocks(page, "sh"):
@@ -143,5 +143,16 @@ def page_text(name: str) -> str:
     return (DOCS / "formats" / f"{name}.md").read_text()
 
 
-def test_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "performance.md"], ids=lambda p: p.name)
+def test_page_is_short(page: Path) -> None:
+    assert len(page.read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "results").glob("20*.md")), ids=lambda p: p.stem)
+def test_result_says_where_it_comes_from(page: Path) -> None:
+    """The first table of a page names the run, and the index lists the page under its date."""
+    origin = dict(re.findall(r"^\| (\w+) \| (.+) \|$", page.read_text().split("\n\n")[1], re.MULTILINE))
+    assert list(origin) == ["date", "device", "versions", "commit", "command"]
+    assert page.name.startswith(origin["date"][:10])
+    index = (DOCS / "results" / "index.md").read_text()
+    assert re.search(rf"^\| {origin['date'][:10]} \| .*\({re.escape(page.name)}\)", index, re.MULTILINE), "no row"

@@ -1,4 +1,4 @@
-"""The table of edges: who is asked, in which order, and when the code of those who provide some is imported."""
+"""The table of edges: which are asked, in which order, and when the code of their providers is imported."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ FITTING = [("two-four", {"meta_order": o}) for o in ("logical", "cutlass-sm80")]
 def test_edges_of_cuda_do_around_a_kernel_what_is_to_be_done(
     name: str, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loops of the host stand in for the kernels: same arguments, same arrays. The general code gives the law."""
+    """The loops of the host stand in for the kernels: same arguments, same arrays. The general code is the reference."""
     pytest.importorskip("numba")
     fmt, x = sf.by_name(name), np.zeros((37, 70), np.float16)
     x[:, ::4], x[3, 1::4] = 1, 2
@@ -234,7 +234,7 @@ def test_a_check_of_cuda_hands_its_scan_what_it_takes(name: str, monkeypatch: py
 
 
 def test_an_installed_package_may_bring_edges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By an entry point of the group, looked up when the first array comes; it is asked before the built-in edges."""
+    """An entry point of the group is looked up when the first array is converted, and asked before the built-in edges."""
     cpu, cuda = (Edge("dense", "csr", device, lambda x, _: "theirs") for device in ("cpu", "cuda"))
     groups: list[str] = []
     installed = [SimpleNamespace(load=lambda: (cpu, cuda))]

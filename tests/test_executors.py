@@ -47,7 +47,7 @@ def test_processes_give_the_bytes_of_one_and_typed_errors(tmp_path: Path) -> Non
 
 
 class Inline(Executor):
-    """Runs a task when it is submitted; fails the first tries, and tells how much was under way at once."""
+    """Runs a task when it is submitted; fails the first tries, and counts the tasks that are under way at once."""
 
     def __init__(self, failures: Iterator[Exception] | None = None) -> None:
         self.failures = failures or iter(())

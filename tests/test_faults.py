@@ -76,7 +76,7 @@ def test_f14_f15_t11_any_call_may_fail(tmp_path: Path, code: int) -> None:
             except (OutputError, WriteError) as e:
                 published = isinstance(e, DurabilityUnknown)
             else:
-                published = True  # nothing failed, or what failed had no bearing (closing the folder)
+                published = True  # nothing failed, or the failure had no effect (closing the folder)
         if not countdown.failed:
             break
         failed.append(countdown.failed)

@@ -1,4 +1,4 @@
-"""What the parser of headers says, word for word, and where exactly it begins to say it."""
+"""The exact errors of the header parser, and the exact values at which they begin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a kernel is loaded with, without a GPU: shared memory beyond 48 KB, a full folder of compiled kernels."""
+"""How a kernel is loaded, tested without a GPU: shared memory beyond 48 KB, a full folder of compiled kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spformat.backends.cuda.runtime import jit
 
 
 class Function:
-    """``declared`` bytes of shared memory in the kernel itself; the driver lets a block have 48 KB in all unasked."""
+    """``declared`` bytes of shared memory in the kernel; without the attribute the driver allows a block 48 KB in all."""
 
     def __init__(self, declared: int) -> None:
         self.shared_size_bytes = declared

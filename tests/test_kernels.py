@@ -124,7 +124,7 @@ def attempts(kernel: Any, sm: int) -> Iterator[tuple[Format, np.ndarray[Any, Any
             drawn = [(p, integers(make(dtype))) for p in params_of(fmt.name) for make in CASES.values()]
             big = (*params_of(fmt.name)[:2], *BIG.get(fmt.name, ()))
             drawn += [(p, matrix(rng, fmt.name, p, dtype)) for p in big]
-            if kernel.name.endswith("sm90a") and dtype in ("float16", "bfloat16"):  # these take large products only
+            if kernel.name.endswith("sm90a") and dtype in ("float16", "bfloat16"):  # they refuse small products
                 drawn += [(p, matrix(rng, fmt.name, p, dtype, (1157, 1192))) for p in big]
             for params, x in drawn:
                 try:

@@ -1,4 +1,4 @@
-"""Launches without a GPU: what the driver is handed."""
+"""Launches without a GPU: what is passed to the driver."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_bound_calls_keep_their_own_arguments(launched: list[Any]) -> None:
 def test_threads_that_launch_at_once_do_not_mix_their_arguments(
     launched: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The driver reads the arguments in the end, when other threads have had time to pack theirs."""
+    """The driver reads the arguments at the end of the call, when other threads have had time to pack theirs."""
     found: list[tuple[int, int]] = []
 
     def slow(*arguments: int) -> None:

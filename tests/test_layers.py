@@ -128,7 +128,7 @@ def named(node: ast.AST, package: str) -> Iterator[str]:
 
 @functools.cache
 def imports() -> tuple[Import, ...]:
-    """Every import that runs, and every string that names a module; what stands under TYPE_CHECKING does not run."""
+    """Every import that runs, and every string that names a module; imports under TYPE_CHECKING do not run."""
     found = []
     for path in files():
         name = path.relative_to(ROOT).as_posix()
@@ -191,6 +191,21 @@ def test_imports_lead_downward() -> None:
             here, there = place(i.file), place(i.module)
             if here != there and LEVEL[there] >= LEVEL[here]:
                 wrong.append(str(i))
+    assert wrong == []
+
+
+def test_the_picture_shows_the_imports() -> None:
+    """In the picture of docs/index.md a folder imports only folders above it, and each folder has one line."""
+    section = (ROOT / "docs" / "index.md").read_text().split("## How the code is laid out")[1]
+    order = re.findall(r"^[ |]+(?:\+--> )?([a-z]+) ", section.split("```")[1], re.MULTILINE)
+    known = (set(LEVEL) - {"errors", "limits", "spformat", "__main__"}) | {"cli"}
+    assert sorted(order) == sorted(known)
+    wrong = []
+    for i in imports():
+        here = "cli" if i.file.startswith("cli/") else place(i.file)
+        there = place(i.module) if i.module.startswith("spformat.") else ""
+        if here in order and there in order and here != there and order.index(there) > order.index(here):
+            wrong.append(str(i))
     assert wrong == []
 
 

@@ -45,7 +45,7 @@ def expected(w: Any, x: Any, alpha: float, beta: float, old: Any, bias: Any) -> 
 
 @pytest.fixture
 def layouts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """(layout of B, layout of C) of every plan made."""
+    """(layout of B, layout of C) of every plan."""
     seen: list[tuple[str, str]] = []
     make = dispatch._plan_of
 
@@ -110,7 +110,7 @@ def test_spmm_with_an_epilogue() -> None:
 
 
 def test_c_is_rounded_once() -> None:
-    """2048 + 1 has no place in float16, 2048 + 1 + 1 has: the sum is not rounded before the bias comes."""
+    """float16 cannot represent 2048 + 1, but 2048 + 1 + 1: the sum is not rounded before the bias is added."""
     w = np.zeros((1, 4), np.float16)
     w[0, :2] = 2048, 1
     one = np.ones(1, np.float16)
@@ -167,7 +167,7 @@ def test_torch() -> None:
 
 
 def test_kernels_without_an_epilogue_are_asked_for_float32() -> None:
-    """And C is then rounded by the pass that follows; a kernel that cannot write float32 is asked for what C is."""
+    """Then C is rounded by the pass that follows; a kernel that cannot write float32 writes the type of C."""
 
     class Plain(Kernel):
         name, takes = "cpu.plain", spmm_of("csr")

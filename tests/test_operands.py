@@ -1,4 +1,4 @@
-"""Operands as people hand them in: of other libraries, of odd rank, no numbers. Taken, or refused by name."""
+"""Operands as users pass them: of other libraries, of odd rank, not numbers. They are taken, or refused by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ X = np.arange(12, dtype=np.float32).reshape(4, 3)
 @pytest.mark.parametrize("name", ["alpha", "beta"])
 @pytest.mark.parametrize("value", [None, "2", 2j], ids=str)
 def test_scalars_of_the_epilogue_are_numbers(backend: str | None, name: str, value: Any) -> None:
-    # float32(None) is NaN: a product full of them, and no word about it
+    # float32(None) is NaN: the product would be full of NaN without an error
     a, out = sf.convert(W, "csr"), np.ones((4, 3), np.float32)
     with pytest.raises(TypeError, match=rf"{name}: expected a number, got {value!r}"):
         sf.spmm(a, X, out=out, backend=backend, **{name: value})
@@ -182,7 +182,7 @@ def test_a_plan_without_an_epilogue_takes_none() -> None:
 
 
 def test_a_number_of_columns_is_taken_as_it_is() -> None:
-    """N stands in the problem itself: nothing is rounded to a class."""
+    """The problem has N itself, not rounded to a class."""
     a = sf.convert(W, "csr")
     for n in (0, 1, 7, 333, 4097, np.int32(5)):
         assert columns(n) == n

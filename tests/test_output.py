@@ -270,7 +270,7 @@ def test_f18_f25_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path
     assert child.stdout is not None
     child.stdout.readline()
     output.publish(tmp_path / "y", b"y")
-    (living,) = tmp_path.glob(".spformat-*.tmp")  # a living writer keeps its file
+    (living,) = tmp_path.glob(".spformat-*.tmp")  # a running writer keeps its file
     child.send_signal(signal.SIGKILL)
     child.wait()
     child.stdout.close()

@@ -1,4 +1,4 @@
-"""pyproject.toml tells the truth: every package and device source is shipped, every dependency is used."""
+"""pyproject.toml is complete: every package and device source is shipped, every dependency is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What readers and limits say, word for word, and where exactly they begin to say it."""
+"""The exact errors of readers and limits, and the exact values at which they begin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan makes of A for itself is there when the plan is: its calls may come on any stream. No GPU."""
+"""Arrays that a plan derives from A are complete when the plan is returned, for calls on any stream. No GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MATRICES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 READ_AS_THEY_ARE = {"cuda.spmm_bsr", "cuda.spmm_sr_bcrs", "cuda.expand_then_dense"}
 END_IN_A_COPY = {"cuda.spmm_csr", "cuda.spmm_ell_buckets"}
-"""To the host, of numbers that come last: the copy waits for all before it."""
+"""A copy to the host waits for all work before it."""
 CHECKED = [k for k in KERNELS if k.name not in READ_AS_THEY_ARE | END_IN_A_COPY]
 
 
@@ -43,7 +43,7 @@ def test_a_plan_waits_for_the_arrays_it_has_made(kernel: Any, world: World, monk
         return found
 
     def asked(name: str) -> Any:
-        """Whoever asks the library for a function is about to queue work."""
+        """A caller that looks up a function of the library is about to queue work."""
         events.append(name)
         return getattr(np, name)
 

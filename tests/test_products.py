@@ -30,7 +30,7 @@ PAIRS = pytest.mark.parametrize(("operation", "backend"), list(itertools.product
 
 @pytest.fixture(autouse=True)
 def usable(request: pytest.FixtureRequest) -> None:
-    """Skips what this machine has no backend for."""
+    """Skips a backend that cannot run on this machine."""
     if "backend" in request.fixturenames:
         missing = get(request.getfixturevalue("backend")).missing()
         if missing:
@@ -38,7 +38,7 @@ def usable(request: pytest.FixtureRequest) -> None:
 
 
 def left(a: Any, operation: str) -> Any:
-    """What stands on the left of the product: A, or A.T."""
+    """The left factor of the product: A, or A.T."""
     return a.T if operation == "spmm_transposed" else a
 
 
@@ -162,7 +162,7 @@ def test_a_plan_cannot_be_changed() -> None:
 
 
 def cut(x: Array, n: int) -> list[Array]:
-    """n matrices that share out the elements of x."""
+    """n matrices among which the elements of x are divided."""
     owner = np.random.default_rng(n).integers(0, n, x.shape)
     return [np.where(owner == i, bits(x), 0).astype(bits(x).dtype).view(x.dtype) for i in range(n)]
 

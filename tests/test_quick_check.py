@@ -1,4 +1,4 @@
-"""What one launch on the device finds sound is exactly what the named checks let pass; and what needs no device."""
+"""A scan in one launch accepts exactly what ``check_memory`` and ``check_canonical`` accept; parts that need no device."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def ell(widest: int, rows: tuple[int, ...], split: tuple[int, ...], row_ids: lis
 
 
 def handmade() -> dict[str, Format]:
-    """What breaks one rule, and that so neatly that changed words hardly meet it."""
+    """Objects that break one rule in a way that random changes of words hardly ever produce."""
     one, ints = np.ones((1, 2, 2), np.float16), np.int32
     outside = TwoFour.from_dense(np.zeros((1, 68), np.float16))
     outside.data[0, 34] = 1
@@ -164,7 +164,7 @@ def handmade() -> dict[str, Format]:
 
 
 def far(fmt: type[Format], dtype: str) -> Format:
-    """Five items in a matrix so large that columns, and rows where nothing is as long as they, take 64 bits."""
+    """Five items in a matrix so large that columns, and rows if there is no longer dimension, take 64 bits."""
     K, x = 1 << 44, np.array([1, 2, 3, 4, 5], dtype)
     a = CSR(shape=(3, K), indptr=np.array([0, 2, 2, 5], np.int32),
             indices=np.array([0, K - 1, 7, 1 << 35, (1 << 35) + 9]), data=x)  # fmt: skip
@@ -261,7 +261,7 @@ def test_sound_exactly_where_the_checks_find_nothing(fmt: type[Format], dtype: s
     for a in matrices(fmt, dtype):
         there = on_device(a)
         assert there.quick_check(), a
-        if dtype == "float16":  # the checks, which are asked where a scan says no, run on a device as well
+        if dtype == "float16":  # after a scan refuses, the checks run, on a device as well
             there.check_memory()
             there.check_canonical()
         few = list(damaged(a, rng))
@@ -271,7 +271,7 @@ def test_sound_exactly_where_the_checks_find_nothing(fmt: type[Format], dtype: s
             there = on_device(b)
             assert there.quick_check() == sound, (b, b.arrays())
             verdicts.add(sound)
-            if not sound and named < 20:  # the same words from both
+            if not sound and named < 20:  # the same message from both
                 named += 1
                 with pytest.raises(errors.InvariantError) as here:
                     b.validate()

@@ -1,4 +1,4 @@
-"""Expected times: one number for every kernel and problem, files of constants, and what the choice owes to them."""
+"""Expected times: one number for every kernel and problem, files of constants, and how they decide the choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints behind URLs: downloaded, converted, uploaded, the manifest last; nothing taken for whole that is not."""
+"""Checkpoints behind URLs: downloaded, converted, uploaded, the manifest last; incomplete ones are never accepted."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_what_no_conversion_copies_is_not_downloaded(
     report = convert_checkpoint("memory://bucket/model", tmp_path / "packed", staging=tmp_path / "staging")
     assert report.left_behind == tuple(left)
     there = {p.name for p in (tmp_path / "staging" / "source").iterdir()}
-    assert there & {*left} == {"adapter_model.safetensors"}  # the index tells that it is none of the shards
+    assert there & {*left} == {"adapter_model.safetensors"}  # the index says that it is not a shard
     assert (tmp_path / "packed" / "tokenizer.model").read_bytes() == b"vocabulary"
     memory.pipe_file("/bucket/pickled/pytorch_model.bin", b"weights")
     with pytest.raises(sf.errors.InputError, match=r"pytorch_model\.bin is a pickle"):

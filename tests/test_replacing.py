@@ -1,4 +1,4 @@
-"""A target folder with an earlier conversion in it: nothing left to do, or another checkpoint, replaced whole."""
+"""A target folder with an earlier conversion: it is finished already, or another checkpoint that is replaced as a whole."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_with_force_the_new_checkpoint_is_all_there_is(tmp_path: Path, old: str,
         assert tree(out) == before
     convert_checkpoint(KINDS[new][0], out, KINDS[new][1], force=True)
     convert_checkpoint(KINDS[new][0], fresh, KINDS[new][1])
-    sides = {"tokenizer.json", "config.json", "mine.safetensors.txt"}  # those of the old one are nobody's, too
+    sides = {"tokenizer.json", "config.json", "mine.safetensors.txt"}  # they belong to no checkpoint
     kept = {n for n in before if n.startswith("model")} if side_by_side else set()
     assert set(tree(out)) - sides == (set(tree(fresh)) | kept) - sides
     assert {n: h for n, h in tree(out).items() if n in tree(fresh)} == tree(fresh)
@@ -224,7 +224,7 @@ def test_one_that_is_stopped_while_it_removes_the_old_one_is_refused_and_resumed
 def test_a_run_that_stops_before_it_notes_the_first_file_leaves_its_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file has its name already: without the journal the folder would pass for the old one, or for a new one."""
+    """The file has its name already: without the journal the folder would look like the old one, or like a new one."""
 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt

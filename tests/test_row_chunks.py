@@ -77,7 +77,7 @@ def test_the_same_bytes_as_of_wholes(
 
 
 def test_most_formats_go_in_row_chunks(source: Path, small: None) -> None:
-    """Without this the test above could compare wholes with wholes."""
+    """Without this the test above could compare two runs without row chunks."""
     from spformat.checkpoint.source import open_source
     from spformat.checkpoint.tensor_plans import plan_tensors
 
@@ -242,7 +242,7 @@ def test_crc_of_uneven_parts() -> None:
 def test_the_way_back_in_row_chunks(
     target: str, source: Path, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same file as of wholes; and each flipped byte of each array is told, with the tensor, by either."""
+    """The same file as without row chunks; and either way each flipped byte of each array is reported with its tensor."""
     packed, back = tmp_path / "packed.safetensors", tmp_path / "back.safetensors"
     convert_checkpoint(source, packed, target)
     got = convert_checkpoint(packed, back, "dense")
@@ -268,7 +268,7 @@ def test_the_way_back_in_row_chunks(
 
 @pytest.mark.parametrize("target", ["csr", "bitmask", "bsr:blocksize=8x16", "sr-bcrs"])
 def test_a_valid_checksum_of_wrong_contents(target: str, small: None, tmp_path: Path) -> None:
-    """Contents are validated in row chunks, too, and a pointer is before it is followed."""
+    """Contents are validated in row chunks, too, and a pointer is validated before it is used."""
     a = sf.convert(two_four((97, 260), 4), target)
     for name, change in (("indptr", -1), ("indptr", 1000), ("data", None)):
         wrong = {name: getattr(a, name).copy()}

@@ -1,4 +1,4 @@
-"""Every scan: what passes at its bounds, the words for the first offender, and the same answer however it is cut."""
+"""Every scan: values at its bounds, the message about the first offender, and the same answer for every chunk size."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_the_first_offender(monkeypatch: pytest.MonkeyPatch, case: str, chunk: i
     if chunk > 3:
         assert message in ("", str(e).removeprefix("f: "))
         assert e.count == count
-    else:  # how many there are is said of the piece that was looked at
+    else:  # the count is that of the chunk with the first offender
         assert not message or str(e).removeprefix("f: ").split(" (")[0] == message.split(" (")[0]
     assert str(e).startswith(f"f: {e.array}[")
     assert f"expected {e.expected}, got {e.value}" in str(e)

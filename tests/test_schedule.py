@@ -37,7 +37,7 @@ def csr_of(indptr) -> CSR:
 
 
 def next_fit(lengths):
-    """The placement as the specification tells it, one row at a time."""
+    """The placement as the specification describes it, one row at a time."""
     rows, parts, warps = [], [], []
     for row, d in enumerate(lengths):
         v = next((w for w, most in ((0, 0), (1, 8), (2, 16), (4, 32), (8, 64)) if d <= most), WARPS * -(-d // 64))

@@ -24,7 +24,7 @@ from spformat.products.problem import COL, ROW, Problem
 
 
 def test_zeros_made_while_a_stream_is_captured_belong_to_that_graph(world: World) -> None:
-    """They are cleared when the graph runs: a call that is not in it would count on from whatever was there."""
+    """They are cleared only when the graph runs: a call outside of it would start from undefined counts."""
     world.cupy.zeros = lambda n, dtype: world.array(n, dtype="uint8")
     zeros, plain = Scratch(zeros=True), Scratch()
     world.graphs[7] = []
@@ -72,7 +72,7 @@ def test_zeros_are_shared_among_those_who_leave_zeros(world: World) -> None:
 
 
 def test_threads_on_one_stream_get_one_buffer(world: World) -> None:
-    """Two would be fatal: launches are kept with the address of the one that is given back."""
+    """Two buffers would be fatal: launches are kept with the address of the one that is freed."""
     scratch, found = Scratch(), []
 
     def slow(n: int, dtype: str) -> Any:
@@ -90,7 +90,7 @@ def test_threads_on_one_stream_get_one_buffer(world: World) -> None:
 
 
 def test_memory_is_taken_while_a_capture_forbids_it(world: World) -> None:
-    """A thread that captures as torch does may not allocate, unless it says that it knows what it does."""
+    """A thread that captures as torch does may not allocate memory outside of the relaxed capture mode."""
     seen, empty = [], world.cupy.empty
     world.cupy.empty = lambda *a: (seen.append(world.mode), empty(*a))[1]
     Scratch().buffer(7, 100)

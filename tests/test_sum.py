@@ -1,4 +1,4 @@
-"""Sums of matrices: what one may be made of, what it owes, and every way into and out of a file."""
+"""Sums of matrices: which parts are allowed, what holds for the sum, and every way into and out of a file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PARTS = [(f, p) for f in registered() for p in params_of(f.name)]
 
 
 def cut(x: np.ndarray[Any, Any], n: int, seed: int = 0) -> list[np.ndarray[Any, Any]]:
-    """n matrices that share out the elements of x; zeros elsewhere."""
+    """n matrices among which the elements of x are divided; zeros elsewhere."""
     owner = np.random.default_rng(seed).integers(0, n, x.shape)
     return [np.where(owner == i, bits(x), 0).astype(bits(x).dtype).view(x.dtype) for i in range(n)]
 

@@ -1,4 +1,4 @@
-"""Products of torch tensors: no gradient is lost in silence; on a device, torch's stream, allocator and graphs."""
+"""Products of torch tensors: a gradient is never dropped silently; on a device, torch's stream, allocator and graphs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_leading_dimensions_that_are_not_one() -> None:
 
 
 def test_on_a_device_they_are_made_one_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """numpy stands for CuPy: what is multiplied has them as one already."""
+    """numpy stands in for CuPy."""
     a, seen = sf.convert(np.eye(4, dtype=np.float32), "csr"), []
     monkeypatch.setattr(sf.CSR, "device", "cuda:0")
 
@@ -93,7 +93,7 @@ def test_an_operand_of_no_value_type_is_named_on_a_device_too(linear: bool, monk
 
 
 class Stream:
-    """A stream of CuPy that writes down what it waits for."""
+    """A stream of CuPy that records what it waits for."""
 
     def __init__(self, ptr: int, log: list[Any], capturing: bool = False) -> None:
         self.ptr, self.log, self.capturing = ptr, log, capturing

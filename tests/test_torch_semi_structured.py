@@ -129,7 +129,7 @@ def test_refusals() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_on_a_gpu(dtype: str) -> None:
-    """The same bytes where the matrix is, and torch multiplies with what it is handed."""
+    """The same bytes on the device of the matrix, and torch multiplies with the tensor that it gets."""
     a = TwoFour.from_dense(fitting((64, 128), dtype, 0.7), meta_order="cutlass-sm80")
     t = to_semi_structured(a.to("cuda"))
     packed, meta = pack(a)

@@ -1,4 +1,4 @@
-"""``a.T``: a view, and the exact transposes that are made of it."""
+"""``a.T``: a view, and the exact transposes that formats build from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packing to 2:4 and back on a device against the numpy code, which is the law: same bits, same refusals."""
+"""Packing to 2:4 and back on a device against the numpy code, the reference: same bits, same refusals."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_pruning_refuses() -> None:
 
 
 def test_what_the_kernel_reports_becomes_the_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Host arrays taken for a device's: what stands for the kernel fills what it is given, and may refuse."""
+    """Host arrays in place of a device's: the stand-in for the kernel fills the arrays that it gets, and may refuse."""
     x, ones = fitting((33, 70), "float16", 3), np.ones((4, 8), np.float16)
     a, pruned = TwoFour.from_dense(x, meta_order="cutlass-sm80"), masks.prune_two_four(ones)
     dense, refusal = a.to_dense(), (0, 0, 0)

@@ -1,4 +1,4 @@
-"""Vector n:m from and to dense on the device against the host code, which is the law; and what needs no device."""
+"""Vector n:m from and to dense on the device against the host code, the reference; and parts that need no device."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_pruned_on_the_device_as_by_mask(dtype: str, monkeypatch: pytest.MonkeyP
         for shape in ((331, 523), (1, 1), (length + 1, m - 1)):
             x, norm = any_bits(shape, dtype, seed), ("l2", "l1")[seed % 2]
             cases.append((x, params, norm, pruned_by_mask(x, params, norm)))
-    if dtype in vector_nm_convert.KINDS:  # the mask must not run, but where a row group is too large for the kernel
+    if dtype in vector_nm_convert.KINDS:  # the mask runs only if a row group is too large for the kernel
         roomy = [c for c in cases if c[1]["vector_length"] * c[1]["m"] < 8192]
         assert len(roomy) > len(cases) // 2
         with monkeypatch.context() as patch:

@@ -29,7 +29,7 @@ def drawn(M, K, n, m, L, seed=0):
 
 
 def product(data, pattern, made, B, tile_rows, group_rows):
-    """C as the kernels make it: stage rows of B, pick a staged row per slot, multiply, for every tile."""
+    """C as the kernels compute it: stage rows of B, pick a staged row per slot, multiply, for every tile."""
     row_tiles, k_tiles, _ = made.words.shape
     groups = tile_rows // group_rows
     C = np.zeros((row_tiles * tile_rows, B.shape[1]))
@@ -88,7 +88,7 @@ def test_records_describe_the_product(case, packed, banks):
     stored = np.zeros(K, bool)
     columns = ((np.arange(indices.shape[0]) // n * m)[:, None] + indices).ravel()
     stored[columns[columns < K]] = True
-    B[~stored] = np.inf  # rows no vector names must not reach C
+    B[~stored] = np.inf  # rows that no vector refers to must not affect C
     expected = dense[:, used] @ B[used]
     assert np.array_equal(product(data, pattern, made, B, tile_rows, group_rows), expected)
     assert made.packed or kept % n == 0

@@ -1,4 +1,4 @@
-"""Extents past 32 bits, where a kernel or a unit of the GPU counts in 32: refused by name, or another way is taken."""
+"""Extents past 32 bits, where a kernel or a unit of the GPU counts in 32: refused by name, or computed otherwise."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_rows_of_b_that_a_tensor_map_can_name() -> None:
 
 
 def test_rows_of_c_that_a_tensor_map_can_name(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``out`` leaves through a map whose coordinates are signed: rows past 2^31 would be dropped without a word."""
+    """``out`` leaves through a map whose coordinates are signed: rows past 2^31 would be dropped silently."""
     monkeypatch.setattr(spmm_bsr, "launcher", lambda a, p: lambda o: ["the other kernel"])
     data = SimpleNamespace(data=SimpleNamespace(ptr=1 << 20))
     blocks = spmm_bsr.Arrays(None, np.arange(2), np.zeros(1, np.int32), data)

@@ -196,7 +196,7 @@ class _LtMatmul:
     """One cuSPARSELt plan for one N: descriptors, the compressed weight, workspace."""
 
     def __init__(self, cupy: Any, dense: Any, p: Problem, o: Operands, search: bool) -> None:
-        import nvmath.bindings.cusparseLt  # the library's name is not ours to spell
+        import nvmath.bindings.cusparseLt  # not `as lt`: ruff's N813 refuses that for a name in mixed case
 
         lt = nvmath.bindings.cusparseLt
         self.lt, self.handle = lt, lt.init()

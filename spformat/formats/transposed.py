@@ -24,7 +24,7 @@ class Transposed:
 
     matrix: Format
     __array_ufunc__: ClassVar[None] = None  # else numpy makes an array of one object for ``x @ a.T``
-    __matmul__: ClassVar[Callable[[Any, Any], Any]]  # ``spmm``, of a layer above, which puts itself here
+    __matmul__: ClassVar[Callable[[Any, Any], Any]]  # set by a layer above, to ``spmm``
 
     @property
     def T(self) -> Format:  # noqa: N802 - numpy's name

@@ -29,7 +29,7 @@ def run(runs: int, seed: int, corpus: Path | None) -> None:
     verdicts, start = Counter[str](), time.time()
 
     def one(data: bytes) -> None:
-        begin = time.process_time()  # not libFuzzer's own timeout, which a stopped machine sets off
+        begin = time.process_time()  # libFuzzer's timeout counts time while the machine is suspended
         verdicts[headers.check(data)] += 1
         if time.process_time() - begin > 1:
             raise headers.Wrong(f"more than a second for {len(data)} bytes")

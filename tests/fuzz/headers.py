@@ -1,4 +1,5 @@
-"""Header and descriptor parser, fed with anything: only our own errors, and nothing safetensors refuses (T5, T7).
+"""Arbitrary input for the header and descriptor parsers: they raise only our errors, and accept only what safetensors
+accepts (T5, T7).
 
 ``python -m fuzz headers --runs N`` lets atheris (libFuzzer, guided by coverage of the two parsers) choose the input;
 without atheris ``--blind`` mutates the same seeds at random.
@@ -31,7 +32,7 @@ from spformat.storage import descriptor, stheader, stwriter
 ASSEMBLED, OWN_LENGTH, UNCHECKED, IGNORE_UNKNOWN = 1, 2, 4, 8
 
 # Dtypes the official package knows. A foreign file with another one is read, and that tensor carried as bytes:
-# the one case in which we accept what the official package refuses (docs/container.md, "Other people's files").
+# the one case in which we accept what the official package refuses (docs/container.md, "Files of other tools").
 THEIR_DTYPES = frozenset(
     "BOOL F4 F6_E2M3 F6_E3M2 U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ I16 U16 F16 BF16 "
     "I32 U32 F32 C64 F64 I64 U64".split()
@@ -72,7 +73,7 @@ def taken_apart(data: bytes) -> tuple[bytes, bytes, int]:
     if flags & OWN_LENGTH:
         return text[:8], text[8:], room
     if flags & ASSEMBLED:
-        with suppress(SpformatError):  # what is no JSON goes in as it is
+        with suppress(SpformatError):  # text that is not JSON is passed as it is
             return assembled(text)
     return len(text).to_bytes(8, "little"), text, room
 
@@ -118,7 +119,7 @@ def assembled(given: bytes) -> tuple[bytes, bytes, int]:
         header[stheader.METADATA] = {**sealed, descriptor.KEY: text}
     raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
     if isinstance(found, dict) and at < 1 << 20:
-        with suppress(SpformatError):  # what cannot be sealed goes in as it is
+        with suppress(SpformatError):  # a descriptor that cannot be sealed is passed as it is
             parsed = stheader.parse(raw, at)
             entries = list(stheader.layout((e.name, e.dtype, e.shape, e.nbytes) for e in parsed.entries.values()))
             raw = stheader.encode(entries, descriptor.sealed(found, entries, dict(parsed.metadata)))

@@ -1,8 +1,9 @@
 """SIGKILL at random moments of a conversion of several shards, resumed until it is done (T12, F18, F22).
 
 Each round converts into a fresh folder, or with ``force`` over an old conversion of other values, is killed one to
-three times at random, each time resumed, and then left alone. After every kill each final name must hold nothing, its
-old or its new bytes, and the folder must be refused or be whole; in the end all is as after an uninterrupted run.
+three times at random moments, resumed each time, and then left to finish. After every kill each final name must hold
+nothing, its old or its new bytes, and the folder must be refused or be whole; in the end all is as after an
+uninterrupted run.
 ``python -m fuzz kills --count 200``.
 """
 
@@ -17,8 +18,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from fuzz.scenarios import Scenario, Stage, checkpoint
 from fuzz.substitutions import MEMORY
-from fuzz.syscalls import Scenario, Stage, checkpoint
 from spformat.checkpoint import convert_checkpoint
 
 SHARDS = 5
@@ -60,7 +61,7 @@ def campaign(count: int, room: Path, seed: int = 0) -> Counter[str]:
             time.sleep(rng.random() * stage.seconds)
             os.kill(pid, signal.SIGKILL)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            if code != -signal.SIGKILL:  # it was faster
+            if code != -signal.SIGKILL:  # it ended before the kill
                 assert code == 0, code
                 stage.seconds = min(stage.seconds, time.perf_counter() - begin)
                 break

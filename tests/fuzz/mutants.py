@@ -87,7 +87,7 @@ def _number(rng: random.Random, value: Any) -> Any:
 
 
 class Base:
-    """A good file, taken apart once: what its mutants are made from."""
+    """A good file, parsed once; its mutants are edited copies of it."""
 
     def __init__(self, f: Format, path: Path) -> None:
         self.path = path
@@ -165,7 +165,7 @@ def hunt(fmt: type[Format], path: Path, seeds: range) -> Counter[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """The command; an accepted file that it should not be ends with a traceback."""
+    """The command; a file that is accepted wrongly ends it with a traceback."""
     parser = argparse.ArgumentParser("fuzz mutants", description=__doc__)
     parser.add_argument("--count", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)

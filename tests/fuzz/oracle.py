@@ -1,4 +1,4 @@
-"""What a kernel would touch, element by element in plain Python: the judge of what ``validate()`` let pass.
+"""What a kernel would touch, element by element in plain Python: it judges what ``validate()`` accepts.
 
 Written from docs/formats alone, with none of the scans, converters or array operations it judges. ``touched(f)``
 returns the coordinates of the nonzeros of a Format, and raises OutOfRange for any index, pointer, count or code in it
@@ -41,7 +41,7 @@ def _inside(what: str, value: int, bound: int, pad: bool = False) -> int:
 
 
 def _nonzero(f: Format) -> Any:
-    """The values as nested lists of bools: is it a nonzero?"""
+    """A list of bools, one for each value: whether it is a nonzero."""
     row = VALUE_TYPES[f.values.dtype.name]
     raw = f.values.view(row.bits)
     return [v & row.zero_mask != 0 for v in raw.reshape(-1).tolist()]

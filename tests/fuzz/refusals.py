@@ -1,4 +1,4 @@
-"""What every check says when it refuses, word for word: ``refusals.json``, replayed by the tests.
+"""The exact error of every check: ``refusals.json``, which the tests compare with the errors raised today.
 
 ``python -m fuzz refusals`` collects up to three inputs for each kind of refusal (class, array and wording without the
 numbers) among mutants of headers and of files of each format, and writes down class, fields and message of each. A

@@ -1,4 +1,4 @@
-"""What rows share: a folder whose earlier output must survive, and a GPU that must."""
+"""Fixtures of the rows: a folder whose earlier output must survive, and a GPU that must still work afterwards."""
 
 from __future__ import annotations
 

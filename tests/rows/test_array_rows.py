@@ -53,7 +53,7 @@ for f in FORMATS:
             natural = {"INDEX": "int32", "POS": "uint8"}.get(d.kind, d.kind)
             for other in sorted({"float32", "int8", "uint64", "bool", "int64", "int16"} - {natural}):
                 if d.bound == "nnz-1" and other == "int64":
-                    continue  # a bound that no length fixes leaves both index types open
+                    continue  # where no length decides the bound, both index types are accepted
                 row = "A34" if d.name == "meta" else "A01"
                 CASES[f"{row}-{f.name}-{d.name}-{other}"] = f.name, d.name, cast(other), ArrayError, "expected dtype"
             if d.kind == "INDEX":
@@ -170,7 +170,7 @@ def test_array(folder: Path, case: str) -> None:
     refused_file(path, error, message, tensor="w")
     if issubclass(error, ArrayError):
         return
-    # The same object, made in memory, gives the same answer before anything could be computed with it.
+    # The same object, built in memory, is refused with the same message before a product reads it.
     good = sf.by_name(fmt).from_dense(small(), **(params or PARAMS.get(fmt, {})))
     bad = good.with_arrays(**{array: edit(getattr(good, array))})
     B = np.ones((12, 3), np.float16)

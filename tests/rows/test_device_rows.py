@@ -118,7 +118,7 @@ def test_G03_out_of_memory_leaves_the_context_usable(cp: Any, folder: Path) -> N
     x = np.ones((2048, 4096), np.float16)
     wide = sf.convert(np.ones((64, 64), np.float16), "bsr").to("cuda")
     del B
-    gc.collect()  # the frames of the refusal still hold it
+    gc.collect()  # the traceback of the refusal still refers to it
     pool.free_all_blocks()
     pool.set_limit(size=pool.used_bytes() + 2**20)
     try:
@@ -308,7 +308,7 @@ RATES: dict[str, Any] = {
     "tiles-list": ENTRY | {"tiles": [1]}, "tile-short": ENTRY | {"tiles": {"x": [1.0]}}, "sm-text": ENTRY | {"sm": "90"},
     "many": {"kernels": {str(i): ENTRY for i in range(5000)}},
 }  # fmt: skip
-"""What may stand in a user's file of rates: nothing of it counts."""
+"""Invalid contents of a user's file of rates: all of it is ignored."""
 
 
 @pytest.mark.parametrize("case", RATES)

@@ -127,7 +127,7 @@ def test_F30_an_address_space_of_4_gib(folder: Path) -> None:
             assert (done.returncode, "bytes requested" in done.stderr) == (78, True), done.stderr
         code = (
             "from spformat_cli import main as cli\nimport spformat.checkpoint.run as run\n"
-            "def hungry(*a, **k): bytearray(2**40)\nrun._to_file = hungry\n"  # what nobody could foresee
+            "def hungry(*a, **k): bytearray(2**40)\nrun._to_file = hungry\n"  # an error that no code expects
             "sys.argv = ['spformat', 'convert', *sys.argv[1:]]\ncli.main()\n"
         )
         done = python(code, path, folder / "out.safetensors")

@@ -14,7 +14,7 @@ from rows.test_descriptor_rows import DESCRIPTOR
 HERE = Path(__file__).parent
 ID = re.compile(r"(?<![A-Z0-9a-z])[CDAFG]\d\d(?![0-9A-Za-z])")
 DEVICE = {"G03", "G05", "G06", "G07"}
-"""Rows of which nothing can be seen without a GPU."""
+"""Rows that cannot be tested without a GPU."""
 
 
 def collected() -> dict[str, str]:

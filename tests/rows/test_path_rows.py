@@ -211,7 +211,7 @@ def test_F09_an_existing_output_needs_force(model: Path, monkeypatch: pytest.Mon
     with unharmed(folder):
         assert command("convert", model, dense, "--to", "dense").code == 73
     (dense / INDEX).unlink()
-    shutil.copy(model / "config.json", dense / "config.json")  # the very same is in nobody's way
+    shutil.copy(model / "config.json", dense / "config.json")  # an identical file is no conflict
     assert command("convert", model, dense, "--to", "dense").code == 0
     target = folder / "out.safetensors"
     target.write_bytes(b"theirs")

@@ -171,7 +171,7 @@ def test_F20_a_reader_that_goes_away(model: Path) -> None:
 
 
 class Disk:
-    """What of a folder would survive a power loss: names are durable when the folder has been flushed after them."""
+    """Models what survives a power loss: a name is durable once its folder has been flushed after the change."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.folder, self.durable, self.states = folder, {}, []  # type: ignore[var-annotated]
@@ -292,7 +292,7 @@ def test_F24_two_runs_on_one_folder(model: Path) -> None:
     child.kill()
     child.wait()
     child.stdout.close()
-    assert (out / locks.LOCK).exists()  # of a dead process: it stops nobody
+    assert (out / locks.LOCK).exists()  # of a process that has ended: it locks nothing
     with locks.folder_lock(out, shared=True):  # as another part does
         assert command("convert", model, out, "--to", "csr").code == 75
         assert command("convert", model, out, "--to", "csr", "--part", "1/2").code == 0

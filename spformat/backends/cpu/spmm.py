@@ -221,16 +221,21 @@ class SpmmDense(DenseTimes, HostKernel):
     name, takes = "cpu.spmm_dense", spmm_of("dense")
 
     def _plan(self, a: Dense, p: Problem) -> Plan:
-        sums, data = sums_dtype(p), a.data
+        return dense_plan(self.name, a.data, p)
 
-        def run(B: Array, out: Array) -> Array:
-            out = check_operands(p, B, out)
-            if out.size:
-                with np.errstate(all="ignore"):  # inf - inf and overflow are results, not events
-                    dense_product(data, B, out, sums)
-            return out
 
-        return Plan(self.name, p, run, f"{sums.name} sums")
+def dense_plan(name: str, data: Array, p: Problem) -> Plan:
+    """The plan of kernel ``name`` for data[rows, depth] @ B by BLAS."""
+    sums = sums_dtype(p)
+
+    def run(B: Array, out: Array) -> Array:
+        out = check_operands(p, B, out)
+        if out.size:
+            with np.errstate(all="ignore"):  # inf - inf and overflow are results, not events
+                dense_product(data, B, out, sums)
+        return out
+
+    return Plan(name, p, run, f"{sums.name} sums")
 
 
 KERNELS: tuple[HostKernel, ...] = (

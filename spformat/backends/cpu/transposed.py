@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from ...arrays.library import Array
 from ...formats.base import Format
 from ...formats.dense import Dense
@@ -21,7 +19,6 @@ from ...products.problem import Problem
 from ...products.roofline import Device
 from ..host import check_operands
 from . import spmm
-from .blas import dense_product
 from .operands import sums_dtype
 from .scatter import multiply_transposed, scratch_bytes
 from .times import DenseTimes, LoopTimes
@@ -82,16 +79,7 @@ class SpmmTransposedDense(DenseTimes):
 
     def _plan(self, a: Dense, p: Problem) -> Plan:
         """A plan that keeps the array of ``a``."""
-        sums, data = sums_dtype(p), a.data.T
-
-        def run(B: Array, out: Array) -> Array:
-            out = check_operands(p, B, out)
-            if out.size:
-                with np.errstate(all="ignore"):  # inf - inf and overflow are results, not events
-                    dense_product(data, B, out, sums)
-            return out
-
-        return Plan(self.name, p, run, f"{sums.name} sums")
+        return spmm.dense_plan(self.name, a.data.T, p)
 
 
 def _kernels() -> tuple[Kernel, ...]:

@@ -1,4 +1,4 @@
-// Whether the arrays of a bitmask matrix are valid, in one pass: what Bitmask.check_memory and check_canonical ask.
+// Whether the arrays of a bitmask matrix are valid, in one pass: as Bitmask.check_memory and check_canonical require.
 //
 //   indptr   Pointer[M + 1]
 //   bitmask  u8[M, wide]        wide = ceil(K / 8)
@@ -24,7 +24,7 @@ bitmask_scan(const Pointer* __restrict__ indptr, const u8* __restrict__ bitmask,
         scan::each(bytes, there ? wide : 0, lane, span, [&](u8 byte) { ones += __popc(byte); });
         ones = scan::summed(ones, span);
         if (!there || lane) return;
-        wrong |= (u64)indptr[row + 1] - (u64)indptr[row] != ones;  // unsigned: defined where the pointer is wrong
+        wrong |= (u64)indptr[row + 1] - (u64)indptr[row] != ones;  // unsigned, because a wrong pointer may overflow
         if (K % 8) wrong |= bytes[wide - 1] >> K % 8;
     });
     scan::report(wrong, bad);

@@ -64,7 +64,7 @@ expand_bitmask(const Ptr* __restrict__ indptr, const u8* __restrict__ bits, cons
             for (int e = 0; e < P; ++e) {
                 unit.v[e] = 0;
                 const bool present = mine >> e & 1;
-                // Counting on is faster for many values, and counting anew for few: popc runs at a quarter of the rate.
+                // A running count is faster for long units, popc for short ones: popc runs at a quarter of the rate.
                 const u32 at = P > 4 ? k : __popc(mine & ((1u << e) - 1));
                 if (present) unit.v[e] = source[at];
                 k += present;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from ....arrays.library import Array, ceil_div, round_up
@@ -47,20 +48,17 @@ def cut(M: int, ld: int) -> tuple[int, int]:
 def _writer(indptr: Array, bitmask: Array, data: Array, target: Target) -> Writer:
     (M, wide), itemsize, index = bitmask.shape, data.dtype.itemsize, index_type(indptr)
 
+    @functools.cache
     def launch(aligned: bool) -> Launch:
         function = jit.load(SOURCE, _instance(itemsize, index, aligned), *target)
         return Launch(function, "PPPqqPqqq", (indptr, bitmask, data, M, wide), WARPS * 32)
-
-    ready: dict[bool, Launch] = {}
 
     def launches(x: int, ld: int, stream: int) -> list[Bound]:
         if not M:
             return []
         aligned = x % UNIT == 0 and ld * itemsize % UNIT == 0
-        if aligned not in ready:
-            ready[aligned] = launch(aligned)
         segments, width = cut(M, ld)
-        return [ready[aligned].bind((ceil_div(M * segments, WARPS), 1, 1), stream, x, ld, segments, width)]
+        return [launch(aligned).bind((ceil_div(M * segments, WARPS), 1, 1), stream, x, ld, segments, width)]
 
     return launches
 

@@ -10,8 +10,8 @@
 // w*slice .. (w+1)*slice of A (slice: a multiple of 64), then the block adds the partial sums in the order of the warps:
 // the same bits every run. A step of a warp is 64 columns: lane l owns columns 2l, 2l+1; for each row it counts the set
 // bits before them, loads the values (neighbouring lanes, neighbouring values), and writes the expanded 16*MF x 64 tile
-// to shared memory. Nothing but a warp's own memory is touched in the loop, so warps run unsynchronised, and L2 is asked
-// for values a few steps ahead.
+// to shared memory. Nothing but a warp's own memory is touched in the loop, so warps run unsynchronised. Values are
+// prefetched into L2 a few steps ahead.
 //
 // Limits: K < 2^26 (positions of a row tile are 32-bit); any M, N, alignment, leading dimension.
 #include "spformat/bitmask.cuh"
@@ -21,7 +21,7 @@
 using namespace spformat;
 
 constexpr int STEP = 64;      // columns of A a warp expands at a time
-constexpr int AHEAD = 1024;   // bytes of a row's values that L2 is asked for ahead of use
+constexpr int AHEAD = 1024;   // bytes of a row's values that are prefetched into L2
 
 template <int Bytes> struct BitsOf { using type = u32; };
 template <> struct BitsOf<8> { using type = u64; };
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(32 * WARPS)
                  i64 ldb, i64 c_row, i64 c_col) {
     using L = Layout<T, NT, MF, BCOL>;
     using Sum = sum_t<T>;
-    using Word = typename BitsOf<sizeof(T)>::type;  // values on their way are bits
+    using Word = typename BitsOf<sizeof(T)>::type;  // values that are being loaded, as bits
     static_assert(NT % 8 == 0 && NT <= 64, "a tile is 8 .. 64 columns of B, in steps of 8");
     static_assert(MF == 1 || MF == 2, "a lane looks after one row: 16 or 32 rows a tile");
     extern __shared__ __align__(16) unsigned char shared[];

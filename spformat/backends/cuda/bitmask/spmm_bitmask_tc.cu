@@ -33,7 +33,7 @@ template <int NT, bool BCOL, int PARTS> struct Piece {
     __device__ __forceinline__ Piece(int part, int lane) : line(part * STRIDE + lane / CHUNKS), chunk(lane % CHUNKS) {}
 
     // How many of the lines from `line` on this lane copies when N - n columns are left: none where its chunk is outside.
-    // What is outside of N stays as it is: it reaches columns of C alone that are not stored.
+    // What is outside of N is not written: it affects only columns of C that are not stored.
     __device__ __forceinline__ int inside(i64 n_left) const {
         const int lines = BCOL ? static_cast<int>(min(i64(NT), n_left)) : chunk * 8 < n_left ? STEP : 0;
         return lines - line;
@@ -68,7 +68,7 @@ template <int NT, bool BCOL, int PARTS> struct Piece {
 };
 
 // Two registers of a fragment from the values at `at`: one for each of the four bits of group Q that is set, zero for the
-// others. Predicated loads: a lane without a bit asks for nothing, so that fewer banks collide.
+// others. The loads are predicated: a lane without a bit loads nothing, so that fewer banks collide.
 template <int Q> __device__ __forceinline__ void take_group(u32& low, u32& high, u32 bits, u32 at) {
     asm volatile(
             "{\n.reg .pred p0, p1, p2, p3;\n.reg .b32 b0, b1, b2, b3, v1, v3;\n"
@@ -93,8 +93,8 @@ template <int P> __device__ __forceinline__ void copy_piece(u32 to, const u8* fr
             : "memory");
 }
 // A record to shared memory. The address passes through a maximum that changes nothing (what comes before the records is
-// longer than `lane`): ptxas 13.0 else splits off what all lanes share, and a copy with both such an offset and an L2 policy
-// (LDGSTS [R+UR], desc[UR]) gets an encoding that traps as an illegal instruction.
+// longer than `lane`): otherwise ptxas 13.0 splits off the part that all lanes share, and a copy with both such an offset and an
+// L2 policy (LDGSTS [R+UR], desc[UR]) gets an encoding that traps as an illegal instruction.
 __device__ __forceinline__ void copy_record(u32 to, const u8* from, int pieces, int lane, u64 policy) {
     const int left = pieces - lane;
     to = max(to + 16 * lane, u32(lane)), from += 16 * lane;
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(32 * RANGES * PARTS)
         for (int m = 0; m < MF; ++m)
             if (m < tiles && begin < last) start[m] = ends[i64(m) * steps], end[m] = ends[i64(m) * steps + 1];
         ends += 2;
-        // Steps whose piece of B needs no care; in a register, not computed again every step.
+        // Steps whose piece of B lies inside of K and N; kept in a register, so that it is not computed in every step.
         int whole = b_vector && (BCOL || n0 + NT <= N || N % 8 == 0) ? static_cast<int>(K / STEP) : 0;
         asm("" : "+r"(whole));
         const int lines = mine_of_b.inside(N - n0);
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(32 * RANGES * PARTS)
         };
 #pragma unroll
         for (int s = 0; s < STAGES - 1; ++s) copy_step();
-        // Ranges with fewer steps come to their barrier as often as the others.
+        // Ranges with fewer steps arrive at their barrier as often as the others.
         const int stop = PARTS == 1 ? last : begin + share;
         for (int step = begin; step < stop; ++step) {
             if constexpr (LATE) {

@@ -1,4 +1,4 @@
-// Whether the arrays of a BSR or DBSR are valid, in one pass: what their check_memory and check_canonical ask.
+// Whether the arrays of a BSR or DBSR are valid, in one pass: as their check_memory and check_canonical require.
 //
 //   row_ids  Row[rows]          DBSR: the block rows that are listed; BSR: null, all of them are
 //   indptr   Pointer[rows + 1]
@@ -6,7 +6,7 @@
 //   data     T[blocks, R, C]    values as unsigned words; `live` masks the bits that decide whether one is zero
 //   bad      becomes 1 if something is wrong
 //
-// `span` lanes look at a block; of one on an edge of the matrix they look once more at what lies outside.
+// `span` lanes read a block. If it lies on an edge of the matrix, they read the part outside of the matrix a second time.
 #include "spformat/scan.cuh"
 
 namespace spformat {

@@ -6,9 +6,9 @@
 //   data     T[nnzb, R, C]    blocks, row-major, as unsigned words of the values' width
 //   x        T[M, ld]         the result, zeros where no block is stored
 //
-// A block of threads writes `height` rows x `blocks` block columns of one block row; in shared memory stands which stored
+// A block of threads writes `height` rows x `blocks` block columns of one block row; shared memory says which stored
 // block each block column has. Aligned: rows of x, and the columns where a thread block starts, lie on 16 bytes, and a thread
-// stores that many at once, a unit. Q: values that are loaded at once; rows of blocks are multiples of that.
+// stores that many at once, a unit. Q: values that are loaded at once; the width of a block is a multiple of it.
 #include "spformat/expand.cuh"
 
 using namespace spformat;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -70,22 +71,19 @@ def _writer(M: int, row_ids: Array | None, indptr: Array, indices: Array, data: 
     listed, count = row_ids is not None, 0 if row_ids is None else row_ids.size
     first = indptr if row_ids is None else row_ids  # read only where block rows are listed
 
+    @functools.cache
     def launch(aligned: bool) -> Launch:
         piece = math.gcd(UNIT // itemsize, C) if aligned else 1
         function = jit.load(SOURCE, _instance(itemsize, types, listed, aligned, piece), *target)
         return Launch(function, "PqPPPqiiPqqiii", (first, count, indptr, indices, data, M, R, C), THREADS)
 
-    ready: dict[bool, Launch] = {}
-
     def launches(x: int, ld: int, stream: int) -> list[Bound]:
         if not M:
             return []
         aligned = x % UNIT == 0 and ld * itemsize % UNIT == 0
-        if aligned not in ready:
-            ready[aligned] = launch(aligned)
         c = cut(ld, (R, C), itemsize, aligned)
         grid = (ceil_div(M, R) * c.strips * c.segments, 1, 1)
-        return [ready[aligned].bind(grid, stream, x, ld, *c)]
+        return [launch(aligned).bind(grid, stream, x, ld, *c)]
 
     return launches
 

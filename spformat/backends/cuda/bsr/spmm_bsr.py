@@ -188,7 +188,7 @@ def zero_rows(height: int) -> int:
 
 
 class Arrays(NamedTuple):
-    """The device arrays of A, which a plan keeps instead of the Format object: the cache of plans lies on that."""
+    """The device arrays of A, which a plan keeps instead of the Format object, because that object stores the plan."""
 
     row_ids: Any
     """None for BSR."""

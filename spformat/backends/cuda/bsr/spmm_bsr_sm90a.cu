@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
         if constexpr (WM * WN == 4) give_registers<56>();
         const int loader = warp - Warps;
         u32 tile = blockIdx.x;
-        // Slices and blocks of this tile and the next, known a tile ahead. Steps of k, parts of slices, are counted.
+        // The entries of `plan` for this tile and the next: each is loaded a tile ahead.
         int4 now = plan[tile < tiles ? tile % groups : 0];
         if (loader == 0) {  // A
             if (lane == 0) tma::prefetch(a_map);
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
             constexpr int Boxes = BCol ? 1 : BN / 64;  // TMA boxes in a slice; a lane for each box of an item
             const int p = lane / Boxes, box = lane % Boxes;
             u32 items_before = 0;
-            int turn = loader - 1;  // items of this tile until the next own one
+            int turn = loader - 1;  // items of this tile before the next one that this warp loads
             while (tile < tiles) {
                 const u32 following = tile + gridDim.x < tiles ? (tile + gridDim.x) % groups : 0;
                 const int4 next = plan[following];
@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
                 barrier::wait(full + 8 * slot, phase);
                 u32 word[Slices], any = 0;
 #pragma unroll
-                for (int p = 0; p < Slices; ++p) {  // lane 0 reads what it gives back: racecheck follows one lane's arrival
+                for (int p = 0; p < Slices; ++p) {  // lane 0 alone reads, because racecheck follows the lane that arrives
                     word[p] = __shfl_sync(~0u, lane == 0 ? words[slot][p] : 0, 0);
                     any |= word[p] >> first_block;
                 }

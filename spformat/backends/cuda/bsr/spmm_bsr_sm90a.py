@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ....arrays.library import ceil_div, namespace
-from ....products.ideal import b_alignment, load_us, memory_us, operands_bytes, rounds, stored_bytes, tile_us
+from ....products.ideal import load_us, memory_us, operands_bytes, rounds, stored_bytes, tile_us
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, ROW, Problem, itemsize
 from ....products.roofline import TENSOR_16, Device
 from ..runtime import jit, launch, refusals, tensor_map
-from ..runtime.kernel import CudaKernel, Prepared
+from ..runtime.kernel import CopyEngineKernel, Prepared
 from . import spmm_bsr
 
 _C_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half"}
@@ -148,11 +148,12 @@ def interleave(work: Any, stride: int) -> Any:
     return taken
 
 
-class SpmmBSRHopper(CudaKernel):
+class SpmmBSRHopper(CopyEngineKernel):
     """``out = A @ B`` for A in BSR or DBSR, bf16 or fp16, on Hopper GPUs."""
 
     name = "cuda.spmm_bsr_sm90a"
     takes = spmm_of("bsr", "dbsr")
+    otherwise = spmm_bsr.KERNEL
     archs = ("sm_90a",)
     terms = ("launch", "memory", "products", "rounds", "loads", "steps", "tiles", "column-major C")
 
@@ -210,13 +211,6 @@ class SpmmBSRHopper(CudaKernel):
         turned = written if p.out_layout == COL else 0.0
         even = tiles / device.processors
         return 1.0, memory, even * one, turns * one, turns * loaded, turns * depth / 64 * 0.1, written, turned
-
-    def is_its_own(self, p: Problem) -> bool:
-        return b_alignment(p) == 16
-
-    def expected_us(self, p: Problem) -> float:
-        """The expected time of spmm_bsr if the copy engine cannot load B, because a call then runs that kernel."""
-        return super().expected_us(p) if self.is_its_own(p) else spmm_bsr.KERNEL.expected_us(p)
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
         tile = choose_tile(p)

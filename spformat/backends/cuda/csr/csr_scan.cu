@@ -1,4 +1,4 @@
-// Whether the arrays of a CSR are valid, in one pass: what CSR.check_memory and check_canonical ask, without names.
+// Whether the arrays of a CSR are valid, in one pass: as CSR.check_memory and check_canonical require. It does not say where.
 //
 //   indptr   Pointer[rows + 1]
 //   indices  Column[items]

@@ -1,5 +1,5 @@
-// Whether the arrays of an ELL bucket matrix are valid: what ELLBuckets.check_memory and check_canonical ask, in two
-// passes, the slots and then the ELL rows.
+// Whether the arrays of an ELL bucket matrix are valid: as ELLBuckets.check_memory and check_canonical require, in
+// two passes, the slots and then the ELL rows.
 //
 //   row_ids  Row[R]
 //   indices  Column[S]
@@ -119,7 +119,7 @@ rows_scan(const Row* __restrict__ row_ids, const Column* __restrict__ indices, c
             }
         }
         wrong |= split != (r >= t.split[b]);
-        const i64 last = r < t.split[b] ? t.split[b] : t.rows[b + 1];  // behind the rows that ascend with this one
+        const i64 last = r < t.split[b] ? t.split[b] : t.rows[b + 1];  // the end of the ELL rows whose row ids must ascend
         if (r + 1 < last) wrong |= row_ids[r + 1] <= row && !(followed && after == r + 1);
     }
     scan::report(wrong, bad);

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ....arrays.library import round_up, span
+from ....products.ideal import b_alignment
 from ....products.kernel import Kernel
 from ....products.plan import Plan
 from ....products.problem import Problem
@@ -72,3 +73,17 @@ class CudaKernel(Kernel):
         reads = tuple((*span(x), x) for x in twin.all_arrays().values() if x.size)
         first = fitted(column_class(max(1, p.n), p))
         return device_plan(self.name, p, prepare, first.tile, first.workspace, reads)
+
+
+class CopyEngineKernel(CudaKernel):
+    """A kernel whose copy engine (TMA) loads B. For a B whose lines do not start on 16-byte boundaries a call runs the
+    kernel ``otherwise``."""
+
+    otherwise: ClassVar[Kernel]
+
+    def is_its_own(self, p: Problem) -> bool:
+        return b_alignment(p) == 16
+
+    def expected_us(self, p: Problem) -> float:
+        """That of ``otherwise`` for a B that the copy engine cannot load."""
+        return super().expected_us(p) if self.is_its_own(p) else self.otherwise.expected_us(p)

@@ -21,9 +21,11 @@ from ....products.ideal import (
     stored_bytes,
     tile_us,
 )
+from ....products.kernel import spmm_of
 from ....products.problem import COL, ROW, Problem, itemsize
-from ....products.roofline import TENSOR_16, Device
+from ....products.roofline import TENSOR_16, Device, shared_limit
 from ..runtime import jit, refusals
+from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Launch, finish_arrays
 
 SOURCE = "sr_bcrs/mma_fragments.cu"
@@ -105,11 +107,6 @@ def types(a: Any, p: Problem) -> str:
     return f"{values}, {index_type(a.indptr)}, {index_type(a.indices)}"
 
 
-def fragment_reasons(p: Problem) -> list[str]:
-    """The reasons for which the kernels that read fragments refuse ``p``."""
-    return refusals.every(p, 80, MMA_TYPES)
-
-
 TERMS = ("launch", "memory", "lines of B", "chunks", "products", "panels", "tiles", "column-major C", "pieces of B",
          "rounds of resident blocks")  # fmt: skip
 """The terms of the expected time of the kernels that read fragments."""
@@ -117,10 +114,36 @@ SHARED, THREADS = 227 << 10, 1024
 """Bytes of shared memory of a multiprocessor, and threads that the registers of these kernels leave room for."""
 
 
-def fragment_variant(p: Problem, tile: Tile) -> tuple[str, ...]:
-    """By tile and by the layout of B: row-major with rows on 16-byte boundaries, other row-major, or column-major."""
-    lines = ", unaligned" if p.b_layout == ROW and b_alignment(p) < 16 else ""
-    return (f"{tile.rows}x{tile.cols}, {p.b_layout}-major B{lines}",)
+class FragmentKernel(CudaKernel):
+    """C = A @ B for 16-bit ``SRBCRS`` A of any vector_length and stride; any M, K, N, layout and leading dimension.
+
+    Subclasses give ``name``, ``tiles``, ``smem`` and the launches of one tile (``prepared_with``).
+    """
+
+    takes = spmm_of("sr-bcrs")
+    terms = TERMS
+
+    def smem(self, tile: Tile) -> int:
+        """Bytes of shared memory that a block needs."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement smem")
+
+    def unsupported(self, p: Problem) -> list[str]:
+        return refusals.every(p, 80, MMA_TYPES)
+
+    def options(self, p: Problem) -> list[Tile]:
+        """The tiles that shared memory has room for."""
+        return [t for t in self.tiles if self.smem(t) <= shared_limit(p.sm)]
+
+    def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
+        """By tile, layout of B, and whether rows of a row-major B start on 16-byte boundaries."""
+        lines = ", unaligned" if p.b_layout == ROW and b_alignment(p) < 16 else ""
+        return (f"{tile.rows}x{tile.cols}, {p.b_layout}-major B{lines}",)
+
+    def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
+        return fragment_quantities(p, tile, device)
+
+    def prepared(self, a: Any, p: Problem) -> Prepared:
+        return self.prepared_with(a, p, self.best(p).tile)
 
 
 def fragment_quantities(p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:

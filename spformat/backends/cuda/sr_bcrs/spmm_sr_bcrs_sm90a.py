@@ -5,23 +5,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from ....products.kernel import reasons, spmm_of
+from ....products.kernel import reasons
 from ....products.problem import COL, Problem
-from ....products.roofline import Device, shared_limit
 from ..runtime import jit, tensor_map
-from ..runtime.kernel import CudaKernel, Prepared
+from ..runtime.kernel import Prepared
 from ..runtime.launch import MAX_GRID_Y, Bound, Launch, Operands
-from .mma_fragments import (
-    DEPTH,
-    TERMS,
-    Tile,
-    fragment_quantities,
-    fragment_reasons,
-    fragment_variant,
-    fragments_of,
-    step_bytes,
-    types,
-)
+from .mma_fragments import DEPTH, FragmentKernel, Tile, fragments_of, step_bytes, types
 
 SOURCE = "sr_bcrs/spmm_sr_bcrs_sm90a.cu"
 ARCHS = ("sm_90a",)
@@ -34,38 +23,25 @@ TILES = (
 """Largest first: panels of 32 rows share lines of B best, panels of 16 rows fill the machine on small products."""
 
 
-def smem(tile: Tile) -> int:
-    """bytes: stages of B and steps, the warps' sums, barriers and counts; ``Layout`` in the kernel."""
-    stage = DEPTH * 2 * tile.cols + tile.wm * DEPTH // 16 * step_bytes(tile.fragments)
-    stage = -(-stage // 1024) * 1024
-    return 1024 + tile.stages * (stage + 16 + 4 * tile.wm) + tile.sums
-
-
 def mappable(p: Problem, o: Operands) -> bool:
     """Whether a tensor map can bring B: row-major, in 16-byte pieces, its row numbers in 32 bits."""
     return p.b_layout != COL and tensor_map.aligned(o.b, o.ldb, 2) and 0 < p.K <= 2**31 - DEPTH
 
 
-class SpmmSRBCRSHopper(CudaKernel):
-    """C = A @ B for 16-bit ``SRBCRS`` A of any vector_length and stride; any M, K, N, layout and leading dimension."""
+class SpmmSRBCRSHopper(FragmentKernel):
+    """``FragmentKernel`` for Hopper."""
 
     name = "cuda.spmm_sr_bcrs_sm90a"
-    takes = spmm_of("sr-bcrs")
     tiles = TILES
-    terms = TERMS
+
+    def smem(self, tile: Tile) -> int:
+        """bytes: stages of B and steps, the warps' sums, barriers and counts; ``Layout`` in the kernel."""
+        stage = DEPTH * 2 * tile.cols + tile.wm * DEPTH // 16 * step_bytes(tile.fragments)
+        stage = -(-stage // 1024) * 1024
+        return 1024 + tile.stages * (stage + 16 + 4 * tile.wm) + tile.sums
 
     def unsupported(self, p: Problem) -> list[str]:
-        return fragment_reasons(p) + reasons((p.sm != 90, f"needs sm_90, got {p.sm_name}"))
-
-    def options(self, p: Problem) -> list[Tile]:
-        """The tiles that shared memory has room for."""
-        return [t for t in TILES if smem(t) <= shared_limit(p.sm)]
-
-    def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
-        return fragment_variant(p, tile)
-
-    def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
-        return fragment_quantities(p, tile, device)
+        return super().unsupported(p) + reasons((p.sm != 90, f"needs sm_90, got {p.sm_name}"))
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
@@ -75,11 +51,7 @@ class SpmmSRBCRSHopper(CudaKernel):
             "spmm_sr_bcrs_sm90a<__nv_bfloat16, float, long long, int, 1, 1, 1, 4, 4, 8, 1, false>",
         )
 
-    def prepared(self, a: Any, p: Problem) -> Prepared:
-        return self.prepared_with(a, p, self.best(p).tile)
-
     def prepared_with(self, a: Any, p: Problem, tile: Tile) -> Prepared:
-        """The launches of one tile; ``prepared`` chooses it."""
         b_col, out_col = p.b_layout == COL, p.out_layout == COL
         fragments = fragments_of(a, p, tile.fragments)
         fixed = (fragments.first, fragments.steps, a.indptr, a.indices, a.data, a.vector_length, a.stride, p.M, p.K)
@@ -91,10 +63,11 @@ class SpmmSRBCRSHopper(CudaKernel):
             cluster = tile.cluster if tma else 1
             shape = f"{tile.fragments}, {tile.wm}, {tile.wn}, {tile.wk}, {tile.strip}, {tile.stages}, {cluster}"
             instance = f"spmm_sr_bcrs_sm90a<{leading}, {shape}, {str(tma).lower()}>"
-            function = jit.load(SOURCE, instance, jit.architecture(90, ARCHS), p.device_id, smem(tile))
+            function = jit.load(SOURCE, instance, jit.architecture(90, ARCHS), p.device_id, self.smem(tile))
             signature = (*"PPPPPiiqq", tensor_map.TensorMap, *"PPqqqqq")
             threads = 32 * (tile.warps + (1 if tma else 4))
-            return Launch(function, signature, fixed, threads, smem(tile)), -(-p.M // (tile.rows * cluster)) * cluster
+            launch = Launch(function, signature, fixed, threads, self.smem(tile))
+            return launch, -(-p.M // (tile.rows * cluster)) * cluster
 
         if not b_col and p.K > 0:
             launcher(True)

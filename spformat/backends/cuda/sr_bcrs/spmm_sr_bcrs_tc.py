@@ -4,22 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....products.kernel import spmm_of
 from ....products.problem import COL, Problem
-from ....products.roofline import Device, shared_limit
 from ..runtime import jit
-from ..runtime.kernel import CudaKernel, Prepared
+from ..runtime.kernel import Prepared
 from ..runtime.launch import Launch, over_tiles
-from .mma_fragments import (
-    DEPTH,
-    TERMS,
-    Tile,
-    fragment_quantities,
-    fragment_reasons,
-    fragment_variant,
-    fragments_of,
-    types,
-)
+from .mma_fragments import DEPTH, FragmentKernel, Tile, fragments_of, types
 
 LARGE = Tile(2, 4, 2, 1, 8, 3)
 MEDIUM = Tile(2, 2, 2, 2, 4, 3)
@@ -27,31 +16,15 @@ SMALL = Tile(1, 1, 1, 8, 4, 3)
 TILES = (LARGE, MEDIUM, SMALL)
 
 
-def smem(tile: Tile) -> int:
-    """bytes: the staged chunks of B, or the sums that warps exchange where those are larger."""
-    return max(tile.stages * DEPTH * 2 * (tile.cols + 8), tile.sums)
-
-
-class SpmmSRBCRSTensor(CudaKernel):
-    """C = A @ B for 16-bit ``SRBCRS`` A of any vector_length and stride; any M, K, N, layout and leading dimension."""
+class SpmmSRBCRSTensor(FragmentKernel):
+    """``FragmentKernel`` for tensor cores of sm_80 and later."""
 
     name = "cuda.spmm_sr_bcrs_tc"
-    takes = spmm_of("sr-bcrs")
     tiles = TILES
-    terms = TERMS
 
-    def unsupported(self, p: Problem) -> list[str]:
-        return fragment_reasons(p)
-
-    def options(self, p: Problem) -> list[Tile]:
-        """The tiles that shared memory has room for."""
-        return [t for t in TILES if smem(t) <= shared_limit(p.sm)]
-
-    def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
-        return fragment_variant(p, tile)
-
-    def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
-        return fragment_quantities(p, tile, device)
+    def smem(self, tile: Tile) -> int:
+        """bytes: the staged chunks of B, or the sums that warps exchange where those are larger."""
+        return max(tile.stages * DEPTH * 2 * (tile.cols + 8), tile.sums)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
@@ -61,19 +34,15 @@ class SpmmSRBCRSTensor(CudaKernel):
             "spmm_sr_bcrs_tc<__nv_bfloat16, float, long long, int, 1, 1, 1, 8, 4, 3, true>",
         )
 
-    def prepared(self, a: Any, p: Problem) -> Prepared:
-        return self.prepared_with(a, p, self.best(p).tile)
-
     def prepared_with(self, a: Any, p: Problem, tile: Tile) -> Prepared:
-        """The launches of one tile; ``prepared`` chooses it."""
         b_col, out_col = p.b_layout == COL, p.out_layout == COL
         fragments = fragments_of(a, p, tile.fragments)
         shape = f"{tile.fragments}, {tile.wm}, {tile.wn}, {tile.wk}, {tile.strip}, {tile.stages}"
         instance = f"spmm_sr_bcrs_tc<{types(a, p)}, {shape}, {str(b_col).lower()}>"
         function = jit.load(
-            "sr_bcrs/spmm_sr_bcrs_tc.cu", instance, jit.architecture(p.sm or 80, ()), p.device_id, smem(tile)
+            "sr_bcrs/spmm_sr_bcrs_tc.cu", instance, jit.architecture(p.sm or 80, ()), p.device_id, self.smem(tile)
         )
         fixed = (fragments.first, fragments.steps, a.indptr, a.indices, a.data, a.vector_length, a.stride, p.M, p.K)
-        launch = Launch(function, "PPPPPiiqqPPqqqq", fixed, 32 * tile.warps, smem(tile))
+        launch = Launch(function, "PPPPPiiqqPPqqqq", fixed, 32 * tile.warps, self.smem(tile))
         prepare = over_tiles(launch, -(-p.M // tile.rows), tile.cols, out_col)
         return Prepared(prepare, str(tile), fragments.nbytes)

@@ -1,4 +1,4 @@
-// Whether the arrays of an SR-BCRS are valid, in one pass: what SRBCRS.check_memory and check_canonical ask, without names.
+// Whether the arrays of an SR-BCRS are valid, in one pass: as SRBCRS.check_memory and check_canonical require.
 //
 //   indptr   Pointer[tiles + 1]    not trusted: a tile is walked only where its ends are in order and inside 0 .. groups
 //   indices  Column[groups, g]

@@ -30,10 +30,10 @@ using namespace spformat;
 
 constexpr int DEPTH = 64;     // columns of A in a stage
 constexpr int GROUP = 8;      // rows of tiles that are walked together
-constexpr int LOADERS = 4;    // warps that ask for a part of each slab
+constexpr int LOADERS = 4;    // warps that load a part of each slab
 constexpr int RING = 4;       // fragments of B in registers
 constexpr int BARRIERS = 64;  // bytes
-constexpr int AHEAD = 2;      // column tiles that their fragments are loaded ahead of the products
+constexpr int AHEAD = 2;      // column tiles between the loads of fragments and their products
 
 template <class T, class Out, int TM, int TN, int Stages, bool MetaFragment, bool BCol, bool CCol, bool Epilogue>
 __global__ void __launch_bounds__((TM / 64) * (TN / 64) * 32, 1)

@@ -9,12 +9,11 @@ from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div
-from ....products.ideal import b_alignment
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, Problem, itemsize
 from ....products.roofline import Device, shared_limit
 from ..runtime import jit, tensor_map
-from ..runtime.kernel import CudaKernel, Prepared
+from ..runtime.kernel import CopyEngineKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands, Prepare
 from .spmm_two_four import DEPTH, KERNEL, TERMS, c_type, in_kernel_order, launcher, mma_quantities, mma_reasons
 
@@ -47,7 +46,7 @@ TILES = (Tile(256, 5), Tile(256, 4), Tile(128, 4), Tile(128, 3))
 RESERVED = 1024  # bytes of shared memory that the driver keeps for itself in a block
 
 
-class SpmmTwoFourSm90(CudaKernel):
+class SpmmTwoFourSm90(CopyEngineKernel):
     """C = A @ B for ``TwoFour`` A, without wgmma: for Blackwell, and for Hopper where spmm_two_four_sm90a cannot run.
 
     TMA needs B on a 16-byte boundary with a pitch of a multiple of 16 bytes; a call with another B, and a product too
@@ -56,6 +55,7 @@ class SpmmTwoFourSm90(CudaKernel):
 
     name = "cuda.spmm_two_four_sm90"
     takes = spmm_of("two-four")
+    otherwise = KERNEL
     epilogue = True
     tiles = TILES
     terms = TERMS
@@ -76,13 +76,6 @@ class SpmmTwoFourSm90(CudaKernel):
 
     def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
         return mma_quantities(p, tile, device)
-
-    def is_its_own(self, p: Problem) -> bool:
-        return b_alignment(p) == 16
-
-    def expected_us(self, p: Problem) -> float:
-        """The expected time of spmm_two_four if the copy engine cannot load B, because a call then runs that kernel."""
-        return super().expected_us(p) if self.is_its_own(p) else KERNEL.expected_us(p)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""

@@ -108,11 +108,11 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
         tma::prefetch(b_map);
         if constexpr (Shared) tma::prefetch(a_map);
     }
-    // Copies start at once, or when the whole cluster has barriers; who multiplies first asks for weights.
+    // Copies start at once, or when the whole cluster has its barriers; warps that multiply load weights meanwhile.
     constexpr int READY = 15;  // named barrier
     if constexpr (Cluster * Splits > 1) cluster::arrive();
 
-    const u64 policy = N <= 4 * TN ? evict_first() : evict_normal();  // read at one time, or again later
+    const u64 policy = N <= 4 * TN ? evict_first() : evict_normal();  // weights that are read again later should stay in L2
     const int tiles_m16 = cdiv(M, 32) * 2;
 
     // Unit -> first row of this block's tile and first column; Group units that share columns of B go together.

@@ -9,12 +9,12 @@ from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div
-from ....products.ideal import b_alignment, load_us, rounds, tile_us, traffic_us
+from ....products.ideal import load_us, rounds, tile_us, traffic_us
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, Problem, itemsize
 from ....products.roofline import TENSOR_16, Device
 from ..runtime import jit, tensor_map
-from ..runtime.kernel import CudaKernel, Prepared
+from ..runtime.kernel import CopyEngineKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands, Prepare
 from ..runtime.occupancy import max_clusters
 from .spmm_two_four import DEPTH, KERNEL, RECORD, c_type, in_kernel_order, launcher, mma_reasons
@@ -83,7 +83,7 @@ TILES = (
 )
 
 
-class SpmmTwoFourSm90a(CudaKernel):
+class SpmmTwoFourSm90a(CopyEngineKernel):
     """C = A @ B for ``TwoFour`` A on Hopper.
 
     The plan owns a copy of the weights in register order (9/8 * Mp * Kp bytes). TMA needs B on a 16-byte boundary with
@@ -92,6 +92,7 @@ class SpmmTwoFourSm90a(CudaKernel):
 
     name = "cuda.spmm_two_four_sm90a"
     takes = spmm_of("two-four")
+    otherwise = KERNEL
     epilogue = True
     tiles = TILES
     terms = ("launch", "memory", "products", "loads", "tiles", "sums", "column-major C", "slower of the two")
@@ -125,13 +126,6 @@ class SpmmTwoFourSm90a(CudaKernel):
         memory = traffic_us(p, device)
         turned = written if p.out_layout == COL else 0.0
         return 1.0, memory, products, loads, written, sums, turned, max(memory, products)
-
-    def is_its_own(self, p: Problem) -> bool:
-        return b_alignment(p) == 16
-
-    def expected_us(self, p: Problem) -> float:
-        """The expected time of spmm_two_four if the copy engine cannot load B, because a call then runs that kernel."""
-        return super().expected_us(p) if self.is_its_own(p) else KERNEL.expected_us(p)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""

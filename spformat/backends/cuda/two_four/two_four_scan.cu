@@ -1,12 +1,12 @@
-// Whether data and meta are what the 2:4 encoder makes of some matrix, in one pass: what TwoFour.check_memory and
-// check_canonical ask, without names.
+// Whether data and meta are what the 2:4 encoder makes of some matrix, in one pass: as TwoFour.check_memory and
+// check_canonical require. It does not say where.
 //
 //   data  u16[Mp, Kp/2]    16-bit floats as words, on 16 bytes; a pair of them is a group of four columns
 //   meta  u16[Mp*Kp/16]    word (r, q) at Places; nibble g of it says which columns the pair 4q+g holds
 //   bad   becomes 1 if something is wrong
 //
-// A warp takes a row, a lane a word and the eight values it speaks of. The nibble is right when it is the encoder's for
-// the columns held: no other is, legal or not.
+// A warp takes a row, a lane a word and its eight values. A nibble is right only if the encoder writes it for the columns of
+// the nonzeros; any other is wrong, even one that mma.sp accepts.
 #include "spformat/scan.cuh"
 
 namespace spformat {

@@ -9,13 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ....arrays.library import ceil_div
 from ....products.kernel import spmm_of
 from ....products.problem import Problem, itemsize
-from ....products.roofline import CUDA_32, CUDA_64, Device, device_of
+from ....products.roofline import CUDA_32, CUDA_64, Device
 from ..runtime.kernel import CudaKernel, Prepared
-from .vector_nm_launch import C_TYPES, ITEMSIZE, choose_splits, fit, launcher, records_choice, vector_reasons
-from .vector_nm_times import TERMS, Split, staged_quantities, variant
+from .vector_nm_launch import C_TYPES, ITEMSIZE, fit, launcher, records_choice, vector_reasons
+from .vector_nm_times import TERMS, Split, filling, staged_quantities, variant
 
 
 @dataclass(frozen=True)
@@ -70,12 +69,7 @@ class SpmmVectorNM(CudaKernel):
 
     def options(self, p: Problem) -> list[Split[Tile]]:
         """A large and a small tile, with as many parts along K as they need; for float64 only small tiles fit."""
-        options, processors = [], device_of(p).processors
-        for tile in (TILES[0], TILES[2])[p.a_dtype == "float64" :]:
-            steps = ceil_div(ceil_div(p.K, p.p["m"]), max(1, tile.depth // p.p["m"]))
-            tiles = ceil_div(p.M, tile.rows) * ceil_div(p.n, tile.cols)
-            options.append(Split(tile, choose_splits(tiles, steps, processors)))
-        return options
+        return [filling(p, tile) for tile in (TILES[0], TILES[2])[p.a_dtype == "float64" :]]
 
     def variant(self, p: Problem, tile: Split[Tile]) -> tuple[str, ...]:
         return variant(p, tile)

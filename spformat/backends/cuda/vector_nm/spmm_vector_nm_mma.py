@@ -11,13 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ....arrays.library import ceil_div
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import Problem
-from ....products.roofline import TENSOR_16, TF32_THREE, Device, device_of
+from ....products.roofline import TENSOR_16, TF32_THREE, Device
 from ..runtime.kernel import CudaKernel, Prepared
-from .vector_nm_launch import C_TYPES, ITEMSIZE, choose_splits, fit, launcher, records_choice, vector_reasons
-from .vector_nm_times import TERMS, Split, staged_quantities, variant
+from .vector_nm_launch import C_TYPES, ITEMSIZE, fit, launcher, records_choice, vector_reasons
+from .vector_nm_times import TERMS, Split, filling, staged_quantities, variant
 
 
 @dataclass(frozen=True)
@@ -95,13 +94,7 @@ class SpmmVectorNMTensor(CudaKernel):
 
     def options(self, p: Problem) -> list[Split[Tile]]:
         """The first tile of every group that is not far wider than N, with the parts along K that it needs."""
-        options, processors = [], device_of(p).processors
-        for tile in (group[0] for group in groups(p)):
-            if p.n > 32 or tile.cols < 128:
-                steps = ceil_div(ceil_div(p.K, p.p["m"]), max(1, tile.depth // p.p["m"]))
-                tiles = ceil_div(p.M, tile.rows) * ceil_div(p.n, tile.cols)
-                options.append(Split(tile, choose_splits(tiles, steps, processors)))
-        return options
+        return [filling(p, tile) for tile, *_ in groups(p) if p.n > 32 or tile.cols < 128]
 
     def variant(self, p: Problem, tile: Split[Tile]) -> tuple[str, ...]:
         return variant(p, tile)

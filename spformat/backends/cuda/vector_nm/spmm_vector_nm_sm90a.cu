@@ -92,7 +92,7 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
                     place[i] = to + A_BYTES + chunk / 8 * BLOCK + (w * LINES + row) * 128 + ((chunk ^ row) % 8) * 16;
                 }
                 auto column = [&](int step) { return __shfl_sync(0xFFFFFFFF, mine, step * ROW_STEP + lane / CHUNKS); };
-                if (__all_sync(0xFFFFFFFF, mine >= 0 && width == 16)) {  // nothing to fill up
+                if (__all_sync(0xFFFFFFFF, mine >= 0 && width == 16)) {  // every column is there and whole: no zeros to write
 #pragma unroll
                     for (int step = 0; step < STEPS; step += BATCH) {
                         const unsigned char* source[BATCH];
@@ -128,7 +128,7 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
             for (int k = first; k < last; ++k, ++consumed) {
                 const u32 stage = consumed % STAGES, from = base + stage * STAGE;
                 barrier::wait(full + 8 * stage, consumed / STAGES & 1);
-                tma::fence_shared();  // cp.async wrote as threads write; wgmma reads as the copy engine does
+                tma::fence_shared();  // cp.async wrote through the generic proxy, wgmma reads through the async proxy
                 const u64 a = wgmma::descriptor(from + group * BLOCK, BLOCK, 1024, wgmma::B128);
                 const u64 b = wgmma::descriptor(from + A_BYTES, BLOCK, 1024, wgmma::B128);
                 wgmma::pin(acc);

@@ -24,8 +24,8 @@ spmm_vector_nm_tma(const __grid_constant__ TensorMap a_map, const Shape s, int s
     constexpr int BM = WM * WARPS_M, BN = WN * WARPS_N, WARPS = WARPS_M * WARPS_N;
     constexpr int WIDE = 128 / sizeof(T), BLOCKS_B = BN / WIDE, BLOCKS_A = BM / WIDE;  // 128-byte column blocks of a tile
     constexpr int PEERS = CLUSTER_M + CLUSTER_N - 1;  // CTAs that share a copy with this one, itself included
-    // Of a warp at a free stage. Without a cluster every lane speaks for its own reads; lane 0 alone after a __syncwarp
-    // would do, but racecheck follows the arriving lane only.
+    // Arrivals of a warp at a free stage. Without a cluster every lane arrives for its own reads; lane 0 alone after a __syncwarp
+    // would be enough, but racecheck follows only the lane that arrives.
     constexpr int ARRIVALS = PEERS > 1 ? PEERS : 32;
     static_assert(WARPS == 8, "two warpgroups multiply");
     static_assert(BLOCKS_B % CLUSTER_M == 0 && BLOCKS_A % CLUSTER_N == 0, "a CTA's share is whole blocks");
@@ -104,7 +104,7 @@ spmm_vector_nm_tma(const __grid_constant__ TensorMap a_map, const Shape s, int s
         take_registers<232>();
         const int wm = warp / WARPS_N, wn = warp % WARPS_N;
         Out* strip = reinterpret_cast<Out*>(shared + strips + warp * strip_bytes);
-        // Whom to tell that a stage is free: the CTAs that write to it, one per lane.
+        // The CTAs that write to a stage and must learn that it is free, one per lane.
         const int peer = lane < CLUSTER_M ? rank_n * CLUSTER_M + lane
                                           : (lane - CLUSTER_M + (lane - CLUSTER_M >= rank_n)) * CLUSTER_M + rank_m;
         for (int item = first_item; item < items; item += item_step) {

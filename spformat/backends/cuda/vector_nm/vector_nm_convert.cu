@@ -140,7 +140,7 @@ encode(const T* __restrict__ x, Sizes s, u64 mask, Ranking by, int pitch, u8* __
                 for (int i = 0; i < (int)(PIECE * sizeof(T) / WORD); ++i) to[i] = of[i];
             }
             if (KIND != EXACT) continue;
-            // One atomic for all lanes whose rows are of one group: neighbours mostly are.
+            // One atomic for all lanes whose rows belong to one group, as those of neighbouring lanes mostly do.
             const int word = held ? g * words + c / LANES : -1;
             const u32 peers = __match_any_sync(ALL, word), together = __reduce_or_sync(peers, held << c % LANES);
             if (held && lane == __ffs(peers) - 1) atomicOr(used + word, together);

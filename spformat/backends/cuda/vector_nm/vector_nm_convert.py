@@ -1,9 +1,9 @@
 """Dense to and from vector n:m on the device: the twin of the compiled host code, for CuPy arrays.
 
-``edges.py`` hands these functions the arrays that the format allocated; the numpy code is the
-law, and results equal it bit for bit. Kernels: vector_nm_convert.cu. One pass over the dense array each way, choosing
-the vectors that stay included; where the rows of a group do not fit in shared memory, encoding takes two (positions,
-then values), and choosing is left to ``preprocess.masks``.
+The arrays are allocated by the format and passed by ``edges.py``. The numpy code is the reference, and results equal it
+bit for bit. Kernels: vector_nm_convert.cu. Each direction takes one pass over the dense array, pruning included. If the
+rows of a group do not fit in shared memory, encoding takes two passes (positions, then values), and
+``preprocess.masks`` prunes.
 """
 
 from __future__ import annotations

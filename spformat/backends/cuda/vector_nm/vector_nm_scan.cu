@@ -1,11 +1,11 @@
-// Whether data and indices of a vector n:m matrix are valid, in one pass: what VectorNM.check_memory and check_canonical
-// ask of them, without names. What a packed matrix has beside follows from them; it is computed again and compared.
+// Whether data and indices of a vector n:m matrix are valid, in one pass: as VectorNM.check_memory and check_canonical
+// require. The other arrays of a packed matrix follow from these; they are computed again and compared.
 //
 //   data     T[W, Q*length]     values as unsigned words; `mask` has the bits that decide whether one is zero
 //   indices  u8[W, Q]
 //   bad      becomes 1 if something is wrong
 //
-// `span` lanes look at a vector.
+// `span` lanes read a vector.
 #include "spformat/scan.cuh"
 
 namespace spformat {
@@ -35,7 +35,7 @@ vector_nm_scan(const T* __restrict__ data, const u8* __restrict__ indices, i64 M
         const int index = indices[v], rank = u % n;
         wrong |= index >= m;
         wrong |= rank && indices[v - Q] >= index;
-        // Positions ascend, so one stands at its own rank exactly if every lower position is taken too.
+        // Positions ascend, so a position equals its rank exactly if every lower position is stored, too.
         wrong |= held ? u / n * m + index >= K : index != rank;
     });
     scan::report(wrong, bad);

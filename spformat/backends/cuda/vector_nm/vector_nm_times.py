@@ -17,7 +17,8 @@ from ....products.ideal import (
     tile_us,
 )
 from ....products.problem import COL, Problem, itemsize
-from ....products.roofline import Device
+from ....products.roofline import Device, device_of
+from .vector_nm_launch import choose_splits
 from .vector_nm_tiles import MAX_PACKED_SHARE
 
 TERMS = ("launch", "memory", "products", "loads", "steps", "tiles", "sums", "copy of B", "second launches",
@@ -44,6 +45,13 @@ def parts(tile: _Tile, tiles: int, steps: int, device: Device) -> Iterator[Split
     once, twice = device.processors // max(1, tiles), 2 * device.processors // max(1, tiles)
     for count in sorted({1, *(max(1, min(most, x)) for x in (once, twice))}):
         yield Split(tile, count)
+
+
+def filling(p: Problem, tile: Any) -> Split[Any]:
+    """A tile of whole windows, with as many parts along K as fill the device about once."""
+    steps = ceil_div(ceil_div(p.K, p.p["m"]), max(1, tile.depth // p.p["m"]))
+    tiles = ceil_div(p.M, tile.rows) * ceil_div(p.n, tile.cols)
+    return Split(tile, choose_splits(tiles, steps, device_of(p).processors))
 
 
 def variant(p: Problem, split: Split[Any]) -> tuple[str, ...]:

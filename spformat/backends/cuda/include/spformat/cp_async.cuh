@@ -4,7 +4,7 @@
 
 namespace spformat {
 
-// How L2 keeps what a load brings. What is read once should make room for itself instead of evicting what others wrote.
+// How long L2 keeps what a load brings. Data that is read once should be evicted first, so that it does not replace other data.
 __device__ __forceinline__ u64 evict_normal() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));

@@ -4,7 +4,7 @@
 
 namespace spformat {
 
-// 4x4 transpose of words among the four lanes of a quad: lane t leaves with word s = what lane s held in w[t].
+// 4x4 transpose of words among the four lanes of a quad: afterwards w[s] of lane t is what w[t] of lane s was.
 __device__ __forceinline__ void transpose_quad(u32 (&w)[4]) {
     const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
 #pragma unroll
@@ -19,7 +19,7 @@ __device__ __forceinline__ void transpose_quad(u32 (&w)[4]) {
     }
 }
 
-// Transpose of an 8x8 tile of 16-bit items spread over a warp as an mma accumulator: lane 4g+t leaves with items 2t, 2t+1 of
+// Transpose of an 8x8 tile of 16-bit items spread over a warp as an mma accumulator: afterwards lane 4g+t has items 2t, 2t+1 of
 // column g.
 __device__ __forceinline__ u32 transpose_8x8(u32 word) {
     u32 turned;
@@ -38,7 +38,7 @@ template <class Out> __device__ __forceinline__ void store_eight(Out* to, const 
         if (i < valid) reinterpret_cast<u16*>(to)[i] = static_cast<u16>(w[i / 2] >> (16 * (i % 2)));
 }
 
-// A 16x16 tile held as two m16n8 accumulators (columns 0-7 in `left`, 8-15 in `right`) to
+// A 16x16 tile in two m16n8 accumulators (columns 0-7 in `left`, 8-15 in `right`) to
 // C[row][column] at c + row*ldc + column, or, Col, at c + row + column*ldc. Rows >= rows and columns >= columns do not
 // exist (either may be <= 0). All 32 lanes call together.
 template <class Out, bool Col>

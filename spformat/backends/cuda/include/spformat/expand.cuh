@@ -33,8 +33,8 @@ template <class T> __device__ __forceinline__ void store_unit(T* to, const T* im
     }
 }
 
-// The first i in [lo, hi) that is not below(i), or hi, where all that are come first. All lanes of a warp call it; each round
-// asks 32 of them, so that a range of 1,000 takes two.
+// The first i in [lo, hi) for which below(i) is false, or hi; below is true up to there and false from there on. All lanes of a
+// warp call it; each round tests 32 places, so that a range of 1,000 takes two rounds.
 template <class Below> __device__ __forceinline__ i64 warp_lower_bound(i64 lo, i64 hi, Below below) {
     while (lo < hi) {
         const i64 step = (hi - lo + 31) / 32, i = lo + (threadIdx.x % 32) * step;

@@ -18,7 +18,7 @@ template <int BYTES> using word_t = typename Word<BYTES>::type;
 
 __host__ __device__ constexpr int log2_of(int x) { return x <= 1 ? 0 : 1 + log2_of(x / 2); }
 
-// Ask for `bytes` bytes at `p` in L2, every thread of the grid its share. Operands that are read exactly once from
+// Prefetch `bytes` bytes at `p` into L2, every thread of the grid its share. Operands that are read exactly once from
 // DRAM anyway arrive while the first, dependent loads (record, then column index) are still on their way.
 __device__ __forceinline__ void prefetch_l2(const void* p, long long bytes, long long thread, long long threads) {
   for (long long at = thread * 128; at < bytes; at += threads * 128)
@@ -72,7 +72,7 @@ template <class T, class Index, int LANES, int BATCH> struct Batch {
   }
 };
 
-// Item `item` of an array held as in Batch, in all lanes of the slot.
+// Item `item` of an array that is spread over lanes as in Batch, to all lanes of the slot.
 template <int LANES, class V, int HELD> __device__ __forceinline__ V broadcast(const V (&held)[HELD], int item) {
   if constexpr (LANES == 1) {
     return held[item];

@@ -35,7 +35,7 @@ __device__ __forceinline__ void ldmatrix_x2_trans(u32 (&r)[2], u32 address) {
                  : "=r"(r[0]), "=r"(r[1]) : "r"(address) : "memory");
 }
 
-// The way back (sm_90): lane 8j+i gives the address of row i of tile j; tile j is r[j], held as ldmatrix delivers it.
+// The way back (sm_90): lane 8j+i gives the address of row i of tile j; tile j is r[j], in the layout that ldmatrix delivers.
 __device__ __forceinline__ void stmatrix_x4(u32 address, const u32 (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
                  ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");

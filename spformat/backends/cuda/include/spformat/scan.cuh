@@ -1,7 +1,7 @@
-// What the *_scan kernels share: one pass over arrays that nobody has looked at yet, to say whether they are valid.
+// What the *_scan kernels share: one pass over unchecked arrays, to say whether they are valid.
 //
-// What is read from an array is compared; it becomes an address only where that comparison is true, and nothing is
-// computed from it before that could overflow. So no array, whatever it holds, makes a scan read outside of its own.
+// A value that is read from an array is compared first. It is used as an address only if the comparison is true, and nothing
+// that could overflow is computed from it before. So a scan never reads outside of its arrays, whatever they contain.
 #pragma once
 #include "spformat/integers.cuh"
 
@@ -41,8 +41,8 @@ __device__ __forceinline__ void each(const T* __restrict__ values, i64 n, i64 at
     for (i64 i = head + wide * WIDE + at; i < n; i += step) seen(values[i]);
 }
 
-// piece(number, lane) for pieces 0 .. count-1, each by `span` neighbouring lanes (a power of two up to 32). A warp's
-// lanes go round together, so that they may meet in `piece`: numbers beyond the last come up there too.
+// piece(number, lane) for pieces 0 .. count-1, each by `span` neighbouring lanes (a power of two up to 32). All
+// lanes of a warp call it equally often, so that it may contain warp-wide operations; some numbers are therefore >= count.
 template <class F> __device__ __forceinline__ void share(i64 count, int span, F piece) {
     const int groups = 32 / span, lane = threadIdx.x % 32;
     for (i64 first = thread() / 32 * groups; first < count; first += threads() / 32 * groups)
@@ -63,7 +63,7 @@ template <class P> __device__ __forceinline__ bool bad_pointer(const P* __restri
     return wrong;
 }
 
-// Whether one of p[0 .. n] is x; p ascends, and if it does not, the answer is of no use, but an answer.
+// Whether one of p[0 .. n] is x. p should ascend; if it does not, the answer is meaningless, but nothing else is read.
 template <class P> __device__ __noinline__ bool among(i64 x, const P* __restrict__ p, i64 n) {
     i64 low = 0, high = n;
 #pragma unroll 1

@@ -6,7 +6,7 @@
 //                               CUDA-core kernel: only the byte offset of the staged row, the lines of A in order
 //     rows   u32[staged]        packed only: the row of B that each staged row holds, NO_ROW after the last
 // Unpacked, a k tile is whole windows and all its tile_cols rows of B are staged in order. Staged row `staged` is all zero,
-// and so are the lines of A from tile_kept on: what empty slots name.
+// and so are the lines of A from tile_kept on; empty slots refer to these.
 #pragma once
 #include "spformat/cp_async.cuh"
 #include "spformat/ldmatrix.cuh"
