@@ -24,8 +24,10 @@ from spformat.arrays.dtypes import bits, nonzero_mask
 from spformat.arrays.library import Array, index_dtype, namespace
 from spformat.dispatch import api, select
 from spformat.errors import NoKernelError, OrderError, PatternError, UsageError
-from spformat.formats import edges, unregister
+from spformat.formats import composed, edges, registered, unregister
 from spformat.formats.base import INDEX, VALUE, Format, array
+from spformat.formats.composed import Composed
+from spformat.formats.declare import part
 from spformat.formats.edges import CHECK, DENSE, Edge
 from spformat.preprocess.structure import analyse
 from spformat.products import operations
@@ -148,6 +150,39 @@ def coo(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[COO]]:
     yield COO
     edges.unregister(HOST, DEVICE)
     unregister("coo")
+
+
+def test_a_format_is_listed_while_it_is_registered() -> None:
+    """The lists are remembered; so are the formats that the reference and a stored transpose take."""
+
+    def names() -> list[set[str]]:
+        reference = next(k for k in backends.get("reference").kernels() if k.name == "reference.spmm")
+        copy = next(k for k in backends.get("composed").kernels() if k.name == "composed.transposed_copy")
+        return [{f.name for f in registered()}, {f for _, f in reference.takes}, {f for _, f in copy.takes}]
+
+    before = names()
+    sf.register(COO)
+    try:
+        assert names() == [known | {"coo"} for known in before]
+    finally:
+        unregister("coo")
+    assert names() == before
+
+
+def test_a_composed_format_is_listed_while_it_is_registered() -> None:
+    @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
+    class Stack(Composed):
+        name = "stack"
+        parts: tuple[Format, ...] = part(many=True)
+
+    listed, others = composed(), registered()
+    sf.register(Stack)
+    try:
+        assert composed() == (*listed, Stack)
+        assert registered() == others
+    finally:
+        unregister("stack")
+    assert composed() == listed
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 from .. import backends
 from ..backends.base import Backend
@@ -68,6 +70,25 @@ def choose(problem: Problem, name: str | None = None) -> Kernel:
 
 def ask(problem: Problem, only: str | None = None, *, installed: bool = True) -> Explanation:
     """Every kernel's answer. only: a backend or a kernel. installed: refuse what is missing on this machine."""
+    outer = _inner.get()
+    if outer is None:
+        token = _inner.set({})
+        try:
+            with rates.read_once():
+                return _ask(problem, only, installed)
+        finally:
+            _inner.reset(token)
+    key = problem, only, installed
+    if key not in outer:
+        outer[key] = _ask(problem, only, installed)
+    return outer[key]
+
+
+_inner: ContextVar[dict[Any, Explanation] | None] = ContextVar("spformat_inner_answers", default=None)
+"""What was answered inside the call of ``ask`` that now runs: a composed kernel asks for its parts more than once."""
+
+
+def _ask(problem: Problem, only: str | None, installed: bool) -> Explanation:
     answers: list[Accepted | Rejected] = []
     for name in (only,) if only else backends.order(problem.device):
         answers += _answers(problem, name, installed)
@@ -88,10 +109,11 @@ def _answers(p: Problem, name: str, installed: bool) -> Iterator[Accepted | Reje
         yield Rejected(name, (f"the backend does not load: {e}",))
         return
     missing, concerned = tuple(backend.missing()) if installed else (), False
+    wanted = p.operation, p.format
     for k in kernels:
         if only is not None and k.name != only:
             continue
-        if (p.operation, p.format) not in k.takes:
+        if wanted not in k.takes:
             if only is not None:
                 formats = sorted({f for operation, f in k.takes if operation == p.operation})
                 what = f"format {p.format}" if formats else f"operation {p.operation}"
@@ -134,7 +156,6 @@ def without_epilogue(kernel: Kernel, problem: Problem) -> Problem:
     """
     if not problem.epilogue or kernel.epilogue:
         return problem
-    wide = problem.changed(epilogue=False, out_dtype="float32")
-    if problem.out_dtype in ("float16", "bfloat16") and not kernel.unsupported(wide):
-        return wide
-    return problem.changed(epilogue=False)
+    if problem.out_dtype in ("float16", "bfloat16") and not kernel.unsupported(problem.alone_in_float32):
+        return problem.alone_in_float32
+    return problem.alone
