@@ -118,9 +118,7 @@ def check_bytes(n: int, what: str, given: int = 0) -> int:
         what: named in the message, for instance "dense copy of (1048576, 1048576)".
         given: bytes of the real input it is made from (array or file), which widen the default budget.
     """
-    allowed = current().memory
-    if allowed is None:
-        allowed = min(max(_FLOOR, _RATIO * given), host_memory())
+    allowed = _budget(given)
     if n > allowed:
         raise LimitError(
             f"{what}: {n:,} bytes requested, {allowed:,} allowed; raise the budget with --max-memory "
@@ -130,6 +128,17 @@ def check_bytes(n: int, what: str, given: int = 0) -> int:
             hint="--max-memory",
         )
     return n
+
+
+def always_allowed(n: int) -> bool:
+    """Whether ``check_bytes`` accepts ``n`` bytes for every input. It is for callers to whom the other arguments of
+    ``check_bytes`` cost more than the check."""
+    return n <= _budget(0)
+
+
+def _budget(given: int) -> int:
+    allowed = current().memory
+    return min(max(_FLOOR, _RATIO * given), host_memory()) if allowed is None else allowed
 
 
 def host_memory() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import ml_dtypes
 import numpy as np
@@ -371,6 +372,15 @@ def test_numba_is_only_imported_for_a_product() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.fixture
+def numba_is_looked_up() -> Iterator[None]:
+    """Whether numba is installed is remembered; the test looks again, and what it sees is forgotten."""
+    cpu._has_numba.cache_clear()
+    yield
+    cpu._has_numba.cache_clear()
+
+
+@pytest.mark.usefixtures("numba_is_looked_up")
 def test_without_numba_the_backend_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: name != "numba" and find(name, *more))

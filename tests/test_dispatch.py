@@ -18,6 +18,8 @@ import pytest
 import spformat as sf
 from spformat import backends
 from spformat.arrays.library import span
+from spformat.dispatch import select
+from spformat.products import rates
 from spformat.products.plan import Plan
 from spformat.products.problem import Problem, result_dtype
 
@@ -362,6 +364,21 @@ def test_where_an_array_on_a_device_lies() -> None:
     ):  # fmt: skip
         x = SimpleNamespace(data=SimpleNamespace(ptr=1000), itemsize=4, shape=shape, strides=strides)
         assert span(x) == wanted
+
+
+def test_what_kernels_ask_more_than_once_is_answered_once_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The product with a stored transpose is asked for by two methods of its kernel; the rates by every kernel."""
+    p = Problem.product("csr", (), 64, 64, 8, 100, "float32", "float32", "float32", operation="spmm_transposed")
+    counts: dict[str, list[str]] = {"_ask": [], "_current_tables": []}
+    for module, name in ((select, "_ask"), (rates, "_current_tables")):
+        real = getattr(module, name)
+        spy = lambda q, *rest, real=real, name=name: counts[name].append(q.operation) or real(q, *rest)  # noqa: E731
+        monkeypatch.setattr(module, name, spy)
+    for calls in (1, 2):
+        trace = sf.explain(p)
+        assert "composed.transposed_copy: accepted" in str(trace)
+        assert counts["_ask"] == ["spmm_transposed", "spmm"] * calls
+        assert counts["_current_tables"] == ["spmm_transposed"] * calls
 
 
 def test_plan_is_a_value() -> None:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
+import sys
 from collections.abc import Iterator
+from importlib.machinery import PathFinder
 from typing import Any
 
 from ..errors import UsageError
@@ -49,9 +52,38 @@ def unregister(name: str) -> None:
 
 
 def _entry_points(group: str = ENTRY_POINT_GROUP) -> Any:
-    from importlib.metadata import entry_points  # brings the email package: not for importing spformat
+    """The entry points of a group that installed packages have."""
+    if not _may_be_installed(group):
+        return ()
+    from importlib.metadata import entry_points  # takes 40 ms; most machines have no plug-ins
 
     return entry_points(group=group)
+
+
+def _may_be_installed(group: str) -> bool:
+    """False if certainly no installed package has an entry point of the group; takes 2 ms.
+
+    It searches the files ``entry_points.txt`` that installers write for the name of the group. Packages that lie
+    elsewhere (in a zip file, or behind an importer of their own) are left to ``importlib.metadata``.
+    """
+    if any(hasattr(finder, "find_distributions") and finder is not PathFinder for finder in sys.meta_path):
+        return True
+    for folder in sys.path:
+        try:
+            names = os.listdir(folder or ".")
+        except NotADirectoryError:
+            return True
+        except OSError:  # importlib passes over folders that do not exist or cannot be read
+            continue
+        for name in names:
+            if name.lower().endswith((".dist-info", "egg-info")):
+                try:
+                    with open(os.path.join(folder, name, "entry_points.txt"), "rb") as f:
+                        if group.encode() in f.read():
+                            return True
+                except OSError:
+                    continue
+    return False
 
 
 @functools.cache

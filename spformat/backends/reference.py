@@ -12,7 +12,7 @@ from ..formats import composed, registered
 from ..formats.base import Format
 from ..products import operations
 from ..products.ideal import index_bytes
-from ..products.kernel import Kernel, reasons
+from ..products.kernel import Kernel, reasons, spmm_of
 from ..products.operation import Items
 from ..products.plan import Plan
 from ..products.problem import Problem
@@ -41,7 +41,7 @@ class Reference(Kernel):
     @property
     def takes(self) -> frozenset[tuple[str, str]]:  # type: ignore[override]
         """Every registered format: they all have ``to_csr``."""
-        return frozenset((self.operation, f.name) for f in (*registered(), *composed()))
+        return spmm_of(*(f.name for f in (*registered(), *composed())), operation=self.operation)
 
     def unsupported(self, p: Problem) -> list[str]:
         """Takes everything on the host. ``out`` may be of integers only if A and B are int8."""

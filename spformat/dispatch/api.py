@@ -160,8 +160,10 @@ def plan(A: Any, n: int | None = None, *, B: Any = None, out: Any = None, backen
     n: the number of columns to choose a kernel for; any number may be run, and the plan fits its launch to it. Give B
     (and out) instead to copy their dtype and layout; else B is row-major in A's dtype.
     epilogue: ``p(B, out=C, alpha=.., beta=.., bias=..)`` (see ``spmm``); ``p.tile`` says if that is a pass of its own.
-    workspace: most bytes that the plan may use beside A, B and C (a dense copy of A, a stored transpose); 0 refuses
-    kernels that need any. unsafe=True skips validation of A: only for arrays whose contents you have checked.
+    workspace: most bytes for copies beside A, B and C: a dense copy of A or panels of it, a stored transpose, float32
+    sums of a sum of matrices. 0 refuses kernels that need any. It does not limit what a kernel needs to run at all
+    (tables of indices, values in its own order, tiles, partial sums); ``Plan.workspace`` counts what is kept of that.
+    unsafe=True skips validation of A: only for arrays whose contents you have checked.
     """
     operation, A = ("spmm_transposed", A.matrix) if isinstance(A, Transposed) else ("spmm", as_format(A))
     if B is not None:

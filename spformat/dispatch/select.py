@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 from .. import backends
 from ..backends.base import Backend
 from ..errors import DeviceUnavailable, NoKernelError, UsageError
 from ..products import rates
 from ..products.kernel import Accepted, Kernel, Rejected
-from ..products.problem import LINE, Problem
+from ..products.problem import Problem
 from ..products.roofline import epilogue_us
 
 
@@ -68,6 +69,8 @@ def choose(problem: Problem, name: str | None = None, without: str = "") -> Kern
 
 
 _INSTALLED: ContextVar[bool] = ContextVar("spformat_installed", default=True)
+_inner: ContextVar[dict[Any, Explanation] | None] = ContextVar("spformat_inner_answers", default=None)
+"""What was answered inside the call of ``ask`` that now runs: a composed kernel asks for its parts more than once."""
 
 
 def installed_only() -> bool:
@@ -81,13 +84,30 @@ def ask(problem: Problem, only: str | None = None, *, installed: bool | None = N
     installed: refuse what is missing on this machine. Kernels that are composed of others ask for those in the same
     way: inside another call the default is what that call was given, else True.
     """
+    wanted = installed_only() if installed is None else installed
+    outer = _inner.get()
+    if outer is None:
+        tokens = _INSTALLED.set(wanted), _inner.set({})
+        try:
+            with rates.read_once():
+                return _ask(problem, only, without)
+        finally:
+            _INSTALLED.reset(tokens[0])
+            _inner.reset(tokens[1])
+    key = problem, only, wanted, without
+    if key not in outer:
+        token = _INSTALLED.set(wanted)
+        try:
+            outer[key] = _ask(problem, only, without)
+        finally:
+            _INSTALLED.reset(token)
+    return outer[key]
+
+
+def _ask(problem: Problem, only: str | None, without: str) -> Explanation:
     answers: list[Accepted | Rejected] = []
-    token = _INSTALLED.set(_INSTALLED.get() if installed is None else installed)
-    try:
-        for name in (only,) if only else backends.order(problem.device):
-            answers += _answers(problem, name, without)
-    finally:
-        _INSTALLED.reset(token)
+    for name in (only,) if only else backends.order(problem.device):
+        answers += _answers(problem, name, without)
     accepted = sorted((a for a in answers if isinstance(a, Accepted)), key=lambda a: a.expected_us)  # stable
     return Explanation(problem, (*accepted, *(a for a in answers if not a)), rates.source(problem))
 
@@ -105,10 +125,11 @@ def _answers(p: Problem, name: str, without: str) -> Iterator[Accepted | Rejecte
         yield Rejected(name, (f"the backend does not load: {e}",))
         return
     missing, concerned = tuple(backend.missing()) if installed_only() else (), False
+    wanted = p.operation, p.format
     for k in kernels:
         if k.name == without or (only is not None and k.name != only):
             continue
-        if (p.operation, p.format) not in k.takes:
+        if wanted not in k.takes:
             if only is not None:
                 formats = sorted({f for operation, f in k.takes if operation == p.operation})
                 what = f"format {p.format}" if formats else f"operation {p.operation}"
@@ -151,9 +172,6 @@ def without_epilogue(kernel: Kernel, problem: Problem) -> Problem:
     """
     if not problem.epilogue or kernel.epilogue:
         return problem
-    if problem.device == "cuda":  # the product goes to memory of its own, with aligned lines
-        problem = problem.changed(out_alignment=LINE)
-    wide = problem.changed(epilogue=False, out_dtype="float32")
-    if problem.out_dtype in ("float16", "bfloat16") and not kernel.unsupported(wide):
-        return wide
-    return problem.changed(epilogue=False)
+    if problem.out_dtype in ("float16", "bfloat16") and not kernel.unsupported(problem.alone_in_float32):
+        return problem.alone_in_float32
+    return problem.alone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from typing import Any, TypeVar
 
 from ..errors import UsageError
@@ -60,6 +61,7 @@ def register(fmt: F) -> F:
     """Add a format (usable as a class decorator); its ``name`` must be free."""
     if _by_name.setdefault(fmt.name, fmt) is not fmt:
         raise UsageError(f"a format called {fmt.name!r} is already registered")
+    _forget()
     return fmt
 
 
@@ -68,13 +70,21 @@ def unregister(name: str) -> None:
     if name in {f.name for f in (*FORMATS, *COMPOSED)}:
         raise UsageError(f"{name!r} is built in")
     _by_name.pop(name, None)
+    _forget()
 
 
+def _forget() -> None:
+    registered.cache_clear()
+    composed.cache_clear()
+
+
+@functools.cache
 def registered() -> tuple[type[Format], ...]:
     """All formats into which matrices are converted, built-in ones first."""
     return tuple(f for f in _by_name.values() if not f.declared_parts())
 
 
+@functools.cache
 def composed() -> tuple[type[Format], ...]:
     """All composed formats, built-in ones first."""
     return tuple(f for f in _by_name.values() if f.declared_parts())

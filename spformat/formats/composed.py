@@ -18,7 +18,7 @@ import numpy as np
 
 from ..arrays.library import Array, to_device
 from ..errors import FormatError, UsageError
-from .base import VALUE, Format
+from .base import Format
 
 MAX_DEPTH = 4
 """The most levels of parts inside parts, in memory and in files."""
@@ -71,7 +71,7 @@ class Composed(Format):
     @property
     def values(self) -> Array:
         """Its own VALUE array, or that of its first part; all parts have one dtype and one device."""
-        own = next((d.name for d in self.declared_arrays() if d.kind == VALUE), None)
+        own = self.value_field()
         values: Array = getattr(self, own) if own else next(iter(self.parts_by_name().values())).values
         return values
 

@@ -147,13 +147,18 @@ def declarations(
     return tuple(arrays), tuple(params), tuple(tables)
 
 
+@functools.cache
+def _value_field(cls: Any) -> str:
+    return next((d.name for d in declarations(cls)[0] if d.kind == VALUE), "")
+
+
 def parse_shape(name: str, shape: Any, rank: int = 2) -> tuple[int, int]:
     """(M, K) as ints in 0 .. 2^48-1; as many sizes as the format has dimensions (``Format.rank``)."""
     try:
-        sizes = tuple(plain_int(v) for v in shape)
+        sizes = tuple(map(plain_int, shape))
     except (TypeError, ValueError):
         sizes = ()
-    if len(sizes) != rank or not all(0 <= v <= MAX_DIMENSION for v in sizes):
+    if len(sizes) != rank or min(sizes) < 0 or max(sizes) > MAX_DIMENSION:
         wanted = "two ints (M, K)" if rank == 2 else f"{rank} ints"
         raise UsageError(f"{name}: shape: expected {wanted} in 0 .. 2^48-1, got {shape!r:.80}", value=shape)
     return sizes  # type: ignore[return-value]
@@ -186,22 +191,23 @@ def array_problems(
             problems.append((d.name, f"{d.name}: expected a numpy or CuPy array, got {type(a).__name__}"))
             continue
         devices[d.name] = device_of(a)
-        if a.ndim != len(d.dims):
+        shape = a.shape
+        if len(shape) != len(d.dims):
             wanted = ", ".join(d.dims)
-            text = f"{d.name}: expected {len(d.dims)} dimensions [{wanted}], got shape {a.shape}"
+            text = f"{d.name}: expected {len(d.dims)} dimensions [{wanted}], got shape {shape}"
             problems.append((d.name, text))
             continue
-        for label, size in zip(d.dims, a.shape, strict=True):
+        for label, size in zip(d.dims, shape, strict=True):
             if size != sizes.setdefault(label, size):
-                text = f"{d.name}: dimension {label} = {sizes[label]}, got {size} (shape {a.shape})"
+                text = f"{d.name}: dimension {label} = {sizes[label]}, got {size} (shape {shape})"
                 problems.append((d.name, text))
         if not a.flags.c_contiguous:
             problems.append((d.name, f"{d.name}: expected C order; use ascontiguousarray"))
-        well_shaped.append((d, a))
-    for d, a in well_shaped:
+        well_shaped.append((d, a.dtype))
+    for d, dtype in well_shaped:
         accepted = _dtypes_of(d, sizes, value_dtypes)
-        if dtype_name(a.dtype) not in accepted or not a.dtype.isnative:
-            problems.append((d.name, f"{d.name}: expected dtype {' or '.join(accepted)}, got {a.dtype}"))
+        if dtype_name(dtype) not in accepted or not dtype.isnative:
+            problems.append((d.name, f"{d.name}: expected dtype {' or '.join(accepted)}, got {dtype}"))
     if len(set(devices.values())) > 1:
         problems.append(("", "arrays on several devices: " + ", ".join(f"{k} {v}" for k, v in devices.items())))
     return problems
@@ -216,7 +222,7 @@ def _dtypes_of(d: ArrayDeclaration, sizes: dict[str, int], value_dtypes: tuple[s
         return (d.kind,)
     bound = sizes.get(d.bound or "")
     # If no array length decides the bound (items among padding), both index types are accepted.
-    return ("int32", "int64") if bound is None else (index_dtype(bound).name,)
+    return ("int32", "int64") if bound is None else (dtype_name(index_dtype(bound)),)
 
 
 class Declared:
@@ -237,6 +243,11 @@ class Declared:
     def declared_tables(cls) -> tuple[tuple[str, str], ...]:
         """(name, label of its length) of each table."""
         return declarations(cast(Any, cls))[2]
+
+    @classmethod
+    def value_field(cls) -> str:
+        """The name of the VALUE array; empty for a composed format that has none of its own."""
+        return _value_field(cast(Any, cls))
 
     @classmethod
     def declared_parts(cls) -> tuple[PartDeclaration, ...]:

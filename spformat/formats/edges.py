@@ -97,11 +97,8 @@ def find(source: str, target: str, x: Array, elements: int | None = None) -> tup
 
     x: the dense array, or the values of the source. elements: number of dense elements; default: those of ``x``.
     """
-    device = "cuda" if is_cupy(x) else "cpu"
-    if _waiting[device]:
-        _load(device)
     size = x.size if elements is None else elements
-    return tuple(e for e in _table.get((source, target, device), ()) if e.accepts(x, size))
+    return tuple(e for e in _registered(source, target, x) if e.accepts(x, size))
 
 
 def take(source: str, target: str, given: Any, params: dict[str, Any], x: Array, elements: int | None = None) -> Any:
@@ -109,12 +106,21 @@ def take(source: str, target: str, given: Any, params: dict[str, Any], x: Array,
 
     None if there is no edge, or if every edge returns None; then the caller must run its general code.
     """
-    for edge in find(source, target, x, elements):
-        with current_device(x):
-            result = edge.function(given, params)
-        if result is not None:
-            return result
+    for edge in _registered(source, target, x):  # most conversions of small matrices end here: keep it short
+        if edge.accepts(x, x.size if elements is None else elements):
+            with current_device(x):
+                result = edge.function(given, params)
+            if result is not None:
+                return result
     return None
+
+
+def _registered(source: str, target: str, x: Array) -> tuple[Edge, ...]:
+    """The edges from source to target on the device of ``x``, those that are not worth using among them."""
+    device = "cuda" if is_cupy(x) else "cpu"
+    if _waiting[device]:
+        _load(device)
+    return _table.get((source, target, device), ())
 
 
 def _load(device: str) -> None:

@@ -170,7 +170,7 @@ def as_array(x: Any) -> Array:
 
 def unmasked(x: Array) -> Array:
     """``x``; UsageError for numpy's masked arrays, whose mask would be lost."""
-    if isinstance(x, np.ma.MaskedArray):
+    if type(x) is not np.ndarray and not is_cupy(x) and isinstance(x, np.ma.MaskedArray):  # numpy.ma imports in 10 ms
         raise UsageError("a masked array: its mask would be lost; use x.filled(0), or x.data for all values")
     return x
 

@@ -44,7 +44,9 @@ class Kernel:
         return []
 
     def workspace_bytes(self, p: Problem) -> int:
-        """Bytes that a plan needs beside A, B and C and that grow with the problem; the caller may limit them."""
+        """Bytes of copies that a plan needs beside A, B and C: a dense copy, a stored transpose. The caller may limit
+        them. What any plan of the kernel needs (tables of indices, tiles) does not belong here, only into
+        ``Plan.workspace``."""
         return 0
 
     def options(self, p: Problem) -> Iterable[Any]:
@@ -141,6 +143,7 @@ LEAST_US = 0.5
 """The least time that is ever expected; every call takes longer."""
 
 
+@functools.lru_cache(maxsize=256)
 def spmm_of(*formats: str, operation: str = "spmm") -> frozenset[tuple[str, str]]:
     """The ``takes`` of a kernel of one operation."""
     return frozenset((operation, name) for name in formats)

@@ -6,10 +6,10 @@ Kernels, the choice among them and the estimate of their time read these values 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from operator import index
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from ..arrays.dtypes import VALUE_TYPES, value_type
 from ..arrays.library import device_of
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ROW, COL, STRIDED = "row", "col", "strided"
 DENSE = "dense"
 WORKSPACE = 1 << 30
-"""Bytes that a plan may use beside its operands unless the caller says otherwise."""
+"""Bytes that a plan may use for copies beside its operands unless the caller says otherwise."""
 
 _RANK = {"int8": 0, "float8_e5m2": 1, "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 3, "float64": 4}
 
@@ -139,6 +139,25 @@ def aligned(pitch: int) -> int:
     return LINE if pitch == 0 else min(LINE, pitch & -pitch)
 
 
+Result = TypeVar("Result")
+
+
+class computed_once(Generic[Result]):  # noqa: N801 - a decorator
+    """``functools.cached_property`` without the lock that it takes in Python 3.11: the kernels read dozens of these for
+    every new problem. Two threads may both compute a value, which is the same then."""
+
+    def __init__(self, function: Callable[[Any], Result]) -> None:
+        self._function, self._name = function, function.__name__
+        self.__doc__ = function.__doc__
+
+    def __get__(self, instance: Any, owner: Any = None) -> Result:
+        if instance is None:  # asked of the class, as documentation tools do
+            return self  # type: ignore[return-value]
+        value = self._function(instance)
+        instance.__dict__[self._name] = value  # found before this descriptor from now on, since it has no __set__
+        return value
+
+
 @dataclass(frozen=True)
 class Problem:
     """An operation on operands, as a kernel sees it before it sees any data. Hashable; built without a GPU.
@@ -157,12 +176,12 @@ class Problem:
     epilogue: bool = False
     """alpha * A @ B + beta * C + bias instead of A @ B; alpha, beta and bias come with the call."""
     workspace: int = WORKSPACE
-    """Most bytes that a plan may use beside its operands; a kernel that needs more is refused."""
+    """Most bytes of ``Kernel.workspace_bytes``; a kernel that needs more is refused."""
 
     def __hash__(self) -> int:
         return self._hash
 
-    @cached_property
+    @computed_once
     def _hash(self) -> int:
         """Stored because the caches of expected times need it in every call."""
         return hash((self.operation, self.operands, self.out, self.sm, self.epilogue))
@@ -207,80 +226,91 @@ class Problem:
 
     # ---------------------------------------------------------------- the names of a product
 
-    @cached_property
+    @computed_once
     def format(self) -> str:
         """Format id of A."""
         return self.operands[0].format
 
-    @cached_property
+    @computed_once
     def params(self) -> tuple[tuple[str, Any], ...]:
         """Parameters of A's format, as pairs."""
         return self.operands[0].params
 
-    @cached_property
+    @computed_once
     def p(self) -> dict[str, Any]:
         """The params as a dict."""
         return dict(self.operands[0].params)
 
-    @cached_property
+    @computed_once
     def M(self) -> int:  # noqa: N802
         """Rows of A as it is stored."""
         return self.operands[0].shape[0]
 
-    @cached_property
+    @computed_once
     def K(self) -> int:  # noqa: N802
         """Columns of A as it is stored."""
         return self.operands[0].shape[1]
 
-    @cached_property
+    @computed_once
     def n(self) -> int:
         """Columns of B and of C."""
         return self.operands[1].shape[1]
 
-    @cached_property
+    @computed_once
     def rows(self) -> int:
         """Rows of C."""
         return self.out.shape[0]
 
-    @cached_property
+    @computed_once
     def inner(self) -> int:
         """Rows of B."""
         return self.operands[1].shape[0]
 
-    @cached_property
+    @computed_once
     def nnz(self) -> int:
         """Stored items of A (padding not counted where the format knows it)."""
         return self.operands[0].stored
 
-    @cached_property
+    @computed_once
     def a_dtype(self) -> str:
         """dtype of A's values."""
         return self.operands[0].dtype
 
-    @cached_property
+    @computed_once
     def b_dtype(self) -> str:
         """dtype of B."""
         return self.operands[1].dtype
 
-    @cached_property
+    @computed_once
     def out_dtype(self) -> str:
         """dtype of C."""
         return self.out.dtype
 
-    @cached_property
+    @computed_once
     def b_layout(self) -> str:
         """ "row": B[k, n] at k*ldb + n; "col": at k + n*ldb; "strided": neither (host only)."""
         return self.operands[1].layout
 
-    @cached_property
+    @computed_once
     def out_layout(self) -> str:
         """The same of C."""
         return self.out.layout
 
-    @cached_property
+    @computed_once
     def device(self) -> str:
         """ "cpu" or "cuda"."""
         return self.operands[0].device
+
+    @computed_once
+    def alone(self) -> Problem:
+        """The same product without an epilogue. On a GPU it goes to memory of its own, with aligned lines."""
+        lines = {"out_alignment": LINE} if self.device == "cuda" else {}
+        return self.changed(epilogue=False, **lines)
+
+    @computed_once
+    def alone_in_float32(self) -> Problem:
+        """The same product without an epilogue, and with a C of float32."""
+        return self.alone.changed(out_dtype="float32")
 
     @property
     def sm_name(self) -> str:

@@ -17,10 +17,12 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..errors import InputError, UsageError
 from ..storage.files import read_small
@@ -98,8 +100,35 @@ def source(p: Problem) -> str:
     return line if p.sm in (None, device.sm) else f"{line}, taken for {p.sm_name} as they are"
 
 
-def _tables(p: Problem) -> list[Mapping[str, Constants]]:
+_Tables: TypeAlias = list[Mapping[str, Constants]]
+_seen: ContextVar[dict[tuple[str, int | None], _Tables] | None] = ContextVar("spformat_rates", default=None)
+
+
+@contextmanager
+def read_once() -> Iterator[None]:
+    """Inside the block SPFORMAT_RATES and the user's file are looked at once, not for every kernel."""
+    if _seen.get() is not None:
+        yield
+        return
+    token = _seen.set({})
+    try:
+        yield
+    finally:
+        _seen.reset(token)
+
+
+def _tables(p: Problem) -> _Tables:
     """The constants for a problem by kernel: first from the user's file, then from the shipped file of its device."""
+    seen = _seen.get()
+    if seen is None:
+        return _current_tables(p)
+    key = p.device, p.sm
+    if key not in seen:
+        seen[key] = _current_tables(p)
+    return seen[key]
+
+
+def _current_tables(p: Problem) -> _Tables:
     mode = os.environ.get("SPFORMAT_RATES", "on")
     if mode not in MODES:
         raise UsageError(f"SPFORMAT_RATES: expected one of {', '.join(MODES)}, got {mode!r:.80}", value=mode)
@@ -109,7 +138,7 @@ def _tables(p: Problem) -> list[Mapping[str, Constants]]:
     return [shipped] if mode == "shipped" else [*_users(p), shipped]
 
 
-def _users(p: Problem) -> list[Mapping[str, Constants]]:
+def _users(p: Problem) -> _Tables:
     path = _user_path(os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME"))
     try:
         stamp = os.stat(path).st_mtime_ns

@@ -53,6 +53,8 @@ all cores together. Constants of host kernels are fitted to the host at hand, so
 DEVICES = {d.name: d for d in (H200, H100, A100)}
 """SXM boards. Peaks are the vendor's. Memory and cache of the H200 were measured (a copy; rows gathered by all
 processors), those of the others are scaled by bandwidth and clock."""
+_OF_ARCHITECTURE = {d.sm: d for d in reversed(DEVICES.values())}
+"""The first device of each architecture."""
 
 
 def tile_intensity(
@@ -106,7 +108,7 @@ def device_of(p: Problem) -> Device:
     """The device whose rates are used for a problem: that of an ``on`` block, of its architecture, or the H200."""
     if p.device == "cpu":
         return HOST
-    return _assumed_device.get() or next((d for d in DEVICES.values() if d.sm == p.sm), H200)
+    return _assumed_device.get() or _OF_ARCHITECTURE.get(p.sm or 0, H200)
 
 
 SHARED_KB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,47 @@ from catalogue import command
 import spformat as sf
 from additions import coordinates
 from additions.coordinates import COO, coo_to_dense_cuda, loop
+from spformat import backends
 from spformat.arrays.library import namespace
-from spformat.formats import edges
+from spformat.formats import composed, edges, registered, unregister
+from spformat.formats.base import Format
+from spformat.formats.composed import Composed
+from spformat.formats.declare import part
 from spformat.formats.edges import CHECK, Edge
 from spformat.preprocess.structure import analyse
+
+
+def test_a_format_is_listed_while_it_is_registered() -> None:
+    """The lists are remembered; so are the formats that the reference and a stored transpose take."""
+
+    def names() -> list[set[str]]:
+        reference = next(k for k in backends.get("reference").kernels() if k.name == "reference.spmm")
+        copy = next(k for k in backends.get("composed").kernels() if k.name == "composed.transposed_copy")
+        return [{f.name for f in registered()}, {f for _, f in reference.takes}, {f for _, f in copy.takes}]
+
+    before = names()
+    sf.register(COO)
+    try:
+        assert names() == [known | {"coo"} for known in before]
+    finally:
+        unregister("coo")
+    assert names() == before
+
+
+def test_a_composed_format_is_listed_while_it_is_registered() -> None:
+    @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
+    class Stack(Composed):
+        name = "stack"
+        parts: tuple[Format, ...] = part(many=True)
+
+    listed, others = composed(), registered()
+    sf.register(Stack)
+    try:
+        assert composed() == (*listed, Stack)
+        assert registered() == others
+    finally:
+        unregister("stack")
+    assert composed() == listed
 
 
 @pytest.mark.parametrize("case", CASES)

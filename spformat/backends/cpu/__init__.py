@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 
 from ...products.kernel import Kernel
@@ -11,6 +12,12 @@ KERNELS: tuple[Kernel, ...] = (*spmm.KERNELS, *transposed.KERNELS, *expand.KERNE
 """The products of every format, those with its transpose, and the way by a dense copy."""
 
 
+@functools.cache
+def _has_numba() -> bool:
+    """Whether numba is installed: looked up once (it takes 80 us), as every choice asks."""
+    return bool(importlib.util.find_spec("numba"))
+
+
 class CPUBackend:
     """Host kernels; every format has one."""
 
@@ -18,7 +25,7 @@ class CPUBackend:
 
     def missing(self) -> list[str]:
         """numba, unless it is installed."""
-        return [] if importlib.util.find_spec("numba") else ["numba is not installed: pip install 'spformat[cpu]'"]
+        return [] if _has_numba() else ["numba is not installed: pip install 'spformat[cpu]'"]
 
     def kernels(self) -> tuple[Kernel, ...]:
         """All kernels; each operation of each format has one of its own."""

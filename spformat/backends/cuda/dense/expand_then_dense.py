@@ -6,12 +6,15 @@ Its workspace is shared with the other plans of a stream, so that a model of man
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
 from ....products.ideal import memory_us, stored_bytes
-from ....products.problem import Problem, itemsize
+from ....products.problem import DENSE as DENSE_FORMAT
+from ....products.problem import Operand, Problem, itemsize
 from ....products.roofline import Device
 from ..bitmask import expand_bitmask
 from ..bsr import expand_bsr
@@ -57,7 +60,7 @@ class ExpandThenDense(CudaKernel):
 
     def rest_us(self, p: Problem, tile: Any = None) -> float:
         """The product of the dense matrix."""
-        return DENSE.expected_us(p.changed(format="dense", params=(), nnz=p.M * p.K, parts=()))
+        return DENSE.expected_us(replace(p, operands=(_dense_operand(p.operands[0]), *p.operands[1:])))
 
     def unsupported(self, p: Problem) -> list[str]:
         """The types that cuBLAS takes, the same on both sides; sm_80 or newer."""
@@ -80,6 +83,12 @@ class ExpandThenDense(CudaKernel):
             return [*write(dense, ld, o.stream), multiply(dense, ld, o)]
 
         return Prepared(prepare, "cuBLAS heuristic", self.workspace_bytes(p))
+
+
+@functools.lru_cache(maxsize=256)
+def _dense_operand(a: Operand) -> Operand:
+    """The dense copy of A; the same for every N."""
+    return Operand(DENSE_FORMAT, a.shape, a.dtype, stored=a.shape[0] * a.shape[1], device=a.device)
 
 
 def _leading(p: Problem) -> int:

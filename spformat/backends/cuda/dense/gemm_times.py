@@ -54,6 +54,8 @@ def tiles_us(p: Problem, device: Device) -> float:
     best, rows, n = float("inf"), p.rows, p.n
     for height, width, efficiency in TILES:
         tiles, one = ceil_div(rows, height) * ceil_div(n, width), inner * height * width * unit / efficiency
+        if tiles * one > best * processors:  # not even without waiting for the last round
+            continue
         for parts in SPLITS:
             taken = ceil_div(tiles * parts, processors) * one / parts + (parts - 1) * SPLIT_US
             if taken < best:

@@ -382,9 +382,14 @@ class RowGathering(Kernel):
         capacity = device.processors * tile.blocks * tile.threads / tile.lanes
         slots = max(p.M, p.nnz / tile.fill) * panels
         longest = (slots / capacity + 1) * tile.fill * 0.01
-        memory = ideal.memory_us(ideal.stored_bytes(p) + ideal.operands_bytes(p), device)
-        copies, launches = transposed_copies(p, device)
-        return 1.0, memory, *gathered_rows(p, device), items, products, longest, copies, launches
+        memory, rows, past, copies, launches = _of_every_tile(p, device)
+        return 1.0, memory, rows, past, items, products, longest, copies, launches
+
+
+@functools.lru_cache(maxsize=256)
+def _of_every_tile(p: Problem, device: roofline.Device) -> tuple[float, float, float, float, float]:
+    """Ideal microseconds of memory and of the rows of B (``gathered_rows``); of the copies, and their number."""
+    return ideal.traffic_us(p, device), *gathered_rows(p, device), *transposed_copies(p, device)
 
 
 def gathered_rows(p: Problem, device: roofline.Device) -> tuple[float, float]:

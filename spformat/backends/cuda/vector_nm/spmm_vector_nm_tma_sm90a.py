@@ -6,6 +6,7 @@ bf16, fp16 and float32, vector lengths that are multiples of 8. Products, sums a
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,14 +103,20 @@ TILES_32 = (
 """The TALL ones for vector lengths that are multiples of 64. Of equal ones, the first is taken."""
 
 
-def tiles_for(p: Problem) -> list[Tile]:
-    """Tiles with room for enough stages; none if the windows are too wide."""
-    form, size = pattern(p), ITEMSIZE[p.a_dtype]
+def tiles_for(p: Problem) -> tuple[tuple[Tile, int, int], ...]:
+    """Tiles with room for enough stages, each with its tiles along M and its steps along K; none if the windows are too
+    wide. The same for every N."""
+    return _tiles(pattern(p), ITEMSIZE[p.a_dtype], shared_limit(p.sm))
+
+
+@functools.lru_cache(maxsize=256)
+def _tiles(form: Pattern, size: int, limit: int) -> tuple[tuple[Tile, int, int], ...]:
     tiles = TILES_32 if size == 4 else TALL_16 if form.vector_length % 64 == 0 else TILES_16
-    return [
-        t for t in tiles
-        if t.stages(form, size, shared_limit(p.sm)) >= _LEAST_STAGES and t.windows(form, size) * form.m <= _MAX_BOX
-    ]  # fmt: skip
+    windows = ceil_div(form.K, form.m)
+    return tuple(
+        (t, ceil_div(form.M, t.rows), ceil_div(windows, t.windows(form, size))) for t in tiles
+        if t.stages(form, size, limit) >= _LEAST_STAGES and t.windows(form, size) * form.m <= _MAX_BOX
+    )  # fmt: skip
 
 
 class SpmmVectorNMTMA(CudaKernel):
@@ -151,13 +158,8 @@ class SpmmVectorNMTMA(CudaKernel):
 
     def options(self, p: Problem) -> list[Split[Tile]]:
         """Tiles with room for enough stages, with one part along K and more."""
-        form, size, device = pattern(p), ITEMSIZE[p.a_dtype], device_of(p)
-        windows = ceil_div(p.K, form.m)
-        options: list[Split[Tile]] = []
-        for t in tiles_for(p):
-            tiles = ceil_div(p.M, t.rows) * ceil_div(p.n, t.cols)
-            options += parts(t, tiles, ceil_div(windows, t.windows(form, size)), device)
-        return options
+        n, device = p.n, device_of(p)
+        return [s for t, rows, steps in tiles_for(p) for s in parts(t, rows * ceil_div(n, t.cols), steps, device)]
 
     def variant(self, p: Problem, tile: Split[Tile]) -> tuple[str, ...]:
         return variant(p, tile)

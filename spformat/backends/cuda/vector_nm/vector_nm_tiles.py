@@ -9,6 +9,7 @@ result).
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -50,9 +51,13 @@ class Pattern:
 
     def windows_per_tile(self, step: int, columns: int) -> int:
         """Windows in a k tile of about ``columns`` columns: as few wasted slots (padding to ``step``) as possible."""
-        most = max(1, columns // self.m)
-        waste = {w: round_up(w * self.n, step) / (w * self.n) for w in range(1, most + 1)}
-        return max(waste, key=lambda w: (-round(waste[w], 2), w))
+        return _windows_per_tile(self.n, self.m, step, columns)
+
+
+@functools.lru_cache(maxsize=1024)
+def _windows_per_tile(n: int, m: int, step: int, columns: int) -> int:
+    waste = {w: round_up(w * n, step) / (w * n) for w in range(1, max(1, columns // m) + 1)}
+    return max(waste, key=lambda w: (-round(waste[w], 2), w))
 
 
 @dataclass(frozen=True)

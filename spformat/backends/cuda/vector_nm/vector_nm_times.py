@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -11,10 +12,9 @@ from ....products.ideal import (
     ceil_div,
     load_us,
     memory_us,
-    operands_bytes,
     rounds,
-    stored_bytes,
     tile_us,
+    traffic_us,
 )
 from ....products.problem import COL, Problem, itemsize
 from ....products.roofline import Device, device_of
@@ -43,6 +43,9 @@ def parts(tile: _Tile, tiles: int, steps: int, device: Device) -> Iterator[Split
     """The tile with one part along K, and with as many as fill the multiprocessors once and twice."""
     most = min(MOST_PARTS, steps // 2)
     once, twice = device.processors // max(1, tiles), 2 * device.processors // max(1, tiles)
+    if twice <= 1:
+        yield Split(tile, 1)
+        return
     for count in sorted({1, *(max(1, min(most, x)) for x in (once, twice))}):
         yield Split(tile, count)
 
@@ -56,8 +59,12 @@ def filling(p: Problem, tile: Any) -> Split[Any]:
 
 def variant(p: Problem, split: Split[Any]) -> tuple[str, ...]:
     """By value size and tile."""
-    values = f"{itemsize(p.a_dtype)}-byte values"
-    return f"{values}, {split.tile}", values
+    return _variant(itemsize(p.a_dtype), split.tile)
+
+
+@functools.lru_cache(maxsize=256)
+def _variant(size: int, tile: Any) -> tuple[str, ...]:
+    return f"{size}-byte values, {tile}", f"{size}-byte values"
 
 
 def staged_quantities(p: Problem, split: Split[Any], kind: str, device: Device, packs: bool) -> tuple[float, ...]:
@@ -66,14 +73,15 @@ def staged_quantities(p: Problem, split: Split[Any], kind: str, device: Device, 
     packs: where the tile's groups of rows leave many rows of B out, they are not loaded.
     """
     q, tile = p.p, split.tile
-    windows = ceil_div(p.K, q["m"])
-    staged = float(windows * q["m"])
-    groups = max(1, tile.rows // q["vector_length"])
-    share = 1 - (1 - q["n"] / q["m"]) ** groups  # of the rows that a tile names, if its groups choose at random
+    n, m, rows = q["n"], q["m"], tile.rows
+    windows = ceil_div(p.K, m)
+    staged = float(windows * m)
+    groups = max(1, rows // q["vector_length"])
+    share = 1 - (1 - n / m) ** groups  # of the rows that a tile names, if its groups choose at random
     if packs and share < MAX_PACKED_SHARE:
         staged *= share
-    steps = ceil_div(windows, max(1, tile.depth // q["m"]))
-    return quantities(p, (tile.rows, tile.cols), windows * q["n"], staged, steps, split.splits, kind, device)
+    steps = ceil_div(windows, max(1, tile.depth // m))
+    return quantities(p, (rows, tile.cols), windows * n, staged, steps, split.splits, kind, device)
 
 
 def quantities(
@@ -95,8 +103,14 @@ def quantities(
     waits = turns * ceil_div(steps, splits) * 0.1
     written = turns * load_us(rows * cols * itemsize(p.out_dtype), device)
     sums = memory_us((splits + 1) * p.M * p.n * 4, device) if splits > 1 else 0.0
-    copied = p.b_layout == COL or b_alignment(p) < 16
-    copy = memory_us(2 * p.K * p.n * size, device) if copied else 0.0
-    memory = memory_us(stored_bytes(p) + operands_bytes(p), device)
+    memory, copied, copy = _of_every_tile(p, device)
     launches = float(copied) + float(splits > 1)
     return 1.0, memory, products, loads, waits, written, sums, copy, launches, max(memory, loads)
+
+
+@functools.lru_cache(maxsize=256)
+def _of_every_tile(p: Problem, device: Device) -> tuple[float, bool, float]:
+    """Ideal microseconds of memory, whether B is copied, and the microseconds of the copy."""
+    copied = p.b_layout == COL or b_alignment(p) < 16
+    copy = memory_us(2 * p.K * p.n * itemsize(p.a_dtype), device) if copied else 0.0
+    return traffic_us(p, device), copied, copy
