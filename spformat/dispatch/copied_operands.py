@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ..formats import registered
 from ..products import rates, tiles
 from ..products.ideal import alignment, b_alignment, memory_us
-from ..products.kernel import Best, Kernel, tile_us
+from ..products.kernel import Best, Kernel, spmm_of, tile_us
 from ..products.plan import Plan
 from ..products.problem import COL, LINE, ROW, Problem, itemsize
 from ..products.roofline import Device, device_of
@@ -49,7 +49,8 @@ class CopiedOperands(Kernel):
     @property
     def takes(self) -> frozenset[tuple[str, str]]:  # type: ignore[override]
         """Every format, multiplied as it is or transposed."""
-        return frozenset((operation, f.name) for f in registered() for operation in ("spmm", "spmm_transposed"))
+        names = [f.name for f in registered()]
+        return spmm_of(*names) | spmm_of(*names, operation="spmm_transposed")
 
     def unsupported(self, p: Problem) -> list[str]:
         """Operands on the host, and layouts that no other one is tried for."""
@@ -60,12 +61,17 @@ class CopiedOperands(Kernel):
         return [] if self._best(p) else ["no copy of B or C would help, or no kernel takes it"]
 
     def options(self, p: Problem) -> list[Layouts]:
-        """The layouts worth trying: aligned lines where they are not, and both operands row- or column-major."""
+        """The layouts worth trying: aligned lines where they are not, and both operands row- or column-major.
+
+        Kernels that gather rows of B are faster with row-major operands. None is much slower with aligned ones.
+        """
         if p.n <= 1 or not (p.rows and p.inner):
             return []
         own_b, own_c = b_alignment(p) == LINE, _c_alignment(p) == LINE
-        tried = [Layouts(b, c, b != p.b_layout or not own_b, c != p.out_layout or not own_c)
-                 for b, c in ((p.b_layout, p.out_layout), (ROW, ROW), (COL, COL))]  # fmt: skip
+        pairs = [(p.b_layout, p.out_layout), (ROW, ROW)]
+        if not (own_b and own_c):
+            pairs.append((COL, COL))
+        tried = [Layouts(b, c, b != p.b_layout or not own_b, c != p.out_layout or not own_c) for b, c in pairs]
         return [x for x in dict.fromkeys(tried) if x.copies_b or x.copies_out]
 
     def problem(self, p: Problem, x: Layouts) -> Problem:
