@@ -143,8 +143,8 @@ def two_four_check(a: TwoFour, params: Params) -> bool:
 def _two_four_arrays(x: Array) -> tuple[Array, Array]:
     """(data, meta) filled with zeros and the words of empty groups, because the loops do not write the padding."""
     data, meta = TwoFour.empty_arrays(x)
-    data[...], meta[...] = 0, 0x4444
-    return data, meta
+    # Fresh zeros cost nothing until they are touched; filling ``data`` would be a pass over it.
+    return np.zeros(data.shape, data.dtype), np.full(meta.shape, 0x4444, meta.dtype)
 
 
 def _places(data: Array, order: str) -> tuple[Array, int, int, int]:
