@@ -113,6 +113,7 @@ class CopiedOperands(Kernel):
     def _plan(self, a: Any, p: Problem) -> Plan:
         from ..backends.cuda.runtime.copy_lines import with_copies
         from ..backends.cuda.runtime.device_plan import device_plan
+        from ..backends.cuda.runtime.epilogue import launches_of
         from ..backends.cuda.runtime.kernel import column_class
 
         # Inner plans are built when a call first needs them, but at the depth of this plan.
@@ -121,6 +122,8 @@ class CopiedOperands(Kernel):
         def build(n: int) -> Plan:
             fitted = p.changed(n=n)
             layouts = self.best(fitted).tile
+            if layouts is None:  # no copy helps for so many columns, though one did for those the plan was built for
+                return plan_with(choose(fitted, without=self.name), a, fitted)
             q = self.problem(fitted, layouts)
             inner = plan_with(choose(q, without=self.name), a, q)
             text = f"{layouts}: {inner.kernel} {inner.tile}".strip()
@@ -132,8 +135,7 @@ class CopiedOperands(Kernel):
             return plan
 
         def prepare(o: Any) -> Any:
-            calls: Any = fitted(column_class(max(2, o.n), p)).prepare
-            return calls(o)
+            return launches_of(fitted(column_class(max(2, o.n), p)))(o)
 
         first = fitted(column_class(max(2, p.n), p))
         return device_plan(self.name, p, prepare, first.tile, first.workspace, first.reads or ())
