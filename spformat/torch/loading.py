@@ -112,6 +112,8 @@ class Places:
         texts = _listed("the checkpoint has tensors that the model lacks", [n for n in records if n not in wanted])
         dense = {n for n, record in records.items() if n in self._at and not is_sparse(record)}
         filled = {other for n in dense for other in self._tied[id(self._tensor(n))]} | records.keys()
+        given = {id(self._layers[n]) for n in records if n in self._layers}  # a layer may stand at several places
+        filled |= {n for n, layer in self._layers.items() if id(layer) in given}
         texts += _listed("the model has tensors that the checkpoint lacks", sorted(wanted - filled))
         misfits = [text for n, record in records.items() if n in wanted for text in self._misfit(n, record)]
         texts += _listed("tensors that do not fit", misfits)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ..checkpoint.recipe import KEEP, Recipe, Rule, require_match
-from ..errors import FormatError, UsageError
+from ..errors import SpformatError, UsageError
 from .conversion import convert_by, recipe
 from .module import SparseLinear
 
@@ -44,7 +44,7 @@ def sparsify(
         if id(layer) not in new:
             try:
                 matrix = convert_by(r, layer.weight, target)
-            except FormatError as e:
+            except SpformatError as e:
                 raise e.at(tensor=weight) from None
             new[id(layer)] = SparseLinear(matrix, layer.bias).train(layer.training)
         names[name] = new[id(layer)]

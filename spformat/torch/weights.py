@@ -1,7 +1,7 @@
 """Matrices over tensors: validated once, and multiplied with little work on the host.
 
 ``weight_of(tensors, text)`` is the validated matrix of some tensors. It is kept with the tensor of the values, and
-recognised by the address and the version of every tensor, so that a change in place, ``load_state_dict`` or ``.to()``
+recognised by the address, the version and the length of every tensor, so that a change in place, ``load_state_dict`` or ``.to()``
 lead to a new matrix, which is validated again. Nothing that has not been scanned reaches a kernel.
 
 On a device, a product with an ``x`` that is seen again costs the host a few comparisons, the memory of the result and
@@ -78,7 +78,7 @@ class Weight:
     It does not refer to the tensor objects, but its arrays keep their memory from being given to others.
     """
 
-    __slots__ = ("__weakref__", "_device", "_products", "_seen", "matrix", "text")
+    __slots__ = ("__weakref__", "_device", "_on_device", "_products", "_seen", "matrix", "text")
 
     def __init__(self, text: str, tensors: Sequence[torch.Tensor], matrix: Format) -> None:
         if any(t.is_inference() for t in tensors):
@@ -87,14 +87,14 @@ class Weight:
                 "create them outside of it, or give their .clone() from outside"
             )
         self.text, self.matrix = text, matrix
-        self._seen = [(t.data_ptr(), t._version) for t in tensors]
+        self._seen = [(t.data_ptr(), t._version, t.numel()) for t in tensors]
         self._products: dict[Any, Product] = {}
-        self._device = tensors[0].get_device()
+        self._device, self._on_device = tensors[0].get_device(), tensors[0].is_cuda
 
     def is_current(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the tensors are those of this matrix, with the contents that were validated."""
         try:
-            return [(t.data_ptr(), t._version) for t in tensors] == self._seen
+            return [(t.data_ptr(), t._version, t.numel()) for t in tensors] == self._seen
         except RuntimeError:  # a tensor of torch.inference_mode() has no version
             return False
 
@@ -103,7 +103,7 @@ class Weight:
 
         x and bias are ordinary tensors on the device of the matrix, and no gradient is recorded.
         """
-        if self._device >= 0 and x.is_contiguous():
+        if self._on_device and x.is_contiguous():
             key = x.shape, x.dtype, bias is None, transposed, api.default_backend()
             product = self._products.get(key) or self._product(key, x, bias)
             if product is not None and (bias is None or product.takes(bias)):
@@ -175,7 +175,8 @@ class Product:
     def _first(self, x: torch.Tensor, bias: torch.Tensor | None, key: tuple[int, int, int, int]) -> None:
         """The product for memory that was not seen before."""
         b, c, bias_at, stream = key
-        check_operands(x=x, bias=bias)
+        with torch.no_grad():  # autograd, which records above the operator, has not turned itself off
+            check_operands(x=x, bias=bias)
         with TorchStream(x):
             call, repeatable = self.ready(Operands(b, c, self._rows, *self._strides, stream, bias_at))
             call()
