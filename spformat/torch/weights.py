@@ -1,8 +1,8 @@
 """Matrices over tensors: validated once, and multiplied with little work on the host.
 
 ``weight_of(tensors, text)`` is the validated matrix of some tensors. It is kept with the tensor of the values, and
-recognised by the address, the version and the length of every tensor, so that a change in place, ``load_state_dict`` or ``.to()``
-lead to a new matrix, which is validated again. Nothing that has not been scanned reaches a kernel.
+recognised by the address, the version and the length of every tensor, so that a change in place, ``load_state_dict`` or
+``.to()`` lead to a new matrix, which is validated again. Nothing that has not been scanned reaches a kernel.
 
 On a device, a product with an ``x`` that is seen again costs the host a few comparisons, the memory of the result and
 the launch. Streams, memory and graphs are those of decision 0019: torch's current stream and allocator, and what is
