@@ -104,6 +104,20 @@ def test_rules_of_the_command(model: Any) -> None:
     assert isinstance(model.first.up.weight, torch.nn.Parameter)
 
 
+def test_one_layer_at_two_places(model: Any) -> None:
+    up = model.first.up
+    twice = torch.nn.ModuleDict({"a": torch.nn.Sequential(up), "b": torch.nn.Sequential(up)})
+    st.sparsify(twice, "b.0.weight=csr")
+    assert formats(twice) == {"b.0": "csr"}
+    st.densify(twice)
+    twice = torch.nn.ModuleDict({"a": torch.nn.Sequential(up), "b": torch.nn.Sequential(up)})
+    st.sparsify(twice, "*weight=csr")
+    assert twice.a[0] is twice.b[0]
+    assert formats(twice) == {"a.0": "csr", "b.0": "csr"}
+    st.densify(twice)
+    assert twice.a[0] is twice.b[0]
+
+
 def test_a_recipe_and_single_rules(model: Any) -> None:
     st.sparsify(model, Recipe("csr", (Rule.parse("*down*=keep"),), exclude=("head.weight",)))
     assert formats(model) == {"first.up": "csr", "again.up": "csr", "last.up": "csr"}

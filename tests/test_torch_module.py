@@ -80,6 +80,7 @@ def test_copies_have_memory_of_their_own(copied: Any) -> None:
     other.weight_data.mul_(2)
     assert torch.equal(other(tokens(3)), dense(tokens(3), 2 * weights(), bias()))
     assert torch.equal(m(tokens(3)), y)
+    assert len(pickle.dumps(m)) < 1.5 * m.nbytes  # what follows from the buffers is not stored beside them
 
 
 def test_a_change_in_place_is_seen() -> None:

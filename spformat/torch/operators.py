@@ -150,30 +150,28 @@ def refuse_transformed(name: str, operand: str, *tensors: torch.Tensor | None) -
 
 
 def _linear_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weight, _, ctx.matrix, ctx.transposed = inputs
+    _, weight, _, ctx.matrix, ctx.transposed = inputs
     _refuse_values(weight)
-    ctx.dtype = x.dtype
     ctx.save_for_backward(*weight)
 
 
 def _linear_gradient(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     dx = dbias = None
     if ctx.needs_input_grad[0]:
-        dx = torch.ops.spformat.linear_backward(grad, ctx.saved_tensors, ctx.matrix, ctx.transposed).to(ctx.dtype)
+        dx = torch.ops.spformat.linear_backward(grad, ctx.saved_tensors, ctx.matrix, ctx.transposed)
     if ctx.needs_input_grad[2]:
         dbias = grad.sum(dim=tuple(range(grad.dim() - 1))) if grad.dim() > 1 else grad
     return dx, [None] * len(ctx.saved_tensors), dbias, None, None
 
 
 def _spmm_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    weight, B, ctx.matrix, ctx.transposed = inputs
+    weight, _, ctx.matrix, ctx.transposed = inputs
     _refuse_values(weight)
-    ctx.dtype = B.dtype
     ctx.save_for_backward(*weight)
 
 
 def _spmm_gradient(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    dB = torch.ops.spformat.spmm_backward(ctx.saved_tensors, grad, ctx.matrix, ctx.transposed).to(ctx.dtype)
+    dB = torch.ops.spformat.spmm_backward(ctx.saved_tensors, grad, ctx.matrix, ctx.transposed)
     return [None] * len(ctx.saved_tensors), dB, None, None
 
 
