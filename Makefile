@@ -1,6 +1,7 @@
 # Everything runs from a bare checkout: each target makes the environment it needs, and a second run reuses it.
 #   make demo      convert a real small pruned checkpoint, validate it, multiply with it, print a table
-#   make test      all tests that need no GPU
+#   make test      all tests that need no GPU and no torch
+#   make torch     the tests of spformat.torch on the CPU, with torch and transformers in an environment of their own
 PYTHON     ?= python3
 GPU_PYTHON ?= $(PYTHON)
 VENV       ?= .venv
@@ -9,11 +10,11 @@ SANITIZER  ?= compute-sanitizer
 BIN        := $(VENV)/bin
 PIP        := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help demo test check fuzz nightly gpu fixtures docs bench clean
+.PHONY: help demo test check torch fuzz nightly gpu fixtures docs bench clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo | test | check | fuzz | nightly | gpu | fixtures | docs | bench | clean"
+	@echo "make demo | test | check | torch | fuzz | nightly | gpu | fixtures | docs | bench | clean"
 
 demo: $(VENV)/cpu.stamp
 	$(BIN)/python fixtures/demo.py
@@ -26,6 +27,14 @@ check: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(PYTEST) -n auto
+
+# torch is large, so it is in no other environment. A build for the CPU is enough, and smaller than the default one:
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make torch
+TORCH_VENV  ?= .venv-torch
+TORCH_TESTS := $(wildcard tests/test_torch_*.py tests/test_hf_*.py)
+torch:
+	@$(MAKE) --no-print-directory VENV=$(TORCH_VENV) $(TORCH_VENV)/torch-test.stamp
+	$(TORCH_VENV)/bin/python -m pytest $(PYTEST) -n auto -m "not gpu" $(TORCH_TESTS)
 
 nightly: $(VENV)/test.stamp
 	$(BIN)/python -m pytest $(PYTEST) -n auto --hypothesis-profile nightly -m "not gpu" $(PROPERTIES)
@@ -47,6 +56,9 @@ gpu:
 	  "$(GPU_PYTHON) -m pip install '.[cuda13,test]'   (or cuda12)"; exit 69; }
 	$(GPUPATH) $(GPU_PYTHON) $(GPUTEST) -n $(GPU_JOBS) --dist worksteal --ignore tests/rows/test_device_rows.py
 	$(GPUPATH) $(GPU_PYTHON) $(GPUTEST) tests/rows/test_device_rows.py
+	@if $(GPU_PYTHON) -c "import torch" 2>/dev/null; then \
+	  $(GPUPATH) $(GPU_PYTHON) -m pytest $(PYTEST) -m "not gpu" -p no:benchmark -n $(GPU_JOBS) $(TORCH_TESTS); \
+	else echo "$(GPU_PYTHON) has no torch: the tests of spformat.torch were not run"; fi
 	@command -v $(SANITIZER) >/dev/null || { echo "$(SANITIZER) not found: memcheck and racecheck were not run"; exit 0; }; \
 	$(GPUPATH):tests $(GPU_PYTHON) tests/sanitize.py --tool $(SANITIZER) --jobs $(GPU_JOBS)
 
@@ -63,7 +75,7 @@ bench: $(VENV)/cpu.stamp
 	$(BIN)/spformat bench $(BENCH)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo-output
+	rm -rf $(VENV) $(TORCH_VENV) build dist *.egg-info demo-output
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

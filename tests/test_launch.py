@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from spformat.backends.cuda.runtime.launch import Launch, Operands, over_tiles
+from spformat.errors import DeviceError
 
 
 class Map(ctypes.Structure):
@@ -127,3 +128,38 @@ def test_columns_beyond_the_largest_grid_are_walked() -> None:
         for out_col, steps in ((False, (70, 1)), (True, (1, 70))):
             (call,) = over_tiles(launch, 3, 8, out_col)(Operands(4096, 8192, n, 60, 70, 7))
             assert call == ((3, tiles, 1), (4096, 8192, n, 60, *steps))
+
+
+@pytest.mark.parametrize("has_context", [False, True])
+def test_a_thread_without_a_context_gets_one(
+    launched: list[Any], has_context: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver refuses a launch in a thread in which nobody has used the runtime; torch's threads may be such."""
+    current, set_devices = [0x5 if has_context else 0], []
+
+    class Refused(RuntimeError):
+        status = 201
+
+    def launch(*arguments: Any) -> None:
+        if has_context or not current[0]:
+            raise Refused("CUDA_ERROR_INVALID_CONTEXT")
+        launched.append(arguments)
+
+    def set_device(device: int) -> None:
+        set_devices.append(device)
+        current[0] = 0x5
+
+    driver: Any = sys.modules["cupy_backends.cuda.api.driver"]
+    driver.launchKernel, driver.CUDADriverError, driver.ctxGetCurrent = launch, Refused, lambda: current[0]
+    runtime = SimpleNamespace(setDevice=set_device, getDevice=lambda: 3)
+    monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(runtime=runtime))
+    call = Launch(SimpleNamespace(ptr=77), "i", (), 32).bind((1, 1, 1), 0, 5)
+    if has_context:  # then the error means something else
+        with pytest.raises(DeviceError, match="INVALID_CONTEXT"):
+            call()
+        assert set_devices == []
+        return
+    call(), call()
+    assert set_devices == [3]
+    assert len(launched) == 2

@@ -100,7 +100,7 @@ def prune(x: np.ndarray[Any, Any], target: str, recipe: Recipe) -> np.ndarray[An
             whole = "the share of values (or blocks) to zero"
             raise UsageError(f"--prune magnitude to {fmt.name} needs --sparsity, {whole}")
         mask = masks.of_pattern(x, pattern, recipe.sparsity or 0.0, nonfinite=recipe.nonfinite)
-    return x if mask is None else np.asarray(masks.apply(x, mask))
+    return x if mask is None else masks.apply(x, mask)
 
 
 def resolve_target(plan: TensorPlan, x: np.ndarray[Any, Any], structure: Structure | None = None) -> str:

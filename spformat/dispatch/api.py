@@ -40,6 +40,8 @@ from .select import Explanation, ask, choose, named
 log = logging.getLogger("spformat")
 
 _default_backend: contextvars.ContextVar[str | None] = contextvars.ContextVar("spformat_backend", default=None)
+default_backend = _default_backend.get
+"""The backend or kernel that the enclosing ``use_backend`` block names, or None."""
 
 
 @contextlib.contextmanager
@@ -207,7 +209,7 @@ def run(operation: str, A: Any, *dense: Any, out: Any = None, backend: str | Non
 
 def _backend_name(backend: str | None) -> str | None:
     """The backend or kernel that a call names, else that of the ``use_backend`` block, else SPFORMAT_BACKEND."""
-    return backend or _default_backend.get() or os.environ.get("SPFORMAT_BACKEND")
+    return backend or default_backend() or os.environ.get("SPFORMAT_BACKEND")
 
 
 def _plan_for(operation: str, A: Format, B: Any, out: Any, backend: str | None, epilogue: bool = False) -> Plan:

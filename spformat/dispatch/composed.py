@@ -118,7 +118,7 @@ class TransposedCopy(Kernel):
             e.message = f"transposed copy of {p.format}: {e.message}"
             raise
         text, owned = f"{plan.kernel} {plan.tile}".strip(), int(copy.nbytes) + plan.workspace
-        return Plan(self.name, p, plan.run, text, owned, prepare=plan.prepare)
+        return Plan(self.name, p, plan.run, text, owned, prepare=plan.prepare, ready=plan.ready)
 
 
 class ComposedBackend:

@@ -34,6 +34,9 @@ class Plan:
     ``run`` does not check this: the dispatcher then checks it before every run."""
     prepare: Callable[..., Any] | None = field(default=None, repr=False)
     """Operands -> the calls of a product, for a backend that composes a larger plan from this one."""
+    ready: Callable[..., Any] | None = field(default=None, repr=False)
+    """Operands -> (the call that runs the product for them, whether it may be kept and run again), for a caller that
+    has checked the addresses himself. None if ``run`` is the only way."""
 
     def __call__(self, B: Any, out: Any = None, *, alpha: float = 1.0, beta: float = 0.0, bias: Any = None) -> Any:
         """A @ B, written to ``out`` if given; alpha, beta and bias only where the plan has an epilogue."""

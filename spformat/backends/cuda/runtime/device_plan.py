@@ -119,18 +119,23 @@ def device_plan(
                 raise ValueError(f"bias: pointer is not aligned to its {out_size}-byte elements")
             if epilogue[0] < c_end and c_at < epilogue[0] + M * out_size:
                 raise ValueError("out overlaps the bias; the product would overwrite what it adds")
-        stream = current_stream().ptr
-        prepare_again = functools.partial(prepare, Operands(b_at, c_at, n, ldb, ldc, stream, *epilogue))
-        calls = prepare_again()
-        call = calls[0] if len(calls) == 1 else LaunchSequence(calls, stream, lock, prepare_again)
+        call, repeatable = ready(Operands(b_at, c_at, n, ldb, ldc, current_stream().ptr, *epilogue))
         call()
-        # Two kinds of calls are not kept. One prepared while a graph is captured may use memory that only the graph
-        # clears. And alpha = -0.0 would have the same key as alpha = 0.0.
-        if not captured(stream) and (not epilogue or epilogue[1]):
+        if repeatable and (not epilogue or epilogue[1]):  # alpha = -0.0 would have the same key as alpha = 0.0
             if len(calls_of) >= REMEMBERED:
                 calls_of.clear()
             calls_of[key] = call
         return out
+
+    def ready(operands: Operands) -> tuple[Call, bool]:
+        """The call for checked operands, with the plan's device current, and whether it may be kept.
+
+        What is prepared while a graph is captured may use memory that only the graph clears; it is not kept.
+        """
+        prepare_again = functools.partial(prepare, operands)
+        calls = prepare_again()
+        call = calls[0] if len(calls) == 1 else LaunchSequence(calls, operands.stream, lock, prepare_again)
+        return call, not captured(operands.stream)
 
     def empty(shape: tuple[int, int]) -> Any:
         try:
@@ -142,4 +147,4 @@ def device_plan(
     def run_epilogue(B: Any, out: Any, alpha: float, beta: float, bias: Any) -> Any:
         return run(B, out, (bias_pointer(p, bias, beta, out), float(alpha), float(beta)))
 
-    return Plan(name, p, run_epilogue if p.epilogue else run, tile, workspace, reads, prepare)
+    return Plan(name, p, run_epilogue if p.epilogue else run, tile, workspace, reads, prepare, ready)

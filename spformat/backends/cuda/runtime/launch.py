@@ -22,6 +22,8 @@ MAX_GRID_Y = 65535
 """The driver's bound on the second extent of a grid; a kernel walks what lies beyond it."""
 MAX_COLUMNS = 2**31 - 2**16
 """Most columns of B. Kernels count columns in 32 bits, including those of a tile that ends past N."""
+NO_CONTEXT = 201
+"""CUDA_ERROR_INVALID_CONTEXT: of a launch in a thread that has no current context."""
 RUNS_BEFORE_GRAPH = 2
 """How often the launches of one product are queued one by one before they are captured into a graph."""
 
@@ -126,7 +128,19 @@ class Bound:
                 self._launch.once(self._where, self._tail)
                 self._has_run = True
         except self._driver.CUDADriverError as e:
+            if getattr(e, "status", 0) == NO_CONTEXT and _context_made_current(self._driver):
+                return self()
             raise _driver_error(e) from e
+
+
+def _context_made_current(driver: Any) -> bool:
+    """Make the device's context current in a thread in which nothing has used CUDA's runtime yet; False if it was."""
+    from cupy.cuda import runtime
+
+    if driver.ctxGetCurrent():
+        return False
+    runtime.setDevice(runtime.getDevice())
+    return bool(driver.ctxGetCurrent())
 
 
 def _runtime_error() -> Any:

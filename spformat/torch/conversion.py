@@ -1,0 +1,58 @@
+"""From dense tensors to matrices: the rules, patterns and pruning of a conversion of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..arrays.library import to_device
+from ..arrays.torch_tensors import array_to_torch, torch_to_array
+from ..checkpoint.recipe import AUTO, KEEP, Recipe, Rule
+from ..checkpoint.tensor_plans import prune as pruned
+from ..formats import parse_spec
+from ..formats.base import Format
+from ..formats.convert import convert
+from ..preprocess.structure import analyse
+
+
+def recipe(
+    rules: str | Rule | Sequence[str | Rule] = (), to: str = KEEP, prune: bool = False, sparsity: float | None = None
+) -> Recipe:
+    """The recipe of a conversion, whose rules are texts "PATTERN=FORMAT" or ``Rule`` objects."""
+    chosen = [rules] if isinstance(rules, str | Rule) else rules
+    parsed = tuple(Rule.parse(rule) if isinstance(rule, str) else rule for rule in chosen)
+    return Recipe(to, parsed, prune="magnitude" if prune else "", sparsity=sparsity)
+
+
+def converted(
+    weight: torch.Tensor, target: str, *, prune: bool = False, sparsity: float | None = None, **params: Any
+) -> Format:
+    """A dense weight as a matrix in the format ``target`` (a text with params, or "auto"), where the weight is.
+
+    Raises StructureError for a weight that the format cannot hold exactly, unless ``prune``.
+    """
+    if params:
+        given = {k: "x".join(map(str, v)) if isinstance(v, tuple | list) else v for k, v in params.items()}
+        target += (",", ":")[":" not in target] + ",".join(f"{k}={v}" for k, v in given.items())
+    return convert_by(recipe(to=target, prune=prune, sparsity=sparsity), weight, target)
+
+
+def convert_by(r: Recipe, weight: torch.Tensor, target: str) -> Format:
+    """The matrix of a dense weight in a target of a recipe, pruned if the recipe asks for it."""
+    x = pruned(torch_to_array(weight.detach()), target, r)
+    if target == AUTO:
+        target = analyse(to_device(x, "cpu")).smallest()
+    fmt, given = parse_spec(target)
+    return convert(x, fmt, **given)
+
+
+def cast(matrix: Format, dtype: torch.dtype) -> Format:
+    """The matrix with its values rounded to another dtype; those that become zero are no longer stored."""
+    parts = matrix.parts_by_name()
+    if parts:
+        below = matrix.fields_of_parts({name: cast(part, dtype) for name, part in parts.items()})
+        return type(matrix)(**(matrix.fields() | below)).validate()
+    dense = array_to_torch(matrix.to_dense()).to(dtype)
+    return type(matrix).from_dense(torch_to_array(dense), **matrix.params())

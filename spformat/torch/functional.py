@@ -1,0 +1,44 @@
+"""``linear`` and ``spmm`` of torch tensors with a matrix: differentiable, traceable, on host and device."""
+
+from __future__ import annotations
+
+import torch
+
+from ..formats.base import Format
+from ..formats.transposed import Transposed
+from . import operators
+from .description import Description
+from .weights import Weight, keep
+
+
+def linear(x: torch.Tensor, W: Format | Transposed, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """y = x W^T + bias, as ``torch.nn.functional.linear``, with a sparse W [M, K] or the transpose ``A.T`` of one.
+
+    x: [.., K]; bias: [M] in the dtype of y, which is ``problem.result_dtype``. Gradients flow to x and bias.
+    """
+    operators.refuse_transformed("linear", "x", x, bias)
+    tensors, text, transposed = _operands(W)
+    return torch.ops.spformat.linear(x, tensors, bias, text, transposed)
+
+
+def spmm(A: Format | Transposed, B: torch.Tensor) -> torch.Tensor:
+    """C = A @ B for a sparse A [M, K], or the transpose of one, and B [K, N] or [K]; gradients flow to B."""
+    operators.refuse_transformed("spmm", "B", B)
+    tensors, text, transposed = _operands(A)
+    return torch.ops.spformat.spmm(tensors, B, text, transposed)
+
+
+def _operands(A: Format | Transposed) -> tuple[list[torch.Tensor], str, bool]:
+    """(tensors, text, transposed): how operators take a matrix. The tensors are kept with the matrix."""
+    matrix = A.matrix if isinstance(A, Transposed) else A
+    tensors, text = matrix.kernel_arrays("torch", lambda: _tensors_of(matrix))
+    return tensors, text, isinstance(A, Transposed)
+
+
+def _tensors_of(matrix: Format) -> tuple[list[torch.Tensor], str]:
+    description = Description.of(matrix.ensure_valid())
+    with torch.inference_mode(False):
+        tensors = description.tensors(matrix)
+    same = description.matrix(tensors).twin()
+    keep(Weight(description.text, tensors, same), tensors[description.values])
+    return tensors, description.text

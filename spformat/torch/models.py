@@ -1,0 +1,98 @@
+"""Whole models: dense layers become sparse ones by rules, and sparse ones dense again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ..checkpoint.recipe import KEEP, Recipe, Rule, require_match
+from ..errors import SpformatError, UsageError
+from .conversion import convert_by, recipe
+from .module import SparseLinear
+
+
+def sparsify(
+    model: torch.nn.Module, rules: str | Rule | Sequence[str | Rule] | Recipe, *, prune: bool = False,
+    sparsity: float | None = None,
+) -> dict[str, SparseLinear]:  # fmt: skip
+    """Replace the ``torch.nn.Linear`` layers of a model whose weights match rules; returns name -> new layer.
+
+    rules: as of ``spformat convert``: texts "PATTERN=FORMAT:params" over the names of the weights
+    ("model.layers.0.mlp.up_proj.weight"), of which the last that matches decides; "re:.." is a regular expression. Or a
+    whole ``Recipe``, with exclusions and a default.
+    prune: zero the smallest values where a weight does not fit; sparsity: the share, where the format leaves it open.
+
+    Weights are converted where they are. The model is changed only after all of them fit. Raises StructureError with
+    the name of the first weight that does not fit, UsageError for a rule that matches no linear layer.
+    """
+    r = rules if isinstance(rules, Recipe) else recipe(rules, prune=prune, sparsity=sparsity)
+    if isinstance(rules, Recipe) and (prune or sparsity is not None):
+        raise UsageError("a Recipe has its own prune and sparsity: give them there")
+    layers = dict(linear_layers(model))
+    weights = [f"{name}.weight".lstrip(".") for name in layers]
+    patterns = [("rule", rule.pattern) for rule in r.rules]
+    patterns += [("include", p) for p in r.include] + [("exclude", p) for p in r.exclude]
+    for flag, pattern in patterns:
+        require_match(flag, pattern, weights)
+    new: dict[int, SparseLinear] = {}
+    names: dict[str, SparseLinear] = {}
+    for (name, layer), weight in zip(layers.items(), weights, strict=True):
+        target, _ = r.target_of(weight, tuple(layer.weight.shape), str(layer.weight.dtype).removeprefix("torch."))
+        if target == KEEP:
+            continue
+        if id(layer) not in new:
+            try:
+                matrix = convert_by(r, layer.weight, target)
+            except SpformatError as e:
+                raise e.at(tensor=weight) from None
+            new[id(layer)] = SparseLinear(matrix, layer.bias).train(layer.training)
+        names[name] = new[id(layer)]
+    for name, sparse in names.items():
+        replace(model, name, sparse)
+    return names
+
+
+def densify(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
+    """Replace every ``SparseLinear`` of a model by a ``torch.nn.Linear`` with its weight; returns name -> new layer.
+
+    A weight has as many bytes as a dense one, of course. Biases are shared. Weights get a gradient where they have a
+    floating dtype.
+    """
+    new: dict[int, torch.nn.Linear] = {}
+    names: dict[str, torch.nn.Linear] = {}
+    for name, layer in list(model.named_modules(remove_duplicate=False)):
+        if not isinstance(layer, SparseLinear):
+            continue
+        if id(layer) not in new:
+            dense = torch.nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+            dense.weight = torch.nn.Parameter(layer.weight, requires_grad=layer.weight.is_floating_point())
+            dense.bias = layer.bias
+            new[id(layer)] = dense.train(layer.training)
+        names[name] = new[id(layer)]
+        replace(model, name, new[id(layer)])
+    return names
+
+
+def linear_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Linear]]:
+    """(name, layer) of every layer that ``is_linear``, under every name that it has."""
+    return ((name, m) for name, m in model.named_modules(remove_duplicate=False) if is_linear(m))
+
+
+def is_linear(module: torch.nn.Module) -> bool:
+    """Whether a module only multiplies by its weight and adds its bias.
+
+    False for classes with a ``forward`` of their own, and for layers whose weight other modules read, such as the
+    output projection of ``torch.nn.MultiheadAttention``.
+    """
+    if not isinstance(module, torch.nn.Linear) or type(module).forward is not torch.nn.Linear.forward:
+        return False
+    return not isinstance(module, torch.nn.modules.linear.NonDynamicallyQuantizableLinear)
+
+
+def replace(model: torch.nn.Module, name: str, layer: torch.nn.Module) -> None:
+    """Put a layer in the place of the one of that name."""
+    parent, _, leaf = name.rpartition(".")
+    if not leaf:
+        raise UsageError("the model itself is a linear layer: use SparseLinear.from_linear(model, format)")
+    setattr(model.get_submodule(parent), leaf, layer)

@@ -1,0 +1,218 @@
+"""``SparseLinear``: ``torch.nn.Linear`` whose weight is a matrix of spformat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from ..arrays.dtypes import VALUE_TYPES
+from ..arrays.torch_tensors import array_to_torch
+from ..errors import StructureError
+from ..formats import by_name
+from ..formats.base import Format
+from ..storage.descriptor import Record
+from . import operators
+from .conversion import cast, converted
+from .description import Description, empty_tensors
+from .weights import Weight, keep, name_of, weight_of
+
+_autocast_is_on = torch._C._is_any_autocast_enabled
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_transformation, _tracing = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+
+
+class SparseLinear(torch.nn.Module):  # type: ignore[misc]
+    """y = x W^T + bias with a sparse W [out_features, in_features]; x is [.., in_features].
+
+    The tensors of the matrix are buffers named after the arrays of its format (``weight_data``, ``weight_indptr``, ..),
+    so ``state_dict``, ``.to()``, deepcopy, pickle, DDP and FSDP treat them as they treat any buffer. They are validated
+    before the first product, and again when they have changed. ``bias`` is a parameter, or None.
+
+    Gradients flow to x and to the bias. The values have none: one that requires a gradient is refused.
+    """
+
+    def __init__(self, weight: Format, bias: torch.Tensor | None = None) -> None:
+        """weight: a matrix [out_features, in_features] on any device; its memory is shared where it can be written.
+
+        bias: [out_features] on the same device, in the dtype of the results; a Parameter is taken as it is.
+        """
+        super().__init__()
+        description = Description.of(weight.ensure_valid())
+        with torch.inference_mode(False):  # where torch counts changes in place
+            tensors = description.tensors(weight)
+        names = (c.attribute for c in description.components)
+        self._declare(description, dict(zip(names, tensors, strict=True)), bias)
+        matrix = description.matrix(tensors).twin()  # of the same contents, so it is valid, too
+        self._weight: Weight | None = keep(Weight(self._text, tensors, matrix), tensors[description.values])
+
+    @classmethod
+    def from_linear(
+        cls, linear: torch.nn.Linear, format: str, *, prune: bool = False, sparsity: float | None = None, **params: Any
+    ) -> SparseLinear:
+        """The sparse layer with the weight and the bias of a dense one, on its device. The bias is shared.
+
+        format: an id ("two-four"), or a text with params as the command takes it ("bsr:blocksize=32x32"); params: those
+        of the format. prune: zero the smallest values where the weight does not fit the format; sparsity: the share to
+        zero, for formats that leave it open. Without ``prune`` the weight must fit exactly: StructureError says where
+        it does not.
+        """
+        matrix = converted(linear.weight, format, prune=prune, sparsity=sparsity, **params)
+        layer = cls(matrix, linear.bias)
+        layer.training = linear.training
+        return layer
+
+    @classmethod
+    def from_record(cls, record: Record, bias: torch.Tensor | None = None, device: Any = "meta") -> SparseLinear:
+        """A layer for a sparse tensor of a file (``safe_open(path).info(name)``), without its contents.
+
+        Its buffers have the shapes and dtypes of the file, uninitialised on ``device``; load a state dict or set the
+        buffers before the first product. bias: as of the constructor, on any device.
+        """
+        layer = cls.__new__(cls)
+        torch.nn.Module.__init__(layer)
+        with torch.inference_mode(False):
+            tensors = empty_tensors(record, device)
+        layer._declare(Description.of(record), tensors, bias)
+        return layer
+
+    def _declare(
+        self, description: Description, tensors: Mapping[str, torch.Tensor], bias: torch.Tensor | None
+    ) -> None:
+        self.out_features, self.in_features = description.shape
+        self.description = description
+        self._text = description.text
+        self._names = tuple(tensors)
+        for name, t in tensors.items():
+            self.register_buffer(name, t)
+        if bias is not None and not isinstance(bias, torch.nn.Parameter):
+            bias = torch.nn.Parameter(bias, requires_grad=bias.is_floating_point())
+        self.register_parameter("bias", bias)
+        self._weight = None
+
+    # ---------------------------------------------------------------- the product
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [.., in_features] -> y [.., out_features]."""
+        if not torch.compiler.is_compiling():
+            bias = self._parameters["bias"]
+            if self._is_ordinary(x, bias):
+                weight, buffers = self._weight, self._buffers
+                if weight is None or not weight.is_current([buffers[name] for name in self._names]):
+                    weight = self._validated()
+                return weight.linear(x, bias)
+            operators.refuse_transformed("linear", "x", x, bias)
+        return torch.ops.spformat.linear(x, [getattr(self, name) for name in self._names], self.bias, self._text, False)
+
+    def _is_ordinary(self, x: torch.Tensor, bias: torch.Tensor | None) -> bool:
+        """Whether the dispatcher would only call the kernel: nothing is recorded, cast, traced or transformed."""
+        return (
+            type(x) is torch.Tensor
+            and not _function_modes()
+            and not _dispatch_modes()
+            and not _autocast_is_on()
+            and not (torch.is_grad_enabled() and self._records(x, bias))
+            and _transformation() is None
+            and _tracing() is None
+            and forward_ad._current_level < 0
+            and x.layout is torch.strided
+            and not x.is_neg()
+            and not x.is_meta
+        )
+
+    def _records(self, x: torch.Tensor, bias: torch.Tensor | None) -> bool:
+        return x.requires_grad or bool(bias is not None and bias.requires_grad) or self._values.requires_grad
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [self._buffers[name] for name in self._names]
+
+    def _validated(self) -> Weight:
+        """The validated matrix of the buffers. Those that were created in inference mode are replaced by copies."""
+        for name, t in zip(self._names, self._tensors(), strict=True):
+            if t.is_inference():
+                with torch.inference_mode(False):
+                    self._buffers[name] = t.clone()
+        self._weight = weight_of(self._tensors(), self._text)
+        return self._weight
+
+    # ---------------------------------------------------------------- reading
+
+    @property
+    def matrix(self) -> Format:
+        """The matrix, validated; its arrays share the memory of the buffers."""
+        weight = self._weight
+        if weight is None or not weight.is_current(self._tensors()):
+            weight = self._validated()
+        return weight.matrix
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The dense weight [out_features, in_features], a new tensor at every access."""
+        values = self._values
+        if values.is_meta:
+            return torch.empty(self.description.shape, dtype=values.dtype, device="meta")
+        return array_to_torch(self.matrix.to_dense())
+
+    @property
+    def _values(self) -> torch.Tensor:
+        values: torch.Tensor = self._buffers[self._names[self.description.values]]
+        return values
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors of the matrix."""
+        return sum(t.nbytes for t in self._tensors())
+
+    def extra_repr(self) -> str:
+        """Sizes, format with params, bytes beside those of the dense weight."""
+        d, values = self.description, self._values
+        dense = self.out_features * self.in_features * values.element_size()
+        params = "".join(f", {key}={value}" for key, value in d.params)
+        share = f" ({self.nbytes / dense:.0%} of dense)" if dense else ""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"format={d.format}{params}, dtype={name_of(values.dtype)}, bytes={self.nbytes:,}{share}"
+        )
+
+    # ---------------------------------------------------------------- moving and storing
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_weight": None}  # follows from the buffers; a copy has others
+
+    def _apply(self, fn: Any, recurse: bool = True) -> SparseLinear:
+        before, old = self._tensors(), self._values
+        dtype = fn(torch.empty(0, dtype=old.dtype, device=old.device)).dtype
+        if dtype is not old.dtype:
+            self._require(dtype)
+        with torch.inference_mode(False):  # where torch counts changes in place
+            super()._apply(fn, recurse)
+            new = self._values
+            rounded = dtype is not old.dtype and not (old.is_meta or new.is_meta)
+            if rounded and int((old != 0).sum()) != int((new != 0).sum()):  # synchronize!
+                # Values became zero that the pattern names as nonzero, so the pattern has to be found anew.
+                matrix = cast(weight_of(before, self._text).matrix, dtype)
+                for name, t in zip(self._names, self.description.tensors(matrix), strict=True):
+                    self._buffers[name] = t.to(new.device)
+        return self
+
+    def _require(self, dtype: torch.dtype) -> None:
+        name = name_of(dtype)
+        cls = by_name(self.description.format)
+        if name not in VALUE_TYPES or name not in cls.value_dtypes:
+            takes = ", ".join(cls.value_dtypes)
+            raise StructureError(
+                f"{cls.name}: values of dtype {name} are not representable; it takes {takes}. "
+                "spformat.torch.densify(model) gives layers of any dtype",
+                unit="dtype", found=name,
+            )  # fmt: skip
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        """Tensors of other lengths, of a matrix of the same description with other contents, replace the buffers."""
+        for name in self._names:
+            given, here = state_dict.get(prefix + name), self._buffers[name]
+            if given is not None and given.shape != here.shape and given.dim() == here.dim():
+                with torch.inference_mode(False):
+                    self._buffers[name] = torch.empty(given.shape, dtype=here.dtype, device=here.device)
+        super()._load_from_state_dict(state_dict, prefix, *rest)

@@ -1,0 +1,192 @@
+"""Matrices over tensors: validated once, and multiplied with little work on the host.
+
+``weight_of(tensors, text)`` is the validated matrix of some tensors. It is kept with the tensor of the values, and
+recognised by the address, the version and the length of every tensor, so that a change in place, ``load_state_dict`` or
+``.to()`` lead to a new matrix, which is validated again. Nothing that has not been scanned reaches a kernel.
+
+On a device, a product with an ``x`` that is seen again costs the host a few comparisons, the memory of the result and
+the launch. Streams, memory and graphs are those of decision 0019: torch's current stream and allocator, and what is
+prepared while a graph is captured belongs to that graph.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..arrays.dtypes import dtype_name
+from ..arrays.torch_tensors import TorchStream, check_operands
+from ..backends.cuda.runtime.launch import Operands
+from ..backends.cuda.runtime.scratch import PER_THREAD
+from ..dispatch import api
+from ..errors import UsageError
+from ..formats.base import Format
+from ..formats.transposed import Transposed
+from ..products.problem import COL, ROW, result_dtype
+from .description import parse
+
+SHAPES = 256
+"""Shapes of x whose plans a weight keeps at hand; all of them stay cached with the matrix."""
+OPERANDS = 64
+"""Pairs of addresses whose launches a product keeps: a decoding loop gets the same memory again and again."""
+MAX_ROWS = 2**31 - 2**16
+"""Most rows of x in one call, as kernels count in 32 bits."""
+
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+"""torch's current stream of a device, as an int. A torch without CUDA has no such function, and no such call."""
+
+_weights = WeakTensorKeyDictionary()
+"""Tensor of the values -> ``Weight``. An entry disappears with its tensor."""
+_by_address: weakref.WeakValueDictionary[int, Weight] = weakref.WeakValueDictionary()
+"""The same by the address of the values, for aliases of the tensor that graphs and transformations make. A weight keeps
+its memory, so the address is that of no other tensor."""
+
+
+def weight_of(tensors: Sequence[torch.Tensor], text: str) -> Weight:
+    """The matrix that the tensors hold, validated; the same object as before while no tensor has changed.
+
+    text: ``Description.text``. Raises the errors of the format for contents that are not valid, UsageError for tensors
+    whose changes torch does not count.
+    """
+    description = parse(text)
+    if len(tensors) != len(description.components):
+        description.matrix(tensors)  # raises the error that says which tensors are expected
+    values = tensors[description.values]
+    weight: Weight | None = _weights.get(values)
+    if weight is None:
+        weight = _by_address.get(values.data_ptr())
+        if weight is not None and weight.text == text and weight.is_current(tensors):
+            _weights[values] = weight
+    if weight is None or weight.text != text or not weight.is_current(tensors):
+        weight = keep(Weight(text, tensors, description.matrix(tensors).validate()), values)
+    return weight
+
+
+def keep(weight: Weight, values: torch.Tensor) -> Weight:
+    """Remember a validated matrix with the tensor of its values."""
+    _weights[values] = _by_address[values.data_ptr()] = weight
+    return weight
+
+
+class Weight:
+    """A validated matrix that shares the memory of tensors, and its products.
+
+    It does not refer to the tensor objects, but its arrays keep their memory from being given to others.
+    """
+
+    __slots__ = ("__weakref__", "_device", "_on_device", "_products", "_seen", "matrix", "text")
+
+    def __init__(self, text: str, tensors: Sequence[torch.Tensor], matrix: Format) -> None:
+        if any(t.is_inference() for t in tensors):
+            raise UsageError(
+                "the tensors of a matrix were created in torch.inference_mode(), where torch does not count changes: "
+                "create them outside of it, or give their .clone() from outside"
+            )
+        self.text, self.matrix = text, matrix
+        self._seen = [(t.data_ptr(), t._version, t.numel()) for t in tensors]
+        self._products: dict[Any, Product] = {}
+        self._device, self._on_device = tensors[0].get_device(), tensors[0].is_cuda
+
+    def is_current(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the tensors are those of this matrix, with the contents that were validated."""
+        try:
+            return [(t.data_ptr(), t._version, t.numel()) for t in tensors] == self._seen
+        except RuntimeError:  # a tensor of torch.inference_mode() has no version
+            return False
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None, transposed: bool = False) -> torch.Tensor:
+        """x @ A^T + bias, or x @ A + bias if ``transposed``, for x [.., K]: a new row-major tensor [.., M].
+
+        x and bias are ordinary tensors on the device of the matrix, and no gradient is recorded.
+        """
+        if self._on_device and x.is_contiguous():
+            key = x.shape, x.dtype, bias is None, transposed, api.default_backend()
+            product = self._products.get(key) or self._product(key, x, bias)
+            if product is not None and (bias is None or product.takes(bias)):
+                return product(x, bias)
+        return self._by_arrays(x, bias, transposed)
+
+    def _by_arrays(self, x: torch.Tensor, bias: torch.Tensor | None, transposed: bool) -> torch.Tensor:
+        with torch.no_grad():
+            y: torch.Tensor = api.linear(x, self.matrix.T if transposed else self.matrix, bias)
+            return y.contiguous()
+
+    def _product(self, key: Any, x: torch.Tensor, bias: torch.Tensor | None) -> Product | None:
+        """The product for operands like these; None if they are not for the short way."""
+        shape, _, without_bias, transposed, _ = key
+        M, K = self.matrix.shape[::-1] if transposed else self.matrix.shape
+        rows = x.numel() // K if K else 0
+        if x.get_device() != self._device or not shape or shape[-1] != K or M < 2 or K < 2 or not 0 < rows < MAX_ROWS:
+            return None
+        product = Product(self.matrix.T if transposed else self.matrix, x, rows, not without_bias)
+        if product.ready is None:
+            return None
+        if len(self._products) >= SHAPES:
+            self._products.clear()
+        self._products[key] = product
+        return product
+
+
+class Product:
+    """x @ A^T + bias for contiguous x of one shape and dtype on a device: a plan, and its launches for known memory."""
+
+    __slots__ = ("_calls", "_device", "_dtype", "_rows", "_same", "_several", "_shape", "_strides", "ready")
+    ready: Any
+    """``Plan.ready``; None if the plan takes only arrays."""
+
+    def __init__(self, A: Format | Transposed, x: torch.Tensor, rows: int, with_bias: bool) -> None:
+        b_dtype = name_of(x.dtype)
+        out = result_dtype(dtype_name((A.matrix if isinstance(A, Transposed) else A).dtype), b_dtype)
+        (M, K), layout = A.shape, COL if rows > 1 else ROW  # the rows of x are the columns of B
+        with TorchStream(x):
+            plan = api.plan(
+                A, rows, b_dtype=b_dtype, b_layout=layout, out_dtype=out, out_layout=layout, epilogue=with_bias
+            )
+        self.ready = plan.ready
+        self._shape, self._rows, self._device = (*x.shape[:-1], M), rows, x.get_device()
+        self._strides = (K, M) if rows > 1 else (1, 1)
+        self._dtype = getattr(torch, out)
+        self._same = self._dtype is x.dtype
+        self._several = torch.cuda.device_count() > 1
+        self._calls: dict[tuple[int, int, int, int], Any] = {}
+
+    def takes(self, bias: torch.Tensor) -> bool:
+        """Whether the bias is [M] in the dtype of the result."""
+        fits = bias.dtype is self._dtype and bias.numel() == self._shape[-1]
+        return fits and bias.dim() == 1 and bias.is_contiguous()
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self._several and torch.cuda.current_device() != self._device:
+            with torch.cuda.device(self._device):
+                return self(x, bias)
+        y: torch.Tensor = x.new_empty(self._shape) if self._same else x.new_empty(self._shape, dtype=self._dtype)
+        key = x.data_ptr(), y.data_ptr(), 0 if bias is None else bias.data_ptr(), current_stream(self._device)
+        call = self._calls.get(key)
+        if call is None:
+            self._first(x, bias, key)
+        else:
+            call()
+        return y
+
+    def _first(self, x: torch.Tensor, bias: torch.Tensor | None, key: tuple[int, int, int, int]) -> None:
+        """The product for memory that was not seen before."""
+        b, c, bias_at, stream = key
+        with torch.no_grad():  # autograd, which records above the operator, has not turned itself off
+            check_operands(x=x, bias=bias)
+        with TorchStream(x):
+            call, repeatable = self.ready(Operands(b, c, self._rows, *self._strides, stream, bias_at))
+            call()
+        if not repeatable or stream == PER_THREAD:  # the handle is that of another stream in another thread
+            return
+        if len(self._calls) >= OPERANDS:
+            self._calls.clear()
+        self._calls[key] = call
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a dtype: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")

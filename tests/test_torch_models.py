@@ -1,0 +1,244 @@
+"""Whole models: rules of the command, dense and sparse layers, packed checkpoints into models."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import spformat as sf
+from spformat.checkpoint import Recipe, Rule, convert_checkpoint
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'spformat[torch]'")
+
+from torch_layers import DEPTH, ROWS, weights  # noqa: E402
+
+import spformat.torch as st  # noqa: E402
+
+RULES = ("re:up|down=two-four", "*.down.weight=bitmask")
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(DEPTH, ROWS)
+        self.down = torch.nn.Linear(ROWS, DEPTH, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(torch.nn.Module):
+    """A tied head, a layer that stands at two places, persistent and other buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(50, DEPTH)
+        self.first = Block()
+        self.again = self.first
+        self.last = Block()
+        self.register_buffer("scale", torch.full((1,), 2.0))
+        self.register_buffer("positions", torch.arange(DEPTH) / DEPTH, persistent=False)
+        self.head = torch.nn.Linear(DEPTH, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Any) -> Any:
+        x = self.embed(ids) + self.positions
+        return self.head(self.last(self.again(self.first(x)))) * self.scale
+
+
+IDS = torch.arange(7)
+
+
+@pytest.fixture
+def model() -> Any:
+    torch.manual_seed(0)
+    made = Model().half()
+    with torch.no_grad():
+        for i, linear in enumerate((made.first.up, made.last.up)):
+            linear.weight.copy_(torch.from_numpy(weights(seed=i)) / 64)
+        for i, linear in enumerate((made.first.down, made.last.down)):
+            linear.weight.copy_(torch.from_numpy(weights(seed=i).T * (np.arange(ROWS) % 4 < 2)) / 64)
+    return made.requires_grad_(False)
+
+
+@pytest.fixture
+def packed(model: Any, tmp_path: Path) -> Path:
+    """A folder of two shards, as the command writes it, without the name of the tied head."""
+    state = {k: v for k, v in model.state_dict().items() if k != "head.weight" and not k.startswith("again")}
+    source = tmp_path / "dense"
+    source.mkdir()
+    for i, part in enumerate((("embed", "first"), ("last", "scale")), 1):
+        shard = {k: v for k, v in state.items() if k.startswith(part)}
+        sf.save_dense(source / f"model-{i:05}-of-00002.safetensors", shard)
+    convert_checkpoint(source, tmp_path / "packed", Recipe("keep", tuple(map(Rule.parse, RULES))))
+    return tmp_path / "packed"
+
+
+def formats(model: Any) -> dict[str, str]:
+    modules = model.named_modules(remove_duplicate=False)
+    return {name: m.description.format for name, m in modules if isinstance(m, st.SparseLinear)}
+
+
+WANTED = {
+    "first.up": "two-four", "first.down": "bitmask", "again.up": "two-four", "again.down": "bitmask",
+    "last.up": "two-four", "last.down": "bitmask",
+}  # fmt: skip
+
+
+def test_rules_of_the_command(model: Any) -> None:
+    before, bias = model(IDS), model.first.up.bias
+    names = st.sparsify(model, RULES)
+    assert formats(model) == WANTED == {name: m.description.format for name, m in names.items()}
+    assert model.again.up is model.first.up
+    assert model.first.up.bias is bias
+    torch.testing.assert_close(model(IDS), before, rtol=2e-2, atol=2e-1)  # other orders of float16 sums
+    names = st.densify(model)
+    assert formats(model) == {}
+    assert sorted(names) == sorted(WANTED)
+    assert torch.equal(model(IDS), before)
+    assert model.again.up is model.first.up
+    assert isinstance(model.first.up.weight, torch.nn.Parameter)
+
+
+def test_one_layer_at_two_places(model: Any) -> None:
+    up = model.first.up
+    twice = torch.nn.ModuleDict({"a": torch.nn.Sequential(up), "b": torch.nn.Sequential(up)})
+    st.sparsify(twice, "b.0.weight=csr")
+    assert formats(twice) == {"b.0": "csr"}
+    st.densify(twice)
+    twice = torch.nn.ModuleDict({"a": torch.nn.Sequential(up), "b": torch.nn.Sequential(up)})
+    st.sparsify(twice, "*weight=csr")
+    assert twice.a[0] is twice.b[0]
+    assert formats(twice) == {"a.0": "csr", "b.0": "csr"}
+    st.densify(twice)
+    assert twice.a[0] is twice.b[0]
+
+
+def test_a_recipe_and_single_rules(model: Any) -> None:
+    st.sparsify(model, Recipe("csr", (Rule.parse("*down*=keep"),), exclude=("head.weight",)))
+    assert formats(model) == {"first.up": "csr", "again.up": "csr", "last.up": "csr"}
+    st.sparsify(model, "last.down.weight=auto")
+    assert formats(model)["last.down"] in ("two-four", "vector-nm", "bitmask")
+    with pytest.raises(sf.errors.UsageError, match="a Recipe has its own prune"):
+        st.sparsify(model, Recipe(), prune=True)
+
+
+def test_nothing_is_pruned_unless_asked(model: Any) -> None:
+    torch.nn.init.normal_(model.last.up.weight)
+    with pytest.raises(sf.errors.StructureError, match=r"tensor 'last.up.weight': two-four: .*more than 2 nonzeros"):
+        st.sparsify(model, RULES)
+    assert formats(model) == {}  # the others stay as they were, too
+    dense = model.last.up.weight.clone()
+    st.sparsify(model, RULES[:1], prune=True)
+    kept = model.last.up.weight != 0
+    assert torch.equal(model.last.up.weight, dense * kept)
+    assert int(kept.sum()) == ROWS * DEPTH // 2
+    st.densify(model)
+    with pytest.raises(sf.errors.UsageError, match="needs --sparsity"):
+        st.sparsify(model, "last.up.weight=csr", prune=True)
+    st.sparsify(model, "last.up.weight=csr", prune=True, sparsity=0.75)
+    assert int((model.last.up.weight != 0).sum()) == ROWS * DEPTH // 4
+
+
+def test_rules_without_a_layer_are_refused(model: Any) -> None:
+    for rule in ("*.side.weight=csr", "embed.weight=csr", "first.up.bias=csr"):
+        with pytest.raises(
+            sf.errors.UsageError, match=f"rule '{rule[:-4].replace('*', '.')}' matches none of 7 tensors"
+        ):
+            st.sparsify(model, rule)
+    attention = torch.nn.MultiheadAttention(8, 2)  # reads the weight of its out_proj itself
+    with pytest.raises(sf.errors.UsageError, match="matches none of 0"):
+        st.sparsify(attention, "out_proj.weight=csr")
+    with pytest.raises(
+        sf.errors.UsageError, match=r"the model itself is a linear layer: use SparseLinear\.from_linear"
+    ):
+        st.sparsify(torch.nn.Linear(4, 4), "weight=csr")
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_packed_folder_into_a_model(model: Any, packed: Path, device: str) -> None:
+    """The same outputs as with the layers converted in place, and nothing of the dense weights."""
+    st.sparsify(model, RULES)
+    wanted = model(IDS)
+    with torch.device(device):
+        loaded = Model()
+    if device == "meta":
+        with pytest.raises(
+            sf.errors.UsageError, match=r"buffers on the meta device that no checkpoint holds.*positions"
+        ):
+            st.load_into(loaded, packed)
+        assert all(p.is_meta for p in loaded.parameters())
+        loaded.positions = model.positions
+    embedding = loaded.embed.weight
+    layers = st.load_into(loaded, packed)
+    loaded.positions = model.positions
+    assert formats(loaded) == WANTED == {name: m.description.format for name, m in layers.items()}
+    assert torch.equal(loaded(IDS), wanted)
+    assert loaded.again.up is loaded.first.up
+    assert loaded.head.weight is loaded.embed.weight
+    assert (loaded.embed.weight is embedding) == (device == "cpu")
+    assert loaded.embed.weight.dtype is torch.float16
+    assert loaded.first.up.bias.requires_grad
+    assert not any(t.is_inference() for t in [*loaded.parameters(), *loaded.buffers()])
+    layers = st.load_into(loaded, packed)  # sparse layers take their tensors as well
+    assert torch.equal(loaded(IDS), wanted)
+
+
+def test_contents_are_not_scanned_twice(model: Any, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scans, lock = [], threading.Lock()
+    scan = sf.TwoFour.validate
+
+    def counted(self: Any) -> Any:
+        with lock:
+            scans.append(self)
+        return scan(self)
+
+    monkeypatch.setattr(sf.TwoFour, "validate", counted)
+    st.load_into(model, packed)
+    model(IDS)
+    assert len(scans) == 2  # the two files' tensors, by the reader
+
+
+def test_a_file_and_a_dense_checkpoint(model: Any, tmp_path: Path) -> None:
+    before = model(IDS)
+    state = {k: v for k, v in model.state_dict().items() if not k.startswith("again")}
+    sf.save_dense(tmp_path / "model.safetensors", state)
+    fresh = Model()
+    fresh.positions = model.positions
+    assert st.load_into(fresh, tmp_path / "model.safetensors") == {}
+    assert torch.equal(fresh(IDS), before)
+
+
+def test_names_and_shapes_that_differ_are_listed_before_anything_changes(model: Any, packed: Path) -> None:
+    other = Model().half()
+    other.extra = torch.nn.Linear(3, 3)
+    other.first.up = torch.nn.Linear(DEPTH, ROWS + 1).half()
+    del other.scale
+    before = {k: v.clone() for k, v in other.state_dict().items()}
+    with pytest.raises(sf.errors.UsageError) as raised:
+        st.load_into(other, packed)
+    text = str(raised.value)
+    assert str(packed) in text
+    assert "the checkpoint has tensors that the model lacks: scale" in text
+    assert "the model has tensors that the checkpoint lacks: extra.bias, extra.weight" in text
+    assert "first.up.weight ([96, 128], the model has [97, 128])" in text
+    assert "first.up.bias ([96], the model has [97])" in text
+    assert all(torch.equal(v, before[k]) for k, v in other.state_dict().items())
+    other = Model()
+    other.first.up = torch.nn.Bilinear(2, 3, 4)
+    with pytest.raises(
+        sf.errors.UsageError, match=r"first\.up\.weight \(the weight of no linear layer, and two-four in"
+    ):
+        st.load_into(other, packed)
+
+
+def test_a_dense_weight_for_a_sparse_layer_is_refused(model: Any, tmp_path: Path) -> None:
+    state = {k: v for k, v in model.state_dict().items() if not k.startswith("again")}
+    sf.save_dense(tmp_path / "model.safetensors", state)
+    st.sparsify(model, RULES[0])
+    with pytest.raises(sf.errors.UsageError, match=r"first\.up\.weight \(dense in the checkpoint, sparse in the model"):
+        st.load_into(model, tmp_path / "model.safetensors")
