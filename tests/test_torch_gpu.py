@@ -41,7 +41,10 @@ def test_products(fmt: str, with_bias: bool) -> None:
             assert y.is_contiguous()
         text = m.description.text
         assert torch.equal(torch.ops.spformat.linear(x, m._tensors(), m.bias, text, False), wanted)
-    B = tokens(7).cuda().T
+    B = tokens(14).cuda()[::2].T
+    for gaps in (tokens(5).repeat_interleave(2, 1).cuda()[:, ::2], tokens(1).cuda().expand(3, -1)):
+        assert torch.equal(m(gaps), dense(gaps, weights(), b))
+        assert torch.equal(st.spmm(m.matrix, gaps.T), dense(gaps, weights()).T)
     assert torch.equal(st.spmm(m.matrix, B), dense(B.T, weights()).T)
     assert torch.equal(m.weight.cpu(), torch.from_numpy(weights()))
 

@@ -19,7 +19,7 @@ from torch_layers import DEPTH, PARAMS, ROWS, a_sum, bias, dense, layer, matrix,
 
 import spformat.torch as st  # noqa: E402
 from spformat.torch.description import Description, parse  # noqa: E402
-from spformat.torch.weights import Weight, weight_of  # noqa: E402
+from spformat.torch.weights import Weight, weight_of, with_lines  # noqa: E402
 
 KNOWN_TO_COLLECTIVES = {
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8,
@@ -306,3 +306,27 @@ def test_data_parallel_keeps_the_buffers_in_step(tmp_path: Path) -> None:
         assert m[1].weight.grad is not None
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("x", "copied"),
+    [
+        (torch.arange(12.0).view(3, 4), False),
+        (torch.arange(12.0).view(3, 4).T, False),
+        (torch.arange(24.0).view(6, 4)[::2], False),
+        (torch.arange(24.0).view(3, 8)[:, ::2], True),
+        (torch.ones(()).expand(3, 4), True),
+        (torch.ones(4).expand(3, 4), True),
+        (torch.ones(()).expand(2, 3, 4), True),
+        (torch.arange(24.0).view(2, 3, 4), False),
+        (torch.arange(24.0).view(3, 2, 4).transpose(0, 1), True),
+        (torch.arange(8.0)[::2], True),
+        (torch.ones(()), False),
+    ],
+)
+def test_operands_without_lines_are_copied(x: torch.Tensor, copied: bool) -> None:
+    y = with_lines(x)
+    assert torch.equal(x, y)
+    assert y.shape == x.shape
+    assert (y.data_ptr() != x.data_ptr()) == copied
+    assert y.is_contiguous() or not copied

@@ -20,7 +20,7 @@ from ..dispatch import api
 from ..errors import UsageError
 from ..products.problem import result_dtype
 from .description import parse
-from .weights import name_of, weight_of
+from .weights import name_of, weight_of, with_lines
 
 Tensors = Sequence[torch.Tensor]
 
@@ -48,6 +48,7 @@ def _linear_backward(grad: torch.Tensor, weight: Tensors, matrix: str, transpose
 def _spmm(weight: Tensors, B: torch.Tensor, matrix: str, transposed: bool) -> torch.Tensor:
     A = weight_of(weight, matrix).matrix
     with torch.no_grad():
+        B = with_lines(B) if B.is_cuda else B
         C: torch.Tensor = api.spmm(A.T if transposed else A, B)
         return C.contiguous()
 

@@ -112,6 +112,7 @@ class Weight:
 
     def _by_arrays(self, x: torch.Tensor, bias: torch.Tensor | None, transposed: bool) -> torch.Tensor:
         with torch.no_grad():
+            x = with_lines(x) if x.is_cuda else x
             y: torch.Tensor = api.linear(x, self.matrix.T if transposed else self.matrix, bias)
             return y.contiguous()
 
@@ -185,6 +186,22 @@ class Product:
         if len(self._calls) >= OPERANDS:
             self._calls.clear()
         self._calls[key] = call
+
+
+def with_lines(x: torch.Tensor) -> torch.Tensor:
+    """``x`` [.., K], or a copy in C order where its rows and its columns both have gaps between their elements.
+
+    Kernels of a device address lines of consecutive elements. torch's products copy such operands, too; the gradient of
+    a sum, one element expanded to a whole matrix, is the usual one.
+    """
+    if x.dim() > 2:
+        return with_lines(x.reshape(-1, x.shape[-1])).view(x.shape)
+    if x.dim() < 2:
+        return x if x.is_contiguous() else x.contiguous()
+    (rows, cols), (down, across) = x.shape, x.stride()
+    row_major = (cols <= 1 or across == 1) and (rows <= 1 or down >= cols)
+    column_major = (rows <= 1 or down == 1) and (cols <= 1 or across >= rows)
+    return x if row_major or column_major else x.contiguous()
 
 
 def name_of(dtype: torch.dtype) -> str:
