@@ -37,6 +37,8 @@ def prepare(c: Conversion) -> None:
             raise OutputError("input and output are the same file", path=os.path.join(c.folder, name))
     if c.layout == TRANSFORMERS and CONFIG not in c.source.side_files:
         raise InputError(f"--layout transformers needs the {CONFIG} of the model beside its shards", path=c.source.path)
+    if c.layout == TRANSFORMERS:
+        c.source.side_file(CONFIG, c.layout)  # raises the error for a config that cannot be changed
     if CONFIG in c.source.side_files and same_file(c.folder, c.source.folder) and not holds_side_file(c, CONFIG):
         raise OutputError(
             f"the new checkpoint shares its {CONFIG} with the old one and needs another: name another folder",

@@ -49,9 +49,10 @@ def save_pretrained(
 ) -> None:
     """Write a model with sparse layers into a folder that ``from_pretrained`` loads after ``import spformat.hf``.
 
-    is_main_process: other processes write nothing. max_shard_size: bytes of a file, unless a single tensor has more. overwrite: replace files of these names, as
-    transformers does. With adapters on the model (``add_adapter``) only those are saved, by transformers. Other options
-    of transformers (``push_to_hub``, ``variant``, ..) are refused: UsageError.
+    is_main_process: other processes write nothing. max_shard_size: bytes of a file, unless a single tensor has more.
+    overwrite: replace an earlier checkpoint in the folder, as transformers does. With adapters on the model
+    (``add_adapter``) only those are saved, by transformers. Other options of transformers (``push_to_hub``,
+    ``variant``, ..) are refused: UsageError.
     """
     if getattr(model, "_hf_peft_config_loaded", False):
         type(model).save_pretrained(model, save_directory, **options)
