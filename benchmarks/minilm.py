@@ -34,7 +34,7 @@ CASES = (
 LAYERS = r"re:encoder\..*dense\.weight$"
 SENTENCES = (
     "A sparse matrix stores only what is not zero.", "The cat sits on the mat.", "Ein Satz in deutscher Sprache.",
-    "Two of four weights are kept in every group.", "It rained all day in the mountains.", "How do I reset my password?",
+    "Two of four weights are kept in every group.", "It rained all day in the mountains.", "How do I reset it?",
     "Prices rose by 3.2 % in May.", "She plays the violin in an orchestra.",
 )  # fmt: skip
 
