@@ -19,8 +19,10 @@ from spformat.checkpoint import Recipe, Rule, convert_checkpoint
 from spformat.checkpoint.layouts import GUARD, PACKED_INDEX
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-torch = pytest.importorskip("torch", reason="needs torch: make torch")
-transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers >= 5: make torch")
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'spformat[torch]'")
+transformers = pytest.importorskip(
+    "transformers", minversion="5", reason="transformers >= 5 is not installed: pip install 'spformat[hf]'"
+)
 hf = pytest.importorskip("spformat.hf")
 
 from spformat.torch import SparseLinear  # noqa: E402
@@ -188,6 +190,27 @@ def test_disk_is_refused(packed: Path) -> None:
         load(packed, device_map={"": "disk"}, offload_folder="x")
 
 
+def test_a_pipeline_generates(dense: Path, packed: Path, tmp_path: Path) -> None:
+    """The call that the README shows; the tokenizer is a side file of the checkpoint."""
+    import shutil
+
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {f"w{i}": i for i in range(128)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    shutil.copytree(dense, tmp_path / "dense")
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", pad_token="w1")
+    fast.save_pretrained(tmp_path / "dense")
+    convert_checkpoint(tmp_path / "dense", tmp_path / "packed", recipe(), layout="transformers")
+    generate = transformers.pipeline("text-generation", str(tmp_path / "packed"))
+    assert len(sparse_layers(generate.model)) == 14
+    (result,) = generate("w5 w6 w7", max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    expected = load(packed).generate(input_ids=torch.tensor([[5, 6, 7]]), max_new_tokens=8, min_new_tokens=8,
+                                     do_sample=False, pad_token_id=1)  # fmt: skip
+    assert result["generated_text"].replace("w", " w").split() == [f"w{i}" for i in expected[0].tolist()]
+
+
 # ------------------------------------------------------------------ without the import
 
 
@@ -299,7 +322,7 @@ def test_dequantize_gives_a_model_that_transformers_saves(packed: Path, masked: 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft calls it
 def test_lora_trains_beside_sparse_weights(packed: Path, tmp_path: Path) -> None:
     """The gradients are those of the same adapter on the masked dense model; the sparse weights do not change."""
-    peft = pytest.importorskip("peft", reason="needs peft: make torch")
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
 
     def adapted(model: Any) -> Any:
         torch.manual_seed(3)
