@@ -41,7 +41,7 @@ EPILOG = (
 
 _OF_CHECKPOINTS = (
     "rule", "include", "exclude", "prune", "sparsity", "nonfinite", "misfit", "in_place", "resume", "device", "part",
-    "executor", "workers", "scheduler", "staging",
+    "executor", "workers", "scheduler", "staging", "layout",
 )  # fmt: skip
 _OF_MATRICES = ("values", "seed", "dtype")
 
@@ -84,6 +84,9 @@ def run(
         help="Where copies of remote files are kept. Default: a temporary folder.",
         rich_help_panel=MANY,
     ),
+    layout: str = typer.Option(
+        "neutral", help="'transformers': a folder that from_pretrained loads after `import spformat.hf`."
+    ),
     dry_run: bool = typer.Option(False, "--dry-run", "-n", help="Print the table and write nothing."),
     values: str = typer.Option("", help="For .smtx/.mtx/.npz: 'ones' or 'normal' instead of the file's values."),
     seed: int = typer.Option(0, help="For --values normal."),
@@ -102,6 +105,7 @@ def run(
     chosen = recipe(to, rule, include, exclude, prune, sparsity, nonfinite, misfit)
     kind = executor or ("dask" if scheduler else "")
     options = {"force": force, "resume": resume, "in_place": in_place, "device": device, "part": part or None}
+    options["layout"] = layout
     places = {"staging": staging, "force": force, "part": part, "moved": None if as_json else _copied()}
     with staged(src, "" if dry_run else dst, **places) as here, using(sort=sort):
         if dry_run:

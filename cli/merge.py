@@ -19,12 +19,13 @@ def run(
     checksums: bool = typer.Option(
         False, help="Read every file and its input again and compare hashes, not only sizes."
     ),
+    layout: str = typer.Option("neutral", help="As of `spformat convert`."),
     as_json: Json = False,
 ) -> None:
     """Join the finished parts in DST: shards that parts share are put together, the manifest is written last."""
     from spformat.checkpoint import merge_parts
 
-    report = merge_parts(dst, source or None, checksums=checksums)
+    report = merge_parts(dst, source or None, checksums=checksums, layout=layout)
     plan.show_report(report, as_json, report.path)
     if not as_json:
         notes().print(f"{report.path}: {len(report.shards)} file(s) merged", style="green")

@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dispatch",),
     ("measure", "checkpoint"),
     ("torch",),
+    ("hf",),
     ("spformat",),
     ("__main__",),
 )
@@ -46,10 +47,13 @@ HOMES = {
         "spformat/interop/torch_semi_structured.py",
         "spformat/measure/contenders.py",
         "spformat/torch/",
+        "spformat/hf/",
     ),
     "nvmath": ("spformat/backends/vendor.py",),
     "cuda": ("spformat/backends/cuda/",),
     "scipy": ("spformat/formats/foreign.py", "spformat/interop/", "spformat/measure/calibrate.py"),
+    "transformers": ("spformat/hf/",),
+    "peft": ("spformat/hf/adapters.py",),
     "distributed": ("spformat/checkpoint/executors.py",),
     "fsspec": ("spformat/checkpoint/remote.py",),
     "huggingface_hub": ("spformat/checkpoint/hub.py",),
@@ -239,11 +243,12 @@ def test_libraries_stay_in_their_places() -> None:
 
 
 def test_optional_libraries_are_imported_when_needed() -> None:
-    """numba may be imported at the top of its loops, which a plan imports, and torch at the top of spformat.torch, which
-    only a user imports."""
-    lazy = {"cupy", "torch", "nvmath", "cuda", "scipy"}
+    """numba may be imported at the top of its loops, which a plan imports, and torch and transformers at the top of
+    spformat.torch and spformat.hf, which only a user imports."""
+    lazy = {"cupy", "torch", "transformers", "peft", "nvmath", "cuda", "scipy"}
+    allowed = {("torch", "torch"), ("hf", "torch"), ("hf", "transformers")}
     early = [i for i in imports() if i.module.split(".")[0] in lazy and not i.deferred]
-    assert [str(i) for i in early if not (i.module.split(".")[0] == "torch" and place(i.file) == "torch")] == []
+    assert [str(i) for i in early if (place(i.file), i.module.split(".")[0]) not in allowed] == []
 
 
 def test_import_of_spformat_is_light() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from .. import limits
+from .layouts import NEUTRAL, PACKED_INDEX, TRANSFORMERS
 from .manifest import MANIFEST, VERSION, digest
 from .parts import FilePlan, FileTask, narrowed, split
 from .recipe import Recipe, writes_dense
@@ -21,6 +22,7 @@ class Conversion:
     recipe: Recipe
     folder: str
     device: str = "cpu"
+    layout: str = NEUTRAL
 
     @property
     def dense(self) -> bool:
@@ -35,8 +37,9 @@ class Conversion:
     @property
     def outputs(self) -> tuple[str, ...]:
         """Names of all files that a reader needs to open the new checkpoint: shards, and the manifest or index."""
-        last = MANIFEST if not self.dense else INDEX if len(self.source.shards) > 1 else None
-        return (*self.names.values(), *filter(None, [last]))
+        if self.dense:
+            return (*self.names.values(), *([INDEX] if len(self.source.shards) > 1 else []))
+        return (*self.names.values(), *([PACKED_INDEX] if self.layout == TRANSFORMERS else []), MANIFEST)
 
     @property
     def identity(self) -> str:

@@ -14,6 +14,7 @@ from ..formats import by_name, spec_text
 from ..storage.files import is_file, names_in, remove, same_file, sha256_of, size_of
 from ..storage.output import flush_folder
 from .conversion import Conversion
+from .layouts import CONFIG, PACKED_INDEX
 from .manifest import MANIFEST, digest, read_manifest
 from .parts import FileOutcome
 from .recipe import KEEP
@@ -30,7 +31,8 @@ def superseded(there: Iterable[str], new: Collection[str], dense: bool) -> list[
     manifest of another checkpoint count, too, because each of them changes how the folder is opened. All other files in
     the folder are left alone.
     """
-    kinds = (OURS, _DENSE, re.compile(re.escape(INDEX)), re.compile(re.escape(MANIFEST))) if dense else (OURS,)
+    names = (PACKED_INDEX, INDEX, MANIFEST) if dense else (PACKED_INDEX,)
+    kinds = [OURS, *([_DENSE] if dense else []), *(re.compile(re.escape(name)) for name in names)]
     return [n for n in there if n not in new and any(kind.fullmatch(n) for kind in kinds)]
 
 
@@ -95,10 +97,10 @@ def holds_side_file(c: Conversion, name: str) -> bool:
     a, b = os.path.join(c.source.folder, name), os.path.join(c.folder, name)
     if not is_file(a) or not is_file(b):
         return False
-    if same_file(a, b):
+    if same_file(a, b) and name != CONFIG:
         return True
-    # Most side files are copied unchanged; those are compared by hash, without reading them into memory.
-    wanted = sha256_of(a) if not c.source.packed else hashlib.sha256(c.source.side_file(name)).hexdigest()
+    # Side files but config.json are copied unchanged; those are compared by hash, without reading them into memory.
+    wanted = sha256_of(a) if name != CONFIG else hashlib.sha256(c.source.side_file(name, c.layout)).hexdigest()
     return wanted == sha256_of(b)
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from .. import __name__ as package
-from ..errors import OutputError
+from ..errors import InputError, OutputError
 from ..formats import parse_spec
 from ..storage.files import Path, reason, remove, same_file
 from ..storage.locks import folder_lock, ignores_case
@@ -22,9 +22,10 @@ from ..storage.output import flush_folder, publish, sweep
 from . import journals
 from .conversion import Conversion
 from .existing_target import clear, holds_side_file
+from .layouts import CONFIG, PACKED_INDEX, TRANSFORMERS, packed_index
 from .manifest import JOURNAL_GLOB, MANIFEST, VERSION, write_json
 from .parts import PIECES, FileOutcome, Part, assemble
-from .recipe import KEEP
+from .recipe import KEEP, Recipe
 from .source import INDEX, INDEX_SUFFIX
 
 
@@ -34,9 +35,14 @@ def prepare(c: Conversion) -> None:
     for name in (*c.names.values(), *c.source.side_files):
         if any(same_file(os.path.join(c.source.folder, s), os.path.join(c.folder, name)) for s in c.source.shards):
             raise OutputError("input and output are the same file", path=os.path.join(c.folder, name))
-    if c.source.packed and same_file(c.folder, c.source.folder):
+    if c.layout == TRANSFORMERS and CONFIG not in c.source.side_files:
+        raise InputError(f"--layout transformers needs the {CONFIG} of the model beside its shards", path=c.source.path)
+    if c.layout == TRANSFORMERS:
+        c.source.side_file(CONFIG, c.layout)  # raises the error for a config that cannot be changed
+    if CONFIG in c.source.side_files and same_file(c.folder, c.source.folder) and not holds_side_file(c, CONFIG):
         raise OutputError(
-            "a checkpoint of compressed-tensors shares its config.json: name another folder", path=c.folder
+            f"the new checkpoint shares its {CONFIG} with the old one and needs another: name another folder",
+            path=c.folder,
         )
 
 
@@ -117,7 +123,10 @@ def finish(c: Conversion, done: Sequence[FileOutcome]) -> tuple[FileOutcome, ...
     if c.dense:
         _write_index(c, files)
     else:
-        write_json(os.path.join(c.folder, MANIFEST), _manifest(c, files))
+        if c.layout == TRANSFORMERS:
+            listed = ((o.name, f.name, o.bytes_out or 0) for f in files for o in f.outcomes)
+            write_json(os.path.join(c.folder, PACKED_INDEX), packed_index(listed))
+        write_json(os.path.join(c.folder, MANIFEST), manifest_of(c.recipe, files, c.source.index))
     clear(c)
     for name in journals.listed(c.folder):
         remove(os.path.join(c.folder, name))
@@ -130,7 +139,7 @@ def _copy_side_files(c: Conversion) -> None:
     for name in c.source.side_files:
         if name.endswith(INDEX_SUFFIX):
             continue
-        data = c.source.side_file(name)
+        data = c.source.side_file(name, c.layout)
         if not same_file(os.path.join(c.source.folder, name), os.path.join(c.folder, name)):
             publish(os.path.join(c.folder, name), data, overwrite=True)
 
@@ -144,7 +153,8 @@ def _write_index(c: Conversion, files: Sequence[FileOutcome]) -> None:
     write_json(os.path.join(c.folder, INDEX), tree)
 
 
-def _manifest(c: Conversion, files: Sequence[FileOutcome]) -> dict[str, Any]:
+def manifest_of(recipe: Recipe, files: Sequence[FileOutcome], index: dict[str, Any]) -> dict[str, Any]:
+    """The manifest of a packed folder. index: the keys of the index of the source, without its weight_map."""
     tensors = {}
     for f in files:
         for o in f.outcomes:
@@ -161,9 +171,9 @@ def _manifest(c: Conversion, files: Sequence[FileOutcome]) -> dict[str, Any]:
         f.name: {"sha256": f.sha256, "size": f.size, "source": f.source, "source_sha256": f.source_sha256}
         for f in files
     }
-    tree = {"container": VERSION, "created_by": package, "recipe": asdict(c.recipe), "files": described}
+    tree = {"container": VERSION, "created_by": package, "recipe": asdict(recipe), "files": described}
     tree |= {"tensors": tensors}
-    return tree | ({"index": c.source.index} if c.source.index else {})
+    return tree | ({"index": index} if index else {})
 
 
 def _format_json(target: str) -> tuple[str, dict[str, Any]]:

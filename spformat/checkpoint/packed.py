@@ -22,8 +22,8 @@ from ..storage.container import safe_open
 from ..storage.descriptor import Record
 from ..storage.files import is_file, read_small
 from ..storage.tensorfile import TensorFile
+from .layouts import CONFIG, parsed_config
 
-CONFIG = "config.json"
 _MAX_CONFIG = 16 << 20
 
 Records: TypeAlias = dict[str, tuple[str, Record, int]]
@@ -115,21 +115,12 @@ def _check_bits(shape: tuple[int, ...], bitmask: Record) -> None:
 
 def _config(folder: str) -> dict[str, Any]:
     path = os.path.join(folder, CONFIG)
-    return (_parsed(read_small(path, _MAX_CONFIG)) or {}) if is_file(path) else {}
-
-
-def _parsed(data: bytes) -> dict[str, Any] | None:
-    """A JSON object; None for anything else. Parsed as leniently as model loaders do, because some contain Infinity."""
-    try:
-        tree = json.loads(data)
-    except (ValueError, RecursionError):
-        return None
-    return tree if isinstance(tree, dict) else None
+    return (parsed_config(read_small(path, _MAX_CONFIG)) or {}) if is_file(path) else {}
 
 
 def config_when_dense(data: bytes) -> bytes:
     """The config.json of a packed checkpoint without the statement that its weights are packed; any other unchanged."""
-    tree, changed = _parsed(data) or {}, False
+    tree, changed = parsed_config(data) or {}, False
     for key in ("quantization_config", "compression_config"):
         settings = tree.get(key)
         if isinstance(settings, dict) and settings.pop("sparsity_config", None) is not None:

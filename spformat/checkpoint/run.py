@@ -23,9 +23,10 @@ from ..storage.output import check_target
 from . import existing_target, folder, journals
 from .conversion import Conversion
 from .executors import Workers, convert_files
+from .layouts import NEUTRAL, check_layout
 from .manifest import JOURNAL, MANIFEST
 from .parts import PIECES, FileOutcome, FilePlan, FileTask, Part, convert_file
-from .recipe import AUTO, KEEP, Recipe
+from .recipe import AUTO, KEEP, Recipe, writes_dense
 from .remote import is_remote, staged
 from .shard import write_shard
 from .shard_input import Progress, read
@@ -86,6 +87,7 @@ def convert_checkpoint(
     executor: Executor | Workers | None = None,
     staging: Path = "",
     in_place: bool = False,
+    layout: str = NEUTRAL,
 ) -> ConversionReport:
     """Convert a file or folder ``src``; ``dst`` is a folder, or a file when it ends in ``.safetensors``.
 
@@ -107,6 +109,8 @@ def convert_checkpoint(
             with limits. Shards are converted side by side, or tensors if there are few shards.
         staging: folder for the local copies of remote files; it stays and is used again. Default: a temporary folder.
         in_place: a single file may be its own ``dst``. It is replaced when the new file is complete and on disk.
+        layout: "neutral", or "transformers" for a folder that ``from_pretrained`` loads after ``import spformat.hf``.
+            With parts, give it to ``merge_parts``.
 
     "dense" writes an ordinary checkpoint that any loader reads. Everything else writes
     ``spformat-0000i-of-0000n.safetensors`` and ``spformat.json``.
@@ -118,11 +122,12 @@ def convert_checkpoint(
     recipe = Recipe(to=recipe) if isinstance(recipe, str) else recipe
     part = Part.parse(part) if isinstance(part, str) else part
     workers = Workers(executor) if isinstance(executor, Executor) else executor
+    check_layout(layout, writes_dense(recipe))
     if is_remote(src) or is_remote(dst):
         with staged(src, dst, staging=staging, force=force, part=part) as here:
             report = convert_checkpoint(
                 here.source, here.target, recipe, force=force, resume=resume, progress=progress, device=device,
-                executor=workers,
+                executor=workers, layout=layout,
             )  # fmt: skip
         left = tuple(sorted({*report.left_behind, *here.left_behind}))
         return replace(report, path=os.fspath(dst), left_behind=left)
@@ -131,10 +136,10 @@ def convert_checkpoint(
     target = os.fspath(dst)
     to_device(np.zeros(1, np.uint8), device)  # DeviceUnavailable now, before anything is written
     if target.endswith(".safetensors") and not os.path.isdir(target):
-        if part is not None or workers is not None:
-            raise UsageError("parts and executors write into a folder, not one file", path=target)
+        if part is not None or workers is not None or layout != NEUTRAL:
+            raise UsageError("parts, executors and layouts write into a folder, not one file", path=target)
         return _to_file(Conversion(source, plans, recipe, target, device), force, in_place, progress)
-    return _to_folder(Conversion(source, plans, recipe, target, device), part, workers, force, resume, progress)
+    return _to_folder(Conversion(source, plans, recipe, target, device, layout), part, workers, force, resume, progress)
 
 
 def _to_file(c: Conversion, force: bool, in_place: bool, progress: Progress | None) -> ConversionReport:
@@ -248,13 +253,15 @@ def bytes_to_convert(src: Path, recipe: Recipe, part: Part | str | None = None) 
     return sum(file_plan.nbytes for file_plan in chosen)
 
 
-def merge_parts(dst: Path, src: Path | None = None, *, checksums: bool = False) -> ConversionReport:
+def merge_parts(
+    dst: Path, src: Path | None = None, *, checksums: bool = False, layout: str = NEUTRAL
+) -> ConversionReport:
     """Make one checkpoint of the finished parts in the folder ``dst``; its bytes are those of a conversion in one run.
 
     Shards whose tensors were converted by several parts are assembled.
 
     src: path of the source, if it has moved since the parts were converted. checksums: also read every file again and
-    compare its hash and that of its input; otherwise only sizes are compared.
+    compare its hash and that of its input; otherwise only sizes are compared. layout: as of ``convert_checkpoint``.
 
     Raises InputError (a part is missing, unfinished or gone), ContainerError (parts of different conversions, a source
     that has changed) and LockedError (a part is still running).
@@ -264,8 +271,9 @@ def merge_parts(dst: Path, src: Path | None = None, *, checksums: bool = False) 
         raise InputError("expected the folder that the parts were written to", path=target)
     with folder.locked(target, None):
         recipe, origin, n = journals.parts_in(target)
+        check_layout(layout, writes_dense(recipe))
         source = open_source(src or origin)
-        c = Conversion(source, plan_tensors(source, recipe), recipe, target)
+        c = Conversion(source, plan_tensors(source, recipe), recipe, target, layout=layout)
         known = journals.entries_of(c, [journals.journal_name(Part(i, n)) for i in range(1, n + 1)]) or {}
         if not known and c.plans:
             raise ContainerError("the parts were made of another source, or this one has changed", path=source.path)

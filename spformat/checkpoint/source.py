@@ -26,8 +26,9 @@ from ..storage.files import (
 )
 from ..storage.stheader import strict_json
 from ..storage.tensorfile import TensorFile
+from .layouts import CONFIG, NEUTRAL, config_for
 from .manifest import JOURNAL_GLOB, MANIFEST, is_finished, read_manifest
-from .packed import CONFIG, Packed, UnpackedFile, config_when_dense, unpacked
+from .packed import Packed, UnpackedFile, config_when_dense, unpacked
 
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX = "model" + INDEX_SUFFIX
@@ -78,10 +79,13 @@ class Source:
     def _file(self, shard: str) -> TensorFile:
         return safe_open(os.path.join(self.folder, shard))
 
-    def side_file(self, name: str) -> bytes:
-        """The contents that a side file has in the target."""
-        data = read_small(os.path.join(self.folder, name), SIDE_FILE)
-        return config_when_dense(data) if self.packed and name == CONFIG else data
+    def side_file(self, name: str, layout: str = NEUTRAL) -> bytes:
+        """The contents that a side file has in a target of that layout."""
+        path = os.path.join(self.folder, name)
+        data = read_small(path, SIDE_FILE)
+        if name != CONFIG:
+            return data
+        return config_for(config_when_dense(data) if self.packed else data, layout, path)
 
 
 def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:

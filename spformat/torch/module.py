@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from ..arrays.dtypes import VALUE_TYPES
 from ..arrays.torch_tensors import array_to_torch
-from ..errors import StructureError
+from ..errors import StructureError, UsageError
 from ..formats import by_name
 from ..formats.base import Format
 from ..storage.descriptor import Record
@@ -137,6 +137,18 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
         self._weight = weight_of(self._tensors(), self._text)
         return self._weight
 
+    def fill(self, matrix: Format) -> None:
+        """Replace the contents, as those that ``from_record`` leaves open, by those of a matrix on any device.
+
+        UsageError for a matrix of another format, shape or params.
+        """
+        filled = SparseLinear(matrix)
+        if filled.description != self.description:
+            raise UsageError(f"expected a matrix {self._text}, got {filled._text}")
+        for name in self._names:
+            self._buffers[name] = filled._buffers[name]
+        self._weight = filled._weight
+
     # ---------------------------------------------------------------- reading
 
     @property
@@ -159,6 +171,16 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
     def _values(self) -> torch.Tensor:
         values: torch.Tensor = self._buffers[self._names[self.description.values]]
         return values
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the values."""
+        return self._values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the values are."""
+        return self._values.device
 
     @property
     def nbytes(self) -> int:

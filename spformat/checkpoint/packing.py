@@ -1,0 +1,78 @@
+"""Tensors in memory into a packed folder: shards, an index for loaders, and the manifest, which is written last."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+
+from ..errors import OutputError
+from ..formats import spec_text
+from ..formats.base import Format
+from ..limits import product
+from ..storage.container import save
+from ..storage.files import Path, names_in, remove, sha256_of, size_of
+from ..storage.filewriter import Tensor, outline
+from ..storage.locks import folder_lock
+from .existing_target import superseded
+from .folder import manifest_of
+from .layouts import packed_index
+from .manifest import MANIFEST, write_json
+from .parts import FileOutcome
+from .recipe import KEEP, Recipe
+from .tensor_plans import TensorOutcome
+
+
+def write_packed(
+    folder: Path, tensors: Mapping[str, Tensor], max_bytes: int, overwrite: bool, index: str = ""
+) -> tuple[str, ...]:
+    """Write tensors into an existing folder; returns the names of the shards.
+
+    max_bytes: of the tensors in a shard, unless one alone has more. overwrite: replace an earlier checkpoint; without
+    it OutputError names what is there. index: the name of an index that is written beside the manifest.
+    """
+    where = os.fspath(folder)
+    shards = list(_shards(tensors, max_bytes))
+    names = [f"spformat-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    with folder_lock(where):
+        there = names_in(where)
+        mine = [*names, MANIFEST, *([index] if index else [])]
+        if not overwrite:
+            old = next((n for n in (*mine, *superseded(there, mine, True)) if n in there), None)
+            if old is not None:
+                raise OutputError(f"the target holds {old} already; use overwrite=True", path=where)
+        files = []
+        for i, (name, members) in enumerate(zip(names, shards, strict=True), 1):
+            path = os.path.join(where, name)
+            save(path, members, overwrite=True)
+            source = f"model-{i:05}-of-{len(shards):05}.safetensors"
+            outcomes = tuple(_outcome(n, x) for n, x in members.items())
+            files.append(FileOutcome(name, source, "", sha256_of(path), size_of(path), outcomes))
+        if index:
+            listed = ((o.name, f.name, o.bytes_out or 0) for f in files for o in f.outcomes)
+            write_json(os.path.join(where, index), packed_index(listed))
+        write_json(os.path.join(where, MANIFEST), manifest_of(Recipe(to=KEEP), files, {}))
+        for name in superseded(there, mine, True):
+            remove(os.path.join(where, name))
+    return tuple(names)
+
+
+def _shards(tensors: Mapping[str, Tensor], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    total = 0
+    for name, x in tensors.items():
+        if shard and total + x.nbytes > max_bytes:
+            yield shard
+            shard, total = {}, 0
+        shard[name] = x
+        total += x.nbytes
+    yield shard
+
+
+def _outcome(name: str, x: Tensor) -> TensorOutcome:
+    record = outline(name, x)
+    target, dense = KEEP, x.nbytes
+    if isinstance(x, Format):
+        target, dense = spec_text(type(x), x.params()), product(*record.shape, x.dtype.itemsize)
+    return TensorOutcome(
+        name=name, target=target, why="", shape=record.shape, dtype=record.dtype, bytes_in=dense, bytes_out=x.nbytes
+    )

@@ -1,0 +1,203 @@
+"""The quantizer that transformers calls while ``from_pretrained`` loads a model.
+
+transformers creates the model without weights and asks the quantizer to put its own layers in; then it loads the
+tensors that it knows by name; at the end the quantizer may finish. So the sparse layers are created from the headers of
+the files, and their contents are read at the end by spformat's own reader, which checks and validates them, straight to
+the device where transformers has put each layer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.quantizers.auto import register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils import logging
+
+from ..checkpoint.layouts import GUARD, METHOD, PACKED_INDEX
+from ..errors import UsageError
+from ..storage.container import safe_open
+from ..storage.descriptor import Record
+from ..torch.loading import is_sparse
+from ..torch.models import densify, is_linear, replace
+from ..torch.module import SparseLinear
+from .config import SpformatConfig
+from .saving import save_itself, sparsify
+
+log = logging.get_logger(__name__)
+
+CAST = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""dtypes of values that are cast to the dtype of the model, as transformers casts dense weights."""
+
+
+@register_quantizer(METHOD)
+class SpformatQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Loads packed folders, and makes dense ones sparse on the way if the config has rules."""
+
+    quantization_config: SpformatConfig
+    requires_calibration = False
+
+    def __init__(self, quantization_config: SpformatConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self._to_fill: dict[str, list[tuple[str, str]]] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """UsageError for a device map with "disk", which layers of spformat cannot be loaded to."""
+        if isinstance(device_map, dict) and "disk" in device_map.values():
+            raise UsageError("device_map: sparse layers are not offloaded to disk; leave 'disk' out")
+        if not self.pre_quantized and not self.quantization_config.rules:
+            raise UsageError(
+                "quantization_config: the model is dense, so rules must say what becomes sparse, as in "
+                "SpformatConfig('re:.*proj.*=two-four')"
+            )
+
+    # ---------------------------------------------------------------- where the files are
+
+    def _with_index(self, config: Any) -> Any:
+        if self.pre_quantized and getattr(config, "transformers_weights", None) == GUARD:
+            config.transformers_weights = PACKED_INDEX
+        return config
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Called with the config before transformers looks for files (since 5.18): says which index to read."""
+        return self._with_index(config)
+
+    def update_tp_plan(self, config: Any) -> Any:
+        """The same in earlier releases."""
+        return self._with_index(config)
+
+    # ---------------------------------------------------------------- before and after the weights
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
+    ) -> Any:
+        if not self.pre_quantized:
+            return model
+        self._to_fill, entries, buffers = {}, set(), set()
+        names = Names(model)
+        unused = []
+        for file in checkpoint_files or ():
+            with safe_open(file) as f:
+                records = {name: f.info(name) for name in f if is_sparse(f.info(name))}
+            for name, record in records.items():
+                entries |= {record.entry(array).removeprefix(name) for array in record.arrays}
+                layer_name = names.layer_of(name, record, file)
+                if layer_name is None:
+                    unused.append(name)
+                    continue
+                old = model.get_submodule(layer_name)
+                layer = SparseLinear.from_record(record, old.bias).train(old.training)
+                layer._is_hf_initialized = True  # transformers must not draw random numbers for it
+                replace(model, layer_name, layer)
+                self._dtypes[layer_name] = old.weight.dtype
+                self._to_fill.setdefault(file, []).append((name, layer_name))
+                buffers |= {c.attribute for c in layer.description.components}
+        if not self._to_fill:
+            raise UsageError(
+                "no tensor of the checkpoint is a sparse weight of this model", path=_first(checkpoint_files)
+            )
+        if unused:
+            log.warning(f"{len(unused)} sparse tensors have no place in the model and are not loaded, as {unused[0]}")
+        # What transformers would report: buffers that it does not find, and entries that it does not know.
+        model._keys_to_ignore_on_load_missing |= {rf"\.({_alternatives(buffers)})$"}
+        model._keys_to_ignore_on_load_unexpected |= {rf"({_alternatives(entries)})$"}
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if not self.pre_quantized:
+            c = self.quantization_config
+            sparsify(model, c.rules, prune=c.prune, sparsity=c.sparsity)
+            return model
+        devices = set(map(str, getattr(model, "hf_device_map", {}).values()))
+        if len(devices) > 1 and "cpu" in devices:
+            raise UsageError("device_map: sparse layers are not offloaded to the host; choose GPUs only, or 'cpu'")
+        for file, pairs in self._to_fill.items():
+            places = [(name, layer_name, model.get_submodule(layer_name)) for name, layer_name in pairs]
+            with safe_open(file) as f:
+                for device, group in itertools.groupby(places, key=lambda place: str(place[2].device)):
+                    here = list(group)
+                    for (_, layer_name, layer), matrix in zip(
+                        here, f.read_all([name for name, _, _ in here], device), strict=True
+                    ):
+                        layer.fill(matrix)
+                        dtype = self._dtypes[layer_name]
+                        if dtype is not layer.dtype and layer.dtype in CAST:
+                            layer.to(dtype)
+        self._to_fill, self._dtypes = {}, {}
+        save_itself(model)
+        return model
+
+    def _dequantize(self, model: Any, dtype: Any = None) -> Any:
+        densify(model)
+        model.__dict__.pop("save_pretrained", None)
+        return model.to(dtype)
+
+    # ---------------------------------------------------------------- what transformers asks
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether ``save_pretrained`` works: yes."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether gradients flow through the layers, to adapters and earlier layers: yes."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether ``torch.compile`` takes the layers: yes."""
+        return True
+
+
+class Names:
+    """The linear layers of a model by the names that their weights have in a checkpoint."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._tensors = model.state_dict()
+        conversions = get_model_conversion_mapping(model, None, None)
+        self._renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+        self._converters = [c for c in conversions if isinstance(c, WeightConverter)]
+
+    def layer_of(self, name: str, record: Record, path: str) -> str | None:
+        """The layer that a sparse tensor is the weight of; None if the model has no tensor of that name.
+
+        UsageError for a tensor that is not the weight of a linear layer, or that has another shape.
+        """
+        prefix = self.model.base_model_prefix
+        renamed, merged = rename_source_key(name, self._renamings, self._converters, prefix, self._tensors)
+        if renamed not in self._tensors and name in self._tensors:
+            renamed, merged = name, None
+        if merged is not None:
+            raise UsageError(
+                "transformers joins or divides this tensor while loading, so it must be dense: convert with --exclude",
+                path=path, tensor=name,
+            )  # fmt: skip
+        if renamed not in self._tensors:
+            return None
+        layer_name = renamed.removesuffix(".weight")
+        layer = self.model.get_submodule(layer_name) if layer_name != renamed else None
+        if layer is None or not is_linear(layer):
+            raise UsageError(
+                "this tensor is the weight of no linear layer, so it must be dense: convert with --exclude",
+                path=path, tensor=name,
+            )  # fmt: skip
+        if tuple(layer.weight.shape) != record.shape:
+            expected, got = list(layer.weight.shape), list(record.shape)
+            raise UsageError(f"expected shape {expected}, as the config says, got {got}", path=path, tensor=name)
+        return str(layer_name)
+
+
+def _alternatives(names: set[str]) -> str:
+    return "|".join(sorted(map(re.escape, names)))
+
+
+def _first(files: Sequence[str] | None) -> str:
+    return files[0] if files else ""

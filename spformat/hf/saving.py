@@ -1,0 +1,108 @@
+"""``save_pretrained`` of models with sparse layers: a folder in the layout of transformers."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from ..checkpoint.layouts import CONFIG, PACKED_INDEX, TRANSFORMERS, config_for
+from ..checkpoint.packing import write_packed
+from ..errors import UsageError
+from ..storage.files import Path
+from ..storage.filewriter import Tensor
+from ..storage.output import publish
+from ..torch import models
+from ..torch.module import SparseLinear
+
+USUAL = {"push_to_hub": False, "save_peft_format": True, "save_original_format": True, "safe_serialization": True}
+"""Options of transformers with the values that change nothing here."""
+SHARD = 5 * 10**9
+"""Bytes of a file, unless a single tensor has more."""
+
+
+def sparsify(model: Any, rules: str | Sequence[str], **options: Any) -> dict[str, SparseLinear]:
+    """``spformat.torch.sparsify`` of a model of transformers, whose ``save_pretrained`` then writes a packed folder."""
+    layers = models.sparsify(model, rules, **options)
+    save_itself(model)
+    return layers
+
+
+def save_itself(model: Any) -> None:
+    """Give a model a ``save_pretrained`` that knows sparse layers, in place of that of its class."""
+    model.save_pretrained = functools.partial(save_pretrained, model)
+
+
+def save_pretrained(
+    model: Any,
+    save_directory: Path,
+    is_main_process: bool = True,
+    *,
+    max_shard_size: int = SHARD,
+    overwrite: bool = True,
+    **options: Any,
+) -> None:
+    """Write a model with sparse layers into a folder that ``from_pretrained`` loads after ``import spformat.hf``.
+
+    is_main_process: other processes write nothing. max_shard_size: bytes of a file, unless a single tensor has more.
+    overwrite: replace an earlier checkpoint in the folder, as transformers does. With adapters on the model
+    (``add_adapter``) only those are saved, by transformers. Other options of transformers (``push_to_hub``,
+    ``variant``, ..) are refused: UsageError.
+    """
+    if getattr(model, "_hf_peft_config_loaded", False):
+        type(model).save_pretrained(model, save_directory, **options)
+        return
+    given = [name for name, value in options.items() if value not in (None, USUAL.get(name))]
+    if given:
+        raise UsageError(f"save_pretrained: expected no other option for sparse layers, got {', '.join(sorted(given))}")
+    if not isinstance(max_shard_size, int):
+        raise UsageError(f"max_shard_size: expected bytes as an int, got {max_shard_size!r}")
+    if not is_main_process:
+        return
+    folder = os.fspath(save_directory)
+    os.makedirs(folder, exist_ok=True)
+    tensors = tensors_of(model)
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    path = os.path.join(folder, CONFIG)
+    with open(path, "rb") as f:
+        config = config_for(f.read(), TRANSFORMERS, path)
+    publish(path, config, overwrite=True)
+    write_packed(folder, tensors, max_shard_size, overwrite, PACKED_INDEX)
+
+
+def tensors_of(model: Any) -> dict[str, Tensor]:
+    """What a checkpoint of a model holds, under the names of its checkpoint: matrices, and tensors without gradients.
+
+    Tied weights occur once. UsageError for a sparse weight that transformers would divide or join while saving.
+    """
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, SparseLinear)}
+    buffers = {f"{name}.{c.attribute}" for name, layer in layers.items() for c in layer.description.components}
+    ignored = {*buffers, *(model._keys_to_ignore_on_save or ())}
+    state = {name: t for name, t in model.state_dict().items() if name not in ignored}
+    state = remove_tied_weights_from_state_dict(state, model)
+    # Stand-ins for the sparse weights, so that transformers gives them their names in the checkpoint.
+    stand_ins = {
+        f"{name}.weight": torch.empty(layer.description.shape, device="meta") for name, layer in layers.items()
+    }
+    weight_of = {id(stand_ins[f"{name}.weight"]): layer for name, layer in layers.items()}
+    named: Mapping[str, torch.Tensor] = revert_weight_conversion(model, state | stand_ins)
+    tensors: dict[str, Tensor] = {}
+    for name, t in named.items():
+        if id(t) in weight_of:
+            tensors[name] = weight_of[id(t)].matrix
+        elif t.is_meta:
+            raise UsageError(
+                "a tensor on the meta device has no contents to save, or is joined of sparse ones", tensor=name
+            )
+        else:
+            tensors[name] = t.detach().contiguous()
+    return tensors
