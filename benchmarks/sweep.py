@@ -106,9 +106,9 @@ def measure(seed: int, seconds: float, formats: list[str], regret: bool) -> list
         case = bench.Case(str(spec), a, B, tuple(crowd(a, B, C, regret)), a.dtype.name, {"nnz": a.nnz})
         results = bench.compare(case, repeats=9, warmups=2, seconds=0.2, hot=False)
         us = {r.name: r.cold_us for r in results if r.cold_us == r.cold_us}
-        errors = {r.name: r.error for r in results if not r.peer}
+        errors = {r.name: r.error for r in results if r.name in us}
         row = {"kind": label(spec), "M": spec.M, "K": spec.K, "N": B.shape[1], "layout": layout, "us": us,
-               "kernel": choices(a, B, C).chosen, "error": max(errors.values(), default=math.inf),
+               "kernel": choices(a, B, C).chosen, "errors": errors,
                "notes": [f"{r.name}: {r.note}" for r in results if r.note]}  # fmt: skip
         rows.append(row)
     return rows
@@ -159,10 +159,12 @@ def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield f"\nSlower than dense: {sum(x < 1 for x, _ in slow)} of {len(slow)} products. The slowest:"
     for x, row in slow[:15]:
         yield f"  {x:.2f}  {row['kind']} {row['M']}x{row['K']} N={row['N']} {row['layout']} by {row['kernel']}"
-    wrong = [row for row in rows if not row["error"] <= 1]
-    yield f"\nWrong results: {len(wrong)} of {len(rows)}"
-    for row in wrong[:20]:
-        yield f"  {row}"
+    wrong = [(row, {name: x for name, x in row["errors"].items() if not x <= 1}) for row in rows]
+    wrong = [(row, names) for row, names in wrong if names or "ours" not in row["errors"]]
+    yield f"\nResults outside the bound of float32 sums, which is 1: {len(wrong)} of {len(rows)} products"
+    for row, names in wrong[:40]:
+        found = ", ".join(f"{name} {x:.1f}" for name, x in names.items())
+        yield f"  {row['kind']} {row['M']}x{row['K']} N={row['N']} {row['layout']}: {found or 'no result'}"
     for note in sorted({note for row in rows for note in row["notes"]})[:20]:
         yield f"  not measured: {note}"
 

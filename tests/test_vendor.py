@@ -112,16 +112,20 @@ def test_partial_sums_of_16_bit_products_stay_float32_and_the_handle_is_as_befor
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_sums_of_dense_products_are_float32_on_a_gpu(dtype: str) -> None:
-    """Many products for few results: where cuBLAS adds up partial sums. They are too large for 8 or 11 bits."""
+    """Few results of many products each: where cuBLAS adds up partial sums. They are too large for 8 or 11 bits."""
     cp = pytest.importorskip("cupy")
     rng, kind = np.random.default_rng(3), VALUE_TYPES[dtype].numpy
-    x, y = rng.choice([0, 1, 2], (1536, 8960), p=[0.9, 0.05, 0.05]), rng.integers(0, 3, (8960, 40))
-    wanted = (x @ y).astype(np.float32)
-    assert wanted.max() > 1000
-    for n in (1, 2, 8, 10, 40):
-        B = cp.asarray(y[:, :n].astype(kind))
-        for a in (sf.convert(x.astype(kind), "dense"), sf.convert(x.astype(kind), "csr")):
-            for b in (B, cp.asfortranarray(B)):
-                backend = "vendor.cublas_gemm" if a.name == "dense" else "cuda.expand_then_dense"
-                C = sf.spmm(a.to("cuda"), b, backend=backend).get()
-                assert (wanted[:, :n].astype(kind) == C).all(), (n, a.name)
+    for M, K, widths in (
+        (1536, 8960, (1, 2, 8, 10, 40)),
+        (2560, 2560, (2, 182)),
+        (3072, 768, (143,)),
+        (768, 3072, (7,)),
+    ):
+        x, y = rng.integers(0, 3, (M, K)), rng.integers(0, 3, (K, max(widths)))
+        for n in widths:
+            B = cp.asarray(y[:, :n].astype(kind))
+            wanted = (x.astype(np.float32) @ y[:, :n].astype(np.float32)).astype(kind)  # exact: below 2^24
+            for fmt, backend in (("dense", "vendor.cublas_gemm"), ("bitmask", "cuda.expand_then_dense")):
+                a = sf.convert(x.astype(kind), fmt).to("cuda")
+                for b in (B, cp.asfortranarray(B)):
+                    assert (sf.spmm(a, b, backend=backend).get() == wanted).all(), (fmt, M, K, n)
