@@ -24,6 +24,7 @@ def arguments(m: Any) -> tuple[list[Any], str]:
     return m._tensors(), m.description.text
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch 2.14, in opcheck itself
 @pytest.mark.parametrize("graded", [False, True])
 @pytest.mark.parametrize("fmt", [*PARAMS, "sum"])
 def test_opcheck(fmt: str, graded: bool) -> None:
@@ -86,7 +87,7 @@ def test_an_adapter_beside_a_sparse_layer_trains() -> None:
     assert all(layer.weight.grad is not None and layer.weight.grad.any() for layer in (first, down, up))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, when it loads forward mode
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own, when it loads forward mode
 def test_what_has_no_gradient_is_refused_by_name() -> None:
     m, x = layer("csr", "float32"), tokens(3, dtype="float32").requires_grad_()
     with pytest.raises(sf.errors.UsageError, match=r"second derivative of spformat::linear is not there.*densify"):
@@ -174,6 +175,7 @@ def test_a_compiled_model_trains() -> None:
     assert wanted.any()
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch 2.11, in its loader
 @pytest.mark.parametrize("fmt", ["two-four", "bitmask"])
 def test_export_with_a_dynamic_batch(fmt: str) -> None:
     m = layer(fmt)
