@@ -103,7 +103,7 @@ class Weight:
 
         x and bias are ordinary tensors on the device of the matrix, and no gradient is recorded.
         """
-        if self._on_device and x.is_contiguous():
+        if self._on_device and x.get_device() == self._device and x.is_contiguous():
             key = x.shape, x.dtype, bias is None, transposed, api.default_backend()
             product = self._products.get(key) or self._product(key, x, bias)
             if product is not None and (bias is None or product.takes(bias)):
@@ -121,7 +121,7 @@ class Weight:
         shape, _, without_bias, transposed, _ = key
         M, K = self.matrix.shape[::-1] if transposed else self.matrix.shape
         rows = x.numel() // K if K else 0
-        if x.get_device() != self._device or not shape or shape[-1] != K or M < 2 or K < 2 or not 0 < rows < MAX_ROWS:
+        if not shape or shape[-1] != K or M < 2 or K < 2 or not 0 < rows < MAX_ROWS:
             return None
         product = Product(self.matrix.T if transposed else self.matrix, x, rows, not without_bias)
         if product.ready is None:
@@ -156,8 +156,8 @@ class Product:
         self._calls: dict[tuple[int, int, int, int], Any] = {}
 
     def takes(self, bias: torch.Tensor) -> bool:
-        """Whether the bias is [M] in the dtype of the result."""
-        fits = bias.dtype is self._dtype and bias.numel() == self._shape[-1]
+        """Whether the bias is [M] in the dtype of the result, on its device."""
+        fits = bias.dtype is self._dtype and bias.numel() == self._shape[-1] and bias.get_device() == self._device
         return fits and bias.dim() == 1 and bias.is_contiguous()
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
