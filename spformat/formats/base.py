@@ -100,8 +100,9 @@ class Format(Hooks, Fields):
             raise ArrayError(f"{self.name}: " + "; ".join(text for _, text in problems), array=problems[0][0] or None)
         if self.aligned:
             for name, a in self.arrays().items():
-                if not isinstance(a, np.ndarray):
-                    put(self, name, on_boundary(a))
+                placed = on_boundary(a)
+                if placed is not a:
+                    put(self, name, placed)
 
     @classmethod
     def trusted(cls, **fields: Any) -> Self:
