@@ -256,6 +256,13 @@ def test_an_installed_package_may_bring_edges(monkeypatch: pytest.MonkeyPatch) -
 GROUP = "spformat.edges"
 
 
+def only_the_standard_finder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package importlib_metadata, which others import, takes its place and removes its method."""
+    found = staticmethod(metadata.MetadataPathFinder.find_distributions)
+    monkeypatch.setattr(PathFinder, "find_distributions", found, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [PathFinder])
+
+
 @pytest.mark.parametrize(
     ("file", "text", "installed"),
     [
@@ -277,7 +284,7 @@ def test_whether_a_plug_in_may_be_installed(
         (root / file).with_name(about).write_text("Metadata-Version: 2.1\nName: a\nVersion: 1.0\n")
     (root / file).write_text(text)
     monkeypatch.setattr(sys, "path", [str(tmp_path / "missing"), str(root)])
-    monkeypatch.setattr(sys, "meta_path", [PathFinder])
+    only_the_standard_finder(monkeypatch)
     assert backends._may_be_installed(GROUP) is installed
     assert bool(metadata.entry_points(group=GROUP)) is installed
     assert bool(backends._entry_points(GROUP)) is installed
@@ -287,7 +294,7 @@ def test_packages_in_zip_files_and_behind_other_importers_are_left_to_importlib(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.setattr(sys, "meta_path", [PathFinder])
+    only_the_standard_finder(monkeypatch)
     assert not backends._may_be_installed(GROUP)
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         archive.writestr("a-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: a\nVersion: 1.0\n")

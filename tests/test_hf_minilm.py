@@ -10,8 +10,8 @@ import pytest
 
 from spformat.checkpoint import Recipe, Rule, convert_checkpoint
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'spformat[torch]'")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported
 transformers = pytest.importorskip("transformers", minversion="5", reason="transformers >= 5 is not installed")
 pytest.importorskip("spformat.hf")
 

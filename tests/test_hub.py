@@ -28,6 +28,12 @@ MODEL = {p.name: p.read_bytes() for p in SHARDED.iterdir()}
 FIRST, SECOND = sorted(name for name in MODEL if name.endswith(".safetensors"))
 
 
+@pytest.fixture(autouse=True)
+def online(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of transformers in the same process turn the hub off."""
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+
+
 @pytest.fixture
 def model() -> Iterator[stand_in_hub.Hub]:
     """A hub with one commit of ``org/model``."""
