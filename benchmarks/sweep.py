@@ -4,7 +4,8 @@ Layers of real models (``spformat/measure/layers.py``) in every format, with num
 few of them powers of two, and both layouts of B and C (torch's is column-major). Every result is checked first. Cold
 L2, contenders in turn, medians. A product runs as ``spmm`` would run it; beside it stand
 
-dense       cuBLAS on the same matrix, the fastest of row-major and column-major operands without gaps
+dense       cuBLAS on the same matrix, the fastest of row-major and column-major operands without gaps, and of torch's
+            own call if torch is installed
 best        the fastest of all our kernels for the product (``--regret``): what a better choice would have gained
 cuSPARSELt  for 2:4, through torch, its algorithms searched
 
@@ -18,12 +19,12 @@ import argparse
 import functools
 import importlib.util
 import json
-import math
 import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import spformat as sf
@@ -83,13 +84,13 @@ def peers(a: Format, B: Any, C: Any) -> list[bench.Contender]:
     """cuBLAS in both layouts and as torch calls it, where sums may be narrower; cuSPARSELt for 2:4 if torch has it."""
     import cupy
 
-    dense, found = Dense.from_dense(a.to_dense()), []
+    dense, runs = Dense.from_dense(a.to_dense()), []
     for order in "CF":
         b, c = cupy.array(B, order=order), cupy.empty(C.shape, C.dtype, order=order)
         plan = sf.plan(dense, B=b, out=c, backend="vendor")
-        found.append(bench.Contender(f"dense {order}", run_of(plan, b, c), peer=True))
+        runs.append(bench.Contender(f"dense {order}", run_of(plan, b, c), peer=True))
     searched = contenders.torch_peers(a, B) if importlib.util.find_spec("torch") else []
-    return found + [c for c in searched if "searched" in c.name or c.name == "torch dense"]
+    return runs + [c for c in searched if "searched" in c.name or c.name == "torch dense"]
 
 
 def run_of(plan: Any, B: Any, C: Any) -> Callable[[], Any]:
@@ -116,18 +117,13 @@ def measure(seed: int, seconds: float, formats: list[str], regret: bool) -> list
 
 def ratios(rows: list[dict[str, Any]], against: str | tuple[str, ...]) -> list[tuple[float, dict[str, Any]]]:
     """(time of a peer over ours, row) of the rows that have both; > 1 means that ours is faster."""
-    found = []
+    pairs = []
     for row in rows:
         us = row["us"]
         times = [t for name, t in us.items() if name != "ours" and name.startswith(against)]
         if "ours" in us and times:
-            found.append((min(times) / us["ours"], row))
-    return found
-
-
-def mean(values: list[float]) -> float:
-    """The geometric mean."""
-    return math.exp(sum(map(math.log, values)) / len(values))
+            pairs.append((min(times) / us["ours"], row))
+    return pairs
 
 
 def table(rows: list[dict[str, Any]], against: str | tuple[str, ...], title: str) -> Iterator[str]:
@@ -142,7 +138,7 @@ def table(rows: list[dict[str, Any]], against: str | tuple[str, ...], title: str
         cells = []
         for lo, hi in RANGES:
             r = [x for x, _ in ratios([row for row in some if lo <= row["N"] <= hi], against)]
-            cells.append(f"{mean(r):.2f} / {min(r):.2f} ({len(r)})" if r else "-")
+            cells.append(f"{geometric_mean(r):.2f} / {min(r):.2f} ({len(r)})" if r else "-")
         if any(cell != "-" for cell in cells):
             yield f"| {kind} | {layout} | " + " | ".join(cells) + " |"
 
@@ -153,8 +149,8 @@ def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield from table(rows, "cuSPARSELt", "Times cuSPARSELt (searched)")
     kept = [max(1.0, 1 / x) for x, _ in ratios(rows, ("cuda.", "composed.", "vendor."))]
     if kept:
-        worst = max(kept)
-        yield f"\nRegret against our best kernel: {100 * (mean(kept) - 1):.1f} %, worst {100 * (worst - 1):.0f} %"
+        average, worst = (100 * (x - 1) for x in (geometric_mean(kept), max(kept)))
+        yield f"\nRegret against our best kernel: {average:.1f} %, worst {worst:.0f} %"
     slow = sorted(ratios(rows, DENSE), key=lambda pair: pair[0])
     yield f"\nSlower than dense: {sum(x < 1 for x, _ in slow)} of {len(slow)} products. The slowest:"
     for x, row in slow[:15]:
@@ -163,8 +159,8 @@ def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
     wrong = [(row, names) for row, names in wrong if names or "ours" not in row["errors"]]
     yield f"\nResults outside the bound of float32 sums, which is 1: {len(wrong)} of {len(rows)} products"
     for row, names in wrong[:40]:
-        found = ", ".join(f"{name} {x:.1f}" for name, x in names.items())
-        yield f"  {row['kind']} {row['M']}x{row['K']} N={row['N']} {row['layout']}: {found or 'no result'}"
+        errors = ", ".join(f"{name} {x:.1f}" for name, x in names.items())
+        yield f"  {row['kind']} {row['M']}x{row['K']} N={row['N']} {row['layout']}: {errors or 'no result'}"
     for note in sorted({note for row in rows for note in row["notes"]})[:20]:
         yield f"  not measured: {note}"
 

@@ -114,7 +114,7 @@ class Case:
 
 def cases() -> list[Case]:
     """nn.Linear and every format, for one row and 16, with and without bias."""
-    made = []
+    all_cases = []
     for with_bias in (False, True):
         dense = torch.nn.Linear(*SIZES, bias=with_bias, device="cuda", dtype=torch.bfloat16)
         torch.nn.init.uniform_(dense.weight, 0.5, 1.5)
@@ -122,8 +122,8 @@ def cases() -> list[Case]:
             fmt: st.SparseLinear.from_linear(dense, fmt, prune=True, **params) for fmt, params in FORMATS.items()
         }
         for rows in (1, 16):
-            made += [Case(name, layer, rows, with_bias) for name, layer in layers.items()]
-    return made
+            all_cases += [Case(name, layer, rows, with_bias) for name, layer in layers.items()]
+    return all_cases
 
 
 def main() -> None:

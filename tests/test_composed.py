@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 import pytest
+from graphs import assert_captured
 
 import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES
@@ -78,17 +80,7 @@ def test_a_sum_is_captured(cp: Any) -> None:
     A = host.to("cuda")
     B = np.random.default_rng(1).integers(-2, 3, (total.shape[1], 24)).astype(VALUE_TYPES["bfloat16"].numpy)
     dev, out = cp.asarray(B), cp.empty((total.shape[0], 24), B.dtype)
-    stream = cp.cuda.Stream(non_blocking=True)
-    with stream:
-        sf.spmm(A, dev, out=out)
-        stream.synchronize()
-        stream.begin_capture()
-        sf.spmm(A, dev, out=out)
-        graph = stream.end_capture()
-        out.fill(float("nan"))
-        graph.launch(stream)
-        stream.synchronize()
-    assert (out.get().astype(np.float64) == total @ B.astype(np.float64)).all()
+    assert_captured(cp, functools.partial(sf.spmm, A), dev, out, total @ B.astype(np.float64))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

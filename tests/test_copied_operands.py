@@ -111,6 +111,17 @@ def test_copies_are_refused_where_no_workspace_is_allowed() -> None:
     assert "workspace" in str(answer)
 
 
+def test_the_product_between_the_copies_gets_the_workspace_that_they_leave() -> None:
+    p = problem(333, fmt="bitmask")
+    own = KERNEL.workspace_bytes(p)
+    lines = 2 * 333 * (4096 + 11008)  # values of 2 bytes
+    assert lines < own <= 2 * 1.1 * lines
+    assert own & (own - 1) == 0
+    layouts = Layouts("row", "row", True, True)
+    assert KERNEL.problem(p.changed(workspace=own + 1000), layouts).workspace == 1000
+    assert KERNEL.problem(p.changed(workspace=0), layouts).workspace == 0
+
+
 def test_operands_on_the_host_are_not_copied() -> None:
     p = Problem.product("csr", (), 40, 50, 33, 90, "float32", "float32", "float32")
     assert KERNEL.unsupported(p) == ["operands must be on a GPU"]
@@ -162,6 +173,7 @@ def test_one_plan_with_copies_runs_for_any_number_of_columns(cp: Any) -> None:
     rng = np.random.default_rng(10)
     x = masks.prune_two_four(rng.integers(-2, 3, (96, 128)).astype(np.float16))
     plan = sf.plan(x.to("cuda"), n=333, backend=KERNEL.name)
+    assert plan.workspace >= KERNEL.workspace_bytes(plan.problem)
     for n in (333, 8, 1, 0, 2, 136, 4097):
         B = rng.integers(-2, 3, (128, n)).astype(np.float16)
         assert (plan(cp.asarray(B)).get() == x.to_dense().astype(np.float64) @ B).all(), n

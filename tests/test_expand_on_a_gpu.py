@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import CASES, params_of
+from graphs import assert_captured
 from laws import integers
 from test_kernels import BIG, LAYOUTS, Guarded, matrix, on_device, problem
 
@@ -195,18 +196,7 @@ def test_a_graph_captures_the_whole_product(cp: Any, poisoned: None, name: str, 
     B = rng.integers(-2, 3, (op.shape[1], 33)).astype(x.dtype)
     p = problem(f, 33, "float32", (ROW, ROW), sm).changed(operation=operation, n=33)
     plan, b, out = KERNEL.plan(f.to("cuda"), p), cp.asarray(B), cp.empty((op.shape[0], 33), np.float32)
-    cp.cuda.get_current_stream().synchronize()
-    stream = cp.cuda.Stream(non_blocking=True)
-    with stream:
-        plan(b, out=out)
-        stream.begin_capture()
-        plan(b, out=out)
-        graph = stream.end_capture()
-        for _ in range(2):
-            out.fill(float("nan"))
-            graph.launch(stream)
-            stream.synchronize()
-            assert (out.get() == op.astype(np.float64) @ B).all()
+    assert_captured(cp, plan, b, out, op.astype(np.float64) @ B)
 
 
 @pytest.mark.gpu

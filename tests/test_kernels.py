@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 from cases import CASES, params_of
+from graphs import assert_captured
 from laws import integers
 
 import spformat as sf
@@ -272,26 +273,7 @@ def test_streams_and_graphs(cp: Any) -> None:
     for name in ("csr", "ell-buckets", "bsr:blocksize=16x16", "dbsr:blocksize=16x16", "sr-bcrs", "bitmask"):
         a, dev = sf.convert(x, name).to("cuda"), cp.asarray(B)
         out = cp.empty((80, 24), x.dtype)
-        plan = sf.plan(a, B=dev, out=out)
-        stream = cp.cuda.Stream(non_blocking=True)
-        with stream:
-            plan(dev, out=out)
-            stream.synchronize()
-            stream.begin_capture()
-            plan(dev, out=out)
-            graph = stream.end_capture()
-            for _ in range(2):
-                out.fill(float("nan"))
-                graph.launch(stream)
-                stream.synchronize()
-                assert (out.get().astype(np.float64) == wanted).all(), name
-            stream.begin_capture()
-            plan(dev, out=out)  # a call that is made again
-            graph = stream.end_capture()
-            out.fill(float("nan"))
-            graph.launch(stream)
-            stream.synchronize()
-        assert (out.get().astype(np.float64) == wanted).all(), name
+        assert_captured(cp, sf.plan(a, B=dev, out=out), dev, out, wanted, captures=2)
 
 
 def test_converters_give_the_same_bits_on_the_device(cp: Any) -> None:

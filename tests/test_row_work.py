@@ -10,17 +10,8 @@ import pytest
 from spformat.backends.cuda.ell_buckets.spmm_ell_buckets import SpmmELLBuckets
 from spformat.backends.cuda.runtime import row_work
 from spformat.backends.cuda.runtime.launch import MAX_GRID_Y, Operands
-from spformat.backends.cuda.runtime.row_work import (
-    GROUP,
-    MAX_BINS,
-    Device,
-    bin_table,
-    choose_tile,
-    gather,
-    longest_piece,
-    order_rows,
-    vector_width,
-)
+from spformat.backends.cuda.runtime.row_tiles import Device, choose_tile, vector_width
+from spformat.backends.cuda.runtime.row_work import GROUP, MAX_BINS, bin_table, gather, longest_piece, order_rows
 from spformat.errors import LimitError
 from spformat.products.problem import Problem
 

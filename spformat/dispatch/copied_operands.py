@@ -75,15 +75,16 @@ class CopiedOperands(Kernel):
         return [x for x in dict.fromkeys(tried) if x.copies_b or x.copies_out]
 
     def problem(self, p: Problem, x: Layouts) -> Problem:
-        """The product that another kernel computes."""
+        """The product that another kernel computes, in the workspace that the copies leave."""
         return p.changed(
+            workspace=max(0, p.workspace - self.workspace_bytes(p)),
             b_layout=x.b, out_layout=x.out, b_alignment=LINE if x.copies_b else p.operands[1].alignment,
             out_alignment=LINE if x.copies_out else p.out.alignment,
         )  # fmt: skip
 
     def workspace_bytes(self, p: Problem) -> int:
         """The copies, with lines rounded up to eight values, and their buffer to a power of two."""
-        return 1 << (2 * _copy_bytes(p) - 1).bit_length()
+        return 1 << (_copy_bytes(p) - 1).bit_length()
 
     def quantities(self, p: Problem, tile: Layouts, device: Device) -> tuple[float, ...]:
         """copies: their number. copied: what is read and written in the same layout; transposed: in the other one."""
@@ -127,7 +128,7 @@ class CopiedOperands(Kernel):
             q = self.problem(fitted, layouts)
             inner = plan_with(choose(q, without=self.name), a, q)
             text = f"{layouts}: {inner.kernel} {inner.tile}".strip()
-            return with_copies(self.name, inner, fitted, text, purpose)
+            return with_copies(self.name, inner, fitted, text, purpose, self.workspace_bytes(fitted))
 
         @functools.lru_cache(maxsize=FITTED)
         def fitted(n: int) -> Plan:
@@ -147,9 +148,9 @@ def _c_alignment(p: Problem) -> int:
 
 
 def _copy_bytes(p: Problem) -> int:
-    """Bytes of B and C with both extents rounded up to eight values."""
+    """Bytes of B and C with both extents rounded up to eight values, and each buffer to 256 bytes."""
     n = p.n + 8
-    return max(1, n * ((p.inner + 8) * itemsize(p.b_dtype) + (p.rows + 8) * itemsize(p.out_dtype)))
+    return n * ((p.inner + 8) * itemsize(p.b_dtype) + (p.rows + 8) * itemsize(p.out_dtype)) + 512
 
 
 class Copied(NamedTuple):

@@ -27,7 +27,7 @@ class Plan:
     run: Callable[..., Any] = field(repr=False)
     tile: str = ""
     workspace: int = 0
-    """Bytes the plan uses beside A, B and C, as far as they are known when it is made: copies, which
+    """Bytes the plan uses beside A, B and C, as far as they are known when it is built: copies, which
     ``plan(.., workspace=)`` limits, and what else its kernel keeps."""
     reads: tuple[tuple[int, int, Any], ...] | None = field(default=None, repr=False)
     """(first address, address after the last, array) of the arrays of A, which ``run`` refuses as ``out``. None if

@@ -36,12 +36,12 @@ LEAK = 99
 def tensors(seed: int, copies: int = 1) -> dict[str, Any]:
     """The tensors of one shard: three for each copy."""
     rng = np.random.default_rng(seed)
-    found = {}
+    shard = {}
     for i in range(copies):
         w = rng.integers(1, 9, (24, 40)).astype(np.float16)
         w[rng.random(w.shape) < 0.8] = 0
-        found |= {f"{seed % 10}.{i}.w": w, f"{seed % 10}.{i}.v": w[:8].astype(np.float32), f"{seed % 10}.{i}.b": w[0]}
-    return found
+        shard |= {f"{seed % 10}.{i}.w": w, f"{seed % 10}.{i}.v": w[:8].astype(np.float32), f"{seed % 10}.{i}.b": w[0]}
+    return shard
 
 
 def checkpoint(folder: Path, seed: int, shards: int = 2, copies: int = 1) -> None:
@@ -135,8 +135,8 @@ SCENARIOS = {
 
 def tree(folder: Path) -> dict[str, str]:
     """Relative path -> sha256 of every file."""
-    found = (p for p in sorted(folder.rglob("*")) if p.is_file())
-    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in found}
+    files = (p for p in sorted(folder.rglob("*")) if p.is_file())
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
 class Stage:
@@ -182,24 +182,24 @@ class Stage:
 
     def whole(self) -> bool:
         """Whether everything is as after an uninterrupted run."""
-        found = tree(self.here)
-        found.pop("out/.spformat.lock", None)  # held by nobody, it stops nobody
-        return found == self.new
+        now = tree(self.here)
+        now.pop("out/.spformat.lock", None)  # locked by nobody, it stops nobody
+        return now == self.new
 
     def state(self, killed: bool) -> dict[str, str]:
         """The files there are now; AssertionError if a name is neither old nor new, or something was left behind."""
-        found = tree(self.here)
+        now = tree(self.here)
         for name in self.old.keys() | self.new.keys():
             if not name.startswith("out/"):
-                assert found[name] == self.old[name], f"the input {name} was changed"
-            elif found.get(name) not in (self.old.get(name), self.new.get(name)):
+                assert now[name] == self.old[name], f"the input {name} was changed"
+            elif now.get(name) not in (self.old.get(name), self.new.get(name)):
                 raise AssertionError(f"{name} is neither old nor new")
-        extra = found.keys() - self.old.keys() - self.new.keys()
+        extra = now.keys() - self.old.keys() - self.new.keys()
         left = {name for name in extra if re.fullmatch(r"out/\.spformat-[0-9a-f]{16}\.tmp", name)}
         own = {"out/spformat.partial.json", "out/.spformat.lock"}
         assert extra <= left | own, f"left behind: {extra}"
         assert killed or not left, f"left behind: {left}"
-        return found
+        return now
 
     def judge(self, code: int, fault: str, call: str) -> None:
         """AssertionError for a broken promise in the state a fault left, or after running again."""

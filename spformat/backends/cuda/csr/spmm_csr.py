@@ -13,14 +13,12 @@ from ....products.problem import Problem
 from ..runtime import jit
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Launch
+from ..runtime.row_tiles import Device, Tile, choose_tile
 from ..runtime.row_work import (
     BinTable,
-    Device,
     RowGathering,
     Rows,
-    Tile,
     bin_table,
-    choose_tile,
     gather,
     longest_piece,
     order_rows,

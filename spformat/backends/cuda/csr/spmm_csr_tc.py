@@ -21,7 +21,8 @@ from ....products.roofline import Device
 from ..runtime import jit
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands, finish_arrays
-from ..runtime.row_work import gathered_rows, row_gather_reasons, transposed_copies, vector_width
+from ..runtime.row_tiles import vector_width
+from ..runtime.row_work import gathered_rows, row_gather_reasons, transposed_copies
 from ..runtime.transpose import row_major
 
 ARCHS = ("sm_80",)

@@ -16,18 +16,8 @@ from ....products.problem import Problem
 from ..runtime import jit
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Launch
-from ..runtime.row_work import (
-    Device,
-    RowGathering,
-    Rows,
-    Tile,
-    bins,
-    choose_tile,
-    gather,
-    longest_piece,
-    order_rows,
-    row_gather_reasons,
-)
+from ..runtime.row_tiles import Device, Tile, choose_tile
+from ..runtime.row_work import RowGathering, Rows, bins, gather, longest_piece, order_rows, row_gather_reasons
 from ..runtime.transpose import row_major
 
 ARCHS = ("sm_80",)

@@ -68,11 +68,11 @@ def _copy(rows: int, size: int, source: str, target: str, p: Problem) -> Copy:
     return same
 
 
-def with_copies(name: str, plan: Plan, p: Problem, tile: str, purpose: str) -> Plan:
+def with_copies(name: str, plan: Plan, p: Problem, tile: str, purpose: str, workspace: int) -> Plan:
     """A plan for ``p`` from one for a problem whose B, C or both have other layouts or aligned lines.
 
     What the inner problem has in common with ``p`` (layout and alignment of B, of C) is not copied. The copies lie in
-    memory that plans share for ``purpose``.
+    memory that plans share for ``purpose``: at most ``workspace`` bytes of it.
     """
     q, inner = plan.problem, launches_of(plan)
     copies_b = _lines(p, "b") != _lines(q, "b")
@@ -95,7 +95,7 @@ def with_copies(name: str, plan: Plan, p: Problem, tile: str, purpose: str) -> P
             after = [copy_c(o.stream, at + b_bytes, o.c, o.n, ldc, o.ldc)]
         return [*before, *inner(moved), *after]
 
-    return device_plan(name, p, prepare, tile, plan.workspace, plan.reads or ())
+    return device_plan(name, p, prepare, tile, workspace + plan.workspace, plan.reads or ())
 
 
 def _lines(p: Problem, which: str) -> tuple[str, int]:
