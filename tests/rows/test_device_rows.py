@@ -200,7 +200,7 @@ def test_G04_kernels_of_the_host_refuse_an_unmarked_matrix(folder: Path) -> None
 
 FAULT = """
 import cupy, numpy as np
-from spformat.backends.cuda import launch
+from spformat.backends.cuda.runtime import launch
 from spformat_cli.main import main
 
 wild = cupy.RawKernel('extern "C" __global__ void wild(int* p) { p[threadIdx.x] = 1; }', "wild")
@@ -225,7 +225,7 @@ def test_G05_a_sticky_fault_ends_the_process(cp: Any, folder: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_G06_an_asynchronous_error_is_told_by_the_step_that_made_it(cp: Any, folder: Path) -> None:
+def test_G06_an_asynchronous_error_is_reported_by_the_step_after_it(cp: Any, folder: Path) -> None:
     path = small_file(folder, "csr")
     code = (
         "import cupy, numpy as np, spformat as sf\nfrom spformat.storage import tensorfile\n"
@@ -271,7 +271,7 @@ def test_G10_a_corrupted_cache_is_compiled_anew(cp: Any, tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr[-2000:]
     file = tmp_path / "file"
     file.write_text("not a folder")
-    done = python("import spformat as sf\nsf.arrays.import_cupy()\n", CUPY_CACHE_DIR=str(file / "x"))
+    done = python("from spformat.arrays.library import import_cupy\nimport_cupy()\n", CUPY_CACHE_DIR=str(file / "x"))
     assert done.returncode == 0 or "DeviceUnavailable: CuPy cannot start" in done.stderr, done.stderr[-2000:]
 
 
