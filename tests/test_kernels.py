@@ -187,7 +187,7 @@ def test_integers_are_exact(kernel: Any, third: int, cp: Any) -> None:
     assert ran or kernel.name == "vendor.cusparselt", f"{kernel.name}: nothing to try"
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", ALL, ids=lambda k: k.name)
 @pytest.mark.parametrize("draw", ["normal", "positive", "wide"])
 def test_errors_stay_under_the_bound(kernel: Any, draw: str, cp: Any) -> None:
     """|C - ref| <= u_out |C| + 2 (ceil(K/16) + 1) 2^-24 (|A| @ |B|), the bound of blocked float32 sums.
@@ -209,7 +209,10 @@ def test_errors_stay_under_the_bound(kernel: Any, draw: str, cp: Any) -> None:
         if kernel.unsupported(p):
             continue
         B = rng.standard_normal((x.shape[1], n)).astype(f.dtype)
-        C = kernel.plan(g, p)(cp.asarray(B)).get().astype(np.float64)
+        try:
+            C = kernel.plan(g, p)(cp.asarray(B)).get().astype(np.float64)
+        except sf.errors.UsageError:
+            continue  # a vendor library that wants other alignment says so
         A64, B64 = x.astype(np.float64), B.astype(np.float64)
         ref, magnitude = A64 @ B64, np.abs(A64) @ np.abs(B64)
         unit, tiny = {"float32": (2.0**-24, 0), "float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 0)}[f.dtype.name]

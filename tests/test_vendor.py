@@ -17,7 +17,7 @@ from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.backends.cuda.runtime import cublas
 from spformat.backends.cuda.runtime.launch import Operands
 from spformat.backends.vendor import CublasGemm, CusparseCSR
-from spformat.errors import DeviceError
+from spformat.errors import DeviceError, DeviceFault
 from spformat.products.problem import COL, Problem
 
 
@@ -81,6 +81,19 @@ def test_cublas_gets_every_extent_and_the_stream_and_what_it_says_is_told(
     status = 7
     with pytest.raises(DeviceError, match="cuBLAS: status 7"):
         call()
+
+
+def test_a_library_call_that_fails_in_a_lost_context_reports_that(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = world.cupy.cuda.runtime
+
+    def wait() -> None:
+        raise runtime.CUDARuntimeError("illegal address")
+
+    monkeypatch.setattr(runtime, "deviceSynchronize", wait)
+    with pytest.raises(DeviceFault, match="cuBLAS: status 13: illegal address; CUDA context lost"):
+        cublas.check(13)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

@@ -144,6 +144,23 @@ def device_error(e: BaseException) -> SpformatError | None:
     return DeviceError(f"{e}")
 
 
+def library_error(text: str) -> SpformatError:
+    """The error for a library call that failed with ``text`` as its reason.
+
+    DeviceFault if an earlier fault has destroyed the CUDA context: a library then reports only that it failed.
+    """
+    from cupy.cuda import runtime
+
+    try:
+        runtime.deviceSynchronize()  # synchronize!
+    except runtime.CUDARuntimeError as e:
+        typed = device_error(e)
+        if isinstance(typed, DeviceFault):
+            typed.message = f"{text}: {typed.message}"
+            return typed
+    return DeviceError(text)
+
+
 def parse_device(device: str) -> int | None:
     """None for "cpu", the id for "cuda" or "cuda:<id>"."""
     kind, _, number = str(device).partition(":")  # str(), so that a torch.device is accepted, too

@@ -11,13 +11,16 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+from ..arrays.library import library_error
 from ..errors import DeviceError
 from ..products import ideal
 from ..products.kernel import Kernel, reasons, spmm_of
+from ..products.plan import Plan
 from ..products.problem import COL, Problem, itemsize
-from ..products.roofline import TENSOR_16, Device
+from ..products.roofline import TENSOR_16, Device, epilogue_us
 from .cuda.dense.gemm_times import Gemm
 from .cuda.runtime.cublas import CUDA_TYPE, gemm, gemm_reasons, library_reasons
+from .cuda.runtime.epilogue import with_epilogue
 from .cuda.runtime.kernel import CudaKernel, Prepared
 from .cuda.runtime.launch import Call, Library, Operands, finish_arrays
 from .cuda.runtime.scratch import Scratch
@@ -48,7 +51,11 @@ class CublasGemm(Gemm, CudaKernel):
 
 
 class CusparseCSR(CudaKernel):
-    """cusparseSpMM on CSR, float32 sums."""
+    """cusparseSpMM on CSR, float32 sums.
+
+    It adds partial sums up in C itself. A 16-bit C would round each of them, so that it gets a float32 C of its own,
+    which a second pass rounds once.
+    """
 
     name = "vendor.cusparse_csr"
     takes = spmm_of("csr")
@@ -78,9 +85,9 @@ class CusparseCSR(CudaKernel):
 
     def unsupported(self, p: Problem) -> list[str]:
         """float16 and bfloat16 with float32 sums where the installed cuSPARSE has them; int32 indices alike."""
-        mixed = p.out_dtype != p.a_dtype
+        wide = {p.a_dtype} | ({"float32"} if itemsize(p.a_dtype) == 2 else set())
         return library_reasons(p, ("float64", "float32", "float16", "bfloat16")) + reasons(
-            (mixed, f"out.dtype must equal a.dtype ({p.a_dtype}), got {p.out_dtype}"),
+            (p.out_dtype not in wide, f"out.dtype must be one of {', '.join(sorted(wide))}, got {p.out_dtype}"),
             (p.nnz > _INT_MAX or p.K > 2**31, "indices past int32 are not passed on to cuSPARSE"),
             (p.nnz == 0, "a matrix without items is not passed on to cuSPARSE"),
             (
@@ -90,12 +97,21 @@ class CusparseCSR(CudaKernel):
             ),
         )
 
+    def rest_us(self, p: Problem, tile: Any = None) -> float:
+        """The pass that rounds a 16-bit C."""
+        return epilogue_us(p) if itemsize(p.out_dtype) == 2 else 0.0
+
+    def _plan(self, a: Any, p: Problem) -> Plan:
+        if itemsize(p.out_dtype) != 2:
+            return super()._plan(a, p)
+        return with_epilogue(super()._plan(a, p.changed(out_dtype="float32")), p, f"float32 C of {self.name}")
+
     def prepared(self, a: Any, p: Problem) -> Prepared:
         """Descriptors are created in every call, because they contain the pointers of B and C."""
         from cupy.cuda import cusparse, device
 
         arrays = (a.indptr, a.indices, a.values)
-        nnz, value = int(a.values.size), CUDA_TYPE[p.a_dtype]
+        nnz, value, out = int(a.values.size), CUDA_TYPE[p.a_dtype], CUDA_TYPE[p.out_dtype]
         one, zero = _scalars(p.a_dtype == "float64")
         compute = CUDA_TYPE["float64" if p.a_dtype == "float64" else "float32"]
         no, algorithm, index = cusparse.CUSPARSE_OPERATION_NON_TRANSPOSE, cusparse.CUSPARSE_MM_ALG_DEFAULT, 2  # 32I
@@ -110,7 +126,7 @@ class CusparseCSR(CudaKernel):
                 p.M, p.K, nnz, *(x.data.ptr for x in arrays), index, index, cusparse.CUSPARSE_INDEX_BASE_ZERO, value
             )
             B = cusparse.createDnMat(p.K, o.n, o.ldb, o.b, value, order[b_col])
-            C = cusparse.createDnMat(p.M, o.n, o.ldc, o.c, value, order[c_col])
+            C = cusparse.createDnMat(p.M, o.n, o.ldc, o.c, out, order[c_col])
             try:
                 args = (handle, no, no, one.data, A, B, zero.data, C, compute, algorithm)
                 need = cusparse.spMM_bufferSize(*args)
@@ -245,6 +261,10 @@ def _once(launch: Callable[[Operands], None], *keep: Any) -> Library:
             launch(o)
         except NotImplementedError as e:  # CuPy's calls of libraries, while a stream is captured
             raise DeviceError(f"{e}; a graph captures backend 'cuda', and dense products") from e
+        except RuntimeError as e:
+            if type(e).__name__ != "CuSparseError":
+                raise
+            raise library_error(f"cuSPARSE: {e}") from e
 
     def prepare(o: Operands) -> tuple[Call]:
         return (functools.partial(call, o),)

@@ -122,6 +122,8 @@ def layout_of(x: Any) -> str:
 
 LINE = 16
 """Bytes that a thread, or the copy engine, loads at once where the lines of an operand start on such boundaries."""
+PITCH = 8
+"""Values that the distance between lines of a copy is a multiple of: lines of 16-bit values start on 16 bytes."""
 
 
 def alignment_of(x: Any) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from ....arrays.library import ceil_div, round_up
 from ....products.plan import Plan
-from ....products.problem import COL, Problem, itemsize
+from ....products.problem import COL, PITCH, ROW, Problem, itemsize
 from . import jit
 from .device_plan import device_plan
 from .epilogue import launches_of
@@ -20,8 +20,6 @@ from .transpose import WORDS, Transpose, grid
 
 ARCHS = ("sm_80",)
 THREADS, EACH, LEAST_WIDTH = 256, 8, 3
-PITCH = 8
-"""Elements that the distance between lines of a copy is a multiple of: lines of 16-bit values start on 16 bytes."""
 
 
 def instances() -> tuple[str, ...]:
@@ -71,7 +69,9 @@ def _copy(rows: int, size: int, source: str, target: str, p: Problem) -> Copy:
 def with_copies(name: str, plan: Plan, p: Problem, tile: str, purpose: str, workspace: int) -> Plan:
     """A plan for ``p`` from one for a problem whose B, C or both have other layouts or aligned lines.
 
-    What the inner problem has in common with ``p`` (layout and alignment of B, of C) is not copied. The copies lie in
+    What the inner problem has in common with ``p`` (layout and alignment of B, of C) is not copied. If both are copied
+    to rows, the inner product has the columns behind N up to a multiple of ``PITCH`` as well. Those of B contain
+    anything, those of C are not copied back. The copies lie in
     memory that plans share for ``purpose``: at most ``workspace`` bytes of it.
     """
     q, inner = plan.problem, launches_of(plan)
@@ -80,13 +80,14 @@ def with_copies(name: str, plan: Plan, p: Problem, tile: str, purpose: str, work
     b_size, c_size = itemsize(p.b_dtype), itemsize(q.out_dtype)
     copy_b = _copy(p.inner, b_size, p.b_layout, q.b_layout, p) if copies_b else None
     copy_c = _copy(p.rows, c_size, q.out_layout, p.out_layout, p) if copies_c else None
+    wider = copies_b and copies_c and q.b_layout == q.out_layout == ROW
     memory = Scratch(shared=purpose)
 
     def prepare(o: Operands) -> Sequence[Call]:
         ldb, b_bytes = _room(p.inner, o.n, q.b_layout, b_size) if copies_b else (o.ldb, 0)
         ldc, c_bytes = _room(p.rows, o.n, q.out_layout, c_size) if copies_c else (o.ldc, 0)
         at = memory.buffer(o.stream, b_bytes + c_bytes)
-        moved, before, after = o, [], []
+        moved, before, after = o._replace(n=round_up(o.n, PITCH)) if wider else o, [], []
         if copy_b and p.inner:
             before = [copy_b(o.stream, o.b, at, o.n, o.ldb, ldb)]
             moved = moved._replace(b=at, ldb=ldb)

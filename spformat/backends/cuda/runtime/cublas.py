@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ....errors import DeviceError
+from ....arrays.library import library_error
 from ....products.kernel import reasons
 from ....products.problem import COL, STRIDED, Problem
 from .launch import Call, Operands
@@ -137,6 +137,6 @@ def _loaded() -> Any:
 
 
 def check(status: int) -> None:
-    """DeviceError for a cublasStatus_t other than success."""
+    """DeviceError for a cublasStatus_t other than success, DeviceFault if the CUDA context is lost."""
     if status:
-        raise DeviceError(f"cuBLAS: status {status}")
+        raise library_error(f"cuBLAS: status {status}")
