@@ -7,10 +7,12 @@ skipped with the reason that they give themselves.
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,14 @@ from spformat.errors import UsageError
 MEMORY_DISK = Path("/dev/shm")
 """Every save is fsynced, which a shared disk may answer in seconds: files of the tests go to memory, if it has room."""
 
-if not importlib.util.find_spec(
-    "spformat_cli"
-):  # a checkout that is not installed: the command lies beside the package
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    import cli
-
-    sys.modules["spformat_cli"] = cli
+if not importlib.util.find_spec("spformat_cli"):
+    # A checkout that is not installed: the command line lies beside the package, as `cli`. Programs that tests start
+    # find it in the same way, through PYTHONPATH.
+    ROOT, LINKS = Path(__file__).parents[1], tempfile.mkdtemp(prefix="spformat-")
+    atexit.register(shutil.rmtree, LINKS, ignore_errors=True)
+    Path(LINKS, "spformat_cli").symlink_to(ROOT / "cli")
+    sys.path[:0] = [str(ROOT), LINKS]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), LINKS, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 if importlib.util.find_spec("hypothesis"):  # a machine with a GPU may lack it
     from hypothesis import settings
