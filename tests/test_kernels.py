@@ -33,6 +33,7 @@ ALL = (*KERNELS, *VENDOR.kernels())
 NS = (0, 1, 7, 17, 64, 257, 1000)
 WIDE = (6144, 6200)
 """For kernels that leave narrow products to another one."""
+PARTS = 4
 LAYOUTS = (("row", "row"), ("col", "row"), ("row", "col"), ("col", "col"))
 
 BIG: dict[str, tuple[dict[str, Any], ...]] = {
@@ -143,13 +144,13 @@ def refuses(kernel: Any, f: Format, ns: tuple[int, ...], sm: int) -> bool:
     return all(kernel.unsupported(each) for each in p)
 
 
-@pytest.mark.parametrize("third", range(3))  # so that several processes share the matrices of a kernel
+@pytest.mark.parametrize("part", range(PARTS))  # so that several processes share the matrices of a kernel
 @pytest.mark.parametrize("kernel", ALL, ids=lambda k: k.name)
-def test_integers_are_exact(kernel: Any, third: int, cp: Any) -> None:
+def test_integers_are_exact(kernel: Any, part: int, cp: Any) -> None:
     sm = int(cp.cuda.Device().compute_capability)
     rng = np.random.default_rng(11)
     ran = 0
-    for f, x in itertools.islice(attempts(kernel, sm), third, None, 3):
+    for f, x in itertools.islice(attempts(kernel, sm), part, None, PARTS):
         g = f.to("cuda")
         unused = ~nonzero_mask(x).any(axis=0)
         # A stored zero may meet infinity: only formats and rows where nothing is stored can promise its absence.
