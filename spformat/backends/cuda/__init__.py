@@ -8,7 +8,7 @@ from ...arrays.library import import_cupy
 from ...errors import DeviceUnavailable
 from .bitmask.spmm_bitmask import SpmmBitmask
 from .bitmask.spmm_bitmask_tc import SpmmBitmaskTensor
-from .bsr import spmm_bsr, spmm_bsr_sm90a
+from .bsr import spmm_bsr, spmm_bsr_sm90a, spmm_bsr_tokens
 from .csr.spmm_csr import SpmmCSR
 from .csr.spmm_csr_tc import SpmmCSRTensor
 from .dense.expand_then_dense import ExpandThenDense
@@ -25,10 +25,12 @@ from .vector_nm.spmm_vector_nm import SpmmVectorNM
 from .vector_nm.spmm_vector_nm_mma import SpmmVectorNMTensor
 from .vector_nm.spmm_vector_nm_sm90a import SpmmVectorNMSm90a
 from .vector_nm.spmm_vector_nm_tma_sm90a import SpmmVectorNMTMA
+from .vector_nm.spmm_vector_nm_tokens import SpmmVectorNMTokens
 
 KERNELS: tuple[CudaKernel, ...] = (
     spmm_bsr_sm90a.KERNEL,
     spmm_bsr.KERNEL,
+    spmm_bsr_tokens.KERNEL,
     SpmmCSR(),
     SpmmCSRTensor(),
     SpmmELLBuckets(),
@@ -45,6 +47,7 @@ KERNELS: tuple[CudaKernel, ...] = (
     SpmmVectorNMTMA(),
     SpmmVectorNMTensor(),
     SpmmVectorNM(),
+    SpmmVectorNMTokens(),
     ExpandThenDense(),
 )
 """One line per kernel. Of kernels that expect the same time, the first is chosen."""
