@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import sys
 import threading
 import time
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from spformat.backends.cuda.runtime.launch import Launch, Operands, over_tiles
+import spformat as sf
+from spformat.backends.cuda.runtime import scratch
+from spformat.backends.cuda.runtime.launch import Launch, LaunchSequence, Operands, over_tiles
 from spformat.errors import DeviceError
 
 
@@ -163,3 +167,52 @@ def test_a_thread_without_a_context_gets_one(
     call(), call()
     assert set_devices == [3]
     assert len(launched) == 2
+
+
+def test_a_graph_is_destroyed_where_a_capture_does_not_forbid_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver would refuse to destroy it, and would end the capture of another stream with an error."""
+    mode, destroyed = [0], []
+
+    def exchange(given: Any) -> None:
+        mode[0], given._obj.value = given._obj.value, mode[0]
+
+    class Graph:
+        def __del__(self) -> None:
+            destroyed.append(mode[0])
+
+    monkeypatch.setattr(scratch, "_exchange_mode", lambda: exchange)
+    calls = LaunchSequence((), 0, threading.Lock(), tuple)
+    calls._graph = Graph()
+    del calls
+    gc.collect()
+    assert destroyed == [scratch.RELAXED]
+    assert mode == [0]
+
+
+@pytest.mark.gpu
+def test_a_plan_may_be_collected_while_a_stream_is_captured() -> None:
+    cp = pytest.importorskip("cupy")
+    rng = np.random.default_rng(3)
+    x, B = rng.integers(-2, 3, (96, 128)).astype(np.float16), cp.asarray(rng.integers(-2, 3, (128, 24)).astype("f2"))
+    kept, lost = sf.convert(x, "csr").to("cuda"), sf.convert(x, "bitmask").to("cuda")
+    out, other = cp.empty((96, 24), "f2"), cp.empty((96, 24), "f2")
+    plan, going = (sf.plan(a, B=B, out=c, backend="cuda.expand_then_dense") for a, c in ((kept, out), (lost, other)))
+    spmm = sf.plan(lost.T, B=cp.asarray(rng.integers(-2, 3, (96, 24)).astype("f2")), epilogue=True)
+    C = cp.empty((96, 24), "f2")
+    for _ in range(9):  # so often that its launches have become a graph
+        spmm(C, alpha=2.0)
+        going(B, out=other)
+        plan(B, out=out)
+    stream = cp.cuda.Stream(non_blocking=True)
+    with stream:
+        plan(B, out=out)
+        stream.synchronize()
+        stream.begin_capture(cp.cuda.runtime.streamCaptureModeGlobal)
+        del going, spmm
+        gc.collect()
+        plan(B, out=out)
+        graph = stream.end_capture()
+        out.fill(float("nan"))
+        graph.launch(stream)
+        stream.synchronize()
+    assert (out.get() == x.astype(np.float64) @ B.get()).all()

@@ -7,15 +7,17 @@ the same operands again (in a serving loop or a training step) runs the same cal
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import struct
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ....arrays.library import device_error
 from ....errors import DeviceError, SpformatError
-from .scratch import captured
+from .scratch import beside_capture, captured
 
 _CODES = {"P": "Q", "i": "i", "q": "q", "f": "f", "d": "d"}
 MAX_GRID_Y = 65535
@@ -195,6 +197,12 @@ class LaunchSequence:
                 self._graph.launch()
             except _runtime_error() as e:
                 raise _driver_error(e) from e
+
+    def __del__(self) -> None:
+        # The garbage collector may come while somebody captures a stream. Without a driver (OSError) nothing is captured.
+        if getattr(self, "_graph", None) is not None and not sys.is_finalizing():
+            with contextlib.suppress(OSError), beside_capture():
+                self._graph = None
 
     def _can_be_captured(self) -> bool:
         """Whether every call is a launch of ours, which can be queued on another stream."""

@@ -35,9 +35,9 @@ def captured(stream: int) -> bool:
 
 
 @contextmanager
-def allocating() -> Iterator[None]:
-    """Inside the block memory may be allocated while a stream is captured. The usual capture mode, also torch's,
-    forbids this. The allocation does not become part of the graph."""
+def beside_capture() -> Iterator[None]:
+    """Inside the block memory may be allocated, and graphs be destroyed, while a stream is captured. The usual capture
+    mode, also torch's, forbids both. They do not become part of the graph."""
     exchange, mode = _exchange_mode(), ctypes.c_int(RELAXED)
     exchange(ctypes.byref(mode))
     try:
@@ -60,7 +60,7 @@ class Buffer:
         import cupy
 
         try:
-            with allocating():
+            with beside_capture():
                 self.array = (cupy.zeros if zeros else cupy.empty)(nbytes, "u1")
         except cupy.cuda.memory.OutOfMemoryError as e:
             raise DeviceMemoryError(f"workspace: {nbytes:,} bytes do not fit the device") from e
