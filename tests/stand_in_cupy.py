@@ -91,7 +91,7 @@ def module() -> ModuleType:
         Device=Scope, Stream=Scope, Event=Event, get_current_stream=lambda: host, alloc_pinned_memory=bytearray,
         memory=SimpleNamespace(OutOfMemoryError=type("OutOfMemoryError", (MemoryError,), {})),
         runtime=SimpleNamespace(
-            CUDARuntimeError=type("CUDARuntimeError", (RuntimeError,), {"__module__": "cupy_backends", "status": 700}),
+            CUDARuntimeError=type("CUDARuntimeError", (RuntimeError,), {}),
             deviceSynchronize=lambda: None,
             memcpyAsync=lambda to, since, n, kind, stream: stream.pending.append(Copy(to, since, n)),
         ),

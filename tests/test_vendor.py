@@ -87,9 +87,10 @@ def test_a_library_call_that_fails_in_a_lost_context_reports_that(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = world.cupy.cuda.runtime
+    lost = type("CUDARuntimeError", (runtime.CUDARuntimeError,), {"__module__": "cupy_backends", "status": 700})
 
     def wait() -> None:
-        raise runtime.CUDARuntimeError("illegal address")
+        raise lost("illegal address")
 
     monkeypatch.setattr(runtime, "deviceSynchronize", wait)
     with pytest.raises(DeviceFault, match="cuBLAS: status 13: illegal address; CUDA context lost"):

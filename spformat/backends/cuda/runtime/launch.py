@@ -199,7 +199,7 @@ class LaunchSequence:
                 raise _driver_error(e) from e
 
     def __del__(self) -> None:
-        # The garbage collector may come while somebody captures a stream. Without a driver (OSError) nothing is captured.
+        # The garbage collector may come while somebody captures a stream. Without a driver (OSError) nobody does.
         if getattr(self, "_graph", None) is not None and not sys.is_finalizing():
             with contextlib.suppress(OSError), beside_capture():
                 self._graph = None
