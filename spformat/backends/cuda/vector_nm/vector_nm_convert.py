@@ -151,17 +151,16 @@ def vector_nm_to_dense(indices: Array, data: Array, n: int, m: int, length: int,
 def _writer(shape: tuple[int, int], indices: Array, data: Array, nm: tuple[int, int, int], target: Target) -> Writer:
     sizes, mask, itemsize = _sizes(shape, indices, data, *nm), value_type(data.dtype).zero_mask, data.dtype.itemsize
     pitch, smem = _strip(sizes, itemsize)
-    strip = sizes.windows * sizes.m * itemsize
-
-    @functools.cache
-    def launch(wide: bool) -> Launch:
-        function = jit.load(SOURCE, _instance("scatter", itemsize, wide), *target, smem)
-        return Launch(function, ("P", "P", Sizes, *"qiPq"), (indices, data, sizes, mask, pitch), THREADS, smem)
+    strip, grid = sizes.windows * sizes.m * itemsize, (sizes.strips * ceil_div(sizes.M, sizes.rows), 1, 1)
 
     def launches(x: int, ld: int, stream: int) -> list[Bound]:
+        if not all(shape):
+            return []
         wide = not (x % ALIGN or ld * itemsize % ALIGN or strip % ALIGN)
-        grid = (sizes.strips * ceil_div(sizes.M, sizes.rows), 1, 1)
-        return [launch(wide).bind(grid, stream, x, ld)] if all(shape) else []
+        # One launch for all matrices: to build another one takes as long as the kernel does for a small matrix.
+        launch = _launch(_instance("scatter", itemsize, wide), *target, ("P", "P", Sizes, *"qiPq"), smem)
+        read = indices.data.ptr, data.data.ptr, bytes(sizes), mask, pitch
+        return [launch.bind(grid, stream, *read, x, ld)]
 
     return launches
 
