@@ -50,10 +50,10 @@ class ExpandThenDense(Kernel):
         return (memory_us(2 * p.M * p.K * sums_size(p), device),)
 
     def rest_us(self, p: Problem, tile: Any = None) -> float:
-        """The loop of the format run for a single column, and the product of the panels by BLAS."""
+        """The loop of the format with one tile of columns, and the product of the panels by BLAS."""
         wide = "float64" if sums_size(p) == 8 else "float32"
         dense = p.changed(format="dense", params=(), nnz=p.M * p.K, a_dtype=wide, parts=())
-        loop = _FORWARD[p.format].expected_us(p.changed(operation="spmm", n=1))
+        loop = _FORWARD[p.format].tiled.expected_us(p.changed(operation="spmm", n=1))
         return loop + DENSE.expected_us(dense)
 
     def unsupported(self, p: Problem) -> list[str]:

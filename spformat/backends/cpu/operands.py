@@ -113,16 +113,39 @@ class Work:
     """Builds the Work of the same matrix with its columns decoded to an array, which pays for many tiles of B."""
     every_tile: bool = False
     """Whether the loop needs all tiles of a pass together, because each value that it reads serves several rows."""
+    by_row: bool = False
+    """Whether the loop passes single rows to its target, so that B may be narrower than a vector."""
 
     def pieces(self, count: int) -> list[int]:
         """Unit bounds [0, .., units] of at most ``count`` pieces with about the same number of items."""
         count = max(1, min(count, self.units))
-        if self.ends is None:
+        if self.ends is None or count == 1:
             return [self.units * i // count for i in range(count + 1)]
         # Even a unit without items costs something, because its rows of C are written.
         cost = self.ends + np.arange(self.units + 1) * max(1, self.items // max(1, 4 * self.units))
         at = np.searchsorted(cost, cost[-1] * np.arange(1, count) / count)
         return [0, *sorted({int(i) for i in at} - {0, self.units}), self.units]
+
+
+def multiply_narrow(work: Work, target: Callable[..., Any], B: Array, out: Array, sums: np.dtype[Any]) -> None:
+    """out[M, N] = A @ B for a work ``by_row`` and N below the lanes of a vector, padded to a power of two."""
+    (M, N), K = out.shape, B.shape[0]
+    width = 1 << (N - 1).bit_length()
+    if B.dtype == sums and B.flags.c_contiguous and width == N:
+        P = fixed(B.reshape(-1))[0]
+    else:
+        wide = np.empty((K, width), sums)
+        wide[:, N:] = 0
+        widened(B, sums, wide[:, :N])
+        P = fixed(wide.reshape(-1))[0]
+    straight = out.dtype == sums and out.flags.c_contiguous and width == N
+    C = out if straight else np.empty((M, width), sums)
+    threads_used = threads.cores() if work.items * max(4, width) + work.decoding > SMALL else 1
+    bounds = work.pieces(PIECES * threads_used if threads_used > 1 else 1)
+    to = target(P, width, width, C.reshape(-1), 0, width)
+    threads.run(lambda i: work.loop(bounds[i], bounds[i + 1], to), len(bounds) - 1, threads_used)
+    if not straight:
+        store(C[:, :N], out)
 
 
 def multiply(work: Work, target: Callable[..., Any], B: Array, out: Array, sums: np.dtype[Any]) -> None:

@@ -1,5 +1,7 @@
 """SpMM on the host, one kernel per format: numba loops over the format's own arrays, numpy's BLAS for dense.
 
+Up to 16 columns of B go through loops of their own where the format has them (see ``few``).
+
 Sums are float32 (float64 when an operand or ``out`` is float64, int32 for int8 with int8, wrapping as int32 does)
 and are rounded once to the dtype of ``out``. The terms of an element of C are added in a fixed order that depends
 on the matrix and on N, never on the number of threads: |C - exact| <= k * 2^-24 * (|A| @ |B|) + half an ulp of
@@ -8,7 +10,6 @@ on the matrix and on N, never on the number of threads: |C - exact| <= k * 2^-24
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,15 +32,16 @@ from ...products.kernel import reasons, spmm_of
 from ...products.plan import Plan
 from ...products.problem import Problem
 from ..host import check_operands
+from . import few
 from .blas import dense_product
-from .operands import Work, coded, fixed, multiply, output_dtypes, sums_dtype
-from .times import DenseTimes, LoopTimes
+from .operands import VECTOR, Work, coded, fixed, multiply, multiply_narrow, output_dtypes, sums_dtype
+from .times import FEW, DenseTimes, FewTimes
 
 DECODED_COLUMNS = 2**31 - 1
 """Most columns for the formats whose columns are decoded from bits: decoded columns are int32."""
 
 
-class HostKernel(LoopTimes):
+class HostKernel(FewTimes):
     """Shared by the host kernels: which problems they take, and a plan around ``work``."""
 
     most_columns: ClassVar[int] = 2**48
@@ -59,14 +61,22 @@ class HostKernel(LoopTimes):
         """A plan that keeps the arrays of ``a``; the first run compiles the loop (seconds), once per process."""
         sums = sums_dtype(p)
         work = self.work(a, sums)
+        lanes = VECTOR // sums.itemsize
+        loop_for_few = self.few(a, work, sums)
 
         def run(B: Array, out: Array) -> Array:
             out = check_operands(p, B, out)
             if out.size:
-                multiply(work, _target(), B, out, sums)
+                if loop_for_few is not None and out.shape[1] <= FEW:
+                    few.multiply(loop_for_few, B, out, sums)
+                elif work.by_row and 2 * out.shape[1] <= lanes:
+                    multiply_narrow(work, _target().Narrow, B, out, sums)
+                else:
+                    multiply(work, _target().Target, B, out, sums)
             return out
 
-        return Plan(self.name, p, run, f"{sums.name} sums", work.workspace)
+        kept = work.workspace + (loop_for_few.workspace if loop_for_few else 0)
+        return Plan(self.name, p, run, f"{sums.name} sums", kept)
 
     def unit_rows(self, p: Problem) -> int:
         """Rows of A in a unit of the loop: ``Work.rows``, known before there is a matrix."""
@@ -76,11 +86,15 @@ class HostKernel(LoopTimes):
         """The loop of this format over the arrays of ``a``."""
         raise NotImplementedError
 
+    def few(self, a: Any, work: Work, sums: np.dtype[Any]) -> few.Few | None:
+        """The loop for few columns of B over the arrays of ``a``; None if there is none for them."""
+        return None
 
-def _target() -> Callable[..., Any]:
-    from .targets import Target
 
-    return Target
+def _target() -> Any:
+    from . import targets
+
+    return targets
 
 
 class SpmmCSR(HostKernel):
@@ -92,7 +106,7 @@ class SpmmCSR(HostKernel):
         from . import loops
 
         arrays = (*fixed(a.indptr, a.indices), *coded(a.data, sums))
-        return Work(lambda lo, hi, to: loops.csr(lo, hi, to, *arrays), a.shape[0], 1, a.nnz, a.indptr)
+        return Work(lambda lo, hi, to: loops.csr(lo, hi, to, *arrays), a.shape[0], 1, a.nnz, a.indptr, by_row=True)
 
 
 class SpmmELLBuckets(HostKernel):
@@ -112,7 +126,7 @@ class SpmmELLBuckets(HostKernel):
         live = compiled.ell_live(starts, a.source)
         arrays = (*fixed(ell_ptr, order, starts, live, a.indices), *coded(a.data, sums))
         extra = ell_ptr.nbytes + order.nbytes + starts.nbytes + ends.nbytes + live.nbytes
-        return Work(lambda lo, hi, to: loops.ell_buckets(lo, hi, to, *arrays), M, 1, a.stored, ends, extra)
+        return Work(lambda lo, hi, to: loops.ell_buckets(lo, hi, to, *arrays), M, 1, a.stored, ends, extra, by_row=True)
 
 
 class SpmmBSR(HostKernel):
@@ -139,6 +153,9 @@ class SpmmBSR(HostKernel):
             lambda lo, hi, to: loops.bsr(lo, hi, to, *arrays), Mb, R, a.stored, indptr, extra, every_tile=R >= 4
         )
 
+    def few(self, a: BSR | DBSR, work: Work, sums: np.dtype[Any]) -> few.Few | None:
+        return few.bsr(a, work.ends, sums)
+
 
 class SpmmSRBCRS(HostKernel):
     """SR-BCRS: the rows of a tile share each row of B."""
@@ -155,6 +172,9 @@ class SpmmSRBCRS(HostKernel):
         arrays = (a.shape[0], *fixed(a.indptr, a.indices), *coded(a.data, sums))
         loop = lambda lo, hi, to: loops.sr_bcrs(lo, hi, to, *arrays)  # noqa: E731
         return Work(loop, a.tiles, a.vector_length, a.stored, a.indptr, every_tile=a.vector_length >= 4)
+
+    def few(self, a: SRBCRS, work: Work, sums: np.dtype[Any]) -> few.Few | None:
+        return few.sr_bcrs(a, sums)
 
 
 class SpmmVectorNM(HostKernel):
@@ -174,6 +194,9 @@ class SpmmVectorNM(HostKernel):
         loop = lambda lo, hi, to: loops.vector_nm(lo, hi, to, *arrays)  # noqa: E731
         return Work(loop, ceil_div(M, L), L, a.stored, every_tile=L >= 4)
 
+    def few(self, a: VectorNM, work: Work, sums: np.dtype[Any]) -> few.Few | None:
+        return few.vector_nm(a, sums)
+
 
 class SpmmTwoFour(HostKernel):
     """2:4 in any meta_order: the words are read where they are stored."""
@@ -189,7 +212,10 @@ class SpmmTwoFour(HostKernel):
         values, table = coded(a.data, sums)
         arrays = (ceil_div(K, 16), values, *fixed(a.meta, row_offset), shift, outer, inner, table)
         loop = lambda lo, hi, to: loops.two_four(lo, hi, to, *arrays)  # noqa: E731
-        return Work(loop, M, 1, a.stored, None, row_offset.nbytes, every_tile=True, decoding=4 * a.stored)
+        return Work(loop, M, 1, a.stored, None, row_offset.nbytes, every_tile=True, by_row=True, decoding=4 * a.stored)
+
+    def few(self, a: TwoFour, work: Work, sums: np.dtype[Any]) -> few.Few | None:
+        return few.two_four(a, sums)
 
 
 class SpmmBitmask(HostKernel):
@@ -210,9 +236,14 @@ class SpmmBitmask(HostKernel):
             arrays = (indptr, *fixed(columns), *values)
             return Work(lambda lo, hi, to: loops.csr(lo, hi, to, *arrays), M, 1, a.nnz, indptr)
 
-        few = 8 * a.nnz <= M * K  # in a fuller matrix columns take more bytes than bits, which decode fast
+        sparse = 8 * a.nnz <= M * K  # in a fuller matrix columns take more bytes than bits, which decode fast
         loop = lambda lo, hi, to: loops.bitmask(lo, hi, to, indptr, mask, *values)  # noqa: E731
-        return Work(loop, M, 1, a.nnz, a.indptr, decoding=M * K, with_columns=with_columns if few else None)
+        return Work(
+            loop, M, 1, a.nnz, a.indptr, decoding=M * K, by_row=True, with_columns=with_columns if sparse else None
+        )
+
+    def few(self, a: Bitmask, work: Work, sums: np.dtype[Any]) -> few.Few | None:
+        return few.bitmask(a, sums)
 
 
 class SpmmDense(DenseTimes, HostKernel):

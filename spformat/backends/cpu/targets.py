@@ -1,6 +1,7 @@
-"""The three uses of a list of decoded items. The loop of every format works with each of these targets.
+"""The uses of a list of decoded items. The loop of every format works with each of these targets.
 
 ``Target``    C = A @ B: rows of B are gathered by column, and a row of C is summed in registers.
+``Narrow``    the same for a B narrower than a vector, in loops that decode a row at a time.
 ``Scatter``   C = A^T @ B: a row of B stays in registers and is added, times a value, to the row of C of each column.
 ``Panel``     the items are written to their places in a dense array of a few rows of A.
 
@@ -16,7 +17,7 @@ import numba
 from numba.core import types
 from numba.extending import overload
 
-from .tiles import OCT, PAIR, QUAD, SCATTER_PAIR, SCATTER_QUAD, SCATTER_SINGLE, SINGLE, VECTOR
+from .tiles import NARROW, OCT, PAIR, QUAD, SCATTER_PAIR, SCATTER_QUAD, SCATTER_SINGLE, SINGLE, VECTOR
 
 Array = Any
 F = TypeVar("F", bound=Callable[..., Any])
@@ -37,6 +38,21 @@ class Target(NamedTuple):
     """Flat; C[i, n] of tile t is C[c0 + i*ldc + t*width + n]."""
     c0: int
     ldc: int
+
+
+class Narrow(NamedTuple):
+    """B and C of a product A @ B with 1, 2, 4 or 8 columns: a single tile."""
+
+    P: Array
+    """Flat; B[k, n] is P[k*ldb + n]."""
+    ldb: int
+    width: int
+    C: Array
+    """Flat; C[i, n] is C[c0 + i*ldc + n]."""
+    c0: int
+    ldc: int
+    tiles: int = 1
+    group: int = 1
 
 
 class Scatter(NamedTuple):
@@ -97,6 +113,23 @@ def _gather(to: Target, t0: int, t1: int, i: int, h: int, first: bool, vals: Arr
             r += 1
 
 
+N1, N2, N4, N8 = (NARROW[width] for width in (1, 2, 4, 8))
+
+
+@compiled
+def _gather_narrow(to: Narrow, i: int, first: bool, vals: Array, v: int, cols: Array, j: int, count: int) -> None:
+    """C[i] (+)= vals[v + x] * B[cols[j+x]], x < count."""
+    c = to.c0 + i * to.ldc
+    if to.width == 1:
+        N1(to.C, c, to.ldc, first, vals, v, 1, cols, j, count, to.P, 0, to.ldb)
+    elif to.width == 2:
+        N2(to.C, c, to.ldc, first, vals, v, 1, cols, j, count, to.P, 0, to.ldb)
+    elif to.width == 4:
+        N4(to.C, c, to.ldc, first, vals, v, 1, cols, j, count, to.P, 0, to.ldb)
+    else:
+        N8(to.C, c, to.ldc, first, vals, v, 1, cols, j, count, to.P, 0, to.ldb)
+
+
 @compiled
 def _scatter(to: Scatter, t0: int, t1: int, i: int, h: int, vals: Array, v: int, cols: Array, j: int,
              count: int) -> None:  # fmt: skip
@@ -146,6 +179,11 @@ def _stripe_by_target(
     ) -> Any:
         _gather(to, t0, t1, i, h, first, vals, v, cols, j, count)
 
+    def gathered_narrow(
+        to: Any, t0: Any, t1: Any, i: Any, h: Any, first: Any, vals: Any, v: Any, cols: Any, j: Any, count: Any
+    ) -> Any:
+        _gather_narrow(to, i, first, vals, v, cols, j, count)
+
     def scattered(
         to: Any, t0: Any, t1: Any, i: Any, h: Any, first: Any, vals: Any, v: Any, cols: Any, j: Any, count: Any
     ) -> Any:
@@ -157,4 +195,4 @@ def _stripe_by_target(
         _write(to, i, h, vals, v, cols, j, count)
 
     kind = to.instance_class if isinstance(to, types.NamedTuple | types.NamedUniTuple) else None
-    return {Target: gathered, Scatter: scattered, Panel: written}.get(cast(Any, kind))
+    return {Target: gathered, Narrow: gathered_narrow, Scatter: scattered, Panel: written}.get(cast(Any, kind))

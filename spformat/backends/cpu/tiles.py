@@ -24,11 +24,11 @@ cgutils: Any = _cgutils  # without type hints of its own
 _INTP = ir.IntType(64)
 
 
-def _tile(rows: int, vectors: int, ways: int) -> Any:
+def _tile(rows: int, vectors: int, ways: int, lanes: int | None = None) -> Any:
     """intrinsic(C, c, ldc, first, vals, v, inc, cols, j, count, P, b, ldb) -> None
 
     C[c + r*ldc + n] (+)= sum over x < count of vals[v + x*inc + r] * P[b + cols[j + x]*ldb + n]
-    for r < rows and n < vectors * 64 / itemsize; ``first`` starts at zero instead of at C.
+    for r < rows and n < vectors * lanes; ``first`` starts at zero instead of at C. lanes: by default 64 / itemsize.
     C, vals, P: flat arrays of the accumulator type; cols: int32 or int64.
     """
 
@@ -37,7 +37,7 @@ def _tile(rows: int, vectors: int, ways: int) -> Any:
         count: Any, P: Any, b: Any, ldb: Any,
     ) -> Any:  # fmt: skip
         n = types.intp
-        return types.void(C, n, n, types.boolean, vals, n, n, cols, n, n, P, n, n), _Code(rows, vectors, ways)
+        return types.void(C, n, n, types.boolean, vals, n, n, cols, n, n, P, n, n), _Code(rows, vectors, ways, lanes)
 
     return intrinsic(typing)
 
@@ -45,15 +45,15 @@ def _tile(rows: int, vectors: int, ways: int) -> Any:
 class _Code:
     """Writes the LLVM code of one tile."""
 
-    def __init__(self, rows: int, vectors: int, ways: int) -> None:
-        self.rows, self.vectors, self.ways = rows, vectors, ways
+    def __init__(self, rows: int, vectors: int, ways: int, lanes: int | None) -> None:
+        self.rows, self.vectors, self.ways, self.lanes = rows, vectors, ways, lanes
 
     def __call__(self, context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, c, ldc, first, _, v, inc, _, j, count, _, b, ldb = args
         pointers = [context.make_array(t)(context, builder, a).data
                     for t, a in zip(signature.args, args, strict=True) if isinstance(t, types.Array)]  # fmt: skip
         c_at, v_at, j_at, p_at = (builder.gep(p, [i]) for p, i in zip(pointers, (c, v, j, b), strict=True))
-        m = _Vectors(builder, context.get_value_type(signature.args[0].dtype))
+        m = Vectors(builder, context.get_value_type(signature.args[0].dtype), self.lanes)
 
         def c_address(r: int, k: int) -> Any:
             return builder.gep(c_at, [builder.add(builder.mul(ldc, _INTP(r)), _INTP(k * m.lanes))])
@@ -122,7 +122,7 @@ class _ScatterCode:
         pointers = [context.make_array(t)(context, builder, a).data
                     for t, a in zip(signature.args, args, strict=True) if isinstance(t, types.Array)]  # fmt: skip
         c_at, v_at, j_at, p_at = (builder.gep(p, [i]) for p, i in zip(pointers, (c, v, j, b), strict=True))
-        m = _Vectors(builder, context.get_value_type(signature.args[0].dtype))
+        m = Vectors(builder, context.get_value_type(signature.args[0].dtype))
         with builder.if_then(builder.icmp_signed(">", count, _INTP(0))):  # else no row of B may be read
             row_of_b = [builder.gep(p_at, [builder.mul(ldb, _INTP(r))]) for r in range(self.rows)]
             bs = [[m.load(builder.gep(row, [_INTP(k * m.lanes)])) for k in range(self.vectors)] for row in row_of_b]
@@ -142,27 +142,29 @@ class _ScatterCode:
         return context.get_dummy_value()
 
 
-class _Vectors:
-    """Vector instructions for one element type: float, double or i32."""
+class Vectors:
+    """Vector instructions for one element type: float, double or i32; by default as many lanes as fill 64 bytes."""
 
-    def __init__(self, builder: Any, element: Any) -> None:
-        self.builder, self.is_int = builder, isinstance(element, ir.IntType)
+    def __init__(self, builder: Any, element: Any, lanes: int | None = None) -> None:
+        self.builder, self.element, self.is_int = builder, element, isinstance(element, ir.IntType)
         self.size = 8 if isinstance(element, ir.DoubleType) else 4
-        self.lanes = VECTOR // self.size
+        self.lanes = lanes or VECTOR // self.size
         self.type = ir.VectorType(element, self.lanes)
         self.zero = ir.Constant(self.type, [0] * self.lanes)
-        self._undefined = ir.Constant(self.type, ir.Undefined)
-        self._first_lane = ir.Constant(ir.VectorType(ir.IntType(32), self.lanes), [0] * self.lanes)
 
-    def load(self, address: Any) -> Any:
-        return self.builder.load(self.builder.bitcast(address, self.type.as_pointer()), align=self.size)
+    def load(self, address: Any, vector: Any = None, bits: int = 0) -> Any:
+        """vector, bits: the type, and the bits of an element, if they are not those of the sums."""
+        vector = vector or self.type
+        return self.builder.load(self.builder.bitcast(address, vector.as_pointer()), align=bits // 8 or self.size)
 
     def store(self, value: Any, address: Any) -> None:
         self.builder.store(value, self.builder.bitcast(address, self.type.as_pointer()), align=self.size)
 
-    def splat(self, scalar: Any) -> Any:
-        one = self.builder.insert_element(self._undefined, scalar, ir.IntType(32)(0))
-        return self.builder.shuffle_vector(one, self._undefined, self._first_lane)
+    def splat(self, scalar: Any, vector: Any = None) -> Any:
+        undefined = ir.Constant(vector or self.type, ir.Undefined)
+        one = self.builder.insert_element(undefined, scalar, ir.IntType(32)(0))
+        first_lane = ir.Constant(ir.VectorType(ir.IntType(32), self.lanes), [0] * self.lanes)
+        return self.builder.shuffle_vector(one, undefined, first_lane)
 
     def add(self, x: Any, y: Any) -> Any:
         return self.builder.add(x, y) if self.is_int else self.builder.fadd(x, y)
@@ -171,9 +173,43 @@ class _Vectors:
         """x*y + z, fused where the machine can; integers wrap."""
         if self.is_int:
             return self.builder.add(self.builder.mul(x, y), z)
-        name = f"llvm.fmuladd.v{self.lanes}f{8 * self.size}"
-        kind = ir.FunctionType(self.type, [self.type] * 3)
-        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), [x, y, z])
+        return self._call(f"llvm.fmuladd.{self._name}", self.type, x, y, z)
+
+    def total(self, x: Any) -> Any:
+        """The sum of the lanes: one half is added to the other until one lane is left."""
+        while x.type.count > 1:
+            half = x.type.count // 2
+            low, high = (
+                self.builder.shuffle_vector(
+                    x, x, ir.Constant(ir.VectorType(ir.IntType(32), half), list(range(i, i + half)))
+                )
+                for i in (0, half)
+            )
+            x = self.add(low, high)
+        return self.builder.extract_element(x, ir.IntType(32)(0))
+
+    def nonzero(self, x: Any) -> Any:
+        """A bit for each lane; NaN is not zero."""
+        if self.is_int:
+            return self.builder.icmp_signed("!=", x, self.zero)
+        return self.builder.fcmp_unordered("!=", x, self.zero)
+
+    def chosen(self, index: Any, x: Any, y: Any) -> Any:
+        """The lanes of x and y, counted together, that the integers ``index`` name. AVX-512, vectors of 64 bytes."""
+        kind = "pd" if self.size == 8 else "d" if self.is_int else "ps"
+        return self._call(f"llvm.x86.avx512.vpermi2var.{kind}.512", self.type, x, index, y)
+
+    def expanded(self, x: Any, mask: Any) -> Any:
+        """The first lanes of x at the places of the set bits of ``mask``, zeros elsewhere. AVX-512."""
+        return self._call(f"llvm.x86.avx512.mask.expand.{self._name}", self.type, x, self.zero, mask)
+
+    @property
+    def _name(self) -> str:
+        return f"v{self.lanes}{'i' if self.is_int else 'f'}{8 * self.size}"
+
+    def _call(self, name: str, result: Any, *args: Any) -> Any:
+        kind = ir.FunctionType(result, [a.type for a in args])
+        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), args)
 
 
 def _word_columns(context: Any, cols: Any, at: Any, word: Any, first: Any) -> Any:
@@ -235,6 +271,8 @@ QUAD = _tile(4, 1, 1)
 """Four rows that share their columns: every row of B read serves four."""
 PAIR = _tile(1, 2, 2)
 SINGLE = _tile(1, 1, 4)
+NARROW = {width: _tile(1, 1, 4, width) for width in (1, 2, 4, 8)}
+"""One row, and fewer columns than a vector has lanes."""
 SCATTER_QUAD = _scatter_tile(4, 1)
 """Four rows that share their columns: every row of C that is read and written takes four terms."""
 SCATTER_PAIR = _scatter_tile(1, 2)

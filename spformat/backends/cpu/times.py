@@ -5,10 +5,11 @@ Quantities are ideal microseconds on ``roofline.HOST``.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 from ...products.ideal import ceil_div, memory_us, plain_arithmetic, product_us, stored_bytes
-from ...products.kernel import Kernel
+from ...products.kernel import Best, Kernel
 from ...products.problem import COL, ROW, Problem, itemsize
 from ...products.roofline import Device
 
@@ -16,6 +17,8 @@ VECTOR = 64
 """Bytes of a vector of the compiled loops; a tile of B is one or two of them wide."""
 SMALL = 1 << 24
 """Multiply-adds up to which the loops stay on one thread."""
+FEW, FEW_SMALL = 16, 3 << 23
+"""Columns of B up to which loops of their own are used, and the multiply-adds up to which those stay on one thread."""
 SHARED = 1 << 20
 """Bytes of tiles of B that all rows of A are multiplied with before the next tiles are read."""
 DECODED = {"two-four": 2.0, "bitmask": 1.0}
@@ -72,6 +75,53 @@ class LoopTimes(Kernel):
         written = memory_us(p.rows * columns * size + (0 if plain else p.rows * n * (size + out_size)), device)
         turned = n * ((p.b_layout == COL) * p.inner * b_size + (p.out_layout == COL) * p.rows * size)
         rows = p.M * tiles * share * 0.01
+        return (
+            1.0, float(several), products, values, decoding, widening, filled, written, rows, memory_us(turned, device),
+        )  # fmt: skip
+
+
+class TiledTimes(LoopTimes):
+    """The expected time of the loop for any number of columns of another kernel, whatever that kernel uses for few."""
+
+    def __init__(self, kernel: str) -> None:
+        self.name = self.constants_of = kernel
+
+
+class FewTimes(LoopTimes):
+    """The same, where up to FEW columns of B have loops of their own, which read the arrays once and pad nothing."""
+
+    @functools.cached_property
+    def tiled(self) -> TiledTimes:
+        """Expects the time of the loop for any number of columns."""
+        return TiledTimes(self.name)
+
+    def best(self, p: Problem) -> Best:
+        """For few columns never more than the loop for any number of columns would take."""
+        best = super().best(p)
+        return min(best, self.tiled.best(p), key=lambda b: b.us) if p.n <= FEW else best
+
+    def variant(self, p: Problem, tile: Any) -> tuple[str, ...]:
+        """Few columns apart, then by the bytes of a value of A."""
+        names = super().variant(p, tile)
+        return (*(f"few columns, {name}" for name in names), "few columns") if p.n <= FEW else names
+
+    def quantities(self, p: Problem, tile: Any, device: Device) -> tuple[float, ...]:
+        """For few columns: the terms of ``LoopTimes`` with one tile that is as wide as B; rows: 10 ns for each sum."""
+        if p.n > FEW:
+            return super().quantities(p, tile, device)
+        size, n = sums_size(p), max(1, p.n)
+        several = p.nnz * max(4, n) > FEW_SMALL
+        share = 1.0 if several else float(device.processors)
+        out_size, b_size = itemsize(p.out_dtype), itemsize(p.b_dtype)
+        products = share * product_us(2.0 * p.nnz * n, sums_arithmetic(p), device)
+        values = share * memory_us(stored_bytes(p), device)
+        decoding = share * DECODED.get(p.format, 0.0) * p.M * p.K * 1e-3
+        widening = share * p.nnz * 1e-3 if itemsize(p.a_dtype) < size else 0.0
+        filled = memory_us(p.inner * n * (b_size + size), device)
+        plain = p.out_layout == ROW and out_size == size
+        written = memory_us(p.rows * n * (size if plain else 2 * size + out_size), device)
+        turned = n * ((p.b_layout == COL) * p.inner * b_size + (p.out_layout == COL) * p.rows * size)
+        rows = p.M * n * share * 0.01
         return (
             1.0, float(several), products, values, decoding, widening, filled, written, rows, memory_us(turned, device),
         )  # fmt: skip

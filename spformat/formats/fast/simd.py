@@ -21,15 +21,22 @@ VECTOR = 64
 """Bytes of a vector."""
 
 
-def _wide() -> frozenset[int]:
-    """The sizes of values, in bytes, that the machine for which numba compiles can pack."""
+def _features() -> frozenset[str]:
+    """What the machine for which numba compiles has, by LLVM's names."""
     config: Any = numba.config
     host: Any = get_host_cpu_features
     features = config.CPU_FEATURES if config.CPU_FEATURES is not None else "" if config.CPU_NAME else host()
-    has = set(features.split(","))
-    if not {"+avx512f", "+avx512bw"} <= has:
+    return frozenset(f[1:] for f in features.split(",") if f.startswith("+"))
+
+
+FEATURES = _features()
+
+
+def _wide() -> frozenset[int]:
+    """The sizes of values, in bytes, that the machine can pack."""
+    if not {"avx512f", "avx512bw"} <= FEATURES:
         return frozenset()
-    return frozenset({1, 2, 4, 8} if "+avx512vbmi2" in has else {4, 8})
+    return frozenset({1, 2, 4, 8} if "avx512vbmi2" in FEATURES else {4, 8})
 
 
 WIDE = _wide()
