@@ -1,6 +1,7 @@
 """Products and conversions on the host, beside scipy, numpy and (if installed) torch.
 
     python benchmarks/cpu.py [--size 4096] [--repeats 7] [--json cpu.json]
+    python benchmarks/cpu.py --only few [--size 2048] [--repeats 15]      # 1 to 16 columns of B, as one table
 
 Every contender is checked against float64 before it is timed; contenders take turns inside each repeat, so that a
 slow minute of the machine hits all of them; each has one untimed call before the timed one. Times are medians and best
@@ -26,7 +27,7 @@ import numpy as np
 import scipy.sparse
 
 from spformat.arrays import threads
-from spformat.dispatch.api import plan
+from spformat.dispatch.api import plan, spmm
 from spformat.formats import CSR, Bitmask, TwoFour, VectorNM
 from spformat.formats.convert import convert
 from spformat.preprocess import masks
@@ -109,6 +110,55 @@ def torch_products(weight: np.ndarray, B: np.ndarray) -> Timed:
     return {"torch csr float32": lambda: a @ b}
 
 
+def few_columns(size: int, repeats: int, columns: list[int]) -> list[dict[str, Any]]:
+    """Every format with few columns of B, as a caller writes it: ``sf.spmm(A, B)``. One row a format at the end."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((size, size)).astype(np.float32)
+
+    def dropped(share: float) -> np.ndarray:
+        return np.where(rng.random(x.shape) < share, np.float32(0), x)
+
+    tenth, half = dropped(0.9), dropped(0.5)
+    vectors = np.asarray(masks.apply(x, masks.magnitude_vector_nm(x, 8, 32, 32)), np.float32)
+    blocks, tall = (
+        np.asarray(masks.apply(x, masks.magnitude_blocks(x, b, 0.8)), np.float32) for b in ((32, 32), (8, 1))
+    )
+    pairs = np.asarray(masks.apply(x, masks.magnitude_nm(x, 2, 4)), np.float32)
+    cases = [
+        ("csr, 90 %", tenth, "csr", ("float32", "bfloat16")),
+        ("ell-buckets, 90 %", tenth, "ell-buckets", ("float32",)),
+        ("vector-nm 8:32, 32 rows", vectors, "vector-nm:n=8,m=32,vector_length=32", ("float32", "bfloat16")),
+        ("bsr 32x32, 80 %", blocks, "bsr:blocksize=32x32", ("float32", "bfloat16")),
+        ("sr-bcrs 32 rows, 80 %", blocks, "sr-bcrs:vector_length=32,stride=16", ("float32", "bfloat16")),
+        ("sr-bcrs 8 rows, 80 %", tall, "sr-bcrs:vector_length=8,stride=16", ("float32", "bfloat16")),
+        ("bitmask, 50 %", half, "bitmask", ("float32", "bfloat16", "float16")),
+        ("2:4", pairs, "two-four", ("bfloat16", "float16")),
+    ]
+    matrices = {
+        f"{title}, {dtype}": convert(np.asarray(weight.astype(dtype)), spec)
+        for title, weight, spec, dtypes in cases
+        for dtype in dtypes
+    }
+    peer, results = scipy.sparse.csr_array(tenth), []
+    for n in columns:
+        B = rng.standard_normal((size, n)).astype(np.float32)
+        contenders: Timed = {"BLAS, float32": lambda B=B: x @ B, "scipy csr, 90 %, float32": lambda B=B: peer @ B}
+        rows = rng.choice(size, 64, replace=False)
+        for name, a in matrices.items():
+            b = B.astype(a.dtype)
+            wanted = a.to_dense()[rows].astype(np.float64) @ b.astype(np.float64)
+            agree(name, spmm(a, b), wanted, rows, 1e-5 if a.dtype == np.float32 else 1e-2)
+            contenders[name] = lambda a=a, b=b: spmm(a, b)
+        for name, timed in turns(contenders, repeats).items():
+            results.append({"N": n, "what": name, **timed})
+    print("\n| best of", repeats, "(median), ms |", " | ".join(f"N = {n}" for n in columns), "|")
+    print("|---|" + "---|" * len(columns))
+    for name in dict.fromkeys(r["what"] for r in results):
+        cells = [f"{r['best_ms']:.2f} ({r['median_ms']:.2f})" for r in results if r["what"] == name]
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+    return results
+
+
 def conversions(size: int, repeats: int) -> list[dict[str, Any]]:
     """Dense to each format and back; the numpy path of the same converter is a contender."""
     from spformat.formats.fast import compiled
@@ -182,18 +232,23 @@ def machine() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=int, default=4096, help="rows and columns of the matrices")
+    parser.add_argument("--size", type=int, help="rows and columns of the matrices")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("-n", type=int, nargs="+", default=[16, 128, 512], help="columns of B")
-    parser.add_argument("--only", choices=("products", "conversions"))
+    parser.add_argument("-n", type=int, nargs="+", help="columns of B")
+    parser.add_argument("--only", choices=("products", "conversions", "few"))
     parser.add_argument("--json", type=Path, help="write all figures here")
     options = parser.parse_args()
-    report: dict[str, Any] = {"machine": machine(), "size": options.size}
+    few = options.only == "few"
+    size = options.size or (2048 if few else 4096)
+    columns = options.n or ([1, 2, 4, 8, 16] if few else [16, 128, 512])
+    report: dict[str, Any] = {"machine": machine(), "size": size}
     print(report["machine"])
-    if options.only != "conversions":
-        report["products"] = products(options.size, options.repeats, options.n)
-    if options.only != "products":
-        report["conversions"] = conversions(options.size, options.repeats)
+    if few:
+        report["few columns"] = few_columns(size, options.repeats, columns)
+    if options.only in (None, "products"):
+        report["products"] = products(size, options.repeats, columns)
+    if options.only in (None, "conversions"):
+        report["conversions"] = conversions(size, options.repeats)
     report["machine"]["load at the end"] = os.getloadavg()
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
