@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from .. import limits
+from ..storage.locks import Token
 from .layouts import NEUTRAL, PACKED_INDEX, TRANSFORMERS
 from .manifest import MANIFEST, VERSION, digest
 from .parts import FilePlan, FileTask, narrowed, split
@@ -53,8 +54,8 @@ class Conversion:
         """The output files of each of ``n`` parts."""
         return split(self.plans, self.names, n)
 
-    def task(self, file_plan: FilePlan, overwrite: bool) -> FileTask:
-        """What a worker needs to write one output file."""
+    def task(self, file_plan: FilePlan, overwrite: bool, token: Token | None = None) -> FileTask:
+        """What a worker needs to write one output file. token: of the run, if the worker may outlive it."""
         return FileTask(
             narrowed(self.source, file_plan.shard),
             file_plan,
@@ -63,6 +64,7 @@ class Conversion:
             overwrite,
             self.device,
             limits.current(),
+            token,
         )
 
 

@@ -9,17 +9,27 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    BrokenExecutor,
+    CancelledError,
+    Executor,
+    Future,
+    ThreadPoolExecutor,
+    wait,
+)
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import limits
 from ..arrays.threads import cores
-from ..errors import InputError, SpformatError, UsageError, WriteError
+from ..errors import InputError, LockedError, SpformatError, UsageError, WriteError
 from ..storage.files import Path
 from .parts import FileOutcome, FileTask, convert_file
+from .shard_input import Progress
 
 KINDS = ("threads", "processes", "dask")
 
@@ -48,15 +58,52 @@ class Workers:
         return replace(self, count=self.count or cores(), in_flight=self.in_flight or budget)
 
 
-def convert_files(tasks: Iterable[FileTask], workers: Workers) -> Iterator[FileOutcome]:
-    """The outcome of each task, in the order in which they finish; the largest task is started first.
+def convert_files(
+    tasks: Iterable[FileTask],
+    workers: Workers,
+    record: Callable[[FileOutcome], None],
+    progress: Progress | None = None,
+) -> None:
+    """Run each task on a worker, the largest first, and call ``record`` with each outcome when its file is finished.
 
-    After an error that another try cannot repair, no further task is started. The tasks that are running are waited
-    for, their outcomes are yielded, and then the error is raised.
+    After an error that another try cannot repair, and after an interrupt (Ctrl-C, a signal handler that raises), no
+    further task is started. The tasks that are running are waited for, their outcomes are recorded, and then the error
+    is raised. So no worker writes after this function has ended.
 
-    Not ``threads.in_order``: memory bounds what runs here, not a count, and a failed task goes back into the queue.
+    progress: called with the outcome of every tensor, in another thread than the caller's.
     """
-    workers = workers.with_defaults()
+    stop: Future[None] = Future()
+
+    def each(outcome: FileOutcome) -> None:
+        for tensor in outcome.outcomes if progress else ():
+            progress(tensor)  # type: ignore[misc]
+        record(outcome)
+
+    # Python delivers signals to the main thread, and an exception may be raised between any two lines of it. So the
+    # outcomes are recorded in another thread, and the caller's thread only waits for it.
+    with ThreadPoolExecutor(1, "spformat-outcomes") as recorder:
+        recorded = recorder.submit(copy_context().run, _record_all, tasks, workers.with_defaults(), each, stop)
+        interrupt: BaseException | None = None
+        while not recorded.done():
+            try:
+                wait([recorded])
+            except BaseException as e:
+                interrupt = interrupt or e
+                if not stop.done():
+                    stop.set_result(None)
+    if interrupt is not None:
+        raise interrupt
+    recorded.result()
+
+
+def _record_all(
+    tasks: Iterable[FileTask], workers: Workers, record: Callable[[FileOutcome], None], stop: Future[None]
+) -> None:
+    """``convert_files`` in its own thread. It ends early, with CancelledError, when ``stop`` is done.
+
+    Not ``threads.in_order``: memory bounds what runs here, too, and a failed task goes back into the queue. No more
+    tasks are submitted than can run, because a task that waits in a cluster cannot be cancelled with certainty.
+    """
     waiting = deque(sorted(tasks, key=lambda t: t.file_plan.nbytes, reverse=True))
     running: dict[Future[FileOutcome], FileTask] = {}
     tries: dict[str, int] = {}
@@ -64,7 +111,7 @@ def convert_files(tasks: Iterable[FileTask], workers: Workers) -> Iterator[FileO
     try:
         while running or (waiting and failed is None):
             load = sum(_memory(t) for t in running.values())
-            while waiting and failed is None and (not running or load + _memory(waiting[0]) <= workers.in_flight):
+            while waiting and failed is None and _has_room(workers, len(running), load + _memory(waiting[0])):
                 task = waiting.popleft()
                 load += _memory(task)
                 try:
@@ -73,23 +120,31 @@ def convert_files(tasks: Iterable[FileTask], workers: Workers) -> Iterator[FileO
                     failed = _explained(e, task)
             if not running:
                 break
-            done, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
+            awaited: list[Future[Any]] = [*running, *([] if stop.done() else [stop])]
+            wait(awaited, return_when=FIRST_COMPLETED)
+            if stop.done():
+                failed = failed or CancelledError()
+            for future in [f for f in running if f.done()]:
                 task, error = running.pop(future), _error_of(future)
                 if error is None:
-                    yield future.result()
+                    record(future.result())
                     continue
+                if isinstance(error, BrokenExecutor):
+                    workers.executor.shutdown()  # waits for its other processes to end
                 tries[task.file_plan.name] = tries.get(task.file_plan.name, 0) + 1
-                if _may_pass(error) and tries[task.file_plan.name] <= workers.retries:
+                if failed is None and _may_pass(error) and tries[task.file_plan.name] <= workers.retries:
                     # The interrupted try may have published its file already; the same bytes replace it.
                     waiting.appendleft(replace(task, overwrite=True))
                 else:
                     failed = failed or _explained(error, task, tries[task.file_plan.name])
     finally:
-        for future in running:
-            future.cancel()
+        wait(running)  # after an error of ``record``
     if failed is not None:
         raise failed
+
+
+def _has_room(workers: Workers, running: int, load: int) -> bool:
+    return not running or (running < workers.count and load <= workers.in_flight)
 
 
 def _memory(task: FileTask) -> int:
@@ -102,7 +157,7 @@ def _error_of(future: Future[Any]) -> BaseException | None:
 
 def _may_pass(error: BaseException) -> bool:
     """Whether another try may succeed: after an I/O error or a lost worker, but not after an error in the input."""
-    if isinstance(error, BrokenExecutor) or not isinstance(error, Exception):
+    if isinstance(error, (BrokenExecutor, LockedError)) or not isinstance(error, Exception):
         return False
     return isinstance(error, OSError) or not isinstance(error, SpformatError)
 
@@ -145,8 +200,29 @@ def open_workers(kind: str, count: int = 0, scheduler: str = "", paths: Sequence
         import multiprocessing
         from concurrent.futures import ProcessPoolExecutor
 
-        with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as executor:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(count, mp_context=context, initializer=_in_worker_process) as executor:
             yield Workers(executor, count)
+
+
+def _in_worker_process() -> None:
+    """Runs at the start of a worker process. It ends at once when its parent is gone, and leaves the signals that a
+    terminal sends to all processes of a command to the parent, which waits for the files that are being written."""
+    import multiprocessing
+    import signal
+    import threading
+
+    for name in ("SIGINT", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="spformat-parent").start()
 
 
 @contextmanager

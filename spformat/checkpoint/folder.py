@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -17,7 +17,7 @@ from .. import __name__ as package
 from ..errors import InputError, OutputError
 from ..formats import parse_spec
 from ..storage.files import Path, reason, remove, same_file
-from ..storage.locks import folder_lock, ignores_case
+from ..storage.locks import LOCK, Token, folder_lock, ignores_case, worker_token
 from ..storage.output import flush_folder, publish, sweep
 from . import journals
 from .conversion import Conversion
@@ -64,9 +64,18 @@ def make(folder: str) -> None:
 @contextmanager
 def locked(folder: Path, part: Part | None) -> Iterator[None]:
     """Lock the folder for one run alone. A part shares it with other parts, but not with a second run of itself."""
-    own = nullcontext() if part is None else folder_lock(folder, f".spformat-part-{part.number}-of-{part.of}.lock")
+    own = nullcontext() if part is None else folder_lock(folder, _lock_name(part))
     with folder_lock(folder, shared=part is not None), own:
         yield
+
+
+def token_of(folder: Path, part: Part | None) -> AbstractContextManager[Token]:
+    """The token of the workers of a run that has locked the folder."""
+    return worker_token(folder, _lock_name(part))
+
+
+def _lock_name(part: Part | None) -> str:
+    return LOCK if part is None else f".spformat-part-{part.number}-of-{part.of}.lock"
 
 
 def refuse_existing(folder: str, names: Iterable[str]) -> None:

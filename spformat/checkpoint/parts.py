@@ -22,6 +22,7 @@ from ..storage.container import safe_open
 from ..storage.descriptor import Record
 from ..storage.files import sha256_of, size_of
 from ..storage.filewriter import create
+from ..storage.locks import Token, acting_for
 from ..storage.stwriter import Writer
 from .recipe import Recipe
 from .shard import write_shard
@@ -161,6 +162,8 @@ class FileTask:
     overwrite: bool
     device: str
     limits: limits.Limits
+    token: Token | None = None
+    """Of the run, if the task may go to a worker that outlives it."""
 
     @property
     def path(self) -> str:
@@ -181,7 +184,7 @@ def narrowed(source: Source, shard: str) -> Source:
 def convert_file(task: FileTask, progress: Progress | None = None) -> FileOutcome:
     """Convert the tensors of one output file and write it; runs on any machine that sees source and target folder."""
     file_plan, source = task.file_plan, task.source
-    with limits.using(task.limits), ThreadPoolExecutor(1) as hashing:
+    with limits.using(task.limits), acting_for(task.token), ThreadPoolExecutor(1) as hashing:
         digest_in = hashing.submit(digest_of_input, source, file_plan)
         outcomes = write_shard(
             source, file_plan.shard, file_plan.plans, task.recipe, task.path, task.overwrite, progress, task.device

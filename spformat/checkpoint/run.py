@@ -8,7 +8,6 @@ run, a run on many machines and a run in parts write the same bytes as one unint
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +24,7 @@ from .conversion import Conversion
 from .executors import Workers, convert_files
 from .layouts import NEUTRAL, check_layout
 from .manifest import JOURNAL, MANIFEST
-from .parts import PIECES, FileOutcome, FilePlan, FileTask, Part, convert_file
+from .parts import PIECES, FileOutcome, FilePlan, Part, convert_file
 from .recipe import AUTO, KEEP, Recipe, writes_dense
 from .remote import is_remote, staged
 from .shard import write_shard
@@ -221,23 +220,21 @@ def _convert(
     done = {d.name: d for d in earlier if d is not None}
     if not all(file_plan.whole for file_plan in file_plans):
         folder.make(os.path.join(c.folder, PIECES))
-    tasks = [c.task(file_plan, overwrite) for file_plan in file_plans if file_plan.name not in done]
+    todo = [file_plan for file_plan in file_plans if file_plan.name not in done]
     # The journal is written first, so that every file under a final name has a journal that says what it belongs to.
     with journals.journal(c, part, list(done.values())) as journal:
-        for outcome in _file_outcomes(tasks, workers, progress):
+
+        def record(outcome: FileOutcome) -> None:
             done[outcome.name] = outcome
             journal.add(outcome)
+
+        if workers is None:
+            for file_plan in todo:
+                record(convert_file(c.task(file_plan, overwrite), progress))
+        else:
+            with folder.token_of(c.folder, part) as token:
+                convert_files([c.task(p, overwrite, token) for p in todo], workers, record, progress)
     return [done[file_plan.name] for file_plan in file_plans], len(earlier) - earlier.count(None)
-
-
-def _file_outcomes(tasks: list[FileTask], workers: Workers | None, progress: Progress | None) -> Iterator[FileOutcome]:
-    if workers is None:
-        yield from (convert_file(t, progress) for t in tasks)
-        return
-    for d in convert_files(tasks, workers):
-        for outcome in d.outcomes if progress else ():
-            progress(outcome)  # type: ignore[misc]
-        yield d
 
 
 def bytes_to_convert(src: Path, recipe: Recipe, part: Part | str | None = None) -> int:

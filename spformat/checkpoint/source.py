@@ -35,6 +35,7 @@ INDEX = "model" + INDEX_SUFFIX
 """Name of the index that is written beside a dense checkpoint of several shards."""
 OURS = re.compile(r"spformat-\d{5,}-of-\d{5,}\.safetensors")
 """Names that only this package gives to shards."""
+_NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{5,9})-of-(?P<of>\d{5,9})\.safetensors")
 _ON_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(?<!\.safetensors)")
 _MAX_INDEX = 256 << 20
 SIDE_FILE = 1 << 30
@@ -143,7 +144,22 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
         raise InputError("no .safetensors file in the folder" + (printable(fix) if pickle else ""), path=where)
     for shard in shards:
         member(where, shard, ".safetensors", follow)
+    _require_siblings(shards, where)
     return _assemble(where, where, shards, {}, {}, _others(names, shards), follow)
+
+
+def _require_siblings(shards: Sequence[str], path: str) -> None:
+    """ContainerError if the names of the shards say that there are more of them. It is for a folder without an index
+    and without a manifest, which a run that was stopped may have left."""
+    numbers: dict[tuple[str, int], set[int]] = {}
+    for match in filter(None, map(_NUMBERED.fullmatch, shards)):
+        numbers.setdefault((match["stem"], int(match["of"])), set()).add(int(match["number"]))
+    for (stem, of), there in numbers.items():
+        if len(there) < of:
+            first = next(i for i in range(1, of + 1) if i not in there)
+            missing = f"{of - len(there)} of {of} shards {'is' if of - len(there) == 1 else 'are'} missing"
+            name = f"{stem}-{first:05}-of-{of:05}.safetensors"
+            raise ContainerError(f"{missing}, first {name}: get them, or name a single file instead", path=path)
 
 
 def _others(names: Sequence[str], listed: Sequence[str]) -> tuple[str, ...]:

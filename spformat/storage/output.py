@@ -22,6 +22,7 @@ from typing import Any, Self
 
 from ..errors import DurabilityUnknown, OutputError, SpformatError, WriteError
 from .files import Path, kind_of, reason
+from .locks import permission
 
 _KEPT_IN_CACHE = 64 << 20
 """Outputs below this many bytes stay in the page cache, because they are likely to be read soon."""
@@ -74,6 +75,7 @@ class Output:
     Raises:
         OutputError: the file cannot be created there.
         WriteError: no space, or the system failed to write; nothing was published.
+        LockedError: the run that this worker belongs to has ended (``locks.permission``).
         DurabilityUnknown: published, but the folder could not be flushed.
     """
 
@@ -164,7 +166,7 @@ class Output:
             with self._writing("close"):
                 os.close(fd)
             self._target()
-            with self._writing("rename"):
+            with permission(), self._writing("rename"):
                 self._take_name()
             try:
                 os.fsync(self._folder)
