@@ -240,3 +240,19 @@ def test_crc_in_segments_equals_one_pass(monkeypatch: pytest.MonkeyPatch) -> Non
 
     assert crc.in_segments(len(data), work) == zlib.crc32(data)
     assert len(seen) == 13
+
+
+def test_a_small_file_is_read_as_large_as_it_was_when_it_was_opened() -> None:
+    """A file of /proc says that it has no bytes, and may have any number."""
+    with pytest.raises(InputError, match=r"expected 0 bytes, the size of the file when it was opened, got more"):
+        files.read_small("/proc/self/status", 1 << 20)
+
+
+def test_a_small_file_keeps_to_the_limits(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(100))
+    for name in ("memory", "file_bytes"):
+        with limits.using(**{name: 100}):
+            assert files.read_small(tmp_path / "a", 1000) == bytes(100)
+        with limits.using(**{name: 99}), pytest.raises(LimitError, match=name.replace("_", "-")) as e:
+            files.read_small(tmp_path / "a", 1000)
+        assert e.value.path == str(tmp_path / "a")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import tracemalloc
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from catalogue import command
 from test_matrices import write
 
 from spformat import limits
@@ -119,15 +121,48 @@ def test_what_an_archive_holds_beside_the_matrix_is_not_unpacked(tmp_path: Path)
 
 
 def test_the_members_of_an_archive_share_one_budget(tmp_path: Path) -> None:
-    zeros = np.zeros(1 << 20, np.uint8)
-    np.savez_compressed(tmp_path / "a.npz", **pieces(row=zeros, col=zeros))  # type: ignore[arg-type]
-    with limits.using(memory=(2 << 20) + 2000):
-        assert read_matrix(tmp_path / "a.npz").nnz == 4
+    n = 10_000
+    arrays = pieces(shape=[1, n], indptr=[0, n], indices=np.arange(n), data=np.zeros(n))
+    np.savez_compressed(tmp_path / "a.npz", **arrays)  # type: ignore[arg-type]
+    needed = 16 * n + 4 * 8 + 80 * n  # the arrays, unpacked, and 80 bytes for each item
+    with limits.using(memory=needed):
+        assert read_matrix(tmp_path / "a.npz").nnz == n
     with (
-        limits.using(memory=2 << 20),
-        pytest.raises(LimitError, match=r"npz: arrays, unpacked: 2,09\d,\d+ bytes requested"),
+        limits.using(memory=needed - 1),
+        pytest.raises(LimitError, match=rf"reading a matrix of 10,000 items: {needed:,} bytes requested"),
     ):
         read_matrix(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_members_that_unpack_in_one_step_are_refused(tmp_path: Path, method: int) -> None:
+    """zipfile has no bound on what one piece of a bzip2 or LZMA member becomes, and leaks errors of lzma."""
+    with zipfile.ZipFile(tmp_path / "a.npz", "w", method) as z:
+        z.writestr("shape.npy", b"x" * 100)
+    with pytest.raises(FormatError, match=r"'shape\.npy': expected a member that is stored or deflated"):
+        read_matrix(tmp_path / "a.npz")
+
+
+HEADER = "{'descr': %s, 'fortran_order': False, 'shape': %s, }"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        HEADER % ("()", "(2,)"), HEADER % ("'<i8'", "(True,)"), HEADER % ("'<U1'", "(4294967296,)"),
+        HEADER % ("'<i8'", "-" * 9000 + "1"), HEADER % ("'<i8'", "(" * 3000), HEADER % ("'<i8'", "(2, 3, 4, 5, 6)"),
+        HEADER % ("'<i8'", "(99999999999999999999,)"), HEADER % ("'<f3'", "(2,)"), HEADER % ("'<i0'", "(2,)"),
+        HEADER % ("[('a', '<i8')]", "(2,)"), HEADER % ("'<i8'", "(2.0,)"), HEADER % ("'<i8'", "(1,,1)"), "1 +", "{", "",
+        "__import__('os').getpid()", HEADER % ("'<i8'", "(2,)") + "\0", "\N{BULLET}", "lambda: 0",
+    ],
+)  # fmt: skip
+def test_npy_headers_are_matched_and_not_evaluated(tmp_path: Path, text: str) -> None:
+    raw = text.encode("utf-8")
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as z:
+        z.writestr("shape.npy", b"\x93NUMPY\x01\x00" + len(raw).to_bytes(2, "little") + raw + bytes(16))
+    answer = command("inspect", tmp_path / "a.npz")
+    assert answer.code == 65, answer
+    assert "array 'shape.npy'" in answer.err
 
 
 def test_npz_damage_is_found(tmp_path: Path) -> None:

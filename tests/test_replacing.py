@@ -134,10 +134,12 @@ def test_json_of_strangers_is_read_strictly(tmp_path: Path, name: str, text: byt
 
 def test_a_manifest_is_parsed_within_the_budget(tmp_path: Path) -> None:
     convert_checkpoint(DIGITS, tmp_path / "out", "csr")
-    with sf.limits.using(memory=32 * (tmp_path / "out" / "spformat.json").stat().st_size):
+    manifest = tmp_path / "out" / "spformat.json"
+    manifest.write_text(manifest.read_text() + " " * 100_000)
+    with sf.limits.using(memory=32 * manifest.stat().st_size):
         open_source(tmp_path / "out")
     with (
-        sf.limits.using(memory=10_000),
+        sf.limits.using(memory=32 * manifest.stat().st_size - 1),
         pytest.raises(sf.errors.LimitError, match=r"spformat.json: the file, parsed: .* bytes"),
     ):
         open_source(tmp_path / "out")

@@ -100,8 +100,10 @@ def holds_side_file(c: Conversion, name: str) -> bool:
     if same_file(a, b) and name != CONFIG:
         return True
     # Side files but config.json are copied unchanged; those are compared by hash, without reading them into memory.
-    wanted = sha256_of(a) if name != CONFIG else hashlib.sha256(c.source.side_file(name, c.layout)).hexdigest()
-    return wanted == sha256_of(b)
+    if name == CONFIG:
+        wanted = c.source.config(c.layout)
+        return size_of(b) == len(wanted) and hashlib.sha256(wanted).hexdigest() == sha256_of(b)
+    return size_of(a) == size_of(b) and sha256_of(a) == sha256_of(b)
 
 
 def _other(c: Conversion, what: str) -> OutputError:

@@ -18,7 +18,7 @@ from ..errors import InputError, OutputError
 from ..formats import parse_spec
 from ..storage.files import Path, reason, remove, same_file
 from ..storage.locks import LOCK, Token, folder_lock, ignores_case, worker_token
-from ..storage.output import flush_folder, publish, sweep
+from ..storage.output import flush_folder, publish, publish_copy, sweep
 from . import journals
 from .conversion import Conversion
 from .existing_target import clear, holds_side_file
@@ -38,7 +38,7 @@ def prepare(c: Conversion) -> None:
     if c.layout == TRANSFORMERS and CONFIG not in c.source.side_files:
         raise InputError(f"--layout transformers needs the {CONFIG} of the model beside its shards", path=c.source.path)
     if c.layout == TRANSFORMERS:
-        c.source.side_file(CONFIG, c.layout)  # raises the error for a config that cannot be changed
+        c.source.config(c.layout)  # raises the error for a config that cannot be changed
     if CONFIG in c.source.side_files and same_file(c.folder, c.source.folder) and not holds_side_file(c, CONFIG):
         raise OutputError(
             f"the new checkpoint shares its {CONFIG} with the old one and needs another: name another folder",
@@ -148,9 +148,13 @@ def _copy_side_files(c: Conversion) -> None:
     for name in c.source.side_files:
         if name.endswith(INDEX_SUFFIX):
             continue
-        data = c.source.side_file(name, c.layout)
-        if not same_file(os.path.join(c.source.folder, name), os.path.join(c.folder, name)):
-            publish(os.path.join(c.folder, name), data, overwrite=True)
+        path, copy = os.path.join(c.source.folder, name), os.path.join(c.folder, name)
+        if same_file(path, copy):
+            continue
+        if name == CONFIG:
+            publish(copy, c.source.config(c.layout), overwrite=True)
+        else:
+            publish_copy(path, copy)
 
 
 def _write_index(c: Conversion, files: Sequence[FileOutcome]) -> None:

@@ -10,7 +10,9 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from .. import limits
 from ..errors import InputError, UsageError
+from ..storage.stheader import PARSED
 
 NEUTRAL = "neutral"
 TRANSFORMERS = "transformers"
@@ -68,7 +70,11 @@ def config_for(data: bytes, layout: str, path: str = "") -> bytes:
 
 
 def parsed_config(data: bytes) -> dict[str, Any] | None:
-    """A JSON object; None for anything else. Parsed as leniently as model loaders do, because some contain Infinity."""
+    """A JSON object; None for anything else. Parsed as leniently as model loaders do, because some contain Infinity.
+
+    LimitError if parsing it may need more memory than the budget allows.
+    """
+    limits.check_bytes(PARSED * len(data), f"{CONFIG}, parsed")
     try:
         tree = json.loads(data)
     except (ValueError, RecursionError):

@@ -9,9 +9,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from .. import limits
 from ..errors import ContainerError, LimitError, VersionError, printable
-from ..storage.files import Path, is_file, read_small, sha256_of
+from ..storage.files import Path, is_file, read_small
 from ..storage.output import publish
 from ..storage.stheader import strict_json
 
@@ -21,8 +20,6 @@ JOURNAL_GLOB = re.compile(r"spformat\.partial(-\d+-of-\d+)?\.json")
 VERSION = 1
 _OF_A_FILE = ("sha256", "source", "source_sha256")
 _MAX = 256 << 20
-_PARSED = 32
-"""Bytes of memory that one byte of JSON may need when it is parsed; ``[[],[],..`` needs most."""
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -60,7 +57,8 @@ def write_journal(path: Path, tree: dict[str, Any]) -> None:
 def manifest_sha256(folder: Path) -> str | None:
     """SHA-256 of the manifest in a folder; None if there is none."""
     path = os.path.join(folder, MANIFEST)
-    return sha256_of(path) if is_file(path) else None
+    # Read as a manifest is, because a file of any size may have this name.
+    return hashlib.sha256(read_small(path, _MAX)).hexdigest() if is_file(path) else None
 
 
 def is_finished(folder: Path, journals: Iterable[str]) -> bool:
@@ -69,9 +67,11 @@ def is_finished(folder: Path, journals: Iterable[str]) -> bool:
     A journal states the hash of the manifest that was there when its run began. While that manifest is still there, the
     run has not finished, and shards beside it may belong to the new checkpoint.
     """
-    current = manifest_sha256(folder)
     begun = [read_journal(os.path.join(folder, name))["replaces"] for name in journals]
-    return not begun or (current is not None and current not in begun)
+    if not begun:
+        return True
+    current = manifest_sha256(folder)
+    return current is not None and current not in begun
 
 
 def write_json(path: Path, tree: dict[str, Any]) -> None:
@@ -88,7 +88,6 @@ def digest(tree: Any) -> str:
 def _read(path: Path) -> dict[str, Any]:
     raw = read_small(path, _MAX)
     try:
-        limits.check_bytes(_PARSED * len(raw), "the file, parsed")
         return strict_json(raw.decode("utf-8", "surrogatepass"), "the file")
     except UnicodeDecodeError as e:
         raise ContainerError(f"the file: expected UTF-8, got another byte at {e.start}", path=str(path)) from e

@@ -39,7 +39,7 @@ _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{5,9})-of-(?P<of>\d{5,9})\.sa
 _ON_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(?<!\.safetensors)")
 _MAX_INDEX = 256 << 20
 SIDE_FILE = 1 << 30
-"""The most bytes of a side file; side files are read as a whole."""
+"""The most bytes of a side file; larger files are left behind."""
 _OTHER_WEIGHTS = (
     ".safetensors", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".ot", ".onnx", ".gguf",
     ".tflite",
@@ -80,12 +80,10 @@ class Source:
     def _file(self, shard: str) -> TensorFile:
         return safe_open(os.path.join(self.folder, shard))
 
-    def side_file(self, name: str, layout: str = NEUTRAL) -> bytes:
-        """The contents that a side file has in a target of that layout."""
-        path = os.path.join(self.folder, name)
+    def config(self, layout: str = NEUTRAL) -> bytes:
+        """The contents of config.json in a target of that layout. All other side files are copied unchanged."""
+        path = os.path.join(self.folder, CONFIG)
         data = read_small(path, SIDE_FILE)
-        if name != CONFIG:
-            return data
         return config_for(config_when_dense(data) if self.packed else data, layout, path)
 
 

@@ -9,9 +9,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import struct
-import zipfile
-import zlib
 from pathlib import PurePath
 from typing import Any
 
@@ -26,7 +23,8 @@ from ..formats.declare import MAX_DIMENSION
 from ..formats.foreign import from_blocks
 from ..limits import check_bytes
 from ..storage import files
-from .smtx import LARGEST, filled, ordered, read_smtx
+from . import npz
+from .smtx import LARGEST, ROW_BYTES, check_reading, filled, ordered, read_smtx
 
 
 def read_matrix(path: files.Path, *, values: str | None = None, seed: int = 0, dtype: Any = None) -> CSR:
@@ -77,7 +75,7 @@ def _read_mtx(content: bytes) -> CSR:
     layout, field, symmetry = (g.decode().lower() for g in banner.groups())
     if field == "complex":
         raise FormatError("mtx: expected real, integer or pattern values, got complex")
-    start, sizes = _check_declared_size(content, layout)
+    start, sizes = _check_declared_size(content, layout, 1 if symmetry == "general" else 2)
     if symmetry != "general" and sizes[0] != sizes[1]:  # SciPy 1.17 would write mirrored values out of bounds
         message = f"mtx: expected a square matrix, as {symmetry} demands, got {sizes[0]} x {sizes[1]}"
         raise FormatError(message)
@@ -95,6 +93,8 @@ def _read_mtx(content: bytes) -> CSR:
     return _from_coordinates(m.shape, m.row, m.col, data, "mtx")
 
 
+_COMMENTS = re.compile(rb"(?:[ \t\r\v\f]*+(?:%[^\n]*+)?\n)*+")
+_LONGEST_SIZES = 200
 _PLUS = re.compile(rb"\+(?<=\s\+)")
 _DECIMAL = rb"[+-]?(?:(?:\d++\.?\d*+|\.\d++)(?:[eE][+-]?\d++)?|(?i:nan|inf(?:inity)?))", "a decimal number"
 _VALUES = {
@@ -117,19 +117,17 @@ def _check_lines(content: bytes, start: int, layout: str, field: str) -> None:
         raise FormatError(f"mtx: line {number}: expected {expected}, got {line.decode('latin-1')!r}")
 
 
-def _check_declared_size(content: bytes, layout: str) -> tuple[int, list[int]]:
+def _check_declared_size(content: bytes, layout: str, items: int) -> tuple[int, list[int]]:
     """(offset of the first byte after the size line, the numbers in that line).
 
-    FormatError if the numbers are larger than the file can contain, because SciPy allocates memory by them.
+    items: nonzeros of the matrix for each entry of the file. FormatError if the numbers are larger than the file can
+    contain, because SciPy allocates memory by them; LimitError if reading the matrix needs too much memory.
     """
-    start = 0
-    line = b"%"
-    while line.startswith(b"%") or not line.strip():
-        end = content.find(b"\n", start)
-        line = content[start : end if end >= 0 else None]
-        start = end + 1 if end >= 0 else len(content)
-        if end < 0:
-            break
+    comments = _COMMENTS.match(content)
+    start = comments.end() if comments else 0
+    end = content.find(b"\n", start)
+    line = content[start : end if end >= 0 else None][:_LONGEST_SIZES]
+    start = end + 1 if end >= 0 else len(content)
     try:
         sizes = [int(x) for x in line.split()]
     except ValueError:
@@ -141,6 +139,7 @@ def _check_declared_size(content: bytes, layout: str) -> tuple[int, list[int]]:
     if entries * least > 2 * len(content) + 8:
         raise FormatError(f"mtx: expected room for {entries} entries, got a file of {len(content)} bytes")
     _check_shape(sizes[0], sizes[1], "mtx")
+    check_reading(items * entries, 3 * len(content), len(content))  # the text, and two copies for SciPy
     # SciPy does not get such a file (see ``_read_mtx``), so nothing else would notice its values.
     if entries == 0 and layout == "array" and (rest := content[start : start + 80].split()):
         message = f"mtx: expected no values for {sizes[0]} x {sizes[1]}, got {rest[0].decode('latin-1')!r}"
@@ -151,37 +150,32 @@ def _check_declared_size(content: bytes, layout: str) -> tuple[int, list[int]]:
 # --------------------------------------------------------------------------------------------------------------- npz
 
 
-_ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, KeyError, OSError, RuntimeError, ValueError)
-"""The errors of zipfile for damaged, encrypted (RuntimeError) and unsupported (NotImplementedError) archives."""
+_LAYOUTS = {
+    "csr": ("shape", "indptr", "indices"),
+    "csc": ("shape", "indptr", "indices"),
+    "coo": ("shape", "row", "col"),
+    "bsr": ("shape", "indptr", "indices"),
+}
+"""Layout -> the arrays that it needs beside the values."""
 
 
 def _read_npz(content: bytes) -> CSR:
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            arrays, names = _members(archive, len(content)), archive.namelist()
-    except SpformatError:
-        raise
-    except _ZIP_ERRORS as e:
-        raise FormatError(f"npz: not a readable archive: {e}") from e
-    layout = arrays["format"].item() if "format" in arrays and arrays["format"].size == 1 else "csr"
-    layout = layout.decode("ascii", "replace") if isinstance(layout, bytes) else str(layout)
-    needed = {
-        "csr": ("shape", "indptr", "indices"),
-        "csc": ("shape", "indptr", "indices"),
-        "coo": ("shape", "row", "col"),
-        "bsr": ("shape", "indptr", "indices"),
-    }
-    if layout not in needed:
-        raise FormatError(f"npz: expected format csr, csc, coo or bsr, got {layout!r}; save a.tocsr() instead")
-    missing = [n for n in needed[layout] if n not in arrays]
-    if missing:
-        there = ", ".join(printable(n.removesuffix(".npy"), 40) for n in names[:_NAMED])
-        there += ", .." if len(names) > _NAMED else ""
-        raise FormatError(
-            f"npz: {layout}: array {missing[0]!r} is missing; expected what scipy.sparse.save_npz writes, "
-            f"got an archive with {there or 'no arrays'}"
-        )
-    shape, first, second = (_integers(arrays[n], n) for n in needed[layout])
+    with npz.opened(content) as archive:
+        layout = _layout_of(archive)
+        wanted = npz.members(archive, (*_LAYOUTS[layout], "data"))
+        missing = [n for n in _LAYOUTS[layout] if n not in wanted]
+        if missing:
+            names = archive.namelist()
+            there = ", ".join(printable(n.removesuffix(".npy"), 40) for n in names[:_NAMED])
+            there += ", .." if len(names) > _NAMED else ""
+            raise FormatError(
+                f"npz: {layout}: array {missing[0]!r} is missing; expected what scipy.sparse.save_npz writes, "
+                f"got an archive with {there or 'no arrays'}"
+            )
+        items = max(wanted[n].size for n in wanted)
+        check_reading(items, sum(m.nbytes for m in wanted.values()), len(content))
+        arrays = {n: npz.unpack(archive, m) for n, m in wanted.items()}
+    shape, first, second = (_integers(arrays[n], n) for n in _LAYOUTS[layout])
     if shape.size != 2:
         raise FormatError(f"npz: shape: expected two numbers, got {shape.size}")
     M, K = (int(v) for v in shape)
@@ -208,35 +202,20 @@ def _read_npz(content: bytes) -> CSR:
 
 _NAMED = 8
 """The most members of an archive that an error message lists."""
-_MEMBERS = ("format", "shape", "indptr", "indices", "row", "col", "data")
 
 
-def _members(archive: zipfile.ZipFile, given: int) -> dict[str, Array]:
-    """The arrays of a matrix, by name. Other members of the archive are not unpacked."""
-    there = set(archive.namelist())
-    wanted = {n: archive.getinfo(f"{n}.npy") for n in _MEMBERS if f"{n}.npy" in there}
-    check_bytes(sum(info.file_size for info in wanted.values()), "npz: arrays, unpacked", given)
-    return {n: _read_npy(archive, info) for n, info in wanted.items()}
-
-
-def _read_npy(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Array:
-    """One member as an array. Its declared shape must match its size; pickled objects are refused."""
-    name = info.filename
-    with archive.open(info) as f:
-        try:
-            version = np.lib.format.read_magic(f)
-            header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, fortran_order, dtype = header(f)
-        except ValueError as e:
-            raise FormatError(f"npz: array {name!r}: {e}") from e
-        raw = f.read()
-    size = dtype.itemsize
-    for n in shape:
-        size *= n
-    if dtype.hasobject or size != len(raw):
-        got = "Python objects" if dtype.hasobject else f"{len(raw)} bytes"
-        raise FormatError(f"npz: array {name!r}: expected {size} bytes of {dtype} {shape}, got {got}")
-    return np.frombuffer(raw, dtype).reshape(shape, order="F" if fortran_order else "C")
+def _layout_of(archive: Any) -> str:
+    """The layout that the archive names; csr if it names none."""
+    named = npz.members(archive, ("format",)).get("format")
+    if named is None:
+        return "csr"
+    if named.size != 1 or named.dtype.kind not in "SU" or named.nbytes > 64:
+        raise FormatError(f"npz: format: expected one word, got {named.dtype} of shape {named.shape}")
+    value = npz.unpack(archive, named).item()
+    layout = value.decode("ascii", "replace") if isinstance(value, bytes) else str(value)
+    if layout not in _LAYOUTS:
+        raise FormatError(f"npz: expected format csr, csc, coo or bsr, got {layout!r}; save a.tocsr() instead")
+    return layout
 
 
 def _integers(a: Array, name: str) -> Array:
@@ -251,7 +230,7 @@ def _integers(a: Array, name: str) -> Array:
 def _check_shape(M: int, K: int, where: str) -> None:
     if not (0 <= M <= MAX_DIMENSION and 0 <= K <= MAX_DIMENSION):
         raise FormatError(f"{where}: shape: expected dimensions in 0 .. 2^48-1, got ({M}, {K})")
-    check_bytes(8 * (M + 1), f"{where}: row pointer of {M} rows")
+    check_bytes(ROW_BYTES * (M + 1), f"{where}: row pointer of {M} rows")
 
 
 def _narrow(a: Array, bound: int) -> Array:

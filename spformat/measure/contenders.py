@@ -16,6 +16,7 @@ from ..dispatch.api import explain, plan
 from ..errors import LimitError, NoKernelError, SpformatError
 from ..formats.base import Format
 from ..formats.dense import Dense
+from ..limits import check_bytes, product
 from ..products.kernel import Accepted, Rejected
 from ..products.operations import SPMM
 from ..products.problem import ROW
@@ -132,7 +133,11 @@ def _torch_cusparselt(torch: Any, x: Any, b: Any, back: Any) -> list[Contender]:
 
 
 def operand(a: Format, n: int, seed: int = 0, layout: str = ROW) -> Array:
-    """A random normal B [K, n] of A's type, on A's device. It is drawn on the host, so that it is always the same."""
+    """A random normal B [K, n] of A's type, on A's device. It is drawn on the host, so that it is always the same.
+
+    LimitError if B, drawn as float32 and rounded, exceeds the memory budget: a small file may claim any K.
+    """
+    check_bytes(product(a.shape[1], n, 4 + a.dtype.itemsize), f"B of shape ({a.shape[1]}, {n})", a.nbytes)
     shape = (a.shape[1], n) if layout == ROW else (n, a.shape[1])
     B = np.random.default_rng(seed).standard_normal(shape, np.float32).astype(a.dtype)
     B = B if layout == ROW else B.T

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TypeAlias
 
-from ..errors import InputError, PathError, WriteError, printable
+from .. import limits
+from ..errors import InputError, LimitError, PathError, WriteError, printable
 
 Path: TypeAlias = str | os.PathLike[str]
 
@@ -49,16 +50,29 @@ def close_read(fd: int) -> None:
 
 
 def read_small(path: Path, at_most: int) -> bytes:
-    """All bytes of a regular file of at most ``at_most`` bytes (manifests, journals); InputError if it is larger."""
+    """All bytes of a regular file of at most ``at_most`` bytes (manifests, configs, matrices).
+
+    Exactly the bytes that the file had when it was opened are read. Raises InputError if it is larger, or changes its
+    size meanwhile, and LimitError if it exceeds the limits in force.
+    """
     fd, status = open_regular(path)
     try:
-        if status.st_size > at_most:
-            raise InputError(f"expected at most {at_most:,} bytes, got {status.st_size:,}", path=os.fspath(path))
-        data = bytearray()
-        while part := os.pread(fd, _BUFFER, len(data)):
+        size, where = status.st_size, os.fspath(path)
+        if size > at_most:
+            raise InputError(f"expected at most {at_most:,} bytes, got {size:,}", path=where)
+        try:
+            limits.check("file_bytes", size, "size of the file")
+            limits.check_bytes(size, "the file", size)
+        except LimitError as e:
+            raise e.at(path=where) from None
+        data = os.pread(fd, size + 1, 0)  # one more, to see whether there is more
+        while len(data) < size and (part := os.pread(fd, size + 1 - len(data), len(data))):
             data += part
-        return bytes(data)
-    except InputError:
+        if len(data) != size:
+            got = "more" if len(data) > size else f"{len(data):,}"
+            raise InputError(f"expected {size:,} bytes, the size of the file when it was opened, got {got}", path=where)
+        return data
+    except (InputError, LimitError):
         raise
     except OSError as e:
         raise InputError(f"cannot read the file: {reason(e)}", path=os.fspath(path)) from e

@@ -20,14 +20,16 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
 
-from ..errors import DurabilityUnknown, OutputError, SpformatError, WriteError
-from .files import Path, kind_of, reason
+from ..errors import DurabilityUnknown, InputError, OutputError, SpformatError, WriteError
+from .files import Path, close_read, kind_of, open_regular, reason
 from .locks import permission
 
 _KEPT_IN_CACHE = 64 << 20
 """Outputs below this many bytes stay in the page cache, because they are likely to be read soon."""
 _IN_FLIGHT = 64 << 20
 """Bytes of a larger output that may be waiting to reach the disk."""
+_PIECE = 16 << 20
+"""Bytes of a file that are copied at a time."""
 _TEMP = re.compile(r"\.spformat-[0-9a-f]{16}\.tmp")
 
 
@@ -287,6 +289,27 @@ def publish(path: Path, data: bytes, *, overwrite: bool = False) -> None:
     """Write a small file (manifest, journal) atomically and durably."""
     with Output(path, len(data), overwrite=overwrite) as out:
         out.write_at(0, data)
+
+
+def publish_copy(source: Path, path: Path) -> None:
+    """Copy a regular file atomically and durably, in pieces, over what ``path`` is. InputError if it changes its size
+    meanwhile."""
+    fd, status = open_regular(source)
+    try:
+        with Output(path, status.st_size, overwrite=True) as out:
+            at = 0
+            while at < status.st_size:
+                try:
+                    piece = os.pread(fd, min(_PIECE, status.st_size - at), at)
+                except OSError as e:
+                    raise InputError(f"cannot read the file: {reason(e)}", path=os.fspath(source)) from e
+                if not piece:
+                    got = f"expected {status.st_size:,} bytes, as when it was opened, got {at:,}"
+                    raise InputError(got, path=os.fspath(source))
+                out.write_at(at, piece)
+                at += len(piece)
+    finally:
+        close_read(fd)
 
 
 def flush_folder(folder: Path) -> None:

@@ -57,6 +57,11 @@ class Reader:
         """Name -> entry, in the order of the data."""
         return self.header.entries
 
+    @property
+    def file_bytes(self) -> int:
+        """Size of the file when it was opened."""
+        return self._status.st_size
+
     def _parse(self) -> Header:
         size = self._status.st_size
         limits.check("file_bytes", size, "size of the file")

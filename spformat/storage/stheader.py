@@ -27,6 +27,10 @@ _ADDRESSABLE = 2**63 - 1
 """The most bytes of an array. numpy refuses a shape whose extents other than 0 multiply to more."""
 MAX_HEADER = 100_000_000
 """The longest header, in bytes, that the reference implementation reads."""
+PARSED = 32
+"""Bytes of memory that one byte of JSON may need when it is parsed; ``[[],[],..`` needs most."""
+_NOT_COUNTED = 64 << 10
+"""Texts of up to this many bytes are parsed whatever the memory budget is."""
 ALIGNMENT = 64
 """The data of a file that this package writes start on this boundary, so that every array is aligned to its items."""
 
@@ -103,7 +107,12 @@ def parse(raw: bytes, data_bytes: int) -> Header:
 
 
 def strict_json(text: str | bytes, what: str, error: type[FormatError] = ContainerError) -> dict[str, Any]:
-    """A JSON object as a dict; ``error`` for anything else, and for duplicate keys, NaN and numbers out of range."""
+    """A JSON object as a dict; ``error`` for anything else, and for duplicate keys, NaN and numbers out of range.
+
+    LimitError if parsing the text may need more memory than the budget allows.
+    """
+    if len(text) > _NOT_COUNTED:
+        limits.check_bytes(PARSED * len(text), f"{what}, parsed")
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
         tree = json.loads(

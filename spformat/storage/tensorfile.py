@@ -140,8 +140,12 @@ class TensorFile:
 
     def _arrays(self, r: Record, device: str) -> dict[str, Any]:
         """The arrays of a tensor, where their contents will be scanned: those of a large one on the device."""
-        there = parse_device(device)
-        if there is not None and sum(self._in.entry(r.entry(a)).nbytes for a in r.arrays) >= SCAN_ON_DEVICE:
+        there, size = parse_device(device), sum(self._in.entry(r.entry(a)).nbytes for a in r.arrays)
+        try:
+            limits.check_bytes(size, "all arrays of the tensor", self._in.file_bytes)
+        except LimitError as e:
+            raise e.at(path=self.path, tensor=r.name) from None
+        if there is not None and size >= SCAN_ON_DEVICE:
             device_copy = self._copies.setdefault(there, DeviceCopy(there))
             return {array: self._read(r, array, device_copy=device_copy) for array in r.arrays}
         arrays = {array: self._read(r, array) for array in r.arrays}

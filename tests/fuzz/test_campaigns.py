@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import safetensors
 
-from fuzz import headers, kills, mutants, oracle, refusals, scenarios, score, substitutions, syscalls
+from fuzz import bombs, headers, kills, mutants, oracle, refusals, scenarios, score, substitutions, syscalls
 from spformat.arrays import scans
 from spformat.checkpoint import folder, manifest
 from spformat.errors import ContainerError
@@ -329,3 +329,21 @@ def test_t24_a_test_that_imported_the_function_gets_the_mutant(tmp_path: Path) -
         )
     finally:
         del sys.modules[module.__name__]
+
+
+# --- bombs
+
+
+SMALL = (
+    "npz, bzip2", "npz, csr", "mtx, symmetric", "smtx, line breaks", "manifest, a hole", "journal, nested", "holes",
+    "packed, a bit for each element", "bench of a wide matrix",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_bombs_stay_within_the_budget(tmp_path: Path, name: str) -> None:
+    bombs.campaign([name], tmp_path)
+
+
+def test_the_bombs_are_counted() -> None:
+    assert len(bombs.BOMBS) >= 30
