@@ -106,7 +106,13 @@ def run(
     kind = executor or ("dask" if scheduler else "")
     options = {"force": force, "resume": resume, "in_place": in_place, "device": device, "part": part or None}
     options["layout"] = layout
-    places = {"staging": staging, "force": force, "part": part, "moved": None if as_json else _copied()}
+    places = {
+        "staging": staging,
+        "force": force,
+        "resume": resume,
+        "part": part,
+        "moved": None if as_json else _copied(),
+    }
     with staged(src, "" if dry_run else dst, **places) as here, using(sort=sort):
         if dry_run:
             outcomes = plan.foresee(here.source, chosen, as_json)

@@ -55,7 +55,7 @@ HOMES = {
     "transformers": ("spformat/hf/",),
     "peft": ("spformat/hf/adapters.py",),
     "distributed": ("spformat/checkpoint/executors.py",),
-    "fsspec": ("spformat/checkpoint/remote.py",),
+    "fsspec": ("spformat/checkpoint/transfers.py",),
     "huggingface_hub": ("spformat/checkpoint/hub.py",),
     "typer": ("cli/",),
     "rich": ("cli/",),
@@ -315,7 +315,7 @@ def test_source_habits(path: str) -> None:
     caught = [ast.unparse(n.type) for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler) and n.type]
     # Where every error becomes an exit code, a line of a report, or a typed one. (CuPy, and the packages that fsspec and
     # huggingface_hub use for a network, have errors of their own and are not imported.)
-    if path not in {"cli/main.py", "cli/env.py", "spformat/arrays/library.py", "spformat/checkpoint/remote.py"}:
+    if path not in {"cli/main.py", "cli/env.py", "spformat/arrays/library.py", "spformat/checkpoint/transfers.py"}:
         assert "Exception" not in caught
         assert [n.lineno for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler) and n.type is None] == []
     assert re.search(r"\bTODO\b|\bFIXME\b|\bXXX\b", text) is None

@@ -12,7 +12,7 @@ import pytest
 from test_parts import SHARDED, SINGLE, tree, whole
 
 import spformat as sf
-from spformat.checkpoint import convert_checkpoint, remote
+from spformat.checkpoint import convert_checkpoint, remote, transfers
 
 fsspec = pytest.importorskip("fsspec", reason="fsspec is missing: pip install 'spformat[remote]'")
 
@@ -127,7 +127,9 @@ def test_downloads_of_another_size_are_refused_and_a_staging_folder_goes_on(
     monkeypatch.setattr(type(memory), "get_file", real)
     expected = whole(tmp_path)
     calls: list[str] = []
-    monkeypatch.setattr(type(memory), "get_file", lambda self, name, path: (calls.append(name), real(self, name, path)))
+    monkeypatch.setattr(
+        type(memory), "get_file", lambda self, name, path, **_: (calls.append(name), real(self, name, path))
+    )
     convert_checkpoint("memory://bucket/model", tmp_path / "out", staging=staging)
     names = {Path(c).name for c in calls}
     assert "model-00002-of-00002.safetensors" in names
@@ -181,5 +183,5 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(sf.errors.UsageError, match=r"pip install 'spformat\[remote\]'"):
         convert_checkpoint("memory://bucket/model", tmp_path / "out")
-    assert not remote.is_remote(tmp_path)
-    assert not remote.is_remote("C:/x")
+    assert not transfers.is_remote(tmp_path)
+    assert not transfers.is_remote("C:/x")

@@ -51,7 +51,12 @@ def read_journal(path: Path) -> dict[str, Any]:
 
 def write_journal(path: Path, tree: dict[str, Any]) -> None:
     """Publish a journal: ``plan``, ``shards`` (what is finished), ``replaces`` (see ``is_finished``), and a digest."""
-    write_json(path, tree | {"sha256": digest(tree)})
+    publish(path, journal_bytes(tree), overwrite=True)
+
+
+def journal_bytes(tree: dict[str, Any]) -> bytes:
+    """The contents of a journal."""
+    return _json_bytes(tree | {"sha256": digest(tree)})
 
 
 def manifest_sha256(folder: Path) -> str | None:
@@ -76,8 +81,12 @@ def is_finished(folder: Path, journals: Iterable[str]) -> bool:
 
 def write_json(path: Path, tree: dict[str, Any]) -> None:
     """Publish ``tree`` atomically: sorted keys, no timestamps, so equal runs give equal bytes."""
+    publish(path, _json_bytes(tree), overwrite=True)
+
+
+def _json_bytes(tree: dict[str, Any]) -> bytes:
     text = json.dumps(tree, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-    publish(path, text.encode("utf-8", "surrogatepass"), overwrite=True)
+    return text.encode("utf-8", "surrogatepass")
 
 
 def digest(tree: Any) -> str:

@@ -2,42 +2,35 @@
 
 A conversion reads its shards at random offsets and publishes files by renaming them; neither works over a network.
 So the files of the source are downloaded first, the conversion runs between local folders, and its files are
-uploaded at the end. The manifest (or index) is uploaded last, so a reader sees a complete checkpoint or none.
-Models of the hub are downloaded by huggingface_hub (``hub``), everything else is copied through fsspec.
+uploaded at the end (``upload``). Models of the hub are downloaded by huggingface_hub (``hub``), everything else is
+copied through fsspec. A ``file://`` URL is a local path, and is treated like one.
 """
 
 from __future__ import annotations
 
-import errno
+import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from .. import limits
-from ..errors import InputError, OutputError, SpformatError, UsageError, WriteError, printable
-from ..storage.files import Path
+from ..errors import InputError, OutputError, UsageError
+from ..storage.files import Path, is_file, names_in
+from ..storage.stheader import PARSED
 from . import hub
-from .existing_target import superseded
 from .hub import Downloaded, Moved
-from .manifest import JOURNAL_GLOB, MANIFEST
-from .source import INDEX, needed
+from .source import may_be_side_file, needed
+from .transfers import errors, is_remote, name_of, open_url, side_by_side, without_scheme
+from .upload import check_beside, check_upload, upload
 
-_URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
-_STREAMS = 4
-"""Files that are copied at a time."""
-_LAST = (INDEX, MANIFEST)
-"""Files that are uploaded last, because a folder with one of them is taken for a complete checkpoint."""
+__all__ = ["Staged", "download", "is_remote", "staged", "upload"]
 
-
-def is_remote(path: Path) -> bool:
-    """Whether ``path`` is a URL (``s3://..``, ``hf://..``, ``file://..``) and not a local path."""
-    return _URL.match(os.fspath(path)) is not None
+_LARGEST_JSON = 64 << 20
+"""Bytes of a JSON file up to which a download is parsed, to see that it is complete."""
 
 
 @dataclass(frozen=True)
@@ -52,22 +45,30 @@ class Staged:
 
 @contextmanager
 def staged(
-    src: Path, dst: Path, *, staging: Path = "", force: bool = False, part: object = None, moved: Moved | None = None
+    src: Path,
+    dst: Path,
+    *,
+    staging: Path = "",
+    force: bool = False,
+    resume: bool = False,
+    part: object = None,
+    moved: Moved | None = None,
 ) -> Iterator[Staged]:
     """Local paths for a conversion, in a ``with`` block. A remote source is downloaded before the block begins; a
     remote target is uploaded after the block, unless it raises.
 
     staging: folder for the local copies. It stays, and files in it that have the right size (of the hub: the right
     contents) are not downloaded again, so an interrupted run continues. Default: a temporary folder, which is removed
-    at the end. force: replace files of a remote target. part: the part that the caller converts, if any; parts are
-    refused with remote paths. moved: called for each file; with it, huggingface_hub shows progress bars on a terminal.
+    at the end. force: replace files of a remote target. resume: replace those of an interrupted upload. part: the part
+    that the caller converts, if any; parts are refused with remote paths. moved: called for each file; with it,
+    huggingface_hub shows progress bars on a terminal.
 
     Raises UsageError (a part; fsspec or the package of the protocol is not installed), InputError (nothing is at the
     URL, it cannot be read, a download has another size, the staging folder contains files of another model),
     OutputError (the target contains a checkpoint, the staging folder cannot be created) and WriteError (an upload
     failed, the disk is full).
     """
-    source, target = os.fspath(src), os.fspath(dst)
+    source, target = without_scheme(src), without_scheme(dst)
     if not is_remote(source) and not is_remote(target):
         yield Staged(source, target)
         return
@@ -78,22 +79,35 @@ def staged(
             path=source if is_remote(source) else target,
         )
     if is_remote(target):
-        _refuse_existing(target, force)
+        check_upload(source, target, force=force, resume=resume)
     room = os.fspath(staging) or tempfile.mkdtemp(prefix="spformat-")
     try:
         copy = Downloaded(source)
         if is_remote(source):
             copy = download(source, os.path.join(room, "source"), moved)
+        if is_remote(target) and not force and not resume and os.path.isdir(copy.path):
+            check_beside(copy.path, _copied_unchanged(copy.path), target)
         local_target = os.path.join(room, "target", *_file_name(target)) if is_remote(target) else target
         here = Staged(copy.path, local_target, copy.left_behind)
         os.makedirs(os.path.dirname(here.target) or ".", exist_ok=True)
         with limits.using(link_roots=(*limits.current().link_roots, *copy.link_roots)):
             yield here
         if is_remote(target):
-            upload(here.target, target, moved, force=force)
+            upload(here.target, target, moved, force=force, resume=resume)
     finally:
         if not staging:
             shutil.rmtree(room, ignore_errors=True)
+
+
+def _copied_unchanged(folder: str) -> list[str]:
+    """Files beside the shards that a conversion copies as they are."""
+    paths = {n: os.path.join(folder, n) for n in names_in(folder) if not n.startswith(".")}
+    skipped = (".json",)  # config.json may change, and an index does
+    return [
+        n
+        for n, p in paths.items()
+        if is_file(p) and may_be_side_file(n, os.path.getsize(p)) and not n.endswith(skipped)
+    ]
 
 
 def download(url: str, folder: str, moved: Moved | None = None) -> Downloaded:
@@ -102,132 +116,67 @@ def download(url: str, folder: str, moved: Moved | None = None) -> Downloaded:
     Not downloaded are subfolders and, if there are ``.safetensors`` files, the weights of other frameworks and files
     that are too large for a side file.
     """
-    with _errors(OutputError, folder, "create the staging folder"):
+    with errors(OutputError, folder, "create the staging folder"):
         os.makedirs(folder, exist_ok=True)
     place = hub.place_of(url)
     if place is not None:
-        with _errors(InputError, url, "download"):
+        with errors(InputError, url, "download"):
             return hub.download(place, folder, moved)
-    fs, root = _open(url)
-    with _errors(InputError, url, "download"):
-        if not fs.exists(root):
+    fs, root = open_url(url)
+    # Of a web server only a name tells whether something is a file: to list a page means to read it as a whole.
+    single = url.endswith(".safetensors") and url.lower().startswith("http")
+    with errors(InputError, url, "download"):
+        if not single and not fs.exists(root):
             raise InputError("nothing is there", path=url)
-        single = not fs.isdir(root)
-        there = {_name(i): i for i in ([fs.info(root)] if single else fs.ls(root, detail=True))}
-    names = list(there) if single else needed({name: i["size"] for name, i in there.items() if i["type"] == "file"})
+        single = single or not fs.isdir(root)
+        there = {name_of(str(i["name"])): i for i in ([fs.info(root)] if single else fs.ls(root, detail=True))}
+    names = list(there) if single else needed({n: i["size"] for n, i in there.items() if i["type"] == "file"})
     if not single:
         hub.refuse_others(folder, names, url)
 
-    def fetch(name: str) -> None:
-        _fetch(fs, there[name], os.path.join(folder, name), url)
+    def fetch(name: str, callback: Any) -> None:
+        size = _fetch(fs, there[name], os.path.join(folder, name), url, callback)
         if moved:
-            moved(name, there[name]["size"] or 0)
+            moved(name, size)
 
-    with ThreadPoolExecutor(_STREAMS) as pool:
-        list(pool.map(fetch, names))
+    side_by_side(fetch, names)
     if single:
         return Downloaded(os.path.join(folder, *names))
     return Downloaded(folder, tuple(sorted(n for n in there if n not in names and not n.startswith("."))))
 
 
-def _name(info: dict[str, Any]) -> str:
-    return str(info["name"]).rstrip("/").rpartition("/")[2]
-
-
-def _fetch(fs: Any, info: dict[str, Any], path: str, url: str) -> None:
-    size = info.get("size")
+def _fetch(fs: Any, info: dict[str, Any], path: str, url: str, callback: Any) -> int:
+    """Download one file, unless it is there already; its size."""
+    name, size = os.path.basename(path), info.get("size")
+    if size is None:  # a listing without sizes
+        with errors(InputError, url, f"download {name}"):
+            size = fs.info(info["name"]).get("size")
     if os.path.isfile(path) and os.path.getsize(path) == size:
-        return
+        return os.path.getsize(path)
     # Under another name until it is complete, so that an interrupted download is never taken for the file.
-    part = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.incomplete")
-    with _errors(InputError, url, f"download {os.path.basename(path)}"):
-        fs.get_file(info["name"], part)
+    part = os.path.join(os.path.dirname(path), f".{name}.incomplete")
+    with errors(InputError, url, f"download {name}"):
+        fs.get_file(info["name"], part, callback=callback)
     got = os.path.getsize(part)
     if size is not None and got != size:
-        raise InputError(f"{os.path.basename(path)}: expected {size:,} bytes, got {got:,}; try again", path=url)
+        raise InputError(f"{name}: expected {size:,} bytes, got {got:,}; try again", path=url)
+    if name.endswith(".json") and got <= _LARGEST_JSON:
+        _require_json(part, name, url)
     os.replace(part, path)
+    return got
 
 
-def upload(path: str, url: str, moved: Moved | None = None, *, force: bool = False) -> None:
-    """Upload a file, or the files of a folder, to ``url``. Sizes are compared; the manifest and the index come last.
-
-    force: remove files of an earlier checkpoint that the new one replaces, at the end.
-    """
-    fs, root = _open(url)
-    if os.path.isdir(path):
-        names = sorted(n for n in os.listdir(path) if not n.startswith("."))
-        pairs = [(os.path.join(path, n), f"{root.rstrip('/')}/{n}") for n in names]
-        with _errors(WriteError, url, "create the folder"):
-            fs.makedirs(root, exist_ok=True)
-    else:
-        pairs = [(path, root)]
-
-    def send(pair: tuple[str, str]) -> None:
-        local, remote = pair
-        size = os.path.getsize(local)
-        with _errors(WriteError, url, f"upload {os.path.basename(local)}"):
-            fs.put_file(local, remote)
-            fs.invalidate_cache()
-            got = fs.info(remote)["size"]
-        if got != size:
-            raise WriteError(f"{os.path.basename(local)}: expected {size:,} bytes there, got {got:,}", path=url)
-        if moved:
-            moved(os.path.basename(local), size)
-
-    with ThreadPoolExecutor(_STREAMS) as pool:
-        list(pool.map(send, [p for p in pairs if os.path.basename(p[0]) not in _LAST]))
-    for pair in pairs:
-        if os.path.basename(pair[0]) in _LAST:
-            send(pair)
-    if force and os.path.isdir(path):
-        with _errors(WriteError, url, "remove the files of the earlier checkpoint"):
-            there = [n.rstrip("/").rpartition("/")[2] for n in fs.ls(root, detail=False)]
-            for name in superseded(there, names, MANIFEST not in names):
-                fs.rm_file(f"{root.rstrip('/')}/{name}")
+def _require_json(path: str, name: str, url: str) -> None:
+    """InputError unless a file is JSON: a download may be cut, and not every server tells the size of a file."""
+    with open(path, "rb") as f:
+        data = f.read()
+    limits.check_bytes(PARSED * len(data), f"{name}, parsed")
+    try:
+        json.loads(data)
+    except (ValueError, RecursionError) as e:
+        raise InputError(f"{name}: expected JSON, got something else, or only a part of it; try again", path=url) from e
 
 
 def _file_name(url: str) -> Sequence[str]:
     """The file name in the URL of a ``.safetensors`` file, as a tuple; empty for the URL of a folder."""
     return (url.rpartition("/")[2],) if url.endswith(".safetensors") else ()
-
-
-def _refuse_existing(url: str, force: bool) -> None:
-    fs, root = _open(url)
-    with _errors(OutputError, url, "look into the target"):
-        there = fs.ls(root, detail=False) if fs.isdir(root) else [root] if fs.exists(root) else []
-    names = [n.rstrip("/").rpartition("/")[2] for n in there]
-    existing = [n for n in names if n in _LAST or n.endswith(".safetensors") or JOURNAL_GLOB.fullmatch(n)]
-    if existing and not force:
-        raise OutputError(f"the target holds {existing[0]} already; use --force to replace it", path=url)
-
-
-def _open(url: str) -> tuple[Any, str]:
-    """(file system, path in it) of a URL."""
-    try:
-        import fsspec
-    except ImportError as e:
-        raise UsageError("remote paths need fsspec: pip install 'spformat[remote]'", path=url) from e
-    try:
-        fs, root = fsspec.core.url_to_fs(url)
-    except ImportError as e:  # fsspec knows the protocol, but its package is not installed; the message names it
-        raise UsageError(f"{url.partition('://')[0]}: {e}", path=url) from e
-    except ValueError as e:
-        raise UsageError(f"not a URL that fsspec knows: {e}", path=url) from e
-    return fs, str(root)
-
-
-@contextmanager
-def _errors(kind: type[InputError] | type[OutputError] | type[WriteError], url: str, what: str) -> Iterator[None]:
-    """Turn what another package raises into an error of this package that names the URL. A full disk is a WriteError.
-
-    Any Exception is caught: the errors of httpx, botocore and huggingface_hub share no base class.
-    """
-    try:
-        yield
-    except (SpformatError, MemoryError):
-        raise
-    except Exception as e:
-        if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG):
-            kind = WriteError
-        reason = printable(" ".join(str(e).split()), 500)
-        raise kind(f"cannot {what}: {type(e).__name__}: {reason}", path=url) from e

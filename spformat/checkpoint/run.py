@@ -26,11 +26,12 @@ from .layouts import NEUTRAL, check_layout
 from .manifest import JOURNAL, MANIFEST
 from .parts import PIECES, FileOutcome, FilePlan, Part, convert_file
 from .recipe import AUTO, KEEP, Recipe, writes_dense
-from .remote import is_remote, staged
+from .remote import staged
 from .shard import write_shard
 from .shard_input import Progress, read
 from .source import open_source
 from .tensor_plans import TensorOutcome, dense_of, foresee, plan_tensors, prune
+from .transfers import is_remote, without_scheme
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,9 @@ def convert_checkpoint(
     part = Part.parse(part) if isinstance(part, str) else part
     workers = Workers(executor) if isinstance(executor, Executor) else executor
     check_layout(layout, writes_dense(recipe))
+    src, dst = without_scheme(src), without_scheme(dst)
     if is_remote(src) or is_remote(dst):
-        with staged(src, dst, staging=staging, force=force, part=part) as here:
+        with staged(src, dst, staging=staging, force=force, resume=resume, part=part) as here:
             report = convert_checkpoint(
                 here.source, here.target, recipe, force=force, resume=resume, progress=progress, device=device,
                 executor=workers, layout=layout,
