@@ -178,7 +178,8 @@ class FileTask:
 
 def narrowed(source: Source, shard: str) -> Source:
     """The source with one shard alone: what is needed to open that shard, without the records of the others."""
-    return Source(source.path, source.folder, (shard,), {}, packed=source.packed_in(shard))
+    packed, identities = source.packed_in(shard), source.identities
+    return Source(source.path, source.folder, (shard,), {}, packed=packed, identities=identities)
 
 
 def convert_file(task: FileTask, progress: Progress | None = None) -> FileOutcome:
@@ -189,8 +190,9 @@ def convert_file(task: FileTask, progress: Progress | None = None) -> FileOutcom
         outcomes = write_shard(
             source, file_plan.shard, file_plan.plans, task.recipe, task.path, task.overwrite, progress, task.device
         )
-        sha_out = sha256_of(task.path)
-        return FileOutcome(file_plan.name, file_plan.shard, digest_in.result(), sha_out, size_of(task.path), outcomes)
+        sha_out, sha_in = sha256_of(task.path), digest_in.result()
+        source.check_unchanged(file_plan.shard)  # the hash is that of the file that was converted
+        return FileOutcome(file_plan.name, file_plan.shard, sha_in, sha_out, size_of(task.path), outcomes)
 
 
 def digest_of_input(source: Source, file_plan: FilePlan) -> str:
@@ -213,8 +215,9 @@ def assemble(
         paths = [os.path.join(folder, p.name) for p in pieces]
         (_copy_dense if dense else _copy_packed)(path, paths)
         outcomes = tuple(o for p in pieces for o in p.outcomes)
-        name, sha_out, size = os.path.basename(path), sha256_of(path), size_of(path)
-        return FileOutcome(name, shard, digest_in.result(), sha_out, size, outcomes)
+        name, sha_out, size, sha_in = os.path.basename(path), sha256_of(path), size_of(path), digest_in.result()
+        source.check_unchanged(shard)
+        return FileOutcome(name, shard, sha_in, sha_out, size, outcomes)
 
 
 def _copy_packed(path: str, pieces: Sequence[str]) -> None:

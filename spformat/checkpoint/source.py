@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from .. import limits
-from ..errors import ContainerError, InputError, LimitError, PathError, printable
+from ..errors import ContainerError, InputError, IntegrityError, LimitError, PathError, printable
 from ..storage.container import safe_open
 from ..storage.descriptor import Record
 from ..storage.files import (
+    Identity,
     Path,
     close_read,
+    identity_of,
     is_file,
     member,
     names_in,
@@ -67,6 +69,8 @@ class Source:
     """Shard -> name of the dense shard that it was converted from, if there is a manifest."""
     packed: dict[str, Packed] = field(default_factory=dict)
     """Tensors that compressed-tensors packed, by the name of the dense tensor that ``records`` and ``open`` present."""
+    identities: dict[str, Identity] = field(default_factory=dict)
+    """Shard -> which file it was when the headers were read."""
 
     def open(self, shard: str) -> TensorFile:
         """Open one shard."""
@@ -78,7 +82,21 @@ class Source:
         return {name: group for name, group in self.packed.items() if group.shard == shard}
 
     def _file(self, shard: str) -> TensorFile:
-        return safe_open(os.path.join(self.folder, shard))
+        f = safe_open(os.path.join(self.folder, shard))
+        if f.identity != self.identities.get(shard, f.identity):
+            f.close()
+            raise _replaced(f.path)
+        return f
+
+    def check_unchanged(self, shard: str) -> None:
+        """IntegrityError if another file has the name of a shard now than when its header was read."""
+        path = os.path.join(self.folder, shard)
+        try:
+            now = identity_of(os.stat(path))
+        except OSError as e:
+            raise _replaced(path) from e
+        if now != self.identities.get(shard, now):
+            raise _replaced(path)
 
     def config(self, layout: str = NEUTRAL) -> bytes:
         """The contents of config.json in a target of that layout. All other side files are copied unchanged."""
@@ -194,8 +212,10 @@ def _assemble(
     others: tuple[str, ...], follow: Sequence[Path],
 ) -> Source:  # fmt: skip
     records: dict[str, tuple[str, Record, int]] = {}
+    identities = {}
     for shard in shards:
         with safe_open(os.path.join(folder, shard)) as f:
+            identities[shard] = f.identity
             for name in f:
                 if name in records:
                     both = f"{records[name][0]} and {shard}"
@@ -216,7 +236,11 @@ def _assemble(
         not_outside(os.path.join(folder, name), follow)
     left = tuple(n for n in others if n not in files)
     records, packed = unpacked(records, folder, path)
-    return Source(path, folder, shards, records, files, left, index, packed=packed)
+    return Source(path, folder, shards, records, files, left, index, packed=packed, identities=identities)
+
+
+def _replaced(path: str) -> IntegrityError:
+    return IntegrityError("the file was replaced or changed after its header was read; run again", path=path)
 
 
 def _read_index(path: str) -> tuple[dict[str, Any], dict[str, str]]:

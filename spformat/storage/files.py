@@ -102,6 +102,16 @@ def sha256_of(path: Path, ranges: Sequence[tuple[int, int]] | None = None) -> st
         close_read(fd)
 
 
+Identity: TypeAlias = tuple[int, int, int]
+"""What tells a file from another one of its name: inode, size and time of the last change in nanoseconds. Not the
+device, whose number differs between the machines of a cluster."""
+
+
+def identity_of(status: os.stat_result) -> Identity:
+    """The identity of a file with that status."""
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def size_of(path: Path) -> int:
     """Size of a file in bytes; InputError if the system does not tell it."""
     try:

@@ -22,7 +22,7 @@ from ..arrays.library import Array
 from ..errors import ArrayError, ContainerError, InputError, IntegrityError, LimitError, UsageError, printable
 from . import crc, stheader
 from .device_copy import DeviceCopy
-from .files import Path, close_read, open_regular, reason
+from .files import Identity, Path, close_read, identity_of, open_regular, reason
 from .stheader import Entry, Header
 
 if sys.byteorder != "little":
@@ -61,6 +61,11 @@ class Reader:
     def file_bytes(self) -> int:
         """Size of the file when it was opened."""
         return self._status.st_size
+
+    @property
+    def identity(self) -> Identity:
+        """Which file this is."""
+        return identity_of(self._status)
 
     def _parse(self) -> Header:
         size = self._status.st_size

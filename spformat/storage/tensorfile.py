@@ -34,7 +34,7 @@ from ..formats.dense import Dense
 from . import descriptor, stfile, stwriter
 from .descriptor import Record
 from .device_copy import DeviceCopy
-from .files import Path
+from .files import Identity, Path
 from .filewriter import Tensor
 
 SCAN_ON_DEVICE = 2**20
@@ -80,6 +80,11 @@ class TensorFile:
     def metadata(self) -> dict[str, str]:
         """``__metadata__`` of the file, the descriptor included."""
         return self._in.header.metadata
+
+    @property
+    def identity(self) -> Identity:
+        """Which file this is; a file that replaces it under its name has another identity."""
+        return self._in.identity
 
     @property
     def oddities(self) -> tuple[str, ...]:
