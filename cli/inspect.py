@@ -65,13 +65,12 @@ def _structures(src: str, include: list[str] | None, quiet: bool) -> Any:
     names = included(source.records, include)
     total = sum(source.records[n][2] for n in names)
     with progress(total, "read", quiet) as step:
-        for name in names:
-            shard, record, nbytes = source.records[name]
+        for name, f in source.opened(names):
+            _, record, nbytes = source.records[name]
             stored = record.format.name if record.format else "plain"
             structure, zeros = None, 0
             if len(record.shape) == 2 and record.dtype in VALUE_TYPES:
-                with source.open(shard) as f:
-                    x = f.read(name) if record.format else f.array(name)
+                x = f.read(name) if record.format else f.array(name)
                 zeros = x.stored_zeros if isinstance(x, Format) else 0
                 structure = structure_of(x, src, name)
             step(name, nbytes)
@@ -97,13 +96,23 @@ def _described(
     row: dict[str, Any] = {"name": name, "format": stored, "shape": list(shape), "dtype": dtype, "bytes": nbytes}
     if s is None:
         return row
+    facts = _facts_of.get(id(s))
+    if facts is None or facts[0] is not s:
+        facts = _facts_of[id(s)] = s, _facts(s)
+    return row | {"stored_zeros": stored_zeros} | facts[1]
+
+
+_facts_of: dict[int, tuple[Structure, dict[str, Any]]] = {}
+"""What was said of a Structure, by its id: tiny matrices of one pattern share one."""
+
+
+def _facts(s: Structure) -> dict[str, Any]:
     tightest = {f"{s.n_of(m, length)}:{m}" + (f" L={length}" if length > 1 else ""): True
                 for m, length in s.window_max if s.n_of(m, length)}  # fmt: skip
-    return row | {
+    return {
         "nnz": s.nnz,
         "density": round(s.density, 6),
         "negative_zeros": s.negative_zeros,
-        "stored_zeros": stored_zeros,
         "two_four": {"fits": s.is_two_four, "bad_groups": s.bad_groups, "groups": s.groups},
         "n_m": list(tightest),
         "kept_share": {str(rows): round(s.kept_share(rows), 4) for rows in s.tile_columns},

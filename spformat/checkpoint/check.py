@@ -57,13 +57,12 @@ def validate_checkpoint(path: Path, checks: Checks | None = None) -> Iterator[Ch
     source = open_source(path)
     if checks.checksums:
         yield from _files(source)
-    for name in included(source.records, checks.include):
-        shard, record, _ = source.records[name]
+    for name, f in source.opened(included(source.records, checks.include)):
+        record = source.records[name][1]
         fmt = record.format.name if record.format else "plain"
         result = CheckResult(name, fmt, record.shape, record.dtype)
         try:
-            with source.open(shard) as f:
-                x = f.read(name)
+            x = f.read(name)
         except FormatError as e:
             yield CheckResult(name, fmt, record.shape, record.dtype, e)
             continue

@@ -34,13 +34,18 @@ class Difference:
 
 
 def diff_checkpoints(a: Path, b: Path) -> Iterator[tuple[str, Difference | None]]:
-    """(tensor, its difference or None) for every tensor of either checkpoint. Two tensors are in memory at a time."""
+    """(tensor, its difference or None) for every tensor of either checkpoint. Two tensors are in memory at a time.
+
+    First come tensors that only one of them has, then the others, shard by shard, so that each shard is opened once for
+    all of them that another shard shares with it.
+    """
     first, second = open_source(a), open_source(b)
-    for name in sorted(set(first.records) | set(second.records)):
-        if name not in first.records or name not in second.records:
-            yield name, Difference(name, f"only in {first.path if name in first.records else second.path}")
-            continue
-        yield name, _difference(name, *(_read(s, name) for s in (first, second)))
+    for name in sorted(first.records.keys() ^ second.records.keys()):
+        yield name, Difference(name, f"only in {first.path if name in first.records else second.path}")
+    common = first.records.keys() & second.records.keys()
+    names = sorted(common, key=lambda name: (first.records[name][0], second.records[name][0], name))
+    for (name, f), (_, g) in zip(first.opened(names), second.opened(names), strict=True):
+        yield name, _difference(name, f.read(name), g.read(name))
 
 
 def diff_provenance(a: Path, b: Path) -> Iterator[tuple[str, Difference | None]]:
@@ -60,11 +65,6 @@ def diff_provenance(a: Path, b: Path) -> Iterator[tuple[str, Difference | None]]
         actual = sha256_of(os.path.join(folder, name))
         same = actual == expected
         yield name, None if same else Difference(name, f"sha256: the manifest says {expected}, the file has {actual}")
-
-
-def _read(source: Any, name: str) -> Any:
-    with source.open(source.records[name][0]) as f:
-        return f.read(name)
 
 
 def _difference(name: str, x: Any, y: Any) -> Difference | None:

@@ -58,16 +58,16 @@ def foresee_checkpoint(src: Path, recipe: Recipe, progress: Progress | None = No
     """The outcomes that ``convert_checkpoint`` would have. Every tensor is read once, and nothing is written."""
     source = open_source(src)
     out = []
-    for plan in plan_tensors(source, recipe):
+    plans = plan_tensors(source, recipe)
+    for plan, (_, f) in zip(plans, source.opened(plan.name for plan in plans), strict=True):
         x = None
         if plan.target != KEEP:
-            with source.open(plan.shard) as f:
-                x = read(f, plan)
-                try:
-                    if plan.target == AUTO or recipe.prune or isinstance(x, Dense):
-                        x = prune(dense_of(x), plan.target, recipe)
-                except LimitError as e:
-                    raise e.at(path=f.path, tensor=plan.name) from None
+            x = read(f, plan)
+            try:
+                if plan.target == AUTO or recipe.prune or isinstance(x, Dense):
+                    x = prune(dense_of(x), plan.target, recipe)
+            except LimitError as e:
+                raise e.at(path=f.path, tensor=plan.name) from None
         out.append(foresee(plan, x, recipe))
         if progress:
             progress(out[-1])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, cast
 
 from .. import limits
@@ -76,6 +77,14 @@ class Source:
         """Open one shard."""
         f, groups = self._file(shard), self.packed_in(shard)
         return cast(TensorFile, UnpackedFile(f, groups, self._file)) if groups else f
+
+    def opened(self, names: Iterable[str]) -> Iterator[tuple[str, TensorFile]]:
+        """Each name with its open shard. For names of one shard in succession it is opened, and its header parsed,
+        once."""
+        for shard, group in groupby(names, key=lambda name: self.records[name][0]):
+            with self.open(shard) as f:
+                for name in group:
+                    yield name, f
 
     def packed_in(self, shard: str) -> dict[str, Packed]:
         """Those of ``packed`` that ``open`` presents in a shard."""

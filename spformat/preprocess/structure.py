@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ CHUNK = 1 << 22
 NM_WINDOWS = (4, 8, 16, 32)
 VECTOR_LENGTHS = (1, 8, 32)
 BLOCKS = (16, 32, 64)
+_TINY = 256
+"""Bytes up to which the structures of matrices with the same pattern are computed once."""
 _ROWS = 64
 """A row chunk is padded to a multiple of this, so that it has whole vectors and blocks of all sizes above."""
 TILE_ROWS = (128, 256)
@@ -106,11 +109,15 @@ class Structure:
 
     def sizes(self) -> dict[str, int]:
         """Format text -> exact bytes without the header, for those candidates whose size these counts decide."""
+        return dict(self._sizes)
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
         return {t: n for t in self.candidates() if (n := self.nbytes(t)) is not None}
 
     def smallest(self) -> str:
         """The exact format with the fewest bytes; dense if none is smaller. Of equal ones, the simpler."""
-        sizes = self.sizes()
+        sizes = self._sizes
         return min(sizes, key=sizes.__getitem__)
 
     def nbytes(self, text: str) -> int | None:
@@ -122,6 +129,23 @@ class Structure:
 def analyse(x: Array) -> Structure:
     """The structure of a host matrix [M, K] of a value type. Memory: a few row chunks."""
     x = checked_values(x, "inspect")
+    if x.nbytes > _TINY:
+        return _analyse(x)
+    # A file may hold 100,000 matrices of a few elements, of which most have their nonzeros in the same places.
+    pattern = np.ascontiguousarray(x).copy()
+    pattern[nonzero_mask(x)] = 1
+    formats = tuple(f.name for f in registered())  # the structure remembers the sizes in each of them
+    return _of_pattern(pattern.shape, pattern.dtype, pattern.tobytes(), formats)
+
+
+@lru_cache(4096)
+def _of_pattern(shape: tuple[int, int], dtype: np.dtype[Any], raw: bytes, formats: tuple[str, ...]) -> Structure:
+    s = _analyse(np.frombuffer(raw, dtype).reshape(shape))
+    s.row_lengths.flags.writeable = False  # several callers get the same object
+    return s
+
+
+def _analyse(x: Array) -> Structure:
     (M, K), row = x.shape, value_type(x.dtype)
     counted = edges.take(edges.DENSE, "census", x, {}, x)
     if counted is not None:

@@ -99,7 +99,7 @@ def parse(raw: bytes, data_bytes: int) -> Header:
     if not raw.startswith(b"{"):
         oddities.append("header does not start with '{'")
     tree = strict_json(raw, "header")
-    limits.check("tensors", len(tree), "number of tensors")
+    limits.check("tensors", len(tree) - (METADATA in tree), "number of tensors")
     metadata = _metadata(tree.pop(METADATA, {}))
     entries = sorted((_entry(name, fields, oddities) for name, fields in tree.items()), key=_place)
     _check_coverage(entries, data_bytes)

@@ -7,6 +7,7 @@ which checks lengths and dtypes, and its contents are validated, before the call
 from __future__ import annotations
 
 import difflib
+import itertools
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,9 @@ from .filewriter import Tensor
 
 SCAN_ON_DEVICE = 2**20
 """A tensor that is loaded to a device is validated there from this many bytes on; a smaller one faster on the host."""
+
+_GUESSES, _LONGEST_GUESS = 500, 200
+"""The most names, and the longest, that are compared with a name that the file does not have."""
 
 _WORTH_THREADS = 64 << 20
 """From this many bytes on, the tensors of a file are read and validated side by side on the host."""
@@ -95,10 +99,15 @@ class TensorFile:
         """Format, shape, dtype, params, tables and the dtype and shape of each array, from the header alone."""
         record = self._records.get(name)
         if record is None:
-            near = difflib.get_close_matches(str(name), self._records, 1)
+            near = difflib.get_close_matches(str(name)[:_LONGEST_GUESS], self._guesses(str(name)), 1)
             hint = f"; did you mean '{printable(near[0])}'?" if near else f"; it has {len(self)} tensors"
             raise UsageError(f"no tensor '{printable(name)}' in the file{hint}", path=self.path)
         return record
+
+    def _guesses(self, name: str) -> list[str]:
+        """Some names that the user may have meant by ``name``. Not all, because comparing texts is slow."""
+        near = (n for n in self._records if len(n) <= _LONGEST_GUESS and abs(len(n) - len(name)) <= 3)
+        return list(itertools.islice(near, _GUESSES))
 
     def read(self, name: str, device: str = "cpu") -> Tensor:
         """One tensor, checked, constructed and validated; host arrays are read-only.
