@@ -11,7 +11,7 @@ import typer
 
 from . import backends, bench, convert, diff, env, explain, formats, inspect, merge, plan, validate
 from .limits import bounded
-from .output import report
+from .output import open_streams, report
 
 app = typer.Typer(
     name="spformat",
@@ -48,17 +48,16 @@ for verb in (inspect, plan, convert, merge, validate, diff, explain, bench, form
 def main() -> None:
     """Entry point: typed errors end with their exit code and no traceback (SPFORMAT_DEBUG=1 shows it)."""
     gc.set_threshold(100_000, 50, 100)  # a command is short: garbage collection would only cost time
-    if sys.stdout is None:  # the caller closed stdout: no answer could be printed, so nothing is started
+    closed = sys.stdout is None
+    open_streams()
+    if closed:  # no answer could be printed, so nothing is started
         sys.exit(_code_of(OSError(9, "stdout is closed")))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, lambda *_: sys.exit(129))
-    if level := os.environ.get("SPFORMAT_LOGLEVEL"):
-        import logging
-
-        logging.basicConfig(level=level.upper(), format="%(name)s: %(message)s")
     stdout = sys.stdout
     try:
+        _log(os.environ.get("SPFORMAT_LOGLEVEL", ""))
         if "--json" in sys.argv:  # then the error about a misspelt command is printed as JSON, too
             sys.exit(app(standalone_mode=False))
         app()
@@ -75,6 +74,19 @@ def main() -> None:
         if os.environ.get("SPFORMAT_DEBUG"):
             raise
         sys.exit(_code_of(e))
+
+
+def _log(level: str) -> None:
+    if not level:
+        return
+    import logging
+
+    from spformat.errors import UsageError
+
+    levels = logging.getLevelNamesMapping()
+    if level.upper() not in levels:
+        raise UsageError(f"SPFORMAT_LOGLEVEL: expected one of {', '.join(levels)}, got {level!r:.40}")
+    logging.basicConfig(level=level.upper(), format="%(name)s: %(message)s")
 
 
 def _code_of(e: Exception) -> int:

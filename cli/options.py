@@ -50,7 +50,7 @@ def parse_bytes(text: str) -> int:
     unit = text.strip()[len(number) :].upper()
     try:
         return int(float(number) * _UNITS[unit])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):  # OverflowError: infinity
         raise typer.BadParameter(f"expected a size like 8GiB or 500MB, got {text!r}") from None
 
 

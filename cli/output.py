@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rich.console import Console
@@ -61,6 +61,57 @@ class _Notes(_Plain):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
+class _BestEffort:
+    """A stream for messages. One that is closed or full loses its messages, and nothing else: the exit code counts."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return int(self._stream.write(text))
+        except OSError:
+            self._give_up()
+            return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """What is still in the buffer must not raise again at the end of the process."""
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def open_streams() -> None:
+    """Make stdout and stderr fit for any text and stderr for any end; called before the first output.
+
+    A closed stderr is replaced by one to nowhere, so that no file that is opened later gets its number.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # open until the process ends
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # an encoding that lacks a character of a name
+    if not isinstance(sys.stderr, _BestEffort):
+        sys.stderr = _BestEffort(sys.stderr)  # type: ignore[assignment]
+
+
 def console() -> Console:
     """The console for data: stdout."""
     # No markup: "pip install 'spformat[cuda13]'" is text.
@@ -84,16 +135,16 @@ class _Rows(Table):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._texts: list[list[str]] = []
+        self._texts: list[list[Any]] = []
 
     def add_row(self, *cells: Any, **options: Any) -> None:
-        self._texts.append([cell(c) for c in cells])
+        self._texts.append([cell(c) if isinstance(c, str) else c for c in cells])
         if len(self._texts) <= _MANY + 1:
             super().add_row(*self._texts[-1], **options)
 
     def write_to(self, file: Any) -> None:
         """Write the table without colours and without folding; Rich needs a second for 3,000 rows."""
-        rows = [[str(column.header) for column in self.columns], *self._texts]
+        rows = [[str(column.header) for column in self.columns], *(list(map(str, texts)) for texts in self._texts)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(self.columns))]
         right = [column.justify == "right" for column in self.columns]
         for row in rows:

@@ -17,7 +17,7 @@ from ..storage.files import Path, is_file, names_in, remove, sha256_of, size_of
 from .conversion import Conversion
 from .manifest import JOURNAL, JOURNAL_GLOB, MANIFEST, manifest_sha256, read_journal, write_journal
 from .parts import FileOutcome, FilePlan, Part, digest_of_input
-from .recipe import Recipe
+from .recipe import Recipe, check_target
 from .tensor_plans import TensorOutcome
 
 
@@ -114,9 +114,17 @@ def _check_entry(entry: Any, journal: str) -> None:
     for tensor in entry["tensors"] if sound else ():
         sound &= type(tensor) is dict and all(type(v) is _TENSOR.get(k) for k, v in tensor.items())
         sound = sound and {"name", "target", "shape", "dtype", "bytes_in"} <= tensor.keys()
-        sound = sound and all(type(n) is int for n in tensor["shape"])
+        sound = sound and all(type(n) is int for n in tensor["shape"]) and _is_target(tensor["target"])
     if not sound:
         raise ContainerError("the journal is damaged: start again with --force", path=journal)
+
+
+def _is_target(text: str) -> bool:
+    try:
+        check_target(text)
+    except UsageError:
+        return False
+    return True
 
 
 def parts_of(c: Conversion, names: Iterable[str]) -> int | None:

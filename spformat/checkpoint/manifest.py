@@ -35,8 +35,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
         if not (type(entry.get("size")) is int and all(type(entry.get(k)) is str for k in _OF_A_FILE)):
             expected = f"size and {', '.join(_OF_A_FILE)} of {printable(name)}"
             raise ContainerError(f"manifest: expected {expected}", path=str(path))
-    if not isinstance(tree.get("index", {}), dict):
-        raise ContainerError("manifest: expected an object under 'index'", path=str(path))
+    index = tree.get("index", {})
+    if not isinstance(index, dict) or not isinstance(index.get("metadata", {}), dict):
+        raise ContainerError("manifest: expected an object under 'index', and under its 'metadata'", path=str(path))
     return tree
 
 

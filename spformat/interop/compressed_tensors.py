@@ -165,10 +165,15 @@ def entry_names(parameter: str, arrays: Iterable[str]) -> dict[str, str]:
 
 def fp8_in_int8(config: Mapping[str, Any]) -> bool:
     """Whether the config.json of a model says that its 8-bit weights are floats; the file may state another dtype."""
-    quantization = config.get("quantization_config") or config.get("compression_config") or {}
-    groups = quantization.get("config_groups") or {}
-    weights = [g.get("weights") or {} for g in groups.values()]
+    quantization = _object(config.get("quantization_config")) or _object(config.get("compression_config"))
+    groups = _object(quantization.get("config_groups")).values()
+    weights = [_object(_object(g).get("weights")) for g in groups]
     return any(w.get("num_bits") == 8 and w.get("type") == "float" for w in weights)
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    """``value`` if it is a JSON object; else an empty one, because a config.json may contain anything."""
+    return value if isinstance(value, dict) else {}
 
 
 def _values(compressed: Array, value_dtype: Any) -> Array:
