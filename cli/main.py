@@ -6,6 +6,9 @@ import gc
 import os
 import signal
 import sys
+import threading
+from contextlib import suppress
+from typing import NoReturn
 
 import typer
 
@@ -45,6 +48,10 @@ for verb in (inspect, plan, convert, merge, validate, diff, explain, bench, form
     app.command(name, epilog=verb.EPILOG, no_args_is_help=opens_files)(run)
 
 
+_SIGNALS = {"SIGTERM": 143, "SIGHUP": 129}
+"""The signals that end a command like an error, and their exit codes. Python turns SIGINT into an error by itself."""
+
+
 def main() -> None:
     """Entry point: typed errors end with their exit code and no traceback (SPFORMAT_DEBUG=1 shows it)."""
     gc.set_threshold(100_000, 50, 100)  # a command is short: garbage collection would only cost time
@@ -52,9 +59,9 @@ def main() -> None:
     open_streams()
     if closed:  # no answer could be printed, so nothing is started
         sys.exit(_code_of(OSError(9, "stdout is closed")))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    if hasattr(signal, "SIGHUP"):
-        signal.signal(signal.SIGHUP, lambda *_: sys.exit(129))
+    for name, code in _SIGNALS.items():
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), lambda *_, code=code: sys.exit(code))
     stdout = sys.stdout
     try:
         _log(os.environ.get("SPFORMAT_LOGLEVEL", ""))
@@ -62,10 +69,12 @@ def main() -> None:
             sys.exit(app(standalone_mode=False))
         app()
     except SystemExit as e:
+        if e.code in (130, *_SIGNALS.values()):
+            _leave(int(e.code))
         # Typer answers a reader that went away (`| head`) with a wrapped stdout and exit 1; it is no error.
         raise SystemExit(0 if e.code == 1 and sys.stdout is not stdout else e.code) from None
     except KeyboardInterrupt:
-        sys.exit(130)
+        _leave(130)
     except BrokenPipeError:
         # The reader went away (`| head`): nothing to say, and nothing to flush to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -74,6 +83,18 @@ def main() -> None:
         if os.environ.get("SPFORMAT_DEBUG"):
             raise
         sys.exit(_code_of(e))
+
+
+def _leave(code: int) -> NoReturn:
+    """End after a signal, without waiting for a server that sends nothing to a download."""
+    from spformat.checkpoint.transfers import THREADS
+
+    if any(thread.name.startswith(THREADS) for thread in threading.enumerate()):
+        with suppress(OSError):
+            sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _log(level: str) -> None:

@@ -123,10 +123,12 @@ def download(url: str, folder: str, moved: Moved | None = None) -> Downloaded:
         with errors(InputError, url, "download"):
             return hub.download(place, folder, moved)
     fs, root = open_url(url)
-    # Of a web server only a name tells whether something is a file: to list a page means to read it as a whole.
-    single = url.endswith(".safetensors") and url.lower().startswith("http")
+    # Of a web server only a name tells whether something is a file: to list a page means to read it as a whole. And
+    # fsspec takes a server that does not answer for one that has no such file.
+    web = url.lower().startswith("http")
+    single = web and url.endswith(".safetensors")
     with errors(InputError, url, "download"):
-        if not single and not fs.exists(root):
+        if not web and not fs.exists(root):
             raise InputError("nothing is there", path=url)
         single = single or not fs.isdir(root)
         there = {name_of(str(i["name"])): i for i in ([fs.info(root)] if single else fs.ls(root, detail=True))}

@@ -91,10 +91,13 @@ def errors(kind: type[InputError] | type[OutputError] | type[WriteError], url: s
         raise kind(f"cannot {what}: {_reason(e)}", path=url) from e
 
 
-def _reason(e: Exception) -> str:
+def _reason(e: BaseException) -> str:
+    cause = e
+    while cause.__cause__ is not None and "Timeout" not in type(cause).__name__:
+        cause = cause.__cause__  # fsspec tells a timeout as a missing file
+    if "Timeout" in type(cause).__name__:
+        return f"{type(cause).__name__}: no answer in {_ANSWER} seconds, or no more bytes in {_SILENCE}"
     text = printable(" ".join(str(e).split()), 500)
-    if not text and "Timeout" in type(e).__name__:
-        text = f"no answer in {_ANSWER} seconds, or no more bytes in {_SILENCE}"
     return f"{type(e).__name__}: {text}" if text else type(e).__name__
 
 
