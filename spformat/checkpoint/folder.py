@@ -22,7 +22,7 @@ from ..storage.output import flush_folder, publish, publish_copy, sweep
 from . import journals
 from .conversion import Conversion
 from .existing_target import clear, holds_side_file
-from .layouts import CONFIG, PACKED_INDEX, TRANSFORMERS, packed_index
+from .layouts import CONFIG, PACKED_INDEX, TRANSFORMERS, dense_index, packed_index
 from .manifest import JOURNAL_GLOB, MANIFEST, VERSION, write_json
 from .parts import PIECES, FileOutcome, Part, assemble
 from .recipe import KEEP, Recipe
@@ -160,10 +160,8 @@ def _copy_side_files(c: Conversion) -> None:
 def _write_index(c: Conversion, files: Sequence[FileOutcome]) -> None:
     if len(files) == 1:
         return
-    total = sum(o.bytes_out or 0 for f in files for o in f.outcomes)
-    tree = {**c.source.index, "weight_map": {o.name: f.name for f in files for o in f.outcomes}}
-    tree["metadata"] = {**c.source.index.get("metadata", {}), "total_size": total}
-    write_json(os.path.join(c.folder, INDEX), tree)
+    listed = ((o.name, f.name, o.bytes_out or 0) for f in files for o in f.outcomes)
+    write_json(os.path.join(c.folder, INDEX), dense_index(c.source.index, listed))
 
 
 def manifest_of(recipe: Recipe, files: Sequence[FileOutcome], index: dict[str, Any]) -> dict[str, Any]:

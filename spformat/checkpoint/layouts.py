@@ -82,6 +82,12 @@ def parsed_config(data: bytes) -> dict[str, Any] | None:
     return tree if isinstance(tree, dict) else None
 
 
+def dense_index(others: dict[str, Any], tensors: Iterable[tuple[str, str, int]]) -> dict[str, Any]:
+    """The index of a dense checkpoint of (tensor name, file, bytes). others: the other keys of the source's index."""
+    tree = packed_index(tensors)
+    return {**others, **tree, "metadata": {**others.get("metadata", {}), **tree["metadata"]}}
+
+
 def packed_index(tensors: Iterable[tuple[str, str, int]]) -> dict[str, Any]:
     """The index of (tensor name, file, bytes)."""
     listed = list(tensors)

@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import ContainerError, LimitError, VersionError, printable
 from ..storage.files import Path, is_file, read_small
 from ..storage.output import publish
-from ..storage.stheader import strict_json
+from ..storage.stheader import check_plain, strict_json
 
 MANIFEST = "spformat.json"
 JOURNAL = "spformat.partial.json"
@@ -38,7 +38,18 @@ def read_manifest(path: Path) -> dict[str, Any]:
     index = tree.get("index", {})
     if not isinstance(index, dict) or not isinstance(index.get("metadata", {}), dict):
         raise ContainerError("manifest: expected an object under 'index', and under its 'metadata'", path=str(path))
+    check_index_keys(index, path)
     return tree
+
+
+def check_index_keys(index: dict[str, Any], path: Path) -> None:
+    """ContainerError unless the keys of an index beside its weight_map can be written, and read again, in a manifest or
+    another index: no lone surrogates, and bounded nesting."""
+    try:
+        for key, value in index.items():
+            check_plain([key, value], f"index, under '{printable(key, 40)}'")
+    except ContainerError as e:
+        raise e.at(path=os.fspath(path)) from e.__cause__
 
 
 def read_journal(path: Path) -> dict[str, Any]:
@@ -57,7 +68,7 @@ def write_journal(path: Path, tree: dict[str, Any]) -> None:
 
 def journal_bytes(tree: dict[str, Any]) -> bytes:
     """The contents of a journal."""
-    return _json_bytes(tree | {"sha256": digest(tree)})
+    return json_bytes(tree | {"sha256": digest(tree)})
 
 
 def manifest_sha256(folder: Path) -> str | None:
@@ -81,11 +92,12 @@ def is_finished(folder: Path, journals: Iterable[str]) -> bool:
 
 
 def write_json(path: Path, tree: dict[str, Any]) -> None:
-    """Publish ``tree`` atomically: sorted keys, no timestamps, so equal runs give equal bytes."""
-    publish(path, _json_bytes(tree), overwrite=True)
+    """Publish ``tree`` atomically."""
+    publish(path, json_bytes(tree), overwrite=True)
 
 
-def _json_bytes(tree: dict[str, Any]) -> bytes:
+def json_bytes(tree: dict[str, Any]) -> bytes:
+    """The contents of a JSON file: sorted keys, no timestamps, so equal runs give equal bytes."""
     text = json.dumps(tree, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
     return text.encode("utf-8", "surrogatepass")
 

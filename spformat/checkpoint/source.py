@@ -30,7 +30,7 @@ from ..storage.files import (
 from ..storage.stheader import strict_json
 from ..storage.tensorfile import TensorFile
 from .layouts import CONFIG, NEUTRAL, config_for
-from .manifest import JOURNAL_GLOB, MANIFEST, is_finished, read_manifest
+from .manifest import JOURNAL_GLOB, MANIFEST, check_index_keys, is_finished, read_manifest
 from .packed import Packed, UnpackedFile, config_when_dense, unpacked
 
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -270,6 +270,7 @@ def _read_index(path: str) -> tuple[dict[str, Any], dict[str, str]]:
             raise PathError(
                 f"index: the shard name {ours} is one this package gives to its own output; rename the file"
             )
+        check_index_keys(tree, path)
     except (ContainerError, LimitError, PathError) as e:
         raise e.at(path=path) from e.__cause__
     return tree, weight_map

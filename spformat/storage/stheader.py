@@ -259,7 +259,7 @@ def _entry(name: str, fields: Any, oddities: list[str]) -> Entry:
         if key not in fields:
             raise ContainerError(f"expected a field '{key}', got none", tensor=name)
     for key in fields.keys() - set(_FIELDS):
-        _check_unknown(fields[_text(key, "field name", name)], f"field '{printable(key, 40)}'", name)
+        check_plain(fields[_text(key, "field name", name)], f"field '{printable(key, 40)}'", name)
         oddities.append(f"tensor '{shown}' has an unknown field '{printable(key, 40)}'")
     dtype = _text(fields["dtype"], "dtype", name)
     shape = _sizes(fields["shape"], "shape", name)
@@ -282,9 +282,9 @@ def _entry(name: str, fields: Any, oddities: list[str]) -> Entry:
     return entry
 
 
-def _check_unknown(value: Any, what: str, tensor: str) -> None:
-    """ContainerError unless the value of an unknown field meets the rules that other readers have for any JSON: bounded
-    depth, and text without lone surrogates."""
+def check_plain(value: Any, what: str, tensor: str | None = None) -> None:
+    """ContainerError unless a value that is not interpreted meets the rules that other readers have for any JSON:
+    bounded depth, and text without lone surrogates."""
     waiting = [(value, 3)]  # the value is at depth 3: inside the header, an entry and a field
     while waiting:
         item, depth = waiting.pop()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import safetensors
 
-from fuzz import bombs, headers, kills, mutants, oracle, refusals, scenarios, score, substitutions, syscalls
+from fuzz import bombs, headers, kills, mutants, oracle, readers, refusals, scenarios, score, substitutions, syscalls
 from spformat.arrays import scans
 from spformat.checkpoint import folder, manifest
 from spformat.errors import ContainerError
@@ -347,3 +347,19 @@ def test_bombs_stay_within_the_budget(tmp_path: Path, name: str) -> None:
 
 def test_the_bombs_are_counted() -> None:
     assert len(bombs.BOMBS) >= 30
+
+
+# --- readers
+
+
+@pytest.mark.parametrize("name", readers.READERS)
+def test_no_mutant_of_any_reader_ends_as_a_bug(tmp_path: Path, name: str) -> None:
+    seen = readers.campaign(name, 300, tmp_path, seed=1)
+    assert seen["read"] > 0
+    assert len(seen) > 1
+
+
+def test_the_readers_campaign_sees_a_leak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spformat.interop.compressed_tensors._object", lambda value: value or {})
+    with pytest.raises(AssertionError, match=r"config, seed 1, mutant \d+: AttributeError"):
+        readers.campaign("config", 3000, tmp_path, seed=1)
