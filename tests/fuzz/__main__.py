@@ -6,7 +6,7 @@ import importlib
 import subprocess
 import sys
 
-CAMPAIGNS = ("substitutions", "mutants", "syscalls", "kills", "headers", "bombs", "readers")
+CAMPAIGNS = ("substitutions", "mutants", "syscalls", "kills", "headers", "bombs", "readers", "interrupts")
 
 if __name__ == "__main__":
     if sys.argv[1:2] and sys.argv[1] in (*CAMPAIGNS, "refusals", "score"):

@@ -15,7 +15,20 @@ import numpy as np
 import pytest
 import safetensors
 
-from fuzz import bombs, headers, kills, mutants, oracle, readers, refusals, scenarios, score, substitutions, syscalls
+from fuzz import (
+    bombs,
+    headers,
+    interrupts,
+    kills,
+    mutants,
+    oracle,
+    readers,
+    refusals,
+    scenarios,
+    score,
+    substitutions,
+    syscalls,
+)
 from spformat.arrays import scans
 from spformat.checkpoint import folder, manifest
 from spformat.errors import ContainerError
@@ -363,3 +376,12 @@ def test_the_readers_campaign_sees_a_leak(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("spformat.interop.compressed_tensors._object", lambda value: value or {})
     with pytest.raises(AssertionError, match=r"config, seed 1, mutant \d+: AttributeError"):
         readers.campaign("config", 3000, tmp_path, seed=1)
+
+
+# --- interrupts
+
+
+@pytest.mark.parametrize("executor", ["", "threads"])
+def test_interrupted_runs_leave_nothing_that_is_taken_for_whole(tmp_path: Path, executor: str) -> None:
+    seen = interrupts.campaign(6, tmp_path, seed=1, executors=(executor,))
+    assert seen["interrupted"] > 0
