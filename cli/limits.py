@@ -20,7 +20,7 @@ _SIZES = {
     "memory": "Largest single allocation, e.g. 64GiB. Default: 4 GiB, or 8 times the input.",
     "file_bytes": "Largest file, holes included. Default: 16TiB.",
     "header_bytes": "Largest safetensors header. Default: 16MiB.",
-    "descriptor_bytes": "Largest description of one tensor. Default: 64KiB.",
+    "descriptor_bytes": "Largest description of one tensor. Default: 1MiB.",
 }
 _COUNTS = {
     "tensors": "Most entries in a file. Default: 100000.",

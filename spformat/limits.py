@@ -35,7 +35,8 @@ class Limits:
     header_bytes: int = 16 * 2**20
     tensors: int = 100_000
     name_bytes: int = 1024
-    descriptor_bytes: int = 64 * 2**10
+    descriptor_bytes: int = 2**20
+    """Description of one tensor. The tables of the largest legal ell-buckets have 43,008 numbers."""
     empty_extent: int = 2**24
     """Largest dimension of an array without elements: no bytes of the file stand behind it."""
     memory: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,8 +70,7 @@ def with_epilogue(plan: Plan, p: Problem) -> Plan:
             raise TypeError(f"bias: expected a numpy array, got {type(bias).__name__}")
         out = check_operands(p, B, out)
         with np.errstate(all="ignore"):  # overflow and inf - inf are results, not events
-            total = plan.run(B, None).astype(wide, copy=False)
-            total *= wide.type(alpha)
+            total = _scaled(plan, p, B, alpha, wide)
             if beta != 0:
                 total += wide.type(beta) * out.astype(wide)
             if bias is not None:
@@ -79,6 +79,20 @@ def with_epilogue(plan: Plan, p: Problem) -> Plan:
         return out
 
     return Plan(plan.kernel, p, run, f"{plan.tile}, epilogue in a pass of its own".lstrip(", "), plan.workspace)
+
+
+def _scaled(plan: Plan, p: Problem, B: Any, alpha: float, wide: np.dtype[Any]) -> Any:
+    """alpha * (A @ B). As in BLAS, A and B are not read if alpha is 0. Where A @ B overflows and alpha makes it finite
+    again, B is scaled first."""
+    if alpha == 0:
+        return np.zeros((p.rows, B.shape[1]), wide)
+    total = plan.run(B, None).astype(wide, copy=False)
+    if abs(alpha) < 1 and not np.isfinite(total).all():
+        mantissa, exponent = math.frexp(alpha)
+        small = plan.run(np.ldexp(B.astype(wide), exponent).astype(B.dtype), None).astype(wide, copy=False)
+        return np.where(np.isfinite(total), total * wide.type(alpha), small * wide.type(mantissa))
+    total *= wide.type(alpha)
+    return total
 
 
 def sum_of_plans(name: str, plans: Sequence[Plan], p: Problem) -> Plan:

@@ -72,7 +72,9 @@ class Reference(Kernel):
                 for j in range(0, B.shape[1], step):
                     sums = reference(items, B[:, j : j + step].astype(items.values.dtype))
                     if p.epilogue:
-                        sums = alpha * sums + (beta * out[:, j : j + step].astype(sums.dtype) if beta != 0 else 0)
+                        sums = (alpha * sums if alpha != 0 else np.zeros_like(sums)) + (
+                            beta * out[:, j : j + step].astype(sums.dtype) if beta != 0 else 0
+                        )
                         sums = sums if bias is None else sums + bias.astype(sums.dtype)[:, None]
                     out[:, j : j + step] = sums.astype(numpy_dtype(p.out_dtype))
             return out
@@ -83,7 +85,8 @@ class Reference(Kernel):
 def _run_all(reference: Any, items: Items, p: Problem, operands: tuple[Any, ...]) -> Array:
     """An operation of several dense operands in one step; the last of ``operands`` is ``out`` or None."""
     *dense, out = operands
-    result = reference(items, *(x.astype(items.values.dtype) for x in dense)).astype(numpy_dtype(p.out.dtype))
+    with np.errstate(all="ignore"):  # infinities and NaN are values here
+        result = reference(items, *(x.astype(items.values.dtype) for x in dense)).astype(numpy_dtype(p.out.dtype))
     if out is None:
         return result
     out[...] = result

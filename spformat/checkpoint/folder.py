@@ -7,16 +7,15 @@ alone. Once it is there, the conversion counts as finished.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from typing import Any
 
 from .. import __name__ as package
 from ..errors import InputError, OutputError
 from ..formats import parse_spec
-from ..storage.files import Path, reason, remove, same_file
+from ..storage.files import Path, names_in, reason, remove, same_file
 from ..storage.locks import LOCK, Token, folder_lock, ignores_case, worker_token
 from ..storage.output import flush_folder, publish, publish_copy, sweep
 from . import journals
@@ -24,7 +23,7 @@ from .conversion import Conversion
 from .existing_target import clear, holds_side_file
 from .layouts import CONFIG, PACKED_INDEX, TRANSFORMERS, dense_index, packed_index
 from .manifest import JOURNAL_GLOB, MANIFEST, VERSION, write_json
-from .parts import PIECES, FileOutcome, Part, assemble
+from .parts import PIECE, PIECES, FileOutcome, Part, assemble
 from .recipe import KEEP, Recipe
 from .source import INDEX, INDEX_SUFFIX
 
@@ -59,6 +58,27 @@ def make(folder: str) -> None:
     for parent in missing:
         if os.access(parent, os.R_OK):  # a folder without read permission cannot be opened to flush it
             flush_folder(parent)
+
+
+def make_pieces(folder: str) -> None:
+    """Create the folder of the pieces; OutputError if something else has its name, like a link that leads outside."""
+    path = os.path.join(folder, PIECES)
+    if os.path.islink(path) or (os.path.lexists(path) and not os.path.isdir(path)):
+        raise OutputError("expected a folder of pieces, or nothing: remove it", path=path)
+    make(path)
+
+
+def _remove_pieces(folder: str) -> None:
+    """Remove the pieces and their folder. Files of other names, and then the folder, stay."""
+    path = os.path.join(folder, PIECES)
+    if os.path.islink(path) or not os.path.isdir(path):
+        return
+    sweep(path)
+    for name in names_in(path):
+        if PIECE.fullmatch(name):
+            remove(os.path.join(path, name))
+    with suppress(OSError):  # not empty
+        os.rmdir(path)
 
 
 @contextmanager
@@ -139,7 +159,7 @@ def finish(c: Conversion, done: Sequence[FileOutcome]) -> tuple[FileOutcome, ...
     clear(c)
     for name in journals.listed(c.folder):
         remove(os.path.join(c.folder, name))
-    shutil.rmtree(os.path.join(c.folder, PIECES), ignore_errors=True)
+    _remove_pieces(c.folder)
     sweep(c.folder)
     return tuple(files)
 

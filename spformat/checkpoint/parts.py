@@ -33,6 +33,9 @@ from .tensor_plans import TensorOutcome, TensorPlan
 PIECES = "spformat.pieces"
 """Folder inside the target where pieces lie until their shard is assembled."""
 
+PIECE = re.compile(r".+\.tensors-\d{6,}-\d{6,}\.safetensors")
+"""Names of pieces in that folder."""
+
 MOST_PARTS = 100_000
 """The most parts of one conversion. A journal states their number, and a list of that length is built, so a damaged
 journal must not be able to claim more."""

@@ -24,7 +24,7 @@ from .conversion import Conversion
 from .executors import Workers, convert_files
 from .layouts import NEUTRAL, check_layout
 from .manifest import JOURNAL, MANIFEST
-from .parts import PIECES, FileOutcome, FilePlan, Part, convert_file
+from .parts import FileOutcome, FilePlan, Part, convert_file
 from .recipe import AUTO, KEEP, Recipe, writes_dense
 from .remote import staged
 from .shard import write_shard
@@ -221,7 +221,7 @@ def _convert(
             redone.append(f"{file_plan.name} {journals.why_redone(c, file_plan, known[file_plan.name])}")
     done = {d.name: d for d in earlier if d is not None}
     if not all(file_plan.whole for file_plan in file_plans):
-        folder.make(os.path.join(c.folder, PIECES))
+        folder.make_pieces(c.folder)
     todo = [file_plan for file_plan in file_plans if file_plan.name not in done]
     # The journal is written first, so that every file under a final name has a journal that says what it belongs to.
     with journals.journal(c, part, list(done.values())) as journal:

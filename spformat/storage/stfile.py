@@ -43,6 +43,7 @@ class Reader:
 
     def __init__(self, path: Path) -> None:
         self.path = os.fspath(path)
+        self._fd = -1
         self._fd, self._status = open_regular(path)
         try:
             self.header = self._parse()
@@ -216,6 +217,9 @@ class Reader:
             raise InputError(f"cannot read the file: {reason(e)}", path=self.path) from e
         if (now.st_size, now.st_mtime_ns) != (then.st_size, then.st_mtime_ns):
             raise IntegrityError("the file was changed while it was being read", path=self.path)
+
+    def __del__(self) -> None:  # ``safe_open(path)["w"]`` closes nothing
+        self.close()
 
     def close(self) -> None:
         """Release the file. Harmless to repeat."""

@@ -1,0 +1,123 @@
+"""Small holes found from outside: names that lead outside, leaked descriptors, epilogues of BLAS, warnings of numpy."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from catalogue import command
+from test_parts import SINGLE, tree, whole
+
+import spformat as sf
+from spformat.checkpoint import Part, convert_checkpoint, merge_parts, open_source
+
+
+def folder_with_index(tmp_path: Path, **more: Any) -> Path:
+    for i, name in enumerate("ab", 1):
+        sf.save_dense(tmp_path / f"model-{i:05}-of-00002.safetensors", {name: np.eye(4, dtype=np.float32)})
+    weights = {name: f"model-{i:05}-of-00002.safetensors" for i, name in enumerate("ab", 1)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights, **more}))
+    return tmp_path
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("more", [{"x": "\ud800"}, {"\ud800": 1}, {"x": {"y": ["\udfff"]}}, {"x": nested(900)}])
+def test_an_index_whose_other_keys_we_could_not_read_again_is_refused(tmp_path: Path, more: Any) -> None:
+    (model := tmp_path / "m").mkdir()
+    folder_with_index(model, **more)
+    for to in ("csr", "dense"):
+        answer = command("convert", model, tmp_path / to, "--to", to)
+        assert answer.code == 65, answer
+    assert "index" in answer.err
+
+
+def test_an_index_with_deep_keys_goes_there_and_back(tmp_path: Path) -> None:
+    (model := tmp_path / "m").mkdir()
+    folder_with_index(model, x=nested(100), y={"é": "\U0001f600"})
+    convert_checkpoint(model, tmp_path / "packed", "csr")
+    convert_checkpoint(tmp_path / "packed", tmp_path / "dense", "dense")
+    index = open_source(tmp_path / "dense").index
+    assert (index["x"], index["y"]) == (nested(100), {"é": "\U0001f600"})
+
+
+def test_pieces_that_lead_outside_are_refused(tmp_path: Path) -> None:
+    out, outside = tmp_path / "out", tmp_path / "outside"
+    out.mkdir()
+    outside.mkdir()
+    (outside / "kept").write_text("of somebody else")
+    (out / "spformat.pieces").symlink_to(outside)
+    with pytest.raises(sf.errors.OutputError, match=r"spformat\.pieces: expected a folder of pieces"):
+        convert_checkpoint(SINGLE, out, "csr", part="1/3")
+    assert tree(outside).keys() == {"kept"}
+
+
+def test_foreign_files_among_the_pieces_stay(tmp_path: Path) -> None:
+    out, expected = tmp_path / "out", whole(tmp_path, SINGLE, "csr")
+    (out / "spformat.pieces").mkdir(parents=True)
+    (out / "spformat.pieces" / "notes.txt").write_text("of somebody else")
+    for i in (1, 2, 3):
+        convert_checkpoint(SINGLE, out, "csr", part=Part(i, 3))
+    merge_parts(out)
+    left = tree(out)
+    assert left.pop("spformat.pieces/notes.txt")
+    assert left == expected
+
+
+def test_a_file_that_is_read_without_a_block_is_closed(tmp_path: Path) -> None:
+    sf.save_dense(tmp_path / "a", {"w": np.eye(4, dtype=np.float32)})
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        sf.safe_open(tmp_path / "a")["w"]
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_most_buckets_can_be_saved(tmp_path: Path) -> None:
+    x = np.eye(64, dtype=np.float32)
+    a = sf.convert(x, "ell-buckets", column_parts=1024, max_width=2**20)
+    sf.save(tmp_path / "a", {"w": a})
+    np.testing.assert_array_equal(sf.load(tmp_path / "a")["w"].to_dense(), x)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_alpha_zero_does_not_read_the_operands(backend: str) -> None:
+    """As in BLAS: infinities and NaN of A and B do not come into C."""
+    if sf.backends.get(backend).missing():
+        pytest.skip(f"{backend} is not here")
+    a = sf.convert(np.array([[np.inf, 0], [0, np.nan]], np.float32), "csr")
+    B, C = np.full((2, 3), np.inf, np.float32), np.full((2, 3), 4, np.float32)
+    got = sf.spmm(a, B, out=C.copy(), backend=backend, alpha=0.0, beta=0.5, bias=np.array([1, 2], np.float32))
+    np.testing.assert_array_equal(got, [[3] * 3, [4] * 3])
+
+
+def test_alpha_makes_an_overflow_finite_again() -> None:
+    from spformat.backends.host import with_epilogue
+    from spformat.dispatch.api import plan
+
+    a = sf.convert(np.full((1, 4), 1e38, np.float32), "csr")
+    B = np.ones((4, 2), np.float32)
+    product = plan(a, 2, backend="reference")
+    two_pass = with_epilogue(product, product.problem)
+    got = two_pass.run(B, np.zeros((1, 2), np.float32), 0.25, 0.0, None)
+    np.testing.assert_allclose(got, 1e38, rtol=1e-6)
+
+
+def test_the_reference_gives_no_warnings() -> None:
+    a = sf.convert(np.array([[np.inf, 1e308], [-np.inf, 1]], np.float64), "csr")
+    B = np.array([[np.inf, 1], [np.nan, 1e308]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for alpha in (1.0, 0.5):
+            sf.spmm(a, B, backend="reference", alpha=alpha)
