@@ -233,7 +233,7 @@ def _named_parts(cls: type[Format], tree: Any) -> dict[str, Any]:
 def _plain_record(e: Entry, crc32: int | None) -> Record:
     known = SAFETENSORS.get(e.dtype)
     dtype = e.dtype if known is None else known.name
-    return Record(e.name, None, e.shape, dtype, {"": (e.dtype, e.shape)}, crc32={} if crc32 is None else {"": crc32})
+    return Record(e.name, None, e.shape, dtype, {"": (e.dtype, e.shape)}, crc32={"": crc32})
 
 
 def _check_seal(header: Header, tree: dict[str, Any], allow_unchecked: bool) -> None:

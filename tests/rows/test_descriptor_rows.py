@@ -84,7 +84,7 @@ DESCRIPTOR: dict[str, tuple[Edit, type[sf.errors.SpformatError], str]] = {
     "D18-one-missing": (put(crc32={"indptr": "0" * 8, "data": "0" * 8}), DescriptorError, "'indices'.*--allow-unch"),
     "D18-other-algorithm": (
         keep(lambda t, a: put(sha1=described(t).pop("crc32"))(t, a)), DescriptorError, "'crc32', got none.*--allow"),
-    "D23-huge-descriptor": (put(params={"x" * 100_000: 1}), sf.errors.LimitError, "--max-descriptor-bytes"),
+    "D23-huge-descriptor": (put(params={"x" * 2_000_000: 1}), sf.errors.LimitError, "--max-descriptor-bytes"),
     "D24-other-value-dtype": (put(dtype="bfloat16"), sf.errors.ArrayError, "expected BF16 for dtype bfloat16, got F16"),
     "D24-unknown-dtype": (put(dtype="f16"), DescriptorError, "dtype: expected one of"),
     "D13-tables-of-nothing": (put(shape=[0, 7]), sf.errors.ArrayError, "indptr: dimension M\\+1 = 1, got 8"),

@@ -14,6 +14,7 @@ import numpy as np
 from ...arrays import threads
 from ...arrays.dtypes import VALUE_TYPES, bits
 from ...arrays.library import Array, ceil_div
+from ...limits import check_bytes
 from ...products.problem import Problem
 
 VECTOR = 64
@@ -254,6 +255,7 @@ def room(size: int, dtype: np.dtype[Any]) -> Iterator[Array]:
 
 
 def _on_large_pages(nbytes: int) -> Array:
+    check_bytes(nbytes, "tiles of a product on the CPU")
     raw = np.empty(nbytes + 2 * _LARGE_PAGE, np.uint8)
     start = -raw.ctypes.data % _LARGE_PAGE
     return raw[start : start + nbytes]
