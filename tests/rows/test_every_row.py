@@ -64,3 +64,13 @@ def test_the_device_is_asked_for_every_row_that_reaches_a_gpu_index() -> None:
 def test_every_file_of_rows_stays_short() -> None:
     for path in HERE.glob("*.py"):
         assert len(path.read_text().splitlines()) < 400, path
+
+
+def test_rows_that_were_found_later_name_their_tests() -> None:
+    text = (HERE.parent.parent / "docs" / "security.md").read_text()
+    rows = re.findall(r"^\| U(\d\d) \|.*\| ([^|]+) \|$", text, flags=re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, len(rows) + 1))
+    assert len(rows) >= 26
+    for _, names in rows:
+        for name in names.replace("`", "").split():
+            assert (HERE.parent / name).is_file(), name
