@@ -102,6 +102,23 @@ def test_alpha_zero_does_not_read_the_operands(backend: str) -> None:
     np.testing.assert_array_equal(got, [[3] * 3, [4] * 3])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", ["csr", "two-four", "vector-nm", "bitmask"])
+def test_alpha_zero_in_a_pass_of_its_own_on_a_gpu(fmt: str) -> None:
+    import cupy
+
+    from spformat.backends.cuda.runtime.epilogue import with_epilogue
+    from spformat.dispatch.api import plan
+
+    x = np.zeros((64, 64), np.float16)
+    x[:, ::4] = np.inf
+    a, B = sf.convert(x, fmt).to("cuda"), cupy.ones((64, 32), cupy.float16)
+    product = plan(a, 32, backend="cuda")
+    C = cupy.full((64, 32), 4, cupy.float16)
+    with_epilogue(product, product.problem).run(B, C, 0.0, 0.5, None)
+    assert cupy.asnumpy(C).tolist() == np.full((64, 32), 2).tolist()
+
+
 def test_alpha_makes_an_overflow_finite_again() -> None:
     from spformat.backends.host import with_epilogue
     from spformat.dispatch.api import plan

@@ -66,7 +66,7 @@ epilogue(const In* __restrict__ product, i64 pitch, Out* __restrict__ c, i64 ldc
 #pragma unroll
         for (int i = 0; i < EIGHT; ++i) {
             if (i >= count) break;
-            S sum = S(alpha) * widened<S>(p.at[i]);
+            S sum = alpha != 0 ? S(alpha) * widened<S>(p.at[i]) : S(0);  // as BLAS: 0 * inf is not NaN
             if (beta != 0) sum += S(beta) * widened<S>(old.at[i]);
             if (bias) sum += widened<S>(bias[BiasAlong ? at + i : line]);
             out.at[i] = rounded<Out>(sum);
