@@ -159,6 +159,25 @@ def test_an_upload_interrupted_at_any_call_is_never_taken_for_whole(
     assert calls > 8
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_temporary_files_of_an_interrupted_upload_are_no_checkpoint(
+    tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch, resume: bool
+) -> None:
+    checkpoint(tmp_path / "in", 10)
+    convert_checkpoint(tmp_path / "in", tmp_path / "new", "csr")
+
+    def stop(self: Any, *args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(memory), "pipe_file", stop)  # everything is uploaded, nothing has its name
+        with pytest.raises(KeyboardInterrupt):
+            convert_checkpoint(tmp_path / "in", "memory://b/out", "csr")
+    memory.pipe_file("/b/out/.spformat-upload-spformat-00007-of-00007.safetensors", b"of an earlier run")
+    convert_checkpoint(tmp_path / "in", "memory://b/out", "csr", resume=resume)
+    assert stored(memory, "/b/out") == local(tmp_path / "new")
+
+
 def test_an_interrupted_upload_is_resumed(tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint(tmp_path / "in", 10)
     convert_checkpoint(tmp_path / "in", tmp_path / "new", "csr")

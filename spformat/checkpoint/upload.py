@@ -35,7 +35,8 @@ def check_upload(source: str, url: str, *, force: bool, resume: bool) -> None:
             raise OutputError("input and output are the same place; name another target", path=url)
     with errors(OutputError, url, "look into the target"):
         there = listing(fs, root)
-    existing = [n for n in there if n in _LAST or n.endswith(".safetensors") or JOURNAL_GLOB.fullmatch(n)]
+    visible = [n for n in there if not n.startswith(_TEMPORARY)]  # the others are of an interrupted upload
+    existing = [n for n in visible if n in _LAST or n.endswith(".safetensors") or JOURNAL_GLOB.fullmatch(n)]
     if existing and not force and not (resume and JOURNAL in there):
         raise OutputError(f"the target holds {existing[0]} already; use --force to replace it", path=url)
 
