@@ -63,9 +63,13 @@ def act(here: Path, executor: str, target: str, forced: bool, resume: bool) -> N
 
 
 def child(here: Path, *what: object) -> int:
-    """Fork a child that converts, with the signal handlers of the command; its pid."""
+    """Fork a child that converts, with the signal handlers of the command; its pid, once it has the handlers."""
+    ready, begun = os.pipe()
     pid = os.fork()
     if pid:
+        os.close(begun)
+        os.read(ready, 1)
+        os.close(ready)
         return pid
     code = LEAK
     try:
@@ -74,6 +78,7 @@ def child(here: Path, *what: object) -> int:
             if number not in (signal.SIGINT, signal.SIGKILL):
                 signal.signal(number, lambda *_, end=end: sys.exit(end))
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.write(begun, b".")
         act(here, *what)  # type: ignore[arg-type]
         code = 0
     except SpformatError as e:
