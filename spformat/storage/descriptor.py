@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .. import limits
-from ..arrays.dtypes import SAFETENSORS, VALUE_TYPES
+from ..arrays.dtypes import SAFETENSORS, VALUE_TYPES, dtype_name
 from ..errors import (
     ArrayError,
     ContainerError,
@@ -232,7 +232,7 @@ def _named_parts(cls: type[Format], tree: Any) -> dict[str, Any]:
 
 def _plain_record(e: Entry, crc32: int | None) -> Record:
     known = SAFETENSORS.get(e.dtype)
-    dtype = e.dtype if known is None else known.name
+    dtype = e.dtype if known is None else dtype_name(known)
     return Record(e.name, None, e.shape, dtype, {"": (e.dtype, e.shape)}, crc32={"": crc32})
 
 

@@ -249,9 +249,9 @@ def _metadata(tree: Any) -> dict[str, str]:
 
 
 def _entry(name: str, fields: Any, oddities: list[str]) -> Entry:
-    shown = printable(_text(name, "tensor name"))
+    _text(name, "tensor name")
     if not name or "\0" in name:
-        raise ContainerError(f"tensor name: expected text without NUL, got '{shown}'", tensor=name)
+        raise ContainerError(f"tensor name: expected text without NUL, got '{printable(name)}'", tensor=name)
     limits.check("name_bytes", len(name.encode("utf-8")), f"tensor name '{printable(name, 40)}', bytes")
     if type(fields) is not dict:
         raise ContainerError(f"expected an object, got {_json_type(fields)}", tensor=name)
@@ -260,13 +260,13 @@ def _entry(name: str, fields: Any, oddities: list[str]) -> Entry:
             raise ContainerError(f"expected a field '{key}', got none", tensor=name)
     for key in fields.keys() - set(_FIELDS):
         check_plain(fields[_text(key, "field name", name)], f"field '{printable(key, 40)}'", name)
-        oddities.append(f"tensor '{shown}' has an unknown field '{printable(key, 40)}'")
+        oddities.append(f"tensor '{printable(name)}' has an unknown field '{printable(key, 40)}'")
     dtype = _text(fields["dtype"], "dtype", name)
     shape = _sizes(fields["shape"], "shape", name)
     if len(shape) > MAX_RANK:
         raise ContainerError(f"shape: expected at most {MAX_RANK} dimensions, got {len(shape)}", tensor=name)
     if 0 in shape:
-        limits.check("empty_extent", max(shape), f"dimension of the tensor '{shown}' without elements")
+        limits.check("empty_extent", max(shape), f"dimension of the tensor '{printable(name)}' without elements")
         if limits.product(*filter(None, shape)) * _BITS.get(dtype, 8) > 8 * _ADDRESSABLE:
             raise ContainerError(f"shape: expected extents an address can hold, got {list(shape)}", tensor=name)
     offsets = _sizes(fields["data_offsets"], "data_offsets", name)
@@ -315,15 +315,21 @@ def _place(e: Entry) -> tuple[int, int]:
 
 
 def _check_coverage(entries: list[Entry], data_bytes: int) -> None:
-    at, before = 0, "the start of the data"
+    at, last = 0, None
     for e in entries:
-        name = f"'{printable(e.name)}'"
-        if e.begin > at:
-            raise ContainerError(f"bytes not covered: gap of {e.begin - at} between {before} and {name}", tensor=e.name)
-        if e.begin < at:
-            raise ContainerError(f"overlapping data: {before} ends at {at}, {name} begins at {e.begin}", tensor=e.name)
-        at, before = e.end, name
+        if e.begin != at:
+            before, name = _quoted(last), _quoted(e)
+            if e.begin > at:
+                what = f"bytes not covered: gap of {e.begin - at} between {before} and {name}"
+            else:
+                what = f"overlapping data: {before} ends at {at}, {name} begins at {e.begin}"
+            raise ContainerError(what, tensor=e.name)
+        at, last = e.end, e
     if at > data_bytes:
         raise ContainerError(f"truncated: the tensors need {at} bytes of data, the file has {data_bytes}")
     if at < data_bytes:
-        raise ContainerError(f"bytes not covered: {data_bytes - at} after {before}")
+        raise ContainerError(f"bytes not covered: {data_bytes - at} after {_quoted(last)}")
+
+
+def _quoted(e: Entry | None) -> str:
+    return "the start of the data" if e is None else f"'{printable(e.name)}'"
