@@ -231,7 +231,7 @@ def test_a_group_that_is_not_whole_stays_as_it_is(tmp_path: Path) -> None:
 def test_its_own_folder_is_not_the_target(model: Any) -> None:
     source, _ = model
     before = tree(source)
-    with pytest.raises(sf.errors.OutputError, match="shares its config"):
+    with pytest.raises(sf.errors.OutputError, match="name another folder"):
         convert_checkpoint(source, source, "bitmask", force=True)
     assert tree(source) == before
 

@@ -178,14 +178,6 @@ def test_with_force_the_new_checkpoint_is_all_there_is(tmp_path: Path, old: str,
     same_values(KINDS[new][0], out)
 
 
-def test_a_dense_checkpoint_in_the_folder_of_its_source_removes_nothing(tmp_path: Path) -> None:
-    convert_checkpoint(SHARDED, tmp_path / "model", "csr")
-    before = tree(tmp_path / "model")
-    convert_checkpoint(tmp_path / "model", tmp_path / "model", "dense", force=True)
-    assert before.items() <= tree(tmp_path / "model").items()
-    assert (tmp_path / "model" / "model-00001-of-00002.safetensors").exists()
-
-
 def test_inputs_that_are_linked_into_the_target_stay(tmp_path: Path) -> None:
     convert_checkpoint(DIGITS, tmp_path / "in", "csr")
     convert_checkpoint(SHARDED, tmp_path / "out", "csr")

@@ -38,8 +38,6 @@ def superseded(there: Iterable[str], new: Collection[str], dense: bool) -> list[
 
 def left_over(c: Conversion) -> list[str]:
     """``superseded`` files of the target folder, the manifest last; never an input file."""
-    if same_file(c.folder, c.source.folder):
-        return []
     names = superseded(names_in(c.folder), c.outputs, c.dense)
     inputs = [os.path.join(c.source.folder, name) for name in (*c.source.shards, *c.source.side_files)]
     paths = {n: os.path.join(c.folder, n) for n in sorted(names, key=lambda n: (n == MANIFEST, n))}
@@ -97,7 +95,7 @@ def holds_side_file(c: Conversion, name: str) -> bool:
     a, b = os.path.join(c.source.folder, name), os.path.join(c.folder, name)
     if not is_file(a) or not is_file(b):
         return False
-    if same_file(a, b) and name != CONFIG:
+    if same_file(a, b) and name != CONFIG:  # linked
         return True
     # Side files but config.json are copied unchanged; those are compared by hash, without reading them into memory.
     if name == CONFIG:

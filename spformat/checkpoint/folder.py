@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from .. import __name__ as package
-from ..errors import InputError, OutputError
+from ..errors import InputError, OutputError, printable
 from ..formats import parse_spec
 from ..storage.files import Path, names_in, reason, remove, same_file
 from ..storage.locks import LOCK, Token, folder_lock, ignores_case, worker_token
@@ -25,11 +25,12 @@ from .layouts import CONFIG, PACKED_INDEX, TRANSFORMERS, dense_index, packed_ind
 from .manifest import JOURNAL_GLOB, MANIFEST, VERSION, write_json
 from .parts import PIECE, PIECES, FileOutcome, Part, assemble
 from .recipe import KEEP, Recipe
-from .source import INDEX, INDEX_SUFFIX
+from .source import INDEX, INDEX_SUFFIX, Source
 
 
 def prepare(c: Conversion) -> None:
-    """Create the folder; OutputError if that fails, or if an output file is an input file, too."""
+    """Create the folder; OutputError if that fails, or if the folder and the source lie in one another."""
+    refuse_nested(c.source, c.folder)
     make(c.folder)
     for name in (*c.names.values(), *c.source.side_files):
         if any(same_file(os.path.join(c.source.folder, s), os.path.join(c.folder, name)) for s in c.source.shards):
@@ -38,11 +39,25 @@ def prepare(c: Conversion) -> None:
         raise InputError(f"--layout transformers needs the {CONFIG} of the model beside its shards", path=c.source.path)
     if c.layout == TRANSFORMERS:
         c.source.config(c.layout)  # raises the error for a config that cannot be changed
-    if CONFIG in c.source.side_files and same_file(c.folder, c.source.folder) and not holds_side_file(c, CONFIG):
-        raise OutputError(
-            f"the new checkpoint shares its {CONFIG} with the old one and needs another: name another folder",
-            path=c.folder,
-        )
+
+
+def refuse_nested(source: Source, target: str) -> None:
+    """OutputError if source and target are one folder, or if one lies inside the other.
+
+    The files of two checkpoints would lie side by side, and a reader would take them for one.
+    """
+    if "\0" in target:  # no such folder can exist, as creating it will say
+        return
+    src, dst = os.path.realpath(source.path), os.path.realpath(target)
+    if src == dst:
+        what = "input and output are the same folder"
+    elif os.path.isdir(src) and os.path.commonpath([src, dst]) == src:
+        what = f"the output lies inside the input, {printable(source.path)}"
+    elif os.path.commonpath([src, dst]) == dst:
+        what = f"the input, {printable(source.path)}, lies inside the output"
+    else:
+        return
+    raise OutputError(f"{what}; name another folder for the output", path=target)
 
 
 def make(folder: str) -> None:

@@ -151,6 +151,8 @@ def _to_file(c: Conversion, force: bool, in_place: bool, progress: Progress | No
         if not in_place:
             raise OutputError("input and output are the same file; --in-place replaces it at the end", path=dst)
         force = True
+    else:
+        folder.refuse_nested(source, dst)
     check_target(dst, overwrite=force)
     outcomes = write_shard(source, source.shards[0], c.plans, c.recipe, dst, force, progress, c.device)
     # Without a manifest no hashes are needed; the arrays have their checksums.
