@@ -18,13 +18,15 @@ def run(
     ),
     as_json: Json = False,
 ) -> None:
-    """Compare tensor by tensor, bit by bit; only -0.0 and +0.0 count as equal."""
-    from spformat.checkpoint.diff import diff_checkpoints, diff_provenance
+    """Compare tensor by tensor, bit by bit; only -0.0 and +0.0 count as equal. `__metadata__` is compared, too."""
+    from spformat.checkpoint.diff import diff_checkpoints, diff_metadata, diff_provenance
 
     results = list(diff_checkpoints(a, b))
     if provenance:
         results += diff_provenance(a, b)
     differing = [d for _, d in results if d is not None]
+    same = len(results) - len(differing)
+    differing += diff_metadata(a, b)
     if as_json:
         differences = [
             {"tensor": d.tensor, "what": d.what, "count": d.count, "index": list(d.index)} for d in differing
@@ -33,7 +35,6 @@ def run(
     else:
         for d in differing:
             console().print(str(d), soft_wrap=True)
-        same = len(results) - len(differing)
         what = "tensors and files are the same" if provenance else "tensors hold the same values"
         console().print(f"{same} of {len(results)} {what}")
     raise typer.Exit(1 if differing else 0)

@@ -16,8 +16,9 @@ from ..formats.csr import CSR
 from ..formats.dense import Dense
 from ..limits import product
 from ..storage.files import Path, safe_name, sha256_of
+from ..storage.stheader import METADATA
 from .manifest import MANIFEST, read_manifest
-from .source import open_source
+from .source import Source, open_source
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,36 @@ def diff_checkpoints(a: Path, b: Path) -> Iterator[tuple[str, Difference | None]
     names = sorted(common, key=lambda name: (first.records[name][0], second.records[name][0], name))
     for (name, f), (_, g) in zip(first.opened(names), second.opened(names), strict=True):
         yield name, _difference(name, f.read(name), g.read(name))
+
+
+def diff_metadata(a: Path, b: Path) -> list[Difference]:
+    """The keys of ``__metadata__`` whose texts differ, over all shards of each checkpoint.
+
+    A "format" that only one of the two states is no difference: loaders demand it of a dense checkpoint, so
+    a conversion to dense adds it.
+    """
+    one, other = (_metadata(open_source(path)) for path in (a, b))
+    ignored = {"format"} - (one.keys() & other.keys())
+    keys = sorted((one.keys() | other.keys()) - ignored)
+    return [
+        Difference(METADATA, f"'{printable(key, 40)}': {_texts(one.get(key))} against {_texts(other.get(key))}")
+        for key in keys
+        if one.get(key) != other.get(key)
+    ]
+
+
+def _metadata(source: Source) -> dict[str, tuple[str, ...]]:
+    """Key -> its different texts in the shards."""
+    texts: dict[str, set[str]] = {}
+    for shard in source.shards:
+        with source.open(shard) as f:
+            for key, text in f.own_metadata.items():
+                texts.setdefault(key, set()).add(text)
+    return {key: tuple(sorted(every)) for key, every in texts.items()}
+
+
+def _texts(every: tuple[str, ...] | None) -> str:
+    return ", ".join(f"'{printable(text, 60)}'" for text in every[:3]) if every else "nothing"
 
 
 def diff_provenance(a: Path, b: Path) -> Iterator[tuple[str, Difference | None]]:

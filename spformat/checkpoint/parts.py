@@ -23,7 +23,7 @@ from ..storage.descriptor import Record
 from ..storage.files import sha256_of, size_of
 from ..storage.filewriter import create
 from ..storage.locks import Token, acting_for
-from ..storage.stwriter import Writer
+from ..storage.stwriter import Writer, dense_metadata
 from .recipe import Recipe
 from .shard import write_shard
 from .shard_input import Progress
@@ -216,15 +216,18 @@ def assemble(
     with ThreadPoolExecutor(1) as hashing:
         digest_in = hashing.submit(sha256_of, os.path.join(source.folder, shard))
         paths = [os.path.join(folder, p.name) for p in pieces]
-        (_copy_dense if dense else _copy_packed)(path, paths)
+        with source.open(shard) as f:
+            metadata = f.own_metadata
+        (_copy_dense if dense else _copy_packed)(path, paths, metadata)
         outcomes = tuple(o for p in pieces for o in p.outcomes)
         name, sha_out, size, sha_in = os.path.basename(path), sha256_of(path), size_of(path), digest_in.result()
         source.check_unchanged(shard)
         return FileOutcome(name, shard, sha_in, sha_out, size, outcomes)
 
 
-def _copy_packed(path: str, pieces: Sequence[str]) -> None:
-    with create(path, [r for piece in pieces for r in _records(piece)], overwrite=True) as out:
+def _copy_packed(path: str, pieces: Sequence[str], metadata: dict[str, str]) -> None:
+    records = [r for piece in pieces for r in _records(piece)]
+    with create(path, records, overwrite=True, metadata=metadata) as out:
         for piece in pieces:
             with safe_open(piece) as f:
                 for name in f:
@@ -232,9 +235,9 @@ def _copy_packed(path: str, pieces: Sequence[str]) -> None:
                         out.put_array(name, array, f.raw(name, _COPY, array))
 
 
-def _copy_dense(path: str, pieces: Sequence[str]) -> None:
+def _copy_dense(path: str, pieces: Sequence[str], metadata: dict[str, str]) -> None:
     specs: list[Any] = [(r.name, *r.arrays[""]) for piece in pieces for r in _records(piece)]
-    with Writer(path, specs, {"format": "pt"}, overwrite=True) as out:
+    with Writer(path, specs, dense_metadata(metadata), overwrite=True) as out:
         for piece in pieces:
             with safe_open(piece) as f:
                 for name in f:

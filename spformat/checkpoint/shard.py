@@ -23,7 +23,7 @@ from ..formats.fast import compiled
 from ..limits import check_bytes, product
 from ..preprocess.structure import count_nonzeros
 from ..storage.filewriter import FileWriter, create
-from ..storage.stwriter import Writer
+from ..storage.stwriter import Writer, dense_metadata
 from ..storage.tensorfile import TensorFile
 from .expand import chunk_decoder, error_of_whole_tensor
 from .recipe import KEEP, Recipe, writes_dense
@@ -72,7 +72,7 @@ def _write_dense(task: ShardTask) -> tuple[TensorOutcome, ...]:
             ((code, shape),) = plan.record.arrays.values()
             specs.append((plan.name, code, shape) if code in SAFETENSORS else (plan.name, code, shape, plan.bytes_in))
     outcomes = []
-    with Team() as team, Writer(task.path, specs, {"format": "pt"}, overwrite=task.force) as out:
+    with Team() as team, Writer(task.path, specs, dense_metadata(f.own_metadata), overwrite=task.force) as out:
         written = team.results(t for x in decoders.values() for t in x.tasks(f, out, team))
         for plan in plans:
             x = decoders.get(plan.name)
@@ -110,7 +110,8 @@ def _write_packed(task: ShardTask) -> tuple[TensorOutcome, ...]:
         # Between the matrices of a model lie small tensors that are kept. All matrices in row chunks are written first,
         # so that the threads do not stop for each small tensor.
         in_chunks, wholes = [s for s in sized if s.encoder], [s for s in sized if not s.encoder]
-        with create(task.path, [s.record for s in sized], overwrite=task.force) as out:
+        records, metadata = [s.record for s in sized], task.f.own_metadata
+        with create(task.path, records, overwrite=task.force, metadata=metadata) as out:
             del sized  # the memory of a converted tensor is free again once it is written
             for outcome in itertools.chain(_put_chunks(task.f, in_chunks, out, team), _put_whole(task, wholes, out)):
                 outcomes[outcome.name] = outcome

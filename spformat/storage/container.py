@@ -81,11 +81,18 @@ def safe_open(path: Path, *, allow_unchecked: bool = False, ignore_unknown: bool
     return TensorFile(path, allow_unchecked=allow_unchecked, ignore_unknown=ignore_unknown)
 
 
-def save_dense(path: Path, tensors: Mapping[str, Tensor], *, overwrite: bool = False, verify: bool = False) -> None:
+def save_dense(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    overwrite: bool = False,
+    metadata: Mapping[str, str] | None = None,
+    verify: bool = False,
+) -> None:
     """Write an ordinary dense safetensors file, as other tools read it: no descriptor, ``"format": "pt"``.
 
     Args:
-        path, overwrite, verify: as for ``save``.
+        path, overwrite, metadata, verify: as for ``save``.
         tensors: name -> ``Dense`` or array; each becomes the entry of its name.
     """
     if not isinstance(tensors, Mapping):
@@ -95,7 +102,7 @@ def save_dense(path: Path, tensors: Mapping[str, Tensor], *, overwrite: bool = F
     sparse = next((r for r in records if r.format is not None), None)
     if sparse is not None and sparse.format is not None:
         raise UsageError(f"expected Dense or an array, got {sparse.format.name}; call to_dense()", tensor=sparse.name)
-    specs = [(r.name, *r.arrays[""]) for r in records]
-    with stwriter.Writer(path, specs, {"format": "pt"}, overwrite=overwrite, verify=verify) as out:
+    specs, strings = [(r.name, *r.arrays[""]) for r in records], stwriter.dense_metadata(metadata or {})
+    with stwriter.Writer(path, specs, strings, overwrite=overwrite, verify=verify) as out:
         for name, x in arrays.items():
             out.put(name, plain_array(name, x))

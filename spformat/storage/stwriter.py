@@ -31,6 +31,11 @@ _CHUNK_BYTES = 16 * 2**20
 """Bytes of an array that are copied at a time, if it must be brought into C order or native byte order."""
 
 
+def dense_metadata(own: Mapping[str, str]) -> dict[str, str]:
+    """``__metadata__`` of a dense file: ``own``, and the "format" without which loaders refuse a file."""
+    return {"format": "pt", **own}
+
+
 class Writer:
     """A safetensors file under construction: names, dtypes and shapes are given first, the data follow in any order.
 

@@ -91,6 +91,11 @@ class TensorFile:
         return self._in.identity
 
     @property
+    def own_metadata(self) -> dict[str, str]:
+        """``metadata`` without the descriptor: what whoever saved the tensors has written beside them."""
+        return {key: text for key, text in self.metadata.items() if key != descriptor.KEY}
+
+    @property
     def oddities(self) -> tuple[str, ...]:
         """Violations of the safetensors specification that were tolerated, in a file without descriptor."""
         return self._in.header.oddities
