@@ -8,14 +8,14 @@ from typing import Any
 
 import typer
 
-from .options import Include, Json, SrcOrMatrix, is_matrix
+from .options import Include, Json, Src
 from .output import cell, console, notes, print_json, table
 
 EPILOG = "spformat bench ./model-sp -n 1,16,256   |   spformat bench w.safetensors --to two-four --device cuda -n 4096"
 
 
 def run(
-    src: SrcOrMatrix = "",
+    src: Src = "",
     n: str = typer.Option("16,256", "-n", help="Columns of B (tokens), comma-separated."),
     to: str = typer.Option(
         "",
@@ -191,11 +191,7 @@ def _matrices(src: str, include: list[str] | None, limit: int) -> Any:
     from spformat.checkpoint.recipe import included
     from spformat.checkpoint.source import open_source
     from spformat.formats.foreign import as_format
-    from spformat.interop.matrices import read_matrix
 
-    if is_matrix(src):
-        yield src, read_matrix(src)
-        return
     source = open_source(src)
     chosen = ((name, *source.records[name]) for name in included(source.records, include))
     matrices = [(name, shard, r) for name, shard, r, _ in chosen if len(r.shape) == 2 and r.dtype in VALUE_TYPES]

@@ -21,9 +21,8 @@ from .options import (
     Prune,
     Rules,
     Sparsity,
-    SrcOrMatrix,
+    Src,
     To,
-    is_matrix,
     recipe,
 )
 from .output import cell, console, notes, print_json, progress, size
@@ -44,12 +43,18 @@ _OF_CHECKPOINTS = (
     "executor", "workers", "scheduler", "staging", "layout",
 )  # fmt: skip
 _OF_MATRICES = ("values", "seed", "dtype")
+_OF_FOLDERS = tuple(name for name in _OF_CHECKPOINTS if name not in ("include", "exclude"))
 
 
 def run(
     ctx: typer.Context,
-    src: SrcOrMatrix,
-    dst: Annotated[str, typer.Argument(help="A folder; or a file ending in .safetensors for a single shard.")],
+    src: Src,
+    dst: Annotated[
+        str,
+        typer.Argument(
+            help="A folder; or one file: .safetensors for a single shard, .npz, .mtx or .smtx for one matrix."
+        ),
+    ],
     to: To = "auto",
     rule: Rules = None,
     include: Include = None,
@@ -94,12 +99,22 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Convert SRC into DST. Every value is kept with its bits, or the run stops before anything has its final name."""
+    from spformat.checkpoint.matrix_file import is_matrix
     from spformat.checkpoint.remote import staged
     from spformat.limits import using
 
     if is_matrix(src):
         _refuse(ctx, _OF_CHECKPOINTS, f"checkpoints, and {src} is a matrix file")
-        _matrix(src, dst, to, values, seed, dtype, force, dry_run, as_json)
+        from spformat.interop.matrices import read_matrix
+
+        a = read_matrix(src, values=values or None, seed=seed, dtype=dtype or None)
+        _matrix(src, os.path.splitext(os.path.basename(src))[0], a, dst, to, values, force, dry_run, as_json)
+        return
+    if is_matrix(dst):
+        _refuse(ctx, (*_OF_FOLDERS, "seed", "dtype"), f"checkpoints, and {dst} is a matrix file")
+        with staged(src, "") as here:
+            name, x = _only_matrix(here.source, dst, include, exclude)
+            _matrix(src, name, x, dst, to, values, force, dry_run, as_json)
         return
     _refuse(ctx, _OF_MATRICES, f".smtx, .mtx and .npz files, and {src} is none")
     chosen = recipe(to, rule, include, exclude, prune, sparsity, nonfinite, misfit)
@@ -173,22 +188,52 @@ def _checkpoint(src: str, dst: str, chosen: Recipe, as_json: bool, shown: str, o
         notes().print(f"{shown}: {part}{len(report.shards)} file(s) in {seconds:.1f} s{rate}{again}", style="green")
 
 
+def _only_matrix(src: str, dst: str, include: list[str] | None, exclude: list[str] | None) -> tuple[str, Any]:
+    """(name, Format) of the only matrix that the options choose; UsageError for none or several."""
+    from spformat.checkpoint import Recipe, open_source, plan_tensors
+    from spformat.errors import UsageError
+    from spformat.formats.foreign import as_format
+
+    source = open_source(src)
+    plans = plan_tensors(source, Recipe(include=tuple(include or ()), exclude=tuple(exclude or ())))
+    matrices = [plan for plan in plans if plan.target != "keep"]
+    if len(matrices) != 1:
+        names = ", ".join(cell(plan.name) for plan in matrices[:4]) + (", .." if len(matrices) > 4 else "")
+        kind = os.path.splitext(dst)[1]
+        message = f"a {kind} file holds one matrix, got {len(matrices)} ({names or 'no 2-D tensor of numbers'})"
+        raise UsageError(f"{message}; choose one with --include NAME, or name a folder as DST", path=src)
+    with source.open(matrices[0].shard) as f:
+        return matrices[0].name, as_format(f.read(matrices[0].name))
+
+
 def _matrix(
-    src: str, dst: str, to: str, values: str, seed: int, dtype: str, force: bool, dry_run: bool, as_json: bool
+    src: str, name: str, a: Any, dst: str, to: str, values: str, force: bool, dry_run: bool, as_json: bool
 ) -> None:
-    """Convert a matrix file into one container; the tensor has the name of the file."""
+    """Convert one matrix into a container, where it has this name, or into a matrix file."""
     from spformat import save, save_dense
+    from spformat.checkpoint.matrix_file import is_matrix
     from spformat.errors import UsageError
     from spformat.formats.convert import convert
-    from spformat.interop.matrices import read_matrix
+    from spformat.interop.matrix_output import target_of, write_matrix
 
-    if not dst.endswith(".safetensors"):
-        raise UsageError(f"a matrix becomes one file: expected DST to end in .safetensors, got {dst!r}")
-    a = read_matrix(src, values=values or None, seed=seed, dtype=dtype or None)
-    target = structure_of(a, src).smallest() if to == "auto" else a.name if to == "keep" else to
+    if is_matrix(dst):
+        target = target_of(dst, to)
+    elif dst.endswith(".safetensors"):
+        target = structure_of(a, src).smallest() if to == "auto" else a.name if to == "keep" else to
+    else:
+        raise UsageError(
+            f"a matrix becomes one file: expected DST to end in .safetensors, .npz, .mtx or .smtx, got {dst!r}"
+        )
     converted = convert(a, target)
-    name = os.path.splitext(os.path.basename(src))[0]
-    if not dry_run:
+    if dry_run:
+        pass
+    elif is_matrix(dst):
+        dtype = write_matrix(dst, converted, target, pattern_only=values == "ones", overwrite=force)
+        if dtype not in (converted.dtype.name, "pattern"):
+            was = converted.dtype.name
+            text = f"{was} became {dtype}, which holds the same values: a matrix file has no {was}"
+            notes().print(text, style="yellow")
+    else:
         write = save_dense if to == "dense" else save
         write(dst, {name: converted}, overwrite=force)
     if as_json:
@@ -198,6 +243,6 @@ def _matrix(
         )
     else:
         console().print(
-            f"{cell(name)}: csr {size(a.nbytes)} -> {target} {size(converted.nbytes)}"
+            f"{cell(name)}: {a.name} {size(a.nbytes)} -> {target} {size(converted.nbytes)}"
             + ("" if dry_run else f" in {dst}")
         )

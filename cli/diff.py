@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import typer
 
-from .options import Json
+from .options import Json, Src
 from .output import console, print_json
 
 EPILOG = "spformat diff ./model ./dense   (exit 0: the same values, 1: they differ)"
 
 
 def run(
-    a: str = typer.Argument(help="A .safetensors file or a folder."),
+    a: Src,
     b: str = typer.Argument(help="The other one."),
     provenance: bool = typer.Option(
         False, help="Also: is one of them the very input, byte for byte, that the manifest of the other names?"

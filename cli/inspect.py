@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .options import Include, Json, SrcOrMatrix, is_matrix
+from .options import Include, Json, Src
 from .output import cell, console, notes, print_json, progress, size, table
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ EPILOG = "spformat inspect ./model   |   spformat inspect w.safetensors --long -
 
 
 def run(
-    src: SrcOrMatrix,
+    src: Src,
     include: Include = None,
     long: bool = typer.Option(False, "--long", "-l", help="Rows by length and the bytes in every format, per tensor."),
     as_json: Json = False,
@@ -55,12 +55,7 @@ def _structures(src: str, include: list[str] | None, quiet: bool) -> Any:
     from spformat.checkpoint.recipe import included
     from spformat.checkpoint.source import open_source
     from spformat.formats.base import Format
-    from spformat.interop.matrices import read_matrix
 
-    if is_matrix(src):
-        a = read_matrix(src)
-        yield src, "csr", a.shape, a.dtype.name, a.nbytes, structure_of(a, src), a.stored_zeros
-        return
     source = open_source(src)
     names = included(source.records, include)
     total = sum(source.records[n][2] for n in names)

@@ -9,10 +9,7 @@ import typer
 if TYPE_CHECKING:
     from spformat.checkpoint import Recipe
 
-Src = Annotated[str, typer.Argument(help="A .safetensors file, or a folder of them (Hugging Face or packed).")]
-SrcOrMatrix = Annotated[
-    str, typer.Argument(help="A .safetensors file, a folder of them, or a .smtx, .mtx or .npz matrix.")
-]
+Src = Annotated[str, typer.Argument(help="A .safetensors file, a folder of them, or a .smtx, .mtx or .npz matrix.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout; errors as JSON on stderr.")]
 To = Annotated[
     str, typer.Option("--to", help="Target: auto, dense, keep, or a format with params: bsr:blocksize=16x16.")
@@ -31,11 +28,6 @@ NonFinite = Annotated[
     str, typer.Option("--nonfinite", help="With --prune, NaN and infinities: 'refuse', or 'keep' them as the largest.")
 ]
 Misfit = Annotated[str, typer.Option(help="A tensor its target cannot hold: 'refuse' the run, or 'keep' it as it is.")]
-
-
-def is_matrix(src: str) -> bool:
-    """Whether SRC names a file with one matrix, not a checkpoint."""
-    return src.lower().endswith((".smtx", ".mtx", ".npz"))
 
 
 _UNITS = {

@@ -191,17 +191,6 @@ def test_json_keeps_exit_codes(tmp_path: Path, graph: Path) -> None:
     assert spformat("inspect", DIGITS, "--json").returncode == 0
 
 
-def test_verbs_that_read_no_matrix_files_say_how_to_make_one(graph: Path, tmp_path: Path) -> None:
-    for content, name in ((b"%%MatrixMarket matrix coordinate real general\n1 1 1\n1 1 1\n", "a.mtx"), (None, "g.npz")):
-        path = graph / name
-        if content:
-            path.write_bytes(content)
-        for verb in ("plan", "validate", "explain"):
-            r = spformat(verb, path)
-            assert r.returncode == 65
-            assert "spformat convert" in r.stderr
-
-
 def test_a_graph_too_large_when_dense(graph: Path, tmp_path: Path) -> None:
     path, packed = graph / "g.safetensors", tmp_path / "ell.safetensors"
     (foreseen,) = foresee_checkpoint(path, Recipe(to="ell-buckets"))

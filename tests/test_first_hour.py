@@ -10,12 +10,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import scipy.sparse as sp
 from safetensors import safe_open
 from safetensors.numpy import save_file
+from scipy.io import mmread
 from test_checkpoint import tree
 from test_cli import DIGITS, SHARDED, spformat
 
 import spformat as sf
+from spformat.interop.smtx import read_smtx
 
 
 def two_four(rows: int, cols: int, dtype: Any = ml_dtypes.bfloat16, seed: int = 0) -> np.ndarray[Any, Any]:
@@ -95,3 +98,80 @@ def test_metadata_of_files_goes_to_packed_to_dense_and_back(tmp_path: Path) -> N
     assert "'format'" not in out, "every dense checkpoint that is written has one"
     tree_ = json.loads(run("diff", "one.safetensors", "two.safetensors", "--json", code=1))
     assert (tree_["equal"], tree_["compared"], len(tree_["differences"])) == (False, 2, 2)
+
+
+# --- files with one matrix
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Path:
+    """A file with one matrix and a bias."""
+    w = two_four(32, 64)
+    save_file({"layer.weight": w, "layer.bias": np.ones(32, np.float32)}, tmp_path / "m.safetensors")
+    return tmp_path / "m.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [("back.npz", "csr"), ("back.npz", "bsr:blocksize=16x16"), ("back.mtx", "auto"), ("back.mtx", "dense")],
+)
+def test_one_matrix_goes_into_a_matrix_file_and_back(one: Path, name: str, to: str) -> None:
+    with sf.safe_open(one) as f:
+        w = f.array("layer.weight").astype(np.float64)
+    r = spformat("convert", one.name, name, "--to", to, cwd=one.parent)
+    assert r.returncode == 0, r.stderr
+    assert "bfloat16 became float32, which holds the same values" in r.stderr
+    assert (one.parent / name).is_file()
+    read = sp.load_npz(one.parent / name).toarray() if name.endswith(".npz") else mmread(one.parent / name)
+    np.testing.assert_array_equal(read if isinstance(read, np.ndarray) else read.toarray(), w)
+    r = spformat("convert", name, "again.safetensors", "--to", "csr", "--dtype", "bfloat16", cwd=one.parent)
+    assert r.returncode == 0, r.stderr
+    np.testing.assert_array_equal(sf.load(one.parent / "again.safetensors")["back"].to_dense().astype(np.float64), w)
+    assert spformat("convert", one.name, name, "--to", to, cwd=one.parent).returncode == 73
+    assert spformat("convert", one.name, name, "--to", to, "--force", cwd=one.parent).returncode == 0
+
+
+def test_a_pattern_file_is_asked_for(one: Path) -> None:
+    r = spformat("convert", one, one.parent / "p.smtx")
+    assert (r.returncode, "--values ones" in r.stderr) == (2, True), r.stderr
+    assert spformat("convert", one, one.parent / "p.smtx", "--values", "ones").returncode == 0
+    with sf.safe_open(one) as f:
+        pattern = f.array("layer.weight") != 0
+    assert (read_smtx(one.parent / "p.smtx").to_dense() != 0).tolist() == pattern.tolist()
+
+
+def test_what_a_matrix_file_cannot_hold_is_refused_with_the_reason(model: Path) -> None:
+    before = tree(model.parent)
+    for args, text in (
+        (["model", "back.npz", "--to", "csr"], "holds one matrix, got 16"),
+        (["model", "back.npz", "--include", "*.q_proj.weight"], "choose one with --include NAME"),
+        (
+            ["model", "back.npz", "--include", "model.layers.0.self_attn.q_proj.weight", "--to", "two-four"],
+            "holds csr or bsr",
+        ),
+        (["model", "back.mtx", "--part", "1/2"], "--part is for checkpoints, and back.mtx is a matrix file"),
+    ):
+        r = spformat("convert", *args, cwd=model.parent)
+        assert (r.returncode, text in r.stderr) == (2, True), r.stderr
+    assert tree(model.parent) == before
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert spformat("convert", "model", "q.npz", "--include", name, cwd=model.parent).returncode == 0
+
+
+def test_every_verb_takes_a_matrix_file(one: Path) -> None:
+    assert spformat("convert", "m.safetensors", "m.npz", "--to", "csr", cwd=one.parent).returncode == 0
+
+    def run(*args: str, code: int = 0) -> str:
+        r = spformat(*args, cwd=one.parent)
+        assert r.returncode == code, r.stdout + r.stderr
+        return r.stdout
+
+    assert json.loads(run("plan", "m.npz", "--to", "bitmask", "--json"))["tensors"][0]["target"] == "bitmask"
+    assert "1 checked, sound" in run("validate", "m.npz")
+    assert "1 checked, sound" in run("validate", "m.npz", "--expect", "bitmask")
+    assert "cpu." in run("explain", "m.npz", "-n", "16")
+    assert json.loads(run("inspect", "m.npz", "--json"))["tensors"][0]["name"] == "m"
+    run("convert", "m.npz", "w.safetensors", "--to", "bitmask")
+    assert "1 of 1 tensors hold the same values" in run("diff", "m.npz", "w.safetensors")
+    assert "32 of 2048" not in run("diff", "w.safetensors", "m.npz")
+    run("validate", "nothing.npz", code=66)

@@ -133,6 +133,10 @@ def convert_checkpoint(
         left = tuple(sorted({*report.left_behind, *here.left_behind}))
         return replace(report, path=os.fspath(dst), left_behind=left)
     source = open_source(src)
+    if source.matrix is not None:
+        raise UsageError(
+            "a file with one matrix: read it with spformat.open, and save the converted one", path=source.path
+        )
     plans = plan_tensors(source, recipe)
     target = os.fspath(dst)
     to_device(np.zeros(1, np.uint8), device)  # DeviceUnavailable now, before anything is written

@@ -31,6 +31,7 @@ from ..storage.stheader import strict_json
 from ..storage.tensorfile import TensorFile
 from .layouts import CONFIG, NEUTRAL, config_for
 from .manifest import JOURNAL_GLOB, MANIFEST, check_index_keys, is_finished, read_manifest
+from .matrix_file import MatrixFile, is_matrix
 from .packed import Packed, UnpackedFile, config_when_dense, unpacked
 
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -72,9 +73,13 @@ class Source:
     """Tensors that compressed-tensors packed, by the name of the dense tensor that ``records`` and ``open`` present."""
     identities: dict[str, Identity] = field(default_factory=dict)
     """Shard -> which file it was when the headers were read."""
+    matrix: MatrixFile | None = None
+    """The matrix of a .npz, .mtx or .smtx file: it can be looked at, and ``convert_checkpoint`` does not take it."""
 
     def open(self, shard: str) -> TensorFile:
         """Open one shard."""
+        if self.matrix is not None:
+            return cast(TensorFile, self.matrix)
         f, groups = self._file(shard), self.packed_in(shard)
         return cast(TensorFile, UnpackedFile(f, groups, self._file)) if groups else f
 
@@ -115,8 +120,9 @@ class Source:
 
 
 def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
-    """Read the headers of a checkpoint. ``follow``: folders that symlinked shards may point into (default: the
-    ``link_roots`` of the limits in force).
+    """Read the headers of a checkpoint, or a whole file with one matrix (.npz, .mtx, .smtx).
+
+    follow: folders that symlinked shards may point into (default: the ``link_roots`` of the limits in force).
 
     Raises InputError (missing, no safetensors inside), ContainerError (index and shards disagree, a tensor in
     two shards, an unfinished conversion), PathError (a shard name that leads outside).
@@ -130,6 +136,9 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
             hint = f"`spformat convert` takes a model of the Hugging Face hub as hf://{where}"
             raise InputError(f"cannot open the file: No such file or directory; {hint}", path=where)
         folder, name = os.path.split(os.path.abspath(where))
+        if is_matrix(where):
+            f = MatrixFile.open(where)
+            return Source(where, folder, (name,), {f.name: (name, f.info(f.name), f.nbytes(f.name))}, matrix=f)
         return _assemble(where, folder, (name,), {}, {}, (), follow)
     names = names_in(where)
     if not is_finished(where, filter(JOURNAL_GLOB.fullmatch, names)):
