@@ -175,3 +175,31 @@ def test_every_verb_takes_a_matrix_file(one: Path) -> None:
     assert "1 of 1 tensors hold the same values" in run("diff", "m.npz", "w.safetensors")
     assert "32 of 2048" not in run("diff", "w.safetensors", "m.npz")
     run("validate", "nothing.npz", code=66)
+
+
+# --- names
+
+
+def test_a_tensor_without_a_name_goes_through_every_verb(tmp_path: Path) -> None:
+    w = two_four(32, 64)
+    save_file({"": w, "b": np.ones(3, np.float32)}, tmp_path / "m.safetensors")
+
+    def run(*args: str) -> str:
+        r = spformat(*args, cwd=tmp_path)
+        assert r.returncode == 0, r.stdout + r.stderr
+        return r.stdout
+
+    run("inspect", "m.safetensors")
+    run("plan", "m.safetensors")
+    run("convert", "m.safetensors", "packed", "--to", "two-four")
+    run("validate", "packed")
+    run("convert", "m.safetensors", "again", "--to", "csr", "--part", "1/2")
+    run("convert", "m.safetensors", "again", "--to", "csr", "--part", "2/2")
+    run("merge", "again")
+    run("convert", "packed", "dense", "--to", "dense")
+    assert "2 of 2 tensors" in run("diff", "m.safetensors", "dense")
+    assert "2 of 2 tensors" in run("diff", "again", "dense")
+    with safe_open(tmp_path / "dense" / "model.safetensors", "np") as f:
+        assert set(f.keys()) == {"", "b"}
+    with sf.safe_open(tmp_path / "packed" / "spformat-00001-of-00001.safetensors") as f:
+        assert isinstance(f[""], sf.TwoFour)

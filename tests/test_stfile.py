@@ -335,7 +335,7 @@ def test_wrong_use_of_the_writer_publishes_nothing(tmp_path: Path, case: str) ->
 @pytest.mark.parametrize(
     ("specs", "error"),
     [
-        ([("", "F32", (1,))], UsageError), ([("a\0", "F32", (1,))], UsageError), ([("a", "F32", (1,) * 9)], UsageError),
+        ([("a\0", "F32", (1,))], UsageError), ([("a", "F32", (1,) * 9)], UsageError),
         ([("a", "F32", (-1,))], UsageError), ([("a", "F4", (2,))], UsageError), ([("\ud800", "F32", (1,))], UsageError),
         ([("a", "F32", (1,)), ("a", "F32", (1,))], UsageError), ([("a", "F32", (0, 2**48))], UsageError),
         ([("x" * 2000, "F32", (1,))], LimitError),

@@ -59,11 +59,11 @@ class TensorOutcome:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON types, without those that are empty. 0 nonzeros and 0 bytes are known values, not missing
-        ones, and stay."""
+        ones, and stay, as does an empty name."""
         tree = {
             k: v for k, v in self.__dict__.items() if v not in (None, "", 0, False) or (v == 0 and k in _KNOWN_ZEROS)
         }
-        return tree | {"shape": list(self.shape)}
+        return {"name": self.name, **tree, "shape": list(self.shape)}
 
 
 _KNOWN_ZEROS = ("nnz", "bytes_in", "bytes_out")

@@ -25,7 +25,7 @@ stored as a plain array, and read back as a numpy array."""
 
 def outline(name: str, x: Tensor) -> Record:
     """The record of a tensor, which a file needs before its first byte is written."""
-    if type(name) is not str or not name:
+    if type(name) is not str:
         raise UsageError(f"tensor name: expected text, got {name!r:.80}")
     if name == METADATA:
         raise UsageError(f"tensor name: '{METADATA}' is taken by the header of the file; rename the tensor")

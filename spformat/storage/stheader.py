@@ -250,7 +250,7 @@ def _metadata(tree: Any) -> dict[str, str]:
 
 def _entry(name: str, fields: Any, oddities: list[str]) -> Entry:
     _text(name, "tensor name")
-    if not name or "\0" in name:
+    if "\0" in name:  # an empty name is legal, and the official writer takes it
         raise ContainerError(f"tensor name: expected text without NUL, got '{printable(name)}'", tensor=name)
     limits.check("name_bytes", len(name.encode("utf-8")), f"tensor name '{printable(name, 40)}', bytes")
     if type(fields) is not dict:
