@@ -62,7 +62,7 @@ def run(
     prune: Prune = "",
     sparsity: Sparsity = None,
     nonfinite: NonFinite = "refuse",
-    misfit: Misfit = "refuse",
+    misfit: Misfit = "error",
     in_place: bool = typer.Option(False, "--in-place", help="Allow DST to be SRC, one file; replaced at the end."),
     sort: bool = typer.Option(False, help="Sort the columns of CSR rows that a file holds out of order."),
     force: bool = typer.Option(False, "--force", "-f", help="Replace what DST holds, file by file, at each rename."),

@@ -27,7 +27,14 @@ Sparsity = Annotated[float | None, typer.Option(help="With --prune: share of val
 NonFinite = Annotated[
     str, typer.Option("--nonfinite", help="With --prune, NaN and infinities: 'refuse', or 'keep' them as the largest.")
 ]
-Misfit = Annotated[str, typer.Option(help="A tensor its target cannot hold: 'refuse' the run, or 'keep' it as it is.")]
+Misfit = Annotated[
+    str,
+    str,
+    typer.Option(
+        metavar="error|keep|FORMAT",
+        help="A tensor its target cannot hold: end with an 'error', 'keep' it as it is, or give it this FORMAT.",
+    ),
+]
 
 
 _UNITS = {

@@ -206,7 +206,10 @@ def report(error: Exception, as_json: bool) -> int:
     else:
         notes().print(f"error: {error}", soft_wrap=True, style="red")
         if error.exit_code == 3:
-            text = "hint: --misfit keep leaves such tensors as they are; --exclude or --rule choose per tensor"
+            text = (
+                "hint: --misfit keep leaves such tensors as they are, --misfit bitmask gives them that format; "
+                "--exclude or --rule choose per tensor"
+            )
             notes().print(text, style="dim")
         if error.exit_code == 70 and not os.environ.get("SPFORMAT_DEBUG"):
             notes().print("set SPFORMAT_DEBUG=1 for the traceback", style="dim")

@@ -22,7 +22,7 @@ def run(
     prune: Prune = "",
     sparsity: Sparsity = None,
     nonfinite: NonFinite = "refuse",
-    misfit: Misfit = "refuse",
+    misfit: Misfit = "error",
     fail_if_larger: bool = typer.Option(False, help="Exit 1 when a tensor would become larger than dense."),
     as_json: Json = False,
 ) -> None:
@@ -86,5 +86,5 @@ def show(outcomes: Any, as_json: bool, **extra: Any) -> None:
     failed = [o for o in outcomes if o.error]
     if failed:
         notes().print(
-            f"{len(failed)} tensor(s) do not fit: exclude them, use --misfit keep, or --prune magnitude", style="red"
+            f"{len(failed)} tensor(s) do not fit: --misfit keep or --misfit bitmask goes on without them", style="red"
         )

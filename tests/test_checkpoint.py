@@ -166,7 +166,7 @@ def test_rules_last_match_wins(tmp_path: Path) -> None:
         ({"include": ("re:(",)}, "pattern 're:\\('"),
         ({"prune": "random"}, "prune: expected 'magnitude'"),
         ({"sparsity": 1.5}, "sparsity: expected a share"),
-        ({"misfit": "drop"}, "misfit: expected 'refuse' or 'keep'"),
+        ({"misfit": "drop"}, "misfit: expected 'error', 'keep' or a format"),
     ],
 )
 def test_recipes_that_make_no_sense(options: dict[str, Any], message: str) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from safetensors.numpy import save_file
 from scipy.io import mmread
 from test_checkpoint import tree
 from test_cli import DIGITS, SHARDED, spformat
+from test_docs import DOCS
 
 import spformat as sf
 from spformat.interop.smtx import read_smtx
@@ -203,3 +207,79 @@ def test_a_tensor_without_a_name_goes_through_every_verb(tmp_path: Path) -> None
         assert set(f.keys()) == {"", "b"}
     with sf.safe_open(tmp_path / "packed" / "spformat-00001-of-00001.safetensors") as f:
         assert isinstance(f[""], sf.TwoFour)
+
+
+# --- job arrays
+
+SBATCH = """#!/bin/bash
+# A batch system of one machine: runs --wrap at once, for each number of --array.
+first=1; last=1
+for arg in "$@"; do
+  case "$arg" in --array=*) range="${arg#--array=}"; first="${range%-*}"; last="${range#*-}";; esac
+done
+for i in $(seq "$first" "$last"); do SLURM_ARRAY_TASK_ID="$i" bash -c "${@: -1}" >&2 || exit 1; done
+echo 1234
+"""
+COMMAND = f'#!/bin/sh\nexec "{sys.executable}" -c "from spformat_cli.main import main; main()" "$@"\n'
+
+
+def llama(folder: Path) -> Path:
+    """A pruned model as people have them: 2:4 projections, an embedding and a head that were not pruned."""
+    folder.mkdir()
+    dense = np.random.default_rng(0).standard_normal((64, 32)).astype(ml_dtypes.bfloat16)
+    for i in (1, 2):
+        tensors = {f"model.layers.{i}.self_attn.{p}_proj.weight": two_four(32, 32, seed=i) for p in "qkvo"}
+        tensors |= {f"model.layers.{i}.input_layernorm.weight": np.ones(32, ml_dtypes.bfloat16)}
+        tensors |= {"model.embed_tokens.weight": dense} if i == 1 else {"lm_head.weight": dense}
+        save_file(tensors, folder / f"model-{i:05}-of-00002.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_the_job_array_of_the_page_runs_as_written(tmp_path: Path) -> None:
+    src = llama(tmp_path / "model")
+    for name, text in (("sbatch", SBATCH), ("spformat", COMMAND)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SRC": str(src), "DST": str(tmp_path / "out")}
+    page = (DOCS / "large-checkpoints.md").read_text()
+    script = page.partition("## Job arrays")[2].partition("```sh\n")[2].partition("```")[0].replace("64", "3")
+    r = subprocess.run(["bash", "-ec", script], env=env, capture_output=True, text=True, timeout=200)
+    assert r.returncode == 0, r.stderr
+    manifest = json.loads((tmp_path / "out" / "spformat.json").read_text())
+    formats = {name: t["format"] for name, t in manifest["tensors"].items()}
+    assert formats["model.layers.2.self_attn.q_proj.weight"] == "two-four"
+    assert formats["model.embed_tokens.weight"] == formats["lm_head.weight"] == "plain"
+    assert spformat("diff", src, tmp_path / "out").returncode == 0
+
+
+def test_parts_without_the_flag_name_it_and_with_it_go_on(tmp_path: Path) -> None:
+    src = llama(tmp_path / "model")
+    # as typed in the story: stops at the embedding, and says what to type
+    r = spformat("convert", src, tmp_path / "out", "--to", "two-four", "--part", "1/2", "--resume")
+    assert (r.returncode, "embed_tokens" in r.stderr, "--misfit keep" in r.stderr) == (3, True, True), r.stderr
+    flags = ["--to", "two-four", "--misfit", "bitmask", "--resume"]
+    assert spformat("convert", src, tmp_path / "out", *flags, "--part", "1/2").returncode == 0
+    # another part with other options is refused at once, not at the merge
+    r = spformat("convert", src, tmp_path / "out", "--to", "two-four", "--misfit", "keep", "--part", "2/2", "--resume")
+    assert r.returncode == 73, r.stderr
+    assert "part 1/2 in this folder has other options (misfit: 'keep' here, 'bitmask' there)" in r.stderr
+    assert not (tmp_path / "out" / "spformat.partial-2-of-2.json").exists()
+    # and any machine finishes the rest
+    r = spformat("convert", src, tmp_path / "out", *flags)
+    assert r.returncode == 0, r.stderr
+    assert spformat("convert", src, tmp_path / "once", *flags).returncode == 0
+    assert tree(tmp_path / "out") == tree(tmp_path / "once")
+    manifest = json.loads((tmp_path / "out" / "spformat.json").read_text())
+    assert manifest["tensors"]["model.embed_tokens.weight"]["format"] == "bitmask"
+    planned = json.loads(spformat("plan", src, "--to", "two-four", "--misfit", "bitmask", "--json").stdout)
+    assert {t["name"]: t.get("bytes_out") for t in planned["tensors"]} == {
+        name: t["bytes_out"] for name, t in manifest["tensors"].items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [("drop", "expected 'error', 'keep' or a format"), ("bsr:x=1", "'bsr:x=1'")]
+)
+def test_a_misfit_that_is_no_format(value: str, text: str) -> None:
+    r = spformat("plan", DIGITS, "--misfit", value)
+    assert (r.returncode, text in r.stderr) == (2, True), r.stderr

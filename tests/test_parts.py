@@ -168,11 +168,15 @@ def test_merge_names_what_is_missing(tmp_path: Path) -> None:
 def test_parts_of_different_conversions_do_not_mix(tmp_path: Path) -> None:
     out = tmp_path / "out"
     convert_checkpoint(SHARDED, out, "csr", part="1/2")
-    convert_checkpoint(SHARDED, out, "bitmask", part="2/2")
-    with pytest.raises(sf.errors.ContainerError, match="parts of different conversions"):
-        merge_parts(out)
+    with pytest.raises(sf.errors.OutputError, match=r"part 1/2 .* other options \(to: 'bitmask' here, 'csr' there\)"):
+        convert_checkpoint(SHARDED, out, "bitmask", part="2/2")
+    with pytest.raises(sf.errors.OutputError, match="part 1/2 in this folder is one of 2, and 2/3 is not"):
+        convert_checkpoint(SHARDED, out, "csr", part="2/3")
     with pytest.raises(sf.errors.OutputError, match=r"spformat.partial-1-of-2.json already; use --resume"):
         convert_checkpoint(SHARDED, out, "csr", part="1/2")
+    convert_checkpoint(SHARDED, out, "bitmask", part="2/2", force=True)
+    with pytest.raises(sf.errors.ContainerError, match="parts of different conversions"):
+        merge_parts(out)
     with pytest.raises(sf.errors.OutputError, match="--resume"):  # a run without parts, over parts
         convert_checkpoint(SHARDED, out, "csr")
     thirds, journal = tmp_path / "thirds", "spformat.partial-2-of-3.json"

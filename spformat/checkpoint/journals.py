@@ -6,13 +6,14 @@ writes no other.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from ..errors import ContainerError, InputError, UsageError
+from ..errors import ContainerError, InputError, OutputError, UsageError, printable
 from ..storage.files import Path, is_file, names_in, remove, sha256_of, size_of
 from .conversion import Conversion
 from .manifest import JOURNAL, JOURNAL_GLOB, MANIFEST, manifest_sha256, read_journal, write_journal
@@ -125,6 +126,24 @@ def _is_target(text: str) -> bool:
     except UsageError:
         return False
     return True
+
+
+def refuse_other_parts(c: Conversion, part: Part, names: Iterable[str]) -> None:
+    """OutputError if a part in the folder has another recipe or source, or divides the conversion otherwise."""
+    for name in names:
+        tree = read_journal(os.path.join(c.folder, name))
+        if "part" not in tree:
+            continue
+        if tree["plan"] == c.identity:
+            if _part(tree, name).of == part.of:
+                continue
+            message = f"part {_part(tree, name)} in this folder is one of {_part(tree, name).of}, and {part} is not"
+            raise OutputError(f"{message}: start all parts again with --force", path=c.folder)
+        theirs, ours = dict(tree.get("recipe") or {}), json.loads(json.dumps(asdict(c.recipe)))
+        other = [f"{k}: {ours[k]!r} here, {theirs.get(k)!r} there" for k in ours if ours[k] != theirs.get(k)]
+        what = f"other options ({'; '.join(other)})" if other else f"another source, {tree.get('source')}"
+        message = f"part {_part(tree, name)} in this folder has {printable(what)}"
+        raise OutputError(f"{message}: repeat its options, or start all parts again with --force", path=c.folder)
 
 
 def parts_of(c: Conversion, names: Iterable[str]) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..arrays.dtypes import VALUE_TYPES
@@ -15,6 +15,8 @@ from ..formats import parse_spec
 AUTO = "auto"
 KEEP = "keep"
 """Targets that are no format ids. "auto": the smallest exact format. "keep": leave the tensor as it is."""
+ERROR = "error"
+"""As ``Recipe.misfit``: a tensor that its target cannot hold ends the run."""
 
 
 def matcher(pattern: str) -> re.Pattern[str]:
@@ -94,8 +96,9 @@ class Recipe:
     sparsity: float | None = None
     nonfinite: str = "refuse"
     """With prune, NaN and infinities: "refuse" the tensor, or "keep" them as if they were the largest values."""
-    misfit: str = "refuse"
-    """What to do with a tensor its target cannot hold exactly: "refuse" the whole run, or "keep" it as it is."""
+    misfit: str = "error"
+    """What to do with a tensor its target cannot hold exactly: end the run with an "error", "keep" the tensor as it is,
+    or convert it to another target, named here ("bitmask", "auto", ..)."""
 
     def __post_init__(self) -> None:
         check_target(self.to)
@@ -109,8 +112,18 @@ class Recipe:
             raise UsageError("sparsity: expected prune='magnitude' (--prune magnitude) with it; nothing else prunes")
         if self.nonfinite not in ("refuse", "keep"):
             raise UsageError(f"nonfinite: expected 'refuse' or 'keep', got {self.nonfinite!r}")
-        if self.misfit not in ("refuse", "keep"):
-            raise UsageError(f"misfit: expected 'refuse' or 'keep', got {self.misfit!r}")
+        if self.misfit not in (ERROR, KEEP):
+            try:
+                check_target(self.misfit)
+            except UsageError as e:
+                e.message = f"misfit: expected 'error', 'keep' or a format, got {self.misfit!r}: {e.message}"
+                raise
+            if self.prune:
+                raise UsageError(f"misfit: expected 'error' or 'keep' beside prune, got {self.misfit!r}")
+
+    def without_misfit(self) -> Recipe:
+        """The recipe for a tensor that already goes to the other target, which has to hold it."""
+        return replace(self, misfit=ERROR)
 
     @classmethod
     def from_json(cls, tree: Any, path: str = "") -> Recipe:

@@ -27,7 +27,7 @@ from ..preprocess.structure import count_nonzeros
 from ..storage.descriptor import Record
 from ..storage.filewriter import FileWriter
 from ..storage.tensorfile import TensorFile
-from .recipe import AUTO, KEEP, Recipe
+from .recipe import AUTO, ERROR, KEEP, Recipe
 from .tensor_plans import TensorPlan
 
 CHUNK_BYTES = 8 << 20
@@ -142,7 +142,7 @@ class ChunkPlan:
 def plan_chunks(plan: TensorPlan, recipe: Recipe) -> ChunkPlan | None:
     """The row chunks of a tensor; None where the tensor, its target or the recipe needs the whole matrix at once."""
     r = plan.record
-    if plan.target in (KEEP, AUTO) or r.format is not None or recipe.prune or recipe.misfit == "keep":
+    if plan.target in (KEEP, AUTO) or r.format is not None or recipe.prune or recipe.misfit != ERROR:
         return None
     if len(plan.shape) != 2 or 0 in plan.shape:
         return None

@@ -172,6 +172,8 @@ def _to_folder(
     with folder.locked(c.folder, part):
         there = journals.listed(c.folder)
         own = journals.journal_name(part)
+        if part is not None and not force:
+            journals.refuse_other_parts(c, part, [name for name in there if name != own])
         going_on = resume and (own in there if part else bool(there))
         known = journals.entries_of(c, [own] if part else there) if going_on else {}
         file_plans = _file_plans(c, part, workers, there if going_on else [])

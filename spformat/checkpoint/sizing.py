@@ -25,10 +25,10 @@ from ..storage.descriptor import Record
 from ..storage.filewriter import outline
 from ..storage.stwriter import code_of
 from ..storage.tensorfile import TensorFile
-from .recipe import AUTO, KEEP, Recipe
+from .recipe import AUTO, ERROR, KEEP, Recipe
 from .row_chunks import ChunkEncoder, ChunkPlan, Team, count_chunks, record_of
 from .shard_input import ShardTask, one_ahead
-from .tensor_plans import TensorOutcome, TensorPlan, dense_of, kept, resolve_target
+from .tensor_plans import TensorOutcome, TensorPlan, dense_of, kept, misfit_plan, resolve_target
 
 _MOST_IN_MEMORY = 128 << 20
 """Bytes of converted tensors that stay in memory between the sizing and the writing pass."""
@@ -140,15 +140,18 @@ def _size_tensor(task: ShardTask, plan: TensorPlan, room: int, values: Any) -> S
         if dense is not None and not now and len(params) == len(fmt.declared_params()):
             specs = fmt.array_specs((dense.shape[0], dense.shape[1]), dense.dtype, nnz, params)
         matrix = None if specs is not None else convert(x, fmt, **given)
+        if specs is not None and task.recipe.misfit != ERROR:
+            fmt.from_dense(dense, **params)  # only to learn whether the tensor fits
     except StructureError as e:
-        return SizedTensor(
-            plan, _misfit(e.at(path=task.f.path, tensor=plan.name), base, task.recipe), _kept_record(plan)
-        )
+        if task.recipe.misfit == ERROR:
+            raise e.at(path=task.f.path, tensor=plan.name) from None
+        if task.recipe.misfit == KEEP:
+            return SizedTensor(plan, replace(base, why=f"kept: {e.message}"), _kept_record(plan))
+        again = replace(task, recipe=task.recipe.without_misfit())
+        return _size_tensor(again, misfit_plan(plan, e, task.recipe), room, x)
     if specs is not None:
         arrays = {k: (code_of(dtype), shape) for k, (dtype, shape) in specs.items()}
         record = Record(plan.name, fmt, plan.shape, plan.record.dtype, arrays, params)
-        if task.recipe.misfit == "keep" and not _fits(dense, fmt, params):
-            return SizedTensor(plan, replace(base, why="kept: the target cannot hold it"), _kept_record(plan))
     else:
         assert matrix is not None
         record = outline(plan.name, matrix)
@@ -187,23 +190,9 @@ def _parsed(target: str) -> tuple[type[Format], dict[str, Any]]:
     return fmt, fmt.resolve_params(given)
 
 
-def _fits(x: Any, fmt: type[Format], params: dict[str, Any]) -> bool:
-    try:
-        fmt.from_dense(x, **params)
-    except StructureError:
-        return False
-    return True
-
-
-def _misfit(e: Exception, base: TensorOutcome, recipe: Recipe) -> TensorOutcome:
-    if recipe.misfit != "keep":
-        raise e
-    return replace(base, why=f"kept: {getattr(e, 'message', e)}")
-
-
 def _must_be_read(plan: TensorPlan, recipe: Recipe) -> bool:
     """Whether the sizes of the output depend on the values."""
-    return plan.target != KEEP and (recipe.misfit == "keep" or _record_of_header(plan) is None)
+    return plan.target != KEEP and (recipe.misfit != ERROR or _record_of_header(plan) is None)
 
 
 def _kept_record(plan: TensorPlan) -> Record:

@@ -16,7 +16,7 @@ from ..limits import product
 from ..preprocess import masks
 from ..preprocess.structure import Structure, analyse
 from ..storage.descriptor import Record
-from .recipe import AUTO, KEEP, Recipe, require_match
+from .recipe import AUTO, ERROR, KEEP, Recipe, require_match
 from .source import Source
 
 
@@ -142,10 +142,18 @@ def foresee(plan: TensorPlan, x: Format | np.ndarray[Any, Any] | None, recipe: R
             target = resolve_target(plan, x, structure)
             size = _exact_size(structure, target, x)
     except StructureError as e:
-        if recipe.misfit == "keep":
+        if recipe.misfit == KEEP:
             return replace(base, why=f"kept: {e.message}")
-        return replace(base, target=plan.target, bytes_out=None, error=e.message)
+        if recipe.misfit == ERROR:
+            return replace(base, target=plan.target, bytes_out=None, error=e.message)
+        other = misfit_plan(plan, e, recipe)
+        return foresee(other, dense_of(x) if other.target == AUTO else x, recipe.without_misfit())
     return replace(base, target=target, bytes_out=size, larger_than_dense=size > dense)
+
+
+def misfit_plan(plan: TensorPlan, e: StructureError, recipe: Recipe) -> TensorPlan:
+    """The plan of a tensor that its target cannot hold, for the reason ``e``: it goes to the target for misfits."""
+    return replace(plan, target=recipe.misfit, why=f"not {plan.target}: {e.message}")
 
 
 def _exact_size(s: Structure, target: str, x: np.ndarray[Any, Any]) -> int:
