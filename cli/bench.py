@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from .inspect import structure_of
 from .options import Include, Json, Src
 from .output import cell, console, notes, print_json, table
 
@@ -20,7 +21,7 @@ def run(
     to: str = typer.Option(
         "",
         "--to",
-        help="Convert each matrix to this format first (default: as stored). "
+        help="Convert each matrix to this format first. Default: as stored; a dense one as `convert --to auto` would. "
         "With --calibrate: only these formats, comma-separated.",
     ),
     include: Include = None,
@@ -42,6 +43,7 @@ def run(
 ) -> None:
     """Time A @ B for matrices of SRC: correctness first, alternating runs, cold and hot caches, medians."""
     from spformat import backends
+    from spformat.errors import DeviceUnavailable
     from spformat.formats.convert import convert
     from spformat.measure import bench, contenders
 
@@ -62,13 +64,19 @@ def run(
     widths = _widths(n)
     only = tuple(filter(None, backend.split(",")))
     for name in only:
-        backends.get(name)
+        if why := backends.get(name).missing():
+            raise DeviceUnavailable(f"--backend {name}: {'; '.join(why)}")
     rows: list[dict[str, Any]] = []
     t = table("tensor", "N", "contender", "cold us", "hot us", "host us", "TFLOP/s useful", "GB/s", "error", "note",
               right=("N", "cold us", "hot us", "host us", "TFLOP/s useful", "GB/s", "error"))  # fmt: skip
     environment = None
     for name, a in _matrices(src, include, limit):
-        fitted = (convert(a, to) if to else a).to(where)
+        target = to or ("auto" if a.name == "dense" else "")
+        if target == "auto":
+            target = structure_of(a, src, name).smallest()
+            what = "dense, and no format of it is smaller" if target == "dense" else f"as {target}"
+            notes().print(f"{cell(name)}: measured {what} (what `convert --to auto` makes of it)", soft_wrap=True)
+        fitted = (convert(a, target) if target else a).to(where)
         for width in widths:
             B = contenders.operand(fitted, width)
             environment = environment or bench.environment(B)
@@ -77,7 +85,7 @@ def run(
             out_dtype = "float32" if fitted.dtype.itemsize > 2 else fitted.dtype.name
             case = bench.Case(f"{name} N={width}", fitted, B, tuple(crowd), out_dtype, {"nnz": fitted.nnz})
             results = bench.compare(case, repeats)
-            rows += [row | {"tensor": name, "N": width} for row in bench.to_json(results)]
+            rows += [row | {"tensor": name, "N": width, "format": fitted.name} for row in bench.to_json(results)]
             for r in results:
                 t.add_row(name, str(width), r.name, *(_number(v) for v in (r.cold_us, r.hot_us, r.host_us)),
                           f"{r.useful_tflops:.3f}", f"{r.gbytes_per_s:.0f}", f"{r.error:.2f}", r.note,
@@ -87,7 +95,9 @@ def run(
         print_json({"environment": environment, "results": rows})
     else:
         console().print(t)
-        console().print("error: share of the bound for float32 sums, wrong above 1; only ratios within one run count")
+        console().print(
+            "The column error is a share of the bound for float32 sums, wrong above 1; only ratios of one run count."
+        )
     if plot:
         _plot(rows, plot)
 

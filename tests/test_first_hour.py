@@ -228,7 +228,7 @@ def llama(folder: Path) -> Path:
     folder.mkdir()
     dense = np.random.default_rng(0).standard_normal((64, 32)).astype(ml_dtypes.bfloat16)
     for i in (1, 2):
-        tensors = {f"model.layers.{i}.self_attn.{p}_proj.weight": two_four(32, 32, seed=i) for p in "qkvo"}
+        tensors = {f"model.layers.{i}.self_attn.{p}_proj.weight": two_four(64, 64, seed=i) for p in "qkvo"}
         tensors |= {f"model.layers.{i}.input_layernorm.weight": np.ones(32, ml_dtypes.bfloat16)}
         tensors |= {"model.embed_tokens.weight": dense} if i == 1 else {"lm_head.weight": dense}
         save_file(tensors, folder / f"model-{i:05}-of-00002.safetensors", {"format": "pt"})
@@ -283,3 +283,26 @@ def test_parts_without_the_flag_name_it_and_with_it_go_on(tmp_path: Path) -> Non
 def test_a_misfit_that_is_no_format(value: str, text: str) -> None:
     r = spformat("plan", DIGITS, "--misfit", value)
     assert (r.returncode, text in r.stderr) == (2, True), r.stderr
+
+
+# --- is it faster?
+
+
+def test_bench_of_a_dense_checkpoint_measures_what_auto_would_make(tmp_path: Path) -> None:
+    src = llama(tmp_path / "model")
+    flags = ["-n", "4", "--repeats", "1", "--limit", "2", "--device", "cpu"]
+    r = spformat("bench", src, "--include", "re:[qk]_proj", *flags)
+    assert r.returncode == 0, r.stderr
+    assert "q_proj.weight: measured as two-four (what `convert --to auto` makes of it)" in r.stderr
+    assert "q_proj.weight" in r.stdout
+    assert not any(line.startswith("error:") for line in r.stdout.splitlines())
+    r = spformat("bench", src, "--include", "lm_head.weight", "--to", "dense", "--json", *flags)
+    assert {row["format"] for row in json.loads(r.stdout)["results"]} == {"dense"}
+
+
+def test_bench_with_a_backend_that_cannot_run_fails_at_once(tmp_path: Path) -> None:
+    src = llama(tmp_path / "model")
+    r = spformat("bench", src, "-n", "1,16,256,4096", "--backend", "cuda,vendor", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert (r.returncode, r.stdout) == (69, ""), r.stdout
+    assert r.stderr.startswith("error: --backend cuda: ")
+    assert "measured" not in r.stderr
