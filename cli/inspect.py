@@ -107,6 +107,7 @@ def _facts(s: Structure) -> dict[str, Any]:
     return {
         "nnz": s.nnz,
         "density": round(s.density, 6),
+        "sparsity": round(1 - s.density, 6),
         "negative_zeros": s.negative_zeros,
         "two_four": {"fits": s.is_two_four, "bad_groups": s.bad_groups, "groups": s.groups},
         "n_m": list(tightest),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import typer
@@ -58,8 +59,15 @@ def show_report(report: Any, as_json: bool, path: str, **extra: Any) -> None:
 def show(outcomes: Any, as_json: bool, **extra: Any) -> None:
     """Print the table, or one JSON document."""
     before, after = sum(o.bytes_in for o in outcomes), sum(o.bytes_out or 0 for o in outcomes)
+    csr, dense = (sum(_bytes_in(o, name) for o in outcomes) for name in ("csr", "dense"))
     if as_json:
-        tree = {"bytes_in": before, "bytes_out": after, "tensors": [o.to_json() for o in outcomes]}
+        tree = {
+            "bytes_in": before,
+            "bytes_out": after,
+            "bytes_csr": csr,
+            "bytes_dense": dense,
+            "tensors": [o.to_json() for o in outcomes],
+        }
         print_json(tree | json.loads(json.dumps(extra)))
         return
     t = table("tensor", "shape", "dtype", "zeros", "target", "before", "after", "ratio", "note",
@@ -78,7 +86,8 @@ def show(outcomes: Any, as_json: bool, **extra: Any) -> None:
                   ratio, note.strip(), style=style)  # fmt: skip
     console().print(t)
     ratio = f" ({after / before:.2f}x)" if before else ""
-    console().print(f"{len(outcomes)} tensors: {size(before)} -> {size(after)}{ratio}")
+    others = f"csr would be {size(csr)}, dense {size(dense)}"
+    console().print(f"{len(outcomes)} tensors: {size(before)} -> {size(after)}{ratio}; {others}")
     larger = [o for o in outcomes if o.larger_than_dense]
     if larger:
         text = f"warning: {len(larger)} tensor(s) become larger than dense; --to auto picks the smallest exact format"
@@ -88,3 +97,14 @@ def show(outcomes: Any, as_json: bool, **extra: Any) -> None:
         notes().print(
             f"{len(failed)} tensor(s) do not fit: --misfit keep or --misfit bitmask goes on without them", style="red"
         )
+
+
+def _bytes_in(o: Any, target: str) -> int:
+    """Bytes of a tensor if it were stored in csr or dense; as it is now if it is not converted."""
+    from spformat.arrays.dtypes import value_type
+    from spformat.formats import by_name
+
+    if o.nnz is None:
+        return int(o.bytes_in)
+    specs = by_name(target).array_specs(o.shape, value_type(o.dtype).numpy, o.nnz, {}) or {}
+    return sum(math.prod(shape) * dtype.itemsize for dtype, shape in specs.values())

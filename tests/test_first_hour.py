@@ -306,3 +306,29 @@ def test_bench_with_a_backend_that_cannot_run_fails_at_once(tmp_path: Path) -> N
     assert (r.returncode, r.stdout) == (69, ""), r.stdout
     assert r.stderr.startswith("error: --backend cuda: ")
     assert "measured" not in r.stderr
+
+
+# --- how sparse, how large?
+
+
+def test_inspect_tells_the_sparsity(tmp_path: Path) -> None:
+    src = llama(tmp_path / "model")
+    rows = json.loads(spformat("inspect", src, "--json").stdout)["tensors"]
+    # jq '.tensors[] | select(.sparsity > .4) | .name'
+    sparse = {row["name"] for row in rows if (row.get("sparsity") or 0) > 0.4}
+    assert sparse == {f"model.layers.{i}.self_attn.{p}_proj.weight" for i in (1, 2) for p in "qkvo"}
+    assert {row["sparsity"] for row in rows if row["name"] in sparse} == {0.5}
+
+
+def test_plan_says_what_csr_and_dense_would_weigh(tmp_path: Path) -> None:
+    src = llama(tmp_path / "model")
+    tree_ = json.loads(spformat("plan", src, "--to", "auto", "--json").stdout)
+    assert tree_["bytes_dense"] == tree_["bytes_in"]
+    assert spformat("convert", src, tmp_path / "csr", "--to", "csr").returncode == 0
+    packed = json.loads((tmp_path / "csr" / "spformat.json").read_text())
+    assert tree_["bytes_csr"] == sum(t["bytes_out"] for t in packed["tensors"].values())
+    last = spformat("plan", src, "--to", "auto").stdout.splitlines()[-1]
+    size = tree_["bytes_csr"] / 1024
+    assert f"; csr would be {size:.2f} KiB, dense {tree_['bytes_dense'] / 1024:.2f} KiB" in last
+    again = json.loads(spformat("plan", tmp_path / "csr", "--to", "bitmask", "--json").stdout)
+    assert (again["bytes_csr"], again["bytes_dense"]) == (tree_["bytes_csr"], tree_["bytes_dense"])
