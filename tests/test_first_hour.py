@@ -22,6 +22,7 @@ from test_cli import DIGITS, SHARDED, spformat
 from test_docs import DOCS
 
 import spformat as sf
+from spformat.arrays.dtypes import value_type
 from spformat.interop.smtx import read_smtx
 
 
@@ -332,3 +333,44 @@ def test_plan_says_what_csr_and_dense_would_weigh(tmp_path: Path) -> None:
     assert f"; csr would be {size:.2f} KiB, dense {tree_['bytes_dense'] / 1024:.2f} KiB" in last
     again = json.loads(spformat("plan", tmp_path / "csr", "--to", "bitmask", "--json").stdout)
     assert (again["bytes_csr"], again["bytes_dense"]) == (tree_["bytes_csr"], tree_["bytes_dense"])
+
+
+# --- 2:4 weights of 8 bits
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_8_bit_weights_that_are_two_four_are_stored_so(tmp_path: Path, dtype: str) -> None:
+    kind = value_type(dtype).numpy
+    w = (16 * two_four(96, 128, np.float32)).astype(kind)
+    sf.save_dense(tmp_path / "m.safetensors", {"w": w, "scale": np.ones(96, np.float32)})
+    (row,) = (
+        r
+        for r in json.loads(spformat("inspect", tmp_path / "m.safetensors", "--json").stdout)["tensors"]
+        if r["name"] == "w"
+    )
+    assert "2:4" in row["patterns"]
+    assert row["smallest"] == "two-four"
+    assert row["sizes"]["two-four"] / row["bytes"] == 0.625
+    for to in ("auto", "two-four"):
+        assert spformat("convert", tmp_path / "m.safetensors", tmp_path / to, "--to", to).returncode == 0
+    assert (
+        tree(tmp_path / "auto")["spformat-00001-of-00001.safetensors"]
+        == tree(tmp_path / "two-four")["spformat-00001-of-00001.safetensors"]
+    )
+    assert spformat("validate", tmp_path / "auto", "--checksums").returncode == 0
+    assert spformat("diff", tmp_path / "m.safetensors", tmp_path / "auto").returncode == 0
+    assert spformat("convert", tmp_path / "auto", tmp_path / "dense", "--to", "dense").returncode == 0
+    with sf.safe_open(tmp_path / "dense" / "model.safetensors") as f:
+        assert np.array_equal(f.array("w").astype(np.float32), w.astype(np.float32))
+    a = sf.load(tmp_path / "auto" / "spformat-00001-of-00001.safetensors")["w"]
+    assert isinstance(a, sf.TwoFour)
+    x = np.ones((128, 3), np.float32)
+    np.testing.assert_allclose(sf.spmm(a, x), w.astype(np.float32) @ x, rtol=1e-5, atol=1e-3)
+    # who multiplies it is explain's to say
+    out = spformat("explain", tmp_path / "auto", "--gpu", "sm_90").stdout
+    assert "cuda.spmm_two_four" in out
+    assert f"got {dtype}" in out
+    broken = w.copy()
+    broken[3, 4:8] = 1
+    with pytest.raises(sf.errors.StructureError, match="row 3, group 1"):
+        sf.convert(broken, "two-four")

@@ -229,7 +229,7 @@ class Format(Hooks, Fields):
     def quick_check(self) -> bool:
         """True if an edge has scanned all contents and they are valid. Otherwise the checks must run; they name what is
         wrong."""
-        return bool(edges.take(self.name, edges.CHECK, self, self.params(), self.values))
+        return bool(edges.take(self.edge_name(self.dtype), edges.CHECK, self, self.params(), self.values))
 
     def validate(self) -> Self:
         """Scan all contents, memory safety first; sets the validated mark and returns self.
@@ -292,7 +292,7 @@ class Format(Hooks, Fields):
     def from_hub(cls, a: CSR, params: dict[str, Any]) -> Self:
         """``from_csr`` without its checks: by an edge, or by ``_from_csr``. ``a`` must be ordered, and all params
         given."""
-        direct: Self | None = edges.take(cls.hub.name, cls.name, a, params, a.values)
+        direct: Self | None = edges.take(cls.hub.name, cls.edge_name(a.dtype), a, params, a.values)
         return cls._from_csr(a, **params) if direct is None else direct
 
     @classmethod
@@ -307,7 +307,7 @@ class Format(Hooks, Fields):
 
     def to_hub(self) -> CSR:
         """``to_csr`` without its checks: by an edge, or by ``_to_csr``."""
-        direct: CSR | None = edges.take(self.name, self.hub.name, self, {}, self.values)
+        direct: CSR | None = edges.take(self.edge_name(self.dtype), self.hub.name, self, {}, self.values)
         return self._to_csr() if direct is None else direct
 
     def _to_csr(self) -> CSR:
@@ -321,7 +321,7 @@ class Format(Hooks, Fields):
         x = checked_values(x, cls.name)
         cls.accepts(x.dtype)
         with current_device(x):
-            direct: Self | None = edges.take(edges.DENSE, cls.name, x, given, x)
+            direct: Self | None = edges.take(edges.DENSE, cls.edge_name(x.dtype), x, given, x)
             return cls._from_dense(x, **given) if direct is None else direct
 
     @classmethod
@@ -333,7 +333,8 @@ class Format(Hooks, Fields):
         self.ensure_valid()  # the conversion uses indices as addresses
         self.check_dense_bytes()
         with current_device(self.values):
-            direct = edges.take(self.name, edges.DENSE, self, {}, self.values, self.shape[0] * self.shape[1])
+            name, size = self.edge_name(self.dtype), self.shape[0] * self.shape[1]
+            direct = edges.take(name, edges.DENSE, self, {}, self.values, size)
             return self._to_dense() if direct is None else direct
 
     def _to_dense(self) -> Array:

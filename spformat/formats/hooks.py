@@ -124,6 +124,11 @@ class Hooks(Declared):
         return None if specs is None else sum(product(dtype.itemsize, *shape) for dtype, shape in specs.values())
 
     @classmethod
+    def edge_name(cls, dtype: Any) -> str:
+        """The name under which the edges of this format are registered, for values of this dtype."""
+        return cls.name
+
+    @classmethod
     def candidates(cls, counts: Counts) -> tuple[dict[str, Any], ...]:
         """Parameters that are worth considering for a matrix with these counts."""
         return () if any(d.default is REQUIRED for d in cls.declared_params()) else ({},)

@@ -119,11 +119,11 @@ def meta_places(shape: tuple[int, int], order: str) -> tuple[np.ndarray[Any, Any
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
 class TwoFour(Format):
-    """2:4 values and metadata for the sparse tensor cores (16-bit values)."""
+    """2:4 values and metadata for the sparse tensor cores; values of 8 bits are stored, and few kernels take them."""
 
     name, version, tie_rank = "two-four", 1, 4
     torch_layout = "semi_structured"
-    value_dtypes = ("float16", "bfloat16")
+    value_dtypes = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
     paper = "PTX ISA, mma.sp sparse matrix storage; formats per NVIDIA's sm_80 and later"
 
     meta_order: str = param("choice", choices=META_ORDERS, default="ldmatrix", doc="order of the metadata words")
@@ -145,6 +145,11 @@ class TwoFour(Format):
     ) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
         Mp, Kp = round_up(shape[0], ROWS), round_up(shape[1], COLS)
         return {"data": (dtype, (Mp, Kp // 2)), "meta": (np.dtype(np.uint16), (Mp * Kp // 16,))}
+
+    @classmethod
+    def edge_name(cls, dtype: Any) -> str:
+        """Edges of "two-four" are for 16-bit values; general code converts the others."""
+        return cls.name if dtype.itemsize == 2 else f"{cls.name}:{8 * dtype.itemsize}-bit"
 
     @classmethod
     def row_chunks(cls, params: dict[str, Any]) -> RowChunks | None:

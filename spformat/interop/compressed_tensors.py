@@ -95,7 +95,7 @@ def decode(layout: str, arrays: Mapping[str, Array], *, value_dtype: Any = None)
     layout: ``Group.layout``. arrays: the arrays of the group, on the host. A tensor of one dimension becomes a matrix
     of one row. value_dtype: the type of the values, if the file states I8 but the model is FP8 (``fp8_in_int8``).
 
-    sparse-24-bitmask gives a TwoFour if the values are float16 or bfloat16, else a Bitmask. Numbers that a layout
+    sparse-24-bitmask gives a TwoFour if it takes their type, else a Bitmask. Numbers that a layout
     states twice are compared. Raises ArrayError (dtypes, shapes), PointerError (row_offsets), PatternError (bits),
     FormatError (shape), LimitError.
     """

@@ -88,8 +88,11 @@ def unpack(packed: Array, meta: Array, shape: tuple[int, int]) -> TwoFour:
 def pack(a: TwoFour) -> tuple[Array, Array]:
     """(packed [M, K/2], meta int16[M, K/16]) as torch writes them for the dense matrix; new arrays.
 
-    StructureError when M is not a multiple of 32 or K not one of 64.
+    StructureError for values of other than 16 bits, and when M is not a multiple of 32 or K not one of 64.
     """
+    if a.dtype.itemsize != 2:
+        message = f"torch's semi-structured tensors have values of 16 bits, got {a.dtype.name}"
+        raise StructureError(message, unit="dtype", found=a.dtype.name)
     a.ensure_valid()
     (M, K), xp = a.shape, namespace(a.data)
     _check_shape(a.shape, StructureError)

@@ -148,7 +148,7 @@ def apply(w: Array | Dense, mask: Array) -> Array | Dense:
 
 
 def prune_two_four(w: Array | Dense, *, meta_order: str = "ldmatrix", nonfinite: str = "refuse") -> TwoFour:
-    """w [M, K], float16 or bfloat16, in format two-four with the two largest of every four columns kept.
+    """w [M, K] in format two-four with the two largest of every four columns kept.
 
     The bytes of ``TwoFour.from_dense(apply(w, magnitude_nm(w, 2, 4)))``; large matrices, and those on a device, go
     through compiled code that reads w once. StructureError for other value types, and for NaN or infinities unless
@@ -158,7 +158,9 @@ def prune_two_four(w: Array | Dense, *, meta_order: str = "ldmatrix", nonfinite:
     order = TwoFour.resolve_params({"meta_order": meta_order})["meta_order"]
     TwoFour.accepts(x.dtype)
     _check_nonfinite(nonfinite)
-    pruned: tuple[TwoFour, int] | None = edges.take(edges.DENSE, "two-four:pruned", x, {"meta_order": order}, x)
+    pruned: tuple[TwoFour, int] | None = (
+        edges.take(edges.DENSE, "two-four:pruned", x, {"meta_order": order}, x) if x.dtype.itemsize == 2 else None
+    )
     if pruned is None:
         return TwoFour.from_dense(apply(x, magnitude_nm(x, 2, 4, nonfinite=nonfinite)), meta_order=order)
     return _without_nonfinite(x, pruned, nonfinite)
