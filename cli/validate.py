@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import typer
 
 from .options import Include, Json, Src
@@ -16,7 +18,10 @@ _PRIORITY = (70, 74, 73, 77, 65, 78, 3, 69)
 
 def run(
     src: Src,
-    expect: str = typer.Option("", help="Also check that every 2-D tensor fits this format, exactly (exit 1 if not)."),
+    expect: str = typer.Option(
+        "",
+        help="Also check that every matrix fits this format, exactly. Exit 1 if not, or if some could not be checked.",
+    ),
     include: Include = None,
     checksums: bool = typer.Option(False, help="Also compare every file with the sha256 in the manifest."),
     verbose: bool = typer.Option(False, "--verbose", "-v", help="List the sound tensors, too."),
@@ -27,8 +32,11 @@ def run(
 
     verdicts = list(validate_checkpoint(src, Checks(expect, tuple(include or ()), checksums)))
     bad = [v for v in verdicts if v.error]
+    compared = [v for v in verdicts if v.compared]
+    ok = not bad and bool(compared or not expect)
     if as_json:
-        print_json({"path": src, "ok": not bad, "checked": len(verdicts), "tensors": [v.to_json() for v in verdicts]})
+        checked = len(compared if expect else verdicts)
+        print_json({"path": src, "ok": ok, "checked": checked, "tensors": [v.to_json() for v in verdicts]})
     else:
         if bad or verbose:
             t = table("tensor", "format", "shape", "dtype", "verdict")
@@ -38,12 +46,23 @@ def run(
                     v.name, v.format, "x".join(map(str, v.shape)), v.dtype, verdict, style="red" if v.error else None
                 )
             console().print(t)
-        what = (
-            "sound"
-            if not bad
-            else f"{len(bad)} of them not {'as expected' if all(v.finding for v in bad) else 'sound'}"
-        )
-        console().print(f"{src}: {len(verdicts)} checked, {what}")
+        console().print(f"{src}: {_summary(verdicts, expect)}")
     codes = {1 if v.finding else v.error.exit_code for v in bad if v.error}
-    code = next((c for c in _PRIORITY if c in codes), 1 if codes else 0)
+    code = next((c for c in _PRIORITY if c in codes), 0 if ok else 1)
     raise typer.Exit(code)
+
+
+def _summary(verdicts: list[Any], expect: str) -> str:
+    """How many tensors were read, how many were compared with the expected format, and what came of it."""
+    if not expect:
+        unsound = sum(v.error is not None for v in verdicts)
+        return f"{len(verdicts)} checked, " + (f"{unsound} of them not sound" if unsound else "sound")
+    compared = [v for v in verdicts if v.compared]
+    unlike = sum(v.error is not None for v in compared)
+    missed = sum(v.finding and not v.compared for v in verdicts)
+    unsound = sum(v.error is not None and not v.finding for v in verdicts)
+    parts = [f"{len(compared)} checked against {expect}"]
+    parts += [f"{unlike} of them not as expected"] if unlike else []
+    parts += [f"{missed} not checked against {expect}"] if missed else []
+    parts += [f"{unsound} not sound"] if unsound else []
+    return ", ".join(parts if len(parts) > 1 or not compared else [*parts, "sound"])

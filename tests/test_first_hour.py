@@ -173,7 +173,7 @@ def test_every_verb_takes_a_matrix_file(one: Path) -> None:
 
     assert json.loads(run("plan", "m.npz", "--to", "bitmask", "--json"))["tensors"][0]["target"] == "bitmask"
     assert "1 checked, sound" in run("validate", "m.npz")
-    assert "1 checked, sound" in run("validate", "m.npz", "--expect", "bitmask")
+    assert "1 checked against bitmask, sound" in run("validate", "m.npz", "--expect", "bitmask")
     assert "cpu." in run("explain", "m.npz", "-n", "16")
     assert json.loads(run("inspect", "m.npz", "--json"))["tensors"][0]["name"] == "m"
     run("convert", "m.npz", "w.safetensors", "--to", "bitmask")
@@ -374,3 +374,28 @@ def test_8_bit_weights_that_are_two_four_are_stored_so(tmp_path: Path, dtype: st
     broken[3, 4:8] = 1
     with pytest.raises(sf.errors.StructureError, match="row 3, group 1"):
         sf.convert(broken, "two-four")
+
+
+# --- stacks of matrices: the weights of fused experts
+
+
+def test_what_is_not_checked_is_not_sound(tmp_path: Path) -> None:
+    experts = np.random.default_rng(0).standard_normal((4, 64, 64)).astype(np.float16)
+    save_file({"model.layers.0.mlp.experts.gate_up_proj": experts}, tmp_path / "moe.safetensors")
+    r = spformat("validate", tmp_path / "moe.safetensors", "--expect", "two-four")
+    assert r.returncode == 1, r.stdout
+    assert "sound" not in r.stdout.replace("not sound", "")
+    assert "1 not checked against two-four" in r.stdout
+    assert "gate_up_proj" in r.stdout
+    tree_ = json.loads(spformat("validate", tmp_path / "moe.safetensors", "--expect", "two-four", "--json").stdout)
+    assert (tree_["ok"], tree_["checked"], tree_["tensors"][0]["ok"]) == (False, 0, False)
+    assert "not checked" in tree_["tensors"][0]["error"]["message"]
+    # without --expect the file is sound, and a norm or bias beside matrices is no gap
+    assert spformat("validate", tmp_path / "moe.safetensors").returncode == 0
+    save_file({"w": two_four(64, 64), "b": np.ones(64, np.float32)}, tmp_path / "ok.safetensors")
+    r = spformat("validate", tmp_path / "ok.safetensors", "--expect", "two-four")
+    assert (r.returncode, "1 checked against two-four, sound" in r.stdout) == (0, True), r.stdout
+    # nothing that could be checked at all
+    save_file({"b": np.ones(64, np.float32)}, tmp_path / "none.safetensors")
+    r = spformat("validate", tmp_path / "none.safetensors", "--expect", "two-four")
+    assert (r.returncode, "0 checked against two-four" in r.stdout) == (1, True), r.stdout

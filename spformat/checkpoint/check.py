@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .. import limits
+from ..arrays.dtypes import VALUE_TYPES
 from ..errors import FormatError, IntegrityError, SpformatError, StructureError, UsageError, printable
 from ..formats.convert import convert
+from ..storage.descriptor import Record
 from ..storage.files import Path, member, sha256_of
 from .manifest import MANIFEST, read_manifest
 from .recipe import included
@@ -27,7 +29,9 @@ class CheckResult:
     dtype: str
     error: SpformatError | None = None
     finding: bool = False
-    """The file is valid, but the tensor does not fit the format that --expect names."""
+    """The file is valid, but the tensor does not fit the format that --expect names, or could not be compared."""
+    compared: bool = False
+    """Whether the tensor was compared with the format that --expect names."""
 
     def to_json(self) -> dict[str, Any]:
         """The result as JSON types."""
@@ -66,12 +70,27 @@ def validate_checkpoint(path: Path, checks: Checks | None = None) -> Iterator[Ch
         except FormatError as e:
             yield CheckResult(name, fmt, record.shape, record.dtype, e)
             continue
+        if checks.expect and (reason := _why_not_compared(record)):
+            message = f"not checked against {checks.expect}: {reason}; --include chooses the tensors to check"
+            yield replace(result, error=StructureError(message, path=source.path, tensor=name), finding=True)
+            continue
         if checks.expect and len(record.shape) == 2:
+            result = replace(result, compared=True)
             try:
                 convert(x, checks.expect)
             except StructureError as e:
-                result = CheckResult(name, fmt, record.shape, record.dtype, e, finding=True)
+                result = replace(result, error=e, finding=True)
         yield result
+
+
+def _why_not_compared(record: Record) -> str:
+    """Why a tensor that may have the pattern of a format cannot be compared with it; "" for a matrix, which can, and
+    for a bias or a number, which has no pattern."""
+    if len(record.shape) > 2:
+        return f"a tensor of {len(record.shape)} dimensions, not a matrix"
+    if len(record.shape) == 2 and record.dtype not in VALUE_TYPES:
+        return f"dtype {record.dtype} is not a value type"
+    return ""
 
 
 def _files(source: Source) -> Iterator[CheckResult]:
