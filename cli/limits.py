@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from .options import parse_bytes
+from .pipe import from_pipe
 
 
 def _option(key: str, text: str) -> Any:
@@ -50,8 +51,8 @@ def bounded(run: Callable[..., None]) -> Callable[..., None]:
                 changes[key] = parse_bytes(value) if key in _SIZES else value
         changes |= {key: True for key in _SWITCHES if given.pop(key)}
         changes["link_roots"] = tuple(given.pop("follow_symlinks") or ())
-        with using(**changes):
-            run(**given)
+        with using(**changes), from_pipe(given) as arguments:
+            run(**arguments)
 
     extra = {f"max_{key}": (Annotated[str | None, _option(f"max_{key}", text)], None) for key, text in _SIZES.items()}
     extra |= {f"max_{key}": (Annotated[int | None, _option(f"max_{key}", text)], None) for key, text in _COUNTS.items()}

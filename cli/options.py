@@ -9,7 +9,9 @@ import typer
 if TYPE_CHECKING:
     from spformat.checkpoint import Recipe
 
-Src = Annotated[str, typer.Argument(help="A .safetensors file, a folder of them, or a .smtx, .mtx or .npz matrix.")]
+Src = Annotated[
+    str, typer.Argument(help="A .safetensors file, a folder of them, a .smtx, .mtx or .npz matrix, or - for a pipe.")
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout; errors as JSON on stderr.")]
 To = Annotated[
     str, typer.Option("--to", help="Target: auto, dense, keep, or a format with params: bsr:blocksize=16x16.")

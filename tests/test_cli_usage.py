@@ -281,10 +281,12 @@ def test_the_table_of_formats_has_lines_of_its_own() -> None:
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "a.pt", "a.pth"])
 def test_a_folder_of_pickles_says_what_to_do(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"PK\x03\x04")
-    with pytest.raises(sf.errors.InputError, match=rf"no \.safetensors file in the folder; {name} is a pickle") as e:
+    with pytest.raises(
+        sf.errors.InputError, match=rf"no \.safetensors file in the folder; {name} is a PyTorch file"
+    ) as e:
         open_source(tmp_path)
     assert e.value.exit_code == 66
-    assert "safe_serialization=True" in e.value.message
+    assert "weights_only=True" in e.value.message
 
 
 def test_tensors_whose_names_meet(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -399,3 +400,56 @@ def test_what_is_not_checked_is_not_sound(tmp_path: Path) -> None:
     save_file({"b": np.ones(64, np.float32)}, tmp_path / "none.safetensors")
     r = spformat("validate", tmp_path / "none.safetensors", "--expect", "two-four")
     assert (r.returncode, "0 checked against two-four" in r.stdout) == (1, True), r.stdout
+
+
+# --- foreign files and pipes
+
+
+@pytest.mark.parametrize("name", ["model.pt", "pytorch_model.bin", "old.ckpt"])
+def test_a_pytorch_file_leads_with_the_two_lines_that_convert_it(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, Any] = {}
+    old = name == "old.ckpt"  # before torch 1.6 the pickle was not in a zip archive
+    (tmp_path / name).write_bytes(b"\x80\x02}q\x00." + bytes(40) if old else b"PK\x03\x04" + bytes(range(60)))
+    for src in (tmp_path / name, tmp_path):
+        r = spformat("inspect", src)
+        assert r.returncode == (65 if src != tmp_path else 66)
+        first, *lines = r.stderr.rstrip().splitlines()
+        assert "a PyTorch file, which spformat never reads" in first
+        assert "header length" not in r.stderr
+        assert len(lines) == 2
+        # the two lines do what they say, with a stand-in for torch
+        seen.clear()
+        torch = SimpleNamespace(load=lambda path, **options: seen.update(path=path, **options) or {"w": np.eye(4)})
+        safetensors = SimpleNamespace(torch=SimpleNamespace(save_file=save_file))
+        exec("\n".join(line.strip() for line in lines), {"torch": torch, "safetensors": safetensors})
+        assert seen == {"path": str(tmp_path / name), "map_location": "cpu", "weights_only": True}
+        (made,) = tmp_path.glob("*.safetensors")
+        assert spformat("inspect", made).returncode == 0
+        made.unlink()
+
+
+def piped(verb: str, *args: Any, data: bytes) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-c", "from spformat_cli.main import main; main()", verb, *map(str, args)]
+    return subprocess.run(command, input=data, capture_output=True, timeout=100)
+
+
+def test_a_pipe_is_read_as_a_file(one: Path, tmp_path: Path) -> None:
+    assert spformat("convert", one, tmp_path / "m.mtx").returncode == 0
+    for path in (one, tmp_path / "m.mtx"):
+        r = piped("inspect", "-", "--json", data=path.read_bytes())
+        assert r.returncode == 0, r.stderr
+        (row,) = (t for t in json.loads(r.stdout)["tensors"] if len(t["shape"]) == 2)
+        assert row["nnz"] == 1024
+    r = piped("convert", "-", tmp_path / "out.safetensors", "--to", "csr", data=(tmp_path / "m.mtx").read_bytes())
+    assert r.returncode == 0, r.stderr
+    r = piped("diff", one, "-", data=one.read_bytes())
+    assert r.returncode == 0, r.stderr
+    r = piped("inspect", "-", "--max-file-bytes", "100", data=one.read_bytes())
+    assert (r.returncode, b"standard input: expected at most 100 bytes" in r.stderr) == (78, True), r.stderr
+    assert piped("diff", "-", "-", data=b"").returncode == 2
+    fifo = tmp_path / "fifo.mtx"
+    os.mkfifo(fifo)
+    r = spformat("inspect", fifo)
+    assert (r.returncode, "spformat inspect - < PIPE" in r.stderr) == (66, True), r.stderr

@@ -73,7 +73,7 @@ def test_what_no_conversion_copies_is_not_downloaded(
     assert there & {*left} == {"adapter_model.safetensors"}  # the index says that it is not a shard
     assert (tmp_path / "packed" / "tokenizer.model").read_bytes() == b"vocabulary"
     memory.pipe_file("/bucket/pickled/pytorch_model.bin", b"weights")
-    with pytest.raises(sf.errors.InputError, match=r"pytorch_model\.bin is a pickle"):
+    with pytest.raises(sf.errors.InputError, match=r"pytorch_model\.bin is a PyTorch file"):
         convert_checkpoint("memory://bucket/pickled", tmp_path / "never")
 
 

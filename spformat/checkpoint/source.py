@@ -27,7 +27,7 @@ from ..storage.files import (
     safe_name,
     size_of,
 )
-from ..storage.stheader import strict_json
+from ..storage.stheader import TORCH_SUFFIXES, strict_json, torch_lines
 from ..storage.tensorfile import TensorFile
 from .layouts import CONFIG, NEUTRAL, config_for
 from .manifest import JOURNAL_GLOB, MANIFEST, check_index_keys, is_finished, read_manifest
@@ -173,9 +173,9 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
         return _assemble(where, where, shards, weight_map, index, _others(names, (*shards, indexes[0])), follow)
     shards = tuple(n for n in names if n.endswith(".safetensors"))
     if not shards:
-        pickle = next((n for n in names if n.endswith((".bin", ".pt", ".pth"))), None)
-        fix = f"; {pickle} is a pickle, which is never read: save the model again with safe_serialization=True"
-        raise InputError("no .safetensors file in the folder" + (printable(fix) if pickle else ""), path=where)
+        pickle = next((n for n in names if n.endswith(TORCH_SUFFIXES)), None)
+        fix = f"; {printable(pickle)} is {torch_lines(os.path.join(where, pickle))}" if pickle else ""
+        raise InputError(f"no .safetensors file in the folder{fix}", path=where)
     for shard in shards:
         member(where, shard, ".safetensors", follow)
     _require_siblings(shards, where)

@@ -39,7 +39,8 @@ def open_regular(path: Path) -> tuple[int, os.stat_result]:
         raise InputError(f"cannot open the file: {reason(e)}", path=os.fspath(path)) from e
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)
-        raise InputError(f"expected a regular file, got a {kind_of(status.st_mode)}", path=os.fspath(path))
+        hint = "; the command reads a pipe as -: `spformat inspect - < PIPE`" if stat.S_ISFIFO(status.st_mode) else ""
+        raise InputError(f"expected a regular file, got a {kind_of(status.st_mode)}{hint}", path=os.fspath(path))
     return fd, status
 
 

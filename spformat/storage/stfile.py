@@ -76,6 +76,8 @@ class Reader:
             n = stheader.length(start[:8], size)
             return stheader.parse(self._pread(8, n), size - 8 - n)
         except ContainerError as e:
+            if len(start) > 1 and stheader.is_torch_file(self.path, start):
+                raise ContainerError(stheader.torch_lines(self.path)) from e
             raise ContainerError(e.message + (stheader.sniff(start) or _incomplete(self.path)), **e.fields) from e
 
     def entry(self, name: str) -> Entry:

@@ -179,6 +179,28 @@ def sniff(start: bytes) -> str:
     return ""
 
 
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+"""File name endings of PyTorch's own files, which are pickles, alone or in a zip archive."""
+
+
+def is_torch_file(path: str, start: bytes) -> bool:
+    """Whether a file that begins with ``start`` is one that ``torch.save`` wrote."""
+    if start.startswith(b"PK\x03\x04"):
+        return path.lower().endswith(TORCH_SUFFIXES)
+    # The length of a header may begin with the same two bytes, but its other bytes are zeros.
+    return start[:1] == b"\x80" and 2 <= start[1] <= 5 and any(start[2:8])
+
+
+def torch_lines(path: str) -> str:
+    """What to do with a file that ``torch.save`` wrote: two lines of Python."""
+    stem = next((path[: -len(s)] for s in TORCH_SUFFIXES if path.lower().endswith(s)), path)
+    return (
+        "a PyTorch file, which spformat never reads, because reading one can run code. These two lines convert it:\n"
+        f"    tensors = torch.load({path!r}, map_location='cpu', weights_only=True)\n"
+        f"    safetensors.torch.save_file(tensors, {stem + '.safetensors'!r})"
+    )
+
+
 _MAGIC = (
     (b"version https://git-lfs", "a Git LFS pointer: run `git lfs pull`"),
     (
