@@ -27,6 +27,7 @@ from .formats import (
 )
 from .formats.convert import convert
 from .formats.foreign import from_scipy, from_torch
+from .preprocess import structure as _structure  # noqa: F401 - convert(x, "auto") asks it for the smallest
 from .products.kernel import Accepted, Rejected
 from .products.plan import Plan
 from .products.problem import Problem

@@ -18,11 +18,12 @@ def test_params() -> None:
     number = ParamDeclaration("n", "int", 1, 4, (), None, "")
     choice = ParamDeclaration("c", "choice", 0, 0, ("a", "b"), None, "")
     assert [pair.parse(v) for v in ("1x4", "4X1", (1, 4), [np.int64(4), 1])] == [(1, 4), (4, 1), (1, 4), (4, 1)]
+    assert [pair.parse(v) for v in ("3", 3, np.int32(3))] == [(3, 3)] * 3
     assert [number.parse(v) for v in (1, 4, "1", np.int8(4))] == [1, 4, 1, 4]
     assert type(number.parse(np.int8(4))) is int
     assert [choice.parse(v) for v in ("a", "b")] == ["a", "b"]
     refused = {
-        pair: ["0x1", "1x5", "1", "1x1x1", (1, True), (1, 2.0), 3, None, "ax1"],
+        pair: ["0x1", "1x5", "5", "1x1x1", (1, True), (1, 2.0), 5, True, 2.0, None, "ax1", "x"],
         number: [0, 5, True, np.bool_(True), 2.0, "x", None, (1,)],
         choice: ["c", None, 1],
     }

@@ -131,8 +131,7 @@ def test_operators_and_numpy(fmt: type[sf.Format]) -> None:
     a = sf.convert(w, fmt, **({"n": 2, "m": 4, "vector_length": 1} if fmt is sf.VectorNM else {}))
     assert (a @ x == w @ x).all()
     assert (a @ x[:, 0] == w @ x[:, 0]).all()
-    with pytest.raises(TypeError, match="unsupported operand"):
-        x.T @ a  # numpy would multiply with an array of one object
+    assert (x.T @ a == x.T @ w).all()  # numpy would multiply with an array of one object
     assert (w != a) is True  # no array of verdicts
     for call in (np.asarray, np.array):
         with pytest.raises(TypeError, match=rf"{a.name}: this is a sparse matrix, no array; use to_dense\(\)"):
@@ -195,7 +194,7 @@ def test_a_layout_nobody_has() -> None:
             sf.plan(sf.convert(W, "csr"), n=4, **{given: "column"})
 
 
-@pytest.mark.parametrize("target", [None, 3, sf.Format, int, "2:4"])
+@pytest.mark.parametrize("target", [None, 3, sf.Format, int, "2:3"])
 def test_a_target_that_is_no_format(target: Any) -> None:
     with pytest.raises(sf.errors.UsageError, match=r"known: dense, csr"):
         sf.convert(W, target)
@@ -203,18 +202,11 @@ def test_a_target_that_is_no_format(target: Any) -> None:
 
 @pytest.mark.parametrize(
     ("target", "meant"),
-    [("2:4", "two-four"), ("n:m", "vector-nm"), ("CSR", "csr"), ("ELL", "ell-buckets"), ("BSR:", "bsr")],
+    [("n:m", "vector-nm"), ("CSR", "csr"), ("ELL", "ell-buckets"), ("BSR:", "bsr")],
 )
 def test_a_format_as_people_call_it(target: str, meant: str) -> None:
     with pytest.raises(sf.errors.UsageError, match=rf"unknown format .*; did you mean '{meant}'\?"):
         sf.convert(W, target)
-
-
-def test_auto_is_for_checkpoints() -> None:
-    with pytest.raises(
-        sf.errors.UsageError, match=r"unknown format 'auto'; the choice of the smallest is for checkpoints"
-    ):
-        sf.convert(W, "auto")
 
 
 def test_a_parameter_given_twice() -> None:

@@ -107,6 +107,15 @@ Format.__matmul__ = spmm
 Transposed.__matmul__ = spmm
 
 
+def _from_the_left(A: Any, x: Any) -> Any:
+    """x @ A for dense x [.., M]: ``linear`` with the transpose, which is not stored."""
+    return linear(x, A.T)
+
+
+Format.__rmatmul__ = _from_the_left
+Transposed.__rmatmul__ = _from_the_left
+
+
 def linear(x: Any, W: Any, bias: Any = None, *, alpha: float = 1.0, beta: float = 0.0, out: Any = None,
            backend: str | None = None) -> Any:  # fmt: skip
     """y = alpha * x @ W^T + beta * y + bias, as torch.nn.functional.linear, with sparse W [M, K].

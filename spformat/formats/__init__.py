@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from ..errors import UsageError
 from . import edges
+from .array_methods import frozen
 from .base import Format
 from .bitmask import Bitmask
 from .bsr import BSR
@@ -50,8 +51,8 @@ def _host_edges() -> tuple[edges.Edge, ...]:
 
 edges.provide("cpu", _host_edges)
 
-_by_name: dict[str, type[Format]] = {f.name: f for f in (*FORMATS, *COMPOSED)}
-_ALSO_CALLED = {"2:4": TwoFour.name, "n:m": VectorNM.name, "ell": ELLBuckets.name}
+_by_name: dict[str, type[Format]] = {f.name: frozen(f) for f in (*FORMATS, *COMPOSED)}
+_ALSO_CALLED = {"n:m": VectorNM.name, "ell": ELLBuckets.name}
 """Common other name of a format -> its id, for hints."""
 
 F = TypeVar("F", bound=type[Format])
@@ -59,7 +60,7 @@ F = TypeVar("F", bound=type[Format])
 
 def register(fmt: F) -> F:
     """Add a format (usable as a class decorator); its ``name`` must be free."""
-    if _by_name.setdefault(fmt.name, fmt) is not fmt:
+    if _by_name.setdefault(fmt.name, frozen(fmt)) is not fmt:
         raise UsageError(f"a format called {fmt.name!r} is already registered")
     _forget()
     return fmt
@@ -97,13 +98,15 @@ def by_name(name: str) -> type[Format]:
         near = difflib.get_close_matches(name.lower(), [*_ALSO_CALLED, *_by_name], 1)
         hint = f"; did you mean {_ALSO_CALLED.get(near[0], near[0])!r}?" if near else ""
         if name == "auto":
-            hint = "; the choice of the smallest is for checkpoints (convert_checkpoint) and the command"
+            hint = "; convert(x, 'auto') chooses the smallest, as convert_checkpoint and the command do"
         raise UsageError(f"unknown format {name!r:.80}{hint} (known: {', '.join(_by_name)})")
     return fmt
 
 
 def parse_spec(text: str) -> tuple[type[Format], dict[str, Any]]:
-    """ "bsr:blocksize=64x64" or "vector-nm:n=2,m=4" -> (class, params as text); UsageError when malformed."""
+    """ "bsr:blocksize=64x64", "2:4" or "vector-nm:n=2,m=4" -> (class, params as text); UsageError when malformed."""
+    if text == "2:4" or text.startswith("2:4:"):
+        text = TwoFour.name + text[3:]
     name, _, rest = text.partition(":")
     fmt = by_name(text if text in _ALSO_CALLED else name.strip())
     params: dict[str, Any] = {}

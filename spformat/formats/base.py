@@ -19,6 +19,7 @@ from ..arrays.library import Array, current_device, namespace, on_boundary, to_d
 from ..errors import ArrayError, SpformatError, StructureError, UsageError
 from ..limits import always_allowed, check_bytes, product
 from . import edges
+from .array_methods import ArrayMethods
 from .declare import (
     AUTO,
     INDEX,
@@ -44,7 +45,7 @@ __all__ = ["AUTO", "INDEX", "POS", "VALUE", "Format", "RowChunks", "array", "che
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
-class Format(Hooks, Fields):
+class Format(Hooks, Fields, ArrayMethods):
     """Base of every format. ``shape`` is always the logical (M, K); padding is derived, never stored.
 
     Construction checks params, dtypes, ranks and lengths in O(1) and raises ``ArrayError``;
@@ -59,11 +60,13 @@ class Format(Hooks, Fields):
     aligned: ClassVar[bool] = True
     paper: ClassVar[str] = ""
     __array_ufunc__: ClassVar[None] = None  # else numpy would wrap the matrix in an array for ``x @ a`` and ``x == a``
-    # These are set by modules that import this one: the hub (csr.py), ``T``, scipy, torch, ``spmm``.
+    # These are set by modules that import this one: the hub (csr.py), ``T``, scipy, torch, ``spmm``, ``smallest``.
     hub: ClassVar[type[CSR]]
     to_scipy: ClassVar[Callable[[Any], Any]]
     to_torch: ClassVar[Callable[[Any], Any]]
     __matmul__: ClassVar[Callable[[Any, Any], Any]]
+    __rmatmul__: ClassVar[Callable[[Any, Any], Any]]
+    smallest: ClassVar[Callable[[Any], str]]
     if TYPE_CHECKING:
 
         @property
@@ -380,5 +383,6 @@ def checked_values(x: Array, where: str) -> Array:
         value_type(x.dtype)
     except SpformatError as e:
         message = f"{where}: values of dtype {x.dtype} are not representable; use one of {', '.join(VALUE_TYPES)}"
+        message += ", as by np.asarray(x, 'float32') or convert(x, .., dtype='float32')"
         raise StructureError(message, unit="dtype", found=str(x.dtype)) from e
     return xp.ascontiguousarray(x)

@@ -19,7 +19,7 @@ from ..arrays import scans
 from ..arrays.dtypes import bits, nonzero_mask, value_type
 from ..arrays.library import Array, ceil_div, index_dtype, is_cupy, namespace
 from ..arrays.segments import counts_of, distinct_sorted, pointer, rows_of
-from ..errors import PatternError
+from ..errors import PatternError, UsageError
 from ..limits import check_bytes, product
 from .base import INDEX, VALUE, Format, RowChunks, array, param
 from .csr import CSR
@@ -79,6 +79,22 @@ class BSR(Format):
     def block_rows(self) -> Array:
         """int64[nnzb]: block row of each block."""
         return rows_of(self.indptr, self.nnzb)
+
+    def row_range(self, first: int, last: int) -> BSR:
+        """Rows first .. last-1 of a valid matrix; UsageError if they cut a block."""
+        R = self.blocksize[0]
+        if first % R or (last % R and last != self.shape[0]):
+            message = f"bsr: rows {first}:{last} cut a block of {R} rows; use multiples of {R}, or to_scipy()"
+            raise UsageError(message)
+        begin, end = first // R, ceil_div(last, R)
+        lo, hi = int(self.indptr[begin]), int(self.indptr[end])  # synchronize!
+        return BSR.trusted(
+            shape=(last - first, self.shape[1]),
+            blocksize=self.blocksize,
+            indptr=(self.indptr[begin : end + 1] - self.indptr[begin]).astype(index_dtype(hi - lo)),
+            indices=self.indices[lo:hi],
+            data=self.data[lo:hi],
+        )
 
     def check_memory(self) -> None:
         scans.pointer(self, "indptr", self.nnzb)

@@ -2,32 +2,61 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
+import numpy as np
+
+from ..arrays.dtypes import value_type
 from ..arrays.library import current_device
-from . import parse_spec
+from . import BSR, CSR, DBSR, SRBCRS, Bitmask, ELLBuckets, TwoFour, VectorNM, parse_spec
 from .base import Format
 from .dense import Dense
 from .foreign import as_format
 
+F = TypeVar("F", bound=Format)
 
-def convert(x: Any, target: str | type[Format], **params: Any) -> Format:
+
+@overload
+def convert(x: Any, target: type[F], *, dtype: Any = None, **params: Any) -> F: ...
+@overload
+def convert(x: Any, target: Literal["csr"], *, dtype: Any = None, **params: Any) -> CSR: ...
+@overload
+def convert(x: Any, target: Literal["bsr"], *, dtype: Any = None, **params: Any) -> BSR: ...
+@overload
+def convert(x: Any, target: Literal["dbsr"], *, dtype: Any = None, **params: Any) -> DBSR: ...
+@overload
+def convert(x: Any, target: Literal["two-four", "2:4"], *, dtype: Any = None, **params: Any) -> TwoFour: ...
+@overload
+def convert(x: Any, target: Literal["bitmask"], *, dtype: Any = None, **params: Any) -> Bitmask: ...
+@overload
+def convert(x: Any, target: Literal["vector-nm"], *, dtype: Any = None, **params: Any) -> VectorNM: ...
+@overload
+def convert(x: Any, target: Literal["sr-bcrs"], *, dtype: Any = None, **params: Any) -> SRBCRS: ...
+@overload
+def convert(x: Any, target: Literal["ell-buckets"], *, dtype: Any = None, **params: Any) -> ELLBuckets: ...
+@overload
+def convert(x: Any, target: Literal["dense"], *, dtype: Any = None, **params: Any) -> Dense: ...
+@overload
+def convert(x: Any, target: str, *, dtype: Any = None, **params: Any) -> Format: ...
+def convert(x: Any, target: str | type[Format], *, dtype: Any = None, **params: Any) -> Format:
     """``x`` in the format ``target``, on the device where ``x`` is.
 
     x: any spformat object, numpy or CuPy array [M, K], scipy.sparse, torch tensor.
-    target: a format id, with params if you like ("bsr", "bsr:blocksize=64x64", "vector-nm:n=2,m=4"), or a class.
+    target: a format id, with params if you like ("bsr", "bsr:blocksize=64x64", "vector-nm:n=2,m=4"), or a class;
+        "2:4" is two-four, and "auto" the smallest exact format of a host matrix.
+    dtype: round the values to this type first; without it, other types than the value types are refused.
     params: the parameters of the format; they override those in the text.
 
     The result has every value of ``x`` with its bits; only -0.0 may become +0.0. Returns ``x`` itself if it has that
     format already. Raises StructureError, which says why, if the format cannot represent ``x``; UsageError for an
     unknown format or a parameter out of range.
     """
+    a = as_format(x) if dtype is None else _rounded(x, dtype)
     if isinstance(target, type) and issubclass(target, Format) and target is not Format:
         fmt, given = target, params
     else:
-        fmt, in_text = parse_spec(str(target))
+        fmt, in_text = parse_spec(a.smallest() if target == "auto" else str(target))
         given = in_text | params
-    a = as_format(x)
     if type(a) is fmt:
         a.ensure_valid()
         resolved = fmt.resolve_params(a.params() | given)
@@ -41,3 +70,13 @@ def convert(x: Any, target: str | type[Format], **params: Any) -> Format:
             fmt.resolve_params(given)
             return Dense.from_dense(a.to_dense())
         return fmt.from_csr(a.to_csr(), **given)
+
+
+def _rounded(x: Any, dtype: Any) -> Format:
+    """``x`` as a Format with values of ``dtype``."""
+    kind = value_type(dtype).numpy
+    if isinstance(x, (list, tuple)):
+        x = np.asarray(x)
+    if not isinstance(x, Format) and hasattr(x, "astype"):  # an array, or a matrix of scipy, of any type
+        return as_format(x.astype(kind))
+    return as_format(x).astype(kind)

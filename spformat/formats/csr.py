@@ -63,6 +63,16 @@ class CSR(Format):
         """int64[nnz]: the row of each item."""
         return rows_of(self.indptr, self.nnz)
 
+    def row_range(self, first: int, last: int) -> CSR:
+        """Rows first .. last-1 of a valid matrix."""
+        lo, hi = int(self.indptr[first]), int(self.indptr[last])  # synchronize!
+        return CSR.trusted(
+            shape=(last - first, self.shape[1]),
+            indptr=(self.indptr[first : last + 1] - self.indptr[first]).astype(index_dtype(hi - lo)),
+            indices=self.indices[lo:hi],
+            data=self.data[lo:hi],
+        )
+
     def check_memory(self) -> None:
         scans.pointer(self, "indptr", self.nnz)
         scans.within(self, "indices", self.shape[1])

@@ -82,6 +82,8 @@ class ParamDeclaration:
                     return str(value)
             elif self.kind == "pair":
                 items = value.lower().split("x") if isinstance(value, str) else value
+                if isinstance(items, (int, np.integer)) or (isinstance(value, str) and len(items) == 1):
+                    items = (value, value)  # 16 stands for 16x16
                 pair = tuple(plain_int(v) for v in items)
                 if len(pair) == 2 and all(self.low <= v <= self.high for v in pair):
                     return pair

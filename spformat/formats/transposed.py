@@ -11,6 +11,7 @@ import numpy as np
 from ..arrays.dtypes import bits
 from ..arrays.library import Array, ceil_div, current_device, index_dtype, namespace
 from ..arrays.segments import counts_of, pointer, stable_order
+from .array_methods import frozen
 from .base import Format
 from .bsr import BSR
 from .csr import CSR
@@ -18,6 +19,7 @@ from .dbsr import DBSR
 from .dense import Dense
 
 
+@frozen
 @dataclass(frozen=True, slots=True, eq=False)
 class Transposed:
     """The transpose of ``matrix``, as a view without arrays of its own."""
@@ -25,6 +27,8 @@ class Transposed:
     matrix: Format
     __array_ufunc__: ClassVar[None] = None  # else numpy makes an array of one object for ``x @ a.T``
     __matmul__: ClassVar[Callable[[Any, Any], Any]]  # set by a layer above, to ``spmm``
+    __rmatmul__: ClassVar[Callable[[Any, Any], Any]]
+    ndim: ClassVar[int] = 2
 
     @property
     def T(self) -> Format:  # noqa: N802 - numpy's name
@@ -84,6 +88,13 @@ class Transposed:
                 indices=a.rows()[order].astype(index_dtype(M - 1)),
                 data=bits(a.data)[order].view(a.dtype),
             )
+
+    toarray = todense = to_dense
+    tocsr = to_csr
+
+    def dot(self, other: Any) -> Any:
+        """``self @ other``."""
+        return self @ other
 
     def materialize(self) -> Format:
         """The transpose as a stored matrix, in the format that costs least.

@@ -16,8 +16,9 @@ import numpy as np
 from ..arrays import threads
 from ..arrays.dtypes import bits, nonzero_mask, value_type
 from ..arrays.library import Array, ceil_div, is_cupy, round_up
+from ..errors import UsageError
 from ..formats import edges, parse_spec, registered, spec_text
-from ..formats.base import checked_values
+from ..formats.base import Format, checked_values
 from ..formats.hooks import VECTOR_ROWS, VECTOR_STRIDE
 
 CHUNK = 1 << 22
@@ -211,6 +212,16 @@ def _from_census(x: Array, row_lengths: Array, counts: Array) -> Structure:
         blocks={b: (n, rows) for b, n, rows in zip(BLOCKS, nonempty, block_rows, strict=True)},
         vectors=vectors, vector_groups=groups, tile_columns=dict(zip(TILE_ROWS, tiles, strict=True)),
     )  # fmt: skip
+
+
+def _smallest(f: Format) -> str:
+    """The exact format with the fewest bytes for this matrix, as text. It is chosen on the host."""
+    if f.device != "cpu":
+        raise UsageError(f"{f.name}: the smallest format is chosen on the host; use convert(a.to('cpu'), 'auto')")
+    return analyse(f.to_dense()).smallest()
+
+
+Format.smallest = _smallest
 
 
 def count_nonzeros(x: Array) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from .problem import Problem, scalar
 OVERWRITES = "out overlaps the arrays of A; the product would overwrite what it reads"
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True, repr=False)
 class Plan:
     """One product, ready to run: ``plan(B)`` or ``plan(B, out=C)``, for any number of columns.
 
@@ -38,6 +38,17 @@ class Plan:
     """Operands -> (the call that runs the product for them, whether it may be kept and run again), for a caller that
     has checked the addresses himself. None if ``run`` is the only way."""
 
+    def __repr__(self) -> str:
+        p = self.problem
+        a, b = p.operands[0], p.operands[1]
+        tile = f" {self.tile}" if self.tile else ""
+        what = f"{p.operation} of {a.format} {a.dtype}{list(a.shape)} with {b.dtype}{list(b.shape)} on {p.device}"
+        return f"Plan({self.kernel}{tile}: {what}, workspace={self.workspace})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A plan is pickled without the arrays of its matrix: as its problem, which can be read and explained."""
+        return _unpickled, (self.kernel, self.problem, self.tile, self.workspace)
+
     def __call__(self, B: Any, out: Any = None, *, alpha: float = 1.0, beta: float = 0.0, bias: Any = None) -> Any:
         """A @ B, written to ``out`` if given; alpha, beta and bias only where the plan has an epilogue."""
         if self.problem.epilogue:
@@ -45,3 +56,11 @@ class Plan:
         if bias is None and alpha == 1 and beta == 0:
             return self.run(B, out)
         raise UsageError("this plan computes A @ B alone; alpha, beta and bias need plan(.., epilogue=True)")
+
+
+def _unpickled(kernel: str, problem: Problem, tile: str, workspace: int) -> Plan:
+    return Plan(kernel, problem, _without_matrix, tile, workspace, reads=())
+
+
+def _without_matrix(*operands: Any) -> Any:
+    raise UsageError("a plan that was pickled has no matrix: make it again where the matrix is, with plan(A, ..)")

@@ -1,0 +1,137 @@
+"""The methods that people know from numpy and scipy.sparse, for every format. Nothing here is done in place."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Callable
+from typing import Any, ClassVar, NoReturn, Self, TypeVar
+
+import numpy as np
+
+from ..arrays.dtypes import value_type
+from ..arrays.library import Array, current_device, namespace
+from ..errors import UsageError
+
+C = TypeVar("C", bound=type)
+
+
+class ArrayMethods:
+    """``copy``, ``astype``, ``toarray``, ``sum``, ``a * 2``, ``a[0:64]``, .. in terms of what a format implements."""
+
+    __slots__ = ()
+    ndim: ClassVar[int] = 2
+
+    @property
+    def size(self) -> int:
+        """The number of stored values, as in scipy.sparse: ``nnz``."""
+        me: Any = self
+        return int(me.nnz)
+
+    def copy(self) -> Self:
+        """The same matrix with arrays of its own."""
+        me: Any = self
+        with current_device(me.values):
+            parts = {k: _copied(v) for k, v in me.fields().items()}
+        new = type(me).trusted if me.is_validated else type(me)
+        return new(**parts)  # type: ignore[no-any-return]
+
+    def toarray(self) -> Array:
+        """``to_dense``, by scipy's name."""
+        me: Any = self
+        return me.to_dense()
+
+    def todense(self) -> Array:
+        """``to_dense``, by scipy's other name; an array, not a numpy.matrix."""
+        me: Any = self
+        return me.to_dense()
+
+    def tocsr(self) -> Any:
+        """``to_csr``, by scipy's name."""
+        me: Any = self
+        return me.to_csr()
+
+    def dot(self, other: Any) -> Any:
+        """``self @ other``."""
+        me: Any = self
+        return me @ other
+
+    def astype(self, dtype: Any) -> Self:
+        """The same matrix with its values rounded to another value type; values that become zero are dropped by formats
+        that store none. StructureError if the format does not take the type."""
+        me: Any = self
+        kind = value_type(dtype).numpy
+        return self if me.dtype == kind else self._mapped(lambda values: values.astype(kind))
+
+    def sum(self, axis: int | None = None) -> Any:
+        """The sum of all values, or with ``axis`` 0 or 1 that of each column or row; in float64, or int64 of int8."""
+        if axis not in (None, 0, 1, -1, -2):
+            raise UsageError(f"sum: expected axis None, 0 or 1, got {axis!r}")
+        me: Any = self
+        a = me.to_csr()
+        with current_device(a.data):
+            wide = np.int64 if a.dtype == np.int8 else np.float64
+            values = a.data.astype(wide)
+            if axis is None:
+                return values.sum().item()  # synchronize!
+            index, length = (a.indices, a.shape[1]) if axis in (0, -2) else (a.rows(), a.shape[0])
+            return namespace(values).bincount(index, weights=values, minlength=length).astype(wide)
+
+    def __mul__(self, factor: Any) -> Self:
+        if not isinstance(factor, numbers.Real) or isinstance(factor, bool):
+            what = type(factor).__name__
+            raise TypeError(f"* takes a number, got {what}; @ is the product, to_scipy().multiply(x) goes by elements")
+        return self._mapped(lambda values: values * values.dtype.type(factor))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> Self:
+        if not isinstance(divisor, numbers.Real) or isinstance(divisor, bool):
+            raise TypeError(f"/ takes a number, got {type(divisor).__name__}")
+        return self._mapped(lambda values: values / values.dtype.type(divisor))
+
+    def __neg__(self) -> Self:
+        return self._mapped(lambda values: -values)
+
+    def __getitem__(self, rows: Any) -> Self:
+        """Consecutive rows of a CSR or BSR: ``a[64:128]``. UsageError for anything else."""
+        me: Any = self
+        take: Callable[[int, int], Self] | None = getattr(me, "row_range", None)
+        if take is None or not isinstance(rows, slice) or rows.step not in (None, 1):
+            message = f"{me.name}: expected consecutive rows of a CSR or BSR, like a[0:64]; to_scipy() takes any index"
+            raise UsageError(message)
+        first, last, _ = slice(rows.start, rows.stop).indices(me.shape[0])
+        me.ensure_valid()
+        with current_device(me.values):
+            return take(first, max(first, last))
+
+    def _mapped(self, function: Callable[[Array], Array]) -> Self:
+        """The matrix whose values are ``function`` of these; it must map zero to zero."""
+        me: Any = self
+        if me.name == "dense":
+            return type(me).from_dense(function(me.data))  # type: ignore[no-any-return]
+        a = me.to_csr()
+        with current_device(a.data):
+            mapped = a.with_arrays(data=function(a.data))
+        return type(me).from_csr(mapped.ensure_valid(), **me.params())  # type: ignore[no-any-return]
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_copied, value))
+    return value.copy() if hasattr(value, "copy") else value
+
+
+def frozen(cls: C) -> C:
+    """A class decorator: whoever sets an attribute reads why that is not possible.
+
+    Python 3.11 has an error about ``super()`` instead, for frozen dataclasses with slots.
+    """
+
+    def refuse(self: Any, name: str, *value: Any) -> NoReturn:
+        what = f"{type(self).__name__} is frozen: {name!r} cannot be changed"
+        raise dataclasses.FrozenInstanceError(f"{what}; with_arrays(..), astype(..) and * give a new matrix")
+
+    for method in ("__setattr__", "__delattr__"):
+        setattr(cls, method, refuse)
+    return cls

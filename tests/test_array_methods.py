@@ -1,0 +1,165 @@
+"""What fingers type that know numpy and scipy.sparse."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+import spformat as sf
+
+
+def dense(rows: int = 64, cols: int = 128, seed: int = 0) -> np.ndarray[Any, Any]:
+    """float16 [rows, cols] that every format holds: at most two of four, at most half of every window."""
+    x = np.random.default_rng(seed).integers(1, 9, (rows, cols)).astype(np.float16)
+    x.reshape(rows, -1, 4)[..., 2:] = 0
+    return x
+
+
+TARGETS = [*(f.name for f in sf.FORMATS if f.name != "vector-nm"), "vector-nm:n=2,m=4,vector_length=1"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_methods_of_numpy_and_scipy(target: str) -> None:
+    x = dense()
+    a: Any = sf.convert(x, target)
+    assert (a.ndim, a.shape, a.size) == (2, (64, 128), a.nnz)
+    for same in (a.toarray(), a.todense(), a.tocsr().toarray(), a.copy().toarray(), a.T.T.toarray()):
+        assert np.array_equal(same, x)
+    assert a.T.toarray().tolist() == x.T.tolist() == a.T.todense().tolist() == a.T.tocsr().toarray().tolist()
+    copied = a.copy()
+    assert copied == a
+    assert not any(np.shares_memory(m, n) for m, n in zip(a.arrays().values(), copied.arrays().values(), strict=True))
+    assert type(a * 2) is type(2 * a) is type(a / 2) is type(-a) is type(a)
+    assert np.array_equal((2 * a).toarray(), 2 * x)
+    assert np.array_equal((a / 2).toarray(), x / 2)
+    assert np.array_equal((-a).toarray(), np.where(x == 0, x, -x))
+    assert not (0 * a).toarray().any()
+    assert (a * 0.5).dtype == a.dtype
+    assert a.sum() == x.sum(dtype=np.float64)
+    assert np.array_equal(a.sum(axis=0), x.sum(axis=0, dtype=np.float64))
+    assert np.array_equal(a.sum(axis=1), x.sum(axis=1, dtype=np.float64))
+    narrow = a.astype("bfloat16")
+    assert (type(narrow), narrow.dtype.name) == (type(a), "bfloat16")
+    assert np.array_equal(narrow.toarray().astype(np.float32), x.astype(np.float32))
+    assert a.astype(np.float16) is a
+    with pytest.raises(TypeError, match="@ is the product"):
+        a * x
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_products_from_both_sides(target: str) -> None:
+    x = dense().astype(np.float16)
+    a: Any = sf.convert(x, target)
+    left, right = np.ones((3, 64), np.float16), np.ones((128, 3), np.float16)
+    assert np.array_equal(left @ a, left @ x)
+    assert np.array_equal(right.T @ a.T, right.T @ x.T)
+    assert np.array_equal(np.asarray(left).T.T @ a, left @ x)
+    assert np.array_equal(left[0] @ a, left[0] @ x)
+    assert np.array_equal(a.dot(right), a @ right)
+    assert np.array_equal(a.T.dot(left.T), x.T @ left.T)
+
+
+def test_rows_of_csr_and_bsr() -> None:
+    x = dense()
+    for a in (sf.convert(x, "csr"), sf.convert(x, "bsr", blocksize=16)):
+        for rows in (slice(0, 16), slice(16, None), slice(-16, None), slice(None), slice(32, 32)):
+            assert type(a[rows]) is type(a)
+            assert np.array_equal(a[rows].validate().toarray(), x[rows])
+    with pytest.raises(sf.errors.UsageError, match="multiples of 16"):
+        sf.convert(x, "bsr", blocksize=16)[3:20]
+    odd = sf.convert(x[:50], "bsr", blocksize=16)[32:]
+    assert np.array_equal(odd.toarray(), x[32:50])
+    for a, index in (
+        (sf.convert(x, "csr"), 3),
+        (sf.convert(x, "csr"), (0, 1)),
+        (sf.convert(x, "bitmask"), slice(0, 4)),
+    ):
+        with pytest.raises(sf.errors.UsageError, match=r"to_scipy\(\)"):
+            a[index]
+
+
+def test_convert_takes_what_people_type() -> None:
+    x = dense()
+    assert isinstance(sf.convert(x, "2:4"), sf.TwoFour)
+    assert sf.convert(x, "auto").name == "vector-nm"  # the same columns of every row
+    assert sf.convert(sp.eye_array(64, format="csr", dtype="float32"), "auto").name != "dense"
+    assert sf.convert(x, "bsr", blocksize=16).blocksize == sf.convert(x, "bsr:blocksize=16").blocksize == (16, 16)
+    assert sf.convert(x, "csr", dtype="float32").dtype == np.float32
+    ints = x.astype(np.int64)
+    for bad in (ints, x != 0, ints.tolist()):
+        with pytest.raises(
+            sf.errors.StructureError, match=r"np.asarray\(x, 'float32'\) or convert\(x, .., dtype='float32'\)"
+        ):
+            sf.convert(bad, "csr")
+        assert np.array_equal(sf.convert(bad, "csr", dtype="float32").toarray(), np.asarray(bad, "float32"))
+    assert sf.convert(sf.convert(x, "csr"), "bitmask", dtype="bfloat16").dtype.name == "bfloat16"
+
+
+@pytest.mark.parametrize("name", ["data", "shape", "anything"])
+def test_setting_an_attribute_says_that_it_is_frozen(name: str) -> None:
+    a: Any = sf.convert(dense(), "csr")
+    for x in (a, a.T):
+        with pytest.raises(dataclasses.FrozenInstanceError, match=f"is frozen: '{name}' cannot be changed"):
+            setattr(x, name, 1)
+        with pytest.raises(dataclasses.FrozenInstanceError, match="is frozen"):
+            delattr(x, name)
+
+
+def test_a_plan_prints_on_one_line_and_is_pickled_as_its_problem() -> None:
+    a = sf.convert(dense(), "csr")
+    p = sf.plan(a, n=16)
+    assert str(p).startswith("Plan(cpu.") or str(p).startswith("Plan(reference.")
+    assert "spmm of csr float16[64, 128] with float16[128, 16] on cpu, workspace=" in str(p)
+    assert "\n" not in str(p)
+    assert len(str(p)) < 200
+    again = pickle.loads(pickle.dumps(p))
+    assert (again.kernel, again.problem, again.tile) == (p.kernel, p.problem, p.tile)
+    with pytest.raises(sf.errors.UsageError, match="make it again"):
+        again(np.ones((128, 16), np.float16))
+
+
+SCRIPT = """
+import numpy as np
+import spformat as sf
+
+w = np.eye(64, dtype=np.float32)
+a: sf.CSR = sf.convert(w, "csr")
+b: sf.BSR = sf.convert(w, "bsr", blocksize=16)
+c: sf.TwoFour = sf.convert(w.astype(np.float16), "2:4")
+d: sf.CSR = sf.convert(w, sf.CSR)
+e: sf.Format = sf.convert(w, "auto", dtype="float32")
+print(a.data.dtype, a.indptr[-1], a.indices.size, b.blocksize[0], c.meta_order, d.T.shape)
+f: sf.BSR = b[0:16] * 2.0
+g: sf.CSR = a.copy().astype("float16")
+total: float = a.sum()
+y = a @ w
+z = w @ a
+sf.save("w.safetensors", {"a": a, "b": b})
+"""
+
+
+def test_a_script_of_a_user_passes_the_strict_type_checker_and_runs(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+
+    def python(script: str, *args: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "mine.py").write_text(script)
+        env = {**os.environ, "MYPYPATH": str(Path(sf.__file__).parents[1])}
+        command = [sys.executable, *args, "mine.py"]
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+
+    strict = ("-m", "mypy", "--strict", "--follow-imports=silent", "--cache-dir", str(tmp_path / "cache"))
+    r = python(SCRIPT, *strict)
+    assert r.returncode == 0, r.stdout + r.stderr
+    r = python(SCRIPT.replace('sf.convert(w, "bsr", blocksize=16)', 'sf.convert(w, "csr")'), *strict)
+    assert 'expression has type "CSR", variable has type "BSR"' in r.stdout
+    r = python(SCRIPT)
+    assert r.returncode == 0, r.stderr
