@@ -1,0 +1,154 @@
+"""Files with one matrix (.npz, .mtx, .smtx), files of others, and pipes: what people type, and what they get."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from safetensors.numpy import save_file
+from scipy.io import mmread
+from test_checkpoint import tree
+from test_cli import SHARDED, spformat
+from test_first_hour import two_four
+
+import spformat as sf
+from spformat.interop.smtx import read_smtx
+
+# --- files with one matrix
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Path:
+    """A file with one matrix and a bias."""
+    w = two_four(32, 64)
+    save_file({"layer.weight": w, "layer.bias": np.ones(32, np.float32)}, tmp_path / "m.safetensors")
+    return tmp_path / "m.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [("back.npz", "csr"), ("back.npz", "bsr:blocksize=16x16"), ("back.mtx", "auto"), ("back.mtx", "dense")],
+)
+def test_one_matrix_goes_into_a_matrix_file_and_back(one: Path, name: str, to: str) -> None:
+    with sf.safe_open(one) as f:
+        w = f.array("layer.weight").astype(np.float64)
+    r = spformat("convert", one.name, name, "--to", to, cwd=one.parent)
+    assert r.returncode == 0, r.stderr
+    assert "bfloat16 became float32, which holds the same values" in r.stderr
+    assert (one.parent / name).is_file()
+    read = sp.load_npz(one.parent / name).toarray() if name.endswith(".npz") else mmread(one.parent / name)
+    np.testing.assert_array_equal(read if isinstance(read, np.ndarray) else read.toarray(), w)
+    r = spformat("convert", name, "again.safetensors", "--to", "csr", "--dtype", "bfloat16", cwd=one.parent)
+    assert r.returncode == 0, r.stderr
+    np.testing.assert_array_equal(sf.load(one.parent / "again.safetensors")["back"].to_dense().astype(np.float64), w)
+    assert spformat("convert", one.name, name, "--to", to, cwd=one.parent).returncode == 73
+    assert spformat("convert", one.name, name, "--to", to, "--force", cwd=one.parent).returncode == 0
+
+
+def test_a_pattern_file_is_asked_for(one: Path) -> None:
+    r = spformat("convert", one, one.parent / "p.smtx")
+    assert (r.returncode, "--values ones" in r.stderr) == (2, True), r.stderr
+    assert spformat("convert", one, one.parent / "p.smtx", "--values", "ones").returncode == 0
+    with sf.safe_open(one) as f:
+        pattern = f.array("layer.weight") != 0
+    assert (read_smtx(one.parent / "p.smtx").to_dense() != 0).tolist() == pattern.tolist()
+
+
+def test_what_a_matrix_file_cannot_hold_is_refused_with_the_reason(tmp_path: Path) -> None:
+    model = Path(shutil.copytree(SHARDED, tmp_path / "model"))
+    before = tree(model.parent)
+    for args, text in (
+        (["model", "back.npz", "--to", "csr"], "holds one matrix, got 16"),
+        (["model", "back.npz", "--include", "*.q_proj.weight"], "choose one with --include NAME"),
+        (
+            ["model", "back.npz", "--include", "model.layers.0.self_attn.q_proj.weight", "--to", "two-four"],
+            "holds csr or bsr",
+        ),
+        (["model", "back.mtx", "--part", "1/2"], "--part is for checkpoints, and back.mtx is a matrix file"),
+    ):
+        r = spformat("convert", *args, cwd=model.parent)
+        assert (r.returncode, text in r.stderr) == (2, True), r.stderr
+    assert tree(model.parent) == before
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert spformat("convert", "model", "q.npz", "--include", name, cwd=model.parent).returncode == 0
+
+
+def test_every_verb_takes_a_matrix_file(one: Path) -> None:
+    assert spformat("convert", "m.safetensors", "m.npz", "--to", "csr", cwd=one.parent).returncode == 0
+
+    def run(*args: str, code: int = 0) -> str:
+        r = spformat(*args, cwd=one.parent)
+        assert r.returncode == code, r.stdout + r.stderr
+        return r.stdout
+
+    assert json.loads(run("plan", "m.npz", "--to", "bitmask", "--json"))["tensors"][0]["target"] == "bitmask"
+    assert "1 checked, sound" in run("validate", "m.npz")
+    assert "1 checked against bitmask, sound" in run("validate", "m.npz", "--expect", "bitmask")
+    assert "cpu." in run("explain", "m.npz", "-n", "16")
+    assert json.loads(run("inspect", "m.npz", "--json"))["tensors"][0]["name"] == "m"
+    run("convert", "m.npz", "w.safetensors", "--to", "bitmask")
+    assert "1 of 1 tensors hold the same values" in run("diff", "m.npz", "w.safetensors")
+    assert "32 of 2048" not in run("diff", "w.safetensors", "m.npz")
+    run("validate", "nothing.npz", code=66)
+
+
+# --- foreign files and pipes
+
+
+@pytest.mark.parametrize("name", ["model.pt", "pytorch_model.bin", "old.ckpt"])
+def test_a_pytorch_file_leads_with_the_two_lines_that_convert_it(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, Any] = {}
+    old = name == "old.ckpt"  # before torch 1.6 the pickle was not in a zip archive
+    (tmp_path / name).write_bytes(b"\x80\x02}q\x00." + bytes(40) if old else b"PK\x03\x04" + bytes(range(60)))
+    for src in (tmp_path / name, tmp_path):
+        r = spformat("inspect", src)
+        assert r.returncode == (65 if src != tmp_path else 66)
+        first, *lines = r.stderr.rstrip().splitlines()
+        assert "a PyTorch file, which spformat never reads" in first
+        assert "header length" not in r.stderr
+        assert len(lines) == 2
+        # the two lines do what they say, with a stand-in for torch
+        seen.clear()
+        torch = SimpleNamespace(load=lambda path, **options: seen.update(path=path, **options) or {"w": np.eye(4)})
+        safetensors = SimpleNamespace(torch=SimpleNamespace(save_file=save_file))
+        exec("\n".join(line.strip() for line in lines), {"torch": torch, "safetensors": safetensors})
+        assert seen == {"path": str(tmp_path / name), "map_location": "cpu", "weights_only": True}
+        (made,) = tmp_path.glob("*.safetensors")
+        assert spformat("inspect", made).returncode == 0
+        made.unlink()
+
+
+def piped(verb: str, *args: Any, data: bytes) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-c", "from spformat_cli.main import main; main()", verb, *map(str, args)]
+    return subprocess.run(command, input=data, capture_output=True, timeout=100)
+
+
+def test_a_pipe_is_read_as_a_file(one: Path, tmp_path: Path) -> None:
+    assert spformat("convert", one, tmp_path / "m.mtx").returncode == 0
+    for path in (one, tmp_path / "m.mtx"):
+        r = piped("inspect", "-", "--json", data=path.read_bytes())
+        assert r.returncode == 0, r.stderr
+        (row,) = (t for t in json.loads(r.stdout)["tensors"] if len(t["shape"]) == 2)
+        assert row["nnz"] == 1024
+    r = piped("convert", "-", tmp_path / "out.safetensors", "--to", "csr", data=(tmp_path / "m.mtx").read_bytes())
+    assert r.returncode == 0, r.stderr
+    r = piped("diff", one, "-", data=one.read_bytes())
+    assert r.returncode == 0, r.stderr
+    r = piped("inspect", "-", "--max-file-bytes", "100", data=one.read_bytes())
+    assert (r.returncode, b"standard input: expected at most 100 bytes" in r.stderr) == (78, True), r.stderr
+    assert piped("diff", "-", "-", data=b"").returncode == 2
+    fifo = tmp_path / "fifo.mtx"
+    os.mkfifo(fifo)
+    r = spformat("inspect", fifo)
+    assert (r.returncode, "spformat inspect - < PIPE" in r.stderr) == (66, True), r.stderr
