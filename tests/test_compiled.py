@@ -301,3 +301,38 @@ def test_two_four_pruned(order: str, dtype: str, monkeypatch: pytest.MonkeyPatch
         finite = np.where(masks._keys(x) < infinite, x, np.zeros((), x.dtype))
         with path(monkeypatch, numba=True):
             assert masks.prune_two_four(finite).meta_order == "ldmatrix"
+
+
+FIRST_PRODUCT = """
+import sys
+import numpy as np
+import spformat as sf
+w, n = np.zeros((64, 64), np.float32), int(sys.argv[1])
+w[::2, ::3] = 1
+a, x = sf.convert(w, sys.argv[2]), np.ones((64, n), np.float32)
+assert np.array_equal(a @ x, w @ x)
+from spformat.backends.cpu import loops
+stats = [f.stats for f in vars(loops).values() if hasattr(f, "stats")]
+print(sum(sum(s.cache_hits.values()) for s in stats), sum(sum(s.cache_misses.values()) for s in stats))
+"""
+
+
+@pytest.mark.backend("cpu")
+@pytest.mark.parametrize("fmt", ["csr", "bsr"])
+def test_a_second_process_compiles_no_product_again(fmt: str, tmp_path: Path) -> None:
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+
+    def run(n: int) -> tuple[int, int]:
+        command = [sys.executable, "-c", FIRST_PRODUCT, str(n), fmt]
+        r = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+        assert r.returncode == 0, r.stderr
+        hits, misses = map(int, r.stdout.split())
+        return hits, misses
+
+    assert run(64)[1] > 0
+    hits, misses = run(64)
+    assert (hits > 0, misses) == (True, 0)
+    run(4)
+    files = sorted(tmp_path.rglob("*.nbc"))
+    run(4)
+    assert sorted(tmp_path.rglob("*.nbc")) == files, "a process adds code that the next one does not read"

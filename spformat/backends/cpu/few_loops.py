@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from ...formats.fast.numba_cache import compiled
 from . import few_tiles
-from .targets import compiled
 
 Array = Any
 Loop = Callable[..., None]

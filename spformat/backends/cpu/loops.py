@@ -18,8 +18,9 @@ import numpy as np
 from numba.core import types
 from numba.extending import overload
 
+from ...formats.fast.numba_cache import compiled
 from ...formats.fast.simd import WIDE, ones, pack_columns
-from .targets import compiled, stripe
+from .targets import stripe
 from .tiles import bfloat16, lowest_bit, word_columns
 
 ITEMS = 512

@@ -10,17 +10,15 @@ numba compiles a loop once for each kind of target that it is called with.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
-import numba
 from numba.core import types
 from numba.extending import overload
 
+from ...formats.fast.numba_cache import compiled
 from .tiles import NARROW, OCT, PAIR, QUAD, SCATTER_PAIR, SCATTER_QUAD, SCATTER_SINGLE, SINGLE, VECTOR
 
 Array = Any
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Target(NamedTuple):
@@ -81,11 +79,6 @@ class Panel(NamedTuple):
     K: int
     tiles: int = 1
     group: int = 1
-
-
-def compiled(f: F) -> F:
-    """numba, without the GIL."""
-    return cast(F, numba.njit(nogil=True, error_model="numpy")(f))
 
 
 @compiled

@@ -1,11 +1,12 @@
 """Loops that numba compiles and stores on disk, in a cache that repairs itself: an unreadable file counts as missing.
 
-numba compiles a function again when its file has changed. Loops also call functions in other files of this folder, so
-here a change of any of these files makes numba compile again.
+numba compiles a function again when its file has changed. Loops also call functions in other files of their folder and
+in this one, so here a change of any file in these folders makes numba compile again.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pickle
 import struct
@@ -27,13 +28,14 @@ _UNREADABLE = (
 """The errors that unpickling damaged bytes raises, and LLVM for a damaged object file."""
 
 
-def _sources() -> tuple[tuple[str, int, int], ...]:
-    """(name, time of the last change, size) of every file with code of loops; empty if they lie in an archive."""
-    files = sorted(p for p in Path(__file__).parent.glob("*.py") if p.stem.endswith("_loops") or p.stem == "simd")
+_HERE = Path(__file__).parent
+
+
+@functools.cache
+def _sources(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """(name, time of the last change, size) of every module in a folder; empty if they lie in an archive."""
+    files = sorted(folder.glob("*.py"))
     return tuple((p.name, p.stat().st_mtime_ns, p.stat().st_size) for p in files)
-
-
-_SOURCES = _sources()
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]
@@ -48,7 +50,8 @@ class _Cache(FunctionCache):  # type: ignore[misc]
             return None
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        return (*super()._index_key(sig, codegen), _SOURCES)
+        own = Path(self._py_func.__code__.co_filename).parent
+        return (*super()._index_key(sig, codegen), _sources(_HERE), _sources(own))
 
     def save_overload(self, sig: Any, data: Any) -> None:
         with suppress(*_UNREADABLE):  # the code is compiled; if it is not stored, only time is lost
@@ -74,8 +77,14 @@ _without_scipy_linalg()
 
 
 def compiled(f: F) -> F:
-    """Compile with numba, without the GIL; the code is stored on disk if there is a writable folder."""
+    """Compile with numba, without the GIL; the code is stored on disk if there is a writable folder.
+
+    A function with a closure is not stored: numba hashes what it encloses, intrinsics have another hash in every
+    process, and each process would add a file that none reads.
+    """
     dispatcher: Any = numba.njit(nogil=True, error_model="numpy")(f)
+    if f.__closure__ is not None:
+        return cast(F, dispatcher)
     with suppress(RuntimeError):  # "cannot cache function: no locator available"
         dispatcher._cache = _Cache(f)
     return cast(F, dispatcher)
