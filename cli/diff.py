@@ -20,13 +20,15 @@ def run(
 ) -> None:
     """Compare tensor by tensor, bit by bit; only -0.0 and +0.0 count as equal. `__metadata__` is compared, too."""
     from spformat.checkpoint.diff import diff_checkpoints, diff_metadata, diff_provenance
+    from spformat.checkpoint.source import open_source
 
-    results = list(diff_checkpoints(a, b))
+    one, other = open_source(a), open_source(b)
+    results = list(diff_checkpoints(one, other))
     if provenance:
         results += diff_provenance(a, b)
     differing = [d for _, d in results if d is not None]
     same = len(results) - len(differing)
-    differing += diff_metadata(a, b)
+    differing += diff_metadata(one, other)
     if as_json:
         differences = [
             {"tensor": d.tensor, "what": d.what, "count": d.count, "index": list(d.index)} for d in differing

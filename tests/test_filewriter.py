@@ -30,7 +30,6 @@ def test_streaming_in_panels(tmp_path: Path) -> None:
     ("tensors", "message"),
     [
         ({"w": [1, 2]}, "list; use convert"), ({"w": np.zeros(2, "O")}, "cannot be stored"),
-        ({"": np.zeros(2)}, "name"),
         ({3: np.zeros(2)}, "name"), ({"w": make(CSR), "w.data": np.zeros(2)}, "distinct names"),
         ({"a\0": np.zeros(2)}, "NUL"), ({"\ud800": np.zeros(2)}, "surrogate"),
     ],

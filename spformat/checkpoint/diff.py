@@ -34,13 +34,13 @@ class Difference:
         return f"{printable(self.tensor)}: {self.what}"
 
 
-def diff_checkpoints(a: Path, b: Path) -> Iterator[tuple[str, Difference | None]]:
+def diff_checkpoints(a: Path | Source, b: Path | Source) -> Iterator[tuple[str, Difference | None]]:
     """(tensor, its difference or None) for every tensor of either checkpoint. Two tensors are in memory at a time.
 
     First come tensors that only one of them has, then the others, shard by shard, so that each shard is opened once for
     all of them that another shard shares with it.
     """
-    first, second = open_source(a), open_source(b)
+    first, second = _opened(a), _opened(b)
     if (first.matrix or second.matrix) and len(first.records) == len(second.records) == 1:
         # A file with one matrix has no name for it, so the only tensor of the other one is meant.
         for (name, f), (other, g) in zip(first.opened(first.records), second.opened(second.records), strict=True):
@@ -54,13 +54,13 @@ def diff_checkpoints(a: Path, b: Path) -> Iterator[tuple[str, Difference | None]
         yield name, _difference(name, f.read(name), g.read(name))
 
 
-def diff_metadata(a: Path, b: Path) -> list[Difference]:
+def diff_metadata(a: Path | Source, b: Path | Source) -> list[Difference]:
     """The keys of ``__metadata__`` whose texts differ, over all shards of each checkpoint.
 
     A "format" that only one of the two states is no difference: loaders demand it of a dense checkpoint, so
     a conversion to dense adds it.
     """
-    one, other = (_metadata(open_source(path)) for path in (a, b))
+    one, other = _opened(a).metadata, _opened(b).metadata
     ignored = {"format"} - (one.keys() & other.keys())
     keys = sorted((one.keys() | other.keys()) - ignored)
     return [
@@ -70,14 +70,8 @@ def diff_metadata(a: Path, b: Path) -> list[Difference]:
     ]
 
 
-def _metadata(source: Source) -> dict[str, tuple[str, ...]]:
-    """Key -> its different texts in the shards."""
-    texts: dict[str, set[str]] = {}
-    for shard in source.shards:
-        with source.open(shard) as f:
-            for key, text in f.own_metadata.items():
-                texts.setdefault(key, set()).add(text)
-    return {key: tuple(sorted(every)) for key, every in texts.items()}
+def _opened(x: Path | Source) -> Source:
+    return x if isinstance(x, Source) else open_source(x)
 
 
 def _texts(every: tuple[str, ...] | None) -> str:

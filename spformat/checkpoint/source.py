@@ -73,6 +73,8 @@ class Source:
     """Tensors that compressed-tensors packed, by the name of the dense tensor that ``records`` and ``open`` present."""
     identities: dict[str, Identity] = field(default_factory=dict)
     """Shard -> which file it was when the headers were read."""
+    metadata: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Key of ``__metadata__`` -> its different texts in the shards, in order; not those of this package."""
     matrix: MatrixFile | None = None
     """The matrix of a .npz, .mtx or .smtx file: it can be looked at, and ``convert_checkpoint`` does not take it."""
 
@@ -230,10 +232,12 @@ def _assemble(
     others: tuple[str, ...], follow: Sequence[Path],
 ) -> Source:  # fmt: skip
     records: dict[str, tuple[str, Record, int]] = {}
-    identities = {}
+    identities, texts = {}, dict[str, set[str]]()
     for shard in shards:
         with safe_open(os.path.join(folder, shard)) as f:
             identities[shard] = f.identity
+            for key, text in f.own_metadata.items():
+                texts.setdefault(key, set()).add(text)
             for name in f:
                 if name in records:
                     both = f"{records[name][0]} and {shard}"
@@ -254,7 +258,10 @@ def _assemble(
         not_outside(os.path.join(folder, name), follow)
     left = tuple(n for n in others if n not in files)
     records, packed = unpacked(records, folder, path)
-    return Source(path, folder, shards, records, files, left, index, packed=packed, identities=identities)
+    metadata = {key: tuple(sorted(every)) for key, every in texts.items()}
+    return Source(
+        path, folder, shards, records, files, left, index, packed=packed, identities=identities, metadata=metadata
+    )
 
 
 def _replaced(path: str) -> IntegrityError:

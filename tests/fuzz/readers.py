@@ -218,43 +218,50 @@ def _config(folder: Path, mutated: Any) -> Any:
     return config_for(data, "transformers")
 
 
+def _target(folder: Path, name: str) -> Path:
+    """A folder beside ``folder``: no conversion writes into its input."""
+    return folder.with_name(f"{folder.name}-{name}")
+
+
 def _packed(folder: Path) -> list[Any]:
     save_dense(folder / "model-00001-of-00002.safetensors", {"a": _DENSE.astype(np.float32)})
     save_dense(folder / "model-00002-of-00002.safetensors", {"b": _DENSE.astype(np.float16)})
-    convert_checkpoint(folder, folder / "out", "csr")
-    tree = json.loads((folder / "out" / "spformat.json").read_text())
+    convert_checkpoint(folder, _target(folder, "out"), "csr")
+    tree = json.loads((_target(folder, "out") / "spformat.json").read_text())
     return [tree, tree | {"index": {"metadata": {"total_size": 9}, "more": [1, {"x": "y"}]}}]
 
 
 def _manifest(folder: Path, mutated: Any) -> Any:
-    _text(folder / "out", "spformat.json", mutated)
-    source = open_source(folder / "out")
+    _text(_target(folder, "out"), "spformat.json", mutated)
+    source = open_source(_target(folder, "out"))
     return dense_index(source.index, [("a", "x.safetensors", 1)])
 
 
 def _finished(folder: Path) -> list[Any]:
     _packed(folder)
-    (folder / "out" / "spformat.json").unlink()
+    (_target(folder, "out") / "spformat.json").unlink()
     trees = []
     for i in (1, 2):
-        convert_checkpoint(folder, folder / "parts", "csr", part=f"{i}/2")
-        trees.append(json.loads((folder / "parts" / f"spformat.partial-{i}-of-2.json").read_text()))
+        convert_checkpoint(folder, _target(folder, "parts"), "csr", part=f"{i}/2")
+        trees.append(json.loads((_target(folder, "parts") / f"spformat.partial-{i}-of-2.json").read_text()))
     return [tree for tree in trees if tree.pop("sha256")]
 
 
 def _journal(folder: Path, mutated: Any) -> Any:
     name = journals.journal_name(Part(1, 2))
     sealed = isinstance(mutated, dict) and "\\ud" not in json.dumps(mutated)
-    (folder / "parts" / name).write_bytes(
+    (_target(folder, "parts") / name).write_bytes(
         journal_bytes(mutated) if sealed else mutated if isinstance(mutated, bytes) else json.dumps(mutated).encode()
     )
     source = open_source(folder)
-    c = Conversion(source, plan_tensors(source, Recipe(to="csr")), Recipe(to="csr"), os.fspath(folder / "parts"))
+    c = Conversion(
+        source, plan_tensors(source, Recipe(to="csr")), Recipe(to="csr"), os.fspath(_target(folder, "parts"))
+    )
     known = journals.entries_of(c, [name]) or {}
     for file_plan in c.parts(2)[0]:
         journals.finished(c, file_plan, known.get(file_plan.name))
     journals.parts_of(c, [name])
-    return journals.parts_in(os.fspath(folder / "parts"))
+    return journals.parts_in(os.fspath(_target(folder, "parts")))
 
 
 def _sharded(folder: Path) -> list[Any]:
