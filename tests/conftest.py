@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,17 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Any:
     from stand_in_world import World
 
     return World(monkeypatch)
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    """An empty object store."""
+    fsspec = pytest.importorskip("fsspec", reason="fsspec is missing: pip install 'spformat[remote]'")
+    fs = fsspec.filesystem("memory")
+    fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
+    yield fs
+    fs.store.clear()
 
 
 @pytest.fixture(params=[1, 5, 1 << 20])

@@ -6,7 +6,17 @@ import itertools
 
 import numpy as np
 import pytest
-from test_cpu import exact, layouts, matrix, numpy_type, operand, pattern, product, same, takes
+from test_cpu import (
+    assert_unused_rows_do_not_matter,
+    exact,
+    layouts,
+    matrix,
+    numpy_type,
+    operand,
+    product,
+    same,
+    takes,
+)
 
 from spformat.arrays import threads
 from spformat.backends.cpu import few, operands, spmm, times
@@ -78,23 +88,7 @@ def test_every_width(spec: str, dtype: str) -> None:
 @pytest.mark.parametrize("n", [1, 6, 16])
 @pytest.mark.parametrize("spec", SPECS)
 def test_rows_of_b_that_nothing_uses_do_not_matter(spec: str, n: int, poison: float) -> None:
-    held = pattern(spec, (75, K), np.random.default_rng(5))
-    for unused in (slice(16), slice(80, 112), slice(-8, None)):
-        held[:, unused] = False
-    a = convert(np.where(held, 2, 0).astype(np.float32).astype("bfloat16"), spec)
-    B = operand("bfloat16", (K, n))
-    clean = exact(a, B, np.dtype(np.float32))
-    used = held.any(axis=0)
-    if a.name == "vector-nm":
-        columns = a.columns()
-        used[columns[columns < K]] = True
-    elif a.name in ("bsr", "dbsr"):
-        width = a.blocksize[1]
-        for block in a.indices:
-            used[block * width : (block + 1) * width] = True
-    assert not used.all()
-    B[~used] = poison
-    same(product(a, B, out_dtype="float32"), clean)
+    assert_unused_rows_do_not_matter(spec, (75, K), n, poison)
 
 
 def test_fillers_of_a_group_are_not_multiplied() -> None:

@@ -258,8 +258,8 @@ GROUP = "spformat.edges"
 
 def only_the_standard_finder(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package importlib_metadata, which others import, takes its place and removes its method."""
-    found = staticmethod(metadata.MetadataPathFinder.find_distributions)
-    monkeypatch.setattr(PathFinder, "find_distributions", found, raising=False)
+    finder = staticmethod(metadata.MetadataPathFinder.find_distributions)
+    monkeypatch.setattr(PathFinder, "find_distributions", finder, raising=False)
     monkeypatch.setattr(sys, "meta_path", [PathFinder])
 
 

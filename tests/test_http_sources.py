@@ -93,7 +93,7 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(0.3)
 
     def folder(self, name: str, body: bool) -> None:
-        """A page with links; config.json is cut, and its size is told by nobody but by HEAD, and only if asked so."""
+        """A page with links; config.json is cut, and only a HEAD request says its size, and only at some paths."""
         how, _, name = name.partition("/")
         if not name:
             base = f"http://{self.headers['Host']}{self.path}"
@@ -102,7 +102,7 @@ class Handler(BaseHTTPRequestHandler):
             data = (SHARDED / "config.json").read_bytes()
             if how == "cut":
                 self.send(data[:-5], body, sized=False)
-            elif how == "told" and not body:
+            elif how == "head" and not body:
                 self.send(data, body)
             else:
                 self.send(data if how == "whole" else data + b" ", body, sized=how == "whole")
@@ -169,7 +169,7 @@ def test_the_whole_time_of_a_file_is_not_limited() -> None:
     assert (timeout.total, timeout.sock_connect, timeout.sock_read) == (None, 30, 60)
 
 
-@pytest.mark.parametrize(("how", "message"), [("cut", "expected JSON"), ("told", r"expected [\d,]+ bytes, got")])
+@pytest.mark.parametrize(("how", "message"), [("cut", "expected JSON"), ("head", r"expected [\d,]+ bytes, got")])
 def test_a_config_that_was_cut_is_refused(server: Any, tmp_path: Path, how: str, message: str) -> None:
     with pytest.raises(sf.errors.InputError, match=rf"config\.json: {message}"):
         convert_checkpoint(f"{server.url}/folder/{how}/", tmp_path / "out", "csr")

@@ -238,7 +238,7 @@ def test_workers_end_with_the_process_that_started_them(model: Path) -> None:
 
 
 def test_workers_that_live_on_cannot_change_a_later_run(model: Path) -> None:
-    """A pool that is not ours: its processes are not told that their parent has died."""
+    """A pool that is not ours: its processes do not learn that their parent has died."""
     workers = killed_while_writing(model, "own")
     try:
         convert_checkpoint(model, model.parent / "out", "csr", force=True)

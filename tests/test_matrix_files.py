@@ -124,9 +124,9 @@ def test_a_pytorch_file_leads_with_the_two_lines_that_convert_it(
         safetensors = SimpleNamespace(torch=SimpleNamespace(save_file=save_file))
         exec("\n".join(line.strip() for line in lines), {"torch": torch, "safetensors": safetensors})
         assert seen == {"path": str(tmp_path / name), "map_location": "cpu", "weights_only": True}
-        (made,) = tmp_path.glob("*.safetensors")
-        assert spformat("inspect", made).returncode == 0
-        made.unlink()
+        (written,) = tmp_path.glob("*.safetensors")
+        assert spformat("inspect", written).returncode == 0
+        written.unlink()
 
 
 def piped(verb: str, *args: Any, data: bytes) -> subprocess.CompletedProcess[bytes]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,6 @@ import spformat as sf
 from spformat.checkpoint import convert_checkpoint, remote, transfers
 
 fsspec = pytest.importorskip("fsspec", reason="fsspec is missing: pip install 'spformat[remote]'")
-
-
-@pytest.fixture
-def memory() -> Iterator[Any]:
-    """An empty object store."""
-    fs = fsspec.filesystem("memory")
-    fs.store.clear()
-    fs.pseudo_dirs[:] = [""]
-    yield fs
-    fs.store.clear()
 
 
 def put(fs: Any, folder: Path, root: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,6 @@ fsspec = pytest.importorskip("fsspec", reason="fsspec is missing: pip install 's
 
 CHANGES = ("put_file", "pipe_file", "rm_file", "mv")
 """The calls that change a file system."""
-
-
-@pytest.fixture
-def memory() -> Iterator[Any]:
-    fs = fsspec.filesystem("memory")
-    fs.store.clear()
-    fs.pseudo_dirs[:] = [""]
-    yield fs
-    fs.store.clear()
 
 
 # ------------------------------------------------------------------------------------------------------- file:// URLs

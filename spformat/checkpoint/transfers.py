@@ -56,7 +56,7 @@ def open_url(url: str) -> tuple[Any, str]:
 def _options(url: str) -> dict[str, Any]:
     if not url.lower().startswith(("http://", "https://")):
         return {}
-    from aiohttp import ClientTimeout  # of fsspec's HTTP file system; ImportError is told by the caller
+    from aiohttp import ClientTimeout  # of fsspec's HTTP file system; the caller reports an ImportError
 
     return {"client_kwargs": {"timeout": ClientTimeout(total=None, sock_connect=_ANSWER, sock_read=_SILENCE)}}
 
@@ -71,8 +71,8 @@ def listing(fs: Any, root: str) -> dict[str, dict[str, Any]]:
     nothing."""
     if not fs.exists(root):
         return {}
-    found = fs.ls(root, detail=True) if fs.isdir(root) else [fs.info(root)]
-    return {name_of(str(info["name"])): info for info in found}
+    entries = fs.ls(root, detail=True) if fs.isdir(root) else [fs.info(root)]
+    return {name_of(str(info["name"])): info for info in entries}
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Upload of a converted file or folder to a URL. A reader sees a complete checkpoint, or is told that it is none.
+"""Upload of a converted file or folder to a URL. A reader sees a complete checkpoint, or an error says that it is not.
 
 Every file is uploaded under a temporary name. Then a journal says that the target is unfinished, the old manifest is
 removed, the files get their final names, the manifest last, and at the end the journal is removed. Two uploads to one
