@@ -1,6 +1,6 @@
 """The GPU tables of docs/results, in one command: python benchmarks/gpu.py [--only two-four,csr,..] [--out DIR]
 
-Writes results.json, table.md and ratios.png. Random normal values, correctness checked first, alternating
+Writes results.json, table.md and ratios.svg. Random normal values, correctness checked first, alternating
 runs, cold and hot L2, medians. Peers: dense cuBLAS, cuSPARSE, torch (2:4 through cuSPARSELt, BSR) when there.
 """
 
@@ -228,37 +228,55 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+WIDTHS = ((16, "1 to 16 columns"), (256, "17 to 256"), (math.inf, "more than 256"))
+
+
+def family(row: dict[str, Any]) -> tuple[str, str]:
+    """The line of the plot on which a case is: its format, and how many columns B has."""
+    return row["case"].split()[0], next(text for most, text in WIDTHS if int(row["N"]) <= most)
+
+
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Ratios against dense and against the best peer."""
+    """Ratios against dense and the best peer: a line for each format and number of columns, a dot for each case."""
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "spformat"  # equal tables give equal bytes
     import matplotlib.pyplot as plt
 
     shown = [r for r in rows if r.get("vs_dense") or r.get("vs_peer")]
-    columns = 3 if len(shown) > 60 else 1
-    rows = -(-len(shown) // columns)
-    figure, axes = plt.subplots(
-        1, columns, figsize=(6 * columns, 1.5 + 0.16 * rows), sharex=True, squeeze=False, layout="constrained"
-    )
-    for column, axis in enumerate(axes[0]):
-        part = shown[column * rows : (column + 1) * rows]
-        places = np.arange(len(part))
-        for key, marker, color in (("vs_dense", "o", "tab:gray"), ("vs_peer", "D", "tab:blue")):
-            there = [(place, r[key]) for place, r in zip(places, part, strict=True) if r.get(key)]
-            axis.plot(
-                [x for _, x in there], [y for y, _ in there], marker, markersize=4, color=color,
-                label={"vs_dense": "dense cuBLAS", "vs_peer": "best other library"}[key],
-            )  # fmt: skip
-        axis.set_yticks(places, [f"{r['case']} N={r['N']}" for r in part], fontsize=6)
-        axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter("{x:g}x")
-        axis.axvline(1, color="black", linewidth=0.8)
-        axis.grid(axis="both", linewidth=0.3)
-        axis.set_ylim(rows - 0.5, -0.5)
-        axis.set_xlabel("speed against (right of the line: ours is faster)")
-    axes[0][0].legend(loc="best", fontsize=7)
-    figure.savefig(path, dpi=90)
+    formats = list(dict.fromkeys(family(r)[0] for r in shown))
+    lines = [(name, text) for name in formats for _, text in WIDTHS if (name, text) in set(map(family, shown))]
+    figure, axis = plt.subplots(figsize=(9, 1.2 + 0.42 * len(lines)), layout="constrained")
+    series = (("vs_dense", -0.16, "tab:gray", "dense cuBLAS"), ("vs_peer", 0.16, "tab:blue", "best other library"))
+    for key, offset, color, label in series:
+        dots = [(r[key], lines.index(family(r)) + offset) for r in shown if r.get(key)]
+        axis.plot(*zip(*dots, strict=True), "o", markersize=5, alpha=0.45, markeredgewidth=0, color=color, label=label)
+        for i, line in enumerate(lines):
+            ratios = [r[key] for r in shown if r.get(key) and family(r) == line]
+            if ratios:
+                mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+                axis.plot(mean, i + offset, "|", markersize=11, markeredgewidth=2.5, color=color)
+    axis.set_yticks(range(len(lines)), [f"{name}, {text}" for name, text in lines])
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter("{x:g}x")
+    axis.axvline(1, color="black", linewidth=1)
+    axis.grid(axis="both", linewidth=0.3)
+    axis.set_ylim(len(lines) - 0.5, -0.5)
+    axis.set_xlabel("speed against (right of the line: ours is faster); | is the geometric mean")
+    figure.legend(loc="outside upper center", ncols=2)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def rows_of(page: str) -> list[dict[str, Any]]:
+    """The rows of a page that holds tables of ``markdown``, as ``plot`` wants them."""
+    rows = []
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 13 and cells[1].isdigit():
+            ratios = {"vs_dense": cells[8], "vs_peer": cells[11]}
+            rows.append({"case": cells[0], "N": cells[1]} | {k: float(v) for k, v in ratios.items() if v != "-"})
+    return rows
 
 
 def main() -> None:
@@ -271,10 +289,14 @@ def main() -> None:
     parser.add_argument(
         "--matrices", type=Path, help="another folder of .npz, .mtx, .smtx for the suites csr, ell-buckets"
     )
+    parser.add_argument("--plot", type=Path, metavar="PAGE", help="only draw OUT/ratios.svg of a page with its tables")
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.plot:
+        plot(rows_of(options.plot.read_text()), options.out / "ratios.svg")
+        return
     if options.matrices:
         SUITES.update({fmt: lambda f=fmt: graphs(f, options.matrices) for fmt in ("csr", "ell-buckets")})
-    options.out.mkdir(parents=True, exist_ok=True)
     end = time.perf_counter() + options.seconds
     cp = _cupy()
     environment = bench.environment(cp.zeros(1, np.float32))
@@ -299,7 +321,7 @@ def main() -> None:
         text = "\n".join(f"### {s}\n\n{markdown(r)}" for s, r in tables.items() if r)
         (options.out / "table.md").write_text(f"{json.dumps(environment)}\n\n{text}")
     try:
-        plot([r for rows in tables.values() for r in rows], options.out / "ratios.png")
+        plot([r for rows in tables.values() for r in rows], options.out / "ratios.svg")
     except ImportError:
         print("matplotlib is not installed: no plot")
 

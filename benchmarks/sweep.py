@@ -39,6 +39,8 @@ RANGES = ((1, 16), (17, 64), (65, 256), (257, 4096))
 DENSE = ("dense", "torch dense")
 OTHERS = 4
 """Of our other kernels, those that expect to be fastest are measured for the regret, so many."""
+WARMUPS = 4
+"""Calls before the time is taken: the third call of a plan with several launches builds a CUDA graph of them."""
 
 
 def label(spec: Spec) -> str:
@@ -105,7 +107,7 @@ def measure(seed: int, seconds: float, formats: list[str], regret: bool) -> list
         if time.monotonic() > end:
             break
         case = bench.Case(str(spec), a, B, tuple(crowd(a, B, C, regret)), a.dtype.name, {"nnz": a.nnz})
-        results = bench.compare(case, repeats=9, warmups=2, seconds=0.2, hot=False)
+        results = bench.compare(case, repeats=9, warmups=WARMUPS, seconds=0.2, hot=False)
         us = {r.name: r.cold_us for r in results if r.cold_us == r.cold_us}
         errors = {r.name: r.error for r in results if r.name in us}
         row = {"kind": label(spec), "M": spec.M, "K": spec.K, "N": B.shape[1], "layout": layout, "us": us,

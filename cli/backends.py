@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from .options import Json
-from .output import console, print_json, table
+from .output import console, print_json
+from .tables import table
 
 EPILOG = "spformat backends --json"
 

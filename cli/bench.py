@@ -8,11 +8,15 @@ from typing import Any
 
 import typer
 
+from . import completion
 from .inspect import structure_of
 from .options import Include, Json, Src
-from .output import cell, console, notes, print_json, table
+from .output import console, notes, print_json, warnings
+from .tables import cell, table
 
-EPILOG = "spformat bench ./model-sp -n 1,16,256   |   spformat bench w.safetensors --to two-four --device cuda -n 4096"
+EPILOG = "spformat bench ./model-sp -n 1,16,256\n\nspformat bench w.safetensors --to two-four --device cuda -n 4096"
+
+OWN = "With --calibrate"
 
 
 def run(
@@ -23,21 +27,27 @@ def run(
         "--to",
         help="Convert each matrix to this format first. Default: as stored; a dense one as `convert --to auto` would. "
         "With --calibrate: only these formats, comma-separated.",
+        autocompletion=completion.targets,
     ),
     include: Include = None,
-    backend: str = typer.Option("", help="Only these backends of ours, comma-separated (cpu, cuda)."),
+    backend: str = typer.Option(
+        "", help="Only these backends of ours, comma-separated (cpu, cuda).", autocompletion=completion.backends
+    ),
     device: str = typer.Option("", help="cpu, cuda or cuda:1. Default: cuda when there is one."),
     limit: int = typer.Option(4, min=1, help="At most this many matrices (the largest of each shape first)."),
     repeats: int = typer.Option(50, min=1, help="Timed runs of each contender."),
     calibrate: bool = typer.Option(
-        False, help="Without SRC: measure this device, and fit the constants of the times that kernels expect."
+        False,
+        "--calibrate",
+        help="Without SRC: measure this device, and fit the constants of the times that kernels expect.",
+        rich_help_panel=OWN,
     ),
     validate: int = typer.Option(
-        0, min=0, help="With --calibrate: check the expected times on so many products instead."
+        0, min=0, help="Check the expected times on so many products instead.", rich_help_panel=OWN
     ),
-    seconds: float = typer.Option(120.0, min=1.0, help="With --calibrate: how long to measure."),
-    seed: int = typer.Option(0, help="With --calibrate: draws the products."),
-    out: str = typer.Option("", help="With --calibrate: write this file of rates instead of your own."),
+    seconds: float = typer.Option(120.0, min=1.0, help="How long to measure.", rich_help_panel=OWN),
+    seed: int = typer.Option(0, help="Draws the products.", rich_help_panel=OWN),
+    out: str = typer.Option("", help="Write this file of rates instead of your own.", rich_help_panel=OWN),
     plot: str = typer.Option("", help="Also draw the ratios into this PNG (needs matplotlib)."),
     as_json: Json = False,
 ) -> None:
@@ -66,6 +76,13 @@ def run(
     for name in only:
         if why := backends.get(name).missing():
             raise DeviceUnavailable(f"--backend {name}: {'; '.join(why)}")
+    host = backends.get("cpu").missing() if where == "cpu" and not only else ()
+    if host:  # then dense products alone would be timed
+        raise DeviceUnavailable(f"no kernel of ours runs on the CPU here: {'; '.join(host)}")
+    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if where == "cpu" and busy > 0.5 * (os.cpu_count() or 1):
+        text = f"load {busy:.1f} on {os.cpu_count()} cores: other work on this machine shows in the times below"
+        warnings().print(text, style="yellow")
     rows: list[dict[str, Any]] = []
     t = table("tensor", "N", "contender", "cold us", "hot us", "host us", "TFLOP/s useful", "GB/s", "error", "note",
               right=("N", "cold us", "hot us", "host us", "TFLOP/s useful", "GB/s", "error"))  # fmt: skip

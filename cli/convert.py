@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,12 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import plan
+from . import completion, plan
+from .hints import again
 from .inspect import structure_of
 from .options import (
     Exclude,
     Include,
     Json,
+    Layout,
+    Long,
     Misfit,
     NonFinite,
     Prune,
@@ -25,15 +30,17 @@ from .options import (
     To,
     recipe,
 )
-from .output import cell, console, notes, print_json, progress, size
+from .output import console, notes, print_json, progress, size, summary, warnings
+from .tables import cell
 
 if TYPE_CHECKING:
     from spformat.checkpoint import Recipe
 
 MANY = "Many cores and machines"
+ONE = "Files with one matrix: .smtx, .mtx, .npz"
 
 EPILOG = (
-    "spformat convert ./model ./model-sp --to auto   |   spformat convert ./model-sp ./dense --to dense   |   "
+    "spformat convert ./model ./model-sp --to auto\n\nspformat convert ./model-sp ./dense --to dense\n\n"
     "spformat convert ffn.smtx ffn.safetensors --to sr-bcrs --values normal"
 )
 
@@ -64,15 +71,20 @@ def run(
     nonfinite: NonFinite = "refuse",
     misfit: Misfit = "error",
     in_place: bool = typer.Option(False, "--in-place", help="Allow DST to be SRC, one file; replaced at the end."),
-    sort: bool = typer.Option(False, help="Sort the columns of CSR rows that a file holds out of order."),
+    sort: bool = typer.Option(False, "--sort", help="Sort the columns of CSR rows that a file holds out of order."),
     force: bool = typer.Option(False, "--force", "-f", help="Replace what DST holds, file by file, at each rename."),
-    resume: bool = typer.Option(False, help="Finish an interrupted run: finished shards are known by their hashes."),
+    resume: bool = typer.Option(
+        False, "--resume", help="Finish an interrupted run: finished shards are known by their hashes."
+    ),
     device: str = typer.Option("cpu", help="Where matrices are converted: cpu, cuda or cuda:<id>; same bytes."),
     part: str = typer.Option(
         "", metavar="I/N", help="Only part I of N (job arrays); `spformat merge DST` joins them.", rich_help_panel=MANY
     ),
     executor: str = typer.Option(
-        "", help="Convert side by side on 'threads', 'processes' or 'dask'.", rich_help_panel=MANY
+        "",
+        help="Convert side by side on 'threads', 'processes' or 'dask'.",
+        rich_help_panel=MANY,
+        autocompletion=completion.one_of("threads", "processes", "dask"),
     ),
     workers: int = typer.Option(
         0, min=0, help="How many, on this machine. Default: one a core.", rich_help_panel=MANY, show_default=False
@@ -89,13 +101,22 @@ def run(
         help="Where copies of remote files are kept. Default: a temporary folder.",
         rich_help_panel=MANY,
     ),
-    layout: str = typer.Option(
-        "neutral", help="'transformers': a folder that from_pretrained loads after `import spformat.hf`."
-    ),
+    layout: Layout = "neutral",
     dry_run: bool = typer.Option(False, "--dry-run", "-n", help="Print the table and write nothing."),
-    values: str = typer.Option("", help="For .smtx/.mtx/.npz: 'ones' or 'normal' instead of the file's values."),
-    seed: int = typer.Option(0, help="For --values normal."),
-    dtype: str = typer.Option("", help="For .smtx/.mtx/.npz: value type, e.g. bfloat16 (rounds; refuses overflow)."),
+    values: str = typer.Option(
+        "",
+        help="'ones' or 'normal' instead of the file's values.",
+        rich_help_panel=ONE,
+        autocompletion=completion.one_of("ones", "normal"),
+    ),
+    seed: int = typer.Option(0, help="For --values normal.", rich_help_panel=ONE),
+    dtype: str = typer.Option(
+        "",
+        help="Value type, e.g. bfloat16 (rounds; refuses overflow).",
+        rich_help_panel=ONE,
+        autocompletion=completion.dtypes,
+    ),
+    long: Long = False,
     as_json: Json = False,
 ) -> None:
     """Convert SRC into DST. Every value is kept with its bits, or the run stops before anything has its final name."""
@@ -131,11 +152,56 @@ def run(
     with staged(src, "" if dry_run else dst, **places) as here, using(sort=sort):
         if dry_run:
             outcomes = plan.foresee(here.source, chosen, as_json)
-            plan.show(outcomes, as_json, dry_run=True)
+            plan.show(outcomes, as_json, long, console(), dry_run=True)
             raise typer.Exit(3 if any(o.error for o in outcomes) else 0)
         paths = (here.source, os.path.dirname(os.path.abspath(here.target)))
-        with _workers(kind, workers, scheduler, paths) as several:
-            _checkpoint(here.source, here.target, chosen, as_json, dst, options | {"executor": several})
+        options |= {"staging": staging}
+        with (
+            _explaining_interrupts(dst, here, options, as_json),
+            _workers(kind, workers, scheduler, paths) as several,
+        ):
+            options = {k: v for k, v in options.items() if k != "staging"} | {"executor": several}
+            _checkpoint(here.source, here.target, chosen, as_json, long, dst, options)
+
+
+@contextmanager
+def _explaining_interrupts(dst: str, here: Any, options: dict[str, Any], as_json: bool) -> Iterator[None]:
+    """After Ctrl-C, or a signal that ends the command, say what is on disk and which command goes on from there."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as e:
+        code = 130 if isinstance(e, KeyboardInterrupt) else e.code
+        if code in (129, 130, 143):
+            text, more = _left_by(dst, here, options)
+            if as_json:
+                error = {
+                    "code": "Interrupted",
+                    "message": text,
+                    "exit_code": code,
+                    "path": dst,
+                    "command": again(*more) if more else None,
+                }
+                sys.stderr.write(json.dumps(error) + "\n")
+            else:
+                warnings().print(f"stopped: {text}", style="yellow", soft_wrap=True)
+                if more:
+                    warnings().print(f"go on with: {again(*more)}", soft_wrap=True)
+        raise
+
+
+def _left_by(dst: str, here: Any, options: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """(what an interrupted conversion has left, the option that goes on from there or none)."""
+    from spformat.checkpoint import finished_files
+    from spformat.checkpoint.transfers import is_remote, without_scheme
+
+    there, remote = finished_files(here.target, options["part"]), is_remote(without_scheme(dst))
+    if remote and not options["staging"]:
+        return f"nothing was written to {dst}, and the local copies were removed; --staging FOLDER keeps them", ()
+    if there is None:
+        return f"nothing was written to {dst}", ()
+    place = f", in {here.target}" if remote else ""
+    count = f"{len(there) or 'no'} finished file" + ("s" if len(there) > 1 else "")
+    return f"{dst} has {count}, and a journal{place}", ("--resume",)
 
 
 def _refuse(ctx: typer.Context, names: tuple[str, ...], what: str) -> None:
@@ -170,7 +236,9 @@ def _workers(kind: str, count: int, scheduler: str, paths: tuple[str, ...]) -> I
         yield workers
 
 
-def _checkpoint(src: str, dst: str, chosen: Recipe, as_json: bool, shown: str, options: dict[str, Any]) -> None:
+def _checkpoint(
+    src: str, dst: str, chosen: Recipe, as_json: bool, long: bool, shown: str, options: dict[str, Any]
+) -> None:
     from spformat.checkpoint import bytes_to_convert, convert_checkpoint
 
     total = bytes_to_convert(src, chosen, options["part"])
@@ -178,12 +246,12 @@ def _checkpoint(src: str, dst: str, chosen: Recipe, as_json: bool, shown: str, o
     with progress(total, "convert", as_json, lines=True) as step:
         report = convert_checkpoint(src, dst, chosen, progress=lambda o: step(o.name, o.bytes_in), **options)
     seconds = time.perf_counter() - start
-    plan.show_report(report, as_json, shown, resumed=report.resumed)
+    plan.show_report(report, as_json, long, shown, resumed=report.resumed)
     if not as_json:
         rate = f", {total / seconds / 1e9:.2f} GB/s" if total > 10**7 else ""
         again = f", {report.resumed} file(s) were finished already" if report.resumed else ""
         for text in report.redone:
-            notes().print(f"done again: {text}", style="yellow")
+            warnings().print(f"done again: {text}", style="yellow")
         part = f"part {options['part']}: " if options["part"] else ""
         notes().print(f"{shown}: {part}{len(report.shards)} file(s) in {seconds:.1f} s{rate}{again}", style="green")
 
@@ -232,7 +300,7 @@ def _matrix(
         if dtype not in (converted.dtype.name, "pattern"):
             was = converted.dtype.name
             text = f"{was} became {dtype}, which holds the same values: a matrix file has no {was}"
-            notes().print(text, style="yellow")
+            warnings().print(text, style="yellow")
     else:
         write = save_dense if to == "dense" else save
         write(dst, {name: converted}, overwrite=force)
@@ -242,7 +310,7 @@ def _matrix(
             {"name": name, "target": target, "shape": list(converted.shape), **sizes, "path": None if dry_run else dst}
         )
     else:
-        console().print(
+        summary().print(
             f"{cell(name)}: {a.name} {size(a.nbytes)} -> {target} {size(converted.nbytes)}"
             + ("" if dry_run else f" in {dst}")
         )

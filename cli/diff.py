@@ -5,20 +5,25 @@ from __future__ import annotations
 import typer
 
 from .options import Json, Src
-from .output import console, print_json
+from .output import print_json, summary
 
-EPILOG = "spformat diff ./model ./dense   (exit 0: the same values, 1: they differ)"
+EPILOG = "spformat diff ./model ./dense\n\nspformat diff ./model ./model-sp --provenance"
 
 
 def run(
     a: Src,
     b: str = typer.Argument(help="The other one."),
     provenance: bool = typer.Option(
-        False, help="Also: is one of them the very input, byte for byte, that the manifest of the other names?"
+        False,
+        "--provenance",
+        help="Also: is one of them the very input, byte for byte, that the manifest of the other names?",
     ),
     as_json: Json = False,
 ) -> None:
-    """Compare tensor by tensor, bit by bit; only -0.0 and +0.0 count as equal. `__metadata__` is compared, too."""
+    """Exit 0 for the same values, bit by bit, 1 where they differ; only -0.0 and +0.0 count as equal.
+
+    `__metadata__` is compared, too.
+    """
     from spformat.checkpoint.diff import diff_checkpoints, diff_metadata, diff_provenance
     from spformat.checkpoint.source import open_source
 
@@ -36,7 +41,7 @@ def run(
         print_json({"a": a, "b": b, "equal": not differing, "compared": len(results), "differences": differences})
     else:
         for d in differing:
-            console().print(str(d), soft_wrap=True)
+            summary().print(str(d), soft_wrap=True)
         what = "tensors and files are the same" if provenance else "tensors hold the same values"
-        console().print(f"{same} of {len(results)} {what}")
+        summary().print(f"{same} of {len(results)} {what}")
     raise typer.Exit(1 if differing else 0)

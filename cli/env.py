@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from .options import Json
-from .output import console, print_json
+from .output import console, print_json, size
 
 EPILOG = "spformat env --json"
 
@@ -30,7 +30,7 @@ def run(as_json: Json = False) -> None:
             for k, v in value.items():
                 console().print(f"  {k}: {v}")
         else:
-            console().print(f"{key}: {value}")
+            console().print(f"{key}: {size(value) if key == 'memory' else value}")
 
 
 def collect() -> dict[str, Any]:

@@ -2,34 +2,50 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import typer
 
-from .options import Include, Json, Src, parse_bytes
-from .output import cell, console, print_json
+from . import completion, gpus
+from .groups import grouped, together, without_numbers
+from .options import Include, Json, Long, Src, parse_bytes
+from .output import console, indented, notes, print_json
+from .tables import cell
 
 if TYPE_CHECKING:
+    from spformat.dispatch.cost import Cost
+    from spformat.dispatch.select import Explanation
     from spformat.products.kernel import Accepted, Rejected
 
-ARCHITECTURES = (70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121)
-"""Compute capabilities, times ten. Below 80 only libraries of the vendor run, and every kernel of ours says so."""
-EPILOG = "spformat explain w.safetensors -n 256   |   spformat explain w.safetensors -n 16 --gpu sm_90"
+    Row: TypeAlias = tuple[str, Explanation, Cost | None]
+
+EPILOG = "spformat explain w.safetensors -n 256\n\nspformat explain w.safetensors -n 16 --gpu H100"
 
 
 def run(
     src: Src,
     n: int = typer.Option(512, "-n", help="Columns of B (tokens)."),
-    gpu: str = typer.Option("", "--gpu", "--device", help="Ask for a GPU you may not have: sm_80, sm_90, sm_100."),
-    backend: str = typer.Option("", help="Only this backend."),
+    gpu: str = typer.Option(
+        "",
+        "--gpu",
+        "--device",
+        help="Ask for a GPU you may not have: H100, A100, .., or sm_80, sm_90, sm_100.",
+        autocompletion=gpus.names,
+    ),
+    backend: str = typer.Option("", help="Only this backend, or this kernel.", autocompletion=completion.kernels),
     include: Include = None,
-    b_layout: str = typer.Option("row", help="Layout of B: row, or col (torch's x of a linear layer)."),
+    b_layout: str = typer.Option(
+        "row",
+        help="Layout of B: row, or col (torch's x of a linear layer).",
+        autocompletion=completion.one_of("row", "col"),
+    ),
     max_workspace: str = typer.Option("", help="Most memory of a plan beside its operands (64MB; 0: none)."),
+    long: Long = False,
     as_json: Json = False,
 ) -> None:
-    """Every kernel with its answer, for every matrix in SRC; nothing is multiplied."""
+    """Every kernel with its answer, for every shape of matrix in SRC; nothing is multiplied."""
     from spformat.arrays.dtypes import VALUE_TYPES
     from spformat.checkpoint.recipe import included
     from spformat.checkpoint.source import open_source
@@ -38,9 +54,14 @@ def run(
     from spformat.products.problem import WORKSPACE, Operand, Problem, result_dtype
 
     workspace = WORKSPACE if max_workspace == "" else parse_bytes(max_workspace)
-    sm = None if gpu in ("", "cpu") else _architecture(gpu)
+    sm, board = (None, "") if gpu in ("", "cpu") else gpus.architecture(gpu)
+    if board:
+        notes().print(f"{gpu} is sm_{sm}")
+    # the board that was named, or the first of its architecture
+    known = cost.DEVICES.get(board) or next((d for d in cost.DEVICES.values() if d.sm == sm), None)
     source = open_source(src)
-    out = []
+    out: list[Row] = []
+    asked: dict[Problem, tuple[Explanation, Cost | None]] = {}
     for name in included(source.records, include):
         _, r, _ = source.records[name]
         if len(r.shape) != 2 or r.dtype not in VALUE_TYPES:
@@ -50,28 +71,52 @@ def run(
             a.format, a.params, a.shape[0], a.shape[1], n, a.stored, a.dtype, a.dtype, result_dtype(a.dtype, a.dtype),
             b_layout, device="cpu" if sm is None else "cuda", sm=sm, workspace=workspace, parts=a.parts,
         )  # fmt: skip
-        answer = explain(problem, backend=backend or None, installed=sm is None)
-        known = next((d for d in cost.DEVICES.values() if d.sm == sm), None)  # the first board of an architecture
-        costs = cost.estimate(problem, n, device=known, backend=backend or None) if known and answer.chosen else None
-        out.append((name, answer, costs))
+        if problem not in asked:  # layers of one model ask the same again and again
+            answer = explain(problem, backend=backend or None, installed=sm is None)
+            estimated = known if answer.chosen else None
+            asked[problem] = answer, estimated and cost.estimate(problem, n, device=estimated, backend=backend or None)
+        out.append((name, *asked[problem]))
     if as_json:
         print_json([
             {"tensor": name, "chosen": e.chosen, "rates": e.rates, "kernels": [_answer(a) for a in e.answers],
              "cost": c and asdict(c) | {"bound": c.bound}} for name, e, c in out
         ])  # fmt: skip
         return
-    for name, e, c in out:
-        console().print(f"{cell(name)}: {e}" + (f"\n  {c}" if c else ""), soft_wrap=True)
+    if sm is not None and not long:
+        out = [(name, _without_other_devices(e), c) for name, e, c in out]
+    _print(out, long)
 
 
-def _architecture(gpu: str) -> int:
-    """90 of "sm_90", "sm_90a" and "90"; BadParameter for a GPU that nobody builds."""
-    match = re.fullmatch(r"(?:sm_)?([1-9]\d{1,2})(a?)", gpu)
-    sm = int(match.group(1)) if match else 0
-    if not match or sm not in ARCHITECTURES or (match.group(2) and sm < 90):
-        known = ", ".join(f"sm_{number}" for number in ARCHITECTURES)
-        raise typer.BadParameter(f"expected cpu or one of {known} (sm_90a and later ones with an a, too), got {gpu!r}")
-    return sm
+def _print(rows: list[Row], long: bool) -> None:
+    """The answers, each below the names of all tensors that have it."""
+    same: dict[Hashable, list[Row]] = {}
+    for i, row in enumerate(rows):
+        same.setdefault(i if long else _said(row), []).append(row)
+    for members in same.values():
+        for group in grouped(members, lambda row: row[0], lambda row: None):
+            console().print(f"{cell(group.label)}:", soft_wrap=True)
+        text = together([_text(row) for row in members])
+        for line in text.split("\n"):
+            indented("  " + line.lstrip())
+
+
+def _without_other_devices(e: Explanation) -> Explanation:
+    """Without kernels that are refused only because they run on another device than the one that was asked about."""
+    elsewhere = "operands are on"
+    kept = [a for a in e.answers if a or any(not r.startswith(elsewhere) for r in getattr(a, "reasons", ()))]
+    return replace(e, answers=tuple(kept))
+
+
+def _text(row: Row) -> str:
+    _, e, c = row
+    return f"{e}\n{c}" if c else str(e)
+
+
+def _said(row: Row) -> Hashable:
+    """What tensors have in common whose answers are one text: all but the times, which follow from their nonzeros."""
+    _, e, _ = row
+    a = e.problem.operands[0]
+    return a.shape, a.format, str(a.params), a.dtype, tuple(x.kernel for x in e.answers), without_numbers(_text(row))
 
 
 def _answer(a: Accepted | Rejected) -> dict[str, Any]:

@@ -6,50 +6,70 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from .groups import counted, each_of, grouped, together
+from .hints import conversion_of, hint
 from .options import Include, Json, Src
-from .output import cell, console, notes, print_json, progress, size, table
+from .output import console, print_json, progress, size
+from .pipe import typed
+from .tables import cell, table
 
 if TYPE_CHECKING:
     from spformat.preprocess.structure import Structure
 
-EPILOG = "spformat inspect ./model   |   spformat inspect w.safetensors --long --include 're:.*down_proj'"
+EPILOG = "spformat inspect ./model\n\nspformat inspect w.safetensors --long --include 're:.*down_proj'"
 
 
 def run(
     src: Src,
     include: Include = None,
-    long: bool = typer.Option(False, "--long", "-l", help="Rows by length and the bytes in every format, per tensor."),
+    long: bool = typer.Option(
+        False, "--long", "-l", help="Every tensor, with its rows by length and its bytes in every format."
+    ),
     as_json: Json = False,
 ) -> None:
-    """Per tensor: shape, dtype, zeros, pattern (2:4, n:m, vectors, blocks; how nearly), the smallest exact format."""
+    """Shape, dtype, zeros, pattern (2:4, n:m, vectors, blocks; how nearly) and smallest exact format of tensors."""
     rows = [_described(*item) for item in _structures(src, include, as_json)]
     if as_json:
-        print_json({"path": src, "tensors": rows})
+        print_json({"path": typed(src), "tensors": rows})
         return
     if long:
         for row in rows:
             _print_long(row)
         return
-    t = table("tensor", "shape", "dtype", "stored as", "zeros", "pattern", "bytes", "smallest", "becomes",
+    groups = grouped(rows, lambda row: row["name"], _fate)
+    packed = any(row["format"] != "plain" for row in rows)
+    t = table("tensor", "shape", "dtype", *(["stored as"] * packed), "zeros", "pattern", "bytes", "smallest", "becomes",
               right=("zeros", "bytes", "becomes"))  # fmt: skip
-    for row in rows:
-        zeros = f"{100 * (1 - row['density']):.1f} %" if "density" in row else ""
-        zeros += f" ({row['stored_zeros']} stored)" if row.get("stored_zeros") else ""
-        smallest = row.get("smallest", "")
-        t.add_row(row["name"], "x".join(map(str, row["shape"])), row["dtype"], row["format"], zeros,
-                  "; ".join(row.get("patterns", ())), size(row["bytes"]), smallest,
-                  size(row["sizes"][smallest]) if smallest else "")  # fmt: skip
+    for group in groups:
+        row, becomes = group.rows[0], sum(r["sizes"][r["smallest"]] for r in group.rows if "sizes" in r)
+        t.add_row(
+            group.label, "x".join(map(str, row["shape"])), row["dtype"], *([row["format"]] * packed),
+            together([_zeros(r) for r in group.rows]), each_of([r.get("patterns", ()) for r in group.rows]),
+            size(sum(r["bytes"] for r in group.rows)), row.get("smallest", ""), size(becomes) if "sizes" in row else "",
+        )  # fmt: skip
     console().print(t)
     now, best = (
         sum(r["bytes"] for r in rows),
         sum(r["sizes"][r["smallest"]] if "sizes" in r else r["bytes"] for r in rows),
     )
-    console().print(f"{len(rows)} tensors, {size(now)}; {size(best)} with the smallest exact format of each")
+    smallest = f"{size(best)} with the smallest exact format of each"
+    console().print(f"{counted(groups)}: {size(now)}; {smallest}")
     if best < now:
-        notes().print("hint: spformat convert SRC DST --to auto", style="dim")
+        hint(conversion_of(src))
 
 
-def _structures(src: str, include: list[str] | None, quiet: bool) -> Any:
+def _fate(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What tensors have in common that share a line."""
+    return tuple(row["shape"]), row["dtype"], row["format"], row.get("smallest"), bool(row.get("stored_zeros"))
+
+
+def _zeros(row: dict[str, Any]) -> str:
+    if "density" not in row:
+        return ""
+    return f"{100 * (1 - row['density']):.1f} %" + (f" ({row['stored_zeros']} stored)" if row["stored_zeros"] else "")
+
+
+def _structures(src: str, include: list[str] | None, silent: bool) -> Any:
     """(name, stored format, shape, dtype, bytes, Structure or None), one tensor in memory at a time."""
     from spformat.arrays.dtypes import VALUE_TYPES
     from spformat.checkpoint.recipe import included
@@ -59,7 +79,7 @@ def _structures(src: str, include: list[str] | None, quiet: bool) -> Any:
     source = open_source(src)
     names = included(source.records, include)
     total = sum(source.records[n][2] for n in names)
-    with progress(total, "read", quiet) as step:
+    with progress(total, "read", silent) as step:
         for name, f in source.opened(names):
             _, record, nbytes = source.records[name]
             stored = record.format.name if record.format else "plain"

@@ -1,4 +1,4 @@
-"""The options that loosen what a file may be: shared by every verb that opens one."""
+"""The options that every verb has that opens a file: --quiet, and those that loosen what a file may be."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from .options import parse_bytes
+from .output import set_quiet
 from .pipe import from_pipe
 
 
@@ -32,6 +33,7 @@ _SWITCHES = {
     "allow_unchecked": "Read files whose checksums were left out.",
     "ignore_unknown": "Read descriptors with keys this release does not know.",
 }
+_QUIET = typer.Option("--quiet", "-q", help="No progress, hints or summaries: only data, warnings and errors.")
 _LINKS = (
     "Folder that symlinks in a checkpoint may lead into, repeatable (for a Hugging Face cache: its models--* folder)."
 )
@@ -51,10 +53,12 @@ def bounded(run: Callable[..., None]) -> Callable[..., None]:
                 changes[key] = parse_bytes(value) if key in _SIZES else value
         changes |= {key: True for key in _SWITCHES if given.pop(key)}
         changes["link_roots"] = tuple(given.pop("follow_symlinks") or ())
+        set_quiet(given.pop("quiet"))
         with using(**changes), from_pipe(given) as arguments:
             run(**arguments)
 
-    extra = {f"max_{key}": (Annotated[str | None, _option(f"max_{key}", text)], None) for key, text in _SIZES.items()}
+    extra: dict[str, Any] = {"quiet": (Annotated[bool, _QUIET], False)}
+    extra |= {f"max_{key}": (Annotated[str | None, _option(f"max_{key}", text)], None) for key, text in _SIZES.items()}
     extra |= {f"max_{key}": (Annotated[int | None, _option(f"max_{key}", text)], None) for key, text in _COUNTS.items()}
     extra |= {key: (Annotated[bool, _option(key, text)], False) for key, text in _SWITCHES.items()}
     extra["follow_symlinks"] = (Annotated[list[str] | None, _option("follow_symlinks", _LINKS)], None)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import sys
 import threading
 from contextlib import suppress
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
 from . import backends, bench, convert, diff, env, explain, formats, inspect, merge, plan, validate
+from .hints import again, hint, was_given
 from .limits import bounded
-from .output import open_streams, report
+from .output import notes, open_streams, set_quiet, warnings
+
+if TYPE_CHECKING:
+    from spformat.errors import SpformatError
 
 app = typer.Typer(
     name="spformat",
@@ -57,6 +62,7 @@ def main() -> None:
     gc.set_threshold(100_000, 50, 100)  # a command is short: garbage collection would only cost time
     closed = sys.stdout is None
     open_streams()
+    set_quiet(False)
     if closed:  # no answer could be printed, so nothing is started
         sys.exit(_code_of(OSError(9, "stdout is closed")))
     for name, code in _SIGNALS.items():
@@ -131,6 +137,35 @@ def _code_of(e: Exception) -> int:
         return report(WriteError(f"cannot write: {e.strerror or e}"), as_json)
     message = f"unexpected {type(e).__name__}: {e}; this is a bug in spformat, please report it"
     return report(InternalError(message), as_json)
+
+
+def _folder_of_link(error: SpformatError) -> str:
+    """The folder that a refused symlink leads into, of a Hugging Face cache the folder of the model; "" without one."""
+    path = str(error.fields.get("path", ""))
+    if "--follow-symlinks" not in error.message or not os.path.islink(path):
+        return ""
+    folder = os.path.dirname(os.path.realpath(path))
+    return os.path.dirname(folder) if os.path.basename(folder) == "blobs" else folder
+
+
+def report(error: SpformatError, as_json: bool) -> int:
+    """Print one typed error, and return its exit code."""
+    if as_json:
+        sys.stderr.write(json.dumps(error.to_json()) + "\n")
+        return error.exit_code
+    warnings().print(f"error: {error}", soft_wrap=True, style="red")
+    if error.exit_code == 3 and not was_given("--misfit"):
+        hint(again("--misfit", "keep"))
+        text = (
+            "leaves such tensors as they are; --misfit FORMAT gives them that one; --exclude and --rule choose by name"
+        )
+        notes().print(f"      ({text})", style="dim", soft_wrap=True)
+    folder = _folder_of_link(error)
+    if folder:
+        hint(again("--follow-symlinks", folder))
+    if error.exit_code == 70 and not os.environ.get("SPFORMAT_DEBUG"):
+        notes().print("set SPFORMAT_DEBUG=1 for the traceback", style="dim")
+    return error.exit_code
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from . import completion
+
 if TYPE_CHECKING:
     from spformat.checkpoint import Recipe
 
@@ -13,28 +15,56 @@ Src = Annotated[
     str, typer.Argument(help="A .safetensors file, a folder of them, a .smtx, .mtx or .npz matrix, or - for a pipe.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout; errors as JSON on stderr.")]
+Long = Annotated[
+    bool, typer.Option("--long", "-l", help="A line for each tensor, also where layers of one shape become the same.")
+]
 To = Annotated[
-    str, typer.Option("--to", help="Target: auto, dense, keep, or a format with params: bsr:blocksize=16x16.")
+    str,
+    typer.Option(
+        "--to",
+        help="Target: auto, dense, keep, or a format with params: bsr:blocksize=16x16.",
+        autocompletion=completion.targets,
+    ),
 ]
 Rules = Annotated[
     list[str] | None,
-    typer.Option("--rule", help="PATTERN=FORMAT:params, repeatable; the last match wins. re:REGEX or a shell pattern."),
+    typer.Option(
+        "--rule",
+        help="PATTERN=FORMAT:params, repeatable; the last match wins. re:REGEX or a shell pattern.",
+        autocompletion=completion.rules,
+    ),
 ]
 Include = Annotated[list[str] | None, typer.Option(help="Only tensors whose name matches (repeatable).")]
 Exclude = Annotated[list[str] | None, typer.Option(help="Not the tensors whose name matches (repeatable).")]
 Prune = Annotated[
-    str, typer.Option(help="'magnitude': zero the smallest values so that the target fits. Loses values!")
+    str,
+    typer.Option(
+        help="'magnitude': zero the smallest values so that the target fits. Loses values, and says how many!",
+        autocompletion=completion.one_of("magnitude"),
+    ),
 ]
 Sparsity = Annotated[float | None, typer.Option(help="With --prune: share of values (or blocks) to zero.")]
 NonFinite = Annotated[
-    str, typer.Option("--nonfinite", help="With --prune, NaN and infinities: 'refuse', or 'keep' them as the largest.")
+    str,
+    typer.Option(
+        "--nonfinite",
+        help="With --prune, NaN and infinities: 'refuse', or 'keep' them as the largest.",
+        autocompletion=completion.one_of("refuse", "keep"),
+    ),
 ]
 Misfit = Annotated[
-    str,
     str,
     typer.Option(
         metavar="error|keep|FORMAT",
         help="A tensor its target cannot hold: end with an 'error', 'keep' it as it is, or give it this FORMAT.",
+        autocompletion=completion.misfits,
+    ),
+]
+Layout = Annotated[
+    str,
+    typer.Option(
+        help="'transformers': a folder that from_pretrained loads after `import spformat.hf`.",
+        autocompletion=completion.one_of("neutral", "transformers"),
     ),
 ]
 

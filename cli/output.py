@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
-from rich.table import Table
+
+from .tables import MANY, Rows, cell
 
 _WIDE = 200
 """Width in characters if the stream is not a terminal, so that tables in logs can be read."""
 
 
 _NO_LIMIT = 1 << 30
-_MANY = 1000
-"""Rows beyond which a table, or a list in JSON, is written in a simpler way."""
 
 
 def shown(text: str) -> str:
@@ -30,18 +30,19 @@ def shown(text: str) -> str:
     return "\n".join(printable(line, _NO_LIMIT) for line in text.split("\n"))
 
 
-def cell(text: str) -> str:
-    """``text`` on one line: as ``shown``, with line breaks escaped, too."""
-    return text if text.isprintable() else shown(text.replace("\n", "\\n"))
-
-
 class _Plain(Console):
     """A console that prints names from files as text, never as commands to the terminal."""
 
     def print(self, *objects: Any, **options: Any) -> None:
-        if len(objects) == 1 and isinstance(objects[0], _Rows) and objects[0].row_count > _MANY:
-            objects[0].write_to(self.file)
-            return
+        if len(objects) == 1 and isinstance(objects[0], Rows):
+            rows = objects[0]
+            if rows.row_count > MANY:
+                rows.write_to(self.file)
+                return
+            if not rows.fits(self.width):
+                for line in rows.stacked(self.width):
+                    super().print(line)
+                return
         super().print(*(shown(o) if isinstance(o, str) else o for o in objects), **options)
 
 
@@ -115,49 +116,62 @@ def open_streams() -> None:
 def console() -> Console:
     """The console for data: stdout."""
     # No markup: "pip install 'spformat[cuda13]'" is text.
-    return _Pipe(width=None if sys.stdout.isatty() else _WIDE, highlight=False, markup=False)
+    return _Pipe(width=_width(sys.stdout), highlight=False, markup=False)
+
+
+def summary() -> Console:
+    """The console for what a verb says of its work when its exit code says the same: stdout, nothing with --quiet."""
+    out = console()
+    out.quiet = _Quiet.wanted
+    return out
+
+
+def warnings() -> Console:
+    """The console for errors and warnings: stderr."""
+    return _Notes(stderr=True, highlight=False, markup=False, width=_width(sys.stderr))
 
 
 def notes() -> Console:
-    """The console for progress, warnings and hints: stderr."""
-    return _Notes(stderr=True, highlight=False, markup=False, width=None if sys.stderr.isatty() else _WIDE)
+    """The console for progress and hints: stderr, nothing with --quiet."""
+    out = warnings()
+    out.quiet = _Quiet.wanted
+    return out
+
+
+class _Quiet:
+    """Whether the command was given --quiet. The error that ends a command is reported after its options are gone."""
+
+    wanted = False
+
+
+def set_quiet(wanted: bool) -> None:
+    """From now on, print nothing but what was asked for, warnings and errors."""
+    _Quiet.wanted = wanted
+
+
+def _width(stream: Any) -> int | None:
+    """Characters of a line; None asks the terminal."""
+    return None if stream.isatty() else _WIDE
+
+
+def indented(line: str) -> None:
+    """Print a line on stdout; on a terminal that is too narrow, what does not fit is below it, further to the right."""
+    out = console()
+    if not out.is_terminal:
+        out.print(line, soft_wrap=True)
+        return
+    start = " " * (len(line) - len(line.lstrip()))
+    for part in textwrap.wrap(
+        shown(line), out.width, initial_indent=start, subsequent_indent=start + "    ", break_on_hyphens=False
+    ):
+        out.print(part, soft_wrap=True)
 
 
 def print_json(value: Any) -> None:
     """One JSON document on stdout."""
     # ASCII, because names may contain control characters of terminals, and bytes that are text in no encoding.
-    long = isinstance(value, dict) and any(isinstance(v, list) and len(v) > _MANY for v in value.values())
+    long = isinstance(value, dict) and any(isinstance(v, list) and len(v) > MANY for v in value.values())
     sys.stdout.write(json.dumps(value, indent=None if long else 1) + "\n")  # with an indent it takes ten times as long
-
-
-class _Rows(Table):
-    """A table whose cells are escaped, line breaks included."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._texts: list[list[Any]] = []
-
-    def add_row(self, *cells: Any, **options: Any) -> None:
-        self._texts.append([cell(c) if isinstance(c, str) else c for c in cells])
-        if len(self._texts) <= _MANY + 1:
-            super().add_row(*self._texts[-1], **options)
-
-    def write_to(self, file: Any) -> None:
-        """Write the table without colours and without folding; Rich needs a second for 3,000 rows."""
-        rows = [[str(column.header) for column in self.columns], *(list(map(str, texts)) for texts in self._texts)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(self.columns))]
-        right = [column.justify == "right" for column in self.columns]
-        for row in rows:
-            padded = (t.rjust(w) if r else t.ljust(w) for t, w, r in zip(row, widths, right, strict=True))
-            file.write("  ".join(padded).rstrip() + "\n")
-
-
-def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    """A plain table; the columns in ``right`` are aligned to the right, for numbers."""
-    t = _Rows(box=None, pad_edge=False, header_style="bold")
-    for name in columns:
-        t.add_column(name, justify="right" if name in right else "left", overflow="fold")
-    return t
 
 
 def size(nbytes: int | None) -> str:
@@ -173,11 +187,11 @@ def size(nbytes: int | None) -> str:
 
 
 @contextmanager
-def progress(total: int, label: str, quiet: bool, *, lines: bool = False) -> Iterator[Any]:
+def progress(total: int, label: str, silent: bool, *, lines: bool = False) -> Iterator[Any]:
     """A progress bar with bytes per second on a terminal; elsewhere nothing, or with ``lines`` a line for each
     tensor."""
     out = notes()
-    if quiet or not (out.is_terminal or lines):
+    if silent or out.quiet or not (out.is_terminal or lines):
         yield lambda name, nbytes: None
         return
     if not out.is_terminal:
@@ -194,23 +208,3 @@ def progress(total: int, label: str, quiet: bool, *, lines: bool = False) -> Ite
     with Progress(*columns, console=out, transient=True) as bar:
         task = bar.add_task(label, total=total)
         yield lambda name, nbytes: bar.update(task, advance=nbytes, description=f"{label} {cell(name[-48:])}")
-
-
-def report(error: Exception, as_json: bool) -> int:
-    """Print one typed error, and return its exit code."""
-    from spformat.errors import SpformatError
-
-    assert isinstance(error, SpformatError)
-    if as_json:
-        sys.stderr.write(json.dumps(error.to_json()) + "\n")
-    else:
-        notes().print(f"error: {error}", soft_wrap=True, style="red")
-        if error.exit_code == 3:
-            text = (
-                "hint: --misfit keep leaves such tensors as they are, --misfit bitmask gives them that format; "
-                "--exclude or --rule choose per tensor"
-            )
-            notes().print(text, style="dim")
-        if error.exit_code == 70 and not os.environ.get("SPFORMAT_DEBUG"):
-            notes().print("set SPFORMAT_DEBUG=1 for the traceback", style="dim")
-    return int(error.exit_code)

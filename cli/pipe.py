@@ -15,6 +15,15 @@ _PIECE = 1 << 20
 _SUFFIXES = ((b"%%MatrixMarket", ".mtx"), (b"PK\x03\x04", ".npz"))
 
 
+_of_pipes: set[str] = set()
+"""Paths of the temporary files of this process."""
+
+
+def typed(path: str) -> str:
+    """An input as the user typed it: "-" for the temporary file of a pipe."""
+    return "-" if path in _of_pipes else path
+
+
 @contextmanager
 def from_pipe(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The arguments of a command, with the path of a temporary file in place of an input that is `-`.
@@ -32,7 +41,9 @@ def from_pipe(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if sys.stdin is None or sys.stdin.isatty():
         raise UsageError("- reads from a pipe, and standard input is a terminal: `cat a.mtx | spformat inspect -`")
     with tempfile.TemporaryDirectory(prefix="spformat-") as folder:
-        yield given | {piped[0]: _stored(folder)}
+        path = _stored(folder)
+        _of_pipes.add(path)
+        yield given | {piped[0]: path}
 
 
 def _stored(folder: str) -> str:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .options import Exclude, Include, Json, Misfit, NonFinite, Prune, Rules, Sparsity, Src, To, recipe
-from .output import cell, console, notes, print_json, progress, size, table
+from .groups import counted, grouped, one_each, together, without_numbers
+from .hints import again, conversion_of, hint
+from .options import Exclude, Include, Json, Long, Misfit, NonFinite, Prune, Rules, Sparsity, Src, To, recipe
+from .output import console, print_json, progress, size, summary, warnings
+from .refusals import reason, remedies
+from .tables import cell, table
 
-EPILOG = "spformat plan ./model --to auto   |   spformat plan ./model --to dense --rule 're:.*mlp.*=two-four'"
+if TYPE_CHECKING:
+    from rich.console import Console
+
+EPILOG = "spformat plan ./model --to auto\n\nspformat plan ./model --to dense --rule 're:.*mlp.*=two-four'"
 
 
 def run(
@@ -24,42 +32,56 @@ def run(
     sparsity: Sparsity = None,
     nonfinite: NonFinite = "refuse",
     misfit: Misfit = "error",
-    fail_if_larger: bool = typer.Option(False, help="Exit 1 when a tensor would become larger than dense."),
+    fail_if_larger: bool = typer.Option(
+        False, "--fail-if-larger", help="Exit 1 when a tensor would become larger than dense."
+    ),
+    long: Long = False,
     as_json: Json = False,
 ) -> None:
-    """Per tensor: target, bytes before and after, and why; warns where a format is larger than dense."""
+    """Target, bytes before and after, and why; warns where a format is larger than dense. Nothing is written."""
     outcomes = foresee(src, recipe(to, rule, include, exclude, prune, sparsity, nonfinite, misfit), as_json)
-    show(outcomes, as_json)
+    show(outcomes, as_json, long, console())
+    advise(src, outcomes, as_json)
     if any(o.error for o in outcomes):
         raise typer.Exit(3)
     if fail_if_larger and any(o.larger_than_dense for o in outcomes):
         raise typer.Exit(1)
 
 
-def foresee(src: str, chosen: Any, quiet: bool) -> Any:
+def advise(src: str, outcomes: Any, as_json: bool) -> None:
+    """The command to type next."""
+    if as_json:
+        return
+    if any(o.error for o in outcomes):
+        hint(again("--misfit", "keep"))
+    elif any(o.target != "keep" for o in outcomes):
+        hint(conversion_of(src))
+
+
+def foresee(src: str, chosen: Any, silent: bool) -> Any:
     """The outcomes that a conversion would have."""
     from spformat.checkpoint.run import foresee_checkpoint
     from spformat.checkpoint.source import open_source
 
     total = sum(size for _, _, size in open_source(src).records.values())
-    with progress(total, "read", quiet) as step:
+    with progress(total, "read", silent) as step:
         return foresee_checkpoint(src, chosen, progress=lambda o: step(o.name, o.bytes_in))
 
 
-def show_report(report: Any, as_json: bool, path: str, **extra: Any) -> None:
+def show_report(report: Any, as_json: bool, long: bool, path: str, **extra: Any) -> None:
     """Print the table of a finished conversion, and the files that it did not copy."""
     files, left = [s.name for s in report.shards], list(report.left_behind)
-    show(report.outcomes, as_json, path=path, files=files, not_copied=left, **extra)
+    show(report.outcomes, as_json, long, summary(), path=path, files=files, not_copied=left, **extra)
     if left and not as_json:
         names = ", ".join(cell(n) for n in left[:8]) + (f", .. ({len(left)} in all)" if len(left) > 8 else "")
         text = f"not copied: {names}; folders, weights that were not converted and very large files stay behind"
-        notes().print(text, style="yellow", soft_wrap=True)
+        warnings().print(text, style="yellow", soft_wrap=True)
 
 
-def show(outcomes: Any, as_json: bool, **extra: Any) -> None:
-    """Print the table, or one JSON document."""
+def show(outcomes: Any, as_json: bool, long: bool, out: Console, **extra: Any) -> None:
+    """Print the table, with ``long`` a line for each tensor; or one JSON document."""
     before, after = sum(o.bytes_in for o in outcomes), sum(o.bytes_out or 0 for o in outcomes)
-    csr, dense = (sum(_bytes_in(o, name) for o in outcomes) for name in ("csr", "dense"))
+    csr, dense = (_sum(_bytes_in(o, name) for o in outcomes) for name in ("csr", "dense"))
     if as_json:
         tree = {
             "bytes_in": before,
@@ -68,43 +90,99 @@ def show(outcomes: Any, as_json: bool, **extra: Any) -> None:
             "bytes_dense": dense,
             "tensors": [o.to_json() for o in outcomes],
         }
+        if any(o.norm for o in outcomes):
+            share = round(lost_share(outcomes), 9)
+            tree |= {"pruned": sum(o.pruned for o in outcomes), "lost_norm_share": share}
         print_json(tree | json.loads(json.dumps(extra)))
         return
+    fits = [o for o in outcomes if not o.error]
+    named = one_each(outcomes, _name) if long else grouped(outcomes, _name, _fate)
     t = table("tensor", "shape", "dtype", "zeros", "target", "before", "after", "ratio", "note",
               right=("zeros", "before", "after", "ratio"))  # fmt: skip
-    for o in outcomes:
-        elements = o.shape[0] * o.shape[1] if len(o.shape) == 2 else 0
-        zeros = f"{100 * (1 - o.nnz / elements):.1f} %" if o.nnz is not None and elements else ""
-        ratio = f"{o.bytes_out / o.bytes_in:.2f}x" if o.bytes_out is not None and o.bytes_in else ""
-        note = o.error or ("larger than dense!" if o.larger_than_dense else o.why if o.target == "keep" else "")
-        if o.negative_zeros:
-            note += f" {o.negative_zeros} -0.0 become +0.0"
-        if o.dropped_zeros:
-            note += f" {o.dropped_zeros} stored zeros dropped"
+    for group in named:
+        o, old = group.rows[0], sum(o.bytes_in for o in group.rows)
+        new = None if o.bytes_out is None else sum(o.bytes_out or 0 for o in group.rows)
         style = "red" if o.error else "yellow" if o.larger_than_dense else None
-        t.add_row(o.name, "x".join(map(str, o.shape)), o.dtype, zeros, o.target, size(o.bytes_in), size(o.bytes_out),
-                  ratio, note.strip(), style=style)  # fmt: skip
-    console().print(t)
-    ratio = f" ({after / before:.2f}x)" if before else ""
-    others = f"csr would be {size(csr)}, dense {size(dense)}"
-    console().print(f"{len(outcomes)} tensors: {size(before)} -> {size(after)}{ratio}; {others}")
+        t.add_row(
+            group.label, "x".join(map(str, o.shape)), o.dtype, together([_zeros(o) for o in group.rows]), o.target,
+            size(old), size(new), "" if new is None or not old else f"{new / old:.2f}x", _note(group.rows), style=style,
+        )  # fmt: skip
+    out.print(t)
+    if len(fits) == len(outcomes):
+        ratio = f" ({after / before:.2f}x)" if before else ""
+        others = ("" if csr is None else f"csr would be {size(csr)}, ") + f"dense {size(dense)}"
+        out.print(f"{counted(named)}: {size(before)} -> {size(after)}{ratio}; {others}")
+    else:
+        out.print(f"{counted(named)}: {size(before)}")
+    if any(o.pruned for o in outcomes):
+        nonzeros = sum(o.pruned + (o.nnz or 0) for o in outcomes if o.norm)
+        share = f"{100 * lost_share(outcomes):.2f} % of the Frobenius norm"
+        taken = sum(o.pruned for o in outcomes)
+        out.print(f"--prune set {taken:,} of {nonzeros:,} nonzero values to zero: {share}")
     larger = [o for o in outcomes if o.larger_than_dense]
     if larger:
         text = f"warning: {len(larger)} tensor(s) become larger than dense; --to auto picks the smallest exact format"
-        notes().print(text, style="yellow")
-    failed = [o for o in outcomes if o.error]
-    if failed:
-        notes().print(
-            f"{len(failed)} tensor(s) do not fit: --misfit keep or --misfit bitmask goes on without them", style="red"
-        )
+        warnings().print(text, style="yellow", soft_wrap=True)
+    if len(fits) < len(outcomes):
+        text = f"{len(outcomes) - len(fits)} tensor(s) do not fit{remedies(o.error for o in outcomes)}"
+        warnings().print(text, style="red", soft_wrap=True)
 
 
-def _bytes_in(o: Any, target: str) -> int:
-    """Bytes of a tensor if it were stored in csr or dense; as it is now if it is not converted."""
-    from spformat.arrays.dtypes import value_type
+def _name(o: Any) -> str:
+    return str(o.name)
+
+
+def _fate(o: Any) -> tuple[Any, ...]:
+    """What tensors have in common that share a line."""
+    why = without_numbers(o.why) if o.target == "keep" else ""
+    return o.shape, o.dtype, o.target, bool(o.error), why, o.larger_than_dense, o.bytes_out is None
+
+
+def _zeros(o: Any) -> str:
+    elements = o.shape[0] * o.shape[1] if len(o.shape) == 2 else 0
+    return f"{100 * (1 - o.nnz / elements):.1f} %" if o.nnz is not None and elements else ""
+
+
+def _note(group: Sequence[Any]) -> str:
+    """What is to be said of the tensors of a line. Of several refusals, the first."""
+    o = group[0]
+    notes = ["larger than dense!"] if o.larger_than_dense else [o.why] if o.target == "keep" else []
+    if o.error:
+        notes = [reason(o.error for o in group)]
+    if negative := sum(o.negative_zeros for o in group):
+        notes.append(f"{negative} -0.0 become +0.0")
+    if dropped := sum(o.dropped_zeros for o in group):
+        notes.append(f"{dropped} stored zeros dropped")
+    if pruned := sum(o.pruned for o in group):
+        notes.append(f"{pruned:,} values pruned, {100 * lost_share(group):.2f} % of the norm")
+    return " ".join(notes)
+
+
+def lost_share(outcomes: Iterable[Any]) -> float:
+    """Relative Frobenius norm of what was pruned: the norm of all values set to zero over that of all before."""
+    pruned = [o for o in outcomes if o.norm]
+    lost, norm = (math.hypot(*(getattr(o, field) for o in pruned)) for field in ("lost_norm", "norm"))
+    return lost / norm if norm else 0.0
+
+
+def _bytes_in(o: Any, target: str) -> int | None:
+    """Bytes of a tensor if it were stored in csr or dense; as it is now if it is not converted.
+
+    None for csr if its nonzeros were not counted, as on the way to dense.
+    """
+    from spformat.arrays.dtypes import VALUE_TYPES, value_type
     from spformat.formats import by_name
 
-    if o.nnz is None:
+    matrix = len(o.shape) == 2 and o.dtype in VALUE_TYPES
+    if o.nnz is None and (not matrix or o.target == "keep"):
         return int(o.bytes_in)
-    specs = by_name(target).array_specs(o.shape, value_type(o.dtype).numpy, o.nnz, {}) or {}
+    if o.nnz is None and target != "dense":
+        return None
+    specs = by_name(target).array_specs(o.shape, value_type(o.dtype).numpy, o.nnz or 0, {}) or {}
     return sum(math.prod(shape) * dtype.itemsize for dtype, shape in specs.values())
+
+
+def _sum(numbers: Iterable[int | None]) -> int | None:
+    """The sum; None if a number is not known."""
+    known = list(numbers)
+    return None if None in known else sum(n for n in known if n is not None)

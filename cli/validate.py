@@ -6,13 +6,18 @@ from typing import Any
 
 import typer
 
-from .options import Include, Json, Src
-from .output import console, print_json, table
+from . import completion
+from .groups import grouped, one_each, without_numbers
+from .options import Include, Json, Long, Src
+from .output import print_json, summary
+from .pipe import typed
+from .refusals import reason, remedies
+from .tables import table
 
-EPILOG = (
-    "spformat validate ./model-sp --checksums   |   spformat validate ./model --expect two-four --include 're:.*proj'"
-)
+EPILOG = "spformat validate ./model-sp --checksums\n\nspformat validate ./model --expect two-four --include 're:.*proj'"
 
+_LISTED = 8
+"""Most files that the summary names."""
 _PRIORITY = (70, 74, 73, 77, 65, 78, 3, 69)
 
 
@@ -21,35 +26,70 @@ def run(
     expect: str = typer.Option(
         "",
         help="Also check that every matrix fits this format, exactly. Exit 1 if not, or if some could not be checked.",
+        autocompletion=completion.formats,
     ),
     include: Include = None,
-    checksums: bool = typer.Option(False, help="Also compare every file with the sha256 in the manifest."),
+    checksums: bool = typer.Option(
+        False, "--checksums", help="Also compare every file with the sha256 in the manifest."
+    ),
+    official: bool = typer.Option(
+        False, "--official", help="Also open every file with the safetensors package, and say which it opened."
+    ),
     verbose: bool = typer.Option(False, "--verbose", "-v", help="List the sound tensors, too."),
+    long: Long = False,
     as_json: Json = False,
 ) -> None:
     """Read everything and check it: 0 sound, 1 not as expected, 65 a file that breaks its format."""
     from spformat.checkpoint.check import Checks, validate_checkpoint
 
-    verdicts = list(validate_checkpoint(src, Checks(expect, tuple(include or ()), checksums)))
+    verdicts = list(validate_checkpoint(src, Checks(expect, tuple(include or ()), checksums, official=official)))
     bad = [v for v in verdicts if v.error]
     compared = [v for v in verdicts if v.compared]
     ok = not bad and bool(compared or not expect)
     if as_json:
-        checked = len(compared if expect else verdicts)
-        print_json({"path": src, "ok": ok, "checked": checked, "tensors": [v.to_json() for v in verdicts]})
+        checked = len(compared if expect else [v for v in verdicts if not v.opened_by])
+        print_json({"path": typed(src), "ok": ok, "checked": checked, "tensors": [v.to_json() for v in verdicts]})
     else:
         if bad or verbose:
-            t = table("tensor", "format", "shape", "dtype", "verdict")
-            for v in verdicts if verbose else bad:
-                verdict = "ok" if v.error is None else v.error.message
-                t.add_row(
-                    v.name, v.format, "x".join(map(str, v.shape)), v.dtype, verdict, style="red" if v.error else None
-                )
-            console().print(t)
-        console().print(f"{src}: {_summary(verdicts, expect)}")
+            _print(verdicts if verbose else bad, long)
+        if official:
+            summary().print(f"{typed(src)}: {_opened(verdicts)}")
+        summary().print(f"{typed(src)}: {_summary([v for v in verdicts if not v.opened_by], expect)}")
     codes = {1 if v.finding else v.error.exit_code for v in bad if v.error}
     code = next((c for c in _PRIORITY if c in codes), 0 if ok else 1)
     raise typer.Exit(code)
+
+
+def _opened(verdicts: list[Any]) -> str:
+    """Which files another package has opened, and sees as we do."""
+    tried = [v for v in verdicts if v.opened_by]
+    good = [v.name for v in tried if v.error is None]
+    files = f"{len(good)} file{'s'[: len(good) != 1]} opened with {tried[0].opened_by}"
+    more = f" and {len(good) - _LISTED} more (--verbose lists all)" if len(good) > _LISTED else ""
+    return files + (": " if good else "") + ", ".join(good[:_LISTED]) + more
+
+
+def _print(verdicts: list[Any], long: bool) -> None:
+    """The table of verdicts, and below it how to prune what does not fit."""
+    t = table("tensor", "format", "shape", "dtype", "verdict")
+    for group in one_each(verdicts, _name) if long else grouped(verdicts, _name, _fate):
+        v, errors = group.rows[0], [v.error.message for v in group.rows if v.error]
+        shape = "x".join(map(str, v.shape))
+        t.add_row(
+            group.label, v.format, shape, v.dtype, reason(errors) if errors else "ok", style="red" if errors else None
+        )
+    summary().print(t)
+    if more := remedies(v.error.message for v in verdicts if v.error).removeprefix(". "):
+        summary().print(f"{more}.")
+
+
+def _name(v: Any) -> str:
+    return str(v.name)
+
+
+def _fate(v: Any) -> tuple[Any, ...]:
+    """What tensors have in common that share a line."""
+    return v.shape, v.dtype, v.format, v.finding, v.error and (type(v.error), without_numbers(v.error.message))
 
 
 def _summary(verdicts: list[Any], expect: str) -> str:

@@ -20,28 +20,29 @@ def grid(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ("---",) * len(heads), *rows))
 
 
-def declared(fmt: type[Format]) -> str:
-    """The tables of one format."""
-    parts = []
+def rows_of(fmt: type[Format]) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
+    """(headings, rows) of each table of one format; those without rows are left out."""
     params = []
     for p in fmt.declared_params():
         default = "required" if p.default is REQUIRED else "from the matrix" if p.default is AUTO else _text(p.default)
         params.append((f"`{p.name}`", p.range_text(), default, p.doc))
-    if params:
-        parts.append(grid(("parameter", "range", "default", "meaning"), params))
-    tables = [(f"`{name}`", length) for name, length in fmt.declared_tables()]
-    if tables:
-        parts.append(grid(("table", "length"), tables))
     matrices = [(f"`{d.name}`", "two or more" if d.many else "one", d.doc) for d in fmt.declared_parts()]
-    if matrices:
-        parts.append(grid(("part", "matrices", "meaning"), matrices))
     arrays = []
     for a in fmt.declared_arrays():
         kind = f"{a.kind} ({a.bound})" if a.kind == INDEX else a.kind
         arrays.append((f"`{a.name}`", kind, f"[{', '.join(a.dims)}]", a.doc))
-    if arrays:
-        parts.append(grid(("array", "kind (bound)", "shape", "meaning, order"), arrays))
-    return "\n\n".join(parts)
+    tables: list[tuple[tuple[str, ...], list[tuple[str, ...]]]] = [
+        (("parameter", "range", "default", "meaning"), params),
+        (("table", "length"), [(f"`{name}`", length) for name, length in fmt.declared_tables()]),
+        (("part", "matrices", "meaning"), matrices),
+        (("array", "kind (bound)", "shape", "meaning, order"), arrays),
+    ]
+    return [(heads, rows) for heads, rows in tables if rows]
+
+
+def declared(fmt: type[Format]) -> str:
+    """The tables of one format, in Markdown."""
+    return "\n\n".join(grid(heads, rows) for heads, rows in rows_of(fmt))
 
 
 def _text(default: object) -> str:

@@ -27,11 +27,12 @@ from .formats import (
 )
 from .formats.convert import convert
 from .formats.foreign import from_scipy, from_torch
+from .opening import load, open
 from .preprocess import structure as _structure  # noqa: F401 - convert(x, "auto") asks it for the smallest
 from .products.kernel import Accepted, Rejected
 from .products.plan import Plan
 from .products.problem import Problem
-from .storage.container import load, safe_open, save, save_dense
+from .storage.container import safe_open, save, save_dense
 
 __version__ = "0.2.0"
 
@@ -62,6 +63,7 @@ __all__ = [
     "limits",
     "linear",
     "load",
+    "open",
     "plan",
     "register",
     "safe_open",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -163,3 +165,21 @@ def test_a_script_of_a_user_passes_the_strict_type_checker_and_runs(tmp_path: Pa
     assert 'expression has type "CSR", variable has type "BSR"' in r.stdout
     r = python(SCRIPT)
     assert r.returncode == 0, r.stderr
+
+
+@pytest.mark.skipif(shutil.which("pyright") is None, reason="pyright is not installed: pip install pyright")
+def test_a_script_of_a_user_passes_pyright_in_its_strict_mode(tmp_path: Path) -> None:
+    """What an editor shows. pyright is a program of node that its package fetches, so it is no part of the test extra."""
+    settings = {"typeCheckingMode": "strict", "include": ["mine.py"]}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+
+    def findings(script: str) -> list[str]:
+        (tmp_path / "mine.py").write_text(script)
+        command = ["pyright", "--outputjson", "--pythonpath", sys.executable]
+        env = {**os.environ, "PYTHONPATH": str(Path(sf.__file__).parents[1])}
+        r = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+        return [f"{d['severity']}: {d['message']}" for d in json.loads(r.stdout)["generalDiagnostics"]]
+
+    assert findings(SCRIPT) == []
+    (found,) = findings(SCRIPT.replace('sf.convert(w, "bsr", blocksize=16)', 'sf.convert(w, "csr")'))
+    assert 'Type "CSR" is not assignable to declared type "BSR"' in found

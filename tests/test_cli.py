@@ -143,7 +143,7 @@ def test_a_misfit_says_what_where_and_what_to_do(tmp_path: Path) -> None:
         (["convert", DIGITS, "out", "--include", "re:zzz"], 2, "matches none"),
         (["convert", DIGITS], 2, "dst"),
         (["validate", ROOT / "pyproject.toml"], 65, "safetensors"),
-        (["explain", DIGITS, "--gpu", "h200"], 2, "sm_90"),
+        (["explain", DIGITS, "--gpu", "h300"], 2, "sm_90"),
         (["convrt"], 2, "No such command"),
     ],
 )

@@ -132,14 +132,14 @@ def test_sparse_bitmask(dtype: type, M: int, K: int, seed: int, density: float) 
 
 
 @given(M=st.integers(0, 40), groups=st.integers(0, 20), seed=st.integers(0, 99))
-@pytest.mark.parametrize("dtype", [np.float16, BF16, E4M3, np.float32])
+@pytest.mark.parametrize("dtype", [np.float16, BF16, E4M3, np.float32, np.float64])
 def test_sparse_24(dtype: type, M: int, groups: int, seed: int) -> None:
     w = sparse((M, 4 * groups), dtype, seed)
     w = masks.apply(w, masks.magnitude_nm(w, 2, 4))
     group = two_four_group(w)
     a = ct.decode(ct.TWO_FOUR, group)
     np.testing.assert_array_equal(a.to_dense().view(f"u{w.itemsize}"), w.view(f"u{w.itemsize}"))
-    if dtype is np.float32:
+    if dtype is np.float64:
         assert isinstance(a, Bitmask)
         return
     assert a == TwoFour.from_dense(w)

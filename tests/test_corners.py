@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import os
@@ -112,11 +113,57 @@ def test_alpha_zero_in_a_pass_of_its_own_on_a_gpu(fmt: str) -> None:
 
     x = np.zeros((64, 64), np.float16)
     x[:, ::4] = np.inf
-    a, B = sf.convert(x, fmt).to("cuda"), cupy.ones((64, 32), cupy.float16)
+    params = {"n": 1, "m": 4, "vector_length": 32} if fmt == "vector-nm" else {}
+    a, B = sf.convert(x, fmt, **params).to("cuda"), cupy.ones((64, 32), cupy.float16)
     product = plan(a, 32, backend="cuda")
     C = cupy.full((64, 32), 4, cupy.float16)
-    with_epilogue(product, product.problem).run(B, C, 0.0, 0.5, None)
+    with_epilogue(product, dataclasses.replace(product.problem, epilogue=True)).run(B, C, 0.0, 0.5, None)
     assert cupy.asnumpy(C).tolist() == np.full((64, 32), 2).tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [3, 100])
+@pytest.mark.parametrize("fmt", ["csr", "two-four", "vector-nm", "bitmask"])
+def test_alpha_zero_in_every_kernel_on_a_gpu(fmt: str, n: int) -> None:
+    import cupy
+
+    x = np.zeros((64, 64), np.float16)
+    x[:, ::4] = np.inf
+    params = {"n": 1, "m": 4, "vector_length": 32} if fmt == "vector-nm" else {}
+    a, B = sf.convert(x, fmt, **params).to("cuda"), cupy.full((64, n), np.inf, cupy.float16)
+    problem = dataclasses.replace(sf.plan(a, B=B).problem, epilogue=True)
+    names = [r.kernel for r in sf.explain(problem, installed=True).answers if r]
+    assert names
+    for name in names:
+        C = cupy.full((64, n), 4, cupy.float16)
+        sf.spmm(a, B, out=C, backend=name, alpha=0.0, beta=0.5)
+        assert (cupy.asnumpy(C) == 2).all(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["row", "col"])
+@pytest.mark.parametrize("fmt", ["two-four", "bsr", "vector-nm", "bitmask", "sr-bcrs"])
+def test_a_product_into_a_part_of_an_array_leaves_the_rest_alone(fmt: str, layout: str) -> None:
+    """The lines of C start on 16-byte boundaries but do not end on one, where the copy engine writes too much."""
+    import cupy
+
+    M, K, n = 1100, 512, 125
+    x = np.zeros((M, K), np.float16)
+    x[:, ::4] = np.random.default_rng(1).integers(1, 4, (M, K // 4))
+    params = {"vector-nm": {"n": 1, "m": 4, "vector_length": 128}, "bsr": {"blocksize": (64, 64)}}.get(fmt, {})
+    a = sf.convert(x, fmt, **params).to("cuda")
+    B = cupy.ones((K, n + 3), cupy.float16)[:, :n] if layout == "row" else cupy.ones((n, K), cupy.float16).T
+    whole = cupy.full((M, 128) if layout == "row" else (n, 1104), 7, cupy.float16)
+    C = whole[:, :n] if layout == "row" else whole[:, :M].T
+    wanted = x.astype(np.float32).sum(1)[:, None]
+    names = [r.kernel for r in sf.explain(sf.plan(a, B=B, out=C).problem, installed=True).answers if r]
+    assert len(names) > 1
+    for name in names:
+        whole.fill(7)
+        sf.spmm(a, B, out=C, backend=name)
+        assert (cupy.asnumpy(C) == wanted).all(), name
+        rest = whole[:, n:] if layout == "row" else whole[:, M:]
+        assert (cupy.asnumpy(rest) == 7).all(), f"{name} wrote behind C"
 
 
 def test_alpha_makes_an_overflow_finite_again() -> None:

@@ -15,7 +15,7 @@ from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.backends import cpu
 from spformat.backends.cpu.spmm import KERNELS
 from spformat.dispatch import api as dispatch
-from spformat.formats import FORMATS, Format
+from spformat.formats import FORMATS, Format, by_name
 from spformat.formats.convert import convert
 from spformat.products.problem import Problem, result_dtype
 
@@ -52,7 +52,7 @@ def numpy_type(name: str) -> np.dtype:
 
 
 def takes(spec: str, dtype: str) -> bool:
-    return not spec.startswith("two-four") or dtype in ("float16", "bfloat16")
+    return dtype in by_name(spec.partition(":")[0]).value_dtypes
 
 
 def pattern(spec: str, shape: tuple[int, int], rng: np.random.Generator, density: float = 0.3) -> np.ndarray:

@@ -73,7 +73,7 @@ DESCRIBED: dict[str, tuple[str, Edit, str, str, dict[str, Any], str | None]] = {
     "sum of nothing": ("csr", crc(x="0" * 8), "DescriptorError",
                        "crc32: unknown key 'x'; a newer file? (--ignore-unknown reads it)", {"value": "x"}, "w"),
     "unknown dtype": ("two-four", put(dtype="x" * 60), "DescriptorError",
-                      f"dtype: expected one of float16, bfloat16, float8_e4m3fn, float8_e5m2, int8, got {'x' * 37}...", {}, "w"),
+                      f"dtype: expected one of float16, bfloat16, float32, float8_e4m3fn, float8_e5m2, int8, got {'x' * 37}...", {}, "w"),
     "another dtype": ("csr", put(dtype="bfloat16"), "ArrayError", "data: expected BF16 for dtype bfloat16, got F16",
                       {"array": "data"}, "w"),
     "text for a pair": ("bsr", param(blocksize="2x3"), "DescriptorError",

@@ -60,13 +60,13 @@ def test_page_has_an_example_and_is_listed(fmt: type[Format]) -> None:
 @PAGE_IDS
 def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a page, one after another in one namespace and an empty folder; "python gpu" needs a GPU,
-    "python torch", which test_torch_docs.py runs, needs torch, and "python hf" a checkpoint: test_hf_models.py has its calls."""
+    "python torch", which test_torch_docs.py runs, needs torch, and "python hf" a checkpoint: test_hf_models.py has its calls. "python page" runs between commands: test_pages.py."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": __name__}
     known, known_backends, known_operations = registered(), backends.names(), operations.registered()
     try:
         for info, code in blocks(page, "python"):
-            if info not in ("gpu", "torch", "hf"):
+            if info not in ("gpu", "torch", "hf", "page"):
                 exec(compile(code, str(page), "exec"), names)
     finally:
         for fmt in set(registered()) - set(known):

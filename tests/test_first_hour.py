@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from test_checkpoint import tree
@@ -28,6 +30,11 @@ def two_four(rows: int, cols: int, dtype: Any = ml_dtypes.bfloat16, seed: int = 
     x = np.random.default_rng(seed).standard_normal((rows, cols)).astype(np.float32)
     order = np.argsort(np.random.default_rng(seed + 1).random((rows, cols // 4, 4)), axis=-1)
     return (x * (order < 2).reshape(rows, cols)).astype(dtype)
+
+
+def unfolded(text: str) -> str:
+    """What was printed, without the line breaks of a narrow terminal."""
+    return " ".join(text.split())
 
 
 @pytest.fixture
@@ -255,11 +262,11 @@ def test_plan_says_what_csr_and_dense_would_weigh(tmp_path: Path) -> None:
     assert (again["bytes_csr"], again["bytes_dense"]) == (tree_["bytes_csr"], tree_["bytes_dense"])
 
 
-# --- 2:4 weights of 8 bits
+# --- 2:4 weights of other than 16 bits
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
-def test_8_bit_weights_that_are_two_four_are_stored_so(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn", "float8_e5m2", "int8"])
+def test_weights_of_other_than_16_bits_that_are_two_four_are_stored_so(tmp_path: Path, dtype: str) -> None:
     kind = value_type(dtype).numpy
     w = (16 * two_four(96, 128, np.float32)).astype(kind)
     sf.save_dense(tmp_path / "m.safetensors", {"w": w, "scale": np.ones(96, np.float32)})
@@ -270,7 +277,7 @@ def test_8_bit_weights_that_are_two_four_are_stored_so(tmp_path: Path, dtype: st
     )
     assert "2:4" in row["patterns"]
     assert row["smallest"] == "two-four"
-    assert row["sizes"]["two-four"] / row["bytes"] == 0.625
+    assert row["sizes"]["two-four"] / row["bytes"] == 0.5 + 1 / (8 * kind.itemsize)
     for to in ("auto", "two-four"):
         assert spformat("convert", tmp_path / "m.safetensors", tmp_path / to, "--to", to).returncode == 0
     assert (
@@ -290,6 +297,7 @@ def test_8_bit_weights_that_are_two_four_are_stored_so(tmp_path: Path, dtype: st
     out = spformat("explain", tmp_path / "auto", "--gpu", "sm_90").stdout
     assert "cuda.spmm_two_four" in out
     assert f"got {dtype}" in out
+    assert re.search(rf"cuda.expand_then_dense: .*a.dtype must be one of .*float16.*, got {dtype}", out), out
     broken = w.copy()
     broken[3, 4:8] = 1
     with pytest.raises(sf.errors.StructureError, match="row 3, group 1"):
@@ -319,3 +327,42 @@ def test_what_is_not_checked_is_not_sound(tmp_path: Path) -> None:
     save_file({"b": np.ones(64, np.float32)}, tmp_path / "none.safetensors")
     r = spformat("validate", tmp_path / "none.safetensors", "--expect", "two-four")
     assert (r.returncode, "0 checked against two-four" in r.stdout) == (1, True), r.stdout
+
+
+# --- a second opinion
+
+
+def test_validate_official_opens_every_file_with_the_safetensors_package(model: Path) -> None:
+    for folder, src in (("packed", "model"), ("dense", "packed")):
+        to = "dense" if folder == "dense" else "bitmask"
+        assert spformat("convert", src, folder, "--to", to, cwd=model.parent).returncode == 0
+    for folder in ("model", "packed", "dense"):
+        names = sorted(p.name for p in (model.parent / folder).glob("*.safetensors"))
+        r = spformat("validate", folder, "--official", cwd=model.parent)
+        assert r.returncode == 0, r.stdout + r.stderr
+        assert f"2 files opened with safetensors {safetensors.__version__}: {', '.join(names)}" in unfolded(r.stdout)
+        assert "sound" in r.stdout
+        tree_ = json.loads(spformat("validate", folder, "--official", "--json", cwd=model.parent).stdout)
+        assert [t["name"] for t in tree_["tensors"] if "opened_by" in t] == names
+        assert tree_["checked"] == len(tree_["tensors"]) - 2
+    assert "opened with" not in spformat("validate", "model", cwd=model.parent).stdout
+
+
+def test_validate_official_reports_what_only_we_read(tmp_path: Path) -> None:
+    """A dtype of the future: its bytes are copied by our reader, and refused by a package that does not know it."""
+    path = tmp_path / "m.safetensors"
+    header = json.dumps({"w": {"dtype": "F5_E9", "shape": [8], "data_offsets": [0, 5]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"12345")
+    r = spformat("validate", path, "--official")
+    assert r.returncode == 65, r.stdout + r.stderr
+    said = f"safetensors {safetensors.__version__} does not open the file"
+    assert said in unfolded(r.stdout)
+    assert "0 files opened with" in r.stdout
+    tree_ = json.loads(spformat("validate", path, "--official", "--json").stdout)
+    assert said in tree_["tensors"][0]["error"]["message"]
+
+
+def test_validate_official_of_a_matrix_file(tmp_path: Path) -> None:
+    (tmp_path / "a.mtx").write_text("%%MatrixMarket matrix coordinate real general\n2 2 1\n1 1 3.5\n")
+    r = spformat("validate", tmp_path / "a.mtx", "--official")
+    assert (r.returncode, "no safetensors file" in r.stderr) == (2, True), r.stderr

@@ -20,7 +20,7 @@ from fuzz.scenarios import checkpoint
 from test_parts import tree
 
 import spformat as sf
-from spformat.checkpoint import Workers, convert_checkpoint, open_source
+from spformat.checkpoint import Workers, convert_checkpoint, executors, open_source
 from spformat.storage import locks
 from spformat.storage.output import Output, publish
 
@@ -76,6 +76,28 @@ def test_an_interrupt_waits_for_the_files_that_are_being_written(
     assert command("validate", out).code == 65
     assert convert_checkpoint(model, out, "csr", resume=True).resumed == len(shards)
     assert tree(out) == tree(model.parent / "whole")
+
+
+def test_an_interrupt_before_the_run_waits_for_its_first_file(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal may arrive while the thread that records the outcomes is being started."""
+    commit, out = Output.commit, model.parent / "out"
+
+    class Interrupted(ThreadPoolExecutor):
+        def submit(self, *args: Any, **kwargs: Any) -> Any:
+            future = super().submit(*args, **kwargs)
+            os.kill(os.getpid(), signal.SIGINT)
+            return future
+
+    def slow(self: Output) -> None:
+        time.sleep(0.2)
+        commit(self)
+
+    monkeypatch.setattr(executors, "ThreadPoolExecutor", Interrupted)
+    monkeypatch.setattr(Output, "commit", slow)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(model, out, "csr", executor=Workers(pool, 1))
+    assert len([name for name in tree(out) if name.endswith(".safetensors")]) <= 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_an_error_of_the_journal_waits_for_the_workers(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

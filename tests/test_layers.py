@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("backends",),
     ("dispatch",),
     ("measure", "checkpoint"),
+    ("opening",),
     ("torch",),
     ("hf",),
     ("spformat",),
@@ -57,6 +58,7 @@ HOMES = {
     "distributed": ("spformat/checkpoint/executors.py",),
     "fsspec": ("spformat/checkpoint/transfers.py",),
     "huggingface_hub": ("spformat/checkpoint/hub.py",),
+    "safetensors": ("spformat/checkpoint/official.py",),
     "typer": ("cli/",),
     "rich": ("cli/",),
 }
@@ -204,7 +206,7 @@ def test_the_picture_shows_the_imports() -> None:
     """In the picture of docs/index.md a folder imports only folders above it, and each folder has one line."""
     section = (ROOT / "docs" / "index.md").read_text().split("## How the code is laid out")[1]
     order = re.findall(r"^[ |]+(?:\+--> )?([a-z]+) ", section.split("```")[1], re.MULTILINE)
-    known = (set(LEVEL) - {"errors", "limits", "spformat", "__main__"}) | {"cli"}
+    known = (set(LEVEL) - {"errors", "limits", "opening", "spformat", "__main__"}) | {"cli"}
     assert sorted(order) == sorted(known)
     wrong = []
     for i in imports():
@@ -245,7 +247,7 @@ def test_libraries_stay_in_their_places() -> None:
 def test_optional_libraries_are_imported_when_needed() -> None:
     """numba may be imported at the top of its loops, which a plan imports, and torch and transformers at the top of
     spformat.torch and spformat.hf, which only a user imports."""
-    lazy = {"cupy", "torch", "transformers", "peft", "nvmath", "cuda", "scipy"}
+    lazy = {"cupy", "torch", "transformers", "peft", "nvmath", "cuda", "scipy", "safetensors"}
     allowed = {("torch", "torch"), ("hf", "torch"), ("hf", "transformers")}
     early = [i for i in imports() if i.module.split(".")[0] in lazy and not i.deferred]
     assert [str(i) for i in early if (place(i.file), i.module.split(".")[0]) not in allowed] == []

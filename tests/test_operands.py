@@ -89,12 +89,29 @@ def test_from_csr_of_something_else() -> None:
         sf.BSR.from_csr(sp.csr_array(W))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("b", [X.tolist(), sp.csr_array(X), sf.convert(X, "csr")], ids=["list", "scipy", "format"])
+@pytest.mark.parametrize("b", [X.tolist(), sf.convert(X, "dense")], ids=["list", "dense"])
 def test_explain_and_plan_take_what_spmm_takes(b: Any) -> None:
     a = sf.convert(W, "csr")
     assert sf.explain(a, b).chosen in ("cpu.spmm_csr", "reference.spmm")
     assert sf.explain(a, np.asarray(X[:, 0])).problem == sf.explain(a, np.asarray(X[:, :1])).problem
     assert (sf.plan(a, B=b)(np.asarray(X, "f8" if isinstance(b, list) else "f4")) == sf.spmm(a, b)).all()
+
+
+@pytest.mark.parametrize(
+    ("b", "fix"),
+    [(sp.csr_array(X), r"got a sparse matrix \(csr_array\); use {}\.toarray\(\)"),
+     (sf.convert(X, "csr"), r"got a sparse matrix \(CSR\); use {}\.to_dense\(\)"),
+     (sf.convert(X.T.copy(), "bsr", blocksize=1).T, r"got a sparse matrix \(Transposed\); use {}\.to_dense\(\)")],
+    ids=["scipy", "format", "transposed"],
+)  # fmt: skip
+def test_a_sparse_right_hand_side_is_refused(b: Any, fix: str) -> None:
+    """It was made dense, silently and however large."""
+    a = sf.convert(W, "csr")
+    for call in (lambda: sf.spmm(a, b), lambda: a @ b, lambda: sf.plan(a, B=b), lambda: sf.explain(a, b)):
+        with pytest.raises(sf.errors.UsageError, match="B: expected a dense operand, " + fix.format("B")):
+            call()
+    with pytest.raises(sf.errors.UsageError, match="x: expected a dense operand, " + fix.format("x")):
+        sf.linear(b, a)
 
 
 def test_windows_that_overlap_have_no_leading_dimension() -> None:
@@ -244,7 +261,7 @@ def test_tensors_of_torch_are_saved_as_arrays(tmp_path: Path) -> None:
     for sparse in (w.to_sparse(), w.bfloat16().to_sparse()):
         with pytest.raises(sf.errors.UsageError, match=r"tensor 'x': expected a Format, .* use convert\(x, 'csr'\)"):
             sf.save(tmp_path / "c.safetensors", {"x": sparse})
-        with pytest.raises(sf.errors.UsageError, match=r"its memory cannot be shared with numpy"):
+        with pytest.raises(sf.errors.UsageError, match=r"B: expected a dense operand, got a sparse matrix \(Tensor\)"):
             sf.spmm(W[:, :2], sparse)
 
 

@@ -263,3 +263,16 @@ def test_a_config_that_is_nested_too_deeply_stops_nothing(model: Any, tmp_path: 
 @pytest.mark.parametrize("text", ["", "[]", "{", "\xff", '{"quantization_config": 3}', '{"a": 1}'])
 def test_other_configs_are_copied_byte_by_byte(text: str) -> None:
     assert config_when_dense(text.encode()) == text.encode()
+
+
+def test_open_reads_them_as_dense_matrices(model: tuple[Path, dict[str, np.ndarray[Any, Any]]]) -> None:
+    path, dense = model
+    with sf.open(path) as f:
+        assert set(f) == set(dense)
+        for name, x in f.items():
+            assert isinstance(x, sf.Dense) == (dense[name].ndim == 2)
+            data = x.data if isinstance(x, sf.Dense) else x
+            assert data.tobytes() == dense[name].tobytes()
+            assert not data.flags.writeable
+    with pytest.raises(sf.errors.DescriptorError, match=r"spformat\.open\(path\)"):
+        sf.load(path)

@@ -257,6 +257,8 @@ def test_sound_exactly_where_the_checks_find_nothing(fmt: type[Format], dtype: s
     pytest.importorskip("cupy")
     if dtype not in fmt.value_dtypes:
         pytest.skip(f"{fmt.name} does not hold {dtype}")
+    if fmt is TwoFour and dtype not in ("float16", "bfloat16"):
+        pytest.skip("the scan of two-four reads 16-bit values; for others the checks run on the device")
     rng, verdicts, named = np.random.default_rng(zlib.crc32(dtype.encode())), set(), 0
     for a in matrices(fmt, dtype):
         there = on_device(a)

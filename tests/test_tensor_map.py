@@ -82,3 +82,6 @@ def test_what_the_unit_can_address() -> None:
     assert not tensor_map.aligned(4096 + 8, 8, 2)
     assert not tensor_map.aligned(4096, 20, 2)
     assert tensor_map.aligned(4096, 20, 4)
+    assert tensor_map.writable(4096, 16, 24, 2)
+    assert not tensor_map.writable(4096, 17, 24, 2)  # its last 16 bytes hold seven values that are not of this line
+    assert not tensor_map.writable(4096, 16, 20, 2)

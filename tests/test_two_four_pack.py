@@ -61,8 +61,8 @@ def test_pruned_equals_mask_and_conversion(dtype: str) -> None:
 
 def test_pruning_refuses() -> None:
     x = np.ones((4, 8), np.float16)
-    with pytest.raises(StructureError, match="float32"):
-        masks.prune_two_four(x.astype(np.float32))
+    with pytest.raises(StructureError, match="float64"):
+        masks.prune_two_four(x.astype(np.float64))
     with pytest.raises(UsageError, match="nonfinite"):
         masks.prune_two_four(x, nonfinite="drop")
     with pytest.raises(UsageError, match="meta_order"):

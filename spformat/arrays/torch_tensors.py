@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import UsageError
-from .dtypes import VALUE_TYPES, bits
+from .dtypes import SAFETENSORS, VALUE_TYPES
 from .library import Array, import_cupy, is_cupy
+
+_UNKNOWN_TO_NUMPY = {d.name: d for d in SAFETENSORS.values() if d.name.startswith(("bfloat", "float8"))}
+"""dtypes of ml_dtypes by their names, which torch has, too."""
 
 
 def import_torch() -> Any:
@@ -30,12 +33,59 @@ def is_torch(x: Any) -> bool:
     return torch is not None and isinstance(x, torch.Tensor)
 
 
+def untraced(function: Any) -> Any:
+    """``function``, which torch.compile calls and does not look into: it would take our arrays for its tensors.
+
+    The call ends a graph, and another begins after it. With ``fullgraph=True`` torch raises an error instead.
+    """
+    outside = _untraced.get(function)
+    if outside is None:
+        torch = import_torch()
+        if torch.compiler.is_dynamo_compiling():
+            torch._dynamo.graph_break(msg=_BETWEEN)  # an error of ours, where torch refuses to make ``outside``
+        outside = _untraced[function] = torch.compiler.disable(function)
+        outside._torchdynamo_disable_msg = _BETWEEN
+    return outside
+
+
+_BETWEEN = (
+    "products of spformat run between the graphs of torch.compile; only a layer, spformat.torch.SparseLinear, is a "
+    "part of one"
+)
+
+
+_untraced: dict[Any, Any] = {}
+"""Function -> the same function outside of torch's graphs. A plain dictionary, because torch.compile reads it."""
+
+
+def compiling() -> bool:
+    """Whether torch.compile now looks into the calling code."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.compiler.is_dynamo_compiling())
+
+
+def refuse_recorded(name: str) -> None:
+    """UsageError while torch.jit.trace, torch.export or make_fx records: what ``name`` returns would be a constant."""
+    torch, fx = sys.modules["torch"], sys.modules.get("torch.fx.experimental.proxy_tensor")
+    jit = torch._C._get_tracing_state() is not None
+    if jit or (fx is not None and fx.get_proxy_mode() is not None):
+        recorder = "torch.jit.trace" if jit else "torch.export or make_fx"
+        raise UsageError(
+            f"{recorder} would record the result of this product as a constant, the "
+            f"same for every input: use spformat.torch.{name}, or a layer, spformat.torch.SparseLinear, which are "
+            "recorded as operators"
+        )
+
+
 def array_to_torch(x: Array) -> Any:
     """A torch tensor that shares the memory of a numpy or CuPy array (read-only arrays are copied)."""
     torch = import_torch()
-    if x.dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+    if x.dtype.name in _UNKNOWN_TO_NUMPY:
         # Neither numpy nor its DLPack knows these types, so the bits are passed as integers and viewed afterwards.
-        return array_to_torch(bits(x)).view(getattr(torch, x.dtype.name))
+        kind = getattr(torch, x.dtype.name, None)
+        if kind is None:
+            raise UsageError(f"torch {torch.__version__} has no dtype {x.dtype.name}: install a newer one")
+        return array_to_torch(x.view(f"uint{8 * x.dtype.itemsize}")).view(kind)
     if is_cupy(x):
         return torch.from_dlpack(x)
     return torch.from_numpy(x if x.flags.writeable else x.copy())
@@ -57,9 +107,9 @@ def torch_to_array(t: Any) -> Array:
             return _device_array(t, functools.partial(_array_at, owner=t))
     t = t.detach()
     name = str(t.dtype).removeprefix("torch.")
-    if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2") and t.layout == torch.strided:
+    if name in _UNKNOWN_TO_NUMPY and t.layout == torch.strided:
         raw = torch_to_array(t.view(torch.uint16 if t.element_size() == 2 else torch.uint8))
-        return raw.view(VALUE_TYPES[name].numpy)
+        return raw.view(_UNKNOWN_TO_NUMPY[name])
     try:
         array: Array = t.numpy()
     except (RuntimeError, TypeError) as e:
@@ -189,8 +239,12 @@ _cupy = functools.cache(import_cupy)
 
 def _not_shared(t: Any, e: Exception) -> UsageError:
     what = f"{t.dtype}, {t.layout}, device {t.device}"
+    known = str(t.layout) == "torch.strided" and str(t.dtype).removeprefix("torch.") in VALUE_TYPES
+    without_memory = known and not t.is_neg() and not t.is_conj()  # a fake, a batched or a meta tensor
+    hint = "; the operators of spformat.torch (linear, spmm, SparseLinear) take tensors without memory"
     return UsageError(
         f"torch tensor ({what}): its memory cannot be shared with {'CuPy' if t.is_cuda else 'numpy'}: {e}"
+        + hint * without_memory
     )
 
 

@@ -98,11 +98,14 @@ def names() -> tuple[str, ...]:
     return (*KNOWN, *_registered, *third_party())
 
 
-def order(device: str) -> tuple[str, ...]:
-    """Backends in the order in which they are asked for operands on ``device`` ("cpu" or "cuda"); the rest follow."""
+def order(device: str, every: bool = True) -> tuple[str, ...]:
+    """Backends in the order in which they are asked for operands on ``device`` ("cpu" or "cuda").
+
+    every: then the rest, which refuse such operands.
+    """
     first, rest = (HOST_ORDER, DEVICE_ORDER) if device == "cpu" else (DEVICE_ORDER, HOST_ORDER)
     listed = [name for item in first for name in ((*_registered, *third_party()) if item == "*" else (item,))]
-    return tuple(listed + [name for name in rest if name in KNOWN and name not in listed])
+    return tuple(listed + [name for name in rest if every and name in KNOWN and name not in listed])
 
 
 @functools.cache

@@ -12,6 +12,7 @@ way back to dense (expand).
 """
 
 from .executors import Workers, open_workers
+from .journals import finished_files
 from .parts import Part
 from .recipe import Recipe, Rule
 from .run import bytes_to_convert, convert_checkpoint, merge_parts
@@ -27,6 +28,7 @@ __all__ = [
     "Workers",
     "bytes_to_convert",
     "convert_checkpoint",
+    "finished_files",
     "merge_parts",
     "open_source",
     "open_workers",

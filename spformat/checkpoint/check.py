@@ -15,6 +15,7 @@ from ..formats.convert import convert
 from ..storage.descriptor import Record
 from ..storage.files import Path, member, sha256_of
 from .manifest import MANIFEST, read_manifest
+from .official import opened_officially
 from .recipe import included
 from .source import Source, open_source
 
@@ -32,6 +33,8 @@ class CheckResult:
     """The file is valid, but the tensor does not fit the format that --expect names, or could not be compared."""
     compared: bool = False
     """Whether the tensor was compared with the format that --expect names."""
+    opened_by: str = ""
+    """For a file that another package was asked to open: the package and its version."""
 
     def to_json(self) -> dict[str, Any]:
         """The result as JSON types."""
@@ -40,7 +43,7 @@ class CheckResult:
             "format": self.format,
             "shape": list(self.shape),
             "dtype": self.dtype,
-        }
+        } | ({"opened_by": self.opened_by} if self.opened_by else {})
         return tree | ({"ok": True} if self.error is None else {"ok": False, "error": self.error.to_json()})
 
 
@@ -51,16 +54,23 @@ class Checks:
     expect: str = ""
     include: tuple[str, ...] = ()
     checksums: bool = False
+    official: bool = False
+    """Open every file with the safetensors package, too."""
     options: dict[str, bool] = field(default_factory=dict)
 
 
 def validate_checkpoint(path: Path, checks: Checks | None = None) -> Iterator[CheckResult]:
-    """A result for every tensor, and with ``checksums`` for every file in the manifest. One tensor is in memory at a
-    time."""
+    """A result for every tensor, with ``checksums`` for every file in the manifest, with ``official`` for every file.
+
+    One tensor is in memory at a time.
+    """
     checks = checks or Checks()
     source = open_source(path)
     if checks.checksums:
         yield from _files(source)
+    if checks.official:
+        for name, package, error in opened_officially(source):
+            yield CheckResult(name, "file", (), "", error, opened_by=package)
     for name, f in source.opened(included(source.records, checks.include)):
         record = source.records[name][1]
         fmt = record.format.name if record.format else "plain"

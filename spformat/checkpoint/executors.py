@@ -28,6 +28,7 @@ from .. import limits
 from ..arrays.threads import cores
 from ..errors import InputError, LockedError, SpformatError, UsageError, WriteError
 from ..storage.files import Path
+from .interrupts import deferred_interrupts
 from .parts import FileOutcome, FileTask, convert_file
 from .shard_input import Progress
 
@@ -79,20 +80,16 @@ def convert_files(
             progress(tensor)  # type: ignore[misc]
         record(outcome)
 
-    # Python delivers signals to the main thread, and an exception may be raised between any two lines of it. So the
-    # outcomes are recorded in another thread, and the caller's thread only waits for it.
-    with ThreadPoolExecutor(1, "spformat-outcomes") as recorder:
+    def stop_once() -> None:
+        if not stop.done():
+            stop.set_result(None)
+
+    # The outcomes are recorded in another thread, in which no signal handler runs; this one only waits for it.
+    with deferred_interrupts(stop_once), ThreadPoolExecutor(1, "spformat-outcomes") as recorder:
         recorded = recorder.submit(copy_context().run, _record_all, tasks, workers.with_defaults(), each, stop)
-        interrupt: BaseException | None = None
         while not recorded.done():
-            try:
-                wait([recorded])
-            except BaseException as e:
-                interrupt = interrupt or e
-                if not stop.done():
-                    stop.set_result(None)
-    if interrupt is not None:
-        raise interrupt
+            # The system may hand a signal to any thread, and Python runs its handler when the main thread wakes.
+            wait([recorded], timeout=0.05)
     recorded.result()
 
 

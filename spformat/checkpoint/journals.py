@@ -32,6 +32,14 @@ def listed(folder: Path) -> list[str]:
     return [n for n in names_in(folder) if JOURNAL_GLOB.fullmatch(n)]
 
 
+def finished_files(folder: Path, part: Part | str | None = None) -> tuple[str, ...] | None:
+    """Names of the files that the journal of an unfinished run, or part, lists; None where there is no journal."""
+    name = journal_name(Part.parse(part) if isinstance(part, str) else part)
+    if not is_file(os.path.join(folder, name)):
+        return None
+    return tuple(read_journal(os.path.join(folder, name))["shards"])
+
+
 class Journal:
     """The files that a run or part has finished. It is on disk after every change."""
 
@@ -104,7 +112,8 @@ def entries_of(c: Conversion, names: Iterable[str]) -> dict[str, Any] | None:
 _ENTRY = {"sha256": str, "size": int, "source": str, "source_sha256": str, "tensors": list}
 _TENSOR = {
     "name": str, "target": str, "why": str, "shape": list, "dtype": str, "bytes_in": int, "bytes_out": int, "nnz": int,
-    "negative_zeros": int, "dropped_zeros": int, "larger_than_dense": bool, "error": str,
+    "negative_zeros": int, "dropped_zeros": int, "larger_than_dense": bool, "error": str, "pruned": int,
+    "lost_norm": float, "norm": float,
 }  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 from types import TracebackType
@@ -11,17 +11,16 @@ from typing import Self
 
 from ..errors import UsageError
 from ..formats.csr import CSR
+from ..interop import MATRIX_SUFFIXES
 from ..interop.matrices import read_matrix
 from ..storage.descriptor import Record
 from ..storage.files import Path
 from ..storage.filewriter import outline
 
-SUFFIXES = (".smtx", ".mtx", ".npz")
-
 
 def is_matrix(path: Path) -> bool:
     """Whether a path names a file with one matrix, not a checkpoint."""
-    return os.fspath(path).lower().endswith(SUFFIXES)
+    return os.fspath(path).lower().endswith(MATRIX_SUFFIXES)
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,10 @@ class MatrixFile:
         self.info(name)
         return self.matrix.to(device)
 
+    def read_all(self, names: Iterable[str], device: str = "cpu") -> Iterator[CSR]:
+        """As the method of ``TensorFile``."""
+        return (self.read(name, device) for name in names)
+
     def nbytes(self, name: str) -> int:
         """Bytes of the matrix as CSR."""
         self.info(name)
@@ -63,6 +66,9 @@ class MatrixFile:
 
     def __iter__(self) -> Iterator[str]:
         yield self.name
+
+    def close(self) -> None:
+        """Nothing is open: the whole file was read."""
 
     def __enter__(self) -> Self:
         return self

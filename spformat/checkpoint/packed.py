@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeAlias
@@ -15,13 +15,13 @@ import numpy as np
 from ..arrays.dtypes import SAFETENSORS_CODE, VALUE_TYPES
 from ..arrays.library import Array, ceil_div, to_device
 from ..errors import ContainerError, FormatError, LimitError
-from ..formats.base import Format
 from ..interop.compressed_tensors import Group, decode, dense_shape, find_groups, fp8_in_int8
 from ..limits import product
 from ..storage.container import safe_open
 from ..storage.descriptor import Record
 from ..storage.files import is_file, read_small
-from ..storage.tensorfile import TensorFile
+from ..storage.filewriter import Tensor
+from ..storage.tensorfile import TensorFile, undescribed
 from .layouts import CONFIG, parsed_config
 
 _MAX_CONFIG = 16 << 20
@@ -171,6 +171,7 @@ class UnpackedFile:
         except (FormatError, LimitError) as e:
             raise e.at(path=self._f.path, tensor=name) from None
         dense: Array = matrix.to_dense().reshape(group.shape)
+        dense.flags.writeable = False  # it is kept, and given out again
         return dense
 
     def array(self, name: str, rows: slice | None = None, device: str = "cpu", array: str = "") -> Array:
@@ -180,9 +181,13 @@ class UnpackedFile:
         x = self._dense(name)
         return to_device(x if rows is None else x[rows], device)
 
-    def read(self, name: str, device: str = "cpu") -> Format | Array:
+    def read(self, name: str, device: str = "cpu") -> Tensor:
         """As the method of ``TensorFile``."""
-        return self.array(name, device=device) if name in self._groups else self._f.read(name, device)
+        return undescribed(self._dense(name), device) if name in self._groups else self._f.read(name, device)
+
+    def read_all(self, names: Iterable[str], device: str = "cpu") -> Iterator[Tensor]:
+        """As the method of ``TensorFile``, one after another."""
+        return (self.read(name, device) for name in names)
 
     def read_rows(self, name: str, begin: int, out: np.ndarray[Any, Any], array: str = "") -> None:
         """As ``TensorFile.read_rows``."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +31,7 @@ from .remote import staged
 from .shard import write_shard
 from .shard_input import Progress, read
 from .source import open_source
-from .tensor_plans import TensorOutcome, dense_of, foresee, plan_tensors, prune
+from .tensor_plans import TensorOutcome, dense_of, foresee, loss, plan_tensors, prune
 from .transfers import is_remote, without_scheme
 
 
@@ -60,15 +61,19 @@ def foresee_checkpoint(src: Path, recipe: Recipe, progress: Progress | None = No
     out = []
     plans = plan_tensors(source, recipe)
     for plan, (_, f) in zip(plans, source.opened(plan.name for plan in plans), strict=True):
-        x = None
+        x, lost = None, {}
         if plan.target != KEEP:
             x = read(f, plan)
             try:
                 if plan.target == AUTO or recipe.prune or isinstance(x, Dense):
-                    x = prune(dense_of(x), plan.target, recipe)
+                    x = dense_of(x)
+                    if recipe.prune:
+                        whole, x = x, prune(x, plan.target, recipe)
+                        lost = loss(whole, x)
             except LimitError as e:
                 raise e.at(path=f.path, tensor=plan.name) from None
-        out.append(foresee(plan, x, recipe))
+        outcome = foresee(plan, x, recipe)
+        out.append(outcome if outcome.target == KEEP else replace(outcome, **lost))
         if progress:
             progress(out[-1])
     return tuple(out)
@@ -166,6 +171,19 @@ def _to_file(c: Conversion, force: bool, in_place: bool, progress: Progress | No
 
 
 def _to_folder(
+    c: Conversion, part: Part | None, workers: Workers | None, force: bool, resume: bool, progress: Progress | None
+) -> ConversionReport:
+    new = part is None and not os.path.lexists(c.folder)
+    try:
+        return _to_locked_folder(c, part, workers, force, resume, progress)
+    except BaseException:
+        if new:
+            with suppress(OSError, ValueError):  # it holds finished files, or no folder can have its name
+                os.rmdir(c.folder)
+        raise
+
+
+def _to_locked_folder(
     c: Conversion, part: Part | None, workers: Workers | None, force: bool, resume: bool, progress: Progress | None
 ) -> ConversionReport:
     folder.prepare(c)

@@ -31,7 +31,7 @@ from .row_chunks import Team, plan_chunks
 from .shard_input import Progress, ShardTask, one_ahead, read
 from .sizing import SizedTensor, refusal_of_whole, size_tensors
 from .source import Source
-from .tensor_plans import TensorOutcome, TensorPlan, dense_of, prune
+from .tensor_plans import TensorOutcome, TensorPlan, dense_of
 
 
 def write_shard(
@@ -72,10 +72,11 @@ def _write_dense(task: ShardTask) -> tuple[TensorOutcome, ...]:
             ((code, shape),) = plan.record.arrays.values()
             specs.append((plan.name, code, shape) if code in SAFETENSORS else (plan.name, code, shape, plan.bytes_in))
     outcomes = []
+    lost: dict[str, Any]
     with Team() as team, Writer(task.path, specs, dense_metadata(f.own_metadata), overwrite=task.force) as out:
         written = team.results(t for x in decoders.values() for t in x.tasks(f, out, team))
         for plan in plans:
-            x = decoders.get(plan.name)
+            x, lost = decoders.get(plan.name), {}
             if x is not None:
                 try:
                     for _ in itertools.islice(written, x.count):
@@ -85,14 +86,16 @@ def _write_dense(task: ShardTask) -> tuple[TensorOutcome, ...]:
                     raise error_of_whole_tensor(f, plan, e) from None
                 size = product(*plan.shape, value_type(plan.record.dtype).numpy.itemsize)
             elif plan.record.format is not None or (recipe.prune and plan.target != KEEP):
-                dense = prune(dense_of(read(f, plan, task.place)), plan.target, recipe)
+                values = dense_of(read(f, plan, task.place))
+                dense, lost = task.pruned(values, plan) if plan.target != KEEP else (values, {})
+                lost |= {"nnz": count_nonzeros(dense)[0]} if lost else {}
                 out.put(plan.name, dense)
                 size = dense.nbytes
             else:
                 out.put(plan.name, f.raw(plan.name))
                 size = plan.bytes_in
             outcomes.append(
-                TensorOutcome(plan.name, "dense", plan.why, plan.shape, plan.record.dtype, plan.bytes_in, size)
+                TensorOutcome(plan.name, "dense", plan.why, plan.shape, plan.record.dtype, plan.bytes_in, size, **lost)
             )
             if task.progress:
                 task.progress(outcomes[-1])
@@ -178,7 +181,9 @@ def _put(
     if matrix is None:
         fmt, given = parse_spec(s.outcome.target)
         try:
-            x = task.pruned(read(task.f, s.plan, task.place) if values is None else values, s.plan)
+            x = read(task.f, s.plan, task.place) if values is None else values
+            x, lost = task.pruned(x, s.plan, known=bool(outcome.norm))
+            outcome = replace(outcome, **lost)
             matrix = convert(x, fmt, **given)
         except StructureError as e:
             raise e.at(path=task.f.path, tensor=s.plan.name) from None

@@ -12,7 +12,7 @@ from ..arrays import threads
 from ..arrays.library import has_dtype
 from ..storage.tensorfile import TensorFile
 from .recipe import Recipe
-from .tensor_plans import TensorOutcome, TensorPlan, dense_of, prune
+from .tensor_plans import TensorOutcome, TensorPlan, dense_of, loss, prune
 
 Progress = Callable[[TensorOutcome], None]
 _WORTH_MOVING = 4 << 20
@@ -40,9 +40,16 @@ class ShardTask:
         """The device on which tensors are converted. Masks are chosen on the host."""
         return "cpu" if self.recipe.prune else self.device
 
-    def pruned(self, x: Any, plan: TensorPlan) -> Any:
-        """``x`` pruned if the recipe asks for it; a Format is decoded for that."""
-        return prune(dense_of(x), plan.target, self.recipe) if self.recipe.prune else x
+    def pruned(self, x: Any, plan: TensorPlan, *, known: bool = False) -> tuple[Any, dict[str, Any]]:
+        """``x`` pruned if the recipe asks for it, and what that took (``loss``; nothing if it is ``known``).
+
+        A Format is decoded for that.
+        """
+        if not self.recipe.prune:
+            return x, {}
+        dense = dense_of(x)
+        left = prune(dense, plan.target, self.recipe)
+        return left, {} if known else loss(dense, left)
 
 
 def read(f: TensorFile, plan: TensorPlan, device: str = "cpu") -> Any:

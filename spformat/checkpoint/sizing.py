@@ -119,7 +119,7 @@ def _size_tensor(task: ShardTask, plan: TensorPlan, room: int, values: Any) -> S
         assert record is not None  # else its values were read
         outcome = replace(base, target=spec_text(*_parsed(plan.target)))
         return SizedTensor(plan, _with_size(outcome, record), record)
-    x = task.pruned(values, plan)
+    x, lost = task.pruned(values, plan)
     dense = None if isinstance(x, Format) else x
     try:
         target = resolve_target(plan, dense_of(x) if plan.target == AUTO else x)
@@ -155,7 +155,7 @@ def _size_tensor(task: ShardTask, plan: TensorPlan, room: int, values: Any) -> S
     else:
         assert matrix is not None
         record = outline(plan.name, matrix)
-    counted = replace(base, target=target, nnz=nnz, negative_zeros=negative, dropped_zeros=dropped)
+    counted = replace(base, target=target, nnz=nnz, negative_zeros=negative, dropped_zeros=dropped, **lost)
     small = matrix is not None and matrix.nbytes <= room
     return SizedTensor(plan, _with_size(counted, record), record, matrix if small else None)
 

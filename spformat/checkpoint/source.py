@@ -27,6 +27,7 @@ from ..storage.files import (
     safe_name,
     size_of,
 )
+from ..storage.filewriter import Tensor
 from ..storage.stheader import TORCH_SUFFIXES, strict_json, torch_lines
 from ..storage.tensorfile import TensorFile
 from .layouts import CONFIG, NEUTRAL, config_for
@@ -75,6 +76,8 @@ class Source:
     """Shard -> which file it was when the headers were read."""
     metadata: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Key of ``__metadata__`` -> its different texts in the shards, in order; not those of this package."""
+    described: bool = True
+    """Whether every file was written by this package, and says which arrays form which tensor."""
     matrix: MatrixFile | None = None
     """The matrix of a .npz, .mtx or .smtx file: it can be looked at, and ``convert_checkpoint`` does not take it."""
 
@@ -92,6 +95,14 @@ class Source:
             with self.open(shard) as f:
                 for name in group:
                     yield name, f
+
+    def tensors(self, names: Iterable[str], device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
+        """Each name with its tensor, read as ``TensorFile.read_all`` does. Names of one shard should be in succession,
+        as they are in ``records``."""
+        for shard, group in groupby(names, key=lambda name: self.records[name][0]):
+            chosen = list(group)
+            with self.open(shard) as f:
+                yield from zip(chosen, f.read_all(chosen, device), strict=True)
 
     def packed_in(self, shard: str) -> dict[str, Packed]:
         """Those of ``packed`` that ``open`` presents in a shard."""
@@ -232,10 +243,11 @@ def _assemble(
     others: tuple[str, ...], follow: Sequence[Path],
 ) -> Source:  # fmt: skip
     records: dict[str, tuple[str, Record, int]] = {}
-    identities, texts = {}, dict[str, set[str]]()
+    identities, texts, described = {}, dict[str, set[str]](), True
     for shard in shards:
         with safe_open(os.path.join(folder, shard)) as f:
             identities[shard] = f.identity
+            described &= f.described
             for key, text in f.own_metadata.items():
                 texts.setdefault(key, set()).add(text)
             for name in f:
@@ -260,8 +272,9 @@ def _assemble(
     records, packed = unpacked(records, folder, path)
     metadata = {key: tuple(sorted(every)) for key, every in texts.items()}
     return Source(
-        path, folder, shards, records, files, left, index, packed=packed, identities=identities, metadata=metadata
-    )
+        path, folder, shards, records, files, left, index, packed=packed, identities=identities, metadata=metadata,
+        described=described,
+    )  # fmt: skip
 
 
 def _replaced(path: str) -> IntegrityError:

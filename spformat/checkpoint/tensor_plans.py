@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,6 +57,12 @@ class TensorOutcome:
     """Zeros that the input stored explicitly and the target does not."""
     larger_than_dense: bool = False
     error: str = ""
+    pruned: int = 0
+    """Nonzero values that --prune set to zero."""
+    lost_norm: float = 0.0
+    """Frobenius norm of these values."""
+    norm: float = 0.0
+    """Frobenius norm of the matrix before it was pruned; 0 if it was not."""
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON types, without those that are empty. 0 nonzeros and 0 bytes are known values, not missing
@@ -101,6 +108,29 @@ def prune(x: np.ndarray[Any, Any], target: str, recipe: Recipe) -> np.ndarray[An
             raise UsageError(f"--prune magnitude to {fmt.name} needs --sparsity, {whole}")
         mask = masks.of_pattern(x, pattern, recipe.sparsity or 0.0, nonfinite=recipe.nonfinite)
     return x if mask is None else masks.apply(x, mask)
+
+
+def loss(before: np.ndarray[Any, Any], after: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """What pruning took from a matrix: the fields ``pruned``, ``lost_norm`` and ``norm`` of its TensorOutcome.
+
+    Norms are of finite values, in float64.
+    """
+    taken, lost, whole = 0, 0.0, 0.0
+    rows = max(1, _NORM_ELEMENTS // max(1, before.shape[1]))
+    for start in range(0, before.shape[0], rows):
+        x = before[start : start + rows].astype(np.float64)
+        gone = (after[start : start + rows] == 0) & (x != 0)
+        taken += int(gone.sum())
+        x[~np.isfinite(x)] = 0
+        lost = math.hypot(lost, float(np.linalg.norm(x[gone])))
+        whole = math.hypot(whole, float(np.linalg.norm(x)))
+    if not math.isfinite(whole):  # squares of float64 values near its limit
+        lost = whole = 0.0
+    return {"pruned": taken, "lost_norm": lost, "norm": whole}
+
+
+_NORM_ELEMENTS = 1 << 20
+"""Elements that are float64 at a time."""
 
 
 def resolve_target(plan: TensorPlan, x: np.ndarray[Any, Any], structure: Structure | None = None) -> str:

@@ -19,15 +19,18 @@ from ..arrays.torch_tensors import (
     TorchStream,
     array_to_torch,
     check_operands,
+    compiling,
     is_torch,
     mergeable,
     refuse_gradient,
+    refuse_recorded,
     torch_empty,
+    untraced,
 )
 from ..backends.host import numpy_dtype
 from ..errors import UsageError
 from ..formats.base import Format
-from ..formats.foreign import as_array, as_format
+from ..formats.foreign import as_array, as_format, refuse_sparse
 from ..formats.transposed import Transposed
 from ..products import operations
 from ..products.operations.spmm import operand_type, require_like
@@ -76,6 +79,8 @@ def spmm(A: Any, B: Any, out: Any = None, backend: str | None = None, *, alpha: 
     DeviceUnavailable when the named backend cannot run here, UsageError for a torch tensor that requires a gradient,
     ValueError and TypeError for operands that do not fit.
     """
+    if isinstance(B, np.ndarray) and compiling():
+        return untraced(spmm)(A, B, out, backend, alpha=alpha, beta=beta, bias=bias)
     if isinstance(A, Format):
         if (isinstance(B, np.ndarray) or is_cupy(B)) and B.ndim == 2 and bias is None and alpha == 1 and beta == 0:
             return _plan_for("spmm", A, B, out, backend).run(B, out)
@@ -127,6 +132,8 @@ def linear(x: Any, W: Any, bias: Any = None, *, alpha: float = 1.0, beta: float 
     Nothing is transposed: rows of x are columns of the B of ``spmm``, rows of y columns of its C, and the kernels take
     both layouts. Raises what ``spmm`` raises; ValueError for an x whose last dimension is not K.
     """
+    if isinstance(x, np.ndarray) and compiling():
+        return untraced(linear)(x, W, bias, alpha=alpha, beta=beta, out=out, backend=backend)
     operation = "spmm"
     if isinstance(W, Transposed):
         W, operation = W.matrix, "spmm_transposed"
@@ -178,6 +185,7 @@ def plan(A: Any, n: int | None = None, *, B: Any = None, out: Any = None, backen
     """
     operation, A = ("spmm_transposed", A.matrix) if isinstance(A, Transposed) else ("spmm", as_format(A))
     if B is not None:
+        refuse_sparse("B", B)
         array, result = as_array(B), None if out is None else as_array(out)
         problem = operations.operation(operation).problem(A, array, result, epilogue, workspace)
     else:
@@ -201,6 +209,7 @@ def explain(
     operation, A = ("spmm_transposed", A.matrix) if isinstance(A, Transposed) else ("spmm", as_format(A))
     if B is None:
         return ask(problem_of(A, 512 if n is None else n, operation), _backend_name(backend))
+    refuse_sparse("B", B)
     B = as_array(B)
     problem = operations.operation(operation).problem(A, B[:, None] if B.ndim == 1 else B)
     return ask(problem, _backend_name(backend))
@@ -288,20 +297,38 @@ def _dtype_name(dtype: Any) -> str:
 def _foreign(
     operation: str, A: Format, B: Any, out: Any, backend: str | None, transposed_operands: bool = False, **epilogue: Any
 ) -> Any:
-    """``spmm`` (or ``linear``, whose operands are transposed) of a scipy matrix, a nested list or a torch tensor.
+    """``spmm`` (or ``linear``, whose operands are transposed) of a nested list or a torch tensor; no sparse matrix.
 
     Torch tensors are not copied. On a device the work is queued on torch's current stream, and torch allocates the
     result.
     """
+    if is_torch(B):
+        return untraced(_of_torch)(operation, A, B, out, backend, transposed_operands, epilogue)
+    refuse_sparse("x" if transposed_operands else "B", B)
+    if transposed_operands:
+        return _linear(operation, as_array(B), A, out=out, backend=backend, **epilogue)
+    return _product(operation, A, as_array(B), out, backend, **epilogue)
+
+
+def _of_torch(
+    operation: str,
+    A: Format,
+    B: Any,
+    out: Any,
+    backend: str | None,
+    transposed_operands: bool,
+    epilogue: dict[str, Any],
+) -> Any:
+    """``_foreign`` of a torch tensor."""
 
     def call(B: Any, out: Any) -> Any:
         if transposed_operands:
             return _linear(operation, B, A, out=out, backend=backend, **epilogue)
         return _product(operation, A, B, out, backend, **epilogue)
 
-    if not is_torch(B):
-        return call(as_array(B), out)
+    refuse_recorded("linear" if transposed_operands else "spmm")
     name, matrix = ("x", "W") if transposed_operands else ("B", "A")
+    refuse_sparse(name, B)
     check_operands(**{name: B, "bias": epilogue["bias"], "out": out})
     if B.is_cuda == (A.device == "cpu"):
         fix = f"{matrix}.to('cuda')" if B.is_cuda else f"{name}.cuda(), or {matrix}.to('cpu')"

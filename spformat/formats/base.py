@@ -32,7 +32,7 @@ from .declare import (
     parse_table,
     table,
 )
-from .fields import Fields
+from .fields import Derived, Fields
 from .hooks import Hooks
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ class Format(Hooks, Fields, ArrayMethods):
     shape: tuple[int, int]
     _marked: bool = dataclasses.field(default=False, init=False, repr=False)
     # Plans of products with this matrix, and arrays that kernels derive from its arrays; both are freed with it.
-    _plans: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False)
-    _kernel_arrays: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    _plans: Derived = dataclasses.field(default_factory=Derived, init=False, repr=False)
+    _kernel_arrays: Derived = dataclasses.field(default_factory=Derived, init=False, repr=False)
 
     # ---------------------------------------------------------------- construction
 
@@ -364,6 +364,8 @@ def _same_bytes(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
 
 
 def _rebuild(cls: type[Format], fields: dict[str, Any]) -> Format:
+    if not (isinstance(cls, type) and issubclass(cls, Format)):  # a file that torch.load reads may name anything
+        raise UsageError(f"expected a format to unpickle, got {cls!r:.80}")
     return cls(**fields)
 
 

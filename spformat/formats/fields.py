@@ -12,6 +12,16 @@ from ..arrays.library import Array, device_of
 from .declare import Declared, array_problems
 
 
+class Derived(dict[Any, Any]):
+    """What follows from a matrix and is kept with it.
+
+    Not a plain dictionary, because of torch.compile: for ``A @ x`` it rebuilds a frozen dataclass from its fields if it
+    knows them all, which fails for a matrix. A class that it does not know makes it leave the product alone.
+    """
+
+    __slots__ = ()
+
+
 class Fields(Declared):
     """The methods of an object that follow from the declaration of its fields. ``Format`` derives from this class."""
 

@@ -168,6 +168,18 @@ def as_array(x: Any) -> Array:
     return torch_to_array(x) if is_torch(x) else as_format(x).to_dense()
 
 
+def refuse_sparse(name: str, x: Any) -> None:
+    """UsageError for a sparse matrix as the dense operand of a product: nobody asked to make it dense."""
+    torch_sparse = is_torch(x) and str(x.layout) != "torch.strided"
+    if torch_sparse or isinstance(x, Transposed) or (isinstance(x, Format) and not isinstance(x, Dense)):
+        fix = "to_dense()"
+    elif not isinstance(x, Format) and hasattr(x, "tocsr") and hasattr(x, "format"):  # scipy.sparse, cupyx.scipy.sparse
+        fix = "toarray()"
+    else:
+        return
+    raise UsageError(f"{name}: expected a dense operand, got a sparse matrix ({type(x).__name__}); use {name}.{fix}")
+
+
 def unmasked(x: Array) -> Array:
     """``x``; UsageError for numpy's masked arrays, whose mask would be lost."""
     if type(x) is not np.ndarray and not is_cupy(x) and isinstance(x, np.ma.MaskedArray):  # numpy.ma imports in 10 ms

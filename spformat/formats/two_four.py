@@ -119,11 +119,11 @@ def meta_places(shape: tuple[int, int], order: str) -> tuple[np.ndarray[Any, Any
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
 class TwoFour(Format):
-    """2:4 values and metadata for the sparse tensor cores; values of 8 bits are stored, and few kernels take them."""
+    """2:4 values and metadata for the sparse tensor cores; other values than those of 16 bits have few kernels."""
 
     name, version, tie_rank = "two-four", 1, 4
     torch_layout = "semi_structured"
-    value_dtypes = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+    value_dtypes = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
     paper = "PTX ISA, mma.sp sparse matrix storage; formats per NVIDIA's sm_80 and later"
 
     meta_order: str = param("choice", choices=META_ORDERS, default="ldmatrix", doc="order of the metadata words")

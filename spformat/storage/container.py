@@ -57,7 +57,7 @@ def load(path: Path, names: Iterable[str] | None = None, device: str = "cpu", **
         if not f.described:
             raise DescriptorError(
                 "this is a dense safetensors file, it has no spformat descriptor: use `spformat convert` to make "
-                "one, or safe_open(path) to read its tensors as they are",
+                "one, or spformat.open(path) to read its tensors as they are",
                 path=f.path,
             )
         chosen = f.keys() if names is None else [names] if isinstance(names, str) else list(names)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
@@ -104,15 +104,8 @@ class TensorFile:
         """Format, shape, dtype, params, tables and the dtype and shape of each array, from the header alone."""
         record = self._records.get(name)
         if record is None:
-            near = difflib.get_close_matches(str(name)[:_LONGEST_GUESS], self._guesses(str(name)), 1)
-            hint = f"; did you mean '{printable(near[0])}'?" if near else f"; it has {len(self)} tensors"
-            raise UsageError(f"no tensor '{printable(name)}' in the file{hint}", path=self.path)
+            raise no_tensor(name, self._records, self.path)
         return record
-
-    def _guesses(self, name: str) -> list[str]:
-        """Some names that the user may have meant by ``name``. Not all, because comparing texts is slow."""
-        near = (n for n in self._records if len(n) <= _LONGEST_GUESS and abs(len(n) - len(name)) <= 3)
-        return list(itertools.islice(near, _GUESSES))
 
     def read(self, name: str, device: str = "cpu") -> Tensor:
         """One tensor, checked, constructed and validated; host arrays are read-only.
@@ -180,9 +173,7 @@ class TensorFile:
                 e.at(path=self.path, tensor=r.name)
                 raise
         a = arrays[""]
-        if self.described or a.ndim != 2 or r.dtype not in VALUE_TYPES:
-            return to_device(a, device)
-        return Dense(shape=a.shape, data=a).validate().to(device)
+        return to_device(a, device) if self.described else undescribed(a, device)
 
     def array(self, name: str, rows: slice | None = None, device: str = "cpu", array: str = "") -> Array:
         """A plain or dense tensor as a new array.
@@ -302,6 +293,23 @@ class TensorFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def undescribed(a: Array, device: str = "cpu") -> Tensor:
+    """A tensor of a file without descriptor on ``device``: a 2-D one of a value type is a matrix."""
+    if a.ndim != 2 or a.dtype.name not in VALUE_TYPES:
+        return to_device(a, device)
+    return Dense(shape=a.shape, data=a).validate().to(device)
+
+
+def no_tensor(name: str, there: Mapping[str, Any], path: str) -> UsageError:
+    """The error for a name that is none of ``there``, with the name that the user may have meant."""
+    # Not all names, because comparing texts is slow.
+    alike = (n for n in there if len(n) <= _LONGEST_GUESS and abs(len(n) - len(str(name))) <= 3)
+    guesses = itertools.islice(alike, _GUESSES)
+    near = difflib.get_close_matches(str(name)[:_LONGEST_GUESS], list(guesses), 1)
+    hint = f"; did you mean '{printable(near[0])}'?" if near else f"; it has {len(there)} tensors"
+    return UsageError(f"no tensor '{printable(name)}' in the file{hint}", path=path)
 
 
 def _construct(r: Record, arrays: dict[str, Any]) -> Format:

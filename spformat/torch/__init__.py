@@ -7,10 +7,13 @@ st.load_into(model, "./model-sp", device="cuda")   # a packed checkpoint, tensor
 ``import spformat`` does not import this package, which needs torch. Page: docs/torch.md.
 """
 
+from . import safe_globals
 from .description import Description
 from .functional import linear, spmm
 from .loading import load_into
 from .models import densify, sparsify
 from .module import SparseLinear
+
+safe_globals.allow()
 
 __all__ = ["Description", "SparseLinear", "densify", "linear", "load_into", "sparsify", "spmm"]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..arrays.torch_tensors import untraced
 from ..formats.base import Format
 from ..formats.transposed import Transposed
 from . import operators
@@ -16,6 +21,12 @@ def linear(x: torch.Tensor, W: Format | Transposed, bias: torch.Tensor | None = 
 
     x: [.., K]; bias: [M] in the dtype of y, which is ``problem.result_dtype``. Gradients flow to x and bias.
     """
+    y: torch.Tensor = _linear(x, W, bias)
+    return y
+
+
+@untraced
+def _linear(x: torch.Tensor, W: Format | Transposed, bias: torch.Tensor | None) -> torch.Tensor:
     operators.refuse_transformed("linear", "x", x, bias)
     tensors, text, transposed = _operands(W)
     return torch.ops.spformat.linear(x, tensors, bias, text, transposed)
@@ -23,6 +34,12 @@ def linear(x: torch.Tensor, W: Format | Transposed, bias: torch.Tensor | None = 
 
 def spmm(A: Format | Transposed, B: torch.Tensor) -> torch.Tensor:
     """C = A @ B for a sparse A [M, K], or the transpose of one, and B [K, N] or [K]; gradients flow to B."""
+    C: torch.Tensor = _spmm(A, B)
+    return C
+
+
+@untraced
+def _spmm(A: Format | Transposed, B: torch.Tensor) -> torch.Tensor:
     operators.refuse_transformed("spmm", "B", B)
     tensors, text, transposed = _operands(A)
     return torch.ops.spformat.spmm(tensors, B, text, transposed)
@@ -37,8 +54,20 @@ def _operands(A: Format | Transposed) -> tuple[list[torch.Tensor], str, bool]:
 
 def _tensors_of(matrix: Format) -> tuple[list[torch.Tensor], str]:
     description = Description.of(matrix.ensure_valid())
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), _unrecorded():
         tensors = description.tensors(matrix)
-    same = description.matrix(tensors).twin()
-    keep(Weight(description.text, tensors, same), tensors[description.values])
+        same = description.matrix(tensors).twin()
+        keep(Weight(description.text, tensors, same), tensors[description.values])
     return tensors, description.text
+
+
+@contextmanager
+def _unrecorded() -> Iterator[None]:
+    """Inside the block tensors are real ones, also under a fake or recording mode: they are kept with their matrix."""
+    tracing = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        torch._C._set_tracing_state(tracing)

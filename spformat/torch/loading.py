@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from ..formats.base import Format
 from ..formats.dense import Dense
 from ..storage.descriptor import Record
 from ..storage.files import Path
-from ..storage.filewriter import Tensor
 from .models import is_linear, replace
 from .module import SparseLinear
 
@@ -42,7 +40,7 @@ def load_into(model: torch.nn.Module, path: Path, device: Any = None) -> dict[st
         raise UsageError("; ".join(problems), path=source.path)
     where = _device(model, device)
     with torch.inference_mode(False), torch.no_grad():
-        for name, x in _tensors(source, where):
+        for name, x in source.tensors(source.records, where):
             if isinstance(x, Format) and not isinstance(x, Dense):
                 places.put_sparse(name, x)
             else:
@@ -64,15 +62,6 @@ def _device(model: torch.nn.Module, device: Any) -> str:
     if chosen.type == "cuda" and chosen.index is None:
         return f"cuda:{torch.cuda.current_device()}"
     return str(chosen)
-
-
-def _tensors(source: Source, device: str) -> Iterator[tuple[str, Tensor]]:
-    for shard in source.shards:
-        names = [name for name, (file, _, _) in source.records.items() if file == shard]
-        with source.open(shard) as f:
-            one_by_one = source.packed_in(shard)  # several arrays of another tool, which are decoded
-            read = (f.read(name, device) for name in names) if one_by_one else f.read_all(names, device)
-            yield from zip(names, read, strict=True)
 
 
 class Places:

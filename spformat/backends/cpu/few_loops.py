@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...formats.fast.numba_cache import compiled
+from ...formats.fast.numba_cache import compiled_for
 from . import few_tiles
 
 Array = Any
@@ -27,7 +27,7 @@ def _block_row(lanes: int) -> Any:
     """The product of rows of blocks that lie side by side: ``h`` rows, ``segments`` blocks ``width`` columns wide."""
     d44, d42, d81, d11 = (few_tiles.dots(r, c, lanes) for r, c in ((4, 4), (4, 2), (8, 1), (1, 1)))
 
-    @compiled
+    @compiled_for(lanes)
     def multiply(
         C: Array, o: int, N: int, data: Array, v: int, R: int, width: int, starts: Array, segments: int, X: Array,
         ldx: int, h: int,
@@ -64,7 +64,7 @@ def bsr(lanes: int) -> Loop:
     """Block rows; data flat [nnzb, R, width], ``most`` blocks in a block row."""
     multiply = _block_row(lanes)
 
-    @compiled
+    @compiled_for(lanes)
     def loop(
         lo: int, hi: int, X: Array, ldx: int, N: int, C: Array, M: int, R: int, width: int, most: int, indptr: Array,
         indices: Array, data: Array,
@@ -85,7 +85,7 @@ def sr_bcrs(lanes: int) -> Loop:
     """Row tiles; indices [G, g], data flat [G, t, g], ``most`` groups in a tile. Rows of B are gathered once a tile."""
     multiply = _block_row(lanes)
 
-    @compiled
+    @compiled_for(lanes)
     def loop(
         lo: int, hi: int, X: Array, ldx: int, N: int, C: Array, M: int, K: int, t: int, g: int, most: int,
         indptr: Array, indices: Array, data: Array,
@@ -117,7 +117,7 @@ def vector_nm(lanes: int) -> Loop:
     tiles = [few_tiles.columns_of_vectors(v, c, lanes) for v, c in ((2, 8), (2, 4), (2, 1), (1, 1))]
     v28, v24, v21, v11 = tiles
 
-    @compiled
+    @compiled_for(lanes)
     def loop(
         lo: int, hi: int, X: Array, ldx: int, N: int, C: Array, M: int, n_kept: int, m: int, length: int,
         indices: Array, data: Array, Mp: int,
@@ -163,7 +163,7 @@ def two_four(lanes: int) -> Loop:
     """Rows; data flat [Mp, Kp/2], the words of a step as ``few_tiles.two_four`` takes them. Needs AVX-512."""
     t44, t42, t81, t11 = (few_tiles.two_four(r, c, lanes) for r, c in ((4, 4), (4, 2), (8, 1), (1, 1)))
 
-    @compiled
+    @compiled_for(lanes)
     def loop(
         lo: int, hi: int, X: Array, ldx: int, N: int, C: Array, data: Array, row: int, meta: Array, row_offset: Array,
         steps: int, shift: int, outer: int, low: int, inner: int, pair: int,
@@ -211,7 +211,7 @@ def bitmask(lanes: int) -> Loop:
     )  # fmt: skip
     b11 = few_tiles.bitmask(1, 1, lanes, at_the_end=True)
 
-    @compiled
+    @compiled_for(lanes)
     def loop(
         lo: int, hi: int, X: Array, ldx: int, N: int, C: Array, data: Array, tail: Array, base: int, safe: int,
         indptr: Array, mask: Array, row: int, steps: int,

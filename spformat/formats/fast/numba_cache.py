@@ -7,6 +7,7 @@ in this one, so here a change of any file in these folders makes numba compile a
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import pickle
 import struct
@@ -20,6 +21,7 @@ from numba.core import caching
 
 F = TypeVar("F", bound=Callable[..., Any])
 FunctionCache: Any = caching.FunctionCache  # numba has type hints for little
+CacheFile: Any = caching.IndexDataCacheFile
 
 _UNREADABLE = (
     pickle.UnpicklingError, EOFError, OSError, ValueError, TypeError, LookupError, AttributeError, ImportError,
@@ -38,8 +40,35 @@ def _sources(folder: Path) -> tuple[tuple[str, int, int], ...]:
     return tuple((p.name, p.stat().st_mtime_ns, p.stat().st_size) for p in files)
 
 
+class _File(CacheFile):  # type: ignore[misc]
+    """The index of one function and its files with code, each of which says what it was compiled for.
+
+    Two processes that compile at the same time may take the same name for two files, and the index of one then leads
+    to the code of the other, for other types. Such a file counts as missing.
+    """
+
+    def save(self, key: Any, data: Any) -> None:
+        super().save(key, (_text(key), data))
+
+    def load(self, key: Any) -> Any:
+        match super().load(key):
+            case (text, data) if text == _text(key):
+                return data
+        return None
+
+
+def _text(key: Any) -> str:
+    return hashlib.sha256(repr(key).encode()).hexdigest()
+
+
 class _Cache(FunctionCache):  # type: ignore[misc]
     """numba does not check the files that it reads: after a crash or a full disk every later run would fail."""
+
+    def __init__(self, f: Any, variant: int | None) -> None:
+        """variant: what decides the values that ``f`` encloses; None for a function without a closure."""
+        super().__init__(f)
+        self.variant, own = variant, cast(Any, self)._cache_file
+        self._cache_file: Any = _File(self._cache_path, own._index_name.removesuffix(".nbi"), own._source_stamp)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
@@ -51,7 +80,11 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         own = Path(self._py_func.__code__.co_filename).parent
-        return (*super()._index_key(sig, codegen), _sources(_HERE), _sources(own))
+        if self.variant is None:
+            key = super()._index_key(sig, codegen)
+        else:  # numba would hash what the function encloses, and intrinsics have another hash in every process
+            key = sig, codegen.magic_tuple(), self._py_func.__code__.co_code, self.variant
+        return (*key, _sources(_HERE), _sources(own))
 
     def save_overload(self, sig: Any, data: Any) -> None:
         with suppress(*_UNREADABLE):  # the code is compiled; if it is not stored, only time is lost
@@ -79,12 +112,23 @@ _without_scipy_linalg()
 def compiled(f: F) -> F:
     """Compile with numba, without the GIL; the code is stored on disk if there is a writable folder.
 
-    A function with a closure is not stored: numba hashes what it encloses, intrinsics have another hash in every
-    process, and each process would add a file that none reads.
+    For a function that encloses nothing; others are ``compiled_for`` what decides the values that they enclose.
     """
-    dispatcher: Any = numba.njit(nogil=True, error_model="numpy")(f)
     if f.__closure__ is not None:
-        return cast(F, dispatcher)
+        raise TypeError(f"{f.__qualname__} encloses {f.__code__.co_freevars}: use compiled_for")
+    return _compiled(f, None)
+
+
+def compiled_for(variant: int) -> Callable[[F], F]:
+    """``compiled`` for a function inside another, which makes one for each ``variant``.
+
+    variant: a number that, with the source, decides the values that the function encloses. The code of each is stored.
+    """
+    return functools.partial(_compiled, variant=variant)
+
+
+def _compiled(f: F, variant: int | None) -> F:
+    dispatcher: Any = numba.njit(nogil=True, error_model="numpy")(f)
     with suppress(RuntimeError):  # "cannot cache function: no locator available"
-        dispatcher._cache = _Cache(f)
+        dispatcher._cache = _Cache(f, variant)
     return cast(F, dispatcher)

@@ -317,7 +317,7 @@ def _launcher(matrix: Any, p: Problem, tile: Tile) -> tuple[launch.Prepare, int]
             or x.n > _INT32_MAX - cols
         ):
             return fall_back(x)
-        bulk_c = p.out_dtype != "float32" and tensor_map.aligned(x.c, x.ldc, _ITEM)
+        bulk_c = p.out_dtype != "float32" and tensor_map.writable(x.c, p.M if c_col else x.n, x.ldc, _ITEM)
         b = map_b(x)
         c = map_c(x) if bulk_c else b
         grid = (processors if gaps else min(groups * ceil_div(x.n, cols), processors), 1, 1)

@@ -52,6 +52,14 @@ def aligned(pointer: int, stride: int, itemsize: int) -> bool:
     return pointer % 16 == 0 and stride * itemsize % 16 == 0
 
 
+def writable(pointer: int, extent: int, stride: int, itemsize: int) -> bool:
+    """Whether TMA can write lines of ``extent`` elements, ``stride`` elements apart, and nothing behind them.
+
+    TMA writes pieces of 16 bytes: the end of a line that is no multiple of that takes what lies behind it along.
+    """
+    return aligned(pointer, stride, itemsize) and extent * itemsize % 16 == 0
+
+
 def tiled(
     pointer: int,
     dtype: str,

@@ -168,7 +168,7 @@ class SpmmTwoFourSm90a(CopyEngineKernel):
                 return unaligned()(o)
             extents = (p.K, o.n) if b_col else (o.n, p.K)
             b_map = tensor_map.tiled(o.b, p.b_dtype, extents, (o.ldb,), box, 128)
-            by_copy = copied and tensor_map.aligned(o.c, o.ldc, out_item)
+            by_copy = copied and tensor_map.writable(o.c, o.n, o.ldc, out_item)
             c_map = tensor_map.tiled(o.c, p.out_dtype, (o.n, p.M), (o.ldc,), (64, 64), 128) if by_copy else b_map
             clusters = cluster_rows * ceil_div(o.n, tile.cols)
             grid = ((clusters if tile.splits > 1 else min(clusters, resident)) * tile.blocks, 1, 1)

@@ -162,7 +162,7 @@ spmm_two_four_tokens(const char* __restrict__ weights, int M, int K, const T* __
         if (row >= M || col >= N) return;
         Out* const to = c + (CCol ? i64(col) * ldc + row : i64(row) * ldc + col);
         if constexpr (Epilogue) {
-            sum *= alpha;
+            sum = alpha != 0 ? alpha * sum : 0.0f;  // as BLAS: infinities of A and B do not come into C
             if (bias) sum += to_float(bias[row]);
             if (beta != 0) sum += beta * to_float(*to);
         }

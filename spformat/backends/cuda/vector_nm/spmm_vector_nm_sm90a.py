@@ -136,7 +136,7 @@ class SpmmVectorNMSm90a(CudaKernel):
 
         def c_arguments(c: int, n: int, step_m: int, step_n: int) -> tuple[Any, ...]:
             """C's map, and whether the copy engine can write it: rows on 16-byte boundaries, 16-bit values."""
-            if splits > 1 or p.out_dtype != p.a_dtype or step_n != 1 or not tensor_map.aligned(c, step_m, 2):
+            if splits > 1 or p.out_dtype != p.a_dtype or step_n != 1 or not tensor_map.writable(c, n, step_m, 2):
                 return tensor_map.UNMAPPED, 0
             return tensor_map.tiled(c, p.out_dtype, (n, p.M), (step_m,), (64, 64), 128), 1
 

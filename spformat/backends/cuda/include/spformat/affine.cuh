@@ -18,7 +18,8 @@ template <class Out, bool ColMajor, int NT>
 __device__ __forceinline__ void affine_m16(float* acc, const Out* c, i64 ldc, int row, int col, int M, int N, float2 added,
                                            float alpha, float beta) {
 #pragma unroll
-    for (int i = 0; i < 4 * NT; ++i) acc[i] = alpha * acc[i] + (i % 4 < 2 ? added.x : added.y);
+    for (int i = 0; i < 4 * NT; ++i)  // as BLAS: with alpha = 0, infinities of A and B do not come into C
+        acc[i] = (alpha != 0 ? alpha * acc[i] : 0.0f) + (i % 4 < 2 ? added.x : added.y);
     if (beta == 0) return;
     const int i = row + threadIdx.x % 32 / 4, n = col + threadIdx.x % 4 * 2;
 #pragma unroll

@@ -1,0 +1,48 @@
+"""Commands that help, made of the one that was typed, so that they can be pasted."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+
+from .output import notes
+from .pipe import typed
+
+_NOT_OF_CONVERT = {"--fail-if-larger", "--json", "--dry-run"}
+
+
+def hint(command: str) -> None:
+    """Print a command on a line of its own."""
+    notes().print(f"hint: {command}", style="dim", soft_wrap=True)
+
+
+def was_given(flag: str) -> bool:
+    """Whether an option was typed, with its value beside it or after a "="."""
+    return any(word == flag or word.startswith(f"{flag}=") for word in sys.argv)
+
+
+def again(flag: str, *values: str) -> str:
+    """The command as it was typed, with one more option if it did not have it."""
+    return shlex.join(["spformat", *sys.argv[1:], *(() if was_given(flag) else (flag, *values))])
+
+
+def conversion_of(src: str) -> str:
+    """The command that converts ``src`` with the options that were typed, into a name beside it; --to auto without."""
+    words = [word for word in sys.argv[2:] if word not in _NOT_OF_CONVERT]
+    source = typed(src)
+    if source in words:
+        words.remove(source)
+    if not was_given("--to"):
+        words += ["--to", "auto"]
+    return shlex.join(["spformat", "convert", source, _beside(source), *words])
+
+
+def _beside(src: str) -> str:
+    """A name for what a conversion of ``src`` writes: "model-sp" for the folder "model"."""
+    if src == "-":
+        return "packed.safetensors"
+    if os.path.isdir(src):
+        path = src.rstrip(os.sep)
+        return f"{os.path.abspath(src) if os.path.basename(path) in ('', '.', '..') else path}-sp"
+    return f"{os.path.splitext(src)[0]}-sp.safetensors"

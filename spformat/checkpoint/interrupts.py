@@ -1,0 +1,51 @@
+"""Interrupts (Ctrl-C, a signal whose handler raises) that wait until running work has come to its end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def deferred_interrupts(stop: Callable[[], None]) -> Iterator[None]:
+    """Inside the block, what a signal handler raises is kept: ``stop()`` is called, and the first exception is raised
+    at the end of the block. Handlers that raise nothing act as before.
+
+    Python runs signal handlers in the main thread, between any two of its instructions. An exception from there may
+    therefore leave a ``with`` or ``except`` block of the main thread halfway, and no order of ``try`` blocks closes
+    every gap. In other threads no handler runs, and nothing is changed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    raised: list[BaseException] = []
+    over = False
+
+    def deferring(handler: Callable[..., Any]) -> Callable[..., None]:
+        def handle(number: int, frame: Any) -> None:
+            if over:  # the handlers are being put back
+                handler(number, frame)
+                return
+            try:
+                handler(number, frame)
+            except BaseException as e:
+                raised.append(e)
+                stop()
+
+        return handle
+
+    # Handlers that were not set from Python (None, SIG_DFL, SIG_IGN) raise nothing here.
+    before = {number: handler for number in signal.valid_signals() if callable(handler := signal.getsignal(number))}
+    try:
+        for number, handler in before.items():
+            signal.signal(number, deferring(handler))
+        yield
+    finally:
+        over = True
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if raised:
+        raise raised[0]
