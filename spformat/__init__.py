@@ -19,13 +19,14 @@ from .formats import (
     Dense,
     ELLBuckets,
     Format,
+    Stack,
     Sum,
     TwoFour,
     VectorNM,
     by_name,
     register,
 )
-from .formats.convert import convert
+from .formats.convert import convert, stack
 from .formats.foreign import from_scipy, from_torch
 from .opening import load, open
 from .preprocess import structure as _structure  # noqa: F401 - convert(x, "auto") asks it for the smallest
@@ -51,6 +52,7 @@ __all__ = [
     "Plan",
     "Problem",
     "Rejected",
+    "Stack",
     "Sum",
     "TwoFour",
     "VectorNM",
@@ -70,5 +72,6 @@ __all__ = [
     "save",
     "save_dense",
     "spmm",
+    "stack",
     "use_backend",
 ]  # fmt: skip

@@ -147,7 +147,7 @@ def _linear(operation: str, x: Any, W: Format, bias: Any, alpha: float, beta: fl
             backend: str | None) -> Any:  # fmt: skip
     if not isinstance(x, np.ndarray) and not is_cupy(x):
         return _foreign(operation, W, x, out, backend, True, alpha=alpha, beta=beta, bias=bias)
-    M, K = W.shape if operation == "spmm" else W.shape[::-1]
+    M, K = W.matrix_shape if operation == "spmm" else W.matrix_shape[::-1]
     if x.ndim == 0 or x.shape[-1] != K:
         raise ValueError(f"x: expected shape [.., {K}], the columns of W {(M, K)} last, got {x.shape}")
     shape = (*x.shape[:-1], M)
@@ -278,14 +278,14 @@ def problem_of(
     out_layout: str = ROW, epilogue: bool = False, workspace: int = WORKSPACE,
 ) -> Problem:  # fmt: skip
     """The problem of a product of A with a B of n columns that does not exist yet. Default: B in A's dtype."""
-    a = Operand.of(A)
+    a, (M, K) = Operand.of(A), A.matrix_shape
     b = b_dtype or a.dtype
     result = result_dtype(a.dtype, b) if out_dtype is None else _dtype_name(out_dtype)
     sm, device_id = (None, 0) if a.device == "cpu" else (int(A.values.device.compute_capability), A.values.device.id)
     if epilogue and result in ("int32", "int64"):
         raise TypeError(f"alpha, beta and bias need a C of floating-point values, got {result}; give out in float32")
     return Problem.product(
-        a.format, a.params, A.shape[0], A.shape[1], columns(n), a.stored, a.dtype, b, result, b_layout, out_layout,
+        a.format, a.params, M, K, columns(n), a.stored, a.dtype, b, result, b_layout, out_layout,
         a.device, sm, device_id, epilogue, operation=operation, workspace=workspace, parts=a.parts,
     )  # fmt: skip
 

@@ -17,13 +17,14 @@ from .dbsr import DBSR
 from .dense import Dense
 from .ell_buckets import ELLBuckets
 from .sr_bcrs import SRBCRS
+from .stack import Stack
 from .sum import Sum
 from .two_four import TwoFour
 from .vector_nm import VectorNM
 
 __all__ = [
-    "BSR", "COMPOSED", "CSR", "DBSR", "FORMATS", "SRBCRS", "Bitmask", "Dense", "ELLBuckets", "Format", "Sum", "TwoFour",
-    "VectorNM", "by_name", "composed", "parse_spec", "register", "registered", "spec_text", "unregister",
+    "BSR", "COMPOSED", "CSR", "DBSR", "FORMATS", "SRBCRS", "Bitmask", "Dense", "ELLBuckets", "Format", "Stack", "Sum",
+    "TwoFour", "VectorNM", "by_name", "composed", "parse_spec", "register", "registered", "spec_text", "unregister",
 ]  # fmt: skip
 
 FORMATS: tuple[type[Format], ...] = (
@@ -39,7 +40,7 @@ FORMATS: tuple[type[Format], ...] = (
 )
 """The formats into which matrices are converted."""
 
-COMPOSED: tuple[type[Format], ...] = (Sum,)
+COMPOSED: tuple[type[Format], ...] = (Sum, Stack)
 """The composed formats, whose parts are matrices of other formats."""
 
 

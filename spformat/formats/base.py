@@ -138,6 +138,11 @@ class Format(Hooks, Fields, ArrayMethods):
         return own | self.fields_of_parts(self.parts_by_name())
 
     @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """(M, K); UsageError for a format that is no matrix and cannot be multiplied."""
+        return self.shape
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(int(a.nbytes) for a in self.all_arrays().values())
@@ -376,7 +381,8 @@ def checked_values(x: Array, where: str) -> Array:
     """
     xp = namespace(x)
     if x.ndim != 2:
-        raise UsageError(f"{where}: expected a matrix [M, K], got shape {x.shape}")
+        stacked = "; spformat.stack takes [E, M, K]" if x.ndim == 3 else ""
+        raise UsageError(f"{where}: expected a matrix [M, K], got shape {x.shape}{stacked}")
     if not x.size:  # an empty array of any extents needs no memory, but the pointers that follow from its extents do
         check_bytes(8 * sum(x.shape), f"{where}: indices of shape {x.shape}")
     if not x.dtype.isnative:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
 
 from ..arrays.dtypes import value_type
-from ..arrays.library import current_device
-from . import BSR, CSR, DBSR, SRBCRS, Bitmask, ELLBuckets, TwoFour, VectorNM, parse_spec
+from ..arrays.library import Array, current_device
+from ..errors import UsageError
+from . import BSR, CSR, DBSR, SRBCRS, Bitmask, ELLBuckets, Stack, TwoFour, VectorNM, parse_spec
 from .base import Format
 from .dense import Dense
 from .foreign import as_format
@@ -70,6 +72,25 @@ def convert(x: Any, target: str | type[Format], *, dtype: Any = None, **params: 
             fmt.resolve_params(given)
             return Dense.from_dense(a.to_dense())
         return fmt.from_csr(a.to_csr(), **given)
+
+
+def stack(
+    matrices: Stack | Array | Iterable[Any], target: str | type[Format] = "", *, dtype: Any = None, **params: Any
+) -> Stack:
+    """The stack of matrices, each converted as by ``convert(matrix, target, dtype=dtype, **params)``.
+
+    matrices: an array [E, M, K] with E >= 1, a stack, or several matrices of any kind that ``convert`` takes.
+    target: "" leaves spformat matrices as they are, and takes arrays as ``Dense``. "auto" may give each matrix another
+        format.
+
+    Raises what ``convert`` raises, and ArrayError unless all matrices have one shape, dtype and device.
+    """
+    if isinstance(matrices, Format) and not isinstance(matrices, Stack):
+        raise UsageError(f"stack: expected several matrices, got one ({matrices.name}); use stack([a, b])")
+    if hasattr(matrices, "ndim") and matrices.ndim != 3:
+        raise UsageError(f"stack: expected an array [E, M, K], got shape {tuple(matrices.shape)}")
+    kept: Any = [target or (type(x) if isinstance(x, Format) else Dense) for x in matrices]
+    return Stack.from_parts(convert(x, t, dtype=dtype, **params) for x, t in zip(matrices, kept, strict=True))
 
 
 def _rounded(x: Any, dtype: Any) -> Format:

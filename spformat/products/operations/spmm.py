@@ -22,7 +22,7 @@ def product_problem(
 
     B: [K, N] (transposed: [M, N]), on A's device. out: [M, N] (transposed: [K, N]), in B's library.
     """
-    rows, inner = A.shape[::-1] if operation == "spmm_transposed" else A.shape
+    rows, inner = A.matrix_shape[::-1] if operation == "spmm_transposed" else A.matrix_shape
     name = "A.T" if operation == "spmm_transposed" else "A"
     if B.ndim != 2:
         raise ValueError(f"B: expected a matrix [K, N], got shape {B.shape}")
