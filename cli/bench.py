@@ -214,14 +214,15 @@ def _default_device() -> str:
 
 def _matrices(src: str, include: list[str] | None, limit: int) -> Any:
     """(name, Format) of the largest matrices; one matrix of each shape comes first, then the second of each."""
-    from spformat.arrays.dtypes import VALUE_TYPES
     from spformat.checkpoint.recipe import included
     from spformat.checkpoint.source import open_source
+    from spformat.checkpoint.stacks import StackedFile, holds_matrices, records_of
     from spformat.formats.foreign import as_format
 
     source = open_source(src)
-    chosen = ((name, *source.records[name]) for name in included(source.records, include))
-    matrices = [(name, shard, r) for name, shard, r, _ in chosen if len(r.shape) == 2 and r.dtype in VALUE_TYPES]
+    chosen = (source.records[name] for name in included(source.records, include))
+    matrices: list[Any] = [(tensor, shard, r) for shard, tensor, _ in chosen if holds_matrices(tensor)
+                           for r in records_of(tensor)]  # fmt: skip
     matrices.sort(key=lambda item: -item[2].shape[0] * item[2].shape[1])
     seen: dict[Any, int] = {}
     ranked = []
@@ -230,9 +231,10 @@ def _matrices(src: str, include: list[str] | None, limit: int) -> Any:
         seen[key] = seen.get(key, 0) + 1
         ranked.append((seen[key], item))
     ranked.sort(key=lambda pair: pair[0])
-    for _, (name, shard, _) in ranked[:limit]:
+    for _, (tensor, shard, r) in ranked[:limit]:
         with source.open(shard) as f:
-            yield name, as_format(f.read(name))
+            opened: Any = StackedFile(f, [tensor])
+            yield r.name, as_format(opened.read(r.name))
 
 
 def _check_plot(path: str) -> None:

@@ -46,9 +46,9 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Every kernel with its answer, for every shape of matrix in SRC; nothing is multiplied."""
-    from spformat.arrays.dtypes import VALUE_TYPES
     from spformat.checkpoint.recipe import included
     from spformat.checkpoint.source import open_source
+    from spformat.checkpoint.stacks import holds_matrices, records_of
     from spformat.dispatch import cost
     from spformat.dispatch.api import explain
     from spformat.products.problem import WORKSPACE, Operand, Problem, result_dtype
@@ -62,10 +62,8 @@ def run(
     source = open_source(src)
     out: list[Row] = []
     asked: dict[Problem, tuple[Explanation, Cost | None]] = {}
-    for name in included(source.records, include):
-        _, r, _ = source.records[name]
-        if len(r.shape) != 2 or r.dtype not in VALUE_TYPES:
-            continue
+    tensors = [source.records[name][1] for name in included(source.records, include)]
+    for r in (m for tensor in filter(holds_matrices, tensors) for m in records_of(tensor)):
         a = Operand.of(r)
         problem = Problem.product(
             a.format, a.params, a.shape[0], a.shape[1], n, a.stored, a.dtype, a.dtype, result_dtype(a.dtype, a.dtype),
@@ -75,7 +73,7 @@ def run(
             answer = explain(problem, backend=backend or None, installed=sm is None)
             estimated = known if answer.chosen else None
             asked[problem] = answer, estimated and cost.estimate(problem, n, device=estimated, backend=backend or None)
-        out.append((name, *asked[problem]))
+        out.append((r.name, *asked[problem]))
     if as_json:
         print_json([
             {"tensor": name, "chosen": e.chosen, "rates": e.rates, "kernels": [_answer(a) for a in e.answers],

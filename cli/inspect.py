@@ -71,10 +71,11 @@ def _zeros(row: dict[str, Any]) -> str:
 
 def _structures(src: str, include: list[str] | None, silent: bool) -> Any:
     """(name, stored format, shape, dtype, bytes, Structure or None), one tensor in memory at a time."""
-    from spformat.arrays.dtypes import VALUE_TYPES
     from spformat.checkpoint.recipe import included
     from spformat.checkpoint.source import open_source
+    from spformat.checkpoint.stacks import StackedFile, holds_matrices, records_of
     from spformat.formats.base import Format
+    from spformat.preprocess.structure import stacked
 
     source = open_source(src)
     names = included(source.records, include)
@@ -84,10 +85,14 @@ def _structures(src: str, include: list[str] | None, silent: bool) -> Any:
             _, record, nbytes = source.records[name]
             stored = record.format.name if record.format else "plain"
             structure, zeros = None, 0
-            if len(record.shape) == 2 and record.dtype in VALUE_TYPES:
-                x = f.read(name) if record.format else f.array(name)
-                zeros = x.stored_zeros if isinstance(x, Format) else 0
-                structure = structure_of(x, src, name)
+            if holds_matrices(record):
+                matrices: Any = StackedFile(f, [record])
+                structures = []
+                for r in records_of(record):
+                    x = matrices.read(r.name) if r.format else matrices.array(r.name)
+                    zeros += x.stored_zeros if isinstance(x, Format) else 0
+                    structures.append(structure_of(x, src, r.name))
+                structure = stacked(structures) if len(record.shape) == 3 else structures[0]
             step(name, nbytes)
             yield name, stored, record.shape, record.dtype, nbytes, structure, zeros
 

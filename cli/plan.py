@@ -60,7 +60,7 @@ def advise(src: str, outcomes: Any, as_json: bool) -> None:
 
 def foresee(src: str, chosen: Any, silent: bool) -> Any:
     """The outcomes that a conversion would have."""
-    from spformat.checkpoint.run import foresee_checkpoint
+    from spformat.checkpoint.foresee import foresee_checkpoint
     from spformat.checkpoint.source import open_source
 
     total = sum(size for _, _, size in open_source(src).records.values())
@@ -139,7 +139,7 @@ def _fate(o: Any) -> tuple[Any, ...]:
 
 
 def _zeros(o: Any) -> str:
-    elements = o.shape[0] * o.shape[1] if len(o.shape) == 2 else 0
+    elements = math.prod(o.shape)
     return f"{100 * (1 - o.nnz / elements):.1f} %" if o.nnz is not None and elements else ""
 
 
@@ -173,13 +173,17 @@ def _bytes_in(o: Any, target: str) -> int | None:
     from spformat.arrays.dtypes import VALUE_TYPES, value_type
     from spformat.formats import by_name
 
-    matrix = len(o.shape) == 2 and o.dtype in VALUE_TYPES
+    matrix = len(o.shape) in (2, 3) and o.dtype in VALUE_TYPES
     if o.nnz is None and (not matrix or o.target == "keep"):
         return int(o.bytes_in)
     if o.nnz is None and target != "dense":
         return None
-    specs = by_name(target).array_specs(o.shape, value_type(o.dtype).numpy, o.nnz or 0, {}) or {}
-    return sum(math.prod(shape) * dtype.itemsize for dtype, shape in specs.values())
+    *stack, M, K = o.shape
+    E = math.prod(stack)  # the matrices of a stack have row pointers of their own
+    specs = by_name(target).array_specs((M, K), value_type(o.dtype).numpy, 0, {}) or {}
+    full = by_name(target).array_specs((M, K), value_type(o.dtype).numpy, o.nnz or 0, {}) or {}
+    empty, stored = (sum(math.prod(s) * d.itemsize for d, s in each.values()) for each in (specs, full))
+    return int(E * empty + stored - empty)
 
 
 def _sum(numbers: Iterable[int | None]) -> int | None:

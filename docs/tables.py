@@ -26,7 +26,7 @@ def rows_of(fmt: type[Format]) -> list[tuple[tuple[str, ...], list[tuple[str, ..
     for p in fmt.declared_params():
         default = "required" if p.default is REQUIRED else "from the matrix" if p.default is AUTO else _text(p.default)
         params.append((f"`{p.name}`", p.range_text(), default, p.doc))
-    matrices = [(f"`{d.name}`", "two or more" if d.many else "one", d.doc) for d in fmt.declared_parts()]
+    matrices = [(f"`{d.name}`", "several" if d.many else "one", d.doc) for d in fmt.declared_parts()]
     arrays = []
     for a in fmt.declared_arrays():
         kind = f"{a.kind} ({a.bound})" if a.kind == INDEX else a.kind

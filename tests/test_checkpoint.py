@@ -19,7 +19,7 @@ from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.checkpoint import Recipe, Rule, convert_checkpoint, open_source, plan_tensors
 from spformat.checkpoint.check import Checks, validate_checkpoint
 from spformat.checkpoint.diff import diff_checkpoints
-from spformat.checkpoint.run import foresee_checkpoint
+from spformat.checkpoint.foresee import foresee_checkpoint
 from spformat.formats import registered
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "checkpoint"

@@ -197,7 +197,7 @@ def test_environment_and_lists() -> None:
     env = json.loads(spformat("env", "--json").stdout)
     assert env["packages"]["numpy"] == np.__version__
     formats = {f["name"] for f in json.loads(spformat("formats", "--json").stdout)}
-    assert formats == {f.name for f in sf.FORMATS} | {"sum"}
+    assert formats == {f.name for f in sf.FORMATS} | {"stack", "sum"}
     rows = {b["name"]: b for b in json.loads(spformat("backends", "--json").stdout)}
     assert rows["reference"]["missing"] == []
     assert rows["cuda"]["kernels"]

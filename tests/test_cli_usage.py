@@ -16,8 +16,8 @@ from test_cli import DIGITS, SMTX, spformat
 import spformat as sf
 from spformat.checkpoint import Recipe, convert_checkpoint, open_source
 from spformat.checkpoint.diff import diff_checkpoints
+from spformat.checkpoint.foresee import foresee_checkpoint
 from spformat.checkpoint.recipe import included
-from spformat.checkpoint.run import foresee_checkpoint
 
 NODES = 200_000
 

@@ -309,7 +309,13 @@ def test_weights_of_other_than_16_bits_that_are_two_four_are_stored_so(tmp_path:
 
 def test_what_is_not_checked_is_not_sound(tmp_path: Path) -> None:
     experts = np.random.default_rng(0).standard_normal((4, 64, 64)).astype(np.float16)
-    save_file({"model.layers.0.mlp.experts.gate_up_proj": experts}, tmp_path / "moe.safetensors")
+    save_file({"model.layers.0.mlp.experts.gate_up_proj": experts}, tmp_path / "dense.safetensors")
+    r = spformat("validate", tmp_path / "dense.safetensors", "--expect", "two-four")
+    assert r.returncode == 1, r.stdout
+    assert "1 of them not as expected" in r.stdout
+    assert "matrix 0" in unfolded(r.stdout)
+    # no stack of weights by its shape: the kernel of a convolution, or four dimensions
+    save_file({"model.layers.0.conv.gate_up_proj": experts[:, :, :3].copy()}, tmp_path / "moe.safetensors")
     r = spformat("validate", tmp_path / "moe.safetensors", "--expect", "two-four")
     assert r.returncode == 1, r.stdout
     assert "sound" not in r.stdout.replace("not sound", "")

@@ -78,6 +78,7 @@ FORMAT_IMPORTS = {
     "foreign": {"bsr", "dense", "transposed"},
     "transposed": {"bsr", "dbsr", "dense"},
     "convert": {"dense", "foreign"},
+    "stack": {"composed"},
     "sum": {"composed"},
 }
 """What a file of formats/ may import beside array_methods, base, declare, edges, hooks and the hub (csr)."""

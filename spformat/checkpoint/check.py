@@ -18,6 +18,7 @@ from .manifest import MANIFEST, read_manifest
 from .official import opened_officially
 from .recipe import included
 from .source import Source, open_source
+from .stacks import holds_matrices
 
 
 @dataclass(frozen=True)
@@ -84,22 +85,36 @@ def validate_checkpoint(path: Path, checks: Checks | None = None) -> Iterator[Ch
             message = f"not checked against {checks.expect}: {reason}; --include chooses the tensors to check"
             yield replace(result, error=StructureError(message, path=source.path, tensor=name), finding=True)
             continue
-        if checks.expect and len(record.shape) == 2:
+        if checks.expect and holds_matrices(record):
             result = replace(result, compared=True)
             try:
-                convert(x, checks.expect)
+                _compare(x, checks.expect)
             except StructureError as e:
                 result = replace(result, error=e, finding=True)
         yield result
 
 
+def _compare(x: Any, expect: str) -> None:
+    """StructureError unless a matrix, or each matrix of a stack or of an array [E, M, K], fits a format."""
+    if x.ndim != 3:
+        convert(x, expect)
+        return
+    for number, matrix in enumerate(x):
+        try:
+            convert(matrix, expect)
+        except StructureError as e:
+            e.message = f"matrix {number}: {e.message}"
+            raise
+
+
 def _why_not_compared(record: Record) -> str:
     """Why a tensor that may have the pattern of a format cannot be compared with it; "" for a matrix, which can, and
-    for a bias or a number, which has no pattern."""
-    if len(record.shape) > 2:
-        return f"a tensor of {len(record.shape)} dimensions, not a matrix"
-    if len(record.shape) == 2 and record.dtype not in VALUE_TYPES:
+    for a bias or a number, which has no pattern. A tensor [E, M, K] is compared matrix by matrix."""
+    if len(record.shape) in (2, 3) and record.dtype not in VALUE_TYPES:
         return f"dtype {record.dtype} is not a value type"
+    if len(record.shape) > 2 and not holds_matrices(record):
+        stack = " and, by its shape, no stack of weights" if len(record.shape) == 3 else ""
+        return f"a tensor of {len(record.shape)} dimensions, not a matrix{stack}"
     return ""
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict, dataclass
 
 from .. import limits
+from ..errors import UsageError
+from ..formats.stack import Stack
 from ..storage.locks import Token
 from .layouts import NEUTRAL, PACKED_INDEX, TRANSFORMERS
 from .manifest import MANIFEST, VERSION, digest
 from .parts import FilePlan, FileTask, narrowed, split
 from .recipe import Recipe, writes_dense
 from .source import INDEX, Source
+from .stacks import is_stack
 from .tensor_plans import TensorPlan
 
 
@@ -24,6 +28,15 @@ class Conversion:
     folder: str
     device: str = "cpu"
     layout: str = NEUTRAL
+
+    def __post_init__(self) -> None:
+        stack = next((p for p in self.plans if p.record.format is Stack or is_stack(p)), None)
+        if self.layout == TRANSFORMERS and stack is not None:
+            raise UsageError(
+                "layout: transformers loads the weights of fused experts only as dense tensors, and this one would be "
+                f"a stack of sparse matrices; keep it dense with --exclude {shlex.quote(stack.name)}",
+                tensor=stack.name,
+            )
 
     @property
     def dense(self) -> bool:

@@ -14,6 +14,7 @@ from ..errors import UsageError, printable
 from ..formats.base import Format
 from ..formats.csr import CSR
 from ..formats.dense import Dense
+from ..formats.stack import Stack
 from ..limits import product
 from ..storage.files import Path, safe_name, sha256_of
 from ..storage.stheader import METADATA
@@ -100,10 +101,25 @@ def diff_provenance(a: Path, b: Path) -> Iterator[tuple[str, Difference | None]]
 def _difference(name: str, x: Any, y: Any) -> Difference | None:
     """The difference of two tensors, or None. Two sparse ones are compared by their nonzeros, because a dense graph may
     not fit into memory."""
+    if x.ndim == y.ndim == 3 and x.shape == y.shape and any(isinstance(a, Stack) for a in (x, y)):
+        return _of_stack(name, x, y)
     sparse = all(isinstance(a, Format) and not isinstance(a, Dense) for a in (x, y))
     if sparse and x.shape == y.shape and x.dtype == y.dtype and product(*x.shape) < 2**63:
         return _compare_nonzeros(name, x.to_csr().without_zeros(), y.to_csr().without_zeros())
     return _compare(name, *(a.to_dense() if isinstance(a, Format) else a for a in (x, y)))
+
+
+def _of_stack(name: str, x: Any, y: Any) -> Difference | None:
+    """The difference of two stacks, or of a stack and an array [E, M, K], matrix by matrix."""
+    pairs = enumerate(zip(x, y, strict=True))
+    found = [(e, d) for e, pair in pairs if (d := _difference(name, *pair)) is not None]
+    if not found:
+        return None
+    (e, first), count = found[0], sum(d.count for _, d in found)
+    if not first.index:  # another dtype
+        return first
+    text = f"{count} of {product(*x.shape)} elements differ, first in matrix {e}: {first.what}"
+    return Difference(name, text, count, (e, *first.index))
 
 
 def _compare_nonzeros(name: str, x: CSR, y: CSR) -> Difference | None:

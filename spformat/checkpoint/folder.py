@@ -15,6 +15,7 @@ from typing import Any
 from .. import __name__ as package
 from ..errors import InputError, OutputError, printable
 from ..formats import parse_spec
+from ..limits import product
 from ..storage.files import Path, names_in, reason, remove, same_file
 from ..storage.locks import LOCK, Token, folder_lock, ignores_case, worker_token
 from ..storage.output import flush_folder, publish, publish_copy, sweep
@@ -205,7 +206,7 @@ def manifest_of(recipe: Recipe, files: Sequence[FileOutcome], index: dict[str, A
     for f in files:
         for o in f.outcomes:
             fmt, params = ("plain", {}) if o.target == KEEP else _format_json(o.target)
-            size = o.shape[0] * o.shape[1] if len(o.shape) == 2 else 0
+            size = product(*o.shape)
             entry: dict[str, Any] = {
                 "file": f.name, "format": fmt, "params": params, "shape": list(o.shape), "dtype": o.dtype,
                 "bytes_in": o.bytes_in, "bytes_out": o.bytes_out,

@@ -192,7 +192,8 @@ class UnpackedFile:
     def read_rows(self, name: str, begin: int, out: np.ndarray[Any, Any], array: str = "") -> None:
         """As ``TensorFile.read_rows``."""
         if name in self._groups:
-            out[...] = self._dense(name)[begin : begin + len(out)]
+            rows = self._dense(name).reshape(-1, *out.shape[1:])
+            out[...] = rows[begin : begin + len(out)]
         else:
             self._f.read_rows(name, begin, out, array)
 

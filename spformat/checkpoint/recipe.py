@@ -134,9 +134,13 @@ class Recipe:
         except (AttributeError, KeyError, TypeError, UsageError) as e:
             raise ContainerError(f"the journal holds no recipe: {e}", path=path) from e
 
-    def target_of(self, name: str, shape: Sequence[int], dtype: str) -> tuple[str, str]:
-        """(target, why) of one tensor: "keep" with a reason, or a format text with the rule that chose it."""
-        if len(shape) != 2:
+    def target_of(self, name: str, shape: Sequence[int], dtype: str, stacked: bool = False) -> tuple[str, str]:
+        """(target, why) of one tensor: "keep" with a reason, or a format text with the rule that chose it.
+
+        stacked: the tensor is stored as a ``Stack``. A plain tensor of three dimensions counts as one where
+        ``looks_stacked`` says so, or a rule names it.
+        """
+        if len(shape) != 2 and (len(shape) != 3 or not shape[0]):
             return KEEP, f"{len(shape)}-D: only matrices are converted"
         if dtype not in VALUE_TYPES:
             return KEEP, f"dtype {dtype} is not a value type"
@@ -149,7 +153,19 @@ class Recipe:
         for rule in self.rules:
             if matcher(rule.pattern).search(name):
                 target, why = rule.target, f"rule {rule.pattern}"
+        if len(shape) == 3 and why == "default" and not stacked and not looks_stacked(shape):
+            return KEEP, "3-D: a --rule that names it converts its matrices"
         return target, why
+
+
+LEAST_STACKED = 32
+"""Rows and columns from which the slices of a tensor of three dimensions are taken for weight matrices. The kernels of
+convolutions and position embeddings [1, tokens, width] have three dimensions, too."""
+
+
+def looks_stacked(shape: Sequence[int]) -> bool:
+    """Whether a plain tensor of this shape is taken for a stack of two weight matrices or more: [E, M, K]."""
+    return len(shape) == 3 and shape[0] >= 2 and min(shape[1:]) >= LEAST_STACKED
 
 
 def writes_dense(recipe: Recipe) -> bool:

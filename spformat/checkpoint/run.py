@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.library import to_device
-from ..errors import ContainerError, InputError, LimitError, OutputError, UsageError
-from ..formats.dense import Dense
+from ..errors import ContainerError, InputError, OutputError, UsageError
 from ..storage.files import Path, is_file, same_file, size_of
 from ..storage.output import check_target
 from . import existing_target, folder, journals
@@ -26,12 +25,12 @@ from .executors import Workers, convert_files
 from .layouts import NEUTRAL, check_layout
 from .manifest import JOURNAL, MANIFEST
 from .parts import FileOutcome, FilePlan, Part, convert_file
-from .recipe import AUTO, KEEP, Recipe, writes_dense
+from .recipe import Recipe, writes_dense
 from .remote import staged
 from .shard import write_shard
-from .shard_input import Progress, read
+from .shard_input import Progress
 from .source import open_source
-from .tensor_plans import TensorOutcome, dense_of, foresee, loss, plan_tensors, prune
+from .tensor_plans import TensorOutcome, plan_tensors
 from .transfers import is_remote, without_scheme
 
 
@@ -53,30 +52,6 @@ class ConversionReport:
     def outcomes(self) -> tuple[TensorOutcome, ...]:
         """One per tensor."""
         return tuple(o for s in self.shards for o in s.outcomes)
-
-
-def foresee_checkpoint(src: Path, recipe: Recipe, progress: Progress | None = None) -> tuple[TensorOutcome, ...]:
-    """The outcomes that ``convert_checkpoint`` would have. Every tensor is read once, and nothing is written."""
-    source = open_source(src)
-    out = []
-    plans = plan_tensors(source, recipe)
-    for plan, (_, f) in zip(plans, source.opened(plan.name for plan in plans), strict=True):
-        x, lost = None, {}
-        if plan.target != KEEP:
-            x = read(f, plan)
-            try:
-                if plan.target == AUTO or recipe.prune or isinstance(x, Dense):
-                    x = dense_of(x)
-                    if recipe.prune:
-                        whole, x = x, prune(x, plan.target, recipe)
-                        lost = loss(whole, x)
-            except LimitError as e:
-                raise e.at(path=f.path, tensor=plan.name) from None
-        outcome = foresee(plan, x, recipe)
-        out.append(outcome if outcome.target == KEEP else replace(outcome, **lost))
-        if progress:
-            progress(out[-1])
-    return tuple(out)
 
 
 def convert_checkpoint(

@@ -5,7 +5,7 @@ the target allows it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from contextvars import copy_context
@@ -22,15 +22,26 @@ from ..formats.convert import convert
 from ..formats.fast import compiled
 from ..limits import check_bytes, product
 from ..preprocess.structure import count_nonzeros
+from ..storage.descriptor import Record
 from ..storage.filewriter import FileWriter, create
 from ..storage.stwriter import Writer, dense_metadata
 from ..storage.tensorfile import TensorFile
 from .expand import chunk_decoder, error_of_whole_tensor
-from .recipe import KEEP, Recipe, writes_dense
+from .recipe import AUTO, KEEP, Recipe, writes_dense
 from .row_chunks import Team, plan_chunks
 from .shard_input import Progress, ShardTask, one_ahead, read
-from .sizing import SizedTensor, refusal_of_whole, size_tensors
+from .sizing import SizedTensor, refusal_of_whole, same_for_stacks, size_tensors
 from .source import Source
+from .stacks import (
+    StackedFile,
+    expanded,
+    is_stack,
+    matrices_of,
+    resolved,
+    stacked_outcome,
+    stacked_outcomes,
+    stacked_record,
+)
 from .tensor_plans import TensorOutcome, TensorPlan, dense_of
 
 
@@ -60,8 +71,9 @@ def _write_dense(task: ShardTask) -> tuple[TensorOutcome, ...]:
     for plan in plans:
         if plan.record.format is not None:
             dtype, in_chunks = value_type(plan.record.dtype).numpy, plan.name in decoders
-            # A tensor in row chunks needs no memory of that size. A small file that claims a huge matrix is refused.
-            with limits.using(memory=None) if in_chunks else nullcontext():
+            # A tensor in row chunks, or matrix by matrix, needs no memory of that size. A small file that claims a
+            # huge matrix is refused.
+            with limits.using(memory=None) if in_chunks or is_stack(plan) else nullcontext():
                 check_bytes(
                     product(*plan.shape, dtype.itemsize),
                     f"{plan.name}: dense array of shape {plan.shape}",
@@ -85,6 +97,9 @@ def _write_dense(task: ShardTask) -> tuple[TensorOutcome, ...]:
                 except FormatError as e:
                     raise error_of_whole_tensor(f, plan, e) from None
                 size = product(*plan.shape, value_type(plan.record.dtype).numpy.itemsize)
+            elif is_stack(plan) and (plan.record.format is not None or recipe.prune):
+                lost = _put_dense_stack(task, plan, out)
+                size = product(*plan.shape, value_type(plan.record.dtype).numpy.itemsize)
             elif plan.record.format is not None or (recipe.prune and plan.target != KEEP):
                 values = dense_of(read(f, plan, task.place))
                 dense, lost = task.pruned(values, plan) if plan.target != KEEP else (values, {})
@@ -102,25 +117,55 @@ def _write_dense(task: ShardTask) -> tuple[TensorOutcome, ...]:
     return tuple(outcomes)
 
 
-def _write_packed(task: ShardTask) -> tuple[TensorOutcome, ...]:
-    plans, chunked = task.plans, {}
+def _put_dense_stack(task: ShardTask, plan: TensorPlan, out: Writer) -> dict[str, Any]:
+    """Write the matrices of a stack as one dense tensor, one after the other; returns what pruning took, as
+    ``ShardTask.pruned`` does, with the number of nonzeros."""
+    f: Any = StackedFile(task.f, [plan.record])
+    outcomes: list[TensorOutcome] = []
+
+    def matrices() -> Iterator[Any]:
+        for m in matrices_of(plan):
+            dense, lost = task.pruned(dense_of(read(f, m)), m)
+            nnz = count_nonzeros(dense)[0] if lost else None
+            outcomes.append(TensorOutcome(m.name, "dense", "", m.shape, m.record.dtype, 0, 0, nnz, **lost))
+            yield dense[None]
+
+    out.put(plan.name, matrices())
+    o = stacked_outcome(plan, outcomes)
+    return {"nnz": o.nnz, "pruned": o.pruned, "lost_norm": o.lost_norm, "norm": o.norm} if task.recipe.prune else {}
+
+
+def _write_packed(whole: ShardTask) -> tuple[TensorOutcome, ...]:
+    f: Any = StackedFile(whole.f, [p.record for p in whole.plans if is_stack(p)])
+    plans = [resolved(f, p, whole.recipe) if is_stack(p) and p.target == AUTO else p for p in whole.plans]
+    task, chunked = replace(whole, f=f, plans=expanded(plans)), {}
     if task.place == "cpu":
-        chunked = {plan.name: c for plan in plans if (c := plan_chunks(plan, task.recipe)) is not None}
+        chunked = {plan.name: c for plan in task.plans if (c := plan_chunks(plan, task.recipe)) is not None}
     compiled.prepare(sum(c.plan.bytes_in for c in chunked.values()))
     outcomes: dict[str, TensorOutcome] = {}
     with Team() as team:
-        sized = size_tensors(task, chunked, team)
+        plans, sized = same_for_stacks(task, plans, size_tensors(task, chunked, team))
         # Between the matrices of a model lie small tensors that are kept. All matrices in row chunks are written first,
         # so that the threads do not stop for each small tensor.
         in_chunks, wholes = [s for s in sized if s.encoder], [s for s in sized if not s.encoder]
-        records, metadata = [s.record for s in sized], task.f.own_metadata
+        records, metadata = _records(plans, sized), task.f.own_metadata
         with create(task.path, records, overwrite=task.force, metadata=metadata) as out:
             del sized  # the memory of a converted tensor is free again once it is written
-            for outcome in itertools.chain(_put_chunks(task.f, in_chunks, out, team), _put_whole(task, wholes, out)):
+            put = itertools.chain(_put_chunks(task.f, in_chunks, out, team), _put_whole(task, wholes, out))
+            for outcome in stacked_outcomes(plans, put):
                 outcomes[outcome.name] = outcome
                 if task.progress:
                     task.progress(outcome)
     return tuple(outcomes[plan.name] for plan in plans)
+
+
+def _records(plans: Iterable[TensorPlan], sized: Iterable[SizedTensor]) -> list[Record]:
+    """The description of every tensor of the output; those of the matrices of a stack become one."""
+    each = iter(sized)
+    return [
+        stacked_record(p, [next(each).record for _ in range(p.shape[0])]) if is_stack(p) else next(each).record
+        for p in plans
+    ]
 
 
 def _put_chunks(f: TensorFile, group: list[SizedTensor], out: FileWriter, team: Team) -> Iterator[TensorOutcome]:

@@ -8,7 +8,7 @@ is small.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +27,8 @@ from ..storage.stwriter import code_of
 from ..storage.tensorfile import TensorFile
 from .recipe import AUTO, ERROR, KEEP, Recipe
 from .row_chunks import ChunkEncoder, ChunkPlan, Team, count_chunks, record_of
-from .shard_input import ShardTask, one_ahead
+from .shard_input import ShardTask, one_ahead, read
+from .stacks import is_stack, matrices_of, resolved
 from .tensor_plans import TensorOutcome, TensorPlan, dense_of, kept, misfit_plan, resolve_target
 
 _MOST_IN_MEMORY = 128 << 20
@@ -64,6 +65,36 @@ def size_tensors(task: ShardTask, chunked: dict[str, ChunkPlan], team: Team) -> 
         matrix = sized[-1].matrix
         in_memory += matrix.nbytes if matrix is not None else 0
     return sized
+
+
+def same_for_stacks(
+    task: ShardTask, stacks: Sequence[TensorPlan], sized: list[SizedTensor]
+) -> tuple[list[TensorPlan], list[SizedTensor]]:
+    """Where one matrix of a stack goes to the target for misfits, let all of them go there.
+
+    stacks: the plans of the shard, before those of matrices took the places of stacks. Returns them with their final
+    targets, and ``sized`` with a single entry for a stack that is kept.
+    """
+    by_name = {s.plan.name: s for s in sized}
+    out: list[SizedTensor] = []
+    plans: list[TensorPlan] = []
+    for plan in stacks:
+        members = [by_name[m.name] for m in matrices_of(plan)] if is_stack(plan) else [by_name[plan.name]]
+        misfit = next((s for s in members if s.plan.target != plan.target or s.outcome.target == KEEP), None)
+        if not is_stack(plan) or misfit is None:
+            plans.append(plan)
+            out += members
+        elif misfit.outcome.target == KEEP:
+            why = f"{misfit.outcome.why} (matrix {members.index(misfit)})"
+            plans.append(replace(plan, target=KEEP, why=why))
+            out.append(SizedTensor(plans[-1], kept(plans[-1]), _kept_record(plan)))
+        else:
+            again = replace(task, recipe=task.recipe.without_misfit())
+            plan = replace(plan, target=misfit.plan.target, why=misfit.plan.why)
+            plan = resolved(task.f, plan, task.recipe) if plan.target == AUTO else plan
+            plans.append(plan)
+            out += [_size_tensor(again, m, 0, read(task.f, m, task.place)) for m in matrices_of(plan)]
+    return plans, out
 
 
 def _size_chunks(f: TensorFile, chunked: dict[str, ChunkPlan], team: Team) -> tuple[dict[str, SizedTensor], int]:

@@ -81,7 +81,8 @@ def plan_tensors(source: Source, recipe: Recipe) -> tuple[TensorPlan, ...]:
     nothing."""
     plans = []
     for name, (shard, record, size) in source.records.items():
-        target, why = recipe.target_of(name, record.shape, record.dtype)
+        stacked = record.format is not None and len(record.shape) == 3
+        target, why = recipe.target_of(name, record.shape, record.dtype, stacked)
         plans.append(TensorPlan(name, shard, record, size, target, why))
     _require_matches(recipe, plans)
     return tuple(plans)

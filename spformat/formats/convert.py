@@ -87,8 +87,9 @@ def stack(
     """
     if isinstance(matrices, Format) and not isinstance(matrices, Stack):
         raise UsageError(f"stack: expected several matrices, got one ({matrices.name}); use stack([a, b])")
-    if hasattr(matrices, "ndim") and matrices.ndim != 3:
-        raise UsageError(f"stack: expected an array [E, M, K], got shape {tuple(matrices.shape)}")
+    shape = tuple(getattr(matrices, "shape", (0, 0, 0)))
+    if len(shape) != 3:
+        raise UsageError(f"stack: expected an array [E, M, K], got shape {shape}")
     kept: Any = [target or (type(x) if isinstance(x, Format) else Dense) for x in matrices]
     return Stack.from_parts(convert(x, t, dtype=dtype, **params) for x, t in zip(matrices, kept, strict=True))
 

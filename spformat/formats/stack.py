@@ -142,8 +142,8 @@ class Stack(Composed):
     @classmethod
     def require_converter(cls) -> NoReturn:
         raise UsageError(
-            "stack: name the format of its matrices: spformat.stack(x, 'csr') converts an array [E, M, K], and --to csr "
-            "a tensor of a file"
+            "stack: name the format of its matrices: spformat.stack(x, 'csr') converts an array [E, M, K], and --to "
+            "csr a tensor of a file"
         )
 
     @classmethod
@@ -153,4 +153,3 @@ class Stack(Composed):
     @classmethod
     def examples(cls) -> tuple[dict[str, Any], ...]:
         return ()
-

@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from ..checkpoint.layouts import GUARD, METHOD, PACKED_INDEX
 from ..errors import UsageError
+from ..formats.stack import Stack
 from ..storage.container import safe_open
 from ..storage.descriptor import Record
 from ..torch.loading import is_sparse
@@ -86,6 +87,10 @@ class SpformatQuantizer(HfQuantizer):  # type: ignore[misc]
         for file in checkpoint_files or ():
             with safe_open(file) as f:
                 records = {name: f.info(name) for name in f if is_sparse(f.info(name))}
+                stack = next((name for name in f if f.info(name).format is Stack), None)
+            if stack is not None:
+                message = "transformers cannot load a stack of sparse matrices; convert again with --exclude for it"
+                raise UsageError(message, path=file, tensor=stack)
             for name, record in records.items():
                 entries |= {record.entry(array).removeprefix(name) for array in record.arrays}
                 layer_name = names.layer_of(name, record, file)

@@ -7,6 +7,7 @@ chooses the format by them.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -125,6 +126,38 @@ class Structure:
         """The exact bytes of the matrix in a format; None if these counts do not decide them, then convert it."""
         fmt, given = parse_spec(text)
         return fmt.bytes_of(self, fmt.resolve_params(given))
+
+
+@dataclass(frozen=True)
+class StackStructure(Structure):
+    """Counts of a stack of matrices, summed; sizes are those of the matrices one by one. ``shape`` is (E*M, K)."""
+
+    matrices: tuple[Structure, ...]
+
+    def kept_share(self, tile_rows: int) -> float:
+        """The mean over the matrices."""
+        return sum(s.kept_share(tile_rows) for s in self.matrices) / len(self.matrices)
+
+    def nbytes(self, text: str) -> int | None:
+        """The exact bytes of all matrices in a format; None if the counts of one of them do not decide it."""
+        sizes = [s.nbytes(text) for s in self.matrices]
+        return None if None in sizes else sum(n or 0 for n in sizes)
+
+
+def stacked(structures: Iterable[Structure]) -> StackStructure:
+    """The structure of a stack, from those of its matrices, of which there must be one or more."""
+    matrices = tuple(structures)
+    first = matrices[0]
+    return StackStructure(
+        shape=(sum(s.shape[0] for s in matrices), first.shape[1]), dtype=first.dtype,
+        nnz=sum(s.nnz for s in matrices), negative_zeros=sum(s.negative_zeros for s in matrices),
+        row_lengths=np.concatenate([s.row_lengths for s in matrices]),
+        bad_groups=sum(s.bad_groups for s in matrices), groups=sum(s.groups for s in matrices),
+        window_max={k: max(s.window_max[k] for s in matrices) for k in first.window_max},
+        blocks={b: (sum(s.blocks[b][0] for s in matrices), sum(s.blocks[b][1] for s in matrices)) for b in BLOCKS},
+        vectors=sum(s.vectors for s in matrices), vector_groups=sum(s.vector_groups for s in matrices),
+        tile_columns={t: sum(s.tile_columns[t] for s in matrices) for t in first.tile_columns}, matrices=matrices,
+    )  # fmt: skip
 
 
 def analyse(x: Array) -> Structure:

@@ -85,6 +85,15 @@ class Record:
         return f"{self.name}.{array}" if array else self.name
 
 
+def parts_by_name(records: Iterable[Record]) -> dict[str, Record]:
+    """ "w.0" -> the record of part "0" of the tensor "w", for all parts of some tensors and the parts of these."""
+    out: dict[str, Record] = {}
+    for r in records:
+        for p in r.parts.values():
+            out |= {p.name: p} | (parts_by_name([p]) if p.parts else {})
+    return out
+
+
 def pack(records: Iterable[Record], sums: Mapping[str, int]) -> dict[str, Any]:
     """The descriptor of a new file, from {entry name: CRC32}, with zeros in place of ``sha256``."""
     tensors: dict[str, Any] = {}

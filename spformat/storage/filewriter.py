@@ -55,7 +55,10 @@ def create(
 
 
 class FileWriter:
-    """A file under construction (``create``). Tensors may be put in any order; the bytes do not depend on it."""
+    """A file under construction (``create``). Tensors may be put in any order; the bytes do not depend on it.
+
+    The parts of a composed matrix may be put one by one: "w.0" is part "0" of the tensor "w".
+    """
 
     def __init__(
         self,
@@ -70,6 +73,7 @@ class FileWriter:
         self._records = {r.name: r for r in chosen}
         if len(self._records) != len(chosen):
             raise UsageError("tensor names: expected distinct names, got one twice")
+        self._records = descriptor.parts_by_name(chosen) | self._records
         others = dict(metadata or {})
         if descriptor.KEY in others:
             raise UsageError(f"metadata: the key '{descriptor.KEY}' is the descriptor's")

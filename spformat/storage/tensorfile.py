@@ -11,7 +11,7 @@ import itertools
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -95,14 +95,21 @@ class TensorFile:
         """``metadata`` without the descriptor: what whoever saved the tensors has written beside them."""
         return {key: text for key, text in self.metadata.items() if key != descriptor.KEY}
 
+    @cached_property
+    def _parts(self) -> dict[str, Record]:
+        return descriptor.parts_by_name(self._records.values())
+
     @property
     def oddities(self) -> tuple[str, ...]:
         """Violations of the safetensors specification that were tolerated, in a file without descriptor."""
         return self._in.header.oddities
 
     def info(self, name: str) -> Record:
-        """Format, shape, dtype, params, tables and the dtype and shape of each array, from the header alone."""
-        record = self._records.get(name)
+        """Format, shape, dtype, params, tables and the dtype and shape of each array, from the header alone.
+
+        name: of a tensor, or of a part of one: "w.0" is part "0" of the tensor "w". All methods take both.
+        """
+        record = self._records.get(name) or self._parts.get(name)
         if record is None:
             raise no_tensor(name, self._records, self.path)
         return record
@@ -204,14 +211,16 @@ class TensorFile:
     def read_rows(self, name: str, begin: int, out: np.ndarray[Any, Any], array: str = "") -> None:
         """Fill ``out`` [rows, ..] with the rows from ``begin`` on of an array (``""``: the only one); from any thread.
 
+        An ``out`` of fewer dimensions than the array is filled from the array with its first dimensions merged.
         No checksum is compared. A caller that reads all rows can compute it and call ``check_sum``.
         """
         r = self.info(name)
         array = array or next(iter(r.arrays))
         code, shape = r.arrays[array]
-        if out.shape[1:] != shape[1:] or stwriter.code_of(out.dtype) != code or not out.flags.c_contiguous:
+        inner = shape[max(1, len(shape) - out.ndim + 1) :]
+        if out.shape[1:] != inner or stwriter.code_of(out.dtype) != code or not out.flags.c_contiguous:
             raise UsageError(f"read_rows: expected rows of {code} {shape}, got {out.dtype} {out.shape}", tensor=name)
-        at = begin * limits.product(*shape[1:], out.dtype.itemsize)
+        at = begin * limits.product(*inner, out.dtype.itemsize)
         self._in.read_into(r.entry(array), at, out.reshape(-1).view(np.uint8).data)
 
     def check_sum(self, name: str, array: str, computed: int) -> None:

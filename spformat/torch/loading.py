@@ -11,6 +11,7 @@ from ..checkpoint.source import Source, open_source
 from ..errors import UsageError, printable
 from ..formats.base import Format
 from ..formats.dense import Dense
+from ..formats.stack import Stack
 from ..storage.descriptor import Record
 from ..storage.files import Path
 from .models import is_linear, replace
@@ -24,7 +25,8 @@ def load_into(model: torch.nn.Module, path: Path, device: Any = None) -> dict[st
     """Fill a model with the tensors of a checkpoint; returns name -> layer for each that is sparse.
 
     path: a folder that ``spformat convert`` wrote, or a file; a dense checkpoint is read, too. The model may be on the
-    meta device, so that weights of its own never exist. Linear layers whose weights are sparse in the file become
+    meta device, so that weights of its own never exist. A stack of matrices [E, M, K] (expert weights) becomes dense,
+    because no layer multiplies with it. Linear layers whose weights are sparse in the file become
     ``SparseLinear``; every other tensor replaces the parameter or buffer of its name, with the dtype of the file.
     device: where all tensors go ("cuda", "cuda:1", ..). Default: where the first parameter of the model is, or the host
     for a model on the meta device.
@@ -41,7 +43,9 @@ def load_into(model: torch.nn.Module, path: Path, device: Any = None) -> dict[st
     where = _device(model, device)
     with torch.inference_mode(False), torch.no_grad():
         for name, x in source.tensors(source.records, where):
-            if isinstance(x, Format) and not isinstance(x, Dense):
+            if isinstance(x, Stack):
+                places.put(name, array_to_torch(x.to_dense()))
+            elif isinstance(x, Format) and not isinstance(x, Dense):
                 places.put_sparse(name, x)
             else:
                 places.put(name, array_to_torch(x.data if isinstance(x, Dense) else x))
@@ -50,8 +54,8 @@ def load_into(model: torch.nn.Module, path: Path, device: Any = None) -> dict[st
 
 
 def is_sparse(record: Record) -> bool:
-    """Whether a tensor of a file is stored in a format other than dense."""
-    return record.format is not None and record.format is not Dense
+    """Whether a tensor of a file becomes the weight of a ``SparseLinear``: a matrix in a format other than dense."""
+    return record.format not in (None, Dense, Stack)
 
 
 def _device(model: torch.nn.Module, device: Any) -> str:

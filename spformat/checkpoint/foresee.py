@@ -1,0 +1,60 @@
+"""What a conversion would do, without writing anything: an outcome for every tensor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..errors import LimitError
+from ..formats.dense import Dense
+from ..storage.files import Path
+from ..storage.tensorfile import TensorFile
+from .recipe import AUTO, ERROR, KEEP, Recipe
+from .shard_input import Progress, read
+from .source import open_source
+from .stacks import StackedFile, is_stack, matrices_of, resolved, stacked_outcome
+from .tensor_plans import TensorOutcome, TensorPlan, dense_of, foresee, kept, loss, plan_tensors, prune
+
+
+def foresee_checkpoint(src: Path, recipe: Recipe, progress: Progress | None = None) -> tuple[TensorOutcome, ...]:
+    """The outcomes that ``convert_checkpoint`` would have. Every tensor is read once, and nothing is written."""
+    source = open_source(src)
+    out = []
+    plans = plan_tensors(source, recipe)
+    for plan, (_, f) in zip(plans, source.opened(plan.name for plan in plans), strict=True):
+        out.append(_foresee_stack(f, plan, recipe) if is_stack(plan) else _foresee_tensor(f, plan, recipe))
+        if progress:
+            progress(out[-1])
+    return tuple(out)
+
+
+def _foresee_tensor(f: TensorFile, plan: TensorPlan, recipe: Recipe) -> TensorOutcome:
+    x, lost = None, {}
+    if plan.target != KEEP:
+        x = read(f, plan)
+        try:
+            if plan.target == AUTO or recipe.prune or isinstance(x, Dense):
+                x = dense_of(x)
+                if recipe.prune:
+                    whole, x = x, prune(x, plan.target, recipe)
+                    lost = loss(whole, x)
+        except LimitError as e:
+            raise e.at(path=f.path, tensor=plan.name) from None
+    outcome = foresee(plan, x, recipe)
+    return outcome if outcome.target == KEEP else replace(outcome, **lost)
+
+
+def _foresee_stack(f: TensorFile, plan: TensorPlan, recipe: Recipe) -> TensorOutcome:
+    """The outcome of a stack. If one of its matrices goes to the target for misfits, all of them do."""
+    matrices: Any = StackedFile(f, [plan.record])
+    if plan.target == AUTO:
+        plan = resolved(matrices, plan, recipe)
+    outcomes = []
+    for e, m in enumerate(matrices_of(plan)):
+        outcomes.append(_foresee_tensor(matrices, m, recipe if recipe.misfit == KEEP else recipe.without_misfit()))
+        if outcomes[-1].error and recipe.misfit not in (ERROR, KEEP):
+            other = replace(plan, target=recipe.misfit, why=f"not {plan.target}: {outcomes[-1].error}")
+            return _foresee_stack(f, other, recipe.without_misfit())
+        if outcomes[-1].target == KEEP:
+            return replace(kept(plan), why=f"{outcomes[-1].why} (matrix {e})")
+    return stacked_outcome(plan, outcomes)
