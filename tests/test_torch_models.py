@@ -242,3 +242,23 @@ def test_a_dense_weight_for_a_sparse_layer_is_refused(model: Any, tmp_path: Path
     st.sparsify(model, RULES[0])
     with pytest.raises(sf.errors.UsageError, match=r"first\.up\.weight \(dense in the checkpoint, sparse in the model"):
         st.load_into(model, tmp_path / "model.safetensors")
+
+
+def test_a_stack_of_expert_weights_becomes_dense(tmp_path: Path) -> None:
+    """No layer multiplies with a stack."""
+
+    class Experts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_up_proj = torch.nn.Parameter(torch.zeros(3, 32, 64))
+            self.q = torch.nn.Linear(64, 64, bias=False)
+
+    x = np.zeros((3, 32, 64), np.float32)
+    x[:, ::2, ::4] = np.arange(3 * 16 * 16).reshape(3, 16, 16)
+    q = sf.convert(np.eye(64, dtype=np.float32), "csr")
+    sf.save(tmp_path / "w.safetensors", {"gate_up_proj": sf.stack(x, "two-four"), "q.weight": q})
+    model = Experts()
+    assert set(st.load_into(model, tmp_path / "w.safetensors")) == {"q"}
+    assert torch.equal(model.gate_up_proj.detach(), torch.from_numpy(x))
+    with sf.open(tmp_path / "w.safetensors", framework="pt") as checkpoint:
+        assert isinstance(checkpoint["gate_up_proj"], sf.Stack)
