@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,6 +32,7 @@ from .options import (
 )
 from .output import console, notes, print_json, progress, size, summary, warnings
 from .tables import cell
+from .url import copied
 
 if TYPE_CHECKING:
     from spformat.checkpoint import Recipe
@@ -147,7 +148,7 @@ def run(
         "force": force,
         "resume": resume,
         "part": part,
-        "moved": None if as_json else _copied(),
+        "moved": copied(as_json),
     }
     with staged(src, "" if dry_run else dst, **places) as here, using(sort=sort):
         if dry_run:
@@ -212,12 +213,6 @@ def _refuse(ctx: typer.Context, names: tuple[str, ...], what: str) -> None:
         source = ctx.get_parameter_source(name)
         if source is not None and source.name != "DEFAULT":
             raise UsageError(f"--{name.replace('_', '-')} is for {what}")
-
-
-def _copied() -> Callable[[str, int], None]:
-    """A function that prints a line for each file that was downloaded or uploaded."""
-    out = notes()
-    return lambda name, nbytes: out.print(f"copied {cell(name)}  {size(nbytes)}", soft_wrap=True)
 
 
 @contextmanager

@@ -80,9 +80,15 @@ def run(
              "cost": c and asdict(c) | {"bound": c.bound}} for name, e, c in out
         ])  # fmt: skip
         return
-    if sm is not None and not long:
-        out = [(name, _without_other_devices(e), c) for name, e, c in out]
+    left_out: set[str] = set()
+    if not long:
+        out = [(name, _of_device(e, sm is not None or bool(backend), left_out), c) for name, e, c in out]
     _print(out, long)
+    if left_out and sm is None:
+        text = (
+            f"{len(left_out)} kernels for GPUs are left out: --gpu H100 asks about a GPU, --long says why they refuse"
+        )
+        notes().print(text, soft_wrap=True)
 
 
 def _print(rows: list[Row], long: bool) -> None:
@@ -98,11 +104,20 @@ def _print(rows: list[Row], long: bool) -> None:
             indented("  " + line.lstrip())
 
 
-def _without_other_devices(e: Explanation) -> Explanation:
-    """Without kernels that are refused only because they run on another device than the one that was asked about."""
-    elsewhere = "operands are on"
-    kept = [a for a in e.answers if a or any(not r.startswith(elsewhere) for r in getattr(a, "reasons", ()))]
+_ON_HOST = ("cpu", "reference")
+"""The backends whose kernels multiply on the host."""
+
+
+def _of_device(e: Explanation, on_gpu: bool, left_out: set[str]) -> Explanation:
+    """Without the kernels that only run on another device than the one that was asked about; their names are added to
+    ``left_out``."""
+    kept = [a for a in e.answers if a or (_may_run_on_gpu(a) if on_gpu else a.kernel.partition(".")[0] in _ON_HOST)]
+    left_out |= {a.kernel for a in e.answers if a not in kept}
     return replace(e, answers=tuple(kept))
+
+
+def _may_run_on_gpu(a: Accepted | Rejected) -> bool:
+    return any(not reason.startswith("operands are on") for reason in getattr(a, "reasons", ()))
 
 
 def _text(row: Row) -> str:

@@ -35,13 +35,16 @@ def conversion_of(src: str) -> str:
         words.remove(source)
     if not was_given("--to"):
         words += ["--to", "auto"]
-    return shlex.join(["spformat", "convert", source, _beside(source), *words])
+    return shlex.join(["spformat", "convert", source, _beside(src), *words])
 
 
 def _beside(src: str) -> str:
     """A name for what a conversion of ``src`` writes: "model-sp" for the folder "model"."""
-    if src == "-":
+    if typed(src) == "-":
         return "packed.safetensors"
+    if typed(src) != src:  # a URL: a name in this folder, without the revision
+        name = typed(src).rstrip("/").rpartition("/")[2].partition("@")[0]
+        return f"{name.removesuffix('.safetensors')}-sp{'.safetensors' * name.endswith('.safetensors')}"
     if os.path.isdir(src):
         path = src.rstrip(os.sep)
         return f"{os.path.abspath(src) if os.path.basename(path) in ('', '.', '..') else path}-sp"

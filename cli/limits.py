@@ -12,6 +12,7 @@ import typer
 from .options import parse_bytes
 from .output import set_quiet
 from .pipe import from_pipe
+from .url import from_url
 
 
 def _option(key: str, text: str) -> Any:
@@ -54,7 +55,7 @@ def bounded(run: Callable[..., None]) -> Callable[..., None]:
         changes |= {key: True for key in _SWITCHES if given.pop(key)}
         changes["link_roots"] = tuple(given.pop("follow_symlinks") or ())
         set_quiet(given.pop("quiet"))
-        with using(**changes), from_pipe(given) as arguments:
+        with using(**changes), from_pipe(given) as piped, from_url(piped) as arguments:
             run(**arguments)
 
     extra: dict[str, Any] = {"quiet": (Annotated[bool, _QUIET], False)}

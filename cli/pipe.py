@@ -15,13 +15,18 @@ _PIECE = 1 << 20
 _SUFFIXES = ((b"%%MatrixMarket", ".mtx"), (b"PK\x03\x04", ".npz"))
 
 
-_of_pipes: set[str] = set()
-"""Paths of the temporary files of this process."""
+_typed: dict[str, str] = {}
+"""Path of a local copy -> the input that it stands for."""
 
 
 def typed(path: str) -> str:
-    """An input as the user typed it: "-" for the temporary file of a pipe."""
-    return "-" if path in _of_pipes else path
+    """An input as the user typed it: "-" for the temporary file of a pipe, the URL for a local copy of it."""
+    return _typed.get(path, path)
+
+
+def stands_for(path: str, given: str) -> None:
+    """From now on ``typed(path)`` is ``given``."""
+    _typed[path] = given
 
 
 @contextmanager
@@ -42,7 +47,7 @@ def from_pipe(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
         raise UsageError("- reads from a pipe, and standard input is a terminal: `cat a.mtx | spformat inspect -`")
     with tempfile.TemporaryDirectory(prefix="spformat-") as folder:
         path = _stored(folder)
-        _of_pipes.add(path)
+        stands_for(path, "-")
         yield given | {piped[0]: path}
 
 

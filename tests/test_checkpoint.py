@@ -42,7 +42,7 @@ def same_values(a: Path, b: Path) -> None:
 def test_the_name_of_a_model_on_the_hub_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
-        sf.errors.InputError, match=r"`spformat convert` takes a model of the Hugging Face hub as hf://org/Llama-3\.1$"
+        sf.errors.InputError, match=r"convert_checkpoint takes a model of the Hugging Face hub as hf://org/Llama-3\.1$"
     ):
         open_source("org/Llama-3.1")
     for path in ("org/w.safetensors", "/org/name", "./org/name", "../name", "a/b/c", "name"):

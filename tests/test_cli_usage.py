@@ -302,16 +302,14 @@ def test_tensors_whose_names_meet(tmp_path: Path) -> None:
     assert kept.returncode == 0, kept.stderr
 
 
-def test_a_url_where_none_is_read(tmp_path: Path) -> None:
-    for url, args in (
-        (f"file://{DIGITS}", ["inspect"]),
-        (f"file://{DIGITS}", ["validate"]),
-        ("s3://bucket/a.mtx", ["convert", "--to", "csr"]),
-    ):
-        verb, *flags = args
-        r = spformat(verb, url, *([tmp_path / "a.safetensors"] if verb == "convert" else []), *flags)
-        assert r.returncode == 66
-        assert f"{url}: a URL: `spformat convert` alone takes those, of checkpoints: download it first" in r.stderr
+def test_urls(tmp_path: Path) -> None:
+    for verb, *more in (["inspect"], ["validate"], ["plan"], ["explain"], ["diff", DIGITS]):
+        r = spformat(verb, f"file://{DIGITS}", *more)
+        assert r.returncode == 0, r.stderr
+    url = "s3://bucket/a.mtx"
+    r = spformat("convert", url, tmp_path / "a.safetensors", "--to", "csr")
+    assert r.returncode == 66
+    assert f"{url}: a URL: this takes local files only" in r.stderr
     with pytest.raises(sf.errors.InputError, match="a URL"):
         sf.load("s3://bucket/a.safetensors")
 

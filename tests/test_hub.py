@@ -313,3 +313,41 @@ def test_a_missing_huggingface_hub_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(sf.errors.UsageError, match=r"pip install 'spformat\[hub\]'"):
         convert_checkpoint("hf://org/model", tmp_path / "out")
+
+
+# ------------------------------------------------------------------ verbs that only read
+
+
+def test_reading_verbs_take_models_of_the_hub(tmp_path: Path, model: stand_in_hub.Hub) -> None:
+    """They are downloaded to the cache of huggingface_hub once. "org/model" is one where no such folder exists."""
+    names = {"HF_ENDPOINT": model.endpoint, "HF_HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)}
+    model.repositories["org/model"] = [MODEL | {"pytorch_model.bin": b"weights", "LICENSE": b"text"}]
+
+    def run(*words: Any, **env: str) -> subprocess.CompletedProcess[str]:
+        done = shell('cd "$1" && shift && spformat "$@"', tmp_path, *words, **names, **env)
+        assert "Traceback" not in done.stderr
+        return done
+
+    done = run("inspect", "org/model")
+    assert done.returncode == 0, done.stderr
+    assert "no org/model here: taking the model hf://org/model of the Hugging Face hub" in done.stderr
+    assert "hint: spformat convert org/model model-sp --to auto" in done.stderr
+    assert sorted(model.fetched) == sorted([*MODEL, "LICENSE"])
+    model.fetched.clear()
+    rows = json.loads(run("inspect", "hf://org/model@main", "--json").stdout)
+    assert rows["path"] == "hf://org/model@main"
+    assert all("sparsity" in row for row in rows["tensors"] if len(row["shape"]) == 2)
+    for words in (["plan", "org/model"], ["validate", "hf://org/model"], ["explain", "org/model@main"],
+                  ["diff", "org/model", SHARDED]):  # fmt: skip
+        done = run(*words)
+        assert done.returncode == 0, done.stderr
+    assert model.fetched == []
+    assert run("convert", "org/model", "out", "--to", "csr").returncode == 0
+    assert run("diff", "org/model", "out").returncode == 0
+    model.repositories.clear()
+    assert run("inspect", "org/model", HF_HUB_OFFLINE="1").returncode == 0
+    done = run("inspect", "org/model")
+    assert (done.returncode, "RepositoryNotFoundError" in done.stderr) == (66, True)
+    # what does exist here is never looked up
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    assert "no .safetensors file in the folder" in run("inspect", "org/model").stderr

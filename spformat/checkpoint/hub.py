@@ -34,6 +34,8 @@ _URL = re.compile(
     r"(?:@(?P<revision>refs/(?:pr|convert)/[^/]+|[^/]+))?(?:/(?P<path>.*))?",
     re.IGNORECASE,
 )
+_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(?<!\.safetensors)(@[\w./-]+)?")
+"""A repository as the hub writes it, "org/name", with a revision if one is asked for."""
 _STREAMS = 4
 """Files that are hashed at a time."""
 
@@ -75,9 +77,15 @@ def place_of(url: str) -> Place | None:
     return Place(url, match["id"], match["type"] or "model", revision, (match["path"] or "").strip("/"))
 
 
-def download(place: Place, folder: str, moved: Moved | None = None) -> Downloaded:
-    """Download a file, or those files of a folder that a conversion needs, to ``folder``. Files that are there with
-    the same contents stay. With ``moved``, huggingface_hub shows progress bars on a terminal.
+def url_of(path: str) -> str:
+    """``hf://org/name[@revision]`` for a path "org/name[@revision]" that does not exist here; else ``path`` itself."""
+    return f"hf://{path}" if _ID.fullmatch(path) and not os.path.lexists(path) else path
+
+
+def download(place: Place, folder: str | None, moved: Moved | None = None) -> Downloaded:
+    """Download a file, or those files of a folder that a conversion needs, to ``folder``; None: to the cache of
+    huggingface_hub. Files that are there with the same contents stay. With ``moved``, huggingface_hub shows progress
+    bars on a terminal.
 
     In the offline mode of huggingface_hub nothing is downloaded: the result is the copy in its cache.
 
@@ -108,18 +116,27 @@ def download(place: Place, folder: str, moved: Moved | None = None) -> Downloade
     by_name = {entry.path.rpartition("/")[2]: entry for entry in entries}
     sizes = {name: entry.size for name, entry in by_name.items() if isinstance(entry, RepoFile)}
     names = list(sizes) if single else needed(sizes)
-    path = os.path.join(folder, place.path) if place.path else folder
+    path = os.path.join(folder or "", place.path) if place.path else folder or ""
     here = os.path.dirname(path) if single else path
-    if not single:
-        refuse_others(here, names, place.url)
-    with ThreadPoolExecutor(_STREAMS) as pool:
-        checks = (partial(_remove_if_changed, os.path.join(here, name), by_name[name]) for name in names)
-        deque(threads.in_order(pool, checks, _STREAMS), maxlen=0)
+    if folder is not None:
+        if not single:
+            refuse_others(here, names, place.url)
+        with ThreadPoolExecutor(_STREAMS) as pool:
+            checks = (partial(_remove_if_changed, os.path.join(here, name), by_name[name]) for name in names)
+            deque(threads.in_order(pool, checks, _STREAMS), maxlen=0)
     with _progress_bars(moved is not None):
-        snapshot_download(
-            **place.repository, revision=commit, local_dir=folder,
-            allow_patterns=[glob.escape(by_name[name].path) for name in names],
-        )  # fmt: skip
+        patterns = [glob.escape(by_name[name].path) for name in names]
+        if folder is not None:
+            snapshot_download(**place.repository, revision=commit, local_dir=folder, allow_patterns=patterns)
+        else:
+            # By its name, so that the cache knows the commit of the branch or tag without the hub, too.
+            snapshot = snapshot_download(**place.repository, revision=place.revision, allow_patterns=patterns)
+            if os.path.basename(snapshot) != commit:  # the branch has moved meanwhile
+                snapshot = snapshot_download(**place.repository, revision=commit, allow_patterns=patterns)
+    roots: tuple[str, ...] = ()
+    if folder is None:
+        path = os.path.join(snapshot, place.path) if place.path else snapshot
+        here, roots = os.path.dirname(path) if single else path, (_repository_folder(snapshot),)
     for name in names:
         file = os.path.join(here, name)
         if not is_file(file):
@@ -130,7 +147,7 @@ def download(place: Place, folder: str, moved: Moved | None = None) -> Downloade
         if moved:
             moved(name, sizes[name])
     left = () if single else tuple(sorted(n for n in by_name if n not in names and not n.startswith(".")))
-    return Downloaded(path, left)
+    return Downloaded(path, left, roots)
 
 
 def refuse_others(folder: str, names: list[str], url: str) -> None:
@@ -180,7 +197,12 @@ def _in_cache(place: Place) -> Downloaded:
         **place.repository, revision=place.revision, allow_patterns=weights, ignore_patterns=[f"{prefix}*/*"]
     )
     path = os.path.join(snapshot, place.path) if place.path else snapshot
-    return Downloaded(path, link_roots=(os.path.dirname(os.path.dirname(snapshot)),))
+    return Downloaded(path, link_roots=(_repository_folder(snapshot),))
+
+
+def _repository_folder(snapshot: str) -> str:
+    """The folder of a repository in the cache, into which the symlinks of its snapshots lead."""
+    return os.path.dirname(os.path.dirname(snapshot))
 
 
 @contextmanager

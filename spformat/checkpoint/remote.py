@@ -99,6 +99,25 @@ def staged(
             shutil.rmtree(room, ignore_errors=True)
 
 
+@contextmanager
+def downloaded(src: Path, moved: Moved | None = None) -> Iterator[str]:
+    """A local path for reading, in a ``with`` block: ``src`` itself, or a copy of what its URL names.
+
+    A model of the hub is downloaded to the cache of huggingface_hub, and stays there. Anything else goes to a temporary
+    folder, which is removed at the end. Raises the errors of ``staged``.
+    """
+    source = without_scheme(src)
+    place = hub.place_of(source)
+    if place is None:
+        with staged(source, "", moved=moved) as here:
+            yield here.source
+        return
+    with errors(InputError, source, "download"):
+        copy = hub.download(place, None, moved)
+    with limits.using(link_roots=(*limits.current().link_roots, *copy.link_roots)):
+        yield copy.path
+
+
 def _copied_unchanged(folder: str) -> list[str]:
     """Files beside the shards that a conversion copies as they are."""
     paths = {n: os.path.join(folder, n) for n in names_in(folder) if not n.startswith(".")}

@@ -146,7 +146,7 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
         if "://" in where:
             close_read(open_regular(where)[0])  # raises the error for URLs; below, the path is no longer one
         if _ON_THE_HUB.fullmatch(where) and not os.path.lexists(where):
-            hint = f"`spformat convert` takes a model of the Hugging Face hub as hf://{where}"
+            hint = f"convert_checkpoint takes a model of the Hugging Face hub as hf://{where}"
             raise InputError(f"cannot open the file: No such file or directory; {hint}", path=where)
         folder, name = os.path.split(os.path.abspath(where))
         if is_matrix(where):

@@ -29,7 +29,7 @@ def open_regular(path: Path) -> tuple[int, os.stat_result]:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except (OSError, ValueError) as e:  # ValueError: a NUL in the path
         if isinstance(path, str) and "://" in path:
-            what = "a URL: `spformat convert` alone takes those, of checkpoints: download it first"
+            what = "a URL: this takes local files only; the command and convert_checkpoint download"
             raise InputError(what, path=path) from e
         raise InputError(f"cannot open the file: {reason(e)}", path=os.fspath(path)) from e
     try:
