@@ -26,7 +26,9 @@ from .formats import (
     by_name,
     register,
 )
+from .formats import picture as _picture  # noqa: F401 - what notebooks show of a matrix
 from .formats.convert import convert, stack
+from .formats.decompose import decompose
 from .formats.foreign import from_scipy, from_torch
 from .opening import load, open
 from .preprocess import structure as _structure  # noqa: F401 - convert(x, "auto") asks it for the smallest
@@ -58,6 +60,7 @@ __all__ = [
     "VectorNM",
     "by_name",
     "convert",
+    "decompose",
     "errors",
     "explain",
     "from_scipy",

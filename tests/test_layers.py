@@ -79,7 +79,8 @@ FORMAT_IMPORTS = {
     "transposed": {"bsr", "dbsr", "dense"},
     "convert": {"dense", "foreign"},
     "stack": {"composed"},
-    "sum": {"composed"},
+    "sum": {"composed", "cover"},
+    "decompose": {"convert", "sum"},
 }
 """What a file of formats/ may import beside array_methods, base, declare, edges, hooks and the hub (csr)."""
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spformat.arrays.dtypes import VALUE_TYPES, bits
+from spformat.arrays.magnitudes import magnitude_keys, magnitudes
 from spformat.errors import StructureError, UsageError
 from spformat.formats import Dense
 from spformat.preprocess import masks
@@ -198,11 +199,11 @@ def test_bits_are_monotone_in_the_magnitude(dtype: type) -> None:
     every = np.arange(1 << (8 * np.dtype(dtype).itemsize), dtype=f"u{np.dtype(dtype).itemsize}").view(dtype)
     finite = every[np.isfinite(every.astype(np.float32))]
     sizes = np.abs(finite.astype(np.float64))
-    keys = masks._keys(finite.reshape(1, -1))[0]
+    keys = magnitude_keys(finite.reshape(1, -1))[0]
     order = np.argsort(keys, kind="stable")
     assert (np.diff(sizes[order]) >= 0).all()
     assert len(np.unique(keys)) == len(np.unique(sizes))
-    np.testing.assert_array_equal(masks._magnitudes(finite.reshape(1, -1))[0], sizes)
+    np.testing.assert_array_equal(magnitudes(finite.reshape(1, -1))[0], sizes)
 
 
 # --------------------------------------------------------------------------------------------------------- refusals

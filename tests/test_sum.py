@@ -195,6 +195,17 @@ def test_equality_repr_and_order_of_parts() -> None:
     assert sf.Sum not in registered()
 
 
+def test_numbers_times_a_sum_and_other_types_keep_its_parts() -> None:
+    x = small("float32")
+    a = summed(x, "csr", "bsr:blocksize=2x2", "two-four:meta_order=logical")
+    for got, wanted in ((2 * a, 2 * x), (-a / 4, -x / 4), (a.astype("float16"), small("float16"))):
+        assert [type(p) for p in got.parts] == [type(p) for p in a.parts]
+        assert got.parts[2].meta_order == "logical"
+        assert got.dtype == wanted.dtype
+        np.testing.assert_array_equal(got.to_dense(), wanted)
+        assert got.is_validated
+
+
 def test_in_order_sorts_the_parts() -> None:
     a = csr()
     turned = np.concatenate([np.arange(*r)[::-1] for r in zip(a.indptr[:-1], a.indptr[1:], strict=True)])

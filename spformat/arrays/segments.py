@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..limits import check_bytes
-from .library import Array, index_dtype, namespace
+from .library import Array, ceil_div, index_dtype, namespace
 
 
 def offsets_from_counts(counts: Array, dtype: Any = None) -> Array:
@@ -62,6 +62,31 @@ def counts_of(ids: Array, n: int) -> Array:
     if ids.size == 0:
         return xp.zeros(n, np.int64)
     return xp.bincount(ids, minlength=n).astype(np.int64, copy=False)
+
+
+def cells_of(rows: Array, cols: Array, shape: tuple[int, int], cell: tuple[int, int]) -> tuple[Array, Array]:
+    """(int64: the items in each nonempty cell of R x C places; int64[n]: the cell of each item at (row, column))."""
+    down, across = ceil_div(shape[0], cell[0]), ceil_div(shape[1], cell[1])
+    key = (rows.astype(np.int64) // cell[0]) * across + cols.astype(np.int64) // cell[1]
+    distinct, place = distinct_sorted(key, down * across)
+    return counts_of(place, distinct.size), place
+
+
+def largest_in_windows(keys: Array, windows: Array, n: int) -> Array:
+    """bool[items]: whether an item has one of the n largest keys of its window; among equal keys the first items win.
+
+    windows: the window of each item, ascending. It takes as many passes as the fullest window has items, and no sort.
+    """
+    xp = namespace(keys)
+    before = xp.zeros(keys.size, np.int32)  # items of the same window that win against this one
+    for d in range(1, keys.size):
+        together = windows[d:] == windows[:-d]
+        if not bool(together.any()):  # synchronize!
+            break
+        loses = keys[d:] <= keys[:-d]
+        before[d:] += together & loses
+        before[:-d] += together & ~loses
+    return before < n
 
 
 def stable_order(keys: Array, bound: int) -> Array:

@@ -51,7 +51,7 @@ def check_target(target: str) -> str:
     """``target`` if it is "auto", "keep" or a format with legal params; else UsageError."""
     if target not in (AUTO, KEEP):
         fmt, params = parse_spec(target)
-        fmt.require_converter()
+        fmt.require_converter(**params)
         fmt.resolve_params(params)
     return target
 

@@ -150,11 +150,15 @@ def plan_chunks(plan: TensorPlan, recipe: Recipe) -> ChunkPlan | None:
         return None
     fmt, given = parse_spec(plan.target)
     params = fmt.resolve_params(given)
-    if r.dtype not in fmt.value_dtypes or len(params) != len(fmt.declared_params()):
+    if r.dtype not in fmt.value_dtypes:
         return None
-    layout = fmt.row_chunks(params)
-    rows = None if layout is None else rows_per_chunk(plan, fmt, params, layout)
-    return None if layout is None or rows is None else ChunkPlan(plan, fmt, params, layout, rows)
+    layout = fmt.row_chunks(params) if len(params) == len(fmt.declared_params()) else None
+    if layout is None:
+        what = f"{plan.name}: {fmt.name} is converted as a whole, not in row chunks: dense array of shape {plan.shape}"
+        limits.check_bytes(limits.product(*plan.shape, value_type(r.dtype).numpy.itemsize), what, plan.bytes_in)
+        return None
+    rows = rows_per_chunk(plan, fmt, params, layout)
+    return None if rows is None else ChunkPlan(plan, fmt, params, layout, rows)
 
 
 def rows_per_chunk(plan: TensorPlan, target: type[Format], params: dict[str, Any], layout: RowChunks) -> int | None:

@@ -12,6 +12,7 @@ from .array_methods import frozen
 from .base import Format
 from .bitmask import Bitmask
 from .bsr import BSR
+from .cover import CoverRule, parse_items
 from .csr import CSR
 from .dbsr import DBSR
 from .dense import Dense
@@ -105,25 +106,35 @@ def by_name(name: str) -> type[Format]:
 
 
 def parse_spec(text: str) -> tuple[type[Format], dict[str, Any]]:
-    """ "bsr:blocksize=64x64", "2:4" or "vector-nm:n=2,m=4" -> (class, params as text); UsageError when malformed."""
+    """ "bsr:blocksize=64x64", "2:4" or "vector-nm:n=2,m=4" -> (class, params as text); UsageError when malformed.
+
+    "bsr:32x32,density>=0.5+csr" -> (Sum, {"rules": one text for each part}); ``resolve_params`` reads these.
+    """
+    if "+" in text:
+        return Sum, {"rules": tuple(part.strip() for part in text.split("+"))}
+    rule = parse_rule(text)
+    if rule.conditions:
+        raise UsageError(
+            f"format {text!r:.200}: a condition says which values a part of a sum takes: name the part that takes the "
+            f"others, too, as in '{text:.100}+csr'"
+        )
+    return rule.format, rule.params
+
+
+def parse_rule(text: str) -> CoverRule:
+    """One part of a sum, "bsr:32x32,density>=0.5"; UsageError when malformed."""
     if text == "2:4" or text.startswith("2:4:"):
         text = TwoFour.name + text[3:]
     name, _, rest = text.partition(":")
     fmt = by_name(text if text in _ALSO_CALLED else name.strip())
-    params: dict[str, Any] = {}
-    for item in filter(None, rest.split(",")):
-        key, equals, value = item.partition("=")
-        if not equals or not value:
-            raise UsageError(f"format {text!r:.200}: expected name=value after ':', got {item!r:.80}")
-        key = key.strip().replace("-", "_")
-        if key in params:
-            raise UsageError(f"format {text!r:.200}: {key} is given twice, as {params[key]} and {value.strip()}")
-        params[key] = value.strip()
-    return fmt, params
+    return parse_items(fmt, rest, text)
+
+
+Sum.parse_rule = staticmethod(parse_rule)
 
 
 def spec_text(fmt: type[Format], params: dict[str, Any]) -> str:
     """The text ``parse_spec`` reads back."""
-    parts = ["x".join(map(str, v)) if isinstance(v, tuple) else str(v) for v in params.values()]
-    items = ",".join(f"{k}={v}" for k, v in zip(params, parts, strict=True))
-    return f"{fmt.name}:{items}" if items else fmt.name
+    if fmt is Sum and params:
+        return "+".join(params["rules"])
+    return CoverRule(fmt, params).text

@@ -60,13 +60,15 @@ class Format(Hooks, Fields, ArrayMethods):
     aligned: ClassVar[bool] = True
     paper: ClassVar[str] = ""
     __array_ufunc__: ClassVar[None] = None  # else numpy would wrap the matrix in an array for ``x @ a`` and ``x == a``
-    # These are set by modules that import this one: the hub (csr.py), ``T``, scipy, torch, ``spmm``, ``smallest``.
+    # These are set by modules that import this one: the hub (csr.py), ``T``, scipy, torch, ``spmm``, ``smallest``, the
+    # picture that notebooks show.
     hub: ClassVar[type[CSR]]
     to_scipy: ClassVar[Callable[[Any], Any]]
     to_torch: ClassVar[Callable[[Any], Any]]
     __matmul__: ClassVar[Callable[[Any, Any], Any]]
     __rmatmul__: ClassVar[Callable[[Any, Any], Any]]
     smallest: ClassVar[Callable[[Any], str]]
+    _repr_html_: ClassVar[Callable[[Any], str]]
     if TYPE_CHECKING:
 
         @property
@@ -282,7 +284,7 @@ class Format(Hooks, Fields, ArrayMethods):
                 f"{cls.name}: from_csr: expected a CSR, got {type(a).__name__}; use convert(x, {cls.name!r})"
             )
         cls.accepts(a.dtype)
-        cls.require_converter()
+        cls.require_converter(**params)
         a.ensure_valid()
         resolved = cls.resolve_params(params, a)
         specs = cls.array_specs(a.shape, a.dtype, a.nnz, resolved)
@@ -293,8 +295,9 @@ class Format(Hooks, Fields, ArrayMethods):
             return cls.from_hub(a, resolved)
 
     @classmethod
-    def require_converter(cls) -> None:
-        """UsageError, which says what to do instead, if a format has no converter from other formats."""
+    def require_converter(cls, **params: Any) -> None:
+        """UsageError, which says what to do instead, if a format has no converter from other formats with these
+        params."""
 
     @classmethod
     def from_hub(cls, a: CSR, params: dict[str, Any]) -> Self:
@@ -324,7 +327,7 @@ class Format(Hooks, Fields, ArrayMethods):
     @classmethod
     def from_dense(cls, x: Array, **params: Any) -> Self:
         """This format from a 2-D array [M, K]; bit for bit the same as by way of CSR."""
-        cls.require_converter()
+        cls.require_converter(**params)
         given = cls.resolve_params(params)
         x = checked_values(x, cls.name)
         cls.accepts(x.dtype)

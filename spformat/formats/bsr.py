@@ -23,10 +23,13 @@ from ..errors import PatternError, UsageError
 from ..limits import check_bytes, product
 from .base import INDEX, VALUE, Format, RowChunks, array, param
 from .csr import CSR
-from .hooks import Blocks, Counts, Pattern
+from .hooks import Blocks, Condition, Counts, Measure, Pattern, dense_cells
 
 ROW_CHUNK = 1 << 22
 """Dense elements that the host converts at a time."""
+
+BLOCK_DENSITY = Measure("density", True, "share of the R*C places of its block that hold a value")
+HALF_FULL = Condition("density", ">=", 0.5)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
@@ -35,6 +38,7 @@ class BSR(Format):
 
     name, version, tie_rank = "bsr", 1, 3
     torch_layout = "sparse_bsr"
+    measures = (BLOCK_DENSITY,)
 
     blocksize: tuple[int, int] = param("pair", 1, 1024, default=(32, 32), doc="block height R, width C")
     indptr: Array = array(INDEX, "Mb+1", bound="nnzb", doc="first block of each block row")
@@ -71,6 +75,14 @@ class BSR(Format):
     @classmethod
     def candidates(cls, counts: Counts) -> tuple[dict[str, Any], ...]:
         return tuple({"blocksize": (b, b)} for b in counts.blocks)
+
+    @classmethod
+    def usual_conditions(cls, params: dict[str, Any]) -> tuple[Condition, ...]:
+        return (HALF_FULL,)
+
+    @classmethod
+    def covered(cls, a: CSR, params: dict[str, Any], conditions: tuple[Condition, ...]) -> Array:
+        return dense_cells(a, params["blocksize"], conditions)
 
     @classmethod
     def examples(cls) -> tuple[dict[str, Any], ...]:

@@ -143,8 +143,10 @@ class CSR(Format):
     def without_zeros(self) -> CSR:
         """The same matrix without its stored zeros; itself when there are none."""
         keep = nonzero_mask(self.data)
-        if bool(keep.all()):  # synchronize!
-            return self
+        return self if bool(keep.all()) else self.only(keep)  # synchronize!
+
+    def only(self, keep: Array) -> CSR:
+        """The items of a valid matrix for which ``keep`` bool[nnz] is True, each with its bits."""
         kept_before = offsets_from_counts(keep.astype(np.int64))  # int64[nnz+1]: kept items before each
         indptr = kept_before[self.indptr]
         nnz = int(indptr[-1])  # synchronize!

@@ -17,9 +17,19 @@ from ..arrays.library import Array, index_dtype, namespace
 from ..arrays.segments import rows_of
 from ..errors import PointerError
 from .base import INDEX, VALUE, Format, array, param
-from .bsr import BSR, block_grid, blocks_to_csr, blocks_to_dense, check_blocks, check_inside, counted_blocks
+from .bsr import (
+    BLOCK_DENSITY,
+    BSR,
+    HALF_FULL,
+    block_grid,
+    blocks_to_csr,
+    blocks_to_dense,
+    check_blocks,
+    check_inside,
+    counted_blocks,
+)
 from .csr import CSR
-from .hooks import Blocks, Counts, Pattern
+from .hooks import Blocks, Condition, Counts, Pattern, dense_cells
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
@@ -27,6 +37,7 @@ class DBSR(Format):
     """BSR that lists only the block rows that have blocks."""
 
     name, version, torch_layout = "dbsr", 1, ""
+    measures = (BLOCK_DENSITY,)
     paper = "SparseTIR: Composable Abstractions for Sparse Compilation in Deep Learning (ASPLOS 2023)"
 
     blocksize: tuple[int, int] = param("pair", 1, 1024, default=(32, 32), doc="block height R, width C")
@@ -62,6 +73,14 @@ class DBSR(Format):
             return None
         row_ids = index_dtype(blocks.grid[0] - 1).itemsize * blocks.rows
         return row_ids + index_dtype(blocks.nnzb).itemsize * (blocks.rows + 1) + blocks.nbytes
+
+    @classmethod
+    def usual_conditions(cls, params: dict[str, Any]) -> tuple[Condition, ...]:
+        return (HALF_FULL,)
+
+    @classmethod
+    def covered(cls, a: CSR, params: dict[str, Any], conditions: tuple[Condition, ...]) -> Array:
+        return dense_cells(a, params["blocksize"], conditions)
 
     @classmethod
     def examples(cls) -> tuple[dict[str, Any], ...]:

@@ -23,7 +23,7 @@ from ..arrays.segments import counts_of, distinct_sorted, offsets_from_counts, p
 from ..errors import IndexBoundsError, InvariantError
 from .base import AUTO, INDEX, VALUE, Format, array, param, table
 from .csr import CSR
-from .hooks import Counts
+from .hooks import ROW_LENGTH, Condition, Counts
 
 MAX_WIDTH = 1 << 20
 
@@ -33,7 +33,7 @@ class ELLBuckets(Format):
     """Rows grouped by length into ELL blocks of power-of-two width; stored zeros are kept with their bits."""
 
     name, version = "ell-buckets", 1
-    keeps_stored_zeros = True
+    keeps_stored_zeros, selective = True, True
     paper = "SparseTIR: Composable Abstractions for Sparse Compilation in Deep Learning (ASPLOS 2023), hyb(c, k)"
 
     column_parts: int = param("int", 1, 1024, default=1, doc="parts of K, each with its own buckets")
@@ -67,6 +67,10 @@ class ELLBuckets(Format):
         rows, slots = int(chunks.sum()), int((chunks * np.where(chunks > 1, widest, width)).sum())
         index = index_dtype(K - 1).itemsize + index_dtype(counts.nnz - 1).itemsize
         return index_dtype(M - 1).itemsize * rows + (index + value_type(counts.dtype).numpy.itemsize) * slots
+
+    @classmethod
+    def usual_conditions(cls, params: dict[str, Any]) -> tuple[Condition, ...]:
+        return (Condition(ROW_LENGTH.name, "<=", params["max_width"]),) if "max_width" in params else ()
 
     @classmethod
     def examples(cls) -> tuple[dict[str, Any], ...]:

@@ -1,20 +1,28 @@
 """The hooks of a format, and what they exchange with the layers above: sparsity patterns, and counts of a matrix.
 
 Each format states which pattern its matrices have (``Format.pattern``), whether the counts of a matrix prove that it
-fits (``fits``), how many bytes it would need (``bytes_of``) and which parameters are worth considering
-(``candidates``). So the layers above prune, count and choose without knowing any format by name.
+fits (``fits``), how many bytes it would need (``bytes_of``), which parameters are worth considering (``candidates``)
+and which values of a matrix it takes as a part of a sum (``covered``). So the layers above prune, count, choose and
+divide without knowing any format by name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
 from ..arrays.dtypes import value_type
+from ..arrays.library import Array, namespace
+from ..arrays.segments import cells_of
+from ..errors import UsageError
 from ..limits import product
-from .declare import REQUIRED, Declared
+from .declare import MAX_DIMENSION, REQUIRED, Declared, plain_int
+
+if TYPE_CHECKING:
+    from .csr import CSR
 
 VECTOR_ROWS, VECTOR_STRIDE = 8, 16
 """Vectors are counted for this height and this group size only."""
@@ -46,6 +54,69 @@ class Blocks:
 
 Pattern: TypeAlias = Groups | Vectors | Blocks | None
 """None: each value is kept or pruned by itself."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number that every value of a matrix has, such as the length of its row. Conditions compare it with a bound."""
+
+    name: str
+    share: bool
+    """Whether it is a share in 0 .. 1; otherwise a number of values."""
+    doc: str
+
+    def bound(self, text: str) -> float:
+        """The bound of a condition from its text; UsageError unless it is a share in 0 .. 1, or an int >= 0."""
+        try:
+            number = float(text) if self.share else plain_int(text)
+            if 0 <= number <= (1 if self.share else MAX_DIMENSION):  # false for NaN
+                return abs(number)  # -0.0 is written as 0
+        except ValueError:
+            pass
+        wanted = "a share in 0 .. 1" if self.share else "an int >= 0"
+        raise UsageError(f"{self.name}: expected {wanted}, got {text!r:.80}", value=text)
+
+
+ROW_LENGTH = Measure("row_length", False, "values in the row")
+COLUMN_DEGREE = Measure("column_degree", False, "values in the column")
+LINES = (ROW_LENGTH, COLUMN_DEGREE)
+"""The measures that all formats have."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """``measure >= bound`` or ``measure <= bound``: a value that does not meet it is not taken."""
+
+    measure: str
+    operator: str
+    bound: float
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What may be said once in a rule."""
+        return self.measure, self.operator
+
+    def holds(self, numbers: Array) -> Array:
+        """bool: which of the numbers meet the condition."""
+        met: Array = numbers >= self.bound if self.operator == ">=" else numbers <= self.bound
+        return met
+
+    def __str__(self) -> str:
+        return f"{self.measure}{self.operator}{repr(self.bound).removesuffix('.0')}"
+
+
+def dense_cells(a: CSR, cell: tuple[int, int], conditions: Iterable[Condition]) -> Array:
+    """bool[nnz]: whether the R x C cell of each value meets all conditions on its density.
+
+    The density of a cell is the share of its R*C places that hold a value. A cell at the edge of the matrix has R*C
+    places, too, as it is stored.
+    """
+    counts, of_value = cells_of(a.rows(), a.indices, a.shape, cell)
+    density = counts / (cell[0] * cell[1])
+    met = namespace(a.data).ones(density.size, bool)
+    for condition in conditions:
+        met &= condition.holds(density)
+    return met[of_value]
 
 
 class Counts(Protocol):
@@ -127,6 +198,26 @@ class Hooks(Declared):
     def edge_name(cls, dtype: Any) -> str:
         """The name under which the edges of this format are registered, for values of this dtype."""
         return cls.name
+
+    measures: ClassVar[tuple[Measure, ...]] = ()
+    """What conditions of this format may compare as a part of a sum, beside the length of rows and columns."""
+    selective: ClassVar[bool] = False
+    """Whether ``covered`` leaves out some values without any condition: 2:4 takes two of every four."""
+
+    @classmethod
+    def usual_conditions(cls, params: dict[str, Any]) -> tuple[Condition, ...]:
+        """Conditions that hold for a part of a sum unless others on the same measure are given. ``params``: resolved;
+        AUTO params may be missing."""
+        return ()
+
+    @classmethod
+    def covered(cls, a: CSR, params: dict[str, Any], conditions: tuple[Condition, ...]) -> Array:
+        """bool[nnz]: the values of ``a`` that this format takes as a part of a sum.
+
+        a: an ordered CSR without stored zeros, on any device. params: all of them. conditions: those on ``measures``;
+        rows and columns have been chosen before. It must cost O(nnz).
+        """
+        return namespace(a.data).ones(a.nnz, bool)
 
     @classmethod
     def candidates(cls, counts: Counts) -> tuple[dict[str, Any], ...]:

@@ -22,7 +22,7 @@ from ..errors import InvariantError, OrderError, PatternError
 from ..limits import check_bytes, product
 from .base import INDEX, VALUE, Format, RowChunks, array, param
 from .csr import CSR
-from .hooks import VECTOR_ROWS, VECTOR_STRIDE, Counts
+from .hooks import VECTOR_ROWS, VECTOR_STRIDE, Condition, Counts, Measure, dense_cells
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
@@ -30,6 +30,7 @@ class SRBCRS(Format):
     """Row tiles of ``vector_length`` rows hold the columns that have a nonzero there, padded to ``stride``."""
 
     name, version = "sr-bcrs", 1
+    measures = (Measure("density", True, "share of the vector_length places of its vector that hold a value"),)
     paper = "Magicube: Efficient Quantized Sparse Matrix Operations on Tensor Cores (SC 2022)"
 
     vector_length: int = param("int", 1, 256, default=8, doc="rows t of a vector, the height of a tile")
@@ -67,6 +68,14 @@ class SRBCRS(Format):
     @classmethod
     def candidates(cls, counts: Counts) -> tuple[dict[str, Any], ...]:
         return ({"vector_length": VECTOR_ROWS, "stride": VECTOR_STRIDE},)
+
+    @classmethod
+    def usual_conditions(cls, params: dict[str, Any]) -> tuple[Condition, ...]:
+        return (Condition("density", ">=", 0.5),)
+
+    @classmethod
+    def covered(cls, a: CSR, params: dict[str, Any], conditions: tuple[Condition, ...]) -> Array:
+        return dense_cells(a, (params["vector_length"], 1), conditions)
 
     @classmethod
     def examples(cls) -> tuple[dict[str, Any], ...]:

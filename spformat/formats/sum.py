@@ -12,9 +12,9 @@ A (4x4)       part "0", bsr 2x2     part "1", csr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from ..arrays.library import Array, namespace
 from ..errors import OrderError, UsageError
 from .base import Format
 from .composed import Composed
+from .cover import CoverRule, decomposed
 from .csr import CSR
 from .declare import part
 from .hooks import Counts
@@ -37,6 +38,7 @@ class Sum(Composed):
     """
 
     name, version, torch_layout = "sum", 1, ""
+    parse_rule: ClassVar[Callable[[str], CoverRule]]  # set where the formats are registered
 
     shape: tuple[int, int] = dataclasses.field(default=(-1, -1))
     parts: tuple[Format, ...] = part(many=True, doc="the summands, two or more, each of any format")
@@ -100,12 +102,49 @@ class Sum(Composed):
         rows, cols, values, _ = self._items()
         return CSR.from_coordinates(self.shape, rows, cols, values.view(self.dtype))
 
+    # ---------------------------------------------------------------- converting
+
     @classmethod
-    def require_converter(cls) -> NoReturn:
-        raise UsageError(
-            "sum: which part takes which values is yours to say: convert the parts, then Sum(parts=(a, b)); no matrix "
-            "is converted into a sum as a whole"
-        )
+    def require_converter(cls, **params: Any) -> None:
+        if params.get("rules") is None:
+            raise UsageError(
+                "sum: say what each part takes: spformat.decompose(x, 'bsr:blocksize=32x32,density>=0.5', 'csr'), or "
+                "--to 'bsr:32x32,density>=0.5+csr'; or convert the parts, then Sum(parts=(a, b))"
+            )
+
+    @classmethod
+    def resolve_params(cls, given: dict[str, Any], a: CSR | None = None) -> dict[str, Any]:
+        """{"rules": one complete text for each part}, or {}, because a sum in memory does not know its rules."""
+        unknown = [k for k in given if k != "rules"]
+        if unknown:
+            raise UsageError(
+                f"sum: unknown parameter {unknown[0]!r:.80}; each part has its own, as in 'bsr:blocksize=32x32+csr'"
+            )
+        if given.get("rules") is None:
+            return {}
+        return {"rules": tuple(rule.text for rule in cls.cover_rules(given["rules"]))}
+
+    @classmethod
+    def cover_rules(cls, texts: Any) -> tuple[CoverRule, ...]:
+        """The rules of all parts, complete and in order; UsageError for one that is malformed, or fewer than two."""
+        if not isinstance(texts, (tuple, list)) or not all(isinstance(t, str) for t in texts):
+            raise UsageError(f"sum: rules: expected a text for each part, got {texts!r:.80}")
+        if len(texts) < 2:
+            raise UsageError(f"sum: expected the rules of two parts or more, got {len(texts)}; the last takes the rest")
+        rules = []
+        for i, text in enumerate(texts):
+            try:
+                rules.append(cls.parse_rule(text).resolved(last=i == len(texts) - 1))
+            except UsageError as e:
+                raise UsageError(f"sum: part {i}: {e.message}", value=text) from None
+        return tuple(rules)
+
+    @classmethod
+    def _from_csr(cls, a: CSR, **params: Any) -> Self:
+        return cls.trusted(parts=decomposed(a, cls.cover_rules(params["rules"])))
+
+    def _mapped(self, function: Callable[[Array], Array]) -> Self:
+        return type(self)(parts=tuple(p._mapped(function) for p in self.parts)).validate()
 
     @classmethod
     def candidates(cls, counts: Counts) -> tuple[dict[str, Any], ...]:

@@ -19,11 +19,13 @@ import numpy as np
 
 from ..arrays import scans
 from ..arrays.dtypes import bits, nonzero_mask
-from ..arrays.library import Array, is_cupy, namespace, round_up
+from ..arrays.library import Array, ceil_div, is_cupy, namespace, round_up
+from ..arrays.magnitudes import magnitude_keys
+from ..arrays.segments import largest_in_windows
 from ..errors import IndexBoundsError, PatternError, StructureError
 from .base import VALUE, Format, RowChunks, array, param
 from .csr import CSR
-from .hooks import Counts, Groups, Pattern
+from .hooks import Condition, Counts, Groups, Pattern
 
 ROW_CHUNK = 1 << 20
 """Dense elements that the host processes at a time."""
@@ -122,7 +124,7 @@ class TwoFour(Format):
     """2:4 values and metadata for the sparse tensor cores; other values than those of 16 bits have few kernels."""
 
     name, version, tie_rank = "two-four", 1, 4
-    torch_layout = "semi_structured"
+    torch_layout, selective = "semi_structured", True
     value_dtypes = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
     paper = "PTX ISA, mma.sp sparse matrix storage; formats per NVIDIA's sm_80 and later"
 
@@ -159,6 +161,12 @@ class TwoFour(Format):
     @classmethod
     def pattern(cls, params: dict[str, Any]) -> Pattern:
         return Groups(2, 4)
+
+    @classmethod
+    def covered(cls, a: CSR, params: dict[str, Any], conditions: tuple[Condition, ...]) -> Array:
+        """The two largest magnitudes of every four columns, the lower column first among equals, NaN largest of all."""
+        group = a.rows() * ceil_div(a.shape[1], 4) + a.indices // 4
+        return largest_in_windows(magnitude_keys(a.data), group, 2)
 
     @classmethod
     def fits(cls, counts: Counts, params: dict[str, Any]) -> bool:

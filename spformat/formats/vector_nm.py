@@ -10,6 +10,7 @@ k-major: A[i, (u//n)*m + indices[u, i//L]] = data[u, i]. Packed objects also lis
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any, Self
@@ -19,11 +20,13 @@ import numpy as np
 from ..arrays import scans
 from ..arrays.dtypes import bits, nonzero_mask
 from ..arrays.library import PAD, Array, ceil_div, is_cupy, namespace, round_up
+from ..arrays.magnitudes import largest_finite_key, magnitude_keys, magnitudes, square_scale
+from ..arrays.segments import counts_of, distinct_sorted, largest_in_windows, offsets_from_counts, stable_order
 from ..errors import IndexBoundsError, InvariantError, PatternError, StructureError
 from . import edges
 from .base import POS, VALUE, Format, array, param
 from .csr import CSR
-from .hooks import Counts, Pattern, Vectors
+from .hooks import Condition, Counts, Pattern, Vectors
 
 ROW_CHUNK = 1 << 22
 """Dense elements that the host processes at a time."""
@@ -34,7 +37,7 @@ class VectorNM(Format):
     """n of every m columns kept, the same ones for ``vector_length`` rows; optionally packed for a tile."""
 
     name, version, tie_rank = "vector-nm", 1, 5
-    torch_layout = ""
+    torch_layout, selective = "", True
     paper = "NM-SpMM: Accelerating Matrix Multiplication Using N:M Sparsity with GPGPU (IPDPS 2025)"
 
     n: int = param("int", 1, 256, doc="columns kept in a window")
@@ -82,6 +85,16 @@ class VectorNM(Format):
     @classmethod
     def pattern(cls, params: dict[str, Any]) -> Pattern:
         return Vectors(params["n"], params["m"], params["vector_length"])
+
+    @classmethod
+    def covered(cls, a: CSR, params: dict[str, Any], conditions: tuple[Condition, ...]) -> Array:
+        """The n vectors of largest l2 norm in every window of m columns, the lower column first among equals."""
+        K, L, m = a.shape[1], params["vector_length"], params["m"]
+        row = a.rows()
+        vectors, which = distinct_sorted(row // L * K + a.indices, ceil_div(a.shape[0], L) * K)
+        window = vectors // max(1, K) * ceil_div(K, m) + vectors % max(1, K) // m
+        norms = _norms(a.data, row % L, which, vectors.size, L)
+        return largest_in_windows(magnitude_keys(norms), window, params["n"])[which]
 
     @classmethod
     def fits(cls, counts: Counts, params: dict[str, Any]) -> bool:
@@ -275,6 +288,24 @@ class VectorNM(Format):
             cols = (u + s.start) // self.n * self.m + self.indices[u + s.start, row // self.vector_length]
             bits(out)[row, cols] = bits(self.data)[s][nonzero]
         return out
+
+
+def _norms(values: Array, place: Array, which: Array, vectors: int, L: int) -> Array:
+    """float64[vectors]: the sum of squares of each vector, its rows added in order as ``preprocess.masks`` adds them.
+
+    place: row of each value in its vector; which: its vector.
+    """
+    norms = namespace(values).zeros(vectors, np.float64)
+    scale = square_scale(values.dtype, largest_finite_key(values) if values.dtype == np.float64 else 0)
+    order = stable_order(place, L)
+    starts = offsets_from_counts(counts_of(place, L)).tolist()  # synchronize!
+    with np.errstate(all="ignore"):  # signalling NaNs, products of infinities
+        terms = magnitudes(values) * scale
+        terms *= terms
+        for first, last in itertools.pairwise(starts):
+            items = order[first:last]  # at most one of each vector
+            norms[which[items]] += terms[items]
+    return norms
 
 
 def _padded(shape: tuple[int, int], params: dict[str, Any]) -> tuple[int, int]:

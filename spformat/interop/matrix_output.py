@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UsageError
+from ..formats import parse_spec
 from ..formats.bsr import BSR
 from ..formats.convert import convert
 from ..formats.csr import CSR
@@ -26,7 +27,7 @@ def target_of(path: files.Path, target: str) -> str:
     takes = TARGETS[suffix]
     if target in ("auto", "keep"):
         return takes[0]
-    if target.partition(":")[0] not in takes:
+    if parse_spec(target)[0].name not in takes:
         message = f"a {suffix} file holds {' or '.join(takes)}, not {target}; name a file ending in .safetensors for it"
         raise UsageError(message, path=str(path))
     return target

@@ -24,7 +24,6 @@ Memory beyond the result: a few MB on the host, a few hundred MB on a device, an
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, overload
 
@@ -32,6 +31,7 @@ import numpy as np
 
 from ..arrays.dtypes import bits, largest_finite, value_type
 from ..arrays.library import Array, ceil_div, namespace, round_up
+from ..arrays.magnitudes import largest_finite_key, magnitude_keys, magnitudes, square_scale
 from ..errors import StructureError, UsageError
 from ..formats import edges
 from ..formats.base import Format, checked_values
@@ -52,7 +52,9 @@ def magnitude(w: Array | Dense, sparsity: float, *, nonfinite: str = "refuse") -
     UsageError for a sparsity outside 0 .. 1, StructureError for NaN or infinities.
     """
     x = _checked(w, nonfinite)
-    return _largest(lambda s: _keys(x[s]), list(_row_chunks(x)), x.shape, _kept(x.size, sparsity), namespace(x))
+    return _largest(
+        lambda s: magnitude_keys(x[s]), list(_row_chunks(x)), x.shape, _kept(x.size, sparsity), namespace(x)
+    )
 
 
 def magnitude_nm(w: Array | Dense, n: int, m: int, *, nonfinite: str = "refuse") -> Array:
@@ -64,7 +66,7 @@ def magnitude_nm(w: Array | Dense, n: int, m: int, *, nonfinite: str = "refuse")
     x = _checked(w, nonfinite)
     mask = namespace(x).empty(x.shape, np.bool_)
     for s in _row_chunks(x):
-        mask[s] = _keep_nm(_keys(x[s]), n, m)
+        mask[s] = _keep_nm(magnitude_keys(x[s]), n, m)
     return mask
 
 
@@ -82,7 +84,7 @@ def magnitude_vector_nm(
     xp, power = namespace(x), _power(x, norm)
     mask = xp.empty(x.shape, np.bool_)
     for s in _row_chunks(x, vector_length):
-        keep = _keep_nm(_keys(_norms(x[s], vector_length, 1, power)), n, m)
+        keep = _keep_nm(magnitude_keys(_norms(x[s], vector_length, 1, power)), n, m)
         mask[s] = xp.repeat(keep, vector_length, axis=0)[: s.stop - s.start]
     return mask
 
@@ -102,7 +104,9 @@ def magnitude_blocks(
     norms = xp.empty((ceil_div(M, R), ceil_div(K, C)), np.float64)
     for s in _row_chunks(x, R):
         norms[s.start // R : ceil_div(s.stop, R)] = _norms(x[s], R, C, power)
-    keep = _largest(lambda s: _keys(norms[s]), list(_row_chunks(norms)), norms.shape, _kept(norms.size, sparsity), xp)
+    keep = _largest(
+        lambda s: magnitude_keys(norms[s]), list(_row_chunks(norms)), norms.shape, _kept(norms.size, sparsity), xp
+    )
     return xp.ascontiguousarray(xp.repeat(xp.repeat(keep, R, axis=0)[:M], C, axis=1)[:, :K])
 
 
@@ -210,40 +214,15 @@ def _without_nonfinite(x: Array, pruned: tuple[F, int], nonfinite: str) -> F:
 # -------------------------------------------------------------------------------------------------- order of values
 
 
-def _keys(x: Array) -> Array:
-    """Unsigned integers with the order of the magnitudes of x. All NaN have the same integer, above infinity."""
-    row, xp = value_type(x.dtype), namespace(x)
-    raw, unsigned = bits(x), row.bits.type
-    if row.name == "int8":
-        return xp.where(raw < 128, raw, ~raw + unsigned(1))  # |-128| = 128 fits uint8
-    nan = min(largest_finite(x.dtype) + 2, row.zero_mask)
-    return xp.minimum(raw & unsigned(row.zero_mask), unsigned(nan))
-
-
-def _magnitudes(x: Array) -> Array:
-    """|x| in float64, exactly; also for value types with which the library cannot compute."""
-    xp, row = namespace(x), value_type(x.dtype)
-    if row.bits.itemsize == 1:
-        every = np.arange(256, dtype=np.uint8).view(row.numpy).astype(np.float64)
-        return xp.asarray(np.abs(every))[bits(x)]
-    if row.name == "bfloat16":
-        x = (bits(x).astype(np.uint32) << 16).view(np.float32)  # a bfloat16 is the upper half of a float32
-    return xp.abs(x.astype(np.float64))
-
-
 def _power(x: Array, norm: str) -> Callable[[Array], Array]:
     """The function that gives the terms of a norm: |x| or |x|^2 in float64. float64 values are scaled, so that no sum
     overflows."""
     _check_norm(norm)
-    scale = 1.0
-    if x.dtype == np.float64 and x.size:
-        limit = np.uint64(largest_finite(x.dtype))
-        top = max(int(namespace(x).minimum(_keys(x[s]), limit).max()) for s in _row_chunks(x))  # synchronize!
-        exponent = (top >> 52) - 1022  # of the largest finite magnitude, as frexp counts
-        scale = math.ldexp(1.0, min(1000, -exponent))
+    largest = max((largest_finite_key(x[s]) for s in _row_chunks(x)), default=0) if x.dtype == np.float64 else 0
+    scale = square_scale(x.dtype, largest)
 
     def power(part: Array) -> Array:
-        size = _magnitudes(part) * scale
+        size = magnitudes(part) * scale
         return size if norm == "l1" else size * size
 
     return power
@@ -369,7 +348,7 @@ def _refuse_nonfinite(x: Array) -> None:
     limit = value_type(x.dtype).bits.type(largest_finite(x.dtype))
     count, first = 0, None
     for s in _row_chunks(x):
-        bad = _keys(x[s]) > limit
+        bad = magnitude_keys(x[s]) > limit
         here = int(bad.sum())  # synchronize!
         if here and first is None:
             row, col = divmod(int(bad.reshape(-1).argmax()), x.shape[1])

@@ -168,6 +168,8 @@ def _tree(d: Description) -> dict[str, Any]:
 def _from_tree(tree: dict[str, Any]) -> Description:
     cls = by_name(tree["format"])
     params = cls.resolve_params(tree["params"])
+    if params.keys() - {d.name for d in cls.declared_params()}:  # the rules by which a sum was made are none of it
+        raise KeyError("params")
     M, K = tree["shape"]
     parts = tuple((name, _from_tree(p)) for name, p in tree.get("parts", {}).items())
     return Description(cls.name, (int(M), int(K)), tuple(params.items()), parts)
