@@ -29,7 +29,10 @@ def again(flag: str, *values: str) -> str:
 
 def conversion_of(src: str) -> str:
     """The command that converts ``src`` with the options that were typed, into a name beside it; --to auto without."""
-    words = [word for word in sys.argv[2:] if word not in _NOT_OF_CONVERT]
+    words = [w for w in sys.argv[2:] if w not in _NOT_OF_CONVERT and not w.startswith("--plot=")]
+    while "--plot" in words:
+        at = words.index("--plot")
+        del words[at : at + 2]
     source = typed(src)
     if source in words:
         words.remove(source)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from . import plots
 from .groups import counted, each_of, grouped, together
 from .hints import conversion_of, hint
 from .options import Include, Json, Src
@@ -16,6 +19,18 @@ from .tables import cell, table
 if TYPE_CHECKING:
     from spformat.preprocess.structure import Structure
 
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is computed of each matrix beside its structure."""
+
+    coverage: bool
+    picture: bool
+
+
+_MAP = 320
+"""Most cells of a drawn map along each side: as many as it has pixels."""
+
 EPILOG = "spformat inspect ./model\n\nspformat inspect w.safetensors --long --include 're:.*down_proj'"
 
 
@@ -23,12 +38,28 @@ def run(
     src: Src,
     include: Include = None,
     long: bool = typer.Option(
-        False, "--long", "-l", help="Every tensor, with its rows by length and its bytes in every format."
+        False,
+        "--long",
+        "-l",
+        help="Every tensor, with its rows by length, what parts of a sum would take, and its bytes in every format.",
+    ),
+    plot: str = typer.Option(
+        "",
+        metavar="FILE",
+        help="Also draw each matrix: nonzeros, rows by length, fill of blocks, bytes by format. A .html, or a .png "
+        "(needs matplotlib).",
     ),
     as_json: Json = False,
 ) -> None:
     """Shape, dtype, zeros, pattern (2:4, n:m, vectors, blocks; how nearly) and smallest exact format of tensors."""
-    rows = [_described(*item) for item in _structures(src, include, as_json)]
+    if plot:
+        plots.check(plot)
+    wanted = Wanted(coverage=long or as_json, picture=bool(plot))
+    rows = [_described(*item) for item in _structures(src, include, as_json, wanted)]
+    if plot:
+        plots.write(plot, os.path.basename(os.path.abspath(src)) if typed(src) != "-" else "-", rows)
+        for row in rows:
+            row.pop("picture", None)
     if as_json:
         print_json({"path": typed(src), "tensors": rows})
         return
@@ -69,13 +100,14 @@ def _zeros(row: dict[str, Any]) -> str:
     return f"{100 * (1 - row['density']):.1f} %" + (f" ({row['stored_zeros']} stored)" if row["stored_zeros"] else "")
 
 
-def _structures(src: str, include: list[str] | None, silent: bool) -> Any:
-    """(name, stored format, shape, dtype, bytes, Structure or None), one tensor in memory at a time."""
+def _structures(src: str, include: list[str] | None, silent: bool, wanted: Wanted) -> Any:
+    """(name, stored format, shape, dtype, bytes, Structure or None, stored zeros, what else is wanted), one tensor in
+    memory at a time."""
     from spformat.checkpoint.recipe import included
     from spformat.checkpoint.source import open_source
     from spformat.checkpoint.stacks import StackedFile, holds_matrices, records_of
     from spformat.formats.base import Format
-    from spformat.preprocess.structure import stacked
+    from spformat.preprocess.structure import analyse, stacked
 
     source = open_source(src)
     names = included(source.records, include)
@@ -84,42 +116,52 @@ def _structures(src: str, include: list[str] | None, silent: bool) -> Any:
         for name, f in source.opened(names):
             _, record, nbytes = source.records[name]
             stored = record.format.name if record.format else "plain"
-            structure, zeros = None, 0
+            structure, zeros, more = None, 0, {}
             if holds_matrices(record):
                 matrices: Any = StackedFile(f, [record])
-                structures = []
+                structures, extras = [], []
                 for r in records_of(record):
                     x = matrices.read(r.name) if r.format else matrices.array(r.name)
                     zeros += x.stored_zeros if isinstance(x, Format) else 0
-                    structures.append(structure_of(x, src, r.name))
+                    x = _dense(x, src, r.name)
+                    structures.append(analyse(x))
+                    extras.append(_more(structures[-1], x, wanted))
+                    del x
                 structure = stacked(structures) if len(record.shape) == 3 else structures[0]
+                more = _together(extras)
             step(name, nbytes)
-            yield name, stored, record.shape, record.dtype, nbytes, structure, zeros
+            yield name, stored, record.shape, record.dtype, nbytes, structure, zeros, more
 
 
 def structure_of(x: Any, path: str, tensor: str | None = None) -> Structure:
     """Structure of a matrix; LimitError with its place where it is too large to be looked at densely."""
-    from spformat import Format
-    from spformat.errors import LimitError
     from spformat.preprocess.structure import analyse
 
+    return analyse(_dense(x, path, tensor))
+
+
+def _dense(x: Any, path: str, tensor: str | None) -> Any:
+    from spformat import Format
+    from spformat.errors import LimitError
+
     try:
-        return analyse(x.to_dense() if isinstance(x, Format) else x)
+        return x.to_dense() if isinstance(x, Format) else x
     except LimitError as e:
         e.message += "; a conversion to a format named with --to needs no dense matrix"
         raise e.at(path=path, tensor=tensor) from None
 
 
 def _described(
-    name: str, stored: str, shape: tuple[int, ...], dtype: str, nbytes: int, s: Structure | None, stored_zeros: int
-) -> dict[str, Any]:
+    name: str, stored: str, shape: tuple[int, ...], dtype: str, nbytes: int, s: Structure | None, stored_zeros: int,
+    more: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
     row: dict[str, Any] = {"name": name, "format": stored, "shape": list(shape), "dtype": dtype, "bytes": nbytes}
     if s is None:
         return row
     facts = _facts_of.get(id(s))
     if facts is None or facts[0] is not s:
         facts = _facts_of[id(s)] = s, _facts(s)
-    return row | {"stored_zeros": stored_zeros} | facts[1]
+    return row | {"stored_zeros": stored_zeros} | facts[1] | more
 
 
 _facts_of: dict[int, tuple[Structure, dict[str, Any]]] = {}
@@ -143,6 +185,42 @@ def _facts(s: Structure) -> dict[str, Any]:
         "smallest": s.smallest(),
         "patterns": list(_patterns(s)),
     }
+
+
+def _more(s: Structure, x: Any, wanted: Wanted) -> dict[str, Any]:
+    from spformat.formats.csr import CSR
+    from spformat.formats.picture import block_fill, density_map
+
+    more: dict[str, Any] = {"coverage": _coverage(s, x)} if wanted.coverage else {}
+    if wanted.picture:
+        a = CSR.from_dense(x)
+        more["picture"] = density_map(a, _MAP), block_fill(a)
+    return more
+
+
+def _coverage(s: Structure, x: Any) -> dict[str, int]:
+    from spformat.preprocess.coverage import covered
+
+    if id(s) not in _covered_of:
+        _covered_of[id(s)] = s, covered(x)
+    return _covered_of[id(s)][1]
+
+
+_covered_of: dict[int, tuple[Structure, dict[str, int]]] = {}
+"""What parts of a sum would take of the matrix of a Structure, by its id."""
+
+
+def _together(extras: list[dict[str, Any]]) -> dict[str, Any]:
+    """What else is wanted of a tensor, from that of its matrices: of a stack the sums, and the mean of the maps."""
+    more: dict[str, Any] = {}
+    if "coverage" in extras[0]:
+        taken = {k: sum(e["coverage"][k] for e in extras) for k in extras[0]["coverage"]}
+        nnz = taken.pop("nnz")
+        more["coverage"] = {rule: round(n / nnz, 4) for rule, n in taken.items()} if nnz else {}
+    if "picture" in extras[0]:
+        maps, fills = zip(*(e["picture"] for e in extras), strict=True)
+        more["picture"] = sum(maps) / len(maps), [sum(counts) for counts in zip(*fills, strict=True)]
+    return more
 
 
 def _fill(s: Structure, b: int) -> float:
@@ -187,6 +265,9 @@ def _print_long(row: dict[str, Any]) -> None:
     out.print(f"  n:m that fit: {', '.join(row['n_m']) or 'none'}")
     shares = ", ".join(f"{100 * share:.0f} % for {rows} rows" for rows, share in row["kept_share"].items())
     out.print(f"  rows of B that a tile needs: {shares}")
+    if row["coverage"]:
+        parts = ", ".join(f"{100 * share:.1f} % {rule}" for rule, share in row["coverage"].items())
+        out.print(f"  nonzeros that the first part of a sum would take: {parts}")
     out.print("  rows by length: " + ", ".join(f"{k}: {v}" for k, v in row["rows_by_length"].items() if v))
     for text, nbytes in sorted(row["sizes"].items(), key=lambda item: item[1]):
         mark = "  <- smallest" if text == row["smallest"] else ""

@@ -374,6 +374,19 @@ def test_dense_to_sums_and_back(tmp_path: Path) -> None:
     assert command("diff", tmp_path / "other", source).code == 0
 
 
+def test_stacks_of_sums(tmp_path: Path) -> None:
+    x = np.stack([matrix(i, (40, 64), 0.5) for i in range(3)])
+    sf.save_dense(tmp_path / "m.safetensors", {"experts": x})
+    answer = command(
+        "convert", tmp_path / "m.safetensors", tmp_path / "out", "--to", "bsr:8x8,density>=0.6+two-four+csr"
+    )
+    assert answer.code == 0, answer.err
+    stack = sf.open(tmp_path / "out")["experts"]
+    assert stack == sf.stack(x, "bsr:8x8,density>=0.6+two-four+csr")
+    assert [len(w.parts) for w in stack] == [3, 3, 3]
+    assert command("diff", tmp_path / "out", tmp_path / "m.safetensors").code == 0
+
+
 def test_one_matrix_into_one_file(tmp_path: Path) -> None:
     cora, text = ROOT / "fixtures/matrices/cora.npz", "csr:row_length>=16+ell-buckets:max_width=8"
     assert command("convert", cora, tmp_path / "c.safetensors", "--to", text).code == 0

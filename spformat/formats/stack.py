@@ -140,7 +140,7 @@ class Stack(Composed):
         cls.require_converter()
 
     @classmethod
-    def require_converter(cls) -> NoReturn:
+    def require_converter(cls, **params: Any) -> NoReturn:
         raise UsageError(
             "stack: name the format of its matrices: spformat.stack(x, 'csr') converts an array [E, M, K], and --to "
             "csr a tensor of a file"
