@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +56,7 @@ def run(
     wanted = Wanted(coverage=long or as_json, picture=bool(plot))
     rows = [_described(*item) for item in _structures(src, include, as_json, wanted)]
     if plot:
-        plots.write(plot, os.path.basename(os.path.abspath(src)) if typed(src) != "-" else "-", rows)
+        plots.write(plot, typed(src).rstrip("/").rpartition("/")[2], rows)
         for row in rows:
             row.pop("picture", None)
     if as_json:
