@@ -15,7 +15,7 @@ import pytest
 import strict_cupy
 from cases import CASES, values
 from catalogue import command
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import spformat as sf
@@ -127,6 +127,7 @@ def check(x: Array, rules: list[str]) -> sf.Sum:
     return s
 
 
+@settings(max_examples=settings.default.max_examples // 3)  # each example tries up to three rules
 @given(
     st.integers(0, 2**32), st.tuples(st.integers(0, 13), st.integers(0, 13)), st.sampled_from([0.1, 0.5, 0.9]),
     st.lists(st.sampled_from(list(TAKES)), min_size=1, max_size=2), st.sampled_from(LAST),
