@@ -47,17 +47,17 @@ def test_a_format_is_listed_while_it_is_registered() -> None:
 
 def test_a_composed_format_is_listed_while_it_is_registered() -> None:
     @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
-    class Stack(Composed):
-        name = "stack"
+    class Pair(Composed):
+        name = "pair"
         parts: tuple[Format, ...] = part(many=True)
 
     listed, others = composed(), registered()
-    sf.register(Stack)
+    sf.register(Pair)
     try:
-        assert composed() == (*listed, Stack)
+        assert composed() == (*listed, Pair)
         assert registered() == others
     finally:
-        unregister("stack")
+        unregister("pair")
     assert composed() == listed
 
 
