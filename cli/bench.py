@@ -84,6 +84,7 @@ def run(
         text = f"load {busy:.1f} on {os.cpu_count()} cores: other work on this machine shows in the times below"
         warnings().print(text, style="yellow")
     rows: list[dict[str, Any]] = []
+    verdicts: list[str] = []
     t = table("tensor", "N", "contender", "cold us", "hot us", "host us", "TFLOP/s useful", "GB/s", "error", "note",
               right=("N", "cold us", "hot us", "host us", "TFLOP/s useful", "GB/s", "error"))  # fmt: skip
     environment = None
@@ -107,7 +108,7 @@ def run(
                 t.add_row(name, str(width), r.name, *(_number(v) for v in (r.cold_us, r.hot_us, r.host_us)),
                           f"{r.useful_tflops:.3f}", f"{r.gbytes_per_s:.0f}", f"{r.error:.2f}", r.note,
                           style=None if r.peer else "bold")  # fmt: skip
-            notes().print(f"{cell(name)} N={width}: {bench.verdict(results)}")
+            verdicts.append(f"{cell(name)} N={width}: {bench.verdict(results)}")
     if as_json:
         print_json({"environment": environment, "results": rows})
     else:
@@ -115,6 +116,8 @@ def run(
         console().print(
             "The column error is a share of the bound for float32 sums, wrong above 1; only ratios of one run count."
         )
+    for text in verdicts:
+        notes().print(text, soft_wrap=True)
     if plot:
         _plot(rows, plot)
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import typer
 
-from .options import Json, Src
-from .output import print_json, summary
+from .groups import grouped, one_each
+from .options import Json, Long, Src
+from .output import print_json, set_verdict, summary
+from .tables import cell
+
+_NUMBER = re.compile(r"-?[0-9][0-9.]*(e[+-]?[0-9]+)?|-?inf|-?nan")
 
 EPILOG = "spformat diff ./model ./dense\n\nspformat diff ./model ./model-sp --provenance"
 
@@ -18,6 +25,7 @@ def run(
         "--provenance",
         help="Also: is one of them the very input, byte for byte, that the manifest of the other names?",
     ),
+    long: Long = False,
     as_json: Json = False,
 ) -> None:
     """Exit 0 for the same values, bit by bit, 1 where they differ; only -0.0 and +0.0 count as equal.
@@ -34,14 +42,25 @@ def run(
     differing = [d for _, d in results if d is not None]
     same = len(results) - len(differing)
     differing += diff_metadata(one, other)
+    set_verdict(1 if differing else 0)
     if as_json:
         differences = [
             {"tensor": d.tensor, "what": d.what, "count": d.count, "index": list(d.index)} for d in differing
         ]
         print_json({"a": a, "b": b, "equal": not differing, "compared": len(results), "differences": differences})
     else:
-        for d in differing:
-            summary().print(str(d), soft_wrap=True)
+        for group in one_each(differing, _name) if long else grouped(differing, _name, _fate):
+            first = "first: " if len(group.rows) > 1 else ""
+            summary().print(f"{cell(group.label)}: {first}{group.rows[0].what}", soft_wrap=True)
         what = "tensors and files are the same" if provenance else "tensors hold the same values"
         summary().print(f"{same} of {len(results)} {what}")
     raise typer.Exit(1 if differing else 0)
+
+
+def _name(d: Any) -> str:
+    return str(d.tensor)
+
+
+def _fate(d: Any) -> str:
+    """What tensors have in common that share a line: all that is said of them but numbers."""
+    return _NUMBER.sub("#", d.what)

@@ -41,8 +41,9 @@ def architecture(gpu: str) -> tuple[int, str]:
     if best[0]:
         return best
     known = ", ".join(f"sm_{number}" for number in ARCHITECTURES)
+    boards = ", ".join(name for some in BOARDS.values() for name in some[:2])
     raise typer.BadParameter(
-        f"expected cpu, a name like H100, or one of {known} (sm_90a and later ones with an a, too), got {gpu!r}"
+        f"expected cpu, a board ({boards}, ..), or one of {known} (sm_90a and later ones with an a, too), got {gpu!r}"
     )
 
 

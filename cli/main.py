@@ -9,14 +9,16 @@ import signal
 import sys
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING, NoReturn
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
 from . import backends, bench, convert, diff, env, explain, formats, inspect, merge, plan, validate
 from .hints import again, hint, was_given
 from .limits import bounded
-from .output import notes, open_streams, set_quiet, warnings
+from .output import notes, open_streams, set_quiet, verdict, warnings
+from .refusals import reason, remedies
 
 if TYPE_CHECKING:
     from spformat.errors import SpformatError
@@ -33,9 +35,11 @@ app = typer.Typer(
 
 def _version(show: bool) -> None:
     if show:
-        from spformat import __version__
-
-        typer.echo(f"spformat {__version__}")
+        try:
+            version = metadata.version("spformat")
+        except metadata.PackageNotFoundError:  # a checkout that is not installed
+            from spformat import __version__ as version
+        typer.echo(f"spformat {version}")
         raise typer.Exit
 
 
@@ -68,7 +72,14 @@ def main() -> None:
     for name, code in _SIGNALS.items():
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), lambda *_, code=code: sys.exit(code))
-    stdout = sys.stdout
+    stdout, interrupted = sys.stdout, threading.Event()
+
+    def interrupt(number: int, frame: Any) -> None:
+        interrupted.set()
+        signal.default_int_handler(number, frame)
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where Ctrl-C is ignored, as with nohup
+        signal.signal(signal.SIGINT, interrupt)
     try:
         _log(os.environ.get("SPFORMAT_LOGLEVEL", ""))
         if "--json" in sys.argv:  # then the error about a misspelt command is printed as JSON, too
@@ -78,14 +89,16 @@ def main() -> None:
         if e.code in (130, *_SIGNALS.values()):
             _leave(int(e.code))
         # Typer answers a reader that went away (`| head`) with a wrapped stdout and exit 1; it is no error.
-        raise SystemExit(0 if e.code == 1 and sys.stdout is not stdout else e.code) from None
+        raise SystemExit(verdict() if e.code == 1 and sys.stdout is not stdout else e.code) from None
     except KeyboardInterrupt:
         _leave(130)
     except BrokenPipeError:
         # The reader went away (`| head`): nothing to say, and nothing to flush to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        sys.exit(verdict())
     except Exception as e:
+        if interrupted.is_set():  # an import that Ctrl-C cuts off may end with any error
+            _leave(130)
         if os.environ.get("SPFORMAT_DEBUG"):
             raise
         sys.exit(_code_of(e))
@@ -93,9 +106,10 @@ def main() -> None:
 
 def _leave(code: int) -> NoReturn:
     """End after a signal, without waiting for a server that sends nothing to a download."""
-    from spformat.checkpoint.transfers import THREADS
-
-    if any(thread.name.startswith(THREADS) for thread in threading.enumerate()):
+    # Nothing is imported here: the signal may have cut off an import of the same module.
+    transfers = sys.modules.get("spformat.checkpoint.transfers")
+    begins = getattr(transfers, "THREADS", None)
+    if begins and any(thread.name.startswith(begins) for thread in threading.enumerate()):
         with suppress(OSError):
             sys.stdout.flush()
         sys.stderr.flush()
@@ -153,13 +167,17 @@ def report(error: SpformatError, as_json: bool) -> int:
     if as_json:
         sys.stderr.write(json.dumps(error.to_json()) + "\n")
         return error.exit_code
-    warnings().print(f"error: {error}", soft_wrap=True, style="red")
+    text = str(error)
     if error.exit_code == 3 and not was_given("--misfit"):
+        # Most often an embedding does not fit, so pruning comes last.
+        warnings().print(f"error: {reason([text])}", soft_wrap=True, style="red")
         hint(again("--misfit", "keep"))
-        text = (
-            "leaves such tensors as they are; --misfit FORMAT gives them that one; --exclude and --rule choose by name"
-        )
-        notes().print(f"      ({text})", style="dim", soft_wrap=True)
+        others = "--misfit FORMAT gives them that one; --exclude and --rule choose by name"
+        notes().print(f"      (leaves such tensors as they are; {others})", style="dim", soft_wrap=True)
+        if more := remedies([text]).removeprefix(". "):
+            notes().print(f"      {more}", style="dim", soft_wrap=True)
+    else:
+        warnings().print(f"error: {text}", soft_wrap=True, style="red")
     folder = _folder_of_link(error)
     if folder:
         hint(again("--follow-symlinks", folder))

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import textwrap
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -20,6 +21,8 @@ _WIDE = 200
 
 
 _NO_LIMIT = 1 << 30
+_EVERY = 5.0
+"""Seconds between two lines about the progress of a run."""
 
 
 def shown(text: str) -> str:
@@ -51,7 +54,7 @@ class _Pipe(_Plain):
 
     def on_broken_pipe(self) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(0)
+        raise SystemExit(verdict())
 
 
 class _Notes(_Plain):
@@ -138,6 +141,22 @@ def notes() -> Console:
     return out
 
 
+class _Verdict:
+    """The exit code of a verb that judges, once it is known: it counts, whoever reads the lines about it."""
+
+    code = 0
+
+
+def set_verdict(code: int) -> None:
+    """From now on, a reader that goes away (`| head`) ends the command with this exit code."""
+    _Verdict.code = code
+
+
+def verdict() -> int:
+    """The exit code where the reader of stdout went away: 0 unless ``set_verdict`` was called."""
+    return _Verdict.code
+
+
 class _Quiet:
     """Whether the command was given --quiet. The error that ends a command is reported after its options are gone."""
 
@@ -188,19 +207,20 @@ def size(nbytes: int | None) -> str:
 
 @contextmanager
 def progress(total: int, label: str, silent: bool, *, lines: bool = False) -> Iterator[Any]:
-    """A progress bar with bytes per second on a terminal; elsewhere nothing, or with ``lines`` a line for each
-    tensor."""
+    """A progress bar with bytes per second on a terminal; elsewhere nothing, or with ``lines`` a line now and then."""
     out = notes()
     if silent or out.quiet or not (out.is_terminal or lines):
         yield lambda name, nbytes: None
         return
     if not out.is_terminal:
-        done = 0
+        done, said = 0, -_EVERY
 
         def line(name: str, nbytes: int) -> None:
-            nonlocal done
+            nonlocal done, said
             done += nbytes
-            out.print(f"{label} {cell(name)}  {size(done)} of {size(total)}", soft_wrap=True)
+            if time.monotonic() - said >= _EVERY or done >= total:
+                said = time.monotonic()
+                out.print(f"{label} {cell(name)}  {size(done)} of {size(total)}", soft_wrap=True)
 
         yield line
         return

@@ -12,7 +12,7 @@ import typer
 from .groups import counted, grouped, one_each, together, without_numbers
 from .hints import again, conversion_of, hint
 from .options import Exclude, Include, Json, Long, Misfit, NonFinite, Prune, Rules, Sparsity, Src, To, recipe
-from .output import console, print_json, progress, size, summary, warnings
+from .output import console, print_json, progress, set_verdict, size, summary, warnings
 from .refusals import reason, remedies
 from .tables import cell, table
 
@@ -40,12 +40,13 @@ def run(
 ) -> None:
     """Target, bytes before and after, and why; warns where a format is larger than dense. Nothing is written."""
     outcomes = foresee(src, recipe(to, rule, include, exclude, prune, sparsity, nonfinite, misfit), as_json)
+    larger = fail_if_larger and any(o.larger_than_dense for o in outcomes)
+    code = 3 if any(o.error for o in outcomes) else 1 if larger else 0
+    set_verdict(code)
     show(outcomes, as_json, long, console())
     advise(src, outcomes, as_json)
-    if any(o.error for o in outcomes):
-        raise typer.Exit(3)
-    if fail_if_larger and any(o.larger_than_dense for o in outcomes):
-        raise typer.Exit(1)
+    if code:
+        raise typer.Exit(code)
 
 
 def advise(src: str, outcomes: Any, as_json: bool) -> None:
@@ -146,7 +147,8 @@ def _zeros(o: Any) -> str:
 def _note(group: Sequence[Any]) -> str:
     """What is to be said of the tensors of a line. Of several refusals, the first."""
     o = group[0]
-    notes = ["larger than dense!"] if o.larger_than_dense else [o.why] if o.target == "keep" else []
+    why = reason(o.why for o in group) if o.target == "keep" and o.why.startswith("kept") else o.why
+    notes = ["larger than dense!"] if o.larger_than_dense else [why] if o.target == "keep" else []
     if o.error:
         notes = [reason(o.error for o in group)]
     if negative := sum(o.negative_zeros for o in group):

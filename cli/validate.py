@@ -9,7 +9,7 @@ import typer
 from . import completion
 from .groups import grouped, one_each, without_numbers
 from .options import Include, Json, Long, Src
-from .output import print_json, summary
+from .output import print_json, set_verdict, summary
 from .pipe import typed
 from .refusals import reason, remedies
 from .tables import table
@@ -46,6 +46,9 @@ def run(
     bad = [v for v in verdicts if v.error]
     compared = [v for v in verdicts if v.compared]
     ok = not bad and bool(compared or not expect)
+    codes = {1 if v.finding else v.error.exit_code for v in bad if v.error}
+    code = next((c for c in _PRIORITY if c in codes), 0 if ok else 1)
+    set_verdict(code)
     if as_json:
         checked = len(compared if expect else [v for v in verdicts if not v.opened_by])
         print_json({"path": typed(src), "ok": ok, "checked": checked, "tensors": [v.to_json() for v in verdicts]})
@@ -55,8 +58,6 @@ def run(
         if official:
             summary().print(f"{typed(src)}: {_opened(verdicts)}")
         summary().print(f"{typed(src)}: {_summary([v for v in verdicts if not v.opened_by], expect)}")
-    codes = {1 if v.finding else v.error.exit_code for v in bad if v.error}
-    code = next((c for c in _PRIORITY if c in codes), 0 if ok else 1)
     raise typer.Exit(code)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import asdict, dataclass
 
@@ -16,6 +17,9 @@ from .recipe import Recipe, writes_dense
 from .source import INDEX, Source
 from .stacks import is_stack
 from .tensor_plans import TensorPlan
+
+_NUMBERS = r"(?<![^.])[0-9]+(?![^.])"
+"""The numbers of layers in a name."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +36,10 @@ class Conversion:
     def __post_init__(self) -> None:
         stack = next((p for p in self.plans if p.record.format is Stack or is_stack(p)), None)
         if self.layout == TRANSFORMERS and stack is not None:
+            pattern = shlex.quote(re.sub(_NUMBERS, "*", stack.name))
             raise UsageError(
                 "layout: transformers loads the weights of fused experts only as dense tensors, and this one would be "
-                f"a stack of sparse matrices; keep it dense with --exclude {shlex.quote(stack.name)}",
+                f"a stack of sparse matrices; keep them dense with --exclude {pattern}",
                 tensor=stack.name,
             )
 

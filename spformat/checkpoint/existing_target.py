@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from typing import Any
 
-from ..errors import ContainerError, OutputError, UsageError
+from ..errors import ContainerError, OutputError, UsageError, printable
 from ..formats import by_name, spec_text
 from ..storage.files import is_file, names_in, remove, same_file, sha256_of, size_of
 from ..storage.output import flush_folder
@@ -63,7 +64,7 @@ def already_done(c: Conversion, shards: Collection[str]) -> tuple[FileOutcome, .
     manifest = read_manifest(os.path.join(c.folder, MANIFEST))
     files, names = manifest["files"], c.names
     if digest(manifest.get("recipe")) != digest(asdict(c.recipe)):
-        raise _other(c, "with other options")
+        raise _other(c, f"with other options{_options_of(manifest.get('recipe'), asdict(c.recipe))}")
     if {n: f["source"] for n, f in files.items()} != {n: s for s, n in names.items()}:
         raise _other(c, "of other shards")
     for shard in shards:
@@ -106,6 +107,15 @@ def holds_side_file(c: Conversion, name: str) -> bool:
 
 def _other(c: Conversion, what: str) -> OutputError:
     return OutputError(f"the target holds a finished conversion {what}; use --force to replace it", path=c.folder)
+
+
+def _options_of(before: Any, now: dict[str, Any]) -> str:
+    """The options that differ, in words: " (to: two-four there, auto here)"; "" for a recipe that cannot be read."""
+    if not isinstance(before, dict):
+        return ""
+    differing = [key for key in now if before.get(key) != json.loads(json.dumps(now[key]))]
+    texts = [f"{key}: {printable(before.get(key), 60)} there, {printable(now[key], 60)} here" for key in differing]
+    return f" ({'; '.join(texts)})" if texts else ""
 
 
 def _outcome(plan: TensorPlan, entry: dict[str, Any]) -> TensorOutcome:

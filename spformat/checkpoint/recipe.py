@@ -32,7 +32,9 @@ def matcher(pattern: str) -> re.Pattern[str]:
 def require_match(flag: str, pattern: str, names: list[str]) -> None:
     """UsageError unless a pattern matches one of the names."""
     if not any(map(matcher(pattern).search, names)):
-        raise UsageError(f"{flag} {pattern!r} matches none of {len(names)} tensors ({', '.join(names[:3])}, ..)")
+        whole = not pattern.startswith("re:") and any(pattern in name for name in names)
+        fix = f"; a pattern is of the whole name: '*{pattern}*', or 're:{pattern}'" if whole else ""
+        raise UsageError(f"{flag} {pattern!r} matches none of {len(names)} tensors ({', '.join(names[:3])}, ..){fix}")
 
 
 def included(names: Iterable[str], include: Sequence[str] | None) -> list[str]:

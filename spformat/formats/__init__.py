@@ -54,7 +54,7 @@ def _host_edges() -> tuple[edges.Edge, ...]:
 edges.provide("cpu", _host_edges)
 
 _by_name: dict[str, type[Format]] = {f.name: frozen(f) for f in (*FORMATS, *COMPOSED)}
-_ALSO_CALLED = {"n:m": VectorNM.name, "ell": ELLBuckets.name}
+_ALSO_CALLED = {"n:m": VectorNM.name, "ell": ELLBuckets.name, "24": TwoFour.name, "2_4": TwoFour.name}
 """Common other name of a format -> its id, for hints."""
 
 F = TypeVar("F", bound=type[Format])
@@ -97,11 +97,11 @@ def by_name(name: str) -> type[Format]:
     """The class of a format id; UsageError suggests the nearest."""
     fmt = _by_name.get(name)
     if fmt is None:
-        near = difflib.get_close_matches(name.lower(), [*_ALSO_CALLED, *_by_name], 1)
+        near = difflib.get_close_matches(name.lower(), ["auto", *_ALSO_CALLED, *_by_name], 1)
         hint = f"; did you mean {_ALSO_CALLED.get(near[0], near[0])!r}?" if near else ""
         if name == "auto":
             hint = "; convert(x, 'auto') chooses the smallest, as convert_checkpoint and the command do"
-        raise UsageError(f"unknown format {name!r:.80}{hint} (known: {', '.join(_by_name)})")
+        raise UsageError(f"unknown format {name!r:.80}{hint} (known: auto, {', '.join(f.name for f in registered())})")
     return fmt
 
 

@@ -305,6 +305,12 @@ def to_json(results: Sequence[Result]) -> list[dict[str, Any]]:
     return [{k: (None if v != v else v) for k, v in asdict(r).items()} for r in results]
 
 
+def _steady(r: Result) -> bool:
+    """Whether the two times of a contender can be of the same product. Caches explain a factor of ten at the most, and
+    hot ones make nothing slower."""
+    return r.hot_us != r.hot_us or r.cold_us / 10 <= r.hot_us <= 1.5 * r.cold_us
+
+
 def verdict(results: Sequence[Result]) -> str:
     """One line in plain words: how the best of ours stands against the best peer of the case."""
     ours = [r for r in results if not r.peer and r.cold_us == r.cold_us]
@@ -316,6 +322,9 @@ def verdict(results: Sequence[Result]) -> str:
     if not peers:
         return f"{best.name} {best.cold_us:.1f} us{wrong}"
     peer = min(peers, key=lambda r: r.cold_us)
+    if noisy := next((r for r in (best, peer) if not _steady(r)), None):
+        times = f"{noisy.cold_us:.1f} us with cold caches and {noisy.hot_us:.1f} with hot ones"
+        return f"too noisy to compare: {noisy.name} took {times}; repeat on a quiet machine{wrong}"
     ratio = peer.cold_us / best.cold_us
     words = f"{ratio:.2f}x the speed of" if ratio >= 1 else f"slower than ({ratio:.2f}x)"
     return f"{best.name} is {words} {peer.name}{wrong}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -72,6 +73,10 @@ class Header:
         return 8 + len(self.raw)
 
 
+_JSON = re.compile(rb"[{\[][\t\n\r -~]{7}")
+"""How a JSON file begins, and no header length of a file of less than 2^61 bytes."""
+
+
 def length(prefix: bytes, file_bytes: int) -> int:
     """The header length from the first 8 bytes of a file. It is checked before anything of that size is allocated."""
     if len(prefix) < 8:
@@ -81,7 +86,10 @@ def length(prefix: bytes, file_bytes: int) -> int:
         raise ContainerError(f"header length: expected at least 2, got {n}")
     if n > file_bytes - 8 or n > MAX_HEADER:
         most = min(file_bytes - 8, MAX_HEADER)
-        raise ContainerError(f"header length: expected at most {most}, got {n}: not a safetensors file, or truncated")
+        text = f"header length: expected at most {most}, got {n}: not a safetensors file, or truncated"
+        if _JSON.match(prefix):
+            text = f"this is JSON: of a checkpoint, name the folder ({text})"
+        raise ContainerError(text)
     limits.check("header_bytes", n, "header length")
     return n
 

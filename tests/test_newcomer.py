@@ -1,0 +1,99 @@
+"""What a newcomer met in the first hour with the command: interrupts, verdicts, long lists, messages that lead on."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from catalogue import command, shell
+from terminals import llama_291
+
+import spformat as sf
+from spformat.measure import bench
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama_291(tmp_path_factory.mktemp("checkpoints") / "llama")
+
+
+def test_an_interrupt_at_any_moment_ends_with_its_exit_code(llama: Path) -> None:
+    """Also while modules are being imported, when any exception may come of it."""
+    code = "from spformat_cli.entry import main; main()"
+    for delay in (0.1, 0.2, 0.3, 0.4, 0.5):
+        p = subprocess.Popen([sys.executable, "-c", code, "explain", str(llama)], stdout=subprocess.DEVNULL,
+                             stderr=subprocess.PIPE, text=True)  # fmt: skip
+        time.sleep(delay)
+        p.send_signal(signal.SIGINT)
+        err = p.communicate(timeout=60)[1]
+        assert p.returncode in (0, 130, -signal.SIGINT), err
+        assert "Traceback" not in err or p.returncode == -signal.SIGINT  # before the first line of ours
+        assert "RecursionError" not in err
+
+
+@pytest.mark.parametrize("verb", ["diff", "validate", "plan"])
+def test_a_verdict_counts_whoever_reads_the_lines(tmp_path: Path, verb: str) -> None:
+    """`spformat diff a b | head -1` under pipefail."""
+    x = {f"layers.{i}.{'abcdefgh'[i % 8]}{i // 8}.weight": np.full((8, 8), i + 1, np.float32) for i in range(3000)}
+    sf.save_dense(tmp_path / "a.safetensors", x)
+    sf.save_dense(tmp_path / "b.safetensors", {name: v * 2 for name, v in x.items()})
+    more = {"diff": "b.safetensors --long", "validate": "--expect two-four --long", "plan": "--to two-four --long"}[
+        verb
+    ]
+    done = shell(f"cd {tmp_path}; spformat {verb} a.safetensors {more} 2>/dev/null | head -1 >/dev/null; "
+                 "echo ${PIPESTATUS[0]}")  # fmt: skip
+    assert done.stdout.strip() == {"diff": "1", "validate": "1", "plan": "3"}[verb]
+
+
+def test_differences_of_layers_are_one_line(tmp_path: Path) -> None:
+    x = {f"layers.{i}.up.weight": np.full((4, 4), i + 1, np.float32) for i in range(40)} | {"head": np.ones(3)}
+    sf.save_dense(tmp_path / "a.safetensors", x)
+    sf.save_dense(tmp_path / "b.safetensors", {name: -v for name, v in x.items()})
+    r = command("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    lines = r.out.splitlines()
+    assert lines[1] == "layers.0-39.up.weight x 40: first: 16 of 16 elements differ, first at [0, 0]: 1.0 against -1.0"
+    assert len(lines) == 3
+    assert len(command("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--long").out.splitlines()) == 42
+
+
+def test_messages_that_lead_on(llama: Path, tmp_path: Path) -> None:
+    def said(*words: Any) -> str:
+        r = command(*words)
+        assert r.code not in (0, 70)
+        return " ".join((r.out + r.err).split())
+
+    assert "'*q_proj*', or 're:q_proj'" in said("plan", llama, "--include", "q_proj")
+    assert "did you mean 'auto'?" in said("plan", llama, "--to", "atuo")
+    assert "did you mean 'two-four'?" in said("plan", llama, "--to", "2_4")
+    (tmp_path / "config.json").write_text('{\n  "architectures": []}')
+    assert "this is JSON: of a checkpoint, name the folder" in said("inspect", tmp_path / "config.json")
+    assert "H100, H200" in said("explain", llama, "--gpu", "H1000")
+    assert command("convert", llama, tmp_path / "out", "--to", "csr").code == 0
+    text = said("convert", llama, tmp_path / "out", "--to", "bitmask", "--resume")
+    assert "other options (to: csr there, bitmask here)" in text
+    x = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float16)
+    sf.save_dense(tmp_path / "w.safetensors", {"w": x})
+    err = command("convert", tmp_path / "w.safetensors", tmp_path / "no", "--to", "two-four").err
+    assert err.index("--misfit keep") < err.index("prune")
+
+
+def test_times_that_cannot_be_are_not_compared() -> None:
+    """Hot caches make nothing slower: then other work on the machine was measured."""
+
+    def result(name: str, peer: bool, cold: float, hot: float) -> bench.Result:
+        return bench.Result("c", name, peer, cold, hot, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+    ours = result("cpu.spmm_csr", False, 100.0, 80.0)
+    assert bench.verdict([ours, result("dense", True, 200.0, 150.0)]) == "cpu.spmm_csr is 2.00x the speed of dense"
+    for cold, hot in ((824.0, 7958.0), (5603.0, 50.0)):
+        text = bench.verdict([ours, result("dense", True, cold, hot)])
+        assert text.startswith("too noisy to compare: dense took"), text
+    assert bench.verdict([result("a", False, 9.0, 20.0), result("dense", True, 20.0, 20.0)]).startswith("too noisy")
+    nan = float("nan")
+    assert "x the speed of" in bench.verdict([result("a", False, 9.0, nan), result("dense", True, 20.0, nan)])
