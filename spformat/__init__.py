@@ -8,6 +8,7 @@ y = sf.spmm(sf.load("w.safetensors")["w"], x)
 
 from . import errors, limits
 from .dispatch.api import explain, linear, plan, spmm, use_backend
+from .dispatch.recommend import Recommendation, Recommendations, recommend
 from .dispatch.select import Explanation
 from .formats import (
     BSR,
@@ -53,6 +54,8 @@ __all__ = [
     "Format",
     "Plan",
     "Problem",
+    "Recommendation",
+    "Recommendations",
     "Rejected",
     "Stack",
     "Sum",
@@ -70,6 +73,7 @@ __all__ = [
     "load",
     "open",
     "plan",
+    "recommend",
     "register",
     "safe_open",
     "save",

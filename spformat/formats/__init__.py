@@ -101,6 +101,8 @@ def by_name(name: str) -> type[Format]:
         hint = f"; did you mean {_ALSO_CALLED.get(near[0], near[0])!r}?" if near else ""
         if name == "auto":
             hint = "; convert(x, 'auto') chooses the smallest, as convert_checkpoint and the command do"
+        if name == "fastest":
+            hint = "; recommend(x, n=[16])[0].format is one, and convert_checkpoint and the command take this target"
         raise UsageError(f"unknown format {name!r:.80}{hint} (known: {', '.join(_by_name)})")
     return fmt
 

@@ -22,15 +22,7 @@ from ..errors import InvariantError, OrderError, PatternError
 from ..limits import check_bytes, product
 from .base import INDEX, VALUE, Format, RowChunks, array, param
 from .csr import CSR
-from .hooks import (
-    VECTOR_ROWS,
-    VECTOR_STRIDE,
-    Condition,
-    Counts,
-    Measure,
-    dense_cells,
-    percent,
-)
+from .hooks import VECTOR_ROWS, VECTOR_STRIDE, Condition, Counts, Measure, dense_cells, percent
 
 _LITTLE = 0.1
 """Share of padding up to which it is not worth a word."""
@@ -99,7 +91,7 @@ class SRBCRS(Format):
         t, g = params["vector_length"], params["stride"]
         if g != VECTOR_STRIDE or t not in counts.vector_counts:
             return None
-        return counts.vector_counts[t][1] * g * t
+        return int(counts.vector_counts[t][1] * g * t)
 
     @classmethod
     def remark(cls, counts: Counts, params: dict[str, Any]) -> str:
