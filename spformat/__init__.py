@@ -31,6 +31,7 @@ from .formats import picture as _picture  # noqa: F401 - what notebooks show of 
 from .formats.convert import convert, stack
 from .formats.decompose import decompose
 from .formats.foreign import from_scipy, from_torch
+from .measure.tune import Trial, Tuned, tune
 from .opening import load, open
 from .preprocess import structure as _structure  # noqa: F401 - convert(x, "auto") asks it for the smallest
 from .products.kernel import Accepted, Rejected
@@ -59,6 +60,8 @@ __all__ = [
     "Rejected",
     "Stack",
     "Sum",
+    "Trial",
+    "Tuned",
     "TwoFour",
     "VectorNM",
     "by_name",
@@ -80,5 +83,6 @@ __all__ = [
     "save_dense",
     "spmm",
     "stack",
+    "tune",
     "use_backend",
 ]  # fmt: skip

@@ -11,9 +11,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from catalogue import command
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cli import spformat
 from test_structure import matrix, same
 
 import spformat as sf
@@ -298,27 +298,27 @@ def test_a_large_tensor_is_counted_in_chunks_of_rows(
 
 
 def test_the_command_as_typed(model: Path, tmp_path: Path) -> None:
-    got = json.loads(spformat("recommend", model, "-n", "16,2048", "--device", "H200", "--json").stdout)
+    got = json.loads(command("recommend", model, "-n", "16,2048", "--device", "H200", "--json").out)
     by_name = {t["name"]: Recommendations.from_json(t) for t in got["tensors"]}
     assert sorted(by_name) == [f"layers.{i}.{x}.weight" for i in range(2) for x in ("down", "up")]
     assert by_name["layers.1.down.weight"] == sf.recommend(half(2048, 2048), [16, 2048])
-    text = spformat("recommend", model, "-n", "16,2048").stdout
+    text = command("recommend", model, "-n", "16,2048").out
     assert all(part in text for part in ("layers.0-1.up.weight x 2:", "1. two-four: ", "stay dense"))
-    assert text.count("    4. ") == 0 < spformat("recommend", model, "--long").stdout.count("    4. ")
-    resident = spformat("recommend", model, "-n", "1", "--objective", "resident", "--device", "sm_80").stdout
+    assert text.count("    4. ") == 0 < command("recommend", model, "--long").out.count("    4. ")
+    resident = command("recommend", model, "-n", "1", "--objective", "resident", "--device", "sm_80").out
     assert "on A100, the fewest bytes with workspaces first" in resident
     first = {name: r[0].format for name, r in by_name.items()}
-    planned = json.loads(spformat("plan", model, "--to", "fastest", "-n", "16,2048", "--json").stdout)
+    planned = json.loads(command("plan", model, "--to", "fastest", "-n", "16,2048", "--json").out)
     assert {t["name"]: t["target"] for t in planned["tensors"] if t["name"] != "bias"} == first
-    done = spformat("convert", model, tmp_path / "out", "--to", "fastest", "-n", "16,2048", "--device", "H200")
-    assert done.returncode == 0, done.stderr
+    done = command("convert", model, tmp_path / "out", "--to", "fastest", "-n", "16,2048", "--device", "H200")
+    assert done.code == 0, done.err
     manifest = json.loads((tmp_path / "out" / "spformat.json").read_text())
     recorded = {name: manifest["tensors"][name]["format"] for name in first}
     assert recorded == {name: text.partition(":")[0] for name, text in first.items()}
     assert manifest["recipe"]["to"] == "fastest:n=16+2048,device=H200,objective=time,b_layout=row"
     rule = "*up*=fastest:n=1"
-    one = spformat("convert", model, tmp_path / "one.safetensors", "--to", "keep", "--rule", rule, "--gpu", "A100")
-    assert one.returncode == 0, one.stderr
+    one = command("convert", model, tmp_path / "one.safetensors", "--to", "keep", "--rule", rule, "--gpu", "A100")
+    assert one.code == 0, one.err
     assert sf.load(tmp_path / "one.safetensors")["layers.0.up.weight"].name == "two-four"
 
 
@@ -327,14 +327,14 @@ def test_a_graph_file_as_typed(tmp_path: Path) -> None:
 
     path = tmp_path / "g.npz"
     sp.save_npz(path, power_law(3000, 9000).to_scipy())
-    best = json.loads(spformat("recommend", path, "-n", "32", "--json").stdout)["tensors"][0]["recommendations"][0]
-    done = spformat("convert", path, tmp_path / "g.safetensors", "--to", "fastest", "-n", "32")
-    assert done.returncode == 0, done.stderr
+    best = json.loads(command("recommend", path, "-n", "32", "--json").out)["tensors"][0]["recommendations"][0]
+    done = command("convert", path, tmp_path / "g.safetensors", "--to", "fastest", "-n", "32")
+    assert done.code == 0, done.err
     name = best["format"].partition(":")[0]
     assert next(iter(sf.load(tmp_path / "g.safetensors").values())).name == name
     # a sparse input of a checkpoint is resolved without making it dense
-    packed = spformat("convert", tmp_path / "g.safetensors", tmp_path / "again", "--to", "fastest", "-n", "32")
-    assert packed.returncode == 0, packed.stderr
+    packed = command("convert", tmp_path / "g.safetensors", tmp_path / "again", "--to", "fastest", "-n", "32")
+    assert packed.code == 0, packed.err
 
 
 @pytest.mark.parametrize(
@@ -348,6 +348,6 @@ def test_a_graph_file_as_typed(tmp_path: Path) -> None:
     ],
 )
 def test_commands_that_are_refused(model: Path, args: list[str], message: str) -> None:
-    r = spformat(args[0], model, *args[1:])
-    assert r.returncode == 2, r.stdout
-    assert message in re.sub(r"[\s│]+", " ", r.stderr)
+    r = command(args[0], model, *args[1:])
+    assert r.code == 2, r.out
+    assert message in re.sub(r"[\s│]+", " ", r.err)
