@@ -85,7 +85,9 @@ def run(
     resume: bool = typer.Option(
         False, "--resume", help="Finish an interrupted run: finished shards are known by their hashes."
     ),
-    device: str = typer.Option("cpu", help="Where matrices are converted: cpu, cuda or cuda:<id>; same bytes."),
+    device: str = typer.Option(
+        "cpu", help="Where matrices are converted: cpu, cuda or cuda:<id>; same bytes. The name of a board means --gpu."
+    ),
     part: str = typer.Option(
         "", metavar="I/N", help="Only part I of N (job arrays); `spformat merge DST` joins them.", rich_help_panel=MANY
     ),
@@ -133,10 +135,12 @@ def run(
     from spformat.checkpoint.remote import staged
     from spformat.limits import using
 
+    of_checkpoints = _OF_CHECKPOINTS
     if device != "cpu" and not device.startswith("cuda"):  # a board is where products will run
         gpu, device = gpu or device, "cpu"
+        of_checkpoints = tuple(name for name in _OF_CHECKPOINTS if name != "device")
     if is_matrix(src):
-        _refuse(ctx, _OF_CHECKPOINTS, f"checkpoints, and {src} is a matrix file")
+        _refuse(ctx, of_checkpoints, f"checkpoints, and {src} is a matrix file")
         from spformat.interop.matrices import read_matrix
 
         a = read_matrix(src, values=values or None, seed=seed, dtype=dtype or None)

@@ -53,7 +53,9 @@ def test_a_gpu_that_is_not_known_is_answered_with_those_that_are(name: str) -> N
 # --- help and completion
 
 
-@pytest.mark.parametrize("verb", ["inspect", "plan", "convert", "validate", "diff", "explain", "bench", "merge"])
+@pytest.mark.parametrize(
+    "verb", ["inspect", "recommend", "plan", "convert", "validate", "diff", "explain", "bench", "tune", "merge"]
+)
 def test_help_has_examples_one_a_line_and_limits_in_one_panel(verb: str) -> None:
     code, lines = terminal(verb, "--help")
     assert code == 0

@@ -220,6 +220,10 @@ def test_the_reasons_in_words() -> None:
     )
     assert re.search(r"gather reuse 1\.0 at height 8: 8\d\.\d % of", got["sr-bcrs:vector_length=8,stride=16"])
     assert "the longest" in got["csr"]
+    tiny = sf.recommend(np.eye(64), 16)
+    for r in tiny:
+        assert (r.expected_us[16] < 3) == any("less than an empty launch" in reason for reason in r.reasons)
+    assert any(r.expected_us[16] < 3 for r in tiny)
 
 
 def test_json_round_trip() -> None:
@@ -328,7 +332,7 @@ def test_a_graph_file_as_typed(tmp_path: Path) -> None:
     path = tmp_path / "g.npz"
     sp.save_npz(path, power_law(3000, 9000).to_scipy())
     best = json.loads(command("recommend", path, "-n", "32", "--json").out)["tensors"][0]["recommendations"][0]
-    done = command("convert", path, tmp_path / "g.safetensors", "--to", "fastest", "-n", "32")
+    done = command("convert", path, tmp_path / "g.safetensors", "--to", "fastest", "-n", "32", "--device", "H200")
     assert done.code == 0, done.err
     name = best["format"].partition(":")[0]
     assert next(iter(sf.load(tmp_path / "g.safetensors").values())).name == name

@@ -21,6 +21,7 @@ from ..preprocess.structure import Structure
 from ..products import rates, roofline
 from ..products.problem import ROW, WORKSPACE, Operand, Problem, columns, result_dtype
 from ..products.roofline import DEVICES, Device
+from .cost import LAUNCH_US
 from .select import ask, named
 
 OBJECTIVES = ("time", "bytes", "resident")
@@ -186,7 +187,7 @@ def recommend(
     name = target.name if target else "cpu"
     return Recommendations(
         counts.shape, counts.dtype, name, widths, objective, line, _statistics(counts),
-        _with_reasons(ranked, counts, objective), excluded,
+        _with_reasons(ranked, objective, target is not None), excluded,
     )  # fmt: skip
 
 
@@ -286,8 +287,8 @@ def _order(r: Recommendation, objective: str) -> tuple[float, float]:
     return _or_infinity(r.nbytes if objective == "bytes" else r.resident_bytes), time
 
 
-def _with_reasons(ranked: list[Recommendation], counts: Structure, objective: str) -> tuple[Recommendation, ...]:
-    """The recommendations, with what the comparison with dense says of each."""
+def _with_reasons(ranked: list[Recommendation], objective: str, on_gpu: bool) -> tuple[Recommendation, ...]:
+    """The recommendations, with what the comparison with dense says of each, and how far the times can be trusted."""
     dense = next((r for r in ranked if r.format == Dense.name), None)
     rest = [r for r in ranked if r is not dense]
     out = []
@@ -301,6 +302,10 @@ def _with_reasons(ranked: list[Recommendation], counts: Structure, objective: st
         for n, nbytes in r.workspace.items():
             if nbytes:
                 said.append(f"{r.kernels[n]} needs {_mib(nbytes)} of workspace at {n} columns")
+        below = [n for n, us in r.expected_us.items() if us is not None and us < LAUNCH_US]
+        if on_gpu and below:
+            where = ", ".join(f"{n} columns" for n in below)
+            said.append(f"less than an empty launch takes, so no more than an extrapolation: at {where}")
         said += [f"no kernel takes it at {n} columns" for n, us in r.expected_us.items() if us is None]
         out.append(replace(r, reasons=tuple(said)))
     return tuple(out)
