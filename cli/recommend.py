@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 EPILOG = (
     "spformat recommend ./model -n 16,2048 --device H200\n\n"
-    "spformat recommend w.safetensors -n 1 --device A100 --objective resident --json"
+    "spformat recommend w.safetensors -n 1 --objective resident --json"
 )
 SHOWN = 3
 """Formats with their reasons that are printed without --long."""
