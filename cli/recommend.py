@@ -83,19 +83,21 @@ def run(
 
 
 def _structures(src: str, include: list[str] | None, silent: bool) -> Iterator[tuple[str, Structure]]:
-    """The name and the structure of every matrix; a large plain one is read in chunks of rows."""
+    """The name and the structure of every matrix, those of stacks too; a large plain one is read in chunks of rows."""
     from spformat.checkpoint.fastest import structure_in
     from spformat.checkpoint.recipe import included
     from spformat.checkpoint.source import open_source
+    from spformat.checkpoint.stacks import StackedFile, holds_matrices, records_of
 
     source = open_source(src)
     names = included(source.records, include)
     with progress(sum(source.records[name][2] for name in names), "read", silent) as step:
         for name, f in source.opened(names):
-            structure = structure_in(f, name)
-            step(name, source.records[name][2])
-            if structure is not None:
-                yield name, structure
+            _, record, nbytes = source.records[name]
+            matrices: Any = StackedFile(f, [record]) if len(record.shape) == 3 else f
+            for r in records_of(record) if holds_matrices(record) else ():
+                yield r.name, structure_in(matrices, r)
+            step(name, nbytes)
 
 
 def _print(rows: list[Row], long: bool) -> None:

@@ -67,18 +67,19 @@ def run(
 
 
 def _matrices(src: str, include: list[str] | None, silent: bool) -> Any:
-    """(name, matrix) of every matrix, one in memory at a time."""
-    from spformat.arrays.dtypes import VALUE_TYPES
+    """(name, matrix) of every matrix, those of stacks too, one in memory at a time."""
     from spformat.checkpoint.recipe import included
     from spformat.checkpoint.source import open_source
+    from spformat.checkpoint.stacks import StackedFile, holds_matrices, records_of
 
     source = open_source(src)
     names = included(source.records, include)
     with progress(sum(source.records[name][2] for name in names), "tune", silent) as step:
         for name, f in source.opened(names):
-            _, r, nbytes = source.records[name]
-            if len(r.shape) == 2 and r.dtype in VALUE_TYPES:
-                yield name, f.read(name) if r.format else f.array(name)
+            _, record, nbytes = source.records[name]
+            matrices: Any = StackedFile(f, [record]) if len(record.shape) == 3 else f
+            for r in records_of(record) if holds_matrices(record) else ():
+                yield r.name, matrices.read(r.name) if r.format else matrices.array(r.name)
             step(name, nbytes)
 
 

@@ -20,7 +20,7 @@ import spformat as sf
 from spformat.checkpoint import fastest
 from spformat.dispatch.recommend import OBJECTIVES, Recommendation, Recommendations
 from spformat.errors import IntegrityError, UsageError
-from spformat.formats import parse_spec, registered
+from spformat.formats import parse_spec, registered, spec_text
 from spformat.preprocess import coordinates, masks
 from spformat.preprocess.coordinates import of_csr, of_row_chunks, structure_of
 from spformat.preprocess.structure import analyse
@@ -293,12 +293,12 @@ def test_a_large_tensor_is_counted_in_chunks_of_rows(
         with sf.safe_open(path) as f, monkeypatch.context() as patch:
             patch.setattr(type(f), "array", lambda *_: pytest.fail("read as a whole"))
             patch.setattr(type(f), "read", lambda *_: pytest.fail("read as a whole"))
-            same(fastest.structure_in(f, name), analyse(half(2048, 2048)))
+            same(fastest.structure_in(f, f.info(name)), analyse(half(2048, 2048)))
     raw = bytearray(packed.read_bytes())
     raw[-100] ^= 1
     packed.write_bytes(raw)
     with sf.safe_open(packed) as f, pytest.raises(IntegrityError, match="crc32"):
-        fastest.structure_in(f, "w")
+        fastest.structure_in(f, f.info("w"))
 
 
 def test_the_command_as_typed(model: Path, tmp_path: Path) -> None:
@@ -339,6 +339,33 @@ def test_a_graph_file_as_typed(tmp_path: Path) -> None:
     # a sparse input of a checkpoint is resolved without making it dense
     packed = command("convert", tmp_path / "g.safetensors", tmp_path / "again", "--to", "fastest", "-n", "32")
     assert packed.code == 0, packed.err
+
+
+def whole(text: str) -> str:
+    """A format text with all its params."""
+    fmt, params = parse_spec(text)
+    return spec_text(fmt, fmt.resolve_params(params))
+
+
+def test_the_matrices_of_a_stack_get_the_format_with_the_least_sum(tmp_path: Path) -> None:
+    x = normal(128, 256)
+    pruned = masks.apply(x, masks.magnitude_nm(x, 2, 4))
+    for name, matrices in (("same", (pruned, pruned)), ("mixed", (pruned, half(128, 256), pruned))):
+        path = tmp_path / f"{name}.safetensors"
+        sf.save_dense(path, {"w": np.stack(matrices)})
+        tensors = json.loads(command("recommend", path, "-n", "16", "--json").out)["tensors"]
+        assert [t["name"] for t in tensors] == [f"w.{e}" for e in range(len(matrices))]
+        ranked = [{whole(r.format): r.total_us for r in Recommendations.from_json(t)} for t in tensors]
+        common = set.intersection(*map(set, ranked))
+        best = min(sum(r[text] for r in ranked) for text in common)
+        (planned,) = json.loads(command("plan", path, "--to", "fastest", "-n", "16", "--json").out)["tensors"]
+        assert sum(r[planned["target"]] for r in ranked) == pytest.approx(best)
+        assert planned["target"].startswith("two-four") == (name == "same")
+        out = tmp_path / f"{name}-out.safetensors"
+        assert command("convert", path, out, "--to", "fastest", "-n", "16").code == 0
+        w = sf.load(out)["w"]
+        assert {m.name for m in w} == {planned["target"].partition(":")[0]}
+        np.testing.assert_array_equal(w.to_dense(), np.stack(matrices))
 
 
 @pytest.mark.parametrize(

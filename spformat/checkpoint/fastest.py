@@ -6,8 +6,9 @@ recipe holds this text, and a manifest the format that it led to.
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -22,7 +23,7 @@ from ..preprocess.coordinates import STRIP, of_row_chunks, structure_of
 from ..preprocess.structure import Structure
 from ..products.problem import COL, ROW
 from ..products.roofline import Device
-from ..storage.tensorfile import TensorFile
+from ..storage.descriptor import Record
 
 FASTEST = "fastest"
 CHUNK_BYTES = 64 << 20
@@ -92,27 +93,41 @@ def resolved(target: str, x: Any) -> str:
     return best.format
 
 
-def structure_in(f: Any, name: str) -> Structure | None:
+def resolved_for_all(target: str, structures: Iterable[Structure]) -> str:
+    """The format text that a "fastest" target means for several matrices together, the matrices of a stack.
+
+    It is recommended for each of them, and has the least sum. StructureError as of ``resolved``.
+    """
+    wanted = Fastest.parse(target)
+    sums: dict[str, float] = {}
+    for i, s in enumerate(structures):
+        values = {r.format: r.value(wanted.objective) for r in wanted.recommend(s)}
+        sums = {text: sums.get(text, 0.0) + v for text, v in values.items() if i == 0 or text in sums}
+    best = min(sums, key=sums.__getitem__)
+    if math.isinf(sums[best]):
+        raise StructureError(f"{target}: no kernel takes products with values of this dtype")
+    return best
+
+
+def structure_in(f: Any, r: Record) -> Structure:
     """The structure of a matrix in an open file, read in chunks of rows if it is plain and large; else whole.
 
-    None for a tensor that is no matrix of numbers. Raises what reading it raises.
+    f: a shard, or the ``StackedFile`` of one for a matrix of a stack. Raises what reading raises.
     """
-    r = f.info(name)
-    if len(r.shape) != 2 or r.dtype not in VALUE_TYPES:
-        return None
     kind = VALUE_TYPES[r.dtype].numpy
     plain = len(r.arrays) == 1 and next(iter(r.arrays.values()))[1] == r.shape
-    if isinstance(f, TensorFile) and plain and product(*r.shape, kind.itemsize) > CHUNK_BYTES:
-        return of_row_chunks(_row_chunks(f, name, r.shape, kind))
-    return structure_of(f.read(name) if r.format else f.array(name))
+    if hasattr(f, "read_rows") and plain and product(*r.shape, kind.itemsize) > CHUNK_BYTES:
+        return of_row_chunks(_row_chunks(f, r, kind))
+    return structure_of(f.read(r.name) if r.format else f.array(r.name))
 
 
-def _row_chunks(f: TensorFile, name: str, shape: tuple[int, ...], kind: np.dtype[Any]) -> Iterator[Array]:
+def _row_chunks(f: Any, r: Record, kind: np.dtype[Any]) -> Iterator[Array]:
     """The rows of a plain matrix, a chunk at a time, in the same memory. The checksum, if there is one, is compared."""
+    name, shape = r.name, r.shape
     rows = round_up(max(1, CHUNK_BYTES // (shape[1] * kind.itemsize)), STRIP)
     buffer, computed = np.empty((min(rows, shape[0]), shape[1]), kind), 0
-    array = next(iter(f.info(name).arrays))
-    checked = f.info(name).crc32.get(array) is not None
+    array = next(iter(r.arrays))
+    checked = r.crc32.get(array) is not None
     for begin in range(0, shape[0], rows):
         chunk = buffer[: min(rows, shape[0] - begin)]
         f.read_rows(name, begin, chunk)

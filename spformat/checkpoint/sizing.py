@@ -91,7 +91,7 @@ def same_for_stacks(
         else:
             again = replace(task, recipe=task.recipe.without_misfit())
             plan = replace(plan, target=misfit.plan.target, why=misfit.plan.why)
-            plan = resolved(task.f, plan, task.recipe) if plan.target == AUTO else plan
+            plan = resolved(task.f, plan, task.recipe) if needs_counts(plan.target) else plan
             plans.append(plan)
             out += [_size_tensor(again, m, 0, read(task.f, m, task.place)) for m in matrices_of(plan)]
     return plans, out

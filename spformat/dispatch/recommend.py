@@ -62,6 +62,11 @@ class Recommendation:
         """Bytes of the matrix and of the largest workspace."""
         return None if self.nbytes is None else self.nbytes + max(self.workspace.values(), default=0)
 
+    def value(self, objective: str) -> float:
+        """What is least in the first recommendation for an objective; infinity if it is not known."""
+        known = {"time": self.total_us, "bytes": self.nbytes, "resident": self.resident_bytes}[objective]
+        return float("inf") if known is None else float(known)
+
     def __str__(self) -> str:
         times = ", ".join(f"{_us(us)} at {n} columns" for n, us in self.expected_us.items())
         more = f", {_us(self.total_us)} in all" if len(self.expected_us) > 1 else ""
@@ -183,7 +188,8 @@ def recommend(
     with roofline.on(target) if target else nullcontext(), rates.read_once():
         ranked, excluded = asked.candidates(more)
         line = rates.source(asked.problem(Operand(Dense.name, counts.shape, counts.dtype), widths[0]))
-    ranked.sort(key=lambda r: _order(r, objective))  # stable: of equal ones, the simpler
+    second = "bytes" if objective == "time" else "time"
+    ranked.sort(key=lambda r: (r.value(objective), r.value(second)))  # stable: of equal ones, the simpler
     name = target.name if target else "cpu"
     return Recommendations(
         counts.shape, counts.dtype, name, widths, objective, line, _statistics(counts),
@@ -280,13 +286,6 @@ class _Asked:
         )  # fmt: skip
 
 
-def _order(r: Recommendation, objective: str) -> tuple[float, float]:
-    time = _or_infinity(r.total_us)
-    if objective == "time":
-        return time, _or_infinity(r.nbytes)
-    return _or_infinity(r.nbytes if objective == "bytes" else r.resident_bytes), time
-
-
 def _with_reasons(ranked: list[Recommendation], objective: str, on_gpu: bool) -> tuple[Recommendation, ...]:
     """The recommendations, with what the comparison with dense says of each, and how far the times can be trusted."""
     dense = next((r for r in ranked if r.format == Dense.name), None)
@@ -344,10 +343,6 @@ def _described(s: dict[str, Any]) -> Iterator[str]:
 def _total(times: Iterable[float | None]) -> float | None:
     known = list(times)
     return None if None in known else sum(us for us in known if us is not None)
-
-
-def _or_infinity(x: float | None) -> float:
-    return float("inf") if x is None else float(x)
 
 
 def _us(us: float | None) -> str:

@@ -1,6 +1,6 @@
 """The structure of a matrix from the places of its nonzeros, or from its strips of rows: neither needs it dense.
 
-``of_csr`` takes time in proportion to the nonzeros, however many rows and columns there are. ``stacked`` joins the
+``of_csr`` takes time in proportion to the nonzeros, however many rows and columns there are. ``joined`` joins the
 structures of strips of rows, so that a matrix that is larger than memory is counted strip by strip.
 """
 
@@ -47,25 +47,25 @@ def of_csr(a: CSR) -> Structure:
         _of_strip((last - first, K), a.dtype.name, lengths[first:last], a.indices[a.indptr[first] : a.indptr[last]])
         for first, last in _strips(a.indptr, M)
     ]
-    return stacked(parts) if parts else analyse(np.zeros(a.shape, a.dtype))
+    return joined(parts) if parts else analyse(np.zeros(a.shape, a.dtype))
 
 
-def stacked(parts: Iterable[Structure]) -> Structure:
+def joined(parts: Iterable[Structure]) -> Structure:
     """The structure of a matrix from those of its strips of rows, in order.
 
     Every strip but the last must have a multiple of 256 rows; UsageError otherwise, and without strips.
     """
     strips = list(parts)
     if not strips:
-        raise UsageError("stacked: expected the structure of at least one strip of rows, got none")
+        raise UsageError("joined: expected the structure of at least one strip of rows, got none")
     first = strips[0]
     for s in strips:
         if (s.shape[1], s.dtype) != (first.shape[1], first.dtype):
             got = f"{first.shape[1]} of {first.dtype} and {s.shape[1]} of {s.dtype}"
-            raise UsageError(f"stacked: expected strips with the same columns and dtype, got {got}")
+            raise UsageError(f"joined: expected strips with the same columns and dtype, got {got}")
     for s in strips[:-1]:
         if s.shape[0] % STRIP:
-            raise UsageError(f"stacked: expected strips of a multiple of {STRIP} rows, got one of {s.shape[0]}")
+            raise UsageError(f"joined: expected strips of a multiple of {STRIP} rows, got one of {s.shape[0]}")
 
     def pairs(name: str) -> dict[int, tuple[int, int]]:
         columns = {k: [getattr(s, name)[k] for s in strips] for k in getattr(first, name)}
@@ -87,7 +87,7 @@ def of_row_chunks(chunks: Iterable[Array]) -> Structure:
 
     Every chunk but the last must have a multiple of 256 rows; UsageError otherwise.
     """
-    return stacked(map(analyse, chunks))
+    return joined(map(analyse, chunks))
 
 
 def _strips(indptr: Array, rows: int) -> Iterator[tuple[int, int]]:

@@ -196,7 +196,8 @@ def stacked(structures: Iterable[Structure]) -> StackStructure:
         bad_groups=sum(s.bad_groups for s in matrices), groups=sum(s.groups for s in matrices),
         window_max={k: max(s.window_max[k] for s in matrices) for k in first.window_max},
         blocks={b: (sum(s.blocks[b][0] for s in matrices), sum(s.blocks[b][1] for s in matrices)) for b in BLOCKS},
-        vectors=sum(s.vectors for s in matrices), vector_groups=sum(s.vector_groups for s in matrices),
+        vector_counts={h: (sum(s.vector_counts[h][0] for s in matrices), sum(s.vector_counts[h][1] for s in matrices))
+                       for h in first.vector_counts},
         tile_columns={t: sum(s.tile_columns[t] for s in matrices) for t in first.tile_columns}, matrices=matrices,
     )  # fmt: skip
 
