@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-TARGETS = {"auto": "the smallest exact format of each matrix", "keep": "as it is"}
+TARGETS = {
+    "auto": "the smallest exact format of each matrix",
+    "fastest": "the format that expects the least time",
+    "keep": "as it is",
+}
 MISFITS = {"error": "end the run", "keep": "leave the tensor as it is"}
 
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import completion, plan
+from . import completion, gpus, plan
 from .hints import again
 from .inspect import structure_of
 from .options import (
+    ColumnsOfFastest,
     Exclude,
     Include,
     Json,
@@ -71,13 +72,22 @@ def run(
     sparsity: Sparsity = None,
     nonfinite: NonFinite = "refuse",
     misfit: Misfit = "error",
+    columns: ColumnsOfFastest = "",
+    gpu: str = typer.Option(
+        "",
+        "--gpu",
+        help="With --to fastest: the device that will multiply, H200 (default), H100, A100 or cpu.",
+        autocompletion=gpus.names,
+    ),
     in_place: bool = typer.Option(False, "--in-place", help="Allow DST to be SRC, one file; replaced at the end."),
     sort: bool = typer.Option(False, "--sort", help="Sort the columns of CSR rows that a file holds out of order."),
     force: bool = typer.Option(False, "--force", "-f", help="Replace what DST holds, file by file, at each rename."),
     resume: bool = typer.Option(
         False, "--resume", help="Finish an interrupted run: finished shards are known by their hashes."
     ),
-    device: str = typer.Option("cpu", help="Where matrices are converted: cpu, cuda or cuda:<id>; same bytes."),
+    device: str = typer.Option(
+        "cpu", help="Where matrices are converted: cpu, cuda or cuda:<id>; same bytes. The name of a board means --gpu."
+    ),
     part: str = typer.Option(
         "", metavar="I/N", help="Only part I of N (job arrays); `spformat merge DST` joins them.", rich_help_panel=MANY
     ),
@@ -103,7 +113,7 @@ def run(
         rich_help_panel=MANY,
     ),
     layout: Layout = "neutral",
-    dry_run: bool = typer.Option(False, "--dry-run", "-n", help="Print the table and write nothing."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Print the table and write nothing."),
     values: str = typer.Option(
         "",
         help="'ones' or 'normal' instead of the file's values.",
@@ -125,11 +135,16 @@ def run(
     from spformat.checkpoint.remote import staged
     from spformat.limits import using
 
+    of_checkpoints = _OF_CHECKPOINTS
+    if device != "cpu" and not device.startswith("cuda"):  # a board is where products will run
+        gpu, device = gpu or device, "cpu"
+        of_checkpoints = tuple(name for name in _OF_CHECKPOINTS if name != "device")
     if is_matrix(src):
-        _refuse(ctx, _OF_CHECKPOINTS, f"checkpoints, and {src} is a matrix file")
+        _refuse(ctx, of_checkpoints, f"checkpoints, and {src} is a matrix file")
         from spformat.interop.matrices import read_matrix
 
         a = read_matrix(src, values=values or None, seed=seed, dtype=dtype or None)
+        to = recipe(to, None, None, None, "", None, "refuse", "error", columns, gpu).to
         _matrix(src, os.path.splitext(os.path.basename(src))[0], a, dst, to, values, force, dry_run, as_json)
         return
     if is_matrix(dst):
@@ -139,7 +154,7 @@ def run(
             _matrix(src, name, x, dst, to, values, force, dry_run, as_json)
         return
     _refuse(ctx, _OF_MATRICES, f".smtx, .mtx and .npz files, and {src} is none")
-    chosen = recipe(to, rule, include, exclude, prune, sparsity, nonfinite, misfit)
+    chosen = recipe(to, rule, include, exclude, prune, sparsity, nonfinite, misfit, columns, gpu)
     kind = executor or ("dask" if scheduler else "")
     options = {"force": force, "resume": resume, "in_place": in_place, "device": device, "part": part or None}
     options["layout"] = layout
@@ -274,6 +289,7 @@ def _matrix(
 ) -> None:
     """Convert one matrix into a container, where it has this name, or into a matrix file."""
     from spformat import save, save_dense
+    from spformat.checkpoint.fastest import is_fastest, resolved
     from spformat.checkpoint.matrix_file import is_matrix
     from spformat.errors import UsageError
     from spformat.formats.convert import convert
@@ -283,6 +299,7 @@ def _matrix(
         target = target_of(dst, to)
     elif dst.endswith(".safetensors"):
         target = structure_of(a, src).smallest() if to == "auto" else a.name if to == "keep" else to
+        target = resolved(to, a) if is_fastest(to) else target
     else:
         raise UsageError(
             f"a matrix becomes one file: expected DST to end in .safetensors, .npz, .mtx or .smtx, got {dst!r}"

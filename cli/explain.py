@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -51,6 +52,7 @@ def run(
     from spformat.checkpoint.stacks import holds_matrices, records_of
     from spformat.dispatch import cost
     from spformat.dispatch.api import explain
+    from spformat.products import roofline
     from spformat.products.problem import WORKSPACE, Operand, Problem, result_dtype
 
     workspace = WORKSPACE if max_workspace == "" else parse_bytes(max_workspace)
@@ -70,7 +72,8 @@ def run(
             b_layout, device="cpu" if sm is None else "cuda", sm=sm, workspace=workspace, parts=a.parts,
         )  # fmt: skip
         if problem not in asked:  # layers of one model ask the same again and again
-            answer = explain(problem, backend=backend or None, installed=sm is None)
+            with roofline.on(known) if known else nullcontext():
+                answer = explain(problem, backend=backend or None, installed=sm is None)
             estimated = known if answer.chosen else None
             asked[problem] = answer, estimated and cost.estimate(problem, n, device=estimated, backend=backend or None)
         out.append((r.name, *asked[problem]))

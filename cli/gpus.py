@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from typing import Annotated, Any
 
 import typer
+
+from .output import notes
 
 ARCHITECTURES = (70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121)
 """Compute capabilities, times ten. Below 80 only libraries of the vendor run, and every kernel of ours says so."""
@@ -52,6 +56,34 @@ def names(incomplete: str) -> list[str]:
     known = [name for boards in BOARDS.values() for name in boards if " " not in name]
     known += [f"sm_{sm}" for sm in ARCHITECTURES]
     return [name for name in known if name.lower().startswith(incomplete.lower())]
+
+
+def device(gpu: str) -> Any:
+    """The device whose expected times are asked for: a ``Device``, or "cpu". BadParameter for what is no GPU.
+
+    For a board without rates of its own: the first of its architecture, or one with the rates of the H200; a note
+    says so.
+    """
+    from spformat.products.roofline import DEVICES, H200
+
+    if gpu == "cpu":
+        return "cpu"
+    sm, board = architecture(gpu)
+    known = DEVICES.get(board) or next((d for d in DEVICES.values() if d.sm == sm), H200)
+    if known.name != board:
+        notes().print(f"{gpu} is sm_{sm}; the rates are those of {known.name}")
+    return known if known.sm == sm else replace(known, name=f"sm_{sm}", sm=sm)
+
+
+OfFastest = Annotated[
+    str,
+    typer.Option(
+        "--gpu",
+        "--device",
+        help="With --to fastest: the device that multiplies, H200 (default), H100, A100 or cpu.",
+        autocompletion=names,
+    ),
+]
 
 
 def _plain(name: str) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from . import backends, bench, convert, diff, env, explain, formats, inspect, merge, plan, validate
+from . import backends, bench, convert, diff, env, explain, formats, inspect, merge, plan, recommend, tune, validate
 from .hints import again, hint, was_given
 from .limits import bounded
 from .output import notes, open_streams, set_quiet, verdict, warnings
@@ -50,7 +50,7 @@ def _main(
     pass
 
 
-for verb in (inspect, plan, convert, merge, validate, diff, explain, bench, formats, backends, env):
+for verb in (inspect, recommend, plan, convert, merge, validate, diff, explain, bench, tune, formats, backends, env):
     name = verb.__name__.rpartition(".")[2]
     opens_files = name not in ("formats", "backends", "env")
     run = bounded(verb.run) if opens_files else verb.run

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import completion
+from . import completion, gpus
 
 if TYPE_CHECKING:
     from spformat.checkpoint import Recipe
@@ -22,7 +22,7 @@ To = Annotated[
     str,
     typer.Option(
         "--to",
-        help="Target: auto, dense, keep, or a format with params: bsr:blocksize=16x16.",
+        help="Target: auto, fastest, dense, keep, or a format with params: bsr:blocksize=16x16.",
         autocompletion=completion.targets,
     ),
 ]
@@ -69,6 +69,12 @@ Layout = Annotated[
 ]
 
 
+ColumnsOfFastest = Annotated[
+    str,
+    typer.Option("-n", "--columns", metavar="N,..", help="With --to fastest: columns of B (tokens). Default: 16,2048."),
+]
+
+
 _UNITS = {
     "": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
@@ -87,12 +93,23 @@ def parse_bytes(text: str) -> int:
 
 def recipe(
     to: str, rules: list[str] | None, include: list[str] | None, exclude: list[str] | None, prune: str,
-    sparsity: float | None, nonfinite: str, misfit: str,
+    sparsity: float | None, nonfinite: str, misfit: str, columns: str = "", gpu: str = "",
 ) -> Recipe:  # fmt: skip
-    """The Recipe for these options."""
+    """The Recipe for these options. columns, gpu: of the targets "fastest" that do not state theirs."""
     from spformat.checkpoint import Recipe, Rule
+    from spformat.checkpoint.fastest import FASTEST, is_fastest, with_options
+
+    parsed = [Rule.parse(r) for r in rules or ()]
+    if (columns or gpu) and not any(map(is_fastest, (to, misfit, *(r.target for r in parsed)))):
+        given = " and ".join(name for name, value in (("-n", columns), ("--gpu", gpu)) if value)
+        raise typer.BadParameter(f"{given} is for the target {FASTEST} (--to {FASTEST}), and no tensor has it")
+
+    device = gpus.device(gpu) if gpu else ""
+
+    def complete(target: str) -> str:
+        return with_options(target, columns, getattr(device, "name", device))
 
     return Recipe(
-        to=to, rules=tuple(Rule.parse(r) for r in rules or ()), include=tuple(include or ()),
-        exclude=tuple(exclude or ()), prune=prune, sparsity=sparsity, nonfinite=nonfinite, misfit=misfit,
+        to=complete(to), rules=tuple(Rule(r.pattern, complete(r.target)) for r in parsed), include=tuple(include or ()),
+        exclude=tuple(exclude or ()), prune=prune, sparsity=sparsity, nonfinite=nonfinite, misfit=complete(misfit),
     )  # fmt: skip

@@ -9,9 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from . import gpus
 from .groups import counted, grouped, one_each, together, without_numbers
 from .hints import again, conversion_of, hint
-from .options import Exclude, Include, Json, Long, Misfit, NonFinite, Prune, Rules, Sparsity, Src, To, recipe
+from .options import (
+    ColumnsOfFastest,
+    Exclude,
+    Include,
+    Json,
+    Long,
+    Misfit,
+    NonFinite,
+    Prune,
+    Rules,
+    Sparsity,
+    Src,
+    To,
+    recipe,
+)
 from .output import console, print_json, progress, set_verdict, size, summary, warnings
 from .refusals import reason, remedies
 from .tables import cell, table
@@ -32,6 +47,8 @@ def run(
     sparsity: Sparsity = None,
     nonfinite: NonFinite = "refuse",
     misfit: Misfit = "error",
+    columns: ColumnsOfFastest = "",
+    gpu: gpus.OfFastest = "",
     fail_if_larger: bool = typer.Option(
         False, "--fail-if-larger", help="Exit 1 when a tensor would become larger than dense."
     ),
@@ -39,7 +56,9 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Target, bytes before and after, and why; warns where a format is larger than dense. Nothing is written."""
-    outcomes = foresee(src, recipe(to, rule, include, exclude, prune, sparsity, nonfinite, misfit), as_json)
+    outcomes = foresee(
+        src, recipe(to, rule, include, exclude, prune, sparsity, nonfinite, misfit, columns, gpu), as_json
+    )
     larger = fail_if_larger and any(o.larger_than_dense for o in outcomes)
     code = 3 if any(o.error for o in outcomes) else 1 if larger else 0
     set_verdict(code)

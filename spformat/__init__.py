@@ -8,6 +8,7 @@ y = sf.spmm(sf.load("w.safetensors")["w"], x)
 
 from . import errors, limits
 from .dispatch.api import explain, linear, plan, spmm, use_backend
+from .dispatch.recommend import Recommendation, Recommendations, recommend
 from .dispatch.select import Explanation
 from .formats import (
     BSR,
@@ -30,6 +31,7 @@ from .formats import picture as _picture  # noqa: F401 - what notebooks show of 
 from .formats.convert import convert, stack
 from .formats.decompose import decompose
 from .formats.foreign import from_scipy, from_torch
+from .measure.tune import Trial, Tuned, tune
 from .opening import load, open
 from .preprocess import structure as _structure  # noqa: F401 - convert(x, "auto") asks it for the smallest
 from .products.kernel import Accepted, Rejected
@@ -53,9 +55,13 @@ __all__ = [
     "Format",
     "Plan",
     "Problem",
+    "Recommendation",
+    "Recommendations",
     "Rejected",
     "Stack",
     "Sum",
+    "Trial",
+    "Tuned",
     "TwoFour",
     "VectorNM",
     "by_name",
@@ -70,11 +76,13 @@ __all__ = [
     "load",
     "open",
     "plan",
+    "recommend",
     "register",
     "safe_open",
     "save",
     "save_dense",
     "spmm",
     "stack",
+    "tune",
     "use_backend",
 ]  # fmt: skip

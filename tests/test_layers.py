@@ -69,6 +69,7 @@ ENVIRONMENT = (
     "spformat/dispatch/api.py",
     "spformat/backends/cuda/runtime/jit.py",
     "spformat/products/rates.py",
+    "spformat/measure/tune.py",
     "cli/",
 )
 """Who may read os.environ, and only when a call needs it."""

@@ -10,6 +10,7 @@ import pytest
 from spformat.arrays import threads
 from spformat.arrays.dtypes import VALUE_TYPES, bits
 from spformat.formats.fast import compiled
+from spformat.formats.hooks import VECTOR_HEIGHTS
 from spformat.preprocess import structure
 from spformat.preprocess.structure import BLOCKS, NM_WINDOWS, TILE_ROWS, VECTOR_LENGTHS, Structure, analyse
 
@@ -32,7 +33,7 @@ def counted(x: np.ndarray) -> Structure:
     """By definition, slowly."""
     t, (M, K) = VALUE_TYPES[x.dtype.name], x.shape
     some = (bits(x) & t.bits.type(t.zero_mask)) != 0
-    full = np.zeros((-(-max(M, 1) // 256) * 256, -(-max(K, 1) // 64) * 64), bool)
+    full = np.zeros((-(-max(M, 1) // 256) * 256, -(-max(K, 1) // 128) * 128), bool)
     full[:M, :K] = some
 
     def joined(rows: int, cols: int) -> np.ndarray:
@@ -43,14 +44,14 @@ def counted(x: np.ndarray) -> Structure:
         flags = joined(rows, 1)
         return int(flags.reshape(flags.shape[0], -1, m).sum(axis=2).max())
 
-    per_tile = joined(8, 1).sum(axis=1)
+    per_tile = {h: joined(h, 1).sum(axis=1) for h in VECTOR_HEIGHTS}
     return Structure(
         shape=(M, K), dtype=x.dtype.name, nnz=int(some.sum()),
         negative_zeros=int((~some & (bits(x) != 0)).sum()), row_lengths=some.sum(axis=1, dtype=np.int64),
         bad_groups=int((full.reshape(full.shape[0], -1, 4).sum(axis=2) > 2).sum()), groups=M * -(-K // 4),
         window_max={(m, rows): most(m, rows) for m in NM_WINDOWS for rows in VECTOR_LENGTHS},
         blocks={b: (int(joined(b, b).sum()), int(joined(b, b).any(axis=1).sum())) for b in BLOCKS},
-        vectors=int(per_tile.sum()), vector_groups=int((-(-per_tile // 16)).sum()),
+        vector_counts={h: (int(n.sum()), int((-(-n // 16)).sum())) for h, n in per_tile.items()},
         tile_columns={rows: int(joined(rows, 1).sum()) for rows in TILE_ROWS},
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ from ..errors import LimitError
 from ..formats.dense import Dense
 from ..storage.files import Path
 from ..storage.tensorfile import TensorFile
-from .recipe import AUTO, ERROR, KEEP, Recipe
+from .recipe import AUTO, ERROR, KEEP, Recipe, needs_counts
 from .shard_input import Progress, read
 from .source import open_source
 from .stacks import StackedFile, is_stack, matrices_of, resolved, stacked_outcome
@@ -47,7 +47,7 @@ def _foresee_tensor(f: TensorFile, plan: TensorPlan, recipe: Recipe) -> TensorOu
 def _foresee_stack(f: TensorFile, plan: TensorPlan, recipe: Recipe) -> TensorOutcome:
     """The outcome of a stack. If one of its matrices goes to the target for misfits, all of them do."""
     matrices: Any = StackedFile(f, [plan.record])
-    if plan.target == AUTO:
+    if needs_counts(plan.target):
         plan = resolved(matrices, plan, recipe)
     outcomes = []
     for e, m in enumerate(matrices_of(plan)):

@@ -11,10 +11,12 @@ from typing import Any
 from ..arrays.dtypes import VALUE_TYPES
 from ..errors import ContainerError, UsageError
 from ..formats import parse_spec
+from .fastest import Fastest, is_fastest
 
 AUTO = "auto"
 KEEP = "keep"
-"""Targets that are no format ids. "auto": the smallest exact format. "keep": leave the tensor as it is."""
+"""Targets that are no format ids. "auto": the smallest exact format. "keep": leave the tensor as it is. A third one,
+"fastest", is ``fastest.Fastest`` as text."""
 ERROR = "error"
 """As ``Recipe.misfit``: a tensor that its target cannot hold ends the run."""
 
@@ -50,12 +52,19 @@ def included(names: Iterable[str], include: Sequence[str] | None) -> list[str]:
 
 
 def check_target(target: str) -> str:
-    """``target`` if it is "auto", "keep" or a format with legal params; else UsageError."""
-    if target not in (AUTO, KEEP):
+    """``target`` if it is "auto", "keep", "fastest" or a format with legal params; else UsageError."""
+    if is_fastest(target):
+        Fastest.parse(target)
+    elif target not in (AUTO, KEEP):
         fmt, params = parse_spec(target)
         fmt.require_converter(**params)
         fmt.resolve_params(params)
     return target
+
+
+def needs_counts(target: str) -> bool:
+    """Whether only the nonzeros of a tensor tell which format the target means: "auto" and "fastest"."""
+    return target == AUTO or is_fastest(target)
 
 
 @dataclass(frozen=True)

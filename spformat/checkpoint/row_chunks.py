@@ -27,7 +27,7 @@ from ..preprocess.structure import count_nonzeros
 from ..storage.descriptor import Record
 from ..storage.filewriter import FileWriter
 from ..storage.tensorfile import TensorFile
-from .recipe import AUTO, ERROR, KEEP, Recipe
+from .recipe import ERROR, KEEP, Recipe, needs_counts
 from .tensor_plans import TensorPlan
 
 CHUNK_BYTES = 8 << 20
@@ -142,7 +142,9 @@ class ChunkPlan:
 def plan_chunks(plan: TensorPlan, recipe: Recipe) -> ChunkPlan | None:
     """The row chunks of a tensor; None where the tensor, its target or the recipe needs the whole matrix at once."""
     r = plan.record
-    if plan.target in (KEEP, AUTO) or r.format is not None or recipe.prune or recipe.misfit != ERROR:
+    if plan.target == KEEP or needs_counts(plan.target) or r.format is not None:
+        return None
+    if recipe.prune or recipe.misfit != ERROR:
         return None
     if len(plan.shape) != 2 or 0 in plan.shape:
         return None

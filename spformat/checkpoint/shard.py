@@ -27,7 +27,7 @@ from ..storage.filewriter import FileWriter, create
 from ..storage.stwriter import Writer, dense_metadata
 from ..storage.tensorfile import TensorFile
 from .expand import chunk_decoder, error_of_whole_tensor
-from .recipe import AUTO, KEEP, Recipe, writes_dense
+from .recipe import KEEP, Recipe, needs_counts, writes_dense
 from .row_chunks import Team, plan_chunks
 from .shard_input import Progress, ShardTask, one_ahead, read
 from .sizing import SizedTensor, refusal_of_whole, same_for_stacks, size_tensors
@@ -137,7 +137,7 @@ def _put_dense_stack(task: ShardTask, plan: TensorPlan, out: Writer) -> dict[str
 
 def _write_packed(whole: ShardTask) -> tuple[TensorOutcome, ...]:
     f: Any = StackedFile(whole.f, [p.record for p in whole.plans if is_stack(p)])
-    plans = [resolved(f, p, whole.recipe) if is_stack(p) and p.target == AUTO else p for p in whole.plans]
+    plans = [resolved(f, p, whole.recipe) if is_stack(p) and needs_counts(p.target) else p for p in whole.plans]
     task, chunked = replace(whole, f=f, plans=expanded(plans)), {}
     if task.place == "cpu":
         chunked = {plan.name: c for plan in task.plans if (c := plan_chunks(plan, task.recipe)) is not None}

@@ -25,7 +25,7 @@ from ..storage.descriptor import Record
 from ..storage.filewriter import outline
 from ..storage.stwriter import code_of
 from ..storage.tensorfile import TensorFile
-from .recipe import AUTO, ERROR, KEEP, Recipe
+from .recipe import AUTO, ERROR, KEEP, Recipe, needs_counts
 from .row_chunks import ChunkEncoder, ChunkPlan, Team, count_chunks, record_of
 from .shard_input import ShardTask, one_ahead, read
 from .stacks import is_stack, matrices_of, resolved
@@ -51,9 +51,9 @@ class SizedTensor:
 def size_tensors(task: ShardTask, chunked: dict[str, ChunkPlan], team: Team) -> list[SizedTensor]:
     """Every tensor of the shard, sized. ``chunked``: those that are converted in row chunks, by their names."""
     sized_in_chunks, in_memory = _size_chunks(task.f, chunked, team)
-    # The smallest format is chosen on the host, which is faster at the counts that this needs.
+    # A format is chosen by its counts on the host, which is faster at them.
     wanted = [
-        (plan, "cpu" if plan.target == AUTO else task.place)
+        (plan, "cpu" if needs_counts(plan.target) else task.place)
         if plan.name not in chunked and _must_be_read(plan, task.recipe)
         else None
         for plan in task.plans
@@ -91,7 +91,7 @@ def same_for_stacks(
         else:
             again = replace(task, recipe=task.recipe.without_misfit())
             plan = replace(plan, target=misfit.plan.target, why=misfit.plan.why)
-            plan = resolved(task.f, plan, task.recipe) if plan.target == AUTO else plan
+            plan = resolved(task.f, plan, task.recipe) if needs_counts(plan.target) else plan
             plans.append(plan)
             out += [_size_tensor(again, m, 0, read(task.f, m, task.place)) for m in matrices_of(plan)]
     return plans, out
@@ -203,7 +203,7 @@ def _record_of_header(plan: TensorPlan) -> Record | None:
 
     None for any other tensor.
     """
-    if plan.target == AUTO or plan.record.format is not None:
+    if needs_counts(plan.target) or plan.record.format is not None:
         return None
     fmt, params = _parsed(plan.target)
     dtype = value_type(plan.record.dtype).numpy

@@ -19,10 +19,12 @@ from ..arrays.library import Array, to_device
 from ..errors import UsageError
 from ..formats.stack import Stack
 from ..limits import product
+from ..preprocess.coordinates import structure_of
 from ..preprocess.structure import analyse, stacked
 from ..storage.descriptor import Record
 from ..storage.filewriter import Tensor
 from ..storage.tensorfile import TensorFile, undescribed
+from .fastest import is_fastest, resolved_for_all
 from .recipe import KEEP, Recipe, looks_stacked
 from .tensor_plans import TensorOutcome, TensorPlan, dense_of, prune
 
@@ -126,10 +128,15 @@ class StackedFile:
 
 
 def resolved(f: Any, plan: TensorPlan, recipe: Recipe) -> TensorPlan:
-    """The plan of a stack with the format that "auto" is for it: the smallest that holds all of its matrices.
+    """The plan of a stack with the format that "auto" or "fastest" is for it: of those that hold all of its matrices,
+    the smallest, or the one with the least sum of expected times.
 
     f: the shard, as a ``StackedFile``.
     """
+    if is_fastest(plan.target):
+        matrices = (f.read(m.name) for m in matrices_of(plan))
+        kept = (prune(dense_of(x), plan.target, recipe) if recipe.prune else x for x in matrices)
+        return replace(plan, target=resolved_for_all(plan.target, map(structure_of, kept)))
     structures = (analyse(prune(dense_of(f.read(m.name)), plan.target, recipe)) for m in matrices_of(plan))
     return replace(plan, target=stacked(structures).smallest())
 

@@ -17,7 +17,8 @@ from ..limits import product
 from ..preprocess import masks
 from ..preprocess.structure import Structure, analyse
 from ..storage.descriptor import Record
-from .recipe import AUTO, ERROR, KEEP, Recipe, require_match
+from .fastest import is_fastest, resolved
+from .recipe import AUTO, ERROR, KEEP, Recipe, needs_counts, require_match
 from .source import Source
 
 
@@ -30,7 +31,7 @@ class TensorPlan:
     record: Record
     bytes_in: int
     target: str
-    """"keep", "auto" or a format text."""
+    """"keep", "auto", "fastest" or a format text."""
     why: str
 
     @property
@@ -99,7 +100,7 @@ def prune(x: np.ndarray[Any, Any], target: str, recipe: Recipe) -> np.ndarray[An
     """``x`` with its smallest values set to zero so that it fits ``target``; ``x`` unless the recipe asks to prune."""
     if not recipe.prune:
         return x
-    if target in (AUTO, KEEP):
+    if target == KEEP or needs_counts(target):
         mask: Any = None if recipe.sparsity is None else masks.magnitude(x, recipe.sparsity, nonfinite=recipe.nonfinite)
     else:
         fmt, given = parse_spec(target)
@@ -134,8 +135,11 @@ _NORM_ELEMENTS = 1 << 20
 """Elements that are float64 at a time."""
 
 
-def resolve_target(plan: TensorPlan, x: np.ndarray[Any, Any], structure: Structure | None = None) -> str:
-    """The target text of a matrix read from a file, with all its params. "auto" becomes the smallest format."""
+def resolve_target(plan: TensorPlan, x: Format | np.ndarray[Any, Any], structure: Structure | None = None) -> str:
+    """The target text of a matrix read from a file, with all its params. "auto" becomes the smallest format, "fastest"
+    the one that is recommended; ``x`` may be sparse unless the target is "auto"."""
+    if is_fastest(plan.target):
+        return resolved(plan.target, structure or x)
     if plan.target == AUTO:
         return (structure or analyse(x)).smallest()
     fmt, given = parse_spec(plan.target)
@@ -162,7 +166,7 @@ def foresee(plan: TensorPlan, x: Format | np.ndarray[Any, Any] | None, recipe: R
     try:
         if isinstance(x, Format):  # converted without decoding it: a dense graph might not fit into memory
             base, dense = replace(base, nnz=x.nnz), product(*x.shape, x.dtype.itemsize)
-            fmt, given = parse_spec(plan.target)
+            fmt, given = parse_spec(resolve_target(plan, x))
             target, size = spec_text(fmt, fmt.resolve_params(given)), convert(x, fmt, **given).nbytes
         else:
             structure = analyse(x)

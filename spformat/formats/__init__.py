@@ -97,10 +97,12 @@ def by_name(name: str) -> type[Format]:
     """The class of a format id; UsageError suggests the nearest."""
     fmt = _by_name.get(name)
     if fmt is None:
-        near = difflib.get_close_matches(name.lower(), ["auto", *_ALSO_CALLED, *_by_name], 1)
+        near = difflib.get_close_matches(name.lower(), ["auto", "fastest", *_ALSO_CALLED, *_by_name], 1)
         hint = f"; did you mean {_ALSO_CALLED.get(near[0], near[0])!r}?" if near else ""
         if name == "auto":
             hint = "; convert(x, 'auto') chooses the smallest, as convert_checkpoint and the command do"
+        if name == "fastest":
+            hint = "; recommend(x, n=[16])[0].format is one, and convert_checkpoint and the command take this target"
         raise UsageError(f"unknown format {name!r:.80}{hint} (known: auto, {', '.join(f.name for f in registered())})")
     return fmt
 

@@ -19,6 +19,7 @@ from ..arrays.segments import pointer
 from ..errors import IndexBoundsError, InvariantError, PatternError
 from .base import INDEX, VALUE, Format, RowChunks, array
 from .csr import CSR
+from .hooks import Counts, percent
 
 ROW_CHUNK = 1 << 20
 """Dense elements that the host processes at a time."""
@@ -49,6 +50,10 @@ class Bitmask(Format):
     @classmethod
     def row_chunks(cls, params: dict[str, Any]) -> RowChunks:
         return RowChunks(1, pointers=("indptr",))
+
+    @classmethod
+    def remark(cls, counts: Counts, params: dict[str, Any]) -> str:
+        return f"a bit for each element, of which {percent(1 - counts.density)} are zero" if counts.nnz else ""
 
     @property
     def nnz(self) -> int:

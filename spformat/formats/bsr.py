@@ -23,10 +23,20 @@ from ..errors import PatternError, UsageError
 from ..limits import check_bytes, product
 from .base import INDEX, VALUE, Format, RowChunks, array, param
 from .csr import CSR
-from .hooks import Blocks, Condition, Counts, Measure, Pattern, dense_cells
+from .hooks import (
+    Blocks,
+    Condition,
+    Counts,
+    Measure,
+    Pattern,
+    dense_cells,
+    percent,
+)
 
 ROW_CHUNK = 1 << 22
 """Dense elements that the host converts at a time."""
+_USUAL = (16, 32, 64)
+"""Sizes of square blocks among which the smallest format is sought."""
 
 BLOCK_DENSITY = Measure("density", True, "share of the R*C places of its block that hold a value")
 HALF_FULL = Condition("density", ">=", 0.5)
@@ -74,7 +84,19 @@ class BSR(Format):
 
     @classmethod
     def candidates(cls, counts: Counts) -> tuple[dict[str, Any], ...]:
-        return tuple({"blocksize": (b, b)} for b in counts.blocks)
+        return tuple({"blocksize": (b, b)} for b in counts.blocks if b in _USUAL)
+
+    @classmethod
+    def alternatives(cls, counts: Counts) -> tuple[dict[str, Any], ...]:
+        return tuple({"blocksize": (b, b)} for b in counts.blocks if b not in _USUAL)
+
+    @classmethod
+    def stored_of(cls, counts: Counts, params: dict[str, Any]) -> int | None:
+        return stored_in_blocks(counts, params["blocksize"])
+
+    @classmethod
+    def remark(cls, counts: Counts, params: dict[str, Any]) -> str:
+        return remark_on_blocks(counts, params)
 
     @classmethod
     def usual_conditions(cls, params: dict[str, Any]) -> tuple[Condition, ...]:
@@ -192,6 +214,26 @@ def counted_blocks(counts: Counts, blocksize: tuple[int, int]) -> CountedBlocks 
     nnzb, rows = counts.blocks[R]
     block = index_dtype(Kb - 1).itemsize + value_type(counts.dtype).numpy.itemsize * R * C
     return CountedBlocks((Mb, Kb), nnzb, rows, nnzb * block)
+
+
+def stored_in_blocks(counts: Counts, blocksize: tuple[int, int]) -> int | None:
+    """``Format.stored`` of a matrix in blocks of this size; None if they were not counted."""
+    blocks = counted_blocks(counts, blocksize)
+    return None if blocks is None else blocks.nnzb * blocksize[0] * blocksize[1]
+
+
+def remark_on_blocks(counts: Counts, params: dict[str, Any]) -> str:
+    """How full the blocks would be, if they were counted."""
+    stored = stored_in_blocks(counts, params["blocksize"]) if params else None
+    if not stored:
+        return ""
+    b, fill = params["blocksize"][0], counts.block_fill(params["blocksize"][0])
+    text = f"block fill {percent(fill)} at {b}"
+    return text if fill > _FULL else f"{text}: {percent(1 - fill)} of the stored values would be padding"
+
+
+_FULL = 0.9
+"""Share of nonzeros above which blocks count as full."""
 
 
 def block_grid(shape: tuple[int, int], blocksize: tuple[int, int]) -> tuple[int, int]:

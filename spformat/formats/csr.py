@@ -19,6 +19,7 @@ from ..arrays.library import Array, index_dtype, is_cupy, namespace
 from ..arrays.segments import counts_of, offsets_from_counts, pointer, rows_of
 from ..errors import OrderError
 from .base import INDEX, VALUE, Format, RowChunks, array
+from .hooks import Counts
 
 ROW_CHUNK = 1 << 20
 """Dense elements that the host converts at a time, so that masks and positions stay in cache."""
@@ -48,6 +49,12 @@ class CSR(Format):
     @classmethod
     def row_chunks(cls, params: dict[str, Any]) -> RowChunks:
         return RowChunks(1, pointers=("indptr",))
+
+    @classmethod
+    def remark(cls, counts: Counts, params: dict[str, Any]) -> str:
+        if not counts.nnz:
+            return ""
+        return f"rows have {counts.mean_row:.1f} nonzeros on average, the longest {counts.longest_row}"
 
     @property
     def nnz(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from ..arrays import scans
-from ..arrays.library import Array, index_dtype, namespace
+from ..arrays.library import Array, ceil_div, index_dtype, namespace
 from ..arrays.segments import rows_of
 from ..errors import PointerError
 from .base import INDEX, VALUE, Format, array, param
@@ -27,6 +27,8 @@ from .bsr import (
     check_blocks,
     check_inside,
     counted_blocks,
+    remark_on_blocks,
+    stored_in_blocks,
 )
 from .csr import CSR
 from .hooks import Blocks, Condition, Counts, Pattern, dense_cells
@@ -89,6 +91,20 @@ class DBSR(Format):
     @classmethod
     def candidates(cls, counts: Counts) -> tuple[dict[str, Any], ...]:
         return ({"blocksize": (32, 32)},)
+
+    @classmethod
+    def alternatives(cls, counts: Counts) -> tuple[dict[str, Any], ...]:
+        """Other sizes of blocks, where some block rows are empty; without such rows BSR is the same and simpler."""
+        some_empty = (b for b, (_, rows) in counts.blocks.items() if rows < ceil_div(counts.shape[0], b))
+        return tuple({"blocksize": (b, b)} for b in some_empty if b != 32)
+
+    @classmethod
+    def stored_of(cls, counts: Counts, params: dict[str, Any]) -> int | None:
+        return stored_in_blocks(counts, params["blocksize"])
+
+    @classmethod
+    def remark(cls, counts: Counts, params: dict[str, Any]) -> str:
+        return remark_on_blocks(counts, params)
 
     def block_rows(self) -> Array:
         """int64[nnzb]: block row of each block."""

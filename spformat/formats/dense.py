@@ -10,6 +10,7 @@ import numpy as np
 from ..arrays.library import Array
 from .base import VALUE, Format, RowChunks, array, checked_values
 from .csr import CSR
+from .hooks import Counts, percent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
@@ -33,6 +34,10 @@ class Dense(Format):
     @classmethod
     def row_chunks(cls, params: dict[str, Any]) -> RowChunks:
         return RowChunks(1)
+
+    @classmethod
+    def remark(cls, counts: Counts, params: dict[str, Any]) -> str:
+        return f"{percent(1 - counts.density)} of its elements are zero" if counts.nnz else ""
 
     @classmethod
     def from_dense(cls, x: Array, **params: Any) -> Self:

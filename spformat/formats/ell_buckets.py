@@ -59,18 +59,39 @@ class ELLBuckets(Format):
     def bytes_of(cls, counts: Counts, params: dict[str, Any]) -> int | None:
         if params["column_parts"] != 1:
             return None
-        (M, K), length = counts.shape, counts.row_lengths[counts.row_lengths > 0]
-        widest = params.get("max_width", mean_width(counts.nnz, M))
-        chunks = -(-length // widest)
-        whole = np.minimum(length, widest)
-        width = 2 ** np.ceil(np.log2(whole)).astype(np.int64) if whole.size else whole
-        rows, slots = int(chunks.sum()), int((chunks * np.where(chunks > 1, widest, width)).sum())
+        M, K = counts.shape
+        rows, slots = _counted(counts, params.get("max_width", mean_width(counts.nnz, M)))
         index = index_dtype(K - 1).itemsize + index_dtype(counts.nnz - 1).itemsize
         return index_dtype(M - 1).itemsize * rows + (index + value_type(counts.dtype).numpy.itemsize) * slots
 
     @classmethod
     def usual_conditions(cls, params: dict[str, Any]) -> tuple[Condition, ...]:
         return (Condition(ROW_LENGTH.name, "<=", params["max_width"]),) if "max_width" in params else ()
+
+    @classmethod
+    def alternatives(cls, counts: Counts) -> tuple[dict[str, Any], ...]:
+        """A widest bucket of a quarter and of four times the default width; never wider than the longest row needs.
+
+        Parts of K are not among them: no kernel expects another time for them.
+        """
+        usual = mean_width(counts.nnz, counts.shape[0])
+        most = 1 << max(0, counts.longest_row - 1).bit_length()
+        widths = {usual // 4, min(4 * usual, most, MAX_WIDTH)} - {0, usual}
+        return tuple({"max_width": w} for w in sorted(widths)) if counts.nnz else ()
+
+    @classmethod
+    def params_of(cls, counts: Counts, given: dict[str, Any]) -> dict[str, Any] | None:
+        return cls.resolve_params({"max_width": mean_width(counts.nnz, counts.shape[0])} | given)
+
+    @classmethod
+    def stored_of(cls, counts: Counts, params: dict[str, Any]) -> int | None:
+        return _counted(counts, params["max_width"])[1] if params["column_parts"] == 1 else None
+
+    @classmethod
+    def remark(cls, counts: Counts, params: dict[str, Any]) -> str:
+        if not counts.nnz:
+            return ""
+        return f"rows have {counts.mean_row:.1f} nonzeros on average, the longest {counts.longest_row}"
 
     @classmethod
     def examples(cls) -> tuple[dict[str, Any], ...]:
@@ -238,6 +259,15 @@ class ELLBuckets(Format):
         out = self.with_arrays(data=data)
         object.__setattr__(out, "_marked", self._marked)
         return out
+
+
+def _counted(counts: Counts, widest: int) -> tuple[int, int]:
+    """(ELL rows, slots) of a matrix in one part of K."""
+    length = counts.row_lengths[counts.row_lengths > 0]
+    chunks = -(-length // widest)
+    whole = np.minimum(length, widest)
+    width = 2 ** np.ceil(np.log2(whole)).astype(np.int64) if whole.size else whole
+    return int(chunks.sum()), int((chunks * np.where(chunks > 1, widest, width)).sum())
 
 
 def mean_width(nnz: int, rows: int) -> int:

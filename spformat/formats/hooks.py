@@ -19,13 +19,19 @@ from ..arrays.library import Array, namespace
 from ..arrays.segments import cells_of
 from ..errors import UsageError
 from ..limits import product
-from .declare import MAX_DIMENSION, REQUIRED, Declared, plain_int
+from .declare import (
+    MAX_DIMENSION,
+    REQUIRED,
+    VALUE,
+    Declared,
+    plain_int,
+)
 
 if TYPE_CHECKING:
     from .csr import CSR
 
-VECTOR_ROWS, VECTOR_STRIDE = 8, 16
-"""Vectors are counted for this height and this group size only."""
+VECTOR_HEIGHTS, VECTOR_ROWS, VECTOR_STRIDE = (8, 16), 8, 16
+"""Vectors are counted for these heights, of which the first is the usual one, and this group size only."""
 
 
 @dataclass(frozen=True)
@@ -159,9 +165,42 @@ class Counts(Protocol):
         ...
 
     @property
-    def vector_groups(self) -> int:
-        """Groups of VECTOR_STRIDE nonempty VECTOR_ROWS x 1 vectors, padded per tile of VECTOR_ROWS rows."""
+    def vector_counts(self) -> dict[int, tuple[int, int]]:
+        """h -> (nonempty h x 1 vectors, groups of VECTOR_STRIDE of them, padded per tile of h rows)."""
         ...
+
+    @property
+    def density(self) -> float:
+        """nnz / (M*K)."""
+        ...
+
+    @property
+    def mean_row(self) -> float:
+        """Nonzeros of a row on average."""
+        ...
+
+    @property
+    def longest_row(self) -> int:
+        """Nonzeros of the longest row."""
+        ...
+
+    @property
+    def two_four_share(self) -> float:
+        """Share of the groups of four columns with at most two nonzeros."""
+        ...
+
+    def gather_reuse(self, height: int) -> float:
+        """Nonzeros for each nonempty vector of so many rows."""
+        ...
+
+    def block_fill(self, b: int) -> float:
+        """Share of the elements of the nonempty b x b blocks that are nonzero."""
+        ...
+
+
+def percent(share: float) -> str:
+    """A share as text: "12.5 %"."""
+    return f"{100 * share:.1f} %"
 
 
 class Hooks(Declared):
@@ -223,6 +262,33 @@ class Hooks(Declared):
     def candidates(cls, counts: Counts) -> tuple[dict[str, Any], ...]:
         """Parameters that are worth considering for a matrix with these counts."""
         return () if any(d.default is REQUIRED for d in cls.declared_params()) else ({},)
+
+    @classmethod
+    def alternatives(cls, counts: Counts) -> tuple[dict[str, Any], ...]:
+        """Parameters beyond ``candidates`` that are worth considering where the time of products counts, not bytes."""
+        return ()
+
+    @classmethod
+    def params_of(cls, counts: Counts, given: dict[str, Any]) -> dict[str, Any] | None:
+        """All parameters of the matrix, those that it decides itself included; None if its counts do not tell them."""
+        params = cls.resolve_params(given)
+        return params if len(params) == len(cls.declared_params()) else None
+
+    @classmethod
+    def stored_of(cls, counts: Counts, params: dict[str, Any]) -> int | None:
+        """``Format.stored`` of the matrix, padding included; None if ``counts`` do not decide it."""
+        specs = cls.array_specs(counts.shape, value_type(counts.dtype).numpy, counts.nnz, params)
+        if specs is None:
+            return None
+        return sum(product(*specs[d.name][1]) for d in cls.declared_arrays() if d.kind == VALUE)
+
+    @classmethod
+    def remark(cls, counts: Counts, params: dict[str, Any]) -> str:
+        """What the counts of a matrix say for or against this format, in a clause that names the number; or nothing.
+
+        For a format without candidates for the matrix it is asked with no params, and says why there are none.
+        """
+        return ""
 
     @classmethod
     def examples(cls) -> tuple[dict[str, Any], ...]:

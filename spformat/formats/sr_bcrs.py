@@ -22,7 +22,10 @@ from ..errors import InvariantError, OrderError, PatternError
 from ..limits import check_bytes, product
 from .base import INDEX, VALUE, Format, RowChunks, array, param
 from .csr import CSR
-from .hooks import VECTOR_ROWS, VECTOR_STRIDE, Condition, Counts, Measure, dense_cells
+from .hooks import VECTOR_ROWS, VECTOR_STRIDE, Condition, Counts, Measure, dense_cells, percent
+
+_LITTLE = 0.1
+"""Share of padding up to which it is not worth a word."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
@@ -58,9 +61,10 @@ class SRBCRS(Format):
 
     @classmethod
     def bytes_of(cls, counts: Counts, params: dict[str, Any]) -> int | None:
-        t, g, G = params["vector_length"], params["stride"], counts.vector_groups
-        if (t, g) != (VECTOR_ROWS, VECTOR_STRIDE):
+        t, g = params["vector_length"], params["stride"]
+        if g != VECTOR_STRIDE or t not in counts.vector_counts:
             return None
+        _, G = counts.vector_counts[t]
         index, value = index_dtype(counts.shape[1] - 1).itemsize, value_type(counts.dtype).numpy.itemsize
         pointers = index_dtype(G).itemsize * (ceil_div(counts.shape[0], t) + 1)
         return int(pointers + G * g * (index + value * t))
@@ -76,6 +80,27 @@ class SRBCRS(Format):
     @classmethod
     def covered(cls, a: CSR, params: dict[str, Any], conditions: tuple[Condition, ...]) -> Array:
         return dense_cells(a, (params["vector_length"], 1), conditions)
+
+    @classmethod
+    def alternatives(cls, counts: Counts) -> tuple[dict[str, Any], ...]:
+        others = (h for h in counts.vector_counts if h != VECTOR_ROWS)
+        return tuple({"vector_length": h, "stride": VECTOR_STRIDE} for h in others)
+
+    @classmethod
+    def stored_of(cls, counts: Counts, params: dict[str, Any]) -> int | None:
+        t, g = params["vector_length"], params["stride"]
+        if g != VECTOR_STRIDE or t not in counts.vector_counts:
+            return None
+        return int(counts.vector_counts[t][1] * g * t)
+
+    @classmethod
+    def remark(cls, counts: Counts, params: dict[str, Any]) -> str:
+        stored = cls.stored_of(counts, params) if params else None
+        if not stored:
+            return ""
+        t, padding = params["vector_length"], 1 - counts.nnz / stored
+        text = f"gather reuse {counts.gather_reuse(t):.1f} at height {t}"
+        return text if padding < _LITTLE else f"{text}: {percent(padding)} of the stored values would be padding"
 
     @classmethod
     def examples(cls) -> tuple[dict[str, Any], ...]:

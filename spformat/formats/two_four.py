@@ -25,7 +25,13 @@ from ..arrays.segments import largest_in_windows
 from ..errors import IndexBoundsError, PatternError, StructureError
 from .base import VALUE, Format, RowChunks, array, param
 from .csr import CSR
-from .hooks import Condition, Counts, Groups, Pattern
+from .hooks import (
+    Condition,
+    Counts,
+    Groups,
+    Pattern,
+    percent,
+)
 
 ROW_CHUNK = 1 << 20
 """Dense elements that the host processes at a time."""
@@ -175,6 +181,13 @@ class TwoFour(Format):
     @classmethod
     def candidates(cls, counts: Counts) -> tuple[dict[str, Any], ...]:
         return ({},) if counts.nnz and cls.fits(counts, {}) else ()
+
+    @classmethod
+    def remark(cls, counts: Counts, params: dict[str, Any]) -> str:
+        if not counts.nnz:
+            return ""
+        some = "every group of four has at most two nonzeros"
+        return some if cls.fits(counts, {}) else f"only {percent(counts.two_four_share)} of the groups of four fit 2:4"
 
     @classmethod
     def examples(cls) -> tuple[dict[str, Any], ...]:

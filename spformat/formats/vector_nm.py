@@ -107,6 +107,14 @@ class VectorNM(Format):
         return tuple({"n": n, "m": m, "vector_length": length} for n, m, length in kinds)
 
     @classmethod
+    def remark(cls, counts: Counts, params: dict[str, Any]) -> str:
+        if not params:
+            return "in every pattern some window of columns is full" if counts.nnz else ""
+        length, of = params["vector_length"], f"of {params['m']} columns"
+        rows = "" if length == 1 else f" in the same {length} rows"
+        return f"at most {counts.window_max[params['m'], length]} {of} are needed{rows}"
+
+    @classmethod
     def examples(cls) -> tuple[dict[str, Any], ...]:
         return (
             {"n": 2, "m": 4, "vector_length": 8},

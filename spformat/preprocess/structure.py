@@ -20,17 +20,17 @@ from ..arrays.library import Array, ceil_div, is_cupy, round_up
 from ..errors import UsageError
 from ..formats import edges, parse_spec, registered, spec_text
 from ..formats.base import Format, checked_values
-from ..formats.hooks import VECTOR_ROWS, VECTOR_STRIDE
+from ..formats.hooks import VECTOR_HEIGHTS, VECTOR_ROWS, VECTOR_STRIDE
 
 CHUNK = 1 << 22
 """Dense elements that are counted together."""
 
 NM_WINDOWS = (4, 8, 16, 32)
 VECTOR_LENGTHS = (1, 8, 32)
-BLOCKS = (16, 32, 64)
+BLOCKS = (8, 16, 32, 64, 128)
 _TINY = 256
 """Bytes up to which the structures of matrices with the same pattern are computed once."""
-_ROWS = 64
+_ROWS = 128
 """A row chunk is padded to a multiple of this, so that it has whole vectors and blocks of all sizes above."""
 TILE_ROWS = (128, 256)
 """Heights of the tiles of the vector n:m kernels. A tile must load one row of B for each of its nonempty columns."""
@@ -54,10 +54,8 @@ class Structure:
     """(m, vector length) -> most nonempty vectors in a window of m columns: the n of the tightest n:m."""
     blocks: dict[int, tuple[int, int]]
     """b -> (nonempty b x b blocks, nonempty block rows)."""
-    vectors: int
-    """Nonempty 8 x 1 vectors."""
-    vector_groups: int
-    """Groups of 16 such vectors, padded per tile of 8 rows."""
+    vector_counts: dict[int, tuple[int, int]]
+    """h -> (nonempty h x 1 vectors, groups of 16 of them, padded per tile of h rows)."""
     tile_columns: dict[int, int]
     """Height of a tile -> nonempty columns, summed over the tiles."""
 
@@ -81,6 +79,49 @@ class Structure:
         """n of the tightest n:m pattern that the matrix fits; None if all columns of some window are nonempty."""
         n = self.window_max[m, vector_length]
         return n if 0 < n < m else None
+
+    @property
+    def vectors(self) -> int:
+        """Nonempty 8 x 1 vectors."""
+        return self.vector_counts[VECTOR_ROWS][0]
+
+    @property
+    def vector_groups(self) -> int:
+        """Groups of 16 such vectors, padded per tile of 8 rows."""
+        return self.vector_counts[VECTOR_ROWS][1]
+
+    def gather_reuse(self, height: int) -> float:
+        """Nonzeros for each nonempty vector of 8 or 16 rows, from 1 to the height; 0 for an empty matrix.
+
+        A kernel that loads a row of B for each such vector uses it for so many nonzeros.
+        """
+        vectors = self.vector_counts[height][0]
+        return self.nnz / vectors if vectors else 0.0
+
+    def block_fill(self, b: int) -> float:
+        """Share of the elements of the nonempty b x b blocks that are nonzero; 0 for an empty matrix."""
+        stored = self.blocks[b][0] * b * b
+        return self.nnz / stored if stored else 0.0
+
+    @property
+    def mean_row(self) -> float:
+        """Nonzeros of a row on average; 0 without rows."""
+        return self.nnz / self.shape[0] if self.shape[0] else 0.0
+
+    @property
+    def longest_row(self) -> int:
+        """Nonzeros of the longest row; 0 without rows."""
+        return int(self.row_lengths.max(initial=0))
+
+    @property
+    def row_spread(self) -> float:
+        """Standard deviation of the row lengths over their mean (the coefficient of variation); 0 if all are empty."""
+        return float(self.row_lengths.std()) / self.mean_row if self.nnz else 0.0
+
+    @property
+    def two_four_share(self) -> float:
+        """Share of the groups of four columns with at most two nonzeros; 1 without groups."""
+        return 1 - self.bad_groups / self.groups if self.groups else 1.0
 
     def kept_share(self, tile_rows: int) -> float:
         """Share of the columns, and so of the rows of B, that a tile of 128 or 256 rows needs; 0 for an empty matrix.
@@ -155,7 +196,8 @@ def stacked(structures: Iterable[Structure]) -> StackStructure:
         bad_groups=sum(s.bad_groups for s in matrices), groups=sum(s.groups for s in matrices),
         window_max={k: max(s.window_max[k] for s in matrices) for k in first.window_max},
         blocks={b: (sum(s.blocks[b][0] for s in matrices), sum(s.blocks[b][1] for s in matrices)) for b in BLOCKS},
-        vectors=sum(s.vectors for s in matrices), vector_groups=sum(s.vector_groups for s in matrices),
+        vector_counts={h: (sum(s.vector_counts[h][0] for s in matrices), sum(s.vector_counts[h][1] for s in matrices))
+                       for h in first.vector_counts},
         tile_columns={t: sum(s.tile_columns[t] for s in matrices) for t in first.tile_columns}, matrices=matrices,
     )  # fmt: skip
 
@@ -186,8 +228,8 @@ def _analyse(x: Array) -> Structure:
         return _from_census(x, *counted)
     row_lengths = np.zeros(M, np.int64)
     window_max = {(m, length): 0 for m in NM_WINDOWS for length in VECTOR_LENGTHS}
-    blocks = {b: [0, 0] for b in BLOCKS}
-    bad = stored = vectors = groups = 0
+    blocks, vector_counts = ({size: [0, 0] for size in sizes} for sizes in (BLOCKS, VECTOR_HEIGHTS))
+    bad = stored = 0
     wide = round_up(K, _ROWS)
     step = round_up(max(1, CHUNK // max(1, wide)), max(_ROWS, *TILE_ROWS))
     tile_columns = dict.fromkeys(TILE_ROWS, 0)
@@ -199,12 +241,12 @@ def _analyse(x: Array) -> Structure:
         row_lengths[i : i + step] = mask.sum(axis=1, dtype=np.int64)[: chunk.shape[0]]
         per_four = _window_sums(mask, 4)
         bad += int((per_four > 2).sum())
+        for height in VECTOR_HEIGHTS:
+            per_tile = _any_rows(mask, height).sum(axis=1, dtype=np.int64)
+            vector_counts[height][0] += int(per_tile.sum())
+            vector_counts[height][1] += int((-(-per_tile // VECTOR_STRIDE)).sum())
         for length in VECTOR_LENGTHS:
             nonempty = _any_rows(mask, length)
-            if length == VECTOR_ROWS:
-                per_tile = nonempty.sum(axis=1, dtype=np.int64)
-                vectors += int(per_tile.sum())
-                groups += int((-(-per_tile // VECTOR_STRIDE)).sum())
             sums = _window_sums(nonempty, 4)
             for m in NM_WINDOWS:
                 if m > 4:
@@ -226,15 +268,16 @@ def _analyse(x: Array) -> Structure:
     return Structure(
         shape=(M, K), dtype=row.name, nnz=nnz, negative_zeros=stored - nnz, row_lengths=row_lengths,
         bad_groups=bad, groups=M * ceil_div(K, 4), window_max=window_max,
-        blocks={b: (n, rows) for b, (n, rows) in blocks.items()}, vectors=vectors, vector_groups=groups,
-        tile_columns=tile_columns,
+        blocks={b: (n, rows) for b, (n, rows) in blocks.items()},
+        vector_counts={h: (n, groups) for h, (n, groups) in vector_counts.items()}, tile_columns=tile_columns,
     )  # fmt: skip
 
 
 def _from_census(x: Array, row_lengths: Array, counts: Array) -> Structure:
     """The Structure for the counts of the compiled loops, which return them by position (``census_loops.BAD`` ..)."""
-    bad, negative, vectors, groups = (int(n) for n in counts[:4])
-    nonempty, block_rows, tiles, most = (counts[a:b].tolist() for a, b in ((4, 7), (7, 10), (10, 12), (12, 24)))
+    bad, negative = (int(n) for n in counts[:2])
+    positions = itertools.pairwise((2, 4, 6, 11, 16, 18, 30))
+    vectors, groups, nonempty, block_rows, tiles, most = (counts[a:b].tolist() for a, b in positions)
     kinds = [(m, length) for length in VECTOR_LENGTHS for m in NM_WINDOWS]
     order = [(m, length) for m in NM_WINDOWS for length in VECTOR_LENGTHS]
     window_max = dict(zip(kinds, most, strict=True))
@@ -243,7 +286,8 @@ def _from_census(x: Array, row_lengths: Array, counts: Array) -> Structure:
         negative_zeros=negative, row_lengths=row_lengths, bad_groups=bad, groups=x.shape[0] * ceil_div(x.shape[1], 4),
         window_max={k: window_max[k] for k in order},
         blocks={b: (n, rows) for b, n, rows in zip(BLOCKS, nonempty, block_rows, strict=True)},
-        vectors=vectors, vector_groups=groups, tile_columns=dict(zip(TILE_ROWS, tiles, strict=True)),
+        vector_counts={h: (n, g) for h, n, g in zip(VECTOR_HEIGHTS, vectors, groups, strict=True)},
+        tile_columns=dict(zip(TILE_ROWS, tiles, strict=True)),
     )  # fmt: skip
 
 

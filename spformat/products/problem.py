@@ -15,6 +15,7 @@ from ..arrays.dtypes import VALUE_TYPES, value_type
 from ..arrays.library import device_of
 from ..errors import UsageError
 from ..formats.base import Format
+from ..formats.hooks import Counts
 
 if TYPE_CHECKING:
     from ..storage.descriptor import Record
@@ -101,6 +102,15 @@ class Operand:
             return cls(DENSE, x.shape, value_type(x.dtype).name, stored=int(x.size), layout=layout_of(x),
                        alignment=alignment_of(x), device=where)  # fmt: skip
         return cls._of_record(x, device or "cpu")
+
+    @classmethod
+    def of_counts(cls, fmt: type[Format], counts: Counts, params: dict[str, Any], device: str) -> Self | None:
+        """The description of a matrix that would be converted to a format, from its counts; None if they do not decide
+        how many items would be stored. params: all of them (``Format.params_of``)."""
+        stored = fmt.stored_of(counts, params)
+        if stored is None:
+            return None
+        return cls(fmt.name, counts.shape, counts.dtype, tuple(params.items()), stored, device=device)
 
     @classmethod
     def _of_record(cls, r: Record, device: str) -> Self:

@@ -95,9 +95,13 @@ def source(p: Problem) -> str:
     if p.device == "cpu" or first.sm is not None:
         return line
     device = roofline.device_of(p)
-    if device is not roofline.H200:
+    if _rates_of(device) != _rates_of(roofline.H200):
         return f"{line}, scaled to {device.name}"
     return line if p.sm in (None, device.sm) else f"{line}, taken for {p.sm_name} as they are"
+
+
+def _rates_of(device: roofline.Device) -> tuple[Any, ...]:
+    return device.memory, device.cache, device.peak
 
 
 _Tables: TypeAlias = list[Mapping[str, Constants]]

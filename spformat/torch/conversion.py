@@ -9,6 +9,7 @@ import torch
 
 from ..arrays.library import to_device
 from ..arrays.torch_tensors import array_to_torch, torch_to_array
+from ..checkpoint.fastest import is_fastest, resolved
 from ..checkpoint.recipe import AUTO, KEEP, Recipe, Rule
 from ..checkpoint.tensor_plans import prune as pruned
 from ..formats import parse_spec
@@ -44,6 +45,8 @@ def convert_by(r: Recipe, weight: torch.Tensor, target: str) -> Format:
     x = pruned(torch_to_array(weight.detach()), target, r)
     if target == AUTO:
         target = analyse(to_device(x, "cpu")).smallest()
+    elif is_fastest(target):
+        target = resolved(target, to_device(x, "cpu"))
     fmt, given = parse_spec(target)
     return convert(x, fmt, **given)
 

@@ -16,11 +16,11 @@ Array = Any
 
 STRIP = 256
 """Rows that are counted together: a multiple of the height of all tiles, blocks and vectors."""
-BAD, NEGATIVE, VECTORS, GROUPS, BLOCKS, BLOCK_ROWS, TILES, WINDOWS = 0, 1, 2, 3, 4, 7, 10, 12
-"""Positions in ``counts`` int64[24]: groups of four with more than two nonzeros; -0.0; nonempty 8 x 1 vectors, and
-groups of 16 of them, per tile of 8 rows; nonempty blocks of 16, 32, 64 and block rows of them; nonempty columns per
-tile of 128 and 256 rows; most nonempty vectors of 1, 8 and 32 rows in a window of 4, 8, 16, 32 columns (vector by
-vector)."""
+BAD, NEGATIVE, VECTORS, GROUPS, BLOCKS, BLOCK_ROWS, TILES, WINDOWS = 0, 1, 2, 4, 6, 11, 16, 18
+"""Positions in ``counts`` int64[30]: groups of four with more than two nonzeros; -0.0; nonempty vectors of 8 and 16
+rows; groups of 16 of them, per tile of 8 and 16 rows; nonempty blocks of 8, 16, 32, 64, 128, and block rows of them;
+nonempty columns per tile of 128 and 256 rows; most nonempty vectors of 1, 8 and 32 rows in a window of 4, 8, 16, 32
+columns (vector by vector)."""
 
 _MAGNITUDE, _SIGN = np.uint64(0x7FFF7FFF7FFF7FFF), np.uint64(0x8000800080008000)
 _1, _2, _3, _4, _7, _8, _15, _16, _30, _31, _32, _45 = (
@@ -128,16 +128,21 @@ def windows(row: Array, most: Array) -> Any:
 
 @compiled
 def blocks(row: Array, kind: int, counts: Array) -> None:
-    """Count the nonempty fields of 16 (kind 0), 32 (1) or 64 (2) bits as blocks, and the row if there is one."""
+    """Count the nonempty fields of 8 (kind 0), 16, 32, 64 or 128 (4) bits as blocks, and the row if there is one."""
     total: Any = 0
-    for w in range(row.size):
+    for w in range(0, row.size, 2 if kind == 4 else 1):
         if kind == 0:
+            some = ((((row[w] & ~_TOP8) + ~_TOP8) | row[w]) & _TOP8) >> _7
+            total += np.int64((some * np.uint64(0x0101010101010101)) >> _56)
+        elif kind == 1:
             some = ((((row[w] & _MAGNITUDE) + _MAGNITUDE) | row[w]) & _SIGN) >> _15
             total += np.int64((some + (some >> _16) + (some >> _32) + (some >> np.uint64(48))) & _7)
-        elif kind == 1:
+        elif kind == 2:
             total += np.int64((row[w] & _WORDS) != 0) + np.int64((row[w] >> _32) != 0)
-        else:
+        elif kind == 3:
             total += np.int64(row[w] != 0)
+        else:
+            total += np.int64(row[w] != 0 or (w + 1 < row.size and row[w + 1] != 0))
     counts[BLOCKS + kind] += total
     counts[BLOCK_ROWS + kind] += total > 0
 
@@ -159,26 +164,31 @@ def census(words: Array, lengths: Array, counts: Array) -> None:
         vectors, _ = windows(either[0], most[1])
         counts[VECTORS] += vectors
         counts[GROUPS] += (vectors + 15) // 16
+        blocks(either[0], 0, counts)
         merge(either[0], either[1])
         either[0] = 0
         if not last and i % 16 != 15:
             continue
-        blocks(either[1], 0, counts)
+        vectors = ones(either[1])
+        counts[VECTORS + 1] += vectors
+        counts[GROUPS + 1] += (vectors + 15) // 16
+        blocks(either[1], 1, counts)
         merge(either[1], either[2])
         either[1] = 0
         if not last and i % 32 != 31:
             continue
         windows(either[2], most[2])
-        blocks(either[2], 1, counts)
+        blocks(either[2], 2, counts)
         merge(either[2], either[3])
         either[2] = 0
         if not last and i % 64 != 63:
             continue
-        blocks(either[3], 2, counts)
+        blocks(either[3], 3, counts)
         merge(either[3], either[4])
         either[3] = 0
         if not last and i % 128 != 127:
             continue
+        blocks(either[4], 4, counts)
         counts[TILES] += ones(either[4])
         merge(either[4], either[5])
         either[4] = 0

@@ -87,7 +87,7 @@ def _count_rows(x: Array) -> tuple[Array, Array]:
 
 
 def census(x: Array) -> tuple[Array, Array] | None:
-    """(int64[M] nonzeros of each row, int64[24] ``census_loops.BAD`` ..) of x [M, K]; None if numpy must count them."""
+    """(int64[M] nonzeros of each row, int64[30] ``census_loops.BAD`` ..) of x [M, K]; None if numpy must count them."""
     if not isinstance(x, np.ndarray) or not serves(x):
         return None
     loops: Any = importlib.import_module(f"{__package__}.census_loops")

@@ -1,0 +1,115 @@
+"""spformat recommend: which format each tensor should have for the device at hand, or for another, and why."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Hashable, Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import typer
+
+from . import completion, gpus
+from .groups import grouped, together, without_numbers
+from .hints import hint
+from .options import Include, Json, Src, parse_bytes
+from .output import console, indented, print_json, progress
+from .pipe import typed
+from .tables import cell
+
+if TYPE_CHECKING:
+    from spformat.dispatch.recommend import Recommendations
+    from spformat.preprocess.structure import Structure
+
+    Row: TypeAlias = tuple[str, Recommendations]
+
+EPILOG = (
+    "spformat recommend ./model -n 16,2048 --device H200\n\n"
+    "spformat recommend w.safetensors -n 1 --objective resident --json"
+)
+SHOWN = 3
+"""Formats with their reasons that are printed without --long."""
+
+
+def run(
+    src: Src,
+    n: str = typer.Option("16,2048", "-n", "--columns", help="Columns of B (tokens), comma-separated."),
+    device: str = typer.Option(
+        "H200",
+        "--device",
+        "--gpu",
+        help="The device that multiplies, which need not be here: H200, H100, A100, sm_80, ..; or cpu, this host.",
+        autocompletion=gpus.names,
+    ),
+    objective: str = typer.Option(
+        "time",
+        help="What shall be least: time (the sum over the columns), bytes, or resident (bytes with workspaces).",
+        autocompletion=completion.one_of("time", "bytes", "resident"),
+    ),
+    b_layout: str = typer.Option(
+        "row",
+        help="Layout of B: row, or col (torch's x of a linear layer).",
+        autocompletion=completion.one_of("row", "col"),
+    ),
+    dtype: str = typer.Option("", help="Value type to ask for instead of that of the tensors.",
+                              autocompletion=completion.dtypes),
+    include: Include = None,
+    max_workspace: str = typer.Option("", help="Most memory of a plan beside its operands (64MB; 0: none)."),
+    long: bool = typer.Option(False, "--long", "-l", help="Every tensor, and every format with its reasons."),
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Formats of each matrix in SRC by the times that products are expected to take, with reasons; writes nothing."""
+    from spformat.checkpoint.fastest import numbers
+    from spformat.dispatch.recommend import recommend
+    from spformat.products.problem import WORKSPACE
+
+    asked: dict[str, Any] = {
+        "device": gpus.device(device),
+        "objective": objective,
+        "b_layout": b_layout,
+        "dtype": dtype or None,
+    }
+    asked["workspace"] = parse_bytes(max_workspace) if max_workspace else WORKSPACE
+    widths = numbers(n)
+    rows = [(name, recommend(s, widths, **asked)) for name, s in _structures(src, include, as_json)]
+    if as_json:
+        print_json({"path": typed(src), "tensors": [{"name": name} | r.to_json() for name, r in rows]})
+        return
+    _print(rows, long)
+    if any(r[0].format != "dense" for _, r in rows):
+        columns = ",".join(map(str, widths))
+        stated = [f"fastest:objective={objective}" if objective != "time" else "fastest", "-n", columns]
+        words = ["spformat", "plan", typed(src), "--to", *stated, *(() if device == "H200" else ("--gpu", device))]
+        hint(shlex.join(words))
+
+
+def _structures(src: str, include: list[str] | None, silent: bool) -> Iterator[tuple[str, Structure]]:
+    """The name and the structure of every matrix, those of stacks too; a large plain one is read in chunks of rows."""
+    from spformat.checkpoint.fastest import structure_in
+    from spformat.checkpoint.recipe import included
+    from spformat.checkpoint.source import open_source
+    from spformat.checkpoint.stacks import StackedFile, holds_matrices, records_of
+
+    source = open_source(src)
+    names = included(source.records, include)
+    with progress(sum(source.records[name][2] for name in names), "read", silent) as step:
+        for name, f in source.opened(names):
+            _, record, nbytes = source.records[name]
+            matrices: Any = StackedFile(f, [record]) if len(record.shape) == 3 else f
+            for r in records_of(record) if holds_matrices(record) else ():
+                yield r.name, structure_in(matrices, r)
+            step(name, nbytes)
+
+
+def _print(rows: list[Row], long: bool) -> None:
+    """The text of each tensor; tensors whose texts differ only in numbers share one, with ranges for the numbers."""
+    texts = [(name, r.text(None if long else SHOWN)) for name, r in rows]
+    same: dict[Hashable, list[tuple[str, str]]] = {}
+    for i, (name, text) in enumerate(texts):
+        r = rows[i][1]
+        key = i if long else (r.shape, r.dtype, tuple(x.format for x in r[:SHOWN]), without_numbers(text))
+        same.setdefault(key, []).append((name, text))
+    for members in same.values():
+        for group in grouped(members, lambda row: row[0], lambda row: None):
+            console().print(f"{cell(group.label)}:", soft_wrap=True)
+        for line in together([text for _, text in members]).split("\n"):
+            indented("  " + line)

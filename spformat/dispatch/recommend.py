@@ -1,0 +1,361 @@
+"""recommend(): which format a matrix should have, from its counts and the times that the kernels expect. No GPU needed.
+
+Every format that holds the matrix exactly is described without converting it (``Operand.of_counts``), and the kernels
+are asked as for any product. So a recommendation and ``explain`` of the converted matrix state the same times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from typing import Any, overload
+
+from ..arrays.dtypes import value_type
+from ..errors import UsageError
+from ..formats import parse_spec, registered, spec_text
+from ..formats.base import Format
+from ..formats.dense import Dense
+from ..preprocess.coordinates import structure_of
+from ..preprocess.structure import Structure
+from ..products import rates, roofline
+from ..products.problem import ROW, WORKSPACE, Operand, Problem, columns, result_dtype
+from ..products.roofline import DEVICES, Device
+from .cost import LAUNCH_US
+from .select import ask, named
+
+OBJECTIVES = ("time", "bytes", "resident")
+"""What is least in the first recommendation: the expected time, the bytes of the matrix, or those with workspaces."""
+COLUMNS = (16, 2048)
+"""Columns of B unless others are given: a few tokens, and a long prompt."""
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """One format for a matrix, and what is to be expected of it."""
+
+    format: str
+    """Format text with its params, for ``convert``."""
+    expected_us: dict[int, float | None]
+    """Columns of B -> microseconds that the fastest kernel expects to take; None if no kernel takes the product."""
+    kernels: dict[int, str | None]
+    """Columns of B -> that kernel."""
+    nbytes: int | None
+    """Bytes of all arrays; None where only a conversion tells them."""
+    workspace: dict[int, int]
+    """Columns of B -> bytes of copies that the kernel needs beside A, B and C, as far as it states them."""
+    stored: int
+    """Values that are stored, padding included."""
+    padding: float
+    """Share of the stored values that are zero."""
+    reasons: tuple[str, ...] = ()
+    """What speaks for and against it, each from a number of this object or of the statistics."""
+
+    @property
+    def total_us(self) -> float | None:
+        """The sum of the expected times: one product for each number of columns. None if one of them is not known."""
+        return _total(self.expected_us.values())
+
+    @property
+    def resident_bytes(self) -> int | None:
+        """Bytes of the matrix and of the largest workspace."""
+        return None if self.nbytes is None else self.nbytes + max(self.workspace.values(), default=0)
+
+    def value(self, objective: str) -> float:
+        """What is least in the first recommendation for an objective; infinity if it is not known."""
+        known = {"time": self.total_us, "bytes": self.nbytes, "resident": self.resident_bytes}[objective]
+        return float("inf") if known is None else float(known)
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{_us(us)} at {n} columns" for n, us in self.expected_us.items())
+        more = f", {_us(self.total_us)} in all" if len(self.expected_us) > 1 else ""
+        most = max(self.workspace.values(), default=0)
+        workspace = f" and {_mib(most)} of workspace" if most else ""
+        return f"{self.format}: {times}{more}, {_mib(self.nbytes)}{workspace}, {100 * self.padding:.1f} % padding"
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON types."""
+        tree = asdict(self) | {"reasons": list(self.reasons)}
+        tree |= {key: _by_text(tree[key]) for key in ("expected_us", "kernels", "workspace")}
+        return tree | {"total_us": self.total_us, "resident_bytes": self.resident_bytes}
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> Recommendation:
+        """The object that ``to_json`` described."""
+        by_number: dict[str, Any] = {key: _by_number(tree[key]) for key in ("expected_us", "kernels", "workspace")}
+        fixed = {key: tree[key] for key in ("format", "nbytes", "stored", "padding")}
+        return cls(**fixed, **by_number, reasons=tuple(tree["reasons"]))
+
+
+@dataclass(frozen=True)
+class Recommendations(Sequence[Recommendation]):
+    """Recommendations for one matrix, the best first: a sequence. ``str()`` is the text the CLI prints."""
+
+    shape: tuple[int, int]
+    dtype: str
+    device: str
+    n: tuple[int, ...]
+    objective: str
+    rates: str
+    """Which measurements the expected times come from."""
+    statistics: dict[str, Any]
+    """The counts that the reasons rest on: density, rows, gather reuse, block fill, groups that fit 2:4."""
+    ranked: tuple[Recommendation, ...]
+    excluded: dict[str, str]
+    """Format -> why it cannot hold the matrix, or why nothing is known of it."""
+
+    @overload
+    def __getitem__(self, i: int) -> Recommendation: ...
+    @overload
+    def __getitem__(self, i: slice) -> Sequence[Recommendation]: ...
+    def __getitem__(self, i: int | slice) -> Recommendation | Sequence[Recommendation]:
+        return self.ranked[i]
+
+    def __len__(self) -> int:
+        return len(self.ranked)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, most: int | None = None) -> str:
+        """The statistics, and the first ``most`` recommendations with their reasons, a line each."""
+        s, least = self.statistics, {"time": "the least time", "bytes": "the fewest bytes"}
+        goal = least.get(self.objective, "the fewest bytes with workspaces")
+        lines = [f"{'x'.join(map(str, self.shape))} {self.dtype} on {self.device}, {goal} first; {self.rates}"]
+        if self.objective == "time" and len(self.n) > 1:
+            lines[0] += "; in all: one product for each number of columns"
+        lines += [f"  {line}" for line in _described(s)]
+        for i, r in enumerate(self.ranked[:most], 1):
+            lines.append(f"  {i}. {r}")
+            lines += [f"       {reason}" for reason in r.reasons]
+        if most is not None and len(self) > most:
+            lines.append("  then " + ", ".join(r.format for r in self.ranked[most:]))
+        return "\n".join([*lines, *(f"  not {name}: {why}" for name, why in self.excluded.items())])
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON types."""
+        fixed: dict[str, Any] = {key: getattr(self, key) for key in _FIXED}
+        ranked = [r.to_json() for r in self.ranked]
+        return fixed | {"shape": list(self.shape), "n": list(self.n), "recommendations": ranked}
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> Recommendations:
+        """The object that ``to_json`` described."""
+        ranked = tuple(map(Recommendation.from_json, tree["recommendations"]))
+        fixed = {key: tree[key] for key in _FIXED}
+        return cls(**fixed, shape=(tree["shape"][0], tree["shape"][1]), n=tuple(tree["n"]), ranked=ranked)
+
+
+_FIXED = ("dtype", "device", "objective", "rates", "statistics", "excluded")
+
+
+def recommend(
+    A: Any, n: int | Iterable[int] = COLUMNS, *, dtype: Any = None, device: str | Device = "H200",
+    objective: str = "time", b_layout: str = ROW, workspace: int = WORKSPACE, backend: str | None = None,
+    more: Iterable[str] = (),
+) -> Recommendations:  # fmt: skip
+    """Which formats suit a matrix, the best first, with the time that a product with each expects to take, and why.
+
+    A: a matrix [M, K] on the host (numpy, any spformat format, scipy, torch), or its ``Structure``. A sparse one is
+        counted from its coordinates, and never made dense.
+    n: columns of B, one or several.
+    dtype: the value type of A, B and C; default that of A. Values that would round to zero are counted as nonzeros.
+    device: a name in ``cost.DEVICES`` (none needs to be here), a ``Device`` with your figures, or "cpu" for this host.
+    objective: "time": the sum of the expected times, one product for each n. "bytes": of the matrix. "resident": of the
+        matrix and the largest workspace that its kernels state. Of equal ones, the faster or smaller comes first.
+    b_layout: "row", or "col" (torch's x of a linear layer). workspace, backend: as for ``plan``.
+    more: further format texts to consider ("sr-bcrs:stride=4").
+
+    Dense is always among them. A format that cannot hold A exactly is not: ``excluded`` says why. Expected times are
+    those of ``explain``; how far they are from measured ones is on the page about recommendations.
+
+    Raises UsageError for an unknown device or objective, an n below 1, or a matrix on a device; what ``convert`` raises
+    for values that are not representable.
+    """
+    counts = structure_of(A)
+    if dtype is not None:
+        counts = replace(counts, dtype=value_type(dtype).name)
+    if objective not in OBJECTIVES:
+        raise UsageError(f"objective: expected one of {', '.join(OBJECTIVES)}, got {objective!r:.80}", value=objective)
+    widths = tuple(dict.fromkeys(columns(k) for k in ((n,) if not isinstance(n, Iterable) else n)))
+    if not widths or min(widths) < 1:
+        raise UsageError(f"n: expected numbers of columns, at least 1, got {n!r:.80}", value=n)
+    if backend is not None:
+        named(backend)  # raises for an unknown name
+    target = device_named(device)
+    asked = _Asked(counts, widths, target, b_layout, workspace, backend)
+    with roofline.on(target) if target else nullcontext(), rates.read_once():
+        ranked, excluded = asked.candidates(more)
+        line = rates.source(asked.problem(Operand(Dense.name, counts.shape, counts.dtype), widths[0]))
+    second = "bytes" if objective == "time" else "time"
+    ranked.sort(key=lambda r: (r.value(objective), r.value(second)))  # stable: of equal ones, the simpler
+    name = target.name if target else "cpu"
+    return Recommendations(
+        counts.shape, counts.dtype, name, widths, objective, line, _statistics(counts),
+        _with_reasons(ranked, objective, target is not None), excluded,
+    )  # fmt: skip
+
+
+def device_named(device: str | Device) -> Device | None:
+    """The device of this name, or the device itself; None for "cpu". UsageError for an unknown name."""
+    if isinstance(device, Device) or device == "cpu":
+        return None if isinstance(device, str) else device
+    found = DEVICES.get(device.upper()) if isinstance(device, str) else None
+    if found is None:
+        known = ", ".join((*DEVICES, "cpu"))
+        raise UsageError(f"device: expected one of {known}, or a Device, got {device!r:.80}", value=device)
+    return found
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A matrix by its counts, and the products that are asked for."""
+
+    counts: Structure
+    n: tuple[int, ...]
+    device: Device | None
+    b_layout: str
+    workspace: int
+    backend: str | None
+
+    @property
+    def place(self) -> str:
+        return "cpu" if self.device is None else "cuda"
+
+    def problem(self, a: Operand, n: int) -> Problem:
+        (M, K), dtype = a.shape, a.dtype
+        return Problem.product(
+            a.format, a.params, M, K, n, a.stored, dtype, dtype, result_dtype(dtype, dtype), self.b_layout,
+            device=self.place, sm=self.device.sm if self.device else None, workspace=self.workspace, parts=a.parts,
+        )  # fmt: skip
+
+    def candidates(self, more: Iterable[str]) -> tuple[list[Recommendation], dict[str, str]]:
+        """(what is known of every format that holds the matrix, format -> why it does not), the simpler ones first."""
+        found: dict[str, Recommendation] = {}
+        excluded: dict[str, str] = {}
+        for fmt in sorted(registered(), key=lambda f: f.tie_rank):
+            if self.counts.dtype not in fmt.value_dtypes:
+                excluded[fmt.name] = f"it takes no values of dtype {self.counts.dtype}"
+                continue
+            given = [*fmt.candidates(self.counts), *fmt.alternatives(self.counts)]
+            if not given and (why := fmt.remark(self.counts, {})):
+                excluded[fmt.name] = why
+            for params in given:
+                self._add(fmt, params, found, excluded)
+        for text in more:
+            fmt, params = parse_spec(text)
+            if self.counts.dtype not in fmt.value_dtypes or not fmt.fits(self.counts, fmt.resolve_params(params)):
+                excluded[text] = "the counts do not prove that it holds the matrix"
+            else:
+                self._add(fmt, fmt.resolve_params(params), found, excluded)
+        return list(found.values()), excluded
+
+    def _add(
+        self, fmt: type[Format], given: dict[str, Any], found: dict[str, Recommendation], excluded: dict[str, str]
+    ) -> None:
+        params = fmt.params_of(self.counts, given)
+        a = None if params is None else Operand.of_counts(fmt, self.counts, params, self.place)
+        if params is None or a is None:
+            excluded[spec_text(fmt, given)] = "its stored items are not counted; convert the matrix and ask explain"
+            return
+        defaults = {d.name: d.default for d in fmt.declared_params()}
+        shown = {k: v for k, v in params.items() if k in given or v != defaults[k]}
+        text = spec_text(fmt, shown)
+        if text not in found:
+            found[text] = self._recommendation(text, fmt, a, params)
+
+    def _recommendation(self, text: str, fmt: type[Format], a: Operand, params: dict[str, Any]) -> Recommendation:
+        us: dict[int, float | None] = {}
+        kernels: dict[int, str | None] = {}
+        workspace: dict[int, int] = {}
+        for n in self.n:
+            p = self.problem(a, n)
+            # As explain does: what is missing here does not count for a GPU that need not be here.
+            answer = ask(p, self.backend, installed=self.device is None, every=False)
+            us[n], kernels[n], workspace[n] = answer.expected_us, answer.chosen, 0
+            if answer.chosen is not None:
+                backend, _ = named(answer.chosen)
+                kernel = next(k for k in backend.kernels() if k.name == answer.chosen)
+                workspace[n] = kernel.workspace_bytes(p)
+        padding = 1 - self.counts.nnz / a.stored if a.stored else 0.0
+        remark = fmt.remark(self.counts, params)
+        return Recommendation(
+            text, us, kernels, fmt.bytes_of(self.counts, params), workspace, a.stored, max(0.0, padding),
+            (remark,) if remark else (),
+        )  # fmt: skip
+
+
+def _with_reasons(ranked: list[Recommendation], objective: str, on_gpu: bool) -> tuple[Recommendation, ...]:
+    """The recommendations, with what the comparison with dense says of each, and how far the times can be trusted."""
+    dense = next((r for r in ranked if r.format == Dense.name), None)
+    rest = [r for r in ranked if r is not dense]
+    out = []
+    for i, r in enumerate(ranked):
+        said = list(r.reasons)
+        if r is dense:
+            if i == 0 and rest and objective == "time" and r.total_us is not None:
+                said.append(f"stay dense: {rest[0].format}, the next, expects {_us(rest[0].total_us)} in all")
+        elif dense is not None and (text := _speed(r, dense)):
+            said.append(text)
+        for n, nbytes in r.workspace.items():
+            if nbytes:
+                said.append(f"{r.kernels[n]} needs {_mib(nbytes)} of workspace at {n} columns")
+        below = [n for n, us in r.expected_us.items() if us is not None and us < LAUNCH_US]
+        if on_gpu and below:
+            where = ", ".join(f"{n} columns" for n in below)
+            said.append(f"less than an empty launch takes, so no more than an extrapolation: at {where}")
+        said += [f"no kernel takes it at {n} columns" for n, us in r.expected_us.items() if us is None]
+        out.append(replace(r, reasons=tuple(said)))
+    return tuple(out)
+
+
+def _speed(r: Recommendation, dense: Recommendation) -> str:
+    """How fast it is, of the speed of dense."""
+    pairs = [(n, us, dense.expected_us[n]) for n, us in r.expected_us.items()]
+    ratios = [f"{other / us:.2f} at {n} columns" for n, us, other in pairs if us is not None and other is not None]
+    return "times the speed of dense: " + ", ".join(ratios) if ratios else ""
+
+
+def _statistics(s: Structure) -> dict[str, Any]:
+    """The counts that reasons rest on, as JSON types."""
+    return {
+        "nnz": s.nnz,
+        "density": s.density,
+        "rows": {"mean": s.mean_row, "longest": s.longest_row, "spread": s.row_spread},
+        "gather_reuse": {str(h): s.gather_reuse(h) for h in s.vector_counts},
+        "block_fill": {str(b): s.block_fill(b) for b in s.blocks},
+        "two_four_share": s.two_four_share,
+    }
+
+
+def _described(s: dict[str, Any]) -> Iterator[str]:
+    """The statistics in words."""
+    yield f"{100 * (1 - s['density']):.1f} % zeros, {s['nnz']} nonzeros"
+    rows = s["rows"]
+    longest = f"the longest {rows['longest']}, coefficient of variation {rows['spread']:.2f}"
+    yield f"rows: {rows['mean']:.1f} nonzeros on average, {longest}"
+    yield "gather reuse: " + ", ".join(f"{v:.1f} at height {h}" for h, v in s["gather_reuse"].items())
+    yield "block fill: " + ", ".join(f"{100 * v:.1f} % at {b}" for b, v in s["block_fill"].items())
+    yield f"groups of four that fit 2:4: {100 * s['two_four_share']:.1f} %"
+
+
+def _total(times: Iterable[float | None]) -> float | None:
+    known = list(times)
+    return None if None in known else sum(us for us in known if us is not None)
+
+
+def _us(us: float | None) -> str:
+    return "no time" if us is None else f"{us:.1f} us"
+
+
+def _mib(nbytes: int | None) -> str:
+    return "bytes unknown" if nbytes is None else f"{nbytes / _MIB:.2f} MiB"
+
+
+def _by_text(tree: dict[Any, Any]) -> dict[str, Any]:
+    return {str(k): v for k, v in tree.items()}
+
+
+def _by_number(tree: dict[str, Any]) -> dict[int, Any]:
+    return {int(k): v for k, v in tree.items()}

@@ -1,0 +1,384 @@
+"""recommend(): counts against their definition, times against explain, reasons against the numbers beside them."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from catalogue import command
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_structure import matrix, same
+
+import spformat as sf
+from spformat.checkpoint import fastest
+from spformat.dispatch.recommend import OBJECTIVES, Recommendation, Recommendations
+from spformat.errors import IntegrityError, UsageError
+from spformat.formats import parse_spec, registered, spec_text
+from spformat.preprocess import coordinates, masks
+from spformat.preprocess.coordinates import of_csr, of_row_chunks, structure_of
+from spformat.preprocess.structure import analyse
+from spformat.products import roofline
+from spformat.products.problem import Operand, Problem
+
+BF16 = ml_dtypes.bfloat16
+
+
+def normal(M: int, K: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((M, K)).astype(BF16)
+
+
+def half(M: int, K: int) -> np.ndarray:
+    """50 % zeros anywhere."""
+    return np.where(np.random.default_rng(1).random((M, K)) < 0.5, normal(M, K), BF16(0)).astype(BF16)
+
+
+def power_law(M: int, nnz: int) -> sf.CSR:
+    """A graph whose degrees fall like a power law."""
+    rng = np.random.default_rng(2)
+    rows = np.minimum(M - 1, (M * rng.power(0.4, nnz)).astype(np.int64))
+    keys = np.unique(rows * M + rng.integers(0, M, nnz))
+    indptr = np.searchsorted(keys, np.arange(M + 1) * M).astype(np.int32)
+    return sf.CSR(shape=(M, M), indptr=indptr, indices=(keys % M).astype(np.int32), data=np.ones(keys.size, np.float32))
+
+
+def in_blocks(M: int, K: int, b: int, share: float) -> np.ndarray:
+    kept = np.random.default_rng(3).random((M // b, K // b)) < share
+    return np.where(np.kron(kept, np.ones((b, b), bool)), normal(M, K), BF16(0)).astype(BF16)
+
+
+# ------------------------------------------------------------------ counts
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 140), st.sampled_from([0.0, 0.01, 0.2, 0.8, 1.0]), st.integers(0, 99))
+def test_counts_from_coordinates_and_from_strips_are_those_of_the_whole(M: int, K: int, density: float, seed: int):
+    x = matrix("float16", (M, K), density, seed)
+    want = analyse(x)
+    same(of_row_chunks(x[i : i + 256] for i in range(0, M, 256)), want)
+    for items in (1 << 22, 50):  # one strip, and strips of 256 rows
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(coordinates, "_ITEMS", items)
+            same(replace(of_csr(sf.convert(x, "csr")), negative_zeros=want.negative_zeros), want)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 150), st.integers(1, 150), st.floats(0.005, 1), st.integers(0, 99))
+def test_statistics_are_what_their_names_say(M: int, K: int, density: float, seed: int):
+    x = matrix("float32", (M, K), density, seed)
+    s, some = analyse(x), (x != 0) | np.isnan(x)
+    for h in (8, 16):
+        vectors = sum(int(some[i : i + h].any(axis=0).sum()) for i in range(0, M, h))
+        assert s.gather_reuse(h) == (some.sum() / vectors if vectors else 0)
+    for b in (8, 16, 32, 64, 128):
+        tiles = [some[i : i + b, j : j + b].any() for i in range(0, M, b) for j in range(0, K, b)]
+        assert s.block_fill(b) == (some.sum() / (sum(tiles) * b * b) if any(tiles) else 0)
+    lengths = some.sum(axis=1)
+    assert (s.longest_row, s.mean_row) == (lengths.max(), some.sum() / M)
+    assert s.row_spread == pytest.approx(lengths.std() / lengths.mean() if some.any() else 0)
+    fours = [some[:, j : j + 4].sum(axis=1) for j in range(0, K, 4)]
+    assert s.two_four_share == pytest.approx((np.concatenate(fours) <= 2).mean())
+
+
+@pytest.mark.parametrize("name", [f.name for f in registered()])
+def test_counts_tell_what_a_conversion_stores(name: str) -> None:
+    """Problems from counts are those of the converted matrix, and so are the bytes."""
+    asked = 0
+    for x in (half(70, 100), masks.apply(normal(64, 96), masks.magnitude_nm(normal(64, 96), 2, 4)),
+              in_blocks(256, 384, 32, 0.2), np.zeros((3, 5), BF16)):  # fmt: skip
+        for r in sf.recommend(x, 16):
+            fmt, params = parse_spec(r.format)
+            if fmt.name != name:
+                continue
+            a = fmt.from_dense(x, **params)
+            counts, resolved = analyse(x), a.params()
+            assert Operand.of_counts(fmt, counts, resolved, "cuda") == Operand.of(a, "cuda"), r.format
+            assert fmt.params_of(counts, fmt.resolve_params(params)) == resolved
+            assert (r.nbytes, r.stored) == (a.nbytes, a.stored)
+            asked += 1
+    assert asked
+
+
+def test_strips_that_cut_a_tile_are_refused() -> None:
+    with pytest.raises(UsageError, match="a multiple of 256 rows, got one of 100"):
+        of_row_chunks(np.ones((100, 4), np.float32) for _ in range(2))
+    with pytest.raises(UsageError, match="same columns"):
+        of_row_chunks(np.ones((256, k), np.float32) for k in (4, 5))
+    with pytest.raises(UsageError, match="at least one strip"):
+        of_row_chunks([])
+
+
+# ------------------------------------------------------------------ times
+
+
+@pytest.mark.parametrize("device", ["H200", "H100", "A100", "cpu"])
+def test_the_times_are_those_of_explain(device: str) -> None:
+    x = in_blocks(512, 768, 16, 0.3)
+    got = sf.recommend(x, [1, 16, 300], device=device, b_layout="col")
+    board = roofline.DEVICES.get(device)
+    for r in got:
+        a = sf.convert(x, r.format)
+        for n in got.n:
+            p = Problem.product(
+                a.name, tuple(a.params().items()), *a.shape, n, a.stored, "bfloat16", "bfloat16", "bfloat16", "col",
+                device="cuda" if board else "cpu", sm=board and board.sm,
+            )  # fmt: skip
+            with roofline.on(board or roofline.H200):
+                e = sf.explain(p, installed=board is None)
+            assert (r.kernels[n], r.expected_us[n]) == (e.chosen, e.expected_us)
+    totals = [r.total_us for r in got]
+    assert totals == sorted(totals)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_first_is_least_and_dense_is_there(objective: str) -> None:
+    got = sf.recommend(half(256, 512), [16, 2048], objective=objective)
+    values = {"time": "total_us", "bytes": "nbytes", "resident": "resident_bytes"}
+    numbers = [getattr(r, values[objective]) for r in got]
+    assert numbers == sorted(numbers)
+    assert [r.format for r in got].count("dense") == 1
+    if objective == "resident":
+        assert any(r.resident_bytes == r.nbytes + max(r.workspace.values()) > r.nbytes for r in got)
+
+
+def test_what_is_recommended_for_the_usual_kinds_of_matrices() -> None:
+    assert sf.recommend(half(4096, 4096), 2048)[0].format == "dense"
+    x = normal(2048, 2048)
+    pruned = masks.apply(x, masks.magnitude_nm(x, 2, 4))
+    assert sf.recommend(pruned, [1, 16])[0].format == "two-four"
+    graph = sf.recommend(power_law(20000, 100000), 32)
+    assert graph[0].format.partition(":")[0] in ("csr", "ell-buckets")
+    assert graph.statistics["rows"]["spread"] > 0.5
+    blocks = sf.recommend(in_blocks(2048, 2048, 64, 0.1), [16, 2048])
+    assert blocks[0].format == "bsr:blocksize=64x64"
+    assert blocks.statistics["block_fill"]["64"] > 0.95
+    assert "two-four" in blocks.excluded
+
+
+def test_a_sparse_matrix_of_any_kind_is_never_made_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    import scipy.sparse as sp
+
+    a = sp.random_array((300, 200), density=0.02, rng=np.random.default_rng(0), dtype=np.float32)
+    want = sf.recommend(a.toarray(), 16)
+
+    def refuse(self: Any) -> Any:
+        raise AssertionError("made dense")
+
+    matrices = [a, a.tocsr(), sf.convert(a, "csr"), sf.convert(a, "bsr:blocksize=16x16"), sf.convert(a, "bitmask")]
+    for f in registered():
+        monkeypatch.setattr(f, "to_dense", refuse)
+    for x in (*matrices, structure_of(matrices[2])):
+        assert sf.recommend(x, 16) == want
+    wide = sf.CSR(shape=(10**6, 10**7), indptr=np.zeros(10**6 + 1, np.int32), indices=np.zeros(0, np.int32),
+                  data=np.zeros(0, np.float32))  # fmt: skip
+    assert sf.recommend(wide, 16).statistics["nnz"] == 0
+
+
+# ------------------------------------------------------------------ what is printed
+
+
+def numbers_in(text: str) -> set[str]:
+    """The numbers of a text, without those in names of kernels."""
+    return set(re.findall(r"\d+(?:\.\d+)?", re.sub(r"\b(cuda|cpu|vendor|composed)\.\w+", "", text)))
+
+
+@pytest.mark.parametrize("device", ["H200", "cpu"])
+def test_every_number_of_a_reason_is_shown_or_is_a_ratio_of_shown_ones(device: str) -> None:
+    x = normal(256, 512)
+    pruned = masks.apply(x, masks.magnitude_vector_nm(x, 2, 8, 8))
+    for A in (half(256, 512), in_blocks(256, 512, 16, 0.2), power_law(512, 3000), normal(64, 64), pruned):
+        got = sf.recommend(A, [16, 700], device=device)
+        lines = str(got).split("\n")
+        head = numbers_in("\n".join(lines[: next(i for i, line in enumerate(lines) if line.startswith("  1. "))]))
+        s = got.statistics
+        assert {f"{100 * (1 - s['density']):.1f}", f"{s['rows']['mean']:.1f}", f"{s['gather_reuse']['8']:.1f}"} <= head
+        dense = next(r for r in got if r.format == "dense")
+        for i, r in enumerate(got, 1):
+            assert f"  {i}. {r}" in lines
+            assert r.reasons or device == "cpu"
+            ratios = {f"{dense.expected_us[n] / r.expected_us[n]:.2f}" for n in got.n}
+            after = numbers_in(str(got[i])) if r is got[0] else set()  # what dense says of the next
+            for reason in r.reasons:
+                assert f"       {reason}" in lines
+                assert numbers_in(reason) <= head | numbers_in(str(r)) | after | ratios, (r.format, reason)
+
+
+def test_the_reasons_in_words() -> None:
+    got = {r.format: " | ".join(r.reasons) for r in sf.recommend(half(4096, 4096), [2048])}
+    assert "stay dense: bitmask, the next, expects" in got["dense"]
+    assert re.search(r"50\.\d % of its elements are zero|49\.\d % of its elements are zero", got["dense"])
+    sparse = np.where(np.random.default_rng(0).random((512, 2048)) < 0.01, normal(512, 2048), BF16(0)).astype(BF16)
+    got = {r.format: " | ".join(r.reasons) for r in sf.recommend(sparse, 16)}
+    assert re.search(
+        r"block fill 1\.\d % at 32: 99\.\d % of the stored values would be padding", got["bsr:blocksize=32x32"]
+    )
+    assert re.search(r"gather reuse 1\.0 at height 8: 8\d\.\d % of", got["sr-bcrs:vector_length=8,stride=16"])
+    assert "the longest" in got["csr"]
+    tiny = sf.recommend(np.eye(64), 16)
+    for r in tiny:
+        assert (r.expected_us[16] < 3) == any("less than an empty launch" in reason for reason in r.reasons)
+    assert any(r.expected_us[16] < 3 for r in tiny)
+
+
+def test_json_round_trip() -> None:
+    got = sf.recommend(half(128, 256), [16, 2048], objective="resident")
+    tree = json.loads(json.dumps(got.to_json()))
+    back = Recommendations.from_json(tree)
+    assert (back, str(back)) == (got, str(got))
+    assert Recommendation.from_json(tree["recommendations"][0]) == got[0]
+    assert (got[:2], len(got)) == (got.ranked[:2], len(list(got)))
+
+
+def test_what_is_refused() -> None:
+    x = half(16, 16)
+    for wrong, message in (
+        ({"device": "H300"}, "device: expected one of H200, H100, A100, cpu, or a Device, got 'H300'"),
+        ({"objective": "speed"}, "objective: expected one of time, bytes, resident, got 'speed'"),
+        ({"n": 0}, "at least 1"), ({"n": []}, "at least 1"), ({"n": ["a"]}, "expected a number of columns"),
+        ({"backend": "gpu"}, "unknown backend"), ({"more": ["bsrr"]}, "unknown format"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=re.escape(message)):
+            sf.recommend(x, **wrong)
+    more = sf.recommend(x, 16, more=["bsr:blocksize=3x5", "two-four", "bsr:blocksize=64x64"])
+    assert set(more.excluded) >= {"bsr:blocksize=3x5", "two-four"}
+    assert sf.recommend(x, 16, dtype="float32").dtype == "float32"
+    with pytest.raises(UsageError, match=r"recommend\(x, n="):
+        sf.convert(x, "fastest")
+
+
+def test_your_own_device() -> None:
+    twice = replace(roofline.H200, name="twice", memory=2 * roofline.H200.memory)
+    ours, theirs = (sf.recommend(half(2048, 2048), 16, device=d)[0] for d in ("H200", twice))
+    assert theirs.expected_us[16] < ours.expected_us[16]
+
+
+# ------------------------------------------------------------------ the target "fastest", and the command
+
+
+def test_the_text_of_the_target() -> None:
+    assert str(fastest.Fastest.parse("fastest:n=16+1,objective=bytes")) == (
+        "fastest:n=16+1,device=H200,objective=bytes,b_layout=row"
+    )
+    assert fastest.with_options("fastest:n=1", "16", "A100") == "fastest:n=1,device=A100,objective=time,b_layout=row"
+    assert fastest.with_options("csr", "16", "A100") == "csr"
+    for wrong in ("n=a", "n=0", "n=", "m=4", "n=1,n=2", "device=H300", "objective=x", "b_layout=strided"):
+        with pytest.raises(UsageError):
+            sf.checkpoint.Rule.parse(f"*=fastest:{wrong}")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    x = normal(256, 512)
+    tensors: dict[str, Any] = {"bias": np.ones(4, np.float32)}
+    for i in range(2):
+        tensors[f"layers.{i}.up.weight"] = masks.apply(x, masks.magnitude_nm(x, 2, 4))
+        tensors[f"layers.{i}.down.weight"] = half(2048, 2048)
+    sf.save_dense(tmp_path / "m.safetensors", tensors)
+    return tmp_path / "m.safetensors"
+
+
+def test_a_large_tensor_is_counted_in_chunks_of_rows(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = tmp_path / "packed.safetensors"
+    sf.save(packed, {"w": sf.convert(half(2048, 2048), "dense")})
+    monkeypatch.setattr(fastest, "CHUNK_BYTES", 1 << 20)
+    for path, name in ((model, "layers.0.down.weight"), (packed, "w")):
+        with sf.safe_open(path) as f, monkeypatch.context() as patch:
+            patch.setattr(type(f), "array", lambda *_: pytest.fail("read as a whole"))
+            patch.setattr(type(f), "read", lambda *_: pytest.fail("read as a whole"))
+            same(fastest.structure_in(f, f.info(name)), analyse(half(2048, 2048)))
+    raw = bytearray(packed.read_bytes())
+    raw[-100] ^= 1
+    packed.write_bytes(raw)
+    with sf.safe_open(packed) as f, pytest.raises(IntegrityError, match="crc32"):
+        fastest.structure_in(f, f.info("w"))
+
+
+def test_the_command_as_typed(model: Path, tmp_path: Path) -> None:
+    got = json.loads(command("recommend", model, "-n", "16,2048", "--device", "H200", "--json").out)
+    by_name = {t["name"]: Recommendations.from_json(t) for t in got["tensors"]}
+    assert sorted(by_name) == [f"layers.{i}.{x}.weight" for i in range(2) for x in ("down", "up")]
+    assert by_name["layers.1.down.weight"] == sf.recommend(half(2048, 2048), [16, 2048])
+    text = command("recommend", model, "-n", "16,2048").out
+    assert all(part in text for part in ("layers.0-1.up.weight x 2:", "1. two-four: ", "stay dense"))
+    assert text.count("    4. ") == 0 < command("recommend", model, "--long").out.count("    4. ")
+    resident = command("recommend", model, "-n", "1", "--objective", "resident", "--device", "sm_80").out
+    assert "on A100, the fewest bytes with workspaces first" in resident
+    first = {name: r[0].format for name, r in by_name.items()}
+    planned = json.loads(command("plan", model, "--to", "fastest", "-n", "16,2048", "--json").out)
+    assert {t["name"]: t["target"] for t in planned["tensors"] if t["name"] != "bias"} == first
+    done = command("convert", model, tmp_path / "out", "--to", "fastest", "-n", "16,2048", "--device", "H200")
+    assert done.code == 0, done.err
+    manifest = json.loads((tmp_path / "out" / "spformat.json").read_text())
+    recorded = {name: manifest["tensors"][name]["format"] for name in first}
+    assert recorded == {name: text.partition(":")[0] for name, text in first.items()}
+    assert manifest["recipe"]["to"] == "fastest:n=16+2048,device=H200,objective=time,b_layout=row"
+    rule = "*up*=fastest:n=1"
+    one = command("convert", model, tmp_path / "one.safetensors", "--to", "keep", "--rule", rule, "--gpu", "A100")
+    assert one.code == 0, one.err
+    assert sf.load(tmp_path / "one.safetensors")["layers.0.up.weight"].name == "two-four"
+
+
+def test_a_graph_file_as_typed(tmp_path: Path) -> None:
+    import scipy.sparse as sp
+
+    path = tmp_path / "g.npz"
+    sp.save_npz(path, power_law(3000, 9000).to_scipy())
+    best = json.loads(command("recommend", path, "-n", "32", "--json").out)["tensors"][0]["recommendations"][0]
+    done = command("convert", path, tmp_path / "g.safetensors", "--to", "fastest", "-n", "32", "--device", "H200")
+    assert done.code == 0, done.err
+    name = best["format"].partition(":")[0]
+    assert next(iter(sf.load(tmp_path / "g.safetensors").values())).name == name
+    # a sparse input of a checkpoint is resolved without making it dense
+    packed = command("convert", tmp_path / "g.safetensors", tmp_path / "again", "--to", "fastest", "-n", "32")
+    assert packed.code == 0, packed.err
+
+
+def whole(text: str) -> str:
+    """A format text with all its params."""
+    fmt, params = parse_spec(text)
+    return spec_text(fmt, fmt.resolve_params(params))
+
+
+def test_the_matrices_of_a_stack_get_the_format_with_the_least_sum(tmp_path: Path) -> None:
+    x = normal(128, 256)
+    pruned = masks.apply(x, masks.magnitude_nm(x, 2, 4))
+    for name, matrices in (("same", (pruned, pruned)), ("mixed", (pruned, half(128, 256), pruned))):
+        path = tmp_path / f"{name}.safetensors"
+        sf.save_dense(path, {"w": np.stack(matrices)})
+        tensors = json.loads(command("recommend", path, "-n", "16", "--json").out)["tensors"]
+        assert [t["name"] for t in tensors] == [f"w.{e}" for e in range(len(matrices))]
+        ranked = [{whole(r.format): r.total_us for r in Recommendations.from_json(t)} for t in tensors]
+        common = set.intersection(*map(set, ranked))
+        best = min(sum(r[text] for r in ranked) for text in common)
+        (planned,) = json.loads(command("plan", path, "--to", "fastest", "-n", "16", "--json").out)["tensors"]
+        assert sum(r[planned["target"]] for r in ranked) == pytest.approx(best)
+        assert planned["target"].startswith("two-four") == (name == "same")
+        out = tmp_path / f"{name}-out.safetensors"
+        assert command("convert", path, out, "--to", "fastest", "-n", "16").code == 0
+        w = sf.load(out)["w"]
+        assert {m.name for m in w} == {planned["target"].partition(":")[0]}
+        np.testing.assert_array_equal(w.to_dense(), np.stack(matrices))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["plan", "-n", "16"], "-n is for the target fastest (--to fastest), and no tensor has it"),
+        (["plan", "--to", "fastest", "-n", "a"], "expected numbers of columns like 16,2048, got 'a'"),
+        (["recommend", "-n", "0"], "expected numbers of columns like 16,2048, got '0'"),
+        (["recommend", "--objective", "speed"], "expected one of time, bytes, resident"),
+        (["recommend", "--device", "H300"], "got 'H300'"),
+    ],
+)
+def test_commands_that_are_refused(model: Path, args: list[str], message: str) -> None:
+    r = command(args[0], model, *args[1:])
+    assert r.code == 2, r.out
+    assert message in re.sub(r"[\s│]+", " ", r.err)

@@ -1,0 +1,154 @@
+"""tune(): successive halving with a clock that the test winds, and what is remembered for whom."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from catalogue import command
+
+import spformat as sf
+from spformat.errors import ContainerError, InputError, UsageError
+from spformat.measure import bench, tune
+from spformat.measure.tune import Tuned
+
+
+def matrix(seed: int = 0) -> np.ndarray:
+    kept = np.random.default_rng(0).random((96, 128)) < 0.1
+    return np.where(kept, np.random.default_rng(seed).standard_normal((96, 128)) + 3, 0).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("SPFORMAT_TUNED", raising=False)
+    monkeypatch.setattr(bench, "FLUSH", 1 << 10)
+    return tmp_path / "cache" / "spformat"
+
+
+class Clock:
+    """Says for each format how long its products take, and keeps which formats took part in each round."""
+
+    def __init__(self, us: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.us, self.rounds = us, list[tuple[tuple[str, ...], int]]()
+        monkeypatch.setattr(tune, "clock", lambda B: self)
+        monkeypatch.setattr(tune, "_run", lambda m, B: sf.by_name(m.name).__name__ + str(B.shape[1]))
+
+    def take_turns(self, runs: Any, repeats: int, warmups: int, *, cold: bool, seconds: float) -> list[float]:
+        assert cold
+        assert seconds >= 0
+        self.rounds.append((tuple(runs), repeats))
+        return [self.us[run.rstrip("0123456789")] * int("".join(filter(str.isdigit, run))) for run in runs]
+
+
+def test_the_slower_half_is_left_out_until_two_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    us = {
+        "CSR": 5.0,
+        "ELLBuckets": 4.0,
+        "Bitmask": 1.0,
+        "Dense": 9.0,
+        "BSR": 7.0,
+        "SRBCRS": 8.0,
+        "VectorNM": 6.0,
+        "DBSR": 7.5,
+    }
+    clock = Clock(us, monkeypatch)
+    found = sf.tune(matrix(), [1, 16], seconds=60, most=30, fresh=True)
+    assert found.format == "bitmask"
+    assert found.trials[0].us == {1: 1.0, 16: 16.0}
+    sizes = [len(runs) for runs, _ in clock.rounds]
+    assert sizes[0] == sizes[1] == len(found.trials)
+    assert sizes[::2] == sizes[1::2]  # a turn for each number of columns
+    for more, fewer in zip(sizes[::2], sizes[2::2], strict=False):
+        assert fewer == (more + 1) // 2
+    assert sizes[-1] == 2
+    repeats = [r for _, r in clock.rounds[::2]]
+    assert repeats == [3 * 2**i for i in range(len(repeats))]
+    rounds = [t.rounds for t in found.trials]
+    assert rounds == sorted(rounds, reverse=True)
+    assert rounds[0] == len(repeats)
+    last = next(t for t in found.trials if t.format == "dense")
+    assert last.rounds == 1
+    assert last.us == {1: 9.0, 16: 144.0}
+
+
+def test_a_spent_budget_still_compares_the_best_with_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock({"Dense": 1.0, "CSR": 2.0, "ELLBuckets": 2.0, "Bitmask": 2.0, "VectorNM": 2.0}, monkeypatch)
+    ranked = sf.recommend(matrix(), 16, device="cpu")
+    found = sf.tune(matrix(), 16, seconds=1e-9)
+    assert [t.format for t in found.trials if t.us] == ["dense", next(r.format for r in ranked if r.format != "dense")]
+    assert {t.note for t in found.trials if not t.us} == {"the time was over"}
+    assert len(clock.rounds) == 1
+    again = sf.tune(matrix(), 16, seconds=1e-9)
+    assert again == replace(found, remembered=True)
+    assert not sf.tune(matrix(), 16, seconds=60).remembered  # now there is time for the others
+    assert sf.tune(matrix(), 16, seconds=600).remembered
+
+
+def test_what_is_measured_is_remembered_for_matrices_with_the_same_counts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = sf.tune(matrix(), 16, seconds=0.05)
+    assert found.trials[0].us[16] > 0
+    assert found.version
+    assert "cores" in found.device
+    assert (folder / "tuned.json").exists()
+    monkeypatch.setattr(tune, "_halved", lambda *_: pytest.fail("measured"))
+    assert sf.tune(matrix(1), 16, seconds=0.05) == replace(found, remembered=True)  # other values in the same places
+    assert "remembered" in str(sf.tune(sf.convert(matrix(), "csr"), 16, seconds=0.05))
+    for other in ({"n": 17}, {"fresh": True}, {"b_layout": "col"}, {"A": np.pad(matrix(), ((0, 0), (0, 128)))}):
+        with pytest.raises(pytest.fail.Exception):
+            sf.tune(**{"A": matrix(), "n": 16, "seconds": 0.05} | other)
+    monkeypatch.setenv("SPFORMAT_TUNED", "off")
+    with pytest.raises(pytest.fail.Exception):
+        sf.tune(matrix(), 16, seconds=0.05)
+    monkeypatch.setenv("SPFORMAT_TUNED", "no")
+    with pytest.raises(UsageError, match="SPFORMAT_TUNED: expected one of on, off, got 'no'"):
+        sf.tune(matrix(), 16, seconds=0.05)
+
+
+def test_off_writes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPFORMAT_TUNED", "off")
+    assert not sf.tune(matrix(), 16, seconds=0.01).remembered
+    assert not folder.exists()
+
+
+def test_files_of_results(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found = sf.tune(matrix(), 16, seconds=0.01)
+    assert Tuned.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert tune.export_results(tmp_path / "out.json") == 1
+    (folder / "tuned.json").write_text('{"results": [{"shape": [1, 2]}]}')
+    assert tune.remembered() == {}
+    assert "is left out" in caplog.text
+    assert tune.import_results(tmp_path / "out.json") == 1
+    assert tune.remembered() == {found.key: found}
+    for text in ("[]", "{", '{"results": [1]}', '{"results": [{}]}'):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(ContainerError, match="expected results of spformat tune"):
+            tune.import_results(tmp_path / "bad.json")
+    with pytest.raises(InputError):
+        tune.import_results(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize("wrong", [{"seconds": 0}, {"most": 0}, {"n": 0}, {"device": "gpu"}])
+def test_what_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        sf.tune(matrix(), **{"n": 16} | wrong)
+
+
+def test_the_command_as_typed(tmp_path: Path) -> None:
+    sf.save_dense(tmp_path / "w.safetensors", {"w": matrix()})
+    tree = json.loads(command("tune", tmp_path / "w.safetensors", "-n", "1", "--seconds", "0.1", "--json").out)
+    (row,) = tree["tensors"]
+    found = Tuned.from_json(row)
+    assert (row["name"], row["format"]) == ("w", found.format)
+    text = command("tune", tmp_path / "w.safetensors", "-n", "1", "--seconds", "0.1").out
+    assert f"{found.trials[0].total_us:.1f}" in text
+    assert "1 results" in command("tune", "--export", tmp_path / "t.json").out
+    assert json.loads(command("tune", "--import", tmp_path / "t.json", "--json").out) == {"results": 1}
+    assert command("tune", "--export", tmp_path / "t.json", "--import", tmp_path / "t.json").code == 2
+    assert "expected SRC" in command("tune", "--seconds", "1").err
