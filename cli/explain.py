@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Hashable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -11,8 +12,10 @@ import typer
 
 from . import completion, gpus
 from .groups import grouped, together, without_numbers
+from .hints import hint
 from .options import Include, Json, Long, Src, parse_bytes
 from .output import console, indented, notes, print_json
+from .pipe import typed
 from .tables import cell
 
 if TYPE_CHECKING:
@@ -87,6 +90,8 @@ def run(
     if not long:
         out = [(name, _of_device(e, sm is not None or bool(backend), left_out), c) for name, e, c in out]
     _print(out, long)
+    if any(e.problem.operands[0].format == "dense" for _, e, _ in out):
+        hint(shlex.join(["spformat", "recommend", typed(src), "-n", str(n), *(["--device", board] if board else [])]))
     if left_out and sm is None:
         text = (
             f"{len(left_out)} kernels for GPUs are left out: --gpu H100 asks about a GPU, --long says why they refuse"
