@@ -6,9 +6,10 @@ sf.save("w.safetensors", {"w": a})
 y = sf.spmm(sf.load("w.safetensors")["w"], x)
 """
 
+from typing import TYPE_CHECKING, Any
+
 from . import errors, limits
 from .dispatch.api import explain, linear, plan, spmm, use_backend
-from .dispatch.recommend import Recommendation, Recommendations, recommend
 from .dispatch.select import Explanation
 from .formats import (
     BSR,
@@ -31,13 +32,34 @@ from .formats import picture as _picture  # noqa: F401 - what notebooks show of 
 from .formats.convert import convert, stack
 from .formats.decompose import decompose
 from .formats.foreign import from_scipy, from_torch
-from .measure.tune import Trial, Tuned, tune
 from .opening import load, open
 from .preprocess import structure as _structure  # noqa: F401 - convert(x, "auto") asks it for the smallest
 from .products.kernel import Accepted, Rejected
 from .products.plan import Plan
 from .products.problem import Problem
 from .storage.container import safe_open, save, save_dense
+
+if TYPE_CHECKING:
+    from .dispatch.recommend import Recommendation, Recommendations, recommend
+    from .measure.tune import Trial, Tuned, tune
+
+
+def __getattr__(name: str) -> Any:
+    """``recommend`` and ``tune`` with their classes: imported when they are used, because the import takes 30 ms."""
+    if name in ("Recommendation", "Recommendations", "recommend"):
+        from .dispatch import recommend as recommending
+
+        return getattr(recommending, name)
+    if name in ("Trial", "Tuned", "tune"):
+        from .measure import tune as tuning
+
+        return getattr(tuning, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 __version__ = "0.2.0"
 

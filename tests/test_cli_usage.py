@@ -122,10 +122,7 @@ def test_a_gpu_that_nobody_builds(gpu: str) -> None:
     r = spformat("explain", DIGITS, "--gpu", gpu)
     assert r.returncode == 2
     said = " ".join(re.sub(r"[^\x21-\x7e]+", " ", r.stderr).split())
-    assert (
-        "), or one of sm_70, sm_72, sm_75, sm_80, sm_86, sm_87, sm_88, sm_89, sm_90, sm_100"
-        in said
-    )
+    assert "), or one of sm_70, sm_72, sm_75, sm_80, sm_86, sm_87, sm_88, sm_89, sm_90, sm_100" in said
     assert f"got '{gpu}'" in said
 
 
