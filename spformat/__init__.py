@@ -12,6 +12,8 @@ from .dispatch.recommend import Recommendation, Recommendations, recommend
 from .dispatch.select import Explanation
 from .formats import (
     BSR,
+    COO,
+    CSC,
     CSR,
     DBSR,
     FORMATS,
@@ -43,6 +45,8 @@ __version__ = "0.2.0"
 
 __all__ = [
     "BSR",
+    "COO",
+    "CSC",
     "CSR",
     "DBSR",
     "FORMATS",

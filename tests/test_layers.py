@@ -76,8 +76,8 @@ ENVIRONMENT = (
 
 FORMAT_IMPORTS = {
     "dbsr": {"bsr"},
-    "foreign": {"bsr", "dense", "transposed"},
-    "transposed": {"bsr", "dbsr", "dense"},
+    "foreign": {"bsr", "coo", "csc", "dense", "transposed"},
+    "transposed": {"bsr", "csc", "dbsr", "dense"},
     "convert": {"dense", "foreign"},
     "stack": {"composed"},
     "sum": {"composed", "cover"},
