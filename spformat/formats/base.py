@@ -54,7 +54,6 @@ class Format(Hooks, Fields, ArrayMethods):
     """
 
     name: ClassVar[str]
-    version: ClassVar[int] = 1
     rank: ClassVar[int] = 2
     keeps_stored_zeros: ClassVar[bool] = False
     aligned: ClassVar[bool] = True

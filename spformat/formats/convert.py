@@ -65,7 +65,7 @@ def convert(x: Any, target: str | type[Format], *, dtype: Any = None, **params: 
         given = in_text | params
     if type(a) is fmt:
         a.ensure_valid()
-        resolved = fmt.resolve_params(a.params() | given)
+        resolved = fmt.resolve_params(fmt.changed_params(a.params(), given))
         if resolved == a.params():
             return a
     fmt.accepts(a.dtype)

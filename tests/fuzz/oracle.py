@@ -143,7 +143,7 @@ def _sr_bcrs(f: Any) -> Places:
 def _ell_buckets(f: Any) -> Places:
     (M, K), held = f.shape, _nonzero(f)
     rows, columns, source = f.row_ids.tolist(), f.indices.tolist(), f.source.tolist()
-    widths = [1 << i for i in range(f.max_width.bit_length())] * f.column_parts
+    widths = list(f.params().get("widths") or [1 << i for i in range(f.max_width.bit_length())]) * f.column_parts
     live = sum(column != PAD for column in columns)
     seen, direct, split = set(), set(), set()
     at = ell_row = 0
