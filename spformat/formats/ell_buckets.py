@@ -294,16 +294,6 @@ class ELLBuckets(Format):
         construct = CSR.trusted if self.is_validated else CSR  # an unchecked object may hold columns out of order
         return construct(shape=self.shape, indptr=indptr, indices=indices, data=data)
 
-    def refill(self, values: Array) -> Self:
-        """The same structure with the values of another CSR of the same pattern, VALUE[nnz] in CSR order."""
-        xp = namespace(self.data)
-        live = self.source != PAD
-        data = xp.zeros(self.data.shape, values.dtype)
-        bits(data)[live] = bits(values)[self.source[live]]
-        out = self.with_arrays(data=data)
-        object.__setattr__(out, "_marked", self._marked)
-        return out
-
 
 def _counted(counts: Counts, given: tuple[int, ...]) -> tuple[int, int]:
     """(ELL rows, slots) of a matrix in one part of K, for buckets of the ``given`` widths."""
