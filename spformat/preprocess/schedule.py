@@ -136,8 +136,8 @@ def warps_per_row(lengths: Array) -> Array:
 def mma_of_whole_fragments(csr: CSR, N: int) -> int:
     """TCA-SpMM's Eq. 1: instructions if every row used all 8 columns of its fragments.
 
-    The sum of ceil(d / 64) * ceil(N / 2), d the items of a row. ``TCASchedule.mma_count`` is at most this: rows of up to
-    32 items need fewer.
+    The sum of ceil(d / 64) * ceil(N / 2), d the items of a row. ``TCASchedule.mma_count`` is at most this: rows of up
+    to 32 items need fewer.
     """
     lengths = namespace(csr.indptr).diff(csr.indptr.astype(np.int64))
     return int((-(-lengths // FRAGMENT)).sum()) * ceil_div(N, 2)  # synchronize!
