@@ -88,6 +88,17 @@ def test_a_sum_is_refilled_part_by_part() -> None:
     assert b.with_arrays().validate() == b
 
 
+def test_a_stack_takes_the_values_of_its_matrices_one_after_another() -> None:
+    x = np.arange(1, 25, dtype=np.int8).reshape(2, 3, 4)
+    first = sf.convert(x[0], "csr")
+    first = first.with_arrays(data=np.where(first.data == 5, 0, first.data).astype(np.int8)).validate()  # a stored zero
+    a = sf.Stack.from_parts([first, sf.convert(x[1], "bsr:blocksize=2x2")])
+    b = a.refill(np.arange(100, 123, dtype=np.int8))
+    assert b[0].to_csr().data.tolist() == [100, 101, 102, 103, 0, *range(104, 111)]
+    assert b[1] == sf.convert((x[1] + 98).astype(np.int8), "bsr:blocksize=2x2")
+    assert b.with_arrays().validate() == b
+
+
 def test_other_values_are_refused() -> None:
     a = sf.convert(CASES["prime"]("float32"), "csr")
     n = a.nnz

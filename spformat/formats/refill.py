@@ -27,7 +27,8 @@ class Refill:
     __slots__ = ()
 
     def refill(self, values: Array) -> Self:
-        """The same structure with other values: ``values[i]`` replaces the value of item i of ``self.to_csr()``.
+        """The same structure with other values: ``values[i]`` replaces the value of item i of ``self.to_csr()``; for a
+        stack, the items of its matrices one after another.
 
         values: VALUE[nnz] of the dtype and on the device of the matrix. For a format that keeps stored zeros (csr, csc,
             coo, ell-buckets) they may be zero, and replace stored zeros, too. For all others none may be zero,
@@ -118,7 +119,13 @@ def _csr_of_codes(f: Any, arrays: list[Array], weight: int, radix: int) -> Array
             code[~nonzero_mask(a)] = 0
         coded.append(code.view(a.dtype))
         at += a.size
-    return bits(with_values(f, iter(coded)).to_csr().data).astype(np.int64) - 1
+    whole = with_values(f, iter(coded))
+    matrices = [whole] if f.rank == 2 else list(whole.parts_by_name().values())
+    data = [bits(m.to_csr().data).astype(np.int64) for m in matrices]
+    codes = data[0] if len(data) == 1 else xp.concatenate(data)
+    return (
+        codes if f.keeps_stored_zeros else codes[codes != 0]
+    ) - 1  # a stored zero of a part is no item  # synchronize!
 
 
 def _check_kind(f: Any, values: Any) -> None:
