@@ -272,7 +272,7 @@ class Hooks(Declared):
     def params_of(cls, counts: Counts, given: dict[str, Any]) -> dict[str, Any] | None:
         """All parameters of the matrix, those that it decides itself included; None if its counts do not tell them."""
         params = cls.resolve_params(given)
-        return params if len(params) == len(cls.declared_params()) else None
+        return params if cls.has_all_params(params) else None
 
     @classmethod
     def stored_of(cls, counts: Counts, params: dict[str, Any]) -> int | None:
