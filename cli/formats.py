@@ -20,7 +20,7 @@ def run(as_json: Json = False) -> None:
         params = {d.name: {"range": d.range_text(), "doc": d.doc} for d in f.declared_params()}
         arrays = {d.name: {"kind": d.kind, "shape": list(d.dims), "doc": d.doc} for d in f.declared_arrays()}
         parts = {d.name: {"many": d.many, "doc": d.doc} for d in f.declared_parts()}
-        rows.append({"name": f.name, "version": f.version, "params": params, "arrays": arrays, "parts": parts,
+        rows.append({"name": f.name, "version": f.versions()[-1], "params": params, "arrays": arrays, "parts": parts,
                      "dtypes": list(f.value_dtypes), "paper": f.paper})  # fmt: skip
     if as_json:
         print_json(rows)

@@ -113,6 +113,7 @@ def show(outcomes: Any, as_json: bool, long: bool, out: Console, **extra: Any) -
         if any(o.norm for o in outcomes):
             share = round(lost_share(outcomes), 9)
             tree |= {"pruned": sum(o.pruned for o in outcomes), "lost_norm_share": share}
+            tree["mean_error"] = mean_error(outcomes)
         print_json(tree | json.loads(json.dumps(extra)))
         return
     fits = [o for o in outcomes if not o.error]
@@ -138,7 +139,8 @@ def show(outcomes: Any, as_json: bool, long: bool, out: Console, **extra: Any) -
         nonzeros = sum(o.pruned + (o.nnz or 0) for o in outcomes if o.norm)
         share = f"{100 * lost_share(outcomes):.2f} % of the Frobenius norm"
         taken = sum(o.pruned for o in outcomes)
-        out.print(f"--prune set {taken:,} of {nonzeros:,} nonzero values to zero: {share}")
+        mean = f"mean error {mean_error(outcomes):.3g}"
+        out.print(f"--prune set {taken:,} of {nonzeros:,} nonzero values to zero: {share}, {mean}")
     larger = [o for o in outcomes if o.larger_than_dense]
     if larger:
         text = f"warning: {len(larger)} tensor(s) become larger than dense; --to auto picks the smallest exact format"
@@ -184,6 +186,13 @@ def lost_share(outcomes: Iterable[Any]) -> float:
     pruned = [o for o in outcomes if o.norm]
     lost, norm = (math.hypot(*(getattr(o, field) for o in pruned)) for field in ("lost_norm", "norm"))
     return lost / norm if norm else 0.0
+
+
+def mean_error(outcomes: Iterable[Any]) -> float:
+    """Mean of |w - pruned w| over all elements of the pruned matrices: NM-SpMM's pruning error, for unknown inputs."""
+    pruned = [o for o in outcomes if o.norm]
+    elements = sum(math.prod(o.shape) for o in pruned)
+    return float(math.fsum(o.lost_sum for o in pruned) / elements) if elements else 0.0
 
 
 def _bytes_in(o: Any, target: str) -> int | None:

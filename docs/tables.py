@@ -9,7 +9,7 @@ from pathlib import Path
 
 from spformat.formats import COMPOSED, FORMATS
 from spformat.formats.base import AUTO, INDEX, Format
-from spformat.formats.declare import REQUIRED
+from spformat.formats.declare import OMITTED, REQUIRED
 
 PAGES = Path(__file__).parent / "formats"
 BEGIN, END = "<!-- declared: make docs -->", "<!-- end of declared -->"
@@ -24,7 +24,9 @@ def rows_of(fmt: type[Format]) -> list[tuple[tuple[str, ...], list[tuple[str, ..
     """(headings, rows) of each table of one format; those without rows are left out."""
     params = []
     for p in fmt.declared_params():
-        default = "required" if p.default is REQUIRED else "from the matrix" if p.default is AUTO else _text(p.default)
+        default = {REQUIRED: "required", AUTO: "from the matrix", OMITTED: "left out"}.get(p.default) or _text(
+            p.default
+        )
         params.append((f"`{p.name}`", p.range_text(), default, p.doc))
     matrices = [(f"`{d.name}`", "several" if d.many else "one", d.doc) for d in fmt.declared_parts()]
     arrays = []

@@ -13,6 +13,8 @@ from .dispatch.api import explain, linear, plan, spmm, use_backend
 from .dispatch.select import Explanation
 from .formats import (
     BSR,
+    COO,
+    CSC,
     CSR,
     DBSR,
     FORMATS,
@@ -65,6 +67,8 @@ __version__ = "0.2.0"
 
 __all__ = [
     "BSR",
+    "COO",
+    "CSC",
     "CSR",
     "DBSR",
     "FORMATS",

@@ -13,7 +13,16 @@ from test_cli import DIGITS, spformat
 import spformat as sf
 from spformat.dispatch import cost
 from spformat.products.problem import Problem
-from spformat.products.roofline import H200, TENSOR_16, Device, tile_intensity
+from spformat.products.roofline import (
+    H200,
+    TENSOR_16,
+    Blocking,
+    Device,
+    block_intensity,
+    shared_bytes,
+    thread_registers,
+    tile_intensity,
+)
 
 SLOW = Device("slow", 90, 2, memory=4e9, cache=1e10, peak={TENSOR_16: 1e12})
 """Two processors of 5e11 operations a second each."""
@@ -32,6 +41,25 @@ def test_intensity_of_a_tile() -> None:
     # packed to the measured half of the rows
     assert tile_intensity(256, 128, 32, 64, 2) == 2097152 / (2 * (8192 + 8192))
     assert tile_intensity(8, 8, 0, 0, 2) == 0
+
+
+def test_bounds_of_a_blocking() -> None:
+    """NM-SpMM's Eq. 4 to 6 by hand, for 128 x 128 of C, threads of 8 x 8, 16 of 32 columns, float32, vectors of 32."""
+    one = 4 * (128 * 16 + 32 * 128) + 4 * 16  # A's values, rows of B, an index byte for 32 rows and a kept column
+    assert shared_bytes(128, 128, 16, 32, 4, 32) == one == 24640
+    assert shared_bytes(128, 128, 16, 32, 4, 32, stages=2) == 2 * one
+    assert tile_intensity(128, 128, 16, 32, 4, 32) == 2 * 128 * 128 * 16 / one
+    whole = 2 * 128 * 128 * 16 * 8 / (8 * one + 4 * 128 * 128)
+    assert block_intensity(128, 128, 16, 32, 8, 4, 32) == whole
+    assert block_intensity(128, 128, 16, 32, 1e9, 4, 32) == pytest.approx(tile_intensity(128, 128, 16, 32, 4, 32))
+    assert block_intensity(128, 128, 16, 32, 8, 4, 32, out_itemsize=2) > whole
+    assert block_intensity(0, 0, 0, 0, 0, 4) == 0
+    assert thread_registers(8, 8) == 64 + 16
+    assert thread_registers(8, 8, itemsize=8) == 2 * 80
+    assert thread_registers(3, 3, itemsize=2) == 8  # 15 halves
+    tiled = Blocking(128, 256, 64, 16, 32.0, 2, TENSOR_16)
+    assert tiled.shared_bytes(3) == 3 * 2 * (128 * 16 + 32 * 256)
+    assert tiled.block_intensity(2) == 2 * 128 * 256 * 16 * 64 / (64 * tiled.shared_bytes() + 2 * 128 * 256)
 
 
 def test_operations_bytes_and_bounds() -> None:

@@ -396,7 +396,7 @@ def test_one_matrix_into_one_file(tmp_path: Path) -> None:
     for target in (text, "bsr:2x2+csr"):
         refusal = command("convert", cora, tmp_path / "c.npz", "--to", target)
         assert refusal.code == 2
-        assert f"holds csr or bsr, not {target}" in refusal.err
+        assert f"holds csr, csc, coo or bsr, not {target}" in refusal.err
 
 
 def test_parts_of_a_run_merge_and_misfits_go_elsewhere(tmp_path: Path) -> None:

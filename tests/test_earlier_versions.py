@@ -35,7 +35,7 @@ TARGETS = (
 
 
 def test_all_nine_formats_of_that_version_are_there() -> None:
-    assert {t.partition(":")[0] for t in TARGETS} == {f.name for f in sf.FORMATS}
+    assert {t.partition(":")[0] for t in TARGETS} == {f.name for f in sf.FORMATS} - {"csc", "coo"}
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -32,7 +32,7 @@ def matrix(lengths, K, rng):
 
 def product(a: ELLBuckets, B, slots, fill, longest):
     """C by the index arithmetic of the kernel; NaN where nothing is stored."""
-    buckets = list(bucket_places(a.rows_per_bucket, a.split_per_bucket, a.max_width, a.column_parts))
+    buckets = list(bucket_places(a.rows_per_bucket, a.split_per_bucket, a.bucket_widths))
     rows = order_stretches(a.row_ids, buckets, a.shape[0], longest)
     C = np.full((a.shape[0], B.shape[1]), np.nan)
     partial = np.full((rows.pieces, B.shape[1]), np.nan)
@@ -82,13 +82,14 @@ def product(a: ELLBuckets, B, slots, fill, longest):
 
 
 @pytest.mark.parametrize("name", LENGTHS)
-@pytest.mark.parametrize(("parts", "width"), [(1, None), (1, 1), (1, 64), (3, 4), (20, 2)])
+@pytest.mark.parametrize(("parts", "width"), [(1, None), (1, 1), (1, 64), (3, 4), (20, 2), (1, (8,)), (2, (2, 16))])
 @pytest.mark.parametrize(("slots", "fill", "longest"), [(8, 8, 2048), (32, 32, 16)])
 def test_every_row_is_stored_once_and_right(name, parts, width, slots, fill, longest):
     rng = np.random.default_rng(3)
     a = matrix(LENGTHS[name], 400, rng)
     B = rng.integers(-4, 5, (400, 3)).astype(np.float64)
-    ell = ELLBuckets.from_csr(a, column_parts=parts, max_width=width)
+    given = {"widths": width} if isinstance(width, tuple) else {"max_width": width}
+    ell = ELLBuckets.from_csr(a, column_parts=parts, **given)
     C = product(ell, B, slots, fill, longest)
     np.testing.assert_array_equal(C, a.to_dense().astype(np.float64) @ B)
 
@@ -96,7 +97,7 @@ def test_every_row_is_stored_once_and_right(name, parts, width, slots, fill, lon
 def test_more_bins_than_a_table_holds():
     a = matrix([9] * 30, 400, np.random.default_rng(0))
     ell = ELLBuckets.from_csr(a, column_parts=40, max_width=16)
-    buckets = list(bucket_places(ell.rows_per_bucket, ell.split_per_bucket, 16, 40))
+    buckets = list(bucket_places(ell.rows_per_bucket, ell.split_per_bucket, ell.bucket_widths))
     direct = [b._replace(split=0) for b in buckets]
     none = np.zeros(0, np.int64)
     tables = bin_tables(direct, order_rows(none, none, none, 16), 32, 8)

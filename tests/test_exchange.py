@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from catalogue import command
 
 import spformat as sf
 from spformat.interop import torch_semi_structured
@@ -35,6 +36,73 @@ def test_coordinates_stored_twice_are_refused_not_summed() -> None:
         sf.convert(before, "csr")
     zeros = torch.sparse_coo_tensor([rows[:2], [0, 1]], [0.0, 2.0], (2, 2), check_invariants=True)
     assert sf.convert(zeros, "csr").data.tolist() == [2]  # as of a dense tensor
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
+@pytest.mark.parametrize("layout", ["csr", "csc", "coo", "bsr"])
+def test_a_matrix_of_another_library_keeps_its_layout(layout: str) -> None:
+    """In, out and in again: the format of the same name, the same arrays, stored zeros among them."""
+    x = np.kron(W, np.ones((2, 3), np.float32))
+    s = sp.csr_array(x).tobsr((2, 3)) if layout == "bsr" else sp.csr_array(x).asformat(layout)
+    if layout != "bsr":
+        s.data[1] = 0
+    a = sf.from_scipy(s)
+    assert (a.name, a.stored_zeros) == (layout, int(layout != "bsr"))
+    np.testing.assert_array_equal(a.to_dense(), s.toarray())
+    back = a.to_scipy()
+    assert (back.format, back.shape) == (layout, x.shape)
+    assert np.shares_memory(back.data, a.values)
+    assert sf.from_scipy(back) == a
+    np.testing.assert_array_equal(sf.spmm(s, np.ones((12, 2), np.float32)), s @ np.ones((12, 2), np.float32))
+    pytest.importorskip("torch")
+    b = sf.convert(x, layout, **({"blocksize": (2, 3)} if layout == "bsr" else {}))
+    t = b.to_torch()
+    assert str(t.layout) == f"torch.sparse_{layout}"
+    np.testing.assert_array_equal(t.to_dense().numpy(), x)
+    assert sf.from_torch(t) == b
+
+
+def test_columns_in_any_order_are_sorted_and_repeats_refused() -> None:
+    data, indptr = np.array([1, 2, 3], np.float32), np.array([0, 2, 3])
+    unordered = sp.csc_array((data, np.array([2, 0, 1]), indptr), shape=(3, 2))
+    assert sf.from_scipy(unordered) == sf.convert(unordered.toarray(), "csc")
+    a = sf.CSC(shape=(3, 2), indptr=indptr.astype(np.int32), indices=np.array([2, 0, 1], np.int32), data=data)
+    with pytest.raises(sf.errors.OrderError, match=r"csc: indices\[1\]: expected > 2, .* column 0 \(0 is smaller"):
+        a.validate()
+    assert a.in_order().indices.tolist() == [0, 2, 1]
+    with pytest.raises(sf.errors.OrderError, match=r"csc: row 1 stores column 0 more than once \(1 repeats"):
+        sf.from_scipy(sp.csc_array((data, np.array([1, 1, 2]), indptr), shape=(3, 2)))
+    with pytest.raises(sf.errors.IndexBoundsError, match=r"csc: indices\[2\]: expected an index in \[0, 3\), got 3"):
+        a.with_arrays(indices=np.array([0, 1, 3], np.int32)).validate()
+    b = sf.COO(shape=(3, 2), row=np.array([2, 0, 1], np.int32), col=np.array([0, 0, 1], np.int32), data=data)
+    with pytest.raises(sf.errors.OrderError, match=r"coo: row\[1\]: expected at least the row before it"):
+        b.validate()
+    assert b.in_order() == sf.convert(unordered.toarray(), "coo").with_arrays(data=b.in_order().data)
+    assert b.in_order().data.tolist() == [2, 3, 1]
+    with pytest.raises(sf.errors.OrderError, match=r"coo: col\[1\]: expected more than the column before it"):
+        b.with_arrays(row=np.zeros(3, np.int32)).validate()
+    assert b.with_arrays(data=data * [1, 0, 1]).canonical().row.tolist() == [1, 2]
+    wide = sf.convert(sp.coo_array((data[:1], ([0], [2**31 + 4])), shape=(1, 2**31 + 5)), "coo")
+    assert (wide.row.dtype, wide.col.dtype) == (np.int32, np.int64)
+    assert sf.convert(wide, "csr").indices.tolist() == [2**31 + 4]
+
+
+def test_columns_and_coordinates_are_chosen_by_name_alone(tmp_path: Any) -> None:
+    """``auto`` takes csr, whose kernels a GPU has, also where a column pointer or coordinates are smaller."""
+    x = np.zeros((1000, 30), np.float32)
+    x[::100, ::9] = 1
+    sizes = {n: sf.convert(x, n).nbytes for n in ("csr", "csc", "coo")}
+    assert sizes == {"csr": 4004 + 40 * 8, "csc": 124 + 40 * 8, "coo": 40 * 12}
+    assert sf.convert(x, "auto").name not in ("csc", "coo")
+    sf.save_dense(tmp_path / "w.safetensors", {"w": x})
+    for name in ("csc", "coo"):
+        assert command("convert", tmp_path / "w.safetensors", tmp_path / name, "--to", name).code == 0
+        (file,) = (tmp_path / name).glob("*.safetensors")
+        assert sf.load(file)["w"] == sf.convert(x, name)
+        assert command("convert", tmp_path / "w.safetensors", tmp_path / f"{name}.npz", "--to", name).code == 0
+        assert sp.load_npz(tmp_path / f"{name}.npz").format == name
+        (loaded,) = sf.load(tmp_path / f"{name}.npz").values()
+        assert sf.convert(loaded, name) == sf.convert(x, name)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_every_candidate_converts_and_takes_the_bytes_it_says() -> None:
             assert s.nbytes(text) in (None, a.nbytes), text
             seen.add(a.name)
         assert sf.convert(x, s.smallest()).nbytes == min(s.sizes().values())
-    assert seen == {f.name for f in registered()}
+    assert seen == {f.name for f in registered()} - {"csc", "coo"}  # which are chosen by name alone
 
 
 def test_of_equal_sizes_the_simpler_format_is_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,8 +76,8 @@ ENVIRONMENT = (
 
 FORMAT_IMPORTS = {
     "dbsr": {"bsr"},
-    "foreign": {"bsr", "dense", "transposed"},
-    "transposed": {"bsr", "dbsr", "dense"},
+    "foreign": {"bsr", "coo", "csc", "dense", "transposed"},
+    "transposed": {"bsr", "csc", "dbsr", "dense"},
     "convert": {"dense", "foreign"},
     "stack": {"composed"},
     "sum": {"composed", "cover"},
@@ -275,9 +275,16 @@ def test_formats_know_only_the_hub() -> None:
     for i in imports():
         name = Path(i.file).stem
         if Path(i.file).parent.name == "formats" and i.module.startswith("spformat.formats.") and name != "__init__":
-            allowed = {"array_methods", "base", "declare", "edges", "fields", "hooks", "csr"} | FORMAT_IMPORTS.get(
-                name, set()
-            )
+            allowed = {
+                "array_methods",
+                "base",
+                "declare",
+                "edges",
+                "fields",
+                "hooks",
+                "refill",
+                "csr",
+            } | FORMAT_IMPORTS.get(name, set())
             if i.module.split(".")[2] not in allowed:
                 wrong.append(str(i))
     assert wrong == []

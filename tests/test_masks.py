@@ -280,6 +280,32 @@ def test_byte_order_and_strides_do_not_matter() -> None:
     np.testing.assert_array_equal(masks.magnitude_nm(np.asfortranarray(x), 2, 4), expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_pruning_error_is_the_difference_of_the_products(dtype: str) -> None:
+    """NM-SpMM's, with the weight on the left: of the values themselves, and of products with inputs."""
+    w = matrix(dtype, (37, 50), 3)
+    kept = masks.apply(w, masks.magnitude_nm(w, 2, 4))
+    x = matrix(dtype, (50, 6), 4)
+    exact, pruned, inputs = (a.astype(np.float64) for a in (w, kept, x))
+    alone, with_inputs = masks.error(w, kept), masks.error(Dense.from_dense(w), Dense.from_dense(kept), x)
+    for e, C, D in ((alone, exact, pruned), (with_inputs, exact @ inputs, pruned @ inputs)):
+        assert (e.zeroed, e.elements) == (int(((exact != 0) & (pruned == 0)).sum()), C.size)
+        assert e.mean == pytest.approx(np.abs(C - D).mean(), rel=1e-12)
+        assert e.norm_share == pytest.approx(np.linalg.norm(C - D) / np.linalg.norm(C), rel=1e-12)
+    assert alone.mean > 0
+    nothing = masks.error(w, w)
+    assert (nothing.zeroed, nothing.mean, nothing.norm_share) == (0, 0, 0)
+    assert masks.error(w[:0], w[:0]).mean == 0
+
+
+def test_the_pruning_error_of_what_does_not_belong_together() -> None:
+    w = np.ones((4, 6), np.float32)
+    with pytest.raises(UsageError, match=r"two forms of one matrix, got shapes \(4, 6\) and \(4, 5\)"):
+        masks.error(w, w[:, :5])
+    with pytest.raises(UsageError, match=r"x: expected inputs of shape \(6, N\), got \(4, 6\)"):
+        masks.error(w, w, w)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_same_mask_on_the_device(dtype: str) -> None:
@@ -296,3 +322,5 @@ def test_same_mask_on_the_device(dtype: str) -> None:
         np.testing.assert_array_equal(f(x), f(y).get())
     mask = masks.magnitude_nm(x, 2, 4)
     np.testing.assert_array_equal(bits(masks.apply(x, mask)), bits(masks.apply(y, cupy.asarray(mask))).get())
+    here, there = masks.error(x, masks.apply(x, mask)), masks.error(y, masks.apply(y, cupy.asarray(mask)))
+    assert (there.zeroed, there.mean) == (here.zeroed, pytest.approx(here.mean))

@@ -71,7 +71,7 @@ def test_what_a_matrix_file_cannot_hold_is_refused_with_the_reason(tmp_path: Pat
         (["model", "back.npz", "--include", "*.q_proj.weight"], "choose one with --include NAME"),
         (
             ["model", "back.npz", "--include", "model.layers.0.self_attn.q_proj.weight", "--to", "two-four"],
-            "holds csr or bsr",
+            "holds csr, csc, coo or bsr",
         ),
         (["model", "back.mtx", "--part", "1/2"], "--part is for checkpoints, and back.mtx is a matrix file"),
     ):

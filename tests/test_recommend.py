@@ -86,7 +86,7 @@ def test_statistics_are_what_their_names_say(M: int, K: int, density: float, see
     assert s.two_four_share == pytest.approx((np.concatenate(fours) <= 2).mean())
 
 
-@pytest.mark.parametrize("name", [f.name for f in registered()])
+@pytest.mark.parametrize("name", [f.name for f in registered() if f.name not in ("csc", "coo")])  # by name alone
 def test_counts_tell_what_a_conversion_stores(name: str) -> None:
     """Problems from counts are those of the converted matrix, and so are the bytes."""
     asked = 0

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spformat.errors import InvariantError
+import spformat as sf
+from spformat.errors import InvariantError, UsageError
 from spformat.formats.csr import CSR
 from spformat.interop.matrices import read_matrix
-from spformat.preprocess.schedule import WARPS, TCASchedule, tca
+from spformat.preprocess.schedule import WARPS, TCASchedule, mma_of_full_fragments, mma_of_whole_fragments, tca
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 GOLDEN = json.loads((FIXTURES / "golden" / "tca-schedule.json").read_text())["cases"]
@@ -121,3 +122,46 @@ def test_validate_against_the_matrix():
     broken.validate()  # harmless as addresses
     with pytest.raises(InvariantError, match="next-fit"):
         broken.validate(a)
+
+
+def test_counts_of_the_paper_by_hand():
+    """The worked example of the specification: per row, Eq. 1, and its limit."""
+    a = csr_of([0, 8, 20, 25, 25, 57, 121, 249])
+    schedule = tca(a)
+    assert schedule.mma_per_row(128).tolist() == [8, 16, 8, 0, 32, 64, 128]
+    assert schedule.mma_count(128) == 256
+    assert mma_of_whole_fragments(a, 128) == 448
+    assert mma_of_full_fragments(a, 128) == 249
+    assert (schedule.mma_per_row(1).tolist(), mma_of_whole_fragments(a, 1)) == ([1, 1, 1, 0, 1, 1, 2], 7)
+    empty = csr_of([0])
+    assert (tca(empty).mma_count(8), mma_of_whole_fragments(empty, 8), mma_of_full_fragments(empty, 8)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_real_matrices_lie_between_the_limit_and_equation_1(name):
+    a = read_matrix(FIXTURES / "matrices" / name)
+    assert mma_of_full_fragments(a, 128) <= tca(a).mma_count(128) <= mma_of_whole_fragments(a, 128)
+
+
+def test_a_schedule_is_kept_beside_its_matrix(tmp_path):
+    a = csr_of([0, 5, 25, 45, 85, 88])
+    path = tmp_path / "w.safetensors"
+    sf.save(path, {"w": a} | tca(a).named("w"))
+    tensors = sf.load(path)
+    loaded = TCASchedule.beside(tensors, "w")
+    for name in ARRAYS:
+        array = getattr(tca(a), name)
+        assert getattr(loaded, name).dtype == array.dtype
+        np.testing.assert_array_equal(getattr(loaded, name), array)
+    with sf.open(path) as lazy:
+        assert TCASchedule.beside(lazy, "w").blocks == loaded.blocks
+    # of another matrix, in another format, or not there
+    with pytest.raises(InvariantError, match=r"tca: .*: expected "):
+        TCASchedule.beside(tensors | {"w": csr_of([0, 5, 25, 45, 85, 99])}, "w")
+    with pytest.raises(UsageError, match="expected 'w' to be a CSR, got Dense"):
+        TCASchedule.beside(tensors | {"w": sf.convert(a, "dense")}, "w")
+    with pytest.raises(UsageError, match="expected 'v' among the tensors"):
+        TCASchedule.beside(tensors, "v")
+    del tensors["w.tca.warpid_within_row"]
+    with pytest.raises(UsageError, match=r"expected 'w\.tca\.warpid_within_row' among the tensors"):
+        TCASchedule.beside(tensors, "w")

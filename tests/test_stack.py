@@ -200,6 +200,7 @@ def test_prunes_each_matrix_by_itself(tmp_path: Path) -> None:
         assert (o.pruned, o.nnz) == (x.size - x.size // 4, x.size // 4)
         assert o.norm == pytest.approx(float(np.linalg.norm(x)))
         assert o.lost_norm == pytest.approx(float(np.linalg.norm(x - expected)))
+        assert o.lost_sum == pytest.approx(float(np.abs(x - expected).sum(dtype=np.float64)))
 
 
 def test_which_tensors_are_stacks(model: Path, tmp_path: Path) -> None:

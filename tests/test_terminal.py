@@ -265,11 +265,14 @@ def test_prune_says_what_it_takes(tmp_path: Path, to: str) -> None:
     lost = np.sqrt(sum(((before[k] - after[k]) ** 2).sum() for k in w) / sum((x**2).sum() for x in before.values()))
     assert values > 3000
     sentence = f"--prune set {values:,} of 12,288 nonzero values to zero: {100 * lost:.2f} % of the Frobenius norm"
+    mean = sum(np.abs(before[k] - after[k]).sum() for k in w) / sum(x.size for x in before.values())
+    sentence += f", mean error {mean:.3g}"
     for r in (foreseen, done):
         assert sentence in r.stdout + r.stderr, r.stdout + r.stderr
     tree = json.loads(spformat("plan", tmp_path / "m.safetensors", *flags, "--json").stdout)
     assert tree["pruned"] == values
     assert tree["lost_norm_share"] == pytest.approx(lost, abs=1e-6)
+    assert tree["mean_error"] == pytest.approx(mean, rel=1e-9)
     for row in tree["tensors"]:
         a, b = before[row["name"]], after[row["name"]]
         assert row["pruned"] == int(((a != 0) & (b == 0)).sum())
@@ -283,7 +286,8 @@ def test_what_was_pruned_is_known_after_a_resumed_run(tmp_path: Path) -> None:
     for i in (1, 2):
         spformat("convert", SHARDED, tmp_path / "parts", *flags, "--part", f"{i}/2")
     merged = json.loads(spformat("merge", tmp_path / "parts", "--json").stdout)
-    assert (merged["pruned"], merged["lost_norm_share"]) == (once["pruned"], once["lost_norm_share"])
+    for key in ("pruned", "lost_norm_share", "mean_error"):
+        assert merged[key] == once[key] > 0
 
 
 def test_values_without_a_magnitude_do_not_hide_what_was_lost(tmp_path: Path) -> None:

@@ -99,8 +99,11 @@ def within(f: Any, name: str, bound: int, *, pad: bool = False, error: type[Inva
         fail(f, error, name, place(i, a.shape), int(a.reshape(-1)[i]), expected, count=offenders[1])
 
 
-def increasing_in_segments(f: Any, pointer_name: str, name: str, unsorted_hint: str | None = None) -> None:
-    """Require strictly increasing entries inside each segment of a pointer, which must be valid."""
+def increasing_in_segments(
+    f: Any, pointer_name: str, name: str, unsorted_hint: str | None = None, segments: str = "row"
+) -> None:
+    """Require strictly increasing entries inside each segment of a pointer, which must be valid. ``segments``: what a
+    segment is called."""
     p, a = getattr(f, pointer_name), getattr(f, name)
     xp = namespace(a)
     for s in chunks(max(0, a.size - 1), a):
@@ -115,7 +118,7 @@ def increasing_in_segments(f: Any, pointer_name: str, name: str, unsorted_hint: 
             segment = int(xp.searchsorted(p, at[offenders[0] : offenders[0] + 1].astype(p.dtype), side="right")[0]) - 1
             got, before = int(a[i]), int(a[i - 1])
             what = "repeats" if got == before else "is smaller than"
-            expected = f"> {before}, the entry before it in row {segment} ({got} {what} it)"
+            expected = f"> {before}, the entry before it in {segments} {segment} ({got} {what} it)"
             hint = unsorted_hint if got != before else None
             fail(f, OrderError, name, i, got, expected, count=offenders[1], hint=hint)
 

@@ -113,7 +113,7 @@ _ENTRY = {"sha256": str, "size": int, "source": str, "source_sha256": str, "tens
 _TENSOR = {
     "name": str, "target": str, "why": str, "shape": list, "dtype": str, "bytes_in": int, "bytes_out": int, "nnz": int,
     "negative_zeros": int, "dropped_zeros": int, "larger_than_dense": bool, "error": str, "pruned": int,
-    "lost_norm": float, "norm": float,
+    "lost_sum": float, "lost_norm": float, "norm": float,
 }  # fmt: skip
 
 

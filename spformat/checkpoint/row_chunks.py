@@ -154,7 +154,7 @@ def plan_chunks(plan: TensorPlan, recipe: Recipe) -> ChunkPlan | None:
     params = fmt.resolve_params(given)
     if r.dtype not in fmt.value_dtypes:
         return None
-    layout = fmt.row_chunks(params) if len(params) == len(fmt.declared_params()) else None
+    layout = fmt.row_chunks(params) if fmt.has_all_params(params) else None
     if layout is None:
         what = f"{plan.name}: {fmt.name} is converted as a whole, not in row chunks: dense array of shape {plan.shape}"
         limits.check_bytes(limits.product(*plan.shape, value_type(r.dtype).numpy.itemsize), what, plan.bytes_in)

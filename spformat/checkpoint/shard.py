@@ -132,7 +132,10 @@ def _put_dense_stack(task: ShardTask, plan: TensorPlan, out: Writer) -> dict[str
 
     out.put(plan.name, matrices())
     o = stacked_outcome(plan, outcomes)
-    return {"nnz": o.nnz, "pruned": o.pruned, "lost_norm": o.lost_norm, "norm": o.norm} if task.recipe.prune else {}
+    if not task.recipe.prune:
+        return {}
+    lost = {"pruned": o.pruned, "lost_sum": o.lost_sum, "lost_norm": o.lost_norm, "norm": o.norm}
+    return {"nnz": o.nnz, **lost}
 
 
 def _write_packed(whole: ShardTask) -> tuple[TensorOutcome, ...]:

@@ -168,7 +168,7 @@ def _size_tensor(task: ShardTask, plan: TensorPlan, room: int, values: Any) -> S
         specs = None
         now = is_cupy(dense) and room > 0  # what fits the device is converted at once, so that it is read only once
         # A param that is missing here is decided by the values, during the conversion.
-        if dense is not None and not now and len(params) == len(fmt.declared_params()):
+        if dense is not None and not now and fmt.has_all_params(params):
             specs = fmt.array_specs((dense.shape[0], dense.shape[1]), dense.dtype, nnz, params)
         matrix = None if specs is not None else convert(x, fmt, **given)
         if specs is not None and task.recipe.misfit != ERROR:
@@ -207,7 +207,7 @@ def _record_of_header(plan: TensorPlan) -> Record | None:
         return None
     fmt, params = _parsed(plan.target)
     dtype = value_type(plan.record.dtype).numpy
-    if plan.record.dtype not in fmt.value_dtypes or len(params) != len(fmt.declared_params()):
+    if plan.record.dtype not in fmt.value_dtypes or not fmt.has_all_params(params):
         return None
     shape = (plan.shape[0], plan.shape[1])
     specs = fmt.array_specs(shape, dtype, 0, params)

@@ -166,6 +166,7 @@ def stacked_outcome(plan: TensorPlan, matrices: Sequence[TensorOutcome]) -> Tens
         negative_zeros=sum(m.negative_zeros for m in matrices),
         dropped_zeros=sum(m.dropped_zeros for m in matrices),
         pruned=sum(m.pruned for m in matrices),
+        lost_sum=math.fsum(m.lost_sum for m in matrices),
         lost_norm=math.hypot(*(m.lost_norm for m in matrices)),
         norm=math.hypot(*(m.norm for m in matrices)),
     )  # fmt: skip

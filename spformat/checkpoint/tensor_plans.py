@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,6 +59,8 @@ class TensorOutcome:
     error: str = ""
     pruned: int = 0
     """Nonzero values that --prune set to zero."""
+    lost_sum: float = 0.0
+    """Sum of their magnitudes."""
     lost_norm: float = 0.0
     """Frobenius norm of these values."""
     norm: float = 0.0
@@ -113,26 +114,10 @@ def prune(x: np.ndarray[Any, Any], target: str, recipe: Recipe) -> np.ndarray[An
 
 
 def loss(before: np.ndarray[Any, Any], after: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """What pruning took from a matrix: the fields ``pruned``, ``lost_norm`` and ``norm`` of its TensorOutcome.
-
-    Norms are of finite values, in float64.
-    """
-    taken, lost, whole = 0, 0.0, 0.0
-    rows = max(1, _NORM_ELEMENTS // max(1, before.shape[1]))
-    for start in range(0, before.shape[0], rows):
-        x = before[start : start + rows].astype(np.float64)
-        gone = (after[start : start + rows] == 0) & (x != 0)
-        taken += int(gone.sum())
-        x[~np.isfinite(x)] = 0
-        lost = math.hypot(lost, float(np.linalg.norm(x[gone])))
-        whole = math.hypot(whole, float(np.linalg.norm(x)))
-    if not math.isfinite(whole):  # squares of float64 values near its limit
-        lost = whole = 0.0
-    return {"pruned": taken, "lost_norm": lost, "norm": whole}
-
-
-_NORM_ELEMENTS = 1 << 20
-"""Elements that are float64 at a time."""
+    """What pruning took from a matrix: the fields ``pruned``, ``lost_sum``, ``lost_norm`` and ``norm`` of its
+    TensorOutcome."""
+    e = masks.error(before, after)
+    return {"pruned": e.zeroed, "lost_sum": e.lost_sum, "lost_norm": e.lost_norm, "norm": e.norm}
 
 
 def resolve_target(plan: TensorPlan, x: Format | np.ndarray[Any, Any], structure: Structure | None = None) -> str:

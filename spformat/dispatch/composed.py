@@ -1,4 +1,5 @@
-"""Products composed of other products: a sum of parts, and a transposed product through a stored transpose.
+"""Products composed of other products: a sum of parts, a product with the CSR that has the same arrays, and a
+transposed product through a stored transpose.
 
 They are kernels like any other, with an expected time that follows from those of the kernels they are composed of.
 """
@@ -11,8 +12,10 @@ from typing import Any
 from ..backends import register
 from ..errors import NoKernelError
 from ..formats import registered
+from ..formats.base import Format
 from ..formats.dense import Dense
 from ..formats.sum import Sum
+from ..products import same_arrays
 from ..products.kernel import Kernel, spmm_of
 from ..products.plan import Plan
 from ..products.problem import Operand, Problem, itemsize
@@ -75,6 +78,33 @@ class SumOfParts(Kernel):
         return sum_of_plans(self.name, plans, p)
 
 
+class SameArrays(Kernel):
+    """C = A @ B and C = A^T @ B for COO and CSC, as the product with the CSR that has the same indices and values.
+
+    For COO that is the CSR of A, whose row pointer is counted once; for CSC it is the CSR of A^T, so that the product
+    with A is one with a transpose. The plan keeps the CSR; no index and no value is copied.
+    """
+
+    name = "composed.same_arrays"
+    epilogue = True
+    takes = spmm_of(*same_arrays.FORMATS) | spmm_of(*same_arrays.FORMATS, operation="spmm_transposed")
+
+    def problem(self, p: Problem) -> Problem:
+        """The product with the CSR."""
+        return same_arrays.problem_of_csr(p)
+
+    def unsupported(self, p: Problem) -> list[str]:
+        """What every kernel for the CSR refuses."""
+        return _why_not("the CSR of the same arrays", self.problem(p))
+
+    def expected_us(self, p: Problem) -> float:
+        """The expected time of the product with the CSR."""
+        return _expected(self.problem(p))
+
+    def _plan(self, a: Any, p: Problem) -> Plan:
+        return _plan_of(self, same_arrays.csr_of(a), p, "CSR", same_arrays.own_bytes(a))
+
+
 class TransposedCopy(Kernel):
     """C = A^T @ B as a product with a transposed copy of A, which the plan keeps."""
 
@@ -111,14 +141,19 @@ class TransposedCopy(Kernel):
 
     def _plan(self, a: Any, p: Problem) -> Plan:
         copy = a.kernel_arrays("transposed copy", lambda: a.T.materialize().ensure_valid())
-        described = replace(self.problem(p), operands=(Operand.of(copy), *p.operands[1:]))
-        try:
-            plan = plan_with(choose(described), copy, described)
-        except NoKernelError as e:
-            e.message = f"transposed copy of {p.format}: {e.message}"
-            raise
-        text, owned = f"{plan.kernel} {plan.tile}".strip(), int(copy.nbytes) + plan.workspace
-        return Plan(self.name, p, plan.run, text, owned, prepare=plan.prepare, ready=plan.ready)
+        return _plan_of(self, copy, p, "transposed copy", int(copy.nbytes))
+
+
+def _plan_of(kernel: SameArrays | TransposedCopy, other: Format, p: Problem, what: str, owned: int) -> Plan:
+    """The plan of the product with ``other``, a matrix made from A that has ``owned`` bytes of its own."""
+    described = replace(kernel.problem(p), operands=(Operand.of(other), *p.operands[1:]))
+    try:
+        plan = plan_with(choose(described), other, described)
+    except NoKernelError as e:
+        e.message = f"{what} of {p.format}: {e.message}"
+        raise
+    text = f"{plan.kernel} {plan.tile}".strip()
+    return Plan(kernel.name, p, plan.run, text, owned + plan.workspace, prepare=plan.prepare, ready=plan.ready)
 
 
 class ComposedBackend:
@@ -131,9 +166,10 @@ class ComposedBackend:
         return []
 
     def kernels(self) -> tuple[Kernel, ...]:
-        """A sum of parts, a product with a transposed copy of A, and products with copies of B and C."""
+        """A sum of parts, products with the CSR of the same arrays or with a transposed copy of A, and products with
+        copies of B and C."""
         return KERNELS
 
 
-KERNELS: tuple[Kernel, ...] = (SumOfParts(), TransposedCopy(), copied_operands.KERNEL)
+KERNELS: tuple[Kernel, ...] = (SumOfParts(), SameArrays(), TransposedCopy(), copied_operands.KERNEL)
 BACKEND = register(ComposedBackend())

@@ -12,7 +12,9 @@ from .array_methods import frozen
 from .base import Format
 from .bitmask import Bitmask
 from .bsr import BSR
+from .coo import COO
 from .cover import CoverRule, parse_items
+from .csc import CSC
 from .csr import CSR
 from .dbsr import DBSR
 from .dense import Dense
@@ -24,8 +26,9 @@ from .two_four import TwoFour
 from .vector_nm import VectorNM
 
 __all__ = [
-    "BSR", "COMPOSED", "CSR", "DBSR", "FORMATS", "SRBCRS", "Bitmask", "Dense", "ELLBuckets", "Format", "Stack", "Sum",
-    "TwoFour", "VectorNM", "by_name", "composed", "parse_spec", "register", "registered", "spec_text", "unregister",
+    "BSR", "COMPOSED", "COO", "CSC", "CSR", "DBSR", "FORMATS", "SRBCRS", "Bitmask", "Dense", "ELLBuckets", "Format",
+    "Stack", "Sum", "TwoFour", "VectorNM", "by_name", "composed", "parse_spec", "register", "registered", "spec_text",
+    "unregister",
 ]  # fmt: skip
 
 FORMATS: tuple[type[Format], ...] = (
@@ -38,6 +41,8 @@ FORMATS: tuple[type[Format], ...] = (
     VectorNM,
     TwoFour,
     Bitmask,
+    CSC,
+    COO,
 )
 """The formats into which matrices are converted."""
 

@@ -34,6 +34,7 @@ from .declare import (
 )
 from .fields import Derived, Fields
 from .hooks import Hooks
+from .refill import Refill
 
 if TYPE_CHECKING:
     from .csr import CSR
@@ -45,7 +46,7 @@ __all__ = ["AUTO", "INDEX", "POS", "VALUE", "Format", "RowChunks", "array", "che
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
-class Format(Hooks, Fields, ArrayMethods):
+class Format(Hooks, Fields, ArrayMethods, Refill):
     """Base of every format. ``shape`` is always the logical (M, K); padding is derived, never stored.
 
     Construction checks params, dtypes, ranks and lengths in O(1) and raises ``ArrayError``;
@@ -54,7 +55,6 @@ class Format(Hooks, Fields, ArrayMethods):
     """
 
     name: ClassVar[str]
-    version: ClassVar[int] = 1
     rank: ClassVar[int] = 2
     keeps_stored_zeros: ClassVar[bool] = False
     aligned: ClassVar[bool] = True

@@ -10,7 +10,7 @@ import numpy as np
 from ..arrays.dtypes import value_type
 from ..arrays.library import Array, current_device
 from ..errors import UsageError
-from . import BSR, CSR, DBSR, SRBCRS, Bitmask, ELLBuckets, Stack, TwoFour, VectorNM, parse_spec
+from . import BSR, COO, CSC, CSR, DBSR, SRBCRS, Bitmask, ELLBuckets, Stack, TwoFour, VectorNM, parse_spec
 from .base import Format
 from .dense import Dense
 from .foreign import as_format
@@ -22,6 +22,10 @@ F = TypeVar("F", bound=Format)
 def convert(x: Any, target: type[F], *, dtype: Any = None, **params: Any) -> F: ...
 @overload
 def convert(x: Any, target: Literal["csr"], *, dtype: Any = None, **params: Any) -> CSR: ...
+@overload
+def convert(x: Any, target: Literal["csc"], *, dtype: Any = None, **params: Any) -> CSC: ...
+@overload
+def convert(x: Any, target: Literal["coo"], *, dtype: Any = None, **params: Any) -> COO: ...
 @overload
 def convert(x: Any, target: Literal["bsr"], *, dtype: Any = None, **params: Any) -> BSR: ...
 @overload
@@ -61,7 +65,7 @@ def convert(x: Any, target: str | type[Format], *, dtype: Any = None, **params: 
         given = in_text | params
     if type(a) is fmt:
         a.ensure_valid()
-        resolved = fmt.resolve_params(a.params() | given)
+        resolved = fmt.resolve_params(fmt.changed_params(a.params(), given))
         if resolved == a.params():
             return a
     fmt.accepts(a.dtype)

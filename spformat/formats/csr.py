@@ -16,7 +16,7 @@ import numpy as np
 from ..arrays import scans
 from ..arrays.dtypes import bits, nonzero_mask
 from ..arrays.library import Array, index_dtype, is_cupy, namespace
-from ..arrays.segments import counts_of, offsets_from_counts, pointer, rows_of
+from ..arrays.segments import counts_of, offsets_from_counts, pointer, rows_of, stable_order
 from ..errors import OrderError
 from .base import INDEX, VALUE, Format, RowChunks, array
 from .hooks import Counts
@@ -171,28 +171,52 @@ class CSR(Format):
     def in_order(self) -> CSR:
         """Columns sorted in every row, stored zeros kept. OrderError for a column stored twice in a row."""
         self.check_memory()
-        xp = namespace(self.data)
-        rows, cols = self.rows(), self.indices.astype(np.int64)
-        order = xp.lexsort(xp.stack((cols, rows)))
-        rows, cols = rows[order], cols[order]
-        twice = (rows[1:] == rows[:-1]) & (cols[1:] == cols[:-1])
-        repeats = scans.first_true(twice)
-        if repeats:
-            row, col = int(rows[repeats[0]]), int(cols[repeats[0]])
-            raise OrderError(
-                f"csr: row {row} stores column {col} more than once ({repeats[1]} repeats in all); values are never "
-                "summed silently: sum them where the matrix is made (scipy: a.sum_duplicates())",
-                array="indices", index=(row, col), value=col, count=repeats[1],
-            )  # fmt: skip
+        rows, cols = self.rows(), self.indices
+        order = order_of_items(self.name, rows, cols)
         return CSR.trusted(
             shape=self.shape,
             indptr=self.indptr,
-            indices=cols.astype(self.indices.dtype),
+            indices=cols[order],
+            data=bits(self.data)[order].view(self.dtype),
+        )
+
+    def transposed(self) -> CSR:
+        """The transpose [K, M] as an ordered CSR, every stored item with its bits; O(nnz).
+
+        A stable sort by column does it: rows ascend inside a column, because they do here.
+        """
+        M, K = self.shape
+        order = stable_order(self.indices, K)
+        return CSR.trusted(
+            shape=(K, M),
+            indptr=pointer(counts_of(self.indices, K), self.nnz),
+            indices=self.rows()[order].astype(index_dtype(M - 1)),
             data=bits(self.data)[order].view(self.dtype),
         )
 
 
 Format.hub = CSR
+
+
+def order_of_items(name: str, rows: Array, cols: Array, *, by_column: bool = False) -> Array:
+    """int64[nnz]: the permutation that sorts items by row and then column, or by column and then row.
+
+    Raises OrderError for an element that is stored twice, which no order repairs.
+    """
+    xp = namespace(cols)
+    rows, cols = rows.astype(np.int64), cols.astype(np.int64)
+    order = xp.lexsort(xp.stack((rows, cols) if by_column else (cols, rows)))
+    rows, cols = rows[order], cols[order]
+    twice = (rows[1:] == rows[:-1]) & (cols[1:] == cols[:-1])
+    repeats = scans.first_true(twice)
+    if repeats:
+        row, col = int(rows[repeats[0]]), int(cols[repeats[0]])
+        raise OrderError(
+            f"{name}: row {row} stores column {col} more than once ({repeats[1]} repeats in all); values are never "
+            "summed silently: sum them where the matrix is made (scipy: a.sum_duplicates())",
+            array="indices", index=(row, col), value=col, count=repeats[1],
+        )  # fmt: skip
+    return order
 
 
 def _join(xp: Any, parts: list[Array]) -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -18,8 +19,10 @@ if TYPE_CHECKING:
 
 VALUE, INDEX, POS = "VALUE", "INDEX", "POS"
 MAX_DIMENSION = 2**48 - 1
-REQUIRED, AUTO = object(), object()
-"""Param defaults: must be given; follows from the matrix (``Format.auto_params``)."""
+MOST_INTS = 64
+"""Numbers that a parameter of kind "ints" may have."""
+REQUIRED, AUTO, OMITTED = object(), object(), object()
+"""Param defaults: must be given; follows from the matrix (``Format.auto_params``); is left out of params and files."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +69,14 @@ class ParamDeclaration:
     choices: tuple[str, ...]
     default: Any
     doc: str
+    since: int = 1
+    """The first version of the format that has it. Files in which it is given have at least this version."""
 
     def range_text(self) -> str:
         """The legal values in words."""
         if self.kind == "choice":
             return "one of " + ", ".join(self.choices)
-        unit = "two ints" if self.kind == "pair" else "an int"
+        unit = {"pair": "two ints", "ints": f"1 to {MOST_INTS} ints, ascending,"}.get(self.kind, "an int")
         return f"{unit} in {self.low} .. {self.high}"
 
     def parse(self, value: Any) -> Any:
@@ -87,6 +92,12 @@ class ParamDeclaration:
                 pair = tuple(plain_int(v) for v in items)
                 if len(pair) == 2 and all(self.low <= v <= self.high for v in pair):
                     return pair
+            elif self.kind == "ints":
+                many = value.lower().split("x") if isinstance(value, str) else value
+                ints = tuple(plain_int(v) for v in ((many,) if isinstance(many, (int, np.integer)) else many))
+                ascending = all(a < b for a, b in itertools.pairwise(ints))
+                if 1 <= len(ints) <= MOST_INTS and ascending and self.low <= ints[0] and ints[-1] <= self.high:
+                    return ints
             elif self.low <= (number := plain_int(value)) <= self.high:
                 return number
         except (TypeError, ValueError):
@@ -111,10 +122,20 @@ def array(kind: str, *dims: str, bound: str | None = None, doc: str = "") -> Any
 
 
 def param(
-    kind: str, low: int = 0, high: int = 0, *, choices: tuple[str, ...] = (), default: Any = REQUIRED, doc: str = ""
-) -> Any:
-    """Declare a parameter: kind "int", "pair" or "choice", its range and its default."""
-    return dataclasses.field(metadata={"param": (kind, low, high, choices, default, doc)})
+    kind: str, low: int = 0, high: int = 0, *, choices: tuple[str, ...] = (), default: Any = REQUIRED, doc: str = "",
+    since: int = 1,
+) -> Any:  # fmt: skip
+    """Declare a parameter: kind "int", "pair", "ints" or "choice", its range and its default.
+
+    A parameter that is added to a format later has the default OMITTED and says ``since`` which version of the format
+    there is such a parameter: files without it stay as they are, and files with it have that version.
+    """
+    metadata = {"param": (kind, low, high, choices, default, doc, since)}
+    return (
+        dataclasses.field(default=None, metadata=metadata)
+        if default is OMITTED
+        else dataclasses.field(metadata=metadata)
+    )
 
 
 def table(length: str, doc: str = "") -> Any:
@@ -232,6 +253,7 @@ class Declared:
 
     __slots__ = ()
     name: ClassVar[str]
+    version: ClassVar[int] = 1
 
     @classmethod
     def declared_arrays(cls) -> tuple[ArrayDeclaration, ...]:
@@ -280,7 +302,8 @@ class Declared:
         params: dict[str, Any] = {}
         for d in known.values():
             value = given.get(d.name, d.default)
-            if value is AUTO or (value is None and d.default is AUTO):
+            left_out = value is None and (d.default is AUTO or d.default is OMITTED)
+            if value is AUTO or value is OMITTED or left_out:
                 continue
             if value is REQUIRED:
                 raise UsageError(f"{cls.name}: parameter {d.name} is required: {d.range_text()}")
@@ -293,7 +316,33 @@ class Declared:
         problems = cls.param_problems(params)
         if problems:
             raise UsageError(f"{cls.name}: " + "; ".join(problems))
+        params = cls.normal_params(params)
         return {name: params[name] for name in known if name in params}
+
+    @classmethod
+    def normal_params(cls, params: dict[str, Any]) -> dict[str, Any]:
+        """Legal params in the one form in which they are stored, where several say the same."""
+        return params
+
+    @classmethod
+    def changed_params(cls, params: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+        """The params of a matrix with some of them replaced, and without those that the new ones decide."""
+        return params | given
+
+    @classmethod
+    def has_all_params(cls, params: dict[str, Any]) -> bool:
+        """Whether ``params`` lack none but those that may be left out."""
+        return all(d.name in params or d.default is OMITTED for d in cls.declared_params())
+
+    @classmethod
+    def version_of(cls, params: dict[str, Any]) -> int:
+        """The version of the format that a file states for a matrix with these params."""
+        return max([cls.version, *(d.since for d in cls.declared_params() if d.name in params)])
+
+    @classmethod
+    def versions(cls) -> tuple[int, ...]:
+        """The versions of the format that this release reads, ascending."""
+        return tuple(sorted({cls.version, *(d.since for d in cls.declared_params() if d.since > cls.version)}))
 
     @classmethod
     def array_specs(

@@ -20,9 +20,10 @@ from ..arrays import scans
 from ..arrays.dtypes import bits, nonzero_mask, value_type
 from ..arrays.library import PAD, Array, ceil_div, index_dtype, namespace
 from ..arrays.segments import counts_of, distinct_sorted, offsets_from_counts, pointer, rank_in_row, rows_of
-from ..errors import IndexBoundsError, InvariantError
+from ..errors import IndexBoundsError, InvariantError, UsageError
 from .base import AUTO, INDEX, VALUE, Format, array, param, table
 from .csr import CSR
+from .declare import OMITTED
 from .hooks import ROW_LENGTH, Condition, Counts
 
 MAX_WIDTH = 1 << 20
@@ -30,14 +31,27 @@ MAX_WIDTH = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
 class ELLBuckets(Format):
-    """Rows grouped by length into ELL blocks of power-of-two width; stored zeros are kept with their bits."""
+    """Rows grouped by length into ELL blocks of a few widths; stored zeros are kept with their bits.
+
+    ``widths`` is the tuple of the widths of a part: 1, 2, 4, .., ``max_width``, or what the parameter says.
+    ``widths=(w,)`` is plain ELL: one width, and longer rows are split. Files of matrices with other widths than
+    1, 2, 4, .. have version 2 of the format, which releases up to 0.2.0 refuse.
+    """
 
     name, version = "ell-buckets", 1
     keeps_stored_zeros, selective = True, True
     paper = "SparseTIR: Composable Abstractions for Sparse Compilation in Deep Learning (ASPLOS 2023), hyb(c, k)"
 
     column_parts: int = param("int", 1, 1024, default=1, doc="parts of K, each with its own buckets")
-    max_width: int = param("int", 1, MAX_WIDTH, default=AUTO, doc="widest bucket, a power of two")
+    max_width: int = param("int", 1, MAX_WIDTH, default=AUTO, doc="widest bucket; a power of two without widths")
+    widths: tuple[int, ...] = param(
+        "ints",
+        1,
+        MAX_WIDTH,
+        default=OMITTED,
+        since=2,
+        doc="widths of the buckets of a part; else 1, 2, 4, .., max_width",
+    )
     rows_per_bucket: tuple[int, ...] = table("buckets", "ELL rows in each bucket")
     split_per_bucket: tuple[int, ...] = table("buckets", "how many of them, at its end, belong to split rows")
     row_ids: Array = array(INDEX, "R", bound="M-1", doc="row of each ELL row; direct rows, then split rows")
@@ -45,22 +59,55 @@ class ELLBuckets(Format):
     data: Array = array(VALUE, "S", doc="value, +0 at PAD")
     source: Array = array(INDEX, "S", bound="nnz-1", doc="position of the item in the CSR it came from, PAD at PAD")
 
+    def __post_init__(self) -> None:
+        given = self.resolve_params({d.name: getattr(self, d.name) for d in self.declared_params()})
+        if "max_width" not in given:
+            raise UsageError(f"{self.name}: expected max_width or widths, got neither; from_csr finds a max_width")
+        object.__setattr__(self, "max_width", given["max_width"])
+        object.__setattr__(self, "widths", widths_of(given))
+        Format.__post_init__(self)
+
+    def params(self) -> dict[str, Any]:
+        given = Format.params(self)  # super() is lost when slots=True remakes the class
+        return {key: value for key, value in given.items() if key != "widths" or value != widths_up_to(self.max_width)}
+
     @classmethod
     def param_problems(cls, params: dict[str, Any]) -> list[str]:
-        width = params.get("max_width", 1)
-        return [f"max_width: expected a power of two, got {width}"] if width & (width - 1) else []
+        widest, widths = params.get("max_width"), params.get("widths")
+        if widths and widest not in (None, widths[-1]):
+            return [f"max_width: expected {widths[-1]}, the last of widths, got {widest}; leave one of them out"]
+        if not widths and widest and widest & (widest - 1):
+            return [f"max_width: expected a power of two, got {widest}; widths={widest} has this width alone"]
+        return []
 
     @classmethod
     def auto_params(cls, a: CSR, params: dict[str, Any]) -> dict[str, Any]:
-        """max_width: the smallest power of two w with w * M >= nnz."""
-        return {"max_width": mean_width(a.nnz, a.shape[0])}
+        """max_width: the last of widths, or else the smallest power of two w with w * M >= nnz."""
+        return {"max_width": params["widths"][-1] if "widths" in params else mean_width(a.nnz, a.shape[0])}
+
+    @classmethod
+    def normal_params(cls, params: dict[str, Any]) -> dict[str, Any]:
+        """max_width follows from widths; widths of 1, 2, 4, .. follow from max_width and are left out."""
+        widths = params.get("widths")
+        if not widths:
+            return params
+        with_width = params | {"max_width": widths[-1]}
+        if widths == widths_up_to(widths[-1]):
+            del with_width["widths"]
+        return with_width
+
+    @classmethod
+    def changed_params(cls, params: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+        """A new max_width replaces given widths, and the reverse."""
+        decided = {"max_width", "widths"} if {"max_width", "widths"} & given.keys() else set()
+        return {key: value for key, value in params.items() if key not in decided} | given
 
     @classmethod
     def bytes_of(cls, counts: Counts, params: dict[str, Any]) -> int | None:
         if params["column_parts"] != 1:
             return None
         M, K = counts.shape
-        rows, slots = _counted(counts, params.get("max_width", mean_width(counts.nnz, M)))
+        rows, slots = _counted(counts, widths_of({"max_width": mean_width(counts.nnz, M)} | params))
         index = index_dtype(K - 1).itemsize + index_dtype(counts.nnz - 1).itemsize
         return index_dtype(M - 1).itemsize * rows + (index + value_type(counts.dtype).numpy.itemsize) * slots
 
@@ -81,11 +128,12 @@ class ELLBuckets(Format):
 
     @classmethod
     def params_of(cls, counts: Counts, given: dict[str, Any]) -> dict[str, Any] | None:
-        return cls.resolve_params({"max_width": mean_width(counts.nnz, counts.shape[0])} | given)
+        usual = {} if given.get("widths") else {"max_width": mean_width(counts.nnz, counts.shape[0])}
+        return cls.resolve_params(usual | given)
 
     @classmethod
     def stored_of(cls, counts: Counts, params: dict[str, Any]) -> int | None:
-        return _counted(counts, params["max_width"])[1] if params["column_parts"] == 1 else None
+        return _counted(counts, widths_of(params))[1] if params["column_parts"] == 1 else None
 
     @classmethod
     def remark(cls, counts: Counts, params: dict[str, Any]) -> str:
@@ -95,12 +143,8 @@ class ELLBuckets(Format):
 
     @classmethod
     def examples(cls) -> tuple[dict[str, Any], ...]:
-        return {}, {"column_parts": 3, "max_width": 4}, {"column_parts": 1, "max_width": 1}
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """(1, 2, 4, .., max_width): the widths of the buckets of one part."""
-        return tuple(1 << i for i in range(self.max_width.bit_length()))
+        odd: tuple[dict[str, Any], ...] = ({"widths": (3, 5, 17)}, {"column_parts": 2, "widths": (6,)})
+        return {}, {"column_parts": 3, "max_width": 4}, {"column_parts": 1, "max_width": 1}, *odd
 
     @property
     def bucket_widths(self) -> tuple[int, ...]:
@@ -207,7 +251,7 @@ class ELLBuckets(Format):
         parts = params["column_parts"]
         part_size = max(1, ceil_div(K, parts))
         counts = counts_of(a.rows() * parts + a.indices.astype(np.int64) // part_size, M * parts)
-        layout = Layout.of(counts.reshape(M, parts), params["max_width"])
+        layout = Layout.of(counts.reshape(M, parts), widths_of(params))
         out = cls.without_items(a.shape, a.nnz, a.dtype, layout, params)
 
         live_offsets = offsets_from_counts(layout.live)
@@ -250,24 +294,23 @@ class ELLBuckets(Format):
         construct = CSR.trusted if self.is_validated else CSR  # an unchecked object may hold columns out of order
         return construct(shape=self.shape, indptr=indptr, indices=indices, data=data)
 
-    def refill(self, values: Array) -> Self:
-        """The same structure with the values of another CSR of the same pattern, VALUE[nnz] in CSR order."""
-        xp = namespace(self.data)
-        live = self.source != PAD
-        data = xp.zeros(self.data.shape, values.dtype)
-        bits(data)[live] = bits(values)[self.source[live]]
-        out = self.with_arrays(data=data)
-        object.__setattr__(out, "_marked", self._marked)
-        return out
+
+def _counted(counts: Counts, given: tuple[int, ...]) -> tuple[int, int]:
+    """(ELL rows, slots) of a matrix in one part of K, for buckets of the ``given`` widths."""
+    length, widths = counts.row_lengths[counts.row_lengths > 0], np.array(given)
+    chunks = -(-length // widths[-1])
+    width = widths[np.searchsorted(widths, np.minimum(length, widths[-1]))]
+    return int(chunks.sum()), int((chunks * np.where(chunks > 1, widths[-1], width)).sum())
 
 
-def _counted(counts: Counts, widest: int) -> tuple[int, int]:
-    """(ELL rows, slots) of a matrix in one part of K."""
-    length = counts.row_lengths[counts.row_lengths > 0]
-    chunks = -(-length // widest)
-    whole = np.minimum(length, widest)
-    width = 2 ** np.ceil(np.log2(whole)).astype(np.int64) if whole.size else whole
-    return int(chunks.sum()), int((chunks * np.where(chunks > 1, widest, width)).sum())
+def widths_up_to(widest: int) -> tuple[int, ...]:
+    """(1, 2, 4, .., widest)."""
+    return tuple(1 << i for i in range(widest.bit_length()))
+
+
+def widths_of(params: dict[str, Any]) -> tuple[int, ...]:
+    """The widths of the buckets of one part, from resolved params."""
+    return params.get("widths") or widths_up_to(params["max_width"])
 
 
 def mean_width(nnz: int, rows: int) -> int:
@@ -295,9 +338,11 @@ class Layout:
     split_per_bucket: Array
 
     @classmethod
-    def of(cls, counts: Array, widest: int) -> Layout:
-        """counts int64[M, parts]: items of each row in each part, which are neighbours in an ordered CSR."""
-        xp, (M, parts), levels = namespace(counts), counts.shape, widest.bit_length()
+    def of(cls, counts: Array, widths: tuple[int, ...]) -> Layout:
+        """counts int64[M, parts]: items of each row in each part, which are neighbours in an ordered CSR. widths:
+        those of the buckets of a part, ascending."""
+        xp, (M, parts), levels, widest = namespace(counts), counts.shape, len(widths), widths[-1]
+        width_of = xp.asarray(widths, dtype=np.int64)
         counts = counts.reshape(-1)
         starts = offsets_from_counts(counts)[:-1]
         segments = xp.flatnonzero(counts)  # synchronize!
@@ -310,7 +355,7 @@ class Layout:
         segment = rows_of(ell_offsets, n_ell)
         chunk = rank_in_row(ell_offsets, segment)
         live = xp.minimum(length[segment] - chunk * widest, widest)
-        level = xp.searchsorted(xp.asarray([1 << i for i in range(levels)]), xp.minimum(length, widest))[segment]
+        level = xp.searchsorted(width_of, xp.minimum(length, widest))[segment]
         split = counts_of(row[segment], M)[row[segment]] > 1
         bucket = part[segment] * levels + level
 
@@ -321,7 +366,7 @@ class Layout:
             row=row[segment],
             first=start[segment] + chunk[order] * widest,
             live=live[order],
-            slots=offsets_from_counts(xp.asarray([1], np.int64) << (bucket % levels)),
+            slots=offsets_from_counts(width_of[bucket % levels]),
             order=order,
             rows=M,
             rows_per_bucket=counts_of(bucket, parts * levels),

@@ -10,9 +10,11 @@ from ..arrays import scans
 from ..arrays.dtypes import VALUE_TYPES
 from ..arrays.library import Array, index_dtype, is_cupy
 from ..arrays.torch_tensors import array_to_torch, import_torch, is_torch, torch_to_array
-from ..errors import ArrayError, IndexBoundsError, InvariantError, PointerError, UsageError
+from ..errors import ArrayError, IndexBoundsError, InvariantError, OrderError, PointerError, UsageError
 from .base import Format, checked_values
 from .bsr import BSR, blocks_to_csr
+from .coo import COO
+from .csc import CSC
 from .csr import CSR
 from .dense import Dense
 from .transposed import Transposed
@@ -21,7 +23,8 @@ SCIPY_VALUES = ("float64", "float32", "int8")
 
 
 def to_scipy(f: Format) -> Any:
-    """``scipy.sparse.bsr_array`` of a BSR whose blocks tile its shape, else ``csr_array``; arrays are shared.
+    """``scipy.sparse.bsr_array`` of a BSR whose blocks tile its shape, ``csc_array`` of a CSC, ``coo_array`` of a COO,
+    else ``csr_array``; arrays are shared.
 
     ArrayError for 16- and 8-bit floats, which scipy cannot hold, and for arrays on a device.
     """
@@ -35,6 +38,12 @@ def to_scipy(f: Format) -> Any:
     if isinstance(f, BSR) and all(s % b == 0 for s, b in zip(f.shape, f.blocksize, strict=True)):
         f.ensure_valid()
         return sp.bsr_array((f.data, f.indices, f.indptr), shape=f.shape)
+    if isinstance(f, CSC):
+        f.ensure_valid()
+        return sp.csc_array((f.data, f.indices, f.indptr), shape=f.shape)
+    if isinstance(f, COO):
+        f.ensure_valid()
+        return sp.coo_array((f.data, (f.row, f.col)), shape=f.shape)
     a = f.to_csr()
     return sp.csr_array((a.data, a.indices, a.indptr), shape=a.shape)
 
@@ -43,7 +52,10 @@ Format.to_scipy = to_scipy
 
 
 def from_scipy(x: Any) -> Format:
-    """A scipy.sparse (or cupyx.scipy.sparse) matrix as BSR (of a bsr) or CSR. Duplicates are refused, not summed."""
+    """A scipy.sparse (or cupyx.scipy.sparse) matrix in the layout it has: CSR, CSC, COO or BSR; CSR of any other.
+
+    Stored zeros of CSR, CSC and COO are kept if their items are in order. Duplicates are refused, not summed.
+    """
     if not (hasattr(x, "tocsr") and hasattr(x, "format")):
         raise UsageError(f"from_scipy: expected a scipy.sparse matrix, got {type(x).__name__}; use convert(x, 'csr')")
     if np.dtype(x.dtype).name not in VALUE_TYPES:
@@ -55,13 +67,19 @@ def from_scipy(x: Any) -> Format:
         return from_blocks(x.shape, x.indptr, x.indices, x.data)
     if x.format == "coo":  # its tocsr() sums
         return _from_coordinates(x.shape, x.row, x.col, x.data)
-    c = x if x.format == "csr" else x.tocsr()
-    a = CSR(shape=c.shape, **_fitted("csr", c.indptr, c.indices, c.data, c.shape[1]))
-    a.check_memory()
+    c = x if x.format in ("csr", "csc") else x.tocsr()
+    a = _compressed(CSC if x.format == "csc" else CSR, c.shape, c.indptr, c.indices, c.data)
     try:
         return a.validate()
     except ValueError:
         return a.canonical()
+
+
+def _compressed(fmt: type[CSR] | type[CSC], shape: Any, indptr: Array, indices: Array, data: Array) -> CSR | CSC:
+    """A CSR or CSC whose indices are known to lie inside, in any order."""
+    a = fmt(shape=shape, **_fitted(fmt.name, indptr, indices, data, shape[1] if fmt is CSR else shape[0]))
+    a.check_memory()
+    return a
 
 
 def from_blocks(shape: tuple[int, ...], indptr: Array, indices: Array, data: Array) -> BSR:
@@ -75,13 +93,19 @@ def from_blocks(shape: tuple[int, ...], indptr: Array, indices: Array, data: Arr
     return BSR.from_csr(blocks_to_csr(b, b.block_rows()).canonical(), blocksize=(R, C))
 
 
-def _from_coordinates(shape: tuple[int, int], rows: Array, cols: Array, data: Array) -> CSR:
-    """Ordered CSR of items in any order. IndexBoundsError, or OrderError for an element that is stored twice."""
-    for name, index, size in (("row", rows, shape[0]), ("column", cols, shape[1])):
+def _from_coordinates(shape: tuple[int, int], rows: Array, cols: Array, data: Array) -> COO:
+    """COO of items in any order. IndexBoundsError, or OrderError for an element that is stored twice."""
+    narrow = {}
+    for key, name, index, size in (("row", "row", rows, shape[0]), ("col", "column", cols, shape[1])):
         if index.size and not 0 <= int(index.min()) <= int(index.max()) < size:  # synchronize!
             got = f"{index.min()} .. {index.max()}"
-            raise IndexBoundsError(f"coo: expected {name} indices in 0 .. {size - 1}, got {got}", array=name)
-    return CSR.from_coordinates(shape, rows.astype(np.int64), cols.astype(np.int64), data).in_order()
+            raise IndexBoundsError(f"coo: expected {name} indices in 0 .. {size - 1}, got {got}", array=key)
+        narrow[key] = index.astype(index_dtype(size - 1))
+    a = COO(shape=shape, **narrow, data=data)
+    try:
+        return a.validate()
+    except OrderError:
+        return a.in_order()
 
 
 def _fitted(where: str, indptr: Array, indices: Array, data: Array, columns: int) -> dict[str, Array]:
@@ -113,7 +137,8 @@ def _narrowed(
 
 
 def to_torch(f: Format) -> Any:
-    """A torch tensor on the same device: sparse_bsr of a BSR that tiles its shape, strided of a Dense, sparse_csr."""
+    """A torch tensor on the same device: strided of a Dense, sparse_bsr of a BSR that tiles its shape, sparse_csc of a
+    CSC, sparse_coo (coalesced, int64 indices) of a COO, else sparse_csr."""
     torch, tensor = import_torch(), array_to_torch
     if isinstance(f, Dense):
         return tensor(f.data)
@@ -121,16 +146,21 @@ def to_torch(f: Format) -> Any:
     if isinstance(f, BSR) and all(s % b == 0 for s, b in zip(f.shape, f.blocksize, strict=True)):
         parts = (tensor(f.indptr), tensor(f.indices), tensor(f.data))
         return torch.sparse_bsr_tensor(*parts, size=f.shape, check_invariants=False)
-    a = f.to_csr()
+    if isinstance(f, COO):
+        indices = torch.stack((tensor(f.row).long(), tensor(f.col).long()))
+        return torch.sparse_coo_tensor(indices, tensor(f.data), f.shape, check_invariants=False, is_coalesced=True)
+    a = f if isinstance(f, CSC) else f.to_csr()
     parts = (tensor(a.indptr), tensor(a.indices), tensor(a.data))
-    return torch.sparse_csr_tensor(*parts, size=a.shape, check_invariants=False)
+    make = torch.sparse_csc_tensor if isinstance(f, CSC) else torch.sparse_csr_tensor
+    return make(*parts, size=a.shape, check_invariants=False)
 
 
 Format.to_torch = to_torch
 
 
 def from_torch(t: Any) -> Format:
-    """A torch tensor as Dense (strided), CSR (sparse_csr, sparse_coo) or BSR (sparse_bsr). Duplicates are refused."""
+    """A torch tensor in the layout it has: Dense (strided), CSR, CSC, COO or BSR. Duplicates are refused, and stored
+    zeros dropped."""
     if not is_torch(t):
         raise UsageError(f"from_torch: expected a torch tensor, got {type(t).__name__}; use convert(x, 'csr')")
     import torch
@@ -145,17 +175,18 @@ def from_torch(t: Any) -> Format:
                              f"{t.dense_dim()} dense dimensions; use t.to_dense()")  # fmt: skip
         rows, cols = torch_to_array(t._indices())
         return _from_coordinates(tuple(t.shape), rows, cols, torch_to_array(t._values())).without_zeros()
-    if t.layout not in (torch.sparse_csr, torch.sparse_bsr):
+    if t.layout not in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr):
         raise UsageError(f"torch layout {t.layout} is not read; use t.to_sparse_csr() or t.to_dense()")
     if t.dim() != 2 or t.dense_dim():
         raise UsageError(f"torch: expected one matrix, got {t.layout} of shape {tuple(t.shape)}; use t[i] of a batch")
-    indptr, indices = torch_to_array(t.crow_indices()), torch_to_array(t.col_indices())
     data, shape = torch_to_array(t.values()), tuple(t.shape)
+    if t.layout == torch.sparse_csc:
+        indptr, indices = torch_to_array(t.ccol_indices()), torch_to_array(t.row_indices())
+        return _compressed(CSC, shape, indptr, indices, data).canonical()
+    indptr, indices = torch_to_array(t.crow_indices()), torch_to_array(t.col_indices())
     if t.layout == torch.sparse_bsr:
         return from_blocks(shape, indptr, indices, data)
-    a = CSR(shape=shape, **_fitted("csr", indptr, indices, data, shape[1]))
-    a.check_memory()
-    return a.canonical()
+    return _compressed(CSR, shape, indptr, indices, data).canonical()
 
 
 def as_array(x: Any) -> Array:

@@ -228,7 +228,7 @@ class Hooks(Declared):
     @classmethod
     def bytes_of(cls, counts: Counts, params: dict[str, Any]) -> int | None:
         """The exact bytes of all arrays of the matrix; None if ``counts`` do not decide them, then convert it."""
-        if len(params) != len(cls.declared_params()):
+        if not cls.has_all_params(params):
             return None
         specs = cls.array_specs(counts.shape, value_type(counts.dtype).numpy, counts.nnz, params)
         return None if specs is None else sum(product(dtype.itemsize, *shape) for dtype, shape in specs.values())
@@ -272,7 +272,7 @@ class Hooks(Declared):
     def params_of(cls, counts: Counts, given: dict[str, Any]) -> dict[str, Any] | None:
         """All parameters of the matrix, those that it decides itself included; None if its counts do not tell them."""
         params = cls.resolve_params(given)
-        return params if len(params) == len(cls.declared_params()) else None
+        return params if cls.has_all_params(params) else None
 
     @classmethod
     def stored_of(cls, counts: Counts, params: dict[str, Any]) -> int | None:

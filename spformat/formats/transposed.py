@@ -14,6 +14,7 @@ from ..arrays.segments import counts_of, pointer, stable_order
 from .array_methods import frozen
 from .base import Format
 from .bsr import BSR
+from .csc import CSC
 from .csr import CSR
 from .dbsr import DBSR
 from .dense import Dense
@@ -76,18 +77,12 @@ class Transposed:
     def to_csr(self) -> CSR:
         """The transpose as an ordered CSR [K, M] on the same device, every stored item with its bits; O(nnz).
 
-        A stable sort by column does it: rows ascend inside a column, because they do in the CSR of the matrix.
+        That of a CSC shares its arrays.
         """
-        a = self.matrix.to_csr()
-        with current_device(a.data):
-            M, K = a.shape
-            order = stable_order(a.indices, K)
-            return CSR.trusted(
-                shape=(K, M),
-                indptr=pointer(counts_of(a.indices, K), a.nnz),
-                indices=a.rows()[order].astype(index_dtype(M - 1)),
-                data=bits(a.data)[order].view(a.dtype),
-            )
+        with current_device(self.matrix.values):
+            if isinstance(self.matrix, CSC):
+                return self.matrix.ensure_valid().transposed_csr()
+            return self.matrix.to_csr().transposed()
 
     toarray = todense = to_dense
     tocsr = to_csr

@@ -17,7 +17,7 @@ from ..formats.foreign import SCIPY_VALUES
 from ..storage import files, output
 from .smtx import write_smtx
 
-TARGETS = {".npz": ("csr", "bsr"), ".mtx": ("csr", "dense"), ".smtx": ("csr",)}
+TARGETS = {".npz": ("csr", "csc", "coo", "bsr"), ".mtx": ("csr", "dense"), ".smtx": ("csr",)}
 """Ending of a matrix file -> the formats that it can hold; the first one is chosen by "auto"."""
 
 
@@ -28,7 +28,9 @@ def target_of(path: files.Path, target: str) -> str:
     if target in ("auto", "keep"):
         return takes[0]
     if parse_spec(target)[0].name not in takes:
-        message = f"a {suffix} file holds {' or '.join(takes)}, not {target}; name a file ending in .safetensors for it"
+        *others, last = takes
+        known = f"{', '.join(others)} or {last}" if others else last
+        message = f"a {suffix} file holds {known}, not {target}; name a file ending in .safetensors for it"
         raise UsageError(message, path=str(path))
     return target
 

@@ -1,8 +1,8 @@
 """Magnitude masks: the only place where values are lost.
 
 A mask function takes w [M, K] (numpy, CuPy or Dense; any value type) and returns bool[M, K] in the same library, True
-where the value stays. ``apply`` zeroes the other values; ``prune_two_four`` and ``prune_vector_nm`` convert w to the
-format in one step.
+where the value stays. ``apply`` zeroes the other values, and ``error`` says what that changes; ``prune_two_four`` and
+``prune_vector_nm`` convert w to the format in one step.
 
 Which mask is for which format:
 
@@ -39,6 +39,12 @@ from ..formats.dense import Dense
 from ..formats.hooks import Blocks, Groups, Pattern, Vectors
 from ..formats.two_four import TwoFour
 from ..formats.vector_nm import VectorNM
+from .pruning_error import PruningError, error
+
+__all__ = [
+    "PruningError", "apply", "error", "magnitude", "magnitude_blocks", "magnitude_nm", "magnitude_vector_nm",
+    "needs_sparsity", "of_pattern", "prune_two_four", "prune_vector_nm",
+]  # fmt: skip
 
 F = TypeVar("F", bound=Format)
 

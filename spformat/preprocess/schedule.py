@@ -12,21 +12,26 @@ whole blocks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ..arrays import scans
-from ..arrays.library import PAD, Array, ceil_div, index_dtype, namespace
+from ..arrays.library import PAD, Array, ceil_div, index_dtype, namespace, to_device
 from ..arrays.segments import offsets_from_counts, rank_in_row, rows_of
-from ..errors import IndexBoundsError, InvariantError, OrderError, PatternError
+from ..errors import IndexBoundsError, InvariantError, OrderError, PatternError, UsageError
 from ..formats.csr import CSR
 
 WARPS = 8
 """Warps of a thread block."""
 FRAGMENT = 64
 """Items of one row in one right-hand fragment."""
+
+
+ARRAYS = ("num_warps_per_row", "row_id_for_each_warp", "warpid_within_row")
+"""The arrays of a schedule."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,14 +51,49 @@ class TCASchedule:
         """Thread blocks: W / 8."""
         return int(self.row_id_for_each_warp.size) // WARPS
 
-    def mma_count(self, N: int) -> int:
-        """m16n8k8 instructions for N columns of B."""
+    def mma_per_row(self, N: int) -> Array:
+        """int64[M]: m16n8k8 instructions of each row for N columns of B.
+
+        A row of up to 8, 16, 32, 64 items uses 1, 2, 4, 8 columns of the right-hand fragment, and so has 16, 8, 4, 2
+        results for each instruction; a longer one has 2 for each of its fragments of 64 items.
+        """
         xp = namespace(self.num_warps_per_row)
         warps = self.num_warps_per_row.astype(np.int64)
-        # A row uses 1, 2, 4 or 8 columns of the right-hand fragment: 16, 8, 4 or 2 results for each instruction.
-        results = 16 // xp.clip(warps, 1, WARPS)
-        fragments = -(-warps // WARPS)
-        return int((fragments * (-(-N // results))).sum())  # synchronize!
+        return -(-warps // WARPS) * -(-N // (16 // xp.clip(warps, 1, WARPS)))
+
+    def mma_count(self, N: int) -> int:
+        """m16n8k8 instructions for N columns of B: the sum over the rows."""
+        return int(self.mma_per_row(N).sum())  # synchronize!
+
+    def named(self, name: str) -> dict[str, Array]:
+        """The arrays under the names with which a file keeps them beside the matrix ``name``.
+
+        sf.save("w.safetensors", {"w": a} | tca(a).named("w"))      # w, w.tca.num_warps_per_row, ..
+        tensors = sf.load("w.safetensors")
+        schedule = TCASchedule.beside(tensors, "w")
+        """
+        return {f"{name}.{self.name}.{field}": getattr(self, field) for field in ARRAYS}
+
+    @classmethod
+    def beside(cls, tensors: Mapping[str, Any], name: str) -> TCASchedule:
+        """The schedule that ``named`` put beside the matrix ``name`` (CSR), on its device, and the right one for it.
+
+        tensors: what ``sf.load`` or ``sf.open`` returns. UsageError where the matrix or one of the arrays is missing;
+        the errors of ``validate`` for arrays that are not the schedule of this matrix, say because it was pruned since.
+        """
+        entries = {field: f"{name}.{cls.name}.{field}" for field in ARRAYS}
+        missing = [entry for entry in (name, *entries.values()) if entry not in tensors]
+        if missing:
+            raise UsageError(
+                f"tca: expected {missing[0]!r} among the tensors, got none; named({name!r}) gives the names"
+            )
+        csr = tensors[name]
+        if not isinstance(csr, CSR):
+            raise UsageError(f"tca: expected {name!r} to be a CSR, got {type(csr).__name__}")
+        arrays = {field: tensors[entry] for field, entry in entries.items()}
+        schedule = cls(**{field: to_device(a, csr.device) for field, a in arrays.items()})
+        schedule.validate(csr.ensure_valid())
+        return schedule
 
     def validate(self, csr: CSR | None = None) -> None:
         """Raise an error for the first broken rule: memory safety first, then equality with the schedule of ``csr``."""
@@ -75,7 +115,7 @@ class TCASchedule:
             scans.require_none(self, bad, "warpid_within_row", "less than the warps of its row", IndexBoundsError)
         if csr is not None:
             whole = tca(csr)
-            for name in ("num_warps_per_row", "row_id_for_each_warp", "warpid_within_row"):
+            for name in ARRAYS:
                 own, other = getattr(self, name), getattr(whole, name)
                 if own.shape != other.shape or own.dtype != other.dtype:
                     raise InvariantError(
@@ -91,6 +131,21 @@ def warps_per_row(lengths: Array) -> Array:
     classes = xp.searchsorted(xp.asarray((0, 8, 16, 32, 64)), lengths)  # 0, 1 .. 4, 5
     short = xp.asarray((0, 1, 2, 4, 8, 0))[classes]
     return xp.where(lengths > FRAGMENT, WARPS * -(-lengths // FRAGMENT), short)
+
+
+def mma_of_whole_fragments(csr: CSR, N: int) -> int:
+    """TCA-SpMM's Eq. 1: instructions if every row used all 8 columns of its fragments.
+
+    The sum of ceil(d / 64) * ceil(N / 2), d the items of a row. ``TCASchedule.mma_count`` is at most this: rows of up
+    to 32 items need fewer.
+    """
+    lengths = namespace(csr.indptr).diff(csr.indptr.astype(np.int64))
+    return int((-(-lengths // FRAGMENT)).sum()) * ceil_div(N, 2)  # synchronize!
+
+
+def mma_of_full_fragments(csr: CSR, N: int) -> float:
+    """The limit of Eq. 1 for long rows, nnz * N / 128: instructions if no place of any fragment were empty."""
+    return csr.nnz * N / (2 * FRAGMENT)
 
 
 def tca(csr: CSR) -> TCASchedule:

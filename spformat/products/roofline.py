@@ -2,7 +2,8 @@
 
 The analysis is that of NM-SpMM (IPDPS 2025): a tile of C loads a strip of A and the rows of B that its kept columns
 name; operations per byte loaded (its Eq. 3) against the device's own ratio say whether arithmetic or loading bounds it
-(the roofline). The modules ``ideal`` and ``rates`` have what a kernel takes beyond these bounds.
+(the roofline). Its bounds on a blocking are here, too: shared memory (Eq. 4), the intensity with C (Eq. 5), and the
+registers of a thread (Eq. 6). The modules ``ideal`` and ``rates`` have what a kernel takes beyond these bounds.
 
 Units: operations (a multiply-add is two), bytes, microseconds (names end in ``us``); rates are per second.
 """
@@ -67,8 +68,43 @@ def tile_intensity(
     staged         rows of B loaded, per k tile: k_s, or the measured share of it where packing or gathering skips some
     vector_length  rows that share their columns: one index byte for each group and kept column
     """
-    loaded = itemsize * (rows * kept + staged * cols) + rows / vector_length * kept
+    loaded = shared_bytes(rows, cols, kept, staged, itemsize, vector_length)
     return 2 * rows * cols * kept / loaded if loaded else 0.0
+
+
+def shared_bytes(
+    rows: int, cols: int, kept: float, staged: float, itemsize: int, vector_length: float = float("inf"),
+    stages: int = 1,
+) -> float:  # fmt: skip
+    """Bytes of shared memory for the k tiles of a tile of C, NM-SpMM's Eq. 4 with the sparse matrix on the left.
+
+    The values of A, the rows of B and the index bytes of one k tile, times ``stages``: how many k tiles are there at a
+    time, two where one is loaded while another is multiplied. They must fit ``shared_limit``. The other arguments are
+    those of ``tile_intensity``.
+    """
+    return stages * (itemsize * (rows * kept + staged * cols) + rows / vector_length * kept)
+
+
+def block_intensity(
+    rows: int, cols: int, kept: float, staged: float, k_tiles: float, itemsize: int,
+    vector_length: float = float("inf"), out_itemsize: int = 4,
+) -> float:  # fmt: skip
+    """Operations per byte that a tile of C moves from start to end, NM-SpMM's Eq. 5: all its k tiles, and C itself.
+
+    k_tiles is how many k tiles K is cut into, out_itemsize the bytes of an element of C, written once. For large K it
+    nears ``tile_intensity``, whose other arguments it takes; for small K the bytes of C lower it.
+    """
+    moved = k_tiles * shared_bytes(rows, cols, kept, staged, itemsize, vector_length) + out_itemsize * rows * cols
+    return 2 * rows * cols * kept * k_tiles / moved if moved else 0.0
+
+
+def thread_registers(rows: int, cols: int, itemsize: int = 4) -> int:
+    """32-bit registers in which a thread holds rows x cols sums, a column of A and a row of B, NM-SpMM's Eq. 6.
+
+    For kernels on the CUDA cores, with operands and sums of ``itemsize`` bytes. A thread has 255 registers at most,
+    those of addresses and indices among them.
+    """
+    return -(-itemsize * (rows * cols + rows + cols) // 4)
 
 
 @dataclass(frozen=True)
@@ -89,6 +125,15 @@ class Blocking:
     def intensity(self) -> float:
         """Operations per byte that a tile loads."""
         return tile_intensity(self.rows, self.cols, self.kept, self.staged, self.itemsize)
+
+    def shared_bytes(self, stages: int = 1) -> float:
+        """Bytes of shared memory for so many k tiles at a time."""
+        return shared_bytes(self.rows, self.cols, self.kept, self.staged, self.itemsize, stages=stages)
+
+    def block_intensity(self, out_itemsize: int = 4) -> float:
+        """Operations per byte that a tile moves from start to end, C included."""
+        tile = self.rows, self.cols, self.kept, self.staged, self.k_tiles, self.itemsize
+        return block_intensity(*tile, out_itemsize=out_itemsize)
 
 
 _assumed_device: contextvars.ContextVar[Device | None] = contextvars.ContextVar("spformat_device", default=None)

@@ -36,6 +36,7 @@ from ..errors import (
 from ..formats import by_name
 from ..formats.base import VALUE, Format
 from ..formats.composed import MAX_DEPTH
+from ..formats.declare import OMITTED
 from . import stheader
 from .stheader import Entry, Header
 
@@ -111,7 +112,7 @@ def pack(records: Iterable[Record], sums: Mapping[str, int]) -> dict[str, Any]:
 def _described(r: Record, cls: type[Format], sums: Mapping[str, int]) -> dict[str, Any]:
     described: dict[str, Any] = {
         "format": cls.name,
-        "version": cls.version,
+        "version": cls.version_of(r.params),
         "shape": list(r.shape),
         "dtype": r.dtype,
         "params": {key: _plain(value) for key, value in r.params.items()},
@@ -186,7 +187,8 @@ def _read_tensor(
     if "format" not in described:
         raise DescriptorError("expected a key 'format', got none")
     cls = _format(described["format"])
-    _check_version(f"{cls.name}", described.get("version"), cls.version)
+    version = described.get("version")
+    _check_version(f"{cls.name}", version, *cls.versions())
     declared = {d.name: d for d in cls.declared_arrays()}
     tables = [key for key, _ in cls.declared_tables()]
     optional = {"crc32"} if allow_unchecked else set()
@@ -202,6 +204,9 @@ def _read_tensor(
         takes = ", ".join(cls.value_dtypes)
         raise DescriptorError(f"dtype: expected one of {takes}, got {printable(dtype, 40)}")
     params = _params(cls, described["params"], ignore_unknown)
+    if cls.version_of(params) != version:
+        text = f"version: expected {cls.version_of(params)} for these params, got {version}"
+        raise DescriptorError(text, value=version)
     table_values = _object("tables", described.get("tables", {}))
     _check_keys("tables", table_values, set(tables), set(), ignore_unknown)
     sums = _object("crc32", described.get("crc32", {}))
@@ -262,11 +267,14 @@ def _check_seal(header: Header, tree: dict[str, Any], allow_unchecked: bool) -> 
         raise IntegrityError("header: its bytes do not match its sha256, or are not canonical: the file was changed")
 
 
-def _check_version(what: str, stated: Any, supported: int) -> None:
-    if type(stated) is not int or stated != supported:
+def _check_version(what: str, stated: Any, *supported: int) -> None:
+    if type(stated) is not int or stated not in supported:
         got = "none" if stated is None else f"{printable(stated, 40)!r}"
-        newer = "; a newer spformat wrote it" if type(stated) is int and stated > supported else ""
-        raise VersionError(f"{what} version: expected {supported}, got {got}{newer}", value=stated, expected=supported)
+        newer = "; a newer spformat wrote it" if type(stated) is int and stated > supported[-1] else ""
+        expected = " or ".join(map(str, supported))
+        raise VersionError(
+            f"{what} version: expected {expected}, got {got}{newer}", value=stated, expected=supported[-1]
+        )
 
 
 def _check_size(name: str, described: dict[str, Any]) -> None:
@@ -322,18 +330,20 @@ def _format(name: Any) -> type[Format]:
 def _params(cls: type[Format], tree: Any, ignore_unknown: bool) -> dict[str, Any]:
     given = _object("params", tree)
     names = {d.name for d in cls.declared_params()}
-    _check_keys("params", given, names, set(), ignore_unknown)
+    optional = {d.name for d in cls.declared_params() if d.default is OMITTED}
+    _check_keys("params", given, names - optional, optional, ignore_unknown)
     given = {key: value for key, value in given.items() if key in names}
     try:
         params = cls.resolve_params(given)
     except UsageError as e:
         raise DescriptorError(f"params: {e.message}", value=e.value) from e
-    for key in names:
+    for key in given:
         # A call may leave an AUTO param to the matrix; a file must state its value, so null is refused. So is a value
         # that is written in another way, "32" or 32.0 for 32.
         value = params.get(key)
         if value is None or stheader.compact_json(_plain(value)) != stheader.compact_json(given[key]):
-            expected = "a value" if value is None else repr(_plain(value))
+            absent = "a value" if given[key] is None else "no such key, as the others say it"
+            expected = absent if value is None else repr(_plain(value))
             raise DescriptorError(f"params: {key}: expected {expected}, got {given[key]!r:.80}", value=given[key])
     return params
 

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 import pytest
 
 import spformat as sf
-from additions.coordinates import COO, DEVICE, HOST
+from additions.coordinates import DEVICE, HOST, Coordinates
 from spformat.formats import edges, unregister
 
 
 @pytest.fixture
-def coo() -> Iterator[type[COO]]:
+def added() -> Iterator[type[Coordinates]]:
     """The format and its edges, registered for one test."""
-    sf.register(COO)
+    sf.register(Coordinates)
     edges.register(HOST, DEVICE)
-    yield COO
+    yield Coordinates
     edges.unregister(HOST, DEVICE)
-    unregister("coo")
+    unregister("coordinates")

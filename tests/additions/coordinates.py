@@ -18,10 +18,10 @@ from spformat.formats.edges import DENSE, Edge
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
-class COO(Format):
+class Coordinates(Format):
     """Coordinates: row, column and value of every nonzero, in row-major order."""
 
-    name = "coo"
+    name = "coordinates"
 
     rows: Array = array(INDEX, "nnz", bound="M-1", doc="row, not falling")
     cols: Array = array(INDEX, "nnz", bound="K-1", doc="column, strictly increasing in a row")
@@ -78,8 +78,8 @@ def loop() -> Any:
     return items
 
 
-def coo_from_dense(x: Array, params: dict[str, Any]) -> COO:
-    """Array [M, K] -> COO."""
+def coordinates_from_dense(x: Array, params: dict[str, Any]) -> Coordinates:
+    """Array [M, K] -> Coordinates."""
     raw, (M, K) = bits(x), x.shape
     mask = raw.dtype.type(value_type(x.dtype).zero_mask)
     nothing = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, raw.dtype)
@@ -87,10 +87,10 @@ def coo_from_dense(x: Array, params: dict[str, Any]) -> COO:
     rows, cols = np.empty(nnz, index_dtype(M - 1)), np.empty(nnz, index_dtype(K - 1))
     data = np.empty(nnz, raw.dtype)
     loop()(raw, mask, rows, cols, data)
-    return COO.trusted(shape=(M, K), rows=rows, cols=cols, data=data.view(x.dtype))
+    return Coordinates.trusted(shape=(M, K), rows=rows, cols=cols, data=data.view(x.dtype))
 
 
-HOST = Edge(DENSE, "coo", "cpu", coo_from_dense, lambda x, elements: elements >= 64)
+HOST = Edge(DENSE, "coordinates", "cpu", coordinates_from_dense, lambda x, elements: elements >= 64)
 
 
 # ------------------------------------------------------------------ an edge of a device: one kernel, one line
@@ -105,8 +105,8 @@ extern "C" __global__ void scatter(const int* rows, const int* cols, const float
 """
 
 
-def coo_to_dense_cuda(a: COO, params: dict[str, Any]) -> Array | None:
-    """COO -> array [M, K]; float32 with 32-bit indices; the general code converts the rest."""
+def coordinates_to_dense_cuda(a: Coordinates, params: dict[str, Any]) -> Array | None:
+    """Coordinates -> array [M, K]; float32 with 32-bit indices; the general code converts the rest."""
     import cupy
 
     if a.dtype != np.float32 or a.rows.dtype != np.int32 or a.cols.dtype != np.int32:
@@ -119,4 +119,4 @@ def coo_to_dense_cuda(a: COO, params: dict[str, Any]) -> Array | None:
     return out
 
 
-DEVICE = Edge("coo", DENSE, "cuda", coo_to_dense_cuda)
+DEVICE = Edge("coordinates", DENSE, "cuda", coordinates_to_dense_cuda)

@@ -10,7 +10,7 @@ import pytest
 from cases import CASES, params_of
 
 import spformat as sf
-from additions.coordinates import COO
+from additions.coordinates import Coordinates
 from spformat.arrays.dtypes import nonzero_mask
 from spformat.arrays.library import Array
 from spformat.dispatch import api, select
@@ -95,9 +95,9 @@ def test_an_operation_is_explained_and_refused(sddmm: Operation) -> None:
         operations.register(Operation("sddmm", sddmm_problem, sddmm_reference))
 
 
-def test_an_operation_takes_a_new_format_too(sddmm: Operation, coo: type[COO]) -> None:
+def test_an_operation_takes_a_new_format_too(sddmm: Operation, added: type[Coordinates]) -> None:
     x, X, Y, expected = sampled()
-    np.testing.assert_array_equal(api.run("sddmm", coo.from_dense(x), X, Y), expected)
+    np.testing.assert_array_equal(api.run("sddmm", added.from_dense(x), X, Y), expected)
 
 
 def test_nothing_of_the_operation_is_left() -> None:

@@ -78,6 +78,22 @@ def _csr(f: Any) -> Places:
                 yield row, column
 
 
+def _csc(f: Any) -> Places:
+    held, rows = _nonzero(f), f.indices.tolist()
+    for column, items in _segments("indptr", f.indptr, f.shape[1], len(held)):
+        for i in items:
+            row = _inside(f"indices[{i}]", rows[i], f.shape[0])
+            if held[i]:
+                yield row, column
+
+
+def _coo(f: Any) -> Places:
+    for i, (held, row, column) in enumerate(zip(_nonzero(f), f.row.tolist(), f.col.tolist(), strict=True)):
+        row, column = _inside(f"row[{i}]", row, f.shape[0]), _inside(f"col[{i}]", column, f.shape[1])
+        if held:
+            yield row, column
+
+
 def _bitmask(f: Any) -> Places:
     (M, K), held = f.shape, _nonzero(f)
     wide = _over(K, 8)
@@ -127,7 +143,7 @@ def _sr_bcrs(f: Any) -> Places:
 def _ell_buckets(f: Any) -> Places:
     (M, K), held = f.shape, _nonzero(f)
     rows, columns, source = f.row_ids.tolist(), f.indices.tolist(), f.source.tolist()
-    widths = [1 << i for i in range(f.max_width.bit_length())] * f.column_parts
+    widths = list(f.params().get("widths") or [1 << i for i in range(f.max_width.bit_length())]) * f.column_parts
     live = sum(column != PAD for column in columns)
     seen, direct, split = set(), set(), set()
     at = ell_row = 0
@@ -202,5 +218,5 @@ def _two_four(f: Any) -> Places:
 
 _READERS: dict[str, Callable[[Any], Places]] = {
     "dense": _dense, "csr": _csr, "bitmask": _bitmask, "bsr": _bsr, "dbsr": _dbsr, "sr-bcrs": _sr_bcrs,
-    "ell-buckets": _ell_buckets, "vector-nm": _vector_nm, "two-four": _two_four,
+    "ell-buckets": _ell_buckets, "vector-nm": _vector_nm, "two-four": _two_four, "csc": _csc, "coo": _coo,
 }  # fmt: skip

@@ -63,7 +63,7 @@ TARGETS = {
     "spformat.formats.declare": r"ParamDeclaration\..*|plain_int|parse_shape|parse_table|array_problems|_dtypes_of",
 } | {
     f"spformat.formats.{name}": CHECKS
-    for name in "dense csr bsr dbsr bitmask sr_bcrs ell_buckets vector_nm two_four".split()
+    for name in "dense csr csc coo bsr dbsr bitmask sr_bcrs ell_buckets vector_nm two_four".split()
 }  # fmt: skip
 COMPARED = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,

@@ -69,7 +69,9 @@ def problem(fmt: Any, sm: int | None, **changes: Any) -> Problem:
 @pytest.mark.parametrize("fmt", SPARSE, ids=lambda f: f.name)
 def test_G02_another_architecture_is_told(folder: Path, fmt: Any) -> None:
     old = sf.explain(problem(fmt, 75))
-    assert old.chosen in (None, "vendor.cusparse_csr")  # cuSPARSE takes CSR on older GPUs, too
+    as_csr = fmt.name in ("coo", "csc")
+    # cuSPARSE takes CSR on older GPUs, too, and with it the formats that have the arrays of a CSR
+    assert old.chosen in (None, "composed.same_arrays" if as_csr else "vendor.cusparse_csr")
     assert all("sm_75" in str(a) for a in old.answers if a.kernel.startswith("cuda."))
     ampere = sf.explain(problem(fmt, 80))
     assert ampere.chosen is not None
@@ -81,7 +83,7 @@ def test_G02_another_architecture_is_told(folder: Path, fmt: Any) -> None:
     with unharmed(folder):
         answer = command("explain", path, "--gpu", "sm_75")
     assert (answer.code, f"runs on {old.chosen}" in answer.out or not old.chosen) == (0, True)
-    assert "got sm_75" in answer.out
+    assert as_csr or "got sm_75" in answer.out
 
 
 def test_G09_arrays_of_another_device_are_refused() -> None:

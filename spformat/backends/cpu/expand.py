@@ -20,6 +20,7 @@ from ...products.kernel import Kernel
 from ...products.plan import Plan
 from ...products.problem import STRIDED, Problem
 from ...products.roofline import Device
+from ...products.same_arrays import FORMATS, TRANSPOSED, csr_of, own_bytes, problem_of_csr
 from ..host import check_operands, numpy_dtype
 from . import spmm
 from .blas import EXACT, in_type
@@ -42,7 +43,7 @@ class ExpandThenDense(Kernel):
     """C = A @ B and C = A^T @ B of every sparse format; sums and rounding are those of a dense product."""
 
     name = "cpu.expand_then_dense"
-    takes = frozenset((operation, name) for operation in ("spmm", "spmm_transposed") for name in _FORWARD)
+    takes = frozenset((operation, name) for operation in TRANSPOSED for name in (*_FORWARD, *FORMATS))
     terms = ("memory",)
 
     def quantities(self, p: Problem, tile: Any, device: Device) -> tuple[float, ...]:
@@ -51,6 +52,7 @@ class ExpandThenDense(Kernel):
 
     def rest_us(self, p: Problem, tile: Any = None) -> float:
         """The loop of the format with one tile of columns, and the product of the panels by BLAS."""
+        p = problem_of_csr(p)
         wide = "float64" if sums_size(p) == 8 else "float32"
         dense = p.changed(format="dense", params=(), nnz=p.M * p.K, a_dtype=wide, parts=())
         loop = _FORWARD[p.format].tiled.expected_us(p.changed(operation="spmm", n=1))
@@ -58,6 +60,7 @@ class ExpandThenDense(Kernel):
 
     def unsupported(self, p: Problem) -> list[str]:
         """The reasons of the format's own kernel, whose loop expands A."""
+        p = problem_of_csr(p)
         return _FORWARD[p.format].unsupported(p)
 
     def workspace_bytes(self, p: Problem) -> int:
@@ -65,6 +68,7 @@ class ExpandThenDense(Kernel):
 
         The arrays that the loop of the format keeps beside A are counted by its own kernel (``Plan.workspace``).
         """
+        p = problem_of_csr(p)
         sums, floats, transposed = sums_dtype(p), _floats(p), p.operation == "spmm_transposed"
         rows = min(max(p.M, 1), panel_rows(_FORWARD[p.format].unit_rows(p)))
         panel = rows * p.K * floats.itemsize
@@ -79,9 +83,9 @@ class ExpandThenDense(Kernel):
 
     def _plan(self, a: Format, p: Problem) -> Plan:
         """A plan that keeps the arrays of ``a``; the first run compiles the loop (seconds), once per process."""
-        sums, floats = sums_dtype(p), _floats(p)
+        sums, floats, own, a = sums_dtype(p), _floats(p), own_bytes(a), csr_of(a)
         work = _FORWARD[a.name].work(a, floats)
-        (M, K), transposed = a.shape, p.operation == "spmm_transposed"
+        (M, K), transposed = a.shape, problem_of_csr(p).operation == "spmm_transposed"
 
         def run(B: Array, out: Array) -> Array:
             out = check_operands(p, B, out)
@@ -94,7 +98,7 @@ class ExpandThenDense(Kernel):
                         _by_items(work, transposed, B, out, sums)
             return out
 
-        return Plan(self.name, p, run, f"{sums.name} sums", work.workspace + self.workspace_bytes(p))
+        return Plan(self.name, p, run, f"{sums.name} sums", own + work.workspace + self.workspace_bytes(p))
 
 
 def _finite(B: Array) -> bool:

@@ -56,7 +56,9 @@ def check_sr_bcrs(a: SRBCRS, params: Params) -> bool:
 
 
 def check_ell_buckets(a: ELLBuckets, params: Params) -> bool:
-    """Two launches: slots, then chains of the items of a row."""
+    """Two launches: slots, then chains of the items of a row. Other widths than 1, 2, 4, .. are not taken."""
+    if "widths" in a.params():
+        return False
     counts = np.array((a.rows_per_bucket, a.split_per_bucket), np.int64)
     buckets = counts.T.reshape(a.column_parts, len(a.widths), 2)
     arrays = a.row_ids, a.indices, a.data, a.source

@@ -14,7 +14,7 @@ from ..bitmask import Bitmask
 from ..bsr import BSR, block_grid
 from ..csr import CSR
 from ..edges import CHECK, DENSE, Edge
-from ..ell_buckets import ELLBuckets, Layout, mean_width
+from ..ell_buckets import ELLBuckets, Layout, mean_width, widths_of
 from ..sr_bcrs import SRBCRS
 from ..two_four import NIBBLES, TwoFour, meta_places
 from ..vector_nm import VectorNM
@@ -75,8 +75,8 @@ def ell_from_dense(x: Array, params: Params) -> ELLBuckets:
     (M, K), parts = x.shape, params["column_parts"]
     counts = compiled.ell_counts(x, parts, max(1, ceil_div(K, parts)))
     nnz = int(counts.sum())
-    params = ELLBuckets.resolve_params({"max_width": mean_width(nnz, M)} | params)
-    layout = Layout.of(counts, params["max_width"])
+    params = {"max_width": mean_width(nnz, M)} | params
+    layout = Layout.of(counts, widths_of(params))
     out = ELLBuckets.without_items((M, K), nnz, x.dtype, layout, params)
     indptr = pointer(counts.sum(axis=1), nnz)
     compiled.ell_from_dense(x, indptr, layout.by_row(), (out.indices, out.data, out.source))
@@ -87,7 +87,7 @@ def ell_from_csr(a: CSR, params: Params) -> ELLBuckets:
     """CSR -> ELLBuckets."""
     parts = params["column_parts"]
     counts = compiled.ell_counts_of_csr(a.indptr, a.indices, parts, max(1, ceil_div(a.shape[1], parts)))
-    layout = Layout.of(counts, params["max_width"])
+    layout = Layout.of(counts, widths_of(params))
     out = ELLBuckets.without_items(a.shape, a.nnz, a.dtype, layout, params)
     slots = (out.indices, out.data, out.source)
     compiled.ell_from_csr(a.indptr, (a.indices, a.data), layout.by_row(), slots)

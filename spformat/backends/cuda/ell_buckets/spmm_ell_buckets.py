@@ -35,7 +35,9 @@ class SpmmELLBuckets(RowGathering, CudaKernel):
     archs = ARCHS
 
     def unsupported(self, p: Problem) -> list[str]:
-        return row_gather_reasons(p, TYPES)
+        odd = [w for w in p.p.get("widths", ()) if w & (w - 1)]
+        text = f"widths must be powers of two, got {', '.join(map(str, odd))}"
+        return [*row_gather_reasons(p, TYPES), *([text] if odd else [])]
 
     def instances(self) -> tuple[str, ...]:
         """C++ names for the compile tests: every value type, wide and scalar loads, both index types."""
@@ -54,7 +56,7 @@ class SpmmELLBuckets(RowGathering, CudaKernel):
         import cupy
 
         row_ids, indices, data = a.row_ids, a.indices, a.data
-        buckets = list(bucket_places(a.rows_per_bucket, a.split_per_bucket, a.max_width, a.column_parts))
+        buckets = list(bucket_places(a.rows_per_bucket, a.split_per_bucket, a.bucket_widths))
 
         def build() -> Rows:
             with cupy.cuda.Device(p.device_id):
@@ -93,15 +95,14 @@ class Bucket(NamedTuple):
         return self.rows - self.split
 
 
-def bucket_places(rows: tuple[int, ...], split: tuple[int, ...], max_width: int, parts: int) -> Iterator[Bucket]:
-    """The buckets with at least one ELL row, ordered by part of K and then by ascending width."""
-    levels = max_width.bit_length()
+def bucket_places(rows: tuple[int, ...], split: tuple[int, ...], widths: tuple[int, ...]) -> Iterator[Bucket]:
+    """The buckets with at least one ELL row, ordered by part of K and then by ascending width, a power of two."""
     first = start = 0
-    for (n, s), level in zip(zip(rows, split, strict=True), list(range(levels)) * parts, strict=True):
+    for n, s, width in zip(rows, split, widths, strict=True):
         if n:
-            yield Bucket(level, first, n, s, start)
+            yield Bucket(width.bit_length() - 1, first, n, s, start)
         first += n
-        start += n << level
+        start += n * width
 
 
 def order_stretches(row_ids: Array, buckets: list[Bucket], M: int, longest: int) -> Rows:
