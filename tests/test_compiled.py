@@ -321,7 +321,7 @@ def multiply(n, fmt):
 def counted():
     # (loads, compilations) of numba from here on: each compilation saves what it has compiled.
     counts = [0, 0]
-    load, save = FunctionCache.load_overload, FunctionCache.save_overload
+    load, save = FunctionCache._load_overload, FunctionCache.save_overload
 
     def loading(self, *given):
         found = load(self, *given)
@@ -332,7 +332,7 @@ def counted():
         counts[1] += 1
         return save(self, *given)
 
-    FunctionCache.load_overload, FunctionCache.save_overload = loading, saving
+    FunctionCache._load_overload, FunctionCache.save_overload = loading, saving
     return counts
 
 

@@ -14,7 +14,7 @@ from test_cpu import MIXED, SAME, SPECS, K, M, layouts, matrix, numpy_type, oper
 
 from spformat.arrays import threads
 from spformat.backends import reference
-from spformat.backends.cpu import expand, operands, scatter, spmm, transposed
+from spformat.backends.cpu import expand, operands, same_arrays, scatter, spmm, transposed
 from spformat.errors import UsageError
 from spformat.formats import FORMATS, Format
 from spformat.formats.convert import convert
@@ -53,7 +53,7 @@ def problem(way: str, a: Format, B: np.ndarray, out: np.ndarray) -> Problem:
 
 def plan(way: str, a: Format, B: np.ndarray, out: np.ndarray) -> Plan:
     p = problem(way, a, B, out)
-    kernels = [*transposed.KERNELS] if way == "transposed" else [*expand.KERNELS]
+    kernels = [*transposed.KERNELS, *same_arrays.KERNELS] if way == "transposed" else [*expand.KERNELS]
     (kernel,) = [k for k in kernels if (p.operation, p.format) in k.takes]
     assert kernel.unsupported(p) == []
     return kernel.plan(a.ensure_valid(), p)
@@ -268,7 +268,8 @@ def test_a_matrix_without_the_validated_mark_is_refused(way: str) -> None:
 
 def test_every_format_is_taken() -> None:
     names = {f.name for f in FORMATS}
-    assert {f for k in transposed.KERNELS for o, f in k.takes if o == "spmm_transposed"} >= names
+    kernels = (*transposed.KERNELS, *same_arrays.KERNELS)
+    assert {f for k in kernels for o, f in k.takes if o == "spmm_transposed"} >= names
     assert expand.KERNELS[0].takes == {(o, f) for o in ("spmm", "spmm_transposed") for f in names - {"dense"}}
     assert {k.name for k in transposed.KERNELS} == {k.name.replace("spmm", "spmm_transposed") for k in spmm.KERNELS}
 

@@ -213,7 +213,7 @@ def test_a_layout_nobody_has() -> None:
 
 @pytest.mark.parametrize("target", [None, 3, sf.Format, int, "2:3"])
 def test_a_target_that_is_no_format(target: Any) -> None:
-    with pytest.raises(sf.errors.UsageError, match=r"known: dense, csr"):
+    with pytest.raises(sf.errors.UsageError, match=r"known: auto, dense, csr"):
         sf.convert(W, target)
 
 

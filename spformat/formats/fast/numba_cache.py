@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
-from numba.core import caching
+from numba.core import caching, runtime
 
 F = TypeVar("F", bound=Callable[..., Any])
 FunctionCache: Any = caching.FunctionCache  # numba has type hints for little
 CacheFile: Any = caching.IndexDataCacheFile
+RUNTIME: Any = cast(Any, runtime).rtsys
 
 _UNREADABLE = (
     pickle.UnpicklingError, EOFError, OSError, ValueError, TypeError, LookupError, AttributeError, ImportError,
@@ -71,12 +72,19 @@ class _Cache(FunctionCache):  # type: ignore[misc]
         self._cache_file: Any = _File(self._cache_path, own._index_name.removesuffix(".nbi"), own._source_stamp)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
+        # Without numba's refresh of the target: that registers what compiling needs and running does not, and takes a
+        # third of the time of the first product. numba refreshes the target by itself when it compiles.
         try:
-            return super().load_overload(sig, target_context)
+            RUNTIME.initialize(target_context)
+            with cast(Any, self)._guard_against_spurious_io_errors():
+                code = self._load_overload(sig, target_context)
         except _UNREADABLE:
             with suppress(OSError):  # the folder may be read-only; then the code is compiled and not stored
                 self.flush()
-            return None
+            code = None
+        if code is None:
+            _without_scipy_linalg()
+        return code
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         own = Path(self._py_func.__code__.co_filename).parent
@@ -91,11 +99,12 @@ class _Cache(FunctionCache):  # type: ignore[misc]
             super().save_overload(sig, data)
 
 
+@functools.cache
 def _without_scipy_linalg() -> None:
-    """Import what numba needs at its first call, without its search for BLAS.
+    """Import what numba needs when it compiles, without its search for BLAS.
 
-    That search imports scipy.linalg, which is a third of the time of the first call. scipy is installed, so it would
-    succeed. Code that multiplies matrices in numba triggers the search later.
+    That search imports scipy.linalg, which takes as long as a compilation. scipy is installed, so it would succeed.
+    Code that multiplies matrices in numba triggers the search later.
     """
     linalg: Any = importlib.import_module("numba.np.linalg")
     ensure_blas = linalg.ensure_blas
@@ -104,9 +113,6 @@ def _without_scipy_linalg() -> None:
         importlib.import_module("numba.np.arraymath")
     finally:
         linalg.ensure_blas = ensure_blas
-
-
-_without_scipy_linalg()
 
 
 def compiled(f: F) -> F:
