@@ -323,7 +323,7 @@ class TwoFour(Format):
         nibble_of, start = xp.asarray(NIBBLE), 0
         count, first, nonzeros = 0, None, 0
         base = xp.arange(Kp // 4 if M else 0, dtype=np.int64) * 4
-        for chunk in chunks if K else ():
+        for chunk in chunks if M and K else ():
             rows = chunk.shape[0]
             padded = bits(chunk)
             if Kp != K:

@@ -56,13 +56,11 @@ def check_sr_bcrs(a: SRBCRS, params: Params) -> bool:
 
 
 def check_ell_buckets(a: ELLBuckets, params: Params) -> bool:
-    """Two launches: slots, then chains of the items of a row. Other widths than 1, 2, 4, .. are not taken."""
-    if "widths" in a.params():
-        return False
+    """Two launches: slots, then chains of the items of a row."""
     counts = np.array((a.rows_per_bucket, a.split_per_bucket), np.int64)
     buckets = counts.T.reshape(a.column_parts, len(a.widths), 2)
     arrays = a.row_ids, a.indices, a.data, a.source
-    return ell_buckets_scan.ell_buckets_sound(a.shape, a.part_size, buckets, *arrays)
+    return ell_buckets_scan.ell_buckets_sound(a.shape, a.part_size, a.widths, buckets, *arrays)
 
 
 def check_two_four(a: TwoFour, params: Params) -> bool:

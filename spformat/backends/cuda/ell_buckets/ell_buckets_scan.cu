@@ -5,7 +5,7 @@
 //   indices  Column[S]
 //   data     T[S]          values as unsigned words
 //   source   Source[S]     positions in the CSR
-//   tables   i64[3][B+1]   of each bucket the first ELL row, the first slot, and the first ELL row that is split
+//   tables   i64[4][B+1]   of each bucket the first ELL row, the first slot, the first ELL row that is split, and the width
 //   starts   int[S+1]      -1 before; then which ELL row starts at a position of the CSR, the last of those that claim it
 //   ends     int[S+1]      as starts: which ELL row ends before it
 //   bad      becomes 1 if something is wrong
@@ -19,18 +19,22 @@ namespace ell_buckets {
 
 struct Extents {
     i64 M, K, R, S, part;  // part: columns of one
-    int buckets, levels;   // levels: buckets of a part, widths 1, 2, 4, ..
+    int buckets, levels;   // levels: buckets of a part, narrowest first
 };
 
 struct Tables {
-    const i64 *rows, *slots, *split;
+    const i64 *rows, *slots, *split, *widths;
     int levels;
     __device__ __forceinline__ Tables(const i64* tables, Extents e)
-        : rows(tables), slots(tables + e.buckets + 1), split(slots + e.buckets + 1), levels(e.levels) {}
-    __device__ __forceinline__ i64 width(int bucket) const { return 1ll << bucket % levels; }
-    __device__ __forceinline__ i64 slot(int bucket, i64 row) const {
-        return slots[bucket] + ((row - rows[bucket]) << bucket % levels);
-    }
+        : rows(tables),
+          slots(tables + e.buckets + 1),
+          split(slots + e.buckets + 1),
+          widths(split + e.buckets + 1),
+          levels(e.levels) {}
+    __device__ __forceinline__ i64 width(int bucket) const { return widths[bucket]; }
+    // The width of the next narrower bucket of the part; 0 for the narrowest.
+    __device__ __forceinline__ i64 narrower(int bucket) const { return bucket % levels ? widths[bucket - 1] : 0; }
+    __device__ __forceinline__ i64 slot(int bucket, i64 row) const { return slots[bucket] + (row - rows[bucket]) * width(bucket); }
 };
 
 // The bucket that holds number x, where `first` has the first number of each.
@@ -54,8 +58,8 @@ slots_scan(const Column* __restrict__ indices, const T* __restrict__ data, const
     bool wrong = false;
     for (i64 i = scan::thread(); i < e.S; i += scan::threads()) {
         const int b = bucket_of(i, t.slots, e.buckets);
-        const i64 at = i - t.slots[b], width = t.width(b), k = at & width - 1;
-        const int row = (int)(t.rows[b] + (at >> b % e.levels));
+        const u32 at = u32(i - t.slots[b]), width = u32(t.width(b)), k = at % width;  // there are fewer than 2^31 slots
+        const int row = (int)(t.rows[b] + at / width);
         const i64 column = indices[i], from = source[i];
         wrong |= (column == -1) != (from == -1);
         if (column == -1) {
@@ -106,7 +110,7 @@ rows_scan(const Row* __restrict__ row_ids, const Column* __restrict__ indices, c
             split = row_ids[before] == row;
             follows = split && bucket_of(before, t.rows, e.buckets) / e.levels == part;
         }
-        wrong |= !follows && 2 * items <= width;  // a narrower bucket would do
+        wrong |= !follows && items <= t.narrower(b);  // a narrower bucket would do
         bool followed = false;
         if (after >= 0) {
             const i64 next = row_ids[after], its = bucket_of(after, t.rows, e.buckets) / e.levels;

@@ -31,11 +31,19 @@ def instances() -> tuple[str, ...]:
 
 
 def ell_buckets_sound(
-    shape: tuple[int, int], part: int, buckets: Array, row_ids: Array, indices: Array, data: Array, source: Array
+    shape: tuple[int, int],
+    part: int,
+    widths: tuple[int, ...],
+    buckets: Array,
+    row_ids: Array,
+    indices: Array,
+    data: Array,
+    source: Array,
 ) -> bool:
     """Whether row_ids [R], indices, data and source [S], CuPy, are those of a valid matrix; waits for the device.
 
-    part: columns of a part. buckets: int64[parts, levels, 2] on the host, ELL rows and split ELL rows of each.
+    part: columns of a part. widths: those of the buckets of a part, ascending. buckets: int64[parts, levels, 2] on the
+    host, ELL rows and split ELL rows of each.
     """
     S, R = data.size, row_ids.size
     if S >= INT32_MAX:
@@ -43,10 +51,11 @@ def ell_buckets_sound(
     if not S:
         return True
     xp, (parts, levels, _) = namespace(data), buckets.shape
-    tables = np.zeros((3, parts * levels + 1), np.int64)
+    tables = np.zeros((4, parts * levels + 1), np.int64)
     rows, split = buckets.reshape(-1, 2).T
     tables[0, 1:] = np.cumsum(rows)
-    tables[1, 1:] = np.cumsum(rows << np.tile(np.arange(levels), parts))
+    tables[3, :-1] = np.tile(widths, parts)
+    tables[1, 1:] = np.cumsum(rows * tables[3, :-1])
     tables[2, :-1] = tables[0, 1:] - split
     chain = xp.full((2, S + 1), -1, np.int32)
     extents = Extents(*shape, R, S, part, parts * levels, levels)
