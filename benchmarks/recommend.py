@@ -1,0 +1,231 @@
+"""How good the first recommendation is: python benchmarks/recommend.py
+
+``sf.recommend`` ranks formats from counts alone. Here all that it ranks for a matrix, dense among them, and sums of
+formats beside them, are converted and measured, and the first is compared with the fastest. The matrices: layers of
+real models with zeros in several patterns, random graphs, and the matrices in ``fixtures/matrices``. ``--device cpu``
+measures on this host.
+
+regret      how much longer the first recommendation takes than the fastest format that was measured, in percent
+tuned       the same for the choice of ``sf.tune`` in ``--budget`` seconds, on every fourth matrix
+held back   a third of the matrices, by a hash of their names. Nothing that chooses may be fitted to them.
+
+Cold caches, contenders in turn, medians; every result is checked against a float64 product first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+import numpy as np
+import scipy.sparse
+
+import spformat as sf
+from spformat.arrays.dtypes import VALUE_TYPES
+from spformat.measure import bench, calibration_cases
+from spformat.measure.tune import device_name, tune
+from spformat.preprocess.structure import analyse
+
+SUMS = ("bsr:blocksize=32x32,density>=0.5+csr", "two-four+csr", "vector-nm:n=8,m=32,vector_length=32+csr")
+PATTERNS = ("50 % anywhere", "70 % anywhere", "90 % anywhere", "97 % anywhere", "2:4", "8:32 of 32", "blocks of 32",
+            "blocks of 64", "blocks and scatter", "2:4 and outliers", "vectors of 8")  # fmt: skip
+MOST_BYTES = 64 << 20
+"""Bytes of the largest dense matrix: all formats of one are in memory at the same time."""
+
+
+def layer(rng: np.random.Generator, M: int, K: int, pattern: str, dtype: str) -> Any:
+    """A matrix [M, K] with zeros in the pattern."""
+    x = rng.integers(1, 100, (M, K), np.int16).astype(np.float32).astype(VALUE_TYPES[dtype].numpy)
+
+    def blocks(rows: int, cols: int, density: float) -> Any:
+        keep = rng.random((-(-M // rows), -(-K // cols)), np.float32) < density
+        return np.repeat(np.repeat(keep, rows, axis=0), cols, axis=1)[:M, :K]
+
+    def some(n: int, m: int, rows: int) -> Any:
+        order = rng.random((-(-M // rows), -(-K // m), m), np.float32).argsort(axis=2) < n
+        return np.repeat(order.reshape(len(order), -1), rows, axis=0)[:M, :K]
+
+    keep = {
+        "2:4": lambda: some(2, 4, 1),
+        "8:32 of 32": lambda: some(8, 32, 32),
+        "blocks of 32": lambda: blocks(32, 32, 0.1),
+        "blocks of 64": lambda: blocks(64, 64, 0.2),
+        "blocks and scatter": lambda: blocks(32, 32, 0.08) | blocks(1, 1, 0.02),
+        "2:4 and outliers": lambda: some(2, 4, 1) | blocks(1, 1, 0.01),
+        "vectors of 8": lambda: blocks(8, 1, 0.1),
+    }.get(pattern) or (lambda: blocks(1, 1, 1 - float(pattern.split()[0]) / 100))
+    return np.where(keep(), x, x.dtype.type(0))
+
+
+def graph(rng: np.random.Generator, nodes: int, kind: str) -> Any:
+    """The adjacency of a random graph as CSR, float32: degrees of a power law, or dense communities among them."""
+    degrees = np.minimum(nodes // 4, (4 / (1 - rng.random(nodes)) ** 0.7).astype(np.int64))
+    rows = np.repeat(np.arange(nodes), degrees)
+    cols = (nodes * rng.random(rows.size) ** (2.5 if kind == "power law" else 1)).astype(np.int64)
+    if kind == "communities":
+        near = rng.random(rows.size) < 0.7
+        cols[near] = rows[near] // 64 * 64 + rng.integers(0, 64, int(near.sum()))
+    x = scipy.sparse.csr_matrix((np.ones(rows.size, np.float32), (rows, np.minimum(cols, nodes - 1))), (nodes, nodes))
+    x.sum_duplicates()
+    return sf.from_scipy(x)
+
+
+def matrices(seed: int, data: Path) -> Iterator[tuple[str, Any]]:
+    """(name, matrix): first those of files, then layers and graphs in turn, without end."""
+    for path in sorted(data.glob("*")) if data.is_dir() else ():
+        if path.suffix in (".npz", ".mtx", ".smtx"):
+            opened = sf.open(path)
+            for name in opened:
+                x = opened[name]
+                dtype = np.float16 if "dlmc" in path.name else np.float32
+                yield path.stem, sf.convert(x, "csr").astype(dtype)
+    rng, i = np.random.default_rng(seed), 0
+    shapes = [s for s in calibration_cases.LAYERS if 2 * s[0] * s[1] <= MOST_BYTES]
+    while True:
+        (M, K), pattern = shapes[rng.integers(len(shapes))], PATTERNS[i % len(PATTERNS)]
+        dtype = ("bfloat16", "float16", "float32")[rng.choice(3, p=(0.5, 0.2, 0.3))]
+        yield f"layer {M}x{K} {pattern} {dtype}", layer(rng, M, K, pattern, dtype)
+        if i % 5 == 4:
+            nodes, kind = int(rng.integers(2000, 40000)), ("power law", "communities")[i // 5 % 2]
+            yield f"graph {kind} {nodes}", graph(rng, nodes, kind)
+        i += 1
+
+
+def held_back(name: str) -> bool:
+    """Whether the matrix belongs to the third that nothing may be fitted to."""
+    return zlib.crc32(name.encode()) % 3 == 0
+
+
+def candidates(a: Any, ranked: Any, device: str) -> dict[str, Any]:
+    """Format text -> the matrix in it on the device: what is ranked, and sums of formats."""
+    out = {}
+    for text in (*(r.format for r in ranked), *(SUMS if a.shape[0] * a.shape[1] <= 1 << 25 else ())):
+        try:
+            out[text] = sf.convert(a, text)
+        except sf.errors.SpformatError as e:
+            print(f"  {text}: {e.message.splitlines()[0][:120]}", flush=True)
+    return out
+
+
+def measured(forms: dict[str, Any], n: int, device: str) -> dict[str, float]:
+    """Format text -> microseconds of the product with n columns; only those whose result is right."""
+    first = next(iter(forms.values()))
+    xp = np if device == "cpu" else __import__("cupy")
+    B = calibration_cases.operand(xp, first.shape[1], n, "row", first.dtype.name)
+    runs = []
+    for text, a in forms.items():
+        try:
+            plan, C = sf.plan(a, B=B), xp.empty((a.shape[0], n), B.dtype)
+            runs.append(bench.Contender(text, lambda plan=plan, C=C: plan(B, out=C)))
+        except sf.errors.SpformatError as e:
+            print(f"  {text}, {n} columns: {e.message.splitlines()[0][:120]}", flush=True)
+    case = bench.Case("", first, B, tuple(runs), first.dtype.name, {"nnz": first.nnz})
+    results = bench.compare(case, repeats=9, warmups=4, seconds=0.15, hot=False)
+    return {r.name: r.cold_us for r in results if r.error <= 1 and r.cold_us == r.cold_us}
+
+
+def measure(seed: int, seconds: float, device: str, board: str, budget: float, data: Path) -> list[dict[str, Any]]:
+    """A row for each matrix and number of columns."""
+    end, rows, rng = time.monotonic() + seconds, [], np.random.default_rng(seed)
+    for i, (name, x) in enumerate(matrices(seed, data)):
+        if time.monotonic() > end:
+            break
+        counts = analyse(x) if isinstance(x, np.ndarray) else None
+        widths = sorted({round(1 + 15 * rng.random()), round(16 * 128 ** rng.random())})
+        a = x if device == "cpu" else on_device(x, device)
+        forms: dict[str, Any] = {}
+        for n in widths:
+            ranked = sf.recommend(counts or x, n, device=board)
+            for text, m in candidates(a, [r for r in ranked if r.format not in forms], device).items():
+                forms.setdefault(text, m)
+            us = measured(forms, n, device)
+            first = ranked[0].format
+            if first not in us or len(us) < 2:
+                print(f"  {name}, {n} columns: {first} was not measured", flush=True)
+                continue
+            row = {"name": name, "n": n, "first": first, "us": us, "held_back": held_back(name),
+                   "expected": {r.format: r.total_us for r in ranked}}  # fmt: skip
+            if i % 4 == 3 and time.monotonic() + budget < end:
+                best = tune(x, n, seconds=budget, device=device, fresh=True)
+                row |= {"tuned": best.format, "tuned_seconds": best.seconds}
+            rows.append(row)
+    return rows
+
+
+def on_device(x: Any, device: str) -> Any:
+    """The matrix on the device."""
+    return sf.Dense.from_dense(x).to(device).to_dense() if isinstance(x, np.ndarray) else x.to(device)
+
+
+def regret(row: dict[str, Any], key: str = "first") -> float:
+    """Time of the choice over that of the fastest."""
+    return float(row["us"][row[key]] / min(row["us"].values()))
+
+
+def described(rows: list[dict[str, Any]], key: str = "first") -> str:
+    """Geometric mean and worst of the regret, share within 5 %."""
+    r = [regret(row, key) for row in rows if row.get(key) in row["us"]]
+    if not r:
+        return "nothing was measured"
+    mean, worst, within = geometric_mean(r), max(r), sum(x <= 1.05 for x in r) / len(r)
+    return f"{100 * (mean - 1):.1f} % mean, {100 * (worst - 1):.0f} % worst, {100 * within:.0f} % within 5 % ({len(r)})"
+
+
+def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """The tables."""
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        words = row["name"].split(" ", 2)
+        groups[f"layer, {words[2]}" if words[0] == "layer" else words[0] if words[0] == "graph" else "files"].append(
+            row
+        )
+    yield "| matrices | regret of the first recommendation |"
+    yield "|---|---|"
+    yield f"| all | {described(rows)} |"
+    yield f"| held back | {described([r for r in rows if r['held_back']])} |"
+    for lo, hi in ((1, 16), (17, 128), (129, 1 << 30)):
+        yield f"| {lo} to {hi if hi < 1 << 30 else '..'} columns | {described([r for r in rows if lo <= r['n'] <= hi])} |"
+    for name, some in sorted(groups.items()):
+        yield f"| {name} | {described(some)} |"
+    took = [r["tuned_seconds"] for r in rows if "tuned" in r]
+    if took:
+        yield f"\ntuned: {described(rows, 'tuned')}; seconds: {np.median(took):.1f} median, {max(took):.1f} most"
+    yield "\nThe worst:"
+    for row in sorted(rows, key=regret, reverse=True)[:15]:
+        best = min(row["us"], key=row["us"].__getitem__)
+        us, expected = row["us"], row["expected"]
+        yield (f"  {100 * (regret(row) - 1):.0f} %  {row['name']}, {row['n']} columns: {row['first']} {us[row['first']]:.1f} "
+               f"(expected {expected[row['first']] or 0:.1f}), {best} {us[best]:.1f} (expected {expected.get(best) or 0:.1f})")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, help="draws shapes and values; without it a fresh one")
+    parser.add_argument("--seconds", type=float, default=240)
+    parser.add_argument("--budget", type=float, default=2.0, help="seconds that sf.tune is given for a matrix")
+    parser.add_argument("--device", default="cuda", help="cuda or cpu")
+    parser.add_argument("--board", default="", help="device whose times are expected; default: the one at hand")
+    parser.add_argument("--data", type=Path, default=Path(__file__).parent.parent / "fixtures" / "matrices")
+    parser.add_argument("--json", type=Path)
+    o = parser.parse_args()
+    seed = secrets.randbelow(1 << 31) if o.seed is None else o.seed
+    like = None if o.device == "cpu" else __import__("cupy").zeros(1)
+    board = o.board or ("cpu" if like is None else "H100" if "H100" in device_name(like) else "H200")
+    rows = measure(seed, o.seconds, o.device, board, o.budget, o.data)
+    about = bench.environment(np.zeros(1) if like is None else like)
+    print(f"seed {seed}, {len(rows)} products, times expected for {board}, {about}\n")
+    print("\n".join(summary(rows)))
+    if o.json:
+        o.json.write_text(json.dumps({"seed": seed, "environment": about, "rows": rows}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
