@@ -15,12 +15,13 @@ Cold caches, contenders in turn, medians; every result is checked against a floa
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import secrets
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -31,6 +32,7 @@ import scipy.sparse
 import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.measure import bench, calibration_cases
+from spformat.measure.layers import LAYERS
 from spformat.measure.tune import device_name, tune
 from spformat.preprocess.structure import analyse
 
@@ -53,7 +55,7 @@ def layer(rng: np.random.Generator, M: int, K: int, pattern: str, dtype: str) ->
         order = rng.random((-(-M // rows), -(-K // m), m), np.float32).argsort(axis=2) < n
         return np.repeat(order.reshape(len(order), -1), rows, axis=0)[:M, :K]
 
-    keep = {
+    patterns: dict[str, Callable[[], Any]] = {
         "2:4": lambda: some(2, 4, 1),
         "8:32 of 32": lambda: some(8, 32, 32),
         "blocks of 32": lambda: blocks(32, 32, 0.1),
@@ -61,8 +63,9 @@ def layer(rng: np.random.Generator, M: int, K: int, pattern: str, dtype: str) ->
         "blocks and scatter": lambda: blocks(32, 32, 0.08) | blocks(1, 1, 0.02),
         "2:4 and outliers": lambda: some(2, 4, 1) | blocks(1, 1, 0.01),
         "vectors of 8": lambda: blocks(8, 1, 0.1),
-    }.get(pattern) or (lambda: blocks(1, 1, 1 - float(pattern.split()[0]) / 100))
-    return np.where(keep(), x, x.dtype.type(0))
+    }
+    keep = patterns[pattern]() if pattern in patterns else blocks(1, 1, 1 - float(pattern.split()[0]) / 100)
+    return np.where(keep, x, x.dtype.type(0))
 
 
 def graph(rng: np.random.Generator, nodes: int, kind: str) -> Any:
@@ -88,11 +91,11 @@ def matrices(seed: int, data: Path) -> Iterator[tuple[str, Any]]:
                 dtype = np.float16 if "dlmc" in path.name else np.float32
                 yield path.stem, sf.convert(x, "csr").astype(dtype)
     rng, i = np.random.default_rng(seed), 0
-    shapes = [s for s in calibration_cases.LAYERS if 2 * s[0] * s[1] <= MOST_BYTES]
+    shapes = [s for s in LAYERS if 2 * s[0] * s[1] <= MOST_BYTES]
     while True:
         (M, K), pattern = shapes[rng.integers(len(shapes))], PATTERNS[i % len(PATTERNS)]
-        dtype = ("bfloat16", "float16", "float32")[rng.choice(3, p=(0.5, 0.2, 0.3))]
-        yield f"layer {M}x{K} {pattern} {dtype}", layer(rng, M, K, pattern, dtype)
+        name = ("bfloat16", "float16", "float32")[rng.choice(3, p=(0.5, 0.2, 0.3))]
+        yield f"layer {M}x{K} {pattern} {name}", layer(rng, M, K, pattern, name)
         if i % 5 == 4:
             nodes, kind = int(rng.integers(2000, 40000)), ("power law", "communities")[i // 5 % 2]
             yield f"graph {kind} {nodes}", graph(rng, nodes, kind)
@@ -104,10 +107,10 @@ def held_back(name: str) -> bool:
     return zlib.crc32(name.encode()) % 3 == 0
 
 
-def candidates(a: Any, ranked: Any, device: str) -> dict[str, Any]:
-    """Format text -> the matrix in it on the device: what is ranked, and sums of formats."""
+def converted(a: Any, formats: Iterator[str]) -> dict[str, Any]:
+    """Format text -> the matrix in it, without the formats that refuse it."""
     out = {}
-    for text in (*(r.format for r in ranked), *(SUMS if a.shape[0] * a.shape[1] <= 1 << 25 else ())):
+    for text in formats:
         try:
             out[text] = sf.convert(a, text)
         except sf.errors.SpformatError as e:
@@ -124,7 +127,7 @@ def measured(forms: dict[str, Any], n: int, device: str) -> dict[str, float]:
     for text, a in forms.items():
         try:
             plan, C = sf.plan(a, B=B), xp.empty((a.shape[0], n), B.dtype)
-            runs.append(bench.Contender(text, lambda plan=plan, C=C: plan(B, out=C)))
+            runs.append(bench.Contender(text, functools.partial(plan, B, out=C)))
         except sf.errors.SpformatError as e:
             print(f"  {text}, {n} columns: {e.message.splitlines()[0][:120]}", flush=True)
     case = bench.Case("", first, B, tuple(runs), first.dtype.name, {"nnz": first.nnz})
@@ -144,8 +147,7 @@ def measure(seed: int, seconds: float, device: str, board: str, budget: float, d
         forms: dict[str, Any] = {}
         for n in widths:
             ranked = sf.recommend(counts or x, n, device=board)
-            for text, m in candidates(a, [r for r in ranked if r.format not in forms], device).items():
-                forms.setdefault(text, m)
+            forms |= converted(a, (t for t in (*(r.format for r in ranked), *SUMS) if t not in forms))
             us = measured(forms, n, device)
             first = ranked[0].format
             if first not in us or len(us) < 2:
@@ -192,7 +194,8 @@ def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield f"| all | {described(rows)} |"
     yield f"| held back | {described([r for r in rows if r['held_back']])} |"
     for lo, hi in ((1, 16), (17, 128), (129, 1 << 30)):
-        yield f"| {lo} to {hi if hi < 1 << 30 else '..'} columns | {described([r for r in rows if lo <= r['n'] <= hi])} |"
+        some = [row for row in rows if lo <= row["n"] <= hi]
+        yield f"| {lo} to {hi if hi < 1 << 30 else '..'} columns | {described(some)} |"
     for name, some in sorted(groups.items()):
         yield f"| {name} | {described(some)} |"
     took = [r["tuned_seconds"] for r in rows if "tuned" in r]
@@ -200,10 +203,9 @@ def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
         yield f"\ntuned: {described(rows, 'tuned')}; seconds: {np.median(took):.1f} median, {max(took):.1f} most"
     yield "\nThe worst:"
     for row in sorted(rows, key=regret, reverse=True)[:15]:
-        best = min(row["us"], key=row["us"].__getitem__)
-        us, expected = row["us"], row["expected"]
-        yield (f"  {100 * (regret(row) - 1):.0f} %  {row['name']}, {row['n']} columns: {row['first']} {us[row['first']]:.1f} "
-               f"(expected {expected[row['first']] or 0:.1f}), {best} {us[best]:.1f} (expected {expected.get(best) or 0:.1f})")  # fmt: skip
+        first, best = row["first"], min(row["us"], key=row["us"].__getitem__)
+        times = (f"{t} {row['us'][t]:.1f} us (expected {row['expected'].get(t) or 0:.1f})" for t in (first, best))
+        yield f"  {100 * (regret(row) - 1):.0f} %  {row['name']}, {row['n']} columns: {', fastest '.join(times)}"
 
 
 def main() -> None:
