@@ -75,8 +75,9 @@ ENVIRONMENT = (
 """Who may read os.environ, and only when a call needs it."""
 
 FORMAT_IMPORTS = {
-    "dbsr": {"bsr"},
-    "foreign": {"bsr", "coo", "csc", "dense", "transposed"},
+    "bsr": {"blocks"},
+    "dbsr": {"blocks", "bsr"},
+    "foreign": {"blocks", "bsr", "coo", "csc", "dense", "transposed"},
     "transposed": {"bsr", "csc", "dbsr", "dense"},
     "convert": {"dense", "foreign"},
     "stack": {"composed"},

@@ -17,29 +17,17 @@ from ..arrays.library import Array, ceil_div, index_dtype, namespace
 from ..arrays.segments import rows_of
 from ..errors import PointerError
 from .base import INDEX, VALUE, Format, array, param
-from .bsr import (
-    BLOCK_DENSITY,
-    BSR,
-    HALF_FULL,
-    block_grid,
-    blocks_to_csr,
-    blocks_to_dense,
-    check_blocks,
-    check_inside,
-    counted_blocks,
-    remark_on_blocks,
-    stored_in_blocks,
-)
+from .blocks import BlockHooks, blocks_to_csr, blocks_to_dense, check_blocks, check_inside, counted_blocks
+from .bsr import BSR
 from .csr import CSR
-from .hooks import Blocks, Condition, Counts, Pattern, dense_cells
+from .hooks import Counts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
-class DBSR(Format):
+class DBSR(BlockHooks, Format):
     """BSR that lists only the block rows that have blocks."""
 
     name, version, torch_layout = "dbsr", 1, ""
-    measures = (BLOCK_DENSITY,)
     paper = "SparseTIR: Composable Abstractions for Sparse Compilation in Deep Learning (ASPLOS 2023)"
 
     blocksize: tuple[int, int] = param("pair", 1, 1024, default=(32, 32), doc="block height R, width C")
@@ -48,25 +36,11 @@ class DBSR(Format):
     indices: Array = array(INDEX, "nnzb", bound="Kb-1", doc="block column, strictly increasing in a block row")
     data: Array = array(VALUE, "nnzb", "R", "C", doc="blocks, each row-major")
 
-    @property
-    def grid(self) -> tuple[int, int]:
-        """(Mb, Kb): block rows, listed or not, and block columns."""
-        return block_grid(self.shape, self.blocksize)
-
-    @property
-    def nnzb(self) -> int:
-        """Stored blocks."""
-        return int(self.data.shape[0])
-
     def dims(self) -> dict[str, int]:
         Mb, Kb = self.grid
         listed = self.row_ids.shape[0] if getattr(self.row_ids, "ndim", 0) == 1 else 0
         sizes = {"nrb+1": listed + 1, "Mb-1": Mb - 1, "Kb-1": Kb - 1}
         return sizes | {"R": self.blocksize[0], "C": self.blocksize[1]}
-
-    @classmethod
-    def pattern(cls, params: dict[str, Any]) -> Pattern:
-        return Blocks(params["blocksize"])
 
     @classmethod
     def bytes_of(cls, counts: Counts, params: dict[str, Any]) -> int | None:
@@ -75,14 +49,6 @@ class DBSR(Format):
             return None
         row_ids = index_dtype(blocks.grid[0] - 1).itemsize * blocks.rows
         return row_ids + index_dtype(blocks.nnzb).itemsize * (blocks.rows + 1) + blocks.nbytes
-
-    @classmethod
-    def usual_conditions(cls, params: dict[str, Any]) -> tuple[Condition, ...]:
-        return (HALF_FULL,)
-
-    @classmethod
-    def covered(cls, a: CSR, params: dict[str, Any], conditions: tuple[Condition, ...]) -> Array:
-        return dense_cells(a, params["blocksize"], conditions)
 
     @classmethod
     def examples(cls) -> tuple[dict[str, Any], ...]:
@@ -97,14 +63,6 @@ class DBSR(Format):
         """Other sizes of blocks, where some block rows are empty; without such rows BSR is the same and simpler."""
         some_empty = (b for b, (_, rows) in counts.blocks.items() if rows < ceil_div(counts.shape[0], b))
         return tuple({"blocksize": (b, b)} for b in some_empty if b != 32)
-
-    @classmethod
-    def stored_of(cls, counts: Counts, params: dict[str, Any]) -> int | None:
-        return stored_in_blocks(counts, params["blocksize"])
-
-    @classmethod
-    def remark(cls, counts: Counts, params: dict[str, Any]) -> str:
-        return remark_on_blocks(counts, params)
 
     def block_rows(self) -> Array:
         """int64[nnzb]: block row of each block."""

@@ -12,7 +12,8 @@ from ..arrays.library import Array, index_dtype, is_cupy
 from ..arrays.torch_tensors import array_to_torch, import_torch, is_torch, torch_to_array
 from ..errors import ArrayError, IndexBoundsError, InvariantError, OrderError, PointerError, UsageError
 from .base import Format, checked_values
-from .bsr import BSR, blocks_to_csr
+from .blocks import blocks_to_csr
+from .bsr import BSR
 from .coo import COO
 from .csc import CSC
 from .csr import CSR

@@ -11,7 +11,8 @@ from ...arrays.library import Array, ceil_div, index_dtype
 from ...arrays.segments import counts_of, offsets_from_counts, pointer
 from ..base import Format
 from ..bitmask import Bitmask
-from ..bsr import BSR, block_grid
+from ..blocks import block_grid
+from ..bsr import BSR
 from ..csr import CSR
 from ..edges import CHECK, DENSE, Edge
 from ..ell_buckets import ELLBuckets, Layout, mean_width, widths_of
