@@ -76,6 +76,9 @@ ENVIRONMENT = (
 
 FORMAT_IMPORTS = {
     "bsr": {"blocks"},
+    "coo": {"items"},
+    "csc": {"items"},
+    "csr": {"items"},
     "dbsr": {"blocks", "bsr"},
     "foreign": {"blocks", "bsr", "coo", "csc", "dense", "transposed"},
     "transposed": {"bsr", "csc", "dbsr", "dense"},

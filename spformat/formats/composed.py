@@ -19,6 +19,7 @@ import numpy as np
 from ..arrays.library import Array, to_device
 from ..errors import FormatError, UsageError
 from .base import Format
+from .hooks import Counts
 
 MAX_DEPTH = 4
 """The most levels of parts inside parts, in memory and in files."""
@@ -67,6 +68,29 @@ class Composed(Format):
             raise UsageError(f"{cls.name}: parts: expected {expected:.80}, got {got:.80}")
         fields: dict[str, Any] = {name: parts[name] for name in single}
         return fields | ({many: tuple(rest[str(i)] for i in range(len(rest)))} if many else {})
+
+    @classmethod
+    def candidates(cls, counts: Counts) -> tuple[dict[str, Any], ...]:
+        """None: counts of a matrix do not tell how it would be divided."""
+        return ()
+
+    @classmethod
+    def examples(cls) -> tuple[dict[str, Any], ...]:
+        """None: a composed format is tested with parts, not with parameters."""
+        return ()
+
+    def unequal_parts(self, shape: tuple[int, int]) -> list[tuple[str, str]]:
+        """What ``layout_problems`` says of parts without this shape, or without the dtype and device of part 0."""
+        problems, parts = [], self.parts_by_name()
+        first = next(iter(parts.values()))
+        for name, p in parts.items():
+            if p.shape != shape:
+                problems.append(("parts", f"part {name}: expected shape {shape}, got {p.shape}"))
+            if p.dtype != first.dtype:
+                problems.append(("parts", f"part {name}: expected dtype {first.dtype} as part 0, got {p.dtype}"))
+            if p.device != first.device:
+                problems.append(("parts", f"part {name}: expected device {first.device} as part 0, got {p.device}"))
+        return problems
 
     @property
     def values(self) -> Array:

@@ -23,14 +23,14 @@ from ..errors import OrderError
 from .base import INDEX, VALUE, Format, array
 from .csr import CSR, order_of_items
 from .hooks import Counts
+from .items import Items
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
-class COO(Format):
+class COO(Items, Format):
     """Items of (row, column, value), row-major. Stored zeros are allowed and kept; ``canonical()`` drops them."""
 
     name, version = "coo", 1
-    keeps_stored_zeros = True
 
     row: Array = array(INDEX, "nnz", bound="M-1", doc="row, never falling")
     col: Array = array(INDEX, "nnz", bound="K-1", doc="column, strictly increasing inside a row")
@@ -50,16 +50,6 @@ class COO(Format):
     def candidates(cls, counts: Counts) -> tuple[dict[str, Any], ...]:
         """None: it holds what CSR holds, and kernels of the GPU take CSR. It is chosen by name."""
         return ()
-
-    @property
-    def nnz(self) -> int:
-        """Stored items, stored zeros included: O(1)."""
-        return int(self.data.size)
-
-    @property
-    def stored_zeros(self) -> int:
-        """Items whose value is zero: a scan."""
-        return self.nnz - int(nonzero_mask(self.data).sum())  # synchronize!
 
     def check_memory(self) -> None:
         scans.within(self, "row", self.shape[0])

@@ -16,20 +16,20 @@ from typing import Any, Self
 import numpy as np
 
 from ..arrays import scans
-from ..arrays.dtypes import bits, nonzero_mask
+from ..arrays.dtypes import bits
 from ..arrays.library import Array, index_dtype
 from ..arrays.segments import rows_of
 from .base import INDEX, VALUE, Format, array
 from .csr import CSR, order_of_items
 from .hooks import Counts
+from .items import Items
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
-class CSC(Format):
+class CSC(Items, Format):
     """Columns of (row, value) items. Stored zeros are allowed and kept; ``canonical()`` drops them."""
 
     name, version = "csc", 1
-    keeps_stored_zeros = True
 
     indptr: Array = array(INDEX, "K+1", bound="nnz", doc="items indptr[j] .. indptr[j+1]-1 belong to column j")
     indices: Array = array(INDEX, "nnz", bound="M-1", doc="row, strictly increasing inside a column")
@@ -49,16 +49,6 @@ class CSC(Format):
     def candidates(cls, counts: Counts) -> tuple[dict[str, Any], ...]:
         """None: it holds what CSR holds, and kernels of the GPU take CSR. It is chosen by name."""
         return ()
-
-    @property
-    def nnz(self) -> int:
-        """Stored items, stored zeros included: O(1)."""
-        return int(self.data.size)
-
-    @property
-    def stored_zeros(self) -> int:
-        """Items whose value is zero: a scan."""
-        return self.nnz - int(nonzero_mask(self.data).sum())  # synchronize!
 
     def columns(self) -> Array:
         """int64[nnz]: the column of each item."""

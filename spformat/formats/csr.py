@@ -20,17 +20,17 @@ from ..arrays.segments import counts_of, offsets_from_counts, pointer, rows_of, 
 from ..errors import OrderError
 from .base import INDEX, VALUE, Format, RowChunks, array
 from .hooks import Counts
+from .items import Items
 
 ROW_CHUNK = 1 << 20
 """Dense elements that the host converts at a time, so that masks and positions stay in cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
-class CSR(Format):
+class CSR(Items, Format):
     """Rows of (column, value) items. Stored zeros are allowed and kept; ``canonical()`` drops them."""
 
     name, version, tie_rank = "csr", 1, 2
-    keeps_stored_zeros = True
 
     indptr: Array = array(INDEX, "M+1", bound="nnz", doc="items indptr[i] .. indptr[i+1]-1 belong to row i")
     indices: Array = array(INDEX, "nnz", bound="K-1", doc="column, strictly increasing inside a row")
@@ -55,16 +55,6 @@ class CSR(Format):
         if not counts.nnz:
             return ""
         return f"rows have {counts.mean_row:.1f} nonzeros on average, the longest {counts.longest_row}"
-
-    @property
-    def nnz(self) -> int:
-        """Stored items, stored zeros included: O(1)."""
-        return int(self.data.size)
-
-    @property
-    def stored_zeros(self) -> int:
-        """Items whose value is zero: a scan."""
-        return self.nnz - int(nonzero_mask(self.data).sum())  # synchronize!
 
     def rows(self) -> Array:
         """int64[nnz]: the row of each item."""

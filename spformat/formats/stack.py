@@ -21,7 +21,6 @@ from .base import Format
 from .composed import Composed
 from .csr import CSR
 from .declare import part
-from .hooks import Counts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
@@ -68,17 +67,10 @@ class Stack(Composed):
         return self._of(chosen)
 
     def layout_problems(self) -> list[tuple[str, str]]:
-        problems, first = Format.layout_problems(self), self.parts[0]
+        problems = Format.layout_problems(self)
         if self.shape[0] != len(self.parts):
             problems.append(("parts", f"expected {self.shape[0]} parts for shape {self.shape}, got {len(self.parts)}"))
-        for i, p in enumerate(self.parts):
-            if p.shape != self.shape[1:]:
-                problems.append(("parts", f"part {i}: expected shape {self.shape[1:]}, got {p.shape}"))
-            if p.dtype != first.dtype:
-                problems.append(("parts", f"part {i}: expected dtype {first.dtype} as part 0, got {p.dtype}"))
-            if p.device != first.device:
-                problems.append(("parts", f"part {i}: expected device {first.device} as part 0, got {p.device}"))
-        return problems
+        return problems + self.unequal_parts(self.shape[1:])
 
     @property
     def density(self) -> float:
@@ -145,11 +137,3 @@ class Stack(Composed):
             "stack: name the format of its matrices: spformat.stack(x, 'csr') converts an array [E, M, K], and --to "
             "csr a tensor of a file"
         )
-
-    @classmethod
-    def candidates(cls, counts: Counts) -> tuple[dict[str, Any], ...]:
-        return ()
-
-    @classmethod
-    def examples(cls) -> tuple[dict[str, Any], ...]:
-        return ()

@@ -26,7 +26,6 @@ from .composed import Composed
 from .cover import CoverRule, decomposed
 from .csr import CSR
 from .declare import part
-from .hooks import Counts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
@@ -59,15 +58,7 @@ class Sum(Composed):
         return cls(parts=tuple(parts)).validate()
 
     def layout_problems(self) -> list[tuple[str, str]]:
-        problems, first = Format.layout_problems(self), self.parts[0]
-        for i, p in enumerate(self.parts):
-            if p.shape != self.shape:
-                problems.append(("parts", f"part {i}: expected shape {self.shape}, got {p.shape}"))
-            if p.dtype != first.dtype:
-                problems.append(("parts", f"part {i}: expected dtype {first.dtype} as part 0, got {p.dtype}"))
-            if p.device != first.device:
-                problems.append(("parts", f"part {i}: expected device {first.device} as part 0, got {p.device}"))
-        return problems
+        return Format.layout_problems(self) + self.unequal_parts(self.shape)
 
     def check_canonical(self) -> None:
         rows, cols, _, owner = self._items()
@@ -145,11 +136,3 @@ class Sum(Composed):
 
     def _mapped(self, function: Callable[[Array], Array]) -> Self:
         return type(self)(parts=tuple(p._mapped(function) for p in self.parts)).validate()
-
-    @classmethod
-    def candidates(cls, counts: Counts) -> tuple[dict[str, Any], ...]:
-        return ()
-
-    @classmethod
-    def examples(cls) -> tuple[dict[str, Any], ...]:
-        return ()
