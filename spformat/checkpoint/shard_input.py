@@ -17,8 +17,9 @@ from .tensor_plans import TensorOutcome, TensorPlan, dense_of, loss, prune
 Progress = Callable[[TensorOutcome], None]
 _WORTH_MOVING = 4 << 20
 """Bytes from which a tensor is converted on the device; a smaller one is converted faster by the host."""
-_AHEAD = 96 << 20
-"""Tensors of up to this many bytes are read while the one before them is converted and written."""
+_AHEAD, _AHEAD_ON_DEVICE = 96 << 20, 512 << 20
+"""Tensors of up to this many bytes are read while the one before them is converted and written: in host memory, and in
+that of a device, where only pinned buffers are on the host."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,13 @@ class ShardTask:
 
 def read(f: TensorFile, plan: TensorPlan, device: str = "cpu") -> Any:
     """The tensor: a Format if it is stored in a sparse format, else an array. Small ones stay on the host."""
-    place = device if plan.bytes_in >= _WORTH_MOVING and has_dtype(device, plan.record.dtype) else "cpu"
+    place = _place(plan, device)
     return f.array(plan.name, device=place) if plan.record.format is None else f.read(plan.name, place)
+
+
+def _place(plan: TensorPlan, device: str) -> str:
+    """Where the tensor is converted if ``device`` is asked for."""
+    return device if plan.bytes_in >= _WORTH_MOVING and has_dtype(device, plan.record.dtype) else "cpu"
 
 
 def one_ahead(f: TensorFile, wanted: list[tuple[TensorPlan, str] | None]) -> Iterator[Any]:
@@ -63,7 +69,8 @@ def one_ahead(f: TensorFile, wanted: list[tuple[TensorPlan, str] | None]) -> Ite
     it; a large one is read when it is asked for, so that two are not in memory."""
 
     def small(pair: tuple[TensorPlan, str] | None) -> Any:
-        return read(f, *pair) if pair and pair[0].bytes_in <= _AHEAD else None
+        most = _AHEAD if pair is None or _place(*pair) == "cpu" else _AHEAD_ON_DEVICE
+        return read(f, *pair) if pair and pair[0].bytes_in <= most else None
 
     with ThreadPoolExecutor(1) as reader:
         tasks = (partial(small, pair) for pair in wanted)
