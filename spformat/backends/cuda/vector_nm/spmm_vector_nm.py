@@ -14,7 +14,7 @@ from ....products.problem import Problem, itemsize
 from ....products.roofline import CUDA_32, CUDA_64, Device
 from ..runtime.kernel import CudaKernel, Prepared
 from .vector_nm_launch import C_TYPES, ITEMSIZE, fit, launcher, records_choice, vector_reasons
-from .vector_nm_times import TERMS, Split, filling, staged_quantities, variant
+from .vector_nm_times import TERMS, Split, filling, short_vectors_on_cuda_cores, staged_quantities, variant
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,9 @@ class SpmmVectorNM(CudaKernel):
 
     def quantities(self, p: Problem, tile: Split[Tile], device: Device) -> tuple[float, ...]:
         kind = CUDA_64 if itemsize(p.a_dtype) == 8 else CUDA_32
-        return staged_quantities(p, tile, kind, device, packs=True)
+        return staged_quantities(
+            p, tile, kind, device, packs=True, slower=short_vectors_on_cuda_cores(p.p["vector_length"])
+        )
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""

@@ -16,7 +16,7 @@ from ....products.problem import Problem
 from ....products.roofline import TENSOR_16, TF32_THREE, Device
 from ..runtime.kernel import CudaKernel, Prepared
 from .vector_nm_launch import C_TYPES, ITEMSIZE, fit, launcher, records_choice, vector_reasons
-from .vector_nm_times import TERMS, Split, filling, staged_quantities, variant
+from .vector_nm_times import TERMS, Split, filling, short_vectors_on_tensor_cores, staged_quantities, variant
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,8 @@ class SpmmVectorNMTensor(CudaKernel):
 
     def quantities(self, p: Problem, tile: Split[Tile], device: Device) -> tuple[float, ...]:
         kind = TF32_THREE if ITEMSIZE[p.a_dtype] == 4 else TENSOR_16
-        return staged_quantities(p, tile, kind, device, packs=True)
+        slower = short_vectors_on_tensor_cores(p.p["vector_length"])
+        return staged_quantities(p, tile, kind, device, packs=True, slower=slower)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""

@@ -27,7 +27,7 @@ from .vector_nm_launch import (
     vector_reasons,
 )
 from .vector_nm_tiles import Pattern, Shape
-from .vector_nm_times import TERMS, Split, parts, staged_quantities, variant
+from .vector_nm_times import TERMS, Split, parts, short_vectors_on_tensor_cores, staged_quantities, variant
 
 _LEAST_STAGES, _MOST_STAGES = 2, 8
 _MAX_BOX = 256
@@ -165,7 +165,8 @@ class SpmmVectorNMTMA(CudaKernel):
         return variant(p, tile)
 
     def quantities(self, p: Problem, tile: Split[Tile], device: Device) -> tuple[float, ...]:
-        return staged_quantities(p, tile, ARITHMETIC[ITEMSIZE[p.a_dtype]], device, packs=False)
+        slower = short_vectors_on_tensor_cores(p.p["vector_length"])
+        return staged_quantities(p, tile, ARITHMETIC[ITEMSIZE[p.a_dtype]], device, packs=False, slower=slower)
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
         best, form, size = self.best(p).tile, pattern(p), ITEMSIZE[p.a_dtype]

@@ -67,21 +67,42 @@ def _variant(size: int, tile: Any) -> tuple[str, ...]:
     return f"{size}-byte values, {tile}", f"{size}-byte values"
 
 
-def staged_quantities(p: Problem, split: Split[Any], kind: str, device: Device, packs: bool) -> tuple[float, ...]:
+def staged_quantities(
+    p: Problem, split: Split[Any], kind: str, device: Device, packs: bool, slower: float = 1.0
+) -> tuple[float, ...]:
     """``quantities`` for a tile that loads all rows of B in its windows, including those that A does not use.
 
-    packs: where the tile's groups of rows leave many rows of B out, they are not loaded.
+    packs: where the tile's groups of rows leave many rows of B out, they are not loaded. slower: how much longer the
+    products and steps of a tile take because its vectors are shorter than those that the constants were measured with.
     """
-    q, tile = p.p, split.tile
-    n, m, rows = q["n"], q["m"], tile.rows
+    params, tile = p.p, split.tile
+    n, m, rows = params["n"], params["m"], tile.rows
     windows = ceil_div(p.K, m)
     staged = float(windows * m)
-    groups = max(1, rows // q["vector_length"])
+    groups = max(1, rows // params["vector_length"])
     share = 1 - (1 - n / m) ** groups  # of the rows that a tile names, if its groups choose at random
     if packs and share < MAX_PACKED_SHARE:
         staged *= share
     steps = ceil_div(windows, max(1, tile.depth // m))
-    return quantities(p, (rows, tile.cols), windows * n, staged, steps, split.splits, kind, device)
+    q = quantities(p, (rows, tile.cols), windows * n, staged, steps, split.splits, kind, device)
+    return tuple(x * slower if term in ("products", "steps") else x for term, x in zip(TERMS, q, strict=True))
+
+
+def short_vectors_on_tensor_cores(vector_length: int) -> float:
+    """``slower`` for fragments of 16 rows: two lists of columns for each take twice the loads. On an H200 vectors of 8
+    rows took 1.8 to 2.3 times as long as the constants for 32 rows say."""
+    return 2.0 if vector_length < 16 else 1.0
+
+
+def short_vectors_on_cuda_cores(vector_length: int) -> float:
+    """``slower`` for warps of 32 rows x 64 columns whose threads have 8 x 8 of them.
+
+    In the clocks of a multiprocessor, a column of A takes 16 for the products, 1 for A, and 2 for each row of B that is
+    loaded, for as many rows of A as a thread multiplies it with. On an H200 single rows took 3 to 4.8 times as long as
+    the constants for 32 rows say.
+    """
+    lists, together = min(4.0, max(1.0, 32 / vector_length)), min(8, vector_length)
+    return (17 + 2 * lists * 8 / together) / 19
 
 
 def quantities(
