@@ -160,6 +160,8 @@ EDGES: tuple[Edge, ...] = (
     _edge(DENSE, TwoFour, two_four_from_dense),
     _edge(DENSE, "two-four:pruned", two_four_pruned),
     _edge(TwoFour, DENSE, two_four_to_dense),
+    _edge("two-four:32-bit", DENSE, two_four_to_dense),
+    _edge("two-four:8-bit", DENSE, two_four_to_dense),
     _edge(DENSE, VectorNM, vector_nm_from_dense),
     _edge(DENSE, "vector-nm:pruned", vector_nm_pruned),
     _edge(VectorNM, DENSE, vector_nm_to_dense),

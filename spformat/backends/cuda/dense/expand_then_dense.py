@@ -13,7 +13,6 @@ from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
 from ....products.ideal import memory_us, stored_bytes
-from ....products.kernel import reasons
 from ....products.problem import DENSE as DENSE_FORMAT
 from ....products.problem import Operand, Problem, itemsize
 from ....products.roofline import Device
@@ -42,8 +41,6 @@ EXPANDERS: dict[str, Callable[[Any, Problem], Writer]] = {
     "vector-nm": vector_nm_convert.expander,
 }
 """Format id -> the function that prepares the launches that write a matrix of this format as a dense one."""
-WRITTEN: dict[str, tuple[str, ...]] = {"two-four": ("float16", "bfloat16")}
-"""Format id -> the types of values that its expander writes, where these are not all that the format can have."""
 OPERATIONS = ("spmm", "spmm_transposed")
 DENSE = Gemm()
 """The expected time of the dense product."""
@@ -67,13 +64,7 @@ class ExpandThenDense(CudaKernel):
 
     def unsupported(self, p: Problem) -> list[str]:
         """The types that cuBLAS takes, the same on both sides, as far as A can be expanded; sm_80 or newer."""
-        written = WRITTEN.get(p.format, (p.a_dtype,))
-        return gemm_reasons(p, 80) + reasons(
-            (
-                p.a_dtype not in written,
-                f"a.dtype must be one of {', '.join(written)} to expand {p.format}, got {p.a_dtype}",
-            )
-        )
+        return gemm_reasons(p, 80)
 
     def workspace_bytes(self, p: Problem) -> int:
         """Bytes of the dense copy, rounded as they are allocated, and of the arrays that are derived from A once."""

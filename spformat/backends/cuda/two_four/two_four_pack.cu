@@ -1,4 +1,4 @@
-// Dense 16-bit matrices to 2:4 and back, each in one pass over the bytes. sm_80 and later.
+// Dense 16-bit matrices to 2:4, and 2:4 of 1, 2 and 4 bytes back, each in one pass over the bytes. sm_80 and later.
 //
 //   x        u16[M, K]          row-major: the bits of float16 or bfloat16
 //   data     u32[Mp, Kp/4]      pairs of values, row-major; Mp = pad(M, 32), Kp = pad(K, 64)
@@ -163,20 +163,65 @@ __device__ __forceinline__ uint2 spread(u32 pair, u32 nibble) {
     return make_uint2(u32(four), u32(four >> 32));
 }
 
-// The way back: x from data and meta. The nibbles are legal and data holds no -0: what validate() promises.
-template <int order, bool Aligned, int Cols, int Threads>
+// Values of W as they are loaded and stored: Count of them, as few accesses as their size allows.
+template <int Bytes> struct Raw { using type = uint4; };
+template <> struct Raw<4> { using type = u32; };
+template <> struct Raw<8> { using type = uint2; };
+template <class W, int Count> union Values {
+    using Part = typename Raw<(sizeof(W) * Count < 16 ? sizeof(W) * Count : 16)>::type;
+    static constexpr int PARTS = sizeof(W) * Count / sizeof(Part);
+    W value[Count];
+    Part part[PARTS];
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < Count; ++i) value[i] = 0;
+    }
+    __device__ __forceinline__ void load(const W* from) {
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) part[i] = __ldcs(reinterpret_cast<const Part*>(from) + i);
+    }
+    __device__ __forceinline__ void store(W* to) const {
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) __stcs(reinterpret_cast<Part*>(to) + i, part[i]);
+    }
+};
+
+// The eight values of two groups from their four that are stored, the others zero.
+template <class W> __device__ __forceinline__ Values<W, 8> spread_groups(const Values<W, 4>& stored, u32 nibbles) {
+    Values<W, 8> x;
+    if constexpr (sizeof(W) == 2) {
+        const uint2 a = spread(stored.part[0].x, nibbles), b = spread(stored.part[0].y, nibbles >> 4);
+        x.part[0] = make_uint4(a.x, a.y, b.x, b.y);
+    } else {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+            const u32 nibble = nibbles >> (e / 4 * 4), place = e % 4;
+            const W first = stored.value[e / 4 * 2], second = stored.value[e / 4 * 2 + 1];
+            x.value[e] = (nibble & 3) == place ? first : (nibble >> 2 & 3) == place ? second : W(0);
+        }
+    }
+    return x;
+}
+
+// The way back, for values of 1, 2 and 4 bytes: x from data and meta. The nibbles are legal and data holds no -0: what
+// validate() promises.
+template <class W, int order, bool Aligned, int Cols, int Threads>
 __global__ void __launch_bounds__(Threads)
-two_four_unpack(const u32* __restrict__ data, const u32* __restrict__ meta, u16* __restrict__ x, i64 M, i64 K, i64 strips,
-                i64 wide, i64 pieces) {
+two_four_unpack(const W* __restrict__ data, const u32* __restrict__ meta, W* __restrict__ x, i64 M, i64 K, i64 strips, i64 wide,
+                i64 pieces) {
     using Part = Share<Cols, Threads>;
     __shared__ __align__(16) unsigned char words[ROWS * Part::Q * 2];
     const Part part(pieces);
     const i64 rows = M - part.row, k = part.k, Kp = wide * 16;
-    uint2 pairs[Part::COUNT];
-    const uint2* from = reinterpret_cast<const uint2*>(data + part.row * (Kp / 4) + k / 4);
+    Values<W, 4> stored[Part::COUNT];
+    const W* from = data + part.row * (Kp / 2) + k / 2;
 #pragma unroll
-    for (int c = 0; c < Part::COUNT; ++c, from += Part::STEP * (Kp / 8))
-        pairs[c] = k < Kp ? __ldcs(from) : make_uint2(0, 0);
+    for (int c = 0; c < Part::COUNT; ++c, from += Part::STEP * (Kp / 2)) {
+        if (k < Kp)
+            stored[c].load(from);
+        else
+            stored[c].clear();
+    }
 #pragma unroll
     for (int j = threadIdx.x; j < ROWS * Part::Q / 2; j += Threads) {
         i64 at;
@@ -184,19 +229,17 @@ two_four_unpack(const u32* __restrict__ data, const u32* __restrict__ meta, u16*
         reinterpret_cast<u32*>(words)[j] = there ? __ldcs(meta + at) : 0;
     }
     __syncthreads();
-    u16* to = x + part.row * K + k;
+    W* to = x + part.row * K + k;
 #pragma unroll
     for (int c = 0; c < Part::COUNT; ++c, to += Part::STEP * K) {
-        const u32 nibbles = words[part.template nibbles_at<order>(c)];
         if (c * Part::STEP >= rows || k >= K) continue;
-        const uint2 a = spread(pairs[c].x, nibbles), b = spread(pairs[c].y, nibbles >> 4);
+        const Values<W, 8> eight = spread_groups(stored[c], words[part.template nibbles_at<order>(c)]);
         if (Aligned) {
-            __stcs(reinterpret_cast<uint4*>(to), make_uint4(a.x, a.y, b.x, b.y));
+            eight.store(to);
             continue;
         }
-        const u32 w[4] = {a.x, a.y, b.x, b.y};
 #pragma unroll
         for (int e = 0; e < 8; ++e)
-            if (k + e < K) to[e] = static_cast<u16>(w[e / 2] >> (16 * (e % 2)));
+            if (k + e < K) to[e] = eight.value[e];
     }
 }

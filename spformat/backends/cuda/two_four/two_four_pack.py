@@ -1,4 +1,7 @@
-"""Dense 16-bit matrices to 2:4 and back on the device, each in one pass over the bytes.  Kernels: two_four_pack.cu."""
+"""Dense 16-bit matrices to 2:4 on the device, and 2:4 of any value type back, in one pass over the bytes.
+
+Kernels: two_four_pack.cu.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,14 @@ from ....products.problem import Problem
 from ..runtime import jit
 from ..runtime.expansion import Target, Writer
 from ..runtime.launch import Bound, Launch
+from ..runtime.scan_launch import WORDS
 
 SOURCE = "two_four/two_four_pack.cu"
 ORDERS = {"logical": "Logical", "ldmatrix": "Ldmatrix", "fragment": "Fragment", "cutlass-sm80": "CutlassSm80"}
 ROWS = 32
 """Rows of a block; the format pads to it."""
 ALIGN = 16
-"""Bytes of a vector load: lines that start on it are read eight values at a time, others value by value."""
+"""Bytes of a vector load: lines that start on it are read and written eight values at a time, others value by value."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,8 @@ class TwoFourPack:
             ("bfloat16", "logical", False, True), ("bfloat16", "ldmatrix", False, False),
             ("float16", "fragment", True, True), ("bfloat16", "cutlass-sm80", True, False),
         )]  # fmt: skip
-        return (*packs, self._unpack("ldmatrix", True), self._unpack("cutlass-sm80", False))
+        unpacks = (2, "ldmatrix", True), (2, "cutlass-sm80", False), (4, "fragment", True), (1, "logical", False)
+        return (*packs, *(self._unpack(*u) for u in unpacks))
 
     def packer(self, x: Any, order: str, prune: bool, data: Any, meta: Any, refused: Any) -> Callable[[], None]:
         """The launch on the current stream that fills data [Mp, Kp/2] and meta from x [M, K].
@@ -49,7 +54,9 @@ class TwoFourPack:
 
     def unpacker(self, data: Any, meta: Any, order: str, out: Any) -> Callable[[], None]:
         """The launch on the current stream that fills out [M, K]."""
-        launch = _launch(self._unpack(order, _aligned(out)), "PPPqqqqq", self.threads, *_target(data))
+        launch = _launch(
+            self._unpack(data.dtype.itemsize, order, _aligned(out)), "PPPqqqqq", self.threads, *_target(data)
+        )
         grid, extents = self._grid(data.shape)
         args = (data.data.ptr, meta.data.ptr, out.data.ptr, *out.shape, *extents)
         return lambda: launch(grid, _stream(), *args)
@@ -60,7 +67,7 @@ class TwoFourPack:
 
         @functools.cache
         def launch(aligned: bool) -> Launch:
-            function = jit.load(SOURCE, self._unpack(order, aligned), *target)
+            function = jit.load(SOURCE, self._unpack(data.dtype.itemsize, order, aligned), *target)
             return Launch(function, "PPPqqqqq", (data, meta), self.threads)
 
         def launches(x: int, ld: int, stream: int) -> list[Bound]:
@@ -80,8 +87,8 @@ class TwoFourPack:
         flags = ", ".join(str(f).lower() for f in (prune, aligned))
         return f"two_four_pack<{value_type(dtype).cuda}, {ORDERS[order]}, {flags}, {self.cols}, {self.threads}>"
 
-    def _unpack(self, order: str, aligned: bool) -> str:
-        return f"two_four_unpack<{ORDERS[order]}, {str(aligned).lower()}, {self.cols}, {self.threads}>"
+    def _unpack(self, size: int, order: str, aligned: bool) -> str:
+        return f"two_four_unpack<{WORDS[size]}, {ORDERS[order]}, {str(aligned).lower()}, {self.cols}, {self.threads}>"
 
 
 BLOCK = TwoFourPack()
