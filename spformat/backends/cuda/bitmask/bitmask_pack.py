@@ -45,10 +45,10 @@ def nonzeros(x: Array, rows: int, length: int, counts: Array) -> tuple[Array, Ar
     elements. counts: uint32[tiles], those of each tile. Waits for the device once."""
     import cupy
 
-    offsets = Offsets(counts, ANY_SUM)
     bound, stream = rows * length, current_stream()
-    launch = launch_on(x, SOURCE, _values(x.itemsize, index_dtype(bound).itemsize), "PqqqPPP")
     indptr = cupy.empty(rows + 1, index_dtype(bound))
+    offsets = Offsets(counts, ANY_SUM)
+    launch = launch_on(x, SOURCE, _values(x.itemsize, indptr.itemsize), "PqqqPPP")
     nnz = offsets.total()  # synchronize!
     if indptr.dtype != index_dtype(nnz):
         launch = launch_on(x, SOURCE, _values(x.itemsize, 4), "PqqqPPP")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ....arrays.library import Array, ceil_div, index_dtype
+from ..runtime import offsets
 from ..runtime.expansion import INDEX
-from ..runtime.offsets import Offsets
 from ..runtime.scan_launch import WORDS
 from .bitmask_pack import ANY_SUM, THREADS, current_stream, launch_on, tiles
 
@@ -32,7 +32,7 @@ def starts_of(bitmask: Array) -> Array | None:
     launch = launch_on(bitmask, SOURCE, "bitmask_chunks", "PqPq")
     grid = (ceil_div(32 * counts.size, THREADS), 1, 1)
     launch(grid, current_stream(), bitmask.data.ptr, bitmask.size, counts.data.ptr, counts.size)
-    return Offsets(counts, ANY_SUM).starts
+    return offsets.starts_of(counts, ANY_SUM)
 
 
 def address(starts: Array | None) -> int:
