@@ -18,7 +18,8 @@ using namespace spformat;
 struct Places {
     i64 r32, r16, r8, r1, shift, outer, inner;
     __device__ __forceinline__ i64 operator()(i64 r, i64 q) const {
-        const i64 row = r / 32 * r32 + r % 32 / 16 * r16 + r % 16 / 8 * r8 + r % 8 * r1;
+        const u32 low = u32(r);  // shifts: divisions of a signed number take more instructions
+        const i64 row = (r >> 5) * r32 + (low >> 4 & 1) * r16 + (low >> 3 & 1) * r8 + (low & 7) * r1;
         return row + (q >> shift) * outer + (q & ((1 << shift) - 1)) * inner;
     }
 };
@@ -35,17 +36,20 @@ two_four_bits(const T* __restrict__ data, const u16* __restrict__ meta, i64 M, i
     const Rows<Sizes::SIZE> rows(first, length);
     Unit<T> units[Sizes::UNITS];
     u32 nibbles[Sizes::UNITS];
+    i64 to[Sizes::UNITS];    // the first byte of a unit
+    int room[Sizes::UNITS];  // bytes of it that exist
 #pragma unroll
     for (int j = 0; j < Sizes::UNITS; ++j) {
         const int d = (j * TILE_THREADS + tid) * Sizes::WIDE;
         units[j] = load_unit<false>(data, first + d, n);
-        nibbles[j] = 0;
+        nibbles[j] = 0, room[j] = 0;
         if (first + d >= n) continue;
         i64 k;  // the first value in its row
         const i64 row = rows(d, k);
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) nibbles[j] |= u32(meta[at(row, k / 8 + i)]) << (16 * i);
         if (WORDS * 8 > Sizes::WIDE) nibbles[j] >>= 2 * (k % 8);
+        to[j] = row * wide + k / 4, room[j] = int(max(i64(0), min(i64(BYTES), wide - k / 4)));
     }
     u32 count = 0;
 #pragma unroll
@@ -58,14 +62,14 @@ two_four_bits(const T* __restrict__ data, const u16* __restrict__ meta, i64 M, i
             const u32 nibble = nibbles[j] >> (4 * g), pair = mask >> (2 * g);
             out |= ((pair & 1) << (nibble & 3) | (pair >> 1 & 1) << (nibble >> 2 & 3)) << (4 * g);
         }
-        const int d = (j * TILE_THREADS + tid) * Sizes::WIDE;
-        if (first + d >= n) continue;
-        i64 k;
-        const i64 row = rows(d, k);
-        u8* to = bits + row * wide + k / 4;
+        if (BYTES > 1 && wide % BYTES == 0) {  // either all of them exist or none
+            if (room[j] && BYTES == 2) *reinterpret_cast<u16*>(bits + to[j]) = u16(out);
+            if (room[j] && BYTES == 4) *reinterpret_cast<u32*>(bits + to[j]) = out;
+            continue;
+        }
 #pragma unroll
         for (int i = 0; i < BYTES; ++i)
-            if (k / 4 + i < wide) to[i] = u8(out >> (8 * i));
+            if (i < room[j]) bits[to[j] + i] = u8(out >> (8 * i));
     }
     count = sum_of_warp(count);
     if (tid % 32 == 0) sums[tid / 32] = count;
