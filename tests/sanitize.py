@@ -4,8 +4,8 @@
     python tests/sanitize.py --tool compute-sanitizer [--jobs 8] [PART ...]
                                                            each under memcheck and racecheck, in processes of its own
 
-A part is a kernel, two_four_pack, vector_nm_convert, scans, epilogues, pieces, expansions or copies. Prints a line per part;
-results are compared too, so that the run is a test without the tool, too. ``--planted`` runs a kernel with two
+A part is a kernel, two_four_pack, vector_nm_convert, bitmask_convert, scans, epilogues, pieces, expansions or copies. Prints a
+line per part; results are compared too, so that the run is a test without the tool, too. ``--planted`` runs a kernel with two
 faults instead, one for each tool: a run where it is not reported proves nothing, so that with ``--tool`` this comes
 first.
 """
@@ -129,6 +129,32 @@ def vector_packing() -> int:
     cp.cuda.set_allocator(cp.get_default_memory_pool().malloc)
     assert done, "nothing was refused"
     return 4 * done
+
+
+def bitmask_packing() -> int:
+    """Matrices turned into Bitmask and back, from dense, CSR and 2:4, each array an allocation of its own."""
+    cp.cuda.set_allocator(None)
+    rng, done = np.random.default_rng(12), 0
+    for shape, dtype in itertools.product(((33, 70), (3, 9001), (700, 3), (40, 264)), ("float16", "float32", "int8")):
+        x = rng.integers(-3, 4, shape).astype(dtype)
+        wanted, with_zeros = convert(x, "bitmask"), convert(np.ones_like(x), "csr")
+        with_zeros = with_zeros.with_arrays(data=x.reshape(-1))
+        for source in (cp.asarray(x), convert(x, "csr").to("cuda"), with_zeros.to("cuda")):
+            assert convert(source, "bitmask").to("cpu") == wanted, (shape, dtype)
+        on_gpu = wanted.to("cuda")
+        assert (on_gpu.to_dense().get() == x).all(), (shape, dtype)
+        assert on_gpu.to_csr().to("cpu") == wanted.to_csr(), (shape, dtype)
+        fitting = masks.apply(x, masks.magnitude_nm(x, 2, 4))
+        packed, bits = convert(fitting, "two-four"), convert(fitting, "bitmask")
+        assert convert(packed.to("cuda"), "bitmask").to("cpu") == bits, (shape, dtype)
+        assert convert(bits.to("cuda"), "two-four").to("cpu") == packed, (shape, dtype)
+        try:
+            convert(on_gpu, "two-four")
+        except StructureError:
+            done += 1
+    cp.cuda.set_allocator(cp.get_default_memory_pool().malloc)
+    assert done, "nothing was refused"
+    return 8 * done
 
 
 def scans() -> int:
@@ -265,6 +291,7 @@ def sanitize(program: str, parts: list[str], jobs: int) -> bool:
 def main() -> None:
     others = {
         "two_four_pack": (packing, "conversions"), "vector_nm_convert": (vector_packing, "conversions"),
+        "bitmask_convert": (bitmask_packing, "conversions"),
         "scans": (scans, "verdicts"), "epilogues": (epilogues, "products"),
         "pieces": (pieces, "products"), "expansions": (expansions, "matrices"),
         "copies": (copies, "products"),

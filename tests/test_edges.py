@@ -116,6 +116,23 @@ def test_conversions_checks_and_decoding_go_through_the_table(monkeypatch: pytes
     assert seen == [("dense", "bsr"), ("bsr", "csr"), ("csr", "bsr"), ("bsr", "dense"), ("bsr", "check")]
 
 
+def test_convert_asks_for_an_edge_between_two_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a valid matrix and the parameters of the target; without an answer the way leads through CSR."""
+    monkeypatch.setattr(edges, "_table", dict(edges._table))
+    a, answers = sf.BSR.from_dense(X, blocksize=(1, 1)), [None, "edge"]
+    seen: list[Any] = []
+    edges.register(Edge("bsr", "two-four:32-bit", "cpu", lambda f, params: seen.append((f, params)) or answers.pop(0)))
+    assert sf.convert(a, "two-four", meta_order="logical") == sf.TwoFour.from_dense(X, meta_order="logical")
+    assert sf.convert(a, "two-four") == "edge"
+    assert seen == [(a, {"meta_order": "logical"}), (a, {"meta_order": "ldmatrix"})]
+    outside = a.with_arrays(indices=a.indices + np.int32(7))
+    with pytest.raises(sf.errors.IndexBoundsError):
+        sf.convert(outside, "two-four")
+    with pytest.raises(sf.errors.UsageError, match="meta_order"):
+        sf.convert(a, "two-four", meta_order="random")
+    assert len(seen) == 2
+
+
 @pytest.mark.parametrize("edge", EDGES, ids=lambda e: f"{e.source}-{e.target}")
 def test_an_edge_of_cuda_starts_and_ends_at_a_format(edge: Edge) -> None:
     names = {f.name for f in registered()}

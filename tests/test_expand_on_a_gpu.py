@@ -14,7 +14,7 @@ from test_kernels import BIG, LAYOUTS, Guarded, matrix, on_device, problem
 
 import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES, bits
-from spformat.backends.cuda.bitmask import expand_bitmask
+from spformat.backends.cuda.bitmask import bitmask_unpack
 from spformat.backends.cuda.bsr import expand_bsr
 from spformat.backends.cuda.csr import expand_csr
 from spformat.backends.cuda.dense import expand_then_dense
@@ -119,7 +119,7 @@ def test_conversions_write_a_whole_array(cp: Any, name: str) -> None:
         else:
             convert = {
                 "csr": expand_csr.csr_to_dense,
-                "bitmask": expand_bitmask.bitmask_to_dense,
+                "bitmask": bitmask_unpack.bitmask_to_dense,
                 "sr-bcrs": expand_sr_bcrs.sr_bcrs_to_dense,
             }[name]
             convert(*a.values(), out)

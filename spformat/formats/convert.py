@@ -10,7 +10,7 @@ import numpy as np
 from ..arrays.dtypes import value_type
 from ..arrays.library import Array, current_device
 from ..errors import UsageError
-from . import BSR, COO, CSC, CSR, DBSR, SRBCRS, Bitmask, ELLBuckets, Stack, TwoFour, VectorNM, parse_spec
+from . import BSR, COO, CSC, CSR, DBSR, SRBCRS, Bitmask, ELLBuckets, Stack, TwoFour, VectorNM, edges, parse_spec
 from .base import Format
 from .dense import Dense
 from .foreign import as_format
@@ -75,7 +75,24 @@ def convert(x: Any, target: str | type[Format], *, dtype: Any = None, **params: 
         if fmt is Dense:
             fmt.resolve_params(given)
             return Dense.from_dense(a.to_dense())
-        return fmt.from_csr(a.to_csr(), **given)
+        direct = _by_edge(a, fmt, given)
+        return fmt.from_csr(a.to_csr(), **given) if direct is None else direct
+
+
+def _by_edge(a: Format, fmt: type[Format], given: dict[str, Any]) -> Format | None:
+    """``a`` in the format ``fmt`` by an edge between these two; None if there is none, and the way leads through CSR.
+
+    Edges from CSR and to CSR are left to ``from_csr`` and ``to_csr``.
+    """
+    if fmt is CSR or type(a) is CSR:
+        return None
+    source, target = a.edge_name(a.dtype), fmt.edge_name(a.dtype)
+    if not edges.find(source, target, a.values):
+        return None
+    a.ensure_valid()  # the conversion uses indices as addresses
+    fmt.require_converter(**given)
+    direct: Format | None = edges.take(source, target, a, fmt.resolve_params(given), a.values)
+    return direct
 
 
 def stack(

@@ -6,6 +6,7 @@ and raises the same errors; or it returns None, and the general code runs.
 
     ("dense", "csr", "cpu")               array [M, K] -> CSR
     ("bitmask", "dense", "cpu")           Bitmask -> array [M, K]
+    ("two-four", "bitmask", "cuda")       TwoFour -> Bitmask
     ("csr", "check", "cuda")              CSR -> whether all its contents were seen to be valid
     ("dense", "two-four:pruned", "cuda")  array [M, K] -> (TwoFour of the largest values, values that are not finite)
 

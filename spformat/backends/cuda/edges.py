@@ -20,7 +20,7 @@ from ...formats.ell_buckets import ELLBuckets
 from ...formats.sr_bcrs import SRBCRS
 from ...formats.two_four import NIBBLES, TwoFour, meta_steps
 from ...formats.vector_nm import VectorNM, pack
-from .bitmask import bitmask_scan
+from .bitmask import bitmask_edges, bitmask_scan
 from .bsr import bsr_scan
 from .csr import csr_scan
 from .ell_buckets import ell_buckets_scan
@@ -143,6 +143,10 @@ def vector_nm_packed(indices: Array, params: Params) -> tuple[Array, Array]:
     return col_info, ranks
 
 
+TWO_FOUR = (TwoFour.name, "two-four:8-bit", "two-four:32-bit")
+"""The names of 2:4 in the table, for values of 2, 1 and 4 bytes (``TwoFour.edge_name``)."""
+
+
 def _edge(source: str | type[Format], target: str | type[Format], function: Any) -> Edge:
     start, end = (f if isinstance(f, str) else f.name for f in (source, target))
     return Edge(start, end, "cuda", function)
@@ -166,4 +170,10 @@ EDGES: tuple[Edge, ...] = (
     _edge(DENSE, "vector-nm:pruned", vector_nm_pruned),
     _edge(VectorNM, DENSE, vector_nm_to_dense),
     _edge("vector-nm:indices", "vector-nm:packed", vector_nm_packed),
+    _edge(DENSE, Bitmask, bitmask_edges.from_dense),
+    _edge(Bitmask, DENSE, bitmask_edges.to_dense),
+    _edge(CSR, Bitmask, bitmask_edges.from_csr),
+    _edge(Bitmask, CSR, bitmask_edges.to_csr),
+    *(_edge(name, Bitmask, bitmask_edges.from_two_four) for name in TWO_FOUR),
+    *(_edge(Bitmask, name, bitmask_edges.to_two_four) for name in TWO_FOUR),
 )

@@ -8,7 +8,7 @@ from typing import Any
 from ....arrays.library import Array, ceil_div, round_up
 from ....products.problem import Problem
 from ..runtime import jit
-from ..runtime.expansion import ENOUGH, UNIT, Target, Writer, index_type, write_now
+from ..runtime.expansion import ENOUGH, UNIT, Target, Writer, index_type
 from ..runtime.launch import Bound, Launch
 from ..runtime.transpose import WORDS
 
@@ -27,11 +27,6 @@ def instances() -> tuple[str, ...]:
 def expander(a: Any, p: Problem) -> Writer:
     """The launches that write the Bitmask ``a`` [M, K] as a dense matrix."""
     return _writer(a.indptr, a.bitmask, a.data, Target.of(p))
-
-
-def bitmask_to_dense(indptr: Array, bitmask: Array, data: Array, out: Array) -> None:
-    """Write out [M, K], all of it, from the arrays of a valid Bitmask, all CuPy."""
-    write_now(_writer(indptr, bitmask, data, Target.holding(data)), out)
 
 
 def cut(M: int, ld: int) -> tuple[int, int]:

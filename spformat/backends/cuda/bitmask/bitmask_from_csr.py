@@ -1,0 +1,48 @@
+"""The bits of a CSR on the device, in one launch.  Kernel: bitmask_from_csr.cu."""
+
+from __future__ import annotations
+
+from ....arrays.dtypes import value_type
+from ....arrays.library import Array, ceil_div
+from ..runtime.expansion import INDEX
+from ..runtime.scan_launch import WORDS
+from ..runtime.scratch import Counters
+from .bitmask_pack import current_stream, launch_on
+
+SOURCE = "bitmask/bitmask_from_csr.cu"
+WARPS, IMAGE = 8, 4096
+"""Must match the constants of the kernel: warps of a block, columns that a warp takes at a time."""
+LANES = 32
+
+
+def instances() -> tuple[str, ...]:
+    """C++ names that the compile tests build."""
+    return tuple(_instance(*sizes) for sizes in ((1, 4, 4), (2, 4, 4), (2, 8, 4), (4, 4, 8), (8, 8, 8)))
+
+
+def cut(K: int) -> tuple[int, int, int]:
+    """(segments of a row, columns of each, rows): what a warp takes, one segment or that many whole rows. K >= 1."""
+    whole = 8 * ceil_div(K, 8)
+    if whole > IMAGE:
+        return ceil_div(whole, IMAGE), IMAGE, 1
+    return 1, whole, min(LANES, 1 << (IMAGE // whole).bit_length() - 1)
+
+
+def bitmask_from_csr(shape: tuple[int, int], indptr: Array, indices: Array, data: Array) -> tuple[Array, Counters]:
+    """(bitmask uint8[M, ceil(K/8)], counters: the first is not 0 if a stored value is zero) from the arrays of a valid
+    CSR with M and K at least 1, all CuPy. The bit of a stored zero is 0. Does not wait for the device."""
+    import cupy
+
+    M, K = shape
+    segments, width, rows = cut(K)
+    bitmask, zeros = cupy.empty((M, ceil_div(K, 8)), "u1"), Counters()
+    name = _instance(data.itemsize, indptr.itemsize, indices.itemsize)
+    launch = launch_on(data, SOURCE, name, "PPPqqqPqiiP")
+    arrays, mask = (indptr.data.ptr, indices.data.ptr, data.data.ptr), value_type(data.dtype).zero_mask
+    grid = (ceil_div(ceil_div(M, rows) * segments, WARPS), 1, 1)
+    launch(grid, current_stream(), *arrays, M, K, mask, bitmask.data.ptr, segments, width, rows, zeros.address)
+    return bitmask, zeros
+
+
+def _instance(size: int, pointer: int, index: int) -> str:
+    return f"bitmask_from_csr<{WORDS[size]}, {INDEX[pointer]}, {INDEX[index]}>"

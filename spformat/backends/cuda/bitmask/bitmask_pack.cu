@@ -1,0 +1,122 @@
+// A dense matrix as a Bitmask: the bits and how many of them each tile has; then, with their sums, the values and the
+// pointer. sm_80 and later. Launcher: bitmask_pack.py.
+//
+//   x        T[M, K]               row-major, as unsigned words; `live` masks the bits that decide whether one is zero
+//   bits     u8[M, ceil(K / 8)]    bit b of byte y is column 8y+b; bits of columns >= K are 0
+//   counts   u32[tiles]            nonzeros of each tile
+//   starts   i64[tiles]            nonzeros before each tile
+//   data     T[nnz]                the nonzeros in row-major order
+//   indptr   Ptr[M + 1]            nonzeros before each row
+//
+// A tile is 16 KB of memory, the first one the 16 KB from the boundary of 16 bytes at or before x; see flat_tiles.cuh. The
+// values of a tile are put together in shared memory, so that whole units of 16 bytes are written.
+#include "spformat/flat_tiles.cuh"
+
+using namespace spformat;
+
+// The first byte of the bitmap whose first element is element f or a later one. n: elements; wide: bytes of a row.
+__device__ __forceinline__ i64 byte_from(i64 f, i64 n, i64 M, i64 K, i64 wide) {
+    if (f <= 0) return 0;
+    if (f >= n) return M * wide;
+    const i64 row = f / K;
+    return row * wide + (f - row * K + 7) / 8;
+}
+
+template <class T>
+__global__ void __launch_bounds__(TILE_THREADS)
+bitmask_bits(const T* __restrict__ x, i64 M, i64 K, u64 live, u8* __restrict__ bits, u32* __restrict__ counts) {
+    using Sizes = Tile<T>;
+    __shared__ __align__(16) u32 flat[Sizes::WORDS + 1];
+    __shared__ u32 sums[TILE_THREADS / 32];
+    const int tid = threadIdx.x, lane = tid % 32, head = head_of(x);
+    const i64 n = M * K, wide = (K + 7) / 8, first = i64(blockIdx.x) * Sizes::SIZE - head;
+    const bool whole = K % 8 == 0 && head == 0;  // each byte of the result is one of `flat`
+    Unit<T> units[Sizes::UNITS];
+#pragma unroll
+    for (int j = 0; j < Sizes::UNITS; ++j)
+        units[j] = load_unit<false>(x, first + (j * TILE_THREADS + tid) * Sizes::WIDE, n);
+    u32 count = 0;
+#pragma unroll
+    for (int j = 0; j < Sizes::UNITS; ++j) {
+        const u32 mask = nonzeros(units[j], T(live));
+        count += __popc(mask);
+        put_mask<T>(flat, j * TILE_THREADS + tid, mask);
+    }
+    if (!whole && tid < 32) {  // the byte that starts at the last element of the tile needs seven more
+        const i64 at = first + Sizes::SIZE + lane;
+        const u32 halo = __ballot_sync(~0u, lane < 8 && at < n && (x[at] & T(live)) != 0);
+        if (lane == 0) flat[Sizes::WORDS] = halo;
+    }
+    count = sum_of_warp(count);
+    if (lane == 0) sums[tid / 32] = count;
+    __syncthreads();
+    if (tid == 0) {
+        u32 total = 0;
+        for (int i = 0; i < TILE_THREADS / 32; ++i) total += sums[i];
+        counts[blockIdx.x] = total;
+    }
+    if (whole) {
+        const int bytes = int(min(i64(Sizes::SIZE), n - first) / 8);
+        u8* to = bits + first / 8;
+        for (int q = tid * 16; q < bytes; q += TILE_THREADS * 16) {
+            if (q + 16 <= bytes) {
+                __stcs(reinterpret_cast<uint4*>(to + q), reinterpret_cast<const uint4*>(flat)[q / 16]);
+            } else {
+                for (int y = q; y < bytes; ++y) to[y] = reinterpret_cast<const u8*>(flat)[y];
+            }
+        }
+        return;
+    }
+    const i64 from = byte_from(first, n, M, K, wide), end = byte_from(first + Sizes::SIZE, n, M, K, wide);
+    if (from >= end) return;
+    const Rows<Sizes::SIZE> rows(from, wide);
+    for (int d = tid; d < end - from; d += TILE_THREADS) {
+        i64 y;
+        const i64 row = rows(d, y);
+        const int p = int(row * K + 8 * y - first);
+        u32 byte = __funnelshift_r(flat[p / 32], flat[p / 32 + 1], p % 32) & 255;
+        if (K - 8 * y < 8) byte &= (1u << (K - 8 * y)) - 1;
+        bits[from + d] = u8(byte);
+    }
+}
+
+// rows: M; length: elements of a row. Tiles are taken from the last to the first, because the last ones that
+// bitmask_bits has read may still be in L2.
+template <class T, class Ptr>
+__global__ void __launch_bounds__(TILE_THREADS, 5)  // five blocks have enough bytes in flight
+bitmask_values(const T* __restrict__ x, i64 M, i64 length, u64 live, const i64* __restrict__ starts, T* __restrict__ data,
+               Ptr* __restrict__ indptr) {
+    using Sizes = Tile<T>;
+    __shared__ __align__(16) T image[Sizes::SIZE + Sizes::WIDE];
+    __shared__ __align__(16) u32 flat[Sizes::WORDS], before[Sizes::WORDS];
+    __shared__ u32 sums[33];
+    const int tid = threadIdx.x, tile = gridDim.x - 1 - blockIdx.x;
+    const i64 n = M * length, first = i64(tile) * Sizes::SIZE - head_of(x), start = starts[tile];
+    Unit<T> units[Sizes::UNITS];
+#pragma unroll
+    for (int j = 0; j < Sizes::UNITS; ++j)
+        units[j] = load_unit<true>(x, first + (j * TILE_THREADS + tid) * Sizes::WIDE, n);
+#pragma unroll
+    for (int j = 0; j < Sizes::UNITS; ++j) put_mask<T>(flat, j * TILE_THREADS + tid, nonzeros(units[j], T(live)));
+    __syncthreads();
+    const u32 total = bits_before_words<Sizes::WORDS>(flat, before, sums);
+    T* to = data + start;
+    const int head = head_of(to);
+#pragma unroll
+    for (int j = 0; j < Sizes::UNITS; ++j) {
+        const int p = (j * TILE_THREADS + tid) * Sizes::WIDE;
+        const u32 mask = flat[p / 32] >> p % 32;
+        T* next = image + head + bits_before(flat, before, p);
+#pragma unroll
+        for (int i = 0; i < Sizes::WIDE; ++i)
+            if (mask >> i & 1) *next++ = units[j][i];
+    }
+    const i64 stop = first + Sizes::SIZE;
+    for (i64 row = (max(first, i64(0)) + length - 1) / length + tid; row <= M; row += TILE_THREADS) {
+        const i64 p = row * length - first;
+        if (p >= Sizes::SIZE && stop < n) break;  // the last tile writes the end of the last row, too
+        indptr[row] = Ptr(start + (p < Sizes::SIZE ? bits_before(flat, before, int(p)) : total));
+    }
+    __syncthreads();
+    for (int q = tid; q * Sizes::WIDE < head + int(total); q += TILE_THREADS) store_unit(to, image, head, int(total), q);
+}
