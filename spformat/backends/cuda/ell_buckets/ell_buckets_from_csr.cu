@@ -21,7 +21,7 @@ using ell_buckets::Buckets;
 using ell_buckets::MOST_WIDTHS;
 using ell_buckets::Widths;
 
-constexpr int CUT_THREADS = 256;                   // 32 rows, eight parts at a time
+constexpr int CUT_THREADS = 256;                              // 32 rows, eight parts at a time
 constexpr int TILE_WARPS = 4, MOST_GROUPS = 2 * MOST_WIDTHS;  // tiles of a block; groups of a part
 constexpr int TABLE_THREADS = 1024, TABLE_BATCH = 4;
 constexpr int FILL_THREADS = 256, FILL_BATCH = 8;  // slots of a thread
@@ -242,7 +242,8 @@ place_ell_rows(const Ptr* __restrict__ indptr, const Ptr* __restrict__ cuts, con
             if (number < x.chunked) {
                 const i64 done = chunk * widest, left = length - done;
                 row_ids[chunk0 + number] = static_cast<Row>(row + owner);
-                spans[chunk0 + number] = Span<Ptr>{static_cast<Ptr>(begin + done), static_cast<int>(left < widest ? left : widest)};
+                const int items = static_cast<int>(left < widest ? left : widest);
+                spans[chunk0 + number] = Span<Ptr>{static_cast<Ptr>(begin + done), items};
             }
         }
         __syncwarp();
@@ -250,56 +251,76 @@ place_ell_rows(const Ptr* __restrict__ indptr, const Ptr* __restrict__ cuts, con
     }
 }
 
-// Every slot is written once, neighbours by neighbouring lanes.
-template <class T, class Idx, class Source, class Ptr>
-__global__ void __launch_bounds__(FILL_THREADS)
-fill_ell_slots(const Idx* __restrict__ indices, const T* __restrict__ values, const Span<Ptr>* __restrict__ spans,
-               const i64* __restrict__ tables, int count, i64 slots, Idx* __restrict__ to_indices, T* __restrict__ to_values,
-               Source* __restrict__ source) {
-    __shared__ i64 first_row;
-    __shared__ int low, high;
-    __shared__ u32 first_slot, first_width;
-    const Buckets buckets(tables, count);
-    const i64 start = static_cast<i64>(blockIdx.x) * (FILL_THREADS * FILL_BATCH);
-    if (threadIdx.x == 0) {
-        const int b = bucket_of(start, buckets.slots, count);
-        const i64 at = start - buckets.slots[b], width = buckets.widths[b], row = at / width;
-        low = b, first_row = buckets.rows[b] + row;
-        first_slot = static_cast<u32>(at - row * width), first_width = static_cast<u32>(width);
-    } else if (threadIdx.x == 32) {
-        const i64 end = start + FILL_THREADS * FILL_BATCH;
-        high = bucket_of((end < slots ? end : slots) - 1, buckets.slots, count);
-    }
-    __syncthreads();
-    i64 item[FILL_BATCH];
+// A block's first slot: its ELL row, its place there, and the width of its bucket.
+struct FirstSlot {
+    i64 row;
+    u32 place, width;
+};
+
+// The slots of a block, which lie in buckets low .. high; Several: in more than one. Every slot is written once, neighbours by
+// neighbouring lanes. Loads have no conditions, so that those of all of a thread's slots are in flight together.
+template <bool Several, class T, class Idx, class Source, class Ptr>
+__device__ __forceinline__ void fill_slots(const Idx* __restrict__ indices, const T* __restrict__ values,
+                                           const Span<Ptr>* __restrict__ spans, const Buckets& buckets, FirstSlot first, int low,
+                                           int high, i64 start, i64 slots, Idx* __restrict__ to_indices,
+                                           T* __restrict__ to_values, Source* __restrict__ source) {
+    constexpr int MOST = FILL_THREADS * FILL_BATCH;
+    const u32 last = static_cast<u32>(slots - start < MOST ? slots - start : MOST) - 1;
+    u32 place[FILL_BATCH];
+    Span<Ptr> span[FILL_BATCH];
 #pragma unroll
     for (int j = 0; j < FILL_BATCH; ++j) {
-        const u32 offset = j * FILL_THREADS + threadIdx.x;
-        item[j] = -1;
-        if (start + offset >= slots) continue;
-        i64 row = first_row;
-        u32 at = first_slot + offset, width = first_width;  // both below 2^20 + 2^11
-        if (high > low) {
+        const u32 mine = j * FILL_THREADS + threadIdx.x, offset = mine < last ? mine : last;
+        i64 row = first.row;
+        u32 at = first.place + offset, width = first.width;  // below 2^21
+        if (Several) {
             const int b = low + bucket_of(start + offset, buckets.slots + low, high - low + 1);
             if (b > low) {
                 row = buckets.rows[b], at = static_cast<u32>(start + offset - buckets.slots[b]);
                 width = static_cast<u32>(buckets.widths[b]);
             }
         }
-        const u32 rows = at / width, place = at - rows * width;
-        const Span<Ptr> span = spans[row + rows];
-        if (place < static_cast<u32>(span.items)) item[j] = static_cast<i64>(span.first) + place;
+        const u32 rows = at / width;
+        place[j] = at - rows * width, span[j] = spans[row + rows];
     }
     Idx column[FILL_BATCH];
     T value[FILL_BATCH];
 #pragma unroll
     for (int j = 0; j < FILL_BATCH; ++j) {
-        column[j] = -1, value[j] = 0;
-        if (item[j] >= 0) column[j] = indices[item[j]], value[j] = values[item[j]];
+        const Ptr item = span[j].first + (place[j] < static_cast<u32>(span[j].items) ? static_cast<Ptr>(place[j]) : Ptr(0));
+        column[j] = indices[item], value[j] = values[item];
     }
 #pragma unroll
     for (int j = 0; j < FILL_BATCH; ++j) {
-        const i64 to = start + j * FILL_THREADS + threadIdx.x;
-        if (to < slots) to_indices[to] = column[j], to_values[to] = value[j], source[to] = static_cast<Source>(item[j]);
+        const u32 offset = j * FILL_THREADS + threadIdx.x;
+        const bool live = place[j] < static_cast<u32>(span[j].items);
+        if (offset > last) continue;
+        to_indices[start + offset] = live ? column[j] : Idx(-1), to_values[start + offset] = live ? value[j] : T(0);
+        source[start + offset] = live ? static_cast<Source>(span[j].first + static_cast<Ptr>(place[j])) : Source(-1);
     }
+}
+
+template <class T, class Idx, class Source, class Ptr>
+__global__ void __launch_bounds__(FILL_THREADS)
+fill_ell_slots(const Idx* __restrict__ indices, const T* __restrict__ values, const Span<Ptr>* __restrict__ spans,
+               const i64* __restrict__ tables, int count, i64 slots, Idx* __restrict__ to_indices, T* __restrict__ to_values,
+               Source* __restrict__ source) {
+    __shared__ FirstSlot first;
+    __shared__ int low, high;
+    const Buckets buckets(tables, count);
+    const i64 start = static_cast<i64>(blockIdx.x) * (FILL_THREADS * FILL_BATCH);
+    if (threadIdx.x == 0) {
+        low = bucket_of(start, buckets.slots, count);
+        const i64 at = start - buckets.slots[low], width = buckets.widths[low], row = at / width;
+        first.row = buckets.rows[low] + row;
+        first.place = static_cast<u32>(at - row * width), first.width = static_cast<u32>(width);
+    } else if (threadIdx.x == 32) {
+        const i64 end = start + FILL_THREADS * FILL_BATCH;
+        high = bucket_of((end < slots ? end : slots) - 1, buckets.slots, count);
+    }
+    __syncthreads();
+    if (low == high)
+        fill_slots<false>(indices, values, spans, buckets, first, low, high, start, slots, to_indices, to_values, source);
+    else
+        fill_slots<true>(indices, values, spans, buckets, first, low, high, start, slots, to_indices, to_values, source);
 }

@@ -17,7 +17,7 @@ from .ell_buckets_launch import BATCH, THREADS, Widths, launch, stream
 SOURCE = "ell_buckets/ell_buckets_from_csr.cu"
 TILE_WARPS, TABLE_THREADS = 4, 1024
 """Tiles of a block; threads of the one block that sums. The same in the kernels."""
-TILES, COUNTS = 1024, 1 << 16
+TILES, COUNTS = 4096, 1 << 16
 """Most tiles of a matrix, and most counts of all tiles. One block sums the counts, so that there must be few."""
 
 
@@ -41,7 +41,7 @@ class Placed(NamedTuple):
 
 def instances() -> tuple[str, ...]:
     """C++ names that the compile tests build."""
-    kinds = (("int", "int"), ("long long", "int"), ("int", "long long"), ("long long", "long long"))
+    kinds = (("long long", "int"), ("int", "int"), ("int", "long long"), ("long long", "long long"))
     fill = [_fill(size, idx, ptr, ptr) for size, (ptr, idx) in zip(WORDS, kinds, strict=True)]
     per_pointer = [f for ptr in INDEX.values() for f in (_cut(ptr, "int"), _count(ptr), _place(ptr, "int"))]
     return (*per_pointer, _place("int", "long long"), _cut("int", "long long"), "sum_ell_rows", *fill)

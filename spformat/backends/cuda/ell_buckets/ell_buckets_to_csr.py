@@ -15,7 +15,7 @@ SOURCE = "ell_buckets/ell_buckets_to_csr.cu"
 
 def instances() -> tuple[str, ...]:
     """C++ names that the compile tests build."""
-    kinds = (("int", "int"), ("long long", "int"), ("int", "long long"), ("long long", "long long"))
+    kinds = (("long long", "int"), ("int", "int"), ("int", "long long"), ("long long", "long long"))
     scatter = [_scatter(size, idx, source) for size, (idx, source) in zip(WORDS, kinds, strict=True)]
     return (_count("int", "int", 4), _count("long long", "int", 4), _count("int", "long long", 8), *scatter)
 

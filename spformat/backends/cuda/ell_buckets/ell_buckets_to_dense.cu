@@ -76,6 +76,8 @@ expand_runs(const Run<Slot>* __restrict__ runs, const Idx* __restrict__ indices,
             }
         }
         const int most = static_cast<int>(end - at < wide ? end - at : wide);  // columns differ, so there are no more
+        const Idx* columns = indices + at;
+        const T* items = values + at;
         T* line = image + head + r * width;
         for (int i = lane % lanes; i < most; i += lanes * BATCH) {
             Offset offset[BATCH];
@@ -84,8 +86,8 @@ expand_runs(const Run<Slot>* __restrict__ runs, const Idx* __restrict__ indices,
             for (int b = 0; b < BATCH; ++b) {
                 offset[b] = wide, value[b] = 0;
                 if (i + b * lanes < most) {
-                    const i64 p = at + (i + b * lanes);
-                    offset[b] = static_cast<Offset>(indices[p]) - static_cast<Offset>(c0), value[b] = values[p];
+                    offset[b] = static_cast<Offset>(columns[i + b * lanes]) - static_cast<Offset>(c0);
+                    value[b] = items[i + b * lanes];
                 }
             }
 #pragma unroll

@@ -18,9 +18,9 @@ SOURCE = "ell_buckets/ell_buckets_to_dense.cu"
 
 def instances() -> tuple[str, ...]:
     """C++ names that the compile tests build."""
-    kinds = (("int", "int"), ("long long", "int"), ("int", "long long"), ("long long", "long long"))
+    kinds = (("long long", "int"), ("int", "int"), ("int", "long long"), ("long long", "long long"))
     expand = [_expand(size, idx, slot) for size, (idx, slot) in zip(WORDS, kinds, strict=True)]
-    return (_find("int", *kinds[0]), _find("int", *kinds[1]), _find("long long", *kinds[2]), *expand)
+    return (_find("int", *kinds[1]), _find("int", *kinds[0]), _find("long long", *kinds[2]), *expand)
 
 
 def lanes_of(rows: int, width: int, segments: int, parts: int, part_size: int) -> int:
