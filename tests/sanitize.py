@@ -4,7 +4,7 @@
     python tests/sanitize.py --tool compute-sanitizer [--jobs 8] [PART ...]
                                                            each under memcheck and racecheck, in processes of its own
 
-A part is a kernel, two_four_pack, vector_nm_convert, bitmask_convert, scans, epilogues, pieces, expansions or copies. Prints a
+A part is a kernel, two_four_pack, the conversions of a format, scans, epilogues, pieces, expansions or copies. Prints a
 line per part; results are compared too, so that the run is a test without the tool, too. ``--planted`` runs a kernel with two
 faults instead, one for each tool: a run where it is not reported proves nothing, so that with ``--tool`` this comes
 first.
@@ -157,6 +157,23 @@ def bitmask_packing() -> int:
     return 8 * done
 
 
+def ell_buckets() -> int:
+    """Matrices converted from CSR to ELL buckets, back, and to dense; each array an allocation of its own."""
+    cp.cuda.set_allocator(None)
+    rng, done = np.random.default_rng(12), 0
+    params = (*params_of("ell-buckets"), {"column_parts": 1000, "max_width": 2})
+    for given, shape, dtype in itertools.product(params, ((33, 70), (300, 333), (19, 9000)), ("float16", "float64")):
+        x = np.where(rng.random(shape) < rng.random((shape[0], 1)) ** 3, rng.integers(-3, 4, shape), 0).astype(dtype)
+        csr = convert(x, "csr")
+        packed = convert(csr.to("cuda"), "ell-buckets", **given)
+        assert packed.to("cpu") == convert(csr, "ell-buckets", **given), (given, shape, dtype)
+        assert packed.to_csr().to("cpu") == csr, (given, shape, dtype)
+        assert (packed.to_dense().get() == x).all(), (given, shape, dtype)
+        done += 3
+    cp.cuda.set_allocator(cp.get_default_memory_pool().malloc)
+    return done
+
+
 def scans() -> int:
     """Verdicts on sound matrices and hostile ones, each array an allocation of its own, against the named checks."""
     cp.cuda.set_allocator(None)
@@ -292,7 +309,9 @@ def main() -> None:
     others = {
         "two_four_pack": (packing, "conversions"), "vector_nm_convert": (vector_packing, "conversions"),
         "bitmask_convert": (bitmask_packing, "conversions"),
-        "scans": (scans, "verdicts"), "epilogues": (epilogues, "products"),
+        "ell_buckets": (ell_buckets, "conversions"),
+        "scans": (scans, "verdicts"),
+        "epilogues": (epilogues, "products"),
         "pieces": (pieces, "products"), "expansions": (expansions, "matrices"),
         "copies": (copies, "products"),
     }  # fmt: skip

@@ -19,7 +19,7 @@ from spformat.backends.cuda.bsr import expand_bsr
 from spformat.backends.cuda.csr import expand_csr
 from spformat.backends.cuda.dense import expand_then_dense
 from spformat.backends.cuda.dense.expand_then_dense import EXPANDERS, OPERATIONS, ExpandThenDense
-from spformat.backends.cuda.ell_buckets import expand_ell_buckets
+from spformat.backends.cuda.ell_buckets import ell_buckets_to_dense
 from spformat.backends.cuda.runtime.expansion import leading_dimension
 from spformat.backends.cuda.sr_bcrs import expand_sr_bcrs
 from spformat.backends.cuda.two_four import two_four_pack
@@ -108,7 +108,7 @@ def test_conversions_write_a_whole_array(cp: Any, name: str) -> None:
         g, out = f.to("cuda"), cp.full(f.shape, float("nan"), f.dtype)
         a = g.arrays()
         if name == "ell-buckets":
-            expand_ell_buckets.ell_buckets_to_dense(g, out)
+            ell_buckets_to_dense.ell_buckets_to_dense(g, out)
         elif name in ("bsr", "dbsr"):
             expand_bsr.bsr_to_dense(a.get("row_ids"), a["indptr"], a["indices"], a["data"], out)
         elif name == "two-four":

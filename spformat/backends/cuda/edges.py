@@ -23,7 +23,7 @@ from ...formats.vector_nm import VectorNM, pack
 from .bitmask import bitmask_edges, bitmask_scan
 from .bsr import bsr_scan
 from .csr import csr_scan
-from .ell_buckets import ell_buckets_scan
+from .ell_buckets import ell_buckets_edges, ell_buckets_scan
 from .sr_bcrs import sr_bcrs_scan
 from .two_four import two_four_pack, two_four_scan
 from .vector_nm import vector_nm_convert, vector_nm_scan
@@ -161,6 +161,9 @@ EDGES: tuple[Edge, ...] = (
     _edge(ELLBuckets, CHECK, check_ell_buckets),
     _edge(TwoFour, CHECK, check_two_four),
     _edge(VectorNM, CHECK, check_vector_nm),
+    _edge(CSR, ELLBuckets, ell_buckets_edges.from_csr),
+    _edge(ELLBuckets, CSR, ell_buckets_edges.to_csr),
+    _edge(ELLBuckets, DENSE, ell_buckets_edges.to_dense),
     _edge(DENSE, TwoFour, two_four_from_dense),
     _edge(DENSE, "two-four:pruned", two_four_pruned),
     _edge(TwoFour, DENSE, two_four_to_dense),

@@ -12,6 +12,7 @@
 //
 // Chained by position, ELL rows must come in the order of rows, parts and chunks. A chain that starts at 0, and in which
 // every other start is an end and nobody's start is claimed by two, leaves no ELL row out and no position.
+#include "spformat/ell_buckets.cuh"
 #include "spformat/scan.cuh"
 
 namespace spformat {
@@ -36,19 +37,6 @@ struct Tables {
     __device__ __forceinline__ i64 narrower(int bucket) const { return bucket % levels ? widths[bucket - 1] : 0; }
     __device__ __forceinline__ i64 slot(int bucket, i64 row) const { return slots[bucket] + (row - rows[bucket]) * width(bucket); }
 };
-
-// The bucket that holds number x, where `first` has the first number of each.
-__device__ __forceinline__ int bucket_of(i64 x, const i64* first, int buckets) {
-    int low = 0, high = buckets - 1;
-    while (low < high) {
-        const int middle = (low + high + 1) / 2;
-        if (first[middle] <= x)
-            low = middle;
-        else
-            high = middle - 1;
-    }
-    return low;
-}
 
 template <class T, class Column, class Source>
 __global__ void __launch_bounds__(scan::THREADS)

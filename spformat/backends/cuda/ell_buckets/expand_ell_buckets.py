@@ -12,7 +12,7 @@ from ....arrays.library import PAD, Array, index_dtype, namespace
 from ....arrays.segments import counts_of, offsets_from_counts, rows_of
 from ....products.problem import Problem
 from ..runtime import jit, row_images
-from ..runtime.expansion import Target, Writer, index_type, write_now
+from ..runtime.expansion import Target, Writer, index_type
 from ..runtime.launch import finish_arrays
 from ..runtime.transpose import WORDS
 
@@ -31,11 +31,6 @@ def expander(a: Any, p: Problem) -> Writer:
     indptr, slots = slots_by_row(a)
     finish_arrays()  # synchronize!
     return _writer(indptr, slots, a.indices, a.data, Target.of(p))
-
-
-def ell_buckets_to_dense(a: Any, out: Array) -> None:
-    """Write out [M, K], all of it, from a valid ELLBuckets of CuPy arrays."""
-    write_now(_writer(*slots_by_row(a), a.indices, a.data, Target.holding(a.data)), out)
 
 
 def slots_by_row(a: Any) -> tuple[Array, Array]:

@@ -1,0 +1,46 @@
+"""The conversions of ELL buckets on CUDA, as edges: functions around the kernels beside this file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....arrays.library import Array, namespace
+from ....formats.csr import CSR
+from ....formats.ell_buckets import ELLBuckets, widths_of
+from ....limits import check_bytes
+from .ell_buckets_from_csr import ell_buckets_from_csr, empty
+from .ell_buckets_to_csr import ell_buckets_to_csr
+from .ell_buckets_to_dense import bytes_of_runs, ell_buckets_to_dense
+
+RUNS = 1 << 28
+"""Bytes of the list of runs that are always allowed. A longer list may take as many bytes as the dense matrix."""
+
+
+def from_csr(a: CSR, params: dict[str, Any]) -> ELLBuckets:
+    """CSR -> ELLBuckets."""
+    parts, widths, segments = params["column_parts"], widths_of(params), a.shape[0] * params["column_parts"]
+    check_bytes(
+        8 * segments, f"counts of {segments} rows or segments", 8 * a.nnz
+    )  # the same refusal as the general code
+    if a.nnz:
+        placed = ell_buckets_from_csr(a.shape, a.indptr, a.indices, a.data, parts, widths)
+    else:
+        placed = empty(a.shape, a.indices, a.data, parts, widths)
+    return ELLBuckets.trusted(shape=a.shape, **params, **placed._asdict())
+
+
+def to_csr(a: ELLBuckets, params: dict[str, Any]) -> CSR | None:
+    """ELLBuckets -> CSR. The general code converts what ``check_canonical`` asks for: it may be invalid."""
+    if not a.is_validated:
+        return None
+    indptr, indices, data = ell_buckets_to_csr(a)
+    return CSR.trusted(shape=a.shape, indptr=indptr, indices=indices, data=data)
+
+
+def to_dense(a: ELLBuckets, params: dict[str, Any]) -> Array | None:
+    """ELLBuckets -> array [M, K]."""
+    if bytes_of_runs(a) > max(RUNS, a.shape[0] * a.shape[1] * a.dtype.itemsize):
+        return None
+    out = namespace(a.data).empty(a.shape, a.dtype)
+    ell_buckets_to_dense(a, out)
+    return out
