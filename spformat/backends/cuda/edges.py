@@ -22,7 +22,7 @@ from ...formats.two_four import NIBBLES, TwoFour, meta_steps
 from ...formats.vector_nm import VectorNM, pack
 from .bitmask import bitmask_scan
 from .bsr import bsr_scan
-from .csr import csr_scan
+from .csr import csr_from_dense, csr_scan, expand_csr
 from .ell_buckets import ell_buckets_scan
 from .sr_bcrs import sr_bcrs_scan
 from .two_four import two_four_pack, two_four_scan
@@ -82,6 +82,28 @@ def check_vector_nm(a: VectorNM, params: Params) -> bool:
 
 
 # ------------------------------------------------------------------ conversions
+
+
+def dense_to_csr(x: Array, params: Params) -> CSR | None:
+    """Array [M, K] -> CSR."""
+    if not x.size or not csr_from_dense.aligned(x):
+        return None
+    indptr, indices, data = csr_from_dense.csr_from_dense(x)
+    return CSR.trusted(shape=x.shape, indptr=indptr, indices=indices, data=data)
+
+
+def csr_to_dense(a: CSR, params: Params) -> Array:
+    """CSR -> array [M, K]."""
+    out = namespace(a.data).empty(a.shape, a.dtype)
+    expand_csr.csr_to_dense(a.indptr, a.indices, a.data, out)
+    return out
+
+
+def count_nonzeros(x: Array, params: Params) -> tuple[int, int] | None:
+    """Array [M, K] -> (values that are not zero, elements that are -0.0)."""
+    if not x.size or not csr_from_dense.aligned(x):
+        return None
+    return csr_from_dense.count_nonzeros(x)
 
 
 def two_four_from_dense(x: Array, params: Params) -> TwoFour:
@@ -159,6 +181,9 @@ EDGES: tuple[Edge, ...] = (
     _edge(ELLBuckets, CHECK, check_ell_buckets),
     _edge(TwoFour, CHECK, check_two_four),
     _edge(VectorNM, CHECK, check_vector_nm),
+    _edge(DENSE, CSR, dense_to_csr),
+    _edge(CSR, DENSE, csr_to_dense),
+    _edge(DENSE, "counts", count_nonzeros),
     _edge(DENSE, TwoFour, two_four_from_dense),
     _edge(DENSE, "two-four:pruned", two_four_pruned),
     _edge(TwoFour, DENSE, two_four_to_dense),
