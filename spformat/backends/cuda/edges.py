@@ -22,7 +22,7 @@ from ...formats.two_four import NIBBLES, TwoFour, meta_steps
 from ...formats.vector_nm import VectorNM, pack
 from .bitmask import bitmask_scan
 from .bsr import bsr_scan
-from .csr import csr_from_dense, csr_scan, expand_csr
+from .csr import csr_from_dense, csr_scan, csr_transpose, expand_csr
 from .ell_buckets import ell_buckets_scan
 from .sr_bcrs import sr_bcrs_scan
 from .two_four import two_four_pack, two_four_scan
@@ -97,6 +97,14 @@ def csr_to_dense(a: CSR, params: Params) -> Array:
     out = namespace(a.data).empty(a.shape, a.dtype)
     expand_csr.csr_to_dense(a.indptr, a.indices, a.data, out)
     return out
+
+
+def csr_transposed(a: CSR, params: Params) -> CSR | None:
+    """CSR [M, K] -> the transpose, CSR [K, M]."""
+    if not a.nnz:
+        return None
+    (M, K), (indptr, indices, data) = a.shape, csr_transpose.transposed(a.shape, a.indptr, a.indices, a.data)
+    return CSR.trusted(shape=(K, M), indptr=indptr, indices=indices, data=data)
 
 
 def count_nonzeros(x: Array, params: Params) -> tuple[int, int] | None:
@@ -183,6 +191,7 @@ EDGES: tuple[Edge, ...] = (
     _edge(VectorNM, CHECK, check_vector_nm),
     _edge(DENSE, CSR, dense_to_csr),
     _edge(CSR, DENSE, csr_to_dense),
+    _edge(CSR, "csr:transposed", csr_transposed),
     _edge(DENSE, "counts", count_nonzeros),
     _edge(DENSE, TwoFour, two_four_from_dense),
     _edge(DENSE, "two-four:pruned", two_four_pruned),
