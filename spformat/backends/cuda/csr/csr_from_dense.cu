@@ -85,6 +85,14 @@ template <class T> __device__ __forceinline__ void stream_unit(T* to, const T* i
         store_unit(to, image, head, count, q);
 }
 
+// The nonzeros of a piece: values at the places in their 16-byte units that they will have in `data`, and beside each its place
+// in the piece.
+template <class T> struct Packed {
+    static constexpr int EXTRA = 4;  // elements of a unit of columns: the first and the last unit reach beyond the piece
+    alignas(16) T values[PIECE<T> + PER_UNIT<T>];
+    alignas(16) u16 places[EXTRA + PIECE<T> + PER_UNIT<T> + EXTRA];
+};
+
 // Narrow: K < PIECE. reciprocal = ceil(2^32 / K), with which places are divided by K then: (v * reciprocal) >> 32 is exact for
 // v * K < 2^32.
 template <class T, bool Float, class Ptr, class Idx, bool Narrow>
@@ -92,8 +100,7 @@ __global__ void __launch_bounds__(FILL_WARPS * 32)
 fill_pieces(const T* __restrict__ x, i64 M, i64 K, i64 pieces, const i64* __restrict__ starts, Ptr* __restrict__ indptr,
             Idx* __restrict__ indices, T* __restrict__ data, i64 reciprocal) {
     constexpr int P = PER_UNIT<T>, N = STEPS<T>, SIZE = PIECE<T>, C = 16 / sizeof(Idx);
-    __shared__ __align__(16) T all_values[FILL_WARPS][SIZE + P];
-    __shared__ __align__(16) u16 all_places[FILL_WARPS][SIZE + 8];
+    __shared__ Packed<T> packed[FILL_WARPS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = head_of(x);
     // The last pieces first: the count, which ran before this, has left them in L2.
     const i64 piece = pieces - 1 - (static_cast<i64>(blockIdx.x) * FILL_WARPS + warp);
@@ -114,10 +121,10 @@ fill_pieces(const T* __restrict__ x, i64 M, i64 K, i64 pieces, const i64* __rest
     const int next = to_next < SIZE ? static_cast<int>(to_next) : SIZE;
     auto rows_before = [&](u32 v) { return static_cast<u32>(v * static_cast<u64>(reciprocal) >> 32); };
 
-    T* values = all_values[warp];
-    u16* places = all_places[warp];
-    const int values_head = head_of(data + at), places_head = head_of(indices + at);
-    int done = 0;
+    T* values = packed[warp].values;
+    u16* places = packed[warp].places + Packed<T>::EXTRA;
+    const int values_head = head_of(data + at), columns_head = head_of(indices + at);
+    int done = values_head;
 #pragma unroll
     for (int s = 0; s < N; s += 2) {  // two steps share a prefix sum: 16 bits hold the 512 elements of a step
         const u32 bits[2] = {nonzero_bits<T, Float>(unit[s]), nonzero_bits<T, Float>(unit[s + 1])};
@@ -127,19 +134,20 @@ fill_pieces(const T* __restrict__ x, i64 M, i64 K, i64 pieces, const i64* __rest
         for (int h = 0; h < 2; ++h) {
             const int first = ((s + h) * 32 + lane) * P;  // place of the unit's first element in the piece
             int to = done + static_cast<int>(before >> (16 * h) & 0xFFFF);
+            const int stored = to - values_head;
             if (Narrow) {
                 const u32 v = static_cast<u32>(column) + first, rows = rows_before(v), rest = v - rows * static_cast<u32>(K);
                 i64 number = row + rows + (rest != 0);
                 for (int e = rest ? static_cast<int>(K - rest) : 0; e < P; e += static_cast<int>(K), ++number)
-                    starts_row(number, to + __popc(bits[h] & ((1u << e) - 1)));
+                    starts_row(number, stored + __popc(bits[h] & ((1u << e) - 1)));
             } else if (next >= first && next < first + P) {
-                starts_row(next_row, to + __popc(bits[h] & ((1u << (next - first)) - 1)));
+                starts_row(next_row, stored + __popc(bits[h] & ((1u << (next - first)) - 1)));
             }
 #pragma unroll
             for (int e = 0; e < P; ++e)
                 if (bits[h] >> e & 1) {
-                    values[values_head + to] = element_of<T>(unit[s + h], e);
-                    places[places_head + to] = static_cast<u16>(first + e);
+                    values[to] = element_of<T>(unit[s + h], e);
+                    places[to] = static_cast<u16>(first + e);
                     ++to;
                 }
             done += static_cast<int>(sums >> (16 * h) & 0xFFFF);
@@ -149,11 +157,12 @@ fill_pieces(const T* __restrict__ x, i64 M, i64 K, i64 pieces, const i64* __rest
     for (int q = lane; q * P < values_head + items; q += 32) stream_unit(data + at, values, values_head, items, q);
     // Columns are below 2K here, and 2K may be above what a signed index holds.
     using Column = typename Unsigned<sizeof(Idx)>::type;
-    for (int q = lane; q * C < places_head + items; q += 32) {
+    const u16* placed = places + values_head - columns_head;  // as if they were packed for the units of indices
+    for (int q = lane; q * C < columns_head + items; q += 32) {
         __align__(16) Idx columns[C];
 #pragma unroll
         for (int e = 0; e < C; ++e) {
-            const u16 place = places[q * C + e];
+            const u16 place = placed[q * C + e];
             if (Narrow) {
                 const u32 v = static_cast<u32>(column) + place;
                 columns[e] = static_cast<Idx>(v - rows_before(v) * static_cast<u32>(K));
@@ -162,13 +171,13 @@ fill_pieces(const T* __restrict__ x, i64 M, i64 K, i64 pieces, const i64* __rest
                 columns[e] = static_cast<Idx>(c >= static_cast<Column>(K) ? c - static_cast<Column>(K) : c);
             }
         }
-        Idx* base = indices + at - places_head + q * C;
-        if (q * C >= places_head && (q + 1) * C <= places_head + items) {
+        Idx* base = indices + at - columns_head + q * C;
+        if (q * C >= columns_head && (q + 1) * C <= columns_head + items) {
             __stcs(reinterpret_cast<uint4*>(base), *reinterpret_cast<const uint4*>(columns));
         } else {
 #pragma unroll
             for (int e = 0; e < C; ++e)
-                if (q * C + e >= places_head && q * C + e < places_head + items) base[e] = columns[e];
+                if (q * C + e >= columns_head && q * C + e < columns_head + items) base[e] = columns[e];
         }
     }
 }
