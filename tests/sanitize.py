@@ -4,8 +4,8 @@
     python tests/sanitize.py --tool compute-sanitizer [--jobs 8] [PART ...]
                                                            each under memcheck and racecheck, in processes of its own
 
-A part is a kernel, two_four_pack, vector_nm_convert, scans, epilogues, pieces, expansions or copies. Prints a line per part;
-results are compared too, so that the run is a test without the tool, too. ``--planted`` runs a kernel with two
+A part is a kernel, two_four_pack, vector_nm_convert, csr_convert, scans, epilogues, pieces, expansions or copies. Prints a line
+per part; results are compared too, so that the run is a test without the tool, too. ``--planted`` runs a kernel with two
 faults instead, one for each tool: a run where it is not reported proves nothing, so that with ``--tool`` this comes
 first.
 """
@@ -32,11 +32,13 @@ from spformat import plan, spmm
 from spformat.backends.cuda import KERNELS
 from spformat.backends.cuda.dense.expand_then_dense import EXPANDERS
 from spformat.backends.cuda.runtime.expansion import leading_dimension
+from spformat.backends.cuda.runtime.offsets import Offsets
 from spformat.dispatch import copied_operands
 from spformat.errors import StructureError
 from spformat.formats.convert import convert
 from spformat.formats.two_four import META_ORDERS
 from spformat.preprocess import masks
+from spformat.preprocess.structure import count_nonzeros
 from spformat.products.operations import SPMM
 from spformat.products.tiles import forced
 
@@ -129,6 +131,27 @@ def vector_packing() -> int:
     cp.cuda.set_allocator(cp.get_default_memory_pool().malloc)
     assert done, "nothing was refused"
     return 4 * done
+
+
+def csr_conversions() -> int:
+    """Dense arrays to CSR, back and transposed, and offsets, each array an allocation of its own."""
+    cp.cuda.set_allocator(None)
+    rng, done = np.random.default_rng(12), 0
+    shapes = ((1, 1), (33, 70), (3, 4099), (2100, 3), (5, 2048))
+    for shape, dtype in itertools.product(shapes, ("float16", "float32", "float64", "int8")):
+        x = np.where(rng.random(shape) < 0.3, rng.integers(-3, 4, shape), 0).astype(dtype)
+        wanted, there = convert(x, "csr"), cp.asarray(x)
+        a = convert(there, "csr")
+        assert a.to("cpu") == wanted, (shape, dtype)
+        assert (a.to_dense().get() == x).all(), (shape, dtype)
+        assert a.T.to_csr().to("cpu") == convert(np.ascontiguousarray(x.T), "csr"), (shape, dtype)
+        assert count_nonzeros(there) == count_nonzeros(x), (shape, dtype)
+        done += 4
+    for n in (1, 4097, 70_000):
+        counts = rng.integers(0, 9, n).astype(np.uint32)
+        assert (Offsets(cp.asarray(counts), 2**31 - 1).indptr()[0].get()[1:] == counts.cumsum()).all(), n
+    cp.cuda.set_allocator(cp.get_default_memory_pool().malloc)
+    return done
 
 
 def scans() -> int:
@@ -265,7 +288,7 @@ def sanitize(program: str, parts: list[str], jobs: int) -> bool:
 def main() -> None:
     others = {
         "two_four_pack": (packing, "conversions"), "vector_nm_convert": (vector_packing, "conversions"),
-        "scans": (scans, "verdicts"), "epilogues": (epilogues, "products"),
+        "csr_convert": (csr_conversions, "conversions"), "scans": (scans, "verdicts"), "epilogues": (epilogues, "products"),
         "pieces": (pieces, "products"), "expansions": (expansions, "matrices"),
         "copies": (copies, "products"),
     }  # fmt: skip

@@ -13,6 +13,7 @@ from ...arrays.library import Array, namespace
 from ...formats.base import Format
 from ...formats.bitmask import Bitmask
 from ...formats.bsr import BSR
+from ...formats.csc import CSC
 from ...formats.csr import CSR
 from ...formats.dbsr import DBSR
 from ...formats.edges import CHECK, DENSE, Edge
@@ -107,6 +108,11 @@ def csr_transposed(a: CSR, params: Params) -> CSR | None:
     return CSR.trusted(shape=(K, M), indptr=indptr, indices=indices, data=data)
 
 
+def csc_to_dense(a: CSC, params: Params) -> Array:
+    """CSC -> array [M, K], by way of CSR."""
+    return a.to_csr().to_dense()
+
+
 def count_nonzeros(x: Array, params: Params) -> tuple[int, int] | None:
     """Array [M, K] -> (values that are not zero, elements that are -0.0)."""
     if not x.size or not csr_from_dense.aligned(x):
@@ -192,6 +198,7 @@ EDGES: tuple[Edge, ...] = (
     _edge(DENSE, CSR, dense_to_csr),
     _edge(CSR, DENSE, csr_to_dense),
     _edge(CSR, "csr:transposed", csr_transposed),
+    _edge(CSC, DENSE, csc_to_dense),
     _edge(DENSE, "counts", count_nonzeros),
     _edge(DENSE, TwoFour, two_four_from_dense),
     _edge(DENSE, "two-four:pruned", two_four_pruned),
