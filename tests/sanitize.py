@@ -32,11 +32,13 @@ from spformat import plan, spmm
 from spformat.backends.cuda import KERNELS
 from spformat.backends.cuda.dense.expand_then_dense import EXPANDERS
 from spformat.backends.cuda.runtime.expansion import leading_dimension
+from spformat.backends.cuda.runtime.offsets import Offsets
 from spformat.dispatch import copied_operands
 from spformat.errors import StructureError
 from spformat.formats.convert import convert
 from spformat.formats.two_four import META_ORDERS
 from spformat.preprocess import masks
+from spformat.preprocess.structure import count_nonzeros
 from spformat.products.operations import SPMM
 from spformat.products.tiles import forced
 
@@ -170,6 +172,27 @@ def ell_buckets() -> int:
         assert packed.to_csr().to("cpu") == csr, (given, shape, dtype)
         assert (packed.to_dense().get() == x).all(), (given, shape, dtype)
         done += 3
+    cp.cuda.set_allocator(cp.get_default_memory_pool().malloc)
+    return done
+
+
+def csr_conversions() -> int:
+    """Dense arrays to CSR, back and transposed, and offsets, each array an allocation of its own."""
+    cp.cuda.set_allocator(None)
+    rng, done = np.random.default_rng(12), 0
+    shapes = ((1, 1), (33, 70), (3, 4099), (2100, 3), (5, 2048))
+    for shape, dtype in itertools.product(shapes, ("float16", "float32", "float64", "int8")):
+        x = np.where(rng.random(shape) < 0.3, rng.integers(-3, 4, shape), 0).astype(dtype)
+        wanted, there = convert(x, "csr"), cp.asarray(x)
+        a = convert(there, "csr")
+        assert a.to("cpu") == wanted, (shape, dtype)
+        assert (a.to_dense().get() == x).all(), (shape, dtype)
+        assert a.T.to_csr().to("cpu") == convert(np.ascontiguousarray(x.T), "csr"), (shape, dtype)
+        assert count_nonzeros(there) == count_nonzeros(x), (shape, dtype)
+        done += 4
+    for n in (1, 4097, 70_000):
+        counts = rng.integers(0, 9, n).astype(np.uint32)
+        assert (Offsets(cp.asarray(counts), 2**31 - 1).indptr()[0].get()[1:] == counts.cumsum()).all(), n
     cp.cuda.set_allocator(cp.get_default_memory_pool().malloc)
     return done
 
@@ -312,6 +335,7 @@ def main() -> None:
         "ell_buckets": (ell_buckets, "conversions"),
         "scans": (scans, "verdicts"),
         "epilogues": (epilogues, "products"),
+        "csr_convert": (csr_conversions, "conversions"),
         "pieces": (pieces, "products"), "expansions": (expansions, "matrices"),
         "copies": (copies, "products"),
     }  # fmt: skip

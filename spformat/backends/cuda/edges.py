@@ -13,6 +13,7 @@ from ...arrays.library import Array, namespace
 from ...formats.base import Format
 from ...formats.bitmask import Bitmask
 from ...formats.bsr import BSR
+from ...formats.csc import CSC
 from ...formats.csr import CSR
 from ...formats.dbsr import DBSR
 from ...formats.edges import CHECK, DENSE, Edge
@@ -22,7 +23,7 @@ from ...formats.two_four import NIBBLES, TwoFour, meta_steps
 from ...formats.vector_nm import VectorNM, pack
 from .bitmask import bitmask_edges, bitmask_scan
 from .bsr import bsr_scan
-from .csr import csr_scan
+from .csr import csr_from_dense, csr_scan, csr_transpose, expand_csr
 from .ell_buckets import ell_buckets_edges, ell_buckets_scan
 from .sr_bcrs import sr_bcrs_scan
 from .two_four import two_four_pack, two_four_scan
@@ -80,6 +81,41 @@ def check_vector_nm(a: VectorNM, params: Params) -> bool:
 
 
 # ------------------------------------------------------------------ conversions
+
+
+def dense_to_csr(x: Array, params: Params) -> CSR | None:
+    """Array [M, K] -> CSR."""
+    if not x.size or not csr_from_dense.aligned(x):
+        return None
+    indptr, indices, data = csr_from_dense.csr_from_dense(x)
+    return CSR.trusted(shape=x.shape, indptr=indptr, indices=indices, data=data)
+
+
+def csr_to_dense(a: CSR, params: Params) -> Array:
+    """CSR -> array [M, K]."""
+    out = namespace(a.data).empty(a.shape, a.dtype)
+    expand_csr.csr_to_dense(a.indptr, a.indices, a.data, out)
+    return out
+
+
+def csr_transposed(a: CSR, params: Params) -> CSR | None:
+    """CSR [M, K] -> the transpose, CSR [K, M]."""
+    if not a.nnz:
+        return None
+    (M, K), (indptr, indices, data) = a.shape, csr_transpose.transposed(a.shape, a.indptr, a.indices, a.data)
+    return CSR.trusted(shape=(K, M), indptr=indptr, indices=indices, data=data)
+
+
+def csc_to_dense(a: CSC, params: Params) -> Array:
+    """CSC -> array [M, K], by way of CSR."""
+    return a.to_csr().to_dense()
+
+
+def count_nonzeros(x: Array, params: Params) -> tuple[int, int] | None:
+    """Array [M, K] -> (values that are not zero, elements that are -0.0)."""
+    if not x.size or not csr_from_dense.aligned(x):
+        return None
+    return csr_from_dense.count_nonzeros(x)
 
 
 def two_four_from_dense(x: Array, params: Params) -> TwoFour:
@@ -164,6 +200,11 @@ EDGES: tuple[Edge, ...] = (
     _edge(CSR, ELLBuckets, ell_buckets_edges.from_csr),
     _edge(ELLBuckets, CSR, ell_buckets_edges.to_csr),
     _edge(ELLBuckets, DENSE, ell_buckets_edges.to_dense),
+    _edge(DENSE, CSR, dense_to_csr),
+    _edge(CSR, DENSE, csr_to_dense),
+    _edge(CSR, "csr:transposed", csr_transposed),
+    _edge(CSC, DENSE, csc_to_dense),
+    _edge(DENSE, "counts", count_nonzeros),
     _edge(DENSE, TwoFour, two_four_from_dense),
     _edge(DENSE, "two-four:pruned", two_four_pruned),
     _edge(TwoFour, DENSE, two_four_to_dense),

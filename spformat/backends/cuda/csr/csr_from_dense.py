@@ -1,0 +1,108 @@
+"""Dense arrays to CSR on the device, in two passes over the bytes; and their nonzeros counted in one.
+
+Kernels: csr_from_dense.cu.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ....arrays.dtypes import value_type
+from ....arrays.library import Array, ceil_div, index_dtype
+from ..runtime import jit
+from ..runtime.expansion import INDEX, Target
+from ..runtime.launch import Launch
+from ..runtime.offsets import Offsets
+from ..runtime.transpose import WORDS
+
+SOURCE = "csr/csr_from_dense.cu"
+COUNT_WARPS, FILL_WARPS, TOTAL_THREADS = 8, 4, 256
+"""The same as in the source."""
+UNIT, LANES, BATCH = 16, 32, 4
+MOST_BLOCKS = 2048
+"""Blocks that count a whole array; they fill any device."""
+_COUNTED_IN_64_BITS = 2**62
+"""A bound on a sum that makes ``Offsets`` use int64, which is what the kernel reads."""
+
+
+def instances() -> tuple[str, ...]:
+    """C++ names that the compile tests build."""
+    words = ((1, False), (1, True), (2, True), (4, True), (8, True))
+    indices = ((4, 4), (4, 8), (8, 4), (8, 8))
+    fills = [_fill(*word, *pair, (i + j) % 2 == 0) for i, word in enumerate(words) for j, pair in enumerate(indices)]
+    return (*fills, *(_count(name, *word) for name in ("count_pieces", "count_all") for word in words))
+
+
+def csr_from_dense(x: Array) -> tuple[Array, Array, Array]:
+    """(indptr, indices, data) of x [M, K], CuPy, C-contiguous, aligned to its elements and not empty.
+
+    Waits for the device once, for the number of nonzeros.
+    """
+    import cupy
+
+    (M, K), word = x.shape, _word(x)
+    piece, pieces = _pieces(x)
+    target, stream = Target.holding(x), int(cupy.cuda.get_current_stream().ptr)
+    counts = cupy.empty(pieces, "uint32")
+    count = _launch(_count("count_pieces", *word), "PqqP", COUNT_WARPS * LANES, *target)
+    count((ceil_div(pieces, COUNT_WARPS), 1, 1), stream, x.data.ptr, M * K, pieces, counts.data.ptr)
+    offsets = Offsets(counts, _COUNTED_IN_64_BITS)
+    nnz = offsets.total()  # synchronize!
+    indptr = cupy.empty(M + 1, index_dtype(nnz))
+    indices = cupy.empty(nnz, index_dtype(K - 1))
+    data = cupy.empty(nnz, x.dtype)
+    narrow = piece > K
+    fill = _launch(_fill(*word, indptr.itemsize, indices.itemsize, narrow), "PqqqPPPPq", FILL_WARPS * LANES, *target)
+    args = (x.data.ptr, M, K, pieces, offsets.starts.data.ptr, indptr.data.ptr, indices.data.ptr, data.data.ptr)
+    fill((ceil_div(pieces, FILL_WARPS), 1, 1), stream, *args, ceil_div(1 << 32, K))
+    return indptr, indices, data
+
+
+def count_nonzeros(x: Array) -> tuple[int, int]:
+    """(values of x that are not zero, elements that are -0.0); x CuPy, contiguous, aligned to its elements. Waits for
+    the device."""
+    import cupy
+
+    totals = cupy.zeros(2, "uint64")
+    target = Target.holding(x)
+    launch = _launch(_count("count_all", *_word(x)), "PqP", TOTAL_THREADS, *target)
+    blocks = min(MOST_BLOCKS, ceil_div(x.nbytes + UNIT, UNIT * TOTAL_THREADS * BATCH))
+    launch((blocks, 1, 1), int(cupy.cuda.get_current_stream().ptr), x.data.ptr, x.size, totals.data.ptr)
+    nonzeros, negative = totals.get().tolist()  # synchronize!
+    return nonzeros, negative
+
+
+def aligned(x: Array) -> bool:
+    """Whether an array starts on a multiple of its elements' width, as every kernel here requires."""
+    return bool(x.data.ptr % x.itemsize == 0)
+
+
+def _pieces(x: Array) -> tuple[int, int]:
+    """(elements of a piece, pieces of x); the first one starts at the 16-byte boundary at or before x."""
+    size = x.itemsize
+    piece = (4 if size == 1 else 8) * LANES * (UNIT // size)
+    return piece, ceil_div(x.data.ptr % UNIT // size + x.size, piece)
+
+
+def _word(x: Array) -> tuple[int, bool]:
+    """(bytes of a value, whether it has a sign that does not count)."""
+    row = value_type(x.dtype)
+    return x.itemsize, not row.zero_mask >> (8 * x.itemsize - 1)
+
+
+@functools.cache
+def _count(kernel: str, size: int, signed: bool) -> str:
+    return f"{kernel}<{WORDS[size]}, {str(signed).lower()}>"
+
+
+@functools.cache
+def _fill(size: int, signed: bool, ptr: int, idx: int, narrow: bool) -> str:
+    flags = str(signed).lower(), INDEX[ptr], INDEX[idx], str(narrow).lower()
+    return f"fill_pieces<{', '.join((WORDS[size], *flags))}>"
+
+
+@functools.cache
+def _launch(instance: str, signature: str, threads: int, arch: str, device_id: int) -> Launch:
+    function: Any = jit.load(SOURCE, instance, arch, device_id)
+    return Launch(function, signature, (), threads)
