@@ -15,13 +15,13 @@ from ...formats.bitmask import Bitmask
 from ...formats.bsr import BSR
 from ...formats.csr import CSR
 from ...formats.dbsr import DBSR
-from ...formats.edges import CHECK, DENSE, Edge
+from ...formats.edges import CHECK, DENSE, TRANSPOSED, Edge
 from ...formats.ell_buckets import ELLBuckets
 from ...formats.sr_bcrs import SRBCRS
 from ...formats.two_four import NIBBLES, TwoFour, meta_steps
 from ...formats.vector_nm import VectorNM, pack
 from .bitmask import bitmask_scan
-from .bsr import bsr_scan
+from .bsr import bsr_edges, bsr_scan
 from .csr import csr_scan
 from .ell_buckets import ell_buckets_scan
 from .sr_bcrs import sr_bcrs_scan
@@ -166,4 +166,14 @@ EDGES: tuple[Edge, ...] = (
     _edge(DENSE, "vector-nm:pruned", vector_nm_pruned),
     _edge(VectorNM, DENSE, vector_nm_to_dense),
     _edge("vector-nm:indices", "vector-nm:packed", vector_nm_packed),
+    _edge(DENSE, BSR, bsr_edges.bsr_from_dense_array),
+    _edge(DENSE, DBSR, bsr_edges.dbsr_from_dense_array),
+    _edge(BSR, DENSE, bsr_edges.blocks_to_dense),
+    _edge(DBSR, DENSE, bsr_edges.blocks_to_dense),
+    _edge(CSR, BSR, bsr_edges.bsr_of_csr),
+    _edge(CSR, DBSR, bsr_edges.dbsr_of_csr),
+    _edge(BSR, CSR, bsr_edges.blocks_to_csr),
+    _edge(DBSR, CSR, bsr_edges.blocks_to_csr),
+    _edge(BSR, TRANSPOSED, bsr_edges.blocks_transposed),
+    _edge(DBSR, TRANSPOSED, bsr_edges.blocks_transposed),
 )
