@@ -21,11 +21,11 @@ template <> struct Packed<16> { using type = uint4; };
 
 template <class T, int N> struct alignas(N * sizeof(T)) Piece { T v[N]; };
 
-// N values at p, which are not read again.
-template <class T, int N> __device__ __forceinline__ Piece<T, N> load_piece(const T* p) {
-    using P = typename Packed<N * sizeof(T)>::type;
-    const P raw = __ldcs(reinterpret_cast<const P*>(p));
-    return reinterpret_cast<const Piece<T, N>&>(raw);
+// The piece at p, which is not read again.
+template <class P, class T> __device__ __forceinline__ P load_piece(const T* p) {
+    using Raw = typename Packed<sizeof(P)>::type;
+    const Raw raw = __ldcs(reinterpret_cast<const Raw*>(p));
+    return reinterpret_cast<const P&>(raw);
 }
 
 // Sets the bits of blocks with a nonzero. A warp takes a strip of `height` rows of a block row and UNIT * across bytes of
@@ -48,23 +48,26 @@ mark_blocks(const T* __restrict__ x, i64 M, i64 K, int R, int C, u64 mask, u32* 
     const i64 row = b * R + strip * height + (together > 1 ? 0 : group);
     // The pieces of a lane lie `across` pieces apart, so that neighbouring lanes read neighbouring bytes.
     const i64 column = segment * across * WIDE + side * N;
-    T any[PIECES][N] = {};
+    // All rows are united into one, in words as wide as possible; which values they are is asked only then.
+    using Word = typename Packed<W < 4 ? W : 4>::type;
+    constexpr int IN_PIECE = W / sizeof(Word);
+    Piece<Word, IN_PIECE> any[PIECES] = {};
     const T* from = x + row * K + column;
 #pragma unroll 1
     for (i64 r = row; r < end; r += DEPTH * step, from += DEPTH * step * K) {
-        Piece<T, N> pieces[DEPTH][PIECES] = {};
+        Piece<Word, IN_PIECE> pieces[DEPTH][PIECES] = {};
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d)
 #pragma unroll
             for (int p = 0; p < PIECES; ++p)
                 if (r + d * step < end && column + p * across * N < K)
-                    pieces[d][p] = load_piece<T, N>(from + d * step * K + p * across * N);
+                    pieces[d][p] = load_piece<Piece<Word, IN_PIECE>>(from + d * step * K + p * across * N);
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d)
 #pragma unroll
             for (int p = 0; p < PIECES; ++p)
 #pragma unroll
-                for (int e = 0; e < N; ++e) any[p][e] |= pieces[d][p].v[e];
+                for (int e = 0; e < IN_PIECE; ++e) any[p].v[e] |= pieces[d][p].v[e];
     }
     // Groups of lanes with the same block row put together what they saw.
     if (together == 1)
@@ -72,7 +75,8 @@ mark_blocks(const T* __restrict__ x, i64 M, i64 K, int R, int C, u64 mask, u32* 
 #pragma unroll
             for (int p = 0; p < PIECES; ++p)
 #pragma unroll
-                for (int e = 0; e < N; ++e) any[p][e] |= static_cast<T>(__shfl_xor_sync(~0u, any[p][e], d));
+                for (int e = 0; e < IN_PIECE; ++e)
+                    any[p].v[e] |= static_cast<Word>(__shfl_xor_sync(~0u, any[p].v[e], d));
     const Divisor width(C);
 #pragma unroll
     for (int p = 0; p < PIECES; ++p) {
@@ -80,9 +84,10 @@ mark_blocks(const T* __restrict__ x, i64 M, i64 K, int R, int C, u64 mask, u32* 
         i64 j = width.of(first), w = b * words + j / 32;
         int left = C - static_cast<int>(first - j * C);  // columns up to the next block
         u32 word = 0;                                    // the bits of word w that this lane knows of
+        const Piece<T, N> seen = reinterpret_cast<const Piece<T, N>&>(any[p]);
 #pragma unroll
         for (int e = 0; e < N; ++e) {
-            if ((any[p][e] & live) && (together > 1 || group == 0)) {
+            if ((seen.v[e] & live) && (together > 1 || group == 0)) {
                 const i64 at = b * words + j / 32;
                 if (at != w && word) set_bits(bits, w, word), word = 0;
                 w = at;
@@ -139,7 +144,7 @@ copy_blocks(const T* __restrict__ x, i64 M, i64 K, int R, int C, u64 mask, const
                 if (w >= words) b += w / words, w %= words;
                 const i64 row = b * R + r0 + r, column = (w * 32 + place % 32) * C + c;
                 at[d] = (i64(i) * R + r) * C + c;
-                if (row < M && column < K) pieces[d] = load_piece<T, N>(x + row * K + column);
+                if (row < M && column < K) pieces[d] = load_piece<Piece<T, N>>(x + row * K + column);
             }
         }
 #pragma unroll
