@@ -4,10 +4,10 @@
     python tests/sanitize.py --tool compute-sanitizer [--jobs 8] [PART ...]
                                                            each under memcheck and racecheck, in processes of its own
 
-A part is a kernel, two_four_pack, vector_nm_convert, scans, epilogues, pieces, expansions or copies. Prints a line per part;
-results are compared too, so that the run is a test without the tool, too. ``--planted`` runs a kernel with two
-faults instead, one for each tool: a run where it is not reported proves nothing, so that with ``--tool`` this comes
-first.
+A part is a kernel, two_four_pack, vector_nm_convert, bsr_convert, scans, epilogues, pieces, expansions or copies.
+Prints a line per part; results are compared too, so that the run is a test without the tool, too. ``--planted`` runs a
+kernel with two faults instead, one for each tool: a run where it is not reported proves nothing, so that with
+``--tool`` this comes first.
 """
 
 from __future__ import annotations
@@ -129,6 +129,26 @@ def vector_packing() -> int:
     cp.cuda.set_allocator(cp.get_default_memory_pool().malloc)
     assert done, "nothing was refused"
     return 4 * done
+
+
+def block_conversions() -> int:
+    """Matrices to BSR and DBSR from dense and CSR, back, and transposed; each array an allocation of its own."""
+    cp.cuda.set_allocator(None)
+    rng, done = np.random.default_rng(12), 0
+    sizes = ((1, 1), (2, 3), (8, 16), (32, 32), (33, 40), (100, 7))
+    for blocksize, dtype, shape in itertools.product(sizes, ("float16", "float64"), ((70, 136), (65, 261))):
+        x = np.where(rng.random(shape) < 0.03, rng.integers(-3, 4, shape), 0).astype(dtype)
+        for name in ("bsr", "dbsr"):
+            wanted = convert(x, name, blocksize=blocksize)
+            g = convert(cp.asarray(x), name, blocksize=blocksize)
+            a = g.to_csr()
+            assert g.to("cpu") == wanted == convert(a, name, blocksize=blocksize).to("cpu"), (blocksize, dtype, shape)
+            assert a.to("cpu") == wanted.to_csr(), (blocksize, dtype, shape)
+            assert (g.to_dense().get() == x).all(), (blocksize, dtype, shape)
+            assert g.T.materialize().to("cpu") == wanted.T.materialize(), (blocksize, dtype, shape)
+            done += 5
+    cp.cuda.set_allocator(cp.get_default_memory_pool().malloc)
+    return done
 
 
 def scans() -> int:
@@ -265,6 +285,7 @@ def sanitize(program: str, parts: list[str], jobs: int) -> bool:
 def main() -> None:
     others = {
         "two_four_pack": (packing, "conversions"), "vector_nm_convert": (vector_packing, "conversions"),
+        "bsr_convert": (block_conversions, "conversions"),
         "scans": (scans, "verdicts"), "epilogues": (epilogues, "products"),
         "pieces": (pieces, "products"), "expansions": (expansions, "matrices"),
         "copies": (copies, "products"),

@@ -86,9 +86,12 @@ def test_shares_fit_the_kernels(R: int, C: int, itemsize: int) -> None:
 
 
 def test_maps_stay_as_small_as_the_matrix() -> None:
-    """A bit for each block of the grid; the general code sorts where the grid is too large for that."""
-    assert bsr_from_csr.worth((2048, 2048), 1)
-    assert bsr_from_csr.worth((1 << 18, 1 << 12), 1 << 24)
+    """A bit for each block of the grid, or for 32 of them where they are few; the general code sorts if there are too
+    many even so."""
+    assert bsr_from_csr.fits((2048, 2048), 1)
+    assert bsr_from_csr.fits((1 << 18, 1 << 12), 1 << 24)
+    assert not bsr_from_csr.fits((130_000, 130_000), 10_000_000)
+    assert bsr_from_csr.worth((130_000, 130_000), 10_000_000)
     assert not bsr_from_csr.worth((1 << 20, 1 << 20), 10_000_000)
     assert bsr_transpose.worth((1 << 16, 1 << 16), 1 << 31)
     assert not bsr_transpose.worth((1 << 20, 1 << 20), 1 << 31)
@@ -209,6 +212,20 @@ def test_the_memory_budget_refuses_as_on_the_host(cp: Any) -> None:
             sf.BSR.from_csr(f, blocksize=(64, 64))
         seen.append((e.value.message, e.value.fields))
     assert seen[0] == seen[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("edges_only")
+def test_a_map_of_the_words_of_a_large_grid(cp: Any) -> None:
+    rng, n = np.random.default_rng(3), 300_000
+    key = np.unique(np.concatenate([at := rng.integers(0, n * n - 100, 100_000), at + 1, at + 40]))
+    a = sf.CSR.from_coordinates((n, n), key // n, key % n, rng.integers(0, 4, key.size).astype(np.float32))
+    for cls, blocksize in ((sf.BSR, (16, 16)), (sf.DBSR, (16, 16)), (sf.DBSR, (40, 5))):
+        grid = ceil_div(n, blocksize[0]), ceil_div(n, blocksize[1])
+        assert not bsr_from_csr.fits(grid, a.nnz)
+        assert bsr_from_csr.worth(grid, a.nnz)
+        host = cls.from_csr(a, blocksize=blocksize)
+        same(cls.from_csr(a.to("cuda"), blocksize=blocksize), host, str(blocksize))
 
 
 @pytest.mark.gpu

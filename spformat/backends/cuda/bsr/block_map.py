@@ -1,6 +1,7 @@
 """Which blocks a matrix stores, a bit each, and the index arrays of BSR and DBSR that follow.  Kernels: block_map.cu.
 
-A map has 4 bytes for the bits of 32 blocks, stored or not, and 8 for the number of blocks before them.
+A word of a map is 4 bytes for 32 blocks, stored or not; 4 more and 8 more are needed to number them. In a map of a map
+there are only words that are not 0, and then 8 more say which they are.
 """
 
 from __future__ import annotations
@@ -34,20 +35,44 @@ def instances() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class BlockMap:
-    """Bits of the blocks of a grid of (Mb, Kb) blocks, block row by block row; ``words`` uint32 for a block row."""
+    """Bits of the blocks of a grid of (Mb, Kb) blocks, block row by block row."""
 
     grid: tuple[int, int]
-    words: int
     bits: Array
-    """uint32[Mb * words]"""
+    """uint32: ceil(Kb / 32) for each block row; if there is a map of the words, only those that it names."""
+    words: NumberedBlocks | None = None
+    """The map of the words that are not 0, on a grid of (Mb, ceil(Kb / 32))."""
+    rows: Array | None = None
+    """int64[Mb + 1]: the first word of each block row, where there is such a map."""
+    columns: Array | None = None
+    """int64: the place of each word in its block row, where there is such a map."""
 
     @classmethod
     def empty(cls, grid: tuple[int, int]) -> BlockMap:
-        """A map without blocks on the current device."""
+        """A map without blocks on the current device, with all words."""
         import cupy
 
-        words = ceil_div(grid[1], WORD)
-        return cls(grid, words, cupy.zeros(grid[0] * words, np.uint32))
+        return cls(grid, cupy.zeros(grid[0] * ceil_div(grid[1], WORD), np.uint32))
+
+    @classmethod
+    def of_words(cls, grid: tuple[int, int], words: NumberedBlocks, most: int) -> BlockMap:
+        """A map without blocks that has only some words, ``most`` or fewer. Does not wait to know how many."""
+        import cupy
+
+        rows, columns = cupy.empty(grid[0] + 1, np.int64), cupy.empty(most, np.int64)
+        words.write(rows, columns)
+        return cls(grid, cupy.zeros(most, np.uint32), words, rows, columns)
+
+    @property
+    def across(self) -> int:
+        """Words of a block row; of the map of words, if there is one."""
+        return ceil_div(self.grid[1], WORD) if self.words is None else self.words.map.across
+
+    def where(self) -> tuple[Any, ...]:
+        """The arguments of a kernel that builds ``Words``."""
+        if self.words is None:
+            return 0, 0, self.across
+        return self.words.map.bits, self.words.blocks.starts, self.across
 
     def numbered(self, listed: bool = False) -> NumberedBlocks:
         """The map with the numbers of its blocks, and for a DBSR (``listed``) of its block rows, too."""
@@ -58,8 +83,9 @@ class BlockMap:
         blocks, rows = Offsets(counts, LARGE), None
         if listed:
             counts = cupy.empty(self.grid[0], np.uint32)
-            args = blocks.starts, self.grid[0], self.words, counts
-            queue(SOURCE, "rows_with_blocks", "PqqP", _blocks(counts.size), *args)
+            first = 0 if self.rows is None else self.rows
+            args = blocks.starts, self.grid[0], first, self.across, counts
+            queue(SOURCE, "rows_with_blocks", "PqPqP", _blocks(counts.size), *args)
             rows = Offsets(counts, LARGE)
         return NumberedBlocks(self, blocks, rows)
 
@@ -70,7 +96,7 @@ class NumberedBlocks:
 
     map: BlockMap
     blocks: Offsets
-    """int64[Mb * words + 1]: stored blocks before each word."""
+    """int64: stored blocks before each word."""
     rows: Offsets | None
     """int64[Mb + 1]: block rows with blocks before each, of a DBSR; None for a BSR."""
 
@@ -85,16 +111,22 @@ class NumberedBlocks:
 
         Mb, Kb = self.map.grid
         indptr, indices = cupy.empty(rows + 1, index_dtype(nnzb)), cupy.empty(nnzb, index_dtype(Kb - 1))
-        arrays = {"indptr": indptr, "indices": indices}
-        listed: tuple[Any, ...] = (0, 0, 0)
-        if self.rows is not None:
-            arrays["row_ids"] = cupy.empty(rows, index_dtype(Mb - 1))
-            listed = self.rows.starts, *_wide(arrays["row_ids"])
+        if self.rows is None:
+            self.write(indptr, indices)
+            return {"indptr": indptr, "indices": indices}
+        row_ids = cupy.empty(rows, index_dtype(Mb - 1))
+        self.write(indptr, indices, self.rows.starts, *_wide(row_ids))
+        return {"row_ids": row_ids, "indptr": indptr, "indices": indices}
+
+    def write(self, indptr: Array, indices: Array, places: Any = 0, row_ids: Any = 0, wide: int = 0) -> None:
+        """Fill index arrays of int32 or int64; the last three are those of a DBSR, as block_map.cu says."""
+        m, Mb = self.map, self.map.grid[0]
+        known = (0, 0) if m.rows is None else (m.rows, m.columns)
         queue(
-            SOURCE, "block_indices", "PPqqPiPiPPi", _blocks(max(self.map.bits.size, Mb + 1)),
-            self.map.bits, self.blocks.starts, Mb, self.map.words, *_wide(indices), *_wide(indptr), *listed,
+            SOURCE, "block_indices", "PPqqPPqPiPiPPi", _blocks(max(m.bits.size, Mb + 1)),
+            m.bits, self.blocks.starts, m.bits.size, Mb, *known, m.across, *_wide(indices), *_wide(indptr),
+            places, row_ids, wide,
         )  # fmt: skip
-        return arrays
 
 
 def queue(source: str, instance: str, signature: str, blocks: int, *args: Any) -> None:

@@ -22,13 +22,19 @@ def instances() -> tuple[str, ...]:
     return tuple(_instance(*types, scatter) for types in few for scatter in (False, True))
 
 
-SMALL = 1 << 20
-"""Words of a map that need no justification: 16 MB with what is computed from them."""
+SMALL, FACTOR = 1 << 20, 4
+"""Words of a map that need no justification (16 MB with what is computed from them); most words for an item."""
+
+
+def fits(grid: tuple[int, int], items: int) -> bool:
+    """Whether a map of the grid is small, or has so few words for each item that its memory is O(items)."""
+    return grid[0] * ceil_div(grid[1], WORD) <= max(SMALL, FACTOR * items)
 
 
 def worth(grid: tuple[int, int], items: int) -> bool:
-    """Whether a map of the grid is small, or has at most two words for each item: its memory is then O(items)."""
-    return grid[0] * ceil_div(grid[1], WORD) <= max(SMALL, 2 * items)
+    """Whether a map of the grid fits, or a map of its words. The latter takes 88 bytes for an item at most: 64 for the
+    map of words, 24 for the words that items can name."""
+    return fits((grid[0], ceil_div(grid[1], WORD)), items)
 
 
 def blocks_of_csr(
@@ -41,12 +47,18 @@ def blocks_of_csr(
     """(index arrays, data) of the BSR, or if ``listed`` the DBSR, of a valid CSR's (indptr, indices, data), all CuPy.
 
     ``accept`` is called with the number of blocks before their memory is allocated. The CSR must have items, stored
-    zeros allowed, which are dropped. Waits for the device once.
+    zeros allowed, which are dropped, and be ``worth`` it. Waits for the device once.
     """
     import cupy
 
-    (R, C), dtype = blocksize, csr[2].dtype
-    blocks = BlockMap.empty((ceil_div(shape[0], R), ceil_div(shape[1], C)))
+    (R, C), dtype, items = blocksize, csr[2].dtype, csr[2].size
+    grid = ceil_div(shape[0], R), ceil_div(shape[1], C)
+    if fits(grid, items):
+        blocks = BlockMap.empty(grid)
+    else:
+        words = BlockMap.empty((grid[0], ceil_div(grid[1], WORD)))
+        _pass(shape[0], csr, words, (R, WORD * C))
+        blocks = BlockMap.of_words(grid, words.numbered(), items)
     _pass(shape[0], csr, blocks, blocksize)
     numbered = blocks.numbered(listed)
     nnzb, rows = numbered.sizes()  # synchronize!
@@ -64,9 +76,9 @@ def _pass(
     indptr, indices, data = csr
     instance = _instance(data.dtype.itemsize, index_type(indices), index_type(indptr), bool(scatter))
     queue(
-        SOURCE, instance, "PqPPqqiiPqPP", ceil_div(ceil_div(data.size, CHUNK) * WARP, THREADS),
-        indptr, M, indices, data, data.size, value_type(data.dtype).zero_mask, *blocksize, blocks.bits, blocks.words,
-        *(scatter or (0, 0)),
+        SOURCE, instance, "PqPPqqiiPPPqPP", ceil_div(ceil_div(data.size, CHUNK) * WARP, THREADS),
+        indptr, M, indices, data, data.size, value_type(data.dtype).zero_mask, *blocksize, blocks.bits,
+        *blocks.where(), *(scatter or (0, 0)),
     )  # fmt: skip
 
 

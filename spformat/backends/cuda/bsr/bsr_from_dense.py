@@ -69,7 +69,7 @@ def mark(x: Array, blocksize: tuple[int, int], blocks: BlockMap) -> None:
     queue(
         SOURCE, _instance("mark_blocks", x.dtype.itemsize, width), "PqqiiqPqiiiqqq",
         ceil_div(how.tasks * WARP, THREADS), x, *x.shape, *blocksize, value_type(x.dtype).zero_mask,
-        blocks.bits, blocks.words, *how,
+        blocks.bits, blocks.across, *how,
     )  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def copy(x: Array, blocksize: tuple[int, int], numbered: NumberedBlocks, data: A
     how = copying(blocks.grid, blocksize, itemsize)
     queue(
         SOURCE, _instance("copy_blocks", itemsize, width), "PqqiiqPPqqiiiP", ceil_div(words, how.span) * how.strips,
-        x, *x.shape, *blocksize, value_type(x.dtype).zero_mask, blocks.bits, numbered.blocks.starts, blocks.words,
+        x, *x.shape, *blocksize, value_type(x.dtype).zero_mask, blocks.bits, numbered.blocks.starts, blocks.across,
         words, *how, data,
     )  # fmt: skip
 

@@ -19,7 +19,7 @@ constexpr int THREADS = 256, STEPS = 32, DEPTH = 4;  // DEPTH: values that a lan
 template <class T, class Idx, class Ptr, bool Fill>
 __global__ void __launch_bounds__(THREADS)
 lines_of_blocks(i64 listed, const Ptr* __restrict__ indptr, const Idx* __restrict__ columns, const T* __restrict__ data, i64 nnzb,
-                u64 mask, int R, int C, int lanes, u32* __restrict__ counts, const i64* __restrict__ starts, void* indices,
+                u64 mask, int R, int C, int lanes, u32* __restrict__ counts, const i64* __restrict__ starts, void* __restrict__ indices,
                 int wide, T* __restrict__ values) {
     const int lane = threadIdx.x % 32, side = lane % lanes, across = 32 / lanes;
     const i64 all = nnzb * R, begin = (i64(blockIdx.x) * THREADS + threadIdx.x) / 32 * (STEPS * across);
@@ -33,41 +33,44 @@ lines_of_blocks(i64 listed, const Ptr* __restrict__ indptr, const Idx* __restric
     const u32 mine = (lanes == 32 ? ~0u : (1u << lanes) - 1) << (lane - side);  // the lanes of this lane's line
     const T live = static_cast<T>(mask);
     const int pieces = (C + lanes - 1) / lanes;
-    i64 row = first, row_begin = indptr[row], row_end = ends[row];  // the listed block row of the lane's line, and its blocks
-    i64 line = begin + lane / lanes, to = 0, column = 0;
-    int piece = 0, held_before = 0;
+    // The line of the next load, and the piece of it; the listed block row that the line lies in, and the blocks of that.
+    i64 line = begin + lane / lanes, row = first, row_begin = indptr[row], row_end = ends[row], to = 0, column = 0;
+    int next_piece = 0, piece = 0, held_before = 0;
 #pragma unroll 1
-    for (i64 load_line = line, load_piece = 0; load_line - lane / lanes < end;) {
+    while (line - lane / lanes < end) {
         T value[DEPTH];
+        i64 place[DEPTH], first_column[DEPTH];  // Fill: of the line's first nonzero; else of its count. Column of its first value
+        bool live_line[DEPTH];
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d) {
-            const i64 c = load_piece * lanes + side;
-            value[d] = load_line < end && c < C ? __ldcs(data + load_line * C + c) : T(0);
-            if (++load_piece == pieces) load_piece = 0, load_line += across;
-        }
-#pragma unroll
-        for (int d = 0; d < DEPTH; ++d) {
-            if (piece == 0 && line < end) {  // another line
+            live_line[d] = line < end;
+            if (next_piece == 0 && line < end) {
                 const i64 s = height.of(line);
                 if (s >= row_end) {
                     row = segment_of(ends, s, row + 1, last);
                     row_begin = indptr[row], row_end = ends[row];
                 }
                 to = row_begin * R + (line - s * R) * (row_end - row_begin) + (s - row_begin);
-                held_before = 0;
                 if (Fill) to = starts[to], column = static_cast<i64>(columns[s]) * C;
             }
+            const int c = next_piece * lanes + side;
+            value[d] = line < end && c < C ? __ldcs(data + line * C + c) : T(0);
+            place[d] = to, first_column[d] = column;
+            if (++next_piece == pieces) next_piece = 0, line += across;
+        }
+#pragma unroll
+        for (int d = 0; d < DEPTH; ++d) {
             const bool is_held = value[d] & live;
             const u32 held = __ballot_sync(~0u, is_held) & mine;
             if (Fill && is_held) {
-                const i64 at = to + held_before + __popc(held & lanes_before());
-                store_index(indices, wide, at, column + piece * lanes + side);
+                const i64 at = place[d] + held_before + __popc(held & lanes_before());
+                store_index(indices, wide, at, first_column[d] + piece * lanes + side);
                 values[at] = value[d];
             }
             held_before += __popc(held);
             if (++piece == pieces) {
-                if (!Fill && side == 0 && line < end) counts[to] = held_before;
-                piece = 0, line += across;
+                if (!Fill && side == 0 && live_line[d]) counts[place[d]] = held_before;
+                piece = held_before = 0;
             }
         }
     }
@@ -77,7 +80,7 @@ lines_of_blocks(i64 listed, const Ptr* __restrict__ indptr, const Idx* __restric
 template <class Row, class Ptr>
 __global__ void __launch_bounds__(THREADS)
 row_starts(const Row* __restrict__ row_ids, i64 listed, const Ptr* __restrict__ indptr, i64 M, int R,
-           const i64* __restrict__ starts, void* out, int wide) {
+           const i64* __restrict__ starts, void* __restrict__ out, int wide) {
     const Divisor height(R);
     for (i64 m = i64(blockIdx.x) * THREADS + threadIdx.x; m <= M; m += i64(gridDim.x) * THREADS) {
         const i64 b = height.of(m);

@@ -47,7 +47,7 @@ move_blocks(const i64* __restrict__ rows, const Idx* __restrict__ columns, const
     const int pitch = width + 1, size = height * width, values = count * size;
     const Divisor blocks(size), lines(width), sides(height);
     for (int i = threadIdx.x; i < count; i += THREADS)
-        number[i] = number_of(bits, starts, static_cast<i64>(columns[s0 + i]) * words, rows[s0 + i]);
+        number[i] = number_of(bits, starts, columns[s0 + i] * words + rows[s0 + i] / 32, rows[s0 + i]);
 #pragma unroll 8
     for (int q = threadIdx.x; q < values; q += THREADS) {
         const int i = blocks.quotient(q), at = q - i * size, r = lines.quotient(at), c = at - r * width;

@@ -46,13 +46,13 @@ def transposed_blocks(
     row = INDEX[4] if row_ids is None else index_type(row_ids)
     queue(
         SOURCE, f"mark_transposed<{row}, {pointer}, {column}>", "PqPPqPPq", ceil_div(nnzb, THREADS),
-        0 if row_ids is None else row_ids, listed, indptr, indices, nnzb, rows, blocks.bits, blocks.words,
+        0 if row_ids is None else row_ids, listed, indptr, indices, nnzb, rows, blocks.bits, blocks.across,
     )  # fmt: skip
     numbered, out = blocks.numbered(), cupy.empty((nnzb, C, R), data.dtype)
     together, down, across = tiles(R, C)
     queue(
         SOURCE, f"move_blocks<{WORDS[data.dtype.itemsize]}, {column}>", "PPPqiiPqPiiiP",
-        ceil_div(nnzb, together) * down * across, rows, indices, data, nnzb, R, C, blocks.bits, blocks.words,
+        ceil_div(nnzb, together) * down * across, rows, indices, data, nnzb, R, C, blocks.bits, blocks.across,
         numbered.blocks.starts, together, down, across, out,
     )  # fmt: skip
     return numbered.index_arrays(nnzb, grid[1]), out

@@ -1,9 +1,10 @@
 // Which blocks of a grid a matrix stores, one bit each, and where a block stands among the stored ones.
 //
-//   bits    u32[Mb * words]      bit j % 32 of word b * words + j / 32: block (b, j) is stored; words = ceil(Kb / 32)
-//   starts  i64[Mb * words + 1]  blocks that are stored before those of a word; the last entry counts all
+//   bits    u32[n]      bit j % 32 of the word for (b, j / 32): block (b, j) is stored
+//   starts  i64[n + 1]  blocks that are stored before those of a word; the last entry counts all
 //
-// Blocks are numbered block row by block row, which is their order in a BSR. Neither needs a sort.
+// Blocks are numbered block row by block row, which is their order in a BSR, and nothing is sorted. A map of Mb x Kb blocks has
+// a word for each 32 of them; or, where most would be 0, only the words that are not: a second map says which these are.
 #pragma once
 #include "spformat/expand.cuh"
 
@@ -28,11 +29,20 @@ __device__ __forceinline__ void set_bits(u32* words, i64 w, u32 bits) {
     if ((*const_cast<volatile u32*>(words + w) & bits) != bits) atomicOr(words + w, bits);
 }
 
-// The number of block j, which is stored, of a block row whose words start at `row`.
-__device__ __forceinline__ i64 number_of(const u32* bits, const i64* starts, i64 row, i64 j) {
-    const i64 w = row + j / 32;
+// The number of block j, which is stored, and whose bit is in word w.
+__device__ __forceinline__ i64 number_of(const u32* bits, const i64* starts, i64 w, i64 j) {
     return starts[w] + __popc(bits[w] & ((1u << (j % 32)) - 1));
 }
+
+// Where the words of a map are.
+struct Words {
+    const u32* bits;  // the map of the words that there are, with its starts; null: there are all
+    const i64* starts;
+    i64 across;  // words of a block row, of that map if there is one
+    __device__ __forceinline__ i64 of(i64 b, i64 j) const {
+        return bits ? number_of(bits, starts, b * across + j / 1024, j / 32) : b * across + j / 32;
+    }
+};
 
 // The segment of item i: the first s in [lo, hi] with i < ends[s], where hi is known to be one.
 template <class P> __device__ __forceinline__ i64 segment_of(const P* __restrict__ ends, i64 i, i64 lo, i64 hi) {
