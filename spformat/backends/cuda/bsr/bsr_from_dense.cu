@@ -80,19 +80,14 @@ mark_blocks(const T* __restrict__ x, i64 M, i64 K, int R, int C, u64 mask, u32* 
     const Divisor width(C);
 #pragma unroll
     for (int p = 0; p < PIECES; ++p) {
-        const i64 first = column + p * across * N;
-        i64 j = width.of(first), w = b * words + j / 32;
-        int left = C - static_cast<int>(first - j * C);  // columns up to the next block
-        u32 word = 0;                                    // the bits of word w that this lane knows of
+        const i64 first = column + p * across * N, j0 = width.of(first);
+        const i64 w = b * words + j0 / 32;  // of the whole piece: a word is 32 * C columns, and these are whole pieces
+        int j = static_cast<int>(j0 % 32), left = C - static_cast<int>(first - j0 * C);  // left: columns up to the next block
+        u32 word = 0;
         const Piece<T, N> seen = reinterpret_cast<const Piece<T, N>&>(any[p]);
 #pragma unroll
         for (int e = 0; e < N; ++e) {
-            if ((seen.v[e] & live) && (together > 1 || group == 0)) {
-                const i64 at = b * words + j / 32;
-                if (at != w && word) set_bits(bits, w, word), word = 0;
-                w = at;
-                word |= 1u << (j % 32);
-            }
+            if ((seen.v[e] & live) && (together > 1 || group == 0)) word |= 1u << j;
             if (--left == 0) ++j, left = C;
         }
         // Lanes ascend with their words, so that those with the same word are neighbours: the first of them sets it.
