@@ -197,6 +197,26 @@ def csr_conversions() -> int:
     return done
 
 
+def block_conversions() -> int:
+    """Matrices to BSR and DBSR from dense and CSR, back, and transposed; each array an allocation of its own."""
+    cp.cuda.set_allocator(None)
+    rng, done = np.random.default_rng(12), 0
+    sizes = ((1, 1), (2, 3), (8, 16), (32, 32), (33, 40), (100, 7))
+    for blocksize, dtype, shape in itertools.product(sizes, ("float16", "float64"), ((70, 136), (65, 261))):
+        x = np.where(rng.random(shape) < 0.03, rng.integers(-3, 4, shape), 0).astype(dtype)
+        for name in ("bsr", "dbsr"):
+            wanted = convert(x, name, blocksize=blocksize)
+            g = convert(cp.asarray(x), name, blocksize=blocksize)
+            a = g.to_csr()
+            assert g.to("cpu") == wanted == convert(a, name, blocksize=blocksize).to("cpu"), (blocksize, dtype, shape)
+            assert a.to("cpu") == wanted.to_csr(), (blocksize, dtype, shape)
+            assert (g.to_dense().get() == x).all(), (blocksize, dtype, shape)
+            assert g.T.materialize().to("cpu") == wanted.T.materialize(), (blocksize, dtype, shape)
+            done += 5
+    cp.cuda.set_allocator(cp.get_default_memory_pool().malloc)
+    return done
+
+
 def scans() -> int:
     """Verdicts on sound matrices and hostile ones, each array an allocation of its own, against the named checks."""
     cp.cuda.set_allocator(None)
@@ -336,6 +356,7 @@ def main() -> None:
         "scans": (scans, "verdicts"),
         "epilogues": (epilogues, "products"),
         "csr_convert": (csr_conversions, "conversions"),
+        "bsr_convert": (block_conversions, "conversions"),
         "pieces": (pieces, "products"), "expansions": (expansions, "matrices"),
         "copies": (copies, "products"),
     }  # fmt: skip

@@ -76,7 +76,7 @@ def test_the_transpose_asks_for_an_edge_first() -> None:
         asked.append(x)
         return wanted if len(asked) == 1 else None
 
-    edge = edges.Edge("csr", "csr:transposed", "cpu", answered)
+    edge = edges.Edge("csr", edges.TRANSPOSED, "cpu", answered)
     edges.register(edge)
     try:
         assert a.T.to_csr() is wanted

@@ -108,12 +108,15 @@ def test_conversions_checks_and_decoding_go_through_the_table(monkeypatch: pytes
         return Edge(source, target, "cpu", lambda given, params: seen.append((source, target)))
 
     pairs = [("dense", "bsr"), ("csr", "bsr"), ("bsr", "csr"), ("bsr", "dense"), ("bsr", "check")]
+    pairs.append(("bsr", "transposed"))
     edges.register(*(watch(*p) for p in pairs))
     a = sf.BSR.from_dense(X, blocksize=(1, 1))
     sf.BSR.from_csr(a.to_csr(), blocksize=(1, 1))
     np.testing.assert_array_equal(a.to_dense(), X)
     a.validate()
-    assert seen == [("dense", "bsr"), ("bsr", "csr"), ("csr", "bsr"), ("bsr", "dense"), ("bsr", "check")]
+    assert (a.T.materialize().to_dense() == X.T).all()
+    wanted = [("dense", "bsr"), ("bsr", "csr"), ("csr", "bsr"), ("bsr", "dense"), ("bsr", "check")]
+    assert seen == [*wanted, ("bsr", "transposed"), ("bsr", "dense")]
 
 
 def test_convert_asks_for_an_edge_between_two_formats(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +139,12 @@ def test_convert_asks_for_an_edge_between_two_formats(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("edge", EDGES, ids=lambda e: f"{e.source}-{e.target}")
 def test_an_edge_of_cuda_starts_and_ends_at_a_format(edge: Edge) -> None:
     names = {f.name for f in registered()}
-    ends = {edge.source, edge.target} - {edges.DENSE, edges.CHECK, "counts"}  # counts: no matrix comes out
+    ends = {edge.source, edge.target} - {
+        edges.DENSE,
+        edges.CHECK,
+        edges.TRANSPOSED,
+        "counts",
+    }  # counts: no matrix comes out
     assert {e.partition(":")[0] for e in ends} <= names
     assert edge.device == "cuda"
 

@@ -177,7 +177,7 @@ class CSR(Items, Format):
         A stable sort by column does it: rows ascend inside a column, because they do here.
         """
         M, K = self.shape
-        direct: CSR | None = edges.take(self.name, "csr:transposed", self, {}, self.data)
+        direct: CSR | None = edges.take(self.name, edges.TRANSPOSED, self, {}, self.data)
         if direct is not None:
             return direct
         order = stable_order(self.indices, K)

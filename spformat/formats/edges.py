@@ -24,8 +24,9 @@ from typing import Any, TypeAlias
 
 from ..arrays.library import Array, current_device, is_cupy
 
-DENSE, CHECK = "dense", "check"
-"""Values of ``source`` and ``target`` that are no format ids: an array [M, K]; the scan of ``Format.quick_check``."""
+DENSE, CHECK, TRANSPOSED = "dense", "check", "transposed"
+"""Values of ``source`` and ``target`` that are no format ids: an array [M, K]; the scan of ``Format.quick_check``; the
+transpose as a stored matrix."""
 
 
 def always(x: Array, elements: int) -> bool:
@@ -39,7 +40,8 @@ class Edge:
 
     source: a format id, then the function is given an object of the format (validated, unless the target is "check");
     or "dense", then it is given an array [M, K] of a value type in C order. target: a format id, "dense" for a new
-    array [M, K], or "check". params: those of the target, in their stored types; AUTO params may be missing.
+    array [M, K], "check" or "transposed". params: those of the target, in their stored types; AUTO params may be
+    missing.
     """
 
     source: str

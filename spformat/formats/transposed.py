@@ -11,6 +11,7 @@ import numpy as np
 from ..arrays.dtypes import bits
 from ..arrays.library import Array, ceil_div, current_device, index_dtype, namespace
 from ..arrays.segments import counts_of, pointer, stable_order
+from . import edges
 from .array_methods import frozen
 from .base import Format
 from .bsr import BSR
@@ -99,8 +100,10 @@ class Transposed:
         """
         if isinstance(self.matrix, BSR | DBSR):
             self.matrix.ensure_valid()
-            with current_device(self.matrix.data):
-                return _transposed_blocks(self.matrix)
+            a = self.matrix
+            with current_device(a.data):
+                direct: BSR | None = edges.take(a.name, edges.TRANSPOSED, a, {}, a.data)
+                return _transposed_blocks(a) if direct is None else direct
         if isinstance(self.matrix, Dense):
             return Dense.from_dense(self.to_dense())
         return self.to_csr()

@@ -16,13 +16,13 @@ from ...formats.bsr import BSR
 from ...formats.csc import CSC
 from ...formats.csr import CSR
 from ...formats.dbsr import DBSR
-from ...formats.edges import CHECK, DENSE, Edge
+from ...formats.edges import CHECK, DENSE, TRANSPOSED, Edge
 from ...formats.ell_buckets import ELLBuckets
 from ...formats.sr_bcrs import SRBCRS
 from ...formats.two_four import NIBBLES, TwoFour, meta_steps
 from ...formats.vector_nm import VectorNM, pack
 from .bitmask import bitmask_edges, bitmask_scan
-from .bsr import bsr_scan
+from .bsr import bsr_edges, bsr_scan
 from .csr import csr_from_dense, csr_scan, csr_transpose, expand_csr
 from .ell_buckets import ell_buckets_edges, ell_buckets_scan
 from .sr_bcrs import sr_bcrs_scan
@@ -202,7 +202,7 @@ EDGES: tuple[Edge, ...] = (
     _edge(ELLBuckets, DENSE, ell_buckets_edges.to_dense),
     _edge(DENSE, CSR, dense_to_csr),
     _edge(CSR, DENSE, csr_to_dense),
-    _edge(CSR, "csr:transposed", csr_transposed),
+    _edge(CSR, TRANSPOSED, csr_transposed),
     _edge(CSC, DENSE, csc_to_dense),
     _edge(DENSE, "counts", count_nonzeros),
     _edge(DENSE, TwoFour, two_four_from_dense),
@@ -220,4 +220,14 @@ EDGES: tuple[Edge, ...] = (
     _edge(Bitmask, CSR, bitmask_edges.to_csr),
     *(_edge(name, Bitmask, bitmask_edges.from_two_four) for name in TWO_FOUR),
     *(_edge(Bitmask, name, bitmask_edges.to_two_four) for name in TWO_FOUR),
+    _edge(DENSE, BSR, bsr_edges.bsr_from_dense_array),
+    _edge(DENSE, DBSR, bsr_edges.dbsr_from_dense_array),
+    _edge(BSR, DENSE, bsr_edges.blocks_to_dense),
+    _edge(DBSR, DENSE, bsr_edges.blocks_to_dense),
+    _edge(CSR, BSR, bsr_edges.bsr_of_csr),
+    _edge(CSR, DBSR, bsr_edges.dbsr_of_csr),
+    _edge(BSR, CSR, bsr_edges.blocks_to_csr),
+    _edge(DBSR, CSR, bsr_edges.blocks_to_csr),
+    _edge(BSR, TRANSPOSED, bsr_edges.blocks_transposed),
+    _edge(DBSR, TRANSPOSED, bsr_edges.blocks_transposed),
 )

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 from ....arrays.library import Array, ceil_div
 from ....products.problem import Problem
 from ..runtime import jit
-from ..runtime.expansion import UNIT, Target, Writer, index_type, write_now
+from ..runtime.expansion import UNIT, Target, Writer, index_type
 from ..runtime.launch import Bound, Launch
 from ..runtime.transpose import WORDS
+from .block_map import queue
 
 SOURCE = "bsr/expand_bsr.cu"
 THREADS, MOST = 256, 2048
@@ -31,7 +32,7 @@ class Cut(NamedTuple):
 
 def instances() -> tuple[str, ...]:
     """C++ names that the compile tests build."""
-    return tuple(_instance(size, indices, *how) for size, indices, how in (
+    return tuple(_instance(size, indices, how) for size, indices, how in (
         (1, ("int", "int", "int"), (False, True, 16)),
         (2, ("int", "int", "int"), (False, True, 8)),
         (2, ("int", "int", "int"), (True, True, 1)),
@@ -48,7 +49,17 @@ def expander(a: Any, p: Problem) -> Writer:
 
 def bsr_to_dense(row_ids: Array | None, indptr: Array, indices: Array, data: Array, out: Array) -> None:
     """Write out [M, K], all of it, from the arrays of a valid BSR or, with row_ids, DBSR, all CuPy."""
-    write_now(_writer(out.shape[0], row_ids, indptr, indices, data, Target.holding(data)), out)
+    (M, K), (_, R, C), itemsize = out.shape, data.shape, out.dtype.itemsize
+    if not out.size:
+        return
+    aligned = out.data.ptr % UNIT == 0 and K * itemsize % UNIT == 0
+    c = cut(K, (R, C), itemsize, aligned)
+    # A launch without fixed arguments serves all matrices: to build another one takes half as long as the kernel.
+    instance, arrays = _kernel(row_ids, indptr, indices, data, aligned)
+    queue(
+        SOURCE, instance, "PqPPPqiiPqqiii", ceil_div(M, R) * c.strips * c.segments,
+        *arrays, M, R, C, out, K, *c,
+    )  # fmt: skip
 
 
 def cut(ld: int, blocksize: tuple[int, int], itemsize: int, aligned: bool) -> Cut:
@@ -67,15 +78,11 @@ def cut(ld: int, blocksize: tuple[int, int], itemsize: int, aligned: bool) -> Cu
 
 def _writer(M: int, row_ids: Array | None, indptr: Array, indices: Array, data: Array, target: Target) -> Writer:
     (_, R, C), itemsize = data.shape, data.dtype.itemsize
-    types = tuple(index_type(x) for x in (indptr if row_ids is None else row_ids, indptr, indices))
-    listed, count = row_ids is not None, 0 if row_ids is None else row_ids.size
-    first = indptr if row_ids is None else row_ids  # read only where block rows are listed
 
     @functools.cache
     def launch(aligned: bool) -> Launch:
-        piece = math.gcd(UNIT // itemsize, C) if aligned else 1
-        function = jit.load(SOURCE, _instance(itemsize, types, listed, aligned, piece), *target)
-        return Launch(function, "PqPPPqiiPqqiii", (first, count, indptr, indices, data, M, R, C), THREADS)
+        instance, arrays = _kernel(row_ids, indptr, indices, data, aligned)
+        return Launch(jit.load(SOURCE, instance, *target), "PqPPPqiiPqqiii", (*arrays, M, R, C), THREADS)
 
     def launches(x: int, ld: int, stream: int) -> list[Bound]:
         if not M:
@@ -88,6 +95,18 @@ def _writer(M: int, row_ids: Array | None, indptr: Array, indices: Array, data: 
     return launches
 
 
-def _instance(itemsize: int, indices: tuple[str, ...], listed: bool, aligned: bool, piece: int) -> str:
-    flags = ", ".join(str(flag).lower() for flag in (listed, aligned, piece))
+def _kernel(
+    row_ids: Array | None, indptr: Array, indices: Array, data: Array, aligned: bool
+) -> tuple[str, tuple[Any, ...]]:
+    """(C++ name of the kernel for these arrays, its first arguments)"""
+    itemsize, C = data.dtype.itemsize, data.shape[2]
+    first = indptr if row_ids is None else row_ids  # read only where block rows are listed
+    types = index_type(first), index_type(indptr), index_type(indices)
+    piece = math.gcd(UNIT // itemsize, C) if aligned else 1
+    count = 0 if row_ids is None else row_ids.size
+    return _instance(itemsize, types, (row_ids is not None, aligned, piece)), (first, count, indptr, indices, data)
+
+
+def _instance(itemsize: int, indices: tuple[str, ...], how: tuple[bool, bool, int]) -> str:
+    flags = ", ".join(str(flag).lower() for flag in how)
     return f"expand_bsr<{WORDS[itemsize]}, {', '.join(indices)}, {flags}>"

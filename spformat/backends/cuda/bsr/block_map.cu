@@ -1,0 +1,60 @@
+// From the bits that say which blocks are stored to their numbers, and to the index arrays of BSR and DBSR. sm_80 and later.
+// Launcher: block_map.py. The bits and starts of a map are those of block_map.cuh.
+#include "spformat/block_map.cuh"
+
+using namespace spformat;
+
+constexpr int THREADS = 256;
+
+__device__ __forceinline__ i64 thread_of_grid() { return i64(blockIdx.x) * THREADS + threadIdx.x; }
+
+// counts[i]: the bits that are set in words[i].
+__global__ void __launch_bounds__(THREADS) blocks_in_words(const u32* __restrict__ words, i64 n, u32* __restrict__ counts) {
+    for (i64 i = thread_of_grid(); i < n; i += i64(gridDim.x) * THREADS) counts[i] = __popc(words[i]);
+}
+
+// The first word of block row b: entry b of `rows`, or where that is null, each block row has as many words.
+__device__ __forceinline__ i64 first_word(const i64* rows, i64 across, i64 b) { return rows ? rows[b] : b * across; }
+
+// counts[b]: 1 if block row b has blocks, else 0.
+__global__ void __launch_bounds__(THREADS)
+rows_with_blocks(const i64* __restrict__ starts, i64 Mb, const i64* __restrict__ rows, i64 across, u32* __restrict__ counts) {
+    for (i64 b = thread_of_grid(); b < Mb; b += i64(gridDim.x) * THREADS)
+        counts[b] = starts[first_word(rows, across, b + 1)] > starts[first_word(rows, across, b)];
+}
+
+// The index arrays of a map of Mb block rows. Those that are `wide` are int64.
+//
+//   indices  [nnzb]      block column of each block
+//   indptr   [Mb + 1]    starts of the block rows; of a DBSR [nrb + 1], those of block rows with blocks
+//   ids      [nrb]       DBSR: block rows with blocks
+//   places   i64[Mb + 1] DBSR: block rows with blocks before each; BSR: null
+//   rows     i64[Mb + 1] of a map without the words that are 0: the first word of each block row; else null
+//   columns  i64[all]    of such a map: the place of each word in its block row; words behind the last are 0
+__global__ void __launch_bounds__(THREADS)
+block_indices(const u32* __restrict__ bits, const i64* __restrict__ starts, i64 all, i64 Mb, const i64* __restrict__ rows,
+              const i64* __restrict__ columns, i64 across, void* __restrict__ indices, int wide_indices,
+              void* __restrict__ indptr, int wide_indptr, const i64* __restrict__ places, void* __restrict__ ids, int wide_ids) {
+    const i64 thread = thread_of_grid(), threads = i64(gridDim.x) * THREADS;
+    const int lane = threadIdx.x % 32;
+    for (i64 first = thread - lane; first < all; first += threads) {
+        const i64 w = first + lane;
+        const u32 mine = w < all ? bits[w] : 0;
+        const i64 start = w < all ? starts[w] : 0, j0 = mine ? (columns ? columns[w] : w % across) * 32 : 0;
+        for (u32 left = __ballot_sync(~0u, mine != 0); left; left &= left - 1) {
+            const int from = __ffs(left) - 1;
+            const u32 word = __shfl_sync(~0u, mine, from);
+            const i64 at = __shfl_sync(~0u, start, from), j = __shfl_sync(~0u, j0, from) + lane;
+            if (word >> lane & 1) store_index(indices, wide_indices, at + __popc(word & lanes_before()), j);
+        }
+    }
+    for (i64 b = thread; b <= Mb; b += threads) {
+        const i64 start = starts[first_word(rows, across, b)];
+        if (!places) {
+            store_index(indptr, wide_indptr, b, start);
+        } else if (b == Mb || places[b] < places[b + 1]) {
+            store_index(indptr, wide_indptr, places[b], start);
+            if (b < Mb) store_index(ids, wide_ids, places[b], b);
+        }
+    }
+}

@@ -1,0 +1,110 @@
+"""Dense matrices to BSR and DBSR on the device.  Kernels: bsr_from_dense.cu, block_map.cu."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from ....arrays.dtypes import value_type
+from ....arrays.library import Array, ceil_div, power_of_two
+from ..runtime.transpose import WORDS
+from .block_map import THREADS, WORD, BlockMap, NumberedBlocks, queue
+
+SOURCE = "bsr/bsr_from_dense.cu"
+UNIT, MOST, WARP = 16, 64, 32
+"""Bytes of a row that a lane marks, and words of the map that a block of threads copies: as in the kernels."""
+STRIP = 32
+"""Rows that a warp marks."""
+BYTES = 64 * 1024
+"""Bytes of x that a block of threads looks after when it copies blocks."""
+
+
+class Marking(NamedTuple):
+    """How warps share x: the last parameters of ``mark_blocks``."""
+
+    across: int
+    together: int
+    height: int
+    strips: int
+    segments: int
+    tasks: int
+
+
+class Copying(NamedTuple):
+    """How blocks of threads share the stored blocks: ``span`` words of the map, strips of ``height`` rows."""
+
+    span: int
+    height: int
+    strips: int
+
+
+def instances() -> tuple[str, ...]:
+    """C++ names that the compile tests build."""
+    pairs = ((1, 1), (1, 16), (2, 2), (2, 8), (2, 16), (4, 4), (4, 16), (8, 8), (8, 16))
+    return tuple(_instance(kernel, *pair) for kernel in ("mark_blocks", "copy_blocks") for pair in pairs)
+
+
+def blocks_of_dense(x: Array, blocksize: tuple[int, int], listed: bool) -> tuple[dict[str, Array], Array]:
+    """(index arrays, data) of the BSR, or if ``listed`` the DBSR, of a CuPy array [M, K] in C order.
+
+    Waits for the device once. x must have elements, and start on one of them.
+    """
+    import cupy
+
+    grid = ceil_div(x.shape[0], blocksize[0]), ceil_div(x.shape[1], blocksize[1])
+    blocks = BlockMap.empty(grid)
+    mark(x, blocksize, blocks)
+    numbered = blocks.numbered(listed)
+    nnzb, rows = numbered.sizes()  # synchronize!
+    data = cupy.empty((nnzb, *blocksize), x.dtype)
+    if nnzb:
+        copy(x, blocksize, numbered, data)
+    return numbered.index_arrays(nnzb, rows), data
+
+
+def mark(x: Array, blocksize: tuple[int, int], blocks: BlockMap) -> None:
+    """Set the bits of the blocks of x [M, K] that have a nonzero."""
+    width = math.gcd(UNIT, x.data.ptr, x.shape[1] * x.dtype.itemsize)
+    how = marking(x.shape, x.dtype.itemsize, blocksize[0])
+    queue(
+        SOURCE, _instance("mark_blocks", x.dtype.itemsize, width), "PqqiiqPqiiiqqq",
+        ceil_div(how.tasks * WARP, THREADS), x, *x.shape, *blocksize, value_type(x.dtype).zero_mask,
+        blocks.bits, blocks.across, *how,
+    )  # fmt: skip
+
+
+def copy(x: Array, blocksize: tuple[int, int], numbered: NumberedBlocks, data: Array) -> None:
+    """Fill data [nnzb, R, C] with the blocks of x [M, K] whose bits are set; there is one."""
+    blocks = numbered.map
+    itemsize, words = x.dtype.itemsize, blocks.bits.size
+    width = math.gcd(UNIT, x.data.ptr, x.shape[1] * itemsize, blocksize[1] * itemsize)
+    how = copying(blocks.grid, blocksize, itemsize)
+    queue(
+        SOURCE, _instance("copy_blocks", itemsize, width), "PqqiiqPPqqiiiP", ceil_div(words, how.span) * how.strips,
+        x, *x.shape, *blocksize, value_type(x.dtype).zero_mask, blocks.bits, numbered.blocks.starts, blocks.across,
+        words, *how, data,
+    )  # fmt: skip
+
+
+def marking(shape: tuple[int, int], itemsize: int, R: int) -> Marking:
+    """The shares of warps for a matrix with elements in blocks of R rows."""
+    M, K = shape
+    across = min(WARP, power_of_two(ceil_div(K * itemsize, UNIT)))
+    down = WARP // across
+    together = down if down > R else 1
+    height = min(R, max(STRIP, down))
+    strips, segments = ceil_div(R, height), ceil_div(K * itemsize, UNIT * across)
+    return Marking(across, together, height, strips, segments, ceil_div(ceil_div(M, R), together) * strips * segments)
+
+
+def copying(grid: tuple[int, int], blocksize: tuple[int, int], itemsize: int) -> Copying:
+    """The shares of blocks of threads: about ``BYTES`` of x each."""
+    R, C = blocksize
+    line = min(WORD, grid[1]) * C * itemsize
+    height = min(R, max(1, BYTES // line))
+    span = max(1, min(MOST, BYTES // (line * height)))
+    return Copying(span, height, ceil_div(R, height))
+
+
+def _instance(kernel: str, itemsize: int, width: int) -> str:
+    return f"{kernel}<{WORDS[itemsize]}, {width}>"
