@@ -7,8 +7,12 @@ of the host, and the law itself is tried on results with one bit changed.
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import conversions
@@ -143,3 +147,33 @@ def planted_masks(monkeypatch: pytest.MonkeyPatch, real: Any) -> Iterator[str]:
     monkeypatch.setattr(masks, "_keep_nm", keep)
     for seed in range(20):
         yield from pruning_differences(seed, ("float32",), Host())
+
+
+BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "converters_gpu.py"
+
+
+def test_the_benchmark_of_converters_has_a_row_for_every_case() -> None:
+    """With numpy in the place of CuPy."""
+    spec = importlib.util.spec_from_file_location("converters_gpu", BENCHMARK)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    clock = module.Clock(lambda: None, 1, 0.0)
+    dense = list(module.dense_part(np, clock, (64, 256), None))
+    ours = {(r.target, r.share, r.direction) for r in dense if r.who == "spformat"}
+    assert ours == {(target, share, way) for target, _, share in module.CASES for way in ("to", "back")}
+    sparse = list(module.csr_part(np, clock, None, nonzeros=50_000))
+    assert len(sparse) == 2 * len(module.CASES) - 1  # a CSR is transposed, and so are BSR
+    assert all(r.us > 0 and r.gb_per_s > 0 for r in dense + sparse)
+    small = list(module.small_part(np, clock, ["csr"]))
+    assert {r.direction for r in small} == {"to", "back"}
+    assert "MISSED" in module.text_of(dense[0]._replace(aim=1e9))
+    with pytest.raises(SystemExit, match="came back different"):
+        x = module.weights(np, (64, 64), "2:4", 0.5)
+        module.check("csr", x, np.roll(x, 1, axis=1))
+
+
+def test_the_benchmark_of_converters_says_that_there_is_no_device() -> None:
+    code = f"import runpy, sys; sys.modules['cupy'] = None; runpy.run_path({str(BENCHMARK)!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("cuda: CuPy is not installed: pip install 'spformat[cuda13]'")
