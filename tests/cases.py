@@ -138,5 +138,5 @@ def codes(dtype: str, held: np.ndarray, seed: int = 0) -> np.ndarray:
 def nm_places(shape: tuple[int, int], n: int, m: int, L: int, seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     groups, windows = -(-shape[0] // L), -(-shape[1] // m)
-    kept = (np.argsort(rng.random((groups, windows, m)), axis=2) < n).reshape(groups, -1)
+    kept = (np.argsort(rng.random((groups, windows, m)), axis=2) < n).reshape(groups, windows * m)
     return np.repeat(kept, L, axis=0)[: shape[0], : shape[1]] & (rng.random(shape) < 0.8)
