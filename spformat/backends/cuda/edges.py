@@ -24,6 +24,7 @@ from .bitmask import bitmask_scan
 from .bsr import bsr_scan
 from .csr import csr_scan
 from .ell_buckets import ell_buckets_scan
+from .masks import masks_edges
 from .sr_bcrs import sr_bcrs_scan
 from .two_four import two_four_pack, two_four_scan
 from .vector_nm import vector_nm_convert, vector_nm_scan
@@ -165,5 +166,9 @@ EDGES: tuple[Edge, ...] = (
     _edge(DENSE, VectorNM, vector_nm_from_dense),
     _edge(DENSE, "vector-nm:pruned", vector_nm_pruned),
     _edge(VectorNM, DENSE, vector_nm_to_dense),
+    _edge(DENSE, "dense:magnitude-mask", masks_edges.largest),
+    _edge(DENSE, "dense:nm-mask", masks_edges.nm),
+    _edge(DENSE, "dense:vectors-mask", masks_edges.vectors),
+    _edge(DENSE, "dense:blocks-mask", masks_edges.blocks),
     _edge("vector-nm:indices", "vector-nm:packed", vector_nm_packed),
 )
