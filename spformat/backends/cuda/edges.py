@@ -27,7 +27,7 @@ from .ell_buckets import ell_buckets_scan
 from .masks import masks_edges
 from .sr_bcrs import sr_bcrs_scan
 from .two_four import two_four_csr, two_four_pack, two_four_scan
-from .vector_nm import vector_nm_convert, vector_nm_scan
+from .vector_nm import vector_nm_convert, vector_nm_csr, vector_nm_scan
 
 Params = dict[str, Any]
 
@@ -171,6 +171,8 @@ EDGES: tuple[Edge, ...] = (
     _edge(VectorNM, DENSE, vector_nm_to_dense),
     *(_edge(CSR, name, two_four_csr.from_csr) for name in TWO_FOUR),
     *(_edge(name, CSR, two_four_csr.to_csr) for name in TWO_FOUR),
+    _edge(CSR, VectorNM, vector_nm_csr.from_csr),
+    _edge(VectorNM, CSR, vector_nm_csr.to_csr),
     _edge(DENSE, "dense:magnitude-mask", masks_edges.largest),
     _edge(DENSE, "dense:nm-mask", masks_edges.nm),
     _edge(DENSE, "dense:vectors-mask", masks_edges.vectors),
