@@ -1,7 +1,7 @@
 """The mask of the largest magnitudes of an array on the device, of an exact number.  Kernels: magnitude_mask.cu.
 
-float64 is read seven times, float32 four times, 16-bit types three times and 8-bit types twice; the mask is written once.
-The host does not wait.
+float64 is read seven times, float32 four times, 16-bit types three times and 8-bit types twice; the mask is written
+once. The host does not wait.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ....arrays.dtypes import value_type
-from ....arrays.library import Array, ceil_div, index_dtype, namespace
+from ....arrays.library import ceil_div, index_dtype, namespace
 from ....formats.csr import CSR
 from ....formats.two_four import ROWS, TwoFour, meta_steps
 from ..runtime.kernels_of_file import INDEX, WORDS, KernelsOfFile, index_type, starts_on, value_word
@@ -82,7 +82,8 @@ def to_csr(a: TwoFour, params: Params) -> CSR | None:
     if nnz:
         KERNELS.queue(
             _name("to_csr", word, index_type(indices), index_type(offsets.starts)), (*"PPqqqq", Steps, *"PPP"), blocks,
-            a.data, a.data, a.meta, size, wide, parts, live, _steps((Mp, Kp), a.meta_order), offsets.starts, indices, data,
+            a.data, a.data, a.meta, size, wide, parts, live, _steps((Mp, Kp), a.meta_order), offsets.starts,
+            indices, data,
         )  # fmt: skip
     return CSR.trusted(shape=a.shape, indptr=indptr, indices=indices, data=data)
 

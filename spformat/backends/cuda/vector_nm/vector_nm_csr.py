@@ -106,7 +106,8 @@ def to_csr(a: VectorNM, params: Params) -> CSR | None:
     if nnz:
         KERNELS.queue(
             _name("to_csr", word, piece, index_type(indices), index_type(offsets.starts)), "PPqqqqiiiqqPPP", blocks,
-            a.data, a.indices, a.data, M, Mp, Q, W, a.n, a.m, a.vector_length, tiles, live, offsets.starts, indices, data,
+            a.data, a.indices, a.data, M, Mp, Q, W, a.n, a.m, a.vector_length, tiles, live, offsets.starts,
+            indices, data,
         )  # fmt: skip
     return CSR.trusted(shape=a.shape, indptr=indptr, indices=indices, data=data)
 
