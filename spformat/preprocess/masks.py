@@ -19,7 +19,8 @@ The same w gives the same mask on host and device, bit for bit:
 
 At ragged edges the last window, vector or block is filled up with zeros, which are never kept.
 NaN and infinities raise StructureError, unless ``nonfinite="keep"``: then they rank above all finite values, NaN first.
-Memory beyond the result: a few MB on the host, a few hundred MB on a device, and for blocks 8 bytes per block.
+Memory beyond the result: a few MB, and for blocks and vectors 8 bytes each. On a device the masks are written by
+kernels (edges to "dense:..-mask"); where there is no edge, the code below runs there, too, and takes a few hundred MB.
 """
 
 from __future__ import annotations
