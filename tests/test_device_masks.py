@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from cases import values
@@ -40,6 +41,14 @@ def any_bits(shape: tuple[int, int], dtype: str, seed: int) -> Host:
     few = rng.random((shape[0], 1)) < 0.5
     raw[...] = np.where(few, rng.choice(tied, shape), raw)
     return x
+
+
+def tiny(shape: tuple[int, int], dtype: str) -> Host:
+    """Subnormal values and the first normal ones."""
+    row = VALUE_TYPES[dtype]
+    normal = bits(np.array([ml_dtypes.finfo(row.numpy).smallest_normal], row.numpy))[0]
+    raw = np.random.default_rng(4).integers(0, int(normal) * 3 // 2, shape).astype(row.bits)
+    return np.asarray(raw.view(row.numpy))
 
 
 def outcome(name: str, x: Any, given: tuple[Any, ...], **options: Any) -> Any:
@@ -173,6 +182,17 @@ def test_ties_over_many_tiles(dtype: str) -> None:
     x = np.random.default_rng(1).integers(-2, 3, (3001, 700)).astype(VALUE_TYPES[dtype].numpy)
     for sparsity in (0.1, 0.5, 0.55, 0.9):
         np.testing.assert_array_equal(masks.magnitude(to_device(x), sparsity).get(), masks.magnitude(x, sparsity))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d != "int8"])
+def test_subnormal_values_are_ranked_by_their_magnitude(dtype: str) -> None:
+    x = tiny((96, 200), dtype)
+    for blocksize in ((1, 1), (4, 4), (32, 8)):
+        wanted = masks.magnitude_blocks(x, blocksize, 0.5)
+        np.testing.assert_array_equal(masks.magnitude_blocks(to_device(x), blocksize, 0.5).get(), wanted)
+    wanted = masks.magnitude_vector_nm(x, 2, 4, 8, norm="l1")
+    np.testing.assert_array_equal(masks.magnitude_vector_nm(to_device(x), 2, 4, 8, norm="l1").get(), wanted)
 
 
 @pytest.mark.gpu
