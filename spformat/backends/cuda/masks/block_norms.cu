@@ -49,7 +49,8 @@ block_norms(const T* __restrict__ x, i64 M, i64 K, int R, int C, int squares, in
             const u64* largest, double* __restrict__ norms, u64* odd) {
     struct alignas(Piece * sizeof(T)) Values { T v[Piece]; };
     __shared__ double sums[2 * COLUMNS];
-    const i64 strip = blockIdx.x % strips, block_row = blockIdx.x / strips, c0 = strip * wide, r0 = block_row * R;
+    const u32 across = static_cast<u32>(strips);
+    const i64 strip = blockIdx.x % across, block_row = blockIdx.x / across, c0 = strip * wide, r0 = block_row * R;
     const int rows = static_cast<int>(M - r0 < R ? M - r0 : R), cols = static_cast<int>(K - c0 < wide ? K - c0 : wide);
     const int line = C | 1;
     const double scale = Kind == Float64 ? square_scale(*largest) : 1;

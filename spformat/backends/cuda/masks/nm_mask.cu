@@ -74,7 +74,8 @@ any_windows(const T* __restrict__ x, i64 lines, i64 M, i64 K, int n, int m, int 
             u8* __restrict__ mask, u64* odd) {
     using Key = key_t<T>;
     __shared__ Key cells[LINES][THREADS];
-    const i64 strip = blockIdx.x % strips, q0 = blockIdx.x / strips * LINES;
+    const u32 across = static_cast<u32>(strips);
+    const i64 strip = blockIdx.x % across, q0 = i64(blockIdx.x / across) * LINES;
     const int c = threadIdx.x, start = c / m * m;
     const i64 column = strip * windows * m + c;
     const bool reads = c < windows * m && column < K;

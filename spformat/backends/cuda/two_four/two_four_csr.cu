@@ -43,9 +43,11 @@ from_csr(const Pointer* __restrict__ indptr, const Column* __restrict__ indices,
     __shared__ u32 bad_here;
     T* cells = reinterpret_cast<T*>(tile);
     const T live = static_cast<T>(mask);
-    const i64 c0 = blockIdx.x % strips * cols, r0 = blockIdx.x / strips * rows;
+    const u32 across = static_cast<u32>(strips);
+    const i64 c0 = i64(blockIdx.x % across) * cols, r0 = i64(blockIdx.x / across) * rows;
     const int here = static_cast<int>(Kp - c0 < cols ? Kp - c0 : cols), lanes = THREADS / rows;
-    for (int i = threadIdx.x; i < rows * cols * static_cast<int>(sizeof(T)) / 16; i += THREADS) tile[i] = make_uint4(0, 0, 0, 0);
+    for (int i = threadIdx.x; i < rows * cols * static_cast<int>(sizeof(T)) / 16; i += THREADS)
+        tile[i] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x == 0) bad_here = 0;
     const int line = threadIdx.x / lanes;
     i64 lo = 0, hi = 0;
@@ -67,10 +69,11 @@ from_csr(const Pointer* __restrict__ indptr, const Column* __restrict__ indices,
     const int words = here / 16;
     for (int i = threadIdx.x; i < rows * words; i += THREADS) {
         const int r = i / words, q = i - r * words;
-        T v[16];
+        alignas(16) T v[16];
         const T* from = cells + r * cols + q * 16;
 #pragma unroll
-        for (int j = 0; j < static_cast<int>(sizeof(T)); ++j) reinterpret_cast<uint4*>(v)[j] = reinterpret_cast<const uint4*>(from)[j];
+        for (int j = 0; j < static_cast<int>(sizeof(T)); ++j)
+            reinterpret_cast<uint4*>(v)[j] = reinterpret_cast<const uint4*>(from)[j];
         Word<T> kept;
         u32 word = 0;
 #pragma unroll
@@ -79,7 +82,8 @@ from_csr(const Pointer* __restrict__ indptr, const Column* __restrict__ indices,
             const u32 some = u32(x[0] != 0) | u32(x[1] != 0) << 1 | u32(x[2] != 0) << 2 | u32(x[3] != 0) << 3;
             const u32 nibble = u32(0x000E0DCC09884444ull >> (4 * some)) & 15;  // formats/two_four.py, NIBBLES; 0: refused
             if (!nibble) {
-                const u64 group = static_cast<u64>((r0 + r) * (Kp / 4) + c0 / 4 + q * 4 + g), code = ~(group * 8 + __popc(some));
+                const u64 group = static_cast<u64>((r0 + r) * (Kp / 4) + c0 / 4 + q * 4 + g);
+                const u64 code = ~(group * 8 + __popc(some));
                 ++bad, first = code > first ? code : first;
             }
             const u32 i0 = nibble & 3, i1 = nibble >> 2;

@@ -29,6 +29,15 @@ __device__ __forceinline__ u32 columns_used(const u32* __restrict__ line, i64 at
     return left < 32 ? bits & ((1u << left) - 1) : bits;
 }
 
+// Quotients of 32 bits where the numbers allow it: those of 64 bits take four times as long.
+template <class Column> __device__ __forceinline__ i64 strip_of(Column column, int wide) {
+    if constexpr (sizeof(Column) == 4) return static_cast<u32>(column) / static_cast<u32>(wide);
+    else return column / wide;
+}
+__device__ __forceinline__ i64 group_of(i64 row, int length) {
+    return row >> 32 ? row / length : static_cast<u32>(row) / static_cast<u32>(length);
+}
+
 // A warp takes one of `shares` shares of the items of a row.
 template <class T, class Column, class Pointer>
 __global__ void __launch_bounds__(THREADS)
@@ -39,16 +48,18 @@ mark(const Pointer* __restrict__ indptr, const Column* __restrict__ indices, con
     if (row >= s.M) return;
     const i64 first = indptr[row], end = indptr[row + 1], items = end - first;
     const i64 each = (items + shares - 1) / shares, lo = first + share * each, hi = lo + each < end ? lo + each : end;
-    u32* line = used + row / s.length * s.words;
+    u32* line = used + group_of(row, s.length) * s.words;
     u32* part = parts + row * (s.strips + 1);
     if (items == 0 && share == 0)
         for (i64 i = lane; i <= s.strips; i += 32) part[i] = 0;
     for (i64 i = lo + lane; i - lane < hi; i += 32) {
         const bool mine = i < hi;
-        i64 word = -1;
+        const Column column = mine ? indices[i] : Column(0);
+        const i64 strip = strip_of(column, s.wide);
+        i64 before = __shfl_up_sync(EVERY, strip, 1), word = -1;
+        if (lane == 0) before = mine && i > first ? strip_of(indices[i - 1], s.wide) : -1;
         u32 bit = 0;
         if (mine) {
-            const i64 column = indices[i], strip = column / s.wide, before = i > first ? indices[i - 1] / s.wide : -1;
             for (i64 p = before + 1; p <= strip; ++p) part[p] = static_cast<u32>(i - first);
             if (i == end - 1)
                 for (i64 p = strip + 1; p <= s.strips; ++p) part[p] = static_cast<u32>(items);
@@ -118,7 +129,8 @@ place(const Pointer* __restrict__ indptr, const Column* __restrict__ indices, co
     extern __shared__ uint4 shared[];
     constexpr int SPAN = 8;  // threads that share a row
     T* cells = reinterpret_cast<T*>(shared);
-    const i64 strip = blockIdx.x % s.strips, r0 = blockIdx.x / s.strips * rows, c0 = strip * s.wide;
+    const u32 across = static_cast<u32>(s.strips);
+    const i64 strip = blockIdx.x % across, r0 = i64(blockIdx.x / across) * rows, c0 = strip * s.wide;
     const i64 u0 = c0 / s.m * s.n, left = s.W - u0;
     const int kept = s.wide / s.m * s.n, vectors = static_cast<int>(left < kept ? left : kept);
     for (int i = threadIdx.x; i < (kept * pitch * static_cast<int>(sizeof(T)) + 15) / 16; i += THREADS)
@@ -127,7 +139,7 @@ place(const Pointer* __restrict__ indptr, const Column* __restrict__ indices, co
     for (int r = threadIdx.x / SPAN; r < rows && r0 + r < s.M; r += THREADS / SPAN) {
         const i64 row = r0 + r, first = indptr[row];
         const u32* part = parts + row * (s.strips + 1) + strip;
-        const u32* line = used + row / s.length * s.words;
+        const u32* line = used + group_of(row, s.length) * s.words;
         const i64 end = first + part[1];
 #pragma unroll 2
         for (i64 i = first + part[0] + threadIdx.x % SPAN; i < end; i += SPAN) {
@@ -166,7 +178,7 @@ template <class T, int Piece>
 __global__ void __launch_bounds__(THREADS)
 count(const T* __restrict__ data, i64 M, i64 Mp, i64 W, i64 tiles, u64 mask, u32* __restrict__ counts) {
     __shared__ u32 sums[ROWS];
-    const i64 part = blockIdx.x % tiles, r0 = blockIdx.x / tiles * ROWS;
+    const i64 part = blockIdx.x % static_cast<u32>(tiles), r0 = i64(blockIdx.x / static_cast<u32>(tiles)) * ROWS;
     if (threadIdx.x < ROWS) sums[threadIdx.x] = 0;
     __syncthreads();
     u32 mine[Piece];  // a thread visits the same rows each time
@@ -193,11 +205,12 @@ to_csr(const u8* __restrict__ places, const T* __restrict__ data, i64 M, i64 Mp,
     __shared__ T cells[ROWS][PITCH];
     __shared__ i64 window_start[VECTORS];
     __shared__ u8 positions[VECTORS][ROWS + 1];
-    const i64 part = blockIdx.x % tiles, r0 = blockIdx.x / tiles * ROWS, u0 = part * VECTORS;
+    const i64 part = blockIdx.x % static_cast<u32>(tiles), r0 = i64(blockIdx.x / static_cast<u32>(tiles)) * ROWS;
+    const i64 u0 = part * VECTORS, q0 = group_of(r0, length);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int vectors = static_cast<int>(W - u0 < VECTORS ? W - u0 : VECTORS), rows = static_cast<int>(M - r0 < ROWS ? M - r0 : ROWS);
-    const i64 q0 = r0 / length;
-    const int groups = static_cast<int>((r0 + rows - 1) / length - q0) + 1;
+    const int vectors = static_cast<int>(W - u0 < VECTORS ? W - u0 : VECTORS);
+    const int rows = static_cast<int>(M - r0 < ROWS ? M - r0 : ROWS);
+    const int before = static_cast<int>(r0 - q0 * length), groups = (before + rows - 1) / length + 1;
     each_piece<Piece>(data, W, Mp, u0, r0, [&](int u, int r, const Values<T, Piece>& piece) {
 #pragma unroll
         for (int e = 0; e < Piece; ++e) cells[r + e][u] = piece.v[e];
@@ -210,7 +223,7 @@ to_csr(const u8* __restrict__ places, const T* __restrict__ data, i64 M, i64 Mp,
     __syncthreads();
     for (int r = warp; r < rows; r += WARPS) {
         i64 to = starts[(r0 + r) * tiles + part];
-        const int g = static_cast<int>((r0 + r) / length - q0);
+        const int g = (before + r) / length;
         for (int first = 0; first < vectors; first += 32) {
             const int u = first + lane;
             const T value = u < vectors ? cells[r][u] : T(0);
