@@ -23,6 +23,8 @@ from spformat.formats.base import Format
 from spformat.formats.csr import CSR
 from spformat.preprocess import masks
 
+SHARING = ("csc", "coo", "ell-buckets")
+"""Formats whose indices are those of the CSR: a matrix of theirs cannot have wide ones where the CSR has not."""
 FAR = ("csr", "coo", "ell-buckets", "bsr", "dbsr", "sr-bcrs")
 """Formats of which a few rows may have so many columns that indices take 64 bits."""
 ROWS_AND_COLUMNS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 37, 63, 64, 65, 70, 100, 127, 128, 130, 200, 257)
@@ -129,7 +131,8 @@ def drawn(fmt: type[Format], seed: int, dtypes: tuple[str, ...]) -> Case:
         a = CSR.from_coordinates(shape, row, column, x[row, column])
     if rng.random() < 0.02:  # a type that no format takes
         x = there.astype(str(rng.choice(["bool", "int32", "complex64"])))
-    return Case(seed, fmt, params, str(rng.choice(LAYOUTS)), x, a, bool(rng.random() < 0.15))
+    widened = bool(rng.random() < 0.15) and fmt.name not in SHARING
+    return Case(seed, fmt, params, str(rng.choice(LAYOUTS)), x, a, widened)
 
 
 def _shape(rng: np.random.Generator) -> tuple[int, int]:

@@ -24,7 +24,11 @@ from typing import Any
 import cupy as cp
 import numpy as np
 from cases import params_of
+from test_device_masks import CALLS as MASKS
+from test_device_masks import any_bits as mask_values
+from test_device_masks import to_device as values_on_device
 from test_kernels import NS, WIDE, Guarded, attempts, matrix, on_device, problem, refuses
+from test_nm_from_csr import PATTERNS, two_four_items, vector_items
 from test_quick_check import SCANNED, damaged, matrices, sound_by_name
 from test_quick_check import on_device as on_the_device
 
@@ -214,6 +218,44 @@ def block_conversions() -> int:
             assert g.T.materialize().to("cpu") == wanted.T.materialize(), (blocksize, dtype, shape)
             done += 5
     cp.cuda.set_allocator(cp.get_default_memory_pool().malloc)
+    cp.cuda.set_allocator(cp.get_default_memory_pool().malloc)
+    return done
+
+
+def pruning() -> int:
+    """Masks of every kind, with ties and values that are not finite, each array an allocation of its own."""
+    cp.cuda.set_allocator(None)
+    done = 0
+    for (name, given), dtype in itertools.product(MASKS.values(), ("float16", "float32", "float64", "int8")):
+        for shape in ((33, 70), (40, 256), (130, 333)):
+            x = mask_values(shape, dtype, done)
+            wanted = getattr(masks, name)(x, *given, nonfinite="keep")
+            mask = getattr(masks, name)(values_on_device(x), *given, nonfinite="keep")
+            assert (mask.get() == wanted).all(), (name, given, dtype, shape)
+            done += 1
+    cp.cuda.set_allocator(cp.get_default_memory_pool().malloc)
+    return done
+
+
+def from_csr() -> int:
+    """CSR to 2:4 and vector n:m and back, refused matrices among them, each array an allocation of its own."""
+    cp.cuda.set_allocator(None)
+    done = refused = 0
+    for shape, dtype in itertools.product(((33, 70), (5, 4099), (130, 264)), ("float16", "float32", "int8")):
+        cases = [("two-four", {"meta_order": o}, two_four_items(shape, dtype, i)) for i, o in enumerate(META_ORDERS)]
+        cases += [("vector-nm", p, vector_items(shape, dtype, i, p)) for i, p in enumerate(PATTERNS)]
+        for name, params, a in cases:
+            wanted = convert(a, name, **params)
+            got = convert(a.to("cuda"), name, **params)
+            assert got.to("cpu") == wanted, (name, params, shape, dtype)
+            assert got.to_csr().to("cpu") == wanted.to_csr(), (name, params, shape, dtype)
+            done += 2
+        try:
+            convert(convert(np.ones(shape, dtype), "csr").to("cuda"), "two-four")
+        except StructureError:
+            refused += 1
+    cp.cuda.set_allocator(cp.get_default_memory_pool().malloc)
+    assert refused, "nothing was refused"
     return done
 
 
@@ -357,6 +399,8 @@ def main() -> None:
         "epilogues": (epilogues, "products"),
         "csr_convert": (csr_conversions, "conversions"),
         "bsr_convert": (block_conversions, "conversions"),
+        "masks": (pruning, "masks"),
+        "nm_from_csr": (from_csr, "conversions"),
         "pieces": (pieces, "products"), "expansions": (expansions, "matrices"),
         "copies": (copies, "products"),
     }  # fmt: skip

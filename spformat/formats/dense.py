@@ -32,6 +32,11 @@ class Dense(Format):
         return {"data": (dtype, shape)}
 
     @classmethod
+    def edge_name(cls, dtype: Any) -> str:
+        """Not "dense", under which edges from and to plain arrays are registered."""
+        return f"{cls.name}:matrix"
+
+    @classmethod
     def row_chunks(cls, params: dict[str, Any]) -> RowChunks:
         return RowChunks(1)
 

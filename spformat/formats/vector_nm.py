@@ -245,10 +245,15 @@ class VectorNM(Format):
         refused: (how many windows have more than n nonempty vectors, the first of them as row group * windows + window,
         its nonempty vectors).
         """
+        self.refuse(self.params(), self.windows, refused)
+        return self
+
+    @classmethod
+    def refuse(cls, params: dict[str, Any], windows: int, refused: tuple[int, int, int]) -> None:
+        """StructureError if windows were refused, of ``windows`` in a row; refused: as for ``accepted``."""
         count, first, vectors = refused
         if count:
-            _refuse(count, divmod(first, self.windows), vectors, self.n, self.m)
-        return self
+            _refuse(count, divmod(first, windows), vectors, params["n"], params["m"])
 
     @classmethod
     def empty_arrays(cls, x: Array, params: dict[str, Any]) -> tuple[Array, Array]:

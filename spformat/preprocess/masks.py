@@ -19,7 +19,8 @@ The same w gives the same mask on host and device, bit for bit:
 
 At ragged edges the last window, vector or block is filled up with zeros, which are never kept.
 NaN and infinities raise StructureError, unless ``nonfinite="keep"``: then they rank above all finite values, NaN first.
-Memory beyond the result: a few MB on the host, a few hundred MB on a device, and for blocks 8 bytes per block.
+Memory beyond the result: a few MB, and for blocks and vectors 8 bytes each. On a device the masks are written by
+kernels (edges to "dense:..-mask"); where there is no edge, the code below runs there, too, and takes a few hundred MB.
 """
 
 from __future__ import annotations
@@ -57,10 +58,13 @@ def magnitude(w: Array | Dense, sparsity: float, *, nonfinite: str = "refuse") -
 
     UsageError for a sparsity outside 0 .. 1, StructureError for NaN or infinities.
     """
-    x = _checked(w, nonfinite)
-    return _largest(
-        lambda s: magnitude_keys(x[s]), list(_row_chunks(x)), x.shape, _kept(x.size, sparsity), namespace(x)
-    )
+    x = _values(w, nonfinite)
+    count = _kept(x.size, sparsity)
+    mask = _by_edge(x, "dense:magnitude-mask", {"count": count}, nonfinite)
+    if mask is not None:
+        return mask
+    _check_finite(x, nonfinite)
+    return _largest(lambda s: magnitude_keys(x[s]), list(_row_chunks(x)), x.shape, count, namespace(x))
 
 
 def magnitude_nm(w: Array | Dense, n: int, m: int, *, nonfinite: str = "refuse") -> Array:
@@ -69,7 +73,11 @@ def magnitude_nm(w: Array | Dense, n: int, m: int, *, nonfinite: str = "refuse")
     UsageError for n or m out of range, StructureError for NaN or infinities.
     """
     _check_nm(n, m)
-    x = _checked(w, nonfinite)
+    x = _values(w, nonfinite)
+    mask = _by_edge(x, "dense:nm-mask", {"n": n, "m": m}, nonfinite)
+    if mask is not None:
+        return mask
+    _check_finite(x, nonfinite)
     mask = namespace(x).empty(x.shape, np.bool_)
     for s in _row_chunks(x):
         mask[s] = _keep_nm(magnitude_keys(x[s]), n, m)
@@ -86,7 +94,13 @@ def magnitude_vector_nm(
     """
     _check_nm(n, m)
     _check_range("vector_length", vector_length, 512)
-    x = _checked(w, nonfinite)
+    _check_norm(norm)
+    x = _values(w, nonfinite)
+    params = {"n": n, "m": m, "vector_length": vector_length, "norm": norm}
+    mask = _by_edge(x, "dense:vectors-mask", params, nonfinite)
+    if mask is not None:
+        return mask
+    _check_finite(x, nonfinite)
     xp, power = namespace(x), _power(x, norm)
     mask = xp.empty(x.shape, np.bool_)
     for s in _row_chunks(x, vector_length):
@@ -105,14 +119,19 @@ def magnitude_blocks(
     R, C = blocksize
     _check_range("blocksize[0]", R, 1024)
     _check_range("blocksize[1]", C, 1024)
-    x = _checked(w, nonfinite)
-    (M, K), xp, power = x.shape, namespace(x), _power(x, norm)
+    _check_norm(norm)
+    x = _values(w, nonfinite)
+    (M, K), xp = x.shape, namespace(x)
+    count = _kept(ceil_div(M, R) * ceil_div(K, C), sparsity)
+    mask = _by_edge(x, "dense:blocks-mask", {"blocksize": (R, C), "count": count, "norm": norm}, nonfinite)
+    if mask is not None:
+        return mask
+    _check_finite(x, nonfinite)
+    power = _power(x, norm)
     norms = xp.empty((ceil_div(M, R), ceil_div(K, C)), np.float64)
     for s in _row_chunks(x, R):
         norms[s.start // R : ceil_div(s.stop, R)] = _norms(x[s], R, C, power)
-    keep = _largest(
-        lambda s: magnitude_keys(norms[s]), list(_row_chunks(norms)), norms.shape, _kept(norms.size, sparsity), xp
-    )
+    keep = _largest(lambda s: magnitude_keys(norms[s]), list(_row_chunks(norms)), norms.shape, count, xp)
     return xp.ascontiguousarray(xp.repeat(xp.repeat(keep, R, axis=0)[:M], C, axis=1)[:, :K])
 
 
@@ -332,12 +351,25 @@ def _row_chunks(x: Array, multiple: int = 1) -> Iterator[slice]:
     return (slice(i, min(i + step, M)) for i in range(0, M, step))
 
 
-def _checked(w: Array | Dense, nonfinite: str) -> Array:
+def _values(w: Array | Dense, nonfinite: str) -> Array:
     x = checked_values(w.data if isinstance(w, Dense) else w, "mask")
     _check_nonfinite(nonfinite)
+    return x
+
+
+def _check_finite(x: Array, nonfinite: str) -> None:
     if nonfinite == "refuse":
         _refuse_nonfinite(x)
-    return x
+
+
+def _by_edge(x: Array, target: str, params: dict[str, Any], nonfinite: str) -> Array | None:
+    """The mask from an edge to ``target``, which also counts the values that are not finite; None if there is none."""
+    masked: tuple[Array, int] | None = edges.take(edges.DENSE, target, x, params, x)
+    if masked is None:
+        return None
+    if masked[1]:
+        _check_finite(x, nonfinite)  # scans x again, to name the first
+    return masked[0]
 
 
 def _check_norm(norm: str) -> None:

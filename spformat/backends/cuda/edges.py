@@ -25,11 +25,15 @@ from .bitmask import bitmask_edges, bitmask_scan
 from .bsr import bsr_edges, bsr_scan
 from .csr import csr_from_dense, csr_scan, csr_transpose, expand_csr
 from .ell_buckets import ell_buckets_edges, ell_buckets_scan
+from .masks import masks_edges
 from .sr_bcrs import sr_bcrs_scan
-from .two_four import two_four_pack, two_four_scan
-from .vector_nm import vector_nm_convert, vector_nm_scan
+from .two_four import two_four_csr, two_four_pack, two_four_scan
+from .vector_nm import vector_nm_convert, vector_nm_csr, vector_nm_scan
 
 Params = dict[str, Any]
+
+TWO_FOUR = tuple(TwoFour.edge_name(np.dtype(f"u{size}")) for size in (1, 2, 4))
+"""The names of two-four for values of each size."""
 
 
 # ------------------------------------------------------------------ checks: True if all contents are valid
@@ -213,6 +217,14 @@ EDGES: tuple[Edge, ...] = (
     _edge(DENSE, VectorNM, vector_nm_from_dense),
     _edge(DENSE, "vector-nm:pruned", vector_nm_pruned),
     _edge(VectorNM, DENSE, vector_nm_to_dense),
+    *(_edge(CSR, name, two_four_csr.from_csr) for name in TWO_FOUR),
+    *(_edge(name, CSR, two_four_csr.to_csr) for name in TWO_FOUR),
+    _edge(CSR, VectorNM, vector_nm_csr.from_csr),
+    _edge(VectorNM, CSR, vector_nm_csr.to_csr),
+    _edge(DENSE, "dense:magnitude-mask", masks_edges.largest),
+    _edge(DENSE, "dense:nm-mask", masks_edges.nm),
+    _edge(DENSE, "dense:vectors-mask", masks_edges.vectors),
+    _edge(DENSE, "dense:blocks-mask", masks_edges.blocks),
     _edge("vector-nm:indices", "vector-nm:packed", vector_nm_packed),
     _edge(DENSE, Bitmask, bitmask_edges.from_dense),
     _edge(Bitmask, DENSE, bitmask_edges.to_dense),

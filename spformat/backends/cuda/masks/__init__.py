@@ -1,0 +1,1 @@
+"""Magnitude masks on the device."""
