@@ -1,0 +1,75 @@
+"""Counts -> where each segment starts, on the device in one launch.  Kernel: offsets.cu.
+
+A conversion to a sparse format counts what each row or tile will store, computes the offsets, and fills the arrays. The
+host must know only how long the arrays are; it waits for that number alone, and the kernel writes it to host memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ....arrays.library import Array, ceil_div, index_dtype
+from . import jit
+from .expansion import INDEX, Target
+from .launch import Launch
+from .scratch import Counters, Scratch
+
+SOURCE = "runtime/offsets.cu"
+THREADS, TILE = 512, 4096
+"""The same as in the kernel."""
+COUNT = {4: "unsigned int", 8: "unsigned long long"}
+"""C++ type of the counts, by bytes of one."""
+
+
+def instances() -> tuple[str, ...]:
+    """C++ names that the compile tests build."""
+    return tuple(_instance(count, start) for count in COUNT for start in INDEX)
+
+
+class Offsets:
+    """``starts`` int[n+1]: the sums of all counts before each of n counts, and of all.
+
+    The arrays may be used on the current stream at once. ``total`` and ``indptr`` wait for the device.
+    """
+
+    __slots__ = ("_counters", "starts")
+
+    def __init__(self, counts: Array, bound: int) -> None:
+        """counts: CuPy, 4 or 8 bytes an element, none below 0. bound: what their sum cannot exceed; it decides whether
+        starts are int32 or int64."""
+        import cupy
+
+        n = counts.size
+        self.starts, self._counters = cupy.empty(n + 1, index_dtype(bound)), Counters()
+        target, tiles = Target.holding(counts), max(1, ceil_div(n, TILE))
+        launch = _launch(_instance(counts.itemsize, self.starts.itemsize), *target)
+        stream = int(cupy.cuda.get_current_stream().ptr)
+        control = _scratch(target.device_id).buffer(stream, 8 * (tiles + 2))
+        args = (counts.data.ptr, n, self.starts.data.ptr, control + 16, control, self._counters.address)
+        launch((tiles, 1, 1), stream, *args)
+
+    def total(self) -> int:
+        """The sum of all counts."""
+        return self._counters.get()[0]  # synchronize!
+
+    def indptr(self) -> tuple[Array, int]:
+        """(the starts in the smallest index type that can represent their sum, the sum)."""
+        total = self.total()  # synchronize!
+        return self.starts.astype(index_dtype(total), copy=False), total
+
+
+@functools.cache
+def _scratch(device_id: int) -> Scratch:
+    return Scratch(zeros=True, shared="offsets")
+
+
+@functools.cache
+def _instance(count: int, start: int) -> str:
+    return f"offsets<{COUNT[count]}, {INDEX[start]}>"
+
+
+@functools.cache
+def _launch(instance: str, arch: str, device_id: int) -> Launch:
+    function: Any = jit.load(SOURCE, instance, arch, device_id)
+    return Launch(function, "PqPPPP", (), THREADS)
