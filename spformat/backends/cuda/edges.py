@@ -24,7 +24,7 @@ from .bitmask import bitmask_scan
 from .bsr import bsr_scan
 from .csr import csr_scan
 from .ell_buckets import ell_buckets_scan
-from .sr_bcrs import sr_bcrs_scan
+from .sr_bcrs import sr_bcrs_edges, sr_bcrs_scan
 from .two_four import two_four_pack, two_four_scan
 from .vector_nm import vector_nm_convert, vector_nm_scan
 
@@ -166,4 +166,8 @@ EDGES: tuple[Edge, ...] = (
     _edge(DENSE, "vector-nm:pruned", vector_nm_pruned),
     _edge(VectorNM, DENSE, vector_nm_to_dense),
     _edge("vector-nm:indices", "vector-nm:packed", vector_nm_packed),
+    _edge(DENSE, SRBCRS, sr_bcrs_edges.from_dense),
+    _edge(SRBCRS, DENSE, sr_bcrs_edges.to_dense),
+    _edge(CSR, SRBCRS, sr_bcrs_edges.from_csr),
+    _edge(SRBCRS, CSR, sr_bcrs_edges.to_csr),
 )
