@@ -4,8 +4,8 @@
     python tests/sanitize.py --tool compute-sanitizer [--jobs 8] [PART ...]
                                                            each under memcheck and racecheck, in processes of its own
 
-A part is a kernel, two_four_pack, vector_nm_convert, scans, epilogues, pieces, expansions or copies. Prints a line per part;
-results are compared too, so that the run is a test without the tool, too. ``--planted`` runs a kernel with two
+A part is a kernel, two_four_pack, vector_nm_convert, sr_bcrs_convert, scans, epilogues, pieces, expansions or copies.
+Prints a line per part; results are compared too, so that the run is a test without the tool, too. ``--planted`` runs a kernel with two
 faults instead, one for each tool: a run where it is not reported proves nothing, so that with ``--tool`` this comes
 first.
 """
@@ -129,6 +129,24 @@ def vector_packing() -> int:
     cp.cuda.set_allocator(cp.get_default_memory_pool().malloc)
     assert done, "nothing was refused"
     return 4 * done
+
+
+def sr_bcrs() -> int:
+    """Matrices to SR-BCRS and back, from dense arrays and CSR, each array an allocation of its own."""
+    cp.cuda.set_allocator(None)
+    rng, done = np.random.default_rng(12), 0
+    for (t, g), dtype in itertools.product(((8, 16), (3, 5), (1, 1), (256, 3)), ("float16", "float32", "int8")):
+        for shape in ((33, 70), (40, 1000), (5, 70_001), (300, 64)):
+            x = np.where(rng.random(shape) < 0.05, rng.integers(-3, 4, shape), 0).astype(dtype)
+            csr, wanted = convert(x, "csr"), convert(x, "sr-bcrs", vector_length=t, stride=g)
+            for given in (cp.asarray(x), csr.to("cuda")):
+                assert convert(given, "sr-bcrs", **wanted.params()).to("cpu") == wanted, (t, g, dtype, shape)
+            back = wanted.to("cuda")
+            assert back.to_csr().to("cpu") == csr, (t, g, dtype, shape)
+            assert (back.to_dense().get() == x).all(), (t, g, dtype, shape)
+            done += 4
+    cp.cuda.set_allocator(cp.get_default_memory_pool().malloc)
+    return done
 
 
 def scans() -> int:
@@ -265,6 +283,7 @@ def sanitize(program: str, parts: list[str], jobs: int) -> bool:
 def main() -> None:
     others = {
         "two_four_pack": (packing, "conversions"), "vector_nm_convert": (vector_packing, "conversions"),
+        "sr_bcrs_convert": (sr_bcrs, "conversions"),
         "scans": (scans, "verdicts"), "epilogues": (epilogues, "products"),
         "pieces": (pieces, "products"), "expansions": (expansions, "matrices"),
         "copies": (copies, "products"),

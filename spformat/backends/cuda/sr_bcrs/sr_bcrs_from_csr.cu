@@ -81,7 +81,7 @@ template <class Key> __device__ __forceinline__ void sort(Key* keys, int size) {
 
 // The items that a block takes: of row r of its tile, a run from starts[r] on; before_row[r] items in the rows before.
 template <class T, bool Float, class Idx> struct Items {
-    static constexpr T VALUE = static_cast<T>(Float ? ~static_cast<T>(0) >> 1 : ~static_cast<T>(0));
+    static constexpr T VALUE = static_cast<T>(static_cast<T>(~0ull) >> Float);
     const Idx* __restrict__ columns;
     const T* __restrict__ values;
     const i64 *starts, *before_row;

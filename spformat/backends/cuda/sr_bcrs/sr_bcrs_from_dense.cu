@@ -111,7 +111,7 @@ template <class T, bool Float, class Idx>
 __global__ void __launch_bounds__(THREADS)
 gather_vectors(const T* __restrict__ x, i64 M, i64 K, const Idx* __restrict__ indices, const u32* __restrict__ tiles, i64 G,
                int t, int g, int groups, int rows, int row_parts, T* __restrict__ data) {
-    constexpr T VALUE = static_cast<T>(Float ? ~static_cast<T>(0) >> 1 : ~static_cast<T>(0));
+    constexpr T VALUE = static_cast<T>(static_cast<T>(~0ull) >> Float);
     constexpr int P = 16 / sizeof(T);
     __shared__ __align__(16) unsigned char room[IMAGE + 16];
     const i64 block = gridDim.x - 1 - blockIdx.x, n0 = block / row_parts * groups;
