@@ -100,7 +100,7 @@ template <class T, bool Float, class Idx> struct Items {
 };
 
 template <class T, bool Float, class Ptr, class Idx, class Start, bool Write>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, Write ? 5 : 8)
 sr_bcrs_from_csr(const Ptr* __restrict__ indptr, const Idx* __restrict__ indices, const T* __restrict__ values, i64 M, i64 K,
                  int t, int g, i64 parts, i64 width, u32* __restrict__ counts, const Start* __restrict__ first,
                  Idx* __restrict__ columns, T* __restrict__ data) {
