@@ -36,7 +36,7 @@ mark_vectors(const T* __restrict__ x, i64 M, i64 K, int t, i64 tiles, i64 pieces
     const T* line = x + tile * t * K;
     u32* words = bitmap + job * (PIECE / 32);
     int row = 0, step = 0, seen_rows = 0, seen_steps = 0;  // the next load, the next unit to be looked at
-    uint4 any = make_uint4(0, 0, 0, 0);                    // the bits that one of the rows so far has; one element: in any.x, any.y
+    uint4 any = make_uint4(0, 0, 0, 0);                    // the bits that one of these rows has; of an element: in x, y
     u32 vectors = 0;
     for (int at = 0; at < all; at += IN_FLIGHT) {
         uint4 unit[IN_FLIGHT];
@@ -82,7 +82,7 @@ mark_vectors(const T* __restrict__ x, i64 M, i64 K, int t, i64 tiles, i64 pieces
     if (lane == 0) counts[job] = vectors;
 }
 
-// A warp lists the columns of a piece of a row tile; that of the last piece pads the list, that of the first one writes `tiles`.
+// A warp lists the columns of a piece of a row tile. That of the last piece pads the list; that of the first writes `tiles`.
 template <class Ptr, class Idx>
 __global__ void __launch_bounds__(THREADS)
 list_vectors(const u32* __restrict__ bitmap, const u32* __restrict__ counts, const Ptr* __restrict__ first, i64 K, int g,

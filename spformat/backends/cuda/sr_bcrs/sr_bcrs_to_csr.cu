@@ -21,8 +21,8 @@ constexpr int THREADS = 256, WARPS = THREADS / 32, IN_FLIGHT = 4;
 
 template <class T, bool Float, bool Wide, class Start, class Idx, class Ptr, bool Write>
 __global__ void __launch_bounds__(THREADS)
-sr_bcrs_to_csr(const Start* __restrict__ first, const Idx* __restrict__ columns, const T* __restrict__ data, i64 M, int t, int g,
-               i64 parts, u32* __restrict__ counts, const Ptr* __restrict__ indptr, Idx* __restrict__ indices,
+sr_bcrs_to_csr(const Start* __restrict__ first, const Idx* __restrict__ columns, const T* __restrict__ data, i64 M, int t,
+               int g, i64 parts, u32* __restrict__ counts, const Ptr* __restrict__ indptr, Idx* __restrict__ indices,
                T* __restrict__ values) {
     constexpr int P = Wide ? 16 / sizeof(T) : 1;
     const int lane = threadIdx.x % 32;
