@@ -4,7 +4,7 @@
 //   starts   Start[n+1]     starts[i] = counts[0] + .. + counts[i-1]; the last one is the sum of all
 //   states   u64[tiles]     zeros before the launch and after it: what each tile has published so far
 //   control  u64[2]         likewise: how many tiles are taken, how many are done
-//   total    u64            in host memory, becomes the sum of all counts
+//   total    u64            in host memory, becomes the sum of all counts; or null
 //
 // A block sums a tile of counts and publishes the sum. Then it adds up what the tiles before it have published, walking back
 // until one knows its sum from the very first count (Merrill and Garland, Single-pass Parallel Prefix Scan with Decoupled
@@ -65,7 +65,7 @@ offsets(const Count* __restrict__ counts, i64 n, Start* __restrict__ starts, u64
         if (first + e * 32 < n) starts[first + e * 32] = static_cast<Start>(before + count[e]);
     if (tile == gridDim.x - 1 && threadIdx.x == 0) {
         starts[n] = static_cast<Start>(shared_before + of_tile);
-        *const_cast<volatile u64*>(total) = shared_before + of_tile;
+        if (total) *const_cast<volatile u64*>(total) = shared_before + of_tile;
     }
     __syncthreads();  // all threads have read shared_tile
     if (threadIdx.x == 0) shared_tile = atomicAdd(control + 1, 1ull);

@@ -30,7 +30,8 @@ def instances() -> tuple[str, ...]:
 class Offsets:
     """``starts`` int[n+1]: the sums of all counts before each of n counts, and of all.
 
-    The arrays may be used on the current stream at once. ``total`` and ``indptr`` wait for the device.
+    The array may be used on the current stream at once. ``total`` or ``indptr`` must be called: they wait for the
+    device, which otherwise would write into host memory that belongs to somebody else by then.
     """
 
     __slots__ = ("_counters", "starts")
@@ -38,16 +39,8 @@ class Offsets:
     def __init__(self, counts: Array, bound: int) -> None:
         """counts: CuPy, 4 or 8 bytes an element, none below 0. bound: what their sum cannot exceed; it decides whether
         starts are int32 or int64."""
-        import cupy
-
-        n = counts.size
-        self.starts, self._counters = cupy.empty(n + 1, index_dtype(bound)), Counters()
-        target, tiles = Target.holding(counts), max(1, ceil_div(n, TILE))
-        launch = _launch(_instance(counts.itemsize, self.starts.itemsize), *target)
-        stream = int(cupy.cuda.get_current_stream().ptr)
-        control = _scratch(target.device_id).buffer(stream, 8 * (tiles + 2))
-        args = (counts.data.ptr, n, self.starts.data.ptr, control + 16, control, self._counters.address)
-        launch((tiles, 1, 1), stream, *args)
+        self._counters = Counters()
+        self.starts = starts_of(counts, bound, self._counters.address)
 
     def total(self) -> int:
         """The sum of all counts."""
@@ -57,6 +50,20 @@ class Offsets:
         """(the starts in the smallest index type that can represent their sum, the sum)."""
         total = self.total()  # synchronize!
         return self.starts.astype(index_dtype(total), copy=False), total
+
+
+def starts_of(counts: Array, bound: int, total: int = 0) -> Array:
+    """``Offsets.starts`` alone, where the sum is known: nothing waits. total: an address for the sum, or 0."""
+    import cupy
+
+    n = counts.size
+    starts = cupy.empty(n + 1, index_dtype(bound))
+    target, tiles = Target.holding(counts), max(1, ceil_div(n, TILE))
+    launch = _launch(_instance(counts.itemsize, starts.itemsize), *target)
+    stream = int(cupy.cuda.get_current_stream().ptr)
+    control = _scratch(target.device_id).buffer(stream, 8 * (tiles + 2))
+    launch((tiles, 1, 1), stream, counts.data.ptr, n, starts.data.ptr, control + 16, control, total)
+    return starts
 
 
 @functools.cache
