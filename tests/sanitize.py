@@ -180,6 +180,24 @@ def ell_buckets() -> int:
     return done
 
 
+def sr_bcrs() -> int:
+    """Matrices to SR-BCRS and back, from dense arrays and CSR, each array an allocation of its own."""
+    cp.cuda.set_allocator(None)
+    rng, done = np.random.default_rng(12), 0
+    for (t, g), dtype in itertools.product(((8, 16), (3, 5), (1, 1), (256, 3)), ("float16", "float32", "int8")):
+        for shape in ((33, 70), (40, 1000), (5, 70_001), (300, 64)):
+            x = np.where(rng.random(shape) < 0.05, rng.integers(-3, 4, shape), 0).astype(dtype)
+            csr, wanted = convert(x, "csr"), convert(x, "sr-bcrs", vector_length=t, stride=g)
+            for given in (cp.asarray(x), csr.to("cuda")):
+                assert convert(given, "sr-bcrs", **wanted.params()).to("cpu") == wanted, (t, g, dtype, shape)
+            back = wanted.to("cuda")
+            assert back.to_csr().to("cpu") == csr, (t, g, dtype, shape)
+            assert (back.to_dense().get() == x).all(), (t, g, dtype, shape)
+            done += 4
+    cp.cuda.set_allocator(cp.get_default_memory_pool().malloc)
+    return done
+
+
 def csr_conversions() -> int:
     """Dense arrays to CSR, back and transposed, and offsets, each array an allocation of its own."""
     cp.cuda.set_allocator(None)
@@ -256,6 +274,8 @@ def from_csr() -> int:
             refused += 1
     cp.cuda.set_allocator(cp.get_default_memory_pool().malloc)
     assert refused, "nothing was refused"
+    return done
+    cp.cuda.set_allocator(cp.get_default_memory_pool().malloc)
     return done
 
 
@@ -401,6 +421,7 @@ def main() -> None:
         "bsr_convert": (block_conversions, "conversions"),
         "masks": (pruning, "masks"),
         "nm_from_csr": (from_csr, "conversions"),
+        "sr_bcrs_convert": (sr_bcrs, "conversions"),
         "pieces": (pieces, "products"), "expansions": (expansions, "matrices"),
         "copies": (copies, "products"),
     }  # fmt: skip

@@ -159,6 +159,11 @@ class SRBCRS(Format):
         scans.negative_zero_free(self, "data")
 
     @classmethod
+    def check_groups(cls, n_groups: int, nbytes: int, given: int) -> None:
+        """LimitError if ``nbytes``, those of the values, exceed the memory budget. given: bytes of the CSR."""
+        check_bytes(nbytes, f"{cls.name}: {n_groups:,} groups", given)
+
+    @classmethod
     def _from_csr(cls, a: CSR, **params: Any) -> Self:
         a = a.without_zeros()
         xp, (M, K) = namespace(a.data), a.shape
@@ -171,7 +176,7 @@ class SRBCRS(Format):
         groups = -(-counts // g)
         first_group = offsets_from_counts(groups)
         n_groups = int(first_group[-1])  # synchronize!
-        check_bytes(product(n_groups, t, g, a.dtype.itemsize), f"{cls.name}: {n_groups:,} groups", a.nbytes)
+        cls.check_groups(n_groups, product(n_groups, t, g, a.dtype.itemsize), a.nbytes)
         slot = first_group[tile] * g + rank_in_row(offsets_from_counts(counts), tile)
         indices = xp.full(n_groups * g, PAD, index_dtype(K - 1))
         indices[slot] = vectors % max(1, K)

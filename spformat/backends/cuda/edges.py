@@ -26,7 +26,7 @@ from .bsr import bsr_edges, bsr_scan
 from .csr import csr_from_dense, csr_scan, csr_transpose, expand_csr
 from .ell_buckets import ell_buckets_edges, ell_buckets_scan
 from .masks import masks_edges
-from .sr_bcrs import sr_bcrs_scan
+from .sr_bcrs import sr_bcrs_edges, sr_bcrs_scan
 from .two_four import two_four_csr, two_four_pack, two_four_scan
 from .vector_nm import vector_nm_convert, vector_nm_csr, vector_nm_scan
 
@@ -242,4 +242,8 @@ EDGES: tuple[Edge, ...] = (
     _edge(DBSR, CSR, bsr_edges.blocks_to_csr),
     _edge(BSR, TRANSPOSED, bsr_edges.blocks_transposed),
     _edge(DBSR, TRANSPOSED, bsr_edges.blocks_transposed),
+    _edge(DENSE, SRBCRS, sr_bcrs_edges.from_dense),
+    _edge(SRBCRS, DENSE, sr_bcrs_edges.to_dense),
+    _edge(CSR, SRBCRS, sr_bcrs_edges.from_csr),
+    _edge(SRBCRS, CSR, sr_bcrs_edges.to_csr),
 )

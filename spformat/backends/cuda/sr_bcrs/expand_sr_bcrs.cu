@@ -19,6 +19,7 @@ expand_sr_bcrs(const Ptr* __restrict__ indptr, const Idx* __restrict__ indices, 
                int g, T* __restrict__ x, i64 ld, i64 segments, int width) {
     constexpr int UNIT = 16 / sizeof(T), P = Wide ? UNIT : 1;
     struct alignas(P * sizeof(T)) Unit { T v[P]; };
+    struct alignas(P * sizeof(Idx) < 16 ? P * sizeof(Idx) : 16) Columns { Idx v[P]; };
     __shared__ __align__(16) unsigned char images[IMAGES + TALLEST * 16];
     __shared__ i64 range[2];
     T* image = reinterpret_cast<T*>(images);
@@ -49,10 +50,11 @@ expand_sr_bcrs(const Ptr* __restrict__ indptr, const Idx* __restrict__ indices, 
         const int n = static_cast<u32>(q) / static_cast<u32>(of_group), rest = static_cast<int>(q) - n * of_group;
         const int r = static_cast<u32>(rest) / static_cast<u32>(pieces), s = (rest - r * pieces) * P;
         const Unit unit = *reinterpret_cast<const Unit*>(from + q * P);
+        const Columns at = *reinterpret_cast<const Columns*>(columns + static_cast<i64>(n) * g + s);
         T* line = image + r * pitch + head_of(to + r * ld);
 #pragma unroll
         for (int e = 0; e < P; ++e) {
-            const i64 c = columns[static_cast<i64>(n) * g + s + e] - c0;
+            const i64 c = at.v[e] - c0;
             if (static_cast<u64>(c) < static_cast<u64>(wide)) line[c] = unit.v[e];
         }
     }

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from ....arrays.library import Array, ceil_div, round_up
 from ....products.problem import Problem
 from ..runtime import jit
-from ..runtime.expansion import UNIT, Target, Writer, index_type, write_now
+from ..runtime.expansion import UNIT, Target, Writer, index_type
 from ..runtime.launch import Bound, Launch
 from ..runtime.transpose import WORDS
 
 SOURCE = "sr_bcrs/expand_sr_bcrs.cu"
+SIGNATURE = "PPPqiiPqqi"
 THREADS, IMAGES, TALLEST = 256, 32 * 1024, 256
 """Must match the constants of the kernel: threads of a block, bytes of its images, the tallest vector."""
 
@@ -31,7 +33,16 @@ def expander(a: Any, p: Problem) -> Writer:
 
 def sr_bcrs_to_dense(indptr: Array, indices: Array, data: Array, out: Array) -> None:
     """Write out [M, K], all of it, from the arrays of a valid SR-BCRS, all CuPy."""
-    write_now(_writer(out.shape[0], indptr, indices, data, Target.holding(data)), out)
+    import cupy
+
+    if not out.size:
+        return
+    (M, K), (_, t, g) = out.shape, data.shape
+    segments, width = cut(K, t, out.itemsize)
+    launch = _launch(_instance_of(indptr, indices, data), *Target.holding(data))
+    read = indptr.data.ptr, indices.data.ptr, data.data.ptr, M, t, g
+    stream = int(cupy.cuda.get_current_stream().ptr)
+    launch((ceil_div(M, t) * segments, 1, 1), stream, *read, out.data.ptr, K, segments, width)
 
 
 def cut(ld: int, t: int, itemsize: int) -> tuple[int, int]:
@@ -45,8 +56,8 @@ def cut(ld: int, t: int, itemsize: int) -> tuple[int, int]:
 
 def _writer(M: int, indptr: Array, indices: Array, data: Array, target: Target) -> Writer:
     (_, t, g), itemsize = data.shape, data.dtype.itemsize
-    instance = _instance(itemsize, index_type(indptr), index_type(indices), g * itemsize % UNIT == 0)
-    launch = Launch(jit.load(SOURCE, instance, *target), "PPPqiiPqqi", (indptr, indices, data, M, t, g), THREADS)
+    function = jit.load(SOURCE, _instance_of(indptr, indices, data), *target)
+    launch = Launch(function, SIGNATURE, (indptr, indices, data, M, t, g), THREADS)
 
     def launches(x: int, ld: int, stream: int) -> list[Bound]:
         if not M:
@@ -55,6 +66,16 @@ def _writer(M: int, indptr: Array, indices: Array, data: Array, target: Target) 
         return [launch.bind((ceil_div(M, t) * segments, 1, 1), stream, x, ld, segments, width)]
 
     return launches
+
+
+@functools.cache
+def _launch(instance: str, arch: str, device_id: int) -> Launch:
+    return Launch(jit.load(SOURCE, instance, arch, device_id), SIGNATURE, (), THREADS)
+
+
+def _instance_of(indptr: Array, indices: Array, data: Array) -> str:
+    itemsize, g = data.dtype.itemsize, data.shape[2]
+    return _instance(itemsize, index_type(indptr), index_type(indices), g * itemsize % UNIT == 0)
 
 
 def _instance(itemsize: int, ptr: str, idx: str, wide: bool) -> str:

@@ -1,0 +1,94 @@
+"""Dense arrays to SR-BCRS on the device: two passes over the array.  Kernels: sr_bcrs_from_dense.cu."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ....arrays.library import Array, ceil_div
+from ..runtime import jit
+from ..runtime.expansion import INDEX, UNIT, Target
+from ..runtime.launch import Launch
+from ..runtime.transpose import WORDS
+
+SOURCE = "sr_bcrs/sr_bcrs_from_dense.cu"
+THREADS, PIECE, IN_FLIGHT, IMAGE = 256, 1024, 8, 16 * 1024
+"""The same as in the kernels: threads of a block, columns that a warp takes, rows that a thread reads at a time, bytes
+of the values that a block of the last kernel puts together."""
+WARPS = THREADS // 32
+ENOUGH = 1024
+"""Blocks that fill any device several times over; to have more of them, a block takes fewer groups."""
+
+
+def instances() -> tuple[str, ...]:
+    """C++ names that the compile tests build."""
+    values = ("unsigned char, false", "unsigned short, true", "unsigned int, true", "unsigned long long, true")
+    marks = [f"mark_vectors<{v}, {wide}>" for v in values for wide in ("true", "false")]
+    lists = [f"list_vectors<{p}, {i}>" for p in INDEX.values() for i in INDEX.values()]
+    return (*marks, *lists, *(f"gather_vectors<{v}, {i}>" for v in values for i in INDEX.values()))
+
+
+def value_words(dtype: Any) -> str:
+    """C++ template arguments for values of a dtype: the unsigned word of their width, whether they have a sign bit."""
+    return f"{WORDS[dtype.itemsize]}, {str(dtype.kind != 'i').lower()}"
+
+
+def mark(x: Array, t: int) -> tuple[Array, Array]:
+    """Launches the first pass over x [M, K], not empty.
+
+    Returns bitmap uint32[Mv, 32*pieces] and counts uint32[Mv, pieces]: which columns of each row tile have a nonzero,
+    and how many of every ``PIECE`` columns.
+    """
+    import cupy
+
+    (M, K), itemsize = x.shape, x.dtype.itemsize
+    tiles, pieces = ceil_div(M, t), ceil_div(K, PIECE)
+    bitmap, counts = cupy.empty((tiles, pieces * (PIECE // 32)), "uint32"), cupy.empty((tiles, pieces), "uint32")
+    wide = x.data.ptr % UNIT == 0 and K * itemsize % UNIT == 0
+    instance = f"mark_vectors<{value_words(x.dtype)}, {str(wide).lower()}>"
+    launch = _launch(instance, "PqqiqqPP", *Target.holding(x))
+    grid = ceil_div(tiles * pieces, WARPS), 1, 1
+    launch(grid, _stream(), x.data.ptr, M, K, t, tiles, pieces, bitmap.data.ptr, counts.data.ptr)
+    return bitmap, counts
+
+
+def fill(x: Array, bitmap: Array, before: Array, first: Array, indices: Array, data: Array) -> None:
+    """Launches the second pass over x [M, K]: writes indices [G, g] and data [G, t, g], which are not empty.
+
+    before: uint32[Mv, pieces], the columns that earlier pieces of a tile have; first: int[Mv+1], first group of each.
+    """
+    import cupy
+
+    (M, K), (tiles, pieces), (G, t, g) = x.shape, before.shape, data.shape
+    target, stream, index = Target.holding(x), _stream(), INDEX[indices.itemsize]
+    tile_of_group = cupy.empty(G, "uint32")
+    launch = _launch(f"list_vectors<{INDEX[first.itemsize]}, {index}>", "PPPqiqqPP", *target)
+    args = (bitmap.data.ptr, before.data.ptr, first.data.ptr, K, g, tiles, pieces, indices.data.ptr)
+    launch((ceil_div(tiles * pieces, WARPS), 1, 1), stream, *args, tile_of_group.data.ptr)
+    groups, rows, row_parts = cut(G, t, g, x.dtype.itemsize)
+    launch = _launch(f"gather_vectors<{value_words(x.dtype)}, {index}>", "PqqPPqiiiiiP", *target)
+    read = x.data.ptr, M, K, indices.data.ptr, tile_of_group.data.ptr
+    launch((ceil_div(G, groups) * row_parts, 1, 1), stream, *read, G, t, g, groups, rows, row_parts, data.data.ptr)
+
+
+def cut(G: int, t: int, g: int, itemsize: int) -> tuple[int, int, int]:
+    """(groups of a block, rows of a group that it takes, blocks that share a group): what fits in a block's memory.
+
+    Several groups only if a block takes all of their rows, so that its part of the data is one run.
+    """
+    row = g * itemsize
+    if t * row > IMAGE:
+        rows = IMAGE // row // IN_FLIGHT * IN_FLIGHT
+        return 1, rows, ceil_div(t, rows)
+    return max(1, min(IMAGE // (t * row), G // ENOUGH)), t, 1
+
+
+def _stream() -> int:
+    import cupy
+
+    return int(cupy.cuda.get_current_stream().ptr)
+
+
+@functools.cache
+def _launch(instance: str, signature: str, arch: str, device_id: int) -> Launch:
+    return Launch(jit.load(SOURCE, instance, arch, device_id), signature, (), THREADS)
