@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 import spformat as sf
+from spformat.backends.cuda.runtime.scratch import Counters
 from spformat.backends.cuda.two_four.two_four_pack import BLOCK, TwoFourPack
 from spformat.formats.two_four import META_ORDERS
 from spformat.preprocess import masks
@@ -55,7 +56,8 @@ def check(cp: Any, packer: TwoFourPack) -> None:
         wanted = masks.prune_two_four(host, meta_order=order)
         data, meta = sf.TwoFour.empty_arrays(x)
         for source, prune in ((x, True), (cp.asarray(wanted.to_dense().view(np.uint16)).view(x.dtype), False)):
-            packer.packer(source, order, prune, data, meta, cp.zeros(2, "u8"))()
+            packer.packer(source, order, prune, data, meta, refused := Counters())()
+            refused.get()
             same = (data.view("u2").get() == wanted.data.view(np.uint16)).all() and (meta.get() == wanted.meta).all()
             out = cp.empty_like(x)
             packer.unpacker(data, meta, order, out)()
@@ -76,7 +78,7 @@ def measure(cp: Any, packer: TwoFourPack, shape: tuple[int, int], repeats: int) 
         print(json.dumps(rows[-1]), flush=True)
 
     for order in META_ORDERS:
-        data, meta, refused = *sf.TwoFour.empty_arrays(fit), cp.zeros(2, "u8")
+        data, meta, refused = *sf.TwoFour.empty_arrays(fit), Counters()
         for what, source, prune in (("exact", fit, False), ("pruned", x, True)):
             launch = packer.packer(source, order, prune, data, meta, refused)
             add(what, order, median_us(cp, launch, flush, repeats))

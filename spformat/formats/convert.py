@@ -8,12 +8,12 @@ from typing import Any, Literal, TypeVar, overload
 import numpy as np
 
 from ..arrays.dtypes import value_type
-from ..arrays.library import Array, current_device
+from ..arrays.library import Array, current_device, is_cupy
 from ..errors import UsageError
 from . import BSR, COO, CSC, CSR, DBSR, SRBCRS, Bitmask, ELLBuckets, Stack, TwoFour, VectorNM, edges, parse_spec
-from .base import Format
+from .base import Format, checked_values
 from .dense import Dense
-from .foreign import as_format
+from .foreign import as_format, unmasked
 
 F = TypeVar("F", bound=Format)
 
@@ -57,12 +57,18 @@ def convert(x: Any, target: str | type[Format], *, dtype: Any = None, **params: 
     format already. Raises StructureError, which says why, if the format cannot represent ``x``; UsageError for an
     unknown format or a parameter out of range.
     """
-    a = as_format(x) if dtype is None else _rounded(x, dtype)
+    plain = dtype is None and target != "auto" and (isinstance(x, np.ndarray) or is_cupy(x))
+    if plain:  # an array as it is: without a Dense around it, whose checks ``from_dense`` repeats
+        x = checked_values(unmasked(x), Dense.name)
+    a: Format | None = None if plain else as_format(x) if dtype is None else _rounded(x, dtype)
     if isinstance(target, type) and issubclass(target, Format) and target is not Format:
         fmt, given = target, params
     else:
-        fmt, in_text = parse_spec(a.smallest() if target == "auto" else str(target))
+        fmt, in_text = parse_spec(a.smallest() if a is not None and target == "auto" else str(target))
         given = in_text | params
+    if a is None:
+        fmt.accepts(x.dtype)
+        return fmt.from_dense(x, **given)
     if type(a) is fmt:
         a.ensure_valid()
         resolved = fmt.resolve_params(fmt.changed_params(a.params(), given))

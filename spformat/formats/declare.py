@@ -248,6 +248,18 @@ def _dtypes_of(d: ArrayDeclaration, sizes: dict[str, int], value_dtypes: tuple[s
     return ("int32", "int64") if bound is None else (dtype_name(index_dtype(bound)),)
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether equal values of this kind are the same parameter: 1, True and 1.0 are equal, and not all are legal."""
+    kind = type(value)
+    return kind is int or kind is str or (kind is tuple and all(type(v) is int for v in value))
+
+
+@functools.lru_cache(maxsize=1024)
+def _resolved(cls: type[Declared], given: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    """``resolve_params`` without a matrix. A conversion resolves the same parameters several times."""
+    return cls._resolve_params(dict(given), None)
+
+
 class Declared:
     """The class methods that follow from the declaration of a format's fields. ``Format`` derives from this class."""
 
@@ -294,6 +306,12 @@ class Declared:
 
         AUTO params that are not given follow from the matrix ``a``; without it they are left out.
         """
+        if a is None and all(map(_is_plain, given.values())):
+            return dict(_resolved(cast(Any, cls), tuple(given.items())))
+        return cls._resolve_params(given, a)
+
+    @classmethod
+    def _resolve_params(cls, given: dict[str, Any], a: CSR | None) -> dict[str, Any]:
         known = {d.name: d for d in cls.declared_params()}
         unknown = [k for k in given if k not in known]
         if unknown:

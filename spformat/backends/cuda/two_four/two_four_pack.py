@@ -17,6 +17,7 @@ from ..runtime import jit
 from ..runtime.expansion import Target, Writer
 from ..runtime.launch import Bound, Launch
 from ..runtime.scan_launch import WORDS
+from ..runtime.scratch import Counters
 
 SOURCE = "two_four/two_four_pack.cu"
 ORDERS = {"logical": "Logical", "ldmatrix": "Ldmatrix", "fragment": "Fragment", "cutlass-sm80": "CutlassSm80"}
@@ -45,11 +46,11 @@ class TwoFourPack:
     def packer(self, x: Any, order: str, prune: bool, data: Any, meta: Any, refused: Any) -> Callable[[], None]:
         """The launch on the current stream that fills data [Mp, Kp/2] and meta from x [M, K].
 
-        refused: uint64[2], zeros; what it holds afterwards is for ``two_four_pack`` to read.
+        refused: ``Counters``, whose words are for ``two_four_pack`` to read.
         """
         launch = _launch(self._pack(x.dtype.name, order, prune, _aligned(x)), "PqqPPqqqP", self.threads, *_target(x))
         grid, extents = self._grid(data.shape)
-        args = (x.data.ptr, *x.shape, data.data.ptr, meta.data.ptr, *extents, refused.data.ptr)
+        args = (x.data.ptr, *x.shape, data.data.ptr, meta.data.ptr, *extents, refused.address)
         return lambda: launch(grid, _stream(), *args)
 
     def unpacker(self, data: Any, meta: Any, order: str, out: Any) -> Callable[[], None]:
@@ -102,11 +103,9 @@ def two_four_pack(x: Any, order: str, data: Any, meta: Any, prune: bool = False)
     data and meta must not be used. prune: the first number counts values that are not finite, the others are 0, and the
     arrays are correct.
     """
-    import cupy
-
-    refused = cupy.zeros(2, "uint64")
+    refused = Counters()
     BLOCK.packer(x, order, prune, data, meta, refused)()
-    count, inverted = (int(n) for n in refused.get())  # synchronize!
+    count, inverted = refused.get()  # synchronize!
     first, nonzeros = divmod((1 << 64) - 1 - inverted, 8) if count and not prune else (0, 0)
     return count, first, nonzeros
 
