@@ -20,9 +20,10 @@ from stand_in_driver import Driver
 import spformat as sf
 from spformat.backends import vendor
 from spformat.backends.cuda import KERNELS
-from spformat.backends.cuda.runtime import jit, tensor_map
+from spformat.backends.cuda.runtime import jit, scratch, tensor_map
 from spformat.backends.cuda.runtime import moving as moving_module
 from spformat.backends.cuda.runtime.device_plan import device_plan
+from spformat.backends.cuda.runtime.kernel import FITTED, CudaKernel, Prepared
 from spformat.backends.cuda.runtime.launch import RUNS_BEFORE_GRAPH, Launch, Operands
 from spformat.backends.cuda.runtime.moving import Moving, moving
 from spformat.backends.cuda.runtime.scratch import Scratch
@@ -340,3 +341,68 @@ def test_the_epilogue_is_part_of_the_form(driver: Driver) -> None:
             assert int.from_bytes(values[2], "little") == (0 if b is None else b.ctypes.data)
             assert struct.unpack("d", values[4]) == (beta,)
         assert len(prepared) == count + (count == 5)  # 0.0 and -0.0 are one key, so alpha = 0 is prepared each time
+
+
+# ------------------------------------------------------------------ memory between launches
+
+
+class Halves(CudaKernel):
+    """Two launches that pass numbers on through memory of their own, for each number of columns another one."""
+
+    name = "test.halves"
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+
+    def prepared(self, a: Any, p: Problem) -> Prepared:
+        first, second, memory = launch_of(self.driver, "PP"), launch_of(self.driver, "PP"), Scratch()
+
+        def prepare(o: Operands) -> Any:
+            at = memory.buffer(o.stream, 1000)
+            return [first.bind((1, 1, 1), o.stream, o.b, at + 16), second.bind((2, 1, 1), o.stream, at + 16, o.c)]
+
+        return Prepared(prepare)
+
+
+@pytest.fixture
+def freed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Addresses of the buffers that were given back."""
+    gone: list[int] = []
+    monkeypatch.setattr(scratch.Buffer, "__del__", lambda b: gone.append(b.array.ctypes.data), raising=False)
+    return gone
+
+
+def test_memory_of_launches_that_are_kept_outlives_the_plan_s_own_cache(driver: Driver, freed: list[int]) -> None:
+    """A plan keeps launches of a few numbers of columns, a caller those that it was given."""
+    plan = Halves(driver)._plan(matrix("csr", "float32"), driver.world.plan().problem)
+    _, moved = moving(plan.prepare, Operands(4096, 8192, 8, 8, 8, 7), threading.RLock())
+    for n in range(16, 16 + 8 * (FITTED + 2), 8):
+        for call in plan.prepare(Operands(4096, 8192, n, n, n, 7)):
+            call()
+    driver.taken()
+    gc.collect()
+    moved((12288, 16384, 0))
+    _, at, same, _ = numbers(driver)
+    assert at == same
+    assert len(freed) >= 1
+    assert at - 16 not in freed
+    del moved
+    gc.collect()
+    assert at - 16 in freed
+
+
+def test_memory_of_a_graph_lives_as_long_as_the_plan(driver: Driver, freed: list[int]) -> None:
+    plan = Halves(driver)._plan(matrix("csr", "float32"), driver.world.plan().problem)
+    driver.world.graphs[7] = []
+    for call in plan.prepare(Operands(4096, 8192, 8, 8, 8, 7)):
+        call()
+    del call
+    del driver.world.graphs[7]
+    _, at, _, _ = numbers(driver)
+    for n in range(16, 16 + 8 * (FITTED + 2), 8):
+        plan.prepare(Operands(4096, 8192, n, n, n, 7))
+    gc.collect()
+    assert at - 16 not in freed
+    del plan
+    gc.collect()
+    assert at - 16 in freed

@@ -147,7 +147,7 @@ class Bound:
                     maps.append((own, value.address.operand, value.address.shift))
             elif kind is TensorMap and value is not UNMAPPED:
                 return None
-        return MovedLaunch(self._launch, (*self._where, ctypes.addressof(room), 0), words, pointers, maps)
+        return MovedLaunch(self._launch, self._tail, (*self._where, ctypes.addressof(room), 0), words, pointers, maps)
 
     def __call__(self) -> None:
         try:
@@ -174,12 +174,12 @@ class MovedLaunch:
     __slots__ = ("_arguments", "_driver", "_keep", "_maps", "_pointers", "_words")
 
     def __init__(
-        self, launch: Launch, arguments: tuple[int, ...], words: memoryview,
+        self, launch: Launch, tail: tuple[Any, ...], arguments: tuple[int, ...], words: memoryview,
         pointers: Sequence[tuple[int, int, int]], maps: Sequence[tuple[MapCopy, int, int]],
     ) -> None:  # fmt: skip
-        """words: the memory of all arguments. pointers: (word, operand, distance from its start); maps: (tensor map,
-        operand, distance)."""
-        self._keep, self._driver, self._arguments, self._words = launch, launch.driver, arguments, words
+        """tail: the run-time arguments, which keep memory between launches. words: the memory of all arguments.
+        pointers: (word, operand, distance from its start); maps: (tensor map, operand, distance)."""
+        self._keep, self._driver, self._arguments, self._words = (launch, tail), launch.driver, arguments, words
         self._pointers, self._maps = tuple(pointers), tuple(maps)
 
     def __call__(self, addresses: Addresses) -> None:
