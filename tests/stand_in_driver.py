@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from stand_in_world import World
 
+from spformat.backends import cuda
 from spformat.backends.cuda.runtime import cublas, epilogue, jit, launch, row_tiles, tensor_map
 from spformat.backends.cuda.runtime.launch import Launch
 from spformat.backends.cuda.vector_nm import vector_nm_convert
@@ -71,6 +72,7 @@ class Driver:
         )
         monkeypatch.setattr(tensor_map, "_driver", lambda: (encode, replace))
         monkeypatch.setattr(tensor_map, "_forms", {})
+        monkeypatch.setattr(cuda, "_missing", lambda: ())
         for name, module in list(sys.modules.items()):
             if name.startswith("spformat.") and hasattr(module, "max_clusters"):
                 monkeypatch.setattr(module, "max_clusters", lambda *_: 66)
