@@ -133,6 +133,7 @@ USES: dict[str, Any] = {
     "page": lambda o: o.b % 4096, "high bits": lambda o: o.b & ~255, "shifted": lambda o: o.b >> 8,
     "plain": lambda o: int(o.b), "compared": lambda o: 1 if o.b < o.c else 2, "equal": lambda o: o.b == o.c,
     "as a key": lambda o: {o.b: 1}[o.b], "of numpy": lambda o: np.int64(8) + o.b, "with numpy": lambda o: o.b + np.int64(8),
+    "of numpy, odd": lambda o: o.b % np.int64(24),
     "negative": lambda o: -o.b, "joined": lambda o: o.b | 1, "odd": lambda o: o.b % 24,
 }  # fmt: skip
 

@@ -49,13 +49,13 @@ class Address(int):
     __radd__ = __add__
 
     def __mod__(self, modulus: int) -> int:
-        if modulus <= 0 or PERIOD % modulus:
-            self.uses.append("__mod__")
+        if type(modulus) is not int or modulus <= 0 or PERIOD % modulus:
+            return int(_noted("__mod__")(self, modulus))
         return int.__mod__(self, modulus)
 
     def __and__(self, mask: int) -> int:
-        if not 0 <= mask < PERIOD:
-            self.uses.append("__and__")
+        if type(mask) is not int or not 0 <= mask < PERIOD:
+            return int(_noted("__and__")(self, mask))
         return int.__and__(self, mask)
 
     __rand__ = __and__
