@@ -95,6 +95,18 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
+def driver(world: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A driver that writes down what it is asked to launch, in the stand-in world."""
+    from stand_in_driver import CACHES, Driver
+
+    for cache in CACHES:
+        cache.cache_clear()
+    yield Driver(world, monkeypatch)
+    for cache in CACHES:
+        cache.cache_clear()
+
+
+@pytest.fixture
 def memory() -> Iterator[Any]:
     """An empty object store."""
     fsspec = pytest.importorskip("fsspec", reason="fsspec is missing: pip install 'spformat[remote]'")

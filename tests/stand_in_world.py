@@ -54,6 +54,7 @@ class World:
         # Calls on a captured stream are recorded in its graph, and made when the graph is launched.
         self.graphs: dict[int, list[Any]] = {}
         self.launched = 0
+        self.graph_streams: list[int] = []
         world = self
 
         class Stream:
@@ -79,9 +80,14 @@ class World:
                         time.sleep(0)
                         world.made.append(what)
 
-                return SimpleNamespace(launch=launch)
+                return SimpleNamespace(graphExec=launch)
+
+        def graph_launch(graph: Any, stream: int) -> None:
+            self.graph_streams.append(stream)
+            graph()
 
         self.cupy.cuda.Stream = Stream
+        self.cupy.cuda.runtime.graphLaunch = graph_launch
         self.cupy.cuda.runtime.streamCaptureModeRelaxed = "relaxed"
         self.cupy.cuda.runtime.streamIsCapturing = lambda stream: stream in self.graphs
         monkeypatch.setitem(sys.modules, "cupy", self.cupy)

@@ -49,6 +49,44 @@ def test_products(fmt: str, with_bias: bool) -> None:
     assert torch.equal(m.weight.cpu(), torch.from_numpy(weights()))
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+@FORMATS
+def test_products_with_other_memory_at_every_call(fmt: str, with_bias: bool) -> None:
+    """The launches are prepared once; each call has its own addresses and values, also on a side stream."""
+    m, b = on_device(fmt, with_bias=with_bias), bias().cuda() if with_bias else None
+    for rows in (1, 5, 16, 64):
+        xs = [tokens(rows, seed=i).cuda() for i in range(1, 8)]
+        room = torch.zeros(rows * DEPTH + 64, dtype=torch.float16, device="cuda")
+        for start in (8, 1, 8):  # other alignments between
+            xs.append(room[start : start + rows * DEPTH].view(rows, DEPTH).copy_(tokens(rows, seed=start)).clone())
+            xs.append(room[start : start + rows * DEPTH].view(rows, DEPTH))
+        torch.cuda.synchronize()
+        for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+            with torch.cuda.stream(stream):
+                ys = [(x, m(x)) for _ in range(2) for x in xs]
+                stream.synchronize()
+                assert len({y.data_ptr() for _, y in ys}) == len(ys)
+                for x, y in ys:
+                    assert torch.equal(y, dense(x, weights(), b))
+
+
+def test_a_graph_of_several_launches_runs_on_the_stream_of_torch() -> None:
+    """With the same memory a product of several launches becomes a graph, which CuPy would put on its own stream."""
+    from spformat.backends.cuda.runtime.hold import hold
+
+    m, x, then = on_device("csr"), tokens(16).cuda(), tokens(16, seed=8).cuda()
+    torch.cuda.synchronize()
+    with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+        for i in range(8):
+            hold(5_000)
+            x.copy_(then if i % 2 else tokens(16).cuda())
+            y = m(x)
+            wanted = x.clone()
+            torch.cuda.current_stream().synchronize()
+            assert torch.equal(y, dense(wanted, weights(), bias().cuda()))
+            del y
+
+
 def test_unaligned_and_foreign_operands() -> None:
     m = on_device("csr")
     memory = torch.zeros(3 * DEPTH + 1, dtype=torch.float16, device="cuda")

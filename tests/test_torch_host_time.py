@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 
 from torch_layers import DEPTH, ROWS, bias, dense, layer, tokens, weights  # noqa: E402
 
+from spformat.backends.cuda.runtime.addresses import PERIOD  # noqa: E402
 from spformat.torch import weights as products  # noqa: E402
 
 
@@ -20,7 +21,7 @@ class Device:
     """Plans that only write down their operands, on a stream and a device that the test sets."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.stream, self.repeatable = 7, True
+        self.stream, self.repeatable, self.moves = 7, True, True
         self.plans: list[dict[str, Any]] = []
         self.prepared: list[Any] = []
         self.launched: list[Any] = []
@@ -33,7 +34,12 @@ class Device:
 
     def ready(self, operands: Any) -> Any:
         self.prepared.append(operands)
-        return lambda: self.launched.append(operands), self.repeatable
+
+        def moving(addresses: tuple[int, int, int]) -> None:
+            b, c, bias_at = addresses
+            self.launched.append(operands._replace(b=b, c=c, bias=bias_at))
+
+        return lambda: self.launched.append(operands), self.repeatable, moving if self.moves else None
 
 
 @pytest.fixture
@@ -69,7 +75,64 @@ def test_one_row_is_a_column_that_lies_densely(device: Device) -> None:
     assert (device.plans[0]["b_layout"], device.plans[0]["epilogue"]) == ("row", False)
 
 
-def test_the_same_memory_is_prepared_once(device: Device) -> None:
+def on_boundary(t: Any, shift: int = 0) -> Any:
+    """A copy that starts ``shift`` elements behind a boundary of ``PERIOD`` bytes."""
+    room = torch.empty(t.numel() + PERIOD + shift, dtype=t.dtype)
+    start = -room.data_ptr() // t.element_size() % (PERIOD // t.element_size()) + shift
+    return room[start : start + t.numel()].view(t.shape).copy_(t)
+
+
+@pytest.fixture
+def results(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The tensors that layers return, in turn."""
+    taken: list[Any] = []
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *_, **__: taken.pop(0))
+    return taken
+
+
+def test_other_memory_of_the_same_alignment_is_not_prepared_again(device: Device, results: list[Any]) -> None:
+    m, kept = on_device(layer()), []
+    for b in (bias(), bias()):
+        m.bias = torch.nn.Parameter(on_boundary(b), requires_grad=False)
+        for x in (tokens(4), tokens(4)):
+            x, y = on_boundary(x), on_boundary(torch.empty(4, ROWS, dtype=torch.float16))
+            kept.append((x, y, m.bias))
+            results.append(y)
+            assert m(x) is y
+            o = device.launched[-1]
+            assert o == (x.data_ptr(), y.data_ptr(), 4, DEPTH, ROWS, 7, m.bias.data_ptr(), 1.0, 0.0)
+    assert (len(device.plans), len(device.prepared), len(device.launched)) == (1, 1, 4)
+    assert len({o[:2] for o in device.launched}) == 4
+
+
+@pytest.mark.parametrize("which", ["x", "y", "bias", "stream"])
+def test_other_alignments_and_streams_are_prepared_anew(device: Device, results: list[Any], which: str) -> None:
+    m = on_device(layer())
+    shifts = dict.fromkeys(("x", "y", "bias"), 0)
+    for turn in range(4):
+        if which == "stream":
+            device.stream = 7 + turn % 2
+        else:
+            shifts[which] = 4 * (turn % 2)
+        x = on_boundary(tokens(4), shifts["x"])
+        results.append(on_boundary(torch.empty(4, ROWS, dtype=torch.float16), shifts["y"]))
+        m.bias = torch.nn.Parameter(on_boundary(bias(), shifts["bias"]), requires_grad=False)
+        y = m(x)
+        o = device.launched[-1]
+        assert (o.b, o.c, o.bias, o.stream) == (x.data_ptr(), y.data_ptr(), m.bias.data_ptr(), device.stream)
+        assert len(device.prepared) == min(turn + 1, 2)
+
+
+def test_other_shapes_are_prepared_anew(device: Device) -> None:
+    m = on_device(layer())
+    for n in (4, 5, 4):
+        m(on_boundary(tokens(n)))
+        assert device.launched[-1].n == n
+    assert len(device.plans) == 2
+
+
+def test_launches_that_cannot_be_moved_are_kept_for_their_memory(device: Device) -> None:
+    device.moves = False
     m, x = on_device(layer()), tokens(4)
     kept = [m(x) for _ in range(3)]  # three results at once: three places
     assert len(device.prepared) == 3
@@ -90,12 +153,13 @@ def test_what_is_prepared_for_a_graph_is_not_kept(device: Device) -> None:
     m(x)
     device.repeatable, device.stream = True, products.PER_THREAD
     m(x)
-    assert [p._calls for p in m._weight._products.values()] == [{}]
+    assert [(p._calls, p._moving) for p in m._weight._products.values()] == [({}, {})]
 
 
 def test_caches_are_bounded(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "SHAPES", 3)
     monkeypatch.setattr(products, "OPERANDS", 3)
+    device.moves = False
     m = on_device(layer())
     kept = [m(tokens(n)) for n in range(1, 8)]
     assert 1 <= len(m._weight._products) <= 3
@@ -103,6 +167,10 @@ def test_caches_are_bounded(device: Device, monkeypatch: pytest.MonkeyPatch) -> 
     kept += [m(x) for _ in range(8)]
     product = list(m._weight._products.values())[-1]
     assert 1 <= len(product._calls) <= 3
+    device.moves = True
+    for device.stream in range(20, 28):
+        kept.append(m(x))
+    assert 1 <= len(product._moving) <= 3
     assert len(device.launched) == len(kept)
 
 

@@ -122,6 +122,7 @@ class CopiedOperands(Kernel):
         from ..backends.cuda.runtime.device_plan import device_plan
         from ..backends.cuda.runtime.epilogue import launches_of
         from ..backends.cuda.runtime.kernel import column_class
+        from ..backends.cuda.runtime.scratch import captured
 
         # Inner plans are built when a call first needs them, but at the depth of this plan.
         where, purpose = contextvars.copy_context(), f"copied operands at depth {depth()}"
@@ -141,8 +142,13 @@ class CopiedOperands(Kernel):
             plan: Plan = where.copy().run(build, n)
             return plan
 
+        recorded: set[Plan] = set()  # a graph uses the memory of its launches as long as the plan lives
+
         def prepare(o: Any) -> Any:
-            return launches_of(fitted(column_class(max(2, o.n), p)))(o)
+            plan = fitted(column_class(max(2, o.n), p))
+            if captured(o.stream):
+                recorded.add(plan)
+            return launches_of(plan)(o)
 
         first = fitted(column_class(max(2, p.n), p))
         return device_plan(self.name, p, prepare, first.tile, first.workspace, first.reads or ())

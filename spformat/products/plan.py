@@ -35,8 +35,9 @@ class Plan:
     prepare: Callable[..., Any] | None = field(default=None, repr=False)
     """Operands -> the calls of a product, for a backend that composes a larger plan from this one."""
     ready: Callable[..., Any] | None = field(default=None, repr=False)
-    """Operands -> (the call that runs the product for them, whether it may be kept and run again), for a caller that
-    has checked the addresses himself. None if ``run`` is the only way."""
+    """Operands -> (the call that runs the product for them, whether it may be kept and run again, and what runs it for
+    operands of the same form at other addresses, or None), for a caller that has checked the addresses himself. None if
+    ``run`` is the only way."""
 
     def __repr__(self) -> str:
         p = self.problem

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..arrays.dtypes import dtype_name
 from ..arrays.torch_tensors import TorchStream, check_operands
+from ..backends.cuda.runtime.addresses import PERIOD, alignment
 from ..backends.cuda.runtime.launch import Operands
 from ..backends.cuda.runtime.scratch import PER_THREAD
 from ..dispatch import api
@@ -32,7 +33,8 @@ from .description import parse
 SHAPES = 256
 """Shapes of x whose plans a weight keeps at hand; all of them stay cached with the matrix."""
 OPERANDS = 64
-"""Pairs of addresses whose launches a product keeps: a decoding loop gets the same memory again and again."""
+"""Streams and alignments of the operands for which a product keeps launches, and addresses where these cannot be
+replaced in the launches."""
 MAX_ROWS = 2**31 - 2**16
 """Most rows of x in one call, as kernels count in 32 bits."""
 
@@ -135,7 +137,7 @@ class Weight:
 class Product:
     """x @ A^T + bias for contiguous x of one shape and dtype on a device: a plan, and its launches for known memory."""
 
-    __slots__ = ("_calls", "_device", "_dtype", "_rows", "_same", "_several", "_shape", "_strides", "ready")
+    __slots__ = ("_calls", "_device", "_dtype", "_moving", "_rows", "_same", "_several", "_shape", "_strides", "ready")
     ready: Any
     """``Plan.ready``; None if the plan takes only arrays."""
 
@@ -153,7 +155,8 @@ class Product:
         self._dtype = getattr(torch, out)
         self._same = self._dtype is x.dtype
         self._several = torch.cuda.device_count() > 1
-        self._calls: dict[tuple[int, int, int, int], Any] = {}
+        self._moving: dict[Any, Any] = {}  # stream and alignment -> the product at any addresses
+        self._calls: dict[tuple[int, int, int, int], Any] = {}  # addresses -> a product that cannot be moved
 
     def takes(self, bias: torch.Tensor) -> bool:
         """Whether the bias is [M] in the dtype of the result, on its device."""
@@ -165,27 +168,35 @@ class Product:
             with torch.cuda.device(self._device):
                 return self(x, bias)
         y: torch.Tensor = x.new_empty(self._shape) if self._same else x.new_empty(self._shape, dtype=self._dtype)
-        key = x.data_ptr(), y.data_ptr(), 0 if bias is None else bias.data_ptr(), current_stream(self._device)
-        call = self._calls.get(key)
+        b, c, bias_at, stream = at = (
+            x.data_ptr(), y.data_ptr(), 0 if bias is None else bias.data_ptr(), current_stream(self._device)
+        )  # fmt: skip
+        # Memory as allocators give it has one alignment, so that one stream mostly means one entry.
+        moving = self._moving.get(stream if (b | c | bias_at) % PERIOD == 0 else alignment(*at))
+        if moving is not None:
+            moving((b, c, bias_at))
+            return y
+        call = self._calls.get(at)
         if call is None:
-            self._first(x, bias, key)
+            self._first(x, bias, at)
         else:
             call()
         return y
 
-    def _first(self, x: torch.Tensor, bias: torch.Tensor | None, key: tuple[int, int, int, int]) -> None:
-        """The product for memory that was not seen before."""
-        b, c, bias_at, stream = key
+    def _first(self, x: torch.Tensor, bias: torch.Tensor | None, at: tuple[int, int, int, int]) -> None:
+        """The product for memory that no launches are prepared for."""
+        b, c, bias_at, stream = at
         with torch.no_grad():  # autograd, which records above the operator, has not turned itself off
             check_operands(x=x, bias=bias)
         with TorchStream(x):
-            call, repeatable = self.ready(Operands(b, c, self._rows, *self._strides, stream, bias_at))
+            call, repeatable, moving = self.ready(Operands(b, c, self._rows, *self._strides, stream, bias_at))
             call()
         if not repeatable or stream == PER_THREAD:  # the handle is that of another stream in another thread
             return
-        if len(self._calls) >= OPERANDS:
-            self._calls.clear()
-        self._calls[key] = call
+        kept, key, value = (self._calls, at, call) if moving is None else (self._moving, alignment(*at), moving)
+        if len(kept) >= OPERANDS:
+            kept.clear()
+        kept[key] = value
 
 
 def with_lines(x: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,8 @@ import numpy as np
 from ....arrays.library import library_error
 from ....products.kernel import reasons
 from ....products.problem import COL, STRIDED, Problem
-from .launch import Call, Operands
+from .addresses import Address, Addresses
+from .launch import Call, Moved, Operands
 
 CUDA_TYPE = {"float64": 1, "float32": 0, "float16": 2, "bfloat16": 14}
 """cudaDataType_t of the value types that the vendor's libraries take."""
@@ -65,6 +66,8 @@ def gemm(p: Problem, alpha: float = 1.0, beta: float = 0.0) -> Gemm:
 
     op(A) is A for "spmm" and its transpose for "spmm_transposed". Sums are float32, float64 for float64.
     """
+    from cupy.cuda import device
+
     # BLAS is column-major: A's memory is A^T to it. A column-major C is computed as it is, a row-major one as
     # C^T = B^T op(A)^T.
     double = p.a_dtype == "float64"
@@ -81,32 +84,60 @@ def gemm(p: Problem, alpha: float = 1.0, beta: float = 0.0) -> Gemm:
     else:
         ops = YES if b_col else NO, YES if transposed else NO
 
-    def prepare(a: int, lda: int, o: Operands, keep: Any = factors) -> Call:
+    def prepare(a: int, lda: int, o: Operands) -> Call:
         a_args, b_args = (a, value, lda), (o.b, value, o.ldb)
         sizes, first, second = ((rows, o.n), a_args, b_args) if c_col else ((o.n, rows), b_args, a_args)
         rest = (*ops, *sizes, inner, one, *first, *second, zero, o.c, out, o.ldc, compute, DEFAULT_ALGORITHM)
-
-        def call(keep: Any = keep) -> None:
-            from cupy.cuda import device
-
-            handle = device.get_cublas_handle()
-            set_stream, multiply = library()
-            check(set_stream(handle, o.stream))
-            if value not in NARROW:
-                check(multiply(handle, *rest))
-                return
-            get_mode, set_mode = math_modes()
-            mode = ctypes.c_int()  # of a handle that CuPy uses, too: it is as before afterwards
-            check(get_mode(handle, ctypes.byref(mode)))
-            check(set_mode(handle, mode.value | NO_NARROW_SUMS))
-            try:
-                check(multiply(handle, *rest))
-            finally:
-                check(set_mode(handle, mode.value))
-
-        return call
+        return GemmCall(device.get_cublas_handle, o.stream, rest, value in NARROW, factors)
 
     return prepare
+
+
+class GemmCall:
+    """One product of the library with all arguments. Any thread may run it, any number of times.
+
+    keep: what the arguments point to.
+    """
+
+    __slots__ = ("_arguments", "_handle", "_keep", "_narrow", "_stream")
+
+    def __init__(
+        self, handle: Callable[[], int], stream: int, arguments: tuple[int, ...], narrow: bool, keep: Any
+    ) -> None:
+        """handle: gives that of the thread on the current device; arguments: those of cublasGemmEx behind the handle;
+        narrow: whether the values have 16 bits."""
+        self._handle, self._arguments, self._stream, self._narrow, self._keep = handle, arguments, stream, narrow, keep
+
+    def __call__(self) -> None:
+        self._run(self._arguments)
+
+    def _run(self, arguments: Sequence[Any]) -> None:
+        handle = self._handle()
+        set_stream, multiply = library()
+        check(set_stream(handle, self._stream))
+        if not self._narrow:
+            check(multiply(handle, *arguments))
+            return
+        get_mode, set_mode = math_modes()
+        mode = ctypes.c_int()  # of a handle that CuPy uses, too: it is as before afterwards
+        check(get_mode(handle, ctypes.byref(mode)))
+        check(set_mode(handle, mode.value | NO_NARROW_SUMS))
+        try:
+            check(multiply(handle, *arguments))
+        finally:
+            check(set_mode(handle, mode.value))
+
+    def moved(self) -> Moved:
+        """The same product for operands at other addresses."""
+        arguments: list[Any] = list(self._arguments)
+        places = [(i, x.operand, x.shift) for i, x in enumerate(arguments) if isinstance(x, Address)]
+
+        def call(addresses: Addresses) -> None:
+            for i, operand, shift in places:
+                arguments[i] = addresses[operand] + shift
+            self._run(arguments)
+
+        return call
 
 
 @functools.lru_cache(maxsize=1)

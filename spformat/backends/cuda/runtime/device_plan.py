@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
@@ -12,7 +13,9 @@ from ....errors import DeviceMemoryError, LimitError
 from ....products.plan import OVERWRITES, Plan
 from ....products.problem import COL, Problem
 from ...host import numpy_dtype
+from .addresses import alignment
 from .launch import MAX_COLUMNS, Call, LaunchSequence, Library, Operands, Prepare
+from .moving import Moving, moving
 from .operands import REMEDY, bias_pointer, leading, share_memory
 from .scratch import PER_THREAD, captured, identity
 
@@ -51,6 +54,7 @@ def device_plan(
     lock = _locks.setdefault(device_id, threading.RLock())
     # Variables of this function, not of an object: their access is part of the time of every call.
     calls_of: dict[Any, Call] = {}  # addresses, shapes, strides, dtypes, stream, epilogue of operands -> their launches
+    moving_of: dict[Any, Moving] = {}  # what launches depend on beside addresses -> the product at any of them
     # The latest operands as weak references, the properties of them that may change, and their launches.
     latest: tuple[Any, Any, Any, Any] = (_nothing, _nothing, None, None)
 
@@ -119,23 +123,38 @@ def device_plan(
                 raise ValueError(f"bias: pointer is not aligned to its {out_size}-byte elements")
             if epilogue[0] < c_end and c_at < epilogue[0] + M * out_size:
                 raise ValueError("out overlaps the bias; the product would overwrite what it adds")
-        call, repeatable = ready(Operands(b_at, c_at, n, ldb, ldc, current_stream().ptr, *epilogue))
+        operands = Operands(b_at, c_at, n, ldb, ldc, current_stream().ptr, *epilogue)
+        addresses = b_at, c_at, operands.bias
+        form = alignment(*addresses, identity(operands.stream)), bool(operands.bias), n, ldb, ldc, epilogue[1:]
+        keeps = not epilogue or epilogue[1]  # alpha = -0.0 would have the same key as alpha = 0.0
+        moved = moving_of.get(form) if keeps else None
+        if moved is None:
+            call, repeatable, moved = ready(operands)
+        else:
+            call, repeatable = functools.partial(moved, addresses), True
         call()
-        if repeatable and (not epilogue or epilogue[1]):  # alpha = -0.0 would have the same key as alpha = 0.0
+        if repeatable and keeps:
             if len(calls_of) >= REMEMBERED:
                 calls_of.clear()
             calls_of[key] = call
+            if moved is not None:
+                if len(moving_of) >= REMEMBERED:
+                    moving_of.clear()
+                moving_of[form] = moved
         return out
 
-    def ready(operands: Operands) -> tuple[Call, bool]:
-        """The call for checked operands, with the plan's device current, and whether it may be kept.
+    def ready(operands: Operands) -> tuple[Call, bool, Moving | None]:
+        """The call for checked operands, with the plan's device current, whether it may be kept, and the product for
+        operands of the same form at other addresses.
 
         What is prepared while a graph is captured may use memory that only the graph clears; it is not kept.
         """
-        prepare_again = functools.partial(prepare, operands)
-        calls = prepare_again()
-        call = calls[0] if len(calls) == 1 else LaunchSequence(calls, operands.stream, lock, prepare_again)
-        return call, not captured(operands.stream)
+        if captured(operands.stream):
+            return _one_call(prepare(operands), operands, prepare, lock), False, None
+        calls, moved = moving(prepare, operands, lock)
+        if moved is None:
+            return _one_call(calls, operands, prepare, lock), True, None
+        return functools.partial(moved, (operands.b, operands.c, operands.bias)), True, moved
 
     def empty(shape: tuple[int, int]) -> Any:
         try:
@@ -148,3 +167,9 @@ def device_plan(
         return run(B, out, (bias_pointer(p, bias, beta, out), float(alpha), float(beta)))
 
     return Plan(name, p, run_epilogue if p.epilogue else run, tile, workspace, reads, prepare, ready)
+
+
+def _one_call(calls: Sequence[Call], o: Operands, prepare: Prepare | Library, lock: Any) -> Call:
+    if len(calls) == 1:
+        return calls[0]
+    return LaunchSequence(calls, o.stream, lock, functools.partial(prepare, o))

@@ -12,6 +12,7 @@ from ....products.plan import Plan
 from ....products.problem import Problem
 from .device_plan import device_plan
 from .launch import Library, Operands, Prepare
+from .scratch import captured
 
 COLUMN_STEP = 8
 """Numbers of columns between two multiples of it share a tile; a multiple, whose rows are aligned, has its own."""
@@ -67,8 +68,13 @@ class CudaKernel(Kernel):
         def fitted(n: int) -> Prepared:
             return self.prepared(twin, p.changed(n=n))
 
+        recorded: set[Prepared] = set()  # a graph uses the memory of its launches as long as the plan lives
+
         def prepare(o: Operands) -> Any:
-            return fitted(column_class(o.n, p)).prepare(o)
+            launches = fitted(column_class(o.n, p))
+            if captured(o.stream):
+                recorded.add(launches)
+            return launches.prepare(o)
 
         reads = tuple((*span(x), x) for x in twin.all_arrays().values() if x.size)
         first = fitted(column_class(max(1, p.n), p))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import struct
 import sys
 import threading
@@ -17,7 +18,9 @@ from typing import Any, NamedTuple
 
 from ....arrays.library import device_error
 from ....errors import DeviceError, SpformatError
+from .addresses import Address, Addresses
 from .scratch import beside_capture, captured
+from .tensor_map import UNMAPPED, MapCopy, Mapped, TensorMap
 
 _CODES = {"P": "Q", "i": "i", "q": "q", "f": "f", "d": "d"}
 MAX_GRID_Y = 65535
@@ -31,18 +34,20 @@ RUNS_BEFORE_GRAPH = 2
 
 Call = Callable[[], None]
 """Queues one piece of work on the stream that it was prepared for; may be called any number of times."""
+Moved = Callable[[Addresses], None]
+"""The same for operands at other addresses; for one thread at a time."""
 
 
 class Launch:
     """A compiled function with its leading arguments packed.
 
     ``signature``: one letter per kernel parameter: P pointer, i int32, q int64, f float, d double, or a ctypes
-    class for a by-value struct (a 128-byte tensor map). ``fixed``: the leading values. Arrays in
-    ``fixed`` are kept alive by the launch. Threads may share a launch.
+    class for a by-value struct (a 128-byte tensor map). Other structs hold no address of an operand. ``fixed``: the
+    leading values. Arrays in ``fixed`` are kept alive by the launch. Threads may share a launch.
     """
 
-    __slots__ = ("_function", "_keep", "_lock", "_pack", "_places", "_room", "_shared", "_shared_at", "_tail_at",
-                 "driver", "smem", "threads")  # fmt: skip
+    __slots__ = ("_function", "_keep", "_kinds", "_lock", "_pack", "_places", "_room", "_shared", "_shared_at",
+                 "_tail_at", "driver", "smem", "threads")  # fmt: skip
 
     def __init__(
         self, function: Any, signature: Sequence[Any], fixed: Sequence[Any], threads: int, smem: int = 0
@@ -54,13 +59,14 @@ class Launch:
         codes = [_CODES[s] if isinstance(s, str) else f"{ctypes.sizeof(s)}s" for s in signature]
         # The addresses of the arguments, which the driver reads, and behind them the arguments, aligned as in C.
         behind, cut = 8 * len(codes), len(fixed)
+        self._kinds = tuple(signature[cut:])
         ends = [behind + struct.calcsize("@" + "".join(codes[: i + 1])) for i in range(len(codes))]
         self._places = [end - struct.calcsize(code) for end, code in zip(ends, codes, strict=True)]
         self._tail_at = ends[cut - 1] if cut else behind
         gaps = [at - end for at, end in zip(self._places[cut:], [self._tail_at, *ends[cut:]], strict=False)]
         tail = "".join(f"{gap}x{code}" for gap, code in zip(gaps, codes[cut:], strict=True))
         self._pack = struct.Struct(f"={tail}").pack_into
-        self._room = ctypes.c_char * max([1, *ends])
+        self._room = ctypes.c_char * (-(-max([1, *ends]) // 8) * 8)  # also read as 64-bit words
         self._shared, self._lock = self._room(), threading.Lock()
         for at, code, value in zip(self._places, codes, [_plain(v) for v in fixed], strict=False):
             struct.pack_into("=" + code, self._shared, at, value)
@@ -81,6 +87,12 @@ class Launch:
     def __call__(self, grid: tuple[int, int, int], stream: int, *tail: Any) -> None:
         """Launch once; structs may be ctypes objects."""
         self.bind(grid, stream, *[bytes(x) if isinstance(x, ctypes.Structure) else x for x in tail])()
+
+    def tail(self) -> list[tuple[int, int, Any]]:
+        """For each run-time argument: where its address lies in the memory of all arguments and where the argument
+        does, in words of 8 bytes (rounded down), and its entry in the signature."""
+        first = len(self._places) - len(self._kinds)
+        return [(first + i, self._places[first + i] // 8, kind) for i, kind in enumerate(self._kinds)]
 
     def packed(self, tail: tuple[Any, ...]) -> Any:
         """Memory with all arguments in place."""
@@ -116,6 +128,27 @@ class Bound:
         """The same launch on another stream."""
         return Bound(self._launch, (*self._where[:-1], stream), self._tail)
 
+    def moved(self) -> Moved | None:
+        """The same launch for operands at other addresses; None if its arguments do not say where they are."""
+        if not all(self._where[1:4]):
+            return _nothing
+        pointers, maps = [], []
+        room = self._launch.packed(self._tail)
+        words = memoryview(room).cast("B").cast("Q")
+        for (entry, word, kind), value in zip(self._launch.tail(), self._tail, strict=True):
+            if isinstance(value, Address):
+                if kind != "P":
+                    return None
+                pointers.append((word, value.operand, value.shift))
+            elif isinstance(value, Mapped):
+                if isinstance(value.address, Address):
+                    own = value.copy()
+                    words[entry] = own.place
+                    maps.append((own, value.address.operand, value.address.shift))
+            elif kind is TensorMap and value is not UNMAPPED:
+                return None
+        return MovedLaunch(self._launch, self._tail, (*self._where, ctypes.addressof(room), 0), words, pointers, maps)
+
     def __call__(self) -> None:
         try:
             if self._ready:
@@ -135,6 +168,38 @@ class Bound:
             raise _driver_error(e) from e
 
 
+class MovedLaunch:
+    """A launch whose pointers are replaced before each run. One thread may use it at a time."""
+
+    __slots__ = ("_arguments", "_driver", "_keep", "_maps", "_pointers", "_words")
+
+    def __init__(
+        self, launch: Launch, tail: tuple[Any, ...], arguments: tuple[int, ...], words: memoryview,
+        pointers: Sequence[tuple[int, int, int]], maps: Sequence[tuple[MapCopy, int, int]],
+    ) -> None:  # fmt: skip
+        """tail: the run-time arguments, which keep memory between launches. words: the memory of all arguments.
+        pointers: (word, operand, distance from its start); maps: (tensor map, operand, distance)."""
+        self._keep, self._driver, self._arguments, self._words = (launch, tail), launch.driver, arguments, words
+        self._pointers, self._maps = tuple(pointers), tuple(maps)
+
+    def __call__(self, addresses: Addresses) -> None:
+        words = self._words
+        for word, operand, shift in self._pointers:
+            words[word] = addresses[operand] + shift
+        for own, operand, shift in self._maps:
+            own.move(addresses[operand] + shift)
+        try:
+            self._driver.launchKernel(*self._arguments)
+        except self._driver.CUDADriverError as e:
+            if getattr(e, "status", 0) == NO_CONTEXT and _context_made_current(self._driver):
+                return self(addresses)
+            raise _driver_error(e) from e
+
+
+def _nothing(_: Addresses) -> None:
+    """An empty grid, at any addresses."""
+
+
 def _context_made_current(driver: Any) -> bool:
     """Make the device's context current in a thread in which nothing has used CUDA's runtime yet; False if it was."""
     from cupy.cuda import runtime
@@ -145,10 +210,10 @@ def _context_made_current(driver: Any) -> bool:
     return bool(driver.ctxGetCurrent())
 
 
-def _runtime_error() -> Any:
+def _runtime() -> Any:
     from cupy.cuda import runtime
 
-    return runtime.CUDARuntimeError
+    return runtime
 
 
 def _driver_error(e: Exception) -> SpformatError:
@@ -171,7 +236,7 @@ class LaunchSequence:
     beside later work on the stream, so the calls are prepared anew (``prepare_again``) with memory for that graph.
     """
 
-    __slots__ = ("_calls", "_graph", "_lock", "_prepare_again", "_runs", "_stream")
+    __slots__ = ("_calls", "_graph", "_launch_graph", "_lock", "_prepare_again", "_runs", "_stream")
 
     def __init__(
         self, calls: Sequence[Call], stream: int, lock: Any, prepare_again: Callable[[], Sequence[Call]]
@@ -193,9 +258,11 @@ class LaunchSequence:
                 return
             try:
                 if self._graph is None:
-                    self._graph = self._capture()
-                self._graph.launch()
-            except _runtime_error() as e:
+                    self._graph = graph = self._capture()
+                    # CuPy's own method would launch it on CuPy's current stream, which may be another.
+                    self._launch_graph = functools.partial(_runtime().graphLaunch, graph.graphExec, self._stream)
+                self._launch_graph()
+            except _runtime().CUDARuntimeError as e:
                 raise _driver_error(e) from e
 
     def __del__(self) -> None:

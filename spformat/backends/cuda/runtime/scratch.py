@@ -66,6 +66,24 @@ class Buffer:
             raise DeviceMemoryError(f"workspace: {nbytes:,} bytes do not fit the device") from e
 
 
+class Place(int):
+    """An address in a buffer, which is not freed while a launch has the address among its arguments."""
+
+    buffer: Buffer
+
+    @classmethod
+    def of(cls, address: int, buffer: Buffer) -> Place:
+        """The address, with its buffer."""
+        place = cls(address)
+        place.buffer = buffer
+        return place
+
+    def __add__(self, distance: int) -> Place:
+        return Place.of(int.__add__(self, distance), self.buffer)
+
+    __radd__ = __add__
+
+
 class Scratch:
     """The workspaces of one plan: one buffer for each stream and power of two of bytes, kept as long as the plan.
 
@@ -105,7 +123,7 @@ class Scratch:
                     self._recorded.append(buffer)
                 else:
                     self._buffers[key] = buffer
-            return int(buffer.array.data.ptr)
+            return Place.of(int(buffer.array.data.ptr), buffer)
 
     def _shared_buffer(self, stream: Any, bits: int) -> Buffer:
         from cupy.cuda import runtime

@@ -35,6 +35,42 @@ UNMAPPED = bytes(128)
 """Passed to a kernel that reads no map in this launch."""
 
 
+class Mapped(bytes):
+    """The bytes of a TensorMap, which know the address that was encoded, and the form."""
+
+    address: int
+    form: Form
+
+    def copy(self) -> MapCopy:
+        """The map in memory of its own, for launches at other addresses."""
+        return MapCopy(self)
+
+
+class MapCopy:
+    """A map whose address is replaced in place. One thread may use it at a time."""
+
+    __slots__ = ("_form", "_replace", "_room", "place")
+    place: int
+    """Where it lies."""
+
+    def __init__(self, encoded: Mapped) -> None:
+        self._room, self.place = _room()
+        ctypes.memmove(self.place, encoded, len(encoded))
+        self._form, self._replace = encoded.form, _driver()[1]
+
+    def move(self, pointer: int) -> None:
+        """Replace the address. DeviceError where the driver refuses it."""
+        status = self._replace(self.place, pointer)
+        if status:
+            self._form.check("cuTensorMapReplaceAddress", status, pointer)
+
+
+def _room() -> tuple[Any, int]:
+    """Memory for a map and its address: the driver needs 128 bytes on a 64-byte boundary; ctypes aligns to 8."""
+    room = ctypes.create_string_buffer(192)
+    return room, (ctypes.addressof(room) + 63) & ~63
+
+
 @functools.lru_cache(maxsize=1)
 def _driver() -> tuple[Any, Any]:
     """cuTensorMapEncodeTiled and cuTensorMapReplaceAddress."""
@@ -68,7 +104,7 @@ def tiled(
     box: tuple[int, ...],
     swizzle: int,
     promotion: int = 128,
-) -> bytes:
+) -> Mapped:
     """A map of a tensor, innermost dimension first: the bytes of a TensorMap.
 
     pointer   device address, 16-byte aligned
@@ -98,9 +134,7 @@ class Form:
                  box: tuple[int, ...], swizzle: int, promotion: int) -> None:  # fmt: skip
         kind, rank = _TYPES[dtype], len(extents)
         size = _SIZES[kind]
-        # The driver needs its 128 bytes on a 64-byte boundary; ctypes aligns to 8.
-        self._room = ctypes.create_string_buffer(192)
-        self._place = (ctypes.addressof(self._room) + 63) & ~63
+        self._room, self._place = _room()
         self._lock = threading.Lock()
         self._text = f"extents {extents}, strides {strides}, box {box}, dtype {dtype}, swizzle {swizzle}"
         status = _driver()[0](
@@ -117,17 +151,19 @@ class Form:
             _PROMOTIONS[promotion],
             0,
         )
-        self._check("cuTensorMapEncodeTiled", status, pointer)
+        self.check("cuTensorMapEncodeTiled", status, pointer)
 
-    def at(self, pointer: int) -> bytes:
+    def at(self, pointer: int) -> Mapped:
         """The map of the tensor at this address."""
         with self._lock:
             status = _driver()[1](self._place, pointer)
-            encoded = ctypes.string_at(self._place, 128)
-        self._check("cuTensorMapReplaceAddress", status, pointer)
+            encoded = Mapped(ctypes.string_at(self._place, 128))
+        self.check("cuTensorMapReplaceAddress", status, pointer)
+        encoded.address, encoded.form = pointer, self
         return encoded
 
-    def _check(self, call: str, status: int, pointer: int) -> None:
+    def check(self, call: str, status: int, pointer: int) -> None:
+        """DeviceError for a CUresult other than success."""
         if status:
             raise DeviceError(
                 f"{call}: expected a legal tensor, got CUresult {status} for {self._text}, pointer {pointer:#x}"
