@@ -10,6 +10,7 @@ from cases import values
 
 from spformat import CSR, TwoFour, VectorNM
 from spformat.arrays.dtypes import VALUE_TYPES, bits
+from spformat.arrays.library import has_dtype
 from spformat.backends.cuda.runtime.kernels_of_file import KernelsOfFile
 from spformat.backends.cuda.two_four import two_four_csr
 from spformat.backends.cuda.vector_nm import vector_nm_csr
@@ -125,7 +126,7 @@ def same(a: Any, on_device: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", TwoFour.value_dtypes)
+@pytest.mark.parametrize("dtype", [t for t in TwoFour.value_dtypes if has_dtype("cuda", t)])
 @pytest.mark.parametrize("order", META_ORDERS)
 def test_two_four_like_numpy(order: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = []
@@ -142,7 +143,7 @@ def test_two_four_like_numpy(order: str, dtype: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", sorted(VALUE_TYPES))
+@pytest.mark.parametrize("dtype", [t for t in sorted(VALUE_TYPES) if has_dtype("cuda", t)])
 @pytest.mark.parametrize("params", PATTERNS, ids=str)
 def test_vector_nm_like_numpy(params: dict[str, Any], dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = []
