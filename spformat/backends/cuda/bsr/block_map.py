@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ....arrays.library import Array, ceil_div, index_dtype, is_cupy
+from ....arrays.library import Array, ceil_div, index_dtype
 from ..runtime import jit
 from ..runtime.launch import Launch
 from ..runtime.offsets import Offsets
@@ -136,7 +136,7 @@ def queue(source: str, instance: str, signature: str, blocks: int, *args: Any) -
     device = cupy.cuda.runtime.getDevice()
     launch = _launch(source, instance, signature, _arch(device), device)
     stream = int(cupy.cuda.get_current_stream().ptr)
-    launch((blocks, 1, 1), stream, *(a.data.ptr if is_cupy(a) else a for a in args))
+    launch((blocks, 1, 1), stream, *(a if isinstance(a, int) else a.data.ptr for a in args))
 
 
 @functools.cache
