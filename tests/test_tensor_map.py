@@ -56,6 +56,42 @@ def test_a_map_is_encoded_once_for_all_but_its_address(monkeypatch: pytest.Monke
     assert tiled(4096, promotion=256)[1] != tiled(4096)[1]
 
 
+def test_a_thread_without_a_context_gets_one_and_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread whose first call of CUDA replaces an address has no current context: 201 from the driver."""
+    has_context: list[bool] = [False]
+    tried: list[str] = []
+
+    def call(name: str) -> Any:
+        def at(place: int, *arguments: Any) -> int:
+            tried.append(name)
+            pointer = arguments[0] if name == "replace" else arguments[2]
+            ctypes.c_uint64.from_address(place).value = pointer
+            return 0 if has_context[0] else 201
+
+        return at
+
+    def made_current() -> bool:
+        was, has_context[0] = has_context[0], True
+        return not was
+
+    monkeypatch.setattr(tensor_map, "_driver", lambda: (call("encode"), call("replace")))
+    monkeypatch.setattr(tensor_map, "_forms", {})
+    monkeypatch.setattr(tensor_map.context, "made_current", made_current)
+    form = ("bfloat16", (128, 64), (128,), (64, 8), 128)
+    mapped = tensor_map.tiled(4096, *form)
+    assert tried == ["encode", "encode", "replace"]
+    has_context[0] = False
+    assert tensor_map.tiled(8192, *form).address == 8192
+    copy, has_context[0] = mapped.copy(), False
+    copy.move(16384)
+    assert ctypes.c_uint64.from_address(copy.place).value == 16384
+    assert tried[3:] == ["replace"] * 4
+    monkeypatch.setattr(tensor_map.context, "made_current", lambda: False)
+    has_context[0] = False
+    with pytest.raises(DeviceError, match=r"cuTensorMapReplaceAddress: .* CUresult 201"):
+        copy.move(4096)
+
+
 def test_threads_do_not_get_the_address_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     def replace(place: int, pointer: int) -> int:
         ctypes.c_uint64.from_address(place).value = pointer

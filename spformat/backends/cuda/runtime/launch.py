@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from ....arrays.library import device_error
 from ....errors import DeviceError, SpformatError
+from . import context
 from .addresses import Address, Addresses
 from .scratch import beside_capture, captured
 from .tensor_map import UNMAPPED, MapCopy, Mapped, TensorMap
@@ -27,8 +28,6 @@ MAX_GRID_Y = 65535
 """The driver's bound on the second extent of a grid; a kernel walks what lies beyond it."""
 MAX_COLUMNS = 2**31 - 2**16
 """Most columns of B. Kernels count columns in 32 bits, including those of a tile that ends past N."""
-NO_CONTEXT = 201
-"""CUDA_ERROR_INVALID_CONTEXT: of a launch in a thread that has no current context."""
 RUNS_BEFORE_GRAPH = 2
 """How often the launches of one product are queued one by one before they are captured into a graph."""
 
@@ -163,7 +162,7 @@ class Bound:
                 self._launch.once(self._where, self._tail)
                 self._has_run = True
         except self._driver.CUDADriverError as e:
-            if getattr(e, "status", 0) == NO_CONTEXT and _context_made_current(self._driver):
+            if getattr(e, "status", 0) == context.NO_CONTEXT and context.made_current():
                 return self()
             raise _driver_error(e) from e
 
@@ -191,23 +190,13 @@ class MovedLaunch:
         try:
             self._driver.launchKernel(*self._arguments)
         except self._driver.CUDADriverError as e:
-            if getattr(e, "status", 0) == NO_CONTEXT and _context_made_current(self._driver):
+            if getattr(e, "status", 0) == context.NO_CONTEXT and context.made_current():
                 return self(addresses)
             raise _driver_error(e) from e
 
 
 def _nothing(_: Addresses) -> None:
     """An empty grid, at any addresses."""
-
-
-def _context_made_current(driver: Any) -> bool:
-    """Make the device's context current in a thread in which nothing has used CUDA's runtime yet; False if it was."""
-    from cupy.cuda import runtime
-
-    if driver.ctxGetCurrent():
-        return False
-    runtime.setDevice(runtime.getDevice())
-    return bool(driver.ctxGetCurrent())
 
 
 def _runtime() -> Any:

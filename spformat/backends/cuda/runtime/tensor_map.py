@@ -12,6 +12,7 @@ import threading
 from typing import Any
 
 from ....errors import DeviceError
+from . import context
 
 # CUtensorMapDataType; fp8 and int8 travel as bytes.
 _TYPES = {
@@ -62,7 +63,14 @@ class MapCopy:
         """Replace the address. DeviceError where the driver refuses it."""
         status = self._replace(self.place, pointer)
         if status:
+            status = _again(status, self._replace, self.place, pointer)
             self._form.check("cuTensorMapReplaceAddress", status, pointer)
+
+
+def _again(status: int, call: Any, *arguments: Any) -> int:
+    """The status of another try where the first had no current context, else ``status``."""
+    again = status == context.NO_CONTEXT and context.made_current()
+    return int(call(*arguments)) if again else status
 
 
 def _room() -> tuple[Any, int]:
@@ -137,7 +145,7 @@ class Form:
         self._room, self._place = _room()
         self._lock = threading.Lock()
         self._text = f"extents {extents}, strides {strides}, box {box}, dtype {dtype}, swizzle {swizzle}"
-        status = _driver()[0](
+        described = (
             self._place,
             kind,
             rank,
@@ -151,12 +159,14 @@ class Form:
             _PROMOTIONS[promotion],
             0,
         )
-        self.check("cuTensorMapEncodeTiled", status, pointer)
+        encode = _driver()[0]
+        self.check("cuTensorMapEncodeTiled", _again(encode(*described), encode, *described), pointer)
 
     def at(self, pointer: int) -> Mapped:
         """The map of the tensor at this address."""
         with self._lock:
-            status = _driver()[1](self._place, pointer)
+            replace = _driver()[1]
+            status = _again(replace(self._place, pointer), replace, self._place, pointer)
             encoded = Mapped(ctypes.string_at(self._place, 128))
         self.check("cuTensorMapReplaceAddress", status, pointer)
         encoded.address, encoded.form = pointer, self
