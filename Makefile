@@ -46,21 +46,26 @@ fuzz: $(VENV)/fuzz.stamp
 PROPERTIES := tests/test_formats.py tests/test_masks.py tests/test_order.py tests/test_schedule.py \
   tests/test_matrices.py tests/test_compressed_tensors.py
 
-# CuPy, CUDA and the driver belong to the machine: the Python that has them is used as it is. Rows that fill the device's
-# memory run after the others; GPU_JOBS processes share it before. A machine without compute-sanitizer is told so.
+# CuPy, CUDA and the driver belong to the machine: the Python that has them is used as it is. Tests that take much of the
+# device's memory run after the others; GPU_JOBS processes share it before. Every part runs, also after one that fails.
 GPU_JOBS ?= 4
 GPUTEST := -m pytest $(PYTEST) -m gpu --backends cuda -p no:benchmark
 GPUPATH := PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH}
 gpu:
 	@$(GPU_PYTHON) -c "import cupy, pytest, xdist, hypothesis" || { echo "make gpu: GPU_PYTHON=$(GPU_PYTHON) needs:" \
 	  "$(GPU_PYTHON) -m pip install '.[cuda13,test]'   (or cuda12)"; exit 69; }
-	$(GPUPATH) $(GPU_PYTHON) $(GPUTEST) -n $(GPU_JOBS) --dist worksteal --ignore tests/rows/test_device_rows.py
-	$(GPUPATH) $(GPU_PYTHON) $(GPUTEST) tests/rows/test_device_rows.py
-	@if $(GPU_PYTHON) -c "import torch" 2>/dev/null; then \
-	  $(GPUPATH) $(GPU_PYTHON) -m pytest $(PYTEST) -m "not gpu" -p no:benchmark -n $(GPU_JOBS) $(TORCH_TESTS); \
-	else echo "$(GPU_PYTHON) has no torch: the tests of spformat.torch were not run"; fi
-	@command -v $(SANITIZER) >/dev/null || { echo "$(SANITIZER) not found: memcheck and racecheck were not run"; exit 0; }; \
-	$(GPUPATH):tests $(GPU_PYTHON) tests/sanitize.py --tool $(SANITIZER) --jobs $(GPU_JOBS)
+	@status=0; set -x; \
+	$(GPUPATH) $(GPU_PYTHON) $(GPUTEST) -n $(GPU_JOBS) --dist worksteal -m "gpu and not device_memory" \
+	  --ignore tests/rows/test_device_rows.py || status=1; \
+	$(GPUPATH) $(GPU_PYTHON) $(GPUTEST) tests/rows/test_device_rows.py || status=1; \
+	$(GPUPATH) $(GPU_PYTHON) $(GPUTEST) -m "gpu and device_memory" || status=1; \
+	if $(GPU_PYTHON) -c "import torch" 2>/dev/null; then \
+	  $(GPUPATH) $(GPU_PYTHON) -m pytest $(PYTEST) -m "not gpu" -p no:benchmark -n $(GPU_JOBS) $(TORCH_TESTS) || status=1; \
+	else echo "$(GPU_PYTHON) has no torch: the tests of spformat.torch were not run"; fi; \
+	if command -v $(SANITIZER) >/dev/null; then \
+	  $(GPUPATH):tests $(GPU_PYTHON) tests/sanitize.py --tool $(SANITIZER) --jobs $(GPU_JOBS) || status=1; \
+	else echo "$(SANITIZER) not found: memcheck and racecheck were not run"; fi; \
+	exit $$status
 
 fixtures: $(VENV)/test.stamp
 	$(BIN)/python fixtures/make.py

@@ -305,7 +305,7 @@ def test_views_and_streams(dtype: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
+@pytest.mark.device_memory
 @pytest.mark.usefixtures("only_kernels")
 @pytest.mark.parametrize("shape", [(3, 2**30), (2**30 + 5, 3)])
 def test_more_elements_than_32_bits_count(shape: tuple[int, int]) -> None:

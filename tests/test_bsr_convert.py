@@ -244,6 +244,7 @@ def test_a_grid_too_large_for_a_map_takes_the_general_code(cp: Any) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.device_memory
 def test_sizes_beyond_32_bits(cp: Any) -> None:
     """Positions above 2^31 elements: a matrix of 66,000 x 66,000 int8 with values in its corners."""
     n = 66_000

@@ -162,6 +162,7 @@ def test_offsets() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.device_memory
 def test_more_columns_than_int32_counts() -> None:
     """One row of 2^31 + 4099 elements, eleven of them nonzero: int64 columns."""
     cupy = pytest.importorskip("cupy")
@@ -181,6 +182,7 @@ def test_more_columns_than_int32_counts() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.device_memory
 def test_more_nonzeros_than_int32_counts() -> None:
     """Two full rows of 2^30 + 3 elements: an int64 indptr."""
     cupy = pytest.importorskip("cupy")

@@ -196,6 +196,7 @@ def test_subnormal_values_are_ranked_by_their_magnitude(dtype: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.device_memory
 def test_more_values_than_an_int_counts() -> None:
     """Only two values are above the others, one of them in the last place."""
     cupy = pytest.importorskip("cupy")

@@ -173,7 +173,7 @@ def test_refusals_of_the_host_code(cp: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
+@pytest.mark.device_memory
 def test_more_than_2_to_the_31_elements(cp: Any) -> None:
     M, K = 40_000, 56_000
     x = cp.zeros((M, K), "int8")

@@ -1,7 +1,7 @@
 """Make a device's context current in a thread in which nothing has used CUDA's runtime yet.
 
-Calls of the driver (a launch, the address of a tensor map) need a current context; those of the runtime set one. A thread
-may run a plan that another one prepared, and then its first call is one of the driver.
+Calls of the driver (a launch, the address of a tensor map) need a current context; those of the runtime set one. A
+thread may run a plan that another one prepared, and then its first call is one of the driver.
 """
 
 from __future__ import annotations
