@@ -406,8 +406,8 @@ assert sum(passes) < 100, passes  # 2 for the start and the end of each, about 2
     ("fmt", "how"),
     [
         *((fmt, "few") for fmt in ("csr", "ell-buckets", *FEW)),
-        ("csr", "transposed"),
-        ("vector-nm:n=8,m=16", "transposed"),
+        ("two-four", "transposed"),
+        ("bitmask", "transposed"),
     ],
 )
 def test_a_first_product_imports_no_more_than_it_needs(fmt: str, how: str, tmp_path: Path) -> None:
