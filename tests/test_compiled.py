@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -376,6 +378,73 @@ def test_a_second_process_compiles_no_product_again(fmt: str, n: int, tmp_path: 
         hits, misses = run(how)
         assert (hits > 0, misses) == (True, 0), how
     assert sorted(tmp_path.rglob("*.nbc")) == files, "a process adds code that the next one does not read"
+
+
+LEAN_PRODUCT = """
+import gc, sys
+import numpy as np
+import spformat as sf
+
+w = np.zeros((64, 64), np.float32)
+w[::2, ::3] = 1
+a, x, passes = sf.convert(w, sys.argv[1]), np.ones((64, 4), np.float32), [0, 0, 0]
+product = a.T if sys.argv[2] == "transposed" else a
+assert "numba" not in sys.modules
+gc.callbacks.append(lambda phase, about: passes.__setitem__(about["generation"], passes[about["generation"]] + 1))
+product @ x
+assert "numba" in sys.modules and gc.isenabled()
+from spformat.formats.fast.simd import WIDE
+
+if sys.argv[2] == "few" and (4 in WIDE or sys.argv[1] not in ("two-four", "bitmask")):
+    assert "numba.np.arrayobj" not in sys.modules, "the loop allocates arrays"
+assert sum(passes) < 100, passes  # 2 for the start and the end of each, about 200 before
+"""
+
+
+@pytest.mark.backend("cpu")
+@pytest.mark.parametrize(
+    ("fmt", "how"),
+    [
+        *((fmt, "few") for fmt in ("csr", "ell-buckets", *FEW)),
+        ("two-four", "transposed"),
+        ("bitmask", "transposed"),
+    ],
+)
+def test_a_first_product_imports_no_more_than_it_needs(fmt: str, how: str, tmp_path: Path) -> None:
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", LEAN_PRODUCT, fmt, how]
+    subprocess.run(command, env=env, capture_output=True, timeout=200)  # compiles and stores
+    r = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    assert r.returncode == 0, r.stderr
+
+
+@pytest.mark.parametrize("state", ["collects", "does not collect", "has frozen objects", "fails"])
+def test_the_garbage_collector_is_as_before_when_numba_is_imported(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def import_module(name: str) -> None:
+        seen.append((name, gc.isenabled()))
+        if state == "fails":
+            raise ImportError(name)
+
+    monkeypatch.delitem(sys.modules, "numba")
+    monkeypatch.setattr(compiled.importlib, "import_module", import_module)
+    if state == "does not collect":
+        gc.disable()
+    elif state == "has frozen objects":
+        gc.freeze()
+    try:
+        frozen, young = gc.get_freeze_count(), [object()]
+        with pytest.raises(ImportError) if state == "fails" else contextlib.nullcontext():
+            compiled.load_numba()
+        assert seen == [("numba", False)]
+        assert gc.isenabled() is (state != "does not collect")
+        old = any(x is young for x in gc.get_objects(generation=2))
+        assert old is (state != "has frozen objects"), "the first collection goes through all of numba"
+        assert (gc.get_freeze_count() > 0) is (frozen > 0) is (state == "has frozen objects")
+    finally:
+        gc.unfreeze()
+        gc.enable()
 
 
 @pytest.mark.backend("cpu")

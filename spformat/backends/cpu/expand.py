@@ -15,6 +15,7 @@ import numpy as np
 from ...arrays import threads
 from ...arrays.library import Array
 from ...formats.base import Format
+from ...formats.fast import compiled
 from ...products.ideal import memory_us
 from ...products.kernel import Kernel
 from ...products.plan import Plan
@@ -84,6 +85,7 @@ class ExpandThenDense(Kernel):
     def _plan(self, a: Format, p: Problem) -> Plan:
         """A plan that keeps the arrays of ``a``; the first run compiles the loop (seconds), once per process."""
         sums, floats, own, a = sums_dtype(p), _floats(p), own_bytes(a), csr_of(a)
+        compiled.load_numba()
         work = _FORWARD[a.name].work(a, floats)
         (M, K), transposed = a.shape, problem_of_csr(p).operation == "spmm_transposed"
 

@@ -33,7 +33,10 @@ APART = 16
 
 @dataclass(frozen=True)
 class Few:
-    """A matrix prepared for its loop: loop(lo, hi, X, ldx, N, C) computes units lo .. hi-1 of ``rows`` rows."""
+    """A matrix prepared for its loop: loop(lo, hi, X, ldx, N, C) computes units lo .. hi-1 of ``rows`` rows.
+
+    Loops get the room that they need from outside, so that their code allocates nothing (see ``loops.items``).
+    """
 
     loop: Callable[..., None]
     units: int
@@ -98,9 +101,13 @@ def bsr(a: BSR | DBSR, indptr: Array, sums: np.dtype[Any]) -> Few | None:
     if values is None or not lanes or R < LEAST:
         return None
     most = int(np.diff(indptr).max(initial=0))
-    arrays = (M, R, width, most, *fixed(indptr, a.indices), values)
+    arrays = (M, R, width, *fixed(indptr, a.indices), values)
     loop = few_loops.bsr(lanes)
-    return Few(lambda *given: loop(*given, *arrays), ceil_div(M, R), R, round_up(K, width), a.stored)
+
+    def piece(*given: Any) -> None:
+        loop(*given, np.empty(most, np.int64), *arrays)
+
+    return Few(piece, ceil_div(M, R), R, round_up(K, width), a.stored)
 
 
 def sr_bcrs(a: SRBCRS, sums: np.dtype[Any]) -> Few | None:
@@ -112,9 +119,13 @@ def sr_bcrs(a: SRBCRS, sums: np.dtype[Any]) -> Few | None:
     if values is None or not lanes or t < LEAST:
         return None
     most = int(np.diff(a.indptr).max(initial=0))
-    arrays = (M, K, t, g, most, *fixed(a.indptr, a.indices), values)
-    loop = few_loops.sr_bcrs(lanes)
-    return Few(lambda *given: loop(*given, *arrays), a.tiles, t, K + 1, a.stored)
+    arrays = (M, K, t, g, *fixed(a.indptr, a.indices), values)
+    loop, starts, ldg = few_loops.sr_bcrs(lanes), np.arange(most, dtype=np.int64) * g, most * g
+
+    def piece(lo: int, hi: int, X: Array, ldx: int, N: int, C: Array) -> None:
+        loop(lo, hi, X, ldx, N, C, starts, np.empty(ldg, np.int64), np.empty(N * ldg, X.dtype), *arrays)
+
+    return Few(piece, a.tiles, t, K + 1, a.stored)
 
 
 def vector_nm(a: VectorNM, sums: np.dtype[Any]) -> Few | None:
@@ -127,8 +138,14 @@ def vector_nm(a: VectorNM, sums: np.dtype[Any]) -> Few | None:
         return None
     W, Mp = a.data.shape
     arrays = (M, a.n, a.m, L, *fixed(a.indices), values, Mp)
-    loop = few_loops.vector_nm(lanes)
-    return Few(lambda *given: loop(*given, *arrays), ceil_div(M, L), L, max(K, ceil_div(W, a.n) * a.m), a.stored)
+    loop, window = few_loops.vector_nm(lanes), few_loops.WINDOW
+
+    def piece(lo: int, hi: int, X: Array, ldx: int, N: int, C: Array) -> None:
+        lds = (hi - lo) * L + lanes  # columns of sums do not share sets of the cache
+        room = np.zeros(N * lds, X.dtype), np.empty(window, np.int64), np.empty(window, np.int64)
+        loop(lo, hi, X, ldx, N, C, *room, *arrays)
+
+    return Few(piece, ceil_div(M, L), L, max(K, ceil_div(W, a.n) * a.m), a.stored)
 
 
 def two_four(a: TwoFour, sums: np.dtype[Any]) -> Few | None:

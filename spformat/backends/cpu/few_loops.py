@@ -10,8 +10,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from ...formats.fast.numba_cache import compiled_for
 from . import few_tiles
 
@@ -61,15 +59,14 @@ def _block_row(lanes: int) -> Any:
 
 @functools.cache
 def bsr(lanes: int) -> Loop:
-    """Block rows; data flat [nnzb, R, width], ``most`` blocks in a block row."""
+    """Block rows; data flat [nnzb, R, width]; starts: room for as many numbers as a block row has blocks."""
     multiply = _block_row(lanes)
 
     @compiled_for(lanes)
     def loop(
-        lo: int, hi: int, X: Array, ldx: int, N: int, C: Array, M: int, R: int, width: int, most: int, indptr: Array,
-        indices: Array, data: Array,
+        lo: int, hi: int, X: Array, ldx: int, N: int, C: Array, starts: Array, M: int, R: int, width: int,
+        indptr: Array, indices: Array, data: Array,
     ) -> None:  # fmt: skip
-        starts = np.empty(most, np.int64)
         for b in range(lo, hi):
             first, count = int(indptr[b]), int(indptr[b + 1] - indptr[b])
             for s in range(count):
@@ -82,16 +79,18 @@ def bsr(lanes: int) -> Loop:
 
 @functools.cache
 def sr_bcrs(lanes: int) -> Loop:
-    """Row tiles; indices [G, g], data flat [G, t, g], ``most`` groups in a tile. Rows of B are gathered once a tile."""
+    """Row tiles; indices [G, g], data flat [G, t, g]. Rows of B are gathered once a tile.
+
+    starts: 0, g, 2g, .. for as many groups as a tile has; columns, gathered: room for their columns, and N times that.
+    """
     multiply = _block_row(lanes)
 
     @compiled_for(lanes)
     def loop(
-        lo: int, hi: int, X: Array, ldx: int, N: int, C: Array, M: int, K: int, t: int, g: int, most: int,
-        indptr: Array, indices: Array, data: Array,
+        lo: int, hi: int, X: Array, ldx: int, N: int, C: Array, starts: Array, columns: Array, gathered: Array, M: int,
+        K: int, t: int, g: int, indptr: Array, indices: Array, data: Array,
     ) -> None:  # fmt: skip
-        starts, ldg = np.arange(most) * g, most * g
-        gathered, columns = np.empty(N * ldg, X.dtype), np.empty(ldg, np.int64)
+        ldg = columns.size
         for tile in range(lo, hi):
             first, count = int(indptr[tile]), int(indptr[tile + 1] - indptr[tile])
             for s in range(count):
@@ -112,19 +111,18 @@ def sr_bcrs(lanes: int) -> Loop:
 def vector_nm(lanes: int) -> Loop:
     """Row groups of ``length`` rows, a multiple of ``lanes``; indices [W, Q], data flat [W, Mp].
 
-    The sums lie as the values do, so that rows of values are read from one end to the other.
+    The sums lie as the values do, so that rows of values are read from one end to the other: lines for the
+    columns of B, zero at first. base, cols: room for WINDOW numbers.
     """
     tiles = [few_tiles.columns_of_vectors(v, c, lanes) for v, c in ((2, 8), (2, 4), (2, 1), (1, 1))]
     v28, v24, v21, v11 = tiles
 
     @compiled_for(lanes)
     def loop(
-        lo: int, hi: int, X: Array, ldx: int, N: int, C: Array, M: int, n_kept: int, m: int, length: int,
-        indices: Array, data: Array, Mp: int,
+        lo: int, hi: int, X: Array, ldx: int, N: int, C: Array, sums: Array, base: Array, cols: Array, M: int,
+        n_kept: int, m: int, length: int, indices: Array, data: Array, Mp: int,
     ) -> None:  # fmt: skip
-        lds, pair = (hi - lo) * length + lanes, 2 * lanes  # columns of sums do not share sets of the cache
-        sums = np.zeros(N * lds, X.dtype)
-        base, cols = np.empty(WINDOW, np.int64), np.empty(WINDOW, np.int64)
+        lds, pair = sums.size // N, 2 * lanes
         window = WINDOW if N >= 4 else WINDOW // 2  # their lines share a set of the cache, and fewer columns use fewer
         for u0 in range(0, indices.shape[0], window):
             count = min(window, indices.shape[0] - u0)

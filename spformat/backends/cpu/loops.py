@@ -75,10 +75,15 @@ def _values_by_type(vals: Any, data: Any, j: Any, count: Any, table: Any) -> Any
     return in_place if vals.dtype == data.dtype else decoded
 
 
+def items(to: Any) -> Array:
+    """Room for the decoded items of a row. Loops whose lists have a fixed length get them from outside: code that
+    allocates arrays refers to a module of numba that takes 20 ms to import, which the first product would wait for."""
+    return np.empty(ITEMS, to.P.dtype)
+
+
 @compiled
-def csr(lo: int, hi: int, to: Any, indptr: Array, indices: Array, data: Array, table: Array) -> None:
-    """Rows lo .. hi-1 of a CSR matrix."""
-    vals = np.empty(ITEMS, to.P.dtype)
+def csr(lo: int, hi: int, to: Any, vals: Array, indptr: Array, indices: Array, data: Array, table: Array) -> None:
+    """Rows lo .. hi-1 of a CSR matrix. vals: room for ITEMS numbers, as ``items`` makes it."""
     for t0 in range(0, to.tiles, to.group):
         t1 = min(to.tiles, t0 + to.group)
         for i in range(lo, hi):
@@ -92,14 +97,13 @@ def csr(lo: int, hi: int, to: Any, indptr: Array, indices: Array, data: Array, t
 
 @compiled
 def ell_buckets(
-    lo: int, hi: int, to: Any, ell_ptr: Array, ell_rows: Array, starts: Array, live: Array, indices: Array,
-    data: Array, table: Array,
+    lo: int, hi: int, to: Any, vals: Array, ell_ptr: Array, ell_rows: Array, starts: Array, live: Array,
+    indices: Array, data: Array, table: Array,
 ) -> None:  # fmt: skip
     """Rows lo .. hi-1; row i owns the ELL rows e = ell_rows[ell_ptr[i] .. ell_ptr[i+1]-1], whose items are the first
 
-    live[e] slots from starts[e] on.
+    live[e] slots from starts[e] on. vals: room for ITEMS numbers, as ``items`` makes it.
     """
-    vals = np.empty(ITEMS, to.P.dtype)
     for t0 in range(0, to.tiles, to.group):
         t1 = min(to.tiles, t0 + to.group)
         for i in range(lo, hi):

@@ -60,6 +60,7 @@ class HostKernel(FewTimes):
     def _plan(self, a: Any, p: Problem) -> Plan:
         """A plan that keeps the arrays of ``a``; the first run compiles the loop (seconds), once per process."""
         sums = sums_dtype(p)
+        compiled.load_numba()
         work = self.work(a, sums)
         lanes = VECTOR // sums.itemsize
         loop_for_few = self.few(a, work, sums)
@@ -106,7 +107,14 @@ class SpmmCSR(HostKernel):
         from . import loops
 
         arrays = (*fixed(a.indptr, a.indices), *coded(a.data, sums))
-        return Work(lambda lo, hi, to: loops.csr(lo, hi, to, *arrays), a.shape[0], 1, a.nnz, a.indptr, by_row=True)
+        return Work(
+            lambda lo, hi, to: loops.csr(lo, hi, to, loops.items(to), *arrays),
+            a.shape[0],
+            1,
+            a.nnz,
+            a.indptr,
+            by_row=True,
+        )
 
 
 class SpmmELLBuckets(HostKernel):
@@ -126,7 +134,15 @@ class SpmmELLBuckets(HostKernel):
         live = compiled.ell_live(starts, a.source)
         arrays = (*fixed(ell_ptr, order, starts, live, a.indices), *coded(a.data, sums))
         extra = ell_ptr.nbytes + order.nbytes + starts.nbytes + ends.nbytes + live.nbytes
-        return Work(lambda lo, hi, to: loops.ell_buckets(lo, hi, to, *arrays), M, 1, a.stored, ends, extra, by_row=True)
+        return Work(
+            lambda lo, hi, to: loops.ell_buckets(lo, hi, to, loops.items(to), *arrays),
+            M,
+            1,
+            a.stored,
+            ends,
+            extra,
+            by_row=True,
+        )
 
 
 class SpmmBSR(HostKernel):
@@ -234,7 +250,7 @@ class SpmmBitmask(HostKernel):
             threads.run(lambda i: loops.bitmask_columns(i * step, min(M, (i + 1) * step), indptr, mask, columns),
                         ceil_div(M, step))  # fmt: skip
             arrays = (indptr, *fixed(columns), *values)
-            return Work(lambda lo, hi, to: loops.csr(lo, hi, to, *arrays), M, 1, a.nnz, indptr)
+            return Work(lambda lo, hi, to: loops.csr(lo, hi, to, loops.items(to), *arrays), M, 1, a.nnz, indptr)
 
         sparse = 8 * a.nnz <= M * K  # in a fuller matrix columns take more bytes than bits, which decode fast
         loop = lambda lo, hi, to: loops.bitmask(lo, hi, to, indptr, mask, *values)  # noqa: E731

@@ -13,6 +13,7 @@ from typing import Any
 from ...arrays.library import Array
 from ...formats.base import Format
 from ...formats.dense import Dense
+from ...formats.fast import compiled
 from ...products.kernel import Kernel, spmm_of
 from ...products.plan import Plan
 from ...products.problem import Problem
@@ -53,6 +54,7 @@ class SpmmTransposed(LoopTimes):
         holds while it lasts.
         """
         sums = sums_dtype(p)
+        compiled.load_numba()
         work = self.forward.work(a, sums)
 
         def run(B: Array, out: Array) -> Array:
