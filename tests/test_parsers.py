@@ -180,12 +180,12 @@ def test_a_tensor_for_a_device(plain: Path) -> None:
             reader.read_to(lanes, "t", 1)
         with (
             limits.using(memory=23),
-            pytest.raises(LimitError, match=rf"^tensor 't' of {plain}: 24 bytes requested, 23 a"),
+            pytest.raises(LimitError, match=rf"^{plain}: tensor 't': its values: 24 bytes requested, 23 a"),
         ):
             reader.read_to(lanes, "t")
         with (
             limits.using(memory=23),
-            pytest.raises(LimitError, match=rf"^tensor 't' of {plain}: 24 bytes requested, 23 a"),
+            pytest.raises(LimitError, match=rf"^{plain}: tensor 't': its values: 24 bytes requested, 23 a"),
         ):
             reader.read("t")
         start = reader.header.data_start + reader.entry("f").begin

@@ -19,7 +19,7 @@ import numpy as np
 from .. import limits
 from ..arrays.dtypes import SAFETENSORS
 from ..arrays.library import Array
-from ..errors import ArrayError, ContainerError, InputError, IntegrityError, LimitError, UsageError, printable
+from ..errors import ArrayError, ContainerError, InputError, IntegrityError, LimitError, UsageError
 from . import crc, stheader
 from .device_copy import DeviceCopy
 from .files import Identity, Path, close_read, identity_of, open_regular, reason
@@ -123,7 +123,7 @@ class Reader:
         device."""
         e = self.entry(name)
         base = self.header.data_start + e.begin
-        limits.check_bytes(e.nbytes, f"tensor '{printable(name)}' of {printable(self.path)}", self._status.st_size)
+        self._check_bytes(name, e.nbytes)
 
         def fetch(into: memoryview, at: int) -> None:
             self._pread_into(into, base + at, name)
@@ -159,10 +159,17 @@ class Reader:
         for at in range(e.begin, e.end, size):
             yield self._owned(name, at, min(at + size, e.end), None)
 
+    def _check_bytes(self, name: str, n: int) -> None:
+        """LimitError, which names file and tensor, if ``n`` bytes of it exceed the memory budget."""
+        try:
+            limits.check_bytes(n, "its values", self._status.st_size)
+        except LimitError as e:
+            raise e.at(path=self.path, tensor=name) from None
+
     def _owned(self, name: str, begin: int, end: int, crc32: int | None) -> NDArray:
         n = end - begin
         if not limits.always_allowed(n):  # else no message is built: a file may hold 100,000 small tensors
-            limits.check_bytes(n, f"tensor '{printable(name)}' of {printable(self.path)}", self._status.st_size)
+            self._check_bytes(name, n)
         memory = np.empty(n + _ALIGNMENT, np.uint8)
         raw = memory[-memory.ctypes.data % _ALIGNMENT :][:n]
         view, base = raw.data, self.header.data_start + begin
