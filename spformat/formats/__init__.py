@@ -84,6 +84,7 @@ def unregister(name: str) -> None:
 def _forget() -> None:
     registered.cache_clear()
     composed.cache_clear()
+    _rule_of.cache_clear()
 
 
 @functools.cache
@@ -125,11 +126,16 @@ def parse_spec(text: str) -> tuple[type[Format], dict[str, Any]]:
             f"format {text!r:.200}: a condition says which values a part of a sum takes: name the part that takes the "
             f"others, too, as in '{text:.100}+csr'"
         )
-    return rule.format, rule.params
+    return rule.format, dict(rule.params)
 
 
 def parse_rule(text: str) -> CoverRule:
     """One part of a sum, "bsr:32x32,density>=0.5"; UsageError when malformed."""
+    return _rule_of(str(text))
+
+
+@functools.lru_cache(maxsize=256)
+def _rule_of(text: str) -> CoverRule:
     if text == "2:4" or text.startswith("2:4:"):
         text = TwoFour.name + text[3:]
     name, _, rest = text.partition(":")
