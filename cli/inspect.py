@@ -117,7 +117,7 @@ def _structures(src: str, include: list[str] | None, silent: bool, wanted: Wante
             stored = record.format.name if record.format else "plain"
             structure, zeros, more = None, 0, {}
             if holds_matrices(record):
-                matrices: Any = StackedFile(f, [record])
+                matrices: Any = StackedFile(f, [record]) if len(record.shape) == 3 else f
                 structures, extras = [], []
                 for r in records_of(record):
                     x = matrices.read(r.name) if r.format else matrices.array(r.name)

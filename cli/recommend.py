@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import typer
@@ -11,14 +11,14 @@ import typer
 from . import completion, gpus
 from .groups import grouped, together, without_numbers
 from .hints import hint
+from .matrices import each_matrix
 from .options import Include, Json, Src, parse_bytes
-from .output import console, indented, print_json, progress
+from .output import console, indented, print_json
 from .pipe import typed
 from .tables import cell
 
 if TYPE_CHECKING:
     from spformat.dispatch.recommend import Recommendations
-    from spformat.preprocess.structure import Structure
 
     Row: TypeAlias = tuple[str, Recommendations]
 
@@ -58,7 +58,7 @@ def run(
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Formats of each matrix in SRC by the times that products are expected to take, with reasons; writes nothing."""
-    from spformat.checkpoint.fastest import numbers
+    from spformat.checkpoint.fastest import numbers, structure_in
     from spformat.dispatch.recommend import recommend
     from spformat.products.problem import WORKSPACE
 
@@ -70,7 +70,9 @@ def run(
     }
     asked["workspace"] = parse_bytes(max_workspace) if max_workspace else WORKSPACE
     widths = numbers(n)
-    rows = [(name, recommend(s, widths, **asked)) for name, s in _structures(src, include, as_json)]
+    rows = [
+        (r.name, recommend(structure_in(f, r), widths, **asked)) for r, f in each_matrix(src, include, "read", as_json)
+    ]
     if as_json:
         print_json({"path": typed(src), "tensors": [{"name": name} | r.to_json() for name, r in rows]})
         return
@@ -80,24 +82,6 @@ def run(
         stated = [f"fastest:objective={objective}" if objective != "time" else "fastest", "-n", columns]
         words = ["spformat", "plan", typed(src), "--to", *stated, *(() if device == "H200" else ("--gpu", device))]
         hint(shlex.join(words))
-
-
-def _structures(src: str, include: list[str] | None, silent: bool) -> Iterator[tuple[str, Structure]]:
-    """The name and the structure of every matrix, those of stacks too; a large plain one is read in chunks of rows."""
-    from spformat.checkpoint.fastest import structure_in
-    from spformat.checkpoint.recipe import included
-    from spformat.checkpoint.source import open_source
-    from spformat.checkpoint.stacks import StackedFile, holds_matrices, records_of
-
-    source = open_source(src)
-    names = included(source.records, include)
-    with progress(sum(source.records[name][2] for name in names), "read", silent) as step:
-        for name, f in source.opened(names):
-            _, record, nbytes = source.records[name]
-            matrices: Any = StackedFile(f, [record]) if len(record.shape) == 3 else f
-            for r in records_of(record) if holds_matrices(record) else ():
-                yield r.name, structure_in(matrices, r)
-            step(name, nbytes)
 
 
 def _print(rows: list[Row], long: bool) -> None:

@@ -8,8 +8,9 @@ import typer
 
 from . import completion
 from .groups import counted, grouped, together
+from .matrices import each_matrix
 from .options import Include, Json, Long
-from .output import console, print_json, progress
+from .output import console, print_json
 from .pipe import typed
 from .tables import cell, table
 
@@ -54,7 +55,10 @@ def run(
         raise typer.BadParameter("expected SRC, a checkpoint or a matrix")
     widths = numbers(n)
     options: dict[str, Any] = {"seconds": seconds, "device": device, "most": most, "b_layout": b_layout, "fresh": fresh}
-    rows = [(name, tune.tune(a, widths, **options)) for name, a in _matrices(src, include, as_json)]
+    rows = [
+        (r.name, tune.tune(f.read(r.name) if r.format else f.array(r.name), widths, **options))
+        for r, f in each_matrix(src, include, "tune", as_json)
+    ]
     if as_json:
         print_json({"path": typed(src), "tensors": [{"name": name} | t.to_json() | {"format": t.format}
                                                     for name, t in rows]})  # fmt: skip
@@ -64,23 +68,6 @@ def run(
             console().print(f"{cell(name)}:\n{t}", soft_wrap=True)
         return
     _print(rows)
-
-
-def _matrices(src: str, include: list[str] | None, silent: bool) -> Any:
-    """(name, matrix) of every matrix, those of stacks too, one in memory at a time."""
-    from spformat.checkpoint.recipe import included
-    from spformat.checkpoint.source import open_source
-    from spformat.checkpoint.stacks import StackedFile, holds_matrices, records_of
-
-    source = open_source(src)
-    names = included(source.records, include)
-    with progress(sum(source.records[name][2] for name in names), "tune", silent) as step:
-        for name, f in source.opened(names):
-            _, record, nbytes = source.records[name]
-            matrices: Any = StackedFile(f, [record]) if len(record.shape) == 3 else f
-            for r in records_of(record) if holds_matrices(record) else ():
-                yield r.name, matrices.read(r.name) if r.format else matrices.array(r.name)
-            step(name, nbytes)
 
 
 def _print(rows: list[tuple[str, Tuned]]) -> None:
