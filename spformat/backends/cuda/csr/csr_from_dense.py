@@ -19,6 +19,7 @@ COUNT_WARPS, FILL_WARPS, TOTAL_THREADS = 8, 4, 256
 UNIT, LANES, BATCH = 16, 32, 4
 COUNT, FILL = Kernels(SOURCE, COUNT_WARPS * LANES), Kernels(SOURCE, FILL_WARPS * LANES)
 TOTAL = Kernels(SOURCE, TOTAL_THREADS)
+"""The kernels of the file by the threads of their blocks."""
 MOST_BLOCKS = 2048
 """Blocks that count a whole array; they fill any device."""
 _COUNTED_IN_64_BITS = 2**62

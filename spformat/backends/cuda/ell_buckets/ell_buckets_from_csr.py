@@ -19,6 +19,7 @@ TILE_WARPS, TABLE_THREADS = 4, 1024
 """Tiles of a block; threads of the one block that sums. The same in the kernels."""
 KERNELS, TILES_OF_ROWS = Kernels(SOURCE, THREADS), Kernels(SOURCE, 32 * TILE_WARPS)
 TABLES = Kernels(SOURCE, TABLE_THREADS)
+"""The kernels of the file by the threads of their blocks."""
 TILES, COUNTS = 4096, 1 << 16
 """Most tiles of a matrix, and most counts of all tiles. One block sums the counts, so that there must be few."""
 

@@ -21,7 +21,7 @@ class Kernels:
     def __init__(self, source: str, threads: int) -> None:
         """threads: those of a block."""
         self.source, self.threads = source, threads
-        self.launches: dict[tuple[str, Target, int], Launch] = {}
+        self.launches: dict[tuple[str, int, int], Launch] = {}
         """(C++ name, device, bytes of dynamic shared memory) -> the launch, without arguments of its own."""
 
     def queue(self, name: str, signature: Sequence[Any], blocks: int, *args: Any, smem: int = 0) -> None:
@@ -32,13 +32,14 @@ class Kernels:
         """
         import cupy
 
-        cuda = cupy.cuda
-        launch = self.launch(name, signature, _target(cuda.runtime.getDevice()), smem)
-        launch.bind((blocks, 1, 1), int(cuda.get_current_stream().ptr), *map(_plain, args))()
+        device, stream = cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr
+        launch = self.launches.get((name, device, smem)) or self.launch(name, signature, _target(device), smem)
+        plain = [a if type(a) is int else _plain(a) for a in args]  # most are: it saves a call
+        launch.bind((blocks, 1, 1), stream, *plain)()
 
     def launch(self, name: str, signature: Sequence[Any], target: Target, smem: int = 0) -> Launch:
         """The launch that ``queue`` uses. It serves all matrices: to build another one costs as much as a kernel."""
-        key = name, target, smem
+        key = name, target.device_id, smem
         launch = self.launches.get(key)
         if launch is None:
             function = jit.load(self.source, name, *target, smem)
