@@ -8,6 +8,7 @@ host's first. Beside them: `convert` as a user calls it (wall time, check includ
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -56,11 +57,11 @@ def check(cp: Any, packer: TwoFourPack) -> None:
         wanted = masks.prune_two_four(host, meta_order=order)
         data, meta = sf.TwoFour.empty_arrays(x)
         for source, prune in ((x, True), (cp.asarray(wanted.to_dense().view(np.uint16)).view(x.dtype), False)):
-            packer.packer(source, order, prune, data, meta, refused := Counters())()
+            packer.pack(source, order, prune, data, meta, refused := Counters())
             refused.get()
             same = (data.view("u2").get() == wanted.data.view(np.uint16)).all() and (meta.get() == wanted.meta).all()
             out = cp.empty_like(x)
-            packer.unpacker(data, meta, order, out)()
+            packer.unpack(data, meta, order, out)
             back = out.view("u2").get() == wanted.to_dense().view(np.uint16)
             if not (same and back.all()):
                 raise SystemExit(f"{packer} {order} prune={prune}: wrong")
@@ -80,10 +81,11 @@ def measure(cp: Any, packer: TwoFourPack, shape: tuple[int, int], repeats: int) 
     for order in META_ORDERS:
         data, meta, refused = *sf.TwoFour.empty_arrays(fit), Counters()
         for what, source, prune in (("exact", fit, False), ("pruned", x, True)):
-            launch = packer.packer(source, order, prune, data, meta, refused)
+            launch = functools.partial(packer.pack, source, order, prune, data, meta, refused)
             add(what, order, median_us(cp, launch, flush, repeats))
-        packer.packer(fit, order, False, data, meta, refused)()
-        add("back", order, median_us(cp, packer.unpacker(data, meta, order, cp.empty_like(fit)), flush, repeats))
+        packer.pack(fit, order, False, data, meta, refused)
+        back = functools.partial(packer.unpack, data, meta, order, cp.empty_like(fit))
+        add("back", order, median_us(cp, back, flush, repeats))
     target = cp.empty(dense * 25 // 32, cp.uint8)  # a copy that moves as many bytes: 3.125 for every element
     source = cp.zeros_like(target)
     add("copy of as many bytes", "-", median_us(cp, lambda: cp.copyto(target, source), flush, repeats))

@@ -99,11 +99,11 @@ def driver(world: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A driver that writes down what it is asked to launch, in the stand-in world."""
     from stand_in_driver import CACHES, Driver
 
-    for cache in CACHES:
-        cache.cache_clear()
+    for clear in CACHES:
+        clear()
     yield Driver(world, monkeypatch)
-    for cache in CACHES:
-        cache.cache_clear()
+    for clear in CACHES:
+        clear()
 
 
 @pytest.fixture

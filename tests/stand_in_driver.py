@@ -22,8 +22,8 @@ ATTRIBUTES = {
     "MaxSharedMemoryPerMultiprocessor": 228 << 10, "L2CacheSize": 50 << 20,
 }  # fmt: skip
 _BYTES = {"P": 8, "i": 4, "q": 8, "f": 4, "d": 8}
-CACHES = (row_tiles.device_of, epilogue._launch, vector_nm_convert._launch)
-"""What remembers compiled kernels and properties of the device."""
+CACHES = (row_tiles.device_of.cache_clear, epilogue._launch.cache_clear, vector_nm_convert.KERNELS.launches.clear)
+"""They clear what remembers compiled kernels and properties of the device."""
 
 
 class Driver:

@@ -129,7 +129,7 @@ def test_a_planted_difference_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         AssertionError, match=r"csr -> bitmask: data\[\(5,\)\]: expected 0x[0-9a-f]+, got .* 1 of (.|\n)*seed="
     ):
         assert_none(of_format(sf.Bitmask, range(20), ("float32",), Host()))
-    real = masks._keep_nm
+    real = masks.keep_nm
     with pytest.raises(AssertionError, match=r"magnitude_nm .*array\[.*pruning, seed"):
         assert_none(planted_masks(monkeypatch, real))
 
@@ -144,7 +144,7 @@ def planted_masks(monkeypatch: pytest.MonkeyPatch, real: Any) -> Iterator[str]:
             mask[-1, -1] ^= True
         return mask
 
-    monkeypatch.setattr(masks, "_keep_nm", keep)
+    monkeypatch.setattr(masks, "keep_nm", keep)
     for seed in range(20):
         yield from pruning_differences(seed, ("float32",), Host())
 

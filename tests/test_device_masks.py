@@ -16,7 +16,7 @@ from spformat.backends.cuda.masks import block_norms, magnitude_mask, masks_edge
 from spformat.backends.cuda.masks.keys import KINDS, keys_of
 from spformat.errors import StructureError, UsageError
 from spformat.formats import edges
-from spformat.preprocess import masks
+from spformat.preprocess import masks, ranking
 
 Host = np.ndarray[Any, Any]
 DTYPES = sorted(VALUE_TYPES)
@@ -89,15 +89,15 @@ def test_the_edges_do_around_the_kernels_what_is_to_be_done(call: str, monkeypat
 
     def largest(x: Host, count: int, mask: Host, odd: Any) -> None:
         count_odd(x, odd)
-        mask[...] = masks._largest(lambda s: magnitude_keys(x[s]), [slice(0, x.shape[0])], x.shape, count, np)
+        mask[...] = ranking.keep_largest(lambda s: magnitude_keys(x[s]), [slice(0, x.shape[0])], x.shape, count, np)
 
     def nm(x: Host, n: int, m: int, mask: Host, odd: Any, repeat: int = 1) -> None:
         count_odd(x, odd)
-        mask[...] = np.repeat(masks._keep_nm(magnitude_keys(x), n, m), repeat, axis=0)[: mask.shape[0]]
+        mask[...] = np.repeat(ranking.keep_nm(magnitude_keys(x), n, m), repeat, axis=0)[: mask.shape[0]]
 
     def norms(x: Host, blocksize: tuple[int, int], norm: str, out: Host, odd: Any) -> None:
         count_odd(x, odd)
-        out[...] = masks._norms(x, *blocksize, masks._power(x, norm))
+        out[...] = ranking.block_norms(x, *blocksize, ranking.power_of(x, norm))
 
     def of_blocks(keep: Host, blocksize: tuple[int, int], mask: Host) -> None:
         mask[...] = np.kron(keep, np.ones(blocksize, bool))[: mask.shape[0], : mask.shape[1]]
@@ -152,9 +152,9 @@ def to_device(x: Host, apart: int = 0) -> Any:
 @pytest.fixture
 def only_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The general code is there for empty arrays alone."""
-    monkeypatch.setattr(masks, "_keep_nm", None)
-    monkeypatch.setattr(masks, "_norms", None)
-    monkeypatch.setattr(masks, "_threshold", None)
+    monkeypatch.setattr(masks, "keep_nm", None)
+    monkeypatch.setattr(masks, "block_norms", None)
+    monkeypatch.setattr(ranking, "_threshold", None)
 
 
 @pytest.mark.gpu

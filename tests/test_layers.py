@@ -86,6 +86,7 @@ FORMAT_IMPORTS = {
     "stack": {"composed"},
     "sum": {"composed", "cover"},
     "decompose": {"convert", "sum"},
+    "vector_nm": {"vector_nm_pack"},
 }
 """What a file of formats/ may import beside array_methods, base, declare, edges, hooks and the hub (csr)."""
 

@@ -14,7 +14,7 @@ from spformat.arrays.dtypes import VALUE_TYPES, bits
 from spformat.arrays.magnitudes import magnitude_keys, magnitudes
 from spformat.errors import StructureError, UsageError
 from spformat.formats import Dense
-from spformat.preprocess import masks
+from spformat.preprocess import masks, ranking
 
 BF16, E4M3, E5M2 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 DTYPES = sorted(VALUE_TYPES)
@@ -188,7 +188,7 @@ def test_panels_do_not_show(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None
         ]
 
     whole = all_masks()
-    monkeypatch.setattr(masks, "HOST_CHUNK", 100)  # one or two rows at a time
+    monkeypatch.setattr(ranking, "HOST_CHUNK", 100)  # one or two rows at a time
     for a, b in zip(whole, all_masks(), strict=True):
         np.testing.assert_array_equal(a, b)
 

@@ -11,7 +11,7 @@ from cases import values
 from spformat import CSR, TwoFour, VectorNM
 from spformat.arrays.dtypes import VALUE_TYPES, bits
 from spformat.arrays.library import has_dtype
-from spformat.backends.cuda.runtime.kernels_of_file import KernelsOfFile
+from spformat.backends.cuda.runtime.queue import Kernels
 from spformat.backends.cuda.two_four import two_four_csr
 from spformat.backends.cuda.vector_nm import vector_nm_csr
 from spformat.errors import StructureError
@@ -66,7 +66,7 @@ class Counters:
 
 
 def every_argument_has_a_letter(
-    self: KernelsOfFile, name: str, signature: Any, blocks: int, like: Any, *args: Any, smem: int = 0
+    self: Kernels, name: str, signature: Any, blocks: int, *args: Any, smem: int = 0
 ) -> None:
     assert len(signature) == len(args), name
     assert 0 <= blocks < 2**31
@@ -74,7 +74,7 @@ def every_argument_has_a_letter(
 
 
 def test_what_the_kernels_count_becomes_the_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KernelsOfFile, "queue", every_argument_has_a_letter)
+    monkeypatch.setattr(Kernels, "queue", every_argument_has_a_letter)
     x = np.zeros((37, 90), np.float16)
     x[5, 8:11], x[20, :4], x[36, 88:] = 1, 2, 3
     a = CSR.from_dense(x)

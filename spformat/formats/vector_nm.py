@@ -23,10 +23,10 @@ from ..arrays.library import PAD, Array, ceil_div, is_cupy, namespace, round_up
 from ..arrays.magnitudes import largest_finite_key, magnitude_keys, magnitudes, square_scale
 from ..arrays.segments import counts_of, distinct_sorted, largest_in_windows, offsets_from_counts, stable_order
 from ..errors import IndexBoundsError, InvariantError, PatternError, StructureError
-from . import edges
 from .base import POS, VALUE, Format, array, param
 from .csr import CSR
 from .hooks import Condition, Counts, Pattern, Vectors
+from .vector_nm_pack import pack
 
 ROW_CHUNK = 1 << 22
 """Dense elements that the host processes at a time."""
@@ -384,32 +384,3 @@ def _positions(selected: Array, n: int) -> Array:
     xp, (Q, windows, _) = namespace(selected), selected.shape
     at = xp.nonzero(selected)[2].astype(np.uint8)  # synchronize!
     return xp.ascontiguousarray(at.reshape(Q, windows * n).T)
-
-
-def pack(indices: Array, params: dict[str, Any], padded: tuple[int, int]) -> tuple[Array, Array]:
-    """(col_info int16[Tr, Tk, tile_cols], ranks uint8[Tr, W, Qs]) of indices uint8[W, Q] for the tile of ``params``.
-
-    The paper's queryColInfo (columns a tile uses), reorderingIdx (place of each) and transformLayout.
-    """
-    xp, (W, Q) = namespace(indices), indices.shape
-    n, m, L = params["n"], params["m"], params["vector_length"]
-    tile_rows, tile_cols = params["tile_rows"], params["tile_cols"]
-    if not tile_rows:
-        return xp.empty((0, 0, tile_cols), np.int16), xp.empty((0, W, 0), np.uint8)
-    Tr, Tk, Qs, per_tile = padded[0] // tile_rows, padded[1] // tile_cols, tile_rows // L, tile_cols // m
-    if not Tr:
-        return xp.empty((Tr, Tk, tile_cols), np.int16), xp.empty((Tr, W, Qs), np.uint8)
-    packed: tuple[Array, Array] | None = edges.take("vector-nm:indices", "vector-nm:packed", indices, params, indices)
-    if packed is not None:
-        return packed
-    window = xp.arange(W, dtype=np.int64) // n
-    offset = (window % per_tile * m)[:, None] + indices  # [W, Q], inside the k tile
-    tile_r, tile_k = xp.arange(Q, dtype=np.int64) // Qs, window // per_tile
-    needed = xp.zeros((Tr, Tk, tile_cols), bool)
-    needed[tile_r[None, :], tile_k[:, None], offset] = True
-    rank = xp.cumsum(needed, axis=2, dtype=np.int16) - np.int16(1)
-    col_info = xp.full((Tr, Tk, tile_cols), PAD, np.int16)
-    r, k, o = xp.nonzero(needed)  # synchronize!
-    col_info[r, k, rank[r, k, o]] = o
-    ranks = rank[tile_r[None, :], tile_k[:, None], offset].astype(np.uint8)
-    return col_info, xp.ascontiguousarray(ranks.reshape(W, Tr, Qs).transpose(1, 0, 2))

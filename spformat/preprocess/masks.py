@@ -20,19 +20,19 @@ The same w gives the same mask on host and device, bit for bit:
 At ragged edges the last window, vector or block is filled up with zeros, which are never kept.
 NaN and infinities raise StructureError, unless ``nonfinite="keep"``: then they rank above all finite values, NaN first.
 Memory beyond the result: a few MB, and for blocks and vectors 8 bytes each. On a device the masks are written by
-kernels (edges to "dense:..-mask"); where there is no edge, the code below runs there, too, and takes a few hundred MB.
+kernels (edges to "dense:..-mask"); where there is no edge, the code here and in ``ranking`` runs there, too, and takes
+a few hundred MB.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, overload
 
 import numpy as np
 
 from ..arrays.dtypes import bits, largest_finite, value_type
-from ..arrays.library import Array, ceil_div, namespace, round_up
-from ..arrays.magnitudes import largest_finite_key, magnitude_keys, magnitudes, square_scale
+from ..arrays.library import Array, ceil_div, namespace
+from ..arrays.magnitudes import magnitude_keys
 from ..errors import StructureError, UsageError
 from ..formats import edges
 from ..formats.base import Format, checked_values
@@ -41,6 +41,7 @@ from ..formats.hooks import Blocks, Groups, Pattern, Vectors
 from ..formats.two_four import TwoFour
 from ..formats.vector_nm import VectorNM
 from .pruning_error import PruningError, error
+from .ranking import block_norms, keep_largest, keep_nm, power_of, row_chunks
 
 __all__ = [
     "PruningError", "apply", "error", "magnitude", "magnitude_blocks", "magnitude_nm", "magnitude_vector_nm",
@@ -48,9 +49,6 @@ __all__ = [
 ]  # fmt: skip
 
 F = TypeVar("F", bound=Format)
-
-HOST_CHUNK, DEVICE_CHUNK = 1 << 17, 1 << 24
-"""Elements that are processed together; on the host their temporaries stay in cache."""
 
 
 def magnitude(w: Array | Dense, sparsity: float, *, nonfinite: str = "refuse") -> Array:
@@ -64,7 +62,7 @@ def magnitude(w: Array | Dense, sparsity: float, *, nonfinite: str = "refuse") -
     if mask is not None:
         return mask
     _check_finite(x, nonfinite)
-    return _largest(lambda s: magnitude_keys(x[s]), list(_row_chunks(x)), x.shape, count, namespace(x))
+    return keep_largest(lambda s: magnitude_keys(x[s]), list(row_chunks(x)), x.shape, count, namespace(x))
 
 
 def magnitude_nm(w: Array | Dense, n: int, m: int, *, nonfinite: str = "refuse") -> Array:
@@ -79,8 +77,8 @@ def magnitude_nm(w: Array | Dense, n: int, m: int, *, nonfinite: str = "refuse")
         return mask
     _check_finite(x, nonfinite)
     mask = namespace(x).empty(x.shape, np.bool_)
-    for s in _row_chunks(x):
-        mask[s] = _keep_nm(magnitude_keys(x[s]), n, m)
+    for s in row_chunks(x):
+        mask[s] = keep_nm(magnitude_keys(x[s]), n, m)
     return mask
 
 
@@ -101,10 +99,10 @@ def magnitude_vector_nm(
     if mask is not None:
         return mask
     _check_finite(x, nonfinite)
-    xp, power = namespace(x), _power(x, norm)
+    xp, power = namespace(x), power_of(x, norm)
     mask = xp.empty(x.shape, np.bool_)
-    for s in _row_chunks(x, vector_length):
-        keep = _keep_nm(magnitude_keys(_norms(x[s], vector_length, 1, power)), n, m)
+    for s in row_chunks(x, vector_length):
+        keep = keep_nm(magnitude_keys(block_norms(x[s], vector_length, 1, power)), n, m)
         mask[s] = xp.repeat(keep, vector_length, axis=0)[: s.stop - s.start]
     return mask
 
@@ -127,11 +125,11 @@ def magnitude_blocks(
     if mask is not None:
         return mask
     _check_finite(x, nonfinite)
-    power = _power(x, norm)
+    power = power_of(x, norm)
     norms = xp.empty((ceil_div(M, R), ceil_div(K, C)), np.float64)
-    for s in _row_chunks(x, R):
-        norms[s.start // R : ceil_div(s.stop, R)] = _norms(x[s], R, C, power)
-    keep = _largest(lambda s: magnitude_keys(norms[s]), list(_row_chunks(norms)), norms.shape, count, xp)
+    for s in row_chunks(x, R):
+        norms[s.start // R : ceil_div(s.stop, R)] = block_norms(x[s], R, C, power)
+    keep = keep_largest(lambda s: magnitude_keys(norms[s]), list(row_chunks(norms)), norms.shape, count, xp)
     return xp.ascontiguousarray(xp.repeat(xp.repeat(keep, R, axis=0)[:M], C, axis=1)[:, :K])
 
 
@@ -236,119 +234,7 @@ def _without_nonfinite(x: Array, pruned: tuple[F, int], nonfinite: str) -> F:
     return matrix
 
 
-# -------------------------------------------------------------------------------------------------- order of values
-
-
-def _power(x: Array, norm: str) -> Callable[[Array], Array]:
-    """The function that gives the terms of a norm: |x| or |x|^2 in float64. float64 values are scaled, so that no sum
-    overflows."""
-    _check_norm(norm)
-    largest = max((largest_finite_key(x[s]) for s in _row_chunks(x)), default=0) if x.dtype == np.float64 else 0
-    scale = square_scale(x.dtype, largest)
-
-    def power(part: Array) -> Array:
-        size = magnitudes(part) * scale
-        return size if norm == "l1" else size * size
-
-    return power
-
-
-def _norms(x: Array, R: int, C: int, power: Callable[[Array], Array]) -> Array:
-    """float64[cdiv(rows, R), cdiv(cols, C)]: ``power`` summed over each block, rows first, in index order.
-
-    Hand-written, because the reductions of numpy and CuPy add in different orders: rounding would then select different
-    values on host and device.
-    """
-    (rows, cols), xp = x.shape, namespace(x)
-    tall = xp.zeros((ceil_div(rows, R), cols), np.float64)
-    with np.errstate(all="ignore"):  # signalling NaNs, products of infinities
-        for r in range(min(R, rows)):
-            part = x[r::R]
-            tall[: part.shape[0]] += power(part)
-        if C == 1:
-            return tall
-        out = xp.zeros((tall.shape[0], ceil_div(cols, C)), np.float64)
-        for c in range(min(C, cols)):
-            strip = tall[:, c::C]
-            out[:, : strip.shape[1]] += strip
-    return out
-
-
-# ------------------------------------------------------------------------------------------------------- selection
-
-
-def _keep_nm(keys: Array, n: int, m: int) -> Array:
-    """bool[rows, cols]: the n largest keys of every m columns, the lower column first among equals.
-
-    The rank of a key is the number of keys that come before it. It takes m-1 comparisons of whole planes, and no sort.
-    """
-    xp, (rows, cols) = namespace(keys), keys.shape
-    padded = round_up(cols, m)
-    if padded != cols:
-        # The zeros at the end come after every real column, because they have higher indices.
-        keys, short = xp.zeros((rows, padded), keys.dtype), keys
-        keys[:, :cols] = short
-    planes = xp.ascontiguousarray(keys.reshape(-1, m).T)
-    rank = xp.zeros(planes.shape, np.uint8)  # at most m-1 = 255
-    for i in range(m - 1):
-        beaten = planes[i + 1 :] > planes[i]
-        rank[i] += beaten.sum(axis=0, dtype=np.uint8)
-        rank[i + 1 :] += ~beaten
-    return xp.ascontiguousarray((rank < n).T).reshape(rows, padded)[:, :cols]
-
-
-def _largest(
-    keys_of: Callable[[slice], Array], chunks: list[slice], shape: tuple[int, int], count: int, xp: Any
-) -> Array:
-    """bool[shape]: the ``count`` largest of all keys, the lower row-major index first among equals."""
-    mask = xp.zeros(shape, np.bool_)
-    if count == 0:
-        return mask
-    threshold, ties = _threshold(keys_of, chunks, count)
-    for s in chunks:
-        keys = keys_of(s)
-        equal = keys == keys.dtype.type(threshold)
-        mask[s] = keys > keys.dtype.type(threshold)
-        if ties:
-            place = xp.cumsum(equal.reshape(-1), dtype=np.int64).reshape(equal.shape)
-            mask[s] |= equal & (place <= ties)
-            ties = max(0, ties - int(place[-1, -1]))  # synchronize!
-    return mask
-
-
-def _threshold(keys_of: Callable[[slice], Array], chunks: list[slice], count: int) -> tuple[int, int]:
-    """(the count-th largest key, how many keys equal to it are among the ``count`` largest).
-
-    A radix selection, 16 bits at a time from the top. Each pass needs one histogram, and no copy of the keys is sorted.
-    """
-    prefix, remaining = 0, count
-    width = 8 * keys_of(chunks[0]).dtype.itemsize
-    digit = min(16, width)
-    for shift in range(width - digit, -1, -digit):
-        counts: Any = 0
-        for s in chunks:
-            keys = keys_of(s).reshape(-1)
-            xp, unsigned = namespace(keys), keys.dtype.type
-            if shift + digit < width:
-                keys = keys[keys >> unsigned(shift + digit) == unsigned(prefix)]  # synchronize!
-            digits = (keys >> unsigned(shift)) & unsigned((1 << digit) - 1)
-            counts = counts + xp.bincount(digits.astype(np.int64), minlength=1 << digit)
-        above = xp.cumsum(counts[::-1])  # keys with this digit or a higher one, from the top
-        place = int((above < remaining).sum())  # synchronize!
-        remaining -= int(above[place - 1]) if place else 0
-        prefix = prefix << digit | ((1 << digit) - 1 - place)
-    return prefix, remaining
-
-
 # ----------------------------------------------------------------------------------------------------------- border
-
-
-def _row_chunks(x: Array, multiple: int = 1) -> Iterator[slice]:
-    """Slices of rows, each of about a chunk of elements, that start at multiples of ``multiple``."""
-    M, K = x.shape
-    size = HOST_CHUNK if namespace(x) is np else DEVICE_CHUNK
-    step = round_up(max(1, size // max(1, K)), multiple)
-    return (slice(i, min(i + step, M)) for i in range(0, M, step))
 
 
 def _values(w: Array | Dense, nonfinite: str) -> Array:
@@ -385,7 +271,7 @@ def _check_nonfinite(nonfinite: str) -> None:
 def _refuse_nonfinite(x: Array) -> None:
     limit = value_type(x.dtype).bits.type(largest_finite(x.dtype))
     count, first = 0, None
-    for s in _row_chunks(x):
+    for s in row_chunks(x):
         bad = magnitude_keys(x[s]) > limit
         here = int(bad.sum())  # synchronize!
         if here and first is None:

@@ -20,7 +20,8 @@ from ...formats.edges import CHECK, DENSE, TRANSPOSED, Edge
 from ...formats.ell_buckets import ELLBuckets
 from ...formats.sr_bcrs import SRBCRS
 from ...formats.two_four import NIBBLES, TwoFour, meta_steps
-from ...formats.vector_nm import VectorNM, pack
+from ...formats.vector_nm import VectorNM
+from ...formats.vector_nm_pack import pack
 from .bitmask import bitmask_edges, bitmask_scan
 from .bsr import bsr_edges, bsr_scan
 from .csr import csr_from_dense, csr_scan, csr_transpose, expand_csr
@@ -174,7 +175,7 @@ def vector_nm_to_dense(a: VectorNM, params: Params) -> Array:
 
 
 def vector_nm_packed(indices: Array, params: Params) -> tuple[Array, Array]:
-    """indices uint8[W, Q] -> col_info int16[Tr, Tk, tile_cols], ranks uint8[Tr, W, Qs], as ``vector_nm.pack``."""
+    """indices uint8[W, Q] -> col_info int16[Tr, Tk, tile_cols], ranks uint8[Tr, W, Qs], as ``vector_nm_pack.pack``."""
     xp, (W, Q), n, m = namespace(indices), indices.shape, params["n"], params["m"]
     rows, cols = params["tile_rows"] // params["vector_length"], params["tile_cols"]
     col_info = xp.empty((Q // rows, W // n * m // cols, cols), np.int16)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from ....arrays.dtypes import value_type
 from ....arrays.library import Array, ceil_div
-from ..runtime.expansion import INDEX
-from ..runtime.scan_launch import WORDS
+from ..runtime.c_types import INDEX, WORDS
+from ..runtime.queue import Kernels
 from ..runtime.scratch import Counters
-from .bitmask_pack import current_stream, launch_on
 
 SOURCE = "bitmask/bitmask_from_csr.cu"
 WARPS, IMAGE = 8, 4096
 """Must match the constants of the kernel: warps of a block, columns that a warp takes at a time."""
 LANES = 32
+KERNELS = Kernels(SOURCE, WARPS * LANES)
 
 
 def instances() -> tuple[str, ...]:
@@ -37,10 +37,10 @@ def bitmask_from_csr(shape: tuple[int, int], indptr: Array, indices: Array, data
     segments, width, rows = cut(K)
     bitmask, zeros = cupy.empty((M, ceil_div(K, 8)), "u1"), Counters()
     name = _instance(data.itemsize, indptr.itemsize, indices.itemsize)
-    launch = launch_on(data, SOURCE, name, "PPPqqqPqiiP")
-    arrays, mask = (indptr.data.ptr, indices.data.ptr, data.data.ptr), value_type(data.dtype).zero_mask
-    grid = (ceil_div(ceil_div(M, rows) * segments, WARPS), 1, 1)
-    launch(grid, current_stream(), *arrays, M, K, mask, bitmask.data.ptr, segments, width, rows, zeros.address)
+    KERNELS.queue(
+        name, "PPPqqqPqiiP", ceil_div(ceil_div(M, rows) * segments, WARPS),
+        indptr, indices, data, M, K, value_type(data.dtype).zero_mask, bitmask, segments, width, rows, zeros.address,
+    )  # fmt: skip
     return bitmask, zeros
 
 

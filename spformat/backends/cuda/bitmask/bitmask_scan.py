@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ....arrays.dtypes import value_type
 from ....arrays.library import Array
-from ..runtime.scan_launch import INDEX, WIDE, WORDS, Pass, finds_nothing, index, span, word
+from ..runtime.c_types import INDEX, WORDS, index_type, word_type
+from ..runtime.scan_launch import WIDE, Pass, finds_nothing, span
 
 SOURCE = "bitmask/bitmask_scan.cu"
 
@@ -19,7 +20,7 @@ def bitmask_sound(shape: tuple[int, int], indptr: Array, bitmask: Array, data: A
     lanes = span(bitmask.shape[1])
     threads = max(indptr.size, shape[0] * lanes, data.nbytes // WIDE)
     args = (indptr, bitmask, data, *shape, data.size, value_type(data.dtype).zero_mask, lanes)
-    return finds_nothing(SOURCE, Pass(_instance(word(data), index(indptr)), "PPPqqqqi", args, threads))
+    return finds_nothing(SOURCE, Pass(_instance(word_type(data), index_type(indptr)), "PPPqqqqi", args, threads))
 
 
 def _instance(value: str, pointer: str) -> str:

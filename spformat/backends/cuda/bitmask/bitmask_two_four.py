@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from ....arrays.dtypes import value_type
 from ....arrays.library import Array, ceil_div
-from ..runtime.expansion import INDEX
-from ..runtime.scan_launch import WORDS
+from ..runtime.c_types import INDEX, WORDS
+from ..runtime.queue import Kernels
 from ..runtime.scratch import Counters
 from ..two_four.two_four_scan import Places
-from .bitmask_pack import THREADS, current_stream, launch_on, nonzeros, tiles
-from .bitmask_unpack import address, starts_of
+from .bitmask_pack import THREADS, nonzeros, tiles
+from .bitmask_unpack import starts_of
 
 SOURCE = "bitmask/bitmask_two_four.cu"
+KERNELS = Kernels(SOURCE, THREADS)
 
 
 def instances() -> tuple[str, ...]:
@@ -32,10 +33,10 @@ def bitmask_from_two_four(
     (M, K), length = shape, data.shape[1]
     bitmask = cupy.empty((M, ceil_div(K, 8)), "u1")
     counts = cupy.empty(tiles(data, M * length), "u4")
-    launch = launch_on(data, SOURCE, _bits(data.itemsize), ("P", "P", "q", "q", "q", Places, "q", "P", "P"))
-    mask, where = value_type(data.dtype).zero_mask, Places(*steps)
-    args = (M, K, 2 * length, where, mask, bitmask.data.ptr, counts.data.ptr)
-    launch((counts.size, 1, 1), current_stream(), data.data.ptr, meta.data.ptr, *args)
+    KERNELS.queue(
+        _bits(data.itemsize), (*"PPqqq", Places, *"qPP"), counts.size,
+        data, meta, M, K, 2 * length, Places(*steps), value_type(data.dtype).zero_mask, bitmask, counts,
+    )  # fmt: skip
     indptr, values = nonzeros(data, M, length, counts)
     return indptr, bitmask, values
 
@@ -49,12 +50,12 @@ def bitmask_to_two_four(
     there are any, data and meta must not be used. nibbles: those of each nonzero mask; steps: ``meta_steps``.
     """
     (M, wide), (Mp, half), starts, refused = bitmask.shape, data.shape, starts_of(bitmask), Counters()
-    signature = ("P", "P", "P", "P", "q", "q", "q", "q", "q", Places, "q", "P", "P", "P")
-    launch = launch_on(data, SOURCE, _to_two_four(data.itemsize, indptr.itemsize), signature)
-    arrays = indptr.data.ptr, bitmask.data.ptr, address(starts), values.data.ptr, values.size
-    extents, out = (M, wide, Mp, 2 * half), (data.data.ptr, meta.data.ptr)
-    grid = (ceil_div(Mp * half // 16, THREADS), 1, 1)
-    launch(grid, current_stream(), *arrays, *extents, Places(*steps), nibbles, *out, refused.address)
+    KERNELS.queue(
+        _to_two_four(data.itemsize, indptr.itemsize), (*"PPPPqqqqq", Places, *"qPPP"),
+        ceil_div(Mp * half // 16, THREADS),
+        indptr, bitmask, starts, values, values.size, M, wide, Mp, 2 * half, Places(*steps), nibbles, data, meta,
+        refused.address,
+    )  # fmt: skip
     count, inverted = refused.get()  # synchronize!
     first, nonzero = divmod(2**64 - 1 - inverted, 8) if count else (0, 0)
     return count, first, nonzero

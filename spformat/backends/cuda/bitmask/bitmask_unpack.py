@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from ....arrays.library import Array, ceil_div, index_dtype
 from ..runtime import offsets
-from ..runtime.expansion import INDEX
-from ..runtime.scan_launch import WORDS
-from .bitmask_pack import ANY_SUM, THREADS, current_stream, launch_on, tiles
+from ..runtime.c_types import INDEX, WORDS
+from ..runtime.queue import Kernels
+from .bitmask_pack import ANY_SUM, THREADS, tiles
 
 SOURCE = "bitmask/bitmask_unpack.cu"
+KERNELS = Kernels(SOURCE, THREADS)
 CHUNK = 4096
 """Bytes of the bitmap whose bits are counted together where rows are long; the same in bitmask_rank.cuh."""
 LONG_ROW = 4 * CHUNK
@@ -29,23 +30,18 @@ def starts_of(bitmask: Array) -> Array | None:
     if bitmask.shape[1] <= LONG_ROW:
         return None
     counts = cupy.empty(ceil_div(bitmask.size, CHUNK), "u4")
-    launch = launch_on(bitmask, SOURCE, "bitmask_chunks", "PqPq")
-    grid = (ceil_div(32 * counts.size, THREADS), 1, 1)
-    launch(grid, current_stream(), bitmask.data.ptr, bitmask.size, counts.data.ptr, counts.size)
+    blocks = ceil_div(32 * counts.size, THREADS)
+    KERNELS.queue("bitmask_chunks", "PqPq", blocks, bitmask, bitmask.size, counts, counts.size)
     return offsets.starts_of(counts, ANY_SUM)
-
-
-def address(starts: Array | None) -> int:
-    """The address of an array, 0 for None."""
-    return 0 if starts is None else int(starts.data.ptr)
 
 
 def bitmask_to_dense(indptr: Array, bitmask: Array, data: Array, out: Array) -> None:
     """Write out [M, K], on 16 bytes and not empty, from the arrays of a valid Bitmask, all CuPy. Does not wait."""
     starts = starts_of(bitmask)
-    launch = launch_on(data, SOURCE, _dense(data.itemsize, indptr.itemsize), "PPPPqPqq")
-    arrays = indptr.data.ptr, bitmask.data.ptr, address(starts), data.data.ptr, data.size, out.data.ptr
-    launch((tiles(out), 1, 1), current_stream(), *arrays, *out.shape)
+    KERNELS.queue(
+        _dense(data.itemsize, indptr.itemsize), "PPPPqPqq", tiles(out),
+        indptr, bitmask, starts, data, data.size, out, *out.shape,
+    )  # fmt: skip
 
 
 def bitmask_columns(indptr: Array, bitmask: Array, K: int, nnz: int) -> Array:
@@ -56,10 +52,9 @@ def bitmask_columns(indptr: Array, bitmask: Array, K: int, nnz: int) -> Array:
     (M, wide), starts = bitmask.shape, starts_of(bitmask)
     indices = cupy.empty(nnz, index_dtype(K - 1))
     if nnz:
-        launch = launch_on(bitmask, SOURCE, _columns(indptr.itemsize, indices.itemsize), "PPPPqq")
-        grid = (ceil_div(M * ceil_div(wide, 4), THREADS), 1, 1)
-        arrays = indptr.data.ptr, bitmask.data.ptr, address(starts), indices.data.ptr
-        launch(grid, current_stream(), *arrays, M, wide)
+        blocks = ceil_div(M * ceil_div(wide, 4), THREADS)
+        name = _columns(indptr.itemsize, indices.itemsize)
+        KERNELS.queue(name, "PPPPqq", blocks, indptr, bitmask, starts, indices, M, wide)
     return indices
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from ....arrays.library import Array, ceil_div, round_up
 from ....products.problem import Problem
 from ..runtime import jit
-from ..runtime.expansion import ENOUGH, UNIT, Target, Writer, index_type
+from ..runtime.c_types import WORDS, index_type
+from ..runtime.expansion import ENOUGH, UNIT, Target, Writer
 from ..runtime.launch import Bound, Launch
-from ..runtime.transpose import WORDS
 
 SOURCE = "bitmask/expand_bitmask.cu"
 WARPS, STEP = 8, 1024

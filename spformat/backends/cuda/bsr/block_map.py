@@ -6,20 +6,19 @@ there are only words that are not 0, and then 8 more say which they are.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ....arrays.library import Array, ceil_div, index_dtype
-from ..runtime import jit
-from ..runtime.launch import Launch
 from ..runtime.offsets import Offsets
+from ..runtime.queue import Kernels
 
 SOURCE = "bsr/block_map.cu"
 THREADS = 256
 """Threads of a block, as in the kernels."""
+KERNELS = Kernels(SOURCE, THREADS)
 BLOCKS = 4096
 """Most blocks of threads of the kernels here; each takes its share."""
 WORD = 32
@@ -79,13 +78,13 @@ class BlockMap:
         import cupy
 
         counts = cupy.empty(self.bits.size, np.uint32)
-        queue(SOURCE, "blocks_in_words", "PqP", _blocks(counts.size), self.bits, counts.size, counts)
+        KERNELS.queue("blocks_in_words", "PqP", _blocks(counts.size), self.bits, counts.size, counts)
         blocks, rows = Offsets(counts, LARGE), None
         if listed:
             counts = cupy.empty(self.grid[0], np.uint32)
             first = 0 if self.rows is None else self.rows
             args = blocks.starts, self.grid[0], first, self.across, counts
-            queue(SOURCE, "rows_with_blocks", "PqPqP", _blocks(counts.size), *args)
+            KERNELS.queue("rows_with_blocks", "PqPqP", _blocks(counts.size), *args)
             rows = Offsets(counts, LARGE)
         return NumberedBlocks(self, blocks, rows)
 
@@ -122,33 +121,11 @@ class NumberedBlocks:
         """Fill index arrays of int32 or int64; the last three are those of a DBSR, as block_map.cu says."""
         m, Mb = self.map, self.map.grid[0]
         known = (0, 0) if m.rows is None else (m.rows, m.columns)
-        queue(
-            SOURCE, "block_indices", "PPqqPPqPiPiPPi", _blocks(max(m.bits.size, Mb + 1)),
+        KERNELS.queue(
+            "block_indices", "PPqqPPqPiPiPPi", _blocks(max(m.bits.size, Mb + 1)),
             m.bits, self.blocks.starts, m.bits.size, Mb, *known, m.across, *_wide(indices), *_wide(indptr),
             places, row_ids, wide,
         )  # fmt: skip
-
-
-def queue(source: str, instance: str, signature: str, blocks: int, *args: Any) -> None:
-    """Launch a kernel of THREADS threads a block on the current stream. CuPy arrays stand for their addresses."""
-    import cupy
-
-    device = cupy.cuda.runtime.getDevice()
-    launch = _launch(source, instance, signature, _arch(device), device)
-    stream = int(cupy.cuda.get_current_stream().ptr)
-    launch((blocks, 1, 1), stream, *(a if isinstance(a, int) else a.data.ptr for a in args))
-
-
-@functools.cache
-def _launch(source: str, instance: str, signature: str, arch: str, device_id: int) -> Launch:
-    return Launch(jit.load(source, instance, arch, device_id), signature, (), THREADS)
-
-
-@functools.cache
-def _arch(device_id: int) -> str:
-    import cupy
-
-    return jit.architecture(int(cupy.cuda.Device(device_id).compute_capability), ())
 
 
 def _blocks(items: int) -> int:

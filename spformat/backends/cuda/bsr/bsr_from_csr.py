@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 from ....arrays.dtypes import value_type
 from ....arrays.library import Array, ceil_div
-from ..runtime.expansion import index_type
-from ..runtime.transpose import WORDS
-from .block_map import THREADS, WORD, BlockMap, queue
+from ..runtime.c_types import WORDS, index_type
+from ..runtime.queue import Kernels
+from .block_map import THREADS, WORD, BlockMap
 
 SOURCE = "bsr/bsr_from_csr.cu"
+KERNELS = Kernels(SOURCE, THREADS)
 CHUNK = 1024
 """Items of a warp, as in the kernel."""
 WARP = 32
@@ -75,8 +76,8 @@ def _pass(
     """Mark the blocks of all items; or, with ``starts`` of the map and ``out``, write the values."""
     indptr, indices, data = csr
     instance = _instance(data.dtype.itemsize, index_type(indices), index_type(indptr), bool(scatter))
-    queue(
-        SOURCE, instance, "PqPPqqiiPPPqPP", ceil_div(ceil_div(data.size, CHUNK) * WARP, THREADS),
+    KERNELS.queue(
+        instance, "PqPPqqiiPPPqPP", ceil_div(ceil_div(data.size, CHUNK) * WARP, THREADS),
         indptr, M, indices, data, data.size, value_type(data.dtype).zero_mask, *blocksize, blocks.bits,
         *blocks.where(), *(scatter or (0, 0)),
     )  # fmt: skip

@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 from ....arrays.dtypes import value_type
 from ....arrays.library import Array, ceil_div, power_of_two
-from ..runtime.transpose import WORDS
-from .block_map import THREADS, WORD, BlockMap, NumberedBlocks, queue
+from ..runtime.c_types import WORDS
+from ..runtime.queue import Kernels
+from .block_map import THREADS, WORD, BlockMap, NumberedBlocks
 
 SOURCE = "bsr/bsr_from_dense.cu"
+KERNELS = Kernels(SOURCE, THREADS)
 UNIT, MOST, WARP = 16, 64, 32
 """Bytes of a row that a lane marks, and words of the map that a block of threads copies: as in the kernels."""
 STRIP = 32
@@ -66,8 +68,8 @@ def mark(x: Array, blocksize: tuple[int, int], blocks: BlockMap) -> None:
     """Set the bits of the blocks of x [M, K] that have a nonzero."""
     width = math.gcd(UNIT, x.data.ptr, x.shape[1] * x.dtype.itemsize)
     how = marking(x.shape, x.dtype.itemsize, blocksize[0])
-    queue(
-        SOURCE, _instance("mark_blocks", x.dtype.itemsize, width), "PqqiiqPqiiiqqq",
+    KERNELS.queue(
+        _instance("mark_blocks", x.dtype.itemsize, width), "PqqiiqPqiiiqqq",
         ceil_div(how.tasks * WARP, THREADS), x, *x.shape, *blocksize, value_type(x.dtype).zero_mask,
         blocks.bits, blocks.across, *how,
     )  # fmt: skip
@@ -79,8 +81,8 @@ def copy(x: Array, blocksize: tuple[int, int], numbered: NumberedBlocks, data: A
     itemsize, words = x.dtype.itemsize, blocks.bits.size
     width = math.gcd(UNIT, x.data.ptr, x.shape[1] * itemsize, blocksize[1] * itemsize)
     how = copying(blocks.grid, blocksize, itemsize)
-    queue(
-        SOURCE, _instance("copy_blocks", itemsize, width), "PqqiiqPPqqiiiP", ceil_div(words, how.span) * how.strips,
+    KERNELS.queue(
+        _instance("copy_blocks", itemsize, width), "PqqiiqPPqqiiiP", ceil_div(words, how.span) * how.strips,
         x, *x.shape, *blocksize, value_type(x.dtype).zero_mask, blocks.bits, numbered.blocks.starts, blocks.across,
         words, *how, data,
     )  # fmt: skip

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ....arrays.dtypes import value_type
 from ....arrays.library import Array
-from ..runtime.scan_launch import INDEX, WORDS, Pass, finds_nothing, index, span, word
+from ..runtime.c_types import INDEX, WORDS, index_type, word_type
+from ..runtime.scan_launch import Pass, finds_nothing, span
 
 SOURCE = "bsr/bsr_scan.cu"
 
@@ -28,8 +29,8 @@ def bsr_sound(
     row_ids: the block rows that are listed, of a DBSR; None of a BSR, where all are.
     """
     lanes = span(blocksize[0] * blocksize[1] * data.dtype.itemsize)
-    listed = INDEX[4] if row_ids is None else index(row_ids)
-    instance = _instance(word(data), index(indices), index(indptr), listed)
+    listed = INDEX[4] if row_ids is None else index_type(row_ids)
+    instance = _instance(word_type(data), index_type(indices), index_type(indptr), listed)
     arrays = (0 if row_ids is None else row_ids, indptr, indices, data)
     args = (*arrays, *shape, indptr.size - 1, data.shape[0], *blocksize, value_type(data.dtype).zero_mask, lanes)
     return finds_nothing(SOURCE, Pass(instance, "PPPPqqqqiiqi", args, max(indptr.size, data.shape[0] * lanes)))

@@ -6,12 +6,13 @@ import numpy as np
 
 from ....arrays.dtypes import value_type
 from ....arrays.library import Array, ceil_div, index_dtype, power_of_two
-from ..runtime.expansion import INDEX, index_type
+from ..runtime.c_types import INDEX, WORDS, index_type
 from ..runtime.offsets import Offsets
-from ..runtime.transpose import WORDS
-from .block_map import BLOCKS, LARGE, THREADS, queue
+from ..runtime.queue import Kernels
+from .block_map import BLOCKS, LARGE, THREADS
 
 SOURCE = "bsr/bsr_to_csr.cu"
+KERNELS = Kernels(SOURCE, THREADS)
 WARP, STEPS = 32, 32
 """Lanes of a warp, and how many times as many lines it takes as it reads side by side: as in the kernel."""
 
@@ -39,16 +40,16 @@ def csr_of_blocks(
     signature, grid = "qPPPqqiiiPPPiP", ceil_div(warps * WARP, THREADS)
     blocks = indptr.size - 1, indptr, indices, data, nnzb, value_type(data.dtype).zero_mask, R, C, lanes
     counts = cupy.empty(nnzb * R, np.uint32)
-    queue(SOURCE, _instance(*types, False), signature, grid, *blocks, counts, 0, 0, 0, 0)
+    KERNELS.queue(_instance(*types, False), signature, grid, *blocks, counts, 0, 0, 0, 0)
     offsets = Offsets(counts, LARGE)
     nnz = offsets.total()  # synchronize!
     columns, values = cupy.empty(nnz, index_dtype(K - 1)), cupy.empty(nnz, data.dtype)
     wide = int(columns.dtype.itemsize == 8)
-    queue(SOURCE, _instance(*types, True), signature, grid, *blocks, 0, offsets.starts, columns, wide, values)
+    KERNELS.queue(_instance(*types, True), signature, grid, *blocks, 0, offsets.starts, columns, wide, values)
     pointer = cupy.empty(M + 1, index_dtype(nnz))
     listed = INDEX[4] if row_ids is None else index_type(row_ids)
-    queue(
-        SOURCE, f"row_starts<{listed}, {types[2]}>", "PqPqiPPi", min(BLOCKS, ceil_div(M + 1, THREADS)),
+    KERNELS.queue(
+        f"row_starts<{listed}, {types[2]}>", "PqPqiPPi", min(BLOCKS, ceil_div(M + 1, THREADS)),
         0 if row_ids is None else row_ids, indptr.size - 1, indptr, M, R, offsets.starts, pointer,
         int(pointer.dtype.itemsize == 8),
     )  # fmt: skip

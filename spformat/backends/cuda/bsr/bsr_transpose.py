@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from ....arrays.library import Array, ceil_div
-from ..runtime.expansion import INDEX, index_type
-from ..runtime.transpose import WORDS
-from .block_map import THREADS, WORD, BlockMap, queue
+from ..runtime.c_types import INDEX, WORDS, index_type
+from ..runtime.queue import Kernels
+from .block_map import THREADS, WORD, BlockMap
 
 SOURCE = "bsr/bsr_transpose.cu"
+KERNELS = Kernels(SOURCE, THREADS)
 SIDE, MOST = 32, 1024
 ROOM = 4 * SIDE * (SIDE + 1)
 """Rows and columns of a tile, most blocks that are moved together, values in shared memory: as in the kernel."""
@@ -44,14 +45,14 @@ def transposed_blocks(
     blocks, rows = BlockMap.empty((grid[1], grid[0])), cupy.empty(nnzb, np.int64)
     column, pointer = index_type(indices), index_type(indptr)
     row = INDEX[4] if row_ids is None else index_type(row_ids)
-    queue(
-        SOURCE, f"mark_transposed<{row}, {pointer}, {column}>", "PqPPqPPq", ceil_div(nnzb, THREADS),
+    KERNELS.queue(
+        f"mark_transposed<{row}, {pointer}, {column}>", "PqPPqPPq", ceil_div(nnzb, THREADS),
         0 if row_ids is None else row_ids, listed, indptr, indices, nnzb, rows, blocks.bits, blocks.across,
     )  # fmt: skip
     numbered, out = blocks.numbered(), cupy.empty((nnzb, C, R), data.dtype)
     together, down, across = tiles(R, C)
-    queue(
-        SOURCE, f"move_blocks<{WORDS[data.dtype.itemsize]}, {column}>", "PPPqiiPqPiiiP",
+    KERNELS.queue(
+        f"move_blocks<{WORDS[data.dtype.itemsize]}, {column}>", "PPPqiiPqPiiiP",
         ceil_div(nnzb, together) * down * across, rows, indices, data, nnzb, R, C, blocks.bits, blocks.across,
         numbered.blocks.starts, together, down, across, out,
     )  # fmt: skip

@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 from ....arrays.library import Array, ceil_div
 from ....products.problem import Problem
 from ..runtime import jit
-from ..runtime.expansion import UNIT, Target, Writer, index_type
+from ..runtime.c_types import WORDS, index_type
+from ..runtime.expansion import UNIT, Target, Writer
 from ..runtime.launch import Bound, Launch
-from ..runtime.transpose import WORDS
-from .block_map import queue
+from ..runtime.queue import Kernels
 
 SOURCE = "bsr/expand_bsr.cu"
 THREADS, MOST = 256, 2048
 """Must match the constants of the kernel: threads of a block, block columns that it may take."""
+KERNELS = Kernels(SOURCE, THREADS)
 BYTES = 32 * 1024
 """What a block of threads is to write."""
 
@@ -56,8 +57,8 @@ def bsr_to_dense(row_ids: Array | None, indptr: Array, indices: Array, data: Arr
     c = cut(K, (R, C), itemsize, aligned)
     # A launch without fixed arguments serves all matrices: to build another one takes half as long as the kernel.
     instance, arrays = _kernel(row_ids, indptr, indices, data, aligned)
-    queue(
-        SOURCE, instance, "PqPPPqiiPqqiii", ceil_div(M, R) * c.strips * c.segments,
+    KERNELS.queue(
+        instance, "PqPPPqiiPqqiii", ceil_div(M, R) * c.strips * c.segments,
         *arrays, M, R, C, out, K, *c,
     )  # fmt: skip
 

@@ -6,20 +6,20 @@ Kernels: csr_from_dense.cu.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from ....arrays.dtypes import value_type
 from ....arrays.library import Array, ceil_div, index_dtype
-from ..runtime import jit
-from ..runtime.expansion import INDEX, Target
-from ..runtime.launch import Launch
+from ..runtime.c_types import INDEX, WORDS
 from ..runtime.offsets import Offsets
-from ..runtime.transpose import WORDS
+from ..runtime.queue import Kernels
 
 SOURCE = "csr/csr_from_dense.cu"
 COUNT_WARPS, FILL_WARPS, TOTAL_THREADS = 8, 4, 256
 """The same as in the source."""
 UNIT, LANES, BATCH = 16, 32, 4
+COUNT, FILL = Kernels(SOURCE, COUNT_WARPS * LANES), Kernels(SOURCE, FILL_WARPS * LANES)
+TOTAL = Kernels(SOURCE, TOTAL_THREADS)
+"""The kernels of the file by the threads of their blocks."""
 MOST_BLOCKS = 2048
 """Blocks that count a whole array; they fill any device."""
 _COUNTED_IN_64_BITS = 2**62
@@ -43,19 +43,19 @@ def csr_from_dense(x: Array) -> tuple[Array, Array, Array]:
 
     (M, K), word = x.shape, _word(x)
     piece, pieces = _pieces(x)
-    target, stream = Target.holding(x), int(cupy.cuda.get_current_stream().ptr)
     counts = cupy.empty(pieces, "uint32")
-    count = _launch(_count("count_pieces", *word), "PqqP", COUNT_WARPS * LANES, *target)
-    count((ceil_div(pieces, COUNT_WARPS), 1, 1), stream, x.data.ptr, M * K, pieces, counts.data.ptr)
+    blocks = ceil_div(pieces, COUNT_WARPS)
+    COUNT.queue(_count("count_pieces", *word), "PqqP", blocks, x, M * K, pieces, counts)
     offsets = Offsets(counts, _COUNTED_IN_64_BITS)
     nnz = offsets.total()  # synchronize!
     indptr = cupy.empty(M + 1, index_dtype(nnz))
     indices = cupy.empty(nnz, index_dtype(K - 1))
     data = cupy.empty(nnz, x.dtype)
     narrow = piece > K
-    fill = _launch(_fill(*word, indptr.itemsize, indices.itemsize, narrow), "PqqqPPPPq", FILL_WARPS * LANES, *target)
-    args = (x.data.ptr, M, K, pieces, offsets.starts.data.ptr, indptr.data.ptr, indices.data.ptr, data.data.ptr)
-    fill((ceil_div(pieces, FILL_WARPS), 1, 1), stream, *args, ceil_div(1 << 32, K))
+    FILL.queue(
+        _fill(*word, indptr.itemsize, indices.itemsize, narrow), "PqqqPPPPq", ceil_div(pieces, FILL_WARPS),
+        x, M, K, pieces, offsets.starts, indptr, indices, data, ceil_div(1 << 32, K),
+    )  # fmt: skip
     return indptr, indices, data
 
 
@@ -65,10 +65,8 @@ def count_nonzeros(x: Array) -> tuple[int, int]:
     import cupy
 
     totals = cupy.zeros(2, "uint64")
-    target = Target.holding(x)
-    launch = _launch(_count("count_all", *_word(x)), "PqP", TOTAL_THREADS, *target)
     blocks = min(MOST_BLOCKS, ceil_div(x.nbytes + UNIT, UNIT * TOTAL_THREADS * BATCH))
-    launch((blocks, 1, 1), int(cupy.cuda.get_current_stream().ptr), x.data.ptr, x.size, totals.data.ptr)
+    TOTAL.queue(_count("count_all", *_word(x)), "PqP", blocks, x, x.size, totals)
     nonzeros, negative = totals.get().tolist()  # synchronize!
     return nonzeros, negative
 
@@ -100,9 +98,3 @@ def _count(kernel: str, size: int, signed: bool) -> str:
 def _fill(size: int, signed: bool, ptr: int, idx: int, narrow: bool) -> str:
     flags = str(signed).lower(), INDEX[ptr], INDEX[idx], str(narrow).lower()
     return f"fill_pieces<{', '.join((WORDS[size], *flags))}>"
-
-
-@functools.cache
-def _launch(instance: str, signature: str, threads: int, arch: str, device_id: int) -> Launch:
-    function: Any = jit.load(SOURCE, instance, arch, device_id)
-    return Launch(function, signature, (), threads)

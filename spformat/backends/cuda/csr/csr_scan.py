@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ....arrays.library import Array
-from ..runtime.scan_launch import INDEX, Pass, finds_nothing, index
+from ..runtime.c_types import INDEX, index_type
+from ..runtime.scan_launch import Pass, finds_nothing
 
 SOURCE = "csr/csr_scan.cu"
 
@@ -15,7 +16,7 @@ def instances() -> tuple[str, ...]:
 
 def csr_sound(shape: tuple[int, int], indptr: Array, indices: Array) -> bool:
     """Whether indptr [M+1] and indices [nnz], CuPy, are those of a valid matrix; waits for the device."""
-    instance = _instance(index(indices), index(indptr))
+    instance = _instance(index_type(indices), index_type(indptr))
     args = (indptr, indices, *shape, indices.size)
     return finds_nothing(SOURCE, Pass(instance, "PPqqq", args, max(indptr.size, indices.size)))
 

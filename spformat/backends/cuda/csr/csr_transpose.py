@@ -9,18 +9,16 @@ bits of the key, and values and rows then have to be gathered from anywhere.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from ....arrays.library import Array, ceil_div, index_dtype
-from ..runtime import jit
-from ..runtime.expansion import INDEX, Target
-from ..runtime.launch import Launch
+from ..runtime.c_types import INDEX, WORDS
 from ..runtime.offsets import starts_of
-from ..runtime.transpose import WORDS
+from ..runtime.queue import Kernels
 
 SOURCE = "csr/csr_transpose.cu"
 THREADS, TILE = 512, 4096
 """The same as in the source."""
+KERNELS = Kernels(SOURCE, THREADS)
 MOST_BITS = 8
 """Bits of a column by which a pass sorts, at most; 2**MOST_BITS is DIGITS of the source."""
 
@@ -42,28 +40,27 @@ def transposed(shape: tuple[int, int], indptr: Array, indices: Array, data: Arra
     import cupy
 
     (M, K), n = shape, data.size
-    target, stream = Target.holding(data), int(cupy.cuda.get_current_stream().ptr)
     tiles, all_bits = ceil_div(n, TILE), max(1, (K - 1).bit_length())
     passes = ceil_div(all_bits, MOST_BITS)
     bits = ceil_div(all_bits, passes)
     row_type = index_dtype(M - 1)
     counts = cupy.empty(tiles << bits, "uint32")
-    count = _launch(f"count_digits<{INDEX[indices.itemsize]}>", "PqiiP", *target)
+    count_digits = f"count_digits<{INDEX[indices.itemsize]}>"
     source = indices, indices, data  # columns, rows and values; the first pass reads no rows
     for i in range(passes):
         columns, rows, values = source
-        count((tiles, 1, 1), stream, columns.data.ptr, n, i * bits, bits, counts.data.ptr)
+        KERNELS.queue(count_digits, "PqiiP", tiles, columns, n, i * bits, bits, counts)
         starts = starts_of(counts, n)
         widths = indices.itemsize, row_type.itemsize, indptr.itemsize, starts.itemsize
-        place = _launch(_place(data.itemsize, *widths, i == 0), "PPPqPqiiPPPP", *target)
         source = cupy.empty(n, indices.dtype), cupy.empty(n, row_type), cupy.empty(n, data.dtype)
-        given = (columns.data.ptr, rows.data.ptr, indptr.data.ptr, M, values.data.ptr, n, i * bits, bits)
-        place((tiles, 1, 1), stream, *given, starts.data.ptr, *(a.data.ptr for a in source))
+        KERNELS.queue(
+            _place(data.itemsize, *widths, i == 0), "PPPqPqiiPPPP", tiles,
+            columns, rows, indptr, M, values, n, i * bits, bits, starts, *source,
+        )  # fmt: skip
     columns, rows, values = source
     pointer = cupy.empty(K + 1, index_dtype(n))
     instance = f"column_starts<{INDEX[columns.itemsize]}, {INDEX[pointer.itemsize]}>"
-    find = _launch(instance, "PqqP", *target)
-    find((ceil_div(K + 1, THREADS), 1, 1), stream, columns.data.ptr, n, K, pointer.data.ptr)
+    KERNELS.queue(instance, "PqqP", ceil_div(K + 1, THREADS), columns, n, K, pointer)
     return pointer, rows, values
 
 
@@ -71,9 +68,3 @@ def transposed(shape: tuple[int, int], indptr: Array, indices: Array, data: Arra
 def _place(size: int, column: int, row: int, ptr: int, start: int, first: bool) -> str:
     types = WORDS[size], *(INDEX[width] for width in (column, row, ptr, start)), str(first).lower()
     return f"place_items<{', '.join(types)}>"
-
-
-@functools.cache
-def _launch(instance: str, signature: str, arch: str, device_id: int) -> Launch:
-    function: Any = jit.load(SOURCE, instance, arch, device_id)
-    return Launch(function, signature, (), THREADS)

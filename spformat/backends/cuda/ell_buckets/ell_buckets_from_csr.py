@@ -5,18 +5,21 @@ The host waits once, for the numbers of ELL rows in the buckets; they are the ta
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ....arrays.library import Array, ceil_div, index_dtype, namespace, round_up
-from ..runtime.expansion import INDEX, Target, index_type
-from ..runtime.transpose import WORDS
-from .ell_buckets_launch import BATCH, THREADS, Widths, launch, stream
+from ..runtime.c_types import INDEX, WORDS, index_type
+from ..runtime.queue import Kernels
+from .ell_buckets_launch import BATCH, THREADS, Widths
 
 SOURCE = "ell_buckets/ell_buckets_from_csr.cu"
 TILE_WARPS, TABLE_THREADS = 4, 1024
 """Tiles of a block; threads of the one block that sums. The same in the kernels."""
+KERNELS, TILES_OF_ROWS = Kernels(SOURCE, THREADS), Kernels(SOURCE, 32 * TILE_WARPS)
+TABLES = Kernels(SOURCE, TABLE_THREADS)
+"""The kernels of the file by the threads of their blocks."""
 TILES, COUNTS = 4096, 1 << 16
 """Most tiles of a matrix, and most counts of all tiles. One block sums the counts, so that there must be few."""
 
@@ -61,35 +64,35 @@ def ell_buckets_from_csr(
     import cupy
 
     (M, K), levels, nnz = shape, len(widths), data.size
-    part_size, buckets, target, now = ceil_div(K, parts), parts * levels, Target.holding(data), stream()
+    part_size, buckets = ceil_div(K, parts), parts * levels
     ptr, idx, by_value = index_type(indptr), index_type(indices), Widths.of(widths)
     # With one part the kernels need neither of these.
     cuts, split = (cupy.empty((parts - 1, M), indptr.dtype), cupy.empty(M, np.uint8)) if parts > 1 else (None, None)
     if parts > 1:
-        args = (indptr.data.ptr, indices.data.ptr, *_addresses(cuts, split), M, parts, part_size, widths[-1])
-        launch(SOURCE, _cut(ptr, idx), "PPPPqiqi", target)((ceil_div(M, 32), 1, 1), now, *args)
+        args = (indptr, indices, cuts, split, M, parts, part_size, widths[-1])
+        KERNELS.queue(_cut(ptr, idx), "PPPPqiqi", ceil_div(M, 32), *args)
     c = cut(M, parts, levels)
     starts, tables = cupy.empty(2 * buckets * c.tiles, np.int64), cupy.empty(3 * (buckets + 1), np.int64)
     memory = cupy.cuda.alloc_pinned_memory(16 * buckets)
     counts = np.frombuffer(memory, np.int64, 2 * buckets).reshape(2, buckets)
-    grid, signature = (ceil_div(parts * c.tiles, TILE_WARPS), 1, 1), ("P", "P", "P", "q", "i", "q", "q", Widths)
-    segments = (indptr.data.ptr, *_addresses(cuts, split), M, parts, c.tiles, c.rows, by_value)
-    warps = 32 * TILE_WARPS
-    launch(SOURCE, _count(ptr), (*signature, "P"), target, warps)(grid, now, *segments, starts.data.ptr)
-    summing = launch(SOURCE, "sum_ell_rows", ("P", "q", "i", Widths, "P", "P"), target, TABLE_THREADS)
-    summing((1, 1, 1), now, starts.data.ptr, c.tiles, buckets, by_value, tables.data.ptr, int(memory.ptr))
+    blocks, signature = ceil_div(parts * c.tiles, TILE_WARPS), (*"PPPqiqq", Widths)
+    segments = (indptr, cuts, split, M, parts, c.tiles, c.rows, by_value)
+    TILES_OF_ROWS.queue(_count(ptr), (*signature, "P"), blocks, *segments, starts)
+    address = int(memory.ptr)
+    TABLES.queue("sum_ell_rows", (*"Pqi", Widths, *"PP"), 1, starts, c.tiles, buckets, by_value, tables, address)
     cupy.cuda.get_current_stream().synchronize()  # synchronize!
 
     rows, split_rows = counts.tolist()
     R = sum(rows)
     S = sum(n * w for n, w in zip(rows, widths * parts, strict=True))
     row_ids, spans = cupy.empty(R, index_dtype(M - 1)), cupy.empty((R, 2), indptr.dtype)
-    placing = launch(SOURCE, _place(ptr, index_type(row_ids)), (*signature, *"PPP"), target, warps)
-    placing(grid, now, *segments, starts.data.ptr, row_ids.data.ptr, spans.data.ptr)
+    name = _place(ptr, index_type(row_ids))
+    TILES_OF_ROWS.queue(name, (*signature, *"PPP"), blocks, *segments, starts, row_ids, spans)
     out = cupy.empty(S, indices.dtype), cupy.empty(S, data.dtype), cupy.empty(S, index_dtype(nnz - 1))
-    filling = launch(SOURCE, _fill(data.itemsize, idx, index_type(out[2]), ptr), "PPPPiqPPP", target)
-    given = (indices.data.ptr, data.data.ptr, spans.data.ptr, tables.data.ptr, buckets, S)
-    filling((ceil_div(S, THREADS * BATCH), 1, 1), now, *given, *_addresses(*out))
+    KERNELS.queue(
+        _fill(data.itemsize, idx, index_type(out[2]), ptr), "PPPPiqPPP", ceil_div(S, THREADS * BATCH),
+        indices, data, spans, tables, buckets, S, *out,
+    )  # fmt: skip
     return Placed(tuple(rows), tuple(split_rows), row_ids, *out)
 
 
@@ -98,10 +101,6 @@ def empty(shape: tuple[int, int], indices: Array, data: Array, parts: int, width
     xp, none = namespace(data), (0,) * (parts * len(widths))
     row_ids, source = xp.empty(0, index_dtype(shape[0] - 1)), xp.empty(0, index_dtype(-1))
     return Placed(none, none, row_ids, xp.empty(0, indices.dtype), xp.empty(0, data.dtype), source)
-
-
-def _addresses(*arrays: Any) -> list[int]:
-    return [0 if a is None else a.data.ptr for a in arrays]
 
 
 def _cut(ptr: str, idx: str) -> str:

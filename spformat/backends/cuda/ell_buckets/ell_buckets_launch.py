@@ -1,4 +1,4 @@
-"""Shared by the kernels that convert ELL buckets: launches, and the tables of the buckets on the device."""
+"""Shared by the kernels that convert ELL buckets: the tables of the buckets on the device."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ import numpy as np
 
 from ....arrays.library import Array, namespace
 from ....formats.declare import MOST_INTS
-from ..runtime import jit
-from ..runtime.expansion import Target
-from ..runtime.launch import Launch
 
 THREADS = 256
 """Threads of a block, unless a kernel has another number."""
@@ -40,16 +37,3 @@ def tables(a: Any) -> Array:
     np.cumsum(rows * widths, out=out[1, 1:])
     out[2, :-1] = widths
     return namespace(a.data).asarray(out)
-
-
-@functools.cache
-def launch(source: str, instance: str, signature: Any, target: Target, threads: int = THREADS) -> Launch:
-    """The compiled kernel without arguments."""
-    return Launch(jit.load(source, instance, *target), signature, (), threads)
-
-
-def stream() -> int:
-    """CuPy's current stream."""
-    import cupy
-
-    return int(cupy.cuda.get_current_stream().ptr)

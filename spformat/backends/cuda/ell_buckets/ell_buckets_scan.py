@@ -10,7 +10,8 @@ import ctypes
 import numpy as np
 
 from ....arrays.library import INT32_MAX, Array, namespace
-from ..runtime.scan_launch import INDEX, WORDS, Pass, finds_nothing, index, word
+from ..runtime.c_types import INDEX, WORDS, index_type, word_type
+from ..runtime.scan_launch import Pass, finds_nothing
 
 SOURCE = "ell_buckets/ell_buckets_scan.cu"
 
@@ -60,8 +61,8 @@ def ell_buckets_sound(
     chain = xp.full((2, S + 1), -1, np.int32)
     extents = Extents(*shape, R, S, part, parts * levels, levels)
     rest = (xp.asarray(tables), chain[0], chain[1], extents)
-    slots = _instance("slots", word(data), index(indices), index(source))
-    chained = _instance("rows", index(row_ids), index(indices), index(source))
+    slots = _instance("slots", word_type(data), index_type(indices), index_type(source))
+    chained = _instance("rows", index_type(row_ids), index_type(indices), index_type(source))
     signature = (*"PPPPPP", Extents)
     return finds_nothing(
         SOURCE,

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from ....arrays.library import INT32_MAX, Array, ceil_div
-from ..runtime.expansion import Target, index_type
+from ..runtime.c_types import WORDS, index_type
 from ..runtime.offsets import COUNT, Offsets
-from ..runtime.transpose import WORDS
-from .ell_buckets_launch import BATCH, THREADS, launch, stream, tables
+from ..runtime.queue import Kernels
+from .ell_buckets_launch import BATCH, THREADS, tables
 
 SOURCE = "ell_buckets/ell_buckets_to_csr.cu"
+KERNELS = Kernels(SOURCE, THREADS)
 
 
 def instances() -> tuple[str, ...]:
@@ -24,20 +25,21 @@ def ell_buckets_to_csr(a: Any) -> tuple[Array, Array, Array]:
     """(indptr, indices, data) of the CSR of a valid ELLBuckets of CuPy arrays. Waits once, for the number of items."""
     import cupy
 
-    (M, K), R, S, target, now = a.shape, a.row_ids.size, a.data.size, Target.holding(a.data), stream()
+    (M, K), R, S = a.shape, a.row_ids.size, a.data.size
     counts = cupy.zeros(M, "uint32" if K <= INT32_MAX else "uint64")  # no row has more than K items
     idx = index_type(a.indices)
     if R:
-        buckets = tables(a)
-        counting = launch(SOURCE, _count(index_type(a.row_ids), idx, counts.itemsize), "PPPiqP", target)
-        given = (a.row_ids.data.ptr, a.indices.data.ptr, buckets.data.ptr)
-        counting((ceil_div(R, THREADS), 1, 1), now, *given, len(a.rows_per_bucket), R, counts.data.ptr)
+        KERNELS.queue(
+            _count(index_type(a.row_ids), idx, counts.itemsize), "PPPiqP", ceil_div(R, THREADS),
+            a.row_ids, a.indices, tables(a), len(a.rows_per_bucket), R, counts,
+        )  # fmt: skip
     indptr, nnz = Offsets(counts, S).indptr()  # synchronize!
     indices, data = cupy.empty(nnz, a.indices.dtype), cupy.empty(nnz, a.data.dtype)
     if S:
-        scattering = launch(SOURCE, _scatter(data.itemsize, idx, index_type(a.source)), "PPPqPP", target)
-        given = (a.indices.data.ptr, a.data.data.ptr, a.source.data.ptr)
-        scattering((ceil_div(S, THREADS * BATCH), 1, 1), now, *given, S, indices.data.ptr, data.data.ptr)
+        KERNELS.queue(
+            _scatter(data.itemsize, idx, index_type(a.source)), "PPPqPP", ceil_div(S, THREADS * BATCH),
+            a.indices, a.data, a.source, S, indices, data,
+        )  # fmt: skip
     return indptr, indices, data
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 from ....arrays.library import Array, ceil_div, index_dtype, power_of_two
-from ..runtime.expansion import Target, index_type
+from ..runtime.c_types import WORDS, index_type
+from ..runtime.queue import Kernels
 from ..runtime.row_images import WARPS, cut
-from ..runtime.transpose import WORDS
-from .ell_buckets_launch import THREADS, launch, stream, tables
+from .ell_buckets_launch import THREADS, tables
 
 SOURCE = "ell_buckets/ell_buckets_to_dense.cu"
+KERNELS, IMAGES = Kernels(SOURCE, THREADS), Kernels(SOURCE, 32 * WARPS)
 
 
 def instances() -> tuple[str, ...]:
@@ -40,20 +41,20 @@ def ell_buckets_to_dense(a: Any, out: Array) -> None:
 
     if not out.size:
         return
-    (M, K), parts, size, target, now = a.shape, a.column_parts, a.part_size, Target.holding(a.data), stream()
+    (M, K), parts, size = a.shape, a.column_parts, a.part_size
     runs = cupy.zeros((parts, M, 2), index_dtype(a.data.size))
     slot, idx, R = index_type(runs), index_type(a.indices), a.row_ids.size
     if R:
-        buckets = tables(a)
-        finding = launch(SOURCE, _find(index_type(a.row_ids), idx, slot), "PPPiiqqP", target)
-        numbers = len(a.rows_per_bucket), len(a.widths), R, M
-        at = (a.row_ids.data.ptr, a.indices.data.ptr, buckets.data.ptr)
-        finding((ceil_div(R, THREADS), 1, 1), now, *at, *numbers, runs.data.ptr)
+        KERNELS.queue(
+            _find(index_type(a.row_ids), idx, slot), "PPPiiqqP", ceil_div(R, THREADS),
+            a.row_ids, a.indices, tables(a), len(a.rows_per_bucket), len(a.widths), R, M, runs,
+        )  # fmt: skip
     c = cut(M, K, out.itemsize)
     lanes = lanes_of(c.rows, c.width, c.segments, parts, size)
-    expanding = launch(SOURCE, _expand(out.itemsize, idx, slot), "PPPqqiqPqiii", target, 32 * WARPS)
-    given = (runs.data.ptr, a.indices.data.ptr, a.data.data.ptr, M, K, parts, size)
-    expanding((c.blocks, 1, 1), now, *given, out.data.ptr, c.segments, c.width, c.rows, lanes)
+    IMAGES.queue(
+        _expand(out.itemsize, idx, slot), "PPPqqiqPqiii", c.blocks,
+        runs, a.indices, a.data, M, K, parts, size, out, c.segments, c.width, c.rows, lanes,
+    )  # fmt: skip
 
 
 def _find(row: str, idx: str, slot: str) -> str:

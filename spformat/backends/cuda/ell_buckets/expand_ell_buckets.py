@@ -12,9 +12,9 @@ from ....arrays.library import PAD, Array, index_dtype, namespace
 from ....arrays.segments import counts_of, offsets_from_counts, rows_of
 from ....products.problem import Problem
 from ..runtime import jit, row_images
-from ..runtime.expansion import Target, Writer, index_type
+from ..runtime.c_types import WORDS, index_type
+from ..runtime.expansion import Target, Writer
 from ..runtime.launch import finish_arrays
-from ..runtime.transpose import WORDS
 
 SOURCE = "ell_buckets/expand_ell_buckets.cu"
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 
 from ....arrays.library import Array, ceil_div
-from ..runtime.kernels_of_file import WORDS, KernelsOfFile, starts_on, value_word
+from ..runtime.c_types import WORDS, word_type
+from ..runtime.queue import Kernels, starts_on
 from .keys import Keys, cuda_kind, keys_of
 
 THREADS = 256
-KERNELS = KernelsOfFile("masks/block_norms.cu", THREADS)
+KERNELS = Kernels("masks/block_norms.cu", THREADS)
 COLUMNS = 2048
 """Columns of a strip at most; the same as ``COLUMNS`` in the kernel."""
 WIDE = 16
@@ -43,7 +44,7 @@ def block_norms(x: Array, blocksize: tuple[int, int], norm: str, norms: Array, o
     if itemsize == 8:
         largest = cupy.zeros(1, "uint64")
         KERNELS.queue(
-            "spformat::masks::largest_finite_key", ("P", "q", Keys, "P"), min(2048, ceil_div(x.size, THREADS)), x,
+            "spformat::masks::largest_finite_key", ("P", "q", Keys, "P"), min(2048, ceil_div(x.size, THREADS)),
             x, x.size, keys, largest,
         )  # fmt: skip
     piece = WIDE // itemsize
@@ -53,7 +54,7 @@ def block_norms(x: Array, blocksize: tuple[int, int], norm: str, norms: Array, o
     wide = min(COLUMNS, max(step, 4 * THREADS if piece == 1 else THREADS * piece)) // step * step
     strips = ceil_div(K, wide)
     KERNELS.queue(
-        _norms(cuda_kind(x.dtype), value_word(x), piece), ("P", *"qqiiiiqq", Keys, *"PPP"), strips * ceil_div(M, R), x,
+        _norms(cuda_kind(x.dtype), word_type(x), piece), ("P", *"qqiiiiqq", Keys, *"PPP"), strips * ceil_div(M, R),
         x, M, K, R, C, int(norm == "l2"), wide, strips, norms.shape[1], keys, largest, norms, odd,
     )  # fmt: skip
 
@@ -65,7 +66,7 @@ def mask_of_blocks(keep: Array, blocksize: tuple[int, int], mask: Array) -> None
     strips, rows = ceil_div(K, THREADS * piece), min(R, ROWS)
     parts = ceil_div(R, rows)
     KERNELS.queue(
-        _mask(piece), "PqqiiqiiqP", strips * parts * keep.shape[0], mask,
+        _mask(piece), "PqqiiqiiqP", strips * parts * keep.shape[0],
         keep, M, K, R, C, keep.shape[1], rows, parts, strips, mask,
     )  # fmt: skip
 

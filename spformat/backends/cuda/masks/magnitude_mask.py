@@ -10,12 +10,13 @@ import functools
 from typing import Any
 
 from ....arrays.library import Array, ceil_div
-from ..runtime.kernels_of_file import WORDS, KernelsOfFile, starts_on, value_word
+from ..runtime.c_types import WORDS, word_type
+from ..runtime.queue import Kernels, starts_on
 from .keys import Keys, keys_of
 
 THREADS = 256
 """Threads of a block; the same as ``THREADS`` in scan.cuh."""
-KERNELS = KernelsOfFile("masks/magnitude_mask.cu", THREADS)
+KERNELS = Kernels("masks/magnitude_mask.cu", THREADS)
 DIGIT = 11
 """Most bits of a digit: its counts fit in 8 KB of shared memory."""
 SELECTION = 8
@@ -40,17 +41,17 @@ def mask_of_largest(x: Array, count: int, mask: Array, odd: int) -> None:
     """
     import cupy
 
-    keys, word, n = keys_of(x.dtype), value_word(x), int(x.size)
+    keys, word, n = keys_of(x.dtype), word_type(x), int(x.size)
     tiles = ceil_div(n * x.dtype.itemsize, PIECES * WIDE)
     state = cupy.zeros(SELECTION + (1 << DIGIT) + tiles, "uint64")
     blocks = max(1, min(ceil_div(n * x.dtype.itemsize, WIDE * THREADS), _blocks(x.device.id)))
     for number, (shift, width) in enumerate(digits(keys.bits)):
         KERNELS.queue(
-            f"spformat::masks::digit<{word}>", ("P", "q", Keys, *"iiiqPP"), blocks, x,
+            f"spformat::masks::digit<{word}>", ("P", "q", Keys, *"iiiqPP"), blocks,
             x, n, keys, shift, width, int(number == 0), count, state, odd,
         )  # fmt: skip
     wide = starts_on(x, WIDE)
-    KERNELS.queue(_keep(word, wide), ("P", "q", Keys, "P", "P"), tiles, x, x, n, keys, state, mask)
+    KERNELS.queue(_keep(word, wide), ("P", "q", Keys, "P", "P"), tiles, x, n, keys, state, mask)
 
 
 def digits(bits: int) -> list[tuple[int, int]]:

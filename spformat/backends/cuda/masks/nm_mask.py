@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from ....arrays.library import Array, ceil_div
-from ..runtime.kernels_of_file import WORDS, KernelsOfFile, starts_on, value_word
+from ..runtime.c_types import WORDS, word_type
+from ..runtime.queue import Kernels, starts_on
 from .keys import Keys, keys_of
 
 THREADS = 256
-KERNELS = KernelsOfFile("masks/nm_mask.cu", THREADS)
+KERNELS = Kernels("masks/nm_mask.cu", THREADS)
 LINES = 8
 """Lines that a block takes together; the same as ``LINES`` in the kernel."""
 IN_REGISTERS = (2, 4, 8, 16)
@@ -28,16 +29,16 @@ def nm_mask(x: Array, n: int, m: int, mask: Array, odd: int, repeat: int = 1) ->
     Line q of x stands for ``repeat`` rows of the mask. odd: address of a word to which the number of values that are
     not finite is added, or 0. 1 <= n <= m <= 256.
     """
-    keys, word, (lines, K) = keys_of(x.dtype), value_word(x), x.shape
+    keys, word, (lines, K) = keys_of(x.dtype), word_type(x), x.shape
     if m in IN_REGISTERS and K % m == 0 and repeat == 1 and starts_on(x, WIDE):
         share = max(m, WIDE // x.dtype.itemsize)
         blocks = ceil_div(ceil_div(x.size, share), THREADS)
-        KERNELS.queue(_whole(word, m), ("P", "q", "i", Keys, "P", "P"), blocks, x, x, x.size, n, keys, mask, odd)
+        KERNELS.queue(_whole(word, m), ("P", "q", "i", Keys, "P", "P"), blocks, x, x.size, n, keys, mask, odd)
         return
     windows = THREADS // m
     strips = ceil_div(K, windows * m)
     KERNELS.queue(
-        _any(word), ("P", *"qqqiiiiq", Keys, "P", "P"), strips * ceil_div(lines, LINES), x,
+        _any(word), ("P", *"qqqiiiiq", Keys, "P", "P"), strips * ceil_div(lines, LINES),
         x, lines, mask.shape[0], K, n, m, windows, repeat, strips, keys, mask, odd,
     )  # fmt: skip
 

@@ -12,11 +12,12 @@ from ....arrays.library import ceil_div, round_up
 from ....products.plan import Plan
 from ....products.problem import COL, PITCH, ROW, Problem, itemsize
 from . import jit
+from .c_types import WORDS
 from .device_plan import device_plan
 from .epilogue import launches_of
 from .launch import MAX_GRID_Y, Bound, Call, Launch, Operands
 from .scratch import Scratch
-from .transpose import WORDS, Transpose, grid
+from .transpose import Transpose, grid
 
 ARCHS = ("sm_80",)
 THREADS, EACH, LEAST_WIDTH = 256, 8, 3

@@ -7,17 +7,16 @@ host must know only how long the arrays are; it waits for that number alone, and
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from ....arrays.library import Array, ceil_div, index_dtype
-from . import jit
-from .expansion import INDEX, Target
-from .launch import Launch
+from .c_types import INDEX
+from .queue import Kernels
 from .scratch import Counters, Scratch
 
 SOURCE = "runtime/offsets.cu"
 THREADS, TILE = 512, 4096
 """The same as in the kernel."""
+KERNELS = Kernels(SOURCE, THREADS)
 COUNT = {4: "unsigned int", 8: "unsigned long long"}
 """C++ type of the counts, by bytes of one."""
 
@@ -58,11 +57,11 @@ def starts_of(counts: Array, bound: int, total: int = 0) -> Array:
 
     n = counts.size
     starts = cupy.empty(n + 1, index_dtype(bound))
-    target, tiles = Target.holding(counts), max(1, ceil_div(n, TILE))
-    launch = _launch(_instance(counts.itemsize, starts.itemsize), *target)
+    tiles = max(1, ceil_div(n, TILE))
     stream = int(cupy.cuda.get_current_stream().ptr)
-    control = _scratch(target.device_id).buffer(stream, 8 * (tiles + 2))
-    launch((tiles, 1, 1), stream, counts.data.ptr, n, starts.data.ptr, control + 16, control, total)
+    control = _scratch(cupy.cuda.runtime.getDevice()).buffer(stream, 8 * (tiles + 2))
+    name = _instance(counts.itemsize, starts.itemsize)
+    KERNELS.queue(name, "PqPPPP", tiles, counts, n, starts, control + 16, control, total)
     return starts
 
 
@@ -74,9 +73,3 @@ def _scratch(device_id: int) -> Scratch:
 @functools.cache
 def _instance(count: int, start: int) -> str:
     return f"offsets<{COUNT[count]}, {INDEX[start]}>"
-
-
-@functools.cache
-def _launch(instance: str, arch: str, device_id: int) -> Launch:
-    function: Any = jit.load(SOURCE, instance, arch, device_id)
-    return Launch(function, "PqPPPP", (), THREADS)

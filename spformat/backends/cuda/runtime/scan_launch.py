@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-from ....arrays.library import Array, ceil_div, is_cupy
-from . import jit
-from .launch import Launch
+from ....arrays.library import ceil_div, is_cupy
+from .queue import Kernels
 from .scratch import Counters
 
 THREADS = 256
@@ -20,18 +19,6 @@ BLOCKS = 2048
 """Most blocks of a launch: enough to fill any device. Each block loops over its share of the work."""
 WARP, WIDE = 32, 16
 """Lanes of a warp; bytes of a load."""
-WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
-INDEX = {4: "int", 8: "long long"}
-
-
-def word(a: Array) -> str:
-    """C++ type of the values of ``a`` as unsigned words."""
-    return WORDS[a.dtype.itemsize]
-
-
-def index(a: Array) -> str:
-    """C++ type of the indices in ``a``."""
-    return INDEX[a.dtype.itemsize]
 
 
 def span(nbytes: int) -> int:
@@ -57,20 +44,16 @@ def finds_nothing(source: str, *passes: Pass) -> bool:
 
     False also for arrays that are not aligned to their elements, which the kernels cannot read.
     """
-    import cupy
-
     arrays = [a for p in passes for a in p.args if is_cupy(a)]
     if any(a.data.ptr % a.dtype.itemsize for a in arrays):
         return False
-    target = jit.architecture(int(arrays[0].device.compute_capability), ()), int(arrays[0].device.id)
-    counters, stream = Counters(), int(cupy.cuda.get_current_stream().ptr)
+    kernels, counters = _kernels(source), Counters()
     for p in passes:
-        launch = _launch(source, p.instance, p.signature, *target)
         blocks = max(1, min(BLOCKS, ceil_div(p.threads, THREADS)))
-        launch((blocks, 1, 1), stream, *(a.data.ptr if is_cupy(a) else a for a in p.args), counters.address)
+        kernels.queue(p.instance, (*p.signature, "P"), blocks, *p.args, counters.address)
     return counters.get()[0] == 0
 
 
 @functools.cache
-def _launch(source: str, instance: str, signature: Any, arch: str, device_id: int) -> Launch:
-    return Launch(jit.load(source, instance, arch, device_id), (*signature, "P"), (), THREADS)
+def _kernels(source: str) -> Kernels:
+    return Kernels(source, THREADS)

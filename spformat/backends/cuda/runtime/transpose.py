@@ -9,13 +9,13 @@ from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div, round_up
 from ....products.problem import COL, Problem
 from . import jit
+from .c_types import WORDS
 from .launch import Bound, Launch, Operands, Prepare
 from .scratch import Scratch
 
 ARCHS = ("sm_80",)
 ALIGN = 8
 """The leading dimension of a copy is a multiple of it, in elements: 16-bit rows then start on 16-byte boundaries."""
-WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 
 
 class Transpose:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from ....arrays.library import Array, ceil_div, round_up
 from ....products.problem import Problem
 from ..runtime import jit
-from ..runtime.expansion import UNIT, Target, Writer, index_type
+from ..runtime.c_types import WORDS, index_type
+from ..runtime.expansion import UNIT, Target, Writer
 from ..runtime.launch import Bound, Launch
-from ..runtime.transpose import WORDS
+from ..runtime.queue import Kernels
 
 SOURCE = "sr_bcrs/expand_sr_bcrs.cu"
 SIGNATURE = "PPPqiiPqqi"
 THREADS, IMAGES, TALLEST = 256, 32 * 1024, 256
 """Must match the constants of the kernel: threads of a block, bytes of its images, the tallest vector."""
+KERNELS = Kernels(SOURCE, THREADS)
 
 
 def instances() -> tuple[str, ...]:
@@ -33,16 +34,14 @@ def expander(a: Any, p: Problem) -> Writer:
 
 def sr_bcrs_to_dense(indptr: Array, indices: Array, data: Array, out: Array) -> None:
     """Write out [M, K], all of it, from the arrays of a valid SR-BCRS, all CuPy."""
-    import cupy
-
     if not out.size:
         return
     (M, K), (_, t, g) = out.shape, data.shape
     segments, width = cut(K, t, out.itemsize)
-    launch = _launch(_instance_of(indptr, indices, data), *Target.holding(data))
-    read = indptr.data.ptr, indices.data.ptr, data.data.ptr, M, t, g
-    stream = int(cupy.cuda.get_current_stream().ptr)
-    launch((ceil_div(M, t) * segments, 1, 1), stream, *read, out.data.ptr, K, segments, width)
+    KERNELS.queue(
+        _instance_of(indptr, indices, data), SIGNATURE, ceil_div(M, t) * segments,
+        indptr, indices, data, M, t, g, out, K, segments, width,
+    )  # fmt: skip
 
 
 def cut(ld: int, t: int, itemsize: int) -> tuple[int, int]:
@@ -66,11 +65,6 @@ def _writer(M: int, indptr: Array, indices: Array, data: Array, target: Target) 
         return [launch.bind((ceil_div(M, t) * segments, 1, 1), stream, x, ld, segments, width)]
 
     return launches
-
-
-@functools.cache
-def _launch(instance: str, arch: str, device_id: int) -> Launch:
-    return Launch(jit.load(SOURCE, instance, arch, device_id), SIGNATURE, (), THREADS)
 
 
 def _instance_of(indptr: Array, indices: Array, data: Array) -> str:

@@ -25,6 +25,7 @@ from ....products.kernel import spmm_of
 from ....products.problem import COL, ROW, Problem, itemsize
 from ....products.roofline import TENSOR_16, Device, shared_limit
 from ..runtime import jit, refusals
+from ..runtime.c_types import index_type
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Launch, finish_arrays
 
@@ -94,11 +95,6 @@ def step_bytes(fragments: int) -> int:
 def instances() -> tuple[str, ...]:
     """C++ names that the compile tests build."""
     return ("panel_steps<int, int>", "panel_steps<long long, long long>", "panel_fill<__half, int, long long>")
-
-
-def index_type(array: Any) -> str:
-    """C++ name of the elements of an INDEX array."""
-    return "int" if array.dtype == "int32" else "long long"
 
 
 def types(a: Any, p: Problem) -> str:

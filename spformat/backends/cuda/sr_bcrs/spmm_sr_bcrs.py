@@ -20,9 +20,9 @@ from ....products.kernel import spmm_of
 from ....products.problem import COL, ROW, Problem, itemsize
 from ....products.roofline import Device
 from ..runtime import jit, refusals
+from ..runtime.c_types import index_type
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import MAX_GRID_Y, Bound, Launch, Operands
-from .mma_fragments import index_type
 
 TYPES = ("bfloat16", "float16", "float32", "float64")
 ROWS, WARPS = 8, 8  # rows of a tile that a warp sums; warps of a block

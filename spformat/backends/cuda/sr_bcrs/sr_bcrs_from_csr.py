@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-
 from ....arrays.library import Array, ceil_div
-from ..runtime import jit
-from ..runtime.expansion import INDEX, Target
-from ..runtime.launch import Launch
+from ..runtime.c_types import INDEX
+from ..runtime.queue import Kernels
 from .sr_bcrs_from_dense import value_words
 
 SOURCE = "sr_bcrs/sr_bcrs_from_csr.cu"
 THREADS = 256
 """Threads of a block; the same as in the kernel."""
+KERNELS = Kernels(SOURCE, THREADS)
 ENOUGH, NARROWEST, FEWEST = 1024, 8192, 4096
 """Blocks that fill a large device; least columns and items (on average) of a part of a row tile."""
 
@@ -65,24 +63,16 @@ def _launch_kernel(
     shape: tuple[int, int], indptr: Array, indices: Array, values: Array, t: int, g: int, counts: Array,
     first: Array | None, columns: Array | None, data: Array | None,
 ) -> None:  # fmt: skip
-    import cupy
-
     tiles, of_tile = counts.shape
     start = INDEX[8 if first is None else first.itemsize]
     instance = _instance(
         value_words(values.dtype), INDEX[indptr.itemsize], INDEX[indices.itemsize], start, data is not None
     )
-    launch = _launch(instance, *Target.holding(values))
-    args = (*(a.data.ptr for a in (indptr, indices, values)), *shape, t, g, of_tile, ceil_div(shape[1], of_tile))
-    written = (0 if a is None else a.data.ptr for a in (first, columns, data))
-    stream = int(cupy.cuda.get_current_stream().ptr)
-    launch((tiles * of_tile, 1, 1), stream, *args, counts.data.ptr, *written)
+    KERNELS.queue(
+        instance, "PPPqqiiqqPPPP", tiles * of_tile,
+        indptr, indices, values, *shape, t, g, of_tile, ceil_div(shape[1], of_tile), counts, first, columns, data,
+    )  # fmt: skip
 
 
 def _instance(words: str, ptr: str, idx: str, start: str, write: bool) -> str:
     return f"sr_bcrs_from_csr<{words}, {ptr}, {idx}, {start}, {str(write).lower()}>"
-
-
-@functools.cache
-def _launch(instance: str, arch: str, device_id: int) -> Launch:
-    return Launch(jit.load(SOURCE, instance, arch, device_id), "PPPqqiiqqPPPP", (), THREADS)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from ....arrays.library import Array, ceil_div
-from ..runtime import jit
-from ..runtime.expansion import INDEX, UNIT, Target
-from ..runtime.launch import Launch
-from ..runtime.transpose import WORDS
+from ..runtime.c_types import INDEX, WORDS
+from ..runtime.expansion import UNIT
+from ..runtime.queue import Kernels
 
 SOURCE = "sr_bcrs/sr_bcrs_from_dense.cu"
 THREADS, PIECE, IN_FLIGHT, IMAGE = 256, 1024, 8, 16 * 1024
 """The same as in the kernels: threads of a block, columns that a warp takes, rows that a thread reads at a time, bytes
 of the values that a block of the last kernel puts together."""
 WARPS = THREADS // 32
+KERNELS = Kernels(SOURCE, THREADS)
 ENOUGH = 1024
 """Blocks that fill any device several times over; to have more of them, a block takes fewer groups."""
 
@@ -46,9 +45,8 @@ def mark(x: Array, t: int) -> tuple[Array, Array]:
     bitmap, counts = cupy.empty((tiles, pieces * (PIECE // 32)), "uint32"), cupy.empty((tiles, pieces), "uint32")
     wide = x.data.ptr % UNIT == 0 and K * itemsize % UNIT == 0
     instance = f"mark_vectors<{value_words(x.dtype)}, {str(wide).lower()}>"
-    launch = _launch(instance, "PqqiqqPP", *Target.holding(x))
-    grid = ceil_div(tiles * pieces, WARPS), 1, 1
-    launch(grid, _stream(), x.data.ptr, M, K, t, tiles, pieces, bitmap.data.ptr, counts.data.ptr)
+    blocks = ceil_div(tiles * pieces, WARPS)
+    KERNELS.queue(instance, "PqqiqqPP", blocks, x, M, K, t, tiles, pieces, bitmap, counts)
     return bitmap, counts
 
 
@@ -60,15 +58,16 @@ def fill(x: Array, bitmap: Array, before: Array, first: Array, indices: Array, d
     import cupy
 
     (M, K), (tiles, pieces), (G, t, g) = x.shape, before.shape, data.shape
-    target, stream, index = Target.holding(x), _stream(), INDEX[indices.itemsize]
-    tile_of_group = cupy.empty(G, "uint32")
-    launch = _launch(f"list_vectors<{INDEX[first.itemsize]}, {index}>", "PPPqiqqPP", *target)
-    args = (bitmap.data.ptr, before.data.ptr, first.data.ptr, K, g, tiles, pieces, indices.data.ptr)
-    launch((ceil_div(tiles * pieces, WARPS), 1, 1), stream, *args, tile_of_group.data.ptr)
+    index, tile_of_group = INDEX[indices.itemsize], cupy.empty(G, "uint32")
+    KERNELS.queue(
+        f"list_vectors<{INDEX[first.itemsize]}, {index}>", "PPPqiqqPP", ceil_div(tiles * pieces, WARPS),
+        bitmap, before, first, K, g, tiles, pieces, indices, tile_of_group,
+    )  # fmt: skip
     groups, rows, row_parts = cut(G, t, g, x.dtype.itemsize)
-    launch = _launch(f"gather_vectors<{value_words(x.dtype)}, {index}>", "PqqPPqiiiiiP", *target)
-    read = x.data.ptr, M, K, indices.data.ptr, tile_of_group.data.ptr
-    launch((ceil_div(G, groups) * row_parts, 1, 1), stream, *read, G, t, g, groups, rows, row_parts, data.data.ptr)
+    KERNELS.queue(
+        f"gather_vectors<{value_words(x.dtype)}, {index}>", "PqqPPqiiiiiP", ceil_div(G, groups) * row_parts,
+        x, M, K, indices, tile_of_group, G, t, g, groups, rows, row_parts, data,
+    )  # fmt: skip
 
 
 def cut(G: int, t: int, g: int, itemsize: int) -> tuple[int, int, int]:
@@ -81,14 +80,3 @@ def cut(G: int, t: int, g: int, itemsize: int) -> tuple[int, int, int]:
         rows = IMAGE // row // IN_FLIGHT * IN_FLIGHT
         return 1, rows, ceil_div(t, rows)
     return max(1, min(IMAGE // (t * row), G // ENOUGH)), t, 1
-
-
-def _stream() -> int:
-    import cupy
-
-    return int(cupy.cuda.get_current_stream().ptr)
-
-
-@functools.cache
-def _launch(instance: str, signature: str, arch: str, device_id: int) -> Launch:
-    return Launch(jit.load(SOURCE, instance, arch, device_id), signature, (), THREADS)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 from ....arrays.library import Array, ceil_div, power_of_two
-from ..runtime import jit
-from ..runtime.expansion import Target
-from ..runtime.launch import Launch
 from ..runtime.offsets import Offsets
+from ..runtime.queue import Kernels
 
 SOURCE = "sr_bcrs/sr_bcrs_pieces.cu"
 THREADS, WARP = 256, 32
 """Threads of a block, the same as in the kernel; lanes of a warp."""
+KERNELS = Kernels(SOURCE, THREADS)
 
 
 def instances() -> tuple[str, ...]:
@@ -30,13 +26,5 @@ def offsets_of_tiles(counts: Array, g: int, bound: int) -> Offsets:
 
     n, pieces = counts.shape
     lengths, lanes = cupy.empty(n, "uint32"), min(WARP, power_of_two(pieces))
-    launch = _launch(*Target.holding(counts))
-    grid = ceil_div(n * lanes, THREADS), 1, 1
-    launch(grid, int(cupy.cuda.get_current_stream().ptr), counts.data.ptr, n, pieces, g, lanes, lengths.data.ptr)
+    KERNELS.queue("tile_lengths", "PqqiiP", ceil_div(n * lanes, THREADS), counts, n, pieces, g, lanes, lengths)
     return Offsets(lengths, bound)
-
-
-@functools.cache
-def _launch(arch: str, device_id: int) -> Launch:
-    function: Any = jit.load(SOURCE, "tile_lengths", arch, device_id)
-    return Launch(function, "PqqiiP", (), THREADS)

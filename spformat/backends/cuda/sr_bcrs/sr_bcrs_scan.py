@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ....arrays.dtypes import value_type
 from ....arrays.library import Array
-from ..runtime.scan_launch import INDEX, THREADS, WORDS, Pass, finds_nothing, index, word
+from ..runtime.c_types import INDEX, WORDS, index_type, word_type
+from ..runtime.scan_launch import THREADS, Pass, finds_nothing
 
 SOURCE = "sr_bcrs/sr_bcrs_scan.cu"
 
@@ -19,7 +20,7 @@ def sr_bcrs_sound(shape: tuple[int, int], indptr: Array, indices: Array, data: A
     """Whether indptr [tiles+1], indices [G, g] and data [G, t, g], CuPy, hold a valid matrix; waits for the device."""
     (groups, t, g), tiles = data.shape, indptr.size - 1
     args = (indptr, indices, data, *shape, tiles, groups, t, g, value_type(data.dtype).zero_mask)
-    instance = _instance(word(data), index(indices), index(indptr))
+    instance = _instance(word_type(data), index_type(indices), index_type(indptr))
     return finds_nothing(SOURCE, Pass(instance, "PPPqqqqiiq", args, tiles * THREADS))
 
 

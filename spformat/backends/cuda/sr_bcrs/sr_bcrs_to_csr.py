@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-
 from ....arrays.library import Array, ceil_div
-from ..runtime import jit
-from ..runtime.expansion import INDEX, UNIT, Target
-from ..runtime.launch import Launch
+from ..runtime.c_types import INDEX
+from ..runtime.expansion import UNIT
+from ..runtime.queue import Kernels
 from .sr_bcrs_from_dense import value_words
 
 SOURCE = "sr_bcrs/sr_bcrs_to_csr.cu"
 THREADS = 256
 """Threads of a block; the same as in the kernel."""
+KERNELS = Kernels(SOURCE, THREADS)
 WARPS = THREADS // 32
 ENOUGH, SHORTEST = 8192, 1024
 """Warps that fill a large device; least slots (on average) of a part of a row."""
@@ -66,25 +65,17 @@ def _launch_kernel(
     first: Array, columns: Array, data: Array, counts: Array, indptr: Array | None, indices: Array | None,
     values: Array | None,
 ) -> None:  # fmt: skip
-    import cupy
-
     (M, of_row), (_, t, g) = counts.shape, data.shape
     wide = g * data.dtype.itemsize % UNIT == 0
     ptr, write = INDEX[8 if indptr is None else indptr.itemsize], values is not None
     words = value_words(data.dtype)
     instance = _instance(words, wide, INDEX[first.itemsize], INDEX[columns.itemsize], ptr, write)
-    launch = _launch(instance, *Target.holding(data))
-    written = (0 if a is None else a.data.ptr for a in (indptr, indices, values))
-    grid = ceil_div(ceil_div(M, t) * t * of_row, WARPS), 1, 1
-    args = (*(a.data.ptr for a in (first, columns, data)), M, t, g, of_row, counts.data.ptr)
-    launch(grid, int(cupy.cuda.get_current_stream().ptr), *args, *written)
+    KERNELS.queue(
+        instance, "PPPqiiqPPPP", ceil_div(ceil_div(M, t) * t * of_row, WARPS),
+        first, columns, data, M, t, g, of_row, counts, indptr, indices, values,
+    )  # fmt: skip
 
 
 def _instance(words: str, wide: bool, start: str, idx: str, ptr: str, write: bool) -> str:
     flag = str(wide).lower()
     return f"sr_bcrs_to_csr<{words}, {flag}, {start}, {idx}, {ptr}, {str(write).lower()}>"
-
-
-@functools.cache
-def _launch(instance: str, arch: str, device_id: int) -> Launch:
-    return Launch(jit.load(SOURCE, instance, arch, device_id), "PPPqiiqPPPP", (), THREADS)

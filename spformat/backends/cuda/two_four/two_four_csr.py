@@ -12,13 +12,14 @@ from ....arrays.dtypes import value_type
 from ....arrays.library import ceil_div, index_dtype, namespace
 from ....formats.csr import CSR
 from ....formats.two_four import ROWS, TwoFour, meta_steps
-from ..runtime.kernels_of_file import INDEX, WORDS, KernelsOfFile, index_type, starts_on, value_word
+from ..runtime.c_types import INDEX, WORDS, index_type, word_type
 from ..runtime.offsets import Offsets
+from ..runtime.queue import Kernels, starts_on
 from ..runtime.scratch import Counters
 
 Params = dict[str, Any]
 THREADS, WARP = 256, 32
-KERNELS = KernelsOfFile("two_four/two_four_csr.cu", THREADS)
+KERNELS = Kernels("two_four/two_four_csr.cu", THREADS)
 TILE, PART = 16384, 4096
 """Bytes of a dense tile in shared memory; columns that a warp takes on the way back: the same as in the kernel."""
 WIDE = 16
@@ -54,9 +55,9 @@ def from_csr(a: CSR, params: Params) -> TwoFour | None:
     cols = min(Kp, TILE // itemsize)
     rows = min(32, 1 << (TILE // itemsize // cols).bit_length() - 1)
     strips, refused = ceil_div(Kp, cols), Counters()
-    name = _name("from_csr", value_word(a.data), index_type(a.indices), index_type(a.indptr))
+    name = _name("from_csr", word_type(a.data), index_type(a.indices), index_type(a.indptr))
     KERNELS.queue(
-        name, (*"PPPqqqiiq", Steps, *"PPP"), strips * (Mp // rows), a.data,
+        name, (*"PPPqqqiiq", Steps, *"PPP"), strips * (Mp // rows),
         a.indptr, a.indices, a.data, M, Kp, value_type(a.dtype).zero_mask, rows, cols, strips, _steps((Mp, Kp), order),
         data, meta, refused.address,
     )  # fmt: skip
@@ -70,11 +71,11 @@ def to_csr(a: TwoFour, params: Params) -> CSR | None:
     (M, K), (Mp, Kp) = a.shape, a.padded_shape
     if not (M and K) or not starts_on(a.data, WIDE):
         return None
-    xp, word, live = namespace(a.data), value_word(a.data), value_type(a.dtype).zero_mask
+    xp, word, live = namespace(a.data), word_type(a.data), value_type(a.dtype).zero_mask
     parts, wide = ceil_div(Kp, PART), Kp // 16
     size, blocks = M * parts, ceil_div(M * parts, THREADS // WARP)
     counts = xp.empty(size, np.uint32)
-    KERNELS.queue(_name("count", word), "PqqqqP", blocks, a.data, a.data, size, wide, parts, live, counts)
+    KERNELS.queue(_name("count", word), "PqqqqP", blocks, a.data, size, wide, parts, live, counts)
     offsets = Offsets(counts, M * Kp // 2)
     nnz = offsets.total()  # synchronize!
     indptr = xp.ascontiguousarray(offsets.starts[::parts]).astype(index_dtype(nnz), copy=False)
@@ -82,7 +83,7 @@ def to_csr(a: TwoFour, params: Params) -> CSR | None:
     if nnz:
         KERNELS.queue(
             _name("to_csr", word, index_type(indices), index_type(offsets.starts)), (*"PPqqqq", Steps, *"PPP"), blocks,
-            a.data, a.data, a.meta, size, wide, parts, live, _steps((Mp, Kp), a.meta_order), offsets.starts,
+            a.data, a.meta, size, wide, parts, live, _steps((Mp, Kp), a.meta_order), offsets.starts,
             indices, data,
         )  # fmt: skip
     return CSR.trusted(shape=a.shape, indptr=indptr, indices=indices, data=data)

@@ -6,7 +6,6 @@ Kernels: two_four_pack.cu.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +13,10 @@ from ....arrays.dtypes import value_type
 from ....arrays.library import Array, ceil_div
 from ....products.problem import Problem
 from ..runtime import jit
+from ..runtime.c_types import WORDS
 from ..runtime.expansion import Target, Writer
 from ..runtime.launch import Bound, Launch
-from ..runtime.scan_launch import WORDS
+from ..runtime.queue import Kernels
 from ..runtime.scratch import Counters
 
 SOURCE = "two_four/two_four_pack.cu"
@@ -36,59 +36,61 @@ class TwoFourPack:
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
-        packs = [self._pack(t, o, p, a) for t, o, p, a in (
+        packs = [self._pack_instance(t, o, p, a) for t, o, p, a in (
             ("bfloat16", "logical", False, True), ("bfloat16", "ldmatrix", False, False),
             ("float16", "fragment", True, True), ("bfloat16", "cutlass-sm80", True, False),
         )]  # fmt: skip
         unpacks = (2, "ldmatrix", True), (2, "cutlass-sm80", False), (4, "fragment", True), (1, "logical", False)
-        return (*packs, *(self._unpack(*u) for u in unpacks))
+        return (*packs, *(self._unpack_instance(*u) for u in unpacks))
 
-    def packer(self, x: Any, order: str, prune: bool, data: Any, meta: Any, refused: Any) -> Callable[[], None]:
-        """The launch on the current stream that fills data [Mp, Kp/2] and meta from x [M, K].
+    def pack(self, x: Array, order: str, prune: bool, data: Array, meta: Array, refused: Counters) -> None:
+        """Queue the launch that fills data [Mp, Kp/2] and meta from x [M, K], all CuPy.
 
-        refused: ``Counters``, whose words are for ``two_four_pack`` to read.
+        refused: its words are for ``two_four_pack`` to read.
         """
-        launch = _launch(self._pack(x.dtype.name, order, prune, _aligned(x)), "PqqPPqqqP", self.threads, *_target(x))
-        grid, extents = self._grid(data.shape)
-        args = (x.data.ptr, *x.shape, data.data.ptr, meta.data.ptr, *extents, refused.address)
-        return lambda: launch(grid, _stream(), *args)
+        blocks, extents = self._grid(data.shape)
+        self._kernels.queue(
+            self._pack_instance(x.dtype.name, order, prune, _aligned(x)), "PqqPPqqqP", blocks,
+            x, *x.shape, data, meta, *extents, refused.address,
+        )  # fmt: skip
 
-    def unpacker(self, data: Any, meta: Any, order: str, out: Any) -> Callable[[], None]:
-        """The launch on the current stream that fills out [M, K]."""
-        launch = _launch(
-            self._unpack(data.dtype.itemsize, order, _aligned(out)), "PPPqqqqq", self.threads, *_target(data)
-        )
-        grid, extents = self._grid(data.shape)
-        args = (data.data.ptr, meta.data.ptr, out.data.ptr, *out.shape, *extents)
-        return lambda: launch(grid, _stream(), *args)
+    def unpack(self, data: Array, meta: Array, order: str, out: Array) -> None:
+        """Queue the launch that fills out [M, K]."""
+        blocks, extents = self._grid(data.shape)
+        name = self._unpack_instance(data.dtype.itemsize, order, _aligned(out))
+        self._kernels.queue(name, "PPPqqqqq", blocks, data, meta, out, *out.shape, *extents)
 
     def writer(self, data: Array, meta: Array, order: str, M: int, target: Target) -> Writer:
         """The launches that write the first M rows of the matrix stored in data and meta, which must be valid."""
-        grid, extents = self._grid(data.shape)
+        blocks, extents = self._grid(data.shape)
 
         @functools.cache
         def launch(aligned: bool) -> Launch:
-            function = jit.load(SOURCE, self._unpack(data.dtype.itemsize, order, aligned), *target)
+            function = jit.load(SOURCE, self._unpack_instance(data.dtype.itemsize, order, aligned), *target)
             return Launch(function, "PPPqqqqq", (data, meta), self.threads)
 
         def launches(x: int, ld: int, stream: int) -> list[Bound]:
             # Columns behind K are padding, zeros that may be written too, so that rows are ``ld`` columns here.
             aligned = ld % 8 == 0 and x % ALIGN == 0
-            return [launch(aligned).bind(grid, stream, x, M, ld, *extents)] if M else []
+            return [launch(aligned).bind((blocks, 1, 1), stream, x, M, ld, *extents)] if M else []
 
         return launches
 
-    def _grid(self, packed: tuple[int, int]) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """(grid, (strips of rows, words in a row, pieces of columns)) for data of that shape, [Mp, Kp/2]."""
+    @property
+    def _kernels(self) -> Kernels:
+        return _kernels(self.threads)
+
+    def _grid(self, packed: tuple[int, int]) -> tuple[int, tuple[int, int, int]]:
+        """(blocks, (strips of rows, words in a row, pieces of columns)) for data of that shape, [Mp, Kp/2]."""
         Kp = 2 * packed[1]
         strips, pieces = packed[0] // ROWS, ceil_div(Kp, self.cols)
-        return (strips * pieces, 1, 1), (strips, Kp // 16, pieces)
+        return strips * pieces, (strips, Kp // 16, pieces)
 
-    def _pack(self, dtype: str, order: str, prune: bool, aligned: bool) -> str:
+    def _pack_instance(self, dtype: str, order: str, prune: bool, aligned: bool) -> str:
         flags = ", ".join(str(f).lower() for f in (prune, aligned))
         return f"two_four_pack<{value_type(dtype).cuda}, {ORDERS[order]}, {flags}, {self.cols}, {self.threads}>"
 
-    def _unpack(self, size: int, order: str, aligned: bool) -> str:
+    def _unpack_instance(self, size: int, order: str, aligned: bool) -> str:
         return f"two_four_unpack<{WORDS[size]}, {ORDERS[order]}, {str(aligned).lower()}, {self.cols}, {self.threads}>"
 
 
@@ -104,7 +106,7 @@ def two_four_pack(x: Any, order: str, data: Any, meta: Any, prune: bool = False)
     arrays are correct.
     """
     refused = Counters()
-    BLOCK.packer(x, order, prune, data, meta, refused)()
+    BLOCK.pack(x, order, prune, data, meta, refused)
     count, inverted = refused.get()  # synchronize!
     first, nonzeros = divmod((1 << 64) - 1 - inverted, 8) if count and not prune else (0, 0)
     return count, first, nonzeros
@@ -117,23 +119,13 @@ def expander(a: Any, p: Problem) -> Writer:
 
 def two_four_unpack(data: Any, meta: Any, order: str, out: Any) -> None:
     """Write out [M, K] from data [Mp, Kp/2] and meta, all CuPy and valid: nothing is checked."""
-    BLOCK.unpacker(data, meta, order, out)()
+    BLOCK.unpack(data, meta, order, out)
 
 
 def _aligned(x: Any) -> bool:
     return bool(x.shape[1] % 8 == 0 and x.data.ptr % ALIGN == 0)
 
 
-def _stream() -> int:
-    import cupy
-
-    return int(cupy.cuda.get_current_stream().ptr)
-
-
-def _target(x: Any) -> tuple[str, int]:
-    return jit.architecture(int(x.device.compute_capability), ()), int(x.device.id)
-
-
 @functools.cache
-def _launch(instance: str, signature: str, threads: int, arch: str, device_id: int) -> Launch:
-    return Launch(jit.load(SOURCE, instance, arch, device_id), signature, (), threads)
+def _kernels(threads: int) -> Kernels:
+    return Kernels(SOURCE, threads)

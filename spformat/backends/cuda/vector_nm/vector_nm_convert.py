@@ -17,14 +17,15 @@ from ....arrays.dtypes import value_type
 from ....arrays.library import Array, ceil_div, round_up
 from ....products.problem import Problem
 from ....products.roofline import shared_limit
-from ..runtime import jit
-from ..runtime.expansion import Target, Writer, write_now
-from ..runtime.launch import Bound, Launch
+from ..runtime.c_types import WORDS
+from ..runtime.expansion import Target, Writer
+from ..runtime.launch import Bound
+from ..runtime.queue import Kernels
 from ..runtime.scratch import Counters
 
 SOURCE = "vector_nm/vector_nm_convert.cu"
 THREADS = 256
-WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
+KERNELS = Kernels(SOURCE, THREADS)
 STRIP, ROWS = 64, 64
 """Columns (at least one window) and rows that a block takes together."""
 ALIGN, ONE_PASS = 16, 48 * 1024
@@ -58,6 +59,10 @@ class Packing(ctypes.Structure):
     ]
 
 
+SCATTER = ("P", "P", Sizes, *"qiPq")
+"""The parameters of the kernel that writes a dense array."""
+
+
 def instances() -> tuple[str, ...]:
     """C++ names that the compile tests build."""
     encoders = [
@@ -85,15 +90,15 @@ def vector_nm_encode(x: Array, n: int, m: int, length: int, indices: Array, data
     Returns counters: refused windows, and all ones minus (row group * windows + window) * 512 + vectors of the first.
     """
     sizes, groups, pitch, smem, strip = _encoding(x, n, m, length, indices, data)
-    refused, stream = Counters(), _stream()
+    refused = Counters()
     whole = smem + strip <= ONE_PASS
     _encode(x, sizes, groups, pitch, smem + strip * whole, whole, EXACT, Ranking(), indices, data, refused)
     if not whole:
         pitch, smem = _strip(sizes, x.dtype.itemsize)
-        kernel = _kernel("gather", x.dtype.itemsize, x, ("P", Sizes, "q", "i", "P", "P"), smem)
-        grid = (sizes.strips * ceil_div(sizes.Mp, sizes.rows), 1, 1)
-        mask = value_type(x.dtype).zero_mask
-        kernel(grid, stream, x.data.ptr, sizes, mask, pitch, indices.data.ptr, data.data.ptr)
+        KERNELS.queue(
+            _instance("gather", x.dtype.itemsize), ("P", Sizes, *"qiPP"), sizes.strips * ceil_div(sizes.Mp, sizes.rows),
+            x, sizes, value_type(x.dtype).zero_mask, pitch, indices, data, smem=smem,
+        )  # fmt: skip
     return refused
 
 
@@ -130,12 +135,13 @@ def _encode(
     x: Array, sizes: Sizes, groups: int, pitch: int, smem: int, whole: bool, kind: str, by: Ranking, indices: Array,
     data: Array, refused: Counters,
 ) -> None:  # fmt: skip
-    itemsize, mask, start = x.dtype.itemsize, value_type(x.dtype).zero_mask, x.data.ptr
-    aligned = not (start % ALIGN or x.shape[1] * itemsize % ALIGN or sizes.windows * sizes.m * itemsize % ALIGN)
-    signature = ("P", Sizes, "q", Ranking, "i", "P", "P", "P")
-    kernel = _kernel("encode", itemsize, x, signature, smem, aligned, whole, kind)
-    grid = (sizes.strips * ceil_div(sizes.Q, groups), 1, 1)
-    kernel(grid, _stream(), start, sizes, mask, by, pitch, indices.data.ptr, data.data.ptr, refused.address)
+    itemsize, mask = x.dtype.itemsize, value_type(x.dtype).zero_mask
+    aligned = _wide(sizes, x.data.ptr, x.shape[1], itemsize)
+    KERNELS.queue(
+        _instance("encode", itemsize, aligned, whole, kind), ("P", Sizes, "q", Ranking, *"iPPP"),
+        sizes.strips * ceil_div(sizes.Q, groups),
+        x, sizes, mask, by, pitch, indices, data, refused.address, smem=smem,
+    )  # fmt: skip
 
 
 def expander(a: Any, p: Problem) -> Writer:
@@ -145,32 +151,51 @@ def expander(a: Any, p: Problem) -> Writer:
 
 def vector_nm_to_dense(indices: Array, data: Array, n: int, m: int, length: int, out: Array) -> None:
     """Write out [M, K], all of it, from indices uint8[W, Q] and data [W, Mp], all CuPy."""
-    write_now(_writer(out.shape, indices, data, (n, m, length), Target.holding(data)), out)
+    if not out.size:
+        return
+    itemsize, mask = data.dtype.itemsize, value_type(data.dtype).zero_mask
+    sizes, pitch, smem, blocks = _scattering(out.shape, indices, data, (n, m, length))
+    wide = _wide(sizes, out.data.ptr, out.shape[1], itemsize)
+    KERNELS.queue(
+        _instance("scatter", itemsize, wide), SCATTER, blocks,
+        indices, data, sizes, mask, pitch, out, out.shape[1], smem=smem,
+    )  # fmt: skip
 
 
 def _writer(shape: tuple[int, int], indices: Array, data: Array, nm: tuple[int, int, int], target: Target) -> Writer:
-    sizes, mask, itemsize = _sizes(shape, indices, data, *nm), value_type(data.dtype).zero_mask, data.dtype.itemsize
-    pitch, smem = _strip(sizes, itemsize)
-    strip, grid = sizes.windows * sizes.m * itemsize, (sizes.strips * ceil_div(sizes.M, sizes.rows), 1, 1)
+    mask, itemsize = value_type(data.dtype).zero_mask, data.dtype.itemsize
+    sizes, pitch, smem, blocks = _scattering(shape, indices, data, nm)
 
     def launches(x: int, ld: int, stream: int) -> list[Bound]:
         if not all(shape):
             return []
-        wide = not (x % ALIGN or ld * itemsize % ALIGN or strip % ALIGN)
-        # One launch for all matrices: to build another one takes as long as the kernel does for a small matrix.
-        launch = _launch(_instance("scatter", itemsize, wide), *target, ("P", "P", Sizes, *"qiPq"), smem)
+        name = _instance("scatter", itemsize, _wide(sizes, x, ld, itemsize))
         read = indices.data.ptr, data.data.ptr, bytes(sizes), mask, pitch
-        return [launch.bind(grid, stream, *read, x, ld)]
+        return [KERNELS.launch(name, SCATTER, target, smem).bind((blocks, 1, 1), stream, *read, x, ld)]
 
     return launches
+
+
+def _scattering(
+    shape: tuple[int, int], indices: Array, data: Array, nm: tuple[int, int, int]
+) -> tuple[Sizes, int, int, int]:
+    """(extents, values between rows of a block's strip, its bytes, blocks) of the kernel that writes [M, K]."""
+    sizes = _sizes(shape, indices, data, *nm)
+    pitch, smem = _strip(sizes, data.dtype.itemsize)
+    return sizes, pitch, smem, sizes.strips * ceil_div(sizes.M, sizes.rows)
+
+
+def _wide(sizes: Sizes, address: int, ld: int, itemsize: int) -> bool:
+    """Whether the strips of a dense array start on ``ALIGN`` bytes."""
+    return not (address % ALIGN or ld * itemsize % ALIGN or sizes.windows * sizes.m * itemsize % ALIGN)
 
 
 def vector_nm_pack(indices: Array, n: int, m: int, col_info: Array, ranks: Array) -> None:
     """Fill col_info int16[Tr, Tk, tile_cols] and ranks uint8[Tr, W, Qs] from indices uint8[W, Q], all CuPy."""
     (row_tiles, k_tiles, tile_cols), groups = col_info.shape, ranks.shape[2]
     packing = Packing(*indices.shape, n, m, tile_cols, groups, k_tiles)
-    kernel = _kernel("pack", 0, indices, ("P", Packing, "P", "P"), 0)
-    kernel((row_tiles * k_tiles, 1, 1), _stream(), indices.data.ptr, packing, col_info.data.ptr, ranks.data.ptr)
+    blocks = row_tiles * k_tiles
+    KERNELS.queue(_instance("pack", 0), ("P", Packing, "P", "P"), blocks, indices, packing, col_info, ranks)
 
 
 def _sizes(shape: tuple[int, int], indices: Array, data: Array, n: int, m: int, length: int) -> Sizes:
@@ -190,32 +215,6 @@ def _strip(sizes: Sizes, itemsize: int) -> tuple[int, int]:
     word = max(4, itemsize)
     pitch = (ceil_div(wide * itemsize, word) | 1) * word // itemsize
     return pitch, sizes.rows * pitch * itemsize
-
-
-def _stream() -> int:
-    import cupy
-
-    return int(cupy.cuda.get_current_stream().ptr)
-
-
-@functools.cache
-def _launch(instance: str, arch: str, device_id: int, signature: tuple[Any, ...], smem: int) -> Launch:
-    return Launch(jit.load(SOURCE, instance, arch, device_id, smem), signature, (), THREADS, smem)
-
-
-def _kernel(
-    name: str, itemsize: int, like: Array, signature: tuple[Any, ...], smem: int, *arguments: bool | str
-) -> Launch:
-    """The launch of a kernel on the device of ``like``."""
-    device = like.device
-    return _launch(_instance(name, itemsize, *arguments), _target(device.id), device.id, signature, smem)
-
-
-@functools.cache
-def _target(device_id: int) -> str:
-    import cupy
-
-    return jit.architecture(int(cupy.cuda.Device(device_id).compute_capability), ())
 
 
 @functools.cache

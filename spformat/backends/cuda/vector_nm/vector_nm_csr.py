@@ -12,13 +12,14 @@ from ....arrays.dtypes import value_type
 from ....arrays.library import ceil_div, index_dtype, namespace, round_up
 from ....formats.csr import CSR
 from ....formats.vector_nm import VectorNM
-from ..runtime.kernels_of_file import INDEX, WORDS, KernelsOfFile, index_type, starts_on, value_word
+from ..runtime.c_types import INDEX, WORDS, index_type, word_type
 from ..runtime.offsets import Offsets
+from ..runtime.queue import Kernels, starts_on
 from ..runtime.scratch import Counters
 
 Params = dict[str, Any]
 THREADS, WARPS = 256, 8
-KERNELS = KernelsOfFile("vector_nm/vector_nm_csr.cu", THREADS)
+KERNELS = Kernels("vector_nm/vector_nm_csr.cu", THREADS)
 TILE, ROWS = 32768, 64
 """Bytes of a tile in shared memory, rows of a tile at most: the same as in the kernel."""
 STRIP = 128
@@ -65,20 +66,20 @@ def from_csr(a: CSR, params: Params) -> VectorNM | None:
     s = Extents(M, Mp, Q, W, words, ceil_div(windows, per_strip), n, m, length, per_strip * m)
     mask = value_type(a.dtype).zero_mask
     used, parts = xp.zeros((Q, words), np.uint32), xp.empty((M, s.strips + 1), np.uint32)
-    types, csr = (value_word(a.data), index_type(a.indices), index_type(a.indptr)), (a.indptr, a.indices, a.data)
+    types, csr = (word_type(a.data), index_type(a.indices), index_type(a.indptr)), (a.indptr, a.indices, a.data)
     shares = max(1, min(TASKS // M, a.nnz // M // ITEMS))
     KERNELS.queue(
-        _name("mark", *types), ("P", "P", "P", Extents, *"qqPP"), ceil_div(M * shares, WARPS), a.data,
+        _name("mark", *types), ("P", "P", "P", Extents, *"qqPP"), ceil_div(M * shares, WARPS),
         *csr, s, mask, shares, used, parts,
     )  # fmt: skip
     refused, indices, data = Counters(), xp.empty((W, Q), np.uint8), xp.empty((W, Mp), a.dtype)
     KERNELS.queue(
-        "spformat::vector_nm::choose", ("P", Extents, *"qPP"), ceil_div(Q, 32) * ceil_div(windows, WARPS), a.data,
+        "spformat::vector_nm::choose", ("P", Extents, *"qPP"), ceil_div(Q, 32) * ceil_div(windows, WARPS),
         used, s, windows, indices, refused.address,
     )  # fmt: skip
     rows, pitch = _tile(per_strip * n, a.dtype.itemsize)
     KERNELS.queue(
-        _name("place", *types), ("P", "P", "P", Extents, *"qiiPPP"), s.strips * ceil_div(Mp, rows), a.data,
+        _name("place", *types), ("P", "P", "P", Extents, *"qiiPPP"), s.strips * ceil_div(Mp, rows),
         *csr, s, mask, rows, pitch, used, parts, data,
         smem=round_up(per_strip * n * pitch * a.dtype.itemsize, WIDE),
     )  # fmt: skip
@@ -94,11 +95,11 @@ def to_csr(a: VectorNM, params: Params) -> CSR | None:
     (M, K), (W, Mp), Q = a.shape, a.data.shape, a.row_groups
     if not (M and K and W):
         return None
-    xp, word, itemsize, live = namespace(a.data), value_word(a.data), a.dtype.itemsize, value_type(a.dtype).zero_mask
+    xp, word, itemsize, live = namespace(a.data), word_type(a.data), a.dtype.itemsize, value_type(a.dtype).zero_mask
     tiles = ceil_div(W, 64 if itemsize == 8 else 128)
     piece = WIDE // itemsize if Mp * itemsize % WIDE == 0 and starts_on(a.data, WIDE) else 1
     blocks, counts = tiles * ceil_div(M, ROWS), xp.empty(M * tiles, np.uint32)
-    KERNELS.queue(_name("count", word, piece), "PqqqqqP", blocks, a.data, a.data, M, Mp, W, tiles, live, counts)
+    KERNELS.queue(_name("count", word, piece), "PqqqqqP", blocks, a.data, M, Mp, W, tiles, live, counts)
     offsets = Offsets(counts, W * Mp)
     nnz = offsets.total()  # synchronize!
     indptr = xp.ascontiguousarray(offsets.starts[::tiles]).astype(index_dtype(nnz), copy=False)
@@ -106,7 +107,7 @@ def to_csr(a: VectorNM, params: Params) -> CSR | None:
     if nnz:
         KERNELS.queue(
             _name("to_csr", word, piece, index_type(indices), index_type(offsets.starts)), "PPqqqqiiiqqPPP", blocks,
-            a.data, a.indices, a.data, M, Mp, Q, W, a.n, a.m, a.vector_length, tiles, live, offsets.starts,
+            a.indices, a.data, M, Mp, Q, W, a.n, a.m, a.vector_length, tiles, live, offsets.starts,
             indices, data,
         )  # fmt: skip
     return CSR.trusted(shape=a.shape, indptr=indptr, indices=indices, data=data)
