@@ -16,6 +16,8 @@ from . import missing
 LARGE = ((130, 300), (19, 2011), (2011, 3))
 """The largest shapes, in place of those of ``conversions.py``: a case takes seconds of the emulator, not minutes."""
 PRUNING = "pruning"
+SHOWN = 5
+"""After so many differences of a format the next one follows."""
 
 
 def main() -> int:
@@ -60,6 +62,8 @@ def main() -> int:
                 case = conversions.drawn(formats[name], seed, dtypes)
                 found = conversions.differences(case, device)
             wrong += _printed(name, case, found)
+            if wrong >= SHOWN:
+                break
         launches, seconds = stand_in.LAUNCHES.total() - before, time.perf_counter() - start
         result = f"{wrong} DIFFERENT" if wrong else "equal"
         print(f"{name}: {options.cases} cases, {launches} launches, {result}, {seconds:.1f} s", flush=True)
@@ -76,7 +80,7 @@ def _printed(name: str, case: object, found: Iterator[str]) -> int:
             print(f"DIFFERENT {name}: {text[:1500]}\n    of {case}", flush=True)
     except Exception:  # a fault of a kernel, or of what is around it: the other cases run
         wrong += 1
-        print(f"RAISED {name}: {case}\n{traceback.format_exc(limit=-8)[:4000]}", flush=True)
+        print(f"RAISED {name}: {case}\n{traceback.format_exc(limit=-3)[:4000]}", flush=True)
     return wrong
 
 

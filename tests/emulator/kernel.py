@@ -71,7 +71,7 @@ class Kernel:
         sizes, base = {}, 0
         for line in symbols.splitlines():
             fields = line.split()
-            if len(fields) < 8:
+            if len(fields) < 8 or not fields[0].rstrip(":").isdigit():
                 continue
             value, size, kind, section, name = int(fields[1], 16), fields[2], fields[3], fields[6], fields[7]
             if name == "emu_run":

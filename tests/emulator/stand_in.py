@@ -33,7 +33,7 @@ class Function:
     of_handle: dict[int, Function] = {}  # noqa: RUF012
 
     def __init__(self, kernel: Kernel) -> None:
-        self.kernel = kernel
+        self.emulated = kernel
         self.ptr = 4096 + len(self.of_handle)
         self.of_handle[self.ptr] = self
         self.shared_size_bytes, self.max_dynamic_shared_size_bytes = kernel.static_shared, 0
@@ -71,7 +71,7 @@ def launch_kernel(
 ) -> None:
     """``cuLaunchKernel``."""
     f = Function.of_handle[handle]
-    kernel, most = f.kernel, f.max_dynamic_shared_size_bytes
+    kernel, most = f.emulated, f.max_dynamic_shared_size_bytes
     LAUNCHES[kernel.instance] += 1
     if smem > max(STATIC_SHARED - kernel.static_shared, most):
         raise EmulatorError(
