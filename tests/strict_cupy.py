@@ -48,6 +48,12 @@ class Array(NDArrayOperatorsMixin):
     def __index__(self) -> int:
         return self.host.__index__()
 
+    def __repr__(self) -> str:
+        return repr(self.host)
+
+    def __str__(self) -> str:
+        return str(self.host)
+
     def __len__(self) -> int:
         return len(self.host)
 
