@@ -73,7 +73,7 @@ def cache() -> Path:
 @functools.cache
 def _own_text() -> str:
     """What every build depends on: the files of the emulator, the CUDA headers' folder and the compiler."""
-    files = [*sorted(DEVICE.rglob("*.h")), HERE / "ptx.py", HERE / "build.py"]
+    files = [*sorted(p for p in DEVICE.rglob("*") if p.suffix in (".h", ".cpp")), HERE / "ptx.py", HERE / "build.py"]
     version = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
     return "".join([*(p.read_text() for p in files), str(headers()), version])
 
@@ -98,7 +98,7 @@ def shared_object(name: str, text: str, instance: str, folders: Iterable[Path]) 
         main = f'#include "emulator.h"\nnamespace emu_user {{\n#include "{name}"\nEMU_KERNEL({instance})\n}}\n'
         (build / "main.cpp").write_text(main)
         _run("g++", *FLAGS, f"-I{ready}", f"-I{build}", *_cuda(), "-c", build / "main.cpp", "-o", build / "kernel.o")
-        _run("g++", "-shared", build / "kernel.o", "-lrt", "-o", build / "kernel.so")
+        _run("g++", "-shared", build / "kernel.o", ready / "fibers.o", "-lrt", "-o", build / "kernel.so")
         (build / "kernel.o").unlink()
         _publish(build, folder)
     return folder / "kernel.so"
@@ -106,13 +106,14 @@ def shared_object(name: str, text: str, instance: str, folders: Iterable[Path]) 
 
 @functools.cache
 def _precompiled() -> Path:
-    """A folder with the compiled ``emulator.h``: a kernel then builds in a third of the time."""
+    """A folder with what is compiled once, the scheduler and ``emulator.h``: a kernel then builds in a third of the time."""
     folder = cache() / f"header-{_hash(_own_text())}"
     if not folder.exists():
         with tempfile.TemporaryDirectory(prefix="build-", dir=cache()) as room:
             build = Path(room, "header")
             shutil.copytree(DEVICE, build)
             _run("g++", *FLAGS, *_cuda(), "-x", "c++-header", build / "emulator.h", "-o", build / "emulator.h.gch")
+            _run("g++", *FLAGS, *_cuda(), "-c", build / "fibers.cpp", "-o", build / "fibers.o")
             _publish(build, folder)
     return folder
 

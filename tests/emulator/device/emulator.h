@@ -2,24 +2,11 @@
 // of one thread of the operating system. For x86-64 Linux and g++ -std=c++17.
 #pragma once
 #include <algorithm>
-#include <climits>
 #include <cmath>
-#include <csetjmp>
-#include <csignal>
-#include <cstdarg>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <ctime>
-#include <random>
 #include <type_traits>
 #include <utility>
-#include <vector>
-#include <sys/mman.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#include <ucontext.h>
 #include <vector_types.h>
 #include <vector_functions.h>
 #include <cuda_fp16.h>
