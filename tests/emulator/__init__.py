@@ -18,7 +18,7 @@ Not seen: races between blocks (they run one after the other), the order of memo
 Not emulated: tensor cores, cp.async, TMA, named barriers, other PTX than that in ``ptx.py``: reaching it is an error.
 """
 
-from .build import missing
-from .kernel import EmulatorError, Kernel
+from .build import EmulatorError, missing
+from .kernel import Kernel
 
 __all__ = ["EmulatorError", "Kernel", "missing"]

@@ -44,7 +44,7 @@ def main() -> int:
     from spformat.formats import registered
 
     if not options.large:
-        conversions.LARGE = LARGE
+        vars(conversions)["LARGE"] = LARGE
     dtypes = tuple(options.dtypes or (t for t in VALUE_TYPES if has_dtype("cuda", t)))
     formats = {f.name: f for f in registered()}
     names = options.formats or [*formats, PRUNING]

@@ -60,13 +60,14 @@ def headers() -> Path | None:
 @functools.cache
 def cache() -> Path:
     """``SPFORMAT_EMULATOR_CACHE``, else ``build/emulator`` of the checkout (``rm -r`` it at any time), else a folder that is new."""
-    for folder in filter(None, (os.environ.get("SPFORMAT_EMULATOR_CACHE"), HERE.parents[1] / "build" / "emulator")):
+    asked = os.environ.get("SPFORMAT_EMULATOR_CACHE")
+    for folder in (*([Path(asked)] if asked else []), HERE.parents[1] / "build" / "emulator"):
         try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError:
             continue
         if os.access(folder, os.W_OK):
-            return Path(folder)
+            return folder
     return Path(tempfile.mkdtemp(prefix="spformat-emulator-"))
 
 

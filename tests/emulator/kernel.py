@@ -98,7 +98,7 @@ class Kernel:
             data = copies.addresses[i].to_bytes(8, "little") if pointer else self._bytes(i, argument, size, kind)
             slots.append(ctypes.create_string_buffer(data, max(16, len(data))))
         pointers = (ctypes.c_void_p * max(1, len(slots)))(*map(ctypes.addressof, slots))
-        options = {
+        options: dict[str, Any] = {
             "seed": seed,
             "shuffle_blocks": shuffle_blocks,
             "shuffle_threads": shuffle_threads,

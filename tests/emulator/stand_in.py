@@ -196,7 +196,7 @@ def install() -> None:
 
     from spformat.backends.cuda.runtime import scratch
 
-    scratch._exchange_mode = lambda: lambda _: 0  # a function of the driver's library
+    vars(scratch)["_exchange_mode"] = lambda: lambda _: 0  # a function of the driver's library
 
 
 def _of_numpy(name: str) -> Any:
