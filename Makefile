@@ -1,6 +1,7 @@
 # Everything runs from a bare checkout: each target makes the environment it needs, and a second run reuses it.
 #   make demo      convert a real small pruned checkpoint, validate it, multiply with it, print a table
 #   make test      all tests that need no GPU and no torch
+#   make emulate   random conversions by CUDA kernels on the CPU, compared with the numpy code: no GPU needed, but g++
 #   make torch     the tests of spformat.torch on the CPU, with torch and transformers in an environment of their own
 PYTHON     ?= python3
 GPU_PYTHON ?= $(PYTHON)
@@ -10,11 +11,11 @@ SANITIZER  ?= compute-sanitizer
 BIN        := $(VENV)/bin
 PIP        := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help demo test check torch fuzz nightly gpu fixtures docs bench clean
+.PHONY: help demo test check emulate torch fuzz nightly gpu fixtures docs bench clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo | test | check | torch | fuzz | nightly | gpu | fixtures | docs | bench | clean"
+	@echo "make demo | test | check | emulate | torch | fuzz | nightly | gpu | fixtures | docs | bench | clean"
 
 demo: $(VENV)/cpu.stamp
 	$(BIN)/python fixtures/demo.py
@@ -27,6 +28,12 @@ check: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(PYTEST) -n auto
+
+# CASES random cases of every format, the first with SEED. EMULATE="--formats csr" narrows it: tests/emulator has its options.
+CASES ?= 20
+SEED  ?= 0
+emulate: $(VENV)/test.stamp
+	PYTHONPATH=tests $(BIN)/python -m emulator --cases $(CASES) --seed $(SEED) $(EMULATE)
 
 # torch is large, so it is in no other environment. A build for the CPU is enough, and smaller than the default one:
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make torch

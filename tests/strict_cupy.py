@@ -1,11 +1,11 @@
 """A CuPy without a GPU whose arrays are no numpy arrays: code that mixes the two, or calls what CuPy lacks, fails here.
 
-``stand_in_cupy`` has numpy's own arrays, for tests of copies; this one is for converters.
+``stand_in_cupy`` has numpy's own arrays, for tests of copies; this one is for converters. ``emulator.stand_in`` adds launches.
 """
 
 from __future__ import annotations
 
-from types import ModuleType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,13 +28,13 @@ class Array(NDArrayOperatorsMixin):
         raise TypeError("implicit conversion to a numpy array is not allowed")
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        return _wrapped(getattr(ufunc, method)(*map(_plain, inputs), **{k: _plain(v) for k, v in options.items()}))
+        return wrapped(getattr(ufunc, method)(*map(plain, inputs), **{k: plain(v) for k, v in options.items()}))
 
     def __getitem__(self, at: Any) -> Any:
-        return _wrapped(self.host[_plain(at)])
+        return wrapped(self.host[plain(at)])
 
     def __setitem__(self, at: Any, value: Any) -> None:
-        self.host[_plain(at)] = _plain(value)
+        self.host[plain(at)] = plain(value)
 
     def __int__(self) -> int:
         return int(self.host)
@@ -42,17 +42,33 @@ class Array(NDArrayOperatorsMixin):
     def __bool__(self) -> bool:
         return bool(self.host)
 
+    def __float__(self) -> float:
+        return float(self.host)
+
+    def __index__(self) -> int:
+        return self.host.__index__()
+
+    def __repr__(self) -> str:
+        return repr(self.host)
+
+    def __str__(self) -> str:
+        return str(self.host)
+
+    def __len__(self) -> int:
+        return len(self.host)
+
+    def __iter__(self) -> Any:
+        return map(wrapped, self.host)
+
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.host, name)
         if not callable(found) or isinstance(found, np.dtype):
-            return _wrapped(found)
-        return lambda *args, **options: _wrapped(
-            found(*map(_plain, args), **{k: _plain(v) for k, v in options.items()})
-        )
+            return wrapped(found)
+        return lambda *args, **options: wrapped(found(*map(plain, args), **{k: plain(v) for k, v in options.items()}))
 
     @property
     def data(self) -> Any:
-        return SimpleNamespace(ptr=0)
+        return SimpleNamespace(ptr=self.host.ctypes.data)
 
     @property
     def device(self) -> Any:
@@ -63,10 +79,25 @@ class Array(NDArrayOperatorsMixin):
 
 
 class Device:
-    """A device, or anything else that is entered."""
+    """A device, or anything else that is entered. Its numbers are those of an H200."""
 
-    def __init__(self, number: int) -> None:
-        self.id = number
+    compute_capability = "90"
+    attributes = MappingProxyType(
+        {"MultiProcessorCount": 132, "MaxSharedMemoryPerBlockOptin": 232448, "L2CacheSize": 60 << 20}
+    )
+    mem_info = (1 << 36, 1 << 37)
+
+    def __init__(self, number: int | None = 0) -> None:
+        self.id = number or 0
+
+    def __int__(self) -> int:
+        return self.id
+
+    def synchronize(self) -> None:
+        pass
+
+    def use(self) -> None:
+        pass
 
     def __enter__(self) -> Device:
         return self
@@ -80,10 +111,10 @@ def module() -> ModuleType:
     cupy: Any = ModuleType("cupy")
     cupy.__version__, cupy.ndarray = "strict", Array
     cupy.asarray = lambda x, dtype=None: x if isinstance(x, Array) else Array(np.array(x, dtype))
-    cupy.ascontiguousarray = lambda x: Array(np.ascontiguousarray(_plain(x)))
+    cupy.ascontiguousarray = lambda x: Array(np.ascontiguousarray(plain(x)))
     for name in FUNCTIONS:
-        setattr(cupy, name, _function(getattr(np, name)))
-    cupy.add = SimpleNamespace(reduceat=_function(np.add.reduceat))
+        setattr(cupy, name, function(getattr(np, name)))
+    cupy.add = SimpleNamespace(reduceat=function(np.add.reduceat))
     error = SimpleNamespace(OutOfMemoryError=MemoryError)
     cupy.cuda = SimpleNamespace(
         Device=Device, memory=error, runtime=SimpleNamespace(CUDARuntimeError=type("CUDARuntimeError", (RuntimeError,), {}))
@@ -91,19 +122,19 @@ def module() -> ModuleType:
     return cupy  # type: ignore[no-any-return]
 
 
-def _function(function: Any) -> Any:
-    return lambda *args, **options: _wrapped(function(*map(_plain, args), **{k: _plain(v) for k, v in options.items()}))
+def function(function: Any) -> Any:
+    return lambda *args, **options: wrapped(function(*map(plain, args), **{k: plain(v) for k, v in options.items()}))
 
 
-def _plain(x: Any) -> Any:
+def plain(x: Any) -> Any:
     if isinstance(x, np.ndarray) and x.ndim:
         raise TypeError("Unsupported type <class 'numpy.ndarray'>")  # CuPy's own words
     if isinstance(x, tuple | list):
-        return type(x)(map(_plain, x))
+        return type(x)(map(plain, x))
     return x.host if isinstance(x, Array) else x
 
 
-def _wrapped(x: Any) -> Any:
+def wrapped(x: Any) -> Any:
     if isinstance(x, tuple) and x and isinstance(x[0], np.ndarray):
-        return tuple(map(_wrapped, x))
+        return tuple(map(wrapped, x))
     return Array(np.asarray(x)) if isinstance(x, np.ndarray | np.generic) else x

@@ -1,0 +1,404 @@
+// Threads of a block as fibers: a switch of stacks, barriers of the block, operations of a warp, who runs next; blocks one
+// after the other, and faults as messages. Compiled once, and linked to every kernel.
+#include "emulator.h"
+
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include <csetjmp>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <ctime>
+#include <random>
+#include <vector>
+
+#pragma GCC visibility push(hidden)
+
+extern "C" void emu_switch(void** save, void* to);
+asm(R"(
+.text
+.p2align 4
+.globl emu_switch
+.hidden emu_switch
+.type emu_switch,@function
+emu_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+.size emu_switch,.-emu_switch
+)");
+
+uint3 threadIdx, blockIdx;
+dim3 blockDim, gridDim;
+
+namespace emu {
+
+int current;
+char* dynamic_shared;
+
+enum State : unsigned char { READY, AT_BARRIER, AT_WARP, EXITED };
+static const char* const names[] = {"__syncthreads", "__syncthreads_or", "__syncthreads_and", "__syncthreads_count", "__syncwarp",
+    "__shfl*_sync", "__ballot_sync", "__any_sync", "__all_sync", "__uni_sync", "__match_any_sync", "__match_all_sync", "__reduce_add_sync",
+    "__reduce_min_sync", "__reduce_max_sync", "__reduce_min_sync", "__reduce_max_sync", "__reduce_or_sync", "__reduce_and_sync",
+    "__reduce_xor_sync"};
+
+struct Fiber {
+    void* sp;
+    State state;
+    Op op;
+    u32 mask, source;   // source: the lane whose value a shuffle takes, 32 for the lane's own
+    u64 value, result;
+    void* where;
+    uint3 tid;
+};
+
+constexpr size_t STACK = 64 * 1024, PAGE = 4096, DYNAMIC = 256 * 1024;
+constexpr int MOST = 1024;
+static Fiber fibers[MOST];
+static char* stacks;  // one for each fiber, shared by all kernels of a process
+static char alternate[64 * 1024];  // where faults are handled: a fiber's own stack may be what overflowed
+static char* dynamic_end;
+static int threads, live, at_barrier;
+static void* scheduler_sp;
+static volatile int in_user;
+static volatile int stalled_ticks;
+static sigjmp_buf escape;
+static char* report_text;
+static size_t report_room;
+static double deadline;
+static void (*body)(void**);
+static void** body_args;
+
+double now() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + 1e-9 * t.tv_nsec;
+}
+
+inline size_t say(size_t at, const char* format, ...) {
+    if (at >= report_room) return at;
+    va_list list;
+    va_start(list, format);
+    const int n = vsnprintf(report_text + at, report_room - at, format, list);
+    va_end(list);
+    return at + (n > 0 ? n : 0);
+}
+
+[[noreturn]] inline void fail(const char* what, void* where, const char* more = "") {
+    in_user = 0;
+    say(0, "%s at @%p in thread (%u,%u,%u) of block (%u,%u,%u), block size (%u,%u,%u), grid (%u,%u,%u)%s", what, where, threadIdx.x,
+        threadIdx.y, threadIdx.z, blockIdx.x, blockIdx.y, blockIdx.z, blockDim.x, blockDim.y, blockDim.z, gridDim.x, gridDim.y, gridDim.z,
+        more);
+    siglongjmp(escape, 1);
+}
+
+inline void enter() { in_user = 0; }
+inline void leave() {
+    threadIdx = fibers[current].tid;
+    stalled_ticks = 0;
+    asm volatile("" ::: "memory");
+    in_user = 1;
+}
+// Back to the scheduler; returns when this fiber is run again.
+__attribute__((noinline)) static void give_way() {
+    Fiber& f = fibers[current];
+    emu_switch(&f.sp, scheduler_sp);
+    leave();
+}
+void yield() {
+    enter();
+    give_way();
+}
+
+static void release_barrier() {
+    if (!live || at_barrier != live) return;
+    bool any = false, all = true;
+    u64 count = 0;
+    for (int t = 0; t < threads; ++t)
+        if (fibers[t].state == AT_BARRIER) any |= fibers[t].value != 0, all &= fibers[t].value != 0, count += fibers[t].value != 0;
+    Op op = SYNCTHREADS;
+    bool first = true;
+    for (int t = 0; t < threads; ++t) {
+        Fiber& f = fibers[t];
+        if (f.state != AT_BARRIER) continue;
+        if (first) op = f.op, first = false;
+        if (f.op != op) fail("threads of a block meet at different kinds of __syncthreads", f.where);
+    }
+    for (int t = 0; t < threads; ++t) {
+        Fiber& f = fibers[t];
+        if (f.state != AT_BARRIER) continue;
+        f.result = f.op == SYNCTHREADS_OR ? any : f.op == SYNCTHREADS_AND ? all : count;
+        f.state = READY;
+    }
+    at_barrier = 0;
+}
+
+// Completes the warp operation with this mask if every lane of it that has not exited waits there.
+static void release_warp(int warp, u32 mask, Op op) {
+    Fiber* const w = fibers + 32 * warp;
+    const int lanes = std::min(32, threads - 32 * warp);
+    u32 there = 0;
+    for (int l = 0; l < lanes; ++l) {
+        if (!(mask >> l & 1) || w[l].state == EXITED) continue;
+        if (w[l].state != AT_WARP || w[l].mask != mask || w[l].op != op) return;
+        there |= 1u << l;
+    }
+    if (!there) return;
+    u64 all = 0;
+    bool first = true, same = true;
+    u64 example = 0;
+    for (int l = 0; l < lanes; ++l) {
+        if (!(there >> l & 1)) continue;
+        const u64 v = w[l].value;
+        const u32 x = (u32)v;
+        if (first) example = v, all = op == RED_ADD || op == RED_OR || op == RED_XOR || op == BALLOT || op == ANY ? 0 : op == RED_AND || op == ALL ? ~0ull : v;
+        same &= v == example;
+        switch (op) {
+            case BALLOT: all |= (u64)(v != 0) << l; break;
+            case ANY: all |= v != 0; break;
+            case ALL: all = all && v != 0; break;
+            case RED_ADD: all = (u32)(all + x); break;
+            case RED_OR: all |= x; break;
+            case RED_AND: all &= x; break;
+            case RED_XOR: all ^= x; break;
+            case RED_MIN_U: all = std::min((u32)all, x); break;
+            case RED_MAX_U: all = std::max((u32)all, x); break;
+            case RED_MIN_S: all = (u32)std::min((int)(u32)all, (int)x); break;
+            case RED_MAX_S: all = (u32)std::max((int)(u32)all, (int)x); break;
+            default: break;
+        }
+        first = false;
+    }
+    for (int l = 0; l < lanes; ++l) {
+        if (!(there >> l & 1)) continue;
+        Fiber& f = w[l];
+        if (op == SHFL)  // what comes from a lane that takes no part is undefined
+            f.result = f.source == 32 ? f.value : there >> f.source & 1 ? w[f.source].value : 0xBADBADBADBADBADBull;
+        else if (op == MATCH_ANY) {
+            f.result = 0;
+            for (int k = 0; k < lanes; ++k)
+                if (there >> k & 1 && w[k].value == f.value) f.result |= 1u << k;
+        } else
+            f.result = op == MATCH_ALL ? (same ? there : 0) : op == UNI ? same : all;
+    }
+    for (int l = 0; l < lanes; ++l)
+        if (there >> l & 1) w[l].state = READY;
+}
+
+u64 block_op(Op op, u64 value) {
+    enter();
+    Fiber& f = fibers[current];
+    f.op = op, f.value = value, f.where = __builtin_return_address(0);
+    f.state = AT_BARRIER;
+    ++at_barrier;
+    release_barrier();
+    if (f.state == READY)
+        leave();
+    else
+        give_way();
+    return f.result;
+}
+
+u64 warp_op(Op op, u32 mask, u64 value, u32 source) {
+    enter();
+    Fiber& f = fibers[current];
+    f.op = op, f.mask = mask, f.value = value, f.source = source, f.where = __builtin_return_address(0);
+    if (!(mask >> current % 32 & 1)) fail("a lane calls a warp operation with a mask that does not name it", f.where);
+    f.state = AT_WARP;
+    release_warp(current / 32, mask, op);
+    if (f.state == READY)
+        leave();
+    else
+        give_way();
+    return f.result;
+}
+
+static void start_fiber() {
+    leave();
+    body(body_args);
+    enter();
+    Fiber& f = fibers[current];
+    f.state = EXITED;
+    --live;
+    release_barrier();
+    const int warp = current / 32;
+    for (int l = 32 * warp; l < std::min(threads, 32 * warp + 32); ++l)
+        if (fibers[l].state == AT_WARP) release_warp(warp, fibers[l].mask, fibers[l].op);
+    emu_switch(&f.sp, scheduler_sp);
+    abort();
+}
+
+static void deadlock() {
+    in_user = 0;
+    size_t at = say(0, "deadlock in block (%u,%u,%u): %d of %d threads have exited, %d wait at a barrier of the block", blockIdx.x, blockIdx.y,
+                    blockIdx.z, threads - live, threads, at_barrier);
+    int shown = 0;
+    for (int t = 0; t < threads && shown < 12; ++t) {
+        const Fiber& f = fibers[t];
+        if (f.state == EXITED) continue;
+        const Fiber& p = fibers[t ? t - 1 : 0];
+        if (t && p.state == f.state && p.where == f.where && (f.state == AT_BARRIER || p.mask == f.mask)) continue;
+        at = say(at, "\n  thread %d waits at %s", t, names[f.op]);
+        if (f.state == AT_WARP) at = say(at, " mask %08x", f.mask);
+        at = say(at, " @%p", f.where);
+        ++shown;
+    }
+    siglongjmp(escape, 1);
+}
+
+static void run_block(bool shuffled, std::mt19937_64& random) {
+    static int order[MOST];
+    live = threads, at_barrier = 0;
+    memset(dynamic_shared, 0xCD, dynamic_end - dynamic_shared);
+    for (int t = 0; t < threads; ++t) {
+        Fiber& f = fibers[t];
+        order[t] = t;
+        f.state = READY;
+        f.tid = uint3{t % blockDim.x, t / blockDim.x % blockDim.y, t / (blockDim.x * blockDim.y)};
+        void** top = reinterpret_cast<void**>(stacks + (t + 1) * STACK - 64);
+        *--top = nullptr;  // keeps the stack as a call leaves it: 8 below a multiple of 16 at the entry
+        *--top = reinterpret_cast<void*>(&start_fiber);
+        for (int i = 0; i < 6; ++i) *--top = nullptr;
+        f.sp = top;
+    }
+    while (live) {
+        bool went = false;
+        if (shuffled) std::shuffle(order, order + threads, random);
+        for (int i = 0; i < threads; ++i) {
+            const int t = order[i];
+            if (fibers[t].state != READY) continue;
+            current = t, went = true;
+            emu_switch(&scheduler_sp, fibers[t].sp);
+            in_user = 0;
+        }
+        if (!went && live) deadlock();
+    }
+}
+
+static void on_tick(int, siginfo_t*, void* context) {
+    if (!in_user) return;
+    if (now() > deadline) {
+        in_user = 0;
+        fail("time is up (a loop without end, or a thread that waits for another block that does not run yet)",
+             reinterpret_cast<void*>(static_cast<ucontext_t*>(context)->uc_mcontext.gregs[REG_RIP]));
+    }
+    if (++stalled_ticks > 1) yield();  // it may be waiting for another thread of its block in a loop
+}
+
+static void on_fault(int number, siginfo_t* info, void* context) {
+    in_user = 0;
+    void* const rip = reinterpret_cast<void*>(static_cast<ucontext_t*>(context)->uc_mcontext.gregs[REG_RIP]);
+    char more[64];
+    snprintf(more, sizeof more, "\n  fault address #%p", info->si_addr);
+    const char* a = static_cast<char*>(info->si_addr);
+    const bool in_stack = stacks && a >= stacks && a < stacks + MOST * STACK;
+    const bool in_shared = dynamic_end && a >= dynamic_end && a < dynamic_end + PAGE;
+    fail(number == SIGFPE ? "integer division by zero" : in_stack ? "the stack of a thread (64 KB) overflows"
+         : in_shared ? "access behind the dynamic shared memory of the launch"
+         : number == SIGSEGV || number == SIGBUS ? "access outside of the arrays" : "signal", rip, number == SIGFPE ? "" : more);
+}
+
+static void set_up(char* given) {  // the stacks, their lowest pages closed, are shared by all kernels of a process
+    stacks = given;
+    if (dynamic_end) return;
+    char* room = static_cast<char*>(mmap(nullptr, DYNAMIC + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    mprotect(room + DYNAMIC, PAGE, PROT_NONE);
+    dynamic_end = room + DYNAMIC;
+}
+
+int run(void (*entry)(void**), void** args, const Options& o, char* text, u64 room, const char* base) {
+    set_up(o.stacks);
+    report_text = text, report_room = room;
+    text[0] = 0;
+    body = entry, body_args = args;
+    blockDim = dim3(o.block[0], o.block[1], o.block[2]), gridDim = dim3(o.grid[0], o.grid[1], o.grid[2]);
+    threads = blockDim.x * blockDim.y * blockDim.z;
+    dynamic_shared = dynamic_end - (o.smem + 15) / 16 * 16;
+    const u64 blocks = (u64)gridDim.x * gridDim.y * gridDim.z;
+    std::mt19937_64 random(o.seed);
+    std::vector<u64> order;
+    if (o.shuffle_blocks) {
+        order.resize(blocks);
+        for (u64 i = 0; i < blocks; ++i) order[i] = i;
+        std::shuffle(order.begin(), order.end(), random);
+    }
+    const int tick_signal = SIGRTMIN + 7;
+    const int signals[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE, tick_signal};
+    // A timer for this thread alone: the one of the process belongs to whoever limits the time of tests.
+    sigevent event{};
+    event.sigev_notify = SIGEV_THREAD_ID, event.sigev_signo = tick_signal;
+    event._sigev_un._tid = (pid_t)syscall(SYS_gettid);
+    timer_t timer;
+    if (timer_create(CLOCK_MONOTONIC, &event, &timer)) {
+        say(0, "timer_create failed");
+        return 1;
+    }
+    struct sigaction before[5], action;
+    stack_t stack_before, stack_now{};
+    stack_now.ss_sp = alternate, stack_now.ss_size = sizeof alternate;
+    sigaltstack(&stack_now, &stack_before);
+    for (int i = 0; i < 5; ++i) {
+        memset(&action, 0, sizeof action);
+        action.sa_sigaction = signals[i] == tick_signal ? on_tick : on_fault;
+        action.sa_flags = SA_SIGINFO | SA_NODEFER | (signals[i] == tick_signal ? SA_RESTART : SA_ONSTACK);
+        sigaction(signals[i], &action, before + i);
+    }
+    deadline = now() + o.timeout;
+    const itimerspec every{{0, 10000000}, {0, 10000000}};
+    timer_settime(timer, 0, &every, nullptr);
+    volatile int rc = 0;
+    if (sigsetjmp(escape, 1) == 0) {
+        for (u64 i = 0; i < blocks; ++i) {
+            const u64 b = o.shuffle_blocks ? order[i] : i;
+            blockIdx = uint3{(u32)(b % gridDim.x), (u32)(b / gridDim.x % gridDim.y), (u32)(b / ((u64)gridDim.x * gridDim.y))};
+            for (u64 r = 0; r < o.count; ++r) memset(const_cast<char*>(base) + o.ranges[2 * r], 0xCD, o.ranges[2 * r + 1]);
+            run_block(o.shuffle_threads, random);
+        }
+    } else {
+        rc = 1;
+    }
+    in_user = 0;
+    timer_delete(timer);
+    for (int i = 0; i < 5; ++i) sigaction(signals[i], before + i, nullptr);
+    sigaltstack(&stack_before, nullptr);
+    return rc;
+}
+
+struct SourceLocation { const char* file; u32 line, column; };
+[[noreturn]] static void undefined(const char* what, const void* data) {
+    in_user = 0;
+    const SourceLocation& l = *static_cast<const SourceLocation*>(data);
+    char text[600];
+    snprintf(text, sizeof text, "%s (%s:%u:%u)", what, l.file ? l.file : "?", l.line, l.column);
+    fail(text, __builtin_return_address(0));
+}
+void unsupported(const char* text) { fail(text, __builtin_return_address(0)); }
+
+}  // namespace emu
+
+extern "C" {
+#define EMU_UB(name, what) __attribute__((visibility("hidden"), used)) void __ubsan_handle_##name##_abort(void* data) { emu::undefined(what, data); }
+EMU_UB(type_mismatch_v1, "access to an address that is not aligned to its type, or null")
+EMU_UB(out_of_bounds, "index outside of an array of known size")
+EMU_UB(shift_out_of_bounds, "shift by a negative number or by the width of the type or more")
+EMU_UB(divrem_overflow, "division by zero")
+EMU_UB(builtin_unreachable, "unreachable code")
+}
+
+#pragma GCC visibility pop
