@@ -101,6 +101,12 @@ class InputError(SpformatError, OSError):
     exit_code = 66
 
 
+class UnreachableError(InputError):
+    """A server of the network cannot be reached, or does not answer: try again later."""
+
+    exit_code = 69
+
+
 class FormatError(SpformatError, ValueError):
     """The file or object is bad: do not retry."""
 

@@ -196,7 +196,7 @@ def test_an_interrupt_ends_a_download_that_stalls(server: Any, tmp_path: Path, n
 
 
 def test_ftp_and_other_sources_that_cannot_be_read(tmp_path: Path) -> None:
-    """A refused connection is an error of the input, not 'cannot write'."""
+    """A refused connection is an error of the network, not 'cannot write'."""
     answer = command("convert", "ftp://127.0.0.1:1/model", tmp_path / "out", "--to", "csr")
-    assert answer.code == 66, answer
+    assert answer.code == 69, answer
     assert "ftp://127.0.0.1:1/model" in answer.err

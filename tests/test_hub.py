@@ -205,12 +205,23 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     return files
 
 
+def test_a_hub_that_cannot_be_reached_is_an_error_of_the_network(tmp_path: Path) -> None:
+    """As it is typed: 69, so that a script can try again, and not 66, for what is not there."""
+    env = {"HF_ENDPOINT": "http://127.0.0.1:1", "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+    code = "from spformat_cli.main import main; main()"
+    for verb in (("inspect", "hf://org/model"), ("convert", "hf://org/model", str(tmp_path / "out"), "--to", "csr")):
+        done = python(code, *verb, **env)
+        assert done.returncode == 69, done.stderr
+        assert "hf://org/model: cannot download: " in done.stderr
+        assert "a bug in spformat" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "message"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), sf.errors.WriteError, "No space left"),
         (NotAnOSError("timed\nout \x1b[31m"), sf.errors.InputError, r"NotAnOSError: timed out \\x1b\[31m"),
-        (ConnectionError("no route"), sf.errors.InputError, "ConnectionError: no route"),
+        (ConnectionError("no route"), sf.errors.UnreachableError, "ConnectionError: no route"),
     ],
 )
 def test_errors_of_a_download(

@@ -10,7 +10,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from ..errors import InputError, OutputError, SpformatError, UsageError, WriteError, printable
+from ..errors import InputError, OutputError, SpformatError, UnreachableError, UsageError, WriteError, printable
 from ..storage.files import Path
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
@@ -49,7 +49,8 @@ def open_url(url: str) -> tuple[Any, str]:
     except ValueError as e:
         raise UsageError(f"not a URL that fsspec knows: {e}", path=url) from e
     except Exception as e:  # of the package behind the protocol, which may connect at once
-        raise InputError(f"cannot open the URL: {_reason(e)}", path=url) from e
+        kind = UnreachableError if _is_of_the_network(e) else InputError
+        raise kind(f"cannot open the URL: {_reason(e)}", path=url) from e
     return fs, str(root)
 
 
@@ -88,7 +89,30 @@ def errors(kind: type[InputError] | type[OutputError] | type[WriteError], url: s
     except Exception as e:
         if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG):
             kind = WriteError
+        elif kind is InputError and _is_of_the_network(e):
+            kind = UnreachableError
         raise kind(f"cannot {what}: {_reason(e)}", path=url) from e
+
+
+_OF_THE_NETWORK = {"TransportError", "ClientConnectionError", "ConnectionError", "ConnectTimeoutError", "gaierror"}
+"""Classes of httpx, aiohttp, requests, botocore and Python whose errors say that no server answered."""
+
+
+def _is_of_the_network(e: BaseException | None) -> bool:
+    """Whether no server answered, or one that cannot serve now, as the error or one that it came from says.
+
+    In the offline mode of huggingface_hub none is asked, and what is not in its cache is missing.
+    """
+    network = False
+    while e is not None:
+        names = {c.__name__ for c in type(e).__mro__}
+        if "OfflineModeIsEnabled" in names:
+            return False
+        status = getattr(getattr(e, "response", None), "status_code", 0)
+        network |= isinstance(e, (ConnectionError, TimeoutError)) or bool(names & _OF_THE_NETWORK)
+        network |= status in (429, 502, 503, 504)
+        e = e.__cause__ or e.__context__
+    return network
 
 
 def _reason(e: BaseException) -> str:
