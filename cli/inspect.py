@@ -104,7 +104,7 @@ def _structures(src: str, include: list[str] | None, silent: bool, wanted: Wante
     memory at a time."""
     from spformat.checkpoint.recipe import included
     from spformat.checkpoint.source import open_source
-    from spformat.checkpoint.stacks import StackedFile, holds_matrices, records_of
+    from spformat.checkpoint.stacks import holds_matrices, matrices_in, records_of
     from spformat.formats.base import Format
     from spformat.preprocess.structure import analyse, stacked
 
@@ -117,7 +117,7 @@ def _structures(src: str, include: list[str] | None, silent: bool, wanted: Wante
             stored = record.format.name if record.format else "plain"
             structure, zeros, more = None, 0, {}
             if holds_matrices(record):
-                matrices: Any = StackedFile(f, [record]) if len(record.shape) == 3 else f
+                matrices = matrices_in(f, record)
                 structures, extras = [], []
                 for r in records_of(record):
                     x = matrices.read(r.name) if r.format else matrices.array(r.name)

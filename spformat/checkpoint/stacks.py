@@ -127,6 +127,11 @@ class StackedFile:
             self._f.read_rows(r.name, e * r.shape[1] + begin, out)
 
 
+def matrices_in(f: TensorFile, record: Record) -> Any:
+    """The file from which the matrices of a tensor are read, by the names of ``records_of``."""
+    return StackedFile(f, [record]) if len(record.shape) == 3 else f
+
+
 def resolved(f: Any, plan: TensorPlan, recipe: Recipe) -> TensorPlan:
     """The plan of a stack with the format that "auto" or "fastest" is for it: of those that hold all of its matrices,
     the smallest, or the one with the least sum of expected times.

@@ -57,11 +57,11 @@ def main() -> int:
             stand_in.OPTIONS.update(seed=seed, shuffle_threads=not options.ordered)
             if name == PRUNING:
                 case: object = f"seed {seed}"
-                found = conversions.pruning_differences(seed, dtypes, device)
+                differences = conversions.pruning_differences(seed, dtypes, device)
             else:
                 case = conversions.drawn(formats[name], seed, dtypes)
-                found = conversions.differences(case, device)
-            wrong += _printed(name, case, found)
+                differences = conversions.differences(case, device)
+            wrong += _printed(name, case, differences)
             if wrong >= SHOWN:
                 break
         launches, seconds = stand_in.LAUNCHES.total() - before, time.perf_counter() - start
@@ -71,11 +71,11 @@ def main() -> int:
     return min(failed, 1)
 
 
-def _printed(name: str, case: object, found: Iterator[str]) -> int:
+def _printed(name: str, case: object, differences: Iterator[str]) -> int:
     """Prints what is wrong with a case; the number of differences."""
     wrong = 0
     try:
-        for text in found:
+        for text in differences:
             wrong += 1
             print(f"DIFFERENT {name}: {text[:1500]}\n    of {case}", flush=True)
     except Exception:  # a fault of a kernel, or of what is around it: the other cases run

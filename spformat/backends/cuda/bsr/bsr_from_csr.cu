@@ -43,21 +43,21 @@ items_to_blocks(const Ptr* __restrict__ indptr, i64 M, const Idx* __restrict__ i
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d) {
             const i64 i = base + d * 32;
-            const bool held = value[d] & live;
+            const bool nonzero = value[d] & live;
             if (i >= row_end && i < end) {
                 row = segment_of(ends, i, row + 1, last_row);
                 row_end = ends[row], b = height.of(row);
             }
             const i64 j = width.of(column[d]);
             if (Scatter) {
-                if (!held) continue;
+                if (!nonzero) continue;
                 const i64 number = number_of(bits, starts, words.of(b, j), j);
                 blocks[(number * R + (row - b * R)) * C + (column[d] - j * C)] = value[d];
             } else {
                 // Neighbouring items are mostly of one block: the first of them marks it.
-                const i64 block = held ? words.of(b, j) * 32 + j % 32 : -1, before = __shfl_up_sync(~0u, block, 1);
-                if (held && block != marked && (lane == 0 || block != before)) set_bits(bits, block / 32, 1u << (block % 32));
-                if (held) marked = block;
+                const i64 block = nonzero ? words.of(b, j) * 32 + j % 32 : -1, before = __shfl_up_sync(~0u, block, 1);
+                if (nonzero && block != marked && (lane == 0 || block != before)) set_bits(bits, block / 32, 1u << (block % 32));
+                if (nonzero) marked = block;
             }
         }
     }

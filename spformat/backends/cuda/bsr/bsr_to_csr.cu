@@ -35,7 +35,7 @@ lines_of_blocks(i64 listed, const Ptr* __restrict__ indptr, const Idx* __restric
     const int pieces = (C + lanes - 1) / lanes;
     // The line of the next load, and the piece of it; the listed block row that the line lies in, and the blocks of that.
     i64 line = begin + lane / lanes, row = first, row_begin = indptr[row], row_end = ends[row], to = 0, column = 0;
-    int next_piece = 0, piece = 0, held_before = 0;
+    int next_piece = 0, piece = 0, nonzeros_before = 0;
 #pragma unroll 1
     while (line - lane / lanes < end) {
         T value[DEPTH];
@@ -60,17 +60,17 @@ lines_of_blocks(i64 listed, const Ptr* __restrict__ indptr, const Idx* __restric
         }
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d) {
-            const bool is_held = value[d] & live;
-            const u32 held = __ballot_sync(~0u, is_held) & mine;
-            if (Fill && is_held) {
-                const i64 at = place[d] + held_before + __popc(held & lanes_before());
+            const bool is_nonzero = value[d] & live;
+            const u32 nonzeros = __ballot_sync(~0u, is_nonzero) & mine;
+            if (Fill && is_nonzero) {
+                const i64 at = place[d] + nonzeros_before + __popc(nonzeros & lanes_before());
                 store_index(indices, wide, at, first_column[d] + piece * lanes + side);
                 values[at] = value[d];
             }
-            held_before += __popc(held);
+            nonzeros_before += __popc(nonzeros);
             if (++piece == pieces) {
-                if (!Fill && side == 0 && live_line[d]) counts[place[d]] = held_before;
-                piece = held_before = 0;
+                if (!Fill && side == 0 && live_line[d]) counts[place[d]] = nonzeros_before;
+                piece = nonzeros_before = 0;
             }
         }
     }

@@ -9,6 +9,7 @@
 //   x        T[M, K]             the result, zeros where nothing is stored
 #include "spformat/ell_buckets.cuh"
 #include "spformat/expand_rows.cuh"
+#include "spformat/lower_bound.cuh"
 
 using namespace spformat;
 using ell_buckets::bucket_of;
@@ -67,13 +68,7 @@ expand_runs(const Run<Slot>* __restrict__ runs, const Idx* __restrict__ indices,
         if (lanes == 32) {
             if (part * part_size < c0) at = warp_lower_bound(at, end, [&](i64 i) { return indices[i] < c0; });
         } else if (part * part_size < c0) {
-            for (i64 high = end; at < high;) {
-                const i64 middle = at + (high - at) / 2;
-                if (indices[middle] < c0)
-                    at = middle + 1;
-                else
-                    high = middle;
-            }
+            at = first_from(indices, at, end, c0);
         }
         const int most = static_cast<int>(end - at < wide ? end - at : wide);  // columns differ, so there are no more
         const Idx* columns = indices + at;

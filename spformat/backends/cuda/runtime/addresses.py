@@ -34,9 +34,9 @@ class Address(int):
     @classmethod
     def of(cls, value: int, operand: int, shift: int, uses: list[str]) -> Address:
         """The address ``value``, which is ``shift`` bytes behind the start of the operand."""
-        made = cls(value)
-        made.operand, made.shift, made.uses = operand, shift, uses
-        return made
+        address = cls(value)
+        address.operand, address.shift, address.uses = operand, shift, uses
+        return address
 
     __array_ufunc__ = None
     """numpy's numbers leave arithmetic to this class."""

@@ -14,6 +14,7 @@
 // bits before a column are the number of its vector. A part that is wider is taken window by window, from one to the next that
 // has items. If it has few items, they are sorted instead, because a window costs the same whatever is in it.
 #include "spformat/expand.cuh"
+#include "spformat/lower_bound.cuh"
 #include "spformat/prefix_sum.cuh"
 
 using namespace spformat;
@@ -24,16 +25,6 @@ static_assert(TALLEST <= THREADS, "a thread takes a row of the tile");
 
 template <class Idx> struct KeyOf { using type = u32; };
 template <> struct KeyOf<i64> { using type = u64; };
-
-// The first i in [lo, hi) with columns[i] >= bound, or hi.
-template <class Idx> __device__ __forceinline__ i64 first_from(const Idx* __restrict__ columns, i64 lo, i64 hi, i64 bound) {
-    while (lo < hi) {
-        const i64 middle = lo + (hi - lo) / 2;
-        if (columns[middle] < bound) lo = middle + 1;
-        else hi = middle;
-    }
-    return lo;
-}
 
 // Zeros in to[0 .. count). All threads of the block call it.
 template <class T> __device__ __forceinline__ void clear_run(T* to, i64 count) {

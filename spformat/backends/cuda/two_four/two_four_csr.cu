@@ -7,6 +7,7 @@
 //   counts   u32[M*parts]   nonzeros of each part of a row, PART columns
 //
 // T are the bits of a value; `live` are those that decide whether it is zero.
+#include "spformat/lower_bound.cuh"
 #include "spformat/prefix_sum.cuh"
 
 namespace spformat::two_four {
@@ -22,16 +23,6 @@ struct Steps {
 };
 
 template <class T> struct alignas(sizeof(T) * 8 < 16 ? 8 : 16) Word { T v[8]; };  // the values of 16 columns
-
-// The first of items lo .. hi-1 of a row whose column is at least c.
-template <class Column> __device__ __forceinline__ i64 first_from(const Column* __restrict__ indices, i64 lo, i64 hi, i64 c) {
-    while (lo < hi) {
-        const i64 middle = lo + (hi - lo) / 2;
-        if (indices[middle] < c) lo = middle + 1;
-        else hi = middle;
-    }
-    return lo;
-}
 
 // A block takes `rows` rows (a power of two up to 32) x `cols` columns (a multiple of 64): it writes the items as a dense
 // tile into shared memory, TILE bytes at most, and each thread then encodes 16 columns at a time.

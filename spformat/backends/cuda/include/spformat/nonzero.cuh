@@ -8,25 +8,25 @@ namespace spformat {
 // Bit i: element i of the 16 / sizeof(T) elements in w is nonzero.
 template <class T, bool Float> __device__ __forceinline__ u32 nonzero_bits(uint4 w) {
     const u32 words[4] = {w.x, w.y, w.z, w.w};
-    u32 found = 0;
+    u32 nonzero = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const u32 v = words[i];
         if (sizeof(T) == 1) {  // a byte's highest bit after the addition: any of the seven bits below it was set
             u32 high = (v & 0x7F7F7F7F) + 0x7F7F7F7F;
             if (!Float) high |= v;
-            found |= ((high >> 7 & 0x01010101) * 0x10204080 >> 28) << (4 * i);
+            nonzero |= ((high >> 7 & 0x01010101) * 0x10204080 >> 28) << (4 * i);
         } else if (sizeof(T) == 2) {
             u32 high = (v & 0x7FFF7FFF) + 0x7FFF7FFF;
             if (!Float) high |= v;
-            found |= ((high >> 15 & 1) | (high >> 30 & 2)) << (2 * i);
+            nonzero |= ((high >> 15 & 1) | (high >> 30 & 2)) << (2 * i);
         } else if (sizeof(T) == 4) {
-            found |= ((Float ? v & 0x7FFFFFFF : v) != 0) << i;
+            nonzero |= ((Float ? v & 0x7FFFFFFF : v) != 0) << i;
         } else if (i % 2) {
-            found |= ((words[i - 1] | (Float ? v & 0x7FFFFFFF : v)) != 0) << (i / 2);
+            nonzero |= ((words[i - 1] | (Float ? v & 0x7FFFFFFF : v)) != 0) << (i / 2);
         }
     }
-    return found;
+    return nonzero;
 }
 
 // Unit number `unit` of an array x[0 .. n): 16 bytes that start on 16 bytes. Unit 0 starts `head` elements before x, as
