@@ -1,13 +1,15 @@
 """The records the vector n:m kernels read, checked by carrying a product out the way the kernels do, in numpy."""
 
 import ctypes
+import math
 import re
 
 import numpy as np
 import pytest
 
 from spformat.backends.cuda.runtime import jit
-from spformat.backends.cuda.vector_nm.vector_nm_tiles import NO_ROW, Pattern, Shape, records
+from spformat.backends.cuda.vector_nm.vector_nm_tiles import NO_ROW, Packing, Pattern, Shape, records
+from spformat.formats import VectorNM
 
 
 def drawn(M, K, n, m, L, seed=0):
@@ -92,6 +94,25 @@ def test_records_describe_the_product(case, packed, banks):
     expected = dense[:, used] @ B[used]
     assert np.array_equal(product(data, pattern, made, B, tile_rows, group_rows), expected)
     assert made.packed or kept % n == 0
+
+
+@pytest.mark.parametrize("banks", [1, 4])
+@pytest.mark.parametrize("case", [c for c in CASES if c[7] % c[2] == 0], ids=str)
+def test_a_stored_packing_gives_the_records_that_are_derived(case, banks):
+    M, K, n, m, L, tile_rows, group_rows, kept = case
+    if tile_rows % L:
+        tile_rows, group_rows = L * (-(-tile_rows // L)), math.gcd(group_rows, L)
+    _, _, dense = drawn(M, K, n, m, L)
+    a = VectorNM.from_dense(dense, n=n, m=m, vector_length=L, tile_rows=tile_rows, tile_cols=kept // n * m)
+    stored = Packing.of(a, tile_rows, kept)
+    assert stored is not None
+    assert Packing.of(a, 2 * tile_rows, kept) is None
+    assert Packing.of(a, tile_rows, 2 * kept) is None
+    for packed in (None, True, False):
+        cut = {"tile_rows": tile_rows, "group_rows": group_rows, "kept": kept, "step": 8, "banks": banks, "packed": packed}
+        derived, read = (records(a.indices, Pattern(M, K, n, m, L), **cut, stored=s) for s in (None, stored))
+        assert np.array_equal(derived.words, read.words)
+        assert (derived.staged, derived.share, derived.packed) == (read.staged, read.share, read.packed)
 
 
 @pytest.mark.parametrize(

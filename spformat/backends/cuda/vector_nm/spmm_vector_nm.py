@@ -9,12 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ....arrays.library import round_up
 from ....products.kernel import spmm_of
 from ....products.problem import Problem, itemsize
-from ....products.roofline import CUDA_32, CUDA_64, Device
+from ....products.roofline import CUDA_32, CUDA_64, Device, shared_limit
 from ..runtime.kernel import CudaKernel, Prepared
-from .vector_nm_launch import C_TYPES, ITEMSIZE, fit, launcher, records_choice, vector_reasons
+from .vector_nm_launch import C_TYPES, ITEMSIZE, fit, launcher, pattern, records_choice, vector_reasons
 from .vector_nm_times import TERMS, Split, filling, short_vectors_on_cuda_cores, staged_quantities, variant
+
+
+STEP = 4
+"""Slots that a thread reads at a time."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +56,23 @@ class Tile:
         return f"{self.rows}x{self.cols}x{self.depth}"
 
 
-TILES = (Tile(4, 2, 3, 32), Tile(4, 2, 2, 32), Tile(2, 1, 3, 32), Tile(2, 1, 2, 32), Tile(1, 1, 2, 1))
+DEEP = Tile(4, 2, 2, 64)
+TILES = (DEEP, Tile(4, 2, 3, 32), Tile(4, 2, 2, 32), Tile(2, 1, 3, 32), Tile(2, 1, 2, 32), Tile(1, 1, 2, 1))
 """Ordered by speed on large problems. The later ones are for small problems and for wide windows, whose rows of B need
 more shared memory."""
+LARGE, SMALL = TILES[1], TILES[3]
+
+
+def is_deep(p: Problem) -> bool:
+    """Whether k tiles of 64 columns suit: for float32, which they were measured with (decision 0009), and where two
+    blocks of them fit into a multiprocessor's shared memory beside each other, as they do on Hopper."""
+    form = pattern(p)
+    if p.a_dtype != "float32" or form.m > DEEP.depth:
+        return False
+    windows = form.windows_per_tile(STEP, DEEP.depth)
+    staged, slots = windows * form.m, round_up(windows * form.n, STEP)
+    record = DEEP.rows // form.group_rows(DEEP.group_limit) * slots + staged + 4
+    return 2 * DEEP.smem(4, staged, slots, record) <= shared_limit(p.sm)
 
 
 class SpmmVectorNM(CudaKernel):
@@ -69,10 +88,13 @@ class SpmmVectorNM(CudaKernel):
 
     def options(self, p: Problem) -> list[Split[Tile]]:
         """A large and a small tile, with as many parts along K as they need; for float64 only small tiles fit."""
-        return [filling(p, tile) for tile in (TILES[0], TILES[2])[p.a_dtype == "float64" :]]
+        large = [] if p.a_dtype == "float64" else [DEEP] if is_deep(p) else [LARGE]
+        return [filling(p, tile) for tile in (*large, SMALL)]
 
     def variant(self, p: Problem, tile: Split[Tile]) -> tuple[str, ...]:
-        return variant(p, tile)
+        """By value size and tile. The deep tile has the constants of the other large one: a step costs the same."""
+        own = variant(p, tile)
+        return (*own[:-1], *variant(p, Split(LARGE, tile.splits))) if tile.tile == DEEP else own
 
     def quantities(self, p: Problem, tile: Split[Tile], device: Device) -> tuple[float, ...]:
         kind = CUDA_64 if itemsize(p.a_dtype) == 8 else CUDA_32
@@ -83,9 +105,10 @@ class SpmmVectorNM(CudaKernel):
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
         return (
-            instance("float32", "float", 8, TILES[0], False),
-            instance("float64", "double", 1, TILES[2], False),
-            instance("bfloat16", "__nv_bfloat16", 4, TILES[0], True),
+            instance("float32", "float", 8, LARGE, False),
+            instance("float32", "float", 8, DEEP, True),
+            instance("float64", "double", 1, SMALL, False),
+            instance("bfloat16", "__nv_bfloat16", 4, LARGE, True),
             "spformat::vector_nm::copy_to_rows<unsigned short>",
             "spformat::vector_nm::sum_splits<float, __half>",
         )
@@ -93,7 +116,7 @@ class SpmmVectorNM(CudaKernel):
     def prepared(self, a: Any, p: Problem) -> Prepared:
         wanted = self.best(p).tile.tile
         tiles = TILES[TILES.index(wanted) :]  # the later ones for windows too wide for it
-        tile, records, group = fit(tiles, a, p, step=4)
+        tile, records, group = fit(tiles, a, p, step=STEP)
         smem = tile.smem(ITEMSIZE[p.a_dtype], records.staged, records.slots, int(records.words.shape[2]))
         choice = records_choice(
             a, p, records, source="vector_nm/spmm_vector_nm.cu", archs=self.archs, cols=tile.cols, threads=tile.threads,

@@ -20,7 +20,7 @@ from ....products.roofline import shared_limit
 from ..runtime import jit, launch, refusals
 from ..runtime.occupancy import max_clusters
 from ..runtime.scratch import Scratch
-from .vector_nm_tiles import Pattern, Records, Shape, records
+from .vector_nm_tiles import Packing, Pattern, Records, Shape, records
 
 C_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float", "float64": "double"}
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -97,7 +97,8 @@ def cached_records(a: Any, form: Pattern, **cut: Any) -> Records:
     """``records`` of a matrix, built once for each way to cut it."""
 
     def build() -> Records:
-        packed = records(a.indices, form, **cut)
+        stored = Packing.of(a, cut["tile_rows"], cut["kept"])
+        packed = records(a.indices, form, stored=stored, **cut)
         launch.finish_arrays()  # synchronize!
         return packed
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ....arrays.library import Array, ceil_div, namespace, round_up
+from ....arrays.library import PAD, Array, ceil_div, namespace, round_up
 
 NO_ROW = 0xFFFFFFFF
 MAX_PACKED_SHARE = 0.8
@@ -84,9 +84,76 @@ class Records:
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Packing:
+    """The packing that is stored with a matrix: formats.md's ``col_info`` and ``ranks``, checked when it was loaded."""
+
+    col_info: Array
+    """int16[row tiles, k tiles, tile_cols]"""
+    ranks: Array
+    """uint8[row tiles, W, groups of vector_length rows in a tile]"""
+
+    @classmethod
+    def of(cls, a: Any, tile_rows: int, kept: int) -> Packing | None:
+        """That of a VectorNM if it was packed for tiles of ``tile_rows`` rows and ``kept`` kept vectors, else None."""
+        suits = a.packed and a.tile_rows == tile_rows and a.tile_cols * a.n == kept * a.m
+        return cls(a.col_info, a.ranks) if suits else None
+
+
+class _Stored:
+    """The rows of B that every tile needs, read from a packing. Rows past K are left out; they are the last of a tile."""
+
+    def __init__(self, packing: Packing, offset: Array, first: Array, K: int) -> None:
+        xp, (row_tiles, groups, k_tiles, kept) = namespace(offset), offset.shape
+        row = first[:, None] + packing.col_info
+        needed = (packing.col_info != PAD) & (row < K)
+        self._rows = xp.where(needed, row, NO_ROW).astype(np.uint32)
+        self._ranks, self._offset = packing.ranks, offset
+        self.live = needed.sum(axis=2, dtype=np.int32)
+        """int32[row tiles, k tiles]: how many rows a tile needs"""
+
+    def ranks(self) -> Array:
+        """int32, as ``offset``: which of the rows of its tile each vector multiplies."""
+        row_tiles, groups, k_tiles, kept = self._offset.shape
+        of_vectors = self._ranks.transpose(0, 2, 1).reshape(row_tiles, -1, k_tiles, kept)
+        ranks: Array = of_vectors.repeat(groups // of_vectors.shape[1], axis=1).astype(np.int32)
+        return ranks
+
+    def rows(self, staged: int) -> Array:
+        """uint32[row tiles, k tiles, staged]: the rows, ascending, then NO_ROW."""
+        return self._rows[:, :, :staged]
+
+
+class _Derived:
+    """The same, from the positions of the vectors: for any tile."""
+
+    def __init__(self, offset: Array, first: Array, width: int) -> None:
+        xp, (row_tiles, _, k_tiles, _) = namespace(offset), offset.shape
+        needed = xp.zeros((row_tiles, k_tiles, width + 1), bool)  # the last place takes the -1
+        self._tile = xp.arange(row_tiles)[:, None, None, None], xp.arange(k_tiles)[None, None, :, None]
+        needed[(*self._tile, offset)] = True
+        self._needed, self._offset, self._first = needed[:, :, :width], offset, first
+        self.live = self._needed.sum(axis=2, dtype=np.int32)
+
+    def _places(self) -> Array:
+        return namespace(self._needed).cumsum(self._needed, axis=2, dtype=np.int32) - np.int32(1)
+
+    def ranks(self) -> Array:
+        xp = namespace(self._offset)
+        ranks: Array = self._places()[(*self._tile, xp.maximum(self._offset, 0))]
+        return ranks
+
+    def rows(self, staged: int) -> Array:
+        xp = namespace(self._needed)
+        rows = xp.full((*self.live.shape, staged), NO_ROW, np.uint32)
+        r, t, c = xp.nonzero(self._needed)  # synchronize!
+        rows[r, t, self._places()[r, t, c]] = self._first[t] + c
+        return rows
+
+
 def records(
     indices: Array, pattern: Pattern, *, tile_rows: int, group_rows: int, kept: int, step: int, banks: int,
-    bank_rows: int = 1, packed: bool | None = None, line_bytes: int = 0,
+    bank_rows: int = 1, packed: bool | None = None, line_bytes: int = 0, stored: Packing | None = None,
 ) -> Records:  # fmt: skip
     """Records for tiles of ``tile_rows`` rows and ``kept`` kept vectors of each row group.
 
@@ -99,6 +166,7 @@ def records(
                 then meets no bank twice. 1 keeps the order of ``data``
     packed      None: by the measured share
     line_bytes  not 0: a slot holds only its staged row, times this; ``banks`` is 1 then
+    stored      the packing of the file for these tiles: the rows that a tile needs are read, not derived
     """
     xp, (W, Q), p = namespace(indices), indices.shape, pattern
     slots, k_tiles = round_up(kept, step), ceil_div(W, kept)
@@ -119,21 +187,15 @@ def records(
         offset = xp.concatenate([offset, xp.full((missing, k_tiles, kept), -1, np.int32)], axis=0)
     offset = offset.reshape(row_tiles, groups, k_tiles, kept)
 
-    needed = xp.zeros((row_tiles, k_tiles, width + 1), bool)  # the last place takes the -1
-    tile, k = xp.arange(row_tiles)[:, None, None, None], xp.arange(k_tiles)[None, None, :, None]
-    needed[tile, k, offset] = True
-    needed = needed[:, :, :width]
-    live = needed.sum(axis=2, dtype=np.int32)
+    tile = _Derived(offset, first, width) if stored is None else _Stored(stored, offset, first, p.K)
+    live = tile.live
     most, mean = (int(live.max()), float(live.mean())) if live.size else (0, 0.0)  # synchronize!
     share = mean / width
     if packed is None:
         packed = share < MAX_PACKED_SHARE
     staged = max(most, 1) if packed else width
 
-    rank = offset
-    if packed:
-        places = xp.cumsum(needed, axis=2, dtype=np.int32) - np.int32(1)
-        rank = places[tile, k, xp.maximum(offset, 0)]
+    rank = tile.ranks() if packed else offset
     rank = xp.where(offset < 0, staged, rank)
     order = xp.broadcast_to(xp.arange(kept, dtype=np.int32), rank.shape)
     if banks > 1:
@@ -151,8 +213,7 @@ def records(
         table = (table & np.uint32(0xFFFF)) * np.uint32(line_bytes)
     words[:, :, : groups * slots] = table.reshape(row_tiles, k_tiles, groups * slots)
     if packed:
-        r, t, c = xp.nonzero(needed)  # synchronize!
-        words[r, t, groups * slots + places[r, t, c]] = first[t] + c
+        words[:, :, groups * slots : groups * slots + staged] = tile.rows(staged)
     return Records(words, kept // p.n * p.m, kept, slots, staged, packed, group_rows, share)
 
 
