@@ -124,6 +124,61 @@ def test_validate_against_the_matrix():
         broken.validate(a)
 
 
+@given(
+    st.lists(st.sampled_from([0, 1, 9, 33, 64, 65, 300]), max_size=8),
+    st.lists(st.sampled_from([0, 1, 9, 33, 64, 65, 300]), max_size=8),
+)
+def test_only_its_own_schedule_suits_a_matrix(lengths, others):
+    """Whatever another matrix's schedule claims, it is refused and not followed."""
+    a, b = (csr_of(np.concatenate(([0], np.cumsum(x)))) for x in (lengths, others))
+    same = [getattr(tca(a), name).tolist() for name in ARRAYS] == [getattr(tca(b), name).tolist() for name in ARRAYS]
+    if same:
+        tca(b).validate(a)
+    else:
+        with pytest.raises(InvariantError):
+            tca(b).validate(a)
+
+
+@pytest.mark.parametrize("name", ["row_id_for_each_warp", "warpid_within_row"])
+def test_every_change_of_a_schedule_is_seen(name):
+    a = csr_of([0, 5, 25, 45, 85, 88, 388, 400])
+    schedule = tca(a)
+    size = schedule.row_id_for_each_warp.size
+    for at in range(size):
+        for to in range(-1, 8):
+            changed = getattr(schedule, name).copy()
+            if changed[at] == to:
+                continue
+            changed[at] = to
+            with pytest.raises(InvariantError):
+                dataclasses.replace(schedule, **{name: changed}).validate(a)
+
+
+def test_a_schedule_that_leaves_a_gap_is_not_next_fit():
+    a = csr_of([0, 5, 10])
+    row_id, part = np.full(16, -1, np.int32), np.full(16, -1, np.int32)
+    row_id[[0, 8]], part[[0, 8]] = (0, 1), 0
+    tight = tca(a)
+    loose = dataclasses.replace(
+        tight,
+        row_id_for_each_warp=row_id.astype(tight.row_id_for_each_warp.dtype),
+        warpid_within_row=part.astype(tight.warpid_within_row.dtype),
+    )
+    with pytest.raises(InvariantError):
+        loose.validate(a)
+
+
+def test_an_attached_schedule_is_used_and_not_computed_again(monkeypatch):
+    a = csr_of([0, 5, 25, 45])
+    schedule = tca(a)
+    monkeypatch.setattr("spformat.preprocess.schedule._next_fit", lambda warps: pytest.fail("computed again"))
+    assert schedule.attach(a) is a
+    assert TCASchedule.of(a) is schedule
+    with pytest.raises(InvariantError):
+        monkeypatch.undo()
+        schedule.attach(csr_of([0, 5, 25]))
+
+
 def test_counts_of_the_paper_by_hand():
     """The worked example of the specification: per row, Eq. 1, and its limit."""
     a = csr_of([0, 8, 20, 25, 25, 57, 121, 249])

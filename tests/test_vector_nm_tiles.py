@@ -109,7 +109,14 @@ def test_a_stored_packing_gives_the_records_that_are_derived(case, banks):
     assert Packing.of(a, 2 * tile_rows, kept) is None
     assert Packing.of(a, tile_rows, 2 * kept) is None
     for packed in (None, True, False):
-        cut = {"tile_rows": tile_rows, "group_rows": group_rows, "kept": kept, "step": 8, "banks": banks, "packed": packed}
+        cut = {
+            "tile_rows": tile_rows,
+            "group_rows": group_rows,
+            "kept": kept,
+            "step": 8,
+            "banks": banks,
+            "packed": packed,
+        }
         derived, read = (records(a.indices, Pattern(M, K, n, m, L), **cut, stored=s) for s in (None, stored))
         assert np.array_equal(derived.words, read.words)
         assert (derived.staged, derived.share, derived.packed) == (read.staged, read.share, read.packed)

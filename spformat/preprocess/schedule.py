@@ -12,7 +12,7 @@ whole blocks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -69,8 +69,8 @@ class TCASchedule:
         """The arrays under the names with which a file keeps them beside the matrix ``name``.
 
         sf.save("w.safetensors", {"w": a} | tca(a).named("w"))      # w, w.tca.num_warps_per_row, ..
-        tensors = sf.load("w.safetensors")
-        schedule = TCASchedule.beside(tensors, "w")
+        tensors = sf.load("w.safetensors", device="cuda")
+        TCASchedule.beside(tensors, "w").attach(tensors["w"])       # plans of this matrix use it
         """
         return {f"{name}.{self.name}.{field}": getattr(self, field) for field in ARRAYS}
 
@@ -95,8 +95,23 @@ class TCASchedule:
         schedule.validate(csr.ensure_valid())
         return schedule
 
+    def attach(self, csr: CSR) -> CSR:
+        """The same matrix object, whose plans use this schedule instead of computing it; the errors of ``validate``."""
+        self.validate(csr.ensure_valid())
+        csr.kernel_arrays(self.name, lambda: self)
+        return csr
+
+    @classmethod
+    def of(cls, csr: CSR) -> TCASchedule:
+        """The schedule that is attached to a matrix; computed and attached where there is none."""
+        schedule: TCASchedule = csr.kernel_arrays(cls.name, lambda: tca(csr))
+        return schedule
+
     def validate(self, csr: CSR | None = None) -> None:
-        """Raise an error for the first broken rule: memory safety first, then equality with the schedule of ``csr``."""
+        """Raise an error for the first broken rule: memory safety first, then equality with the schedule of ``csr``.
+
+        O(M + W): that rows are placed next-fit is seen from each row and the one before it.
+        """
         warps, rows, parts = self.num_warps_per_row, self.row_id_for_each_warp, self.warpid_within_row
         if rows.size % WARPS or parts.size != rows.size:
             raise InvariantError(
@@ -114,7 +129,8 @@ class TCASchedule:
             bad = ~idle & ((parts < 0) | (parts >= limit))
             scans.require_none(self, bad, "warpid_within_row", "less than the warps of its row", IndexBoundsError)
         if csr is not None:
-            whole = tca(csr)
+            warps = warps_per_row(_lengths(csr))
+            whole = _placed(warps, _next_fit if (starts := self._starts(warps)) is None else lambda _: starts)
             for name in ARRAYS:
                 own, other = getattr(self, name), getattr(whole, name)
                 if own.shape != other.shape or own.dtype != other.dtype:
@@ -123,6 +139,16 @@ class TCASchedule:
                         array=name,
                     )
                 scans.require_none(self, own != other, name, "the next-fit schedule of this matrix", OrderError)
+
+    def _starts(self, warps: Array) -> Array | None:
+        """int64[rows with warps]: the first warp of each row if that is next-fit for ``warps`` int64[M], else None."""
+        xp = namespace(warps)
+        starts, some = xp.flatnonzero(self.warpid_within_row == 0), warps[warps > 0]  # synchronize!
+        if starts.size != some.size:
+            return None
+        end = starts + some
+        fits = bool((starts == _next_to(xp.concatenate((xp.zeros(1, np.int64), end))[: some.size], some)).all())
+        return starts if fits else None  # synchronize!
 
 
 def warps_per_row(lengths: Array) -> Array:
@@ -150,23 +176,45 @@ def mma_of_full_fragments(csr: CSR, N: int) -> float:
 
 def tca(csr: CSR) -> TCASchedule:
     """The schedule of a matrix with valid ``indptr``; stored zeros count as items. O(8 M log M + W)."""
-    xp, M = namespace(csr.indptr), csr.shape[0]
-    warps = warps_per_row(xp.diff(csr.indptr.astype(np.int64)))
-    placed = _placed_before(warps)
-    gap = xp.where((placed > 0) & (placed + warps > WARPS), WARPS - placed, 0)
-    end = xp.cumsum(warps + gap) if M else xp.zeros(0, np.int64)
-    offsets = offsets_from_counts(warps)
-    used, last = (int(offsets[-1]), int(end[-1])) if M else (0, 0)  # synchronize!
-    row = rows_of(offsets, used)
-    rank = rank_in_row(offsets, row)
+    return _placed(warps_per_row(_lengths(csr)), _next_fit)
+
+
+def _lengths(csr: CSR) -> Array:
+    return namespace(csr.indptr).diff(csr.indptr.astype(np.int64))
+
+
+def _placed(warps: Array, starts_of: Callable[[Array], Array]) -> TCASchedule:
+    """The schedule with ``warps`` int64[M] for the rows; starts_of: the first warp of each row, from the warps of those
+    that have any."""
+    xp, M = namespace(warps), warps.size
+    rows = xp.flatnonzero(warps)  # synchronize!
+    some = warps[rows]
+    starts = starts_of(some)
+    offsets = offsets_from_counts(some)
+    used, last = (int(offsets[-1]), int(starts[-1] + some[-1])) if rows.size else (0, 0)  # synchronize!
+    which = rows_of(offsets, used)
+    rank = rank_in_row(offsets, which)
     total = WARPS * ceil_div(last, WARPS)
     ids, parts = index_dtype(max(0, M - 1)), index_dtype(used)
     row_id = xp.full(total, PAD, ids)
     warpid = xp.full(total, PAD, parts)
-    at = (end - warps)[row] + rank
-    row_id[at] = row.astype(ids)
+    at = starts[which] + rank
+    row_id[at] = rows[which].astype(ids)
     warpid[at] = rank.astype(parts)
     return TCASchedule(warps.astype(parts), row_id, warpid)
+
+
+def _next_fit(warps: Array) -> Array:
+    """int64: the first warp of each row; warps: int64, positive."""
+    xp = namespace(warps)
+    placed = _placed_before(warps)
+    return xp.cumsum(_next_to(placed, warps) - placed + warps) - warps if warps.size else xp.zeros(0, np.int64)
+
+
+def _next_to(end: Array, warps: Array) -> Array:
+    """Where a row of so many warps starts if the row before it ends at ``end``."""
+    placed = end % WARPS
+    return end + namespace(end).where((placed > 0) & (placed + warps > WARPS), WARPS - placed, 0)
 
 
 def _placed_before(warps: Array) -> Array:

@@ -1,4 +1,5 @@
-"""TCA-SpMM: CSR on tensor cores, driven by ``preprocess.schedule.tca``.  Kernel: spmm_csr_tc.cu.
+"""TCA-SpMM: CSR on tensor cores, driven by ``preprocess.schedule``: the schedule that is attached to
+the matrix, else one that is computed.  Kernel: spmm_csr_tc.cu.
 
 Only one product in eight is used; what the schedule brings is balance, in fragments of 64 items.
 """
@@ -13,7 +14,7 @@ import numpy as np
 from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div
 from ....errors import LimitError
-from ....preprocess.schedule import WARPS, tca
+from ....preprocess.schedule import WARPS, TCASchedule
 from ....products.ideal import cache_us, memory_us, operands_bytes, stored_bytes
 from ....products.kernel import spmm_of
 from ....products.problem import Problem
@@ -68,14 +69,14 @@ class SpmmCSRTensor(CudaKernel):
 
         def build() -> tuple[Any, Any, Any, int]:
             with cupy.cuda.Device(p.device_id):
-                schedule = tca(a)
+                schedule = TCASchedule.of(a)
                 zeros = cupy.flatnonzero(schedule.num_warps_per_row == 0).astype(np.int64)  # synchronize!
-                ids = np.result_type(schedule.row_id_for_each_warp.dtype, schedule.warpid_within_row.dtype)
-                row_id, warpid = (x.astype(ids) for x in (schedule.row_id_for_each_warp, schedule.warpid_within_row))
+                stored = schedule.row_id_for_each_warp, schedule.warpid_within_row
+                row_id, warpid = (x.astype(np.result_type(*stored), copy=False) for x in stored)
                 finish_arrays()  # synchronize!
             return row_id, warpid, zeros, schedule.blocks
 
-        row_id, warpid, zeros, blocks = a.kernel_arrays("schedule", build)
+        row_id, warpid, zeros, blocks = a.kernel_arrays("tca for the kernel", build)
         total = blocks + ceil_div(zeros.size, WARPS)
         if total >= 2**31:
             raise LimitError(f"csr: {total} thread blocks exceed one launch; use the CUDA-core kernel")

@@ -17,7 +17,6 @@ from ..runtime.kernel import CudaKernel, Prepared
 from .vector_nm_launch import C_TYPES, ITEMSIZE, fit, launcher, pattern, records_choice, vector_reasons
 from .vector_nm_times import TERMS, Split, filling, short_vectors_on_cuda_cores, staged_quantities, variant
 
-
 STEP = 4
 """Slots that a thread reads at a time."""
 

@@ -101,10 +101,10 @@ class Packing:
 
 
 class _Stored:
-    """The rows of B that every tile needs, read from a packing. Rows past K are left out; they are the last of a tile."""
+    """The rows of B that every tile needs, read from a packing. Rows past K, the last of a tile, are left out."""
 
     def __init__(self, packing: Packing, offset: Array, first: Array, K: int) -> None:
-        xp, (row_tiles, groups, k_tiles, kept) = namespace(offset), offset.shape
+        xp = namespace(offset)
         row = first[:, None] + packing.col_info
         needed = (packing.col_info != PAD) & (row < K)
         self._rows = xp.where(needed, row, NO_ROW).astype(np.uint32)
