@@ -1,4 +1,6 @@
-// Sums over all tiles of a grid in one launch: each block adds up what the tiles before its own have published.
+// Sums over all tiles of a grid in one launch: each block adds up what the tiles before its own have published, walking back
+// until one knows its sum from the very first tile (Merrill and Garland, Single-pass Parallel Prefix Scan with Decoupled
+// Look-back, 2016).
 #pragma once
 #include "spformat/prefix_sum.cuh"
 
