@@ -126,6 +126,27 @@ __global__ void by_value(Two t, float f, double* y, short h) { y[0] = t.a + t.b 
 """
 
 
+WINDOW = """
+__global__ void window(unsigned* y, int shift) {  // two static arrays and the dynamic one by their 32-bit addresses
+    __shared__ unsigned one[8];
+    __shared__ alignas(128) unsigned two[32];
+    extern __shared__ alignas(512) unsigned three[];
+    unsigned* const all[3] = {one, two, three};
+    for (int i = 0; i < 3; ++i) {
+        const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(all[i]));
+        all[i][4] = 7 + i;
+        asm volatile("st.shared.v2.u32 [%0+16], {%1, %2};" ::"r"(at + shift), "r"(i), "r"(all[i][4]) : "memory");
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(y[i]) : "r"(at + 20) : "memory");
+        y[3 + i] = at % 512;
+        y[6 + i] = at >> 24;
+    }
+    y[9] = all[1][4] + __cvta_generic_to_shared(one + 8) - __cvta_generic_to_shared(one);
+}
+__global__ void elsewhere(unsigned* y) { y[0] = (unsigned)__cvta_generic_to_shared(y); }
+__global__ void past(unsigned char* y, int at) { extern __shared__ alignas(512) unsigned char three[]; three[at] = 1; }
+"""
+
+
 def fault(name: str) -> Kernel:
     return Kernel("faults.cu", name, text=FAULTS)
 
@@ -257,6 +278,27 @@ def test_alignment_and_arguments() -> None:
         wide(1, 16, x, y, smem=240_000)
     with pytest.raises(EmulatorError, match="y and z at most 65535"):
         wide((1, 70_000), 16, x, y)
+
+
+def test_shared_memory_by_32_bit_addresses() -> None:
+    k, y = Kernel("window.cu", "window", text=WINDOW), np.zeros(10, "u4")
+    k(1, 1, y, 0, smem=40)
+    assert y[:3].tolist() == [7, 8, 9]
+    assert y[3] % 4 == y[4] % 128 == y[5] == y[6] == y[7] == y[8] == 0
+    assert y[9] == 1 + 32
+    with pytest.raises(
+        EmulatorError,
+        match=r"(?s)outside of the shared memory of the block at window\.cu.*8 bytes at shared .*: byte 32 of",
+    ):
+        k(1, 1, y, 16, smem=40)
+    with pytest.raises(EmulatorError, match=r"(?s)shared address that is not aligned.*for 8 bytes on a multiple of 8"):
+        k(1, 1, y, 4, smem=40)
+    with pytest.raises(EmulatorError, match=r"8 bytes at shared .* of the dynamic shared memory of 20 bytes"):
+        k(1, 1, y, 0, smem=20)
+    with pytest.raises(EmulatorError, match="something that is not in shared memory"):
+        Kernel("window.cu", "elsewhere", text=WINDOW)(1, 1, y)
+    with pytest.raises(EmulatorError, match="writes 3 bytes behind the end of the dynamic shared memory"):
+        Kernel("window.cu", "past", text=WINDOW)(1, 1, None, 43, smem=40)
 
 
 def test_a_kernel_more_takes_few_memory_maps() -> None:

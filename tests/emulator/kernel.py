@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .build import EmulatorError, shared_object
+from .build import DEVICE, EmulatorError, shared_object
 from .memory import Copies, stacks
 
 STATIC_SHARED, SHARED = 48 * 1024, 227 * 1024
@@ -164,7 +164,7 @@ class Kernel:
             command = ["addr2line", "-i", "-e", str(self._path), hex(offset - 1)]
             out = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split("\n")
             lines = [x.split(" ")[0].rpartition("/")[2] for x in out if x]
-            own = [x for x in lines if not x.startswith(("emulator.h", "fibers.", "launch.h", "intrinsics.h"))]
+            own = [x for x in lines if not x.startswith(tuple(p.name for p in DEVICE.iterdir()))]
             return " < ".join(dict.fromkeys(own or lines))
 
         def data(m: re.Match[str]) -> str:

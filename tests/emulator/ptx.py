@@ -50,8 +50,9 @@ def translated(text: str) -> str:
 
 
 def _dynamic(m: re.Match[str]) -> str:
-    kind = re.sub(r"(__align__|alignas)\s*\([^)]*\)", "", m.group(1)).strip()
-    return f"{kind}* const {m.group(2)} = reinterpret_cast<{kind}*>(emu::dynamic_shared);"
+    aligned = r"(?:__align__|alignas)\s*\(([^)]*)\)"
+    kind, asked = re.sub(aligned, "", m.group(1)).strip(), re.search(aligned, m.group(1))
+    return f"{kind}* const {m.group(2)} = emu::dynamic_array<{kind}, {asked.group(1) if asked else 1}>();"
 
 
 def _closing(text: str, at: int) -> int:
@@ -120,7 +121,7 @@ def _statement(text: str) -> str:
         if re.match(r"^(prefetch|discard|applypriority|createpolicy|griddepcontrol)", name):
             return f"{outs[0]} = 0;" if outs else ";"
         access = _ACCESS.match(name)
-        if access and ".shared" not in name and (done := _moved(access, rest, outs + ins)):
+        if access and "::cluster" not in name and (done := _moved(access, rest, outs + ins)):
             return done
     shown = re.sub(r'[\n\\"]', " ", ptx)[:80]
     return f'emu::unsupported("inline PTX that is not emulated: {shown}");'
@@ -142,6 +143,8 @@ def _moved(access: re.Match[str], rest: str, operands: list[str]) -> str:
     address, values = (m.group(1), m.group(2)) if kind == "st" else (m.group(2), m.group(1))
     base, *offset = address.split("+")
     place = "+".join([f"({operand(base)})", *offset[:1]])
+    if ".shared" in access.group(0):
+        place = f"emu::shared_pointer({place}, sizeof(EmuW), alignof(EmuW))"
     if kind == "st":
         words = ", ".join(f"({word})({operand(v)})" for v in values.split(",")[:number])
         return f"{{ {room} *(EmuW*)((size_t)({place})) = EmuW{{{{{words}}}}}; }}"

@@ -41,4 +41,5 @@
 
 #include "fibers.h"
 #include "launch.h"
+#include "shared.h"
 #include "intrinsics.h"

@@ -100,7 +100,7 @@ inline size_t say(size_t at, const char* format, ...) {
     return at + (n > 0 ? n : 0);
 }
 
-[[noreturn]] inline void fail(const char* what, void* where, const char* more = "") {
+void fail(const char* what, void* where, const char* more) {
     in_user = 0;
     say(0, "%s at @%p in thread (%u,%u,%u) of block (%u,%u,%u), block size (%u,%u,%u), grid (%u,%u,%u)%s", what, where, threadIdx.x,
         threadIdx.y, threadIdx.z, blockIdx.x, blockIdx.y, blockIdx.z, blockDim.x, blockDim.y, blockDim.z, gridDim.x, gridDim.y, gridDim.z,
@@ -289,6 +289,7 @@ static void run_block(bool shuffled, std::mt19937_64& random) {
         }
         if (!went && live) deadlock();
     }
+    check_behind_dynamic(dynamic_end);
 }
 
 static void on_tick(int, siginfo_t*, void* context) {
@@ -329,7 +330,8 @@ int run(void (*entry)(void**), void** args, const Options& o, char* text, u64 ro
     body = entry, body_args = args;
     blockDim = dim3(o.block[0], o.block[1], o.block[2]), gridDim = dim3(o.grid[0], o.grid[1], o.grid[2]);
     threads = blockDim.x * blockDim.y * blockDim.z;
-    dynamic_shared = dynamic_end - (o.smem + 15) / 16 * 16;
+    dynamic_shared = dynamic_end - (o.smem + dynamic_alignment - 1) / dynamic_alignment * dynamic_alignment;
+    set_window(o, base);
     const u64 blocks = (u64)gridDim.x * gridDim.y * gridDim.z;
     std::mt19937_64 random(o.seed);
     std::vector<u64> order;

@@ -34,6 +34,7 @@ void yield();  // other threads of the block run first
 u64 block_op(Op op, u64 value);
 u64 warp_op(Op op, u32 mask, u64 value, u32 source = 32);  // source: the lane whose value a shuffle takes, 32 for the own
 [[noreturn]] void unsupported(const char* text);
+[[noreturn]] void fail(const char* what, void* where, const char* more = "");  // an error at the place in the code `where`
 int run(void (*entry)(void**), void** args, const Options& o, char* text, u64 room, const char* base);
 double now();
 
