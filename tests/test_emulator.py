@@ -120,7 +120,7 @@ __global__ void index(int* y, int n) { __shared__ int room[32]; room[threadIdx.x
 __global__ void shift(unsigned* y, int n) { y[0] = 1u << n; }
 __global__ void misnamed(unsigned* y) { y[threadIdx.x] = __ballot_sync(1u, 1); }
 __global__ void fresh(unsigned* y) { __shared__ unsigned room[4]; if (y[0]) room[0] = 1; __syncthreads(); y[threadIdx.x] = room[threadIdx.x]; }
-__global__ void other(unsigned* y) { asm volatile("bar.sync 1, 32;"); }
+__global__ void other(unsigned* y) { asm volatile("brkpt;"); }
 struct Two { long long a; int b; };
 __global__ void by_value(Two t, float f, double* y, short h) { y[0] = t.a + t.b + f + h; }
 """
@@ -246,7 +246,7 @@ def test_deadlocks_and_loops_without_end_are_reported() -> None:
         ("index", "i4", 1, {}, "index outside of an array of known size (faults.cu:39:"),
         ("shift", "u4", 32, {}, "shift by a negative number or by the width of the type or more (faults.cu:40:"),
         ("misnamed", "u4", None, {}, "a lane calls a warp operation with a mask that does not name it at faults.cu:41"),
-        ("other", "u4", None, {}, "inline PTX that is not emulated: bar.sync 1, 32; at faults.cu:43"),
+        ("other", "u4", None, {}, "inline PTX that is not emulated: brkpt; at faults.cu:43"),
     ],
 )
 def test_faults_are_reported(name: str, argument: str, number: int | None, options: Any, text: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from . import ptx_sm80
+
 _TYPES = {"8": "unsigned char", "16": "unsigned short", "32": "unsigned", "64": "unsigned long long"}
 _ACCESS = re.compile(r"^(ld|ldu|st)\b[\w.:]*?\.(?:v([248])\.)?([busf])(8|16|32|64)$")
 _LOADED = re.compile(r"\{?([^}\[]*?)\}?\s*,\s*\[([^\]]*)\]")
@@ -114,17 +116,20 @@ def _statement(text: str) -> str:
         for i, operand in enumerate(outs + ins):
             result = result.replace(f"{{{i}}}", operand)
         return result
-    name, _, rest = ptx.rstrip(";").replace("\n", " ").partition(" ")
-    if ";" not in rest:
-        if re.match(r"^(membar|fence)\b", name):
-            return "emu::yield();"
-        if re.match(r"^(prefetch|discard|applypriority|createpolicy|griddepcontrol)", name):
-            return f"{outs[0]} = 0;" if outs else ";"
-        access = _ACCESS.match(name)
-        if access and "::cluster" not in name and (done := _moved(access, rest, outs + ins)):
-            return done
+    if done := ptx_sm80.block(ptx, outs, ins, _single):
+        return done
     shown = re.sub(r'[\n\\"]', " ", ptx)[:80]
     return f'emu::unsupported("inline PTX that is not emulated: {shown}");'
+
+
+def _single(name: str, rest: str, operands: list[str]) -> str:
+    """A load or store, or an instruction that does nothing here; "" if it is another one."""
+    if re.match(r"^(membar|fence)\b", name):
+        return "emu::yield();"
+    if re.match(r"^(prefetch|discard|applypriority|createpolicy|griddepcontrol)", name):
+        return f"{operands[0]} = 0;" if name.startswith("createpolicy") else ";"
+    access = _ACCESS.match(name)
+    return _moved(access, rest, operands) if access and "::cluster" not in name else ""
 
 
 def _moved(access: re.Match[str], rest: str, operands: list[str]) -> str:

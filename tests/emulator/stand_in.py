@@ -20,6 +20,7 @@ from strict_cupy import Array, Device, function, plain
 from .build import EmulatorError
 from .kernel import STATIC_SHARED, Kernel
 from .memory import Room
+from .streams import Stream, capturing, launch_graph, queue
 
 LAUNCHES: Counter[str] = Counter()
 """Launches of this process, by instance."""
@@ -77,26 +78,10 @@ def launch_kernel(
         raise EmulatorError(
             f"{kernel.instance}: {smem} bytes of dynamic shared memory, but the limit of the function is {most}"
         )
-    kernel.launch((gx, gy, gz), (bx, by, bz), smem, arguments, **OPTIONS)
-
-
-class Stream(Device):
-    """A stream, or an event: everything is done when it is asked for."""
-
-    ptr = 0
-    null: Stream
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__()
-
-    def wait_event(self, _: Any) -> None:
-        pass
-
-    def record(self, *_: Any) -> None:
-        pass
-
-
-Stream.null = Stream()
+    if not capturing(stream):
+        return kernel.launch((gx, gy, gz), (bx, by, bz), smem, arguments, **OPTIONS)
+    slots = kernel.copied_arguments(arguments)
+    queue(stream, lambda: kernel.launch((gx, gy, gz), (bx, by, bz), smem, ctypes.addressof(slots), **OPTIONS))
 
 
 def guarded(shape: Any, dtype: Any, fill: int) -> Array:
@@ -160,13 +145,13 @@ def install() -> None:
         "cupy.cuda.runtime", **_errors("CUDARuntimeError"),
         getDevice=lambda: 0, getDeviceCount=lambda: 1, setDevice=lambda _: None, deviceSynchronize=lambda: None,
         getDeviceProperties=lambda _: properties, runtimeGetVersion=lambda: 13000, driverGetVersion=lambda: 13000,
-        streamIsCapturing=lambda stream: False,
-        memsetAsync=lambda to, value, n, stream: ctypes.memset(to, value, n),
-        memcpyAsync=lambda to, since, n, kind, stream: ctypes.memmove(to, since, n),
+        streamIsCapturing=capturing, streamCaptureModeRelaxed=2, graphLaunch=launch_graph,
+        memsetAsync=lambda to, value, n, stream: queue(stream, lambda: ctypes.memset(to, value, n)),
+        memcpyAsync=lambda to, since, n, kind, stream: queue(stream, lambda: ctypes.memmove(to, since, n)),
     )  # fmt: skip
-    stream = Stream()
     cuda = _module(
-        "cupy.cuda", runtime=runtime, Device=Device, Stream=Stream, Event=Stream, get_current_stream=lambda: stream,
+        "cupy.cuda", runtime=runtime, Device=Device, Stream=Stream, Event=Stream,
+        get_current_stream=lambda: Stream.current[-1], device=_module("cupy.cuda.device", get_cublas_handle=lambda: 1),
         memory=_module("cupy.cuda.memory", OutOfMemoryError=MemoryError),
         compiler=_module("cupy.cuda.compiler", **_errors("CompileException")),
         alloc_pinned_memory=_pinned, get_elapsed_time=lambda since, until: 1.0,
@@ -196,6 +181,9 @@ def install() -> None:
 
     from spformat.backends.cuda.runtime import scratch
 
+    from . import cublas
+
+    cublas.install()
     vars(scratch)["_exchange_mode"] = lambda: lambda _: 0  # a function of the driver's library
 
 
