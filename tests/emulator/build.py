@@ -83,13 +83,13 @@ def _own_text() -> str:
     return "".join([*(p.read_text() for p in files), str(headers()), version])
 
 
-def shared_object(name: str, text: str, instance: str, folders: Iterable[Path]) -> Path:
-    """The library with one kernel: ``instance`` of the source ``text``, whose headers lie in ``folders``."""
+def shared_object(name: str, text: str, instance: str, folders: Iterable[Path], sm: int) -> Path:
+    """The library with one kernel: ``instance`` of the source ``text``, whose headers lie in ``folders``, for ``sm``."""
     if reason := missing():
         raise EmulatorError(reason)
     own: dict[str, str] = {}
     _reached(text, list(folders), own)
-    folder = cache() / _hash(repr((text, sorted(own.items()), instance, _own_text())))
+    folder = cache() / _hash(repr((text, sorted(own.items()), instance, sm, _own_text())))
     if folder.exists():
         return folder / "kernel.so"
     ready = _precompiled()
@@ -100,7 +100,8 @@ def shared_object(name: str, text: str, instance: str, folders: Iterable[Path]) 
             (build / header).write_text(translated(content))
         build.mkdir(exist_ok=True)
         (build / name).write_text(translated(text))
-        main = f'#include "emulator.h"\nnamespace emu_user {{\n#include "{name}"\nEMU_KERNEL({instance})\n}}\n'
+        arch = f"#undef __CUDA_ARCH__\n#define __CUDA_ARCH__ {10 * sm}\n"
+        main = f'#include "emulator.h"\n{arch}namespace emu_user {{\n#include "{name}"\nEMU_KERNEL({instance})\n}}\n'
         (build / "main.cpp").write_text(main)
         _run("g++", *FLAGS, f"-I{ready}", f"-I{build}", *_cuda(), "-c", build / "main.cpp", "-o", build / "kernel.o")
         _run("g++", "-shared", build / "kernel.o", *sorted(ready.glob("*.o")), "-lrt", "-o", build / "kernel.so")
