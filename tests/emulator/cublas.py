@@ -34,7 +34,7 @@ def _matrix(at: int, kind: int, rows: int, cols: int, lead: int) -> np.ndarray[A
         raise EmulatorError(f"cuBLAS: a leading dimension of {lead} for {rows} rows")
     if at % dtype.itemsize:
         raise EmulatorError("cuBLAS: a matrix that is not aligned to its type")
-    memory = np.frombuffer((ctypes.c_ubyte * size).from_address(at or 1), np.uint8) if size else np.empty(0, np.uint8)
+    memory = np.ctypeslib.as_array((ctypes.c_ubyte * size).from_address(at)) if size else np.empty(0, np.uint8)
     return np.lib.stride_tricks.as_strided(
         memory.view(dtype), (rows, cols), (dtype.itemsize, lead * dtype.itemsize), writeable=True
     )
@@ -45,12 +45,12 @@ def multiply(
     ldb: int, beta: Any, c: int, c_kind: int, ldc: int, compute: int, algorithm: int,
 ) -> int:  # fmt: skip
     """``cublasGemmEx_64``."""
-    wide = np.float64 if KINDS[a_kind] == "float64" else np.float32
+    wide: Any = np.float64 if KINDS[a_kind] == "float64" else np.float32
     one, zero = (_factor(x, wide) for x in (alpha, beta))
 
     def work() -> None:
-        left = _matrix(a, a_kind, *((k, m) if op_a == TRANSPOSED else (m, k)), lda).astype(wide)
-        right = _matrix(b, b_kind, *((n, k) if op_b == TRANSPOSED else (k, n)), ldb).astype(wide)
+        left: Any = _matrix(a, a_kind, *((k, m) if op_a == TRANSPOSED else (m, k)), lda).astype(wide)
+        right: Any = _matrix(b, b_kind, *((n, k) if op_b == TRANSPOSED else (k, n)), ldb).astype(wide)
         out = _matrix(c, c_kind, m, n, ldc)
         product = one * ((left.T if op_a == TRANSPOSED else left) @ (right.T if op_b == TRANSPOSED else right))
         with np.errstate(over="ignore", invalid="ignore"):
@@ -61,7 +61,7 @@ def multiply(
 
 
 def _factor(pointer: Any, kind: Any) -> Any:
-    at = ctypes.cast(pointer, ctypes.c_void_p).value
+    at = ctypes.cast(pointer, ctypes.c_void_p).value or 0
     return kind((ctypes.c_double if kind is np.float64 else ctypes.c_float).from_address(at).value)
 
 

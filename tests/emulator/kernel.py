@@ -140,16 +140,14 @@ class Kernel:
         if self._library.emu_run(ctypes.c_void_p(arguments), ctypes.byref(options), text, room):
             raise EmulatorError(f"{self.instance}: {self._explained(text.value.decode(), near)}")
 
-    def copied_arguments(self, arguments: int) -> Any:
-        """The addresses of copies of the arguments whose addresses lie at ``arguments``."""
+    def copied_arguments(self, arguments: int) -> list[Any]:
+        """Copies of the arguments whose addresses lie at ``arguments``; first the array of the addresses of these."""
         addresses = (ctypes.c_void_p * max(1, len(self.parameters))).from_address(arguments)
-        own = [
-            ctypes.create_string_buffer(ctypes.string_at(at, size), max(16, size))
+        copies = [
+            ctypes.create_string_buffer(ctypes.string_at(at or 0, size), max(16, size))
             for at, (size, _) in zip(addresses, self.parameters, strict=False)
         ]
-        slots = (ctypes.c_void_p * max(1, len(own)))(*map(ctypes.addressof, own))
-        slots.own = own  # live as long as the addresses
-        return slots
+        return [(ctypes.c_void_p * max(1, len(copies)))(*map(ctypes.addressof, copies)), *copies]
 
     def _bytes(self, i: int, argument: Any, size: int, kind: int) -> bytes:
         """An argument by value."""

@@ -150,7 +150,7 @@ def differences(case: Case, kernel: Kernel) -> Iterator[str]:
         import cupy
 
         options = {"alpha": alpha, "beta": beta, "bias": cupy.asarray(bias) if biased else None}
-    there = case.a.to("cuda")
+    there: Any = case.a.to("cuda")
     there = there.T if case.operation == "spmm_transposed" else there
     out_type = VALUE_TYPES[case.out_dtype].numpy
     first = None

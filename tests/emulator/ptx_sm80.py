@@ -30,18 +30,14 @@ def block(ptx: str, outs: list[str], ins: list[str], single: Single) -> str:
                 names.append(f"emu_{name.strip()}")
                 out.append(f"{kind} {names[-1]} = 0;")
             continue
-        own = {name.removeprefix("emu_"): i for i, name in enumerate(names) if i >= len(operands)}
-        statement = re.sub(r"(?<![%\w.])([A-Za-z_]\w*)(?![\w.:])", lambda w, own=own: _named(w, own), statement)
+        for i, name in enumerate(names[len(operands) :], len(operands)):
+            statement = re.sub(rf"(?<![%\w.]){name.removeprefix('emu_')}(?![\w.:])", f"%{i}", statement)
         guard = re.match(r"@(!?)%(\d+)\s+", statement)
         done = _instruction(statement[guard.end() :] if guard else statement, names, single)
         if not done:
             return ""
         out.append(f"if ({guard.group(1)}{names[int(guard.group(2))]}) {{ {done} }}" if guard else done)
     return f"{{ {' '.join(out)} }}"
-
-
-def _named(m: re.Match[str], own: dict[str, int]) -> str:
-    return f"%{own[m.group(1)]}" if m.group(1) in own else m.group(0)
 
 
 def _instruction(text: str, names: list[str], single: Single) -> str:

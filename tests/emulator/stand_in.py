@@ -82,7 +82,7 @@ def launch_kernel(
     if not capturing(stream):
         return kernel.launch((gx, gy, gz), (bx, by, bz), smem, arguments, **OPTIONS)
     slots = kernel.copied_arguments(arguments)
-    queue(stream, lambda: kernel.launch((gx, gy, gz), (bx, by, bz), smem, ctypes.addressof(slots), **OPTIONS))
+    queue(stream, lambda: kernel.launch((gx, gy, gz), (bx, by, bz), smem, ctypes.addressof(slots[0]), **OPTIONS))
 
 
 def guarded(shape: Any, dtype: Any, fill: int) -> Array:

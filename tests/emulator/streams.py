@@ -15,7 +15,7 @@ from strict_cupy import Device
 
 from .build import EmulatorError
 
-Work = Callable[[], None]
+Work = Callable[[], Any]
 
 _numbers = itertools.count(1 << 20, 16)
 _captured: dict[int, list[Work]] = {}
