@@ -77,10 +77,12 @@ def drawn(kernel: Kernel, seed: int, sm: int, dtypes: tuple[str, ...] = DTYPES, 
             a = fmt.from_csr(CSR.from_dense(x).validate(), **params).validate()
         except sf.errors.SpformatError:
             continue
+        rows, inner = (K, M) if operation == "spmm_transposed" else (M, K)
+        lines = [n if layout == "row" else extent for layout, extent in zip(layouts, (inner, rows), strict=True)]
+        gaps, shifts = zip(*(_lines(rng, line) for line in lines), strict=True)
         case = Case(
             seed, operation, a, x, n, layouts, out_dtype,
-            gaps=(int(rng.choice((0, 0, 1, 3, 8))), int(rng.choice((0, 0, 1, 3, 8)))),
-            shifts=(int(rng.choice((0, 0, 0, 1, 8))), int(rng.choice((0, 0, 0, 1, 8)))),
+            gaps=gaps, shifts=shifts,
             integers=integers, affine=affine if rng.random() < 0.3 else None, tile="",
         )  # fmt: skip
         problem = problem_of(case, sm)
@@ -91,6 +93,13 @@ def drawn(kernel: Kernel, seed: int, sm: int, dtypes: tuple[str, ...] = DTYPES, 
         tiles = [str(t) for t in getattr(kernel, "options", lambda p: [])(problem)]
         return case if not tiles or rng.random() < 0.3 else _with_tile(case, str(rng.choice(tiles)))
     return None
+
+
+def _lines(rng: np.random.Generator, line: int) -> tuple[int, int]:
+    """Elements between lines, and before the first one; half of the time whole lines of 16 bytes."""
+    if rng.random() < 0.5:
+        return -line % 8 + int(rng.choice((0, 8))), int(rng.choice((0, 0, 8)))
+    return int(rng.choice((0, 1, 3, 8))), int(rng.choice((0, 0, 1)))
 
 
 def _with_tile(case: Case, tile: str) -> Case:
