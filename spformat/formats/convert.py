@@ -8,14 +8,14 @@ from typing import Any, Literal, TypeVar, overload
 import numpy as np
 
 from ..arrays.dtypes import value_type
-from ..arrays.library import Array, current_device, is_cupy
+from ..arrays.library import Array, current_device, is_cupy, unmasked
 from ..arrays.rounding import rounded
 from ..arrays.torch_tensors import is_torch
 from ..errors import UsageError
 from . import BSR, COO, CSC, CSR, DBSR, SRBCRS, Bitmask, ELLBuckets, Stack, TwoFour, VectorNM, edges, parse_spec
 from .base import Format, checked_values
 from .dense import Dense
-from .foreign import as_format, from_scipy, unmasked
+from .foreign import as_format, from_scipy
 
 F = TypeVar("F", bound=Format)
 
@@ -62,7 +62,7 @@ def convert(x: Any, target: str | type[Format], *, dtype: Any = None, **params: 
     """
     plain = dtype is None and target != "auto" and (isinstance(x, np.ndarray) or is_cupy(x))
     if plain:  # an array as it is: without a Dense around it, whose checks ``from_dense`` repeats
-        x = checked_values(unmasked(x), Dense.name)
+        x = checked_values(x, Dense.name)
     a: Format | None = None if plain else as_format(x) if dtype is None else _rounded(x, dtype)
     if isinstance(target, type) and issubclass(target, Format) and target is not Format:
         fmt, given = target, params

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..arrays import scans
 from ..arrays.dtypes import VALUE_TYPES
-from ..arrays.library import Array, index_dtype, is_cupy
+from ..arrays.library import Array, index_dtype, is_cupy, unmasked
 from ..arrays.rounding import rounded
 from ..arrays.torch_tensors import array_to_torch, import_torch, is_torch, torch_to_array
 from ..errors import ArrayError, IndexBoundsError, InvariantError, OrderError, PointerError, UsageError
@@ -216,13 +216,6 @@ def refuse_sparse(name: str, x: Any) -> None:
     raise UsageError(f"{name}: expected a dense operand, got a sparse matrix ({type(x).__name__}); use {name}.{fix}")
 
 
-def unmasked(x: Array) -> Array:
-    """``x``; UsageError for numpy's masked arrays, whose mask would be lost."""
-    if type(x) is not np.ndarray and not is_cupy(x) and isinstance(x, np.ma.MaskedArray):  # numpy.ma imports in 10 ms
-        raise UsageError("a masked array: its mask would be lost; use x.filled(0), or x.data for all values")
-    return x
-
-
 def as_format(x: Any) -> Format:
     """A matrix of any of these kinds as a Format: spformat, numpy, CuPy, scipy.sparse, cupyx.scipy.sparse, torch,
     array-likes.
@@ -234,7 +227,7 @@ def as_format(x: Any) -> Format:
     if isinstance(x, Transposed):
         return x.materialize()
     if isinstance(x, np.ndarray) or is_cupy(x):
-        return Dense.from_dense(unmasked(x))
+        return Dense.from_dense(x)
     if is_torch(x):
         return from_torch(x)
     if hasattr(x, "tocsr") and hasattr(x, "format"):

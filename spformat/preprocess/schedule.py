@@ -21,7 +21,7 @@ import numpy as np
 from ..arrays import scans
 from ..arrays.library import PAD, Array, ceil_div, index_dtype, namespace, to_device
 from ..arrays.segments import offsets_from_counts, rank_in_row, rows_of
-from ..errors import IndexBoundsError, InvariantError, OrderError, PatternError, UsageError
+from ..errors import ArrayError, IndexBoundsError, InvariantError, OrderError, PatternError, UsageError
 from ..formats.csr import CSR
 
 WARPS = 8
@@ -97,6 +97,11 @@ class TCASchedule:
 
     def validate(self, csr: CSR | None = None) -> None:
         """Raise an error for the first broken rule: memory safety first, then equality with the schedule of ``csr``."""
+        for name in ARRAYS:
+            a = getattr(self, name)
+            if a.ndim != 1 or a.dtype not in (np.int32, np.int64):
+                got = f"{a.dtype}{list(a.shape)}"
+                raise ArrayError(f"tca: {name}: expected int32 or int64 of one dimension, got {got}", array=name)
         warps, rows, parts = self.num_warps_per_row, self.row_id_for_each_warp, self.warpid_within_row
         if rows.size % WARPS or parts.size != rows.size:
             raise InvariantError(
@@ -149,7 +154,12 @@ def mma_of_full_fragments(csr: CSR, N: int) -> float:
 
 
 def tca(csr: CSR) -> TCASchedule:
-    """The schedule of a matrix with valid ``indptr``; stored zeros count as items. O(8 M log M + W)."""
+    """The schedule of a matrix with valid ``indptr``; stored zeros count as items. O(8 M log M + W).
+
+    UsageError for anything but a CSR.
+    """
+    if not isinstance(csr, CSR):
+        raise UsageError(f"tca: expected a CSR, got {type(csr).__name__}; use convert(x, 'csr')")
     xp, M = namespace(csr.indptr), csr.shape[0]
     warps = warps_per_row(xp.diff(csr.indptr.astype(np.int64)))
     placed = _placed_before(warps)
