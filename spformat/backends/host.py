@@ -23,8 +23,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 def check_operands(p: Problem, B: Any, out: Any) -> np.ndarray[Any, Any]:
     """The array to write: ``out`` checked, or a fresh one in the layout of ``p``.
 
-    ValueError for a wrong shape or an ``out`` that overlaps B, TypeError for a wrong dtype or array type, UsageError for
-    a masked array.
+    ValueError for a wrong shape or an ``out`` that overlaps B, TypeError for a wrong dtype or array type, UsageError
+    for a masked array.
     """
     if not isinstance(B, np.ndarray):
         raise TypeError(f"B: expected a numpy array, got {type(B).__name__}; spmm() and linear() take others")
