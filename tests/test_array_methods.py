@@ -104,6 +104,11 @@ def test_convert_takes_what_people_type() -> None:
             sf.convert(bad, "csr")
         assert np.array_equal(sf.convert(bad, "csr", dtype="float32").toarray(), np.asarray(bad, "float32"))
     assert sf.convert(sf.convert(x, "csr"), "bitmask", dtype="bfloat16").dtype.name == "bfloat16"
+    for given in (x, sf.convert(x, "csr"), sf.convert(x, "bsr")):
+        for name in ("x", "a", "cls", "shape"):  # some of them are arguments on the way
+            for target in ("csr", "bitmask", "bsr:blocksize=2"):
+                with pytest.raises(sf.errors.UsageError, match=f"unknown parameter '{name}'"):
+                    sf.convert(given, f"{target}{',' if ':' in target else ':'}{name}=1")
 
 
 @pytest.mark.parametrize("name", ["data", "shape", "anything"])

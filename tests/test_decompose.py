@@ -332,3 +332,9 @@ def test_the_page_lists_the_measures() -> None:
     assert listed == declared | {(m.name, m.doc, "all") for m in LINES}
     usual = {str(c) for fmt in registered() for c in fmt.usual_conditions({"max_width": 8})}
     assert usual == {"density>=0.5", "row_length<=8"}
+
+
+def test_rules_are_texts() -> None:
+    for rule in (sf.BSR, None, 3):
+        with pytest.raises(UsageError, match="expected a text for each part"):
+            sf.decompose(np.eye(4, dtype=np.float32), rule, "csr")  # type: ignore[arg-type]

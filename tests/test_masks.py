@@ -324,3 +324,13 @@ def test_same_mask_on_the_device(dtype: str) -> None:
     np.testing.assert_array_equal(bits(masks.apply(x, mask)), bits(masks.apply(y, cupy.asarray(mask))).get())
     here, there = masks.error(x, masks.apply(x, mask)), masks.error(y, masks.apply(y, cupy.asarray(mask)))
     assert (there.zeroed, there.mean) == (here.zeroed, pytest.approx(here.mean))
+
+
+def test_parameters_of_another_type() -> None:
+    x = np.eye(4, dtype=np.float32)
+    for blocksize in (3, (2,), "2x2", None):
+        with pytest.raises(UsageError, match="blocksize: expected two ints"):
+            masks.magnitude_blocks(x, blocksize, 0.5)  # type: ignore[arg-type]
+    for sparsity in ("0.5", None, float("nan")):
+        with pytest.raises(UsageError, match=r"sparsity: expected a number in 0 \.\. 1"):
+            masks.magnitude(x, sparsity)  # type: ignore[arg-type]

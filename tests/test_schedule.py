@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import spformat as sf
-from spformat.errors import InvariantError, UsageError
+from spformat.errors import ArrayError, InvariantError, UsageError
 from spformat.formats.csr import CSR
 from spformat.interop.matrices import read_matrix
 from spformat.preprocess.schedule import WARPS, TCASchedule, mma_of_full_fragments, mma_of_whole_fragments, tca
@@ -174,9 +174,11 @@ def test_an_attached_schedule_is_used_and_not_computed_again(monkeypatch):
     monkeypatch.setattr("spformat.preprocess.schedule._next_fit", lambda warps: pytest.fail("computed again"))
     assert schedule.attach(a) is a
     assert TCASchedule.of(a) is schedule
+    monkeypatch.undo()
     with pytest.raises(InvariantError):
-        monkeypatch.undo()
         schedule.attach(csr_of([0, 5, 25]))
+    with pytest.raises(UsageError, match="expected a CSR, got Bitmask"):
+        schedule.attach(sf.convert(a, "bitmask"))
 
 
 def test_counts_of_the_paper_by_hand():
@@ -220,3 +222,15 @@ def test_a_schedule_is_kept_beside_its_matrix(tmp_path):
     del tensors["w.tca.warpid_within_row"]
     with pytest.raises(UsageError, match=r"expected 'w\.tca\.warpid_within_row' among the tensors"):
         TCASchedule.beside(tensors, "w")
+
+
+def test_arrays_of_another_kind_beside_a_matrix():
+    a = csr_of([0, 5, 25, 45, 85, 88])
+    named = tca(a).named("w")
+    for change in (lambda x: x.reshape(1, -1), lambda x: x.astype(np.float64), lambda x: x.astype(np.int16)):
+        for entry in named:
+            with pytest.raises(ArrayError, match="expected int32 or int64 of one dimension"):
+                TCASchedule.beside({"w": a} | named | {entry: change(named[entry])}, "w")
+    for other in (np.eye(4, dtype=np.float32), sf.convert(np.eye(4, dtype=np.float32), "bsr"), None):
+        with pytest.raises(UsageError, match="expected a CSR"):
+            tca(other)

@@ -11,6 +11,7 @@ from typing import Any
 import laws
 import numpy as np
 import pytest
+import scipy.sparse as sp
 import stand_in_cupy
 from cases import CASES
 from catalogue import command
@@ -21,6 +22,7 @@ from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.checkpoint import Recipe, Rule, convert_checkpoint, merge_parts
 from spformat.checkpoint.diff import diff_checkpoints
 from spformat.checkpoint.foresee import foresee_checkpoint
+from spformat.errors import UsageError
 from spformat.preprocess import masks
 from spformat.storage import tensorfile
 
@@ -300,3 +302,16 @@ def test_memory_is_bounded_by_a_matrix(tmp_path: Path) -> None:
         convert_checkpoint(tmp_path / "w.safetensors", tmp_path / "there", "two-four")
         convert_checkpoint(tmp_path / "there", tmp_path / "back", "dense")
     np.testing.assert_array_equal(only(tmp_path / "back", "w"), x)
+
+
+def test_what_a_stack_is_made_of() -> None:
+    x = np.diag([1, 0, 7, 8]).astype(np.float32)
+    both = sf.stack(np.stack([x, x]), "csr")
+    assert sf.stack((m for m in (x, x)), "csr") == both
+    kept = sf.stack([sp.csc_array(x), sp.csc_array(x)])  # nobody asked to make them dense
+    assert [p.name for p in kept] == ["csc", "csc"]
+    assert [p.name for p in sf.stack(m for m in (x, x))] == ["dense", "dense"]
+    assert [p.dtype.name for p in sf.stack([sp.coo_array(x)], dtype="float16")] == ["float16"]
+    for nothing in (None, 5):
+        with pytest.raises(UsageError, match="several matrices"):
+            sf.stack(nothing)  # type: ignore[arg-type]

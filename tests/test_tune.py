@@ -12,7 +12,7 @@ import pytest
 from catalogue import command
 
 import spformat as sf
-from spformat.errors import ContainerError, InputError, UsageError
+from spformat.errors import ContainerError, InputError, OutputError, UsageError
 from spformat.measure import bench, tune
 from spformat.measure.tune import Tuned
 
@@ -152,3 +152,27 @@ def test_the_command_as_typed(tmp_path: Path) -> None:
     assert json.loads(command("tune", "--import", tmp_path / "t.json", "--json").out) == {"results": 1}
     assert command("tune", "--export", tmp_path / "t.json", "--import", tmp_path / "t.json").code == 2
     assert "expected SRC" in command("tune", "--seconds", "1").err
+
+
+def test_a_result_is_not_lost_where_nothing_can_be_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    a = sf.convert(np.eye(8, dtype=np.float32), "csr")
+    assert tune.tune(a, n=1, seconds=0.1, most=1).trials
+    assert "not remembered" in caplog.text
+    for target in (tmp_path, tmp_path / "missing" / "tuned.json"):
+        with pytest.raises(OutputError):
+            tune.export_results(target)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file"]
+
+
+def test_without_a_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers run as user ids that no table of users has."""
+    monkeypatch.setenv("HOME", "~")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    a = sf.convert(np.eye(8, dtype=np.float32), "csr")
+    assert sf.spmm(a, np.ones((8, 2), np.float32)).sum() == 16
+    assert tune.tune(a, n=1, seconds=0.1, most=1).trials
+    assert not Path("~").exists()

@@ -85,6 +85,13 @@ def namespace(x: Array) -> Any:
     raise ArrayError(f"expected a numpy or CuPy array, got {type(x).__module__}.{type(x).__name__}")
 
 
+def unmasked(x: Array) -> Array:
+    """``x``; UsageError for numpy's masked arrays, whose mask would be lost."""
+    if type(x) is not np.ndarray and not is_cupy(x) and isinstance(x, np.ma.MaskedArray):  # numpy.ma imports in 10 ms
+        raise UsageError("a masked array: its mask would be lost; use x.filled(0), or x.data for all values")
+    return x
+
+
 def device_of(x: Array) -> str:
     """ "cpu" or "cuda:<id>"."""
     return f"cuda:{x.device.id}" if is_cupy(x) else "cpu"

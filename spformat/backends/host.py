@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.dtypes import VALUE_TYPES
+from ..arrays.library import unmasked
 from ..limits import check_bytes, product
 from ..products.plan import Plan
 from ..products.problem import COL, Problem
@@ -22,10 +23,12 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 def check_operands(p: Problem, B: Any, out: Any) -> np.ndarray[Any, Any]:
     """The array to write: ``out`` checked, or a fresh one in the layout of ``p``.
 
-    ValueError for a wrong shape or an ``out`` that overlaps B, TypeError for a wrong dtype or array type.
+    ValueError for a wrong shape or an ``out`` that overlaps B, TypeError for a wrong dtype or array type, UsageError
+    for a masked array.
     """
     if not isinstance(B, np.ndarray):
         raise TypeError(f"B: expected a numpy array, got {type(B).__name__}; spmm() and linear() take others")
+    unmasked(B)
     if B.ndim != 2 or B.shape[0] != p.inner:
         raise ValueError(f"B: expected shape ({p.inner}, N), got {B.shape}")
     if B.dtype != numpy_dtype(p.b_dtype):
@@ -37,6 +40,7 @@ def check_operands(p: Problem, B: Any, out: Any) -> np.ndarray[Any, Any]:
         return np.empty(shape, dtype, order="F" if p.out_layout == COL else "C")
     if not isinstance(out, np.ndarray):
         raise TypeError(f"out: expected a numpy array, got {type(out).__name__}")
+    unmasked(out)
     if out.shape != shape:
         raise ValueError(f"out: expected shape {shape}, got {out.shape}")
     if out.dtype != dtype:

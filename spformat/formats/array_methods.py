@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn, Self, TypeVar
@@ -11,6 +12,7 @@ import numpy as np
 
 from ..arrays.dtypes import value_type
 from ..arrays.library import Array, current_device, namespace
+from ..arrays.rounding import rounded
 from ..errors import UsageError
 
 C = TypeVar("C", bound=type)
@@ -58,10 +60,14 @@ class ArrayMethods:
 
     def astype(self, dtype: Any) -> Self:
         """The same matrix with its values rounded to another value type; values that become zero are dropped by formats
-        that store none. StructureError if the format does not take the type."""
+        that store none.
+
+        StructureError if the format does not take the type; UsageError for a finite value that is beyond it, or that
+        int8 does not hold exactly.
+        """
         me: Any = self
         kind = value_type(dtype).numpy
-        return self if me.dtype == kind else self._mapped(lambda values: values.astype(kind))
+        return self if me.dtype == kind else self._mapped(lambda values: rounded(values, kind))
 
     def sum(self, axis: int | None = None) -> Any:
         """The sum of all values, or with ``axis`` 0 or 1 that of each column or row; in float64, or int64 of int8."""
@@ -81,14 +87,16 @@ class ArrayMethods:
         if not isinstance(factor, numbers.Real) or isinstance(factor, bool):
             what = type(factor).__name__
             raise TypeError(f"* takes a number, got {what}; @ is the product, to_scipy().multiply(x) goes by elements")
-        return self._mapped(lambda values: values * values.dtype.type(factor))
+        # int8 stays int8 times an integer only, and becomes float64 otherwise, as in numpy.
+        whole = isinstance(factor, numbers.Integral)
+        return self._mapped(lambda values: values * _number(factor, values.dtype if whole else _real(values.dtype)))
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: Any) -> Self:
         if not isinstance(divisor, numbers.Real) or isinstance(divisor, bool):
             raise TypeError(f"/ takes a number, got {type(divisor).__name__}")
-        return self._mapped(lambda values: values / values.dtype.type(divisor))
+        return self._mapped(lambda values: values / _number(divisor, _real(values.dtype)))
 
     def __neg__(self) -> Self:
         return self._mapped(lambda values: -values)
@@ -114,6 +122,25 @@ class ArrayMethods:
         with current_device(a.data):
             mapped = a.with_arrays(data=function(a.data))
         return type(me).from_csr(mapped.ensure_valid(), **me.params())  # type: ignore[no-any-return]
+
+
+def _real(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The type in which values of ``dtype`` are multiplied with a fraction: their own, or float64 for int8."""
+    return np.dtype(np.float64) if dtype == np.int8 else dtype
+
+
+def _number(x: Any, dtype: np.dtype[Any]) -> Any:
+    """The number ``x`` in a value type. UsageError for a finite one that is beyond it."""
+    try:
+        with np.errstate(all="ignore"):
+            number = dtype.type(float(x))
+        beyond = math.isfinite(x) and not math.isfinite(number)
+    except OverflowError:
+        beyond = True
+    if beyond:
+        fix = "use astype('float32') or astype('float64') first"
+        raise UsageError(f"expected a number in the range of {dtype}, got {x!r:.80}; {fix}")
+    return number
 
 
 def _copied(value: Any) -> Any:

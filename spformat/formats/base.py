@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 import numpy as np
 
 from ..arrays.dtypes import VALUE_TYPES, dtype_name, nonzero_mask, value_type
-from ..arrays.library import Array, current_device, namespace, on_boundary, to_device
+from ..arrays.library import Array, current_device, namespace, on_boundary, to_device, unmasked
 from ..errors import ArrayError, SpformatError, StructureError, UsageError
 from ..limits import always_allowed, check_bytes, product
 from . import edges
@@ -380,9 +380,9 @@ def _rebuild(cls: type[Format], fields: dict[str, Any]) -> Format:
 def checked_values(x: Array, where: str) -> Array:
     """``x`` in C order and native byte order, copied only if necessary.
 
-    Raises UsageError unless it is 2-D, StructureError unless its dtype is a value type.
+    Raises UsageError unless it is 2-D, and for a masked array, StructureError unless its dtype is a value type.
     """
-    xp = namespace(x)
+    xp = namespace(unmasked(x))
     if x.ndim != 2:
         stacked = "; spformat.stack takes [E, M, K]" if x.ndim == 3 else ""
         raise UsageError(f"{where}: expected a matrix [M, K], got shape {x.shape}{stacked}")

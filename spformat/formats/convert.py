@@ -8,12 +8,14 @@ from typing import Any, Literal, TypeVar, overload
 import numpy as np
 
 from ..arrays.dtypes import value_type
-from ..arrays.library import Array, current_device, is_cupy
+from ..arrays.library import Array, current_device, is_cupy, unmasked
+from ..arrays.rounding import rounded
+from ..arrays.torch_tensors import is_torch
 from ..errors import UsageError
 from . import BSR, COO, CSC, CSR, DBSR, SRBCRS, Bitmask, ELLBuckets, Stack, TwoFour, VectorNM, edges, parse_spec
 from .base import Format, checked_values
 from .dense import Dense
-from .foreign import as_format, unmasked
+from .foreign import as_format, from_scipy
 
 F = TypeVar("F", bound=Format)
 
@@ -50,7 +52,8 @@ def convert(x: Any, target: str | type[Format], *, dtype: Any = None, **params: 
     x: any spformat object, numpy or CuPy array [M, K], scipy.sparse, torch tensor.
     target: a format id, with params if you like ("bsr", "bsr:blocksize=64x64", "vector-nm:n=2,m=4"), or a class;
         "2:4" is two-four, and "auto" the smallest exact format of a host matrix.
-    dtype: round the values to this type first; without it, other types than the value types are refused.
+    dtype: round the values to this type first; without it, other types than the value types are refused. A finite value
+        beyond the type, or one that int8 does not hold exactly, is refused.
     params: the parameters of the format; they override those in the text.
 
     The result has every value of ``x`` with its bits; only -0.0 may become +0.0. Returns ``x`` itself if it has that
@@ -59,13 +62,14 @@ def convert(x: Any, target: str | type[Format], *, dtype: Any = None, **params: 
     """
     plain = dtype is None and target != "auto" and (isinstance(x, np.ndarray) or is_cupy(x))
     if plain:  # an array as it is: without a Dense around it, whose checks ``from_dense`` repeats
-        x = checked_values(unmasked(x), Dense.name)
+        x = checked_values(x, Dense.name)
     a: Format | None = None if plain else as_format(x) if dtype is None else _rounded(x, dtype)
     if isinstance(target, type) and issubclass(target, Format) and target is not Format:
         fmt, given = target, params
     else:
         fmt, in_text = parse_spec(a.smallest() if a is not None and target == "auto" else str(target))
         given = in_text | params
+    fmt.resolve_params(given)  # before they are passed on: one may be named as an argument is, like "x"
     if a is None:
         fmt.accepts(x.dtype)
         return fmt.from_dense(x, **given)
@@ -107,8 +111,8 @@ def stack(
     """The stack of matrices, each converted as by ``convert(matrix, target, dtype=dtype, **params)``.
 
     matrices: an array [E, M, K] with E >= 1, a stack, or several matrices of any kind that ``convert`` takes.
-    target: "" leaves spformat matrices as they are, and takes arrays as ``Dense``. "auto" may give each matrix another
-        format.
+    target: "" leaves spformat matrices as they are, takes arrays as ``Dense``, and matrices of scipy and torch in the
+        layout they have. "auto" may give each matrix another format.
 
     Raises what ``convert`` raises, and ArrayError unless all matrices have one shape, dtype and device.
     """
@@ -117,15 +121,23 @@ def stack(
     shape = tuple(getattr(matrices, "shape", (0, 0, 0)))
     if len(shape) != 3:
         raise UsageError(f"stack: expected an array [E, M, K], got shape {shape}")
-    kept: Any = [target or (type(x) if isinstance(x, Format) else Dense) for x in matrices]
-    return Stack.from_parts(convert(x, t, dtype=dtype, **params) for x, t in zip(matrices, kept, strict=True))
+    if not isinstance(matrices, Iterable):
+        raise UsageError(f"stack: expected an array [E, M, K] or several matrices, got {type(matrices).__name__}")
+    if target:
+        return Stack.from_parts(convert(x, target, dtype=dtype, **params) for x in matrices)
+    parts = (as_format(x) if dtype is None else _rounded(x, dtype) for x in matrices)
+    return Stack.from_parts(convert(p, type(p), **params) for p in parts)
 
 
 def _rounded(x: Any, dtype: Any) -> Format:
     """``x`` as a Format with values of ``dtype``."""
     kind = value_type(dtype).numpy
-    if isinstance(x, (list, tuple)):
-        x = np.asarray(x)
-    if not isinstance(x, Format) and hasattr(x, "astype"):  # an array, or a matrix of scipy, of any type
-        return as_format(x.astype(kind))
+    if is_torch(x) or hasattr(x, "to_csr"):  # a matrix of ours, or its transpose
+        return as_format(x).astype(kind)
+    if hasattr(x, "tocsr") and hasattr(x, "format"):
+        return from_scipy(x, dtype=kind)
+    if isinstance(x, (list, tuple)) or (hasattr(x, "__array__") and not hasattr(x, "__cuda_array_interface__")):
+        x = np.asarray(unmasked(x))
+    if isinstance(x, np.ndarray) or is_cupy(x):
+        x = rounded(x, kind)
     return as_format(x).astype(kind)

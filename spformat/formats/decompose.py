@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..errors import UsageError
 from .convert import convert
 from .sum import Sum
 
@@ -31,4 +32,8 @@ def decompose(x: Any, *rules: str, dtype: Any = None) -> Sum:
 
     Composable formats: SparseTIR (ASPLOS 2023).
     """
+    for rule in rules:
+        if not isinstance(rule, str):
+            expected = "expected a text for each part, such as 'bsr:32x32,density>=0.5'"
+            raise UsageError(f"decompose: {expected}, got {rule!r:.80}")
     return convert(x, Sum, dtype=dtype, rules=tuple(part.strip() for rule in rules for part in rule.split("+")))

@@ -8,7 +8,8 @@ import numpy as np
 
 from ..arrays import scans
 from ..arrays.dtypes import VALUE_TYPES
-from ..arrays.library import Array, index_dtype, is_cupy
+from ..arrays.library import Array, index_dtype, is_cupy, unmasked
+from ..arrays.rounding import rounded
 from ..arrays.torch_tensors import array_to_torch, import_torch, is_torch, torch_to_array
 from ..errors import ArrayError, IndexBoundsError, InvariantError, OrderError, PointerError, UsageError
 from .base import Format, checked_values
@@ -52,24 +53,27 @@ def to_scipy(f: Format) -> Any:
 Format.to_scipy = to_scipy
 
 
-def from_scipy(x: Any) -> Format:
+def from_scipy(x: Any, *, dtype: Any = None) -> Format:
     """A scipy.sparse (or cupyx.scipy.sparse) matrix in the layout it has: CSR, CSC, COO or BSR; CSR of any other.
 
     Stored zeros of CSR, CSC and COO are kept if their items are in order. Duplicates are refused, not summed.
+
+    dtype: round the values to this type first, as ``rounded`` does; it may be one that scipy does not have.
     """
     if not (hasattr(x, "tocsr") and hasattr(x, "format")):
         raise UsageError(f"from_scipy: expected a scipy.sparse matrix, got {type(x).__name__}; use convert(x, 'csr')")
-    if np.dtype(x.dtype).name not in VALUE_TYPES:
+    if dtype is None and np.dtype(x.dtype).name not in VALUE_TYPES:
         what = f"values of dtype {x.dtype} are not representable; use one of {', '.join(VALUE_TYPES)}"
         raise ArrayError(f"scipy: {what}, as by a.astype('float32')", array="data")
     if len(x.shape) != 2:
         raise UsageError(f"scipy: expected a matrix [M, K], got shape {tuple(x.shape)}")
-    if x.format == "bsr":
-        return from_blocks(x.shape, x.indptr, x.indices, x.data)
-    if x.format == "coo":  # its tocsr() sums
-        return _from_coordinates(x.shape, x.row, x.col, x.data)
-    c = x if x.format in ("csr", "csc") else x.tocsr()
-    a = _compressed(CSC if x.format == "csc" else CSR, c.shape, c.indptr, c.indices, c.data)
+    c = x if x.format in ("csr", "csc", "coo", "bsr") else x.tocsr()
+    data = c.data if dtype is None else rounded(c.data, dtype)  # a.astype(..) of scipy sums duplicates
+    if c.format == "bsr":
+        return from_blocks(x.shape, c.indptr, c.indices, data)
+    if c.format == "coo":  # its tocsr() sums
+        return _from_coordinates(x.shape, c.row, c.col, data)
+    a = _compressed(CSC if c.format == "csc" else CSR, c.shape, c.indptr, c.indices, data)
     try:
         return a.validate()
     except ValueError:
@@ -212,13 +216,6 @@ def refuse_sparse(name: str, x: Any) -> None:
     raise UsageError(f"{name}: expected a dense operand, got a sparse matrix ({type(x).__name__}); use {name}.{fix}")
 
 
-def unmasked(x: Array) -> Array:
-    """``x``; UsageError for numpy's masked arrays, whose mask would be lost."""
-    if type(x) is not np.ndarray and not is_cupy(x) and isinstance(x, np.ma.MaskedArray):  # numpy.ma imports in 10 ms
-        raise UsageError("a masked array: its mask would be lost; use x.filled(0), or x.data for all values")
-    return x
-
-
 def as_format(x: Any) -> Format:
     """A matrix of any of these kinds as a Format: spformat, numpy, CuPy, scipy.sparse, cupyx.scipy.sparse, torch,
     array-likes.
@@ -230,7 +227,7 @@ def as_format(x: Any) -> Format:
     if isinstance(x, Transposed):
         return x.materialize()
     if isinstance(x, np.ndarray) or is_cupy(x):
-        return Dense.from_dense(unmasked(x))
+        return Dense.from_dense(x)
     if is_torch(x):
         return from_torch(x)
     if hasattr(x, "tocsr") and hasattr(x, "format"):

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from ..arrays.dtypes import bits, nonzero_mask
-from ..arrays.library import Array, current_device, device_of, index_dtype, is_cupy, namespace
+from ..arrays.library import Array, current_device, device_of, index_dtype, is_cupy, namespace, unmasked
 from ..arrays.scans import first_true
 from ..errors import StructureError, UsageError
 
@@ -132,7 +132,7 @@ def _check_kind(f: Any, values: Any) -> None:
     """UsageError unless ``values`` is an array of the dtype and on the device of ``f``."""
     if not isinstance(values, np.ndarray) and not is_cupy(values):
         raise UsageError(f"{f.name}: refill: expected a numpy or CuPy array, got {type(values).__name__}")
-    if device_of(values) != f.device:
+    if device_of(unmasked(values)) != f.device:
         where = f"values on {f.device}, where the matrix is, got some on {device_of(values)}"
         raise UsageError(f"{f.name}: refill: expected {where}; move one of them")
     if values.dtype != f.dtype:

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.dtypes import VALUE_TYPES, value_type
+from ..arrays.dtypes import VALUE_TYPES
 from ..arrays.library import Array, index_dtype
+from ..arrays.rounding import rounded
 from ..arrays.segments import rows_of
 from ..errors import FormatError, IndexBoundsError, SpformatError, UsageError, printable
 from ..formats.csr import CSR
@@ -53,7 +54,7 @@ def read_matrix(path: files.Path, *, values: str | None = None, seed: int = 0, d
         if values is not None:
             data = filled(a.nnz, values=values, seed=seed, dtype=dtype or "float32")
         else:
-            data = a.data if dtype is None else _cast(a.data, dtype)
+            data = a.data if dtype is None else rounded(a.data, dtype)
         return a.with_arrays(data=data).validate()
     except SpformatError as e:
         raise e.at(path=os.fspath(path)) from None
@@ -281,16 +282,3 @@ def _as_values(data: Array, where: str) -> Array:
             f"{where}: values of dtype {data.dtype} are not representable; use one of {', '.join(VALUE_TYPES)}"
         )
     return data if data.dtype.isnative else data.astype(data.dtype.newbyteorder("="))
-
-
-def _cast(data: Array, dtype: Any) -> Array:
-    """``data`` rounded to ``dtype``. UsageError if a value would overflow, or change when it is made an int8."""
-    row = value_type(dtype)
-    with np.errstate(all="ignore"):
-        wide = data.astype(np.float64)
-        out = data.astype(row.numpy)
-        back = out.astype(np.float64)
-        bad = back != wide if row.name == "int8" else np.isfinite(wide) & ~np.isfinite(back)
-    if bad.any():
-        raise UsageError(f"dtype: {int(bad.sum())} values do not fit {row.name}, the first is {data[bad.argmax()]}")
-    return out

@@ -30,7 +30,17 @@ from ..arrays.library import Array, import_cupy, namespace, parse_device
 from ..backends.host import numpy_dtype
 from ..dispatch.api import plan
 from ..dispatch.recommend import COLUMNS, Recommendation, recommend
-from ..errors import ContainerError, DeviceError, InputError, LimitError, NoKernelError, StructureError, UsageError
+from ..errors import (
+    ContainerError,
+    DeviceError,
+    InputError,
+    LimitError,
+    NoKernelError,
+    OutputError,
+    StructureError,
+    UsageError,
+    WriteError,
+)
 from ..formats.base import Format
 from ..formats.convert import convert
 from ..formats.dense import Dense
@@ -183,7 +193,10 @@ def tune(
     tuned = replace(blank, trials=tuple(trials), seconds=time.perf_counter() - begin)
     if not tuned.trials[0].us:
         raise NoKernelError(f"no format could be run on {device}", reasons=[f"{t.format}: {t.note}" for t in trials])
-    _remember({tuned.key: tuned})
+    try:
+        _remember({tuned.key: tuned})
+    except (OutputError, WriteError) as e:  # a home folder that cannot be written is no reason to lose the result
+        log.warning("the result is not remembered: %s", e)
     return tuned
 
 
@@ -301,7 +314,10 @@ def remembered() -> dict[str, Tuned]:
 
 
 def export_results(to: AnyPath) -> int:
-    """Write all remembered results into a JSON file, for ``import_results`` elsewhere; returns how many they are."""
+    """Write all remembered results into a JSON file, for ``import_results`` elsewhere; returns how many they are.
+
+    OutputError, WriteError where the file cannot be written.
+    """
     results = remembered()
     _write(Path(to), results)
     return len(results)
@@ -327,15 +343,11 @@ def _wanted() -> bool:
 
 def _remember(results: Mapping[str, Tuned]) -> None:
     if _wanted() and results:
-        path().parent.mkdir(parents=True, exist_ok=True)
         _write(path(), {k: v for k, v in remembered().items() if k not in results} | dict(results))
 
 
 def _write(to: Path, results: Mapping[str, Tuned]) -> None:
-    kept = [t.to_json() for t in list(results.values())[-_MOST:]]
-    new = to.with_name(f"{to.name}.{os.getpid()}")
-    new.write_text(json.dumps({"results": kept}, indent=1) + "\n")
-    new.replace(to)
+    rates.write_own(to, {"results": [t.to_json() for t in list(results.values())[-_MOST:]]})
 
 
 def _read(source: Path) -> dict[str, Tuned]:

@@ -114,7 +114,10 @@ def magnitude_blocks(
 
     UsageError for a blocksize outside 1 .. 1024 or a sparsity outside 0 .. 1, StructureError for NaN or infinities.
     """
-    R, C = blocksize
+    try:
+        R, C = blocksize
+    except (TypeError, ValueError):
+        raise UsageError(f"blocksize: expected two ints, got {blocksize!r:.80}", value=blocksize) from None
     _check_range("blocksize[0]", R, 1024)
     _check_range("blocksize[1]", C, 1024)
     _check_norm(norm)
@@ -288,7 +291,7 @@ def _refuse_nonfinite(x: Array) -> None:
 
 
 def _kept(total: int, sparsity: float) -> int:
-    if not 0 <= sparsity <= 1:
+    if isinstance(sparsity, (str, bytes)) or sparsity is None or not 0 <= sparsity <= 1:
         raise UsageError(f"sparsity: expected a number in 0 .. 1, got {sparsity!r}", value=sparsity)
     return total - round(sparsity * total)
 

@@ -21,7 +21,7 @@ import numpy as np
 from ..arrays import scans
 from ..arrays.library import PAD, Array, ceil_div, index_dtype, namespace, to_device
 from ..arrays.segments import offsets_from_counts, rank_in_row, rows_of
-from ..errors import IndexBoundsError, InvariantError, OrderError, PatternError, UsageError
+from ..errors import ArrayError, IndexBoundsError, InvariantError, OrderError, PatternError, UsageError
 from ..formats.csr import CSR
 
 WARPS = 8
@@ -96,9 +96,12 @@ class TCASchedule:
         return schedule
 
     def attach(self, csr: CSR) -> CSR:
-        """The same matrix object, whose plans use this schedule instead of computing it; the errors of ``validate``."""
-        self.validate(csr.ensure_valid())
-        csr.kernel_arrays(self.name, lambda: self)
+        """The same matrix object, whose plans use this schedule instead of computing it.
+
+        The errors of ``validate``; UsageError for anything but a CSR.
+        """
+        self.validate(csr)
+        csr.ensure_valid().kernel_arrays(self.name, lambda: self)
         return csr
 
     @classmethod
@@ -112,6 +115,11 @@ class TCASchedule:
 
         O(M + W): that rows are placed next-fit is seen from each row and the one before it.
         """
+        for name in ARRAYS:
+            a = getattr(self, name)
+            if a.ndim != 1 or a.dtype not in (np.int32, np.int64):
+                got = f"{a.dtype}{list(a.shape)}"
+                raise ArrayError(f"tca: {name}: expected int32 or int64 of one dimension, got {got}", array=name)
         warps, rows, parts = self.num_warps_per_row, self.row_id_for_each_warp, self.warpid_within_row
         if rows.size % WARPS or parts.size != rows.size:
             raise InvariantError(
@@ -175,11 +183,16 @@ def mma_of_full_fragments(csr: CSR, N: int) -> float:
 
 
 def tca(csr: CSR) -> TCASchedule:
-    """The schedule of a matrix with valid ``indptr``; stored zeros count as items. O(8 M log M + W)."""
+    """The schedule of a matrix with valid ``indptr``; stored zeros count as items. O(8 M log M + W).
+
+    UsageError for anything but a CSR.
+    """
     return _placed(warps_per_row(_lengths(csr)), _next_fit)
 
 
 def _lengths(csr: CSR) -> Array:
+    if not isinstance(csr, CSR):
+        raise UsageError(f"tca: expected a CSR, got {type(csr).__name__}; use convert(x, 'csr')")
     return namespace(csr.indptr).diff(csr.indptr.astype(np.int64))
 
 

@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ..errors import InputError, UsageError
-from ..storage.files import read_small
+from ..errors import InputError, OutputError, UsageError
+from ..storage.files import read_small, reason
+from ..storage.output import publish
 from . import roofline
 from .problem import Problem
 
@@ -69,7 +70,10 @@ def user_path() -> Path:
 
 @functools.lru_cache(maxsize=8)
 def _user_path(cache: str | None, home: str | None) -> str:
-    return str(Path(cache or Path.home() / ".cache") / "spformat" / "rates.json")
+    own = os.path.expanduser("~")
+    if own == "~":  # nobody knows the home of this user id, as in containers: nothing is there, nothing can be kept
+        own = os.devnull
+    return str(Path(cache or Path(own) / ".cache") / "spformat" / "rates.json")
 
 
 def constants(kernel: str, terms: tuple[str, ...], p: Problem) -> Constants | None:
@@ -205,7 +209,18 @@ def write(path: Path, about: Mapping[str, Any], kernels: Mapping[str, Any]) -> N
         old = json.loads(read_small(path, _LARGEST))["kernels"]
     except (InputError, OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError, AttributeError):
         old = {}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.{os.getpid()}")
-    new.write_text(json.dumps({**about, "kernels": dict(sorted({**old, **kernels}.items()))}, indent=1) + "\n")
-    new.replace(path)
+    write_own(path, {**about, "kernels": dict(sorted({**old, **kernels}.items()))})
+
+
+def write_own(path: Path, tree: Mapping[str, Any]) -> None:
+    """Write a JSON file of measurements; what was there is replaced. The folder of ``user_path`` is made if need be.
+
+    A symlink stays one. OutputError where no file can be created, WriteError where it cannot be written.
+    """
+    where = path.resolve()
+    if where.parent == user_path().parent.resolve():
+        try:
+            where.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise OutputError(f"cannot create the folder: {reason(e)}", path=str(where.parent)) from e
+    publish(where, (json.dumps(tree, indent=1) + "\n").encode(), overwrite=True)

@@ -9,7 +9,7 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 
 from .. import limits
-from ..arrays.library import Array, is_cupy
+from ..arrays.library import Array, is_cupy, unmasked
 from ..arrays.torch_tensors import is_torch, torch_to_array
 from ..errors import UsageError, printable
 from ..formats.base import Format
@@ -140,7 +140,7 @@ class FileWriter:
 def plain_array(name: str, x: Any) -> Array:
     """``x`` as a numpy or CuPy array, which shares the memory of a torch tensor; UsageError for anything else."""
     if isinstance(x, (np.ndarray, np.generic)):
-        return np.asarray(x)
+        return np.asarray(unmasked(x))
     if is_cupy(x):
         return x
     if is_torch(x) and str(x.layout) == "torch.strided":

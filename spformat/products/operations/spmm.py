@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 
 from ...arrays.dtypes import value_type
-from ...arrays.library import Array, is_cupy
+from ...arrays.library import Array, is_cupy, unmasked
 from ...errors import ArrayError, UsageError
 from ...formats.base import Format
-from ...formats.foreign import unmasked
 from ..operation import Items, Operation
 from ..problem import DENSE, WORKSPACE, Operand, Problem, alignment_of, layout_of, result_dtype
 
@@ -57,9 +56,10 @@ def operand_type(name: str, x: Any) -> str:
 
 
 def require_like(name: str, x: Any, other_name: str, other: Any) -> None:
-    """TypeError for an array of another library."""
+    """TypeError for an array of another library, UsageError for a masked one. Subclasses of numpy's arrays (memmap) are
+    like any other."""
     kind = type(other)
-    if type(x) is not kind:
+    if type(x) is not kind and not (isinstance(unmasked(x), np.ndarray) and isinstance(other, np.ndarray)):
         raise TypeError(f"{name}: expected {kind.__module__}.{kind.__name__} like {other_name}, got {type(x).__name__}")
 
 
