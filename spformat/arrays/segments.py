@@ -46,7 +46,8 @@ def rank_in_row(indptr: Array, rows: Array) -> Array:
 def distinct(keys: Array) -> Array:
     """The distinct keys, ascending.
 
-    numpy.unique fills a hash table since numpy 2.3, which takes a hundred times as long as sorting for millions of keys.
+    Sorted, because numpy.unique fills a hash table since numpy 2.3, which takes up to a hundred times as long for
+    millions of keys.
     """
     xp = namespace(keys)
     ascending = xp.sort(keys)
