@@ -188,3 +188,51 @@ def test_a_script_of_a_user_passes_pyright_in_its_strict_mode(tmp_path: Path) ->
     assert findings(SCRIPT) == []
     (found,) = findings(SCRIPT.replace('sf.convert(w, "bsr", blocksize=16)', 'sf.convert(w, "csr")'))
     assert 'Type "CSR" is not assignable to declared type "BSR"' in found
+
+
+@pytest.mark.parametrize("target", ["csr", "csc", "coo"])
+def test_values_of_items_change_without_a_conversion(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.array([[0, -2, 3], [0, 0, 0], [5, 0, 7], [0, 1, 0]], np.float16)
+    stored = sp.csr_array(x.astype(np.float32))
+    stored.data[0] = 0  # a stored zero is an item, and stays one
+    a: Any = sf.from_scipy(stored.asformat(target))
+    x = a.to_dense()
+    for method in ("transposed", "to_csr", "from_csr"):
+        monkeypatch.setattr(sf.CSR, method, lambda *_, **__: pytest.fail("a conversion"))
+        if method != "transposed":
+            monkeypatch.setattr(type(a), method, lambda *_, **__: pytest.fail("a conversion"))
+    half = a.astype("float16")
+    for got, want in ((2 * a, 2 * x), (a / 4, x / 4), (-a, np.where(x == 0, x, -x)), (half, x.astype(np.float16))):
+        assert type(got) is type(a)
+        assert got.nnz == a.nnz == 5
+        assert np.array_equal(got.validate()._to_dense(), want)
+        assert not np.shares_memory(got.data, a.data)
+    if target == "csc":
+        monkeypatch.undo()
+        monkeypatch.setattr(sf.CSR, "transposed", lambda *_: pytest.fail("a conversion"))
+    if target != "coo":
+        for axis, want in ((None, x.sum()), (0, x.sum(0)), (1, x.sum(1)), (-1, x.sum(1)), (-2, x.sum(0))):
+            if target == "csr":
+                monkeypatch.undo()
+            assert np.array_equal(a.sum(axis), want)
+        with pytest.raises(sf.errors.UsageError, match="axis"):
+            a.sum(2)
+
+
+def test_items_in_any_order_are_sorted_by_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    x = sp.random_array((300, 500), density=0.1, rng=rng, dtype=np.float32, format="coo")
+    monkeypatch.setattr(np, "lexsort", lambda *_: pytest.fail("several times as slow"))
+    want = x.toarray()
+    order = rng.permutation(x.nnz)
+    mixed = sp.coo_array((x.data[order], (x.row[order], x.col[order])), shape=x.shape)
+    for layout in ("coo", "csr", "csc"):
+        if layout == "coo":
+            given = mixed
+        else:
+            given = x.asformat(layout)
+            given.indices[:2], given.data[:2] = given.indices[:2][::-1].copy(), given.data[:2][::-1].copy()
+            given.has_sorted_indices = False
+        got = sf.from_scipy(given).validate()
+        assert got.name == layout
+        assert np.array_equal(got.to_dense(), want)

@@ -24,6 +24,7 @@ from spformat.errors import (
     UsageError,
 )
 from spformat.interop.matrices import read_matrix
+from spformat.interop.matrix_output import write_matrix
 
 
 @pytest.mark.parametrize("layout", ["csr", "csc", "coo", "bsr"])
@@ -192,3 +193,9 @@ def test_values_and_dtype_can_be_replaced(tmp_path: Path) -> None:
         read_matrix(tmp_path / "b.npz", dtype="int8")
     with pytest.raises(UsageError, match=r"1 values do not fit float16, the first is 100000\.0"):
         read_matrix(tmp_path / "b.npz", dtype="float16")
+
+
+def test_files_of_other_names_are_not_written(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"expected a name in \.npz, \.mtx or \.smtx"):
+        write_matrix(tmp_path / "a.safetensors", np.eye(3, dtype=np.float32))
+    assert not list(tmp_path.iterdir())

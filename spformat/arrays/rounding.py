@@ -23,16 +23,18 @@ def rounded(x: Array, dtype: Any) -> Array:
         return x
     if x.dtype.kind == "c":
         raise UsageError(f"dtype: complex values do not fit {row.name}; use x.real or abs(x)")
-    out, flat = namespace(x).empty(x.shape, row.numpy), x.reshape(-1)
-    count, first = 0, None
+    if np.can_cast(x.dtype, row.numpy):  # it holds every value of the other type
+        return x.astype(row.numpy)
     with np.errstate(all="ignore"):
+        out, flat = namespace(x).ascontiguousarray(x.astype(row.numpy)), x.reshape(-1)
+        count, first = 0, None
         for s in chunks(flat.size, flat):
+            narrow = out.reshape(-1)[s]
+            if row.name != "int8" and bool(np.isfinite(narrow).all()):  # synchronize!
+                continue
             part = flat[s]
-            narrow = part.astype(row.numpy)
-            out.reshape(-1)[s] = narrow
             wide = part if part.dtype.kind == "f" else part.astype(np.float64)
-            back = narrow.astype(np.float64)
-            lost = back != wide if row.name == "int8" else np.isfinite(wide) & ~np.isfinite(back)
+            lost = narrow.astype(np.float64) != wide if row.name == "int8" else np.isfinite(wide) & ~np.isfinite(narrow)
             here = int(lost.sum())  # synchronize!
             if here and first is None:
                 first = part[lost.argmax()]

@@ -43,6 +43,19 @@ def rank_in_row(indptr: Array, rows: Array) -> Array:
     return xp.arange(rows.size, dtype=np.int64) - indptr[rows]
 
 
+def distinct(keys: Array) -> Array:
+    """The distinct keys, ascending.
+
+    Sorted, because numpy.unique fills a hash table since numpy 2.3, which takes up to a hundred times as long for
+    millions of keys.
+    """
+    xp = namespace(keys)
+    ascending = xp.sort(keys)
+    first = xp.ones(keys.size, bool)
+    first[1:] = ascending[1:] != ascending[:-1]
+    return ascending[first]  # synchronize!
+
+
 def distinct_sorted(keys: Array, bound: int) -> tuple[Array, Array]:
     """(the distinct keys, ascending, int64; for every key its position among them). Requires 0 <= key < bound."""
     xp = namespace(keys)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.dtypes import VALUE_TYPES, bits, nonzero_mask
+from ..arrays.segments import distinct
 from ..errors import UsageError, printable
 from ..formats.base import Format
 from ..formats.csr import CSR
@@ -126,7 +127,7 @@ def _compare_nonzeros(name: str, x: CSR, y: CSR) -> Difference | None:
     """As ``_compare``, for two CSR of equal shape and dtype, with sorted columns and without stored zeros."""
     K = x.shape[1]
     places = [a.rows().astype(np.int64) * K + a.indices for a in (x, y)]  # int64: M*K overflows int32
-    every = np.union1d(*places)
+    every = distinct(np.concatenate(places))
     values = [np.zeros(every.size, x.dtype), np.zeros(every.size, x.dtype)]
     for value, place, a in zip(values, places, (x, y), strict=True):
         value[np.searchsorted(every, place)] = a.data

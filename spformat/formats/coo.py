@@ -95,6 +95,6 @@ class COO(Items, Format):
     def in_order(self) -> COO:
         """Items sorted by row and then column, stored zeros kept. OrderError for an element that is stored twice."""
         self.check_memory()
-        order = order_of_items(self.name, self.row, self.col)
+        order = order_of_items(self.name, self.shape, self.row, self.col)
         data = bits(self.data)[order].view(self.dtype)
         return COO.trusted(shape=self.shape, row=self.row[order], col=self.col[order], data=data)

@@ -50,6 +50,11 @@ class CSC(Items, Format):
         """None: it holds what CSR holds, and kernels of the GPU take CSR. It is chosen by name."""
         return ()
 
+    def sum(self, axis: int | None = None) -> Any:
+        """The sum of all values, or with ``axis`` 0 or 1 that of each column or row; in float64, or int64 of int8."""
+        self.ensure_valid()
+        return self.transposed_csr().sum(1 - axis % 2 if axis in (0, 1, -1, -2) else axis)
+
     def columns(self) -> Array:
         """int64[nnz]: the column of each item."""
         return rows_of(self.indptr, self.nnz)
@@ -93,6 +98,6 @@ class CSC(Items, Format):
     def in_order(self) -> CSC:
         """Rows sorted in every column, stored zeros kept. OrderError for a row stored twice in a column."""
         self.check_memory()
-        order = order_of_items(self.name, self.indices, self.columns(), by_column=True)
+        order = order_of_items(self.name, self.shape, self.indices, self.columns(), by_column=True)
         data = bits(self.data)[order].view(self.dtype)
         return CSC.trusted(shape=self.shape, indptr=self.indptr, indices=self.indices[order], data=data)

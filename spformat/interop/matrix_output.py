@@ -24,6 +24,8 @@ TARGETS = {".npz": ("csr", "csc", "coo", "bsr"), ".mtx": ("csr", "dense"), ".smt
 def target_of(path: files.Path, target: str) -> str:
     """The format in which a matrix goes into the file; UsageError if a file of that kind does not hold ``target``."""
     suffix = PurePath(path).suffix.lower()
+    if suffix not in TARGETS:
+        raise UsageError(f"matrix file: expected a name in .npz, .mtx or .smtx, got {str(path)!r}", value=suffix)
     takes = TARGETS[suffix]
     if target in ("auto", "keep"):
         return takes[0]

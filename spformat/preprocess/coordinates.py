@@ -12,6 +12,7 @@ import numpy as np
 
 from ..arrays.dtypes import value_type
 from ..arrays.library import Array, ceil_div
+from ..arrays.segments import distinct
 from ..errors import UsageError
 from ..formats.csr import CSR
 from ..formats.dense import Dense
@@ -135,7 +136,7 @@ def _distinct(keys: Array, bound: int) -> Array:
         seen = np.zeros(bound, bool)
         seen[keys] = True
         return np.flatnonzero(seen)
-    return np.unique(keys)
+    return distinct(keys)
 
 
 def _runs(keys: Array) -> Array:
