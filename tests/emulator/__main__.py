@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--kernels", nargs="+", metavar="NAME", help="products by these kernels only")
     parser.add_argument("--sm", type=int, default=80, help="architecture for products (default: %(default)s)")
     parser.add_argument(
-        "--largest", type=int, default=200, help="most rows and columns of products (default: %(default)s)"
+        "--largest", type=int, default=1030, help="most rows and columns of products (default: %(default)s)"
     )
     parser.add_argument("--large", action="store_true", help="the large shapes of conversions.py, too: slow")
     options = parser.parse_args()
@@ -101,7 +101,7 @@ def _products(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
             if case is None:
                 break
             ran += 1
-            wrong += _printed(name, case, products.differences(case, own[name]))
+            wrong += _printed(name, case, products.differences(case, own[name], options.sm))
             if wrong >= SHOWN:
                 break
         launches, seconds = stand_in.LAUNCHES.total() - before, time.perf_counter() - start
