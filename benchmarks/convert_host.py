@@ -1,8 +1,8 @@
-"""What a conversion on a GPU asks of the host, counted without a GPU: python benchmarks/convert_host.py [--only bsr ..]
+"""What a conversion on a GPU asks of the host, counted without one: python benchmarks/convert_host.py [--only bsr ..]
 
-The project's code for CUDA runs as it is, on the CuPy of tests/emulator, with matrices of 256 x 256. Each conversion runs
-once on the emulated GPU, which needs g++; the words that the host waits for are written down. Then it runs again and
-again with launches that do nothing, and is given these words, so that only Python is left.
+The project's code for CUDA runs as it is, on the CuPy of tests/emulator, with bf16 matrices of 256 x 256. A conversion
+first runs on the emulated GPU, which needs g++; the words that the host waits for are written down. Then it runs again
+and again with launches that do nothing, and is given these words, so that only Python is left.
 
 launches   kernels that are queued        memory   allocations on the device     pinned   of pinned memory
 memsets    allocations that are zeroed    waits    until the device is done      copies   between host and device
@@ -30,15 +30,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
-import converters_gpu as converters
-from emulator import missing, stand_in
+import converters_gpu as converters  # noqa: E402
+from emulator import missing, stand_in  # noqa: E402
 
-import spformat as sf
-from spformat.arrays.dtypes import VALUE_TYPES
-from spformat.formats.base import Format
-from spformat.preprocess import masks
+import spformat as sf  # noqa: E402
+from spformat.arrays.dtypes import VALUE_TYPES  # noqa: E402
+from spformat.backends.cuda.runtime.scratch import Workspace  # noqa: E402
+from spformat.formats.base import Format  # noqa: E402
+from spformat.preprocess import masks  # noqa: E402
 
-BFLOAT16 = VALUE_TYPES["bfloat16"].numpy
+BFLOAT16, FLOAT32 = VALUE_TYPES["bfloat16"].numpy, VALUE_TYPES["float32"].numpy
 
 SHAPE = (256, 256)
 CASES = (
@@ -49,8 +50,8 @@ CASES = (
 """Target, structure, share of nonzeros."""
 COSTS = {"launches": 3.5, "memory": 2.0, "pinned": 1.5, "memsets": 2.5, "waits": 12.0, "copies": 10.0, "array ops": 8.0}
 """Assumed microseconds on a host with CuPy: of its calls and of the driver's, not of a device."""
-ROUNDS, SECONDS = 2000, 0.4
-"""Most calls of a conversion, and most seconds for them."""
+ROUNDS = 2000
+"""Most calls of a conversion."""
 
 
 class Memory:
@@ -236,24 +237,32 @@ class Machine:
     def __init__(self) -> None:
         stand_in.install()
         import cupy
+        from cupy.cuda import runtime
         from cupy_backends.cuda.api import driver
 
+        cupy.cuda.alloc = alloc
         stream = Stream()
         cupy.cuda.get_current_stream = lambda: stream
         cupy.cuda.alloc_pinned_memory = PINNED.alloc
         stand_in.Array.get = lambda a: PINNED.get(a)  # type: ignore[method-assign]
-        fast = {"empty": empty, "zeros": zeros, "asarray": asarray, "ascontiguousarray": lambda x: x}
+        fast = {
+            "ndarray": FastArray,
+            "empty": empty,
+            "zeros": zeros,
+            "asarray": asarray,
+            "ascontiguousarray": lambda x: x,
+        }
         others = stand_in.strict_cupy.FUNCTIONS - fast.keys()
         fast |= {name: counting("array ops", getattr(cupy, name)) for name in others}
         self.places = [(cupy, name, getattr(cupy, name), f) for name, f in fast.items()]
         self.places.append((driver, "launchKernel", driver.launchKernel, launch))
-        if hasattr(cupy.cuda, "alloc"):
-            self.places.append((cupy.cuda, "alloc", cupy.cuda.alloc, alloc))
+        self.places.append((runtime, "memsetAsync", runtime.memsetAsync, memset))
+        self.places.append((Workspace, "_allocated", Workspace._allocated, staticmethod(allocated)))
 
     def computes(self) -> None:
         """Kernels run in the emulator."""
         for module, name, real, _ in self.places:
-            setattr(module, name, real)
+            setattr(module, name, staticmethod(real) if module is Workspace else real)
         PINNED.record()
 
     def counts(self) -> None:
@@ -262,17 +271,31 @@ class Machine:
             setattr(module, name, fast)
 
 
+def memset(*_: Any) -> None:
+    """``memsetAsync``"""
+    COUNTS["memsets"] += 1
+
+
+CUT = Workspace.__dict__["_allocated"].__func__
+"""How a workspace is cut, before the stand-in gives each piece pages of its own."""
+
+
 def alloc(nbytes: int) -> Memory:
     """``cupy.cuda.alloc``"""
     COUNTS["memory"] += 1
     return MEMORY
 
 
+def allocated(nbytes: tuple[int, ...]) -> Any:
+    """The pieces of a workspace, cut as on a device."""
+    return CUT(nbytes)
+
+
 def overheads() -> dict[str, float]:
     """Microseconds that the stand-in itself takes for one of each."""
     calls: dict[str, Callable[[], Any]] = {
         "launches": lambda: launch(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11),
-        "memory": lambda: empty((256, 256), np.float32),
+        "memory": lambda: empty((256, 256), FLOAT32),
         "pinned": lambda: None,
         "waits": lambda: None,
     }
@@ -280,9 +303,9 @@ def overheads() -> dict[str, float]:
     return {name: least(call) - nothing for name, call in calls.items()}
 
 
-def least(call: Callable[[], Any]) -> float:
+def least(call: Callable[[], Any], seconds: float = 0.2) -> float:
     """Least microseconds of a call."""
-    best, until, rounds = float("inf"), time.perf_counter() + SECONDS, 0
+    best, until, rounds = float("inf"), time.perf_counter() + seconds, 0
     while rounds < ROUNDS and (rounds < 50 or time.perf_counter() < until):
         start = time.perf_counter_ns()
         call()
@@ -304,12 +327,13 @@ class Row(NamedTuple):
         return self.python + sum(COSTS[name] * n for name, n in self.counts.items())
 
 
-def measured(machine: Machine, name: str, call: Callable[[Any], Any], x: Any, taken: dict[str, float]) -> Row:
+def measured(
+    machine: Machine, name: str, call: Callable[[Any], Any], x: Any, taken: dict[str, float], seconds: float
+) -> Row:
     """One conversion ``call(x)``, recorded and then repeated."""
-    machine.computes()
-    call(x)
-    machine.computes()
-    call(x)
+    for _ in range(2):  # the first call may allocate what stays
+        machine.computes()
+        call(x)
     machine.counts()
     light = lightened(x)
 
@@ -322,7 +346,7 @@ def measured(machine: Machine, name: str, call: Callable[[Any], Any], x: Any, ta
     once()
     counts = {k: n for k, n in COUNTS.items() if n}
     own = sum(taken.get(k, 0.0) * n for k, n in counts.items())
-    row = Row(name, counts, least(once) - own)
+    row = Row(name, counts, least(once, seconds) - own)
     machine.computes()
     return row
 
@@ -369,13 +393,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="FORMAT", help="formats, and masks")
     parser.add_argument("--json", type=Path, help="a file for the rows")
+    parser.add_argument("--seconds", type=float, default=0.4, help="most for one conversion, after 50 calls")
     parser.add_argument("--profile", action="store_true", help="where Python's time goes, of each conversion")
     options = parser.parse_args()
     machine, taken = Machine(), overheads()
     print(f"{'':22s}" + "".join(f"{name:>10s}" for name in (*COSTS, "Python us", "assumed us")))
     rows = []
     for name, call, x in conversions(options.only):
-        row = measured(machine, name, call, x, taken)
+        row = measured(machine, name, call, x, taken, options.seconds)
         rows.append(row)
         counts = "".join(f"{row.counts.get(k, 0) or '.':>10}" for k in COSTS)
         print(f"{name:22s}{counts}{row.python:10.1f}{row.assumed:10.0f}", flush=True)
@@ -393,12 +418,12 @@ def profile(machine: Machine, call: Callable[[Any], Any], x: Any) -> None:
     call(x)
     machine.counts()
     light, profiler = lightened(x), cProfile.Profile()
-    for _ in range(500):
+    for _ in range(3000):
         PINNED.start()
         profiler.enable()
         call(light)
         profiler.disable()
-    pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
     machine.computes()
 
 

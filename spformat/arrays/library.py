@@ -55,7 +55,10 @@ def power_of_two(n: int) -> int:
 
 def index_dtype(bound: int) -> np.dtype[Any]:
     """int32 when every number up to ``bound`` fits, else int64."""
-    return np.dtype(np.int32 if bound <= INT32_MAX else np.int64)
+    return _INT32 if bound <= INT32_MAX else _INT64
+
+
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 
 def is_cupy(x: Any) -> bool:
@@ -109,19 +112,29 @@ def current_device(x: Array) -> AbstractContextManager[Any]:
 
     Errors that CuPy raises inside the block are turned into errors of this package.
     """
-    return _typed_on(x.device) if is_cupy(x) else nullcontext()
+    return _OnDevice(x.device) if is_cupy(x) else _ON_HOST
 
 
-@contextmanager
-def _typed_on(device: Any) -> Iterator[None]:
-    try:
-        with device:
-            yield
-    except (RuntimeError, MemoryError) as e:  # all errors of CuPy are derived from these
-        typed = device_error(e)
-        if typed is None:
-            raise
-        raise typed from e
+_ON_HOST: AbstractContextManager[Any] = nullcontext()
+
+
+class _OnDevice(AbstractContextManager[None]):
+    """``current_device`` of a CuPy array. A class: a generator would cost a small conversion several times as much."""
+
+    __slots__ = ("_device",)
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._device.__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._device.__exit__(kind, error, trace)
+        if isinstance(error, (RuntimeError, MemoryError)):  # all errors of CuPy are derived from these
+            typed = device_error(error)
+            if typed is not None:
+                raise typed from error
 
 
 def device_error(e: BaseException) -> SpformatError | None:
