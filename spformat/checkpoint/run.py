@@ -81,8 +81,8 @@ def convert_checkpoint(
             skipped; all are skipped if the run had finished. A finished dense checkpoint is refused, because it stores
             no hashes. In a folder of unfinished parts, everything that is missing is converted, and all are merged.
         progress: called with the TensorOutcome of every tensor; on an executor, when its file has been written.
-        device: where matrices are converted: "cpu", "cuda" or "cuda:<id>"; the bytes are the same. Eight-bit floats,
-            masks and the choice of "auto" stay on the host.
+        device: where matrices are converted: "cpu", "cuda" or "cuda:<id>"; the bytes are the same. Eight-bit floats
+            and the choice of "auto" stay on the host.
         part: "i/n": convert only part i of n, into the folder of the other parts; ``merge_parts`` then makes one
             checkpoint of all.
         executor: any ``concurrent.futures.Executor`` (threads, processes, dask's ``Client.get_executor()``), or Workers
