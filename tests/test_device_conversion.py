@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import stand_in_cupy
 from cases import sparse
 
 import spformat as sf
-from spformat.checkpoint import Recipe, convert_checkpoint, shard, shard_input
+from spformat.checkpoint import Recipe, convert_checkpoint, parts, shard, shard_input
 from spformat.formats import edges
 from spformat.storage import device_copy, tensorfile
 
@@ -87,6 +89,54 @@ def test_a_flipped_byte_is_found_on_the_way_to_the_device(tmp_path: Path, stand_
 @pytest.mark.parametrize("target", ["two-four", "bitmask", "dense"])
 def test_conversion_through_the_device_gives_the_same_file(tmp_path: Path, stand_in: Any, target: str) -> None:
     same_files(tmp_path, target, stand_in)
+
+
+def test_several_devices_convert_side_by_side(
+    tmp_path: Path, stand_in: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Each has one file at a time; the folder is that of one device."""
+    sf.save_dense(tmp_path / "in.safetensors", tensors())
+    together, write, busy, calls = threading.Barrier(2), parts.write_shard, set(), []
+
+    def watched(*arguments: Any) -> Any:
+        device = arguments[-1]
+        assert device not in busy
+        busy.add(device)
+        calls.append(device)
+        if calls.count(device) == 1:
+            together.wait(timeout=20)  # passes only when both have begun
+        try:
+            return write(*arguments)
+        finally:
+            busy.remove(device)
+
+    monkeypatch.setattr(parts, "write_shard", watched)
+    recipe = Recipe(to="two-four", misfit="keep")
+    convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "several", recipe, device="cuda:0, cuda:1")
+    assert set(calls) == {"cuda:0", "cuda:1"}
+    assert len(calls) > 2
+    monkeypatch.undo()
+    convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "host", recipe)
+    for path in sorted((tmp_path / "host").iterdir()):
+        assert (tmp_path / "several" / path.name).read_bytes() == path.read_bytes()
+    assert len(list((tmp_path / "several").iterdir())) == len(list((tmp_path / "host").iterdir()))
+
+
+@pytest.mark.parametrize("devices", ["cuda:0,cuda:0", "cuda,cuda:0", "cpu,cuda:1", "cuda:0,", "cuda:0,gpu"])
+def test_devices_that_are_none_are_refused(tmp_path: Path, stand_in: Any, devices: str) -> None:
+    sf.save_dense(tmp_path / "in.safetensors", tensors())
+    with pytest.raises(sf.errors.UsageError, match="device: expected"):
+        convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "out", "bitmask", device=devices)
+    assert not (tmp_path / "out").exists()
+
+
+def test_several_devices_need_a_folder_and_no_other_workers(tmp_path: Path, stand_in: Any) -> None:
+    sf.save_dense(tmp_path / "in.safetensors", tensors())
+    both = "cuda:0,cuda:1"
+    with pytest.raises(sf.errors.UsageError, match="several devices write into a folder"):
+        convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "bitmask", device=both)
+    with ThreadPoolExecutor(2) as pool, pytest.raises(sf.errors.UsageError, match="leave the executor out"):
+        convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "out", "bitmask", device=both, executor=pool)
 
 
 @pytest.mark.parametrize("target", PRUNED)

@@ -184,6 +184,15 @@ def parse_device(device: str) -> int | None:
     raise UsageError(f"device: expected 'cpu', 'cuda' or 'cuda:<id>', got {device!r}")
 
 
+def parse_devices(devices: str) -> tuple[str, ...]:
+    """One device, or several CUDA devices with commas between; UsageError for anything else, and for one said twice."""
+    names = tuple(name.strip() for name in str(devices).split(","))
+    numbers = [parse_device(name) for name in names]
+    if len(names) > 1 and (None in numbers or len(set(numbers)) < len(numbers)):
+        raise UsageError(f"device: expected different CUDA devices, as in 'cuda:0,cuda:1', got {devices!r}")
+    return names
+
+
 def to_device(x: Array, device: str) -> Array:
     """A copy of ``x`` on ``device``, or ``x`` itself if it is there. All copies between host and device are made here.
 
@@ -205,11 +214,17 @@ def has_dtype(device: str, dtype: str) -> bool:
 
 
 def default_stream(device: str) -> AbstractContextManager[Any]:
-    """Inside the ``with`` block kernels run on the default stream, which other threads use, too."""
-    if parse_device(device) is None:
-        return nullcontext()
-    null: AbstractContextManager[Any] = import_cupy().cuda.Stream.null
-    return null
+    """Inside the ``with`` block the device is the current one, and kernels run on its default stream, which other
+    threads use, too."""
+    number = parse_device(device)
+    return _ON_HOST if number is None else _on_default_stream(number)
+
+
+@contextmanager
+def _on_default_stream(number: int) -> Iterator[None]:
+    cuda = import_cupy().cuda
+    with cuda.Device(number), cuda.Stream.null:  # CuPy has a current stream for each device
+        yield
 
 
 def room_on(device: str) -> int:
