@@ -86,7 +86,9 @@ def run(
         False, "--resume", help="Finish an interrupted run: finished shards are known by their hashes."
     ),
     device: str = typer.Option(
-        "cpu", help="Where matrices are converted: cpu, cuda or cuda:<id>; same bytes. The name of a board means --gpu."
+        "cpu",
+        help="Where matrices are converted: cpu, cuda, cuda:<id>, or several as cuda:0,cuda:1; same bytes. "
+        "The name of a board means --gpu.",
     ),
     part: str = typer.Option(
         "", metavar="I/N", help="Only part I of N (job arrays); `spformat merge DST` joins them.", rich_help_panel=MANY

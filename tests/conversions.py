@@ -300,6 +300,8 @@ def difference(wanted: Any, got: Any, widened: bool = False) -> str:
         kind = [(type(f), f.shape, f.params(), f.tables()) for f in (wanted, got)]
         if kind[0] != kind[1]:
             return f"expected {kind[0]}, got {kind[1]}"
+        if not widened and (problems := got.layout_problems()):
+            return f"not built as its declaration says: {problems}"
         one, other = wanted.arrays(), got.arrays()
         if one.keys() != other.keys():
             return f"expected arrays {list(one)}, got {list(other)}"

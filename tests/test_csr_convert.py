@@ -55,7 +55,7 @@ def assert_same(got: CSR, wanted: CSR) -> None:
 # ------------------------------------------------------------------ without a GPU
 
 
-@pytest.mark.parametrize("module", ["csr.csr_from_dense", "csr.csr_transpose", "runtime.offsets"])
+@pytest.mark.parametrize("module", ["csr.csr_from_dense", "csr.csr_transpose", "sr_bcrs.sr_bcrs_pieces"])
 def test_launchers_know_the_constants_of_their_kernels(module: str) -> None:
     launcher = importlib.import_module(f"spformat.backends.cuda.{module}")
     text = (jit.HERE / launcher.SOURCE).read_text()
@@ -66,6 +66,13 @@ def test_launchers_know_the_constants_of_their_kernels(module: str) -> None:
         assert int(found[name]) == getattr(launcher, name), name
     if "TILE" in vars(launcher):
         assert int(found["THREADS"]) * int(found["EACH"]) == launcher.TILE
+
+
+def test_the_launcher_of_offsets_knows_the_constants_of_its_header() -> None:
+    text = (jit.INCLUDE / "spformat/look_back.cuh").read_text()
+    found = {name: int(number) for name, number in re.findall(r"(OFFSETS_\w+) = (\d+)", text)}
+    assert found["OFFSETS_THREADS"] == offsets.THREADS
+    assert found["OFFSETS_THREADS"] * found["OFFSETS_EACH"] == offsets.TILE
 
 
 def test_the_transpose_asks_for_an_edge_first() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,19 @@ import stand_in_cupy
 from cases import sparse
 
 import spformat as sf
-from spformat.checkpoint import Recipe, convert_checkpoint, shard, shard_input
+from spformat.checkpoint import Recipe, convert_checkpoint, parts, shard, shard_input
 from spformat.formats import edges
 from spformat.storage import device_copy, tensorfile
 
 TARGETS = ("two-four", "bitmask", "csr", "bsr:blocksize=16x16", "vector-nm:n=2,m=4", "sr-bcrs", "ell-buckets", "auto")
+PRUNED: dict[str, dict[str, Any]] = {
+    "two-four": {"prune": "magnitude"},
+    "vector-nm:n=2,m=4": {"prune": "magnitude"},
+    "bsr:blocksize=16x16": {"prune": "magnitude", "sparsity": 0.5},
+    "bitmask": {"prune": "magnitude", "sparsity": 0.7},
+    "dense": {"prune": "magnitude", "sparsity": 0.7},
+}
+"""Target -> how matrices are pruned to fit it."""
 
 
 @pytest.fixture
@@ -81,6 +91,68 @@ def test_conversion_through_the_device_gives_the_same_file(tmp_path: Path, stand
     same_files(tmp_path, target, stand_in)
 
 
+def test_several_devices_convert_side_by_side(
+    tmp_path: Path, stand_in: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Each has one file at a time; the folder is that of one device."""
+    sf.save_dense(tmp_path / "in.safetensors", tensors())
+    together, write, busy, calls = threading.Barrier(2), parts.write_shard, set(), []
+
+    def watched(*arguments: Any) -> Any:
+        device = arguments[-1]
+        assert device not in busy
+        busy.add(device)
+        calls.append(device)
+        if calls.count(device) == 1:
+            together.wait(timeout=20)  # passes only when both have begun
+        try:
+            return write(*arguments)
+        finally:
+            busy.remove(device)
+
+    monkeypatch.setattr(parts, "write_shard", watched)
+    recipe = Recipe(to="two-four", misfit="keep")
+    convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "several", recipe, device="cuda:0, cuda:1")
+    assert set(calls) == {"cuda:0", "cuda:1"}
+    assert len(calls) > 2
+    monkeypatch.undo()
+    convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "host", recipe)
+    for path in sorted((tmp_path / "host").iterdir()):
+        assert (tmp_path / "several" / path.name).read_bytes() == path.read_bytes()
+    assert len(list((tmp_path / "several").iterdir())) == len(list((tmp_path / "host").iterdir()))
+
+
+@pytest.mark.parametrize("devices", ["cuda:0,cuda:0", "cuda,cuda:0", "cpu,cuda:1", "cuda:0,", "cuda:0,gpu"])
+def test_devices_that_are_none_are_refused(tmp_path: Path, stand_in: Any, devices: str) -> None:
+    sf.save_dense(tmp_path / "in.safetensors", tensors())
+    with pytest.raises(sf.errors.UsageError, match="device: expected"):
+        convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "out", "bitmask", device=devices)
+    assert not (tmp_path / "out").exists()
+
+
+def test_several_devices_need_a_folder_and_no_other_workers(tmp_path: Path, stand_in: Any) -> None:
+    sf.save_dense(tmp_path / "in.safetensors", tensors())
+    both = "cuda:0,cuda:1"
+    with pytest.raises(sf.errors.UsageError, match="several devices write into a folder"):
+        convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "bitmask", device=both)
+    with ThreadPoolExecutor(2) as pool, pytest.raises(sf.errors.UsageError, match="leave the executor out"):
+        convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "out", "bitmask", device=both, executor=pool)
+
+
+@pytest.mark.parametrize("target", PRUNED)
+def test_pruning_on_the_device_gives_the_same_file(tmp_path: Path, stand_in: Any, target: str) -> None:
+    same_files(tmp_path, target, stand_in, **PRUNED[target])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("target", PRUNED)
+def test_pruning_on_a_gpu_gives_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+    import cupy
+
+    monkeypatch.setattr(shard_input, "_WORTH_MOVING", 0)
+    same_files(tmp_path, target, cupy, **PRUNED[target])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("target", TARGETS)
 def test_conversion_on_a_gpu_gives_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
@@ -90,10 +162,14 @@ def test_conversion_on_a_gpu_gives_the_same_file(tmp_path: Path, monkeypatch: py
     same_files(tmp_path, target, cupy)
 
 
-def same_files(tmp_path: Path, target: str, cupy: Any) -> None:
+def same_files(tmp_path: Path, target: str, cupy: Any, **pruning: Any) -> None:
     """Converted on the device (some matrix must have been there) and on the host, and back."""
-    sf.save_dense(tmp_path / "in.safetensors", tensors())
-    recipe = Recipe(to=target, misfit="keep")
+    given = tensors()
+    if pruning:  # matrices that must be pruned to fit
+        rng = np.random.default_rng(1)
+        given |= {name: rng.normal(size=(96, 160)).astype(given["a"].dtype) for name in ("a", "b")}
+    sf.save_dense(tmp_path / "in.safetensors", given)
+    recipe = Recipe(to=target, misfit="keep", nonfinite="keep" if pruning else "refuse", **pruning)
     seen = []
     read = shard_input.read
 
@@ -104,11 +180,15 @@ def same_files(tmp_path: Path, target: str, cupy: Any) -> None:
     with pytest.MonkeyPatch.context() as m:
         m.setattr(shard, "read", watched)
         m.setattr(shard_input, "read", watched)
-        convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "device", recipe, device="cuda")
+        there = convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "device", recipe, device="cuda")
         on_device = [x for x in seen if isinstance(x, cupy.ndarray)]
         convert_checkpoint(tmp_path / "device", tmp_path / "back", "dense", device="cuda")
     assert len(on_device) >= 2 or target == "dense"
-    convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "host", recipe)
+    here = convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "host", recipe)
+    for one, other in zip(there.outcomes, here.outcomes, strict=True):
+        assert (one.target, one.nnz, one.pruned) == (other.target, other.nnz, other.pruned)
+        assert one.lost_norm == pytest.approx(other.lost_norm, rel=1e-12)
+    assert bool(pruning) == any(o.pruned for o in there.outcomes)
     convert_checkpoint(tmp_path / "host", tmp_path / "back-host", "dense")
     for one, other in (("device", "host"), ("back", "back-host")):
         names = sorted(p.name for p in (tmp_path / other).iterdir())

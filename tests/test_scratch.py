@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import itertools
 import threading
 import time
+from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +19,7 @@ from stand_in_world import Step, World
 import spformat as sf
 from spformat.backends.cuda.runtime import compose, epilogue
 from spformat.backends.cuda.runtime.launch import RUNS_BEFORE_GRAPH
-from spformat.backends.cuda.runtime.scratch import RELAXED, Scratch
+from spformat.backends.cuda.runtime.scratch import RELAXED, Counters, Scratch, Words, Workspace
 from spformat.dispatch import plans
 from spformat.products.kernel import Kernel, spmm_of
 from spformat.products.plan import Plan
@@ -69,6 +72,71 @@ def test_zeros_are_shared_among_those_who_leave_zeros(world: World) -> None:
         Scratch(zeros=True, shared="product"),
     )
     assert plain.buffer(7, 100) != zeros.buffer(7, 100) == more.buffer(7, 100)
+
+
+@pytest.fixture
+def pinned(world: World, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """No pinned words are left from before; the sizes that are allocated."""
+    sizes: list[int] = []
+
+    def alloc(nbytes: int) -> Any:
+        sizes.append(nbytes)
+        kind = type("Pinned", (ctypes.Array,), {
+            "_type_": ctypes.c_ubyte, "_length_": nbytes, "ptr": property(lambda s: ctypes.addressof(s)),
+        })  # fmt: skip
+        return kind()
+
+    monkeypatch.setattr(Words, "_free", defaultdict(list))
+    world.cupy.cuda.alloc_pinned_memory = alloc
+    return sizes
+
+
+def test_pinned_words_are_taken_by_one_and_come_back(pinned: list[int]) -> None:
+    taken = [Words.taken() for _ in range(100)]
+    places = sorted(w.address for w in taken)
+    assert min(b - a for a, b in itertools.pairwise(places)) >= 8 * Words.FEW
+    assert len(pinned) == 2
+    for w in taken:
+        w.words[:] = range(len(w.words))
+    assert all(list(w.words) == list(range(Words.FEW)) for w in taken)
+    taken[7].give_back()
+    assert Words.taken() is taken[7]
+    assert len(pinned) == 2
+    large = Words.taken(100)
+    assert (len(large.words), pinned[2]) == (128, 1024)
+    large.give_back()
+    assert Words.taken(65) is large
+    assert len(Words.taken(64).words) == 64
+
+
+@pytest.mark.usefixtures("pinned")
+def test_counters_keep_their_words_until_the_device_is_done(world: World) -> None:
+    waited: list[str] = []
+    world.cupy.cuda.get_current_stream = lambda: SimpleNamespace(ptr=7, synchronize=lambda: waited.append("stream"))
+    first, unread = Counters(), Counters()
+    words = first._words
+    assert words is not None
+    words.words[:2] = [3, 2**64 - 1]
+    assert first.get() == first.get() == (3, 2**64 - 1)
+    assert waited == ["stream"]  # once
+    again = Counters()
+    assert again.address == first.address != unread.address
+    assert again.get() == (0, 0)
+    address = unread.address
+    del unread  # an error: a kernel may still write there
+    assert address not in {Words.taken().address for _ in range(200)}
+
+
+def test_a_workspace_is_one_allocation_in_pieces(world: World) -> None:
+    allocated: list[int] = []
+
+    def alloc(nbytes: int) -> Any:
+        allocated.append(nbytes)
+        return SimpleNamespace(ptr=4096)
+
+    world.cupy.cuda.alloc = alloc
+    assert Workspace(1, 256, 0, 257, 8).places == [4096, 4352, 4608, 4608, 5120]
+    assert allocated == [256 + 256 + 512 + 256]
 
 
 def test_threads_on_one_stream_get_one_buffer(world: World) -> None:

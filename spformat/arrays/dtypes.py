@@ -79,6 +79,12 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
     return dtype.name
 
 
+@functools.cache
+def is_native_value(dtype: np.dtype[Any]) -> bool:
+    """Whether it is a value type in the byte order of this machine."""
+    return dtype in _OF_DTYPE and dtype.isnative
+
+
 def value_type(dtype: Any) -> ValueType:
     """The row of the table for a numpy dtype, a name or a short name; ArrayError with all names for any other."""
     if isinstance(dtype, np.dtype) and dtype in _OF_DTYPE:

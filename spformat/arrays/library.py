@@ -55,7 +55,10 @@ def power_of_two(n: int) -> int:
 
 def index_dtype(bound: int) -> np.dtype[Any]:
     """int32 when every number up to ``bound`` fits, else int64."""
-    return np.dtype(np.int32 if bound <= INT32_MAX else np.int64)
+    return _INT32 if bound <= INT32_MAX else _INT64
+
+
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 
 def is_cupy(x: Any) -> bool:
@@ -116,19 +119,29 @@ def current_device(x: Array) -> AbstractContextManager[Any]:
 
     Errors that CuPy raises inside the block are turned into errors of this package.
     """
-    return _typed_on(x.device) if is_cupy(x) else nullcontext()
+    return _OnDevice(x.device) if is_cupy(x) else _ON_HOST
 
 
-@contextmanager
-def _typed_on(device: Any) -> Iterator[None]:
-    try:
-        with device:
-            yield
-    except (RuntimeError, MemoryError) as e:  # all errors of CuPy are derived from these
-        typed = device_error(e)
-        if typed is None:
-            raise
-        raise typed from e
+_ON_HOST: AbstractContextManager[Any] = nullcontext()
+
+
+class _OnDevice(AbstractContextManager[None]):
+    """``current_device`` of a CuPy array. A class: a generator would cost a small conversion several times as much."""
+
+    __slots__ = ("_device",)
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._device.__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._device.__exit__(kind, error, trace)
+        if isinstance(error, (RuntimeError, MemoryError)):  # all errors of CuPy are derived from these
+            typed = device_error(error)
+            if typed is not None:
+                raise typed from error
 
 
 def device_error(e: BaseException) -> SpformatError | None:
@@ -178,6 +191,15 @@ def parse_device(device: str) -> int | None:
     raise UsageError(f"device: expected 'cpu', 'cuda' or 'cuda:<id>', got {device!r}")
 
 
+def parse_devices(devices: str) -> tuple[str, ...]:
+    """One device, or several CUDA devices with commas between; UsageError for anything else, and for one said twice."""
+    names = tuple(name.strip() for name in str(devices).split(","))
+    numbers = [parse_device(name) for name in names]
+    if len(names) > 1 and (None in numbers or len(set(numbers)) < len(numbers)):
+        raise UsageError(f"device: expected different CUDA devices, as in 'cuda:0,cuda:1', got {devices!r}")
+    return names
+
+
 def to_device(x: Array, device: str) -> Array:
     """A copy of ``x`` on ``device``, or ``x`` itself if it is there. All copies between host and device are made here.
 
@@ -199,11 +221,17 @@ def has_dtype(device: str, dtype: str) -> bool:
 
 
 def default_stream(device: str) -> AbstractContextManager[Any]:
-    """Inside the ``with`` block kernels run on the default stream, which other threads use, too."""
-    if parse_device(device) is None:
-        return nullcontext()
-    null: AbstractContextManager[Any] = import_cupy().cuda.Stream.null
-    return null
+    """Inside the ``with`` block the device is the current one, and kernels run on its default stream, which other
+    threads use, too."""
+    number = parse_device(device)
+    return _ON_HOST if number is None else _on_default_stream(number)
+
+
+@contextmanager
+def _on_default_stream(number: int) -> Iterator[None]:
+    cuda = import_cupy().cuda
+    with cuda.Device(number), cuda.Stream.null:  # CuPy has a current stream for each device
+        yield
 
 
 def room_on(device: str) -> int:

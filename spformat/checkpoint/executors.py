@@ -8,6 +8,7 @@ temporary file behind; its output file is written again, by dask itself or here,
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import (
@@ -22,6 +23,7 @@ from concurrent.futures import (
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, replace
+from queue import SimpleQueue
 from typing import Any
 
 from .. import limits
@@ -57,6 +59,28 @@ class Workers:
         """These workers, with the defaults of this machine in place of 0."""
         budget = limits.current().memory or limits.host_memory() // 2
         return replace(self, count=self.count or cores(), in_flight=self.in_flight or budget)
+
+
+class OnDevices(ThreadPoolExecutor):
+    """A thread for each device. A file is converted on the device of the thread that is free first."""
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        """devices: at least one, as ``parse_devices`` returns them."""
+        self._free: SimpleQueue[str] = SimpleQueue()
+        for device in devices:
+            self._free.put(device)
+        self._own = threading.local()
+        super().__init__(len(devices), "spformat-device", self._take_device)
+
+    def _take_device(self) -> None:
+        self._own.device = self._free.get_nowait()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        """``fn(task)`` for a FileTask, whose own device does not count."""
+        return super().submit(self._on_device, fn, *args, **options)
+
+    def _on_device(self, fn: Callable[[FileTask], FileOutcome], task: FileTask) -> FileOutcome:
+        return fn(replace(task, device=self._own.device))
 
 
 def convert_files(

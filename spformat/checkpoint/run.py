@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.library import to_device
+from ..arrays.library import parse_devices, to_device
 from ..errors import ContainerError, InputError, OutputError, UsageError
 from ..storage.files import Path, is_file, same_file, size_of
 from ..storage.output import check_target
 from . import existing_target, folder, journals
 from .conversion import Conversion
-from .executors import Workers, convert_files
+from .executors import OnDevices, Workers, convert_files
 from .layouts import NEUTRAL, check_layout
 from .manifest import JOURNAL, MANIFEST
 from .parts import FileOutcome, FilePlan, Part, convert_file
@@ -81,8 +81,9 @@ def convert_checkpoint(
             skipped; all are skipped if the run had finished. A finished dense checkpoint is refused, because it stores
             no hashes. In a folder of unfinished parts, everything that is missing is converted, and all are merged.
         progress: called with the TensorOutcome of every tensor; on an executor, when its file has been written.
-        device: where matrices are converted: "cpu", "cuda" or "cuda:<id>"; the bytes are the same. Eight-bit floats,
-            masks and the choice of "auto" stay on the host.
+        device: where matrices are converted: "cpu", "cuda" or "cuda:<id>", or "cuda:0,cuda:1" for shards (or tensors,
+            if there are few shards) side by side on several; the bytes are the same. Eight-bit floats
+            and the choice of "auto" stay on the host.
         part: "i/n": convert only part i of n, into the folder of the other parts; ``merge_parts`` then makes one
             checkpoint of all.
         executor: any ``concurrent.futures.Executor`` (threads, processes, dask's ``Client.get_executor()``), or Workers
@@ -103,6 +104,9 @@ def convert_checkpoint(
     part = Part.parse(part) if isinstance(part, str) else part
     workers = Workers(executor) if isinstance(executor, Executor) else executor
     check_layout(layout, writes_dense(recipe))
+    devices = parse_devices(device)
+    if len(devices) > 1 and workers is not None:
+        raise UsageError("device: several devices have a thread each: leave the executor out")
     src, dst = without_scheme(src), without_scheme(dst)
     if is_remote(src) or is_remote(dst):
         with staged(src, dst, staging=staging, force=force, resume=resume, part=part) as here:
@@ -119,12 +123,19 @@ def convert_checkpoint(
         )
     plans = plan_tensors(source, recipe)
     target = os.fspath(dst)
-    to_device(np.zeros(1, np.uint8), device)  # DeviceUnavailable now, before anything is written
+    for each in devices:
+        to_device(np.zeros(1, np.uint8), each)  # DeviceUnavailable now, before anything is written
     if target.endswith(".safetensors") and not os.path.isdir(target):
-        if part is not None or workers is not None or layout != NEUTRAL:
-            raise UsageError("parts, executors and layouts write into a folder, not one file", path=target)
-        return _to_file(Conversion(source, plans, recipe, target, device), force, in_place, progress)
-    return _to_folder(Conversion(source, plans, recipe, target, device, layout), part, workers, force, resume, progress)
+        if part is not None or workers is not None or layout != NEUTRAL or len(devices) > 1:
+            raise UsageError(
+                "parts, executors, layouts and several devices write into a folder, not one file", path=target
+            )
+        return _to_file(Conversion(source, plans, recipe, target, devices[0]), force, in_place, progress)
+    c = Conversion(source, plans, recipe, target, devices[0], layout)
+    if len(devices) == 1:
+        return _to_folder(c, part, workers, force, resume, progress)
+    with OnDevices(devices) as executor:
+        return _to_folder(c, part, Workers(executor, len(devices)), force, resume, progress)
 
 
 def _to_file(c: Conversion, force: bool, in_place: bool, progress: Progress | None) -> ConversionReport:

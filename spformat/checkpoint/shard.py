@@ -101,7 +101,7 @@ def _write_dense(task: ShardTask) -> tuple[TensorOutcome, ...]:
                 lost = _put_dense_stack(task, plan, out)
                 size = product(*plan.shape, value_type(plan.record.dtype).numpy.itemsize)
             elif plan.record.format is not None or (recipe.prune and plan.target != KEEP):
-                values = dense_of(read(f, plan, task.place))
+                values = dense_of(read(f, plan, task.device))
                 dense, lost = task.pruned(values, plan) if plan.target != KEEP else (values, {})
                 lost |= {"nnz": count_nonzeros(dense)[0]} if lost else {}
                 out.put(plan.name, dense)
@@ -142,7 +142,7 @@ def _write_packed(whole: ShardTask) -> tuple[TensorOutcome, ...]:
     f: Any = StackedFile(whole.f, [p.record for p in whole.plans if is_stack(p)])
     plans = [resolved(f, p, whole.recipe) if is_stack(p) and needs_counts(p.target) else p for p in whole.plans]
     task, chunked = replace(whole, f=f, plans=expanded(plans)), {}
-    if task.place == "cpu":
+    if task.device == "cpu":
         chunked = {plan.name: c for plan in task.plans if (c := plan_chunks(plan, task.recipe)) is not None}
     compiled.prepare(sum(c.plan.bytes_in for c in chunked.values()))
     outcomes: dict[str, TensorOutcome] = {}
@@ -189,7 +189,7 @@ def _put_whole(task: ShardTask, sized: list[SizedTensor], out: FileWriter) -> It
     # Beside a result that is larger than its input there is no memory for the next tensor.
     roomy = [True, *((s.outcome.bytes_out or 0) <= s.plan.bytes_in for s in sized[:-1])]
     wanted = [
-        (s.plan, task.place) if _needs_values(s) and room else None for s, room in zip(sized, roomy, strict=False)
+        (s.plan, task.device) if _needs_values(s) and room else None for s, room in zip(sized, roomy, strict=False)
     ]
     with ThreadPoolExecutor(1) as writer:
         # What was converted on a device is copied to the file while the next tensor is converted. At most one such copy
@@ -229,7 +229,7 @@ def _put(
     if matrix is None:
         fmt, given = parse_spec(s.outcome.target)
         try:
-            x = read(task.f, s.plan, task.place) if values is None else values
+            x = read(task.f, s.plan, task.device) if values is None else values
             x, lost = task.pruned(x, s.plan, known=bool(outcome.norm))
             outcome = replace(outcome, **lost)
             matrix = convert(x, fmt, **given)

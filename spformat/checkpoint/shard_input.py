@@ -35,11 +35,7 @@ class ShardTask:
     """Whether an existing file is replaced."""
     progress: Progress | None
     device: str
-
-    @property
-    def place(self) -> str:
-        """The device on which tensors are converted. Masks are chosen on the host."""
-        return "cpu" if self.recipe.prune else self.device
+    """Where tensors are pruned and converted."""
 
     def pruned(self, x: Any, plan: TensorPlan, *, known: bool = False) -> tuple[Any, dict[str, Any]]:
         """``x`` pruned if the recipe asks for it, and what that took (``loss``; nothing if it is ``known``).

@@ -53,13 +53,13 @@ def size_tensors(task: ShardTask, chunked: dict[str, ChunkPlan], team: Team) -> 
     sized_in_chunks, in_memory = _size_chunks(task.f, chunked, team)
     # A format is chosen by its counts on the host, which is faster at them.
     wanted = [
-        (plan, "cpu" if needs_counts(plan.target) else task.place)
+        (plan, "cpu" if needs_counts(plan.target) else task.device)
         if plan.name not in chunked and _must_be_read(plan, task.recipe)
         else None
         for plan in task.plans
     ]
     sized: list[SizedTensor] = []
-    room = _MOST_IN_MEMORY if task.place == "cpu" else room_on(task.place)
+    room = _MOST_IN_MEMORY if task.device == "cpu" else room_on(task.device)
     for plan, values in zip(task.plans, one_ahead(task.f, wanted), strict=True):
         sized.append(sized_in_chunks.get(plan.name) or _size_tensor(task, plan, room - in_memory, values))
         matrix = sized[-1].matrix
@@ -93,7 +93,7 @@ def same_for_stacks(
             plan = replace(plan, target=misfit.plan.target, why=misfit.plan.why)
             plan = resolved(task.f, plan, task.recipe) if needs_counts(plan.target) else plan
             plans.append(plan)
-            out += [_size_tensor(again, m, 0, read(task.f, m, task.place)) for m in matrices_of(plan)]
+            out += [_size_tensor(again, m, 0, read(task.f, m, task.device)) for m in matrices_of(plan)]
     return plans, out
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar, overload
 import numpy as np
 
 from ..arrays.dtypes import value_type
-from ..arrays.library import Array, current_device, is_cupy, unmasked
+from ..arrays.library import Array, is_cupy, unmasked
 from ..arrays.rounding import rounded
 from ..arrays.torch_tensors import is_torch
 from ..errors import UsageError
@@ -79,14 +79,13 @@ def convert(x: Any, target: str | type[Format], *, dtype: Any = None, **params: 
         if resolved == a.params():
             return a
     fmt.accepts(a.dtype)
-    with current_device(a.values):
-        if isinstance(a, Dense):
-            return fmt.from_dense(a.data, **given)
-        if fmt is Dense:
-            fmt.resolve_params(given)
-            return Dense.from_dense(a.to_dense())
-        direct = _by_edge(a, fmt, given)
-        return fmt.from_csr(a.to_csr(), **given) if direct is None else direct
+    if isinstance(a, Dense):
+        return fmt.from_dense(a.data, **given)
+    if fmt is Dense:
+        fmt.resolve_params(given)
+        return Dense.from_dense(a.to_dense())
+    direct = _by_edge(a, fmt, given)
+    return fmt.from_csr(a.to_csr(), **given) if direct is None else direct
 
 
 def _by_edge(a: Format, fmt: type[Format], given: dict[str, Any]) -> Format | None:

@@ -127,6 +127,9 @@ class CSR(Items, Format):
         assert isinstance(a, cls)
         return a
 
+    def to_csr(self) -> CSR:
+        return self.ensure_valid()
+
     def _to_csr(self) -> CSR:
         return self
 

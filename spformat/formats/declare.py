@@ -171,7 +171,8 @@ def declarations(
 
 
 @functools.cache
-def _value_field(cls: Any) -> str:
+def value_field_of(cls: Any) -> str:
+    """``Declared.value_field`` of a format class."""
     return next((d.name for d in declarations(cls)[0] if d.kind == VALUE), "")
 
 
@@ -260,6 +261,12 @@ def _resolved(cls: type[Declared], given: tuple[tuple[str, Any], ...]) -> dict[s
     return cls._resolve_params(dict(given), None)
 
 
+@functools.cache
+def _asks_the_matrix(cls: type[Declared]) -> bool:
+    """Whether params of this class may follow from a matrix."""
+    return cls.auto_params.__func__ is not Declared.auto_params.__func__  # type: ignore[attr-defined]
+
+
 class Declared:
     """The class methods that follow from the declaration of a format's fields. ``Format`` derives from this class."""
 
@@ -283,7 +290,7 @@ class Declared:
     @classmethod
     def value_field(cls) -> str:
         """The name of the VALUE array; empty for a composed format that has none of its own."""
-        return _value_field(cast(Any, cls))
+        return value_field_of(cast(Any, cls))
 
     @classmethod
     def declared_parts(cls) -> tuple[PartDeclaration, ...]:
@@ -306,7 +313,7 @@ class Declared:
 
         AUTO params that are not given follow from the matrix ``a``; without it they are left out.
         """
-        if a is None and all(map(_is_plain, given.values())):
+        if (a is None or not _asks_the_matrix(cast(Any, cls))) and all(map(_is_plain, given.values())):
             return dict(_resolved(cast(Any, cls), tuple(given.items())))
         return cls._resolve_params(given, a)
 

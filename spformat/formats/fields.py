@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays.dtypes import VALUE_TYPES
 from ..arrays.library import Array, device_of
-from .declare import Declared, array_problems
+from .declare import Declared, array_problems, value_field_of
 
 
 class Derived(dict[Any, Any]):
@@ -57,7 +57,8 @@ class Fields(Declared):
     @property
     def values(self) -> Array:
         """The VALUE array, whatever its name."""
-        return getattr(self, self.value_field())
+        cls: Any = type(self)
+        return getattr(self, value_field_of(cls))
 
     @property
     def dtype(self) -> np.dtype[Any]:

@@ -298,7 +298,7 @@ class TwoFour(Format):
         count, first, nonzeros = refused
         if count:
             _refuse(count, divmod(first, data.shape[1] // 2), nonzeros)
-        return cls.trusted(shape=shape, meta_order=order, data=data, meta=meta)
+        return cls.unchecked(shape=shape, meta_order=order, data=data, meta=meta)
 
     @classmethod
     def empty_arrays(cls, x: Array) -> tuple[Array, Array]:

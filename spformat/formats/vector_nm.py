@@ -283,7 +283,7 @@ class VectorNM(Format):
     def assemble(cls, shape: tuple[int, int], params: dict[str, Any], data: Array, indices: Array) -> Self:
         """The matrix of valid positions and values, packed if ``params`` say so."""
         col_info, ranks = pack(indices, params, _padded(shape, params))
-        return cls.trusted(shape=shape, **params, data=data, indices=indices, col_info=col_info, ranks=ranks)
+        return cls.unchecked(shape=shape, **params, data=data, indices=indices, col_info=col_info, ranks=ranks)
 
     def _to_csr(self) -> CSR:
         xp = namespace(self.data)

@@ -93,7 +93,7 @@ def dense_to_csr(x: Array, params: Params) -> CSR | None:
     if not x.size or not csr_from_dense.aligned(x):
         return None
     indptr, indices, data = csr_from_dense.csr_from_dense(x)
-    return CSR.trusted(shape=x.shape, indptr=indptr, indices=indices, data=data)
+    return CSR.unchecked(shape=x.shape, indptr=indptr, indices=indices, data=data)
 
 
 def csr_to_dense(a: CSR, params: Params) -> Array:
@@ -108,7 +108,7 @@ def csr_transposed(a: CSR, params: Params) -> CSR | None:
     if not a.nnz:
         return None
     (M, K), (indptr, indices, data) = a.shape, csr_transpose.transposed(a.shape, a.indptr, a.indices, a.data)
-    return CSR.trusted(shape=(K, M), indptr=indptr, indices=indices, data=data)
+    return CSR.unchecked(shape=(K, M), indptr=indptr, indices=indices, data=data)
 
 
 def csc_to_dense(a: CSC, params: Params) -> Array:
@@ -134,7 +134,7 @@ def two_four_pruned(x: Array, params: Params) -> tuple[TwoFour, int]:
     """Array [M, K] -> (TwoFour of the two largest of every four, values that are not finite)."""
     (data, meta), order = TwoFour.empty_arrays(x), params["meta_order"]
     count, _, _ = two_four_pack.two_four_pack(x, order, data, meta, prune=True)
-    return TwoFour.trusted(shape=x.shape, meta_order=order, data=data, meta=meta), count
+    return TwoFour.unchecked(shape=x.shape, meta_order=order, data=data, meta=meta), count
 
 
 def two_four_to_dense(a: TwoFour, params: Params) -> Array:
@@ -202,6 +202,7 @@ EDGES: tuple[Edge, ...] = (
     _edge(ELLBuckets, CHECK, check_ell_buckets),
     _edge(TwoFour, CHECK, check_two_four),
     _edge(VectorNM, CHECK, check_vector_nm),
+    _edge(DENSE, ELLBuckets, ell_buckets_edges.from_dense),
     _edge(CSR, ELLBuckets, ell_buckets_edges.from_csr),
     _edge(ELLBuckets, CSR, ell_buckets_edges.to_csr),
     _edge(ELLBuckets, DENSE, ell_buckets_edges.to_dense),

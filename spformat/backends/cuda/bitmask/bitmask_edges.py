@@ -19,7 +19,7 @@ def from_dense(x: Array, params: Params) -> Bitmask | None:
     if not x.size:
         return None
     indptr, bitmask, data = bitmask_pack.bitmask_from_dense(x)
-    return Bitmask.trusted(shape=x.shape, indptr=indptr, bitmask=bitmask, data=data)
+    return Bitmask.unchecked(shape=x.shape, indptr=indptr, bitmask=bitmask, data=data)
 
 
 def to_dense(a: Bitmask, params: Params) -> Array | None:
@@ -39,7 +39,7 @@ def from_csr(a: CSR, params: Params) -> Bitmask | None:
     if zeros.get()[0]:  # synchronize!
         a = a.without_zeros()
     indptr = a.indptr.astype(index_dtype(a.nnz), copy=False)
-    return Bitmask.trusted(shape=a.shape, indptr=indptr, bitmask=bitmask, data=a.data)
+    return Bitmask.unchecked(shape=a.shape, indptr=indptr, bitmask=bitmask, data=a.data)
 
 
 def to_csr(a: Bitmask, params: Params) -> CSR | None:
@@ -47,7 +47,7 @@ def to_csr(a: Bitmask, params: Params) -> CSR | None:
     if 0 in a.shape:
         return None
     indices = bitmask_unpack.bitmask_columns(a.indptr, a.bitmask, a.shape[1], a.nnz)
-    return CSR.trusted(shape=a.shape, indptr=a.indptr, indices=indices, data=a.data)
+    return CSR.unchecked(shape=a.shape, indptr=a.indptr, indices=indices, data=a.data)
 
 
 def from_two_four(a: TwoFour, params: Params) -> Bitmask | None:
@@ -56,7 +56,7 @@ def from_two_four(a: TwoFour, params: Params) -> Bitmask | None:
         return None
     steps = meta_steps(a.padded_shape, a.meta_order)
     indptr, bitmask, data = bitmask_two_four.bitmask_from_two_four(a.shape, a.data, a.meta, steps)
-    return Bitmask.trusted(shape=a.shape, indptr=indptr, bitmask=bitmask, data=data)
+    return Bitmask.unchecked(shape=a.shape, indptr=indptr, bitmask=bitmask, data=data)
 
 
 def to_two_four(a: Bitmask, params: Params) -> TwoFour | None:

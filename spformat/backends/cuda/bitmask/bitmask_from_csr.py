@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from ....arrays.dtypes import value_type
 from ....arrays.library import Array, ceil_div
 from ..runtime.c_types import INDEX, WORDS
@@ -20,6 +22,7 @@ def instances() -> tuple[str, ...]:
     return tuple(_instance(*sizes) for sizes in ((1, 4, 4), (2, 4, 4), (2, 8, 4), (4, 4, 8), (8, 8, 8)))
 
 
+@functools.lru_cache(maxsize=256)
 def cut(K: int) -> tuple[int, int, int]:
     """(segments of a row, columns of each, rows): what a warp takes, one segment or that many whole rows. K >= 1."""
     whole = 8 * ceil_div(K, 8)
@@ -44,5 +47,6 @@ def bitmask_from_csr(shape: tuple[int, int], indptr: Array, indices: Array, data
     return bitmask, zeros
 
 
+@functools.cache
 def _instance(size: int, pointer: int, index: int) -> str:
     return f"bitmask_from_csr<{WORDS[size]}, {INDEX[pointer]}, {INDEX[index]}>"

@@ -1,16 +1,18 @@
-// A dense matrix as a Bitmask: the bits and how many of them each tile has; then, with their sums, the values and the
+// A dense matrix as a Bitmask: the bits and how many of them lie before each tile; then the values and the
 // pointer. sm_80 and later. Launcher: bitmask_pack.py.
 //
 //   x        T[M, K]               row-major, as unsigned words; `live` masks the bits that decide whether one is zero
 //   bits     u8[M, ceil(K / 8)]    bit b of byte y is column 8y+b; bits of columns >= K are 0
-//   counts   u32[tiles]            nonzeros of each tile
 //   starts   i64[tiles]            nonzeros before each tile
+//   sums     u64[2 + tiles]        zeros before the launch and after it, see look_back.cuh
+//   nonzeros u64                   in host memory, becomes the number of nonzeros
 //   data     T[nnz]                the nonzeros in row-major order
 //   indptr   Ptr[M + 1]            nonzeros before each row
 //
 // A tile is 16 KB of memory, the first one the 16 KB from the boundary of 16 bytes at or before x; see flat_tiles.cuh. The
 // values of a tile are put together in shared memory, so that whole units of 16 bytes are written.
 #include "spformat/flat_tiles.cuh"
+#include "spformat/look_back.cuh"
 
 using namespace spformat;
 
@@ -22,39 +24,13 @@ __device__ __forceinline__ i64 byte_from(i64 f, i64 n, i64 M, i64 K, i64 wide) {
     return row * wide + (f - row * K + 7) / 8;
 }
 
+// Writes the bytes of the bitmap that start in a tile whose first element is element `first`. whole: each of them is one of
+// `flat`, the bits of the tile and of the seven elements behind it.
 template <class T>
-__global__ void __launch_bounds__(TILE_THREADS)
-bitmask_bits(const T* __restrict__ x, i64 M, i64 K, u64 live, u8* __restrict__ bits, u32* __restrict__ counts) {
+__device__ __forceinline__ void write_bytes(const u32* flat, bool whole, i64 first, i64 n, i64 M, i64 K, u8* __restrict__ bits) {
     using Sizes = Tile<T>;
-    __shared__ __align__(16) u32 flat[Sizes::WORDS + 1];
-    __shared__ u32 sums[TILE_THREADS / 32];
-    const int tid = threadIdx.x, lane = tid % 32, head = head_of(x);
-    const i64 n = M * K, wide = (K + 7) / 8, first = i64(blockIdx.x) * Sizes::SIZE - head;
-    const bool whole = K % 8 == 0 && head == 0;  // each byte of the result is one of `flat`
-    Unit<T> units[Sizes::UNITS];
-#pragma unroll
-    for (int j = 0; j < Sizes::UNITS; ++j)
-        units[j] = load_unit<false>(x, first + (j * TILE_THREADS + tid) * Sizes::WIDE, n);
-    u32 count = 0;
-#pragma unroll
-    for (int j = 0; j < Sizes::UNITS; ++j) {
-        const u32 mask = nonzeros(units[j], T(live));
-        count += __popc(mask);
-        put_mask<T>(flat, j * TILE_THREADS + tid, mask);
-    }
-    if (!whole && tid < 32) {  // the byte that starts at the last element of the tile needs seven more
-        const i64 at = first + Sizes::SIZE + lane;
-        const u32 halo = __ballot_sync(~0u, lane < 8 && at < n && (x[at] & T(live)) != 0);
-        if (lane == 0) flat[Sizes::WORDS] = halo;
-    }
-    count = sum_of_warp(count);
-    if (lane == 0) sums[tid / 32] = count;
-    __syncthreads();
-    if (tid == 0) {
-        u32 total = 0;
-        for (int i = 0; i < TILE_THREADS / 32; ++i) total += sums[i];
-        counts[blockIdx.x] = total;
-    }
+    const int tid = threadIdx.x;
+    const i64 wide = (K + 7) / 8;
     if (whole) {
         const int bytes = int(min(i64(Sizes::SIZE), n - first) / 8);
         u8* to = bits + first / 8;
@@ -78,6 +54,41 @@ bitmask_bits(const T* __restrict__ x, i64 M, i64 K, u64 live, u8* __restrict__ b
         if (K - 8 * y < 8) byte &= (1u << (K - 8 * y)) - 1;
         bits[from + d] = u8(byte);
     }
+}
+
+template <class T>
+__global__ void __launch_bounds__(TILE_THREADS)
+bitmask_bits(const T* __restrict__ x, i64 M, i64 K, u64 live, u8* __restrict__ bits, i64* __restrict__ starts, u64* sums,
+             u64* nonzeros_of_all) {
+    using Sizes = Tile<T>;
+    __shared__ __align__(16) u32 flat[Sizes::WORDS + 1];
+    __shared__ u32 counts[TILE_THREADS / 32];
+    __shared__ u64 shared_tile;
+    const int tid = threadIdx.x, lane = tid % 32, head = head_of(x);
+    const i64 n = M * K, tile = taken_tile(sums, shared_tile), first = tile * Sizes::SIZE - head;
+    const bool whole = K % 8 == 0 && head == 0;  // each byte of the result is one of `flat`
+    Unit<T> units[Sizes::UNITS];
+#pragma unroll
+    for (int j = 0; j < Sizes::UNITS; ++j)
+        units[j] = load_unit<false>(x, first + (j * TILE_THREADS + tid) * Sizes::WIDE, n);
+    u32 count = 0;
+#pragma unroll
+    for (int j = 0; j < Sizes::UNITS; ++j) {
+        const u32 mask = nonzeros(units[j], T(live));
+        count += __popc(mask);
+        put_mask<T>(flat, j * TILE_THREADS + tid, mask);
+    }
+    if (!whole && tid < 32) {  // the byte that starts at the last element of the tile needs seven more
+        const i64 at = first + Sizes::SIZE + lane;
+        const u32 halo = __ballot_sync(~0u, lane < 8 && at < n && (x[at] & T(live)) != 0);
+        if (lane == 0) flat[Sizes::WORDS] = halo;
+    }
+    count = sum_of_warp(count);
+    if (lane == 0) counts[tid / 32] = count;
+    __syncthreads();
+    write_start_of_tile(counts, tile, starts, sums, nonzeros_of_all);
+    write_bytes<T>(flat, whole, first, n, M, K, bits);
+    leave_tile(sums, shared_tile);
 }
 
 // rows: M; length: elements of a row. Tiles are taken from the last to the first, because the last ones that

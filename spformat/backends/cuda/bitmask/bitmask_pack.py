@@ -3,11 +3,14 @@ bitmask_pack.cu."""
 
 from __future__ import annotations
 
+import functools
+
 from ....arrays.dtypes import value_type
 from ....arrays.library import Array, ceil_div, index_dtype
 from ..runtime.c_types import INDEX, WORDS
-from ..runtime.offsets import Offsets
+from ..runtime.offsets import TileSums
 from ..runtime.queue import Kernels
+from ..runtime.scratch import Workspace
 
 SOURCE = "bitmask/bitmask_pack.cu"
 THREADS, TILE = 256, 16384
@@ -29,28 +32,28 @@ def bitmask_from_dense(x: Array) -> tuple[Array, Array, Array]:
     import cupy
 
     M, K = x.shape
-    bitmask = cupy.empty((M, ceil_div(K, 8)), "u1")
-    counts = cupy.empty(tiles(x), "u4")
-    mask = value_type(x.dtype).zero_mask
-    KERNELS.queue(_bits(x.itemsize), "PqqqPP", counts.size, x, M, K, mask, bitmask, counts)
-    indptr, data = nonzeros(x, M, K, counts)
+    bitmask, blocks, mask = cupy.empty((M, ceil_div(K, 8)), "u1"), tiles(x), value_type(x.dtype).zero_mask
+    work, sums = Workspace(8 * blocks), TileSums(blocks)
+    KERNELS.queue(_bits(x.itemsize), "PqqqPPPP", blocks, x, M, K, mask, bitmask, *work.places, *sums.arguments)
+    indptr, data = nonzeros(x, M, K, blocks, work.places[0], sums)
     return indptr, bitmask, data
 
 
-def nonzeros(x: Array, rows: int, length: int, counts: Array) -> tuple[Array, Array]:
+def nonzeros(
+    x: Array, rows: int, length: int, blocks: int, starts: int, sums: TileSums
+) -> tuple[Array, Array]:  # fmt: skip
     """(indptr [rows+1], data [nnz]): the nonzeros of the first ``rows`` rows of x, CuPy, whose rows have ``length``
-    elements. counts: uint32[tiles], those of each tile. Waits for the device once."""
+    elements. starts: address of int64[blocks], those before each tile; sums: all. Waits for the device once."""
     import cupy
 
     indptr = cupy.empty(rows + 1, index_dtype(rows * length))
-    offsets = Offsets(counts, ANY_SUM)
-    nnz = offsets.total()  # synchronize!
+    nnz = sums.total()  # synchronize!
     if indptr.dtype != index_dtype(nnz):
         indptr = cupy.empty(rows + 1, index_dtype(nnz))
     data = cupy.empty(nnz, x.dtype)
     KERNELS.queue(
-        _values(x.itemsize, indptr.itemsize), "PqqqPPP", counts.size,
-        x, rows, length, value_type(x.dtype).zero_mask, offsets.starts, data, indptr,
+        _values(x.itemsize, indptr.itemsize), "PqqqPPP", blocks,
+        x, rows, length, value_type(x.dtype).zero_mask, starts, data, indptr,
     )  # fmt: skip
     return indptr, data
 
@@ -61,9 +64,11 @@ def tiles(x: Array, elements: int | None = None) -> int:
     return ceil_div(int(x.data.ptr) % UNIT + size * x.itemsize, TILE)
 
 
+@functools.cache
 def _bits(size: int) -> str:
     return f"bitmask_bits<{WORDS[size]}>"
 
 
+@functools.cache
 def _values(size: int, index: int) -> str:
     return f"bitmask_values<{WORDS[size]}, {INDEX[index]}>"

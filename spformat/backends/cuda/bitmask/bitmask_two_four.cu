@@ -3,14 +3,17 @@
 //   data     T[Mp, Kp / 2]         values of 2:4, as unsigned words, on 16 bytes; two of them are a group of four columns
 //   meta     u16[Mp * Kp / 16]     word (r, q) at Places; nibble g of it says which columns group 4q+g has values of
 //   bits     u8[M, ceil(K / 8)]    bit b of byte y is column 8y+b; bits of columns >= K are 0
-//   counts   u32[tiles]            nonzeros of each tile of data
-//   indptr, starts, values         the pointer and the values of the Bitmask, see bitmask_rank.cuh
+//   starts   i64[tiles]            nonzeros before each tile of data; or what bitmask_rank.cuh says
+//   sums     u64[2 + tiles]        zeros before the launch and after it, see look_back.cuh
+//   total    u64                   in host memory, becomes the number of nonzeros
+//   indptr, values                 the pointer and the values of the Bitmask, see bitmask_rank.cuh
 //   refused  u64[2]                zeros before the launch; how many groups have more than two nonzeros, and the complement
 //                                  of the smallest (row * Kp/4 + group) * 8 + nonzeros of one
 //
 // The values of the Bitmask are the nonzeros of data in its own order: bitmask_values (bitmask_pack.cu) copies them. On the
 // way back a block takes TILE_THREADS words of 32 columns.
 #include "spformat/bitmask_rank.cuh"
+#include "spformat/look_back.cuh"
 
 using namespace spformat;
 
@@ -27,12 +30,14 @@ struct Places {
 template <class T>
 __global__ void __launch_bounds__(TILE_THREADS)
 two_four_bits(const T* __restrict__ data, const u16* __restrict__ meta, i64 M, i64 K, i64 Kp, Places at, u64 live,
-              u8* __restrict__ bits, u32* __restrict__ counts) {
+              u8* __restrict__ bits, i64* __restrict__ starts, u64* sums, u64* total) {
     using Sizes = Tile<T>;
     constexpr int BYTES = Sizes::WIDE / 4, WORDS = (Sizes::WIDE + 7) / 8;  // of the bitmap and of the metadata, for a unit
-    __shared__ u32 sums[TILE_THREADS / 32];
+    __shared__ u32 counts[TILE_THREADS / 32];
+    __shared__ u64 shared_tile;
     const int tid = threadIdx.x;
-    const i64 length = Kp / 2, n = M * length, wide = (K + 7) / 8, first = i64(blockIdx.x) * Sizes::SIZE;
+    const i64 length = Kp / 2, n = M * length, wide = (K + 7) / 8;
+    const i64 tile = taken_tile(sums, shared_tile), first = tile * Sizes::SIZE;
     const Rows<Sizes::SIZE> rows(first, length);
     Unit<T> units[Sizes::UNITS];
     u32 nibbles[Sizes::UNITS];
@@ -72,13 +77,10 @@ two_four_bits(const T* __restrict__ data, const u16* __restrict__ meta, i64 M, i
             if (i < room[j]) bits[to[j] + i] = u8(out >> (8 * i));
     }
     count = sum_of_warp(count);
-    if (tid % 32 == 0) sums[tid / 32] = count;
+    if (tid % 32 == 0) counts[tid / 32] = count;
     __syncthreads();
-    if (tid == 0) {
-        u32 total = 0;
-        for (int i = 0; i < TILE_THREADS / 32; ++i) total += sums[i];
-        counts[blockIdx.x] = total;
-    }
+    write_start_of_tile(counts, tile, starts, sums, total);
+    leave_tile(sums, shared_tile);
 }
 
 // The nibble for the nonzero mask of a group, 0 for more than two nonzeros; all of them in `table`, that of mask 0 lowest.

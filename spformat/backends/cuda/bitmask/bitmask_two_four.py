@@ -5,8 +5,9 @@ from __future__ import annotations
 from ....arrays.dtypes import value_type
 from ....arrays.library import Array, ceil_div
 from ..runtime.c_types import INDEX, WORDS
+from ..runtime.offsets import TileSums
 from ..runtime.queue import Kernels
-from ..runtime.scratch import Counters
+from ..runtime.scratch import Counters, Workspace
 from ..two_four.two_four_scan import Places
 from .bitmask_pack import THREADS, nonzeros, tiles
 from .bitmask_unpack import starts_of
@@ -31,13 +32,14 @@ def bitmask_from_two_four(
     import cupy
 
     (M, K), length = shape, data.shape[1]
-    bitmask = cupy.empty((M, ceil_div(K, 8)), "u1")
-    counts = cupy.empty(tiles(data, M * length), "u4")
+    bitmask, blocks = cupy.empty((M, ceil_div(K, 8)), "u1"), tiles(data, M * length)
+    work, sums = Workspace(8 * blocks), TileSums(blocks)
     KERNELS.queue(
-        _bits(data.itemsize), (*"PPqqq", Places, *"qPP"), counts.size,
-        data, meta, M, K, 2 * length, Places(*steps), value_type(data.dtype).zero_mask, bitmask, counts,
+        _bits(data.itemsize), (*"PPqqq", Places, *"qPPPP"), blocks,
+        data, meta, M, K, 2 * length, Places(*steps), value_type(data.dtype).zero_mask, bitmask, *work.places,
+        *sums.arguments,
     )  # fmt: skip
-    indptr, values = nonzeros(data, M, length, counts)
+    indptr, values = nonzeros(data, M, length, blocks, work.places[0], sums)
     return indptr, bitmask, values
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from ....arrays.library import Array, ceil_div, index_dtype
 from ..runtime import offsets
 from ..runtime.c_types import INDEX, WORDS
@@ -58,9 +60,11 @@ def bitmask_columns(indptr: Array, bitmask: Array, K: int, nnz: int) -> Array:
     return indices
 
 
+@functools.cache
 def _dense(size: int, index: int) -> str:
     return f"bitmask_to_dense<{WORDS[size]}, {INDEX[index]}>"
 
 
+@functools.cache
 def _columns(pointer: int, index: int) -> str:
     return f"bitmask_columns<{INDEX[pointer]}, {INDEX[index]}>"

@@ -1,6 +1,7 @@
 // From the bits that say which blocks are stored to their numbers, and to the index arrays of BSR and DBSR. sm_80 and later.
 // Launcher: block_map.py. The bits and starts of a map are those of block_map.cuh.
 #include "spformat/block_map.cuh"
+#include "spformat/look_back.cuh"
 
 using namespace spformat;
 
@@ -8,19 +9,21 @@ constexpr int THREADS = 256;
 
 __device__ __forceinline__ i64 thread_of_grid() { return i64(blockIdx.x) * THREADS + threadIdx.x; }
 
-// counts[i]: the bits that are set in words[i].
-__global__ void __launch_bounds__(THREADS) blocks_in_words(const u32* __restrict__ words, i64 n, u32* __restrict__ counts) {
-    for (i64 i = thread_of_grid(); i < n; i += i64(gridDim.x) * THREADS) counts[i] = __popc(words[i]);
+// starts[i]: the bits that are set in words[0] .. words[i-1]. sums and total: as in look_back.cuh.
+__global__ void __launch_bounds__(OFFSETS_THREADS)
+number_blocks(const u32* __restrict__ words, i64 n, i64* __restrict__ starts, u64* sums, u64* total) {
+    write_starts(n, [=](i64 i) { return __popc(words[i]); }, starts, sums, total);
 }
 
 // The first word of block row b: entry b of `rows`, or where that is null, each block row has as many words.
 __device__ __forceinline__ i64 first_word(const i64* rows, i64 across, i64 b) { return rows ? rows[b] : b * across; }
 
-// counts[b]: 1 if block row b has blocks, else 0.
-__global__ void __launch_bounds__(THREADS)
-rows_with_blocks(const i64* __restrict__ starts, i64 Mb, const i64* __restrict__ rows, i64 across, u32* __restrict__ counts) {
-    for (i64 b = thread_of_grid(); b < Mb; b += i64(gridDim.x) * THREADS)
-        counts[b] = starts[first_word(rows, across, b + 1)] > starts[first_word(rows, across, b)];
+// places[b]: how many of the block rows before b have blocks.
+__global__ void __launch_bounds__(OFFSETS_THREADS)
+number_rows(const i64* __restrict__ starts, i64 Mb, const i64* __restrict__ rows, i64 across, i64* __restrict__ places, u64* sums,
+            u64* total) {
+    const auto has_blocks = [=](i64 b) { return starts[first_word(rows, across, b + 1)] > starts[first_word(rows, across, b)]; };
+    write_starts(Mb, has_blocks, places, sums, total);
 }
 
 // The index arrays of a map of Mb block rows. Those that are `wide` are int64.

@@ -1,7 +1,7 @@
 """The conversions of BSR and DBSR on CUDA: what ``EDGES`` names. The numpy code of the formats defines the results.
 
-Each function returns None where the general code has to run: an empty matrix, arrays that do not start on an element,
-a grid of blocks so large and so empty that a bit for each of them would need more memory than the matrix.
+Each function returns None where the general code has to run: an empty matrix, a dense array that does not start on an
+element, a grid of blocks so large and so empty that a bit for each of them would need more memory than the matrix.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from ....arrays.dtypes import nonzero_mask
-from ....arrays.library import Array, index_dtype, is_cupy
+from ....arrays.library import Array, index_dtype
 from ....formats.blocks import block_grid
 from ....formats.bsr import BSR
 from ....formats.csr import CSR
@@ -43,16 +43,16 @@ def dbsr_of_csr(a: CSR, params: Params) -> DBSR | None:
 
 def blocks_to_csr(a: BSR | DBSR, params: Params) -> CSR | None:
     """BSR or DBSR -> CSR."""
-    if not (a.nnzb and _readable(a)):
+    if not a.nnzb:
         return None
-    return CSR.trusted(shape=a.shape, **bsr_to_csr.csr_of_blocks(a.shape, *_arrays(a)))
+    return CSR.unchecked(shape=a.shape, **bsr_to_csr.csr_of_blocks(a.shape, *_arrays(a)))
 
 
 def blocks_to_dense(a: BSR | DBSR, params: Params) -> Array | None:
     """BSR or DBSR -> array [M, K]."""
     import cupy
 
-    if not (a.nnzb and _readable(a)):
+    if not a.nnzb:
         return None
     out = cupy.empty(a.shape, a.dtype)
     expand_bsr.bsr_to_dense(*_arrays(a), out)
@@ -61,11 +61,11 @@ def blocks_to_dense(a: BSR | DBSR, params: Params) -> Array | None:
 
 def blocks_transposed(a: BSR | DBSR, params: Params) -> BSR | None:
     """BSR or DBSR [M, K] -> BSR [K, M] of the transposed blocks."""
-    if not (a.nnzb and _readable(a) and bsr_transpose.worth(a.grid, a.data.nbytes)):
+    if not (a.nnzb and bsr_transpose.worth(a.grid, a.data.nbytes)):
         return None
     (M, K), (R, C) = a.shape, a.blocksize
     arrays, data = bsr_transpose.transposed_blocks(a.grid, *_arrays(a))
-    return BSR.trusted(shape=(K, M), blocksize=(C, R), data=data, **arrays)
+    return BSR.unchecked(shape=(K, M), blocksize=(C, R), data=data, **arrays)
 
 
 def _from_dense(cls: type[Blocks], x: Array, params: Params) -> Blocks | None:
@@ -73,12 +73,12 @@ def _from_dense(cls: type[Blocks], x: Array, params: Params) -> Blocks | None:
         return None
     blocksize = params["blocksize"]
     arrays, data = bsr_from_dense.blocks_of_dense(x, blocksize, cls is DBSR)
-    return cls.trusted(shape=x.shape, blocksize=blocksize, data=data, **arrays)
+    return cls.unchecked(shape=x.shape, blocksize=blocksize, data=data, **arrays)
 
 
 def _from_csr(cls: type[Blocks], a: CSR, params: Params) -> Blocks | None:
     blocksize = params["blocksize"]
-    if not (a.nnz and _readable(a) and bsr_from_csr.worth(block_grid(a.shape, blocksize), a.nnz)):
+    if not (a.nnz and bsr_from_csr.worth(block_grid(a.shape, blocksize), a.nnz)):
         return None
 
     def accept(nnzb: int) -> None:
@@ -88,7 +88,7 @@ def _from_csr(cls: type[Blocks], a: CSR, params: Params) -> Blocks | None:
 
     csr = a.indptr, a.indices, a.data
     arrays, data = bsr_from_csr.blocks_of_csr(a.shape, csr, blocksize, cls is DBSR, accept)
-    return cls.trusted(shape=a.shape, blocksize=blocksize, data=data, **arrays)
+    return cls.unchecked(shape=a.shape, blocksize=blocksize, data=data, **arrays)
 
 
 def _bytes_without_zeros(a: CSR) -> int:
@@ -102,8 +102,3 @@ def _bytes_without_zeros(a: CSR) -> int:
 
 def _arrays(a: BSR | DBSR) -> tuple[Array | None, Array, Array, Array]:
     return a.row_ids if isinstance(a, DBSR) else None, a.indptr, a.indices, a.data
-
-
-def _readable(a: BSR | DBSR | CSR) -> bool:
-    """Whether all arrays start on one of their elements, so that a kernel can read them."""
-    return all(is_cupy(x) and x.data.ptr % x.dtype.itemsize == 0 for x in a.arrays().values())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 from ....arrays.dtypes import value_type
 from ....arrays.library import Array, ceil_div
@@ -24,7 +26,7 @@ def instances() -> tuple[str, ...]:
 
 
 SMALL, FACTOR = 1 << 20, 4
-"""Words of a map that need no justification (16 MB with what is computed from them); most words for an item."""
+"""Words of a map that need no justification (12 MB with what is computed from them); most words for an item."""
 
 
 def fits(grid: tuple[int, int], items: int) -> bool:
@@ -33,8 +35,8 @@ def fits(grid: tuple[int, int], items: int) -> bool:
 
 
 def worth(grid: tuple[int, int], items: int) -> bool:
-    """Whether a map of the grid fits, or a map of its words. The latter takes 88 bytes for an item at most: 64 for the
-    map of words, 24 for the words that items can name."""
+    """Whether a map of the grid fits, or a map of its words. The latter takes 68 bytes for an item at most: 48 for the
+    map of words, 20 for the words that items can name."""
     return fits((grid[0], ceil_div(grid[1], WORD)), items)
 
 
@@ -55,24 +57,22 @@ def blocks_of_csr(
     (R, C), dtype, items = blocksize, csr[2].dtype, csr[2].size
     grid = ceil_div(shape[0], R), ceil_div(shape[1], C)
     if fits(grid, items):
-        blocks = BlockMap.empty(grid)
+        blocks = BlockMap.empty(grid, listed)
     else:
         words = BlockMap.empty((grid[0], ceil_div(grid[1], WORD)))
         _pass(shape[0], csr, words, (R, WORD * C))
-        blocks = BlockMap.of_words(grid, words.numbered(), items)
+        words.number()
+        blocks = BlockMap.of_words(grid, words, items, listed)
     _pass(shape[0], csr, blocks, blocksize)
-    numbered = blocks.numbered(listed)
-    nnzb, rows = numbered.sizes()  # synchronize!
+    nnzb, rows = blocks.sizes()  # synchronize!
     accept(nnzb)
     out = cupy.zeros((nnzb, R, C), dtype)
     if nnzb:
-        _pass(shape[0], csr, blocks, blocksize, numbered.blocks.starts, out)
-    return numbered.index_arrays(nnzb, rows), out
+        _pass(shape[0], csr, blocks, blocksize, blocks.starts, out)
+    return blocks.index_arrays(nnzb, rows), out
 
 
-def _pass(
-    M: int, csr: tuple[Array, Array, Array], blocks: BlockMap, blocksize: tuple[int, int], *scatter: Array
-) -> None:
+def _pass(M: int, csr: tuple[Array, Array, Array], blocks: BlockMap, blocksize: tuple[int, int], *scatter: Any) -> None:
     """Mark the blocks of all items; or, with ``starts`` of the map and ``out``, write the values."""
     indptr, indices, data = csr
     instance = _instance(data.dtype.itemsize, index_type(indices), index_type(indptr), bool(scatter))
@@ -83,5 +83,6 @@ def _pass(
     )  # fmt: skip
 
 
+@functools.cache
 def _instance(itemsize: int, index: str, pointer: str, scatter: bool) -> str:
     return f"items_to_blocks<{WORDS[itemsize]}, {index}, {pointer}, {str(scatter).lower()}>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from ....arrays.dtypes import value_type
 from ....arrays.library import Array, ceil_div, power_of_two
 from ..runtime.c_types import WORDS
 from ..runtime.queue import Kernels
-from .block_map import THREADS, WORD, BlockMap, NumberedBlocks
+from .block_map import THREADS, WORD, BlockMap
 
 SOURCE = "bsr/bsr_from_dense.cu"
 KERNELS = Kernels(SOURCE, THREADS)
@@ -54,14 +55,13 @@ def blocks_of_dense(x: Array, blocksize: tuple[int, int], listed: bool) -> tuple
     import cupy
 
     grid = ceil_div(x.shape[0], blocksize[0]), ceil_div(x.shape[1], blocksize[1])
-    blocks = BlockMap.empty(grid)
+    blocks = BlockMap.empty(grid, listed)
     mark(x, blocksize, blocks)
-    numbered = blocks.numbered(listed)
-    nnzb, rows = numbered.sizes()  # synchronize!
+    nnzb, rows = blocks.sizes()  # synchronize!
     data = cupy.empty((nnzb, *blocksize), x.dtype)
     if nnzb:
-        copy(x, blocksize, numbered, data)
-    return numbered.index_arrays(nnzb, rows), data
+        copy(x, blocksize, blocks, data)
+    return blocks.index_arrays(nnzb, rows), data
 
 
 def mark(x: Array, blocksize: tuple[int, int], blocks: BlockMap) -> None:
@@ -75,19 +75,19 @@ def mark(x: Array, blocksize: tuple[int, int], blocks: BlockMap) -> None:
     )  # fmt: skip
 
 
-def copy(x: Array, blocksize: tuple[int, int], numbered: NumberedBlocks, data: Array) -> None:
+def copy(x: Array, blocksize: tuple[int, int], blocks: BlockMap, data: Array) -> None:
     """Fill data [nnzb, R, C] with the blocks of x [M, K] whose bits are set; there is one."""
-    blocks = numbered.map
-    itemsize, words = x.dtype.itemsize, blocks.bits.size
+    itemsize, words = x.dtype.itemsize, blocks.size
     width = math.gcd(UNIT, x.data.ptr, x.shape[1] * itemsize, blocksize[1] * itemsize)
     how = copying(blocks.grid, blocksize, itemsize)
     KERNELS.queue(
         _instance("copy_blocks", itemsize, width), "PqqiiqPPqqiiiP", ceil_div(words, how.span) * how.strips,
-        x, *x.shape, *blocksize, value_type(x.dtype).zero_mask, blocks.bits, numbered.blocks.starts, blocks.across,
+        x, *x.shape, *blocksize, value_type(x.dtype).zero_mask, blocks.bits, blocks.starts, blocks.across,
         words, *how, data,
     )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=256)
 def marking(shape: tuple[int, int], itemsize: int, R: int) -> Marking:
     """The shares of warps for a matrix with elements in blocks of R rows."""
     M, K = shape
@@ -99,6 +99,7 @@ def marking(shape: tuple[int, int], itemsize: int, R: int) -> Marking:
     return Marking(across, together, height, strips, segments, ceil_div(ceil_div(M, R), together) * strips * segments)
 
 
+@functools.lru_cache(maxsize=256)
 def copying(grid: tuple[int, int], blocksize: tuple[int, int], itemsize: int) -> Copying:
     """The shares of blocks of threads: about ``BYTES`` of x each."""
     R, C = blocksize
@@ -108,5 +109,6 @@ def copying(grid: tuple[int, int], blocksize: tuple[int, int], itemsize: int) ->
     return Copying(span, height, ceil_div(R, height))
 
 
+@functools.cache
 def _instance(kernel: str, itemsize: int, width: int) -> str:
     return f"{kernel}<{WORDS[itemsize]}, {width}>"

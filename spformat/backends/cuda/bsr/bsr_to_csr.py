@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from ....arrays.dtypes import value_type
@@ -9,10 +11,12 @@ from ....arrays.library import Array, ceil_div, index_dtype, power_of_two
 from ..runtime.c_types import INDEX, WORDS, index_type
 from ..runtime.offsets import Offsets
 from ..runtime.queue import Kernels
-from .block_map import BLOCKS, LARGE, THREADS
+from .block_map import BLOCKS, THREADS
 
 SOURCE = "bsr/bsr_to_csr.cu"
 KERNELS = Kernels(SOURCE, THREADS)
+LARGE = 2**62
+"""A bound on any number of items, for which starts are int64."""
 WARP, STEPS = 32, 32
 """Lanes of a warp, and how many times as many lines it takes as it reads side by side: as in the kernel."""
 
@@ -56,5 +60,6 @@ def csr_of_blocks(
     return {"indptr": pointer, "indices": columns, "data": values}
 
 
+@functools.cache
 def _instance(itemsize: int, index: str, pointer: str, fill: bool) -> str:
     return f"lines_of_blocks<{WORDS[itemsize]}, {index}, {pointer}, {str(fill).lower()}>"

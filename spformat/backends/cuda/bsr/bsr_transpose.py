@@ -15,7 +15,7 @@ SIDE, MOST = 32, 1024
 ROOM = 4 * SIDE * (SIDE + 1)
 """Rows and columns of a tile, most blocks that are moved together, values in shared memory: as in the kernel."""
 SMALL = 1 << 20
-"""Words of a map that need no justification: 16 MB with what is computed from them."""
+"""Words of a map that need no justification: 12 MB with what is computed from them."""
 
 
 def instances() -> tuple[str, ...]:
@@ -29,7 +29,7 @@ def worth(grid: tuple[int, int], nbytes: int) -> bool:
     """Whether a map of the transposed grid of (Mb, Kb) blocks is small, or with what is computed from it takes no more
     memory than ``nbytes``, those of the blocks."""
     words = grid[1] * ceil_div(grid[0], WORD)
-    return words <= SMALL or 16 * words <= nbytes
+    return words <= SMALL or 12 * words <= nbytes
 
 
 def transposed_blocks(
@@ -49,14 +49,15 @@ def transposed_blocks(
         f"mark_transposed<{row}, {pointer}, {column}>", "PqPPqPPq", ceil_div(nnzb, THREADS),
         0 if row_ids is None else row_ids, listed, indptr, indices, nnzb, rows, blocks.bits, blocks.across,
     )  # fmt: skip
-    numbered, out = blocks.numbered(), cupy.empty((nnzb, C, R), data.dtype)
+    blocks.number()
+    out = cupy.empty((nnzb, C, R), data.dtype)
     together, down, across = tiles(R, C)
     KERNELS.queue(
         f"move_blocks<{WORDS[data.dtype.itemsize]}, {column}>", "PPPqiiPqPiiiP",
         ceil_div(nnzb, together) * down * across, rows, indices, data, nnzb, R, C, blocks.bits, blocks.across,
-        numbered.blocks.starts, together, down, across, out,
+        blocks.starts, together, down, across, out,
     )  # fmt: skip
-    return numbered.index_arrays(nnzb, grid[1]), out
+    return blocks.index_arrays(nnzb, grid[1]), out
 
 
 def tiles(R: int, C: int) -> tuple[int, int, int]:

@@ -63,6 +63,7 @@ def bsr_to_dense(row_ids: Array | None, indptr: Array, indices: Array, data: Arr
     )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=256)
 def cut(ld: int, blocksize: tuple[int, int], itemsize: int, aligned: bool) -> Cut:
     """The pieces of a matrix whose rows take ``ld`` elements (at least 1); aligned: each starts on 16 bytes."""
     R, C = blocksize
@@ -108,6 +109,7 @@ def _kernel(
     return _instance(itemsize, types, (row_ids is not None, aligned, piece)), (first, count, indptr, indices, data)
 
 
+@functools.cache
 def _instance(itemsize: int, indices: tuple[str, ...], how: tuple[bool, bool, int]) -> str:
     flags = ", ".join(str(flag).lower() for flag in how)
     return f"expand_bsr<{WORDS[itemsize]}, {', '.join(indices)}, {flags}>"

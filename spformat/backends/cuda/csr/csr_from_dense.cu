@@ -1,9 +1,10 @@
-// A dense array as CSR, in two passes: count the nonzeros of each piece, then (after the prefix sum of the counts) store them.
+// A dense array as CSR, in two passes: count the nonzeros before each piece, then store them.
 // sm_80 and later. Launcher: csr_from_dense.py.
 //
 //   x        T[M, K]           row-major, as unsigned words of the width of its values; M*K > 0
-//   counts   u32[pieces]       nonzeros of each piece
 //   starts   i64[pieces+1]     nonzeros before each piece, and in all
+//   sums     u64[2 + blocks]   zeros before the launch and after it, see look_back.cuh
+//   total    u64               in host memory, becomes the number of nonzeros
 //   indptr   Ptr[M+1]          nonzeros before each row, and in all
 //   indices  Idx[nnz]          their columns
 //   data     T[nnz]            their values
@@ -14,8 +15,8 @@
 // memory, with their places in the piece, and then stored in 16-byte units; the columns follow from the places. The warp whose
 // piece contains the first element of a row writes that row's entry of indptr.
 #include "spformat/expand_rows.cuh"
+#include "spformat/look_back.cuh"
 #include "spformat/nonzero.cuh"
-#include "spformat/prefix_sum.cuh"
 
 using namespace spformat;
 
@@ -27,18 +28,29 @@ template <class T> constexpr int PIECE = STEPS<T> * 32 * PER_UNIT<T>;
 
 template <class T, bool Float>
 __global__ void __launch_bounds__(COUNT_WARPS * 32)
-count_pieces(const T* __restrict__ x, i64 n, i64 pieces, u32* __restrict__ counts) {
-    const int lane = threadIdx.x % 32, head = head_of(x);
-    const i64 piece = static_cast<i64>(blockIdx.x) * COUNT_WARPS + threadIdx.x / 32;
-    if (piece >= pieces) return;
-    uint4 unit[STEPS<T>];
+count_pieces(const T* __restrict__ x, i64 n, i64 pieces, i64* __restrict__ starts, u64* sums, u64* total) {
+    __shared__ u64 shared_tile;
+    __shared__ u32 counts[COUNT_WARPS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = head_of(x);
+    const i64 tile = taken_tile(sums, shared_tile), piece = tile * COUNT_WARPS + warp;
+    uint4 unit[STEPS<T>];  // of a piece behind the last one: zeros
 #pragma unroll
     for (int s = 0; s < STEPS<T>; ++s) unit[s] = load_unit(x, head, n, (piece * STEPS<T> + s) * 32 + lane);
     u32 count = 0;
 #pragma unroll
     for (int s = 0; s < STEPS<T>; ++s) count += __popc(nonzero_bits<T, Float>(unit[s]));
     count = __reduce_add_sync(~0u, count);
-    if (lane == 0) counts[piece] = count;
+    if (lane == 0) counts[warp] = count;
+    __syncthreads();
+    if (warp == 0) {
+        const u64 mine = lane < COUNT_WARPS ? counts[lane] : 0, of_warps = sum_before_lane(mine);
+        const u64 start = sum_before(__shfl_sync(~0u, of_warps + mine, 31), tile, sums, total) + of_warps;
+        if (lane < COUNT_WARPS && tile * COUNT_WARPS + lane < pieces) {
+            starts[tile * COUNT_WARPS + lane] = static_cast<i64>(start);
+            if (tile * COUNT_WARPS + lane == pieces - 1) starts[pieces] = static_cast<i64>(start + mine);
+        }
+    }
+    leave_tile(sums, shared_tile);
 }
 
 // Counts over the whole array, for `inspect`: any number of blocks.

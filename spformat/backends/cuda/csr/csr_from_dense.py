@@ -10,8 +10,9 @@ import functools
 from ....arrays.dtypes import value_type
 from ....arrays.library import Array, ceil_div, index_dtype
 from ..runtime.c_types import INDEX, WORDS
-from ..runtime.offsets import Offsets
+from ..runtime.offsets import TileSums
 from ..runtime.queue import Kernels
+from ..runtime.scratch import Workspace
 
 SOURCE = "csr/csr_from_dense.cu"
 COUNT_WARPS, FILL_WARPS, TOTAL_THREADS = 8, 4, 256
@@ -22,8 +23,6 @@ TOTAL = Kernels(SOURCE, TOTAL_THREADS)
 """The kernels of the file by the threads of their blocks."""
 MOST_BLOCKS = 2048
 """Blocks that count a whole array; they fill any device."""
-_COUNTED_IN_64_BITS = 2**62
-"""A bound on a sum that makes ``Offsets`` use int64, which is what the kernel reads."""
 
 
 def instances() -> tuple[str, ...]:
@@ -43,18 +42,17 @@ def csr_from_dense(x: Array) -> tuple[Array, Array, Array]:
 
     (M, K), word = x.shape, _word(x)
     piece, pieces = _pieces(x)
-    counts = cupy.empty(pieces, "uint32")
-    blocks = ceil_div(pieces, COUNT_WARPS)
-    COUNT.queue(_count("count_pieces", *word), "PqqP", blocks, x, M * K, pieces, counts)
-    offsets = Offsets(counts, _COUNTED_IN_64_BITS)
-    nnz = offsets.total()  # synchronize!
+    work, blocks = Workspace(8 * (pieces + 1)), ceil_div(pieces, COUNT_WARPS)
+    (starts,), sums = work.places, TileSums(blocks)
+    COUNT.queue(_count("count_pieces", *word), "PqqPPP", blocks, x, M * K, pieces, starts, *sums.arguments)
+    nnz = sums.total()  # synchronize!
     indptr = cupy.empty(M + 1, index_dtype(nnz))
     indices = cupy.empty(nnz, index_dtype(K - 1))
     data = cupy.empty(nnz, x.dtype)
     narrow = piece > K
     FILL.queue(
         _fill(*word, indptr.itemsize, indices.itemsize, narrow), "PqqqPPPPq", ceil_div(pieces, FILL_WARPS),
-        x, M, K, pieces, offsets.starts, indptr, indices, data, ceil_div(1 << 32, K),
+        x, M, K, pieces, starts, indptr, indices, data, ceil_div(1 << 32, K),
     )  # fmt: skip
     return indptr, indices, data
 

@@ -7,7 +7,8 @@ from typing import Any
 from ....arrays.library import Array, namespace
 from ....formats.csr import CSR
 from ....formats.ell_buckets import ELLBuckets, widths_of
-from ....limits import check_bytes
+from ....limits import always_allowed, check_bytes
+from ..csr.csr_from_dense import aligned, csr_from_dense
 from .ell_buckets_from_csr import ell_buckets_from_csr, empty
 from .ell_buckets_to_csr import ell_buckets_to_csr
 from .ell_buckets_to_dense import bytes_of_runs, ell_buckets_to_dense
@@ -16,17 +17,27 @@ RUNS = 1 << 28
 """Bytes of the list of runs that are always allowed. A longer list may take as many bytes as the dense matrix."""
 
 
+def from_dense(x: Array, params: dict[str, Any]) -> ELLBuckets | None:
+    """Array [M, K] -> ELLBuckets, by way of the arrays of its CSR."""
+    if not x.size or not aligned(x):
+        return None
+    indptr, indices, data = csr_from_dense(x)
+    a = CSR.unchecked(shape=x.shape, indptr=indptr, indices=indices, data=data)
+    return from_csr(a, ELLBuckets.resolve_params(params, a) if "max_width" not in params else params)
+
+
 def from_csr(a: CSR, params: dict[str, Any]) -> ELLBuckets:
     """CSR -> ELLBuckets."""
     parts, widths, segments = params["column_parts"], widths_of(params), a.shape[0] * params["column_parts"]
-    check_bytes(
-        8 * segments, f"counts of {segments} rows or segments", 8 * a.nnz
-    )  # the same refusal as the general code
+    if not always_allowed(8 * segments):  # the same refusal as the general code
+        check_bytes(8 * segments, f"counts of {segments} rows or segments", 8 * a.nnz)
     if a.nnz:
         placed = ell_buckets_from_csr(a.shape, a.indptr, a.indices, a.data, parts, widths)
     else:
         placed = empty(a.shape, a.indices, a.data, parts, widths)
-    return ELLBuckets.trusted(shape=a.shape, **params, **placed._asdict())
+    return ELLBuckets.unchecked(
+        shape=a.shape, column_parts=parts, max_width=widths[-1], widths=widths, **placed._asdict()
+    )
 
 
 def to_csr(a: ELLBuckets, params: dict[str, Any]) -> CSR | None:
@@ -34,7 +45,7 @@ def to_csr(a: ELLBuckets, params: dict[str, Any]) -> CSR | None:
     if not a.is_validated:
         return None
     indptr, indices, data = ell_buckets_to_csr(a)
-    return CSR.trusted(shape=a.shape, indptr=indptr, indices=indices, data=data)
+    return CSR.unchecked(shape=a.shape, indptr=indptr, indices=indices, data=data)
 
 
 def to_dense(a: ELLBuckets, params: dict[str, Any]) -> Array | None:

@@ -5,6 +5,7 @@ The host waits once, for the numbers of ELL rows in the buckets; they are the ta
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from ....arrays.library import Array, ceil_div, index_dtype, namespace, round_up
 from ..runtime.c_types import INDEX, WORDS, index_type
 from ..runtime.queue import Kernels
+from ..runtime.scratch import Words, Workspace
 from .ell_buckets_launch import BATCH, THREADS, Widths
 
 SOURCE = "ell_buckets/ell_buckets_from_csr.cu"
@@ -50,6 +52,7 @@ def instances() -> tuple[str, ...]:
     return (*per_pointer, _place("int", "long long"), _cut("int", "long long"), "sum_ell_rows", *fill)
 
 
+@functools.lru_cache(maxsize=256)
 def cut(M: int, parts: int, levels: int) -> Cut:
     """The tiles of M > 0 rows: so many that they keep a device busy, and not too many to sum their counts."""
     most = max(1, min(ceil_div(TILES, parts), COUNTS // (2 * levels * parts)))
@@ -72,26 +75,25 @@ def ell_buckets_from_csr(
         args = (indptr, indices, cuts, split, M, parts, part_size, widths[-1])
         KERNELS.queue(_cut(ptr, idx), "PPPPqiqi", ceil_div(M, 32), *args)
     c = cut(M, parts, levels)
-    starts, tables = cupy.empty(2 * buckets * c.tiles, np.int64), cupy.empty(3 * (buckets + 1), np.int64)
-    memory = cupy.cuda.alloc_pinned_memory(16 * buckets)
-    counts = np.frombuffer(memory, np.int64, 2 * buckets).reshape(2, buckets)
+    work, counts = Workspace(16 * buckets * c.tiles, 24 * (buckets + 1)), Words.taken(2 * buckets)
+    starts, tables = work.places
     blocks, signature = ceil_div(parts * c.tiles, TILE_WARPS), (*"PPPqiqq", Widths)
     segments = (indptr, cuts, split, M, parts, c.tiles, c.rows, by_value)
     TILES_OF_ROWS.queue(_count(ptr), (*signature, "P"), blocks, *segments, starts)
-    address = int(memory.ptr)
-    TABLES.queue("sum_ell_rows", (*"Pqi", Widths, *"PP"), 1, starts, c.tiles, buckets, by_value, tables, address)
+    summed = (*"Pqi", Widths, *"PP")
+    TABLES.queue("sum_ell_rows", summed, 1, starts, c.tiles, buckets, by_value, tables, counts.address)
     cupy.cuda.get_current_stream().synchronize()  # synchronize!
-
-    rows, split_rows = counts.tolist()
+    rows, split_rows = counts.words[:buckets], counts.words[buckets : 2 * buckets]
+    counts.give_back()
     R = sum(rows)
     S = sum(n * w for n, w in zip(rows, widths * parts, strict=True))
-    row_ids, spans = cupy.empty(R, index_dtype(M - 1)), cupy.empty((R, 2), indptr.dtype)
+    row_ids, spans = cupy.empty(R, index_dtype(M - 1)), Workspace(2 * R * indptr.itemsize)
     name = _place(ptr, index_type(row_ids))
-    TILES_OF_ROWS.queue(name, (*signature, *"PPP"), blocks, *segments, starts, row_ids, spans)
+    TILES_OF_ROWS.queue(name, (*signature, *"PPP"), blocks, *segments, starts, row_ids, *spans.places)
     out = cupy.empty(S, indices.dtype), cupy.empty(S, data.dtype), cupy.empty(S, index_dtype(nnz - 1))
     KERNELS.queue(
         _fill(data.itemsize, idx, index_type(out[2]), ptr), "PPPPiqPPP", ceil_div(S, THREADS * BATCH),
-        indices, data, spans, tables, buckets, S, *out,
+        indices, data, *spans.places, tables, buckets, S, *out,
     )  # fmt: skip
     return Placed(tuple(rows), tuple(split_rows), row_ids, *out)
 
@@ -103,17 +105,21 @@ def empty(shape: tuple[int, int], indices: Array, data: Array, parts: int, width
     return Placed(none, none, row_ids, xp.empty(0, indices.dtype), xp.empty(0, data.dtype), source)
 
 
+@functools.cache
 def _cut(ptr: str, idx: str) -> str:
     return f"cut_rows_at_parts<{ptr}, {idx}>"
 
 
+@functools.cache
 def _count(ptr: str) -> str:
     return f"count_ell_rows<{ptr}>"
 
 
+@functools.cache
 def _place(ptr: str, row: str) -> str:
     return f"place_ell_rows<{ptr}, {row}>"
 
 
+@functools.cache
 def _fill(itemsize: int, idx: str, source: str, ptr: str) -> str:
     return f"fill_ell_slots<{WORDS[itemsize]}, {idx}, {source}, {ptr}>"

@@ -51,12 +51,13 @@ def blocks(x: Array, params: Params) -> Masked | None:
     if not x.size:
         return None
     (M, K), (R, C) = x.shape, params["blocksize"]
-    mask, odd, ignored = _empty_mask(x), Counters(), Counters()
+    mask, odd = _empty_mask(x), Counters()
     norms = namespace(x).empty((ceil_div(M, R), ceil_div(K, C)), np.float64)
     block_norms.block_norms(x, (R, C), params["norm"], norms, odd.address)
     if params["count"]:
         keep = _empty_mask(norms)
-        magnitude_mask.mask_of_largest(norms, params["count"], keep, ignored.address)
+        ignored = odd.address + 8  # the second word: norms that are not finite have been counted by their values
+        magnitude_mask.mask_of_largest(norms, params["count"], keep, ignored)
         block_norms.mask_of_blocks(keep, (R, C), mask)
     else:
         mask.fill(False)

@@ -87,6 +87,21 @@ class Launch:
         """Launch once; structs may be ctypes objects."""
         self.bind(grid, stream, *[bytes(x) if isinstance(x, ctypes.Structure) else x for x in tail])()
 
+    def now(self, blocks: int, stream: int, tail: Sequence[Any]) -> None:
+        """Launch ``blocks`` blocks once: ``bind`` without the object, for launches that do not come again."""
+        if not blocks:
+            return
+        try:
+            with self._lock:  # the driver copies the arguments before it returns
+                self._pack(self._shared, self._tail_at, *tail)
+                self.driver.launchKernel(
+                    self._function, blocks, 1, 1, self.threads, 1, 1, self.smem, stream, self._shared_at, 0
+                )
+        except self.driver.CUDADriverError as e:
+            if getattr(e, "status", 0) == context.NO_CONTEXT and context.made_current():
+                return self.now(blocks, stream, tail)
+            raise _driver_error(e) from e
+
     def tail(self) -> list[tuple[int, int, Any]]:
         """For each run-time argument: where its address lies in the memory of all arguments and where the argument
         does, in words of 8 bytes (rounded down), and its entry in the signature."""

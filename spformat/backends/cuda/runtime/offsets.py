@@ -11,11 +11,11 @@ import functools
 from ....arrays.library import Array, ceil_div, index_dtype
 from .c_types import INDEX
 from .queue import Kernels
-from .scratch import Counters, Scratch
+from .scratch import DEFAULT, Counters, Scratch
 
 SOURCE = "runtime/offsets.cu"
 THREADS, TILE = 512, 4096
-"""The same as in the kernel."""
+"""Threads of a block that writes starts, and the counts that it takes: as in look_back.cuh."""
 KERNELS = Kernels(SOURCE, THREADS)
 COUNT = {4: "unsigned int", 8: "unsigned long long"}
 """C++ type of the counts, by bytes of one."""
@@ -24,6 +24,43 @@ COUNT = {4: "unsigned int", 8: "unsigned long long"}
 def instances() -> tuple[str, ...]:
     """C++ names that the compile tests build."""
     return tuple(_instance(count, start) for count in COUNT for start in INDEX)
+
+
+class TileSums:
+    """What a kernel with ``sum_before`` of look_back.cuh needs to add up what its blocks count.
+
+    ``total`` must be called after the launch: it waits for the device, which otherwise would write into host memory
+    that belongs to somebody else by then.
+    """
+
+    __slots__ = ("_counters", "arguments")
+
+    def __init__(self, blocks: int) -> None:
+        """blocks: those of the launch."""
+        self._counters = Counters()
+        self.arguments = tile_sums(blocks), self._counters.address
+        """The last arguments of the kernel, both addresses."""
+
+    def total(self) -> int:
+        """The sum of all."""
+        return self._counters.get()[0]  # synchronize!
+
+
+def tile_sums(blocks: int) -> int:
+    """Address of the zeros in which the blocks of the next launch on the current stream publish their sums."""
+    import cupy
+
+    device, stream, needed = cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr, 8 * (blocks + 2)
+    nbytes, address = _known.get((device, stream), (0, 0))
+    if needed > nbytes:
+        address = int(_scratch(device).buffer(int(stream), needed))
+        if stream in DEFAULT:  # nothing else decides its buffer, which is kept as long as the process
+            _known[device, stream] = needed, address
+    return address
+
+
+_known: dict[tuple[int, int], tuple[int, int]] = {}
+"""(device, stream) -> (bytes, address) of the last buffer, for streams that cannot be captured."""
 
 
 class Offsets:
@@ -57,12 +94,15 @@ def starts_of(counts: Array, bound: int, total: int = 0) -> Array:
 
     n = counts.size
     starts = cupy.empty(n + 1, index_dtype(bound))
-    tiles = max(1, ceil_div(n, TILE))
-    stream = int(cupy.cuda.get_current_stream().ptr)
-    control = _scratch(cupy.cuda.runtime.getDevice()).buffer(stream, 8 * (tiles + 2))
+    tiles = tiles_of(n)
     name = _instance(counts.itemsize, starts.itemsize)
-    KERNELS.queue(name, "PqPPPP", tiles, counts, n, starts, control + 16, control, total)
+    KERNELS.queue(name, "PqPPP", tiles, counts, n, starts, tile_sums(tiles), total)
     return starts
+
+
+def tiles_of(n: int) -> int:
+    """Blocks that add up n counts."""
+    return max(1, ceil_div(n, TILE))
 
 
 @functools.cache

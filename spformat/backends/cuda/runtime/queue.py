@@ -32,10 +32,12 @@ class Kernels:
         """
         import cupy
 
-        device, stream = cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr
+        cuda, kind = cupy.cuda, cupy.ndarray
+        device = cuda.runtime.getDevice()
         launch = self.launches.get((name, device, smem)) or self.launch(name, signature, _target(device), smem)
-        plain = [a if type(a) is int else _plain(a) for a in args]  # most are: it saves a call
-        launch.bind((blocks, 1, 1), stream, *plain)()
+        # Most are ints or arrays; to find that out here saves a call for each.
+        plain = [a if type(a) is int else a.data.ptr if type(a) is kind else _plain(a) for a in args]
+        launch.now(blocks, cuda.get_current_stream().ptr, plain)
 
     def launch(self, name: str, signature: Sequence[Any], target: Target, smem: int = 0) -> Launch:
         """The launch that ``queue`` uses. It serves all matrices: to build another one costs as much as a kernel."""

@@ -6,11 +6,10 @@ import ctypes
 import functools
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
-
-import numpy as np
 
 from ....errors import DeviceMemoryError
 
@@ -135,25 +134,91 @@ class Scratch:
         return buffer
 
 
+class Workspace:
+    """Device memory that the launches of one call need: one allocation, cut into pieces.
+
+    It must be kept until the last of them is queued. CuPy's pool then gives it to later work on the same stream only.
+    """
+
+    __slots__ = ("_memory", "places")
+
+    def __init__(self, *nbytes: int) -> None:
+        """nbytes: those of each piece."""
+        self._memory, self.places = self._allocated(nbytes)
+        """``places``: the address of each piece, on a multiple of 256 bytes."""
+
+    @staticmethod
+    def _allocated(nbytes: tuple[int, ...]) -> tuple[Any, list[int]]:
+        import cupy
+
+        starts, end = [], 0
+        for n in nbytes:
+            starts.append(end)
+            end += -(-n // 256) * 256
+        memory = cupy.cuda.alloc(end)
+        address = memory.ptr
+        return memory, [address + start for start in starts]
+
+
+class Words:
+    """64-bit words in pinned host memory, which a device can address."""
+
+    __slots__ = ("_memory", "address", "words")
+    FEW, AT_ONCE = 16, 64
+    """Words that are taken at least, so that no cache line is shared; how many such pieces are allocated together."""
+    _free: ClassVar[defaultdict[int, list[Words]]] = defaultdict(list)
+    """Number of words, a power of two -> those that no kernel writes to any more."""
+
+    def __init__(self, memory: Any, address: int, count: int) -> None:
+        self._memory, self.address = memory, address
+        self.words = (ctypes.c_uint64 * count).from_address(address)
+
+    @classmethod
+    def taken(cls, count: int = FEW) -> Words:
+        """``count`` words or more that nobody else uses; any contents."""
+        size = max(cls.FEW, 1 << (count - 1).bit_length())
+        free = cls._free[size]
+        try:
+            return free.pop()  # one call, so that threads never take the same
+        except IndexError:
+            import cupy
+
+            pieces = cls.AT_ONCE if size == cls.FEW else 1
+            memory = cupy.cuda.alloc_pinned_memory(8 * size * pieces)
+            new = [cls(memory, int(memory.ptr) + 8 * size * i, size) for i in range(pieces)]
+            free.extend(new[1:])
+            return new[0]
+
+    def give_back(self) -> None:
+        """Let others take them. The device must have finished what writes to them."""
+        self._free[len(self.words)].append(self)
+
+
 class Counters:
     """Two 64-bit words, at first zero, in which kernels of the current stream count, and which the host reads.
 
-    They are in pinned host memory, which a device can address. For counts that are mostly zero this saves a launch
-    that clears them and a copy back to the host.
+    They are in pinned host memory. For counts that are mostly zero this saves a launch that clears them and a copy back
+    to the host. ``get`` gives the memory back. Where it is not called, after an error, nobody else gets that memory: a
+    kernel may still write to it.
     """
 
-    __slots__ = ("_memory", "_stream", "_words", "address")
+    __slots__ = ("_counted", "_stream", "_words", "address")
 
     def __init__(self) -> None:
         import cupy
 
-        self._memory = cupy.cuda.alloc_pinned_memory(16)
-        self._words = np.frombuffer(self._memory, np.uint64, 2)
-        self._words[:] = 0
+        words = Words.taken()
+        words.words[0] = words.words[1] = 0
+        self._words: Words | None = words
+        self._counted = 0, 0
         self._stream = cupy.cuda.get_current_stream()
-        self.address = int(self._memory.ptr)
+        self.address = words.address
 
     def get(self) -> tuple[int, int]:
-        """The words after all launches that were queued on the stream so far."""
-        self._stream.synchronize()  # synchronize!
-        return int(self._words[0]), int(self._words[1])
+        """The words after all launches that were queued on the stream before the first ``get``; none may follow."""
+        words = self._words
+        if words is not None:
+            self._stream.synchronize()  # synchronize!
+            self._counted, self._words = (words.words[0], words.words[1]), None
+            words.give_back()
+        return self._counted

@@ -15,7 +15,7 @@ from ....formats.csr import CSR
 from ....formats.sr_bcrs import SRBCRS
 from ....limits import always_allowed, product
 from . import expand_sr_bcrs, sr_bcrs_from_csr, sr_bcrs_from_dense, sr_bcrs_to_csr
-from .sr_bcrs_pieces import offsets_of_tiles
+from .sr_bcrs_pieces import starts_of_tiles
 
 Params = dict[str, Any]
 MOST_COLUMNS, MOST_TILES = 2**32 - 1, 2**31 - 1
@@ -33,13 +33,13 @@ def from_dense(x: Array, params: Params) -> SRBCRS | None:
         per_item = index_dtype(K - 1).itemsize + x.dtype.itemsize
         return int(index_dtype(nnz).itemsize * (M + 1) + per_item * nnz)
 
-    bitmap, counts = sr_bcrs_from_dense.mark(x, t)
-    offsets = offsets_of_tiles(counts, g, counts.shape[0] * ceil_div(K, g))
-    indptr, groups = offsets.indptr()  # synchronize!
+    marked = sr_bcrs_from_dense.mark(x, t)
+    tiles, pieces = marked.tiles, marked.pieces
+    indptr, groups = starts_of_tiles(marked.counts, tiles, pieces, g, tiles * ceil_div(K, g))  # synchronize!
     indices, data = _empty_arrays(groups, K, x, params, csr_bytes)
     if groups:
-        sr_bcrs_from_dense.fill(x, bitmap, counts, indptr, indices, data)
-    return SRBCRS.trusted(shape=x.shape, **params, indptr=indptr, indices=indices, data=data)
+        sr_bcrs_from_dense.fill(x, marked, indptr, indices, data)
+    return SRBCRS.unchecked(shape=x.shape, **params, indptr=indptr, indices=indices, data=data)
 
 
 def to_dense(a: SRBCRS, params: Params) -> Array:
@@ -58,12 +58,12 @@ def from_csr(a: CSR, params: Params) -> SRBCRS | None:
         return None
     arrays = a.indptr, a.indices, a.data
     counts = sr_bcrs_from_csr.count(a.shape, *arrays, t)
-    offsets = offsets_of_tiles(counts, g, min(a.nnz, ceil_div(M, t) * ceil_div(K, g)))
-    indptr, groups = offsets.indptr()  # synchronize!
+    tiles, pieces = counts.shape
+    indptr, groups = starts_of_tiles(counts, tiles, pieces, g, min(a.nnz, tiles * ceil_div(K, g)))  # synchronize!
     indices, data = _empty_arrays(groups, K, a.data, params, lambda: a.without_zeros().nbytes)
     if groups:
         sr_bcrs_from_csr.fill(a.shape, *arrays, counts, indptr, indices, data)
-    return SRBCRS.trusted(shape=a.shape, **params, indptr=indptr, indices=indices, data=data)
+    return SRBCRS.unchecked(shape=a.shape, **params, indptr=indptr, indices=indices, data=data)
 
 
 def to_csr(a: SRBCRS, params: Params) -> CSR | None:
@@ -75,10 +75,10 @@ def to_csr(a: SRBCRS, params: Params) -> CSR | None:
         return None
     arrays = a.indptr, a.indices, a.data
     counts = sr_bcrs_to_csr.count(M, *arrays)
-    indptr, nnz = offsets_of_tiles(counts, 1, a.stored).indptr()  # synchronize!
+    indptr, nnz = starts_of_tiles(counts, counts.shape[0], counts.shape[1], 1, a.stored)  # synchronize!
     indices, data = cupy.empty(nnz, a.indices.dtype), cupy.empty(nnz, a.dtype)
     sr_bcrs_to_csr.fill(*arrays, counts, indptr, indices, data)
-    return CSR.trusted(shape=a.shape, indptr=indptr, indices=indices, data=data)
+    return CSR.unchecked(shape=a.shape, indptr=indptr, indices=indices, data=data)
 
 
 def _in_range(lines: int, K: int) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from ....arrays.library import Array, ceil_div
 from ..runtime.c_types import INDEX
 from ..runtime.queue import Kernels
@@ -74,5 +76,6 @@ def _launch_kernel(
     )  # fmt: skip
 
 
+@functools.cache
 def _instance(words: str, ptr: str, idx: str, start: str, write: bool) -> str:
     return f"sr_bcrs_from_csr<{words}, {ptr}, {idx}, {start}, {str(write).lower()}>"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 from ....arrays.library import Array, ceil_div
 from ..runtime.c_types import INDEX, WORDS
 from ..runtime.expansion import UNIT
 from ..runtime.queue import Kernels
+from ..runtime.scratch import Workspace
 
 SOURCE = "sr_bcrs/sr_bcrs_from_dense.cu"
 THREADS, PIECE, IN_FLIGHT, IMAGE = 256, 1024, 8, 16 * 1024
@@ -27,41 +29,49 @@ def instances() -> tuple[str, ...]:
     return (*marks, *lists, *(f"gather_vectors<{v}, {i}>" for v in values for i in INDEX.values()))
 
 
+@functools.cache
 def value_words(dtype: Any) -> str:
     """C++ template arguments for values of a dtype: the unsigned word of their width, whether they have a sign bit."""
     return f"{WORDS[dtype.itemsize]}, {str(dtype.kind != 'i').lower()}"
 
 
-def mark(x: Array, t: int) -> tuple[Array, Array]:
-    """Launches the first pass over x [M, K], not empty.
+class Marked(NamedTuple):
+    """Which columns of each row tile have a nonzero, and how many of every ``PIECE`` columns; addresses in ``work``."""
 
-    Returns bitmap uint32[Mv, 32*pieces] and counts uint32[Mv, pieces]: which columns of each row tile have a nonzero,
-    and how many of every ``PIECE`` columns.
-    """
-    import cupy
+    tiles: int
+    pieces: int
+    work: Workspace
+    bitmap: int
+    """uint32[tiles, 32*pieces]"""
+    counts: int
+    """uint32[tiles, pieces]"""
 
+
+def mark(x: Array, t: int) -> Marked:
+    """Launches the first pass over x [M, K], not empty."""
     (M, K), itemsize = x.shape, x.dtype.itemsize
     tiles, pieces = ceil_div(M, t), ceil_div(K, PIECE)
-    bitmap, counts = cupy.empty((tiles, pieces * (PIECE // 32)), "uint32"), cupy.empty((tiles, pieces), "uint32")
+    work = Workspace(4 * tiles * pieces * (PIECE // 32), 4 * tiles * pieces)
+    marked = Marked(tiles, pieces, work, *work.places)
     wide = x.data.ptr % UNIT == 0 and K * itemsize % UNIT == 0
     instance = f"mark_vectors<{value_words(x.dtype)}, {str(wide).lower()}>"
     blocks = ceil_div(tiles * pieces, WARPS)
-    KERNELS.queue(instance, "PqqiqqPP", blocks, x, M, K, t, tiles, pieces, bitmap, counts)
-    return bitmap, counts
+    KERNELS.queue(instance, "PqqiqqPP", blocks, x, M, K, t, tiles, pieces, *work.places)
+    return marked
 
 
-def fill(x: Array, bitmap: Array, before: Array, first: Array, indices: Array, data: Array) -> None:
+def fill(x: Array, marked: Marked, first: Array, indices: Array, data: Array) -> None:
     """Launches the second pass over x [M, K]: writes indices [G, g] and data [G, t, g], which are not empty.
 
-    before: uint32[Mv, pieces], the columns that earlier pieces of a tile have; first: int[Mv+1], first group of each.
+    marked: whose counts have become the columns that earlier pieces of a tile have. first: int[Mv+1], first group of
+    each tile.
     """
-    import cupy
-
-    (M, K), (tiles, pieces), (G, t, g) = x.shape, before.shape, data.shape
-    index, tile_of_group = INDEX[indices.itemsize], cupy.empty(G, "uint32")
+    (M, K), (G, t, g), tiles, pieces = x.shape, data.shape, marked.tiles, marked.pieces
+    index, work = INDEX[indices.itemsize], Workspace(4 * G)
+    (tile_of_group,) = work.places
     KERNELS.queue(
         f"list_vectors<{INDEX[first.itemsize]}, {index}>", "PPPqiqqPP", ceil_div(tiles * pieces, WARPS),
-        bitmap, before, first, K, g, tiles, pieces, indices, tile_of_group,
+        marked.bitmap, marked.counts, first, K, g, tiles, pieces, indices, tile_of_group,
     )  # fmt: skip
     groups, rows, row_parts = cut(G, t, g, x.dtype.itemsize)
     KERNELS.queue(
@@ -70,6 +80,7 @@ def fill(x: Array, bitmap: Array, before: Array, first: Array, indices: Array, d
     )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=256)
 def cut(G: int, t: int, g: int, itemsize: int) -> tuple[int, int, int]:
     """(groups of a block, rows of a group that it takes, blocks that share a group): what fits in a block's memory.
 

@@ -1,15 +1,38 @@
-// Counts of the pieces of each tile -> where each piece starts in its tile, and the length of each tile. sm_80 and later.
+// Counts of the pieces of each tile -> where each piece starts in its tile, and where each tile starts. sm_80 and later.
 // Launcher: sr_bcrs_pieces.py.
 //
-//   counts   u32[n, pieces]  items of each piece; becomes the sum of the pieces before it
-//   lengths  u32[n]          ceil(items of the tile / g): below 2^32, as the items of a tile must be
+//   counts   u32[n, pieces]   items of each piece; becomes the sum of the pieces before it
+//   lengths  u32[n]           ceil(items of the tile / g): below 2^32, as the items of a tile must be
+//   starts   Start[n+1]       the sums of all lengths before each, and of all
+//   sums     u64[2 + blocks]  zeros before the launch and after it; total: in host memory; see look_back.cuh
 //
-// Neighbouring `lanes` of a warp, a power of two, take a tile together.
-#include "spformat/prefix_sum.cuh"
+// Of many pieces, neighbouring `lanes` of a warp, a power of two, take a tile together, and lengths are added up by offsets.cu.
+#include "spformat/look_back.cuh"
 
 using namespace spformat;
 
 constexpr int THREADS = 256;
+
+constexpr int FEW = 8;  // pieces that a thread loads together
+
+// At most FEW pieces: a thread takes a tile.
+template <class Start>
+__global__ void __launch_bounds__(OFFSETS_THREADS)
+tile_starts(u32* __restrict__ counts, i64 n, i64 pieces, int g, Start* __restrict__ starts, u64* sums, u64* total) {
+    const auto length = [=](i64 tile) {
+        u32* at = counts + tile * pieces;
+        u32 own[FEW], items = 0;
+#pragma unroll
+        for (int i = 0; i < FEW; ++i) own[i] = i < pieces ? at[i] : 0;
+#pragma unroll
+        for (int i = 0; i < FEW; ++i) {
+            if (i < pieces) at[i] = items;
+            items += own[i];
+        }
+        return (static_cast<u64>(items) + g - 1) / g;
+    };
+    write_starts<1>(n, length, starts, sums, total);
+}
 
 __global__ void __launch_bounds__(THREADS) tile_lengths(u32* counts, i64 n, i64 pieces, int g, int lanes, u32* lengths) {
     const i64 tile = (blockIdx.x * static_cast<i64>(THREADS) + threadIdx.x) / lanes;

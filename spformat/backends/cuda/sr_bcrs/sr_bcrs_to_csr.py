@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from ....arrays.library import Array, ceil_div
 from ..runtime.c_types import INDEX
 from ..runtime.expansion import UNIT
@@ -76,6 +78,7 @@ def _launch_kernel(
     )  # fmt: skip
 
 
+@functools.cache
 def _instance(words: str, wide: bool, start: str, idx: str, ptr: str, write: bool) -> str:
     flag = str(wide).lower()
     return f"sr_bcrs_to_csr<{words}, {flag}, {start}, {idx}, {ptr}, {str(write).lower()}>"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 from typing import Any
 
@@ -86,7 +87,7 @@ def to_csr(a: TwoFour, params: Params) -> CSR | None:
             a.data, a.meta, size, wide, parts, live, _steps((Mp, Kp), a.meta_order), offsets.starts,
             indices, data,
         )  # fmt: skip
-    return CSR.trusted(shape=a.shape, indptr=indptr, indices=indices, data=data)
+    return CSR.unchecked(shape=a.shape, indptr=indptr, indices=indices, data=data)
 
 
 def _steps(padded: tuple[int, int], order: str) -> Steps:
@@ -94,5 +95,6 @@ def _steps(padded: tuple[int, int], order: str) -> Steps:
     return Steps(r32, r16, r8, r1, outer, inner, shift, 0)
 
 
+@functools.cache
 def _name(kernel: str, *types: str) -> str:
     return f"spformat::two_four::{kernel}<{', '.join(types)}>"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 from typing import Any
 
@@ -110,7 +111,7 @@ def to_csr(a: VectorNM, params: Params) -> CSR | None:
             a.indices, a.data, M, Mp, Q, W, a.n, a.m, a.vector_length, tiles, live, offsets.starts,
             indices, data,
         )  # fmt: skip
-    return CSR.trusted(shape=a.shape, indptr=indptr, indices=indices, data=data)
+    return CSR.unchecked(shape=a.shape, indptr=indptr, indices=indices, data=data)
 
 
 def _tile(vectors: int, itemsize: int) -> tuple[int, int]:
@@ -123,5 +124,6 @@ def _tile(vectors: int, itemsize: int) -> tuple[int, int]:
         rows //= 2
 
 
+@functools.cache
 def _name(kernel: str, *types: str | int) -> str:
     return f"spformat::vector_nm::{kernel}<{', '.join(map(str, types))}>"

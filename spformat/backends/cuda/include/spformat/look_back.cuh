@@ -27,4 +27,77 @@ __device__ __forceinline__ u64 sum_before_tile(u64 x, i64 tile, u64* published) 
     return sum;
 }
 
+// For kernels whose blocks take a tile each and add up what the tiles hold. `sums` is u64[2 + tiles], zeros before the launch and
+// after it: how many tiles are taken, how many are done, and a word per tile. total: in host memory, or null.
+
+// The tile of this block. All threads call it; it ends with a barrier.
+__device__ __forceinline__ i64 taken_tile(u64* sums, u64& shared) {
+    if (threadIdx.x == 0) shared = atomicAdd(sums, 1ull);
+    __syncthreads();
+    return static_cast<i64>(shared);
+}
+
+// The sum of `own` over all tiles before this one. One warp of the block calls it. The last tile writes the total.
+__device__ __forceinline__ u64 sum_before(u64 own, i64 tile, u64* sums, u64* total) {
+    const u64 before = sum_before_tile(own, tile, sums + 2);
+    if (total && tile == gridDim.x - 1 && threadIdx.x % 32 == 0) *const_cast<volatile u64*>(total) = before + own;
+    return before;
+}
+
+// The end of a block, after `sum_before`: the last one leaves zeros in `sums`. All threads call it.
+__device__ __forceinline__ void leave_tile(u64* sums, u64& shared) {
+    __syncthreads();  // all threads have read `shared`, and the warp that looked back has done so
+    if (threadIdx.x == 0) {
+        __threadfence();  // what this block has published, before it counts as done
+        shared = atomicAdd(sums + 1, 1ull);
+    }
+    __syncthreads();
+    if (shared != gridDim.x - 1) return;
+    for (i64 i = threadIdx.x; i < gridDim.x + i64(2); i += blockDim.x) sums[i] = 0;
+}
+
+// starts[tile] from what each of the block's warps, at most 32, has counted; a barrier must be behind it. Warp 0 does it, so that
+// the others need not wait.
+template <int Warps> __device__ __forceinline__ void write_start_of_tile(
+    const u32 (&counts)[Warps], i64 tile, i64* __restrict__ starts, u64* sums, u64* total) {
+    if (threadIdx.x >= 32) return;
+    const u64 own = sum_of_warp<u64>(threadIdx.x < Warps ? counts[threadIdx.x] : 0);
+    const u64 before = sum_before(own, tile, sums, total);
+    if (threadIdx.x == 0) starts[tile] = static_cast<i64>(before);
+}
+
+// Start starts[n+1]: the sums of count(0) .. count(n-1) before each of them, and of all. count(i) is called once. The block has
+// OFFSETS_THREADS threads, and Each counts of a thread are a tile.
+constexpr int OFFSETS_THREADS = 512, OFFSETS_EACH = 8;
+
+template <int Each = OFFSETS_EACH, class Start, class Count>
+__device__ __forceinline__ void write_starts(i64 n, Count number, Start* __restrict__ starts, u64* sums, u64* total) {
+    __shared__ u64 room[33], shared_tile, shared_before;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const i64 tile = taken_tile(sums, shared_tile), first = tile * (OFFSETS_THREADS * Each) + warp * (32 * Each) + lane;
+    u64 count[Each], of_warp = 0;
+#pragma unroll
+    for (int e = 0; e < Each; ++e) count[e] = first + e * 32 < n ? static_cast<u64>(number(first + e * 32)) : 0;
+#pragma unroll
+    for (int e = 0; e < Each; ++e) {  // from here on count[e] is the sum of the warp's counts before it
+        const u64 before = sum_before_lane(count[e]), sum = __shfl_sync(~0u, before + count[e], 31);
+        count[e] = of_warp + before;
+        of_warp += sum;
+    }
+    u64 of_tile;
+    const u64 own = lane == 31 ? of_warp : u64(0);
+    const u64 warps_before = __shfl_sync(~0u, sum_before_thread<OFFSETS_THREADS>(own, room, of_tile), 0);
+    if (warp == 0) {
+        const u64 before = sum_before(of_tile, tile, sums, total);
+        if (lane == 0) shared_before = before;
+    }
+    __syncthreads();
+    const u64 before = shared_before + warps_before;
+#pragma unroll
+    for (int e = 0; e < Each; ++e)
+        if (first + e * 32 < n) starts[first + e * 32] = static_cast<Start>(before + count[e]);
+    if (tile == gridDim.x - 1 && threadIdx.x == 0) starts[n] = static_cast<Start>(shared_before + of_tile);
+    leave_tile(sums, shared_tile);
+}
+
 }  // namespace spformat
