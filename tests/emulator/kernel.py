@@ -116,6 +116,11 @@ class Kernel:
             raise EmulatorError(f"{self.instance}: {damage}")
         copies.copy_back()
 
+    @property
+    def products(self) -> int:
+        """mma and mma.sp instructions of warps in all launches so far."""
+        return ctypes.c_ulonglong.in_dll(self._library, "emu_products").value
+
     def launch(
         self, grid: tuple[int, ...], block: tuple[int, ...], smem: int, arguments: int, near: Callable[[int], str] = lambda at: "",
         *, seed: int = 0, shuffle_blocks: bool = False, shuffle_threads: bool = False, timeout: float = 60.0,

@@ -4,6 +4,9 @@
 #include <cstdio>
 #include <vector>
 
+EMU_API unsigned long long emu_products;
+unsigned long long emu_products = 0;  // mma and mma.sp instructions so far
+
 #pragma GCC visibility push(hidden)
 
 namespace emu {
@@ -117,6 +120,7 @@ static void check_alike(WarpWide* const* lanes) {
 }
 
 void run_mma(WarpWide* const* lanes) {
+    ++emu_products;
     check_alike(lanes);
     const int k = product(lanes, 0).k;
     float a[16][32];
@@ -125,6 +129,7 @@ void run_mma(WarpWide* const* lanes) {
 }
 
 void run_mma_sp(WarpWide* const* lanes) {
+    ++emu_products;
     check_alike(lanes);
     const int selector = product(lanes, 0).selector;
     float kept[16][32], a[16][32] = {};

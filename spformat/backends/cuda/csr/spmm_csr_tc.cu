@@ -66,6 +66,7 @@ __device__ __forceinline__ void multiply(Index (&columns)[2][FRAGMENT], T (&valu
   int buffer = 0;
   for (int pass = 0; pass < passes; ++pass) {
     const int col = (first + pass * W) * PER_UNIT + s * W;
+    const bool works = first + pass * W < last;  // passes are those of the widest share: a warp may have fewer
     float acc[W][4] = {};
     Index column = -1;
     T value = T(0.f);
@@ -81,20 +82,22 @@ __device__ __forceinline__ void multiply(Index (&columns)[2][FRAGMENT], T (&valu
         }
         __syncthreads();  // two buffers: a warp that is ahead fills the one nobody reads
       }
-      const int q = slice + r * 8 + pair * 2;
-      const Index k0 = columns[buffer][q], k1 = columns[buffer][q + 1];
-      u32 right = 0;
-      if (group < G) right = *reinterpret_cast<const u32*>(&values[buffer][slice + group * 8 + pair * 2]);
-      u32 low0[(W + 1) / 2], low1[(W + 1) / 2], high0[(W + 1) / 2], high1[(W + 1) / 2];
-      load_columns<W>(low0, B, ldb, k0, col, end);
-      load_columns<W>(low1, B, ldb, k1, col, end);
-      load_columns<W>(high0, B, ldb, k0, col + 8 / G * W, end);
-      load_columns<W>(high1, B, ldb, k1, col + 8 / G * W, end);
+      if (works) {
+        const int q = slice + r * 8 + pair * 2;
+        const Index k0 = columns[buffer][q], k1 = columns[buffer][q + 1];
+        u32 right = 0;
+        if (group < G) right = *reinterpret_cast<const u32*>(&values[buffer][slice + group * 8 + pair * 2]);
+        u32 low0[(W + 1) / 2], low1[(W + 1) / 2], high0[(W + 1) / 2], high1[(W + 1) / 2];
+        load_columns<W>(low0, B, ldb, k0, col, end);
+        load_columns<W>(low1, B, ldb, k1, col, end);
+        load_columns<W>(high0, B, ldb, k0, col + 8 / G * W, end);
+        load_columns<W>(high1, B, ldb, k1, col + 8 / G * W, end);
 #pragma unroll
-      for (int i = 0; i < W; ++i) {
-        const u32 take = i % 2 ? 0x7632 : 0x5410;
-        mma_m16n8k8<T>(acc[i], __byte_perm(low0[i / 2], low1[i / 2], take),
-                       __byte_perm(high0[i / 2], high1[i / 2], take), right);
+        for (int i = 0; i < W; ++i) {
+          const u32 take = i % 2 ? 0x7632 : 0x5410;
+          mma_m16n8k8<T>(acc[i], __byte_perm(low0[i / 2], low1[i / 2], take),
+                         __byte_perm(high0[i / 2], high1[i / 2], take), right);
+        }
       }
       if (is_long) buffer ^= 1;
     }
