@@ -24,6 +24,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -237,6 +238,9 @@ class Machine:
     def __init__(self) -> None:
         stand_in.install()
         import cupy
+
+        cupy.__spec__ = ModuleSpec("cupy", None)
+        cupy.__spec__._initializing = False  # as of a real module: "import cupy" takes 0.8 us longer without it
         from cupy.cuda import runtime
         from cupy_backends.cuda.api import driver
 

@@ -284,6 +284,7 @@ def test_formats_know_only_the_hub() -> None:
                 "array_methods",
                 "base",
                 "declare",
+                "dense_input",
                 "edges",
                 "fields",
                 "hooks",

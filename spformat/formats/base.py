@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import numpy as np
 
-from ..arrays.dtypes import VALUE_TYPES, dtype_name, is_native_value, nonzero_mask, value_type
-from ..arrays.library import Array, current_device, namespace, on_boundary, to_device, unmasked
-from ..errors import ArrayError, SpformatError, StructureError, UsageError
+from ..arrays.dtypes import dtype_name, nonzero_mask
+from ..arrays.library import Array, current_device, namespace, on_boundary, to_device
+from ..errors import ArrayError, StructureError, UsageError
 from ..limits import always_allowed, check_bytes, product
 from . import edges
 from .array_methods import ArrayMethods
@@ -32,6 +32,7 @@ from .declare import (
     parse_table,
     table,
 )
+from .dense_input import checked_values
 from .fields import Derived, Fields
 from .hooks import Hooks
 from .refill import Refill
@@ -401,27 +402,3 @@ def _rebuild(cls: type[Format], fields: dict[str, Any]) -> Format:
     if not (isinstance(cls, type) and issubclass(cls, Format)):  # a file that torch.load reads may name anything
         raise UsageError(f"expected a format to unpickle, got {cls!r:.80}")
     return cls(**fields)
-
-
-def checked_values(x: Array, where: str) -> Array:
-    """``x`` in C order and native byte order, copied only if necessary.
-
-    Raises UsageError unless it is 2-D, and for a masked array, StructureError unless its dtype is a value type.
-    """
-    xp = namespace(unmasked(x))
-    if x.ndim == 2 and x.size and type(x) is xp.ndarray and x.flags.c_contiguous and is_native_value(x.dtype):
-        return x
-    if x.ndim != 2:
-        stacked = "; spformat.stack takes [E, M, K]" if x.ndim == 3 else ""
-        raise UsageError(f"{where}: expected a matrix [M, K], got shape {x.shape}{stacked}")
-    if not x.size:  # an empty array of any extents needs no memory, but the pointers that follow from its extents do
-        check_bytes(8 * sum(x.shape), f"{where}: indices of shape {x.shape}")
-    if not x.dtype.isnative:
-        x = x.astype(x.dtype.newbyteorder("="))
-    try:
-        value_type(x.dtype)
-    except SpformatError as e:
-        message = f"{where}: values of dtype {x.dtype} are not representable; use one of {', '.join(VALUE_TYPES)}"
-        message += ", as by np.asarray(x, 'float32') or convert(x, .., dtype='float32')"
-        raise StructureError(message, unit="dtype", found=str(x.dtype)) from e
-    return xp.ascontiguousarray(x)

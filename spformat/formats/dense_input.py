@@ -1,0 +1,32 @@
+"""The check of a dense array that is to be converted."""
+
+from __future__ import annotations
+
+from ..arrays.dtypes import VALUE_TYPES, is_native_value, value_type
+from ..arrays.library import Array, namespace, unmasked
+from ..errors import SpformatError, StructureError, UsageError
+from ..limits import check_bytes
+
+
+def checked_values(x: Array, where: str) -> Array:
+    """``x`` in C order and native byte order, copied only if necessary.
+
+    Raises UsageError unless it is 2-D, and for a masked array, StructureError unless its dtype is a value type.
+    """
+    xp = namespace(unmasked(x))
+    if x.ndim == 2 and x.size and type(x) is xp.ndarray and x.flags.c_contiguous and is_native_value(x.dtype):
+        return x
+    if x.ndim != 2:
+        stacked = "; spformat.stack takes [E, M, K]" if x.ndim == 3 else ""
+        raise UsageError(f"{where}: expected a matrix [M, K], got shape {x.shape}{stacked}")
+    if not x.size:  # an empty array of any extents needs no memory, but the pointers that follow from its extents do
+        check_bytes(8 * sum(x.shape), f"{where}: indices of shape {x.shape}")
+    if not x.dtype.isnative:
+        x = x.astype(x.dtype.newbyteorder("="))
+    try:
+        value_type(x.dtype)
+    except SpformatError as e:
+        message = f"{where}: values of dtype {x.dtype} are not representable; use one of {', '.join(VALUE_TYPES)}"
+        message += ", as by np.asarray(x, 'float32') or convert(x, .., dtype='float32')"
+        raise StructureError(message, unit="dtype", found=str(x.dtype)) from e
+    return xp.ascontiguousarray(x)
