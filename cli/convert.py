@@ -137,6 +137,8 @@ def run(
     from spformat.checkpoint.remote import staged
     from spformat.limits import using
 
+    if dst == "-":
+        raise typer.BadParameter("DST: expected a file or folder, got -: nothing is written to a pipe; ./- is a folder")
     of_checkpoints = _OF_CHECKPOINTS
     if device != "cpu" and not device.startswith("cuda"):  # a board is where products will run
         gpu, device = gpu or device, "cpu"

@@ -319,3 +319,13 @@ def test_matrix_files_in_capitals(graph: Path, tmp_path: Path) -> None:
     assert sf.load(tmp_path / "g.safetensors")["G"] == sf.load(graph / "g.safetensors")["g"]
     assert "--max-memory" in spformat("inspect", upper).stderr
     assert spformat("bench", upper, "-n", "1", "--repeats", "1").returncode == 0
+
+
+def test_nothing_is_written_to_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sf.save_dense("w.safetensors", {"w": np.eye(64, dtype=np.float32)})
+    for flags in ([], ["--json"], ["--dry-run"]):
+        result = spformat("convert", "w.safetensors", "-", *flags)
+        assert result.returncode == 2
+        assert "nothing is written to a pipe" in " ".join(result.stderr.split())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["w.safetensors"]

@@ -132,9 +132,18 @@ def test_files_of_results(folder: Path, tmp_path: Path, caplog: pytest.LogCaptur
             tune.import_results(tmp_path / "bad.json")
     with pytest.raises(InputError):
         tune.import_results(tmp_path / "missing.json")
+    for number in ("Infinity", "NaN", '"inf"', "1e999"):  # JSON has none of these, and --json would print them
+        text = (tmp_path / "out.json").read_text().replace('"budget": 0.01', f'"budget": {number}')
+        assert number in text
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(ContainerError, match="finite"):
+            tune.import_results(tmp_path / "bad.json")
 
 
-@pytest.mark.parametrize("wrong", [{"seconds": 0}, {"most": 0}, {"n": 0}, {"device": "gpu"}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"seconds": 0}, {"seconds": float("inf")}, {"seconds": float("nan")}, {"most": 0}, {"n": 0}, {"device": "gpu"}],
+)
 def test_what_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         sf.tune(matrix(), **{"n": 16} | wrong)

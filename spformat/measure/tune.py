@@ -14,6 +14,7 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
 import time
@@ -135,8 +136,8 @@ class Tuned:
     def from_json(cls, tree: Any) -> Tuned:
         """The object that ``to_json`` described; ValueError, KeyError, TypeError or AttributeError for another tree."""
         trials = tuple(
-            Trial(str(t["format"]), {int(k): float(v) for k, v in t["us"].items()},
-                  {int(k): None if v is None else float(v) for k, v in t["expected_us"].items()},
+            Trial(str(t["format"]), {int(k): _finite(v) for k, v in t["us"].items()},
+                  {int(k): None if v is None else _finite(v) for k, v in t["expected_us"].items()},
                   None if t["nbytes"] is None else int(t["nbytes"]), int(t["rounds"]), str(t["note"]))
             for t in tree["trials"]
         )  # fmt: skip
@@ -146,9 +147,16 @@ class Tuned:
         texts: dict[str, Any] = {
             k: str(tree[k]) for k in ("fingerprint", "dtype", "b_layout", "device", "version", "date")
         }
-        times: dict[str, Any] = {k: float(tree[k]) for k in ("seconds", "budget")}
+        times: dict[str, Any] = {k: _finite(tree[k]) for k in ("seconds", "budget")}
         n, remembered = tuple(map(int, tree["n"])), bool(tree["remembered"])
         return cls(shape=(M, K), n=n, trials=trials, remembered=remembered, **texts, **times)
+
+
+def _finite(x: Any) -> float:
+    number = float(x)
+    if not math.isfinite(number):
+        raise ValueError(f"expected a finite number, got {number}")
+    return number
 
 
 def _trial(t: Trial) -> dict[str, Any]:
@@ -170,10 +178,10 @@ def tune(
         for want of time is not taken for a larger budget.
 
     Results of products are not checked here; ``spformat bench`` does. Raises UsageError for a budget that is not above
-    0, what ``recommend`` raises, DeviceUnavailable, and NoKernelError where no format can be run.
+    0 or infinite, what ``recommend`` raises, DeviceUnavailable, and NoKernelError where no format can be run.
     """
-    if not seconds > 0 or most < 1:
-        raise UsageError(f"expected seconds above 0 and most at least 1, got {seconds} and {most}")
+    if not 0 < seconds < math.inf or most < 1:
+        raise UsageError(f"expected seconds above 0, not infinite, and most at least 1, got {seconds} and {most}")
     begin = time.perf_counter()
     counts = structure_of(A)
     where = parse_device(device)
