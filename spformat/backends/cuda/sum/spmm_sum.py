@@ -1,0 +1,240 @@
+"""SpMM on a sum of parts in one launch: blocks or 2:4, and scattered nonzeros, added up before C is written.
+
+Kernel: spmm_sum.cu. No GPU has run it yet: its speed is a prediction (docs/decisions/0034-fused-sums.md), so that it is
+chosen only by name.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ....arrays.dtypes import VALUE_TYPES
+from ....arrays.library import ceil_div, namespace, power_of_two
+from ....formats.sum import Sum
+from ....products.ideal import memory_us, operands_bytes, product_us, traffic_us
+from ....products.kernel import Kernel, reasons, spmm_of
+from ....products.problem import COL, ROW, Operand, Problem, itemsize
+from ....products.roofline import CUDA_32, TENSOR_16, TF32_THREE, device_of, shared_limit
+from ..bsr import spmm_bsr
+from ..csr.spmm_csr import SpmmCSR
+from ..ell_buckets.spmm_ell_buckets import SpmmELLBuckets
+from ..runtime import jit, refusals, row_tiles
+from ..runtime.kernel import CudaKernel, Prepared
+from ..runtime.launch import MAX_GRID_Y, Bound, Launch, Operands, finish_arrays
+from ..runtime.scratch import Scratch
+from ..runtime.transpose import row_major
+from ..two_four import spmm_two_four
+from .sum_work import CHUNK, Items, RowTiles, Tasks, blocks_of_tiles, scattered, tasks
+
+TYPES = ("float32", "float16", "bfloat16")
+BLOCKS, TWO_FOUR = ("bsr", "dbsr"), "two-four"
+SCATTERED = ("csr", "ell-buckets")
+K_MAX = 2**31 - 2048
+"""Rows of B are counted in int32, a chunk past the end included."""
+LEAST_WORK = 512
+"""Rows of B: a tile with up to twice as many is not cut."""
+LAUNCH_US, PEAK_SHARE = 6.0, 0.6
+"""What the fitted models of the parts' kernels have for a launch, and the share of the peak that mma.sync and CUDA cores
+are expected to reach. Both only enter the prediction."""
+OWN: dict[str, Kernel] = {
+    "bsr": spmm_bsr.KERNEL, "dbsr": spmm_bsr.KERNEL, "csr": SpmmCSR(), "ell-buckets": SpmmELLBuckets(),
+}  # fmt: skip
+"""Kernels of the parts, whose models the prediction uses."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A block of threads computes ``rows`` x ``cols`` of C, by 4 warps across times ``warps`` down."""
+
+    rows: int
+    cols: int
+    warps: int = 1
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.warps
+
+    def smem(self, size: int, depth: int, stages: int) -> int:
+        """Bytes of dynamic shared memory: the ring, or after it the sums and those that warps carry over."""
+        pad = 16 // size
+        ring = stages * size * (self.rows * (depth + pad) + depth * (self.cols + pad))
+        return max(ring, 4 * (self.rows * (self.cols + 4) + 4 * self.warps * self.cols))
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.cols}"
+
+
+class SpmmSum(CudaKernel):
+    """C = (A1 + A2 + ..) @ B for at most one part in bsr, dbsr or two-four and any number in csr and ell-buckets.
+
+    The same bits every run. float32 without tensor cores. B column-major: through a transposed copy.
+    """
+
+    name = "cuda.spmm_sum"
+    takes = spmm_of(Sum.name)
+    archs = ("sm_80",)
+    epilogue = True
+    multiplies_zeros = True  # what a 2:4 part does not keep is multiplied as zero
+    by_name_only = "not measured yet, so its speed is unknown"
+
+    def unsupported(self, p: Problem) -> list[str]:
+        parts = p.operands[0].parts
+        others = [f"part {i} ({q.format})" for i, q in enumerate(parts) if q.format not in (*BLOCKS, TWO_FOUR, *SCATTERED)]
+        structured = [q.format for q in parts if q.format in (*BLOCKS, TWO_FOUR)]
+        return refusals.every(p, 80, TYPES) + reasons(
+            (not parts, "the problem names no parts"),
+            (bool(others), f"takes parts in bsr, dbsr, two-four, csr and ell-buckets, not {', '.join(others)}"),
+            (len(structured) > 1, f"takes one part in bsr, dbsr or two-four, got {', '.join(structured)}"),
+            (bool(parts) and len(structured) == len(parts), "takes one part or more in csr or ell-buckets"),
+            (p.K > K_MAX, f"K must be at most {K_MAX}, got {p.K}"),
+            (p.M > K_MAX, f"M must be at most {K_MAX}, got {p.M}"),
+        )
+
+    def expected_us(self, p: Problem) -> float:
+        """A prediction: the times that the parts' own kernels expect, less what one launch saves.
+
+        For each part but the first that is a launch, and B and C once more. Items cost no rows of B beside a 2:4 part,
+        whose products take the time of dense ones; float32 blocks take that of the CUDA cores.
+        """
+        first, *others = sorted(p.operands[0].parts, key=lambda x: x.format in SCATTERED)  # stable
+        q, device, size = part_problem(p, first), device_of(p), itemsize(p.a_dtype)
+        kind = TENSOR_16 if size == 2 else CUDA_32
+        if q.format == TWO_FOUR:
+            products = product_us(2.0 * p.M * p.K * p.n, kind, device) / PEAK_SHARE
+            items = memory_us(sum(x.stored for x in others) * (size + 6), device)
+            return LAUNCH_US + max(products, traffic_us(q, device)) + items
+        time = OWN[q.format].expected_us(q)
+        if size == 4 and q.format in BLOCKS:
+            slower = (product_us(2.0 * q.nnz * p.n, x, device) for x in (CUDA_32, TF32_THREE))
+            time += max(0.0, next(slower) - next(slower)) / PEAK_SHARE
+        saved = LAUNCH_US + memory_us(operands_bytes(q), device)
+        time += sum(OWN[x.format].expected_us(part_problem(p, x)) - saved for x in others)
+        return max(time, LAUNCH_US + traffic_us(q, device))
+
+    def instances(self) -> tuple[str, ...]:
+        """C++ names for the compile tests: every kind of parts, wide and single loads, both layouts of C."""
+        return (
+            "spmm_sum<__nv_bfloat16, __nv_bfloat16, Blocks<int, 32, 32>, 32, 128, 1, true, true, false>",
+            "spmm_sum<__half, float, Blocks<long long, 5, 7>, 16, 64, 1, false, false, true>",
+            "spmm_sum<float, float, Blocks<int, 64, 64>, 64, 64, 1, true, true, false>",
+            "spmm_sum<__nv_bfloat16, float, TwoFour, 128, 128, 2, false, true, true>",
+            "spmm_sum<__half, __half, TwoFour, 64, 64, 1, false, false, false>",
+            "spmm_sum<float, float, TwoFour, 64, 64, 1, false, true, false>",
+            "spmm_sum<__half, __half, Nothing, 32, 128, 1, false, true, false>",
+            "spmm_sum<float, float, Nothing, 32, 64, 1, false, false, true>",
+        )
+
+    def prepared(self, a: Any, p: Problem) -> Prepared:
+        import cupy
+
+        tile, size = tile_for(p), itemsize(p.a_dtype)
+        parts = list(a.parts)
+        own = next((x for x in parts if x.name in (*BLOCKS, TWO_FOUR)), None)
+        chunks = ceil_div(p.K, CHUNK) if own is not None and own.name == TWO_FOUR else 0
+        tiles = RowTiles(p.M, own.blocksize[0] if own is not None and own.name in BLOCKS else tile.rows, tile.rows)
+        width = own.blocksize[1] if own is not None and own.name in BLOCKS else CHUNK if chunks else 1
+
+        def build_items() -> Items:
+            with cupy.cuda.Device(p.device_id):
+                items = scattered([x.to_csr() for x in parts if x.name in SCATTERED], tiles, chunks)
+                finish_arrays()  # synchronize!
+            return items
+
+        items = a.kernel_arrays(("scattered items", tiles, chunks), build_items)
+        work = int(items.values.size) + (own.stored // own.blocksize[0] if own is not None and own.name in BLOCKS else 0)
+        work += tiles.count * p.K if chunks else 0
+        shares = 2 * row_tiles.device_of(p.device_id).sms
+        budget = power_of_two(max(LEAST_WORK, work * ceil_div(max(1, p.n), tile.cols) // shares))
+
+        def build_tasks() -> Tasks:
+            with cupy.cuda.Device(p.device_id):
+                xp = namespace(items.first)
+                if chunks:
+                    none = xp.zeros(tiles.count + 1, np.int64)
+                    table = tasks(none[1:], none[1:] + chunks, CHUNK, none, budget)
+                elif own is None:
+                    none = xp.zeros(tiles.count, np.int64)
+                    table = tasks(none, none, 1, items.first, budget)
+                else:
+                    table = tasks(*blocks_of_tiles(own, tiles), width, items.first, budget)
+                finish_arrays()  # synchronize!
+            return table
+
+        table = a.kernel_arrays(("tasks", tiles, chunks, budget), build_tasks)
+        prepare = self._launches(p, tile, table, items, own, width, size)
+        workspace = items.nbytes + int(table.table.nbytes + table.cuts.nbytes)
+        return Prepared(row_major(p.changed(out_layout=ROW), prepare), f"{tile}, {len(table.table)} tasks", workspace)
+
+    def _launches(self, p: Problem, tile: Tile, table: Tasks, items: Items, own: Any, width: int, size: int) -> Any:
+        """The launches for a row-major B."""
+        kind, depth = "Nothing", 32
+        data: Any = 0
+        indices: Any = 0
+        meta: tuple[Any, int, int] = (0, 0, 0)
+        if own is not None and own.name in BLOCKS:
+            index = "long long" if own.indices.dtype.itemsize == 8 else "int"
+            kind, data, indices = f"Blocks<{index}, {own.blocksize[0]}, {width}>", own.data, own.indices
+        elif own is not None:
+            own = spmm_two_four.in_kernel_order(own)
+            kind, data, depth, padded = "TwoFour", own.data, CHUNK, CHUNK * ceil_div(p.K, CHUNK)
+            meta = (own.meta, padded // 8, 8) if own.meta_order == "ldmatrix" else (own.meta, 8, CHUNK)
+        smem = tile.smem(size, depth, ring_stages(kind == "TwoFour", size))
+        wide_a = kind.startswith("Blocks") and width * size % 16 == 0
+        fixed = (table.table, table.cuts, data, indices, *meta, items.first, items.columns, items.places, items.values, p.M, p.K)
+        arch = jit.architecture(p.sm or 80, self.archs)
+        pieces, cuts, count = table.pieces, len(table.cuts), len(table.table)
+        types = ", ".join(VALUE_TYPES[t].cuda for t in (p.a_dtype, p.out_dtype))
+
+        @functools.cache
+        def variant(wide_b: bool) -> Launch:
+            flags = ", ".join(str(f).lower() for f in (wide_a, wide_b, p.out_layout == COL))
+            instance = f"spmm_sum<{types}, {kind}, {tile.rows}, {tile.cols}, {tile.warps}, {flags}>"
+            function = jit.load("sum/spmm_sum.cu", instance, arch, p.device_id, smem)
+            return Launch(function, "PPPPPqqPPPPqqPPPPqqqPff", fixed, tile.threads, smem)
+
+        sums, arrivals = Scratch(), Scratch(zeros=True)
+
+        def prepare(o: Operands) -> tuple[Bound]:
+            columns = ceil_div(o.n, tile.cols)
+            sums_at, arrivals_at = 0, 0
+            if cuts:
+                sums_at = sums.buffer(o.stream, pieces * columns * tile.rows * tile.cols * 4)
+                arrivals_at = arrivals.buffer(o.stream, cuts * columns * 4)
+            launch = variant(o.b % 16 == 0 and o.ldb * size % 16 == 0)
+            grid = (count, min(columns, MAX_GRID_Y), 1)
+            tail = sums_at, arrivals_at, o.b, o.c, o.n, o.ldb, o.ldc, o.bias, o.alpha, o.beta
+            return (launch.bind(grid, o.stream, *tail),)
+
+        return prepare
+
+
+def part_problem(p: Problem, part: Operand) -> Problem:
+    """The product with one of the parts alone."""
+    return replace(p, operands=(part, *p.operands[1:]), epilogue=False)
+
+
+def ring_stages(two_four: bool, size: int) -> int:
+    """Buffers of the ring; ``stages`` in spmm_sum.cu."""
+    return 3 if two_four or size == 4 else 4
+
+
+def tile_for(p: Problem) -> Tile:
+    """Rows as the blocks of the first part need them, columns so that the multiprocessors have work."""
+    device, size = device_of(p), itemsize(p.a_dtype)
+    first = next((x for x in p.operands[0].parts if x.format not in SCATTERED), None)
+    wide = 128 if size == 2 and p.n > 64 else 64
+    if first is None:
+        return Tile(32, wide)
+    if first.format == TWO_FOUR:
+        large = Tile(128, wide, 2)
+        fits = large.smem(size, CHUNK, ring_stages(True, size)) <= shared_limit(p.sm)
+        enough = ceil_div(p.M, 128) * ceil_div(p.n, wide) >= device.processors
+        return large if size == 2 and fits and enough else Tile(64, wide)
+    height = dict(first.params)["blocksize"][0]
+    rows = 16 * ceil_div(min(height, 64), 16)
+    few = ceil_div(p.M, min(height, rows)) * ceil_div(p.n, wide) < device.processors
+    return Tile(rows, 64 if few else wide)
