@@ -192,18 +192,16 @@ __device__ __forceinline__ void load_row(T (&w)[BN / 32], const T* row, int n_le
     }
 }
 
-template <class A, class T> __host__ __device__ constexpr int stages() { return A::two_four || sizeof(T) == 4 ? 3 : 4; }
-
 }  // namespace
 
 template <class T, class Out, class A, int BM, int BN, int WM, bool WideA, bool WideB, bool CCol>
-__global__ void __launch_bounds__(128 * WM)
+__global__ void __launch_bounds__(128 * WM, A::two_four && sizeof(T) == 2 ? 4 / WM : 1)
     spmm_sum(const Task* __restrict__ tasks, const Cut* __restrict__ cuts, const T* __restrict__ data,
-             const typename A::Index* __restrict__ indices, const u16* __restrict__ meta, i64 meta_row, i64 meta_chunk,
+             const typename A::Index* __restrict__ indices, const u16* __restrict__ meta, u32 meta_row, u32 meta_chunk,
              const i64* __restrict__ first, const u32* __restrict__ columns, const u16* __restrict__ places,
              const T* __restrict__ values, i64 M, i64 K, float* sums, u32* arrived, const T* __restrict__ B, Out* out, i64 N,
              i64 ldb, i64 ldc, const Out* __restrict__ bias, float alpha, float beta) {
-    constexpr int Threads = 128 * WM, Warps = 4 * WM, Vector = 16 / sizeof(T), KC = A::KC, Stages = stages<A, T>();
+    constexpr int Threads = 128 * WM, Warps = 4 * WM, Vector = 16 / sizeof(T), KC = A::KC, Stages = 3;
     constexpr int PitchA = pitch<T, KC>(), PitchB = pitch<T, BN>(), Pitch = BN + 4;
     constexpr int SizeA = BM * PitchA, SizeB = KC * PitchB;
     static_assert(!WideA || (A::blocks && A::C % Vector == 0), "16-byte copies of A need rows of whole 16-byte units");
@@ -235,6 +233,22 @@ __global__ void __launch_bounds__(128 * WM)
         const T* const b_tile = B + n0;
         Sums<T, BM, BN, WM> sum;
 
+        // The share of this warp in the items, and the 32 of them that come next, one a lane: they arrive meanwhile.
+        constexpr int V = BN / 32, Depth = V * sizeof(T) <= 4 ? 16 : 8;  // columns of a lane; rows of B that are in flight
+        const u32 share = A::two_four ? 0 : cdiv<u32>(task.items, Warps);
+        const u32 begin = warp * share < task.items ? warp * share : task.items;
+        const u32 end = begin + share < task.items ? begin + share : task.items;
+        const u32* const column = columns + task.item;
+        const u16* const place = places + task.item;
+        const T* const value = values + task.item;
+        u32 next_k = 0;
+        int next_row = 0;
+        float next_a = 0;
+        auto fetch = [&](u32 at) {
+            if (at + lane < end) next_k = column[at + lane], next_row = place[at + lane], next_a = to_float(value[at + lane]);
+        };
+        if (!A::two_four) fetch(begin);
+
         if constexpr (A::blocks || A::two_four) {
             // Row of B for position k of the task; K and more where there is none.
             auto b_row = [&](u32 k) -> int {
@@ -246,43 +260,53 @@ __global__ void __launch_bounds__(128 * WM)
             static_assert(KC % StepB == 0, "every thread copies the same number of units of B");
             const int first_b = tid / LineB, along_b = tid % LineB * Vector;
             const int valid = n_left - along_b < 0 ? 0 : n_left - along_b < Vector ? n_left - along_b : Vector;
-            int ahead[CopiesB];  // rows of B of the chunk that is loaded next: read one chunk before, for their latency
+            int ahead[CopiesB];  // Blocks: rows of B of the chunk that is loaded next, read one chunk before for their latency
             auto look_ahead = [&](u32 chunk) {
 #pragma unroll
-                for (int i = 0; i < CopiesB; ++i) ahead[i] = b_row(chunk * KC + first_b + i * StepB);
+                for (int i = 0; i < CopiesB; ++i) ahead[i] = A::two_four ? 0 : b_row(chunk * KC + first_b + i * StepB);
             };
             // 2:4: the kept values of the chunk that is decoded next, and one item of the chunk that is merged next.
             constexpr int Words = A::two_four ? BM * 4 / Threads : 1;
             Kept<T> kept[Words];
-            const i64 Mp = cdiv<i64>(M, 32) * 32, chunks_of_row = cdiv<i64>(K, 64);
+            const i64 chunks_of_row = cdiv<i64>(K, 64), stored = cdiv<i64>(M, 32) * 32 - row0;
+            const u32 left = stored < BM ? static_cast<u32>(stored) : BM, line_of_kept = static_cast<u32>(chunks_of_row) * 32;
             const i64* const first_of_chunk = first + (A::two_four ? task.tile * chunks_of_row + task.block : 0);
-            i64 item = 0, item_end = 0;
-            u16 place = 0;
-            T value = from_float<T>(0.0f);
+            const i64 items_from = A::two_four ? *first_of_chunk : 0;
+            u32 item = 0, item_end = 0;  // from there on
+            u16 merged_place = 0;
+            T merged_value = from_float<T>(0.0f);
+            const T* kept_from = data;  // of the first row of this thread, in the chunk that is fetched next
+            const u16* meta_from = meta;
+            if constexpr (A::two_four) {
+                kept_from += (row0 * chunks_of_row + task.block) * 32 + tid % 4 * 8;
+                meta_from += row0 / 16 * chunks_of_row * 64 + task.block * meta_chunk + tid % 4 * 2;
+            }
             auto fetch_kept = [&](u32 chunk) {
 #pragma unroll
                 for (int j = 0; j < Words; ++j) {
-                    const int r = (tid + j * Threads) / 4, q = tid % 4;
-                    const i64 row = row0 + r;
-                    const bool real = row < Mp && chunk < chunks;
-                    const T* from = data + (row * chunks_of_row + task.block + chunk) * 32 + q * 8;
+                    const u32 r = tid / 4 + j * (Threads / 4);
+                    const bool real = r < left && chunk < chunks;
 #pragma unroll
                     for (int i = 0; i < int(sizeof(T)) / 2; ++i)
-                        kept[j].value[i] = real ? reinterpret_cast<const uint4*>(from)[i] : make_uint4(0, 0, 0, 0);
-                    const i64 at = row / 16 * chunks_of_row * 64 + row % 8 * meta_row + (task.block + chunk) * meta_chunk;
-                    kept[j].word = real ? meta[at + 2 * q + row / 8 % 2] : 0x4444;
+                        kept[j].value[i] = real ? reinterpret_cast<const uint4*>(kept_from + r * line_of_kept)[i] : make_uint4(0, 0, 0, 0);
+                    kept[j].word = real ? meta_from[r / 16 * line_of_kept * 2 + r % 8 * meta_row + r / 8 % 2] : 0x4444;
                 }
+                kept_from += 32, meta_from += meta_chunk;
             };
             auto fetch_item = [&](u32 chunk) {
                 item = item_end = 0;
                 if (chunk >= chunks) return;
-                item = first_of_chunk[chunk] + tid, item_end = first_of_chunk[chunk + 1];
-                if (item < item_end) place = places[item], value = values[item];
+                item = static_cast<u32>(first_of_chunk[chunk] - items_from) + tid;
+                item_end = static_cast<u32>(first_of_chunk[chunk + 1] - items_from);
+                if (item < item_end) merged_place = places[items_from + item], merged_value = values[items_from + item];
             };
             auto merge = [&](u32 chunk, int stage) {
                 T* const a = ring + stage * (SizeA + SizeB);
-                if (item < item_end) a[place / 64 * PitchA + place % 64] = value;
-                for (i64 i = item + Threads; i < item_end; i += Threads) a[places[i] / 64 * PitchA + places[i] % 64] = values[i];
+                if (item < item_end) a[merged_place / 64 * PitchA + merged_place % 64] = merged_value;
+                for (u32 i = item + Threads; i < item_end; i += Threads) {
+                    const int at = places[items_from + i];
+                    a[at / 64 * PitchA + at % 64] = values[items_from + i];
+                }
                 fetch_item(chunk + 1);
             };
             auto load = [&](u32 chunk, int stage) {
@@ -316,8 +340,9 @@ __global__ void __launch_bounds__(128 * WM)
                 if constexpr (WideB) {
 #pragma unroll
                     for (int i = 0; i < CopiesB; ++i) {
-                        const bool real = ahead[i] < rows_of_b;
-                        const T* from = b_tile + (real ? ahead[i] * ldb + (valid ? along_b : 0) : 0);
+                        const int row = A::two_four ? b_row(chunk * KC + first_b + i * StepB) : ahead[i];
+                        const bool real = row < rows_of_b;
+                        const T* from = b_tile + (real ? row * ldb + (valid ? along_b : 0) : 0);
                         cp_async_16(shared_address(b_to + (first_b + i * StepB) * PitchB + along_b), from,
                                     real ? valid * sizeof(T) : 0);
                     }
@@ -361,15 +386,8 @@ __global__ void __launch_bounds__(128 * WM)
         sum.template put<Pitch>(tile);
 
         if (!A::two_four && task.items) {  // a condition of the block
-            constexpr int V = BN / 32, Depth = 8;
             if (tid < Warps) carry_row[tid] = -1;
             __syncthreads();
-            const u32 share = cdiv<u32>(task.items, Warps);
-            const u32 begin = warp * share < task.items ? warp * share : task.items;
-            const u32 end = begin + share < task.items ? begin + share : task.items;
-            const u32* const column = columns + task.item;
-            const u16* const place = places + task.item;
-            const T* const value = values + task.item;
             float row_sum[V] = {};
             int current = begin < end ? place[begin] : -1;
             bool goes_on = begin > 0 && begin < end && place[begin - 1] == current;
@@ -384,16 +402,10 @@ __global__ void __launch_bounds__(128 * WM)
                 }
                 goes_on = false;
             };
-            // The 32 items from `at` on, one a lane.
-            u32 k = 0, next_k = 0;
-            int row = 0, next_row = 0;
-            float a = 0, next_a = 0;
-            auto fetch = [&](u32 at) {
-                if (at + lane < end) next_k = column[at + lane], next_row = place[at + lane], next_a = to_float(value[at + lane]);
-            };
-            fetch(begin);
             for (u32 at = begin; at < end; at += 32) {
-                k = next_k, row = next_row, a = next_a;
+                const u32 k = next_k;
+                const int row = next_row;
+                const float a = next_a;
                 fetch(at + 32);
                 const int live = end - at < 32 ? static_cast<int>(end - at) : 32;
                 for (int g = 0; g < live; g += Depth) {

@@ -35,9 +35,13 @@ BLOCKS, TWO_FOUR = ("bsr", "dbsr"), "two-four"
 SCATTERED = ("csr", "ell-buckets")
 K_MAX = 2**31 - 2048
 """Rows of B are counted in int32, a chunk past the end included."""
+STAGES = 3
+"""Buffers of the ring of shared memory."""
+STATIC = 64
+"""Bytes of shared memory beside it."""
 LEAST_WORK = 512
 """Rows of B: a tile with up to twice as many is not cut."""
-LAUNCH_US, PEAK_SHARE = 6.0, 0.6
+LAUNCH_US, PEAK_SHARE = 6.0, 0.45
 """What the fitted models of the parts' kernels have for a launch, and the share of the peak that mma.sync and CUDA cores
 are expected to reach. Both only enter the prediction."""
 OWN: dict[str, Kernel] = {
@@ -58,10 +62,11 @@ class Tile:
     def threads(self) -> int:
         return 128 * self.warps
 
-    def smem(self, size: int, depth: int, stages: int) -> int:
-        """Bytes of dynamic shared memory: the ring, or after it the sums and those that warps carry over."""
-        pad = 16 // size
-        ring = stages * size * (self.rows * (depth + pad) + depth * (self.cols + pad))
+    def smem(self, size: int, depth: int) -> int:
+        """Bytes of dynamic shared memory: the ring, then the sums and those that warps carry over. depth: columns of A
+        in a buffer of the ring; 0 without one."""
+        pad = 16 // size if depth else 0
+        ring = STAGES * size * (self.rows * (depth + pad) + depth * (self.cols + pad))
         return max(ring, 4 * (self.rows * (self.cols + 4) + 4 * self.warps * self.cols))
 
     def __str__(self) -> str:
@@ -83,7 +88,9 @@ class SpmmSum(CudaKernel):
 
     def unsupported(self, p: Problem) -> list[str]:
         parts = p.operands[0].parts
-        others = [f"part {i} ({q.format})" for i, q in enumerate(parts) if q.format not in (*BLOCKS, TWO_FOUR, *SCATTERED)]
+        others = [
+            f"part {i} ({q.format})" for i, q in enumerate(parts) if q.format not in (*BLOCKS, TWO_FOUR, *SCATTERED)
+        ]
         structured = [q.format for q in parts if q.format in (*BLOCKS, TWO_FOUR)]
         return refusals.every(p, 80, TYPES) + reasons(
             (not parts, "the problem names no parts"),
@@ -91,6 +98,7 @@ class SpmmSum(CudaKernel):
             (len(structured) > 1, f"takes one part in bsr, dbsr or two-four, got {', '.join(structured)}"),
             (bool(parts) and len(structured) == len(parts), "takes one part or more in csr or ell-buckets"),
             (p.K > K_MAX, f"K must be at most {K_MAX}, got {p.K}"),
+            (TWO_FOUR in structured and p.K >= 1 << 24, f"K must be below 2^24 with a part in two-four, got {p.K}"),
             (p.M > K_MAX, f"M must be at most {K_MAX}, got {p.M}"),
         )
 
@@ -145,8 +153,10 @@ class SpmmSum(CudaKernel):
             return items
 
         items = a.kernel_arrays(("scattered items", tiles, chunks), build_items)
-        work = int(items.values.size) + (own.stored // own.blocksize[0] if own is not None and own.name in BLOCKS else 0)
-        work += tiles.count * p.K if chunks else 0
+        work = int(items.values.size) + (
+            own.stored // own.blocksize[0] if own is not None and own.name in BLOCKS else 0
+        )
+        work += tiles.number * p.K if chunks else 0
         shares = 2 * row_tiles.device_of(p.device_id).sms
         budget = power_of_two(max(LEAST_WORK, work * ceil_div(max(1, p.n), tile.cols) // shares))
 
@@ -154,10 +164,10 @@ class SpmmSum(CudaKernel):
             with cupy.cuda.Device(p.device_id):
                 xp = namespace(items.first)
                 if chunks:
-                    none = xp.zeros(tiles.count + 1, np.int64)
+                    none = xp.zeros(tiles.number + 1, np.int64)
                     table = tasks(none[1:], none[1:] + chunks, CHUNK, none, budget)
                 elif own is None:
-                    none = xp.zeros(tiles.count, np.int64)
+                    none = xp.zeros(tiles.number, np.int64)
                     table = tasks(none, none, 1, items.first, budget)
                 else:
                     table = tasks(*blocks_of_tiles(own, tiles), width, items.first, budget)
@@ -171,20 +181,33 @@ class SpmmSum(CudaKernel):
 
     def _launches(self, p: Problem, tile: Tile, table: Tasks, items: Items, own: Any, width: int, size: int) -> Any:
         """The launches for a row-major B."""
-        kind, depth = "Nothing", 32
+        kind, depth = "Nothing", 0
         data: Any = 0
         indices: Any = 0
         meta: tuple[Any, int, int] = (0, 0, 0)
         if own is not None and own.name in BLOCKS:
             index = "long long" if own.indices.dtype.itemsize == 8 else "int"
-            kind, data, indices = f"Blocks<{index}, {own.blocksize[0]}, {width}>", own.data, own.indices
+            kind, depth = f"Blocks<{index}, {own.blocksize[0]}, {width}>", 32
+            data, indices = own.data, own.indices
         elif own is not None:
             own = spmm_two_four.in_kernel_order(own)
             kind, data, depth, padded = "TwoFour", own.data, CHUNK, CHUNK * ceil_div(p.K, CHUNK)
             meta = (own.meta, padded // 8, 8) if own.meta_order == "ldmatrix" else (own.meta, 8, CHUNK)
-        smem = tile.smem(size, depth, ring_stages(kind == "TwoFour", size))
+        smem = tile.smem(size, depth)
         wide_a = kind.startswith("Blocks") and width * size % 16 == 0
-        fixed = (table.table, table.cuts, data, indices, *meta, items.first, items.columns, items.places, items.values, p.M, p.K)
+        fixed = (
+            table.table,
+            table.cuts,
+            data,
+            indices,
+            *meta,
+            items.first,
+            items.columns,
+            items.places,
+            items.values,
+            p.M,
+            p.K,
+        )
         arch = jit.architecture(p.sm or 80, self.archs)
         pieces, cuts, count = table.pieces, len(table.cuts), len(table.table)
         types = ", ".join(VALUE_TYPES[t].cuda for t in (p.a_dtype, p.out_dtype))
@@ -194,7 +217,7 @@ class SpmmSum(CudaKernel):
             flags = ", ".join(str(f).lower() for f in (wide_a, wide_b, p.out_layout == COL))
             instance = f"spmm_sum<{types}, {kind}, {tile.rows}, {tile.cols}, {tile.warps}, {flags}>"
             function = jit.load("sum/spmm_sum.cu", instance, arch, p.device_id, smem)
-            return Launch(function, "PPPPPqqPPPPqqPPPPqqqPff", fixed, tile.threads, smem)
+            return Launch(function, "PPPPPiiPPPPqqPPPPqqqPff", fixed, tile.threads, smem)
 
         sums, arrivals = Scratch(), Scratch(zeros=True)
 
@@ -217,11 +240,6 @@ def part_problem(p: Problem, part: Operand) -> Problem:
     return replace(p, operands=(part, *p.operands[1:]), epilogue=False)
 
 
-def ring_stages(two_four: bool, size: int) -> int:
-    """Buffers of the ring; ``stages`` in spmm_sum.cu."""
-    return 3 if two_four or size == 4 else 4
-
-
 def tile_for(p: Problem) -> Tile:
     """Rows as the blocks of the first part need them, columns so that the multiprocessors have work."""
     device, size = device_of(p), itemsize(p.a_dtype)
@@ -230,11 +248,13 @@ def tile_for(p: Problem) -> Tile:
     if first is None:
         return Tile(32, wide)
     if first.format == TWO_FOUR:
-        large = Tile(128, wide, 2)
-        fits = large.smem(size, CHUNK, ring_stages(True, size)) <= shared_limit(p.sm)
         enough = ceil_div(p.M, 128) * ceil_div(p.n, wide) >= device.processors
-        return large if size == 2 and fits and enough else Tile(64, wide)
+        options = [Tile(128, wide, 2)] * (size == 2 and enough) + [Tile(64, wide), Tile(32, wide)]
+        limit = shared_limit(p.sm) - STATIC
+        return next(t for t in options if t.smem(size, CHUNK) <= limit or t.rows == 32)
     height = dict(first.params)["blocksize"][0]
     rows = 16 * ceil_div(min(height, 64), 16)
-    few = ceil_div(p.M, min(height, rows)) * ceil_div(p.n, wide) < device.processors
-    return Tile(rows, 64 if few else wide)
+    blocks = ceil_div(p.M, min(height, rows))
+    cols = 64 if blocks * ceil_div(p.n, wide) < device.processors else wide
+    few = blocks * ceil_div(p.n, cols) < 2 * device.processors
+    return Tile(rows, cols, 2 if few and rows % 32 == 0 else 1)  # more warps share the items of a tile

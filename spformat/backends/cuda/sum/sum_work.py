@@ -31,7 +31,7 @@ class RowTiles(NamedTuple):
         return ceil_div(self.height, self.rows)
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         """Tiles of the matrix. Those of the last block may lie beyond M."""
         return ceil_div(self.M, self.height) * self.in_block
 
@@ -66,11 +66,11 @@ def scattered(parts: list[CSR], tiles: RowTiles, chunks: int = 0) -> Items:
     values = xp.concatenate([bits(p.data) for p in parts])
     tile, place = tiles.places(rows)
     if chunks:
-        group, groups = tile * chunks + columns // CHUNK, tiles.count * chunks
+        group, groups = tile * chunks + columns // CHUNK, tiles.number * chunks
         place = place * CHUNK + columns % CHUNK
         order = stable_order(group, groups)
     else:
-        group, groups = tile, tiles.count
+        group, groups = tile, tiles.number
         order = stable_order(rows, tiles.M) if len(parts) > 1 else None
     first = offsets_from_counts(counts_of(group, groups))
     columns, place = columns.astype(np.uint32), place.astype(np.uint16)
@@ -83,8 +83,8 @@ class Tasks(NamedTuple):
     """What the thread blocks compute, tasks of cut tiles first, then the longest."""
 
     table: Array
-    """int64[tasks, 4]: first block; first item; number of blocks | number of items << 32; tile | number of the cut << 32,
-    which is -1 for a tile that is one task."""
+    """int64[tasks, 4]: first block; first item; number of blocks | number of items << 32; tile | number of its cut << 32,
+    -1 for a tile that is one task."""
     cuts: Array
     """int32[cut tiles, 2]: first task, number of tasks."""
     pieces: int
@@ -94,9 +94,9 @@ class Tasks(NamedTuple):
 def tasks(first_block: Array, blocks: Array, width: int, first_item: Array, budget: int) -> Tasks:
     """The table for tiles with ``blocks`` blocks from ``first_block`` on and the items from ``first_item`` on.
 
-    first_block, blocks: int64[tiles]; first_item: int64[tiles + 1]; width: columns of a block. The work of a task is the
-    number of rows of B that it loads: ``width`` for a block, one for an item. A tile of more than twice the budget
-    is cut into tasks of equal work within it, blocks before items.
+    first_block, blocks: int64[tiles]; first_item: int64[tiles + 1]; width: columns of a block. The work of a task is
+    the number of rows of B that it loads: ``width`` for a block, one for an item. A tile of more than twice the
+    budget is cut into tasks of equal work within it, blocks before items.
     """
     xp = namespace(blocks)
     items = first_item[1:] - first_item[:-1]
@@ -137,5 +137,5 @@ def blocks_of_tiles(part: Any, tiles: RowTiles) -> tuple[Array, Array]:
         every = xp.zeros((2, ceil_div(tiles.M, tiles.height)), np.int64)
         every[0, listed], every[1, listed] = first, counts
         first, counts = every[0], every[1]
-    of_tile = xp.arange(tiles.count, dtype=np.int64) // tiles.in_block
+    of_tile = xp.arange(tiles.number, dtype=np.int64) // tiles.in_block
     return first[of_tile], counts[of_tile]
