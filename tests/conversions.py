@@ -114,11 +114,11 @@ def _widened(f: Format) -> Format:
 def drawn(fmt: type[Format], seed: int, dtypes: tuple[str, ...]) -> Case:
     """Case number ``seed`` of a format, with values of one of ``dtypes``."""
     rng = np.random.default_rng([seed, *fmt.name.encode()])
-    params, dtype = _params(rng, fmt.name), str(rng.choice(dtypes))
+    params, dtype = drawn_params(rng, fmt.name), str(rng.choice(dtypes))
     if fmt.name in FAR and rng.random() < 0.08:
         return Case(seed, fmt, params, "C", None, _far(rng, dtype), False)
     shape = _shape(rng)
-    there = _places(rng, fmt.name, params, shape)
+    there = drawn_places(rng, fmt.name, params, shape)
     if rng.random() < 0.3:
         x = codes(dtype, there, int(rng.integers(1 << 30)))
     else:
@@ -145,7 +145,7 @@ def _shape(rng: np.random.Generator) -> tuple[int, int]:
     return M, K
 
 
-def _params(rng: np.random.Generator, name: str) -> dict[str, Any]:
+def drawn_params(rng: np.random.Generator, name: str) -> dict[str, Any]:
     """Parameters of a format: those of its own examples, or random ones."""
     examples = params_of(name)
     if rng.random() < 0.4 or name not in DRAWN:
@@ -181,7 +181,7 @@ DRAWN: dict[str, Callable[[np.random.Generator], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def _places(rng: np.random.Generator, name: str, params: dict[str, Any], shape: tuple[int, int]) -> Any:
+def drawn_places(rng: np.random.Generator, name: str, params: dict[str, Any], shape: tuple[int, int]) -> Any:
     """bool[shape]: where values are. Most matrices for a pattern of n:m fit it."""
     (M, K), density = (
         shape,

@@ -68,7 +68,7 @@ class Array(NDArrayOperatorsMixin):
 
     @property
     def data(self) -> Any:
-        return SimpleNamespace(ptr=self.host.ctypes.data)
+        return SimpleNamespace(ptr=self.host.ctypes.data, device_id=0)
 
     @property
     def device(self) -> Any:

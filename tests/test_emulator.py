@@ -120,9 +120,30 @@ __global__ void index(int* y, int n) { __shared__ int room[32]; room[threadIdx.x
 __global__ void shift(unsigned* y, int n) { y[0] = 1u << n; }
 __global__ void misnamed(unsigned* y) { y[threadIdx.x] = __ballot_sync(1u, 1); }
 __global__ void fresh(unsigned* y) { __shared__ unsigned room[4]; if (y[0]) room[0] = 1; __syncthreads(); y[threadIdx.x] = room[threadIdx.x]; }
-__global__ void other(unsigned* y) { asm volatile("bar.sync 1, 32;"); }
+__global__ void other(unsigned* y) { asm volatile("brkpt;"); }
 struct Two { long long a; int b; };
 __global__ void by_value(Two t, float f, double* y, short h) { y[0] = t.a + t.b + f + h; }
+"""
+
+
+WINDOW = """
+__global__ void window(unsigned* y, int shift) {  // two static arrays and the dynamic one by their 32-bit addresses
+    __shared__ unsigned one[8];
+    __shared__ alignas(128) unsigned two[32];
+    extern __shared__ alignas(512) unsigned three[];
+    unsigned* const all[3] = {one, two, three};
+    for (int i = 0; i < 3; ++i) {
+        const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(all[i]));
+        all[i][4] = 7 + i;
+        asm volatile("st.shared.v2.u32 [%0+16], {%1, %2};" ::"r"(at + shift), "r"(i), "r"(all[i][4]) : "memory");
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(y[i]) : "r"(at + 20) : "memory");
+        y[3 + i] = at % 512;
+        y[6 + i] = at >> 24;
+    }
+    y[9] = all[1][4] + __cvta_generic_to_shared(one + 8) - __cvta_generic_to_shared(one);
+}
+__global__ void elsewhere(unsigned* y) { y[0] = (unsigned)__cvta_generic_to_shared(y); }
+__global__ void past(unsigned char* y, int at) { extern __shared__ alignas(512) unsigned char three[]; three[at] = 1; }
 """
 
 
@@ -225,7 +246,7 @@ def test_deadlocks_and_loops_without_end_are_reported() -> None:
         ("index", "i4", 1, {}, "index outside of an array of known size (faults.cu:39:"),
         ("shift", "u4", 32, {}, "shift by a negative number or by the width of the type or more (faults.cu:40:"),
         ("misnamed", "u4", None, {}, "a lane calls a warp operation with a mask that does not name it at faults.cu:41"),
-        ("other", "u4", None, {}, "inline PTX that is not emulated: bar.sync 1, 32; at faults.cu:43"),
+        ("other", "u4", None, {}, "inline PTX that is not emulated: brkpt; at faults.cu:43"),
     ],
 )
 def test_faults_are_reported(name: str, argument: str, number: int | None, options: Any, text: str) -> None:
@@ -257,6 +278,27 @@ def test_alignment_and_arguments() -> None:
         wide(1, 16, x, y, smem=240_000)
     with pytest.raises(EmulatorError, match="y and z at most 65535"):
         wide((1, 70_000), 16, x, y)
+
+
+def test_shared_memory_by_32_bit_addresses() -> None:
+    k, y = Kernel("window.cu", "window", text=WINDOW), np.zeros(10, "u4")
+    k(1, 1, y, 0, smem=40)
+    assert y[:3].tolist() == [7, 8, 9]
+    assert y[3] % 4 == y[4] % 128 == y[5] == y[6] == y[7] == y[8] == 0
+    assert y[9] == 1 + 32
+    with pytest.raises(
+        EmulatorError,
+        match=r"(?s)outside of the shared memory of the block at window\.cu.*8 bytes at shared .*: byte 32 of",
+    ):
+        k(1, 1, y, 16, smem=40)
+    with pytest.raises(EmulatorError, match=r"(?s)shared address that is not aligned.*for 8 bytes on a multiple of 8"):
+        k(1, 1, y, 4, smem=40)
+    with pytest.raises(EmulatorError, match=r"8 bytes at shared .* of the dynamic shared memory of 20 bytes"):
+        k(1, 1, y, 0, smem=20)
+    with pytest.raises(EmulatorError, match="something that is not in shared memory"):
+        Kernel("window.cu", "elsewhere", text=WINDOW)(1, 1, y)
+    with pytest.raises(EmulatorError, match="writes 3 bytes behind the end of the dynamic shared memory"):
+        Kernel("window.cu", "past", text=WINDOW)(1, 1, None, 43, smem=40)
 
 
 def test_a_kernel_more_takes_few_memory_maps() -> None:

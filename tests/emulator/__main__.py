@@ -1,6 +1,7 @@
 """``PYTHONPATH=tests python -m emulator``: random conversions on the emulated GPU give the bytes of the numpy code.
 
-The law and its cases are those of ``conversions.py``. The exit status is 1 if a case differs, 69 if nothing can be built.
+``--products``: random products by its kernels give those of numpy. The laws and their cases are those of ``conversions.py`` and
+``products.py``. The exit status is 1 if a case differs, 69 if nothing can be built.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
     parser.add_argument("--dtypes", nargs="+", metavar="DTYPE", help="types of values; default: all that CuPy has")
     parser.add_argument("--ordered", action="store_true", help="threads and blocks run in their order, not shuffled")
+    parser.add_argument("--products", action="store_true", help="products by every kernel, in place of conversions")
+    parser.add_argument("--kernels", nargs="+", metavar="NAME", help="products by these kernels only")
+    parser.add_argument("--sm", type=int, default=80, help="architecture for products (default: %(default)s)")
     parser.add_argument("--large", action="store_true", help="the large shapes of conversions.py, too: slow")
     options = parser.parse_args()
     if reason := missing():
@@ -36,6 +40,9 @@ def main() -> int:
 
     from . import stand_in
 
+    if options.products or options.kernels:
+        stand_in.install(options.sm)
+        return _products(parser, options)
     stand_in.install()
     import conversions
 
@@ -67,6 +74,34 @@ def main() -> int:
         launches, seconds = stand_in.LAUNCHES.total() - before, time.perf_counter() - start
         result = f"{wrong} DIFFERENT" if wrong else "equal"
         print(f"{name}: {options.cases} cases, {launches} launches, {result}, {seconds:.1f} s", flush=True)
+        failed += wrong
+    return min(failed, 1)
+
+
+def _products(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    from spformat.backends.cuda import KERNELS
+
+    from . import products, stand_in
+
+    own = {k.name: k for k in KERNELS}
+    names = [n if n.startswith("cuda.") else f"cuda.{n}" for n in options.kernels or own]
+    if unknown := set(names) - set(own):
+        parser.error(f"--kernels: expected {', '.join(own)}, got {', '.join(sorted(unknown))}")
+    failed = 0
+    for name in names:
+        start, before, wrong, ran = time.perf_counter(), stand_in.LAUNCHES.total(), 0, 0
+        for seed in range(options.seed, options.seed + options.cases):
+            stand_in.OPTIONS.update(seed=seed, shuffle_threads=not options.ordered)
+            case = products.drawn(own[name], seed, options.sm, tuple(options.dtypes or products.DTYPES))
+            if case is None:
+                break
+            ran += 1
+            wrong += _printed(name, case, products.differences(case, own[name]))
+            if wrong >= SHOWN:
+                break
+        launches, seconds = stand_in.LAUNCHES.total() - before, time.perf_counter() - start
+        result = f"{wrong} DIFFERENT" if wrong else "equal" if ran else f"takes nothing on sm_{options.sm}"
+        print(f"{name}: {ran} cases, {launches} launches, {result}, {seconds:.1f} s", flush=True)
         failed += wrong
     return min(failed, 1)
 

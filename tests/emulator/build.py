@@ -74,18 +74,22 @@ def cache() -> Path:
 @functools.cache
 def _own_text() -> str:
     """What every build depends on: the files of the emulator, the CUDA headers' folder and the compiler."""
-    files = [*sorted(p for p in DEVICE.rglob("*") if p.suffix in (".h", ".cpp")), HERE / "ptx.py", HERE / "build.py"]
+    files = [
+        *sorted(p for p in DEVICE.rglob("*") if p.suffix in (".h", ".cpp")),
+        *sorted(HERE.glob("ptx*.py")),
+        HERE / "build.py",
+    ]
     version = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
     return "".join([*(p.read_text() for p in files), str(headers()), version])
 
 
-def shared_object(name: str, text: str, instance: str, folders: Iterable[Path]) -> Path:
-    """The library with one kernel: ``instance`` of the source ``text``, whose headers lie in ``folders``."""
+def shared_object(name: str, text: str, instance: str, folders: Iterable[Path], sm: int) -> Path:
+    """The library with one kernel: ``instance`` of the source ``text``, whose headers lie in ``folders``, for ``sm``."""
     if reason := missing():
         raise EmulatorError(reason)
     own: dict[str, str] = {}
     _reached(text, list(folders), own)
-    folder = cache() / _hash(repr((text, sorted(own.items()), instance, _own_text())))
+    folder = cache() / _hash(repr((text, sorted(own.items()), instance, sm, _own_text())))
     if folder.exists():
         return folder / "kernel.so"
     ready = _precompiled()
@@ -96,10 +100,11 @@ def shared_object(name: str, text: str, instance: str, folders: Iterable[Path]) 
             (build / header).write_text(translated(content))
         build.mkdir(exist_ok=True)
         (build / name).write_text(translated(text))
-        main = f'#include "emulator.h"\nnamespace emu_user {{\n#include "{name}"\nEMU_KERNEL({instance})\n}}\n'
+        arch = f"#undef __CUDA_ARCH__\n#define __CUDA_ARCH__ {10 * sm}\n"
+        main = f'#include "emulator.h"\n{arch}namespace emu_user {{\n#include "{name}"\nEMU_KERNEL({instance})\n}}\n'
         (build / "main.cpp").write_text(main)
         _run("g++", *FLAGS, f"-I{ready}", f"-I{build}", *_cuda(), "-c", build / "main.cpp", "-o", build / "kernel.o")
-        _run("g++", "-shared", build / "kernel.o", ready / "fibers.o", "-lrt", "-o", build / "kernel.so")
+        _run("g++", "-shared", build / "kernel.o", *sorted(ready.glob("*.o")), "-lrt", "-o", build / "kernel.so")
         (build / "kernel.o").unlink()
         _publish(build, folder)
     return folder / "kernel.so"
@@ -114,7 +119,8 @@ def _precompiled() -> Path:
             build = Path(room, "header")
             shutil.copytree(DEVICE, build)
             _run("g++", *FLAGS, *_cuda(), "-x", "c++-header", build / "emulator.h", "-o", build / "emulator.h.gch")
-            _run("g++", *FLAGS, *_cuda(), "-c", build / "fibers.cpp", "-o", build / "fibers.o")
+            for source in sorted(build.glob("*.cpp")):
+                _run("g++", *FLAGS, *_cuda(), "-c", source, "-o", source.with_suffix(".o"))
             _publish(build, folder)
     return folder
 

@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from .build import EmulatorError, shared_object
+from .build import DEVICE, EmulatorError, shared_object
 from .memory import Copies, stacks
 
-STATIC_SHARED, SHARED = 48 * 1024, 227 * 1024
-"""Bytes of shared memory that a block may have as arrays of known size, and in all."""
+STATIC_SHARED = 48 * 1024
+"""Bytes of shared memory that a block may have as arrays of known size."""
+SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+"""And in all, by architecture."""
 SIGNED, UNSIGNED, FLOATING = 4, 5, 3
 POINTERS = (1, 2)
 """Kinds of parameters, as device/launch.h numbers them; 6 is a struct."""
@@ -35,18 +37,23 @@ class Kernel:
     """``instance``, a C++ name expression, of a source: ``Kernel(path, "copy<int>")(grid, block, *arguments)``.
 
     ``path`` may be a name only, with the source as ``text``. ``folders``: where its headers are, by default the folder
-    ``include`` above it.
+    ``include`` above it. ``sm``: the architecture, which decides what is compiled and how much shared memory there is.
     """
 
     def __init__(
-        self, path: str | Path, instance: str, folders: Iterable[Path] | None = None, text: str | None = None
+        self,
+        path: str | Path,
+        instance: str,
+        folders: Iterable[Path] | None = None,
+        text: str | None = None,
+        sm: int = 90,
     ) -> None:
         path = Path(path)
         if folders is None:
             folders = [d for p in path.resolve().parents for d in [p / "include"] if (d / "spformat").is_dir()][:1]
         source = path.read_text() if text is None else text
-        self.instance = instance
-        self._path = shared_object(path.name, source, instance, (*folders, path.parent))
+        self.instance, self._shared = instance, SHARED.get(sm, SHARED[90])
+        self._path = shared_object(path.name, source, instance, (*folders, path.parent), sm)
         self._library = ctypes.CDLL(str(self._path))
         described = (ctypes.c_longlong * 128)()
         number = self._library.emu_parameters(described)
@@ -119,9 +126,9 @@ class Kernel:
             raise EmulatorError(f"{self.instance}: a grid of {grid}: extents are positive, y and z at most 65535")
         if not 0 < block[0] * block[1] * block[2] <= 1024:
             raise EmulatorError(f"{self.instance}: a block of {block} threads")
-        if self.static_shared + smem > SHARED:
+        if self.static_shared + smem > self._shared:
             raise EmulatorError(
-                f"{self.instance}: {self.static_shared} + {smem} bytes of shared memory, a block may have {SHARED}"
+                f"{self.instance}: {self.static_shared} + {smem} bytes of shared memory, a block may have {self._shared}"
             )
         text = ctypes.create_string_buffer(8192)
         three = ctypes.c_uint32 * 3
@@ -132,6 +139,15 @@ class Kernel:
         room = ctypes.c_ulonglong(len(text))
         if self._library.emu_run(ctypes.c_void_p(arguments), ctypes.byref(options), text, room):
             raise EmulatorError(f"{self.instance}: {self._explained(text.value.decode(), near)}")
+
+    def copied_arguments(self, arguments: int) -> list[Any]:
+        """Copies of the arguments whose addresses lie at ``arguments``; first the array of the addresses of these."""
+        addresses = (ctypes.c_void_p * max(1, len(self.parameters))).from_address(arguments)
+        copies = [
+            ctypes.create_string_buffer(ctypes.string_at(at or 0, size), max(16, size))
+            for at, (size, _) in zip(addresses, self.parameters, strict=False)
+        ]
+        return [(ctypes.c_void_p * max(1, len(copies)))(*map(ctypes.addressof, copies)), *copies]
 
     def _bytes(self, i: int, argument: Any, size: int, kind: int) -> bytes:
         """An argument by value."""
@@ -164,7 +180,7 @@ class Kernel:
             command = ["addr2line", "-i", "-e", str(self._path), hex(offset - 1)]
             out = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split("\n")
             lines = [x.split(" ")[0].rpartition("/")[2] for x in out if x]
-            own = [x for x in lines if not x.startswith(("emulator.h", "fibers.", "launch.h", "intrinsics.h"))]
+            own = [x for x in lines if not x.startswith(tuple(p.name for p in DEVICE.iterdir()))]
             return " < ".join(dict.fromkeys(own or lines))
 
         def data(m: re.Match[str]) -> str:

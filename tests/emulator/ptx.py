@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from . import ptx_sm80
+
 _TYPES = {"8": "unsigned char", "16": "unsigned short", "32": "unsigned", "64": "unsigned long long"}
 _ACCESS = re.compile(r"^(ld|ldu|st)\b[\w.:]*?\.(?:v([248])\.)?([busf])(8|16|32|64)$")
 _LOADED = re.compile(r"\{?([^}\[]*?)\}?\s*,\s*\[([^\]]*)\]")
@@ -50,8 +52,9 @@ def translated(text: str) -> str:
 
 
 def _dynamic(m: re.Match[str]) -> str:
-    kind = re.sub(r"(__align__|alignas)\s*\([^)]*\)", "", m.group(1)).strip()
-    return f"{kind}* const {m.group(2)} = reinterpret_cast<{kind}*>(emu::dynamic_shared);"
+    aligned = r"(?:__align__|alignas)\s*\(([^)]*)\)"
+    kind, asked = re.sub(aligned, "", m.group(1)).strip(), re.search(aligned, m.group(1))
+    return f"{kind}* const {m.group(2)} = emu::dynamic_array<{kind}, {asked.group(1) if asked else 1}>();"
 
 
 def _closing(text: str, at: int) -> int:
@@ -113,17 +116,20 @@ def _statement(text: str) -> str:
         for i, operand in enumerate(outs + ins):
             result = result.replace(f"{{{i}}}", operand)
         return result
-    name, _, rest = ptx.rstrip(";").replace("\n", " ").partition(" ")
-    if ";" not in rest:
-        if re.match(r"^(membar|fence)\b", name):
-            return "emu::yield();"
-        if re.match(r"^(prefetch|discard|applypriority|createpolicy|griddepcontrol)", name):
-            return f"{outs[0]} = 0;" if outs else ";"
-        access = _ACCESS.match(name)
-        if access and ".shared" not in name and (done := _moved(access, rest, outs + ins)):
-            return done
+    if done := ptx_sm80.block(ptx, outs, ins, _single):
+        return done
     shown = re.sub(r'[\n\\"]', " ", ptx)[:80]
     return f'emu::unsupported("inline PTX that is not emulated: {shown}");'
+
+
+def _single(name: str, rest: str, operands: list[str]) -> str:
+    """A load or store, or an instruction that does nothing here; "" if it is another one."""
+    if re.match(r"^(membar|fence)\b", name):
+        return "emu::yield();"
+    if re.match(r"^(prefetch|discard|applypriority|createpolicy|griddepcontrol)", name):
+        return f"{operands[0]} = 0;" if name.startswith("createpolicy") else ";"
+    access = _ACCESS.match(name)
+    return _moved(access, rest, operands) if access and "::cluster" not in name else ""
 
 
 def _moved(access: re.Match[str], rest: str, operands: list[str]) -> str:
@@ -142,6 +148,8 @@ def _moved(access: re.Match[str], rest: str, operands: list[str]) -> str:
     address, values = (m.group(1), m.group(2)) if kind == "st" else (m.group(2), m.group(1))
     base, *offset = address.split("+")
     place = "+".join([f"({operand(base)})", *offset[:1]])
+    if ".shared" in access.group(0):
+        place = f"emu::shared_pointer({place}, sizeof(EmuW), alignof(EmuW))"
     if kind == "st":
         words = ", ".join(f"({word})({operand(v)})" for v in values.split(",")[:number])
         return f"{{ {room} *(EmuW*)((size_t)({place})) = EmuW{{{{{words}}}}}; }}"

@@ -10,7 +10,7 @@ import ctypes
 import sys
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,9 @@ import strict_cupy
 from strict_cupy import Array, Device, function, plain
 
 from .build import EmulatorError
-from .kernel import STATIC_SHARED, Kernel
+from .kernel import SHARED, STATIC_SHARED, Kernel
 from .memory import Room
+from .streams import Stream, capturing, launch_graph, queue
 
 LAUNCHES: Counter[str] = Counter()
 """Launches of this process, by instance."""
@@ -46,6 +47,7 @@ class RawModule:
 
     def __init__(self, code: str, options: tuple[str, ...] = (), name_expressions: Any = ()) -> None:
         self.code, self.folders = code, [Path(o[2:]) for o in options if o.startswith("-I")]
+        self.sm = next((int(o[9:].rstrip("a")) for o in options if o.startswith("-arch=sm_")), 90)
 
     def get_function(self, instance: str) -> Function:
         from spformat.backends.cuda.runtime import jit
@@ -53,7 +55,7 @@ class RawModule:
         # The name of the file and the numbers of its lines belong into messages.
         text = self.code.partition("\n")[2] if self.code.startswith("// headers ") else self.code
         name = next((p.name for p in jit.HERE.glob("*/*.cu") if p.read_text() == text), "kernel.cu")
-        return Function(Kernel(name, instance, self.folders, text))
+        return Function(Kernel(name, instance, self.folders, text, self.sm))
 
 
 def launch_kernel(
@@ -77,26 +79,10 @@ def launch_kernel(
         raise EmulatorError(
             f"{kernel.instance}: {smem} bytes of dynamic shared memory, but the limit of the function is {most}"
         )
-    kernel.launch((gx, gy, gz), (bx, by, bz), smem, arguments, **OPTIONS)
-
-
-class Stream(Device):
-    """A stream, or an event: everything is done when it is asked for."""
-
-    ptr = 0
-    null: Stream
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__()
-
-    def wait_event(self, _: Any) -> None:
-        pass
-
-    def record(self, *_: Any) -> None:
-        pass
-
-
-Stream.null = Stream()
+    if not capturing(stream):
+        return kernel.launch((gx, gy, gz), (bx, by, bz), smem, arguments, **OPTIONS)
+    slots = kernel.copied_arguments(arguments)
+    queue(stream, lambda: kernel.launch((gx, gy, gz), (bx, by, bz), smem, ctypes.addressof(slots[0]), **OPTIONS))
 
 
 def guarded(shape: Any, dtype: Any, fill: int) -> Array:
@@ -148,25 +134,28 @@ def _errors(*names: str) -> dict[str, Any]:
     return {name: type(name, (RuntimeError,), {"status": 1}) for name in names}
 
 
-def install() -> None:
-    """From now on, in this process, ``import cupy`` gives the stand-in, and the CUDA backend is available."""
+def install(sm: int = 90) -> None:
+    """From now on, in this process, ``import cupy`` gives the stand-in, and the CUDA backend is available, on an ``sm``."""
     if "cupy" in sys.modules:
         raise RuntimeError("cupy has been imported already: the emulator needs a process of its own")
+    shared = SHARED.get(sm, SHARED[90])
+    Device.compute_capability = str(sm)
+    Device.attributes = MappingProxyType(Device.attributes | {"MaxSharedMemoryPerBlockOptin": shared})
     properties = {
-        "name": b"emulator", "multiProcessorCount": 132, "sharedMemPerBlockOptin": 232448, "major": 9, "minor": 0,
+        "name": b"emulator", "multiProcessorCount": 132, "sharedMemPerBlockOptin": shared, "major": sm // 10, "minor": sm % 10,
         "totalGlobalMem": 1 << 37,
     }  # fmt: skip
     runtime = _module(
         "cupy.cuda.runtime", **_errors("CUDARuntimeError"),
-        getDevice=lambda: 0, getDeviceCount=lambda: 1, setDevice=lambda _: None, deviceSynchronize=lambda: None,
+        getDevice=lambda: 0, getDeviceCount=lambda: 1, setDevice=lambda _: None, deviceSynchronize=lambda *_: None,
         getDeviceProperties=lambda _: properties, runtimeGetVersion=lambda: 13000, driverGetVersion=lambda: 13000,
-        streamIsCapturing=lambda stream: False,
-        memsetAsync=lambda to, value, n, stream: ctypes.memset(to, value, n),
-        memcpyAsync=lambda to, since, n, kind, stream: ctypes.memmove(to, since, n),
+        streamIsCapturing=capturing, streamCaptureModeRelaxed=2, graphLaunch=launch_graph,
+        memsetAsync=lambda to, value, n, stream: queue(stream, lambda: ctypes.memset(to, value, n)),
+        memcpyAsync=lambda to, since, n, kind, stream: queue(stream, lambda: ctypes.memmove(to, since, n)),
     )  # fmt: skip
-    stream = Stream()
     cuda = _module(
-        "cupy.cuda", runtime=runtime, Device=Device, Stream=Stream, Event=Stream, get_current_stream=lambda: stream,
+        "cupy.cuda", runtime=runtime, Device=Device, Stream=Stream, Event=Stream,
+        get_current_stream=lambda *_: Stream.current[-1], device=_module("cupy.cuda.device", get_cublas_handle=lambda: 1),
         memory=_module("cupy.cuda.memory", OutOfMemoryError=MemoryError),
         compiler=_module("cupy.cuda.compiler", **_errors("CompileException")),
         alloc_pinned_memory=_pinned, get_elapsed_time=lambda since, until: 1.0,
@@ -196,6 +185,9 @@ def install() -> None:
 
     from spformat.backends.cuda.runtime import scratch
 
+    from . import cublas
+
+    cublas.install()
     vars(scratch)["_exchange_mode"] = lambda: lambda _: 0  # a function of the driver's library
 
 

@@ -41,4 +41,8 @@
 
 #include "fibers.h"
 #include "launch.h"
+#include "shared.h"
+#include "copies.h"
+#include "barriers.h"
+#include "matrices.h"
 #include "intrinsics.h"

@@ -52,11 +52,11 @@ namespace emu {
 int current;
 char* dynamic_shared;
 
-enum State : unsigned char { READY, AT_BARRIER, AT_WARP, EXITED };
+enum State : unsigned char { READY, AT_BARRIER, AT_WARP, PARKED, EXITED };
 static const char* const names[] = {"__syncthreads", "__syncthreads_or", "__syncthreads_and", "__syncthreads_count", "__syncwarp",
     "__shfl*_sync", "__ballot_sync", "__any_sync", "__all_sync", "__uni_sync", "__match_any_sync", "__match_all_sync", "__reduce_add_sync",
     "__reduce_min_sync", "__reduce_max_sync", "__reduce_min_sync", "__reduce_max_sync", "__reduce_or_sync", "__reduce_and_sync",
-    "__reduce_xor_sync"};
+    "__reduce_xor_sync", "an instruction of the whole warp", "a named barrier"};
 
 struct Fiber {
     void* sp;
@@ -100,7 +100,7 @@ inline size_t say(size_t at, const char* format, ...) {
     return at + (n > 0 ? n : 0);
 }
 
-[[noreturn]] inline void fail(const char* what, void* where, const char* more = "") {
+void fail(const char* what, void* where, const char* more) {
     in_user = 0;
     say(0, "%s at @%p in thread (%u,%u,%u) of block (%u,%u,%u), block size (%u,%u,%u), grid (%u,%u,%u)%s", what, where, threadIdx.x,
         threadIdx.y, threadIdx.z, blockIdx.x, blockIdx.y, blockIdx.z, blockDim.x, blockDim.y, blockDim.z, gridDim.x, gridDim.y, gridDim.z,
@@ -108,8 +108,8 @@ inline size_t say(size_t at, const char* format, ...) {
     siglongjmp(escape, 1);
 }
 
-inline void enter() { in_user = 0; }
-inline void leave() {
+void enter() { in_user = 0; }
+void leave() {
     threadIdx = fibers[current].tid;
     stalled_ticks = 0;
     asm volatile("" ::: "memory");
@@ -149,10 +149,35 @@ static void release_barrier() {
     at_barrier = 0;
 }
 
+// Runs the instruction of the whole warp if all 32 lanes are there.
+static void release_wide(Fiber* w, int lanes) {
+    WarpWide* all[32];
+    const Fiber* waiting = nullptr;
+    int there = 0;
+    for (int l = 0; l < lanes; ++l) {
+        if (w[l].state != AT_WARP || w[l].op != WARP_WIDE) continue;
+        all[l] = reinterpret_cast<WarpWide*>(w[l].value), ++there;
+        if (waiting && all[l]->run != reinterpret_cast<WarpWide*>(waiting->value)->run)
+            fail("lanes of a warp meet at different instructions of the whole warp", w[l].where);
+        waiting = w + l;
+    }
+    for (int l = 0; waiting && l < 32; ++l)
+        if (l >= lanes || w[l].state == EXITED) {
+            char what[128];
+            snprintf(what, sizeof what, "%s of the whole warp, but lane %d %s", reinterpret_cast<WarpWide*>(waiting->value)->name, l,
+                     l < lanes ? "has exited" : "does not exist");
+            fail(what, waiting->where);
+        }
+    if (there < 32) return;
+    all[0]->run(all);
+    for (int l = 0; l < 32; ++l) w[l].state = READY;
+}
+
 // Completes the warp operation with this mask if every lane of it that has not exited waits there.
 static void release_warp(int warp, u32 mask, Op op) {
     Fiber* const w = fibers + 32 * warp;
     const int lanes = std::min(32, threads - 32 * warp);
+    if (op == WARP_WIDE) return release_wide(w, lanes);
     u32 there = 0;
     for (int l = 0; l < lanes; ++l) {
         if (!(mask >> l & 1) || w[l].state == EXITED) continue;
@@ -229,6 +254,30 @@ u64 warp_op(Op op, u32 mask, u64 value, u32 source) {
     return f.result;
 }
 
+void warp_wide(WarpWide& mine) {
+    enter();
+    Fiber& f = fibers[current];
+    f.op = WARP_WIDE, f.mask = ~0u, f.value = reinterpret_cast<u64>(&mine), f.where = __builtin_return_address(0);
+    f.state = AT_WARP;
+    release_warp(current / 32, ~0u, WARP_WIDE);
+    if (f.state == READY)
+        leave();
+    else
+        give_way();
+}
+
+void park(u32 id, void* where) {
+    enter();
+    Fiber& f = fibers[current];
+    f.op = NAMED, f.mask = id, f.where = where;
+    f.state = PARKED;
+    give_way();
+}
+void wake(u32 id) {
+    for (int t = 0; t < threads; ++t)
+        if (fibers[t].state == PARKED && fibers[t].mask == id) fibers[t].state = READY;
+}
+
 static void start_fiber() {
     leave();
     body(body_args);
@@ -255,7 +304,9 @@ static void deadlock() {
         const Fiber& p = fibers[t ? t - 1 : 0];
         if (t && p.state == f.state && p.where == f.where && (f.state == AT_BARRIER || p.mask == f.mask)) continue;
         at = say(at, "\n  thread %d waits at %s", t, names[f.op]);
-        if (f.state == AT_WARP) at = say(at, " mask %08x", f.mask);
+        if (f.op == WARP_WIDE) at = say(at, ": %s", reinterpret_cast<WarpWide*>(f.value)->name);
+        else if (f.state == AT_WARP) at = say(at, " mask %08x", f.mask);
+        if (f.state == PARKED) at = say(at, ", %u", f.mask);
         at = say(at, " @%p", f.where);
         ++shown;
     }
@@ -265,6 +316,7 @@ static void deadlock() {
 static void run_block(bool shuffled, std::mt19937_64& random) {
     static int order[MOST];
     live = threads, at_barrier = 0;
+    start_copies(threads), start_barriers();
     memset(dynamic_shared, 0xCD, dynamic_end - dynamic_shared);
     for (int t = 0; t < threads; ++t) {
         Fiber& f = fibers[t];
@@ -289,6 +341,7 @@ static void run_block(bool shuffled, std::mt19937_64& random) {
         }
         if (!went && live) deadlock();
     }
+    check_behind_dynamic(dynamic_end);
 }
 
 static void on_tick(int, siginfo_t*, void* context) {
@@ -329,7 +382,8 @@ int run(void (*entry)(void**), void** args, const Options& o, char* text, u64 ro
     body = entry, body_args = args;
     blockDim = dim3(o.block[0], o.block[1], o.block[2]), gridDim = dim3(o.grid[0], o.grid[1], o.grid[2]);
     threads = blockDim.x * blockDim.y * blockDim.z;
-    dynamic_shared = dynamic_end - (o.smem + 15) / 16 * 16;
+    dynamic_shared = dynamic_end - (o.smem + dynamic_alignment - 1) / dynamic_alignment * dynamic_alignment;
+    set_window(o, base);
     const u64 blocks = (u64)gridDim.x * gridDim.y * gridDim.z;
     std::mt19937_64 random(o.seed);
     std::vector<u64> order;

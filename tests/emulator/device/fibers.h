@@ -15,7 +15,7 @@ using u32 = unsigned;
 using u64 = unsigned long long;
 
 enum Op : int { SYNCTHREADS, SYNCTHREADS_OR, SYNCTHREADS_AND, SYNCTHREADS_COUNT, SYNCWARP, SHFL, BALLOT, ANY, ALL, UNI, MATCH_ANY,
-                MATCH_ALL, RED_ADD, RED_MIN_U, RED_MAX_U, RED_MIN_S, RED_MAX_S, RED_OR, RED_AND, RED_XOR };
+                MATCH_ALL, RED_ADD, RED_MIN_U, RED_MAX_U, RED_MIN_S, RED_MAX_S, RED_OR, RED_AND, RED_XOR, WARP_WIDE, NAMED };
 
 extern int current;           // the thread that runs, as its number in the block
 extern char* dynamic_shared;  // the dynamic shared memory of the block
@@ -33,7 +33,18 @@ struct Options {
 void yield();  // other threads of the block run first
 u64 block_op(Op op, u64 value);
 u64 warp_op(Op op, u32 mask, u64 value, u32 source = 32);  // source: the lane whose value a shuffle takes, 32 for the own
+// An instruction of all 32 lanes of a warp: the last lane that comes runs it for all, on what every lane brought.
+struct WarpWide {
+    void (*run)(WarpWide* const* lanes);
+    const char* name;
+};
+void warp_wide(WarpWide& mine);
+void park(u32 id, void* where);  // the thread waits until somebody wakes those of this number
+void wake(u32 id);
+void enter();  // from here to leave() the thread is not interrupted
+void leave();
 [[noreturn]] void unsupported(const char* text);
+[[noreturn]] void fail(const char* what, void* where, const char* more = "");  // an error at the place in the code `where`
 int run(void (*entry)(void**), void** args, const Options& o, char* text, u64 room, const char* base);
 double now();
 

@@ -139,7 +139,8 @@ EMU_INTRINSIC double __dmul_rn(double a, double b) { return a * b; }
 EMU_INTRINSIC float __fadd_rn(float a, float b) { return a + b; }
 EMU_INTRINSIC float __fmul_rn(float a, float b) { return a * b; }
 EMU_INTRINSIC float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-EMU_INTRINSIC size_t __cvta_generic_to_shared(const void* p) { return reinterpret_cast<size_t>(p); }
+EMU_INTRINSIC size_t __cvta_generic_to_shared(const void* p) { return emu::shared_address(p); }
+EMU_INTRINSIC void* __cvta_shared_to_generic(size_t at) { return emu::shared_pointer((emu::u32)at, 0, 1); }
 EMU_INTRINSIC size_t __cvta_generic_to_global(const void* p) { return reinterpret_cast<size_t>(p); }
 #define __builtin_assume(x) ((void)0)
 EMU_INTRINSIC void __prefetch_global(const void*) {}

@@ -1,0 +1,33 @@
+// Shared memory as PTX addresses it: 32-bit numbers in a window of the block.
+//
+// The window holds the dynamic shared memory from DYNAMIC_BASE on and the arrays of known size from STATIC_BASE on, with gaps
+// between them: an address of a gap is an error. Generic addresses and those of the window are the same modulo ALIKE, so that
+// swizzles mean the same in both. Bits 24 to 31 are zero in the addresses of a block's own memory.
+#pragma once
+#pragma GCC visibility push(hidden)
+
+namespace emu {
+
+constexpr u32 ALIKE = 1024, DYNAMIC_BASE = 1024, STATIC_BASE = 1 << 20, WINDOW = 1 << 24;
+
+extern u32 dynamic_alignment;  // what the launched kernel declares, at least 16
+
+void set_window(const Options& o, const char* base);  // before the first block of a launch
+u32 shared_address(const void* p);                    // an error if p is not in shared memory (its end counts as inside)
+// `bytes` at an address of the window, which is a multiple of `alignment`; an error if they are outside of an array.
+char* shared_pointer(u32 address, u32 bytes, u32 alignment);
+
+void check_behind_dynamic(const char* end);  // after a block: what the alignment left free before `end` is as it was
+
+// The array that a kernel declares as extern __shared__, on a multiple of N bytes.
+template <u32 N> struct Aligned {
+    static inline const u32 noted = dynamic_alignment = std::max(dynamic_alignment, N);
+};
+template <class T, u32 N> T* dynamic_array() {
+    static_cast<void>(*const_cast<const volatile u32*>(&Aligned<(N > alignof(T) ? N : u32(alignof(T)))>::noted));
+    return reinterpret_cast<T*>(dynamic_shared);
+}
+
+}  // namespace emu
+
+#pragma GCC visibility pop
