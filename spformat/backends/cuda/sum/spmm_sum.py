@@ -42,8 +42,8 @@ STATIC = 64
 LEAST_WORK = 512
 """Rows of B: a tile with up to twice as many is not cut."""
 LAUNCH_US, PEAK_SHARE = 6.0, 0.45
-"""What the fitted models of the parts' kernels have for a launch, and the share of the peak that mma.sync and CUDA cores
-are expected to reach. Both only enter the prediction."""
+"""What the fitted models of the parts' kernels have for a launch, and the share of the peak that mma.sync and CUDA
+cores are expected to reach. Both only enter the prediction."""
 OWN: dict[str, Kernel] = {
     "bsr": spmm_bsr.KERNEL, "dbsr": spmm_bsr.KERNEL, "csr": SpmmCSR(), "ell-buckets": SpmmELLBuckets(),
 }  # fmt: skip

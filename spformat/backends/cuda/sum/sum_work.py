@@ -83,7 +83,7 @@ class Tasks(NamedTuple):
     """What the thread blocks compute, tasks of cut tiles first, then the longest."""
 
     table: Array
-    """int64[tasks, 4]: first block; first item; number of blocks | number of items << 32; tile | number of its cut << 32,
+    """int64[tasks, 4]: first block; first item; number of blocks | of items << 32; tile | number of its cut << 32,
     -1 for a tile that is one task."""
     cuts: Array
     """int32[cut tiles, 2]: first task, number of tasks."""
