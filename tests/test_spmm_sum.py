@@ -16,7 +16,8 @@ from test_kernels import Guarded, on_device
 import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.backends.cuda.sum import spmm_sum
-from spformat.backends.cuda.sum.sum_work import CHUNK, RowTiles, blocks_of_tiles, scattered, tasks
+from spformat.backends.cuda.sum.structured import STATIC, blocks_of_tiles
+from spformat.backends.cuda.sum.sum_work import CHUNK, RowTiles, scattered, tasks
 from spformat.formats.base import Format
 from spformat.products.problem import Operand, Problem, itemsize
 from spformat.products.roofline import SHARED_KB, shared_limit
@@ -102,7 +103,7 @@ def test_shared_memory_suffices_on_every_architecture(sm: int) -> None:
                 p = described(s, n).changed(sm=sm, M=s.shape[0] * 1000)
                 tile = spmm_sum.tile_for(p)
                 depth = CHUNK if rules[0] == "two-four" else 32
-                assert tile.smem(itemsize(dtype), depth) <= shared_limit(sm) - spmm_sum.STATIC
+                assert tile.smem(itemsize(dtype), depth) <= shared_limit(sm) - STATIC
 
 
 def test_the_prediction_is_less_than_the_composed_sum_where_launches_count() -> None:

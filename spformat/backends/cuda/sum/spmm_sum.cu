@@ -29,6 +29,7 @@
 //   WideB  B and ldb allow 16-byte copies
 //   Limits K < 2^31 - 2048; M, N otherwise free.
 #include "spformat/cp_async.cuh"
+#include "spformat/gather.cuh"
 #include "spformat/ldmatrix.cuh"
 #include "spformat/mma.cuh"
 
@@ -174,21 +175,23 @@ template <int BN, bool WideB> __device__ __forceinline__ int column_of(int v) {
     return WideB ? threadIdx.x % 32 * (BN / 32) + v : threadIdx.x % 32 + 32 * v;
 }
 
-// The values of a row of B in the columns of this lane; zeros where there is none.
-template <class T, int BN, bool WideB>
-__device__ __forceinline__ void load_row(T (&w)[BN / 32], const T* row, int n_left, bool live) {
-    constexpr int V = BN / 32;
-    struct alignas(V * sizeof(T)) Word { T x[V]; };
-    if (WideB && live && column_of<BN, WideB>(V) <= n_left) {
-        const Word word = *reinterpret_cast<const Word*>(row + column_of<BN, WideB>(0));
+// Rows of B for the items at .. at + Depth - 1 that lanes hold, k their columns: the values in the columns of this lane, zeros
+// where there is none. Full: the tile has all its columns, so that a row is one load, without a branch.
+template <class T, int BN, bool WideB, bool Full, int Depth>
+__device__ __forceinline__ void load_rows(T (&w)[Depth][BN / 32], const T* b, i64 ldb, u32 k, int at, int live, int n_left) {
 #pragma unroll
-        for (int v = 0; v < V; ++v) w[v] = word.x[v];
-        return;
-    }
+    for (int d = 0; d < Depth; ++d) {
+        const T* row = b + static_cast<i64>(__shfl_sync(~0u, k, at + d)) * ldb;
+        if constexpr (Full) {
+            using W = word_t<BN / 32 * sizeof(T)>;
+            reinterpret_cast<W&>(w[d]) = load_if(reinterpret_cast<const W*>(row + column_of<BN, WideB>(0)), at + d < live);
+        } else {
 #pragma unroll
-    for (int v = 0; v < V; ++v) {
-        const int at = column_of<BN, WideB>(v);
-        w[v] = live && at < n_left ? row[at] : from_float<T>(0.0f);
+            for (int v = 0; v < BN / 32; ++v) {
+                const int c = column_of<BN, WideB>(v);
+                w[d][v] = at + d < live && c < n_left ? row[c] : from_float<T>(0.0f);
+            }
+        }
     }
 }
 
@@ -392,14 +395,20 @@ __global__ void __launch_bounds__(128 * WM, A::two_four && sizeof(T) == 2 ? 4 / 
             int current = begin < end ? place[begin] : -1;
             bool goes_on = begin > 0 && begin < end && place[begin - 1] == current;
             auto flush = [&] {
-                float* const to = goes_on ? carry + warp * BN : tile + current * Pitch;
+                float* const to = (goes_on ? carry + warp * BN : tile + current * Pitch) + column_of<BN, WideB>(0);
                 if (goes_on && lane == 0) carry_row[warp] = current;
+                if constexpr (WideB) {
+                    struct alignas(4 * V) Line { float x[V]; };
+                    Line line = *reinterpret_cast<const Line*>(to);
 #pragma unroll
-                for (int v = 0; v < V; ++v) {
-                    const int at = column_of<BN, WideB>(v);
-                    to[at] = goes_on ? row_sum[v] : to[at] + row_sum[v];
-                    row_sum[v] = 0;
+                    for (int v = 0; v < V; ++v) line.x[v] = goes_on ? row_sum[v] : line.x[v] + row_sum[v];
+                    *reinterpret_cast<Line*>(to) = line;
+                } else {
+#pragma unroll
+                    for (int v = 0; v < V; ++v) to[32 * v] = goes_on ? row_sum[v] : to[32 * v] + row_sum[v];
                 }
+#pragma unroll
+                for (int v = 0; v < V; ++v) row_sum[v] = 0;
                 goes_on = false;
             };
             for (u32 at = begin; at < end; at += 32) {
@@ -409,10 +418,9 @@ __global__ void __launch_bounds__(128 * WM, A::two_four && sizeof(T) == 2 ? 4 / 
                 fetch(at + 32);
                 const int live = end - at < 32 ? static_cast<int>(end - at) : 32;
                 for (int g = 0; g < live; g += Depth) {
-                    T w[Depth][V];
-#pragma unroll
-                    for (int d = 0; d < Depth; ++d)
-                        load_row<T, BN, WideB>(w[d], b_tile + static_cast<i64>(__shfl_sync(~0u, k, g + d)) * ldb, n_left, g + d < live);
+                    alignas(V * sizeof(T)) T w[Depth][V];
+                    if (WideB && n_left == BN) load_rows<T, BN, WideB, WideB>(w, b_tile, ldb, k, g, live, n_left);
+                    else load_rows<T, BN, WideB, false>(w, b_tile, ldb, k, g, live, n_left);
 #pragma unroll
                     for (int d = 0; d < Depth; ++d) {
                         const int r = __shfl_sync(~0u, row, g + d);

@@ -7,7 +7,7 @@ chosen only by name.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,21 +24,16 @@ from ..csr.spmm_csr import SpmmCSR
 from ..ell_buckets.spmm_ell_buckets import SpmmELLBuckets
 from ..runtime import jit, refusals, row_tiles
 from ..runtime.kernel import CudaKernel, Prepared
-from ..runtime.launch import MAX_GRID_Y, Bound, Launch, Operands, finish_arrays
+from ..runtime.launch import MAX_GRID_Y, Bound, Launch, Operands, Prepare, finish_arrays
 from ..runtime.scratch import Scratch
 from ..runtime.transpose import row_major
-from ..two_four import spmm_two_four
-from .sum_work import CHUNK, Items, RowTiles, Tasks, blocks_of_tiles, scattered, tasks
+from .structured import BLOCKS, STATIC, TWO_FOUR, Structured, Tile, structured_of
+from .sum_work import CHUNK, Items, RowTiles, Tasks, scattered, tasks
 
 TYPES = ("float32", "float16", "bfloat16")
-BLOCKS, TWO_FOUR = ("bsr", "dbsr"), "two-four"
 SCATTERED = ("csr", "ell-buckets")
 K_MAX = 2**31 - 2048
 """Rows of B are counted in int32, a chunk past the end included."""
-STAGES = 3
-"""Buffers of the ring of shared memory."""
-STATIC = 64
-"""Bytes of shared memory beside it."""
 LEAST_WORK = 512
 """Rows of B: a tile with up to twice as many is not cut."""
 LAUNCH_US, PEAK_SHARE = 6.0, 0.45
@@ -48,29 +43,6 @@ OWN: dict[str, Kernel] = {
     "bsr": spmm_bsr.KERNEL, "dbsr": spmm_bsr.KERNEL, "csr": SpmmCSR(), "ell-buckets": SpmmELLBuckets(),
 }  # fmt: skip
 """Kernels of the parts, whose models the prediction uses."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A block of threads computes ``rows`` x ``cols`` of C, by 4 warps across times ``warps`` down."""
-
-    rows: int
-    cols: int
-    warps: int = 1
-
-    @property
-    def threads(self) -> int:
-        return 128 * self.warps
-
-    def smem(self, size: int, depth: int) -> int:
-        """Bytes of dynamic shared memory: the ring, then the sums and those that warps carry over. depth: columns of A
-        in a buffer of the ring; 0 without one."""
-        pad = 16 // size if depth else 0
-        ring = STAGES * size * (self.rows * (depth + pad) + depth * (self.cols + pad))
-        return max(ring, 4 * (self.rows * (self.cols + 4) + 4 * self.warps * self.cols))
-
-    def __str__(self) -> str:
-        return f"{self.rows}x{self.cols}"
 
 
 class SpmmSum(CudaKernel):
@@ -140,97 +112,62 @@ class SpmmSum(CudaKernel):
         import cupy
 
         tile, size = tile_for(p), itemsize(p.a_dtype)
-        parts = list(a.parts)
-        own = next((x for x in parts if x.name in (*BLOCKS, TWO_FOUR)), None)
-        chunks = ceil_div(p.K, CHUNK) if own is not None and own.name == TWO_FOUR else 0
-        tiles = RowTiles(p.M, own.blocksize[0] if own is not None and own.name in BLOCKS else tile.rows, tile.rows)
-        width = own.blocksize[1] if own is not None and own.name in BLOCKS else CHUNK if chunks else 1
+        main = structured_of(a.parts, tile)
+        tiles = RowTiles(p.M, main.height, tile.rows)
 
         def build_items() -> Items:
             with cupy.cuda.Device(p.device_id):
-                items = scattered([x.to_csr() for x in parts if x.name in SCATTERED], tiles, chunks)
+                items = scattered([x.to_csr() for x in a.parts if x.name in SCATTERED], tiles, main.chunks)
                 finish_arrays()  # synchronize!
             return items
 
-        items = a.kernel_arrays(("scattered items", tiles, chunks), build_items)
-        work = int(items.values.size) + (
-            own.stored // own.blocksize[0] if own is not None and own.name in BLOCKS else 0
-        )
-        work += tiles.number * p.K if chunks else 0
+        items = a.kernel_arrays(("scattered items", tiles, main.chunks), build_items)
+        rows_of_b = main.rows_of_b(tiles) + (0 if main.merges else int(items.values.size))
         shares = 2 * row_tiles.device_of(p.device_id).sms
-        budget = power_of_two(max(LEAST_WORK, work * ceil_div(max(1, p.n), tile.cols) // shares))
+        budget = power_of_two(max(LEAST_WORK, rows_of_b * ceil_div(max(1, p.n), tile.cols) // shares))
 
         def build_tasks() -> Tasks:
             with cupy.cuda.Device(p.device_id):
                 xp = namespace(items.first)
-                if chunks:
-                    none = xp.zeros(tiles.number + 1, np.int64)
-                    table = tasks(none[1:], none[1:] + chunks, CHUNK, none, budget)
-                elif own is None:
-                    none = xp.zeros(tiles.number, np.int64)
-                    table = tasks(none, none, 1, items.first, budget)
-                else:
-                    table = tasks(*blocks_of_tiles(own, tiles), width, items.first, budget)
+                # Merged items belong to their chunks, not to tasks.
+                first_item = xp.zeros(tiles.number + 1, np.int64) if main.merges else items.first
+                table = tasks(*main.blocks_of(tiles, xp), main.width, first_item, budget)
                 finish_arrays()  # synchronize!
             return table
 
-        table = a.kernel_arrays(("tasks", tiles, chunks, budget), build_tasks)
-        prepare = self._launches(p, tile, table, items, own, width, size)
+        table = a.kernel_arrays(("tasks", tiles, main.merges, budget), build_tasks)
         workspace = items.nbytes + int(table.table.nbytes + table.cuts.nbytes)
-        return Prepared(row_major(p.changed(out_layout=ROW), prepare), f"{tile}, {len(table.table)} tasks", workspace)
+        prepare = row_major(p.changed(out_layout=ROW), self._launches(p, tile, main, items, table, size))
+        return Prepared(prepare, f"{tile}, {len(table.table)} tasks", workspace)
 
-    def _launches(self, p: Problem, tile: Tile, table: Tasks, items: Items, own: Any, width: int, size: int) -> Any:
+    def _launches(self, p: Problem, tile: Tile, main: Structured, items: Items, table: Tasks, size: int) -> Prepare:
         """The launches for a row-major B."""
-        kind, depth = "Nothing", 0
-        data: Any = 0
-        indices: Any = 0
-        meta: tuple[Any, int, int] = (0, 0, 0)
-        if own is not None and own.name in BLOCKS:
-            index = "long long" if own.indices.dtype.itemsize == 8 else "int"
-            kind, depth = f"Blocks<{index}, {own.blocksize[0]}, {width}>", 32
-            data, indices = own.data, own.indices
-        elif own is not None:
-            own = spmm_two_four.in_kernel_order(own)
-            kind, data, depth, padded = "TwoFour", own.data, CHUNK, CHUNK * ceil_div(p.K, CHUNK)
-            meta = (own.meta, padded // 8, 8) if own.meta_order == "ldmatrix" else (own.meta, 8, CHUNK)
-        smem = tile.smem(size, depth)
-        wide_a = kind.startswith("Blocks") and width * size % 16 == 0
-        fixed = (
-            table.table,
-            table.cuts,
-            data,
-            indices,
-            *meta,
-            items.first,
-            items.columns,
-            items.places,
-            items.values,
-            p.M,
-            p.K,
-        )
-        arch = jit.architecture(p.sm or 80, self.archs)
-        pieces, cuts, count = table.pieces, len(table.cuts), len(table.table)
+        arch, smem = jit.architecture(p.sm or 80, self.archs), tile.smem(size, main.depth)
         types = ", ".join(VALUE_TYPES[t].cuda for t in (p.a_dtype, p.out_dtype))
+        arrays = items.first, items.columns, items.places, items.values
+        fixed = (table.table, table.cuts, *main.arguments, *arrays, p.M, p.K)
+        cuts, count = len(table.cuts), len(table.table)
 
         @functools.cache
         def variant(wide_b: bool) -> Launch:
+            wide_a = main.depth > 0 and not main.merges and main.width * size % 16 == 0
             flags = ", ".join(str(f).lower() for f in (wide_a, wide_b, p.out_layout == COL))
-            instance = f"spmm_sum<{types}, {kind}, {tile.rows}, {tile.cols}, {tile.warps}, {flags}>"
+            instance = f"spmm_sum<{types}, {main.template}, {tile.rows}, {tile.cols}, {tile.warps}, {flags}>"
             function = jit.load("sum/spmm_sum.cu", instance, arch, p.device_id, smem)
             return Launch(function, "PPPPPiiPPPPqqPPPPqqqPff", fixed, tile.threads, smem)
 
+        variant(True)  # compiled now, the other at the first call that needs it
         sums, arrivals = Scratch(), Scratch(zeros=True)
 
         def prepare(o: Operands) -> tuple[Bound]:
             columns = ceil_div(o.n, tile.cols)
             sums_at, arrivals_at = 0, 0
             if cuts:
-                sums_at = sums.buffer(o.stream, pieces * columns * tile.rows * tile.cols * 4)
+                sums_at = sums.buffer(o.stream, table.pieces * columns * tile.rows * tile.cols * 4)
                 arrivals_at = arrivals.buffer(o.stream, cuts * columns * 4)
             launch = variant(o.b % 16 == 0 and o.ldb * size % 16 == 0)
-            grid = (count, min(columns, MAX_GRID_Y), 1)
             tail = sums_at, arrivals_at, o.b, o.c, o.n, o.ldb, o.ldc, o.bias, o.alpha, o.beta
-            return (launch.bind(grid, o.stream, *tail),)
+            return (launch.bind((count, min(columns, MAX_GRID_Y), 1), o.stream, *tail),)
 
         return prepare
 

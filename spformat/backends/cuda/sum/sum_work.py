@@ -5,7 +5,7 @@ Both are computed with numpy or CuPy, so this runs, and is tested, without a GPU
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from ....arrays.segments import counts_of, offsets_from_counts, rank_in_row, row
 from ....formats.csr import CSR
 
 CHUNK = 64
-"""Columns of a 2:4 part that are multiplied at a time: a line of metadata tiles."""
+"""Columns of a 2:4 part that are multiplied at a time: those of a tile of its metadata."""
 
 
 class RowTiles(NamedTuple):
@@ -125,17 +125,3 @@ def tasks(first_block: Array, blocks: Array, width: int, first_item: Array, budg
     counts = parts[cut_tile]
     cuts = xp.stack((offsets_from_counts(counts)[:-1], counts), axis=1).astype(np.int32)
     return Tasks(xp.ascontiguousarray(xp.stack(columns, axis=1)[order]), cuts, int(counts.sum()))  # synchronize!
-
-
-def blocks_of_tiles(part: Any, tiles: RowTiles) -> tuple[Array, Array]:
-    """(first block, number of blocks) of each tile for a part in BSR or DBSR."""
-    pointer = part.indptr.astype(np.int64)
-    first, counts = pointer[:-1], pointer[1:] - pointer[:-1]
-    xp = namespace(pointer)
-    if part.name == "dbsr":
-        listed = part.row_ids
-        every = xp.zeros((2, ceil_div(tiles.M, tiles.height)), np.int64)
-        every[0, listed], every[1, listed] = first, counts
-        first, counts = every[0], every[1]
-    of_tile = xp.arange(tiles.number, dtype=np.int64) // tiles.in_block
-    return first[of_tile], counts[of_tile]
