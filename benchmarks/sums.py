@@ -2,8 +2,9 @@
 
 Pruned BERT layers (32x32 blocks and 2 % scatter), masks like BigBird's, power-law graphs with dense communities, 2:4
 with 1 % outliers, rows of two lengths. Contenders: the fused launch, the composed sum, the same matrix in single
-formats and dense (cuBLAS). Every result is checked first; cold L2, contenders in turn, medians. Writes sums.json and sums.md.
---predict: the expected times instead, which need no GPU; that of the fused launch is not fitted to any measurement.
+formats and dense (cuBLAS). Every result is checked first; cold L2, contenders in turn, medians. Writes sums.json and
+sums.md. --predict: the expected times instead, which need no GPU; that of the fused launch is not fitted to any
+measurement.
 """
 
 from __future__ import annotations
