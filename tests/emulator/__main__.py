@@ -32,6 +32,9 @@ def main() -> int:
     parser.add_argument("--products", action="store_true", help="products by every kernel, in place of conversions")
     parser.add_argument("--kernels", nargs="+", metavar="NAME", help="products by these kernels only")
     parser.add_argument("--sm", type=int, default=80, help="architecture for products (default: %(default)s)")
+    parser.add_argument(
+        "--largest", type=int, default=1030, help="most rows and columns of products (default: %(default)s)"
+    )
     parser.add_argument("--large", action="store_true", help="the large shapes of conversions.py, too: slow")
     options = parser.parse_args()
     if reason := missing():
@@ -92,11 +95,13 @@ def _products(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         start, before, wrong, ran = time.perf_counter(), stand_in.LAUNCHES.total(), 0, 0
         for seed in range(options.seed, options.seed + options.cases):
             stand_in.OPTIONS.update(seed=seed, shuffle_threads=not options.ordered)
-            case = products.drawn(own[name], seed, options.sm, tuple(options.dtypes or products.DTYPES))
+            case = products.drawn(
+                own[name], seed, options.sm, tuple(options.dtypes or products.DTYPES), options.largest
+            )
             if case is None:
                 break
             ran += 1
-            wrong += _printed(name, case, products.differences(case, own[name]))
+            wrong += _printed(name, case, products.differences(case, own[name], options.sm))
             if wrong >= SHOWN:
                 break
         launches, seconds = stand_in.LAUNCHES.total() - before, time.perf_counter() - start

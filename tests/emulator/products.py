@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from conversions import drawn_params, drawn_places
-from strict_cupy import Array
+from strict_cupy import Array, Device
 
 import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES
+from spformat.backends.cuda.runtime import row_tiles
 from spformat.formats.base import Format
 from spformat.formats.csr import CSR
+from spformat.products import roofline
 from spformat.products.kernel import Kernel
 from spformat.products.problem import Operand, Problem, result_dtype
 from spformat.products.tiles import forced
@@ -29,6 +32,8 @@ from .stand_in import guarded
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 SIZES = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 70, 97, 130, 200)
+DEEP = (257, 390, 515, 1030)
+"""What sums may run over, too: copies for later steps then pass through all of a kernel's stages several times."""
 COLUMNS = (1, 2, 3, 5, 8, 13, 16, 17, 24, 33, 64, 65, 72, 130)
 ATTEMPTS = 400
 """Draws until a kernel takes one."""
@@ -53,9 +58,11 @@ class Case:
     affine: tuple[float, float, bool] | None
     """alpha, beta, and whether there is a bias."""
     tile: str
+    processors: int
+    """Multiprocessors of the device: from their number launchers decide how to cut the work."""
 
 
-def drawn(kernel: Kernel, seed: int, sm: int, dtypes: tuple[str, ...] = DTYPES, largest: int = 200) -> Case | None:
+def drawn(kernel: Kernel, seed: int, sm: int, dtypes: tuple[str, ...] = DTYPES, largest: int = 1030) -> Case | None:
     """Case number ``seed`` of a kernel; None if no draw is one that it takes."""
     rng = np.random.default_rng([seed, *kernel.name.encode()])
     takes = sorted(kernel.takes)
@@ -66,6 +73,9 @@ def drawn(kernel: Kernel, seed: int, sm: int, dtypes: tuple[str, ...] = DTYPES, 
             continue
         params = {"rules": drawn_rules(rng)} if name == "sum" else drawn_params(rng, name)
         M, K = (int(s) for s in rng.choice([s for s in SIZES if s <= largest], 2))
+        if rng.random() < 0.4 and largest >= max(DEEP):
+            K = int(rng.choice(DEEP))
+        M, K = (K, M) if operation == "spmm_transposed" else (M, K)
         n, layouts = int(rng.choice([n for n in COLUMNS if n <= largest])), ("row", "col")
         layouts = str(rng.choice(layouts)), str(rng.choice(layouts))
         out_dtype = str(rng.choice([result_dtype(dtype, dtype), "float64" if dtype == "float64" else "float32"]))
@@ -77,18 +87,22 @@ def drawn(kernel: Kernel, seed: int, sm: int, dtypes: tuple[str, ...] = DTYPES, 
             a = fmt.from_csr(CSR.from_dense(x).validate(), **params).validate()
         except sf.errors.SpformatError:
             continue
+        rows, inner = (K, M) if operation == "spmm_transposed" else (M, K)
+        lines = [n if layout == "row" else extent for layout, extent in zip(layouts, (inner, rows), strict=True)]
+        gaps, shifts = zip(*(_lines(rng, line) for line in lines), strict=True)
         case = Case(
             seed, operation, a, x, n, layouts, out_dtype,
-            gaps=(int(rng.choice((0, 0, 1, 3, 8))), int(rng.choice((0, 0, 1, 3, 8)))),
-            shifts=(int(rng.choice((0, 0, 0, 1, 8))), int(rng.choice((0, 0, 0, 1, 8)))),
+            gaps=gaps, shifts=shifts,
             integers=integers, affine=affine if rng.random() < 0.3 else None, tile="",
+            processors=int(rng.choice((1, 3, 16, 132))),
         )  # fmt: skip
         problem = problem_of(case, sm)
         if refusals := kernel.unsupported(problem):
             if any(r.startswith("needs sm_") for r in refusals):
                 return None
             continue
-        tiles = [str(t) for t in getattr(kernel, "options", lambda p: [])(problem)]
+        with device(case, sm):
+            tiles = [str(t) for t in getattr(kernel, "options", lambda p: [])(problem)]
         return case if not tiles or rng.random() < 0.3 else _with_tile(case, str(rng.choice(tiles)))
     return None
 
@@ -102,8 +116,28 @@ def drawn_rules(rng: np.random.Generator) -> tuple[str, ...]:
     return (structured, *rest[int(rng.choice((0, 1, 2, 2))) :][:: int(rng.choice((1, 2)))])
 
 
+def _lines(rng: np.random.Generator, line: int) -> tuple[int, int]:
+    """Elements between lines, and before the first one; half of the time whole lines of 16 bytes."""
+    if rng.random() < 0.5:
+        return -line % 8 + int(rng.choice((0, 8))), int(rng.choice((0, 0, 8)))
+    return int(rng.choice((0, 1, 3, 8))), int(rng.choice((0, 0, 1)))
+
+
 def _with_tile(case: Case, tile: str) -> Case:
-    return Case(**(vars(case) | {"tile": tile}))
+    return replace(case, tile=tile)
+
+
+@contextlib.contextmanager
+def device(case: Case, sm: int) -> Iterator[None]:
+    """Inside, the emulated device has the multiprocessors of the case."""
+    before = Device.attributes
+    Device.attributes = MappingProxyType(before | {"MultiProcessorCount": case.processors})
+    row_tiles.device_of.cache_clear()
+    try:
+        with roofline.on(replace(roofline.device_of(problem_of(case, sm)), processors=case.processors)):
+            yield
+    finally:
+        Device.attributes = before
 
 
 def problem_of(case: Case, sm: int) -> Problem:
@@ -141,7 +175,7 @@ class Placed:
         return bool((self._raw == self._fill).all())
 
 
-def differences(case: Case, kernel: Kernel) -> Iterator[str]:
+def differences(case: Case, kernel: Kernel, sm: int) -> Iterator[str]:
     """What a kernel computes and numpy does not, in words."""
     rng = np.random.default_rng([case.seed, 1])
     dtype = case.a.dtype.name
@@ -164,7 +198,7 @@ def differences(case: Case, kernel: Kernel) -> Iterator[str]:
     there = there.T if case.operation == "spmm_transposed" else there
     out_type = VALUE_TYPES[case.out_dtype].numpy
     first = None
-    with forced(kernel.name, case.tile) if case.tile else contextlib.nullcontext():
+    with device(case, sm), forced(kernel.name, case.tile) if case.tile else contextlib.nullcontext():
         for _ in range(4 if case.seed % 5 == 0 else 2):  # the third run of several launches is a graph
             c = Placed(
                 (rows, case.n),

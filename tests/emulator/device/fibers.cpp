@@ -329,17 +329,25 @@ static void run_block(bool shuffled, std::mt19937_64& random) {
         for (int i = 0; i < 6; ++i) *--top = nullptr;
         f.sp = top;
     }
+    // Shuffled: all threads in turn for a while, then one warp alone until it waits or its rounds are over. So a warp may be far
+    // ahead of the others, which shows that a barrier is missing.
+    int alone = -1, rounds = 0;
     while (live) {
         bool went = false;
-        if (shuffled) std::shuffle(order, order + threads, random);
+        if (shuffled && rounds-- <= 0) {
+            alone = random() % 4 ? int(random() % ((threads + 31) / 32)) : -1, rounds = 1 << random() % 10;
+            std::shuffle(order, order + threads, random);
+        }
+        if (alone < 0 && shuffled) std::shuffle(order, order + threads, random);
         for (int i = 0; i < threads; ++i) {
             const int t = order[i];
-            if (fibers[t].state != READY) continue;
+            if (fibers[t].state != READY || (alone >= 0 && t / 32 != alone)) continue;
             current = t, went = true;
             emu_switch(&scheduler_sp, fibers[t].sp);
             in_user = 0;
         }
-        if (!went && live) deadlock();
+        if (!went && alone >= 0) rounds = 0;
+        else if (!went && live) deadlock();
     }
     check_behind_dynamic(dynamic_end);
 }

@@ -1,0 +1,85 @@
+"""Every product kernel of sm_80 runs in the emulator, and defects that are planted in one are found.
+
+``stand_in`` takes the place of CuPy, so that whatever needs it runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import re
+
+import emulator
+import pytest
+from test_emulator import law, python
+
+from spformat.backends.cuda import KERNELS
+
+pytestmark = pytest.mark.skipif(bool(emulator.missing()), reason=f"no emulator: {emulator.missing()}")
+
+SMALL = ("--products", "--cases", "1", "--largest", "70", "--dtypes", "float16", "float32")
+"""Every type and layout is another instance to build: `make emulate EMULATE=--products` takes all of them, and more cases."""
+GROUPS = 3
+HOPPER = tuple(k.name for k in KERNELS if k.name.endswith(("sm90", "sm90a")))
+
+
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_every_kernel_of_sm_80_gives_the_products_of_numpy(group: int) -> None:
+    names = [k.name for k in KERNELS][group::GROUPS]
+    done = law(*SMALL, "--seed", "1", "--kernels", *names)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = re.findall(r"^(\S+): (\d) cases, (\d+) launches, (.*), [\d.]+ s$", done.stdout, re.MULTILINE)
+    assert [name for name, *_ in lines] == names, done.stdout
+    for name, cases, launches, result in lines:
+        if name in HOPPER:
+            assert (cases, result) == ("0", "takes nothing on sm_80")
+        else:
+            assert (cases, result) == ("1", "equal")
+            assert int(launches) >= 2, done.stdout
+
+
+PLANTED = """
+import runpy, sys
+from spformat.backends.cuda.runtime import jit
+right = jit.source_text
+
+def wrong(source):
+    text = right(source)
+    assert source != {source!r} or {old!r} in text
+    return text.replace({old!r}, {new!r})
+
+jit.source_text, sys.argv[1:] = wrong, {options!r}
+runpy.run_module("emulator", run_name="__main__")
+"""
+TWO_FOUR = "two_four/spmm_two_four.cu"
+
+
+WAIT = "cp_async_wait<S - 2>();"
+
+
+@pytest.mark.parametrize(
+    ("source", "old", "new", "texts"),
+    [
+        (TWO_FOUR, WAIT, "", ("RAISED", "mma.sp::ordered_metadata with the places 3, 3")),  # what was not there yet is 0xFF
+        (TWO_FOUR, WAIT + "\n                __syncthreads();", WAIT, ("RAISED", "with the places 3, 3")),
+        (TWO_FOUR, "swizzled<64>(wm + lane % 16, lane / 16)", "swizzled<64>(wm + lane % 16, 0)", ("DIFFERENT", "expected")),
+        (TWO_FOUR, "cp_async_16_if(wanted, to, from, left * 2)", "cp_async_16_if(wanted, to, from, 16)",
+         ("RAISED", "access outside of the arrays at cp_async.cuh")),
+        ("bitmask/spmm_bitmask_tc.cu", 'else asm volatile("bar.sync', 'else if (false) asm volatile("bar.sync', ("DIFFERENT",)),
+    ],
+    ids=["no wait", "no barrier", "wrong rows", "bytes behind B", "no named barrier"],
+)  # fmt: skip
+def test_a_planted_defect_of_a_kernel_is_found(source: str, old: str, new: str, texts: tuple[str, ...]) -> None:
+    name = source.rpartition("/")[2].removesuffix(".cu")
+    options = ["--kernels", name, "--cases", "1", "--seed", "2", "--dtypes", "float16"]
+    done = python("-c", PLANTED.format(source=source, old=old, new=new, options=options))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search(rf"^cuda\.{name}: 1 cases, \d+ launches, [1-9] DIFFERENT, ", done.stdout, re.MULTILINE), (
+        done.stdout
+    )
+    assert all(text in done.stdout for text in texts), done.stdout
+
+
+def test_names_of_kernels_that_do_not_exist_are_refused() -> None:
+    done = law("--kernels", "spmm_csr", "spmm_cssr")
+    assert done.returncode == 2
+    assert "--kernels: expected cuda.spmm_bsr_sm90a, " in done.stderr
+    assert done.stderr.endswith(", got cuda.spmm_cssr\n")
