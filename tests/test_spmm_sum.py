@@ -289,6 +289,18 @@ def test_a_long_row_is_cut_into_tasks(cp: Any) -> None:
 
 
 @pytest.mark.gpu
+def test_a_grid_that_is_cut_off_walks_the_columns(cp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond 65535 column tiles a block computes several; here beyond two."""
+    monkeypatch.setattr(spmm_sum, "MAX_GRID_Y", 2)
+    monkeypatch.setattr(spmm_sum, "LEAST_WORK", 16)
+    for pair in BUILT:
+        x = integers((70, 97), "float32", 7)
+        B = np.random.default_rng(7).integers(-2, 3, (97, 335)).astype(np.float32)
+        got = product(cp, sf.decompose(x, *PAIRS[pair]).to("cuda"), B, ("row", "row"), "float32", 0)
+        np.testing.assert_array_equal(got, x.astype(np.float64) @ B)
+
+
+@pytest.mark.gpu
 def test_random_values_stay_within_the_bound_of_float32_sums(cp: Any) -> None:
     rng = np.random.default_rng(6)
     for pair in ("bsr_csr", "two_four_csr", "ell_ell"):
