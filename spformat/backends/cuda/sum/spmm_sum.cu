@@ -29,9 +29,9 @@
 //   WideB  B and ldb allow 16-byte copies
 //   Limits K < 2^31 - 2048; M, N otherwise free.
 #include "spformat/cp_async.cuh"
-#include "spformat/gather.cuh"
-#include "spformat/ldmatrix.cuh"
-#include "spformat/mma.cuh"
+#include "spformat/tile_items.cuh"
+#include "spformat/tile_sums.cuh"
+#include "spformat/two_four_dense.cuh"
 
 using namespace spformat;
 
@@ -62,135 +62,30 @@ struct Task {
 };
 struct Cut { u32 first, count; };
 
-// Values between lines of shared memory: an odd number of 16-byte units for A, and of 32-bit words modulo 32 for B.
-template <class T, int Width> __host__ __device__ constexpr int pitch() { return Width + 16 / int(sizeof(T)); }
-
-// The sums of a block for a tile BM x BN: fragments of mma (16-bit values), or 4 columns of BM / TY rows of each thread.
-template <class T, int BM, int BN, int WM> struct Sums {
-    static constexpr bool tensor = sizeof(T) == 2;
-    static constexpr int MI = BM / WM / 16, NI = BN / 32, TX = BN / 4, TY = 128 * WM / TX, RM = BM / TY;
-    static_assert(tensor ? BM % (16 * WM) == 0 : BM % TY == 0, "every thread has the same rows of the tile");
-    static_assert(BN == 64 || BN == 128, "a warp has 16 or 32 columns of the tile");
-    float x[tensor ? MI : RM][tensor ? NI : 1][4] = {};
-
-    // += a [BM, KC] @ b [KC, BN]
-    template <int KC> __device__ __forceinline__ void multiply(const T* a, const T* b) {
-        constexpr int PitchA = pitch<T, KC>(), PitchB = pitch<T, BN>();
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        if constexpr (tensor) {
-            const u32 a_base = shared_address(a + (warp / 4 * (BM / WM) + lane % 16) * PitchA + lane / 16 * 8);
-            const u32 b_base = shared_address(b + lane % 16 * PitchB + warp % 4 * (BN / 4) + lane / 16 * 8);
+// alpha * tile + beta * C + bias to C, four neighbours in C for each thread.
+template <class Out, int BM, int BN, int Pitch, int Threads, bool CCol>
+__device__ __forceinline__ void write_tile(const float* tile, Out* out, i64 ldc, i64 row0, i64 n0, int rows, int columns,
+                                           const Out* bias, float alpha, float beta) {
+    constexpr int Along = CCol ? BM : BN, Lines = CCol ? BN : BM;
+    struct alignas(4 * sizeof(Out)) Four { Out x[4]; };
+    for (int i = threadIdx.x; i < Lines * (Along / 4); i += Threads) {
+        const int line = i / (Along / 4), along = i % (Along / 4) * 4;
+        const int left = (CCol ? rows : columns) - along;
+        if (line >= (CCol ? columns : rows) || left <= 0) continue;
+        Out* const to = out + (CCol ? row0 + along + (n0 + line) * ldc : (row0 + line) * ldc + n0 + along);
+        Four result;
 #pragma unroll
-            for (int k = 0; k < KC; k += 16) {
-                u32 fragment[MI][4];
-#pragma unroll
-                for (int m = 0; m < MI; ++m) ldmatrix_x4(fragment[m], a_base + (m * 16 * PitchA + k) * sizeof(T));
-#pragma unroll
-                for (int n = 0; n < NI; n += 2) {
-                    u32 w[4];
-                    ldmatrix_x4_trans(w, b_base + (k * PitchB + n * 8) * sizeof(T));
-#pragma unroll
-                    for (int m = 0; m < MI; ++m) {
-                        mma_m16n8k16<T>(x[m][n], fragment[m], w[0], w[1]);
-                        mma_m16n8k16<T>(x[m][n + 1], fragment[m], w[2], w[3]);
-                    }
-                }
-            }
-        } else {
-            const int tx = threadIdx.x % TX, ty = threadIdx.x / TX;
-#pragma unroll 4
-            for (int k = 0; k < KC; k += 4) {
-                float4 w[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) w[i] = *reinterpret_cast<const float4*>(b + (k + i) * PitchB + tx * 4);
-#pragma unroll
-                for (int r = 0; r < RM; ++r) {
-                    const float4 v = *reinterpret_cast<const float4*>(a + (ty + r * TY) * PitchA + k);
-                    const float line[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        x[r][0][0] += line[i] * w[i].x, x[r][0][1] += line[i] * w[i].y;
-                        x[r][0][2] += line[i] * w[i].z, x[r][0][3] += line[i] * w[i].w;
-                    }
-                }
-            }
+        for (int e = 0; e < 4; ++e) {
+            const int r = CCol ? along + e : line, c = CCol ? line : along + e;
+            float x = alpha != 0 ? alpha * tile[r * Pitch + c] : 0.0f;  // as BLAS: infinities do not come into C
+            if (bias && r < rows) x += to_float(bias[row0 + r]);
+            if (beta != 0 && e < left) x += beta * to_float(to[e]);
+            result.x[e] = from_float<Out>(x);
         }
-    }
-
-    // To tile [BM, Pitch].
-    template <int Pitch> __device__ __forceinline__ void put(float* tile) const {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        if constexpr (tensor) {
-            float* to = tile + (warp / 4 * (BM / WM) + lane / 4) * Pitch + warp % 4 * (BN / 4) + lane % 4 * 2;
-#pragma unroll
-            for (int m = 0; m < MI; ++m)
-#pragma unroll
-                for (int n = 0; n < NI; ++n)
-#pragma unroll
-                    for (int h = 0; h < 2; ++h)
-                        *reinterpret_cast<float2*>(to + (m * 16 + h * 8) * Pitch + n * 8) =
-                            make_float2(x[m][n][2 * h], x[m][n][2 * h + 1]);
+        if (left >= 4 && reinterpret_cast<u64>(to) % sizeof(Four) == 0) {
+            *reinterpret_cast<Four*>(to) = result;
         } else {
-#pragma unroll
-            for (int r = 0; r < RM; ++r)
-                *reinterpret_cast<float4*>(tile + (threadIdx.x / TX + r * TY) * Pitch + threadIdx.x % TX * 4) =
-                    make_float4(x[r][0][0], x[r][0][1], x[r][0][2], x[r][0][3]);
-        }
-    }
-};
-
-// 16 neighbouring columns of a row of a 2:4 matrix: eight kept values, and their word of metadata.
-template <class T> struct Kept {
-    uint4 value[sizeof(T) / 2];
-    u32 word;
-
-    __device__ __forceinline__ void decode(T* to) const {
-        const u32* w = reinterpret_cast<const u32*>(value);
-        uint4* line = reinterpret_cast<uint4*>(to);
-        if constexpr (sizeof(T) == 2) {
-            u64 out[4];
-#pragma unroll
-            for (int g = 0; g < 4; ++g) {
-                const u32 at = word >> (4 * g);
-                out[g] = static_cast<u64>(w[g] & 0xffff) << (16 * (at & 3)) | static_cast<u64>(w[g] >> 16) << (16 * (at >> 2 & 3));
-            }
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                line[i] = make_uint4(u32(out[2 * i]), u32(out[2 * i] >> 32), u32(out[2 * i + 1]), u32(out[2 * i + 1] >> 32));
-        } else {
-#pragma unroll
-            for (int g = 0; g < 4; ++g) {
-                const u32 i0 = word >> (4 * g) & 3, i1 = word >> (4 * g + 2) & 3;
-                u32 out[4];
-#pragma unroll
-                for (u32 i = 0; i < 4; ++i) out[i] = i == i0 ? w[2 * g] : i == i1 ? w[2 * g + 1] : 0;
-                line[g] = make_uint4(out[0], out[1], out[2], out[3]);
-            }
-        }
-    }
-};
-
-// The columns of a lane in a tile of BN: neighbours, or 32 apart where B has no alignment.
-template <int BN, bool WideB> __device__ __forceinline__ int column_of(int v) {
-    return WideB ? threadIdx.x % 32 * (BN / 32) + v : threadIdx.x % 32 + 32 * v;
-}
-
-// Rows of B for the items at .. at + Depth - 1 that lanes hold, k their columns: the values in the columns of this lane, zeros
-// where there is none. Full: the tile has all its columns, so that a row is one load, without a branch.
-template <class T, int BN, bool WideB, bool Full, int Depth>
-__device__ __forceinline__ void load_rows(T (&w)[Depth][BN / 32], const T* b, i64 ldb, u32 k, int at, int live, int n_left) {
-#pragma unroll
-    for (int d = 0; d < Depth; ++d) {
-        const T* row = b + static_cast<i64>(__shfl_sync(~0u, k, at + d)) * ldb;
-        if constexpr (Full) {
-            using W = word_t<BN / 32 * sizeof(T)>;
-            reinterpret_cast<W&>(w[d]) = load_if(reinterpret_cast<const W*>(row + column_of<BN, WideB>(0)), at + d < live);
-        } else {
-#pragma unroll
-            for (int v = 0; v < BN / 32; ++v) {
-                const int c = column_of<BN, WideB>(v);
-                w[d][v] = at + d < live && c < n_left ? row[c] : from_float<T>(0.0f);
-            }
+            for (int e = 0; e < 4 && e < left; ++e) to[e] = result.x[e];
         }
     }
 }
@@ -216,7 +111,7 @@ __global__ void __launch_bounds__(128 * WM, A::two_four && sizeof(T) == 2 ? 4 / 
     float* const carry = tile + BM * Pitch;                // [Warps, BN]: sums of rows that go on from the share before
     __shared__ int carry_row[Warps];
     __shared__ bool last;
-    const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
+    const int tid = threadIdx.x;
 
     const Task task = tasks[blockIdx.x];
     i64 row0 = static_cast<i64>(task.tile) * BM;
@@ -236,21 +131,7 @@ __global__ void __launch_bounds__(128 * WM, A::two_four && sizeof(T) == 2 ? 4 / 
         const T* const b_tile = B + n0;
         Sums<T, BM, BN, WM> sum;
 
-        // The share of this warp in the items, and the 32 of them that come next, one a lane: they arrive meanwhile.
-        constexpr int V = BN / 32, Depth = V * sizeof(T) <= 4 ? 16 : 8;  // columns of a lane; rows of B that are in flight
-        const u32 share = A::two_four ? 0 : cdiv<u32>(task.items, Warps);
-        const u32 begin = warp * share < task.items ? warp * share : task.items;
-        const u32 end = begin + share < task.items ? begin + share : task.items;
-        const u32* const column = columns + task.item;
-        const u16* const place = places + task.item;
-        const T* const value = values + task.item;
-        u32 next_k = 0;
-        int next_row = 0;
-        float next_a = 0;
-        auto fetch = [&](u32 at) {
-            if (at + lane < end) next_k = column[at + lane], next_row = place[at + lane], next_a = to_float(value[at + lane]);
-        };
-        if (!A::two_four) fetch(begin);
+        TileItems<T> items(columns + task.item, places + task.item, values + task.item, A::two_four ? 0 : task.items, Warps);
 
         if constexpr (A::blocks || A::two_four) {
             // Row of B for position k of the task; K and more where there is none.
@@ -388,57 +269,8 @@ __global__ void __launch_bounds__(128 * WM, A::two_four && sizeof(T) == 2 ? 4 / 
         }
         sum.template put<Pitch>(tile);
 
-        if (!A::two_four && task.items) {  // a condition of the block
-            if (tid < Warps) carry_row[tid] = -1;
-            __syncthreads();
-            float row_sum[V] = {};
-            int current = begin < end ? place[begin] : -1;
-            bool goes_on = begin > 0 && begin < end && place[begin - 1] == current;
-            auto flush = [&] {
-                float* const to = (goes_on ? carry + warp * BN : tile + current * Pitch) + column_of<BN, WideB>(0);
-                if (goes_on && lane == 0) carry_row[warp] = current;
-                if constexpr (WideB) {
-                    struct alignas(4 * V) Line { float x[V]; };
-                    Line line = *reinterpret_cast<const Line*>(to);
-#pragma unroll
-                    for (int v = 0; v < V; ++v) line.x[v] = goes_on ? row_sum[v] : line.x[v] + row_sum[v];
-                    *reinterpret_cast<Line*>(to) = line;
-                } else {
-#pragma unroll
-                    for (int v = 0; v < V; ++v) to[32 * v] = goes_on ? row_sum[v] : to[32 * v] + row_sum[v];
-                }
-#pragma unroll
-                for (int v = 0; v < V; ++v) row_sum[v] = 0;
-                goes_on = false;
-            };
-            for (u32 at = begin; at < end; at += 32) {
-                const u32 k = next_k;
-                const int row = next_row;
-                const float a = next_a;
-                fetch(at + 32);
-                const int live = end - at < 32 ? static_cast<int>(end - at) : 32;
-                for (int g = 0; g < live; g += Depth) {
-                    alignas(V * sizeof(T)) T w[Depth][V];
-                    if (WideB && n_left == BN) load_rows<T, BN, WideB, WideB>(w, b_tile, ldb, k, g, live, n_left);
-                    else load_rows<T, BN, WideB, false>(w, b_tile, ldb, k, g, live, n_left);
-#pragma unroll
-                    for (int d = 0; d < Depth; ++d) {
-                        const int r = __shfl_sync(~0u, row, g + d);
-                        const float x = __shfl_sync(~0u, a, g + d);
-                        if (g + d < live) {
-                            if (r != current) flush(), current = r;
-#pragma unroll
-                            for (int v = 0; v < V; ++v) row_sum[v] += x * to_float(w[d][v]);
-                        }
-                    }
-                }
-            }
-            if (begin < end) flush();
-            __syncthreads();
-            for (int c = tid; c < BN; c += Threads)
-                for (int w = 1; w < Warps; ++w)
-                    if (carry_row[w] >= 0) tile[carry_row[w] * Pitch + c] += carry[w * BN + c];
-        }
+        if (!A::two_four && task.items)  // a condition of the block
+            add_items<BN, Pitch, Warps, WideB>(items, tile, carry, carry_row, B + n0, ldb, n_left);
         __syncthreads();
 
         bool mine = true;
@@ -472,30 +304,8 @@ __global__ void __launch_bounds__(128 * WM, A::two_four && sizeof(T) == 2 ? 4 / 
                 __syncthreads();
             }
         }
-        if (mine) {
-            constexpr int Along = CCol ? BM : BN, Lines = CCol ? BN : BM;  // four neighbours in C for each thread
-            struct alignas(4 * sizeof(Out)) Four { Out x[4]; };
-            for (int i = tid; i < Lines * (Along / 4); i += Threads) {
-                const int line = i / (Along / 4), along = i % (Along / 4) * 4;
-                const int left = (CCol ? rows : n_left) - along;
-                if (line >= (CCol ? n_left : rows) || left <= 0) continue;
-                Out* const to = out + (CCol ? row0 + along + (n0 + line) * ldc : (row0 + line) * ldc + n0 + along);
-                Four result;
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const int r = CCol ? along + e : line, c = CCol ? line : along + e;
-                    float x = alpha != 0 ? alpha * tile[r * Pitch + c] : 0.0f;  // as BLAS: infinities do not come into C
-                    if (bias && r < rows) x += to_float(bias[row0 + r]);
-                    if (beta != 0 && e < left) x += beta * to_float(to[e]);
-                    result.x[e] = from_float<Out>(x);
-                }
-                if (left >= 4 && reinterpret_cast<u64>(to) % sizeof(Four) == 0) {
-                    *reinterpret_cast<Four*>(to) = result;
-                } else {
-                    for (int e = 0; e < 4 && e < left; ++e) to[e] = result.x[e];
-                }
-            }
-        }
+        if (mine)
+            write_tile<Out, BM, BN, Pitch, Threads, CCol>(tile, out, ldc, row0, n0, rows, n_left, bias, alpha, beta);
         __syncthreads();  // the next column tile uses the same memory
     }
 }
