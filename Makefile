@@ -1,7 +1,8 @@
 # Everything runs from a bare checkout: each target makes the environment it needs, and a second run reuses it.
 #   make demo      convert a real small pruned checkpoint, validate it, multiply with it, print a table
 #   make test      all tests that need no GPU and no torch
-#   make emulate   random conversions by CUDA kernels on the CPU, compared with the numpy code: no GPU needed, but g++
+#   make emulate   random conversions by CUDA kernels on the CPU, compared with the numpy code: no GPU needed, but g++;
+#                  EMULATE=--products: random products instead
 #   make torch     the tests of spformat.torch on the CPU, with torch and transformers in an environment of their own
 PYTHON     ?= python3
 GPU_PYTHON ?= $(PYTHON)
@@ -29,7 +30,8 @@ check: $(VENV)/test.stamp
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(PYTEST) -n auto
 
-# CASES random cases of every format, the first with SEED. EMULATE="--formats csr" narrows it: tests/emulator has its options.
+# CASES random cases of every format, the first with SEED. EMULATE="--formats csr" narrows it; --products runs product kernels,
+# --kernels NAME some of them: tests/emulator has its options.
 CASES ?= 20
 SEED  ?= 0
 emulate: $(VENV)/test.stamp

@@ -21,8 +21,9 @@ FUNCTIONS = frozenset(
 class Array(NDArrayOperatorsMixin):
     """An array "on the device"."""
 
-    def __init__(self, host: np.ndarray[Any, Any]) -> None:
-        self.host = host
+    def __init__(self, host: Any, dtype: Any = None, memory: Any = None, strides: Any = None) -> None:
+        """``host``: the array; with ``memory``, an object with a ``buffer``, the shape of one on it."""
+        self.host = host if memory is None else np.ndarray(host, dtype, memory.buffer, 0, strides)
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         raise TypeError("implicit conversion to a numpy array is not allowed")

@@ -52,9 +52,9 @@ def multiply(
         left: Any = _matrix(a, a_kind, *((k, m) if op_a == TRANSPOSED else (m, k)), lda).astype(wide)
         right: Any = _matrix(b, b_kind, *((n, k) if op_b == TRANSPOSED else (k, n)), ldb).astype(wide)
         out = _matrix(c, c_kind, m, n, ldc)
-        product = one * ((left.T if op_a == TRANSPOSED else left) @ (right.T if op_b == TRANSPOSED else right))
         with np.errstate(over="ignore", invalid="ignore"):
-            out[...] = product if zero == 0 else product + zero * out.astype(wide)
+            product = (left.T if op_a == TRANSPOSED else left) @ (right.T if op_b == TRANSPOSED else right)
+            out[...] = one * product if zero == 0 else one * product + zero * out.astype(wide)
 
     queue(_stream, work)
     return 0

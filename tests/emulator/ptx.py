@@ -103,7 +103,7 @@ def _operands(part: str) -> list[str]:
 def _statement(text: str) -> str:
     """What stands between the parentheses of ``asm`` as C++, or a call that reports that it is not emulated."""
     literal = re.match(r'\s*((?:"(?:[^"\\]|\\.)*"\s*)+)', text)
-    if not literal:
+    if not literal or not re.match(r"\s*(:|$)", text[literal.end() :]):  # a macro is part of it
         return 'emu::unsupported("inline PTX");'
     ptx = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', literal.group(1)))
     ptx = ptx.replace("\\n", "\n").replace("\\t", " ").replace("%%", "%").strip()

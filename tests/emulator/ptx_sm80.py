@@ -46,7 +46,10 @@ def _instruction(text: str, names: list[str], single: Single) -> str:
         return done
     for pattern, write in INSTRUCTIONS.items():
         if m := re.fullmatch(pattern, name):
-            return write(m, [_operand(x, names) for x in _split(rest)])
+            try:
+                return write(m, [_operand(x, names) for x in _split(rest)])
+            except (IndexError, ValueError):  # other operands than those of this form of the instruction
+                return ""
     return ""
 
 

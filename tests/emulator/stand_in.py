@@ -123,6 +123,13 @@ def _pinned(size: int) -> Any:
     return kind()
 
 
+class UnownedMemory:
+    """Memory that somebody else allocated."""
+
+    def __init__(self, at: int, size: int, owner: Any, device_id: int = 0) -> None:
+        self.buffer = (ctypes.c_ubyte * size).from_address(at)
+
+
 def _module(name: str, **entries: Any) -> ModuleType:
     m = ModuleType(name)
     m.__dict__.update(entries)
@@ -149,7 +156,7 @@ def install(sm: int = 90) -> None:
         "cupy.cuda.runtime", **_errors("CUDARuntimeError"),
         getDevice=lambda: 0, getDeviceCount=lambda: 1, setDevice=lambda _: None, deviceSynchronize=lambda *_: None,
         getDeviceProperties=lambda _: properties, runtimeGetVersion=lambda: 13000, driverGetVersion=lambda: 13000,
-        streamIsCapturing=capturing, streamCaptureModeRelaxed=2, graphLaunch=launch_graph,
+        streamIsCapturing=capturing, streamCaptureModeGlobal=0, streamCaptureModeRelaxed=2, graphLaunch=launch_graph,
         memsetAsync=lambda to, value, n, stream: queue(stream, lambda: ctypes.memset(to, value, n)),
         memcpyAsync=lambda to, since, n, kind, stream: queue(stream, lambda: ctypes.memmove(to, since, n)),
     )  # fmt: skip
@@ -158,7 +165,7 @@ def install(sm: int = 90) -> None:
         get_current_stream=lambda *_: Stream.current[-1], device=_module("cupy.cuda.device", get_cublas_handle=lambda: 1),
         memory=_module("cupy.cuda.memory", OutOfMemoryError=MemoryError),
         compiler=_module("cupy.cuda.compiler", **_errors("CompileException")),
-        alloc_pinned_memory=_pinned, get_elapsed_time=lambda since, until: 1.0,
+        alloc_pinned_memory=_pinned, UnownedMemory=UnownedMemory, MemoryPointer=lambda memory, offset: memory, get_elapsed_time=lambda since, until: 1.0,
     )  # fmt: skip
     driver = _module(
         "cupy_backends.cuda.api.driver",
