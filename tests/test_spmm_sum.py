@@ -289,6 +289,22 @@ def test_a_long_row_is_cut_into_tasks(cp: Any) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("text", ["two-four", "bsr:8x8", "ell-buckets"])
+def test_a_stored_zero_may_lie_over_a_value_of_another_part(text: str, cp: Any) -> None:
+    """It is no element of the sum, so that parts stay disjoint."""
+    x = np.zeros((40, 72), np.float32)
+    x[:, ::3] = integers((40, 24), "float32", 8, density=1)
+    rows, columns = (i.ravel() for i in np.indices(x.shape))
+    rest = np.where(columns % 3 == 1, 7 * (x[rows, columns - 1] != 0), 0).astype(np.float32)
+    zeros = sf.CSR.from_coordinates(x.shape, rows, columns, rest).validate()
+    assert zeros.nnz == x.size
+    s = sf.Sum.from_parts([sf.convert(x, text), zeros])
+    B = np.random.default_rng(8).integers(-2, 3, (72, 40)).astype(np.float32)
+    wanted = (x.astype(np.float64) + rest.reshape(x.shape)) @ B
+    np.testing.assert_array_equal(product(cp, s.to("cuda"), B, ("row", "row"), "float32", 0), wanted)
+
+
+@pytest.mark.gpu
 def test_a_grid_that_is_cut_off_walks_the_columns(cp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond 65535 column tiles a block computes several; here beyond two."""
     monkeypatch.setattr(spmm_sum, "MAX_GRID_Y", 2)

@@ -117,7 +117,10 @@ class SpmmSum(CudaKernel):
 
         def build_items() -> Items:
             with cupy.cuda.Device(p.device_id):
-                items = scattered([x.to_csr() for x in a.parts if x.name in SCATTERED], tiles, main.chunks)
+                rest = [x.to_csr() for x in a.parts if x.name in SCATTERED]
+                if main.merges:  # a zero that is stored may lie over a value of another part
+                    rest = [x.without_zeros() for x in rest]
+                items = scattered(rest, tiles, main.chunks)
                 finish_arrays()  # synchronize!
             return items
 
