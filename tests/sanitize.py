@@ -27,11 +27,13 @@ from cases import params_of
 from sanitize_conversions import PARTS as CONVERSIONS
 from sanitize_conversions import allocated_alone
 from test_kernels import NS, WIDE, Guarded, attempts, matrix, on_device, problem, refuses
+from test_spmm_sum import PAIRS, integers, product
 
-from spformat import plan, spmm
+from spformat import decompose, plan, spmm
 from spformat.backends.cuda import KERNELS
 from spformat.backends.cuda.dense.expand_then_dense import EXPANDERS
 from spformat.backends.cuda.runtime.expansion import leading_dimension
+from spformat.backends.cuda.sum import spmm_sum
 from spformat.dispatch import copied_operands
 from spformat.formats.convert import convert
 from spformat.preprocess import masks
@@ -173,6 +175,22 @@ def copies() -> int:
     return done
 
 
+def sums() -> int:
+    """Sums of parts in one launch: every combination of parts and type, tiles in one task and in several."""
+    done = 0
+    for (rules, dtype), least in itertools.product(
+        itertools.product(PAIRS.values(), ("float32", "bfloat16")), (512, 8)
+    ):
+        spmm_sum.LEAST_WORK = least
+        for M, K, n in ((70, 130, 40), (200, 97, 136)):
+            x = integers((M, K), dtype, done)
+            B = np.random.default_rng(done).integers(-2, 3, (K, n)).astype(x.dtype)
+            got = product(cp, decompose(x, *rules).to("cuda"), B, ("row", ("row", "col")[done % 2]), "float32", 3)
+            assert (got == x.astype(np.float64) @ B.astype(np.float64)).all(), f"{rules} {dtype} {M}x{K}, n={n}"
+            done += 1
+    return done
+
+
 REPORTED = 9
 """Exit code of the tool when it found something."""
 
@@ -212,6 +230,7 @@ def main() -> None:
         "pieces": (pieces, "products"),
         "expansions": (expansions, "matrices"),
         "copies": (copies, "products"),
+        "sums": (sums, "products"),
     }
     known = [*others, *(k.name for k in KERNELS)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -29,11 +29,12 @@ from spformat.backends.cuda.runtime.moving import Moving, moving
 from spformat.backends.cuda.runtime.scratch import Scratch
 from spformat.dispatch import copied_operands, plans
 from spformat.errors import DeviceError
-from spformat.products.problem import COL, ROW, Problem
+from spformat.products.problem import COL, ROW, Operand, Problem
 
 MATRICES: dict[str, dict[str, Any]] = {
     "csr": {}, "ell-buckets": {"max_width": 8}, "bsr": {"blocksize": (64, 64)}, "sr-bcrs": {}, "bitmask": {},
     "two-four": {"meta_order": "logical"}, "vector-nm": {"n": 2, "m": 4, "vector_length": 128}, "dense": {},
+    "sum": {"rules": ("bsr:blocksize=64x64,density>=0.9", "csr")},
 }  # fmt: skip
 TRIED = [*KERNELS, vendor.CublasGemm(), copied_operands.KERNEL]
 CASES = list(itertools.product((1, 5, 16, 64), ((ROW, ROW), (COL, COL), (ROW, COL)), (False, True)))
@@ -48,6 +49,15 @@ def matrix(fmt: str, dtype: str) -> Any:
     return sf.by_name(fmt).from_dense(x.astype(sf.arrays.dtypes.value_type(dtype).numpy), **MATRICES[fmt]).validate()
 
 
+def seen_on_device(a: Any, driver: Driver) -> Any:
+    twin = copy.copy(a).twin()
+    for name, array in a.arrays().items():
+        object.__setattr__(twin, name, array.view(driver.world.cupy.ndarray))
+    if hasattr(a, "parts"):
+        object.__setattr__(twin, "parts", tuple(seen_on_device(part, driver) for part in a.parts))
+    return twin
+
+
 def plan_of(kernel: Any, fmt: str, dtype: str, n: int, layouts: tuple[str, str], epilogue: bool, driver: Driver) -> Any:
     if dtype not in sf.by_name(fmt).value_dtypes or (fmt, dtype) == ("two-four", "float32"):
         return None
@@ -55,14 +65,12 @@ def plan_of(kernel: Any, fmt: str, dtype: str, n: int, layouts: tuple[str, str],
     p = Problem.product(
         fmt, tuple(a.params().items()), 256, 256, n, a.stored, dtype, dtype, dtype, device="cuda", sm=90,
         b_layout=layouts[0], out_layout=layouts[1], epilogue=epilogue,
+        parts=Operand.of(a, "cuda").parts,
     )  # fmt: skip
     own = plans.without_epilogue(kernel, p)
     if [r for r in kernel.unsupported(own) if "dtype" in r or "row-major" in r or "major" in r]:
         return None
-    arrays = {k: v.view(driver.world.cupy.ndarray) for k, v in a.arrays().items()}
-    on_device = copy.copy(a).twin()
-    for name, array in arrays.items():
-        object.__setattr__(on_device, name, array)
+    on_device = seen_on_device(a, driver)
     plan = plans.plan_with(kernel, on_device, p)
     driver.taken()
     return plan

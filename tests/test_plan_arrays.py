@@ -14,7 +14,7 @@ import spformat as sf
 from spformat.backends.cuda import KERNELS
 from spformat.backends.cuda.runtime import jit, tensor_map
 from spformat.backends.cuda.runtime.launch import Launch
-from spformat.products.problem import Problem
+from spformat.products.problem import Operand, Problem
 
 ATTRIBUTES = {
     "MultiProcessorCount": 132, "MaxSharedMemoryPerBlockOptin": 227 << 10,
@@ -23,6 +23,7 @@ ATTRIBUTES = {
 MATRICES: dict[str, dict[str, Any]] = {
     "csr": {}, "ell-buckets": {"max_width": 8}, "bsr": {"blocksize": (64, 64)}, "sr-bcrs": {}, "bitmask": {},
     "two-four": {"meta_order": "logical"}, "vector-nm": {"n": 2, "m": 4, "vector_length": 128},
+    "sum": {"rules": ("bsr:blocksize=64x64,density>=0.9", "csr")},
 }  # fmt: skip
 READ_AS_THEY_ARE = {
     "cuda.spmm_bsr", "cuda.spmm_bsr_tokens", "cuda.spmm_sr_bcrs", "cuda.spmm_vector_nm_tokens", "cuda.expand_then_dense",
@@ -69,12 +70,14 @@ def test_a_plan_waits_for_the_arrays_it_has_made(kernel: Any, world: World, monk
         a = sf.by_name(fmt).from_dense(x.astype(sf.arrays.dtypes.value_type(dtype).numpy), **MATRICES[fmt])
         a.ensure_valid()
         p = Problem.product(
-            fmt, tuple(a.params().items()), 256, 256, 64, a.stored, dtype, dtype, dtype, device="cuda", sm=90
-        )
+            fmt, tuple(a.params().items()), 256, 256, 64, a.stored, dtype, dtype, dtype, device="cuda", sm=90,
+            parts=Operand.of(a, "cuda").parts,
+        )  # fmt: skip
         if not [r for r in kernel.unsupported(p) if "dtype" in r]:
             break
-    for name, array in a.arrays().items():
-        object.__setattr__(a, name, array.view(real["ndarray"]))
+    for part in (a, *getattr(a, "parts", ())):
+        for name, array in part.arrays().items():
+            object.__setattr__(part, name, array.view(real["ndarray"]))
     events.clear()
     made = kernel.plan(a, p.changed(device_id=0))
     assert made.kernel == kernel.name

@@ -142,14 +142,17 @@ def _answers(p: Problem, name: str, without: str) -> Iterator[Accepted | Rejecte
                 yield Rejected(k.name, (f"does not take {what}",))
             continue
         concerned = True
-        yield _answer(k, p, missing)
+        yield _answer(k, p, missing, only is not None)
     if missing and not concerned and only is None:
         yield Rejected(name, missing)
 
 
-def _answer(k: Kernel, p: Problem, missing: tuple[str, ...]) -> Accepted | Rejected:
+def _answer(k: Kernel, p: Problem, missing: tuple[str, ...], by_name: bool) -> Accepted | Rejected:
     own = without_epilogue(k, p)
     refused = [*missing, *k.unsupported(own)]
+    waits = getattr(k, "by_name_only", "")  # a plug-in's kernel need not derive from Kernel
+    if waits and not by_name:
+        refused.append(f"{waits}; it runs only where a call names it, with backend={k.name!r}")
     if not refused:
         needed = k.workspace_bytes(own)
         if needed > p.workspace:

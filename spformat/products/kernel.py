@@ -36,6 +36,8 @@ class Kernel:
     """Name of another kernel whose constants it uses; empty if it has its own."""
     multiplies_zeros: ClassVar[bool] = False
     """Whether zeros of A are multiplied with their rows of B, as in a dense product: inf in B then gives NaN."""
+    by_name_only: ClassVar[str] = ""
+    """Why it runs only where a call names it, for instance because nothing was measured; empty for other kernels."""
     product_error: ClassVar[float] = 0.0
     """Relative error of one float32 product, where products are not exact (three TF32 products)."""
 

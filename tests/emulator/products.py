@@ -25,7 +25,7 @@ from spformat.formats.base import Format
 from spformat.formats.csr import CSR
 from spformat.products import roofline
 from spformat.products.kernel import Kernel
-from spformat.products.problem import Problem, result_dtype
+from spformat.products.problem import Operand, Problem, result_dtype
 from spformat.products.tiles import forced
 
 from .stand_in import guarded
@@ -68,10 +68,10 @@ def drawn(kernel: Kernel, seed: int, sm: int, dtypes: tuple[str, ...] = DTYPES, 
     takes = sorted(kernel.takes)
     for _ in range(ATTEMPTS):
         operation, name = takes[rng.integers(len(takes))]
-        fmt, dtype = next(f for f in sf.FORMATS if f.name == name), str(rng.choice(dtypes))
+        fmt, dtype = sf.by_name(name), str(rng.choice(dtypes))
         if dtype not in fmt.value_dtypes:
             continue
-        params = drawn_params(rng, name)
+        params = {"rules": drawn_rules(rng)} if name == "sum" else drawn_params(rng, name)
         M, K = (int(s) for s in rng.choice([s for s in SIZES if s <= largest], 2))
         if rng.random() < 0.4 and largest >= max(DEEP):
             K = int(rng.choice(DEEP))
@@ -107,6 +107,15 @@ def drawn(kernel: Kernel, seed: int, sm: int, dtypes: tuple[str, ...] = DTYPES, 
     return None
 
 
+def drawn_rules(rng: np.random.Generator) -> tuple[str, ...]:
+    """Rules of the parts of a sum: blocks, 2:4 or none, and one or two formats for the rest."""
+    R, C = rng.choice((1, 5, 8, 16, 24, 32, 64, 96, 130), 2)
+    blocks = tuple(f"{f}:blocksize={R}x{C},density>=0.4" for f in ("bsr", "dbsr"))
+    structured = str(rng.choice((*blocks, "two-four", "ell-buckets:widths=2", "csr:row_length>=9")))
+    rest = ("ell-buckets:widths=3x16,row_length>=3", "ell-buckets:widths=8", "csr")
+    return (structured, *rest[int(rng.choice((0, 1, 2, 2))) :][:: int(rng.choice((1, 2)))])
+
+
 def _lines(rng: np.random.Generator, line: int) -> tuple[int, int]:
     """Elements between lines, and before the first one; half of the time whole lines of 16 bytes."""
     if rng.random() < 0.5:
@@ -137,6 +146,7 @@ def problem_of(case: Case, sm: int) -> Problem:
     return Problem.product(
         f.name, tuple(f.params().items()), *f.shape, case.n, f.stored, f.dtype.name, f.dtype.name, case.out_dtype,
         *case.layouts, device="cuda", sm=sm, operation=case.operation,
+        parts=Operand.of(f, "cuda").parts,
     )  # fmt: skip
 
 

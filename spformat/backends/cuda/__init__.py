@@ -17,6 +17,7 @@ from .runtime.kernel import CudaKernel
 from .sr_bcrs.spmm_sr_bcrs import SpmmSRBCRS
 from .sr_bcrs.spmm_sr_bcrs_sm90a import SpmmSRBCRSHopper
 from .sr_bcrs.spmm_sr_bcrs_tc import SpmmSRBCRSTensor
+from .sum.spmm_sum import SpmmSum
 from .two_four import spmm_two_four
 from .two_four.spmm_two_four_sm90 import SpmmTwoFourSm90
 from .two_four.spmm_two_four_sm90a import SpmmTwoFourSm90a
@@ -49,6 +50,7 @@ KERNELS: tuple[CudaKernel, ...] = (
     SpmmVectorNM(),
     SpmmVectorNMTokens(),
     ExpandThenDense(),
+    SpmmSum(),
 )
 """One line per kernel. Of kernels that expect the same time, the first is chosen."""
 
