@@ -25,6 +25,7 @@ transformers = pytest.importorskip(
 )
 hf = pytest.importorskip("spformat.hf")
 
+import spformat.torch  # noqa: E402
 from spformat.torch import SparseLinear  # noqa: E402
 
 FORMATS = {
@@ -159,6 +160,22 @@ def test_tied_heads_stay_tied(tmp_path: Path) -> None:
     assert torch.equal(logits(load(tmp_path / "again")), logits(model))
 
 
+def test_a_sparse_head_is_not_tied_any_more(tmp_path: Path) -> None:
+    """What sparsify makes of a tied head has a weight of its own, which is saved and loaded beside the embedding."""
+    model = llama(tie_word_embeddings=True)
+    embedding = model.model.embed_tokens.weight.detach().clone()
+    hf.sparsify(model, "lm_head.weight=bitmask", prune=True, sparsity=0.5)
+    model.save_pretrained(tmp_path / "sp")
+    again = load(tmp_path / "sp")
+    assert isinstance(again.lm_head, SparseLinear)
+    assert torch.equal(again.model.embed_tokens.weight, embedding)
+    assert torch.equal(logits(again), logits(model))
+    config = json.loads((tmp_path / "sp" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    (tmp_path / "sp" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    assert torch.equal(logits(load(tmp_path / "sp")), logits(model))
+
+
 def test_contents_are_checked_while_loading(packed: Path, tmp_path: Path) -> None:
     import shutil
 
@@ -271,6 +288,29 @@ def test_saved_folders_are_ordinary_packed_folders(packed: Path, tmp_path: Path)
     assert "quantization_config" not in config
     assert "transformers_weights" not in config
     assert torch.equal(load(tmp_path / "dense").lm_head.weight, load(packed).lm_head.weight)
+
+
+def test_a_model_that_was_changed_without_this_package_is_not_saved_as_noise(dense: Path, tmp_path: Path) -> None:
+    """transformers would write arrays that it does not read again, and draw random numbers for the weights."""
+    model = load(dense)
+    spformat.torch.sparsify(model, "re:up_proj=bitmask", prune=True, sparsity=0.5)
+    for m in (model, model.model, copy.deepcopy(model)):
+        with pytest.raises(sf.errors.UsageError, match=r"spformat\.hf\.save_pretrained\(model, folder\)"):
+            m.save_pretrained(tmp_path / "noise")
+    hf.save_pretrained(model, tmp_path / "packed")
+    assert torch.equal(logits(load(tmp_path / "packed")), logits(model))
+    spformat.torch.densify(model)
+    model.save_pretrained(tmp_path / "dense")
+    assert torch.allclose(logits(load(tmp_path / "dense")), logits(model))
+
+
+def test_sizes_of_shards_are_given_as_transformers_takes_them(packed: Path, tmp_path: Path) -> None:
+    model = load(packed)
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("spformat-*.safetensors"))) > 1
+    assert torch.equal(logits(load(tmp_path)), logits(model))
+    with pytest.raises(sf.errors.UsageError, match=r"max_shard_size: expected bytes .* got 'large'"):
+        model.save_pretrained(tmp_path, max_shard_size="large")
 
 
 def test_options_that_would_be_lost_are_refused(packed: Path, tmp_path: Path) -> None:

@@ -144,6 +144,47 @@ def test_nothing_is_pruned_unless_asked(model: Any) -> None:
     assert int((model.last.up.weight != 0).sum()) == ROWS * DEPTH // 4
 
 
+def test_weights_that_hooks_compute_are_those_of_the_next_product() -> None:
+    """torch.nn.utils.prune writes ``weight`` before a product, so that after a step of an optimizer it is an old one."""
+    from torch.nn.utils import prune
+
+    m = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
+    prune.global_unstructured([(m[0], "weight"), (m[0], "bias")], prune.L1Unstructured, amount=0.5)
+    with torch.no_grad():
+        m[0].weight_orig.mul_(2)
+        m[0].bias_orig.mul_(3)
+    expected, kept = m[0].weight_orig * m[0].weight_mask, m[0].bias_orig * m[0].bias_mask
+    st.sparsify(m, "0.weight=csr")
+    assert torch.equal(m[0].weight, expected)
+    assert torch.equal(m[0].bias, kept)
+    assert m[0](torch.ones(1, 32)).isfinite().all()
+    assert m[0].matrix.nnz < 64 * 32
+
+
+def test_layers_keep_their_hooks() -> None:
+    m = torch.nn.Sequential(torch.nn.Linear(32, 64))
+    seen: list[str] = []
+    handle = m[0].register_forward_hook(lambda *_: seen.append("after"))
+    m[0].register_forward_pre_hook(lambda *_, **__: seen.append("before"), with_kwargs=True)
+    m[0].register_full_backward_hook(lambda *_: seen.append("gradient"))
+    x = torch.ones(2, 32, requires_grad=True)
+    st.sparsify(m, "re:.*=csr")
+    m(x).sum().backward()
+    assert seen == ["before", "after", "gradient"]
+    st.densify(m)
+    handle.remove()
+    m(x)
+    assert seen == ["before", "after", "gradient", "before"]
+
+
+def test_a_forward_of_an_object_is_not_replaced() -> None:
+    m = torch.nn.Sequential(torch.nn.Linear(32, 64))
+    m[0].forward = lambda x: x
+    assert not st.models.is_linear(m[0])
+    with pytest.raises(sf.errors.UsageError):  # no layer is left for the rule
+        st.sparsify(m, "re:.*=csr")
+
+
 def test_rules_without_a_layer_are_refused(model: Any) -> None:
     for rule in ("*.side.weight=csr", "embed.weight=csr", "first.up.bias=csr"):
         with pytest.raises(

@@ -148,6 +148,48 @@ def test_a_state_of_other_contents_is_validated() -> None:
         m(tokens(2))
 
 
+@pytest.mark.parametrize("fmt", ["csr", "two-four", "bitmask"])
+def test_a_state_of_another_shape_is_refused_and_changes_nothing(fmt: str) -> None:
+    m = layer(fmt, with_bias=False)
+    other = st.SparseLinear(sf.convert(np.tile(weights(), (2, 2)), fmt))
+    with pytest.raises(RuntimeError, match=f"weight: {fmt}: .*: dimension .* got"):
+        m.load_state_dict(other.state_dict())
+    assert torch.equal(m(tokens(3)), dense(tokens(3), weights()))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own, when it loads forward mode
+@pytest.mark.parametrize("graded", [False, True])
+def test_tensors_that_are_computed(graded: bool) -> None:
+    """By a parametrization, or by torch.nn.utils.prune: then the layer has no parameter or buffer of that name."""
+
+    class Twice(torch.nn.Module):
+        def forward(self, b: Any) -> Any:
+            return b * 2
+
+    with torch.set_grad_enabled(graded):
+        m = layer("csr")
+        torch.nn.utils.parametrize.register_parametrization(m, "bias", Twice())
+        assert torch.equal(m(tokens(3)), dense(tokens(3), weights(), bias() * 2))
+        m = layer("csr")
+        torch.nn.utils.prune.l1_unstructured(m, "bias", 0.5)
+        assert torch.equal(m(tokens(3)), dense(tokens(3), weights(), m.bias))
+        m = layer("csr")
+        torch.nn.utils.parametrize.register_parametrization(m, "weight_data", Twice())
+        assert torch.equal(m(tokens(3)), dense(tokens(3), weights() * 2, bias()))
+        assert "format=csr" in repr(m)
+
+
+def test_what_a_layer_is_made_of() -> None:
+    with pytest.raises(sf.errors.UsageError, match=r"expected a matrix of spformat, got Tensor: use spformat\.convert"):
+        st.SparseLinear(torch.ones(4, 4))
+    with pytest.raises(sf.errors.UsageError, match=rf"bias: expected shape \[{ROWS}\], got \[3\]"):
+        st.SparseLinear(matrix("csr"), torch.ones(3))
+    with pytest.raises(sf.errors.UsageError, match=r"expected a torch\.nn\.Linear, got Conv1d"):
+        st.SparseLinear.from_linear(torch.nn.Conv1d(2, 2, 1), "csr")
+    m = layer("csr")
+    assert torch.equal(st.SparseLinear.from_linear(m, "bitmask").weight, m.weight)
+
+
 def test_what_was_validated_is_not_validated_again(monkeypatch: pytest.MonkeyPatch) -> None:
     m = layer("csr")
     monkeypatch.setattr(sf.CSR, "validate", lambda self: pytest.fail("scanned"))
@@ -293,19 +335,6 @@ def test_descriptions_that_are_none() -> None:
             parse(text)
     with pytest.raises(sf.errors.UsageError, match="expected 3 tensors \\(indptr, indices, data\\), got 1"):
         weight_of([torch.zeros(1)], Description.of(matrix("csr")).text)
-
-
-def test_data_parallel_keeps_the_buffers_in_step(tmp_path: Path) -> None:
-    """DDP broadcasts every buffer before a product, which gloo and NCCL do for few dtypes."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        m = torch.nn.Sequential(*(layer(fmt) for fmt in ("two-four", "vector-nm")), torch.nn.Linear(ROWS, 2).half())
-        m = torch.nn.Sequential(m[0], torch.nn.Linear(ROWS, DEPTH).half(), *m[1:])
-        parallel = torch.nn.parallel.DistributedDataParallel(m)
-        parallel(tokens(2)).sum().backward()
-        assert m[1].weight.grad is not None
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import numpy as np
 import pytest
 
 import spformat as sf
@@ -60,6 +61,26 @@ def test_gradients_of_the_dense_operand(fmt: str, transposed: bool) -> None:
     B = x.detach()[0].T.clone().requires_grad_()
     st.spmm(A, B).backward(dy[0].T)
     assert torch.equal(B.grad, (W.T @ dy[0].T.double()).half())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    """Both ways of torch; the one without reentrance lets a gradient read what was saved only once."""
+    m = torch.nn.Sequential(layer("two-four", "float32"), torch.nn.ReLU(), torch.nn.Linear(ROWS, 4))
+    A = matrix("csr", "float32")
+    gradients = []
+    for saved in (True, False):
+        x = tokens(3, dtype="float32").requires_grad_()
+
+        def forward(x: Any) -> Any:
+            return m(st.spmm(A.T, st.spmm(A, x.T)).T)
+
+        y = torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=reentrant) if saved else forward(x)
+        m.zero_grad()
+        y.square().sum().backward()
+        gradients.append([x.grad, *(p.grad for p in m[2].parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert gradients[0][0].any()
 
 
 def test_gradcheck() -> None:
@@ -192,6 +213,18 @@ def test_export_with_a_dynamic_batch(fmt: str) -> None:
     assert [n.target for n in calls] == [OPS.linear.default]
 
 
+def test_export_of_arrays_without_elements() -> None:
+    """torch.export.save takes tensors without elements only with the strides that torch gives them."""
+    m = st.SparseLinear(sf.convert(np.zeros((ROWS, DEPTH), np.float32), "csr"))
+    assert m.weight_data.stride() == torch.empty(0).stride()
+    for n in m, layer("vector-nm", "float32"):
+        file = io.BytesIO()
+        torch.export.save(torch.export.export(n, (tokens(2, dtype="float32"),)), file)
+        file.seek(0)
+        x = tokens(2, dtype="float32") * 2
+        assert torch.equal(torch.export.load(file).module()(x), n(x))
+
+
 def test_fake_tensors_and_traces() -> None:
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -315,6 +348,22 @@ def test_tensors_without_memory(name: str) -> None:
         return
     with pytest.raises(sf.errors.UsageError, match=r"the operators of spformat\.torch"):
         torch.vmap(product)(x[None])
+
+
+@pytest.mark.parametrize("graded", [False, True])
+def test_a_weight_without_memory_gives_no_result_on_the_device_of_x(graded: bool) -> None:
+    """The dispatcher would take the shape function for the kernel, and the result would be memory as it was found."""
+    m, A = layer("csr").to("meta"), matrix("csr")
+    with (
+        torch.set_grad_enabled(graded),
+        pytest.raises(sf.errors.UsageError, match=r"x on cpu, the matrix on meta|no contents"),
+    ):
+        m(tokens(2).requires_grad_(graded))
+    with pytest.raises(sf.errors.UsageError, match="B on meta, the matrix on cpu"):
+        st.spmm(A, tokens(2).T.to("meta"))
+    with pytest.raises(sf.errors.UsageError, match="has no contents"):
+        _ = m.matrix
+    assert m(tokens(2).to("meta")).is_meta
 
 
 @pytest.mark.parametrize("wrong", [tokens(2)[:, 1:], torch.tensor(1.0).half()])

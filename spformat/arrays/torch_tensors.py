@@ -16,6 +16,7 @@ from .library import Array, import_cupy, is_cupy
 
 _UNKNOWN_TO_NUMPY = {d.name: d for d in SAFETENSORS.values() if d.name.startswith(("bfloat", "float8"))}
 """dtypes of ml_dtypes by their names, which torch has, too."""
+_DTYPES_OF_ML_DTYPES = frozenset(_UNKNOWN_TO_NUMPY.values())
 
 
 def import_torch() -> Any:
@@ -80,12 +81,18 @@ def refuse_recorded(name: str) -> None:
 def array_to_torch(x: Array) -> Any:
     """A torch tensor that shares the memory of a numpy or CuPy array (read-only arrays are copied)."""
     torch = import_torch()
-    if x.dtype.name in _UNKNOWN_TO_NUMPY:
+    shared = _shared(torch, x)
+    # The strides of an array without elements may be 0, and torch.export saves no such tensor.
+    return shared if x.size else shared.new_empty(shared.shape)
+
+
+def _shared(torch: Any, x: Array) -> Any:
+    if x.dtype in _DTYPES_OF_ML_DTYPES:
         # Neither numpy nor its DLPack knows these types, so the bits are passed as integers and viewed afterwards.
         kind = getattr(torch, x.dtype.name, None)
         if kind is None:
             raise UsageError(f"torch {torch.__version__} has no dtype {x.dtype.name}: install a newer one")
-        return array_to_torch(x.view(f"uint{8 * x.dtype.itemsize}")).view(kind)
+        return _shared(torch, x.view(f"uint{8 * x.dtype.itemsize}")).view(kind)
     if is_cupy(x):
         return torch.from_dlpack(x)
     return torch.from_numpy(x if x.flags.writeable else x.copy())
@@ -239,8 +246,10 @@ _cupy = functools.cache(import_cupy)
 
 def _not_shared(t: Any, e: Exception) -> UsageError:
     what = f"{t.dtype}, {t.layout}, device {t.device}"
+    if t.is_meta:
+        return UsageError(f"torch tensor ({what}): it has no contents, so load or assign them first")
     known = str(t.layout) == "torch.strided" and str(t.dtype).removeprefix("torch.") in VALUE_TYPES
-    without_memory = known and not t.is_neg() and not t.is_conj()  # a fake, a batched or a meta tensor
+    without_memory = known and not t.is_neg() and not t.is_conj()  # a fake or a batched tensor
     hint = "; the operators of spformat.torch (linear, spmm, SparseLinear) take tensors without memory"
     return UsageError(
         f"torch tensor ({what}): its memory cannot be shared with {'CuPy' if t.is_cuda else 'numpy'}: {e}"

@@ -74,28 +74,32 @@ def with_epilogue(plan: Plan, p: Problem) -> Plan:
             raise TypeError(f"bias: expected a numpy array, got {type(bias).__name__}")
         out = check_operands(p, B, out)
         with np.errstate(all="ignore"):  # overflow and inf - inf are results, not events
-            total = _scaled(plan, p, B, alpha, wide)
+            # Sums in the dtype of C are written to their place at once, unless C is still to be read.
+            place = out if beta == 0 and out.dtype == wide == numpy_dtype(plan.problem.out_dtype) else None
+            total = _scaled(plan, p, B, alpha, wide, place)
             if beta != 0:
                 total += wide.type(beta) * out.astype(wide)
             if bias is not None:
                 total += bias.astype(wide)[:, None]
-            out[...] = total
+            if total is not out:
+                out[...] = total
         return out
 
     return Plan(plan.kernel, p, run, f"{plan.tile}, epilogue in a pass of its own".lstrip(", "), plan.workspace)
 
 
-def _scaled(plan: Plan, p: Problem, B: Any, alpha: float, wide: np.dtype[Any]) -> Any:
-    """alpha * (A @ B). As in BLAS, A and B are not read if alpha is 0. Where A @ B overflows and alpha makes it finite
-    again, B is scaled first."""
+def _scaled(plan: Plan, p: Problem, B: Any, alpha: float, wide: np.dtype[Any], place: Any) -> Any:
+    """alpha * (A @ B), in ``place`` or a new array. As in BLAS, A and B are not read if alpha is 0. Where A @ B
+    overflows and alpha makes it finite again, B is scaled first."""
     if alpha == 0:
         return np.zeros((p.rows, B.shape[1]), wide)
-    total = plan.run(B, None).astype(wide, copy=False)
+    total = plan.run(B, place).astype(wide, copy=False)
     if abs(alpha) < 1 and not np.isfinite(total).all():
         mantissa, exponent = math.frexp(alpha)
         small = plan.run(np.ldexp(B.astype(wide), exponent).astype(B.dtype), None).astype(wide, copy=False)
         return np.where(np.isfinite(total), total * wide.type(alpha), small * wide.type(mantissa))
-    total *= wide.type(alpha)
+    if alpha != 1:
+        total *= wide.type(alpha)
     return total
 
 

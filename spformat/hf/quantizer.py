@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from ..checkpoint.layouts import GUARD, METHOD, PACKED_INDEX
 from ..errors import UsageError
+from ..formats.base import Format
 from ..formats.stack import Stack
 from ..storage.container import safe_open
 from ..storage.descriptor import Record
@@ -29,7 +30,7 @@ from ..torch.loading import is_sparse
 from ..torch.models import densify, is_linear, replace
 from ..torch.module import SparseLinear
 from .config import SpformatConfig
-from .saving import save_itself, sparsify
+from .saving import save_itself, sparsify, untie
 
 log = logging.get_logger(__name__)
 
@@ -98,7 +99,7 @@ class SpformatQuantizer(HfQuantizer):  # type: ignore[misc]
                     unused.append(name)
                     continue
                 old = model.get_submodule(layer_name)
-                layer = SparseLinear.from_record(record, old.bias).train(old.training)
+                layer = Unfilled.from_record(record, old.bias)
                 layer._is_hf_initialized = True  # transformers must not draw random numbers for it
                 replace(model, layer_name, layer)
                 self._dtypes[layer_name] = old.weight.dtype
@@ -108,6 +109,14 @@ class SpformatQuantizer(HfQuantizer):  # type: ignore[misc]
             raise UsageError(
                 "no tensor of the checkpoint is a sparse weight of this model", path=_first(checkpoint_files)
             )
+        filled = {f"{layer_name}.weight" for pairs in self._to_fill.values() for _, layer_name in pairs}
+        for target, source in model.all_tied_weights_keys.items():
+            if source in filled and target not in filled:
+                raise UsageError(
+                    f"this weight is tied to {target}, so it must be dense: convert with --exclude",
+                    path=_first(checkpoint_files), tensor=source,
+                )  # fmt: skip
+        untie(model)
         if unused:
             log.warning(f"{len(unused)} sparse tensors have no place in the model and are not loaded, as {unused[0]}")
         # What transformers would report: buffers that it does not find, and entries that it does not know.
@@ -159,6 +168,23 @@ class SpformatQuantizer(HfQuantizer):  # type: ignore[misc]
     def is_compileable(self) -> bool:
         """Whether ``torch.compile`` takes the layers: yes."""
         return True
+
+
+class Unfilled(SparseLinear):
+    """A layer while transformers loads: its buffers say where it is, and hold nothing.
+
+    Other modules may draw random numbers for its weight, which are not used, or look at its dtype.
+    """
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight on the meta device, as nothing is known of it yet."""
+        return torch.empty(self.description.shape, dtype=self.dtype, device="meta")
+
+    def fill(self, matrix: Format) -> None:
+        """Become an ordinary layer with these contents."""
+        super().fill(matrix)
+        self.__class__ = SparseLinear  # hooks of accelerate know this object
 
 
 class Names:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.utils.hub import convert_file_size_to_int
 
 from ..checkpoint.layouts import CONFIG, PACKED_INDEX, TRANSFORMERS, config_for
 from ..checkpoint.packing import write_packed
@@ -35,7 +36,18 @@ def sparsify(model: Any, rules: str | Sequence[str], **options: Any) -> dict[str
 
 def save_itself(model: Any) -> None:
     """Give a model a ``save_pretrained`` that knows sparse layers, in place of that of its class."""
+    untie(model)
     model.save_pretrained = functools.partial(save_pretrained, model)
+
+
+def untie(model: Any) -> None:
+    """Take sparse weights out of the weights that transformers ties: a sparse head is not the embedding any more."""
+    tied = model.all_tied_weights_keys
+    sparse = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, SparseLinear)}
+    for target in [t for t, source in tied.items() if t in sparse or source in sparse]:
+        del tied[target]
+        if not tied:
+            model.config.tie_word_embeddings = False
 
 
 def save_pretrained(
@@ -43,13 +55,14 @@ def save_pretrained(
     save_directory: Path,
     is_main_process: bool = True,
     *,
-    max_shard_size: int = SHARD,
+    max_shard_size: int | str = SHARD,
     overwrite: bool = True,
     **options: Any,
 ) -> None:
     """Write a model with sparse layers into a folder that ``from_pretrained`` loads after ``import spformat.hf``.
 
-    is_main_process: other processes write nothing. max_shard_size: bytes of a file, unless a single tensor has more.
+    is_main_process: other processes write nothing. max_shard_size: bytes of a file, unless a single tensor has more; an
+    int, or a text like "5GB".
     overwrite: replace an earlier checkpoint in the folder, as transformers does. With adapters on the model
     (``add_adapter``) only those are saved, by transformers. Other options of transformers (``push_to_hub``,
     ``variant``, ..) are refused: UsageError.
@@ -60,8 +73,12 @@ def save_pretrained(
     given = [name for name, value in options.items() if value not in (None, USUAL.get(name))]
     if given:
         raise UsageError(f"save_pretrained: expected no other option for sparse layers, got {', '.join(sorted(given))}")
-    if not isinstance(max_shard_size, int):
-        raise UsageError(f"max_shard_size: expected bytes as an int, got {max_shard_size!r}")
+    try:
+        shard = convert_file_size_to_int(max_shard_size)
+    except ValueError as e:
+        raise UsageError(
+            f"max_shard_size: expected bytes as an int or a text like '5GB', got {max_shard_size!r}"
+        ) from e
     if not is_main_process:
         return
     folder = os.fspath(save_directory)
@@ -76,7 +93,7 @@ def save_pretrained(
     with open(path, "rb") as f:
         config = config_for(f.read(), TRANSFORMERS, path)
     publish(path, config, overwrite=True)
-    write_packed(folder, tensors, max_shard_size, overwrite, PACKED_INDEX)
+    write_packed(folder, tensors, shard, overwrite, PACKED_INDEX)
 
 
 def tensors_of(model: Any) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from ..formats.dense import Dense
 from ..formats.stack import Stack
 from ..storage.descriptor import Record
 from ..storage.files import Path
-from .models import is_linear, replace
+from .models import is_linear, refuse_plain_saving, replace
 from .module import SparseLinear
 
 NAMED = 5
@@ -50,6 +50,8 @@ def load_into(model: torch.nn.Module, path: Path, device: Any = None) -> dict[st
             else:
                 places.put(name, array_to_torch(x.data if isinstance(x, Dense) else x))
         places.move_rest(where)
+    if places.sparse:
+        refuse_plain_saving(model)
     return places.sparse
 
 
@@ -129,7 +131,7 @@ class Places:
     def put_sparse(self, name: str, matrix: Format) -> None:
         """Replace the linear layer of a weight, under every name that it has."""
         old = self._layers[name]
-        layer = self._replaced[id(old)] = SparseLinear(matrix, old.bias).train(old.training)
+        layer = self._replaced[id(old)] = SparseLinear(matrix, old.bias)
         for other, module in self._layers.items():
             if module is old:
                 self.sparse[other.removesuffix("weight").removesuffix(".")] = layer

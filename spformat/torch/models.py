@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from ..checkpoint.recipe import KEEP, Recipe, Rule, require_match
 from ..errors import SpformatError, UsageError
@@ -43,13 +49,15 @@ def sparsify(
             continue
         if id(layer) not in new:
             try:
-                matrix = convert_by(r, layer.weight, target)
+                matrix = convert_by(r, _current_weight(layer), target)
             except SpformatError as e:
                 raise e.at(tensor=weight) from None
-            new[id(layer)] = SparseLinear(matrix, layer.bias).train(layer.training)
+            new[id(layer)] = SparseLinear(matrix, layer.bias)
         names[name] = new[id(layer)]
     for name, sparse in names.items():
         replace(model, name, sparse)
+    if names:
+        refuse_plain_saving(model)
     return names
 
 
@@ -68,9 +76,12 @@ def densify(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
             dense = torch.nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
             dense.weight = torch.nn.Parameter(layer.weight, requires_grad=layer.weight.is_floating_point())
             dense.bias = layer.bias
-            new[id(layer)] = dense.train(layer.training)
+            new[id(layer)] = dense
         names[name] = new[id(layer)]
         replace(model, name, new[id(layer)])
+    for module in model.modules():
+        if vars(module).get("save_pretrained") is _refused:
+            del module.save_pretrained
     return names
 
 
@@ -82,17 +93,65 @@ def linear_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Linear
 def is_linear(module: torch.nn.Module) -> bool:
     """Whether a module only multiplies by its weight and adds its bias.
 
-    False for classes with a ``forward`` of their own, and for layers whose weight other modules read, such as the
-    output projection of ``torch.nn.MultiheadAttention``.
+    False for classes and objects with a ``forward`` of their own, and for layers whose weight other modules read, such
+    as the output projection of ``torch.nn.MultiheadAttention``.
     """
     if not isinstance(module, torch.nn.Linear) or type(module).forward is not torch.nn.Linear.forward:
         return False
-    return not isinstance(module, torch.nn.modules.linear.NonDynamicallyQuantizableLinear)
+    return "forward" not in vars(module) and not isinstance(
+        module, torch.nn.modules.linear.NonDynamicallyQuantizableLinear
+    )
+
+
+_COMPUTE_THE_WEIGHT = (BasePruningMethod, WeightNorm, SpectralNorm)
+"""Hooks that write ``weight`` or ``bias`` before a product, so that between products they may be those of before."""
+
+
+def _current_weight(layer: torch.nn.Linear) -> torch.Tensor:
+    """The weight of the next product. The bias is brought up to date, too."""
+    for hook in layer._forward_pre_hooks.values():
+        if isinstance(hook, _COMPUTE_THE_WEIGHT):
+            hook(layer, ())
+    return layer.weight
+
+
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
+)  # fmt: skip
 
 
 def replace(model: torch.nn.Module, name: str, layer: torch.nn.Module) -> None:
-    """Put a layer in the place of the one of that name."""
+    """Put a layer in the place of the one of that name, in its mode (training or not) and with its hooks."""
     parent, _, leaf = name.rpartition(".")
     if not leaf:
         raise UsageError("the model itself is a linear layer: use SparseLinear.from_linear(model, format)")
-    setattr(model.get_submodule(parent), leaf, layer)
+    holder = model.get_submodule(parent)
+    old = getattr(holder, leaf)
+    if old is not layer:
+        layer.training = old.training
+        vars(layer).update({kind: vars(old)[kind] for kind in _HOOKS})  # the same objects, so that handles remove them
+        if any(isinstance(hook, _COMPUTE_THE_WEIGHT) for hook in old._forward_pre_hooks.values()):
+            kept = {k: hook for k, hook in old._forward_pre_hooks.items() if not isinstance(hook, _COMPUTE_THE_WEIGHT)}
+            layer._forward_pre_hooks = OrderedDict(kept)
+    setattr(holder, leaf, layer)
+
+
+def refuse_plain_saving(model: torch.nn.Module) -> None:
+    """Let ``save_pretrained`` of models of transformers raise an error, until ``spformat.hf`` or ``densify`` change it.
+
+    What it writes would load without an error, with random numbers in the place of the sparse weights.
+    """
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None:
+        return
+    for module in model.modules():
+        if isinstance(module, modeling.PreTrainedModel):
+            module.save_pretrained = _refused
+
+
+def _refused(*_: Any, **__: Any) -> None:
+    raise UsageError(
+        "save_pretrained of transformers would write a folder that loads with random numbers in the place of sparse "
+        "weights: import spformat.hf, and call spformat.hf.save_pretrained(model, folder)"
+    )

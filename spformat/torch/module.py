@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from ..arrays.dtypes import VALUE_TYPES
 from ..arrays.torch_tensors import array_to_torch
-from ..errors import StructureError, UsageError
+from ..errors import SpformatError, StructureError, UsageError
 from ..formats import by_name
 from ..formats.base import Format
 from ..storage.descriptor import Record
@@ -40,6 +40,11 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
         bias: [out_features] on the same device, in the dtype of the results; a Parameter is taken as it is.
         """
         super().__init__()
+        if not isinstance(weight, Format):
+            raise UsageError(
+                f"weight: expected a matrix of spformat, got {type(weight).__name__}: use spformat.convert(weight, "
+                "format), or SparseLinear.from_linear(linear, format)"
+            )
         description = Description.of(weight.ensure_valid())
         with torch.inference_mode(False):  # where torch counts changes in place
             tensors = description.tensors(weight)
@@ -57,8 +62,10 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
         format: an id ("two-four"), or a text with params as the command takes it ("bsr:blocksize=32x32"); params: those
         of the format. prune: zero the smallest values where the weight does not fit the format; sparsity: the share to
         zero, for formats that leave it open. Without ``prune`` the weight must fit exactly: StructureError says where
-        it does not.
+        it does not. UsageError for a layer of another kind: the weight of transformers' Conv1D is W^T.
         """
+        if not isinstance(linear, torch.nn.Linear | SparseLinear):
+            raise UsageError(f"linear: expected a torch.nn.Linear, got {type(linear).__name__}")
         matrix = converted(linear.weight, format, prune=prune, sparsity=sparsity, **params)
         layer = cls(matrix, linear.bias)
         layer.training = linear.training
@@ -87,6 +94,8 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
         self._names = tuple(tensors)
         for name, t in tensors.items():
             self.register_buffer(name, t)
+        if bias is not None and tuple(bias.shape) != (self.out_features,):
+            raise UsageError(f"bias: expected shape [{self.out_features}], got {list(bias.shape)}")
         if bias is not None and not isinstance(bias, torch.nn.Parameter):
             bias = torch.nn.Parameter(bias, requires_grad=bias.is_floating_point())
         self.register_parameter("bias", bias)
@@ -97,13 +106,17 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., in_features] -> y [.., out_features]."""
         if not torch.compiler.is_compiling():
-            bias = self._parameters["bias"]
+            try:
+                bias = self._parameters["bias"]
+            except KeyError:  # parametrized, or pruned by torch.nn.utils.prune
+                bias = self.bias
             if self._is_ordinary(x, bias):
-                weight, buffers = self._weight, self._buffers
-                if weight is None or not weight.is_current([buffers[name] for name in self._names]):
+                weight = self._weight
+                if weight is None or not weight.is_current(self._tensors()):
                     weight = self._validated()
                 return weight.linear(x, bias)
             operators.refuse_transformed("linear", "x", x, bias)
+            return torch.ops.spformat.linear(x, self._tensors(), bias, self._text, False)
         return torch.ops.spformat.linear(x, [getattr(self, name) for name in self._names], self.bias, self._text, False)
 
     def _is_ordinary(self, x: torch.Tensor, bias: torch.Tensor | None) -> bool:
@@ -126,12 +139,16 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
         return x.requires_grad or bool(bias is not None and bias.requires_grad) or self._values.requires_grad
 
     def _tensors(self) -> list[torch.Tensor]:
-        return [self._buffers[name] for name in self._names]
+        buffers = self._buffers
+        try:
+            return [buffers[name] for name in self._names]
+        except KeyError:  # a parametrization computes one
+            return [getattr(self, name) for name in self._names]
 
     def _validated(self) -> Weight:
         """The validated matrix of the buffers. Those that were created in inference mode are replaced by copies."""
         for name, t in zip(self._names, self._tensors(), strict=True):
-            if t.is_inference():
+            if t.is_inference() and name in self._buffers:
                 with torch.inference_mode(False):
                     self._buffers[name] = t.clone()
         self._weight = weight_of(self._tensors(), self._text)
@@ -169,7 +186,8 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
 
     @property
     def _values(self) -> torch.Tensor:
-        values: torch.Tensor = self._buffers[self._names[self.description.values]]
+        name = self._names[self.description.values]
+        values: torch.Tensor = self._buffers[name] if name in self._buffers else getattr(self, name)
         return values
 
     @property
@@ -230,11 +248,31 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
                 unit="dtype", found=name,
             )  # fmt: skip
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        """Tensors of other lengths, of a matrix of the same description with other contents, replace the buffers."""
-        for name in self._names:
-            given, here = state_dict.get(prefix + name), self._buffers[name]
-            if given is not None and given.shape != here.shape and given.dim() == here.dim():
-                with torch.inference_mode(False):
-                    self._buffers[name] = torch.empty(given.shape, dtype=here.dtype, device=here.device)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: Any,
+        unexpected_keys: Any, error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        """Tensors of other lengths, of a matrix of the same description with other contents, replace the buffers.
+
+        Lengths that no such matrix has are an error here, and the layer stays as it is.
+        """
+        given = [state_dict.get(prefix + name) for name in self._names]
+        other = {
+            name: t.shape
+            for name, t, here in zip(self._names, given, self._tensors(), strict=True)
+            if t is not None and t.dim() == here.dim() and t.shape != here.shape
+        }
+        plain = [t for t in given if t is not None and type(t) in (torch.Tensor, torch.nn.Parameter) and not t.is_meta]
+        if other and len(plain) == len(given):
+            try:
+                self.description.matrix(plain)
+            except SpformatError as e:
+                error_msgs.append(f"{prefix}weight: {e}")
+                return
+        for name, shape in other.items():
+            here = self._buffers[name]
+            with torch.inference_mode(False):
+                self._buffers[name] = torch.empty(shape, dtype=here.dtype, device=here.device)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )

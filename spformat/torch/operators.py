@@ -72,6 +72,13 @@ def _extents(matrix: str, transposed: bool) -> tuple[int, int]:
     return (K, M) if transposed else (M, K)
 
 
+def _same_device(name: str, x: torch.Tensor, weight: Tensors, matrix: str, bias: torch.Tensor | None = None) -> None:
+    """UsageError for operands on several devices; a weight on the meta device would give a result of noise."""
+    for what, t in (("the matrix", weight[parse(matrix).values]), ("bias", bias)):
+        if t is not None and t.device != x.device:
+            raise UsageError(f"expected operands on one device, got {name} on {x.device}, {what} on {t.device}")
+
+
 def _result(weight: Tensors, matrix: str, x: torch.Tensor) -> torch.dtype:
     values = weight[parse(matrix).values]
     dtype: torch.dtype = getattr(torch, result_dtype(name_of(values.dtype), name_of(x.dtype)))
@@ -81,6 +88,7 @@ def _result(weight: Tensors, matrix: str, x: torch.Tensor) -> torch.dtype:
 def _fake_linear(
     x: torch.Tensor, weight: Tensors, bias: torch.Tensor | None, matrix: str, transposed: bool
 ) -> torch.Tensor:
+    _same_device("x", x, weight, matrix, bias)
     M, K = _extents(matrix, transposed)
     torch._check(x.dim() > 0, lambda: f"x: expected shape [.., {K}], got no dimension")
     torch._check(
@@ -96,10 +104,12 @@ def _fake_linear(
 
 
 def _fake_linear_backward(grad: torch.Tensor, weight: Tensors, matrix: str, transposed: bool) -> torch.Tensor:
+    _same_device("grad", grad, weight, matrix)
     return grad.new_empty((*grad.shape[:-1], _extents(matrix, transposed)[1]), dtype=_result(weight, matrix, grad))
 
 
 def _fake_spmm(weight: Tensors, B: torch.Tensor, matrix: str, transposed: bool) -> torch.Tensor:
+    _same_device("B", B, weight, matrix)
     M, K = _extents(matrix, transposed)
     torch._check(B.dim() in (1, 2), lambda: f"B: expected shape [{K}, N] or [{K}], got {tuple(B.shape)}")
     torch._check(B.shape[0] == K, lambda: f"B: expected {K} rows, the columns of A {(M, K)}, got {tuple(B.shape)}")
@@ -107,6 +117,7 @@ def _fake_spmm(weight: Tensors, B: torch.Tensor, matrix: str, transposed: bool) 
 
 
 def _fake_spmm_backward(weight: Tensors, grad: torch.Tensor, matrix: str, transposed: bool) -> torch.Tensor:
+    _same_device("grad", grad, weight, matrix)
     rows = _extents(matrix, transposed)[1]
     return grad.new_empty((rows, *grad.shape[1:]), dtype=_result(weight, matrix, grad))
 
@@ -158,11 +169,12 @@ def _linear_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> 
 
 def _linear_gradient(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     dx = dbias = None
+    weight = ctx.saved_tensors  # read once, as activation checkpointing demands
     if ctx.needs_input_grad[0]:
-        dx = torch.ops.spformat.linear_backward(grad, ctx.saved_tensors, ctx.matrix, ctx.transposed)
+        dx = torch.ops.spformat.linear_backward(grad, weight, ctx.matrix, ctx.transposed)
     if ctx.needs_input_grad[2]:
         dbias = grad.sum(dim=tuple(range(grad.dim() - 1))) if grad.dim() > 1 else grad
-    return dx, [None] * len(ctx.saved_tensors), dbias, None, None
+    return dx, [None] * len(weight), dbias, None, None
 
 
 def _spmm_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -172,8 +184,9 @@ def _spmm_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 
 
 def _spmm_gradient(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    dB = torch.ops.spformat.spmm_backward(ctx.saved_tensors, grad, ctx.matrix, ctx.transposed)
-    return [None] * len(ctx.saved_tensors), dB, None, None
+    weight = ctx.saved_tensors  # read once, as activation checkpointing demands
+    dB = torch.ops.spformat.spmm_backward(weight, grad, ctx.matrix, ctx.transposed)
+    return [None] * len(weight), dB, None, None
 
 
 def _refuse_twice(name: str) -> Any:

@@ -19,7 +19,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..arrays.dtypes import dtype_name
-from ..arrays.torch_tensors import TorchStream, check_operands
+from ..arrays.torch_tensors import TorchStream, array_to_torch, check_operands, torch_to_array
 from ..backends.cuda.runtime.addresses import PERIOD, alignment
 from ..backends.cuda.runtime.launch import Operands
 from ..backends.cuda.runtime.scratch import PER_THREAD
@@ -113,9 +113,15 @@ class Weight:
         return self._by_arrays(x, bias, transposed)
 
     def _by_arrays(self, x: torch.Tensor, bias: torch.Tensor | None, transposed: bool) -> torch.Tensor:
+        A = self.matrix.T if transposed else self.matrix
+        y: torch.Tensor
+        if not (self._on_device or x.is_cuda or (bias is not None and bias.is_cuda)):
+            # FSDP frees gathered parameters by resizing their memory, and what numpy has shared has a fixed size.
+            b = None if bias is None else torch_to_array(bias.detach().clone())
+            y = array_to_torch(api.linear(torch_to_array(x), A, b))
+            return y
         with torch.no_grad():
-            x = with_lines(x) if x.is_cuda else x
-            y: torch.Tensor = api.linear(x, self.matrix.T if transposed else self.matrix, bias)
+            y = api.linear(with_lines(x) if x.is_cuda else x, A, bias)
             return y.contiguous()
 
     def _product(self, key: Any, x: torch.Tensor, bias: torch.Tensor | None) -> Product | None:

@@ -1,0 +1,123 @@
+"""Hugging Face transformers: packed folders of several architectures, and adapters that are refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import spformat as sf
+from spformat.checkpoint import Recipe, Rule, convert_checkpoint
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'spformat[torch]'")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported
+transformers = pytest.importorskip(
+    "transformers", minversion="5", reason="transformers >= 5 is not installed: pip install 'spformat[hf]'"
+)
+hf = pytest.importorskip("spformat.hf")
+
+from spformat.torch import SparseLinear  # noqa: E402
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 128,
+    "max_position_embeddings": 32,
+}  # fmt: skip
+IDS = {"input_ids": torch.arange(18).view(2, 9)}
+
+
+def clip() -> tuple[Any, dict[str, Any]]:
+    vision = {k: v for k, v in SIZES.items() if "embeddings" not in k and "vocab" not in k}
+    config = transformers.CLIPConfig(
+        text_config=SIZES, vision_config=vision | {"image_size": 32, "patch_size": 8}, projection_dim=32
+    )
+    return transformers.CLIPModel(config), IDS | {"pixel_values": torch.ones(2, 3, 32, 32)}
+
+
+def t5() -> tuple[Any, dict[str, Any]]:
+    config = transformers.T5Config(d_model=64, d_ff=128, d_kv=16, num_layers=1, num_heads=4, vocab_size=128)
+    return transformers.T5ForConditionalGeneration(config), IDS | {"decoder_input_ids": IDS["input_ids"]}
+
+
+def mixtral() -> tuple[Any, dict[str, Any]]:
+    config = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=2)
+    return transformers.MixtralForCausalLM(config), IDS
+
+
+def qwen2() -> tuple[Any, dict[str, Any]]:
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES, num_key_value_heads=2)), IDS
+
+
+def opt() -> tuple[Any, dict[str, Any]]:
+    sizes = {k: v for k, v in SIZES.items() if k != "intermediate_size"} | {"ffn_dim": 128, "word_embed_proj_dim": 64}
+    return transformers.OPTForCausalLM(transformers.OPTConfig(**sizes)), IDS
+
+
+def bert() -> tuple[Any, dict[str, Any]]:
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)), IDS
+
+
+LINEAR_LAYERS = {
+    clip: r"re:(_proj|fc1|fc2)\.weight$",  # a block draws random numbers for the weights of its layers ..
+    t5: r"re:(\.[qkvo]|wi|wo)\.weight$",  # .. here, too, and it looks at their dtype
+    mixtral: r"re:self_attn.*_proj\.weight$",  # transformers joins the weights of experts while loading
+    qwen2: r"re:_proj\.weight$",
+    opt: r"re:(_proj|fc1|fc2)\.weight$",
+    bert: r"re:(query|key|value|layer.*dense)\.weight$",
+}
+
+
+@pytest.mark.parametrize("made", LINEAR_LAYERS)
+def test_results_are_those_of_the_masked_model(made: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, inputs = made()
+    model.save_pretrained(tmp_path / "dense")
+    recipe = Recipe("keep", (Rule(LINEAR_LAYERS[made], "bitmask"),), prune="magnitude", sparsity=0.5)
+    convert_checkpoint(tmp_path / "dense", tmp_path / "packed", recipe, layout="transformers")
+    convert_checkpoint(tmp_path / "packed", tmp_path / "masked", "dense")
+    model, info = type(model).from_pretrained(tmp_path / "packed", output_loading_info=True)
+    expected = type(model).from_pretrained(tmp_path / "masked")
+    assert not any(info.values()), info
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, SparseLinear)}
+    assert len(layers) >= 4
+    assert {type(layer) for layer in layers.values()} == {SparseLinear}
+    for name, layer in layers.items():
+        assert torch.equal(layer.weight, expected.get_submodule(name).weight), name
+    with torch.no_grad():
+        y, wanted = model(**inputs)[0], expected(**inputs)[0]
+        assert (y - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+        model.save_pretrained(tmp_path / "again")
+        assert torch.equal(type(model).from_pretrained(tmp_path / "again")(**inputs)[0], y)
+
+
+def test_transposed_weights_are_refused_by_name(tmp_path: Path) -> None:
+    """The layers of GPT-2 multiply by W and not by W^T, so that a square weight would fit and be wrong."""
+    config = transformers.GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=128, n_positions=32)
+    model = transformers.GPT2LMHeadModel(config)
+    model.save_pretrained(tmp_path / "dense")
+    recipe = Recipe("keep", (Rule("re:attn.c_proj.weight$", "bitmask"),), prune="magnitude", sparsity=0.5)
+    convert_checkpoint(tmp_path / "dense", tmp_path / "packed", recipe, layout="transformers")
+    with pytest.raises(sf.errors.UsageError, match=r"attn\.c_proj\.weight.*no linear layer"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    with pytest.raises(sf.errors.UsageError, match=r"expected a torch\.nn\.Linear, got Conv1D"):
+        SparseLinear.from_linear(model.transformer.h[0].attn.c_proj, "csr")
+
+
+# ------------------------------------------------------------------ adapters
+
+
+@pytest.mark.parametrize("initial", ["pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga"])
+def test_adapters_that_would_change_the_weight_are_refused(initial: str) -> None:
+    """PEFT takes their first product off the weight, and a sparse layer's dense weight is a copy."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    config = peft.LoraConfig(target_modules=["q_proj"])
+    config.init_lora_weights = initial
+    with pytest.raises(sf.errors.UsageError, match=f"init_lora_weights='{initial}'"):
+        hf.with_sparse_layers(config)
+
+
+def test_all_linear_is_refused() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    with pytest.raises(sf.errors.UsageError, match="all-linear"):
+        hf.with_sparse_layers(peft.LoraConfig(target_modules="all-linear"))
