@@ -32,7 +32,7 @@ class _Tile:
         for name, t in self.types.items():
             if isinstance(t, types.Array):
                 self.args[name] = context.make_array(t)(context, builder, self.args[name]).data
-        self.m = Vectors(builder, context.get_value_type(self.types["X"].dtype), lanes)
+        self.m = Vectors(builder, context.get_value_type(self.types["X" if "X" in self.types else "P"].dtype), lanes)
 
     def __getitem__(self, name: str) -> Any:
         return self.args[name]
@@ -128,6 +128,42 @@ def dots(rows: int, columns: int, lanes: int) -> Any:
 
     names = "out o ldo data v row segment starts s0 segments count X x ldx"
     return _intrinsic(names, lanes, "out data starts X", write)
+
+
+def widened(lanes: int) -> Any:
+    """out[o + k] = data[v + k], k < count, a multiple of ``lanes``: stored values as the type of the sums."""
+
+    def write(t: _Tile) -> None:
+        with t.loop(t["count"], lanes) as (k, _):
+            t.m.store(t.numbers(t.at("data", t["v"], k)), t.at("X", t["o"], k))
+
+    return _intrinsic("X o data v count", lanes, "X data", write)
+
+
+def rows_of_columns(rows: int, width: int) -> Any:
+    """out[o + r*width + c] (+)= sum over s < segments and k < count of
+
+    data[v + s*segment + r*row + k] * P[cols[j + s*count + k]*width + c], c < width; ``first`` starts at zero instead of
+    at out. cols: int64; data: of the type of the sums.
+    """
+
+    def write(t: _Tile) -> None:
+        address = [t.at("out", t["o"], _INTP(r * width)) for r in range(rows)]
+        sums = t.sums(rows)
+        with t.builder.if_then(t.builder.icmp_signed("==", t["first"], _INTP(0))):
+            for place, where in zip(sums, address, strict=True):
+                t.builder.store(t.m.load(where), place)
+        with t.loop(t["segments"]) as (s, _), t.loop(t["count"]) as (k, _):
+            column = t.builder.load(t.at("cols", t["j"], (s, t["count"]), k))
+            x = t.m.load(t.at("P", (column, _INTP(width))))
+            for r, place in enumerate(sums):
+                value = t.builder.load(t.at("data", t["v"], (s, t["segment"]), k, (t["row"], _INTP(r))))
+                t.add_product(place, t.m.splat(value), x)
+        for place, where in zip(sums, address, strict=True):
+            t.m.store(t.builder.load(place), where)
+
+    names = "out o first data v row segment segments cols j count P"
+    return _intrinsic(names, width, "out data cols P", write)
 
 
 def columns_of_vectors(vectors: int, columns: int, lanes: int) -> Any:

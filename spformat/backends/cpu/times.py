@@ -17,7 +17,7 @@ VECTOR = 64
 """Bytes of a vector of the compiled loops; a tile of B is one or two of them wide."""
 SMALL = 1 << 24
 """Multiply-adds up to which the loops stay on one thread."""
-FEW, FEW_SMALL = 16, 3 << 23
+FEW, FEW_SMALL = 16, 1 << 21
 """Columns of B up to which loops of their own are used, and the multiply-adds up to which those stay on one thread."""
 SHARED = 1 << 20
 """Bytes of tiles of B that all rows of A are multiplied with before the next tiles are read."""

@@ -1,0 +1,132 @@
+"""Threads that stay for the next product: for products that take less time than a thread takes to start.
+
+``arrays.threads`` starts threads for one call, which takes 0.03 to 0.2 ms, and the caller waits until they have
+started. These threads wait in compiled code for a product (``team_loops.attend``), and begin with it after less than a
+microsecond. When none came for SPIN_NS, they sleep, and the next product wakes them without waiting for them: the
+caller takes every piece that no other thread has taken.
+
+A process that forks leaves the threads behind: the child begins without any. One product at a time has the team; a
+product that comes meanwhile, from another thread of the caller, is computed by that thread alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ...arrays import threads
+from ...arrays.library import Array
+
+MOST = 64
+"""Most threads that share a product."""
+PIECES = 4
+"""Pieces of work per thread."""
+SPIN_NS = 100_000
+"""How long a thread waits for the next product before it sleeps: about as long as it takes to wake up."""
+
+WORDS = 8
+"""Words of a line of the cache."""
+OPEN, INSIDE, SPIN, CALLER, FUNCTION, DATA, COUNT, THREADS = 0, WORDS, *range(2 * WORDS, 2 * WORDS + 6)
+"""Words of the board. The number of the product that is open; threads that look at it; nanoseconds; the core on which
+
+the caller runs; how a piece is computed; pieces; threads that may take some."""
+TAKEN = 3 * WORDS
+"""For each piece, the last product in which it was taken."""
+STATES = TAKEN + MOST * PIECES
+"""For each thread, in a line of its own: 0 asleep, 1 awake, 2 woken."""
+
+
+class Team:
+    """The threads of a process."""
+
+    def __init__(self) -> None:
+        self.board = np.zeros(STATES + WORDS * MOST, np.int64)
+        self.board[SPIN], self.board[CALLER] = SPIN_NS, -1
+        self.alarms: list[threading.Lock] = []
+        self.products = 0
+        self.mutex = threading.Lock()
+
+    def run(self, loop: Callable[..., None], bounds: Array, operands: Any, count: int) -> None:
+        """``loop`` of ``team_loops.shared`` for all pieces of ``bounds``, on the caller and count - 1 other threads."""
+        self._wake(count - 1)
+        self.products += 1
+        loop(self.board, self.products, count, bounds, operands)
+
+    def _wake(self, others: int) -> None:
+        while len(self.alarms) < others:
+            alarm = threading.Lock()
+            alarm.acquire()
+            self.alarms.append(alarm)
+            arguments = alarm, len(self.alarms), self.board
+            threading.Thread(target=_serve, args=arguments, name="spformat", daemon=True).start()
+        for i in range(others):
+            state = STATES + WORDS * (i + 1)
+            if self.board[state] == 0:
+                self.board[state] = 2
+                self.alarms[i].release()
+
+    def dismiss(self) -> None:
+        """Have all threads leave compiled code, which is freed when the process ends."""
+        self.board[SPIN] = -1
+        deadline = time.monotonic() + 1
+        while self.board[STATES::WORDS].any() and time.monotonic() < deadline:
+            time.sleep(1e-5)
+
+
+def _serve(alarm: threading.Lock, number: int, board: Array) -> None:
+    from .team_loops import attend
+
+    avoided = -1
+    while True:
+        alarm.acquire()
+        if board[CALLER] != avoided:
+            avoided = int(board[CALLER])
+            _leave(avoided)
+        attend(board, number)
+
+
+def _leave(core: int) -> None:
+    """Keep the calling thread off a core: a scheduler that puts it where the caller runs makes both wait."""
+    if hasattr(os, "sched_setaffinity"):
+        with contextlib.suppress(OSError):  # cores that were taken from the process meanwhile
+            others = os.sched_getaffinity(os.getpid()) - {core}
+            if others:
+                os.sched_setaffinity(0, others)
+
+
+_team = Team()
+_none = np.zeros(STATES + WORDS, np.int64)
+
+
+def _reset() -> None:
+    global _team
+    _team = Team()
+
+
+os.register_at_fork(after_in_child=_reset)
+atexit.register(lambda: _team.dismiss())
+
+
+def run(loop: Callable[..., None], wanted: int, product: Callable[[int], tuple[Array, Any]]) -> None:
+    """loop(lo, hi, thread, *operands) for all pieces of a product, on up to ``wanted`` threads.
+
+    loop: of ``team_loops.shared``. product: (threads) -> (int64 bounds [0, .., units], operands); one thread takes one
+    piece, more take up to PIECES each.
+    """
+    team, count = _team, min(wanted, MOST, threads.available())
+    if count > 1 and team.mutex.acquire(blocking=False):
+        try:
+            bounds, operands = product(count)
+            team.run(loop, bounds, operands, count)
+        finally:
+            team.mutex.release()
+    else:
+        bounds, operands = product(1)
+        loop(_none, 1, 1, bounds, operands)
