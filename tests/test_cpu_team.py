@@ -14,6 +14,7 @@ from test_cpu import exact, matrix, operand, product, same
 
 from spformat.arrays import threads
 from spformat.backends.cpu import few, team
+from spformat.backends.cpu.board import STATES, WORDS
 
 pytest.importorskip("numba")
 
@@ -97,10 +98,10 @@ def test_threads_sleep_when_no_product_comes(shared: team.Team) -> None:
     for _ in range(3):
         product(a, B)
         for _ in range(1000):
-            if not shared.board[team.STATES :: team.WORDS].any():
+            if not shared.board[STATES::WORDS].any():
                 break
             time.sleep(0.01)
-        assert not shared.board[team.STATES :: team.WORDS].any()  # asleep, and woken by the next product
+        assert not shared.board[STATES::WORDS].any()  # asleep, and woken by the next product
 
 
 def _in_child(queue: multiprocessing.Queue) -> None:

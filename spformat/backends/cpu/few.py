@@ -22,8 +22,9 @@ from ...formats.sr_bcrs import SRBCRS
 from ...formats.two_four import TwoFour, meta_places
 from ...formats.vector_nm import VectorNM
 from . import team
+from .board import PIECES
 from .operands import VECTOR, Work, coded, fixed, store, widened
-from .times import FEW_SMALL
+from .times import FEW_SMALL, ITEM, turn
 
 LEAST = 4
 """Fewest values that are worth a vector, and fewest rows that are worth gathering rows of B for them."""
@@ -96,7 +97,7 @@ def multiply(few: Few, B: Array, out: Array, sums: np.dtype[Any]) -> None:
     flat_x, flat_c = fixed(X.reshape(-1))[0], C.reshape(-1)
 
     def product(used: int) -> tuple[Array, Any]:
-        bounds = few.bounds(team.PIECES * used if used > 1 else 1)
+        bounds = few.bounds(PIECES * used if used > 1 else 1)
         integers = np.empty((used, loop.integers), np.int64)
         numbers = np.empty((used, loop.numbers(width, ceil_div(few.units, bounds.size - 1))), sums)
         return bounds, (flat_x, *shape, flat_c, integers, numbers, *loop.arrays)
@@ -172,12 +173,16 @@ def _converts_float16() -> bool:
 
 
 def csr(a: CSR, work: Work, sums: np.dtype[Any]) -> Few:
-    """CSR."""
-    from . import column_loops, loops
+    """CSR. A single column is gathered by the indices, on machines that do so with vectors."""
+    from ...formats.fast.simd import WIDE
+    from . import column_loops, few_loops, loops
 
-    arrays = (*fixed(a.indptr, a.indices), *coded(a.data, sums))
-    loop = Loop(_shared(column_loops.csr, "csr"), arrays, numbers=lambda *_: loops.ITEMS)
-    return Few(work.units, 1, a.shape[1], 4 * work.items, None, loop, cut=work.pieces)
+    arrays, values = fixed(a.indptr, a.indices), _values(a.data)
+    single = None
+    if 4 in WIDE and values is not None and sums == np.float32 and a.indices.dtype == np.int32:
+        single = Loop(_shared(few_loops.csr(16), "csr 16"), (*arrays, values))
+    loop = Loop(_shared(column_loops.csr, "csr"), (*arrays, *coded(a.data, sums)), numbers=lambda *_: loops.ITEMS)
+    return Few(work.units, 1, a.shape[1], ITEM * work.items, single, loop, 2 if single else 1, cut=work.pieces)
 
 
 def ell_buckets(a: ELLBuckets, work: Work, sums: np.dtype[Any]) -> Few:
@@ -185,7 +190,7 @@ def ell_buckets(a: ELLBuckets, work: Work, sums: np.dtype[Any]) -> Few:
     from . import column_loops, loops
 
     loop = Loop(_shared(column_loops.ell_buckets, "ell-buckets"), work.arrays, numbers=lambda *_: loops.ITEMS)
-    return Few(work.units, 1, a.shape[1], 4 * work.items, None, loop, cut=work.pieces)
+    return Few(work.units, 1, a.shape[1], ITEM * work.items, None, loop, cut=work.pieces)
 
 
 def bsr(a: BSR | DBSR, indptr: Array, sums: np.dtype[Any]) -> Few | None:
@@ -201,7 +206,7 @@ def bsr(a: BSR | DBSR, indptr: Array, sums: np.dtype[Any]) -> Few | None:
     loop = Loop(_shared(few_loops.bsr(lanes), f"bsr {lanes}"), arrays, most)
     needs = most * width, lambda *_: max(column_loops.CHUNK, R * width)
     other = Loop(_shared(column_loops.bsr(lanes), f"bsr columns {lanes}"), arrays, *needs)
-    return Few(ceil_div(M, R), R, round_up(K, width), a.stored, loop, other, 9)
+    return Few(ceil_div(M, R), R, round_up(K, width), a.stored, loop, other, turn(a.name, R))
 
 
 def sr_bcrs(a: SRBCRS, sums: np.dtype[Any]) -> Few | None:
@@ -218,7 +223,7 @@ def sr_bcrs(a: SRBCRS, sums: np.dtype[Any]) -> Few | None:
     loop = Loop(_shared(few_loops.sr_bcrs(lanes), f"sr-bcrs {lanes}"), arrays, ldg, lambda N, _: N * ldg)
     needs = ldg, lambda *_: max(column_loops.CHUNK, t * g)
     other = Loop(_shared(column_loops.sr_bcrs(lanes), f"sr-bcrs columns {lanes}"), arrays[1:], *needs)
-    return Few(a.tiles, t, K + 1, a.stored, loop, other, 5 if t < 16 else 8)
+    return Few(a.tiles, t, K + 1, a.stored, loop, other, turn(a.name, t))
 
 
 def vector_nm(a: VectorNM, sums: np.dtype[Any]) -> Few | None:

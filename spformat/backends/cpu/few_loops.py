@@ -21,6 +21,23 @@ WINDOW = 16
 
 
 @functools.cache
+def csr(lanes: int) -> Loop:
+    """Rows of a matrix with int32 indices, and a single column of B in float32. Needs AVX-512."""
+    gathered = few_tiles.gathered(lanes)
+
+    @compiled_for(lanes)
+    def loop(
+        lo: int, hi: int, thread: int, X: Array, ldx: int, N: int, C: Array, integers: Array, numbers: Array,
+        indptr: Array, indices: Array, data: Array,
+    ) -> None:  # fmt: skip
+        for i in range(lo, hi):
+            j = int(indptr[i])
+            gathered(C, i, data, j, indices, j, int(indptr[i + 1]) - j, X)
+
+    return loop
+
+
+@functools.cache
 def _block_row(lanes: int) -> Any:
     """The product of rows of blocks that lie side by side: ``h`` rows, ``segments`` blocks ``width`` columns wide."""
     d44, d42, d81, d11 = (few_tiles.dots(r, c, lanes) for r, c in ((4, 4), (4, 2), (8, 1), (1, 1)))

@@ -45,12 +45,18 @@ class _Tile:
             place = self.builder.add(place, term)
         return self.builder.gep(self.args[name], [place])
 
-    def numbers(self, address: Any) -> Any:
-        """A vector of the values stored at an address, as the type of the sums."""
+    def number(self, address: Any) -> Any:
+        """The value stored at an address, as the type of the sums."""
+        return self.builder.extract_element(self.numbers(address, 1), ir.IntType(32)(0))
+
+    def numbers(self, address: Any, count: int | None = None) -> Any:
+        """A vector of ``count`` values stored at an address, by default one for each lane, as the type of the sums."""
         m, builder, stored = self.m, self.builder, self.types["data"].dtype
+        count = count or m.lanes
+        wanted = ir.VectorType(m.element, count)
 
         def lanes(kind: Any) -> Any:
-            return ir.VectorType(kind, m.lanes)
+            return ir.VectorType(kind, count)
 
         if stored in (types.float32, types.float64):
             x = m.load(address, lanes(ir.FloatType() if stored == types.float32 else ir.DoubleType()), stored.bitwidth)
@@ -58,13 +64,13 @@ class _Tile:
             x = m.load(address, lanes(ir.IntType(stored.bitwidth)), stored.bitwidth)
             if stored == types.int16:  # bfloat16
                 wide = lanes(ir.IntType(32))
-                x = builder.shl(builder.zext(x, wide), ir.Constant(wide, [16] * m.lanes))
+                x = builder.shl(builder.zext(x, wide), ir.Constant(wide, [16] * count))
                 x = builder.bitcast(x, lanes(ir.FloatType()))
             elif stored == types.uint16:  # float16
                 x = builder.bitcast(x, lanes(ir.HalfType()))
             else:  # int8
-                x = builder.sext(x, m.type) if m.is_int else builder.sitofp(x, m.type)
-        return x if x.type == m.type else builder.fpext(x, m.type)
+                x = builder.sext(x, wanted) if m.is_int else builder.sitofp(x, wanted)
+        return x if x.type == wanted else builder.fpext(x, wanted)
 
     def sums(self, count: int) -> list[Any]:
         """Variables of vectors, which start at zero."""
@@ -164,6 +170,32 @@ def rows_of_columns(rows: int, width: int) -> Any:
 
     names = "out o first data v row segment segments cols j count P"
     return _intrinsic(names, width, "out data cols P", write)
+
+
+def gathered(lanes: int) -> Any:
+    """out[o] = sum over k < count of data[v + k] * X[cols[j + k]]; float32 sums, cols int32; needs AVX-512."""
+
+    def write(t: _Tile) -> None:
+        b, m, half = t.builder, t.m, ir.IntType(32)
+        sums = t.sums(1)
+        indices, every = ir.VectorType(half, lanes), ir.VectorType(ir.IntType(1), lanes)
+        kind = ir.FunctionType(m.type, [m.type, ir.IntType(8).as_pointer(), indices, every, half])
+        gather = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.mask.gather.dps.512")
+        base = b.bitcast(t["X"], ir.IntType(8).as_pointer())
+        whole = b.and_(t["count"], _INTP(-lanes))
+        with t.loop(whole, lanes) as (k, _):
+            columns = m.load(t.at("cols", t["j"], k), indices, 32)
+            xs = b.call(gather, [m.zero, base, columns, ir.Constant(every, [1] * lanes), half(m.size)])
+            t.add_product(sums[0], t.numbers(t.at("data", t["v"], k)), xs)
+        # The rest one by one, because vectors past the last row would be past the end of the arrays.
+        rest = cgutils.alloca_once_value(b, m.total(b.load(sums[0])))
+        with cgutils.for_range_slice(b, whole, t["count"], _INTP(1), _INTP) as (k, _):
+            column = b.sext(b.load(t.at("cols", t["j"], k)), _INTP)
+            product = b.fmul(t.number(t.at("data", t["v"], k)), b.load(t.at("X", column)))
+            b.store(b.fadd(b.load(rest), product), rest)
+        b.store(b.load(rest), t.at("out", t["o"]))
+
+    return _intrinsic("out o data v cols j count X", lanes, "out data cols X", write)
 
 
 def columns_of_vectors(vectors: int, columns: int, lanes: int) -> Any:

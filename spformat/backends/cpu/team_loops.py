@@ -1,9 +1,8 @@
 """Compiled code of the threads of ``team``: pieces of a loop are taken and computed without Python and its lock.
 
-The threads share a *board*, int64 words of which those that several threads write lie in lines of the cache of their
-own. A product is open while word OPEN holds its number. A thread that wants to help first counts itself in word INSIDE
-and then looks again whether the product is still open, and the caller closes it before it waits for INSIDE to be zero.
-So no thread reads the operands of a product that has returned.
+The threads share a board (``board``). A product is open while word OPEN holds its number. A thread that wants to help
+first counts itself in word INSIDE and then looks again whether the product is still open, and the caller closes it
+before it waits for INSIDE to be zero. So no thread reads the operands of a product that has returned.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ...formats.fast.numba_cache import compiled, compiled_for
-from .team import CALLER, COUNT, DATA, FUNCTION, INSIDE, OPEN, SPIN, STATES, TAKEN, THREADS, WORDS
+from .board import CALLER, COUNT, DATA, FUNCTION, INSIDE, OPEN, SPIN, STATES, TAKEN, THREADS, WORDS
 
 Array = Any
 
