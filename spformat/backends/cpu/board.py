@@ -21,4 +21,7 @@ the caller runs; how a piece is computed; pieces; threads that may take some."""
 TAKEN = 3 * WORDS
 """For each piece, the last product in which it was taken."""
 STATES = TAKEN + MOST * PIECES
-"""For each thread, in a line of its own: 0 asleep, 1 awake, 2 woken."""
+"""For each thread, in a line of its own: ASLEEP, AWAKE or WOKEN, and a POSIX semaphore, which is zero at first."""
+ASLEEP, AWAKE, WOKEN = 0, 1, 2
+CORES = 1024
+"""Bits of a set of cores of the C library."""

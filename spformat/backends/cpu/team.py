@@ -12,7 +12,6 @@ product that comes meanwhile, from another thread of the caller, is computed by 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import threading
 import time
@@ -23,7 +22,7 @@ import numpy as np
 
 from ...arrays import threads
 from ...arrays.library import Array
-from .board import CALLER, MOST, SPIN, SPIN_NS, STATES, WORDS
+from .board import AWAKE, CALLER, MOST, SPIN, SPIN_NS, STATES, WORDS
 
 
 class Team:
@@ -32,56 +31,32 @@ class Team:
     def __init__(self) -> None:
         self.board = np.zeros(STATES + WORDS * MOST, np.int64)
         self.board[SPIN], self.board[CALLER] = SPIN_NS, -1
-        self.alarms: list[threading.Lock] = []
+        self.size = 1
+        """Threads, with the caller."""
         self.products = 0
         self.mutex = threading.Lock()
 
     def run(self, loop: Callable[..., None], bounds: Array, operands: Any, count: int) -> None:
         """``loop`` of ``team_loops.shared`` for all pieces of ``bounds``, on the caller and count - 1 other threads."""
-        self._wake(count - 1)
+        while self.size < count:
+            self.board[STATES + WORDS * self.size] = AWAKE
+            threading.Thread(target=_attend, args=(self.board, self.size), name="spformat", daemon=True).start()
+            self.size += 1
         self.products += 1
         loop(self.board, self.products, count, bounds, operands)
 
-    def _wake(self, others: int) -> None:
-        while len(self.alarms) < others:
-            alarm = threading.Lock()
-            alarm.acquire()
-            self.alarms.append(alarm)
-            arguments = alarm, len(self.alarms), self.board
-            threading.Thread(target=_serve, args=arguments, name="spformat", daemon=True).start()
-        for i in range(others):
-            state = STATES + WORDS * (i + 1)
-            if self.board[state] == 0:
-                self.board[state] = 2
-                self.alarms[i].release()
-
     def dismiss(self) -> None:
-        """Have all threads leave compiled code, which is freed when the process ends."""
+        """Have all threads sleep, so that none is in code that is freed when the process ends."""
         self.board[SPIN] = -1
         deadline = time.monotonic() + 1
         while self.board[STATES::WORDS].any() and time.monotonic() < deadline:
             time.sleep(1e-5)
 
 
-def _serve(alarm: threading.Lock, number: int, board: Array) -> None:
+def _attend(board: Array, thread: int) -> None:
     from .team_loops import attend
 
-    avoided = -1
-    while True:
-        alarm.acquire()
-        if board[CALLER] != avoided:
-            avoided = int(board[CALLER])
-            _leave(avoided)
-        attend(board, number)
-
-
-def _leave(core: int) -> None:
-    """Keep the calling thread off a core: a scheduler that puts it where the caller runs makes both wait."""
-    if hasattr(os, "sched_setaffinity"):
-        with contextlib.suppress(OSError):  # cores that were taken from the process meanwhile
-            others = os.sched_getaffinity(os.getpid()) - {core}
-            if others:
-                os.sched_setaffinity(0, others)
+    attend(board, thread)
 
 
 _team = Team()

@@ -18,7 +18,23 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ...formats.fast.numba_cache import compiled, compiled_for
-from .board import CALLER, COUNT, DATA, FUNCTION, INSIDE, OPEN, SPIN, STATES, TAKEN, THREADS, WORDS
+from .board import (
+    ASLEEP,
+    AWAKE,
+    CALLER,
+    CORES,
+    COUNT,
+    DATA,
+    FUNCTION,
+    INSIDE,
+    OPEN,
+    SPIN,
+    STATES,
+    TAKEN,
+    THREADS,
+    WOKEN,
+    WORDS,
+)
 
 Array = Any
 
@@ -103,6 +119,35 @@ def _sleep(context: Any, microseconds: Any) -> Any:
     return types.void(n), code
 
 
+def _semaphore(name: str) -> Any:
+    def typing(context: Any, board: Any, at: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            address = builder.gep(_words(context, builder, signature, args), [args[1]])
+            _of_libc(builder, name, _INT, builder.bitcast(address, _BYTES))
+            return context.get_dummy_value()
+
+        return types.void(board, n), code
+
+    return intrinsic(typing)
+
+
+def _leave(context: Any, place: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.ArrayType(_WORD, CORES // 64)
+        cores = cgutils.alloca_once(builder, kind)
+        words, size = builder.bitcast(cores, _WORD.as_pointer()), _WORD(CORES // 8)
+        got = _of_libc(builder, "sched_getaffinity", _INT, _of_libc(builder, "getpid", _INT), size, words)
+        inside = builder.icmp_unsigned("<", args[0], _WORD(CORES))
+        with builder.if_then(builder.and_(builder.icmp_signed("==", got, _INT(0)), inside)):
+            word = builder.gep(words, [builder.lshr(args[0], _WORD(6))])
+            bit = builder.shl(_WORD(1), builder.and_(args[0], _WORD(63)))
+            builder.store(builder.and_(builder.load(word), builder.not_(bit)), word)
+            _of_libc(builder, "sched_setaffinity", _INT, _INT(0), size, words)  # refused if no core is left
+        return context.get_dummy_value()
+
+    return types.void(n), code
+
+
 read: Any = intrinsic(_read)
 write: Any = intrinsic(_write)
 add, swap = _changed("add"), _changed("xchg")
@@ -111,6 +156,10 @@ pause: Any = intrinsic(_pause)
 nanoseconds: Any = intrinsic(_nanoseconds)
 core: Any = intrinsic(_core)
 sleep: Any = intrinsic(_sleep)
+wait, post = _semaphore("sem_wait"), _semaphore("sem_post")
+"""(board, at): of the semaphore at this word."""
+leave: Any = intrinsic(_leave)
+"""(core): keep the thread off a core. A scheduler that puts it where the caller runs makes both wait."""
 
 
 def _prepare(context: Any, board: Any, bounds: Any, loop: Any, given: Any) -> Any:
@@ -179,28 +228,44 @@ def take_pieces(board: Array, product: int, thread: int) -> None:
 
 @compiled
 def attend(board: Array, thread: int) -> None:
-    """Help with products until none came for board[SPIN] nanoseconds, or the caller runs on this core.
+    """Help with every product, for ever. Needs no lock of Python, neither to wake up nor to take pieces.
 
-    Between products the thread does not sleep: waking it takes as long as a small product.
+    For board[SPIN] nanoseconds after a product the thread does not sleep: waking it takes as long as a small product.
     """
-    state = STATES + WORDS * thread
-    write(board, state, 1)
-    since, last = nanoseconds(), 0
+    state, last, avoided = STATES + WORDS * thread, 0, -1
     while True:
-        for _ in range(16):
-            product = read(board, OPEN)
-            if product != 0 and product != last:
-                add(board, INSIDE, 1)
-                if read(board, OPEN) == product:
-                    last = product
-                    if thread < board[THREADS]:
-                        take_pieces(board, product, thread)
-                        since = nanoseconds()
-                add(board, INSIDE, -1)
-            pause()
-        if nanoseconds() - since > read(board, SPIN) or board[CALLER] == core():
-            break
-    write(board, state, 0)
+        if board[CALLER] != avoided:
+            avoided = board[CALLER]
+            leave(avoided)
+        write(board, state, AWAKE)
+        since = nanoseconds()
+        while True:
+            for _ in range(16):
+                product = read(board, OPEN)
+                if product != 0 and product != last:
+                    add(board, INSIDE, 1)
+                    if read(board, OPEN) == product:
+                        last = product
+                        if thread < board[THREADS]:
+                            take_pieces(board, product, thread)
+                            since = nanoseconds()
+                    add(board, INSIDE, -1)
+                pause()
+            if nanoseconds() - since > read(board, SPIN) or board[CALLER] == core():
+                break
+        write(board, state, ASLEEP)
+        while read(board, state) == ASLEEP:  # a signal may end the wait
+            wait(board, state + 1)
+
+
+@compiled
+def wake(board: Array, threads: int) -> None:
+    """Wake the threads 1 .. threads-1 that sleep."""
+    for thread in range(1, threads):
+        state = STATES + WORDS * thread
+        if read(board, state) == ASLEEP:
+            write(board, state, WOKEN)
+            post(board, state + 1)
 
 
 @functools.cache
@@ -216,6 +281,7 @@ def shared(loop: Any, name: str) -> Callable[..., None]:
             loop(bounds[0], bounds[1], 0, *operands)
         else:
             prepare(board, bounds, loop, operands)
+            wake(board, threads)
             board[COUNT], board[THREADS], board[CALLER] = bounds.size - 1, threads, core()
             write(board, OPEN, product)
             take_pieces(board, product, 0)
@@ -224,7 +290,7 @@ def shared(loop: Any, name: str) -> Callable[..., None]:
             while read(board, INSIDE) != 0:
                 pause()
                 tries += 1
-                if tries > 1000:  # a thread lost its core in the middle of a piece
+                if tries > 5000:  # a thread lost its core in the middle of a piece
                     sleep(20)
 
     return run
