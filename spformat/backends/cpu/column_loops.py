@@ -12,32 +12,49 @@ from typing import Any
 
 from numba.extending import overload
 
-from ...formats.fast.numba_cache import compiled, compiled_for
-from . import few_tiles, loops
-from .targets import Narrow
+from ...formats.fast.numba_cache import compiled_for
+from . import few_tiles
 
 Array = Any
 
 
-@compiled
-def csr(
-    lo: int, hi: int, thread: int, P: Array, width: int, C: Array, integers: Array, numbers: Array, indptr: Array,
-    indices: Array, data: Array, table: Array,
-) -> None:  # fmt: skip
-    """Rows of a CSR matrix. numbers: loops.ITEMS of them."""
-    loops.csr(lo, hi, Narrow(P, width, width, C, 0, width, 1, 1), numbers[thread], indptr, indices, data, table)
+@functools.cache
+def csr(width: int) -> Callable[..., None]:
+    """Rows of a CSR matrix. Arrays are given to tiles alone: two threads that count references to one wait for each
+    other in every row."""
+    items = few_tiles.items(width)
+
+    @compiled_for(width)
+    def loop(
+        lo: int, hi: int, thread: int, P: Array, width: int, C: Array, integers: Array, numbers: Array, indptr: Array,
+        indices: Array, data: Array,
+    ) -> None:  # fmt: skip
+        for i in range(lo, hi):
+            j = int(indptr[i])
+            items(C, i * width, 1, data, j, indices, int(indptr[i + 1]) - j, P)
+
+    return loop
 
 
-@compiled
-def ell_buckets(
-    lo: int, hi: int, thread: int, P: Array, width: int, C: Array, integers: Array, numbers: Array, ell_ptr: Array,
-    ell_rows: Array, starts: Array, live: Array, indices: Array, data: Array, table: Array,
-) -> None:  # fmt: skip
-    """Rows of an ELL matrix. numbers: loops.ITEMS of them."""
-    loops.ell_buckets(
-        lo, hi, Narrow(P, width, width, C, 0, width, 1, 1), numbers[thread], ell_ptr, ell_rows, starts, live, indices,
-        data, table,
-    )  # fmt: skip
+@functools.cache
+def ell_buckets(width: int) -> Callable[..., None]:
+    """Rows of an ELL matrix; arrays as for ``loops.ell_buckets``."""
+    items = few_tiles.items(width)
+
+    @compiled_for(width)
+    def loop(
+        lo: int, hi: int, thread: int, P: Array, width: int, C: Array, integers: Array, numbers: Array, ell_ptr: Array,
+        ell_rows: Array, starts: Array, live: Array, indices: Array, data: Array,
+    ) -> None:  # fmt: skip
+        for i in range(lo, hi):
+            first, end = int(ell_ptr[i]), int(ell_ptr[i + 1])
+            if first == end:
+                items(C, i * width, 1, data, 0, indices, 0, P)
+            for x in range(first, end):
+                row = ell_rows[x]
+                items(C, i * width, int(x == first), data, int(starts[row]), indices, int(live[row]), P)
+
+    return loop
 
 
 CHUNK = 4096

@@ -6,6 +6,7 @@ such vectors goes through the loops for any number of columns. 8-bit floats do, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ from ...formats.two_four import TwoFour, meta_places
 from ...formats.vector_nm import VectorNM
 from . import team
 from .board import PIECES
-from .operands import VECTOR, Work, coded, fixed, store, widened
+from .operands import VECTOR, Work, fixed, store, widened
 from .times import FEW_SMALL, ITEM, turn
 
 LEAST = 4
@@ -61,7 +62,8 @@ class Few:
     cost: int
     """Multiply-adds that take as long on one core as a product with one column."""
     along_rows: Loop | None
-    along_columns: Loop | None = None
+    along_columns: Callable[[int], Loop] | None = None
+    """By the width to which B is padded, a power of two."""
     turn: int = 1
     workspace: int = 0
     """Bytes kept beside the arrays of the matrix."""
@@ -84,7 +86,8 @@ def multiply(few: Few, B: Array, out: Array, sums: np.dtype[Any]) -> None:
     M, N = out.shape
     shape: tuple[int, ...]
     if few.along_columns is not None and few.turn <= N:
-        loop, width = few.along_columns, 1 << (N - 1).bit_length()
+        width = 1 << (N - 1).bit_length()
+        loop = few.along_columns(width)
         X, shape = _rows_of_b(B, few.columns, width, sums), (width,)
     else:
         assert few.along_rows is not None
@@ -172,25 +175,35 @@ def _converts_float16() -> bool:
     return bool(FEATURES & {"f16c", "fullfp16"})
 
 
-def csr(a: CSR, work: Work, sums: np.dtype[Any]) -> Few:
+def csr(a: CSR, work: Work, sums: np.dtype[Any]) -> Few | None:
     """CSR. A single column is gathered by the indices, on machines that do so with vectors."""
     from ...formats.fast.simd import WIDE
-    from . import column_loops, few_loops, loops
+    from . import column_loops, few_loops
 
-    arrays, values = fixed(a.indptr, a.indices), _values(a.data)
-    single = None
-    if 4 in WIDE and values is not None and sums == np.float32 and a.indices.dtype == np.int32:
-        single = Loop(_shared(few_loops.csr(16), "csr 16"), (*arrays, values))
-    loop = Loop(_shared(column_loops.csr, "csr"), (*arrays, *coded(a.data, sums)), numbers=lambda *_: loops.ITEMS)
-    return Few(work.units, 1, a.shape[1], ITEM * work.items, single, loop, 2 if single else 1, cut=work.pieces)
+    values = _values(a.data)
+    if values is None:
+        return None
+    arrays, single = (*fixed(a.indptr, a.indices), values), None
+    if 4 in WIDE and sums == np.float32 and a.indices.dtype == np.int32:
+        single = Loop(_shared(few_loops.csr(16), "csr 16"), arrays)
+    return Few(work.units, 1, a.shape[1], ITEM * work.items, single, _by_width(column_loops.csr, "csr", arrays),
+               2 if single else 1, cut=work.pieces)  # fmt: skip
 
 
-def ell_buckets(a: ELLBuckets, work: Work, sums: np.dtype[Any]) -> Few:
+def ell_buckets(a: ELLBuckets, work: Work, sums: np.dtype[Any]) -> Few | None:
     """ELL buckets."""
-    from . import column_loops, loops
+    from . import column_loops
 
-    loop = Loop(_shared(column_loops.ell_buckets, "ell-buckets"), work.arrays, numbers=lambda *_: loops.ITEMS)
+    values = _values(a.data)
+    if values is None:
+        return None
+    loop = _by_width(column_loops.ell_buckets, "ell-buckets", (*work.arrays, values))
     return Few(work.units, 1, a.shape[1], ITEM * work.items, None, loop, cut=work.pieces)
+
+
+def _by_width(loop: Callable[[int], Any], name: str, arrays: tuple[Any, ...]) -> Callable[[int], Loop]:
+    """A loop for each width of the rows of B."""
+    return functools.cache(lambda width: Loop(_shared(loop(width), f"{name} columns {width}"), arrays))
 
 
 def bsr(a: BSR | DBSR, indptr: Array, sums: np.dtype[Any]) -> Few | None:
@@ -206,7 +219,7 @@ def bsr(a: BSR | DBSR, indptr: Array, sums: np.dtype[Any]) -> Few | None:
     loop = Loop(_shared(few_loops.bsr(lanes), f"bsr {lanes}"), arrays, most)
     needs = most * width, lambda *_: max(column_loops.CHUNK, R * width)
     other = Loop(_shared(column_loops.bsr(lanes), f"bsr columns {lanes}"), arrays, *needs)
-    return Few(ceil_div(M, R), R, round_up(K, width), a.stored, loop, other, turn(a.name, R))
+    return Few(ceil_div(M, R), R, round_up(K, width), a.stored, loop, lambda _: other, turn(a.name, R))
 
 
 def sr_bcrs(a: SRBCRS, sums: np.dtype[Any]) -> Few | None:
@@ -223,7 +236,7 @@ def sr_bcrs(a: SRBCRS, sums: np.dtype[Any]) -> Few | None:
     loop = Loop(_shared(few_loops.sr_bcrs(lanes), f"sr-bcrs {lanes}"), arrays, ldg, lambda N, _: N * ldg)
     needs = ldg, lambda *_: max(column_loops.CHUNK, t * g)
     other = Loop(_shared(column_loops.sr_bcrs(lanes), f"sr-bcrs columns {lanes}"), arrays[1:], *needs)
-    return Few(a.tiles, t, K + 1, a.stored, loop, other, turn(a.name, t))
+    return Few(a.tiles, t, K + 1, a.stored, loop, lambda _: other, turn(a.name, t))
 
 
 def vector_nm(a: VectorNM, sums: np.dtype[Any]) -> Few | None:

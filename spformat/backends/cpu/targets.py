@@ -39,7 +39,7 @@ class Target(NamedTuple):
 
 
 class Narrow(NamedTuple):
-    """B and C of a product A @ B with 1, 2, 4, 8 or 16 columns: a single tile."""
+    """B and C of a product A @ B with 1, 2, 4 or 8 columns: a single tile."""
 
     P: Array
     """Flat; B[k, n] is P[k*ldb + n]."""
@@ -106,7 +106,7 @@ def _gather(to: Target, t0: int, t1: int, i: int, h: int, first: bool, vals: Arr
             r += 1
 
 
-N1, N2, N4, N8, N16 = (NARROW[width] for width in (1, 2, 4, 8, 16))
+N1, N2, N4, N8 = (NARROW[width] for width in (1, 2, 4, 8))
 
 
 @compiled
@@ -119,10 +119,8 @@ def _gather_narrow(to: Narrow, i: int, first: bool, vals: Array, v: int, cols: A
         N2(to.C, c, to.ldc, first, vals, v, 1, cols, j, count, to.P, 0, to.ldb)
     elif to.width == 4:
         N4(to.C, c, to.ldc, first, vals, v, 1, cols, j, count, to.P, 0, to.ldb)
-    elif to.width == 8:
-        N8(to.C, c, to.ldc, first, vals, v, 1, cols, j, count, to.P, 0, to.ldb)
     else:
-        N16(to.C, c, to.ldc, first, vals, v, 1, cols, j, count, to.P, 0, to.ldb)
+        N8(to.C, c, to.ldc, first, vals, v, 1, cols, j, count, to.P, 0, to.ldb)
 
 
 @compiled

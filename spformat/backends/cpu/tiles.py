@@ -271,7 +271,7 @@ QUAD = _tile(4, 1, 1)
 """Four rows that share their columns: every row of B read serves four."""
 PAIR = _tile(1, 2, 2)
 SINGLE = _tile(1, 1, 4)
-NARROW = {width: _tile(1, 1, 4, width) for width in (1, 2, 4, 8, 16)}
+NARROW = {width: _tile(1, 1, 4, width) for width in (1, 2, 4, 8)}
 """One row, and fewer columns than a vector has lanes."""
 SCATTER_QUAD = _scatter_tile(4, 1)
 """Four rows that share their columns: every row of C that is read and written takes four terms."""
