@@ -69,6 +69,8 @@ class Few:
     """Bytes kept beside the arrays of the matrix."""
     cut: Callable[[int], list[int]] | None = None
     """(pieces) -> bounds of about the same number of items; None: all units cost the same."""
+    pieces: int = PIECES
+    """Pieces of work per thread, at most PIECES."""
     _bounds: dict[int, Array] = field(default_factory=dict)
 
     def bounds(self, count: int) -> Array:
@@ -100,7 +102,7 @@ def multiply(few: Few, B: Array, out: Array, sums: np.dtype[Any]) -> None:
     flat_x, flat_c = fixed(X.reshape(-1))[0], C.reshape(-1)
 
     def product(used: int) -> tuple[Array, Any]:
-        bounds = few.bounds(PIECES * used if used > 1 else 1)
+        bounds = few.bounds(few.pieces * used if used > 1 else 1)
         integers = np.empty((used, loop.integers), np.int64)
         numbers = np.empty((used, loop.numbers(width, ceil_div(few.units, bounds.size - 1))), sums)
         return bounds, (flat_x, *shape, flat_c, integers, numbers, *loop.arrays)
@@ -251,7 +253,8 @@ def vector_nm(a: VectorNM, sums: np.dtype[Any]) -> Few | None:
     arrays = (M, a.n, a.m, L, *fixed(a.indices), values, Mp)
     run = _shared(few_loops.vector_nm(lanes), f"vector-nm {lanes}")
     loop = Loop(run, arrays, 2 * few_loops.WINDOW, lambda N, units: N * (units * L + lanes))
-    return Few(ceil_div(M, L), L, max(K, ceil_div(W, a.n) * a.m), a.stored, loop)
+    # A piece reads a part of every row of values; the shorter the parts, the more pages of memory for the same bytes.
+    return Few(ceil_div(M, L), L, max(K, ceil_div(W, a.n) * a.m), a.stored, loop, pieces=1)
 
 
 def two_four(a: TwoFour, sums: np.dtype[Any]) -> Few | None:
