@@ -107,7 +107,7 @@ def test_threads_sleep_when_no_product_comes(shared: team.Team) -> None:
 def _in_child(queue: multiprocessing.Queue) -> None:
     a, B = matrix("csr", "float32", (301, 203)), operand("float32", (203, 5))
     right = all(np.array_equal(product(a, B), exact(a, B, np.dtype(np.float32))) for _ in range(50))
-    queue.put((right, team._team.size))
+    queue.put((right, team._team.products, team._team.size))
 
 
 def test_a_forked_process_has_a_team_of_its_own(shared: team.Team) -> None:
@@ -117,7 +117,7 @@ def test_a_forked_process_has_a_team_of_its_own(shared: team.Team) -> None:
     child = context.Process(target=_in_child, args=(queue,))
     with shared.mutex:  # as another thread of the parent may hold it
         child.start()
-    assert queue.get(timeout=60) == (True, 3)
+    assert queue.get(timeout=60) == (True, 50, 3)
     child.join(60)
     assert child.exitcode == 0
 

@@ -90,7 +90,7 @@ def multiply(few: Few, B: Array, out: Array, sums: np.dtype[Any]) -> None:
     if few.along_columns is not None and few.turn <= N:
         width = 1 << (N - 1).bit_length()
         loop = few.along_columns(width)
-        X, shape = _rows_of_b(B, few.columns, width, sums), (width,)
+        X, shape = fixed(_rows_of_b(B, few.columns, width, sums))[0], (width,)
     else:
         assert few.along_rows is not None
         loop, width = few.along_rows, N
@@ -99,7 +99,7 @@ def multiply(few: Few, B: Array, out: Array, sums: np.dtype[Any]) -> None:
     straight = out.dtype == sums and out.flags.c_contiguous and width == N
     C = out if straight else np.empty((M, width), sums)
 
-    flat_x, flat_c = fixed(X.reshape(-1))[0], C.reshape(-1)
+    flat_x, flat_c = X.reshape(-1), C.reshape(-1)
 
     def product(used: int) -> tuple[Array, Any]:
         bounds = few.bounds(few.pieces * used if used > 1 else 1)
@@ -126,13 +126,14 @@ def _rows_of_b(B: Array, rows: int, width: int, sums: np.dtype[Any]) -> Array:
 def _columns_of_b(B: Array, columns: int, sums: np.dtype[Any]) -> Array:
     """A copy of B^T in the type of the sums, [N, columns + APART], padded with zeros."""
     K, N = B.shape
-    X = _aligned(N * (columns + APART), sums).reshape(N, columns + APART)
+    X = np.empty((N, columns + APART), sums)
     X[:, K:] = 0
-    wide = B
-    if B.dtype != sums:  # turned in the same pass, narrow types take three times as long
+    if N > 1 and B.dtype != sums:  # turned in the same pass, narrow types take three times as long
         wide = np.empty_like(B, sums)
         widened(B, sums, wide)
-    X[:, :K] = wide.T
+        X[:, :K] = wide.T
+    else:
+        widened(B.T, sums, X[:, :K])
     return X
 
 

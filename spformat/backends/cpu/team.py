@@ -78,7 +78,7 @@ def run(loop: Callable[..., None], wanted: int, product: Callable[[int], tuple[A
     loop: of ``team_loops.shared``. product: (threads) -> (int64 bounds [0, .., units], operands); one thread takes one
     piece, more take up to PIECES each.
     """
-    team, count = _team, min(wanted, MOST, threads.available())
+    team, count = _team, min(wanted, MOST, threads.available()) if wanted > 1 else 1
     if count > 1 and team.mutex.acquire(blocking=False):
         try:
             bounds, operands = product(count)
