@@ -112,7 +112,10 @@ def test_infinities_and_nan_of_a_are_not_lost() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3, 16])
-@pytest.mark.parametrize("spec", ["bsr:blocksize=32x8", "bitmask", "csr", "vector-nm:n=2,m=8,vector_length=48"])
+@pytest.mark.parametrize(
+    "spec",
+    ["bsr:blocksize=32x8", "bitmask", "csr", "vector-nm:n=2,m=8,vector_length=48", "sr-bcrs:vector_length=8,stride=16"],
+)
 def test_any_layout_of_b_and_out(spec: str, n: int) -> None:
     a = matrix(spec, "float32", (75, K))
     wanted = exact(a, operand("float32", (K, n)), np.dtype(np.float32))

@@ -39,6 +39,11 @@ def alone() -> Iterator[None]:
         _alone.here = before
 
 
+def available() -> int:
+    """Threads that a product may use: one for each core, or one inside ``alone``."""
+    return 1 if getattr(_alone, "here", False) else cores()
+
+
 def run(piece: Callable[[int], None], count: int, threads: int | None = None) -> None:
     """Call ``piece(0) .. piece(count-1)``, each once, on the calling thread and up to ``threads - 1`` others.
 

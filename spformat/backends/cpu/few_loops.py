@@ -21,6 +21,23 @@ WINDOW = 16
 
 
 @functools.cache
+def csr(lanes: int) -> Loop:
+    """Rows of a matrix with int32 indices, and a single column of B in float32. Needs AVX-512."""
+    gathered = few_tiles.gathered(lanes)
+
+    @compiled_for(lanes)
+    def loop(
+        lo: int, hi: int, thread: int, X: Array, ldx: int, N: int, C: Array, integers: Array, numbers: Array,
+        indptr: Array, indices: Array, data: Array,
+    ) -> None:  # fmt: skip
+        for i in range(lo, hi):
+            j = int(indptr[i])
+            gathered(C, i, data, j, indices, j, int(indptr[i + 1]) - j, X)
+
+    return loop
+
+
+@functools.cache
 def _block_row(lanes: int) -> Any:
     """The product of rows of blocks that lie side by side: ``h`` rows, ``segments`` blocks ``width`` columns wide."""
     d44, d42, d81, d11 = (few_tiles.dots(r, c, lanes) for r, c in ((4, 4), (4, 2), (8, 1), (1, 1)))
@@ -59,14 +76,15 @@ def _block_row(lanes: int) -> Any:
 
 @functools.cache
 def bsr(lanes: int) -> Loop:
-    """Block rows; data flat [nnzb, R, width]; starts: room for as many numbers as a block row has blocks."""
+    """Block rows; data flat [nnzb, R, width]; integers: as many as a block row has blocks."""
     multiply = _block_row(lanes)
 
     @compiled_for(lanes)
     def loop(
-        lo: int, hi: int, X: Array, ldx: int, N: int, C: Array, starts: Array, M: int, R: int, width: int,
-        indptr: Array, indices: Array, data: Array,
+        lo: int, hi: int, thread: int, X: Array, ldx: int, N: int, C: Array, integers: Array, numbers: Array, M: int,
+        R: int, width: int, indptr: Array, indices: Array, data: Array,
     ) -> None:  # fmt: skip
+        starts = integers[thread]
         for b in range(lo, hi):
             first, count = int(indptr[b]), int(indptr[b + 1] - indptr[b])
             for s in range(count):
@@ -81,15 +99,17 @@ def bsr(lanes: int) -> Loop:
 def sr_bcrs(lanes: int) -> Loop:
     """Row tiles; indices [G, g], data flat [G, t, g]. Rows of B are gathered once a tile.
 
-    starts: 0, g, 2g, .. for as many groups as a tile has; columns, gathered: room for their columns, and N times that.
+    starts: 0, g, 2g, .. for as many groups as a tile has; integers: as many as a tile has columns; numbers: N times
+    that.
     """
     multiply = _block_row(lanes)
 
     @compiled_for(lanes)
     def loop(
-        lo: int, hi: int, X: Array, ldx: int, N: int, C: Array, starts: Array, columns: Array, gathered: Array, M: int,
-        K: int, t: int, g: int, indptr: Array, indices: Array, data: Array,
+        lo: int, hi: int, thread: int, X: Array, ldx: int, N: int, C: Array, integers: Array, numbers: Array,
+        starts: Array, M: int, K: int, t: int, g: int, indptr: Array, indices: Array, data: Array,
     ) -> None:  # fmt: skip
+        columns, gathered = integers[thread], numbers[thread]
         ldg = columns.size
         for tile in range(lo, hi):
             first, count = int(indptr[tile]), int(indptr[tile + 1] - indptr[tile])
@@ -112,17 +132,20 @@ def vector_nm(lanes: int) -> Loop:
     """Row groups of ``length`` rows, a multiple of ``lanes``; indices [W, Q], data flat [W, Mp].
 
     The sums lie as the values do, so that rows of values are read from one end to the other: lines for the
-    columns of B, zero at first. base, cols: room for WINDOW numbers.
+    columns of B. integers: 2 * WINDOW; numbers: N * (length * (hi - lo) + lanes), so that columns of sums do not share
+    sets of the cache.
     """
     tiles = [few_tiles.columns_of_vectors(v, c, lanes) for v, c in ((2, 8), (2, 4), (2, 1), (1, 1))]
     v28, v24, v21, v11 = tiles
 
     @compiled_for(lanes)
     def loop(
-        lo: int, hi: int, X: Array, ldx: int, N: int, C: Array, sums: Array, base: Array, cols: Array, M: int,
+        lo: int, hi: int, thread: int, X: Array, ldx: int, N: int, C: Array, integers: Array, numbers: Array, M: int,
         n_kept: int, m: int, length: int, indices: Array, data: Array, Mp: int,
     ) -> None:  # fmt: skip
-        lds, pair = sums.size // N, 2 * lanes
+        lds, pair = (hi - lo) * length + lanes, 2 * lanes
+        sums, base, cols = numbers[thread, : N * lds], integers[thread, :WINDOW], integers[thread, WINDOW:]
+        sums[:] = 0
         window = WINDOW if N >= 4 else WINDOW // 2  # their lines share a set of the cache, and fewer columns use fewer
         for u0 in range(0, indices.shape[0], window):
             count = min(window, indices.shape[0] - u0)
@@ -163,7 +186,8 @@ def two_four(lanes: int) -> Loop:
 
     @compiled_for(lanes)
     def loop(
-        lo: int, hi: int, X: Array, ldx: int, N: int, C: Array, data: Array, row: int, meta: Array, row_offset: Array,
+        lo: int, hi: int, thread: int, X: Array, ldx: int, N: int, C: Array, integers: Array, numbers: Array,
+        data: Array, row: int, meta: Array, row_offset: Array,
         steps: int, shift: int, outer: int, low: int, inner: int, pair: int,
     ) -> None:  # fmt: skip
         i = lo
@@ -211,7 +235,8 @@ def bitmask(lanes: int) -> Loop:
 
     @compiled_for(lanes)
     def loop(
-        lo: int, hi: int, X: Array, ldx: int, N: int, C: Array, data: Array, tail: Array, base: int, safe: int,
+        lo: int, hi: int, thread: int, X: Array, ldx: int, N: int, C: Array, integers: Array, numbers: Array,
+        data: Array, tail: Array, base: int, safe: int,
         indptr: Array, mask: Array, row: int, steps: int,
     ) -> None:  # fmt: skip
         i = lo

@@ -32,7 +32,7 @@ class _Tile:
         for name, t in self.types.items():
             if isinstance(t, types.Array):
                 self.args[name] = context.make_array(t)(context, builder, self.args[name]).data
-        self.m = Vectors(builder, context.get_value_type(self.types["X"].dtype), lanes)
+        self.m = Vectors(builder, context.get_value_type(self.types["X" if "X" in self.types else "P"].dtype), lanes)
 
     def __getitem__(self, name: str) -> Any:
         return self.args[name]
@@ -45,12 +45,18 @@ class _Tile:
             place = self.builder.add(place, term)
         return self.builder.gep(self.args[name], [place])
 
-    def numbers(self, address: Any) -> Any:
-        """A vector of the values stored at an address, as the type of the sums."""
+    def number(self, address: Any) -> Any:
+        """The value stored at an address, as the type of the sums."""
+        return self.builder.extract_element(self.numbers(address, 1), ir.IntType(32)(0))
+
+    def numbers(self, address: Any, count: int | None = None) -> Any:
+        """A vector of ``count`` values stored at an address, by default one for each lane, as the type of the sums."""
         m, builder, stored = self.m, self.builder, self.types["data"].dtype
+        count = count or m.lanes
+        wanted = ir.VectorType(m.element, count)
 
         def lanes(kind: Any) -> Any:
-            return ir.VectorType(kind, m.lanes)
+            return ir.VectorType(kind, count)
 
         if stored in (types.float32, types.float64):
             x = m.load(address, lanes(ir.FloatType() if stored == types.float32 else ir.DoubleType()), stored.bitwidth)
@@ -58,13 +64,13 @@ class _Tile:
             x = m.load(address, lanes(ir.IntType(stored.bitwidth)), stored.bitwidth)
             if stored == types.int16:  # bfloat16
                 wide = lanes(ir.IntType(32))
-                x = builder.shl(builder.zext(x, wide), ir.Constant(wide, [16] * m.lanes))
+                x = builder.shl(builder.zext(x, wide), ir.Constant(wide, [16] * count))
                 x = builder.bitcast(x, lanes(ir.FloatType()))
             elif stored == types.uint16:  # float16
                 x = builder.bitcast(x, lanes(ir.HalfType()))
             else:  # int8
-                x = builder.sext(x, m.type) if m.is_int else builder.sitofp(x, m.type)
-        return x if x.type == m.type else builder.fpext(x, m.type)
+                x = builder.sext(x, wanted) if m.is_int else builder.sitofp(x, wanted)
+        return x if x.type == wanted else builder.fpext(x, wanted)
 
     def sums(self, count: int) -> list[Any]:
         """Variables of vectors, which start at zero."""
@@ -128,6 +134,98 @@ def dots(rows: int, columns: int, lanes: int) -> Any:
 
     names = "out o ldo data v row segment starts s0 segments count X x ldx"
     return _intrinsic(names, lanes, "out data starts X", write)
+
+
+def widened(lanes: int) -> Any:
+    """out[o + k] = data[v + k], k < count, a multiple of ``lanes``: stored values as the type of the sums."""
+
+    def write(t: _Tile) -> None:
+        with t.loop(t["count"], lanes) as (k, _):
+            t.m.store(t.numbers(t.at("data", t["v"], k)), t.at("X", t["o"], k))
+
+    return _intrinsic("X o data v count", lanes, "X data", write)
+
+
+def rows_of_columns(rows: int, width: int) -> Any:
+    """out[o + r*width + c] (+)= sum over s < segments and k < count of
+
+    data[v + s*segment + r*row + k] * P[cols[j + s*count + k]*width + c], c < width; ``first`` starts at zero instead of
+    at out. cols: int64; data: of the type of the sums.
+    """
+
+    def write(t: _Tile) -> None:
+        address = [t.at("out", t["o"], _INTP(r * width)) for r in range(rows)]
+        sums = t.sums(rows)
+        with t.builder.if_then(t.builder.icmp_signed("==", t["first"], _INTP(0))):
+            for place, where in zip(sums, address, strict=True):
+                t.builder.store(t.m.load(where), place)
+        with t.loop(t["segments"]) as (s, _), t.loop(t["count"]) as (k, _):
+            column = t.builder.load(t.at("cols", t["j"], (s, t["count"]), k))
+            x = t.m.load(t.at("P", (column, _INTP(width))))
+            for r, place in enumerate(sums):
+                value = t.builder.load(t.at("data", t["v"], (s, t["segment"]), k, (t["row"], _INTP(r))))
+                t.add_product(place, t.m.splat(value), x)
+        for place, where in zip(sums, address, strict=True):
+            t.m.store(t.builder.load(place), where)
+
+    names = "out o first data v row segment segments cols j count P"
+    return _intrinsic(names, width, "out data cols P", write)
+
+
+def items(width: int) -> Any:
+    """out[o + c] (+)= sum over k < count of data[v + k] * P[cols[v + k]*width + c], c < width.
+
+    ``first`` starts at zero instead of at out. Item k is added to partial sum k % 4: a multiply-add takes four cycles.
+    """
+
+    def write(t: _Tile) -> None:
+        b, m = t.builder, t.m
+        sums, where = t.sums(4), t.at("out", t["o"])
+        with b.if_then(b.icmp_signed("==", t["first"], _INTP(0))):
+            b.store(m.load(where), sums[0])
+
+        def add(k: Any, place: Any) -> None:
+            column = b.load(t.at("cols", t["v"], k))
+            column = b.sext(column, _INTP) if column.type.width < 64 else column
+            value = m.splat(t.number(t.at("data", t["v"], k)))
+            t.add_product(place, value, m.load(t.at("P", (column, _INTP(width)))))
+
+        whole = b.and_(t["count"], _INTP(-4))
+        with t.loop(whole, 4) as (k, _):
+            for way, place in enumerate(sums):
+                add(b.add(k, _INTP(way)), place)
+        with cgutils.for_range_slice(b, whole, t["count"], _INTP(1), _INTP) as (k, _):
+            add(k, sums[0])
+        low, high = (m.add(b.load(sums[i]), b.load(sums[i + 1])) for i in (0, 2))
+        m.store(m.add(low, high), where)
+
+    return _intrinsic("out o first data v cols count P", width, "out data cols P", write)
+
+
+def gathered(lanes: int) -> Any:
+    """out[o] = sum over k < count of data[v + k] * X[cols[j + k]]; float32 sums, cols int32; needs AVX-512."""
+
+    def write(t: _Tile) -> None:
+        b, m, half = t.builder, t.m, ir.IntType(32)
+        sums = t.sums(1)
+        indices, every = ir.VectorType(half, lanes), ir.VectorType(ir.IntType(1), lanes)
+        kind = ir.FunctionType(m.type, [m.type, ir.IntType(8).as_pointer(), indices, every, half])
+        gather = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.mask.gather.dps.512")
+        base = b.bitcast(t["X"], ir.IntType(8).as_pointer())
+        whole = b.and_(t["count"], _INTP(-lanes))
+        with t.loop(whole, lanes) as (k, _):
+            columns = m.load(t.at("cols", t["j"], k), indices, 32)
+            xs = b.call(gather, [m.zero, base, columns, ir.Constant(every, [1] * lanes), half(m.size)])
+            t.add_product(sums[0], t.numbers(t.at("data", t["v"], k)), xs)
+        # The rest one by one, because vectors past the last row would be past the end of the arrays.
+        rest = cgutils.alloca_once_value(b, m.total(b.load(sums[0])))
+        with cgutils.for_range_slice(b, whole, t["count"], _INTP(1), _INTP) as (k, _):
+            column = b.sext(b.load(t.at("cols", t["j"], k)), _INTP)
+            product = b.fmul(t.number(t.at("data", t["v"], k)), b.load(t.at("X", column)))
+            b.store(b.fadd(b.load(rest), product), rest)
+        b.store(b.load(rest), t.at("out", t["o"]))
+
+    return _intrinsic("out o data v cols j count X", lanes, "out data cols X", write)
 
 
 def columns_of_vectors(vectors: int, columns: int, lanes: int) -> Any:

@@ -116,6 +116,8 @@ class Work:
     """Whether the loop needs all tiles of a pass together, because each value that it reads serves several rows."""
     by_row: bool = False
     """Whether the loop passes single rows to its target, so that B may be narrower than a vector."""
+    arrays: tuple[Any, ...] = ()
+    """What the loop reads, for another loop over the same arrays."""
 
     def pieces(self, count: int) -> list[int]:
         """Unit bounds [0, .., units] of at most ``count`` pieces with about the same number of items."""

@@ -116,6 +116,9 @@ class SpmmCSR(HostKernel):
             by_row=True,
         )
 
+    def few(self, a: CSR, work: Work, sums: np.dtype[Any]) -> few.Few | None:
+        return few.csr(a, work, sums)
+
 
 class SpmmELLBuckets(HostKernel):
     """ELL buckets: each row of C gathers its ELL rows from all buckets, so split rows need no atomics."""
@@ -142,7 +145,11 @@ class SpmmELLBuckets(HostKernel):
             ends,
             extra,
             by_row=True,
+            arrays=arrays[:5],
         )
+
+    def few(self, a: ELLBuckets, work: Work, sums: np.dtype[Any]) -> few.Few | None:
+        return few.ell_buckets(a, work, sums)
 
 
 class SpmmBSR(HostKernel):

@@ -17,12 +17,25 @@ VECTOR = 64
 """Bytes of a vector of the compiled loops; a tile of B is one or two of them wide."""
 SMALL = 1 << 24
 """Multiply-adds up to which the loops stay on one thread."""
-FEW, FEW_SMALL = 16, 3 << 23
-"""Columns of B up to which loops of their own are used, and the multiply-adds up to which those stay on one thread."""
+FEW, FEW_SMALL = 16, 1 << 21
+"""Columns of B up to which loops of their own are used, and the multiply-adds for which another thread is worth while
+there: 0.03 to 0.1 ms, as its threads are awake or woken without waiting (``team``)."""
+ITEM = 4
+"""Multiply-adds that take as long as one with an item that has a column of its own."""
 SHARED = 1 << 20
 """Bytes of tiles of B that all rows of A are multiplied with before the next tiles are read."""
 DECODED = {"two-four": 2.0, "bitmask": 1.0}
 """Positions that are decoded to find the columns of A, as a share of its elements; other formats store columns."""
+
+
+def turn(format: str, rows: int) -> int:
+    """The columns of B from which on a lane is a column of B, where blocks or tiles of ``rows`` rows share columns.
+
+    Up to there lanes are items of A: with tiles of few rows, gathering columns of B for them soon takes longer.
+    """
+    if format == "sr-bcrs":
+        return 5 if rows < 16 else 8
+    return 14
 
 
 def sums_size(p: Problem) -> int:
@@ -101,19 +114,24 @@ class FewTimes(LoopTimes):
         return min(best, self.tiled.best(p), key=lambda b: b.us) if p.n <= FEW else best
 
     def variant(self, p: Problem, tile: Any) -> tuple[str, ...]:
-        """Few columns apart, then by the bytes of a value of A."""
+        """One column and few columns apart, then by the bytes of a value of A."""
         names = super().variant(p, tile)
-        return (*(f"few columns, {name}" for name in names), "few columns") if p.n <= FEW else names
+        if p.n > FEW:
+            return names
+        one = tuple(f"one column, {name}" for name in names) if p.n == 1 else ()
+        return (*one, *(f"few columns, {name}" for name in names), "few columns")
 
     def quantities(self, p: Problem, tile: Any, device: Device) -> tuple[float, ...]:
         """For few columns: the terms of ``LoopTimes`` with one tile that is as wide as B; rows: 10 ns for each sum."""
         if p.n > FEW:
             return super().quantities(p, tile, device)
         size, n = sums_size(p), max(1, p.n)
-        several = p.nnz * max(4, n) > FEW_SMALL
+        alone = p.format in ("csr", "ell-buckets")
+        several = p.nnz * (ITEM if alone else 1) * max(4, n) >= FEW_SMALL
         share = 1.0 if several else float(device.processors)
         out_size, b_size = itemsize(p.out_dtype), itemsize(p.b_dtype)
-        products = share * product_us(2.0 * p.nnz * n, sums_arithmetic(p), device)
+        columns = 1 << (n - 1).bit_length() if alone or self._by_columns(p) else n
+        products = share * product_us(2.0 * p.nnz * columns, sums_arithmetic(p), device)
         values = share * memory_us(stored_bytes(p), device)
         decoding = share * DECODED.get(p.format, 0.0) * p.M * p.K * 1e-3
         widening = share * p.nnz * 1e-3 if itemsize(p.a_dtype) < size else 0.0
@@ -125,6 +143,13 @@ class FewTimes(LoopTimes):
         return (
             1.0, float(several), products, values, decoding, widening, filled, written, rows, memory_us(turned, device),
         )  # fmt: skip
+
+    @staticmethod
+    def _by_columns(p: Problem) -> bool:
+        """Whether a lane is a column of B, so that B is padded to a power of two."""
+        params = p.p
+        rows = params["blocksize"][0] if "blocksize" in params else params.get("vector_length", 1)
+        return p.format in ("bsr", "dbsr", "sr-bcrs") and p.n >= turn(p.format, int(rows))
 
 
 class DenseTimes(Kernel):

@@ -65,7 +65,7 @@ def _text(key: Any) -> str:
 class _Cache(FunctionCache):  # type: ignore[misc]
     """numba does not check the files that it reads: after a crash or a full disk every later run would fail."""
 
-    def __init__(self, f: Any, variant: int | None) -> None:
+    def __init__(self, f: Any, variant: int | str | None) -> None:
         """variant: what decides the values that ``f`` encloses; None for a function without a closure."""
         super().__init__(f)
         self.variant, own = variant, cast(Any, self)._cache_file
@@ -125,15 +125,16 @@ def compiled(f: F) -> F:
     return _compiled(f, None)
 
 
-def compiled_for(variant: int) -> Callable[[F], F]:
+def compiled_for(variant: int | str) -> Callable[[F], F]:
     """``compiled`` for a function inside another, which makes one for each ``variant``.
 
-    variant: a number that, with the source, decides the values that the function encloses. The code of each is stored.
+    variant: a number or a name that, with the source, decides the values that the function encloses. The code of each
+    is stored.
     """
     return functools.partial(_compiled, variant=variant)
 
 
-def _compiled(f: F, variant: int | None) -> F:
+def _compiled(f: F, variant: int | str | None) -> F:
     dispatcher: Any = numba.njit(nogil=True, error_model="numpy")(f)
     with suppress(RuntimeError):  # "cannot cache function: no locator available"
         dispatcher._cache = _Cache(f, variant)
