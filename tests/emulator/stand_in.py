@@ -130,6 +130,13 @@ class UnownedMemory:
         self.buffer = (ctypes.c_ubyte * size).from_address(at)
 
 
+class MemoryPointer:
+    """The bytes of a memory from ``offset`` on."""
+
+    def __init__(self, memory: Any, offset: int) -> None:
+        self.buffer = memoryview(memory.buffer).cast("B")[offset:]
+
+
 def _pieces(nbytes: tuple[int, ...]) -> tuple[Any, list[int]]:
     """What ``Workspace`` takes, with a page behind each piece that cannot be touched."""
     pieces = [guarded(n, np.uint8, 0xFF) for n in nbytes]
@@ -168,10 +175,10 @@ def install(sm: int = 90) -> None:
     )  # fmt: skip
     cuda = _module(
         "cupy.cuda", runtime=runtime, Device=Device, Stream=Stream, Event=Stream,
-        get_current_stream=lambda *_: Stream.current[-1], device=_module("cupy.cuda.device", get_cublas_handle=lambda: 1),
+        get_current_stream=lambda *_: Stream.current.entered[-1], device=_module("cupy.cuda.device", get_cublas_handle=lambda: 1),
         memory=_module("cupy.cuda.memory", OutOfMemoryError=MemoryError),
         compiler=_module("cupy.cuda.compiler", **_errors("CompileException")),
-        alloc_pinned_memory=_pinned, UnownedMemory=UnownedMemory, MemoryPointer=lambda memory, offset: memory, get_elapsed_time=lambda since, until: 1.0,
+        alloc_pinned_memory=_pinned, UnownedMemory=UnownedMemory, MemoryPointer=MemoryPointer, get_elapsed_time=lambda since, until: 1.0,
     )  # fmt: skip
     driver = _module(
         "cupy_backends.cuda.api.driver",
