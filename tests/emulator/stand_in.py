@@ -58,6 +58,20 @@ class RawModule:
         return Function(Kernel(name, instance, self.folders, text, self.sm))
 
 
+class RawKernel:
+    """One kernel with C linkage of a source text. Its arguments are arrays, and numbers of numpy's types."""
+
+    def __init__(self, code: str, name: str) -> None:
+        self.emulated = RawModule(code).get_function(name).emulated
+
+    def __call__(self, grid: Any, block: Any, arguments: tuple[Any, ...], shared_mem: int = 0) -> None:
+        values = [np.uint64(x.data.ptr) if isinstance(x, Array) else x for x in arguments]
+        slots = [ctypes.create_string_buffer(x.tobytes(), 16) for x in values]
+        pointers = (ctypes.c_void_p * len(slots))(*map(ctypes.addressof, slots))
+        extents = [(*extent, 1, 1)[:3] for extent in (grid, block)]
+        self.emulated.launch(*extents, shared_mem, ctypes.addressof(pointers), **OPTIONS)
+
+
 def launch_kernel(
     handle: int,
     gx: int,
@@ -189,7 +203,8 @@ def install(sm: int = 90) -> None:
     api = _module("cupy_backends.cuda.api", driver=driver)
     _module("cupy_backends", cuda=_module("cupy_backends.cuda", api=api))
     cupy: Any = strict_cupy.module()
-    cupy.__version__, cupy.__path__, cupy.cuda, cupy.RawModule = "emulated", [], cuda, RawModule
+    cupy.__version__, cupy.__path__, cupy.cuda = "emulated", [], cuda
+    cupy.RawModule, cupy.RawKernel = RawModule, RawKernel
     cupy.empty = lambda shape, dtype=float, order="C": guarded(shape, dtype, 0xFF)
     cupy.zeros = lambda shape, dtype=float, order="C": guarded(shape, dtype, 0)
     cupy.empty_like = lambda a, dtype=None: guarded(a.shape, dtype or a.dtype, 0xFF)
