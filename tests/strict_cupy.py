@@ -102,7 +102,12 @@ class Device:
 
     compute_capability = "90"
     attributes = MappingProxyType(
-        {"MultiProcessorCount": 132, "MaxSharedMemoryPerBlockOptin": 232448, "L2CacheSize": 60 << 20}
+        {
+            "MultiProcessorCount": 132,
+            "MaxSharedMemoryPerBlockOptin": 232448,
+            "MaxSharedMemoryPerMultiprocessor": 228 << 10,
+            "L2CacheSize": 60 << 20,
+        }
     )
     mem_info = (1 << 36, 1 << 37)
 

@@ -17,9 +17,12 @@ shared memory; impossible grids; loops without end. A missing barrier shows as a
 one warp may run far ahead. What cp.async copies arrives with the wait for its group; until then its place holds 0xFF. Shared
 memory is filled with 0xCD before each block, new arrays with 0xFF.
 
-Not seen: races between blocks (they run one after the other), the order of memory, speed, registers, flushed denormals, the
+Hopper: the blocks of a cluster run together. What other units do (bulk copies, st.async, wgmma) is done at a random time, at
+the latest when it is waited for; device/asynchronous.h, copy_engine.h and warpgroups.h say how, and what is reported.
+
+Not seen: races between clusters (they run one after the other), the order of memory, speed, registers, flushed denormals, the
 last bits of sums on tensor cores. cuBLAS is numpy.
-Not emulated: TMA, wgmma, clusters, other PTX than that in ``ptx.py`` and ``ptx_sm80.py``: reaching it is an error.
+Not emulated: other PTX than that in ``ptx.py``, ``ptx_sm80.py`` and ``ptx_sm90.py``: reaching it is an error.
 """
 
 from .build import EmulatorError, missing

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .ptx import translated
+from .ptx_sm90 import shape_of
 
 HERE = Path(__file__).parent
 DEVICE = HERE / "device"
@@ -95,13 +96,14 @@ def shared_object(name: str, text: str, instance: str, folders: Iterable[Path], 
     ready = _precompiled()
     with tempfile.TemporaryDirectory(prefix="build-", dir=cache()) as room:
         build = Path(room, "kernel")
-        for header, content in own.items():
+        sources = {header: translated(content) for header, content in own.items()} | {name: translated(text)}
+        for header, content in sources.items():
             (build / header).parent.mkdir(parents=True, exist_ok=True)
-            (build / header).write_text(translated(content))
-        build.mkdir(exist_ok=True)
-        (build / name).write_text(translated(text))
+            (build / header).write_text(content)
+        shape = shape_of(instance, "".join(sources.values()))
+        kernel = f"EMU_KERNEL({instance})\nEMU_SHAPE({shape})"
         arch = f"#undef __CUDA_ARCH__\n#define __CUDA_ARCH__ {10 * sm}\n"
-        main = f'#include "emulator.h"\n{arch}namespace emu_user {{\n#include "{name}"\nEMU_KERNEL({instance})\n}}\n'
+        main = f'#include "emulator.h"\n{arch}namespace emu_user {{\n#include "{name}"\n{kernel}\n}}\n'
         (build / "main.cpp").write_text(main)
         _run("g++", *FLAGS, f"-I{ready}", f"-I{build}", *_cuda(), "-c", build / "main.cpp", "-o", build / "kernel.o")
         _run("g++", "-shared", build / "kernel.o", *sorted(ready.glob("*.o")), "-lrt", "-o", build / "kernel.so")

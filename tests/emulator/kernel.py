@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 import subprocess
 import threading
@@ -21,6 +22,8 @@ SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """And in all, by architecture."""
 ONE_LAUNCH = threading.Lock()
 """Held while blocks run: all threads of a process share the stacks of fibers and the handlers of signals."""
+MOST_BLOCKS = 8
+"""Blocks that a cluster may have on every GPU."""
 SIGNED, UNSIGNED, FLOATING = 4, 5, 3
 POINTERS = (1, 2)
 """Kinds of parameters, as device/launch.h numbers them; 6 is a struct."""
@@ -32,6 +35,7 @@ class Options(ctypes.Structure):
     _fields_ = (
         ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3), ("smem", ctypes.c_uint64), ("seed", ctypes.c_uint64),
         ("shuffle_blocks", ctypes.c_int), ("shuffle_threads", ctypes.c_int), ("timeout", ctypes.c_double),
+        ("cluster", ctypes.c_uint32 * 3),
         ("count", ctypes.c_uint64), ("ranges", ctypes.c_void_p), ("stacks", ctypes.c_void_p),
     )  # fmt: skip
 
@@ -62,6 +66,12 @@ class Kernel:
         number = self._library.emu_parameters(described)
         self.parameters = [divmod(described[i], 16) for i in range(number)]
         """(bytes, kind) of each."""
+        shape = (ctypes.c_uint32 * 4)()
+        self._library.emu_shape(shape)
+        self.cluster, self.most_threads = tuple(shape[:3]), shape[3]
+        """Blocks of a cluster along x, y and z, and the threads that a block may have (``__launch_bounds__``)."""
+        if self.cluster[0] * self.cluster[1] * self.cluster[2] > MOST_BLOCKS:
+            raise EmulatorError(f"{instance}: a cluster of {self.cluster} blocks, at most {MOST_BLOCKS} may be in one")
         static = self._static_arrays()
         self.static_shared = sum(static[1::2])
         self._ranges = (ctypes.c_longlong * max(1, len(static)))(*static)
@@ -132,8 +142,12 @@ class Kernel:
         gx, gy, gz = grid
         if gy > 65535 or gz > 65535 or gx >= 2**31 or min(grid) < 1:
             raise EmulatorError(f"{self.instance}: a grid of {grid}: extents are positive, y and z at most 65535")
-        if not 0 < block[0] * block[1] * block[2] <= 1024:
-            raise EmulatorError(f"{self.instance}: a block of {block} threads")
+        if not 0 < block[0] * block[1] * block[2] <= self.most_threads:
+            raise EmulatorError(
+                f"{self.instance}: a block of {block} threads, at most {self.most_threads} may be in one"
+            )
+        if any(g % c for g, c in zip(grid, self.cluster, strict=True)):
+            raise EmulatorError(f"{self.instance}: a grid of {grid} is not whole clusters of {self.cluster}")
         if self.static_shared + smem > self._shared:
             raise EmulatorError(
                 f"{self.instance}: {self.static_shared} + {smem} bytes of shared memory, a block may have {self._shared}"
@@ -141,8 +155,8 @@ class Kernel:
         text = ctypes.create_string_buffer(8192)
         three = ctypes.c_uint32 * 3
         options = Options(
-            three(*grid), three(*block), smem, seed, shuffle_blocks, shuffle_threads, timeout, self._count,
-            ctypes.addressof(self._ranges), stacks(),
+            three(*grid), three(*block), smem, seed, shuffle_blocks, shuffle_threads, timeout,
+            three(*self.cluster), self._count, ctypes.addressof(self._ranges), stacks(math.prod(block) * math.prod(self.cluster)),
         )  # fmt: skip
         room = ctypes.c_ulonglong(len(text))
         with ONE_LAUNCH:

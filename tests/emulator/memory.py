@@ -13,8 +13,8 @@ import numpy as np
 from .build import EmulatorError
 
 PAGE = mmap.PAGESIZE
-STACK, THREADS = 64 * 1024, 1024
-"""Bytes of the stack of a thread, and the most threads of a block, as in device/fibers.h."""
+STACK, THREADS, MOST_THREADS = 64 * 1024, 1024, 8192
+"""Bytes of the stack of a thread, and the most threads of a block and of a cluster, as in device/fibers.cpp."""
 READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 NO_RESERVE = 0x4000
@@ -41,12 +41,16 @@ def _closed(at: int) -> None:
         raise MemoryError(f"mprotect: error {ctypes.get_errno()}")
 
 
+def stacks(threads: int) -> int:
+    """The stacks of the threads of a block or a cluster, the lowest page of each closed: one set for all kernels of a
+    process, since the pages that are closed apart count among the 65,530 maps that Linux gives a process."""
+    return _stacks(THREADS if threads <= THREADS else MOST_THREADS)
+
+
 @functools.cache
-def stacks() -> int:
-    """The stacks of the threads of a block, the lowest page of each closed: one set for all kernels of a process, since
-    the pages that are closed apart count among the 65,530 maps that Linux gives a process."""
-    base = _mapped(THREADS * STACK, PRIVATE | NO_RESERVE)
-    for t in range(THREADS):
+def _stacks(threads: int) -> int:
+    base = _mapped(threads * STACK, PRIVATE | NO_RESERVE)
+    for t in range(threads):
         _closed(base + t * STACK)
     return base
 

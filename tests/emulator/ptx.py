@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from . import ptx_sm80
+from . import ptx_sm80, ptx_sm90
 
 _TYPES = {"8": "unsigned char", "16": "unsigned short", "32": "unsigned", "64": "unsigned long long"}
 _ACCESS = re.compile(r"^(ld|ldu|st)\b[\w.:]*?\.(?:v([248])\.)?([busf])(8|16|32|64)$")
@@ -17,6 +17,7 @@ _KNOWN = {
     "cvt.rn.bf16x2.f32 %0, %1, %2;": "{0} = emu_pack_bfloat({1}, {2});",
     "mov.u64 %0, %globaltimer;": "{0} = clock64(); emu::yield();",
     "mov.u32 %0, %smid;": "{0} = 0;",
+    "mov.u32 %0, %cluster_ctarank;": "{0} = emu::block_rank;",
     "mov.u32 %0, %laneid;": "{0} = emu::lane();",
     "mov.u32 %0, %lanemask_lt;": "{0} = (1u << emu::lane()) - 1;",
     "mov.u32 %0, %lanemask_le;": "{0} = (2u << emu::lane()) - 1;",
@@ -31,22 +32,24 @@ _KNOWN = {
 
 def translated(text: str) -> str:
     """The source as C++ for g++. Lines keep their numbers."""
+    text = ptx_sm90.launch_shapes(text)
     out, at = [], 0
     for m in re.finditer(r"\basm\s*(?:volatile|__volatile__)?\s*\(", text):
         if m.start() < at or "//" in text[text.rfind("\n", 0, m.start()) + 1 : m.start()]:
             continue
         inside_end = _closing(text, m.end())
-        end = text.index(";", inside_end) + 1
+        ends = re.compile(r"\s*;").match(text, inside_end + 1)
+        end = ends.end() if ends else inside_end + 1  # a macro whose user writes the semicolon
         inside = re.sub(r"//[^\n]*", "", text[m.end() : inside_end])  # in one line they would hide what follows
         piece = text[m.start() : end]
         new_line = "\\\n" if "\\\n" in piece or piece.rstrip().endswith("\\") else "\n"
         out += [
             text[at : m.start()],
-            "{ " + " ".join(_statement(inside).split("\n")) + " }",
+            ("{{ {} }}" if ends else "{}").format(" ".join(_statement(inside, bool(ends)).split("\n"))),
             new_line * piece.count("\n"),
         ]
         at = end
-    text = "".join(out) + text[at:]
+    text = ptx_sm90.constraints_of_macros("".join(out) + text[at:])
     text = re.sub(r"__shared__(\s+)alignas\s*\(", r"__shared__\1__align__(", text)  # g++ takes no alignas after static
     return re.sub(r"extern\s+__shared__\s+([^;]*?)\b(\w+)\s*\[\s*\]\s*;", _dynamic, text)
 
@@ -100,11 +103,12 @@ def _operands(part: str) -> list[str]:
     return [m.group(1) for m in items if m]
 
 
-def _statement(text: str) -> str:
+def _statement(text: str, closed: bool = True) -> str:
     """What stands between the parentheses of ``asm`` as C++, or a call that reports that it is not emulated."""
     literal = re.match(r'\s*((?:"(?:[^"\\]|\\.)*"\s*)+)', text)
-    if not literal or not re.match(r"\s*(:|$)", text[literal.end() :]):  # a macro is part of it
-        return 'emu::unsupported("inline PTX");'
+    template, *rest = _split(text, ":")
+    if not literal or template[literal.end() :].strip():
+        return ptx_sm90.interpreted(template, rest[:2]) + ";" * closed
     ptx = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', literal.group(1)))
     ptx = ptx.replace("\\n", "\n").replace("\\t", " ").replace("%%", "%").strip()
     sections = _split(text[literal.end() :], ":")[1:]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from . import ptx_sm90
+
 Single = Callable[[str, str, list[str]], str]
 """Name, the rest of the instruction and operands -> C++ for loads, stores and what does nothing here; "" if it is another."""
 REGISTERS = {"pred": "bool", "b16": "unsigned short", "f32": "float", "f64": "double", "b64": "unsigned long long"}
@@ -42,6 +44,9 @@ def block(ptx: str, outs: list[str], ins: list[str], single: Single) -> str:
 
 def _instruction(text: str, names: list[str], single: Single) -> str:
     name, _, rest = text.partition(" ")
+    for pattern, write in ptx_sm90.INSTRUCTIONS.items():
+        if m := re.fullmatch(pattern, name):
+            return write(m, [_operand(x, names) for x in _split(rest)])
     if done := single(name, rest, names):
         return done
     for pattern, write in INSTRUCTIONS.items():

@@ -116,9 +116,16 @@ def guarded(shape: Any, dtype: Any, fill: int) -> Array:
     return Array(np.frombuffer(block, np.uint8).view(kind).reshape(extents))
 
 
-def copied(x: np.ndarray[Any, Any]) -> Array:
+def ordered(shape: Any, dtype: Any, fill: int, order: str) -> Array:
+    """``guarded``, with the first dimension innermost for the order "F"."""
+    extents = shape if isinstance(shape, tuple | list) else (shape,)
+    out = guarded(extents[::-1] if order == "F" else extents, dtype, fill)
+    return Array(out.host.T) if order == "F" else out
+
+
+def copied(x: np.ndarray[Any, Any], order: str = "C") -> Array:
     """A copy on the device."""
-    out = guarded(x.shape, x.dtype, 0xFF)
+    out = ordered(x.shape, x.dtype, 0xFF, order)
     out.host[...] = x
     return out
 
@@ -126,7 +133,7 @@ def copied(x: np.ndarray[Any, Any]) -> Array:
 def _asarray(x: Any, dtype: Any = None, order: Any = None, **_: Any) -> Array:
     if isinstance(x, Array):
         return x if dtype is None or x.dtype == dtype else copied(x.host.astype(dtype))
-    return copied(np.asarray(x, dtype))
+    return copied(np.asarray(x, dtype), order or "C")
 
 
 def _pinned(size: int) -> Any:
@@ -205,24 +212,25 @@ def install(sm: int = 90) -> None:
     cupy: Any = strict_cupy.module()
     cupy.__version__, cupy.__path__, cupy.cuda = "emulated", [], cuda
     cupy.RawModule, cupy.RawKernel = RawModule, RawKernel
-    cupy.empty = lambda shape, dtype=float, order="C": guarded(shape, dtype, 0xFF)
-    cupy.zeros = lambda shape, dtype=float, order="C": guarded(shape, dtype, 0)
+    cupy.empty = lambda shape, dtype=float, order="C": ordered(shape, dtype, 0xFF, order)
+    cupy.zeros = lambda shape, dtype=float, order="C": ordered(shape, dtype, 0, order)
     cupy.empty_like = lambda a, dtype=None: guarded(a.shape, dtype or a.dtype, 0xFF)
     cupy.zeros_like = lambda a, dtype=None: guarded(a.shape, dtype or a.dtype, 0)
     cupy.asarray = cupy.array = _asarray
     cupy.ascontiguousarray = lambda x, dtype=None: (
         x if isinstance(x, Array) and x.flags.c_contiguous else copied(plain(x))
     )
-    cupy.asfortranarray = lambda x: Array(np.asfortranarray(x.host))
+    cupy.asfortranarray = lambda x: copied(x.host, "F")
     cupy.asnumpy = lambda x: x.get()
     cupy.__getattr__ = _of_numpy
     sys.modules["cupy"] = cupy
 
     from spformat.backends.cuda.runtime import scratch
 
-    from . import cublas
+    from . import cublas, tensor_maps
 
     cublas.install()
+    tensor_maps.install()
     vars(scratch)["_exchange_mode"] = lambda: lambda _: 0  # a function of the driver's library
     scratch.Workspace._allocated = staticmethod(_pieces)  # type: ignore[method-assign]
 

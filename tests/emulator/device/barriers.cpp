@@ -1,6 +1,8 @@
 // Named barriers: who has arrived at each of the sixteen.
 #include "emulator.h"
 
+#include <vector>
+
 #pragma GCC visibility push(hidden)
 
 namespace emu {
@@ -9,11 +11,12 @@ constexpr u32 BARRIERS = 16;
 struct Barrier {
     u32 arrived, count;
 };
-static Barrier barriers[BARRIERS];
+struct Table {
+    Barrier barriers[BARRIERS];
+};
+static std::vector<Table> tables;  // of each block of the cluster
 
-void start_barriers() {
-    for (Barrier& b : barriers) b = {0, 0};
-}
+void start_barriers(u32 blocks) { tables.assign(blocks, Table{}); }
 
 static void nothing(WarpWide* const*) {}
 
@@ -24,7 +27,7 @@ void named_barrier(u32 id, u32 count, bool wait) {
     WarpWide together{&nothing, wait ? "bar.sync" : "bar.arrive"};
     warp_wide(together);
     enter();
-    Barrier& b = barriers[id];
+    Barrier& b = tables[block_rank].barriers[id];
     if (b.arrived && b.count != count) fail("threads meet at a named barrier with different counts", where);
     b.count = count;
     if (++b.arrived == count) {

@@ -4,7 +4,7 @@
 
 namespace emu {
 
-void start_barriers();  // of a block: nobody is there
+void start_barriers(u32 blocks);  // of the blocks of a cluster: nobody is there
 // All 32 lanes call. An error unless the count is whole warps and the same for all that meet.
 void named_barrier(u32 id, u32 count, bool wait);
 

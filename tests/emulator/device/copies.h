@@ -7,11 +7,13 @@
 
 namespace emu {
 
-void start_copies(int threads);                                   // of a block: nothing is in flight
+void start_copies(int threads);                                   // of all blocks of a cluster: nothing is in flight
 void copy_later(char* to, const unsigned char* bytes, u32 size);  // by the current thread
 void commit_copies();
 void land_copies(u32 groups_left);  // all but the newest groups of the current thread arrive
 void land_all_copies();             // those of no group, too
+u64 copies_so_far();                           // of the current thread, since the block started
+void land_copies_of(u32 thread, u64 number);   // the first copies of a thread of the cluster, whose block is at hand
 
 EMU_INTRINSIC void cp_async(u32 to, size_t from, u32 size, u32 valid) {
     char* const place = shared_pointer(to, size, size);

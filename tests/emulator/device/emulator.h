@@ -5,8 +5,10 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <type_traits>
 #include <utility>
+#include <vector>
 #include <vector_types.h>
 #include <vector_functions.h>
 #include <cuda_fp16.h>
@@ -14,6 +16,8 @@
 
 #undef __shared__
 #undef __launch_bounds__
+#undef __cluster_dims__
+#undef __maxnreg__
 #undef __grid_constant__
 #undef __global__
 #undef __device__
@@ -27,9 +31,7 @@
 #define __host__
 #define __constant__
 #define __shared__ static
-#define __launch_bounds__(...)
 #define __grid_constant__
-#define __maxnreg__(...)
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
 #define __align__(n) __attribute__((aligned(n)))
@@ -42,6 +44,9 @@
 #include "fibers.h"
 #include "launch.h"
 #include "shared.h"
+#include "asynchronous.h"
+#include "copy_engine.h"
+#include "warpgroups.h"
 #include "copies.h"
 #include "barriers.h"
 #include "matrices.h"

@@ -1,5 +1,5 @@
-// Threads of a block as fibers: a switch of stacks, barriers of the block, operations of a warp, who runs next; blocks one
-// after the other, and faults as messages. Compiled once, and linked to every kernel.
+// Threads of a block as fibers: a switch of stacks, barriers of the block, operations of a warp, who runs next; clusters one
+// after the other, the blocks of one together, and faults as messages. Compiled once, and linked to every kernel.
 #include "emulator.h"
 
 #include <signal.h>
@@ -14,7 +14,6 @@
 #include <cstdlib>
 #include <ctime>
 #include <random>
-#include <vector>
 
 #pragma GCC visibility push(hidden)
 
@@ -51,12 +50,13 @@ namespace emu {
 
 int current;
 char* dynamic_shared;
+u32 block_rank, cluster_size = 1;
 
-enum State : unsigned char { READY, AT_BARRIER, AT_WARP, PARKED, EXITED };
+enum State : unsigned char { READY, AT_BARRIER, AT_WARP, PARKED, AT_CONDITION, EXITED };
 static const char* const names[] = {"__syncthreads", "__syncthreads_or", "__syncthreads_and", "__syncthreads_count", "__syncwarp",
     "__shfl*_sync", "__ballot_sync", "__any_sync", "__all_sync", "__uni_sync", "__match_any_sync", "__match_all_sync", "__reduce_add_sync",
     "__reduce_min_sync", "__reduce_max_sync", "__reduce_min_sync", "__reduce_max_sync", "__reduce_or_sync", "__reduce_and_sync",
-    "__reduce_xor_sync", "an instruction of the whole warp", "a named barrier"};
+    "__reduce_xor_sync", "an instruction of the whole warp", "a named barrier", ""};
 
 struct Fiber {
     void* sp;
@@ -66,16 +66,26 @@ struct Fiber {
     u64 value, result;
     void* where;
     uint3 tid;
+    Condition condition;
 };
 
 constexpr size_t STACK = 64 * 1024, PAGE = 4096, DYNAMIC = 256 * 1024;
 constexpr int MOST = 1024;
-static Fiber fibers[MOST];
+struct Block {
+    Fiber fibers[MOST];
+    int live, at_barrier;
+    uint3 index;
+    char* dynamic_end;
+};
+static std::vector<std::unique_ptr<Block>> blocks;  // of a cluster, by rank; they are kept from launch to launch
+static Block* block;                                // the one that runs
 static char* stacks;  // one for each fiber, shared by all kernels of a process
 static char alternate[64 * 1024];  // where faults are handled: a fiber's own stack may be what overflowed
-static char* dynamic_end;
-static int threads, live, at_barrier;
+static int threads;
+static std::mt19937_64 random_numbers;
+static const Origin* acting;  // who asked for what another unit does now
 static void* scheduler_sp;
+static u64 stacks_size;
 static volatile int in_user;
 static volatile int stalled_ticks;
 static sigjmp_buf escape;
@@ -102,6 +112,7 @@ inline size_t say(size_t at, const char* format, ...) {
 
 void fail(const char* what, void* where, const char* more) {
     in_user = 0;
+    if (acting) where = acting->where, threadIdx = acting->thread, blockIdx = acting->block, acting = nullptr;
     say(0, "%s at @%p in thread (%u,%u,%u) of block (%u,%u,%u), block size (%u,%u,%u), grid (%u,%u,%u)%s", what, where, threadIdx.x,
         threadIdx.y, threadIdx.z, blockIdx.x, blockIdx.y, blockIdx.z, blockDim.x, blockDim.y, blockDim.z, gridDim.x, gridDim.y, gridDim.z,
         more);
@@ -110,14 +121,14 @@ void fail(const char* what, void* where, const char* more) {
 
 void enter() { in_user = 0; }
 void leave() {
-    threadIdx = fibers[current].tid;
+    threadIdx = block->fibers[current].tid;
     stalled_ticks = 0;
     asm volatile("" ::: "memory");
     in_user = 1;
 }
 // Back to the scheduler; returns when this fiber is run again.
 __attribute__((noinline)) static void give_way() {
-    Fiber& f = fibers[current];
+    Fiber& f = block->fibers[current];
     emu_switch(&f.sp, scheduler_sp);
     leave();
 }
@@ -126,7 +137,17 @@ void yield() {
     give_way();
 }
 
+void wait_until(const Condition& c, void* where) {
+    enter();
+    Fiber& f = block->fibers[current];
+    if (c.ready(c.a, c.b)) return leave();
+    f.condition = c, f.where = where, f.op = WAITING, f.state = AT_CONDITION;
+    give_way();
+}
+u64 random_number() { return random_numbers(); }
+
 static void release_barrier() {
+    auto& [fibers, live, at_barrier, index, end] = *block;
     if (!live || at_barrier != live) return;
     bool any = false, all = true;
     u64 count = 0;
@@ -175,7 +196,7 @@ static void release_wide(Fiber* w, int lanes) {
 
 // Completes the warp operation with this mask if every lane of it that has not exited waits there.
 static void release_warp(int warp, u32 mask, Op op) {
-    Fiber* const w = fibers + 32 * warp;
+    Fiber* const w = block->fibers + 32 * warp;
     const int lanes = std::min(32, threads - 32 * warp);
     if (op == WARP_WIDE) return release_wide(w, lanes);
     u32 there = 0;
@@ -228,10 +249,10 @@ static void release_warp(int warp, u32 mask, Op op) {
 
 u64 block_op(Op op, u64 value) {
     enter();
-    Fiber& f = fibers[current];
+    Fiber& f = block->fibers[current];
     f.op = op, f.value = value, f.where = __builtin_return_address(0);
     f.state = AT_BARRIER;
-    ++at_barrier;
+    ++block->at_barrier;
     release_barrier();
     if (f.state == READY)
         leave();
@@ -242,7 +263,7 @@ u64 block_op(Op op, u64 value) {
 
 u64 warp_op(Op op, u32 mask, u64 value, u32 source) {
     enter();
-    Fiber& f = fibers[current];
+    Fiber& f = block->fibers[current];
     f.op = op, f.mask = mask, f.value = value, f.source = source, f.where = __builtin_return_address(0);
     if (!(mask >> current % 32 & 1)) fail("a lane calls a warp operation with a mask that does not name it", f.where);
     f.state = AT_WARP;
@@ -256,7 +277,7 @@ u64 warp_op(Op op, u32 mask, u64 value, u32 source) {
 
 void warp_wide(WarpWide& mine) {
     enter();
-    Fiber& f = fibers[current];
+    Fiber& f = block->fibers[current];
     f.op = WARP_WIDE, f.mask = ~0u, f.value = reinterpret_cast<u64>(&mine), f.where = __builtin_return_address(0);
     f.state = AT_WARP;
     release_warp(current / 32, ~0u, WARP_WIDE);
@@ -268,12 +289,13 @@ void warp_wide(WarpWide& mine) {
 
 void park(u32 id, void* where) {
     enter();
-    Fiber& f = fibers[current];
+    Fiber& f = block->fibers[current];
     f.op = NAMED, f.mask = id, f.where = where;
     f.state = PARKED;
     give_way();
 }
 void wake(u32 id) {
+    Fiber* const fibers = block->fibers;
     for (int t = 0; t < threads; ++t)
         if (fibers[t].state == PARKED && fibers[t].mask == id) fibers[t].state = READY;
 }
@@ -282,9 +304,11 @@ static void start_fiber() {
     leave();
     body(body_args);
     enter();
+    thread_ends();
+    Fiber* const fibers = block->fibers;
     Fiber& f = fibers[current];
     f.state = EXITED;
-    --live;
+    --block->live;
     release_barrier();
     const int warp = current / 32;
     for (int l = 32 * warp; l < std::min(threads, 32 * warp + 32); ++l)
@@ -295,61 +319,123 @@ static void start_fiber() {
 
 static void deadlock() {
     in_user = 0;
-    size_t at = say(0, "deadlock in block (%u,%u,%u): %d of %d threads have exited, %d wait at a barrier of the block", blockIdx.x, blockIdx.y,
-                    blockIdx.z, threads - live, threads, at_barrier);
-    int shown = 0;
-    for (int t = 0; t < threads && shown < 12; ++t) {
-        const Fiber& f = fibers[t];
-        if (f.state == EXITED) continue;
-        const Fiber& p = fibers[t ? t - 1 : 0];
-        if (t && p.state == f.state && p.where == f.where && (f.state == AT_BARRIER || p.mask == f.mask)) continue;
-        at = say(at, "\n  thread %d waits at %s", t, names[f.op]);
-        if (f.op == WARP_WIDE) at = say(at, ": %s", reinterpret_cast<WarpWide*>(f.value)->name);
-        else if (f.state == AT_WARP) at = say(at, " mask %08x", f.mask);
-        if (f.state == PARKED) at = say(at, ", %u", f.mask);
-        at = say(at, " @%p", f.where);
-        ++shown;
+    size_t at = 0;
+    for (u32 rank = 0; rank < cluster_size; ++rank) {
+        const auto& [fibers, live, at_barrier, index, end] = *blocks[rank];
+        at = say(at, "%sdeadlock in block (%u,%u,%u): %d of %d threads have exited, %d wait at a barrier of the block", rank ? "\n" : "",
+                 index.x, index.y, index.z, threads - live, threads, at_barrier);
+        int shown = 0;
+        for (int t = 0; t < threads && shown < 12; ++t) {
+            const Fiber& f = fibers[t];
+            if (f.state == EXITED) continue;
+            const Fiber& p = fibers[t ? t - 1 : 0];
+            const Condition &c = f.condition, &d = p.condition;
+            if (t && p.state == f.state && p.where == f.where &&
+                (f.state == AT_CONDITION ? c.ready == d.ready && c.a == d.a && c.b == d.b : f.state == AT_BARRIER || p.mask == f.mask)) continue;
+            if (f.state == AT_CONDITION) {
+                char text[200] = "";
+                c.describe(c.a, c.b, text, sizeof text);
+                at = say(at, "\n  thread %d waits at %s @%p", t, text, f.where);
+            } else {
+                at = say(at, "\n  thread %d waits at %s", t, names[f.op]);
+                if (f.op == WARP_WIDE) at = say(at, ": %s", reinterpret_cast<WarpWide*>(f.value)->name);
+                else if (f.state == AT_WARP) at = say(at, " mask %08x", f.mask);
+                if (f.state == PARKED) at = say(at, ", %u", f.mask);
+                at = say(at, " @%p", f.where);
+            }
+            ++shown;
+        }
     }
     siglongjmp(escape, 1);
 }
 
-static void run_block(bool shuffled, std::mt19937_64& random) {
+u32 threads_of_block() { return threads; }
+u32 thread_number() { return block_rank * threads + current; }
+bool exited(u32 rank) { return blocks[rank]->live == 0; }
+Origin origin(void* where) { return {where, threadIdx, blockIdx}; }
+void act(const Origin* who) { acting = who; }
+
+static void run_in(u32 rank) {
+    enter_block(rank);
+    block = blocks[rank].get();
+    block_rank = rank, blockIdx = block->index;
+}
+
+u32 switch_block(u32 rank) {
+    const u32 before = block_rank;
+    if (rank != before) run_in(rank);
+    return before;
+}
+
+// Runs the blocks of a cluster, whose indices are those of `blocks`.
+static void run_cluster(bool shuffled) {
     static int order[MOST];
-    live = threads, at_barrier = 0;
-    start_copies(threads), start_barriers();
-    memset(dynamic_shared, 0xCD, dynamic_end - dynamic_shared);
-    for (int t = 0; t < threads; ++t) {
-        Fiber& f = fibers[t];
-        order[t] = t;
-        f.state = READY;
-        f.tid = uint3{t % blockDim.x, t / blockDim.x % blockDim.y, t / (blockDim.x * blockDim.y)};
-        void** top = reinterpret_cast<void**>(stacks + (t + 1) * STACK - 64);
-        *--top = nullptr;  // keeps the stack as a call leaves it: 8 below a multiple of 16 at the entry
-        *--top = reinterpret_cast<void*>(&start_fiber);
-        for (int i = 0; i < 6; ++i) *--top = nullptr;
-        f.sp = top;
+    std::vector<u32> ranks(cluster_size);
+    asynchronous_begin(), start_copies(cluster_size * threads), start_barriers(cluster_size);
+    for (u32 rank = 0; rank < cluster_size; ++rank) {
+        auto& [fibers, live, at_barrier, index, end] = *blocks[rank];
+        ranks[rank] = rank;
+        live = threads, at_barrier = 0;
+        for (int t = 0; t < threads; ++t) {
+            Fiber& f = fibers[t];
+            f.state = READY;
+            f.tid = uint3{t % blockDim.x, t / blockDim.x % blockDim.y, t / (blockDim.x * blockDim.y)};
+            void** top = reinterpret_cast<void**>(stacks + (u64)(rank * threads + t + 1) * STACK - 64);
+            *--top = nullptr;  // keeps the stack as a call leaves it: 8 below a multiple of 16 at the entry
+            *--top = reinterpret_cast<void*>(&start_fiber);
+            for (int i = 0; i < 6; ++i) *--top = nullptr;
+            f.sp = top;
+        }
     }
-    // Shuffled: all threads in turn for a while, then one warp alone until it waits or its rounds are over. So a warp may be far
-    // ahead of the others, which shows that a barrier is missing.
+    for (int t = 0; t < threads; ++t) order[t] = t;
+    // Shuffled: all threads in turn for a while; or one warp alone until it waits; or some warps seldom. So warps may be far ahead
+    // of the others or behind them, which shows that a barrier is missing.
+    const int warps = (threads + 31) / 32, all_warps = cluster_size * warps;
+    std::vector<unsigned char> rest_of(all_warps, 0);  // how many of 256 turns a warp does not get
     int alone = -1, rounds = 0;
-    while (live) {
-        bool went = false;
+    while (true) {
+        bool went = land_what_is_due(), left = false, rested = false;
         if (shuffled && rounds-- <= 0) {
-            alone = random() % 4 ? int(random() % ((threads + 31) / 32)) : -1, rounds = 1 << random() % 10;
-            std::shuffle(order, order + threads, random);
+            const u64 way = random_numbers() % 8;
+            rounds = 1 << random_numbers() % 10;
+            alone = way < 4 ? int(random_numbers() % all_warps) : -1;
+            for (unsigned char& r : rest_of) r = way < 6 || random_numbers() % 2 ? 0 : random_numbers() % 2 ? 230 : 253;
+            std::shuffle(order, order + threads, random_numbers);
         }
-        if (alone < 0 && shuffled) std::shuffle(order, order + threads, random);
-        for (int i = 0; i < threads; ++i) {
-            const int t = order[i];
-            if (fibers[t].state != READY || (alone >= 0 && t / 32 != alone)) continue;
-            current = t, went = true;
-            emu_switch(&scheduler_sp, fibers[t].sp);
-            in_user = 0;
+        if (shuffled && alone < 0) std::shuffle(order, order + threads, random_numbers), std::shuffle(ranks.begin(), ranks.end(), random_numbers);
+        for (const u32 rank : ranks) {
+            if (!blocks[rank]->live) continue;
+            left = true;
+            if (alone >= 0 && alone / warps != (int)rank) continue;
+            run_in(rank);
+            bool rests[MOST / 32];
+            for (int w = 0; w < warps; ++w) {
+                const unsigned char r = rest_of[rank * warps + w];
+                rests[w] = alone >= 0 ? alone % warps != w : r && random_numbers() % 256 < r;
+                rested |= rests[w];
+            }
+            for (int i = 0; i < threads; ++i) {
+                const int t = order[i];
+                Fiber& f = block->fibers[t];
+                if (rests[t / 32]) continue;
+                if (f.state == AT_CONDITION) {
+                    current = t;
+                    if (f.condition.ready(f.condition.a, f.condition.b)) f.state = READY;
+                }
+                if (f.state != READY) continue;
+                current = t, went = true;
+                emu_switch(&scheduler_sp, f.sp);
+                in_user = 0;
+            }
+            if (!block->live) block_ends();
         }
-        if (!went && alone >= 0) rounds = 0;
-        else if (!went && live) deadlock();
+        if (!left) break;
+        if (went) continue;
+        if (alone >= 0) rounds = 0;
+        else if (!rested && !land_one()) deadlock();
     }
-    check_behind_dynamic(dynamic_end);
+    for (u32 rank = 0; rank < cluster_size; ++rank) run_in(rank), check_behind_dynamic(block->dynamic_end);
+    asynchronous_end();
 }
 
 static void on_tick(int, siginfo_t*, void* context) {
@@ -368,37 +454,46 @@ static void on_fault(int number, siginfo_t* info, void* context) {
     char more[64];
     snprintf(more, sizeof more, "\n  fault address #%p", info->si_addr);
     const char* a = static_cast<char*>(info->si_addr);
-    const bool in_stack = stacks && a >= stacks && a < stacks + MOST * STACK;
-    const bool in_shared = dynamic_end && a >= dynamic_end && a < dynamic_end + PAGE;
+    const bool in_stack = stacks && a >= stacks && a < stacks + stacks_size;
+    const bool in_shared = block && a >= block->dynamic_end && a < block->dynamic_end + PAGE;
     fail(number == SIGFPE ? "integer division by zero" : in_stack ? "the stack of a thread (64 KB) overflows"
          : in_shared ? "access behind the dynamic shared memory of the launch"
          : number == SIGSEGV || number == SIGBUS ? "access outside of the arrays" : "signal", rip, number == SIGFPE ? "" : more);
 }
 
-static void set_up(char* given) {  // the stacks, their lowest pages closed, are shared by all kernels of a process
-    stacks = given;
-    if (dynamic_end) return;
-    char* room = static_cast<char*>(mmap(nullptr, DYNAMIC + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    mprotect(room + DYNAMIC, PAGE, PROT_NONE);
-    dynamic_end = room + DYNAMIC;
+static void set_up(const Options& o) {  // the stacks, their lowest pages closed, are shared by all kernels of a process
+    stacks = o.stacks;
+    cluster_size = o.cluster[0] * o.cluster[1] * o.cluster[2];
+    threads = o.block[0] * o.block[1] * o.block[2];
+    stacks_size = (u64)cluster_size * threads * STACK;
+    while (blocks.size() < cluster_size) {
+        blocks.push_back(std::make_unique<Block>());
+        char* room = static_cast<char*>(mmap(nullptr, DYNAMIC + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+        mprotect(room + DYNAMIC, PAGE, PROT_NONE);
+        blocks.back()->dynamic_end = room + DYNAMIC;
+    }
+    block = blocks[0].get();
 }
 
 int run(void (*entry)(void**), void** args, const Options& o, char* text, u64 room, const char* base) {
-    set_up(o.stacks);
+    set_up(o);
     report_text = text, report_room = room;
     text[0] = 0;
     body = entry, body_args = args;
     blockDim = dim3(o.block[0], o.block[1], o.block[2]), gridDim = dim3(o.grid[0], o.grid[1], o.grid[2]);
-    threads = blockDim.x * blockDim.y * blockDim.z;
-    dynamic_shared = dynamic_end - (o.smem + dynamic_alignment - 1) / dynamic_alignment * dynamic_alignment;
-    set_window(o, base);
-    const u64 blocks = (u64)gridDim.x * gridDim.y * gridDim.z;
-    std::mt19937_64 random(o.seed);
+    std::vector<char*> starts;
+    for (u32 rank = 0; rank < cluster_size; ++rank)
+        starts.push_back(blocks[rank]->dynamic_end - (o.smem + dynamic_alignment - 1) / dynamic_alignment * dynamic_alignment);
+    // Clusters divide the grid, x fastest.
+    const dim3 extent(gridDim.x / o.cluster[0], gridDim.y / o.cluster[1], gridDim.z / o.cluster[2]);
+    const u64 clusters = (u64)extent.x * extent.y * extent.z;
+    random_numbers.seed(o.seed);
+    acting = nullptr;
     std::vector<u64> order;
     if (o.shuffle_blocks) {
-        order.resize(blocks);
-        for (u64 i = 0; i < blocks; ++i) order[i] = i;
-        std::shuffle(order.begin(), order.end(), random);
+        order.resize(clusters);
+        for (u64 i = 0; i < clusters; ++i) order[i] = i;
+        std::shuffle(order.begin(), order.end(), random_numbers);
     }
     const int tick_signal = SIGRTMIN + 7;
     const int signals[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE, tick_signal};
@@ -426,11 +521,19 @@ int run(void (*entry)(void**), void** args, const Options& o, char* text, u64 ro
     timer_settime(timer, 0, &every, nullptr);
     volatile int rc = 0;
     if (sigsetjmp(escape, 1) == 0) {
-        for (u64 i = 0; i < blocks; ++i) {
-            const u64 b = o.shuffle_blocks ? order[i] : i;
-            blockIdx = uint3{(u32)(b % gridDim.x), (u32)(b / gridDim.x % gridDim.y), (u32)(b / ((u64)gridDim.x * gridDim.y))};
-            for (u64 r = 0; r < o.count; ++r) memset(const_cast<char*>(base) + o.ranges[2 * r], 0xCD, o.ranges[2 * r + 1]);
-            run_block(o.shuffle_threads, random);
+        set_window(o, base, starts);
+        for (u64 i = 0; i < clusters; ++i) {
+            const u64 c = o.shuffle_blocks ? order[i] : i;
+            const u64 x = c % extent.x * o.cluster[0], y = c / extent.x % extent.y * o.cluster[1];
+            const u64 z = c / ((u64)extent.x * extent.y) * o.cluster[2];
+            for (u32 rank = 0; rank < cluster_size; ++rank) {
+                blocks[rank]->index = uint3{(u32)x + rank % o.cluster[0], (u32)y + rank / o.cluster[0] % o.cluster[1],
+                                            (u32)z + rank / (o.cluster[0] * o.cluster[1])};
+                fill_shared(rank);
+                char* const top = blocks[rank]->dynamic_end;
+                memset(starts[rank], 0xCD, top - starts[rank]);
+            }
+            run_cluster(o.shuffle_threads);
         }
     } else {
         rc = 1;

@@ -27,8 +27,32 @@ template <class... A> struct Parameters<void (*)(A...)> {
     template <void (*f)(A...)> static void entry(void** args) { call<f>(args, std::index_sequence_for<A...>{}); }
 };
 
+// What a kernel declares before its name: __cluster_dims__(..) __launch_bounds__(..) are calls on this.
+struct LaunchShape {
+    u32 extents[3] = {1, 1, 1}, threads = 1024;
+    constexpr LaunchShape cluster(u32 x, u32 y = 1, u32 z = 1) const {
+        LaunchShape s = *this;
+        s.extents[0] = x, s.extents[1] = y, s.extents[2] = z;
+        return s;
+    }
+    constexpr LaunchShape bounds(u32 most, u32 = 1, u32 = 1) const {
+        LaunchShape s = *this;
+        s.threads = most;
+        return s;
+    }
+};
+
 }  // namespace emu
 
+#define __cluster_dims__(...) .cluster(__VA_ARGS__)
+#define __launch_bounds__(...) .bounds(__VA_ARGS__)
+#define __maxnreg__(...)
+#define EMU_SHAPE(...)                                                                                              \
+    EMU_API void emu_shape(unsigned* out) {                                                                         \
+        constexpr emu::LaunchShape s = __VA_ARGS__;                                                                 \
+        for (int i = 0; i < 3; ++i) out[i] = s.extents[i];                                                          \
+        out[3] = s.threads;                                                                                         \
+    }
 #define EMU_KERNEL(...)                                                                                             \
     EMU_API int emu_parameters(long long* out) { return emu::Parameters<decltype(&__VA_ARGS__)>::list(out); }       \
     EMU_API int emu_run(void** args, const emu::Options* o, char* text, unsigned long long room) {                   \

@@ -36,6 +36,10 @@ template <int Count, bool Trans> static void store_tiles(WarpWide* const* lanes)
                 const u16 value = (u16)(tiles(lanes, l).words[i] >> 16 * e);
                 memcpy(tiles(lanes, 8 * i + row).row + 2 * item, &value, 2);
             }
+    const u32 warp = thread_number() / 32 * 32;
+    for (int i = 0; i < Count; ++i)
+        for (int l = 0; l < 32; ++l)
+            if (l % 4 == 0) note_written_by(warp + l, tiles(lanes, 8 * i + l / 4).row, 16);
 }
 void run_ldmatrix_1(WarpWide* const* lanes) { load_tiles<1, false>(lanes); }
 void run_ldmatrix_2(WarpWide* const* lanes) { load_tiles<2, false>(lanes); }
@@ -60,7 +64,7 @@ void run_movmatrix(WarpWide* const* lanes) {
 // ---- products
 static Product& product(WarpWide* const* lanes, int lane) { return *static_cast<Product*>(lanes[lane]); }
 
-static float half_value(u32 bits) {
+float half_value(u32 bits) {
     static const std::vector<float> values = [] {
         std::vector<float> all(1 << 16);
         for (u32 i = 0; i < all.size(); ++i) all[i] = emu_half_to_float((u16)i);
@@ -140,10 +144,14 @@ void run_mma_sp(WarpWide* const* lanes) {
             const u32 places = p.e >> (16 * (row / 8) + 4 * (group % 4));
             const int first = places & 3, second = places >> 2 & 3;
             if (first >= second) {
-                char what[128];
-                snprintf(what, sizeof what, "mma.sp::ordered_metadata with the places %d, %d (row %d, columns %d to %d): they must increase",
-                         first, second, row, 4 * group, 4 * group + 3);
-                fail(what, p.where);
+                if (kept[row][2 * group] || kept[row][2 * group + 1]) {
+                    char what[128];
+                    snprintf(what, sizeof what, "mma.sp::ordered_metadata with the places %d, %d (row %d, columns %d to %d): they must increase",
+                             first, second, row, 4 * group, 4 * group + 3);
+                    fail(what, p.where);
+                }
+                a[row][4 * group] = NAN;  // zeros that fill up a box: the row of D is undefined, and a kernel may not use it
+                continue;
             }
             a[row][4 * group + first] = kept[row][2 * group], a[row][4 * group + second] = kept[row][2 * group + 1];
         }

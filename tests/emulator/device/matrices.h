@@ -5,7 +5,8 @@
 //   16-bit types:  a[r] = A[g + 8 (r%2)][2t + 8 (r/2) ..+1]   b[r] = B[2t + 8r ..+1][g]
 //   tf32:          a[r] = A[g + 8 (r%2)][t + 4 (r/2)]         b[r] = B[t + 4r][g]; the lowest 13 bits are not read
 //   mma.sp m16n8k32: a as for k = 16, over the kept values. Word e of lanes t = 2F, 2F+1 (F: the selector) has the places of
-//   columns 16 (t-2F) .. +15, of row g in the low half and of row g+8 in the high one: two bits for each kept value.
+//   columns 16 (t-2F) .. +15, of row g in the low half and of row g+8 in the high one: two bits for each kept value. Where
+//   they do not increase PTX defines nothing: an error, or for kept zeros, which a copied box may be filled up with, a row of NaN.
 // Products are exact and added in double precision; the sum is rounded towards zero to float32, once. A GPU adds in an order and
 // with a precision that nobody documents: results that are not exact in float32 differ in their last bits.
 #pragma once
@@ -14,6 +15,7 @@
 namespace emu {
 
 enum Kind { F16, BF16, TF32 };
+float half_value(u32 bits);  // of a float16
 
 struct Tiles : WarpWide {
     char* row;  // ldmatrix, stmatrix: where the row of this lane is
