@@ -69,7 +69,7 @@ class Array(NDArrayOperatorsMixin):
 
     @property
     def data(self) -> Any:
-        return SimpleNamespace(ptr=self.host.ctypes.data, device_id=0)
+        return Memory(self.host)
 
     @property
     def device(self) -> Any:
@@ -77,6 +77,24 @@ class Array(NDArrayOperatorsMixin):
 
     def get(self) -> np.ndarray[Any, Any]:
         return self.host.copy()
+
+
+class Memory:
+    """Where an array lies: its ``data``, and the ``data.mem`` that other arrays can be made on."""
+
+    device_id = 0
+
+    def __init__(self, host: Any) -> None:
+        self.ptr, self._host = host.ctypes.data, host
+
+    @property
+    def mem(self) -> Memory:
+        return self
+
+    @property
+    def buffer(self) -> Any:
+        """The bytes of a contiguous array."""
+        return self._host.reshape(-1).view(np.uint8)
 
 
 class Device:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,8 @@ from cases import CASES
 from laws import integers
 
 import spformat as sf
+from spformat.arrays.library import device_of
+from spformat.checkpoint import Recipe, convert_checkpoint, parts, shard, shard_input
 
 pytestmark = pytest.mark.gpu
 
@@ -63,6 +67,41 @@ def test_operands_on_two_devices_are_refused(pair: Any) -> None:
     B = cp.ones((a.shape[1], 16), cp.float16)
     with pytest.raises(ValueError, match="B is on cuda:0, the matrix on cuda:1"):
         sf.spmm(a, B)
+
+
+@pytest.mark.parametrize("more", [{"to": "bitmask"}, {"to": "two-four", "prune": "magnitude"}], ids=["kept", "pruned"])
+def test_a_checkpoint_converted_on_two_devices_is_that_of_the_host(
+    pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, str]
+) -> None:
+    monkeypatch.setattr(shard_input, "_WORTH_MOVING", 0)
+    rng = np.random.default_rng(2)
+    sf.save_dense(tmp_path / "in", {f"w{i}": rng.normal(size=(64, 96)).astype(np.float16) for i in range(8)})
+    recipe, used, asked = Recipe(**more), set(), set()
+    both, read, write = threading.Barrier(2), shard_input.read, parts.write_shard
+
+    def watched(f: Any, plan: Any, device: str) -> Any:
+        x = read(f, plan, device)
+        assert device_of(x) == device
+        used.add(device)
+        return x
+
+    def together(*arguments: Any) -> Any:
+        device = arguments[-1]
+        if device not in asked:
+            asked.add(device)
+            both.wait(timeout=120)  # passes only when both have begun
+        return write(*arguments)
+
+    with monkeypatch.context() as m:
+        m.setattr(shard, "read", watched)
+        m.setattr(shard_input, "read", watched)
+        m.setattr(parts, "write_shard", together)
+        convert_checkpoint(tmp_path / "in", tmp_path / "two", recipe, device="cuda:0,cuda:1")
+    assert used == {"cuda:0", "cuda:1"}
+    convert_checkpoint(tmp_path / "in", tmp_path / "host", recipe)
+    names = sorted(p.name for p in (tmp_path / "host").iterdir())
+    assert names == sorted(p.name for p in (tmp_path / "two").iterdir())
+    assert all((tmp_path / "two" / n).read_bytes() == (tmp_path / "host" / n).read_bytes() for n in names)
 
 
 def test_cusparselt_is_exact(cp: Any) -> None:

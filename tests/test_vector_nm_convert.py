@@ -18,6 +18,7 @@ from spformat.backends.cuda.vector_nm.vector_nm_convert import Packing, Ranking,
 from spformat.errors import StructureError, UsageError
 from spformat.formats import VectorNM
 from spformat.preprocess import masks
+from spformat.products.roofline import shared_limit
 
 GRID = [
     {"n": n, "m": m, "vector_length": length}
@@ -124,6 +125,12 @@ def test_pruning_refuses() -> None:
         masks.prune_vector_nm(x, 2, 4, 2)
 
 
+def most_room(params: dict[str, int], itemsize: int) -> int:
+    """Bytes of shared memory that suffice to prune: for 64 rows or a vector of more the values, norms and positions."""
+    length, wide = params["vector_length"], max(64, params["m"])
+    return max(1, 64 // length) * (length * (wide + 2) * itemsize + 10 * wide + 16)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64", "int8"])
 def test_pruned_on_the_device_as_by_mask(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,14 +142,15 @@ def test_pruned_on_the_device_as_by_mask(dtype: str, monkeypatch: pytest.MonkeyP
             x, norm = any_bits(shape, dtype, seed), ("l2", "l1")[seed % 2]
             cases.append((x, params, norm, pruned_by_mask(x, params, norm)))
     if dtype in vector_nm_convert.KINDS:  # the mask runs only if a row group is too large for the kernel
-        roomy = [c for c in cases if c[1]["vector_length"] * c[1]["m"] < 8192]
+        limit = shared_limit(int(cp.cuda.Device().compute_capability))
+        roomy = [c for c in cases if most_room(c[1], c[0].itemsize) <= limit]
         assert len(roomy) > len(cases) // 2
         with monkeypatch.context() as patch:
             patch.setattr(masks, "magnitude_vector_nm", None)
             for x, params, norm, wanted in roomy:
                 made = masks.prune_vector_nm(cp.asarray(x), **params, norm=norm, nonfinite="keep")
                 assert made.to("cpu") == wanted, f"{params} {norm} {x.shape}"
-        cases = [c for c in cases if c[1]["vector_length"] * c[1]["m"] >= 8192]
+        cases = [c for c in cases if most_room(c[1], c[0].itemsize) > limit]
     for x, params, norm, wanted in cases:
         made = masks.prune_vector_nm(cp.asarray(x), **params, norm=norm, nonfinite="keep")
         assert made.to("cpu") == wanted, f"{params} {norm} {x.shape}"

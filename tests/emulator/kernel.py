@@ -6,6 +6,7 @@ import ctypes
 import math
 import re
 import subprocess
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ STATIC_SHARED = 48 * 1024
 """Bytes of shared memory that a block may have as arrays of known size."""
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """And in all, by architecture."""
+ONE_LAUNCH = threading.Lock()
+"""Held while blocks run: all threads of a process share the stacks of fibers and the handlers of signals."""
 MOST_BLOCKS = 8
 """Blocks that a cluster may have on every GPU."""
 SIGNED, UNSIGNED, FLOATING = 4, 5, 3
@@ -156,7 +159,9 @@ class Kernel:
             three(*self.cluster), self._count, ctypes.addressof(self._ranges), stacks(math.prod(block) * math.prod(self.cluster)),
         )  # fmt: skip
         room = ctypes.c_ulonglong(len(text))
-        if self._library.emu_run(ctypes.c_void_p(arguments), ctypes.byref(options), text, room):
+        with ONE_LAUNCH:
+            failed = self._library.emu_run(ctypes.c_void_p(arguments), ctypes.byref(options), text, room)
+        if failed:
             raise EmulatorError(f"{self.instance}: {self._explained(text.value.decode(), near)}")
 
     def copied_arguments(self, arguments: int) -> list[Any]:

@@ -58,6 +58,20 @@ class RawModule:
         return Function(Kernel(name, instance, self.folders, text, self.sm))
 
 
+class RawKernel:
+    """One kernel with C linkage of a source text. Its arguments are arrays, and numbers of numpy's types."""
+
+    def __init__(self, code: str, name: str) -> None:
+        self.emulated = RawModule(code).get_function(name).emulated
+
+    def __call__(self, grid: Any, block: Any, arguments: tuple[Any, ...], shared_mem: int = 0) -> None:
+        values = [np.uint64(x.data.ptr) if isinstance(x, Array) else x for x in arguments]
+        slots = [ctypes.create_string_buffer(x.tobytes(), 16) for x in values]
+        pointers = (ctypes.c_void_p * len(slots))(*map(ctypes.addressof, slots))
+        extents = [(*extent, 1, 1)[:3] for extent in (grid, block)]
+        self.emulated.launch(*extents, shared_mem, ctypes.addressof(pointers), **OPTIONS)
+
+
 def launch_kernel(
     handle: int,
     gx: int,
@@ -137,6 +151,13 @@ class UnownedMemory:
         self.buffer = (ctypes.c_ubyte * size).from_address(at)
 
 
+class MemoryPointer:
+    """The bytes of a memory from ``offset`` on."""
+
+    def __init__(self, memory: Any, offset: int) -> None:
+        self.buffer = memoryview(memory.buffer).cast("B")[offset:]
+
+
 def _pieces(nbytes: tuple[int, ...]) -> tuple[Any, list[int]]:
     """What ``Workspace`` takes, with a page behind each piece that cannot be touched."""
     pieces = [guarded(n, np.uint8, 0xFF) for n in nbytes]
@@ -175,10 +196,10 @@ def install(sm: int = 90) -> None:
     )  # fmt: skip
     cuda = _module(
         "cupy.cuda", runtime=runtime, Device=Device, Stream=Stream, Event=Stream,
-        get_current_stream=lambda *_: Stream.current[-1], device=_module("cupy.cuda.device", get_cublas_handle=lambda: 1),
+        get_current_stream=lambda *_: Stream.current.entered[-1], device=_module("cupy.cuda.device", get_cublas_handle=lambda: 1),
         memory=_module("cupy.cuda.memory", OutOfMemoryError=MemoryError),
         compiler=_module("cupy.cuda.compiler", **_errors("CompileException")),
-        alloc_pinned_memory=_pinned, UnownedMemory=UnownedMemory, MemoryPointer=lambda memory, offset: memory, get_elapsed_time=lambda since, until: 1.0,
+        alloc_pinned_memory=_pinned, UnownedMemory=UnownedMemory, MemoryPointer=MemoryPointer, get_elapsed_time=lambda since, until: 1.0,
     )  # fmt: skip
     driver = _module(
         "cupy_backends.cuda.api.driver",
@@ -189,7 +210,8 @@ def install(sm: int = 90) -> None:
     api = _module("cupy_backends.cuda.api", driver=driver)
     _module("cupy_backends", cuda=_module("cupy_backends.cuda", api=api))
     cupy: Any = strict_cupy.module()
-    cupy.__version__, cupy.__path__, cupy.cuda, cupy.RawModule = "emulated", [], cuda, RawModule
+    cupy.__version__, cupy.__path__, cupy.cuda = "emulated", [], cuda
+    cupy.RawModule, cupy.RawKernel = RawModule, RawKernel
     cupy.empty = lambda shape, dtype=float, order="C": ordered(shape, dtype, 0xFF, order)
     cupy.zeros = lambda shape, dtype=float, order="C": ordered(shape, dtype, 0, order)
     cupy.empty_like = lambda a, dtype=None: guarded(a.shape, dtype or a.dtype, 0xFF)

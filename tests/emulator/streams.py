@@ -8,6 +8,7 @@ do is done at once, also during a capture.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -22,25 +23,32 @@ _captured: dict[int, list[Work]] = {}
 _graphs: dict[int, list[Work]] = {}
 
 
+class Current(threading.local):
+    """The streams that this thread has entered: every thread begins on the default one."""
+
+    def __init__(self) -> None:
+        self.entered = [Stream.null]
+
+
 class Stream(Device):
     """A stream, or an event."""
 
     null: Stream
-    current: list[Stream] = []  # noqa: RUF012
+    current: Current
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
         self.ptr = next(_numbers)
 
     def __enter__(self) -> Stream:
-        self.current.append(self)
+        self.current.entered.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.current.pop()
+        self.current.entered.pop()
 
     def use(self) -> None:
-        self.current[:] = [self]
+        self.current.entered[:] = [self]
 
     def wait_event(self, _: Any) -> None:
         pass
@@ -73,7 +81,7 @@ class Graph:
 
 Stream.null = Stream()
 Stream.null.ptr = 0
-Stream.current.append(Stream.null)
+Stream.current = Current()
 
 
 def capturing(stream: int) -> bool:

@@ -69,7 +69,7 @@ for f in FORMATS:
             cut = (f.name, d.name, lambda a: a[:-1], ArrayError, "dimension")
             CASES[f"A02-{f.name}-fewer-indices"] = cut
 
-for name, last in {"csr": 20, "bsr": 11, "dbsr": 13, "sr-bcrs": 6, "bitmask": 20}.items():
+for name, last in {"csr": 20, "csc": 20, "bsr": 11, "dbsr": 13, "sr-bcrs": 6, "bitmask": 20}.items():
     pointer: dict[str, tuple[Callable[[Array], Any], type[sf.errors.SpformatError], str]] = {
         "A03-{}-one-less": (lambda a: a[:-1], ArrayError, "indptr: dimension"),
         "A03-{}-one-more": (lambda a: np.append(a, a[-1:]), ArrayError, "indptr: dimension"),
@@ -78,7 +78,7 @@ for name, last in {"csr": 20, "bsr": 11, "dbsr": 13, "sr-bcrs": 6, "bitmask": 20
         "A05-{}-ends-one-early": (at(-1, last - 1), PointerError, f"expected {last}, the number of items.*got"),
         "A05-{}-ends-one-late": (at(-1, last + 1), PointerError, f"expected {last}, the number of items"),
         "A05-{}-ends-far": (at(-1, 2**31 - 1), PointerError, "got 2147483647"),
-        "A06-{}-goes-down": (swapped(1, 2) if name not in ("csr", "bitmask") else at(4, 3), PointerError,
+        "A06-{}-goes-down": (swapped(1, 2) if name not in ("csr", "csc", "bitmask") else at(4, 3), PointerError,
                              r"indptr\[[24]\]: expected >= \d+, the entry before it, got \d"),
         "A07-{}-wraps": (lambda a: np.concatenate([a[:1], np.int32([2**31 - 1, -(2**31), -1])[: len(a) - 2],
                                                    a[4:] if len(a) > 4 else a[-1:]]).astype(np.int32)[: len(a)],
@@ -92,7 +92,7 @@ for name, last in {"csr": 20, "bsr": 11, "dbsr": 13, "sr-bcrs": 6, "bitmask": 20
             if key[:3] in ("A05", "A06"):
                 CASES[f"A26-pointer-{i}"] = name, "indptr", change_to, error, message
 
-for name, bound in {"csr": 12, "bsr": 4, "dbsr": 4}.items():
+for name, bound in {"csr": 12, "csc": 10, "bsr": 4, "dbsr": 4}.items():
     for value in (bound, bound + 1, 2**31 - 1):
         row = "A23" if name == "bsr" else "A09"
         CASES[f"{row}-{name}-{value}"] = (name, "indices", at(1, value), IndexBoundsError,
@@ -102,7 +102,15 @@ for name, bound in {"csr": 12, "bsr": 4, "dbsr": 4}.items():
     CASES[f"A12-{name}"] = name, "indices", swapped(0, 1), OrderError, "indices.*smaller than"
     CASES[f"A13-{name}"] = name, "indices", at(1, 0), OrderError, "indices.*repeats"
 
+for name, bound in {"row": 10, "col": 12}.items():
+    for value in (bound, bound + 1, 2**31 - 1, -1, -2, -(2**31)):
+        CASES[f"{'A09' if value > 0 else 'A10'}-coo-{name}-{value}"] = ("coo", name, at(1, value), IndexBoundsError,
+            rf"{name}\[1\]: expected an index in \[0, {bound}\), got {value}")  # fmt: skip
+
 CASES |= {
+    "A12-coo-rows": ("coo", "row", swapped(4, 5), OrderError, r"row\[5\]: expected at least the row before it"),
+    "A12-coo-columns": ("coo", "col", swapped(0, 1), OrderError, r"col\[1\]: expected more than the column before"),
+    "A13-coo": ("coo", "col", at(1, 0), OrderError, r"col\[1\]: expected more than the column before"),
     "A09-ell-buckets": (ELL, "indices", at(0, 12), IndexBoundsError, r"expected PAD or an index in \[0, 12\)"),
     "A09-ell-buckets-source": (ELL, "source", at(0, 20), IndexBoundsError, r"PAD or an index in \[0, 20\)"),
     "A09-sr-bcrs": (SR, "indices", at((0, 1), 12), IndexBoundsError, r"indices\[0, 1\]: .*\[0, 12\), got 12"),
