@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections import defaultdict
 from typing import Any, NamedTuple
 
 from ....arrays.library import library_error
@@ -65,14 +64,14 @@ class Handles:
 
     def __init__(self) -> None:
         self._own = _OfThread()
-        self._left: defaultdict[int, list[int]] = defaultdict(list)  # device -> handles of threads that have ended
+        self._left: dict[int, list[int]] = {}  # device -> handles of threads that have ended
 
     def of_thread(self, device: int) -> Handle:
         """The handle of this thread on ``device``, which must be current."""
         return self._own.handles.get(device) or self._taken(device)
 
     def _taken(self, device: int) -> Handle:
-        left = self._left[device]
+        left = self._left.setdefault(device, [])
         try:
             address = left.pop()  # one call, so that threads never take the same
         except IndexError:
