@@ -13,7 +13,7 @@ import pytest
 from stand_in_world import World
 
 from spformat.backends import cuda
-from spformat.backends.cuda.runtime import cublas, epilogue, jit, launch, row_tiles, tensor_map
+from spformat.backends.cuda.runtime import cublas_handle, epilogue, jit, launch, row_tiles, tensor_map
 from spformat.backends.cuda.runtime.launch import Launch
 from spformat.backends.cuda.vector_nm import vector_nm_convert
 
@@ -76,19 +76,24 @@ class Driver:
         for name, module in list(sys.modules.items()):
             if name.startswith("spformat.") and hasattr(module, "max_clusters"):
                 monkeypatch.setattr(module, "max_clusters", lambda *_: 66)
-        world.cupy.cuda.device = SimpleNamespace(get_cublas_handle=lambda: 77)
-        self._stream = 0
-        monkeypatch.setattr(cublas, "library", lambda: (self._set_stream, self._multiply))
-        monkeypatch.setattr(cublas, "math_modes", lambda: (lambda *_: 0, lambda *_: 0))
+        self._streams: dict[int, int] = {}
+        monkeypatch.setattr(cublas_handle, "HANDLES", cublas_handle.Handles())
+        cublas = cublas_handle.Library(self._create, lambda *_: 0, self._set_stream, self._multiply)
+        monkeypatch.setattr(cublas_handle, "library", lambda: cublas)
+
+    def _create(self, out: Any) -> int:
+        out._obj.value = 77 + len(self._streams)
+        self._streams[out._obj.value] = 0
+        return 0
 
     def _set_stream(self, handle: int, stream: int) -> int:
-        self._stream = stream
+        self._streams[handle] = stream
         return 0
 
     def _multiply(self, handle: int, *arguments: Any) -> int:
         numbers = [int(x) for x in arguments]
         numbers[5] = numbers[12] = 0  # alpha and beta lie anywhere on the host
-        self.launched.append(("gemm", self._stream, numbers))
+        self.launched.append(("gemm", self._streams[handle], numbers))
         return 0
 
     def _launch(self, function: int, *where: int) -> None:

@@ -83,3 +83,34 @@ def test_names_of_kernels_that_do_not_exist_are_refused() -> None:
     assert done.returncode == 2
     assert "--kernels: expected cuda.spmm_bsr_sm90a, " in done.stderr
     assert done.stderr.endswith(", got cuda.spmm_cssr\n")
+
+
+CUBLAS = """
+import sys
+from emulator import cublas, stand_in
+
+stand_in.install(80)
+import cupy
+import numpy as np
+import spformat as sf
+from spformat.backends.cuda.runtime import cublas_handle
+
+cublas_handle.NO_NARROW_SUMS = int(sys.argv[1])
+x, B = np.zeros((16, 64), np.float16), np.ones((64, 8), np.float16)
+x[:, :32], x[:, 31], x[:, 32:] = 64, 65, -64  # half of the sum is 2049: not a float16
+wanted = (x.astype("f4") @ B.astype("f4")).astype(np.float16)
+a, b, out = sf.convert(x, "csr").to("cuda"), cupy.asarray(B), cupy.empty((16, 8), np.float16)
+for _ in range(6):
+    sf.spmm(a, b, out, "cuda.expand_then_dense")
+    print("equal" if np.array_equal(out.get(), wanted) else "DIFFERENT")
+for handle in cublas.Handle.of_address.values():
+    print(*handle.calls)
+"""
+
+
+def test_products_by_cublas_again_call_it_once_and_need_the_mode_of_its_handle() -> None:
+    done = python("-c", CUBLAS, "16")
+    gemms = " ".join(["cublasGemmEx"] * 6)
+    assert done.stdout.splitlines() == ["equal"] * 6 + [f"cublasSetMathMode cublasSetStream {gemms}"], done.stderr
+    done = python("-c", CUBLAS, "0")
+    assert done.stdout.splitlines()[:6] == ["DIFFERENT"] * 6, done.stdout + done.stderr

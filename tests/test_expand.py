@@ -21,7 +21,7 @@ from spformat.backends.cuda.bsr import expand_bsr
 from spformat.backends.cuda.dense import expand_then_dense
 from spformat.backends.cuda.dense.expand_then_dense import OPERATIONS, ExpandThenDense
 from spformat.backends.cuda.ell_buckets.expand_ell_buckets import derived_bytes, slots_by_row
-from spformat.backends.cuda.runtime import cublas, row_images
+from spformat.backends.cuda.runtime import cublas, cublas_handle, row_images
 from spformat.backends.cuda.runtime.expansion import leading_dimension
 from spformat.backends.cuda.runtime.launch import Operands
 from spformat.backends.cuda.sr_bcrs import expand_sr_bcrs
@@ -160,8 +160,14 @@ def arranged(world: World, x: Any, layout: str) -> Any:
 @pytest.fixture
 def library(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
     """The stand-in world with a cuBLAS that computes on the host."""
-    monkeypatch.setattr(cublas, "library", lambda: (lambda *_: 0, host_gemm))
-    world.cupy.cuda.device = SimpleNamespace(get_cublas_handle=lambda: 77)
+
+    def create(out: Any) -> int:
+        out._obj.value = 77
+        return 0
+
+    functions = cublas_handle.Library(create, lambda *_: 0, lambda *_: 0, host_gemm)
+    monkeypatch.setattr(cublas_handle, "library", lambda: functions)
+    monkeypatch.setattr(cublas_handle, "HANDLES", cublas_handle.Handles())
     return world
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import itertools
+import threading
 from collections import defaultdict
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +16,59 @@ from stand_in_world import World
 
 import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES
-from spformat.backends.cuda.runtime import cublas
+from spformat.backends.cuda.runtime import cublas, cublas_handle, scratch
 from spformat.backends.cuda.runtime.launch import Operands
 from spformat.backends.vendor import CublasGemm, CusparseCSR
 from spformat.errors import DeviceError, DeviceFault
 from spformat.products.problem import COL, Problem
+
+
+class Called:
+    """A cuBLAS that writes down its calls."""
+
+    def __init__(self, world: World) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.status: dict[str, int] = {}
+        self.arguments: tuple[Any, ...] = ()
+        self._world, self._numbers = world, itertools.count(77)
+
+    def library(self) -> cublas_handle.Library:
+        return cublas_handle.Library(self._create, self._said("mode"), self._said("stream"), self._multiply)
+
+    def _create(self, out: Any) -> int:
+        assert self._world.mode == scratch.RELAXED, "a thread that captures may not allocate"
+        out._obj.value = next(self._numbers)
+        return self._said("create")(out._obj.value)
+
+    def _said(self, name: str) -> Callable[..., int]:
+        def call(*given: Any) -> int:
+            self.calls.append((name, *given))
+            return self.status.get(name, 0)
+
+        return call
+
+    def _multiply(self, *arguments: Any) -> int:
+        self.arguments = arguments
+        return self._said("gemm")(arguments[0])
+
+    def taken(self) -> list[tuple[Any, ...]]:
+        taken, self.calls = self.calls, []
+        return taken
+
+
+@pytest.fixture
+def called(world: World, monkeypatch: pytest.MonkeyPatch) -> Called:
+    called = Called(world)
+    monkeypatch.setattr(cublas_handle, "library", called.library)
+    monkeypatch.setattr(cublas_handle, "HANDLES", cublas_handle.Handles())
+    return called
+
+
+def product(stream: int, dtype: str = "bfloat16", device: int = 0) -> cublas.GemmCall:
+    p = problem("dense", b_layout=COL, device_id=device).changed(a_dtype=dtype, b_dtype=dtype, out_dtype=dtype)
+    call = cublas.gemm(p)(1000, 3, Operands(1000, 2000, 2, 8, 8, stream))
+    assert isinstance(call, cublas.GemmCall)
+    return call
 
 
 def problem(fmt: str, **changed: Any) -> Problem:
@@ -53,18 +103,7 @@ def test_streams_do_not_share_the_workspace_of_cusparse(world: World) -> None:
     assert 0 in used[8]
 
 
-def test_cublas_gets_every_extent_and_the_stream_and_what_it_says_is_told(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[Any] = []
-    status = 0
-
-    def gemm(*arguments: Any) -> int:
-        given.append(arguments)
-        return status
-
-    monkeypatch.setattr(cublas, "library", lambda: (lambda *a: given.append(a) or 0, gemm))
-    world.cupy.cuda.device = SimpleNamespace(get_cublas_handle=lambda: 77)
+def test_cublas_gets_every_extent_and_the_stream_and_what_it_says_is_told(world: World, called: Called) -> None:
     a = sf.formats.dense.Dense.from_dense(np.eye(4, 3, dtype=np.float32))
     a = a.trusted(shape=a.shape, **{k: v.view(type(world.array(1))) for k, v in a.arrays().items()})
     plan = CublasGemm().plan(a, problem("dense", b_layout=COL))
@@ -72,13 +111,13 @@ def test_cublas_gets_every_extent_and_the_stream_and_what_it_says_is_told(
     (call,) = plan.prepare(Operands(1000, 2000, 2, 2**31, 2**32, 7))
     call()
     A = a.values.ctypes.data
-    (stream, (handle, *ops, one, b, b_type, ldb, x, x_type, lda, zero, c, c_type, ldc, compute, algorithm)) = given
-    assert stream == (77, 7)
+    assert called.taken() == [("create", 77), ("mode", 77, 16), ("stream", 77, 7), ("gemm", 77)]
+    (handle, *ops, one, b, b_type, ldb, x, x_type, lda, zero, c, c_type, ldc, compute, algorithm) = called.arguments
     assert (handle, ops) == (77, [1, 0, 2, 4, 3])  # C^T [2, 4] = B [3, 2]^T A^T, column-major
     assert (b, ldb, x, lda, c, ldc) == (1000, 2**31, A, 3, 2000, 2**32)
     assert (b_type, x_type, c_type, compute, algorithm) == (0, 0, 0, 68, -1)
     assert (ctypes.c_float.from_address(one).value, ctypes.c_float.from_address(zero).value) == (1, 0)
-    status = 7
+    called.status["gemm"] = 7
     with pytest.raises(DeviceError, match="cuBLAS: status 7"):
         call()
 
@@ -94,33 +133,71 @@ def test_a_library_call_that_fails_in_a_lost_context_reports_that(
 
     monkeypatch.setattr(runtime, "deviceSynchronize", wait)
     with pytest.raises(DeviceFault, match="cuBLAS: status 13: illegal address; CUDA context lost"):
-        cublas.check(13)
+        cublas_handle.check(13)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("status", [0, 7])
-def test_partial_sums_of_16_bit_products_stay_float32_and_the_handle_is_as_before(
-    world: World, monkeypatch: pytest.MonkeyPatch, dtype: str, status: int
-) -> None:
-    mode, during = [2], []
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_a_product_again_is_one_call_of_cublas(called: Called, dtype: str) -> None:
+    """Sums of 16-bit products stay float32: the mode of the handle is set once, before its first product."""
+    call, other = product(7, dtype), product(8, dtype)
+    call()
+    assert called.taken() == [("create", 77), ("mode", 77, 16), ("stream", 77, 7), ("gemm", 77)]
+    moved = call.moved()
+    for again in (call, lambda: moved((0, 0, 0)), product(7, dtype)):
+        again()
+        assert called.taken() == [("gemm", 77)]
+    for call_, stream in ((other, 8), (call, 7)):
+        call_()
+        assert called.taken() == [("stream", 77, stream), ("gemm", 77)]
 
-    def get_mode(handle: int, at: Any) -> int:
-        at._obj.value = mode[-1]
-        return 0
 
-    def gemm(*_: Any) -> int:
-        during.append(mode[-1])
-        return status
+def test_a_stream_that_could_not_be_set_is_set_again(called: Called) -> None:
+    product(7)()
+    called.status["stream"] = 1
+    with pytest.raises(DeviceError, match="cuBLAS: status 1"):
+        product(8)()
+    called.status.clear()
+    called.taken()
+    product(7)()
+    assert called.taken() == [("stream", 77, 7), ("gemm", 77)]
 
-    monkeypatch.setattr(cublas, "library", lambda: (lambda *_: 0, gemm))
-    monkeypatch.setattr(cublas, "math_modes", lambda: (get_mode, lambda handle, value: mode.append(value) or 0))
-    world.cupy.cuda.device = SimpleNamespace(get_cublas_handle=lambda: 77)
-    p = problem("dense", b_layout=COL).changed(a_dtype=dtype, b_dtype=dtype, out_dtype=dtype)
-    call = cublas.gemm(p)(1000, 3, Operands(1000, 2000, 2, 8, 8, 7))
-    with pytest.raises(DeviceError) if status else contextlib.nullcontext():
+
+@pytest.mark.parametrize("step", ["create", "mode"])
+def test_a_handle_that_could_not_be_made_is_not_used(called: Called, step: str) -> None:
+    called.status[step] = 3
+    with pytest.raises(DeviceError, match="cuBLAS: status 3"):
+        product(7)()
+    called.status.clear()
+    called.taken()
+    product(7)()
+    assert called.taken() == [("create", 78), ("mode", 78, 16), ("stream", 78, 7), ("gemm", 78)]
+
+
+def test_every_device_has_its_handle(called: Called) -> None:
+    for device in (0, 1, 0, 1):
+        product(7, device=device)()
+    assert [c[1] for c in called.taken() if c[0] == "gemm"] == [77, 78, 77, 78]
+
+
+def test_threads_never_share_a_handle_at_once_and_take_over_those_of_ended_ones(called: Called) -> None:
+    call, at_once = product(7), threading.Barrier(4)
+
+    def work() -> None:
         call()
-    assert during == [2 if dtype == "float32" else 2 | 16]
-    assert mode[-1] == 2
+        at_once.wait(60)
+
+    for _ in range(3):
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        taken = called.taken()
+        used = [c[1] for c in taken if c[0] == "gemm"]
+        assert len(set(used)) == 4
+        # The thread before may have left any stream, and a handle of the driver may mean another one in each thread.
+        assert sorted(c[1] for c in taken if c[0] == "stream") == sorted(used)
+    assert not [c for c in taken if c[0] in ("create", "mode")]
 
 
 @pytest.mark.gpu

@@ -196,7 +196,7 @@ def install(sm: int = 90) -> None:
     )  # fmt: skip
     cuda = _module(
         "cupy.cuda", runtime=runtime, Device=Device, Stream=Stream, Event=Stream,
-        get_current_stream=lambda *_: Stream.current.entered[-1], device=_module("cupy.cuda.device", get_cublas_handle=lambda: 1),
+        get_current_stream=lambda *_: Stream.current.entered[-1],
         memory=_module("cupy.cuda.memory", OutOfMemoryError=MemoryError),
         compiler=_module("cupy.cuda.compiler", **_errors("CompileException")),
         alloc_pinned_memory=_pinned, UnownedMemory=UnownedMemory, MemoryPointer=MemoryPointer, get_elapsed_time=lambda since, until: 1.0,

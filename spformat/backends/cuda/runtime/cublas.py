@@ -6,30 +6,24 @@ int32; the library does not.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from ....arrays.library import library_error
 from ....products.kernel import reasons
 from ....products.problem import COL, STRIDED, Problem
+from . import cublas_handle
 from .addresses import Address, Addresses
 from .launch import Call, Moved, Operands
 
 CUDA_TYPE = {"float64": 1, "float32": 0, "float16": 2, "bfloat16": 14}
 """cudaDataType_t of the value types that the vendor's libraries take."""
-NARROW = (CUDA_TYPE["float16"], CUDA_TYPE["bfloat16"])
 COMPUTE_32F, COMPUTE_64F = 68, 70
 """cublasComputeType_t: sums in float32, without TF32, and in float64."""
 NO, YES = 0, 1
 """cublasOperation_t: a column-major operand as it is, and transposed."""
 DEFAULT_ALGORITHM = -1
-NO_NARROW_SUMS = 16
-"""CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION. Without it cuBLAS may round the partial sums of a 16-bit product to
-16 bits before it adds them, which costs the accuracy that float32 sums promise."""
 
 Gemm = Callable[[int, int, Operands], Call]
 """(address of A, elements between its rows, operands) -> the call that queues the product."""
@@ -66,8 +60,6 @@ def gemm(p: Problem, alpha: float = 1.0, beta: float = 0.0) -> Gemm:
 
     op(A) is A for "spmm" and its transpose for "spmm_transposed". Sums are float32, float64 for float64.
     """
-    from cupy.cuda import device
-
     # BLAS is column-major: A's memory is A^T to it. A column-major C is computed as it is, a row-major one as
     # C^T = B^T op(A)^T.
     double = p.a_dtype == "float64"
@@ -88,7 +80,7 @@ def gemm(p: Problem, alpha: float = 1.0, beta: float = 0.0) -> Gemm:
         a_args, b_args = (a, value, lda), (o.b, value, o.ldb)
         sizes, first, second = ((rows, o.n), a_args, b_args) if c_col else ((o.n, rows), b_args, a_args)
         rest = (*ops, *sizes, inner, one, *first, *second, zero, o.c, out, o.ldc, compute, DEFAULT_ALGORITHM)
-        return GemmCall(device.get_cublas_handle, o.stream, rest, value in NARROW, factors)
+        return GemmCall(p.device_id, o.stream, rest, factors)
 
     return prepare
 
@@ -99,33 +91,20 @@ class GemmCall:
     keep: what the arguments point to.
     """
 
-    __slots__ = ("_arguments", "_handle", "_keep", "_narrow", "_stream")
+    __slots__ = ("_arguments", "_device", "_keep", "_stream")
 
-    def __init__(
-        self, handle: Callable[[], int], stream: int, arguments: tuple[int, ...], narrow: bool, keep: Any
-    ) -> None:
-        """handle: gives that of the thread on the current device; arguments: those of cublasGemmEx behind the handle;
-        narrow: whether the values have 16 bits."""
-        self._handle, self._arguments, self._stream, self._narrow, self._keep = handle, arguments, stream, narrow, keep
+    def __init__(self, device: int, stream: int, arguments: tuple[int, ...], keep: Any) -> None:
+        """device: which is current when the call runs; arguments: those of cublasGemmEx behind the handle."""
+        self._device, self._arguments, self._stream, self._keep = device, arguments, stream, keep
 
     def __call__(self) -> None:
         self._run(self._arguments)
 
     def _run(self, arguments: Sequence[Any]) -> None:
-        handle = self._handle()
-        set_stream, multiply = library()
-        check(set_stream(handle, self._stream))
-        if not self._narrow:
-            check(multiply(handle, *arguments))
-            return
-        get_mode, set_mode = math_modes()
-        mode = ctypes.c_int()  # of a handle that CuPy uses, too: it is as before afterwards
-        check(get_mode(handle, ctypes.byref(mode)))
-        check(set_mode(handle, mode.value | NO_NARROW_SUMS))
-        try:
-            check(multiply(handle, *arguments))
-        finally:
-            check(set_mode(handle, mode.value))
+        handle = cublas_handle.HANDLES.of_thread(self._device)
+        if handle.stream != self._stream:
+            handle.use(self._stream)
+        cublas_handle.check(handle.multiply(handle.address, *arguments))
 
     def moved(self) -> Moved:
         """The same product for operands at other addresses."""
@@ -138,36 +117,3 @@ class GemmCall:
             self._run(arguments)
 
         return call
-
-
-@functools.lru_cache(maxsize=1)
-def library() -> tuple[Any, Any]:
-    """cublasSetStream and cublasGemmEx of the library that CuPy has loaded."""
-    loaded = _loaded()
-    p, i, q = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-    set_stream, multiply = loaded.cublasSetStream_v2, loaded.cublasGemmEx_64
-    set_stream.argtypes = [p, p]
-    multiply.argtypes = [p, i, i, q, q, q, p, p, i, q, p, i, q, p, p, i, q, i, i]
-    return set_stream, multiply
-
-
-@functools.lru_cache(maxsize=1)
-def math_modes() -> tuple[Any, Any]:
-    """cublasGetMathMode and cublasSetMathMode."""
-    loaded = _loaded()
-    get, put = loaded.cublasGetMathMode, loaded.cublasSetMathMode
-    get.argtypes, put.argtypes = [ctypes.c_void_p, ctypes.c_void_p], [ctypes.c_void_p, ctypes.c_int]
-    return get, put
-
-
-def _loaded() -> Any:
-    from cupy.cuda import cublas, device
-
-    major = cublas.getVersion(device.get_cublas_handle()) // 10_000
-    return ctypes.CDLL(f"libcublas.so.{major}")
-
-
-def check(status: int) -> None:
-    """DeviceError for a cublasStatus_t other than success, DeviceFault if the CUDA context is lost."""
-    if status:
-        raise library_error(f"cuBLAS: status {status}")
