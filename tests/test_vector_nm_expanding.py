@@ -3,10 +3,13 @@ the emulated one."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+import emulator
 import numpy as np
 import pytest
+from test_emulator import python
 from test_kernels import Guarded, matrix, on_device, problem
 
 import spformat as sf
@@ -138,3 +141,74 @@ def test_columns_that_are_not_kept_meet_no_infinity(number: int, splits: int, la
         wanted = np.where((x != 0)[:, :, None], every, 0).sum(axis=1).astype(x.dtype)
     assert 0 < np.isfinite(wanted.astype(np.float32)).sum() < wanted.size
     assert np.array_equal(got.astype(np.float32), wanted.astype(np.float32), equal_nan=True)
+
+
+PLANTED = """
+import sys
+from spformat.backends.cuda.runtime import jit
+right, found = jit.source_text, []
+
+def wrong(source):
+    text = right(source)
+    found.append({old!r} in text)
+    return text.replace({old!r}, {new!r})
+
+jit.source_text = wrong
+from emulator import stand_in
+
+stand_in.install(90)
+import emulator
+import numpy as np
+from spformat.backends.cuda.vector_nm.vector_nm_times import Split
+from spformat.formats import VectorNM
+from test_kernels import matrix
+from test_vector_nm_expanding import expanding, products
+
+rng, (M, K, N) = np.random.default_rng(0), (136, 904, 24)
+x = matrix(rng, "vector-nm", {{"n": 5, "m": 7, "vector_length": 8}}, "bfloat16", (M, K))
+B = rng.integers(-3, 4, (K, N)).astype(x.dtype)
+B[100, 5] = np.inf
+a = VectorNM.from_dense(x, n=5, m=7, vector_length=8).to("cuda")
+wanted = np.array(x.astype("f4") @ np.where(np.isfinite(B.astype("f4")), B.astype("f4"), 0))
+wanted[:, 5] += np.where(x[:, 100] != 0, np.sign(x[:, 100].astype("f4")) * np.float32(np.inf), 0)
+wanted = wanted.astype(x.dtype)
+for seed in range(3):
+    stand_in.OPTIONS.update(seed=seed, shuffle_threads=True)
+    try:
+        got = products(Split(expanding.TILES[1], 1), a, x, B, "bfloat16", ({layout!r}, "row"), 0)
+        print("equal" if np.array_equal(got.astype("f4"), wanted.astype("f4")) else "DIFFERENT")
+    except (Exception, SystemExit) as e:
+        print(e)
+assert any(found)
+"""
+
+
+@pytest.mark.skipif(bool(emulator.missing()), reason=f"no emulator: {emulator.missing()}")
+@pytest.mark.parametrize(
+    ("layout", "old", "new", "text"),
+    [
+        ("row", "line == NONE ? zero :", "", "DIFFERENT"),
+        (
+            "row",
+            "barrier::wait(full + 8 * stage, number / STAGES & 1);",
+            "",
+            "more arrivals at an mbarrier than its phase has",
+        ),
+        ("row", "barrier::wait(empty + 8 * stage, number / STAGES - 1 & 1);", "", "."),
+        ("col", "BCol ? 32 : 16 * LINE", "BCol ? 64 : 16 * LINE", "not in the first line of the swizzle pattern"),
+        ("row", "if (finite) return;", "return;", "DIFFERENT"),
+        ("row", "wgmma::wait<0>();", "", "DIFFERENT|in flight"),
+        (
+            "row",
+            "if (lane == 0) tma::store_wait_read<0>();\n            return;",
+            "return;",
+            "still uses its shared memory",
+        ),
+    ],
+    ids=["not kept", "copy not waited for", "stage not free", "step of B", "infinity", "product", "store"],
+)
+def test_a_planted_defect_is_found(layout: str, old: str, new: str, text: str) -> None:
+    done = python("-c", PLANTED.format(layout=layout, old=old, new=new))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(text, done.stdout), done.stdout
+    assert done.stdout.split() != ["equal"] * 3
