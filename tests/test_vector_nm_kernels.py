@@ -51,3 +51,4 @@ def test_every_pattern_on_every_kernel(n: int, m: int, dtype: str) -> None:
     if sm == 90:
         assert ran.get("cuda.spmm_vector_nm_sm90a", 0) == (2 if dtype != "float32" else 0)
         assert ran["cuda.spmm_vector_nm_tma_sm90a"] == len(LENGTHS)
+        assert ran.get("cuda.spmm_vector_nm_expanding_sm90a", 0) == (len(LENGTHS) if dtype != "float32" else 0)

@@ -23,6 +23,7 @@ from .two_four.spmm_two_four_sm90 import SpmmTwoFourSm90
 from .two_four.spmm_two_four_sm90a import SpmmTwoFourSm90a
 from .two_four.spmm_two_four_tokens import SpmmTwoFourTokens
 from .vector_nm.spmm_vector_nm import SpmmVectorNM
+from .vector_nm.spmm_vector_nm_expanding_sm90a import SpmmVectorNMExpanding
 from .vector_nm.spmm_vector_nm_mma import SpmmVectorNMTensor
 from .vector_nm.spmm_vector_nm_sm90a import SpmmVectorNMSm90a
 from .vector_nm.spmm_vector_nm_tma_sm90a import SpmmVectorNMTMA
@@ -49,6 +50,7 @@ KERNELS: tuple[CudaKernel, ...] = (
     SpmmVectorNMTensor(),
     SpmmVectorNM(),
     SpmmVectorNMTokens(),
+    SpmmVectorNMExpanding(),
     ExpandThenDense(),
     SpmmSum(),
 )

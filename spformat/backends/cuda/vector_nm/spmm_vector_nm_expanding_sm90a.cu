@@ -1,0 +1,198 @@
+// C[M,N] = A[M,K] @ B[K,N], A vector n:m (NM-SpMM) with vectors of a multiple of 8 rows and m <= 64, on Hopper's wgmma.
+//
+//   a_map    TMA map of data T[W, pitch], boxes of 64 rows x the kept columns of a k tile, 128-byte swizzle
+//   lines    u8[k_tiles, groups, 16, 4]   which line of a k tile's data holds column 16*s + j, at [..][j][s]; NONE: not kept
+//   data, indices   A as it is stored, for sums that are not finite
+//   b_map    TMA map of B: rows of N, boxes of min(BN, 64) x 64 k; BCol: columns of K, boxes of 64 k x BN
+//   B        T: element (k, n) at k*b_k + n*b_n, the memory of b_map, for sums that are not finite
+//   c_map    used when by_copies (16-bit C): TMA map of C, rows of N, boxes of min(BN, 64) x 16; CCol: columns of M, boxes of
+//            16 x min(BN, 64)
+//   C        Out: rows ldc apart (CCol: columns); or, with gridDim.z > 1, float parts [gridDim.z, M, N]
+//
+// B is not gathered: A becomes dense on its way to the registers. A lane of ldmatrix.trans names 16 bytes, eight rows of one
+// kept column, and the lane of a column that is not kept names 16 bytes of zeros. So wgmma multiplies a dense tile, B comes by
+// TMA in either layout, and each group of 8 rows may keep other columns. A k tile is as many whole windows as 64 columns hold;
+// behind them the tile of A is zero. A zero times an infinite value of B is NaN, which does not belong into C: sums that are
+// not finite are computed again over the stored elements.
+//
+// Grid: x = row tiles * column tiles, row tiles fastest; z = parts of K. Block: WG warpgroups that multiply 64 rows x BN
+// columns each, and one warp that loads, STAGES k tiles ahead.
+#include "spformat/staged_store.cuh"
+#include "spformat/tma.cuh"
+#include "spformat/vector_nm.cuh"
+#include "spformat/wgmma.cuh"
+
+namespace spformat::vector_nm {
+
+struct Expanding {  // ctypes twin: spmm_vector_nm_expanding_sm90a.Expanding
+    int M, K;
+    int groups, length;  // row groups, and rows of one
+    int n, m;
+    int tile_windows;  // windows of a k tile
+    int k_tiles, k_per_split, row_tiles;
+    i64 pitch;  // elements between rows of data
+};
+
+constexpr int DEPTH = 64;  // columns of A in a k tile
+constexpr u32 NONE = 64;   // no line: the column is not kept
+constexpr int SLOT = 2048; // bytes of a warp in which sums wait for their way to C
+
+// One element of C over the stored elements of windows [first, last), in order. b: column n of B, its elements b_k apart.
+template <class T>
+__device__ __noinline__ float stored_only(const Expanding& s, const T* data, const u8* indices, const T* b, i64 b_k, int row,
+                                          int first, int last) {
+    float sum = 0;
+    for (i64 u = static_cast<i64>(first) * s.n; u < static_cast<i64>(last) * s.n; ++u) {
+        const i64 k = u / s.n * s.m + indices[u * s.groups + row / s.length];
+        if (k < s.K) sum += to_float(data[u * s.pitch + row]) * to_float(b[k * b_k]);
+    }
+    return sum;
+}
+
+template <class T, class Out, int WG, int BN, int STAGES, bool BCol, bool CCol>
+__global__ void __launch_bounds__(128 * WG + 32, 1)
+spmm_vector_nm_expanding_sm90a(const __grid_constant__ TensorMap a_map, const __grid_constant__ Expanding s,
+                               const u8* __restrict__ lines, const T* __restrict__ data, const u8* __restrict__ indices,
+                               const __grid_constant__ TensorMap b_map, const T* __restrict__ B, i64 b_k, i64 b_n,
+                               const __grid_constant__ TensorMap c_map, int by_copies, Out* C, int N, i64 ldc) {
+    static_assert(sizeof(T) == 2, "16-bit values");
+    constexpr int ROWS = 64 * WG, COLS = BN < 64 ? BN : 64;          // COLS: of a box of B or C
+    constexpr int LINE = COLS * 2;                                   // bytes of a line of a row-major box
+    constexpr int A_BLOCK = DEPTH * 128, A_BYTES = WG * A_BLOCK;     // a warpgroup's 64 rows of up to DEPTH kept columns
+    constexpr int B_BYTES = DEPTH * BN * 2, WORDS = A_BYTES + B_BYTES;
+    constexpr int STAGE = WORDS + ROWS / 8 * DEPTH;                  // one byte for each column and group of 8 rows
+    static_assert(STAGE % 1024 == 0 && A_BYTES % 1024 == 0, "swizzle patterns start on 1024 bytes");
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const u32 base = shared_address(shared), slots = base + STAGES * STAGE, zero = slots + 4 * WG * SLOT;
+    const u32 full = zero + 16, empty = full + 8 * STAGES;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int row_tile = blockIdx.x % s.row_tiles, m0 = row_tile * ROWS, n0 = blockIdx.x / s.row_tiles * BN;
+    const int first = blockIdx.z * s.k_per_split, last = min(first + s.k_per_split, s.k_tiles);
+    const int group0 = m0 / s.length;  // of the tile's first row
+
+    if (threadIdx.x == 0) {
+        *reinterpret_cast<uint4*>(shared + (zero - base)) = uint4{};
+        for (int i = 0; i < STAGES; ++i) barrier::init(full + 8 * i, 1), barrier::init(empty + 8 * i, 128 * WG);
+        barrier::fence_init();
+    }
+    __syncthreads();
+
+    if (warp == 4 * WG) {
+        if (lane == 0) {
+            const u32 kept = s.tile_windows * s.n, words = (min(m0 + ROWS, s.M) - 1) / s.length - group0 + 1;
+            for (int k = first; k < last; ++k) {
+                const u32 number = k - first, stage = number % STAGES, to = base + stage * STAGE, bar = full + 8 * stage;
+                if (number >= STAGES) barrier::wait(empty + 8 * stage, number / STAGES - 1 & 1);
+                barrier::expect(bar, WG * kept * 128 + B_BYTES + words * DEPTH);
+                tma::load_bulk(to + WORDS, lines + (static_cast<i64>(k) * s.groups + group0) * DEPTH, words * DEPTH, bar);
+#pragma unroll
+                for (int i = 0; i < WG; ++i) tma::load_2d(to + i * A_BLOCK, a_map, bar, m0 + 64 * i, k * kept);
+                const int k0 = k * s.tile_windows * s.m;
+                if constexpr (BCol) {
+                    tma::load_2d(to + A_BYTES, b_map, bar, k0, n0);
+                } else {
+#pragma unroll
+                    for (int i = 0; i < BN / COLS; ++i)
+                        tma::load_2d(to + A_BYTES + i * DEPTH * LINE, b_map, bar, n0 + i * COLS, k0);
+                }
+            }
+        }
+        return;
+    }
+
+    // This lane's address for ldmatrix: tile lane/8 of 8x8 is rows 0-7, then 8-15, of columns 0-7, then of columns 8-15.
+    const int row0 = m0 + warp * 16, eight = lane / 8 % 2;
+    const u32 block = warp / 4 * A_BLOCK, chunk = warp % 4 * 2 + eight;
+    const u32 word_at = WORDS + (min(row0 + 8 * eight, s.M - 1) / s.length - group0) * DEPTH + (lane % 8 + lane / 16 * 8) * 4;
+    float acc[BN / 2] = {};
+    u32 even[4][4], odd[4][4];  // the dense tile of A of a k tile: 16 rows x 16 columns, four times
+    auto load = [&](u32 (&a)[4][4], int k) {
+        const u32 number = k - first, stage = number % STAGES, from = base + stage * STAGE;
+        barrier::wait(full + 8 * stage, number / STAGES & 1);
+        const u32 word = load_shared_word(from + word_at);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32 line = word >> 8 * i & 0xFF;
+            ldmatrix_x4_trans(a[i], line == NONE ? zero : from + block + swizzled<128>(line, chunk));
+        }
+    };
+    auto multiply = [&](const u32 (&a)[4][4], int k) {
+        const u32 from = base + (k - first) % STAGES * STAGE + A_BYTES;
+        constexpr wgmma::Swizzle span = BCol || COLS == 64 ? wgmma::B128 : COLS == 32 ? wgmma::B64 : wgmma::B32;
+        constexpr u32 sixteen = BCol ? 32 : 16 * LINE;  // bytes between 16 k and the next
+        const u64 b = BCol ? wgmma::descriptor(from, 0, 1024, span) : wgmma::descriptor(from, DEPTH * LINE, 8 * LINE, span);
+        wgmma::pin(acc);
+        wgmma::fence();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) wgmma::rs<T, BN, !BCol>(acc, a[i], wgmma::advanced(b, i * sixteen / 16));
+        wgmma::commit();
+        wgmma::pin(acc);
+    };
+    auto finish = [&](int k) {  // every thread arrives for its own reads: racecheck follows only who arrives
+        wgmma::wait<0>();
+        wgmma::pin(acc);
+        barrier::arrive(empty + 8 * ((k - first) % STAGES));
+    };
+    if (first < last) load(even, first);
+    for (int k = first; k < last; k += 2) {  // the next k tile comes to the registers while this one is multiplied
+        multiply(even, k);
+        if (k + 1 < last) load(odd, k + 1);
+        finish(k);
+        if (k + 1 == last) break;
+        multiply(odd, k + 1);
+        if (k + 2 < last) load(even, k + 2);
+        finish(k + 1);
+    }
+
+    bool finite = true;
+#pragma unroll
+    for (int i = 0; i < BN / 2; ++i) finite = finite && isfinite(to_float(from_float<Out>(acc[i])));
+    finite = __all_sync(0xFFFFFFFF, finite);
+    const u32 slot = slots + warp * SLOT;
+    if constexpr (sizeof(Out) == 2) {
+        if (by_copies && finite) {
+#pragma unroll
+            for (int part = 0; part < BN / COLS; ++part) {
+                if (lane == 0) tma::store_wait_read<0>();
+                __syncwarp();
+#pragma unroll
+                for (int j = 0; j < COLS / 8; j += 2) {
+                    const float* x = acc + part * (COLS / 2) + 4 * j;
+                    // Rows 0-7 and 8-15 of eight columns, then of the next eight.
+                    const u32 r[4] = {pack2<Out>(x[0], x[1]), pack2<Out>(x[2], x[3]), pack2<Out>(x[4], x[5]), pack2<Out>(x[6], x[7])};
+                    if constexpr (CCol) stmatrix_x4_trans(slot + swizzled<32>(8 * j + lane / 16 * 8 + lane % 8, eight), r);
+                    else stmatrix_x4(slot + swizzled<LINE>(lane % 16, j + lane / 16), r);
+                }
+                tma::fence_shared();
+                __syncwarp();
+                const int col = n0 + part * COLS;
+                if (lane == 0 && row0 < s.M && col < N) {
+                    tma::store_2d(c_map, slot, CCol ? row0 : col, CCol ? col : row0);
+                    tma::store_commit();
+                }
+            }
+            if (lane == 0) tma::store_wait_read<0>();
+            return;
+        }
+    }
+    Out* const to = C + static_cast<i64>(blockIdx.z) * s.M * N;
+    constexpr int PART = BN < 128 / int(sizeof(Out)) ? BN : 128 / int(sizeof(Out));
+    static_assert(store_m16_scratch<Out, PART / 8> <= SLOT, "a warp's strip fits");
+    const bool vector = vector_aligned(to, ldc);
+#pragma unroll
+    for (int part = 0; part < BN / PART; ++part)
+        store_m16<Out, CCol, PART / 8>(acc + part * (PART / 2), reinterpret_cast<char*>(shared + (slot - base)), to, ldc, row0,
+                                       n0 + part * PART, s.M, N, vector);
+    if (finite) return;
+    __syncwarp();  // other lanes wrote what this one reads
+    const int window = first * s.tile_windows, windows = min(last * s.tile_windows, (s.K + s.m - 1) / s.m);
+#pragma unroll 1
+    for (int i = lane; i < 16 * BN; i += 32) {
+        const int row = row0 + i % 16, n = n0 + i / 16;
+        if (row >= s.M || n >= N) continue;
+        Out* x = to + (CCol ? row + n * ldc : row * ldc + n);
+        if (!isfinite(to_float(*x))) *x = from_float<Out>(stored_only(s, data, indices, B + n * b_n, b_k, row, window, windows));
+    }
+}
+
+}  // namespace spformat::vector_nm

@@ -1,0 +1,242 @@
+"""SpMM on vector n:m (NM-SpMM): A becomes dense on its way to wgmma's registers, and B is not gathered.
+
+Kernel: spmm_vector_nm_expanding_sm90a.cu. bf16 and fp16. No GPU has run it yet: its speed is a prediction
+(docs/decisions/0028-few-hundred-columns.md), so that it is chosen only by name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+from ....arrays.library import Array, ceil_div, namespace
+from ....products.ideal import b_alignment, load_us, memory_us, rounds, tile_us, traffic_us
+from ....products.kernel import reasons, spmm_of
+from ....products.problem import COL, LINE, Problem, itemsize
+from ....products.roofline import TENSOR_16, Device, device_of
+from ..runtime import jit, launch, tensor_map
+from ..runtime.kernel import CudaKernel, Prepared
+from ..runtime.launch import Bound, Launch, Operands
+from ..runtime.scratch import Scratch
+from .vector_nm_launch import C_TYPES, PLAIN_SOURCE, AlignedRows, aligned_data, choose_splits, pattern, vector_reasons
+from .vector_nm_tiles import Pattern
+from .vector_nm_times import Split
+
+SOURCE, ARCHS = "vector_nm/spmm_vector_nm_expanding_sm90a.cu", ("sm_90a",)
+DEPTH, NONE, SLOT = 64, 64, 2048
+"""Columns of A in a k tile, the line of a column that is not kept, bytes in which a warp stages C; as in the kernel."""
+LAUNCH_US = 6.0
+"""Launch, first loads and the sums of parts, as decision 0028 predicts them."""
+
+
+class Expanding(ctypes.Structure):
+    """Must match ``vector_nm::Expanding`` in the kernel."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("M", "K", "groups", "length", "n", "m", "tile_windows", "k_tiles")),
+        ("k_per_split", ctypes.c_int32), ("row_tiles", ctypes.c_int32), ("pitch", ctypes.c_int64),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tile:
+    """``warpgroups`` of 64 rows, ``cols`` columns of C, ``stages`` k tiles in shared memory or on their way there."""
+
+    warpgroups: int
+    cols: int
+    stages: int
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.warpgroups + 32
+
+    @property
+    def smem(self) -> int:
+        """Bytes: stages of A, B and lines, the slots of C, a line of zeros and the barriers."""
+        stage = 2 * DEPTH * (self.rows + self.cols) + self.rows // 8 * DEPTH
+        return self.stages * (stage + 16) + 4 * self.warpgroups * SLOT + 16
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.cols}x{DEPTH}"
+
+
+TILES = (Tile(4, 16, 5), Tile(2, 16, 8), Tile(2, 32, 8), Tile(2, 64, 8), Tile(2, 128, 6), Tile(2, 192, 5))
+"""Narrowest first. 256 columns would need more than the 168 registers that 288 threads may have."""
+
+
+def lines_of(indices: Array, form: Pattern) -> Array:
+    """uint8[k tiles, Q, 16, 4]: the line of a k tile's data that holds column 16*s + j of the tile, at [.., j, s].
+
+    NONE for a column that a row group does not keep, or that lies past K. indices: uint8[W, Q], as in the format.
+    """
+    xp, (W, Q), windows = namespace(indices), indices.shape, DEPTH // form.m
+    kept = windows * form.n
+    u = xp.arange(W, dtype="int64")
+    window = (u // form.n * form.m)[:, None]
+    column = window + indices
+    in_tile = xp.where(column < form.K, column - (u // kept * (windows * form.m))[:, None], DEPTH)
+    lines = xp.full((ceil_div(W, kept), Q, DEPTH + 1), NONE, "uint8")  # the last place takes columns past K
+    lines[(u // kept)[:, None], xp.arange(Q)[None, :], in_tile] = (u % kept).astype("uint8")[:, None]
+    by_step = lines[:, :, :DEPTH].reshape(lines.shape[0], Q, 4, 16).transpose(0, 1, 3, 2)
+    return xp.ascontiguousarray(by_step)
+
+
+def _lines(a: Any, form: Pattern) -> Any:
+    """``lines_of`` a matrix, complete on every stream."""
+    lines = lines_of(a.indices, form)
+    launch.finish_arrays()  # synchronize!
+    return lines
+
+
+class SpmmVectorNMExpanding(CudaKernel):
+    """``out = A @ B`` for A in VectorNM with vectors of a multiple of 8 rows and m <= 64, on sm_90a only.
+
+    B and C are read and written where they lie, in both layouts; a B whose lines do not start on 16-byte boundaries is
+    copied first. Sums are float32. Where there are few tiles, parts of K are summed apart and added in a fixed order:
+    the same bits every run.
+    """
+
+    name = "cuda.spmm_vector_nm_expanding_sm90a"
+    takes = spmm_of("vector-nm")
+    archs = ARCHS
+    terms = ("launch", "slowest of memory, loads and products", "sums", "copy of B")
+    by_name_only = "not measured yet, so its speed is unknown"
+
+    def unsupported(self, p: Problem) -> list[str]:
+        length, m = p.p["vector_length"], p.p["m"]
+        return vector_reasons(p, ("bfloat16", "float16")) + reasons(
+            (p.device == "cuda" and p.sm != 90, f"needs sm_90a (wgmma), got {p.sm_name}"),
+            (length % 8, f"vector_length must be a multiple of 8 (the lines of ldmatrix), got {length}"),
+            (m > DEPTH, f"m must be at most {DEPTH} (a k tile has whole windows), got {m}"),
+            (p.M * p.K == 0, f"A must not be empty (a TMA map has no zero extents), got {p.M}x{p.K}"),
+        )
+
+    def options(self, p: Problem) -> list[Split[Tile]]:
+        """Tiles less than twice as wide as C, with one part along K and with as many as fill the device about once."""
+        steps, some = steps_of(pattern(p)), [t for t in TILES if t.cols < 2 * max(p.n, 16)]
+        device = device_of(p)
+        counts = [{1, choose_splits(tiles_of(p, t), steps, device.processors)} for t in some]
+        return [Split(t, count) for t, every in zip(some, counts, strict=True) for count in sorted(every)]
+
+    def quantities(self, p: Problem, tile: Split[Tile], device: Device) -> tuple[float, ...]:
+        """Ideal microseconds of each of ``terms``: nothing is fitted. Products are those of a dense A."""
+        t, q = tile.tile, p.p
+        turns = rounds(tiles_of(p, t) * tile.splits, device.processors)
+        depth = ceil_div(steps_of(pattern(p)), tile.splits) * DEPTH
+        products = turns * tile_us(t.rows, t.cols, depth, TENSOR_16, device)
+        loads = turns * load_us(2.0 * depth * (t.rows * q["n"] / q["m"] + t.cols), device)
+        sums = memory_us((tile.splits + 1) * p.M * p.n * 4, device) if tile.splits > 1 else 0.0
+        copy = memory_us(2 * p.K * p.n * itemsize(p.b_dtype), device) if b_alignment(p) < LINE else 0.0
+        return LAUNCH_US, max(traffic_us(p, device), loads, products), sums, copy
+
+    def expected_us(self, p: Problem) -> float:
+        """A prediction: the sum of the ideal times of the best tile."""
+        return sum(self.quantities(p, self.best(p).tile, device_of(p)))
+
+    def instances(self) -> tuple[str, ...]:
+        """C++ names that the compile tests build."""
+        return (
+            instance("bfloat16", "bfloat16", TILES[0], False, True),
+            instance("float16", "float32", TILES[1], True, False),
+            instance("float16", "float16", TILES[2], False, False),
+            instance("bfloat16", "bfloat16", TILES[3], True, True),
+            instance("float16", "float32", TILES[4], False, True),
+            instance("bfloat16", "bfloat16", TILES[5], True, True),
+            instance("bfloat16", "bfloat16", TILES[5], False, False),
+            instance("bfloat16", "float32", TILES[5], True, False),
+        )
+
+    def prepared(self, a: Any, p: Problem) -> Prepared:
+        return self.prepared_with(a, p, self.best(p).tile)
+
+    def prepared_with(self, a: Any, p: Problem, tile: Split[Tile]) -> Prepared:
+        """The launches of one tile."""
+        form, t, data, indices = pattern(p), tile.tile, aligned_data(a), a.indices
+        lines = a.kernel_arrays("expanding lines", lambda: _lines(a, form))
+        (W, pitch), (k_tiles, groups) = data.shape, lines.shape[:2]
+        windows, row_tiles = DEPTH // form.m, ceil_div(p.M, t.rows)
+        per_split = ceil_div(k_tiles, tile.splits)
+        splits = ceil_div(k_tiles, per_split)
+        b_col, c_col, size = p.b_layout == COL, p.out_layout == COL, itemsize(p.out_dtype)
+        shape = Expanding(
+            p.M, p.K, groups, form.vector_length, form.n, form.m, windows, k_tiles, per_split, row_tiles, pitch
+        )
+        a_map = tensor_map.tiled(data.data.ptr, p.a_dtype, (pitch, W), (pitch,), (64, windows * form.n), 128)
+        columns = min(t.cols, 64)
+        device = p.device_id
+        written, written_col = ("float32", False) if splits > 1 else (p.out_dtype, c_col)
+        signature = (
+            tensor_map.TensorMap,
+            Expanding,
+            *"PPP",
+            tensor_map.TensorMap,
+            *"Pqq",
+            tensor_map.TensorMap,
+            *"iPiq",
+        )
+
+        def product(b_col: bool) -> Launch:
+            name = instance(p.a_dtype, written, t, b_col, written_col)
+            function = jit.load(SOURCE, name, jit.architecture(p.sm or 90, ARCHS), device, t.smem)
+            return Launch(function, signature, (a_map, shape, lines, data, indices), t.threads, t.smem)
+
+        products = {b_col: product(b_col)}  # the one for a copied B is compiled when operands first need it
+        copied_rows, parts = AlignedRows(p), Scratch()
+        total = None
+        if splits > 1:
+            function = f"spformat::vector_nm::sum_splits<float, {C_TYPES[p.out_dtype]}>"
+            plain = jit.load(PLAIN_SOURCE, function, jit.architecture(p.sm or 90, ()), device)
+            total = Launch(plain, "PPiiiqq", (), 256)
+
+        def prepare(o: Operands) -> list[Bound]:
+            calls: list[Bound] = []
+            b, ldb, col = o.b, o.ldb, b_col
+            if not tensor_map.aligned(b, ldb, 2):
+                calls, b, pitch_b = copied_rows(o)
+                ldb, col = pitch_b // 2, False
+            if col not in products:
+                products[col] = product(col)
+            extents, box = ((p.K, o.n), (DEPTH, t.cols)) if col else ((o.n, p.K), (columns, DEPTH))
+            b_map = tensor_map.tiled(b, p.b_dtype, extents, (ldb,), box, 2 * box[0])
+            b_steps = (1, ldb) if col else (ldb, 1)
+            grid = (row_tiles * ceil_div(o.n, t.cols), 1, splits)
+            if total is not None:
+                partial = parts.buffer(o.stream, splits * p.M * o.n * 4)
+                own = (b_map, b, *b_steps, tensor_map.UNMAPPED, 0, partial, o.n, o.n)
+                c_steps = (1, o.ldc) if c_col else (o.ldc, 1)
+                blocks = (min(ceil_div(p.M * o.n, 256), 1024), 1, 1)
+                add = total.bind(blocks, o.stream, partial, o.c, splits, p.M, o.n, *c_steps)
+                return [*calls, products[col].bind(grid, o.stream, *own), add]
+            c_map, by_copies = tensor_map.UNMAPPED, 0
+            line = p.M if c_col else o.n
+            if size == 2 and tensor_map.writable(o.c, line, o.ldc, 2):
+                c_box = (16, columns) if c_col else (columns, 16)
+                c_extents = (p.M, o.n) if c_col else (o.n, p.M)
+                c_map, by_copies = tensor_map.tiled(o.c, p.out_dtype, c_extents, (o.ldc,), c_box, 2 * c_box[0]), 1
+            return [*calls, products[col].bind(grid, o.stream, b_map, b, *b_steps, c_map, by_copies, o.c, o.n, o.ldc)]
+
+        return Prepared(prepare, str(tile), int(lines.nbytes))
+
+
+def steps_of(form: Pattern) -> int:
+    """k tiles of a matrix."""
+    return ceil_div(ceil_div(form.K, form.m), DEPTH // form.m)
+
+
+def tiles_of(p: Problem, tile: Tile) -> int:
+    """Tiles of C."""
+    return ceil_div(p.M, tile.rows) * ceil_div(p.n, tile.cols)
+
+
+def instance(dtype: str, out: str, tile: Tile, b_col: bool, c_col: bool) -> str:
+    """C++ name of the kernel."""
+    flags = ", ".join(str(f).lower() for f in (b_col, c_col))
+    return (
+        f"spformat::vector_nm::spmm_vector_nm_expanding_sm90a<{C_TYPES[dtype]}, {C_TYPES[out]}, {tile.warpgroups}, "
+        f"{tile.cols}, {tile.stages}, {flags}>"
+    )
