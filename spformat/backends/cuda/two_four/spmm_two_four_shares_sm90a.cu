@@ -46,6 +46,7 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
     constexpr int PANELS = BCol ? 1 : (TN + 63) / 64;                 // boxes of a slab
     constexpr int SLAB = BCol ? DEPTH * TN * 2 : PANELS * DEPTH * 128;  // bytes of a stage
     constexpr int SCRATCH = 16 * 128;                                 // bytes of a warp for C
+    constexpr bool AHEAD = !Epilogue && TN / 2 + 18 * Span <= 170;    // registers hold a span beside the sums and their addresses
     static_assert(TN % 16 == 0 && TN <= 256, "boxes are whole 8-line groups of the swizzle, and wgmma has up to 256 columns");
     static_assert(Stages >= 2, "copies must run ahead of the product");
     static_assert(store_m16_scratch<Out, 128 / int(sizeof(Out)) / 8> <= SCRATCH, "a panel of C fits its place");
@@ -109,7 +110,7 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
 
     uint4 a[2][Span][2];
     u32 e[2][Span];
-    const u32* from;
+    const u32* from = weights;
     auto fetch = [&](int half) {
 #pragma unroll
         for (int i = 0; i < Span; ++i) {
@@ -166,11 +167,12 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
         wgmma::pin(acc);
         release(stage == 0 ? Stages - 1 : stage - 1);
         more = work.next(piece);
-        if (more) start();  // the next piece's first registers travel while this one is stored
+        if (AHEAD && more) start();  // the next piece's first registers travel while this one is stored
 
         float4* const mine = sums + threadIdx.x - 128;  // where this thread's sums of share 0 are
         if (begin > 0) {
             hand_over<WORKERS>(acc, mine + i64(work.share) * (TN / 8 * WORKERS), flags + 2 * work.share + warpgroup - 1, warpgroup);
+            if (!AHEAD && more) start();
             continue;
         }
         for (int done = end, next = work.share + 1; done < slabs; ++next) {
@@ -179,5 +181,6 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
         }
         if constexpr (Epilogue) affine_m16<Out, CCol, TN / 8>(acc, c, ldc, row, col, M, N, added, alpha, beta);
         store_columns<Out, CCol, TN>(acc, scratch, c, ldc, row, col, M, N, c_vector);
+        if (!AHEAD && more) start();
     }
 }

@@ -43,7 +43,7 @@ class Tile:
     @property
     def span(self) -> int:
         """Slabs of weights that a warp loads ahead: what registers have room for beside the sums."""
-        return 8 if self.cols <= 64 else 6 if self.cols <= 128 else 4
+        return 7 if self.cols <= 64 else 6 if self.cols <= 112 else 5 if self.cols <= 128 else 4
 
     @property
     def stages(self) -> int:
