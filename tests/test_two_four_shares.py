@@ -140,7 +140,7 @@ def wrong(source):
 from emulator import stand_in
 jit.source_text = wrong
 stand_in.install(90)
-stand_in.OPTIONS.update(shuffle_blocks=True, shuffle_threads=True, timeout=10.0)
+stand_in.OPTIONS.update(shuffle_blocks=True, shuffle_threads=True, timeout=4.0)
 import sys
 import test_two_four_shares as t
 for seed in range(3):
@@ -164,14 +164,13 @@ assert any(planted)
         ("slab > 0);", "1);", "DIFFERENT"),
         ("done < slabs; ++next", "done < 0; ++next", "DIFFERENT"),
         ("(TN + 63) / 64; ", "TN / 64; ", "DIFFERENT"),
-        ("share * least_ + min(share, longer_)", "share * least_", "DIFFERENT"),
-        ("p = {round_++ * blocks_", "p = {++round_ * blocks_", "DIFFERENT"),
+        ("share * least_ + min(share, longer_)", "share * least_", "access outside of the arrays"),
+        ("gridDim.x - 1 - started(", "started(", "a thread that waits for another block that does not run yet"),
     ],
-    ids=["none", "old sums", "nobody adds", "last panel", "steps left out", "rounds"],
+    ids=["none", "old sums", "nobody adds", "last panel", "steps left out", "waits for later blocks"],
 )
 def test_a_planted_defect_is_found(old: str, new: str, text: str) -> None:
     code = PLANTED.format(old=old, new=new)
     done = python("-c", code)
     assert done.returncode == 0, done.stdout + done.stderr
-    seen = set(done.stdout.splitlines())
-    assert (seen == {text}) if text == "equal" else (text in seen), done.stdout
+    assert (set(done.stdout.split()) == {text}) if text == "equal" else (text in done.stdout), done.stdout

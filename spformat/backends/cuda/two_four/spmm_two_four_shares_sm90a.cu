@@ -29,14 +29,17 @@ constexpr int DEPTH = 64;    // columns of A in a slab
 constexpr int RECORD = 288;  // words
 constexpr int ROWS = 128, GROUP = 8, WORKERS = 256;
 
-// One warp stores 16 rows x Columns columns of C: whole lines of 128 bytes, then what is left of them.
-template <class Out, bool CCol, int Columns>
-__device__ __forceinline__ void store_columns(const float* acc, char* scratch, Out* c, i64 ldc, int row, int col, int M, int N,
-                                              bool vector) {
+// One warp stores 16 rows x Columns columns of C: whole lines of 128 bytes, then what is left of them. A line at a time gets alpha,
+// beta and bias, so that registers need not hold all of what C was.
+template <class Out, bool CCol, bool Epilogue, int Columns>
+__device__ __forceinline__ void store_columns(float* acc, char* scratch, Out* c, i64 ldc, int row, int col, int M, int N,
+                                              bool vector, float2 added, float alpha, float beta) {
     constexpr int MOST = 128 / int(sizeof(Out)), PANEL = Columns >= MOST ? MOST : Columns >= 32 ? 32 : 16;
+    if constexpr (Epilogue) affine_m16<Out, CCol, PANEL / 8>(acc, c, ldc, row, col, M, N, added, alpha, beta);
     store_m16<Out, CCol, PANEL / 8>(acc, scratch, c, ldc, row, col, M, N, vector);
     if constexpr (Columns > PANEL)
-        store_columns<Out, CCol, Columns - PANEL>(acc + PANEL / 2, scratch, c, ldc, row, col + PANEL, M, N, vector);
+        store_columns<Out, CCol, Epilogue, Columns - PANEL>(acc + PANEL / 2, scratch, c, ldc, row, col + PANEL, M, N, vector,
+                                                            added, alpha, beta);
 }
 
 template <class T, class Out, int TN, int Stages, int Span, bool BCol, bool CCol, bool Epilogue>
@@ -81,7 +84,7 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
     };
 
     if (warpgroup == 0) {
-        give_registers<24>();
+        give_registers<40>();  // together as many as at the start, 168 each
         if (warp == 0 && lane == 0) {
             int stage = 0, phase = 0;
             while (work.next(piece)) {
@@ -102,7 +105,7 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
         __syncwarp();
         return;
     }
-    take_registers<240>();
+    take_registers<232>();
     const int warp_row = (warpgroup - 1) * 64 + warp % 4 * 16, tiles_m16 = cdiv(M, 32) * 2;
     char* const scratch = shared + (ring + Stages * SLAB - shared_address(shared)) + (warp - 4) * SCRATCH;
     const bool c_vector = vector_aligned(c, ldc);
@@ -179,8 +182,7 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
             take_over<WORKERS>(acc, mine + i64(next) * (TN / 8 * WORKERS), flags + 2 * next + warpgroup - 1, warpgroup);
             done += work.start(next + 1) - work.start(next);
         }
-        if constexpr (Epilogue) affine_m16<Out, CCol, TN / 8>(acc, c, ldc, row, col, M, N, added, alpha, beta);
-        store_columns<Out, CCol, TN>(acc, scratch, c, ldc, row, col, M, N, c_vector);
+        store_columns<Out, CCol, Epilogue, TN>(acc, scratch, c, ldc, row, col, M, N, c_vector, added, alpha, beta);
         if (!AHEAD && more) start();
     }
 }

@@ -29,6 +29,8 @@ ROWS, WORKERS = 128, 256
 """Rows of a tile; threads that multiply. The same in the kernel."""
 LEAST_STEPS = 8
 """Steps along K that a share has at least where there are fewer tiles than multiprocessors."""
+SPANS = (64, 7), (96, 6), (128, 5), (208, 4), (256, 3)
+"""Most columns of a tile, and the slabs of weights that are loaded ahead."""
 LAUNCH_US = 5.0
 """Predicted microseconds until the first product and after the last one (decision 0029: 3.5 and 1.5)."""
 
@@ -43,7 +45,9 @@ class Tile:
     @property
     def span(self) -> int:
         """Slabs of weights that a warp loads ahead: what registers have room for beside the sums."""
-        return 7 if self.cols <= 64 else 6 if self.cols <= 112 else 5 if self.cols <= 128 else 4
+        return (
+            7 if self.cols <= 64 else 6 if self.cols <= 96 else 5 if self.cols <= 128 else 4 if self.cols <= 208 else 3
+        )
 
     @property
     def stages(self) -> int:
