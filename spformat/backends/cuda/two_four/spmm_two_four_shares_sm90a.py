@@ -81,8 +81,8 @@ class SpmmTwoFourShares(CopyEngineKernel):
     """C = A @ B for ``TwoFour`` A on Hopper, for N and numbers of tiles that fit large tiles badly.
 
     N is padded by at most 15 columns a tile. The same bits every run. The plan owns a copy of the weights in register
-    order (9/8 * Mp * Kp bytes); with equal shares all plans of a stream use one workspace of at most
-    512 * multiprocessors * columns of a tile bytes. TMA needs B on a 16-byte boundary with a pitch of a multiple of 16
+    order (9/8 * Mp * Kp bytes); with equal shares also a workspace for each stream, of at most 1024 *
+    multiprocessors * columns of a tile bytes. TMA needs B on a 16-byte boundary with a pitch of a multiple of 16
     bytes; a call with another B runs the sm_80 kernel.
     """
 
@@ -150,7 +150,7 @@ class SpmmTwoFourShares(CopyEngineKernel):
         signature = (*"Pii", tensor_map.TensorMap, *"PiqiPPPff")
         launch = Launch(function, signature, (weights, p.M, p.K), WORKERS + 128, tile.smem)
         row_count, steps, box = ceil_div(p.M, ROWS), ceil_div(p.K, DEPTH), (DEPTH, tile.cols if b_col else DEPTH)
-        sums, flags = Scratch(shared="sums of shares"), Scratch(zeros=True, shared="flags of shares")
+        sums, flags = Scratch(), Scratch(zeros=True)
 
         @functools.lru_cache(maxsize=1)
         def unaligned() -> Prepare:
