@@ -17,6 +17,7 @@ from spformat.backends.cuda.two_four import (
     spmm_two_four_tokens,
 )
 from spformat.backends.cuda.two_four.spmm_two_four import SpmmTwoFour
+from spformat.backends.cuda.two_four.spmm_two_four_shares_sm90a import SpmmTwoFourShares
 from spformat.backends.cuda.two_four.spmm_two_four_sm90 import SpmmTwoFourSm90
 from spformat.backends.cuda.two_four.spmm_two_four_sm90a import SpmmTwoFourSm90a
 from spformat.backends.cuda.two_four.spmm_two_four_tokens import SpmmTwoFourTokens
@@ -28,7 +29,9 @@ from spformat.products import tiles
 from spformat.products.problem import Problem
 from spformat.products.roofline import shared_limit
 
-KERNELS: tuple[Any, ...] = (SpmmTwoFour(), SpmmTwoFourTokens(), SpmmTwoFourSm90(), SpmmTwoFourSm90a())
+KERNELS: tuple[Any, ...] = (
+    SpmmTwoFour(), SpmmTwoFourTokens(), SpmmTwoFourSm90(), SpmmTwoFourSm90a(), SpmmTwoFourShares(),
+)  # fmt: skip
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -195,7 +198,7 @@ def test_exact_products(kernel: Any, shape: tuple[int, int, int], b_layout: str,
         assert np.isnan(lines[:, lines.shape[1] - gap :].astype(np.float32)).all()
 
 
-TILES = [(k, t) for k in (SpmmTwoFour(), SpmmTwoFourSm90(), SpmmTwoFourSm90a()) for t in k.tiles]
+TILES = [(k, t) for k in KERNELS for t in k.tiles]
 
 
 @pytest.mark.gpu

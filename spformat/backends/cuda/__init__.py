@@ -19,6 +19,7 @@ from .sr_bcrs.spmm_sr_bcrs_sm90a import SpmmSRBCRSHopper
 from .sr_bcrs.spmm_sr_bcrs_tc import SpmmSRBCRSTensor
 from .sum.spmm_sum import SpmmSum
 from .two_four import spmm_two_four
+from .two_four.spmm_two_four_shares_sm90a import SpmmTwoFourShares
 from .two_four.spmm_two_four_sm90 import SpmmTwoFourSm90
 from .two_four.spmm_two_four_sm90a import SpmmTwoFourSm90a
 from .two_four.spmm_two_four_tokens import SpmmTwoFourTokens
@@ -53,6 +54,7 @@ KERNELS: tuple[CudaKernel, ...] = (
     SpmmVectorNMExpanding(),
     ExpandThenDense(),
     SpmmSum(),
+    SpmmTwoFourShares(),
 )
 """One line per kernel. Of kernels that expect the same time, the first is chosen."""
 

@@ -26,24 +26,13 @@
 #include "spformat/staged_store.cuh"
 #include "spformat/tma.cuh"
 #include "spformat/tma_store.cuh"
+#include "spformat/two_four_stream.cuh"
 #include "spformat/wgmma.cuh"
 
 using namespace spformat;
 
 constexpr int DEPTH = 64;    // columns of A in a slab
 constexpr int RECORD = 288;  // words
-
-__device__ __forceinline__ uint4 stream_16(const u32* p, u64 policy) {
-    uint4 x;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p), "l"(policy));
-    return x;
-}
-__device__ __forceinline__ u32 stream_4(const u32* p, u64 policy) {
-    u32 x;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.u32 %0, [%1], %2;" : "=r"(x) : "l"(p), "l"(policy));
-    return x;
-}
 
 // Two blocks of a cluster share K: each sends half of its sums to the other and adds what it gets to the half number Keep.
 // `sums`: this thread's place for what it gets, pieces of 16 bytes, Threads apart; `bar` completes when all of it is there.

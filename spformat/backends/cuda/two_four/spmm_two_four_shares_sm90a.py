@@ -1,0 +1,179 @@
+"""SpMM on 2:4 weights with wgmma.sp in tiles as wide as N needs, whole or in equal shares of the work; sm_90a only.
+
+Kernel: spmm_two_four_shares_sm90a.cu. No GPU has run this code: what it is expected to take is a prediction
+(docs/decisions/0029-even-shares.md), so that it is chosen only by name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ....arrays.dtypes import VALUE_TYPES
+from ....arrays.library import ceil_div, round_up
+from ....products.ideal import load_us, tile_us
+from ....products.kernel import reasons, spmm_of
+from ....products.problem import COL, Problem, itemsize
+from ....products.roofline import TENSOR_16, Device, device_of
+from ..runtime import jit, row_tiles, tensor_map
+from ..runtime.kernel import CopyEngineKernel, Prepared
+from ..runtime.launch import Bound, Launch, Operands, Prepare
+from ..runtime.scratch import Scratch
+from .spmm_two_four import DEPTH, KERNEL, RECORD, c_type, in_kernel_order, launcher, mma_reasons
+from .two_four_records import TwoFourRecords
+
+SOURCE, ARCH = "two_four/spmm_two_four_shares_sm90a.cu", "sm_90a"
+ROWS, WORKERS = 128, 256
+"""Rows of a tile; threads that multiply. The same in the kernel."""
+LEAST_STEPS = 8
+"""Steps along K that a share has at least where there are fewer tiles than multiprocessors."""
+SPANS = (64, 7), (96, 6), (128, 5), (208, 4), (256, 3)
+"""Most columns of a tile, and the slabs of weights that are loaded ahead."""
+LAUNCH_US = 5.0
+"""Predicted microseconds until the first product and after the last one (decision 0029: 3.5 and 1.5)."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Tiles of 128 x ``cols``; ``even``: blocks share out the last rounds of them by steps along K."""
+
+    cols: int
+    even: bool
+
+    @property
+    def span(self) -> int:
+        """Slabs of weights that a warp loads ahead: what registers have room for beside the sums."""
+        return (
+            7 if self.cols <= 64 else 6 if self.cols <= 96 else 5 if self.cols <= 128 else 4 if self.cols <= 208 else 3
+        )
+
+    @property
+    def stages(self) -> int:
+        """Slabs of B in flight. Shared memory leaves room for L1, through which the weights come."""
+        return min(12, (160 << 10) // self.slab)
+
+    @property
+    def slab(self) -> int:
+        """Bytes of 64 rows of B at most: a row-major one comes 64 columns at a time."""
+        return DEPTH * 2 * round_up(self.cols, 64)
+
+    @property
+    def smem(self) -> int:
+        """bytes: slabs of B, 16 rows of 128 bytes of C for each warp, room to align to 1024."""
+        return self.stages * self.slab + WORKERS // 32 * 16 * 128 + 1024
+
+    def blocks(self, tiles: int, steps: int, processors: int) -> int:
+        """Blocks for so many tiles of so many steps: each has work."""
+        if not self.even or tiles >= processors:
+            return min(tiles, processors)
+        return min(processors, max(tiles, tiles * steps // LEAST_STEPS))
+
+    def __str__(self) -> str:
+        return f"{ROWS}x{self.cols}x{DEPTH} {'even' if self.even else 'whole'}"
+
+
+TILES = tuple(Tile(cols, even) for even in (False, True) for cols in range(16, 257, 16))
+
+
+class SpmmTwoFourShares(CopyEngineKernel):
+    """C = A @ B for ``TwoFour`` A on Hopper, for N and numbers of tiles that fit large tiles badly.
+
+    N is padded by at most 15 columns a tile. The same bits every run. The plan owns a copy of the weights in register
+    order (9/8 * Mp * Kp bytes); with equal shares also a workspace for each stream, of at most 1024 *
+    multiprocessors * columns of a tile bytes. TMA needs B on a 16-byte boundary with a pitch of a multiple of 16
+    bytes; a call with another B runs the sm_80 kernel.
+    """
+
+    name = "cuda.spmm_two_four_shares_sm90a"
+    takes = spmm_of("two-four")
+    otherwise = KERNEL
+    epilogue = True
+    tiles = TILES
+    terms = ("launch", "steps", "sums", "tiles")
+    by_name_only = "not measured yet, so its speed is unknown"
+
+    def unsupported(self, p: Problem) -> list[str]:
+        return mma_reasons(p, 80) + reasons(
+            (p.sm != 90, f"needs sm_90 (wgmma), got {p.sm_name}"),
+            (p.K == 0, "K is 0: no tensor map of an empty B"),
+            (p.b_layout == COL and p.K % 8, f"TMA needs column-major B with K a multiple of 8, got K = {p.K}"),
+        )
+
+    def options(self, p: Problem) -> tuple[Tile, ...]:
+        """All tiles."""
+        return TILES
+
+    def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
+        """Ideal microseconds of the block with the most work.
+
+        launch: constant. steps: each as long as its products, or as loading weights and B from L2. sums: handed over
+        and added once for each further block of a tile. tiles: C.
+        """
+        tiles, steps = ceil_div(p.M, ROWS) * ceil_div(p.n, tile.cols), ceil_div(p.K, DEPTH)
+        blocks = tile.blocks(tiles, steps, device.processors)
+        step = max(
+            tile_us(ROWS, tile.cols, DEPTH, TENSOR_16, device) / 2,
+            load_us(ROWS * DEPTH * RECORD + tile.cols * DEPTH * 2, device),
+        )
+        turns = ceil_div(tiles, blocks)
+        written = turns * load_us(ROWS * tile.cols * itemsize(p.out_dtype), device)
+        if not tile.even or tiles % blocks == 0:
+            return LAUNCH_US, turns * steps * step, 0.0, written
+        longest = ceil_div(tiles * steps, blocks)
+        others = ceil_div(steps, longest)  # blocks that have a part of a tile whose beginning is another's
+        sums = (1 + others) * load_us(ROWS * tile.cols * 4, device)
+        return LAUNCH_US, longest * step, sums, written
+
+    def expected_us(self, p: Problem) -> float:
+        """A prediction: the sum of the ideal times, with nothing fitted to measurements."""
+        if not self.is_its_own(p):
+            return self.otherwise.expected_us(p)
+        q = p.changed(M=max(1, p.M), K=max(1, p.K), n=max(1, p.n))
+        return sum(self.quantities(q, self.best(p).tile, device_of(p)))
+
+    def instances(self) -> tuple[str, ...]:
+        """C++ names that the compile tests build."""
+        p = Problem.product("two-four", (), 1, 1, 0, 0, "bfloat16", "bfloat16", "bfloat16")
+        wide = p.changed(a_dtype="float16", out_dtype="float32", b_layout=COL, out_layout=COL, epilogue=True)
+        return tuple(_instance(Tile(cols, True), q) for cols, q in ((16, p), (128, wide), (208, p), (256, wide)))
+
+    def prepared(self, a: Any, p: Problem) -> Prepared:
+        b_col, tile = p.b_layout == COL, self.best(p).tile
+        item = VALUE_TYPES[p.b_dtype].numpy.itemsize
+        function = jit.load(SOURCE, _instance(tile, p), ARCH, p.device_id, tile.smem)
+        weights = TwoFourRecords().of(a, p)
+        a = in_kernel_order(a)
+        data, meta, order = a.data, a.meta, a.meta_order  # plans must not keep ``a`` itself alive
+        processors = row_tiles.device_of(p.device_id).sms
+        signature = (*"Pii", tensor_map.TensorMap, *"PiqiPPPff")
+        launch = Launch(function, signature, (weights, p.M, p.K), WORKERS + 128, tile.smem)
+        row_count, steps, box = ceil_div(p.M, ROWS), ceil_div(p.K, DEPTH), (DEPTH, tile.cols if b_col else DEPTH)
+        sums, flags = Scratch(), Scratch(zeros=True)
+
+        @functools.lru_cache(maxsize=1)
+        def unaligned() -> Prepare:
+            return launcher(data, meta, order, p)[0]
+
+        def prepare(o: Operands) -> Sequence[Bound]:
+            if o.b % 16 or o.ldb * item % 16:
+                return unaligned()(o)
+            extents = (p.K, o.n) if b_col else (o.n, p.K)
+            b_map = tensor_map.tiled(o.b, p.b_dtype, extents, (o.ldb,), box, 128)
+            count = row_count * ceil_div(o.n, tile.cols)
+            blocks = tile.blocks(count, steps, processors)
+            shared, sums_at, flags_at = bool(blocks and tile.even and count % blocks), 0, 0
+            if shared:
+                sums_at = sums.buffer(o.stream, blocks * ROWS * tile.cols * 4)
+                flags_at = flags.buffer(o.stream, (2 * blocks + 1) * 4)
+            rest = int(shared), sums_at, flags_at, o.bias, o.alpha, o.beta
+            return (launch.bind((blocks, 1, 1), o.stream, b_map, o.c, o.n, o.ldc, *rest),)
+
+        return Prepared(prepare, str(tile), int(weights.nbytes))
+
+
+def _instance(tile: Tile, p: Problem) -> str:
+    flags = ", ".join(str(f).lower() for f in (p.b_layout == COL, p.out_layout == COL, p.epilogue))
+    shape = f"{tile.cols}, {tile.stages}, {tile.span}"
+    return f"spmm_two_four_shares_sm90a<{c_type(p.a_dtype)}, {c_type(p.out_dtype)}, {shape}, {flags}>"

@@ -1,0 +1,176 @@
+"""2:4 on Hopper in tiles as wide as N needs and equal shares of the work: what it takes and expects, how work is dealt, exact
+products on a GPU or the emulated one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import emulator
+import numpy as np
+import pytest
+from test_emulator import python
+from test_two_four_kernels import BF16, LAYOUTS, matrix, problem, to_device, two_four
+
+import spformat as sf
+from spformat.arrays.dtypes import VALUE_TYPES
+from spformat.backends.cuda.two_four import spmm_two_four_shares_sm90a as shares
+from spformat.backends.cuda.two_four.two_four_records import SPARE
+from spformat.products.tiles import forced
+
+KERNEL = shares.SpmmTwoFourShares()
+
+# ------------------------------------------------------------------ without a GPU
+
+
+def test_it_is_not_chosen_and_says_why() -> None:
+    p = problem(10240, 8192, 200, b_layout="col", out_layout="col")
+    trace = sf.explain(p)
+    assert trace.chosen == "cuda.spmm_two_four_sm90a"
+    (own,) = (a for a in trace.answers if a.kernel == KERNEL.name)
+    assert str(own).startswith(f"{KERNEL.name}: not measured yet, so its speed is unknown; it runs only where")
+    assert sf.explain(p, backend=KERNEL.name).chosen == KERNEL.name
+
+
+def test_tiles_fit_the_device_and_the_records() -> None:
+    for tile in shares.TILES:
+        assert tile.smem + 16 * tile.stages + 4 <= 227 * 1024
+        assert tile.stages >= 2
+        assert tile.span - 1 <= SPARE
+    assert len({str(t) for t in shares.TILES}) == len(shares.TILES) == 32
+
+
+@pytest.mark.parametrize(
+    ("M", "n", "K", "cols"),
+    [(10240, 200, 8192, 208), (11008, 400, 4096, 208), (13824, 336, 5120, 176), (3584, 150, 18944, 160)],
+)
+def test_the_prediction_asks_for_the_widths_of_the_record(M: int, n: int, K: int, cols: int) -> None:
+    p = problem(M, K, n, b_layout="col", out_layout="col")
+    assert KERNEL.best(p).tile == shares.Tile(cols, True)
+    assert 24 < KERNEL.expected_us(p) < 100
+
+
+@pytest.mark.parametrize("processors", [1, 3, 16, 132])
+def test_every_block_has_work(processors: int) -> None:
+    for tile in shares.TILES[::31]:
+        for count in (0, 1, 2, 15, 80, 131, 132, 133, 1000):
+            for steps in (1, 7, 8, 300):
+                blocks = tile.blocks(count, steps, processors)
+                assert min(count, processors) <= blocks <= min(processors, count * steps)
+
+
+# ------------------------------------------------------------------ products, on a GPU
+
+
+def exact(shape: tuple[int, int, int], cols: int, even: bool, layouts: tuple[str, str], **changes: Any) -> None:
+    """Small integers, several runs, NaN before C and between its lines."""
+    M, K, N = shape
+    rng = np.random.default_rng(sum(shape))
+    p = problem(M, K, N, b_layout=layouts[0], out_layout=layouts[1], **changes)
+    value, result = VALUE_TYPES[p.a_dtype].numpy, VALUE_TYPES[p.out_dtype].numpy
+    a, dense = two_four(M, K, value, rng, "fragment")
+    B = rng.integers(-3, 4, (K, N)).astype(value)
+    wanted = (dense.astype(np.float64) @ B.astype(np.float64)).astype(result).astype(np.float64)
+    with forced(KERNEL.name, str(shares.Tile(cols, even))):
+        plan = KERNEL.plan(a.to("cuda"), p)
+    assert plan.tile == str(shares.Tile(cols, even))
+    b = matrix(B, layouts[0], -(K if layouts[0] == "col" else N) % 8)
+    for gap in (0, 3, 8, 8):
+        c = matrix(np.full((M, N), np.nan, np.float32).astype(result), layouts[1], gap)
+        plan(b, c)
+        lines = (c if c.base is None else c.base).get().view(result)
+        lines = lines.reshape((N, M + gap) if layouts[1] == "col" else (M, N + gap))
+        got = lines[:, : lines.shape[1] - gap]
+        assert np.array_equal((got.T if layouts[1] == "col" else got).astype(np.float64), wanted)
+        assert np.isnan(lines[:, lines.shape[1] - gap :].astype(np.float32)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("even", [False, True])
+@pytest.mark.parametrize("cols", [16, 48, 208])
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_products_are_exact(cols: int, even: bool, layouts: tuple[str, str]) -> None:
+    """Ragged in all three extents, and more K than a share needs: 19 steps."""
+    exact((131, 1208, 203), cols, even, layouts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [80, 112, 144, 160, 176, 224, 240, 256])
+def test_other_widths(cols: int) -> None:
+    exact((131, 1208, 203), cols, True, ("col", "col"), a_dtype="float16", b_dtype="float16", out_dtype="float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("processors", [1, 3, 4, 7])
+def test_shares_of_several_tiles(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole rounds before the shares, and tiles of up to seven blocks."""
+    device = shares.row_tiles.device_of(0)._replace(sms=processors)
+    monkeypatch.setattr(shares.row_tiles, "device_of", lambda *_: device)
+    monkeypatch.setattr(shares, "LEAST_STEPS", 1)
+    for shape in ((300, 520, 40), (5, 520, 9), (300, 64, 70), (200, 1000, 16)):
+        exact(shape, 16, True, ("row", "row"))
+
+
+@pytest.mark.gpu
+def test_alpha_beta_and_bias() -> None:
+    M, K, N = 131, 1208, 203
+    rng = np.random.default_rng(3)
+    a, dense = two_four(M, K, BF16, rng, "ldmatrix")
+    B, old, bias = (rng.integers(-3, 4, s).astype(BF16) for s in ((K, N), (M, N), M))
+    with forced(KERNEL.name, "128x208x64 even"):
+        plan = KERNEL.plan(a.to("cuda"), problem(M, K, N, b_layout="col", out_layout="col", epilogue=True))
+    c = matrix(old, "col", 3)
+    plan(matrix(B, "col", 0), c, alpha=0.5, beta=-2.0, bias=to_device(bias))
+    wanted = 0.5 * (dense @ B.astype(np.float64)) - 2.0 * old.astype(np.float64) + bias.astype(np.float64)[:, None]
+    assert np.array_equal(c.base.get().view(BF16).reshape(N, M + 3)[:, :M].T, wanted.astype(BF16))
+
+
+# ------------------------------------------------------------------ planted defects, in the emulator
+
+PLANTED = """
+from spformat.backends.cuda.runtime import jit
+right, planted = jit.source_text, []
+
+def wrong(source):
+    text, name = right(source), "spformat/even_shares.cuh"
+    header = (jit.HERE / "include" / name).read_text().replace("#pragma once", "")
+    text = text.replace(f'#include "{{name}}"', header)
+    planted.append({old!r} in text)
+    return text.replace({old!r}, {new!r})
+
+from emulator import stand_in
+jit.source_text = wrong
+stand_in.install(90)
+stand_in.OPTIONS.update(shuffle_blocks=True, shuffle_threads=True, timeout=4.0)
+import sys
+import test_two_four_shares as t
+for seed in range(3):
+    stand_in.OPTIONS["seed"] = seed
+    try:
+        t.exact((131, 1208, 203), 208, True, ("row", "row"))
+        print("equal")
+    except AssertionError:
+        print("DIFFERENT")
+    except Exception as e:
+        print(e)
+assert any(planted)
+"""
+
+
+@pytest.mark.skipif(bool(emulator.missing()), reason=f"no emulator: {emulator.missing()}")
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ("", "", "equal"),
+        ("slab > 0);", "1);", "DIFFERENT"),
+        ("done < slabs; ++next", "done < 0; ++next", "DIFFERENT"),
+        ("(TN + 63) / 64; ", "TN / 64; ", "DIFFERENT"),
+        ("share * least_ + min(share, longer_)", "share * least_", "access outside of the arrays"),
+        ("gridDim.x - 1 - started(", "started(", "a thread that waits for another block that does not run yet"),
+    ],
+    ids=["none", "old sums", "nobody adds", "last panel", "steps left out", "waits for later blocks"],
+)
+def test_a_planted_defect_is_found(old: str, new: str, text: str) -> None:
+    code = PLANTED.format(old=old, new=new)
+    done = python("-c", code)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (set(done.stdout.split()) == {text}) if text == "equal" else (text in done.stdout), done.stdout
