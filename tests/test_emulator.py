@@ -350,15 +350,10 @@ def test_conversions_on_the_emulated_device_give_the_bytes_of_the_general_code(s
 
 PLANTED = """
 import runpy, sys
-from spformat.backends.cuda.runtime import jit
-right = jit.source_text
+from emulator.planted import plant
 
-def wrong(source):
-    text = right(source)
-    assert source != "csr/csr_from_dense.cu" or {old!r} in text
-    return text.replace({old!r}, {new!r})
-
-jit.source_text, sys.argv[1:] = wrong, {options!r}
+plant({old!r}, {new!r}, "csr/csr_from_dense.cu")
+sys.argv[1:] = {options!r}
 runpy.run_module("emulator", run_name="__main__")
 """
 

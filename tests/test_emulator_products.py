@@ -38,15 +38,10 @@ def test_every_kernel_of_sm_80_gives_the_products_of_numpy(group: int) -> None:
 
 PLANTED = """
 import runpy, sys
-from spformat.backends.cuda.runtime import jit
-right = jit.source_text
+from emulator.planted import plant
 
-def wrong(source):
-    text = right(source)
-    assert source != {source!r} or {old!r} in text
-    return text.replace({old!r}, {new!r})
-
-jit.source_text, sys.argv[1:] = wrong, {options!r}
+plant({old!r}, {new!r}, {source!r})
+sys.argv[1:] = {options!r}
 runpy.run_module("emulator", run_name="__main__")
 """
 TWO_FOUR = "two_four/spmm_two_four.cu"

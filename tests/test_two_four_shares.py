@@ -127,18 +127,10 @@ def test_alpha_beta_and_bias() -> None:
 # ------------------------------------------------------------------ planted defects, in the emulator
 
 PLANTED = """
-from spformat.backends.cuda.runtime import jit
-right, planted = jit.source_text, []
-
-def wrong(source):
-    text, name = right(source), "spformat/even_shares.cuh"
-    header = (jit.HERE / "include" / name).read_text().replace("#pragma once", "")
-    text = text.replace(f'#include "{{name}}"', header)
-    planted.append({old!r} in text)
-    return text.replace({old!r}, {new!r})
-
 from emulator import stand_in
-jit.source_text = wrong
+from emulator.planted import plant
+
+planted = plant({old!r}, {new!r}, header="spformat/even_shares.cuh")
 stand_in.install(90)
 stand_in.OPTIONS.update(shuffle_blocks=True, shuffle_threads=True, timeout=4.0)
 import sys

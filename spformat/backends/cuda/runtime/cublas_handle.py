@@ -87,9 +87,9 @@ def _created() -> int:
     """A new handle on the current device."""
     with beside_capture():  # the library allocates
         create, set_math_mode, *_ = library()
-        made = ctypes.c_void_p()
-        check(create(ctypes.byref(made)))
-        address = made.value or 0
+        handle = ctypes.c_void_p()
+        check(create(ctypes.byref(handle)))
+        address = handle.value or 0
         check(set_math_mode(address, NO_NARROW_SUMS))
     return address
 

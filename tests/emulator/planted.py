@@ -1,0 +1,25 @@
+"""A defect that is planted in the sources of kernels, to see that a test finds it. For a process of its own."""
+
+from __future__ import annotations
+
+from spformat.backends.cuda.runtime import jit
+
+
+def plant(old: str, new: str, source: str = "", header: str = "") -> list[bool]:
+    """From now on ``new`` stands for ``old`` in every source that is loaded; returns, load by load, whether it did.
+
+    source: AssertionError where this one is loaded and does not have ``old``. header: one of ours
+    ("spformat/name.cuh") whose text is put in place of its #include first, so that it is changed, too.
+    """
+    right, replaced = jit.source_text, []
+
+    def wrong(name: str) -> str:
+        text = right(name)
+        if header:
+            text = text.replace(f'#include "{header}"', (jit.INCLUDE / header).read_text().replace("#pragma once", ""))
+        replaced.append(old in text)
+        assert source != name or replaced[-1], f"{source} has no {old!r}"
+        return text.replace(old, new)
+
+    jit.source_text = wrong  # type: ignore[assignment]
+    return replaced
