@@ -43,6 +43,9 @@ if importlib.util.find_spec("hypothesis"):  # a machine with a GPU may lack it
     settings.register_profile("nightly", max_examples=20_000, deadline=None, print_blob=True)
     settings.load_profile("quick")
 
+FAULTS = range(700, 721)
+"""cudaErrorIllegalAddress, .., cudaErrorLaunchFailure, ..: the errors that CUDA repeats until the process ends."""
+
 MARKED = {"gpu": "cuda"}
 """Marker -> the backend its tests need, beside ``@pytest.mark.backend(name)``."""
 
@@ -75,6 +78,31 @@ def why_not(config: pytest.Config, name: str) -> str:
     if asked:
         return "" if name in asked else f"{name} is not among --backends {','.join(asked)}"
     return "; ".join(backends.get(name).missing())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> None:
+    """End a worker of xdist after a fault of the device, such as an illegal address.
+
+    After one, every call of CUDA fails in this process. xdist reports this test alone and starts another worker for the
+    tests that are left.
+    """
+    if call.excinfo is None or "PYTEST_XDIST_WORKER" not in os.environ or not device_is_lost():
+        return
+    shown = call.excinfo.getrepr(style="short")
+    print(f"{item.nodeid}: the device is lost to this process\n{shown}", file=sys.stderr, flush=True)
+    os._exit(70)
+
+
+def device_is_lost() -> bool:
+    """Whether a fault made the CUDA context of this process useless. Without CuPy there is none."""
+    runtime = getattr(getattr(sys.modules.get("cupy"), "cuda", None), "runtime", None)
+    try:
+        if runtime is not None:
+            runtime.deviceSynchronize()
+    except Exception as e:
+        return getattr(e, "status", 0) in FAULTS
+    return False
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
