@@ -18,6 +18,7 @@ from spformat.backends.cuda.vector_nm import spmm_vector_nm_expanding_sm90a as e
 from spformat.backends.cuda.vector_nm.vector_nm_tiles import Pattern
 from spformat.backends.cuda.vector_nm.vector_nm_times import Split
 from spformat.formats import VectorNM
+from spformat.products.roofline import device_of
 
 KERNEL = expanding.SpmmVectorNMExpanding()
 PATTERNS = ((1, 1, 8), (5, 7, 8), (2, 4, 16), (3, 33, 24), (16, 32, 128), (8, 32, 32), (64, 64, 40), (1, 64, 8))
@@ -55,16 +56,21 @@ def test_what_it_takes() -> None:
     assert "float32" in refused(dtype="float32")
 
 
-def test_it_runs_only_where_a_call_names_it() -> None:
-    a = VectorNM.from_dense(np.zeros((16, 64), np.float16), n=2, m=4, vector_length=8)
-    p = problem(a, 40, "float16", ("row", "row"), 90)
-    at = {n: KERNEL.expected_us(p.changed(M=4096, K=4096, nnz=4096 * 2048, n=n)) for n in (16, 256)}
-    assert 9 < at[16] < 12 < at[256] < 25  # predictions, not measured
-    trace = sf.explain(p)
-    assert trace.chosen not in (None, KERNEL.name)
-    (own,) = (a for a in trace.answers if a.kernel == KERNEL.name)
-    assert "not measured yet, so its speed is unknown; it runs only where a call names it" in str(own)
-    assert sf.explain(p, backend=KERNEL.name).chosen == KERNEL.name
+def test_it_is_chosen_for_few_columns_in_the_layout_of_torch() -> None:
+    a = VectorNM.from_dense(np.zeros((128, 64), np.float16), n=16, m=32, vector_length=128)
+    p = problem(a, 16, "float16", ("col", "col"), 90).changed(M=4096, K=4096, nnz=4096 * 2048)
+    assert sf.explain(p).chosen == KERNEL.name
+    assert sf.explain(p.changed(n=4096)).chosen != KERNEL.name
+
+
+def test_k_tiles_that_start_anywhere_need_a_copy_of_a_column_major_b() -> None:
+    assert [m for m in range(1, 65) if not expanding.starts_aligned(m)][:8] == [3, 5, 6, 7, 9, 10, 11, 12]
+    a = VectorNM.from_dense(np.zeros((16, 128), np.float16), n=2, m=7, vector_length=8)
+    p = problem(a, 40, "float16", ("col", "col"), 90)
+    tile = KERNEL.best(p).tile
+    device = device_of(p)
+    copies = [KERNEL.quantities(q, tile, device)[-1] for q in (p, p.changed(b_layout="row"))]
+    assert copies[0] > 0 == copies[1]
 
 
 def products(
@@ -155,14 +161,15 @@ import emulator
 import numpy as np
 from spformat.backends.cuda.vector_nm.vector_nm_times import Split
 from spformat.formats import VectorNM
+from spformat.products.roofline import device_of
 from test_kernels import matrix
 from test_vector_nm_expanding import expanding, products
 
 rng, (M, K, N) = np.random.default_rng(0), (136, 904, 24)
-x = matrix(rng, "vector-nm", {{"n": 5, "m": 7, "vector_length": 8}}, "bfloat16", (M, K))
+x = matrix(rng, "vector-nm", {{"n": {n}, "m": {m}, "vector_length": 8}}, "bfloat16", (M, K))
 B = rng.integers(-3, 4, (K, N)).astype(x.dtype)
 B[100, 5] = np.inf
-a = VectorNM.from_dense(x, n=5, m=7, vector_length=8).to("cuda")
+a = VectorNM.from_dense(x, n={n}, m={m}, vector_length=8).to("cuda")
 wanted = np.array(x.astype("f4") @ np.where(np.isfinite(B.astype("f4")), B.astype("f4"), 0))
 wanted[:, 5] += np.where(x[:, 100] != 0, np.sign(x[:, 100].astype("f4")) * np.float32(np.inf), 0)
 wanted = wanted.astype(x.dtype)
@@ -202,7 +209,21 @@ assert any(planted)
     ids=["not kept", "copy not waited for", "stage not free", "step of B", "infinity", "product", "store"],
 )
 def test_a_planted_defect_is_found(layout: str, old: str, new: str, text: str) -> None:
-    done = python("-c", PLANTED.format(layout=layout, old=old, new=new))
+    n, m = (
+        (5, 7) if layout == "row" else (2, 4)
+    )  # 7 does not divide the 64 columns of a k tile: a column-major B would be copied
+    done = python("-c", PLANTED.format(layout=layout, n=n, m=m, old=old, new=new))
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(text, done.stdout), done.stdout
     assert done.stdout.split() != ["equal"] * 3
+
+
+@pytest.mark.skipif(bool(emulator.missing()), reason=f"no emulator: {emulator.missing()}")
+def test_the_emulator_refuses_boxes_that_the_copy_engine_cannot_load() -> None:
+    """Without the copy of B, 5:7 would start k tiles at odd columns: an H200 answers *illegal instruction*."""
+    planted = PLANTED.format(layout="col", n=5, m=7, old="line == NONE ? zero :", new="line == NONE ? zero :")
+    planted = planted.replace("rng, (M", "expanding.starts_aligned = lambda m: True\nrng, (M", 1)
+    done = python("-c", planted)
+    assert "a copy of a box that starts at no multiple of 16 bytes of its lines" in done.stdout, (
+        done.stdout + done.stderr
+    )

@@ -32,6 +32,8 @@ static const TensorMap& checked(size_t map, u32 shared, const Coordinates& c, vo
     snprintf(more, sizeof more, "\n  %d coordinates, a map of rank %d, shared address 0x%x", c.number, m.rank, shared);
     if (c.number != m.rank) fail("a copy of a box whose rank is not that of its map", where, more);
     if (shared % 128) fail("a copy of a box at a shared address that is not a multiple of 128", where, more);
+    // An H200 answered "illegal instruction" to loads that started anywhere else in a line.
+    if ((long long)c.at[0] * m.item % 16) fail("a copy of a box that starts at no multiple of 16 bytes of its lines", where, more);
     if (m.swizzle && m.box[0] * m.item != m.swizzle) unsupported("a box whose lines are shorter than its swizzle");
     return m;
 }

@@ -1,7 +1,6 @@
 """SpMM on vector n:m (NM-SpMM): A becomes dense on its way to wgmma's registers, and B is not gathered.
 
-Kernel: spmm_vector_nm_expanding_sm90a.cu. bf16 and fp16. No GPU has run it yet: its speed is a prediction
-(docs/decisions/0028-few-hundred-columns.md), so that it is chosen only by name.
+Kernel: spmm_vector_nm_expanding_sm90a.cu. bf16 and fp16. docs/decisions/0028-few-hundred-columns.md.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from .vector_nm_times import Split
 SOURCE, ARCHS = "vector_nm/spmm_vector_nm_expanding_sm90a.cu", ("sm_90a",)
 DEPTH, NONE, SLOT = 64, 64, 2048
 """Columns of A in a k tile, the line of a column that is not kept, bytes in which a warp stages C; as in the kernel."""
-LAUNCH_US = 6.0
-"""Launch, first loads and the sums of parts, as decision 0028 predicts them."""
+ALIGNED = 8
+"""The copy engine reads a column-major B only from columns of A whose number is a multiple of this."""
 
 
 class Expanding(ctypes.Structure):
@@ -96,16 +95,15 @@ def _lines(a: Any, form: Pattern) -> Any:
 class SpmmVectorNMExpanding(CudaKernel):
     """``out = A @ B`` for A in VectorNM with vectors of a multiple of 8 rows and m <= 64, on sm_90a only.
 
-    B and C are read and written where they lie, in both layouts; a B whose lines do not start on 16-byte boundaries is
-    copied first. Sums are float32. Where there are few tiles, parts of K are summed apart and added in a fixed order:
-    the same bits every run.
+    B and C are read and written where they lie, in both layouts. B is copied first where its lines do not start on
+    16-byte boundaries, or where it is column-major and k tiles do not start at multiples of 8. Sums are float32. Where
+    there are few tiles, parts of K are summed apart and added in a fixed order: the same bits every run.
     """
 
     name = "cuda.spmm_vector_nm_expanding_sm90a"
     takes = spmm_of("vector-nm")
     archs = ARCHS
-    terms = ("launch", "slowest of memory, loads and products", "sums", "copy of B")
-    by_name_only = "not measured yet, so its speed is unknown"
+    terms = ("launch", "steps", "memory", "loads", "products", "second launch", "sums", "third launch", "copy of B")
 
     def unsupported(self, p: Problem) -> list[str]:
         length, m = p.p["vector_length"], p.p["m"]
@@ -123,20 +121,27 @@ class SpmmVectorNMExpanding(CudaKernel):
         counts = [{1, choose_splits(tiles_of(p, t), steps, device.processors)} for t in some]
         return [Split(t, count) for t, every in zip(some, counts, strict=True) for count in sorted(every)]
 
+    def variant(self, p: Problem, tile: Split[Tile]) -> tuple[str, ...]:
+        """By tile, whatever the number of parts."""
+        return (str(tile.tile),)
+
     def quantities(self, p: Problem, tile: Split[Tile], device: Device) -> tuple[float, ...]:
-        """Ideal microseconds of each of ``terms``: nothing is fitted. Products are those of a dense A."""
+        """Ideal microseconds of each of ``terms``. Products are those of a dense A.
+
+        launch, second launch (which adds the parts), third launch (which copies B): constants. steps: k tiles that a
+        block passes one after the other, in microseconds of one each.
+        """
         t, q = tile.tile, p.p
         turns = rounds(tiles_of(p, t) * tile.splits, device.processors)
-        depth = ceil_div(steps_of(pattern(p)), tile.splits) * DEPTH
-        products = turns * tile_us(t.rows, t.cols, depth, TENSOR_16, device)
-        loads = turns * load_us(2.0 * depth * (t.rows * q["n"] / q["m"] + t.cols), device)
+        steps = turns * ceil_div(steps_of(pattern(p)), tile.splits)
+        products = steps * tile_us(t.rows, t.cols, DEPTH, TENSOR_16, device)
+        loads = steps * load_us(2.0 * DEPTH * (t.rows * q["n"] / q["m"] + t.cols), device)
         sums = memory_us((tile.splits + 1) * p.M * p.n * 4, device) if tile.splits > 1 else 0.0
-        copy = memory_us(2 * p.K * p.n * itemsize(p.b_dtype), device) if b_alignment(p) < LINE else 0.0
-        return LAUNCH_US, max(traffic_us(p, device), loads, products), sums, copy
-
-    def expected_us(self, p: Problem) -> float:
-        """A prediction: the sum of the ideal times of the best tile."""
-        return sum(self.quantities(p, self.best(p).tile, device_of(p)))
+        copied = b_alignment(p) < LINE or (p.b_layout == COL and not starts_aligned(q["m"]))
+        copy = memory_us(2 * p.K * p.n * itemsize(p.b_dtype), device) if copied else 0.0
+        return (
+            1.0, steps, traffic_us(p, device), loads, products, float(tile.splits > 1), sums, float(copied), copy,
+        )  # fmt: skip
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
@@ -196,7 +201,7 @@ class SpmmVectorNMExpanding(CudaKernel):
         def prepare(o: Operands) -> list[Bound]:
             calls: list[Bound] = []
             b, ldb, col = o.b, o.ldb, b_col
-            if not tensor_map.aligned(b, ldb, 2):
+            if not tensor_map.aligned(b, ldb, 2) or (b_col and not starts_aligned(form.m)):
                 calls, b, pitch_b = copied_rows(o)
                 ldb, col = pitch_b // 2, False
             if col not in products:
@@ -221,6 +226,14 @@ class SpmmVectorNMExpanding(CudaKernel):
             return [*calls, products[col].bind(grid, o.stream, b_map, b, *b_steps, c_map, by_copies, o.c, o.n, o.ldc)]
 
         return Prepared(prepare, str(tile), int(lines.nbytes))
+
+
+def starts_aligned(m: int) -> bool:
+    """Whether every k tile starts at a multiple of ``ALIGNED`` columns.
+
+    From any other column of a column-major B the copy engine of an H200 answered *illegal instruction*.
+    """
+    return DEPTH // m * m % ALIGNED == 0
 
 
 def steps_of(form: Pattern) -> int:
