@@ -100,18 +100,21 @@ def on_hopper(cp: Any) -> None:
 CASES = [
     # tile, parts, pattern, M, K, N, layouts, gap, types
     (0, 1, (5, 7, 8), 300, 131, 13, ("col", "row"), 0, "bfloat16", "bfloat16"),
-    (0, 2, (8, 32, 32), 331, 523, 16, ("row", "col"), 8, "float16", "float16"),
-    (1, 1, (16, 32, 128), 131, 264, 16, ("col", "col"), 8, "bfloat16", "bfloat16"),
-    (1, 1, (1, 64, 8), 136, 640, 24, ("row", "row"), 0, "float16", "float32"),
-    (2, 1, (3, 33, 24), 200, 141, 32, ("row", "row"), 0, "bfloat16", "bfloat16"),
-    (2, 3, (2, 4, 16), 128, 800, 40, ("col", "col"), 8, "float16", "float32"),
-    (3, 1, (64, 64, 40), 130, 200, 72, ("col", "col"), 6, "bfloat16", "bfloat16"),
-    (3, 1, (1, 1, 8), 128, 64, 64, ("row", "col"), 0, "float16", "float16"),
-    (4, 1, (12, 32, 256), 264, 523, 136, ("row", "row"), 0, "bfloat16", "bfloat16"),
-    (4, 1, (5, 7, 8), 331, 523, 203, ("col", "col"), 0, "bfloat16", "bfloat16"),
-    (4, 1, (5, 7, 8), 331, 523, 203, ("col", "col"), 5, "float16", "float16"),
-    (5, 1, (5, 7, 8), 331, 528, 203, ("col", "col"), 0, "bfloat16", "bfloat16"),
-    (5, 2, (4, 16, 64), 136, 264, 264, ("row", "row"), 8, "float16", "float16"),
+    (0, 8, (8, 32, 32), 331, 523, 16, ("row", "col"), 8, "float16", "float16"),
+    (0, 1, (16, 32, 128), 131, 264, 16, ("col", "col"), 8, "bfloat16", "bfloat16"),
+    (0, 1, (1, 64, 8), 136, 640, 24, ("row", "row"), 0, "float16", "float32"),
+    (1, 1, (3, 33, 24), 200, 141, 32, ("row", "row"), 0, "bfloat16", "bfloat16"),
+    (1, 4, (2, 4, 16), 128, 800, 40, ("col", "col"), 8, "float16", "float32"),
+    (2, 1, (64, 64, 40), 130, 200, 72, ("col", "col"), 6, "bfloat16", "bfloat16"),
+    (2, 1, (1, 1, 8), 128, 64, 64, ("row", "col"), 0, "float16", "float16"),
+    (3, 1, (12, 32, 256), 264, 523, 136, ("row", "row"), 0, "bfloat16", "bfloat16"),
+    (3, 1, (5, 7, 8), 331, 523, 203, ("col", "col"), 0, "bfloat16", "bfloat16"),
+    (3, 1, (5, 7, 8), 331, 523, 203, ("col", "col"), 5, "float16", "float16"),
+    (4, 1, (5, 7, 8), 331, 528, 203, ("col", "col"), 0, "bfloat16", "bfloat16"),
+    (4, 2, (4, 16, 64), 136, 264, 264, ("row", "row"), 8, "float16", "float16"),
+    (2, 8, (5, 7, 8), 331, 523, 61, ("col", "col"), 5, "bfloat16", "bfloat16"),
+    (3, 8, (2, 4, 8), 203, 300, 150, ("row", "col"), 0, "float16", "float32"),
+    (4, 4, (2, 4, 8), 203, 300, 203, ("col", "row"), 4, "bfloat16", "bfloat16"),
 ]
 
 
@@ -132,7 +135,7 @@ def test_integers_are_exact(case: tuple[Any, ...]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["row", "col"])
-@pytest.mark.parametrize(("number", "splits"), [(1, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize(("number", "splits"), [(0, 1), (2, 8), (3, 2), (4, 1)])
 def test_columns_that_are_not_kept_meet_no_infinity(number: int, splits: int, layout: str) -> None:
     """B is infinite or NaN in rows that half of the row groups do not keep; C is as over the stored elements."""
     on_hopper(pytest.importorskip("cupy"))
@@ -165,7 +168,7 @@ from spformat.products.roofline import device_of
 from test_kernels import matrix
 from test_vector_nm_expanding import expanding, products
 
-rng, (M, K, N) = np.random.default_rng(0), (136, 904, 24)
+rng, (M, K, N) = np.random.default_rng(0), (136, 816, 24)
 x = matrix(rng, "vector-nm", {{"n": {n}, "m": {m}, "vector_length": 8}}, "bfloat16", (M, K))
 B = rng.integers(-3, 4, (K, N)).astype(x.dtype)
 B[100, 5] = np.inf
@@ -176,7 +179,7 @@ wanted = wanted.astype(x.dtype)
 for seed in range(3):
     stand_in.OPTIONS.update(seed=seed, shuffle_threads=True)
     try:
-        got = products(Split(expanding.TILES[1], 1), a, x, B, "bfloat16", ({layout!r}, "row"), 0)
+        got = products(Split(expanding.TILES[0], {parts}), a, x, B, "bfloat16", ({layout!r}, "row"), 0)
         print("equal" if np.array_equal(got.astype("f4"), wanted.astype("f4")) else "DIFFERENT")
     except (Exception, SystemExit) as e:
         print(e)
@@ -184,35 +187,38 @@ assert any(planted)
 """
 
 
+SUM = "cluster::sync();\n#pragma unroll 1"
+
+
 @pytest.mark.skipif(bool(emulator.missing()), reason=f"no emulator: {emulator.missing()}")
 @pytest.mark.parametrize(
-    ("layout", "old", "new", "text"),
+    ("layout", "parts", "old", "new", "text"),
     [
-        ("row", "line == NONE ? zero :", "", "DIFFERENT"),
+        ("row", 1, "line == NONE ? zero :", "", "DIFFERENT"),
         (
             "row",
+            1,
             "barrier::wait(full + 8 * stage, number / STAGES & 1);",
             "",
             "more arrivals at an mbarrier than its phase has",
         ),
-        ("row", "barrier::wait(empty + 8 * stage, number / STAGES - 1 & 1);", "", "."),
-        ("col", "BCol ? 32 : 16 * LINE", "BCol ? 64 : 16 * LINE", "not in the first line of the swizzle pattern"),
-        ("row", "if (finite) return;", "return;", "DIFFERENT"),
-        ("row", "wgmma::wait<0>();", "", "DIFFERENT|in flight"),
-        (
-            "row",
-            "if (lane == 0) tma::store_wait_read<0>();\n            return;",
-            "return;",
-            "still uses its shared memory",
-        ),
+        ("row", 1, "barrier::wait(empty + 8 * stage, number / STAGES - 1 & 1);", "", "."),
+        ("col", 1, "BCol ? 32 : 16 * LINE", "BCol ? 64 : 16 * LINE", "not in the first line of the swizzle pattern"),
+        ("row", 1, "again(row0, n0 + i * STRIP);", ";", "DIFFERENT"),
+        ("row", 4, "again(row, col);", ";", "DIFFERENT"),
+        ("row", 1, "wgmma::wait<0>();", "", "DIFFERENT|in flight"),
+        ("row", 1, "    if (lane == 0) tma::store_wait_read<0>();\n}", "}", "still uses its shared memory"),
+        ("row", 4, SUM, SUM.partition("\n")[2], "DIFFERENT|race|another"),
     ],
-    ids=["not kept", "copy not waited for", "stage not free", "step of B", "infinity", "product", "store"],
-)
-def test_a_planted_defect_is_found(layout: str, old: str, new: str, text: str) -> None:
-    n, m = (
-        (5, 7) if layout == "row" else (2, 4)
-    )  # 7 does not divide the 64 columns of a k tile: a column-major B would be copied
-    done = python("-c", PLANTED.format(layout=layout, n=n, m=m, old=old, new=new))
+    ids=[
+        "not kept", "copy not waited for", "stage not free", "step of B", "infinity", "infinity in parts", "product", "store",
+        "sums not there",
+    ],
+)  # fmt: skip
+def test_a_planted_defect_is_found(layout: str, parts: int, old: str, new: str, text: str) -> None:
+    # 7 does not divide the 64 columns of a k tile, so that a column-major B would be copied.
+    n, m = (5, 7) if layout == "row" else (2, 4)
+    done = python("-c", PLANTED.format(layout=layout, n=n, m=m, parts=parts, old=old, new=new))
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(text, done.stdout), done.stdout
     assert done.stdout.split() != ["equal"] * 3
@@ -221,9 +227,9 @@ def test_a_planted_defect_is_found(layout: str, old: str, new: str, text: str) -
 @pytest.mark.skipif(bool(emulator.missing()), reason=f"no emulator: {emulator.missing()}")
 def test_the_emulator_refuses_boxes_that_the_copy_engine_cannot_load() -> None:
     """Without the copy of B, 5:7 would start k tiles at odd columns: an H200 answers *illegal instruction*."""
-    planted = PLANTED.format(layout="col", n=5, m=7, old="line == NONE ? zero :", new="line == NONE ? zero :")
+    same = "line == NONE ? zero :"
+    planted = PLANTED.format(layout="col", n=5, m=7, parts=1, old=same, new=same)
     planted = planted.replace("rng, (M", "expanding.starts_aligned = lambda m: True\nrng, (M", 1)
     done = python("-c", planted)
-    assert "a copy of a box that starts at no multiple of 16 bytes of its lines" in done.stdout, (
-        done.stdout + done.stderr
-    )
+    found = "a copy of a box that starts at no multiple of 16 bytes of its lines" in done.stdout
+    assert found, done.stdout + done.stderr

@@ -49,6 +49,16 @@ def _load_cluster(m: re.Match[str], x: list[str]) -> str:
     return f"{x[0]} = *({kind}*)emu::cluster_pointer({x[1]}, 4, 4, emu::here());"
 
 
+def _load_cluster_4(m: re.Match[str], x: list[str]) -> str:
+    to = [t.strip() for t in x[0].strip("{}").split(",")]
+    if len(to) != 4:
+        return ""
+    takes = " ".join(f"{t} = emu_from[{i}];" for i, t in enumerate(to))
+    return (
+        f"{{ const float* const emu_from = (const float*)emu::cluster_pointer({x[1]}, 16, 16, emu::here()); {takes} }}"
+    )
+
+
 INSTRUCTIONS: dict[str, Written] = {
     r"mbarrier\.init(?:\.shared::cta)?\.b64": lambda m, x: f"emu::mbarrier_init({x[0]}, {x[1]});",
     r"mbarrier\.arrive\.expect_tx\.shared::cta\.b64": lambda m, x: f"emu::mbarrier_expect({x[1]}, {x[2]}, true);",
@@ -77,6 +87,7 @@ INSTRUCTIONS: dict[str, Written] = {
     ),
     r"mapa\.shared::cluster\.u32": lambda m, x: f"{x[0]} = emu::cluster_map({x[1]}, {x[2]});",
     r"ld\.shared::cluster\.([fub]32)": _load_cluster,
+    r"ld\.shared::cluster\.v4\.f32": _load_cluster_4,
     r"st\.async\.weak\.shared::cluster\.mbarrier::complete_tx::bytes\.v([24])\.([fub]32)": _store_async,
     r"barrier\.cluster\.arrive(?:\.release|\.relaxed)?\.aligned": lambda m, x: "emu::cluster_arrive();",
     r"barrier\.cluster\.wait(?:\.acquire)?\.aligned": lambda m, x: "emu::cluster_wait();",

@@ -5,9 +5,9 @@
 //   data, indices   A as it is stored, for sums that are not finite
 //   b_map    TMA map of B: rows of N, boxes of min(BN, 64) x 64 k; BCol: columns of K, boxes of 64 k x BN
 //   B        T: element (k, n) at k*b_k + n*b_n, the memory of b_map, for sums that are not finite
-//   c_map    used when by_copies (16-bit C): TMA map of C, rows of N, boxes of min(BN, 64) x 16; CCol: columns of M, boxes of
-//            16 x min(BN, 64)
-//   C        Out: rows ldc apart (CCol: columns); or, with gridDim.z > 1, float parts [gridDim.z, M, N]
+//   c_map    used when by_copies (16-bit C): TMA map of C, rows of N, boxes of STRIP x 16; CCol: columns of M, boxes of
+//            16 x STRIP. STRIP: min(BN, 64), with Parts 16
+//   C        Out: rows ldc apart (CCol: columns)
 //
 // B is not gathered: A becomes dense on its way to the registers. A lane of ldmatrix.trans names 16 bytes, eight rows of one
 // kept column, and the lane of a column that is not kept names 16 bytes of zeros. So wgmma multiplies a dense tile, B comes by
@@ -15,8 +15,9 @@
 // behind them the tile of A is zero. A zero times an infinite value of B is NaN, which does not belong into C: sums that are
 // not finite are computed again over the stored elements.
 //
-// Grid: x = row tiles * column tiles, row tiles fastest; z = parts of K. Block: WG warpgroups that multiply 64 rows x BN
-// columns each, and one warp that loads, STAGES k tiles ahead.
+// Grid: x = row tiles * column tiles * Parts, row tiles faster than column tiles. Parts blocks, a cluster, multiply a tile of C,
+// each a part of K; then each adds up every Parts-th strip of 16 x 16 sums, in the order of the parts, through shared memory.
+// Block: WG warpgroups that multiply 64 rows x BN columns each, and one warp that loads, STAGES k tiles ahead.
 #include "spformat/staged_store.cuh"
 #include "spformat/tma.cuh"
 #include "spformat/vector_nm.cuh"
@@ -29,28 +30,78 @@ struct Expanding {  // ctypes twin: spmm_vector_nm_expanding_sm90a.Expanding
     int groups, length;  // row groups, and rows of one
     int n, m;
     int tile_windows;  // windows of a k tile
-    int k_tiles, k_per_split, row_tiles;
+    int k_tiles, k_per_part, row_tiles;
     i64 pitch;  // elements between rows of data
 };
 
 constexpr int DEPTH = 64;  // columns of A in a k tile
 constexpr u32 NONE = 64;   // no line: the column is not kept
-constexpr int SLOT = 2048; // bytes of a warp in which sums wait for their way to C
+constexpr int SLOT = 2048;  // bytes of a warp in which sums wait for their way to C
 
-// One element of C over the stored elements of windows [first, last), in order. b: column n of B, its elements b_k apart.
+// One element of C over the stored elements, in order. b: column n of B, its elements b_k apart.
 template <class T>
-__device__ __noinline__ float stored_only(const Expanding& s, const T* data, const u8* indices, const T* b, i64 b_k, int row,
-                                          int first, int last) {
+__device__ __noinline__ float stored_only(const Expanding& s, const T* data, const u8* indices, const T* b, i64 b_k, int row) {
     float sum = 0;
-    for (i64 u = static_cast<i64>(first) * s.n; u < static_cast<i64>(last) * s.n; ++u) {
+    const i64 windows = (s.K + s.m - 1) / s.m;
+    for (i64 u = 0; u < windows * s.n; ++u) {
         const i64 k = u / s.n * s.m + indices[u * s.groups + row / s.length];
         if (k < s.K) sum += to_float(data[u * s.pitch + row]) * to_float(b[k * b_k]);
     }
     return sum;
 }
 
-template <class T, class Out, int WG, int BN, int STAGES, bool BCol, bool CCol>
-__global__ void __launch_bounds__(128 * WG + 32, 1)
+// What says where C is.
+template <class Out> struct Result {
+    const TensorMap& map;
+    bool by_copies;
+    Out* data;
+    i64 ldc;
+    int M, N;
+};
+
+// One warp stores 16 rows x COLS columns of C from (row, col) through `slot`, SLOT bytes. Whether all of them are finite; if
+// not, they went by ordinary stores, and the lanes of this warp may read them.
+template <class Out, bool CCol, int COLS>
+__device__ __forceinline__ bool store_strip(const float* sums, char* slot, const Result<Out>& c, int row, int col) {
+    const int lane = threadIdx.x % 32;
+    bool finite = true;
+#pragma unroll
+    for (int i = 0; i < COLS / 2; ++i) finite = finite && isfinite(to_float(from_float<Out>(sums[i])));
+    finite = __all_sync(0xFFFFFFFF, finite);
+    if (lane == 0) tma::store_wait_read<0>();  // the slot may hold the strip before
+    __syncwarp();
+    if constexpr (sizeof(Out) == 2) {
+        if (c.by_copies && finite) {
+            const u32 to = shared_address(slot);
+#pragma unroll
+            for (int j = 0; j < COLS / 8; j += 2) {
+                const float* x = sums + 4 * j;
+                // Rows 0-7 and 8-15 of eight columns, then of the next eight.
+                const u32 r[4] = {pack2<Out>(x[0], x[1]), pack2<Out>(x[2], x[3]), pack2<Out>(x[4], x[5]), pack2<Out>(x[6], x[7])};
+                if constexpr (CCol) stmatrix_x4_trans(to + swizzled<32>(8 * j + lane / 16 * 8 + lane % 8, lane / 8 % 2), r);
+                else stmatrix_x4(to + swizzled<COLS * 2>(lane % 16, j + lane / 16), r);
+            }
+            tma::fence_shared();
+            __syncwarp();
+            if (lane == 0 && row < c.M && col < c.N) {
+                tma::store_2d(c.map, to, CCol ? row : col, CCol ? col : row);
+                tma::store_commit();
+            }
+            return true;
+        }
+    }
+    constexpr int PART = COLS < 128 / int(sizeof(Out)) ? COLS : 128 / int(sizeof(Out));
+    static_assert(store_m16_scratch<Out, PART / 8> <= SLOT, "a warp's strip fits");
+    const bool vector = vector_aligned(c.data, c.ldc);
+#pragma unroll
+    for (int part = 0; part < COLS / PART; ++part)
+        store_m16<Out, CCol, PART / 8>(sums + part * (PART / 2), slot, c.data, c.ldc, row, col + part * PART, c.M, c.N, vector);
+    __syncwarp();
+    return finite;
+}
+
+template <class T, class Out, int WG, int BN, int STAGES, int Parts, int Resident, bool BCol, bool CCol>
+__global__ void __cluster_dims__(Parts, 1, 1) __launch_bounds__(128 * WG + 32, Resident)
 spmm_vector_nm_expanding_sm90a(const __grid_constant__ TensorMap a_map, const __grid_constant__ Expanding s,
                                const u8* __restrict__ lines, const T* __restrict__ data, const u8* __restrict__ indices,
                                const __grid_constant__ TensorMap b_map, const T* __restrict__ B, i64 b_k, i64 b_n,
@@ -63,11 +114,11 @@ spmm_vector_nm_expanding_sm90a(const __grid_constant__ TensorMap a_map, const __
     constexpr int STAGE = WORDS + ROWS / 8 * DEPTH;                  // one byte for each column and group of 8 rows
     static_assert(STAGE % 1024 == 0 && A_BYTES % 1024 == 0, "swizzle patterns start on 1024 bytes");
     extern __shared__ __align__(1024) unsigned char shared[];
-    const u32 base = shared_address(shared), slots = base + STAGES * STAGE, zero = slots + 4 * WG * SLOT;
-    const u32 full = zero + 16, empty = full + 8 * STAGES;
+    const u32 base = shared_address(shared), zero = base + STAGES * STAGE, full = zero + 16, empty = full + 8 * STAGES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int row_tile = blockIdx.x % s.row_tiles, m0 = row_tile * ROWS, n0 = blockIdx.x / s.row_tiles * BN;
-    const int first = blockIdx.z * s.k_per_split, last = min(first + s.k_per_split, s.k_tiles);
+    const int tile = blockIdx.x / Parts, part = blockIdx.x % Parts;
+    const int m0 = tile % s.row_tiles * ROWS, n0 = tile / s.row_tiles * BN;
+    const int first = min(part * s.k_per_part, s.k_tiles), last = min(first + s.k_per_part, s.k_tiles);
     const int group0 = m0 / s.length;  // of the tile's first row
 
     if (threadIdx.x == 0) {
@@ -144,55 +195,49 @@ spmm_vector_nm_expanding_sm90a(const __grid_constant__ TensorMap a_map, const __
         finish(k + 1);
     }
 
-    bool finite = true;
-#pragma unroll
-    for (int i = 0; i < BN / 2; ++i) finite = finite && isfinite(to_float(from_float<Out>(acc[i])));
-    finite = __all_sync(0xFFFFFFFF, finite);
-    const u32 slot = slots + warp * SLOT;
-    if constexpr (sizeof(Out) == 2) {
-        if (by_copies && finite) {
-#pragma unroll
-            for (int part = 0; part < BN / COLS; ++part) {
-                if (lane == 0) tma::store_wait_read<0>();
-                __syncwarp();
-#pragma unroll
-                for (int j = 0; j < COLS / 8; j += 2) {
-                    const float* x = acc + part * (COLS / 2) + 4 * j;
-                    // Rows 0-7 and 8-15 of eight columns, then of the next eight.
-                    const u32 r[4] = {pack2<Out>(x[0], x[1]), pack2<Out>(x[2], x[3]), pack2<Out>(x[4], x[5]), pack2<Out>(x[6], x[7])};
-                    if constexpr (CCol) stmatrix_x4_trans(slot + swizzled<32>(8 * j + lane / 16 * 8 + lane % 8, eight), r);
-                    else stmatrix_x4(slot + swizzled<LINE>(lane % 16, j + lane / 16), r);
-                }
-                tma::fence_shared();
-                __syncwarp();
-                const int col = n0 + part * COLS;
-                if (lane == 0 && row0 < s.M && col < N) {
-                    tma::store_2d(c_map, slot, CCol ? row0 : col, CCol ? col : row0);
-                    tma::store_commit();
-                }
-            }
-            if (lane == 0) tma::store_wait_read<0>();
-            return;
-        }
-    }
-    Out* const to = C + static_cast<i64>(blockIdx.z) * s.M * N;
-    constexpr int PART = BN < 128 / int(sizeof(Out)) ? BN : 128 / int(sizeof(Out));
-    static_assert(store_m16_scratch<Out, PART / 8> <= SLOT, "a warp's strip fits");
-    const bool vector = vector_aligned(to, ldc);
-#pragma unroll
-    for (int part = 0; part < BN / PART; ++part)
-        store_m16<Out, CCol, PART / 8>(acc + part * (PART / 2), reinterpret_cast<char*>(shared + (slot - base)), to, ldc, row0,
-                                       n0 + part * PART, s.M, N, vector);
-    if (finite) return;
-    __syncwarp();  // other lanes wrote what this one reads
-    const int window = first * s.tile_windows, windows = min(last * s.tile_windows, (s.K + s.m - 1) / s.m);
+    // The stages become slots of C and, with Parts, places of sums: no copy is on its way to them, and no product reads them.
+    constexpr int SUMS = Parts > 1 ? ROWS * BN * 4 : 0, STRIP = Parts > 1 ? 16 : COLS;
+    static_assert(SUMS + 4 * WG * SLOT <= STAGES * STAGE, "what comes after the products fits into the stages");
+    named_barrier(1, 128 * WG);
+    char* const slot = reinterpret_cast<char*>(shared) + SUMS + warp * SLOT;
+    const Result<Out> c{c_map, by_copies != 0, C, ldc, s.M, N};
+    auto again = [&](int row, int col) {  // sums that are not finite, in 16 x STRIP elements of C
 #pragma unroll 1
-    for (int i = lane; i < 16 * BN; i += 32) {
-        const int row = row0 + i % 16, n = n0 + i / 16;
-        if (row >= s.M || n >= N) continue;
-        Out* x = to + (CCol ? row + n * ldc : row * ldc + n);
-        if (!isfinite(to_float(*x))) *x = from_float<Out>(stored_only(s, data, indices, B + n * b_n, b_k, row, window, windows));
+        for (int i = lane; i < 16 * STRIP; i += 32) {
+            const int r = row + i % 16, n = col + i / 16;
+            if (r >= s.M || n >= N) continue;
+            Out* x = C + (CCol ? r + n * ldc : r * ldc + n);
+            if (!isfinite(to_float(*x))) *x = from_float<Out>(stored_only(s, data, indices, B + n * b_n, b_k, r));
+        }
+    };
+    if constexpr (Parts == 1) {
+#pragma unroll
+        for (int i = 0; i < BN / STRIP; ++i)
+            if (!store_strip<Out, CCol, STRIP>(acc + i * (STRIP / 2), slot, c, row0, n0 + i * STRIP)) again(row0, n0 + i * STRIP);
+    } else {
+        constexpr int THREADS = 128 * WG, WARPS = 4 * WG;
+        float4* const own = reinterpret_cast<float4*>(shared);
+#pragma unroll
+        for (int j = 0; j < BN / 8; ++j)
+            own[j * THREADS + threadIdx.x] = make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
+        cluster::sync();
+#pragma unroll 1
+        for (int i = part + Parts * warp; i < WARPS * BN / 16; i += Parts * WARPS) {
+            const int of_warp = i % WARPS, pair = i / WARPS;
+            float sums[8] = {};
+#pragma unroll
+            for (int from = 0; from < Parts; ++from) {
+                const u32 at = cluster::map(base + (2 * pair * THREADS + of_warp * 32 + lane) * 16, from);
+                const float4 x = cluster::load_4(at), y = cluster::load_4(at + THREADS * 16);
+                sums[0] += x.x, sums[1] += x.y, sums[2] += x.z, sums[3] += x.w;
+                sums[4] += y.x, sums[5] += y.y, sums[6] += y.z, sums[7] += y.w;
+            }
+            const int row = m0 + of_warp * 16, col = n0 + pair * 16;
+            if (!store_strip<Out, CCol, 16>(sums, slot, c, row, col)) again(row, col);
+        }
+        cluster::sync();  // the other blocks may still read this one's sums
     }
+    if (lane == 0) tma::store_wait_read<0>();
 }
 
 }  // namespace spformat::vector_nm

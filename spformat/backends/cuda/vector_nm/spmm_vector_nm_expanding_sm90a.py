@@ -17,8 +17,7 @@ from ....products.roofline import TENSOR_16, Device, device_of
 from ..runtime import jit, launch, tensor_map
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands
-from ..runtime.scratch import Scratch
-from .vector_nm_launch import C_TYPES, PLAIN_SOURCE, AlignedRows, aligned_data, choose_splits, pattern, vector_reasons
+from .vector_nm_launch import C_TYPES, AlignedRows, aligned_data, pattern, vector_reasons
 from .vector_nm_tiles import Pattern
 from .vector_nm_times import Split
 
@@ -34,17 +33,21 @@ class Expanding(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("M", "K", "groups", "length", "n", "m", "tile_windows", "k_tiles")),
-        ("k_per_split", ctypes.c_int32), ("row_tiles", ctypes.c_int32), ("pitch", ctypes.c_int64),
+        ("k_per_part", ctypes.c_int32), ("row_tiles", ctypes.c_int32), ("pitch", ctypes.c_int64),
     ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Tile:
-    """``warpgroups`` of 64 rows, ``cols`` columns of C, ``stages`` k tiles in shared memory or on their way there."""
+    """``warpgroups`` of 64 rows, ``cols`` columns of C, ``stages`` k tiles in shared memory or on their way there.
+
+    resident: blocks of threads that a multiprocessor runs at a time.
+    """
 
     warpgroups: int
     cols: int
     stages: int
+    resident: int
 
     @property
     def rows(self) -> int:
@@ -56,16 +59,18 @@ class Tile:
 
     @property
     def smem(self) -> int:
-        """Bytes: stages of A, B and lines, the slots of C, a line of zeros and the barriers."""
+        """Bytes: stages of A, B and lines, a line of zeros and the barriers. The way of C uses the stages again."""
         stage = 2 * DEPTH * (self.rows + self.cols) + self.rows // 8 * DEPTH
-        return self.stages * (stage + 16) + 4 * self.warpgroups * SLOT + 16
+        return self.stages * (stage + 16) + 16
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.cols}x{DEPTH}"
 
 
-TILES = (Tile(4, 16, 5), Tile(2, 16, 8), Tile(2, 32, 8), Tile(2, 64, 8), Tile(2, 128, 6), Tile(2, 192, 5))
+TILES = (Tile(2, 16, 4, 2), Tile(2, 32, 4, 2), Tile(2, 64, 4, 2), Tile(2, 128, 6, 1), Tile(2, 192, 5, 1))
 """Narrowest first. 256 columns would need more than the 168 registers that 288 threads may have."""
+PARTS = (1, 2, 4, 8)
+"""Parts of K, each a block of a cluster."""
 
 
 def lines_of(indices: Array, form: Pattern) -> Array:
@@ -97,13 +102,13 @@ class SpmmVectorNMExpanding(CudaKernel):
 
     B and C are read and written where they lie, in both layouts. B is copied first where its lines do not start on
     16-byte boundaries, or where it is column-major and k tiles do not start at multiples of 8. Sums are float32. Where
-    there are few tiles, parts of K are summed apart and added in a fixed order: the same bits every run.
+    there are few tiles, the blocks of a cluster sum parts of K and add them in a fixed order: the same bits every run.
     """
 
     name = "cuda.spmm_vector_nm_expanding_sm90a"
     takes = spmm_of("vector-nm")
     archs = ARCHS
-    terms = ("launch", "steps", "memory", "loads", "products", "second launch", "sums", "third launch", "copy of B")
+    terms = ("launch", "steps", "memory", "loads", "products", "clusters", "parts", "second launch", "copy of B")
 
     def unsupported(self, p: Problem) -> list[str]:
         length, m = p.p["vector_length"], p.p["m"]
@@ -115,11 +120,13 @@ class SpmmVectorNMExpanding(CudaKernel):
         )
 
     def options(self, p: Problem) -> list[Split[Tile]]:
-        """Tiles less than twice as wide as C, with one part along K and with as many as fill the device about once."""
-        steps, some = steps_of(pattern(p)), [t for t in TILES if t.cols < 2 * max(p.n, 16)]
-        device = device_of(p)
-        counts = [{1, choose_splits(tiles_of(p, t), steps, device.processors)} for t in some]
-        return [Split(t, count) for t, every in zip(some, counts, strict=True) for count in sorted(every)]
+        """Tiles less than twice as wide as C, with parts along K until there are two blocks for each that can run."""
+        steps, processors = steps_of(pattern(p)), device_of(p).processors
+        some = [t for t in TILES if t.cols < 2 * max(p.n, 16)]
+        return [
+            Split(t, parts) for t in some for parts in PARTS
+            if parts == 1 or (parts <= steps and tiles_of(p, t) * parts <= 2 * processors * t.resident)
+        ]  # fmt: skip
 
     def variant(self, p: Problem, tile: Split[Tile]) -> tuple[str, ...]:
         """By tile, whatever the number of parts."""
@@ -128,32 +135,31 @@ class SpmmVectorNMExpanding(CudaKernel):
     def quantities(self, p: Problem, tile: Split[Tile], device: Device) -> tuple[float, ...]:
         """Ideal microseconds of each of ``terms``. Products are those of a dense A.
 
-        launch, second launch (which adds the parts), third launch (which copies B): constants. steps: k tiles that a
-        block passes one after the other, in microseconds of one each.
+        launch, clusters (their barriers), second launch (which copies B): constants. parts: their number. steps: k
+        tiles that a block passes one after the other, in microseconds of one each.
         """
-        t, q = tile.tile, p.p
-        turns = rounds(tiles_of(p, t) * tile.splits, device.processors)
+        t, q, device_blocks = tile.tile, p.p, device.processors * tile.tile.resident
+        turns = rounds(tiles_of(p, t) * tile.splits, device_blocks)
         steps = turns * ceil_div(steps_of(pattern(p)), tile.splits)
-        products = steps * tile_us(t.rows, t.cols, DEPTH, TENSOR_16, device)
-        loads = steps * load_us(2.0 * DEPTH * (t.rows * q["n"] / q["m"] + t.cols), device)
-        sums = memory_us((tile.splits + 1) * p.M * p.n * 4, device) if tile.splits > 1 else 0.0
+        products = t.resident * steps * tile_us(t.rows, t.cols, DEPTH, TENSOR_16, device)
+        loads = t.resident * steps * load_us(2.0 * DEPTH * (t.rows * q["n"] / q["m"] + t.cols), device)
         copied = b_alignment(p) < LINE or (p.b_layout == COL and not starts_aligned(q["m"]))
         copy = memory_us(2 * p.K * p.n * itemsize(p.b_dtype), device) if copied else 0.0
-        return (
-            1.0, steps, traffic_us(p, device), loads, products, float(tile.splits > 1), sums, float(copied), copy,
-        )  # fmt: skip
+        clusters, parts = (1.0, float(tile.splits)) if tile.splits > 1 else (0.0, 0.0)
+        return 1.0, steps, traffic_us(p, device), loads, products, clusters, parts, float(copied), copy
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
         return (
-            instance("bfloat16", "bfloat16", TILES[0], False, True),
-            instance("float16", "float32", TILES[1], True, False),
-            instance("float16", "float16", TILES[2], False, False),
-            instance("bfloat16", "bfloat16", TILES[3], True, True),
-            instance("float16", "float32", TILES[4], False, True),
-            instance("bfloat16", "bfloat16", TILES[5], True, True),
-            instance("bfloat16", "bfloat16", TILES[5], False, False),
-            instance("bfloat16", "float32", TILES[5], True, False),
+            instance("float16", "float32", Split(TILES[0], 8), True, False),
+            instance("bfloat16", "bfloat16", Split(TILES[1], 4), False, True),
+            instance("float16", "float16", Split(TILES[1], 1), False, False),
+            instance("bfloat16", "bfloat16", Split(TILES[2], 2), True, True),
+            instance("bfloat16", "bfloat16", Split(TILES[3], 4), True, True),
+            instance("float16", "float32", Split(TILES[3], 1), False, True),
+            instance("bfloat16", "bfloat16", Split(TILES[4], 1), True, True),
+            instance("bfloat16", "bfloat16", Split(TILES[4], 2), False, False),
+            instance("bfloat16", "float32", Split(TILES[4], 1), True, False),
         )
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
@@ -165,16 +171,16 @@ class SpmmVectorNMExpanding(CudaKernel):
         lines = a.kernel_arrays("expanding lines", lambda: _lines(a, form))
         (W, pitch), (k_tiles, groups) = data.shape, lines.shape[:2]
         windows, row_tiles = DEPTH // form.m, ceil_div(p.M, t.rows)
-        per_split = ceil_div(k_tiles, tile.splits)
-        splits = ceil_div(k_tiles, per_split)
+        parts = tile.splits
         b_col, c_col, size = p.b_layout == COL, p.out_layout == COL, itemsize(p.out_dtype)
         shape = Expanding(
-            p.M, p.K, groups, form.vector_length, form.n, form.m, windows, k_tiles, per_split, row_tiles, pitch
-        )
+            p.M, p.K, groups, form.vector_length, form.n, form.m, windows, k_tiles, ceil_div(k_tiles, parts), row_tiles,
+            pitch,
+        )  # fmt: skip
         a_map = tensor_map.tiled(data.data.ptr, p.a_dtype, (pitch, W), (pitch,), (64, windows * form.n), 128)
         columns = min(t.cols, 64)
+        strip = columns if parts == 1 else 16
         device = p.device_id
-        written, written_col = ("float32", False) if splits > 1 else (p.out_dtype, c_col)
         signature = (
             tensor_map.TensorMap,
             Expanding,
@@ -186,17 +192,12 @@ class SpmmVectorNMExpanding(CudaKernel):
         )
 
         def product(b_col: bool) -> Launch:
-            name = instance(p.a_dtype, written, t, b_col, written_col)
+            name = instance(p.a_dtype, p.out_dtype, tile, b_col, c_col)
             function = jit.load(SOURCE, name, jit.architecture(p.sm or 90, ARCHS), device, t.smem)
             return Launch(function, signature, (a_map, shape, lines, data, indices), t.threads, t.smem)
 
         products = {b_col: product(b_col)}  # the one for a copied B is compiled when operands first need it
-        copied_rows, parts = AlignedRows(p), Scratch()
-        total = None
-        if splits > 1:
-            function = f"spformat::vector_nm::sum_splits<float, {C_TYPES[p.out_dtype]}>"
-            plain = jit.load(PLAIN_SOURCE, function, jit.architecture(p.sm or 90, ()), device)
-            total = Launch(plain, "PPiiiqq", (), 256)
+        copied_rows = AlignedRows(p)
 
         def prepare(o: Operands) -> list[Bound]:
             calls: list[Bound] = []
@@ -209,18 +210,11 @@ class SpmmVectorNMExpanding(CudaKernel):
             extents, box = ((p.K, o.n), (DEPTH, t.cols)) if col else ((o.n, p.K), (columns, DEPTH))
             b_map = tensor_map.tiled(b, p.b_dtype, extents, (ldb,), box, 2 * box[0])
             b_steps = (1, ldb) if col else (ldb, 1)
-            grid = (row_tiles * ceil_div(o.n, t.cols), 1, splits)
-            if total is not None:
-                partial = parts.buffer(o.stream, splits * p.M * o.n * 4)
-                own = (b_map, b, *b_steps, tensor_map.UNMAPPED, 0, partial, o.n, o.n)
-                c_steps = (1, o.ldc) if c_col else (o.ldc, 1)
-                blocks = (min(ceil_div(p.M * o.n, 256), 1024), 1, 1)
-                add = total.bind(blocks, o.stream, partial, o.c, splits, p.M, o.n, *c_steps)
-                return [*calls, products[col].bind(grid, o.stream, *own), add]
+            grid = (row_tiles * ceil_div(o.n, t.cols) * parts, 1, 1)
             c_map, by_copies = tensor_map.UNMAPPED, 0
             line = p.M if c_col else o.n
             if size == 2 and tensor_map.writable(o.c, line, o.ldc, 2):
-                c_box = (16, columns) if c_col else (columns, 16)
+                c_box = (16, strip) if c_col else (strip, 16)
                 c_extents = (p.M, o.n) if c_col else (o.n, p.M)
                 c_map, by_copies = tensor_map.tiled(o.c, p.out_dtype, c_extents, (o.ldc,), c_box, 2 * c_box[0]), 1
             return [*calls, products[col].bind(grid, o.stream, b_map, b, *b_steps, c_map, by_copies, o.c, o.n, o.ldc)]
@@ -246,10 +240,10 @@ def tiles_of(p: Problem, tile: Tile) -> int:
     return ceil_div(p.M, tile.rows) * ceil_div(p.n, tile.cols)
 
 
-def instance(dtype: str, out: str, tile: Tile, b_col: bool, c_col: bool) -> str:
+def instance(dtype: str, out: str, tile: Split[Tile], b_col: bool, c_col: bool) -> str:
     """C++ name of the kernel."""
-    flags = ", ".join(str(f).lower() for f in (b_col, c_col))
+    t, flags = tile.tile, ", ".join(str(f).lower() for f in (b_col, c_col))
     return (
-        f"spformat::vector_nm::spmm_vector_nm_expanding_sm90a<{C_TYPES[dtype]}, {C_TYPES[out]}, {tile.warpgroups}, "
-        f"{tile.cols}, {tile.stages}, {flags}>"
+        f"spformat::vector_nm::spmm_vector_nm_expanding_sm90a<{C_TYPES[dtype]}, {C_TYPES[out]}, {t.warpgroups}, "
+        f"{t.cols}, {t.stages}, {tile.splits}, {t.resident}, {flags}>"
     )
