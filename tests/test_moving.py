@@ -273,6 +273,20 @@ def test_graphs_are_bounded(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> 
         assert len(moved._known) <= 3
 
 
+def test_addresses_that_come_once_throw_away_no_graph(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = moved_of(driver, several(driver))
+    monkeypatch.setattr(moving_module, "REPEATED", 3)
+    for _ in range(RUNS_BEFORE_GRAPH + 2):
+        moved((4096, 8192, 0))
+    launched = driver.world.launched
+    assert launched > 0
+    for i in range(2, 20):
+        moved((4096 * i, 8192 * i, 0))
+    moved((4096, 8192, 0))
+    assert driver.world.launched == launched + 1
+    assert len(moved._once) <= 3
+
+
 def test_a_product_that_moves_keeps_nothing_of_the_plan_in_a_circle(driver: Driver) -> None:
     """The memory of a matrix is free as soon as nobody refers to it, without the garbage collector."""
     prepare = several(driver)

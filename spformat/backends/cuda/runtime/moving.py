@@ -21,7 +21,7 @@ from .launch import Call, LaunchSequence, Library, Moved, Operands, Prepare
 from .scratch import captured
 
 REPEATED = 64
-"""Addresses for which a product of several launches keeps a graph."""
+"""Addresses for which a product of several launches keeps a graph, and those it has met once."""
 
 
 def moving(prepare: Prepare | Library, o: Operands, lock: Any) -> tuple[Sequence[Call], Moving | None]:
@@ -49,14 +49,16 @@ class Moving:
     the same addresses become a ``LaunchSequence`` of these, and so one CUDA graph.
     """
 
-    __slots__ = ("_calls", "_graphs", "_known", "_lock", "_operands", "_prepare")
+    __slots__ = ("_calls", "_graphs", "_known", "_lock", "_once", "_operands", "_prepare")
 
     def __init__(
         self, calls: Sequence[Moved], prepare: Prepare | Library, operands: Operands, lock: Any, graphs: bool
     ) -> None:
         self._calls, self._prepare, self._operands, self._graphs = calls, prepare, operands, graphs
         self._lock = threading.Lock() if len(calls) == 1 else lock
-        self._known: dict[Addresses, LaunchSequence | None] = {}
+        # Addresses met once are apart, so that many of them, which may never come again, throw away no graph.
+        self._known: dict[Addresses, LaunchSequence] = {}
+        self._once: set[Addresses] = set()
 
     def __call__(self, addresses: Addresses) -> None:
         """Queue the product for operands at these addresses."""
@@ -71,15 +73,18 @@ class Moving:
             elif captured(self._operands.stream):
                 for call in self._prepared(addresses)():
                     call()
-            elif self._graphs and addresses in self._known:
+            elif addresses in self._once:
+                self._once.discard(addresses)
+                if len(self._known) >= REPEATED:
+                    self._known.clear()
                 again = self._prepared(addresses)
                 known = self._known[addresses] = LaunchSequence(again(), self._operands.stream, self._lock, again)
                 known()
             else:
                 if self._graphs:
-                    if len(self._known) >= REPEATED:
-                        self._known.clear()
-                    self._known[addresses] = None
+                    if len(self._once) >= REPEATED:
+                        self._once.clear()
+                    self._once.add(addresses)
                 for moved in self._calls:
                     moved(addresses)
 
