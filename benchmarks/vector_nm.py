@@ -9,6 +9,7 @@ same process. Then conversion on the device. Writes vector_nm.json and vector_nm
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -56,13 +57,17 @@ def dense(M: int, K: int, n: int, L: int, dtype: str, seed: int = 0) -> Any:
 
 
 def measure(a: VectorNM, N: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One row: the kernel that spmm() runs, and cuBLAS."""
+    """One row: the kernel that spmm() runs, or ``--kernel``, and cuBLAS."""
     import cupy as cp
 
     shape = (N, a.shape[1]) if options.torch_layout else (a.shape[1], N)
     B = cp.random.default_rng(1).standard_normal(shape, dtype=np.float32).astype(a.dtype)
     B = B.T if options.torch_layout else B
     crowd = contenders.ours(a, B, first=True)
+    if options.kernel:
+        out = cp.empty((a.shape[0], N), B.dtype, order="F" if options.torch_layout else "C")
+        product = functools.partial(sf.plan(a, B=B, out=out, backend=options.kernel), B, out)
+        crowd = [bench.Contender(options.kernel, product)]
     if options.compile_only:
         return {}
     case = bench.Case("", a, B, (*crowd, *contenders.dense(a, B)), a.dtype.name, {"nnz": a.stored})
@@ -132,6 +137,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=1e9, help="start no new case after this long")
     parser.add_argument("--torch-layout", action="store_true")
+    parser.add_argument("--kernel", default="", help="this kernel instead of the one that spmm() runs")
     parser.add_argument("--compile-only", action="store_true", help="fill the compiler's cache, measure nothing")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

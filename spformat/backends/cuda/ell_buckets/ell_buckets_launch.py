@@ -29,11 +29,32 @@ class Widths(ctypes.Structure):
         return bytes(cls(len(widths), (ctypes.c_int32 * MOST_INTS)(*widths)))
 
 
-def tables(a: Any) -> Array:
-    """int64[3, buckets+1] on the device of ``a``: the first ELL row of each bucket, its first slot, its width."""
-    rows, widths = np.array(a.rows_per_bucket, np.int64), np.array(a.bucket_widths, np.int64)
+class FewBuckets(ctypes.Structure):
+    """Must match ``ell_buckets::FewBuckets`` in ell_buckets.cuh."""
+
+    _fields_ = [("table", ctypes.c_int64 * 126)]
+
+
+TABLES = "P", FewBuckets
+"""The parameters of a kernel that takes the tables of the buckets."""
+
+
+def tables(a: Any) -> tuple[Array | None, bytes]:
+    """The tables of the buckets of ``a`` as arguments of a kernel, of the types ``TABLES``.
+
+    Few buckets travel with the arguments; a copy to the device would take as long as the kernel. The tables are
+    int64[3, buckets+1]: the first ELL row of each bucket, its first slot, its width.
+    """
+    listed = _listed(a.rows_per_bucket, a.bucket_widths)
+    if listed.nbytes <= ctypes.sizeof(FewBuckets):
+        return None, listed.tobytes().ljust(ctypes.sizeof(FewBuckets), b"\0")
+    return namespace(a.data).asarray(listed), bytes(ctypes.sizeof(FewBuckets))
+
+
+def _listed(rows_per_bucket: tuple[int, ...], bucket_widths: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    rows, widths = np.array(rows_per_bucket, np.int64), np.array(bucket_widths, np.int64)
     out = np.zeros((3, rows.size + 1), np.int64)
     np.cumsum(rows, out=out[0, 1:])
     np.cumsum(rows * widths, out=out[1, 1:])
     out[2, :-1] = widths
-    return namespace(a.data).asarray(out)
+    return out

@@ -1,7 +1,7 @@
 // ELL buckets back to CSR. sm_80 and later. Launcher: ell_buckets_to_csr.py.
 //
 //   row_ids  Row[R], indices Idx[S], data T[S], source Source[S]   a valid ELL bucket matrix
-//   tables   i64[3][buckets+1]   as ell_buckets.cuh has them
+//   tables   i64[3][buckets+1]   as ell_buckets.cuh has them; or null, then `few` holds it
 //   counts   Count[M]            u32 or u64, zeros before the launch; then the items of each row
 //   to_*     Idx[nnz], T[nnz]    the arrays of the CSR
 #include "spformat/ell_buckets.cuh"
@@ -14,11 +14,12 @@ constexpr int THREADS = 256, BATCH = 8;  // BATCH: slots of a thread
 
 template <class Row, class Idx, class Count>
 __global__ void __launch_bounds__(THREADS)
-count_items(const Row* __restrict__ row_ids, const Idx* __restrict__ indices, const i64* __restrict__ tables, int count, i64 rows,
+count_items(const Row* __restrict__ row_ids, const Idx* __restrict__ indices, const i64* __restrict__ tables,
+          const __grid_constant__ ell_buckets::FewBuckets few, int count, i64 rows,
             Count* counts) {
     const i64 row = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
     if (row >= rows) return;
-    const Buckets buckets(tables, count);
+    const Buckets buckets(tables ? tables : few.table, count);
     const int b = bucket_of(row, buckets.rows, count);
     const int items = ell_buckets::items_of(indices + buckets.slot(b, row), static_cast<int>(buckets.widths[b]));
     atomicAdd(counts + row_ids[row], static_cast<Count>(items));

@@ -8,7 +8,7 @@ from ....arrays.library import INT32_MAX, Array, ceil_div
 from ..runtime.c_types import WORDS, index_type
 from ..runtime.offsets import COUNT, Offsets
 from ..runtime.queue import Kernels
-from .ell_buckets_launch import BATCH, THREADS, tables
+from .ell_buckets_launch import BATCH, TABLES, THREADS, tables
 
 SOURCE = "ell_buckets/ell_buckets_to_csr.cu"
 KERNELS = Kernels(SOURCE, THREADS)
@@ -30,8 +30,8 @@ def ell_buckets_to_csr(a: Any) -> tuple[Array, Array, Array]:
     idx = index_type(a.indices)
     if R:
         KERNELS.queue(
-            _count(index_type(a.row_ids), idx, counts.itemsize), "PPPiqP", ceil_div(R, THREADS),
-            a.row_ids, a.indices, tables(a), len(a.rows_per_bucket), R, counts,
+            _count(index_type(a.row_ids), idx, counts.itemsize), ("P", "P", *TABLES, *"iqP"), ceil_div(R, THREADS),
+            a.row_ids, a.indices, *tables(a), len(a.rows_per_bucket), R, counts,
         )  # fmt: skip
     indptr, nnz = Offsets(counts, S).indptr()  # synchronize!
     indices, data = cupy.empty(nnz, a.indices.dtype), cupy.empty(nnz, a.data.dtype)

@@ -4,7 +4,7 @@
 // which are neighbours and full but for the last.
 //
 //   row_ids  Row[R], indices Idx[S], data T[S]   a valid ELL bucket matrix; values as unsigned words of their width
-//   tables   i64[3][buckets+1]   as ell_buckets.cuh has them
+//   tables   i64[3][buckets+1]   as ell_buckets.cuh has them; or null, then `few` holds it
 //   runs     Run[parts][M]       zeros before the first launch, which finds them; an empty one stays zero
 //   x        T[M, K]             the result, zeros where nothing is stored
 #include "spformat/ell_buckets.cuh"
@@ -24,11 +24,12 @@ template <class Slot> struct __align__(2 * sizeof(Slot)) Run {
 
 template <class Row, class Idx, class Slot>
 __global__ void __launch_bounds__(THREADS)
-find_runs(const Row* __restrict__ row_ids, const Idx* __restrict__ indices, const i64* __restrict__ tables, int count, int levels,
+find_runs(const Row* __restrict__ row_ids, const Idx* __restrict__ indices, const i64* __restrict__ tables,
+          const __grid_constant__ ell_buckets::FewBuckets few, int count, int levels,
           i64 rows, i64 M, Run<Slot>* __restrict__ runs) {
     const i64 row = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
     if (row >= rows) return;
-    const Buckets buckets(tables, count);
+    const Buckets buckets(tables ? tables : few.table, count);
     const int b = bucket_of(row, buckets.rows, count);
     const i64 slot = buckets.slot(b, row), of = row_ids[row];
     Run<Slot>& run = runs[b / levels * M + of];

@@ -11,7 +11,7 @@ from ....arrays.library import Array, ceil_div, index_dtype, power_of_two
 from ..runtime.c_types import WORDS, index_type
 from ..runtime.queue import Kernels
 from ..runtime.row_images import WARPS, cut
-from .ell_buckets_launch import THREADS, tables
+from .ell_buckets_launch import TABLES, THREADS, tables
 
 SOURCE = "ell_buckets/ell_buckets_to_dense.cu"
 KERNELS, IMAGES = Kernels(SOURCE, THREADS), Kernels(SOURCE, 32 * WARPS)
@@ -46,8 +46,8 @@ def ell_buckets_to_dense(a: Any, out: Array) -> None:
     slot, idx, R = index_type(runs), index_type(a.indices), a.row_ids.size
     if R:
         KERNELS.queue(
-            _find(index_type(a.row_ids), idx, slot), "PPPiiqqP", ceil_div(R, THREADS),
-            a.row_ids, a.indices, tables(a), len(a.rows_per_bucket), len(a.widths), R, M, runs,
+            _find(index_type(a.row_ids), idx, slot), ("P", "P", *TABLES, *"iiqqP"), ceil_div(R, THREADS),
+            a.row_ids, a.indices, *tables(a), len(a.rows_per_bucket), len(a.widths), R, M, runs,
         )  # fmt: skip
     c = cut(M, K, out.itemsize)
     lanes = lanes_of(c.rows, c.width, c.segments, parts, size)

@@ -26,6 +26,13 @@ __device__ __forceinline__ int bucket_of(i64 x, const i64* first, int buckets) {
     return low;
 }
 
+// Views of a table that comes with the arguments of a kernel where it is small, because a copy to the device takes the host
+// as long as the kernel. Its twin: FewBuckets in ell_buckets_launch.py.
+constexpr int FEW = 126;
+struct FewBuckets {
+    i64 table[FEW];
+};
+
 // Views of i64[3][B+1]: of each bucket the first ELL row and the first slot, then their numbers in all; the widths.
 struct Buckets {
     const i64 *rows, *slots, *widths;
