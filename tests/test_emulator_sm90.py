@@ -190,7 +190,7 @@ def test_boxes_arrive_in_their_order_with_zeros_outside(span: int) -> None:
     memory.bytes.view("u2").reshape(rows, 48)[:, cols:] = 0xEEEE  # behind the extent: never read
     box = memory.map(1, (cols, rows), (96,), (width, 16), span)
     k, size = kernel(COPIES, "load<0, 2>"), width * 32
-    for seed, (at_x, at_y) in enumerate(((0, 0), (8, 3), (-3, -5), (cols - 5, rows - 2), (cols, 0), (4, -16))):
+    for seed, (at_x, at_y) in enumerate(((0, 0), (8, 3), (-8, -5), (cols - 8, rows - 2), (cols, 0), (16, -16))):
         out, padded = np.zeros(size, "u1"), np.zeros((rows + 64, cols + 192), "u2")
         padded[32 : 32 + rows, 96 : 96 + cols] = x
         k(1, 64, box, out, at_x, at_y, 0, size, size, smem=size, seed=seed, shuffle_threads=True)

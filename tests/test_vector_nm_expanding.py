@@ -157,7 +157,7 @@ import sys
 from emulator import stand_in
 from emulator.planted import plant
 
-planted = plant({old!r}, {new!r})
+planted = plant({old!r}, {new!r}, header="spformat/expanding.cuh")
 
 stand_in.install(90)
 import emulator
@@ -204,8 +204,8 @@ SUM = "cluster::sync();\n#pragma unroll 1"
         ),
         ("row", 1, "barrier::wait(empty + 8 * stage, number / STAGES - 1 & 1);", "", "."),
         ("col", 1, "BCol ? 32 : 16 * LINE", "BCol ? 64 : 16 * LINE", "not in the first line of the swizzle pattern"),
-        ("row", 1, "again(row0, n0 + i * STRIP);", ";", "DIFFERENT"),
-        ("row", 4, "again(row, col);", ";", "DIFFERENT"),
+        ("row", 1, "redo(m0 + warp * 16, n0 + i * STRIP, STRIP);", ";", "DIFFERENT"),
+        ("row", 4, "redo(row, col, 16);", ";", "DIFFERENT"),
         ("row", 1, "wgmma::wait<0>();", "", "DIFFERENT|in flight"),
         ("row", 1, "    if (lane == 0) tma::store_wait_read<0>();\n}", "}", "still uses its shared memory"),
         ("row", 4, SUM, SUM.partition("\n")[2], "DIFFERENT|race|another"),

@@ -18,12 +18,12 @@
 // Grid: x = row tiles * column tiles * Parts, row tiles faster than column tiles. Parts blocks, a cluster, multiply a tile of C,
 // each a part of K; then each adds up every Parts-th strip of 16 x 16 sums, in the order of the parts, through shared memory.
 // Block: WG warpgroups that multiply 64 rows x BN columns each, and one warp that loads, STAGES k tiles ahead.
-#include "spformat/staged_store.cuh"
-#include "spformat/tma.cuh"
+#include "spformat/expanding.cuh"
 #include "spformat/vector_nm.cuh"
-#include "spformat/wgmma.cuh"
 
 namespace spformat::vector_nm {
+
+using namespace expanding;
 
 struct Expanding {  // ctypes twin: spmm_vector_nm_expanding_sm90a.Expanding
     int M, K;
@@ -34,9 +34,7 @@ struct Expanding {  // ctypes twin: spmm_vector_nm_expanding_sm90a.Expanding
     i64 pitch;  // elements between rows of data
 };
 
-constexpr int DEPTH = 64;  // columns of A in a k tile
-constexpr u32 NONE = 64;   // no line: the column is not kept
-constexpr int SLOT = 2048;  // bytes of a warp in which sums wait for their way to C
+constexpr u32 NONE = 64;  // no line: the column is not kept
 
 // One element of C over the stored elements, in order. b: column n of B, its elements b_k apart.
 template <class T>
@@ -50,56 +48,6 @@ __device__ __noinline__ float stored_only(const Expanding& s, const T* data, con
     return sum;
 }
 
-// What says where C is.
-template <class Out> struct Result {
-    const TensorMap& map;
-    bool by_copies;
-    Out* data;
-    i64 ldc;
-    int M, N;
-};
-
-// One warp stores 16 rows x COLS columns of C from (row, col) through `slot`, SLOT bytes. Whether all of them are finite; if
-// not, they went by ordinary stores, and the lanes of this warp may read them.
-template <class Out, bool CCol, int COLS>
-__device__ __forceinline__ bool store_strip(const float* sums, char* slot, const Result<Out>& c, int row, int col) {
-    const int lane = threadIdx.x % 32;
-    bool finite = true;
-#pragma unroll
-    for (int i = 0; i < COLS / 2; ++i) finite = finite && isfinite(to_float(from_float<Out>(sums[i])));
-    finite = __all_sync(0xFFFFFFFF, finite);
-    if (lane == 0) tma::store_wait_read<0>();  // the slot may hold the strip before
-    __syncwarp();
-    if constexpr (sizeof(Out) == 2) {
-        if (c.by_copies && finite) {
-            const u32 to = shared_address(slot);
-#pragma unroll
-            for (int j = 0; j < COLS / 8; j += 2) {
-                const float* x = sums + 4 * j;
-                // Rows 0-7 and 8-15 of eight columns, then of the next eight.
-                const u32 r[4] = {pack2<Out>(x[0], x[1]), pack2<Out>(x[2], x[3]), pack2<Out>(x[4], x[5]), pack2<Out>(x[6], x[7])};
-                if constexpr (CCol) stmatrix_x4_trans(to + swizzled<32>(8 * j + lane / 16 * 8 + lane % 8, lane / 8 % 2), r);
-                else stmatrix_x4(to + swizzled<COLS * 2>(lane % 16, j + lane / 16), r);
-            }
-            tma::fence_shared();
-            __syncwarp();
-            if (lane == 0 && row < c.M && col < c.N) {
-                tma::store_2d(c.map, to, CCol ? row : col, CCol ? col : row);
-                tma::store_commit();
-            }
-            return true;
-        }
-    }
-    constexpr int PART = COLS < 128 / int(sizeof(Out)) ? COLS : 128 / int(sizeof(Out));
-    static_assert(store_m16_scratch<Out, PART / 8> <= SLOT, "a warp's strip fits");
-    const bool vector = vector_aligned(c.data, c.ldc);
-#pragma unroll
-    for (int part = 0; part < COLS / PART; ++part)
-        store_m16<Out, CCol, PART / 8>(sums + part * (PART / 2), slot, c.data, c.ldc, row, col + part * PART, c.M, c.N, vector);
-    __syncwarp();
-    return finite;
-}
-
 template <class T, class Out, int WG, int BN, int STAGES, int Parts, int Resident, bool BCol, bool CCol>
 __global__ void __cluster_dims__(Parts, 1, 1) __launch_bounds__(128 * WG + 32, Resident)
 spmm_vector_nm_expanding_sm90a(const __grid_constant__ TensorMap a_map, const __grid_constant__ Expanding s,
@@ -107,12 +55,12 @@ spmm_vector_nm_expanding_sm90a(const __grid_constant__ TensorMap a_map, const __
                                const __grid_constant__ TensorMap b_map, const T* __restrict__ B, i64 b_k, i64 b_n,
                                const __grid_constant__ TensorMap c_map, int by_copies, Out* C, int N, i64 ldc) {
     static_assert(sizeof(T) == 2, "16-bit values");
-    constexpr int ROWS = 64 * WG, COLS = BN < 64 ? BN : 64;          // COLS: of a box of B or C
-    constexpr int LINE = COLS * 2;                                   // bytes of a line of a row-major box
+    constexpr int ROWS = 64 * WG;
     constexpr int A_BLOCK = DEPTH * 128, A_BYTES = WG * A_BLOCK;     // a warpgroup's 64 rows of up to DEPTH kept columns
     constexpr int B_BYTES = DEPTH * BN * 2, WORDS = A_BYTES + B_BYTES;
     constexpr int STAGE = WORDS + ROWS / 8 * DEPTH;                  // one byte for each column and group of 8 rows
     static_assert(STAGE % 1024 == 0 && A_BYTES % 1024 == 0, "swizzle patterns start on 1024 bytes");
+    static_assert(way_out<WG, BN, Parts> <= STAGES * STAGE, "what comes after the products fits into the stages");
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 base = shared_address(shared), zero = base + STAGES * STAGE, full = zero + 16, empty = full + 8 * STAGES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -139,13 +87,7 @@ spmm_vector_nm_expanding_sm90a(const __grid_constant__ TensorMap a_map, const __
 #pragma unroll
                 for (int i = 0; i < WG; ++i) tma::load_2d(to + i * A_BLOCK, a_map, bar, m0 + 64 * i, k * kept);
                 const int k0 = k * s.tile_windows * s.m;
-                if constexpr (BCol) {
-                    tma::load_2d(to + A_BYTES, b_map, bar, k0, n0);
-                } else {
-#pragma unroll
-                    for (int i = 0; i < BN / COLS; ++i)
-                        tma::load_2d(to + A_BYTES + i * DEPTH * LINE, b_map, bar, n0 + i * COLS, k0);
-                }
+                load_tile<BN, BCol>(to + A_BYTES, b_map, bar, k0, n0);
             }
         }
         return;
@@ -168,16 +110,7 @@ spmm_vector_nm_expanding_sm90a(const __grid_constant__ TensorMap a_map, const __
         }
     };
     auto multiply = [&](const u32 (&a)[4][4], int k) {
-        const u32 from = base + (k - first) % STAGES * STAGE + A_BYTES;
-        constexpr wgmma::Swizzle span = BCol || COLS == 64 ? wgmma::B128 : COLS == 32 ? wgmma::B64 : wgmma::B32;
-        constexpr u32 sixteen = BCol ? 32 : 16 * LINE;  // bytes between 16 k and the next
-        const u64 b = BCol ? wgmma::descriptor(from, 0, 1024, span) : wgmma::descriptor(from, DEPTH * LINE, 8 * LINE, span);
-        wgmma::pin(acc);
-        wgmma::fence();
-#pragma unroll
-        for (int i = 0; i < 4; ++i) wgmma::rs<T, BN, !BCol>(acc, a[i], wgmma::advanced(b, i * sixteen / 16));
-        wgmma::commit();
-        wgmma::pin(acc);
+        multiply_tile<T, BN, BCol>(acc, a, base + (k - first) % STAGES * STAGE + A_BYTES);
     };
     auto finish = [&](int k) {  // every thread arrives for its own reads: racecheck follows only who arrives
         wgmma::wait<0>();
@@ -195,49 +128,10 @@ spmm_vector_nm_expanding_sm90a(const __grid_constant__ TensorMap a_map, const __
         finish(k + 1);
     }
 
-    // The stages become slots of C and, with Parts, places of sums: no copy is on its way to them, and no product reads them.
-    constexpr int SUMS = Parts > 1 ? ROWS * BN * 4 : 0, STRIP = Parts > 1 ? 16 : COLS;
-    static_assert(SUMS + 4 * WG * SLOT <= STAGES * STAGE, "what comes after the products fits into the stages");
-    named_barrier(1, 128 * WG);
-    char* const slot = reinterpret_cast<char*>(shared) + SUMS + warp * SLOT;
     const Result<Out> c{c_map, by_copies != 0, C, ldc, s.M, N};
-    auto again = [&](int row, int col) {  // sums that are not finite, in 16 x STRIP elements of C
-#pragma unroll 1
-        for (int i = lane; i < 16 * STRIP; i += 32) {
-            const int r = row + i % 16, n = col + i / 16;
-            if (r >= s.M || n >= N) continue;
-            Out* x = C + (CCol ? r + n * ldc : r * ldc + n);
-            if (!isfinite(to_float(*x))) *x = from_float<Out>(stored_only(s, data, indices, B + n * b_n, b_k, r));
-        }
-    };
-    if constexpr (Parts == 1) {
-#pragma unroll
-        for (int i = 0; i < BN / STRIP; ++i)
-            if (!store_strip<Out, CCol, STRIP>(acc + i * (STRIP / 2), slot, c, row0, n0 + i * STRIP)) again(row0, n0 + i * STRIP);
-    } else {
-        constexpr int THREADS = 128 * WG, WARPS = 4 * WG;
-        float4* const own = reinterpret_cast<float4*>(shared);
-#pragma unroll
-        for (int j = 0; j < BN / 8; ++j)
-            own[j * THREADS + threadIdx.x] = make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
-        cluster::sync();
-#pragma unroll 1
-        for (int i = part + Parts * warp; i < WARPS * BN / 16; i += Parts * WARPS) {
-            const int of_warp = i % WARPS, pair = i / WARPS;
-            float sums[8] = {};
-#pragma unroll
-            for (int from = 0; from < Parts; ++from) {
-                const u32 at = cluster::map(base + (2 * pair * THREADS + of_warp * 32 + lane) * 16, from);
-                const float4 x = cluster::load_4(at), y = cluster::load_4(at + THREADS * 16);
-                sums[0] += x.x, sums[1] += x.y, sums[2] += x.z, sums[3] += x.w;
-                sums[4] += y.x, sums[5] += y.y, sums[6] += y.z, sums[7] += y.w;
-            }
-            const int row = m0 + of_warp * 16, col = n0 + pair * 16;
-            if (!store_strip<Out, CCol, 16>(sums, slot, c, row, col)) again(row, col);
-        }
-        cluster::sync();  // the other blocks may still read this one's sums
-    }
-    if (lane == 0) tma::store_wait_read<0>();
+    store_tile<Out, CCol, WG, BN, Parts>(acc, shared, c, m0, n0, part, [&](int row, int col, int cols) {
+        again<Out, CCol>(c, row, col, cols, [&](int r, int n) { return stored_only(s, data, indices, B + n * b_n, b_k, r); });
+    });
 }
 
 }  // namespace spformat::vector_nm

@@ -1,0 +1,150 @@
+// Kernels for Hopper that turn A into dense tiles in the registers of wgmma: what does not depend on how A is stored. Tiles of
+// C have 64*WG rows, WG warpgroups, and BN columns; a k tile has DEPTH columns of A.
+#pragma once
+#include "spformat/staged_store.cuh"
+#include "spformat/tma.cuh"
+#include "spformat/wgmma.cuh"
+
+namespace spformat::expanding {
+
+constexpr int DEPTH = 64;
+constexpr int SLOT = 2048;  // bytes of a warp in which sums wait for their way to C
+template <int BN> constexpr int box_columns = BN < 64 ? BN : 64;  // of a box of a row-major B, and of C
+
+// The k tile of B from (k0, n0), DEPTH x BN, to `to` in boxes that bar counts. One thread calls it.
+template <int BN, bool BCol>
+__device__ __forceinline__ void load_tile(u32 to, const TensorMap& b_map, u32 bar, int k0, int n0) {
+    constexpr int COLS = box_columns<BN>;
+    if constexpr (BCol) {
+        tma::load_2d(to, b_map, bar, k0, n0);
+    } else {
+#pragma unroll
+        for (int i = 0; i < BN / COLS; ++i) tma::load_2d(to + i * DEPTH * COLS * 2, b_map, bar, n0 + i * COLS, k0);
+    }
+}
+
+// acc += a times the k tile of B at `from`. Asynchronous: until wgmma::wait, a, acc and the tile are in use.
+//   a[i]     this warp's 16 rows x columns 16i .. 16i+15, as wgmma takes a fragment of A
+template <class T, int BN, bool BCol>
+__device__ __forceinline__ void multiply_tile(float (&acc)[BN / 2], const u32 (&a)[4][4], u32 from) {
+    constexpr int COLS = box_columns<BN>, LINE = COLS * 2;
+    constexpr wgmma::Swizzle span = BCol || COLS == 64 ? wgmma::B128 : COLS == 32 ? wgmma::B64 : wgmma::B32;
+    constexpr u32 sixteen = BCol ? 32 : 16 * LINE;  // bytes between 16 k and the next
+    const u64 b = BCol ? wgmma::descriptor(from, 0, 1024, span) : wgmma::descriptor(from, DEPTH * LINE, 8 * LINE, span);
+    wgmma::pin(acc);
+    wgmma::fence();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) wgmma::rs<T, BN, !BCol>(acc, a[i], wgmma::advanced(b, i * sixteen / 16));
+    wgmma::commit();
+    wgmma::pin(acc);
+}
+
+// C: rows ldc apart (CCol: columns). by_copies: `map` is a TMA map of it, see store_tile.
+template <class Out> struct Result {
+    const TensorMap& map;
+    bool by_copies;
+    Out* data;
+    i64 ldc;
+    int M, N;
+};
+
+// One warp stores 16 rows x COLS columns of C from (row, col) through `slot`, SLOT bytes. Whether all of them are finite; if
+// not, they went by ordinary stores, and the lanes of this warp may read them.
+template <class Out, bool CCol, int COLS>
+__device__ __forceinline__ bool store_strip(const float* sums, char* slot, const Result<Out>& c, int row, int col) {
+    const int lane = threadIdx.x % 32;
+    bool finite = true;
+#pragma unroll
+    for (int i = 0; i < COLS / 2; ++i) finite = finite && isfinite(to_float(from_float<Out>(sums[i])));
+    finite = __all_sync(0xFFFFFFFF, finite);
+    if (lane == 0) tma::store_wait_read<0>();  // the slot may hold the strip before
+    __syncwarp();
+    if constexpr (sizeof(Out) == 2) {
+        if (c.by_copies && finite) {
+            const u32 to = shared_address(slot);
+#pragma unroll
+            for (int j = 0; j < COLS / 8; j += 2) {
+                const float* x = sums + 4 * j;
+                // Rows 0-7 and 8-15 of eight columns, then of the next eight.
+                const u32 r[4] = {pack2<Out>(x[0], x[1]), pack2<Out>(x[2], x[3]), pack2<Out>(x[4], x[5]), pack2<Out>(x[6], x[7])};
+                if constexpr (CCol) stmatrix_x4_trans(to + swizzled<32>(8 * j + lane / 16 * 8 + lane % 8, lane / 8 % 2), r);
+                else stmatrix_x4(to + swizzled<COLS * 2>(lane % 16, j + lane / 16), r);
+            }
+            tma::fence_shared();
+            __syncwarp();
+            if (lane == 0 && row < c.M && col < c.N) {
+                tma::store_2d(c.map, to, CCol ? row : col, CCol ? col : row);
+                tma::store_commit();
+            }
+            return true;
+        }
+    }
+    constexpr int PART = COLS < 128 / int(sizeof(Out)) ? COLS : 128 / int(sizeof(Out));
+    static_assert(store_m16_scratch<Out, PART / 8> <= SLOT, "a warp's strip fits");
+    const bool vector = vector_aligned(c.data, c.ldc);
+#pragma unroll
+    for (int part = 0; part < COLS / PART; ++part)
+        store_m16<Out, CCol, PART / 8>(sums + part * (PART / 2), slot, c.data, c.ldc, row, col + part * PART, c.M, c.N, vector);
+    __syncwarp();
+    return finite;
+}
+
+// Elements of C that are not finite among 16 x cols from (row, col), again: the lanes of this warp wrote them, by ordinary stores.
+template <class Out, bool CCol, class Sum>
+__device__ __forceinline__ void again(const Result<Out>& c, int row, int col, int cols, Sum sum) {
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < 16 * cols; i += 32) {
+        const int r = row + i % 16, n = col + i / 16;
+        if (r >= c.M || n >= c.N) continue;
+        Out* x = c.data + (CCol ? r + n * c.ldc : r * c.ldc + n);
+        if (!isfinite(to_float(*x))) *x = from_float<Out>(sum(r, n));
+    }
+}
+
+// Bytes that store_tile needs.
+template <int WG, int BN, int Parts> constexpr int way_out = (Parts > 1 ? 64 * WG * BN * 4 : 0) + 4 * WG * SLOT;
+
+// The sums of a tile to C from (m0, n0), through `shared` (1024-byte aligned), which held stages: no copy is on its way to
+// them any more, and no product of this thread reads them. All threads that multiply call it.
+//   c.map    rows of N, boxes of STRIP x 16 (CCol: columns of M, boxes of 16 x STRIP), STRIP = box_columns, with Parts 16
+//   part     with Parts: the blocks of a cluster have a part of K each; each block adds up every Parts-th strip of 16 x 16
+//            sums, in the order of the parts
+//   redo(row, col, cols)   called where sums of 16 x cols elements are not all finite
+template <class Out, bool CCol, int WG, int BN, int Parts, class Redo>
+__device__ __forceinline__ void store_tile(const float (&acc)[BN / 2], unsigned char* shared, const Result<Out>& c, int m0, int n0,
+                                           int part, Redo redo) {
+    constexpr int THREADS = 128 * WG, WARPS = 4 * WG, STRIP = Parts > 1 ? 16 : box_columns<BN>;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    named_barrier(1, THREADS);
+    char* const slot = reinterpret_cast<char*>(shared) + way_out<WG, BN, Parts> - (WARPS - warp) * SLOT;
+    if constexpr (Parts == 1) {
+#pragma unroll
+        for (int i = 0; i < BN / STRIP; ++i)
+            if (!store_strip<Out, CCol, STRIP>(acc + i * (STRIP / 2), slot, c, m0 + warp * 16, n0 + i * STRIP))
+                redo(m0 + warp * 16, n0 + i * STRIP, STRIP);
+    } else {
+        float4* const own = reinterpret_cast<float4*>(shared);
+#pragma unroll
+        for (int j = 0; j < BN / 8; ++j)
+            own[j * THREADS + threadIdx.x] = make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
+        cluster::sync();
+#pragma unroll 1
+        for (int i = part + Parts * warp; i < WARPS * BN / 16; i += Parts * WARPS) {
+            const int of_warp = i % WARPS, pair = i / WARPS;
+            float sums[8] = {};
+#pragma unroll
+            for (int from = 0; from < Parts; ++from) {
+                const u32 at = cluster::map(shared_address(shared) + (2 * pair * THREADS + of_warp * 32 + lane) * 16, from);
+                const float4 x = cluster::load_4(at), y = cluster::load_4(at + THREADS * 16);
+                sums[0] += x.x, sums[1] += x.y, sums[2] += x.z, sums[3] += x.w;
+                sums[4] += y.x, sums[5] += y.y, sums[6] += y.z, sums[7] += y.w;
+            }
+            const int row = m0 + of_warp * 16, col = n0 + pair * 16;
+            if (!store_strip<Out, CCol, 16>(sums, slot, c, row, col)) redo(row, col, 16);
+        }
+        cluster::sync();  // the other blocks may still read this one's sums
+    }
+    if (lane == 0) tma::store_wait_read<0>();
+}
+
+}  // namespace spformat::expanding
