@@ -3,6 +3,7 @@ emulated one."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import emulator
@@ -16,6 +17,7 @@ from spformat import BSR, DBSR
 from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.backends.cuda.bsr import spmm_bsr_stream_sm90a as stream
 from spformat.backends.cuda.bsr.spmm_bsr import sample_problem
+from spformat.backends.cuda.runtime import row_tiles
 from spformat.products.problem import Problem
 
 KERNEL = stream.KERNEL
@@ -98,9 +100,11 @@ def test_steps_name_every_piece_of_every_strip(blocksize: tuple[int, int]) -> No
 # ------------------------------------------------------------------ products, on a GPU
 
 
-def blocks_of(rng: np.random.Generator, M: int, K: int, blocksize: tuple[int, int], kind: str = "") -> np.ndarray[Any, Any]:
+def blocks_of(
+    rng: np.random.Generator, M: int, K: int, blocksize: tuple[int, int], kind: str = ""
+) -> np.ndarray[Any, Any]:
     """Small integers in random blocks; one row has them all, others none. kind: "one" row has all blocks, or "last"."""
-    (R, C), grid = blocksize, (-(-M // blocksize[0]), -(-K // blocksize[1]))
+    grid = -(-M // blocksize[0]), -(-K // blocksize[1])
     keep = rng.random(grid) < 0.4
     keep[1::3] = False
     keep[grid[0] // 2] = True
@@ -140,8 +144,8 @@ def exact(
 
 def few(monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
     """As on a device of so many multiprocessors: longer shares."""
-    device = stream.row_tiles.device_of(0)._replace(sms=processors)
-    monkeypatch.setattr(stream.row_tiles, "device_of", lambda *_: device)
+    device = row_tiles.device_of(0)._replace(sms=processors)
+    monkeypatch.setattr(row_tiles, "device_of", lambda *_: device)
 
 
 def ragged(layout: str, N: int) -> int:
@@ -219,8 +223,8 @@ for seed in range(3):
     stand_in.OPTIONS["seed"] = seed
     try:
         with pytest.MonkeyPatch.context() as patch:
-            t.few(patch, 5)
-            t.exact((300, 1000, 40), t.stream.Tile(32, 1), ("row", "row"))
+            t.few(patch, 3)
+            t.exact((300, 1000, 40), t.stream.Tile(32, 3), ("row", "row"))
         print("equal")
     except AssertionError:
         print("DIFFERENT")
@@ -235,20 +239,22 @@ assert any(planted)
     ("old", "new", "text"),
     [
         ("", "", "equal"),
-        ("i > at || k > 0", "1", "DIFFERENT"),
+        ("float acc[TN / 2] = {};", "float acc[TN / 2] = {1.0f};", "DIFFERENT"),
         ("done < tile_end; ++next", "done < 0; ++next", "DIFFERENT"),
         ("done = share_start(total, blocks, next + 1);", "done = tile_end;", "DIFFERENT"),
         ("share * (steps / blocks) + min(share, steps % blocks)", "share * (steps / blocks)", "DIFFERENT"),
-        ("barrier::wait(full + 8 * stage, phase);", "", "more arrivals at an mbarrier than its phase has"),
-        ("barrier::wait(empty + 8 * stage, phase ^ 1);", "", "."),
-        ("while (!*const_cast<volatile u32*>(flag)) {", "while (false) {", "DIFFERENT"),
+        ("barrier::wait(full + 8 * stage, phase);", "", "deadlock|more arrivals at an mbarrier than its phase has"),
+        ("barrier::wait(empty + 8 * stage, phase ^ 1);", "", "deadlock|more arrivals|in flight|DIFFERENT"),
+        ("atomicExch(flag, 1u);", "atomicExch(flag, 0u);", "a thread that waits for another block that does not run yet"),
         ("blocks - 1 - static_cast<int>(started(flags + blocks))", "static_cast<int>(started(flags + blocks))",
          "a thread that waits for another block that does not run yet"),
-        ("k < 0) continue;", "k < -1) continue;", "."),
-        ("acc[i] = 0.0f;", "acc[i] = 1.0f;", "DIFFERENT"),
+        ("k < 0) continue;", "k < -1) continue;", "deadlock|DIFFERENT"),
+        ("some ? end : at", "end", "deadlock|DIFFERENT"),
+        ("BCol ? 2 : 128", "BCol ? 2 : 64", "DIFFERENT|swizzle"),
     ],
-    ids=["none", "old sums", "nobody adds", "one share adds", "steps left out", "copy not waited for", "stage not free",
-         "flag not waited for", "waits for later blocks", "empty strips copied", "empty strips not zero"],
+    ids=["none", "sums begin with 1", "nobody adds", "one share adds", "steps left out", "copy not waited for",
+         "stage not free", "flag not set", "waits for later blocks", "empty strips copied", "empty strips multiplied",
+         "step of B"],
 )  # fmt: skip
 def test_a_planted_defect_is_found(old: str, new: str, text: str) -> None:
     done = python("-c", PLANTED.format(old=old, new=new))
@@ -256,5 +262,5 @@ def test_a_planted_defect_is_found(old: str, new: str, text: str) -> None:
     if text == "equal":
         assert done.stdout.split() == ["equal"] * 3, done.stdout
     else:
-        assert text in done.stdout, done.stdout
+        assert re.search(text, done.stdout), done.stdout
         assert done.stdout.split() != ["equal"] * 3

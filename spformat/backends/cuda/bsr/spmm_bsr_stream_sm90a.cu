@@ -120,32 +120,27 @@ spmm_bsr_stream_sm90a(const __grid_constant__ TensorMap a_map, const int2* __res
             place = places[end % count];
             stored = steps[end % count].x >= 0;
         }
-        float acc[TN / 2];
-        if (some) {
+        float acc[TN / 2] = {};
+        const int stop = some ? end : at;  // a loop without a turn: a branch around it would cost registers
 #pragma unroll 1
-            for (int i = at; i < end; ++i) {
-                barrier::wait(full + 8 * stage, phase);
-                const u32 tile = ring + stage * STAGE;
-                const u64 a = wgmma::descriptor(tile, 0, 1024, wgmma::B128);
-                const u64 b = BCol ? wgmma::descriptor(tile + A_BYTES, 0, 1024, wgmma::B128)
-                                   : wgmma::descriptor(tile + A_BYTES, DEPTH * 128, 1024, wgmma::B128);
-                wgmma::fence();
+        for (int i = at; i < stop; ++i) {
+            barrier::wait(full + 8 * stage, phase);
+            const u32 tile = ring + stage * STAGE;
+            const u64 a = wgmma::descriptor(tile, 0, 1024, wgmma::B128);
+            const u64 b = BCol ? wgmma::descriptor(tile + A_BYTES, 0, 1024, wgmma::B128)
+                               : wgmma::descriptor(tile + A_BYTES, DEPTH * 128, 1024, wgmma::B128);
+            wgmma::fence();
 #pragma unroll
-                for (int k = 0; k < DEPTH / 16; ++k)
-                    wgmma::ss<T, TN, 0, !BCol>(acc, wgmma::advanced(a, 2 * k), wgmma::advanced(b, k * (BCol ? 2 : 128)),
-                                               i > at || k > 0);
-                wgmma::commit();
-                wgmma::wait<1>();  // the product before this one is done: its stage is free
-                if (i > at) release(stage == 0 ? Stages - 1 : stage - 1);
-                if (++stage == Stages) stage = 0, phase ^= 1;
-            }
-            wgmma::wait<0>();
-            wgmma::pin(acc);
-            release(stage == 0 ? Stages - 1 : stage - 1);
-        } else {
-#pragma unroll
-            for (int i = 0; i < TN / 2; ++i) acc[i] = 0.0f;
+            for (int k = 0; k < DEPTH / 16; ++k)
+                wgmma::ss<T, TN, 0, !BCol>(acc, wgmma::advanced(a, 2 * k), wgmma::advanced(b, k * (BCol ? 2 : 128)));
+            wgmma::commit();
+            wgmma::wait<1>();  // the product before this one is done: its stage is free
+            if (i > at) release(stage == 0 ? Stages - 1 : stage - 1);
+            if (++stage == Stages) stage = 0, phase ^= 1;
         }
+        wgmma::wait<0>();
+        wgmma::pin(acc);
+        if (some) release(stage == 0 ? Stages - 1 : stage - 1);
         at = end;
         if (!begins) {
             hand_over<WORKERS>(acc, mine + i64(share) * (TN / 8 * WORKERS), flags + share, 1);

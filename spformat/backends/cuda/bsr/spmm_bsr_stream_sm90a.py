@@ -148,9 +148,7 @@ class SpmmBSRStream(CopyEngineKernel):
         blocks = min(steps, tile.resident * device.processors)
         longest, per_tile = ceil_div(steps, blocks), steps / (strips * columns)
         at_once = ceil_div(blocks, device.processors)  # blocks of a multiprocessor, which share its rates
-        step = max(
-            tile_us(ROWS, tile.cols, DEPTH, TENSOR_16, device), load_us(PIECE + DEPTH * 2 * tile.cols, device)
-        )
+        step = max(tile_us(ROWS, tile.cols, DEPTH, TENSOR_16, device), load_us(PIECE + DEPTH * 2 * tile.cols, device))
         written = strips * columns / device.processors * load_us(ROWS * tile.cols * itemsize(p.out_dtype), device)
         # Most blocks hand over once; a tile's first block reads the sums of all others one after the other.
         sums = 0.0
@@ -172,7 +170,7 @@ class SpmmBSRStream(CopyEngineKernel):
         p = spmm_bsr.sample_problem("bsr", (64, 64), "bfloat16", "bfloat16", COL, COL)
         rows = p.changed(b_layout=ROW, out_layout=ROW)
         wide = p.changed(a_dtype="float16", b_dtype="float16", out_dtype="float32", b_layout=ROW)
-        cases = ((16, 3, rows), (64, 3, p), (112, 3, wide), (128, 2, p), (128, 2, rows), (192, 2, wide), (256, 1, rows))
+        cases = ((16, 3, rows), (64, 3, p), (112, 2, wide), (128, 2, p), (128, 2, rows), (192, 2, wide), (256, 1, rows))
         return tuple(_instance(Tile(cols, resident), q) for cols, resident, q in cases)
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
