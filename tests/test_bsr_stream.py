@@ -207,6 +207,20 @@ def test_no_blocks() -> None:
     assert (guarded.out.get() == 0).all()
 
 
+@pytest.mark.gpu
+def test_a_plan_for_several_numbers_of_columns() -> None:
+    """Sums and flags are shared by launches of other extents; none, one and more columns than a tile."""
+    cp = pytest.importorskip("cupy")
+    x = blocks_of(np.random.default_rng(0), 200, 264, (64, 64)).astype(np.float16)
+    a = BSR.from_dense(x, blocksize=(64, 64)).to("cuda")
+    plan = KERNEL.plan_with(a, problem(a, 24, "float16", ("row", "row"), 90), stream.Tile(16, 1))
+    for n in (24, 0, 8, 1, 7, 304, 24):
+        guarded = Guarded(cp, (200, n), np.float16, "row", 0)
+        plan(cp.ones((264, n), np.float16), out=guarded.out)
+        assert (guarded.out.get() == x.sum(1, keepdims=True)).all()
+        assert guarded.intact()
+
+
 # ------------------------------------------------------------------ planted defects, in the emulator
 
 PLANTED = """
