@@ -8,7 +8,7 @@ from ...arrays.library import import_cupy
 from ...errors import DeviceUnavailable
 from .bitmask.spmm_bitmask import SpmmBitmask
 from .bitmask.spmm_bitmask_tc import SpmmBitmaskTensor
-from .bsr import spmm_bsr, spmm_bsr_sm90a, spmm_bsr_tokens
+from .bsr import spmm_bsr, spmm_bsr_sm90a, spmm_bsr_stream_sm90a, spmm_bsr_tokens
 from .csr.spmm_csr import SpmmCSR
 from .csr.spmm_csr_tc import SpmmCSRTensor
 from .dense.expand_then_dense import ExpandThenDense
@@ -32,6 +32,7 @@ from .vector_nm.spmm_vector_nm_tokens import SpmmVectorNMTokens
 
 KERNELS: tuple[CudaKernel, ...] = (
     spmm_bsr_sm90a.KERNEL,
+    spmm_bsr_stream_sm90a.KERNEL,
     spmm_bsr.KERNEL,
     spmm_bsr_tokens.KERNEL,
     SpmmCSR(),
