@@ -7,6 +7,7 @@ import functools
 from ...arrays.library import import_cupy
 from ...errors import DeviceUnavailable
 from .bitmask.spmm_bitmask import SpmmBitmask
+from .bitmask.spmm_bitmask_expanding_sm90a import SpmmBitmaskExpanding
 from .bitmask.spmm_bitmask_tc import SpmmBitmaskTensor
 from .bsr import spmm_bsr, spmm_bsr_sm90a, spmm_bsr_stream_sm90a, spmm_bsr_tokens
 from .csr.spmm_csr import SpmmCSR
@@ -43,6 +44,7 @@ KERNELS: tuple[CudaKernel, ...] = (
     SpmmSRBCRS(),
     SpmmBitmaskTensor(),
     SpmmBitmask(),
+    SpmmBitmaskExpanding(),
     SpmmTwoFourSm90a(),
     SpmmTwoFourTokens(),
     SpmmTwoFourSm90(),

@@ -48,7 +48,7 @@ Copy = Callable[[int, int, int, int, int, int], Bound]
 """(stream, source, target, N, distance between the source's lines, between the target's) -> the copy."""
 
 
-def _copy(rows: int, size: int, source: str, target: str, p: Problem) -> Copy:
+def copy_of(rows: int, size: int, source: str, target: str, p: Problem) -> Copy:
     """The copy of a matrix [rows, N] from one layout to another."""
     if source != target:
         transpose = Transpose(size).launch(p)
@@ -79,8 +79,8 @@ def with_copies(name: str, plan: Plan, p: Problem, tile: str, purpose: str, work
     copies_b = _lines(p, "b") != _lines(q, "b")
     copies_c = _lines(p, "out") != _lines(q, "out")
     b_size, c_size = itemsize(p.b_dtype), itemsize(q.out_dtype)
-    copy_b = _copy(p.inner, b_size, p.b_layout, q.b_layout, p) if copies_b else None
-    copy_c = _copy(p.rows, c_size, q.out_layout, p.out_layout, p) if copies_c else None
+    copy_b = copy_of(p.inner, b_size, p.b_layout, q.b_layout, p) if copies_b else None
+    copy_c = copy_of(p.rows, c_size, q.out_layout, p.out_layout, p) if copies_c else None
     wider = copies_b and copies_c and q.b_layout == q.out_layout == ROW
     memory = Scratch(shared=purpose)
 

@@ -1,0 +1,180 @@
+"""The Bitmask kernel that expands A on its way to the registers: what it takes, and exact products on a GPU or the emulated one."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import emulator
+import numpy as np
+import pytest
+from test_emulator import python
+from test_kernels import Guarded, on_device, problem
+
+import spformat as sf
+from spformat.arrays.dtypes import VALUE_TYPES
+from spformat.backends.cuda.bitmask import spmm_bitmask_expanding_sm90a as expanding
+from spformat.formats import Bitmask
+
+KERNEL = expanding.SpmmBitmaskExpanding()
+
+
+def matrix(rng: np.random.Generator, M: int, K: int, share: float, dtype: str) -> np.ndarray[Any, Any]:
+    """Small integers at random places."""
+    return ((rng.random((M, K)) < share) * rng.integers(-3, 4, (M, K))).astype(VALUE_TYPES[dtype].numpy)
+
+
+def test_what_it_takes() -> None:
+    def refused(dtype: str = "bfloat16", **more: Any) -> str:
+        a = Bitmask.from_dense(np.zeros((16, 128), VALUE_TYPES[dtype].numpy))
+        p = problem(a, 40, a.dtype.name, ("col", "col"), 90).changed(**more)
+        return "\n".join(KERNEL.unsupported(p))
+
+    assert refused() == ""
+    assert "needs sm_90a (wgmma), got sm_80" in refused(sm=80)
+    assert "A must not be empty" in refused(M=0)
+    assert "float32" in refused(dtype="float32")
+
+
+@pytest.mark.parametrize("tile", expanding.TILES, ids=str)
+def test_stages_fit_a_multiprocessor(tile: expanding.Tile) -> None:
+    for room in range(256, 2432, 128):  # records without values to those without zeros
+        assert tile.stages(room) >= 2
+        assert tile.resident * (tile.smem(room) + 1024) <= 228 << 10
+        assert tile.stages_end(room) % 16 == 0
+        assert tile.stages_end(room) >= tile.stages(room) * tile.stage(room)
+    assert len({str(t) for t in expanding.TILES}) == len(expanding.TILES)
+
+
+def products(
+    tile: expanding.Tile, a: Bitmask, B: np.ndarray[Any, Any], out: str, layouts: tuple[str, str], pad: int
+) -> np.ndarray[Any, Any]:
+    """C of one tile, twice, the same bits and nothing written around them."""
+    cp = pytest.importorskip("cupy")
+    p = problem(a, B.shape[1], out, layouts, 90)
+    assert not KERNEL.unsupported(p)
+    plan, there = KERNEL.plan_with(a, p, tile), on_device(cp, B, layouts[0], pad)
+    runs = []
+    for _ in range(2):
+        guarded = Guarded(cp, (a.shape[0], B.shape[1]), VALUE_TYPES[out].numpy, layouts[1], pad)
+        plan(there, out=guarded.out)
+        runs.append(guarded.out.get())
+        assert guarded.intact(), "wrote outside C"
+    assert runs[0].tobytes() == runs[1].tobytes()
+    return runs[0]
+
+
+def on_hopper(cp: Any) -> None:
+    if int(cp.cuda.Device().compute_capability) != 90:
+        pytest.skip("needs sm_90a")
+
+
+CASES = [
+    # tile, share of nonzeros, M, K, N, layouts, gap, types
+    (0, 0.5, 300, 131, 13, ("col", "row"), 0, "bfloat16", "bfloat16"),
+    (3, 0.3, 331, 523, 16, ("row", "col"), 8, "float16", "float16"),
+    (4, 0.7, 131, 264, 24, ("col", "col"), 8, "bfloat16", "bfloat16"),
+    (6, 1.0, 136, 640, 32, ("row", "row"), 0, "float16", "float32"),
+    (8, 0.5, 200, 141, 72, ("row", "row"), 0, "bfloat16", "bfloat16"),
+    (9, 0.5, 128, 800, 40, ("col", "col"), 8, "float16", "float32"),
+    (11, 0.05, 130, 200, 64, ("col", "col"), 6, "bfloat16", "bfloat16"),
+    (16, 0.5, 264, 523, 136, ("row", "row"), 0, "bfloat16", "bfloat16"),
+    (17, 0.5, 331, 528, 203, ("col", "col"), 0, "bfloat16", "bfloat16"),
+    (18, 1.0, 20, 523, 203, ("col", "col"), 5, "float16", "float16"),
+    (19, 0.0, 17, 70, 100, ("row", "col"), 0, "bfloat16", "bfloat16"),
+    (20, 0.5, 331, 528, 203, ("col", "col"), 0, "bfloat16", "bfloat16"),
+    (12, 0.5, 331, 528, 61, ("col", "col"), 0, "bfloat16", "bfloat16"),
+    (22, 0.8, 136, 264, 264, ("row", "row"), 8, "float16", "float16"),
+    (23, 0.5, 136, 1, 264, ("col", "row"), 0, "float16", "float32"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{expanding.TILES[c[0]]} {c[1]} {c[4]} {c[5]}")
+def test_integers_are_exact(case: tuple[Any, ...]) -> None:
+    on_hopper(pytest.importorskip("cupy"))
+    number, share, M, K, N, layouts, pad, dtype, out = case
+    rng = np.random.default_rng(number)
+    x = matrix(rng, M, K, share, dtype)
+    B = rng.integers(-3, 4, (K, N)).astype(x.dtype)
+    got = products(expanding.TILES[number], Bitmask.from_dense(x).to("cuda"), B, out, layouts, pad)
+    wanted = (x.astype(np.float64) @ B.astype(np.float64)).astype(got.dtype)
+    assert (got.astype(np.float64) == wanted.astype(np.float64)).all(), f"{(got != wanted).sum()} of {got.size} wrong"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["row", "col"])
+@pytest.mark.parametrize("number", [0, 3, 16, 21])
+def test_zeros_meet_no_infinity(number: int, layout: str) -> None:
+    """B is infinite or NaN in rows where half of A is zero; C is as over the stored elements."""
+    on_hopper(pytest.importorskip("cupy"))
+    rng, (M, K, N) = np.random.default_rng(3), (136, 136, 72)
+    x = matrix(rng, M, K, 0.5, "bfloat16")
+    B = rng.integers(-3, 4, (K, N)).astype(x.dtype)
+    B[5, 3:40], B[70, 7], B[71, 8], B[130, 50] = np.inf, -np.inf, np.nan, np.inf
+    a = Bitmask.from_dense(x).to("cuda")
+    got = products(expanding.TILES[number], a, B, "bfloat16", (layout, layout), 0)
+    with np.errstate(invalid="ignore"):
+        every = x.astype(np.float32)[:, :, None] * B.astype(np.float32)[None]
+        wanted = np.where((x != 0)[:, :, None], every, 0).sum(axis=1).astype(x.dtype)
+    assert 0 < np.isfinite(wanted.astype(np.float32)).sum() < wanted.size
+    assert np.array_equal(got.astype(np.float32), wanted.astype(np.float32), equal_nan=True)
+
+
+PLANTED = """
+import sys
+from emulator import stand_in
+from emulator.planted import plant
+
+planted = plant({old!r}, {new!r}, header="spformat/expanding.cuh")
+
+stand_in.install(90)
+import numpy as np
+from spformat.formats import Bitmask
+from test_bitmask_expanding import expanding, matrix, products
+
+rng, (M, K, N) = np.random.default_rng(0), (136, 816, 24)
+x = matrix(rng, M, K, 0.5, "bfloat16")
+B = rng.integers(-3, 4, (K, N)).astype(x.dtype)
+B[100, 5] = np.inf
+a = Bitmask.from_dense(x).to("cuda")
+wanted = np.array(x.astype("f4") @ np.where(np.isfinite(B.astype("f4")), B.astype("f4"), 0))
+wanted[:, 5] += np.where(x[:, 100] != 0, np.sign(x[:, 100].astype("f4")) * np.float32(np.inf), 0)
+wanted = wanted.astype(x.dtype)
+for seed in range(3):
+    stand_in.OPTIONS.update(seed=seed, shuffle_threads=True)
+    try:
+        got = products(expanding.TILES[{tile}], a, B, "bfloat16", ("row", "row"), 0)
+        print("equal" if np.array_equal(got.astype("f4"), wanted.astype("f4")) else "DIFFERENT")
+    except (Exception, SystemExit) as e:
+        print(e)
+assert any(planted)
+"""
+
+
+@pytest.mark.skipif(bool(emulator.missing()), reason=f"no emulator: {emulator.missing()}")
+@pytest.mark.parametrize(
+    ("tile", "old", "new", "text"),
+    [
+        (0, "barrier::wait(full + 8 * stage, number / STAGES & 1);", "", "more arrivals at an mbarrier|not aligned|DIFFERENT"),
+        (0, "barrier::wait(empty + 8 * stage, number / STAGES - 1 & 1);", "", "."),
+        (0, "all + B_BYTES", "all + B_BYTES - 16", "bytes missing|DIFFERENT"),
+        (0, "start = end, end = following;", "start = end;", "."),
+        (0, "wgmma::wait<0>();", "", "DIFFERENT|in flight"),
+        (0, "redo(m0 + warp * 16, n0 + i * STRIP, STRIP);", ";", "DIFFERENT"),
+        (2, "redo(row, col, 16);", ";", "DIFFERENT"),
+        (2, "cluster::sync();\n#pragma unroll 1", "#pragma unroll 1", "DIFFERENT|race|another"),
+    ],
+    ids=["copy not waited for", "stage not free", "bytes", "next record", "product", "infinity", "in parts", "sums"],
+)
+def test_a_planted_defect_is_found(tile: int, old: str, new: str, text: str) -> None:
+    done = python("-c", PLANTED.format(tile=tile, old=old, new=new))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(text, done.stdout), done.stdout
+    assert done.stdout.split() != ["equal"] * 3
+
+
+def test_it_runs_only_where_a_call_names_it() -> None:
+    a = Bitmask.from_dense(np.ones((16, 64), np.float16))
+    p = problem(a, 40, "float16", ("row", "row"), 90)
+    assert sf.explain(p, backend=KERNEL.name).chosen == KERNEL.name
