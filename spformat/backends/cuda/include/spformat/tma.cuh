@@ -147,6 +147,12 @@ __device__ __forceinline__ u32 map(u32 shared, u32 rank) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared), "r"(rank));
     return remote;
 }
+// 4 bytes from such an address. cluster::sync() lies between the store in the other block and this.
+__device__ __forceinline__ u32 load(u32 remote) {
+    u32 x;
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(remote) : "memory");
+    return x;
+}
 // 16 bytes to such an address; counted by the barrier `bar` of the same block when they are there.
 __device__ __forceinline__ void store_async_4(u32 remote, const float* x, u32 bar) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(remote),
