@@ -54,7 +54,7 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
     constexpr int SLAB = BCol ? DEPTH * TN * 2 : PANELS * DEPTH * 128;  // bytes of a stage
     constexpr int BOX_Y = (BCol ? TN : DEPTH) / Cluster;              // lines of a box
     constexpr int SCRATCH = 16 * 128;                                 // bytes of a warp for C
-    constexpr bool AHEAD = !Epilogue && TN / 2 + 18 * Span <= 170;    // registers hold a span beside the sums and their addresses
+    constexpr bool AHEAD = !Epilogue && TN / 2 + 18 * Span <= 166;    // registers hold a span beside the sums and their addresses
     static_assert(TN % 16 == 0 && TN <= 256, "wgmma has up to 256 columns");
     static_assert((Cluster == 1 || Cluster == 2) && BOX_Y % 8 == 0, "boxes are whole 8-line groups of the swizzle");
     static_assert(Stages >= 2, "copies must run ahead of the product");

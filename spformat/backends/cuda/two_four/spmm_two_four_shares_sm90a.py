@@ -120,7 +120,7 @@ class SpmmTwoFourShares(CopyEngineKernel):
         and added once for each further block of a tile. tiles: C.
         """
         units, steps = tile.units(p.M, p.n), ceil_div(p.K, DEPTH)
-        clusters = tile.clusters(units, steps, device.processors // tile.cluster)
+        clusters = tile.clusters(units, steps, max(1, device.processors // tile.cluster))
         step = max(
             tile_us(ROWS, tile.cols, DEPTH, TENSOR_16, device) / 2,
             load_us(ROWS * DEPTH * RECORD + tile.cols * DEPTH * 2 / tile.cluster, device),
