@@ -3,14 +3,18 @@
 //
 //   weights    u32[Mp/16 * Kp/64 + SPARE, 288]  records of two_four_records.cu; Mp = pad(M, 32), Kp = pad(K, 64);
 //                                          up to Span - 1 records behind the last one of a row of tiles are read, not used
-//   b_map      tensor map of B: rows of N (BCol: of K), 16-byte aligned pitch, boxes of 64 x 64 (BCol: 64 x TN), 128-byte swizzle
+//   b_map      tensor map of B: rows of N (BCol: of K), 16-byte aligned pitch, boxes of 64 x 64/Cluster (BCol: 64 x TN/Cluster),
+//                                          128-byte swizzle
 //   c          Out[M, N]                   row i at c + i*ldc (CCol: column n at c + n*ldc); every element is written
-//   even       whether blocks share out the last rounds of tiles (even_shares.cuh); else they take whole tiles
+//   even       whether clusters share out the last rounds of tiles (even_shares.cuh); else they take whole tiles
 //   sums       with `even`: f32[gridDim.x, TN/8, 256, 4], any contents; sums of a tile whose beginning is another block's
-//   flags      with `even`: u32[2 * gridDim.x + 1], 0 before and after: sums of a share and warpgroup are there; blocks started
+//   flags      with `even`: u32[2 * gridDim.x + 1], 0 before and after: sums of a block and warpgroup are there; clusters started
 //   Epilogue   C = alpha * A @ B + beta * C + bias (Out[M] or null) instead of A @ B; C is read only if beta is not 0
 //
-// Grid: any number of blocks; they walk over all tiles. Groups of 8 tiles of rows that share columns of B go together.
+// Grid: any number of clusters; they walk over all tiles. A cluster of two takes two neighbouring tiles of rows with the same
+// columns, over the same steps: each block issues half of every slab of B, and both get it (multicast). Where the number of tiles
+// of rows is odd, the last one's neighbour multiplies rows that are not written. Groups of 8 such units that share columns of B go
+// together.
 // Warpgroup 0 issues copies of B, Stages slabs of 64 rows ahead; the other two each multiply 64 rows, with weights that come
 // straight from memory to registers, in spans of Span slabs: one is multiplied while the next travels. All loads of a warp share
 // one hardware scoreboard, so that no load may be younger than the span it waits for.
@@ -42,15 +46,17 @@ __device__ __forceinline__ void store_columns(float* acc, char* scratch, Out* c,
                                                             added, alpha, beta);
 }
 
-template <class T, class Out, int TN, int Stages, int Span, bool BCol, bool CCol, bool Epilogue>
-__global__ void __launch_bounds__(WORKERS + 128, 1)
+template <class T, class Out, int TN, int Stages, int Span, int Cluster, bool BCol, bool CCol, bool Epilogue>
+__global__ void __cluster_dims__(Cluster, 1, 1) __launch_bounds__(WORKERS + 128, 1)
 spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_constant__ TensorMap b_map, Out* c, int N,
                            i64 ldc, int even, float4* sums, u32* flags, const Out* __restrict__ bias, float alpha, float beta) {
     constexpr int PANELS = BCol ? 1 : (TN + 63) / 64;                 // boxes of a slab
     constexpr int SLAB = BCol ? DEPTH * TN * 2 : PANELS * DEPTH * 128;  // bytes of a stage
+    constexpr int BOX_Y = (BCol ? TN : DEPTH) / Cluster;              // lines of a box
     constexpr int SCRATCH = 16 * 128;                                 // bytes of a warp for C
-    constexpr bool AHEAD = !Epilogue && TN / 2 + 18 * Span <= 170;    // registers hold a span beside the sums and their addresses
-    static_assert(TN % 16 == 0 && TN <= 256, "boxes are whole 8-line groups of the swizzle, and wgmma has up to 256 columns");
+    constexpr bool AHEAD = !Epilogue && TN / 2 + 18 * Span <= 166;    // registers hold a span beside the sums and their addresses
+    static_assert(TN % 16 == 0 && TN <= 256, "wgmma has up to 256 columns");
+    static_assert((Cluster == 1 || Cluster == 2) && BOX_Y % 8 == 0, "boxes are whole 8-line groups of the swizzle");
     static_assert(Stages >= 2, "copies must run ahead of the product");
     static_assert(store_m16_scratch<Out, 128 / int(sizeof(Out)) / 8> <= SCRATCH, "a panel of C fits its place");
     extern __shared__ __align__(1024) char shared[];
@@ -60,26 +66,31 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
     const u32 ring = (shared_address(shared) + 1023) & ~1023u;
     const u32 full = shared_address(barriers), empty = full + 8 * Stages;
     const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int slabs = cdiv(K, DEPTH), tiles_n = cdiv(N, TN), tiles_m = cdiv(M, ROWS);
+    const int slabs = cdiv(K, DEPTH), tiles_n = cdiv(N, TN), units_m = cdiv(cdiv(M, ROWS), Cluster);
+    const int rank = Cluster > 1 ? int(cluster::rank()) : 0, clusters = gridDim.x / Cluster;
 
     if (threadIdx.x == 0) {
         for (int s = 0; s < Stages; ++s) {
             barrier::init(full + 8 * s, 1);
-            barrier::init(empty + 8 * s, 2);
+            barrier::init(empty + 8 * s, 2 * Cluster);
         }
         barrier::fence_init();
         tma::prefetch(b_map);
-        first = even ? gridDim.x - 1 - started(flags + 2 * gridDim.x) : blockIdx.x;
+        first = blockIdx.x / Cluster;
+        if (even && rank == 0) first = clusters - 1 - started(flags + 2 * gridDim.x, clusters);
     }
-    __syncthreads();
-    EvenShares work(tiles_m * tiles_n, slabs, gridDim.x, first, even != 0);
+    if constexpr (Cluster > 1) cluster::sync();  // both blocks have their barriers, and the first one its number
+    else __syncthreads();
+    u32 number = first;
+    if (Cluster > 1 && even && rank > 0) number = cluster::load(cluster::map(shared_address(&first), 0));
+    EvenShares work(units_m * tiles_n, slabs, clusters, number, even != 0);
     Piece piece;
 
-    // Tile -> its first row and column.
+    // Tile of the cluster -> first row of this block's, and first column.
     auto place = [&](int tile, int& row0, int& col0) {
         const int group = tile / (GROUP * tiles_n), top = group * GROUP, at = tile - top * tiles_n;
-        const int height = min(GROUP, tiles_m - top);
-        row0 = (top + at % height) * ROWS;
+        const int height = min(GROUP, units_m - top);
+        row0 = ((top + at % height) * Cluster + rank) * ROWS;
         col0 = at / height * TN;
     };
 
@@ -95,94 +106,106 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
                     barrier::expect(full + 8 * stage, SLAB);
                     const u32 to = ring + stage * SLAB;
 #pragma unroll
-                    for (int x = 0; x < PANELS; ++x)
-                        tma::load_2d(to + x * (DEPTH * 128), b_map, full + 8 * stage, BCol ? slab * DEPTH : col0 + x * 64,
-                                     BCol ? col0 : slab * DEPTH);
+                    for (int x = 0; x < PANELS; ++x) {
+                        const u32 box = to + x * (DEPTH * 128) + rank * (BOX_Y * 128);
+                        const int along = BCol ? slab * DEPTH : col0 + x * 64;
+                        const int across = (BCol ? col0 : slab * DEPTH) + rank * BOX_Y;
+                        if constexpr (Cluster > 1) tma::load_2d_multicast(box, b_map, full + 8 * stage, along, across, 3);
+                        else tma::load_2d(box, b_map, full + 8 * stage, along, across);
+                    }
                     if (++stage == Stages) stage = 0, phase ^= 1;
                 }
             }
         }
         __syncwarp();
-        return;
-    }
-    take_registers<232>();
-    const int warp_row = (warpgroup - 1) * 64 + warp % 4 * 16, tiles_m16 = cdiv(M, 32) * 2;
-    char* const scratch = shared + (ring + Stages * SLAB - shared_address(shared)) + (warp - 4) * SCRATCH;
-    const bool c_vector = vector_aligned(c, ldc);
-    const u64 policy = tiles_n <= 4 ? evict_first() : evict_normal();  // weights that are read again later should stay in L2
+    } else {
+        take_registers<232>();
+        const int warp_row = (warpgroup - 1) * 64 + warp % 4 * 16, tiles_m16 = cdiv(M, 32) * 2;
+        char* const scratch = shared + (ring + Stages * SLAB - shared_address(shared)) + (warp - 4) * SCRATCH;
+        const bool c_vector = vector_aligned(c, ldc);
+        const u64 policy = tiles_n <= 4 ? evict_first() : evict_normal();  // weights that are read again later should stay in L2
 
-    uint4 a[2][Span][2];
-    u32 e[2][Span];
-    const u32* from = weights;
-    auto fetch = [&](int half) {
+        uint4 a[2][Span][2];
+        u32 e[2][Span];
+        const u32* from = weights;
+        auto fetch = [&](int half) {
 #pragma unroll
-        for (int i = 0; i < Span; ++i) {
-            a[half][i][0] = stream_16(from + i * RECORD + lane * 4, policy);
-            a[half][i][1] = stream_16(from + i * RECORD + lane * 4 + 128, policy);
-            e[half][i] = stream_4(from + i * RECORD + lane + 256, policy);
-        }
-        from += Span * RECORD;
-    };
-    int row0, col0;
-    auto start = [&] {  // rows at or beyond Mp repeat the last tile; they are never written
-        place(piece.tile, row0, col0);
-        from = weights + (i64(min((row0 + warp_row) / 16, tiles_m16 - 1)) * slabs + piece.begin) * RECORD;
-        fetch(0);
-    };
-    auto release = [&](int stage) {
-        if (threadIdx.x % 128 == 0) barrier::arrive(empty + 8 * stage);
-    };
-
-    int stage = 0, phase = 0;
-    bool more = work.next(piece);
-    if (more) start();
-    while (more) {
-        const int row = row0 + warp_row, col = col0, begin = piece.begin, end = piece.end, count = end - begin;
-        float acc[TN / 2];
-        float2 added = make_float2(0.0f, 0.0f);
-        if constexpr (Epilogue) added = bias_m16(bias, row, M);
-#pragma unroll 1
-        for (int base = 0; base < count; base += 2 * Span) {
-#pragma unroll
-            for (int i = 0; i < 2 * Span; ++i) {
-                const int half = i / Span, slab = base + i;
-                if (slab >= count) break;
-                barrier::wait(full + 8 * stage, phase);
-                const u32 tile = ring + stage * SLAB;
-                wgmma::fence();
-#pragma unroll
-                for (int s = 0; s < 2; ++s) {
-                    const u64 b = BCol ? wgmma::descriptor(tile + s * 64, 0, 1024, wgmma::B128)
-                                       : wgmma::descriptor(tile + s * 4096, DEPTH * 128, 1024, wgmma::B128);
-                    const uint4 x = a[half][i % Span][s];
-                    const u32 v[4] = {x.x, x.y, x.z, x.w};
-                    if (s == 0) wgmma::sp_rs<T, TN, 0, !BCol>(acc, v, b, e[half][i % Span], slab > 0);
-                    else wgmma::sp_rs<T, TN, 1, !BCol>(acc, v, b, e[half][i % Span], 1);
-                }
-                wgmma::commit();
-                wgmma::wait<1>();  // the product before this one is done: its stage and its registers are free
-                if (slab > 0) release(stage == 0 ? Stages - 1 : stage - 1);
-                if (i % Span == 0 && slab + Span < count) fetch(half ^ 1);
-                if (++stage == Stages) stage = 0, phase ^= 1;
+            for (int i = 0; i < Span; ++i) {
+                a[half][i][0] = stream_16(from + i * RECORD + lane * 4, policy);
+                a[half][i][1] = stream_16(from + i * RECORD + lane * 4 + 128, policy);
+                e[half][i] = stream_4(from + i * RECORD + lane + 256, policy);
             }
-        }
-        wgmma::wait<0>();
-        wgmma::pin(acc);
-        release(stage == 0 ? Stages - 1 : stage - 1);
-        more = work.next(piece);
-        if (AHEAD && more) start();  // the next piece's first registers travel while this one is stored
+            from += Span * RECORD;
+        };
+        int row0, col0;
+        auto start = [&] {  // rows at or beyond Mp repeat the last tile; they are never written
+            place(piece.tile, row0, col0);
+            from = weights + (i64(min((row0 + warp_row) / 16, tiles_m16 - 1)) * slabs + piece.begin) * RECORD;
+            fetch(0);
+        };
+        auto release = [&](int stage) {
+            if constexpr (Cluster > 1) {  // a copy to this stage comes from either block
+                if (threadIdx.x % 128 < Cluster) barrier::arrive_remote(empty + 8 * stage, threadIdx.x % 128);
+            } else if (threadIdx.x % 128 == 0) {
+                barrier::arrive(empty + 8 * stage);
+            }
+        };
 
-        float4* const mine = sums + threadIdx.x - 128;  // where this thread's sums of share 0 are
-        if (begin > 0) {
-            hand_over<WORKERS>(acc, mine + i64(work.share) * (TN / 8 * WORKERS), flags + 2 * work.share + warpgroup - 1, warpgroup);
+        int stage = 0, phase = 0;
+        bool more = work.next(piece);
+        if (more) start();
+        while (more) {
+            const int row = row0 + warp_row, col = col0, begin = piece.begin, end = piece.end, count = end - begin;
+            float acc[TN / 2];
+            float2 added = make_float2(0.0f, 0.0f);
+            if constexpr (Epilogue) added = bias_m16(bias, row, M);
+#pragma unroll 1
+            for (int base = 0; base < count; base += 2 * Span) {
+#pragma unroll
+                for (int i = 0; i < 2 * Span; ++i) {
+                    const int half = i / Span, slab = base + i;
+                    if (slab >= count) break;
+                    barrier::wait(full + 8 * stage, phase);
+                    const u32 tile = ring + stage * SLAB;
+                    wgmma::fence();
+#pragma unroll
+                    for (int s = 0; s < 2; ++s) {
+                        const u64 b = BCol ? wgmma::descriptor(tile + s * 64, 0, 1024, wgmma::B128)
+                                           : wgmma::descriptor(tile + s * 4096, DEPTH * 128, 1024, wgmma::B128);
+                        const uint4 x = a[half][i % Span][s];
+                        const u32 v[4] = {x.x, x.y, x.z, x.w};
+                        if (s == 0) wgmma::sp_rs<T, TN, 0, !BCol>(acc, v, b, e[half][i % Span], slab > 0);
+                        else wgmma::sp_rs<T, TN, 1, !BCol>(acc, v, b, e[half][i % Span], 1);
+                    }
+                    wgmma::commit();
+                    wgmma::wait<1>();  // the product before this one is done: its stage and its registers are free
+                    if (slab > 0) release(stage == 0 ? Stages - 1 : stage - 1);
+                    if (i % Span == 0 && slab + Span < count) fetch(half ^ 1);
+                    if (++stage == Stages) stage = 0, phase ^= 1;
+                }
+            }
+            wgmma::wait<0>();
+            wgmma::pin(acc);
+            release(stage == 0 ? Stages - 1 : stage - 1);
+            more = work.next(piece);
+            if (AHEAD && more) start();  // the next piece's first registers travel while this one is stored
+
+            float4* const mine = sums + threadIdx.x - 128;  // where this thread's sums of block 0 are
+            if (begin > 0) {
+                const int own = work.share * Cluster + rank;
+                hand_over<WORKERS>(acc, mine + i64(own) * (TN / 8 * WORKERS), flags + 2 * own + warpgroup - 1, warpgroup);
+                if (!AHEAD && more) start();
+                continue;
+            }
+            for (int done = end, next = work.share + 1; done < slabs; ++next) {
+                const int other = next * Cluster + rank;
+                take_over<WORKERS>(acc, mine + i64(other) * (TN / 8 * WORKERS), flags + 2 * other + warpgroup - 1, warpgroup);
+                done += work.start(next + 1) - work.start(next);
+            }
+            store_columns<Out, CCol, Epilogue, TN>(acc, scratch, c, ldc, row, col, M, N, c_vector, added, alpha, beta);
             if (!AHEAD && more) start();
-            continue;
         }
-        for (int done = end, next = work.share + 1; done < slabs; ++next) {
-            take_over<WORKERS>(acc, mine + i64(next) * (TN / 8 * WORKERS), flags + 2 * next + warpgroup - 1, warpgroup);
-            done += work.start(next + 1) - work.start(next);
-        }
-        store_columns<Out, CCol, Epilogue, TN>(acc, scratch, c, ldc, row, col, M, N, c_vector, added, alpha, beta);
-        if (!AHEAD && more) start();
+        __syncwarp();
     }
+    if constexpr (Cluster > 1) cluster::sync();  // the other block may still copy to, and arrive in, this one's shared memory
 }

@@ -20,6 +20,7 @@ from ....products.roofline import TENSOR_16, Device, device_of
 from ..runtime import jit, row_tiles, tensor_map
 from ..runtime.kernel import CopyEngineKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands, Prepare
+from ..runtime.occupancy import max_clusters
 from ..runtime.scratch import Scratch
 from .spmm_two_four import DEPTH, KERNEL, RECORD, c_type, in_kernel_order, launcher, mma_reasons
 from .two_four_records import TwoFourRecords
@@ -29,18 +30,21 @@ ROWS, WORKERS = 128, 256
 """Rows of a tile; threads that multiply. The same in the kernel."""
 LEAST_STEPS = 8
 """Steps along K that a share has at least where there are fewer tiles than multiprocessors."""
-SPANS = (64, 7), (96, 6), (128, 5), (208, 4), (256, 3)
-"""Most columns of a tile, and the slabs of weights that are loaded ahead."""
 LAUNCH_US = 5.0
 """Predicted microseconds until the first product and after the last one (decision 0029: 3.5 and 1.5)."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Tiles of 128 x ``cols``; ``even``: blocks share out the last rounds of them by steps along K."""
+    """Tiles of 128 x ``cols``; ``even``: clusters share out the last rounds of them by steps along K.
+
+    A cluster is ``cluster`` blocks, 1 or 2, with neighbouring tiles of rows of the same columns: each loads its part of
+    every slab of B for both.
+    """
 
     cols: int
     even: bool
+    cluster: int = 1
 
     @property
     def span(self) -> int:
@@ -64,17 +68,21 @@ class Tile:
         """bytes: slabs of B, 16 rows of 128 bytes of C for each warp, room to align to 1024."""
         return self.stages * self.slab + WORKERS // 32 * 16 * 128 + 1024
 
-    def blocks(self, tiles: int, steps: int, processors: int) -> int:
-        """Blocks for so many tiles of so many steps: each has work."""
-        if not self.even or tiles >= processors:
-            return min(tiles, processors)
-        return min(processors, max(tiles, tiles * steps // LEAST_STEPS))
+    def units(self, M: int, n: int) -> int:
+        """Units of work of a product: ``cluster`` tiles of rows beside each other."""
+        return ceil_div(M, ROWS * self.cluster) * ceil_div(n, self.cols)
+
+    def clusters(self, units: int, steps: int, resident: int) -> int:
+        """Clusters for so many units of so many steps, where ``resident`` run at once: each has work."""
+        if not self.even or units >= resident:
+            return min(units, resident)
+        return min(resident, max(units, units * steps // LEAST_STEPS))
 
     def __str__(self) -> str:
-        return f"{ROWS}x{self.cols}x{DEPTH} {'even' if self.even else 'whole'}"
+        return f"{ROWS}x{self.cols}x{DEPTH} {'even' if self.even else 'whole'}" + ", pairs" * (self.cluster > 1)
 
 
-TILES = tuple(Tile(cols, even) for even in (False, True) for cols in range(16, 257, 16))
+TILES = tuple(Tile(cols, even, n) for n in (1, 2) for even in (False, True) for cols in range(16, 257, 16))
 
 
 class SpmmTwoFourShares(CopyEngineKernel):
@@ -111,18 +119,18 @@ class SpmmTwoFourShares(CopyEngineKernel):
         launch: constant. steps: each as long as its products, or as loading weights and B from L2. sums: handed over
         and added once for each further block of a tile. tiles: C.
         """
-        tiles, steps = ceil_div(p.M, ROWS) * ceil_div(p.n, tile.cols), ceil_div(p.K, DEPTH)
-        blocks = tile.blocks(tiles, steps, device.processors)
+        units, steps = tile.units(p.M, p.n), ceil_div(p.K, DEPTH)
+        clusters = tile.clusters(units, steps, max(1, device.processors // tile.cluster))
         step = max(
             tile_us(ROWS, tile.cols, DEPTH, TENSOR_16, device) / 2,
-            load_us(ROWS * DEPTH * RECORD + tile.cols * DEPTH * 2, device),
+            load_us(ROWS * DEPTH * RECORD + tile.cols * DEPTH * 2 / tile.cluster, device),
         )
-        turns = ceil_div(tiles, blocks)
+        turns = ceil_div(units, clusters)
         written = turns * load_us(ROWS * tile.cols * itemsize(p.out_dtype), device)
-        if not tile.even or tiles % blocks == 0:
+        if not tile.even or units % clusters == 0:
             return LAUNCH_US, turns * steps * step, 0.0, written
-        longest = ceil_div(tiles * steps, blocks)
-        others = ceil_div(steps, longest)  # blocks that have a part of a tile whose beginning is another's
+        longest = ceil_div(units * steps, clusters)
+        others = ceil_div(steps, longest)  # clusters that have a part of a tile whose beginning is another's
         sums = (1 + others) * load_us(ROWS * tile.cols * 4, device)
         return LAUNCH_US, longest * step, sums, written
 
@@ -137,19 +145,25 @@ class SpmmTwoFourShares(CopyEngineKernel):
         """C++ names that the compile tests build."""
         p = Problem.product("two-four", (), 1, 1, 0, 0, "bfloat16", "bfloat16", "bfloat16")
         wide = p.changed(a_dtype="float16", out_dtype="float32", b_layout=COL, out_layout=COL, epilogue=True)
-        return tuple(_instance(Tile(cols, True), q) for cols, q in ((16, p), (128, wide), (208, p), (256, wide)))
+        built = (16, 1, p), (128, 1, wide), (208, 1, p), (256, 1, wide), (48, 2, wide), (208, 2, p), (256, 2, wide)
+        return tuple(_instance(Tile(cols, True, cluster), q) for cols, cluster, q in built)
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
+        import cupy
+
         b_col, tile = p.b_layout == COL, self.best(p).tile
         item = VALUE_TYPES[p.b_dtype].numpy.itemsize
         function = jit.load(SOURCE, _instance(tile, p), ARCH, p.device_id, tile.smem)
         weights = TwoFourRecords().of(a, p)
         a = in_kernel_order(a)
         data, meta, order = a.data, a.meta, a.meta_order  # plans must not keep ``a`` itself alive
-        processors = row_tiles.device_of(p.device_id).sms
+        resident = row_tiles.device_of(p.device_id).sms
+        if tile.cluster > 1:
+            with cupy.cuda.Device(p.device_id):
+                resident = max_clusters(function, tile.cluster, WORKERS + 128, tile.smem)
         signature = (*"Pii", tensor_map.TensorMap, *"PiqiPPPff")
         launch = Launch(function, signature, (weights, p.M, p.K), WORKERS + 128, tile.smem)
-        row_count, steps, box = ceil_div(p.M, ROWS), ceil_div(p.K, DEPTH), (DEPTH, tile.cols if b_col else DEPTH)
+        steps, box = ceil_div(p.K, DEPTH), (DEPTH, (tile.cols if b_col else DEPTH) // tile.cluster)
         sums, flags = Scratch(), Scratch(zeros=True)
 
         @functools.lru_cache(maxsize=1)
@@ -161,9 +175,10 @@ class SpmmTwoFourShares(CopyEngineKernel):
                 return unaligned()(o)
             extents = (p.K, o.n) if b_col else (o.n, p.K)
             b_map = tensor_map.tiled(o.b, p.b_dtype, extents, (o.ldb,), box, 128)
-            count = row_count * ceil_div(o.n, tile.cols)
-            blocks = tile.blocks(count, steps, processors)
-            shared, sums_at, flags_at = bool(blocks and tile.even and count % blocks), 0, 0
+            units = tile.units(p.M, o.n)
+            clusters = tile.clusters(units, steps, resident)
+            blocks = clusters * tile.cluster
+            shared, sums_at, flags_at = bool(clusters and tile.even and units % clusters), 0, 0
             if shared:
                 sums_at = sums.buffer(o.stream, blocks * ROWS * tile.cols * 4)
                 flags_at = flags.buffer(o.stream, (2 * blocks + 1) * 4)
@@ -175,5 +190,5 @@ class SpmmTwoFourShares(CopyEngineKernel):
 
 def _instance(tile: Tile, p: Problem) -> str:
     flags = ", ".join(str(f).lower() for f in (p.b_layout == COL, p.out_layout == COL, p.epilogue))
-    shape = f"{tile.cols}, {tile.stages}, {tile.span}"
+    shape = f"{tile.cols}, {tile.stages}, {tile.span}, {tile.cluster}"
     return f"spmm_two_four_shares_sm90a<{c_type(p.a_dtype)}, {c_type(p.out_dtype)}, {shape}, {flags}>"

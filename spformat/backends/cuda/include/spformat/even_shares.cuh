@@ -7,6 +7,9 @@
 // Sums that a block hands over: the block with the beginning of a tile waits for the shares after its own. Shares are numbered
 // against the order in which blocks start, so that it waits only for blocks that run or have ended, and a block hands over its
 // sums before it waits itself. The kernel therefore ends even if one block runs at a time.
+//
+// A cluster may take the place of a block: its blocks start together and have the same pieces, each of tiles of its own, and
+// a block hands sums over to the block of the same rank.
 #pragma once
 #include "spformat/dtypes.cuh"
 #include "spformat/tma.cuh"
@@ -51,8 +54,9 @@ private:
     int tiles_, blocks_, rounds_, least_, longer_, at_, stop_, round_ = 0;
 };
 
-// Number of this block in the order in which blocks start. `counter` is 0 before the launch and after it. One thread calls it.
-__device__ __forceinline__ u32 started(u32* counter) { return atomicInc(counter, gridDim.x - 1); }
+// Number of this block (or cluster) in the order in which the `blocks` of the launch start. `counter` is 0 before the launch
+// and after it. One thread of each calls it.
+__device__ __forceinline__ u32 started(u32* counter, u32 blocks) { return atomicInc(counter, blocks - 1); }
 
 // 128 threads of a warpgroup hand over Count sums each, as pieces of 16 bytes, Threads apart; `id`: their named barrier.
 template <int Threads, int Count>

@@ -154,6 +154,12 @@ __device__ __forceinline__ float4 load_4(u32 remote) {
                  : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(remote) : "memory");
     return x;
 }
+// 4 bytes from such an address. cluster::sync() lies between the store in the other block and this.
+__device__ __forceinline__ u32 load(u32 remote) {
+    u32 x;
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(remote) : "memory");
+    return x;
+}
 // 16 bytes to such an address; counted by the barrier `bar` of the same block when they are there.
 __device__ __forceinline__ void store_async_4(u32 remote, const float* x, u32 bar) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(remote),
