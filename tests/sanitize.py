@@ -136,7 +136,7 @@ def epilogues() -> int:
 
 @allocated_alone
 def expansions() -> int:
-    """Matrices of every format written as dense ones, each array an allocation of its own, so that none overruns."""
+    """Matrices of every format, and sums, written as dense ones, each array an allocation of its own, so that none overruns."""
     rng, done, sm = np.random.default_rng(10), 0, int(cp.cuda.Device().compute_capability)
     for (name, expander), dtype in itertools.product(EXPANDERS.items(), ("float16", "float32")):
         if (name, dtype) == ("two-four", "float32"):
@@ -151,6 +151,17 @@ def expansions() -> int:
                     launch()
                 assert (out.get()[:, : shape[1]] == x).all(), f"{f!r} ld={ld}"
                 done += 1
+    for rules, dtype in itertools.product(PAIRS.values(), ("float16", "float32")):
+        for shape in ((33, 70), (19, 9000)):
+            x = integers(shape, dtype, done)
+            f = decompose(x, *rules)
+            out = cp.full(shape, float("nan"), x.dtype)
+            for launch in EXPANDERS["sum"](f.to("cuda"), problem(f, 8, dtype, ("row", "row"), sm))(
+                out.data.ptr, shape[1], 0
+            ):
+                launch()
+            assert (out.get() == x).all(), repr(f)
+            done += 1
     return done
 
 

@@ -106,7 +106,8 @@ def asked(fmt: str, shape: tuple[int, int], **changed: Any) -> Problem:
 
 def test_what_is_taken() -> None:
     as_csr = ("dense", "coo", "csc")  # the last two by way of CSR, which has the same arrays
-    assert KERNEL.takes == {(o, f.name) for o in OPERATIONS for f in sf.FORMATS if f.name not in as_csr}
+    names = {f.name for f in sf.FORMATS if f.name not in as_csr} | {"sum"}
+    assert KERNEL.takes == {(o, name) for o in OPERATIONS for name in names}
     assert KERNEL.unsupported(asked("csr", (4, 3))) == []
     assert KERNEL.unsupported(asked("csr", (4, 3), b_layout=COL, operation="spmm_transposed")) == []
     half = {"a_dtype": "bfloat16", "b_dtype": "bfloat16"}

@@ -1,4 +1,7 @@
-"""Sparse matrices written as dense ones by a GPU: every bit, nothing outside, and products by way of that."""
+"""Sparse matrices written as dense ones by a GPU: every bit, nothing outside, and products by way of that.
+
+Sums of matrices: test_expand_sum.py.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from spformat.backends.cuda.bitmask import bitmask_unpack
 from spformat.backends.cuda.bsr import expand_bsr
 from spformat.backends.cuda.csr import expand_csr
 from spformat.backends.cuda.dense import expand_then_dense
-from spformat.backends.cuda.dense.expand_then_dense import EXPANDERS, OPERATIONS, ExpandThenDense
+from spformat.backends.cuda.dense.expand_then_dense import EXPANDERS, OPERATIONS, SINGLE, ExpandThenDense
 from spformat.backends.cuda.ell_buckets import ell_buckets_to_dense
 from spformat.backends.cuda.runtime.expansion import leading_dimension
 from spformat.backends.cuda.sr_bcrs import expand_sr_bcrs
@@ -82,7 +85,7 @@ def expanded(cp: Any, f: Format, ld: int, offset: int) -> Any:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16", "int8"])
-@pytest.mark.parametrize("name", sorted(EXPANDERS))
+@pytest.mark.parametrize("name", sorted(SINGLE))
 def test_expanded_bits_are_those_of_the_host(cp: Any, name: str, dtype: str) -> None:
     if dtype not in next(f for f in sf.FORMATS if f.name == name).value_dtypes:
         pytest.skip(f"{name} takes no {dtype}")
@@ -101,7 +104,7 @@ def test_expanded_bits_are_those_of_the_host(cp: Any, name: str, dtype: str) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", sorted(EXPANDERS))
+@pytest.mark.parametrize("name", sorted(SINGLE))
 def test_conversions_write_a_whole_array(cp: Any, name: str) -> None:
     """What can be registered as conversions from a format to dense."""
     for f in formats(name, "float16", SHAPES[:1]):
@@ -147,7 +150,7 @@ def poisoned(cp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("name", sorted(EXPANDERS))
+@pytest.mark.parametrize("name", sorted(SINGLE))
 def test_products_are_exact(cp: Any, poisoned: None, name: str, operation: str) -> None:
     cls = next(f for f in sf.FORMATS if f.name == name)
     sm, rng, done = int(cp.cuda.Device().compute_capability), np.random.default_rng(4), 0
@@ -187,7 +190,7 @@ def test_products_are_exact(cp: Any, poisoned: None, name: str, operation: str) 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("name", sorted(EXPANDERS))
+@pytest.mark.parametrize("name", sorted(SINGLE))
 def test_a_graph_captures_the_whole_product(cp: Any, poisoned: None, name: str, operation: str) -> None:
     rng, sm = np.random.default_rng(6), int(cp.cuda.Device().compute_capability)
     x = matrix(rng, name, params_of(name)[0], "float16")

@@ -70,13 +70,13 @@ def test_it_is_not_chosen_and_says_why() -> None:
     p = described(s, 64)
     assert not KERNEL.unsupported(p)
     trace = sf.explain(p)
-    assert trace.chosen == "composed.sum_of_parts"
+    assert {a.kernel for a in trace.answers if a} == {"composed.sum_of_parts", "cuda.expand_then_dense"}
     (own,) = (a for a in trace.answers if a.kernel == KERNEL.name)
     assert str(own) == (
         "cuda.spmm_sum: not measured yet, so its speed is unknown; it runs only where a call names it, with "
         "backend='cuda.spmm_sum'"
     )
-    assert sf.explain(p, backend="cuda").chosen is None
+    assert KERNEL.name not in [a.kernel for a in sf.explain(p, backend="cuda").answers if a]
     assert sf.explain(p, backend=KERNEL.name).chosen == KERNEL.name
 
 

@@ -19,6 +19,7 @@ from ..products import same_arrays
 from ..products.kernel import Kernel, spmm_of
 from ..products.plan import Plan
 from ..products.problem import Operand, Problem, itemsize
+from ..products.roofline import epilogue_us, moved_us
 from . import copied_operands
 from .plans import plan_with
 from .select import ask, choose
@@ -63,8 +64,12 @@ class SumOfParts(Kernel):
         return 4 * p.rows * p.n if p.out_dtype in ("float16", "bfloat16") else 0
 
     def expected_us(self, p: Problem) -> float:
-        """The sum of the expected times of the parts."""
-        return sum(_expected(q) for q in self.problems(p))
+        """The sum of the expected times of the parts, and what these leave out: every part but the first reads C
+        before it adds to it, and a 16-bit C is rounded in a pass of its own."""
+        problems = self.problems(p)
+        parts = sum(_expected(q) + (moved_us(q, q.rows * q.n * itemsize(q.out_dtype)) if q.epilogue else 0.0)
+                    for q in problems)  # fmt: skip
+        return parts + (epilogue_us(p) if problems and problems[0].out_dtype != p.out_dtype else 0.0)
 
     def _plan(self, a: Any, p: Problem) -> Plan:
         plans = [

@@ -8,6 +8,7 @@ them up. A device with other rates therefore gets other times from the same cons
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 from .problem import COL, LINE, Operand, Problem, aligned, itemsize
 from .roofline import CUDA_32, CUDA_64, TENSOR_16, Device
@@ -99,7 +100,9 @@ def index_bytes(p: Problem) -> float:
 
 @functools.lru_cache(maxsize=256)
 def stored_bytes(p: Problem) -> float:
-    """Bytes of A as its format stores it: values with their padding, and indices."""
+    """Bytes of A as its format stores it: values with their padding, and indices; those of all parts of a sum."""
+    if p.operands[0].parts:
+        return sum(stored_bytes(replace(p, operands=(part, *p.operands[1:]))) for part in p.operands[0].parts)
     if p.format == "dense":
         return p.M * p.K * itemsize(p.a_dtype)
     if p.format == "two-four":

@@ -190,5 +190,9 @@ def plain_us(p: Problem) -> float:
 
 def epilogue_us(p: Problem) -> float:
     """Microseconds of one more pass over C: it is read in float32 and written."""
-    moved = p.rows * p.n * (4 + itemsize(p.out_dtype))
-    return 2.0 + 1e6 * moved / (device_of(p).memory if p.device != "cpu" else HOST_BYTES)
+    return 2.0 + moved_us(p, p.rows * p.n * (4 + itemsize(p.out_dtype)))
+
+
+def moved_us(p: Problem, nbytes: float) -> float:
+    """Microseconds to read or write so many bytes of memory on the device of a problem."""
+    return 1e6 * nbytes / (device_of(p).memory if p.device != "cpu" else HOST_BYTES)

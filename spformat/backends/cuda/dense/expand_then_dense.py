@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
+from ....formats.sum import Sum
 from ....products.ideal import memory_us, stored_bytes
 from ....products.problem import DENSE as DENSE_FORMAT
 from ....products.problem import Operand, Problem, itemsize
@@ -26,6 +27,7 @@ from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Call, Operands
 from ..runtime.scratch import Scratch
 from ..sr_bcrs import expand_sr_bcrs
+from ..sum import expand_sum
 from ..two_four import two_four_pack
 from ..vector_nm import vector_nm_convert
 from .gemm_times import Gemm
@@ -41,13 +43,19 @@ EXPANDERS: dict[str, Callable[[Any, Problem], Writer]] = {
     "vector-nm": vector_nm_convert.expander,
 }
 """Format id -> the function that prepares the launches that write a matrix of this format as a dense one."""
+SINGLE = frozenset(EXPANDERS)
+"""The formats that are written by one launch, so that the first part of a sum may be in any of them."""
+EXPANDERS[Sum.name] = functools.partial(expand_sum.expander, EXPANDERS)
 OPERATIONS = ("spmm", "spmm_transposed")
 DENSE = Gemm()
 """The expected time of the dense product."""
 
 
 class ExpandThenDense(CudaKernel):
-    """cuBLAS on a dense copy of A, written anew for every product. Every format, any layout, every N."""
+    """cuBLAS on a dense copy of A, written anew for every product. Every format, any layout, every N.
+
+    Of a sum, all parts but one must be in CSR or ELL buckets, whose nonzeros are written over the other part.
+    """
 
     name = "cuda.expand_then_dense"
     multiplies_zeros = True
@@ -55,8 +63,14 @@ class ExpandThenDense(CudaKernel):
     terms = ("launch", "memory")
 
     def quantities(self, p: Problem, tile: Any, device: Device) -> tuple[float, ...]:
-        """Ideal microseconds of the expansion: A as stored is read, and the dense matrix is written."""
-        return 1.0, memory_us(stored_bytes(p) + p.M * p.K * itemsize(p.a_dtype), device)
+        """Ideal microseconds of the expansion: A as stored is read, and the dense matrix is written.
+
+        Each further part of a sum is one more launch, and writes a sector of memory for each of its items.
+        """
+        launches, nbytes = 1, stored_bytes(p) + p.M * p.K * itemsize(p.a_dtype)
+        if p.format == Sum.name:
+            launches, nbytes = len(p.operands[0].parts), nbytes + expand_sum.scattered_bytes(p)
+        return float(launches), memory_us(nbytes, device)
 
     def rest_us(self, p: Problem, tile: Any = None) -> float:
         """The product of the dense matrix."""
@@ -64,11 +78,15 @@ class ExpandThenDense(CudaKernel):
 
     def unsupported(self, p: Problem) -> list[str]:
         """The types that cuBLAS takes, the same on both sides, as far as A can be expanded; sm_80 or newer."""
-        return gemm_reasons(p, 80)
+        return gemm_reasons(p, 80) + (expand_sum.refused_parts(p, SINGLE) if p.format == Sum.name else [])
 
     def workspace_bytes(self, p: Problem) -> int:
         """Bytes of the dense copy, rounded as they are allocated, and of the arrays that are derived from A once."""
-        derived = expand_ell_buckets.derived_bytes(p.M, p.nnz) if p.format == "ell-buckets" else 0
+        derived = sum(
+            expand_ell_buckets.derived_bytes(p.M, part.stored)
+            for part in p.operands[0].parts or p.operands[:1]
+            if part.format == "ell-buckets"
+        )
         return (1 << (_dense_bytes(p) - 1).bit_length()) + derived
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
