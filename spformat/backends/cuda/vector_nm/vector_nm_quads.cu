@@ -62,6 +62,9 @@ __device__ __forceinline__ int group(const Sizes& s, int quad) { return quad * s
 
 // Two values without the sign of a zero: the sum carries into the top bit of each that is not zero.
 __device__ __forceinline__ u32 positive_zeros(u32 v, u32 live) { return v & (((v & LOW) + LOW) | live); }
+__device__ __forceinline__ Quad positive_zeros(Quad v, u32 live) {
+    return {positive_zeros(v.low, live), positive_zeros(v.high, live)};
+}
 
 // A window in a warp that looks at 32 columns: `bits` are the columns that are kept, the lane's own is number `at`.
 struct Window {
@@ -90,10 +93,12 @@ encode(const u16* __restrict__ x, Sizes s, u32 live, u8* __restrict__ indices, u
         const int rows = b.rows(s);
         const u16* from = x + (b.r0 + 4 * b.quad) * s.K + b.c0 + b.piece * PIECE;
         Piece v[4];
+        if (rows == 4) {  // without conditions between the loads
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            v[i] = Piece{};
-            if (i < rows) v[i] = *reinterpret_cast<const Piece*>(from + i * s.K);
+            for (int i = 0; i < 4; ++i, from += s.K) v[i] = *reinterpret_cast<const Piece*>(from);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i, from += s.K) v[i] = i < rows ? *reinterpret_cast<const Piece*>(from) : Piece{};
         }
         Piece any;
 #pragma unroll
@@ -111,9 +116,10 @@ encode(const u16* __restrict__ x, Sizes s, u32 live, u8* __restrict__ indices, u
 
     for (int i = b.warp; i < b.here * HALVES; i += WARPS) {
         const int g = i / HALVES, column = i % HALVES * LANES + b.lane, w = column >> s.log_m;
+        const u16* rows = some + g * s.per * COLUMNS + column;
         u32 value = 0;
 #pragma unroll 4
-        for (int k = 0; k < s.per; ++k) value |= some[(g * s.per + k) * COLUMNS + column];
+        for (int k = 0; k < s.per; ++k) value |= rows[k * COLUMNS];
         const Window window(s, __ballot_sync(ALL, (value & live) != 0), b.lane);
         if (w >= b.windows) continue;
         // A window that holds fewer than n vectors takes the lowest free positions, too.
@@ -141,31 +147,25 @@ encode(const u16* __restrict__ x, Sizes s, u32 live, u8* __restrict__ indices, u
     const u8* column = place + group(s, b.lane);
     u16* to = data + ((i64)b.w0 * s.n + b.warp) * s.Mp + b.r0 + 4 * b.lane;
 #pragma unroll 2
-    for (int u = b.warp; u < vectors; u += WARPS, to += WARPS * s.Mp) {
-        Quad v = row[column[u * QUADS]];
-        v.low = positive_zeros(v.low, live), v.high = positive_zeros(v.high, live);
-        *reinterpret_cast<Quad*>(to) = v;
-    }
+    for (int u = b.warp; u < vectors; u += WARPS, to += WARPS * s.Mp)
+        *reinterpret_cast<Quad*>(to) = positive_zeros(row[column[u * QUADS]], live);
 }
 
 // The reverse: every element of x is written, those that no vector names as zeros. Rows of x are ld elements apart.
 // Indices increase in a window, so that the place of a position among the kept ones is the number of its vector.
 __global__ void __launch_bounds__(THREADS, 6)
 scatter(const u8* __restrict__ indices, const u16* __restrict__ data, Sizes s, u32 live, u16* __restrict__ x, i64 ld) {
-    constexpr int PITCH = QUADS + 1;
+    constexpr int PITCH = QUADS + 1, BATCH = 2;
     __shared__ Quad values[(COLUMNS + 1) * PITCH];              // [vector][quad], after the last vector zeros
     __shared__ alignas(PIECE) u8 vector[QUADS * COLUMNS];          // [row group of the block][column]
     const Place b(s);
     const int vectors = b.windows * s.n;
-    if (b.lane < b.here * s.per) {
-        const u16* from = data + ((i64)b.w0 * s.n + b.warp) * s.Mp + b.r0 + 4 * b.lane;
-#pragma unroll 2
-        for (int u = b.warp; u < vectors; u += WARPS, from += WARPS * s.Mp) {
-            Quad v = *reinterpret_cast<const Quad*>(from);
-            v.low = positive_zeros(v.low, live), v.high = positive_zeros(v.high, live);
-            values[u * PITCH + b.lane] = v;
-        }
-    }
+    const bool present = b.lane < b.here * s.per;
+    const u16* from = data + ((i64)b.w0 * s.n + b.warp) * s.Mp + b.r0 + 4 * b.lane;
+    Quad first[BATCH];  // in flight while the positions are read
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i, from += WARPS * s.Mp)
+        first[i] = present && b.warp + i * WARPS < vectors ? *reinterpret_cast<const Quad*>(from) : Quad{};
     if (b.warp == WARPS - 1) values[vectors * PITCH + b.lane] = Quad{};
     for (int i = b.warp; i < b.here * HALVES; i += WARPS) {
         const int g = i / HALVES, half = i % HALVES, column = half * LANES + b.lane;
@@ -178,6 +178,15 @@ scatter(const u8* __restrict__ indices, const u16* __restrict__ data, Sizes s, u
         const Window window(s, __reduce_or_sync(ALL, bit), b.lane);
         const int k = (column >> s.log_m) * s.n + __popc(window.bits & window.below);
         vector[g * COLUMNS + column] = (u8)(window.bits >> window.at & 1 ? k : vectors);
+    }
+    if (present) {
+        Quad* to = values + b.warp * PITCH + b.lane;
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i)
+            if (b.warp + i * WARPS < vectors) to[i * WARPS * PITCH] = positive_zeros(first[i], live);
+#pragma unroll 2
+        for (int u = b.warp + BATCH * WARPS; u < vectors; u += WARPS, from += WARPS * s.Mp)
+            values[u * PITCH + b.lane] = positive_zeros(*reinterpret_cast<const Quad*>(from), live);
     }
     __syncthreads();
 
@@ -194,9 +203,14 @@ scatter(const u8* __restrict__ indices, const u16* __restrict__ data, Sizes s, u
         v[2].w[j] = __byte_perm(left.high, right.high, 0x5410), v[3].w[j] = __byte_perm(left.high, right.high, 0x7632);
     }
     u16* to = x + (b.r0 + 4 * b.quad) * ld + b.c0 + b.piece * PIECE;
+    if (rows == 4) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-        if (i < rows) *reinterpret_cast<Piece*>(to + i * ld) = v[i];
+        for (int i = 0; i < 4; ++i, to += ld) *reinterpret_cast<Piece*>(to) = v[i];
+    } else {
+#pragma unroll
+        for (int i = 0; i < 3; ++i, to += ld)
+            if (i < rows) *reinterpret_cast<Piece*>(to) = v[i];
+    }
 }
 
 }  // namespace vector_nm_quads
