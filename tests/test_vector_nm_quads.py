@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from cases import codes, nm_places
 from test_emulator import python
+from test_expand_on_a_gpu import expanded
 
 from spformat.arrays.dtypes import bits
 from spformat.arrays.library import ceil_div
@@ -104,6 +105,18 @@ def test_bits_of_the_host_code(dtype: str, alone: Any) -> None:
             assert device == host, f"{params} {shape}"
             dense = bits(device.to_dense()).get()
             assert (dense == bits(host.to_dense())).all(), f"{params} {shape}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("further", [0, 8, 64])
+def test_nothing_is_written_outside(further: int, alone: Any) -> None:
+    """Into an array whose rows are longer than those of the matrix, between guards."""
+    for seed, params in enumerate(PATTERNS):
+        for shape in SHAPES:
+            held = nm_places(shape, params["n"], params["m"], params["vector_length"], seed)
+            a = VectorNM.from_dense(codes("float16", held, seed), **params)
+            got = expanded(alone, a.to("cuda"), shape[1] + further, 0)
+            assert (got == bits(a.to_dense())).all(), f"{params} {shape}"
 
 
 @pytest.mark.gpu

@@ -36,7 +36,7 @@ struct alignas(16) Piece { u32 w[PIECE / 2]; };  // eight columns of a row
 
 // The part of the matrix that a block takes, and the thread's place in it.
 struct Place {
-    i64 c0, r0, q0;             // first column, row, row group
+    i64 c0, r0, q0;               // first column, row, row group
     int w0, windows, here, cols;  // first window; windows, row groups and columns of x that are there
     int warp, lane;
     int piece, quad;           // of this thread, where x is read or written
