@@ -3,7 +3,7 @@
 The arrays are allocated by the format and passed by ``edges.py``. The numpy code is the reference, and results equal it
 bit for bit. Kernels: vector_nm_convert.cu. Each direction takes one pass over the dense array, pruning included. If the
 rows of a group do not fit in shared memory, encoding takes two passes (positions, then values), and
-``preprocess.masks`` prunes.
+``preprocess.masks`` prunes. Most conversions of values of two bytes are made by ``vector_nm_quads.py``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ..runtime.expansion import Target, Writer
 from ..runtime.launch import Bound
 from ..runtime.queue import Kernels
 from ..runtime.scratch import Counters
+from . import vector_nm_quads
 
 SOURCE = "vector_nm/vector_nm_convert.cu"
 THREADS = 256
@@ -89,6 +90,8 @@ def vector_nm_encode(x: Array, n: int, m: int, length: int, indices: Array, data
 
     Returns counters: refused windows, and all ones minus (row group * windows + window) * 512 + vectors of the first.
     """
+    if vector_nm_quads.takes(x.data.ptr, x.shape[1], x.shape[1], data, m, length):
+        return vector_nm_quads.encode(x, n, m, length, indices, data)
     sizes, groups, pitch, smem, strip = _encoding(x, n, m, length, indices, data)
     refused = Counters()
     whole = smem + strip <= ONE_PASS
@@ -153,6 +156,9 @@ def vector_nm_to_dense(indices: Array, data: Array, n: int, m: int, length: int,
     """Write out [M, K], all of it, from indices uint8[W, Q] and data [W, Mp], all CuPy."""
     if not out.size:
         return
+    if vector_nm_quads.takes(out.data.ptr, out.shape[1], out.shape[1], data, m, length):
+        vector_nm_quads.to_dense(indices, data, n, m, length, out)
+        return
     itemsize, mask = data.dtype.itemsize, value_type(data.dtype).zero_mask
     sizes, pitch, smem, blocks = _scattering(out.shape, indices, data, (n, m, length))
     wide = _wide(sizes, out.data.ptr, out.shape[1], itemsize)
@@ -169,6 +175,8 @@ def _writer(shape: tuple[int, int], indices: Array, data: Array, nm: tuple[int, 
     def launches(x: int, ld: int, stream: int) -> list[Bound]:
         if not all(shape):
             return []
+        if vector_nm_quads.takes(x, ld, shape[1], data, *nm[1:]):
+            return [vector_nm_quads.launch(shape, indices, data, nm, target, (x, ld, stream))]
         name = _instance("scatter", itemsize, _wide(sizes, x, ld, itemsize))
         read = indices.data.ptr, data.data.ptr, bytes(sizes), mask, pitch
         return [KERNELS.launch(name, SCATTER, target, smem).bind((blocks, 1, 1), stream, *read, x, ld)]
