@@ -71,7 +71,7 @@ spmm_bsr_stream_sm90a(const __grid_constant__ TensorMap a_map, const int2* __res
         barrier::fence_init();
         tma::prefetch(a_map);
         tma::prefetch(b_map);
-        number = blocks - 1 - static_cast<int>(started(flags + blocks));
+        number = blocks - 1 - static_cast<int>(started(flags + blocks, blocks));
     }
     __syncthreads();
     const int share = number, first = share_start(total, blocks, share), last = share_start(total, blocks, share + 1);
