@@ -23,12 +23,13 @@ from spformat.backends.cuda.dense.expand_then_dense import EXPANDERS, OPERATIONS
 from spformat.backends.cuda.ell_buckets.expand_ell_buckets import derived_bytes
 from spformat.backends.cuda.runtime.expansion import leading_dimension
 from spformat.backends.cuda.sum.expand_sum import further_parts, written_whole
+from spformat.dispatch.composed import SumOfParts
 from spformat.formats.base import Format
 from spformat.formats.sum import Sum
 from spformat.products.problem import Operand, Problem
 from spformat.products.roofline import device_of
 
-KERNEL = ExpandThenDense()
+KERNEL, COMPOSED = ExpandThenDense(), SumOfParts()
 PARAMS: dict[str, dict[str, Any]] = {
     "bsr": {"blocksize": (4, 3)}, "dbsr": {"blocksize": (3, 8)}, "sr-bcrs": {"vector_length": 4, "stride": 4},
     "vector-nm": {"n": 2, "m": 4, "vector_length": 4}, "ell-buckets": {"widths": (2, 16)},
@@ -136,6 +137,17 @@ def test_wide_products_of_a_sum_are_expanded_and_narrow_ones_composed(operation:
             if operation == "spmm" or n == 4096:  # what a transposed product is composed of takes longer
                 trace = sf.explain(outlined(n, main, ITEMS, operation=operation))
                 assert trace.chosen == chosen, str(trace)
+
+
+def test_the_composed_sum_counts_that_c_is_read_again_and_rounded() -> None:
+    p = outlined(1024, TWO_FOUR, ITEMS)
+    first, second = COMPOSED.problems(p)
+    parts = sum(sf.explain(q).expected_us or 0 for q in (first, second))
+    sums = (sf.explain(q, backend=COMPOSED.name).expected_us for q in (p, p.changed(out_dtype="float32")))
+    passes = tuple((us or 0) - parts for us in sums)
+    read, rounded = 4 * 4096 * 1024, 6 * 4096 * 1024
+    memory = 1e-6 * device_of(p).memory
+    assert passes == pytest.approx((2 + (read + rounded) / memory, read / memory))
 
 
 def test_each_further_part_costs_a_launch_and_a_sector_for_an_item() -> None:
