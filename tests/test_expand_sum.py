@@ -96,7 +96,7 @@ def small(dtype: str, held: np.ndarray[Any, Any], seed: int) -> np.ndarray[Any, 
     return np.where(held, drawn, 0).astype(VALUE_TYPES[dtype].numpy)
 
 
-def expected_bits(s: Sum) -> np.ndarray[Any, Any]:
+def expected_bits(s: Sum) -> Any:
     """The whole part as it is, and over it the nonzeros of the others."""
     whole = written_whole([part.name for part in s.parts])
     wanted = bits(s.parts[whole].to_dense()).copy()
@@ -126,8 +126,10 @@ def outlined(n: int, *parts: tuple[str, dict[str, Any], int], **changes: Any) ->
     )
 
 
-TWO_FOUR, ITEMS = ("two-four", {"meta_order": "ldmatrix"}, 4096 * 2048), ("csr", {}, 4096 * 41)
-BLOCKS = ("bsr", {"blocksize": (32, 32)}, 4096 * 410)
+Part = tuple[str, dict[str, Any], int]
+TWO_FOUR: Part = ("two-four", {"meta_order": "ldmatrix"}, 4096 * 2048)
+ITEMS: Part = ("csr", {}, 4096 * 41)
+BLOCKS: Part = ("bsr", {"blocksize": (32, 32)}, 4096 * 410)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -172,7 +174,7 @@ def test_what_is_refused() -> None:
 
 
 def test_workspace_and_the_part_that_is_written_whole() -> None:
-    ell = ("ell-buckets", {}, 1000)
+    ell: Part = ("ell-buckets", {}, 1000)
     assert KERNEL.workspace_bytes(outlined(8, TWO_FOUR, ell)) == 4096 * 4096 * 2 + derived_bytes(4096, 1000)
     for names in SUMS.values():
         whole = written_whole(names)
@@ -184,13 +186,14 @@ def test_workspace_and_the_part_that_is_written_whole() -> None:
 
 def test_the_sums_below_store_zeros_over_values() -> None:
     s = sum_of(SUMS["two_four_csr"], (37, 90), "float16", 1)
-    two_four, csr = s.parts
+    two_four: Any = s.parts[0]
+    csr: Any = s.parts[1]
     rows, x = csr.rows(), two_four.to_dense()
     over = ~nonzero_mask(csr.data) & nonzero_mask(x)[rows, csr.indices]
     assert over.sum() > 100
     assert len(set(bits(csr.data)[over].tolist())) == 2, "+0 and -0"
     assert np.isnan(csr.data).any()
-    ell = sum_of(SUMS["bsr_ell"], (37, 90), "float16", 1).parts[1]
+    ell: Any = sum_of(SUMS["bsr_ell"], (37, 90), "float16", 1).parts[1]
     assert (~nonzero_mask(ell.data[ell.source != -1])).sum() > 100
 
 
