@@ -14,6 +14,7 @@ from spformat.arrays.dtypes import VALUE_TYPES
 
 pytestmark = pytest.mark.gpu
 
+COMPOSED = "composed.sum_of_parts"
 LAYOUTS = (("row", "row"), ("col", "row"), ("row", "col"), ("col", "col"))
 SUMS = {
     "blocks and rest": ("bsr:blocksize=16x16", "csr"),
@@ -64,13 +65,13 @@ def test_sums_of_parts_are_exact(cp: Any, name: str, dtype: str, transposed: boo
         wanted = (x @ B.astype(np.float64)).astype(B.dtype).astype(np.float64)
         dev = place(cp, B, b_layout)
         out = cp.full((x.shape[0], n), float("nan"), B.dtype, order="C" if c_layout == "row" else "F")
-        for _ in range(4):
-            sf.spmm(A.T if transposed else A, dev, out=out)
+        for backend in (COMPOSED, COMPOSED, COMPOSED, None):
+            sf.spmm(A.T if transposed else A, dev, out=out, backend=backend)
             assert (out.get().astype(np.float64) == wanted).all(), (name, n, b_layout, c_layout)
             out.fill(float("nan"))
         bias = cp.asarray(rng.integers(-2, 3, x.shape[0]).astype(B.dtype))
         out.fill(1)
-        sf.spmm(A.T if transposed else A, dev, out=out, alpha=2.0, beta=1.0, bias=bias)
+        sf.spmm(A.T if transposed else A, dev, out=out, backend=COMPOSED, alpha=2.0, beta=1.0, bias=bias)
         exact = (2 * (x @ B.astype(np.float64)) + 1 + bias.get().astype(np.float64)[:, None]).astype(B.dtype)
         assert (out.get().astype(np.float64) == exact.astype(np.float64)).all(), (name, n)
 
@@ -80,7 +81,7 @@ def test_a_sum_is_captured(cp: Any) -> None:
     A = host.to("cuda")
     B = np.random.default_rng(1).integers(-2, 3, (total.shape[1], 24)).astype(VALUE_TYPES["bfloat16"].numpy)
     dev, out = cp.asarray(B), cp.empty((total.shape[0], 24), B.dtype)
-    assert_captured(cp, functools.partial(sf.spmm, A), dev, out, total @ B.astype(np.float64))
+    assert_captured(cp, functools.partial(sf.spmm, A, backend=COMPOSED), dev, out, total @ B.astype(np.float64))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

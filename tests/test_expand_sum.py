@@ -23,12 +23,13 @@ from spformat.backends.cuda.dense.expand_then_dense import EXPANDERS, OPERATIONS
 from spformat.backends.cuda.ell_buckets.expand_ell_buckets import derived_bytes
 from spformat.backends.cuda.runtime.expansion import leading_dimension
 from spformat.backends.cuda.sum.expand_sum import further_parts, written_whole
+from spformat.dispatch.composed import SumOfParts
 from spformat.formats.base import Format
 from spformat.formats.sum import Sum
 from spformat.products.problem import Operand, Problem
 from spformat.products.roofline import device_of
 
-KERNEL = ExpandThenDense()
+KERNEL, COMPOSED = ExpandThenDense(), SumOfParts()
 PARAMS: dict[str, dict[str, Any]] = {
     "bsr": {"blocksize": (4, 3)}, "dbsr": {"blocksize": (3, 8)}, "sr-bcrs": {"vector_length": 4, "stride": 4},
     "vector-nm": {"n": 2, "m": 4, "vector_length": 4}, "ell-buckets": {"widths": (2, 16)},
@@ -95,7 +96,7 @@ def small(dtype: str, held: np.ndarray[Any, Any], seed: int) -> np.ndarray[Any, 
     return np.where(held, drawn, 0).astype(VALUE_TYPES[dtype].numpy)
 
 
-def expected_bits(s: Sum) -> np.ndarray[Any, Any]:
+def expected_bits(s: Sum) -> Any:
     """The whole part as it is, and over it the nonzeros of the others."""
     whole = written_whole([part.name for part in s.parts])
     wanted = bits(s.parts[whole].to_dense()).copy()
@@ -125,8 +126,10 @@ def outlined(n: int, *parts: tuple[str, dict[str, Any], int], **changes: Any) ->
     )
 
 
-TWO_FOUR, ITEMS = ("two-four", {"meta_order": "ldmatrix"}, 4096 * 2048), ("csr", {}, 4096 * 41)
-BLOCKS = ("bsr", {"blocksize": (32, 32)}, 4096 * 410)
+Part = tuple[str, dict[str, Any], int]
+TWO_FOUR: Part = ("two-four", {"meta_order": "ldmatrix"}, 4096 * 2048)
+ITEMS: Part = ("csr", {}, 4096 * 41)
+BLOCKS: Part = ("bsr", {"blocksize": (32, 32)}, 4096 * 410)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -136,6 +139,17 @@ def test_wide_products_of_a_sum_are_expanded_and_narrow_ones_composed(operation:
             if operation == "spmm" or n == 4096:  # what a transposed product is composed of takes longer
                 trace = sf.explain(outlined(n, main, ITEMS, operation=operation))
                 assert trace.chosen == chosen, str(trace)
+
+
+def test_the_composed_sum_counts_that_c_is_read_again_and_rounded() -> None:
+    p = outlined(1024, TWO_FOUR, ITEMS)
+    first, second = COMPOSED.problems(p)
+    parts = sum(sf.explain(q).expected_us or 0 for q in (first, second))
+    sums = (sf.explain(q, backend=COMPOSED.name).expected_us for q in (p, p.changed(out_dtype="float32")))
+    passes = tuple((us or 0) - parts for us in sums)
+    read, rounded = 4 * 4096 * 1024, 6 * 4096 * 1024
+    memory = 1e-6 * device_of(p).memory
+    assert passes == pytest.approx((2 + (read + rounded) / memory, read / memory))
 
 
 def test_each_further_part_costs_a_launch_and_a_sector_for_an_item() -> None:
@@ -160,7 +174,7 @@ def test_what_is_refused() -> None:
 
 
 def test_workspace_and_the_part_that_is_written_whole() -> None:
-    ell = ("ell-buckets", {}, 1000)
+    ell: Part = ("ell-buckets", {}, 1000)
     assert KERNEL.workspace_bytes(outlined(8, TWO_FOUR, ell)) == 4096 * 4096 * 2 + derived_bytes(4096, 1000)
     for names in SUMS.values():
         whole = written_whole(names)
@@ -172,13 +186,14 @@ def test_workspace_and_the_part_that_is_written_whole() -> None:
 
 def test_the_sums_below_store_zeros_over_values() -> None:
     s = sum_of(SUMS["two_four_csr"], (37, 90), "float16", 1)
-    two_four, csr = s.parts
+    two_four: Any = s.parts[0]
+    csr: Any = s.parts[1]
     rows, x = csr.rows(), two_four.to_dense()
     over = ~nonzero_mask(csr.data) & nonzero_mask(x)[rows, csr.indices]
     assert over.sum() > 100
     assert len(set(bits(csr.data)[over].tolist())) == 2, "+0 and -0"
     assert np.isnan(csr.data).any()
-    ell = sum_of(SUMS["bsr_ell"], (37, 90), "float16", 1).parts[1]
+    ell: Any = sum_of(SUMS["bsr_ell"], (37, 90), "float16", 1).parts[1]
     assert (~nonzero_mask(ell.data[ell.source != -1])).sum() > 100
 
 
