@@ -156,7 +156,12 @@ assert any(planted)
 @pytest.mark.parametrize(
     ("tile", "old", "new", "text"),
     [
-        (0, "barrier::wait(full + 8 * stage, number / STAGES & 1);", "", "more arrivals at an mbarrier|not aligned|DIFFERENT"),
+        (
+            0,
+            "barrier::wait(full + 8 * stage, number / STAGES & 1);",
+            "",
+            "more arrivals at an mbarrier|not aligned|DIFFERENT",
+        ),
         (0, "barrier::wait(empty + 8 * stage, number / STAGES - 1 & 1);", "", "."),
         (0, "all + B_BYTES", "all + B_BYTES - 16", "bytes missing|DIFFERENT"),
         (0, "start = end, end = following;", "start = end;", "."),
@@ -174,7 +179,8 @@ def test_a_planted_defect_is_found(tile: int, old: str, new: str, text: str) -> 
     assert done.stdout.split() != ["equal"] * 3
 
 
-def test_it_runs_only_where_a_call_names_it() -> None:
+def test_it_is_chosen_for_a_hundred_columns() -> None:
     a = Bitmask.from_dense(np.ones((16, 64), np.float16))
-    p = problem(a, 40, "float16", ("row", "row"), 90)
-    assert sf.explain(p, backend=KERNEL.name).chosen == KERNEL.name
+    p = problem(a, 100, "float16", ("col", "col"), 90).changed(M=4096, K=4096, nnz=4096 * 2048)
+    assert sf.explain(p).chosen == KERNEL.name
+    assert sf.explain(p.changed(n=1)).chosen != KERNEL.name

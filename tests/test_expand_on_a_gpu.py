@@ -207,7 +207,7 @@ def test_a_plan_does_not_keep_the_matrix(cp: Any) -> None:
     import gc
     import weakref
 
-    for name in EXPANDERS:
+    for name in sorted(set(EXPANDERS) - {"sum"}):  # a sum has no params: test_expand_sum.py has sums
         f = sf.convert(
             matrix(np.random.default_rng(1), name, params_of(name)[0], "float16"), name, **params_of(name)[0]
         )

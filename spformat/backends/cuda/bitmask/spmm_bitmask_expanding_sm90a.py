@@ -107,7 +107,6 @@ class SpmmBitmaskExpanding(CudaKernel):
         "launch", "steps", "memory", "loads", "products", "clusters", "parts", "column-major C", "second launch",
         "copy of B",
     )  # fmt: skip
-    by_name_only = "not measured yet, so its speed is unknown"
 
     def unsupported(self, p: Problem) -> list[str]:
         return bitmask_reasons(p, ("bfloat16", "float16"), (p.a_dtype, "float32")) + reasons(
@@ -117,11 +116,14 @@ class SpmmBitmaskExpanding(CudaKernel):
         )
 
     def options(self, p: Problem) -> list[Tile]:
-        """Tiles less than twice as wide as C, with parts along K until there are two blocks for each that can run."""
+        """Tiles between a quarter of C's width and twice of it.
+
+        Parts of K until there are two blocks for each that can run.
+        """
         steps, processors = ceil_div(p.K, STEP), device_of(p).processors
         return [
             t for t in TILES
-            if t.cols < 2 * max(p.n, 16)
+            if min(p.n, 256) <= 4 * t.cols < 8 * max(p.n, 16)
             and (t.parts == 1 or (t.parts <= steps and tiles_of(p, t) * t.parts <= 2 * processors * t.resident))
         ]  # fmt: skip
 

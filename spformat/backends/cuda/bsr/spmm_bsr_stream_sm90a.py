@@ -1,7 +1,6 @@
 """SpMM on BSR and DBSR with blocks of multiples of 64, whose blocks are shared out evenly whatever row they are in.
 
-Kernel: spmm_bsr_stream_sm90a.cu. sm_90a only, bf16 and fp16. No GPU has run this code: what it is expected to take is a
-prediction (docs/decisions/0036-bsr-stream.md), so that it is chosen only by name.
+Kernel: spmm_bsr_stream_sm90a.cu. sm_90a only, bf16 and fp16. docs/decisions/0036-bsr-stream.md.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from ....arrays.library import Array, ceil_div, namespace, round_up
 from ....products.ideal import load_us, memory_us, operands_bytes, stored_bytes, tile_us
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, ROW, Problem, itemsize
-from ....products.roofline import TENSOR_16, Device, device_of
+from ....products.roofline import TENSOR_16, Device
 from ..runtime import jit, launch, refusals, row_tiles, tensor_map
 from ..runtime.kernel import CopyEngineKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands
@@ -32,10 +31,6 @@ PIECE, SCRATCH = ROWS * DEPTH * 2, 4 * 16 * 128
 SHARED, RESERVED = 228 << 10, 1 << 10
 """Bytes of shared memory of a multiprocessor, and those of it that each block of threads takes beside its own."""
 INT32_MAX = 2**31 - 1
-LAUNCH_US = 5.0
-"""Predicted microseconds until the first product and after the last one (decision 0036)."""
-STEP_US = 0.15
-"""Predicted microseconds that a block takes for a step at least: a barrier, four products, a barrier."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +109,7 @@ class SpmmBSRStream(CopyEngineKernel):
     otherwise = spmm_bsr.KERNEL
     archs = ARCHS
     tiles = TILES
-    terms = ("launch", "memory", "steps", "latency", "sums", "tiles")
-    by_name_only = "not measured yet, so its speed is unknown"
+    terms = ("launch", "memory", "steps", "latency", "sums", "shares", "column-major C")
 
     def unsupported(self, p: Problem) -> list[str]:
         height, width = p.p["blocksize"]
@@ -140,8 +134,8 @@ class SpmmBSRStream(CopyEngineKernel):
         """Ideal microseconds of a multiprocessor. Shares are even, so that lengths of rows play no part.
 
         launch: constant. memory: A, B and C once. steps: each as long as its products, or as loading A and B from L2.
-        latency: of steps that a block takes one by one. sums: written by a block and read by another, for each further
-        share of a tile. tiles: C.
+        latency: of steps that a block takes one by one, in proportion to their columns. sums: written by a block and
+        read by another, for each further share of a tile. shares: of a tile, one after the other.
         """
         strips, columns = ceil_div(p.M, ROWS), ceil_div(p.n, tile.cols)
         steps = max(strips, ceil_div(p.nnz, ROWS * DEPTH)) * columns
@@ -149,21 +143,14 @@ class SpmmBSRStream(CopyEngineKernel):
         longest, per_tile = ceil_div(steps, blocks), steps / (strips * columns)
         at_once = ceil_div(blocks, device.processors)  # blocks of a multiprocessor, which share its rates
         step = max(tile_us(ROWS, tile.cols, DEPTH, TENSOR_16, device), load_us(PIECE + DEPTH * 2 * tile.cols, device))
-        written = strips * columns / device.processors * load_us(ROWS * tile.cols * itemsize(p.out_dtype), device)
         # Most blocks hand over once; a tile's first block reads the sums of all others one after the other.
         sums = 0.0
         if blocks > 1:
             sums = (at_once + per_tile / longest) * load_us(ROWS * tile.cols * 4, device)
         memory = memory_us(stored_bytes(p) + operands_bytes(p), device)
-        return LAUNCH_US, memory, at_once * longest * step, longest * STEP_US, sums, written
-
-    def expected_us(self, p: Problem) -> float:
-        """A prediction: the ideal times of the best tile, with nothing fitted to measurements."""
-        if not self.is_its_own(p):
-            return self.otherwise.expected_us(p)
-        q = p.changed(M=max(1, p.M), K=max(1, p.K), n=max(1, p.n))
-        launched, memory, steps, latency, sums, tiles = self.quantities(q, self.best(p).tile, device_of(p))
-        return launched + max(memory, steps, latency) + sums + tiles
+        column_major = memory_us(p.M * p.n * itemsize(p.out_dtype), device) if p.out_layout == COL else 0.0
+        latency = longest * tile.cols / DEPTH
+        return 1.0, memory, at_once * longest * step, latency, sums, per_tile / longest, column_major
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""

@@ -34,35 +34,39 @@ class CopyLines:
     def __init__(self, size: int, p: Problem) -> None:
         function = jit.load("runtime/copy_lines.cu", f"copy_lines<{WORDS[size]}>", jit.architecture(p.sm or 80, ARCHS),
                             p.device_id)  # fmt: skip
-        self._launch = Launch(function, "PPqqqqi", (), THREADS)
+        self._launch = Launch(function, "PPqqqqqi", (), THREADS)
 
-    def bind(self, stream: int, source: int, target: int, lines: int, along: int, ld: int, ld_target: int) -> Bound:
-        """The launch for two addresses."""
-        narrow = min((THREADS - 1).bit_length(), max(LEAST_WIDTH, (ceil_div(along, EACH) - 1).bit_length()))
+    def bind(
+        self, stream: int, source: int, target: int, lines: int, along: int, ld: int, ld_target: int, fill: int
+    ) -> Bound:
+        """The launch for two addresses. fill: elements that a line of the target gets, zeros behind ``along``."""
+        narrow = min((THREADS - 1).bit_length(), max(LEAST_WIDTH, (ceil_div(fill, EACH) - 1).bit_length()))
         groups = min(ceil_div(lines, THREADS >> narrow), MAX_GRID_Y)
-        pieces = min(ceil_div(along, EACH << narrow), 1 << 16)
-        return self._launch.bind((pieces, groups, 1), stream, source, target, lines, along, ld, ld_target, narrow)
+        pieces = min(ceil_div(fill, EACH << narrow), 1 << 16)
+        return self._launch.bind((pieces, groups, 1), stream, source, target, lines, along, ld, ld_target, fill, narrow)
 
 
 Copy = Callable[[int, int, int, int, int, int], Bound]
 """(stream, source, target, N, distance between the source's lines, between the target's) -> the copy."""
 
 
-def copy_of(rows: int, size: int, source: str, target: str, p: Problem) -> Copy:
-    """The copy of a matrix [rows, N] from one layout to another."""
+def copy_of(rows: int, size: int, source: str, target: str, p: Problem, fills: bool = False) -> Copy:
+    """The copy of a matrix [rows, N] from one layout to another. fills: zeros up to the next line of the target."""
     if source != target:
         transpose = Transpose(size).launch(p)
 
         def turned(stream: int, at: int, to: int, n: int, ld: int, ld_to: int) -> Bound:
             lines, along = (n, rows) if source == COL else (rows, n)
-            return transpose.bind(grid(lines, along), stream, at, to, lines, along, ld, ld_to)
+            return transpose.bind(
+                grid(lines, along), stream, at, to, lines, along, ld, ld_to, ld_to if fills else lines
+            )
 
         return turned
     copy = CopyLines(size, p)
 
     def same(stream: int, at: int, to: int, n: int, ld: int, ld_to: int) -> Bound:
         lines, along = (n, rows) if source == COL else (rows, n)
-        return copy.bind(stream, at, to, lines, along, ld, ld_to)
+        return copy.bind(stream, at, to, lines, along, ld, ld_to, ld_to if fills else along)
 
     return same
 
@@ -71,15 +75,16 @@ def with_copies(name: str, plan: Plan, p: Problem, tile: str, purpose: str, work
     """A plan for ``p`` from one for a problem whose B, C or both have other layouts or aligned lines.
 
     What the inner problem has in common with ``p`` (layout and alignment of B, of C) is not copied. If both are copied
-    to rows, the inner product has the columns behind N up to a multiple of ``PITCH`` as well. Those of B contain
-    anything, those of C are not copied back. The copies lie in
+    to rows, the inner product has the columns behind N up to a multiple of ``PITCH`` as well. Those of B are zero: what
+    memory held before may be infinite, and kernels compute sums that are not finite again, one by one. Those of C are
+    not copied back. The copies lie in
     memory that plans share for ``purpose``: at most ``workspace`` bytes of it.
     """
     q, inner = plan.problem, launches_of(plan)
     copies_b = _lines(p, "b") != _lines(q, "b")
     copies_c = _lines(p, "out") != _lines(q, "out")
     b_size, c_size = itemsize(p.b_dtype), itemsize(q.out_dtype)
-    copy_b = copy_of(p.inner, b_size, p.b_layout, q.b_layout, p) if copies_b else None
+    copy_b = copy_of(p.inner, b_size, p.b_layout, q.b_layout, p, fills=True) if copies_b else None
     copy_c = copy_of(p.rows, c_size, q.out_layout, p.out_layout, p) if copies_c else None
     wider = copies_b and copies_c and q.b_layout == q.out_layout == ROW
     memory = Scratch(shared=purpose)

@@ -7,11 +7,8 @@ the same operands again (in a serving loop or a training step) runs the same cal
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import functools
 import struct
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +17,7 @@ from ....arrays.library import device_error
 from ....errors import DeviceError, SpformatError
 from . import context
 from .addresses import Address, Addresses
-from .scratch import beside_capture, captured
+from .scratch import captured
 from .tensor_map import UNMAPPED, MapCopy, Mapped, TensorMap
 
 _CODES = {"P": "Q", "i": "i", "q": "q", "f": "f", "d": "d"}
@@ -28,8 +25,6 @@ MAX_GRID_Y = 65535
 """The driver's bound on the second extent of a grid; a kernel walks what lies beyond it."""
 MAX_COLUMNS = 2**31 - 2**16
 """Most columns of B. Kernels count columns in 32 bits, including those of a tile that ends past N."""
-RUNS_BEFORE_GRAPH = 2
-"""How often the launches of one product are queued one by one before they are captured into a graph."""
 
 Call = Callable[[], None]
 """Queues one piece of work on the stream that it was prepared for; may be called any number of times."""
@@ -214,12 +209,6 @@ def _nothing(_: Addresses) -> None:
     """An empty grid, at any addresses."""
 
 
-def _runtime() -> Any:
-    from cupy.cuda import runtime
-
-    return runtime
-
-
 def _driver_error(e: Exception) -> SpformatError:
     """The driver's error as an error of this package."""
     typed = device_error(e) or DeviceError(str(e))
@@ -230,65 +219,28 @@ def _driver_error(e: Exception) -> SpformatError:
 class LaunchSequence:
     """Several calls that follow one another on a stream, as one call.
 
-    The calls share a workspace. ``lock`` therefore keeps another thread from queueing its calls between them.
+    The calls share a workspace. ``lock`` therefore keeps another thread from queueing its calls between them. They are
+    not captured into a CUDA graph: the first launch of a graph after others costs more than all its launches, and a
+    model always launches others in between (docs/decisions/0032-addresses-in-place.md).
 
-    The first ``RUNS_BEFORE_GRAPH`` runs queue the calls one by one. Later runs launch them as one CUDA graph, which
-    takes half the host time of a single launch. Library calls are always queued one at a time; only our own launches
-    can be captured together.
-
-    While the caller captures the stream, the calls are queued one by one into the caller's graph. That graph may run
-    beside later work on the stream, so the calls are prepared anew (``prepare_again``) with memory for that graph.
+    While the caller captures the stream, the calls are queued into the caller's graph. That graph may run beside later
+    work on the stream, so the calls are prepared anew (``prepare_again``) with memory for that graph.
     """
 
-    __slots__ = ("_calls", "_graph", "_launch_graph", "_lock", "_prepare_again", "_runs", "_stream")
+    __slots__ = ("_calls", "_has_run", "_lock", "_prepare_again", "_stream")
 
     def __init__(
         self, calls: Sequence[Call], stream: int, lock: Any, prepare_again: Callable[[], Sequence[Call]]
     ) -> None:
-        self._calls, self._stream, self._lock, self._runs = calls, stream, lock, 0
-        self._graph: Any = None
+        self._calls, self._stream, self._lock, self._has_run = calls, stream, lock, False
         self._prepare_again = prepare_again
 
     def __call__(self) -> None:
         with self._lock:
-            if captured(self._stream):
-                for call in self._prepare_again() if self._runs else self._calls:
-                    call()
-                return
-            if self._runs < RUNS_BEFORE_GRAPH or not self._can_be_captured():
-                for call in self._calls:
-                    call()
-                self._runs += 1
-                return
-            try:
-                if self._graph is None:
-                    self._graph = graph = self._capture()
-                    # CuPy's own method would launch it on CuPy's current stream, which may be another.
-                    self._launch_graph = functools.partial(_runtime().graphLaunch, graph.graphExec, self._stream)
-                self._launch_graph()
-            except _runtime().CUDARuntimeError as e:
-                raise _driver_error(e) from e
-
-    def __del__(self) -> None:
-        # The garbage collector may come while somebody captures a stream. Without a driver (OSError) nobody does.
-        if getattr(self, "_graph", None) is not None and not sys.is_finalizing():
-            with contextlib.suppress(OSError), beside_capture():
-                self._graph = None
-
-    def _can_be_captured(self) -> bool:
-        """Whether every call is a launch of ours, which can be queued on another stream."""
-        return self._graph is not None or all(hasattr(call, "on") for call in self._calls)
-
-    def _capture(self) -> Any:
-        """The calls as a CUDA graph, captured on a stream that is used for nothing else."""
-        import cupy
-
-        stream = cupy.cuda.Stream(non_blocking=True)
-        with stream:
-            stream.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
-            for call in self._calls:
-                call.on(stream.ptr)()  # type: ignore[attr-defined]
-            return stream.end_capture()
+            calls = self._prepare_again() if self._has_run and captured(self._stream) else self._calls
+            for call in calls:
+                call()
+            self._has_run = True
 
 
 def _plain(value: Any) -> Any:

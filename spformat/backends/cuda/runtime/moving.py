@@ -11,17 +11,13 @@ operands. Where launches use an address for anything else, ``moving`` refuses, a
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .addresses import Address, Addresses
-from .launch import Call, LaunchSequence, Library, Moved, Operands, Prepare
+from .launch import Call, Library, Moved, Operands, Prepare
 from .scratch import captured
-
-REPEATED = 64
-"""Addresses for which a product of several launches keeps a graph, and those it has met once."""
 
 
 def moving(prepare: Prepare | Library, o: Operands, lock: Any) -> tuple[Sequence[Call], Moving | None]:
@@ -39,56 +35,28 @@ def moving(prepare: Prepare | Library, o: Operands, lock: Any) -> tuple[Sequence
     known = [m for m in moved if m is not None]
     if uses or len(known) < len(moved):
         return calls, None
-    return calls, Moving(known, prepare, o, lock, len(calls) > 1 and all(hasattr(call, "on") for call in calls))
+    return calls, Moving(known, prepare, o, lock)
 
 
 class Moving:
     """A product on one stream for operands of one form at any addresses of one ``alignment``.
 
-    Several launches are kept together by ``lock``, as ``LaunchSequence`` does it. Those of them that come again for
-    the same addresses become a ``LaunchSequence`` of these, and so one CUDA graph.
+    Several launches are kept together by ``lock``, as ``LaunchSequence`` does it.
     """
 
-    __slots__ = ("_calls", "_graphs", "_known", "_lock", "_once", "_operands", "_prepare")
+    __slots__ = ("_calls", "_lock", "_operands", "_prepare")
 
-    def __init__(
-        self, calls: Sequence[Moved], prepare: Prepare | Library, operands: Operands, lock: Any, graphs: bool
-    ) -> None:
-        self._calls, self._prepare, self._operands, self._graphs = calls, prepare, operands, graphs
+    def __init__(self, calls: Sequence[Moved], prepare: Prepare | Library, operands: Operands, lock: Any) -> None:
+        self._calls, self._prepare, self._operands = calls, prepare, operands
         self._lock = threading.Lock() if len(calls) == 1 else lock
-        # Addresses met once are apart, so that many of them, which may never come again, throw away no graph.
-        self._known: dict[Addresses, LaunchSequence] = {}
-        self._once: set[Addresses] = set()
 
     def __call__(self, addresses: Addresses) -> None:
         """Queue the product for operands at these addresses."""
-        if len(self._calls) == 1:
-            with self._lock:
-                self._calls[0](addresses)
-            return
         with self._lock:
-            known = self._known.get(addresses)
-            if known is not None:
-                known()
-            elif captured(self._operands.stream):
-                for call in self._prepared(addresses)():
+            if len(self._calls) > 1 and captured(self._operands.stream):
+                b, c, bias = addresses
+                for call in self._prepare(self._operands._replace(b=b, c=c, bias=bias)):
                     call()
-            elif addresses in self._once:
-                self._once.discard(addresses)
-                if len(self._known) >= REPEATED:
-                    self._known.clear()
-                again = self._prepared(addresses)
-                known = self._known[addresses] = LaunchSequence(again(), self._operands.stream, self._lock, again)
-                known()
-            else:
-                if self._graphs:
-                    if len(self._once) >= REPEATED:
-                        self._once.clear()
-                    self._once.add(addresses)
-                for moved in self._calls:
-                    moved(addresses)
-
-    def _prepared(self, addresses: Addresses) -> Callable[[], Sequence[Call]]:
-        """The function that prepares the launches for these addresses alone."""
-        b, c, bias = addresses
-        return functools.partial(self._prepare, self._operands._replace(b=b, c=c, bias=bias))
+                return
+            for moved in self._calls:
+                moved(addresses)

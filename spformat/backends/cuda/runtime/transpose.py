@@ -30,10 +30,13 @@ class Transpose:
         return tuple(f"transpose<{word}>" for word in WORDS.values())
 
     def launch(self, p: Problem) -> Launch:
-        """The kernel for the device of ``p``: (grid, stream, source, target, rows, cols, ld, ld of target)."""
+        """The kernel for the device of ``p``: (grid, stream, source, target, rows, cols, ld, ld of target, fill).
+
+        Lines of the target get zeros up to element ``fill``, which is at least ``rows``.
+        """
         arch = jit.architecture(p.sm or 0, ARCHS)
         function = jit.load("runtime/transpose.cu", f"transpose<{WORDS[self.size]}>", arch, p.device_id)
-        return Launch(function, ("P", "P", "q", "q", "q", "q"), (), 256)
+        return Launch(function, "PPqqqqq", (), 256)
 
 
 def grid(rows: int, cols: int) -> tuple[int, int, int]:
@@ -55,11 +58,11 @@ def row_major(p: Problem, prepare: Prepare) -> Prepare:
         at = scratch.buffer(o.stream, b_bytes + (p.M * ld * c_size if turn_c else 0))
         inner, before, after = o, [], []
         if turn_b:
-            before = [transpose_b.bind(grid(o.n, p.K), o.stream, o.b, at, o.n, p.K, o.ldb, ld)]
+            before = [transpose_b.bind(grid(o.n, p.K), o.stream, o.b, at, o.n, p.K, o.ldb, ld, o.n)]
             inner = inner._replace(b=at, ldb=ld)
         if turn_c:
             inner = inner._replace(c=at + b_bytes, ldc=ld)
-            after = [transpose_c.bind(grid(p.M, o.n), o.stream, inner.c, o.c, p.M, o.n, ld, o.ldc)]
+            after = [transpose_c.bind(grid(p.M, o.n), o.stream, inner.c, o.c, p.M, o.n, ld, o.ldc, p.M)]
         return [*before, *prepare(inner), *after]
 
     return turned

@@ -1,7 +1,6 @@
 """SpMM on 2:4 weights with wgmma.sp in tiles as wide as N needs, whole or in equal shares of the work; sm_90a only.
 
-Kernel: spmm_two_four_shares_sm90a.cu. No GPU has run this code: what it is expected to take is a prediction
-(docs/decisions/0029-even-shares.md), so that it is chosen only by name.
+Kernel: spmm_two_four_shares_sm90a.cu. docs/decisions/0029-even-shares.md.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div, round_up
-from ....products.ideal import load_us, tile_us
+from ....products.ideal import load_us, tile_us, traffic_us
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, Problem, itemsize
-from ....products.roofline import TENSOR_16, Device, device_of
+from ....products.roofline import TENSOR_16, Device
 from ..runtime import jit, row_tiles, tensor_map
 from ..runtime.kernel import CopyEngineKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands, Prepare
@@ -30,8 +29,6 @@ ROWS, WORKERS = 128, 256
 """Rows of a tile; threads that multiply. The same in the kernel."""
 LEAST_STEPS = 8
 """Steps along K that a share has at least where there are fewer tiles than multiprocessors."""
-LAUNCH_US = 5.0
-"""Predicted microseconds until the first product and after the last one (decision 0029: 3.5 and 1.5)."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +96,9 @@ class SpmmTwoFourShares(CopyEngineKernel):
     otherwise = KERNEL
     epilogue = True
     tiles = TILES
-    terms = ("launch", "steps", "sums", "tiles")
-    by_name_only = "not measured yet, so its speed is unknown"
+    terms = (
+        "launch", "steps", "memory", "products", "loads", "handed over", "sums", "row-major C", "column-major C",
+    )  # fmt: skip
 
     def unsupported(self, p: Problem) -> list[str]:
         return mma_reasons(p, 80) + reasons(
@@ -116,30 +114,22 @@ class SpmmTwoFourShares(CopyEngineKernel):
     def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
         """Ideal microseconds of the block with the most work.
 
-        launch: constant. steps: each as long as its products, or as loading weights and B from L2. sums: handed over
-        and added once for each further block of a tile. tiles: C.
+        launch: constant. steps: their number, in microseconds. products, loads (weights and B from L2): of these steps.
+        handed over: constant where a tile has several blocks. sums: handed over and added once for each further one.
         """
         units, steps = tile.units(p.M, p.n), ceil_div(p.K, DEPTH)
         clusters = tile.clusters(units, steps, max(1, device.processors // tile.cluster))
-        step = max(
-            tile_us(ROWS, tile.cols, DEPTH, TENSOR_16, device) / 2,
-            load_us(ROWS * DEPTH * RECORD + tile.cols * DEPTH * 2 / tile.cluster, device),
-        )
         turns = ceil_div(units, clusters)
+        longest, handed, sums = turns * steps, 0.0, 0.0
+        if tile.even and units % clusters:
+            longest = ceil_div(units * steps, clusters)
+            others = ceil_div(steps, longest)  # clusters that have a part of a tile whose beginning is another's
+            handed, sums = 1.0, (1 + others) * load_us(ROWS * tile.cols * 4, device)
+        products = longest * tile_us(ROWS, tile.cols, DEPTH, TENSOR_16, device) / 2
+        loads = longest * load_us(ROWS * DEPTH * RECORD + tile.cols * DEPTH * 2 / tile.cluster, device)
         written = turns * load_us(ROWS * tile.cols * itemsize(p.out_dtype), device)
-        if not tile.even or units % clusters == 0:
-            return LAUNCH_US, turns * steps * step, 0.0, written
-        longest = ceil_div(units * steps, clusters)
-        others = ceil_div(steps, longest)  # clusters that have a part of a tile whose beginning is another's
-        sums = (1 + others) * load_us(ROWS * tile.cols * 4, device)
-        return LAUNCH_US, longest * step, sums, written
-
-    def expected_us(self, p: Problem) -> float:
-        """A prediction: the sum of the ideal times, with nothing fitted to measurements."""
-        if not self.is_its_own(p):
-            return self.otherwise.expected_us(p)
-        q = p.changed(M=max(1, p.M), K=max(1, p.K), n=max(1, p.n))
-        return sum(self.quantities(q, self.best(p).tile, device_of(p)))
+        by_layout = (0.0, written) if p.out_layout == COL else (written, 0.0)
+        return 1.0, longest, traffic_us(p, device), products, loads, handed, sums, *by_layout
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""

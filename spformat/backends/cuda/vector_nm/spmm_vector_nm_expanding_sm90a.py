@@ -120,9 +120,12 @@ class SpmmVectorNMExpanding(CudaKernel):
         )
 
     def options(self, p: Problem) -> list[Split[Tile]]:
-        """Tiles less than twice as wide as C, with parts along K until there are two blocks for each that can run."""
+        """Tiles between a quarter of C's width and twice of it.
+
+        Parts of K until there are two blocks for each that can run.
+        """
         steps, processors = steps_of(pattern(p)), device_of(p).processors
-        some = [t for t in TILES if t.cols < 2 * max(p.n, 16)]
+        some = [t for t in TILES if min(p.n, 256) <= 4 * t.cols < 8 * max(p.n, 16)]
         return [
             Split(t, parts) for t in some for parts in PARTS
             if parts == 1 or (parts <= steps and tiles_of(p, t) * parts <= 2 * processors * t.resident)
