@@ -73,7 +73,7 @@ def test_it_is_not_chosen_and_says_why() -> None:
     assert {a.kernel for a in trace.answers if a} == {"composed.sum_of_parts", "cuda.expand_then_dense"}
     (own,) = (a for a in trace.answers if a.kernel == KERNEL.name)
     assert str(own) == (
-        "cuda.spmm_sum: not measured yet, so its speed is unknown; it runs only where a call names it, with "
+        "cuda.spmm_sum: mostly slower than its parts one after the other (decision 0034); it runs only where a call names it, with "
         "backend='cuda.spmm_sum'"
     )
     assert KERNEL.name not in [a.kernel for a in sf.explain(p, backend="cuda").answers if a]

@@ -56,7 +56,7 @@ class SpmmSum(CudaKernel):
     archs = ("sm_80",)
     epilogue = True
     multiplies_zeros = True  # what a 2:4 part does not keep is multiplied as zero
-    by_name_only = "not measured yet, so its speed is unknown"
+    by_name_only = "mostly slower than its parts one after the other (decision 0034)"
 
     def unsupported(self, p: Problem) -> list[str]:
         parts = p.operands[0].parts
