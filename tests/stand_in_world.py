@@ -51,44 +51,8 @@ class World:
         self.cupy.empty = lambda shape, dtype, order="C": self.array(*np.atleast_1d(shape), dtype=dtype, order=order)
         self.mode = 0  # what the driver forbids this thread while a stream is captured
         monkeypatch.setattr(scratch, "_exchange_mode", lambda: self._exchange)
-        # Calls on a captured stream are recorded in its graph, and made when the graph is launched.
+        # Calls on a captured stream are recorded in its graph.
         self.graphs: dict[int, list[Any]] = {}
-        self.launched = 0
-        self.graph_streams: list[int] = []
-        world = self
-
-        class Stream:
-            ptr = 1000
-
-            def __init__(self, non_blocking: bool) -> None:
-                Stream.ptr += 1
-                self.ptr = Stream.ptr
-
-            def __enter__(self) -> None: ...
-
-            def __exit__(self, *_: object) -> None: ...
-
-            def begin_capture(self, mode: str) -> None:
-                world.graphs[self.ptr] = []
-
-            def end_capture(self) -> Any:
-                graph = world.graphs.pop(self.ptr)
-
-                def launch() -> None:
-                    world.launched += 1
-                    for what in graph:
-                        time.sleep(0)
-                        world.made.append(what)
-
-                return SimpleNamespace(graphExec=launch)
-
-        def graph_launch(graph: Any, stream: int) -> None:
-            self.graph_streams.append(stream)
-            graph()
-
-        self.cupy.cuda.Stream = Stream
-        self.cupy.cuda.runtime.graphLaunch = graph_launch
-        self.cupy.cuda.runtime.streamCaptureModeRelaxed = "relaxed"
         self.cupy.cuda.runtime.streamIsCapturing = lambda stream: stream in self.graphs
         monkeypatch.setitem(sys.modules, "cupy", self.cupy)
         monkeypatch.setitem(sys.modules, "cupy.cuda", self.cupy.cuda)

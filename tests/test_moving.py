@@ -21,10 +21,9 @@ import spformat as sf
 from spformat.backends import vendor
 from spformat.backends.cuda import KERNELS
 from spformat.backends.cuda.runtime import jit, scratch, tensor_map
-from spformat.backends.cuda.runtime import moving as moving_module
 from spformat.backends.cuda.runtime.device_plan import device_plan
 from spformat.backends.cuda.runtime.kernel import FITTED, CudaKernel, Prepared
-from spformat.backends.cuda.runtime.launch import RUNS_BEFORE_GRAPH, Launch, Operands
+from spformat.backends.cuda.runtime.launch import Launch, Operands
 from spformat.backends.cuda.runtime.moving import Moving, moving
 from spformat.backends.cuda.runtime.scratch import Scratch
 from spformat.dispatch import copied_operands, plans
@@ -227,7 +226,7 @@ def numbers(driver: Driver) -> list[int]:
     return [int.from_bytes(v, "little") for _, _, values in driver.taken() for v in values]
 
 
-def test_launches_that_come_again_become_a_graph_of_their_own_stream(driver: Driver) -> None:
+def test_several_launches_move_together(driver: Driver) -> None:
     world, prepared = driver.world, []  # type: ignore[var-annotated]
     moved = moved_of(driver, several(driver, prepared))
     world.stream = 0  # CuPy's current stream is not the one of the operands
@@ -236,16 +235,10 @@ def test_launches_that_come_again_become_a_graph_of_their_own_stream(driver: Dri
         b, at, same, c = numbers(driver)
         assert (b, c) == (4096 * i, 8192 * i)
         assert at == same
-    assert len(prepared) == 1
-    assert world.launched == 0
-    for _ in range(RUNS_BEFORE_GRAPH + 3):
+    for _ in range(9):  # operands that come again are launched one by one, too
         moved((4096, 8192, 0))
-    assert world.launched == 3
-    assert world.graph_streams == [7] * 3
-    assert len(prepared) == 2
-    driver.taken()
-    moved((8192, 16384, 0))
-    assert numbers(driver)[::3] == [8192, 16384]
+        assert numbers(driver)[::3] == [4096, 8192]
+    assert len(prepared) == 1
 
 
 def test_a_captured_stream_gets_launches_with_memory_of_their_own(driver: Driver) -> None:
@@ -264,34 +257,11 @@ def test_a_captured_stream_gets_launches_with_memory_of_their_own(driver: Driver
         assert numbers(driver) == [b, shared, shared, c]
 
 
-def test_graphs_are_bounded(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    moved = moved_of(driver, several(driver))
-    monkeypatch.setattr(moving_module, "REPEATED", 3)
-    for i in range(1, 9):
-        for _ in range(2):
-            moved((4096 * i, 8192 * i, 0))
-        assert len(moved._known) <= 3
-
-
-def test_addresses_that_come_once_throw_away_no_graph(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    moved = moved_of(driver, several(driver))
-    monkeypatch.setattr(moving_module, "REPEATED", 3)
-    for _ in range(RUNS_BEFORE_GRAPH + 2):
-        moved((4096, 8192, 0))
-    launched = driver.world.launched
-    assert launched > 0
-    for i in range(2, 20):
-        moved((4096 * i, 8192 * i, 0))
-    moved((4096, 8192, 0))
-    assert driver.world.launched == launched + 1
-    assert len(moved._once) <= 3
-
-
 def test_a_product_that_moves_keeps_nothing_of_the_plan_in_a_circle(driver: Driver) -> None:
     """The memory of a matrix is free as soon as nobody refers to it, without the garbage collector."""
     prepare = several(driver)
     moved, alive = moved_of(driver, prepare), weakref.ref(prepare)
-    for _ in range(RUNS_BEFORE_GRAPH + 3):
+    for _ in range(5):
         moved((4096, 8192, 0))
     gc.disable()
     try:

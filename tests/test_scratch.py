@@ -18,7 +18,6 @@ from stand_in_world import Step, World
 
 import spformat as sf
 from spformat.backends.cuda.runtime import compose, epilogue
-from spformat.backends.cuda.runtime.launch import RUNS_BEFORE_GRAPH
 from spformat.backends.cuda.runtime.scratch import RELAXED, Counters, Scratch, Words, Workspace
 from spformat.dispatch import plans
 from spformat.products.kernel import Kernel, spmm_of
@@ -213,7 +212,7 @@ def test_a_bias_is_added_by_launches_that_are_kept(world: World, passes: list[An
     other = epilogue.with_epilogue(world.plan(out_layout=layout), problem)
     order = "C" if layout == ROW else "F"
     B, out, bias = world.array(3, 5), world.array(4, 5, order=order), world.array(4)
-    rounds = RUNS_BEFORE_GRAPH + 2
+    rounds = 4
     for _ in range(rounds):
         assert plan.run(B, out, 2.0, 1.0, bias) is out
     lines, along = (4, 5) if layout == ROW else (5, 4)
@@ -223,7 +222,6 @@ def test_a_bias_is_added_by_launches_that_are_kept(world: World, passes: list[An
     assert (o.b, o.n, o.ldb, o.ldc, o.bias, o.alpha, o.beta) == (B.ctypes.data, 5, 5, 8, 0, 1.0, 0.0)
     last = ("epilogue", (1, 1, 1), (at, 8, out.ctypes.data, along, lines, along, bias.ctypes.data, 2.0, 1.0))
     assert world.made == [(o, 0), (o, 1), last] * rounds
-    assert world.launched == rounds - RUNS_BEFORE_GRAPH
     wide = out.ctypes.data % 16 == 0 and along == 4
     assert passes == [
         f"epilogue<float, float, {layout == COL}, {wide}>".replace("True", "true").replace("False", "false")
@@ -255,7 +253,7 @@ def test_the_product_is_wider_than_c(world: World, passes: list[Any], monkeypatc
 
 
 def test_a_plan_of_arrays_alone_gets_arrays(world: World, passes: list[Any]) -> None:
-    """A plug-in's: no launches to keep, so nothing goes into a graph."""
+    """A plug-in's: no launches to keep."""
     seen: list[Any] = []
     world.cupy.cuda.UnownedMemory = lambda at, nbytes, owner, device_id: (at, nbytes, device_id)
     world.cupy.cuda.MemoryPointer = lambda room, offset: room
@@ -264,15 +262,14 @@ def test_a_plan_of_arrays_alone_gets_arrays(world: World, passes: list[Any]) -> 
     made = Plan("plugin.x", p, lambda b, c: seen.append((b, c)))
     plan = epilogue.with_epilogue(made, p.changed(epilogue=True))
     world.cupy.ndarray = lambda shape, dtype, memory, strides: (shape, str(dtype), memory, strides)
-    for _ in range(RUNS_BEFORE_GRAPH + 2):
+    for _ in range(4):
         plan.run(B, out, 1.0, 0.0, None)
     (b, c) = seen[0]
     assert b == ((3, 5), "float32", (B.ctypes.data, 4 * 15, 0), (4, 12))
     assert c[0] == (4, 5)
     assert c[2][1:] == (4 * 8 * 4, 0)
     assert c[3] == (32, 4)
-    assert len(seen) == RUNS_BEFORE_GRAPH + 2
-    assert world.launched == 0
+    assert len(seen) == 4
 
 
 def test_a_plan_of_several_launches_may_be_one_call_of_another(world: World, passes: list[Any]) -> None:
@@ -286,15 +283,15 @@ def test_a_plan_of_several_launches_may_be_one_call_of_another(world: World, pas
     world.cupy.ndarray = lambda *_: None
 
     def work() -> None:
-        for _ in range(RUNS_BEFORE_GRAPH + 2):
+        for _ in range(4):
             outer.run(B, other, 1.0, 0.0, None)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(30)
     assert not thread.is_alive(), "the plans wait for each other"
-    assert [what[-1] for what in world.made if what[0] != "epilogue"] == [0, 1] * (RUNS_BEFORE_GRAPH + 2)
-    assert len(world.made) == 3 * (RUNS_BEFORE_GRAPH + 2)
+    assert [what[-1] for what in world.made if what[0] != "epilogue"] == [0, 1] * (4)
+    assert len(world.made) == 3 * (4)
 
 
 def test_an_epilogue_inside_another_has_memory_of_its_own(world: World, passes: list[Any]) -> None:

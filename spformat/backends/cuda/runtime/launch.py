@@ -133,10 +133,6 @@ class Bound:
         self._ready: tuple[int, ...] = ()
         self._has_run = False
 
-    def on(self, stream: int) -> Bound:
-        """The same launch on another stream."""
-        return Bound(self._launch, (*self._where[:-1], stream), self._tail)
-
     def moved(self) -> Moved | None:
         """The same launch for operands at other addresses; None if its arguments do not say where they are."""
         if not all(self._where[1:4]):

@@ -35,8 +35,8 @@ def captured(stream: int) -> bool:
 
 @contextmanager
 def beside_capture() -> Iterator[None]:
-    """Inside the block memory may be allocated, and graphs be destroyed, while a stream is captured. The usual capture
-    mode, also torch's, forbids both. They do not become part of the graph."""
+    """Inside the block memory may be allocated while a stream is captured, which the usual capture mode, also torch's,
+    forbids. That does not become part of the graph."""
     exchange, mode = _exchange_mode(), ctypes.c_int(RELAXED)
     exchange(ctypes.byref(mode))
     try:
