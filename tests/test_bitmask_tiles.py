@@ -15,7 +15,8 @@ from test_kernels import LAYOUTS, Guarded, on_device, problem
 import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.backends.cuda.bitmask import bitmask_records
-from spformat.backends.cuda.bitmask.spmm_bitmask_tc import SpmmBitmaskTensor, Tile, choose, room_of
+from spformat.backends.cuda.bitmask.bitmask_records import room_of
+from spformat.backends.cuda.bitmask.spmm_bitmask_tc import SpmmBitmaskTensor, Tile, choose
 from spformat.products.problem import Problem
 from spformat.products.roofline import shared_limit
 

@@ -21,8 +21,8 @@ from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands
 from ..runtime.scratch import Scratch
 from . import bitmask_records
+from .bitmask_records import expected_room, room_of
 from .bitmask_slices import STEP, bitmask_reasons
-from .spmm_bitmask_tc import expected_room, room_of
 
 SOURCE, ARCHS = "bitmask/spmm_bitmask_expanding_sm90a.cu", ("sm_90a",)
 SLOT, MOST_STAGES = 2048, 6

@@ -14,6 +14,7 @@ from ..runtime import jit
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Launch, over_tiles
 from . import bitmask_records
+from .bitmask_records import expected_room, room_of
 from .bitmask_slices import STEP, TERMS, bitmask_quantities, bitmask_reasons, bitmask_variant
 
 SOURCE = "bitmask/spmm_bitmask_tc.cu"
@@ -122,14 +123,3 @@ class SpmmBitmaskTensor(CudaKernel):
         launch = Launch(function, "PPPPPqqiiiPPqqqq", fixed, 32 * tile.warps, tile.smem(room))
         prepare = over_tiles(launch, ceil_div(p.M, tile.rows), tile.cols, p.out_layout == COL)
         return Prepared(prepare, str(tile), records.nbytes)
-
-
-def expected_room(p: Problem) -> int:
-    """``room_of`` estimated before there are records: for 16 x 64 elements with slightly more values than the mean."""
-    share = min(1.0, p.nnz / max(1, p.M * p.K))
-    return 128 * ceil_div(round(1024 * share * 2 * 1.15) + 160, 128)
-
-
-def room_of(records: bitmask_records.Records) -> int:
-    """Bytes of shared memory for the longest record, rounded up so that what follows starts on a row of banks."""
-    return 128 * ceil_div(records.longest, 128)

@@ -15,7 +15,7 @@ from ....products.problem import Operand, Problem
 from ..csr.overlay_csr import OVERLAYS
 from ..runtime.expansion import Writer
 from ..runtime.launch import Bound
-from .spmm_sum import part_problem
+from .structured import part_problem
 
 Expander = Callable[[Any, Problem], Writer]
 

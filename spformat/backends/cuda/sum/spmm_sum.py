@@ -7,7 +7,6 @@ chosen only by name.
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from ....arrays.library import ceil_div, namespace, power_of_two
 from ....formats.sum import Sum
 from ....products.ideal import memory_us, operands_bytes, product_us, traffic_us
 from ....products.kernel import Kernel, reasons, spmm_of
-from ....products.problem import COL, ROW, Operand, Problem, itemsize
+from ....products.problem import COL, ROW, Problem, itemsize
 from ....products.roofline import CUDA_32, TENSOR_16, TF32_THREE, device_of, shared_limit
 from ..bsr import spmm_bsr
 from ..csr.spmm_csr import SpmmCSR
@@ -27,7 +26,7 @@ from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import MAX_GRID_Y, Bound, Launch, Operands, Prepare, finish_arrays
 from ..runtime.scratch import Scratch
 from ..runtime.transpose import row_major
-from .structured import BLOCKS, STATIC, TWO_FOUR, Structured, Tile, structured_of
+from .structured import BLOCKS, STATIC, TWO_FOUR, Structured, Tile, part_problem, structured_of
 from .sum_work import CHUNK, Items, RowTiles, Tasks, scattered, tasks
 
 TYPES = ("float32", "float16", "bfloat16")
@@ -173,11 +172,6 @@ class SpmmSum(CudaKernel):
             return (launch.bind((count, min(columns, MAX_GRID_Y), 1), o.stream, *tail),)
 
         return prepare
-
-
-def part_problem(p: Problem, part: Operand) -> Problem:
-    """The product with one of the parts alone."""
-    return replace(p, operands=(part, *p.operands[1:]), epilogue=False)
 
 
 def tile_for(p: Problem) -> Tile:

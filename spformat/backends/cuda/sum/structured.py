@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ....arrays.library import Array, ceil_div, namespace
 from ....formats.base import Format
+from ....products.problem import Operand, Problem
 from ..runtime.launch import finish_arrays
 from .sum_work import CHUNK, RowTiles
 
@@ -115,3 +116,8 @@ def blocks_of_tiles(part: Any, tiles: RowTiles) -> tuple[Array, Array]:
         first, counts = every[0], every[1]
     of_tile = xp.arange(tiles.number, dtype=np.int64) // tiles.in_block
     return first[of_tile], counts[of_tile]
+
+
+def part_problem(p: Problem, part: Operand) -> Problem:
+    """The product with one of the parts alone."""
+    return replace(p, operands=(part, *p.operands[1:]), epilogue=False)
