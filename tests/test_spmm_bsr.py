@@ -118,7 +118,7 @@ def test_merged_slices_list_every_block_once(group: int) -> None:
 
 def test_every_row_gives_the_pointer_of_bsr() -> None:
     row_ids, indptr = np.array([0, 2, 3], np.int32), np.array([0, 2, 5, 7], np.int32)
-    assert spmm_bsr_sm90a.every_row(row_ids, indptr, 6).tolist() == [0, 2, 2, 5, 7, 7, 7]
+    assert spmm_bsr.every_row(row_ids, indptr, 6).tolist() == [0, 2, 2, 5, 7, 7, 7]
 
 
 @pytest.mark.parametrize("groups", [1, 32, 33, 48, 66, 96, 200])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ....arrays.library import ceil_div
+from ....arrays.library import ceil_div, namespace
 from ....products.ideal import b_alignment, load_us, memory_us, operands_bytes, stored_bytes, tile_us
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, ROW, Problem
@@ -242,3 +242,11 @@ def index_types(a: Arrays) -> str:
     """The C types of row_ids, indptr and indices as template arguments. For BSR, without row_ids, any type will do."""
     arrays = (a.indptr if a.row_ids is None else a.row_ids, a.indptr, a.indices)
     return ", ".join("long long" if x.dtype.itemsize == 8 else "int" for x in arrays)
+
+
+def every_row(row_ids: Any, indptr: Any, block_rows: int) -> Any:
+    """The indptr of the same blocks with all block rows listed: int[block_rows+1]."""
+    xp = namespace(indptr)
+    lengths = xp.zeros(block_rows + 1, indptr.dtype)
+    lengths[row_ids + 1] = xp.diff(indptr)
+    return xp.cumsum(lengths)

@@ -117,14 +117,6 @@ def merge_slices(
     return Slices(plan, slices, padded)
 
 
-def every_row(row_ids: Any, indptr: Any, block_rows: int) -> Any:
-    """The indptr of the same blocks with all block rows listed: int[block_rows+1]."""
-    xp = namespace(indptr)
-    lengths = xp.zeros(block_rows + 1, indptr.dtype)
-    lengths[row_ids + 1] = xp.diff(indptr)
-    return xp.cumsum(lengths)
-
-
 def interleave(work: Any, stride: int) -> Any:
     """An order of groups such that those ``stride`` apart, cyclically, are long and short in turn; int64[groups].
 
@@ -271,7 +263,7 @@ def _launcher(matrix: Any, p: Problem, tile: Tile) -> tuple[launch.Prepare, int]
     listed = p.format == "dbsr" and (block_rows - entries) * 8 <= block_rows
     indptr = a.indptr
     if p.format == "dbsr" and not listed:
-        indptr, entries = every_row(a.row_ids, a.indptr, block_rows), block_rows
+        indptr, entries = spmm_bsr.every_row(a.row_ids, a.indptr, block_rows), block_rows
     b_col, c_col = p.b_layout == COL, p.out_layout == COL
     slice_k = min(width, 64)
     rows, cols = tile.extent(height)

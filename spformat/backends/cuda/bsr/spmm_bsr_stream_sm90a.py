@@ -20,7 +20,6 @@ from ..runtime.kernel import CopyEngineKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands
 from ..runtime.scratch import Scratch
 from . import spmm_bsr
-from .spmm_bsr_sm90a import every_row
 
 SOURCE, ARCHS = "bsr/spmm_bsr_stream_sm90a.cu", ("sm_90a",)
 VALUES = "bfloat16", "float16"
@@ -179,7 +178,7 @@ class SpmmBSRStream(CopyEngineKernel):
             return Prepared(fall_back, "")  # no map of an empty A; coordinates of a map are 32-bit
 
         def build() -> Steps:
-            indptr = x.indptr if x.row_ids is None else every_row(x.row_ids, x.indptr, ceil_div(p.M, height))
+            indptr = x.indptr if x.row_ids is None else spmm_bsr.every_row(x.row_ids, x.indptr, ceil_div(p.M, height))
             steps = steps_of(indptr, x.indices, p.M, shape)
             launch.finish_arrays()  # synchronize!
             return steps
