@@ -75,7 +75,6 @@ spmm_bitmask_expanding_sm90a(const __grid_constant__ Extents s, const Ptr* __res
     }
 
     float acc[BN / 2] = {};
-    u32 even[4][4], odd[4][4];  // the dense tile of A of a step: 16 rows x 16 columns, four times
     auto load = [&](u32 (&a)[4][4], int k) {
         const u32 number = k - first, stage = number % STAGES;
         const u32 record = base + stage * stage_bytes + B_BYTES + warp * s.room;
@@ -93,24 +92,7 @@ spmm_bitmask_expanding_sm90a(const __grid_constant__ Extents s, const Ptr* __res
         take_group<4>(a[2][0], a[2][2], bits, at(4)), take_group<5>(a[2][1], a[2][3], bits, at(5));
         take_group<6>(a[3][0], a[3][2], bits, at(6)), take_group<7>(a[3][1], a[3][3], bits, at(7));
     };
-    auto multiply = [&](const u32 (&a)[4][4], int k) {
-        multiply_tile<T, BN, BCol>(acc, a, base + (k - first) % STAGES * stage_bytes);
-    };
-    auto finish = [&](int k) {  // every thread arrives for its own reads: racecheck follows only who arrives
-        wgmma::wait<0>();
-        wgmma::pin(acc);
-        barrier::arrive(empty + 8 * ((k - first) % STAGES));
-    };
-    if (first < last) load(even, first);
-    for (int k = first; k < last; k += 2) {  // the next step comes to the registers while this one is multiplied
-        multiply(even, k);
-        if (k + 1 < last) load(odd, k + 1);
-        finish(k);
-        if (k + 1 == last) break;
-        multiply(odd, k + 1);
-        if (k + 2 < last) load(even, k + 2);
-        finish(k + 1);
-    }
+    multiply_steps<T, BN, BCol, STAGES>(acc, first, last, base, stage_bytes, empty, load);
 
     const Result<Out> c{c_map, by_copies != 0, C, ldc, s.M, N};
     store_tile<Out, CCol, WG, BN, Parts>(acc, shared, c, m0, n0, part, [&](int row, int col, int cols) {

@@ -34,16 +34,6 @@ __device__ __forceinline__ int share_start(int steps, int blocks, int share) {
     return share * (steps / blocks) + min(share, steps % blocks);
 }
 
-// One warp stores 16 rows x Columns columns of C: whole lines of 128 bytes, then what is left of them.
-template <class Out, bool CCol, int Columns>
-__device__ __forceinline__ void store_strip(const float* acc, char* scratch, Out* c, i64 ldc, int row, int col, int M, int N,
-                                            bool vector) {
-    constexpr int MOST = 128 / int(sizeof(Out)), PANEL = Columns >= MOST ? MOST : Columns >= 32 ? 32 : 16;
-    store_m16<Out, CCol, PANEL / 8>(acc, scratch, c, ldc, row, col, M, N, vector);
-    if constexpr (Columns > PANEL)
-        store_strip<Out, CCol, Columns - PANEL>(acc + PANEL / 2, scratch, c, ldc, row, col + PANEL, M, N, vector);
-}
-
 template <class T, class Out, int TN, int Stages, int Resident, bool BCol, bool CCol>
 __global__ void __launch_bounds__(WORKERS + 32, Resident)
 spmm_bsr_stream_sm90a(const __grid_constant__ TensorMap a_map, const int2* __restrict__ steps, const int4* __restrict__ places,
@@ -150,6 +140,6 @@ spmm_bsr_stream_sm90a(const __grid_constant__ TensorMap a_map, const int2* __res
             take_over<WORKERS>(acc, mine + i64(next) * (TN / 8 * WORKERS), flags + next, 1);
             done = share_start(total, blocks, next + 1);
         }
-        store_strip<Out, CCol, TN>(acc, scratch, c, ldc, row, col, M, N, vector);
+        store_panels<Out, CCol, TN>(acc, scratch, c, ldc, row, col, M, N, vector, Unchanged{});
     }
 }

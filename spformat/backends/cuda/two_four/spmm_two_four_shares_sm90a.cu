@@ -25,7 +25,7 @@
 #include "spformat/staged_store.cuh"
 #include "spformat/tma.cuh"
 #include "spformat/two_four_stream.cuh"
-#include "spformat/wgmma.cuh"
+#include "spformat/two_four_wgmma.cuh"
 
 using namespace spformat;
 
@@ -33,18 +33,17 @@ constexpr int DEPTH = 64;    // columns of A in a slab
 constexpr int RECORD = 288;  // words
 constexpr int ROWS = 128, GROUP = 8, WORKERS = 256;
 
-// One warp stores 16 rows x Columns columns of C: whole lines of 128 bytes, then what is left of them. A line at a time gets alpha,
-// beta and bias, so that registers need not hold all of what C was.
-template <class Out, bool CCol, bool Epilogue, int Columns>
-__device__ __forceinline__ void store_columns(float* acc, char* scratch, Out* c, i64 ldc, int row, int col, int M, int N,
-                                              bool vector, float2 added, float alpha, float beta) {
-    constexpr int MOST = 128 / int(sizeof(Out)), PANEL = Columns >= MOST ? MOST : Columns >= 32 ? 32 : 16;
-    if constexpr (Epilogue) affine_m16<Out, CCol, PANEL / 8>(acc, c, ldc, row, col, M, N, added, alpha, beta);
-    store_m16<Out, CCol, PANEL / 8>(acc, scratch, c, ldc, row, col, M, N, vector);
-    if constexpr (Columns > PANEL)
-        store_columns<Out, CCol, Epilogue, Columns - PANEL>(acc + PANEL / 2, scratch, c, ldc, row, col + PANEL, M, N, vector,
-                                                            added, alpha, beta);
-}
+// alpha, beta and bias for a panel of C. Only one panel of what C was is in registers at a time.
+template <class Out, bool CCol, bool Epilogue> struct Affine {
+    Out* c;
+    i64 ldc;
+    int row, M, N;
+    float2 added;
+    float alpha, beta;
+    template <class Panel> __device__ __forceinline__ void operator()(Panel, float* sums, int col) const {
+        if constexpr (Epilogue) affine_m16<Out, CCol, Panel::WIDTH / 8>(sums, c, ldc, row, col, M, N, added, alpha, beta);
+    }
+};
 
 template <class T, class Out, int TN, int Stages, int Span, int Cluster, bool BCol, bool CCol, bool Epilogue>
 __global__ void __cluster_dims__(Cluster, 1, 1) __launch_bounds__(WORKERS + 128, 1)
@@ -170,12 +169,8 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
                     wgmma::fence();
 #pragma unroll
                     for (int s = 0; s < 2; ++s) {
-                        const u64 b = BCol ? wgmma::descriptor(tile + s * 64, 0, 1024, wgmma::B128)
-                                           : wgmma::descriptor(tile + s * 4096, DEPTH * 128, 1024, wgmma::B128);
-                        const uint4 x = a[half][i % Span][s];
-                        const u32 v[4] = {x.x, x.y, x.z, x.w};
-                        if (s == 0) wgmma::sp_rs<T, TN, 0, !BCol>(acc, v, b, e[half][i % Span], slab > 0);
-                        else wgmma::sp_rs<T, TN, 1, !BCol>(acc, v, b, e[half][i % Span], 1);
+                        const u64 b = rows_of_half<BCol>(tile, s);
+                        multiply_half<T, TN, BCol>(acc, s, a[half][i % Span][s], e[half][i % Span], b, s > 0 || slab > 0);
                     }
                     wgmma::commit();
                     wgmma::wait<1>();  // the product before this one is done: its stage and its registers are free
@@ -202,7 +197,8 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
                 take_over<WORKERS>(acc, mine + i64(other) * (TN / 8 * WORKERS), flags + 2 * other + warpgroup - 1, warpgroup);
                 done += work.start(next + 1) - work.start(next);
             }
-            store_columns<Out, CCol, Epilogue, TN>(acc, scratch, c, ldc, row, col, M, N, c_vector, added, alpha, beta);
+            const Affine<Out, CCol, Epilogue> affine{c, ldc, row, M, N, added, alpha, beta};
+            store_panels<Out, CCol, TN>(acc, scratch, c, ldc, row, col, M, N, c_vector, affine);
             if (!AHEAD && more) start();
         }
         __syncwarp();

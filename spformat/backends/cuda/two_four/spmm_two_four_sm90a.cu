@@ -27,7 +27,7 @@
 #include "spformat/tma.cuh"
 #include "spformat/tma_store.cuh"
 #include "spformat/two_four_stream.cuh"
-#include "spformat/wgmma.cuh"
+#include "spformat/two_four_wgmma.cuh"
 
 using namespace spformat;
 
@@ -206,8 +206,7 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
                     wgmma::fence();
 #pragma unroll
                     for (int s = 0; s < 2; ++s) {
-                        const u64 b = BCol ? wgmma::descriptor(tile + s * 64, 0, 1024, wgmma::B128)
-                                           : wgmma::descriptor(tile + s * 4096, DEPTH * 128, 1024, wgmma::B128);
+                        const u64 b = rows_of_half<BCol>(tile, s);
 #pragma unroll
                         for (int m = 0; m < MT; ++m) {
                             const u32 word = e[half][i % Span][m];
@@ -218,10 +217,7 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
                                 if (s == 0) wgmma::sp_ss<T, TN, 0, !BCol>(acc[m], rows, b, word, more);
                                 else wgmma::sp_ss<T, TN, 1, !BCol>(acc[m], rows, b, word, more);
                             } else {
-                                const uint4 x = a[half][i % Span][m][s];
-                                const u32 v[4] = {x.x, x.y, x.z, x.w};
-                                if (s == 0) wgmma::sp_rs<T, TN, 0, !BCol>(acc[m], v, b, word, more);
-                                else wgmma::sp_rs<T, TN, 1, !BCol>(acc[m], v, b, word, more);
+                                multiply_half<T, TN, BCol>(acc[m], s, a[half][i % Span][m][s], word, b, more);
                             }
                         }
                     }

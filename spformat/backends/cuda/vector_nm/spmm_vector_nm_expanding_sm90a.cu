@@ -98,7 +98,6 @@ spmm_vector_nm_expanding_sm90a(const __grid_constant__ TensorMap a_map, const __
     const u32 block = warp / 4 * A_BLOCK, chunk = warp % 4 * 2 + eight;
     const u32 word_at = WORDS + (min(row0 + 8 * eight, s.M - 1) / s.length - group0) * DEPTH + (lane % 8 + lane / 16 * 8) * 4;
     float acc[BN / 2] = {};
-    u32 even[4][4], odd[4][4];  // the dense tile of A of a k tile: 16 rows x 16 columns, four times
     auto load = [&](u32 (&a)[4][4], int k) {
         const u32 number = k - first, stage = number % STAGES, from = base + stage * STAGE;
         barrier::wait(full + 8 * stage, number / STAGES & 1);
@@ -109,24 +108,7 @@ spmm_vector_nm_expanding_sm90a(const __grid_constant__ TensorMap a_map, const __
             ldmatrix_x4_trans(a[i], line == NONE ? zero : from + block + swizzled<128>(line, chunk));
         }
     };
-    auto multiply = [&](const u32 (&a)[4][4], int k) {
-        multiply_tile<T, BN, BCol>(acc, a, base + (k - first) % STAGES * STAGE + A_BYTES);
-    };
-    auto finish = [&](int k) {  // every thread arrives for its own reads: racecheck follows only who arrives
-        wgmma::wait<0>();
-        wgmma::pin(acc);
-        barrier::arrive(empty + 8 * ((k - first) % STAGES));
-    };
-    if (first < last) load(even, first);
-    for (int k = first; k < last; k += 2) {  // the next k tile comes to the registers while this one is multiplied
-        multiply(even, k);
-        if (k + 1 < last) load(odd, k + 1);
-        finish(k);
-        if (k + 1 == last) break;
-        multiply(odd, k + 1);
-        if (k + 2 < last) load(even, k + 2);
-        finish(k + 1);
-    }
+    multiply_steps<T, BN, BCol, STAGES>(acc, first, last, base + A_BYTES, STAGE, empty, load);
 
     const Result<Out> c{c_map, by_copies != 0, C, ldc, s.M, N};
     store_tile<Out, CCol, WG, BN, Parts>(acc, shared, c, m0, n0, part, [&](int row, int col, int cols) {

@@ -123,14 +123,14 @@ encode(const u16* __restrict__ x, Sizes s, u32 live, u8* __restrict__ indices, u
         const Window window(s, __ballot_sync(ALL, (value & live) != 0), b.lane);
         if (w >= b.windows) continue;
         // A window that holds fewer than n vectors takes the lowest free positions, too.
-        const int held = __popc(window.bits), spare = s.n - held, vacant = __popc(~window.bits & window.below);
+        const int kept = __popc(window.bits), spare = s.n - kept, vacant = __popc(~window.bits & window.below);
         bool taken = window.bits >> window.at & 1 || vacant < spare;
         int k = __popc(window.bits & window.below) + (vacant < spare ? vacant : spare);
         if (spare < 0) {
             taken = window.at < s.n, k = window.at;  // addresses, not results
             if (window.at == 0) {
                 atomicAdd(refused, 1ull);
-                atomicMax(refused + 1, ~(u64)(((b.q0 + g) * s.all + b.w0 + w) * 512 + held));
+                atomicMax(refused + 1, ~(u64)(((b.q0 + g) * s.all + b.w0 + w) * 512 + kept));
             }
         }
         if (taken) place[(w * s.n + k) * QUADS + g] = (u8)swizzled(column);

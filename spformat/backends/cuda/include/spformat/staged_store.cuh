@@ -56,6 +56,24 @@ __device__ __forceinline__ void store_m16(const float* acc, char* scratch, Out* 
     }
 }
 
+// The same for any multiple of 16 columns, Columns: a line of C of 128 bytes at a time, then what is left. `first` is called
+// before each such panel is stored, with its sums and its first column: first(Panel<width>, acc, col).
+template <int Width> struct Panel {
+    static constexpr int WIDTH = Width;
+};
+template <class Out, bool ColMajor, int Columns, class First>
+__device__ __forceinline__ void store_panels(float* acc, char* scratch, Out* c, i64 ldc, int row, int col, int M, int N, bool vector,
+                                             First first) {
+    constexpr int MOST = 128 / int(sizeof(Out)), WIDTH = Columns >= MOST ? MOST : Columns >= 32 ? 32 : 16;
+    first(Panel<WIDTH>{}, acc, col);
+    store_m16<Out, ColMajor, WIDTH / 8>(acc, scratch, c, ldc, row, col, M, N, vector);
+    if constexpr (Columns > WIDTH)
+        store_panels<Out, ColMajor, Columns - WIDTH>(acc + WIDTH / 2, scratch, c, ldc, row, col + WIDTH, M, N, vector, first);
+}
+struct Unchanged {
+    template <class Any> __device__ __forceinline__ void operator()(Any, float*, int) const {}
+};
+
 // True if a matrix with this start and leading dimension (elements) can be read and written 16 bytes at a time.
 template <class T> __device__ __forceinline__ bool vector_aligned(const T* p, i64 ld) {
     return (reinterpret_cast<u64>(p) % 16) == 0 && (ld * i64(sizeof(T))) % 16 == 0;
