@@ -6,33 +6,33 @@ Kernel: spmm_bitmask_expanding_sm90a.cu. bf16 and fp16. docs/decisions/0035-bitm
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div, round_up
-from ....products.ideal import b_alignment, load_us, memory_us, rounds, tile_us, traffic_us
+from ....products.ideal import b_alignment, memory_us
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, LINE, Problem, itemsize
-from ....products.roofline import TENSOR_16, Device, device_of
-from ..runtime import jit, tensor_map
-from ..runtime.copy_lines import copy_of
+from ....products.roofline import Device, device_of
+from ..runtime import expanding, jit, tensor_map
+from ..runtime.copy_lines import Copy, copy_of
+from ..runtime.expanding import DEPTH, SLOT
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands
 from ..runtime.scratch import Scratch
 from . import bitmask_records
 from .bitmask_records import expected_room, room_of
-from .bitmask_slices import STEP, bitmask_reasons
+from .bitmask_slices import bitmask_reasons
 
 SOURCE, ARCHS = "bitmask/spmm_bitmask_expanding_sm90a.cu", ("sm_90a",)
-SLOT, MOST_STAGES = 2048, 6
-"""Bytes in which a warp stages C, as in the kernel; steps in shared memory at most."""
+MOST_STAGES = 6
+"""Steps in shared memory at most."""
 SHARED = 226 << 10
 """Bytes of shared memory of a multiprocessor that blocks may have, what each needs beside it left out."""
 ALIGNED = 8
 """Elements: lines of a copy of B start at multiples of so many."""
-PARTS = (1, 2, 4, 8)
-"""Parts of K, each a block of a cluster."""
 
 
 class Extents(ctypes.Structure):
@@ -45,18 +45,10 @@ class Extents(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Tile:
-    """128 rows x ``cols`` columns of C, ``parts`` blocks of a cluster that have a part of K each.
+class Tile(expanding.Tile):
+    """``parts`` blocks of a cluster have a part of K each."""
 
-    resident: blocks of threads that a multiprocessor runs at a time.
-    """
-
-    cols: int
-    resident: int
     parts: int = 1
-
-    rows = 128
-    threads = 288
 
     @property
     def extent(self) -> str:
@@ -69,7 +61,7 @@ class Tile:
 
     def stage(self, room: int) -> int:
         """Bytes of a step: 64 rows of B, eight records."""
-        return 2 * STEP * self.cols + 8 * room
+        return 2 * DEPTH * self.cols + 8 * room
 
     def stages_end(self, room: int) -> int:
         """Bytes of the stages, or of what takes their place on the way of C."""
@@ -87,7 +79,7 @@ class Tile:
 TILES = tuple(
     Tile(cols, resident, parts)
     for cols, resident in ((16, 2), (32, 2), (64, 2), (64, 1), (128, 1), (192, 1))
-    for parts in PARTS
+    for parts in expanding.PARTS
 )  # fmt: skip
 
 
@@ -103,10 +95,7 @@ class SpmmBitmaskExpanding(CudaKernel):
     takes = spmm_of("bitmask")
     archs = ARCHS
     tiles = TILES
-    terms = (
-        "launch", "steps", "memory", "loads", "products", "clusters", "parts", "column-major C", "second launch",
-        "copy of B",
-    )  # fmt: skip
+    terms = (*expanding.TERMS, "column-major C", "second launch", "copy of B")
 
     def unsupported(self, p: Problem) -> list[str]:
         return bitmask_reasons(p, ("bfloat16", "float16"), (p.a_dtype, "float32")) + reasons(
@@ -120,33 +109,21 @@ class SpmmBitmaskExpanding(CudaKernel):
 
         Parts of K until there are two blocks for each that can run.
         """
-        steps, processors = ceil_div(p.K, STEP), device_of(p).processors
-        return [
-            t for t in TILES
-            if min(p.n, 256) <= 4 * t.cols < 8 * max(p.n, 16)
-            and (t.parts == 1 or (t.parts <= steps and tiles_of(p, t) * t.parts <= 2 * processors * t.resident))
-        ]  # fmt: skip
+        steps, processors = ceil_div(p.K, DEPTH), device_of(p).processors
+        some = [t for t in TILES if expanding.wide_enough(t.cols, p.n)]
+        return [t for t in some if t.parts in expanding.parts_of(p, t, steps, processors)]
 
     def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
         """By columns of the tile, whatever the number of parts."""
         return (tile.extent,)
 
     def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
-        """Ideal microseconds of each of ``terms``. Products are those of a dense A.
-
-        launch, clusters (their barriers), second launch (which copies B): constants. parts: their number. steps: 64
-        columns of A that a block passes one after the other, in microseconds of one each.
-        """
-        turns = rounds(tiles_of(p, tile) * tile.parts, device.processors * tile.resident)
-        steps = turns * ceil_div(ceil_div(p.K, STEP), tile.parts)
-        products = tile.resident * steps * tile_us(tile.rows, tile.cols, STEP, TENSOR_16, device)
-        loads = tile.resident * steps * load_us(tile.stage(expected_room(p)), device)
-        copied = b_alignment(p) < LINE
-        copy = memory_us(2 * p.K * p.n * itemsize(p.b_dtype), device) if copied else 0.0
-        clusters, parts = (1.0, float(tile.parts)) if tile.parts > 1 else (0.0, 0.0)
+        """Ideal microseconds of each of ``terms``: those of ``expanding``, then of a column-major C and of the launch
+        that copies B."""
+        loaded = tile.stage(expected_room(p))
+        own = expanding.quantities(p, tile, tile.parts, ceil_div(p.K, DEPTH), loaded, device)
         column_major = memory_us(p.M * p.n * itemsize(p.out_dtype), device) if p.out_layout == COL else 0.0
-        memory = traffic_us(p, device)
-        return 1.0, steps, memory, loads, products, clusters, parts, column_major, float(copied), copy
+        return *own, column_major, *expanding.copy_of_b_us(p, b_alignment(p) < LINE, device)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
@@ -168,20 +145,20 @@ class SpmmBitmaskExpanding(CudaKernel):
         """The launches of one tile."""
         records = bitmask_records.records(a, p)
         room = room_of(records)
-        b_col, c_col, size = p.b_layout == COL, p.out_layout == COL, itemsize(p.out_dtype)
-        row_tiles = ceil_div(p.M, tile.rows)
+        b_col, row_tiles = p.b_layout == COL, ceil_div(p.M, tile.rows)
         shape = Extents(
             p.M, p.K, records.steps, ceil_div(records.steps, tile.parts), row_tiles, room, tile.stages_end(room)
         )
         name = instance(tile, room, p, "int" if a.indptr.dtype == "int32" else "long long")
         smem = tile.smem(room)
         function = jit.load(SOURCE, name, jit.architecture(p.sm or 90, ARCHS), p.device_id, smem)
-        signature = (Extents, *"PPPPP", tensor_map.TensorMap, *"Pqq", tensor_map.TensorMap, *"iPiq")
         fixed = (shape, a.indptr, a.bitmask, a.data, records.data, records.starts)
-        launch = Launch(function, signature, fixed, tile.threads, smem)
-        columns = min(tile.cols, 64)
-        strip = columns if tile.parts == 1 else 16
-        copy, room_for_b = copy_of(p.K, 2, p.b_layout, p.b_layout, p), Scratch()
+        launch = Launch(function, (Extents, *"PPPPP", *expanding.TAIL), fixed, tile.threads, smem)
+        room_for_b = Scratch()
+
+        @functools.lru_cache(maxsize=1)
+        def copy() -> Copy:
+            return copy_of(p.K, 2, p.b_layout, p.b_layout, p)
 
         def prepare(o: Operands) -> list[Bound]:
             calls: list[Bound] = []
@@ -190,24 +167,11 @@ class SpmmBitmaskExpanding(CudaKernel):
                 lines, along = (o.n, p.K) if b_col else (p.K, o.n)
                 ldb = round_up(along, ALIGNED)
                 b = room_for_b.buffer(o.stream, lines * ldb * 2)
-                calls = [copy(o.stream, o.b, b, o.n, o.ldb, ldb)]
-            extents, box = ((p.K, o.n), (STEP, tile.cols)) if b_col else ((o.n, p.K), (columns, STEP))
-            b_map = tensor_map.tiled(b, p.b_dtype, extents, (ldb,), box, 2 * box[0])
-            b_steps = (1, ldb) if b_col else (ldb, 1)
-            c_map, by_copies = tensor_map.UNMAPPED, 0
-            if size == 2 and tensor_map.writable(o.c, p.M if c_col else o.n, o.ldc, 2):
-                c_box = (16, strip) if c_col else (strip, 16)
-                c_extents = (p.M, o.n) if c_col else (o.n, p.M)
-                c_map, by_copies = tensor_map.tiled(o.c, p.out_dtype, c_extents, (o.ldc,), c_box, 2 * c_box[0]), 1
-            grid = (row_tiles * ceil_div(o.n, tile.cols) * tile.parts, 1, 1)
-            return [*calls, launch.bind(grid, o.stream, b_map, b, *b_steps, c_map, by_copies, o.c, o.n, o.ldc)]
+                calls = [copy()(o.stream, o.b, b, o.n, o.ldb, ldb)]
+            rest = expanding.tail(o, p, tile, tile.parts, b, ldb, b_col)
+            return [*calls, launch.bind(expanding.grid(o, p, tile, tile.parts), o.stream, *rest)]
 
         return Prepared(prepare, str(tile), records.nbytes)
-
-
-def tiles_of(p: Problem, tile: Tile) -> int:
-    """Tiles of C."""
-    return ceil_div(p.M, tile.rows) * ceil_div(p.n, tile.cols)
 
 
 def instance(tile: Tile, room: int, p: Problem, index: str) -> str:

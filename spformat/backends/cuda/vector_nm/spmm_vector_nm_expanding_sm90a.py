@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....arrays.library import Array, ceil_div, namespace
-from ....products.ideal import b_alignment, load_us, memory_us, rounds, tile_us, traffic_us
+from ....products.ideal import b_alignment
 from ....products.kernel import reasons, spmm_of
-from ....products.problem import COL, LINE, Problem, itemsize
-from ....products.roofline import TENSOR_16, Device, device_of
-from ..runtime import jit, launch, tensor_map
+from ....products.problem import COL, LINE, Problem
+from ....products.roofline import Device, device_of
+from ..runtime import expanding, jit, launch, tensor_map
+from ..runtime.expanding import DEPTH
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands
 from .vector_nm_launch import C_TYPES, AlignedRows, aligned_data, pattern, vector_reasons
@@ -22,8 +23,8 @@ from .vector_nm_tiles import Pattern
 from .vector_nm_times import Split
 
 SOURCE, ARCHS = "vector_nm/spmm_vector_nm_expanding_sm90a.cu", ("sm_90a",)
-DEPTH, NONE, SLOT = 64, 64, 2048
-"""Columns of A in a k tile, the line of a column that is not kept, bytes in which a warp stages C; as in the kernel."""
+NONE = 64
+"""The line of a column that is not kept; as in the kernel."""
 ALIGNED = 8
 """The copy engine reads a column-major B only from columns of A whose number is a multiple of this."""
 
@@ -38,24 +39,10 @@ class Expanding(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Tile:
-    """``warpgroups`` of 64 rows, ``cols`` columns of C, ``stages`` k tiles in shared memory or on their way there.
+class Tile(expanding.Tile):
+    """``stages`` k tiles are in shared memory or on their way there."""
 
-    resident: blocks of threads that a multiprocessor runs at a time.
-    """
-
-    warpgroups: int
-    cols: int
     stages: int
-    resident: int
-
-    @property
-    def rows(self) -> int:
-        return 64 * self.warpgroups
-
-    @property
-    def threads(self) -> int:
-        return 128 * self.warpgroups + 32
 
     @property
     def smem(self) -> int:
@@ -67,10 +54,8 @@ class Tile:
         return f"{self.rows}x{self.cols}x{DEPTH}"
 
 
-TILES = (Tile(2, 16, 4, 2), Tile(2, 32, 4, 2), Tile(2, 64, 4, 2), Tile(2, 128, 6, 1), Tile(2, 192, 5, 1))
+TILES = (Tile(16, 2, 4), Tile(32, 2, 4), Tile(64, 2, 4), Tile(128, 1, 6), Tile(192, 1, 5))
 """Narrowest first. 256 columns would need more than the 168 registers that 288 threads may have."""
-PARTS = (1, 2, 4, 8)
-"""Parts of K, each a block of a cluster."""
 
 
 def lines_of(indices: Array, form: Pattern) -> Array:
@@ -108,7 +93,7 @@ class SpmmVectorNMExpanding(CudaKernel):
     name = "cuda.spmm_vector_nm_expanding_sm90a"
     takes = spmm_of("vector-nm")
     archs = ARCHS
-    terms = ("launch", "steps", "memory", "loads", "products", "clusters", "parts", "second launch", "copy of B")
+    terms = (*expanding.TERMS, "second launch", "copy of B")
 
     def unsupported(self, p: Problem) -> list[str]:
         length, m = p.p["vector_length"], p.p["m"]
@@ -125,31 +110,20 @@ class SpmmVectorNMExpanding(CudaKernel):
         Parts of K until there are two blocks for each that can run.
         """
         steps, processors = steps_of(pattern(p)), device_of(p).processors
-        some = [t for t in TILES if min(p.n, 256) <= 4 * t.cols < 8 * max(p.n, 16)]
-        return [
-            Split(t, parts) for t in some for parts in PARTS
-            if parts == 1 or (parts <= steps and tiles_of(p, t) * parts <= 2 * processors * t.resident)
-        ]  # fmt: skip
+        some = [t for t in TILES if expanding.wide_enough(t.cols, p.n)]
+        return [Split(t, parts) for t in some for parts in expanding.parts_of(p, t, steps, processors)]
 
     def variant(self, p: Problem, tile: Split[Tile]) -> tuple[str, ...]:
         """By tile, whatever the number of parts."""
         return (str(tile.tile),)
 
     def quantities(self, p: Problem, tile: Split[Tile], device: Device) -> tuple[float, ...]:
-        """Ideal microseconds of each of ``terms``. Products are those of a dense A.
-
-        launch, clusters (their barriers), second launch (which copies B): constants. parts: their number. steps: k
-        tiles that a block passes one after the other, in microseconds of one each.
-        """
-        t, q, device_blocks = tile.tile, p.p, device.processors * tile.tile.resident
-        turns = rounds(tiles_of(p, t) * tile.splits, device_blocks)
-        steps = turns * ceil_div(steps_of(pattern(p)), tile.splits)
-        products = t.resident * steps * tile_us(t.rows, t.cols, DEPTH, TENSOR_16, device)
-        loads = t.resident * steps * load_us(2.0 * DEPTH * (t.rows * q["n"] / q["m"] + t.cols), device)
+        """Ideal microseconds of each of ``terms``: those of ``expanding``, then of the launch that copies B."""
+        t, q = tile.tile, p.p
+        loaded = 2.0 * DEPTH * (t.rows * q["n"] / q["m"] + t.cols)
         copied = b_alignment(p) < LINE or (p.b_layout == COL and not starts_aligned(q["m"]))
-        copy = memory_us(2 * p.K * p.n * itemsize(p.b_dtype), device) if copied else 0.0
-        clusters, parts = (1.0, float(tile.splits)) if tile.splits > 1 else (0.0, 0.0)
-        return 1.0, steps, traffic_us(p, device), loads, products, clusters, parts, float(copied), copy
+        own = expanding.quantities(p, t, tile.splits, steps_of(pattern(p)), loaded, device)
+        return *own, *expanding.copy_of_b_us(p, copied, device)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
@@ -174,25 +148,13 @@ class SpmmVectorNMExpanding(CudaKernel):
         lines = a.kernel_arrays("expanding lines", lambda: _lines(a, form))
         (W, pitch), (k_tiles, groups) = data.shape, lines.shape[:2]
         windows, row_tiles = DEPTH // form.m, ceil_div(p.M, t.rows)
-        parts = tile.splits
-        b_col, c_col, size = p.b_layout == COL, p.out_layout == COL, itemsize(p.out_dtype)
+        parts, b_col, c_col = tile.splits, p.b_layout == COL, p.out_layout == COL
         shape = Expanding(
             p.M, p.K, groups, form.vector_length, form.n, form.m, windows, k_tiles, ceil_div(k_tiles, parts), row_tiles,
             pitch,
         )  # fmt: skip
         a_map = tensor_map.tiled(data.data.ptr, p.a_dtype, (pitch, W), (pitch,), (64, windows * form.n), 128)
-        columns = min(t.cols, 64)
-        strip = columns if parts == 1 else 16
-        device = p.device_id
-        signature = (
-            tensor_map.TensorMap,
-            Expanding,
-            *"PPP",
-            tensor_map.TensorMap,
-            *"Pqq",
-            tensor_map.TensorMap,
-            *"iPiq",
-        )
+        device, signature = p.device_id, (tensor_map.TensorMap, Expanding, *"PPP", *expanding.TAIL)
 
         def product(b_col: bool) -> Launch:
             name = instance(p.a_dtype, p.out_dtype, tile, b_col, c_col)
@@ -210,17 +172,8 @@ class SpmmVectorNMExpanding(CudaKernel):
                 ldb, col = pitch_b // 2, False
             if col not in products:
                 products[col] = product(col)
-            extents, box = ((p.K, o.n), (DEPTH, t.cols)) if col else ((o.n, p.K), (columns, DEPTH))
-            b_map = tensor_map.tiled(b, p.b_dtype, extents, (ldb,), box, 2 * box[0])
-            b_steps = (1, ldb) if col else (ldb, 1)
-            grid = (row_tiles * ceil_div(o.n, t.cols) * parts, 1, 1)
-            c_map, by_copies = tensor_map.UNMAPPED, 0
-            line = p.M if c_col else o.n
-            if size == 2 and tensor_map.writable(o.c, line, o.ldc, 2):
-                c_box = (16, strip) if c_col else (strip, 16)
-                c_extents = (p.M, o.n) if c_col else (o.n, p.M)
-                c_map, by_copies = tensor_map.tiled(o.c, p.out_dtype, c_extents, (o.ldc,), c_box, 2 * c_box[0]), 1
-            return [*calls, products[col].bind(grid, o.stream, b_map, b, *b_steps, c_map, by_copies, o.c, o.n, o.ldc)]
+            rest = expanding.tail(o, p, t, parts, b, ldb, col)
+            return [*calls, products[col].bind(expanding.grid(o, p, t, parts), o.stream, *rest)]
 
         return Prepared(prepare, str(tile), int(lines.nbytes))
 
@@ -238,15 +191,10 @@ def steps_of(form: Pattern) -> int:
     return ceil_div(ceil_div(form.K, form.m), DEPTH // form.m)
 
 
-def tiles_of(p: Problem, tile: Tile) -> int:
-    """Tiles of C."""
-    return ceil_div(p.M, tile.rows) * ceil_div(p.n, tile.cols)
-
-
 def instance(dtype: str, out: str, tile: Split[Tile], b_col: bool, c_col: bool) -> str:
     """C++ name of the kernel."""
     t, flags = tile.tile, ", ".join(str(f).lower() for f in (b_col, c_col))
     return (
-        f"spformat::vector_nm::spmm_vector_nm_expanding_sm90a<{C_TYPES[dtype]}, {C_TYPES[out]}, {t.warpgroups}, "
+        f"spformat::vector_nm::spmm_vector_nm_expanding_sm90a<{C_TYPES[dtype]}, {C_TYPES[out]}, {t.rows // 64}, "
         f"{t.cols}, {t.stages}, {tile.splits}, {t.resident}, {flags}>"
     )

@@ -1,0 +1,100 @@
+"""What the kernels for Hopper share that expand A into the registers of wgmma (include/spformat/expanding.cuh).
+
+K may be cut into parts, each a block of a cluster. The copy engine loads B and
+writes C, in both layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ....arrays.library import ceil_div
+from ....products.ideal import load_us, memory_us, rounds, tile_us, traffic_us
+from ....products.problem import COL, Problem, itemsize
+from ....products.roofline import TENSOR_16, Device
+from . import tensor_map
+from .launch import Operands
+
+DEPTH, SLOT = 64, 2048
+"""Columns of A in a step, bytes in which a warp stages C; as in the kernels."""
+PARTS = (1, 2, 4, 8)
+"""Parts of K, each a block of a cluster."""
+TERMS = ("launch", "steps", "memory", "loads", "products", "clusters", "parts")
+"""What ``quantities`` are."""
+TAIL = (tensor_map.TensorMap, *"Pqq", tensor_map.TensorMap, *"iPiq")
+"""The types of ``tail``."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """``rows`` x ``cols`` of C, by two warpgroups that multiply and a warp that loads.
+
+    resident: blocks of threads that a multiprocessor runs at a time.
+    """
+
+    cols: int
+    resident: int
+
+    rows: ClassVar[int] = 128
+    threads: ClassVar[int] = 288
+
+
+def wide_enough(cols: int, n: int) -> bool:
+    """Whether a tile has between a quarter of C's columns and twice as many; a quarter of 256 is always enough."""
+    return min(n, 256) <= 4 * cols < 8 * max(n, 16)
+
+
+def tiles_of(p: Problem, tile: Tile) -> int:
+    """Tiles of C."""
+    return ceil_div(p.M, tile.rows) * ceil_div(p.n, tile.cols)
+
+
+def parts_of(p: Problem, tile: Tile, steps: int, processors: int) -> Iterator[int]:
+    """Numbers of parts of ``steps`` steps that are worth considering: until there are two blocks for each that runs."""
+    for parts in PARTS:
+        if parts == 1 or (parts <= steps and tiles_of(p, tile) * parts <= 2 * processors * tile.resident):
+            yield parts
+
+
+def quantities(p: Problem, tile: Tile, parts: int, steps: int, step_bytes: float, device: Device) -> tuple[float, ...]:
+    """Ideal microseconds of each of ``TERMS``. steps: along all of K; step_bytes: loaded from L2 in each. Products are
+    those of a dense A.
+
+    launch, clusters (their barriers): constants. parts: their number. steps: those that a block passes one after the
+    other, in microseconds of one each.
+    """
+    turns = rounds(tiles_of(p, tile) * parts, device.processors * tile.resident)
+    longest = turns * ceil_div(steps, parts)
+    products = tile.resident * longest * tile_us(tile.rows, tile.cols, DEPTH, TENSOR_16, device)
+    loads = tile.resident * longest * load_us(step_bytes, device)
+    several = parts > 1
+    return 1.0, longest, traffic_us(p, device), loads, products, float(several), float(several * parts)
+
+
+def copy_of_b_us(p: Problem, copied: bool, device: Device) -> tuple[float, float]:
+    """A constant for the launch that copies B, and the ideal microseconds of the copy; zeros where B is not copied."""
+    return float(copied), memory_us(2 * p.K * p.n * itemsize(p.b_dtype), device) if copied else 0.0
+
+
+def grid(o: Operands, p: Problem, tile: Tile, parts: int) -> tuple[int, int, int]:
+    """The blocks of a product."""
+    return ceil_div(p.M, tile.rows) * ceil_div(o.n, tile.cols) * parts, 1, 1
+
+
+def tail(o: Operands, p: Problem, tile: Tile, parts: int, b: int, ldb: int, b_col: bool) -> tuple[Any, ...]:
+    """The arguments of a kernel behind those of A.
+
+    b, ldb, b_col: address, pitch in elements and layout of B, or of a copy of it that the copy engine can address.
+    """
+    columns = min(tile.cols, 64)
+    extents, box = ((p.K, o.n), (DEPTH, tile.cols)) if b_col else ((o.n, p.K), (columns, DEPTH))
+    b_map = tensor_map.tiled(b, p.b_dtype, extents, (ldb,), box, 2 * box[0])
+    b_steps = (1, ldb) if b_col else (ldb, 1)
+    c_col, strip = p.out_layout == COL, columns if parts == 1 else 16
+    c_map, by_copies = tensor_map.UNMAPPED, 0
+    if itemsize(p.out_dtype) == 2 and tensor_map.writable(o.c, p.M if c_col else o.n, o.ldc, 2):
+        c_box, c_extents = ((16, strip), (p.M, o.n)) if c_col else ((strip, 16), (o.n, p.M))
+        c_map, by_copies = tensor_map.tiled(o.c, p.out_dtype, c_extents, (o.ldc,), c_box, 2 * c_box[0]), 1
+    return b_map, b, *b_steps, c_map, by_copies, o.c, o.n, o.ldc
