@@ -24,9 +24,6 @@ class Step:
     def __init__(self, world: World, what: Any, stream: int) -> None:
         self.world, self.what, self.stream = world, what, stream
 
-    def on(self, stream: int) -> Step:
-        return Step(self.world, self.what, stream)
-
     def __call__(self) -> None:
         graph = self.world.graphs.get(self.stream)
         self.world.devices.append(self.world.device)

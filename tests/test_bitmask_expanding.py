@@ -8,8 +8,9 @@ from typing import Any
 import emulator
 import numpy as np
 import pytest
-from test_emulator import python
-from test_kernels import Guarded, on_device, problem
+from emulator.process import printed
+from exact import assert_exact, equal, hopper, infinite, product
+from test_kernels import problem
 
 import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES
@@ -46,29 +47,6 @@ def test_stages_fit_a_multiprocessor(tile: expanding.Tile) -> None:
     assert len({str(t) for t in expanding.TILES}) == len(expanding.TILES)
 
 
-def products(
-    tile: expanding.Tile, a: Bitmask, B: np.ndarray[Any, Any], out: str, layouts: tuple[str, str], pad: int
-) -> np.ndarray[Any, Any]:
-    """C of one tile, twice, the same bits and nothing written around them."""
-    cp = pytest.importorskip("cupy")
-    p = problem(a, B.shape[1], out, layouts, 90)
-    assert not KERNEL.unsupported(p)
-    plan, there = KERNEL.plan_with(a, p, tile), on_device(cp, B, layouts[0], pad)
-    runs = []
-    for _ in range(2):
-        guarded = Guarded(cp, (a.shape[0], B.shape[1]), VALUE_TYPES[out].numpy, layouts[1], pad)
-        plan(there, out=guarded.out)
-        runs.append(guarded.out.get())
-        assert guarded.intact(), "wrote outside C"
-    assert runs[0].tobytes() == runs[1].tobytes()
-    return runs[0]
-
-
-def on_hopper(cp: Any) -> None:
-    if int(cp.cuda.Device().compute_capability) != 90:
-        pytest.skip("needs sm_90a")
-
-
 CASES = [
     # tile, share of nonzeros, M, K, N, layouts, gap, types
     (0, 0.5, 300, 131, 13, ("col", "row"), 0, "bfloat16", "bfloat16"),
@@ -92,63 +70,40 @@ CASES = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{expanding.TILES[c[0]]} {c[1]} {c[4]} {c[5]}")
 def test_integers_are_exact(case: tuple[Any, ...]) -> None:
-    on_hopper(pytest.importorskip("cupy"))
     number, share, M, K, N, layouts, pad, dtype, out = case
     rng = np.random.default_rng(number)
     x = matrix(rng, M, K, share, dtype)
     B = rng.integers(-3, 4, (K, N)).astype(x.dtype)
-    got = products(expanding.TILES[number], Bitmask.from_dense(x).to("cuda"), B, out, layouts, pad)
-    wanted = (x.astype(np.float64) @ B.astype(np.float64)).astype(got.dtype)
-    assert (got.astype(np.float64) == wanted.astype(np.float64)).all(), f"{(got != wanted).sum()} of {got.size} wrong"
+    assert_exact(product(KERNEL, expanding.TILES[number], Bitmask.from_dense(x), B, out, layouts, pad), x, B)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["row", "col"])
 @pytest.mark.parametrize("number", [0, 3, 16, 21])
 def test_zeros_meet_no_infinity(number: int, layout: str) -> None:
-    """B is infinite or NaN in rows where half of A is zero; C is as over the stored elements."""
-    on_hopper(pytest.importorskip("cupy"))
-    rng, (M, K, N) = np.random.default_rng(3), (136, 136, 72)
-    x = matrix(rng, M, K, 0.5, "bfloat16")
-    B = rng.integers(-3, 4, (K, N)).astype(x.dtype)
-    B[5, 3:40], B[70, 7], B[71, 8], B[130, 50] = np.inf, -np.inf, np.nan, np.inf
-    a = Bitmask.from_dense(x).to("cuda")
-    got = products(expanding.TILES[number], a, B, "bfloat16", (layout, layout), 0)
-    with np.errstate(invalid="ignore"):
-        every = x.astype(np.float32)[:, :, None] * B.astype(np.float32)[None]
-        wanted = np.where((x != 0)[:, :, None], every, 0).sum(axis=1).astype(x.dtype)
-    assert 0 < np.isfinite(wanted.astype(np.float32)).sum() < wanted.size
-    assert np.array_equal(got.astype(np.float32), wanted.astype(np.float32), equal_nan=True)
+    """B is infinite or NaN in rows where half of A is zero."""
+    hopper()
+    rng = np.random.default_rng(3)
+    x = matrix(rng, 136, 136, 0.5, "bfloat16")
+    B, wanted = infinite(rng, x, 72)
+    a = Bitmask.from_dense(x)
+    assert equal(product(KERNEL, expanding.TILES[number], a, B, "bfloat16", (layout, layout), 0), wanted)
 
 
 PLANTED = """
-import sys
 from emulator import stand_in
-from emulator.planted import plant
+from emulator.planted import plant, three_runs
 
 planted = plant({old!r}, {new!r}, header="spformat/expanding.cuh")
-
 stand_in.install(90)
 import numpy as np
-from spformat.formats import Bitmask
-from test_bitmask_expanding import expanding, matrix, products
+from exact import equal, infinite, product
+from test_bitmask_expanding import KERNEL, Bitmask, expanding, matrix
 
-rng, (M, K, N) = np.random.default_rng(0), (136, 816, 24)
-x = matrix(rng, M, K, 0.5, "bfloat16")
-B = rng.integers(-3, 4, (K, N)).astype(x.dtype)
-B[100, 5] = np.inf
-a = Bitmask.from_dense(x).to("cuda")
-wanted = np.array(x.astype("f4") @ np.where(np.isfinite(B.astype("f4")), B.astype("f4"), 0))
-wanted[:, 5] += np.where(x[:, 100] != 0, np.sign(x[:, 100].astype("f4")) * np.float32(np.inf), 0)
-wanted = wanted.astype(x.dtype)
-for seed in range(3):
-    stand_in.OPTIONS.update(seed=seed, shuffle_threads=True)
-    try:
-        got = products(expanding.TILES[{tile}], a, B, "bfloat16", ("row", "row"), 0)
-        print("equal" if np.array_equal(got.astype("f4"), wanted.astype("f4")) else "DIFFERENT")
-    except (Exception, SystemExit) as e:
-        print(e)
-assert any(planted)
+rng = np.random.default_rng(0)
+x = matrix(rng, 136, 816, 0.5, "bfloat16")
+(B, wanted), a, tile = infinite(rng, x, 72), Bitmask.from_dense(x), expanding.TILES[{tile}]
+three_runs(lambda: equal(product(KERNEL, tile, a, B, "bfloat16", ("row", "row"), 0), wanted), planted)
 """
 
 
@@ -173,10 +128,13 @@ assert any(planted)
     ids=["copy not waited for", "stage not free", "bytes", "next record", "product", "infinity", "in parts", "sums"],
 )
 def test_a_planted_defect_is_found(tile: int, old: str, new: str, text: str) -> None:
-    done = python("-c", PLANTED.format(tile=tile, old=old, new=new))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(text, done.stdout), done.stdout
-    assert done.stdout.split() != ["equal"] * 3
+    assert re.search(text, printed(PLANTED.format(tile=tile, old=old, new=new)))
+
+
+@pytest.mark.skipif(bool(emulator.missing()), reason=f"no emulator: {emulator.missing()}")
+@pytest.mark.parametrize("tile", [0, 2])
+def test_without_a_defect_all_is_equal(tile: int) -> None:
+    assert printed(PLANTED.format(tile=tile, old="", new="")).split() == ["equal"] * 3
 
 
 def test_it_is_chosen_for_a_hundred_columns() -> None:

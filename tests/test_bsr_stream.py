@@ -9,7 +9,8 @@ from typing import Any
 import emulator
 import numpy as np
 import pytest
-from test_emulator import python
+from emulator.process import printed
+from exact import hopper
 from test_kernels import Guarded, on_device, problem
 
 import spformat as sf
@@ -113,9 +114,7 @@ def exact(
     dtype: str = "bfloat16", out: str = "bfloat16", pad: tuple[int, int] = (0, 0), form: Any = BSR, kind: str = "",
 ) -> None:  # fmt: skip
     """Small integers, three runs with the same bits, NaN in C before, nothing written around it. pad: of B's lines and C's."""
-    cp = pytest.importorskip("cupy")
-    if int(cp.cuda.Device().compute_capability) != 90:
-        pytest.skip("needs sm_90a")
+    cp = hopper()
     (M, K, N), rng = shape, np.random.default_rng(sum(shape))
     value, result = VALUE_TYPES[dtype].numpy, VALUE_TYPES[out].numpy
     x = blocks_of(rng, M, K, blocksize, kind).astype(value)
@@ -216,26 +215,22 @@ def test_a_plan_for_several_numbers_of_columns() -> None:
 
 PLANTED = """
 from emulator import stand_in
-from emulator.planted import plant
+from emulator.planted import plant, three_runs
 
 planted = plant({old!r}, {new!r}, header="spformat/even_shares.cuh")
 stand_in.install(90)
-stand_in.OPTIONS.update(shuffle_blocks=True, shuffle_threads=True, timeout=4.0)
-import sys
 import pytest
 import test_bsr_stream as t
-for seed in range(3):
-    stand_in.OPTIONS["seed"] = seed
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            t.few(patch, 3)
-            t.exact((300, 1000, 40), t.stream.Tile(32, 3), ("row", "row"))
-        print("equal")
-    except AssertionError:
-        print("DIFFERENT")
-    except (Exception, SystemExit) as e:
-        print(e)
-assert any(planted)
+
+
+def equal():
+    with pytest.MonkeyPatch.context() as patch:
+        t.few(patch, 3)
+        t.exact((300, 1000, 40), t.stream.Tile(32, 3), ("row", "row"))
+    return True
+
+
+three_runs(equal, planted, shuffle_blocks=True, timeout=4.0)
 """
 
 
@@ -262,10 +257,6 @@ assert any(planted)
          "step of B"],
 )  # fmt: skip
 def test_a_planted_defect_is_found(old: str, new: str, text: str) -> None:
-    done = python("-c", PLANTED.format(old=old, new=new))
-    assert done.returncode == 0, done.stdout + done.stderr
-    if text == "equal":
-        assert done.stdout.split() == ["equal"] * 3, done.stdout
-    else:
-        assert re.search(text, done.stdout), done.stdout
-        assert done.stdout.split() != ["equal"] * 3
+    seen = printed(PLANTED.format(old=old, new=new))
+    assert (seen.split() == ["equal"] * 3) == (text == "equal")
+    assert re.search(text, seen), seen

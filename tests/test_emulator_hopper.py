@@ -9,7 +9,7 @@ import re
 
 import emulator
 import pytest
-from test_emulator import python
+from emulator.process import python
 
 from spformat.backends.cuda import KERNELS
 
@@ -98,7 +98,7 @@ import sys
 from emulator import stand_in
 from emulator.planted import plant
 
-planted = plant({old!r}, {new!r})
+planted = plant({old!r}, {new!r}, header="spformat/two_four_wgmma.cuh")
 
 stand_in.install(90)
 import cupy
@@ -137,7 +137,7 @@ WIDE = "128x64x64 cluster 1 split 1 stages 16 span 8"
         (SM90A, (70, 1200, 64), WIDE, "wgmma::wait<1>();", "", "DIFFERENT"),
         (SM90A, (70, 200, 64), WIDE, "barrier::wait(full + 8 * stage, phase);", "",
          "a block ends while cp.async.bulk.tensor to shared memory still uses its shared memory"),
-        (SM90A, (70, 200, 64), WIDE, "DEPTH * 128, 1024, wgmma::B128)", "DEPTH * 128, 1024, wgmma::B64)", "DIFFERENT"),
+        (SM90A, (70, 200, 64), WIDE, "64 * 128, 1024, wgmma::B128)", "64 * 128, 1024, wgmma::B64)", "DIFFERENT"),
         (SM90A, (70, 200, 64), WIDE, "barrier::expect(full + 8 * stage, SLAB);",
          "barrier::expect(full + 8 * stage, SLAB - 16);", "0 of 1 arrivals missing, -16 bytes missing"),
         (SM90, (128, 600, 128), "128x128x64 stages 4", "__syncthreads();  // no warp reads the slab before this one any more", "",

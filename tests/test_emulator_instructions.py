@@ -295,3 +295,18 @@ def test_named_barriers() -> None:
         EmulatorError, match=r"(?s)deadlock.*32 of 64 threads have exited.*waits at a named barrier, 3 instructions\.cu"
     ):
         kernel("alone")(1, 64, y)
+
+
+def test_launch_shapes_and_text_of_macros_keep_their_lines() -> None:
+    text = (
+        "template <class T, int N>\n__global__ void __cluster_dims__(N, 1, 1)  // a cluster\n    __launch_bounds__(N * 32, (N > 2 ? 1 : 2))\n"
+        '    twice(T* x) {}\n#define TWO(t, p) \\\n  asm volatile("a " t \\\n  ", " p : ACC : "r"(x), "n"(T))\n#define ACC "+f"(d[0])\n'
+    )
+    done = translated(text)
+    assert done.count("\n") == text.count("\n")
+    assert (
+        "twice_launch_shape { static constexpr emu::LaunchShape of() { return emu::LaunchShape() __cluster_dims__(N, 1, 1)"
+        in done
+    )
+    assert 'emu::interpreted("a " t    ", " p, ACC, emu::in(x), emu::in(T))' in done
+    assert "#define ACC emu::inout(d[0])" in done

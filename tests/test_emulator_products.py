@@ -9,7 +9,8 @@ import re
 
 import emulator
 import pytest
-from test_emulator import law, python
+from emulator.process import python
+from test_emulator import BUILT, law
 
 from spformat.backends.cuda import KERNELS
 
@@ -109,3 +110,21 @@ def test_products_by_cublas_again_call_it_once_and_need_the_mode_of_its_handle()
     assert done.stdout.splitlines() == ["equal"] * 6 + [f"cublasSetMathMode cublasSetStream {gemms}"], done.stderr
     done = python("-c", CUBLAS, "0")
     assert done.stdout.splitlines()[:6] == ["DIFFERENT"] * 6, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "texts"),
+    [
+        ("static_cast<Ptr>(at + items)", "static_cast<Ptr>(at + items + 1)",
+         ("DIFFERENT csr: dense -> csr", "of Case(seed=7")),
+        ("number >= 0 && number < M", "true", ("RAISED csr: Case(seed=7", "access outside of the arrays at ")),
+    ],
+    ids=["wrong place", "rows outside"],
+)  # fmt: skip
+def test_a_planted_defect_of_a_conversion_is_found(old: str, new: str, texts: tuple[str, ...]) -> None:
+    options = ["--formats", "csr", "--seed", "7", *BUILT]
+    program = PLANTED.format(source="csr/csr_from_dense.cu", old=old, new=new, options=options)
+    done = python("-c", program)
+    assert done.returncode == 1, done.stderr
+    assert all(text in done.stdout for text in texts), done.stdout
+    assert re.search(r"^csr: 1 cases, \d+ launches, [1-9] DIFFERENT, ", done.stdout, re.MULTILINE)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from emulator import EmulatorError, Kernel
 from emulator import tensor_maps as maps
-from emulator.ptx import translated
 
 from spformat.backends.cuda.runtime import jit
 
@@ -386,18 +385,3 @@ def test_an_arrival_after_copies_waits_for_them() -> None:
         kernel(BARRIERS, "copies<false>")(1, 64, x, y, smem=1024, seed=seed, shuffle_threads=True)
         late += not np.array_equal(y, x[::-1])
     assert late == 4
-
-
-def test_launch_shapes_and_text_of_macros_keep_their_lines() -> None:
-    text = (
-        "template <class T, int N>\n__global__ void __cluster_dims__(N, 1, 1)  // a cluster\n    __launch_bounds__(N * 32, (N > 2 ? 1 : 2))\n"
-        '    twice(T* x) {}\n#define TWO(t, p) \\\n  asm volatile("a " t \\\n  ", " p : ACC : "r"(x), "n"(T))\n#define ACC "+f"(d[0])\n'
-    )
-    done = translated(text)
-    assert done.count("\n") == text.count("\n")
-    assert (
-        "twice_launch_shape { static constexpr emu::LaunchShape of() { return emu::LaunchShape() __cluster_dims__(N, 1, 1)"
-        in done
-    )
-    assert 'emu::interpreted("a " t    ", " p, ACC, emu::in(x), emu::in(T))' in done
-    assert "#define ACC emu::inout(d[0])" in done

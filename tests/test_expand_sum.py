@@ -78,22 +78,22 @@ def sum_of(names: tuple[str, ...], shape: tuple[int, int], dtype: str, seed: int
     rng = np.random.default_rng(seed)
     free, parts = np.ones(shape, bool), []
     for i in sorted(range(len(names)), key=lambda i: names[i] in overlay_csr.OVERLAYS):
-        name, held = names[i], placed(names[i], shape, rng) & free
-        free &= ~held
-        x = value(dtype, held, seed + i)
+        name, taken = names[i], placed(names[i], shape, rng) & free
+        free &= ~taken
+        x = value(dtype, taken, seed + i)
         if name in overlay_csr.OVERLAYS:
-            part: Format = csr_of(x, held | (rng.random(shape) < 0.3))
+            part: Format = csr_of(x, taken | (rng.random(shape) < 0.3))
             part = part if name == "csr" else sf.convert(part, name, **PARAMS[name])
         else:
-            x[~held] = 0
+            x[~taken] = 0
             part = sf.convert(x, name, **PARAMS.get(name, {}))
         parts.append((i, part))
     return Sum.from_parts(part for _, part in sorted(parts, key=lambda pair: pair[0]))
 
 
-def small(dtype: str, held: np.ndarray[Any, Any], seed: int) -> np.ndarray[Any, Any]:
-    drawn = np.random.default_rng(seed).choice([-3, -2, -1, 1, 2, 3], held.shape)
-    return np.where(held, drawn, 0).astype(VALUE_TYPES[dtype].numpy)
+def small(dtype: str, taken: np.ndarray[Any, Any], seed: int) -> np.ndarray[Any, Any]:
+    drawn = np.random.default_rng(seed).choice([-3, -2, -1, 1, 2, 3], taken.shape)
+    return np.where(taken, drawn, 0).astype(VALUE_TYPES[dtype].numpy)
 
 
 def expected_bits(s: Sum) -> Any:

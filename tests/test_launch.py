@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import spformat as sf
+from spformat.backends.cuda.runtime.addresses import Address
 from spformat.backends.cuda.runtime.launch import Launch, Operands, over_tiles
 from spformat.errors import DeviceError
 
@@ -133,9 +134,10 @@ def test_columns_beyond_the_largest_grid_are_walked() -> None:
             assert call == ((3, tiles, 1), (4096, 8192, n, 60, *steps))
 
 
+@pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("has_context", [False, True])
 def test_a_thread_without_a_context_gets_one(
-    launched: list[Any], has_context: bool, monkeypatch: pytest.MonkeyPatch
+    launched: list[Any], has_context: bool, moves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The driver refuses a launch in a thread in which nobody has used the runtime; torch's threads may be such."""
     current, set_devices = [0x5 if has_context else 0], []
@@ -157,9 +159,10 @@ def test_a_thread_without_a_context_gets_one(
     runtime = SimpleNamespace(setDevice=set_device, getDevice=lambda: 3)
     monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))
     monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(runtime=runtime))
-    call = Launch(SimpleNamespace(ptr=77), "i", (), 32).bind((1, 1, 1), 0, 5)
+    bound = Launch(SimpleNamespace(ptr=77), "P", (), 32).bind((1, 1, 1), 0, Address.of(4096, 0, 0, []))
+    call: Any = functools.partial(bound.moved(), (8192, 0, 0)) if moves else bound  # type: ignore[arg-type]
     if has_context:  # then the error means something else
-        with pytest.raises(DeviceError, match="INVALID_CONTEXT"):
+        with pytest.raises(DeviceError, match=r"^kernel launch: .*INVALID_CONTEXT"):
             call()
         assert set_devices == []
         return

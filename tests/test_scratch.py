@@ -290,8 +290,8 @@ def test_a_plan_of_several_launches_may_be_one_call_of_another(world: World, pas
     thread.start()
     thread.join(30)
     assert not thread.is_alive(), "the plans wait for each other"
-    assert [what[-1] for what in world.made if what[0] != "epilogue"] == [0, 1] * (4)
-    assert len(world.made) == 3 * (4)
+    assert [what[-1] for what in world.made if what[0] != "epilogue"] == [0, 1] * 4
+    assert len(world.made) == 3 * 4
 
 
 def test_an_epilogue_inside_another_has_memory_of_its_own(world: World, passes: list[Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import emulator
 import numpy as np
 import pytest
-from test_emulator import python
+from emulator.process import printed
 from test_two_four_kernels import BF16, LAYOUTS, matrix, problem, to_device, two_four
 
 import spformat as sf
@@ -151,33 +151,26 @@ def test_alpha_beta_and_bias(tile: str) -> None:
 
 PLANTED = """
 from emulator import stand_in
-from emulator.planted import plant
+from emulator.planted import plant, three_runs
 
 planted = plant({old!r}, {new!r}, header="spformat/even_shares.cuh")
 stand_in.install(90)
-stand_in.OPTIONS.update(shuffle_blocks=True, shuffle_threads=True, timeout=4.0)
-import sys
 import test_two_four_shares as t
-for seed in range(3):
-    stand_in.OPTIONS["seed"] = seed
-    try:
-        t.exact({shape}, t.shares.Tile({cols}, True, {cluster}), ("row", "row"))
-        print("equal")
-    except AssertionError:
-        print("DIFFERENT")
-    except Exception as e:
-        print(e)
-assert any(planted)
+
+
+def equal():
+    t.exact({shape}, t.shares.Tile({cols}, True, {cluster}), ("row", "row"))
+    return True
+
+
+three_runs(equal, planted, shuffle_blocks=True, timeout=4.0)
 """
 
 
 def planted(old: str, new: str, **changes: Any) -> str:
     """What three runs with a defect printed."""
     case = {"shape": (131, 1208, 203), "cols": 208, "cluster": 1} | changes
-    done = python("-c", PLANTED.format(old=old, new=new, **case))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "error:" not in done.stdout, done.stdout  # a source that does not compile shows nothing
-    return done.stdout
+    return printed(PLANTED.format(old=old, new=new, **case))
 
 
 @pytest.mark.skipif(bool(emulator.missing()), reason=f"no emulator: {emulator.missing()}")
@@ -194,8 +187,8 @@ def planted(old: str, new: str, **changes: Any) -> str:
     ids=["none", "old sums", "nobody adds", "last panel", "steps left out", "waits for later blocks"],
 )
 def test_a_planted_defect_is_found(old: str, new: str, text: str) -> None:
-    printed = planted(old, new)
-    assert (set(printed.split()) == {text}) if text == "equal" else (text in printed), printed
+    seen = planted(old, new)
+    assert (set(seen.split()) == {text}) if text == "equal" else (text in seen), seen
 
 
 PAIRS_PLANTED = [
@@ -218,5 +211,5 @@ PAIRS_PLANTED = [
 @pytest.mark.parametrize(("old", "new"), [x[1:] for x in PAIRS_PLANTED], ids=[x[0] for x in PAIRS_PLANTED])
 def test_a_defect_in_pairs_is_found(old: str, new: str) -> None:
     """Two rows of tiles and one, so that a pair is half empty; more steps than there are stages."""
-    printed = planted(old, new, shape=(300, 1208, 203), cluster=2)
-    assert (set(printed.split()) == {"equal"}) == (not old), printed
+    seen = planted(old, new, shape=(300, 1208, 203), cluster=2)
+    assert (set(seen.split()) == {"equal"}) == (not old), seen

@@ -9,8 +9,9 @@ from typing import Any
 import emulator
 import numpy as np
 import pytest
-from test_emulator import python
-from test_kernels import Guarded, matrix, on_device, problem
+from emulator.process import printed
+from exact import assert_exact, equal, hopper, infinite, product
+from test_kernels import matrix, problem
 
 import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES
@@ -73,30 +74,6 @@ def test_k_tiles_that_start_anywhere_need_a_copy_of_a_column_major_b() -> None:
     assert copies[0] > 0 == copies[1]
 
 
-def products(
-    tile: Split[expanding.Tile], a: VectorNM, x: np.ndarray[Any, Any], B: np.ndarray[Any, Any], out: str,
-    layouts: tuple[str, str], pad: int,
-) -> np.ndarray[Any, Any]:  # fmt: skip
-    """C of one tile, twice, the same bits and nothing written around them."""
-    cp = pytest.importorskip("cupy")
-    p = problem(a, B.shape[1], out, layouts, 90)
-    assert not KERNEL.unsupported(p)
-    plan, there = KERNEL.plan_with(a, p, tile), on_device(cp, B, layouts[0], pad)
-    runs = []
-    for _ in range(2):
-        guarded = Guarded(cp, (x.shape[0], B.shape[1]), VALUE_TYPES[out].numpy, layouts[1], pad)
-        plan(there, out=guarded.out)
-        runs.append(guarded.out.get())
-        assert guarded.intact(), "wrote outside C"
-    assert runs[0].tobytes() == runs[1].tobytes()
-    return runs[0]
-
-
-def on_hopper(cp: Any) -> None:
-    if int(cp.cuda.Device().compute_capability) != 90:
-        pytest.skip("needs sm_90a")
-
-
 CASES = [
     # tile, parts, pattern, M, K, N, layouts, gap, types
     (0, 1, (5, 7, 8), 300, 131, 13, ("col", "row"), 0, "bfloat16", "bfloat16"),
@@ -122,68 +99,41 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{expanding.TILES[c[0]]} splits {c[1]} {c[2]} {c[5]} {c[6]}")
 def test_integers_are_exact(case: tuple[Any, ...]) -> None:
     """5:7, vectors of 8 and 203 columns, column-major, by ordinary stores: where the lost kernel failed (decision 0028)."""
-    on_hopper(pytest.importorskip("cupy"))
     number, splits, (n, m, length), M, K, N, layouts, pad, dtype, out = case
     rng, params = np.random.default_rng(number), {"n": n, "m": m, "vector_length": length}
     x = matrix(rng, "vector-nm", params, dtype, (M, K))
     B = rng.integers(-3, 4, (K, N)).astype(x.dtype)
-    a = VectorNM.from_dense(x, **params).to("cuda")
-    got = products(Split(expanding.TILES[number], splits), a, x, B, out, layouts, pad)
-    wanted = (x.astype(np.float64) @ B.astype(np.float64)).astype(got.dtype)
-    assert (got.astype(np.float64) == wanted.astype(np.float64)).all(), f"{(got != wanted).sum()} of {got.size} wrong"
+    a = VectorNM.from_dense(x, **params)
+    assert_exact(product(KERNEL, Split(expanding.TILES[number], splits), a, B, out, layouts, pad), x, B)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["row", "col"])
 @pytest.mark.parametrize(("number", "splits"), [(0, 1), (2, 8), (3, 2), (4, 1)])
 def test_columns_that_are_not_kept_meet_no_infinity(number: int, splits: int, layout: str) -> None:
-    """B is infinite or NaN in rows that half of the row groups do not keep; C is as over the stored elements."""
-    on_hopper(pytest.importorskip("cupy"))
-    rng, (M, K, N) = np.random.default_rng(3), (136, 136, 72)
-    x = matrix(rng, "vector-nm", {"n": 2, "m": 4, "vector_length": 8}, "bfloat16", (M, K))
-    B = rng.integers(-3, 4, (K, N)).astype(x.dtype)
-    B[5, 3:40], B[70, 7], B[71, 8], B[130, 50] = np.inf, -np.inf, np.nan, np.inf
-    a = VectorNM.from_dense(x, n=2, m=4, vector_length=8)
-    got = products(Split(expanding.TILES[number], splits), a.to("cuda"), x, B, "bfloat16", (layout, layout), 0)
-    with np.errstate(invalid="ignore"):
-        every = x.astype(np.float32)[:, :, None] * B.astype(np.float32)[None]
-        wanted = np.where((x != 0)[:, :, None], every, 0).sum(axis=1).astype(x.dtype)
-    assert 0 < np.isfinite(wanted.astype(np.float32)).sum() < wanted.size
-    assert np.array_equal(got.astype(np.float32), wanted.astype(np.float32), equal_nan=True)
+    """B is infinite or NaN in rows that half of the row groups do not keep."""
+    hopper()
+    rng = np.random.default_rng(3)
+    x = matrix(rng, "vector-nm", {"n": 2, "m": 4, "vector_length": 8}, "bfloat16", (136, 136))
+    B, wanted = infinite(rng, x, 72)
+    a, tile = VectorNM.from_dense(x, n=2, m=4, vector_length=8), Split(expanding.TILES[number], splits)
+    assert equal(product(KERNEL, tile, a, B, "bfloat16", (layout, layout), 0), wanted)
 
 
 PLANTED = """
-import sys
 from emulator import stand_in
-from emulator.planted import plant
+from emulator.planted import plant, three_runs
 
 planted = plant({old!r}, {new!r}, header="spformat/expanding.cuh")
-
 stand_in.install(90)
-import emulator
 import numpy as np
-from spformat.backends.cuda.vector_nm.vector_nm_times import Split
-from spformat.formats import VectorNM
-from spformat.products.roofline import device_of
-from test_kernels import matrix
-from test_vector_nm_expanding import expanding, products
+from exact import equal, infinite, product
+from test_vector_nm_expanding import KERNEL, Split, VectorNM, expanding, matrix
 
-rng, (M, K, N) = np.random.default_rng(0), (136, 816, 24)
-x = matrix(rng, "vector-nm", {{"n": {n}, "m": {m}, "vector_length": 8}}, "bfloat16", (M, K))
-B = rng.integers(-3, 4, (K, N)).astype(x.dtype)
-B[100, 5] = np.inf
-a = VectorNM.from_dense(x, n={n}, m={m}, vector_length=8).to("cuda")
-wanted = np.array(x.astype("f4") @ np.where(np.isfinite(B.astype("f4")), B.astype("f4"), 0))
-wanted[:, 5] += np.where(x[:, 100] != 0, np.sign(x[:, 100].astype("f4")) * np.float32(np.inf), 0)
-wanted = wanted.astype(x.dtype)
-for seed in range(3):
-    stand_in.OPTIONS.update(seed=seed, shuffle_threads=True)
-    try:
-        got = products(Split(expanding.TILES[0], {parts}), a, x, B, "bfloat16", ({layout!r}, "row"), 0)
-        print("equal" if np.array_equal(got.astype("f4"), wanted.astype("f4")) else "DIFFERENT")
-    except (Exception, SystemExit) as e:
-        print(e)
-assert any(planted)
+rng, params = np.random.default_rng(0), {{"n": {n}, "m": {m}, "vector_length": 8}}
+x = matrix(rng, "vector-nm", params, "bfloat16", (136, 816))
+(B, wanted), a, tile = infinite(rng, x, 72), VectorNM.from_dense(x, **params), Split(expanding.TILES[0], {parts})
+three_runs(lambda: equal(product(KERNEL, tile, a, B, "bfloat16", ({layout!r}, "row"), 0), wanted), planted)
 """
 
 
@@ -218,18 +168,19 @@ SUM = "cluster::sync();\n#pragma unroll 1"
 def test_a_planted_defect_is_found(layout: str, parts: int, old: str, new: str, text: str) -> None:
     # 7 does not divide the 64 columns of a k tile, so that a column-major B would be copied.
     n, m = (5, 7) if layout == "row" else (2, 4)
-    done = python("-c", PLANTED.format(layout=layout, n=n, m=m, parts=parts, old=old, new=new))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(text, done.stdout), done.stdout
-    assert done.stdout.split() != ["equal"] * 3
+    assert re.search(text, printed(PLANTED.format(layout=layout, n=n, m=m, parts=parts, old=old, new=new)))
+
+
+@pytest.mark.skipif(bool(emulator.missing()), reason=f"no emulator: {emulator.missing()}")
+@pytest.mark.parametrize(("layout", "parts"), [("row", 1), ("row", 4), ("col", 1)])
+def test_without_a_defect_all_is_equal(layout: str, parts: int) -> None:
+    program = PLANTED.format(layout=layout, n=2, m=4, parts=parts, old="", new="")
+    assert printed(program).split() == ["equal"] * 3
 
 
 @pytest.mark.skipif(bool(emulator.missing()), reason=f"no emulator: {emulator.missing()}")
 def test_the_emulator_refuses_boxes_that_the_copy_engine_cannot_load() -> None:
     """Without the copy of B, 5:7 would start k tiles at odd columns: an H200 answers *illegal instruction*."""
-    same = "line == NONE ? zero :"
-    planted = PLANTED.format(layout="col", n=5, m=7, parts=1, old=same, new=same)
-    planted = planted.replace("rng, (M", "expanding.starts_aligned = lambda m: True\nrng, (M", 1)
-    done = python("-c", planted)
-    found = "a copy of a box that starts at no multiple of 16 bytes of its lines" in done.stdout
-    assert found, done.stdout + done.stderr
+    program = PLANTED.format(layout="col", n=5, m=7, parts=1, old="", new="")
+    reported = printed(program.replace("rng, params", "expanding.starts_aligned = lambda m: True\nrng, params", 1))
+    assert "a copy of a box that starts at no multiple of 16 bytes of its lines" in reported

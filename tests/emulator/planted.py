@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from spformat.backends.cuda.runtime import jit
 
 
@@ -23,3 +25,22 @@ def plant(old: str, new: str, source: str = "", header: str = "") -> list[bool]:
 
     jit.source_text = wrong  # type: ignore[assignment]
     return replaced
+
+
+def three_runs(equal: Callable[[], bool], planted: list[bool], **options: object) -> None:
+    """Print what three runs give whose threads take turns in other orders: equal, DIFFERENT or an error.
+
+    equal: whether the result is right; an AssertionError says that it is not. planted: what ``plant`` returned.
+    options: of the emulated launches, beside ``seed`` and ``shuffle_threads``.
+    """
+    from . import stand_in
+
+    for seed in range(3):
+        stand_in.OPTIONS.update(seed=seed, shuffle_threads=True, **options)
+        try:
+            print("equal" if equal() else "DIFFERENT")
+        except AssertionError as e:
+            print("DIFFERENT", e)
+        except (Exception, SystemExit) as e:
+            print(e)
+    assert any(planted), "no source has what is to be replaced"

@@ -1,0 +1,66 @@
+"""Products of one tile of a kernel on Hopper, on a GPU or the emulated one, and what they must be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from test_kernels import Guarded, on_device, problem
+
+from spformat.arrays.dtypes import VALUE_TYPES
+from spformat.backends.cuda.runtime.kernel import CudaKernel
+from spformat.formats.base import Format
+
+Array = np.ndarray[Any, Any]
+
+
+def hopper() -> Any:
+    """CuPy, if its device is one of sm_90; the test is skipped elsewhere."""
+    cp = pytest.importorskip("cupy")
+    if int(cp.cuda.Device().compute_capability) != 90:
+        pytest.skip("needs sm_90a")
+    return cp
+
+
+def product(
+    kernel: CudaKernel, tile: Any, a: Format, B: Array, out: str, layouts: tuple[str, str], pad: int, runs: int = 2
+) -> Array:
+    """C of a host matrix ``a`` and B: the same bits in every run, NaN in C before, and nothing written around it.
+
+    pad: elements between the lines of B and of C.
+    """
+    cp = hopper()
+    p = problem(a, B.shape[1], out, layouts, 90)
+    assert not kernel.unsupported(p)
+    plan, there = kernel.plan_with(a.to("cuda"), p, tile), on_device(cp, B, layouts[0], pad)
+    results = []
+    for _ in range(runs):
+        guarded = Guarded(cp, (a.shape[0], B.shape[1]), VALUE_TYPES[out].numpy, layouts[1], pad)
+        plan(there, out=guarded.out)
+        results.append(guarded.out.get())
+        assert guarded.intact(), "wrote outside C"
+        assert results[0].tobytes() == results[-1].tobytes()
+    return results[0]
+
+
+def assert_exact(got: Array, x: Array, B: Array) -> None:
+    """``got`` is x @ B of small integers, rounded once."""
+    wanted = (x.astype(np.float64) @ B.astype(np.float64)).astype(got.dtype)
+    assert (got.astype(np.float64) == wanted.astype(np.float64)).all(), f"{(got != wanted).sum()} of {got.size} wrong"
+
+
+def infinite(rng: np.random.Generator, x: Array, columns: int) -> tuple[Array, Array]:
+    """B [K, columns] with infinities and NaN in some of 131 or more rows, and C as over the nonzeros of x alone."""
+    B = rng.integers(-3, 4, (x.shape[1], columns)).astype(x.dtype)
+    B[5, 3:40], B[70, 7], B[71, 8], B[130, 50] = np.inf, -np.inf, np.nan, np.inf
+    with np.errstate(invalid="ignore"):
+        every = x.astype(np.float32)[:, :, None] * B.astype(np.float32)[None]
+        wanted = np.where((x != 0)[:, :, None], every, 0).sum(axis=1).astype(x.dtype)
+    assert 0 < np.isfinite(wanted.astype(np.float32)).sum() < wanted.size
+    return B, wanted
+
+
+def equal(got: Array, wanted: Array) -> bool:
+    """The same values; NaN equals NaN."""
+    return np.array_equal(got.astype(np.float32), wanted.astype(np.float32), equal_nan=True)
