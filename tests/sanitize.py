@@ -47,8 +47,13 @@ CALLS = ((17, ("row", "row"), 3), (64, ("col", "row"), 0), (1, ("row", "col"), 0
 """N, layouts of B and C, elements between lines."""
 
 
-FORCED = {"cuda.spmm_two_four_sm90"}
-"""Kernels of which each tile is run in turn: products this small would choose one of them only."""
+FORCED = {
+    "cuda.spmm_two_four_sm90", "cuda.spmm_two_four_shares_sm90a", "cuda.spmm_vector_nm_expanding_sm90a",
+    "cuda.spmm_bitmask_expanding_sm90a", "cuda.spmm_bsr_stream_sm90a",
+}  # fmt: skip
+"""Kernels of which other tiles are run in turn: products this small would choose a few of them only."""
+STRIDE = 7
+"""Between the tiles of two products, so that few products have tiles of every kind."""
 
 
 PLANTED = """
@@ -80,8 +85,8 @@ def run(kernel: Any, sm: int) -> int:
                 continue
             B = rng.integers(-2, 3, (x.shape[1], n)).astype(f.dtype)
             guarded = Guarded(cp, (x.shape[0], n), f.dtype, layouts[1], pad)
-            tiles = kernel.tiles if kernel.name in FORCED else ()
-            with forced(kernel.name, str(tiles[done % len(tiles)])) if tiles else contextlib.nullcontext():
+            tiles = list(kernel.options(p)) if kernel.name in FORCED else []
+            with forced(kernel.name, str(tiles[done * STRIDE % len(tiles)])) if tiles else contextlib.nullcontext():
                 plan = kernel.plan(g, p)
             plan(on_device(cp, B, layouts[0], pad), out=guarded.out)
             wanted = (x.astype(np.float64) @ B.astype(np.float64)).astype(f.dtype)
