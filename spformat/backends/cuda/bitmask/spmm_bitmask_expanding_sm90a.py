@@ -107,11 +107,11 @@ class SpmmBitmaskExpanding(CudaKernel):
     def options(self, p: Problem) -> list[Tile]:
         """Tiles between a quarter of C's width and twice of it.
 
-        Parts of K until there are two blocks for each that can run.
+        Numbers of parts of K as long as each shortens the way of a block along K.
         """
-        steps, processors = ceil_div(p.K, DEPTH), device_of(p).processors
+        steps, device = ceil_div(p.K, DEPTH), device_of(p)
         some = [t for t in TILES if expanding.wide_enough(t.cols, p.n)]
-        return [t for t in some if t.parts in expanding.parts_of(p, t, steps, processors)]
+        return [t for t in some if t.parts in expanding.parts_of(p, t, steps, device)]
 
     def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
         """By columns of the tile, whatever the number of parts."""

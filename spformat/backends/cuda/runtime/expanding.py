@@ -19,7 +19,7 @@ from .launch import Operands
 
 DEPTH, SLOT = 64, 2048
 """Columns of A in a step, bytes in which a warp stages C; as in the kernels."""
-PARTS = (1, 2, 4, 8)
+PARTS = range(1, 9)
 """Parts of K, each a block of a cluster."""
 TERMS = ("launch", "steps", "memory", "loads", "products", "clusters", "parts")
 """What ``quantities`` are."""
@@ -51,10 +51,21 @@ def tiles_of(p: Problem, tile: Tile) -> int:
     return ceil_div(p.M, tile.rows) * ceil_div(p.n, tile.cols)
 
 
-def parts_of(p: Problem, tile: Tile, steps: int, processors: int) -> Iterator[int]:
-    """Numbers of parts of ``steps`` steps that are worth considering: until there are two blocks for each that runs."""
-    for parts in PARTS:
-        if parts == 1 or (parts <= steps and tiles_of(p, tile) * parts <= 2 * processors * tile.resident):
+def longest(p: Problem, tile: Tile, parts: int, steps: int, device: Device) -> int:
+    """Steps of K that a multiprocessor passes one after the other, out of ``steps`` along all of K.
+
+    Clusters that do not fit at the same time wait for the others.
+    """
+    return rounds(tiles_of(p, tile), device.clusters(parts, tile.resident)) * ceil_div(steps, parts)
+
+
+def parts_of(p: Problem, tile: Tile, steps: int, device: Device) -> Iterator[int]:
+    """Numbers of parts that are worth considering: each leaves a multiprocessor fewer steps than all smaller ones."""
+    least = None
+    for parts in PARTS[: max(1, steps)]:
+        own = longest(p, tile, parts, steps, device)
+        if least is None or own < least:
+            least = own
             yield parts
 
 
@@ -65,12 +76,11 @@ def quantities(p: Problem, tile: Tile, parts: int, steps: int, step_bytes: float
     launch, clusters (their barriers): constants. parts: their number. steps: those that a block passes one after the
     other, in microseconds of one each.
     """
-    turns = rounds(tiles_of(p, tile) * parts, device.processors * tile.resident)
-    longest = turns * ceil_div(steps, parts)
-    products = tile.resident * longest * tile_us(tile.rows, tile.cols, DEPTH, TENSOR_16, device)
-    loads = tile.resident * longest * load_us(step_bytes, device)
+    passed = longest(p, tile, parts, steps, device)
+    products = tile.resident * passed * tile_us(tile.rows, tile.cols, DEPTH, TENSOR_16, device)
+    loads = tile.resident * passed * load_us(step_bytes, device)
     several = parts > 1
-    return 1.0, longest, traffic_us(p, device), loads, products, float(several), float(several * parts)
+    return 1.0, passed, traffic_us(p, device), loads, products, float(several), float(several * parts)
 
 
 def copy_of_b_us(p: Problem, copied: bool, device: Device) -> tuple[float, float]:

@@ -107,11 +107,11 @@ class SpmmVectorNMExpanding(CudaKernel):
     def options(self, p: Problem) -> list[Split[Tile]]:
         """Tiles between a quarter of C's width and twice of it.
 
-        Parts of K until there are two blocks for each that can run.
+        Numbers of parts of K as long as each shortens the way of a block along K.
         """
-        steps, processors = steps_of(pattern(p)), device_of(p).processors
+        steps, device = steps_of(pattern(p)), device_of(p)
         some = [t for t in TILES if expanding.wide_enough(t.cols, p.n)]
-        return [Split(t, parts) for t in some for parts in expanding.parts_of(p, t, steps, processors)]
+        return [Split(t, parts) for t in some for parts in expanding.parts_of(p, t, steps, device)]
 
     def variant(self, p: Problem, tile: Split[Tile]) -> tuple[str, ...]:
         """By tile, whatever the number of parts."""
