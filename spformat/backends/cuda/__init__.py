@@ -30,6 +30,7 @@ from .vector_nm.spmm_vector_nm_mma import SpmmVectorNMTensor
 from .vector_nm.spmm_vector_nm_sm90a import SpmmVectorNMSm90a
 from .vector_nm.spmm_vector_nm_tma_sm90a import SpmmVectorNMTMA
 from .vector_nm.spmm_vector_nm_tokens import SpmmVectorNMTokens
+from .vector_nm.spmm_vector_nm_tokens_tc import SpmmVectorNMTokensTensor
 
 KERNELS: tuple[CudaKernel, ...] = (
     spmm_bsr_sm90a.KERNEL,
@@ -54,6 +55,7 @@ KERNELS: tuple[CudaKernel, ...] = (
     SpmmVectorNMTensor(),
     SpmmVectorNM(),
     SpmmVectorNMTokens(),
+    SpmmVectorNMTokensTensor(),
     SpmmVectorNMExpanding(),
     ExpandThenDense(),
     SpmmSum(),

@@ -9,21 +9,14 @@
 // columns of its range, each with a ring of Slots slabs of its own, weights and B, by cp.async: no warp waits for another
 // before the sums are added, and most of what a block reads is under way from the start. Weights are marked evict-first: L2
 // then replaces weights that were read already, not lines that would first have to be written to memory.
-//
-// With Cluster the splits of a tile are one thread block cluster and add up through distributed shared memory; else the block
-// that finishes last adds them. All sums are added in a fixed order, so the same input gives the same bits.
+// How the sums come to C: token_sums.cuh.
 #include "spformat/cp_async.cuh"
 #include "spformat/ldmatrix.cuh"
 #include "spformat/mma.cuh"
 #include "spformat/staged_store.cuh"
+#include "spformat/token_sums.cuh"
 
 using namespace spformat;
-
-#if __CUDA_ARCH__ >= 900
-#define CLUSTER_OF(n) __cluster_dims__(1, n, 1)
-#else
-#define CLUSTER_OF(n)
-#endif
 
 constexpr int DEPTH = 64;     // columns of A in a slab
 constexpr int RECORD = 1152;  // bytes of 16 rows of a slab
@@ -34,12 +27,12 @@ __global__ void CLUSTER_OF(Cluster ? Splits : 1) __launch_bounds__(Warps * 32, B
 spmm_two_four_tokens(const char* __restrict__ weights, int M, int K, const T* __restrict__ b, Out* c, int N,
                      i64 ldb, i64 ldc, float* partials, u32* counters, const Out* __restrict__ bias, float alpha, float beta) {
     static_assert(NT == 1 || NT == 2 || NT == 4 || NT == 8, "columns come in 8, 16, 32 or 64");
-    constexpr int THREADS = Warps * 32, ROWS = 16 * MT, COLS = NT * 8, SUMS = ROWS * COLS;
+    constexpr int ROWS = 16 * MT, COLS = NT * 8, SUMS = ROWS * COLS;
     constexpr int WEIGHTS = MT * RECORD, SLOT = WEIGHTS + DEPTH * COLS * 2;  // bytes
     static_assert(SUMS * 4 <= Slots * SLOT, "the sums reuse the ring");
     extern __shared__ __align__(128) char shared[];
 
-    const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, t = lane % 4;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int Mp = cdiv(M, 32) * 32, slabs = cdiv(K, DEPTH), split = blockIdx.y;
     const int begin = int(i64(slabs) * split / Splits) + warp, end = int(i64(slabs) * (split + 1) / Splits);
     const int row0 = blockIdx.x * ROWS, steps = begin < end ? cdiv(end - begin, Warps) : 0;
@@ -139,79 +132,6 @@ spmm_two_four_tokens(const char* __restrict__ weights, int M, int K, const T* __
     cp_async_wait<0>();
     __syncthreads();
 
-    // A warp's sums, in the order of C: [ROWS][COLS], or [COLS][ROWS] for CCol.
-    float* sums = reinterpret_cast<float*>(shared);
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int n = 0; n < NT; ++n)
-#pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                const int row = m * 16 + g + 8 * (r / 2), col = n * 8 + 2 * t + r % 2;
-                sums[warp * SUMS + (CCol ? col * ROWS + row : row * COLS + col)] = acc[m][n][r];
-            }
-    __syncthreads();
-    auto block_sum = [&](int at) {
-        float sum = sums[at];
-#pragma unroll
-        for (int w = 1; w < Warps; ++w) sum += sums[w * SUMS + at];
-        return sum;
-    };
-    auto store = [&](int at, float sum) {
-        const int row = row0 + (CCol ? at % ROWS : at / COLS), col = CCol ? at / ROWS : at % COLS;
-        if (row >= M || col >= N) return;
-        Out* const to = c + (CCol ? i64(col) * ldc + row : i64(row) * ldc + col);
-        if constexpr (Epilogue) {
-            sum = alpha != 0 ? alpha * sum : 0.0f;  // as BLAS: infinities of A and B do not come into C
-            if (bias) sum += to_float(bias[row]);
-            if (beta != 0) sum += beta * to_float(*to);
-        }
-        *to = from_float<Out>(sum);
-    };
-    if constexpr (Splits == 1) {
-        for (int at = tid; at < SUMS; at += THREADS) store(at, block_sum(at));
-        return;
-    }
-    // The block's sums: each in the place of the first warp's, which nobody else reads.
-    float* own = Cluster ? sums : partials + (i64(blockIdx.x) * Splits + split) * SUMS;
-    for (int at = tid; at < SUMS; at += THREADS) own[at] = block_sum(at);
-    int at = tid, stop = SUMS;
-    if constexpr (Cluster) {
-#if __CUDA_ARCH__ >= 900
-        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-        at += split * (SUMS / Splits);
-        stop = (split + 1) * (SUMS / Splits);
-    } else {
-        __threadfence();
-        __syncthreads();
-        __shared__ bool last;
-        if (tid == 0) last = atomicAdd(counters + blockIdx.x, 1) == Splits - 1;
-        __syncthreads();
-        if (!last) return;
-        __threadfence();
-        if (tid == 0) counters[blockIdx.x] = 0;  // ready for the next launch
-    }
-    for (; at < stop; at += THREADS) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int s = 0; s < Splits; ++s) {
-            float part = 0.0f;
-            if constexpr (Cluster) {
-#if __CUDA_ARCH__ >= 900
-                u32 remote;
-                asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(own + at)), "r"(s));
-                asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(part) : "r"(remote) : "memory");
-#endif
-            } else {
-                part = __ldcg(partials + (i64(blockIdx.x) * Splits + s) * SUMS + at);
-            }
-            sum = s == 0 ? part : sum + part;
-        }
-        store(at, sum);
-    }
-#if __CUDA_ARCH__ >= 900
-    if constexpr (Cluster)  // peers may still be reading this block's sums
-        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
+    const tokens::Result<Out> result{c, ldc, M, N, bias, alpha, beta};
+    tokens::add_up<Out, MT, NT, Warps, Splits, Cluster, CCol, Epilogue>(acc, shared, result, partials, counters);
 }
