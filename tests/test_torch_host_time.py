@@ -26,7 +26,9 @@ class Device:
         self.prepared: list[Any] = []
         self.launched: list[Any] = []
         monkeypatch.setattr(products, "current_stream", lambda device: self.stream)
-        monkeypatch.setattr(products.torch.cuda, "device_count", lambda: 1)  # where there are several, one must be current
+        monkeypatch.setattr(
+            products.torch.cuda, "device_count", lambda: 1
+        )  # where there are several, one must be current
         monkeypatch.setattr(products.api, "plan", self.plan)
 
     def plan(self, A: Any, n: int, **kinds: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -27,7 +28,7 @@ from spformat.formats.two_four import META_ORDERS
 from spformat.preprocess import masks
 from spformat.products import tiles
 from spformat.products.problem import Problem
-from spformat.products.roofline import shared_limit
+from spformat.products.roofline import A100, H200, shared_limit
 
 KERNELS: tuple[Any, ...] = (
     SpmmTwoFour(), SpmmTwoFourTokens(), SpmmTwoFourSm90(), SpmmTwoFourSm90a(), SpmmTwoFourShares(),
@@ -89,10 +90,10 @@ def test_tiles_fit_and_follow_the_shape() -> None:
     for tile in spmm_two_four_sm90a.TILES:
         assert tile.smem + 16 * tile.stages <= 227 * 1024
         assert tile.span - 1 <= SPARE
-    for sms, smem in ((132, 227 * 1024), (108, 163 * 1024), (128, 99 * 1024)):
+    for device, smem in ((H200, 227 * 1024), (A100, 163 * 1024), (replace(A100, processors=128), 99 * 1024)):
         for M in (1, 1000, 4096, 11008, 14336, 28672, 100000):
             for n in (8, 16, 32, 64):
-                few = spmm_two_four_tokens.choose(M, n, 4096, sms, smem)
+                few = spmm_two_four_tokens.choose(M, n, 4096, device, smem)
                 assert few.slots >= 2
                 assert few.smem <= smem
                 assert few.blocks * (few.smem + 1024) <= smem + 1024
@@ -117,16 +118,17 @@ def test_the_tile_that_is_chosen(M: int, n: int, K: int, tile: str) -> None:
 
 def test_one_round_of_blocks_where_rows_allow() -> None:
     for M in (4096, 11008, 14336):
-        few = spmm_two_four_tokens.choose(M, 16, 4096, 132, 227 * 1024)
+        few = spmm_two_four_tokens.choose(M, 16, 4096, H200, 227 * 1024)
         assert few.blocks == few.splits == 1
         assert 100 < -(-M // few.rows) <= 132
 
 
 @pytest.mark.parametrize(("tiles", "K"), [(1, 64), (32, 4096), (112, 4096), (1, 1 << 20), (4000, 4096)])
 def test_splits(tiles: int, K: int) -> None:
-    count = spmm_two_four_tokens.splits(tiles, K, 132)
-    assert count in (1, 2, 4, 8)
-    assert count == 1 or 16 * count <= K // 64
+    count = spmm_two_four_tokens.splits(tiles, K, H200)
+    assert count in (1, 2, 3, 4, 7, 8)
+    assert count == 1 or (16 * count <= K // 64 and tiles <= H200.clusters(count))
+    assert spmm_two_four_tokens.splits(tiles, K, A100) in (1, 2, 4, 8)
 
 
 # ------------------------------------------------------------------ products, on a GPU

@@ -59,30 +59,33 @@ def slot_bytes(row_tiles: int, column_tiles: int) -> int:
     return row_tiles * WORDS * 4 + column_tiles * 8 * DEPTH * 2
 
 
-def splits(tiles: int, K: int, sms: int) -> int:
-    """Ranges that K is cut into: the fewest that give most multiprocessors a block; at least 16 slabs in a range."""
+def splits(tiles: int, K: int, device: Device) -> int:
+    """Ranges that K is cut into: a power of two that gives most multiprocessors a block; at least 16 slabs in a range.
+
+    One less where so many clusters would not fit at the same time.
+    """
     slabs, count = ceil_div(K, DEPTH), 1
-    while count < 8 and tiles * count * 4 < sms * 3 and slabs >= 32 * count:
+    while count < 8 and tiles * count * 4 < device.processors * 3 and slabs >= 32 * count:
         count *= 2
-    return count
+    return count - (count > 2 and bool(device.groups) and tiles > device.clusters(count))
 
 
-def choose(M: int, n: int, K: int, sms: int, smem: int) -> Tile:
+def choose(M: int, n: int, K: int, device: Device, smem: int) -> Tile:
     """Rows such that one round of blocks covers C, or, where that takes too many, two blocks a multiprocessor.
 
     ``smem``: bytes a block may have. The weights decide the time; a block keeps as many of them under way as fit.
     """
     column_tiles = power_of_two(min(max(n, 8), MAX_COLS)) // 8
     tiles, most = max(1, ceil_div(M, 16)), 8 if column_tiles < 8 else 4
-    rounds = ceil_div(tiles, sms * most)
-    row_tiles = ceil_div(tiles, sms * rounds)
+    rounds = ceil_div(tiles, device.processors * most)
+    row_tiles = ceil_div(tiles, device.processors * rounds)
     blocks = min(rounds, 2)
     warps = 8 if row_tiles <= 3 else 4
     room = smem if blocks == 1 else (smem + RESERVED) // 2 - RESERVED
     slots = min(room // (warps * slot_bytes(row_tiles, column_tiles)), 8)
     if slots < 2:
-        return Tile(row_tiles, column_tiles, warps // 2, 2, 1, splits(ceil_div(tiles, row_tiles), K, sms))
-    return Tile(row_tiles, column_tiles, warps, slots, blocks, splits(ceil_div(tiles, row_tiles), K, sms))
+        return Tile(row_tiles, column_tiles, warps // 2, 2, 1, splits(ceil_div(tiles, row_tiles), K, device))
+    return Tile(row_tiles, column_tiles, warps, slots, blocks, splits(ceil_div(tiles, row_tiles), K, device))
 
 
 def _column_bytes(layout: str, dtype: str, ld: int) -> int:
@@ -106,7 +109,7 @@ class SpmmTwoFourTokens(CudaKernel):
 
     def options(self, p: Problem) -> tuple[Tile]:
         """The one tile that suits the shape."""
-        return (choose(p.M, p.n, p.K, device_of(p).processors, shared_limit(p.sm)),)
+        return (choose(p.M, p.n, p.K, device_of(p), shared_limit(p.sm)),)
 
     def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
         """By layout of B: a column-major B is read along K, and so is a vector in either layout."""

@@ -73,9 +73,17 @@ class Slab:
 
 @functools.lru_cache(maxsize=256)
 def slab_of(n: int, m: int) -> Slab | None:
-    """As few unused kept columns as possible, then few columns that start at a multiple of 8; None: m is too large."""
-    slabs = [Slab(w, w * n, w * m) for w in range(1, 65) if round_up(w * m, 8) < MOST_LINES and w * n <= max(n, 64)]
-    return min(slabs, key=lambda s: (s.columns % 8 != 0, round(s.padded / s.kept, 2), s.windows), default=None)
+    """The smallest slab that starts at a multiple of 8 columns and wastes at most a third; None: m is too large.
+
+    A small slab leaves room for more of them; kept columns that fill up a step cost no memory traffic.
+    """
+    slabs = [Slab(w, w * n, w * m) for w in range(1, 65) if w == 1 or (w * n <= 48 and w * m <= 128)]
+
+    def order(s: Slab) -> tuple[Any, ...]:
+        waste = s.padded / s.kept
+        return s.columns % 8 != 0, waste > 1.34, s.padded, waste, s.windows
+
+    return min(slabs, key=order) if round_up(m, 8) < MOST_LINES else None
 
 
 @dataclass(frozen=True)
@@ -112,8 +120,10 @@ class Tile:
         return WARPS * max(ring, 4 * self.rows * self.cols)
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.cols}" + (f", {self.blocks} blocks" if self.blocks > 1 else "") + (
-            f", split {self.splits}" if self.splits > 1 else ""
+        return (
+            f"{self.rows}x{self.cols}"
+            + (f", {self.blocks} blocks" if self.blocks > 1 else "")
+            + (f", split {self.splits}" if self.splits > 1 else "")
         )
 
 
@@ -159,13 +169,15 @@ class SpmmVectorNMTokensTensor(CudaKernel):
             (slab_of(n, m) is None, f"m must be at most {MOST_LINES - 7} (places are bytes), got {m}"),
         )
         if not refused and not self.options(p):
-            refused.append(f"two slabs of {n}:{m} windows for each of {WARPS} warps must fit in {shared_limit(p.sm)} bytes")
+            refused.append(
+                f"two slabs of {n}:{m} windows for each of {WARPS} warps must fit in {shared_limit(p.sm)} bytes"
+            )
         return refused
 
     def options(self, p: Problem) -> list[Tile]:
         """Tiles of 32 to 128 rows; ranges of K until there are about two rounds of blocks."""
         cols = power_of_two(min(max(p.n, 8), MAX_COLS))
-        return list(_tiles(pattern(p), cols, device_of(p).processors, shared_limit(p.sm)))
+        return list(_tiles(pattern(p), cols, device_of(p), shared_limit(p.sm)))
 
     def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
         """By columns and layout of B: a column-major B is transposed in shared memory."""
@@ -181,9 +193,11 @@ class SpmmVectorNMTokensTensor(CudaKernel):
         form = pattern(p)
         slab, tiles = _slab(form), ceil_div(p.M, tile.rows)
         shared = cache_us(tiles * p.K * tile.cols * 2, device)
-        turns = rounds(tiles * tile.splits, device.processors * tile.blocks)
+        turns = rounds(tiles, at_once(device, tile))
         slabs = ceil_div(ceil_div(ceil_div(p.K, form.m), slab.windows), tile.splits * WARPS)
-        products = turns * tile_us(tile.rows, tile.cols, p.K * form.n / form.m / tile.splits, TENSOR_16, device)
+        products = (
+            turns * tile.blocks * tile_us(tile.rows, tile.cols, p.K * form.n / form.m / tile.splits, TENSOR_16, device)
+        )
         others = memory_us(p.K * p.n * 2 + p.M * p.n * itemsize(p.out_dtype), device)
         return (
             1.0, memory_us(stored_bytes(p), device), others, shared, products, turns * slabs * 0.01,
@@ -259,28 +273,34 @@ def _slab(form: Pattern) -> Slab:
     return slab
 
 
+def at_once(device: Device, tile: Tile) -> int:
+    """Tiles of rows that are computed at a time: their ranges of K are clusters where the device has any."""
+    if device.groups:
+        return device.clusters(tile.splits, tile.blocks)
+    return device.processors * tile.blocks // tile.splits
+
+
 @functools.lru_cache(maxsize=256)
-def _tiles(form: Pattern, cols: int, processors: int, limit: int) -> tuple[Tile, ...]:
+def _tiles(form: Pattern, cols: int, device: Device, limit: int) -> tuple[Tile, ...]:
+    """Each number of splits leaves a warp fewer slabs than all smaller ones."""
     slab, found = _slab(form), []
     slabs = ceil_div(ceil_div(form.K, form.m), slab.windows)
     for fragments in (2, 4, 8):
         row_tiles, share = ceil_div(max(1, form.M), 16 * fragments), share_of(form.vector_length, fragments)
-        if fragments * cols > 256 or (fragments > 2 and row_tiles == 1 and form.M <= 8 * fragments):
-            continue
-        for blocks in (1, 2) if fragments * cols <= 128 else (1,):
-            splits = 1
-            while splits <= 8:
+        for blocks in (1, 2):
+            least, room = slabs + 1, limit if blocks == 1 else (limit + RESERVED) // 2 - RESERVED
+            if fragments * cols > 256 // blocks or (fragments > 2 and form.M <= 8 * fragments):
+                continue
+            for splits in range(1, 9):
                 tile = Tile(fragments, cols, blocks, splits)
+                turns = rounds(row_tiles, at_once(device, tile)) * ceil_div(slabs, splits * WARPS)
                 fits = all(
-                    tile.slots(slab, share, col, limit) >= 2
-                    and tile.smem(slab, share, col, limit) <= (limit if blocks == 1 else (limit + RESERVED) // 2 - RESERVED)
+                    tile.slots(slab, share, col, limit) >= 2 and tile.smem(slab, share, col, limit) <= room
                     for col in (False, True)
                 )
-                if fits and (splits == 1 or slabs >= 2 * splits * WARPS):
+                if fits and turns < least:
+                    least = turns
                     found.append(tile)
-                if row_tiles * splits >= 2 * blocks * processors:
-                    break
-                splits *= 2
     return tuple(found)
 
 
@@ -288,4 +308,6 @@ def instance(tile: Tile, p: Problem, slots: int, share: int, cluster: bool, b_co
     """C++ name of the kernel."""
     flags = ", ".join(str(f).lower() for f in (cluster, b_col, p.out_layout == COL, p.epilogue))
     shape = f"{tile.fragments}, {tile.cols // 8}, {WARPS}, {slots}, {tile.blocks}, {tile.splits}, {share}"
-    return f"spformat::vector_nm::spmm_vector_nm_tokens_tc<{C_TYPES[p.a_dtype]}, {C_TYPES[p.out_dtype]}, {shape}, {flags}>"
+    return (
+        f"spformat::vector_nm::spmm_vector_nm_tokens_tc<{C_TYPES[p.a_dtype]}, {C_TYPES[p.out_dtype]}, {shape}, {flags}>"
+    )

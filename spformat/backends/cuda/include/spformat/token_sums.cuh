@@ -75,8 +75,8 @@ __device__ __forceinline__ void add_up(const float (&acc)[MT][NT][4], char* shar
 #if __CUDA_ARCH__ >= 900
         asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
-        at += split * (SUMS / Splits);
-        stop = (split + 1) * (SUMS / Splits);
+        at += split * SUMS / Splits;
+        stop = (split + 1) * SUMS / Splits;
     } else {
         __threadfence();
         __syncthreads();
