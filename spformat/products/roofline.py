@@ -37,7 +37,7 @@ class Device:
     peak: Mapping[str, float]
     """Operations per second of dense arithmetic, by kind."""
     groups: tuple[int, ...] = ()
-    """Multiprocessors of each group (GPC): the blocks of a thread block cluster run in one group. () without clusters."""
+    """Multiprocessors of each group (GPC): a thread block cluster runs inside one group. () without clusters."""
 
     def clusters(self, size: int, resident: int = 1) -> int:
         """Clusters of ``size`` blocks that run at a time, ``resident`` blocks on a multiprocessor."""

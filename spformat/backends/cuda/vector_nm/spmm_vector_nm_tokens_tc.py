@@ -88,9 +88,9 @@ def slab_of(n: int, m: int) -> Slab | None:
 
 @dataclass(frozen=True)
 class Tile:
-    """A block computes 16 * ``fragments`` rows and ``cols`` columns; ``splits`` blocks share the slabs of the same rows.
+    """A block computes 16 * ``fragments`` rows and ``cols`` columns of C.
 
-    ``blocks`` of them run on a multiprocessor at once.
+    ``splits`` blocks share the slabs of the same rows; ``blocks`` run on a multiprocessor at once.
     """
 
     fragments: int
@@ -289,7 +289,7 @@ def _tiles(form: Pattern, cols: int, device: Device, limit: int) -> tuple[Tile, 
         row_tiles, share = ceil_div(max(1, form.M), 16 * fragments), share_of(form.vector_length, fragments)
         for blocks in (1, 2):
             least, room = slabs + 1, limit if blocks == 1 else (limit + RESERVED) // 2 - RESERVED
-            if fragments * cols > 256 // blocks or (fragments > 2 and form.M <= 8 * fragments):
+            if fragments * cols > 256 // blocks or (fragments > 2 and 8 * fragments >= form.M):
                 continue
             for splits in range(1, 9):
                 tile = Tile(fragments, cols, blocks, splits)
