@@ -15,6 +15,7 @@ from test_kernels import problem
 import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.backends.cuda.bitmask import spmm_bitmask_expanding_sm90a as expanding
+from spformat.backends.cuda.bitmask.spmm_bitmask_expanding_sm90a import Tile
 from spformat.formats import Bitmask
 
 KERNEL = expanding.SpmmBitmaskExpanding()
@@ -38,7 +39,7 @@ def test_what_it_takes() -> None:
 
 
 @pytest.mark.parametrize("tile", expanding.TILES, ids=str)
-def test_stages_fit_a_multiprocessor(tile: expanding.Tile) -> None:
+def test_stages_fit_a_multiprocessor(tile: Tile) -> None:
     for room in range(256, 2432, 128):  # records without values to those without zeros
         assert tile.stages(room) >= 2
         assert tile.resident * (tile.smem(room) + 1024) <= 228 << 10
@@ -49,45 +50,47 @@ def test_stages_fit_a_multiprocessor(tile: expanding.Tile) -> None:
 
 CASES = [
     # tile, share of nonzeros, M, K, N, layouts, gap, types
-    (0, 0.5, 300, 131, 13, ("col", "row"), 0, "bfloat16", "bfloat16"),
-    (3, 0.3, 331, 523, 16, ("row", "col"), 8, "float16", "float16"),
-    (4, 0.7, 131, 264, 24, ("col", "col"), 8, "bfloat16", "bfloat16"),
-    (6, 1.0, 136, 640, 32, ("row", "row"), 0, "float16", "float32"),
-    (8, 0.5, 200, 141, 72, ("row", "row"), 0, "bfloat16", "bfloat16"),
-    (9, 0.5, 128, 800, 40, ("col", "col"), 8, "float16", "float32"),
-    (11, 0.05, 130, 200, 64, ("col", "col"), 6, "bfloat16", "bfloat16"),
-    (16, 0.5, 264, 523, 136, ("row", "row"), 0, "bfloat16", "bfloat16"),
-    (17, 0.5, 331, 528, 203, ("col", "col"), 0, "bfloat16", "bfloat16"),
-    (18, 1.0, 20, 523, 203, ("col", "col"), 5, "float16", "float16"),
-    (19, 0.0, 17, 70, 100, ("row", "col"), 0, "bfloat16", "bfloat16"),
-    (20, 0.5, 331, 528, 203, ("col", "col"), 0, "bfloat16", "bfloat16"),
-    (12, 0.5, 331, 528, 61, ("col", "col"), 0, "bfloat16", "bfloat16"),
-    (22, 0.8, 136, 264, 264, ("row", "row"), 8, "float16", "float16"),
-    (23, 0.5, 136, 1, 264, ("col", "row"), 0, "float16", "float32"),
+    ((2, 16, 3, 1), 0.5, 300, 131, 13, ("col", "row"), 0, "bfloat16", "bfloat16"),
+    ((2, 16, 3, 8), 0.3, 331, 523, 16, ("row", "col"), 8, "float16", "float16"),
+    ((2, 32, 3, 1), 0.7, 131, 264, 24, ("col", "col"), 8, "bfloat16", "bfloat16"),
+    ((2, 32, 3, 3), 1.0, 136, 640, 32, ("row", "row"), 0, "float16", "float32"),
+    ((2, 64, 2, 1), 0.5, 200, 141, 72, ("row", "row"), 0, "bfloat16", "bfloat16"),
+    ((2, 64, 2, 2), 0.5, 128, 800, 40, ("col", "col"), 8, "float16", "float32"),
+    ((2, 64, 2, 7), 0.05, 130, 200, 64, ("col", "col"), 6, "bfloat16", "bfloat16"),
+    ((2, 128, 1, 1), 0.5, 264, 523, 136, ("row", "row"), 0, "bfloat16", "bfloat16"),
+    ((3, 128, 1, 2), 0.5, 331, 528, 203, ("col", "col"), 0, "bfloat16", "bfloat16"),
+    ((3, 128, 1, 5), 1.0, 20, 523, 203, ("col", "col"), 5, "float16", "float16"),
+    ((2, 128, 1, 8), 0.0, 17, 70, 100, ("row", "col"), 0, "bfloat16", "bfloat16"),
+    ((2, 192, 1, 1), 0.5, 331, 528, 203, ("col", "col"), 0, "bfloat16", "bfloat16"),
+    ((2, 64, 1, 1), 0.5, 331, 528, 61, ("col", "col"), 0, "bfloat16", "bfloat16"),
+    ((2, 192, 1, 4), 0.8, 136, 264, 264, ("row", "row"), 8, "float16", "float16"),
+    ((3, 128, 1, 1), 0.5, 136, 1, 264, ("col", "row"), 0, "float16", "float32"),
 ]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{expanding.TILES[c[0]]} {c[1]} {c[4]} {c[5]}")
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{Tile(*c[0])} {c[1]} {c[4]} {c[5]}")
 def test_integers_are_exact(case: tuple[Any, ...]) -> None:
-    number, share, M, K, N, layouts, pad, dtype, out = case
-    rng = np.random.default_rng(number)
+    tile, share, M, K, N, layouts, pad, dtype, out = case
+    rng = np.random.default_rng(N)
     x = matrix(rng, M, K, share, dtype)
     B = rng.integers(-3, 4, (K, N)).astype(x.dtype)
-    assert_exact(product(KERNEL, expanding.TILES[number], Bitmask.from_dense(x), B, out, layouts, pad), x, B)
+    assert_exact(product(KERNEL, Tile(*tile), Bitmask.from_dense(x), B, out, layouts, pad), x, B)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["row", "col"])
-@pytest.mark.parametrize("number", [0, 3, 16, 21])
-def test_zeros_meet_no_infinity(number: int, layout: str) -> None:
+@pytest.mark.parametrize(
+    "tile", [(2, 16, 3, 1), (2, 16, 3, 8), (2, 128, 1, 1), (3, 128, 1, 2)], ids=lambda t: str(Tile(*t))
+)
+def test_zeros_meet_no_infinity(tile: tuple[int, ...], layout: str) -> None:
     """B is infinite or NaN in rows where half of A is zero."""
     hopper()
     rng = np.random.default_rng(3)
     x = matrix(rng, 136, 136, 0.5, "bfloat16")
     B, wanted = infinite(rng, x, 72)
     a = Bitmask.from_dense(x)
-    assert equal(product(KERNEL, expanding.TILES[number], a, B, "bfloat16", (layout, layout), 0), wanted)
+    assert equal(product(KERNEL, Tile(*tile), a, B, "bfloat16", (layout, layout), 0), wanted)
 
 
 PLANTED = """
@@ -98,43 +101,58 @@ planted = plant({old!r}, {new!r}, header="spformat/expanding.cuh")
 stand_in.install(90)
 import numpy as np
 from exact import equal, infinite, product
-from test_bitmask_expanding import KERNEL, Bitmask, expanding, matrix
+from test_bitmask_expanding import KERNEL, Bitmask, Tile, matrix
 
 rng = np.random.default_rng(0)
 x = matrix(rng, 136, 816, 0.5, "bfloat16")
-(B, wanted), a, tile = infinite(rng, x, 72), Bitmask.from_dense(x), expanding.TILES[{tile}]
+(B, wanted), a, tile = infinite(rng, x, 72), Bitmask.from_dense(x), Tile(2, {cols}, {resident}, {parts})
 three_runs(lambda: equal(product(KERNEL, tile, a, B, "bfloat16", ("row", "row"), 0), wanted), planted)
 """
 
 
 @pytest.mark.skipif(bool(emulator.missing()), reason=f"no emulator: {emulator.missing()}")
 @pytest.mark.parametrize(
-    ("tile", "old", "new", "text"),
+    ("cols", "resident", "parts", "old", "new", "text"),
     [
         (
-            0,
+            16,
+            3,
+            1,
             "barrier::wait(full + 8 * stage, number / STAGES & 1);",
             "",
             "more arrivals at an mbarrier|not aligned|DIFFERENT",
         ),
-        (0, "barrier::wait(empty + 8 * stage, number / STAGES - 1 & 1);", "", "."),
-        (0, "all + B_BYTES", "all + B_BYTES - 16", "bytes missing|DIFFERENT"),
-        (0, "start = end, end = following;", "start = end;", "."),
-        (0, "wgmma::wait<0>();", "", "DIFFERENT|in flight"),
-        (0, "redo(m0 + warp * 16, n0 + i * STRIP, STRIP);", ";", "DIFFERENT"),
-        (2, "redo(row, col, 16);", ";", "DIFFERENT"),
-        (2, "cluster::sync();\n#pragma unroll 1", "#pragma unroll 1", "DIFFERENT|race|another"),
+        (16, 3, 1, "barrier::wait(empty + 8 * stage, number / STAGES - 1 & 1);", "", "."),
+        (16, 3, 1, "all + B_BYTES", "all + B_BYTES - 16", "bytes missing|DIFFERENT"),
+        (16, 3, 1, "start = end, end = following;", "start = end;", "."),
+        (16, 3, 1, "wgmma::wait<0>();", "", "DIFFERENT|in flight"),
+        (64, 1, 1, "wgmma::wait<0>();", "", "DIFFERENT|in flight"),
+        (64, 1, 1, "load(odd, k + 1)", "load(even, k + 1)", "DIFFERENT|in flight|arrivals|not aligned"),
+        (16, 3, 1, "redo(m0 + warp * 16, n0 + i * STRIP, STRIP);", ";", "DIFFERENT"),
+        (16, 3, 4, "redo(row, col, 16);", ";", "DIFFERENT"),
+        (16, 3, 4, "cluster::sync();\n#pragma unroll 1", "#pragma unroll 1", "DIFFERENT|race|another"),
     ],
-    ids=["copy not waited for", "stage not free", "bytes", "next record", "product", "infinity", "in parts", "sums"],
+    ids=[
+        "copy not waited for",
+        "stage not free",
+        "bytes",
+        "next record",
+        "product",
+        "product, ahead",
+        "registers in use",
+        "infinity",
+        "in parts",
+        "sums",
+    ],
 )
-def test_a_planted_defect_is_found(tile: int, old: str, new: str, text: str) -> None:
-    assert re.search(text, printed(PLANTED.format(tile=tile, old=old, new=new)))
+def test_a_planted_defect_is_found(cols: int, resident: int, parts: int, old: str, new: str, text: str) -> None:
+    assert re.search(text, printed(PLANTED.format(cols=cols, resident=resident, parts=parts, old=old, new=new)))
 
 
 @pytest.mark.skipif(bool(emulator.missing()), reason=f"no emulator: {emulator.missing()}")
-@pytest.mark.parametrize("tile", [0, 2])
-def test_without_a_defect_all_is_equal(tile: int) -> None:
-    assert printed(PLANTED.format(tile=tile, old="", new="")).split() == ["equal"] * 3
+@pytest.mark.parametrize(("cols", "resident", "parts"), [(16, 3, 1), (16, 3, 4), (64, 1, 1)])
+def test_without_a_defect_all_is_equal(cols: int, resident: int, parts: int) -> None:
+    assert printed(PLANTED.format(cols=cols, resident=resident, parts=parts, old="", new="")).split() == ["equal"] * 3
 
 
 def test_it_is_chosen_for_a_hundred_columns() -> None:

@@ -36,14 +36,13 @@ class Device:
     """Bytes per second from L2 into all processors together."""
     peak: Mapping[str, float]
     """Operations per second of dense arithmetic, by kind."""
-    groups: tuple[int, ...] = ()
-    """Multiprocessors of each group (GPC): a thread block cluster runs inside one group. () without clusters."""
+    most_clusters: tuple[int, ...] = ()
+    """Thread block clusters of one block, two blocks .. that run at a time, one block on a multiprocessor. () without
+    clusters. Those of several blocks are fewer than multiprocessors allow: a cluster runs inside one group (GPC)."""
 
     def clusters(self, size: int, resident: int = 1) -> int:
-        """Clusters of ``size`` blocks that run at a time, ``resident`` blocks on a multiprocessor."""
-        if size == 1:
-            return self.processors * resident
-        return sum(group * resident // size for group in self.groups)
+        """Clusters of ``size`` blocks that run at a time, ``resident`` blocks on a multiprocessor; at least."""
+        return self.most_clusters[size - 1] * resident if size > 1 else self.processors * resident
 
     def __hash__(self) -> int:
         return hash((self.name, self.sm, self.processors, self.memory, self.cache))
@@ -53,10 +52,10 @@ def _peaks(tensor_16: float, cuda_32: float, cuda_64: float) -> dict[str, float]
     return {TENSOR_16: tensor_16, TF32_THREE: tensor_16 / 6, CUDA_32: cuda_32, CUDA_64: cuda_64}
 
 
-_HOPPER_GROUPS = (18, 18, 18, 18, 16, 16, 14, 14)
-"""So that 30 clusters of four run at a time, as on every H200 that was asked. Other chips may have other groups."""
-H200 = Device("H200", 90, 132, 4.2e12, 7.4e12, _peaks(989e12, 67e12, 34e12), _HOPPER_GROUPS)
-H100 = Device("H100", 90, 132, 3.0e12, 7.4e12, _peaks(989e12, 67e12, 34e12), _HOPPER_GROUPS)
+_HOPPER_CLUSTERS = (132, 66, 39, 30, 22, 17, 15, 15)
+"""As cuOccupancyMaxActiveClusters answered on two H200. Other chips may have other groups of multiprocessors."""
+H200 = Device("H200", 90, 132, 4.2e12, 7.4e12, _peaks(989e12, 67e12, 34e12), _HOPPER_CLUSTERS)
+H100 = Device("H100", 90, 132, 3.0e12, 7.4e12, _peaks(989e12, 67e12, 34e12), _HOPPER_CLUSTERS)
 A100 = Device("A100", 80, 108, 1.8e12, 4.9e12, _peaks(312e12, 19.5e12, 9.7e12))
 HOST = Device("host", 0, 2, 10e9, 40e9, {CUDA_32: 100e9, CUDA_64: 50e9})
 """Two cores of a server, in round numbers: bytes per second from memory and from the caches, operations per second of

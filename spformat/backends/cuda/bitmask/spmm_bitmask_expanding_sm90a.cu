@@ -28,18 +28,17 @@ struct Extents {  // ctypes twin: spmm_bitmask_expanding_sm90a.Extents
     int stages_end;  // where the barriers start: behind the stages and behind what store_tile needs
 };
 
-template <class T, class Out, class Ptr, int WG, int BN, int STAGES, int Parts, int Resident, bool BCol, bool CCol>
+template <class T, class Out, class Ptr, int WG, int BN, int STAGES, int Parts, int Resident, bool Ahead, bool BCol, bool CCol>
 __global__ void __cluster_dims__(Parts, 1, 1) __launch_bounds__(128 * WG + 32, Resident)
 spmm_bitmask_expanding_sm90a(const __grid_constant__ Extents s, const Ptr* __restrict__ indptr, const u8* __restrict__ bitmask,
                              const T* __restrict__ data, const u8* __restrict__ records, const u32* __restrict__ starts,
                              const __grid_constant__ TensorMap b_map, const T* __restrict__ B, i64 b_k, i64 b_n,
                              const __grid_constant__ TensorMap c_map, int by_copies, Out* C, int N, i64 ldc) {
     static_assert(sizeof(T) == 2, "16-bit values");
-    static_assert(WG % 2 == 0, "4 * WG records of a multiple of 128 bytes: stages start on 1024 bytes");
     constexpr int ROWS = 64 * WG, WARPS = 4 * WG, B_BYTES = DEPTH * BN * 2;
     static_assert(B_BYTES % 1024 == 0, "swizzle patterns start on 1024 bytes");
     extern __shared__ __align__(1024) unsigned char shared[];
-    const u32 base = shared_address(shared), stage_bytes = B_BYTES + WARPS * s.room;
+    const u32 base = shared_address(shared), stage_bytes = (B_BYTES + WARPS * s.room + 1023) / 1024 * 1024;
     const u32 full = base + s.stages_end, empty = full + 8 * STAGES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int tile = blockIdx.x / Parts, part = blockIdx.x % Parts;
@@ -92,7 +91,7 @@ spmm_bitmask_expanding_sm90a(const __grid_constant__ Extents s, const Ptr* __res
         take_group<4>(a[2][0], a[2][2], bits, at(4)), take_group<5>(a[2][1], a[2][3], bits, at(5));
         take_group<6>(a[3][0], a[3][2], bits, at(6)), take_group<7>(a[3][1], a[3][3], bits, at(7));
     };
-    multiply_steps<T, BN, BCol, STAGES>(acc, first, last, base, stage_bytes, empty, load);
+    multiply_steps<T, BN, BCol, STAGES, Ahead>(acc, first, last, base, stage_bytes, empty, load);
 
     const Result<Out> c{c_map, by_copies != 0, C, ldc, s.M, N};
     store_tile<Out, CCol, WG, BN, Parts>(acc, shared, c, m0, n0, part, [&](int row, int col, int cols) {

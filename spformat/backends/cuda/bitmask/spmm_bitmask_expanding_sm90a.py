@@ -53,20 +53,25 @@ class Tile(expanding.Tile):
     @property
     def extent(self) -> str:
         """What tiles that differ in ``parts`` alone have in common."""
-        return f"{self.rows}x{self.cols}" + (", two blocks" if self.resident == 2 else "")
+        return f"{self.rows}x{self.cols}" + (f", {self.resident} blocks" if self.resident > 1 else "")
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a warp decodes a step while it multiplies the one before. Else other warps use the time."""
+        return self.resident == 1 and self.warpgroups == 2 and self.cols <= 128
 
     def stages(self, room: int) -> int:
         """Steps in shared memory or on their way there, for records of ``room`` bytes; at least 2."""
         return max(2, min(MOST_STAGES, (SHARED // self.resident - (2 << 10)) // self.stage(room)))
 
     def stage(self, room: int) -> int:
-        """Bytes of a step: 64 rows of B, eight records."""
-        return 2 * DEPTH * self.cols + 8 * room
+        """Bytes of a step: 64 rows of B, and a record for every 16 rows. Boxes of B start on 1024 bytes."""
+        return round_up(2 * DEPTH * self.cols + self.rows // 16 * room, 1024)
 
     def stages_end(self, room: int) -> int:
         """Bytes of the stages, or of what takes their place on the way of C."""
         sums = 4 * self.rows * self.cols if self.parts > 1 else 0
-        return max(self.stages(room) * self.stage(room), sums + 8 * SLOT)
+        return max(self.stages(room) * self.stage(room), sums + self.rows // 16 * SLOT)
 
     def smem(self, room: int) -> int:
         """Bytes of shared memory."""
@@ -76,11 +81,8 @@ class Tile(expanding.Tile):
         return f"{self.extent}" + (f" parts {self.parts}" if self.parts > 1 else "")
 
 
-TILES = tuple(
-    Tile(cols, resident, parts)
-    for cols, resident in ((16, 2), (32, 2), (64, 2), (64, 1), (128, 1), (192, 1))
-    for parts in expanding.PARTS
-)  # fmt: skip
+_EXTENTS = ((2, 16, 3), (2, 32, 3), (2, 64, 2), (2, 64, 1), (2, 128, 1), (3, 128, 1), (2, 192, 1))
+TILES = tuple(Tile(*extent, parts) for extent in _EXTENTS for parts in expanding.PARTS)
 
 
 class SpmmBitmaskExpanding(CudaKernel):
@@ -131,10 +133,12 @@ class SpmmBitmaskExpanding(CudaKernel):
         col = p.changed(b_layout=COL, out_layout=COL)
         wide = p.changed(a_dtype="float16", out_dtype="float32", b_layout=COL)
         return tuple(
-            instance(Tile(cols, 2 if cols < 128 else 1, parts), 1280, q, index)
-            for cols, parts, q, index in (
-                (16, 8, col, "int"), (32, 1, p, "int"), (64, 4, wide, "long long"), (64, 1, col, "int"),
-                (128, 4, col, "int"), (128, 1, wide, "int"), (192, 1, col, "int"), (192, 2, p, "long long"),
+            instance(Tile(*tile), 1280, q, index)
+            for tile, q, index in (
+                ((2, 16, 3, 8), col, "int"), ((2, 32, 3, 1), p, "int"), ((2, 64, 2, 4), wide, "long long"),
+                ((2, 64, 2, 1), col, "int"), ((2, 64, 1, 1), col, "int"), ((2, 128, 1, 3), col, "int"),
+                ((2, 128, 1, 1), wide, "int"), ((3, 128, 1, 3), col, "int"), ((3, 128, 1, 1), p, "int"),
+                ((2, 192, 1, 1), col, "int"), ((2, 192, 1, 2), p, "long long"),
             )
         )  # fmt: skip
 
@@ -176,7 +180,7 @@ class SpmmBitmaskExpanding(CudaKernel):
 
 def instance(tile: Tile, room: int, p: Problem, index: str) -> str:
     """C++ name of the kernel for records of ``room`` bytes; index: the C type of ``indptr``."""
-    flags = ", ".join(str(f).lower() for f in (p.b_layout == COL, p.out_layout == COL))
+    flags = ", ".join(str(f).lower() for f in (tile.ahead, p.b_layout == COL, p.out_layout == COL))
     types = f"{VALUE_TYPES[p.a_dtype].cuda}, {VALUE_TYPES[p.out_dtype].cuda}, {index}"
-    shape = f"{tile.rows // 64}, {tile.cols}, {tile.stages(room)}, {tile.parts}, {tile.resident}"
+    shape = f"{tile.warpgroups}, {tile.cols}, {tile.stages(room)}, {tile.parts}, {tile.resident}"
     return f"spmm_bitmask_expanding_sm90a<{types}, {shape}, {flags}>"

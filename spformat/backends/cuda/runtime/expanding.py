@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from ....arrays.library import ceil_div
 from ....products.ideal import load_us, memory_us, rounds, tile_us, traffic_us
@@ -29,16 +29,22 @@ TAIL = (tensor_map.TensorMap, *"Pqq", tensor_map.TensorMap, *"iPiq")
 
 @dataclass(frozen=True)
 class Tile:
-    """``rows`` x ``cols`` of C, by two warpgroups that multiply and a warp that loads.
+    """``rows`` x ``cols`` of C, by warpgroups that multiply 64 rows each and a warp that loads.
 
     resident: blocks of threads that a multiprocessor runs at a time.
     """
 
+    warpgroups: int
     cols: int
     resident: int
 
-    rows: ClassVar[int] = 128
-    threads: ClassVar[int] = 288
+    @property
+    def rows(self) -> int:
+        return 64 * self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.warpgroups + 32
 
 
 def wide_enough(cols: int, n: int) -> bool:

@@ -67,7 +67,7 @@ def splits(tiles: int, K: int, device: Device) -> int:
     slabs, count = ceil_div(K, DEPTH), 1
     while count < 8 and tiles * count * 4 < device.processors * 3 and slabs >= 32 * count:
         count *= 2
-    return count - (count > 2 and bool(device.groups) and tiles > device.clusters(count))
+    return count - (count > 2 and bool(device.most_clusters) and tiles > device.clusters(count))
 
 
 def choose(M: int, n: int, K: int, device: Device, smem: int) -> Tile:

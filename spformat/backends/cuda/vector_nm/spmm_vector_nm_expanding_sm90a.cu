@@ -108,7 +108,7 @@ spmm_vector_nm_expanding_sm90a(const __grid_constant__ TensorMap a_map, const __
             ldmatrix_x4_trans(a[i], line == NONE ? zero : from + block + swizzled<128>(line, chunk));
         }
     };
-    multiply_steps<T, BN, BCol, STAGES>(acc, first, last, base + A_BYTES, STAGE, empty, load);
+    multiply_steps<T, BN, BCol, STAGES, true>(acc, first, last, base + A_BYTES, STAGE, empty, load);
 
     const Result<Out> c{c_map, by_copies != 0, C, ldc, s.M, N};
     store_tile<Out, CCol, WG, BN, Parts>(acc, shared, c, m0, n0, part, [&](int row, int col, int cols) {

@@ -54,7 +54,7 @@ class Tile(expanding.Tile):
         return f"{self.rows}x{self.cols}x{DEPTH}"
 
 
-TILES = (Tile(16, 2, 4), Tile(32, 2, 4), Tile(64, 2, 4), Tile(128, 1, 6), Tile(192, 1, 5))
+TILES = (Tile(2, 16, 2, 4), Tile(2, 32, 2, 4), Tile(2, 64, 2, 4), Tile(2, 128, 1, 6), Tile(2, 192, 1, 5))
 """Narrowest first. 256 columns would need more than the 168 registers that 288 threads may have."""
 
 

@@ -34,7 +34,7 @@ __global__ void CLUSTER_OF(Cluster ? Splits : 1) __launch_bounds__(Warps * 32, B
 spmm_vector_nm_tokens_tc(const Slabs s, const T* __restrict__ data, const u8* __restrict__ places, const T* __restrict__ b, Out* c,
                          int N, i64 ldb, i64 ldc, float* partials, u32* counters, const Out* __restrict__ bias, float alpha,
                          float beta) {
-    static_assert(NT == 1 || NT == 2 || NT == 4 || NT == 8, "columns come in 8, 16, 32 or 64");
+    static_assert(NT == 1 || NT == 2, "columns come in 8 or 16");
     static_assert(MT % Share == 0, "whole groups of fragments share their places");
     constexpr int ROWS = 16 * MT, COLS = 8 * NT, LINE_A = ROWS * 2, LINE_B = COLS * 2, GROUPS = MT / Share;
     extern __shared__ __align__(128) char shared[];
@@ -116,15 +116,15 @@ spmm_vector_nm_tokens_tc(const Slabs s, const T* __restrict__ data, const u8* __
                 if (chunk >= per_line) chunk -= per_line, to += to_carry, from += carry;
             }
         } else {
-            constexpr int LINES = 32 / NT, LONG = LINES < 8 ? 8 / LINES : 1;  // steps of the swizzle's period
+            constexpr int LINES = 32 / NT;  // a multiple of the swizzle's period of eight
             const T* from = b + i64(k0 + b_line) * ldb + b_chunk * 8;
             const u32 bytes = 2 * max(0, min(N - b_chunk * 8, 8));
+            to += swizzled<LINE_B>(b_line, b_chunk);
+            if (bytes) {
 #pragma unroll 1
-            for (int line = b_line; line < s.columns; line += LINES * LONG)
-#pragma unroll
-                for (int i = 0; i < LONG; ++i, from += LINES * ldb)
-                    if (line + i * LINES < s.columns && bytes)
-                        cp_async_16(to + swizzled<LINE_B>(line + i * LINES, b_chunk), from, bytes);
+                for (int line = b_line; line < s.columns; line += LINES, to += LINES * LINE_B, from += LINES * ldb)
+                    cp_async_16(to, from, bytes);
+            }
         }
     };
     int filled = begin;  // slab that is copied next, and where to
@@ -155,26 +155,22 @@ spmm_vector_nm_tokens_tc(const Slabs s, const T* __restrict__ data, const u8* __
     };
 
     // The slab's B from [n][k] to lines [k][n]: 8x8 tiles, four at a time, NT beside each other. Lane 8j+i reads row i of tile j.
-    constexpr int AT_ONCE = NT < 4 ? NT : 4;  // tiles beside each other
-    u32 tile_from = (lane / 8 % AT_ONCE * 8 + lane % 8) * s.column + lane / 8 / AT_ONCE * 16, tile_to[AT_ONCE];
+    const u32 tile_from = (lane / 8 % NT * 8 + lane % 8) * s.column + lane / 8 / NT * 16;
+    u32 tile_to[NT];
 #pragma unroll
-    for (int j = 0; j < AT_ONCE; ++j) tile_to[j] = own_lines + swizzled<LINE_B>(g, j) + 4 * t;
+    for (int j = 0; j < NT; ++j) tile_to[j] = own_lines + swizzled<LINE_B>(g, j) + 4 * t;
     auto transpose = [&](u32 from) {
         const int down = s.lines / 8;
         from += tile_from;
 #pragma unroll 1
-        for (int i = 0; i < down; i += 4 / AT_ONCE, from += 64 / AT_ONCE)
+        for (int i = 0; i < down; i += 4 / NT, from += 64 / NT) {
+            u32 r[4];
+            ldmatrix_x4_trans(r, from);  // reads behind the last tile, too, and does not write that
 #pragma unroll
-            for (int across = 0; across < NT; across += AT_ONCE) {
-                u32 r[4];
-                // Tiles below the last one: what lies there is read, and not written.
-                ldmatrix_x4_trans(r, from + across * 8 * s.column);
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    const u32 to = (tile_to[j % AT_ONCE] ^ across * 16) + (i + j / AT_ONCE) * (8 * LINE_B);
-                    if (AT_ONCE == 4 || i + j / AT_ONCE < down) asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(r[j]) : "memory");
-                }
-            }
+            for (int j = 0; j < 4; ++j)
+                if (i + j / NT < down)
+                    asm volatile("st.shared.b32 [%0], %1;" ::"r"(tile_to[j % NT] + (i + j / NT) * (8 * LINE_B)), "r"(r[j]) : "memory");
+        }
     };
 
     float acc[MT][NT][4] = {};
@@ -200,23 +196,15 @@ spmm_vector_nm_tokens_tc(const Slabs s, const T* __restrict__ data, const u8* __
                 asm volatile("ld.shared.u8 %0, [%1];" : "=r"(place[i]) : "r"(slot + at_places + i * padded + step * 16 + lane % 16) : "memory");
 #pragma unroll
             for (int i = 0; i < GROUPS; ++i) {
-                u32 w[NT][2];  // B of 16 kept columns
-                if constexpr (NT == 1) {
-                    ldmatrix_x2_trans(w[0], lines + place[i] * LINE_B);
-                } else {
-#pragma unroll
-                    for (int j = 0; j < NT; j += 2) {
-                        u32 two[4];
-                        ldmatrix_x4_trans(two, lines + swizzled<LINE_B>(place[i], j + lane / 16));
-                        w[j][0] = two[0], w[j][1] = two[1], w[j + 1][0] = two[2], w[j + 1][1] = two[3];
-                    }
-                }
+                u32 w[2 * NT];  // B of 16 kept columns
+                if constexpr (NT == 1) ldmatrix_x2_trans(w, lines + place[i] * LINE_B);
+                else ldmatrix_x4_trans(w, lines + swizzled<LINE_B>(place[i], lane / 16));
 #pragma unroll
                 for (int m = i * Share; m < (i + 1) * Share; ++m) {
                     u32 a[4];
                     ldmatrix_x4_trans(a, slot + swizzled<LINE_A>(step * 16 + lane / 16 * 8 + lane % 8, 2 * m + lane / 8 % 2));
 #pragma unroll
-                    for (int j = 0; j < NT; ++j) mma_m16n8k16<T>(acc[m][j], a, w[j][0], w[j][1]);
+                    for (int j = 0; j < NT; ++j) mma_m16n8k16<T>(acc[m][j], a, w[2 * j], w[2 * j + 1]);
                 }
             }
         }

@@ -24,7 +24,7 @@ from .vector_nm_launch import C_TYPES, aligned_data, pattern, vector_reasons
 from .vector_nm_tiles import Pattern
 
 SOURCE = "vector_nm/spmm_vector_nm_tokens_tc.cu"
-MAX_COLS = 64
+MAX_COLS = 16
 WARPS = 8
 MOST_LINES = 255
 """Lines of B in a slab: ``places`` are bytes."""
@@ -149,7 +149,7 @@ def places_of(indices: Array, form: Pattern, slab: Slab, fragments: int) -> Arra
 
 
 class SpmmVectorNMTokensTensor(CudaKernel):
-    """``out = A @ B`` for A in VectorNM with vectors of a multiple of 16 rows, N <= 64. Each value is read once.
+    """``out = A @ B`` for A in VectorNM with vectors of a multiple of 16 rows, N <= 16. Each value is read once.
 
     B is read where it lies, in both layouts. Sums are float32; those of the ranges of K are added in a fixed order:
     inside a thread block cluster on sm_90 and later, else by the block that finishes last.
@@ -210,9 +210,9 @@ class SpmmVectorNMTokensTensor(CudaKernel):
         wide = Problem.product("vector-nm", (), 1, 1, 0, 0, "float16", "float16", "float32", COL, COL, epilogue=True)
         return (
             instance(Tile(8, 16, 1, 4), p, 4, 2, True, False),
-            instance(Tile(4, 64, 1, 2), wide, 2, 1, False, True),
+            instance(Tile(4, 16, 1, 2), wide, 2, 1, False, True),
             instance(Tile(2, 8, 2, 1), p, 8, 2, False, True),
-            instance(Tile(8, 32, 1, 1), wide, 3, 8, False, True),
+            instance(Tile(8, 16, 2, 1), wide, 3, 8, False, True),
         )
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
@@ -275,7 +275,7 @@ def _slab(form: Pattern) -> Slab:
 
 def at_once(device: Device, tile: Tile) -> int:
     """Tiles of rows that are computed at a time: their ranges of K are clusters where the device has any."""
-    if device.groups:
+    if device.most_clusters:
         return device.clusters(tile.splits, tile.blocks)
     return device.processors * tile.blocks // tile.splits
 

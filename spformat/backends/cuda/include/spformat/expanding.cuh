@@ -39,14 +39,14 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[BN / 2], const u32 (&
     wgmma::pin(acc);
 }
 
-// acc = A times B over steps first .. last-1 of 64 columns of A. While a step is multiplied, the next one comes to the registers.
+// acc = A times B over steps first .. last-1 of 64 columns of A.
+//   Ahead                while a step is multiplied, the next one comes to the registers; else other warps have the time
 //   tiles, stage_bytes   the k tile of B in stage 0, and from stage to stage
 //   empty                barriers of the stages: every thread arrives for its own reads; racecheck follows only who arrives
 //   load(a, k)           waits for step k and puts this warp's 16 rows of it into a, as multiply_tile takes them
-template <class T, int BN, bool BCol, int STAGES, class Load>
+template <class T, int BN, bool BCol, int STAGES, bool Ahead, class Load>
 __device__ __forceinline__ void multiply_steps(float (&acc)[BN / 2], int first, int last, u32 tiles, u32 stage_bytes, u32 empty,
                                                Load load) {
-    u32 even[4][4], odd[4][4];
     auto multiply = [&](const u32 (&a)[4][4], int k) {
         multiply_tile<T, BN, BCol>(acc, a, tiles + (k - first) % STAGES * stage_bytes);
     };
@@ -55,6 +55,13 @@ __device__ __forceinline__ void multiply_steps(float (&acc)[BN / 2], int first, 
         wgmma::pin(acc);
         barrier::arrive(empty + 8 * ((k - first) % STAGES));
     };
+    if constexpr (!Ahead) {
+        u32 a[4][4];
+#pragma unroll 1
+        for (int k = first; k < last; ++k) load(a, k), multiply(a, k), finish(k);
+        return;
+    }
+    u32 even[4][4], odd[4][4];
     if (first < last) load(even, first);
     for (int k = first; k < last; k += 2) {
         multiply(even, k);
