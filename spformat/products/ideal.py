@@ -132,9 +132,14 @@ def b_alignment(p: Problem) -> int:
     return _alignment(p.operands[1])
 
 
+def out_alignment(p: Problem) -> int:
+    """The same for C."""
+    return _alignment(p.out)
+
+
 def alignment(p: Problem) -> int:
     """The same for B and C together; a vector is contiguous in both layouts."""
-    return LINE if p.n == 1 else min(_alignment(p.operands[1]), _alignment(p.out))
+    return LINE if p.n == 1 else min(b_alignment(p), out_alignment(p))
 
 
 def _alignment(x: Operand) -> int:

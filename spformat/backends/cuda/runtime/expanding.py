@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....arrays.library import ceil_div
-from ....products.ideal import load_us, memory_us, rounds, tile_us, traffic_us
-from ....products.problem import COL, Problem, itemsize
+from ....products.ideal import load_us, memory_us, out_alignment, rounds, tile_us, traffic_us
+from ....products.problem import COL, LINE, Problem, itemsize
 from ....products.roofline import TENSOR_16, Device
 from . import tensor_map
 from .launch import Operands
@@ -21,7 +21,7 @@ DEPTH, SLOT = 64, 2048
 """Columns of A in a step, bytes in which a warp stages C; as in the kernels."""
 PARTS = range(1, 9)
 """Parts of K, each a block of a cluster."""
-TERMS = ("launch", "steps", "memory", "loads", "products", "clusters", "parts")
+TERMS = ("launch", "steps", "memory", "loads", "products", "clusters", "parts", "C by stores")
 """What ``quantities`` are."""
 TAIL = (tensor_map.TensorMap, *"Pqq", tensor_map.TensorMap, *"iPiq")
 """The types of ``tail``."""
@@ -80,13 +80,14 @@ def quantities(p: Problem, tile: Tile, parts: int, steps: int, step_bytes: float
     those of a dense A.
 
     launch, clusters (their barriers): constants. parts: their number. steps: those that a block passes one after the
-    other, in microseconds of one each.
+    other, in microseconds of one each. C by stores: C, where the copy engine cannot write its lines.
     """
     passed = longest(p, tile, parts, steps, device)
     products = tile.resident * passed * tile_us(tile.rows, tile.cols, DEPTH, TENSOR_16, device)
     loads = tile.resident * passed * load_us(step_bytes, device)
-    several = parts > 1
-    return 1.0, passed, traffic_us(p, device), loads, products, float(several), float(several * parts)
+    several, size = parts > 1, itemsize(p.out_dtype)
+    stored = memory_us(p.M * p.n * size, device) if size > 2 or out_alignment(p) < LINE else 0.0
+    return 1.0, passed, traffic_us(p, device), loads, products, float(several), float(several * parts), stored
 
 
 def copy_of_b_us(p: Problem, copied: bool, device: Device) -> tuple[float, float]:

@@ -41,16 +41,28 @@ __device__ __forceinline__ void store_m16(const float* acc, char* scratch, Out* 
     __syncwarp();
     const int along0 = ColMajor ? row : col, across0 = ColMajor ? col : row;
     const int along_end = ColMajor ? M : N, across_end = ColMajor ? N : M;
+    if (!vector) {
+        // Neighbouring lanes store neighbouring elements, so that a store of the warp touches few sectors of 32 bytes.
+        constexpr int items = line / int(sizeof(Out));
+#pragma unroll 4
+        for (int k = lane; k < lines * items; k += 32) {
+            const int across = across0 + k / items, along = along0 + k % items, at = k % items * int(sizeof(Out));
+            if (across < across_end && along < along_end)
+                c[i64(across) * ldc + along] =
+                        *reinterpret_cast<const Out*>(scratch + swizzled<line>(k / items, at / 16) + at % 16);
+        }
+        return;
+    }
 #pragma unroll
     for (int k = lane; k < lines * (line / 16); k += 32) {
         const int across = across0 + k / (line / 16), along = along0 + (k % (line / 16)) * per_chunk;
         if (across >= across_end || along >= along_end) continue;
-        const uint4 chunk = *reinterpret_cast<const uint4*>(scratch + swizzled<line>(k / (line / 16), k % (line / 16)));
+        const char* const chunk = scratch + swizzled<line>(k / (line / 16), k % (line / 16));
         Out* to = c + i64(across) * ldc + along;
-        if (vector && along + per_chunk <= along_end) {
-            *reinterpret_cast<uint4*>(to) = chunk;
+        if (along + per_chunk <= along_end) {
+            *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(chunk);
         } else {
-            const Out* from = reinterpret_cast<const Out*>(scratch + swizzled<line>(k / (line / 16), k % (line / 16)));
+            const Out* from = reinterpret_cast<const Out*>(chunk);
             for (int e = 0; e < per_chunk && along + e < along_end; ++e) to[e] = from[e];
         }
     }
