@@ -72,8 +72,12 @@ def peak_of(text: str) -> int:
     return int(text.rsplit("VmHWM:", 1)[1].split()[0]) * 1024
 
 
-COMMAND = (
-    "import sys; sys.argv[0] = 'spformat'\nfrom spformat_cli.main import main\n"
+CLI = (
+    "import sys; sys.argv[0] = 'spformat'\n"
+    "try: from spformat_cli.main import main\nexcept ModuleNotFoundError: from cli.main import main\n"
+)
+"""The command, installed or in a checkout whose root is the working folder."""
+COMMAND = CLI + (
     "try: main()\nexcept SystemExit as e: code = e.code\n"
     "print(open('/proc/self/status').read(), file=sys.stderr); sys.exit(code)"
 )

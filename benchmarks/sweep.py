@@ -40,7 +40,7 @@ DENSE = ("dense", "torch dense")
 OTHERS = 4
 """Of our other kernels, those that expect to be fastest are measured for the regret, so many."""
 WARMUPS = 4
-"""Calls before the time is taken: the third call of a plan with several launches builds a CUDA graph of them."""
+"""Calls before the time is taken: the first loads code, and later ones find the memory that the pool then has."""
 
 
 def label(spec: Spec) -> str:

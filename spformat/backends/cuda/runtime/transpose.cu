@@ -1,6 +1,7 @@
 // to[c][r] = from[r][c]: from is Word[rows, ld_from], to is Word[cols, ld_to], both row-major; Word is an unsigned
 // integer of the element's size. A block of 32 x 8 threads moves 32 x 32 tiles through shared memory, so that both
-// sides are read and written in whole lines. Zeros follow up to word `fill` of a line of `to` (at least `rows`). Grid: x over column tiles, y over row tiles, both strided.
+// sides are read and written in whole lines. Zeros follow up to word `fill` of a line of `to` (at least `rows`).
+// Grid: x over column tiles, y over row tiles, both strided.
 
 template <class Word>
 __global__ void __launch_bounds__(256)

@@ -1,16 +1,17 @@
-// C[M,N] = A[M,K] @ B[K,N], A vector n:m with 16-bit values, few columns of B, on tensor cores: streams the values once. sm_80 up.
+// C[M,N] = A[M,K] @ B[K,N], A vector n:m with 16-bit values, few columns of B; tensor cores. The values are read once. sm_80 up.
 //
 //   data      T[W, pitch]    value of row i at its kept column number u (k-major); lines start on 16 bytes
-//   places    u8[row tiles, slabs, MT/Share, 16*steps]   the line of B in its slab that a kept column multiplies, for 16*Share rows
+//   places    u8[row tiles, slabs, MT/Share, 16*steps]   for 16*Share rows: the line of B in its slab that a kept column
+//                            multiplies
 //   b         T[K, N]        row k at b + k*ldb (BCol: column n at b + n*ldb)
 //   c         Out[M, N]      row i at c + i*ldc (CCol: column n at c + n*ldc); every element is written
 //   partials, counters       see token_sums.cuh
 //
-// A slab is whole windows: s.kept kept columns, in steps of 16, out of s.columns columns of A. Grid: (tiles of 16*MT rows, Splits
-// ranges of slabs); N <= 8*NT. The warps of a block take every Warps-th slab of its range, each with a ring of Slots slabs of its
-// own, A and the rows of B, by cp.async: no warp waits for another before the sums are added. Kept columns are dense columns for
-// the tensor cores: ldmatrix takes a fragment of B from the lines that `places` names, so gathering costs nothing more. A
-// column-major B lies in the ring as it comes and is transposed, slab by slab, to lines of the warp.
+// A slab is whole windows: s.kept kept columns, in steps of 16, out of s.columns columns of A. Grid: (tiles of 16*MT rows,
+// Splits ranges of slabs); N <= 8*NT. The warps of a block take every Warps-th slab of its range, each with a ring of Slots
+// slabs of its own, A and the rows of B, by cp.async: no warp waits for another before the sums are added. Kept columns are
+// dense columns for the tensor cores: ldmatrix takes a fragment of B from the lines that `places` names, so gathering costs
+// nothing more. A column-major B lies in the ring as it comes and is transposed, slab by slab, to lines of the warp.
 #include "spformat/cp_async.cuh"
 #include "spformat/ldmatrix.cuh"
 #include "spformat/mma.cuh"
@@ -31,9 +32,9 @@ struct Slabs {  // ctypes twin: spmm_vector_nm_tokens_tc.Slabs
 template <class T, class Out, int MT, int NT, int Warps, int Slots, int Blocks, int Splits, int Share, bool Cluster, bool BCol,
           bool CCol, bool Epilogue>
 __global__ void CLUSTER_OF(Cluster ? Splits : 1) __launch_bounds__(Warps * 32, Blocks)
-spmm_vector_nm_tokens_tc(const Slabs s, const T* __restrict__ data, const u8* __restrict__ places, const T* __restrict__ b, Out* c,
-                         int N, i64 ldb, i64 ldc, float* partials, u32* counters, const Out* __restrict__ bias, float alpha,
-                         float beta) {
+spmm_vector_nm_tokens_tc(const Slabs s, const T* __restrict__ data, const u8* __restrict__ places, const T* __restrict__ b,
+                         Out* c, int N, i64 ldb, i64 ldc, float* partials, u32* counters, const Out* __restrict__ bias,
+                         float alpha, float beta) {
     static_assert(NT == 1 || NT == 2, "columns come in 8 or 16");
     static_assert(MT % Share == 0, "whole groups of fragments share their places");
     constexpr int ROWS = 16 * MT, COLS = 8 * NT, LINE_A = ROWS * 2, LINE_B = COLS * 2, GROUPS = MT / Share;
@@ -106,7 +107,8 @@ spmm_vector_nm_tokens_tc(const Slabs s, const T* __restrict__ data, const u8* __
         if constexpr (BCol) {
             const T* from = b + b_line * ldb + k0 + b_chunk * 8;
             const i64 step = jump * ldb + rest * 8, carry = ldb - per_line * 8;
-            const int to_step = jump * s.column + rest * 16, to_carry = s.column - per_line * 16, chunks = min(COLS, N) * per_line;
+            const int to_step = jump * s.column + rest * 16, to_carry = s.column - per_line * 16;
+            const int chunks = min(COLS, N) * per_line;
             int chunk = b_chunk;
             to += b_line * s.column + b_chunk * 16;
 #pragma unroll 1
@@ -154,7 +156,8 @@ spmm_vector_nm_tokens_tc(const Slabs s, const T* __restrict__ data, const u8* __
         if (fill == ring + Slots * s.slot) fill = ring;
     };
 
-    // The slab's B from [n][k] to lines [k][n]: 8x8 tiles, four at a time, NT beside each other. Lane 8j+i reads row i of tile j.
+    // The slab's B from [n][k] to lines [k][n]: 8x8 tiles, four at a time, NT beside each other. Lane 8j+i reads row i of
+    // tile j.
     const u32 tile_from = (lane / 8 % NT * 8 + lane % 8) * s.column + lane / 8 / NT * 16;
     u32 tile_to[NT];
 #pragma unroll
@@ -168,8 +171,10 @@ spmm_vector_nm_tokens_tc(const Slabs s, const T* __restrict__ data, const u8* __
             ldmatrix_x4_trans(r, from);  // reads behind the last tile, too, and does not write that
 #pragma unroll
             for (int j = 0; j < 4; ++j)
-                if (i + j / NT < down)
-                    asm volatile("st.shared.b32 [%0], %1;" ::"r"(tile_to[j % NT] + (i + j / NT) * (8 * LINE_B)), "r"(r[j]) : "memory");
+                if (i + j / NT < down) {
+                    const u32 to = tile_to[j % NT] + (i + j / NT) * (8 * LINE_B);
+                    asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(r[j]) : "memory");
+                }
         }
     };
 
@@ -191,9 +196,10 @@ spmm_vector_nm_tokens_tc(const Slabs s, const T* __restrict__ data, const u8* __
 #pragma unroll 1
         for (int step = 0; step < s.steps; ++step) {
             u32 place[GROUPS];
+            const u32 first_place = slot + at_places + step * 16 + lane % 16;
 #pragma unroll
             for (int i = 0; i < GROUPS; ++i)
-                asm volatile("ld.shared.u8 %0, [%1];" : "=r"(place[i]) : "r"(slot + at_places + i * padded + step * 16 + lane % 16) : "memory");
+                asm volatile("ld.shared.u8 %0, [%1];" : "=r"(place[i]) : "r"(first_place + i * padded) : "memory");
 #pragma unroll
             for (int i = 0; i < GROUPS; ++i) {
                 u32 w[2 * NT];  // B of 16 kept columns

@@ -2,8 +2,8 @@
 // sm_80 and later.
 //
 // Grid: (tiles of 16*MT rows, Splits ranges of K). With Cluster the Splits blocks of a tile are one cluster and add up through
-// distributed shared memory; else the block that finishes last adds them. All sums are added in a fixed order, so the same input
-// gives the same bits.
+// distributed shared memory; else the block that finishes last adds them. All sums are added in a fixed order, so the same
+// input gives the same bits.
 #pragma once
 #include "spformat/dtypes.cuh"
 #include "spformat/ldmatrix.cuh"
