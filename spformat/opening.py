@@ -47,7 +47,7 @@ def open(
     Raises:
         UsageError: another framework, or torch is not installed; at an access, a name that is not there.
         InputError, ContainerError, DescriptorError, VersionError, IntegrityError, LimitError, PathError: as
-            ``safe_open``, and for folders whose index or manifest and files disagree.
+        ``safe_open``, and for folders whose index or manifest and files disagree.
     """
     from .checkpoint.opened import Checkpoint
 
