@@ -72,6 +72,10 @@ class ExpandThenDense(CudaKernel):
             launches, nbytes = len(p.operands[0].parts), nbytes + expand_sum.scattered_bytes(p)
         return float(launches), memory_us(nbytes, device)
 
+    def variant(self, p: Problem, tile: Any) -> tuple[str, ...]:
+        """By format: some are expanded by more launches than others."""
+        return (p.format,)
+
     def rest_us(self, p: Problem, tile: Any = None) -> float:
         """The product of the dense matrix."""
         return DENSE.expected_us(replace(p, operands=(_dense_operand(p.operands[0]), *p.operands[1:])))
