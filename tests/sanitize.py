@@ -222,21 +222,20 @@ def under(program: str, tool: str, *arguments: str) -> subprocess.CompletedProce
 
 def sanitize(program: str, parts: list[str], jobs: int) -> bool:
     """Whether both tools report the planted fault and nothing of ours. What they report is printed."""
-    clean = True
-    for tool in ("memcheck", "racecheck"):
+    tools, clean = ("memcheck", "racecheck"), True
+    for tool in tools:
         if under(program, tool, "--planted").returncode != REPORTED:
             print(f"{tool} does not report the planted fault: nothing was checked", flush=True)
             return False
-        print(f"{tool}: reports the planted fault; ours:", flush=True)
-        with ThreadPoolExecutor(jobs) as pool:
-            for part, done in zip(parts, pool.map(lambda p, t=tool: under(program, t, p), parts), strict=True):
-                said = [line for line in done.stdout.splitlines() if line.startswith(part) or "SUMMARY" in line]
-                print(f"  {tool} {'; '.join(said) or part}", flush=True)
-                if done.returncode:
-                    clean = False
-                    print(
-                        done.stdout[-4000:], done.stderr[-4000:], f"exit code {done.returncode}", sep="\n", flush=True
-                    )
+    print(f"{' and '.join(tools)} report the planted fault; ours:", flush=True)
+    runs = list(itertools.product(tools, parts))
+    with ThreadPoolExecutor(jobs) as pool:
+        for (tool, part), done in zip(runs, pool.map(lambda run: under(program, *run), runs), strict=True):
+            said = [line for line in done.stdout.splitlines() if line.startswith(part) or "SUMMARY" in line]
+            print(f"  {tool} {'; '.join(said) or part}", flush=True)
+            if done.returncode:
+                clean = False
+                print(done.stdout[-4000:], done.stderr[-4000:], f"exit code {done.returncode}", sep="\n", flush=True)
     return clean
 
 
