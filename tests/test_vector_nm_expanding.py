@@ -4,6 +4,7 @@ the emulated one."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import emulator
@@ -62,6 +63,21 @@ def test_it_is_chosen_for_few_columns_in_the_layout_of_torch() -> None:
     p = problem(a, 16, "float16", ("col", "col"), 90).changed(M=4096, K=4096, nnz=4096 * 2048)
     assert sf.explain(p).chosen == KERNEL.name
     assert sf.explain(p.changed(n=4096)).chosen != KERNEL.name
+
+
+def test_parts_of_k_are_clusters_that_run_at_the_same_time() -> None:
+    """32 tiles of 128 rows: 39 clusters of three run at a time on an H200, and 30 of four."""
+    a = VectorNM.from_dense(np.zeros((128, 64), np.float16), n=16, m=32, vector_length=128)
+    p = problem(a, 128, "float16", ("col", "col"), 90).changed(M=4096, K=4096, nnz=4096 * 2048)
+    device = device_of(p)
+    assert [device.clusters(size) for size in (1, 3, 4)] == [132, 39, 30]
+    assert device.clusters(4, 2) == 60
+    assert {t.splits for t in KERNEL.options(p) if t.tile.cols == 128} == {1, 2, 3}
+    assert {t.splits for t in KERNEL.options(p.changed(M=1920)) if t.tile.cols == 128} == {1, 2, 3, 4, 5, 6, 7, 8}
+    for t in KERNEL.options(p):
+        assert (
+            t.splits == 1 or KERNEL.quantities(p, t, device)[1] < KERNEL.quantities(p, replace(t, splits=1), device)[1]
+        )
 
 
 def test_k_tiles_that_start_anywhere_need_a_copy_of_a_column_major_b() -> None:
