@@ -106,7 +106,7 @@ from spformat.formats.fast.simd import WIDE
 
 if sys.argv[2] == "few" and (4 in WIDE or sys.argv[1] not in ("two-four", "bitmask")):
     assert "numba.np.arrayobj" not in sys.modules, "the loop allocates arrays"
-assert sum(passes) < 120, passes  # 2 for the start and the end of each; about 200 where nothing rests
+assert sum(passes) < 100, passes  # 2 for the start and the end of each, about 200 before
 """
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from typing import Any
 
+from ..arrays import collector
 from ..errors import UsageError
 from ..formats import edges
 from .base import Backend
@@ -112,7 +113,8 @@ def order(device: str, every: bool = True) -> tuple[str, ...]:
 def get(name: str) -> Backend:
     """Import and return a backend. UsageError for an unknown name; a plug-in's own error passes through."""
     if name in KNOWN:
-        backend: Backend = importlib.import_module(KNOWN[name]).BACKEND
+        with collector.at_rest():
+            backend: Backend = importlib.import_module(KNOWN[name]).BACKEND
         return backend
     if name in _registered:
         return _registered[name]

@@ -8,7 +8,6 @@ is imported by the first conversion that uses it, never by importing spformat.
 from __future__ import annotations
 
 import functools
-import gc
 import importlib
 import sys
 import threading
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import threads
+from ...arrays import collector, threads
 from ...arrays.dtypes import bits, value_type
 from ...arrays.library import PAD, Array, ceil_div, round_up
 from ...arrays.segments import pointer
@@ -33,23 +32,11 @@ _LOOPS = f"{__package__}.numba_cache"
 
 
 def load_numba() -> None:
-    """Import numba without Python's garbage collector, which would take a third of the time of the first product.
-
-    It would go through all new modules and classes about a hundred times, and find no garbage. Afterwards they count as
-    old objects, at which it looks rarely.
-    """
+    """Import numba without Python's garbage collector, which would take a third of the time of the first product."""
     if "numba" in sys.modules:
         return
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with collector.at_rest():
         importlib.import_module("numba")
-    finally:
-        if not gc.get_freeze_count():  # frozen objects of the caller stay frozen
-            gc.freeze()
-            gc.unfreeze()  # into the oldest generation
-        if collecting:
-            gc.enable()
 
 
 @functools.cache
