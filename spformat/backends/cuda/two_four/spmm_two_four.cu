@@ -101,12 +101,7 @@ spmm_two_four(const T* __restrict__ values, const u16* __restrict__ meta, int M,
         if constexpr (Aligned) {
             cp_async_16_if(wanted, to, from, left * 2);
         } else if (wanted) {
-            u32 word[4] = {0, 0, 0, 0};
-#pragma unroll
-            for (int e = 0; e < 8; ++e)
-                if (e < left) word[e / 2] |= u32(reinterpret_cast<const u16*>(from)[e]) << (16 * (e % 2));
-            asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(word[0]), "r"(word[1]), "r"(word[2]),
-                         "r"(word[3]) : "memory");
+            copy_singly_16(to, from, left);
         }
     };
     auto advance = [&]() {

@@ -67,16 +67,8 @@ spmm_two_four_tokens(const char* __restrict__ weights, int M, int K, const T* __
             const int left = (k < K && n < N) ? min(BCol ? K - k : N - n, 8) : 0;
             const T* chunk_from = left ? slab_b + i64(i) * LINES * ldb : b;
             const u32 chunk_to = to + WEIGHTS + (BCol ? swizzled<128>(line, chunk) : swizzled<NT * 16>(line, chunk));
-            if (b_vector) {
-                cp_async_16(chunk_to, chunk_from, left * 2);
-            } else {
-                u32 word[4] = {0, 0, 0, 0};
-#pragma unroll
-                for (int e = 0; e < 8; ++e)
-                    if (e < left) word[e / 2] |= u32(reinterpret_cast<const u16*>(chunk_from)[e]) << (16 * (e % 2));
-                asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(chunk_to), "r"(word[0]), "r"(word[1]), "r"(word[2]),
-                             "r"(word[3]) : "memory");
-            }
+            if (b_vector) cp_async_16(chunk_to, chunk_from, left * 2);
+            else copy_singly_16(chunk_to, chunk_from, left);
         }
     };
 

@@ -88,16 +88,8 @@ spmm_vector_nm_tokens_tc(const Slabs s, const T* __restrict__ data, const u8* __
             const int left = k < s.K && n < N ? min(BCol ? s.K - k : N - n, 8) : 0;
             const T* const from = left ? b + (BCol ? i64(n) * ldb + k : i64(k) * ldb + n) : b;
             const u32 chunk_to = to + (BCol ? line * s.column + chunk * 16 : swizzled<LINE_B>(line, chunk));
-            if (vector) {
-                cp_async_16(chunk_to, from, left * 2);
-            } else {
-                u32 word[4] = {0, 0, 0, 0};
-#pragma unroll
-                for (int e = 0; e < 8; ++e)
-                    if (e < left) word[e / 2] |= u32(reinterpret_cast<const u16*>(from)[e]) << (16 * (e % 2));
-                asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(chunk_to), "r"(word[0]), "r"(word[1]), "r"(word[2]),
-                             "r"(word[3]) : "memory");
-            }
+            if (vector) cp_async_16(chunk_to, from, left * 2);
+            else copy_singly_16(chunk_to, from, left);
             line += jump, chunk += rest;
             if (chunk >= per_line) chunk -= per_line, ++line;
         }

@@ -44,6 +44,16 @@ __device__ __forceinline__ void cp_async_4(u32 shared, const void* global, u32 v
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(valid) : "memory");
 }
 
+// The same bytes by ordinary loads of `items` single 16-bit items (0 .. 8), from any address; zeros behind them.
+__device__ __forceinline__ void copy_singly_16(u32 shared, const void* global, int items) {
+    u32 word[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+        if (e < items) word[e / 2] |= u32(static_cast<const u16*>(global)[e]) << (16 * (e % 2));
+    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(shared), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
+                 : "memory");
+}
+
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Wait until at most Pending of this thread's latest groups are still in flight.
