@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from convert import BOUND, CLI, Times, compare, generate, settle, size_of
+from convert import BOUND, CLI, RUN, Times, compare, generate, settle, size_of
 
 from spformat.checkpoint import convert_checkpoint, open_workers
 
@@ -76,7 +76,7 @@ def hashes(folder: Path) -> dict[str, str]:
 def command(peak: Peak, *arguments: object) -> subprocess.Popen[bytes]:
     """The command line in a process of its own."""
     started = subprocess.Popen(
-        [sys.executable, "-c", CLI + "main()", *map(str, arguments)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        [sys.executable, "-c", CLI + RUN, *map(str, arguments)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
     peak.watch(started.pid)
     return started

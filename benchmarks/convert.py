@@ -72,13 +72,12 @@ def peak_of(text: str) -> int:
     return int(text.rsplit("VmHWM:", 1)[1].split()[0]) * 1024
 
 
-CLI = (
-    "import sys; sys.argv[0] = 'spformat'\n"
-    "try: from spformat_cli.main import main\nexcept ModuleNotFoundError: from cli.main import main\n"
-)
+CLI = "import runpy, sys; sys.argv[0] = 'spformat'\n"
+"""The start of a program that runs the command."""
+RUN = "runpy.run_module('spformat')"
 """The command, installed or in a checkout whose root is the working folder."""
 COMMAND = CLI + (
-    "try: main()\nexcept SystemExit as e: code = e.code\n"
+    f"try: {RUN}\nexcept SystemExit as e: code = e.code\n"
     "print(open('/proc/self/status').read(), file=sys.stderr); sys.exit(code)"
 )
 LIBRARY = (

@@ -20,7 +20,7 @@ from spformat.backends.cuda.vector_nm import spmm_vector_nm_expanding_sm90a as e
 from spformat.backends.cuda.vector_nm.vector_nm_tiles import Pattern
 from spformat.backends.cuda.vector_nm.vector_nm_times import Split
 from spformat.formats import VectorNM
-from spformat.products.roofline import device_of
+from spformat.products.roofline import A100, device_of
 
 KERNEL = expanding.SpmmVectorNMExpanding()
 PATTERNS = ((1, 1, 8), (5, 7, 8), (2, 4, 16), (3, 33, 24), (16, 32, 128), (8, 32, 32), (64, 64, 40), (1, 64, 8))
@@ -72,6 +72,7 @@ def test_parts_of_k_are_clusters_that_run_at_the_same_time() -> None:
     device = device_of(p)
     assert [device.clusters(size) for size in (1, 3, 4)] == [132, 39, 30]
     assert device.clusters(4, 2) == 60
+    assert [A100.clusters(size) for size in (1, 4)] == [108, 27]  # blocks that are no clusters
     assert {t.splits for t in KERNEL.options(p) if t.tile.cols == 128} == {1, 2, 3}
     assert {t.splits for t in KERNEL.options(p.changed(M=1920)) if t.tile.cols == 128} == {1, 2, 3, 4, 5, 6, 7, 8}
     for t in KERNEL.options(p):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ..arrays.library import round_up
 from ..formats import registered
 from ..products import rates, tiles
-from ..products.ideal import alignment, b_alignment, memory_us
+from ..products.ideal import b_alignment, memory_us, out_alignment
 from ..products.kernel import Best, Kernel, spmm_of, tile_us
 from ..products.plan import Plan
 from ..products.problem import COL, LINE, PITCH, ROW, Problem, itemsize
@@ -155,8 +155,8 @@ class CopiedOperands(Kernel):
 
 
 def _c_alignment(p: Problem) -> int:
-    """The alignment of the lines of C, as ``b_alignment`` of B."""
-    return alignment(p.changed(b_layout=p.out_layout, b_alignment=LINE))
+    """The alignment of the lines of C; a vector is contiguous in both layouts."""
+    return LINE if p.n == 1 else out_alignment(p)
 
 
 def _copy_bytes(p: Problem) -> int:

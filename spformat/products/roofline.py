@@ -41,8 +41,13 @@ class Device:
     clusters. Those of several blocks are fewer than multiprocessors allow: a cluster runs inside one group (GPC)."""
 
     def clusters(self, size: int, resident: int = 1) -> int:
-        """Clusters of ``size`` blocks that run at a time, ``resident`` blocks on a multiprocessor; at least."""
-        return self.most_clusters[size - 1] * resident if size > 1 else self.processors * resident
+        """Clusters of ``size`` blocks that run at a time, ``resident`` blocks on a multiprocessor; at least.
+
+        Without a table of clusters, as many groups of ``size`` blocks as multiprocessors allow.
+        """
+        if size == 1 or not self.most_clusters:
+            return self.processors * resident // size
+        return self.most_clusters[size - 1] * resident
 
     def __hash__(self) -> int:
         return hash((self.name, self.sm, self.processors, self.memory, self.cache))

@@ -6,22 +6,18 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div, power_of_two
 from ....products.ideal import b_alignment, cache_us, memory_us, rounds, tile_us
 from ....products.kernel import spmm_of
 from ....products.problem import COL, Problem, itemsize
 from ....products.roofline import TENSOR_16, Device, device_of, shared_limit
-from ..runtime import jit
+from ..runtime import jit, token_sums
 from ..runtime.kernel import CudaKernel, Prepared
-from ..runtime.launch import Bound, Launch, Operands
-from ..runtime.scratch import Scratch
+from ..runtime.launch import Launch
 from .spmm_two_four import DEPTH, RECORD, c_type, mma_reasons
 from .two_four_records import WORDS, TwoFourRecords
 
 MAX_COLS = 64
-CLUSTER_SM = 90  # from this architecture on, thread block clusters add up the splits
-RESERVED = 1024  # bytes of shared memory that the driver keeps for itself in a block
 
 
 @dataclass(frozen=True)
@@ -81,15 +77,11 @@ def choose(M: int, n: int, K: int, device: Device, smem: int) -> Tile:
     row_tiles = ceil_div(tiles, device.processors * rounds)
     blocks = min(rounds, 2)
     warps = 8 if row_tiles <= 3 else 4
-    room = smem if blocks == 1 else (smem + RESERVED) // 2 - RESERVED
+    room = token_sums.room(smem, blocks)
     slots = min(room // (warps * slot_bytes(row_tiles, column_tiles)), 8)
     if slots < 2:
         return Tile(row_tiles, column_tiles, warps // 2, 2, 1, splits(ceil_div(tiles, row_tiles), K, device))
     return Tile(row_tiles, column_tiles, warps, slots, blocks, splits(ceil_div(tiles, row_tiles), K, device))
-
-
-def _column_bytes(layout: str, dtype: str, ld: int) -> int:
-    return (ld if layout == COL else 1) * VALUE_TYPES[dtype].numpy.itemsize
 
 
 class SpmmTwoFourTokens(CudaKernel):
@@ -128,7 +120,7 @@ class SpmmTwoFourTokens(CudaKernel):
         weights = launches * memory_us(p.M * p.K * RECORD, device)
         others = memory_us(p.K * p.n * 2 + p.M * p.n * itemsize(p.out_dtype), device)
         shared = cache_us(launches * blocks * p.K * tile.cols * 2, device)
-        turns = launches * rounds(blocks * tile.splits, device.processors * tile.blocks)
+        turns = launches * rounds(blocks, device.clusters(tile.splits, tile.blocks))
         steps = turns * ceil_div(ceil_div(p.K, DEPTH), tile.splits * tile.warps) * 0.01
         products = turns * tile_us(tile.rows, tile.cols, p.K / tile.splits, TENSOR_16, device)
         return float(launches), weights, others, shared, products, steps, launches * (tile.splits - 1) * 0.5
@@ -145,37 +137,16 @@ class SpmmTwoFourTokens(CudaKernel):
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
         weights, tile = TwoFourRecords().of(a, p), self.best(p).tile
-        tiles, cols, size = ceil_div(p.M, tile.rows), tile.cols, VALUE_TYPES[p.b_dtype].numpy.itemsize
-        cluster = (p.sm or 0) >= CLUSTER_SM and tile.splits > 1
 
         @functools.lru_cache(maxsize=2)
         def variant(b_col: bool) -> Launch:
-            instance = _instance(tile, p, cluster, b_col)
+            instance = _instance(tile, p, token_sums.clustered(p, tile), b_col)
             arch = jit.architecture(p.sm or 80, ())
             function = jit.load("two_four/spmm_two_four_tokens.cu", instance, arch, p.device_id, tile.smem)
-            return Launch(function, "PiiPPiqqPPPff", (weights, p.M, p.K), tile.warps * 32, tile.smem)
+            return Launch(function, "Pii" + token_sums.TAIL, (weights, p.M, p.K), tile.warps * 32, tile.smem)
 
-        b_col = p.b_layout == COL
-        variant(b_col)  # compile this variant now, and the other at the first call that needs it
-        shared = tile.splits > 1 and not cluster
-        sums, arrivals = Scratch(), Scratch(zeros=True)
-
-        def prepare(o: Operands) -> list[Bound]:
-            partials = sums.buffer(o.stream, tiles * tile.splits * tile.rows * cols * 4) if shared else 0
-            counters = arrivals.buffer(o.stream, tiles * 4) if shared else 0
-            rest = partials, counters, o.bias, o.alpha, o.beta
-            if o.n == 1 and (b_col or o.ldb == 1):  # a vector: contiguous along K in both layouts
-                return [variant(True).bind((tiles, tile.splits, 1), o.stream, o.b, o.c, 1, 16 // size, o.ldc, *rest)]
-            launch, calls = variant(b_col), []
-            for first in range(0, o.n, cols):
-                b = o.b + first * _column_bytes(p.b_layout, p.b_dtype, o.ldb)
-                c = o.c + first * _column_bytes(p.out_layout, p.out_dtype, o.ldc)
-                n = min(cols, o.n - first)
-                calls.append(launch.bind((tiles, tile.splits, 1), o.stream, b, c, n, o.ldb, o.ldc, *rest))
-            return calls
-
-        owned = int(weights.nbytes) + (tiles * (tile.splits * tile.rows * cols * 4 + 4) if shared else 0)
-        return Prepared(prepare, str(tile), owned)
+        prepare, kept = token_sums.launches(p, tile, variant)
+        return Prepared(prepare, str(tile), int(weights.nbytes) + kept)
 
 
 def _instance(tile: Tile, p: Problem, cluster: bool, b_col: bool) -> str:

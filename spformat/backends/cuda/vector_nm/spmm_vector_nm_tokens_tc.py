@@ -16,10 +16,9 @@ from ....products.ideal import cache_us, memory_us, rounds, stored_bytes, tile_u
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, Problem, itemsize
 from ....products.roofline import TENSOR_16, Device, device_of, shared_limit
-from ..runtime import jit, launch
+from ..runtime import jit, launch, token_sums
 from ..runtime.kernel import CudaKernel, Prepared
-from ..runtime.launch import Bound, Launch, Operands
-from ..runtime.scratch import Scratch
+from ..runtime.launch import Launch
 from .vector_nm_launch import C_TYPES, aligned_data, pattern, vector_reasons
 from .vector_nm_tiles import Pattern
 
@@ -29,10 +28,6 @@ WARPS = 8
 MOST_LINES = 255
 """Lines of B in a slab: ``places`` are bytes."""
 MOST_SLOTS = 8
-CLUSTER_SM = 90
-"""From this architecture on, thread block clusters add up the ranges of K."""
-RESERVED = 1024
-"""Bytes of shared memory that the driver keeps for itself in a block."""
 
 
 class Slabs(ctypes.Structure):
@@ -107,16 +102,18 @@ class Tile:
         b = self.cols * slab.column if b_col else slab.lines * self.cols * 2
         return round_up(slab.padded * (2 * self.rows + self.fragments // share) + b, 128)
 
+    def lines(self, slab: Slab, b_col: bool) -> int:
+        """Bytes in which a warp has the slab at hand of a column-major B, transposed."""
+        return slab.lines * self.cols * 2 if b_col else 0
+
     def slots(self, slab: Slab, share: int, b_col: bool, limit: int) -> int:
         """Slabs of a warp that are in shared memory or on their way there."""
-        room = limit if self.blocks == 1 else (limit + RESERVED) // self.blocks - RESERVED
-        own = slab.lines * self.cols * 2 if b_col else 0
-        return min(MOST_SLOTS, (room // WARPS - own) // self.slot(slab, share, b_col))
+        free = token_sums.room(limit, self.blocks) // WARPS - self.lines(slab, b_col)
+        return min(MOST_SLOTS, free // self.slot(slab, share, b_col))
 
     def smem(self, slab: Slab, share: int, b_col: bool, limit: int) -> int:
         """Bytes of shared memory: the rings, or the sums of all warps."""
-        own = slab.lines * self.cols * 2 if b_col else 0
-        ring = self.slots(slab, share, b_col, limit) * self.slot(slab, share, b_col) + own
+        ring = self.slots(slab, share, b_col, limit) * self.slot(slab, share, b_col) + self.lines(slab, b_col)
         return WARPS * max(ring, 4 * self.rows * self.cols)
 
     def __str__(self) -> str:
@@ -175,7 +172,7 @@ class SpmmVectorNMTokensTensor(CudaKernel):
         return refused
 
     def options(self, p: Problem) -> list[Tile]:
-        """Tiles of 32 to 128 rows; ranges of K until there are about two rounds of blocks."""
+        """Tiles of 32 to 128 rows; numbers of ranges of K as long as each shortens the way of a warp along K."""
         cols = power_of_two(min(max(p.n, 8), MAX_COLS))
         return list(_tiles(pattern(p), cols, device_of(p), shared_limit(p.sm)))
 
@@ -193,7 +190,7 @@ class SpmmVectorNMTokensTensor(CudaKernel):
         form = pattern(p)
         slab, tiles = _slab(form), ceil_div(p.M, tile.rows)
         shared = cache_us(tiles * p.K * tile.cols * 2, device)
-        turns = rounds(tiles, at_once(device, tile))
+        turns = rounds(tiles, device.clusters(tile.splits, tile.blocks))
         slabs = ceil_div(ceil_div(ceil_div(p.K, form.m), slab.windows), tile.splits * WARPS)
         products = (
             turns * tile.blocks * tile_us(tile.rows, tile.cols, p.K * form.n / form.m / tile.splits, TENSOR_16, device)
@@ -229,8 +226,7 @@ class SpmmVectorNMTokensTensor(CudaKernel):
             return places
 
         places = a.kernel_arrays(("token places", tile.fragments), build)
-        (W, pitch), (tiles, slabs) = data.shape, places.shape[:2]
-        cluster, c_col = (p.sm or 0) >= CLUSTER_SM and tile.splits > 1, p.out_layout == COL
+        (W, pitch), slabs = data.shape, places.shape[1]
 
         @functools.lru_cache(maxsize=2)
         def variant(b_col: bool) -> Launch:
@@ -239,32 +235,12 @@ class SpmmVectorNMTokensTensor(CudaKernel):
                 p.M, p.K, W, slabs, slab.kept, slab.padded // 16, slab.columns, slab.lines, slab.column,
                 tile.slot(slab, share, b_col), pitch,
             )  # fmt: skip
-            name = instance(tile, p, slots, share, cluster, b_col)
+            name = instance(tile, p, slots, share, token_sums.clustered(p, tile), b_col)
             function = jit.load(SOURCE, name, jit.architecture(p.sm or 80, ()), p.device_id, smem)
-            return Launch(function, (Slabs, *"PPPPiqqPPPff"), (shape, data, places), WARPS * 32, smem)
+            return Launch(function, (Slabs, *"PP", *token_sums.TAIL), (shape, data, places), WARPS * 32, smem)
 
-        b_col = p.b_layout == COL
-        variant(b_col)  # compile this variant now, and the other at the first call that needs it
-        shared = tile.splits > 1 and not cluster
-        sums, arrivals = Scratch(), Scratch(zeros=True)
-        grid, sum_bytes = (tiles, tile.splits, 1), tiles * tile.splits * tile.rows * tile.cols * 4
-
-        def prepare(o: Operands) -> list[Bound]:
-            partials = sums.buffer(o.stream, sum_bytes) if shared else 0
-            counters = arrivals.buffer(o.stream, tiles * 4) if shared else 0
-            rest = partials, counters, o.bias, o.alpha, o.beta
-            if o.n == 1 and (b_col or o.ldb == 1):  # a vector: contiguous along K in both layouts
-                return [variant(True).bind(grid, o.stream, o.b, o.c, 1, 8, o.ldc, *rest)]
-            launch, calls = variant(b_col), []
-            for first in range(0, o.n, tile.cols):
-                b = o.b + 2 * first * (o.ldb if b_col else 1)
-                c = o.c + itemsize(p.out_dtype) * first * (o.ldc if c_col else 1)
-                n = min(tile.cols, o.n - first)
-                calls.append(launch.bind(grid, o.stream, b, c, n, o.ldb, o.ldc, *rest))
-            return calls
-
-        owned = int(places.nbytes) + (sum_bytes + tiles * 4 if shared else 0)
-        return Prepared(prepare, str(tile), owned)
+        prepare, kept = token_sums.launches(p, tile, variant)
+        return Prepared(prepare, str(tile), int(places.nbytes) + kept)
 
 
 def _slab(form: Pattern) -> Slab:
@@ -273,35 +249,29 @@ def _slab(form: Pattern) -> Slab:
     return slab
 
 
-def at_once(device: Device, tile: Tile) -> int:
-    """Tiles of rows that are computed at a time: their ranges of K are clusters where the device has any."""
-    if device.most_clusters:
-        return device.clusters(tile.splits, tile.blocks)
-    return device.processors * tile.blocks // tile.splits
-
-
 @functools.lru_cache(maxsize=256)
 def _tiles(form: Pattern, cols: int, device: Device, limit: int) -> tuple[Tile, ...]:
-    """Each number of splits leaves a warp fewer slabs than all smaller ones."""
-    slab, found = _slab(form), []
+    """Tiles that fit in shared memory. Each number of splits leaves a warp fewer slabs than all smaller ones."""
+    slab, tiles = _slab(form), []
     slabs = ceil_div(ceil_div(form.K, form.m), slab.windows)
     for fragments in (2, 4, 8):
         row_tiles, share = ceil_div(max(1, form.M), 16 * fragments), share_of(form.vector_length, fragments)
+        if fragments > 2 and 8 * fragments >= form.M:  # half of the rows would not exist
+            continue
         for blocks in (1, 2):
-            least, room = slabs + 1, limit if blocks == 1 else (limit + RESERVED) // 2 - RESERVED
-            if fragments * cols > 256 // blocks or (fragments > 2 and 8 * fragments >= form.M):
-                continue
+            least = slabs + 1
             for splits in range(1, 9):
                 tile = Tile(fragments, cols, blocks, splits)
-                turns = rounds(row_tiles, at_once(device, tile)) * ceil_div(slabs, splits * WARPS)
+                turns = rounds(row_tiles, device.clusters(splits, blocks)) * ceil_div(slabs, splits * WARPS)
+                room = token_sums.room(limit, blocks)
                 fits = all(
                     tile.slots(slab, share, col, limit) >= 2 and tile.smem(slab, share, col, limit) <= room
                     for col in (False, True)
                 )
                 if fits and turns < least:
                     least = turns
-                    found.append(tile)
-    return tuple(found)
+                    tiles.append(tile)
+    return tuple(tiles)
 
 
 def instance(tile: Tile, p: Problem, slots: int, share: int, cluster: bool, b_col: bool) -> str:
