@@ -43,7 +43,13 @@ from spformat.products.tiles import forced
 AT_MOST = 8
 """Cases of test_kernels.py, spread evenly over a kernel's: the tool is a hundred times slower than the kernel."""
 
-CALLS = ((17, ("row", "row"), 3), (64, ("col", "row"), 0), (1, ("row", "col"), 0), (136, ("row", "row"), 0))
+CALLS = (
+    (17, ("row", "row"), 3),
+    (64, ("col", "row"), 0),
+    (1, ("row", "col"), 0),
+    (136, ("row", "row"), 0),
+    (9, ("col", "col"), 5),
+)
 """N, layouts of B and C, elements between lines."""
 
 
