@@ -62,7 +62,7 @@ def test_what_it_takes() -> None:
         p = problem(a, more.pop("n_columns", 9), a.dtype.name, ("col", "col"), 90).changed(**more)
         return "\n".join(KERNEL.unsupported(p))
 
-    assert refused() == refused(M=0) == refused(K=0) == refused(sm=80) == ""
+    assert refused() == refused(M=0) == refused(K=0) == refused(M=1 << 20) == refused(sm=80) == ""
     assert "takes at most 16 columns, got up to 17" in refused(n_columns=17)
     assert "vector_length must be a multiple of 16 (the rows of a fragment), got 24" in refused(vector_length=24)
     assert "m must be at most 248 (places are bytes), got 249" in refused(m=249)

@@ -259,7 +259,7 @@ def _tiles(form: Pattern, cols: int, device: Device, limit: int) -> tuple[Tile, 
         if fragments > 2 and 8 * fragments >= form.M:  # half of the rows would not exist
             continue
         for blocks in (1, 2):
-            least = slabs + 1
+            least = math.inf
             for splits in range(1, 9):
                 tile = Tile(fragments, cols, blocks, splits)
                 turns = rounds(row_tiles, device.clusters(splits, blocks)) * ceil_div(slabs, splits * WARPS)
