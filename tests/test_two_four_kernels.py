@@ -17,6 +17,7 @@ from spformat.backends.cuda.two_four import (
     spmm_two_four_sm90a,
     spmm_two_four_tokens,
 )
+from spformat.backends.cuda.runtime import token_sums
 from spformat.backends.cuda.two_four.spmm_two_four import SpmmTwoFour
 from spformat.backends.cuda.two_four.spmm_two_four_shares_sm90a import SpmmTwoFourShares
 from spformat.backends.cuda.two_four.spmm_two_four_sm90 import SpmmTwoFourSm90
@@ -310,7 +311,7 @@ def test_splits_add_up(parts: int, cluster_sm: int, monkeypatch: pytest.MonkeyPa
     """Both ways of adding the splits of K, also when two streams share a plan."""
     cupy = pytest.importorskip("cupy")
     monkeypatch.setattr(spmm_two_four_tokens, "splits", lambda *_: parts)
-    monkeypatch.setattr(spmm_two_four_tokens, "CLUSTER_SM", cluster_sm)
+    monkeypatch.setattr(token_sums, "CLUSTER_SM", cluster_sm)
     rng = np.random.default_rng(parts)
     a, dense = two_four(200, 1100, BF16, rng, "fragment")
     B = rng.integers(-3, 4, (1100, 100)).astype(BF16)  # more columns than the class promises
