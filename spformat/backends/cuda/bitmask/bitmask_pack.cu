@@ -4,7 +4,7 @@
 //   x        T[M, K]               row-major, as unsigned words; `live` masks the bits that decide whether one is zero
 //   bits     u8[M, ceil(K / 8)]    bit b of byte y is column 8y+b; bits of columns >= K are 0
 //   starts   i64[tiles]            nonzeros before each tile
-//   done     u64                   0 before the launch and after it, see last_block.cuh
+//   sums     u64[2 + tiles]        zeros before the launch and after it, see look_back.cuh
 //   nonzeros u64                   in host memory, becomes the number of nonzeros
 //   data     T[nnz]                the nonzeros in row-major order
 //   indptr   Ptr[M + 1]            nonzeros before each row
@@ -12,7 +12,7 @@
 // A tile is 16 KB of memory, the first one the 16 KB from the boundary of 16 bytes at or before x; see flat_tiles.cuh. The
 // values of a tile are put together in shared memory, so that whole units of 16 bytes are written.
 #include "spformat/flat_tiles.cuh"
-#include "spformat/last_block.cuh"
+#include "spformat/look_back.cuh"
 
 using namespace spformat;
 
@@ -58,14 +58,14 @@ __device__ __forceinline__ void write_bytes(const u32* flat, bool whole, i64 fir
 
 template <class T>
 __global__ void __launch_bounds__(TILE_THREADS)
-bitmask_bits(const T* __restrict__ x, i64 M, i64 K, u64 live, u8* __restrict__ bits, u64* starts, u64* done,
+bitmask_bits(const T* __restrict__ x, i64 M, i64 K, u64 live, u8* __restrict__ bits, i64* __restrict__ starts, u64* sums,
              u64* nonzeros_of_all) {
     using Sizes = Tile<T>;
     __shared__ __align__(16) u32 flat[Sizes::WORDS + 1];
     __shared__ u32 counts[TILE_THREADS / 32];
-    __shared__ u64 blocks_before;
+    __shared__ u64 shared_tile;
     const int tid = threadIdx.x, lane = tid % 32, head = head_of(x);
-    const i64 n = M * K, first = i64(blockIdx.x) * Sizes::SIZE - head;
+    const i64 n = M * K, tile = taken_tile(sums, shared_tile), first = tile * Sizes::SIZE - head;
     const bool whole = K % 8 == 0 && head == 0;  // each byte of the result is one of `flat`
     Unit<T> units[Sizes::UNITS];
 #pragma unroll
@@ -86,13 +86,9 @@ bitmask_bits(const T* __restrict__ x, i64 M, i64 K, u64 live, u8* __restrict__ b
     count = sum_of_warp(count);
     if (lane == 0) counts[tid / 32] = count;
     __syncthreads();
-    if (tid < 32) {
-        const u64 own = sum_of_counts(counts);
-        if (tid == 0) blocks_before = publish_tile(own, starts, done);
-    }
+    write_start_of_tile(counts, tile, starts, sums, nonzeros_of_all);
     write_bytes<T>(flat, whole, first, n, M, K, bits);
-    __syncthreads();
-    add_up_tiles<TILE_THREADS>(blocks_before, starts, done, nonzeros_of_all);
+    leave_tile(sums, shared_tile);
 }
 
 // rows: M; length: elements of a row. Tiles are taken from the last to the first, because the last ones that

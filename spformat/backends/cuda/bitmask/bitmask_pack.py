@@ -33,7 +33,7 @@ def bitmask_from_dense(x: Array) -> tuple[Array, Array, Array]:
 
     M, K = x.shape
     bitmask, blocks, mask = cupy.empty((M, ceil_div(K, 8)), "u1"), tiles(x), value_type(x.dtype).zero_mask
-    work, sums = Workspace(8 * blocks), TileSums()
+    work, sums = Workspace(8 * blocks), TileSums(blocks)
     KERNELS.queue(_bits(x.itemsize), "PqqqPPPP", blocks, x, M, K, mask, bitmask, *work.places, *sums.arguments)
     indptr, data = nonzeros(x, M, K, blocks, work.places[0], sums)
     return indptr, bitmask, data

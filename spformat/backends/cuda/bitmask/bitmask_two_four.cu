@@ -4,7 +4,7 @@
 //   meta     u16[Mp * Kp / 16]     word (r, q) at Places; nibble g of it says which columns group 4q+g has values of
 //   bits     u8[M, ceil(K / 8)]    bit b of byte y is column 8y+b; bits of columns >= K are 0
 //   starts   i64[tiles]            nonzeros before each tile of data; or what bitmask_rank.cuh says
-//   done     u64                   0 before the launch and after it, see last_block.cuh
+//   sums     u64[2 + tiles]        zeros before the launch and after it, see look_back.cuh
 //   total    u64                   in host memory, becomes the number of nonzeros
 //   indptr, values                 the pointer and the values of the Bitmask, see bitmask_rank.cuh
 //   refused  u64[2]                zeros before the launch; how many groups have more than two nonzeros, and the complement
@@ -13,7 +13,7 @@
 // The values of the Bitmask are the nonzeros of data in its own order: bitmask_values (bitmask_pack.cu) copies them. On the
 // way back a block takes TILE_THREADS words of 32 columns.
 #include "spformat/bitmask_rank.cuh"
-#include "spformat/last_block.cuh"
+#include "spformat/look_back.cuh"
 
 using namespace spformat;
 
@@ -30,13 +30,14 @@ struct Places {
 template <class T>
 __global__ void __launch_bounds__(TILE_THREADS)
 two_four_bits(const T* __restrict__ data, const u16* __restrict__ meta, i64 M, i64 K, i64 Kp, Places at, u64 live,
-              u8* __restrict__ bits, u64* starts, u64* done, u64* total) {
+              u8* __restrict__ bits, i64* __restrict__ starts, u64* sums, u64* total) {
     using Sizes = Tile<T>;
     constexpr int BYTES = Sizes::WIDE / 4, WORDS = (Sizes::WIDE + 7) / 8;  // of the bitmap and of the metadata, for a unit
     __shared__ u32 counts[TILE_THREADS / 32];
-    __shared__ u64 blocks_before;
+    __shared__ u64 shared_tile;
     const int tid = threadIdx.x;
-    const i64 length = Kp / 2, n = M * length, wide = (K + 7) / 8, first = i64(blockIdx.x) * Sizes::SIZE;
+    const i64 length = Kp / 2, n = M * length, wide = (K + 7) / 8;
+    const i64 tile = taken_tile(sums, shared_tile), first = tile * Sizes::SIZE;
     const Rows<Sizes::SIZE> rows(first, length);
     Unit<T> units[Sizes::UNITS];
     u32 nibbles[Sizes::UNITS];
@@ -78,12 +79,8 @@ two_four_bits(const T* __restrict__ data, const u16* __restrict__ meta, i64 M, i
     count = sum_of_warp(count);
     if (tid % 32 == 0) counts[tid / 32] = count;
     __syncthreads();
-    if (tid < 32) {
-        const u64 own = sum_of_counts(counts);
-        if (tid == 0) blocks_before = publish_tile(own, starts, done);
-    }
-    __syncthreads();
-    add_up_tiles<TILE_THREADS>(blocks_before, starts, done, total);
+    write_start_of_tile(counts, tile, starts, sums, total);
+    leave_tile(sums, shared_tile);
 }
 
 // The nibble for the nonzero mask of a group, 0 for more than two nonzeros; all of them in `table`, that of mask 0 lowest.

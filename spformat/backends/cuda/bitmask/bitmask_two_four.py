@@ -33,7 +33,7 @@ def bitmask_from_two_four(
 
     (M, K), length = shape, data.shape[1]
     bitmask, blocks = cupy.empty((M, ceil_div(K, 8)), "u1"), tiles(data, M * length)
-    work, sums = Workspace(8 * blocks), TileSums()
+    work, sums = Workspace(8 * blocks), TileSums(blocks)
     KERNELS.queue(
         _bits(data.itemsize), (*"PPqqq", Places, *"qPPPP"), blocks,
         data, meta, M, K, 2 * length, Places(*steps), value_type(data.dtype).zero_mask, bitmask, *work.places,

@@ -2,9 +2,8 @@
 // sm_80 and later. Launcher: csr_from_dense.py.
 //
 //   x        T[M, K]           row-major, as unsigned words of the width of its values; M*K > 0
-//   within   u64[pieces]       nonzeros of a piece, shifted by 32 bits, and those before it in its block of the count
-//   starts   u64[blocks]       nonzeros before each block of the count
-//   done     u64               0 before the launch and after it, see last_block.cuh
+//   starts   i64[pieces+1]     nonzeros before each piece, and in all
+//   sums     u64[2 + blocks]   zeros before the launch and after it, see look_back.cuh
 //   total    u64               in host memory, becomes the number of nonzeros
 //   indptr   Ptr[M+1]          nonzeros before each row, and in all
 //   indices  Idx[nnz]          their columns
@@ -16,7 +15,7 @@
 // memory, with their places in the piece, and then stored in 16-byte units; the columns follow from the places. The warp whose
 // piece contains the first element of a row writes that row's entry of indptr.
 #include "spformat/expand_rows.cuh"
-#include "spformat/last_block.cuh"
+#include "spformat/look_back.cuh"
 #include "spformat/nonzero.cuh"
 
 using namespace spformat;
@@ -29,11 +28,11 @@ template <class T> constexpr int PIECE = STEPS<T> * 32 * PER_UNIT<T>;
 
 template <class T, bool Float>
 __global__ void __launch_bounds__(COUNT_WARPS * 32)
-count_pieces(const T* __restrict__ x, i64 n, i64 pieces, u64* __restrict__ within, u64* starts, u64* done, u64* total) {
-    __shared__ u64 blocks_before;
+count_pieces(const T* __restrict__ x, i64 n, i64 pieces, i64* __restrict__ starts, u64* sums, u64* total) {
+    __shared__ u64 shared_tile;
     __shared__ u32 counts[COUNT_WARPS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = head_of(x);
-    const i64 first = static_cast<i64>(blockIdx.x) * COUNT_WARPS, piece = first + warp;
+    const i64 tile = taken_tile(sums, shared_tile), piece = tile * COUNT_WARPS + warp;
     uint4 unit[STEPS<T>];  // of a piece behind the last one: zeros
 #pragma unroll
     for (int s = 0; s < STEPS<T>; ++s) unit[s] = load_unit(x, head, n, (piece * STEPS<T> + s) * 32 + lane);
@@ -44,12 +43,14 @@ count_pieces(const T* __restrict__ x, i64 n, i64 pieces, u64* __restrict__ withi
     if (lane == 0) counts[warp] = count;
     __syncthreads();
     if (warp == 0) {
-        const u64 mine = lane < COUNT_WARPS ? counts[lane] : 0, before = sum_before_lane(mine);
-        if (lane < COUNT_WARPS && first + lane < pieces) within[first + lane] = mine << 32 | before;
-        if (lane == 31) blocks_before = publish_tile(before, starts, done);
+        const u64 mine = lane < COUNT_WARPS ? counts[lane] : 0, of_warps = sum_before_lane(mine);
+        const u64 start = sum_before(__shfl_sync(~0u, of_warps + mine, 31), tile, sums, total) + of_warps;
+        if (lane < COUNT_WARPS && tile * COUNT_WARPS + lane < pieces) {
+            starts[tile * COUNT_WARPS + lane] = static_cast<i64>(start);
+            if (tile * COUNT_WARPS + lane == pieces - 1) starts[pieces] = static_cast<i64>(start + mine);
+        }
     }
-    __syncthreads();
-    add_up_tiles<COUNT_WARPS * 32>(blocks_before, starts, done, total);
+    leave_tile(sums, shared_tile);
 }
 
 // Counts over the whole array, for `inspect`: any number of blocks.
@@ -108,8 +109,8 @@ template <class T> struct Packed {
 // v * K < 2^32.
 template <class T, bool Float, class Ptr, class Idx, bool Narrow>
 __global__ void __launch_bounds__(FILL_WARPS * 32)
-fill_pieces(const T* __restrict__ x, i64 M, i64 K, i64 pieces, const u64* __restrict__ within, const i64* __restrict__ starts,
-            Ptr* __restrict__ indptr, Idx* __restrict__ indices, T* __restrict__ data, i64 reciprocal) {
+fill_pieces(const T* __restrict__ x, i64 M, i64 K, i64 pieces, const i64* __restrict__ starts, Ptr* __restrict__ indptr,
+            Idx* __restrict__ indices, T* __restrict__ data, i64 reciprocal) {
     constexpr int P = PER_UNIT<T>, N = STEPS<T>, SIZE = PIECE<T>, C = 16 / sizeof(Idx);
     __shared__ Packed<T> packed[FILL_WARPS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = head_of(x);
@@ -119,9 +120,8 @@ fill_pieces(const T* __restrict__ x, i64 M, i64 K, i64 pieces, const u64* __rest
     uint4 unit[N];
 #pragma unroll
     for (int s = 0; s < N; ++s) unit[s] = load_unit(x, head, M * K, (piece * N + s) * 32 + lane);
-    const u64 counted = within[piece];
-    const i64 at = starts[piece / COUNT_WARPS] + static_cast<u32>(counted);
-    const int items = static_cast<int>(counted >> 32);
+    const i64 at = starts[piece];
+    const int items = static_cast<int>(starts[piece + 1] - at);
     if (piece == pieces - 1 && lane == 0) indptr[M] = static_cast<Ptr>(at + items);
     i64 row, column;
     split(piece * SIZE - head, K, row, column);

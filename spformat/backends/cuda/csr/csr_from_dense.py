@@ -42,17 +42,17 @@ def csr_from_dense(x: Array) -> tuple[Array, Array, Array]:
 
     (M, K), word = x.shape, _word(x)
     piece, pieces = _pieces(x)
-    blocks = ceil_div(pieces, COUNT_WARPS)
-    work, sums = Workspace(8 * pieces, 8 * blocks), TileSums()
-    COUNT.queue(_count("count_pieces", *word), "PqqPPPP", blocks, x, M * K, pieces, *work.places, *sums.arguments)
+    work, blocks = Workspace(8 * (pieces + 1)), ceil_div(pieces, COUNT_WARPS)
+    (starts,), sums = work.places, TileSums(blocks)
+    COUNT.queue(_count("count_pieces", *word), "PqqPPP", blocks, x, M * K, pieces, starts, *sums.arguments)
     nnz = sums.total()  # synchronize!
     indptr = cupy.empty(M + 1, index_dtype(nnz))
     indices = cupy.empty(nnz, index_dtype(K - 1))
     data = cupy.empty(nnz, x.dtype)
     narrow = piece > K
     FILL.queue(
-        _fill(*word, indptr.itemsize, indices.itemsize, narrow), "PqqqPPPPPq", ceil_div(pieces, FILL_WARPS),
-        x, M, K, pieces, *work.places, indptr, indices, data, ceil_div(1 << 32, K),
+        _fill(*word, indptr.itemsize, indices.itemsize, narrow), "PqqqPPPPq", ceil_div(pieces, FILL_WARPS),
+        x, M, K, pieces, starts, indptr, indices, data, ceil_div(1 << 32, K),
     )  # fmt: skip
     return indptr, indices, data
 

@@ -27,7 +27,7 @@ def instances() -> tuple[str, ...]:
 
 
 class TileSums:
-    """What a kernel with ``add_up_tiles`` of last_block.cuh needs to add up what its blocks count.
+    """What a kernel with ``sum_before`` of look_back.cuh needs to add up what its blocks count.
 
     ``total`` must be called after the launch: it waits for the device, which otherwise would write into host memory
     that belongs to somebody else by then.
@@ -35,9 +35,10 @@ class TileSums:
 
     __slots__ = ("_counters", "arguments")
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int) -> None:
+        """blocks: those of the launch."""
         self._counters = Counters()
-        self.arguments = tile_sums(0), self._counters.address
+        self.arguments = tile_sums(blocks), self._counters.address
         """The last arguments of the kernel, both addresses."""
 
     def total(self) -> int:
@@ -46,8 +47,7 @@ class TileSums:
 
 
 def tile_sums(blocks: int) -> int:
-    """Address of zeros for the next launch on the current stream, which leaves zeros there: two words of 64 bits, in which
-    its blocks are counted, and one for the sum of each block."""
+    """Address of the zeros in which the blocks of the next launch on the current stream publish their sums."""
     import cupy
 
     device, stream, needed = cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr, 8 * (blocks + 2)

@@ -20,19 +20,6 @@ template <class I> __device__ __forceinline__ I sum_of_warp(I x) {
     return x;
 }
 
-// x[e] of a lane comes behind x[e] of the lanes before it and all of x[e - 1]. Each becomes the sum of those before it; returns
-// the sum of all. All lanes of the warp call it.
-template <int Each, class I> __device__ __forceinline__ I sums_before(I (&x)[Each]) {
-    I all = 0;
-#pragma unroll
-    for (int e = 0; e < Each; ++e) {
-        const I before = sum_before_lane(x[e]), sum = __shfl_sync(0xFFFFFFFF, before + x[e], 31);
-        x[e] = all + before;
-        all += sum;
-    }
-    return all;
-}
-
 // The sum of x over the threads before this one; total: over all Threads of the block, a multiple of 32 up to 1024. All
 // threads call it, with shared memory for 33 sums that nobody else uses between this call and the next barrier.
 template <int Threads, class I> __device__ __forceinline__ I sum_before_thread(I x, I* shared, I& total) {
