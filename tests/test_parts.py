@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ import spformat as sf
 from spformat.checkpoint import Part, Recipe, Workers, convert_checkpoint, merge_parts, open_source, parts, plan_tensors
 from spformat.checkpoint.conversion import Conversion
 from spformat.storage import output
+from spformat.storage.files import sha256_of
 from spformat.storage.locks import folder_lock
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "checkpoint"
@@ -340,3 +344,46 @@ def test_temporary_files_of_other_machines_are_left_to_the_merge(tmp_path: Path)
     assert not dead.exists()
     merge_parts(out)
     assert tree(out) == expected
+
+
+def test_files_are_hashed_while_the_next_ones_are_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hash of the first file waits here until the second one is written."""
+    second, seen, write = threading.Event(), list[bool](), parts.write_shard
+
+    def written(*args: Any) -> Any:
+        result = write(*args)
+        if args[1] == open_source(SHARDED).shards[1]:
+            second.set()
+        return result
+
+    def hashed(path: Any, *args: Any) -> str:
+        if "spformat-00001" in os.fspath(path):
+            seen.append(second.wait(20))
+        return sha256_of(path, *args)
+
+    monkeypatch.setattr(parts, "cores", lambda: 3)
+    monkeypatch.setattr(parts, "write_shard", written)
+    monkeypatch.setattr(parts, "sha256_of", hashed)
+    convert_checkpoint(SHARDED, tmp_path / "a", "csr")
+    assert seen == [True]
+    monkeypatch.undo()
+    convert_checkpoint(SHARDED, tmp_path / "b", "csr")
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+
+
+def test_files_that_were_written_before_an_error_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their hashes may still be missing when the next file fails."""
+    write, converted = parts.write_shard, list[str]()
+
+    def fails_at_the_second(*args: Any) -> Any:
+        if converted:
+            raise OSError(errno.EIO, "no more")
+        converted.append(args[1])
+        return write(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no more"):
+        patch.setattr(parts, "cores", lambda: 3)
+        patch.setattr(parts, "write_shard", fails_at_the_second)
+        convert_checkpoint(SHARDED, tmp_path / "a", "csr")
+    report = convert_checkpoint(SHARDED, tmp_path / "a", "csr", resume=True)
+    assert (report.resumed, len(converted)) == (1, 1)

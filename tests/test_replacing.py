@@ -231,7 +231,7 @@ def test_a_run_that_stops_before_it_notes_the_first_file_leaves_its_journal(
             if method == "add":
                 patch.setattr(journals.Journal, "add", stop)
             else:
-                patch.setattr(run, "convert_file", stop)
+                patch.setattr(run, "convert_in_turn", stop)
             convert_checkpoint(SHARDED, out, "bitmask", force=True)
         assert (out / "spformat.partial.json").exists() is left
         assert (tree(out) == before) is not left

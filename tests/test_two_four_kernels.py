@@ -12,12 +12,12 @@ from golden_vectors import meta_order_objects, vectors
 
 from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.arrays.library import ceil_div
+from spformat.backends.cuda.runtime import token_sums
 from spformat.backends.cuda.two_four import (
     spmm_two_four_sm90,
     spmm_two_four_sm90a,
     spmm_two_four_tokens,
 )
-from spformat.backends.cuda.runtime import token_sums
 from spformat.backends.cuda.two_four.spmm_two_four import SpmmTwoFour
 from spformat.backends.cuda.two_four.spmm_two_four_shares_sm90a import SpmmTwoFourShares
 from spformat.backends.cuda.two_four.spmm_two_four_sm90 import SpmmTwoFourSm90

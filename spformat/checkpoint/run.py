@@ -24,7 +24,7 @@ from .conversion import Conversion
 from .executors import OnDevices, Workers, convert_files
 from .layouts import NEUTRAL, check_layout
 from .manifest import JOURNAL, MANIFEST
-from .parts import FileOutcome, FilePlan, Part, convert_file
+from .parts import FileOutcome, FilePlan, Part, convert_in_turn
 from .recipe import Recipe, writes_dense
 from .remote import staged
 from .shard import write_shard
@@ -243,8 +243,7 @@ def _convert(
             journal.add(outcome)
 
         if workers is None:
-            for file_plan in todo:
-                record(convert_file(c.task(file_plan, overwrite), progress))
+            convert_in_turn([c.task(file_plan, overwrite) for file_plan in todo], record, progress)
         else:
             with folder.token_of(c.folder, part) as token:
                 convert_files([c.task(p, overwrite, token) for p in todo], workers, record, progress)
