@@ -5,9 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from spformat.backends.cuda.ell_buckets import spmm_ell_buckets
 from spformat.backends.cuda.ell_buckets.spmm_ell_buckets import (
+    ADDED,
     MAX_BINS,
     NARROW,
+    Work,
+    apart,
     bin_tables,
     bucket_places,
     order_stretches,
@@ -30,10 +34,11 @@ def matrix(lengths, K, rng):
     return CSR(shape=(len(lengths), K), indptr=indptr, indices=indices, data=data)
 
 
-def product(a: ELLBuckets, B, slots, fill, longest):
+def product(a: ELLBuckets, B, slots, fill, longest, exact=True):
     """C by the index arithmetic of the kernel; NaN where nothing is stored."""
     buckets = list(bucket_places(a.rows_per_bucket, a.split_per_bucket, a.bucket_widths))
-    rows = order_stretches(a.row_ids, buckets, a.shape[0], longest)
+    work = order_stretches(a.row_ids, buckets, a.shape[0], longest, exact)
+    rows = work.rows
     C = np.full((a.shape[0], B.shape[1]), np.nan)
     partial = np.full((rows.pieces, B.shape[1]), np.nan)
 
@@ -46,7 +51,8 @@ def product(a: ELLBuckets, B, slots, fill, longest):
         assert np.isnan(array[row]).all(), "stored twice"
         array[row] = value
 
-    for table in bin_tables(buckets, rows, slots, fill):
+    for table in bin_tables(buckets, work, slots, fill):
+        before = C.copy()
         for block in range(table.blocks):
             b = max(i for i in range(table.count) if table.bin[i].first_block <= block)
             entry = table.bin[b]
@@ -74,6 +80,11 @@ def product(a: ELLBuckets, B, slots, fill, longest):
                         _, first_piece, count = rows.cuts[packed & 0xFFFFFFFF]
                         assert first_piece <= at < first_piece + count
                         store(partial, at, value)
+                    elif log_width == ADDED:
+                        row = packed & 0xFFFFFFFF
+                        assert not np.isnan(before[row]).any(), "added before a former launch has stored it"
+                        assert (C[row] == before[row]).all(), "added twice in a launch"
+                        C[row] += value
                     else:
                         store(C, packed & 0xFFFFFFFF, value)
     for row, first, count in rows.cuts:
@@ -84,12 +95,17 @@ def product(a: ELLBuckets, B, slots, fill, longest):
 @pytest.mark.parametrize("name", LENGTHS)
 @pytest.mark.parametrize(("parts", "width"), [(1, None), (1, 1), (1, 64), (3, 4), (20, 2), (1, (8,)), (2, (2, 16))])
 @pytest.mark.parametrize(("slots", "fill", "longest"), [(8, 8, 2048), (32, 32, 16)])
-def test_every_row_is_stored_once_and_right(name, parts, width, slots, fill, longest):
+def test_every_row_is_stored_once_and_right(monkeypatch, name, parts, width, slots, fill, longest):
     rng = np.random.default_rng(3)
     a = matrix(LENGTHS[name], 400, rng)
     B = rng.integers(-4, 5, (400, 3)).astype(np.float64)
     given = {"widths": width} if isinstance(width, tuple) else {"max_width": width}
     ell = ELLBuckets.from_csr(a, column_parts=parts, **given)
+    for exact in (False, True):
+        monkeypatch.setattr(spmm_ell_buckets, "PIECES_OF_A_LAUNCH", 0)
+        C = product(ell, B, slots, fill, longest, exact)
+        np.testing.assert_array_equal(C, a.to_dense().astype(np.float64) @ B)
+    monkeypatch.undo()
     C = product(ell, B, slots, fill, longest)
     np.testing.assert_array_equal(C, a.to_dense().astype(np.float64) @ B)
 
@@ -100,6 +116,23 @@ def test_more_bins_than_a_table_holds():
     buckets = list(bucket_places(ell.rows_per_bucket, ell.split_per_bucket, ell.bucket_widths))
     direct = [b._replace(split=0) for b in buckets]
     none = np.zeros(0, np.int64)
-    tables = bin_tables(direct, order_rows(none, none, none, 16), 32, 8)
+    tables = bin_tables(direct, Work(order_rows(none, none, none, 16), ()), 32, 8)
     assert len(direct) > MAX_BINS
     assert [t.count for t in tables] == [MAX_BINS] * (len(direct) // MAX_BINS) + [len(direct) % MAX_BINS]
+
+
+def test_parts_have_launches_where_many_pieces_would_need_a_workspace():
+    rng = np.random.default_rng(0)
+    a = matrix(rng.integers(3, 30, 2000), 400, rng)
+    ell = ELLBuckets.from_csr(a, column_parts=4, max_width=8)
+    buckets = list(bucket_places(ell.rows_per_bucket, ell.split_per_bucket, ell.bucket_widths))
+    work = order_stretches(ell.row_ids, buckets, 2000, 2048)
+    assert work.rows.pieces == 0
+    assert {g.part for g in work.groups if g.adds} == {1, 2, 3}
+    tables = bin_tables(buckets, work, 32, 8)
+    assert len(tables) == 4
+    # The blocks of a launch hold several short records: far fewer than one block each.
+    assert sum(t.blocks for t in tables) < len(work.rows.records) / 4
+    assert order_stretches(ell.row_ids, buckets, 2000, 2048, exact=False).rows.pieces > 4000
+    assert not apart(4096, 4)
+    assert apart(4097, 4)

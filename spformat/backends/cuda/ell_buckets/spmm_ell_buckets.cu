@@ -6,12 +6,17 @@
 //            bucket; then the rows that own no ELL row, length 0. The first table.pieces records belong to rows with
 //            several stretches (`Pieces` in gather.cuh)
 //
+// Where many rows have items in several parts of K, each part has a launch of its own, and the rows that a former launch
+// has stored are read from C and added to (ADD; Out is then the type of the sums): no workspace, always the same order,
+// and one part of B in L2 at a time.
+//
 // Grid: x walks the blocks of all bins, y the column tiles. A bin is a bucket's direct ELL rows, or records of one size.
 // Every block has the same number of stored slots: a slot of lanes takes 8 / width ELL rows of a bucket narrower than 8,
 // one ELL row, or a 2^-log part of one. Where items of direct rows lie follows from the bin: nothing is loaded to find
 // them. A padded slot loads nothing.
 //
-// Template parameters as in spmm_csr.cu; Row is the type of row_ids. Buckets after SparseTIR (Ye et al., ASPLOS'23).
+// Template parameters as in spmm_csr.cu; Row is the type of row_ids; ADD: there are sums to add to C.
+// Buckets after SparseTIR (Ye et al., ASPLOS'23).
 #include "spformat/gather.cuh"
 
 using spformat::Record;
@@ -20,7 +25,7 @@ constexpr int MAX_BINS = 32, NARROW = 8;
 
 struct Bin {
   unsigned first_block;
-  short log_width;  // of a bucket; -1: records
+  short log_width;  // of a bucket; -1: records; -2: records whose sums are added to C
   short log_slots;
   long long first, end;  // ELL rows or records
   long long start;       // of a bucket: where the items of ELL row `first` are
@@ -38,7 +43,7 @@ struct Task {
   uint4 record;  // a Record
   long long ell_row;
   int log;
-  int log_width;  // of a bucket narrower than 8, else -1
+  int log_width;  // of a bucket narrower than 8; -2: the sum is added to C; else -1
   bool live;
 };
 
@@ -71,13 +76,14 @@ __device__ __forceinline__ Task locate(const Bins& bins, const Record* records, 
     const auto row = spformat::load_if(reinterpret_cast<const spformat::word_t<sizeof(Row)>*>(row_ids + at), task.live);
     record.row = static_cast<unsigned>(reinterpret_cast<const Row&>(row));
   } else {
+    task.log_width = log_width;
     task.record = spformat::load_if(reinterpret_cast<const uint4*>(records + at), task.live);
   }
   return task;
 }
 
 template <class T, class Out, class Row, class Index, int VEC, int LANES, int TILES, int BATCH, int DEPTH, int THREADS,
-          int BLOCKS, bool CUT>
+          int BLOCKS, bool CUT, bool ADD>
 __global__ void __launch_bounds__(THREADS, BLOCKS)
     spmm_ell_buckets(const __grid_constant__ Bins bins, const Record* __restrict__ records,
                      const Row* __restrict__ row_ids, const Index* __restrict__ indices, const T* __restrict__ data,
@@ -153,8 +159,12 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
       const bool first = task.live && part == 0;
       if (CUT && block < bins.pieces)  // known of the block, so that the compiler sees its warps whole
         spformat::store_piece<LANES>(C, ldc, pieces, record.row, block, n, col, sum, first);
-      else if (first)
-        spformat::store_row<LANES>(C + static_cast<long long>(record.row) * ldc + col, sum, width);
+      else if (first) {
+        Out* row = C + static_cast<long long>(record.row) * ldc + col;
+        if constexpr (ADD)
+          if (task.log_width == -2) spformat::add_row<LANES>(sum, row, width);
+        spformat::store_row<LANES>(row, sum, width);
+      }
     }
     task = next, next = after, batch = next_batch;
   }

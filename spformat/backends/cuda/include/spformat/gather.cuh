@@ -256,6 +256,24 @@ __device__ __forceinline__ void store_row(Out* first, const S (&sum)[TILES][VEC]
     if (width > t * LANES * VEC) store_vector<Out, VEC>(first + t * LANES * VEC, sum[t]);
 }
 
+// sum = the row at `first`, which a former launch stored, plus sum; S is the type of C. All loads before the first sum.
+template <int LANES, int TILES, int VEC, class S>
+__device__ __forceinline__ void add_row(S (&sum)[TILES][VEC], const S* first, int width) {
+  using W = word_t<sizeof(S) * VEC < 16 ? sizeof(S) * VEC : 16>;
+  constexpr int WORDS = sizeof(S) * VEC / sizeof(W), PER_WORD = VEC / WORDS;
+  W words[TILES][WORDS];
+#pragma unroll
+  for (int t = 0; t < TILES; ++t)
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i)
+      words[t][i] = width > t * LANES * VEC ? __ldcs(reinterpret_cast<const W*>(first + t * LANES * VEC) + i) : W{};
+#pragma unroll
+  for (int t = 0; t < TILES; ++t)
+#pragma unroll
+    for (int v = 0; v < VEC; ++v)
+      sum[t][v] = reinterpret_cast<const S*>(&words[t][v / PER_WORD])[v % PER_WORD] + sum[t][v];
+}
+
 // A block has summed a piece of a row, in its first slot (`first`). The sums go to pieces.sums; where the piece is the last
 // of its row to arrive for these columns, the sum of all of them, always in their order, goes to C: whoever arrives
 // last, the bits are the same.
