@@ -32,6 +32,7 @@ from test_spmm_sum import PAIRS, integers, product
 from spformat import decompose, plan, spmm
 from spformat.backends.cuda import KERNELS
 from spformat.backends.cuda.dense.expand_then_dense import EXPANDERS
+from spformat.backends.cuda.ell_buckets import spmm_ell_buckets
 from spformat.backends.cuda.runtime.expansion import leading_dimension
 from spformat.backends.cuda.sum import spmm_sum
 from spformat.dispatch import copied_operands
@@ -103,19 +104,23 @@ def run(kernel: Any, sm: int) -> int:
 
 
 def pieces() -> int:
-    """Rows so long that several blocks share one, and the last block adds up. Several widths, calls one after another."""
+    """Rows so long that several blocks share one, and the last block adds up; parts of K with a launch each. Several
+    widths, calls one after another."""
     rng, done = np.random.default_rng(8), 0
+    spmm_ell_buckets.PIECES_OF_A_LAUNCH = 0
     x = np.where(rng.random((40, 9000)) < 0.002, rng.integers(-2, 3, (40, 9000)), 0)
     for row, items in {0: 9000, 7: 2049, 39: 4097}.items():
         x[row, rng.permutation(9000)[:items]] = 1
-    for spec, dtype in itertools.product(("csr", "ell-buckets"), (np.float32, np.float16)):
+    for spec, dtype in itertools.product(
+        ("csr", "ell-buckets", "ell-buckets:column_parts=3"), (np.float32, np.float16)
+    ):
         g = convert(x.astype(dtype), spec).to("cuda")
         for n in (17, 64, 1):
             B = rng.integers(-1, 2, (9000, n)).astype(dtype)
             guarded = Guarded(cp, (40, n), np.dtype(np.float32), "row", 3)
             for _ in range(2):
                 guarded.out.fill(float("nan"))
-                spmm(g, cp.asarray(B), guarded.out, f"cuda.spmm_{spec.replace('-', '_')}")
+                spmm(g, cp.asarray(B), guarded.out, f"cuda.spmm_{g.name.replace('-', '_')}")
                 assert (guarded.out.get() == x @ B.astype(np.float64)).all(), f"{spec} {dtype} n={n}"
                 assert guarded.intact(), f"{spec} {dtype} n={n}: wrote outside C"
                 done += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.backends.cuda.ell_buckets import spmm_ell_buckets
 from spformat.backends.cuda.ell_buckets.spmm_ell_buckets import (
     ADDED,
@@ -18,6 +19,7 @@ from spformat.backends.cuda.ell_buckets.spmm_ell_buckets import (
 )
 from spformat.backends.cuda.runtime.row_work import order_rows
 from spformat.formats import CSR, ELLBuckets
+from spformat.products.problem import Problem
 
 LENGTHS = {
     "none": [0, 0],
@@ -136,3 +138,28 @@ def test_parts_have_launches_where_many_pieces_would_need_a_workspace():
     assert order_stretches(ell.row_ids, buckets, 2000, 2048, exact=False).rows.pieces > 4000
     assert not apart(4096, 4)
     assert apart(4097, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "n", "layout"), [("float32", 64, "row"), ("float32", 17, "col"), ("float16", 1, "row"),
+                                                    ("bfloat16", 130, "col")])  # fmt: skip
+@pytest.mark.parametrize("index", [np.int32, np.int64])
+def test_parts_add_to_c_one_launch_after_another(monkeypatch, dtype, n, layout, index):
+    """Exact sums into a C of NaN, the same bits again; rows in one, some and all parts, empty rows, long rows."""
+    cupy = pytest.importorskip("cupy")
+    monkeypatch.setattr(spmm_ell_buckets, "PIECES_OF_A_LAUNCH", 0)
+    rng = np.random.default_rng(n)
+    lengths = rng.integers(0, 40, 300)
+    lengths[[0, 9, 299]] = 2600, 0, 900
+    a = matrix(lengths, 3000, rng)
+    a = a.with_arrays(data=rng.integers(-3, 4, a.nnz).astype(VALUE_TYPES[dtype].numpy))
+    ell = ELLBuckets.from_csr(a, column_parts=4, max_width=8)
+    B = rng.integers(-3, 4, (3000, n)).astype(VALUE_TYPES[dtype].numpy)
+    p = Problem.product("ell-buckets", tuple(ell.params().items()), 300, 3000, n, a.nnz, dtype, dtype, "float32", layout,
+                        layout, "cuda", int(cupy.cuda.Device().compute_capability))  # fmt: skip
+    plan = spmm_ell_buckets.SpmmELLBuckets().plan(ell.to("cuda"), p)
+    C = cupy.full((300, n), np.nan, np.float32, order="C" if layout == "row" else "F")
+    for _ in range(2):
+        C[:] = np.nan
+        plan(cupy.asarray(B, order="C" if layout == "row" else "F"), C)
+        np.testing.assert_array_equal(C.get(), a.to_dense().astype(np.float64) @ B.astype(np.float64))
