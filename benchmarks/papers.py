@@ -1,10 +1,12 @@
-"""The evaluations of the papers on one GPU: python benchmarks/papers.py [bert nm graphs] [--seconds 60] [--json F]
+"""The evaluations of the papers on one GPU: papers.py [bert nm graphs parts] [--seconds 60] [--json F]
 
 bert    SparseTIR, pruned BERT: its linear layers with 512 and 4096 columns, float16. Structured: blocks of 32 x 32, of
         which 0.5 to 20 % are kept, half of the block rows empty. Unstructured: 1 to 20 % of the values. BSR, DBSR and
         SR-BCRS (t = 8, g = 16 and 32) beside dense cuBLAS and cuSPARSE
 nm      NM-SpMM: 256 to 4096 columns, the 20 layers of its Llama shapes, 0 to 87.5 % zeros, float32, vectors of 32
 graphs  SparseTIR: padding of hyb(c, k) over c, and hyb beside CSR and cuSPARSE with 32 to 512 columns, float32
+parts   SparseTIR: hyb(1), hyb(2), hyb(4) and hyb(8) beside CSR on a graph of Reddit's size with skewed edges,
+        128 columns, float32; a part of B stays in L2 while it is worked on. In no default run: python papers.py parts
 
 ``--seconds`` bounds each of them; cases that are not reached are counted. Cold L2, medians, contenders in turn; every
 result is checked first.
@@ -109,7 +111,36 @@ def graphs() -> Iterator[Case]:
         yield from ((name, n, forms, [contenders.sparse_library]) for n in (32, 64, 128, 256, 512))
 
 
-SUITES: dict[str, Callable[[], Iterator[Case]]] = {"bert": bert, "nm": nm, "graphs": graphs}
+REDDIT = 232_965, 114_600_000
+"""Nodes and edges of the graph of posts; its own edges are not here, so rows and columns are drawn from power laws."""
+
+
+def parts() -> Iterator[Case]:
+    """One graph, built on the device: a host would need minutes."""
+    import cupy as cp
+
+    nodes, edges = REDDIT
+    rng, host = cp.random.default_rng(6), np.random.default_rng(6)
+    weight = host.pareto(1.5, nodes) + 1
+    degree = np.minimum(host.poisson(weight * edges / weight.sum()), nodes // 4)
+    rows = cp.repeat(cp.arange(nodes), degree.tolist())
+    near = host.permutation(nodes)  # columns that are drawn often lie anywhere
+    columns = cp.asarray(near)[(nodes * rng.random(rows.size, dtype=np.float64) ** 2).astype(np.int64)]
+    keys = cp.unique(rows * nodes + columns)
+    del rows, columns
+    values = rng.standard_normal(keys.size, dtype=np.float32)
+    indptr = cp.searchsorted(keys, cp.arange(nodes + 1) * nodes).astype(np.int32)
+    a = sf.CSR(shape=(nodes, nodes), indptr=indptr, indices=(keys % nodes).astype(np.int32), data=values).validate()
+    del keys
+    print(f"graph: {nodes} nodes, {a.nnz} edges after duplicates are merged, longest row {int(cp.diff(indptr).max())}")
+    forms: list[tuple[str, Format]] = [("csr", a)]
+    for c in (1, 2, 4, 8):
+        forms.append((f"hyb({c})", sf.convert(a, "ell-buckets", column_parts=c)))
+        cp.get_default_memory_pool().free_all_blocks()
+    yield "power law of Reddit's size", 128, forms, []
+
+
+SUITES: dict[str, Callable[[], Iterator[Case]]] = {"bert": bert, "nm": nm, "graphs": graphs, "parts": parts}
 
 
 def measure(case: Case, seconds: float) -> Row:
@@ -204,7 +235,7 @@ def plot(rows: list[Row], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suites", nargs="*", default=list(SUITES), metavar="suite", help=", ".join(SUITES))
+    parser.add_argument("suites", nargs="*", default=["bert", "nm", "graphs"], metavar="suite", help=", ".join(SUITES))
     parser.add_argument("--seconds", type=float, default=60, help="for each suite")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="SVG of the roofline of nm")
@@ -220,6 +251,8 @@ def main() -> None:
                 left += 1
                 break
             rows.append(measure(case, 0.1))
+            if suite == "parts":
+                print(rows[-1]["us"], flush=True)  # microseconds, beside the ratios of the table
             cp.get_default_memory_pool().free_all_blocks()
         print(f"\n### {suite}: {len(rows)} cases{', the time was over' if left else ''}\n")
         print("\n".join(summary(suite, rows)), flush=True)
