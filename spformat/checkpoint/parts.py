@@ -201,8 +201,8 @@ def convert_in_turn(
 ) -> None:
     """``convert_file`` for each task, one after the other; calls ``record`` with each outcome, in their order.
 
-    A file is hashed while the next ones are converted: a core hashes 1.7 GB a second, less than a GPU or many cores
-    convert. After an error or an interrupt the outcomes of the files that are written are still recorded.
+    A file is hashed while the next ones are converted: a core hashes 1 to 2 GB a second, less than a GPU or many
+    cores convert. After an error or an interrupt the outcomes of the files that are written are still recorded.
     """
     hashers = max(1, min(_HASHERS, cores() - 1))
     written: deque[Written] = deque()
