@@ -216,7 +216,10 @@ def test_points_come_back_from_a_file(tmp_path: Path) -> None:
 
 def test_points_that_no_kernel_of_today_makes_are_left_out_by_name(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
-    calibration_points.save(path, ABOUT, truth(2))
+    rival = kernels_by_name("cuda")["cuda.spmm_vector_nm_tma_sm90a"]
+    refused = Point(rival, vector(24), rival.best(vector(96)).tile, 9.0, math.nan, 3)
+    assert rival.unsupported(refused.problem)
+    calibration_points.save(path, ABOUT, [*truth(2), refused])
     tree = json.loads(path.read_text())
     tree["products"][0]["times"] += [
         ["cuda.gone", "64x64", 3.0],
@@ -230,6 +233,7 @@ def test_points_that_no_kernel_of_today_makes_are_left_out_by_name(tmp_path: Pat
     assert loaded.left_out == {
         "cuda.gone: no such kernel": 2, f"{EXPANDING.name}: no tile 128x77": 1,
         "cuda.spmm_csr: does not take some products of vector-nm": 1,
+        f"{rival.name}: does not take some products of vector-nm": 1,
     }  # fmt: skip
 
 
@@ -401,7 +405,7 @@ def test_what_the_command_refuses(saved: Path) -> None:
     taken = saved.parent / "taken"
     taken.write_text("mine")
     for arguments, code, text in (
-        (("--points", str(taken), "--device", "cpu"), 73, "the file exists"),
+        (("--points", str(taken), "--device", "cpu", "--seconds", "1"), 73, "the file exists"),
         (("--points", "x", "--from-points", str(saved)), 2, "give one of them"),
         (("--columns", "8"), 2, "expected numbers of columns like 1-512"),
         (("--from-points", str(taken)), 66, "no file of points"),
