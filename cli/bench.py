@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from . import completion
+from . import calibration, completion
 from .inspect import structure_of
 from .options import Include, Json, Src
 from .output import console, notes, print_json, warnings
@@ -48,6 +48,26 @@ def run(
     seconds: float = typer.Option(120.0, min=1.0, help="How long to measure.", rich_help_panel=OWN),
     seed: int = typer.Option(0, help="Draws the products.", rich_help_panel=OWN),
     out: str = typer.Option("", help="Write this file of rates instead of your own.", rich_help_panel=OWN),
+    kernels: str = typer.Option(
+        "", help="Fit only these kernels, or those of a backend, comma-separated.", rich_help_panel=OWN
+    ),
+    columns: str = typer.Option("1-4096", metavar="LEAST-MOST", help="Only so many columns of B.", rich_help_panel=OWN),
+    tiles: int = typer.Option(
+        0, min=0, help="Tiles of a kernel for each product. Default: 3, with --kernels 6.", rich_help_panel=OWN
+    ),
+    points: str = typer.Option("", help="Also write the measured times into this new file.", rich_help_panel=OWN),
+    from_points: list[str] = typer.Option(
+        [], metavar="FILE", help="Fit to the times in this file, without measuring (repeatable).", rich_help_panel=OWN
+    ),
+    every_gpu: bool = typer.Option(
+        False,
+        "--every-gpu",
+        help="The constants hold for all GPUs in proportion to their rates, not for this architecture alone.",
+        rich_help_panel=OWN,
+    ),
+    commit: str = typer.Option(
+        "", help="What was measured, for the files. Default: the version of spformat.", rich_help_panel=OWN
+    ),
     plot: str = typer.Option("", help="Also draw the ratios into this PNG (needs matplotlib)."),
     as_json: Json = False,
 ) -> None:
@@ -62,11 +82,14 @@ def run(
     if calibrate:
         if src:
             raise typer.BadParameter("--calibrate takes no SRC: it measures layers of its own")
-        formats = tuple(filter(None, to.split(",")))
+        files = calibration.Files(out, points, tuple(from_points), every_gpu, commit)
+        loaded = calibration.loaded(files, device, validate)
+        where = calibration.device_of(loaded) if loaded else device or _default_device()
+        scope = calibration.scope(where, seed, seconds, kernels, to, columns, tiles, validate)
         if validate:
-            _validate(device or _default_device(), seed, seconds, formats, validate, as_json)
+            calibration.validate(scope, as_json)
         else:
-            _calibrate(device or _default_device(), seed, seconds, formats, out, as_json)
+            calibration.calibrate(scope, files, loaded, as_json)
         return
     if not src:
         raise typer.BadParameter("expected SRC, a checkpoint or a matrix")
@@ -120,81 +143,6 @@ def run(
         notes().print(text, soft_wrap=True)
     if plot:
         _plot(rows, plot)
-
-
-def _calibrate(device: str, seed: int, seconds: float, formats: tuple[str, ...], out: str, as_json: bool) -> None:
-    """Constants of the kernels here, into the user's file of rates, or into ``out``."""
-    from pathlib import Path
-
-    from spformat.measure import bench, calibrate
-    from spformat.products import rates
-
-    calibrate.check_device(device)
-    points = list(calibrate.measure(seed, device, seconds, formats=formats))
-    fits = calibrate.fit(points)
-    environment = bench.environment(_like(device))
-    sm = points[0].problem.sm if points else None
-    about = {
-        "device": environment.get("device", "host"), "date": environment["date"],
-        "commit": "spformat " + environment["versions"].get("spformat", "from a checkout"),
-    }  # fmt: skip
-    path = Path(out) if out else rates.user_path()
-    own = about if sm is None else about | {"sm": sm}
-    command = f"spformat bench --calibrate --device {device} --seconds {seconds:g} --seed {seed}"
-    command += f" --to {','.join(formats)}" if formats else ""
-    if fits:
-        rates.write(path, about | {"command": command}, {f.kernel: f.entry | own for f in fits})
-    rows = [{"kernel": f.kernel, "points": f.points, "median_error": f.median, "within_30_percent": f.near}
-            for f in fits]  # fmt: skip
-    if as_json:
-        print_json({"path": str(path) if fits else None, "points": len(points), "kernels": rows})
-        return
-    _agreement(rows)
-    written = f"{path}: {len(fits)} kernel(s); SPFORMAT_RATES=shipped leaves it out" if fits else "no kernel had points"
-    console().print(written, soft_wrap=True)
-
-
-def _validate(device: str, seed: int, seconds: float, formats: tuple[str, ...], products: int, as_json: bool) -> None:
-    """Expected against measured times of random products, and what choosing by them costs."""
-    from spformat.measure import bench, calibrate
-
-    calibrate.check_device(device)
-    points = list(
-        calibrate.measure(seed, device, seconds, widths=2, all_tiles=False, products=products, formats=formats)
-    )
-    kernels, regrets = calibrate.agreement(points), calibrate.regret(points)
-    if as_json:
-        rows = [{"case": x.case, "kernel": x.kernel.name, "tile": str(x.tile), "format": x.problem.format,
-                 "dtype": x.problem.a_dtype, "M": x.problem.M, "K": x.problem.K, "N": x.problem.n,
-                 "nnz": x.problem.nnz, "b_layout": x.problem.b_layout, "out_layout": x.problem.out_layout,
-                 "us": x.us, "expected_us": x.expected} for x in points]  # fmt: skip
-        products = len({x.case for x in points})
-        print_json({"environment": bench.environment(_like(device)), "seed": seed, "products": products,
-                    "kernels": kernels, "regret": regrets, "points": rows})  # fmt: skip
-        return
-    _agreement(kernels)
-    t = table(
-        "format", "products", "regret", "90 % within", "worst", right=("products", "regret", "90 % within", "worst")
-    )
-    for r in regrets:
-        t.add_row(r["format"], str(r["products"]), *(f"{r[k]:.1%}" for k in ("regret", "ninety_percent", "worst")))
-    console().print(t)
-
-
-def _agreement(rows: list[dict[str, Any]]) -> None:
-    t = table("kernel", "points", "median error", "within 30 %", right=("points", "median error", "within 30 %"))
-    for r in rows:
-        t.add_row(r["kernel"], str(r["points"]), f"{r['median_error']:.1%}", f"{r['within_30_percent']:.0%}")
-    console().print(t)
-
-
-def _like(device: str) -> Any:
-    """An array there."""
-    if device == "cpu":
-        return None
-    from spformat.arrays.library import import_cupy
-
-    return import_cupy().zeros(1)
 
 
 def _widths(n: str) -> list[int]:

@@ -52,7 +52,7 @@ HOMES = {
     ),
     "nvmath": ("spformat/backends/vendor.py",),
     "cuda": ("spformat/backends/cuda/",),
-    "scipy": ("spformat/formats/foreign.py", "spformat/interop/", "spformat/measure/calibrate.py"),
+    "scipy": ("spformat/formats/foreign.py", "spformat/interop/", "spformat/measure/calibration_fit.py"),
     "transformers": ("spformat/hf/",),
     "peft": ("spformat/hf/adapters.py",),
     "distributed": ("spformat/checkpoint/executors.py",),

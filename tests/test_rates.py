@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 import spformat as sf
 from spformat import backends
 from spformat.errors import UsageError
-from spformat.measure import calibrate, calibration_cases
+from spformat.measure import calibration_cases, calibration_fit
+from spformat.measure.calibration_points import Point
 from spformat.products import rates, roofline, tiles
 from spformat.products.kernel import Kernel
 from spformat.products.problem import COL, ROW, Problem
@@ -181,7 +182,7 @@ def test_constants_are_those_that_made_the_times() -> None:
     rng = np.random.default_rng(0)
     quantities = rng.random((60, 3)) * (1, 10, 100)
     us = quantities @ (5.0, 0.0, 1.5)
-    assert calibrate.constants(quantities, us) == pytest.approx([5.0, 0.0, 1.5], abs=1e-3)
+    assert calibration_fit.constants(quantities, us) == pytest.approx([5.0, 0.0, 1.5], abs=1e-3)
 
 
 def test_a_fit_and_the_regret_of_a_choice() -> None:
@@ -190,16 +191,19 @@ def test_a_fit_and_the_regret_of_a_choice() -> None:
     for i in range(60):
         p = P.changed(n=16 + 8 * i, nnz=(1 << 20) + 7000 * i)
         for k, factor in ((one, 1.0), (two, 1.5)):
-            points.append(calibrate.Point(k, p, k.best(p).tile, factor * k.best(p).us, k.best(p).us, i))
-    fits = {f.kernel: f for f in calibrate.fit(points)}
+            points.append(Point(k, p, k.best(p).tile, factor * k.best(p).us, k.best(p).us, i))
+    fits = {f.kernel: f for f in calibration_fit.fit(points)}
     assert set(fits) == {one.name, two.name}
     assert all(f.near == 1 and f.median < 0.1 and f.points == 60 for f in fits.values())
     assert fits[one.name].entry["terms"] == list(one.terms)
     wrong = [x._replace(expected=1.0 if x.kernel is two else 2.0, us=10.0 if x.kernel is one else 12.0) for x in points]
-    for row in calibrate.regret(wrong):
+    for row in calibration_fit.regret(wrong):
         assert row["regret"] == pytest.approx(0.2)
         assert row["products"] == 60
-    assert {r["kernel"]: r["within_30_percent"] for r in calibrate.agreement(points)} == {one.name: 1, two.name: 0}
+    assert {r["kernel"]: r["within_30_percent"] for r in calibration_fit.agreement(points)} == {
+        one.name: 1,
+        two.name: 0,
+    }
 
 
 def test_a_calibration_may_be_of_some_formats_only() -> None:

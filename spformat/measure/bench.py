@@ -88,7 +88,7 @@ def compare(case: Case, repeats: int = 50, warmups: int = 10, seconds: float = 3
     alive, out = [], []
     for c in case.contenders:
         try:
-            _spoil(c.run())  # contenders may share C: one that writes nothing must not pass with another's result
+            spoil(c.run())  # contenders may share C: one that writes nothing must not pass with another's result
             alive.append((c, _error(c.run(), *reference, case)))
         except (SpformatError, ValueError, TypeError, RuntimeError) as e:
             if isinstance(device_error(e) or e, DeviceFault):
@@ -133,7 +133,7 @@ def _reference(case: Case) -> tuple[Array, Array, Any]:
     return xp.asarray(C), xp.asarray(magnitude), xp.asarray(rows)
 
 
-def _spoil(C: Array) -> None:
+def spoil(C: Array) -> None:
     """Every byte of ``C`` becomes 0xFF, which is NaN in each floating-point type."""
     (C.T if C.flags.f_contiguous else C).reshape(-1).view(np.uint8)[...] = 0xFF
 

@@ -1,140 +1,238 @@
-"""Measure kernels, fit the constants of their expected times, and check the choice that these times lead to.
+"""Measure kernels on layers of real models, for the constants of their expected times and for a check of these times.
 
-A kernel expects a sum of constants times ideal times. The constants make the sum of squared logarithms of expected over
-measured small: least squares with constants of at least 0, repeated with weights 1 / sqrt(expected * measured), points
-further than 30 % off counting less. One set of constants is fitted for each variant of a kernel with enough points,
-and one to all points, which holds for the others.
+The kernels of a product, the best of the others beside them, and the dense product run in turn in one process, so that
+their times can be compared. Results are compared, too: a kernel that differs from the first one is left out.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import random
-import statistics
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import backends
-from ..arrays.library import device_error
+from ..arrays.library import Array, device_error
+from ..dispatch.select import named
 from ..errors import DeviceFault, SpformatError, UsageError
 from ..formats.base import Format
-from ..products import tiles
+from ..products import kernel as products
+from ..products import rates, tiles
 from ..products.kernel import Kernel
 from ..products.problem import Problem
 from ..products.roofline import device_of
 from . import calibration_cases as cases
-from .bench import clock
+from . import contenders
+from .bench import clock, spoil
+from .calibration_points import YARDSTICK, Point, kernels_by_name
 
 log = logging.getLogger("spformat")
 
-ENOUGH = 3
-"""Points that a variant needs for each constant of its own."""
-ROUNDS = 8
-TILES = 3
-"""Tiles of a kernel that are measured for a problem: its best one, and others drawn at random."""
-NEAR = 0.3
+RIVALS = 4
+"""Kernels that are measured beside the chosen ones for each product: those that expect the least time."""
+BETTER = 8
+"""Tiles are drawn from the third that is expected to be fastest, but from no fewer than so many."""
+DIFFERENT = 0.02
+"""Largest difference between results of two kernels, over the largest value: far above rounding."""
+REFUSED = 200
+"""So many matrices in a row that cannot be built, or that no chosen kernel takes, end a measurement."""
 FAILURES = (SpformatError, ValueError, TypeError, RuntimeError, MemoryError)
 
 
-class Point(NamedTuple):
-    """One measurement of a kernel."""
+@dataclass(frozen=True)
+class Scope:
+    """What is measured: drawn with ``seed`` on ``device``, until ``seconds`` or ``products`` are used up."""
+
+    seed: int
+    device: str
+    seconds: float
+    kernels: tuple[str, ...] = ()
+    """Names of the kernels whose tiles are measured, their rivals beside them; all without any."""
+    formats: tuple[str, ...] = ()
+    """Ids of the only formats; all without any."""
+    columns: tuple[int, int] = (1, 4096)
+    """Least and largest number of columns."""
+    widths: int = 4
+    """Products of each matrix."""
+    tiles: int = 3
+    """Tiles of a kernel for each product: its best one, and others that are drawn."""
+    products: int = 1 << 30
+
+    def specs(self) -> Iterator[cases.Spec]:
+        """The matrices and products, an endless sequence."""
+        formats = self.formats
+        if self.kernels:
+            known = kernels_by_name(self.device)
+            taken = {f for name in self.kernels for operation, f in known[name].takes if operation == "spmm"}
+            drawn = dict.fromkeys(kind[0] for kind in cases.KINDS)
+            formats = tuple(f for f in drawn if f in taken and (not formats or f in formats))
+            if not formats:
+                raise UsageError(f"--kernels: {', '.join(self.kernels)} take none of the formats that are drawn")
+        bins = cases.clipped(cases.FINE_BINS if self.kernels else cases.BINS, *self.columns)
+        return cases.draw(self.seed, self.device, self.widths, formats, bins)
+
+
+def chosen_kernels(names: Sequence[str], device: str) -> tuple[str, ...]:
+    """Names of kernels in full; the name of a backend stands for its kernels that have constants.
+
+    UsageError for a name that is unknown, of a kernel of another device, or of one without constants.
+    """
+    known, out = kernels_by_name(device), []
+    for name in names:
+        backend, only = named(name)
+        some = [k for k in backend.kernels() if only in (None, k.name)]
+        if absent := next((k.name for k in some if k.name not in known), None):
+            raise UsageError(f"--kernels: {absent} does not run on {device}", value=name)
+        if not any(k.terms for k in some):
+            raise UsageError(f"--kernels: {name} has no constants to fit", value=name)
+        out += [k.name for k in some if k.terms]
+    return tuple(dict.fromkeys(out))
+
+
+class Run(NamedTuple):
+    """A kernel with a tile, or the dense product, in one product."""
 
     kernel: Kernel
-    problem: Problem
     tile: Any
-    us: float
-    expected: float
-    """The kernel's expected time for this problem before the fit; NaN for any tile but its best one."""
-    case: int
-    """Number of the product; the same for all kernels that computed it."""
+    start: Callable[[], Callable[[], Array]]
+    """Plans the product; returns what runs it and gives its result."""
 
 
-class Fit(NamedTuple):
-    """The constants of a kernel, and how well they agree with its measurements."""
+def measure(scope: Scope, compile_ahead: Any = None) -> Iterator[Point]:
+    """Measurements of kernels. A case that fails is logged and left out.
 
-    kernel: str
-    points: int
-    median: float
-    near: float
-    """Share of the points that are within 30 %."""
-    entry: dict[str, Any]
-    """As in a file of rates."""
-
-
-def kernels_of(a: Format, device: str) -> list[Kernel]:
-    """The kernels that may multiply a matrix on a device, without the reference, which is always slow."""
-    names = ("cpu",) if device == "cpu" else ("cuda", "vendor", "composed")
-    return [k for b in names for k in backends.get(b).kernels() if ("spmm", a.name) in k.takes]
-
-
-def measure(
-    seed: int, device: str, seconds: float, *, widths: int = 4, all_tiles: bool = True, products: int = 1 << 30,
-    formats: Sequence[str] = (),
-) -> Iterator[Point]:  # fmt: skip
-    """Measurements until ``seconds`` or ``products`` are used up. A case that fails is logged and left out.
-
-    all_tiles: for a fit, also some other tiles of a kernel; otherwise only its best one. formats: only these.
+    compile_ahead: a ``CompileAhead`` of the CUDA backend, to compile the kernels of a matrix in several processes.
     """
-    xp = _library(device)
-    end, rng, number = time.monotonic() + seconds, random.Random(seed), 0
-    for spec in cases.draw(seed, device, widths, formats):
-        if time.monotonic() > end:
+    xp = _library(scope.device)
+    sm = None if scope.device == "cpu" else int(xp.cuda.Device().compute_capability)
+    watch = clock(xp.empty(1, np.float32))
+    end, rng, number, refused = time.monotonic() + scope.seconds, random.Random(scope.seed), 0, 0
+    for spec in scope.specs():
+        if number >= scope.products or time.monotonic() > end:
             return
+        if refused == REFUSED:
+            log.warning("none of the last %d matrices that were drawn could be measured with these kernels", REFUSED)
+            return
+        refused += 1
+        if not any(_is_wanted(scope, p) for p in spec.problems(scope.device, sm)):
+            continue
         try:
-            a = cases.build(spec, xp, seed)
+            a = cases.build(spec, xp, scope.seed)
         except FAILURES as e:
             _note(str(spec), e)
             continue
-        watch = None
-        for n, b_layout, out_layout in spec.widths:
-            if number >= products or time.monotonic() > end:
+        refused = 0
+        drawn = [(p, _runs(scope, a, p, xp, rng)) for p in _problems(spec, a, scope.device, sm) if _is_wanted(scope, p)]
+        if compile_ahead is not None:
+            compile_ahead.compile_for(
+                [functools.partial(_once, run) for _, runs in drawn for run in runs], lambda: time.monotonic() > end
+            )
+        for p, runs in drawn:
+            if number >= scope.products or time.monotonic() > end:
                 return
-            p = _problem(a, n, b_layout, out_layout, device, xp)
-            B = cases.operand(xp, p.K, n, b_layout, p.b_dtype)
-            C = cases.operand(xp, p.M, n, out_layout, p.out_dtype)
-            watch = watch or clock(B)
             number += 1
-            for kernel in kernels_of(a, device):
-                yield from _measured(kernel, a, p, (B, C), watch, number, rng if all_tiles else None)
+            yield from _measured(runs, p, watch, number)
 
 
-def _measured(
-    kernel: Kernel, a: Format, p: Problem, operands: tuple[Any, Any], watch: Any, case: int, rng: random.Random | None
-) -> Iterator[Point]:
-    if kernel.unsupported(p) or kernel.workspace_bytes(p) > p.workspace:
-        return
-    expected, best = kernel.expected_us(p), kernel.best(p).tile
-    wanted = [best]
-    if rng is not None:
-        if not kernel.is_its_own(p):
-            return
-        others = [t for t in kernel.options(p) if t != best]
-        wanted += rng.sample(others, min(TILES - 1, len(others)))
-    for tile in wanted:
-        try:
-            with tiles.forced(kernel.name, str(tile)):
-                plan = kernel.plan(a, p)
-                plan(*operands)  # compiles, and chooses where the tile depends on the operands
-            (us,) = watch.take_turns([lambda plan=plan: plan(*operands)], 7, 2, cold=True, seconds=0.3)
-        except FAILURES as e:
-            if isinstance(device_error(e) or e, DeviceFault):
-                raise  # no later measurement would mean anything
-            _note(f"{kernel.name} {tile} on {p.format} {p.M}x{p.K} N={p.n}", e)
-            continue
-        yield Point(kernel, p, tile, us, expected if tile is best else math.nan, case)
-
-
-def _problem(a: Format, n: int, b_layout: str, out_layout: str, device: str, xp: Any) -> Problem:
-    sm = None if device == "cpu" else int(xp.cuda.Device().compute_capability)
+def _problems(spec: cases.Spec, a: Format, device: str, sm: int | None) -> Iterator[Problem]:
     name, params = a.dtype.name, tuple(a.params().items())
-    return Problem.product(
-        a.name, params, *a.shape, n, a.stored, name, name, name, b_layout, out_layout, device, sm
-    )  # fmt: skip
+    for n, b, c in spec.widths:
+        yield Problem.product(a.name, params, *a.shape, n, a.stored, name, name, name, b, c, device, sm)
+
+
+def _kernels(scope: Scope, p: Problem) -> tuple[list[Kernel], list[Kernel]]:
+    """(the chosen kernels that take a product, the others), without those that run another kernel's code."""
+    chosen, others = [], []
+    for k in kernels_by_name(scope.device).values():
+        if ("spmm", p.format) not in k.takes or k.unsupported(p) or k.workspace_bytes(p) > p.workspace:
+            continue
+        if not scope.kernels or k.name in scope.kernels:
+            if k.is_its_own(p):
+                chosen.append(k)
+        elif not k.by_name_only:
+            others.append(k)
+    return chosen, others
+
+
+def _is_wanted(scope: Scope, p: Problem) -> bool:
+    return bool(_kernels(scope, p)[0])
+
+
+def _runs(scope: Scope, a: Format, p: Problem, xp: Any, rng: random.Random) -> list[Run]:
+    """What is measured for one product."""
+    chosen, others = _kernels(scope, p)
+
+    @functools.cache
+    def operands() -> tuple[Array, Array]:
+        B = cases.operand(xp, p.K, p.n, p.b_layout, p.b_dtype)
+        return B, cases.operand(xp, p.M, p.n, p.out_layout, p.out_dtype)
+
+    def planned(kernel: Kernel, tile: Any) -> Callable[[], Array]:
+        B, C = operands()
+        with tiles.forced(kernel.name, str(tile)):
+            plan = kernel.plan(a, p)
+            spoil(C)
+            plan(B, C)  # compiles, and chooses where the tile depends on the operands
+        return lambda: plan(B, C)
+
+    def dense() -> Callable[[], Array]:
+        B, C = operands()
+        (contender,) = contenders.dense(a, B, C)
+        contender.run()
+        return contender.run
+
+    pairs = [(k, tile) for k in chosen for tile in _tiles(k, p, scope.tiles, rng)]
+    rivals = sorted(others, key=lambda k: k.expected_us(p))[:RIVALS]
+    pairs += [(k, k.best(p).tile) for k in rivals]
+    runs = [Run(k, tile, functools.partial(planned, k, tile)) for k, tile in pairs]
+    return [Run(YARDSTICK, None, dense), *runs]
+
+
+def _tiles(kernel: Kernel, p: Problem, most: int, rng: random.Random) -> list[Any]:
+    """The tile that is expected to be fastest, and others of the better ones."""
+    known = rates.constants(kernel.constants_of or kernel.name, kernel.terms, p) if kernel.terms else None
+    device = device_of(p)
+    ranked = sorted(kernel.options(p), key=lambda t: products.tile_us(kernel, p, t, device, known))
+    rest = ranked[1 : max(BETTER, len(ranked) // 3)]
+    return (ranked[:1] or [kernel.best(p).tile]) + rng.sample(rest, min(most - 1, len(rest)))
+
+
+def _once(run: Run) -> None:
+    run.start()
+
+
+def _measured(runs: Sequence[Run], p: Problem, watch: Any, number: int) -> Iterator[Point]:
+    """The runs of one product that work and agree, timed in turn."""
+    ready: list[tuple[Run, Callable[[], Array]]] = []
+    reference: Any = None
+    for run in runs:
+        what = f"{run.kernel.name} {run.tile} on {p.format} {p.M}x{p.K} N={p.n}"
+        try:
+            again = run.start()
+            C = again().astype(np.float32)
+            reference = C if reference is None else reference
+            difference = float(abs(C - reference).max()) / (float(abs(reference).max()) or 1.0)
+        except FAILURES as e:
+            _note(what, e)
+            continue
+        if difference <= DIFFERENT:  # also false for NaN
+            ready.append((run, again))
+        else:
+            log.error("%s: WRONG RESULT, %.3g of the largest value: left out", what, difference)
+    if not ready:
+        return
+    try:
+        times = watch.take_turns([again for _, again in ready], 9, 2, cold=True, seconds=0.2)
+    except FAILURES as e:
+        _note(f"{p.format} {p.M}x{p.K} N={p.n}", e)
+        return
+    for (run, _), us in zip(ready, times, strict=True):
+        yield Point(run.kernel, p, run.tile, float(f"{us:.6g}"), math.nan, number)
 
 
 def _library(device: str) -> Any:
@@ -146,102 +244,10 @@ def _library(device: str) -> Any:
 
 
 def _note(what: str, e: BaseException) -> None:
+    """Log a failure that concerns one case; raise one after which no later measurement would mean anything."""
+    if isinstance(device_error(e) or e, DeviceFault):
+        raise e
     log.warning("%s: left out: %s", what, str(e)[:200])
-
-
-# ------------------------------------------------------------------ constants
-
-
-def constants(quantities: Any, us: Any) -> list[float]:
-    """The constants of one variant: float64 [points, terms] and [points] to [terms], four significant digits."""
-    from scipy.optimize import nnls
-
-    Q, t = np.asarray(quantities, float), np.asarray(us, float)
-    weights = 1 / t
-    theta = np.zeros(Q.shape[1])
-    for _ in range(ROUNDS):
-        theta, _ = nnls(Q * weights[:, None], t * weights)
-        expected = np.maximum(Q @ theta, 1e-3)
-        off = np.abs(np.log(expected / t))
-        weights = 1 / np.sqrt(expected * t) / np.sqrt(np.maximum(1, off / NEAR))
-    return [float(f"{x:.4g}") for x in theta]
-
-
-def fit(points: Sequence[Point]) -> list[Fit]:
-    """The constants of every kernel with enough points."""
-    groups: dict[str, list[Point]] = defaultdict(list)
-    for x in points:
-        if x.kernel.terms:
-            groups[x.kernel.constants_of or x.kernel.name].append(x)
-    return [_fitted(name, some) for name, some in sorted(groups.items()) if len(some) >= ENOUGH * len(_terms(some))]
-
-
-def _terms(points: Sequence[Point]) -> tuple[str, ...]:
-    return points[0].kernel.terms
-
-
-def _fitted(name: str, points: list[Point]) -> Fit:
-    rows = [(x, x.kernel.quantities(x.problem, x.tile, device_of(x.problem)), _own(x)) for x in points]
-    groups: dict[str, list[Any]] = defaultdict(list)
-    for row in rows:
-        for variant in row[0].kernel.variant(row[0].problem, row[0].tile):
-            groups[variant].append(row)
-    every = constants([q for _, q, _ in rows], [us for *_, us in rows])
-    terms = _terms(points)
-    sets = {
-        variant: constants([q for _, q, _ in some], [us for *_, us in some])
-        for variant, some in sorted(groups.items())
-        if len(some) >= ENOUGH * len(terms)
-    }
-    off = []
-    for x, q, us in rows:
-        theta = next((sets[v] for v in x.kernel.variant(x.problem, x.tile) if v in sets), every)
-        expected = max(1e-3, float(np.dot(theta, q)))
-        off.append(max(expected / us, us / expected) - 1)
-    entry = {"terms": list(terms), "all": every, "tiles": {k: v for k, v in sets.items() if any(v)}}
-    return Fit(name, len(rows), statistics.median(off), sum(x <= NEAR for x in off) / len(off), entry)
-
-
-def _own(x: Point) -> float:
-    """The measured time without the expected time of other kernels that run after this one."""
-    return max(0.1 * x.us, x.us - x.kernel.rest_us(x.problem, x.tile))
-
-
-# ------------------------------------------------------------------ the choice
-
-
-def agreement(points: Iterable[Point]) -> list[dict[str, Any]]:
-    """By kernel: points, median error of the expected times, share within 30 %."""
-    off: dict[str, list[float]] = defaultdict(list)
-    for x in points:
-        off[x.kernel.name].append(max(x.expected / x.us, x.us / x.expected) - 1)
-    return [
-        {"kernel": k, "points": len(v), "median_error": statistics.median(v),
-         "within_30_percent": sum(e <= NEAR for e in v) / len(v)}
-        for k, v in sorted(off.items())
-    ]  # fmt: skip
-
-
-def regret(points: Iterable[Point]) -> list[dict[str, Any]]:
-    """By format, and for all: time of the kernel that was expected to be fastest over that of the fastest, less one.
-
-    Of products that more than one kernel took: geometric mean, what 90 % are within, and the worst.
-    """
-    products: dict[int, list[Point]] = defaultdict(list)
-    for x in points:
-        products[x.case].append(x)
-    ratios: dict[str, list[float]] = defaultdict(list)
-    for some in products.values():
-        if len(some) > 1:
-            chosen = min(some, key=lambda x: x.expected)
-            ratio = chosen.us / min(x.us for x in some)
-            ratios[some[0].problem.format].append(ratio)
-            ratios["all"].append(ratio)
-    return [
-        {"format": name, "products": len(r), "regret": math.exp(statistics.fmean(map(math.log, r))) - 1,
-         "ninety_percent": sorted(r)[int(0.9 * (len(r) - 1))] - 1, "worst": max(r) - 1}
-        for name, r in sorted(ratios.items(), key=lambda item: (item[0] == "all", item[0]))
-    ]  # fmt: skip
 
 
 def check_device(device: str) -> None:

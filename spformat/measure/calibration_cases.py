@@ -15,11 +15,13 @@ from ..errors import UsageError
 from ..formats import by_name
 from ..formats.base import Format
 from ..preprocess import masks
-from ..products.problem import COL, ROW
+from ..products.problem import COL, ROW, Problem
 from .layers import LAYERS
 
 BINS = ((1, 4), (5, 16), (17, 64), (65, 256), (257, 1024), (1025, 4096))
 """Ranges of N; the draws are spread over all of them."""
+FINE_BINS = ((1, 8), (9, 16), (17, 32), (33, 64), (65, 128), (129, 256), (257, 512), (513, 1024), (1025, 4096))
+"""The same for a fit of few kernels: as fine as the widths of tiles."""
 LARGEST = {"cuda": 1 << 26, "cpu": 1 << 23}
 """Elements of the largest dense matrix that is drawn, by device."""
 OPERATIONS = {"cuda": 6e11, "cpu": 4e9}
@@ -64,11 +66,20 @@ class Spec:
     def __str__(self) -> str:
         return f"{self.format} {self.dtype} {self.M}x{self.K}"
 
+    def problems(self, device: str, sm: int | None) -> Iterator[Problem]:
+        """Its products, as far as they are known before the matrix is built: nonzeros are counted by the density."""
+        nnz, d = round(self.M * self.K * self.density), self.dtype
+        params = tuple(by_name(self.format).resolve_params(dict(self.params)).items())
+        for n, b, c in self.widths:
+            yield Problem.product(self.format, params, self.M, self.K, n, nnz, d, d, d, b, c, device, sm)
 
-def draw(seed: int, device: str, widths: int, formats: Sequence[str] = ()) -> Iterator[Spec]:
+
+def draw(
+    seed: int, device: str, widths: int, formats: Sequence[str] = (), bins: Sequence[tuple[int, int]] = BINS
+) -> Iterator[Spec]:
     """An endless sequence of matrices with ``widths`` numbers of columns each. Every kind comes once in each round.
 
-    formats: ids of the only formats that are drawn; all without any.
+    formats: ids of the only formats that are drawn; all without any. bins: ranges of N.
     """
     kinds = [kind for kind in KINDS if not formats or kind[0] in formats]
     if not kinds:
@@ -79,16 +90,26 @@ def draw(seed: int, device: str, widths: int, formats: Sequence[str] = ()) -> It
     while True:
         for format, dtype, density, together, params in rng.sample(kinds, len(kinds)):
             M, K = rng.choice(shapes)
-            products = tuple(_width(rng, M, K, OPERATIONS[device]) for _ in range(widths))
+            products = tuple(_width(rng, M, K, OPERATIONS[device], bins) for _ in range(widths))
             yield Spec(format, dtype, M, K, density, together, tuple(params.items()), products)
 
 
-def _width(rng: random.Random, M: int, K: int, most: float) -> tuple[int, str, str]:
+def clipped(bins: Sequence[tuple[int, int]], least: int, most: int) -> tuple[tuple[int, int], ...]:
+    """The ranges between two numbers of columns, both included. UsageError if nothing is left."""
+    some = tuple((max(low, least), min(high, most)) for low, high in bins if low <= most and high >= least)
+    if not some or least > most:
+        whole = f"{bins[0][0]} to {bins[-1][1]}"
+        raise UsageError(f"columns: expected a part of {whole}, got {least} to {most}")
+    return some
+
+
+def _width(rng: random.Random, M: int, K: int, most: float, bins: Sequence[tuple[int, int]]) -> tuple[int, str, str]:
     """A random number of columns and layouts. Half of the numbers are multiples of eight, few are powers of two."""
-    low, high = rng.choice(BINS)
+    low, high = rng.choice(bins)
     n = round(low * (high / low) ** rng.random())
     if rng.random() < 0.5 and high > 8:
-        n = max(8, round(n / 8) * 8)
+        aligned = max(8, round(n / 8) * 8)
+        n = aligned if bins[0][0] <= aligned <= bins[-1][1] else n
     n = max(1, min(n, int(most / (2.0 * M * K))))
     b, c = rng.choice(((ROW, ROW), (ROW, ROW), (COL, COL), (COL, COL), (COL, ROW), (ROW, COL)))
     return n, b, c

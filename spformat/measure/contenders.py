@@ -55,15 +55,18 @@ def ours(a: Format, B: Array, only: Sequence[str] = (), first: bool = False) -> 
     return contenders or [_absent(r.kernel, NoKernelError("; ".join(r.reasons)), peer=False) for r in absent]
 
 
-def dense(a: Format, B: Array) -> list[Contender]:
-    """The dense product of the same matrix: cuBLAS on a device, numpy (BLAS) on the host."""
+def dense(a: Format, B: Array, out: Array | None = None) -> list[Contender]:
+    """The dense product of the same matrix: cuBLAS on a device, numpy (BLAS) on the host.
+
+    out: where cuBLAS writes the result; a row-major array without it.
+    """
     try:
         x = a.to_dense()
     except LimitError as e:  # a large sparse matrix, for example of a graph: sparse libraries are still measured
         return [_absent("dense", e)]
     if is_cupy(B):
-        p = plan(Dense.from_dense(x), B=B, backend="vendor")
-        out = _out(a, B)
+        out = _out(a, B) if out is None else out
+        p = plan(Dense.from_dense(x), B=B, out=out, backend="vendor")
         return [Contender("dense cuBLAS", lambda: p(B, out), peer=True)]
     if x.dtype.name not in SCIPY_TYPES:
         wide, other = x.astype(np.float32), B.astype(np.float32)

@@ -55,6 +55,13 @@ class Kernel:
         """The tiles worth considering for a problem; one None for a kernel without tiles."""
         return (None,)
 
+    def tile_named(self, p: Problem, text: str) -> Any:
+        """The tile whose ``str`` is ``text``, also one that ``options`` leaves out for this problem.
+
+        KeyError where the kernel has no such tile.
+        """
+        return {str(t): t for t in (*self.tiles, *self.options(p))}[text]
+
     def variant(self, p: Problem, tile: Any) -> tuple[str, ...]:
         """Names of the sets of constants for a problem and a tile, the most specific first."""
         return ()

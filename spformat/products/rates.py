@@ -81,11 +81,25 @@ def constants(kernel: str, terms: tuple[str, ...], p: Problem) -> Constants | No
 
     UsageError for an unknown value of SPFORMAT_RATES.
     """
-    for table in _tables(p):
+    tried = _tried.get()
+    for table in (tried, *_tables(p)) if tried else _tables(p):
         entry = table.get(kernel)
         if entry is not None and entry.terms == terms:
             return entry
     return None
+
+
+_tried: ContextVar[Mapping[str, Constants] | None] = ContextVar("spformat_tried_rates", default=None)
+
+
+@contextmanager
+def trying(table: Mapping[str, Constants]) -> Iterator[None]:
+    """Inside the block these constants win for the kernels that they name: what would be chosen by them?"""
+    token = _tried.set(table)
+    try:
+        yield
+    finally:
+        _tried.reset(token)
 
 
 def source(p: Problem) -> str:
@@ -203,13 +217,18 @@ def write(path: Path, about: Mapping[str, Any], kernels: Mapping[str, Any]) -> N
     """Put constants into the file at ``path``: those of other kernels in it stay, a damaged file is replaced.
 
     about: what is said of the measurement ("device", "date", "commit", "command", ..); kernels: name -> constants.
+    Where kernels that stay do not say themselves where they were measured, the head of the file, which does, stays.
     """
+    head, others = about, dict[str, Any]()
     try:
         read(path)
-        old = json.loads(read_small(path, _LARGEST))["kernels"]
+        old = json.loads(read_small(path, _LARGEST))
+        others = {name: own for name, own in old.pop("kernels").items() if name not in kernels}
+        if any("device" not in own for own in others.values()):
+            head = old
     except (InputError, OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError, AttributeError):
-        old = {}
-    write_own(path, {**about, "kernels": dict(sorted({**old, **kernels}.items()))})
+        others = {}
+    write_own(path, {**head, "kernels": dict(sorted({**others, **kernels}.items()))})
 
 
 def write_own(path: Path, tree: Mapping[str, Any]) -> None:
@@ -223,4 +242,15 @@ def write_own(path: Path, tree: Mapping[str, Any]) -> None:
             where.parent.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise OutputError(f"cannot create the folder: {reason(e)}", path=str(where.parent)) from e
-    publish(where, (json.dumps(tree, indent=1) + "\n").encode(), overwrite=True)
+    publish(where, (_text(tree) + "\n").encode(), overwrite=True)
+
+
+def _text(tree: Any, margin: str = "") -> str:
+    """JSON with a line for each name, each list of numbers and each object of a list: a comparison shows changes."""
+    if isinstance(tree, list) and tree and isinstance(tree[0], Mapping):
+        return "[\n" + ",\n".join(f"{margin} {json.dumps(value)}" for value in tree) + f"\n{margin}]"
+    if not isinstance(tree, Mapping) or not tree:
+        return json.dumps(tree)
+    inner = margin + " "
+    lines = (f"{inner}{json.dumps(name)}: {_text(value, inner)}" for name, value in tree.items())
+    return "{\n" + ",\n".join(lines) + f"\n{margin}}}"

@@ -11,8 +11,11 @@ import hashlib
 import os
 import re
 import tempfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ....arrays.library import compile_in_memory, import_cupy
 from ....errors import DeviceError
@@ -22,6 +25,8 @@ HERE = Path(__file__).parent.parent
 INCLUDE = HERE / "include"
 FREE = 48 * 1024
 """Bytes of shared memory that a block may have before the limit of its function has to be raised."""
+Instance: TypeAlias = tuple[str, str, str]
+"""A kernel to compile: file, C++ name expression, architecture."""
 _INCLUDE_LINE = re.compile(r'^\s*#\s*include\s+"(spformat/[^"]+)"', re.MULTILINE)
 
 
@@ -56,6 +61,28 @@ def options(arch: str) -> tuple[str, ...]:
     return (f"-arch={arch}", "-std=c++17", f"-I{INCLUDE}")
 
 
+class NotCompiled(DeviceError):
+    """A kernel that ``noting`` writes down instead of compiling it."""
+
+
+_Noted: TypeAlias = tuple[Collection[Instance], dict[Instance, None]]
+_noted: ContextVar[_Noted | None] = ContextVar("spformat_noted", default=None)
+
+
+@contextmanager
+def noting(ready: Collection[Instance]) -> Iterator[dict[Instance, None]]:
+    """Inside the block ``load`` compiles nothing that is not ``ready``: it notes it, and raises NotCompiled.
+
+    Yields what was noted so far, in the order of the calls.
+    """
+    noted: dict[Instance, None] = {}
+    token = _noted.set((ready, noted))
+    try:
+        yield noted
+    finally:
+        _noted.reset(token)
+
+
 @functools.cache
 def load(source: str, instance: str, arch: str, device_id: int = 0, smem: int = 0) -> Any:
     """The compiled kernel ``instance`` (a C++ name expression) of ``source``, ready to launch.
@@ -63,6 +90,9 @@ def load(source: str, instance: str, arch: str, device_id: int = 0, smem: int = 
     ``smem``: dynamic shared memory in bytes; where the block needs more than 48 KB the function attribute is raised.
     Raises DeviceError with the options, the compiler's log and the path of the dumped source.
     """
+    if (state := _noted.get()) is not None and (source, instance, arch) not in state[0]:
+        state[1][source, instance, arch] = None
+        raise NotCompiled(f"{source}: {instance} is not compiled yet")
     cupy = import_cupy()
     text = source_text(source)
     flags = options(arch)

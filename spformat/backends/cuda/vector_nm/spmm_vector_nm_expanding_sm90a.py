@@ -93,6 +93,7 @@ class SpmmVectorNMExpanding(CudaKernel):
     name = "cuda.spmm_vector_nm_expanding_sm90a"
     takes = spmm_of("vector-nm")
     archs = ARCHS
+    tiles = tuple(Split(t, parts) for t in TILES for parts in expanding.PARTS)
     terms = (*expanding.TERMS, "second launch", "copy of B")
 
     def unsupported(self, p: Problem) -> list[str]:
