@@ -11,7 +11,7 @@ from test_kernels import Guarded, on_device
 
 import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES
-from spformat.backends.cuda.runtime.copy_lines import copy_of
+from spformat.backends.cuda.runtime.copy_lines import CopyLines, copy_of
 from spformat.backends.cuda.runtime.kernel import column_class
 from spformat.dispatch.copied_operands import KERNEL, Layouts
 from spformat.preprocess import masks
@@ -98,13 +98,27 @@ def test_aligned_operands_stay_where_they_are(layout: str) -> None:
 def test_only_layouts_that_copy_something_are_tried() -> None:
     assert KERNEL.options(problem(336)) == []
     assert KERNEL.options(problem(336, "col", "col")) == [Layouts("row", "row", True, True)]
-    assert KERNEL.options(problem(333)) == [Layouts("row", "row", True, True), Layouts("col", "col", True, True)]
+    assert KERNEL.options(problem(333)) == [
+        Layouts("row", "row", True, True),
+        Layouts("col", "col", True, True),
+        Layouts("row", "row", True, False),
+        Layouts("col", "row", True, False),
+    ]
     assert KERNEL.options(problem(333, "col", "row")) == [
         Layouts("col", "row", False, True),
         Layouts("row", "row", True, True),
         Layouts("col", "col", False, True),
     ]
     assert KERNEL.options(problem(1)) == []
+
+
+def test_lines_of_c_that_start_anywhere_have_a_price() -> None:
+    """Without one, a kernel that stores such a C many times as slowly would be chosen instead of a copy."""
+    p = problem(333, fmt="bsr", b_alignment=16).changed(params=(("blocksize", (64, 64)),))
+    prices = {a.kernel: a.expected_us for a in sf.explain(p).answers if a and a.kernel.startswith("cuda.spmm_bsr")}
+    aligned = {a.kernel: a.expected_us for a in sf.explain(p.changed(out_alignment=16)).answers if a}
+    assert {"cuda.spmm_bsr", "cuda.spmm_bsr_sm90a", "cuda.spmm_bsr_stream_sm90a"} <= prices.keys()
+    assert all(us > aligned[name] for name, us in prices.items())
 
 
 def test_copies_are_refused_where_no_workspace_is_allowed() -> None:
@@ -198,6 +212,33 @@ def test_alpha_beta_and_bias_after_copies(cp: Any) -> None:
     out = cp.asarray(C)
     sf.spmm(x.to("cuda"), cp.asarray(B), out=out, backend=KERNEL.name, alpha=2, beta=-1, bias=cp.asarray(bias))
     assert (out.get() == 2 * (x.to_dense().astype(np.float64) @ B) - C + bias[:, None]).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_lines_are_copied_from_anywhere_to_anywhere(cp: Any, size: int) -> None:
+    """All starts within 16 bytes of both sides, lines longer and shorter than a unit, and nothing around them is touched."""
+    values, rng = 16 // size, np.random.default_rng(size)
+    p = problem(8).changed(sm=int(cp.cuda.Device().compute_capability))
+    copy, stream = CopyLines(size, p), cp.cuda.get_current_stream().ptr
+    dtype = np.dtype(f"u{size}")
+    for lines, along, fill in ((1, 1, 1), (3, 5, 5), (2, 40, 40), (5, 37, 48), (2, 600, 601), (9, 2, 8)):
+        for start, to_start in itertools.product(range(0, values, max(1, values // 8)), (0, 1 % values, values - 1)):
+            ld, ld_to = along + start % 3, fill + to_start % 4
+            words = rng.integers(1, 99, lines * ld).astype(dtype)
+            # The last line ends with the allocation, and the first starts with it where start is 0.
+            source = cp.empty(start + (lines - 1) * ld + along, dtype)
+            source[start:] = cp.asarray(words[: source.size - start])
+            target = cp.full(to_start + lines * ld_to + 7, 0xFF, dtype)
+            copy.bind(
+                stream, source.data.ptr + start * size, target.data.ptr + to_start * size, lines, along, ld, ld_to, fill
+            )()
+            wanted = np.full(target.size, 0xFF, dtype)
+            for i in range(lines):
+                at = to_start + i * ld_to
+                wanted[at : at + fill] = 0
+                wanted[at : at + along] = words[i * ld : i * ld + along]
+            assert (target.get() == wanted).all(), (lines, along, fill, start, to_start)
 
 
 @pytest.mark.gpu

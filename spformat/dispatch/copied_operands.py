@@ -1,8 +1,9 @@
 """Products on a GPU whose B or C is first copied into a layout that a kernel is faster with.
 
 Rows of N values start on 16-byte boundaries only if N is a multiple of 8 (for 16-bit values). Where they do not, every
-kernel loads value by value, cuBLAS's as well, and takes up to twenty times as long. A copy costs one more pass over the
-operand. A kernel may also be so much faster with the other layout that two transposed copies pay.
+kernel loads B value by value, cuBLAS's as well, and takes up to twenty times as long. A copy costs one more pass over
+the operand. Storing C with such rows costs most kernels less than a copy. A kernel may also be so much faster with the
+other layout that two transposed copies pay.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ class CopiedOperands(Kernel):
         if not (own_b and own_c):
             pairs.append((COL, COL))
         tried = [Layouts(b, c, b != p.b_layout or not own_b, c != p.out_layout or not own_c) for b, c in pairs]
+        if not (own_b or own_c):  # B alone: kernels store lines of C that start anywhere at little more cost
+            tried += [Layouts(b, p.out_layout, True, False) for b in dict.fromkeys((p.b_layout, COL))]
         return [x for x in dict.fromkeys(tried) if x.copies_b or x.copies_out]
 
     def problem(self, p: Problem, x: Layouts) -> Problem:

@@ -120,6 +120,12 @@ def written_us(p: Problem, device: Device) -> float:
     return memory_us(p.rows * p.n * itemsize(p.out_dtype), device) if p.out_layout == COL else 0.0
 
 
+def unaligned_us(p: Problem, device: Device) -> float:
+    """Time to write C where its lines start anywhere, which some kernels do in several pieces a line; else 0."""
+    aligned_lines = p.n == 1 or out_alignment(p) == LINE
+    return 0.0 if aligned_lines else memory_us(p.rows * p.n * itemsize(p.out_dtype), device)
+
+
 # ------------------------------------------------------------------ lines of B and C
 
 

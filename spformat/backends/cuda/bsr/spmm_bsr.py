@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ....arrays.library import ceil_div, namespace
-from ....products.ideal import b_alignment, load_us, memory_us, operands_bytes, stored_bytes, tile_us
+from ....products.ideal import b_alignment, load_us, memory_us, operands_bytes, stored_bytes, tile_us, unaligned_us
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, ROW, Problem
 from ....products.roofline import TENSOR_16, TF32_THREE, Device, shared_limit
@@ -102,7 +102,7 @@ class SpmmBSR(CudaKernel):
     archs = ("sm_80",)
     product_error = 2.0**-21  # float32 as three TF32 products: the product of the two low parts is left out
     terms = ("launch", "memory", "products", "rounds", "loads", "rounds of loads", "tiles", "column-major C",
-             "single loads")  # fmt: skip
+             "single loads", "unaligned C")  # fmt: skip
 
     def unsupported(self, p: Problem) -> list[str]:
         return refusals.every(p, 80, tuple(C_TYPES)) + reasons(
@@ -129,6 +129,7 @@ class SpmmBSR(CudaKernel):
         rounds: the same in whole rounds of tiles of average length. loads and rounds of loads: as both, at the rate of
         L2. tiles: C written from each multiprocessor in turn. column-major C: the same, where C is written element by
         element. single loads: 0.1 us for each of B's elements that a thread loads alone, where lines are not aligned.
+        unaligned C: C once more, where its lines are not.
         """
         (height, width), size = p.p["blocksize"], _ITEMSIZE[p.a_dtype]
         kind = TENSOR_16 if size == 2 else TF32_THREE
@@ -144,7 +145,8 @@ class SpmmBSR(CudaKernel):
         memory = memory_us(stored_bytes(p) + operands_bytes(p), device)
         turned = written if p.out_layout == COL else 0.0
         single = 0.0 if b_alignment(p) == 16 else turns * depth * (p.n / columns) / tile.threads * 0.1
-        return 1.0, memory, even * one, turns * one, even * loaded, turns * loaded, written, turned, single
+        unaligned = unaligned_us(p, device)
+        return 1.0, memory, even * one, turns * one, even * loaded, turns * loaded, written, turned, single, unaligned
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
         return Prepared(launcher(arrays_of(a), p), str(choose_tile(p)))

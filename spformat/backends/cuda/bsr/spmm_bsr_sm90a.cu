@@ -28,6 +28,7 @@
 //   Limits  nnzb*R, M and K < 2^31; B 16-byte aligned with a leading dimension of whole 16 bytes.
 #include "spformat/epilogue.cuh"
 #include "spformat/ldmatrix.cuh"
+#include "spformat/staged_store.cuh"
 #include "spformat/tma.cuh"
 #include "spformat/wgmma.cuh"
 
@@ -282,19 +283,25 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
                     tma::store_commit();
                 }
             } else {
+                // Through the place that the copies of C would use, 4096 bytes a warp: 16 lines of D, 64 columns of it at a time.
+                constexpr int Panel = Width < 64 ? Width : 64;
+                static_assert(store_m16_scratch<Out, Panel / 8> <= 4096, "a panel of D fits the place of a warp");
+                char* const scratch = raw + (staging - shared_address(raw)) + warp * 4096;
+                const bool vector = vector_aligned(out, ldc);
 #pragma unroll
                 for (int b = 0; b < Blocks; ++b) {
                     const i64 entry = first_entry + b;
                     if (entry >= listed) continue;
                     const i64 block_row = Listed ? static_cast<i64>(row_ids[entry]) : entry;
-                    const i64 top = block_row * R + row_offset;
+                    const int top = static_cast<int>(block_row * R + row_offset), left = static_cast<int>(n0);
 #pragma unroll
-                    for (int j = 0; j < Width / 2; j += 8) {
-                        const float left[4] = {sums[b][j], sums[b][j + 1], sums[b][j + 2], sums[b][j + 3]};
-                        const float right[4] = {sums[b][j + 4], sums[b][j + 5], sums[b][j + 6], sums[b][j + 7]};
-                        const i64 row = top + (OnM ? warp % 4 * 16 : 2 * j), n = n0 + (OnM ? 2 * j : warp % 4 * 16);
-                        Out* const to = out + (CCol ? row + n * ldc : row * ldc + n);
-                        store_16x16<Out, Turn>(to, ldc, OnM ? M - row : N - n, OnM ? N - n : M - row, left, right);
+                    for (int j = 0; j < Width; j += Panel) {
+                        if constexpr (OnM)
+                            store_m16<Out, CCol, Panel / 8>(sums[b] + j / 2, scratch, out, ldc, top + warp % 4 * 16, left + j,
+                                                            static_cast<int>(M), static_cast<int>(N), vector);
+                        else  // D is the transposed tile of C
+                            store_m16<Out, !CCol, Panel / 8>(sums[b] + j / 2, scratch, out, ldc, left + warp % 4 * 16, top + j,
+                                                             static_cast<int>(N), static_cast<int>(M), vector);
                     }
                 }
             }

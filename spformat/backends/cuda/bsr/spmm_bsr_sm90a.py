@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ....arrays.library import ceil_div, namespace
-from ....products.ideal import load_us, memory_us, operands_bytes, rounds, stored_bytes, tile_us
+from ....products.ideal import load_us, memory_us, operands_bytes, rounds, stored_bytes, tile_us, unaligned_us
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, ROW, Problem, itemsize
 from ....products.roofline import TENSOR_16, Device
@@ -147,7 +147,8 @@ class SpmmBSRHopper(CopyEngineKernel):
     takes = spmm_of("bsr", "dbsr")
     otherwise = spmm_bsr.KERNEL
     archs = ("sm_90a",)
-    terms = ("launch", "memory", "products", "rounds", "loads", "steps", "tiles", "column-major C")
+    terms = ("launch", "memory", "products", "rounds", "loads", "steps", "tiles", "column-major C",
+             "unaligned C")  # fmt: skip
 
     def unsupported(self, p: Problem) -> list[str]:
         height, width = p.p["blocksize"]
@@ -184,7 +185,7 @@ class SpmmBSRHopper(CopyEngineKernel):
         A tile covers several block rows; a slice of B is loaded for every block column that one of them has. products:
         those of stored blocks, spread evenly. rounds: the same in whole rounds of tiles. loads: slices of B and blocks
         of A from L2, in whole rounds. steps: 0.1 us for each slice of 64 columns that a tile waits for. tiles: C of
-        each round. column-major C: the same where it is.
+        each round. column-major C: the same where it is. unaligned C: C once more, where its lines start anywhere.
         """
         height, width = p.p["blocksize"]
         rows, cols = tile.extent(height)
@@ -202,7 +203,8 @@ class SpmmBSRHopper(CopyEngineKernel):
         memory = memory_us(stored_bytes(p) + operands_bytes(p), device)
         turned = written if p.out_layout == COL else 0.0
         even = tiles / device.processors
-        return 1.0, memory, even * one, turns * one, turns * loaded, turns * depth / 64 * 0.1, written, turned
+        waits, unaligned = turns * depth / 64 * 0.1, unaligned_us(p, device)
+        return 1.0, memory, even * one, turns * one, turns * loaded, waits, written, turned, unaligned
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
         tile = choose_tile(p)

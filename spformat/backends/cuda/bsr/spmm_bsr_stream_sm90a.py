@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ....arrays.library import Array, ceil_div, namespace, round_up
-from ....products.ideal import load_us, memory_us, operands_bytes, stored_bytes, tile_us
+from ....products.ideal import load_us, memory_us, operands_bytes, stored_bytes, tile_us, unaligned_us
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, ROW, Problem, itemsize
 from ....products.roofline import TENSOR_16, Device
@@ -108,7 +108,7 @@ class SpmmBSRStream(CopyEngineKernel):
     otherwise = spmm_bsr.KERNEL
     archs = ARCHS
     tiles = TILES
-    terms = ("launch", "memory", "steps", "latency", "sums", "shares", "column-major C")
+    terms = ("launch", "memory", "steps", "latency", "sums", "shares", "column-major C", "unaligned C")
 
     def unsupported(self, p: Problem) -> list[str]:
         height, width = p.p["blocksize"]
@@ -134,7 +134,8 @@ class SpmmBSRStream(CopyEngineKernel):
 
         launch: constant. memory: A, B and C once. steps: each as long as its products, or as loading A and B from L2.
         latency: of steps that a block takes one by one, in proportion to their columns. sums: written by a block and
-        read by another, for each further share of a tile. shares: of a tile, one after the other.
+        read by another, for each further share of a tile. shares: of a tile, one after the other. unaligned C: C once
+        more, where its lines start anywhere.
         """
         strips, columns = ceil_div(p.M, ROWS), ceil_div(p.n, tile.cols)
         steps = max(strips, ceil_div(p.nnz, ROWS * DEPTH)) * columns
@@ -149,7 +150,8 @@ class SpmmBSRStream(CopyEngineKernel):
         memory = memory_us(stored_bytes(p) + operands_bytes(p), device)
         column_major = memory_us(p.M * p.n * itemsize(p.out_dtype), device) if p.out_layout == COL else 0.0
         latency = longest * tile.cols / DEPTH
-        return 1.0, memory, at_once * longest * step, latency, sums, per_tile / longest, column_major
+        steps_us, unaligned = at_once * longest * step, unaligned_us(p, device)
+        return 1.0, memory, steps_us, latency, sums, per_tile / longest, column_major, unaligned
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""

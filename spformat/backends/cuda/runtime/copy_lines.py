@@ -1,7 +1,8 @@
 """Copies of B and C in another layout, for kernels that are slow with theirs.  Kernel: copy_lines.cu.
 
 A row-major operand whose rows do not start on 16-byte boundaries is loaded element by element by every kernel, cuBLAS's
-among them. A copy whose lines are aligned costs one pass over the operand. A copy in the other layout costs the same.
+among them. A copy whose lines are aligned costs one pass over the operand, which moves 16 bytes at a time whatever the
+alignment. A copy in the other layout costs a little more.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .scratch import Scratch
 from .transpose import Transpose, grid
 
 ARCHS = ("sm_80",)
-THREADS, EACH, LEAST_WIDTH = 256, 8, 3
+THREADS, EACH, UNIT = 256, 4, 16
 
 
 def instances() -> tuple[str, ...]:
@@ -35,14 +36,17 @@ class CopyLines:
         function = jit.load("runtime/copy_lines.cu", f"copy_lines<{WORDS[size]}>", jit.architecture(p.sm or 80, ARCHS),
                             p.device_id)  # fmt: skip
         self._launch = Launch(function, "PPqqqqqi", (), THREADS)
+        self._size = size
 
     def bind(
         self, stream: int, source: int, target: int, lines: int, along: int, ld: int, ld_target: int, fill: int
     ) -> Bound:
         """The launch for two addresses. fill: elements that a line of the target gets, zeros behind ``along``."""
-        narrow = min((THREADS - 1).bit_length(), max(LEAST_WIDTH, (ceil_div(fill, EACH) - 1).bit_length()))
+        units = ceil_div(fill * self._size, UNIT) + 1  # one more where a line of the target starts between two of them
+        each = EACH if units > 32 else 1  # short lines: a thread for each unit, so that more of them load at once
+        narrow = min((THREADS - 1).bit_length(), (ceil_div(units, each) - 1).bit_length())
         groups = min(ceil_div(lines, THREADS >> narrow), MAX_GRID_Y)
-        pieces = min(ceil_div(fill, EACH << narrow), 1 << 16)
+        pieces = min(ceil_div(units, EACH << narrow), 1 << 16)
         return self._launch.bind((pieces, groups, 1), stream, source, target, lines, along, ld, ld_target, fill, narrow)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div, round_up
-from ....products.ideal import load_us, tile_us, traffic_us
+from ....products.ideal import load_us, tile_us, traffic_us, unaligned_us
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, Problem, itemsize
 from ....products.roofline import TENSOR_16, Device
@@ -98,6 +98,7 @@ class SpmmTwoFourShares(CopyEngineKernel):
     tiles = TILES
     terms = (
         "launch", "steps", "memory", "products", "loads", "handed over", "sums", "row-major C", "column-major C",
+        "unaligned C",
     )  # fmt: skip
 
     def unsupported(self, p: Problem) -> list[str]:
@@ -116,6 +117,7 @@ class SpmmTwoFourShares(CopyEngineKernel):
 
         launch: constant. steps: their number, in microseconds. products, loads (weights and B from L2): of these steps.
         handed over: constant where a tile has several blocks. sums: handed over and added once for each further one.
+        unaligned C: C once more, where its lines start anywhere.
         """
         units, steps = tile.units(p.M, p.n), ceil_div(p.K, DEPTH)
         clusters = tile.clusters(units, steps, max(1, device.processors // tile.cluster))
@@ -129,7 +131,7 @@ class SpmmTwoFourShares(CopyEngineKernel):
         loads = longest * load_us(ROWS * DEPTH * RECORD + tile.cols * DEPTH * 2 / tile.cluster, device)
         written = turns * load_us(ROWS * tile.cols * itemsize(p.out_dtype), device)
         by_layout = (0.0, written) if p.out_layout == COL else (written, 0.0)
-        return 1.0, longest, traffic_us(p, device), products, loads, handed, sums, *by_layout
+        return 1.0, longest, traffic_us(p, device), products, loads, handed, sums, *by_layout, unaligned_us(p, device)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div
-from ....products.ideal import load_us, rounds, tile_us, traffic_us
+from ....products.ideal import load_us, rounds, tile_us, traffic_us, unaligned_us
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, Problem, itemsize
 from ....products.roofline import TENSOR_16, Device
@@ -95,7 +95,8 @@ class SpmmTwoFourSm90a(CopyEngineKernel):
     otherwise = KERNEL
     epilogue = True
     tiles = TILES
-    terms = ("launch", "memory", "products", "loads", "tiles", "sums", "column-major C", "slower of the two")
+    terms = ("launch", "memory", "products", "loads", "tiles", "sums", "column-major C", "slower of the two",
+             "unaligned C")  # fmt: skip
 
     def unsupported(self, p: Problem) -> list[str]:
         return mma_reasons(p, 80) + reasons(
@@ -114,7 +115,10 @@ class SpmmTwoFourSm90a(CopyEngineKernel):
         return (str(tile),)
 
     def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
-        """Those of ``spmm_two_four.TERMS``, in rounds of clusters; sums: parts of K exchanged through shared memory."""
+        """Those of ``spmm_two_four.TERMS``, in rounds of clusters; sums: parts of K exchanged through shared memory.
+
+        unaligned C: C once more, where its lines start anywhere.
+        """
         clusters = ceil_div(p.M, tile.rows * tile.cluster) * ceil_div(p.n, tile.cols)
         turns = rounds(clusters, device.processors // tile.blocks)
         steps = ceil_div(ceil_div(p.K, DEPTH), tile.splits)
@@ -125,7 +129,7 @@ class SpmmTwoFourSm90a(CopyEngineKernel):
         sums = turns * (tile.splits - 1) * load_us(tile.rows * tile.cols * 4, device)
         memory = traffic_us(p, device)
         turned = written if p.out_layout == COL else 0.0
-        return 1.0, memory, products, loads, written, sums, turned, max(memory, products)
+        return 1.0, memory, products, loads, written, sums, turned, max(memory, products), unaligned_us(p, device)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""

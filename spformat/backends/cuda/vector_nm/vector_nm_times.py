@@ -15,6 +15,7 @@ from ....products.ideal import (
     rounds,
     tile_us,
     traffic_us,
+    unaligned_us,
 )
 from ....products.problem import COL, Problem, itemsize
 from ....products.roofline import Device, device_of
@@ -22,7 +23,7 @@ from .vector_nm_launch import choose_splits
 from .vector_nm_tiles import MAX_PACKED_SHARE
 
 TERMS = ("launch", "memory", "products", "loads", "steps", "tiles", "sums", "copy of B", "second launches",
-         "slower of memory and loads")  # fmt: skip
+         "slower of memory and loads", "unaligned C")  # fmt: skip
 MOST_PARTS = 32
 """Parts that K may be cut into."""
 _Tile = TypeVar("_Tile")
@@ -115,7 +116,7 @@ def quantities(
 
     products, loads, steps, tiles: in whole rounds of tiles; a step waits 0.1 us, a tile writes its part of C. sums:
     parts of K, written in float32 and read back. copy of B: a column-major or unaligned B is copied to aligned rows
-    first. second launches: of the copy, and of the sums.
+    first. second launches: of the copy, and of the sums. unaligned C: C once more, where its lines start anywhere.
     """
     (rows, cols), size = extent, itemsize(p.a_dtype)
     turns = rounds(ceil_div(p.M, rows) * ceil_div(p.n, cols) * splits, device.processors)
@@ -125,8 +126,8 @@ def quantities(
     written = turns * load_us(rows * cols * itemsize(p.out_dtype), device)
     sums = memory_us((splits + 1) * p.M * p.n * 4, device) if splits > 1 else 0.0
     memory, copied, copy = _of_every_tile(p, device)
-    launches = float(copied) + float(splits > 1)
-    return 1.0, memory, products, loads, waits, written, sums, copy, launches, max(memory, loads)
+    launches, slower = float(copied) + float(splits > 1), max(memory, loads)
+    return 1.0, memory, products, loads, waits, written, sums, copy, launches, slower, unaligned_us(p, device)
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,0 +1,21 @@
+// Sixteen bytes from anywhere, out of the aligned sixteen bytes before and behind them.
+#pragma once
+#include "spformat/integers.cuh"
+
+namespace spformat {
+
+// The 16 bytes that start `bytes` (0 to 15) behind the start of low, high.
+__device__ __forceinline__ uint4 shifted(const uint4& low, const uint4& high, u32 bytes) {
+    u32 w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    if (bytes & 8)
+#pragma unroll
+        for (int i = 0; i < 6; ++i) w[i] = w[i + 2];
+    if (bytes & 4)
+#pragma unroll
+        for (int i = 0; i < 5; ++i) w[i] = w[i + 1];
+    const u32 bits = bytes % 4 * 8;
+    return make_uint4(__funnelshift_r(w[0], w[1], bits), __funnelshift_r(w[1], w[2], bits),
+                      __funnelshift_r(w[2], w[3], bits), __funnelshift_r(w[3], w[4], bits));
+}
+
+}  // namespace spformat
