@@ -8,6 +8,8 @@ dense       cuBLAS on the same matrix, the fastest of row-major and column-major
             own call if torch is installed
 best        the fastest of all our kernels for the product (``--regret``): what a better choice would have gained
 cuSPARSELt  for 2:4, through torch, its algorithms searched
+next        the same product with the next multiple of eight columns (``--unaligned``, which draws row-major operands
+            and odd numbers of columns from 17 on): what lines that start anywhere cost
 
 Prints the geometric mean and the worst by format, layout and range of N. Without ``--seed`` one is drawn and printed,
 so that the shapes are on nobody's list.
@@ -28,12 +30,13 @@ from statistics import geometric_mean
 from typing import Any
 
 import spformat as sf
+from spformat.arrays.library import round_up
 from spformat.formats.base import Format
 from spformat.formats.dense import Dense
 from spformat.measure import bench, calibration_cases, contenders
 from spformat.measure.calibration_cases import Spec
 from spformat.products.operations import SPMM
-from spformat.products.problem import COL, ROW
+from spformat.products.problem import COL, PITCH, ROW
 
 RANGES = ((1, 16), (17, 64), (65, 256), (257, 4096))
 DENSE = ("dense", "torch dense")
@@ -53,19 +56,24 @@ def label(spec: Spec) -> str:
     return spec.format + f" {100 * (1 - spec.density):.0f} % {spec.dtype}"
 
 
-def products(seed: int, formats: list[str]) -> Iterator[tuple[Spec, Format, Any, Any, str]]:
+def products(seed: int, formats: list[str], unaligned: bool) -> Iterator[tuple[Spec, Format, Any, Any, str]]:
     """(matrix, its operands B and C, layout of both) one after the other, without end."""
     import cupy
 
-    for spec in calibration_cases.draw(seed, "cuda", 2, formats):
+    for spec in calibration_cases.draw(seed, "cuda", 3 if unaligned else 2, formats):
         if spec.format == "dense":
             continue
         a = calibration_cases.build(spec, cupy, seed)
-        for n, *_ in spec.widths:
-            for layout in (COL, ROW):
+        for drawn, *_ in spec.widths:
+            odd = max(17, drawn) | 1
+            for n, layout in ((odd, ROW), (next_multiple(odd), ROW)) if unaligned else ((drawn, COL), (drawn, ROW)):
                 B = calibration_cases.operand(cupy, spec.K, n, layout, spec.dtype)
                 C = cupy.empty((spec.M, n), B.dtype, order="F" if layout == COL else "C")
                 yield spec, a, B, C, layout
+
+
+def next_multiple(n: int) -> int:
+    return round_up(n, PITCH)
 
 
 def crowd(a: Format, B: Any, C: Any, regret: bool) -> list[bench.Contender]:
@@ -100,10 +108,10 @@ def run_of(plan: Any, B: Any, C: Any) -> Callable[[], Any]:
     return functools.partial(plan, B, out=C)
 
 
-def measure(seed: int, seconds: float, formats: list[str], regret: bool) -> list[dict[str, Any]]:
+def measure(seed: int, seconds: float, formats: list[str], regret: bool, unaligned: bool) -> list[dict[str, Any]]:
     """A row for each product that was measured before the time was over."""
     end, rows = time.monotonic() + seconds, []
-    for spec, a, B, C, layout in products(seed, formats):
+    for spec, a, B, C, layout in products(seed, formats, unaligned):
         if time.monotonic() > end:
             break
         case = bench.Case(str(spec), a, B, tuple(crowd(a, B, C, regret)), a.dtype.name, {"nnz": a.nnz})
@@ -128,6 +136,13 @@ def ratios(rows: list[dict[str, Any]], against: str | tuple[str, ...]) -> list[t
     return pairs
 
 
+def with_next(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with an odd number of columns, and among their times that of the next multiple of eight."""
+    known = {(r["kind"], r["M"], r["K"], r["N"]): r["us"].get("ours") for r in rows}
+    pairs = [(r, known.get((r["kind"], r["M"], r["K"], next_multiple(r["N"])))) for r in rows if r["N"] % 2]
+    return [{**r, "us": {**r["us"], "next multiple": us}} for r, us in pairs if us]
+
+
 def table(rows: list[dict[str, Any]], against: str | tuple[str, ...], title: str) -> Iterator[str]:
     """Geometric mean / worst (number of products) by kind and layout, a column for each range of N."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
@@ -149,6 +164,7 @@ def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
     """All tables, and what went wrong."""
     yield from table(rows, DENSE, "Times dense cuBLAS (the fastest of its layouts)")
     yield from table(rows, "cuSPARSELt", "Times cuSPARSELt (searched)")
+    yield from table(with_next(rows), "next multiple", "Times the next multiple of eight columns")
     kept = [max(1.0, 1 / x) for x, _ in ratios(rows, ("cuda.", "composed.", "vendor."))]
     if kept:
         average, worst = (100 * (x - 1) for x in (geometric_mean(kept), max(kept)))
@@ -173,10 +189,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=420)
     parser.add_argument("--formats", default="", help="only these, comma-separated")
     parser.add_argument("--regret", action="store_true", help="also measure our other kernels")
+    parser.add_argument("--unaligned", action="store_true", help="row-major operands with odd numbers of columns")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     seed = secrets.randbelow(1 << 31) if options.seed is None else options.seed
-    rows = measure(seed, options.seconds, [f for f in options.formats.split(",") if f], options.regret)
+    rows = measure(seed, options.seconds, [f for f in options.formats.split(",") if f], options.regret,
+                   options.unaligned)  # fmt: skip
     import cupy
 
     about = bench.environment(cupy.zeros(1))

@@ -45,26 +45,29 @@ template <class Out, bool Col>
 __device__ __forceinline__ void store_16x16(Out* c, i64 ldc, i64 rows, i64 columns, const float (&left)[4], const float (&right)[4]) {
     const int g = (threadIdx.x % 32) / 4, t = threadIdx.x % 4;
     if constexpr (sizeof(Out) == 2) {
-        u32 w[4] = {pack2<Out>(left[0], left[1]), pack2<Out>(right[0], right[1]),
-                    pack2<Out>(left[2], left[3]), pack2<Out>(right[2], right[3])};
-        if constexpr (Col) {
-            const u32 below = transpose_8x8(w[2]);
-            w[2] = transpose_8x8(w[1]);
-            w[0] = transpose_8x8(w[0]), w[1] = below, w[3] = transpose_8x8(w[3]);
-        }
-        transpose_quad(w);  // lane t holds eight neighbours along the contiguous axis
-        const int across = g + 8 * (t / 2), along = 8 * (t % 2);
-        if (across < (Col ? columns : rows)) store_eight(c + across * ldc + along, w, (Col ? rows : columns) - along);
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int row = g + 8 * (i / 2);
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int column = 2 * t + 8 * half + i % 2;
-                if (row < rows && column < columns)
-                    c[Col ? row + column * ldc : row * ldc + column] = from_float<Out>(half ? right[i] : left[i]);
+        if (reinterpret_cast<u64>(c) % 16 == 0 && ldc % 8 == 0) {  // the same for all lanes
+            u32 w[4] = {pack2<Out>(left[0], left[1]), pack2<Out>(right[0], right[1]),
+                        pack2<Out>(left[2], left[3]), pack2<Out>(right[2], right[3])};
+            if constexpr (Col) {
+                const u32 below = transpose_8x8(w[2]);
+                w[2] = transpose_8x8(w[1]);
+                w[0] = transpose_8x8(w[0]), w[1] = below, w[3] = transpose_8x8(w[3]);
             }
+            transpose_quad(w);  // lane t holds eight neighbours along the contiguous axis
+            const int across = g + 8 * (t / 2), along = 8 * (t % 2);
+            if (across < (Col ? columns : rows)) store_eight(c + across * ldc + along, w, (Col ? rows : columns) - along);
+            return;
+        }
+    }
+    // Single elements, as the lanes have them: a store of the warp then touches eight sectors of 32 bytes.
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int row = g + 8 * (i / 2);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int column = 2 * t + 8 * half + i % 2;
+            if (row < rows && column < columns)
+                c[Col ? row + column * ldc : row * ldc + column] = from_float<Out>(half ? right[i] : left[i]);
         }
     }
 }
