@@ -51,6 +51,7 @@ def scope(
 def loaded(files: Files, device: str, products: int) -> Loaded | None:
     """The points of the files that are to be read; None if something is to be measured. UsageError where options
     contradict each other, OutputError for a file of points that exists."""
+    from spformat.dispatch.select import of_any_machine
     from spformat.errors import OutputError, UsageError
     from spformat.measure.calibration_points import load
 
@@ -62,7 +63,8 @@ def loaded(files: Files, device: str, products: int) -> Loaded | None:
         raise UsageError("--points writes what is measured, and --from-points measures nothing: give one of them")
     if products:
         raise UsageError("--validate measures products, and --from-points measures nothing: give one of them")
-    points = load([Path(name) for name in files.from_points])
+    with of_any_machine():
+        points = load([Path(name) for name in files.from_points])
     if device not in ("", device_of(points)):
         raise UsageError(f"--from-points: the points are of {device_of(points)}, not of {device}", value=device)
     return points
@@ -78,13 +80,22 @@ def calibrate(scope: Scope, files: Files, loaded: Loaded | None, as_json: bool) 
 
     loaded: points that were measured before; None to measure.
     """
-    from spformat.measure import calibration_fit
+    from spformat.dispatch.select import of_any_machine
     from spformat.measure.calibration_points import Loaded
-    from spformat.products import rates
 
     if loaded is None:
         about = _about(scope, files.commit)
-        loaded = Loaded(about, _measured(scope, files.points, about), {})
+        _fit(scope, files, Loaded(about, _measured(scope, files.points, about), {}), as_json)
+    else:
+        with of_any_machine():
+            _fit(scope, files, loaded, as_json)
+
+
+def _fit(scope: Scope, files: Files, loaded: Loaded, as_json: bool) -> None:
+    """Fit, write the constants and print what they cost."""
+    from spformat.measure import calibration_fit
+    from spformat.products import rates
+
     about, points = loaded.about, loaded.points
     for why, count in loaded.left_out.items():
         warnings().print(f"{count} point(s) left out: {why}", style="yellow", soft_wrap=True)

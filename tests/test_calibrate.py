@@ -17,6 +17,7 @@ from test_cli import spformat
 from test_rates import P
 
 from spformat import backends
+from spformat.dispatch.select import of_any_machine
 from spformat.errors import DeviceFault, InputError, UsageError
 from spformat.formats import by_name
 from spformat.measure import bench, calibrate, calibration_cases, calibration_fit, calibration_points
@@ -384,6 +385,28 @@ def test_a_fit_from_points_writes_only_the_named_kernel(saved: Path) -> None:
         assert text in shown.stdout
     own = json.loads(out.read_text())["kernels"][EXPANDING.name]
     assert (own["sm"], own["commit"]) == (90, "0badc0de")
+
+
+def test_points_of_a_kernel_composed_of_others_are_fitted_without_a_gpu(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a copy costs is what is left when the product between the copies is taken off: that needs its kernel's time,
+    which does not depend on this machine."""
+    for name in ("cuda", "vendor"):
+        monkeypatch.setattr(backends.get(name), "missing", lambda: ["no GPU"])
+    copied, points = kernels_by_name("cuda")["composed.copied_operands"], []
+    with of_any_machine():
+        for case, n in enumerate(range(65, 465, 8), 1):
+            p = vector(n, nnz=1 << 22).changed(b_layout=ROW, out_layout=ROW)
+            points += [Point(copied, p, x, 1.5 * copied.expected_us(p), math.nan, case) for x in copied.options(p)]
+    calibration_points.save(saved.parent / "copied.json", ABOUT, points)
+    out = saved.parent / "r.json"
+    fit = ("bench", "--calibrate", "--from-points", str(saved.parent / "copied.json"), "--out", str(out), "--json")
+    r = spformat(*fit)
+    assert r.returncode == 0, r.stderr
+    said = json.loads(r.stdout)
+    assert (said["points"], said["left_out"]) == (len(points), {})
+    assert [row["kernel"] for row in said["kernels"]] == [copied.name]
 
 
 def test_without_names_every_kernel_with_enough_points_goes_to_the_users_file(saved: Path) -> None:

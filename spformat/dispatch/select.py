@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -80,6 +81,17 @@ def installed_only() -> bool:
     return _INSTALLED.get()
 
 
+@contextlib.contextmanager
+def of_any_machine() -> Iterator[None]:
+    """Inside it kernels that are composed of others also ask for what this machine lacks: for products that were
+    measured on another one."""
+    token = _INSTALLED.set(False)
+    try:
+        yield
+    finally:
+        _INSTALLED.reset(token)
+
+
 def ask(
     problem: Problem, only: str | None = None, *, installed: bool | None = None, without: str = "", every: bool = True
 ) -> Explanation:
@@ -88,7 +100,7 @@ def ask(
     every: also ask the backends that refuse operands of this device.
 
     installed: refuse what is missing on this machine. Kernels that are composed of others ask for those in the same
-    way: inside another call the default is what that call was given, else True.
+    way: inside another call the default is what that call was given, else True, or False within ``of_any_machine``.
     """
     wanted = installed_only() if installed is None else installed
     outer = _inner.get()
