@@ -283,9 +283,9 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
                     tma::store_commit();
                 }
             } else {
-                // Through the place that the copies of C would use, 4096 bytes a warp: 16 lines of D, 64 columns of it at a time.
+                // Through the shared memory where TMA would find C, 4096 bytes a warp: 16 rows x 64 columns of D at a time.
                 constexpr int Panel = Width < 64 ? Width : 64;
-                static_assert(store_m16_scratch<Out, Panel / 8> <= 4096, "a panel of D fits the place of a warp");
+                static_assert(store_m16_scratch<Out, Panel / 8> <= 4096, "a panel of D fits into the 4096 bytes of a warp");
                 char* const scratch = raw + (staging - shared_address(raw)) + warp * 4096;
                 const bool vector = vector_aligned(out, ldc);
 #pragma unroll

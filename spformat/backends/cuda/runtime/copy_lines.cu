@@ -7,7 +7,7 @@
 // of a line, and units whose loads would begin before the matrix or end after it, go element by element. A block is 2^narrow
 // threads wide along a line and moves several lines at once; all loads of a thread's EACH units are under way before its
 // first store. Grid: x over pieces of a line, y over groups of lines, both strided.
-#include "spformat/shifted.cuh"
+#include "spformat/units.cuh"
 
 using namespace spformat;
 
@@ -15,16 +15,16 @@ constexpr int THREADS = 256, EACH = 4;
 
 template <class Word>
 __global__ void __launch_bounds__(THREADS)
-        copy_lines(const Word* __restrict__ from, Word* __restrict__ to, long long lines, long long along,
-                             long long ld_from, long long ld_to, long long fill, int narrow) {
+    copy_lines(const Word* __restrict__ from, Word* __restrict__ to, i64 lines, i64 along, i64 ld_from, i64 ld_to, i64 fill,
+               int narrow) {
     constexpr int P = 16 / sizeof(Word);
     const int wide = 1 << narrow, together = THREADS >> narrow, x = threadIdx.x & (wide - 1);
     const u64 begin = reinterpret_cast<u64>(from), end = begin + ((lines - 1) * ld_from + along) * sizeof(Word);
     for (i64 line = blockIdx.y * static_cast<i64>(together) + (threadIdx.x >> narrow); line < lines;
-             line += gridDim.y * static_cast<i64>(together)) {
+         line += gridDim.y * static_cast<i64>(together)) {
         const Word* const source = from + line * ld_from;
         Word* const target = to + line * ld_to;
-        const i64 head = reinterpret_cast<u64>(target) % 16 / sizeof(Word), units = (head + fill + P - 1) / P;
+        const i64 head = head_of(target), units = (head + fill + P - 1) / P;
         for (i64 q0 = blockIdx.x * static_cast<i64>(wide) * EACH; q0 < units; q0 += gridDim.x * static_cast<i64>(wide) * EACH) {
             uint4 low[EACH], high[EACH];
             u32 bytes[EACH];
@@ -35,7 +35,8 @@ __global__ void __launch_bounds__(THREADS)
                 if (q >= units) continue;
                 const u64 at = reinterpret_cast<u64>(source + first), start = at - at % 16;
                 if (first >= 0 && first + P <= along && start >= begin && start + (at % 16 ? 32 : 16) <= end) {
-                    const uint4* const pair = reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(source + first) - at % 16);
+                    const char* const unit = reinterpret_cast<const char*>(source + first) - at % 16;
+                    const uint4* const pair = reinterpret_cast<const uint4*>(unit);
                     bytes[e] = static_cast<u32>(at % 16);
                     low[e] = pair[0];
                     if (bytes[e]) high[e] = pair[1];

@@ -5,14 +5,9 @@
 // alignment of the row, and only the ends of a run are written element by element. Stores are ordinary ones: the product
 // reads the matrix next, and a small one is still in L2 then.
 #pragma once
-#include "spformat/integers.cuh"
+#include "spformat/units.cuh"
 
 namespace spformat {
-
-// Elements that lie between the last 16-byte boundary and `to`.
-template <class T> __device__ __forceinline__ int head_of(const T* to) {
-    return static_cast<int>(reinterpret_cast<u64>(to) % 16 / sizeof(T));
-}
 
 // Zeros in the first `count` elements of an image, which starts on 16 bytes, and up to the end of their last unit.
 template <class T> __device__ __forceinline__ void clear_image(T* image, int count, int thread, int threads) {

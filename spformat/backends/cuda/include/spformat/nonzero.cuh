@@ -30,7 +30,7 @@ template <class T, bool Float> __device__ __forceinline__ u32 nonzero_bits(uint4
 }
 
 // Unit number `unit` of an array x[0 .. n): 16 bytes that start on 16 bytes. Unit 0 starts `head` elements before x, as
-// head_of(x) in expand.cuh has it. Elements outside of the array are zeros, and are not read.
+// head_of(x) in units.cuh has it. Elements outside of the array are zeros, and are not read.
 template <class T> __device__ __forceinline__ uint4 load_unit(const T* __restrict__ x, int head, i64 n, i64 unit) {
     constexpr int P = 16 / sizeof(T);
     const i64 at = unit * P - head;

@@ -1,9 +1,9 @@
-// Accumulators to C through shared memory: global stores are 16 bytes wide, and whole 128-byte lines where C's lines are aligned.
-// sm_80 and later.
+// Accumulators to C through shared memory: global stores are 16 bytes wide, and whole 128-byte lines where the lines of C are
+// aligned. sm_80 and later.
 #pragma once
 #include "spformat/dtypes.cuh"
 #include "spformat/ldmatrix.cuh"
-#include "spformat/shifted.cuh"
+#include "spformat/units.cuh"
 
 namespace spformat {
 
@@ -48,10 +48,12 @@ __device__ __forceinline__ void store_m16(const float* acc, char* scratch, Out* 
         constexpr int units = line / 16, size = int(sizeof(Out));
         const int whole = min(line / size, along_end - along0), there = min(lines, across_end - across0);
         Out* const first = c + i64(across0) * ldc + along0;
-        auto head_of_line = [&](int l) { return static_cast<int>((16 - reinterpret_cast<u64>(first + l * ldc) % 16) % 16) / size; };
+        auto before_units = [&](int l) {  // elements of line l before its first 16-byte boundary
+            return static_cast<int>((16 - reinterpret_cast<u64>(first + l * ldc) % 16) % 16) / size;
+        };
 #pragma unroll 2
         for (int k = lane; k < lines * units; k += 32) {
-            const int l = k / units, at = head_of_line(l) + k % units * per_chunk, chunk = at * size / 16;
+            const int l = k / units, at = before_units(l) + k % units * per_chunk, chunk = at * size / 16;
             if (l >= there || at + per_chunk > whole) continue;
             const uint4 low = *reinterpret_cast<const uint4*>(scratch + swizzled<line>(l, chunk));
             const uint4 high = *reinterpret_cast<const uint4*>(scratch + swizzled<line>(l, min(chunk + 1, units - 1)));
@@ -60,7 +62,7 @@ __device__ __forceinline__ void store_m16(const float* acc, char* scratch, Out* 
         const int ends = whole % per_chunk ? 2 * per_chunk : per_chunk;  // elements outside units, at most; a power of two
 #pragma unroll 2
         for (int k = lane; k < lines * ends; k += 32) {
-            const int l = ends == per_chunk ? k / per_chunk : k / (2 * per_chunk), e = k & (ends - 1), head = head_of_line(l);
+            const int l = ends == per_chunk ? k / per_chunk : k / (2 * per_chunk), e = k & (ends - 1), head = before_units(l);
             const int at = e < head ? e : e + max(0, whole - head) / per_chunk * per_chunk;
             if (l < there && at < whole)
                 first[l * ldc + at] = *reinterpret_cast<const Out*>(scratch + swizzled<line>(l, at * size / 16) + at * size % 16);

@@ -1,8 +1,13 @@
-// Sixteen bytes from anywhere, out of the aligned sixteen bytes before and behind them.
+// Units: the pieces of 16 bytes, from one 16-byte boundary to the next, of a line that may start anywhere.
 #pragma once
 #include "spformat/integers.cuh"
 
 namespace spformat {
+
+// Elements that lie between the last 16-byte boundary and `to`.
+template <class T> __device__ __forceinline__ int head_of(const T* to) {
+    return static_cast<int>(reinterpret_cast<u64>(to) % 16 / sizeof(T));
+}
 
 // The 16 bytes that start `bytes` (0 to 15) behind the start of low, high.
 __device__ __forceinline__ uint4 shifted(const uint4& low, const uint4& high, u32 bytes) {
