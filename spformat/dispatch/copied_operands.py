@@ -69,7 +69,7 @@ class CopiedOperands(Kernel):
         """
         if p.n <= 1 or not (p.rows and p.inner):
             return []
-        own_b, own_c = b_alignment(p) == LINE, _c_alignment(p) == LINE
+        own_b, own_c = b_alignment(p) == LINE, out_alignment(p) == LINE
         pairs = [(p.b_layout, p.out_layout), (ROW, ROW)]
         if not (own_b and own_c):
             pairs.append((COL, COL))
@@ -155,11 +155,6 @@ class CopiedOperands(Kernel):
 
         first = fitted(column_class(max(2, p.n), p))
         return device_plan(self.name, p, prepare, first.tile, first.workspace, first.reads or ())
-
-
-def _c_alignment(p: Problem) -> int:
-    """The alignment of the lines of C; a vector is contiguous in both layouts."""
-    return LINE if p.n == 1 else out_alignment(p)
 
 
 def _copy_bytes(p: Problem) -> int:

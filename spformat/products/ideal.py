@@ -122,8 +122,7 @@ def written_us(p: Problem, device: Device) -> float:
 
 def unaligned_us(p: Problem, device: Device) -> float:
     """Time to write C where its lines start anywhere, which some kernels do in several pieces a line; else 0."""
-    aligned_lines = p.n == 1 or out_alignment(p) == LINE
-    return 0.0 if aligned_lines else memory_us(p.rows * p.n * itemsize(p.out_dtype), device)
+    return 0.0 if out_alignment(p) == LINE else memory_us(p.rows * p.n * itemsize(p.out_dtype), device)
 
 
 # ------------------------------------------------------------------ lines of B and C
@@ -139,8 +138,8 @@ def b_alignment(p: Problem) -> int:
 
 
 def out_alignment(p: Problem) -> int:
-    """The same for C."""
-    return _alignment(p.out)
+    """The same for C; a single column is contiguous in both layouts."""
+    return LINE if p.n == 1 else _alignment(p.out)
 
 
 def alignment(p: Problem) -> int:

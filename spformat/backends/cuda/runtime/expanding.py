@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....arrays.library import ceil_div
-from ....products.ideal import load_us, memory_us, out_alignment, rounds, tile_us, traffic_us
-from ....products.problem import COL, LINE, Problem, itemsize
+from ....products.ideal import load_us, memory_us, rounds, tile_us, traffic_us, unaligned_us
+from ....products.problem import COL, Problem, itemsize
 from ....products.roofline import TENSOR_16, Device
 from . import tensor_map
 from .launch import Operands
@@ -86,7 +86,7 @@ def quantities(p: Problem, tile: Tile, parts: int, steps: int, step_bytes: float
     products = tile.resident * passed * tile_us(tile.rows, tile.cols, DEPTH, TENSOR_16, device)
     loads = tile.resident * passed * load_us(step_bytes, device)
     several, size = parts > 1, itemsize(p.out_dtype)
-    stored = memory_us(p.M * p.n * size, device) if size > 2 or out_alignment(p) < LINE else 0.0
+    stored = memory_us(p.M * p.n * size, device) if size > 2 else unaligned_us(p, device)
     return 1.0, passed, traffic_us(p, device), loads, products, float(several), float(several * parts), stored
 
 
