@@ -62,7 +62,7 @@ def copy_of(rows: int, size: int, source: str, target: str, p: Problem, fills: b
         def turned(stream: int, at: int, to: int, n: int, ld: int, ld_to: int) -> Bound:
             lines, along = (n, rows) if source == COL else (rows, n)
             return transpose.bind(
-                grid(lines, along), stream, at, to, lines, along, ld, ld_to, ld_to if fills else lines
+                grid(lines, along, size), stream, at, to, lines, along, ld, ld_to, ld_to if fills else lines
             )
 
         return turned

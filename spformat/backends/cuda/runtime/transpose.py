@@ -10,7 +10,7 @@ from ....arrays.library import ceil_div, round_up
 from ....products.problem import COL, Problem
 from . import jit
 from .c_types import WORDS
-from .launch import Bound, Launch, Operands, Prepare
+from .launch import MAX_GRID_Y, Bound, Launch, Operands, Prepare
 from .scratch import Scratch
 
 ARCHS = ("sm_80",)
@@ -39,8 +39,10 @@ class Transpose:
         return Launch(function, "PPqqqqq", (), 256)
 
 
-def grid(rows: int, cols: int) -> tuple[int, int, int]:
-    return min(ceil_div(cols, 32), 1 << 20), min(ceil_div(rows, 32), 65535), 1
+def grid(rows: int, cols: int, size: int) -> tuple[int, int, int]:
+    """A block for each tile of a source [rows, cols] of elements of ``size`` bytes, as many as a grid may have."""
+    side = 64 if size == 2 else 32  # SIDE of the kernel
+    return min(ceil_div(cols, side), 1 << 20), min(ceil_div(rows, side), MAX_GRID_Y), 1
 
 
 def row_major(p: Problem, prepare: Prepare) -> Prepare:
@@ -58,11 +60,11 @@ def row_major(p: Problem, prepare: Prepare) -> Prepare:
         at = scratch.buffer(o.stream, b_bytes + (p.M * ld * c_size if turn_c else 0))
         inner, before, after = o, [], []
         if turn_b:
-            before = [transpose_b.bind(grid(o.n, p.K), o.stream, o.b, at, o.n, p.K, o.ldb, ld, o.n)]
+            before = [transpose_b.bind(grid(o.n, p.K, b_size), o.stream, o.b, at, o.n, p.K, o.ldb, ld, o.n)]
             inner = inner._replace(b=at, ldb=ld)
         if turn_c:
             inner = inner._replace(c=at + b_bytes, ldc=ld)
-            after = [transpose_c.bind(grid(p.M, o.n), o.stream, inner.c, o.c, p.M, o.n, ld, o.ldc, p.M)]
+            after = [transpose_c.bind(grid(p.M, o.n, c_size), o.stream, inner.c, o.c, p.M, o.n, ld, o.ldc, p.M)]
         return [*before, *prepare(inner), *after]
 
     return turned

@@ -97,8 +97,8 @@ class SpmmTwoFourShares(CopyEngineKernel):
     epilogue = True
     tiles = TILES
     terms = (
-        "launch", "steps", "memory", "products", "loads", "handed over", "sums", "row-major C", "column-major C",
-        "unaligned C",
+        "launch", "steps", "memory", "products", "loads", "intake", "slower of products and loads",
+        "slower of memory and products", "handed over", "sums", "row-major C", "column-major C", "unaligned C",
     )  # fmt: skip
 
     def unsupported(self, p: Problem) -> list[str]:
@@ -112,11 +112,15 @@ class SpmmTwoFourShares(CopyEngineKernel):
         """All tiles."""
         return TILES
 
+    def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
+        """By blocks of a cluster, and whether shares are equal."""
+        return (f"{'even' if tile.even else 'whole'} {tile.cluster}",)
+
     def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
         """Ideal microseconds of the block with the most work.
 
-        launch: constant. steps: their number, in microseconds. products, loads (weights and B from L2): of these steps.
-        handed over: constant where a tile has several blocks. sums: handed over and added once for each further one.
+        launch: constant. steps: their number, in microseconds. products, loads (weights and B from L2; a cluster loads B
+        once), intake (what arrives in a multiprocessor, B for each block of a cluster): of these steps. handed over: constant where a tile has several blocks. sums: handed over and added once for each further one.
         unaligned C: C once more, where its lines start anywhere.
         """
         units, steps = tile.units(p.M, p.n), ceil_div(p.K, DEPTH)
@@ -129,9 +133,12 @@ class SpmmTwoFourShares(CopyEngineKernel):
             handed, sums = 1.0, (1 + others) * load_us(ROWS * tile.cols * 4, device)
         products = longest * tile_us(ROWS, tile.cols, DEPTH, TENSOR_16, device) / 2
         loads = longest * load_us(ROWS * DEPTH * RECORD + tile.cols * DEPTH * 2 / tile.cluster, device)
+        intake = longest * load_us(ROWS * DEPTH * RECORD + tile.cols * DEPTH * 2, device)
         written = turns * load_us(ROWS * tile.cols * itemsize(p.out_dtype), device)
         by_layout = (0.0, written) if p.out_layout == COL else (written, 0.0)
-        return 1.0, longest, traffic_us(p, device), products, loads, handed, sums, *by_layout, unaligned_us(p, device)
+        memory, unaligned = traffic_us(p, device), unaligned_us(p, device)
+        slower = max(products, loads), max(memory, products)
+        return 1.0, longest, memory, products, loads, intake, *slower, handed, sums, *by_layout, unaligned
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""

@@ -1,5 +1,5 @@
 // C[M,N] = A[M,K] @ B[K,N], A vector n:m (NM-SpMM), on the CUDA cores: any vector length, exact order of sums, no tensor
-// cores. Also the two small kernels that go before and after a product: copy_to_rows and sum_splits.
+// cores. Also the small kernel that adds up parts of K: sum_splits.
 //
 //   shape, records   see vector_nm.cuh
 //   data             T[W, Mp], k-major; the pitch a multiple of 16
@@ -103,28 +103,6 @@ spmm_vector_nm(const Shape s, const T* __restrict__ data, const u32* __restrict_
                     if (column + e < N) out[e * step_n] = rounded<Out>(acc[i][4 * h + e]);
             }
         }
-    }
-}
-
-// to[r, c] (row pitch `pitch`, c < padded) = from at r*step_r + c*step_c, zero for c >= cols: brings B to aligned rows.
-// Grid (cdiv(padded, 64), cdiv(rows, 64)); block 256 threads. One of the steps is 1.
-template <class T>
-__global__ void __launch_bounds__(256) copy_to_rows(const T* __restrict__ from, T* __restrict__ to, int rows, int cols,
-                                                    int padded, i64 step_r, i64 step_c, i64 pitch) {
-    __shared__ T tile[64][64 + (sizeof(T) == 2 ? 2 : 1)];
-    const int x = threadIdx.x % 64, y = threadIdx.x / 64;
-    for (i64 r0 = static_cast<i64>(blockIdx.y) * 64; r0 < rows; r0 += static_cast<i64>(gridDim.y) * 64) {
-        const i64 c0 = static_cast<i64>(blockIdx.x) * 64;
-        const bool along = step_c == 1;  // read along the unit stride, write along rows
-        for (int i = y; i < 64; i += 4) {
-            const int a = along ? i : x, b = along ? x : i;
-            const i64 r = r0 + a, c = c0 + b;
-            tile[a][b] = r < rows && c < cols ? from[r * step_r + c * step_c] : T(0);
-        }
-        __syncthreads();
-        for (int i = y; i < 64; i += 4)
-            if (r0 + i < rows && c0 + x < padded) to[(r0 + i) * pitch + c0 + x] = tile[i][x];
-        __syncthreads();
     }
 }
 

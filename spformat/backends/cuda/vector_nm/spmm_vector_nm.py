@@ -108,7 +108,6 @@ class SpmmVectorNM(CudaKernel):
             instance("float32", "float", 8, DEEP, True),
             instance("float64", "double", 1, SMALL, False),
             instance("bfloat16", "__nv_bfloat16", 4, LARGE, True),
-            "spformat::vector_nm::copy_to_rows<unsigned short>",
             "spformat::vector_nm::sum_splits<float, __half>",
         )
 

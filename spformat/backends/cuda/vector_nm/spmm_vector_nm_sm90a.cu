@@ -4,15 +4,20 @@
 //   columns  int[Q, columns_ld]   column of every kept vector of a row group; -1: none, or past K (a zero row is used)
 //   B        T, rows pitch_b bytes apart; pointer and pitch multiples of 16
 //   c_map    TMA map of C[M, N], boxes of 64 x 64, 128-byte swizzle; used when by_copies
-//   C        Out, element (m, n) at m*step_m + n*step_n, one step is 1; or, splits > 1, float[splits, M, N] partial sums
+//   C        Out, element (m, n) at m*step_m + n*step_n, one step is 1
+//   even     whether blocks share out the last rounds of tiles by steps along K (even_shares.cuh); else they take whole tiles
+//   sums     with `even`: f32[gridDim.x, BN/8, 256, 4], any contents; sums of a tile whose beginning is another block's
+//   flags    with `even`: u32[2 * gridDim.x + 1], 0 before and after: sums of a block and warpgroup are there; blocks started
 //
 // A tile of 128 rows has one list of columns, so behind the loader this is a dense product whose K is the number of kept
 // vectors. Hopper cannot gather rows with TMA: LOADERS warps fetch them with 16-byte cp.async (a warp per row of B), and
 // A, which is contiguous, comes by TMA. Two warpgroups multiply, 64 rows x BN columns each. Both operands are contiguous
 // along rows and columns, not along k ("MN-major").
 //
-// Persistent: a CTA takes items (row tiles fastest, then column tiles, then splits) in turn, and the loaders run ahead into
-// the next item while C is written. Block 256 + 32*LOADERS threads.
+// Persistent: a block takes pieces (row tiles fastest, then column tiles) in turn, and the loaders run ahead into the next
+// piece while C is written. Sums of a tile are added in the order of K whoever computes them: the same bits every run.
+// Block 256 + 32*LOADERS threads.
+#include "spformat/even_shares.cuh"
 #include "spformat/tma_store.cuh"
 #include "spformat/vector_nm.cuh"
 #include "spformat/wgmma.cuh"
@@ -20,60 +25,66 @@
 namespace spformat::vector_nm {
 
 struct Gathered {  // ctypes twin: spmm_vector_nm_sm90a.Gathered
-    int M, K, group_rows, columns_ld, k_tiles, k_per_split, row_tiles, splits;
+    int M, K, group_rows, columns_ld, k_tiles, row_tiles;
 };
 
-constexpr int DEPTH = 64, ROWS = 128;  // k and rows of a stage
+constexpr int DEPTH = 64, ROWS = 128, WORKERS = 256;  // k and rows of a stage; threads that multiply
 
 template <class T, class Out, int BN, int STAGES, int LOADERS>
 __global__ void __launch_bounds__(256 + 32 * LOADERS, 1)
 spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, const int* __restrict__ columns,
                      const T* __restrict__ B, u32 pitch_b, const __grid_constant__ TensorMap c_map, int by_copies,
-                     Out* __restrict__ C, int N, i64 step_m, i64 step_n, i64 split_stride) {
+                     Out* __restrict__ C, int N, i64 step_m, i64 step_n, int even, float4* sums, u32* flags) {
     static_assert(sizeof(T) == 2, "16-bit values");
-    static_assert(BN == 64 || BN == 128 || BN == 256, "whole 64-column groups, at most one instruction wide");
-    constexpr int A_BYTES = DEPTH * ROWS * 2, B_BYTES = DEPTH * BN * 2, STAGE = A_BYTES + B_BYTES;
+    static_assert(BN % 32 == 0 && BN <= 256, "whole strips of C, at most one instruction wide");
+    constexpr int A_BYTES = DEPTH * ROWS * 2, BLOCK = DEPTH * 128;  // of 64 k x 64 columns
+    constexpr int B_BYTES = (BN + 63) / 64 * BLOCK, STAGE = A_BYTES + B_BYTES;
     static_assert(LOADERS == 4, "a whole warpgroup hands registers over, and there is room for one");
-    constexpr int BLOCK = DEPTH * 128;  // bytes of 64 k x 64 columns
     constexpr int LINES = DEPTH / LOADERS;  // rows of B a loader fetches per stage
     extern __shared__ __align__(1024) unsigned char shared[];
-    constexpr int PART = sizeof(Out) == 2 ? 64 : 32, PITCH = PART + 16 / sizeof(Out);  // C leaves in strips of 16 x PART
+    constexpr bool COPIES = sizeof(Out) == 2 && BN % 64 == 0;  // the copy engine stores 64 columns at a time
+    constexpr int PART = COPIES ? 64 : 32, PITCH = PART + 16 / sizeof(Out);  // C leaves in strips of 16 x PART
     constexpr int SLOTS = 2;  // of 64 x 64 sums, a warpgroup's, on their way out by copies; the strips take their place
     static_assert(8 * 16 * PITCH * sizeof(Out) <= 2 * SLOTS * STORE_SLOT, "strips fit");
     const u32 base = shared_address(shared), slots = base + STAGES * STAGE, full = slots + 2 * SLOTS * STORE_SLOT;
     const u32 empty = full + 8 * STAGES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    u32* const number = reinterpret_cast<u32*>(shared + (empty - base) + 8 * STAGES);  // of this block among all
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) barrier::init(full + 8 * i, 32 * LOADERS + 1), barrier::init(empty + 8 * i, 8);
         barrier::fence_init();
+        *number = even ? gridDim.x - 1 - started(flags + 2 * gridDim.x, gridDim.x) : blockIdx.x;
     }
     __syncthreads();
-    const int tiles = s.row_tiles * cdiv(N, BN), items = tiles * s.splits;
-    auto release = [&](u32 number) {  // a consumer warp is done with that stage
-        if (lane == 0) barrier::arrive(empty + 8 * (number % STAGES));
+    EvenShares work(s.row_tiles * cdiv(N, BN), s.k_tiles, gridDim.x, *number, even != 0);
+    Piece piece;
+    bool more = work.next(piece);
+    auto release = [&](u32 count) {  // a consumer warp is done with that stage
+        if (lane == 0) barrier::arrive(empty + 8 * (count % STAGES));
     };
 
     if (warp >= 8) {  // the loaders
         give_registers<88>();  // addresses of a batch of copies, so that none waits for the registers of another
         const int w = warp - 8;
         u32 produced = 0;  // stages filled since the start
-        // This lane's columns of an item: each is loaded one k tile ahead, the first of an item with the last before it.
-        auto list_of = [&](int item) {
-            const int split = item / tiles, row_tile = item % tiles % s.row_tiles;
-            return columns + static_cast<i64>(row_tile * ROWS / s.group_rows) * s.columns_ld + split * s.k_per_split * DEPTH +
+        // This lane's columns of a piece: each is loaded one k tile ahead, the first of a piece with the last before it.
+        auto list_of = [&](const Piece& p) {
+            return columns + static_cast<i64>(p.tile % s.row_tiles * ROWS / s.group_rows) * s.columns_ld + p.begin * DEPTH +
                    w * LINES + lane % LINES;
         };
-        const int* list = list_of(blockIdx.x);
-        int next = static_cast<int>(blockIdx.x) < items && s.k_tiles > 0 ? __ldg(list) : 0;
-        for (int item = blockIdx.x; item < items; item += gridDim.x) {
-            const int split = item / tiles, tile = item % tiles, row_tile = tile % s.row_tiles;
-            const int first = split * s.k_per_split, last = min(first + s.k_per_split, s.k_tiles);
+        const int* list = more ? list_of(piece) : columns;
+        int next = more && s.k_tiles > 0 ? __ldg(list) : 0;
+        while (more) {
+            const int row_tile = piece.tile % s.row_tiles, first = piece.begin, last = piece.end;
             constexpr int CHUNKS = BN / 8, ROW_STEP = 32 / CHUNKS;  // ROW_STEP rows of B per instruction of a warp
             constexpr int STEPS = LINES / ROW_STEP, PERIOD = 8 / ROW_STEP, BATCH = STEPS < 8 ? STEPS : 8;
-            const int chunk = lane % CHUNKS, n = tile / s.row_tiles * BN + chunk * 8;
+            static_assert(8 % ROW_STEP == 0, "the swizzle comes round after whole steps");
+            const bool copies = lane < ROW_STEP * CHUNKS;  // all lanes, or those with whole rows
+            const int chunk = lane % CHUNKS, n = piece.tile / s.row_tiles * BN + chunk * 8;
             const unsigned char* from = reinterpret_cast<const unsigned char*>(B + n);
             const int width = min(max(N - n, 0), 8) * 2;
-            const int* after = item + gridDim.x < items ? list_of(item + gridDim.x) : list;
+            more = work.next(piece);
+            const int* after = more ? list_of(piece) : list;
             for (int k = first; k < last; ++k, ++produced) {
                 const u32 stage = produced % STAGES, to = base + stage * STAGE;
                 const int mine = next;
@@ -91,7 +102,7 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
                     const int row = i * ROW_STEP + lane / CHUNKS;
                     place[i] = to + A_BYTES + chunk / 8 * BLOCK + (w * LINES + row) * 128 + ((chunk ^ row) % 8) * 16;
                 }
-                auto column = [&](int step) { return __shfl_sync(0xFFFFFFFF, mine, step * ROW_STEP + lane / CHUNKS); };
+                auto column = [&](int step) { return __shfl_sync(0xFFFFFFFF, mine, step * ROW_STEP + lane / CHUNKS % ROW_STEP); };
                 if (__all_sync(0xFFFFFFFF, mine >= 0 && width == 16)) {  // every column is there and whole: no zeros to write
 #pragma unroll
                     for (int step = 0; step < STEPS; step += BATCH) {
@@ -101,14 +112,15 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
                             source[i] = from + static_cast<u64>(static_cast<u32>(column(step + i))) * pitch_b;
 #pragma unroll
                         for (int i = 0; i < BATCH; ++i)
-                            cp_async_16(place[(step + i) % PERIOD] + (step + i) / PERIOD * 1024, source[i]);
+                            if (copies) cp_async_16(place[(step + i) % PERIOD] + (step + i) / PERIOD * 1024, source[i]);
                     }
                 } else {
 #pragma unroll
                     for (int i = 0; i < STEPS; ++i) {
                         const int c = column(i);
-                        cp_async_16(place[i % PERIOD] + i / PERIOD * 1024, from + static_cast<u64>(c < 0 ? 0 : c) * pitch_b,
-                                    c < 0 ? 0 : width);
+                        if (copies)
+                            cp_async_16(place[i % PERIOD] + i / PERIOD * 1024, from + static_cast<u64>(c < 0 ? 0 : c) * pitch_b,
+                                        c < 0 ? 0 : width);
                     }
                 }
                 barrier::arrive_after_copies(full + 8 * stage);  // a loader waits for free stages only, never for its copies
@@ -120,10 +132,9 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
         const int group = warp / 4;
         Out* strip = reinterpret_cast<Out*>(shared + STAGES * STAGE) + warp * 16 * PITCH;
         u32 consumed = 0, stored = 0;
-        for (int item = blockIdx.x; item < items; item += gridDim.x) {
-            const int split = item / tiles, tile = item % tiles;
-            const int m0 = tile % s.row_tiles * ROWS + warp * 16, n0 = tile / s.row_tiles * BN;
-            const int first = split * s.k_per_split, last = min(first + s.k_per_split, s.k_tiles);
+        while (more) {
+            const int m0 = piece.tile % s.row_tiles * ROWS + warp * 16, n0 = piece.tile / s.row_tiles * BN;
+            const int first = piece.begin, last = piece.end;
             float acc[BN / 2] = {};
             for (int k = first; k < last; ++k, ++consumed) {
                 const u32 stage = consumed % STAGES, from = base + stage * STAGE;
@@ -144,8 +155,20 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
             wgmma::wait<0>();
             wgmma::pin(acc);
             if (last > first) release(consumed - 1);
+            more = work.next(piece);
 
-            if constexpr (sizeof(Out) == 2) {
+            float4* const mine = sums + threadIdx.x;  // where this thread's sums of block 0 are
+            if (first > 0) {
+                const int own = work.share;
+                hand_over<WORKERS>(acc, mine + static_cast<i64>(own) * (BN / 8 * WORKERS), flags + 2 * own + group, group + 1);
+                continue;
+            }
+            for (int done = last, other = work.share + 1; done < s.k_tiles; ++other) {
+                take_over<WORKERS>(acc, mine + static_cast<i64>(other) * (BN / 8 * WORKERS), flags + 2 * other + group, group + 1);
+                done += work.start(other + 1) - work.start(other);
+            }
+
+            if constexpr (COPIES) {
                 if (by_copies) {
 #pragma unroll
                     for (int part = 0; part < BN / 64; ++part, ++stored)
@@ -154,7 +177,7 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
                     continue;
                 }
             }
-            const Target<Out> target{C + split * split_stride, step_m, step_n, s.M, N};
+            const Target<Out> target{C, step_m, step_n, s.M, N};
 #pragma unroll
             for (int part = 0; part < BN / PART; ++part) {
 #pragma unroll

@@ -1,49 +1,62 @@
 """SpMM on vector n:m (NM-SpMM), vectors of 128 rows or more, on Hopper's wgmma.  Kernel: spmm_vector_nm_sm90a.cu.
 
 bf16 and fp16. A tile of 128 rows has one list of columns: rows of B are gathered into shared memory, and the rest is a
-dense product over the kept vectors only. Sums are float32.
+dense product over the kept vectors only. Sums are float32. Tiles are whole, or blocks take equal shares of their steps
+along K (even_shares.cuh).
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ....arrays.library import Array, ceil_div, namespace, round_up
+from ....products.ideal import load_us, tile_us, unaligned_us
 from ....products.kernel import reasons, spmm_of
-from ....products.problem import Problem
-from ....products.roofline import TENSOR_16, Blocking, Device, device_of
-from ..runtime import launch, tensor_map
+from ....products.problem import COL, Problem, itemsize
+from ....products.roofline import TENSOR_16, Blocking, Device
+from ..runtime import jit, launch, row_tiles, tensor_map
 from ..runtime.kernel import CudaKernel, Prepared
-from .vector_nm_launch import C_TYPES, Choice, aligned_data, launcher, pattern, vector_reasons
+from ..runtime.launch import Bound, Launch, Operands
+from ..runtime.scratch import Scratch
+from .vector_nm_launch import C_TYPES, AlignedRows, aligned_data, pattern, vector_reasons
 from .vector_nm_tiles import Pattern
-from .vector_nm_times import TERMS, Split, parts, quantities, variant
+from .vector_nm_times import of_every_tile
 
-DEPTH, ROWS = 64, 128
-"""Kept vectors and rows of a stage; must match the constants of the kernel."""
+SOURCE = "vector_nm/spmm_vector_nm_sm90a.cu"
+DEPTH, ROWS, WORKERS = 64, 128, 256
+"""Kept vectors and rows of a stage, threads that multiply; must match the constants of the kernel."""
+LEAST_STEPS = 4
+"""Steps along K that a share has at least where there are fewer tiles than multiprocessors."""
 
 
 class Gathered(ctypes.Structure):
     """Must match ``vector_nm::Gathered`` in the kernel."""
 
-    _fields_ = [
-        (name, ctypes.c_int32)
-        for name in ("M", "K", "group_rows", "columns_ld", "k_tiles", "k_per_split", "row_tiles", "splits")
-    ]
+    _fields_ = [(name, ctypes.c_int32) for name in ("M", "K", "group_rows", "columns_ld", "k_tiles", "row_tiles")]
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Columns of a tile, ring stages, warps that load."""
+    """Columns of a tile, ring stages, warps that load; even: blocks share out the last rounds of tiles by steps along
+    K."""
 
     cols: int
     stages: int
     loaders: int
+    even: bool
 
     def smem(self) -> int:
-        """Bytes: the ring, four slots in which C is staged (64 x 64 values of 16 bits), and the barriers."""
-        return self.stages * DEPTH * 2 * (ROWS + self.cols) + 4 * 8192 + 16 * self.stages
+        """Bytes: the ring, four slots in which C is staged (64 x 64 values of 16 bits), barriers, number of the block."""
+        return self.stages * DEPTH * 2 * (ROWS + round_up(self.cols, 64)) + 4 * 8192 + 16 * self.stages + 16
+
+    def blocks(self, tiles: int, steps: int, processors: int) -> int:
+        """Blocks for so many tiles of so many steps on so many multiprocessors: each has work."""
+        if not self.even or tiles >= processors:
+            return min(tiles, processors)
+        return min(processors, max(tiles, tiles * steps // LEAST_STEPS))
 
     def blocking(self, form: Pattern) -> Blocking:
         """How the tile cuts a product. Only kept rows are loaded."""
@@ -54,10 +67,12 @@ class Tile:
         )  # fmt: skip
 
     def __str__(self) -> str:
-        return f"{ROWS}x{self.cols}x{DEPTH}"
+        return f"{ROWS}x{self.cols}x{DEPTH} {'even' if self.even else 'whole'}"
 
 
-TILES = (Tile(256, 4, 4), Tile(128, 6, 4), Tile(64, 6, 4))
+STAGES = {256: 4, 224: 4, 192: 4, 160: 4, 128: 6, 96: 6, 64: 6}
+"""Columns of a tile -> stages that fit in shared memory."""
+TILES = tuple(Tile(cols, stages, 4, even) for even in (False, True) for cols, stages in STAGES.items())
 """Widest first."""
 
 
@@ -84,7 +99,9 @@ class SpmmVectorNMSm90a(CudaKernel):
     name = "cuda.spmm_vector_nm_sm90a"
     takes = spmm_of("vector-nm")
     archs = ("sm_90a",)
-    terms = TERMS
+    tiles = TILES
+    terms = ("launch", "memory", "steps", "products", "loads", "slower of the two", "tiles", "handed over", "sums",
+             "copy of B", "second launches", "unaligned C")  # fmt: skip
 
     def unsupported(self, p: Problem) -> list[str]:
         length = p.p["vector_length"]
@@ -98,57 +115,76 @@ class SpmmVectorNMSm90a(CudaKernel):
         """C++ names that the compile tests build."""
         return (
             instance("bfloat16", "__nv_bfloat16", TILES[0]),
-            instance("float16", "float", TILES[1]),
-            instance("float16", "__half", TILES[2]),
+            instance("float16", "float", TILES[4]),
+            instance("float16", "__half", TILES[6]),
+            instance("bfloat16", "__nv_bfloat16", TILES[3]),
+            instance("float16", "__half", TILES[1]),
         )
 
     def blocking(self, p: Problem) -> Blocking:
         """How the kernel cuts ``p``; read by spformat.dispatch.cost."""
-        cut: Blocking = self.best(p).tile.tile.blocking(pattern(p))
+        cut: Blocking = self.best(p).tile.blocking(pattern(p))
         return cut
 
-    def options(self, p: Problem) -> list[Split[Tile]]:
-        """All tiles, with one part along K and more."""
-        kept, device = ceil_div(p.K, p.p["m"]) * p.p["n"], device_of(p)
-        steps, rows = ceil_div(kept, DEPTH), ceil_div(p.M, ROWS)
-        return [s for t in TILES for s in parts(t, rows * ceil_div(p.n, t.cols), steps, device)]
+    def options(self, p: Problem) -> tuple[Tile, ...]:
+        """Tiles that are not much wider than C."""
+        return tuple(t for t in TILES if t.cols < p.n + 64) or TILES[-1:]
 
-    def variant(self, p: Problem, tile: Split[Tile]) -> tuple[str, ...]:
-        return variant(p, tile)
+    def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
+        """Ideal microseconds of the block with the most work. A tile loads only the rows of B that A uses.
 
-    def quantities(self, p: Problem, tile: Split[Tile], device: Device) -> tuple[float, ...]:
-        """Ideal microseconds of each of ``terms``. A tile loads only the rows of B that A uses."""
-        kept = ceil_div(p.K, p.p["m"]) * p.p["n"]
-        extent, steps = (ROWS, tile.tile.cols), ceil_div(kept, DEPTH)
-        return quantities(p, extent, kept, kept, steps, tile.splits, TENSOR_16, device)
+        launch: constant. steps: their number, in microseconds. products, loads (A, and rows of B from L2): of these
+        steps. tiles: C of the tiles that a block writes. handed over: constant where a tile has several blocks. sums:
+        handed over and added once for each further one. copy of B, second launches: of a column-major or unaligned B,
+        which is copied first. unaligned C: C once more, where its lines start anywhere.
+        """
+        steps, size = ceil_div(ceil_div(p.K, p.p["m"]) * p.p["n"], DEPTH), itemsize(p.a_dtype)
+        tiles = ceil_div(p.M, ROWS) * ceil_div(p.n, tile.cols)
+        blocks = tile.blocks(tiles, steps, device.processors)
+        turns = ceil_div(tiles, blocks)
+        longest, handed, sums = turns * steps, 0.0, 0.0
+        if tile.even and tiles % blocks:
+            longest = ceil_div(tiles * steps, blocks)
+            handed, sums = 1.0, (1 + ceil_div(steps, longest)) * load_us(ROWS * tile.cols * 4, device)
+        products = longest * tile_us(ROWS, tile.cols, DEPTH, TENSOR_16, device)
+        loads = longest * load_us((ROWS + tile.cols) * DEPTH * size, device)
+        written = turns * load_us(ROWS * tile.cols * itemsize(p.out_dtype), device)
+        memory, copied, copy = of_every_tile(p, device)
+        slower, unaligned = max(products, loads), unaligned_us(p, device)
+        return (
+            1.0, memory, longest, products, loads, slower, written, handed, sums, copy, float(copied), unaligned,
+        )  # fmt: skip
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
-        form, best, data = pattern(p), self.best(p).tile, aligned_data(a)
-        tile, splits = best.tile, best.splits
+        form, tile, data = pattern(p), self.best(p).tile, aligned_data(a)
         columns = a.kernel_arrays("gathered columns", lambda: _columns(a, form))
         W, Mp = data.shape
-        row_tiles, k_tiles = ceil_div(p.M, ROWS), columns.shape[1] // DEPTH
+        row_count, steps, c_col = ceil_div(p.M, ROWS), columns.shape[1] // DEPTH, p.out_layout == COL
+        arch, smem, threads = jit.architecture(p.sm or 80, self.archs), tile.smem(), WORKERS + 32 * tile.loaders
+        function = jit.load(SOURCE, instance(p.a_dtype, C_TYPES[p.out_dtype], tile), arch, p.device_id, smem)
+        a_map = tensor_map.tiled(data.data.ptr, p.a_dtype, (Mp, W), (Mp,), (64, DEPTH), 128)
+        shape = Gathered(p.M, p.K, form.vector_length, columns.shape[1], steps, row_count)
+        signature = (tensor_map.TensorMap, Gathered, *"PPi", tensor_map.TensorMap, *"iPiqqiPP")
+        product = Launch(function, signature, (a_map, shape, columns), threads, smem)
+        processors, rows_of_b = row_tiles.device_of(p.device_id).sms, AlignedRows(p)
+        sums, flags = Scratch(), Scratch(zeros=True)
 
-        def head(splits: int, per_split: int, cluster: tuple[int, int]) -> tuple[Any, ...]:
-            a_map = tensor_map.tiled(data.data.ptr, p.a_dtype, (Mp, W), (Mp,), (64, DEPTH), 128)
-            shape = Gathered(p.M, p.K, form.vector_length, columns.shape[1], k_tiles, per_split, row_tiles, splits)
-            return a_map, shape, columns
+        def prepare(o: Operands, keep: Any = data) -> Sequence[Bound]:  # a_map has only the address of data
+            calls, b, pitch = rows_of_b(o)
+            step_m, step_n = (1, o.ldc) if c_col else (o.ldc, 1)
+            c_map, by_copies = tensor_map.UNMAPPED, 0
+            if p.out_dtype == p.a_dtype and not c_col and tensor_map.writable(o.c, o.n, o.ldc, 2):
+                c_map, by_copies = tensor_map.tiled(o.c, p.out_dtype, (o.n, p.M), (o.ldc,), (64, 64), 128), 1
+            tiles = row_count * ceil_div(o.n, tile.cols)
+            blocks, sums_at, flags_at = tile.blocks(tiles, steps, processors), 0, 0
+            shared = bool(tile.even and tiles % blocks)
+            if shared:
+                sums_at = sums.buffer(o.stream, blocks * ROWS * tile.cols * 4)
+                flags_at = flags.buffer(o.stream, (2 * blocks + 1) * 4)
+            rest = c_map, by_copies, o.c, o.n, step_m, step_n, int(shared), sums_at, flags_at
+            return [*calls, product.bind((blocks, 1, 1), o.stream, b, pitch, *rest)]
 
-        def c_arguments(c: int, n: int, step_m: int, step_n: int) -> tuple[Any, ...]:
-            """C's map, and whether the copy engine can write it: rows on 16-byte boundaries, 16-bit values."""
-            if splits > 1 or p.out_dtype != p.a_dtype or step_n != 1 or not tensor_map.writable(c, n, step_m, 2):
-                return tensor_map.UNMAPPED, 0
-            return tensor_map.tiled(c, p.out_dtype, (n, p.M), (step_m,), (64, 64), 128), 1
-
-        choice = Choice(
-            source="vector_nm/spmm_vector_nm_sm90a.cu", archs=self.archs, cols=tile.cols,
-            threads=256 + 32 * tile.loaders,
-            row_tiles=row_tiles, k_tiles=k_tiles, instance=lambda out, _: instance(p.a_dtype, out, tile),
-            smem=lambda _: tile.smem(), head=head, signature=(tensor_map.TensorMap, Gathered, "P"),
-            cluster=lambda _: (1, 1), keep=data, splits=splits,
-            c_signature=(tensor_map.TensorMap, "i"), c_arguments=c_arguments,
-        )  # fmt: skip
-        return Prepared(launcher(p, choice), f"{tile}", columns.nbytes)
+        return Prepared(prepare, f"{tile}", columns.nbytes)
 
 
 def instance(dtype: str, out: str, tile: Tile) -> str:

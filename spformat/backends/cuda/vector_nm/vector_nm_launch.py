@@ -15,9 +15,10 @@ from typing import Any, Protocol, TypeVar
 from ....arrays.library import BOUNDARY, ceil_div, round_up
 from ....errors import InternalError, LimitError
 from ....products.kernel import reasons
-from ....products.problem import COL, Problem
+from ....products.problem import COL, ROW, Problem
 from ....products.roofline import shared_limit
 from ..runtime import jit, launch, refusals
+from ..runtime.copy_lines import copy_of
 from ..runtime.occupancy import max_clusters
 from ..runtime.scratch import Scratch
 from .vector_nm_tiles import Packing, Pattern, Records, Shape, records
@@ -25,8 +26,6 @@ from .vector_nm_tiles import Packing, Pattern, Records, Shape, records
 C_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float", "float64": "double"}
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 PLAIN_SOURCE = "vector_nm/spmm_vector_nm.cu"
-_COPY_WORDS = {2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
-_GRID_Y_MAX = 65535
 _INT32_MAX = 2**31 - 1
 _PITCH_MAX = 2**31
 """Kernels take the bytes between rows of data and of B as 32-bit numbers."""
@@ -53,8 +52,7 @@ class AlignedRows:
     def __init__(self, p: Problem) -> None:
         self._size, self._rows, self._col = ITEMSIZE[p.b_dtype], p.K, p.b_layout == COL
         self._scratch = Scratch()
-        self._where = (jit.architecture(p.sm or 80, ()), p.device_id)
-        self._copy: launch.Launch | None = None
+        self._copy = functools.lru_cache(maxsize=1)(lambda: copy_of(p.K, self._size, p.b_layout, ROW, p, fills=True))
 
     def __call__(self, x: launch.Operands) -> tuple[list[launch.Bound], int, int]:
         """The launches that copy B, if any; the address of the rows; bytes between rows."""
@@ -67,13 +65,7 @@ class AlignedRows:
         if self._rows == 0:
             return [], x.b, pitch * size
         to = self._scratch.buffer(x.stream, self._rows * pitch * size)
-        if self._copy is None:
-            instance = f"spformat::vector_nm::copy_to_rows<{_COPY_WORDS[size]}>"
-            self._copy = launch.Launch(jit.load(PLAIN_SOURCE, instance, *self._where), "PPiiiqqq", (), 256)
-        step_r, step_c = (1, x.ldb) if self._col else (x.ldb, 1)
-        grid = (ceil_div(pitch, 64), min(ceil_div(self._rows, 64), _GRID_Y_MAX), 1)
-        copy = self._copy.bind(grid, x.stream, x.b, to, self._rows, x.n, pitch, step_r, step_c, pitch)
-        return [copy], to, pitch * size
+        return [self._copy()(x.stream, x.b, to, x.n, x.ldb, pitch)], to, pitch * size
 
 
 def aligned_data(a: Any) -> Any:
@@ -190,9 +182,6 @@ class Choice:
     b_signature: tuple[Any, ...] = ("P", "i")
     b_arguments: Callable[[int, int, int], tuple[Any, ...]] = lambda b, pitch, n: (b, pitch)
     """How B is passed: from its pointer, bytes between rows, and columns."""
-    c_signature: tuple[Any, ...] = ()
-    c_arguments: Callable[[int, int, int, int], tuple[Any, ...]] = lambda c, n, step_m, step_n: ()
-    """Arguments between B and C, computed from C's pointer, columns, and elements between rows and between columns."""
     keep: Any = None
     """An array of which ``head`` has only the address; the launches keep it alive."""
     splits: int = 0
@@ -228,7 +217,7 @@ def launcher(p: Problem, choice: Choice) -> launch.Prepare:
     written = sum_type if splits > 1 else out_type
     size = {"double": 8, "float": 4}.get(written, 2)
     arch = jit.architecture(p.sm or 80, choice.archs)
-    signature, smem = (*choice.signature, *choice.b_signature, *choice.c_signature, *"Piqqq"), choice.smem(size)
+    signature, smem = (*choice.signature, *choice.b_signature, *"Piqqq"), choice.smem(size)
 
     @functools.cache
     def product(cluster: tuple[int, int]) -> tuple[launch.Launch, int]:
@@ -247,13 +236,13 @@ def launcher(p: Problem, choice: Choice) -> launch.Prepare:
         else:
             items = ceil_div(row_tiles, down) * ceil_div(column_tiles, across) * splits
             grid = (min(items, resident) * down * across, 1, 1)
-        operands = *b_arguments(b, pitch, x.n), *c_arguments(c, x.n, step_m, step_n)
+        operands = b_arguments(b, pitch, x.n)
         return [*calls, function.bind(grid, x.stream, *operands, c, x.n, step_m, step_n, split_stride)]
 
     product(choose_cluster(max(p.n, 1)))  # compile now, not in the first call
     rows_of_b = AlignedRows(p)
     c_col, M, keep = p.out_layout == COL, p.M, choice.keep
-    b_arguments, c_arguments = choice.b_arguments, choice.c_arguments
+    b_arguments = choice.b_arguments
 
     if splits == 1:
 

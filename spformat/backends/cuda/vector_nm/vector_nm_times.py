@@ -125,13 +125,13 @@ def quantities(
     waits = turns * ceil_div(steps, splits) * 0.1
     written = turns * load_us(rows * cols * itemsize(p.out_dtype), device)
     sums = memory_us((splits + 1) * p.M * p.n * 4, device) if splits > 1 else 0.0
-    memory, copied, copy = _of_every_tile(p, device)
+    memory, copied, copy = of_every_tile(p, device)
     launches, slower = float(copied) + float(splits > 1), max(memory, loads)
     return 1.0, memory, products, loads, waits, written, sums, copy, launches, slower, unaligned_us(p, device)
 
 
 @functools.lru_cache(maxsize=256)
-def _of_every_tile(p: Problem, device: Device) -> tuple[float, bool, float]:
+def of_every_tile(p: Problem, device: Device) -> tuple[float, bool, float]:
     """Ideal microseconds of memory, whether B is copied, and the microseconds of the copy."""
     copied = p.b_layout == COL or b_alignment(p) < 16
     copy = memory_us(2 * p.K * p.n * itemsize(p.a_dtype), device) if copied else 0.0
