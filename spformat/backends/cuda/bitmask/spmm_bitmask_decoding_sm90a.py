@@ -15,7 +15,7 @@ from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div, round_up
 from ....products.ideal import b_alignment, load_us, memory_us, tile_us, traffic_us, unaligned_us
 from ....products.kernel import reasons, spmm_of
-from ....products.problem import COL, LINE, PITCH, Problem, itemsize
+from ....products.problem import COL, LINE, Problem, itemsize
 from ....products.roofline import TENSOR_16, Device
 from ..runtime import expanding, jit, row_tiles, tensor_map
 from ..runtime.copy_lines import Copy, copy_of
@@ -26,6 +26,7 @@ from ..runtime.scratch import Scratch
 from . import bitmask_records
 from .bitmask_records import expected_room, room_of
 from .bitmask_slices import bitmask_reasons
+from .spmm_bitmask_expanding_sm90a import ALIGNED
 
 SOURCE, ARCHS = "bitmask/spmm_bitmask_decoding_sm90a.cu", ("sm_90a",)
 ROWS, WORKERS, RECORDS = 128, 256, 8
@@ -185,7 +186,7 @@ class SpmmBitmaskDecoding(CudaKernel):
             b, ldb = o.b, o.ldb
             if not tensor_map.aligned(b, ldb, 2):
                 lines, along = (o.n, p.K) if b_col else (p.K, o.n)
-                ldb = round_up(along, PITCH)
+                ldb = round_up(along, ALIGNED)
                 b = room_for_b.buffer(o.stream, lines * ldb * 2)
                 calls = [copy()(o.stream, o.b, b, o.n, o.ldb, ldb)]
             tiles = row_count * ceil_div(o.n, tile.cols)
