@@ -7,7 +7,6 @@ import functools
 from ...arrays.library import import_cupy
 from ...errors import DeviceUnavailable
 from .bitmask.spmm_bitmask import SpmmBitmask
-from .bitmask.spmm_bitmask_decoding_sm90a import SpmmBitmaskDecoding
 from .bitmask.spmm_bitmask_expanding_sm90a import SpmmBitmaskExpanding
 from .bitmask.spmm_bitmask_tc import SpmmBitmaskTensor
 from .bsr import spmm_bsr, spmm_bsr_sm90a, spmm_bsr_stream_sm90a, spmm_bsr_tokens
@@ -47,7 +46,6 @@ KERNELS: tuple[CudaKernel, ...] = (
     SpmmBitmaskTensor(),
     SpmmBitmask(),
     SpmmBitmaskExpanding(),
-    SpmmBitmaskDecoding(),
     SpmmTwoFourSm90a(),
     SpmmTwoFourTokens(),
     SpmmTwoFourSm90(),

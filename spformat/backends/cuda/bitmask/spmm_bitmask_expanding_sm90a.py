@@ -172,7 +172,7 @@ class SpmmBitmaskExpanding(CudaKernel):
                 ldb = round_up(along, ALIGNED)
                 b = room_for_b.buffer(o.stream, lines * ldb * 2)
                 calls = [copy()(o.stream, o.b, b, o.n, o.ldb, ldb)]
-            rest = expanding.tail(o, p, tile.cols, tile.parts, b, ldb, b_col)
+            rest = expanding.tail(o, p, tile, tile.parts, b, ldb, b_col)
             return [*calls, launch.bind(expanding.grid(o, p, tile, tile.parts), o.stream, *rest)]
 
         return Prepared(prepare, str(tile), records.nbytes)

@@ -100,18 +100,13 @@ def grid(o: Operands, p: Problem, tile: Tile, parts: int) -> tuple[int, int, int
     return ceil_div(p.M, tile.rows) * ceil_div(o.n, tile.cols) * parts, 1, 1
 
 
-def box_columns(cols: int) -> int:
-    """Columns of a box of a row-major B, and of C, for a tile of ``cols``; the same in the kernels."""
-    return next(c for c in (64, 32, 16) if cols % c == 0)
-
-
-def tail(o: Operands, p: Problem, cols: int, parts: int, b: int, ldb: int, b_col: bool) -> tuple[Any, ...]:
-    """The arguments of a kernel behind those of A, for tiles of ``cols`` columns.
+def tail(o: Operands, p: Problem, tile: Tile, parts: int, b: int, ldb: int, b_col: bool) -> tuple[Any, ...]:
+    """The arguments of a kernel behind those of A.
 
     b, ldb, b_col: address, pitch in elements and layout of B, or of a copy of it that the copy engine can address.
     """
-    columns = box_columns(cols)
-    extents, box = ((p.K, o.n), (DEPTH, cols)) if b_col else ((o.n, p.K), (columns, DEPTH))
+    columns = min(tile.cols, 64)
+    extents, box = ((p.K, o.n), (DEPTH, tile.cols)) if b_col else ((o.n, p.K), (columns, DEPTH))
     b_map = tensor_map.tiled(b, p.b_dtype, extents, (ldb,), box, 2 * box[0])
     b_steps = (1, ldb) if b_col else (ldb, 1)
     c_col, strip = p.out_layout == COL, columns if parts == 1 else 16

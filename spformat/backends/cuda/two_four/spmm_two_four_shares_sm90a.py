@@ -119,9 +119,8 @@ class SpmmTwoFourShares(CopyEngineKernel):
     def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
         """Ideal microseconds of the block with the most work.
 
-        launch: constant. steps: their number, in microseconds. products, loads (weights and B from L2; a cluster
-        loads B once), intake (what arrives in a multiprocessor, B in each block of a cluster): of these steps.
-        handed over: constant where a tile has several blocks. sums: handed over and added once for each further one.
+        launch: constant. steps: their number, in microseconds. products, loads (weights and B from L2; a cluster loads B
+        once), intake (what arrives in a multiprocessor, B for each block of a cluster): of these steps. handed over: constant where a tile has several blocks. sums: handed over and added once for each further one.
         unaligned C: C once more, where its lines start anywhere.
         """
         units, steps = tile.units(p.M, p.n), ceil_div(p.K, DEPTH)

@@ -173,7 +173,7 @@ class SpmmVectorNMExpanding(CudaKernel):
                 ldb, col = pitch_b // 2, False
             if col not in products:
                 products[col] = product(col)
-            rest = expanding.tail(o, p, t.cols, parts, b, ldb, col)
+            rest = expanding.tail(o, p, t, parts, b, ldb, col)
             return [*calls, products[col].bind(expanding.grid(o, p, t, parts), o.stream, *rest)]
 
         return Prepared(prepare, str(tile), int(lines.nbytes))

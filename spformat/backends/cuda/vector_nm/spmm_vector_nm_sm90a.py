@@ -49,7 +49,7 @@ class Tile:
     even: bool
 
     def smem(self) -> int:
-        """Bytes: the ring, four slots in which C is staged (64 x 64 values of 16 bits), barriers, the block's place."""
+        """Bytes: the ring, four slots in which C is staged (64 x 64 values of 16 bits), barriers, number of the block."""
         return self.stages * DEPTH * 2 * (ROWS + round_up(self.cols, 64)) + 4 * 8192 + 16 * self.stages + 16
 
     def blocks(self, tiles: int, steps: int, processors: int) -> int:

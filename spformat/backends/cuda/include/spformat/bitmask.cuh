@@ -23,20 +23,14 @@ __device__ __forceinline__ u64 mask_word(const u8* row, i64 byte, i64 bytes, boo
 
 // One element of C over the stored elements of row i, in order. b: a column of B, its elements b_k apart.
 template <class T, class Ptr>
-__device__ __forceinline__ sum_t<T> stored_only_inline(const Ptr* indptr, const u8* bits, const T* data, i64 i, i64 bytes,
-                                                       const T* b, i64 b_k) {
+__device__ __noinline__ sum_t<T> stored_only(const Ptr* indptr, const u8* bits, const T* data, i64 i, i64 bytes,
+                                                            const T* b, i64 b_k) {
     sum_t<T> sum = 0;
     i64 at = indptr[i];
     for (i64 y = 0; y < bytes; ++y)
         for (u32 byte = bits[i * bytes + y]; byte; byte &= byte - 1)
             sum += widen(data[at++]) * widen(b[(8 * y + __ffs(byte) - 1) * b_k]);
     return sum;
-}
-// The same as a function of its own. Where warpgroups hand registers over (setmaxnreg), a kernel may call none.
-template <class T, class Ptr>
-__device__ __noinline__ sum_t<T> stored_only(const Ptr* indptr, const u8* bits, const T* data, i64 i, i64 bytes, const T* b,
-                                             i64 b_k) {
-    return stored_only_inline<T, Ptr>(indptr, bits, data, i, bytes, b, b_k);
 }
 
 // Adds the partial sums[RANGES][ROWS][NT] of a block, one for each range of K, in their order, and stores them; all threads
