@@ -133,6 +133,15 @@ def tiled(
     return form.at(pointer)
 
 
+def of_c(pointer: int, dtype: str, M: int, n: int, ldc: int, c_col: bool) -> tuple[Mapped | bytes, int]:
+    """The map of a C [M, n] of 16-bit values for ``store_64`` in tma_store.cuh, and 1; UNMAPPED and 0 where TMA cannot
+    write its lines."""
+    along, across = (M, n) if c_col else (n, M)
+    if not writable(pointer, along, ldc, 2):
+        return UNMAPPED, 0
+    return tiled(pointer, dtype, (along, across), (ldc,), (64, 16 if c_col else 64), 128), 1
+
+
 class Form:
     """A map for tensors of one form, at any address."""
 

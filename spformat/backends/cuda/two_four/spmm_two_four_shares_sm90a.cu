@@ -6,6 +6,7 @@
 //   b_map      tensor map of B: rows of N (BCol: of K), 16-byte aligned pitch, boxes of 64 x 64/Cluster (BCol: 64 x TN/Cluster),
 //                                          128-byte swizzle
 //   c          Out[M, N]                   row i at c + i*ldc (CCol: column n at c + n*ldc); every element is written
+//   c_map      with `copied`: tensor map of C for store_64 in tma_store.cuh; 16-bit types
 //   even       whether clusters share out the last rounds of tiles (even_shares.cuh); else they take whole tiles
 //   sums       with `even`: f32[gridDim.x, TN/8, 256, 4], any contents; sums of a tile whose beginning is another block's
 //   flags      with `even`: u32[2 * gridDim.x + 1], 0 before and after: sums of a block and warpgroup are there; clusters started
@@ -23,7 +24,7 @@
 #include "spformat/cp_async.cuh"
 #include "spformat/even_shares.cuh"
 #include "spformat/staged_store.cuh"
-#include "spformat/tma.cuh"
+#include "spformat/tma_store.cuh"
 #include "spformat/two_four_stream.cuh"
 #include "spformat/two_four_wgmma.cuh"
 
@@ -48,11 +49,11 @@ template <class Out, bool CCol, bool Epilogue> struct Affine {
 template <class T, class Out, int TN, int Stages, int Span, int Cluster, bool BCol, bool CCol, bool Epilogue>
 __global__ void __cluster_dims__(Cluster, 1, 1) __launch_bounds__(WORKERS + 128, 1)
 spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_constant__ TensorMap b_map, Out* c, int N,
-                           i64 ldc, int even, float4* sums, u32* flags, const Out* __restrict__ bias, float alpha, float beta) {
+                           i64 ldc, const __grid_constant__ TensorMap c_map, int copied, int even, float4* sums, u32* flags, const Out* __restrict__ bias, float alpha, float beta) {
     constexpr int PANELS = BCol ? 1 : (TN + 63) / 64;                 // boxes of a slab
     constexpr int SLAB = BCol ? DEPTH * TN * 2 : PANELS * DEPTH * 128;  // bytes of a stage
     constexpr int BOX_Y = (BCol ? TN : DEPTH) / Cluster;              // lines of a box
-    constexpr int SCRATCH = 16 * 128;                                 // bytes of a warp for C
+    constexpr int SLOTS = 2, SCRATCH = STORE_SLOT / 4;                // of a warpgroup for C; bytes of a warp, where it stores alone
     constexpr bool AHEAD = !Epilogue && TN / 2 + 18 * Span <= 166;    // registers hold a span beside the sums and their addresses
     static_assert(TN % 16 == 0 && TN <= 256, "wgmma has up to 256 columns");
     static_assert((Cluster == 1 || Cluster == 2) && BOX_Y % 8 == 0, "boxes are whole 8-line groups of the swizzle");
@@ -120,7 +121,9 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
     } else {
         take_registers<232>();
         const int warp_row = (warpgroup - 1) * 64 + warp % 4 * 16, tiles_m16 = cdiv(M, 32) * 2;
-        char* const scratch = shared + (ring + Stages * SLAB - shared_address(shared)) + (warp - 4) * SCRATCH;
+        const u32 slots = ring + Stages * SLAB + (warpgroup - 1) * (SLOTS * STORE_SLOT);
+        char* const scratch = shared + (slots - shared_address(shared)) + warp % 4 * SCRATCH;
+        u32 stored = 0;  // panels of C
         const bool c_vector = vector_aligned(c, ldc);
         const u64 policy = tiles_n <= 4 ? evict_first() : evict_normal();  // weights that are read again later should stay in L2
 
@@ -198,9 +201,24 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
                 done += work.start(next + 1) - work.start(next);
             }
             const Affine<Out, CCol, Epilogue> affine{c, ldc, row, M, N, added, alpha, beta};
+            constexpr int COPIED = CCol ? TN : TN / 64 * 64;  // columns that the copy engine can store
+            if constexpr (sizeof(Out) == 2 && COPIED > 0) {
+                if (copied) {
+                    store_panels_64<Out, CCol, COPIED, SLOTS>(acc, slots, stored, c_map, row - warp % 4 * 16, col, warpgroup, affine);
+                    if constexpr (TN > COPIED) {
+                        if (threadIdx.x % 128 == 0) tma::store_wait_read<0>();  // the rest goes through the same memory
+                        named_barrier(warpgroup, 128);
+                        store_panels<Out, CCol, TN - COPIED>(acc + COPIED / 2, scratch, c, ldc, row, col + COPIED, M, N, c_vector, affine);
+                        named_barrier(warpgroup, 128);
+                    }
+                    if (!AHEAD && more) start();
+                    continue;
+                }
+            }
             store_panels<Out, CCol, TN>(acc, scratch, c, ldc, row, col, M, N, c_vector, affine);
             if (!AHEAD && more) start();
         }
+        if (threadIdx.x % 128 == 0) tma::store_wait_read<0>();
         __syncwarp();
     }
     if constexpr (Cluster > 1) cluster::sync();  // the other block may still copy to, and arrive in, this one's shared memory

@@ -62,8 +62,8 @@ class Tile:
 
     @property
     def smem(self) -> int:
-        """bytes: slabs of B, 16 rows of 128 bytes of C for each warp, room to align to 1024."""
-        return self.stages * self.slab + WORKERS // 32 * 16 * 128 + 1024
+        """bytes: slabs of B, two slots of 64 x 64 values of C for each warpgroup, room to align to 1024."""
+        return self.stages * self.slab + WORKERS // 128 * 2 * 8192 + 1024
 
     def units(self, M: int, n: int) -> int:
         """Units of work of a product: ``cluster`` tiles of rows beside each other."""
@@ -119,8 +119,9 @@ class SpmmTwoFourShares(CopyEngineKernel):
     def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
         """Ideal microseconds of the block with the most work.
 
-        launch: constant. steps: their number, in microseconds. products, loads (weights and B from L2; a cluster loads B
-        once), intake (what arrives in a multiprocessor, B for each block of a cluster): of these steps. handed over: constant where a tile has several blocks. sums: handed over and added once for each further one.
+        launch: constant. steps: their number, in microseconds. products, loads (weights and B from L2; a cluster
+        loads B once), intake (what arrives in a multiprocessor, B in each block of a cluster): of these steps.
+        handed over: constant where a tile has several blocks. sums: handed over and added once for each further one.
         unaligned C: C once more, where its lines start anywhere.
         """
         units, steps = tile.units(p.M, p.n), ceil_div(p.K, DEPTH)
@@ -160,7 +161,7 @@ class SpmmTwoFourShares(CopyEngineKernel):
         if tile.cluster > 1:
             with cupy.cuda.Device(p.device_id):
                 resident = max_clusters(function, tile.cluster, WORKERS + 128, tile.smem)
-        signature = (*"Pii", tensor_map.TensorMap, *"PiqiPPPff")
+        signature = (*"Pii", tensor_map.TensorMap, *"Piq", tensor_map.TensorMap, *"iiPPPff")
         launch = Launch(function, signature, (weights, p.M, p.K), WORKERS + 128, tile.smem)
         steps, box = ceil_div(p.K, DEPTH), (DEPTH, (tile.cols if b_col else DEPTH) // tile.cluster)
         sums, flags = Scratch(), Scratch(zeros=True)
@@ -181,7 +182,10 @@ class SpmmTwoFourShares(CopyEngineKernel):
             if shared:
                 sums_at = sums.buffer(o.stream, blocks * ROWS * tile.cols * 4)
                 flags_at = flags.buffer(o.stream, (2 * blocks + 1) * 4)
-            rest = int(shared), sums_at, flags_at, o.bias, o.alpha, o.beta
+            c_map, copied = tensor_map.UNMAPPED, 0
+            if itemsize(p.out_dtype) == 2:
+                c_map, copied = tensor_map.of_c(o.c, p.out_dtype, p.M, o.n, o.ldc, p.out_layout == COL)
+            rest = c_map, copied, int(shared), sums_at, flags_at, o.bias, o.alpha, o.beta
             return (launch.bind((blocks, 1, 1), o.stream, b_map, o.c, o.n, o.ldc, *rest),)
 
         return Prepared(prepare, str(tile), int(weights.nbytes))

@@ -6,7 +6,7 @@
 //   a_map      with Shared: tensor map of the values [Mp, Kp/2], boxes of 32 x TM, 64-byte swizzle
 //   c          Out[M, N]                   row i at c + i*ldc (CCol: column n at c + n*ldc); every element is written
 //   Epilogue   C = alpha * A @ B + beta * C + bias (Out[M] or null) instead of A @ B; C is read only if beta is not 0
-//   c_map      with `copied`: tensor map of C, rows of N, boxes of 64 x 64, 128-byte swizzle; 16-bit types, not CCol
+//   c_map      with `copied`: tensor map of C for store_64 in tma_store.cuh; 16-bit types
 //
 // Every peer brings A through shared memory, whose 128 bytes a clock then limit wgmma.sp. Here the weights are laid out once,
 // when the plan is built, in the order of the registers: each warp reads its operand with contiguous 512-byte loads, straight
@@ -183,6 +183,7 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
         };
 
         int stage = 0, phase = 0, row0, col0;
+        u32 stored = 0;  // panels of C
         i64 unit = blockIdx.x / (Cluster * Splits);
         if (unit < units) {
             place(unit, row0, col0);
@@ -243,10 +244,18 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
                 if constexpr (Epilogue)
                     affine_m16<Out, CCol, TN / 8 / Splits>(sums, c, ldc, row + m * 64, col + n0, M, N, added[m], alpha, beta);
             };
-            // `columns` columns from n0 on of row tile m, by ordinary stores.
-            auto store = [&](const float* sums, int m, int columns, int n0) {
+            // Columns columns from n0 on of row tile m, by the copy engine or by ordinary stores.
+            auto store = [&](auto columns, float* sums, int m, int n0) {
+                constexpr int COLUMNS = decltype(columns)::WIDTH;
+                if constexpr (sizeof(Out) == 2 && (CCol || COLUMNS % 64 == 0)) {
+                    if (copied) {
+                        store_panels_64<Out, CCol, COLUMNS, Slots>(sums, slots, stored, c_map, row - warp % 4 * 16 + m * 64, col + n0,
+                                                                   warpgroup, Unchanged{});
+                        return;
+                    }
+                }
 #pragma unroll
-                for (int n = 0; n < columns; n += PANEL)
+                for (int n = 0; n < COLUMNS; n += PANEL)
                     store_m16<Out, CCol, PANEL / 8>(sums + n / 2, scratch, c, ldc, row + m * 64, col + n0 + n, M, N, c_vector);
             };
             if constexpr (Splits > 1) {
@@ -259,27 +268,15 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
                 if (part == 0) {
                     exchange_halves<0, THREADS>(acc, sums, bar, peer, peer_bar);
 #pragma unroll
-                    for (int m = 0; m < MT; ++m) finish(acc[m], m, 0), store(acc[m], m, TN / 2, 0);
+                    for (int m = 0; m < MT; ++m) finish(acc[m], m, 0), store(Panel<TN / 2>{}, acc[m], m, 0);
                 } else {
                     exchange_halves<1, THREADS>(acc, sums, bar, peer, peer_bar);
 #pragma unroll
-                    for (int m = 0; m < MT; ++m) finish(acc[m] + HALF, m, TN / 2), store(acc[m] + HALF, m, TN / 2, TN / 2);
+                    for (int m = 0; m < MT; ++m) finish(acc[m] + HALF, m, TN / 2), store(Panel<TN / 2>{}, acc[m] + HALF, m, TN / 2);
                 }
             } else {
 #pragma unroll
-                for (int m = 0; m < MT; ++m) finish(acc[m], m, 0);
-                if constexpr (sizeof(Out) == 2 && !CCol) {
-                    static_assert(MT * TN / 64 % Slots == 0, "a tile ends with the last slot");
-#pragma unroll
-                    for (int m = 0; m < MT; ++m)
-#pragma unroll
-                        for (int n = 0; n < TN && copied; n += 64)
-                            store_64x64<Out, Slots>(acc[m] + n / 2, slots + (m * (TN / 64) + n / 64) % Slots * STORE_SLOT, c_map,
-                                                    row - warp % 4 * 16 + m * 64, col + n, warpgroup);
-                }
-#pragma unroll
-                for (int m = 0; m < MT; ++m)
-                    if (!copied) store(acc[m], m, TN, 0);
+                for (int m = 0; m < MT; ++m) finish(acc[m], m, 0), store(Panel<TN>{}, acc[m], m, 0);
             }
         }
         if (threadIdx.x % 128 == 0) tma::store_wait_read<0>();

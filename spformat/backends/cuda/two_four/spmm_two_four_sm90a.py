@@ -155,8 +155,8 @@ class SpmmTwoFourSm90a(CopyEngineKernel):
             resident = max_clusters(function, tile.blocks, threads, smem)
         cluster_rows = ceil_div(p.M, tile.rows * tile.cluster)
         box = (DEPTH, (tile.cols if b_col else DEPTH) // tile.cluster)
-        out_item = VALUE_TYPES[p.out_dtype].numpy.itemsize
-        copied = tile.splits == 1 and out_item == 2 and p.out_layout != COL
+        c_col = p.out_layout == COL
+        copied = itemsize(p.out_dtype) == 2 and (c_col or tile.cols // tile.splits % 64 == 0)
 
         a_map = None
         if tile.shared:
@@ -172,12 +172,13 @@ class SpmmTwoFourSm90a(CopyEngineKernel):
                 return unaligned()(o)
             extents = (p.K, o.n) if b_col else (o.n, p.K)
             b_map = tensor_map.tiled(o.b, p.b_dtype, extents, (o.ldb,), box, 128)
-            by_copy = copied and tensor_map.writable(o.c, o.n, o.ldc, out_item)
-            c_map = tensor_map.tiled(o.c, p.out_dtype, (o.n, p.M), (o.ldc,), (64, 64), 128) if by_copy else b_map
+            c_map, by_copy = tensor_map.UNMAPPED, 0
+            if copied:
+                c_map, by_copy = tensor_map.of_c(o.c, p.out_dtype, p.M, o.n, o.ldc, c_col)
             clusters = cluster_rows * ceil_div(o.n, tile.cols)
             grid = ((clusters if tile.splits > 1 else min(clusters, resident)) * tile.blocks, 1, 1)
             rest = o.bias, o.alpha, o.beta
-            return (launch.bind(grid, o.stream, b_map, o.c, o.n, o.ldc, c_map, a_map or b_map, int(by_copy), *rest),)
+            return (launch.bind(grid, o.stream, b_map, o.c, o.n, o.ldc, c_map, a_map or b_map, by_copy, *rest),)
 
         return Prepared(prepare, str(tile), int(weights.nbytes))
 

@@ -3,7 +3,7 @@
 //   a_map    TMA map of data T[W, Mp], boxes of 64 k x 64 rows, 128-byte swizzle
 //   columns  int[Q, columns_ld]   column of every kept vector of a row group; -1: none, or past K (a zero row is used)
 //   B        T, rows pitch_b bytes apart; pointer and pitch multiples of 16
-//   c_map    TMA map of C[M, N], boxes of 64 x 64, 128-byte swizzle; used when by_copies
+//   c_map    TMA map of C for store_64 in tma_store.cuh; used when by_copies, with BN a multiple of 64 where C is row-major
 //   C        Out, element (m, n) at m*step_m + n*step_n, one step is 1
 //   even     whether blocks share out the last rounds of tiles by steps along K (even_shares.cuh); else they take whole tiles
 //   sums     with `even`: f32[gridDim.x, BN/8, 256, 4], any contents; sums of a tile whose beginning is another block's
@@ -42,8 +42,7 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
     static_assert(LOADERS == 4, "a whole warpgroup hands registers over, and there is room for one");
     constexpr int LINES = DEPTH / LOADERS;  // rows of B a loader fetches per stage
     extern __shared__ __align__(1024) unsigned char shared[];
-    constexpr bool COPIES = sizeof(Out) == 2 && BN % 64 == 0;  // the copy engine stores 64 columns at a time
-    constexpr int PART = COPIES ? 64 : 32, PITCH = PART + 16 / sizeof(Out);  // C leaves in strips of 16 x PART
+    constexpr int PART = sizeof(Out) == 2 && BN % 64 == 0 ? 64 : 32, PITCH = PART + 16 / sizeof(Out);  // C leaves in strips of 16 x PART
     constexpr int SLOTS = 2;  // of 64 x 64 sums, a warpgroup's, on their way out by copies; the strips take their place
     static_assert(8 * 16 * PITCH * sizeof(Out) <= 2 * SLOTS * STORE_SLOT, "strips fit");
     const u32 base = shared_address(shared), slots = base + STAGES * STAGE, full = slots + 2 * SLOTS * STORE_SLOT;
@@ -168,13 +167,18 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
                 done += work.start(other + 1) - work.start(other);
             }
 
-            if constexpr (COPIES) {
-                if (by_copies) {
-#pragma unroll
-                    for (int part = 0; part < BN / 64; ++part, ++stored)
-                        store_64x64<Out, SLOTS>(acc + part * 32, slots + (group * SLOTS + stored % SLOTS) * STORE_SLOT, c_map,
-                                                m0 - warp % 4 * 16, n0 + part * 64, group + 1);
+            if constexpr (sizeof(Out) == 2) {
+                const u32 mine_out = slots + group * SLOTS * STORE_SLOT;
+                const int top = m0 - warp % 4 * 16;
+                if (by_copies && step_m == 1) {
+                    store_panels_64<Out, true, BN, SLOTS>(acc, mine_out, stored, c_map, top, n0, group + 1, Unchanged{});
                     continue;
+                }
+                if constexpr (BN % 64 == 0) {
+                    if (by_copies) {
+                        store_panels_64<Out, false, BN, SLOTS>(acc, mine_out, stored, c_map, top, n0, group + 1, Unchanged{});
+                        continue;
+                    }
                 }
             }
             const Target<Out> target{C, step_m, step_n, s.M, N};

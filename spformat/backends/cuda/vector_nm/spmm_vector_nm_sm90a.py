@@ -49,7 +49,7 @@ class Tile:
     even: bool
 
     def smem(self) -> int:
-        """Bytes: the ring, four slots in which C is staged (64 x 64 values of 16 bits), barriers, number of the block."""
+        """Bytes: the ring, four slots in which C is staged (64 x 64 values of 16 bits), barriers, the block's place."""
         return self.stages * DEPTH * 2 * (ROWS + round_up(self.cols, 64)) + 4 * 8192 + 16 * self.stages + 16
 
     def blocks(self, tiles: int, steps: int, processors: int) -> int:
@@ -173,8 +173,8 @@ class SpmmVectorNMSm90a(CudaKernel):
             calls, b, pitch = rows_of_b(o)
             step_m, step_n = (1, o.ldc) if c_col else (o.ldc, 1)
             c_map, by_copies = tensor_map.UNMAPPED, 0
-            if p.out_dtype == p.a_dtype and not c_col and tensor_map.writable(o.c, o.n, o.ldc, 2):
-                c_map, by_copies = tensor_map.tiled(o.c, p.out_dtype, (o.n, p.M), (o.ldc,), (64, 64), 128), 1
+            if p.out_dtype == p.a_dtype and (c_col or tile.cols % 64 == 0):
+                c_map, by_copies = tensor_map.of_c(o.c, p.out_dtype, p.M, o.n, o.ldc, c_col)
             tiles = row_count * ceil_div(o.n, tile.cols)
             blocks, sums_at, flags_at = tile.blocks(tiles, steps, processors), 0, 0
             shared = bool(tile.even and tiles % blocks)
