@@ -186,8 +186,8 @@ template <int WN, class Out>
 __device__ __forceinline__ void store_warp_tile(const Target<Out>& to, const Out* tile, int rows, int pitch, int m, int n,
                                                 int lane) {
     constexpr int E = 16 / sizeof(Out);
-    const bool wide = to.step_n == 1 && to.step_m % E == 0 && reinterpret_cast<u64>(to.c) % 16 == 0;
-    if (wide) {
+    const bool aligned = reinterpret_cast<u64>(to.c) % 16 == 0;
+    if (to.step_n == 1 && to.step_m % E == 0 && aligned) {
         constexpr int CHUNKS = WN / E;
         for (int i = lane; i < rows * CHUNKS; i += 32) {
             const int r = i / CHUNKS, c = i % CHUNKS * E;
@@ -202,6 +202,21 @@ __device__ __forceinline__ void store_warp_tile(const Target<Out>& to, const Out
         for (int i = lane; i < rows * WN; i += 32) {
             const int r = i / WN, c = i % WN;
             if (m + r < to.M && n + c < to.N) to.c[(m + r) * to.step_m + n + c] = tile[r * pitch + c];
+        }
+    } else if (to.step_n % E == 0 && aligned && m % E == 0 && rows % E == 0) {  // E rows of a column at a time
+        for (int i = lane; i < rows / E * WN; i += 32) {
+            const int r = i % (rows / E) * E, c = i / (rows / E);
+            if (m + r >= to.M || n + c >= to.N) continue;
+            Out* out = to.c + (m + r) + (n + c) * to.step_n;
+            const Out* from = tile + r * pitch + c;
+            if (m + r + E <= to.M) {
+                alignas(16) Out some[E];
+#pragma unroll
+                for (int e = 0; e < E; ++e) some[e] = from[e * pitch];
+                *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(some);
+            } else {
+                for (int e = 0; m + r + e < to.M; ++e) out[e] = from[e * pitch];
+            }
         }
     } else {
         for (int i = lane; i < rows * WN; i += 32) {
