@@ -113,8 +113,8 @@ class SpmmTwoFourShares(CopyEngineKernel):
         return TILES
 
     def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
-        """By blocks of a cluster, and whether shares are equal."""
-        return (f"{'even' if tile.even else 'whole'} {tile.cluster}",)
+        """By blocks of a cluster."""
+        return ("pairs" if tile.cluster > 1 else "single blocks",)
 
     def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
         """Ideal microseconds of the block with the most work.
