@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from ....arrays.library import Array, ceil_div
+from ....arrays.library import Array, ceil_div, round_up
 from ....formats.two_four import reorder_meta
 from ....products.problem import Problem
-from ..runtime import jit
+from ..runtime import jit, tensor_map
 from ..runtime.expansion import Target, Writer
 from ..runtime.launch import Bound, Launch, finish_device
 
@@ -49,6 +49,14 @@ class Records:
             "data": pairs.reshape(Mp, Kp // 4).view(self.dtype),
             "meta": reorder_meta(meta, self.padded, "fragment", self.meta_order),
         }
+
+
+def record_map(words: Any, p: Problem, rows: int) -> tensor_map.Mapped:
+    """The map by which the copy engine loads the records of ``rows`` rows and 64 columns at a time; for M and K > 0."""
+    line = ceil_div(p.K, 64) * WORDS // 2  # in units of 8 bytes: a box has at most 256 of anything
+    return tensor_map.tiled(
+        words.data.ptr, "uint64", (line, round_up(p.M, 32) // 16), (line,), (WORDS // 2, rows // 16), 0
+    )
 
 
 class TwoFourRecords:
