@@ -177,11 +177,12 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
             }
         };
         auto start = [&](int row0) {  // rows at or beyond Mp repeat the last tile; they are never written
-            if constexpr (Shared) return;
+            if constexpr (!Shared) {
 #pragma unroll
-            for (int m = 0; m < MT; ++m)
-                from[m] = weights + (i64(min((row0 + warp_row + m * 64) / 16, tiles_m16 - 1)) * slabs + begin) * RECORD;
-            fetch(0);
+                for (int m = 0; m < MT; ++m)
+                    from[m] = weights + (i64(min((row0 + warp_row + m * 64) / 16, tiles_m16 - 1)) * slabs + begin) * RECORD;
+                fetch(0);
+            }
         };
         auto release = [&](int stage) {
             if constexpr (Cluster > 1) {
