@@ -248,9 +248,9 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
                 if constexpr (Epilogue)
                     affine_m16<Out, CCol, TN / 8 / Splits>(sums, c, ldc, row + m * 64, col + n0, M, N, added[m], alpha, beta);
             };
-            // Columns columns from n0 on of row tile m, by the copy engine or by ordinary stores.
-            auto store = [&](auto columns, float* sums, int m, int n0) {
-                constexpr int COLUMNS = decltype(columns)::WIDTH;
+            // COLUMNS columns from n0 on of row tile m, by the copy engine or by ordinary stores.
+            constexpr int COLUMNS = TN / Splits;
+            auto store = [&](float* sums, int m, int n0) {
                 if constexpr (sizeof(Out) == 2 && (CCol || COLUMNS % 64 == 0)) {
                     if (copied) {
                         store_panels_64<Out, CCol, COLUMNS, Slots>(sums, slots, stored, c_map, row - warp % 4 * 16 + m * 64, col + n0,
@@ -272,15 +272,15 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
                 if (part == 0) {
                     exchange_halves<0, THREADS>(acc, sums, bar, peer, peer_bar);
 #pragma unroll
-                    for (int m = 0; m < MT; ++m) finish(acc[m], m, 0), store(Panel<TN / 2>{}, acc[m], m, 0);
+                    for (int m = 0; m < MT; ++m) finish(acc[m], m, 0), store(acc[m], m, 0);
                 } else {
                     exchange_halves<1, THREADS>(acc, sums, bar, peer, peer_bar);
 #pragma unroll
-                    for (int m = 0; m < MT; ++m) finish(acc[m] + HALF, m, TN / 2), store(Panel<TN / 2>{}, acc[m] + HALF, m, TN / 2);
+                    for (int m = 0; m < MT; ++m) finish(acc[m] + HALF, m, TN / 2), store(acc[m] + HALF, m, TN / 2);
                 }
             } else {
 #pragma unroll
-                for (int m = 0; m < MT; ++m) finish(acc[m], m, 0), store(Panel<TN>{}, acc[m], m, 0);
+                for (int m = 0; m < MT; ++m) finish(acc[m], m, 0), store(acc[m], m, 0);
             }
         }
         if (threadIdx.x % 128 == 0) tma::store_wait_read<0>();
