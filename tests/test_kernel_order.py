@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib.util
 import pickle
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import spformat as sf
+from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.formats.base import Format
+from spformat.preprocess import masks
+from spformat.products.kernel import Accepted
 from spformat.products.plan import MemoryOf
+
+BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "at_rest.py"
+spec = importlib.util.spec_from_file_location("at_rest", BENCHMARK)
+assert spec
+assert spec.loader
+at_rest = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(at_rest)
 
 
 class Reversed:
@@ -182,3 +194,112 @@ def test_attributes_that_do_not_exist() -> None:
         a.dta  # noqa: B018
     with pytest.raises(AttributeError):
         object.__new__(sf.TwoFour).data  # noqa: B018
+
+
+# ------------------------------------------------------------------ 2:4, on a device
+
+
+TWO_FOUR_KERNELS = (
+    "spmm_two_four", "spmm_two_four_tokens", "spmm_two_four_sm90", "spmm_two_four_sm90a", "spmm_two_four_shares_sm90a",
+    "expand_then_dense",
+)  # fmt: skip
+
+
+def two_four(dtype: str, order: str, shape: tuple[int, int] = (72, 152)) -> tuple[sf.TwoFour, np.ndarray[Any, Any]]:
+    """A 2:4 matrix and the same as a dense array of whole numbers."""
+    rng = np.random.default_rng(5)
+    x = rng.integers(1, 4, shape) * rng.choice([-1, 1], shape)
+    x = masks.apply(x.astype(np.float32), masks.magnitude_nm(x.astype(np.float32), 2, 4))
+    return sf.TwoFour.from_dense(x.astype(VALUE_TYPES[dtype].numpy), meta_order=order), x
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", TWO_FOUR_KERNELS)
+@pytest.mark.parametrize(("dtype", "order"), [("float16", "ldmatrix"), ("bfloat16", "cutlass-sm80")])
+def test_every_kernel_of_two_four_frees_the_arrays(kernel: str, dtype: str, order: str) -> None:
+    import cupy
+
+    host, x = two_four(dtype, order)
+    a = host.to("cuda")
+    before, arrays = a.twin(), [weakref.ref(v) for v in a.arrays().values()]
+    b = np.random.default_rng(1).integers(-3, 4, (x.shape[1], 24)).astype(np.float32)
+    if f"cuda.{kernel}" not in str(sf.explain(a, cupy.asarray(b.astype(host.dtype)))).partition("refused")[0]:
+        pytest.skip(f"{kernel} does not run here")
+    for lines in "CF":
+        c = sf.spmm(a, cupy.asarray(b.astype(host.dtype), order=lines), backend=f"cuda.{kernel}")
+        assert (c.get().astype(np.float32) == x @ b).all()
+    assert [v() for v in arrays] == [None, None]
+    assert a.in_kernel_order
+    assert a.to("cpu") == before.to("cpu") == host
+    assert a.with_meta_order("logical").to("cpu") == host.with_meta_order("logical")
+    assert (a.to_dense().get() == host.to_dense()).all()
+    assert a.to_csr().to("cpu") == host.to_csr()
+    a.validate()
+
+
+@pytest.mark.gpu
+def test_a_sum_frees_the_arrays_of_its_two_four_part() -> None:
+    import cupy
+
+    host, x = two_four("float16", "fragment")
+    rest = np.where((x == 0) & (np.random.default_rng(2).random(x.shape) < 0.05), 1, 0).astype(np.float16)
+    a = sf.Sum(parts=(host, sf.convert(rest, "csr"))).to("cuda")
+    part = a.parts[0]
+    b = np.random.default_rng(1).integers(-3, 4, (x.shape[1], 24)).astype(np.float16)
+    wanted = (x + rest) @ b.astype(np.float32)
+    for backend in ("cuda.spmm_sum", "cuda.expand_then_dense", None):
+        assert (sf.spmm(a, cupy.asarray(b), backend=backend).get() == wanted).all()
+        assert part.in_kernel_order
+    assert a.to("cpu").parts[0] == host
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_other_values_than_those_of_16_bits_stay_arrays(dtype: str) -> None:
+    import cupy
+
+    host, x = two_four(dtype, "ldmatrix")
+    a = host.to("cuda")
+    b = cupy.ones((x.shape[1], 8), dtype)
+    for answer in sf.explain(a, b).answers:
+        if isinstance(answer, Accepted) and answer.kernel.startswith("cuda."):
+            sf.spmm(a, b, backend=answer.kernel)
+    assert not a.in_kernel_order
+
+
+@pytest.mark.gpu
+def test_an_output_may_lie_where_dropped_arrays_were_and_not_over_the_order() -> None:
+    import cupy
+
+    a, x = two_four("float16", "ldmatrix")
+    a = a.to("cuda")
+    kept = a.data  # the memory stays, so that C can be put there
+    b = cupy.ones((x.shape[1], 8), "float16")
+    sf.spmm(a, b, backend="cuda.spmm_two_four")
+    assert a.in_kernel_order
+    at = kept.reshape(-1)[: x.shape[0] * 8].reshape(x.shape[0], 8)
+    assert (sf.spmm(a, b, out=at, backend="cuda.spmm_two_four").get() == x.sum(axis=1, keepdims=True)).all()
+    words = a.resident().reshape(-1).view("float16")
+    with pytest.raises(ValueError, match="overlaps the arrays of A"):
+        sf.spmm(a, b, out=words[: x.shape[0] * 8].reshape(x.shape[0], 8), backend="cuda.spmm_two_four")
+
+
+# ------------------------------------------------------------------ bytes at rest
+
+
+SLACK = 64 << 10
+"""Bytes that do not grow with the matrix: records that kernels load ahead, counters, rounding of allocations."""
+BEYOND: dict[str, float] = {}
+"""Formats that keep more than 1.1 times their bytes, and how many times."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "params", "zeros"), at_rest.CASES, ids=str)
+def test_bytes_at_rest(name: str, params: dict[str, Any], zeros: float) -> None:
+    """After products with every number of columns a matrix has at most 1.1 times the bytes of its format."""
+    import cupy
+
+    if not hasattr(cupy, "get_default_memory_pool"):
+        pytest.skip("the emulated device has no memory pool")
+    row = at_rest.measured(name, params, zeros, 1024, "float16", every=False)
+    assert row["at rest"] * row["bytes"] <= BEYOND.get(name, 1.1) * row["bytes"] + SLACK
