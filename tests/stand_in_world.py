@@ -14,7 +14,7 @@ import stand_in_cupy
 from spformat.backends.cuda.runtime import scratch
 from spformat.backends.cuda.runtime.device_plan import device_plan
 from spformat.backends.cuda.runtime.launch import Operands
-from spformat.products.plan import Plan
+from spformat.products.plan import Plan, nothing
 from spformat.products.problem import ROW, Problem
 
 
@@ -79,7 +79,7 @@ class World:
 
         return np.zeros(shape, dtype, order).view(OnDevice)  # type: ignore[call-overload]
 
-    def plan(self, calls: int = 1, reads: tuple[Any, ...] = (), **changed: Any) -> Plan:
+    def plan(self, calls: int = 1, reads: Any = nothing, **changed: Any) -> Plan:
         fields = {"device": "cuda", "sm": 90, "b_layout": ROW, "out_layout": ROW} | changed
         p = Problem.product("csr", (), 4, 3, 5, 2, "float32", "float32", "float32", **fields)
 

@@ -18,7 +18,7 @@ from spformat import backends
 from spformat.arrays.library import span
 from spformat.dispatch import select
 from spformat.products import rates
-from spformat.products.plan import Plan
+from spformat.products.plan import MemoryOf, Plan
 from spformat.products.problem import Problem, result_dtype
 
 
@@ -233,7 +233,7 @@ def test_out_must_not_touch_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     for out in (room[:32].reshape(8, 4), room[96:].reshape(8, 4)):  # beside it
         np.testing.assert_array_equal(inside.run(x[:, :4], out), x @ x[:, :4])
     kernel = next(k for k in backends.get("cpu").kernels() if k.name == made.kernel)
-    reads = tuple((*span(v), v) for v in a.arrays().values())
+    reads = MemoryOf(a)
     monkeypatch.setattr(type(kernel), "plan", lambda self, a, p: Plan(self.name, p, print, reads=reads))
     looks_itself = sf.plan(sf.BSR.from_csr(a.to_csr(), blocksize=(8, 8)), n=8)
     assert looks_itself.run is print
@@ -249,7 +249,7 @@ def test_memory_that_a_plan_calls_the_matrix_is_not_given_to_others(
     kernel = next(k for k in backends.get("cpu").kernels() if k.name == "cpu.spmm_bsr")
 
     def plan(self: Any, a: Any, p: Problem) -> Plan:
-        reads = tuple((*span(v), v) for v in a.arrays().values()) if looks_itself else None
+        reads = MemoryOf(a.twin()) if looks_itself else None
         return Plan(self.name, p, print, reads=reads)
 
     monkeypatch.setattr(type(kernel), "plan", plan)

@@ -288,6 +288,7 @@ def test_formats_know_only_the_hub() -> None:
                 "edges",
                 "fields",
                 "hooks",
+                "kernel_order",
                 "refill",
                 "csr",
             } | FORMAT_IMPORTS.get(name, set())

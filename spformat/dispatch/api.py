@@ -35,7 +35,7 @@ from ..formats.transposed import Transposed
 from ..products import operations
 from ..products.operations.spmm import operand_type, require_like
 from ..products.plan import Plan
-from ..products.problem import ROW, WORKSPACE, Operand, Problem, columns, result_dtype, scalar
+from ..products.problem import ROW, WORKSPACE, Operand, Problem, columns, cuda_device_of, result_dtype, scalar
 from . import composed  # noqa: F401 - its backend registers itself
 from .plans import plan_with
 from .select import Explanation, ask, choose, named
@@ -281,7 +281,7 @@ def problem_of(
     a, (M, K) = Operand.of(A), A.matrix_shape
     b = b_dtype or a.dtype
     result = result_dtype(a.dtype, b) if out_dtype is None else _dtype_name(out_dtype)
-    sm, device_id = (None, 0) if a.device == "cpu" else (int(A.values.device.compute_capability), A.values.device.id)
+    sm, device_id = (None, 0) if a.device == "cpu" else cuda_device_of(A)
     if epilogue and result in ("int32", "int64"):
         raise TypeError(f"alpha, beta and bias need a C of floating-point values, got {result}; give out in float32")
     return Problem.product(

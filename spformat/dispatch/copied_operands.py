@@ -18,7 +18,7 @@ from ..formats import registered
 from ..products import rates, tiles
 from ..products.ideal import b_alignment, memory_us, out_alignment
 from ..products.kernel import Best, Kernel, spmm_of, tile_us
-from ..products.plan import Plan
+from ..products.plan import Plan, nothing
 from ..products.problem import COL, LINE, PITCH, ROW, Problem, itemsize
 from ..products.roofline import Device, device_of
 from .plans import depth, plan_with
@@ -154,7 +154,7 @@ class CopiedOperands(Kernel):
             return launches_of(plan)(o)
 
         first = fitted(column_class(max(2, p.n), p))
-        return device_plan(self.name, p, prepare, first.tile, first.workspace, first.reads or ())
+        return device_plan(self.name, p, prepare, first.tile, first.workspace, first.reads or nothing)
 
 
 def _copy_bytes(p: Problem) -> int:

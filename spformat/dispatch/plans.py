@@ -9,7 +9,7 @@ from typing import Any
 from ..arrays.library import current_device, span
 from ..formats.base import Format
 from ..products.kernel import Kernel
-from ..products.plan import OVERWRITES, Plan
+from ..products.plan import OVERWRITES, MemoryOf, Plan, Reads
 from ..products.problem import Problem
 from .select import without_epilogue
 
@@ -32,7 +32,7 @@ def plan_with(kernel: Kernel, A: Format, problem: Problem) -> Plan:
     level = depth()
     inside = _DEPTH.set(level + 1)
     try:
-        with current_device(A.values):
+        with current_device(A.resident()):
             plan = kernel.plan(A, own)
             if own is not problem:
                 plan = _with_epilogue(plan, problem, f"product at depth {level}")
@@ -41,8 +41,7 @@ def plan_with(kernel: Kernel, A: Format, problem: Problem) -> Plan:
     if plan.reads is not None:
         return plan
     # The arrays are kept as well: otherwise their memory could be freed, allocated again, and be given as ``out``.
-    reads = tuple((*span(x), x) for x in A.all_arrays().values() if x.size)
-    return replace(plan, run=_guarded(plan.run, reads, len(problem.operands) - 1))
+    return replace(plan, run=_guarded(plan.run, MemoryOf(A.twin()), len(problem.operands) - 1))
 
 
 def _with_epilogue(plan: Plan, problem: Problem, purpose: str) -> Plan:
@@ -55,7 +54,7 @@ def _with_epilogue(plan: Plan, problem: Problem, purpose: str) -> Plan:
     return epilogue.with_epilogue(plan, problem, purpose)
 
 
-def _guarded(run: Any, reads: tuple[tuple[int, int, Any], ...], dense: int) -> Any:
+def _guarded(run: Any, reads: Reads, dense: int) -> Any:
     """``run`` that first refuses an ``out`` which overlaps the arrays of the matrix.
 
     ``out`` is the argument after the ``dense`` dense operands.
@@ -65,7 +64,7 @@ def _guarded(run: Any, reads: tuple[tuple[int, int, Any], ...], dense: int) -> A
         out = operands[dense]
         if out is not None and out.size:
             lo, hi = span(out)
-            if any(lo < end and start < hi for start, end, _ in reads):
+            if any(lo < end and start < hi for start, end in reads()):
                 raise ValueError(OVERWRITES)
         return run(*operands)
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
 from ..arrays.dtypes import dtype_name, nonzero_mask
-from ..arrays.library import Array, current_device, namespace, on_boundary, to_device
+from ..arrays.library import Array, current_device, namespace, on_boundary, parse_device, to_device
 from ..errors import ArrayError, StructureError, UsageError
 from ..limits import always_allowed, check_bytes, product
 from . import edges
@@ -35,19 +35,18 @@ from .declare import (
 from .dense_input import checked_values
 from .fields import Derived, Fields
 from .hooks import Hooks
+from .kernel_order import KernelArrays, KernelOrdered
 from .refill import Refill
 
 if TYPE_CHECKING:
     from .csr import CSR
     from .transposed import Transposed
 
-Built = TypeVar("Built")
-
 __all__ = ["AUTO", "INDEX", "POS", "VALUE", "Format", "RowChunks", "array", "checked_values", "param", "table"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
-class Format(Hooks, Fields, ArrayMethods, Refill):
+class Format(KernelOrdered, Hooks, Fields, ArrayMethods, Refill):
     """Base of every format. ``shape`` is always the logical (M, K); padding is derived, never stored.
 
     Construction checks params, dtypes, ranks and lengths in O(1) and raises ``ArrayError``;
@@ -80,7 +79,7 @@ class Format(Hooks, Fields, ArrayMethods, Refill):
     _marked: bool = dataclasses.field(default=False, init=False, repr=False)
     # Plans of products with this matrix, and arrays that kernels derive from its arrays; both are freed with it.
     _plans: Derived = dataclasses.field(default_factory=Derived, init=False, repr=False)
-    _kernel_arrays: Derived = dataclasses.field(default_factory=Derived, init=False, repr=False)
+    _kernel_arrays: KernelArrays = dataclasses.field(default_factory=KernelArrays, init=False, repr=False)
 
     # ---------------------------------------------------------------- construction
 
@@ -130,7 +129,7 @@ class Format(Hooks, Fields, ArrayMethods, Refill):
             put(f, name, value)
         put(f, "_marked", True)
         put(f, "_plans", Derived())
-        put(f, "_kernel_arrays", Derived())
+        put(f, "_kernel_arrays", KernelArrays())
         return f
 
     # ---------------------------------------------------------------- reading
@@ -164,7 +163,8 @@ class Format(Hooks, Fields, ArrayMethods, Refill):
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(int(a.nbytes) for a in self.all_arrays().values())
+        own = sum(product(dtype.itemsize, *shape) for dtype, shape in self.array_layout().values())
+        return own + sum(part.nbytes for part in self.parts_by_name().values())
 
     @property
     def nnz(self) -> int:
@@ -188,8 +188,8 @@ class Format(Hooks, Fields, ArrayMethods, Refill):
 
     def __repr__(self) -> str:
         parts = [f"shape={self.shape}", *(f"{k}={v!r}" for k, v in self.params().items())]
-        for k, a in self.arrays().items():
-            parts.append(f"{k}={a.dtype}[{', '.join(str(n) for n in a.shape)}]")
+        for k, (dtype, shape) in self.array_layout().items():
+            parts.append(f"{k}={dtype}[{', '.join(map(str, shape))}]")
         return f"{type(self).__name__}({', '.join(parts)}, device={self.device}, nbytes={self.nbytes})"
 
     def __eq__(self, other: object) -> bool:
@@ -220,30 +220,15 @@ class Format(Hooks, Fields, ArrayMethods, Refill):
 
     def to(self, device: str) -> Self:
         """A copy on "cpu", "cuda" or "cuda:<id>", or the object itself if it is there. The validated mark stays."""
-        moved = {k: to_device(a, device) for k, a in self.arrays().items()}
-        if all(moved[k] is a for k, a in self.arrays().items()):
+        if self.in_kernel_order and parse_device(self.device) == parse_device(device):
+            return self
+        arrays = self.arrays()
+        moved = {k: to_device(a, device) for k, a in arrays.items()}
+        if all(moved[k] is a for k, a in arrays.items()):
             return self
         out = self.with_arrays(**moved)
         object.__setattr__(out, "_marked", self._marked)
         return out
-
-    def twin(self) -> Self:
-        """Another object with the same arrays and ``kernel_arrays``, marked as validated, without plans.
-
-        A plan refers to a twin of the matrix. If it referred to the matrix, which refers to the plan, the two would
-        keep each other from being freed. The contents must be valid.
-        """
-        other = type(self).trusted(**self.fields())
-        object.__setattr__(other, "_kernel_arrays", self._kernel_arrays)
-        return other
-
-    def kernel_arrays(self, key: Any, build: Callable[[], Built]) -> Built:
-        """What a kernel derives from the arrays. It is built once for each key and shared by all plans of the
-        matrix."""
-        if key not in self._kernel_arrays:
-            self._kernel_arrays[key] = build()
-        built: Built = self._kernel_arrays[key]
-        return built
 
     # ---------------------------------------------------------------- checking
 
@@ -264,10 +249,11 @@ class Format(Hooks, Fields, ArrayMethods, Refill):
         Raises PointerError, IndexBoundsError, OrderError or PatternError for the first offender, with
         fields array, index, value, expected and count.
         """
-        with current_device(self.values):
-            if not self.quick_check():
-                self.check_memory()
-                self.check_canonical()
+        me = self.restored()
+        with current_device(me.values):
+            if not me.quick_check():
+                me.check_memory()
+                me.check_canonical()
         object.__setattr__(self, "_marked", True)
         return self
 
@@ -337,12 +323,13 @@ class Format(Hooks, Fields, ArrayMethods, Refill):
 
     def to_hub(self) -> CSR:
         """``to_csr`` without its checks: by an edge, or by ``_to_csr``."""
-        values = self.values
-        direct: CSR | None = edges.take(self.edge_name(values.dtype), self.hub.name, self, {}, values)
+        me = self.restored()
+        values = me.values
+        direct: CSR | None = edges.take(me.edge_name(values.dtype), me.hub.name, me, {}, values)
         if direct is not None:
             return direct
         with current_device(values):
-            return self._to_csr()
+            return me._to_csr()
 
     def _to_csr(self) -> CSR:
         raise NotImplementedError(f"{self.name} does not implement _to_csr")
@@ -368,12 +355,13 @@ class Format(Hooks, Fields, ArrayMethods, Refill):
         """A new array [M, K] of the value dtype on the same device. LimitError if it exceeds the memory budget."""
         self.ensure_valid()  # the conversion uses indices as addresses
         self.check_dense_bytes()
-        values, (M, K) = self.values, self.shape
-        direct = edges.take(self.edge_name(values.dtype), edges.DENSE, self, {}, values, M * K)
+        me = self.restored()
+        values, (M, K) = me.values, me.shape
+        direct = edges.take(me.edge_name(values.dtype), edges.DENSE, me, {}, values, M * K)
         if direct is not None:
             return direct
         with current_device(values):
-            return self._to_dense()
+            return me._to_dense()
 
     def _to_dense(self) -> Array:
         return self.to_csr().to_dense()

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..arrays.library import Array, to_device
+from ..arrays.library import Array, device_of, to_device
 from ..errors import FormatError, UsageError
 from .base import Format
 from .hooks import Counts
@@ -96,14 +96,22 @@ class Composed(Format):
     def values(self) -> Array:
         """Its own VALUE array, or that of its first part; all parts have one dtype and one device."""
         own = self.value_field()
-        values: Array = getattr(self, own) if own else next(iter(self.parts_by_name().values())).values
+        values: Array = getattr(self, own) if own else self._first_part().values
         return values
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """dtype of the values."""
-        dtype: np.dtype[Any] = self.values.dtype
+        dtype: np.dtype[Any] = self.values.dtype if self.value_field() else self._first_part().dtype
         return dtype
+
+    @property
+    def device(self) -> str:
+        """ "cpu" or "cuda:<id>"."""
+        return device_of(self.values) if self.value_field() else self._first_part().device
+
+    def _first_part(self) -> Format:
+        return next(iter(self.parts_by_name().values()))
 
     @property
     def stored(self) -> int:

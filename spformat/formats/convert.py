@@ -96,9 +96,9 @@ def _by_edge(a: Format, fmt: type[Format], given: dict[str, Any]) -> Format | No
     if fmt is CSR or type(a) is CSR:
         return None
     source, target = a.edge_name(a.dtype), fmt.edge_name(a.dtype)
-    if not edges.find(source, target, a.values):
+    if not edges.find(source, target, a.resident()):
         return None
-    a.ensure_valid()  # the conversion uses indices as addresses
+    a = a.ensure_valid().restored()  # the conversion uses indices as addresses
     fmt.require_converter(**given)
     direct: Format | None = edges.take(source, target, a, fmt.resolve_params(given), a.values)
     return direct

@@ -3,6 +3,7 @@ with their layout. Nothing here scans the contents."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import numpy as np
@@ -63,15 +64,18 @@ class Fields(Declared):
     @property
     def dtype(self) -> np.dtype[Any]:
         """dtype of the values."""
-        dtype: np.dtype[Any] = self.values.dtype
+        in_order = self._kernel_arrays.in_order  # type: ignore[attr-defined]
+        dtype: np.dtype[Any] = self.values.dtype if in_order is None else in_order.layout[self.value_field()][0]
         return dtype
 
     @property
     def device(self) -> str:
         """ "cpu" or "cuda:<id>"."""
-        return device_of(self.values)
+        in_order = self._kernel_arrays.in_order  # type: ignore[attr-defined]
+        return device_of(self.values) if in_order is None else str(in_order.device)
 
     @property
     def stored(self) -> int:
         """Value slots, padding included: O(1)."""
-        return int(self.values.size)
+        in_order = self._kernel_arrays.in_order  # type: ignore[attr-defined]
+        return int(self.values.size) if in_order is None else math.prod(in_order.layout[self.value_field()][1])

@@ -103,7 +103,8 @@ def html_of(a: Format) -> str:
     rows += [(key, "x".join(map(str, v)) if isinstance(v, tuple) else str(v)) for key, v in a.params().items()]
     rows.append(("bytes", f"{a.nbytes:,}" + (f" ({a.nbytes / dense:.2f} of dense)" if dense else "")))
     rows.append(("device", a.device))
-    rows += [(name, f"{v.dtype} [{', '.join(map(str, v.shape))}]") for name, v in a.arrays().items()]
+    layout = a.array_layout().items()
+    rows += [(name, f"{dtype} [{', '.join(map(str, shape))}]") for name, (dtype, shape) in layout]
     rows += [(f"part {name}", f"{p.name}, {p.nbytes:,} bytes") for name, p in a.parts_by_name().items()]
     left = 'style="text-align:left"'
     cells = "".join(f"<tr><th {left}>{html.escape(k)}</th><td {left}>{html.escape(text)}</td></tr>" for k, text in rows)

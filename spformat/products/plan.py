@@ -9,6 +9,9 @@ from typing import Any
 from ..errors import UsageError
 from .problem import Problem, scalar
 
+Reads = Callable[[], tuple[tuple[int, int], ...]]
+"""Says (first address, address after the last) of all memory that a product reads beside B. It is asked for new
+operands: a matrix may have dropped its arrays for the order of a kernel (``Format.kernel_order``)."""
 OVERWRITES = "out overlaps the arrays of A; the product would overwrite what it reads"
 
 
@@ -29,9 +32,9 @@ class Plan:
     workspace: int = 0
     """Bytes the plan uses beside A, B and C, as far as they are known when it is built: copies, which
     ``plan(.., workspace=)`` limits, and what else its kernel keeps."""
-    reads: tuple[tuple[int, int, Any], ...] | None = field(default=None, repr=False)
-    """(first address, address after the last, array) of the arrays of A, which ``run`` refuses as ``out``. None if
-    ``run`` does not check this: the dispatcher then checks it before every run."""
+    reads: Reads | None = field(default=None, repr=False)
+    """Where A is, which ``run`` refuses as ``out``. None if ``run`` does not check this: the dispatcher then checks it
+    before every run."""
     prepare: Callable[..., Any] | None = field(default=None, repr=False)
     """Operands -> the calls of a product, for a backend that composes a larger plan from this one."""
     ready: Callable[..., Any] | None = field(default=None, repr=False)
@@ -59,8 +62,32 @@ class Plan:
         raise UsageError("this plan computes A @ B alone; alpha, beta and bias need plan(.., epilogue=True)")
 
 
+def nothing() -> tuple[tuple[int, int], ...]:
+    """The ``Reads`` of a plan that reads no memory but that of B."""
+    return ()
+
+
+class MemoryOf:
+    """The ``Reads`` of a matrix, which it keeps (else memory that was freed could be given as ``out``): a twin where
+    the matrix refers to the plan."""
+
+    __slots__ = ("_matrix", "_seen")
+
+    def __init__(self, matrix: Any) -> None:
+        self._matrix = matrix
+        self._seen: tuple[Any, tuple[tuple[int, int], ...]] = matrix.order_now(), matrix.spans()
+
+    def __call__(self) -> tuple[tuple[int, int], ...]:
+        order, spans = self._seen
+        now = self._matrix.order_now()
+        if now is not order:
+            spans = self._matrix.spans()
+            self._seen = now, spans
+        return spans
+
+
 def _unpickled(kernel: str, problem: Problem, tile: str, workspace: int) -> Plan:
-    return Plan(kernel, problem, _without_matrix, tile, workspace, reads=())
+    return Plan(kernel, problem, _without_matrix, tile, workspace, reads=nothing)
 
 
 def _without_matrix(*operands: Any) -> Any:

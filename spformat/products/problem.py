@@ -119,6 +119,12 @@ class Operand:
         return cls(name, r.shape, r.dtype, tuple(r.params.items()), r.stored, device=device, parts=parts)
 
 
+def cuda_device_of(x: Format) -> tuple[int, int]:
+    """(compute capability, as 90 for sm_90, number) of the device on which a matrix is."""
+    device = x.resident().device
+    return int(device.compute_capability), device.id
+
+
 def layout_of(x: Any) -> str:
     """ "row", "col" or "strided": how the elements of a two-dimensional array lie."""
     rows, cols = x.shape

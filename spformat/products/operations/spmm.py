@@ -11,7 +11,7 @@ from ...arrays.library import Array, is_cupy, unmasked
 from ...errors import ArrayError, UsageError
 from ...formats.base import Format
 from ..operation import Items, Operation
-from ..problem import DENSE, WORKSPACE, Operand, Problem, alignment_of, layout_of, result_dtype
+from ..problem import DENSE, WORKSPACE, Operand, Problem, alignment_of, cuda_device_of, layout_of, result_dtype
 
 
 def product_problem(
@@ -43,7 +43,7 @@ def product_problem(
         raise TypeError(f"alpha, beta and bias need a C of floating-point values, got {result}; give out in float32")
     b = Operand(DENSE, B.shape, b_dtype, (), int(B.size), layout_of(B), alignment_of(B), a.device)
     c = Operand(DENSE, shape, result, (), shape[0] * shape[1], layout, lines, a.device)
-    sm, device_id = (int(A.values.device.compute_capability), A.values.device.id) if on_device else (None, 0)
+    sm, device_id = cuda_device_of(A) if on_device else (None, 0)
     return Problem(operation, (a, b), c, sm, device_id, epilogue, workspace)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ....products.plan import Plan
+from ....products.plan import Plan, nothing
 from ....products.problem import Problem
 from .device_plan import device_plan
 from .epilogue import launches_of, with_epilogue
@@ -26,7 +26,11 @@ def sum_of_plans(name: str, plans: Sequence[Plan], p: Problem) -> Plan:
         return calls
 
     texts = " + ".join(f"{plan.kernel} {plan.tile}".strip() for plan in plans)
-    reads = tuple(r for plan in plans for r in plan.reads or ())
+    parts = [plan.reads or nothing for plan in plans]
+
+    def reads() -> tuple[tuple[int, int], ...]:
+        return tuple(r for part in parts for r in part())
+
     wide = p.changed(out_dtype=plans[0].problem.out_dtype, epilogue=False)
     total = device_plan(name, wide, prepare, texts, sum(plan.workspace for plan in plans), reads)
     if wide.out_dtype == p.out_dtype:

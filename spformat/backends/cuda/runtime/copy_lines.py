@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ....arrays.library import ceil_div, round_up
-from ....products.plan import Plan
+from ....products.plan import Plan, nothing
 from ....products.problem import COL, PITCH, ROW, Problem, itemsize
 from . import jit
 from .c_types import WORDS
@@ -106,7 +106,7 @@ def with_copies(name: str, plan: Plan, p: Problem, tile: str, purpose: str, work
             after = [copy_c(o.stream, at + b_bytes, o.c, o.n, ldc, o.ldc)]
         return [*before, *inner(moved), *after]
 
-    return device_plan(name, p, prepare, tile, workspace + plan.workspace, plan.reads or ())
+    return device_plan(name, p, prepare, tile, workspace + plan.workspace, plan.reads or nothing)
 
 
 def _lines(p: Problem, which: str) -> tuple[str, int]:

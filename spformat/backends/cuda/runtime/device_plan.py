@@ -10,7 +10,7 @@ from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
 from ....errors import DeviceMemoryError, LimitError
-from ....products.plan import OVERWRITES, Plan
+from ....products.plan import OVERWRITES, Plan, Reads, nothing
 from ....products.problem import COL, Problem
 from ...host import numpy_dtype
 from .addresses import alignment
@@ -34,11 +34,11 @@ def _nothing() -> None:
 
 def device_plan(
     name: str, p: Problem, prepare: Prepare | Library, tile: str = "", workspace: int = 0,
-    reads: tuple[tuple[int, int, Any], ...] = (),
+    reads: Reads = nothing,
 ) -> Plan:  # fmt: skip
     """A Plan whose run checks B and out, allocates out when it is None, and runs the calls of ``prepare``.
 
-    ``reads``: addresses of the arrays of A, which ``out`` must not overlap (``Plan.reads``).
+    ``reads``: where A is in memory, which ``out`` must not overlap (``Plan.reads``).
 
     ``prepare`` is called with the plan's device current, and only if C has rows and columns. Its calls must write all
     of C. B may have no rows.
@@ -115,7 +115,7 @@ def device_plan(
         c_end = c_at + out_size * (((n - 1) * ldc + M) if out_col else ((M - 1) * ldc + n))
         if b_at < c_end and c_at < b_end and share_memory(B, out):
             raise ValueError("out overlaps B; the product would read what it writes")
-        for start, end, _ in reads:
+        for start, end in reads():
             if start < c_end and c_at < end:
                 raise ValueError(OVERWRITES)
         if epilogue and epilogue[0]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div, round_up
-from ....products.plan import Plan
+from ....products.plan import Plan, nothing
 from ....products.problem import COL, Problem
 from ...host import numpy_dtype
 from . import jit
@@ -48,7 +48,7 @@ def with_epilogue(plan: Plan, p: Problem, purpose: str = "product") -> Plan:
         return [*product(Operands(o.b, at, o.n, o.ldb, pitch, o.stream)), last.bind(grid, o.stream, *tail)]
 
     tile = f"{plan.tile}, epilogue in a pass of its own".lstrip(", ")
-    return device_plan(plan.kernel, p, prepare, tile, plan.workspace, plan.reads or ())
+    return device_plan(plan.kernel, p, prepare, tile, plan.workspace, plan.reads or nothing)
 
 
 def launches_of(plan: Plan) -> Callable[[Operands], Sequence[Call]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from typing import Any, ClassVar, NamedTuple
 
-from ....arrays.library import round_up, span
+from ....arrays.library import round_up
 from ....products.ideal import b_alignment
 from ....products.kernel import Kernel
-from ....products.plan import Plan
+from ....products.plan import MemoryOf, Plan
 from ....products.problem import Problem
 from .device_plan import device_plan
 from .launch import Library, Operands, Prepare
@@ -76,9 +76,8 @@ class CudaKernel(Kernel):
                 recorded.add(launches)
             return launches.prepare(o)
 
-        reads = tuple((*span(x), x) for x in twin.all_arrays().values() if x.size)
         first = fitted(column_class(max(1, p.n), p))
-        return device_plan(self.name, p, prepare, first.tile, first.workspace, reads)
+        return device_plan(self.name, p, prepare, first.tile, first.workspace, MemoryOf(twin))
 
 
 class CopyEngineKernel(CudaKernel):

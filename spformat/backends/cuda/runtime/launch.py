@@ -289,3 +289,11 @@ def finish_arrays() -> None:
     import cupy
 
     cupy.cuda.get_current_stream().synchronize()  # synchronize!
+
+
+def finish_device() -> None:
+    """``finish_arrays`` where arrays of A are dropped afterwards (``Format.kernel_order``): a conversion that is queued
+    on another stream may still read them, and their memory may be used again at once."""
+    import cupy
+
+    cupy.cuda.runtime.deviceSynchronize()  # synchronize!

@@ -3,10 +3,11 @@
 //
 //   tasks    Task[grid.x]    what a block computes: a range of blocks and a range of items of one tile of rows
 //   cuts     {u32 first, count}[]  tiles that several tasks share: their tasks. Tasks of cut tiles come first
-//   data     Blocks: T[nnzb, R, C], each row-major; TwoFour: T[Mp, Kp/2] of the format two-four, Mp = pad(M, 32), Kp = pad(K, 64)
+//   data     Blocks: T[nnzb, R, C], each row-major; TwoFour with values of 16 bits: the records of two_four_records.cu; of 32 bits:
+//            T[Mp, Kp/2] of the format two-four, Mp = pad(M, 32), Kp = pad(K, 64)
 //   indices  Blocks: Index[nnzb], block columns
-//   meta     TwoFour: u16[Mp * Kp/16], order "ldmatrix" or "fragment": 8 words for row i of tile t of 16 rows and chunk q of 64
-//            columns lie at t * Kp + i * meta_row + q * meta_chunk
+//   meta     TwoFour with 32 bits: u16[Mp * Kp/16], order "ldmatrix" or "fragment": 8 words for row i of tile t of 16 rows and chunk
+//            q of 64 columns lie at t * Kp + i * meta_row + q * meta_chunk
 //   columns, places, values  u32, u16, T[items]  the scattered nonzeros, tile after tile: the column, where in the tile, the value.
 //            place: the row in the tile, ascending in a tile; TwoFour: row in the tile * 64 + column in the chunk, chunk after chunk
 //   first    TwoFour: i64[tiles * Kp/64 + 1]  first item of each tile and chunk
@@ -159,9 +160,13 @@ __global__ void __launch_bounds__(128 * WM, A::two_four && sizeof(T) == 2 ? 4 / 
             u32 item = 0, item_end = 0;  // from there on
             u16 merged_place = 0;
             T merged_value = from_float<T>(0.0f);
+            constexpr bool Records = A::two_four && sizeof(T) == 2;
+            constexpr int RecordWords = 288;
+            const u32* record_from = reinterpret_cast<const u32*>(data);  // of the first tile, in the chunk that is fetched next
+            if constexpr (Records) record_from += (row0 / 16 * chunks_of_row + task.block) * RecordWords;
             const T* kept_from = data;  // of the first row of this thread, in the chunk that is fetched next
             const u16* meta_from = meta;
-            if constexpr (A::two_four) {
+            if constexpr (A::two_four && !Records) {
                 kept_from += (row0 * chunks_of_row + task.block) * 32 + tid % 4 * 8;
                 meta_from += row0 / 16 * chunks_of_row * 64 + task.block * meta_chunk + tid % 4 * 2;
             }
@@ -170,12 +175,21 @@ __global__ void __launch_bounds__(128 * WM, A::two_four && sizeof(T) == 2 ? 4 / 
                 for (int j = 0; j < Words; ++j) {
                     const u32 r = tid / 4 + j * (Threads / 4);
                     const bool real = r < left && chunk < chunks;
+                    if constexpr (Records) {  // word 128s + 16g + 4t + 2i + h: pair t of the 16 columns number 2s + i of row g + 8h
+                        const u32 g = r % 8, h = r / 8 % 2, q = tid % 4;
+                        const u32* const record = record_from + r / 16 * chunks_of_row * RecordWords;
+                        const u32* const pairs = record + q / 2 * 128 + 16 * g + q % 2 * 2 + h;
+                        kept[j].value[0] = real ? make_uint4(pairs[0], pairs[4], pairs[8], pairs[12]) : make_uint4(0, 0, 0, 0);
+                        kept[j].word = real ? record[256 + 4 * g + q] >> (16 * h) & 0xFFFF : 0x4444;
+                        continue;
+                    }
 #pragma unroll
                     for (int i = 0; i < int(sizeof(T)) / 2; ++i)
                         kept[j].value[i] = real ? reinterpret_cast<const uint4*>(kept_from + r * line_of_kept)[i] : make_uint4(0, 0, 0, 0);
                     kept[j].word = real ? meta_from[r / 16 * line_of_kept * 2 + r % 8 * meta_row + r / 8 % 2] : 0x4444;
                 }
-                kept_from += 32, meta_from += meta_chunk;
+                if constexpr (Records) record_from += RecordWords;
+                else kept_from += 32, meta_from += meta_chunk;
             };
             auto fetch_item = [&](u32 chunk) {
                 item = item_end = 0;

@@ -111,7 +111,7 @@ class SpmmSum(CudaKernel):
         import cupy
 
         tile, size = tile_for(p), itemsize(p.a_dtype)
-        main = structured_of(a.parts, tile)
+        main = structured_of(a.parts, tile, p)
         tiles = RowTiles(p.M, main.height, tile.rows)
 
         def build_items() -> Items:

@@ -12,11 +12,12 @@ from ....arrays.library import Array, ceil_div, namespace
 from ....formats.base import Format
 from ....products.problem import Operand, Problem
 from ..runtime.launch import finish_arrays
+from ..two_four.two_four_records import TwoFourRecords
 from .sum_work import CHUNK, RowTiles
 
 BLOCKS, TWO_FOUR = ("bsr", "dbsr"), "two-four"
 KERNEL_ORDERS = ("ldmatrix", "fragment")
-"""Orders of the metadata of 2:4 whose tiles of 16 rows and 64 columns the kernel reads."""
+"""Orders of the metadata of 2:4 in 32 bits whose tiles of 16 rows and 64 columns the kernel reads."""
 STAGES = 3
 """Buffers of the ring of shared memory; the same in the kernel."""
 STATIC = 64
@@ -82,8 +83,8 @@ class Structured(NamedTuple):
         return none, none + self.chunks
 
 
-def structured_of(parts: Sequence[Format], tile: Tile) -> Structured:
-    """The part in bsr, dbsr or two-four among ``parts``, of which there is at most one."""
+def structured_of(parts: Sequence[Format], tile: Tile, p: Problem) -> Structured:
+    """The part in bsr, dbsr or two-four among ``parts`` of ``p``, of which there is at most one."""
     part: Any = next((x for x in parts if x.name in (*BLOCKS, TWO_FOUR)), None)
     if part is None:
         return Structured(None, "Nothing", (0, 0, 0, 0, 0), tile.rows, 1)
@@ -91,6 +92,9 @@ def structured_of(parts: Sequence[Format], tile: Tile) -> Structured:
         index, (height, width) = "long long" if part.indices.dtype.itemsize == 8 else "int", part.blocksize
         arguments = (part.data, part.indices, 0, 0, 0)
         return Structured(part, f"Blocks<{index}, {height}, {width}>", arguments, height, width, 32)
+
+    if part.dtype.itemsize == 2:
+        return Structured(part, "TwoFour", (TwoFourRecords().of(part, p), 0, 0, 0, 0), tile.rows, CHUNK, CHUNK, True)
 
     def build() -> Any:
         ordered = part.with_meta_order(KERNEL_ORDERS[0])

@@ -1,44 +1,44 @@
 // C[M,N] = A[M,K] @ B[K,N], A 2:4 sparse (format two-four), by mma.sp m16n8k32 with float32 sums. sm_80 and later.
 //
-//   values  T[Mp, Kp/2]     row-major; Mp = pad(M, 32), Kp = pad(K, 64)
-//   meta    u16[Mp*Kp/16]   one word per row and 16 columns, order "ldmatrix" or "fragment" (MetaFragment)
-//   b       T[K, N]         row k at b + k*ldb (BCol: column n at b + n*ldb)
-//   c       Out[M, N]       row i at c + i*ldc (CCol: column n at c + n*ldc); every element is written
+//   weights  u32x4[Mp/16 * Kp/64, 72]  records of two_four_records.cu; Mp = pad(M, 32), Kp = pad(K, 64)
+//   b        T[K, N]        row k at b + k*ldb (BCol: column n at b + n*ldb)
+//   c        Out[M, N]      row i at c + i*ldc (CCol: column n at c + n*ldc); every element is written
 //   Aligned: b and ldb allow 16-byte copies; without it B comes element by element
 //   Epilogue: C = alpha * A @ B + beta * C + bias (Out[M] or null) instead of A @ B; C is read only if beta is not 0
 //
 // Grid: one block per TM x TN tile of C, WM x WN of it per warp; tiles go in groups of GROUP rows of tiles for L2 reuse.
 // A slab of 64 columns of A and 64 rows of B is one pipeline stage in shared memory:
 //
-//   A       TM lines of 64 bytes (32 kept values), swizzled
+//   A       the values of TM/16 records, 1024 bytes each: a lane has its four registers in one load
 //   B       64 lines of TN values (BCol: TN lines of 64 values), swizzled
-//   meta    TM/16 tiles of 8 x 16 bytes: both orders have the same bytes inside a tile, only its address differs;
+//   meta    TM/16 tiles of 8 x 16 bytes, the metadata of the records;
 //           one ldmatrix.x4 hands a warp the words of 64 rows x 64 columns, lanes t = 0, 1 those of columns 0..31 (selector
 //           0), lanes t = 2, 3 those of columns 32..63 (selector 1)
 //
 // Rows at or beyond Mp repeat the last stored row (never stored to C); rows of B at or beyond K read as zero.
-// Limits: M, N, K < 2^31 and Kp < 2^24 (a tile is addressed with 32-bit offsets). mma.sp: PTX ISA, "mma.sp"; the two-level
+// Limits: M, N, K < 2^31 and Kp < 2^24 (a tile is addressed with offsets of 32 bits in units of 16 bytes). mma.sp: PTX ISA, "mma.sp"; the two-level
 // staging follows the usual multi-stage cp.async GEMM.
 #include "spformat/affine.cuh"
 #include "spformat/cp_async.cuh"
 #include "spformat/staged_store.cuh"
 #include "spformat/ldmatrix.cuh"
 #include "spformat/mma.cuh"
+#include "spformat/two_four_stream.cuh"
 
 using namespace spformat;
 
 constexpr int DEPTH = 64;  // columns of A in a stage
+constexpr int RECORD = 72;  // units of 16 bytes: 64 of values, 8 of metadata
 constexpr int GROUP = 8;   // rows of tiles that are walked together
 
 template <int TM, int TN> struct Stage {
     static constexpr int a = 0, b = TM * DEPTH, meta = b + TN * DEPTH * 2, bytes = meta + TM * 8;
 };
 
-template <class T, class Out, int TM, int TN, int WM, int WN, int Stages, bool MetaFragment, bool BCol, bool CCol,
-          bool Aligned, bool Epilogue>
+template <class T, class Out, int TM, int TN, int WM, int WN, int Stages, bool BCol, bool CCol, bool Aligned, bool Epilogue>
 __global__ void __launch_bounds__((TM / WM) * (TN / WN) * 32, 1)
-spmm_two_four(const T* __restrict__ values, const u16* __restrict__ meta, int M, int K, const T* __restrict__ b,
-              Out* c, int N, i64 ldb, i64 ldc, const Out* __restrict__ bias, float alpha, float beta) {
+spmm_two_four(const uint4* __restrict__ weights, int M, int K, const T* __restrict__ b, Out* c, int N,
+              i64 ldb, i64 ldc, const Out* __restrict__ bias, float alpha, float beta) {
     constexpr int MT = WM / 16, NT = WN / 8, THREADS = (TM / WM) * (TN / WN) * 32, S = Stages;
     constexpr int STEPS = NT / 2;  // a step multiplies all MT row tiles with two 8-column tiles over 32 columns of A
     static_assert(MT == 2 || MT % 4 == 0, "metadata comes by ldmatrix of 2 or 4 row tiles");
@@ -51,7 +51,6 @@ spmm_two_four(const T* __restrict__ values, const u16* __restrict__ meta, int M,
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
     const int wm = (warp % (TM / WM)) * WM, wn = (warp / (TM / WM)) * WN;
     const int Mp = cdiv(M, 32) * 32, slabs = cdiv(K, DEPTH);
-    const i64 half_k = i64(slabs) * (DEPTH / 2);
     int row0, col0;
     {
         const int tiles_m = cdiv(M, TM), tiles_n = cdiv(N, TN);
@@ -63,22 +62,20 @@ spmm_two_four(const T* __restrict__ values, const u16* __restrict__ meta, int M,
     }
 
     // What this thread copies in every slab: A_CHUNKS chunks of A, B_CHUNKS of B, their lines a fixed step apart so that the
-    // swizzle is the same, and one of meta.
+    // swizzle is the same, and one of meta. A_STEP: tiles of 16 rows between two chunks of A.
     constexpr int A_CHUNKS = TM * 4 / THREADS, B_CHUNKS = TN * 8 / THREADS, META = TM / 2;
     constexpr int B_LINE = BCol ? DEPTH * 2 : TN * 2;  // bytes
-    constexpr int A_STEP = THREADS / 4, B_STEP = THREADS / (B_LINE / 16);
-    static_assert(A_STEP % 8 == 0 && B_STEP % 8 == 0, "a step of lines keeps the swizzle");
-    const u32 a_to = Layout::a + swizzled<64>(tid / 4, tid % 4);
-    const T* a_from = values + i64(row0) * half_k + tid % 4 * 8;  // advances by slabs, as the next two
+    constexpr int A_STEP = THREADS / 64, B_STEP = THREADS / (B_LINE / 16);
+    static_assert(THREADS % 64 == 0 && B_STEP % 8 == 0, "chunks of A are whole tiles apart, and lines of B keep the swizzle");
+    const u32 a_to = Layout::a + tid * 16;
+    const uint4* a_from = weights + i64(row0 / 16) * slabs * RECORD + tid % 64;  // advances by slabs, as the next two
+    const int last = Mp / 16 - 1 - row0 / 16;
     u32 a_offset[A_CHUNKS];
 #pragma unroll
-    for (int i = 0; i < A_CHUNKS; ++i) a_offset[i] = u32(min(tid / 4 + i * A_STEP, Mp - 1 - row0)) * u32(half_k);
+    for (int i = 0; i < A_CHUNKS; ++i) a_offset[i] = u32(min(tid / 64 + i * A_STEP, last)) * u32(slabs) * RECORD;
 
-    const u16* meta_from = meta;
-    if (tid < META) {
-        const i64 tile = min(row0 / 16 + tid / 8, Mp / 16 - 1);
-        meta_from += MetaFragment ? tile * slabs * 64 + (tid % 8) * 8 : (tile * 8 + tid % 8) * slabs * 8;
-    }
+    const uint4* meta_from = weights;
+    if (tid < META) meta_from += (row0 / 16 + min(tid / 8, last)) * i64(slabs) * RECORD + 64 + tid % 8;
 
     const int b_across = tid / (B_LINE / 16), b_along = tid % (B_LINE / 16) * 8;
     const u32 b_to = Layout::b + swizzled<B_LINE>(b_across, b_along / 8);
@@ -88,7 +85,7 @@ spmm_two_four(const T* __restrict__ values, const u16* __restrict__ meta, int M,
     const int n_left = N - col0;
 
     auto copy_a = [&](bool wanted, int i, u32 base) {
-        cp_async_16_if(wanted, base + a_to + i * (A_STEP * 64), a_from + a_offset[i]);
+        cp_async_16_if(wanted, base + a_to + i * (THREADS * 16), a_from + a_offset[i]);
     };
     auto copy_meta = [&](bool wanted, u32 base) {
         cp_async_16_if(wanted && tid < META, base + Layout::meta + tid * 16, meta_from);
@@ -105,17 +102,17 @@ spmm_two_four(const T* __restrict__ values, const u16* __restrict__ meta, int M,
         }
     };
     auto advance = [&]() {
-        a_from += DEPTH / 2, meta_from += MetaFragment ? 64 : 8, b_from += b_slab, k_left -= DEPTH;
+        a_from += RECORD, meta_from += RECORD, b_from += b_slab, k_left -= DEPTH;
     };
 
     // Fragments: the next step's are loaded while the current step multiplies.
     u32 a_frag[2][MT][4], b_frag[2][2][4], e_frag[MT];
-    const u32 a_lane = Layout::a + swizzled<64>(wm + lane % 16, lane / 16);
+    const u32 a_lane = Layout::a + wm * 64 + lane * 16;
     const u32 b_lane = Layout::b + (BCol ? swizzled<128>(wn + lane % 8, lane / 8) : swizzled<TN * 2>(lane, wn / 8));
     const u32 e_lane = Layout::meta + wm * 8 + lane * 16;
     auto load_a = [&](u32 base, int ks) {
 #pragma unroll
-        for (int m = 0; m < MT; ++m) ldmatrix_x4(a_frag[ks][m], base + ((a_lane + m * 1024) ^ (ks * 32)));
+        for (int m = 0; m < MT; ++m) shared_16(a_frag[ks][m], base + a_lane + m * 1024 + ks * 512);
     };
     auto load_b = [&](u32 base, int ks, int step) {
 #pragma unroll

@@ -13,11 +13,11 @@ from ....products.problem import COL, Problem, itemsize
 from ....products.roofline import TENSOR_16, Device, shared_limit
 from ..runtime import jit, refusals
 from ..runtime.kernel import CudaKernel, Prepared
-from ..runtime.launch import Bound, Launch, Operands, Prepare, finish_arrays
+from ..runtime.launch import Bound, Launch, Operands, Prepare
+from .two_four_records import TwoFourRecords
 
 NAME = "cuda.spmm_two_four"
 MMA_TYPES = ("bfloat16", "float16")
-KERNEL_ORDERS = ("ldmatrix", "fragment")  # metadata orders whose 16 x 64 tiles are laid out as ldmatrix needs
 DEPTH = 64
 RECORD = 18 / 16
 """Bytes of stored A for each element of a dense 16-bit matrix: half the values, and two bits for each of them."""
@@ -111,34 +111,20 @@ class SpmmTwoFour(CudaKernel):
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
         return (
-            "spmm_two_four<__nv_bfloat16, __nv_bfloat16, 256, 128, 64, 64, 4, false, false, false, true, false>",
-            "spmm_two_four<__half, float, 128, 64, 64, 32, 4, true, true, true, true, true>",
-            "spmm_two_four<__half, __half, 64, 64, 32, 32, 4, false, false, true, false, true>",
+            "spmm_two_four<__nv_bfloat16, __nv_bfloat16, 256, 128, 64, 64, 4, false, false, true, false>",
+            "spmm_two_four<__half, float, 128, 64, 64, 32, 4, true, true, true, true>",
+            "spmm_two_four<__half, __half, 64, 64, 32, 32, 4, false, true, false, true>",
         )
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
-        a = in_kernel_order(a)
-        prepare, tile = launcher(a.data, a.meta, a.meta_order, p)
-        return Prepared(prepare, f"{tile} {a.meta_order}")
+        prepare, tile = launcher(TwoFourRecords().of(a, p), p)
+        return Prepared(prepare, str(tile))
 
 
-def in_kernel_order(a: Any) -> Any:
-    """``a`` with its metadata in one of KERNEL_ORDERS."""
-    if a.meta_order in KERNEL_ORDERS:
-        return a
-
-    def build() -> Any:
-        ordered = a.with_meta_order("ldmatrix")
-        finish_arrays()  # synchronize!
-        return ordered
-
-    return a.kernel_arrays("ldmatrix order", build)
-
-
-def launcher(data: Any, meta: Any, order: str, p: Problem) -> tuple[Prepare, Tile]:
-    """The launches of a plan, and the tile it uses. ``order``: the order of ``meta``, one of KERNEL_ORDERS."""
+def launcher(weights: Any, p: Problem) -> tuple[Prepare, Tile]:
+    """The launches of a plan, and the tile it uses. weights: those of ``TwoFourRecords``."""
     tile = KERNEL.best(p).tile
-    kinds = (order == "fragment", p.b_layout == COL, p.out_layout == COL)
+    kinds = p.b_layout == COL, p.out_layout == COL
     shape = f"{tile.rows}, {tile.cols}, {tile.warp_rows}, {tile.warp_cols}, {tile.stages}"
     row_tiles = -(-p.M // tile.rows)
 
@@ -149,7 +135,7 @@ def launcher(data: Any, meta: Any, order: str, p: Problem) -> tuple[Prepare, Til
         function = jit.load(
             "two_four/spmm_two_four.cu", instance, jit.architecture(p.sm or 80, ()), p.device_id, tile.smem
         )
-        return Launch(function, "PPiiPPiqqPff", (data, meta, p.M, p.K), tile.threads, tile.smem)
+        return Launch(function, "PiiPPiqqPff", (weights, p.M, p.K), tile.threads, tile.smem)
 
     variant(True)  # compile this variant now, and the other at the first call that needs it
 

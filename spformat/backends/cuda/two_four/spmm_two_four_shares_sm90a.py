@@ -21,7 +21,7 @@ from ..runtime.kernel import CopyEngineKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands, Prepare
 from ..runtime.occupancy import max_clusters
 from ..runtime.scratch import Scratch
-from .spmm_two_four import DEPTH, KERNEL, RECORD, c_type, in_kernel_order, launcher, mma_reasons
+from .spmm_two_four import DEPTH, KERNEL, RECORD, c_type, launcher, mma_reasons
 from .two_four_records import TwoFourRecords
 
 SOURCE, ARCH = "two_four/spmm_two_four_shares_sm90a.cu", "sm_90a"
@@ -155,8 +155,6 @@ class SpmmTwoFourShares(CopyEngineKernel):
         item = VALUE_TYPES[p.b_dtype].numpy.itemsize
         function = jit.load(SOURCE, _instance(tile, p), ARCH, p.device_id, tile.smem)
         weights = TwoFourRecords().of(a, p)
-        a = in_kernel_order(a)
-        data, meta, order = a.data, a.meta, a.meta_order  # plans must not keep ``a`` itself alive
         resident = row_tiles.device_of(p.device_id).sms
         if tile.cluster > 1:
             with cupy.cuda.Device(p.device_id):
@@ -168,7 +166,7 @@ class SpmmTwoFourShares(CopyEngineKernel):
 
         @functools.lru_cache(maxsize=1)
         def unaligned() -> Prepare:
-            return launcher(data, meta, order, p)[0]
+            return launcher(weights, p)[0]
 
         def prepare(o: Operands) -> Sequence[Bound]:
             if o.b % 16 or o.ldb * item % 16:
@@ -188,7 +186,7 @@ class SpmmTwoFourShares(CopyEngineKernel):
             rest = c_map, copied, int(shared), sums_at, flags_at, o.bias, o.alpha, o.beta
             return (launch.bind((blocks, 1, 1), o.stream, b_map, o.c, o.n, o.ldc, *rest),)
 
-        return Prepared(prepare, str(tile), int(weights.nbytes))
+        return Prepared(prepare, str(tile))
 
 
 def _instance(tile: Tile, p: Problem) -> str:

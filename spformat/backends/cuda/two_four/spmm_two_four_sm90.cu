@@ -1,23 +1,20 @@
 // C[M,N] = A[M,K] @ B[K,N], A 2:4 sparse (format two-four), by mma.sp m16n8k32 with float32 sums, operands by TMA. sm_90 up.
 //
-//   values  T[Mp, Kp/2]     row-major; Mp = pad(M, 32), Kp = pad(K, 64); box 32 x TM, 64-byte swizzle
-//   meta    u16[Mp*Kp/16]   order "ldmatrix" as a tensor [Mp/2, Kp/8], box 8 x TM/2; order "fragment" (MetaFragment) as
-//                           [Mp/16, Kp], box 64 x TM/16: the same bytes in shared memory
+//   weights u64[Mp/16, Kp/64 * 144]  records of two_four_records.cu; Mp = pad(M, 32), Kp = pad(K, 64); box 144 x TM/16
 //   b       T[K, N]         box 64 columns x 64 rows (BCol: T[N, K], 64 x 64), 128-byte swizzle
 //   c       Out[M, N]       row i at c + i*ldc (CCol: column n at c + n*ldc); every element is written
 //   Epilogue: C = alpha * A @ B + beta * C + bias (Out[M] or null) instead of A @ B; C is read only if beta is not 0
 //
 // Why not cp.async: mma.sp leaves no room beside it. Every other instruction costs about 0.8 clocks of the tensor cores, and the
-// copies of a slab were half of a warp's instructions (docs/decisions/0007). Here a slab is four loads, one each by the first
-// lane of four warps; the rest of the loop is products and ldmatrix.
+// copies of a slab were half of a warp's instructions (docs/decisions/0007). Here a slab is three loads, one each by the first
+// lane of three warps; the rest of the loop is products and ldmatrix.
 //
 // Grid: at most as many blocks as run at once; a block takes every gridDim.x-th TM x 128 tile, in groups of GROUP rows of tiles
 // for L2 reuse, and its loads run on into the next tile while it stores. Fragments as in spmm_two_four.cu. A stage holds 64
 // columns of A and 64 rows of B:
 //
-//   A       TM lines of 64 bytes (32 kept values)
 //   B       TN/64 parts of 64 lines of 128 bytes: line = row of B (BCol: column of B)
-//   meta    TM/16 tiles of 8 x 16 bytes
+//   A       TM/16 records: a lane has its four registers in one load, and one ldmatrix.x4 hands a warp the metadata of 64 rows
 //
 // What lies outside the tensors arrives as zero.
 #include "spformat/affine.cuh"
@@ -25,26 +22,27 @@
 #include "spformat/mma.cuh"
 #include "spformat/staged_store.cuh"
 #include "spformat/tma.cuh"
+#include "spformat/two_four_stream.cuh"
 
 using namespace spformat;
 
 constexpr int DEPTH = 64;     // columns of A in a stage
 constexpr int GROUP = 8;      // rows of tiles that are walked together
-constexpr int LOADERS = 4;    // warps that load a part of each slab
+constexpr int RECORD = 1152;  // bytes
+constexpr int LOADERS = 3;    // warps that load a part of each slab
 constexpr int RING = 4;       // fragments of B in registers
 constexpr int BARRIERS = 64;  // bytes
 constexpr int AHEAD = 2;      // column tiles between the loads of fragments and their products
 
-template <class T, class Out, int TM, int TN, int Stages, bool MetaFragment, bool BCol, bool CCol, bool Epilogue>
+template <class T, class Out, int TM, int TN, int Stages, bool BCol, bool CCol, bool Epilogue>
 __global__ void __launch_bounds__((TM / 64) * (TN / 64) * 32, 1)
-spmm_two_four_sm90(const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap meta,
-                   const __grid_constant__ TensorMap b, int M, int K, Out* c, int N, i64 ldc,
+spmm_two_four_sm90(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap b, int M, int K, Out* c, int N, i64 ldc,
                    const Out* __restrict__ bias, float alpha, float beta) {
     constexpr int MT = 4, NT = 8, WARPS = (TM / 64) * (TN / 64), S = Stages;
     constexpr int STEPS = 2 * NT;      // a step multiplies all row tiles with 8 columns over 32 columns of A
     constexpr int TURN = NT + 2;       // the step from which on the next slab's fragments are loaded
-    constexpr int B_PART = DEPTH * 128, B_AT = TM * 64, META_AT = B_AT + TN * 128, SLAB = META_AT + TM * 8;
-    static_assert(TN == 128 && WARPS >= LOADERS, "warps 2 and 3 load half of B each");
+    constexpr int B_PART = DEPTH * 128, A_AT = TN * 128, SLAB = A_AT + TM / 16 * RECORD;
+    static_assert(TN == 128 && WARPS >= LOADERS, "warps 1 and 2 load half of B each");
     static_assert(SLAB % 1024 == 0, "the swizzle is a function of the address");
     static_assert(TURN + AHEAD <= STEPS && STEPS % RING == 0 && AHEAD < RING, "fragments of a slab are loaded from its stage");
     extern __shared__ __align__(1024) char shared[];  // the ring, its barriers, a scratch for each warp's part of C
@@ -62,19 +60,17 @@ spmm_two_four_sm90(const __grid_constant__ TensorMap values, const __grid_consta
     };
     const u32 start = shared_address(shared), ring = (start + 1023) & ~1023u, full = ring + S * SLAB;
 
-    // What this warp loads: 0 values, 1 metadata, 2 and 3 halves of B; and how far it got.
-    const TensorMap* map = warp == 0 ? &values : warp == 1 ? &meta : &b;
-    const u32 load_to = warp == 0 ? 0 : warp == 1 ? META_AT : B_AT + (warp - 2) * B_PART;
-    const u32 load_bytes = warp == 0 ? B_AT : warp == 1 ? TM * 8 : B_PART;
-    const int step_x = warp == 0 ? DEPTH / 2 : warp == 1 ? (MetaFragment ? 64 : 8) : BCol ? DEPTH : 0;
-    const int step_y = warp >= 2 && !BCol ? DEPTH : 0;
+    // What this warp loads: 0 weights, 1 and 2 halves of B; and how far it got.
+    const TensorMap* map = warp == 0 ? &weights : &b;
+    const u32 load_to = warp == 0 ? A_AT : (warp - 1) * B_PART, load_bytes = warp == 0 ? SLAB - A_AT : B_PART;
+    const int step_x = warp == 0 ? RECORD / 8 : BCol ? DEPTH : 0, step_y = warp >= 1 && !BCol ? DEPTH : 0;
     int load_tile = warp < LOADERS && lane == 0 ? blockIdx.x : tiles, load_slab = 0, x, y;
     auto load_from = [&]() {  // the first slab of load_tile
         int row, col;
         place(load_tile, row, col);
-        col += (warp - 2) * 64;
-        x = warp >= 2 && !BCol ? col : 0;
-        y = warp == 0 ? row : warp == 1 ? row / (MetaFragment ? 16 : 2) : BCol ? col : 0;
+        col += (warp - 1) * 64;
+        x = warp >= 1 && !BCol ? col : 0;
+        y = warp == 0 ? row / 16 : BCol ? col : 0;
     };
     auto load = [&](int stage) {
         barrier::expect(full + stage * 8, load_bytes);
@@ -86,17 +82,15 @@ spmm_two_four_sm90(const __grid_constant__ TensorMap values, const __grid_consta
 
     u32 a_frag[2][MT][4], b_frag[RING][4], e_frag[MT];
     // Offsets in a stage from which this lane loads; the rest is constant. Opaque, or the compiler computes them in every slab.
-    u32 a_lane[2], b_lane[BCol ? 2 : NT];
-#pragma unroll
-    for (int ks = 0; ks < 2; ++ks) a_lane[ks] = swizzled<64>(wm + lane % 16, lane / 16) ^ (ks * 32);
+    u32 a_lane = A_AT + wm / 16 * RECORD + lane * 16, b_lane[BCol ? 2 : NT];
 #pragma unroll
     for (int i = 0; i < (BCol ? 2 : NT); ++i)
-        b_lane[i] = B_AT + wn * B_PART + (BCol ? swizzled<128>(lane % 8, lane / 8 + i * 4) : swizzled<128>(lane, i));
-    asm volatile("" : "+r"(a_lane[0]), "+r"(a_lane[1]));
+        b_lane[i] = wn * B_PART + (BCol ? swizzled<128>(lane % 8, lane / 8 + i * 4) : swizzled<128>(lane, i));
+    asm volatile("" : "+r"(a_lane));
 #pragma unroll
     for (int i = 0; i < (BCol ? 2 : NT); ++i) asm volatile("" : "+r"(b_lane[i]));
-    const u32 e_lane = META_AT + wm * 8 + lane * 16;
-    auto load_a = [&](u32 base, int ks, int m) { ldmatrix_x4(a_frag[ks][m], base + a_lane[ks] + m * 1024); };
+    const u32 e_lane = A_AT + (wm / 16 + lane / 8) * RECORD + 1024 + lane % 8 * 16;
+    auto load_a = [&](u32 base, int ks, int m) { shared_16(a_frag[ks][m], base + a_lane + m * RECORD + ks * 512); };
     auto load_b = [&](u32 base, int q) {  // column tile q % NT, rows 32 * (q / NT) ..+31
         if constexpr (BCol) ldmatrix_x4(b_frag[q % RING], base + b_lane[q / NT] + q % NT * 1024);
         else ldmatrix_x4_trans(b_frag[q % RING], base + b_lane[q % NT] + q / NT * 4096);

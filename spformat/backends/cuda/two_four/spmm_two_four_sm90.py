@@ -15,7 +15,8 @@ from ....products.roofline import Device, shared_limit
 from ..runtime import jit, tensor_map
 from ..runtime.kernel import CopyEngineKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands, Prepare
-from .spmm_two_four import DEPTH, KERNEL, TERMS, c_type, in_kernel_order, launcher, mma_quantities, mma_reasons
+from .spmm_two_four import DEPTH, KERNEL, TERMS, c_type, launcher, mma_quantities, mma_reasons
+from .two_four_records import WORDS, TwoFourRecords, record_map
 
 SOURCE = "two_four/spmm_two_four_sm90.cu"
 
@@ -35,7 +36,7 @@ class Tile:
 
     def smem(self, item: int) -> int:
         """bytes: the ring, its barriers, 16 rows of each warp's part of C (``item`` bytes), room to align to 1024."""
-        slab = self.rows * DEPTH + self.cols * DEPTH * 2 + self.rows * 8
+        slab = self.rows // 16 * WORDS * 4 + self.cols * DEPTH * 2
         return self.stages * slab + 64 + self.threads // 32 * 16 * 64 * item + 1024
 
     def __str__(self) -> str:
@@ -81,35 +82,26 @@ class SpmmTwoFourSm90(CopyEngineKernel):
         """C++ names that the compile tests build."""
         p = Problem.product("two-four", (), 1, 1, 0, 0, "bfloat16", "bfloat16", "bfloat16")
         wide = p.changed(a_dtype="float16", out_dtype="float32", b_layout=COL, out_layout=COL, epilogue=True)
-        return _instance(TILES[0], p, "ldmatrix"), _instance(TILES[-1], wide, "fragment")
+        return _instance(TILES[0], p), _instance(TILES[-1], wide)
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
         import cupy
 
-        a = in_kernel_order(a)
-        data, meta, order = a.data, a.meta, a.meta_order  # plans must not keep ``a`` itself alive
+        weights = TwoFourRecords().of(a, p)
         limits = cupy.cuda.Device(p.device_id).attributes
         sms, best = limits["MultiProcessorCount"], self.best(p).tile
         room = best.smem(itemsize(p.out_dtype))
-        function = jit.load(SOURCE, _instance(best, p, order), jit.architecture(p.sm or 90, ()), p.device_id, room)
+        function = jit.load(SOURCE, _instance(best, p), jit.architecture(p.sm or 90, ()), p.device_id, room)
         at_once = limits["MaxSharedMemoryPerMultiprocessor"] // (room + RESERVED)
         resident = sms * min(at_once, 2 if best.threads == 128 else 1)  # registers leave room for 256 threads
-        slabs, heights = ceil_div(p.K, DEPTH), data.shape[0] // 16
-        values = tensor_map.tiled(
-            data.data.ptr, p.a_dtype, (slabs * 32, data.shape[0]), (slabs * 32,), (32, best.rows), 64
-        )
-        if order == "fragment":
-            extents, box = (slabs * 64, heights), (64, best.rows // 16)
-        else:
-            extents, box = (slabs * 8, heights * 8), (8, best.rows // 2)
-        words = tensor_map.tiled(meta.data.ptr, "uint16", extents, extents[:1], box, 0)
+        a_map = record_map(weights, p, best.rows)
         row_tiles = ceil_div(p.M, best.rows)
         kind = tensor_map.TensorMap
-        launch = Launch(function, (kind, kind, kind, *"iiPiqPff"), (values, words), best.threads, room)
+        launch = Launch(function, (kind, kind, *"iiPiqPff"), (a_map,), best.threads, room)
 
         @functools.lru_cache(maxsize=1)
         def unaligned() -> Prepare:
-            return launcher(data, meta, order, p)[0]
+            return launcher(weights, p)[0]
 
         b_item = VALUE_TYPES[p.b_dtype].numpy.itemsize
 
@@ -121,10 +113,10 @@ class SpmmTwoFourSm90(CopyEngineKernel):
             grid = min(row_tiles * ceil_div(o.n, best.cols), resident), 1, 1
             return (launch.bind(grid, o.stream, b_map, p.M, p.K, o.c, o.n, o.ldc, o.bias, o.alpha, o.beta),)
 
-        return Prepared(prepare, f"{best} {order}")
+        return Prepared(prepare, str(best))
 
 
-def _instance(tile: Tile, p: Problem, order: str) -> str:
-    flags = (order == "fragment", p.b_layout == COL, p.out_layout == COL, p.epilogue)
+def _instance(tile: Tile, p: Problem) -> str:
+    flags = (p.b_layout == COL, p.out_layout == COL, p.epilogue)
     shape = f"{tile.rows}, {tile.cols}, {tile.stages}, {', '.join(str(f).lower() for f in flags)}"
     return f"spmm_two_four_sm90<{c_type(p.a_dtype)}, {c_type(p.out_dtype)}, {shape}>"

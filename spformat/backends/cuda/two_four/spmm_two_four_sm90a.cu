@@ -3,7 +3,7 @@
 //   weights    u32[Mp/16 * Kp/64 + SPARE, 288]  records of two_four_records.cu; Mp = pad(M, 32), Kp = pad(K, 64);
 //                                          up to Span - 1 records behind the last one of a row of tiles are read, not used
 //   b_map      tensor map of B: rows of N (BCol: of K), 16-byte aligned pitch, boxes of 64 x BOX_Y, 128-byte swizzle
-//   a_map      with Shared: tensor map of the values [Mp, Kp/2], boxes of 32 x TM, 64-byte swizzle
+//   a_map      with Shared: tensor map of the records as u64[Mp/16, Kp/64 * 144], boxes of 144 x TM/16
 //   c          Out[M, N]                   row i at c + i*ldc (CCol: column n at c + n*ldc); every element is written
 //   Epilogue   C = alpha * A @ B + beta * C + bias (Out[M] or null) instead of A @ B; C is read only if beta is not 0
 //   c_map      with `copied`: tensor map of C for store_64 in tma_store.cuh; 16-bit types
@@ -12,8 +12,8 @@
 // when the plan is built, in the order of the registers: each warp reads its operand with contiguous 512-byte loads, straight
 // from L2, and only B passes through shared memory (TMA, shared by the thread blocks of a cluster through multicast).
 //
-// With Shared the values come through shared memory after all, by TMA, and only metadata from the records: a tile as large
-// as 128 x 256 is then faster, because wgmma reads its values while loads to registers hold up its reads of B.
+// With Shared the records come through shared memory after all, by TMA: a tile as large as 128 x 256 is then faster, because
+// loads from L2 to registers hold up what wgmma reads of B. A warp loads its operand of a slab while the one before multiplies.
 //
 // Grid: persistent; a cluster of Cluster blocks takes Cluster row tiles of TM rows with the same TN columns, tile after tile.
 // With Splits = 2 it has twice as many, each half takes half of K, then adds up half of the columns, and there is one tile a
@@ -62,7 +62,7 @@ __global__ void __cluster_dims__(Cluster * Splits, 1, 1) __launch_bounds__((WG +
 spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_constant__ TensorMap b_map,
                     Out* c, int N, i64 ldc, const __grid_constant__ TensorMap c_map, const __grid_constant__ TensorMap a_map, int copied, const Out* __restrict__ bias,
                     float alpha, float beta) {
-    constexpr int TM = 64 * MT * WG, B_SLAB = DEPTH * TN * 2, A_SLAB = Shared ? TM * DEPTH : 0, S = Stages;
+    constexpr int TM = 64 * MT * WG, B_SLAB = DEPTH * TN * 2, A_SLAB = Shared ? TM / 16 * RECORD * 4 : 0, S = Stages;
     constexpr int SLAB = B_SLAB + A_SLAB;  // bytes of a stage
     constexpr int SUMS = Splits > 1 ? TM * TN * 2 : 0;  // bytes of half a tile's sums
     constexpr int PANEL = 128 / int(sizeof(Out)) < TN / Splits ? 128 / int(sizeof(Out)) : TN / Splits;  // columns
@@ -71,7 +71,8 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
     constexpr int BOX_Y = (BCol ? TN : DEPTH) / Cluster;
     static_assert(TN % 64 == 0 && BOX_Y % 8 == 0, "boxes are whole 8-line groups of the swizzle");
     static_assert(S >= 2, "copies must run ahead of the product");
-    static_assert(!Shared || (MT == 1 && TM <= 256), "values are copied in one box");
+    static_assert(!Shared || Span == 1, "a slab in registers, and the one that is multiplied");
+    static_assert(!Shared || SLAB % 1024 == 0, "the swizzle of B is a function of the address");
     extern __shared__ __align__(1024) char shared[];
     __shared__ __align__(8) u64 barriers[2 * S + (Splits > 1 ? WG : 0)];  // full, empty, the other part's sums are there
 
@@ -127,7 +128,7 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
                     barrier::wait(empty + 8 * stage, phase ^ 1);
                     barrier::expect(full + 8 * stage, SLAB);
                     if constexpr (Shared)
-                        tma::load_2d(ring + stage * SLAB + B_SLAB, a_map, full + 8 * stage, slab * (DEPTH / 2), row0);
+                        tma::load_2d(ring + stage * SLAB + B_SLAB, a_map, full + 8 * stage, slab * (RECORD / 2), row0 / 16);
 #pragma unroll
                     for (int x = 0; x < (BCol ? 1 : TN); x += 64) {
                         const u32 to = ring + stage * SLAB + x * (DEPTH * 2) + rank * (BOX_Y * 128);
@@ -151,7 +152,7 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
         char* scratch = shared + (slots - shared_address(shared)) + warp % 4 * (STORE_SLOT / 4);
         const bool c_vector = vector_aligned(c, ldc);
 
-        uint4 a[2][Shared ? 1 : Span][MT][2];
+        uint4 a[2][Span][MT][2];
         u32 e[2][Span][MT];
         const u32* from[MT];
         auto fetch = [&](int half) {
@@ -159,20 +160,29 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
             for (int m = 0; m < MT; ++m) {
 #pragma unroll
                 for (int i = 0; i < Span; ++i) {
-                    if constexpr (!Shared) {
-                        a[half][i][m][0] = stream_16(from[m] + i * RECORD + lane * 4, policy);
-                        a[half][i][m][1] = stream_16(from[m] + i * RECORD + lane * 4 + 128, policy);
-                    }
+                    a[half][i][m][0] = stream_16(from[m] + i * RECORD + lane * 4, policy);
+                    a[half][i][m][1] = stream_16(from[m] + i * RECORD + lane * 4 + 128, policy);
                     e[half][i][m] = stream_4(from[m] + i * RECORD + lane + 256, policy);
                 }
                 from[m] += Span * RECORD;
             }
         };
-        auto start = [&](int row0) {  // rows at or beyond Mp repeat the last tile; they are never written
+        auto take = [&](int half, u32 records) {  // the same from this warp's record of each row tile in shared memory
 #pragma unroll
-            for (int m = 0; m < MT; ++m)
-                from[m] = weights + (i64(min((row0 + warp_row + m * 64) / 16, tiles_m16 - 1)) * slabs + begin) * RECORD;
-            fetch(0);
+            for (int m = 0; m < MT; ++m) {
+                const u32 record = records + (warp_row + m * 64) / 16 * (RECORD * 4);
+                a[half][0][m][0] = shared_16(record + lane * 16);
+                a[half][0][m][1] = shared_16(record + lane * 16 + 512);
+                e[half][0][m] = shared_4(record + lane * 4 + 1024);
+            }
+        };
+        auto start = [&](int row0) {  // rows at or beyond Mp repeat the last tile; they are never written
+            if constexpr (!Shared) {
+#pragma unroll
+                for (int m = 0; m < MT; ++m)
+                    from[m] = weights + (i64(min((row0 + warp_row + m * 64) / 16, tiles_m16 - 1)) * slabs + begin) * RECORD;
+                fetch(0);
+            }
         };
         auto release = [&](int stage) {
             if constexpr (Cluster > 1) {
@@ -204,6 +214,7 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
                     if (slab >= count) break;
                     barrier::wait(full + 8 * stage, phase);
                     const u32 tile = ring + stage * SLAB;
+                    if constexpr (Shared) take(half, tile + B_SLAB);
                     wgmma::fence();
 #pragma unroll
                     for (int s = 0; s < 2; ++s) {
@@ -212,20 +223,13 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
                         for (int m = 0; m < MT; ++m) {
                             const u32 word = e[half][i % Span][m];
                             const int more = s == 0 ? slab > 0 : 1;
-                            if constexpr (Shared) {
-                                const u64 rows = wgmma::descriptor(tile + B_SLAB + (warpgroup - 1) * (64 * DEPTH) + s * 32, 0, 512,
-                                                                   wgmma::B64);
-                                if (s == 0) wgmma::sp_ss<T, TN, 0, !BCol>(acc[m], rows, b, word, more);
-                                else wgmma::sp_ss<T, TN, 1, !BCol>(acc[m], rows, b, word, more);
-                            } else {
-                                multiply_half<T, TN, BCol>(acc[m], s, a[half][i % Span][m][s], word, b, more);
-                            }
+                            multiply_half<T, TN, BCol>(acc[m], s, a[half][i % Span][m][s], word, b, more);
                         }
                     }
                     wgmma::commit();
                     wgmma::wait<1>();  // the product before this one is done: its stage and its registers are free
                     if (slab > 0) release(stage == 0 ? S - 1 : stage - 1);
-                    if (i % Span == 0 && slab + Span < count) fetch(half ^ 1);
+                    if (!Shared && i % Span == 0 && slab + Span < count) fetch(half ^ 1);
                     if (++stage == S) stage = 0, phase ^= 1;
                 }
             }
@@ -244,9 +248,9 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
                 if constexpr (Epilogue)
                     affine_m16<Out, CCol, TN / 8 / Splits>(sums, c, ldc, row + m * 64, col + n0, M, N, added[m], alpha, beta);
             };
-            // Columns columns from n0 on of row tile m, by the copy engine or by ordinary stores.
-            auto store = [&](auto columns, float* sums, int m, int n0) {
-                constexpr int COLUMNS = decltype(columns)::WIDTH;
+            // COLUMNS columns from n0 on of row tile m, by the copy engine or by ordinary stores.
+            constexpr int COLUMNS = TN / Splits;
+            auto store = [&](float* sums, int m, int n0) {
                 if constexpr (sizeof(Out) == 2 && (CCol || COLUMNS % 64 == 0)) {
                     if (copied) {
                         store_panels_64<Out, CCol, COLUMNS, Slots>(sums, slots, stored, c_map, row - warp % 4 * 16 + m * 64, col + n0,
@@ -268,15 +272,15 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
                 if (part == 0) {
                     exchange_halves<0, THREADS>(acc, sums, bar, peer, peer_bar);
 #pragma unroll
-                    for (int m = 0; m < MT; ++m) finish(acc[m], m, 0), store(Panel<TN / 2>{}, acc[m], m, 0);
+                    for (int m = 0; m < MT; ++m) finish(acc[m], m, 0), store(acc[m], m, 0);
                 } else {
                     exchange_halves<1, THREADS>(acc, sums, bar, peer, peer_bar);
 #pragma unroll
-                    for (int m = 0; m < MT; ++m) finish(acc[m] + HALF, m, TN / 2), store(Panel<TN / 2>{}, acc[m] + HALF, m, TN / 2);
+                    for (int m = 0; m < MT; ++m) finish(acc[m] + HALF, m, TN / 2), store(acc[m] + HALF, m, TN / 2);
                 }
             } else {
 #pragma unroll
-                for (int m = 0; m < MT; ++m) finish(acc[m], m, 0), store(Panel<TN>{}, acc[m], m, 0);
+                for (int m = 0; m < MT; ++m) finish(acc[m], m, 0), store(acc[m], m, 0);
             }
         }
         if (threadIdx.x % 128 == 0) tma::store_wait_read<0>();

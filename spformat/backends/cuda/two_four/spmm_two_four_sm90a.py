@@ -17,8 +17,8 @@ from ..runtime import jit, tensor_map
 from ..runtime.kernel import CopyEngineKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands, Prepare
 from ..runtime.occupancy import max_clusters
-from .spmm_two_four import DEPTH, KERNEL, RECORD, c_type, in_kernel_order, launcher, mma_reasons
-from .two_four_records import TwoFourRecords
+from .spmm_two_four import DEPTH, KERNEL, RECORD, c_type, launcher, mma_reasons
+from .two_four_records import WORDS, TwoFourRecords, record_map
 
 SOURCE, ARCH = "two_four/spmm_two_four_sm90a.cu", "sm_90a"
 
@@ -41,7 +41,7 @@ class Tile:
     splits: int
     group: int
     shared: bool
-    """Values pass through shared memory instead of going straight to registers."""
+    """Weights pass through shared memory instead of going straight to registers; ``span`` is 1."""
 
     @property
     def rows(self) -> int:
@@ -56,7 +56,7 @@ class Tile:
     def smem(self) -> int:
         """bytes: slabs of B, the epilogue's slots, sums of another part of K, room to align to 1024."""
         sums = self.rows * self.cols * 2 if self.splits > 1 else 0
-        slab = DEPTH * self.cols * 2 + (DEPTH * self.rows if self.shared else 0)
+        slab = DEPTH * self.cols * 2 + (self.rows // 16 * WORDS * 4 if self.shared else 0)
         return self.stages * slab + self.warpgroups * self.slots * 64 * 128 + sums + 1024
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class Tile:
 
 
 TILES = (
-    Tile(2, 1, 256, 5, 4, 1, 2, 1, 8, True),
+    Tile(2, 1, 256, 5, 1, 1, 2, 1, 8, True),
     Tile(2, 1, 256, 6, 4, 2, 2, 1, 8, False),
     Tile(2, 1, 256, 5, 4, 2, 2, 1, 8, False),
     Tile(2, 1, 256, 6, 4, 2, 1, 1, 8, False),
@@ -86,8 +86,8 @@ TILES = (
 class SpmmTwoFourSm90a(CopyEngineKernel):
     """C = A @ B for ``TwoFour`` A on Hopper.
 
-    The plan owns a copy of the weights in register order (9/8 * Mp * Kp bytes). TMA needs B on a 16-byte boundary with
-    a pitch of a multiple of 16 bytes; a call with another B runs the sm_80 kernel.
+    TMA needs B on a 16-byte boundary with a pitch of a multiple of 16 bytes; a call with another B runs the sm_80
+    kernel.
     """
 
     name = "cuda.spmm_two_four_sm90a"
@@ -141,14 +141,12 @@ class SpmmTwoFourSm90a(CopyEngineKernel):
         import cupy
 
         b_col = p.b_layout == COL
-        tile, (rows, kept) = self.best(p).tile, a.data.shape
+        tile = self.best(p).tile
         item = VALUE_TYPES[p.b_dtype].numpy.itemsize
         smem = tile.smem
         threads = 128 * (tile.warpgroups + 1)
         function = jit.load(SOURCE, _instance(tile, p), ARCH, p.device_id, smem)
         weights = TwoFourRecords().of(a, p)
-        a = in_kernel_order(a)
-        data, meta, order = a.data, a.meta, a.meta_order  # plans must not keep ``a`` itself alive
         map_type = tensor_map.TensorMap
         signature = (*"Pii", map_type, *"Piq", map_type, map_type, *"iPff")
         with cupy.cuda.Device(p.device_id):
@@ -160,12 +158,12 @@ class SpmmTwoFourSm90a(CopyEngineKernel):
 
         a_map = None
         if tile.shared:
-            a_map = tensor_map.tiled(data.data.ptr, p.a_dtype, (kept, rows), (kept,), (DEPTH // 2, tile.rows), 64)
+            a_map = record_map(weights, p, tile.rows)
         launch = Launch(function, signature, (weights, p.M, p.K), threads, smem)
 
         @functools.lru_cache(maxsize=1)
         def unaligned() -> Prepare:
-            return launcher(data, meta, order, p)[0]
+            return launcher(weights, p)[0]
 
         def prepare(o: Operands) -> Sequence[Bound]:
             if o.b % 16 or o.ldb * item % 16:
@@ -180,7 +178,7 @@ class SpmmTwoFourSm90a(CopyEngineKernel):
             rest = o.bias, o.alpha, o.beta
             return (launch.bind(grid, o.stream, b_map, o.c, o.n, o.ldc, c_map, a_map or b_map, by_copy, *rest),)
 
-        return Prepared(prepare, str(tile), int(weights.nbytes))
+        return Prepared(prepare, str(tile))
 
 
 def _instance(tile: Tile, p: Problem) -> str:

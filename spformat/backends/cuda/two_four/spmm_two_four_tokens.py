@@ -146,7 +146,7 @@ class SpmmTwoFourTokens(CudaKernel):
             return Launch(function, "Pii" + token_sums.TAIL, (weights, p.M, p.K), tile.warps * 32, tile.smem)
 
         prepare, kept = token_sums.launches(p, tile, variant)
-        return Prepared(prepare, str(tile), int(weights.nbytes) + kept)
+        return Prepared(prepare, str(tile), kept)
 
 
 def _instance(tile: Tile, p: Problem, cluster: bool, b_col: bool) -> str:

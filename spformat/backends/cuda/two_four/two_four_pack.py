@@ -18,6 +18,7 @@ from ..runtime.expansion import Target, Writer
 from ..runtime.launch import Bound, Launch
 from ..runtime.queue import Kernels
 from ..runtime.scratch import Counters
+from .two_four_records import TwoFourRecords
 
 SOURCE = "two_four/two_four_pack.cu"
 ORDERS = {"logical": "Logical", "ldmatrix": "Ldmatrix", "fragment": "Fragment", "cutlass-sm80": "CutlassSm80"}
@@ -114,6 +115,9 @@ def two_four_pack(x: Any, order: str, data: Any, meta: Any, prune: bool = False)
 
 def expander(a: Any, p: Problem) -> Writer:
     """The launches that write the 2:4 matrix ``a`` [M, K] as a dense one, rows at most round_up(K, 64) apart."""
+    if a.dtype.itemsize == 2:
+        records = TwoFourRecords()
+        return records.writer(records.of(a, p), p)
     return BLOCK.writer(a.data, a.meta, a.meta_order, p.M, Target.of(p))
 
 
