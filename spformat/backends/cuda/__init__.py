@@ -9,6 +9,7 @@ from ...errors import DeviceUnavailable
 from .bitmask.spmm_bitmask import SpmmBitmask
 from .bitmask.spmm_bitmask_expanding_sm90a import SpmmBitmaskExpanding
 from .bitmask.spmm_bitmask_tc import SpmmBitmaskTensor
+from .bitmask.spmm_bitmask_tokens import SpmmBitmaskTokens
 from .bsr import spmm_bsr, spmm_bsr_sm90a, spmm_bsr_stream_sm90a, spmm_bsr_tokens
 from .csr.spmm_csr import SpmmCSR
 from .csr.spmm_csr_tc import SpmmCSRTensor
@@ -46,6 +47,7 @@ KERNELS: tuple[CudaKernel, ...] = (
     SpmmBitmaskTensor(),
     SpmmBitmask(),
     SpmmBitmaskExpanding(),
+    SpmmBitmaskTokens(),
     SpmmTwoFourSm90a(),
     SpmmTwoFourTokens(),
     SpmmTwoFourSm90(),
