@@ -17,14 +17,11 @@
 //   G        rows whose values are loaded before the first of them is used
 //
 // Limits: K < 2^26 (positions of a row tile are 32-bit); any M, N, alignment, leading dimension.
-#include "spformat/bitmask.cuh"
+#include "spformat/bitmask_steps.cuh"
 
 using namespace spformat;
 
 enum { SINGLE, ALONG_K, ALONG_N };
-
-constexpr int STEP = 64;     // columns of A that a warp takes at a time
-constexpr int AHEAD = 1024;  // bytes of a row's values that are prefetched into L2
 
 // The value at p if x >= limit, else 0 and no access.
 __device__ __forceinline__ float load_if(u32 x, u32 limit, const float* p) {
@@ -113,47 +110,23 @@ __global__ void __launch_bounds__(32 * PARTS * SLICES, Resident)
     __shared__ uint2 table[PARTS * SLICES][2][2 * R];  // of a step: for each row and half, bits and where its values start
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp % PARTS, s = warp / PARTS;
 
-    const i64 row0 = static_cast<i64>(blockIdx.x) * ROWS, bytes = (K + 7) / 8;
-    const i64 first = indptr[row0];
-    const T* values = data + first;
-    asm("" : "+l"(values));  // one base, so that an address is one multiply-add
-    const bool mask_aligned = bytes % 8 == 0 && reinterpret_cast<u64>(bitmask) % 8 == 0;
-    const i64 k_begin = min(K, s * slice), k_end = min(K, k_begin + slice);
-
-    // What lane l knows of row l: where its values start in this slice, and where they end.
-    const i64 my_row = row0 + part * R + lane % R;
-    const bool live = lane < R && my_row < M && k_begin < k_end;
-    const u8* const my_bits = bitmask + (live ? my_row : 0) * bytes;
-    u32 start = 0, end = 0;
-    if (live) {
-        const u32 row_start = static_cast<u32>(indptr[my_row] - first);
-        start = row_start + before[my_row * SLICES + s];
-        end = s + 1 < SLICES ? row_start + before[my_row * SLICES + s + 1] : static_cast<u32>(indptr[my_row + 1] - first);
-        for (i64 y = k_begin / 8; y < (k_end + 7) / 8 && y < k_begin / 8 + AHEAD; y += 128) prefetch_line(my_bits + y);
-        for (u32 at = start; at < end && at < start + AHEAD / sizeof(T); at += 128 / sizeof(T)) prefetch_line(values + at);
-    }
+    const i64 row0 = static_cast<i64>(blockIdx.x) * ROWS;
+    RowSteps<T> row_steps(indptr, bitmask, data, before, M, K, slice, row0, row0 + part * R + lane % R, lane < R, s, SLICES);
+    const i64 k_begin = row_steps.k, k_end = row_steps.k_end;
+    const u32 start = row_steps.at;
+    const T* const values = row_steps.values;
     // This lane's two columns of a step, as masks on the half of the 64 bits that holds them.
     const u32 bit0 = 1u << (2 * lane % 32), both = 3 * bit0, below = bit0 - 1;
 
     for (i64 n0 = static_cast<i64>(blockIdx.y) * NT; n0 < N; n0 += static_cast<i64>(gridDim.y) * NT) {
         Sum acc[V] = {};
-        u32 at = start;
-        u64 next = live ? mask_word(my_bits, k_begin / 8, bytes, mask_aligned) : 0;
+        row_steps.restart(k_begin, start);
         int buffer = 0;
-        for (i64 k = k_begin; k < k_end; k += STEP, buffer ^= 1) {
+        for (i64 k = k_begin; k < k_end; k += MASK_STEP, buffer ^= 1) {
             T b[2][NT];
             load_b<T, Way, NT>(b, B, k + 2 * lane, K, n0, N, b_k, b_n);
-            const u32 low = static_cast<u32>(next), high = static_cast<u32>(next >> 32);
             uint2* const rows = table[warp][buffer];
-            if (lane < R) {
-                rows[2 * lane] = make_uint2(low, at);
-                rows[2 * lane + 1] = make_uint2(high, at + __popc(low));
-            }
-            at += __popc(low) + __popc(high);
-            if (live) {
-                if (k + STEP < k_end) next = mask_word(my_bits, (k + STEP) / 8, bytes, mask_aligned);
-                if (at + AHEAD / sizeof(T) < end) prefetch_line(values + at + AHEAD / sizeof(T));
-            }
+            row_steps.template publish<R>(rows);
             __syncwarp();  // of two tables, so that no lane writes the one that others still read
 #pragma unroll
             for (int r0 = 0; r0 < R; r0 += G) {
@@ -186,7 +159,7 @@ __global__ void __launch_bounds__(32 * PARTS * SLICES, Resident)
 #pragma unroll
         for (int i = 0; i < EACH; ++i) sums[(s * ROWS + part * R) * NT + mine + i] = acc[i];
         __syncthreads();
-        store_sums<T, T, Ptr, ROWS, NT, SLICES>(sums, indptr, bitmask, data, bytes, row0, n0, M, N, B, b_k, b_n, C, c_row, c_col);
+        store_sums<T, T, Ptr, ROWS, NT, SLICES>(sums, indptr, bitmask, data, row_steps.bytes, row0, n0, M, N, B, b_k, b_n, C, c_row, c_col);
         __syncthreads();
     }
 }
