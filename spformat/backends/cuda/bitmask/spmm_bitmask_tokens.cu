@@ -18,10 +18,9 @@
 //
 // Limits: K < 2^26 (positions of a row tile are 32-bit); any M, N, alignment, leading dimension.
 #include "spformat/bitmask_steps.cuh"
+#include "spformat/few_columns.cuh"
 
 using namespace spformat;
-
-enum { SINGLE, ALONG_K, ALONG_N };
 
 // The value at p if x >= limit, else 0 and no access.
 __device__ __forceinline__ float load_if(u32 x, u32 limit, const float* p) {

@@ -10,12 +10,13 @@ from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div, power_of_two
-from ....products.ideal import b_alignment, cache_us, memory_us, operands_bytes, plain_arithmetic, product_us
+from ....products.ideal import cache_us, memory_us, operands_bytes, plain_arithmetic, product_us
 from ....products.ideal import rounds, stored_bytes
 from ....products.kernel import reasons, spmm_of
-from ....products.problem import COL, LINE, Problem, itemsize
+from ....products.problem import COL, Problem, itemsize
 from ....products.roofline import Device, device_of
 from ..runtime import jit
+from ..runtime.few_columns import ALONG_K, ALONG_N, SINGLE, expected_way, steps_of, way_of
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import MAX_GRID_Y, Bound, Launch, Operands
 from .bitmask_slices import bitmask_reasons, slice_columns, values_before
@@ -25,8 +26,8 @@ WIDEST = {4: 8, 8: 4}
 """Columns of the widest tile, by bytes of a value: more sums than that do not fit in registers."""
 ROWS = {4: {1: 16, 2: 16, 4: 8, 8: 8}, 8: {1: 8, 2: 8, 4: 4}}
 """Rows of a warp, by bytes of a value and columns: as many as 128 registers allow."""
-SINGLE, ALONG_K, ALONG_N = "SINGLE", "ALONG_K", "ALONG_N"
-"""How the lanes load B: element by element, two rows of a column, several values of a row."""
+PAIR = 2
+"""Columns of A that a lane owns in a step."""
 
 
 @dataclass(frozen=True)
@@ -70,16 +71,6 @@ def tiles_for(p: Problem, sms: int) -> tuple[Tile, ...]:
     return (Tile(rows, cols, parts, warps // parts),)
 
 
-def way_of(tile: Tile, size: int, address: int, n: int, b_k: int, b_n: int) -> str:
-    """How lanes may load a B of elements of ``size`` bytes."""
-    if b_k == 1 and address % (2 * size) == 0 and (n == 1 or b_n % 2 == 0):
-        return ALONG_K
-    along = min(tile.cols, 16 // size)
-    if b_n == 1 and along > 1 and address % (size * along) == 0 and b_k % along == 0:
-        return ALONG_N
-    return SINGLE
-
-
 class SpmmBitmaskTokens(CudaKernel):
     """C = A @ B for ``Bitmask`` A with values of 32 or 64 bits; each lane multiplies what its own columns of A hold."""
 
@@ -114,7 +105,7 @@ class SpmmBitmaskTokens(CudaKernel):
         kind = plain_arithmetic(p.a_dtype)
         dense = product_us(2.0 * blocks * tile.rows * p.K * columns, kind, device) * full
         lines = cache_us(ceil_div(p.M, tile.rows_each) * columns * p.K * tile.cols * size, device)
-        single = lines if expected_way(p, tile) == SINGLE else 0.0
+        single = lines if expected_way(p, PAIR, tile.cols) == SINGLE else 0.0
         return 1.0, memory_us(stored_bytes(p) + operands_bytes(p), device), dense, dense * tile.cols, lines, single
 
     def instances(self) -> tuple[str, ...]:
@@ -148,21 +139,12 @@ class SpmmBitmaskTokens(CudaKernel):
             return variants[way]
 
         def prepare(o: Operands) -> tuple[Bound]:
-            along = b_col or (o.n == 1 and o.ldb == 1)  # a vector: contiguous along K in both layouts
-            b_k, b_n = (1, o.ldb) if along else (o.ldb, 1)
-            c_row, c_col = (1, o.ldc) if out_col else (o.ldc, 1)
+            steps, c_steps = steps_of(b_col, o.n, o.ldb), (1, o.ldc) if out_col else (o.ldc, 1)
             grid = (ceil_div(p.M, tile.rows), min(ceil_div(o.n, tile.cols), MAX_GRID_Y), 1)
-            launch = variant(way_of(tile, size, o.b % 16, o.n, b_k, b_n))
-            return (launch.bind(grid, o.stream, o.b, o.c, o.n, b_k, b_n, c_row, c_col),)
+            launch = variant(way_of(size, PAIR, tile.cols, o.b % 16, o.n, *steps))
+            return (launch.bind(grid, o.stream, o.b, o.c, o.n, *steps, *c_steps),)
 
         return Prepared(prepare, str(tile), before.nbytes)
-
-
-def expected_way(p: Problem, tile: Tile) -> str:
-    """How lanes load B if it starts on a 16-byte boundary."""
-    size = itemsize(p.a_dtype)
-    pitch = LINE if p.n == 1 else b_alignment(p) // size
-    return way_of(tile, size, 0, p.n, *((1, pitch) if p.n == 1 or p.b_layout == COL else (pitch, 1)))
 
 
 def instance(value: str, ptr: str, tile: Tile, size: int, way: str) -> str:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....arrays.library import ceil_div, power_of_two
-from ....products.ideal import b_alignment, cache_us, memory_us, rounds, stored_bytes
+from ....products.ideal import cache_us, memory_us, rounds, stored_bytes
 from ....products.kernel import reasons, spmm_of
-from ....products.problem import COL, LINE, ROW, Problem, itemsize
+from ....products.problem import COL, ROW, Problem, itemsize
 from ....products.roofline import Device
 from ..runtime import jit, refusals
+from ..runtime.few_columns import ALONG_K, ALONG_N, SINGLE, expected_way, steps_of, way_of
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands
 from .spmm_bsr import C_TYPES, Arrays, arrays_of, index_types, sample_problem, zero_rows
@@ -22,8 +23,6 @@ MAX_COLS = 64
 UNIT = 16
 """Heights and widths of blocks are multiples of it: rows and depth of a tensor-core product."""
 MAX_GRID_Y = 65535
-SINGLE, ALONG_K, ALONG_N = "SINGLE", "ALONG_K", "ALONG_N"
-"""How the lanes load B: element by element, several values of a column, several of a row."""
 LOADS = {SINGLE: "single loads", ALONG_K: "loads along K", ALONG_N: "loads along N"}
 
 
@@ -58,16 +57,6 @@ def choose(height: int, n: int) -> Tile:
     return Tile(row_tiles, column_tiles, 4 if column_tiles == 8 else 8, {1: 4, 2: 4, 4: 2}.get(column_tiles, 1))
 
 
-def way_of(tile: Tile, size: int, address: int, n: int, k_step: int, n_step: int, at_once: int) -> str:
-    """How lanes may load a B of elements of ``size`` bytes; at_once: values of a column that a lane takes."""
-    if k_step == 1 and address % (size * at_once) == 0 and (n == 1 or n_step % at_once == 0):
-        return ALONG_K
-    along = min(tile.column_tiles, 16 // size)
-    if n_step == 1 and along > 1 and address % (size * along) == 0 and k_step % along == 0:
-        return ALONG_N
-    return SINGLE
-
-
 class SpmmBSRTokens(CudaKernel):
     """``out = A @ B`` for A in BSR or DBSR and N <= 64. Bytes of A decide its time: each block is read once.
 
@@ -93,7 +82,7 @@ class SpmmBSRTokens(CudaKernel):
 
     def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
         """By value type and how lanes load B."""
-        kind = LOADS[expected_way(p, tile)]
+        kind = LOADS[expected_way(p, at_once(p), tile.column_tiles)]
         names = f"{kind}, {tile.cols} columns", kind
         return names if itemsize(p.a_dtype) == 2 else tuple(f"{p.a_dtype}, {name}" for name in (*names, "all"))
 
@@ -107,7 +96,7 @@ class SpmmBSRTokens(CudaKernel):
         (height, width), size = p.p["blocksize"], itemsize(p.a_dtype)
         strips, blocks = ceil_div(p.M, tile.rows), p.nnz / (height * width)
         shared = blocks * (height / tile.rows) * width * tile.cols
-        single = cache_us(shared * 32, device) if expected_way(p, tile) == SINGLE else 0.0
+        single = cache_us(shared * 32, device) if expected_way(p, at_once(p), tile.column_tiles) == SINGLE else 0.0
         steps = blocks / ceil_div(p.M, height) * width / (4 * at_once(p))
         turns = rounds(strips, device.processors * 8) * ceil_div(round(steps), tile.warps * tile.ahead)
         others = memory_us(p.K * p.n * size + p.M * p.n * itemsize(p.out_dtype), device)
@@ -152,11 +141,10 @@ class SpmmBSRTokens(CudaKernel):
             return variants[way]
 
         def prepare(o: Operands) -> tuple[Bound]:
-            vector = o.n == 1 and (b_col or o.ldb == 1)  # contiguous along K in both layouts
-            k_step, n_step = (1, o.ldb) if b_col or vector else (o.ldb, 1)
+            steps = steps_of(b_col, o.n, o.ldb)
             grid = (strips, min(ceil_div(o.n, tile.cols), MAX_GRID_Y), 1)
-            launch = variant(way_of(tile, size, o.b % 16, o.n, k_step, n_step, several))
-            return (launch.bind(grid, o.stream, o.b, o.c, o.n, k_step, n_step, o.ldc),)
+            launch = variant(way_of(size, several, tile.column_tiles, o.b % 16, o.n, *steps))
+            return (launch.bind(grid, o.stream, o.b, o.c, o.n, *steps, o.ldc),)
 
         return Prepared(prepare, str(tile))
 
@@ -167,14 +155,6 @@ KERNEL = SpmmBSRTokens()
 def at_once(p: Problem) -> int:
     """Neighbours of a line of A that a lane takes with one load."""
     return 8 if itemsize(p.a_dtype) == 2 and p.p["blocksize"][1] % 32 == 0 else 4
-
-
-def expected_way(p: Problem, tile: Tile) -> str:
-    """How lanes load B if it starts on a 16-byte boundary."""
-    size = itemsize(p.a_dtype)
-    pitch = LINE if p.n == 1 else b_alignment(p) // size
-    steps = (1, pitch) if p.n == 1 or p.b_layout == COL else (pitch, 1)
-    return way_of(tile, size, 0, p.n, *steps, at_once(p))
 
 
 def instance(p: Problem, t: Tile, types: str, way: str) -> str:
