@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from emulator.process import printed
 from exact import assert_exact, equal, infinite, product
-from test_kernels import matrix, problem
+from test_kernels import matrix
 
 import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES

@@ -12,7 +12,7 @@ from ....arrays.library import ceil_div, power_of_two
 from ....products.ideal import cache_us, memory_us, operands_bytes, product_us, rounds, stored_bytes
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, Problem
-from ....products.roofline import CUDA_32, TF32_THREE, Device, device_of, shared_limit
+from ....products.roofline import CUDA_32, TF32_THREE, Device, shared_limit
 from ..runtime import jit
 from ..runtime.few_columns import ALONG_K, ALONG_N, SINGLE, expected_way, steps_of, way_of
 from ..runtime.kernel import CudaKernel, Prepared
@@ -27,8 +27,10 @@ SEVERAL = 4
 
 @dataclass(frozen=True)
 class Tile:
-    """A block has ``parts`` times ``slices`` warps; each has 16 * ``fragments`` rows of A, 8 * ``column_tiles`` columns of C
-    and a slice of K."""
+    """A block has ``parts`` times ``slices`` warps.
+
+    Each has 16 * ``fragments`` rows of A, 8 * ``column_tiles`` columns of C and a slice of K.
+    """
 
     fragments: int
     column_tiles: int
@@ -79,7 +81,7 @@ def tiles_for(p: Problem) -> list[Tile]:
 
 
 class SpmmBitmaskTF32(CudaKernel):
-    """C = A @ B for float32 ``Bitmask`` A; each warp expands its own tiles in shared memory, without waiting for others."""
+    """C = A @ B for float32 ``Bitmask`` A; each warp expands its own tiles in shared memory, and waits for no other."""
 
     name = "cuda.spmm_bitmask_mma"
     takes = spmm_of("bitmask")

@@ -10,8 +10,7 @@ from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div, power_of_two
-from ....products.ideal import cache_us, memory_us, operands_bytes, plain_arithmetic, product_us
-from ....products.ideal import rounds, stored_bytes
+from ....products.ideal import cache_us, memory_us, operands_bytes, plain_arithmetic, product_us, rounds, stored_bytes
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, Problem, itemsize
 from ....products.roofline import Device, device_of
@@ -32,7 +31,10 @@ PAIR = 2
 
 @dataclass(frozen=True)
 class Tile:
-    """A block has ``parts`` times ``slices`` warps; each has ``rows_each`` rows of A, ``cols`` columns of C and a slice of K."""
+    """A block has ``parts`` times ``slices`` warps.
+
+    Each has ``rows_each`` rows of A, ``cols`` columns of C and a slice of K.
+    """
 
     rows_each: int
     cols: int

@@ -125,7 +125,7 @@ class SpmmBSRTokens(CudaKernel):
     def prepared_with(self, a: Any, p: Problem, tile: Tile) -> Prepared:
         """The launches of one tile."""
         arrays: Arrays = arrays_of(a)
-        height, width = p.p["blocksize"]
+        height, _ = p.p["blocksize"]
         listed, b_col, entries = p.format == "dbsr", p.b_layout == COL, int(arrays.indptr.size) - 1
         gaps = ceil_div(ceil_div(p.M, height) - entries, zero_rows(height)) if listed else 0
         strips = entries * (height // tile.rows) + gaps

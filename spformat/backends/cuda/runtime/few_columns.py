@@ -1,4 +1,4 @@
-"""How the lanes of a kernel for few columns load B, straight from memory to registers: include/spformat/few_columns.cuh."""
+"""How kernels for few columns load B, straight from memory to registers.  In C++: include/spformat/few_columns.cuh."""
 
 from __future__ import annotations
 
