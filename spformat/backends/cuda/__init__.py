@@ -8,7 +8,9 @@ from ...arrays.library import import_cupy
 from ...errors import DeviceUnavailable
 from .bitmask.spmm_bitmask import SpmmBitmask
 from .bitmask.spmm_bitmask_expanding_sm90a import SpmmBitmaskExpanding
+from .bitmask.spmm_bitmask_mma import SpmmBitmaskTF32
 from .bitmask.spmm_bitmask_tc import SpmmBitmaskTensor
+from .bitmask.spmm_bitmask_tokens import SpmmBitmaskTokens
 from .bsr import spmm_bsr, spmm_bsr_sm90a, spmm_bsr_stream_sm90a, spmm_bsr_tokens
 from .csr.spmm_csr import SpmmCSR
 from .csr.spmm_csr_tc import SpmmCSRTensor
@@ -46,6 +48,8 @@ KERNELS: tuple[CudaKernel, ...] = (
     SpmmBitmaskTensor(),
     SpmmBitmask(),
     SpmmBitmaskExpanding(),
+    SpmmBitmaskTokens(),
+    SpmmBitmaskTF32(),
     SpmmTwoFourSm90a(),
     SpmmTwoFourTokens(),
     SpmmTwoFourSm90(),

@@ -1,4 +1,7 @@
-"""SpMM on BSR and DBSR for N <= 64, 16-bit values: streams the blocks once; sm_80 up.  Kernel: spmm_bsr_tokens.cu."""
+"""SpMM on BSR and DBSR for N <= 64: streams the blocks once, tensor cores; sm_80 up.  Kernel: spmm_bsr_tokens.cu.
+
+float32 multiplies as in spmm_bsr: three TF32 products per element, which keep about 22 bits.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....arrays.library import ceil_div, power_of_two
-from ....products.ideal import b_alignment, cache_us, memory_us, rounds, stored_bytes
+from ....products.ideal import cache_us, memory_us, rounds, stored_bytes
 from ....products.kernel import reasons, spmm_of
-from ....products.problem import COL, LINE, ROW, Problem, itemsize
+from ....products.problem import COL, ROW, Problem, itemsize
 from ....products.roofline import Device
 from ..runtime import jit, refusals
+from ..runtime.few_columns import ALONG_K, ALONG_N, SINGLE, expected_way, steps_of, way_of
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands
 from .spmm_bsr import C_TYPES, Arrays, arrays_of, index_types, sample_problem, zero_rows
@@ -19,6 +23,7 @@ MAX_COLS = 64
 UNIT = 16
 """Heights and widths of blocks are multiples of it: rows and depth of a tensor-core product."""
 MAX_GRID_Y = 65535
+LOADS = {SINGLE: "single loads", ALONG_K: "loads along K", ALONG_N: "loads along N"}
 
 
 @dataclass(frozen=True)
@@ -61,11 +66,12 @@ class SpmmBSRTokens(CudaKernel):
     name = "cuda.spmm_bsr_tokens"
     takes = spmm_of("bsr", "dbsr")
     archs = ("sm_80",)
+    product_error = 2.0**-21  # float32, as in spmm_bsr
     terms = ("launch", "memory of A", "memory of B and C", "B by every strip", "single loads", "rounds")
 
     def unsupported(self, p: Problem) -> list[str]:
         height, width = p.p["blocksize"]
-        return refusals.every(p, 80, ("bfloat16", "float16")) + reasons(
+        return refusals.every(p, 80, tuple(C_TYPES)) + reasons(
             (height % UNIT or width % UNIT, f"blocks must be multiples of {UNIT} high and wide, got {height}x{width}"),
             (p.n > MAX_COLS, f"takes at most {MAX_COLS} columns, got up to {p.n}"),
         )
@@ -75,35 +81,42 @@ class SpmmBSRTokens(CudaKernel):
         return (choose(p.p["blocksize"][0], p.n),)
 
     def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
-        """By whether B is read eight values at a time along K."""
-        kind = "loads along K" if along_k(p) else "single loads"
-        return f"{kind}, {tile.cols} columns", kind
+        """By value type and how lanes load B."""
+        kind = LOADS[expected_way(p, at_once(p), tile.column_tiles)]
+        names = f"{kind}, {tile.cols} columns", kind
+        return names if itemsize(p.a_dtype) == 2 else tuple(f"{p.a_dtype}, {name}" for name in (*names, "all"))
 
     def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
         """Ideal microseconds of each of ``terms``.
 
-        B by every strip: from L2, for each strip of rows of each block. single loads: of 2 bytes each, at the rate of a
-        load of 32. rounds: of blocks of threads, eight of which a multiprocessor runs at once, with the average number
-        of steps of a warp, 0.3 us each.
+        B by every strip: from L2, for each strip of rows of each block. single loads: of one element each, at the rate
+        of a load of 32. rounds: of blocks of threads, eight of which a multiprocessor runs at once, with the average
+        number of steps of a warp, 0.3 us each.
         """
-        height, width = p.p["blocksize"]
+        (height, width), size = p.p["blocksize"], itemsize(p.a_dtype)
         strips, blocks = ceil_div(p.M, tile.rows), p.nnz / (height * width)
-        shared = blocks * (height / tile.rows) * width * tile.cols * 2
-        single = 0.0 if along_k(p) else cache_us(shared * 16, device)
-        steps = blocks / ceil_div(p.M, height) * width / (32 if width % 32 == 0 else 16)
+        shared = blocks * (height / tile.rows) * width * tile.cols
+        single = cache_us(shared * 32, device) if expected_way(p, at_once(p), tile.column_tiles) == SINGLE else 0.0
+        steps = blocks / ceil_div(p.M, height) * width / (4 * at_once(p))
         turns = rounds(strips, device.processors * 8) * ceil_div(round(steps), tile.warps * tile.ahead)
-        others = memory_us(p.K * p.n * 2 + p.M * p.n * itemsize(p.out_dtype), device)
-        return 1.0, memory_us(stored_bytes(p), device), others, cache_us(shared, device), single, 0.3 * turns
+        others = memory_us(p.K * p.n * size + p.M * p.n * itemsize(p.out_dtype), device)
+        lines = cache_us(shared * size, device)
+        return 1.0, memory_us(stored_bytes(p), device), others, lines, single, 0.3 * turns
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that together reach every branch, for the compile test."""
         p = sample_problem("bsr", (64, 64), "bfloat16", "bfloat16", COL, COL).changed(n=1)
         q = sample_problem("dbsr", (16, 48), "float16", "float32", ROW, ROW).changed(n=64)
         r = sample_problem("dbsr", (32, 32), "bfloat16", "bfloat16", COL, ROW).changed(n=17)
+        f = sample_problem("bsr", (32, 32), "float32", "float32", COL, COL).changed(n=1)
         return (
-            instance(p, choose(64, 1), "int, int, int", True),
-            instance(q, choose(16, 64), "long long, int, int", False),
-            instance(r, choose(32, 17), "int, long long, long long", True),
+            instance(p, choose(64, 1), "int, int, int", ALONG_K),
+            instance(q, choose(16, 64), "long long, int, int", SINGLE),
+            instance(q, choose(16, 64), "int, int, int", ALONG_N),
+            instance(r, choose(32, 17), "int, long long, long long", ALONG_K),
+            instance(f, choose(32, 1), "int, int, int", ALONG_K),
+            instance(f, choose(32, 9), "int, int, int", SINGLE),
+            instance(f, choose(32, 64), "int, int, int", ALONG_N),
         )
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
@@ -112,28 +125,26 @@ class SpmmBSRTokens(CudaKernel):
     def prepared_with(self, a: Any, p: Problem, tile: Tile) -> Prepared:
         """The launches of one tile."""
         arrays: Arrays = arrays_of(a)
-        height, width = p.p["blocksize"]
+        height, _ = p.p["blocksize"]
         listed, b_col, entries = p.format == "dbsr", p.b_layout == COL, int(arrays.indptr.size) - 1
         gaps = ceil_div(ceil_div(p.M, height) - entries, zero_rows(height)) if listed else 0
         strips = entries * (height // tile.rows) + gaps
         fixed = (arrays.row_ids if listed else 0, *arrays[1:], p.M, p.K, entries)
-        arch, at_once = jit.architecture(p.sm or 80, self.archs), 8 if width % 32 == 0 else 4
-        variants: dict[bool, Launch] = {}
+        arch, size, several = jit.architecture(p.sm or 80, self.archs), itemsize(p.a_dtype), at_once(p)
+        variants: dict[str, Launch] = {}
 
-        def variant(wide: bool) -> Launch:
-            if wide not in variants:
-                name = instance(p, tile, index_types(arrays), wide)
+        def variant(way: str) -> Launch:
+            if way not in variants:
+                name = instance(p, tile, index_types(arrays), way)
                 function = jit.load("bsr/spmm_bsr_tokens.cu", name, arch, p.device_id)
-                variants[wide] = Launch(function, "PPPPqqqPPqqqq", fixed, 32 * tile.warps)
-            return variants[wide]
+                variants[way] = Launch(function, "PPPPqqqPPqqqq", fixed, 32 * tile.warps)
+            return variants[way]
 
         def prepare(o: Operands) -> tuple[Bound]:
-            vector = o.n == 1 and (b_col or o.ldb == 1)  # contiguous along K in both layouts
-            k_step, n_step = (1, o.ldb) if b_col or vector else (o.ldb, 1)
-            aligned = o.b % (2 * at_once) == 0 and (o.n == 1 or n_step % at_once == 0)
+            steps = steps_of(b_col, o.n, o.ldb)
             grid = (strips, min(ceil_div(o.n, tile.cols), MAX_GRID_Y), 1)
-            call = variant(k_step == 1 and aligned).bind(grid, o.stream, o.b, o.c, o.n, k_step, n_step, o.ldc)
-            return (call,)
+            launch = variant(way_of(size, several, tile.column_tiles, o.b % 16, o.n, *steps))
+            return (launch.bind(grid, o.stream, o.b, o.c, o.n, *steps, o.ldc),)
 
         return Prepared(prepare, str(tile))
 
@@ -141,14 +152,14 @@ class SpmmBSRTokens(CudaKernel):
 KERNEL = SpmmBSRTokens()
 
 
-def along_k(p: Problem) -> bool:
-    """Whether lines of B along K start on 16-byte boundaries."""
-    return p.n == 1 or (p.b_layout == COL and b_alignment(p) == LINE)
+def at_once(p: Problem) -> int:
+    """Neighbours of a line of A that a lane takes with one load."""
+    return 8 if itemsize(p.a_dtype) == 2 and p.p["blocksize"][1] % 32 == 0 else 4
 
 
-def instance(p: Problem, t: Tile, types: str, wide: bool) -> str:
-    """The C++ name of the kernel for a problem; wide: whether B allows loads of several values along K."""
+def instance(p: Problem, t: Tile, types: str, way: str) -> str:
+    """The C++ name of the kernel for a problem; way: how lanes load B."""
     height, width = p.p["blocksize"]
-    flags = ", ".join(str(f).lower() for f in (wide, p.out_layout == COL, p.format == "dbsr"))
+    flags = ", ".join((way, *(str(f).lower() for f in (p.out_layout == COL, p.format == "dbsr"))))
     shape = f"{height}, {width}, {t.row_tiles}, {t.column_tiles}, {t.warps}, {t.ahead}, {zero_rows(height)}"
     return f"spmm_bsr_tokens<{C_TYPES[p.a_dtype]}, {C_TYPES[p.out_dtype]}, {types}, {shape}, {flags}>"
