@@ -1,8 +1,8 @@
 """Few columns of B on a GPU: python benchmarks/few_columns.py [--formats csr] [--seed 1] [--json FILE]
 
-Layers of real models in CSR, BSR, DBSR and vector n:m, 1 to 64 columns (vector n:m: to 16), both layouts of B and C. Every result is checked first. Cold
-L2, contenders in turn, medians: the kernel for few columns, the kernel that is expected to be fastest without it, and
-cuBLAS on the same matrix, the fastest of its layouts.
+Layers of real models in CSR, BSR, DBSR and vector n:m, 1 to 64 columns (vector n:m: to 16), both layouts of B and C.
+Every result is checked first. Cold L2, contenders in turn, medians: the kernel for few columns, the kernel that is
+expected to be fastest without it, and cuBLAS on the same matrix, the fastest of its layouts.
 """
 
 from __future__ import annotations

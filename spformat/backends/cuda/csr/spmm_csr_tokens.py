@@ -1,4 +1,4 @@
-"""SpMM on CSR for N <= 64 in one launch: B in shared memory, whatever its layout; sm_80 up.  Kernel: spmm_csr_tokens.cu."""
+"""SpMM on CSR for N <= 64 in one launch, any layouts: B in shared memory; sm_80 up.  Kernel: spmm_csr_tokens.cu."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ class SpmmCSRTokens(CudaKernel):
     terms = ("launch", "memory", "B by every block", "items", "gathers", "products", "rounds")
 
     def unsupported(self, p: Problem) -> list[str]:
-        most = (room(shared_limit(p.sm), 1) - static_smem(1, 512, p)) // itemsize(p.a_dtype)
+        fits = (room(shared_limit(p.sm), 1) - static_smem(1, 512, p)) // itemsize(p.a_dtype)
         return row_gather_reasons(p) + reasons(
             (p.n > MAX_COLS, f"takes at most {MAX_COLS} columns, got up to {p.n}"),
-            (p.K > most, f"keeps columns of B in shared memory: K must be at most {most:,}, got {p.K:,}"),
+            (p.K > fits, f"keeps columns of B in shared memory: K must be at most {fits:,}, got {p.K:,}"),
         )
 
     def options(self, p: Problem) -> list[Tile]:
