@@ -89,7 +89,7 @@ class SpmmCSRTokens(CudaKernel):
         fits = (room(shared_limit(p.sm), 1) - static_smem(1, 512, p)) // itemsize(p.a_dtype)
         return row_gather_reasons(p) + reasons(
             (p.n > MAX_COLS, f"takes at most {MAX_COLS} columns, got up to {p.n}"),
-            (p.K > fits, f"keeps columns of B in shared memory: K must be at most {fits:,}, got {p.K:,}"),
+            (fits < p.K, f"keeps columns of B in shared memory: K must be at most {fits:,}, got {p.K:,}"),
         )
 
     def options(self, p: Problem) -> list[Tile]:
