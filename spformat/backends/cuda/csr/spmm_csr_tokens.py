@@ -138,7 +138,10 @@ class SpmmCSRTokens(CudaKernel):
         )
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
-        chosen: Tile = self.best(p).tile
+        return self.prepared_with(a, p, self.best(p).tile)
+
+    def prepared_with(self, a: Any, p: Problem, chosen: Tile) -> Prepared:
+        """The launches of one tile."""
         rows, indices, data = rows_by_length(a, p), a.indices, a.data
         value, out = VALUE_TYPES[p.a_dtype], VALUE_TYPES[p.out_dtype]
         index = "long long" if indices.dtype.itemsize == 8 else "int"
