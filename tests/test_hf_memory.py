@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile  # noqa: E402
 from spformat.hf.quantizer import SpformatQuantizer  # noqa: E402
 from spformat.torch import SparseLinear  # noqa: E402
 
-SLACK = 128 << 10
+SLACK = 512 << 10
 """Bytes of Python's objects: names, headers, modules."""
 
 
