@@ -1,8 +1,8 @@
-"""BSR, DBSR and vector n:m with few columns of B on a GPU: python benchmarks/few_columns.py [--seed 1] [--json FILE]
+"""Few columns of B on a GPU: python benchmarks/few_columns.py [--formats csr] [--seed 1] [--json FILE]
 
-Layers of real models, 1 to 64 columns (vector n:m: to 16), both layouts of B and C. Every result is checked first. Cold
-L2, contenders in turn, medians: the kernel for few columns, the kernel that is expected to be fastest without it, and
-cuBLAS on the same matrix, the fastest of its layouts.
+Layers of real models in CSR, BSR, DBSR and vector n:m, 1 to 64 columns (vector n:m: to 16), both layouts of B and C.
+Every result is checked first. Cold L2, contenders in turn, medians: the kernel for few columns, the kernel that is
+expected to be fastest without it, and cuBLAS on the same matrix, the fastest of its layouts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -25,6 +25,7 @@ from spformat.measure.layers import LAYERS
 
 KERNEL = {
     "vector-nm": "cuda.spmm_vector_nm_tokens", "bsr": "cuda.spmm_bsr_tokens", "dbsr": "cuda.spmm_bsr_tokens",
+    "csr": "cuda.spmm_csr_tokens",
 }  # fmt: skip
 COLUMNS = {"vector-nm": (1, 1, 2, 3, 4, 5, 8, 11, 16), "bsr": (1, 1, 2, 3, 4, 7, 8, 11, 16, 23, 32, 37, 48, 64)}
 RANGES = ((1, 1), (2, 8), (9, 64))
@@ -32,10 +33,11 @@ LARGEST = 1 << 26
 """Elements of the largest dense matrix."""
 
 
-def draw(seed: int) -> Iterator[tuple[Spec, int, str]]:
+def draw(seed: int, formats: Sequence[str]) -> Iterator[tuple[Spec, int, str]]:
     """Matrices with a number of columns and a layout each, without end."""
-    kinds = [k for k in KINDS if k[0] == "vector-nm" or (k[0] in KERNEL and k[1] != "float32")]
+    kinds = [k for k in KINDS if k[0] in ("vector-nm", "csr") or (k[0] in KERNEL and k[1] != "float32")]
     kinds.append(("bsr", "bfloat16", 0.2, (32, 32), {"blocksize": (32, 32)}))
+    kinds = [k for k in kinds if k[0] in formats]
     rng, shapes = random.Random(seed), [s for s in LAYERS if s[0] * s[1] <= LARGEST]
     while True:
         for layout in ("col", "row"):
@@ -45,12 +47,12 @@ def draw(seed: int) -> Iterator[tuple[Spec, int, str]]:
                 yield Spec(*spec, ((n, layout, layout),)), n, layout
 
 
-def measure(seed: int, seconds: float) -> Iterator[dict[str, Any]]:
+def measure(seed: int, seconds: float, formats: Sequence[str]) -> Iterator[dict[str, Any]]:
     """A row for each product that was measured before the time was over."""
     import cupy
 
     end = time.monotonic() + seconds
-    for spec, n, layout in draw(seed):
+    for spec, n, layout in draw(seed, formats):
         if time.monotonic() > end:
             return
         a = calibration_cases.build(spec, cupy, seed)
@@ -91,9 +93,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=20261122)
     parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--formats", type=lambda text: text.split(","), default=list(KERNEL), help="comma-separated")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows = list(measure(options.seed, options.seconds))
+    rows = list(measure(options.seed, options.seconds, options.formats))
     print("\n".join(summary(rows)))
     if options.json:
         options.json.write_text(json.dumps({"seed": options.seed, "rows": rows}, indent=1))

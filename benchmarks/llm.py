@@ -4,30 +4,32 @@ Llama models with random weights, created on the device, so that no checkpoint i
 layer of the decoder are pruned there (the values do not matter for the time) and converted by spformat.torch. Measured:
 
 decode    one token for each of B sequences, with a static cache of --context tokens: *eager*, as Python calls the
-          layers, and *graph*, the same step as a CUDA graph; with --compile also torch.compile(fullgraph=True,
-          mode="reduce-overhead"), with the number of its graphs
+          layers, *graph*, the same step as a CUDA graph, and *compile*, torch.compile(fullgraph=True,
+          mode="reduce-overhead"), with the number of its graphs; --modes says which of them
 prefill   one sequence of T tokens, eager
 memory    bytes of the decoder's weights, and the peak of the device over all measurements of a model
+
+All models use the same --attention: *grouped* (llm_attention.py) copies no keys and values when it decodes, *sdpa* is
+the default of transformers. The static cache has a multiple of 16 places, as attention kernels read masks in such
+pieces.
 
 dense      the model as it is, before pruning
 semi       2:4 by torch.sparse.to_sparse_semi_structured
 the others as MODELS of llm_models.py says: formats by rules over the names of the layers
 
 The decoder has --layers layers; a model of fewer layers than its shape says is measured with and without them, and
-"whole" is what the time of one layer makes of all: (time - without) / layers * all + without. Cases that --seconds
-leaves no time for are listed as skipped. On a CPU (--device cpu --hidden 128) the script runs to be tested, and its
-times mean nothing.
+"whole" is what the time of one layer makes of all: (time - without) / layers * all + without. Every model gets an equal
+share of --seconds; cases that it leaves no time for are listed as skipped. On a CPU (--device cpu --hidden 128) the
+script runs to be tested, and its times mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import gc
 import importlib.metadata
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -35,14 +37,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from llm_attention import ATTENTION
+from llm_memory import loading, peak_bytes, reset_peak, synchronize
 from llm_models import MODELS, SHAPES, build, weight_bytes
-from transformers import AutoModelForCausalLM, StaticCache
+from transformers import StaticCache
 
-import spformat.hf as hf
 from spformat.errors import SpformatError
 
 ERRORS = (RuntimeError, ValueError, TypeError, NotImplementedError, SpformatError)
 """What a library may raise for a model that it cannot run; the other models are measured all the same."""
+MODES = ("graph", "eager", "compile")
+MARGIN = 72
+"""Least places in the cache behind the context."""
 TARGET_S, RUNS = 0.12, 5
 """Seconds of one timed run, and how many there are; the median counts."""
 
@@ -54,15 +60,21 @@ class Clock:
     seconds: float
     start: float = field(default_factory=time.perf_counter)
     skipped: list[str] = field(default_factory=list)
+    until: float = float("inf")
+    """When the share of the model that is measured now is over."""
 
     @property
     def left(self) -> float:
         """Seconds that are left."""
         return self.seconds - (time.perf_counter() - self.start)
 
+    def share(self, models: int) -> None:
+        """Give the next model an equal share of what is left for so many models."""
+        self.until = time.perf_counter() + self.left / models
+
     def allows(self, what: str) -> bool:
         """Whether there is time for one more measurement; what there is none for is remembered."""
-        if self.left > 0:
+        if self.left > 0 and time.perf_counter() < self.until:
             return True
         self.skipped.append(what)
         return False
@@ -91,12 +103,6 @@ class Row:
 
 
 # ------------------------------------------------------------------ measurements
-
-
-def synchronize(a: argparse.Namespace) -> None:
-    """Wait for the device."""
-    if a.device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def median_ms(step: Callable[[], Any], reset: Callable[[], None], most: int, a: argparse.Namespace) -> float:
@@ -177,11 +183,13 @@ def measure(name: str, model: Any, a: argparse.Namespace, clock: Clock) -> Itera
         row.ms = median_ms(step, lambda: None, 50, a)
 
     for batch in a.decode:
-        for mode in ("graph", "eager") if a.device.type == "cuda" else ("eager",):
+        for mode in a.modes:
+            if mode == "compile" or (mode == "graph" and a.device.type != "cuda"):
+                continue
             yield attempt(Row(name, "decode", mode, batch), clock, decode)
     for tokens in a.prefill:
         yield attempt(Row(name, "prefill", "eager", tokens), clock, prefill)
-    if a.compile:
+    if "compile" in a.modes:
         yield from compiled(name, model, a, clock)
 
 
@@ -218,50 +226,6 @@ def compiled(name: str, model: Any, a: argparse.Namespace, clock: Clock) -> Iter
     torch._dynamo.reset()
 
 
-# ------------------------------------------------------------------ memory
-
-
-def reset_peak(a: argparse.Namespace) -> None:
-    """Start to count the memory of the device anew."""
-    if a.device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
-        cupy().get_default_memory_pool().free_all_blocks()
-        torch.cuda.reset_peak_memory_stats()
-
-
-def peak_bytes(a: argparse.Namespace) -> int | None:
-    """Most bytes of torch's tensors since ``reset_peak``, and what CuPy, which our kernels allocate with, has now."""
-    if a.device.type != "cuda":
-        return None
-    return int(torch.cuda.max_memory_allocated()) + int(cupy().get_default_memory_pool().total_bytes())
-
-
-def cupy() -> Any:
-    """CuPy, which a CPU does not need."""
-    import cupy
-
-    return cupy
-
-
-def loading(model: Any, a: argparse.Namespace) -> dict[str, Any]:
-    """Save a model as a packed folder and load it again: seconds, and the peak of the device beside the bytes."""
-    with tempfile.TemporaryDirectory(dir=a.folder) as folder:
-        hf.save_pretrained(model, folder)
-        packed = sum(f.stat().st_size for f in Path(folder).glob("*.safetensors"))
-        before = torch.cuda.memory_allocated() if a.device.type == "cuda" else 0
-        reset_peak(a)
-        start = time.perf_counter()
-        again = AutoModelForCausalLM.from_pretrained(folder, device_map=str(a.device), dtype=a.dtype)
-        synchronize(a)
-        seconds, peak = time.perf_counter() - start, peak_bytes(a)
-        largest = max(t.nbytes for t in again.state_dict().values())
-        return {
-            "packed_bytes": packed, "largest_tensor": largest, "seconds": round(seconds, 2),
-            "peak_bytes": None if peak is None else peak - before,
-        }  # fmt: skip
-
-
 # ------------------------------------------------------------------ the run
 
 
@@ -269,7 +233,7 @@ def without_layers(model: Any, a: argparse.Namespace, clock: Clock) -> dict[tupl
     """Milliseconds of the model without its decoder layers: embedding, last norm, head."""
     layers, count = model.model.layers, model.config.num_hidden_layers
     model.model.layers, model.config.num_hidden_layers = layers[:0], 0
-    few = argparse.Namespace(**vars(a) | {"compile": False})
+    few = argparse.Namespace(**vars(a) | {"modes": [m for m in ("graph", "eager") if m in a.modes or m == "graph"]})
     try:
         return {row.key: row.ms for row in measure("no layers", model, few, clock) if row.ms is not None}
     finally:
@@ -282,7 +246,8 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
     base: dict[tuple[str, str, int], float] = {}
     dense: dict[tuple[str, str, int], float] = {}
     with torch.inference_mode(False), torch.no_grad():
-        for name in a.models:
+        for at, name in enumerate(a.models):
+            clock.share(len(a.models) - at)
             if not clock.allows(name):
                 continue
             reset_peak(a)
@@ -314,7 +279,8 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
             del model
     return {
         "device": torch.cuda.get_device_name() if a.device.type == "cuda" else "cpu", "shape": a.shape,
-        "layers": a.layers, "dtype": str(a.dtype).removeprefix("torch."), "context": a.context,
+        "layers": a.layers, "attention": a.attention, "context": a.context,
+        "dtype": str(a.dtype).removeprefix("torch."),
         "versions": {n: importlib.metadata.version(n) for n in ("torch", "transformers", "numpy")},
         "models": models, "rows": [asdict(row) for row in rows], "skipped": clock.skipped,
         "seconds": round(time.perf_counter() - clock.start, 1),
@@ -354,9 +320,14 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--decode", type=ints, default=[1, 16, 64], metavar="B,B", help="sequences")
     p.add_argument("--prefill", type=ints, default=[512, 2048], metavar="T,T", help="tokens")
     p.add_argument("--context", type=int, default=128, help="tokens in the cache")
+    p.add_argument("--attention", choices=ATTENTION, default=ATTENTION[0])
     p.add_argument("--seconds", type=float, default=90)
-    p.add_argument("--compile", action="store_true")
-    p.add_argument("--compile-batches", type=ints, default=[1, 2, 3, 16, 64], metavar="B,B")
+    p.add_argument(
+        "--modes", type=lambda text: text.split(","), default=["graph", "eager"], help="of decoding; also compile"
+    )
+    p.add_argument(
+        "--compile-batches", type=ints, default=[], metavar="B,B", help="count the graphs of these without a cache, too"
+    )
     p.add_argument("--load", action="store_true", help="also save each model as a packed folder, and load it")
     p.add_argument("--folder", help="where --load saves; default: the temporary folder")
     p.add_argument("--device", type=torch.device, default=torch.device("cuda"))
@@ -371,10 +342,10 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
                      "num_key_value_heads": heads // 2, "head_dim": 32, "vocab_size": 1024}  # fmt: skip
     a.all_layers = a.config["num_hidden_layers"]
     a.layers = a.config["num_hidden_layers"] = min(a.layers or a.all_layers, a.all_layers)
-    a.models, a.margin = a.models.split(","), 72
-    unknown = [name for name in a.models if name not in MODELS]
-    if unknown:
-        p.error(f"--models: expected some of {', '.join(MODELS)}, got {', '.join(unknown)}")
+    a.models, a.margin = a.models.split(","), MARGIN + -(a.context + MARGIN) % 16
+    for option, names, known in (("models", a.models, MODELS), ("modes", a.modes, MODES)):
+        if unknown := [name for name in names if name not in known]:
+            p.error(f"--{option}: expected some of {', '.join(known)}, got {', '.join(unknown)}")
     return a
 
 

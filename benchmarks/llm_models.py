@@ -37,7 +37,8 @@ MODELS = {
 
 def dense_model(a: argparse.Namespace) -> Any:
     """A model with random weights, created where it is measured."""
-    config = LlamaConfig(**a.config, max_position_embeddings=max([*a.prefill, a.context + a.margin]))
+    most = max([*a.prefill, a.context + a.margin])
+    config = LlamaConfig(**a.config, max_position_embeddings=most, attn_implementation=a.attention)
     before = torch.get_default_dtype()
     torch.set_default_dtype(a.dtype)
     torch.manual_seed(0)

@@ -49,9 +49,13 @@ class SpformatQuantizer(HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs)
         self._to_fill: dict[str, list[tuple[str, str]]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
+        self._sized: list[Unfilled] = []
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """UsageError for a device map with "disk", which layers of spformat cannot be loaded to."""
+        """UsageError for a device map with "disk", which layers of spformat cannot be loaded to.
+
+        transformers also calls it with the map that it computed for "auto", after it has read the sizes of all layers.
+        """
         if isinstance(device_map, dict) and "disk" in device_map.values():
             raise UsageError("device_map: sparse layers are not offloaded to disk; leave 'disk' out")
         if not self.pre_quantized and not self.quantization_config.rules:
@@ -59,6 +63,8 @@ class SpformatQuantizer(HfQuantizer):  # type: ignore[misc]
                 "quantization_config: the model is dense, so rules must say what becomes sparse, as in "
                 "SpformatConfig('re:.*proj.*=two-four')"
             )
+        if isinstance(device_map, dict):
+            self._forget_sizes()
 
     # ---------------------------------------------------------------- where the files are
 
@@ -103,6 +109,7 @@ class SpformatQuantizer(HfQuantizer):  # type: ignore[misc]
                 layer._is_hf_initialized = True  # transformers must not draw random numbers for it
                 replace(model, layer_name, layer)
                 self._dtypes[layer_name] = old.weight.dtype
+                self._sized.append(layer)
                 self._to_fill.setdefault(file, []).append((name, layer_name))
                 buffers |= {c.attribute for c in layer.description.components}
         if not self._to_fill:
@@ -122,7 +129,15 @@ class SpformatQuantizer(HfQuantizer):  # type: ignore[misc]
         # What transformers would report: buffers that it does not find, and entries that it does not know.
         model._keys_to_ignore_on_load_missing |= {rf"\.({_alternatives(buffers)})$"}
         model._keys_to_ignore_on_load_unexpected |= {rf"({_alternatives(entries)})$"}
+        if not isinstance(kwargs.get("device_map"), str):  # of "auto" and the like the map is computed later
+            self._forget_sizes()
         return model
+
+    def _forget_sizes(self) -> None:
+        """transformers allocates what it does not load, and torch would keep that memory when ours replaces it."""
+        for layer in self._sized:
+            layer.forget_sizes()
+        self._sized = []
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if not self.pre_quantized:
@@ -171,7 +186,7 @@ class SpformatQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 class Unfilled(SparseLinear):
-    """A layer while transformers loads: its buffers say where it is, and hold nothing.
+    """A layer while transformers loads: its buffers say where it is, and have sizes until the layer's device is chosen.
 
     Other modules may draw random numbers for its weight, which are not used, or look at its dtype.
     """
@@ -180,6 +195,12 @@ class Unfilled(SparseLinear):
     def weight(self) -> torch.Tensor:
         """The weight on the meta device, as nothing is known of it yet."""
         return torch.empty(self.description.shape, dtype=self.dtype, device="meta")
+
+    def forget_sizes(self) -> None:
+        """Let the buffers that are on the meta device have no elements from now on."""
+        for name, t in zip(self._names, self._tensors(), strict=True):
+            if t.is_meta:
+                self._buffers[name] = torch.empty(0, dtype=t.dtype, device="meta")
 
     def fill(self, matrix: Format) -> None:
         """Become an ordinary layer with these contents."""

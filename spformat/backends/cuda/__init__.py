@@ -14,6 +14,7 @@ from .bitmask.spmm_bitmask_tokens import SpmmBitmaskTokens
 from .bsr import spmm_bsr, spmm_bsr_sm90a, spmm_bsr_stream_sm90a, spmm_bsr_tokens
 from .csr.spmm_csr import SpmmCSR
 from .csr.spmm_csr_tc import SpmmCSRTensor
+from .csr.spmm_csr_tokens import SpmmCSRTokens
 from .dense.expand_then_dense import ExpandThenDense
 from .ell_buckets.spmm_ell_buckets import SpmmELLBuckets
 from .runtime.kernel import CudaKernel
@@ -64,6 +65,7 @@ KERNELS: tuple[CudaKernel, ...] = (
     ExpandThenDense(),
     SpmmSum(),
     SpmmTwoFourShares(),
+    SpmmCSRTokens(),
 )
 """One line per kernel. Of kernels that expect the same time, the first is chosen."""
 

@@ -20,45 +20,11 @@
 //          loads in flight for more occupancy
 //
 // Row-length binning after Sputnik (Gale et al., SC'20) and RoDe (Pang et al., PPoPP'24).
-#include "spformat/gather.cuh"
+#include "spformat/row_bins.cuh"
 
+using spformat::Bins;
 using spformat::Record;
-
-constexpr int MAX_BINS = 16;
-
-struct Bin {
-  unsigned first_block;
-  int log_slots;
-  long long first, end;  // records
-};
-
-struct Bins {
-  unsigned blocks;
-  unsigned count;
-  long long pieces;
-  Bin bin[MAX_BINS];
-};
-
-// A record on its way: what a slot of one block works on.
-struct Task {
-  uint4 record;
-  int log;
-  bool live;
-};
-
-__device__ __forceinline__ Task locate(const Bins& bins, const Record* records, unsigned block, int slot, int log_all) {
-  Task task{{}, 0, false};
-  if (block >= bins.blocks) return task;
-  unsigned i = 0;
-  while (i + 1 < bins.count && block >= bins.bin[i + 1].first_block) ++i;
-  const Bin& bin = bins.bin[i];
-  task.log = bin.log_slots;
-  const long long row_of_block = static_cast<long long>(block - bin.first_block) << (log_all - task.log);
-  const long long at = bin.first + row_of_block + (slot >> task.log);
-  task.live = at < bin.end;
-  task.record = spformat::load_if(reinterpret_cast<const uint4*>(records + at), task.live);
-  return task;
-}
+using spformat::Task;
 
 template <class T, class Out, class Index, int VEC, int LANES, int TILES, int BATCH, int DEPTH, int THREADS,
           int BLOCKS, bool CUT, bool RESIDENT>
@@ -78,8 +44,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
   const spformat::Pieces<S> pieces{cuts, sums, arrived};
 
   // Two tasks ahead the record is loaded, one task ahead the first batch of items.
-  Task task = locate(bins, records, blockIdx.x, slot, LOG_SLOTS);
-  Task next = locate(bins, records, blockIdx.x + gridDim.x, slot, LOG_SLOTS);
+  Task task = spformat::locate(bins, records, blockIdx.x, slot, LOG_SLOTS);
+  Task next = spformat::locate(bins, records, blockIdx.x + gridDim.x, slot, LOG_SLOTS);
   if (prefetch) {  // bytes of B
     const long long threads = static_cast<long long>(gridDim.x) * gridDim.y * THREADS;
     const long long thread = (static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x) * THREADS + threadIdx.x;
@@ -110,7 +76,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
   }();
   for (unsigned block = blockIdx.x; block < bins.blocks; block += gridDim.x) {
-    const Task after = locate(bins, records, block + 2 * gridDim.x, slot, LOG_SLOTS);
+    const Task after = spformat::locate(bins, records, block + 2 * gridDim.x, slot, LOG_SLOTS);
     const Batch next_batch = fetch(next);
     const Record& record = reinterpret_cast<const Record&>(task.record);
     const int part = slot & ((1 << task.log) - 1);

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numpy as np
-
 from ....arrays.dtypes import VALUE_TYPES
 from ....products.kernel import spmm_of
 from ....products.problem import Problem
@@ -17,12 +15,10 @@ from ..runtime.row_tiles import Device, Tile, choose_tile
 from ..runtime.row_work import (
     BinTable,
     RowGathering,
-    Rows,
     bin_table,
     gather,
-    longest_piece,
-    order_rows,
     row_gather_reasons,
+    rows_by_length,
 )
 from ..runtime.transpose import row_major
 
@@ -55,17 +51,7 @@ class SpmmCSR(RowGathering, CudaKernel):
         return tuple(names)
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
-        import cupy
-
-        indptr, indices, data = a.indptr, a.indices, a.data
-
-        def build() -> Rows:
-            with cupy.cuda.Device(p.device_id):
-                starts = indptr[:-1].astype(np.int64)
-                lengths = indptr[1:].astype(np.int64) - starts
-                return order_rows(starts, lengths, cupy.arange(p.M, dtype=np.int64), longest_piece(p.nnz))
-
-        rows = a.kernel_arrays("rows by length", build)
+        rows, indices, data = rows_by_length(a, p), a.indices, a.data
         value, out = VALUE_TYPES[p.a_dtype], VALUE_TYPES[p.out_dtype]
         index = "long long" if indices.dtype.itemsize == 8 else "int"
         arch, nnz = jit.architecture(p.sm or 0, ARCHS), int(data.size)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -89,6 +89,22 @@ def longest_piece(items: int) -> int:
     return min(1 << 24, max(2048, 1 << max(0, (items // 256).bit_length())))
 
 
+def rows_by_length(a: Any, p: Problem) -> Rows:
+    """The records of the rows of a CSR matrix on the device of ``p``; kept with the matrix."""
+    indptr = a.indptr
+
+    def build() -> Rows:
+        import cupy
+
+        with cupy.cuda.Device(p.device_id):
+            starts = indptr[:-1].astype(np.int64)
+            lengths = indptr[1:].astype(np.int64) - starts
+            return order_rows(starts, lengths, cupy.arange(p.M, dtype=np.int64), longest_piece(p.nnz))
+
+    rows: Rows = a.kernel_arrays("rows by length", build)
+    return rows
+
+
 class Bin(NamedTuple):
     log_slots: int
     first: int
@@ -114,7 +130,7 @@ def bins(rows: Rows, slots: int, fill: int) -> list[Bin]:
 
 
 class BinEntry(ctypes.Structure):
-    """``struct Bin`` of spmm_csr.cu."""
+    """``struct Bin`` of row_bins.cuh."""
 
     _fields_ = (
         ("first_block", ctypes.c_uint32),
@@ -125,7 +141,7 @@ class BinEntry(ctypes.Structure):
 
 
 class BinTable(ctypes.Structure):
-    """``struct Bins`` of spmm_csr.cu."""
+    """``struct Bins`` of row_bins.cuh."""
 
     _fields_ = (
         ("blocks", ctypes.c_uint32),
