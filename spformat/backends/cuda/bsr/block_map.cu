@@ -15,6 +15,18 @@ number_blocks(const u32* __restrict__ words, i64 n, i64* __restrict__ starts, u6
     write_starts(n, [=](i64 i) { return __popc(words[i]); }, starts, sums, total);
 }
 
+// The bits of a map that has all words, from keep u8[Mb, Kb] and the norms f64[Mb, Kb] of the blocks: those that are kept and
+// that are not zeros only. across: words of a block row.
+__global__ void __launch_bounds__(THREADS)
+bits_of_kept(const u8* __restrict__ keep, const double* __restrict__ norms, i64 Mb, i64 Kb, i64 across, u32* __restrict__ words) {
+    const int lane = threadIdx.x % 32;
+    for (i64 w = thread_of_grid() / 32; w < Mb * across; w += i64(gridDim.x) * (THREADS / 32)) {
+        const i64 b = w / across, j = (w - b * across) * 32 + lane, at = b * Kb + j;
+        const u32 word = __ballot_sync(~0u, j < Kb && keep[at] && norms[at] != 0);  // a norm that is NaN is not 0
+        if (lane == 0) words[w] = word;
+    }
+}
+
 // The first word of block row b: entry b of `rows`, or where that is null, each block row has as many words.
 __device__ __forceinline__ i64 first_word(const i64* rows, i64 across, i64 b) { return rows ? rows[b] : b * across; }
 

@@ -28,7 +28,7 @@ WORD = 32
 
 def instances() -> tuple[str, ...]:
     """C++ names that the compile tests build."""
-    return "number_blocks", "number_rows", "block_indices"
+    return "number_blocks", "number_rows", "block_indices", "bits_of_kept"
 
 
 class BlockMap(NamedTuple):
@@ -88,6 +88,14 @@ class BlockMap(NamedTuple):
                 self.starts, self.grid[0], self.rows, self.across, self.places, offsets.tile_sums(tiles),
                 sizes and sizes + 8,
             )  # fmt: skip
+
+    def set_kept(self, keep: Array, norms: Array) -> None:
+        """Set the bits of the blocks for which ``keep`` bool[Mb, Kb] is True and ``norms`` float64[Mb, Kb] not 0, of a
+        map with all words."""
+        KERNELS.queue(
+            "bits_of_kept", "PPqqqP", min(BLOCKS, ceil_div(self.size, THREADS // WORD)),
+            keep, norms, *self.grid, self.across, self.bits,
+        )  # fmt: skip
 
     def sizes(self) -> tuple[int, int]:
         """``number``, and (stored blocks, block rows that a BSR or DBSR lists). Waits for the device, once."""

@@ -8,8 +8,12 @@ from typing import NamedTuple
 
 from ....arrays.dtypes import value_type
 from ....arrays.library import Array, ceil_div, power_of_two
+from ....formats.blocks import block_grid
+from ..masks.block_norms import block_norms
+from ..masks.magnitude_mask import mask_of_largest
 from ..runtime.c_types import WORDS
 from ..runtime.queue import Kernels
+from ..runtime.scratch import Counters
 from .block_map import THREADS, WORD, BlockMap
 
 SOURCE = "bsr/bsr_from_dense.cu"
@@ -52,11 +56,35 @@ def blocks_of_dense(x: Array, blocksize: tuple[int, int], listed: bool) -> tuple
 
     Waits for the device once. x must have elements, and start on one of them.
     """
+    blocks = BlockMap.empty(block_grid(x.shape, blocksize), listed)
+    mark(x, blocksize, blocks)
+    return arrays_of(x, blocksize, blocks)
+
+
+def blocks_of_largest(
+    x: Array, blocksize: tuple[int, int], count: int, norm: str, listed: bool
+) -> tuple[dict[str, Array], Array, int]:
+    """(index arrays, data, values of x that are not finite) of the ``count`` blocks of x of largest ``norm``, "l1" or
+    "l2". Of equal norms the first blocks stay. Other arguments as for ``blocks_of_dense``; count: 1 or more.
+
+    x is read once for the norms, and what stays of it once more. Blocks whose norm is 0 must be zeros: not so the "l2"
+    norms of float64, whose squares may be too small. Waits for the device once, and for ``odd`` when it has finished.
+    """
     import cupy
 
-    grid = ceil_div(x.shape[0], blocksize[0]), ceil_div(x.shape[1], blocksize[1])
-    blocks = BlockMap.empty(grid, listed)
-    mark(x, blocksize, blocks)
+    blocks, odd = BlockMap.empty(block_grid(x.shape, blocksize), listed), Counters()
+    norms, keep = cupy.empty(blocks.grid, "float64"), cupy.empty(blocks.grid, "bool")
+    block_norms(x, blocksize, norm, norms, odd.address)
+    mask_of_largest(norms, count, keep, odd.address + 8)  # the second word: norms that are not finite, counted before
+    blocks.set_kept(keep, norms)
+    arrays, data = arrays_of(x, blocksize, blocks)
+    return arrays, data, odd.get()[0]
+
+
+def arrays_of(x: Array, blocksize: tuple[int, int], blocks: BlockMap) -> tuple[dict[str, Array], Array]:
+    """(index arrays, data) of the blocks of x whose bits are set. Waits for the device once."""
+    import cupy
+
     nnzb, rows = blocks.sizes()  # synchronize!
     data = cupy.empty((nnzb, *blocksize), x.dtype)
     if nnzb:

@@ -41,7 +41,7 @@ def csr_from_dense(x: Array) -> tuple[Array, Array, Array]:
     import cupy
 
     (M, K), word = x.shape, _word(x)
-    piece, pieces = _pieces(x)
+    piece, pieces = pieces_of(x)
     work, blocks = Workspace(8 * (pieces + 1)), ceil_div(pieces, COUNT_WARPS)
     (starts,), sums = work.places, TileSums(blocks)
     COUNT.queue(_count("count_pieces", *word), "PqqPPP", blocks, x, M * K, pieces, starts, *sums.arguments)
@@ -74,7 +74,7 @@ def aligned(x: Array) -> bool:
     return bool(x.data.ptr % x.itemsize == 0)
 
 
-def _pieces(x: Array) -> tuple[int, int]:
+def pieces_of(x: Array) -> tuple[int, int]:
     """(elements of a piece, pieces of x); the first one starts at the 16-byte boundary at or before x."""
     size = x.itemsize
     piece = (4 if size == 1 else 8) * LANES * (UNIT // size)
