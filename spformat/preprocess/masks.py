@@ -1,8 +1,8 @@
 """Magnitude masks: the only place where values are lost.
 
 A mask function takes w [M, K] (numpy, CuPy or Dense; any value type) and returns bool[M, K] in the same library, True
-where the value stays. ``apply`` zeroes the other values, and ``error`` says what that changes; ``prune`` converts w to a
-format in one step, and on a device writes no mask (``prune_two_four`` and ``prune_vector_nm`` are the same for one format).
+where the value stays. ``apply`` zeroes the other values, and ``error`` says what that changes. ``prune`` converts w to
+a format in one step, and on a device writes no mask; ``prune_two_four`` and ``prune_vector_nm`` do so for one format.
 
 Which mask is for which format:
 

@@ -18,7 +18,7 @@
 using namespace spformat;
 
 template <class T>
-__global__ void __launch_bounds__(TILE_THREADS, 5)  // five blocks have enough bytes in flight
+__global__ void __launch_bounds__(TILE_THREADS, sizeof(T) < 4 ? 5 : 4)  // as many as have room for their registers
 prune_tiles(const T* __restrict__ x, i64 M, i64 K, Keys keys, const Selection* __restrict__ s, u8* __restrict__ bits, u64* sums,
             u64* total, T* __restrict__ data, int* __restrict__ indptr) {
     using Sizes = Tile<T>;

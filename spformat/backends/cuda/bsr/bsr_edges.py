@@ -89,7 +89,9 @@ def _from_dense(cls: type[Blocks], x: Array, params: Params) -> Blocks | None:
 
 
 def _of_largest(cls: type[Blocks], x: Array, params: Params) -> tuple[Blocks, int] | None:
-    vanish = x.dtype == np.float64 and params["norm"] == "l2"  # squares of small values, so that a norm of 0 says nothing
+    vanish = (
+        x.dtype == np.float64 and params["norm"] == "l2"
+    )  # squares of small values, so that a norm of 0 says nothing
     if not (x.size and params["count"]) or x.data.ptr % x.itemsize or vanish:
         return None
     blocksize = params["blocksize"]
