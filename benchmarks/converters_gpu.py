@@ -4,7 +4,8 @@ Wall time of a call with its allocations, its checks and its waits, the device i
 
 dense      a bf16 matrix to each format and back, GB/s of dense bytes
 csr        a CSR with 10 M nonzeros to each format and back, GB/s of the bytes of the CSR
-prune      a bf16 matrix without zeros to some formats, the smallest values dropped: in one step, and by a mask
+prune      a bf16 matrix without zeros to some formats, the smallest values dropped: in one step, and by a mask; and
+           what ``inspect`` counts of it
 small      256 x 256: microseconds until a call returns, before anybody waits for the device
 
 Values and structures suit each format: 2:4, vectors 8:32, blocks of 32, or nothing. Beside them are the calls of torch
@@ -33,6 +34,7 @@ from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.formats import parse_spec
 from spformat.formats.base import Format
 from spformat.preprocess import masks
+from spformat.preprocess.structure import analyse
 
 SHAPES = ((8192, 8192), (4096, 4096), (11008, 4096))
 SMALL = (256, 256)
@@ -200,6 +202,8 @@ def prune_part(xp: Any, clock: Clock, shape: tuple[int, int], only: list[str] | 
         check(target, by_mask().to_dense(), at_once().to_dense())
         for who, call in (("spformat", at_once), ("by mask", by_mask)):
             yield _row("prune", shape, target, 1 - zeros, "to", who, clock.us(call), x.nbytes)
+    if not only:
+        yield _row("prune", shape, "counts of inspect", 1, "to", "spformat", clock.us(lambda: analyse(x)), x.nbytes)
 
 
 def small_part(xp: Any, clock: Clock, only: list[str] | None) -> Iterator[Row]:

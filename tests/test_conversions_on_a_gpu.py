@@ -165,7 +165,8 @@ def test_the_benchmark_of_converters_has_a_row_for_every_case() -> None:
     assert len(sparse) == 2 * len(module.CASES) - 1  # a CSR is transposed, and so are BSR
     assert all(r.us > 0 and r.gb_per_s > 0 for r in dense + sparse)
     pruned = list(module.prune_part(np, clock, (64, 256), None))
-    assert [(r.target, r.who) for r in pruned] == [(t, w) for t, _ in module.PRUNED for w in ("spformat", "by mask")]
+    rows = [(t, w) for t, _ in module.PRUNED for w in ("spformat", "by mask")]
+    assert [(r.target, r.who) for r in pruned] == [*rows, ("counts of inspect", "spformat")]
     small = list(module.small_part(np, clock, ["csr"]))
     assert {r.direction for r in small} == {"to", "back"}
     assert "MISSED" in module.text_of(dense[0]._replace(aim=1e9))

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ..arrays.library import to_device
 from ..arrays.torch_tensors import array_to_torch, torch_to_array
 from ..checkpoint.fastest import is_fastest, resolved
 from ..checkpoint.recipe import AUTO, KEEP, Recipe, Rule, needs_counts
@@ -48,9 +47,9 @@ def convert_by(r: Recipe, weight: torch.Tensor, target: str) -> Format:
         return prune_into(x, target, r)
     x = pruned(x, target, r)
     if target == AUTO:
-        target = analyse(to_device(x, "cpu")).smallest()
+        target = analyse(x).smallest()
     elif is_fastest(target):
-        target = resolved(target, to_device(x, "cpu"))
+        target = resolved(target, x)
     fmt, given = parse_spec(target)
     return convert(x, fmt, **given)
 

@@ -25,6 +25,7 @@ from ...formats.vector_nm_pack import pack
 from .bitmask import bitmask_edges, bitmask_scan
 from .bsr import bsr_edges, bsr_scan
 from .csr import csr_from_dense, csr_pruned, csr_scan, csr_transpose, expand_csr
+from .dense import census
 from .ell_buckets import ell_buckets_edges, ell_buckets_scan
 from .masks import masks_edges
 from .sr_bcrs import sr_bcrs_edges, sr_bcrs_scan
@@ -220,6 +221,7 @@ EDGES: tuple[Edge, ...] = (
     _edge(CSR, TRANSPOSED, csr_transposed),
     _edge(CSC, DENSE, csc_to_dense),
     _edge(DENSE, "counts", count_nonzeros),
+    _edge(DENSE, "census", lambda x, _: census.census(x)),
     _edge(DENSE, TwoFour, two_four_from_dense),
     _edge(DENSE, "two-four:pruned", two_four_pruned),
     _edge(TwoFour, DENSE, two_four_to_dense),

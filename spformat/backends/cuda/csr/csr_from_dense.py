@@ -40,7 +40,7 @@ def csr_from_dense(x: Array) -> tuple[Array, Array, Array]:
     """
     import cupy
 
-    (M, K), word = x.shape, _word(x)
+    (M, K), word = x.shape, value_word(x)
     piece, pieces = pieces_of(x)
     work, blocks = Workspace(8 * (pieces + 1)), ceil_div(pieces, COUNT_WARPS)
     (starts,), sums = work.places, TileSums(blocks)
@@ -64,7 +64,7 @@ def count_nonzeros(x: Array) -> tuple[int, int]:
 
     totals = cupy.zeros(2, "uint64")
     blocks = min(MOST_BLOCKS, ceil_div(x.nbytes + UNIT, UNIT * TOTAL_THREADS * BATCH))
-    TOTAL.queue(_count("count_all", *_word(x)), "PqP", blocks, x, x.size, totals)
+    TOTAL.queue(_count("count_all", *value_word(x)), "PqP", blocks, x, x.size, totals)
     nonzeros, negative = totals.get().tolist()  # synchronize!
     return nonzeros, negative
 
@@ -81,7 +81,7 @@ def pieces_of(x: Array) -> tuple[int, int]:
     return piece, ceil_div(x.data.ptr % UNIT // size + x.size, piece)
 
 
-def _word(x: Array) -> tuple[int, bool]:
+def value_word(x: Array) -> tuple[int, bool]:
     """(bytes of a value, whether it has a sign that does not count)."""
     row = value_type(x.dtype)
     return x.itemsize, not row.zero_mask >> (8 * x.itemsize - 1)
