@@ -388,6 +388,9 @@ def conversions(only: list[str] | None) -> Iterator[tuple[str, Callable[[Any], A
     yield "mask, 2:4", lambda x: masks.magnitude_nm(x, 2, 4), x
     yield "mask, vectors", lambda x: masks.magnitude_vector_nm(x, 8, 32, 32), x
     yield "mask, blocks", lambda x: masks.magnitude_blocks(x, (32, 32), 0.5), x
+    for target in ("csr", "bitmask", "bsr", "dbsr"):
+        given = {"blocksize": (32, 32)} if "bsr" in target else {}
+        yield f"prune to {target}", lambda x, t=target, g=given: masks.prune(x, t, sparsity=0.5, **g), x
     yield "prune to two-four", masks.prune_two_four, x
     yield "prune to vector-nm", lambda x: masks.prune_vector_nm(x, n=8, m=32, vector_length=32), x
 

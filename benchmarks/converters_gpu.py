@@ -4,6 +4,8 @@ Wall time of a call with its allocations, its checks and its waits, the device i
 
 dense      a bf16 matrix to each format and back, GB/s of dense bytes
 csr        a CSR with 10 M nonzeros to each format and back, GB/s of the bytes of the CSR
+prune      a bf16 matrix without zeros to some formats, the smallest values dropped: in one step, and by a mask; and
+           what ``inspect`` counts of it
 small      256 x 256: microseconds until a call returns, before anybody waits for the device
 
 Values and structures suit each format: 2:4, vectors 8:32, blocks of 32, or nothing. Beside them are the calls of torch
@@ -29,10 +31,14 @@ import numpy as np
 import spformat as sf
 from spformat import backends
 from spformat.arrays.dtypes import VALUE_TYPES
+from spformat.formats import parse_spec
 from spformat.formats.base import Format
+from spformat.preprocess import masks
+from spformat.preprocess.structure import analyse
 
 SHAPES = ((8192, 8192), (4096, 4096), (11008, 4096))
 SMALL = (256, 256)
+PARTS = ("dense", "csr", "prune", "small")
 NONZEROS = 10_000_000
 CASES = (
     ("csr", "single", 0.5), ("csr", "single", 0.1), ("bitmask", "single", 0.5), ("bsr:blocksize=32x32", "blocks", 0.2),
@@ -40,6 +46,11 @@ CASES = (
     ("two-four", "2:4", 0.5), ("vector-nm:n=8,m=32,vector_length=32", "8:32", 0.25),
 )  # fmt: skip
 """Target, structure, share of nonzeros."""
+PRUNED = (
+    ("csr", 0.5), ("csr", 0.9), ("bitmask", 0.5), ("bsr:blocksize=32x32", 0.8), ("ell-buckets", 0.95),
+    ("two-four", 0.5), ("vector-nm:n=8,m=32,vector_length=32", 0.75),
+)  # fmt: skip
+"""Target, share of values or blocks that are dropped."""
 TARGETS = {("csr", "to"): 2.0, ("bsr", "to"): 3.0, ("csr", "back"): 5.0}
 """Wanted speed over the fastest other call."""
 
@@ -172,6 +183,29 @@ def csr_part(xp: Any, clock: Clock, only: list[str] | None, nonzeros: int = NONZ
             yield _row("csr", x.shape, "bsr transposed", share, "to", "spformat", clock.us(f.T.materialize), a.nbytes)
 
 
+def prune_part(xp: Any, clock: Clock, shape: tuple[int, int], only: list[str] | None) -> Iterator[Row]:
+    """Pruned to a format: ``masks.prune``, and beside it a mask, the pruned array, and the conversion of that."""
+    x = (xp.random.default_rng(0).random(shape, dtype=np.float32) * 32768).astype(np.uint16)
+    x = (x % 0x4000 + 0x3000).view(VALUE_TYPES["bfloat16"].numpy)
+    for target, zeros in PRUNED:
+        if only and target.partition(":")[0] not in only:
+            continue
+        fmt, given = parse_spec(target)
+        pattern = fmt.pattern(fmt.resolve_params(given))
+
+        def by_mask(t: str = target, zeros: float = zeros, pattern: Any = pattern) -> Format:
+            return sf.convert(masks.apply(x, masks.of_pattern(x, pattern, zeros)), t)
+
+        def at_once(t: str = target, zeros: float = zeros) -> Format:
+            return masks.prune(x, t, sparsity=zeros)
+
+        check(target, by_mask().to_dense(), at_once().to_dense())
+        for who, call in (("spformat", at_once), ("by mask", by_mask)):
+            yield _row("prune", shape, target, 1 - zeros, "to", who, clock.us(call), x.nbytes)
+    if not only:
+        yield _row("prune", shape, "counts of inspect", 1, "to", "spformat", clock.us(lambda: analyse(x)), x.nbytes)
+
+
 def small_part(xp: Any, clock: Clock, only: list[str] | None) -> Iterator[Row]:
     """Host time of calls on a small matrix."""
     for target, kind, share in chosen(only):
@@ -206,7 +240,7 @@ def main() -> None:
     """The table, and a JSON document in ``--json``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="FORMAT", help="formats")
-    parser.add_argument("--parts", nargs="+", choices=("dense", "csr", "small"), default=("dense", "csr", "small"))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=0.4, help="most for one call, after five of it")
     parser.add_argument("--json", type=Path, help="a file for the rows")
@@ -220,6 +254,7 @@ def main() -> None:
     parts = {
         "dense": lambda: (r for s in SHAPES for r in dense_part(cp, clock, s, options.only)),
         "csr": lambda: csr_part(cp, clock, options.only),
+        "prune": lambda: (r for s in SHAPES[:2] for r in prune_part(cp, clock, s, options.only)),
         "small": lambda: small_part(cp, clock, options.only),
     }
     rows, begin = [], time.perf_counter()

@@ -48,13 +48,14 @@ def run(
         help="Also draw each matrix: nonzeros, rows by length, fill of blocks, bytes by format. A .html, or a .png "
         "(needs matplotlib).",
     ),
+    device: str = typer.Option("cpu", help="Where nonzeros are counted: cpu, or cuda (cuda:1), a GPU."),
     as_json: Json = False,
 ) -> None:
     """Shape, dtype, zeros, pattern (2:4, n:m, vectors, blocks; how nearly) and smallest exact format of tensors."""
     if plot:
         plots.check(plot)
     wanted = Wanted(coverage=long or as_json, picture=bool(plot))
-    rows = [_described(*item) for item in _structures(src, include, as_json, wanted)]
+    rows = [_described(*item) for item in _structures(src, include, as_json, wanted, device)]
     if plot:
         plots.write(plot, typed(src).rstrip("/").rpartition("/")[2], rows)
         for row in rows:
@@ -99,9 +100,10 @@ def _zeros(row: dict[str, Any]) -> str:
     return f"{100 * (1 - row['density']):.1f} %" + (f" ({row['stored_zeros']} stored)" if row["stored_zeros"] else "")
 
 
-def _structures(src: str, include: list[str] | None, silent: bool, wanted: Wanted) -> Any:
+def _structures(src: str, include: list[str] | None, silent: bool, wanted: Wanted, device: str) -> Any:
     """(name, stored format, shape, dtype, bytes, Structure or None, stored zeros, what else is wanted), one tensor in
-    memory at a time."""
+    memory at a time. device: where the nonzeros are counted."""
+    from spformat.arrays.library import has_dtype, to_device
     from spformat.checkpoint.recipe import included
     from spformat.checkpoint.source import open_source
     from spformat.checkpoint.stacks import holds_matrices, matrices_in, records_of
@@ -120,10 +122,13 @@ def _structures(src: str, include: list[str] | None, silent: bool, wanted: Wante
                 matrices = matrices_in(f, record)
                 structures, extras = [], []
                 for r in records_of(record):
-                    x = matrices.read(r.name) if r.format else matrices.array(r.name)
+                    place = device if has_dtype(device, r.dtype) else "cpu"
+                    x = matrices.read(r.name, place) if r.format else matrices.array(r.name, device=place)
                     zeros += x.stored_zeros if isinstance(x, Format) else 0
                     x = _dense(x, src, r.name)
                     structures.append(analyse(x))
+                    if wanted.coverage or wanted.picture:
+                        x = to_device(x, "cpu")
                     extras.append(_more(structures[-1], x, wanted))
                     del x
                 structure = stacked(structures) if len(record.shape) == 3 else structures[0]

@@ -252,6 +252,10 @@ def pruning_differences(seed: int, dtypes: tuple[str, ...], place: Host) -> Iter
     norm = {"norm": str(rng.choice(("l1", "l2")))}
     n, m, length, order = pattern["n"], pattern["m"], pattern["vector_length"], rng.choice(params_of("two-four"))
     mask = rng.random(shape) < 0.5
+    targets: dict[str, dict[str, Any]] = {
+        "csr": {}, "bitmask": {}, "bsr": {"blocksize": block}, "dbsr": {"blocksize": block}, "two-four": order,
+        "sr-bcrs": _vectors(rng), "ell-buckets": _buckets(rng), "vector-nm": pattern, "dense": {}, "csc": {},
+    }  # fmt: skip
 
     def at(p: Host) -> Iterator[tuple[str, Callable[[], Any]]]:
         w = p.array(x, layout)
@@ -262,6 +266,10 @@ def pruning_differences(seed: int, dtypes: tuple[str, ...], place: Host) -> Iter
         yield "apply", lambda: masks.apply(w, p.array(mask, "C"))
         yield "prune_two_four", lambda: masks.prune_two_four(w, **order, **how)
         yield f"prune_vector_nm {pattern}", lambda: masks.prune_vector_nm(w, **pattern, **norm, **how)
+        for name, given in targets.items():
+            yield f"prune {name} {given} {sparsity}", lambda name=name, given=given: masks.prune(
+                w, name, sparsity=sparsity, **given, **norm, **how
+            )  # fmt: skip
 
     pairs = zip(at(Host()), at(place), strict=True)
     for text in _compared([(what, here, there) for (what, here), (_, there) in pairs], False):

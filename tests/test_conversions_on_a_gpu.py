@@ -164,6 +164,9 @@ def test_the_benchmark_of_converters_has_a_row_for_every_case() -> None:
     sparse = list(module.csr_part(np, clock, None, nonzeros=50_000))
     assert len(sparse) == 2 * len(module.CASES) - 1  # a CSR is transposed, and so are BSR
     assert all(r.us > 0 and r.gb_per_s > 0 for r in dense + sparse)
+    pruned = list(module.prune_part(np, clock, (64, 256), None))
+    rows = [(t, w) for t, _ in module.PRUNED for w in ("spformat", "by mask")]
+    assert [(r.target, r.who) for r in pruned] == [*rows, ("counts of inspect", "spformat")]
     small = list(module.small_part(np, clock, ["csr"]))
     assert {r.direction for r in small} == {"to", "back"}
     assert "MISSED" in module.text_of(dense[0]._replace(aim=1e9))

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 import pytest
+from conversions import Device
+from spformat_cli import inspect
 
+import spformat as sf
 from spformat.arrays import threads
 from spformat.arrays.dtypes import VALUE_TYPES, bits
 from spformat.formats.fast import compiled
 from spformat.formats.hooks import VECTOR_HEIGHTS
-from spformat.preprocess import structure
+from spformat.preprocess import masks, structure
+from spformat.preprocess.coordinates import structure_of
 from spformat.preprocess.structure import BLOCKS, NM_WINDOWS, TILE_ROWS, VECTOR_LENGTHS, Structure, analyse
 
 SHAPES = [(1, 1), (3, 4), (64, 64), (70, 100), (257, 68), (300, 131), (520, 36), (5, 0), (0, 5)]
@@ -92,3 +97,52 @@ def test_a_window_as_full_as_it_can_be_is_seen_wherever_it_lies(monkeypatch: pyt
         for held in range(1, 33):
             x[row, col + held - 1] = 1
             same(analyse(x), counted(x))
+
+
+# ------------------------------------------------------------------ on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "int8"])
+@pytest.mark.parametrize("layout", ["C", "shifted", "F"])
+def test_a_device_counts_the_same(dtype: str, layout: str) -> None:
+    pytest.importorskip("cupy")
+    for seed, shape in enumerate([*SHAPES, (600, 528), (1, 3000), (3000, 1)]):
+        for density in (0.0, 0.02, 0.9):
+            x = matrix(dtype, shape, density, seed)
+            same(analyse(Device().array(x, layout)), counted(x))
+
+
+@pytest.mark.gpu
+def test_a_window_as_full_as_it_can_be_is_seen_on_a_device() -> None:
+    pytest.importorskip("cupy")
+    for row, col in ((0, 0), (7, 32), (255, 96), (256, 160), (299, 128), (299, 256)):
+        for held in (1, 3, 5, 16, 17, 32):
+            x = np.zeros((300, 520), np.float16)
+            x[row, col : col + held] = 1
+            same(analyse(Device().array(x, "C")), counted(x))
+
+
+@pytest.mark.gpu
+def test_matrices_on_a_device_are_counted_there(tmp_path: Path) -> None:
+    """By ``structure_of``, "auto", ``recommend`` and ``inspect --device cuda``."""
+    pytest.importorskip("cupy")
+    x = matrix("float32", (96, 264), 0.6, 3)
+    x = masks.apply(x, masks.magnitude_nm(x, 2, 4, nonfinite="keep"))
+    there = Device().array(x, "C")
+    for target in ("dense", "csr", "bitmask", "two-four", "bsr:blocksize=8x8"):
+        a = sf.convert(x, target) if target != "dense" else sf.Dense.from_dense(x)
+        same(structure_of(a.to("cuda")), structure_of(a))
+        assert a.to("cuda").smallest() == a.smallest() == "bitmask"
+    assert sf.convert(there, "auto").name == "bitmask"
+    assert sf.recommend(there, 16, device="H200") == sf.recommend(x, 16, device="H200")
+    sf.save(tmp_path / "w.safetensors", {"plain": x, "packed": sf.convert(x, "bitmask")})
+    rows = [
+        list(inspect._structures(str(tmp_path / "w.safetensors"), None, True, inspect.Wanted(True, True), device))
+        for device in ("cpu", "cuda")
+    ]
+    assert len(rows[0]) == 2
+    for (*one, first, zeros, more), (*other, second, same_zeros, same_more) in zip(*rows, strict=True):
+        assert (one, zeros) == (other, same_zeros)
+        same(first, second)
+        np.testing.assert_equal(more, same_more)

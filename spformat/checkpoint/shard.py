@@ -42,7 +42,7 @@ from .stacks import (
     stacked_outcomes,
     stacked_record,
 )
-from .tensor_plans import TensorOutcome, TensorPlan, dense_of
+from .tensor_plans import TensorOutcome, TensorPlan, dense_of, prune_into
 
 
 def write_shard(
@@ -230,9 +230,12 @@ def _put(
         fmt, given = parse_spec(s.outcome.target)
         try:
             x = read(task.f, s.plan, task.device) if values is None else values
-            x, lost = task.pruned(x, s.plan, known=bool(outcome.norm))
-            outcome = replace(outcome, **lost)
-            matrix = convert(x, fmt, **given)
+            if outcome.norm and outcome.nnz is not None and not needs_counts(s.plan.target):  # what it takes is known
+                matrix = prune_into(dense_of(x), s.outcome.target, task.recipe)
+            else:
+                x, lost = task.pruned(x, s.plan, known=bool(outcome.norm))
+                outcome = replace(outcome, **lost)
+                matrix = convert(x, fmt, **given)
         except StructureError as e:
             raise e.at(path=task.f.path, tensor=s.plan.name) from None
         if outcome.nnz is None:

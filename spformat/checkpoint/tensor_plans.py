@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from ..arrays.dtypes import value_type
+from ..arrays.library import Array
 from ..errors import StructureError, UsageError
 from ..formats import parse_spec, spec_text
 from ..formats.base import Format
 from ..formats.convert import convert
+from ..formats.hooks import Pattern
 from ..limits import product
 from ..preprocess import masks
 from ..preprocess.structure import Structure, analyse
@@ -106,11 +108,25 @@ def prune(x: np.ndarray[Any, Any], target: str, recipe: Recipe) -> np.ndarray[An
     else:
         fmt, given = parse_spec(target)
         pattern = fmt.pattern(fmt.resolve_params(given))
-        if recipe.sparsity is None and masks.needs_sparsity(pattern):
-            whole = "the share of values (or blocks) to zero"
-            raise UsageError(f"--prune magnitude to {fmt.name} needs --sparsity, {whole}")
+        _require_sparsity(fmt, pattern, recipe)
         mask = masks.of_pattern(x, pattern, recipe.sparsity or 0.0, nonfinite=recipe.nonfinite)
     return x if mask is None else masks.apply(x, mask)
+
+
+def prune_into(x: Array, target: str, recipe: Recipe) -> Format:
+    """``convert(prune(x, target, recipe), target)`` for a recipe that prunes; on a device in one step, where ``target``
+    is a format."""
+    fmt, given = parse_spec(target)
+    if needs_counts(target):
+        return convert(prune(x, target, recipe), fmt, **given)
+    _require_sparsity(fmt, fmt.pattern(fmt.resolve_params(given)), recipe)
+    return masks.prune(x, fmt, sparsity=recipe.sparsity, nonfinite=recipe.nonfinite, **given)
+
+
+def _require_sparsity(fmt: type[Format], pattern: Pattern, recipe: Recipe) -> None:
+    if recipe.sparsity is None and masks.needs_sparsity(pattern):
+        whole = "the share of values (or blocks) to zero"
+        raise UsageError(f"--prune magnitude to {fmt.name} needs --sparsity, {whole}")
 
 
 def loss(before: np.ndarray[Any, Any], after: np.ndarray[Any, Any]) -> dict[str, Any]:

@@ -27,16 +27,17 @@ _ITEMS = 1 << 22
 
 
 def structure_of(x: object) -> Structure:
-    """The structure of any host matrix: a Structure itself, an array, a spformat or scipy matrix, a torch tensor.
+    """The structure of any matrix: a Structure itself, an array, a spformat or scipy matrix, a torch tensor.
 
-    Only a dense one is read as a dense matrix. UsageError for a matrix on a device.
+    On the host only a dense one is read as a dense matrix. On a device all are, and are counted there; LimitError for a
+    sparse one whose dense array would be too large.
     """
     if isinstance(x, Structure):
         return x
     a = as_format(x)
-    if a.device != "cpu":
-        raise UsageError(f"{a.name}: nonzeros are counted on the host; use a.to('cpu')")
-    return analyse(a.data) if isinstance(a, Dense) else of_csr(a.to_csr())
+    if isinstance(a, Dense):
+        return analyse(a.data)
+    return of_csr(a.to_csr()) if a.device == "cpu" else analyse(a.to_dense())
 
 
 def of_csr(a: CSR) -> Structure:

@@ -1,8 +1,8 @@
 """Magnitude masks: the only place where values are lost.
 
 A mask function takes w [M, K] (numpy, CuPy or Dense; any value type) and returns bool[M, K] in the same library, True
-where the value stays. ``apply`` zeroes the other values, and ``error`` says what that changes; ``prune_two_four`` and
-``prune_vector_nm`` convert w to the format in one step.
+where the value stays. ``apply`` zeroes the other values, and ``error`` says what that changes. ``prune`` converts w to
+a format in one step, and on a device writes no mask; ``prune_two_four`` and ``prune_vector_nm`` do so for one format.
 
 Which mask is for which format:
 
@@ -34,8 +34,9 @@ from ..arrays.dtypes import bits, largest_finite, value_type
 from ..arrays.library import Array, ceil_div, namespace
 from ..arrays.magnitudes import magnitude_keys
 from ..errors import StructureError, UsageError
-from ..formats import edges
+from ..formats import edges, parse_spec
 from ..formats.base import Format, checked_values
+from ..formats.csr import CSR
 from ..formats.dense import Dense
 from ..formats.hooks import Blocks, Groups, Pattern, Vectors
 from ..formats.two_four import TwoFour
@@ -45,7 +46,7 @@ from .ranking import block_norms, keep_largest, keep_nm, power_of, row_chunks
 
 __all__ = [
     "PruningError", "apply", "error", "magnitude", "magnitude_blocks", "magnitude_nm", "magnitude_vector_nm",
-    "needs_sparsity", "of_pattern", "prune_two_four", "prune_vector_nm",
+    "needs_sparsity", "of_pattern", "prune", "prune_two_four", "prune_vector_nm",
 ]  # fmt: skip
 
 F = TypeVar("F", bound=Format)
@@ -141,8 +142,11 @@ def needs_sparsity(pattern: Pattern) -> bool:
     return not isinstance(pattern, Groups | Vectors)
 
 
-def of_pattern(w: Array | Dense, pattern: Pattern, sparsity: float, *, nonfinite: str = "refuse") -> Array:
-    """The mask for a pattern (``Format.pattern``). sparsity: the share of values or blocks to drop, if it is needed.
+def of_pattern(
+    w: Array | Dense, pattern: Pattern, sparsity: float, *, norm: str = "l2", nonfinite: str = "refuse"
+) -> Array:
+    """The mask for a pattern (``Format.pattern``). sparsity: the share of values or blocks to drop, if it is needed;
+    norm: of vectors and blocks.
 
     UsageError for a parameter out of range, StructureError for NaN or infinities.
     """
@@ -150,9 +154,9 @@ def of_pattern(w: Array | Dense, pattern: Pattern, sparsity: float, *, nonfinite
         case Groups(n, m):
             return magnitude_nm(w, n, m, nonfinite=nonfinite)
         case Vectors(n, m, length):
-            return magnitude_vector_nm(w, n, m, length, nonfinite=nonfinite)
+            return magnitude_vector_nm(w, n, m, length, norm=norm, nonfinite=nonfinite)
         case Blocks(blocksize):
-            return magnitude_blocks(w, blocksize, sparsity, nonfinite=nonfinite)
+            return magnitude_blocks(w, blocksize, sparsity, norm=norm, nonfinite=nonfinite)
         case None:
             return magnitude(w, sparsity, nonfinite=nonfinite)
 
@@ -175,6 +179,67 @@ def apply(w: Array | Dense, mask: Array) -> Array | Dense:
     raw = bits(x)
     out = xp.where(mask, raw, raw.dtype.type(0)).view(x.dtype)
     return Dense.trusted(shape=x.shape, data=out) if isinstance(w, Dense) else out
+
+
+def prune(
+    w: Array | Dense,
+    target: str | type[Format],
+    *,
+    sparsity: float | None = None,
+    norm: str = "l2",
+    nonfinite: str = "refuse",
+    **params: Any,
+) -> Format:
+    """w [M, K] pruned to the pattern of a format, and in that format.
+
+    target and params: as for ``convert``, without "auto". sparsity: the share of values or blocks to drop, for formats
+    whose pattern leaves it open (``needs_sparsity``). norm: "l2" or "l1", of blocks and vectors.
+
+    The bytes of ``convert(apply(w, mask), target)`` with the mask of the pattern (``of_pattern``). On a device, w is
+    read to select and once more to convert, for csr, bitmask, bsr, dbsr, two-four and vector-nm, and neither a mask nor
+    the pruned array is written; other formats without a pattern of their own are converted from that CSR.
+    UsageError for a parameter out of range or a missing sparsity, StructureError for values that the format does not
+    take, and for NaN or infinities unless ``nonfinite="keep"``.
+    """
+    x = checked_values(w.data if isinstance(w, Dense) else w, "prune")
+    fmt, given = (target, params) if isinstance(target, type) else parse_spec(target)
+    given = fmt.resolve_params({**given, **params})
+    fmt.accepts(x.dtype)
+    _check_nonfinite(nonfinite)
+    _check_norm(norm)
+    pattern = fmt.pattern(given)
+    if sparsity is None and needs_sparsity(pattern):
+        raise UsageError(f"prune: expected sparsity=.., the share of values or blocks to drop, to prune to {fmt.name}")
+    match pattern:
+        case Groups() if fmt is TwoFour:
+            return prune_two_four(x, nonfinite=nonfinite, **given)
+        case Vectors() if fmt is VectorNM:
+            return prune_vector_nm(x, norm=norm, nonfinite=nonfinite, **given)
+    direct = _pruned_by_edge(x, fmt, given, pattern, sparsity or 0.0, norm, nonfinite)
+    if direct is not None:
+        return direct
+    return fmt.from_dense(apply(x, of_pattern(x, pattern, sparsity or 0.0, norm=norm, nonfinite=nonfinite)), **given)
+
+
+def _pruned_by_edge(
+    x: Array, fmt: type[Format], given: dict[str, Any], pattern: Pattern, sparsity: float, norm: str, nonfinite: str
+) -> Format | None:
+    """``prune`` by an edge to the format, or by one to CSR where single values are dropped; None without such edges."""
+    count = {"count": _kept(_items(x.shape, pattern), sparsity)}
+    ranked: dict[str, Any] = {"norm": norm} if isinstance(pattern, Blocks) else {}
+    pruned: tuple[Format, int] | None = edges.take(edges.DENSE, f"{fmt.name}:pruned", x, given | count | ranked, x)
+    if pruned is not None:
+        return _without_nonfinite(x, pruned, nonfinite)
+    if pattern is not None or fmt is Dense:
+        return None
+    pruned = edges.take(edges.DENSE, f"{CSR.name}:pruned", x, count, x)
+    return None if pruned is None else fmt.from_csr(_without_nonfinite(x, pruned, nonfinite), **given)
+
+
+def _items(shape: tuple[int, ...], pattern: Pattern) -> int:
+    """Of how many values or blocks of a matrix some are dropped; any number where the pattern says how many."""
+    R, C = pattern.blocksize if isinstance(pattern, Blocks) else (1, 1)
+    return ceil_div(shape[0], R) * ceil_div(shape[1], C)
 
 
 def prune_two_four(w: Array | Dense, *, meta_order: str = "ldmatrix", nonfinite: str = "refuse") -> TwoFour:

@@ -17,7 +17,6 @@ import numpy as np
 from ..arrays import threads
 from ..arrays.dtypes import bits, nonzero_mask, value_type
 from ..arrays.library import Array, ceil_div, is_cupy, round_up
-from ..errors import UsageError
 from ..formats import edges, parse_spec, registered, spec_text
 from ..formats.base import Format, checked_values
 from ..formats.hooks import VECTOR_HEIGHTS, VECTOR_ROWS, VECTOR_STRIDE
@@ -203,9 +202,10 @@ def stacked(structures: Iterable[Structure]) -> StackStructure:
 
 
 def analyse(x: Array) -> Structure:
-    """The structure of a host matrix [M, K] of a value type. Memory: a few row chunks."""
+    """The structure of a matrix [M, K] of a value type, numpy or CuPy. Memory: a few row chunks; on a device, where a
+    kernel counts in one pass, a few numbers for each row."""
     x = checked_values(x, "inspect")
-    if x.nbytes > _TINY:
+    if x.nbytes > _TINY or is_cupy(x):
         return _analyse(x)
     # A file may hold 100,000 matrices of a few elements, of which most have their nonzeros in the same places.
     pattern = np.ascontiguousarray(x).copy()
@@ -292,9 +292,7 @@ def _from_census(x: Array, row_lengths: Array, counts: Array) -> Structure:
 
 
 def _smallest(f: Format) -> str:
-    """The exact format with the fewest bytes for this matrix, as text. It is chosen on the host."""
-    if f.device != "cpu":
-        raise UsageError(f"{f.name}: the smallest format is chosen on the host; use convert(a.to('cpu'), 'auto')")
+    """The exact format with the fewest bytes for this matrix, as text. It is counted where the matrix is."""
     return analyse(f.to_dense()).smallest()
 
 

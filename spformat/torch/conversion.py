@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ..arrays.library import to_device
 from ..arrays.torch_tensors import array_to_torch, torch_to_array
 from ..checkpoint.fastest import is_fastest, resolved
-from ..checkpoint.recipe import AUTO, KEEP, Recipe, Rule
+from ..checkpoint.recipe import AUTO, KEEP, Recipe, Rule, needs_counts
 from ..checkpoint.tensor_plans import prune as pruned
+from ..checkpoint.tensor_plans import prune_into
 from ..formats import parse_spec
 from ..formats.base import Format
 from ..formats.convert import convert
@@ -42,11 +42,14 @@ def converted(
 
 def convert_by(r: Recipe, weight: torch.Tensor, target: str) -> Format:
     """The matrix of a dense weight in a target of a recipe, pruned if the recipe asks for it."""
-    x = pruned(torch_to_array(weight.detach()), target, r)
+    x = torch_to_array(weight.detach())
+    if r.prune and not needs_counts(target):
+        return prune_into(x, target, r)
+    x = pruned(x, target, r)
     if target == AUTO:
-        target = analyse(to_device(x, "cpu")).smallest()
+        target = analyse(x).smallest()
     elif is_fastest(target):
-        target = resolved(target, to_device(x, "cpu"))
+        target = resolved(target, x)
     fmt, given = parse_spec(target)
     return convert(x, fmt, **given)
 

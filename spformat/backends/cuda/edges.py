@@ -24,7 +24,8 @@ from ...formats.vector_nm import VectorNM
 from ...formats.vector_nm_pack import pack
 from .bitmask import bitmask_edges, bitmask_scan
 from .bsr import bsr_edges, bsr_scan
-from .csr import csr_from_dense, csr_scan, csr_transpose, expand_csr
+from .csr import csr_from_dense, csr_pruned, csr_scan, csr_transpose, expand_csr
+from .dense import census
 from .ell_buckets import ell_buckets_edges, ell_buckets_scan
 from .masks import masks_edges
 from .sr_bcrs import sr_bcrs_edges, sr_bcrs_scan
@@ -94,6 +95,14 @@ def dense_to_csr(x: Array, params: Params) -> CSR | None:
         return None
     indptr, indices, data = csr_from_dense.csr_from_dense(x)
     return CSR.unchecked(shape=x.shape, indptr=indptr, indices=indices, data=data)
+
+
+def csr_of_largest(x: Array, params: Params) -> tuple[CSR, int] | None:
+    """Array [M, K] -> (CSR of the ``count`` largest values, values that are not finite)."""
+    if not (0 < x.size < csr_pruned.MOST and params["count"] and csr_from_dense.aligned(x)):
+        return None
+    indptr, indices, data, odd = csr_pruned.csr_of_largest(x, params["count"])
+    return CSR.unchecked(shape=x.shape, indptr=indptr, indices=indices, data=data), odd
 
 
 def csr_to_dense(a: CSR, params: Params) -> Array:
@@ -207,10 +216,12 @@ EDGES: tuple[Edge, ...] = (
     _edge(ELLBuckets, CSR, ell_buckets_edges.to_csr),
     _edge(ELLBuckets, DENSE, ell_buckets_edges.to_dense),
     _edge(DENSE, CSR, dense_to_csr),
+    _edge(DENSE, "csr:pruned", csr_of_largest),
     _edge(CSR, DENSE, csr_to_dense),
     _edge(CSR, TRANSPOSED, csr_transposed),
     _edge(CSC, DENSE, csc_to_dense),
     _edge(DENSE, "counts", count_nonzeros),
+    _edge(DENSE, "census", lambda x, _: census.census(x)),
     _edge(DENSE, TwoFour, two_four_from_dense),
     _edge(DENSE, "two-four:pruned", two_four_pruned),
     _edge(TwoFour, DENSE, two_four_to_dense),
@@ -229,6 +240,7 @@ EDGES: tuple[Edge, ...] = (
     _edge(DENSE, "dense:blocks-mask", masks_edges.blocks),
     _edge("vector-nm:indices", "vector-nm:packed", vector_nm_packed),
     _edge(DENSE, Bitmask, bitmask_edges.from_dense),
+    _edge(DENSE, "bitmask:pruned", bitmask_edges.of_largest),
     _edge(Bitmask, DENSE, bitmask_edges.to_dense),
     _edge(CSR, Bitmask, bitmask_edges.from_csr),
     _edge(Bitmask, CSR, bitmask_edges.to_csr),
@@ -236,6 +248,8 @@ EDGES: tuple[Edge, ...] = (
     *(_edge(Bitmask, name, bitmask_edges.to_two_four) for name in TWO_FOUR),
     _edge(DENSE, BSR, bsr_edges.bsr_from_dense_array),
     _edge(DENSE, DBSR, bsr_edges.dbsr_from_dense_array),
+    _edge(DENSE, "bsr:pruned", bsr_edges.bsr_of_largest),
+    _edge(DENSE, "dbsr:pruned", bsr_edges.dbsr_of_largest),
     _edge(BSR, DENSE, bsr_edges.blocks_to_dense),
     _edge(DBSR, DENSE, bsr_edges.blocks_to_dense),
     _edge(CSR, BSR, bsr_edges.bsr_of_csr),

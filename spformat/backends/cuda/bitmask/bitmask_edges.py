@@ -9,7 +9,8 @@ from ....formats.bitmask import Bitmask
 from ....formats.csr import CSR
 from ....formats.two_four import NIBBLES, TwoFour, meta_steps
 from ....limits import check_bytes, product
-from . import bitmask_from_csr, bitmask_pack, bitmask_two_four, bitmask_unpack
+from ..csr import csr_from_dense, csr_pruned
+from . import bitmask_from_csr, bitmask_pack, bitmask_pruned, bitmask_two_four, bitmask_unpack
 
 Params = dict[str, Any]
 
@@ -20,6 +21,14 @@ def from_dense(x: Array, params: Params) -> Bitmask | None:
         return None
     indptr, bitmask, data = bitmask_pack.bitmask_from_dense(x)
     return Bitmask.unchecked(shape=x.shape, indptr=indptr, bitmask=bitmask, data=data)
+
+
+def of_largest(x: Array, params: Params) -> tuple[Bitmask, int] | None:
+    """Array [M, K] -> (Bitmask of the ``count`` largest values, values that are not finite)."""
+    if not (0 < x.size < csr_pruned.MOST and params["count"] and csr_from_dense.aligned(x)):
+        return None
+    indptr, bitmask, data, odd = bitmask_pruned.bitmask_of_largest(x, params["count"])
+    return Bitmask.unchecked(shape=x.shape, indptr=indptr, bitmask=bitmask, data=data), odd
 
 
 def to_dense(a: Bitmask, params: Params) -> Array | None:

@@ -11,50 +11,10 @@
 //
 // A tile is 16 KB of memory, the first one the 16 KB from the boundary of 16 bytes at or before x; see flat_tiles.cuh. The
 // values of a tile are put together in shared memory, so that whole units of 16 bytes are written.
-#include "spformat/flat_tiles.cuh"
+#include "spformat/bitmask_tiles.cuh"
 #include "spformat/look_back.cuh"
 
 using namespace spformat;
-
-// The first byte of the bitmap whose first element is element f or a later one. n: elements; wide: bytes of a row.
-__device__ __forceinline__ i64 byte_from(i64 f, i64 n, i64 M, i64 K, i64 wide) {
-    if (f <= 0) return 0;
-    if (f >= n) return M * wide;
-    const i64 row = f / K;
-    return row * wide + (f - row * K + 7) / 8;
-}
-
-// Writes the bytes of the bitmap that start in a tile whose first element is element `first`. whole: each of them is one of
-// `flat`, the bits of the tile and of the seven elements behind it.
-template <class T>
-__device__ __forceinline__ void write_bytes(const u32* flat, bool whole, i64 first, i64 n, i64 M, i64 K, u8* __restrict__ bits) {
-    using Sizes = Tile<T>;
-    const int tid = threadIdx.x;
-    const i64 wide = (K + 7) / 8;
-    if (whole) {
-        const int bytes = int(min(i64(Sizes::SIZE), n - first) / 8);
-        u8* to = bits + first / 8;
-        for (int q = tid * 16; q < bytes; q += TILE_THREADS * 16) {
-            if (q + 16 <= bytes) {
-                __stcs(reinterpret_cast<uint4*>(to + q), reinterpret_cast<const uint4*>(flat)[q / 16]);
-            } else {
-                for (int y = q; y < bytes; ++y) to[y] = reinterpret_cast<const u8*>(flat)[y];
-            }
-        }
-        return;
-    }
-    const i64 from = byte_from(first, n, M, K, wide), end = byte_from(first + Sizes::SIZE, n, M, K, wide);
-    if (from >= end) return;
-    const Rows<Sizes::SIZE> rows(from, wide);
-    for (int d = tid; d < end - from; d += TILE_THREADS) {
-        i64 y;
-        const i64 row = rows(d, y);
-        const int p = int(row * K + 8 * y - first);
-        u32 byte = __funnelshift_r(flat[p / 32], flat[p / 32 + 1], p % 32) & 255;
-        if (K - 8 * y < 8) byte &= (1u << (K - 8 * y)) - 1;
-        bits[from + d] = u8(byte);
-    }
-}
 
 template <class T>
 __global__ void __launch_bounds__(TILE_THREADS)
@@ -102,7 +62,7 @@ bitmask_values(const T* __restrict__ x, i64 M, i64 length, u64 live, const i64* 
     __shared__ __align__(16) u32 flat[Sizes::WORDS], before[Sizes::WORDS];
     __shared__ u32 sums[33];
     const int tid = threadIdx.x, tile = gridDim.x - 1 - blockIdx.x;
-    const i64 n = M * length, first = i64(tile) * Sizes::SIZE - head_of(x), start = starts[tile];
+    const i64 n = M * length, first = i64(tile) * Sizes::SIZE - head_of(x);
     Unit<T> units[Sizes::UNITS];
 #pragma unroll
     for (int j = 0; j < Sizes::UNITS; ++j)
@@ -110,24 +70,5 @@ bitmask_values(const T* __restrict__ x, i64 M, i64 length, u64 live, const i64* 
 #pragma unroll
     for (int j = 0; j < Sizes::UNITS; ++j) put_mask<T>(flat, j * TILE_THREADS + tid, nonzeros(units[j], T(live)));
     __syncthreads();
-    const u32 total = bits_before_words<Sizes::WORDS>(flat, before, sums);
-    T* to = data + start;
-    const int head = head_of(to);
-#pragma unroll
-    for (int j = 0; j < Sizes::UNITS; ++j) {
-        const int p = (j * TILE_THREADS + tid) * Sizes::WIDE;
-        const u32 mask = flat[p / 32] >> p % 32;
-        T* next = image + head + bits_before(flat, before, p);
-#pragma unroll
-        for (int i = 0; i < Sizes::WIDE; ++i)
-            if (mask >> i & 1) *next++ = units[j][i];
-    }
-    const i64 stop = first + Sizes::SIZE;
-    for (i64 row = (max(first, i64(0)) + length - 1) / length + tid; row <= M; row += TILE_THREADS) {
-        const i64 p = row * length - first;
-        if (p >= Sizes::SIZE && stop < n) break;  // the last tile writes the end of the last row, too
-        indptr[row] = Ptr(start + (p < Sizes::SIZE ? bits_before(flat, before, int(p)) : total));
-    }
-    __syncthreads();
-    for (int q = tid; q * Sizes::WIDE < head + int(total); q += TILE_THREADS) store_unit(to, image, head, int(total), q);
+    store_tile(units, flat, before, image, sums, first, M, length, starts[tile], data, indptr);
 }

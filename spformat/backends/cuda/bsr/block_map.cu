@@ -15,8 +15,17 @@ number_blocks(const u32* __restrict__ words, i64 n, i64* __restrict__ starts, u6
     write_starts(n, [=](i64 i) { return __popc(words[i]); }, starts, sums, total);
 }
 
-// The first word of block row b: entry b of `rows`, or where that is null, each block row has as many words.
-__device__ __forceinline__ i64 first_word(const i64* rows, i64 across, i64 b) { return rows ? rows[b] : b * across; }
+// The bits of a map that has all words, from keep u8[Mb, Kb] and the norms f64[Mb, Kb] of the blocks: those that are kept and
+// that are not zeros only. across: words of a block row.
+__global__ void __launch_bounds__(THREADS)
+bits_of_kept(const u8* __restrict__ keep, const double* __restrict__ norms, i64 Mb, i64 Kb, i64 across, u32* __restrict__ words) {
+    const int lane = threadIdx.x % 32;
+    for (i64 w = thread_of_grid() / 32; w < Mb * across; w += i64(gridDim.x) * (THREADS / 32)) {
+        const i64 b = w / across, j = (w - b * across) * 32 + lane, at = b * Kb + j;
+        const u32 word = __ballot_sync(~0u, j < Kb && keep[at] && norms[at] != 0);  // a norm that is NaN is not 0
+        if (lane == 0) words[w] = word;
+    }
+}
 
 // places[b]: how many of the block rows before b have blocks.
 __global__ void __launch_bounds__(OFFSETS_THREADS)
@@ -26,38 +35,11 @@ number_rows(const i64* __restrict__ starts, i64 Mb, const i64* __restrict__ rows
     write_starts(Mb, has_blocks, places, sums, total);
 }
 
-// The index arrays of a map of Mb block rows. Those that are `wide` are int64.
-//
-//   indices  [nnzb]      block column of each block
-//   indptr   [Mb + 1]    starts of the block rows; of a DBSR [nrb + 1], those of block rows with blocks
-//   ids      [nrb]       DBSR: block rows with blocks
-//   places   i64[Mb + 1] DBSR: block rows with blocks before each; BSR: null
-//   rows     i64[Mb + 1] of a map without the words that are 0: the first word of each block row; else null
-//   columns  i64[all]    of such a map: the place of each word in its block row; words behind the last are 0
+// The index arrays, as write_block_indices has them.
 __global__ void __launch_bounds__(THREADS)
 block_indices(const u32* __restrict__ bits, const i64* __restrict__ starts, i64 all, i64 Mb, const i64* __restrict__ rows,
               const i64* __restrict__ columns, i64 across, void* __restrict__ indices, int wide_indices,
               void* __restrict__ indptr, int wide_indptr, const i64* __restrict__ places, void* __restrict__ ids, int wide_ids) {
-    const i64 thread = thread_of_grid(), threads = i64(gridDim.x) * THREADS;
-    const int lane = threadIdx.x % 32;
-    for (i64 first = thread - lane; first < all; first += threads) {
-        const i64 w = first + lane;
-        const u32 mine = w < all ? bits[w] : 0;
-        const i64 start = w < all ? starts[w] : 0, j0 = mine ? (columns ? columns[w] : w % across) * 32 : 0;
-        for (u32 left = __ballot_sync(~0u, mine != 0); left; left &= left - 1) {
-            const int from = __ffs(left) - 1;
-            const u32 word = __shfl_sync(~0u, mine, from);
-            const i64 at = __shfl_sync(~0u, start, from), j = __shfl_sync(~0u, j0, from) + lane;
-            if (word >> lane & 1) store_index(indices, wide_indices, at + __popc(word & lanes_before()), j);
-        }
-    }
-    for (i64 b = thread; b <= Mb; b += threads) {
-        const i64 start = starts[first_word(rows, across, b)];
-        if (!places) {
-            store_index(indptr, wide_indptr, b, start);
-        } else if (b == Mb || places[b] < places[b + 1]) {
-            store_index(indptr, wide_indptr, places[b], start);
-            if (b < Mb) store_index(ids, wide_ids, places[b], b);
-        }
-    }
+    write_block_indices(thread_of_grid(), i64(gridDim.x) * THREADS, bits, starts, all, Mb, rows, columns, across, indices,
+                        wide_indices, indptr, wide_indptr, places, ids, wide_ids);
 }

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import numpy as np
+
 from ....arrays.dtypes import nonzero_mask
 from ....arrays.library import Array, index_dtype
 from ....formats.blocks import block_grid
@@ -29,6 +31,16 @@ def bsr_from_dense_array(x: Array, params: Params) -> BSR | None:
 def dbsr_from_dense_array(x: Array, params: Params) -> DBSR | None:
     """Array [M, K] -> DBSR."""
     return _from_dense(DBSR, x, params)
+
+
+def bsr_of_largest(x: Array, params: Params) -> tuple[BSR, int] | None:
+    """Array [M, K] -> (BSR of the ``count`` blocks of largest ``norm``, values that are not finite)."""
+    return _of_largest(BSR, x, params)
+
+
+def dbsr_of_largest(x: Array, params: Params) -> tuple[DBSR, int] | None:
+    """Array [M, K] -> (DBSR of the ``count`` blocks of largest ``norm``, values that are not finite)."""
+    return _of_largest(DBSR, x, params)
 
 
 def bsr_of_csr(a: CSR, params: Params) -> BSR | None:
@@ -74,6 +86,17 @@ def _from_dense(cls: type[Blocks], x: Array, params: Params) -> Blocks | None:
     blocksize = params["blocksize"]
     arrays, data = bsr_from_dense.blocks_of_dense(x, blocksize, cls is DBSR)
     return cls.unchecked(shape=x.shape, blocksize=blocksize, data=data, **arrays)
+
+
+def _of_largest(cls: type[Blocks], x: Array, params: Params) -> tuple[Blocks, int] | None:
+    vanish = (
+        x.dtype == np.float64 and params["norm"] == "l2"
+    )  # squares of small values, so that a norm of 0 says nothing
+    if not (x.size and params["count"]) or x.data.ptr % x.itemsize or vanish:
+        return None
+    blocksize = params["blocksize"]
+    arrays, data, odd = bsr_from_dense.blocks_of_largest(x, blocksize, params["count"], params["norm"], cls is DBSR)
+    return cls.unchecked(shape=x.shape, blocksize=blocksize, data=data, **arrays), odd
 
 
 def _from_csr(cls: type[Blocks], a: CSR, params: Params) -> Blocks | None:

@@ -32,12 +32,9 @@ template <class P, class T> __device__ __forceinline__ P load_piece(const T* p) 
 // them: `across` lanes side by side, 32 / across rows at a time. Where a block row has fewer rows than that, `together` is
 // 32 / across, and each of these groups of lanes takes a block row of its own; else it is 1.
 template <class T, int W>
-__global__ void __launch_bounds__(THREADS)
-mark_blocks(const T* __restrict__ x, i64 M, i64 K, int R, int C, u64 mask, u32* __restrict__ bits, i64 words, int across,
-            int together, int height, i64 strips, i64 segments, i64 tasks) {
+__device__ __forceinline__ void mark_strip(const T* __restrict__ x, i64 M, i64 K, int R, int C, u64 mask, u32* __restrict__ bits,
+                                           i64 words, int across, int together, int height, i64 strips, i64 segments, i64 task) {
     constexpr int N = W / sizeof(T), PIECES = UNIT / W, WIDE = UNIT / sizeof(T), DEPTH = W == UNIT ? 8 : W >= 4 ? 4 : 2;
-    const i64 task = (i64(blockIdx.x) * THREADS + threadIdx.x) / 32;
-    if (task >= tasks) return;
     const T live = static_cast<T>(mask);
     const int lane = threadIdx.x % 32, side = lane % across, group = lane / across, down = 32 / across;
     const i64 segment = task % segments, above = task / segments, strip = above % strips;
@@ -102,11 +99,30 @@ mark_blocks(const T* __restrict__ x, i64 M, i64 K, int R, int C, u64 mask, u32* 
     }
 }
 
-// Copies the stored blocks. A block of threads takes `span` words of the map and a strip of `height` rows of their blocks.
+// `finished` and the last five parameters are null, or those of number_by_last_block: then `bits` are its marks.
+template <class T, int W>
+__global__ void __launch_bounds__(THREADS)
+mark_blocks(const T* __restrict__ x, i64 M, i64 K, int R, int C, u64 mask, u32* bits, i64 words, int across, int together, int height,
+            i64 strips, i64 segments, i64 tasks, u64* finished, i64 Mb, u32* numbered, i64* starts, i64* places, u64* sizes) {
+    const i64 task = (i64(blockIdx.x) * THREADS + threadIdx.x) / 32;
+    if (task < tasks) mark_strip<T, W>(x, M, K, R, C, mask, bits, words, across, together, height, strips, segments, task);
+    if (finished) number_by_last_block<THREADS>(bits, finished, Mb * words, Mb, numbered, starts, places, sizes);
+}
+
+// Copies the stored blocks. A block of threads takes `span` words of the map and a strip of `height` rows of their blocks. Behind
+// the `copies` blocks of threads that do so are others, which write the index arrays: the last parameters are those of
+// write_block_indices.
 template <class T, int W>
 __global__ void __launch_bounds__(THREADS)
 copy_blocks(const T* __restrict__ x, i64 M, i64 K, int R, int C, u64 mask, const u32* __restrict__ bits,
-            const i64* __restrict__ starts, i64 words, i64 all, int span, int height, int strips, T* __restrict__ data) {
+            const i64* __restrict__ starts, i64 words, i64 all, int span, int height, int strips, T* __restrict__ data, int copies,
+            i64 Mb, void* __restrict__ indices, int wide_indices, void* __restrict__ indptr, int wide_indptr,
+            const i64* __restrict__ places, void* __restrict__ ids, int wide_ids) {
+    if (blockIdx.x >= copies) {
+        write_block_indices(i64(blockIdx.x - copies) * THREADS + threadIdx.x, i64(gridDim.x - copies) * THREADS, bits, starts, all, Mb,
+                            nullptr, nullptr, words, indices, wide_indices, indptr, wide_indptr, places, ids, wide_ids);
+        return;
+    }
     constexpr int N = W / sizeof(T), DEPTH = 4;
     __shared__ u16 listed[MOST * 32];  // of each stored block: 32 * its word, counted from the first, + its bit
     const T live = static_cast<T>(mask);

@@ -8,9 +8,14 @@ from typing import NamedTuple
 
 from ....arrays.dtypes import value_type
 from ....arrays.library import Array, ceil_div, power_of_two
+from ....formats.blocks import block_grid
+from ..masks.block_norms import block_norms
+from ..masks.magnitude_mask import mask_of_largest
 from ..runtime.c_types import WORDS
+from ..runtime.offsets import tile_sums
 from ..runtime.queue import Kernels
-from .block_map import THREADS, WORD, BlockMap
+from ..runtime.scratch import Counters
+from .block_map import FEW_WORDS, INDICES, THREADS, WORD, BlockMap
 
 SOURCE = "bsr/bsr_from_dense.cu"
 KERNELS = Kernels(SOURCE, THREADS)
@@ -52,38 +57,80 @@ def blocks_of_dense(x: Array, blocksize: tuple[int, int], listed: bool) -> tuple
 
     Waits for the device once. x must have elements, and start on one of them.
     """
+    grid, sizes = block_grid(x.shape, blocksize), Counters()
+    few = grid[0] * ceil_div(grid[1], WORD) <= FEW_WORDS
+    blocks = BlockMap.empty(grid, listed, zeros=not few)
+    mark(x, blocksize, blocks, sizes.address if few else 0)
+    if not few:
+        blocks.number(sizes.address)
+    nnzb, rows = sizes.get()  # synchronize!
+    return arrays_of(x, blocksize, blocks, nnzb, rows if listed else grid[0])
+
+
+def blocks_of_largest(
+    x: Array, blocksize: tuple[int, int], count: int, norm: str, listed: bool
+) -> tuple[dict[str, Array], Array, int]:
+    """(index arrays, data, values of x that are not finite) of the ``count`` blocks of x of largest ``norm``, "l1" or
+    "l2". Of equal norms the first blocks stay. Other arguments as for ``blocks_of_dense``; count: 1 or more.
+
+    x is read once for the norms, and what stays of it once more. Blocks whose norm is 0 must be zeros: not so the "l2"
+    norms of float64, whose squares may be too small. Waits for the device once.
+    """
     import cupy
 
-    grid = ceil_div(x.shape[0], blocksize[0]), ceil_div(x.shape[1], blocksize[1])
-    blocks = BlockMap.empty(grid, listed)
-    mark(x, blocksize, blocks)
-    nnzb, rows = blocks.sizes()  # synchronize!
+    blocks, odd = BlockMap.empty(block_grid(x.shape, blocksize), listed, zeros=False), Counters()
+    norms, keep = cupy.empty(blocks.grid, "float64"), cupy.empty(blocks.grid, "bool")
+    block_norms(x, blocksize, norm, norms, odd.address)
+    mask_of_largest(norms, count, keep, odd.address + 8)  # the second word: norms that are not finite, counted before
+    blocks.set_kept(keep, norms)
+    sizes = blocks.sizes()  # synchronize!
+    counted = odd.get()[0]  # before the next launch, so that nothing is waited for
+    return *arrays_of(x, blocksize, blocks, *sizes), counted
+
+
+def arrays_of(
+    x: Array, blocksize: tuple[int, int], blocks: BlockMap, nnzb: int, rows: int
+) -> tuple[dict[str, Array], Array]:
+    """(index arrays, data) of the ``nnzb`` blocks of x whose bits are set, of a map that is numbered; rows: as
+    ``BlockMap.sizes`` returns them. Does not wait."""
+    import cupy
+
     data = cupy.empty((nnzb, *blocksize), x.dtype)
-    if nnzb:
-        copy(x, blocksize, blocks, data)
-    return blocks.index_arrays(nnzb, rows), data
+    if not nnzb:
+        return blocks.index_arrays(nnzb, rows), data
+    arrays = blocks.empty_arrays(nnzb, rows)
+    copy(x, blocksize, blocks, data, arrays)
+    return arrays, data
 
 
-def mark(x: Array, blocksize: tuple[int, int], blocks: BlockMap) -> None:
-    """Set the bits of the blocks of x [M, K] that have a nonzero."""
+def mark(x: Array, blocksize: tuple[int, int], blocks: BlockMap, sizes: int) -> None:
+    """Set the bits of the blocks of x [M, K] that have a nonzero. sizes: an address, as for ``BlockMap.number``, which
+    is then done, too, for a map of few words; else 0."""
     width = math.gcd(UNIT, x.data.ptr, x.shape[1] * x.dtype.itemsize)
     how = marking(x.shape, x.dtype.itemsize, blocksize[0])
+    numbers: tuple[int, ...] = (0,) * 6
+    bits = blocks.bits
+    if sizes:
+        finished = tile_sums(ceil_div(blocks.size, 2))
+        bits, numbers = finished + 16, (finished, blocks.grid[0], bits, blocks.starts, blocks.places, sizes)
     KERNELS.queue(
-        _instance("mark_blocks", x.dtype.itemsize, width), "PqqiiqPqiiiqqq",
+        _instance("mark_blocks", x.dtype.itemsize, width), "PqqiiqPqiiiqqqPqPPPP",
         ceil_div(how.tasks * WARP, THREADS), x, *x.shape, *blocksize, value_type(x.dtype).zero_mask,
-        blocks.bits, blocks.across, *how,
+        bits, blocks.across, *how, *numbers,
     )  # fmt: skip
 
 
-def copy(x: Array, blocksize: tuple[int, int], blocks: BlockMap, data: Array) -> None:
-    """Fill data [nnzb, R, C] with the blocks of x [M, K] whose bits are set; there is one."""
+def copy(x: Array, blocksize: tuple[int, int], blocks: BlockMap, data: Array, arrays: dict[str, Array]) -> None:
+    """Fill data [nnzb, R, C] with the blocks of x [M, K] whose bits are set, of which there are some, and their index
+    arrays."""
     itemsize, words = x.dtype.itemsize, blocks.size
     width = math.gcd(UNIT, x.data.ptr, x.shape[1] * itemsize, blocksize[1] * itemsize)
     how = copying(blocks.grid, blocksize, itemsize)
+    copies = ceil_div(words, how.span) * how.strips
     KERNELS.queue(
-        _instance("copy_blocks", itemsize, width), "PqqiiqPPqqiiiP", ceil_div(words, how.span) * how.strips,
+        _instance("copy_blocks", itemsize, width), "PqqiiqPPqqiiiPi" + INDICES, copies + blocks.blocks_of_indices(),
         x, *x.shape, *blocksize, value_type(x.dtype).zero_mask, blocks.bits, blocks.starts, blocks.across,
-        words, *how, data,
+        words, *how, data, copies, *blocks.arguments(arrays),
     )  # fmt: skip
 
 

@@ -40,8 +40,8 @@ def csr_from_dense(x: Array) -> tuple[Array, Array, Array]:
     """
     import cupy
 
-    (M, K), word = x.shape, _word(x)
-    piece, pieces = _pieces(x)
+    (M, K), word = x.shape, value_word(x)
+    piece, pieces = pieces_of(x)
     work, blocks = Workspace(8 * (pieces + 1)), ceil_div(pieces, COUNT_WARPS)
     (starts,), sums = work.places, TileSums(blocks)
     COUNT.queue(_count("count_pieces", *word), "PqqPPP", blocks, x, M * K, pieces, starts, *sums.arguments)
@@ -64,7 +64,7 @@ def count_nonzeros(x: Array) -> tuple[int, int]:
 
     totals = cupy.zeros(2, "uint64")
     blocks = min(MOST_BLOCKS, ceil_div(x.nbytes + UNIT, UNIT * TOTAL_THREADS * BATCH))
-    TOTAL.queue(_count("count_all", *_word(x)), "PqP", blocks, x, x.size, totals)
+    TOTAL.queue(_count("count_all", *value_word(x)), "PqP", blocks, x, x.size, totals)
     nonzeros, negative = totals.get().tolist()  # synchronize!
     return nonzeros, negative
 
@@ -74,14 +74,14 @@ def aligned(x: Array) -> bool:
     return bool(x.data.ptr % x.itemsize == 0)
 
 
-def _pieces(x: Array) -> tuple[int, int]:
+def pieces_of(x: Array) -> tuple[int, int]:
     """(elements of a piece, pieces of x); the first one starts at the 16-byte boundary at or before x."""
     size = x.itemsize
     piece = (4 if size == 1 else 8) * LANES * (UNIT // size)
     return piece, ceil_div(x.data.ptr % UNIT // size + x.size, piece)
 
 
-def _word(x: Array) -> tuple[int, bool]:
+def value_word(x: Array) -> tuple[int, bool]:
     """(bytes of a value, whether it has a sign that does not count)."""
     row = value_type(x.dtype)
     return x.itemsize, not row.zero_mask >> (8 * x.itemsize - 1)

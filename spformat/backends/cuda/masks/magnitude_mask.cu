@@ -9,22 +9,13 @@
 // keys that start with the digits known so far by their next digit. The last block to finish finds the digit of the
 // count-th largest key, so that the host waits for nothing. Then `keep` reads x once more and writes the mask. If some of
 // the keys that equal that one must go, blocks number them in their order: look_back.cuh.
+#include "spformat/largest.cuh"
 #include "spformat/look_back.cuh"
-#include "spformat/magnitudes.cuh"
 #include "spformat/scan.cuh"
 
 namespace spformat::masks {
 
 constexpr int THREADS = scan::THREADS, WARPS = THREADS / 32, BINS = 2048, TIMES = 32 / WARPS;
-
-struct Selection {
-    u64 prefix;     // the digits of the wanted key that are known
-    u64 remaining;  // its place among the keys that start with them, the largest being 1
-    u64 equal;      // how many keys start with them
-    u64 finished;   // blocks that have added their counts
-    u64 started;    // tiles of the mask that have an owner
-    u64 unused[3];
-};
 
 // Adds the digits of the block's share to the counts of all, and finds the wanted digit in the last block.
 template <class T>

@@ -20,7 +20,7 @@ KERNELS = Kernels("masks/magnitude_mask.cu", THREADS)
 DIGIT = 11
 """Most bits of a digit: its counts fit in 8 KB of shared memory."""
 SELECTION = 8
-"""Words of ``Selection`` in the kernel."""
+"""Words of ``Selection`` in largest.cuh."""
 PIECES, WIDE = 1024, 16
 """Pieces of a tile: 32 a warp; bytes of a piece."""
 BLOCKS_PER_MULTIPROCESSOR = 8
@@ -39,19 +39,28 @@ def mask_of_largest(x: Array, count: int, mask: Array, odd: int) -> None:
     Of equal magnitudes the lowest places stay. count: 1 .. x.size. odd: address of a word to which the number of values
     that are not finite is added.
     """
+    tiles = ceil_div(x.nbytes, PIECES * WIDE)
+    selection = select(x, count, odd, tiles)
+    KERNELS.queue(
+        _keep(word_type(x), starts_on(x, WIDE)), ("P", "q", Keys, "P", "P"), tiles,
+        x, int(x.size), keys_of(x.dtype), selection, mask,
+    )  # fmt: skip
+
+
+def select(x: Array, count: int, odd: int, tiles: int = 0) -> Array:
+    """uint64: a ``Selection`` (largest.cuh) of the ``count`` largest magnitudes of x, once the current stream gets
+    there; behind it are the bins of the kernel and zeros for so many tiles. Arguments as for ``mask_of_largest``."""
     import cupy
 
     keys, word, n = keys_of(x.dtype), word_type(x), int(x.size)
-    tiles = ceil_div(n * x.dtype.itemsize, PIECES * WIDE)
     state = cupy.zeros(SELECTION + (1 << DIGIT) + tiles, "uint64")
-    blocks = max(1, min(ceil_div(n * x.dtype.itemsize, WIDE * THREADS), _blocks(x.device.id)))
+    blocks = max(1, min(ceil_div(x.nbytes, WIDE * THREADS), _blocks(x.device.id)))
     for number, (shift, width) in enumerate(digits(keys.bits)):
         KERNELS.queue(
             f"spformat::masks::digit<{word}>", ("P", "q", Keys, *"iiiqPP"), blocks,
             x, n, keys, shift, width, int(number == 0), count, state, odd,
         )  # fmt: skip
-    wide = starts_on(x, WIDE)
-    KERNELS.queue(_keep(word, wide), ("P", "q", Keys, "P", "P"), tiles, x, n, keys, state, mask)
+    return state
 
 
 def digits(bits: int) -> list[tuple[int, int]]:

@@ -56,6 +56,17 @@ __device__ __forceinline__ void leave_tile(u64* sums, u64& shared) {
     for (i64 i = threadIdx.x; i < gridDim.x + i64(2); i += blockDim.x) sums[i] = 0;
 }
 
+// The same, called by the warp that looked back alone, so that the others of the block need not wait.
+__device__ __forceinline__ void leave_tile_by_warp(u64* sums) {
+    u64 done = 0;
+    if (threadIdx.x % 32 == 0) {
+        __threadfence();
+        done = atomicAdd(sums + 1, 1ull);
+    }
+    if (__shfl_sync(~0u, done, 0) != gridDim.x - 1) return;
+    for (i64 i = threadIdx.x % 32; i < gridDim.x + i64(2); i += 32) sums[i] = 0;
+}
+
 // starts[tile] from what each of the block's warps, at most 32, has counted; a barrier must be behind it. Warp 0 does it, so that
 // the others need not wait.
 template <int Warps> __device__ __forceinline__ void write_start_of_tile(
