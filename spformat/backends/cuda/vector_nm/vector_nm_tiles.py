@@ -165,8 +165,8 @@ def records(
                 different classes (rank // bank_rows) % banks, and with bank_rows = 1 lines of A likewise: one load
                 then meets no bank twice. 1 keeps the order of ``data``
     packed      None: by the measured share
-    line_bytes  not 0: a slot holds only its staged row, times this; ``banks`` is 1 then. Rows are copied by fours: those
-                that are staged, and the list of a tile, are filled up to a multiple of 4
+    line_bytes  not 0: a slot holds only its staged row, times this; ``banks`` is 1 then. Rows are copied by
+                fours: those that are staged, and the list of a tile, are filled up to a multiple of 4
     stored      the packing of the file for these tiles: the rows that a tile needs are read, not derived
     """
     xp, (W, Q), p = namespace(indices), indices.shape, pattern
