@@ -16,13 +16,14 @@
 // warpgroups that need an item multiply it, and all of them release it.
 //
 // Blocks of 64 rows and more lie on the m axis of wgmma (a warpgroup owns 64 x 128 of C); blocks of 16 and 32 lie on its n
-// axis, whose width is free: a warpgroup then owns 128 rows x 64 columns and computes the transposed product.
+// axis, whose width is free: a warpgroup then owns up to 128 rows x 64 columns and computes the transposed product. Fewer rows
+// make more tiles, each with fewer slices, where C has hardly as many tiles as there are multiprocessors.
 //
 // Grid: persistent; tiles are taken in order, groups first, so that CTAs at work share B in L2. Then, Listed, the rows that
 // are not listed are zeroed. Block: 128*WM*WN + 128 threads, one CTA an SM.
 //
 //   T, Out  __nv_bfloat16 or __half; T or float
-//   R, C    block height and width, 16, 32, 64 or 128;  WM, WN  warpgroups along rows and columns of the tile
+//   R, C    block height and width, 16, 32, 64 or 128;  WgRows  rows of C of a warpgroup, whole blocks;  WM, WN  warpgroups along rows and columns of the tile
 //   Slots   ring slots for B;  Units  ring units for A, a power of two, each one slice of a block
 //   BulkC   C is written by TMA: 16-bit Out, out 16-byte aligned with a leading dimension of whole 16 bytes
 //   Limits  nnzb*R, M and K < 2^31; B 16-byte aligned with a leading dimension of whole 16 bytes.
@@ -43,7 +44,7 @@ __device__ __forceinline__ u32 slice_word(u32 mask, u32 unit) { return mask | un
 
 }  // namespace
 
-template <class T, class Out, class Row, int R, int C, int WM, int WN, int Slots, int Units, int LoadersB, int ZeroRows,
+template <class T, class Out, class Row, int R, int C, int WgRows, int WM, int WN, int Slots, int Units, int LoadersB, int ZeroRows,
           bool BCol, bool CCol, bool Listed, bool BulkC>
 __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
     spmm_bsr_sm90a(const __grid_constant__ TensorMap a_map, const Row* __restrict__ row_ids,
@@ -51,12 +52,13 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
                    i64 M, i64 listed, const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap c_map,
                    Out* __restrict__ out, i64 N, i64 ldc) {
     constexpr bool OnM = R >= 64;
-    constexpr int WgRows = OnM ? 64 : 128, WgCols = OnM ? 128 : 64;
+    constexpr int WgCols = OnM ? 128 : 64;
     constexpr int BM = WM * WgRows, BN = WN * WgCols, Group = BM / R;
     constexpr int SliceK = C < 64 ? C : 64, Slices = 64 / SliceK, Parts = C / SliceK;
     constexpr int Warps = 4 * WM * WN, Line = SliceK * 2;
     constexpr u32 UnitBytes = R * Line, SliceBytes = SliceK * BN * 2, SlotBytes = Slices * SliceBytes;
     constexpr auto Pattern = Line == 128 ? wgmma::B128 : Line == 64 ? wgmma::B64 : wgmma::B32;
+    static_assert(OnM ? WgRows == 64 : WgRows % R == 0 && WgRows <= 128, "rows of a warpgroup: see above");
     static_assert(R % 16 == 0 && C % 16 == 0 && BM % R == 0 && Group <= 16, "at most 16 whole block rows in a tile");
     static_assert((Units & (Units - 1)) == 0 && Units >= Slices * Group, "the ring of A holds any one item");
     static_assert(Slots <= 32, "one lane keeps the books of one slot");
@@ -188,7 +190,7 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
     } else {  // ---- consumers
         if constexpr (WM * WN == 4) take_registers<104>();
         const int group = warp / 4, wm = group % WM, wn = group / WM;
-        constexpr int Blocks = OnM ? 1 : 128 / R, Width = OnM ? WgCols : R;  // accumulators and their wgmma width
+        constexpr int Blocks = OnM ? 1 : WgRows / R, Width = OnM ? WgCols : R;  // accumulators and their wgmma width
         const int first_block = OnM ? wm * 64 / R : wm * Blocks;
         const u32 row_offset = OnM ? wm * 64 % R : 0;
         const bool leader = threadIdx.x % 128 == 0;

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ....arrays.library import ceil_div, namespace
@@ -36,31 +36,36 @@ class Tile:
     slots: int
     ring_a: int
     loaders_b: int
+    low_rows: int = 128
+    """Rows of a warpgroup where blocks lie on the n axis of wgmma."""
 
     @property
     def threads(self) -> int:
         return 128 * (self.warpgroups_m * self.warpgroups_n + 1)
 
     def extent(self, height: int) -> tuple[int, int]:
-        """Rows and columns of C in a tile: a warpgroup owns 64 x 128, or 128 x 64 where blocks lie on the n axis."""
-        rows, cols = (64, 128) if height >= 64 else (128, 64)
+        """Rows and columns of C in a tile: a warpgroup owns 64 x 128, or at most 128 x 64 where blocks lie on the n axis."""
+        rows, cols = (64, 128) if height >= 64 else (self.low_rows, 64)
         return self.warpgroups_m * rows, self.warpgroups_n * cols
 
     def smem(self, height: int) -> int:
-        """Bytes: the rings of B (64 rows a slot) and A, the tile of C on its way out, and room to align them."""
+        """Bytes: the rings of B (64 rows a slot) and A, the tile of C on its way out (4096 for each warp that stores
+        it itself), and room to align them."""
         rows, cols = self.extent(height)
-        return self.slots * 64 * cols * _ITEM + self.ring_a + rows * cols * _ITEM + 1024
+        leaving = max(rows * cols * _ITEM, 4 * 4096 * self.warpgroups_m * self.warpgroups_n)
+        return self.slots * 64 * cols * _ITEM + self.ring_a + leaving + 1024
 
 
-def tiles_for(p: Problem) -> tuple[Tile, Tile]:
-    """A few block rows and many columns, and the same rows with half as many columns."""
+def tiles_for(p: Problem) -> tuple[Tile, ...]:
+    """A few block rows and many columns, and the same rows with half as many columns; of low blocks also 32 rows."""
     height, width = p.p["blocksize"]
     loaders = 3 if width < 64 else 1  # narrow blocks come as many small boxes of B
     if height == 128:
         return Tile(2, 2, 3, 65536, loaders), Tile(2, 1, 5, 65536, loaders)
     if height == 64:
         return Tile(2, 2, 4, 32768, loaders), Tile(2, 1, 6, 32768, loaders)
-    return Tile(1, 4, 4, 32768, loaders), Tile(1, 2, 6, 32768, loaders)
+    wide, narrow = Tile(1, 4, 4, 32768, loaders), Tile(1, 2, 6, 32768, loaders)
+    return wide, narrow, replace(narrow, low_rows=32)
 
 
 def choose_tile(p: Problem) -> Tile:
@@ -171,8 +176,8 @@ class SpmmBSRHopper(CopyEngineKernel):
             )
         )
 
-    def options(self, p: Problem) -> tuple[Tile, Tile]:
-        """A few block rows and many columns, and half as many columns."""
+    def options(self, p: Problem) -> tuple[Tile, ...]:
+        """A few block rows and many columns, half as many columns, and fewer rows."""
         return tiles_for(p)
 
     def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
@@ -221,8 +226,9 @@ class SpmmBSRHopper(CopyEngineKernel):
             spmm_bsr.sample_problem("dbsr", (16, 16), "bfloat16", "float32", COL, ROW),
         )
         return tuple(
-            _instance(p, choose_tile(p), "int", p.format == "dbsr", bulk)
+            _instance(p, tile, "int", p.format == "dbsr", bulk)
             for p in problems
+            for tile in (choose_tile(p), tiles_for(p)[-1])
             for bulk in (False, True)
             if not bulk or p.out_dtype != "float32"
         )
@@ -237,7 +243,7 @@ def _instance(p: Problem, t: Tile, row_type: str, listed: bool, bulk_c: bool) ->
     flags = (p.b_layout == COL, p.out_layout == COL, listed, bulk_c)
     return (
         f"spmm_bsr_sm90a<{_C_TYPES[p.a_dtype]}, {spmm_bsr.C_TYPES[p.out_dtype]}, {row_type}, {height}, {width}, "
-        f"{t.warpgroups_m}, {t.warpgroups_n}, {t.slots}, {units}, {t.loaders_b}, "
+        f"{t.extent(height)[0] // t.warpgroups_m}, {t.warpgroups_m}, {t.warpgroups_n}, {t.slots}, {units}, {t.loaders_b}, "
         f"{spmm_bsr.zero_rows(height)}, {', '.join(str(f).lower() for f in flags)}>"
     )
 

@@ -7,8 +7,10 @@
 //   C                Out, element (m, n) at m*step_m + n*step_n, one step is 1; or, splits > 1, Sum[splits, M, N]
 //
 // Grid (row tiles * column tiles, 1, splits), row tiles fastest; block 32*WARPS_M*WARPS_N threads.
-// Blocking as in NM-SpMM: a warp covers 32 rows x 64 columns, a thread 8 rows x 8 columns. TR = rows of a thread that share
-// their columns (1, 2, 4, 8): a thread reads B once per TR rows. shape.group_rows is a multiple of TR.
+// Blocking as in NM-SpMM: a warp covers 32 rows x 32*QUADS columns, a thread 8 rows x 4*QUADS columns. TR = rows of a thread
+// that share their columns (1, 2, 4, 8): a thread reads B once per TR rows. shape.group_rows is a multiple of TR.
+// Lanes are dealt so that neighbours (lane ^ 1) read the same values of A and lanes two apart (lane ^ 2) the same of B: only
+// then do two quarters of a warp share one pass of a 16-byte load from shared memory.
 // Sums are Sum (float, or double for double), in ascending k.
 #include "spformat/vector_nm.cuh"
 
@@ -26,22 +28,90 @@ template <class Sum, class T> __device__ __forceinline__ Sum widened(T x) {
     else return to_float(x);
 }
 
-template <class T, class Sum, class Out, int TR, int WARPS_M, int WARPS_N, int STAGES, bool PACKED>
-__global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, sizeof(Sum) == 8 || TR < 4 ? 1 : 16 / (WARPS_M * WARPS_N))
+// What a thread copies of every k tile. Whole chunks of whole rows need no predicate: staged rows past K and columns past N,
+// which nothing reads or stores, are copies of others, and the host fills lists of rows up to a multiple of 4.
+template <class T, int BM, int BN, int THREADS, bool PACKED> struct Copies {
+    static constexpr int E = 16 / sizeof(T), LINE_B = BN * sizeof(T), LINE_A = BM * sizeof(T);
+    static constexpr int CHUNKS_B = BN / E, CHUNKS_A = BM / E, PASS_B = 4 * (THREADS / CHUNKS_B), PASS_A = THREADS / CHUNKS_A;
+    static_assert(THREADS % CHUNKS_A == 0 && THREADS % CHUNKS_B == 0, "every thread keeps its chunk of the line");
+
+    u64 from_b, from_a;  // this thread's chunk of row 0 of B, of its first row of data
+    u32 pitch_b, width;  // width: bytes of the chunk that are there
+    u32 to_b, to_a;      // where they go in a stage
+    bool whole;
+
+    __device__ __forceinline__ Copies(const Shape& s, const T* data, const T* B, u32 pitch, int N, int m0, int n0) : pitch_b(pitch) {
+        const int n = n0 + threadIdx.x % CHUNKS_B * E, left = N - n;
+        whole = left >= E || (left <= 0 && N >= E);
+        width = min(max(left, 0), E) * static_cast<int>(sizeof(T));
+        from_b = reinterpret_cast<u64>(left > 0 ? B + n : B);
+        to_b = threadIdx.x / CHUNKS_B * 4 * LINE_B + threadIdx.x % CHUNKS_B * 16;
+        const u32 chunk = threadIdx.x % CHUNKS_A * 16, at = m0 * static_cast<u32>(sizeof(T)) + chunk;
+        from_a = reinterpret_cast<u64>(data) + (at < s.data_pitch ? at : 0) + threadIdx.x / CHUNKS_A * static_cast<u64>(s.data_pitch);
+        to_a = (s.staged + 1) * LINE_B + threadIdx.x / CHUNKS_A * LINE_A + chunk;
+    }
+
+    // Starts the copies of k tile kt into `stage`; `rows`: shared address of its list of rows.
+    __device__ __forceinline__ void start(const Shape& s, u32 stage, u32 rows, int kt) const {
+        u32 to = stage + to_b;
+        const int first = kt * s.tile_cols, last_row = s.K - 1;
+#pragma unroll 1
+        for (int r = threadIdx.x / CHUNKS_B * 4; r < s.staged; r += PASS_B, to += PASS_B * LINE_B) {
+            u32 k[4];
+            if constexpr (PACKED) {
+                asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                             : "=r"(k[0]), "=r"(k[1]), "=r"(k[2]), "=r"(k[3]) : "r"(rows + 4 * r) : "memory");
+                if (k[0] == NO_ROW) break;
+            } else {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) k[j] = min(first + r + j, last_row);
+            }
+            if (whole) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    cp_async_16(to + j * LINE_B, reinterpret_cast<const void*>(from_b + static_cast<u64>(k[j]) * pitch_b));
+            } else {
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    cp_async_16(to + j * LINE_B, reinterpret_cast<const void*>(from_b + static_cast<u64>(k[j]) * pitch_b), width);
+            }
+        }
+        const int vector = kt * s.tile_kept, slot = threadIdx.x / CHUNKS_A;
+        const u64 step = static_cast<u64>(PASS_A) * s.data_pitch;
+        u64 from = from_a + static_cast<u64>(static_cast<u32>(vector)) * s.data_pitch;
+        to = stage + to_a;
+        if (vector + s.tile_kept <= s.W) {
+#pragma unroll 4
+            for (int r = slot; r < s.tile_kept; r += PASS_A, to += PASS_A * LINE_A, from += step)
+                cp_async_16(to, reinterpret_cast<const void*>(from));
+        } else {  // the last k tile: what is past the last vector is zero
+#pragma unroll 1
+            for (int r = slot; r < s.tile_kept; r += PASS_A, to += PASS_A * LINE_A, from += step)
+                cp_async_16(to, reinterpret_cast<const void*>(vector + r < s.W ? from : from_a), vector + r < s.W ? 16 : 0);
+        }
+    }
+};
+
+template <class T, class Sum, class Out, int TR, int WARPS_M, int WARPS_N, int QUADS, int STAGES, bool PACKED>
+__global__ void __launch_bounds__(32 * WARPS_M * WARPS_N,
+                                  sizeof(Sum) == 8 || TR < 4 || 32 / QUADS < WARPS_M * WARPS_N ? 1 : 32 / QUADS / (WARPS_M * WARPS_N))
 spmm_vector_nm(const Shape s, const T* __restrict__ data, const u32* __restrict__ records,
                const T* __restrict__ B, u32 pitch_b, Out* __restrict__ C, int N, i64 step_m, i64 step_n, i64 split_stride) {
-    constexpr int BM = 32 * WARPS_M, BN = 64 * WARPS_N, THREADS = 32 * WARPS_M * WARPS_N;
+    constexpr int BM = 32 * WARPS_M, BN = 32 * QUADS * WARPS_N, THREADS = 32 * WARPS_M * WARPS_N, COLS = 4 * QUADS;
     static_assert(TR == 1 || TR == 2 || TR == 4 || TR == 8, "a thread's 8 rows are whole runs of TR rows");
     extern __shared__ __align__(128) unsigned char shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int row_tile = blockIdx.x % s.row_tiles, m0 = row_tile * BM, n0 = blockIdx.x / s.row_tiles * BN;
     const int first = blockIdx.z * s.k_per_split, last = min(first + s.k_per_split, s.k_tiles);
-    const int m = warp / WARPS_N * 32 + lane / 8 * 8, n = warp % WARPS_N * 64 + lane % 8 * 4;  // and n + 32
+    const int m = warp / WARPS_N * 32 + (lane / 2 % 2 + lane / 16 * 2) * 8;
+    const int n = warp % WARPS_N * (32 * QUADS) + (lane % 2 + lane / 4 % 4 * 2) * 4;  // and n + 32, ..
     const u32 base = shared_address(shared);
 
-    Sum acc[8][8] = {};
-    for_each_k_tile<T, BM, BN, THREADS, STAGES, 0, PACKED>(
-        s, shared, data, records, B, pitch_b, N, row_tile, m0, n0, s.group_rows, first, last,
+    Sum acc[8][COLS] = {};
+    const Copies<T, BM, BN, THREADS, PACKED> copies(s, data, B, pitch_b, N, m0, n0);
+    for_each_k_tile_by<T, BM, BN, THREADS, STAGES>(
+        s, shared, records, row_tile, s.group_rows, first, last,
+        [&](u32 stage, u32 rows, int kt) { copies.start(s, stage, rows, kt); },
         [&](u32 b_lines, u32 a_lines, u32 record) {
             const unsigned char* b = shared + (b_lines - base) + n * sizeof(T);
             const T* a = reinterpret_cast<const T*>(shared + (a_lines - base)) + m;
@@ -49,30 +119,35 @@ spmm_vector_nm(const Shape s, const T* __restrict__ data, const u32* __restrict_
 #pragma unroll
             for (int i = 0; i < 8 / TR; ++i)
                 slots[i] = reinterpret_cast<const u32*>(shared + (record - base)) + (m + i * TR) / s.group_rows * s.slots;
+            uint4 four;
+            if constexpr (TR == 8) four = *reinterpret_cast<const uint4*>(slots[0]);
 #pragma unroll 1
             for (int k = 0; k < s.slots; k += 4) {
-                uint4 four;
-                if constexpr (TR == 8) four = *reinterpret_cast<const uint4*>(slots[0] + k);
+                const uint4 offsets = four;
+                // Of the next step: the loads of B wait for it.
+                if constexpr (TR == 8) four = *reinterpret_cast<const uint4*>(slots[0] + (k + 4 < s.slots ? k + 4 : 0));
 #pragma unroll
                 for (int q = 0; q < 4; ++q) {
                     const Four<T> a0 = *reinterpret_cast<const Four<T>*>(a + (k + q) * BM);
                     const Four<T> a1 = *reinterpret_cast<const Four<T>*>(a + (k + q) * BM + 4);
-                    Sum av[8], bv[8];
+                    Sum av[8], bv[COLS];
 #pragma unroll
                     for (int i = 0; i < 4; ++i) av[i] = widened<Sum>(a0.v[i]), av[4 + i] = widened<Sum>(a1.v[i]);
 #pragma unroll
                     for (int i = 0; i < 8; ++i) {
                         if (i % TR == 0) {
                             u32 at;
-                            if constexpr (TR == 8) at = q == 0 ? four.x : q == 1 ? four.y : q == 2 ? four.z : four.w;
+                            if constexpr (TR == 8) at = q == 0 ? offsets.x : q == 1 ? offsets.y : q == 2 ? offsets.z : offsets.w;
                             else at = slots[i / TR][k + q];
-                            const Four<T> b0 = *reinterpret_cast<const Four<T>*>(b + at);
-                            const Four<T> b1 = *reinterpret_cast<const Four<T>*>(b + at + 32 * sizeof(T));
 #pragma unroll
-                            for (int j = 0; j < 4; ++j) bv[j] = widened<Sum>(b0.v[j]), bv[4 + j] = widened<Sum>(b1.v[j]);
+                            for (int h = 0; h < QUADS; ++h) {
+                                const Four<T> part = *reinterpret_cast<const Four<T>*>(b + at + h * 32 * sizeof(T));
+#pragma unroll
+                                for (int j = 0; j < 4; ++j) bv[4 * h + j] = widened<Sum>(part.v[j]);
+                            }
                         }
 #pragma unroll
-                        for (int j = 0; j < 8; ++j) acc[i][j] += av[i] * bv[j];
+                        for (int j = 0; j < COLS; ++j) acc[i][j] += av[i] * bv[j];
                     }
                 }
             }
@@ -85,7 +160,7 @@ spmm_vector_nm(const Shape s, const T* __restrict__ data, const u32* __restrict_
     for (int i = 0; i < 8; ++i) {
         if (m0 + m + i >= s.M) break;
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
+        for (int h = 0; h < QUADS; ++h) {
             const int column = n0 + n + 32 * h;
             Out* out = C + (m0 + m + i) * step_m + column * step_n;
             if (wide && column + 4 <= N) {

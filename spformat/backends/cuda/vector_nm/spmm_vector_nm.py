@@ -6,6 +6,7 @@ stored item.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from ....products.problem import Problem, itemsize
 from ....products.roofline import CUDA_32, CUDA_64, Device, shared_limit
 from ..runtime.kernel import CudaKernel, Prepared
 from .vector_nm_launch import C_TYPES, ITEMSIZE, fit, launcher, pattern, records_choice, vector_reasons
+from .vector_nm_tiles import MAX_PACKED_SHARE, Pattern
 from .vector_nm_times import TERMS, Split, filling, short_vectors_on_cuda_cores, staged_quantities, variant
 
 STEP = 4
@@ -23,12 +25,14 @@ STEP = 4
 
 @dataclass(frozen=True)
 class Tile:
-    """Warps along rows (32 each) and columns (64 each), ring stages, columns of A in a k tile."""
+    """Warps along rows (32 each) and columns (32 * quads each), ring stages, columns of A in a k tile; a thread has
+    4 * quads columns."""
 
     warps_m: int
     warps_n: int
     stages: int
     depth: int
+    quads: int = 2
     group_limit: int = 32
 
     @property
@@ -37,7 +41,7 @@ class Tile:
 
     @property
     def cols(self) -> int:
-        return 64 * self.warps_n
+        return 32 * self.quads * self.warps_n
 
     @property
     def threads(self) -> int:
@@ -52,26 +56,39 @@ class Tile:
         return self.cols * itemsize
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.cols}x{self.depth}"
+        wide = f" {8}x{4 * self.quads}" if self.quads > 2 else ""
+        return f"{self.rows}x{self.cols}x{self.depth}{wide}"
 
 
-DEEP = Tile(4, 2, 2, 64)
-TILES = (DEEP, Tile(4, 2, 3, 32), Tile(4, 2, 2, 32), Tile(2, 1, 3, 32), Tile(2, 1, 2, 32), Tile(1, 1, 2, 1))
+TILES = (Tile(4, 2, 3, 32), Tile(4, 2, 2, 32), Tile(2, 1, 3, 32), Tile(2, 1, 2, 32), Tile(1, 1, 2, 1))
 """Ordered by speed on large problems. The later ones are for small problems and for wide windows, whose rows of B need
 more shared memory."""
-LARGE, SMALL = TILES[1], TILES[3]
+LARGE, SMALL = TILES[0], TILES[2]
+DEEP = tuple(Tile(4, 2, 2, depth) for depth in (128, 64))
+WIDE = (*(Tile(4, 1, 2, depth, 4) for depth in (128, 64)), Tile(4, 1, 3, 32, 4))
 
 
-def is_deep(p: Problem) -> bool:
-    """Whether k tiles of 64 columns suit: for float32, which they were measured with (decision 0009), and where two
-    blocks of them fit into a multiprocessor's shared memory beside each other, as they do on Hopper."""
+def deepest(p: Problem, tiles: tuple[Tile, ...]) -> Tile:
+    """The first of ``tiles``, which differ in depth, of which two blocks fit into a multiprocessor's shared memory
+    beside each other; the last one if none does. Deep tiles wait less often (decision 0045)."""
     form = pattern(p)
-    if p.a_dtype != "float32" or form.m > DEEP.depth:
-        return False
-    windows = form.windows_per_tile(STEP, DEEP.depth)
-    staged, slots = windows * form.m, round_up(windows * form.n, STEP)
-    record = DEEP.rows // form.group_rows(DEEP.group_limit) * slots + staged + 4
-    return 2 * DEEP.smem(4, staged, slots, record) <= shared_limit(p.sm)
+    for tile in tiles[:-1]:
+        if form.m > tile.depth:
+            continue
+        windows = form.windows_per_tile(STEP, tile.depth)
+        width, slots = windows * form.m, round_up(windows * form.n, STEP)
+        staged, groups = most_staged(form, tile.rows, width), tile.rows // form.group_rows(tile.group_limit)
+        if 2 * tile.smem(4, staged, slots, groups * slots + staged + 4) <= shared_limit(p.sm):
+            return tile
+    return tiles[-1]
+
+
+def most_staged(form: Pattern, rows: int, width: int) -> int:
+    """Rows of B that a tile stages of ``width`` columns: if its groups choose at random, hardly any needs more."""
+    share = 1 - (1 - form.n / form.m) ** max(1, rows // form.vector_length)
+    if share >= MAX_PACKED_SHARE:
+        return round_up(width, 4)
+    return min(round_up(width, 4), round_up(int(width * share + 4 * math.sqrt(width * share * (1 - share))), 4))
 
 
 class SpmmVectorNM(CudaKernel):
@@ -87,13 +104,16 @@ class SpmmVectorNM(CudaKernel):
 
     def options(self, p: Problem) -> list[Split[Tile]]:
         """A large and a small tile, with as many parts along K as they need; for float64 only small tiles fit."""
-        large = [] if p.a_dtype == "float64" else [DEEP] if is_deep(p) else [LARGE]
-        return [filling(p, tile) for tile in (*large, SMALL)]
+        if p.a_dtype == "float64":
+            return [filling(p, SMALL)]
+        large = deepest(p, (*DEEP, LARGE)) if p.a_dtype == "float32" else LARGE
+        wide = [deepest(p, WIDE)] if p.a_dtype == "float32" and p.p["vector_length"] % 8 == 0 else []
+        return [filling(p, tile) for tile in (*wide, large, SMALL)]
 
     def variant(self, p: Problem, tile: Split[Tile]) -> tuple[str, ...]:
         """By value size and tile. The deep tile has the constants of the other large one: a step costs the same."""
         own = variant(p, tile)
-        return (*own[:-1], *variant(p, Split(LARGE, tile.splits))) if tile.tile == DEEP else own
+        return (*own[:-1], *variant(p, Split(LARGE, tile.splits))) if tile.tile in DEEP + WIDE else own
 
     def quantities(self, p: Problem, tile: Split[Tile], device: Device) -> tuple[float, ...]:
         kind = CUDA_64 if itemsize(p.a_dtype) == 8 else CUDA_32
@@ -105,7 +125,9 @@ class SpmmVectorNM(CudaKernel):
         """C++ names that the compile tests build."""
         return (
             instance("float32", "float", 8, LARGE, False),
-            instance("float32", "float", 8, DEEP, True),
+            instance("float32", "float", 8, DEEP[0], True),
+            instance("float32", "float", 8, WIDE[0], True),
+            instance("float32", "float", 8, WIDE[1], False),
             instance("float64", "double", 1, SMALL, False),
             instance("bfloat16", "__nv_bfloat16", 4, LARGE, True),
             "spformat::vector_nm::sum_splits<float, __half>",
@@ -113,7 +135,8 @@ class SpmmVectorNM(CudaKernel):
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
         wanted = self.best(p).tile.tile
-        tiles = TILES[TILES.index(wanted) :]  # the later ones for windows too wide for it
+        # The later ones for windows too wide for it.
+        tiles = TILES[TILES.index(wanted) :] if wanted in TILES else (wanted, *TILES)
         tile, records, group = fit(tiles, a, p, step=STEP)
         smem = tile.smem(ITEMSIZE[p.a_dtype], records.staged, records.slots, int(records.words.shape[2]))
         choice = records_choice(
@@ -129,5 +152,5 @@ def instance(dtype: str, out: str, run_rows: int, tile: Tile, packed: bool) -> s
     sums = "double" if dtype == "float64" else "float"
     return (
         f"spformat::vector_nm::spmm_vector_nm<{C_TYPES[dtype]}, {sums}, {out}, {run_rows}, {tile.warps_m}, "
-        f"{tile.warps_n}, {tile.stages}, {str(packed).lower()}>"
+        f"{tile.warps_n}, {tile.quads}, {tile.stages}, {str(packed).lower()}>"
     )

@@ -165,7 +165,8 @@ def records(
                 different classes (rank // bank_rows) % banks, and with bank_rows = 1 lines of A likewise: one load
                 then meets no bank twice. 1 keeps the order of ``data``
     packed      None: by the measured share
-    line_bytes  not 0: a slot holds only its staged row, times this; ``banks`` is 1 then
+    line_bytes  not 0: a slot holds only its staged row, times this; ``banks`` is 1 then. Rows are copied by
+                fours: those that are staged, and the list of a tile, are filled up to a multiple of 4
     stored      the packing of the file for these tiles: the rows that a tile needs are read, not derived
     """
     xp, (W, Q), p = namespace(indices), indices.shape, pattern
@@ -194,6 +195,7 @@ def records(
     if packed is None:
         packed = share < MAX_PACKED_SHARE
     staged = max(most, 1) if packed else width
+    staged = round_up(staged, 4) if line_bytes else staged
 
     rank = tile.ranks() if packed else offset
     rank = xp.where(offset < 0, staged, rank)
@@ -213,7 +215,12 @@ def records(
         table = (table & np.uint32(0xFFFF)) * np.uint32(line_bytes)
     words[:, :, : groups * slots] = table.reshape(row_tiles, k_tiles, groups * slots)
     if packed:
-        words[:, :, groups * slots : groups * slots + staged] = tile.rows(staged)
+        rows = words[:, :, groups * slots : groups * slots + staged]
+        listed = tile.rows(staged)
+        rows[:, :, : listed.shape[2]] = listed
+        if line_bytes:
+            fill = (rows == NO_ROW) & (xp.arange(staged) < round_up(live, 4)[:, :, None])
+            rows[...] = xp.where(fill, rows[:, :, :1], rows)
     return Records(words, kept // p.n * p.m, kept, slots, staged, packed, group_rows, share)
 
 

@@ -120,11 +120,11 @@ __device__ __forceinline__ void stage_record(const Shape& s, u32 shared, const u
     for (int i = threadIdx.x * 4; i < s.record; i += THREADS * 4) cp_async_16(shared + i * 4, from + i);
 }
 
-// The pipeline both kernels run: `compute(B lines, A lines, record)`, shared addresses, once per k tile of this CTA.
-template <class T, int BM, int BN, int THREADS, int STAGES, int SWIZZLE, bool PACKED, class Compute>
-__device__ __forceinline__ void for_each_k_tile(const Shape& s, unsigned char* shared, const T* data, const u32* records,
-                                                const T* B, u32 pitch_b, int N, int row_tile, int m0, int n0, int group_rows,
-                                                int first, int last, Compute compute) {
+// The pipeline of these kernels: `start(stage, rows, k tile)` starts the copies of a k tile and `compute(B lines, A lines,
+// record)` multiplies it, each once per k tile of this CTA; all but the number of the tile are shared addresses.
+template <class T, int BM, int BN, int THREADS, int STAGES, class Start, class Compute>
+__device__ __forceinline__ void for_each_k_tile_by(const Shape& s, unsigned char* shared, const u32* records, int row_tile,
+                                                   int group_rows, int first, int last, Start start, Compute compute) {
     using L = Layout<T, BM, BN, STAGES>;
     const u32 base = shared_address(shared), stage_bytes = L::stage_bytes(s), a_lines = (s.staged + 1) * L::LINE_B;
     const u32 ring = base + STAGES * stage_bytes, record_bytes = s.record * 4;
@@ -141,13 +141,12 @@ __device__ __forceinline__ void for_each_k_tile(const Shape& s, unsigned char* s
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();
-    using Copies = Loader<T, BM, BN, THREADS, SWIZZLE, PACKED>;
     const u32 rows = BM / group_rows * s.slots * 4;  // where a record lists its rows
     int fetched = first;
     u32 to = base, from_record = ring, to_record = ring + (STAGES - 1) * record_bytes;
     const u32 end = base + STAGES * stage_bytes, ring_end = ring + L::RING * record_bytes;
     auto fetch = [&]() {  // the next k tile, and the record STAGES-1 tiles on
-        if (fetched < last) Copies::start(s, to, from_record + rows, data, B, pitch_b, N, fetched, m0, n0);
+        if (fetched < last) start(to, from_record + rows, fetched);
         if (fetched + STAGES - 1 < last) stage_record<THREADS>(s, to_record, records, row_tile, fetched + STAGES - 1);
         cp_async_commit();
         ++fetched;
@@ -172,6 +171,17 @@ __device__ __forceinline__ void for_each_k_tile(const Shape& s, unsigned char* s
     }
     cp_async_wait<0>();
     __syncthreads();
+}
+
+// The same with the copies of a Loader.
+template <class T, int BM, int BN, int THREADS, int STAGES, int SWIZZLE, bool PACKED, class Compute>
+__device__ __forceinline__ void for_each_k_tile(const Shape& s, unsigned char* shared, const T* data, const u32* records,
+                                                const T* B, u32 pitch_b, int N, int row_tile, int m0, int n0, int group_rows,
+                                                int first, int last, Compute compute) {
+    using Copies = Loader<T, BM, BN, THREADS, SWIZZLE, PACKED>;
+    for_each_k_tile_by<T, BM, BN, THREADS, STAGES>(
+        s, shared, records, row_tile, group_rows, first, last,
+        [&](u32 stage, u32 rows, int kt) { Copies::start(s, stage, rows, data, B, pitch_b, N, kt, m0, n0); }, compute);
 }
 
 // Where C goes: element (m, n) at m * step_m + n * step_n, one of them 1.
