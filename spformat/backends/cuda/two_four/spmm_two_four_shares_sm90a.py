@@ -12,7 +12,7 @@ from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div, round_up
-from ....products.ideal import load_us, tile_us, traffic_us, unaligned_us
+from ....products.ideal import L2, load_us, product_us, tile_us, traffic_us, unaligned_us
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, Problem, itemsize
 from ....products.roofline import TENSOR_16, Device
@@ -80,6 +80,7 @@ class Tile:
 
 
 TILES = tuple(Tile(cols, even, n) for n in (1, 2) for even in (False, True) for cols in range(16, 257, 16))
+WHOLE = tuple(t for t in TILES if not t.even)
 
 
 class SpmmTwoFourShares(CopyEngineKernel):
@@ -98,7 +99,8 @@ class SpmmTwoFourShares(CopyEngineKernel):
     tiles = TILES
     terms = (
         "launch", "steps", "memory", "products", "loads", "intake", "slower of products and loads",
-        "slower of memory and products", "handed over", "sums", "row-major C", "column-major C", "unaligned C",
+        "slower of memory and products", "products of all", "handed over", "sums", "row-major C", "column-major C",
+        "unaligned C",
     )  # fmt: skip
 
     def unsupported(self, p: Problem) -> list[str]:
@@ -109,7 +111,13 @@ class SpmmTwoFourShares(CopyEngineKernel):
         )
 
     def options(self, p: Problem) -> tuple[Tile, ...]:
-        """All tiles."""
+        """All tiles, or those that are taken whole.
+
+        With equal shares neighbouring tiles of rows are at different places along K at a time, so that B is loaded from
+        memory once for each unless L2 has room for it and for the weights.
+        """
+        if p.K * (p.n * itemsize(p.b_dtype) + p.M * RECORD) > L2:
+            return WHOLE
         return TILES
 
     def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
@@ -121,6 +129,7 @@ class SpmmTwoFourShares(CopyEngineKernel):
 
         launch: constant. steps: their number, in microseconds. products, loads (weights and B from L2; a cluster
         loads B once), intake (what arrives in a multiprocessor, B in each block of a cluster): of these steps.
+        products of all: of all tiles at the rate of the device, as multiprocessors without work leave the others more.
         handed over: constant where a tile has several blocks. sums: handed over and added once for each further one.
         unaligned C: C once more, where its lines start anywhere.
         """
@@ -139,7 +148,8 @@ class SpmmTwoFourShares(CopyEngineKernel):
         by_layout = (0.0, written) if p.out_layout == COL else (written, 0.0)
         memory, unaligned = traffic_us(p, device), unaligned_us(p, device)
         slower = max(products, loads), max(memory, products)
-        return 1.0, longest, memory, products, loads, intake, *slower, handed, sums, *by_layout, unaligned
+        every = product_us(units * tile.cluster * steps * ROWS * tile.cols * DEPTH, TENSOR_16, device)
+        return 1.0, longest, memory, products, loads, intake, *slower, every, handed, sums, *by_layout, unaligned
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""

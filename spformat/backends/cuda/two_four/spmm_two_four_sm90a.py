@@ -9,7 +9,7 @@ from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div
-from ....products.ideal import load_us, rounds, tile_us, traffic_us, unaligned_us
+from ....products.ideal import load_us, product_us, rounds, tile_us, traffic_us, unaligned_us
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, Problem, itemsize
 from ....products.roofline import TENSOR_16, Device
@@ -96,7 +96,7 @@ class SpmmTwoFourSm90a(CopyEngineKernel):
     epilogue = True
     tiles = TILES
     terms = ("launch", "memory", "products", "loads", "tiles", "sums", "column-major C", "slower of the two",
-             "unaligned C")  # fmt: skip
+             "products of all", "unaligned C")  # fmt: skip
 
     def unsupported(self, p: Problem) -> list[str]:
         return mma_reasons(p, 80) + reasons(
@@ -117,6 +117,7 @@ class SpmmTwoFourSm90a(CopyEngineKernel):
     def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
         """Those of ``spmm_two_four.TERMS``, in rounds of clusters; sums: parts of K exchanged through shared memory.
 
+        products of all: of all tiles at the rate of the device, as multiprocessors without work leave the others more.
         unaligned C: C once more, where its lines start anywhere.
         """
         clusters = ceil_div(p.M, tile.rows * tile.cluster) * ceil_div(p.n, tile.cols)
@@ -129,7 +130,10 @@ class SpmmTwoFourSm90a(CopyEngineKernel):
         sums = turns * (tile.splits - 1) * load_us(tile.rows * tile.cols * 4, device)
         memory = traffic_us(p, device)
         turned = written if p.out_layout == COL else 0.0
-        return 1.0, memory, products, loads, written, sums, turned, max(memory, products), unaligned_us(p, device)
+        steps_of_all = clusters * tile.cluster * ceil_div(p.K, DEPTH)
+        every = product_us(steps_of_all * tile.rows * tile.cols * DEPTH, TENSOR_16, device)
+        slower, unaligned = max(memory, products), unaligned_us(p, device)
+        return 1.0, memory, products, loads, written, sums, turned, slower, every, unaligned
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
