@@ -122,6 +122,16 @@ def test_arrays_are_freed_with_those_of_twins_before_and_after() -> None:
     assert after.is_validated
 
 
+def test_arrays_that_others_keep_are_kept_beside_the_order() -> None:
+    a = sf.Sum(parts=(matrix(), matrix("csr", 1)))
+    a.keep_arrays()
+    part = a.parts[0]
+    order, data = reverse(part.twin()), part.data
+    assert not part.in_kernel_order
+    assert part.data is data
+    assert part.kernel_order("reversed", lambda: pytest.fail("built twice")) is order
+
+
 def test_another_order_is_kept_beside_the_first() -> None:
     a = matrix()
     first = reverse(a)

@@ -59,10 +59,11 @@ class InOrder:
 class KernelArrays(Derived):
     """What kernels derived from a matrix, by key; the same object for the matrix and its twins."""
 
-    __slots__ = ("in_order", "sharers")
+    __slots__ = ("in_order", "keeps_arrays", "sharers")
 
     def __init__(self) -> None:
         self.in_order: InOrder | None = None
+        self.keeps_arrays = False
         self.sharers: list[weakref.ref[Any]] = []
         """The matrix and its twins, from the first twin on: all that drop their arrays."""
 
@@ -117,11 +118,21 @@ class KernelOrdered:
         order = build()
         with _lock:
             order = kept.setdefault(key, order)
+            if kept.keeps_arrays:
+                return order
             if kept.in_order is None:
                 kept.in_order = _described(self, order)  # from here on every array can be read, dropped or not
             for known in (*kept.sharers, weakref.ref(self)):
                 _drop(known())
         return order
+
+    def keep_arrays(self) -> None:
+        """From now on orders of kernels are kept beside the arrays of the matrix and its parts: for arrays whose memory
+        others keep, so that nothing would be freed, or that somebody recognises by their addresses."""
+        me: Any = self
+        me._kernel_arrays.keeps_arrays = True
+        for part in me.parts_by_name().values():
+            part.keep_arrays()
 
     def twin(self) -> Self:
         """Another object with the same arrays and ``kernel_arrays``, marked as validated, without plans.

@@ -89,6 +89,7 @@ class Weight:
                 "create them outside of it, or give their .clone() from outside"
             )
         self.text, self.matrix = text, matrix
+        matrix.keep_arrays()  # they are the tensors: nothing would be freed, and ``_by_address`` relies on them
         self._seen = [(t.data_ptr(), t._version, t.numel()) for t in tensors]
         self._products: dict[Any, Product] = {}
         self._device, self._on_device = tensors[0].get_device(), tensors[0].is_cuda
