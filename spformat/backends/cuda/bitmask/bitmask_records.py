@@ -1,19 +1,31 @@
-"""Bitmask with 16-bit values in the order of the tensor cores' registers, once per matrix.  See bitmask_records.cu."""
+"""Bitmask with 16-bit values in the order of the tensor cores' registers, once per matrix.  See bitmask_records.cu.
+
+Records hold all of the matrix, in 1.02 (half of the values zero) to 1.09 (nine in ten) times its bytes; ``arrays_of``
+gives the arrays of the format back.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from ....arrays.library import ceil_div
-from ....products.problem import Problem
+import numpy as np
+
+from ....arrays.library import Array, ceil_div, index_dtype
+from ....products.problem import Problem, itemsize
 from ..runtime import jit
+from ..runtime.c_types import INDEX, index_type
 from ..runtime.launch import Launch, finish_arrays
-from .bitmask_slices import STEP, values_before
+from ..runtime.offsets import starts_of
+from ..runtime.queue import Kernels
+from .bitmask_slices import STEP, counted_before
 
 SOURCE = "bitmask/bitmask_records.cu"
 THREADS = 256
 ROWS = 16  # of a record; it has STEP columns
+KERNELS = Kernels(SOURCE, THREADS)
+MOST_PIECES = 1 << 32
+"""Pieces of 16 bytes are counted in 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +34,24 @@ class Records:
 
     data: Any
     starts: Any
-    steps: int
-    """records of a row tile"""
+    shape: tuple[int, int]
+    """(M, K) of the matrix"""
+    nnz: int
+    """values of the matrix"""
+    dtype: np.dtype[Any]
+    """of the values"""
     longest: int
     """bytes of the longest record"""
+
+    @property
+    def steps(self) -> int:
+        """records of a row tile"""
+        return ceil_div(self.shape[1], STEP)
+
+    @property
+    def count(self) -> int:
+        """records of the matrix"""
+        return ceil_div(self.shape[0], ROWS) * self.steps
 
     @property
     def nbytes(self) -> int:
@@ -34,12 +60,18 @@ class Records:
 
 def instances() -> tuple[str, ...]:
     """C++ names that the compile tests build."""
-    return ("bitmask_record_sizes", "bitmask_records<int>", "bitmask_records<long long>")
+    of_index = (f"{name}<{index}>" for name in ("bitmask_records", "values_of_records") for index in INDEX.values())
+    return ("bitmask_record_sizes", "bitmask_of_records", *of_index)
 
 
 def pieces_at_most(p: Problem) -> int:
     """Upper bound of the pieces of 16 bytes in all records of the problem's matrix."""
     return ceil_div(p.nnz, 8) + 10 * ceil_div(p.M, ROWS) * ceil_div(p.K, STEP)
+
+
+def have_records(p: Problem) -> bool:
+    """Whether the problem's matrix can be in records: all its products are computed from them then."""
+    return itemsize(p.a_dtype) == 2 and pieces_at_most(p) < MOST_PIECES
 
 
 def records(a: Any, p: Problem) -> Records:
@@ -51,26 +83,48 @@ def records(a: Any, p: Problem) -> Records:
 def _pack(a: Any, p: Problem) -> Records:
     import cupy
 
+    indptr, bitmask, values = a.indptr, a.bitmask, a.data
     steps, width = ceil_div(p.K, STEP), ceil_div(p.K, 8)
     count = ceil_div(p.M, ROWS) * steps
+    described = (p.M, p.K), int(values.size), values.dtype
     arch = jit.architecture(p.sm or 80, ())
     with cupy.cuda.Device(p.device_id):
         stream = cupy.cuda.get_current_stream(p.device_id)
         starts = cupy.zeros(count + 1, "uint32")
         if not count:
-            return Records(cupy.zeros(16, "uint8"), starts, steps, 0)
+            return Records(cupy.zeros(16, "uint8"), starts, *described, 0)
         grid = (ceil_div(32 * count, THREADS), 1, 1)
         measure = jit.load(SOURCE, "bitmask_record_sizes", arch, p.device_id)
-        Launch(measure, "PPqqqq", (a.bitmask, starts[1:], p.M, width, steps, count), THREADS)(grid, stream.ptr)
+        Launch(measure, "PPqqqq", (bitmask, starts[1:], p.M, width, steps, count), THREADS)(grid, stream.ptr)
         longest = 16 * int(starts.max())  # synchronize!
         cupy.cumsum(starts, out=starts)
         data = cupy.empty(16 * int(starts[-1]), "uint8")  # synchronize!
-        name = f"bitmask_records<{'int' if a.indptr.dtype == 'int32' else 'long long'}>"
-        before = values_before(a, p, steps)
-        fixed = (a.indptr, a.bitmask, a.data, before, starts, data, p.M, width, steps, count)
-        Launch(jit.load(SOURCE, name, arch, p.device_id), "PPPPPPqqqq", fixed, THREADS)(grid, stream.ptr)
+        before = counted_before(bitmask, p, steps)
+        fixed = (indptr, bitmask, values, before, starts, data, p.M, width, steps, count)
+        function = jit.load(SOURCE, f"bitmask_records<{index_type(indptr)}>", arch, p.device_id)
+        Launch(function, "PPPPPPqqqq", fixed, THREADS)(grid, stream.ptr)
         finish_arrays()  # synchronize!
-        return Records(data, starts, steps, longest)
+        return Records(data, starts, *described, longest)
+
+
+def arrays_of(records: Records) -> dict[str, Array]:
+    """Name -> new array of the ``Bitmask`` that the records were written from, bit by bit, on their device."""
+    import cupy
+
+    (M, K), steps, count = records.shape, records.steps, records.count
+    width = ceil_div(K, 8)
+    with records.data.device:
+        bitmask = cupy.empty((M, width), "uint8")
+        data = cupy.empty(records.nnz, records.dtype)
+        if not count:
+            return {"indptr": cupy.zeros(M + 1, index_dtype(records.nnz)), "bitmask": bitmask, "data": data}
+        counts, blocks = cupy.empty(M * steps, "uint32"), ceil_div(32 * count, THREADS)
+        packed, sizes = (records.data, records.starts), (M, width, steps, count)
+        KERNELS.queue("bitmask_of_records", "PPPPqqqq", blocks, *packed, bitmask, counts, *sizes)
+        firsts = starts_of(counts, records.nnz)
+        name = f"values_of_records<{index_type(firsts)}>"
+        KERNELS.queue(name, "PPPPqq", blocks, *packed, firsts, data, steps, count)
+        return {"indptr": firsts[::steps].copy(), "bitmask": bitmask, "data": data}
 
 
 def expected_room(p: Problem) -> int:

@@ -36,20 +36,22 @@ def slice_columns(K: int, slices: int) -> int:
 
 
 def values_before(a: Any, p: Problem, slices: int) -> Any:
-    """uint32[M, slices]: stored values of each row before each slice, counted on the device of ``a``."""
+    """uint32[M, slices]: stored values of each row before each slice, counted on the device of ``a`` once."""
+    return a.kernel_arrays(("values before each slice", slices), lambda: counted_before(a.bitmask, p, slices))
+
+
+def counted_before(bitmask: Any, p: Problem, slices: int) -> Any:
+    """``values_before`` of uint8[M, ceil(K/8)] bits, counted anew."""
     import cupy
 
-    def build() -> Any:
-        before = cupy.empty((p.M, slices), "uint32")
-        if p.M:
-            arch = jit.architecture(p.sm or 80, ())
-            count = jit.load("bitmask/bitmask_slices.cu", "bitmask_before", arch, p.device_id)
-            fixed = (a.bitmask, before, p.M, -(-p.K // 8), slice_columns(p.K, slices), slices)
-            Launch(count, "PPqqqi", fixed, 256)((-(-p.M // 8), 1, 1), cupy.cuda.get_current_stream().ptr)
-            finish_arrays()  # synchronize!
-        return before
-
-    return a.kernel_arrays(("values before each slice", slices), build)
+    before = cupy.empty((p.M, slices), "uint32")
+    if p.M:
+        arch = jit.architecture(p.sm or 80, ())
+        count = jit.load("bitmask/bitmask_slices.cu", "bitmask_before", arch, p.device_id)
+        fixed = (bitmask, before, p.M, -(-p.K // 8), slice_columns(p.K, slices), slices)
+        Launch(count, "PPqqqi", fixed, 256)((-(-p.M // 8), 1, 1), cupy.cuda.get_current_stream().ptr)
+        finish_arrays()  # synchronize!
+    return before
 
 
 def bitmask_reasons(p: Problem, types: tuple[str, ...], outs: tuple[str, ...]) -> list[str]:

@@ -11,6 +11,8 @@ from ..runtime import jit
 from ..runtime.c_types import WORDS, index_type
 from ..runtime.expansion import ENOUGH, UNIT, Target, Writer
 from ..runtime.launch import Bound, Launch
+from . import expand_bitmask_records
+from .bitmask_records import have_records, records
 
 SOURCE = "bitmask/expand_bitmask.cu"
 WARPS, STEP = 8, 1024
@@ -25,8 +27,14 @@ def instances() -> tuple[str, ...]:
 
 
 def expander(a: Any, p: Problem) -> Writer:
-    """The launches that write the Bitmask ``a`` [M, K] as a dense matrix."""
-    return _writer(a.indptr, a.bitmask, a.data, Target.of(p))
+    """The launches that write the Bitmask ``a`` [M, K] as a dense matrix.
+
+    From the records that the other kernels read, where it has them, so that a matrix is on the device once.
+    """
+    target = Target.of(p)
+    if have_records(p):
+        return expand_bitmask_records.writer(records(a, p), target)
+    return _writer(a.indptr, a.bitmask, a.data, target)
 
 
 def cut(M: int, ld: int) -> tuple[int, int]:

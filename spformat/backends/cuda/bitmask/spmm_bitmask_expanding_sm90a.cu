@@ -1,6 +1,5 @@
 // C[M,N] = A[M,K] @ B[K,N], A with 16-bit values as one bit per element and the nonzeros, on Hopper's wgmma.
 //
-//   indptr Ptr[M+1], bitmask u8[M, cdiv(K,8)], data T[nnz]    A as stored, for sums that are not finite (bitmask.cuh)
 //   records, starts    A in the order of the registers (bitmask_records.cuh), s.steps records a row tile of 16 rows
 //   b_map    TMA map of B: rows of N, boxes of min(BN, 64) x 64 k; BCol: columns of K, boxes of 64 k x BN
 //   B        T: element (k, n) at k*b_k + n*b_n, the memory of b_map, for sums that are not finite
@@ -13,7 +12,6 @@
 //
 // Grid: x = row tiles * column tiles * Parts, row tiles faster than column tiles. Parts blocks, a cluster, multiply a tile of C,
 // each a part of K. Block: WG warpgroups that multiply 64 rows x BN columns each, and one warp that loads, STAGES steps ahead.
-#include "spformat/bitmask.cuh"
 #include "spformat/bitmask_records.cuh"
 #include "spformat/expanding.cuh"
 #include "spformat/take_group.cuh"
@@ -28,11 +26,10 @@ struct Extents {  // ctypes twin: spmm_bitmask_expanding_sm90a.Extents
     int stages_end;  // where the barriers start: behind the stages and behind what store_tile needs
 };
 
-template <class T, class Out, class Ptr, int WG, int BN, int STAGES, int Parts, int Resident, bool Ahead, bool BCol, bool CCol>
+template <class T, class Out, int WG, int BN, int STAGES, int Parts, int Resident, bool Ahead, bool BCol, bool CCol>
 __global__ void __cluster_dims__(Parts, 1, 1) __launch_bounds__(128 * WG + 32, Resident)
-spmm_bitmask_expanding_sm90a(const __grid_constant__ Extents s, const Ptr* __restrict__ indptr, const u8* __restrict__ bitmask,
-                             const T* __restrict__ data, const u8* __restrict__ records, const u32* __restrict__ starts,
-                             const __grid_constant__ TensorMap b_map, const T* __restrict__ B, i64 b_k, i64 b_n,
+spmm_bitmask_expanding_sm90a(const __grid_constant__ Extents s, const u8* __restrict__ records,
+                             const u32* __restrict__ starts, const __grid_constant__ TensorMap b_map, const T* __restrict__ B, i64 b_k, i64 b_n,
                              const __grid_constant__ TensorMap c_map, int by_copies, Out* C, int N, i64 ldc) {
     static_assert(sizeof(T) == 2, "16-bit values");
     constexpr int ROWS = 64 * WG, WARPS = 4 * WG, B_BYTES = DEPTH * BN * 2;
@@ -96,7 +93,7 @@ spmm_bitmask_expanding_sm90a(const __grid_constant__ Extents s, const Ptr* __res
     const Result<Out> c{c_map, by_copies != 0, C, ldc, s.M, N};
     store_tile<Out, CCol, WG, BN, Parts>(acc, shared, c, m0, n0, part, [&](int row, int col, int cols) {
         again<Out, CCol>(c, row, col, cols, [&](int r, int n) {
-            return stored_only<T, Ptr>(indptr, bitmask, data, r, (s.K + 7) / 8, B + n * b_n, b_k);
+            return stored_only<T>(records, starts, s.steps, r, B + n * b_n, b_k);
         });
     });
 }

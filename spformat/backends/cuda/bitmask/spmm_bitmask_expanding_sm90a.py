@@ -23,7 +23,7 @@ from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands
 from ..runtime.scratch import Scratch
 from . import bitmask_records
-from .bitmask_records import expected_room, room_of
+from .bitmask_records import MOST_PIECES, expected_room, room_of
 from .bitmask_slices import bitmask_reasons
 
 SOURCE, ARCHS = "bitmask/spmm_bitmask_expanding_sm90a.cu", ("sm_90a",)
@@ -102,7 +102,7 @@ class SpmmBitmaskExpanding(CudaKernel):
     def unsupported(self, p: Problem) -> list[str]:
         return bitmask_reasons(p, ("bfloat16", "float16"), (p.a_dtype, "float32")) + reasons(
             (p.device == "cuda" and p.sm != 90, f"needs sm_90a (wgmma), got {p.sm_name}"),
-            (bitmask_records.pieces_at_most(p) >= 1 << 32, f"records must stay below 64 GiB, got nnz = {p.nnz}"),
+            (bitmask_records.pieces_at_most(p) >= MOST_PIECES, f"records must stay below 64 GiB, got nnz = {p.nnz}"),
             (p.M * p.K == 0, f"A must not be empty (a TMA map has no zero extents), got {p.M}x{p.K}"),
         )
 
@@ -133,12 +133,11 @@ class SpmmBitmaskExpanding(CudaKernel):
         col = p.changed(b_layout=COL, out_layout=COL)
         wide = p.changed(a_dtype="float16", out_dtype="float32", b_layout=COL)
         return tuple(
-            instance(Tile(*tile), 1280, q, index)
-            for tile, q, index in (
-                ((2, 16, 3, 8), col, "int"), ((2, 32, 3, 1), p, "int"), ((2, 64, 2, 4), wide, "long long"),
-                ((2, 64, 2, 1), col, "int"), ((2, 64, 1, 1), col, "int"), ((2, 128, 1, 3), col, "int"),
-                ((2, 128, 1, 1), wide, "int"), ((3, 128, 1, 3), col, "int"), ((3, 128, 1, 1), p, "int"),
-                ((2, 192, 1, 1), col, "int"), ((2, 192, 1, 2), p, "long long"),
+            instance(Tile(*tile), 1280, q)
+            for tile, q in (
+                ((2, 16, 3, 8), col), ((2, 32, 3, 1), p), ((2, 64, 2, 4), wide), ((2, 64, 2, 1), col),
+                ((2, 64, 1, 1), col), ((2, 128, 1, 3), col), ((2, 128, 1, 1), wide), ((3, 128, 1, 3), col),
+                ((3, 128, 1, 1), p), ((2, 192, 1, 1), col), ((2, 192, 1, 2), p),
             )
         )  # fmt: skip
 
@@ -153,11 +152,11 @@ class SpmmBitmaskExpanding(CudaKernel):
         shape = Extents(
             p.M, p.K, records.steps, ceil_div(records.steps, tile.parts), row_tiles, room, tile.stages_end(room)
         )
-        name = instance(tile, room, p, "int" if a.indptr.dtype == "int32" else "long long")
+        name = instance(tile, room, p)
         smem = tile.smem(room)
         function = jit.load(SOURCE, name, jit.architecture(p.sm or 90, ARCHS), p.device_id, smem)
-        fixed = (shape, a.indptr, a.bitmask, a.data, records.data, records.starts)
-        launch = Launch(function, (Extents, *"PPPPP", *expanding.TAIL), fixed, tile.threads, smem)
+        fixed = (shape, records.data, records.starts)
+        launch = Launch(function, (Extents, *"PP", *expanding.TAIL), fixed, tile.threads, smem)
         room_for_b = Scratch()
 
         @functools.lru_cache(maxsize=1)
@@ -178,9 +177,9 @@ class SpmmBitmaskExpanding(CudaKernel):
         return Prepared(prepare, str(tile), records.nbytes)
 
 
-def instance(tile: Tile, room: int, p: Problem, index: str) -> str:
-    """C++ name of the kernel for records of ``room`` bytes; index: the C type of ``indptr``."""
+def instance(tile: Tile, room: int, p: Problem) -> str:
+    """C++ name of the kernel for records of ``room`` bytes."""
     flags = ", ".join(str(f).lower() for f in (tile.ahead, p.b_layout == COL, p.out_layout == COL))
-    types = f"{VALUE_TYPES[p.a_dtype].cuda}, {VALUE_TYPES[p.out_dtype].cuda}, {index}"
+    types = f"{VALUE_TYPES[p.a_dtype].cuda}, {VALUE_TYPES[p.out_dtype].cuda}"
     shape = f"{tile.warpgroups}, {tile.cols}, {tile.stages(room)}, {tile.parts}, {tile.resident}"
     return f"spmm_bitmask_expanding_sm90a<{types}, {shape}, {flags}>"

@@ -1,7 +1,6 @@
 // C[M,N] = A[M,K] @ B[K,N], A with 16-bit values as one bit per element and the nonzeros; tensor cores, few columns of B
 // (weight-bound). sm_80 and later.
 //
-//   indptr Ptr[M+1], bitmask u8[M, cdiv(K,8)], data T[nnz]    A as stored, for sums that must be done again (bitmask.cuh)
 //   records, starts    A in the order of the registers (bitmask_records.cuh), `steps` records a row tile
 //   B        T: B[k][n] at k*ldb + n (BCOL: k + n*ldb)      C  Out: C[i][n] at i*c_row + n*c_col
 //   room     bytes of the longest record, rounded up to 128
@@ -131,10 +130,9 @@ __device__ __forceinline__ void multiply(float (&acc)[MF][NT / 8][4], u32 piece,
     }
 }
 
-template <class T, class Out, class Ptr, int NT, int MF, int PARTS, int RANGES, int STAGES, bool BCOL>
+template <class T, class Out, int NT, int MF, int PARTS, int RANGES, int STAGES, bool BCOL>
 __global__ void __launch_bounds__(32 * RANGES * PARTS)
-    spmm_bitmask_tc(const Ptr* __restrict__ indptr, const u8* __restrict__ bitmask, const T* __restrict__ data,
-                    const u8* __restrict__ records, const u32* __restrict__ starts, i64 M, i64 K, int steps, int share,
+    spmm_bitmask_tc(const u8* __restrict__ records, const u32* __restrict__ starts, i64 M, i64 K, int steps, int share,
                     int room, const T* __restrict__ B, Out* __restrict__ C, i64 N, i64 ldb, i64 c_row, i64 c_col) {
     static_assert(NT == 8 || NT == 16 || NT == 32 || NT == 64, "lines of B are a power of two, at most 128 bytes");
     static_assert(PARTS == 1 || RANGES < 16, "a named barrier each, and barrier 0 for all");
@@ -232,8 +230,9 @@ __global__ void __launch_bounds__(32 * RANGES * PARTS)
                     *reinterpret_cast<float2*>(sums + (range * ROWS + 16 * (part * MF + m) + 8 * h + g) * NT + 8 * j + 2 * t) =
                             make_float2(acc[m][j][2 * h], acc[m][j][2 * h + 1]);
         __syncthreads();
-        store_sums<T, Out, Ptr, ROWS, NT, RANGES>(sums, indptr, bitmask, data, (K + 7) / 8, row0, n0, M, N, B, BCOL ? 1 : ldb,
-                                                  BCOL ? ldb : 1, C, c_row, c_col);
+        store_sums<float, Out, ROWS, NT, RANGES>(sums, row0, n0, M, N, C, c_row, c_col, [&](i64 row, i64 n) {
+            return stored_only<T>(records, starts, steps, row, B + n * (BCOL ? ldb : 1), BCOL ? 1 : ldb);
+        });
         __syncthreads();
     }
 }

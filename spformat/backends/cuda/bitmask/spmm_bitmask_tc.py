@@ -14,7 +14,7 @@ from ..runtime import jit
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Launch, over_tiles
 from . import bitmask_records
-from .bitmask_records import expected_room, room_of
+from .bitmask_records import MOST_PIECES, expected_room, room_of
 from .bitmask_slices import STEP, TERMS, bitmask_quantities, bitmask_reasons, bitmask_variant
 
 SOURCE = "bitmask/spmm_bitmask_tc.cu"
@@ -84,7 +84,7 @@ class SpmmBitmaskTensor(CudaKernel):
 
     def unsupported(self, p: Problem) -> list[str]:
         return bitmask_reasons(p, ("bfloat16", "float16"), (p.a_dtype, "float32")) + reasons(
-            (bitmask_records.pieces_at_most(p) >= 1 << 32, f"records must stay below 64 GiB, got nnz = {p.nnz}")
+            (bitmask_records.pieces_at_most(p) >= MOST_PIECES, f"records must stay below 64 GiB, got nnz = {p.nnz}")
         )
 
     def options(self, p: Problem) -> tuple[Tile]:
@@ -100,9 +100,9 @@ class SpmmBitmaskTensor(CudaKernel):
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
         return (
-            "spmm_bitmask_tc<__nv_bfloat16, __nv_bfloat16, int, 16, 2, 1, 16, 2, false>",
-            "spmm_bitmask_tc<__nv_bfloat16, float, long long, 8, 1, 7, 4, 3, true>",
-            "spmm_bitmask_tc<__half, __half, int, 64, 1, 2, 8, 2, false>",
+            "spmm_bitmask_tc<__nv_bfloat16, __nv_bfloat16, 16, 2, 1, 16, 2, false>",
+            "spmm_bitmask_tc<__nv_bfloat16, float, 8, 1, 7, 4, 3, true>",
+            "spmm_bitmask_tc<__half, __half, 64, 1, 2, 8, 2, false>",
         )
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
@@ -115,14 +115,12 @@ class SpmmBitmaskTensor(CudaKernel):
         records = bitmask_records.records(a, p)
         room = room_of(records)
         types = f"{VALUE_TYPES[p.a_dtype].cuda}, {VALUE_TYPES[p.out_dtype].cuda}"
-        types = f"{types}, {'int' if a.indptr.dtype == 'int32' else 'long long'}"
         shape = f"{tile.cols}, {tile.fragments}, {tile.parts}, {tile.ranges}, {tile.stages}"
         share = ceil_div(records.steps, tile.ranges)
-        stored = (a.indptr, a.bitmask, a.data, records.data, records.starts)
-        fixed = (*stored, p.M, p.K, records.steps, share, room)
+        fixed = (records.data, records.starts, p.M, p.K, records.steps, share, room)
 
         instance = f"spmm_bitmask_tc<{types}, {shape}, {str(p.b_layout == COL).lower()}>"
         function = jit.load(SOURCE, instance, jit.architecture(p.sm or 80, ()), p.device_id, tile.smem(room))
-        launch = Launch(function, "PPPPPqqiiiPPqqqq", fixed, 32 * tile.warps, tile.smem(room))
+        launch = Launch(function, "PPqqiiiPPqqqq", fixed, 32 * tile.warps, tile.smem(room))
         prepare = over_tiles(launch, ceil_div(p.M, tile.rows), tile.cols, p.out_layout == COL)
         return Prepared(prepare, str(tile), records.nbytes)

@@ -34,20 +34,19 @@ __device__ __noinline__ sum_t<T> stored_only(const Ptr* indptr, const u8* bits, 
 }
 
 // Adds the partial sums[RANGES][ROWS][NT] of a block, one for each range of K, in their order, and stores them; all threads
-// call it.
-template <class T, class Out, class Ptr, int ROWS, int NT, int RANGES>
-__device__ __forceinline__ void store_sums(const sum_t<T>* sums, const Ptr* indptr, const u8* bits, const T* data,
-                                           i64 bytes, i64 row0, i64 n0, i64 M, i64 N, const T* B, i64 b_k, i64 b_n, Out* C,
-                                           i64 c_row, i64 c_col) {
+// call it. again(row, n): the same element of C over the stored elements of A alone, asked for where the sum is not finite.
+template <class Sum, class Out, int ROWS, int NT, int RANGES, class Again>
+__device__ __forceinline__ void store_sums(const Sum* sums, i64 row0, i64 n0, i64 M, i64 N, Out* C, i64 c_row, i64 c_col,
+                                           Again again) {
     for (int e = threadIdx.x; e < ROWS * NT; e += blockDim.x) {
         // Neighbouring threads take neighbours in C, whichever way it lies.
         const int r = c_row == 1 ? e % ROWS : e / NT, j = c_row == 1 ? e / ROWS : e % NT;
         const i64 row = row0 + r, n = n0 + j;
         if (row >= M || n >= N) continue;
-        sum_t<T> sum = 0;
+        Sum sum = 0;
 #pragma unroll
         for (int w = 0; w < RANGES; ++w) sum += sums[(w * ROWS + r) * NT + j];
-        if (!isfinite(sum)) sum = stored_only<T, Ptr>(indptr, bits, data, row, bytes, B + n * b_n, b_k);
+        if (!isfinite(sum)) sum = again(row, n);
         C[row * c_row + n * c_col] = narrow<Out>(sum);
     }
 }

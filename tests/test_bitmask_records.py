@@ -1,0 +1,60 @@
+"""Records of a Bitmask: they hold all of the matrix, and products come from them alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import spformat as sf
+from spformat.arrays.dtypes import VALUE_TYPES
+from spformat.arrays.library import ceil_div
+from spformat.backends.cuda.bitmask import bitmask_records
+from spformat.products.problem import Problem
+
+SHAPES = ((0, 0), (0, 70), (3, 0), (1, 1), (16, 64), (17, 63), (15, 65), (33, 128), (40, 200), (131, 321))
+
+
+def drawn(seed: int, shape: tuple[int, int], density: float, dtype: str) -> np.ndarray[Any, Any]:
+    """Values of random bits (NaN and infinities, too), some rows without any."""
+    rng = np.random.default_rng(seed)
+    x = rng.integers(0, 1 << 16, shape).astype(np.uint16)
+    x[rng.random(shape) >= density] = 0
+    x[rng.random(shape[0]) < 0.2] = 0
+    x[x == 0x8000] = 0  # -0.0 is not a value
+    return x.view(VALUE_TYPES[dtype].numpy)
+
+
+def problem_of(a: Any, sm: int) -> Problem:
+    size = (a.shape[0], a.shape[1], 8, a.nnz)
+    return Problem.product("bitmask", (), *size, *[a.dtype.name] * 3, "row", "row", "cuda", sm=sm)
+
+
+def test_bytes_of_records() -> None:
+    """Of a large matrix, from what a record has beside its values: 16 bytes and 4, and half a piece of padding."""
+    for zeros, most in ((0.5, 1.03), (0.7, 1.04), (0.8, 1.06), (0.9, 1.09), (0.93, 1.1)):
+        values = 1024 * (1 - zeros)
+        own, format = 144 + 4 + 8 + 2 * values, 128 + 2 * values + 16 * 4 / (4096 / 64)
+        assert own / format <= most, f"{zeros}: {own / format:.3f}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_arrays_come_back(dtype: str) -> None:
+    """Bit by bit, for matrices that are ragged, empty, full, and of rows without values."""
+    cp = pytest.importorskip("cupy")
+    sm = int(cp.cuda.Device().compute_capability)
+    for i, shape in enumerate(SHAPES):
+        for density in (0, 0.1, 0.5, 1):
+            a = sf.convert(drawn(i, shape, density, dtype), "bitmask").to("cuda")
+            p = problem_of(a, sm)
+            records = bitmask_records.records(a, p)
+            assert records.nbytes <= 16 * (bitmask_records.pieces_at_most(p) + 1) + 4 * (records.count + 1)
+            assert records.count == ceil_div(shape[0], 16) * ceil_div(shape[1], 64)
+            back = bitmask_records.arrays_of(records)
+            for name, array in a.arrays().items():
+                got = back[name]
+                where = f"{shape} density {density}: {name}"
+                assert (got.dtype, got.shape) == (array.dtype, array.shape), where
+                assert got.get().tobytes() == array.get().tobytes(), where
