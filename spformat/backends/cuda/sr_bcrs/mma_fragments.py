@@ -1,7 +1,9 @@
-"""SR-BCRS of any (t, g) converted on the device into operand fragments of mma m16n8k16.  Kernels: mma_fragments.cu.
+"""SR-BCRS of any (t, g) with 16-bit values in slots, the order of the tensor cores.  Kernels: mma_fragments.cu.
 
-A panel is the ``16 * fragments`` rows of A that a warp multiplies; a chunk is ``DEPTH`` columns of A. The columns that
-a panel uses in a chunk, 16 at a time, are the steps of the product.
+A panel is 32 rows of A, which a warp multiplies; a chunk is ``DEPTH`` columns of A. The columns that a panel uses in a
+chunk, 16 at a time, are the steps of the product. A slot is eight rows of a panel in one column; only those with a value
+are stored. So slots hold all of the matrix, with vectors of 8 rows in fewer bytes than the format; ``arrays_of`` gives
+its arrays back. docs/decisions/0042.
 """
 
 from __future__ import annotations
@@ -9,7 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ....arrays.dtypes import VALUE_TYPES
+from ....arrays.library import PAD, Array, index_dtype
 from ....products.ideal import (
     b_alignment,
     cache_us,
@@ -21,18 +26,28 @@ from ....products.ideal import (
     stored_bytes,
     tile_us,
 )
-from ....products.kernel import spmm_of
+from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, ROW, Problem, itemsize
 from ....products.roofline import TENSOR_16, Device, shared_limit
-from ..runtime import jit, refusals
+from ..runtime import refusals
 from ..runtime.c_types import index_type
 from ..runtime.kernel import CudaKernel, Prepared
-from ..runtime.launch import Launch, finish_arrays
+from ..runtime.launch import finish_arrays
+from ..runtime.queue import Kernels
 
 SOURCE = "sr_bcrs/mma_fragments.cu"
-DEPTH = 128  # columns of A in a chunk
+DEPTH, PANEL, FRAGMENTS = 128, 32, 2
+"""Columns of A in a chunk, rows of a panel, and fragments of 16 rows in it; as in the kernels."""
 MMA_TYPES = ("bfloat16", "float16")
-SLACK = 32  # steps that a kernel may read past the last one
+MOST_STEPS, HEADER = DEPTH // 16, 32
+"""Steps of a record at most, and bytes of a step's header."""
+MOST_BYTES = MOST_STEPS * HEADER + PANEL // 8 * DEPTH * 16
+"""Bytes of a record at most."""
+MOST_PIECES = 1 << 28
+"""Pieces of 16 bytes are counted in 28 bits."""
+THREADS, WARPS = 256, 8
+"""Threads and warps of a block of the conversions."""
+KERNELS = Kernels(SOURCE, THREADS)
 
 
 @dataclass(frozen=True)
@@ -43,7 +58,6 @@ class Tile:
     blocks of a cluster share them.
     """
 
-    fragments: int
     wm: int
     wn: int
     wk: int
@@ -53,7 +67,7 @@ class Tile:
 
     @property
     def rows(self) -> int:
-        return self.wm * self.fragments * 16
+        return self.wm * PANEL
 
     @property
     def cols(self) -> int:
@@ -66,7 +80,7 @@ class Tile:
     @property
     def sums(self) -> int:
         """Bytes of the sums that the warps of one panel exchange."""
-        return self.warps * self.fragments * self.strip * 512 if self.wk > 1 else 0
+        return self.warps * FRAGMENTS * self.strip * 512 if self.wk > 1 else 0
 
     def blocks(self, M: int, n: int) -> int:
         return -(-M // self.rows) * -(-n // self.cols)
@@ -77,36 +91,57 @@ class Tile:
 
 @dataclass(frozen=True)
 class Fragments:
-    """The arrays of ``include/spformat/mma_fragments.cuh``: first uint32[P*Q+1], steps uint8[count, step_bytes]."""
+    """The arrays of ``include/spformat/mma_fragments.cuh``: first uint32[P*Q+1], pieces uint8[count, 16]; and what the
+    arrays of the format have beside them."""
 
     first: Any
-    steps: Any
+    pieces: Any
+    shape: tuple[int, int]
+    """(M, K) of the matrix"""
+    vector_length: int
+    stride: int
+    dtype: np.dtype[Any]
+    """of the values"""
+
+    @property
+    def panels(self) -> int:
+        return ceil_div(self.shape[0], PANEL)
+
+    @property
+    def chunks(self) -> int:
+        return ceil_div(self.shape[1], DEPTH)
 
     @property
     def nbytes(self) -> int:
-        return int(self.first.nbytes + self.steps.nbytes)
-
-
-def step_bytes(fragments: int) -> int:
-    """Bytes of a step: 16 column positions and the fragments of A."""
-    return 16 + 512 * fragments
+        return int(self.first.nbytes + self.pieces.nbytes)
 
 
 def instances() -> tuple[str, ...]:
     """C++ names that the compile tests build."""
-    return ("panel_steps<int, int>", "panel_steps<long long, long long>", "panel_fill<__half, int, long long>")
+    indices = ("int, int", "long long, long long", "int, long long")
+    return ("tile_vectors", *(f"{name}<{i}>" for name in ("panel_pieces", "panel_fill", "tile_fill") for i in indices))
 
 
-def types(a: Any, p: Problem) -> str:
-    """The leading template arguments of a kernel that reads fragments: T, Out, Ptr, Index."""
-    values = f"{VALUE_TYPES[p.a_dtype].cuda}, {VALUE_TYPES[p.out_dtype].cuda}"
-    return f"{values}, {index_type(a.indptr)}, {index_type(a.indices)}"
+def pieces_at_most(p: Problem) -> int:
+    """Upper bound of the pieces of 16 bytes in all records of the problem's matrix."""
+    records = ceil_div(p.M, PANEL) * ceil_div(p.K, DEPTH)
+    return min(p.nnz, records * (PANEL // 8) * DEPTH) + records * MOST_STEPS * HEADER // 16
+
+
+def have_slots(p: Problem) -> bool:
+    """Whether the problem's matrix can be in slots: all its products are computed from them then."""
+    return p.a_dtype in MMA_TYPES and pieces_at_most(p) < MOST_PIECES
+
+
+def types(p: Problem) -> str:
+    """The leading template arguments of a kernel that reads slots: T, Out."""
+    return f"{VALUE_TYPES[p.a_dtype].cuda}, {VALUE_TYPES[p.out_dtype].cuda}"
 
 
 TERMS = ("launch", "memory", "lines of B", "chunks", "products", "panels", "tiles", "column-major C", "pieces of B",
          "rounds of resident blocks")  # fmt: skip
 """The terms of the expected time of the kernels that read fragments."""
-SHARED, THREADS = 227 << 10, 1024
+SHARED, RESIDENT = 227 << 10, 1024
 """Bytes of shared memory of a multiprocessor, and threads that the registers of these kernels leave room for."""
 
 
@@ -124,7 +159,9 @@ class FragmentKernel(CudaKernel):
         raise NotImplementedError(f"{type(self).__name__} does not implement smem")
 
     def unsupported(self, p: Problem) -> list[str]:
-        return refusals.every(p, 80, MMA_TYPES)
+        return refusals.every(p, 80, MMA_TYPES) + reasons(
+            (pieces_at_most(p) >= MOST_PIECES, f"slots must stay below 4 GiB, got nnz = {p.nnz} in {p.M}x{p.K}")
+        )
 
     def options(self, p: Problem) -> list[Tile]:
         """The tiles that shared memory has room for."""
@@ -147,7 +184,7 @@ def fragment_quantities(p: Problem, tile: Tile, device: Device) -> tuple[float, 
 
     lines of B: every tile of C loads all K lines of its columns from L2, in whole rounds of tiles. chunks: 0.1 us for
     each chunk of 128 lines that a tile waits for. products: the rows of a panel times the columns that it uses. panels:
-    the stored fragments from L2, once for every tile of columns. tiles: C as written in each round. pieces of B:
+    the fragments from L2, once for every tile of columns. tiles: C as written in each round. pieces of B:
     0.1 us for each piece of eight values that a thread copies to shared memory itself. rounds of resident blocks: the
     chunks again, where the blocks of one multiprocessor hide each other's waiting.
     """
@@ -157,45 +194,72 @@ def fragment_quantities(p: Problem, tile: Tile, device: Device) -> tuple[float, 
     lines = turns * load_us(p.K * tile.cols * 2, device)
     chunks = turns * ceil_div(p.K, DEPTH) * 0.1
     share = min(1.0, p.nnz / length / max(1, ceil_div(p.M, length) * p.K))
-    high = 16 * tile.fragments
-    named = p.K * (1 - (1 - share) ** max(1, high // length))  # columns that a panel uses, if vectors lie at random
+    named = p.K * (1 - (1 - share) ** max(1, PANEL // length))  # columns that a panel uses, if vectors lie at random
     products = turns * tile_us(tile.rows, tile.cols, named, TENSOR_16, device)
-    loaded = cache_us(ceil_div(p.M, high) * named * columns * high * 2, device)
+    loaded = cache_us(ceil_div(p.M, PANEL) * named * columns * PANEL * 2, device)
     written = turns * load_us(tile.rows * tile.cols * itemsize(p.out_dtype), device)
     memory = memory_us(stored_bytes(p) + operands_bytes(p), device)
     turned = written if p.out_layout == COL else 0.0
     pieces = turns * p.K * (p.n / columns) / 8 / (32 * tile.warps) * 0.1
-    resident = min(SHARED // (tile.stages * DEPTH * 2 * (tile.cols + 8)), THREADS // (32 * tile.warps))
+    resident = min(SHARED // (tile.stages * DEPTH * 2 * (tile.cols + 8)), RESIDENT // (32 * tile.warps))
     waiting = rounds(rows * columns, device.processors * max(1, resident)) * ceil_div(p.K, DEPTH) * 0.1
     return 1.0, memory, lines, chunks, products, loaded, written, turned, pieces, waiting
 
 
-def fragments_of(a: Any, p: Problem, fragments: int) -> Fragments:
-    """The fragments of ``a``, built on its device once and kept with the matrix for later plans."""
-    built: Fragments = a.kernel_arrays((SOURCE, fragments), lambda: _build_fragments(a, p, fragments))
+def fragments_of(a: Any, p: Problem) -> Fragments:
+    """The slots of ``a``, built on its device once and kept with the matrix for later plans."""
+    built: Fragments = a.kernel_arrays("sr-bcrs slots", lambda: _build_fragments(a, p))
     return built
 
 
-def _build_fragments(a: Any, p: Problem, fragments: int) -> Fragments:
+def _build_fragments(a: Any, p: Problem) -> Fragments:
     import cupy
 
-    rows = 16 * fragments
-    count, chunks = -(-p.M // rows), -(-p.K // DEPTH)
-    arch, stream = jit.architecture(p.sm or 80, ()), cupy.cuda.get_current_stream().ptr
-    index_types = f"{index_type(a.indptr)}, {index_type(a.indices)}"
-    grid = (-(-count * chunks // 8), 1, 1)
-    extents = (p.M, a.vector_length, a.stride, rows, count, chunks)
-    first = cupy.zeros(count * chunks + 1, "uint32")
-    if count * chunks:
-        counts = cupy.empty(count * chunks, "uint32")
-        counted = (a.indptr, a.indices, *extents, counts)
-        function = jit.load(SOURCE, f"panel_steps<{index_types}>", arch, p.device_id)
-        Launch(function, "PPqiiiqqP", counted, 256)(grid, stream)
-        cupy.cumsum(counts, out=first[1:])
-    steps = cupy.zeros((int(first[-1]) + SLACK, step_bytes(fragments)), "uint8")  # synchronize!
-    if count * chunks:
-        filled = (a.indptr, a.indices, a.data, *extents, first, steps)
-        function = jit.load(SOURCE, f"panel_fill<{VALUE_TYPES[p.a_dtype].cuda}, {index_types}>", arch, p.device_id)
-        Launch(function, "PPPqiiiqqPP", filled, 256)(grid, stream)
-    finish_arrays()  # synchronize!
-    return Fragments(first, steps)
+    indptr, indices, data = a.indptr, a.indices, a.data
+    described = (p.M, p.K), a.vector_length, a.stride, data.dtype
+    panels, chunks = ceil_div(p.M, PANEL), ceil_div(p.K, DEPTH)
+    blocks, of_index = ceil_div(panels * chunks, WARPS), f"<{index_type(indptr)}, {index_type(indices)}>"
+    with cupy.cuda.Device(p.device_id):
+        first = cupy.zeros(panels * chunks + 1, "uint32")
+        if not panels * chunks:
+            return Fragments(first, cupy.zeros((1, 16), "uint8"), *described)
+        stored = (indptr, indices, data, p.M, a.vector_length, a.stride, panels, chunks)
+        measured = cupy.empty(panels * chunks, "uint32")
+        KERNELS.queue(f"panel_pieces{of_index}", "PPPqiiqqP", blocks, *stored, measured)
+        cupy.cumsum(measured & np.uint32(MOST_PIECES - 1), out=first[1:])
+        pieces = cupy.zeros((max(1, int(first[-1])), 16), "uint8")  # synchronize!
+        first[:-1] |= measured & np.uint32(2**32 - MOST_PIECES)
+        KERNELS.queue(f"panel_fill{of_index}", "PPPqiiqqPP", blocks, *stored, first, pieces)
+        finish_arrays()  # synchronize!
+        return Fragments(first, pieces, *described)
+
+
+def arrays_of(fragments: Fragments) -> dict[str, Array]:
+    """Name -> new array of the ``SRBCRS`` that the slots were written from, bit by bit, on their device."""
+    import cupy
+
+    (M, K), t, g = fragments.shape, fragments.vector_length, fragments.stride
+    tiles, chunks = ceil_div(M, t), fragments.chunks
+    column = index_dtype(K - 1)
+    with fragments.first.device:
+        if not tiles * chunks:
+            return {
+                "indptr": cupy.zeros(tiles + 1, index_dtype(0)),
+                "indices": cupy.zeros((0, g), column),
+                "data": cupy.zeros((0, t, g), fragments.dtype),
+            }
+        slots, blocks = (fragments.first, fragments.pieces, M, t), ceil_div(tiles * chunks, WARPS)
+        vectors, before = cupy.empty(tiles * chunks, "uint32"), cupy.zeros(tiles * chunks + 1, "int64")
+        KERNELS.queue("tile_vectors", "PPqiqqP", blocks, *slots, tiles, chunks, vectors)
+        cupy.cumsum(vectors.astype("int64"), out=before[1:])
+        until = before[::chunks]
+        groups = -(-(until[1:] - until[:-1]) // g)
+        ends = cupy.cumsum(groups)
+        count = int(ends[-1])  # synchronize!
+        indptr = cupy.zeros(tiles + 1, index_dtype(count))
+        indptr[1:] = ends
+        indices = cupy.full((count, g), PAD, column)
+        data = cupy.zeros((count, t, g), fragments.dtype)
+        name = f"tile_fill<{index_type(indptr)}, {index_type(indices)}>"
+        KERNELS.queue(name, "PPqiiqqPPPP", blocks, *slots, g, tiles, chunks, before, indptr, indices, data)
+    return {"indptr": indptr, "indices": indices, "data": data}

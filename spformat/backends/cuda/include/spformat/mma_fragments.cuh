@@ -1,52 +1,83 @@
-// Fragments of mma.sync: a sparse matrix converted for tensor cores, and code shared by the kernels that read it.
-// Written by mma_fragments.cu.
+// A sparse matrix with 16-bit values in slots of 8 rows, from which ldmatrix reads fragments of mma.sync, and code shared by
+// the kernels that read them. Written by mma_fragments.cu.
 //
-// A panel is 16*MF rows, a chunk DEPTH columns of A. The columns that a panel uses in a chunk, 16 at a time, are its steps:
-//   first  u32[P*Q + 1]             first step of chunk q of panel p, at p*Q + q
-//   steps  u8[count, 16 + MF*512]   16 places: the column in the chunk, 1 byte each; then MF A fragments of m16n8k16, lane
-//                                   by lane, 16 bytes each
-// The unused places of a chunk's last step repeat a column that the panel uses there, with zeros for values.
+// A panel is 32 rows, a chunk DEPTH columns of A. A slot is eight rows of a panel in one column, 16 bytes; those without a
+// value that is not zero are left out. The columns of which a panel has a slot in a chunk, 16 at a time, are its steps:
+//   first  u32[P*Q + 1]   of chunk q of panel p, at p*Q + q: pieces of 16 bytes before its record (the low 28 bits), and its
+//                         number of steps
+//   pieces 16 bytes each  a record is a header of two pieces for each step, then the slots of rows 0-7, 8-15, 16-23, 24-31
+//                         of the panel, each by step and place
+//   header u8[16]         place by place: the column in the chunk
+//          u32[4]         of each eight rows: bit i, there is a slot at place i; bits 16.., where the first of them lies, in
+//                         pieces from the start of the record
+// The unused places of a chunk's last step repeat a column that the panel uses there.
 // Columns of a step are ordered so that any 8 of them differ modulo 8 as far as possible: they are the 8 lines of B that one
 // phase of ldmatrix reads, and lines that differ modulo 8 lie in different banks.
 //
-// A product over panels multiplies zeros that are not stored: rows of a panel share steps, steps are filled up. If B holds inf or NaN, 0 * inf
-// puts a NaN where it does not belong; store_panel computes sums that are not finite again, over the stored vectors alone.
+// A product over panels multiplies zeros that are not stored. If B holds inf or NaN, 0 * inf puts a NaN where it does not
+// belong; store_panel computes sums that are not finite again, over the values alone that are not zero.
 #pragma once
-#include "spformat/dtypes.cuh"
+#include "spformat/ldmatrix.cuh"
 #include "spformat/mma.cuh"
 
 namespace spformat {
 
 constexpr int DEPTH = 128;               // columns of A, rows of B, in a chunk
+constexpr int PANEL_ROWS = 32, MF = 2;   // of a panel: rows, fragments of 16 rows
 constexpr int MOST_STEPS = DEPTH / 16;   // of a panel in a chunk
-template <int MF> constexpr int STEP_BYTES = 16 + MF * 512;
+constexpr int HEADER = 32;               // bytes
+constexpr int MOST_BYTES = MOST_STEPS * HEADER + PANEL_ROWS / 8 * DEPTH * 16;  // of a record
 
-// The matrix as it is stored, SR-BCRS(t, g).
-template <class T, class Ptr, class Index> struct Vectors {
-    const Ptr* indptr;
-    const Index* indices;
-    const T* data;
-    int t, g;
+// The matrix in slots.
+struct Slots {
+    const u32* first;
+    const u8* pieces;
+    i64 Q;
+
+    __device__ __forceinline__ const u8* record(u32 at) const { return pieces + static_cast<u64>(at & 0x0FFFFFFF) * 16; }
 };
+__device__ __forceinline__ int steps_of(u32 first) { return first >> 28; }
+// Pieces of the record between two entries of `first`.
+__device__ __forceinline__ u32 pieces_between(u32 first, u32 next) { return (next - first) & 0x0FFFFFFF; }
 
-// One element of C over the stored vectors of its tile, in order. b: column n of B, its elements b_row apart.
-template <class T, class Ptr, class Index>
-__device__ float stored_only(const Vectors<T, Ptr, Index>& a, i64 row, const T* b, i64 b_row) {
-    const i64 tile = row / a.t, group0 = a.indptr[tile];
-    const i64 count = (static_cast<i64>(a.indptr[tile + 1]) - group0) * a.g;
+// Fragment m of a step in the registers of a warp, as m16n8k16 takes A. record, header: addresses of the chunk's record and of
+// the step's header in shared memory; zeros: of 16 bytes of zeros, for what has no slot.
+__device__ __forceinline__ void load_fragment(u32 (&a)[4], int m, u32 record, u32 header, u32 zeros, int lane) {
+    const u32 bit = 1u << (lane / 16 * 8 + lane % 8);
+    u32 word;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(header + 16 + 8 * m + lane / 8 % 2 * 4) : "memory");
+    const u32 slot = record + ((word >> 16) + __popc(word & (bit - 1))) * 16;
+    ldmatrix_x4_trans(a, word & bit ? slot : zeros);
+}
+
+// One element of C over the values of row `row` that are not zero. b: column n of B, its elements b_row apart.
+template <class T> __device__ __noinline__ float stored_only(const Slots& a, i64 row, const T* b, i64 b_row) {
+    static_assert(sizeof(T) == 2, "slots have 16-bit values");
+    const int eight = row % PANEL_ROWS / 8;
+    const u32* first = a.first + row / PANEL_ROWS * a.Q;
     float sum = 0;
-    for (i64 v = 0; v < count; ++v) {
-        const i64 k = a.indices[group0 * a.g + v];
-        if (k >= 0) sum += to_float(a.data[((group0 + v / a.g) * a.t + row % a.t) * a.g + v % a.g]) * to_float(b[k * b_row]);
+#pragma unroll 1
+    for (i64 q = 0; q < a.Q; ++q) {
+        const u8* record = a.record(first[q]);
+#pragma unroll 1
+        for (int step = 0; step < steps_of(first[q]); ++step) {
+            const u8* header = record + step * HEADER;
+            const u32 word = reinterpret_cast<const u32*>(header + 16)[eight];
+            const T* slot = reinterpret_cast<const T*>(record) + (word >> 16) * 8 + row % 8;
+            for (u32 left = word & 0xFFFF; left; left &= left - 1, slot += 8) {
+                const float value = to_float(*slot);
+                if (value != 0) sum += value * to_float(b[(q * DEPTH + header[__ffs(left) - 1]) * b_row]);
+            }
+        }
     }
     return sum;
 }
 
-// Sums of 16*MF rows from row0, 8*NF columns from n0, to C: C[i][n] at i*c_row + n*c_col. B as in the kernels: B[k][n] at
+// Sums of 32 rows from row0, 8*NF columns from n0, to C: C[i][n] at i*c_row + n*c_col. B as in the kernels: B[k][n] at
 // k*b_row + n*b_col.
-template <class T, class Out, class Ptr, class Index, int MF, int NF>
-__device__ __forceinline__ void store_panel(const float (&acc)[MF][NF][4], const Vectors<T, Ptr, Index>& a, i64 row0, i64 n0, i64 M,
-                                            i64 N, const T* B, i64 b_row, i64 b_col, Out* C, i64 c_row, i64 c_col) {
+template <class T, class Out, int NF>
+__device__ __forceinline__ void store_panel(const float (&acc)[MF][NF][4], const Slots& a, i64 row0, i64 n0, i64 M, i64 N, const T* B,
+                                            i64 b_row, i64 b_col, Out* C, i64 c_row, i64 c_col) {
     struct alignas(2 * sizeof(Out)) Pair { Out x, y; };
     const int lane = threadIdx.x % 32;
     const bool pairs = c_col == 1 && c_row % 2 == 0 && reinterpret_cast<u64>(C) % sizeof(Pair) == 0;
