@@ -52,7 +52,7 @@ def test_arrays_come_back(dtype: str) -> None:
             records = bitmask_records.records(a, p)
             assert records.nbytes <= 16 * (bitmask_records.pieces_at_most(p) + 1) + 4 * (records.count + 1)
             assert records.count == ceil_div(shape[0], 16) * ceil_div(shape[1], 64)
-            back = bitmask_records.arrays_of(records)
+            back = records.restore()
             for name, array in a.arrays().items():
                 got = back[name]
                 where = f"{shape} density {density}: {name}"

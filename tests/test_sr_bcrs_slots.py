@@ -46,7 +46,7 @@ def test_arrays_come_back(length: int, stride: int, dtype: str) -> None:
             p = problem_of(a, sm)
             slots = mma_fragments.fragments_of(a, p)
             assert slots.pieces.shape[0] <= max(1, mma_fragments.pieces_at_most(p))
-            back = mma_fragments.arrays_of(slots)
+            back = slots.restore()
             for name, array in a.arrays().items():
                 got = back[name]
                 where = f"{shape} density {density}: {name}"

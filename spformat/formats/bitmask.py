@@ -58,7 +58,7 @@ class Bitmask(Format):
     @property
     def nnz(self) -> int:
         """Stored values, none of them zero: O(1)."""
-        return int(self.data.size)
+        return self.stored
 
     def _row_chunks(self) -> list[slice]:
         M, K = self.shape

@@ -50,7 +50,7 @@ class SRBCRS(Format):
     @property
     def groups(self) -> int:
         """G: stored groups."""
-        return int(self.data.shape[0])
+        return self.array_layout()["data"][1][0]
 
     def dims(self) -> dict[str, int]:
         return {"Mv+1": self.tiles + 1, "K-1": self.shape[1] - 1, "t": self.vector_length, "g": self.stride}

@@ -1,7 +1,7 @@
 """Bitmask with 16-bit values in the order of the tensor cores' registers, once per matrix.  See bitmask_records.cu.
 
-Records hold all of the matrix, in 1.02 (half of the values zero) to 1.09 (nine in ten) times its bytes; ``arrays_of``
-gives the arrays of the format back.
+Records hold all of the matrix, in 1.02 (half of the values zero) to 1.09 (nine in ten) times its bytes. They therefore
+replace its arrays (``Format.kernel_order``), and every kernel of a 16-bit Bitmask reads them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ....arrays.library import Array, ceil_div, index_dtype
 from ....products.problem import Problem, itemsize
 from ..runtime import jit
 from ..runtime.c_types import INDEX, index_type
-from ..runtime.launch import Launch, finish_arrays
+from ..runtime.launch import Launch, finish_device
 from ..runtime.offsets import starts_of
 from ..runtime.queue import Kernels
 from .bitmask_slices import STEP, counted_before
@@ -28,7 +28,7 @@ MOST_PIECES = 1 << 32
 """Pieces of 16 bytes are counted in 32 bits."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Records:
     """The records of a ``Bitmask``: ``data`` uint8, and ``starts`` uint32[records + 1] in pieces of 16 bytes."""
 
@@ -57,6 +57,27 @@ class Records:
     def nbytes(self) -> int:
         return int(self.data.nbytes + self.starts.nbytes)
 
+    def arrays(self) -> tuple[Array, ...]:
+        return self.data, self.starts
+
+    def restore(self) -> dict[str, Array]:
+        """Name -> new array of the ``Bitmask`` that the records were written from, bit by bit."""
+        import cupy
+
+        (M, K), steps, count = self.shape, self.steps, self.count
+        width = ceil_div(K, 8)
+        bitmask = cupy.empty((M, width), "uint8")
+        data = cupy.empty(self.nnz, self.dtype)
+        if not count:
+            return {"indptr": cupy.zeros(M + 1, index_dtype(self.nnz)), "bitmask": bitmask, "data": data}
+        counts, blocks = cupy.empty(M * steps, "uint32"), ceil_div(32 * count, THREADS)
+        packed, sizes = (self.data, self.starts), (M, width, steps, count)
+        KERNELS.queue("bitmask_of_records", "PPPPqqqq", blocks, *packed, bitmask, counts, *sizes)
+        firsts = starts_of(counts, self.nnz)
+        name = f"values_of_records<{index_type(firsts)}>"
+        KERNELS.queue(name, "PPPPqq", blocks, *packed, firsts, data, steps, count)
+        return {"indptr": firsts[::steps].copy(), "bitmask": bitmask, "data": data}
+
 
 def instances() -> tuple[str, ...]:
     """C++ names that the compile tests build."""
@@ -76,7 +97,7 @@ def have_records(p: Problem) -> bool:
 
 def records(a: Any, p: Problem) -> Records:
     """The records of ``a``, the same for every plan of the matrix."""
-    packed: Records = a.kernel_arrays("bitmask records", lambda: _pack(a, p))
+    packed: Records = a.kernel_order("bitmask records", lambda: _pack(a, p))
     return packed
 
 
@@ -103,28 +124,8 @@ def _pack(a: Any, p: Problem) -> Records:
         fixed = (indptr, bitmask, values, before, starts, data, p.M, width, steps, count)
         function = jit.load(SOURCE, f"bitmask_records<{index_type(indptr)}>", arch, p.device_id)
         Launch(function, "PPPPPPqqqq", fixed, THREADS)(grid, stream.ptr)
-        finish_arrays()  # synchronize!
+        finish_device()  # synchronize!
         return Records(data, starts, *described, longest)
-
-
-def arrays_of(records: Records) -> dict[str, Array]:
-    """Name -> new array of the ``Bitmask`` that the records were written from, bit by bit, on their device."""
-    import cupy
-
-    (M, K), steps, count = records.shape, records.steps, records.count
-    width = ceil_div(K, 8)
-    with records.data.device:
-        bitmask = cupy.empty((M, width), "uint8")
-        data = cupy.empty(records.nnz, records.dtype)
-        if not count:
-            return {"indptr": cupy.zeros(M + 1, index_dtype(records.nnz)), "bitmask": bitmask, "data": data}
-        counts, blocks = cupy.empty(M * steps, "uint32"), ceil_div(32 * count, THREADS)
-        packed, sizes = (records.data, records.starts), (M, width, steps, count)
-        KERNELS.queue("bitmask_of_records", "PPPPqqqq", blocks, *packed, bitmask, counts, *sizes)
-        firsts = starts_of(counts, records.nnz)
-        name = f"values_of_records<{index_type(firsts)}>"
-        KERNELS.queue(name, "PPPPqq", blocks, *packed, firsts, data, steps, count)
-        return {"indptr": firsts[::steps].copy(), "bitmask": bitmask, "data": data}
 
 
 def expected_room(p: Problem) -> int:

@@ -11,6 +11,8 @@ from ..runtime.c_types import WORDS, index_type
 from ..runtime.expansion import UNIT, Target, Writer
 from ..runtime.launch import Bound, Launch
 from ..runtime.queue import Kernels
+from . import expand_sr_bcrs_slots
+from .mma_fragments import fragments_of, have_slots
 
 SOURCE = "sr_bcrs/expand_sr_bcrs.cu"
 SIGNATURE = "PPPqiiPqqi"
@@ -28,7 +30,12 @@ def instances() -> tuple[str, ...]:
 
 
 def expander(a: Any, p: Problem) -> Writer:
-    """The launches that write the SR-BCRS ``a`` [M, K] as a dense matrix."""
+    """The launches that write the SR-BCRS ``a`` [M, K] as a dense matrix.
+
+    From the slots that the other kernels read, where it has them, so that a matrix is on the device once.
+    """
+    if have_slots(p):
+        return expand_sr_bcrs_slots.writer(fragments_of(a, p), Target.of(p))
     return _writer(p.M, a.indptr, a.indices, a.data, Target.of(p))
 
 

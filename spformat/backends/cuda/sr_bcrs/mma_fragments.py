@@ -2,8 +2,8 @@
 
 A panel is 32 rows of A, which a warp multiplies; a chunk is ``DEPTH`` columns of A. The columns that a panel uses in a
 chunk, 16 at a time, are the steps of the product. A slot is eight rows of a panel in one column; only those with a value
-are stored. So slots hold all of the matrix, with vectors of 8 rows in fewer bytes than the format; ``arrays_of`` gives
-its arrays back. docs/decisions/0042.
+are stored. So slots hold all of the matrix, with vectors of 8 rows in fewer bytes than the format. They therefore replace
+its arrays (``Format.kernel_order``), and every kernel of a 16-bit SR-BCRS reads them. docs/decisions/0042.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ....products.roofline import TENSOR_16, Device, shared_limit
 from ..runtime import refusals
 from ..runtime.c_types import index_type
 from ..runtime.kernel import CudaKernel, Prepared
-from ..runtime.launch import finish_arrays
+from ..runtime.launch import finish_device
 from ..runtime.queue import Kernels
 
 SOURCE = "sr_bcrs/mma_fragments.cu"
@@ -89,7 +89,7 @@ class Tile:
         return f"{self.rows}x{self.cols}x{DEPTH}, {self.wk} warps a panel, clusters of {self.cluster}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fragments:
     """The arrays of ``include/spformat/mma_fragments.cuh``: first uint32[P*Q+1], pieces uint8[count, 16]; and what the
     arrays of the format have beside them."""
@@ -114,6 +114,38 @@ class Fragments:
     @property
     def nbytes(self) -> int:
         return int(self.first.nbytes + self.pieces.nbytes)
+
+    def arrays(self) -> tuple[Array, ...]:
+        return self.first, self.pieces
+
+    def restore(self) -> dict[str, Array]:
+        """Name -> new array of the ``SRBCRS`` that the slots were written from, bit by bit."""
+        import cupy
+
+        (M, K), t, g = self.shape, self.vector_length, self.stride
+        tiles, chunks = ceil_div(M, t), self.chunks
+        column = index_dtype(K - 1)
+        if not tiles * chunks:
+            return {
+                "indptr": cupy.zeros(tiles + 1, index_dtype(0)),
+                "indices": cupy.zeros((0, g), column),
+                "data": cupy.zeros((0, t, g), self.dtype),
+            }
+        slots, blocks = (self.first, self.pieces, M, t), ceil_div(tiles * chunks, WARPS)
+        vectors, before = cupy.empty(tiles * chunks, "uint32"), cupy.zeros(tiles * chunks + 1, "int64")
+        KERNELS.queue("tile_vectors", "PPqiqqP", blocks, *slots, tiles, chunks, vectors)
+        cupy.cumsum(vectors.astype("int64"), out=before[1:])
+        until = before[::chunks]
+        groups = -(-(until[1:] - until[:-1]) // g)
+        ends = cupy.cumsum(groups)
+        count = int(ends[-1])  # synchronize!
+        indptr = cupy.zeros(tiles + 1, index_dtype(count))
+        indptr[1:] = ends
+        indices = cupy.full((count, g), PAD, column)
+        data = cupy.zeros((count, t, g), self.dtype)
+        name = f"tile_fill<{index_type(indptr)}, {index_type(indices)}>"
+        KERNELS.queue(name, "PPqiiqqPPPP", blocks, *slots, g, tiles, chunks, before, indptr, indices, data)
+        return {"indptr": indptr, "indices": indices, "data": data}
 
 
 def instances() -> tuple[str, ...]:
@@ -208,7 +240,7 @@ def fragment_quantities(p: Problem, tile: Tile, device: Device) -> tuple[float, 
 
 def fragments_of(a: Any, p: Problem) -> Fragments:
     """The slots of ``a``, built on its device once and kept with the matrix for later plans."""
-    built: Fragments = a.kernel_arrays("sr-bcrs slots", lambda: _build_fragments(a, p))
+    built: Fragments = a.kernel_order("sr-bcrs slots", lambda: _build_fragments(a, p))
     return built
 
 
@@ -230,36 +262,5 @@ def _build_fragments(a: Any, p: Problem) -> Fragments:
         pieces = cupy.zeros((max(1, int(first[-1])), 16), "uint8")  # synchronize!
         first[:-1] |= measured & np.uint32(2**32 - MOST_PIECES)
         KERNELS.queue(f"panel_fill{of_index}", "PPPqiiqqPP", blocks, *stored, first, pieces)
-        finish_arrays()  # synchronize!
+        finish_device()  # synchronize!
         return Fragments(first, pieces, *described)
-
-
-def arrays_of(fragments: Fragments) -> dict[str, Array]:
-    """Name -> new array of the ``SRBCRS`` that the slots were written from, bit by bit, on their device."""
-    import cupy
-
-    (M, K), t, g = fragments.shape, fragments.vector_length, fragments.stride
-    tiles, chunks = ceil_div(M, t), fragments.chunks
-    column = index_dtype(K - 1)
-    with fragments.first.device:
-        if not tiles * chunks:
-            return {
-                "indptr": cupy.zeros(tiles + 1, index_dtype(0)),
-                "indices": cupy.zeros((0, g), column),
-                "data": cupy.zeros((0, t, g), fragments.dtype),
-            }
-        slots, blocks = (fragments.first, fragments.pieces, M, t), ceil_div(tiles * chunks, WARPS)
-        vectors, before = cupy.empty(tiles * chunks, "uint32"), cupy.zeros(tiles * chunks + 1, "int64")
-        KERNELS.queue("tile_vectors", "PPqiqqP", blocks, *slots, tiles, chunks, vectors)
-        cupy.cumsum(vectors.astype("int64"), out=before[1:])
-        until = before[::chunks]
-        groups = -(-(until[1:] - until[:-1]) // g)
-        ends = cupy.cumsum(groups)
-        count = int(ends[-1])  # synchronize!
-        indptr = cupy.zeros(tiles + 1, index_dtype(count))
-        indptr[1:] = ends
-        indices = cupy.full((count, g), PAD, column)
-        data = cupy.zeros((count, t, g), fragments.dtype)
-        name = f"tile_fill<{index_type(indptr)}, {index_type(indices)}>"
-        KERNELS.queue(name, "PPqiiqqPPPP", blocks, *slots, g, tiles, chunks, before, indptr, indices, data)
-    return {"indptr": indptr, "indices": indices, "data": data}

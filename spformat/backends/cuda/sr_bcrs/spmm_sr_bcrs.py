@@ -1,4 +1,8 @@
-"""SpMM on SR-BCRS with CUDA cores: every value type, any vector length and stride.  Kernel: spmm_sr_bcrs.cu."""
+"""SpMM on SR-BCRS with CUDA cores: every value type, any vector length and stride.  Kernel: spmm_sr_bcrs.cu.
+
+16-bit values are read in the slots that the tensor cores take (spmm_sr_bcrs_slots.cu), so that a matrix is on the device
+once.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,13 @@ from ....products.ideal import (
 )
 from ....products.kernel import spmm_of
 from ....products.problem import COL, ROW, Problem, itemsize
-from ....products.roofline import Device
+from ....products.roofline import Device, device_of
 from ..runtime import jit, refusals
 from ..runtime.c_types import index_type
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import MAX_GRID_Y, Bound, Launch, Operands
+from .mma_fragments import fragments_of, have_slots
+from .spmm_sr_bcrs_slots import launch_of as slots_launch
 
 TYPES = ("bfloat16", "float16", "float32", "float64")
 ROWS, WARPS = 8, 8  # rows of a tile that a warp sums; warps of a block
@@ -85,20 +91,15 @@ class SpmmSRBCRS(CudaKernel):
         )
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
-        import cupy
-
-        tiles = -(-p.M // a.vector_length)
-        units = tiles * -(-a.vector_length // ROWS)
-        cols = self.best(p).tile.cols // 32
+        slots = fragments_of(a, p) if have_slots(p) else None
+        cols, t = self.best(p).tile.cols // 32, a.vector_length
+        tiles = -(-p.M // t)
+        units = -(-p.M // ROWS) if slots else tiles * -(-t // ROWS)
         # Warps share a unit where units alone are too few to fill the machine and each has work to share.
-        wanted = 16 * cupy.cuda.Device(p.device_id).attributes["MultiProcessorCount"] // max(1, -(-p.n // (32 * cols)))
-        batches = a.indices.size // (32 * max(1, tiles))
+        wanted = 16 * device_of(p).processors // max(1, -(-p.n // (32 * cols)))
+        batches = p.nnz // (32 * t * max(1, tiles))
         split = next((s for s in (1, 2, 4) if units * s >= wanted or 2 * s > batches), 8)
-        types = f"{VALUE_TYPES[p.a_dtype].cuda}, {VALUE_TYPES[p.out_dtype].cuda}"
-        instance = f"spmm_sr_bcrs<{types}, {index_type(a.indptr)}, {index_type(a.indices)}, {cols}, {WARPS}, {split}>"
-        function = jit.load("sr_bcrs/spmm_sr_bcrs.cu", instance, jit.architecture(p.sm or 80, ()), p.device_id)
-        fixed = (a.indptr, a.indices, a.data, p.M, a.vector_length, a.stride)
-        launch = Launch(function, "PPPqiiPPqqqqq", fixed, 32 * WARPS)
+        launch = slots_launch(slots, p, cols, WARPS, split) if slots else self._launch(a, p, cols, split)
         blocks = -(-units * split // WARPS)
         b_col, out_col = p.b_layout == COL, p.out_layout == COL
 
@@ -108,4 +109,12 @@ class SpmmSRBCRS(CudaKernel):
             c_strides = (1, o.ldc) if out_col else (o.ldc, 1)
             return (launch.bind(grid, o.stream, o.b, o.c, o.n, *b_strides, *c_strides),)
 
-        return Prepared(prepare, f"{ROWS}x{32 * cols}, {split} warps")
+        return Prepared(prepare, f"{ROWS}x{32 * cols}, {split} warps", slots.nbytes if slots else 0)
+
+    def _launch(self, a: Any, p: Problem, cols: int, split: int) -> Launch:
+        """The launch that reads the arrays of the format."""
+        types = f"{VALUE_TYPES[p.a_dtype].cuda}, {VALUE_TYPES[p.out_dtype].cuda}"
+        instance = f"spmm_sr_bcrs<{types}, {index_type(a.indptr)}, {index_type(a.indices)}, {cols}, {WARPS}, {split}>"
+        function = jit.load("sr_bcrs/spmm_sr_bcrs.cu", instance, jit.architecture(p.sm or 80, ()), p.device_id)
+        fixed = (a.indptr, a.indices, a.data, p.M, a.vector_length, a.stride)
+        return Launch(function, "PPPqiiPPqqqqq", fixed, 32 * WARPS)
