@@ -26,7 +26,7 @@ MATRICES: dict[str, dict[str, Any]] = {
     "sum": {"rules": ("bsr:blocksize=64x64,density>=0.9", "csr")},
 }  # fmt: skip
 READ_AS_THEY_ARE = {
-    "cuda.spmm_bsr", "cuda.spmm_bsr_tokens", "cuda.spmm_sr_bcrs", "cuda.spmm_vector_nm_tokens", "cuda.expand_then_dense",
+    "cuda.spmm_bsr", "cuda.spmm_bsr_tokens", "cuda.spmm_vector_nm_tokens", "cuda.expand_then_dense",
 }  # fmt: skip
 END_IN_A_COPY = {"cuda.spmm_csr", "cuda.spmm_ell_buckets"}
 """A copy to the host waits for all work before it."""
@@ -51,6 +51,7 @@ def test_a_plan_waits_for_the_arrays_it_has_made(kernel: Any, world: World, monk
         return getattr(np, name)
 
     monkeypatch.setattr(world.cupy.cuda, "get_current_stream", lambda *_: stream)
+    monkeypatch.setattr(world.cupy.cuda.runtime, "deviceSynchronize", lambda: events.append("wait"), raising=False)
     monkeypatch.setattr(world.cupy.cuda, "Device", device)
     monkeypatch.setattr(world.cupy, "empty", lambda shape, dtype: np.zeros(shape, dtype).view(real["ndarray"]))
     monkeypatch.setattr(world.cupy, "__getattr__", asked)

@@ -2,8 +2,8 @@
 
 A panel is 32 rows of A, which a warp multiplies; a chunk is ``DEPTH`` columns of A. The columns that a panel uses in a
 chunk, 16 at a time, are the steps of the product. A slot is eight rows of a panel in one column; only those with a value
-are stored. So slots hold all of the matrix, with vectors of 8 rows in fewer bytes than the format. They therefore replace
-its arrays (``Format.kernel_order``), and every kernel of a 16-bit SR-BCRS reads them. docs/decisions/0042.
+are stored. So slots hold all of the matrix, with vectors of 8 rows in fewer bytes than the format. They therefore
+replace its arrays (``Format.kernel_order``), and every kernel of a 16-bit SR-BCRS reads them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ....products.ideal import (
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, ROW, Problem, itemsize
 from ....products.roofline import TENSOR_16, Device, shared_limit
-from ..runtime import refusals
+from ..runtime import jit, refusals
 from ..runtime.c_types import index_type
 from ..runtime.kernel import CudaKernel, Prepared
-from ..runtime.launch import finish_device
+from ..runtime.launch import Launch, finish_device
 from ..runtime.queue import Kernels
 
 SOURCE = "sr_bcrs/mma_fragments.cu"
@@ -250,17 +250,21 @@ def _build_fragments(a: Any, p: Problem) -> Fragments:
     indptr, indices, data = a.indptr, a.indices, a.data
     described = (p.M, p.K), a.vector_length, a.stride, data.dtype
     panels, chunks = ceil_div(p.M, PANEL), ceil_div(p.K, DEPTH)
-    blocks, of_index = ceil_div(panels * chunks, WARPS), f"<{index_type(indptr)}, {index_type(indices)}>"
+    grid = (ceil_div(panels * chunks, WARPS), 1, 1)
+    arch, of_index = jit.architecture(p.sm or 80, ()), f"<{index_type(indptr)}, {index_type(indices)}>"
     with cupy.cuda.Device(p.device_id):
+        stream = cupy.cuda.get_current_stream(p.device_id).ptr
         first = cupy.zeros(panels * chunks + 1, "uint32")
         if not panels * chunks:
             return Fragments(first, cupy.zeros((1, 16), "uint8"), *described)
         stored = (indptr, indices, data, p.M, a.vector_length, a.stride, panels, chunks)
         measured = cupy.empty(panels * chunks, "uint32")
-        KERNELS.queue(f"panel_pieces{of_index}", "PPPqiiqqP", blocks, *stored, measured)
+        function = jit.load(SOURCE, f"panel_pieces{of_index}", arch, p.device_id)
+        Launch(function, "PPPqiiqqP", (*stored, measured), THREADS)(grid, stream)
         cupy.cumsum(measured & np.uint32(MOST_PIECES - 1), out=first[1:])
         pieces = cupy.zeros((max(1, int(first[-1])), 16), "uint8")  # synchronize!
         first[:-1] |= measured & np.uint32(2**32 - MOST_PIECES)
-        KERNELS.queue(f"panel_fill{of_index}", "PPPqiiqqPP", blocks, *stored, first, pieces)
+        function = jit.load(SOURCE, f"panel_fill{of_index}", arch, p.device_id)
+        Launch(function, "PPPqiiqqPP", (*stored, first, pieces), THREADS)(grid, stream)
         finish_device()  # synchronize!
         return Fragments(first, pieces, *described)

@@ -1,6 +1,6 @@
 """SpMM on SR-BCRS with CUDA cores: every value type, any vector length and stride.  Kernel: spmm_sr_bcrs.cu.
 
-16-bit values are read in the slots that the tensor cores take (spmm_sr_bcrs_slots.cu), so that a matrix is on the device
+16-bit values are read in the slots that the tensor cores take (slot_products.cu), so that a matrix is on the device
 once.
 """
 
@@ -28,7 +28,7 @@ from ..runtime.c_types import index_type
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import MAX_GRID_Y, Bound, Launch, Operands
 from .mma_fragments import fragments_of, have_slots
-from .spmm_sr_bcrs_slots import launch_of as slots_launch
+from .slot_products import launch_of as slots_launch
 
 TYPES = ("bfloat16", "float16", "float32", "float64")
 ROWS, WARPS = 8, 8  # rows of a tile that a warp sums; warps of a block

@@ -16,7 +16,7 @@ using namespace spformat;
 
 template <class T, class Out, int COLS, int WARPS, int SPLIT>
 __global__ void __launch_bounds__(32 * WARPS)
-    spmm_sr_bcrs_slots(const u32* __restrict__ first, const u8* __restrict__ pieces, i64 M, i64 K, const T* __restrict__ B,
+    slot_products(const u32* __restrict__ first, const u8* __restrict__ pieces, i64 M, i64 K, const T* __restrict__ B,
                        Out* __restrict__ C, i64 N, i64 b_row, i64 b_col, i64 c_row, i64 c_col) {
     static_assert(WARPS % SPLIT == 0, "a block holds whole units of SPLIT warps");
     static_assert(sizeof(T) == 2, "slots have 16-bit values");
