@@ -25,7 +25,7 @@ expand_sr_bcrs_slots(const u32* __restrict__ first, const u8* __restrict__ piece
     for (int i = threadIdx.x; i < steps_of(at) * 64; i += THREADS) {  // a step has four times 16 places
         const u8* header = record + i / 64 * HEADER;
         const int eight = i / 16 % 4, place = i % 16;
-        const u32 word = __ldg(reinterpret_cast<const u32*>(header + 16) + eight);
+        const u32 word = __ldg(reinterpret_cast<const u32*>(header + 16) + word_of(eight));
         if (!(word >> place & 1)) continue;
         const u32 piece = (word >> 16) + __popc(word & ((1u << place) - 1));
         const uint4 slot = __ldg(reinterpret_cast<const uint4*>(record) + piece);

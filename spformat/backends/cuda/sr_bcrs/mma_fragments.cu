@@ -155,7 +155,7 @@ __global__ void panel_fill(const Ptr* __restrict__ indptr, const Index* __restri
     }
     __syncwarp();
     for (int i = lane; i < steps * (PANEL_ROWS / 8); i += 32)
-        reinterpret_cast<u32*>(out + i / 4 * HEADER + 16)[i % 4] = words[warp][i / 4][i % 4];
+        reinterpret_cast<u32*>(out + i / 4 * HEADER + 16)[word_of(i % 4)] = words[warp][i / 4][i % 4];
     each_vector(indptr, indices, data, row0, row1, t, g, k0, [&](i64 tile, const u16* values, int k) {
         const i64 begin = max(row0, tile * t), end = min(row1, tile * t + t - 1);
         for (i64 row = begin; row <= end; ++row) {
@@ -178,7 +178,7 @@ template <class Each> __device__ __forceinline__ void each_value(const Slots& a,
         for (int i = lane; i < steps_of(first) * 64; i += 32) {  // a step has four times 16 places
             const u8* header = record + i / 64 * HEADER;
             const int eight = i / 16 % 4, place = i % 16;
-            const u32 word = reinterpret_cast<const u32*>(header + 16)[eight];
+            const u32 word = reinterpret_cast<const u32*>(header + 16)[word_of(eight)];
             if (!(word >> place & 1)) continue;
             const u16* slot = reinterpret_cast<const u16*>(record) + ((word >> 16) + __popc(word & ((1u << place) - 1))) * 8;
             const i64 row = panel * PANEL_ROWS + eight * 8;

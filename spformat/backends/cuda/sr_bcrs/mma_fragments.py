@@ -1,8 +1,8 @@
 """SR-BCRS of any (t, g) with 16-bit values in slots, the order of the tensor cores.  Kernels: mma_fragments.cu.
 
 A panel is 32 rows of A, which a warp multiplies; a chunk is ``DEPTH`` columns of A. The columns that a panel uses in a
-chunk, 16 at a time, are the steps of the product. A slot is eight rows of a panel in one column; only those with a value
-are stored. So slots hold all of the matrix, with vectors of 8 rows in fewer bytes than the format. They therefore
+chunk, 16 at a time, are the steps of the product. A slot is eight rows of a panel in one column; only those with a
+value are stored. So slots hold all of the matrix, with vectors of 8 rows in fewer bytes than the format. They therefore
 replace its arrays (``Format.kernel_order``), and every kernel of a 16-bit SR-BCRS reads them.
 """
 

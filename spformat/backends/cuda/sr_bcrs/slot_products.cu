@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(32 * WARPS)
         Header h{0, 0};
         if (step < steps_of(at)) {
             const u8* from = slots.record(at) + step * HEADER;
-            h.word = __ldg(reinterpret_cast<const u32*>(from + 16) + eight), h.column = __ldg(from + lane % 16);
+            h.word = __ldg(reinterpret_cast<const u32*>(from + 16) + word_of(eight)), h.column = __ldg(from + lane % 16);
         }
         return h;
     };

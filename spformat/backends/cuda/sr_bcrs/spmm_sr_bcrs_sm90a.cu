@@ -150,8 +150,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 * (WM * WN 
                         asm volatile("ld.shared.u8 %0, [%1];" : "=r"(line) : "r"(mine + s * HEADER + lane % 16) : "memory");
                 };
                 auto load = [&](Step<NF>& to, int s) {
-#pragma unroll
-                    for (int m = 0; m < MF; ++m) load_fragment(to.a[m], m, mine, mine + s * HEADER, base + L::ZEROS, lane);
+                    load_fragments(to.a, mine, mine + s * HEADER, base + L::ZEROS, lane);
                     // The strip starts on a power of two of chunks: neighbours in a line differ by an exclusive or.
                     const u32 at = boxes + swizzled<L::LINE>(line, wn * NF % (L::LINE / 16) + lane / 16);
 #pragma unroll

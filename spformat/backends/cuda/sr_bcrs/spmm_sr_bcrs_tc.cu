@@ -113,8 +113,7 @@ __global__ void __launch_bounds__(32 * WM * WN * WK)
             for (int s = wk; s < count; s += WK) {
                 u32 line, a[MF][4], b[NF / 2][4];
                 asm volatile("ld.shared.u8 %0, [%1];" : "=r"(line) : "r"(record + s * HEADER + lane % 16) : "memory");
-#pragma unroll
-                for (int m = 0; m < MF; ++m) load_fragment(a[m], m, record, record + s * HEADER, nothing, lane);
+                load_fragments(a, record, record + s * HEADER, nothing, lane);
                 line = slab + line * (PITCH * 2);
 #pragma unroll
                 for (int j = 0; j < NF / 2; ++j) ldmatrix_x4_trans(b[j], line + j * 32);

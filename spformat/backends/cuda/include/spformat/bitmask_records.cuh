@@ -34,55 +34,30 @@ __device__ __forceinline__ void bytes_before(u32 bits, u32 (&before)[2]) {
     before[0] -= own[0], before[1] -= own[1];
 }
 
-// Where the values of one row lie in a record: by columns 16k .. 16k+15, bit 4t+i of mask[k] is element i of lane t of the
-// row, and from[k] the bytes from the start of the record to the first of its values there.
-struct RecordRow {
-    u32 mask[4], from[4];
-
-    __device__ __forceinline__ RecordRow(const u8* record, int row) {
-        const u32* bits = reinterpret_cast<const u32*>(record + RECORD_BITS);
-        const int first = row % 8 * 4, side = row / 8 % 2 * 4;
-        u32 before = 0;  // byte k: values of the group in the lanes of the rows above
-        for (int lane = 0; lane < first; ++lane) {
-            u32 x = bits[lane] >> side & 0x0F0F0F0Fu;
-            x -= x >> 1 & 0x05050505u;
-            before += (x & 0x03030303u) + (x >> 2 & 0x03030303u);
-        }
-        u32 own[4];
-#pragma unroll
-        for (int t = 0; t < 4; ++t) own[t] = bits[first + t] >> side;
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            mask[k] = 0;
-#pragma unroll
-            for (int t = 0; t < 4; ++t) mask[k] |= (own[t] >> 8 * k & 15) << 4 * t;
-            from[k] = reinterpret_cast<const u16*>(record)[2 * k + side / 4] + 2 * (before >> 8 * k & 255);
-        }
-    }
-};
-
-// The bit of RecordRow::mask that stands for column c of 16.
-__device__ __forceinline__ int record_bit(int c) { return c % 8 / 2 * 4 + c / 8 * 2 + c % 2; }
-
 // One element of C over the stored elements of row i, by ascending columns. b: a column of B, its elements b_k apart.
 template <class T>
 __device__ __noinline__ float stored_only(const u8* records, const u32* starts, int steps, i64 i, const T* b, i64 b_k) {
     static_assert(sizeof(T) == 2, "records have 16-bit values");
-    const u32* start = starts + i / 16 * steps;
+    const int first = i % 8 * 4;  // lanes first .. first+3 have the row
     float sum = 0;
+    starts += i / 16 * steps;
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
-        const u8* record = records + static_cast<u64>(start[step]) * 16;
-        const RecordRow row(record, static_cast<int>(i % 16));
-#pragma unroll
-        for (int k = 0; k < 4; ++k)
+    for (int group = 0; group < 4 * steps; ++group, b += 16 * b_k) {  // 16 columns each
+        const u8* record = records + static_cast<u64>(starts[group / 4]) * 16;
+        const int q = group % 4 * 2 + i / 8 % 2;
+        const u32* bits = reinterpret_cast<const u32*>(record + RECORD_BITS);
+        u32 mask = 0;  // bit 4t+e: element e of lane first+t
 #pragma unroll 1
-            for (int c = 0; c < 16 && row.mask[k]; ++c) {
-                const int bit = record_bit(c);
-                if (!(row.mask[k] >> bit & 1)) continue;
-                const u32 at = row.from[k] + 2 * __popc(row.mask[k] & ((1u << bit) - 1));
-                sum += to_float(*reinterpret_cast<const T*>(record + at)) * to_float(b[(64 * i64(step) + 16 * k + c) * b_k]);
-            }
+        for (int t = 0; t < 4; ++t) mask |= (bits[first + t] >> (4 * q) & 15) << (4 * t);
+        if (!mask) continue;
+        const T* values = reinterpret_cast<const T*>(record + reinterpret_cast<const u16*>(record)[q]);
+#pragma unroll 1
+        for (int lane = 0; lane < first; ++lane) values += __popc(bits[lane] >> (4 * q) & 15);
+#pragma unroll 1
+        for (int c = 0; c < 16; ++c) {
+            const int bit = c % 8 / 2 * 4 + c / 8 * 2 + c % 2;
+            if (mask >> bit & 1) sum += to_float(values[__popc(mask & ((1u << bit) - 1))]) * to_float(b[c * b_k]);
+        }
     }
     return sum;
 }

@@ -8,8 +8,8 @@
 //   pieces 16 bytes each  a record is a header of two pieces for each step, then the slots of rows 0-7, 8-15, 16-23, 24-31
 //                         of the panel, each by step and place
 //   header u8[16]         place by place: the column in the chunk
-//          u32[4]         of each eight rows: bit i, there is a slot at place i; bits 16.., where the first of them lies, in
-//                         pieces from the start of the record
+//          u32[4]         of rows 0-7, 16-23, 8-15, 24-31: bit i, there is a slot at place i; bits 16.., where the first of
+//                         them lies, in pieces from the start of the record
 // The unused places of a chunk's last step repeat a column that the panel uses there.
 // Columns of a step are ordered so that any 8 of them differ modulo 8 as far as possible: they are the 8 lines of B that one
 // phase of ldmatrix reads, and lines that differ modulo 8 lie in different banks.
@@ -40,14 +40,21 @@ __device__ __forceinline__ int steps_of(u32 first) { return first >> 28; }
 // Pieces of the record between two entries of `first`.
 __device__ __forceinline__ u32 pieces_between(u32 first, u32 next) { return (next - first) & 0x0FFFFFFF; }
 
-// Fragment m of a step in the registers of a warp, as m16n8k16 takes A. record, header: addresses of the chunk's record and of
+// Where a header has the word of rows 8*eight .. 8*eight+7.
+__host__ __device__ constexpr int word_of(int eight) { return eight % 2 * 2 + eight / 2; }
+
+// The fragments of a step in the registers of a warp, as m16n8k16 takes A. record, header: addresses of the chunk's record and of
 // the step's header in shared memory; zeros: of 16 bytes of zeros, for what has no slot.
-__device__ __forceinline__ void load_fragment(u32 (&a)[4], int m, u32 record, u32 header, u32 zeros, int lane) {
+__device__ __forceinline__ void load_fragments(u32 (&a)[MF][4], u32 record, u32 header, u32 zeros, int lane) {
     const u32 bit = 1u << (lane / 16 * 8 + lane % 8);
-    u32 word;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(header + 16 + 8 * m + lane / 8 % 2 * 4) : "memory");
-    const u32 slot = record + ((word >> 16) + __popc(word & (bit - 1))) * 16;
-    ldmatrix_x4_trans(a, word & bit ? slot : zeros);
+    u32 words[MF];
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(words[0]), "=r"(words[1]) : "r"(header + 16 + lane / 8 % 2 * 8) : "memory");
+#pragma unroll
+    for (int m = 0; m < MF; ++m) {
+        const u32 slot = record + (words[m] >> 16) * 16 + __popc(words[m] & (bit - 1)) * 16;
+        ldmatrix_x4_trans(a[m], words[m] & bit ? slot : zeros);
+    }
 }
 
 // One element of C over the values of row `row` that are not zero. b: column n of B, its elements b_row apart.
@@ -62,7 +69,7 @@ template <class T> __device__ __noinline__ float stored_only(const Slots& a, i64
 #pragma unroll 1
         for (int step = 0; step < steps_of(first[q]); ++step) {
             const u8* header = record + step * HEADER;
-            const u32 word = reinterpret_cast<const u32*>(header + 16)[eight];
+            const u32 word = reinterpret_cast<const u32*>(header + 16)[word_of(eight)];
             const T* slot = reinterpret_cast<const T*>(record) + (word >> 16) * 8 + row % 8;
             for (u32 left = word & 0xFFFF; left; left &= left - 1, slot += 8) {
                 const float value = to_float(*slot);
