@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(32 * RANGES * PARTS)
                             make_float2(acc[m][j][2 * h], acc[m][j][2 * h + 1]);
         __syncthreads();
         store_sums<float, Out, ROWS, NT, RANGES>(sums, row0, n0, M, N, C, c_row, c_col, [&](i64 row, i64 n) {
-            return stored_only<T>(records, starts, steps, row, B + n * (BCOL ? ldb : 1), BCOL ? 1 : ldb);
+            return stored_only<T>(records, starts, steps, static_cast<int>(row), B + n * (BCOL ? ldb : 1), BCOL ? 1 : ldb);
         });
         __syncthreads();
     }

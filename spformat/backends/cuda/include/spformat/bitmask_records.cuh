@@ -36,27 +36,29 @@ __device__ __forceinline__ void bytes_before(u32 bits, u32 (&before)[2]) {
 
 // One element of C over the stored elements of row i, by ascending columns. b: a column of B, its elements b_k apart.
 template <class T>
-__device__ __noinline__ float stored_only(const u8* records, const u32* starts, int steps, i64 i, const T* b, i64 b_k) {
+__device__ __noinline__ float stored_only(const u8* records, const u32* starts, int steps, int i, const T* b, i64 b_k) {
     static_assert(sizeof(T) == 2, "records have 16-bit values");
-    const int first = i % 8 * 4;  // lanes first .. first+3 have the row
     float sum = 0;
-    starts += i / 16 * steps;
+    starts += static_cast<i64>(i / 16) * steps;
 #pragma unroll 1
-    for (int group = 0; group < 4 * steps; ++group, b += 16 * b_k) {  // 16 columns each
-        const u8* record = records + static_cast<u64>(starts[group / 4]) * 16;
-        const int q = group % 4 * 2 + i / 8 % 2;
-        const u32* bits = reinterpret_cast<const u32*>(record + RECORD_BITS);
-        u32 mask = 0;  // bit 4t+e: element e of lane first+t
+    for (int group = 4 * steps; group; --group, b += 16 * b_k) {  // 16 columns each
+        const u8* record = records + static_cast<u64>(*starts) * 16;
+        const int q = -group & 3;
+        if (q == 3) ++starts;
+        const int shift = q * 8 + i / 8 % 2 * 4;
+        const u8* values = record + reinterpret_cast<const u16*>(record)[shift / 4];
+        u32 mask = 0;  // bit 4t+e: element e of lane t of the four that have the row
 #pragma unroll 1
-        for (int t = 0; t < 4; ++t) mask |= (bits[first + t] >> (4 * q) & 15) << (4 * t);
-        if (!mask) continue;
-        const T* values = reinterpret_cast<const T*>(record + reinterpret_cast<const u16*>(record)[q]);
-#pragma unroll 1
-        for (int lane = 0; lane < first; ++lane) values += __popc(bits[lane] >> (4 * q) & 15);
+        for (int lane = 0; lane < i % 8 * 4 + 4; ++lane) {
+            const u32 bits = reinterpret_cast<const u32*>(record + RECORD_BITS)[lane] >> shift & 15;
+            if (lane < i % 8 * 4) values += 2 * __popc(bits);
+            else mask |= bits << (lane % 4 * 4);
+        }
 #pragma unroll 1
         for (int c = 0; c < 16; ++c) {
             const int bit = c % 8 / 2 * 4 + c / 8 * 2 + c % 2;
-            if (mask >> bit & 1) sum += to_float(values[__popc(mask & ((1u << bit) - 1))]) * to_float(b[c * b_k]);
+            if (mask >> bit & 1)
+                sum += to_float(reinterpret_cast<const T*>(values)[__popc(mask & ((1u << bit) - 1))]) * to_float(b[c * b_k]);
         }
     }
     return sum;
