@@ -198,9 +198,8 @@ __global__ void __launch_bounds__(32 * WARPS)
             for (int j = 0; j < NT / 2; ++j) mine[lane % 16 * NT + lane / 16 * (NT / 2) + j] = acc[m * (NT / 2) + j];
         }
         __syncthreads();
-        store_sums<Sum, T, L::ROWS, NT, WARPS>(sums, row0, n0, M, N, C, c_row, c_col, [&](i64 row, i64 n) {
-            return stored_only<T, Ptr>(indptr, bitmask, data, row, bytes, B + n * (BCOL ? ldb : 1), BCOL ? 1 : ldb);
-        });
+        store_sums<T, T, Ptr, L::ROWS, NT, WARPS>(sums, indptr, bitmask, data, bytes, row0, n0, M, N, B, BCOL ? 1 : ldb,
+                                                  BCOL ? ldb : 1, C, c_row, c_col);
         __syncthreads();
     }
 }
