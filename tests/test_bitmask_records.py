@@ -52,17 +52,18 @@ def test_arrays_come_back(dtype: str) -> None:
     sm = int(cp.cuda.Device().compute_capability)
     for i, shape in enumerate(SHAPES):
         for density in (0, 0.1, 0.5, 1):
-            a = sf.convert(drawn(i, shape, density, dtype), "bitmask").to("cuda")
+            stored = sf.convert(drawn(i, shape, density, dtype), "bitmask")
+            a = stored.to("cuda")
             p = problem_of(a, sm)
             records = bitmask_records.records(a, p)
             assert records.nbytes <= 16 * (bitmask_records.pieces_at_most(p) + 1) + 4 * (records.count + 1)
             assert records.count == ceil_div(shape[0], 16) * ceil_div(shape[1], 64)
             back = records.restore()
-            for name, array in a.arrays().items():
+            for name, array in stored.arrays().items():
                 got = back[name]
                 where = f"{shape} density {density}: {name}"
                 assert (got.dtype, got.shape) == (array.dtype, array.shape), where
-                assert got.get().tobytes() == array.get().tobytes(), where
+                assert got.get().tobytes() == array.tobytes(), where
 
 
 @pytest.mark.gpu

@@ -48,16 +48,17 @@ def test_arrays_come_back(length: int, stride: int, dtype: str) -> None:
     for i, shape in enumerate(SHAPES):
         for density in (0, 0.1, 0.5, 1):
             x = drawn(i, shape, density, dtype)
-            a = sf.convert(x, "sr-bcrs", vector_length=length, stride=stride).to("cuda")
+            stored = sf.convert(x, "sr-bcrs", vector_length=length, stride=stride)
+            a = stored.to("cuda")
             p = problem_of(a, sm)
             slots = mma_fragments.fragments_of(a, p)
             assert slots.pieces.shape[0] <= max(1, mma_fragments.pieces_at_most(p))
             back = slots.restore()
-            for name, array in a.arrays().items():
+            for name, array in stored.arrays().items():
                 got = back[name]
                 where = f"{shape} density {density}: {name}"
                 assert (got.dtype, got.shape) == (array.dtype, array.shape), where
-                assert got.get().tobytes() == array.get().tobytes(), where
+                assert got.get().tobytes() == array.tobytes(), where
 
 
 @pytest.mark.gpu
