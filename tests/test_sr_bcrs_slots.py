@@ -62,6 +62,18 @@ def test_arrays_come_back(length: int, stride: int, dtype: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("length", [8, 16, 64])
+def test_slots_have_few_more_bytes_than_the_format(length: int) -> None:
+    """16 of a slot of eight rows, where the format has 4 more for the column, and 32 for 16 columns of a panel."""
+    cp = pytest.importorskip("cupy")
+    sm, rng = int(cp.cuda.Device().compute_capability), np.random.default_rng(3)
+    for density in (0.02, 0.1, 0.5, 1):
+        x = np.repeat(rng.random((256 // length, 1500)) < density, length, axis=0).astype(np.float16)
+        a = sf.convert(x, "sr-bcrs", vector_length=length).to("cuda")
+        assert mma_fragments.fragments_of(a, problem_of(a, sm)).nbytes <= 1.1 * a.nbytes, f"density {density}"
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
 def test_products_come_from_slots_alone(kernel: Any) -> None:
     """Also where B is not finite: a NaN or infinity meets values only that are not zero. The arrays are not kept beside them."""
