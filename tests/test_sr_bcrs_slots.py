@@ -48,16 +48,29 @@ def test_arrays_come_back(length: int, stride: int, dtype: str) -> None:
     for i, shape in enumerate(SHAPES):
         for density in (0, 0.1, 0.5, 1):
             x = drawn(i, shape, density, dtype)
-            a = sf.convert(x, "sr-bcrs", vector_length=length, stride=stride).to("cuda")
+            stored = sf.convert(x, "sr-bcrs", vector_length=length, stride=stride)
+            a = stored.to("cuda")
             p = problem_of(a, sm)
             slots = mma_fragments.fragments_of(a, p)
             assert slots.pieces.shape[0] <= max(1, mma_fragments.pieces_at_most(p))
             back = slots.restore()
-            for name, array in a.arrays().items():
+            for name, array in stored.arrays().items():
                 got = back[name]
                 where = f"{shape} density {density}: {name}"
                 assert (got.dtype, got.shape) == (array.dtype, array.shape), where
-                assert got.get().tobytes() == array.get().tobytes(), where
+                assert got.get().tobytes() == array.tobytes(), where
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [8, 16, 64])
+def test_slots_have_few_more_bytes_than_the_format(length: int) -> None:
+    """16 of a slot of eight rows, where the format has 4 more for the column, and 32 for 16 columns of a panel."""
+    cp = pytest.importorskip("cupy")
+    sm, rng = int(cp.cuda.Device().compute_capability), np.random.default_rng(3)
+    for density in (0.02, 0.1, 0.5, 1):
+        x = np.repeat(rng.random((256 // length, 1500)) < density, length, axis=0).astype(np.float16)
+        a = sf.convert(x, "sr-bcrs", vector_length=length).to("cuda")
+        assert mma_fragments.fragments_of(a, problem_of(a, sm)).nbytes <= 1.1 * a.nbytes, f"density {density}"
 
 
 @pytest.mark.gpu

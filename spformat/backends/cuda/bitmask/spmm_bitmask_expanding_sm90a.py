@@ -174,7 +174,7 @@ class SpmmBitmaskExpanding(CudaKernel):
             rest = expanding.tail(o, p, tile, tile.parts, b, ldb, b_col)
             return [*calls, launch.bind(expanding.grid(o, p, tile, tile.parts), o.stream, *rest)]
 
-        return Prepared(prepare, str(tile), records.nbytes)
+        return Prepared(prepare, str(tile))
 
 
 def instance(tile: Tile, room: int, p: Problem) -> str:

@@ -123,4 +123,4 @@ class SpmmBitmaskTensor(CudaKernel):
         function = jit.load(SOURCE, instance, jit.architecture(p.sm or 80, ()), p.device_id, tile.smem(room))
         launch = Launch(function, "PPqqiiiPPqqqq", fixed, 32 * tile.warps, tile.smem(room))
         prepare = over_tiles(launch, ceil_div(p.M, tile.rows), tile.cols, p.out_layout == COL)
-        return Prepared(prepare, str(tile), records.nbytes)
+        return Prepared(prepare, str(tile))

@@ -86,7 +86,8 @@ class Tile:
         return -(-M // self.rows) * -(-n // self.cols)
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.cols}x{DEPTH}, {self.wk} warps a panel, clusters of {self.cluster}"
+        extent = f"{self.rows}x{self.cols}x{DEPTH}, {self.wk} warps a panel"
+        return f"{extent}, {self.stages} stages, clusters of {self.cluster}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,13 @@
 
 using namespace spformat;
 
+// The value that has these bits.
+template <class T> __device__ __forceinline__ float value_of(u16 bits) {
+    T value;
+    memcpy(&value, &bits, sizeof(T));
+    return to_float(value);
+}
+
 template <class T, class Out, int COLS, int WARPS, int SPLIT>
 __global__ void __launch_bounds__(32 * WARPS)
     slot_products(const u32* __restrict__ first, const u8* __restrict__ pieces, i64 M, i64 K, const T* __restrict__ B,
@@ -21,7 +28,8 @@ __global__ void __launch_bounds__(32 * WARPS)
     static_assert(WARPS % SPLIT == 0, "a block holds whole units of SPLIT warps");
     static_assert(sizeof(T) == 2, "slots have 16-bit values");
     constexpr int ROWS = 8, BATCH = 32, UNROLL = 4, ROOM = 3 * BATCH + UNROLL;  // fewer than BATCH, what two loads bring, and the end
-    __shared__ uint4 weights[WARPS][ROOM];
+    struct alignas(16) Weights { float row[ROWS]; };
+    __shared__ Weights weights[WARPS][ROOM];
     __shared__ i64 b_offsets[WARPS][ROOM];
     __shared__ float partial[SPLIT > 1 ? WARPS : 1][32 * COLS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = warp % SPLIT;
@@ -57,7 +65,13 @@ __global__ void __launch_bounds__(32 * WARPS)
         auto put = [&](const Header& h, const uint4& slot, i64 k0) {
             const u32 all = __ballot_sync(~0u, h.word & bit);
             const int to = count + __popc(all & ((1u << lane) - 1));
-            if (h.word & bit) weights[warp][to] = slot, b_offsets[warp][to] = (k0 + h.column) * b_row;
+            if (h.word & bit) {
+                const u32 pairs[4] = {slot.x, slot.y, slot.z, slot.w};
+                Weights w;
+#pragma unroll
+                for (int r = 0; r < ROWS; ++r) w.row[r] = value_of<T>(static_cast<u16>(pairs[r / 2] >> (16 * (r % 2))));
+                weights[warp][to] = w, b_offsets[warp][to] = (k0 + h.column) * b_row;
+            }
             count += __popc(all);
         };
         auto add = [&] {
@@ -74,12 +88,11 @@ __global__ void __launch_bounds__(32 * WARPS)
 #pragma unroll
                 for (int u = 0; u < UNROLL; ++u) {
                     if (j + u >= count) break;
-                    const uint4 slot = weights[warp][j + u];
-                    const T* w = reinterpret_cast<const T*>(&slot);
+                    const Weights w = weights[warp][j + u];
 #pragma unroll
                     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-                        for (int c = 0; c < COLS; ++c) acc[r][c] += to_float(w[r]) * b[u][c];
+                        for (int c = 0; c < COLS; ++c) acc[r][c] += w.row[r] * b[u][c];
                 }
             }
             __syncwarp();

@@ -109,7 +109,7 @@ class SpmmSRBCRS(CudaKernel):
             c_strides = (1, o.ldc) if out_col else (o.ldc, 1)
             return (launch.bind(grid, o.stream, o.b, o.c, o.n, *b_strides, *c_strides),)
 
-        return Prepared(prepare, f"{ROWS}x{32 * cols}, {split} warps", slots.nbytes if slots else 0)
+        return Prepared(prepare, f"{ROWS}x{32 * cols}, {split} warps")
 
     def _launch(self, a: Any, p: Problem, cols: int, split: int) -> Launch:
         """The launch that reads the arrays of the format."""

@@ -144,13 +144,15 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 * (WM * WN 
                 const int count = *reinterpret_cast<const int*>(shared + L::COUNTS + (slot * WM + wm) * 4);
                 const u32 boxes = base + slot * L::STAGE + wn * NF * 16 / L::LINE * L::BOX;  // the first of this warp's
                 const u32 mine = base + slot * L::STAGE + L::A + wm * L::PANEL;
-                u32 line = 0;  // of B, for this lane's ldmatrix address: fetched a step before it is used
+                // Of a step, fetched a step before it is used: the line of B for this lane's ldmatrix address, and the words.
+                u32 line = 0, words[MF] = {};
                 auto fetch = [&](int s) {
-                    if (s < count)
-                        asm volatile("ld.shared.u8 %0, [%1];" : "=r"(line) : "r"(mine + s * HEADER + lane % 16) : "memory");
+                    if (s >= count) return;
+                    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(line) : "r"(mine + s * HEADER + lane % 16) : "memory");
+                    load_words(words, mine + s * HEADER, lane);
                 };
                 auto load = [&](Step<NF>& to, int s) {
-                    load_fragments(to.a, mine, mine + s * HEADER, base + L::ZEROS, lane);
+                    load_fragments(to.a, words, mine, base + L::ZEROS, lane);
                     // The strip starts on a power of two of chunks: neighbours in a line differ by an exclusive or.
                     const u32 at = boxes + swizzled<L::LINE>(line, wn * NF % (L::LINE / 16) + lane / 16);
 #pragma unroll

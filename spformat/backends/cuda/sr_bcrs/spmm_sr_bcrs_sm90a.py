@@ -84,4 +84,4 @@ class SpmmSRBCRSHopper(FragmentKernel):
             c_strides = (1, o.ldc) if out_col else (o.ldc, 1)
             return (launch.bind(grid, o.stream, mapped, o.b, o.c, o.n, *b_strides, *c_strides),)
 
-        return Prepared(prepare, str(tile), fragments.nbytes)
+        return Prepared(prepare, str(tile))

@@ -111,9 +111,10 @@ __global__ void __launch_bounds__(32 * WM * WN * WK)
             const u32 record = base + slot * STAGE + SLAB + wm * MOST_BYTES;
             const u32 slab = base + slot * STAGE + (wn * NF * 8 + lane / 16 * 8) * 2;
             for (int s = wk; s < count; s += WK) {
-                u32 line, a[MF][4], b[NF / 2][4];
+                u32 line, words[MF], a[MF][4], b[NF / 2][4];
                 asm volatile("ld.shared.u8 %0, [%1];" : "=r"(line) : "r"(record + s * HEADER + lane % 16) : "memory");
-                load_fragments(a, record, record + s * HEADER, nothing, lane);
+                load_words(words, record + s * HEADER, lane);
+                load_fragments(a, words, record, nothing, lane);
                 line = slab + line * (PITCH * 2);
 #pragma unroll
                 for (int j = 0; j < NF / 2; ++j) ldmatrix_x4_trans(b[j], line + j * 32);

@@ -43,4 +43,4 @@ class SpmmSRBCRSTensor(FragmentKernel):
         fixed = (fragments.first, fragments.pieces, p.M, p.K)
         launch = Launch(function, "PPqqPPqqqq", fixed, 32 * tile.warps, self.smem(tile))
         prepare = over_tiles(launch, -(-p.M // tile.rows), tile.cols, out_col)
-        return Prepared(prepare, str(tile), fragments.nbytes)
+        return Prepared(prepare, str(tile))

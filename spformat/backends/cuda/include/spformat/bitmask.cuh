@@ -51,4 +51,14 @@ __device__ __forceinline__ void store_sums(const Sum* sums, i64 row0, i64 n0, i6
     }
 }
 
+// The same for A as it is stored.
+template <class T, class Out, class Ptr, int ROWS, int NT, int RANGES>
+__device__ __forceinline__ void store_sums(const sum_t<T>* sums, const Ptr* indptr, const u8* bits, const T* data,
+                                           i64 bytes, i64 row0, i64 n0, i64 M, i64 N, const T* B, i64 b_k, i64 b_n, Out* C,
+                                           i64 c_row, i64 c_col) {
+    store_sums<sum_t<T>, Out, ROWS, NT, RANGES>(sums, row0, n0, M, N, C, c_row, c_col, [&](i64 row, i64 n) {
+        return stored_only<T, Ptr>(indptr, bits, data, row, bytes, B + n * b_n, b_k);
+    });
+}
+
 }  // namespace spformat

@@ -43,13 +43,15 @@ __device__ __forceinline__ u32 pieces_between(u32 first, u32 next) { return (nex
 // Where a header has the word of rows 8*eight .. 8*eight+7.
 __host__ __device__ constexpr int word_of(int eight) { return eight % 2 * 2 + eight / 2; }
 
-// The fragments of a step in the registers of a warp, as m16n8k16 takes A. record, header: addresses of the chunk's record and of
-// the step's header in shared memory; zeros: of 16 bytes of zeros, for what has no slot.
-__device__ __forceinline__ void load_fragments(u32 (&a)[MF][4], u32 record, u32 header, u32 zeros, int lane) {
-    const u32 bit = 1u << (lane / 16 * 8 + lane % 8);
-    u32 words[MF];
+// The words of a step whose header is at `header` in shared memory, for this lane's addresses of its fragments.
+__device__ __forceinline__ void load_words(u32 (&words)[MF], u32 header, int lane) {
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
                  : "=r"(words[0]), "=r"(words[1]) : "r"(header + 16 + lane / 8 % 2 * 8) : "memory");
+}
+// The fragments of a step in the registers of a warp, as m16n8k16 takes A. record: the address of the chunk's record in shared
+// memory; zeros: of 16 bytes of zeros, for what has no slot.
+__device__ __forceinline__ void load_fragments(u32 (&a)[MF][4], const u32 (&words)[MF], u32 record, u32 zeros, int lane) {
+    const u32 bit = 1u << (lane / 16 * 8 + lane % 8);
 #pragma unroll
     for (int m = 0; m < MF; ++m) {
         const u32 slot = record + (words[m] >> 16) * 16 + __popc(words[m] & (bit - 1)) * 16;
