@@ -63,12 +63,16 @@ class Tile:
 
 
 def tiles_for(p: Problem, sms: int) -> tuple[Tile, ...]:
-    """The tiles for a problem. 16 warps where blocks of 8 would leave multiprocessors half empty."""
+    """The tiles for a problem.
+
+    16 warps where blocks of 8 would leave multiprocessors half empty; warps that share a slice of K where there are few
+    rounds of blocks (measured: docs/decisions/0043-few-columns-of-float32.md).
+    """
     size = itemsize(p.a_dtype)
     cols = min(WIDEST[size], power_of_two(max(1, p.n)))
     rows, few = ROWS[size][cols], ceil_div(p.M, 16) < sms
     rows = min(rows, 8) if few else rows
-    parts = 1 if few else 16 // rows
+    parts = 16 // rows if 1 <= ceil_div(p.M, 16) / sms < 4 else 1
     warps = 16 if ceil_div(p.M, rows * parts) <= sms else 8
     return (Tile(rows, cols, parts, warps // parts),)
 

@@ -12,7 +12,7 @@ from ....arrays.library import ceil_div, power_of_two
 from ....products.ideal import cache_us, memory_us, rounds, stored_bytes
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, ROW, Problem, itemsize
-from ....products.roofline import Device
+from ....products.roofline import Device, device_of
 from ..runtime import jit, refusals
 from ..runtime.few_columns import ALONG_K, ALONG_N, SINGLE, expected_way, steps_of, way_of
 from ..runtime.kernel import CudaKernel, Prepared
@@ -47,12 +47,22 @@ class Tile:
         return 8 * self.column_tiles
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.cols}, {self.warps} warps"
+        return f"{self.rows}x{self.cols}, {self.warps} warps, {self.ahead} ahead"
 
 
-def choose(height: int, n: int) -> Tile:
-    """The narrowest tile that holds N; 32 rows where so many columns make B the larger operand."""
-    column_tiles = power_of_two(min(max(n, 8), MAX_COLS)) // 8
+def choose(p: Problem) -> Tile:
+    """The tile that suits a problem."""
+    height, column_tiles = p.p["blocksize"][0], power_of_two(min(max(p.n, 8), MAX_COLS)) // 8
+    if itemsize(p.a_dtype) == 2:
+        return half(height, column_tiles)
+    few = ceil_div(p.M, UNIT) <= device_of(p).processors
+    if column_tiles == 8:  # measured: docs/decisions/0043-few-columns-of-float32.md
+        return Tile(1, 8, 8, 1) if few or height % 32 else Tile(2, 8, 4, 1)
+    return Tile(1, column_tiles, 16 if few and column_tiles < 4 else 8, 2)
+
+
+def half(height: int, column_tiles: int) -> Tile:
+    """The tile for 16-bit values: 32 rows where so many columns make B the larger operand."""
     row_tiles = 2 if column_tiles >= 4 and height % 32 == 0 else 1
     return Tile(row_tiles, column_tiles, 4 if column_tiles == 8 else 8, {1: 4, 2: 4, 4: 2}.get(column_tiles, 1))
 
@@ -78,7 +88,7 @@ class SpmmBSRTokens(CudaKernel):
 
     def options(self, p: Problem) -> tuple[Tile]:
         """The one tile that suits the shape."""
-        return (choose(p.p["blocksize"][0], p.n),)
+        return (choose(p),)
 
     def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
         """By value type and how lanes load B."""
@@ -110,17 +120,17 @@ class SpmmBSRTokens(CudaKernel):
         r = sample_problem("dbsr", (32, 32), "bfloat16", "bfloat16", COL, ROW).changed(n=17)
         f = sample_problem("bsr", (32, 32), "float32", "float32", COL, COL).changed(n=1)
         return (
-            instance(p, choose(64, 1), "int, int, int", ALONG_K),
-            instance(q, choose(16, 64), "long long, int, int", SINGLE),
-            instance(q, choose(16, 64), "int, int, int", ALONG_N),
-            instance(r, choose(32, 17), "int, long long, long long", ALONG_K),
-            instance(f, choose(32, 1), "int, int, int", ALONG_K),
-            instance(f, choose(32, 9), "int, int, int", SINGLE),
-            instance(f, choose(32, 64), "int, int, int", ALONG_N),
+            instance(p, choose(p), "int, int, int", ALONG_K),
+            instance(q, choose(q), "long long, int, int", SINGLE),
+            instance(q, choose(q), "int, int, int", ALONG_N),
+            instance(r, choose(r), "int, long long, long long", ALONG_K),
+            instance(f, choose(f), "int, int, int", ALONG_K),
+            instance(f, choose(f.changed(n=9)), "int, int, int", SINGLE),
+            instance(f, choose(f.changed(n=64)), "int, int, int", ALONG_N),
         )
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
-        return self.prepared_with(a, p, choose(p.p["blocksize"][0], p.n))
+        return self.prepared_with(a, p, choose(p))
 
     def prepared_with(self, a: Any, p: Problem, tile: Tile) -> Prepared:
         """The launches of one tile."""

@@ -3,10 +3,11 @@
 // must not meet what the memory held before, which may be infinite.
 //
 // Lines may start anywhere, yet both sides are moved 16 bytes at a time. A thread writes units of a line of `to` that start on
-// 16-byte boundaries; it loads the two such units of `from` that hold their bytes, and shifts them into place. The ends
-// of a line, and units whose loads would begin before the matrix or end after it, go element by element. A block is 2^narrow
-// threads wide along a line and moves several lines at once; all loads of a thread's EACH units are under way before its
-// first store. Grid: x over pieces of a line, y over groups of lines, both strided.
+// 16-byte boundaries; it loads the two such units of `from` that hold their bytes, and shifts them into place. At the ends of a
+// line these hold bytes of the lines beside it, too, which are dropped: single loads there would keep a warp waiting twice. Only
+// units whose loads would begin before the matrix or end after it go element by element. A block is 2^narrow threads wide
+// along a line and moves several lines at once; all loads of a thread's EACH units are under way before its first store. Grid:
+// x over pieces of a line, y over groups of lines, both strided.
 #include "spformat/units.cuh"
 
 using namespace spformat;
@@ -32,9 +33,9 @@ __global__ void __launch_bounds__(THREADS)
             for (int e = 0; e < EACH; ++e) {
                 const i64 q = q0 + e * wide + x, first = q * P - head;
                 low[e] = high[e] = make_uint4(0, 0, 0, 0), bytes[e] = 0;
-                if (q >= units) continue;
+                if (q >= units || first >= along) continue;
                 const u64 at = reinterpret_cast<u64>(source + first), start = at - at % 16;
-                if (first >= 0 && first + P <= along && start >= begin && start + (at % 16 ? 32 : 16) <= end) {
+                if (start >= begin && start + (at % 16 ? 32 : 16) <= end) {
                     const char* const unit = reinterpret_cast<const char*>(source + first) - at % 16;
                     const uint4* const pair = reinterpret_cast<const uint4*>(unit);
                     bytes[e] = static_cast<u32>(at % 16);
@@ -52,14 +53,22 @@ __global__ void __launch_bounds__(THREADS)
                 const i64 q = q0 + e * wide + x, first = q * P - head;
                 if (q >= units) continue;
                 const uint4 unit = shifted(low[e], high[e], bytes[e]);
-                if (first >= 0 && first + P <= fill) {
+                if (first >= 0 && first + P <= min(fill, along)) {
                     *reinterpret_cast<uint4*>(target + first) = unit;
                 } else {
                     Word words[P];
                     memcpy(words, &unit, 16);
 #pragma unroll
-                    for (int i = 0; i < P; ++i)
-                        if (first + i >= 0 && first + i < fill) target[first + i] = words[i];
+                    for (int i = 0; i < P; ++i) words[i] = first + i < along ? words[i] : Word(0);
+                    if (first >= 0 && first + P <= fill) {
+                        uint4 cut;
+                        memcpy(&cut, words, 16);
+                        *reinterpret_cast<uint4*>(target + first) = cut;
+                    } else {
+#pragma unroll
+                        for (int i = 0; i < P; ++i)
+                            if (first + i >= 0 && first + i < fill) target[first + i] = words[i];
+                    }
                 }
             }
         }

@@ -86,7 +86,7 @@ __device__ __forceinline__ void load_rows(Line<Words> (&b)[NT], const T* B, i64 
                 Line<EACH * sizeof(T) / 4> line;
                 line.load(from);
                 memcpy(bits, line.word, sizeof(bits));
-            } else if (e < rows) {
+            } else if (e < rows && n + j < N) {  // not by lanes without columns: the others would wait for them
 #pragma unroll
                 for (int i = 0; i < EACH; ++i)
                     if (n + j + i < N) bits[i] = reinterpret_cast<const typename ElementBits<sizeof(T)>::type*>(from)[i];
