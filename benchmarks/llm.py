@@ -11,7 +11,8 @@ memory    bytes of the decoder's weights, and the peak of the device over all me
 
 All models use the same --attention: *grouped* (llm_attention.py) copies no keys and values when it decodes, *sdpa* is
 the default of transformers. The static cache has a multiple of 16 places, as attention kernels read masks in such
-pieces.
+pieces. With --joined q, k and v are one product, and so are gate and up, in all models: four products a layer and not
+seven.
 
 dense      the model as it is, before pruning
 semi       2:4 by torch.sparse.to_sparse_semi_structured
@@ -279,7 +280,7 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
             del model
     return {
         "device": torch.cuda.get_device_name() if a.device.type == "cuda" else "cpu", "shape": a.shape,
-        "layers": a.layers, "attention": a.attention, "context": a.context,
+        "layers": a.layers, "attention": a.attention, "joined": a.joined, "context": a.context,
         "dtype": str(a.dtype).removeprefix("torch."),
         "versions": {n: importlib.metadata.version(n) for n in ("torch", "transformers", "numpy")},
         "models": models, "rows": [asdict(row) for row in rows], "skipped": clock.skipped,
@@ -321,6 +322,7 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--prefill", type=ints, default=[512, 2048], metavar="T,T", help="tokens")
     p.add_argument("--context", type=int, default=128, help="tokens in the cache")
     p.add_argument("--attention", choices=ATTENTION, default=ATTENTION[0])
+    p.add_argument("--joined", action="store_true", help="q, k and v as one product, and gate and up")
     p.add_argument("--seconds", type=float, default=90)
     p.add_argument(
         "--modes", type=lambda text: text.split(","), default=["graph", "eager"], help="of decoding; also compile"

@@ -30,11 +30,15 @@ def reset_peak(a: argparse.Namespace) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def peak_bytes(a: argparse.Namespace) -> int | None:
-    """Most bytes of torch's tensors since ``reset_peak``, and what CuPy, which our kernels allocate with, has now."""
+def peak_bytes(a: argparse.Namespace, reserved: bool = False) -> int | None:
+    """Most bytes of torch's tensors since ``reset_peak``, and what CuPy, which our kernels allocate with, has now.
+
+    reserved: what torch keeps for later tensors counts, too: nobody else can have it.
+    """
     if a.device.type != "cuda":
         return None
-    return int(torch.cuda.max_memory_allocated()) + int(cupy().get_default_memory_pool().total_bytes())
+    torchs = torch.cuda.max_memory_reserved() if reserved else torch.cuda.max_memory_allocated()
+    return int(torchs) + int(cupy().get_default_memory_pool().total_bytes())
 
 
 def cupy() -> Any:
@@ -45,18 +49,22 @@ def cupy() -> Any:
 
 
 def loading(model: Any, a: argparse.Namespace) -> dict[str, Any]:
-    """Save a model as a packed folder and load it again: seconds, and the peak of the device beside the bytes."""
+    """Save a model as a packed folder and load it again: seconds, and the peak of the device beside the bytes.
+
+    over_bytes: what the peak, reserved memory included, is above the packed bytes and the largest tensor.
+    """
     with tempfile.TemporaryDirectory(dir=a.folder) as folder:
         hf.save_pretrained(model, folder)
         packed = sum(f.stat().st_size for f in Path(folder).glob("*.safetensors"))
         reset_peak(a)
-        before = peak_bytes(a) or 0  # of the model that was saved, with what our kernels keep of it
+        before = peak_bytes(a, reserved=True) or 0  # of the model that was saved, with what our kernels keep of it
         start = time.perf_counter()
         again = AutoModelForCausalLM.from_pretrained(folder, device_map=str(a.device), dtype=a.dtype)
         synchronize(a)
-        seconds, peak = time.perf_counter() - start, peak_bytes(a)
+        seconds, peak = time.perf_counter() - start, peak_bytes(a, reserved=True)
         largest = max(t.nbytes for t in again.state_dict().values())
+        rise = None if peak is None else peak - before
         return {
-            "packed_bytes": packed, "largest_tensor": largest, "seconds": round(seconds, 2),
-            "peak_bytes": None if peak is None else peak - before,
+            "packed_bytes": packed, "largest_tensor": largest, "seconds": round(seconds, 2), "peak_bytes": rise,
+            "over_bytes": None if rise is None else rise - packed - largest,
         }  # fmt: skip

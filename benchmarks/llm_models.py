@@ -7,7 +7,7 @@ import copy
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from spformat.torch import SparseLinear
 
@@ -36,15 +36,19 @@ MODELS = {
 
 
 def dense_model(a: argparse.Namespace) -> Any:
-    """A model with random weights, created where it is measured."""
+    """A model with random weights, created where it is measured.
+
+    With --joined it is one of Phi 3, whose weights of q, k and v, and of gate and up, are one matrix each.
+    """
     most = max([*a.prefill, a.context + a.margin])
-    config = LlamaConfig(**a.config, max_position_embeddings=most, attn_implementation=a.attention)
+    kind, cls = (Phi3Config, Phi3ForCausalLM) if a.joined else (LlamaConfig, LlamaForCausalLM)
+    config = kind(**a.config, max_position_embeddings=most, attn_implementation=a.attention, pad_token_id=0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(a.dtype)
     torch.manual_seed(0)
     try:
         with torch.device(a.device):
-            return LlamaForCausalLM(config).eval().requires_grad_(False)
+            return cls(config).eval().requires_grad_(False)
     finally:
         torch.set_default_dtype(before)
 

@@ -101,13 +101,6 @@ class SpmmCSRTokens(CudaKernel):
         tiles = [tile(c, threads, fill, p) for c in widths for threads, fill in SHAPES]
         return [t for t in tiles if t is not None]
 
-    def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
-        """By value size and the words in which a row of B is read from shared memory."""
-        size = itemsize(p.a_dtype)
-        words = f"rows of {tile.columns * size} bytes"
-        layout = "" if p.n == 1 else f", {p.b_layout}-major B"
-        return f"{size}-byte values, {words}{layout}", f"{words}{layout}", words
-
     def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
         """Ideal microseconds of each of ``terms``.
 
