@@ -143,11 +143,8 @@ def two_four_from_dense(x: Array, params: Params) -> TwoFour:
 def two_four_pruned(x: Array, params: Params) -> tuple[TwoFour, int]:
     """Array [M, K] -> (TwoFour of the two largest of every four, values that are not finite)."""
     (data, meta), order = TwoFour.empty_arrays(x), params["meta_order"]
-    if params.get("uncounted"):
-        two_four_pack.BLOCK.pack(x, order, True, data, meta, 0)
-        count = 0
-    else:
-        count, _, _ = two_four_pack.two_four_pack(x, order, data, meta, prune=True)
+    counted = not params.get("uncounted")
+    count, _, _ = two_four_pack.two_four_pack(x, order, data, meta, prune=True, counted=counted)
     return TwoFour.unchecked(shape=x.shape, meta_order=order, data=data, meta=meta), count
 
 

@@ -98,13 +98,18 @@ BLOCK = TwoFourPack()
 """The block that was fastest on an H200."""
 
 
-def two_four_pack(x: Any, order: str, data: Any, meta: Any, prune: bool = False) -> tuple[int, int, int]:
+def two_four_pack(
+    x: Any, order: str, data: Any, meta: Any, prune: bool = False, counted: bool = True
+) -> tuple[int, int, int]:  # fmt: skip
     """Fill ``data`` [Mp, Kp/2] and ``meta`` uint16[Mp*Kp/16] from x [M, K], all CuPy; waits for the device.
 
     Returns (number of refused groups, the first of them as row * Kp/4 + group, its nonzeros). If any group is refused,
     data and meta must not be used. prune: the first number counts values that are not finite, the others are 0, and the
-    arrays are correct.
+    arrays are correct; unless ``counted`` it is 0, too, and nothing is waited for.
     """
+    if prune and not counted:
+        BLOCK.pack(x, order, prune, data, meta, 0)
+        return 0, 0, 0
     refused = Counters()
     BLOCK.pack(x, order, prune, data, meta, refused.address)
     count, inverted = refused.get()  # synchronize!
