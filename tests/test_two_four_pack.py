@@ -78,7 +78,9 @@ def test_what_the_kernel_reports_becomes_the_refusal(monkeypatch: pytest.MonkeyP
     a, pruned = TwoFour.from_dense(x, meta_order="cutlass-sm80"), masks.prune_two_four(ones)
     dense, refusal = a.to_dense(), (0, 0, 0)
 
-    def pack(x: Any, order: str, data: Any, meta: Any, prune: bool = False) -> tuple[int, int, int]:
+    def pack(
+        x: Any, order: str, data: Any, meta: Any, prune: bool = False, counted: bool = True
+    ) -> tuple[int, int, int]:  # fmt: skip
         made = pruned if prune else a
         assert order == made.meta_order
         data[...], meta[...] = made.data, made.meta

@@ -254,7 +254,9 @@ def prune_two_four(w: Array | Dense, *, meta_order: str = "ldmatrix", nonfinite:
     TwoFour.accepts(x.dtype)
     _check_nonfinite(nonfinite)
     pruned: tuple[TwoFour, int] | None = (
-        edges.take(edges.DENSE, "two-four:pruned", x, {"meta_order": order}, x) if x.dtype.itemsize == 2 else None
+        edges.take(edges.DENSE, "two-four:pruned", x, {"meta_order": order} | _uncounted(nonfinite), x)
+        if x.dtype.itemsize == 2
+        else None
     )
     if pruned is None:
         return TwoFour.from_dense(apply(x, magnitude_nm(x, 2, 4, nonfinite=nonfinite)), meta_order=order)
@@ -283,7 +285,7 @@ def prune_vector_nm(
     params = VectorNM.resolve_params(given)
     _check_nonfinite(nonfinite)
     _check_norm(norm)
-    ranked = params | {"norm": norm}
+    ranked = params | {"norm": norm} | _uncounted(nonfinite)
     pruned: tuple[VectorNM, int] | None = edges.take(edges.DENSE, "vector-nm:pruned", x, ranked, x)
     if pruned is None:
         mask = magnitude_vector_nm(x, n, m, vector_length, norm=norm, nonfinite=nonfinite)
@@ -318,12 +320,17 @@ def _check_finite(x: Array, nonfinite: str) -> None:
 
 def _by_edge(x: Array, target: str, params: dict[str, Any], nonfinite: str) -> Array | None:
     """The mask from an edge to ``target``, which also counts the values that are not finite; None if there is none."""
-    masked: tuple[Array, int] | None = edges.take(edges.DENSE, target, x, params, x)
+    masked: tuple[Array, int] | None = edges.take(edges.DENSE, target, x, params | _uncounted(nonfinite), x)
     if masked is None:
         return None
     if masked[1]:
         _check_finite(x, nonfinite)  # scans x again, to name the first
     return masked[0]
+
+
+def _uncounted(nonfinite: str) -> dict[str, Any]:
+    """The param that lets an edge leave out how many values are not finite, for which it waits."""
+    return {"uncounted": True} if nonfinite == "keep" else {}
 
 
 def _check_norm(norm: str) -> None:

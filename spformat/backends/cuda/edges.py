@@ -28,6 +28,7 @@ from .csr import csr_from_dense, csr_pruned, csr_scan, csr_transpose, expand_csr
 from .dense import census
 from .ell_buckets import ell_buckets_edges, ell_buckets_scan
 from .masks import masks_edges
+from .runtime.scratch import Counters
 from .sr_bcrs import sr_bcrs_edges, sr_bcrs_scan
 from .two_four import two_four_csr, two_four_pack, two_four_scan
 from .vector_nm import vector_nm_convert, vector_nm_csr, vector_nm_scan
@@ -142,7 +143,8 @@ def two_four_from_dense(x: Array, params: Params) -> TwoFour:
 def two_four_pruned(x: Array, params: Params) -> tuple[TwoFour, int]:
     """Array [M, K] -> (TwoFour of the two largest of every four, values that are not finite)."""
     (data, meta), order = TwoFour.empty_arrays(x), params["meta_order"]
-    count, _, _ = two_four_pack.two_four_pack(x, order, data, meta, prune=True)
+    counted = not params.get("uncounted")
+    count, _, _ = two_four_pack.two_four_pack(x, order, data, meta, prune=True, counted=counted)
     return TwoFour.unchecked(shape=x.shape, meta_order=order, data=data, meta=meta), count
 
 
@@ -166,14 +168,14 @@ def vector_nm_from_dense(x: Array, params: Params) -> VectorNM:
 
 def vector_nm_pruned(x: Array, params: Params) -> tuple[VectorNM, int] | None:
     """Array [M, K] -> (VectorNM of the n vectors of largest ``norm`` in every window, values that are not finite)."""
-    params, norm = {k: v for k, v in params.items() if k != "norm"}, params["norm"]
+    odd, norm = None if params.get("uncounted") else Counters(), params["norm"]
+    params = {k: v for k, v in params.items() if k not in ("norm", "uncounted")}
     indices, data = VectorNM.empty_arrays(x, params)
     n, m, length = params["n"], params["m"], params["vector_length"]
-    counters = vector_nm_convert.vector_nm_prune(x, n, m, length, norm, indices, data)
-    if counters is None:
-        return None
-    matrix = VectorNM.assemble(x.shape, params, data, indices)
-    return matrix, counters.get()[0]  # synchronize!
+    taken = vector_nm_convert.vector_nm_prune(x, n, m, length, norm, indices, data, odd.address if odd else 0)
+    matrix = VectorNM.assemble(x.shape, params, data, indices) if taken else None
+    count = odd.get()[0] if odd else 0  # synchronize!
+    return (matrix, count) if matrix is not None else None
 
 
 def vector_nm_to_dense(a: VectorNM, params: Params) -> Array:

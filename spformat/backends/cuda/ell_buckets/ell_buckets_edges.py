@@ -23,7 +23,9 @@ def from_dense(x: Array, params: dict[str, Any]) -> ELLBuckets | None:
         return None
     indptr, indices, data = csr_from_dense(x)
     a = CSR.unchecked(shape=x.shape, indptr=indptr, indices=indices, data=data)
-    return from_csr(a, ELLBuckets.resolve_params(params, a) if "max_width" not in params else params)
+    if "max_width" not in params:  # resolved as if it had been given, which is remembered for the next matrix
+        params = ELLBuckets.resolve_params(params | ELLBuckets.auto_params(a, params))
+    return from_csr(a, params)
 
 
 def from_csr(a: CSR, params: dict[str, Any]) -> ELLBuckets:

@@ -136,45 +136,20 @@ struct Tile {
     }
 };
 
-template <class Ptr>
-__global__ void __launch_bounds__(TILE_WARPS * 32)
-count_ell_rows(const Ptr* __restrict__ indptr, const Ptr* __restrict__ cuts, const u8* __restrict__ split, i64 M, int parts,
-               i64 tiles, i64 tile_rows, const __grid_constant__ Widths given, i64* __restrict__ starts) {
-    __shared__ int widths[MOST_WIDTHS];
-    __shared__ i64 counts[TILE_WARPS][MOST_GROUPS];
-    const int levels = given.count, groups = 2 * levels, lane = threadIdx.x % 32;
-    if (threadIdx.x < levels) widths[threadIdx.x] = given.width[threadIdx.x];
-    __syncthreads();
-    const Tile tile(M, tiles, tile_rows);
-    if (tile.part >= parts) return;
-    i64* mine = counts[threadIdx.x / 32];
-    for (int g = lane; g < groups; g += 32) mine[g] = 0;
-    const Segments<Ptr> segments{indptr, cuts, M, parts};
-    for (i64 row = tile.row; row < tile.last; row += 32) {
-        const Lane<Ptr> x(segments, split, tile.part, row, tile.last, widths, levels);
-        __syncwarp();
-        if (x.first_of_group()) mine[x.group] += x.total;
-    }
-    __syncwarp();
-    for (int g = lane; g < groups; g += 32) starts[(static_cast<i64>(tile.part) * groups + g) * tiles + tile.number] = mine[g];
-}
-
-// One block: the prefix sums of starts, and the tables of the buckets.
-__global__ void __launch_bounds__(TABLE_THREADS)
-sum_ell_rows(i64* starts, i64 tiles, int buckets, const __grid_constant__ Widths given, i64* tables, i64* counts) {
+// By one block of Threads: the prefix sums of starts, and the tables of the buckets. widths: in shared memory, `levels` of them.
+template <int Threads>
+__device__ __forceinline__ void sum_tiles(i64* starts, i64 tiles, int buckets, const int* widths, int levels, i64* tables, i64* counts) {
     __shared__ i64 sums[33];
-    __shared__ int widths[MOST_WIDTHS];
-    if (threadIdx.x < given.count) widths[threadIdx.x] = given.width[threadIdx.x];
     const i64 entries = 2 * tiles * buckets;
     i64 rows = 0;
     for (i64 at = static_cast<i64>(threadIdx.x) * TABLE_BATCH, base = 0; base < entries;
-         base += TABLE_THREADS * TABLE_BATCH, at += TABLE_THREADS * TABLE_BATCH) {
+         base += Threads * TABLE_BATCH, at += Threads * TABLE_BATCH) {
         i64 value[TABLE_BATCH], mine = 0, total;
 #pragma unroll
-        for (int e = 0; e < TABLE_BATCH; ++e) value[e] = at + e < entries ? starts[at + e] : 0;
+        for (int e = 0; e < TABLE_BATCH; ++e) value[e] = at + e < entries ? *const_cast<volatile i64*>(starts + at + e) : 0;
 #pragma unroll
         for (int e = 0; e < TABLE_BATCH; ++e) mine += value[e];
-        i64 sum = rows + sum_before_thread<TABLE_THREADS>(mine, sums, total);
+        i64 sum = rows + sum_before_thread<Threads>(mine, sums, total);
 #pragma unroll
         for (int e = 0; e < TABLE_BATCH; ++e) {
             if (at + e < entries) starts[at + e] = sum;
@@ -184,16 +159,16 @@ sum_ell_rows(i64* starts, i64 tiles, int buckets, const __grid_constant__ Widths
         __syncthreads();
     }
     i64 slots = 0;
-    for (int base = 0; base < buckets; base += TABLE_THREADS) {
+    for (int base = 0; base < buckets; base += Threads) {
         const int bucket = base + threadIdx.x;
         const bool live = bucket < buckets;
         i64 first = 0, here = 0, width = 0, total;
         if (live) {
             const i64 end = bucket + 1 < buckets ? starts[2 * (bucket + 1) * tiles] : rows;
-            first = starts[2 * bucket * tiles], here = end - first, width = widths[bucket % given.count];
+            first = starts[2 * bucket * tiles], here = end - first, width = widths[bucket % levels];
             counts[bucket] = here, counts[buckets + bucket] = end - starts[(2 * bucket + 1) * tiles];
         }
-        const i64 before = sum_before_thread<TABLE_THREADS>(here * width, sums, total);
+        const i64 before = sum_before_thread<Threads>(here * width, sums, total);
         if (live) {
             tables[bucket] = first, tables[buckets + 1 + bucket] = slots + before;
             tables[2 * (buckets + 1) + bucket] = width;
@@ -202,6 +177,51 @@ sum_ell_rows(i64* starts, i64 tiles, int buckets, const __grid_constant__ Widths
         __syncthreads();
     }
     if (threadIdx.x == 0) tables[buckets] = rows, tables[2 * buckets + 1] = slots, tables[3 * buckets + 2] = 0;
+}
+
+__global__ void __launch_bounds__(TABLE_THREADS)
+sum_ell_rows(i64* starts, i64 tiles, int buckets, const __grid_constant__ Widths given, i64* tables, i64* counts) {
+    __shared__ int widths[MOST_WIDTHS];
+    if (threadIdx.x < given.count) widths[threadIdx.x] = given.width[threadIdx.x];
+    __syncthreads();
+    sum_tiles<TABLE_THREADS>(starts, tiles, buckets, widths, given.count, tables, counts);
+}
+
+// finished: null, or 0 before the launch and after it. Then the last block does what sum_ell_rows does, whose other arguments follow.
+template <class Ptr>
+__global__ void __launch_bounds__(TILE_WARPS * 32)
+count_ell_rows(const Ptr* __restrict__ indptr, const Ptr* __restrict__ cuts, const u8* __restrict__ split, i64 M, int parts,
+               i64 tiles, i64 tile_rows, const __grid_constant__ Widths given, i64* starts, u64* finished, int buckets, i64* tables,
+               i64* sizes) {
+    __shared__ int widths[MOST_WIDTHS];
+    __shared__ i64 counts[TILE_WARPS][MOST_GROUPS];
+    const int levels = given.count, groups = 2 * levels, lane = threadIdx.x % 32;
+    if (threadIdx.x < levels) widths[threadIdx.x] = given.width[threadIdx.x];
+    __syncthreads();
+    const Tile tile(M, tiles, tile_rows);
+    i64* mine = counts[threadIdx.x / 32];
+    if (tile.part < parts) {
+        for (int g = lane; g < groups; g += 32) mine[g] = 0;
+        const Segments<Ptr> segments{indptr, cuts, M, parts};
+        for (i64 row = tile.row; row < tile.last; row += 32) {
+            const Lane<Ptr> x(segments, split, tile.part, row, tile.last, widths, levels);
+            __syncwarp();
+            if (x.first_of_group()) mine[x.group] += x.total;
+        }
+        __syncwarp();
+        for (int g = lane; g < groups; g += 32)
+            starts[(static_cast<i64>(tile.part) * groups + g) * tiles + tile.number] = mine[g];
+    }
+    if (!finished) return;
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) last = atomicAdd(finished, 1ull) == gridDim.x - 1;
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    if (threadIdx.x == 0) *finished = 0;
+    sum_tiles<TILE_WARPS * 32>(starts, tiles, buckets, widths, levels, tables, sizes);
 }
 
 template <class Ptr, class Row>

@@ -12,6 +12,7 @@ import numpy as np
 
 from ....arrays.library import Array, ceil_div, index_dtype, namespace, round_up
 from ..runtime.c_types import INDEX, WORDS, index_type
+from ..runtime.offsets import tile_sums
 from ..runtime.queue import Kernels
 from ..runtime.scratch import Words, Workspace
 from .ell_buckets_launch import BATCH, THREADS, Widths
@@ -22,6 +23,10 @@ TILE_WARPS, TABLE_THREADS = 4, 1024
 KERNELS, TILES_OF_ROWS = Kernels(SOURCE, THREADS), Kernels(SOURCE, 32 * TILE_WARPS)
 TABLES = Kernels(SOURCE, TABLE_THREADS)
 """The kernels of the file by the threads of their blocks."""
+FEW = 2048
+"""Counts of all tiles that the last block adds up which counts; of more, a larger block does, in a launch of its own."""
+SEGMENTS = (*"PPPqiqq", Widths)
+"""The first parameters of the kernels that go through the tiles."""
 TILES, COUNTS = 4096, 1 << 16
 """Most tiles of a matrix, and most counts of all tiles. One block sums the counts, so that there must be few."""
 
@@ -75,25 +80,30 @@ def ell_buckets_from_csr(
         args = (indptr, indices, cuts, split, M, parts, part_size, widths[-1])
         KERNELS.queue(_cut(ptr, idx), "PPPPqiqi", ceil_div(M, 32), *args)
     c = cut(M, parts, levels)
-    work, counts = Workspace(16 * buckets * c.tiles, 24 * (buckets + 1)), Words.taken(2 * buckets)
-    starts, tables = work.places
-    blocks, signature = ceil_div(parts * c.tiles, TILE_WARPS), (*"PPPqiqq", Widths)
+    # A segment of n items becomes at most n / widest + 1 ELL rows.
+    most, groups = parts * M + nnz // widths[-1], 2 * buckets * c.tiles
+    work = Workspace(8 * groups, 24 * (buckets + 1), 2 * most * indptr.itemsize)
+    (starts, tables, spans), counts = work.places, Words.taken(2 * buckets)
+    blocks, signature = ceil_div(parts * c.tiles, TILE_WARPS), SEGMENTS
     segments = (indptr, cuts, split, M, parts, c.tiles, c.rows, by_value)
-    TILES_OF_ROWS.queue(_count(ptr), (*signature, "P"), blocks, *segments, starts)
-    summed = (*"Pqi", Widths, *"PP")
-    TABLES.queue("sum_ell_rows", summed, 1, starts, c.tiles, buckets, by_value, tables, counts.address)
+    summed: tuple[int, ...] = (tile_sums(0), buckets, tables, counts.address) if groups <= FEW else (0, 0, 0, 0)
+    TILES_OF_ROWS.queue(_count(ptr), (*signature, *"PPiPP"), blocks, *segments, starts, *summed)
+    if groups > FEW:
+        TABLES.queue(
+            "sum_ell_rows", (*"Pqi", Widths, *"PP"), 1, starts, c.tiles, buckets, by_value, tables, counts.address
+        )
     cupy.cuda.get_current_stream().synchronize()  # synchronize!
     rows, split_rows = counts.words[:buckets], counts.words[buckets : 2 * buckets]
     counts.give_back()
     R = sum(rows)
     S = sum(n * w for n, w in zip(rows, widths * parts, strict=True))
-    row_ids, spans = cupy.empty(R, index_dtype(M - 1)), Workspace(2 * R * indptr.itemsize)
+    row_ids = cupy.empty(R, index_dtype(M - 1))
     name = _place(ptr, index_type(row_ids))
-    TILES_OF_ROWS.queue(name, (*signature, *"PPP"), blocks, *segments, starts, row_ids, *spans.places)
+    TILES_OF_ROWS.queue(name, (*signature, *"PPP"), blocks, *segments, starts, row_ids, spans)
     out = cupy.empty(S, indices.dtype), cupy.empty(S, data.dtype), cupy.empty(S, index_dtype(nnz - 1))
     KERNELS.queue(
         _fill(data.itemsize, idx, index_type(out[2]), ptr), "PPPPiqPPP", ceil_div(S, THREADS * BATCH),
-        indices, data, *spans.places, tables, buckets, S, *out,
+        indices, data, spans, tables, buckets, S, *out,
     )  # fmt: skip
     return Placed(tuple(rows), tuple(split_rows), row_ids, *out)
 

@@ -84,7 +84,7 @@ block_norms(const T* __restrict__ x, i64 M, i64 K, int R, int C, int squares, in
         norms[block_row * Kb + c0 / C + b] = sum;
     }
     const u64 total = sum_of_warp<u64>(strange);
-    if (total && threadIdx.x % 32 == 0) atomicAdd(odd, total);
+    if (odd && total && threadIdx.x % 32 == 0) atomicAdd(odd, total);
 }
 
 // mask[i, j] = keep[i / R, j / C]. A thread takes Piece neighbouring columns of up to `rows` rows of one block row; K is a

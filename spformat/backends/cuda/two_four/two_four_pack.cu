@@ -150,7 +150,7 @@ two_four_pack(const u16* __restrict__ x, i64 M, i64 K, u32* __restrict__ data, u
         if (home<order, Part::Q>(j, part.strip, part.piece, wide, strips, to_pair))
             meta[to_pair] = reinterpret_cast<const u32*>(words)[j];
     }
-    if (__any_sync(~0u, bad != 0)) {
+    if ((!Prune || refused) && __any_sync(~0u, bad != 0)) {
         const u32 total = __reduce_add_sync(~0u, bad);
         if (threadIdx.x % 32 == 0) atomicAdd(refused, u64(total));
         if (first > *const_cast<volatile u64*>(refused + 1)) atomicMax(refused + 1, first);

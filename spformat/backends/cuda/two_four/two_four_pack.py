@@ -44,15 +44,15 @@ class TwoFourPack:
         unpacks = (2, "ldmatrix", True), (2, "cutlass-sm80", False), (4, "fragment", True), (1, "logical", False)
         return (*packs, *(self._unpack_instance(*u) for u in unpacks))
 
-    def pack(self, x: Array, order: str, prune: bool, data: Array, meta: Array, refused: Counters) -> None:
+    def pack(self, x: Array, order: str, prune: bool, data: Array, meta: Array, refused: int) -> None:
         """Queue the launch that fills data [Mp, Kp/2] and meta from x [M, K], all CuPy.
 
-        refused: its words are for ``two_four_pack`` to read.
+        refused: address of two zeros that the host reads, see the kernel; 0 if ``prune`` and nobody asks.
         """
         blocks, extents = self._grid(data.shape)
         self._kernels.queue(
             self._pack_instance(x.dtype.name, order, prune, _aligned(x)), "PqqPPqqqP", blocks,
-            x, *x.shape, data, meta, *extents, refused.address,
+            x, *x.shape, data, meta, *extents, refused,
         )  # fmt: skip
 
     def unpack(self, data: Array, meta: Array, order: str, out: Array) -> None:
@@ -99,15 +99,20 @@ BLOCK = TwoFourPack()
 """The block that was fastest on an H200."""
 
 
-def two_four_pack(x: Any, order: str, data: Any, meta: Any, prune: bool = False) -> tuple[int, int, int]:
+def two_four_pack(
+    x: Any, order: str, data: Any, meta: Any, prune: bool = False, counted: bool = True
+) -> tuple[int, int, int]:  # fmt: skip
     """Fill ``data`` [Mp, Kp/2] and ``meta`` uint16[Mp*Kp/16] from x [M, K], all CuPy; waits for the device.
 
     Returns (number of refused groups, the first of them as row * Kp/4 + group, its nonzeros). If any group is refused,
     data and meta must not be used. prune: the first number counts values that are not finite, the others are 0, and the
-    arrays are correct.
+    arrays are correct; unless ``counted`` it is 0, too, and nothing is waited for.
     """
+    if prune and not counted:
+        BLOCK.pack(x, order, prune, data, meta, 0)
+        return 0, 0, 0
     refused = Counters()
-    BLOCK.pack(x, order, prune, data, meta, refused)
+    BLOCK.pack(x, order, prune, data, meta, refused.address)
     count, inverted = refused.get()  # synchronize!
     first, nonzeros = divmod((1 << 64) - 1 - inverted, 8) if count and not prune else (0, 0)
     return count, first, nonzeros

@@ -150,7 +150,7 @@ encode(const T* __restrict__ x, Sizes s, u64 mask, Ranking by, int pitch, u8* __
     if constexpr (KIND != EXACT) {
         u64* norms = shared + by.norms;  // [groups][wide]
         const int odd = rank<KIND>(strip, pitch, s, groups, by, live, norms, used, words);
-        if (odd) atomicAdd(refused, (u64)odd);
+        if (odd && refused) atomicAdd(refused, (u64)odd);
         __syncthreads();
     }
 

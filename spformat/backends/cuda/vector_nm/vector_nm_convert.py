@@ -95,7 +95,7 @@ def vector_nm_encode(x: Array, n: int, m: int, length: int, indices: Array, data
     sizes, groups, pitch, smem, strip = _encoding(x, n, m, length, indices, data)
     refused = Counters()
     whole = smem + strip <= ONE_PASS
-    _encode(x, sizes, groups, pitch, smem + strip * whole, whole, EXACT, Ranking(), indices, data, refused)
+    _encode(x, sizes, groups, pitch, smem + strip * whole, whole, EXACT, Ranking(), indices, data, refused.address)
     if not whole:
         pitch, smem = _strip(sizes, x.dtype.itemsize)
         KERNELS.queue(
@@ -105,24 +105,25 @@ def vector_nm_encode(x: Array, n: int, m: int, length: int, indices: Array, data
     return refused
 
 
-def vector_nm_prune(x: Array, n: int, m: int, length: int, norm: str, indices: Array, data: Array) -> Counters | None:
+def vector_nm_prune(
+    x: Array, n: int, m: int, length: int, norm: str, indices: Array, data: Array, odd: int
+) -> bool:  # fmt: skip
     """``vector_nm_encode`` that keeps only the n vectors of largest norm ("l2", "l1") of every window, in one pass.
 
-    Returns counters, the first of them values that are not finite; or None, nothing done, for value types that are not
-    in ``KINDS`` and where a row group does not fit in shared memory.
+    odd: address of a word to which the number of values that are not finite is added, or 0. False, and nothing is done,
+    for value types that are not in ``KINDS`` and where a row group does not fit in shared memory.
     """
     if x.dtype.name not in KINDS:
-        return None
+        return False
     sizes, groups, pitch, smem, strip = _encoding(x, n, m, length, indices, data)
     before = round_up(smem + strip, 8)
     smem = before + 8 * groups * sizes.windows * m
     if smem > shared_limit(int(x.device.compute_capability)):
-        return None
+        return False
     kind, infinite = KINDS[x.dtype.name]
-    odd = Counters()
     by = Ranking(norm == "l2", infinite, before // 8)
     _encode(x, sizes, groups, pitch, smem, True, kind, by, indices, data, odd)
-    return odd
+    return True
 
 
 def _encoding(x: Array, n: int, m: int, length: int, indices: Array, data: Array) -> tuple[Sizes, int, int, int, int]:
@@ -136,14 +137,14 @@ def _encoding(x: Array, n: int, m: int, length: int, indices: Array, data: Array
 
 def _encode(
     x: Array, sizes: Sizes, groups: int, pitch: int, smem: int, whole: bool, kind: str, by: Ranking, indices: Array,
-    data: Array, refused: Counters,
+    data: Array, refused: int,
 ) -> None:  # fmt: skip
     itemsize, mask = x.dtype.itemsize, value_type(x.dtype).zero_mask
     aligned = _wide(sizes, x.data.ptr, x.shape[1], itemsize)
     KERNELS.queue(
         _instance("encode", itemsize, aligned, whole, kind), ("P", Sizes, "q", Ranking, *"iPPP"),
         sizes.strips * ceil_div(sizes.Q, groups),
-        x, sizes, mask, by, pitch, indices, data, refused.address, smem=smem,
+        x, sizes, mask, by, pitch, indices, data, refused, smem=smem,
     )  # fmt: skip
 
 
