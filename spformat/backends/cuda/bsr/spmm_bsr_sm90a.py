@@ -44,7 +44,7 @@ class Tile:
         return 128 * (self.warpgroups_m * self.warpgroups_n + 1)
 
     def extent(self, height: int) -> tuple[int, int]:
-        """Rows and columns of C in a tile: a warpgroup owns 64 x 128, or at most 128 x 64 where blocks lie on the n axis."""
+        """Rows and columns of C in a tile: a warpgroup owns 64 x 128; at most 128 x 64 where blocks lie on n."""
         rows, cols = (64, 128) if height >= 64 else (self.low_rows, 64)
         return self.warpgroups_m * rows, self.warpgroups_n * cols
 
@@ -239,11 +239,12 @@ KERNEL = SpmmBSRHopper()
 
 def _instance(p: Problem, t: Tile, row_type: str, listed: bool, bulk_c: bool) -> str:
     height, width = p.p["blocksize"]
+    rows = t.extent(height)[0] // t.warpgroups_m
     units = t.ring_a // (height * min(width, 64) * _ITEM)
     flags = (p.b_layout == COL, p.out_layout == COL, listed, bulk_c)
     return (
         f"spmm_bsr_sm90a<{_C_TYPES[p.a_dtype]}, {spmm_bsr.C_TYPES[p.out_dtype]}, {row_type}, {height}, {width}, "
-        f"{t.extent(height)[0] // t.warpgroups_m}, {t.warpgroups_m}, {t.warpgroups_n}, {t.slots}, {units}, {t.loaders_b}, "
+        f"{rows}, {t.warpgroups_m}, {t.warpgroups_n}, {t.slots}, {units}, {t.loaders_b}, "
         f"{spmm_bsr.zero_rows(height)}, {', '.join(str(f).lower() for f in flags)}>"
     )
 
