@@ -13,8 +13,9 @@ from spformat.preprocess.schedule import WARPS, mma_of_whole_fragments, tca
 pytestmark = pytest.mark.skipif(bool(emulator.missing()), reason=f"no emulator: {emulator.missing()}")
 
 
+@pytest.mark.parametrize("shared", ["false", "true"])
 @pytest.mark.parametrize(("dtype", "loads"), [("float16", 1), ("float16", 8), ("float32", 1), ("float32", 4)])
-def test_the_kernel_issues_the_instructions_that_are_counted(dtype: str, loads: int) -> None:
+def test_the_kernel_issues_the_instructions_that_are_counted(dtype: str, loads: int, shared: str) -> None:
     """Rows of every class; three times as many for float32, whose products are three of TF32. Lanes that load one value of B at a time issue exactly ``mma_count``; with wider loads, whose
     instructions come in groups, the last group of a warp's share may be a part of one."""
     rng = np.random.default_rng(0)
@@ -27,9 +28,8 @@ def test_the_kernel_issues_the_instructions_that_are_counted(dtype: str, loads: 
     row_id, warpid = (x.astype(np.int32) for x in (schedule.row_id_for_each_warp, schedule.warpid_within_row))
     grid = schedule.blocks + -(-zeros.size // WARPS), 1, 1
     value, size, times = ("__half", 2, 1) if dtype == "float16" else ("float", 4, 3)
-    kernel = emulator.Kernel(
-        jit.HERE / "csr" / "spmm_csr_tc.cu", f"spmm_csr_tc<{value}, float, int, int, int, {loads}>"
-    )
+    instance = f"spmm_csr_tc<{value}, float, int, int, int, {loads}, {shared}>"
+    kernel = emulator.Kernel(jit.HERE / "csr" / "spmm_csr_tc.cu", instance)
     for N in (1, 3, 50, 130) if loads == 1 else (8, 40, 64, 128):
         B, C = rng.integers(-2, 3, (a.shape[1], N)).astype(dtype), np.full((a.shape[0], N), np.nan, np.float32)
         before = kernel.products

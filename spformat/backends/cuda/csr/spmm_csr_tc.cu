@@ -18,6 +18,8 @@
 // float: three TF32 products for each of these (split_tf32 in mma.cuh); the lane's two items are k = pair and k = pair + 4
 // there, neighbours here: an order of k that left and right side share.
 //
+// SharedSums: the diagonal is added in shared memory, as the paper has it, else by exchanges between lanes.
+//
 // T, Out  value types; sums are float.    VEC  most elements per load of B: B, C, ldb, ldc and n are multiples of it.
 #include "spformat/dtypes.cuh"
 #include "spformat/gather.cuh"
@@ -62,8 +64,8 @@ __device__ __forceinline__ void load_columns(u32 (&words)[words_of<W, T>], const
 }
 
 // The units first .. last-1 of one row for one warp. `slice`: where the row's items start in a buffer of the block.
-template <int G, int W, class T, class Out, class Index>
-__device__ __forceinline__ void multiply(Index (&columns)[2][FRAGMENT], T (&values)[2][FRAGMENT], const Index* indices,
+template <int G, int W, bool SharedSums, class T, class Out, class Index>
+__device__ __forceinline__ void multiply(float* sums, Index (&columns)[2][FRAGMENT], T (&values)[2][FRAGMENT], const Index* indices,
                                          const T* data, long long start, int length, int slice, int first, int last,
                                          int passes, const T* B, long long ldb, Out* row, int n) {
   constexpr int PER_UNIT = 16 / G;
@@ -127,6 +129,24 @@ __device__ __forceinline__ void multiply(Index (&columns)[2][FRAGMENT], T (&valu
       }
       if (is_long) buffer ^= 1;
     }
+    if constexpr (SharedSums) {  // `sums`: of this warp, G for each of the 16 / G * W outputs
+      constexpr int OUTPUTS = PER_UNIT * W;
+      __syncwarp();  // the pass before has read its sums
+      if (pair == r / 2) {
+#pragma unroll
+        for (int j = 0; j < 2 * W; ++j)
+          sums[r * OUTPUTS + j / W * (OUTPUTS / 2) + s * W + j % W] = r % 2 ? acc[j % W][j / W * 2 + 1] : acc[j % W][j / W * 2];
+      }
+      __syncwarp();
+      for (int o = lane; o < OUTPUTS; o += 32) {
+        float y = sums[o];
+#pragma unroll
+        for (int i = 1; i < G; ++i) y += sums[i * OUTPUTS + o];
+        const int out = (first + pass * W) * PER_UNIT + o;
+        if (out < end) row[out] = spformat::narrow<Out>(y);
+      }
+      continue;
+    }
     // Sum the diagonal over the 4 * G lanes that hold it: halves of the outputs are exchanged, so that every lane ends
     // with its own outputs. Output j: half h = j / W of the left rows, instruction j % W.
     float x[2 * W];
@@ -169,7 +189,7 @@ __device__ __forceinline__ void multiply(Index (&columns)[2][FRAGMENT], T (&valu
   }
 }
 
-template <class T, class Out, class Pointer, class Index, class Id, int VEC>
+template <class T, class Out, class Pointer, class Index, class Id, int VEC, bool SharedSums>
 __global__ void __launch_bounds__(WARPS * 32, sizeof(T) == 2 ? 3 : 2)
     spmm_csr_tc(const Id* __restrict__ row_id, const Id* __restrict__ warp_in_row, int blocks,
                 const Pointer* __restrict__ indptr, const Index* __restrict__ indices, const T* __restrict__ data,
@@ -178,6 +198,7 @@ __global__ void __launch_bounds__(WARPS * 32, sizeof(T) == 2 ? 3 : 2)
   static_assert(sizeof(T) == 2 || (spformat::same_type<T, float>::value && VEC <= 4), "values of 16 bits, or float");
   __shared__ Index columns[2][FRAGMENT];
   __shared__ __align__(16) T values[2][FRAGMENT];
+  __shared__ float sums[SharedSums ? WARPS : 1][SharedSums ? 16 * VEC : 1];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
   if (blockIdx.x >= blocks) {
@@ -224,7 +245,7 @@ __global__ void __launch_bounds__(WARPS * 32, sizeof(T) == 2 ? 3 : 2)
   Out* out = C + row * ldc;
 
 #define SPFORMAT_MULTIPLY(G, W) \
-  multiply<G, W>(columns, values, indices, data, start, length, slice, first, last, passes, B, ldb, out, n)
+  multiply<G, W, SharedSums>(sums[SharedSums ? warp : 0], columns, values, indices, data, start, length, slice, first, last, passes, B, ldb, out, n)
 #define SPFORMAT_WIDTHS(G)                                    \
   if constexpr (VEC >= 8) if (width == 8) { SPFORMAT_MULTIPLY(G, 8); return; } \
   if constexpr (VEC >= 4) if (width == 4) { SPFORMAT_MULTIPLY(G, 4); return; } \

@@ -29,6 +29,8 @@ from ..runtime.transpose import row_major
 
 ARCHS = ("sm_80",)
 TYPES = ("float16", "bfloat16", "float32")
+BY_LANES, SHARED = "16x8x8", "16x8x8, sums in shared memory"
+"""How the diagonals of the products are added: between lanes, or as the paper has it."""
 
 
 class SpmmCSRTensor(CudaKernel):
@@ -42,6 +44,10 @@ class SpmmCSRTensor(CudaKernel):
 
     def unsupported(self, p: Problem) -> list[str]:
         return row_gather_reasons(p, TYPES)
+
+    def options(self, p: Problem) -> tuple[str, str]:
+        """Both ways to add; where no measurement tells them apart, the first."""
+        return BY_LANES, SHARED
 
     def variant(self, p: Problem, tile: Any) -> tuple[str, ...]:
         """By how many values of B a lane loads at a time, which the alignment of N decides."""
@@ -66,10 +72,11 @@ class SpmmCSRTensor(CudaKernel):
     def instances(self) -> tuple[str, ...]:
         """C++ names for the compile tests."""
         return (
-            "spmm_csr_tc<__half, __half, int, int, int, 8>",
-            "spmm_csr_tc<__nv_bfloat16, float, int, int, int, 4>",
-            "spmm_csr_tc<__nv_bfloat16, __nv_bfloat16, long long, long long, long long, 1>",
-            "spmm_csr_tc<float, float, int, int, int, 4>",
+            "spmm_csr_tc<__half, __half, int, int, int, 8, false>",
+            "spmm_csr_tc<__nv_bfloat16, float, int, int, int, 4, true>",
+            "spmm_csr_tc<__nv_bfloat16, __nv_bfloat16, long long, long long, long long, 1, false>",
+            "spmm_csr_tc<float, float, int, int, int, 4, false>",
+            "spmm_csr_tc<float, float, int, int, int, 4, true>",
         )
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
@@ -94,9 +101,12 @@ class SpmmCSRTensor(CudaKernel):
         size, out_size = value.numpy.itemsize, out.numpy.itemsize
         pointer, index, ident = ("long long" if x.dtype.itemsize == 8 else "int" for x in (indptr, indices, row_id))
 
+        tile = str(self.best(p).tile)
+        shared = str(tile == SHARED).lower()
+
         @functools.cache
         def kernel(vec: int) -> Launch:
-            instance = f"spmm_csr_tc<{value.cuda}, {out.cuda}, {pointer}, {index}, {ident}, {vec}>"
+            instance = f"spmm_csr_tc<{value.cuda}, {out.cuda}, {pointer}, {index}, {ident}, {vec}, {shared}>"
             function = jit.load("csr/spmm_csr_tc.cu", instance, jit.architecture(p.sm or 0, ARCHS), p.device_id)
             fixed = (row_id, warpid, blocks, indptr, indices, data, zeros, zeros.size)
             return Launch(
@@ -109,4 +119,4 @@ class SpmmCSRTensor(CudaKernel):
 
         kernel(16 // size)
         workspace = int(row_id.nbytes + warpid.nbytes + zeros.nbytes)
-        return Prepared(row_major(p, prepare), tile="16x8x8", workspace=workspace)
+        return Prepared(row_major(p, prepare), tile=tile, workspace=workspace)
