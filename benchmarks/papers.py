@@ -1,4 +1,4 @@
-"""The evaluations of papers on one GPU: python benchmarks/papers.py [bert nm graphs tca parts] [--seconds 60] [--json F]
+"""The evaluations of papers on one GPU: python benchmarks/papers.py [bert nm graphs tca parts] [--seconds 60]
 
 bert    SparseTIR, pruned BERT: its linear layers with 512 and 4096 columns, float16. Structured: blocks of 32 x 32, of
         which 0.5 to 20 % are kept, half of the block rows empty. Unstructured: 1 to 20 % of the values. BSR, DBSR and

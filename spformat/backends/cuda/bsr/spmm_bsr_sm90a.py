@@ -57,7 +57,7 @@ class Tile:
 
 
 def tiles_for(p: Problem) -> tuple[Tile, ...]:
-    """A few block rows and many columns, and the same rows with half as many columns; of low blocks also 32 rows."""
+    """A few block rows and many columns, and the same rows with half as many columns; of low blocks also fewer rows."""
     height, width = p.p["blocksize"]
     loaders = 3 if width < 64 else 1  # narrow blocks come as many small boxes of B
     if height == 128:
@@ -65,7 +65,8 @@ def tiles_for(p: Problem) -> tuple[Tile, ...]:
     if height == 64:
         return Tile(2, 2, 4, 32768, loaders), Tile(2, 1, 6, 32768, loaders)
     wide, narrow = Tile(1, 4, 4, 32768, loaders), Tile(1, 2, 6, 32768, loaders)
-    return wide, narrow, replace(narrow, low_rows=32)
+    lower = (replace(t, low_rows=rows) for t, rows in ((wide, 96), (wide, 64), (narrow, 64), (narrow, 32)))
+    return wide, narrow, *lower
 
 
 def choose_tile(p: Problem) -> Tile:
