@@ -1,10 +1,12 @@
-"""The evaluations of papers on one GPU: python benchmarks/papers.py [bert nm graphs parts] [--seconds 60] [--json F]
+"""The evaluations of papers on one GPU: python benchmarks/papers.py [bert nm graphs tca parts] [--seconds 60]
 
 bert    SparseTIR, pruned BERT: its linear layers with 512 and 4096 columns, float16. Structured: blocks of 32 x 32, of
         which 0.5 to 20 % are kept, half of the block rows empty. Unstructured: 1 to 20 % of the values. BSR, DBSR and
         SR-BCRS (t = 8, g = 16 and 32) beside dense cuBLAS and cuSPARSE
 nm      NM-SpMM: 256 to 4096 columns, the 20 layers of its Llama shapes, 0 to 87.5 % zeros, float32, vectors of 32
 graphs  SparseTIR: padding of hyb(c, k) over c, and hyb beside CSR and cuSPARSE with 32 to 512 columns, float32
+tca     TCA-SpMM: its kernel, with sums between lanes and in shared memory, beside CSR on CUDA cores and cuSPARSE: real
+        matrices and graphs, float16 and float32 (three TF32 products), 32, 128 and 512 columns
 parts   SparseTIR: hyb(1), hyb(2), hyb(4) and hyb(8) beside CSR on a graph of Reddit's size, rows and columns skewed,
         128 columns, float32; a part of B stays in L2 while it is worked on. In no default run: python papers.py parts
 
@@ -31,8 +33,10 @@ from gpu import MATRICES, SYNTHETIC, _power_law, _real
 
 import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES
+from spformat.backends.cuda.csr.spmm_csr_tc import BY_LANES, SHARED
 from spformat.formats.base import Format
 from spformat.measure import bench, contenders
+from spformat.products.tiles import forced
 
 Row = dict[str, Any]
 Case = tuple[str, int, Sequence[tuple[str, Format]], Sequence[Callable[[Format, Any], list[bench.Contender]]]]
@@ -111,6 +115,31 @@ def graphs() -> Iterator[Case]:
         yield from ((name, n, forms, [contenders.sparse_library]) for n in (32, 64, 128, 256, 512))
 
 
+def tca() -> Iterator[Case]:
+    """Real matrices, then graphs."""
+    makers: list[tuple[str, Callable[[str, str], Format]]] = []
+    for path in sorted(MATRICES.glob("*.npz")):
+        makers.append((path.stem, functools.partial(_real, path)))
+    for name, nodes, edges, alpha in SYNTHETIC[:2]:
+        makers.append((name, functools.partial(_power_law, nodes, edges, alpha)))
+    for (name, make), dtype in itertools.product(makers, ("float16", "float32")):
+        a = make(dtype, "csr")
+        peers = [functools.partial(tensor_cores, tile) for tile in (BY_LANES, SHARED)]
+        for n in (32, 128, 512):
+            yield f"{name} {dtype}", n, [("csr", a)], [*peers, contenders.sparse_library]
+
+
+def tensor_cores(tile: str, a: Format, B: Any) -> list[bench.Contender]:
+    """TCA-SpMM with one of its two ways to add."""
+    import cupy as cp
+
+    C = cp.empty((a.shape[0], B.shape[1]), a.dtype)
+    with forced("cuda.spmm_csr_tc", tile):
+        product = sf.plan(a, B=B, out=C, backend="cuda.spmm_csr_tc")
+    label = "tca, shared sums" if tile == SHARED else "tca"
+    return [bench.Contender(label, functools.partial(product, B, out=C))]
+
+
 REDDIT = 232_965, 114_600_000
 """Nodes and edges of the graph of posts; its own edges are not here, so rows and columns are drawn from power laws."""
 
@@ -140,7 +169,7 @@ def parts() -> Iterator[Case]:
     yield "power law of Reddit's size", 128, forms, []
 
 
-SUITES: dict[str, Callable[[], Iterator[Case]]] = {"bert": bert, "nm": nm, "graphs": graphs, "parts": parts}
+SUITES: dict[str, Callable[[], Iterator[Case]]] = {"bert": bert, "nm": nm, "graphs": graphs, "tca": tca, "parts": parts}
 
 
 def measure(case: Case, seconds: float) -> Row:

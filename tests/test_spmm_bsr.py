@@ -14,6 +14,10 @@ from spformat.formats.csr import CSR
 from spformat.products.problem import COL, ROW, Problem
 
 BASE = Problem.product("bsr", (("blocksize", (64, 64)),), 4096, 4096, 4096, 0, *["bfloat16"] * 3, ROW, ROW, "cuda", 90)
+BERT = Problem.product(
+    "bsr", (("blocksize", (32, 32)),), 768, 3072, 512, 768 * 3072 // 5, *["float16"] * 3, ROW, ROW, "cuda", 90
+)
+"""A layer of pruned BERT: a fifth of the blocks."""
 SMALLEST_SHARED_MEMORY = 99 * 1024
 """Bytes a block may have on sm_86 and sm_89, the least of the architectures from sm_80 on."""
 HOPPER_SHARED_MEMORY = 227 * 1024
@@ -80,7 +84,12 @@ def test_every_block_size_gets_a_legal_tile(dtype: str) -> None:
 @pytest.mark.parametrize("width", [16, 32, 64, 128])
 @pytest.mark.parametrize("n", [128, 4096])
 def test_hopper_tiles_are_legal(height: int, width: int, n: int) -> None:
-    t = spmm_bsr_sm90a.choose_tile(with_blocksize(BASE, height, width).changed(n=n))
+    p = with_blocksize(BASE, height, width).changed(n=n)
+    for t in spmm_bsr_sm90a.tiles_for(p):
+        legal(t, height, width)
+
+
+def legal(t: spmm_bsr_sm90a.Tile, height: int, width: int) -> None:
     rows, cols = t.extent(height)
     units = t.ring_a // (height * min(width, 64) * 2)
     assert rows % height == 0
@@ -90,6 +99,16 @@ def test_hopper_tiles_are_legal(height: int, width: int, n: int) -> None:
     assert units & (units - 1) == 0
     assert 1 <= t.loaders_b <= 3
     assert t.smem(height) + 1024 <= HOPPER_SHARED_MEMORY
+    assert t.smem(height) >= t.slots * 64 * cols * 2 + t.ring_a + 4096 * (t.threads // 32 - 4), (
+        "room of the warps that store"
+    )
+
+
+def test_few_columns_of_low_blocks_get_low_tiles() -> None:
+    """768 x 3072 with 512 columns: 24 tiles of 128 x 128 would leave most multiprocessors idle."""
+    few, many = (spmm_bsr_sm90a.choose_tile(with_blocksize(BERT, 32, 32).changed(n=n)) for n in (512, 4096))
+    assert few.extent(32) == (32, 128)
+    assert many.extent(32) == (96, 256), "128 tiles in one round, not 96"
 
 
 @pytest.mark.parametrize("group", [1, 2, 8, 16])

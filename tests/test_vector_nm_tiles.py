@@ -122,6 +122,31 @@ def test_a_stored_packing_gives_the_records_that_are_derived(case, banks):
         assert (derived.staged, derived.share, derived.packed) == (read.staged, read.share, read.packed)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_records_of_rows_that_are_copied_by_fours(packed):
+    """With byte offsets in the slots, staged rows and the list of each tile are filled up to a multiple of four."""
+    M, K, n, m, L = 130, 301, 3, 7, 8
+    _, indices, _ = drawn(M, K, n, m, L)
+    cut = {"tile_rows": 32, "group_rows": 8, "kept": 9, "step": 4, "banks": 1, "packed": packed}
+    plain = records(indices, Pattern(M, K, n, m, L), **cut)
+    fours = records(indices, Pattern(M, K, n, m, L), **cut, line_bytes=512)
+    assert fours.staged == -(-plain.staged // 4) * 4 > plain.staged
+    lists = 4 * plain.slots
+    slots, zero = plain.words[:, :, :lists] & 0xFFFF, plain.words[:, :, :lists] & 0xFFFF == plain.staged
+    assert np.array_equal(fours.words[:, :, :lists], np.where(zero, fours.staged, slots) * 512)
+    if not packed:
+        return
+    before, after = (x.words[:, :, lists:][:, :, : x.staged].astype(np.int64) for x in (plain, fours))
+    live, filled = (before != NO_ROW).sum(axis=2), (after != NO_ROW).sum(axis=2)
+    assert np.array_equal(filled, -(-live // 4) * 4)
+    assert (filled > live).any()
+    for old, new, count, all_of_it in zip(
+        *(x.reshape(-1, *x.shape[2:]) for x in (before, after, live, filled)), strict=True
+    ):
+        assert np.array_equal(old[:count], new[:count])
+        assert (new[:all_of_it] < K).all()
+
+
 @pytest.mark.parametrize(
     ("n", "alike", "share", "packed"),
     [(4, 8, 0.125, True), (4, 1, 0.66, True), (8, 1, 0.9, False), (16, 1, 1.0, False), (16, 8, 0.5, True)],

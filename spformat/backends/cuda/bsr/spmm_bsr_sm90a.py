@@ -44,7 +44,7 @@ class Tile:
         return 128 * (self.warpgroups_m * self.warpgroups_n + 1)
 
     def extent(self, height: int) -> tuple[int, int]:
-        """Rows and columns of C in a tile: a warpgroup owns 64 x 128, or at most 128 x 64 where blocks lie on the n axis."""
+        """Rows and columns of C in a tile: a warpgroup owns 64 x 128; at most 128 x 64 where blocks lie on n."""
         rows, cols = (64, 128) if height >= 64 else (self.low_rows, 64)
         return self.warpgroups_m * rows, self.warpgroups_n * cols
 
@@ -57,7 +57,7 @@ class Tile:
 
 
 def tiles_for(p: Problem) -> tuple[Tile, ...]:
-    """A few block rows and many columns, and the same rows with half as many columns; of low blocks also 32 rows."""
+    """A few block rows and many columns, and the same rows with half as many columns; of low blocks also fewer rows."""
     height, width = p.p["blocksize"]
     loaders = 3 if width < 64 else 1  # narrow blocks come as many small boxes of B
     if height == 128:
@@ -65,7 +65,8 @@ def tiles_for(p: Problem) -> tuple[Tile, ...]:
     if height == 64:
         return Tile(2, 2, 4, 32768, loaders), Tile(2, 1, 6, 32768, loaders)
     wide, narrow = Tile(1, 4, 4, 32768, loaders), Tile(1, 2, 6, 32768, loaders)
-    return wide, narrow, replace(narrow, low_rows=32)
+    lower = (replace(t, low_rows=rows) for t, rows in ((wide, 96), (wide, 64), (narrow, 64), (narrow, 32)))
+    return wide, narrow, *lower
 
 
 def choose_tile(p: Problem) -> Tile:
@@ -239,11 +240,12 @@ KERNEL = SpmmBSRHopper()
 
 def _instance(p: Problem, t: Tile, row_type: str, listed: bool, bulk_c: bool) -> str:
     height, width = p.p["blocksize"]
+    rows = t.extent(height)[0] // t.warpgroups_m
     units = t.ring_a // (height * min(width, 64) * _ITEM)
     flags = (p.b_layout == COL, p.out_layout == COL, listed, bulk_c)
     return (
         f"spmm_bsr_sm90a<{_C_TYPES[p.a_dtype]}, {spmm_bsr.C_TYPES[p.out_dtype]}, {row_type}, {height}, {width}, "
-        f"{t.extent(height)[0] // t.warpgroups_m}, {t.warpgroups_m}, {t.warpgroups_n}, {t.slots}, {units}, {t.loaders_b}, "
+        f"{rows}, {t.warpgroups_m}, {t.warpgroups_n}, {t.slots}, {units}, {t.loaders_b}, "
         f"{spmm_bsr.zero_rows(height)}, {', '.join(str(f).lower() for f in flags)}>"
     )
 

@@ -1,4 +1,4 @@
-// C[M,N] = A[M,K] @ B[K,N], A in CSR with 16-bit values, on tensor cores: the TCA-SpMM schedule (formats.md section 3).
+// C[M,N] = A[M,K] @ B[K,N], A in CSR with values of 16 bits or float, on tensor cores: the TCA-SpMM schedule (formats.md section 3).
 //
 //   row_id  Id[8 * blocks]   row of each warp, -1 if idle      warp_in_row  Id[8 * blocks]   its number in that row
 //   indptr  Pointer[M+1]     indices  Index[nnz]     data  T[nnz]
@@ -15,9 +15,15 @@
 // Rows of up to 64 items: one fragment, in the block's shared buffer. Longer rows: whole blocks, every warp runs over
 // all fragments for its share of the columns; columns are divided, not items, so nothing is added across warps.
 //
+// float: three TF32 products for each of these (split_tf32 in mma.cuh); the lane's two items are k = pair and k = pair + 4
+// there, neighbours here: an order of k that left and right side share.
+//
+// SharedSums: the diagonal is added in shared memory, as the paper has it, else by exchanges between lanes.
+//
 // T, Out  value types; sums are float.    VEC  most elements per load of B: B, C, ldb, ldc and n are multiples of it.
 #include "spformat/dtypes.cuh"
 #include "spformat/gather.cuh"
+#include "spformat/mma.cuh"
 
 using spformat::u32;
 
@@ -32,28 +38,34 @@ template <class T> __device__ __forceinline__ void mma_m16n8k8(float (&d)[4], u3
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(b));
 }
 
-// W elements of row k of B from column col on, as 16-bit halves of words; zero where k < 0 or the column is not below
+// W elements of row k of B from column col on, as words or as 16-bit halves of words; zero where k < 0 or the column is not below
 // `end`. One load where all W are wanted.
+template <int W, class T> constexpr int words_of = (W * static_cast<int>(sizeof(T)) + 3) / 4;
 template <int W, class T, class Index>
-__device__ __forceinline__ void load_columns(u32 (&words)[(W + 1) / 2], const T* B, long long ldb, Index k, int col, int end) {
+__device__ __forceinline__ void load_columns(u32 (&words)[words_of<W, T>], const T* B, long long ldb, Index k, int col, int end) {
   const T* row = reinterpret_cast<const T*>(reinterpret_cast<const char*>(B) + static_cast<long long>(k) * ldb) + col;
+  using One = spformat::word_t<sizeof(T)>;
   if constexpr (W == 1) {
-    words[0] = spformat::load_if(reinterpret_cast<const unsigned short*>(row), k >= 0 && col < end);
+    words[0] = spformat::load_if(reinterpret_cast<const One*>(row), k >= 0 && col < end);
   } else {
-    using Word = spformat::word_t<W * 2>;
+    using Word = spformat::word_t<W * sizeof(T)>;
     const bool whole = col + W <= end;
     const Word word = spformat::load_if(reinterpret_cast<const Word*>(row), k >= 0 && whole);
 #pragma unroll
-    for (int i = 0; i < W / 2; ++i) words[i] = reinterpret_cast<const u32*>(&word)[i];
+    for (int i = 0; i < words_of<W, T>; ++i) words[i] = reinterpret_cast<const u32*>(&word)[i];
     if (!whole && k >= 0 && col < end)
       for (int i = 0; i < W; ++i)
-        if (col + i < end) words[i / 2] |= static_cast<u32>(reinterpret_cast<const unsigned short*>(row)[i]) << (i % 2 * 16);
+        if (col + i < end) {
+          const u32 one = reinterpret_cast<const One*>(row)[i];
+          if constexpr (sizeof(T) == 2) words[i / 2] |= one << (i % 2 * 16);
+          else words[i] = one;
+        }
   }
 }
 
 // The units first .. last-1 of one row for one warp. `slice`: where the row's items start in a buffer of the block.
-template <int G, int W, class T, class Out, class Index>
-__device__ __forceinline__ void multiply(Index (&columns)[2][FRAGMENT], T (&values)[2][FRAGMENT], const Index* indices,
+template <int G, int W, bool SharedSums, class T, class Out, class Index>
+__device__ __forceinline__ void multiply(float* sums, Index (&columns)[2][FRAGMENT], T (&values)[2][FRAGMENT], const Index* indices,
                                          const T* data, long long start, int length, int slice, int first, int last,
                                          int passes, const T* B, long long ldb, Out* row, int n) {
   constexpr int PER_UNIT = 16 / G;
@@ -85,21 +97,55 @@ __device__ __forceinline__ void multiply(Index (&columns)[2][FRAGMENT], T (&valu
       if (works) {
         const int q = slice + r * 8 + pair * 2;
         const Index k0 = columns[buffer][q], k1 = columns[buffer][q + 1];
-        u32 right = 0;
-        if (group < G) right = *reinterpret_cast<const u32*>(&values[buffer][slice + group * 8 + pair * 2]);
-        u32 low0[(W + 1) / 2], low1[(W + 1) / 2], high0[(W + 1) / 2], high1[(W + 1) / 2];
+        u32 low0[words_of<W, T>], low1[words_of<W, T>], high0[words_of<W, T>], high1[words_of<W, T>];
         load_columns<W>(low0, B, ldb, k0, col, end);
         load_columns<W>(low1, B, ldb, k1, col, end);
         load_columns<W>(high0, B, ldb, k0, col + 8 / G * W, end);
         load_columns<W>(high1, B, ldb, k1, col + 8 / G * W, end);
+        const T* item = &values[buffer][slice + (group < G ? group * 8 : 0) + pair * 2];
+        if constexpr (sizeof(T) == 2) {
+          const u32 right = group < G ? *reinterpret_cast<const u32*>(item) : 0;
 #pragma unroll
-        for (int i = 0; i < W; ++i) {
-          const u32 take = i % 2 ? 0x7632 : 0x5410;
-          mma_m16n8k8<T>(acc[i], __byte_perm(low0[i / 2], low1[i / 2], take),
-                         __byte_perm(high0[i / 2], high1[i / 2], take), right);
+          for (int i = 0; i < W; ++i) {
+            const u32 take = i % 2 ? 0x7632 : 0x5410;
+            mma_m16n8k8<T>(acc[i], __byte_perm(low0[i / 2], low1[i / 2], take),
+                           __byte_perm(high0[i / 2], high1[i / 2], take), right);
+          }
+        } else {
+          u32 right[2], right_low[2];
+#pragma unroll
+          for (int j = 0; j < 2; ++j) spformat::split_tf32(group < G ? item[j] : 0.f, right[j], right_low[j]);
+#pragma unroll
+          for (int i = 0; i < W; ++i) {
+            const u32 left[4] = {low0[i], high0[i], low1[i], high1[i]};
+            u32 top[4], bottom[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) spformat::split_tf32(__uint_as_float(left[j]), top[j], bottom[j]);
+            spformat::mma_m16n8k8_tf32(acc[i], bottom, right[0], right[1]);
+            spformat::mma_m16n8k8_tf32(acc[i], top, right_low[0], right_low[1]);
+            spformat::mma_m16n8k8_tf32(acc[i], top, right[0], right[1]);
+          }
         }
       }
       if (is_long) buffer ^= 1;
+    }
+    if constexpr (SharedSums) {  // `sums`: of this warp, G for each of the 16 / G * W outputs
+      constexpr int OUTPUTS = PER_UNIT * W;
+      __syncwarp();  // the pass before has read its sums
+      if (pair == r / 2) {
+#pragma unroll
+        for (int j = 0; j < 2 * W; ++j)
+          sums[r * OUTPUTS + j / W * (OUTPUTS / 2) + s * W + j % W] = r % 2 ? acc[j % W][j / W * 2 + 1] : acc[j % W][j / W * 2];
+      }
+      __syncwarp();
+      for (int o = lane; o < OUTPUTS; o += 32) {
+        float y = sums[o];
+#pragma unroll
+        for (int i = 1; i < G; ++i) y += sums[i * OUTPUTS + o];
+        const int out = (first + pass * W) * PER_UNIT + o;
+        if (out < end) row[out] = spformat::narrow<Out>(y);
+      }
+      continue;
     }
     // Sum the diagonal over the 4 * G lanes that hold it: halves of the outputs are exchanged, so that every lane ends
     // with its own outputs. Output j: half h = j / W of the left rows, instruction j % W.
@@ -143,15 +189,16 @@ __device__ __forceinline__ void multiply(Index (&columns)[2][FRAGMENT], T (&valu
   }
 }
 
-template <class T, class Out, class Pointer, class Index, class Id, int VEC>
-__global__ void __launch_bounds__(WARPS * 32, 3)
+template <class T, class Out, class Pointer, class Index, class Id, int VEC, bool SharedSums>
+__global__ void __launch_bounds__(WARPS * 32, sizeof(T) == 2 ? 3 : 2)
     spmm_csr_tc(const Id* __restrict__ row_id, const Id* __restrict__ warp_in_row, int blocks,
                 const Pointer* __restrict__ indptr, const Index* __restrict__ indices, const T* __restrict__ data,
                 const long long* __restrict__ zeros, long long zero_rows, const T* __restrict__ B, Out* __restrict__ C,
                 int n, long long ldb, long long ldc) {
-  static_assert(sizeof(T) == 2, "mma m16n8k8 takes 16-bit values");
+  static_assert(sizeof(T) == 2 || (spformat::same_type<T, float>::value && VEC <= 4), "values of 16 bits, or float");
   __shared__ Index columns[2][FRAGMENT];
   __shared__ __align__(16) T values[2][FRAGMENT];
+  __shared__ float sums[SharedSums ? WARPS : 1][SharedSums ? 16 * VEC : 1];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
   if (blockIdx.x >= blocks) {
@@ -198,7 +245,7 @@ __global__ void __launch_bounds__(WARPS * 32, 3)
   Out* out = C + row * ldc;
 
 #define SPFORMAT_MULTIPLY(G, W) \
-  multiply<G, W>(columns, values, indices, data, start, length, slice, first, last, passes, B, ldb, out, n)
+  multiply<G, W, SharedSums>(sums[SharedSums ? warp : 0], columns, values, indices, data, start, length, slice, first, last, passes, B, ldb, out, n)
 #define SPFORMAT_WIDTHS(G)                                    \
   if constexpr (VEC >= 8) if (width == 8) { SPFORMAT_MULTIPLY(G, 8); return; } \
   if constexpr (VEC >= 4) if (width == 4) { SPFORMAT_MULTIPLY(G, 4); return; } \

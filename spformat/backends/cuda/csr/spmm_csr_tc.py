@@ -1,7 +1,8 @@
 """TCA-SpMM: CSR on tensor cores, driven by ``preprocess.schedule``: the schedule that is attached to
 the matrix, else one that is computed.  Kernel: spmm_csr_tc.cu.
 
-Only one product in eight is used; what the schedule brings is balance, in fragments of 64 items.
+Only one product in eight is used; what the schedule brings is balance, in fragments of 64 items. float32 is three TF32
+products, which keep about 22 bits; infinities then give NaN.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ....errors import LimitError
 from ....preprocess.schedule import WARPS, TCASchedule
 from ....products.ideal import cache_us, memory_us, operands_bytes, stored_bytes
 from ....products.kernel import spmm_of
-from ....products.problem import Problem
+from ....products.problem import Problem, itemsize
 from ....products.roofline import Device
 from ..runtime import jit
 from ..runtime.kernel import CudaKernel, Prepared
@@ -27,7 +28,9 @@ from ..runtime.row_work import gathered_rows, row_gather_reasons, transposed_cop
 from ..runtime.transpose import row_major
 
 ARCHS = ("sm_80",)
-TYPES = ("float16", "bfloat16")
+TYPES = ("float16", "bfloat16", "float32")
+BY_LANES, SHARED = "16x8x8", "16x8x8, sums in shared memory"
+"""How the diagonals of the products are added: between lanes, or as the paper has it."""
 
 
 class SpmmCSRTensor(CudaKernel):
@@ -36,30 +39,44 @@ class SpmmCSRTensor(CudaKernel):
     name = "cuda.spmm_csr_tc"
     takes = spmm_of("csr")
     archs = ARCHS
+    product_error = 2.0**-21  # float32 as three TF32 products: the product of the two low parts is left out
     terms = ("launch", "memory", "rows of B", "rows past L2", "items", "columns", "copies", "second launches")
 
     def unsupported(self, p: Problem) -> list[str]:
         return row_gather_reasons(p, TYPES)
 
+    def options(self, p: Problem) -> tuple[str, str]:
+        """Both ways to add; where no measurement tells them apart, the first."""
+        return BY_LANES, SHARED
+
     def variant(self, p: Problem, tile: Any) -> tuple[str, ...]:
         """By how many values of B a lane loads at a time, which the alignment of N decides."""
-        vec = 8
+        size = itemsize(p.a_dtype)
+        vec = 16 // size
         while vec > 1 and p.n % vec:
             vec //= 2
-        return (f"loads of {2 * vec} bytes",)
+        return (f"loads of {size * vec} bytes",)
 
     def quantities(self, p: Problem, tile: Any, device: Device) -> tuple[float, ...]:
-        """Ideal microseconds of each of ``terms``: as on the CUDA cores, and columns: 8 at a time for each item."""
+        """Ideal microseconds of each of ``terms``: as on the CUDA cores, and columns: 8 at a time for each item, three
+        times for float32."""
+        size = itemsize(p.a_dtype)
+        products = 3 if size == 4 else 1
         memory = memory_us(stored_bytes(p) + operands_bytes(p), device)
-        items, columns = cache_us(p.nnz * 6, device), cache_us(p.nnz * ceil_div(p.n, 8) * 16, device)
+        items, columns = (
+            cache_us(p.nnz * (4 + size), device),
+            cache_us(p.nnz * ceil_div(p.n, 8) * 16 * products, device),
+        )
         return 1.0, memory, *gathered_rows(p, device), items, columns, *transposed_copies(p, device)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names for the compile tests."""
         return (
-            "spmm_csr_tc<__half, __half, int, int, int, 8>",
-            "spmm_csr_tc<__nv_bfloat16, float, int, int, int, 4>",
-            "spmm_csr_tc<__nv_bfloat16, __nv_bfloat16, long long, long long, long long, 1>",
+            "spmm_csr_tc<__half, __half, int, int, int, 8, false>",
+            "spmm_csr_tc<__nv_bfloat16, float, int, int, int, 4, true>",
+            "spmm_csr_tc<__nv_bfloat16, __nv_bfloat16, long long, long long, long long, 1, false>",
+            "spmm_csr_tc<float, float, int, int, int, 4, false>",
+            "spmm_csr_tc<float, float, int, int, int, 4, true>",
         )
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
@@ -84,9 +101,12 @@ class SpmmCSRTensor(CudaKernel):
         size, out_size = value.numpy.itemsize, out.numpy.itemsize
         pointer, index, ident = ("long long" if x.dtype.itemsize == 8 else "int" for x in (indptr, indices, row_id))
 
+        tile = str(self.best(p).tile)
+        shared = str(tile == SHARED).lower()
+
         @functools.cache
         def kernel(vec: int) -> Launch:
-            instance = f"spmm_csr_tc<{value.cuda}, {out.cuda}, {pointer}, {index}, {ident}, {vec}>"
+            instance = f"spmm_csr_tc<{value.cuda}, {out.cuda}, {pointer}, {index}, {ident}, {vec}, {shared}>"
             function = jit.load("csr/spmm_csr_tc.cu", instance, jit.architecture(p.sm or 0, ARCHS), p.device_id)
             fixed = (row_id, warpid, blocks, indptr, indices, data, zeros, zeros.size)
             return Launch(
@@ -97,6 +117,6 @@ class SpmmCSRTensor(CudaKernel):
             vec = vector_width(size, out_size, o.n, o.b, o.c, o.ldb, o.ldc)
             return (kernel(vec).bind((total, 1, 1), o.stream, o.b, o.c, o.n, o.ldb * size, o.ldc),)
 
-        kernel(8)
+        kernel(16 // size)
         workspace = int(row_id.nbytes + warpid.nbytes + zeros.nbytes)
-        return Prepared(row_major(p, prepare), tile="16x8x8", workspace=workspace)
+        return Prepared(row_major(p, prepare), tile=tile, workspace=workspace)

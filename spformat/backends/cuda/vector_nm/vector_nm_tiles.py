@@ -219,7 +219,7 @@ def records(
         listed = tile.rows(staged)
         rows[:, :, : listed.shape[2]] = listed
         if line_bytes:
-            fill = (rows == NO_ROW) & (xp.arange(staged) < round_up(live, 4)[:, :, None])
+            fill = (rows == NO_ROW) & (xp.arange(staged) < (-(-live // 4) * 4)[:, :, None])
             rows[...] = xp.where(fill, rows[:, :, :1], rows)
     return Records(words, kept // p.n * p.m, kept, slots, staged, packed, group_rows, share)
 
