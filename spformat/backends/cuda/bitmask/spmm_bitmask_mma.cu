@@ -140,8 +140,9 @@ __global__ void __launch_bounds__(32 * PARTS * SLICES, Resident)
                     tiles[(s * ROWS + row) * NT + n] = high[m][j][i] + low[m][j][i];
                 }
         __syncthreads();
-        store_sums<float, float, Ptr, ROWS, NT, SLICES>(tiles, indptr, bitmask, data, row_steps.bytes, row0, n0, M, N, B, b_k, b_n,
-                                                        C, c_row, c_col);
+        store_sums<float, float, ROWS, NT, SLICES>(tiles, row0, n0, M, N, C, c_row, c_col, [&](i64 row, i64 n) {
+            return stored_only<float, Ptr>(indptr, bitmask, data, row, row_steps.bytes, B + n * b_n, b_k);
+        });
         __syncthreads();
     }
 }

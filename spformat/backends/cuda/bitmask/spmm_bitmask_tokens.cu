@@ -158,7 +158,9 @@ __global__ void __launch_bounds__(32 * PARTS * SLICES, Resident)
 #pragma unroll
         for (int i = 0; i < EACH; ++i) sums[(s * ROWS + part * R) * NT + mine + i] = acc[i];
         __syncthreads();
-        store_sums<T, T, Ptr, ROWS, NT, SLICES>(sums, indptr, bitmask, data, row_steps.bytes, row0, n0, M, N, B, b_k, b_n, C, c_row, c_col);
+        store_sums<Sum, T, ROWS, NT, SLICES>(sums, row0, n0, M, N, C, c_row, c_col, [&](i64 row, i64 n) {
+            return stored_only<T, Ptr>(indptr, bitmask, data, row, row_steps.bytes, B + n * b_n, b_k);
+        });
         __syncthreads();
     }
 }
