@@ -74,12 +74,28 @@ def test_tiles_of_bitmask_fit() -> None:
                 assert x.cols >= min(8 * n, 32)
 
 
-@pytest.mark.parametrize(("n", "kernel"), [(1, TOKENS), (2, TOKENS), (33, TENSOR), (64, TENSOR)])
 @pytest.mark.parametrize("layout", ["row", "col"])
-def test_they_are_chosen(n: int, kernel: Any, layout: str) -> None:
-    assert sf.explain(layer("bitmask", 4096, 4096, n, 0.3, layout), backend="cuda").chosen == kernel.name
-    blocks = layer("bsr", 5120, 5120, n, 0.2, layout, blocksize=(32, 32))
-    assert sf.explain(blocks, backend="cuda").chosen == bsr.KERNEL.name
+def test_they_are_chosen(layout: str) -> None:
+    """One column is for the CUDA cores, tens of columns for tensor cores."""
+    for n, kernel in ((1, TOKENS), (16, TENSOR), (64, TENSOR)):
+        assert sf.explain(layer("bitmask", 1024, 4096, n, 0.3, layout), backend="cuda").chosen == kernel.name
+    for n in (1, 8, 16):
+        blocks = layer("bsr", 5120, 5120, n, 0.2, layout, blocksize=(32, 32))
+        assert sf.explain(blocks, backend="cuda").chosen == bsr.KERNEL.name
+
+
+def test_tiles_of_blocks() -> None:
+    """More warps where there are few strips; names are distinct."""
+    few, many = (layer("bsr", M, 4096, 1, 0.2, "col", blocksize=(32, 32)) for M in (1024, 5120))
+    assert str(bsr.choose(few)) == "16x8, 16 warps, 2 ahead"
+    assert str(bsr.choose(many)) == "16x8, 8 warps, 2 ahead"
+    assert str(bsr.choose(many.changed(n=64))) == "32x64, 4 warps, 1 ahead"
+    assert str(bsr.choose(few.changed(n=64))) == "16x64, 8 warps, 1 ahead"
+    for n in (1, 9, 17, 64):
+        for p in (few, many):
+            t = bsr.choose(p.changed(n=n))
+            assert t.cols >= n
+            assert t.warps * t.rows * t.cols * 4 <= 48 << 10  # sums in static shared memory
 
 
 # ------------------------------------------------------------------ exact products
