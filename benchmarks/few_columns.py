@@ -1,8 +1,8 @@
 """Few columns of B on a GPU: python benchmarks/few_columns.py [--formats csr] [--seed 1] [--json FILE]
 
-Layers of real models in CSR, BSR, DBSR and vector n:m, 1 to 64 columns (vector n:m: to 16), both layouts of B and C.
-Every result is checked first. Cold L2, contenders in turn, medians: the kernel for few columns, the kernel that is
-expected to be fastest without it, and cuBLAS on the same matrix, the fastest of its layouts.
+Layers of real models in CSR, BSR, DBSR, bitmask (float32) and vector n:m, 1 to 64 columns (vector n:m: to 16), both
+layouts of B and C. Every result is checked first. Cold L2, contenders in turn, medians: the kernel for few columns, the
+kernel that is expected to be fastest without it, and cuBLAS on the same matrix, the fastest of its layouts.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ from spformat.measure.layers import LAYERS
 
 KERNEL = {
     "vector-nm": "cuda.spmm_vector_nm_tokens", "bsr": "cuda.spmm_bsr_tokens", "dbsr": "cuda.spmm_bsr_tokens",
-    "csr": "cuda.spmm_csr_tokens",
+    "csr": "cuda.spmm_csr_tokens", "bitmask": "cuda.spmm_bitmask_mma",
 }  # fmt: skip
 COLUMNS = {"vector-nm": (1, 1, 2, 3, 4, 5, 8, 11, 16), "bsr": (1, 1, 2, 3, 4, 7, 8, 11, 16, 23, 32, 37, 48, 64)}
 RANGES = ((1, 1), (2, 8), (9, 64))
+HANDFUL, FOR_A_HANDFUL = 4, {"bitmask": "cuda.spmm_bitmask_tokens"}
+"""Kernels for up to so many columns."""
 LARGEST = 1 << 26
 """Elements of the largest dense matrix."""
 
 
 def draw(seed: int, formats: Sequence[str]) -> Iterator[tuple[Spec, int, str]]:
     """Matrices with a number of columns and a layout each, without end."""
-    kinds = [k for k in KINDS if k[0] in ("vector-nm", "csr") or (k[0] in KERNEL and k[1] != "float32")]
+    kinds = [k for k in KINDS if k[0] in KERNEL and (k[0] != "bitmask" or k[1] == "float32")]
     kinds.append(("bsr", "bfloat16", 0.2, (32, 32), {"blocksize": (32, 32)}))
     kinds = [k for k in kinds if k[0] in formats]
     rng, shapes = random.Random(seed), [s for s in LAYERS if s[0] * s[1] <= LARGEST]
@@ -58,7 +60,7 @@ def measure(seed: int, seconds: float, formats: Sequence[str]) -> Iterator[dict[
         a = calibration_cases.build(spec, cupy, seed)
         B = calibration_cases.operand(cupy, spec.K, n, layout, spec.dtype)
         C = cupy.empty((spec.M, n), B.dtype, order="F" if layout == "col" else "C")
-        new = KERNEL[spec.format]
+        new = FOR_A_HANDFUL.get(spec.format, KERNEL[spec.format]) if n <= HANDFUL else KERNEL[spec.format]
         other = next(r.kernel for r in choices(a, B, C).answers if r and r.kernel != new)
         runs = [
             bench.Contender(label, run_of(sf.plan(a, B=B, out=C, backend=name), B, C))
@@ -76,15 +78,16 @@ def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Geometric means by format and range of N."""
     yield "| format | N | products | times dense | worst | times the other kernels | worst |"
     yield "|---|---|---|---|---|---|---|"
-    for name in KERNEL:
+    for name, dtype in dict.fromkeys((r["format"], r["dtype"]) for r in rows):
         for lo, hi in RANGES:
-            us = [r["us"] for r in rows if r["format"] == name and lo <= r["N"] <= hi and "few columns" in r["us"]]
+            chosen = [r for r in rows if (r["format"], r["dtype"]) == (name, dtype)]
+            us = [r["us"] for r in chosen if lo <= r["N"] <= hi and "few columns" in r["us"]]
             if not us:
                 continue
             dense = [min(t for k, t in x.items() if "dense" in k) / x["few columns"] for x in us]
             others = [x["others"] / x["few columns"] for x in us]
             cells = (f"{geometric_mean(r):.2f} | {min(r):.2f}" for r in (dense, others))
-            yield f"| {name} | {lo}-{hi} | {len(us)} | {' | '.join(cells)} |"
+            yield f"| {name} {dtype} | {lo}-{hi} | {len(us)} | {' | '.join(cells)} |"
     wrong = [r for r in rows if not r["errors"].get("few columns", 2) <= 1]
     yield f"\nResults outside the bound of float32 sums: {len(wrong)} of {len(rows)}"
 
