@@ -28,8 +28,13 @@ def instances() -> tuple[str, ...]:
 
 def expander(a: Any, p: Problem) -> Writer:
     """The launches that write the ELL buckets ``a`` [M, K] as a dense matrix."""
-    indptr, slots = slots_by_row(a)
-    finish_arrays()  # synchronize!
+
+    def build() -> tuple[Array, Array]:
+        listed = slots_by_row(a)
+        finish_arrays()  # synchronize!
+        return listed
+
+    indptr, slots = a.kernel_arrays("slots by row", build)
     return _writer(indptr, slots, a.indices, a.data, Target.of(p))
 
 
