@@ -20,6 +20,7 @@ from spformat.backends.cuda.bitmask import expand_bitmask
 from spformat.backends.cuda.bsr import expand_bsr
 from spformat.backends.cuda.dense import expand_then_dense
 from spformat.backends.cuda.dense.expand_then_dense import OPERATIONS, ExpandThenDense
+from spformat.backends.cuda.ell_buckets import expand_ell_buckets
 from spformat.backends.cuda.ell_buckets.expand_ell_buckets import derived_bytes, slots_by_row
 from spformat.backends.cuda.runtime import cublas, cublas_handle, row_images
 from spformat.backends.cuda.runtime.expansion import leading_dimension
@@ -219,7 +220,7 @@ def test_the_matrix_is_expanded_before_every_product(
     op = x.T if operation == "spmm_transposed" else x
     B, out = library.array(op.shape[1], 2), library.array(op.shape[0], 2)
     B[...] = np.arange(B.size).reshape(B.shape)
-    matrix = SimpleNamespace(is_validated=True, all_arrays=dict)
+    matrix = SimpleNamespace(is_validated=True, order_now=lambda: None, spans=tuple)
     matrix.twin = lambda: matrix
     plan = KERNEL.plan(matrix, asked("csr", (5, 3), operation=operation))
     for _ in range(4):
@@ -228,3 +229,22 @@ def test_the_matrix_is_expanded_before_every_product(
         assert (out == op @ B).all()
     assert len(written) == 4
     assert set(written) == {(written[0][0], 4)}  # rows of 16 bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("short", "kept"), [(1, ("runs",)), (1 << 40, ("slots by row",))])
+@pytest.mark.parametrize(("shape", "parts"), [((33, 513), 1), ((7, 130), 4), ((5, 4200), 3), ((40, 17), 2)])
+def test_ell_buckets_by_runs_and_by_slots(
+    short: int, kept: tuple[str, ...], shape: tuple[int, int], parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list of runs where it is short, else one of all slots; padding behind K is in parts without items."""
+    import cupy
+
+    monkeypatch.setattr(expand_ell_buckets, "SHORT", short)
+    rng = np.random.default_rng(3)
+    x = ((rng.random(shape) < 0.5) * rng.integers(1, 9, shape)).astype(np.float16)
+    a = sf.convert(x, "ell-buckets", column_parts=parts).to("cuda")
+    b = rng.integers(-3, 4, (shape[1], 5)).astype(np.float16)
+    got = sf.spmm(a, cupy.asarray(b), backend="cuda.expand_then_dense").get()
+    assert (got == (x.astype(np.float32) @ b.astype(np.float32)).astype(np.float16)).all()
+    assert kept[0] in str(list(a._kernel_arrays))

@@ -9,11 +9,11 @@ from typing import Any
 from ....arrays.dtypes import value_type
 from ....arrays.library import Array, ceil_div
 from ....products.problem import Problem
-from ..ell_buckets.expand_ell_buckets import slots_by_row
+from ..ell_buckets.expand_ell_buckets import kept_slots
 from ..runtime import jit
 from ..runtime.c_types import WORDS, index_type
 from ..runtime.expansion import Target, Writer
-from ..runtime.launch import Bound, Launch, finish_arrays
+from ..runtime.launch import Bound, Launch
 
 SOURCE = "csr/overlay_csr.cu"
 THREADS, ITEMS = 256, 1024
@@ -35,8 +35,7 @@ def of_csr(a: Any, p: Problem) -> Writer:
 
 def of_ell_buckets(a: Any, p: Problem) -> Writer:
     """The same for ELL buckets."""
-    indptr, slots = slots_by_row(a)
-    finish_arrays()  # synchronize!
+    indptr, slots = kept_slots(a)
     return _writer(indptr, slots, a.indices, a.data, Target.of(p))
 
 

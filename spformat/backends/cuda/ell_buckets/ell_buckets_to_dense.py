@@ -1,6 +1,7 @@
 """ELL buckets as a dense matrix on the device, every element written once.  Kernels: ell_buckets_to_dense.cu.
 
-The host does not wait. The products that expand a matrix again and again derive another list, ``expand_ell_buckets``.
+The host does not wait. Products that expand a matrix again and again keep the list of runs, or where that is long
+another list (``expand_ell_buckets``).
 """
 
 from __future__ import annotations
@@ -8,7 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from ....arrays.library import Array, ceil_div, index_dtype, power_of_two
+from ..runtime import jit
 from ..runtime.c_types import WORDS, index_type
+from ..runtime.expansion import LINE, Target, Writer
+from ..runtime.launch import Bound, Launch, finish_arrays
 from ..runtime.queue import Kernels
 from ..runtime.row_images import WARPS, cut
 from .ell_buckets_launch import TABLES, THREADS, tables
@@ -37,24 +41,58 @@ def bytes_of_runs(a: Any) -> int:
 
 def ell_buckets_to_dense(a: Any, out: Array) -> None:
     """Write out [M, K], all of it, from a valid ELLBuckets of CuPy arrays."""
-    import cupy
-
     if not out.size:
         return
     (M, K), parts, size = a.shape, a.column_parts, a.part_size
-    runs = cupy.zeros((parts, M, 2), index_dtype(a.data.size))
-    slot, idx, R = index_type(runs), index_type(a.indices), a.row_ids.size
-    if R:
-        KERNELS.queue(
-            _find(index_type(a.row_ids), idx, slot), ("P", "P", *TABLES, *"iiqqP"), ceil_div(R, THREADS),
-            a.row_ids, a.indices, *tables(a), len(a.rows_per_bucket), len(a.widths), R, M, runs,
-        )  # fmt: skip
+    runs = runs_of(a, parts)
+    slot, idx = index_type(runs), index_type(a.indices)
     c = cut(M, K, out.itemsize)
     lanes = lanes_of(c.rows, c.width, c.segments, parts, size)
     IMAGES.queue(
         _expand(out.itemsize, idx, slot), "PPPqqiqPqiii", c.blocks,
         runs, a.indices, a.data, M, K, parts, size, out, c.segments, c.width, c.rows, lanes,
     )  # fmt: skip
+
+
+def runs_of(a: Any, parts: int) -> Array:
+    """[parts, M, 2]: in each column part of each row the first slot, and that after the last item; 0, 0 without items.
+
+    parts: those of ``a`` or more, which have no items.
+    """
+    import cupy
+
+    M, R = a.shape[0], a.row_ids.size
+    runs = cupy.zeros((parts, M, 2), index_dtype(a.data.size))
+    if R:
+        name = _find(index_type(a.row_ids), index_type(a.indices), index_type(runs))
+        KERNELS.queue(
+            name, ("P", "P", *TABLES, *"iiqqP"), ceil_div(R, THREADS),
+            a.row_ids, a.indices, *tables(a), len(a.rows_per_bucket), len(a.widths), R, M, runs,
+        )  # fmt: skip
+    return runs
+
+
+def writer_by_runs(a: Any, target: Target) -> Writer:
+    """The launches that write ``a`` [M, K] as a dense matrix whose rows are at most ``LINE`` bytes longer than K."""
+    itemsize, size = a.data.dtype.itemsize, a.part_size
+    (M, K), a_parts = a.shape, a.column_parts
+    parts = max(a_parts, ceil_div(K + LINE // itemsize, size))  # padding behind K is in parts without items
+
+    def build() -> Array:
+        runs = runs_of(a, parts)
+        finish_arrays()  # synchronize!
+        return runs
+
+    runs = a.kernel_arrays(("runs", parts), build)
+    function = jit.load(SOURCE, _expand(itemsize, index_type(a.indices), index_type(runs)), *target)
+    launch = Launch(function, "PPPqqiqPqiii", (runs, a.indices, a.data, M), 32 * WARPS)
+
+    def launches(x: int, ld: int, stream: int) -> list[Bound]:
+        c = cut(M, ld, itemsize)
+        lanes = lanes_of(c.rows, c.width, c.segments, a_parts, size)
+        return [launch.bind((c.blocks, 1, 1), stream, ld, parts, size, x, c.segments, c.width, c.rows, lanes)]
+
+    return launches
 
 
 def _find(row: str, idx: str, slot: str) -> str:

@@ -15,8 +15,11 @@ from ..runtime import jit, row_images
 from ..runtime.c_types import WORDS, index_type
 from ..runtime.expansion import Target, Writer
 from ..runtime.launch import finish_arrays
+from .ell_buckets_to_dense import bytes_of_runs, writer_by_runs
 
 SOURCE = "ell_buckets/expand_ell_buckets.cu"
+SHORT = 16
+"""Part of the bytes of a matrix that a list of runs may take."""
 
 
 def instances() -> tuple[str, ...]:
@@ -27,10 +30,25 @@ def instances() -> tuple[str, ...]:
 
 
 def expander(a: Any, p: Problem) -> Writer:
-    """The launches that write the ELL buckets ``a`` [M, K] as a dense matrix."""
-    indptr, slots = slots_by_row(a)
-    finish_arrays()  # synchronize!
+    """The launches that write the ELL buckets ``a`` [M, K] as a dense matrix.
+
+    From a list of runs where that is short beside the matrix (few column parts), else of all slots by row.
+    """
+    if a.data.size and p.K and bytes_of_runs(a) <= a.nbytes // SHORT:
+        return writer_by_runs(a, Target.of(p))
+    indptr, slots = kept_slots(a)
     return _writer(indptr, slots, a.indices, a.data, Target.of(p))
+
+
+def kept_slots(a: Any) -> tuple[Array, Array]:
+    """``slots_by_row``, the same for every plan of a matrix on a device."""
+
+    def build() -> tuple[Array, Array]:
+        listed = slots_by_row(a)
+        finish_arrays()  # synchronize!
+        return listed
+
+    return a.kernel_arrays("slots by row", build)  # type: ignore[no-any-return]
 
 
 def slots_by_row(a: Any) -> tuple[Array, Array]:
