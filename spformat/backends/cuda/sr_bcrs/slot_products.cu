@@ -4,9 +4,9 @@
 //   first, pieces    A in slots
 //   B  T: B[k][n] at k*b_row + n*b_col          C  Out: C[i][n] at i*c_row + n*c_col
 //
-// A warp sums eight rows x 32*COLS columns of C. It walks over the chunks of its panel, brings the slots of its rows to shared
-// memory, and where it has 32 or more, each loads its row of B (lane l: columns l, l+32, ..) and adds it, weighted, to the rows.
-// The headers of a chunk are loaded while the chunk before is added. Slots hold zeros beside values, but a value of B that is not
+// A warp sums eight rows x 32*COLS columns of C. It walks over the steps of its panel, four at a time, brings the slots of its
+// rows to shared memory, and where it has 32 or more, each loads its row of B (lane l: columns l, l+32, ..) and adds it, weighted,
+// to the rows. The headers of four steps are loaded while the slots of those before come. Slots hold zeros beside values, but a value of B that is not
 // finite meets none: sums that are not finite are computed again over the values that are not zero.
 // Grid: x = units of eight rows, WARPS/SPLIT a block; y walks tiles of 32*COLS columns. SPLIT warps share a unit, chunk by chunk,
 // and their sums are added in the order of the warps: the same bits every run.
@@ -37,23 +37,17 @@ __global__ void __launch_bounds__(32 * WARPS)
     const int eight = unit % (PANEL_ROWS / ROWS);
     const Slots slots{first, pieces, cdiv<i64>(K, DEPTH)};
     const u32* mine = first + unit / (PANEL_ROWS / ROWS) * slots.Q;
-    const int chunks = row0 < M ? static_cast<int>((slots.Q - part + SPLIT - 1) / SPLIT) : 0;  // of this warp
+    const i64 chunks = row0 < M ? (slots.Q - part + SPLIT - 1) / SPLIT : 0;  // of this warp
 
-    struct Header { u32 word; int column; };
-    auto look = [&](u32 at, int step) {  // two steps, 16 lanes each
-        step += lane / 16;
-        Header h{0, 0};
-        if (step < steps_of(at)) {
-            const u8* from = slots.record(at) + step * HEADER;
-            h.word = __ldg(reinterpret_cast<const u32*>(from + 16) + word_of(eight)), h.column = __ldg(from + lane % 16);
-        }
-        return h;
+    struct Header {
+        u32 word, at;  // of the unit's rows, and the entry of the chunk
+        i64 k;         // the column of this lane's place
     };
     const u32 bit = 1u << (lane % 16);
-    auto slot_of = [&](u32 at, const Header& h) {
+    auto slot_of = [&](const Header& h) {
         if (!(h.word & bit)) return make_uint4(0, 0, 0, 0);
         const u32 piece = (h.word >> 16) + __popc(h.word & (bit - 1));
-        return __ldg(reinterpret_cast<const uint4*>(slots.record(at)) + piece);
+        return __ldg(reinterpret_cast<const uint4*>(slots.record(h.at)) + piece);
     };
 
     for (i64 n0 = static_cast<i64>(blockIdx.y) * 32 * COLS; n0 < N; n0 += static_cast<i64>(gridDim.y) * 32 * COLS) {
@@ -62,7 +56,7 @@ __global__ void __launch_bounds__(32 * WARPS)
         for (int c = 0; c < COLS; ++c) from[c] = B + (n0 + lane + 32 * c < N ? (n0 + lane + 32 * c) * b_col : 0);
         float acc[ROWS][COLS] = {};
         int count = 0;  // of slots in shared memory
-        auto put = [&](const Header& h, const uint4& slot, i64 k0) {
+        auto put = [&](const Header& h, const uint4& slot) {
             const u32 all = __ballot_sync(~0u, h.word & bit);
             const int to = count + __popc(all & ((1u << lane) - 1));
             if (h.word & bit) {
@@ -70,7 +64,7 @@ __global__ void __launch_bounds__(32 * WARPS)
                 Weights w;
 #pragma unroll
                 for (int r = 0; r < ROWS; ++r) w.row[r] = value_of<T>(static_cast<u16>(pairs[r / 2] >> (16 * (r % 2))));
-                weights[warp][to] = w, b_offsets[warp][to] = (k0 + h.column) * b_row;
+                weights[warp][to] = w, b_offsets[warp][to] = h.k * b_row;
             }
             count += __popc(all);
         };
@@ -98,26 +92,35 @@ __global__ void __launch_bounds__(32 * WARPS)
             __syncwarp();
             count = 0;
         };
-        u32 batch = 0, next = 0;  // lane i: the entry of chunk i of 32; the entry of the next chunk
-        Header one{0, 0}, two{0, 0};
-        auto advance = [&](int i) {
-            if (i >= chunks) return;
-            if (i % 32 == 0) batch = i + lane < chunks ? mine[part + static_cast<i64>(i + lane) * SPLIT] : 0;
-            next = __shfl_sync(~0u, batch, i % 32);
-            one = look(next, 0), two = look(next, 2);
-        };
-        advance(0);
-        for (int i = 0; i < chunks; ++i) {
-            const u32 at = next;
-            const Header h0 = one, h1 = two;
-            const uint4 s0 = slot_of(at, h0), s1 = slot_of(at, h1);
-            advance(i + 1);
-            const i64 k0 = (part + static_cast<i64>(i) * SPLIT) * DEPTH;
-            put(h0, s0, k0), put(h1, s1, k0);
-            if (count >= BATCH) add();
-            for (int step = 4; step < steps_of(at); step += 2) {
-                const Header h = look(at, step);
-                put(h, slot_of(at, h), k0);
+        for (i64 i0 = 0; i0 < chunks; i0 += 32) {
+            // Lane i: the entry of chunk i0 + i of this warp, and the steps through it. The steps of all 32 are one sequence.
+            const i64 chunk = part + (i0 + lane) * SPLIT;
+            const u32 at = i0 + lane < chunks ? mine[chunk] : 0;
+            int ends = steps_of(at);
+#pragma unroll
+            for (int d = 1; d < 32; d *= 2) {
+                const int before = __shfl_up_sync(~0u, ends, d);
+                if (lane >= d) ends += before;
+            }
+            const int steps = __shfl_sync(~0u, ends, 31);
+            auto look = [&](int step) {  // two steps, 16 lanes each
+                const int one = __popc(__ballot_sync(~0u, ends <= step)), two = __popc(__ballot_sync(~0u, ends <= step + 1));
+                const int which = lane < 16 ? one : two;  // of the chunks
+                step += lane / 16;
+                Header h{0, __shfl_sync(~0u, at, which), (part + (i0 + which) * SPLIT) * DEPTH};
+                const int end = __shfl_sync(~0u, ends, which);
+                if (step < steps) {
+                    const u8* from = slots.record(h.at) + (step - end + steps_of(h.at)) * HEADER;
+                    h.word = __ldg(reinterpret_cast<const u32*>(from + 16) + word_of(eight)), h.k += __ldg(from + lane % 16);
+                }
+                return h;
+            };
+            Header one = look(0), two = look(2);
+            for (int step = 0; step < steps; step += 4) {
+                const Header h0 = one, h1 = two;
+                const uint4 s0 = slot_of(h0), s1 = slot_of(h1);
+                one = look(step + 4), two = look(step + 6);
+                put(h0, s0), put(h1, s1);
                 if (count >= BATCH) add();
             }
         }

@@ -98,6 +98,8 @@ class SpmmSRBCRS(CudaKernel):
         # Warps share a unit where units alone are too few to fill the machine and each has work to share.
         wanted = 16 * device_of(p).processors // max(1, -(-p.n // (32 * cols)))
         batches = p.nnz // (32 * t * max(1, tiles))
+        if slots:  # four steps of slots come at a time, however few slots they have
+            batches = max(batches, slots.chunks // 4)
         split = next((s for s in (1, 2, 4) if units * s >= wanted or 2 * s > batches), 8)
         launch = slots_launch(slots, p, cols, WARPS, split) if slots else self._launch(a, p, cols, split)
         blocks = -(-units * split // WARPS)
