@@ -168,6 +168,9 @@ def main() -> None:
     parser.add_argument("--cores", type=int, nargs="+", default=[len(os.sched_getaffinity(0))])
     parser.add_argument("--targets", nargs="+", default=TARGETS)
     parser.add_argument("--device", default="cpu", help="where matrices are converted: cpu, cuda or cuda:<id>")
+    parser.add_argument(
+        "--workers", type=int, default=0, help="shards side by side: --executor threads; on one GPU, too"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--warm", action="store_true", help="six conversions in one process too, the first not counted")
     parser.add_argument("--back", action="store_true", help="convert back to dense too, and compare every tensor")
@@ -195,7 +198,9 @@ def main() -> None:
                     peaks = []
 
                     def command(s: Path, o: Path, t: str, n: int = cores, peaks: list[int] = peaks) -> None:
-                        options_of = ("--to", t, "--device", options.device, "--json")
+                        options_of = ["--to", t, "--device", options.device, "--json"]
+                        if options.workers:
+                            options_of += ["--executor", "threads", "--workers", str(options.workers)]
                         peaks.append(peak_of(run(COMMAND, "convert", s, o, *options_of, cores=n).stderr))
 
                     times = repeated(lambda s=source, o=out, t=target: command(s, o, t), out, options.repeats)

@@ -20,7 +20,7 @@ from spformat.errors import StructureError
 from spformat.formats.convert import convert
 from spformat.formats.two_four import META_ORDERS
 from spformat.preprocess import masks
-from spformat.preprocess.structure import count_nonzeros
+from spformat.preprocess.structure import analyse, count_nonzeros
 
 
 def allocated_alone(part: Callable[[], int]) -> Callable[[], int]:
@@ -187,6 +187,24 @@ def pruning() -> int:
 
 
 @allocated_alone
+def pruned_conversions() -> int:
+    """Matrices pruned to a format in one step, with many ties, and counted, each array an allocation of its own."""
+    rng, done = np.random.default_rng(12), 0
+    targets = ("csr", "bitmask", "bsr:blocksize=8x16", "dbsr:blocksize=3x5")
+    for shape, dtype in itertools.product(((33, 70), (300, 333), (3, 9000)), ("float16", "float32", "float64", "int8")):
+        x = rng.integers(-3, 4, shape).astype(dtype)
+        for target, sparsity in itertools.product(targets, (0.1, 0.9)):
+            wanted = masks.prune(x, target, sparsity=sparsity, norm="l1")
+            assert masks.prune(cp.asarray(x), target, sparsity=sparsity, norm="l1").to("cpu") == wanted, (target, dtype)
+            done += 1
+        one, other = analyse(x), analyse(cp.asarray(x))
+        assert (one.row_lengths == other.row_lengths).all(), (shape, dtype)
+        assert (one.window_max, one.blocks, one.tile_columns) == (other.window_max, other.blocks, other.tile_columns)
+        done += 1
+    return done
+
+
+@allocated_alone
 def from_csr() -> int:
     """CSR to 2:4 and vector n:m and back, refused matrices among them, each array an allocation of its own."""
     done = refused = 0
@@ -230,6 +248,7 @@ PARTS = {
     "sr_bcrs_convert": (sr_bcrs, "conversions"),
     "nm_from_csr": (from_csr, "conversions"),
     "masks": (pruning, "masks"),
+    "prune": (pruned_conversions, "conversions"),
     "scans": (scans, "verdicts"),
 }
 """Part -> (what runs it, what it counts)."""

@@ -15,9 +15,11 @@ BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "convert_host.py"
 MOST = {
     "dense -> csr": (2, 4), "csr -> dense": (1, 1), "csr transposed": (4, 6),
     "dense -> bitmask": (2, 4), "bitmask -> dense": (1, 1), "csr -> bitmask": (1, 1), "bitmask -> csr": (1, 1),
-    "dense -> dbsr": (5, 5), "dbsr -> dense": (1, 1), "csr -> dbsr": (5, 5), "dbsr -> csr": (4, 5),
+    "dense -> dbsr": (2, 5), "dbsr -> dense": (1, 1), "csr -> dbsr": (5, 5), "dbsr -> csr": (4, 5),
     "dense -> two-four": (1, 2), "two-four -> dense": (1, 1), "csr -> two-four": (1, 2), "two-four -> csr": (3, 4),
-    "mask, magnitude": (3, 2), "mask, 2:4": (1, 1), "prune to two-four": (1, 2),
+    "dense -> sr-bcrs": (3, 4), "csr -> sr-bcrs": (3, 4),
+    "mask, magnitude": (3, 2), "mask, 2:4": (1, 1), "prune to two-four": (1, 2), "prune to csr": (3, 4),
+    "prune to bitmask": (3, 4),
 }  # fmt: skip
 """Launches and allocations on the device, at most, of a 256 x 256 matrix of bfloat16."""
 WITHOUT_A_WAIT = (
@@ -36,7 +38,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     if reason := emulator.missing():
         pytest.skip(f"no emulator: {reason}")
     to = tmp_path_factory.mktemp("host") / "rows.json"
-    only = "csr", "bitmask", "dbsr", "two-four", "masks"
+    only = "csr", "bitmask", "dbsr", "sr-bcrs", "two-four", "masks"
     command = [sys.executable, str(BENCHMARK), "--json", str(to), "--seconds", "0", "--only", *only]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr

@@ -6,6 +6,7 @@ The host waits once, for the numbers of ELL rows in the buckets; they are the ta
 from __future__ import annotations
 
 import functools
+from operator import mul
 from typing import NamedTuple
 
 import numpy as np
@@ -24,9 +25,9 @@ KERNELS, TILES_OF_ROWS = Kernels(SOURCE, THREADS), Kernels(SOURCE, 32 * TILE_WAR
 TABLES = Kernels(SOURCE, TABLE_THREADS)
 """The kernels of the file by the threads of their blocks."""
 FEW = 2048
-"""Counts of all tiles that the last block adds up which counts; of more, a larger block does, in a launch of its own."""
-SEGMENTS = (*"PPPqiqq", Widths)
-"""The first parameters of the kernels that go through the tiles."""
+"""Counts of all tiles that the last block of the counting kernel adds up; of more, a larger block in another launch."""
+COUNTING, PLACING, SUMMING = (*"PPPqiqq", Widths, *"PPiPP"), (*"PPPqiqq", Widths, *"PPP"), (*"Pqi", Widths, *"PP")
+"""The parameters of the kernels."""
 TILES, COUNTS = 4096, 1 << 16
 """Most tiles of a matrix, and most counts of all tiles. One block sums the counts, so that there must be few."""
 
@@ -84,22 +85,20 @@ def ell_buckets_from_csr(
     most, groups = parts * M + nnz // widths[-1], 2 * buckets * c.tiles
     work = Workspace(8 * groups, 24 * (buckets + 1), 2 * most * indptr.itemsize)
     (starts, tables, spans), counts = work.places, Words.taken(2 * buckets)
-    blocks, signature = ceil_div(parts * c.tiles, TILE_WARPS), SEGMENTS
+    blocks = ceil_div(parts * c.tiles, TILE_WARPS)
     segments = (indptr, cuts, split, M, parts, c.tiles, c.rows, by_value)
     summed: tuple[int, ...] = (tile_sums(0), buckets, tables, counts.address) if groups <= FEW else (0, 0, 0, 0)
-    TILES_OF_ROWS.queue(_count(ptr), (*signature, *"PPiPP"), blocks, *segments, starts, *summed)
+    TILES_OF_ROWS.queue(_count(ptr), COUNTING, blocks, *segments, starts, *summed)
     if groups > FEW:
-        TABLES.queue(
-            "sum_ell_rows", (*"Pqi", Widths, *"PP"), 1, starts, c.tiles, buckets, by_value, tables, counts.address
-        )
+        TABLES.queue("sum_ell_rows", SUMMING, 1, starts, c.tiles, buckets, by_value, tables, counts.address)
     cupy.cuda.get_current_stream().synchronize()  # synchronize!
     rows, split_rows = counts.words[:buckets], counts.words[buckets : 2 * buckets]
     counts.give_back()
     R = sum(rows)
-    S = sum(n * w for n, w in zip(rows, widths * parts, strict=True))
+    S = sum(map(mul, rows, widths * parts))
     row_ids = cupy.empty(R, index_dtype(M - 1))
     name = _place(ptr, index_type(row_ids))
-    TILES_OF_ROWS.queue(name, (*signature, *"PPP"), blocks, *segments, starts, row_ids, spans)
+    TILES_OF_ROWS.queue(name, PLACING, blocks, *segments, starts, row_ids, spans)
     out = cupy.empty(S, indices.dtype), cupy.empty(S, data.dtype), cupy.empty(S, index_dtype(nnz - 1))
     KERNELS.queue(
         _fill(data.itemsize, idx, index_type(out[2]), ptr), "PPPPiqPPP", ceil_div(S, THREADS * BATCH),

@@ -33,9 +33,12 @@ def from_dense(x: Array, params: Params) -> SRBCRS | None:
         per_item = index_dtype(K - 1).itemsize + x.dtype.itemsize
         return int(index_dtype(nnz).itemsize * (M + 1) + per_item * nnz)
 
-    marked = sr_bcrs_from_dense.mark(x, t)
+    marked = sr_bcrs_from_dense.mark(x, t, g)
     tiles, pieces = marked.tiles, marked.pieces
-    indptr, groups = starts_of_tiles(marked.counts, tiles, pieces, g, tiles * ceil_div(K, g))  # synchronize!
+    if marked.total:
+        indptr, groups = marked.starts, marked.total.get()[0]  # synchronize!
+    else:
+        indptr, groups = starts_of_tiles(marked.counts, tiles, pieces, g, tiles * ceil_div(K, g))  # synchronize!
     indices, data = _empty_arrays(groups, K, x, params, csr_bytes)
     if groups:
         sr_bcrs_from_dense.fill(x, marked, indptr, indices, data)

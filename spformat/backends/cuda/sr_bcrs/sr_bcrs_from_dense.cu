@@ -15,7 +15,7 @@
 // has read last, may still be in L2.
 #include "spformat/expand.cuh"
 #include "spformat/nonzero.cuh"
-#include "spformat/prefix_sum.cuh"
+#include "spformat/tile_pieces.cuh"
 
 using namespace spformat;
 
@@ -23,9 +23,8 @@ constexpr int THREADS = 256, WARPS = THREADS / 32, PIECE = 1024, IN_FLIGHT = 8, 
 
 // A warp marks a piece of a row tile. Wide: rows are whole 16-byte units, and a lane takes a unit; otherwise an element.
 template <class T, bool Float, bool Wide>
-__global__ void __launch_bounds__(THREADS)
-mark_vectors(const T* __restrict__ x, i64 M, i64 K, int t, i64 tiles, i64 pieces, u32* __restrict__ bitmap,
-             u32* __restrict__ counts) {
+__device__ __forceinline__ void mark_piece(const T* __restrict__ x, i64 M, i64 K, int t, i64 tiles, i64 pieces,
+                                           u32* __restrict__ bitmap, u32* __restrict__ counts) {
     constexpr int UNIT = 16 / sizeof(T), P = Wide ? UNIT : 1;
     const int lane = threadIdx.x % 32;
     const i64 job = blockIdx.x * static_cast<i64>(WARPS) + threadIdx.x / 32, tile = job / pieces;
@@ -80,6 +79,15 @@ mark_vectors(const T* __restrict__ x, i64 M, i64 K, int t, i64 tiles, i64 pieces
     }
     vectors = sum_of_warp(vectors);
     if (lane == 0) counts[job] = vectors;
+}
+
+// finished: null, or with the last parameters those of starts_by_last_block.
+template <class T, bool Float, bool Wide>
+__global__ void __launch_bounds__(THREADS)
+mark_vectors(const T* __restrict__ x, i64 M, i64 K, int t, i64 tiles, i64 pieces, u32* __restrict__ bitmap, u32* counts,
+             u64* finished, int g, int* starts, u64* total) {
+    mark_piece<T, Float, Wide>(x, M, K, t, tiles, pieces, bitmap, counts);
+    if (finished) starts_by_last_block<THREADS>(counts, tiles, pieces, g, starts, finished, total);
 }
 
 // A warp lists the columns of a piece of a row tile. That of the last piece pads the list; that of the first writes `tiles`.

@@ -8,13 +8,19 @@ from typing import Any, NamedTuple
 from ....arrays.library import Array, ceil_div
 from ..runtime.c_types import INDEX, WORDS
 from ..runtime.expansion import UNIT
+from ..runtime.offsets import tile_sums
 from ..runtime.queue import Kernels
-from ..runtime.scratch import Workspace
+from ..runtime.scratch import Counters, Workspace
+from .sr_bcrs_pieces import FEW
 
 SOURCE = "sr_bcrs/sr_bcrs_from_dense.cu"
 THREADS, PIECE, IN_FLIGHT, IMAGE = 256, 1024, 8, 16 * 1024
 """The same as in the kernels: threads of a block, columns that a warp takes, rows that a thread reads at a time, bytes
 of the values that a block of the last kernel puts together."""
+FEW_TILES = 2048
+"""Row tiles whose groups the last marking block counts; the same in tile_pieces.cuh."""
+MOST_OWNERS = 1 << 20
+"""Groups that a matrix may have at most for which memory is taken before they are counted."""
 WARPS = THREADS // 32
 KERNELS = Kernels(SOURCE, THREADS)
 ENOUGH = 1024
@@ -27,6 +33,21 @@ def instances() -> tuple[str, ...]:
     marks = [f"mark_vectors<{v}, {wide}>" for v in values for wide in ("true", "false")]
     lists = [f"list_vectors<{p}, {i}>" for p in INDEX.values() for i in INDEX.values()]
     return (*marks, *lists, *(f"gather_vectors<{v}, {i}>" for v in values for i in INDEX.values()))
+
+
+@functools.cache
+def _mark(itemsize: int, signed: bool, wide: bool) -> str:
+    return f"mark_vectors<{WORDS[itemsize]}, {str(signed).lower()}, {str(wide).lower()}>"
+
+
+@functools.cache
+def _list(ptr: int, idx: int) -> str:
+    return f"list_vectors<{INDEX[ptr]}, {INDEX[idx]}>"
+
+
+@functools.cache
+def _gather(itemsize: int, signed: bool, idx: int) -> str:
+    return f"gather_vectors<{WORDS[itemsize]}, {str(signed).lower()}, {INDEX[idx]}>"
 
 
 @functools.cache
@@ -45,18 +66,37 @@ class Marked(NamedTuple):
     """uint32[tiles, 32*pieces]"""
     counts: int
     """uint32[tiles, pieces]"""
+    owners: int
+    """uint32: room for the row tile of each group; 0 if there might be too many for a bound"""
+    starts: Array | None
+    """int32[tiles+1]: the first group of each tile, if it was computed at once."""
+    total: Counters | None
+    """How many groups there are; to be asked for if ``starts`` are there."""
 
 
-def mark(x: Array, t: int) -> Marked:
-    """Launches the first pass over x [M, K], not empty."""
+def mark(x: Array, t: int, g: int) -> Marked:
+    """Launches the first pass over x [M, K], not empty; for few tiles it also computes where their groups start."""
+    import cupy
+
     (M, K), itemsize = x.shape, x.dtype.itemsize
     tiles, pieces = ceil_div(M, t), ceil_div(K, PIECE)
-    work = Workspace(4 * tiles * pieces * (PIECE // 32), 4 * tiles * pieces)
-    marked = Marked(tiles, pieces, work, *work.places)
+    most = tiles * ceil_div(K, g)  # groups
+    owners = 4 * most if most <= MOST_OWNERS else 0
+    work = Workspace(4 * tiles * pieces * (PIECE // 32), 4 * tiles * pieces, owners)
+    bitmap, counts, room = work.places
+    first: Array | None = None
+    total: Counters | None = None
+    starts: tuple[Any, ...] = 0, 0, 0, 0
+    if tiles <= FEW_TILES and pieces <= FEW:
+        first, total = cupy.empty(tiles + 1, "int32"), Counters()
+        starts = tile_sums(0), g, first, total.address
+    marked = Marked(tiles, pieces, work, bitmap, counts, room if owners else 0, first, total)
     wide = x.data.ptr % UNIT == 0 and K * itemsize % UNIT == 0
-    instance = f"mark_vectors<{value_words(x.dtype)}, {str(wide).lower()}>"
     blocks = ceil_div(tiles * pieces, WARPS)
-    KERNELS.queue(instance, "PqqiqqPP", blocks, x, M, K, t, tiles, pieces, *work.places)
+    KERNELS.queue(
+        _mark(itemsize, x.dtype.kind != "i", wide), "PqqiqqPPPiPP", blocks,
+        x, M, K, t, tiles, pieces, bitmap, counts, *starts,
+    )  # fmt: skip
     return marked
 
 
@@ -67,15 +107,18 @@ def fill(x: Array, marked: Marked, first: Array, indices: Array, data: Array) ->
     each tile.
     """
     (M, K), (G, t, g), tiles, pieces = x.shape, data.shape, marked.tiles, marked.pieces
-    index, work = INDEX[indices.itemsize], Workspace(4 * G)
-    (tile_of_group,) = work.places
+    tile_of_group = marked.owners
+    if not tile_of_group:
+        work = Workspace(4 * G)
+        (tile_of_group,) = work.places
     KERNELS.queue(
-        f"list_vectors<{INDEX[first.itemsize]}, {index}>", "PPPqiqqPP", ceil_div(tiles * pieces, WARPS),
+        _list(first.itemsize, indices.itemsize), "PPPqiqqPP", ceil_div(tiles * pieces, WARPS),
         marked.bitmap, marked.counts, first, K, g, tiles, pieces, indices, tile_of_group,
     )  # fmt: skip
     groups, rows, row_parts = cut(G, t, g, x.dtype.itemsize)
     KERNELS.queue(
-        f"gather_vectors<{value_words(x.dtype)}, {index}>", "PqqPPqiiiiiP", ceil_div(G, groups) * row_parts,
+        _gather(x.dtype.itemsize, x.dtype.kind != "i", indices.itemsize), "PqqPPqiiiiiP",
+        ceil_div(G, groups) * row_parts,
         x, M, K, indices, tile_of_group, G, t, g, groups, rows, row_parts, data,
     )  # fmt: skip
 

@@ -7,30 +7,17 @@
 //   sums     u64[2 + blocks]  zeros before the launch and after it; total: in host memory; see look_back.cuh
 //
 // Of many pieces, neighbouring `lanes` of a warp, a power of two, take a tile together, and lengths are added up by offsets.cu.
-#include "spformat/look_back.cuh"
+#include "spformat/tile_pieces.cuh"
 
 using namespace spformat;
 
 constexpr int THREADS = 256;
 
-constexpr int FEW = 8;  // pieces that a thread loads together
-
 // At most FEW pieces: a thread takes a tile.
 template <class Start>
 __global__ void __launch_bounds__(OFFSETS_THREADS)
 tile_starts(u32* __restrict__ counts, i64 n, i64 pieces, int g, Start* __restrict__ starts, u64* sums, u64* total) {
-    const auto length = [=](i64 tile) {
-        u32* at = counts + tile * pieces;
-        u32 own[FEW], items = 0;
-#pragma unroll
-        for (int i = 0; i < FEW; ++i) own[i] = i < pieces ? at[i] : 0;
-#pragma unroll
-        for (int i = 0; i < FEW; ++i) {
-            if (i < pieces) at[i] = items;
-            items += own[i];
-        }
-        return (static_cast<u64>(items) + g - 1) / g;
-    };
+    const auto length = [=](i64 tile) { return length_of_tile(counts + tile * pieces, pieces, g); };
     write_starts<1>(n, length, starts, sums, total);
 }
 
