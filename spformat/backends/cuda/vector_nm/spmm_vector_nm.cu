@@ -153,6 +153,8 @@ spmm_vector_nm(const Shape s, const T* __restrict__ data, const u32* __restrict_
     const int m = warp / WARPS_N * 32 + lane / 8 * 8, n = warp % WARPS_N * (32 * QUADS) + lane % 8 * 4;  // and n + 32, ..
     const u32 base = shared_address(shared);
 
+    u32 own_slots = m / s.group_rows * s.slots * 4;  // bytes before those of this thread in a record, if its rows share them
+    asm volatile("" : "+r"(own_slots));  // the compiler would divide again in every k tile
     Sum acc[8][COLS] = {};
     const Copies<T, BM, BN, THREADS, PACKED> copies(s, data, B, pitch_b, N, m0, n0);
     for_each_k_tile_by<T, BM, BN, THREADS, STAGES>(
@@ -163,7 +165,7 @@ spmm_vector_nm(const Shape s, const T* __restrict__ data, const u32* __restrict_
             if constexpr (TR == 8) {
                 // Two sets of operands: one is loaded while the other is multiplied. The byte offsets of four staged rows are
                 // read four slots ahead. Behind the last slot the first ones are read again, and not used.
-                const u32 slots = record + m / s.group_rows * s.slots * 4;
+                const u32 slots = record + own_slots;
                 Operands<T, Sum, QUADS> sets[2];
                 uint4 now = load_words(slots);
                 sets[0].load(a, b + now.x);
