@@ -9,16 +9,11 @@
 // Grid (row tiles * column tiles, 1, splits), row tiles fastest; block 32*WARPS_M*WARPS_N threads.
 // Blocking as in NM-SpMM: a warp covers 32 rows x 32*QUADS columns, a thread 8 rows x 4*QUADS columns. TR = rows of a thread
 // that share their columns (1, 2, 4, 8): a thread reads B once per TR rows. shape.group_rows is a multiple of TR.
-// Lanes are dealt so that neighbours (lane ^ 1) read the same values of A and lanes two apart (lane ^ 2) the same of B: only
-// then do two quarters of a warp share one pass of a 16-byte load from shared memory.
 // Sums are Sum (float, or double for double), in ascending k.
 #include "spformat/vector_nm.cuh"
 
 namespace spformat::vector_nm {
 
-template <class T> struct alignas(4 * sizeof(T)) Four {
-    T v[4];
-};
 template <class Out, class Sum> __device__ __forceinline__ Out rounded(Sum x) {
     if constexpr (same_type<Out, Sum>::value) return x;
     else return from_float<Out>(x);
@@ -27,6 +22,58 @@ template <class Sum, class T> __device__ __forceinline__ Sum widened(T x) {
     if constexpr (same_type<T, Sum>::value) return x;
     else return to_float(x);
 }
+
+// 16 and 8 bytes of shared memory; in the order of the program, which the compiler would otherwise turn back into loads just
+// before their use.
+__device__ __forceinline__ uint4 load_words(u32 address) {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
+    return x;
+}
+__device__ __forceinline__ uint2 load_two_words(u32 address) {
+    uint2 x;
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");
+    return x;
+}
+
+// Four values of type T from shared memory as Sum.
+template <class Sum, class T> __device__ __forceinline__ void load_four(Sum* to, u32 address, T) {
+    if constexpr (sizeof(T) == 2) {
+        const uint2 words = load_two_words(address);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) to[i] = widened<Sum>(reinterpret_cast<const T*>(&words)[i]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i += 16 / sizeof(T)) {
+            const uint4 words = load_words(address + i * sizeof(T));
+#pragma unroll
+            for (int j = 0; j < static_cast<int>(16 / sizeof(T)); ++j)
+                to[i + j] = widened<Sum>(reinterpret_cast<const T*>(&words)[j]);
+        }
+    }
+}
+
+// What a thread multiplies of one slot: 8 values of A and 4 * QUADS of B.
+template <class T, class Sum, int QUADS> struct Operands {
+    Sum a[8], b[4 * QUADS];
+    __device__ __forceinline__ void load(u32 line, u32 row) {
+        load_four(a, line, T());
+        load_four(a + 4, line + 4 * sizeof(T), T());
+#pragma unroll
+        for (int h = 0; h < QUADS; ++h) load_four(b + 4 * h, row + h * 32 * sizeof(T), T());
+    }
+    // Column after column, rows to and fro: the compiler then deals out registers such that 10 of 256 multiply-adds read
+    // three of one bank, not 24 as row after row (counted in the machine code for sm_90).
+    __device__ __forceinline__ void multiply(Sum (&acc)[8][4 * QUADS]) const {
+#pragma unroll
+        for (int j = 0; j < 4 * QUADS; ++j)
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const int r = j % 2 ? 7 - i : i;
+                acc[r][j] += a[r] * b[j];
+            }
+    }
+};
 
 // What a thread copies of every k tile. Whole chunks of whole rows need no predicate: staged rows past K and columns past N,
 // which nothing reads or stores, are copies of others, and the host fills lists of rows up to a multiple of 4.
@@ -97,54 +144,61 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N,
                                   sizeof(Sum) == 8 || TR < 4 || 32 / QUADS < WARPS_M * WARPS_N ? 1 : 32 / QUADS / (WARPS_M * WARPS_N))
 spmm_vector_nm(const Shape s, const T* __restrict__ data, const u32* __restrict__ records,
                const T* __restrict__ B, u32 pitch_b, Out* __restrict__ C, int N, i64 step_m, i64 step_n, i64 split_stride) {
-    constexpr int BM = 32 * WARPS_M, BN = 32 * QUADS * WARPS_N, THREADS = 32 * WARPS_M * WARPS_N, COLS = 4 * QUADS;
+    constexpr int BM = 32 * WARPS_M, BN = 32 * QUADS * WARPS_N, THREADS = 32 * WARPS_M * WARPS_N, COLS = 4 * QUADS, LINE_A = BM * sizeof(T);
     static_assert(TR == 1 || TR == 2 || TR == 4 || TR == 8, "a thread's 8 rows are whole runs of TR rows");
     extern __shared__ __align__(128) unsigned char shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int row_tile = blockIdx.x % s.row_tiles, m0 = row_tile * BM, n0 = blockIdx.x / s.row_tiles * BN;
     const int first = blockIdx.z * s.k_per_split, last = min(first + s.k_per_split, s.k_tiles);
-    const int m = warp / WARPS_N * 32 + (lane / 2 % 2 + lane / 16 * 2) * 8;
-    const int n = warp % WARPS_N * (32 * QUADS) + (lane % 2 + lane / 4 % 4 * 2) * 4;  // and n + 32, ..
+    const int m = warp / WARPS_N * 32 + lane / 8 * 8, n = warp % WARPS_N * (32 * QUADS) + lane % 8 * 4;  // and n + 32, ..
     const u32 base = shared_address(shared);
 
+    u32 own_slots = m / s.group_rows * s.slots * 4;  // bytes before those of this thread in a record, if its rows share them
+    asm volatile("" : "+r"(own_slots));  // the compiler would divide again in every k tile
     Sum acc[8][COLS] = {};
     const Copies<T, BM, BN, THREADS, PACKED> copies(s, data, B, pitch_b, N, m0, n0);
     for_each_k_tile_by<T, BM, BN, THREADS, STAGES>(
         s, shared, records, row_tile, s.group_rows, first, last,
         [&](u32 stage, u32 rows, int kt) { copies.start(s, stage, rows, kt); },
         [&](u32 b_lines, u32 a_lines, u32 record) {
-            const unsigned char* b = shared + (b_lines - base) + n * sizeof(T);
-            const T* a = reinterpret_cast<const T*>(shared + (a_lines - base)) + m;
-            const u32* slots[8 / TR];  // byte offsets of staged rows
-#pragma unroll
-            for (int i = 0; i < 8 / TR; ++i)
-                slots[i] = reinterpret_cast<const u32*>(shared + (record - base)) + (m + i * TR) / s.group_rows * s.slots;
-            uint4 four;
-            if constexpr (TR == 8) four = *reinterpret_cast<const uint4*>(slots[0]);
+            const u32 b = b_lines + n * static_cast<u32>(sizeof(T)), a = a_lines + m * static_cast<u32>(sizeof(T));
+            if constexpr (TR == 8) {
+                // Two sets of operands: one is loaded while the other is multiplied. The byte offsets of four staged rows are
+                // read four slots ahead. Behind the last slot the first ones are read again, and not used.
+                const u32 slots = record + own_slots;
+                Operands<T, Sum, QUADS> sets[2];
+                uint4 now = load_words(slots);
+                sets[0].load(a, b + now.x);
 #pragma unroll 1
-            for (int k = 0; k < s.slots; k += 4) {
-                const uint4 offsets = four;
-                // Of the next step: the loads of B wait for it.
-                if constexpr (TR == 8) four = *reinterpret_cast<const uint4*>(slots[0] + (k + 4 < s.slots ? k + 4 : 0));
+                for (int k = 0; k < s.slots; k += 4) {
+                    const int following = k + 4 < s.slots ? k + 4 : 0;
+                    const uint4 next = load_words(slots + following * 4);
+                    const u32 line = a + k * LINE_A;
+                    sets[1].load(line + LINE_A, b + now.y);
+                    sets[0].multiply(acc);
+                    sets[0].load(line + 2 * LINE_A, b + now.z);
+                    sets[1].multiply(acc);
+                    sets[1].load(line + 3 * LINE_A, b + now.w);
+                    sets[0].multiply(acc);
+                    sets[0].load(a + following * LINE_A, b + next.x);
+                    sets[1].multiply(acc);
+                    now = next;
+                }
+            } else {
+                u32 slots[8 / TR];
 #pragma unroll
-                for (int q = 0; q < 4; ++q) {
-                    const Four<T> a0 = *reinterpret_cast<const Four<T>*>(a + (k + q) * BM);
-                    const Four<T> a1 = *reinterpret_cast<const Four<T>*>(a + (k + q) * BM + 4);
+                for (int i = 0; i < 8 / TR; ++i) slots[i] = record + (m + i * TR) / s.group_rows * s.slots * 4;
+#pragma unroll 4
+                for (int k = 0; k < s.slots; ++k) {
                     Sum av[8], bv[COLS];
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) av[i] = widened<Sum>(a0.v[i]), av[4 + i] = widened<Sum>(a1.v[i]);
+                    load_four(av, a + k * LINE_A, T());
+                    load_four(av + 4, a + k * LINE_A + 4 * sizeof(T), T());
 #pragma unroll
                     for (int i = 0; i < 8; ++i) {
                         if (i % TR == 0) {
-                            u32 at;
-                            if constexpr (TR == 8) at = q == 0 ? offsets.x : q == 1 ? offsets.y : q == 2 ? offsets.z : offsets.w;
-                            else at = slots[i / TR][k + q];
+                            const u32 at = b + load_shared_word(slots[i / TR] + 4 * k);
 #pragma unroll
-                            for (int h = 0; h < QUADS; ++h) {
-                                const Four<T> part = *reinterpret_cast<const Four<T>*>(b + at + h * 32 * sizeof(T));
-#pragma unroll
-                                for (int j = 0; j < 4; ++j) bv[4 * h + j] = widened<Sum>(part.v[j]);
-                            }
+                            for (int h = 0; h < QUADS; ++h) load_four(bv + 4 * h, at + h * 32 * sizeof(T), T());
                         }
 #pragma unroll
                         for (int j = 0; j < COLS; ++j) acc[i][j] += av[i] * bv[j];

@@ -108,7 +108,7 @@ class SpmmVectorNM(CudaKernel):
             return [filling(p, SMALL)]
         large = deepest(p, (*DEEP, LARGE)) if p.a_dtype == "float32" else LARGE
         wide = [deepest(p, WIDE)] if p.a_dtype == "float32" and p.p["vector_length"] % 8 == 0 else []
-        return [filling(p, tile) for tile in (*wide, large, SMALL)]
+        return [filling(p, tile) for tile in (large, *wide, SMALL)]
 
     def variant(self, p: Problem, tile: Split[Tile]) -> tuple[str, ...]:
         """By value size and tile. The deep tile has the constants of the other large one: a step costs the same."""

@@ -156,8 +156,9 @@ __device__ __forceinline__ void for_each_k_tile_by(const Shape& s, unsigned char
     };
 #pragma unroll 1
     for (int i = 0; i < STAGES - 1; ++i) fetch();
-    // Half of the warps start their copies while the other half multiplies: each unit always has work.
-    const bool early = threadIdx.x < THREADS / 2;
+    // Half of the warps start their copies while the other half multiplies: each unit always has work. With two stages the next
+    // k tile waits for these very copies: nobody may start them late.
+    const bool early = STAGES == 2 || threadIdx.x < THREADS / 2;
     u32 stage = base, record = ring;
 #pragma unroll 1
     for (int k = first; k < last; ++k) {
