@@ -88,10 +88,9 @@ WHOLE = tuple(t for t in TILES if not t.even)
 class SpmmTwoFourShares(CopyEngineKernel):
     """C = A @ B for ``TwoFour`` A on Hopper, for N and numbers of tiles that fit large tiles badly.
 
-    N is padded by at most 15 columns a tile. The same bits every run. The plan owns a copy of the weights in register
-    order (9/8 * Mp * Kp bytes); with equal shares also a workspace for each stream, of at most 1024 *
-    multiprocessors * columns of a tile bytes. TMA needs B on a 16-byte boundary with a pitch of a multiple of 16
-    bytes; a call with another B runs the sm_80 kernel.
+    N is padded by at most 15 columns a tile. The same bits every run. With equal shares the plan owns a workspace for
+    each stream, of at most 1024 * multiprocessors * columns of a tile bytes. TMA needs B on a 16-byte boundary with a
+    pitch of a multiple of 16 bytes; a call with another B runs the sm_80 kernel.
     """
 
     name = "cuda.spmm_two_four_shares_sm90a"
