@@ -13,13 +13,7 @@ from cases import CASES, sparse
 from spformat import CSR, Bitmask, TwoFour
 from spformat.arrays.dtypes import bits, nonzero_mask
 from spformat.arrays.library import index_dtype
-from spformat.backends.cuda.bitmask import (
-    bitmask_from_csr,
-    bitmask_one_pass,
-    bitmask_pack,
-    bitmask_two_four,
-    bitmask_unpack,
-)
+from spformat.backends.cuda.bitmask import bitmask_from_csr, bitmask_pack, bitmask_two_four, bitmask_unpack
 from spformat.backends.cuda.runtime import jit
 from spformat.errors import LimitError, StructureError
 from spformat.formats import edges
@@ -336,20 +330,3 @@ def test_more_elements_than_32_bits_count(shape: tuple[int, int]) -> None:
         c = a.to_csr()
         np.testing.assert_array_equal(c.indices.get(), at % K)
         assert bool((Bitmask.from_csr(c).bitmask == a.bitmask).all())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
-def test_a_sample_that_promises_too_little(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the first tile is looked at, which is empty. The matrix is then read twice, and nothing is written outside."""
-    cp = pytest.importorskip("cupy")
-    monkeypatch.setattr(bitmask_one_pass, "LARGE", 0)
-    monkeypatch.setattr(bitmask_one_pass, "SAMPLES", 1)
-    asked = []
-    two_passes = bitmask_pack.bitmask_from_dense
-    monkeypatch.setattr(bitmask_pack, "bitmask_from_dense", lambda x: asked.append(x.shape) or two_passes(x))
-    for shape, empty in (((300, 517), 100), ((300, 517), 300), ((260, 1024), 256)):
-        x = np.ones(shape, dtype)
-        x[:empty] = 0
-        assert convert(cp.asarray(x), "bitmask").to("cpu") == convert(x, "bitmask")
-    assert asked == [(300, 517)]

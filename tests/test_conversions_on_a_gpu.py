@@ -23,7 +23,6 @@ from conversions import Device, Host, difference, differences, drawn, pruning_di
 import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.arrays.library import has_dtype
-from spformat.backends.cuda.bitmask import bitmask_one_pass
 from spformat.backends.cuda.bsr import bsr_from_dense
 from spformat.backends.cuda.ell_buckets import ell_buckets_from_csr
 from spformat.backends.cuda.sr_bcrs import sr_bcrs_from_dense
@@ -61,13 +60,12 @@ def test_a_device_converts_to_the_bytes_of_the_general_code(fmt: type[Format]) -
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fmt", [sf.BSR, sf.DBSR, sf.SRBCRS, sf.ELLBuckets, sf.Bitmask], ids=lambda f: f.name)
+@pytest.mark.parametrize("fmt", [sf.BSR, sf.DBSR, sf.SRBCRS, sf.ELLBuckets], ids=lambda f: f.name)
 def test_small_matrices_by_the_launches_of_large_ones(fmt: type[Format], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the last block of a kernel adds up what a launch of its own does for larger matrices, or where those are
-    sampled."""
+    """Where the last block of a kernel adds up what a launch of its own does for larger matrices."""
     pytest.importorskip("cupy")
     for module, name in ((bsr_from_dense, "FEW_WORDS"), (sr_bcrs_from_dense, "FEW_TILES"), (sr_bcrs_from_dense, "MOST_OWNERS"),
-                         (ell_buckets_from_csr, "FEW"), (bitmask_one_pass, "LARGE")):  # fmt: skip
+                         (ell_buckets_from_csr, "FEW")):  # fmt: skip
         monkeypatch.setattr(module, name, 0)
     assert_none(of_format(fmt, range(SEED, SEED + min(SHARE, 10)), ON_DEVICE, Device()))
 

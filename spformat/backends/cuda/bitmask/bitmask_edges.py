@@ -10,19 +10,16 @@ from ....formats.csr import CSR
 from ....formats.two_four import NIBBLES, TwoFour, meta_steps
 from ....limits import check_bytes, product
 from ..csr import csr_from_dense, csr_pruned
-from . import bitmask_from_csr, bitmask_one_pass, bitmask_pack, bitmask_two_four, bitmask_unpack
+from . import bitmask_from_csr, bitmask_pack, bitmask_pruned, bitmask_two_four, bitmask_unpack
 
 Params = dict[str, Any]
 
 
 def from_dense(x: Array, params: Params) -> Bitmask | None:
-    """Array [M, K] -> Bitmask: two passes over the array, with one wait for the number of nonzeros between them; of a
-    large one a sample and one pass."""
+    """Array [M, K] -> Bitmask: two passes over the array, with one wait for the number of nonzeros between them."""
     if not x.size:
         return None
-    large = x.nbytes >= bitmask_one_pass.LARGE and x.size < csr_pruned.MOST and csr_from_dense.aligned(x)
-    arrays = bitmask_one_pass.bitmask_by_sample(x) if large else None
-    indptr, bitmask, data = arrays or bitmask_pack.bitmask_from_dense(x)
+    indptr, bitmask, data = bitmask_pack.bitmask_from_dense(x)
     return Bitmask.unchecked(shape=x.shape, indptr=indptr, bitmask=bitmask, data=data)
 
 
@@ -30,7 +27,7 @@ def of_largest(x: Array, params: Params) -> tuple[Bitmask, int] | None:
     """Array [M, K] -> (Bitmask of the ``count`` largest values, values that are not finite)."""
     if not (0 < x.size < csr_pruned.MOST and params["count"] and csr_from_dense.aligned(x)):
         return None
-    indptr, bitmask, data, odd = bitmask_one_pass.bitmask_of_largest(x, params["count"])
+    indptr, bitmask, data, odd = bitmask_pruned.bitmask_of_largest(x, params["count"])
     return Bitmask.unchecked(shape=x.shape, indptr=indptr, bitmask=bitmask, data=data), odd
 
 

@@ -70,5 +70,5 @@ bitmask_values(const T* __restrict__ x, i64 M, i64 length, u64 live, const i64* 
 #pragma unroll
     for (int j = 0; j < Sizes::UNITS; ++j) put_mask<T>(flat, j * TILE_THREADS + tid, nonzeros(units[j], T(live)));
     __syncthreads();
-    store_tile(units, flat, before, image, sums, first, M, length, starts[tile], Sizes::SIZE, data, indptr);
+    store_tile(units, flat, before, image, sums, first, M, length, starts[tile], data, indptr);
 }

@@ -45,12 +45,12 @@ __device__ __forceinline__ void write_bytes(const u32* flat, bool whole, i64 fir
 }
 
 // Writes the values of a tile whose first element is element `first` of M rows of `length`, and the entries of indptr of the rows
-// that start in it. `start` values are stored before it; only the first `most` of its own are. flat: its bits; before, image and sums: memory of the block. A barrier
+// that start in it. `start` values are stored before it. flat: its bits; before, image and sums: memory of the block. A barrier
 // must be behind the writes of `flat`. All threads of the block call it.
 template <class T, class Ptr>
 __device__ __forceinline__ void store_tile(
     const Unit<T> (&units)[Tile<T>::UNITS], const u32* flat, u32* before, T* image, u32* sums, i64 first, i64 M, i64 length, i64 start,
-    i64 most, T* __restrict__ data, Ptr* __restrict__ indptr) {
+    T* __restrict__ data, Ptr* __restrict__ indptr) {
     using Sizes = Tile<T>;
     const int tid = threadIdx.x;
     const u32 total = bits_before_words<Sizes::WORDS>(flat, before, sums);
@@ -72,8 +72,7 @@ __device__ __forceinline__ void store_tile(
         indptr[row] = Ptr(start + (p < Sizes::SIZE ? bits_before(flat, before, int(p)) : total));
     }
     __syncthreads();
-    const int stored = total < most ? int(total) : int(most);
-    for (int q = tid; q * Sizes::WIDE < head + stored; q += TILE_THREADS) store_unit(to, image, head, stored, q);
+    for (int q = tid; q * Sizes::WIDE < head + int(total); q += TILE_THREADS) store_unit(to, image, head, int(total), q);
 }
 
 }  // namespace spformat
