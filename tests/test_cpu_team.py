@@ -17,6 +17,7 @@ from spformat.backends.cpu import few, team
 from spformat.backends.cpu.board import STATES, WORDS
 
 pytest.importorskip("numba")
+from spformat.formats.fast.simd import WIDE  # needs numba
 
 SPECS = (
     "csr",
@@ -41,6 +42,8 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> team.Team:
 @pytest.mark.parametrize("spec", SPECS)
 def test_product_after_product(shared: team.Team, spec: str, n: int) -> None:
     """Threads that help with one product see the operands of the next, and nothing of the one before."""
+    if spec == "bitmask" and 4 not in WIDE:
+        pytest.skip("this processor does not spread lanes over set bits (AVX-512): bitmask has no loop for few columns")
     cases = [(matrix(spec, "float32", (rows, 203), seed=rows), operand("float32", (203, n))) for rows in (301, 75, 16)]
     wanted = [exact(a, B, np.dtype(np.float32)) for a, B in cases]
     for _ in range(200):
