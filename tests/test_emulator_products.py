@@ -41,7 +41,7 @@ PLANTED = """
 import runpy, sys
 from emulator.planted import plant
 
-plant({old!r}, {new!r}, {source!r})
+plant({old!r}, {new!r}, {source!r}, {header!r})
 sys.argv[1:] = {options!r}
 runpy.run_module("emulator", run_name="__main__")
 """
@@ -56,7 +56,7 @@ WAIT = "cp_async_wait<S - 2>();"
     [
         (TWO_FOUR, WAIT, "", ("RAISED", "mma.sp::ordered_metadata with the places 3, 3")),  # what was not there yet is 0xFF
         (TWO_FOUR, WAIT + "\n                __syncthreads();", WAIT, ("RAISED", "with the places 3, 3")),
-        (TWO_FOUR, "swizzled<64>(wm + lane % 16, lane / 16)", "swizzled<64>(wm + lane % 16, 0)", ("DIFFERENT", "expected")),
+        (TWO_FOUR, "Layout::a + wm * 64 + lane * 16", "Layout::a + wm * 64 + lane % 16 * 16", ("DIFFERENT", "expected")),
         (TWO_FOUR, "cp_async_16_if(wanted, to, from, left * 2)", "cp_async_16_if(wanted, to, from, 16)",
          ("RAISED", "access outside of the arrays at cp_async.cuh")),
         ("bitmask/spmm_bitmask_tc.cu", 'else asm volatile("bar.sync', 'else if (false) asm volatile("bar.sync', ("DIFFERENT",)),
@@ -66,7 +66,7 @@ WAIT = "cp_async_wait<S - 2>();"
 def test_a_planted_defect_of_a_kernel_is_found(source: str, old: str, new: str, texts: tuple[str, ...]) -> None:
     name = source.rpartition("/")[2].removesuffix(".cu")
     options = ["--kernels", name, "--cases", "1", "--seed", "2", "--dtypes", "float16"]
-    done = python("-c", PLANTED.format(source=source, old=old, new=new, options=options))
+    done = python("-c", PLANTED.format(source=source, header="", old=old, new=new, options=options))
     assert done.returncode == 1, done.stdout + done.stderr
     assert re.search(rf"^cuda\.{name}: 1 cases, \d+ launches, [1-9] DIFFERENT, ", done.stdout, re.MULTILINE), (
         done.stdout
@@ -123,7 +123,8 @@ def test_products_by_cublas_again_call_it_once_and_need_the_mode_of_its_handle()
 )  # fmt: skip
 def test_a_planted_defect_of_a_conversion_is_found(old: str, new: str, texts: tuple[str, ...]) -> None:
     options = ["--formats", "csr", "--seed", "7", *BUILT]
-    program = PLANTED.format(source="csr/csr_from_dense.cu", old=old, new=new, options=options)
+    source, header = "csr/csr_from_dense.cu", "spformat/csr_pieces.cuh"
+    program = PLANTED.format(source=source, header=header, old=old, new=new, options=options)
     done = python("-c", program)
     assert done.returncode == 1, done.stderr
     assert all(text in done.stdout for text in texts), done.stdout
