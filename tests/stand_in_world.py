@@ -63,6 +63,8 @@ class World:
         world, before = self, self.device
 
         class Entered:
+            compute_capability = "90"
+
             def __enter__(self) -> None:
                 world.device = device
 

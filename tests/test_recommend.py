@@ -302,24 +302,24 @@ def test_a_large_tensor_is_counted_in_chunks_of_rows(
 
 
 def test_the_command_as_typed(model: Path, tmp_path: Path) -> None:
-    got = json.loads(command("recommend", model, "-n", "16,2048", "--device", "H200", "--json").out)
+    got = json.loads(command("recommend", model, "-n", "16,64", "--device", "H200", "--json").out)
     by_name = {t["name"]: Recommendations.from_json(t) for t in got["tensors"]}
     assert sorted(by_name) == [f"layers.{i}.{x}.weight" for i in range(2) for x in ("down", "up")]
-    assert by_name["layers.1.down.weight"] == sf.recommend(half(2048, 2048), [16, 2048])
-    text = command("recommend", model, "-n", "16,2048").out
+    assert by_name["layers.1.down.weight"] == sf.recommend(half(2048, 2048), [16, 64])
+    text = command("recommend", model, "-n", "16,64").out
     assert all(part in text for part in ("layers.0-1.up.weight x 2:", "1. two-four: ", "stay dense"))
     assert text.count("    4. ") == 0 < command("recommend", model, "--long").out.count("    4. ")
     resident = command("recommend", model, "-n", "1", "--objective", "resident", "--device", "sm_80").out
     assert "on A100, the fewest bytes with workspaces first" in resident
     first = {name: r[0].format for name, r in by_name.items()}
-    planned = json.loads(command("plan", model, "--to", "fastest", "-n", "16,2048", "--json").out)
+    planned = json.loads(command("plan", model, "--to", "fastest", "-n", "16,64", "--json").out)
     assert {t["name"]: t["target"] for t in planned["tensors"] if t["name"] != "bias"} == first
-    done = command("convert", model, tmp_path / "out", "--to", "fastest", "-n", "16,2048", "--device", "H200")
+    done = command("convert", model, tmp_path / "out", "--to", "fastest", "-n", "16,64", "--device", "H200")
     assert done.code == 0, done.err
     manifest = json.loads((tmp_path / "out" / "spformat.json").read_text())
     recorded = {name: manifest["tensors"][name]["format"] for name in first}
     assert recorded == {name: text.partition(":")[0] for name, text in first.items()}
-    assert manifest["recipe"]["to"] == "fastest:n=16+2048,device=H200,objective=time,b_layout=row"
+    assert manifest["recipe"]["to"] == "fastest:n=16+64,device=H200,objective=time,b_layout=row"
     rule = "*up*=fastest:n=1"
     one = command("convert", model, tmp_path / "one.safetensors", "--to", "keep", "--rule", rule, "--gpu", "A100")
     assert one.code == 0, one.err
