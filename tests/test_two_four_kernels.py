@@ -100,24 +100,28 @@ def test_tiles_fit_and_follow_the_shape() -> None:
                 assert few.blocks * (few.smem + 1024) <= smem + 1024
 
 
+NOT_ON_AN_H200 = pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="the constants are fitted to times of an H100 since and expect 22 % more; to be measured on an H200 again",
+)
+
+
 @pytest.mark.parametrize(
     ("M", "n", "K", "tile"),
     [(4096, 4096, 4096, "128x256x64 cluster 2 split 1"), (2048, 2048, 2048, "128x256x64 cluster 2 split 1"),
      (14336, 256, 4096, "128x256x64 cluster 2 split 1"), (11008, 256, 4096, "192x128x64 cluster 1 split 1"),
-     (4096, 512, 4096, "128x128x64 cluster 1 split 1"), (4096, 256, 4096, "128x128x64 cluster 1 split 2"),
+     pytest.param(4096, 512, 4096, "128x128x64 cluster 1 split 1", marks=NOT_ON_AN_H200), (4096, 256, 4096, "128x128x64 cluster 1 split 2"),
      (4096, 64, 4096, "64x64x64 cluster 1 split 2"), (11008, 64, 4096, "128x64x64 cluster 1 split 1"),
      (4096, 64, 256, "128x64x64 cluster 1 split 1")],
 )  # fmt: skip
 def test_the_tile_that_is_chosen(M: int, n: int, K: int, tile: str) -> None:
-    """What an H200 once measured as fastest is chosen, or expected to take at most 25 % more than what is.
-
-    The constants are fitted to times of an H100 since; 4096 x 4096 with 512 columns is where they differ most, by 22 %.
-    """
+    """What an H200 once measured as fastest is chosen, or expected to take at most 15 % more than what is."""
     kernel, p = SpmmTwoFourSm90a(), P.changed(M=M, n=n, K=K)
     wanted = next(t for t in kernel.tiles if str(t).startswith(tile))
     with tiles.forced(kernel.name, str(wanted)):
         expected = kernel.expected_us(p)
-    assert kernel.expected_us(p) <= expected <= 1.25 * kernel.expected_us(p)
+    assert kernel.expected_us(p) <= expected <= 1.15 * kernel.expected_us(p)
 
 
 def test_one_round_of_blocks_where_rows_allow() -> None:
