@@ -126,10 +126,10 @@ def test_on_another_device_a_plan_goes_to_its_own_and_to_the_stream_there(world:
 def test_refused_operands_are_not_remembered(world: World) -> None:
     B = world.array(3, 5)
     wrong = [world.array(4, 6), world.array(5, 5), world.array(4, 5, dtype="float64"), world.array(4, 5, order="F")]
-    joint, held = world.array(7, 5), world.array(14, 5)
+    joint, owned = world.array(7, 5), world.array(14, 5)
 
     def reads() -> tuple[tuple[int, int], ...]:
-        return ((held[5].ctypes.data, held[7].ctypes.data),)
+        return ((owned[5].ctypes.data, owned[7].ctypes.data),)
 
     plan = world.plan(reads=reads)
     assert plan.reads is reads
@@ -139,7 +139,7 @@ def test_refused_operands_are_not_remembered(world: World) -> None:
                 plan.run(B, out)
         with pytest.raises(ValueError, match="overlaps B"):
             plan.run(joint[:3], joint[2:6])
-        for into in (held[4:8], held[2:6], held[6:10]):
+        for into in (owned[4:8], owned[2:6], owned[6:10]):
             with pytest.raises(ValueError, match="overlaps the arrays of A"):
                 plan.run(B, into)
         with pytest.raises(TypeError, match=r"B: expected a CuPy array on cuda:0, got list; move it with cupy.asarray"):

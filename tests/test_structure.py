@@ -117,9 +117,9 @@ def test_a_device_counts_the_same(dtype: str, layout: str) -> None:
 def test_a_window_as_full_as_it_can_be_is_seen_on_a_device() -> None:
     pytest.importorskip("cupy")
     for row, col in ((0, 0), (7, 32), (255, 96), (256, 160), (299, 128), (299, 256)):
-        for held in (1, 3, 5, 16, 17, 32):
+        for nonzeros in (1, 3, 5, 16, 17, 32):
             x = np.zeros((300, 520), np.float16)
-            x[row, col : col + held] = 1
+            x[row, col : col + nonzeros] = 1
             same(analyse(Device().array(x, "C")), counted(x))
 
 

@@ -13,6 +13,7 @@
 //   counts   i64[2][buckets]    ELL rows of each bucket, and those of split rows; host memory that the device can write
 //   spans    Span[R]            the items of each ELL row
 #include "spformat/ell_buckets.cuh"
+#include "spformat/last_block.cuh"
 #include "spformat/prefix_sum.cuh"
 
 using namespace spformat;
@@ -213,13 +214,7 @@ count_ell_rows(const Ptr* __restrict__ indptr, const Ptr* __restrict__ cuts, con
             starts[(static_cast<i64>(tile.part) * groups + g) * tiles + tile.number] = mine[g];
     }
     if (!finished) return;
-    __shared__ bool last;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) last = atomicAdd(finished, 1ull) == gridDim.x - 1;
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
+    if (!is_last_block(finished)) return;
     if (threadIdx.x == 0) *finished = 0;
     sum_tiles<TILE_WARPS * 32>(starts, tiles, buckets, widths, levels, tables, sizes);
 }

@@ -10,6 +10,7 @@
 // count-th largest key, so that the host waits for nothing. Then `keep` reads x once more and writes the mask. If some of
 // the keys that equal that one must go, blocks number them in their order: look_back.cuh.
 #include "spformat/largest.cuh"
+#include "spformat/last_block.cuh"
 #include "spformat/look_back.cuh"
 #include "spformat/scan.cuh"
 
@@ -24,7 +25,6 @@ digit(const T* __restrict__ x, i64 n, Keys keys, int shift, int width, int first
     using Key = key_t<T>;
     __shared__ u32 here[BINS];
     __shared__ u64 sums[33];
-    __shared__ bool last;
     u64* bins = reinterpret_cast<u64*>(s + 1);
     for (int i = threadIdx.x; i < BINS; i += THREADS) here[i] = 0;
     const Key prefix = static_cast<Key>(s->prefix), low = (Key(1) << width) - 1;
@@ -43,12 +43,7 @@ digit(const T* __restrict__ x, i64 n, Keys keys, int shift, int width, int first
         const u64 total = sum_of_warp<u64>(strange);
         if (total && threadIdx.x % 32 == 0) atomicAdd(odd, total);
     }
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) last = atomicAdd(&s->finished, 1ull) == gridDim.x - 1;
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
+    if (!is_last_block(&s->finished)) return;
     constexpr int SHARE = BINS / THREADS;
     u64 counts[SHARE], mine = 0, all;
 #pragma unroll

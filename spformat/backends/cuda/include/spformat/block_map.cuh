@@ -7,6 +7,7 @@
 // a word for each 32 of them; or, where most would be 0, only the words that are not: a second map says which these are.
 #pragma once
 #include "spformat/expand.cuh"
+#include "spformat/last_block.cuh"
 #include "spformat/prefix_sum.cuh"
 
 namespace spformat {
@@ -132,14 +133,8 @@ constexpr int FEW_WORDS = 8192;
 template <int Threads>
 __device__ __forceinline__ void number_by_last_block(u32* marks, u64* finished, i64 n, i64 Mb, u32* __restrict__ bits, i64* starts,
                                                      i64* __restrict__ places, u64* sizes) {
-    __shared__ bool last;
     __shared__ u32 sums[33];
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) last = atomicAdd(finished, 1ull) == gridDim.x - 1;
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
+    if (!is_last_block(finished)) return;
     // A thread takes neighbouring words, twice, so that it needs few registers: the kernel around this needs them all.
     const int each = static_cast<int>((n + Threads - 1) / Threads), first = threadIdx.x * each;
     const int end = static_cast<int>(first + each < n ? first + each : n);

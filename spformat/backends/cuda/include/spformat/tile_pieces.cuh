@@ -1,5 +1,6 @@
 // Tiles that were counted in a few pieces: where each piece starts in its tile, and each tile among all.
 #pragma once
+#include "spformat/last_block.cuh"
 #include "spformat/look_back.cuh"
 
 namespace spformat {
@@ -25,14 +26,8 @@ constexpr int FEW_TILES = 2048;
 
 template <int Threads>
 __device__ __forceinline__ void starts_by_last_block(u32* counts, i64 n, i64 pieces, int g, int* starts, u64* finished, u64* total) {
-    __shared__ bool last;
     __shared__ u64 sums[33];
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) last = atomicAdd(finished, 1ull) == gridDim.x - 1;
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
+    if (!is_last_block(finished)) return;
     const int each = static_cast<int>((n + Threads - 1) / Threads), first = threadIdx.x * each;
     const int end = static_cast<int>(first + each < n ? first + each : n);
     u64 mine = 0, all;
