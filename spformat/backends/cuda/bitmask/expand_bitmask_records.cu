@@ -7,10 +7,9 @@
 //
 // One warp a record: the record comes to shared memory, each lane takes a value for each of its set bits, and the four lanes of
 // a row exchange words until each has whole units of 16 bytes. Aligned: rows of x start on 16 bytes.
-#include "spformat/bitmask_records.cuh"
+#include "spformat/bitmask_fragments.cuh"
 #include "spformat/cp_async.cuh"
 #include "spformat/ldmatrix.cuh"
-#include "spformat/take_group.cuh"
 
 using namespace spformat;
 
@@ -51,16 +50,9 @@ expand_bitmask_records(const u8* __restrict__ records, const u32* __restrict__ s
     cp_async_wait<0>();
     __syncwarp();
 
-    u32 bits, before[2], groups[4], a[4][4];
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(bits) : "r"(record + RECORD_BITS + 4 * lane) : "memory");
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(groups[0]), "=r"(groups[1]), "=r"(groups[2]), "=r"(groups[3]) : "r"(record) : "memory");
-    bytes_before(bits, before);
-    auto at = [&](int q) { return record + (groups[q / 2] >> 16 * (q % 2) & 0xFFFF) + __byte_perm(before[q % 2], 0, 0x4440 + q / 2); };
-    take_group<0>(a[0][0], a[0][2], bits, at(0)), take_group<1>(a[0][1], a[0][3], bits, at(1));
-    take_group<2>(a[1][0], a[1][2], bits, at(2)), take_group<3>(a[1][1], a[1][3], bits, at(3));
-    take_group<4>(a[2][0], a[2][2], bits, at(4)), take_group<5>(a[2][1], a[2][3], bits, at(5));
-    take_group<6>(a[3][0], a[3][2], bits, at(6)), take_group<7>(a[3][1], a[3][3], bits, at(7));
+    u32 bits, groups[4], a[4][4];
+    load_head(record, lane, bits, groups);
+    take_record(a, record, bits, groups);
 
     const i64 row0 = number / steps * 16 + g, column0 = number % steps * 64;
 #pragma unroll

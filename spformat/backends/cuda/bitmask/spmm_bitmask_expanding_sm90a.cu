@@ -12,9 +12,8 @@
 //
 // Grid: x = row tiles * column tiles * Parts, row tiles faster than column tiles. Parts blocks, a cluster, multiply a tile of C,
 // each a part of K. Block: WG warpgroups that multiply 64 rows x BN columns each, and one warp that loads, STAGES steps ahead.
-#include "spformat/bitmask_records.cuh"
+#include "spformat/bitmask_fragments.cuh"
 #include "spformat/expanding.cuh"
-#include "spformat/take_group.cuh"
 
 using namespace spformat;
 using namespace spformat::expanding;
@@ -75,18 +74,9 @@ spmm_bitmask_expanding_sm90a(const __grid_constant__ Extents s, const u8* __rest
         const u32 number = k - first, stage = number % STAGES;
         const u32 record = base + stage * stage_bytes + B_BYTES + warp * s.room;
         barrier::wait(full + 8 * stage, number / STAGES & 1);
-        u32 bits = 0, before[2], groups[4] = {};
-        if (warp < records_here) {
-            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(bits) : "r"(record + RECORD_BITS + 4 * lane) : "memory");
-            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(groups[0]), "=r"(groups[1]), "=r"(groups[2]), "=r"(groups[3]) : "r"(record) : "memory");
-        }
-        bytes_before(bits, before);
-        auto at = [&](int q) { return record + (groups[q / 2] >> 16 * (q % 2) & 0xFFFF) + __byte_perm(before[q % 2], 0, 0x4440 + q / 2); };
-        take_group<0>(a[0][0], a[0][2], bits, at(0)), take_group<1>(a[0][1], a[0][3], bits, at(1));
-        take_group<2>(a[1][0], a[1][2], bits, at(2)), take_group<3>(a[1][1], a[1][3], bits, at(3));
-        take_group<4>(a[2][0], a[2][2], bits, at(4)), take_group<5>(a[2][1], a[2][3], bits, at(5));
-        take_group<6>(a[3][0], a[3][2], bits, at(6)), take_group<7>(a[3][1], a[3][3], bits, at(7));
+        u32 bits = 0, groups[4] = {};
+        if (warp < records_here) load_head(record, lane, bits, groups);
+        take_record(a, record, bits, groups);
     };
     multiply_steps<T, BN, BCol, STAGES, Ahead>(acc, first, last, base, stage_bytes, empty, load);
 
