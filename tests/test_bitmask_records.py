@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
 import pytest
+from kernel_orders import assert_products_come_from_order
 
 import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES
@@ -72,28 +72,4 @@ def test_arrays_come_back(dtype: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
 def test_products_come_from_records_alone(kernel: Any) -> None:
-    """Also where B is not finite: a NaN or infinity meets stored values only. The arrays are not kept beside them."""
-    cp = pytest.importorskip("cupy")
-    sm, rng = int(cp.cuda.Device().compute_capability), np.random.default_rng(5)
-    for (M, K), density in itertools.product(((1, 1), (40, 200), (131, 321)), (0.05, 0.5, 1)):
-        x = rng.choice([-3, -2, -1, 1, 2, 3], (M, K)) * (rng.random((M, K)) < density)
-        stored = sf.convert(x.astype(np.float16), "bitmask")
-        for n, layout in ((1, "row"), (17, "col"), (40, "row")):
-            a = stored.to("cuda")
-            p = problem_of(a, sm).changed(n=n, b_layout=layout, out_layout=layout)
-            if kernel.unsupported(p):
-                pytest.skip(f"{kernel.name}: {kernel.unsupported(p)[0]}")
-            B = rng.integers(-2, 3, (K, n)).astype(np.float64)
-            for value in () if kernel.multiplies_zeros else (np.inf, -np.inf, np.nan):
-                B[rng.integers(K), rng.integers(n)] = value
-            with np.errstate(invalid="ignore"):
-                wanted = np.where(x[:, :, None] != 0, x[:, :, None] * B[None], 0).sum(axis=1).astype(np.float16)
-            plan = kernel.plan(a, p)
-            assert a.in_kernel_order, f"{a!r} keeps its arrays beside the records"
-            order = "F" if layout == "col" else "C"
-            out = cp.empty((M, n), np.float16, order)
-            plan(cp.asarray(np.asarray(B.astype(np.float16), order=order), order=order), out=out)
-            where = f"{kernel.name} {M}x{K} density {density} n={n} {layout}"
-            np.testing.assert_array_equal(out.get(), wanted, err_msg=where)
-            assert a == stored, where
-            assert a.nbytes == stored.nbytes, where
+    assert_products_come_from_order(kernel, "bitmask", lambda i: {}, problem_of)
