@@ -20,10 +20,11 @@ from ..arrays.dtypes import SAFETENSORS, value_type
 from ..arrays.library import ceil_div, index_dtype
 from ..errors import SpformatError
 from ..formats.base import Format, RowChunks
+from ..formats.declare import arrays_counted_by
 from ..storage import crc
 from ..storage.stwriter import Writer
 from ..storage.tensorfile import TensorFile
-from .row_chunks import Team, arrays_counted_by, rows_per_chunk
+from .row_chunks import Team, rows_per_chunk
 from .tensor_plans import TensorPlan
 
 

@@ -23,6 +23,7 @@ from ..arrays.dtypes import SAFETENSORS, SAFETENSORS_CODE, value_type
 from ..arrays.library import ceil_div, index_dtype, round_up
 from ..formats import parse_spec
 from ..formats.base import Format, RowChunks
+from ..formats.declare import arrays_counted_by
 from ..preprocess.structure import count_nonzeros
 from ..storage.descriptor import Record
 from ..storage.filewriter import FileWriter
@@ -243,10 +244,3 @@ class ChunkEncoder:
                 a, at = a[first:].astype(np.int64) + start[self._counted_by[name]], at + first
             out.put_part(self.record.name, name, at, a.astype(dtype, copy=False))
         return counts
-
-
-def arrays_counted_by(target: type[Format], pointer: str) -> tuple[str, ...]:
-    """The arrays whose entries a pointer counts."""
-    arrays = target.declared_arrays()
-    label = next(d.bound for d in arrays if d.name == pointer)
-    return tuple(d.name for d in arrays if d.dims[0] == label)

@@ -56,6 +56,12 @@ class RowChunks:
     rows: int
     pointers: tuple[str, ...] = ()
     """Arrays [n+1] that start at 0 and count entries of the array whose first dimension is their bound."""
+    second_axis: tuple[str, ...] = ()
+    """Arrays whose rows lie along their second axis. A file cannot be written in such row chunks."""
+
+    def axis(self, name: str) -> int:
+        """The axis of an array along which the rows of the matrix lie."""
+        return 1 if name in self.second_axis else 0
 
 
 @dataclass(frozen=True)
@@ -168,6 +174,13 @@ def declarations(
         elif "table" in f.metadata:
             tables.append((f.name, f.metadata["table"][0]))
     return tuple(arrays), tuple(params), tuple(tables)
+
+
+def arrays_counted_by(cls: Any, pointer: str) -> tuple[str, ...]:
+    """The arrays of a format class whose entries a pointer counts."""
+    arrays = declarations(cls)[0]
+    label = next(d.bound for d in arrays if d.name == pointer)
+    return tuple(d.name for d in arrays if d.dims[0] == label)
 
 
 @functools.cache
@@ -386,3 +399,9 @@ class Declared:
         None if that is not possible; then only the whole matrix can be converted. params: all of them, resolved.
         """
         return None
+
+    @classmethod
+    def row_layout(cls, params: dict[str, Any]) -> RowChunks | None:
+        """Where ``vstack`` and ``row_range`` cut the arrays of a matrix in memory: as ``row_chunks``, unless a format
+        has rows along a second axis. None if rows cannot be cut."""
+        return cls.row_chunks(params)

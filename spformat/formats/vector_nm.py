@@ -23,7 +23,7 @@ from ..arrays.library import PAD, Array, ceil_div, is_cupy, namespace, round_up
 from ..arrays.magnitudes import largest_finite_key, magnitude_keys, magnitudes, square_scale
 from ..arrays.segments import counts_of, distinct_sorted, largest_in_windows, offsets_from_counts, stable_order
 from ..errors import IndexBoundsError, InvariantError, PatternError, StructureError
-from .base import POS, VALUE, Format, array, param
+from .base import POS, VALUE, Format, RowChunks, array, param
 from .csr import CSR
 from .hooks import Condition, Counts, Pattern, Vectors
 from .vector_nm_pack import pack
@@ -81,6 +81,10 @@ class VectorNM(Format):
             "col_info": (np.dtype(np.int16), (Tr, Tk, cols)),
             "ranks": (pos, (Tr, W, Qs)),
         }
+
+    @classmethod
+    def row_layout(cls, params: dict[str, Any]) -> RowChunks:
+        return RowChunks(params["tile_rows"] or params["vector_length"], second_axis=("data", "indices"))
 
     @classmethod
     def pattern(cls, params: dict[str, Any]) -> Pattern:

@@ -101,7 +101,7 @@ def tensors_of(model: Any) -> dict[str, Tensor]:
 
     Tied weights occur once. UsageError for a sparse weight that transformers would divide or join while saving.
     """
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, SparseLinear)}
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, SparseLinear) and m.has_own_weight}
     buffers = {f"{name}.{c.attribute}" for name, layer in layers.items() for c in layer.description.components}
     ignored = {*buffers, *(model._keys_to_ignore_on_save or ())}
     state = {name: t for name, t in model.state_dict().items() if name not in ignored}

@@ -3,6 +3,7 @@
 import spformat.torch as st
 st.sparsify(model, "re:.*mlp.*=two-four")          # nn.Linear -> st.SparseLinear, exact or refused
 st.load_into(model, "./model-sp", device="cuda")   # a packed checkpoint, tensor by tensor
+st.fuse_projections(model)                         # q, k and v as one product, and gate and up
 
 ``import spformat`` does not import this package, which needs torch. Page: docs/torch.md.
 """
@@ -10,10 +11,15 @@ st.load_into(model, "./model-sp", device="cuda")   # a packed checkpoint, tensor
 from . import safe_globals
 from .description import Description
 from .functional import linear, spmm
+from .fused import FusedLinear, Projection
+from .fusing import fuse_projections
 from .loading import load_into
 from .models import densify, sparsify
 from .module import SparseLinear
 
 safe_globals.allow()
 
-__all__ = ["Description", "SparseLinear", "densify", "linear", "load_into", "sparsify", "spmm"]
+__all__ = [
+    "Description", "FusedLinear", "Projection", "SparseLinear", "densify", "fuse_projections", "linear", "load_into",
+    "sparsify", "spmm",
+]  # fmt: skip

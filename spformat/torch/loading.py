@@ -81,6 +81,8 @@ class Places:
         self._replaced: dict[int, SparseLinear] = {}
         self._rest: list[tuple[str, torch.nn.Module, str]] = []
         for prefix, module in model.named_modules(remove_duplicate=False):
+            if isinstance(module, SparseLinear) and not module.has_own_weight:
+                raise UsageError(f"{prefix}: fused projections are not loaded: load first, then fuse_projections")
             dot = f"{prefix}." if prefix else ""
             if isinstance(module, SparseLinear) or is_linear(module):
                 self._layers[f"{dot}weight"] = module

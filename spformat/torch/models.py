@@ -70,16 +70,22 @@ def densify(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
     new: dict[int, torch.nn.Linear] = {}
     names: dict[str, torch.nn.Linear] = {}
     for name, layer in list(model.named_modules(remove_duplicate=False)):
-        if not isinstance(layer, SparseLinear):
+        if not isinstance(layer, SparseLinear) or not layer.has_own_weight:
             continue
         if id(layer) not in new:
             dense = torch.nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
             dense.weight = torch.nn.Parameter(layer.weight, requires_grad=layer.weight.is_floating_point())
-            dense.bias = layer.bias
+            bias = layer.bias
+            if bias is not None and not isinstance(bias, torch.nn.Parameter):  # some rows of that of a fused layer
+                bias = torch.nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
+            dense.bias = bias
             new[id(layer)] = dense
         names[name] = new[id(layer)]
         replace(model, name, new[id(layer)])
-    for module in model.modules():
+    for module in list(model.modules()):
+        for child, layer in list(module._modules.items()):
+            if isinstance(layer, SparseLinear) and not layer.has_own_weight:
+                del module._modules[child]  # all of its projections have been replaced
         if vars(module).get("save_pretrained") is _refused:
             del module.save_pretrained
     return names

@@ -34,6 +34,9 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
     Gradients flow to x and to the bias. The values have none: one that requires a gradient is refused.
     """
 
+    has_own_weight = True
+    """False for a layer that only holds the weights of others: a checkpoint does not have it."""
+
     def __init__(self, weight: Format, bias: torch.Tensor | None = None) -> None:
         """weight: a matrix [out_features, in_features] on any device; its memory is shared where it can be written.
 

@@ -15,6 +15,7 @@ from ..formats import FORMATS
 from ..formats.base import _rebuild
 from ..formats.transposed import Transposed
 from .description import Description
+from .fused import FusedLinear, Projection, _Pending
 from .module import SparseLinear
 
 
@@ -23,6 +24,6 @@ def allow() -> None:
     dtypes = SAFETENSORS.values()
     scalars = [d.type for d in dtypes if d.type.__module__ != "numpy"]  # those of ml_dtypes go by their scalar types
     torch.serialization.add_safe_globals([
-        SparseLinear, Description, Transposed, *FORMATS, _rebuild,
+        SparseLinear, FusedLinear, Projection, _Pending, Description, Transposed, *FORMATS, _rebuild,
         bytes, multiarray._reconstruct, np.ndarray, np.dtype, *{type(d) for d in dtypes}, *scalars,
     ])  # fmt: skip
