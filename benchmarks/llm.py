@@ -11,9 +11,10 @@ memory    bytes of the decoder's weights, and the peak of the device over all me
 
 All models use the same --attention: *grouped* (llm_attention.py) copies no keys and values when it decodes, *sdpa* is
 the default of transformers. The static cache has a multiple of 16 places, as attention kernels read masks in such
-pieces. With --joined q, k and v are one product, and so are gate and up, in all models: four products a layer and not
-seven.
+pieces. With --joined all models are Phi 3, where q, k and v are one product, and gate and up: four products a layer
+and not seven.
 
+NAME+fused the same after spformat.torch.fuse_projections; dense+fused is a Phi 3, whose weights are joined already
 dense      the model as it is, before pruning
 semi       2:4 by torch.sparse.to_sparse_semi_structured
 the others as MODELS of llm_models.py says: formats by rules over the names of the layers
@@ -40,7 +41,7 @@ from typing import Any
 import torch
 from llm_attention import ATTENTION
 from llm_memory import loading, peak_bytes, reset_peak, synchronize
-from llm_models import MODELS, SHAPES, build, weight_bytes
+from llm_models import FUSED, MODELS, SHAPES, build, weight_bytes
 from transformers import StaticCache
 
 from spformat.errors import SpformatError
@@ -302,7 +303,7 @@ def show(row: Row) -> None:
     numbers += [f"whole {row.whole_ms:8.2f} ms" if row.whole_ms is not None else ""]
     numbers += [f"{row.of_dense:5.2f}x dense" if row.of_dense is not None else ""]
     numbers += [f"graphs {row.graphs} breaks {row.breaks}" if row.graphs is not None else ""]
-    print(f"{row.model:12} {row.what:8} {row.mode:8} {row.size:5} ", *filter(None, numbers), row.error, flush=True)
+    print(f"{row.model:16} {row.what:8} {row.mode:8} {row.size:5} ", *filter(None, numbers), row.error, flush=True)
 
 
 def ints(text: str) -> list[int]:
@@ -345,7 +346,8 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     a.all_layers = a.config["num_hidden_layers"]
     a.layers = a.config["num_hidden_layers"] = min(a.layers or a.all_layers, a.all_layers)
     a.models, a.margin = a.models.split(","), MARGIN + -(a.context + MARGIN) % 16
-    for option, names, known in (("models", a.models, MODELS), ("modes", a.modes, MODES)):
+    kinds = [name.removesuffix(FUSED) for name in a.models]
+    for option, names, known in (("models", kinds, MODELS), ("modes", a.modes, MODES)):
         if unknown := [name for name in names if name not in known]:
             p.error(f"--{option}: expected some of {', '.join(known)}, got {', '.join(unknown)}")
     return a

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
-from spformat.torch import SparseLinear
+from spformat.torch import SparseLinear, fuse_projections
 
 SHAPES = {
     "1b": {
@@ -33,15 +33,17 @@ MODELS = {
     "mixed": {"": "two-four", "self_attn": "bitmask@0.5"},
 }
 """Name of a model -> {part of a layer's name: format @ share of zeros}; the last part that matches decides."""
+FUSED = "+fused"
+"""Behind the name of a model: q, k and v are one product, and gate and up."""
 
 
-def dense_model(a: argparse.Namespace) -> Any:
+def dense_model(a: argparse.Namespace, joined: bool = False) -> Any:
     """A model with random weights, created where it is measured.
 
-    With --joined it is one of Phi 3, whose weights of q, k and v, and of gate and up, are one matrix each.
+    joined: it is one of Phi 3, whose weights of q, k and v, and of gate and up, are one matrix each.
     """
     most = max([*a.prefill, a.context + a.margin])
-    kind, cls = (Phi3Config, Phi3ForCausalLM) if a.joined else (LlamaConfig, LlamaForCausalLM)
+    kind, cls = (Phi3Config, Phi3ForCausalLM) if joined else (LlamaConfig, LlamaForCausalLM)
     config = kind(**a.config, max_position_embeddings=most, attn_implementation=a.attention, pad_token_id=0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(a.dtype)
@@ -81,15 +83,18 @@ def sparse_layer(linear: torch.nn.Linear, target: str) -> torch.nn.Module:
 def build(name: str, a: argparse.Namespace) -> tuple[Any, float]:
     """(model, largest error of its sparse layers against the dense product of the same weight).
 
-    The first layer of the decoder is converted; the others are copies of its layers, in memory of their own.
+    The first layer of the decoder is converted; the others are copies of its layers, in memory of their own. A dense
+    model with ``FUSED`` behind its name is one of Phi 3; a sparse one is that of Llama after ``fuse_projections``.
     """
-    model = dense_model(a)
+    kind = name.removesuffix(FUSED)
+    fused = kind != name
+    model = dense_model(a, a.joined or (fused and not MODELS[kind]))
     error = 0.0
     layers = model.model.layers
-    for path, linear in list(layers[0].named_modules()) if MODELS[name] else []:
+    for path, linear in list(layers[0].named_modules()) if MODELS[kind] else []:
         if not isinstance(linear, torch.nn.Linear):
             continue
-        target = next(t for part, t in reversed(MODELS[name].items()) if part in path)
+        target = next(t for part, t in reversed(MODELS[kind].items()) if part in path)
         new = sparse_layer(linear, target)
         x = torch.randn(16, linear.in_features, dtype=a.dtype, device=a.device)
         weight = new.weight.to_dense() if target == "semi" else new.weight
@@ -99,6 +104,8 @@ def build(name: str, a: argparse.Namespace) -> tuple[Any, float]:
         for i, layer in enumerate(layers):
             copied = new if i == 0 else sparse_layer(linear, target) if target == "semi" else copy.deepcopy(new)
             setattr(layer.get_submodule(parent), leaf, copied)
+    if fused and MODELS[kind]:
+        fuse_projections(model)
     return model, error
 
 
@@ -107,7 +114,7 @@ def weight_bytes(model: Any) -> int:
     total = 0
     for m in model.model.layers.modules():
         if isinstance(m, SparseLinear):
-            total += m.nbytes
+            total += m.nbytes if m.has_own_weight else 0
         elif isinstance(m, torch.nn.Linear):
             w = m.weight
             inner = [t for n in ("packed", "meta") if (t := getattr(w, n, None)) is not None]
