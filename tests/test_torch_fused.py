@@ -237,7 +237,9 @@ def test_copies_and_pickles_are_whole() -> None:
     file = io.BytesIO()
     torch.save(m, file)
     file.seek(0)
-    for other in (copy.deepcopy(m), torch.load(file)):
+    with torch.serialization.safe_globals([Attention]):
+        loaded = torch.load(file)
+    for other in (copy.deepcopy(m), loaded):
         assert other.q._fused is fused(other)
         assert fused(other) is not fused(m)
         assert nothing_pending(other)

@@ -75,6 +75,8 @@ class Description:
     shape: tuple[int, int]
     params: tuple[tuple[str, Any], ...]
     parts: tuple[tuple[str, Description], ...] = ()
+    order: int = 0
+    """How many tensors hold the matrix in the order of kernels of this process; 0: the tensors are its arrays."""
 
     @classmethod
     def of(cls, x: Format | Record) -> Description:
@@ -118,8 +120,14 @@ class Description:
     def matrix(self, tensors: Sequence[torch.Tensor]) -> Format:
         """The matrix whose contents are these tensors, not validated; its arrays share their memory.
 
-        Raises ArrayError for tensors that do not fit together, UsageError for another number of them.
+        Raises ArrayError for tensors that do not fit together, UsageError for another number of them, or for an order
+        of kernels, which only the process knows that has it.
         """
+        if self.order:
+            raise UsageError(
+                f"{self.format}: a frozen weight can be multiplied only in its process and where it is, unchanged: "
+                "load the layer again, move it, and then call spformat.torch.freeze"
+            )
         if len(tensors) != len(self.components):
             wanted = ", ".join(c.path for c in self.components)
             raise UsageError(f"{self.format}: expected {len(self.components)} tensors ({wanted}), got {len(tensors)}")
@@ -162,6 +170,8 @@ def _text(d: Description) -> str:
 
 def _tree(d: Description) -> dict[str, Any]:
     tree: dict[str, Any] = {"format": d.format, "shape": d.shape, "params": dict(d.params)}
+    if d.order:
+        tree["order"] = d.order
     return tree | {"parts": {name: _tree(p) for name, p in d.parts}} if d.parts else tree
 
 
@@ -172,11 +182,13 @@ def _from_tree(tree: dict[str, Any]) -> Description:
         raise KeyError("params")
     M, K = tree["shape"]
     parts = tuple((name, _from_tree(p)) for name, p in tree.get("parts", {}).items())
-    return Description(cls.name, (int(M), int(K)), tuple(params.items()), parts)
+    return Description(cls.name, (int(M), int(K)), tuple(params.items()), parts, int(tree.get("order", 0)))
 
 
 @functools.lru_cache(maxsize=4096)
 def _components(d: Description) -> tuple[Component, ...]:
+    if d.order:
+        return tuple(Component(f"order_{i}", "", 1, is_values=i == 0) for i in range(d.order))
     return tuple(_walk(d, ""))
 
 

@@ -118,7 +118,11 @@ class Projection(SparseLinear):
         torch.nn.Module.__init__(self)
         self.out_features, self.in_features = layer.out_features, layer.in_features
         self.description, self.training = layer.description, layer.training
-        self._text, self._names, self._weight = layer._text, layer._names, None
+        self._names, self._weight, self.is_frozen = (
+            tuple(c.attribute for c in layer.description.components),
+            None,
+            False,
+        )
         self.place, self.first_row = place, sum(fused.sizes[:place])
         self.__dict__["_fused"] = fused  # not registered: it is a module of the parent already
 
@@ -147,6 +151,11 @@ class Projection(SparseLinear):
     def nbytes(self) -> int:
         """Bytes of the rows of this layer."""
         return self.matrix.nbytes
+
+    @property
+    def has_buffers(self) -> bool:
+        """False."""
+        return False
 
     def _tensors(self) -> list[torch.Tensor]:
         return self.description.tensors(self.matrix)

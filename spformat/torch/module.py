@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,8 @@ from .weights import Weight, keep, name_of, weight_of
 
 _autocast_is_on = torch._C._is_any_autocast_enabled
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_HELD = ("_text", "_names", "_values_name", "is_frozen")
+"""Attributes that say which tensors a layer holds."""
 _transformation, _tracing = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 
 
@@ -93,16 +96,37 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
     ) -> None:
         self.out_features, self.in_features = description.shape
         self.description = description
-        self._text = description.text
-        self._names = tuple(tensors)
-        for name, t in tensors.items():
-            self.register_buffer(name, t)
+        self._use(description, tensors)
         if bias is not None and tuple(bias.shape) != (self.out_features,):
             raise UsageError(f"bias: expected shape [{self.out_features}], got {list(bias.shape)}")
         if bias is not None and not isinstance(bias, torch.nn.Parameter):
             bias = torch.nn.Parameter(bias, requires_grad=bias.is_floating_point())
         self.register_parameter("bias", bias)
         self._weight = None
+
+    def _use(self, held: Description, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Hold these tensors of a matrix, which operators are given with the text of ``held``."""
+        self._text, self._names, self._values_name = held.text, tuple(tensors), tuple(tensors)[held.values]
+        self.is_frozen = held.order > 0
+        for name, t in tensors.items():
+            self.register_buffer(name, t, persistent=not self.is_frozen)
+
+    def keep_in_order(self, matrix: Format, tensors: list[torch.Tensor]) -> None:
+        """Hold the weight as tensors in the order of kernels and no longer as arrays: for ``freeze``.
+
+        matrix: the weight, in kernel order (``Format.in_kernel_order``), in the memory of the tensors.
+        """
+        for name in self._names:
+            del self._buffers[name]
+            self._non_persistent_buffers_set.discard(name)
+        held = dataclasses.replace(self.description, order=len(tensors))
+        self._use(held, dict(zip((c.attribute for c in held.components), tensors, strict=True)))
+        self._weight = keep(Weight(self._text, tensors, matrix), tensors[held.values])
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether the tensors of the weight are buffers of this module, and no parametrization computes them."""
+        return all(name in self._buffers for name in self._names)
 
     # ---------------------------------------------------------------- the product
 
@@ -160,8 +184,10 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
     def fill(self, matrix: Format) -> None:
         """Replace the contents, as those that ``from_record`` leaves open, by those of a matrix on any device.
 
-        UsageError for a matrix of another format, shape or params.
+        UsageError for a matrix of another format, shape or params, and for a frozen layer.
         """
+        if self.is_frozen:
+            raise UsageError("a frozen weight is not replaced: fill the layer first, then freeze")
         filled = SparseLinear(matrix)
         if filled.description != self.description:
             raise UsageError(f"expected a matrix {self._text}, got {filled._text}")
@@ -189,7 +215,7 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
 
     @property
     def _values(self) -> torch.Tensor:
-        name = self._names[self.description.values]
+        name = self._values_name
         values: torch.Tensor = self._buffers[name] if name in self._buffers else getattr(self, name)
         return values
 
@@ -217,16 +243,42 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"format={d.format}{params}, dtype={name_of(values.dtype)}, bytes={self.nbytes:,}{share}"
+            f"{', frozen' if self.is_frozen else ''}"
         )
 
     # ---------------------------------------------------------------- moving and storing
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_weight": None}  # follows from the buffers; a copy has others
+        state = self.__dict__ | {"_weight": None}  # follows from the buffers; a copy has others
+        if self.is_frozen:  # a copy is an ordinary layer
+            plain = SparseLinear.__new__(SparseLinear)
+            torch.nn.Module.__init__(plain)
+            plain._use(self.description, self._arrays())
+            state |= {key: vars(plain)[key] for key in (*_HELD, "_buffers", "_non_persistent_buffers_set")}
+            if not self.has_own_weight:
+                state["_non_persistent_buffers_set"] = set(plain._names)
+        return state
+
+    def _arrays(self) -> dict[str, torch.Tensor]:
+        """Name -> tensor of each array of the format; of a frozen layer new ones."""
+        with torch.inference_mode(False):
+            tensors = self.description.tensors(self.matrix.restored())
+        return dict(zip((c.attribute for c in self.description.components), tensors, strict=True))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.is_frozen:
+            destination.update({prefix + name: t for name, t in self._arrays().items()})
 
     def _apply(self, fn: Any, recurse: bool = True) -> SparseLinear:
         before, old = self._tensors(), self._values
-        dtype = fn(torch.empty(0, dtype=old.dtype, device=old.device)).dtype
+        moved = fn(torch.empty(0, dtype=old.dtype, device=old.device))
+        dtype = moved.dtype
+        if self.is_frozen and (dtype is not old.dtype or moved.device != old.device):
+            raise UsageError(
+                f"a frozen weight stays {name_of(old.dtype)} on {old.device}: move the model first, then freeze; "
+                "a copy (copy.deepcopy) is not frozen"
+            )
         if dtype is not old.dtype:
             self._require(dtype)
         with torch.inference_mode(False):  # where torch counts changes in place
@@ -259,6 +311,9 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
 
         Lengths that no such matrix has are an error here, and the layer stays as it is.
         """
+        if self.is_frozen:
+            error_msgs.append(f"{prefix}weight: frozen weights are not loaded: load first, then freeze")
+            return
         given = [state_dict.get(prefix + name) for name in self._names]
         other = {
             name: t.shape
