@@ -15,6 +15,7 @@ pieces. With --joined all models are Phi 3, where q, k and v are one product, an
 and not seven.
 
 NAME+fused the same after spformat.torch.fuse_projections; dense+fused is a Phi 3, whose weights are joined already
+NAME+frozen, NAME+fused+frozen: after spformat.torch.freeze, too
 dense      the model as it is, before pruning
 semi       2:4 by torch.sparse.to_sparse_semi_structured
 the others as MODELS of llm_models.py says: formats by rules over the names of the layers
@@ -41,7 +42,7 @@ from typing import Any
 import torch
 from llm_attention import ATTENTION
 from llm_memory import loading, peak_bytes, reset_peak, synchronize
-from llm_models import FUSED, MODELS, SHAPES, build, weight_bytes
+from llm_models import FROZEN, FUSED, MODELS, SHAPES, build, weight_bytes
 from transformers import StaticCache
 
 from spformat.errors import SpformatError
@@ -303,7 +304,7 @@ def show(row: Row) -> None:
     numbers += [f"whole {row.whole_ms:8.2f} ms" if row.whole_ms is not None else ""]
     numbers += [f"{row.of_dense:5.2f}x dense" if row.of_dense is not None else ""]
     numbers += [f"graphs {row.graphs} breaks {row.breaks}" if row.graphs is not None else ""]
-    print(f"{row.model:16} {row.what:8} {row.mode:8} {row.size:5} ", *filter(None, numbers), row.error, flush=True)
+    print(f"{row.model:22} {row.what:8} {row.mode:8} {row.size:5} ", *filter(None, numbers), row.error, flush=True)
 
 
 def ints(text: str) -> list[int]:
@@ -346,8 +347,10 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     a.all_layers = a.config["num_hidden_layers"]
     a.layers = a.config["num_hidden_layers"] = min(a.layers or a.all_layers, a.all_layers)
     a.models, a.margin = a.models.split(","), MARGIN + -(a.context + MARGIN) % 16
-    kinds = [name.removesuffix(FUSED) for name in a.models]
-    for option, names, known in (("models", kinds, MODELS), ("modes", a.modes, MODES)):
+    kinds = [name.partition("+")[0] for name in a.models]
+    steps = [step for name in a.models for step in name.split("+")[1:]]
+    given = ("models", kinds, MODELS), ("models", steps, (FUSED, FROZEN)), ("modes", a.modes, MODES)
+    for option, names, known in given:
         if unknown := [name for name in names if name not in known]:
             p.error(f"--{option}: expected some of {', '.join(known)}, got {', '.join(unknown)}")
     return a

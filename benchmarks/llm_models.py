@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
-from spformat.torch import SparseLinear, fuse_projections
+from spformat.torch import SparseLinear, freeze, fuse_projections
 
 SHAPES = {
     "1b": {
@@ -33,8 +33,8 @@ MODELS = {
     "mixed": {"": "two-four", "self_attn": "bitmask@0.5"},
 }
 """Name of a model -> {part of a layer's name: format @ share of zeros}; the last part that matches decides."""
-FUSED = "+fused"
-"""Behind the name of a model: q, k and v are one product, and gate and up."""
+FUSED, FROZEN = "fused", "frozen"
+"""Behind a "+" after the name of a model: q, k and v are one product, and gate and up; weights are there once."""
 
 
 def dense_model(a: argparse.Namespace, joined: bool = False) -> Any:
@@ -83,12 +83,11 @@ def sparse_layer(linear: torch.nn.Linear, target: str) -> torch.nn.Module:
 def build(name: str, a: argparse.Namespace) -> tuple[Any, float]:
     """(model, largest error of its sparse layers against the dense product of the same weight).
 
-    The first layer of the decoder is converted; the others are copies of its layers, in memory of their own. A dense
-    model with ``FUSED`` behind its name is one of Phi 3; a sparse one is that of Llama after ``fuse_projections``.
+    The first layer of the decoder is converted; the others are copies of its layers, in memory of their own. "+fused"
+    after the name of a dense model makes it one of Phi 3, and calls ``fuse_projections`` of a sparse one.
     """
-    kind = name.removesuffix(FUSED)
-    fused = kind != name
-    model = dense_model(a, a.joined or (fused and not MODELS[kind]))
+    kind, *steps = name.split("+")
+    model = dense_model(a, a.joined or (FUSED in steps and not MODELS[kind]))
     error = 0.0
     layers = model.model.layers
     for path, linear in list(layers[0].named_modules()) if MODELS[kind] else []:
@@ -104,8 +103,10 @@ def build(name: str, a: argparse.Namespace) -> tuple[Any, float]:
         for i, layer in enumerate(layers):
             copied = new if i == 0 else sparse_layer(linear, target) if target == "semi" else copy.deepcopy(new)
             setattr(layer.get_submodule(parent), leaf, copied)
-    if fused and MODELS[kind]:
+    if FUSED in steps and MODELS[kind]:
         fuse_projections(model)
+    if FROZEN in steps:
+        freeze(model)
     return model, error
 
 

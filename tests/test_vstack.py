@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import sys
 
 import numpy as np
 import pytest
+import strict_cupy
 
 import spformat as sf
 from spformat.errors import UsageError
-from spformat.formats import registered
+from spformat.formats import by_name, registered
 from spformat.formats.vstack import row_range, vstack
 
 CUT = {"dense", "csr", "bsr", "sr-bcrs", "vector-nm", "two-four", "bitmask"}
@@ -53,6 +55,20 @@ def test_rows_put_below_each_other_are_the_conversion_of_the_whole(fmt: type[sf.
         assert taken.is_validated
         assert taken.validate() is taken
     assert vstack(parts).validate()
+
+
+@pytest.mark.parametrize("name", sorted(CUT))
+def test_on_a_device_nothing_goes_over_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", strict_cupy.module())
+    fmt, x = by_name(name), drawn(167, dtype="bfloat16")
+    whole = fmt.from_dense(x, **params_of(fmt))
+    parts = [fmt.from_dense(x[i:j], **params_of(fmt)) for i, j in ((0, 64), (64, 167))]
+    there = vstack([part.to("cuda") for part in parts])
+    assert there.device == "cuda:0"
+    assert there == whole
+    assert row_range(whole.to("cuda"), 64, 167) == parts[1]
+    with pytest.raises(UsageError, match="device: expected one for all matrices, got cuda:0, cpu"):
+        vstack([parts[0].to("cuda"), parts[1]])
 
 
 def test_packed_vector_nm_is_cut_between_tiles() -> None:
