@@ -22,6 +22,8 @@ from ..formats.vstack import row_range, vstack
 from .module import SparseLinear
 
 _is_compiling = torch.compiler.is_compiling
+_autocast_is_on = torch._C._is_any_autocast_enabled
+_grad_is_on, _inference_is_on = torch.is_grad_enabled, torch.is_inference_mode_enabled
 
 
 class _Pending:
@@ -72,7 +74,8 @@ class FusedLinear(SparseLinear):
                 return y
         whole = self(x)
         # A view of several that one operation returns must not be changed in place while autograd records.
-        parts = torch.unsafe_split_with_sizes if whole.requires_grad and not _is_compiling() else torch.split
+        graded = whole.requires_grad and not _is_compiling()
+        parts = torch.unsafe_split_with_sizes if graded else torch.split_with_sizes
         pieces = list(parts(whole, self.sizes, -1))
         y, pieces[place] = pieces[place], None
         self._pending.value = (x, state, pieces) if len(pieces) > 1 else None
@@ -83,13 +86,17 @@ class FusedLinear(SparseLinear):
         which sees changes by itself."""
         if _is_compiling():
             return None
-        bias = self.bias
-        return (
-            _version(x), torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
-            torch._C._is_any_autocast_enabled() and torch.get_autocast_dtype(x.device.type),
-            [(t.data_ptr(), _version(t)) for t in self._tensors()],
-            bias is not None and (bias.data_ptr(), _version(bias)),
-        )  # fmt: skip
+        try:
+            version = x._version
+        except RuntimeError:  # of a tensor of inference mode; ``fuse_projections`` reads the code between the calls
+            version = 0
+        bias, autocast = self._parameters.get("bias"), _autocast_is_on() and torch.get_autocast_dtype(x.device.type)
+        try:
+            contents = [(t._version, t.data_ptr()) for t in self._tensors()]
+        except RuntimeError:  # buffers that were created in inference mode; the next product replaces them
+            return object()
+        bias_now = None if bias is None else (bias._version, bias.data_ptr())
+        return version, _grad_is_on(), _inference_is_on(), autocast, contents, bias_now
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_pending": _Pending()}
@@ -99,11 +106,6 @@ class FusedLinear(SparseLinear):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the projections refuse."""
-
-
-def _version(t: torch.Tensor) -> int:
-    # torch does not count changes of tensors of inference mode. ``fuse_projections`` reads the code between the calls.
-    return 0 if t.is_inference() else t._version
 
 
 class Projection(SparseLinear):
