@@ -179,7 +179,7 @@ def test_gradients_are_those_of_the_layers_also_after_a_product_without() -> Non
     plain, y = copy.deepcopy(m), x.detach().clone().requires_grad_()
     st.fuse_projections(m)
     with torch.no_grad():
-        m.q(x)  # leaves results without a graph
+        m.v(x)  # leaves results without a graph
     got, want = m(x), plain(y)
     torch.testing.assert_close(got, want, rtol=0, atol=0)
     weights = torch.arange(got.numel(), dtype=torch.float32).remainder(5).view_as(got)
@@ -245,6 +245,18 @@ def test_copies_and_pickles_are_whole() -> None:
         assert nothing_pending(other)
         torch.testing.assert_close(other(x), want, rtol=0, atol=0)
     assert not nothing_pending(m)
+
+
+def test_copies_of_inference_mode_are_given_no_stale_results() -> None:
+    m, x = Attention(), tokens(4, dtype="float32")
+    want = m(x)
+    st.fuse_projections(m)
+    with torch.inference_mode():
+        other = copy.deepcopy(m)
+        torch.testing.assert_close(other(x.clone()), want, rtol=0, atol=0)
+    with torch.no_grad():
+        torch.testing.assert_close(other(x), want, rtol=0, atol=0)
+    assert nothing_pending(other)
 
 
 def test_dtypes_and_devices_move_once() -> None:

@@ -86,17 +86,13 @@ class FusedLinear(SparseLinear):
         which sees changes by itself."""
         if _is_compiling():
             return None
-        try:
-            version = x._version
-        except RuntimeError:  # of a tensor of inference mode; ``fuse_projections`` reads the code between the calls
-            version = 0
         bias, autocast = self._parameters.get("bias"), _autocast_is_on() and torch.get_autocast_dtype(x.device.type)
         try:
             contents = [(t._version, t.data_ptr()) for t in self._tensors()]
         except RuntimeError:  # buffers that were created in inference mode; the next product replaces them
             return object()
-        bias_now = None if bias is None else (bias._version, bias.data_ptr())
-        return version, _grad_is_on(), _inference_is_on(), autocast, contents, bias_now
+        bias_now = None if bias is None else (_version(bias), bias.data_ptr())
+        return _version(x), _grad_is_on(), _inference_is_on(), autocast, contents, bias_now
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_pending": _Pending()}
@@ -106,6 +102,17 @@ class FusedLinear(SparseLinear):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the projections refuse."""
+
+
+def _version(t: torch.Tensor) -> int:
+    """How often torch has counted a change; 0 for a tensor of inference mode, where it does not count.
+
+    Of an input nothing is lost: ``fuse_projections`` has read that nothing changes it between the calls.
+    """
+    try:
+        return t._version
+    except RuntimeError:
+        return 0
 
 
 class Projection(SparseLinear):
