@@ -110,9 +110,10 @@ def _version(t: torch.Tensor) -> int:
     Of an input nothing is lost: ``fuse_projections`` has read that nothing changes it between the calls.
     """
     try:
-        return t._version
+        version: int = t._version
     except RuntimeError:
         return 0
+    return version
 
 
 class Projection(SparseLinear):
