@@ -199,18 +199,17 @@ def test_on_a_device_the_weight_is_there_once(fmt: str) -> None:
         gc.collect()
         return int(torch.cuda.memory_allocated()) + int(cupy.get_default_memory_pool().used_bytes())
 
-    before = used()
     m, on_host = big(fmt).cuda(), big(fmt)
-    stored = m.nbytes
     x = torch.ones(64, 1024, dtype=torch.float16, device="cuda")
     with torch.no_grad():
         want = [m(x[:n]) for n in (1, 16, 64)]
-    assert list(st.freeze(m)) == [""]
-    with torch.no_grad():
+        twice = used()  # workspaces of plans are in it
+        assert list(st.freeze(m)) == [""]
         for n, y in zip((1, 16, 64), want, strict=True):
             assert torch.equal(m(x[:n]), y)
     del y
-    assert used() - before - x.nbytes - sum(y.nbytes for y in want) < 1.1 * stored + 65536
+    assert m.nbytes < 1.1 * on_host.nbytes
+    assert twice - used() > 0.9 * on_host.nbytes
     state, host = m.state_dict(), on_host.state_dict()
     assert all(torch.equal(state[name].cpu(), t) for name, t in host.items())
     graph = torch.cuda.CUDAGraph()
