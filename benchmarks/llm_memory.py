@@ -3,7 +3,8 @@
 Each model is built, saved as a packed folder and loaded again from there: by from_pretrained and by load_into. Beside
 the peak stand the packed bytes and the largest tensor: what a loader may take is their sum. The vocabulary is small,
 so that no dense embedding hides what sparse layers take. *rest* is what the weights of the decoder take after products
-with 1, 16 and 300 tokens, as the model was loaded and after spformat.torch.freeze, relative to the dense weights.
+with 1 and 16 tokens, and then with 300, which may leave a workspace as large as the largest dense weight, as the model
+was loaded and after spformat.torch.freeze, relative to the dense weights.
 
 Memory is what torch and CuPy have reserved, cached memory included: nobody else can have it. Peaks of the two are
 added, whether or not they were at the same time. benchmarks/llm.py --load uses ``loading``, too.
@@ -128,7 +129,7 @@ def loading(model: Any, a: argparse.Namespace) -> dict[str, Any]:
 # ------------------------------------------------------------------ the run
 
 
-def at_rest(folder: str, freeze: bool, a: argparse.Namespace) -> float | None:
+def at_rest(folder: str, freeze: bool, a: argparse.Namespace) -> list[float] | None:
     """Bytes that the layers of a loaded model take after products, over the bytes of their dense weights."""
     reset_peak(a)
     before = bytes_now(a)
@@ -139,12 +140,15 @@ def at_rest(folder: str, freeze: bool, a: argparse.Namespace) -> float | None:
                  for t in [*m._parameters.values(), *m._buffers.values()] if t is not None)  # fmt: skip
     if freeze:
         st.freeze(model)
+    shares = []
     with torch.no_grad():
-        for tokens in (1, 16, 300):
-            model(input_ids=torch.zeros(1, tokens, dtype=torch.int64, device=a.device), use_cache=False)
-    synchronize(a)
-    gc.collect()
-    return (bytes_now(a) - before - others) / dense if a.device.type == "cuda" else None
+        for several in ((1, 16), (300,)):
+            for tokens in several:
+                model(input_ids=torch.zeros(1, tokens, dtype=torch.int64, device=a.device), use_cache=False)
+            synchronize(a)
+            gc.collect()
+            shares.append(round((bytes_now(a) - before - others) / dense, 4))
+    return shares if a.device.type == "cuda" else None
 
 
 def main() -> None:
