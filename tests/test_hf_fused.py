@@ -68,6 +68,13 @@ def test_a_fused_model_is_saved_under_the_names_of_its_layers(tmp_path: Path) ->
     assert len(st.fuse_projections(again)) == 4
 
 
+def test_saving_takes_no_state_dict_of_computed_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = sparse()
+    st.fuse_projections(model)
+    monkeypatch.setattr(st.Projection, "_tensors", lambda self: pytest.fail("all weights at once"))
+    model.save_pretrained(tmp_path)
+
+
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft calls it
 def test_adapters_on_fused_projections_train() -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")

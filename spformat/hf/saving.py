@@ -19,7 +19,7 @@ from ..storage.files import Path
 from ..storage.filewriter import Tensor
 from ..storage.output import publish
 from ..torch import models
-from ..torch.module import SparseLinear
+from ..torch.module import SparseLinear, WithoutWeights
 
 USUAL = {"push_to_hub": False, "save_peft_format": True, "save_original_format": True, "safe_serialization": True}
 """Options of transformers with the values that change nothing here."""
@@ -104,7 +104,8 @@ def tensors_of(model: Any) -> dict[str, Tensor]:
     layers = {name: m for name, m in model.named_modules() if isinstance(m, SparseLinear) and m.has_own_weight}
     buffers = {f"{name}.{c.attribute}" for name, layer in layers.items() for c in layer.description.components}
     ignored = {*buffers, *(model._keys_to_ignore_on_save or ())}
-    state = {name: t for name, t in model.state_dict().items() if name not in ignored}
+    everything = model.state_dict(destination=WithoutWeights())
+    state = {name: t for name, t in everything.items() if name not in ignored}
     state = remove_tied_weights_from_state_dict(state, model)
     # Stand-ins for the sparse weights, so that transformers gives them their names in the checkpoint.
     stand_ins = {

@@ -19,7 +19,7 @@ import torch
 from ..errors import UsageError
 from ..formats.base import Format
 from ..formats.vstack import row_range, vstack
-from .module import SparseLinear
+from .module import SparseLinear, WithoutWeights
 
 _is_compiling = torch.compiler.is_compiling
 _autocast_is_on = torch._C._is_any_autocast_enabled
@@ -181,6 +181,8 @@ class Projection(SparseLinear):
         bias = self.bias
         if bias is not None:
             destination[prefix + "bias"] = bias if keep_vars else bias.detach()
+        if isinstance(destination, WithoutWeights):
+            return
         for component, t in zip(self.description.components, self._tensors(), strict=True):
             destination[prefix + component.attribute] = t
 

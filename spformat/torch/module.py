@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,10 @@ _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C.
 _HELD = ("_text", "_names", "_values_name", "is_frozen")
 """Attributes that say which tensors a layer holds."""
 _transformation, _tracing = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+
+
+class WithoutWeights(OrderedDict[str, Any]):
+    """A destination for ``state_dict`` in which layers need not write arrays that they would have to compute."""
 
 
 class SparseLinear(torch.nn.Module):  # type: ignore[misc]
@@ -267,7 +272,7 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.is_frozen:
+        if self.is_frozen and not isinstance(destination, WithoutWeights):
             destination.update({prefix + name: t for name, t in self._arrays().items()})
 
     def _apply(self, fn: Any, recurse: bool = True) -> SparseLinear:
