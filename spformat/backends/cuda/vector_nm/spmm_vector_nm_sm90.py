@@ -1,7 +1,7 @@
 """SpMM on vector n:m (NM-SpMM) in exact float32 on the CUDA cores of Hopper.  Kernel: spmm_vector_nm_sm90.cu.
 
-The same sums as ``cuda.spmm_vector_nm``, bit by bit: float32, in ascending k, one fused multiply-add per stored item. The
-copy engine brings every row of B and every line of A (decision 0045).
+The same sums as ``cuda.spmm_vector_nm``, bit by bit: float32, in ascending k, one fused multiply-add per stored item.
+The copy engine brings every row of B and every line of A (decision 0045).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Tile(spmm_vector_nm.Tile):
     """A tile of the kernel for sm_80, with other shared memory."""
 
     def smem(self, itemsize: int, staged: int, slots: int, record: int) -> int:
-        """Bytes: the ring of stages, two records for each, a barrier and a counter for each (spmm_vector_nm_sm90.cu)."""
+        """Bytes: the ring of stages, and two records, a barrier and a counter for each (spmm_vector_nm_sm90.cu)."""
         stage = ((staged + 1) * self.cols + slots * self.rows) * itemsize
         return self.stages * (stage + 2 * 4 * record + 8 + 4)
 
