@@ -245,9 +245,12 @@ def summary(suite: str, rows: list[Row]) -> Iterator[str]:
             yield f"not counted: {row['name']}, {row['n']} columns, {name}: {why}"
 
 
-def plot(rows: list[Row], path: Path) -> None:
-    """The roofline of float32 on CUDA cores, as SVG: a dot for each product of ``nm`` there, a ring for spmm()."""
-    left, top, memory = 70, 20, 4.3e12
+def plot(rows: list[Row], path: Path, memory: float) -> None:
+    """The roofline of float32 on CUDA cores, as SVG: a dot for each product of ``nm`` there, a ring for spmm().
+
+    memory: bytes a second that a copy on the device reads and writes.
+    """
+    left, top = 70, 20
     edge = DEVICE_FLOAT32 / memory
 
     def at(intensity: float, rate: float) -> tuple[float, float]:
@@ -305,7 +308,7 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps({"environment": about, "suites": results}) + "\n")
     if options.plot and "nm" in results:
-        plot(results["nm"], options.plot)
+        plot(results["nm"], options.plot, 1e12 * about["copy_tb_per_s"])
 
 
 if __name__ == "__main__":

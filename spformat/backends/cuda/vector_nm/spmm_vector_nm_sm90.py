@@ -74,8 +74,11 @@ class SpmmVectorNMSm90(SpmmVectorNM):
         )  # fmt: skip
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
-        wanted = self.best(p).tile.tile
-        tiles = TILES[TILES.index(wanted) :] if wanted in TILES else (wanted, *TILES)
+        return self.prepared_with(a, p, self.best(p).tile.tile)
+
+    def prepared_with(self, a: Any, p: Problem, tile: Tile) -> Prepared:
+        """The launches of one tile, or of a later one for windows too wide for it."""
+        tiles = TILES[TILES.index(tile) :] if tile in TILES else (tile, *TILES)
         tile, records, _ = fit(tiles, a, p, step=STEP)
         smem = tile.smem(4, records.staged, records.slots, int(records.words.shape[2]))
         choice = records_choice(
