@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from stand_in_world import World
 
 from spformat import BSR, DBSR

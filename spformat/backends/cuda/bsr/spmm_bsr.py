@@ -177,12 +177,12 @@ def longer_rows(p: Problem) -> float:
 
     At random, the row of an average block has up to one block more than an average row: only what is beyond counts.
     """
-    if not p.row_length:
+    if not (p.row_length and p.nnz):
         return 1.0
-    (height, width), size = p.p["blocksize"], p.p["blocksize"][0] * p.p["blocksize"][1]
-    rows, columns = ceil_div(p.M, height), ceil_div(p.K, width)
-    average, length = p.nnz / size / rows, p.row_length / size
-    return min(float(rows), max(1.0, (length - (1 - length / columns)) / max(average, 1 / rows)))
+    height, width = p.p["blocksize"]
+    rows, columns = max(1, ceil_div(p.M, height)), max(1, ceil_div(p.K, width))
+    average, length = p.nnz / (height * width * rows), p.row_length / (height * width)
+    return min(float(rows), max(1.0, (length - (1 - length / columns)) / average))
 
 
 def sample_problem(fmt: str, blocksize: tuple[int, int], dtype: str, out: str, b: str, c: str) -> Problem:

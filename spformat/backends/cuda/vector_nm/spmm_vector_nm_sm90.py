@@ -56,7 +56,7 @@ class SpmmVectorNMSm90(SpmmVectorNM):
     def unsupported(self, p: Problem) -> list[str]:
         length = p.p["vector_length"]
         return super().unsupported(p) + reasons(
-            (p.device == "cuda" and p.sm < 90, f"needs sm_90 (bulk copies), got {p.sm_name}"),
+            (p.device == "cuda" and (p.sm or 0) < 90, f"needs sm_90 (bulk copies), got {p.sm_name}"),
             (p.a_dtype != "float32", f"takes float32, got {p.a_dtype}"),
             (length % 8, f"vector_length must be a multiple of 8 (the rows of a thread), got {length}"),
         )
