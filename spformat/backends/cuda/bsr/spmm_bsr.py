@@ -182,7 +182,8 @@ def longer_rows(p: Problem) -> float:
     height, width = p.p["blocksize"]
     rows, columns = max(1, ceil_div(p.M, height)), max(1, ceil_div(p.K, width))
     average, length = p.nnz / (height * width * rows), p.row_length / (height * width)
-    return min(float(rows), max(1.0, (length - (1 - length / columns)) / average))
+    longer: float = (length - (1 - length / columns)) / average
+    return min(float(rows), max(1.0, longer))
 
 
 def sample_problem(fmt: str, blocksize: tuple[int, int], dtype: str, out: str, b: str, c: str) -> Problem:
