@@ -34,7 +34,7 @@ template <int WARPS_M, int WARPS_N, int QUADS, int STAGES, bool PACKED> struct R
         const u32 width_b = min(BN, N - n0) * 4, width_a = min(static_cast<u32>(LINE_A), s.data_pitch - m0 * 4);
         const int vector = kt * s.tile_kept, lines = min(s.tile_kept, s.W - vector);
         const bool ahead = kt + STAGES < last;
-        int there = min(s.staged, s.K - kt * s.tile_cols);  // rows of B
+        int there = min(s.staged, max(0, s.K - kt * s.tile_cols));  // rows of B; none where the file pads K to whole tiles
         if constexpr (PACKED) {
             there = 0;
             for (int r = lane; r - lane < s.staged; r += 32)
