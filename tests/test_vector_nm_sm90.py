@@ -73,6 +73,15 @@ def test_the_last_k_tile_keeps_no_values_of_the_ones_before(tile: Tile) -> None:
     assert_exact(got[1:], x[1:], B)
 
 
+@pytest.mark.gpu
+def test_a_file_that_pads_k_to_whole_tiles_has_k_tiles_without_columns() -> None:
+    x = small(14, 32, 8, (33, 1030))[1]
+    a = VectorNM.from_dense(x, n=14, m=32, vector_length=8, tile_rows=16, tile_cols=128)
+    assert a.data.shape[0] * 32 // 14 > 1030 + 64
+    B = np.random.default_rng(1).integers(-3, 4, (1030, 24)).astype(x.dtype)
+    assert_exact(product(KERNEL, SMALL[1], a, B, "float32", ("row", "row"), 0), x, B)
+
+
 PLANTED = """
 from emulator import stand_in
 from emulator.planted import plant, three_runs
