@@ -33,7 +33,7 @@ def small(n: int, m: int, length: int, shape: tuple[int, int]) -> tuple[VectorNM
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"sm": 80}, "needs sm_90 (bulk copies), got sm_80"),
+        ({"sm": 80}, "needs sm_90 (TMA), got sm_80"),
         ({"a_dtype": "bfloat16", "b_dtype": "bfloat16", "out_dtype": "bfloat16"}, "takes float32, got bfloat16"),
         ({"params": (("n", 2), ("m", 4), ("vector_length", 4))}, "vector_length must be a multiple of 8"),
     ],
@@ -106,7 +106,7 @@ three_runs(lambda: equal(product(KERNEL, SMALL[1], a, B, "float32", ("row", "row
         (16, 0, "        barrier::wait(ring.barriers + at * 8, static_cast<u32>(turn) / STAGES % 2);\n", ""),
         (16, 0, "through % R::WARPS == R::WARPS - 1", "through % R::WARPS == 0"),
         (4, 0, "(turn + STAGES) % (2 * STAGES) * record_bytes", "turn % (2 * STAGES) * record_bytes"),
-        (4, 0, "there * width_b + lines * width_a +", "there * width_b + (lines - 1) * width_a +"),
+        (4, 0, "s.tile_kept * LINE_A +", "(s.tile_kept - 1) * LINE_A +"),
         (16, 3, "zero[i] = 0;\n        zero", "zero[i] = 0x7F800000;\n        zero"),
     ],
     ids=["copies not waited for", "copies too early", "record in use", "bytes", "row of zeros"],

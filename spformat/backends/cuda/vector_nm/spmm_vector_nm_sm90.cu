@@ -1,22 +1,22 @@
 // C[M,N] = A[M,K] @ B[K,N], A vector n:m (NM-SpMM), in exact float32 on the CUDA cores of Hopper and later: the sums of
 // spmm_vector_nm.cu, bit by bit, but the copy engine brings the operands.
 //
-//   shape, records   see vector_nm.cuh; always records of tiles of whole windows, or packed ones
-//   data             float[W, Mp], k-major; the pitch a multiple of 16 bytes
-//   B                float, rows pitch_b bytes apart; pointer and pitch multiples of 16; N a multiple of 4
+//   a_map            float data[W, Mp], k-major; boxes of a k tile's kept vectors x a tile's rows
+//   shape, table     see vector_nm.cuh: records of k tiles of whole windows, none of them packed
+//   b_map            float B[K, N], row-major; boxes of a k tile's columns of A x a tile's columns
 //   C                Out, element (m, n) at m*step_m + n*step_n, one step is 1; or, splits > 1, float[splits, M, N]
 //
 // Grid (row tiles * column tiles, 1, splits), row tiles fastest; block 32*WARPS_M*WARPS_N threads.
-// Every row of B and every line of A is one bulk copy, so that a k tile costs a warp few instructions beside its products: with
-// cp.async they were 7 % (16:32) to 28 % (4:32) of all. No warp waits for another one: whichever is the last to be through with
-// a stage starts the copies of the k tile that follows there, and a k tile is multiplied when its barrier says that it arrived.
+// B and A come as one box each, so that a k tile costs a warp few instructions beside its products: with cp.async they were
+// 7 % of all at 16:32. No warp waits for another one: whichever is the last to be through with a stage starts the copies of the
+// k tile that follows there, and a k tile is multiplied when its barrier says that it arrived.
 #include "spformat/tma.cuh"
 #include "spformat/vector_nm_cuda_cores.cuh"
 
 namespace spformat::vector_nm {
 
 // Shared memory: STAGES x (B lines, zero line, A lines), then 2 * STAGES records, STAGES barriers, STAGES counters.
-template <int WARPS_M, int WARPS_N, int QUADS, int STAGES, bool PACKED> struct Ring {
+template <int WARPS_M, int WARPS_N, int QUADS, int STAGES> struct Ring {
     static constexpr int BM = 32 * WARPS_M, BN = 32 * QUADS * WARPS_N, WARPS = WARPS_M * WARPS_N, LINE_A = BM * 4, LINE_B = BN * 4;
 
     u32 base, a_lines, stage_bytes, records, record_bytes, barriers;
@@ -24,48 +24,29 @@ template <int WARPS_M, int WARPS_N, int QUADS, int STAGES, bool PACKED> struct R
         : base(shared), a_lines((s.staged + 1) * LINE_B), stage_bytes(a_lines + s.slots * LINE_A),
           records(shared + STAGES * stage_bytes), record_bytes(s.record * 4), barriers(records + 2 * STAGES * record_bytes) {}
 
-    // The copies of k tile kt, which is number `turn` of this block, and of the record STAGES k tiles later; one warp.
-    // `last`: the k tile behind the block's last one.
-    __device__ __forceinline__ void start(const Shape& s, const float* data, const u32* table, const float* B, u32 pitch_b,
-                                          int N, int row_tile, int n0, u32 turn, int kt, int last) const {
-        const int lane = threadIdx.x % 32, m0 = row_tile * BM;
+    // The copies of k tile kt, which is number `turn` of this block, and of the record STAGES k tiles later; one thread.
+    // `last`: the k tile behind the block's last one. What a box has beyond A or B arrives as zeros.
+    __device__ __forceinline__ void start(const Shape& s, const TensorMap& a_map, const u32* table, const TensorMap& b_map,
+                                          int row_tile, int n0, u32 turn, int kt, int last) const {
         const u32 full = barriers + turn % STAGES * 8, to = base + turn % STAGES * stage_bytes;
-        const u32 rows = records + turn % (2 * STAGES) * record_bytes + BM / s.group_rows * s.slots * 4;
-        const u32 width_b = min(BN, N - n0) * 4, width_a = min(static_cast<u32>(LINE_A), s.data_pitch - m0 * 4);
-        const int vector = kt * s.tile_kept, lines = min(s.tile_kept, s.W - vector);
         const bool ahead = kt + STAGES < last;
-        int there = min(s.staged, max(0, s.K - kt * s.tile_cols));  // rows of B; none where the file pads K to whole tiles
-        if constexpr (PACKED) {
-            there = 0;
-            for (int r = lane; r - lane < s.staged; r += 32)
-                there += __popc(__ballot_sync(0xFFFFFFFF, r < s.staged && load_shared_word(rows + 4 * r) != NO_ROW));
-        }
-        // Lines of A that the last k tile has not: what was there might be infinite, and is multiplied by zero.
-        for (int i = lines * LINE_A + lane * 16; i < s.tile_kept * LINE_A; i += 512)
-            asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(to + a_lines + i), "r"(0) : "memory");
-        __syncwarp();
-        if (lane == 0) barrier::expect(full, there * width_b + lines * width_a + (ahead ? record_bytes : 0));
-        __syncwarp();
-        const u64 from_b = reinterpret_cast<u64>(B + n0);
-        for (int r = lane; r < there; r += 32) {
-            const u32 k = PACKED ? load_shared_word(rows + 4 * r) : kt * s.tile_cols + r;
-            tma::load_bulk(to + r * LINE_B, reinterpret_cast<const void*>(from_b + static_cast<u64>(k) * pitch_b), width_b, full);
-        }
-        const u64 from_a = reinterpret_cast<u64>(data + m0) + static_cast<u64>(vector) * s.data_pitch;
-        for (int r = lane; r < lines; r += 32)
-            tma::load_bulk(to + a_lines + r * LINE_A,
-                           reinterpret_cast<const void*>(from_a + static_cast<u64>(r) * s.data_pitch), width_a, full);
-        if (ahead && lane == 0)
+        barrier::expect(full, s.tile_cols * LINE_B + s.tile_kept * LINE_A + (ahead ? record_bytes : 0));
+        tma::load_2d(to, b_map, full, n0, kt * s.tile_cols);
+        tma::load_2d(to + a_lines, a_map, full, row_tile * BM, kt * s.tile_kept);
+        if (ahead)
             tma::load_bulk(records + (turn + STAGES) % (2 * STAGES) * record_bytes,
                            table + (static_cast<i64>(row_tile) * s.k_tiles + kt + STAGES) * s.record, record_bytes, full);
     }
 };
 
-template <class Out, int WARPS_M, int WARPS_N, int QUADS, int STAGES, bool PACKED>
-__global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 32 / QUADS < WARPS_M * WARPS_N ? 1 : 32 / QUADS / (WARPS_M * WARPS_N))
-spmm_vector_nm_sm90(const Shape s, const float* __restrict__ data, const u32* __restrict__ table,
-                    const float* __restrict__ B, u32 pitch_b, Out* __restrict__ C, int N, i64 step_m, i64 step_n, i64 split_stride) {
-    using R = Ring<WARPS_M, WARPS_N, QUADS, STAGES, PACKED>;
+// Blocks of a multiprocessor whose threads have the registers for their sums and two sets of operands: 16, 12 or 8 warps.
+template <int QUADS, int WARPS> constexpr int AT_ONCE = (QUADS == 3 ? 12 : 32 / QUADS) / WARPS;
+
+template <class Out, int WARPS_M, int WARPS_N, int QUADS, int STAGES>
+__global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, AT_ONCE<QUADS, WARPS_M * WARPS_N> > 0 ? AT_ONCE<QUADS, WARPS_M * WARPS_N> : 1)
+spmm_vector_nm_sm90(const __grid_constant__ TensorMap a_map, const Shape s, const u32* __restrict__ table,
+                    const __grid_constant__ TensorMap b_map, Out* __restrict__ C, int N, i64 step_m, i64 step_n, i64 split_stride) {
+    using R = Ring<WARPS_M, WARPS_N, QUADS, STAGES>;
     constexpr int THREADS = 32 * R::WARPS;
     extern __shared__ __align__(128) unsigned char shared[];
     const R ring(s, shared_address(shared));
@@ -94,9 +75,9 @@ spmm_vector_nm_sm90(const Shape s, const float* __restrict__ data, const u32* __
         counters[threadIdx.x] = 0;
     }
     __syncthreads();
-    if (warp == 0)
+    if (threadIdx.x == 0)
         for (int t = 0; t < STAGES && first + t < last; ++t)
-            ring.start(s, data, table, B, pitch_b, N, row_tile, n0, t, first + t, last);
+            ring.start(s, a_map, table, b_map, row_tile, n0, t, first + t, last);
 
     u32 own_slots = m / s.group_rows * s.slots * 4;  // bytes before those of this thread in a record
     asm volatile("" : "+r"(own_slots));              // the compiler would divide again in every k tile
@@ -110,15 +91,13 @@ spmm_vector_nm_sm90(const Shape s, const float* __restrict__ data, const u32* __
             stage + ring.a_lines + m * 4, stage + n * 4, s.slots);
         if (first + turn + STAGES < last) {
             __syncwarp();
-            u32 through = 0;
             if (lane == 0) {
                 __threadfence_block();  // the reads of this warp come before ..
-                through = atomicAdd(counters + at, 1);
+                const u32 through = atomicAdd(counters + at, 1);
                 __threadfence_block();  // .. and the copies after those of every warp
+                if (through % R::WARPS == R::WARPS - 1)
+                    ring.start(s, a_map, table, b_map, row_tile, n0, turn + STAGES, first + turn + STAGES, last);
             }
-            through = __shfl_sync(0xFFFFFFFF, through, 0);
-            if (through % R::WARPS == R::WARPS - 1)
-                ring.start(s, data, table, B, pitch_b, N, row_tile, n0, turn + STAGES, first + turn + STAGES, last);
         }
     }
     store_sums<QUADS>(acc, C + blockIdx.z * split_stride, s.M, N, row_tile * R::BM + m, n0 + n, step_m, step_n);

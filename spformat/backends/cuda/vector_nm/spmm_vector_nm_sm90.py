@@ -6,20 +6,24 @@ The copy engine brings every row of B and every line of A (decision 0045).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ....arrays.library import round_up
 from ....products.kernel import reasons
 from ....products.problem import Problem
-from ..runtime import launch
+from ....products.roofline import shared_limit
+from ..runtime import tensor_map
 from ..runtime.kernel import Prepared
 from . import spmm_vector_nm
-from .spmm_vector_nm import STEP, SpmmVectorNM, deepest
-from .vector_nm_launch import fit, launcher, records_choice
+from .spmm_vector_nm import STEP, SpmmVectorNM
+from .vector_nm_launch import aligned_data, cached_records, launcher, pattern, records_choice
+from .vector_nm_tiles import Pattern, Shape
 from .vector_nm_times import Split, filling
 
+MOST_BOX = 256
+"""Rows of B in a box at most."""
 SOURCE, ARCHS = "vector_nm/spmm_vector_nm_sm90.cu", ("sm_90",)
 
 
@@ -32,6 +36,13 @@ class Tile(spmm_vector_nm.Tile):
         stage = ((staged + 1) * self.cols + slots * self.rows) * itemsize
         return self.stages * (stage + 2 * 4 * record + 8 + 4)
 
+    def fits(self, form: Pattern, limit: int) -> bool:
+        """Whether k tiles of whole windows are boxes that the copy engine takes and that fit into shared memory."""
+        windows = form.windows_per_tile(STEP, self.depth)
+        width, slots = windows * form.m, round_up(windows * form.n, STEP)
+        record = self.rows // form.group_rows(self.group_limit) * slots
+        return width <= MOST_BOX and self.smem(4, round_up(width, STEP), slots, round_up(record, 4)) <= limit
+
 
 def _of(tiles: Sequence[spmm_vector_nm.Tile]) -> tuple[Tile, ...]:
     return tuple(Tile(t.warps_m, t.warps_n, t.stages, t.depth, t.quads, t.group_limit) for t in tiles)
@@ -43,11 +54,7 @@ DEEP, WIDE = _of(spmm_vector_nm.DEEP), _of(spmm_vector_nm.WIDE)
 
 
 class SpmmVectorNMSm90(SpmmVectorNM):
-    """``out = A @ B`` for A in VectorNM with a vector length that is a multiple of 8, without tensor cores.
-
-    The copy engine copies multiples of 16 bytes: a call whose number of columns is no multiple of 4 runs
-    ``cuda.spmm_vector_nm``.
-    """
+    """``out = A @ B`` for A in VectorNM with a vector length that is a multiple of 8, without tensor cores."""
 
     name = "cuda.spmm_vector_nm_sm90"
     archs = ARCHS
@@ -55,22 +62,27 @@ class SpmmVectorNMSm90(SpmmVectorNM):
 
     def unsupported(self, p: Problem) -> list[str]:
         length = p.p["vector_length"]
-        return super().unsupported(p) + reasons(
-            (p.device == "cuda" and (p.sm or 0) < 90, f"needs sm_90 (bulk copies), got {p.sm_name}"),
+        refused = super().unsupported(p) + reasons(
+            (p.device == "cuda" and (p.sm or 0) < 90, f"needs sm_90 (TMA), got {p.sm_name}"),
             (p.a_dtype != "float32", f"takes float32, got {p.a_dtype}"),
             (length % 8, f"vector_length must be a multiple of 8 (the rows of a thread), got {length}"),
+            (p.M * p.K == 0, f"A must not be empty (a TMA map has no zero extents), got {p.M}x{p.K}"),
         )
+        if not refused and not TILES[-1].fits(pattern(p), shared_limit(p.sm)):
+            q = p.p
+            refused.append(f"two stages of {q['n']}:{q['m']} windows must fit in {shared_limit(p.sm)} bytes and a box")
+        return refused
 
     def options(self, p: Problem) -> list[Split[Any]]:
         """A large and a small tile, with as many parts along K as they need."""
-        tiles = deepest(p, (*DEEP, LARGE)), deepest(p, WIDE), SMALL
+        form, half = pattern(p), shared_limit(p.sm) // 2
+        tiles = [next((t for t in some if t.fits(form, half)), some[-1]) for some in ((*DEEP, LARGE), WIDE, (SMALL,))]
         return [filling(p, tile) for tile in tiles]
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
         return (
-            instance("float", DEEP[0], True), instance("float", LARGE, False), instance("float", WIDE[0], True),
-            instance("float", SMALL, False),
+            instance("float", DEEP[0]), instance("float", LARGE), instance("float", WIDE[0]), instance("float", SMALL),
         )  # fmt: skip
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
@@ -78,30 +90,37 @@ class SpmmVectorNMSm90(SpmmVectorNM):
 
     def prepared_with(self, a: Any, p: Problem, tile: Tile) -> Prepared:
         """The launches of one tile, or of a later one for windows too wide for it."""
+        form, limit = pattern(p), shared_limit(p.sm)
         tiles = TILES[TILES.index(tile) :] if tile in TILES else (tile, *TILES)
-        tile, records, _ = fit(tiles, a, p, step=STEP)
-        smem = tile.smem(4, records.staged, records.slots, int(records.words.shape[2]))
-        choice = records_choice(
-            a, p, records, source=SOURCE, archs=ARCHS, cols=tile.cols, threads=tile.threads,
-            instance=lambda out, _: instance(out, tile, records.packed), smem=lambda _: smem,
+        tile = next(t for t in tiles if t.fits(form, limit))
+        group = form.group_rows(tile.group_limit)
+        records = cached_records(
+            a, form, tile_rows=tile.rows, group_rows=group, kept=form.windows_per_tile(STEP, tile.depth) * form.n,
+            step=STEP, banks=1, bank_rows=1, packed=False, line_bytes=tile.slot_scale(4),
         )  # fmt: skip
-        copied = launcher(p, choice)
+        smem = tile.smem(4, records.staged, records.slots, int(records.words.shape[2]))
+        data = aligned_data(a)
+        W, Mp = data.shape
+        a_map = tensor_map.tiled(data.data.ptr, p.a_dtype, (Mp, W), (Mp,), (tile.rows, records.tile_kept), 0)
 
-        @functools.lru_cache(maxsize=1)
-        def plain() -> Any:
-            return SpmmVectorNM().prepared(a, p).prepare
+        def b_arguments(b: int, pitch: int, n: int) -> tuple[Any, ...]:
+            box = (tile.cols, records.tile_cols)
+            return (tensor_map.tiled(b, p.a_dtype, (n, p.K), (pitch // 4,), box, 0),)
 
-        def prepare(x: launch.Operands) -> Sequence[launch.Bound]:
-            bound: Sequence[launch.Bound] = (plain() if x.n % 4 else copied)(x)
-            return bound
+        def head(splits: int, per_split: int, cluster: tuple[int, int]) -> tuple[Any, ...]:
+            return a_map, records.shape(form, int(data.strides[0]), W, per_split), records.words
 
-        kind = "packed" if records.packed else "plain"
-        return Prepared(prepare, f"{tile} {kind}", records.words.nbytes)
+        choice = records_choice(
+            a, p, records, source=SOURCE, archs=ARCHS, cols=tile.cols, threads=tile.threads, head=head,
+            instance=lambda out, _: instance(out, tile), smem=lambda _: smem,
+            signature=(tensor_map.TensorMap, Shape, "P"), keep=data,
+            b_signature=(tensor_map.TensorMap,), b_arguments=b_arguments,
+        )  # fmt: skip
+        return Prepared(launcher(p, choice), str(tile), records.words.nbytes)
 
 
-def instance(out: str, tile: spmm_vector_nm.Tile, packed: bool) -> str:
+def instance(out: str, tile: spmm_vector_nm.Tile) -> str:
     """C++ name of the kernel."""
     return (
-        f"spformat::vector_nm::spmm_vector_nm_sm90<{out}, {tile.warps_m}, {tile.warps_n}, {tile.quads}, {tile.stages}, "
-        f"{str(packed).lower()}>"
+        f"spformat::vector_nm::spmm_vector_nm_sm90<{out}, {tile.warps_m}, {tile.warps_n}, {tile.quads}, {tile.stages}>"
     )
