@@ -16,7 +16,7 @@
 namespace spformat::vector_nm {
 
 // Shared memory: STAGES x (B lines, zero line, A lines), then 2 * STAGES records, STAGES barriers, STAGES counters.
-template <int WARPS_M, int WARPS_N, int QUADS, int STAGES> struct Ring {
+template <int WARPS_M, int WARPS_N, int QUADS, int STAGES, bool PACKED> struct Ring {
     static constexpr int BM = 32 * WARPS_M, BN = 32 * QUADS * WARPS_N, WARPS = WARPS_M * WARPS_N, LINE_A = BM * 4, LINE_B = BN * 4;
 
     u32 base, a_lines, stage_bytes, records, record_bytes, barriers;
@@ -30,23 +30,54 @@ template <int WARPS_M, int WARPS_N, int QUADS, int STAGES> struct Ring {
                                           int row_tile, int n0, u32 turn, int kt, int last) const {
         const u32 full = barriers + turn % STAGES * 8, to = base + turn % STAGES * stage_bytes;
         const bool ahead = kt + STAGES < last;
-        barrier::expect(full, s.tile_cols * LINE_B + s.tile_kept * LINE_A + (ahead ? record_bytes : 0));
-        tma::load_2d(to, b_map, full, n0, kt * s.tile_cols);
+        barrier::expect(full, (PACKED ? 0 : s.tile_cols * LINE_B) + s.tile_kept * LINE_A + (ahead ? record_bytes : 0));
+        if constexpr (!PACKED) tma::load_2d(to, b_map, full, n0, kt * s.tile_cols);
         tma::load_2d(to + a_lines, a_map, full, row_tile * BM, kt * s.tile_kept);
         if (ahead)
             tma::load_bulk(records + (turn + STAGES) % (2 * STAGES) * record_bytes,
                            table + (static_cast<i64>(row_tile) * s.k_tiles + kt + STAGES) * s.record, record_bytes, full);
+    }
+
+    // Packed: the part of this warp in the copies of the rows of B that the k tile needs, a row a copy. Lists of rows are filled up
+    // to a multiple of 4. Columns past N, which nobody stores, are copies of others.
+    __device__ __forceinline__ void copy_rows(const Shape& s, const float* B, u32 pitch_b, int N, int n0, u32 turn) const {
+        constexpr int CHUNKS = BN / 128;  // of 32 lanes x 16 bytes in a line
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const u32 rows = records + turn % (2 * STAGES) * record_bytes + BM / s.group_rows * s.slots * 4;
+        u32 to = base + turn % STAGES * stage_bytes + warp * 4 * LINE_B + lane * 16;
+        u64 from[CHUNKS];
+        u32 width[CHUNKS];
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            const int n = n0 + 128 * c + lane * 4, left = N - n;
+            from[c] = reinterpret_cast<u64>(left > 0 ? B + n : B);
+            width[c] = min(max(left, 0), 4) * 4;
+        }
+#pragma unroll 1
+        for (int r = warp * 4; r < s.staged; r += WARPS * 4, to += WARPS * 4 * LINE_B) {
+            const uint4 k = load_words(rows + 4 * r);
+            if (k.x == NO_ROW) break;
+#pragma unroll
+            for (int c = 0; c < CHUNKS; ++c) {
+                cp_async_16(to + c * 512, reinterpret_cast<const void*>(from[c] + static_cast<u64>(k.x) * pitch_b), width[c]);
+                cp_async_16(to + c * 512 + LINE_B, reinterpret_cast<const void*>(from[c] + static_cast<u64>(k.y) * pitch_b), width[c]);
+                cp_async_16(to + c * 512 + 2 * LINE_B, reinterpret_cast<const void*>(from[c] + static_cast<u64>(k.z) * pitch_b), width[c]);
+                cp_async_16(to + c * 512 + 3 * LINE_B, reinterpret_cast<const void*>(from[c] + static_cast<u64>(k.w) * pitch_b), width[c]);
+            }
+        }
+        barrier::arrive_after_copies(barriers + turn % STAGES * 8);
     }
 };
 
 // Blocks of a multiprocessor whose threads have the registers for their sums and two sets of operands: 16, 12 or 8 warps.
 template <int QUADS, int WARPS> constexpr int AT_ONCE = (QUADS == 3 ? 12 : 32 / QUADS) / WARPS;
 
-template <class Out, int WARPS_M, int WARPS_N, int QUADS, int STAGES>
+template <class Out, int WARPS_M, int WARPS_N, int QUADS, int STAGES, bool PACKED>
 __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, AT_ONCE<QUADS, WARPS_M * WARPS_N> > 0 ? AT_ONCE<QUADS, WARPS_M * WARPS_N> : 1)
 spmm_vector_nm_sm90(const __grid_constant__ TensorMap a_map, const Shape s, const u32* __restrict__ table,
-                    const __grid_constant__ TensorMap b_map, Out* __restrict__ C, int N, i64 step_m, i64 step_n, i64 split_stride) {
-    using R = Ring<WARPS_M, WARPS_N, QUADS, STAGES>;
+                    const __grid_constant__ TensorMap b_map, const float* __restrict__ B, u32 pitch_b, Out* __restrict__ C, int N,
+                    i64 step_m, i64 step_n, i64 split_stride) {
+    using R = Ring<WARPS_M, WARPS_N, QUADS, STAGES, PACKED>;
     constexpr int THREADS = 32 * R::WARPS;
     extern __shared__ __align__(128) unsigned char shared[];
     const R ring(s, shared_address(shared));
@@ -70,7 +101,8 @@ spmm_vector_nm_sm90(const __grid_constant__ TensorMap a_map, const Shape s, cons
             *reinterpret_cast<u32*>(shared + (ring.records - ring.base) + t * ring.record_bytes + i * 4) = from[i];
     }
     if (threadIdx.x < STAGES) {
-        barrier::init(ring.barriers + threadIdx.x * 8, 1);
+        barrier::init(ring.barriers + threadIdx.x * 8, PACKED ? 1 + THREADS : 1);
+        if constexpr (PACKED) barrier::init(ring.barriers + STAGES * 12 + STAGES % 2 * 4 + threadIdx.x * 8, R::WARPS);
         barrier::fence_init();
         counters[threadIdx.x] = 0;
     }
@@ -78,6 +110,8 @@ spmm_vector_nm_sm90(const __grid_constant__ TensorMap a_map, const Shape s, cons
     if (threadIdx.x == 0)
         for (int t = 0; t < STAGES && first + t < last; ++t)
             ring.start(s, a_map, table, b_map, row_tile, n0, t, first + t, last);
+    if constexpr (PACKED)
+        for (int t = 0; t < STAGES && first + t < last; ++t) ring.copy_rows(s, B, pitch_b, N, n0, t);
 
     u32 own_slots = m / s.group_rows * s.slots * 4;  // bytes before those of this thread in a record
     asm volatile("" : "+r"(own_slots));              // the compiler would divide again in every k tile
@@ -86,17 +120,36 @@ spmm_vector_nm_sm90(const __grid_constant__ TensorMap a_map, const Shape s, cons
     for (int turn = 0; first + turn < last; ++turn) {
         const u32 at = static_cast<u32>(turn) % STAGES, stage = ring.base + at * ring.stage_bytes;
         barrier::wait(ring.barriers + at * 8, static_cast<u32>(turn) / STAGES % 2);
-        multiply_k_tile<float, float, QUADS, R::LINE_A>(
-            acc, ring.records + static_cast<u32>(turn) % (2 * STAGES) * ring.record_bytes + own_slots,
-            stage + ring.a_lines + m * 4, stage + n * 4, s.slots);
-        if (first + turn + STAGES < last) {
+        const u32 slots = ring.records + static_cast<u32>(turn) % (2 * STAGES) * ring.record_bytes + own_slots;
+        const u32 a = stage + ring.a_lines + m * 4, b = stage + n * 4;
+        if constexpr (PACKED) {
+            // In the middle of a k tile, when all warps are probably through with the one before, each does its part of the copies
+            // that follow there.
+            const u32 empty = ring.barriers + STAGES * 12 + STAGES % 2 * 4;
+            const int half = s.slots / 8 * 4, next = turn - 1 + STAGES;
+#pragma unroll 1
+            for (int from = 0, count = half;; from = half, count = s.slots - half) {
+                multiply_k_tile<float, float, QUADS, R::LINE_A>(acc, slots + from * 4, a + from * R::LINE_A, b, count);
+                if (from + count == s.slots) break;
+                if (turn > 0 && first + next < last) {
+                    barrier::wait(empty + static_cast<u32>(turn - 1) % STAGES * 8, static_cast<u32>(turn - 1) / STAGES % 2);
+                    if (threadIdx.x == 0) ring.start(s, a_map, table, b_map, row_tile, n0, next, first + next, last);
+                    ring.copy_rows(s, B, pitch_b, N, n0, next);
+                }
+            }
             __syncwarp();
-            if (lane == 0) {
-                __threadfence_block();  // the reads of this warp come before ..
-                const u32 through = atomicAdd(counters + at, 1);
-                __threadfence_block();  // .. and the copies after those of every warp
-                if (through % R::WARPS == R::WARPS - 1)
-                    ring.start(s, a_map, table, b_map, row_tile, n0, turn + STAGES, first + turn + STAGES, last);
+            if (lane == 0) barrier::arrive(empty + at * 8);
+        } else {
+            multiply_k_tile<float, float, QUADS, R::LINE_A>(acc, slots, a, b, s.slots);
+            if (first + turn + STAGES < last) {
+                __syncwarp();
+                if (lane == 0) {
+                    __threadfence_block();  // the reads of this warp come before ..
+                    const u32 through = atomicAdd(counters + at, 1);
+                    __threadfence_block();  // .. and the copies after those of every warp
+                    if (through % R::WARPS == R::WARPS - 1)
+                        ring.start(s, a_map, table, b_map, row_tile, n0, turn + STAGES, first + turn + STAGES, last);
+                }
             }
         }
     }

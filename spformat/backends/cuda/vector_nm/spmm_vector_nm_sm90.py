@@ -24,6 +24,8 @@ from .vector_nm_times import Split, filling
 
 MOST_BOX = 256
 """Rows of B in a box at most."""
+LINE = 128
+"""Columns of a row of B that a warp copies at a time, where the rows that a tile needs are copied one by one."""
 SOURCE, ARCHS = "vector_nm/spmm_vector_nm_sm90.cu", ("sm_90",)
 
 
@@ -34,7 +36,7 @@ class Tile(spmm_vector_nm.Tile):
     def smem(self, itemsize: int, staged: int, slots: int, record: int) -> int:
         """Bytes: the ring of stages, and two records, a barrier and a counter for each (spmm_vector_nm_sm90.cu)."""
         stage = ((staged + 1) * self.cols + slots * self.rows) * itemsize
-        return self.stages * (stage + 2 * 4 * record + 8 + 4)
+        return self.stages * (stage + 2 * 4 * record + 8 + 4 + 8) + 4
 
     def fits(self, form: Pattern, limit: int) -> bool:
         """Whether k tiles of whole windows are boxes that the copy engine takes and that fit into shared memory."""
@@ -82,7 +84,8 @@ class SpmmVectorNMSm90(SpmmVectorNM):
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
         return (
-            instance("float", DEEP[0]), instance("float", LARGE), instance("float", WIDE[0]), instance("float", SMALL),
+            instance("float", DEEP[0], True), instance("float", LARGE, False), instance("float", WIDE[0], True),
+            instance("float", SMALL, False),
         )  # fmt: skip
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
@@ -93,34 +96,36 @@ class SpmmVectorNMSm90(SpmmVectorNM):
         form, limit = pattern(p), shared_limit(p.sm)
         tiles = TILES[TILES.index(tile) :] if tile in TILES else (tile, *TILES)
         tile = next(t for t in tiles if t.fits(form, limit))
-        group = form.group_rows(tile.group_limit)
         records = cached_records(
-            a, form, tile_rows=tile.rows, group_rows=group, kept=form.windows_per_tile(STEP, tile.depth) * form.n,
-            step=STEP, banks=1, bank_rows=1, packed=False, line_bytes=tile.slot_scale(4),
+            a, form, tile_rows=tile.rows, group_rows=form.group_rows(tile.group_limit),
+            kept=form.windows_per_tile(STEP, tile.depth) * form.n, step=STEP, banks=1, bank_rows=1,
+            packed=None if tile.cols % LINE == 0 else False, line_bytes=tile.slot_scale(4),
         )  # fmt: skip
         smem = tile.smem(4, records.staged, records.slots, int(records.words.shape[2]))
-        data = aligned_data(a)
+        data, packed = aligned_data(a), records.packed
         W, Mp = data.shape
         a_map = tensor_map.tiled(data.data.ptr, p.a_dtype, (Mp, W), (Mp,), (tile.rows, records.tile_kept), 0)
+        box = (tile.cols, records.tile_cols)
 
         def b_arguments(b: int, pitch: int, n: int) -> tuple[Any, ...]:
-            box = (tile.cols, records.tile_cols)
-            return (tensor_map.tiled(b, p.a_dtype, (n, p.K), (pitch // 4,), box, 0),)
+            b_map = tensor_map.UNMAPPED if packed else tensor_map.tiled(b, "float32", (n, p.K), (pitch // 4,), box, 0)
+            return b_map, b, pitch
 
         def head(splits: int, per_split: int, cluster: tuple[int, int]) -> tuple[Any, ...]:
             return a_map, records.shape(form, int(data.strides[0]), W, per_split), records.words
 
         choice = records_choice(
             a, p, records, source=SOURCE, archs=ARCHS, cols=tile.cols, threads=tile.threads, head=head,
-            instance=lambda out, _: instance(out, tile), smem=lambda _: smem,
+            instance=lambda out, _: instance(out, tile, packed), smem=lambda _: smem,
             signature=(tensor_map.TensorMap, Shape, "P"), keep=data,
-            b_signature=(tensor_map.TensorMap,), b_arguments=b_arguments,
+            b_signature=(tensor_map.TensorMap, "P", "i"), b_arguments=b_arguments,
         )  # fmt: skip
-        return Prepared(launcher(p, choice), str(tile), records.words.nbytes)
+        return Prepared(launcher(p, choice), f"{tile} {'packed' if packed else 'plain'}", records.words.nbytes)
 
 
-def instance(out: str, tile: spmm_vector_nm.Tile) -> str:
+def instance(out: str, tile: spmm_vector_nm.Tile, packed: bool) -> str:
     """C++ name of the kernel."""
     return (
-        f"spformat::vector_nm::spmm_vector_nm_sm90<{out}, {tile.warps_m}, {tile.warps_n}, {tile.quads}, {tile.stages}>"
+        f"spformat::vector_nm::spmm_vector_nm_sm90<{out}, {tile.warps_m}, {tile.warps_n}, {tile.quads}, {tile.stages}, "
+        f"{str(packed).lower()}>"
     )
