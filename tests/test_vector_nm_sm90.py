@@ -17,7 +17,8 @@ from spformat.backends.cuda.vector_nm.spmm_vector_nm_sm90 import Tile
 from spformat.formats import VectorNM
 
 KERNEL = copied.SpmmVectorNMSm90()
-SMALL = Tile(2, 1, 3, 32), Tile(2, 1, 2, 32), Tile(1, 1, 2, 1), Tile(1, 1, 4, 32), Tile(1, 2, 2, 32, 4)
+SMALL = Tile(2, 1, 3, 32), Tile(2, 1, 2, 32), Tile(1, 1, 2, 1), Tile(2, 2, 2, 32), Tile(1, 2, 3, 32, 4)
+"""The last two have lines of whole warps: they copy only the rows that a k tile needs, where these are few."""
 CASES = (
     (16, 32, 32, (70, 300)), (4, 32, 32, (128, 515)), (3, 8, 8, (33, 161)), (5, 7, 64, (130, 400)),
     (30, 200, 16, (64, 401)), (1, 1, 24, (40, 70)),
@@ -92,31 +93,37 @@ import numpy as np
 from exact import equal, product
 from test_vector_nm_sm90 import KERNEL, SMALL, small
 
-a, x = small({n}, 32, 32, (64, 32 * 20 + {more}))
+a, x = small({n}, 32, 32, (64, 32 * 40 + {more}))
 B = np.random.default_rng(1).integers(-3, 4, (x.shape[1], 72)).astype(x.dtype)
 wanted = x @ B
-three_runs(lambda: equal(product(KERNEL, SMALL[1], a, B, "float32", ("row", "row"), 0), wanted), planted)
+three_runs(lambda: equal(product(KERNEL, SMALL[{tile}], a, B, "float32", ("row", "row"), 0), wanted), planted)
 """
 
 
 @pytest.mark.skipif(bool(emulator.missing()), reason=f"no emulator: {emulator.missing()}")
 @pytest.mark.parametrize(
-    ("n", "more", "old", "new"),
+    ("n", "more", "tile", "old", "new"),
     [
-        (16, 0, "        barrier::wait(ring.barriers + at * 8, static_cast<u32>(turn) / STAGES % 2);\n", ""),
-        (16, 0, "through % R::WARPS == R::WARPS - 1", "through % R::WARPS == 0"),
-        (4, 0, "(turn + STAGES) % (2 * STAGES) * record_bytes", "turn % (2 * STAGES) * record_bytes"),
-        (4, 0, "s.tile_kept * LINE_A +", "(s.tile_kept - 1) * LINE_A +"),
-        (16, 3, "zero[i] = 0;\n        zero", "zero[i] = 0x7F800000;\n        zero"),
+        (16, 0, 1, "        barrier::wait(ring.barriers + at * 8, static_cast<u32>(turn) / STAGES % 2);\n", ""),
+        (16, 0, 1, "through % R::WARPS == R::WARPS - 1", "through % R::WARPS == 0"),
+        (4, 0, 1, "(turn + STAGES) % (2 * STAGES) * record_bytes", "turn % (2 * STAGES) * record_bytes"),
+        (4, 0, 1, "s.tile_kept * LINE_A +", "(s.tile_kept - 1) * LINE_A +"),
+        (16, 3, 1, "zero[i] = 0;\n        zero", "zero[i] = 0x7F800000;\n        zero"),
+        (4, 0, 3, "barrier::wait(empty + static_cast<u32>(turn - 1) % STAGES * 8,", "if (false) barrier::wait(0,"),
+        (4, 0, 3, "barrier::arrive_after_copies(", "barrier::arrive("),
+        (4, 0, 3, "u64>(k.z)", "u64>(k.y)"),
     ],
-    ids=["copies not waited for", "copies too early", "record in use", "bytes", "row of zeros"],
-)
-def test_a_planted_defect_is_found(n: int, more: int, old: str, new: str) -> None:
-    said = printed(PLANTED.format(n=n, more=more, old=old, new=new))
+    ids=[
+        "copies not waited for", "copies too early", "record in use", "bytes", "row of zeros", "rows too early",
+        "rows not waited for", "wrong row",
+    ],
+)  # fmt: skip
+def test_a_planted_defect_is_found(n: int, more: int, tile: int, old: str, new: str) -> None:
+    said = printed(PLANTED.format(n=n, more=more, tile=tile, old=old, new=new))
     assert re.search("DIFFERENT|another|in flight|mbarrier|deadlock|outside", said), said
 
 
 @pytest.mark.skipif(bool(emulator.missing()), reason=f"no emulator: {emulator.missing()}")
-@pytest.mark.parametrize("more", [0, 3])
-def test_without_a_defect_all_is_equal(more: int) -> None:
-    assert printed(PLANTED.format(n=16, more=more, old="", new="")).split() == ["equal"] * 3
+@pytest.mark.parametrize(("n", "more", "tile"), [(16, 3, 1), (4, 0, 3), (4, 3, 4)])
+def test_without_a_defect_all_is_equal(n: int, more: int, tile: int) -> None:
+    assert printed(PLANTED.format(n=n, more=more, tile=tile, old="", new="")).split() == ["equal"] * 3
