@@ -2,20 +2,23 @@
 // spmm_vector_nm.cu, bit by bit, but the copy engine brings the operands.
 //
 //   a_map            float data[W, Mp], k-major; boxes of a k tile's kept vectors x a tile's rows
-//   shape, table     see vector_nm.cuh: records of k tiles of whole windows, none of them packed
-//   b_map            float B[K, N], row-major; boxes of a k tile's columns of A x a tile's columns
+//   shape, table     see vector_nm.cuh: records of k tiles of whole windows
+//   b_map            unless packed: float B[K, N]; boxes of a k tile's columns of A x a tile's columns
+//   B                float, rows pitch_b bytes apart; pointer and pitch multiples of 16
 //   C                Out, element (m, n) at m*step_m + n*step_n, one step is 1; or, splits > 1, float[splits, M, N]
 //
 // Grid (row tiles * column tiles, 1, splits), row tiles fastest; block 32*WARPS_M*WARPS_N threads.
-// B and A come as one box each, so that a k tile costs a warp few instructions beside its products: with cp.async they were
-// 7 % of all at 16:32. No warp waits for another one: whichever is the last to be through with a stage starts the copies of the
-// k tile that follows there, and a k tile is multiplied when its barrier says that it arrived.
+// A comes as one box, B too unless the k tile needs few of its rows (packed): then a warp copies a row at a time. One bulk copy a
+// row instead takes the copy engine longer than the products take. A k tile so costs a warp few instructions beside its products,
+// and no warp waits for another one in it: it is multiplied when its barrier says that it arrived; whichever warp is the last to
+// be through with a stage starts the boxes that follow there, and rows are copied in the middle of the next k tile.
 #include "spformat/tma.cuh"
 #include "spformat/vector_nm_cuda_cores.cuh"
 
 namespace spformat::vector_nm {
 
-// Shared memory: STAGES x (B lines, zero line, A lines), then 2 * STAGES records, STAGES barriers, STAGES counters.
+// Shared memory: STAGES x (B lines, zero line, A lines), then 2 * STAGES records, STAGES barriers that say that a stage is full,
+// STAGES counters of warps that are through with one, STAGES barriers that say that all are.
 template <int WARPS_M, int WARPS_N, int QUADS, int STAGES, bool PACKED> struct Ring {
     static constexpr int BM = 32 * WARPS_M, BN = 32 * QUADS * WARPS_N, WARPS = WARPS_M * WARPS_N, LINE_A = BM * 4, LINE_B = BN * 4;
 
@@ -24,7 +27,9 @@ template <int WARPS_M, int WARPS_N, int QUADS, int STAGES, bool PACKED> struct R
         : base(shared), a_lines((s.staged + 1) * LINE_B), stage_bytes(a_lines + s.slots * LINE_A),
           records(shared + STAGES * stage_bytes), record_bytes(s.record * 4), barriers(records + 2 * STAGES * record_bytes) {}
 
-    // The copies of k tile kt, which is number `turn` of this block, and of the record STAGES k tiles later; one thread.
+    __device__ __forceinline__ u32 empties() const { return barriers + STAGES * 12 + STAGES % 2 * 4; }
+
+    // The boxes of k tile kt, which is number `turn` of this block, and of the record STAGES k tiles later; one thread.
     // `last`: the k tile behind the block's last one. What a box has beyond A or B arrives as zeros.
     __device__ __forceinline__ void start(const Shape& s, const TensorMap& a_map, const u32* table, const TensorMap& b_map,
                                           int row_tile, int n0, u32 turn, int kt, int last) const {
@@ -102,7 +107,7 @@ spmm_vector_nm_sm90(const __grid_constant__ TensorMap a_map, const Shape s, cons
     }
     if (threadIdx.x < STAGES) {
         barrier::init(ring.barriers + threadIdx.x * 8, PACKED ? 1 + THREADS : 1);
-        if constexpr (PACKED) barrier::init(ring.barriers + STAGES * 12 + STAGES % 2 * 4 + threadIdx.x * 8, R::WARPS);
+        if constexpr (PACKED) barrier::init(ring.empties() + threadIdx.x * 8, R::WARPS);
         barrier::fence_init();
         counters[threadIdx.x] = 0;
     }
@@ -123,9 +128,9 @@ spmm_vector_nm_sm90(const __grid_constant__ TensorMap a_map, const Shape s, cons
         const u32 slots = ring.records + static_cast<u32>(turn) % (2 * STAGES) * ring.record_bytes + own_slots;
         const u32 a = stage + ring.a_lines + m * 4, b = stage + n * 4;
         if constexpr (PACKED) {
-            // In the middle of a k tile, when all warps are probably through with the one before, each does its part of the copies
-            // that follow there.
-            const u32 empty = ring.barriers + STAGES * 12 + STAGES % 2 * 4;
+            // In the middle of a k tile all warps are probably through with the one before: each does its part of the copies
+            // that follow in that stage.
+            const u32 empty = ring.empties();
             const int half = s.slots / 8 * 4, next = turn - 1 + STAGES;
 #pragma unroll 1
             for (int from = 0, count = half;; from = half, count = s.slots - half) {
