@@ -17,7 +17,7 @@ from ....products.roofline import shared_limit
 from ..runtime import tensor_map
 from ..runtime.kernel import Prepared
 from . import spmm_vector_nm
-from .spmm_vector_nm import STEP, SpmmVectorNM
+from .spmm_vector_nm import STEP, SpmmVectorNM, deepest
 from .vector_nm_launch import aligned_data, cached_records, launcher, pattern, records_choice
 from .vector_nm_tiles import Pattern, Shape
 from .vector_nm_times import Split, filling
@@ -77,8 +77,7 @@ class SpmmVectorNMSm90(SpmmVectorNM):
 
     def options(self, p: Problem) -> list[Split[Any]]:
         """A large and a small tile, with as many parts along K as they need."""
-        form, half = pattern(p), shared_limit(p.sm) // 2
-        tiles = [next((t for t in some if t.fits(form, half)), some[-1]) for some in ((*DEEP, LARGE), WIDE, (SMALL,))]
+        tiles = deepest(p, (*DEEP, LARGE)), deepest(p, WIDE), SMALL
         return [filling(p, tile) for tile in tiles]
 
     def instances(self) -> tuple[str, ...]:
