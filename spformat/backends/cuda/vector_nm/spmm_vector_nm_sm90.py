@@ -61,6 +61,7 @@ class SpmmVectorNMSm90(SpmmVectorNM):
     name = "cuda.spmm_vector_nm_sm90"
     archs = ARCHS
     constants_of = SpmmVectorNM.name
+    by_name_only = "its times are not measured; cuda.spmm_vector_nm gives the same sums"
 
     def unsupported(self, p: Problem) -> list[str]:
         length = p.p["vector_length"]
