@@ -3,7 +3,8 @@
 bert    SparseTIR, pruned BERT: its linear layers with 512 and 4096 columns, float16. Structured: blocks of 32 x 32, of
         which 0.5 to 20 % are kept, half of the block rows empty. Unstructured: 1 to 20 % of the values. BSR, DBSR and
         SR-BCRS (t = 8, g = 16 and 32) beside dense cuBLAS and cuSPARSE
-nm      NM-SpMM: 256 to 4096 columns, the 20 layers of its Llama shapes, 0 to 87.5 % zeros, float32, vectors of 32
+nm      NM-SpMM: 256 to 4096 columns, the 20 layers of its Llama shapes, 0 to 87.5 % zeros, float32, vectors of 32; what
+        spmm() runs (three TF32 products) and the kernel on CUDA cores, as the paper's, beside dense cuBLAS
 graphs  SparseTIR: padding of hyb(c, k) over c, and hyb beside CSR and cuSPARSE with 32 to 512 columns, float32
 tca     TCA-SpMM: its kernel, with sums between lanes and in shared memory, beside CSR on CUDA cores and cuSPARSE: real
         matrices and graphs, float16 and float32 (three TF32 products), 32, 128 and 512 columns
@@ -93,7 +94,22 @@ def nm() -> Iterator[Case]:
         x = normal((M, K), "float32", n) * cp.repeat(order.reshape(M // 32, K), 32, axis=0)
         forms = [(f"{n}:32", sf.convert(x, "vector-nm", n=n, m=32, vector_length=32))]
         del x, order
-        yield from ((f"{M}x{K} {n}:32", width, forms, [contenders.dense]) for width in WIDTHS)
+        yield from ((f"{M}x{K} {n}:32", width, forms, [cuda_cores, contenders.dense]) for width in WIDTHS)
+
+
+EXACT = {"CUDA cores": "cuda.spmm_vector_nm", "CUDA cores, sm_90": "cuda.spmm_vector_nm_sm90"}
+
+
+def cuda_cores(a: Format, B: Any) -> list[bench.Contender]:
+    """Vector n:m in exact float32, by each kernel that takes it on this device."""
+    import cupy as cp
+
+    out, some = cp.empty((a.shape[0], B.shape[1]), a.dtype), []
+    for label, name in EXACT.items():
+        if sf.explain(a, B, backend=name).chosen:
+            product = functools.partial(sf.plan(a, B=B, out=out, backend=name), B, out=out)
+            some.append(bench.Contender(label, product))
+    return some
 
 
 def graphs() -> Iterator[Case]:
@@ -231,9 +247,13 @@ def summary(suite: str, rows: list[Row]) -> Iterator[str]:
             yield f"not counted: {row['name']}, {row['n']} columns, {name}: {why}"
 
 
-def plot(rows: list[Row], path: Path) -> None:
-    """The roofline of float32 on CUDA cores with a point for each product of ``nm``, as SVG."""
-    left, top, memory = 70, 20, 4.3e12
+def plot(rows: list[Row], path: Path, memory: float) -> None:
+    """The roofline of float32 on CUDA cores, as SVG: a dot for the faster kernel there, a ring for spmm(), for each
+    product of ``nm``.
+
+    memory: bytes a second that a copy on the device reads and writes.
+    """
+    left, top = 70, 20
     edge = DEVICE_FLOAT32 / memory
 
     def at(intensity: float, rate: float) -> tuple[float, float]:
@@ -248,9 +268,12 @@ def plot(rows: list[Row], path: Path) -> None:
     shapes = [f'<polyline fill="none" stroke="black" points="{points}"/>']
     colours = {"32:32": "#666", "16:32": "#1b6ca8", "12:32": "#2a9d62", "8:32": "#d98324", "4:32": "#b23a48"}
     for row in rows:
-        if us := row["us"].get("n:m"):
-            x, y = at(row["flop"] / row["bytes"], row["flop"] / us * 1e6)
-            shapes.append(f'<circle cx="{x}" cy="{y}" r="2.5" fill="{colours[row["name"].split()[1]]}"/>')
+        colour = colours[row["name"].split()[1]]
+        exact = min((row["us"][kind] for kind in EXACT if kind in row["us"]), default=0.0)
+        for us, look in ((row["us"].get("n:m"), f'fill="none" stroke="{colour}"'), (exact, f'fill="{colour}"')):
+            if us:
+                x, y = at(row["flop"] / row["bytes"], row["flop"] / us * 1e6)
+                shapes.append(f'<circle cx="{x}" cy="{y}" r="2.5" {look}/>')
     for i, (kind, colour) in enumerate(colours.items()):
         shapes.append(f'<circle cx="{left + 20}" cy="{top + 18 * i + 10}" r="4" fill="{colour}"/>')
         shapes.append(text(left + 30, top + 18 * i + 14, kind, "start"))
@@ -289,7 +312,7 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps({"environment": about, "suites": results}) + "\n")
     if options.plot and "nm" in results:
-        plot(results["nm"], options.plot)
+        plot(results["nm"], options.plot, 1e12 * about["copy_tb_per_s"])
 
 
 if __name__ == "__main__":

@@ -122,6 +122,15 @@ def current_device(x: Array) -> AbstractContextManager[Any]:
     return _OnDevice(x.device) if is_cupy(x) else _ON_HOST
 
 
+def is_recorded(x: Array) -> bool:
+    """Whether work on a CuPy array is recorded into a CUDA graph now: nothing can be read from the device."""
+    if not is_cupy(x):
+        return False
+    cuda = import_cupy().cuda
+    stream = cuda.get_current_stream().ptr
+    return stream > 1 and bool(cuda.runtime.streamIsCapturing(stream))  # 0 and 1: default streams, never captured
+
+
 _ON_HOST: AbstractContextManager[Any] = nullcontext()
 
 

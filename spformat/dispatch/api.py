@@ -287,6 +287,7 @@ def problem_of(
     return Problem.product(
         a.format, a.params, M, K, columns(n), a.stored, a.dtype, b, result, b_layout, out_layout,
         a.device, sm, device_id, epilogue, operation=operation, workspace=workspace, parts=a.parts,
+        row_length=A.row_length(),
     )  # fmt: skip
 
 

@@ -215,6 +215,14 @@ class Hooks(Declared):
     """The torch layout with which this format is compared in benchmarks: "strided", "sparse_csr", "sparse_bsr",
     "semi_structured", or "" for none."""
 
+    def row_length(self) -> int:
+        """Stored items of the row, or row of blocks, in which an average item of a matrix on a device lies.
+
+        0: not known. Where half of the rows are empty it is twice the average over rows. For kernels whose time
+        depends on it; read once for a matrix, when a product is planned.
+        """
+        return 0
+
     @classmethod
     def pattern(cls, params: dict[str, Any]) -> Pattern:
         """Which values are dropped together when a matrix is pruned to fit; None: each value by itself."""

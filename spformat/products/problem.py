@@ -195,6 +195,9 @@ class Problem:
     """alpha * A @ B + beta * C + bias instead of A @ B; alpha, beta and bias come with the call."""
     workspace: int = WORKSPACE
     """Most bytes of ``Kernel.workspace_bytes``; a kernel that needs more is refused."""
+    row_length: int = 0
+    """Stored items of the row, or row of blocks, of A in which an average item lies (``Format.row_length``); 0: not
+    known."""
 
     def __hash__(self) -> int:
         return self._hash
@@ -210,6 +213,7 @@ class Problem:
         b_dtype: str, out_dtype: str, b_layout: str = ROW, out_layout: str = ROW, device: str = "cpu",
         sm: int | None = None, device_id: int = 0, epilogue: bool = False, *, operation: str = "spmm",
         workspace: int = WORKSPACE, parts: tuple[Operand, ...] = (), b_alignment: int = 0, out_alignment: int = 0,
+        row_length: int = 0,
     ) -> Self:  # fmt: skip
         """The problem of a product from plain numbers, for a matrix or a GPU that need not exist here.
 
@@ -222,11 +226,11 @@ class Problem:
         a = Operand(format, (M, K), a_dtype, params, nnz, device=device, parts=parts)
         b = Operand(DENSE, (inner, n), b_dtype, (), inner * n, b_layout, b_alignment, device)
         out = Operand(DENSE, (rows, n), out_dtype, (), rows * n, out_layout, out_alignment, device)
-        return cls(operation, (a, b), out, sm, device_id, epilogue, workspace)
+        return cls(operation, (a, b), out, sm, device_id, epilogue, workspace, row_length)
 
     def changed(self, **changes: Any) -> Self:
         """A product with other values of the properties below (``n=8``, ``out_dtype="float32"``)."""
-        own = {k: changes.pop(k) for k in ("sm", "device_id", "epilogue", "workspace") if k in changes}
+        own = {k: changes.pop(k) for k in ("sm", "device_id", "epilogue", "workspace", "row_length") if k in changes}
         if not changes:
             return replace(self, **own)
         fields: dict[str, Any] = {
@@ -234,7 +238,7 @@ class Problem:
             "a_dtype": self.a_dtype, "b_dtype": self.b_dtype, "out_dtype": self.out_dtype, "b_layout": self.b_layout,
             "out_layout": self.out_layout, "device": self.device, "operation": self.operation,
             "parts": self.operands[0].parts, "b_alignment": self.operands[1].alignment,
-            "out_alignment": self.out.alignment,
+            "out_alignment": self.out.alignment, "row_length": self.row_length,
         }  # fmt: skip
         for name in ("b", "out"):  # another layout has other lines
             if f"{name}_layout" in changes:

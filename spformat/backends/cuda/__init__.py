@@ -30,6 +30,7 @@ from .two_four.spmm_two_four_tokens import SpmmTwoFourTokens
 from .vector_nm.spmm_vector_nm import SpmmVectorNM
 from .vector_nm.spmm_vector_nm_expanding_sm90a import SpmmVectorNMExpanding
 from .vector_nm.spmm_vector_nm_mma import SpmmVectorNMTensor
+from .vector_nm.spmm_vector_nm_sm90 import SpmmVectorNMSm90
 from .vector_nm.spmm_vector_nm_sm90a import SpmmVectorNMSm90a
 from .vector_nm.spmm_vector_nm_tma_sm90a import SpmmVectorNMTMA
 from .vector_nm.spmm_vector_nm_tokens import SpmmVectorNMTokens
@@ -58,6 +59,7 @@ KERNELS: tuple[CudaKernel, ...] = (
     SpmmVectorNMSm90a(),
     SpmmVectorNMTMA(),
     SpmmVectorNMTensor(),
+    SpmmVectorNMSm90(),
     SpmmVectorNM(),
     SpmmVectorNMTokens(),
     SpmmVectorNMTokensTensor(),

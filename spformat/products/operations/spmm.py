@@ -44,7 +44,7 @@ def product_problem(
     b = Operand(DENSE, B.shape, b_dtype, (), int(B.size), layout_of(B), alignment_of(B), a.device)
     c = Operand(DENSE, shape, result, (), shape[0] * shape[1], layout, lines, a.device)
     sm, device_id = cuda_device_of(A) if on_device else (None, 0)
-    return Problem(operation, (a, b), c, sm, device_id, epilogue, workspace)
+    return Problem(operation, (a, b), c, sm, device_id, epilogue, workspace, A.row_length())
 
 
 def operand_type(name: str, x: Any) -> str:

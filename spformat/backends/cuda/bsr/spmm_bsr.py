@@ -5,6 +5,7 @@ bf16 and fp16 use m16n8k16 with float32 sums; float32 uses three TF32 products p
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -126,10 +127,10 @@ class SpmmBSR(CudaKernel):
         """Ideal microseconds of each of ``terms``.
 
         memory: A, B and C once. products: all products of stored blocks, spread evenly over the multiprocessors.
-        rounds: the same in whole rounds of tiles of average length. loads and rounds of loads: as both, at the rate of
-        L2. tiles: C written from each multiprocessor in turn. column-major C: the same, where C is written element by
-        element. single loads: 0.1 us for each of B's elements that a thread loads alone, where lines are not aligned.
-        unaligned C: C once more, where its lines are not.
+        rounds: the same in whole rounds of tiles; where many block rows are empty, of the others, which are longer.
+        loads and rounds of loads: as both, at the rate of L2. tiles: C written from each multiprocessor in turn.
+        column-major C: the same, where C is written element by element. single loads: 0.1 us for each of B's elements
+        that a thread loads alone, where lines are not aligned. unaligned C: C once more, where its lines are not.
         """
         (height, width), size = p.p["blocksize"], _ITEMSIZE[p.a_dtype]
         kind = TENSOR_16 if size == 2 else TF32_THREE
@@ -139,9 +140,12 @@ class SpmmBSR(CudaKernel):
         depth = blocks / rows_of_blocks * width  # columns of A that a tile multiplies, on average
         one = tile_us(tile.rows, tile.cols, depth, kind, device)
         loaded = load_us((min(height, tile.rows) + tile.cols) * depth * size, device)
-        turns = ceil_div(tiles, device.processors * tile.resident) * tile.resident
+        at_once, longer = device.processors * tile.resident, longer_rows(p)
+        written = (
+            ceil_div(tiles, at_once) * tile.resident * load_us(tile.rows * tile.cols * _ITEMSIZE[p.out_dtype], device)
+        )
+        turns = ceil_div(math.ceil(tiles / longer), at_once) * tile.resident * longer
         even = tiles / device.processors
-        written = turns * load_us(tile.rows * tile.cols * _ITEMSIZE[p.out_dtype], device)
         memory = memory_us(stored_bytes(p) + operands_bytes(p), device)
         turned = written if p.out_layout == COL else 0.0
         single = 0.0 if b_alignment(p) == 16 else turns * depth * (p.n / columns) / tile.threads * 0.1
@@ -166,6 +170,20 @@ class SpmmBSR(CudaKernel):
 
 
 KERNEL = SpmmBSR()
+
+
+def longer_rows(p: Problem) -> float:
+    """How many times as long as on average a block row with blocks is; 1 where blocks are anywhere or nothing is known.
+
+    At random, the row of an average block has up to one block more than an average row: only what is beyond counts.
+    """
+    if not (p.row_length and p.nnz):
+        return 1.0
+    height, width = p.p["blocksize"]
+    rows, columns = max(1, ceil_div(p.M, height)), max(1, ceil_div(p.K, width))
+    average, length = p.nnz / (height * width * rows), p.row_length / (height * width)
+    longer: float = (length - (1 - length / columns)) / average
+    return min(float(rows), max(1.0, longer))
 
 
 def sample_problem(fmt: str, blocksize: tuple[int, int], dtype: str, out: str, b: str, c: str) -> Problem:

@@ -188,10 +188,11 @@ class SpmmBSRHopper(CopyEngineKernel):
     def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
         """Ideal microseconds of each of ``terms``.
 
-        A tile covers several block rows; a slice of B is loaded for every block column that one of them has. products:
-        those of stored blocks, spread evenly. rounds: the same in whole rounds of tiles. loads: slices of B and blocks
-        of A from L2, in whole rounds. steps: 0.1 us for each slice of 64 columns that a tile waits for. tiles: C of
-        each round. column-major C: the same where it is. unaligned C: C once more, where its lines start anywhere.
+        A tile covers several block rows; a slice of B is loaded for every block column that one of them has, fewer
+        where many block rows are empty. products: those of stored blocks, spread evenly. rounds: the same in whole
+        rounds of tiles. loads: slices of B and blocks of A from L2, in whole rounds. steps: 0.1 us for each slice of 64
+        columns that a tile waits for. tiles: C of each round. column-major C: the same where it is. unaligned C: C once
+        more, where its lines start anywhere.
         """
         height, width = p.p["blocksize"]
         rows, cols = tile.extent(height)
@@ -201,7 +202,9 @@ class SpmmBSRHopper(CopyEngineKernel):
         share = min(1.0, blocks / max(1, rows_of_blocks * block_columns))
         groups = ceil_div(rows_of_blocks, group)
         tiles = groups * ceil_div(p.n, cols)
-        depth = block_columns * (1 - (1 - share) ** group) * width  # that a group names, if blocks lie at random
+        longer = spmm_bsr.longer_rows(p)
+        # Columns of A that a group names, if blocks lie at random in the rows that have any.
+        depth = block_columns * (1 - (1 - min(1.0, share * longer)) ** (group / longer)) * width
         one = tile_us(height, cols, blocks / groups * width, TENSOR_16, device)
         loaded = load_us(depth * cols * 2 + blocks / groups * height * width * 2, device)
         turns = rounds(tiles, device.processors)

@@ -10,70 +10,9 @@
 // Blocking as in NM-SpMM: a warp covers 32 rows x 32*QUADS columns, a thread 8 rows x 4*QUADS columns. TR = rows of a thread
 // that share their columns (1, 2, 4, 8): a thread reads B once per TR rows. shape.group_rows is a multiple of TR.
 // Sums are Sum (float, or double for double), in ascending k.
-#include "spformat/vector_nm.cuh"
+#include "spformat/vector_nm_cuda_cores.cuh"
 
 namespace spformat::vector_nm {
-
-template <class Out, class Sum> __device__ __forceinline__ Out rounded(Sum x) {
-    if constexpr (same_type<Out, Sum>::value) return x;
-    else return from_float<Out>(x);
-}
-template <class Sum, class T> __device__ __forceinline__ Sum widened(T x) {
-    if constexpr (same_type<T, Sum>::value) return x;
-    else return to_float(x);
-}
-
-// 16 and 8 bytes of shared memory; in the order of the program, which the compiler would otherwise turn back into loads just
-// before their use.
-__device__ __forceinline__ uint4 load_words(u32 address) {
-    uint4 x;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
-    return x;
-}
-__device__ __forceinline__ uint2 load_two_words(u32 address) {
-    uint2 x;
-    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");
-    return x;
-}
-
-// Four values of type T from shared memory as Sum.
-template <class Sum, class T> __device__ __forceinline__ void load_four(Sum* to, u32 address, T) {
-    if constexpr (sizeof(T) == 2) {
-        const uint2 words = load_two_words(address);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) to[i] = widened<Sum>(reinterpret_cast<const T*>(&words)[i]);
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; i += 16 / sizeof(T)) {
-            const uint4 words = load_words(address + i * sizeof(T));
-#pragma unroll
-            for (int j = 0; j < static_cast<int>(16 / sizeof(T)); ++j)
-                to[i + j] = widened<Sum>(reinterpret_cast<const T*>(&words)[j]);
-        }
-    }
-}
-
-// What a thread multiplies of one slot: 8 values of A and 4 * QUADS of B.
-template <class T, class Sum, int QUADS> struct Operands {
-    Sum a[8], b[4 * QUADS];
-    __device__ __forceinline__ void load(u32 line, u32 row) {
-        load_four(a, line, T());
-        load_four(a + 4, line + 4 * sizeof(T), T());
-#pragma unroll
-        for (int h = 0; h < QUADS; ++h) load_four(b + 4 * h, row + h * 32 * sizeof(T), T());
-    }
-    // Column after column, rows to and fro: the compiler then deals out registers such that 10 of 256 multiply-adds read
-    // three of one bank, not 24 as row after row (counted in the machine code for sm_90).
-    __device__ __forceinline__ void multiply(Sum (&acc)[8][4 * QUADS]) const {
-#pragma unroll
-        for (int j = 0; j < 4 * QUADS; ++j)
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const int r = j % 2 ? 7 - i : i;
-                acc[r][j] += a[r] * b[j];
-            }
-    }
-};
 
 // What a thread copies of every k tile. Whole chunks of whole rows need no predicate: staged rows past K and columns past N,
 // which nothing reads or stores, are copies of others, and the host fills lists of rows up to a multiple of 4.
@@ -163,27 +102,7 @@ spmm_vector_nm(const Shape s, const T* __restrict__ data, const u32* __restrict_
         [&](u32 b_lines, u32 a_lines, u32 record) {
             const u32 b = b_lines + n * static_cast<u32>(sizeof(T)), a = a_lines + m * static_cast<u32>(sizeof(T));
             if constexpr (TR == 8) {
-                // Two sets of operands: one is loaded while the other is multiplied. The byte offsets of four staged rows are
-                // read four slots ahead. Behind the last slot the first ones are read again, and not used.
-                const u32 slots = record + own_slots;
-                Operands<T, Sum, QUADS> sets[2];
-                uint4 now = load_words(slots);
-                sets[0].load(a, b + now.x);
-#pragma unroll 1
-                for (int k = 0; k < s.slots; k += 4) {
-                    const int following = k + 4 < s.slots ? k + 4 : 0;
-                    const uint4 next = load_words(slots + following * 4);
-                    const u32 line = a + k * LINE_A;
-                    sets[1].load(line + LINE_A, b + now.y);
-                    sets[0].multiply(acc);
-                    sets[0].load(line + 2 * LINE_A, b + now.z);
-                    sets[1].multiply(acc);
-                    sets[1].load(line + 3 * LINE_A, b + now.w);
-                    sets[0].multiply(acc);
-                    sets[0].load(a + following * LINE_A, b + next.x);
-                    sets[1].multiply(acc);
-                    now = next;
-                }
+                multiply_k_tile<T, Sum, QUADS, LINE_A>(acc, record + own_slots, a, b, s.slots);
             } else {
                 u32 slots[8 / TR];
 #pragma unroll
@@ -207,32 +126,7 @@ spmm_vector_nm(const Shape s, const T* __restrict__ data, const u32* __restrict_
             }
         });
 
-    C += blockIdx.z * split_stride;
-    constexpr int E = 16 / sizeof(Out) < 4 ? 16 / sizeof(Out) : 4;
-    const bool wide = step_n == 1 && step_m % 4 == 0 && reinterpret_cast<u64>(C) % (4 * sizeof(Out)) == 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        if (m0 + m + i >= s.M) break;
-#pragma unroll
-        for (int h = 0; h < QUADS; ++h) {
-            const int column = n0 + n + 32 * h;
-            Out* out = C + (m0 + m + i) * step_m + column * step_n;
-            if (wide && column + 4 <= N) {
-                struct alignas(E * sizeof(Out)) Part { Out v[E]; };
-#pragma unroll
-                for (int q = 0; q < 4 / E; ++q) {
-                    Part part;
-#pragma unroll
-                    for (int e = 0; e < E; ++e) part.v[e] = rounded<Out>(acc[i][4 * h + q * E + e]);
-                    reinterpret_cast<Part*>(out)[q] = part;
-                }
-            } else {
-#pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    if (column + e < N) out[e * step_n] = rounded<Out>(acc[i][4 * h + e]);
-            }
-        }
-    }
+    store_sums<QUADS>(acc, C + blockIdx.z * split_stride, s.M, N, m0 + m, n0 + n, step_m, step_n);
 }
 
 // C[m, n] = parts[0] + parts[1] + .. in this order. Grid any; block 256 threads. parts: Sum[splits, M, N].
