@@ -15,6 +15,7 @@ from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, LINE, Problem
 from ....products.roofline import Device, device_of
 from ..runtime import expanding, jit, launch, tensor_map
+from ..runtime.row_tiles import device_of as properties_of
 from ..runtime.expanding import DEPTH
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands
@@ -34,7 +35,7 @@ class Expanding(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("M", "K", "groups", "length", "n", "m", "tile_windows", "k_tiles")),
-        ("k_per_part", ctypes.c_int32), ("row_tiles", ctypes.c_int32), ("pitch", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("k_per_part", "row_tiles", "resident")), ("pitch", ctypes.c_int64),
     ]  # fmt: skip
 
 
@@ -152,7 +153,7 @@ class SpmmVectorNMExpanding(CudaKernel):
         parts, b_col, c_col = tile.splits, p.b_layout == COL, p.out_layout == COL
         shape = Expanding(
             p.M, p.K, groups, form.vector_length, form.n, form.m, windows, k_tiles, ceil_div(k_tiles, parts), row_tiles,
-            pitch,
+            t.resident * properties_of(p.device_id).sms, pitch,
         )  # fmt: skip
         a_map = tensor_map.tiled(data.data.ptr, p.a_dtype, (pitch, W), (pitch,), (64, windows * form.n), 128)
         device, signature = p.device_id, (tensor_map.TensorMap, Expanding, *"PPP", *expanding.TAIL)

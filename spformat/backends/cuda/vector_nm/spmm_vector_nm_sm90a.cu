@@ -64,7 +64,9 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
 
     if (warp >= 8) {  // the loaders
         give_registers<88>();  // addresses of a batch of copies, so that none waits for the registers of another
-        const int w = warp - 8;
+        const int w = warp - 8, column_tiles = cdiv(N, BN);
+        // Whether all tiles of a row of tiles are computed at one time, so that A comes from memory once.
+        const u64 policy = evict_first_if(column_tiles == 1 || s.row_tiles * column_tiles <= static_cast<int>(gridDim.x));
         u32 produced = 0;  // stages filled since the start
         // This lane's columns of a piece: each is loaded one k tile ahead, the first of a piece with the last before it.
         auto list_of = [&](const Piece& p) {
@@ -92,8 +94,8 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
                 if (produced >= STAGES) barrier::wait(empty + 8 * stage, produced / STAGES - 1 & 1);
                 if (w == 0 && lane == 0) {
                     barrier::expect(full + 8 * stage, A_BYTES);
-                    tma::load_2d(to, a_map, full + 8 * stage, row_tile * ROWS, k * DEPTH);
-                    tma::load_2d(to + BLOCK, a_map, full + 8 * stage, row_tile * ROWS + 64, k * DEPTH);
+                    tma::load_2d(to, a_map, full + 8 * stage, row_tile * ROWS, k * DEPTH, policy);
+                    tma::load_2d(to + BLOCK, a_map, full + 8 * stage, row_tile * ROWS + 64, k * DEPTH, policy);
                 }
                 u32 place[PERIOD];  // of this lane's copies of PERIOD steps; then 1024 bytes on
 #pragma unroll

@@ -71,6 +71,8 @@ spmm_vector_nm_tma(const __grid_constant__ TensorMap a_map, const Shape s, int s
         if (threadIdx.x == 32 * WARPS) {
             const u32 bytes = BLOCKS_B * s.tile_cols * 128 + BLOCKS_A * s.tile_kept * 128 + record_bytes;
             u16 to_column = 0, to_row = 0;  // CTAs of the same column tile, of the same row tile
+            // Whether all tiles of a row of tiles are computed at one time, so that A comes from memory once.
+            const u64 policy = evict_first_if(N <= BN * CLUSTER_N || items <= item_step);
             for (int i = 0; i < CLUSTER_M; ++i) to_column |= 1 << (rank_n * CLUSTER_M + i);
             for (int i = 0; i < CLUSTER_N; ++i) to_row |= 1 << (i * CLUSTER_M + rank_m);
             for (int item = first_item; item < items; item += item_step) {
@@ -92,7 +94,7 @@ spmm_vector_nm_tma(const __grid_constant__ TensorMap a_map, const Shape s, int s
                     for (int i = rank_n; i < BLOCKS_A; i += CLUSTER_N) {
                         const int x = row_tile * BM + i * WIDE, y = k * s.tile_kept;
                         if constexpr (CLUSTER_N > 1) tma::load_2d_multicast(to_a + i * block_a, a_map, bar, x, y, to_row);
-                        else tma::load_2d(to_a + i * block_a, a_map, bar, x, y);
+                        else tma::load_2d(to_a + i * block_a, a_map, bar, x, y, policy);
                     }
                     tma::load_bulk(to + record_at, list + static_cast<i64>(k) * s.record, record_bytes, bar);
                     advance();
