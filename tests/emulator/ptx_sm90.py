@@ -69,7 +69,7 @@ INSTRUCTIONS: dict[str, Written] = {
     r"mbarrier\.arrive(?:\.release\.cluster)?\.shared::cluster\.b64": lambda m, x: (
         f"emu::mbarrier_arrive_cluster({x[1]});"
     ),
-    r"mbarrier\.try_wait\.parity(?:\.acquire\.c(?:ta|luster))?\.shared::cta\.b64": (
+    r"mbarrier\.(?:try|test)_wait\.parity(?:\.acquire\.c(?:ta|luster))?\.shared::cta\.b64": (
         lambda m, x: f"{x[0]} = emu::mbarrier_try_wait({x[1]}, {x[2]});"
     ),
     r"cp\.async\.mbarrier\.arrive\.noinc\.shared::cta\.b64": lambda m, x: f"emu::mbarrier_arrive_after_copies({x[0]});",

@@ -52,6 +52,16 @@ __device__ __forceinline__ bool test(u32 bar, u32 parity) {
             : "memory");
     return done != 0;
 }
+// The same at once.
+__device__ __forceinline__ bool completed(u32 bar, u32 parity) {
+    u32 done;
+    asm volatile(
+            "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+            : "=r"(done)
+            : "r"(bar), "r"(parity)
+            : "memory");
+    return done != 0;
+}
 __device__ __forceinline__ void wait(u32 bar, u32 parity) {
     while (!test(bar, parity)) {
     }

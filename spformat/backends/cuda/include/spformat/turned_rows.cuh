@@ -1,0 +1,101 @@
+// Rows of a column-major B for a kernel that gathers rows: its own blocks write them, a panel of columns before the tiles that
+// need it, and no launch goes before. 16-bit values, sm_80 and later.
+//
+// Work is cut into items of COLUMNS columns x DEPTH rows, panel after panel. Warps take items from a counter, and a warp that
+// needs a panel takes items until all of that panel are taken, then waits for those that other warps took. Whoever took an
+// item waits for nothing before it is written: the kernel ends even if its blocks run one at a time.
+#pragma once
+#include "spformat/cp_async.cuh"
+#include "spformat/epilogue.cuh"
+#include "spformat/two_four_stream.cuh"
+
+namespace spformat {
+
+struct Turning {
+    const u16* from;  // element (k, n) of B at n * ld + k; 16-byte aligned, as are its lines
+    i64 ld;
+    u16* to;          // element (k, n) at k * pitch + n; any contents. Up to 7 columns behind N are written, too
+    i64 pitch;        // at least N rounded up to a multiple of 8
+    u32* words;       // [2 + panels], 0 before the launch and after it: items taken, warps that need none any more, items of
+                      // each panel that are written
+    int K, N;         // K: a multiple of 8
+    int panel;        // columns, a multiple of COLUMNS
+};
+
+class TurnedRows {
+public:
+    static constexpr int COLUMNS = 32, DEPTH = 64;
+
+    // All lanes of a warp call these functions together.
+    __device__ __forceinline__ explicit TurnedRows(const Turning& t)
+        : t_(t), deep_(cdiv(t.K, DEPTH)), of_panel_(t.panel / COLUMNS * deep_), items_(cdiv(t.N, COLUMNS) * deep_) {}
+
+    // Until the columns of a panel are there for the loads that follow.
+    __device__ __forceinline__ void wait(int panel) {
+        if (panel < ready_) return;
+        const u32 count = min(of_panel_, items_ - panel * of_panel_);
+        const volatile u32* const written = t_.words + 2 + panel;
+        while (__shfl_sync(~0u, *written, 0) < count)
+            if (!step()) __nanosleep(100);
+        __threadfence();
+        __syncwarp();
+        ready_ = panel + 1;  // a warp asks for panels in their order
+    }
+    // Write one item; false where all are taken.
+    __device__ __forceinline__ bool step() {
+        if (done_) return false;
+        u32 item = 0;
+        if (threadIdx.x % 32 == 0) item = atomicAdd(t_.words, 1u);
+        item = __shfl_sync(~0u, item, 0);
+        done_ = item >= static_cast<u32>(items_);
+        if (!done_) write(static_cast<int>(item));
+        return !done_;
+    }
+    // This warp calls nothing more; `warps` of the grid say so. The last one clears the words for the next launch.
+    __device__ __forceinline__ void leave(u32 warps) {
+        __syncwarp();
+        if (threadIdx.x % 32) return;
+        __threadfence();
+        if (atomicInc(t_.words + 1, warps - 1) != warps - 1) return;
+        t_.words[0] = 0;
+        for (int p = 0; p < cdiv(items_, of_panel_); ++p) t_.words[2 + p] = 0;
+    }
+
+private:
+    const Turning t_;
+    int deep_, of_panel_, items_, ready_ = 0;
+    bool done_ = false;
+
+    // Lane 4i+q loads 8 rows, 8q on, of the columns 8(i/2) + 2b + i%2, b = 0 .. 3. Word j of these, over the warp, is a tile of 8
+    // columns x 8 rows; transposed, lane 4r+s has columns 8s + 2b and the next, so that four tiles make 16 bytes of a row.
+    __device__ __forceinline__ void write(int item) {
+        const int lane = threadIdx.x % 32, group = item / deep_;
+        const int k0 = (item - group * deep_) * DEPTH, n0 = group * COLUMNS;
+        const u64 policy = evict_first();
+        uint4 x[2][4];
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+            for (int b = 0; b < 4; ++b) {
+                const int n = n0 + lane / 8 * 8 + 2 * b + lane / 4 % 2, k = k0 + 32 * h + lane % 4 * 8;
+                x[h][b] = make_uint4(0, 0, 0, 0);
+                if (n < t_.N && k < t_.K) x[h][b] = stream_16(reinterpret_cast<const u32*>(t_.from + n * t_.ld + k), policy);
+            }
+        const int n = n0 + lane % 4 * 8;
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                u32 w[4];
+#pragma unroll
+                for (int b = 0; b < 4; ++b) w[b] = transpose_8x8(j == 0 ? x[h][b].x : j == 1 ? x[h][b].y : j == 2 ? x[h][b].z : x[h][b].w);
+                const int k = k0 + 32 * h + lane / 8 * 8 + 2 * j + lane / 4 % 2;
+                if (n < t_.N && k < t_.K) *reinterpret_cast<uint4*>(t_.to + k * t_.pitch + n) = make_uint4(w[0], w[1], w[2], w[3]);
+            }
+        __threadfence();
+        __syncwarp();
+        if (lane == 0) atomicAdd(t_.words + 2 + item / of_panel_, 1u);
+    }
+};
+
+}  // namespace spformat
