@@ -67,9 +67,9 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
     bool more = work.next(piece);
     TurnedRows rows({turned, ld, reinterpret_cast<u16*>(const_cast<T*>(B)), pitch_b / 2, words, s.K, N, BN});
     if constexpr (Turn) {
-        if (more) rows.wait(piece.tile / s.row_tiles);
+        if (more) rows.wait<true>(piece.tile / s.row_tiles);
         else
-            while (rows.step()) {
+            while (rows.step<true>()) {
             }
         if (warp < 8) rows.leave(gridDim.x * (8 + LOADERS));
     }
@@ -92,7 +92,7 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
         int next = more && s.k_tiles > 0 ? __ldg(list) : 0;
         while (more) {
             const int row_tile = piece.tile % s.row_tiles, first = piece.begin, last = piece.end;
-            if constexpr (Turn) rows.wait(piece.tile / s.row_tiles);
+            if constexpr (Turn) rows.wait<false>(piece.tile / s.row_tiles);
             constexpr int CHUNKS = BN / 8, ROW_STEP = 32 / CHUNKS;  // ROW_STEP rows of B per instruction of a warp
             constexpr int STEPS = LINES / ROW_STEP, PERIOD = 8 / ROW_STEP, BATCH = STEPS < 8 ? STEPS : 8;
             static_assert(8 % ROW_STEP == 0, "the swizzle comes round after whole steps");
@@ -110,7 +110,7 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
                 if (produced >= STAGES) {
                     const u32 phase = produced / STAGES - 1 & 1;
                     if constexpr (Turn) {
-                        while (!__all_sync(~0u, barrier::completed(empty + 8 * stage, phase)) && rows.step()) {
+                        while (!__all_sync(~0u, barrier::completed(empty + 8 * stage, phase)) && rows.step<false>()) {
                         }
                     }
                     barrier::wait(empty + 8 * stage, phase);

@@ -26,29 +26,30 @@ class TurnedRows {
 public:
     static constexpr int COLUMNS = 32, DEPTH = 64;
 
-    // All lanes of a warp call these functions together.
+    // All lanes of a warp call these functions together. Wide: all loads of an item travel at one time, in 32 registers; else
+    // half of them do.
     __device__ __forceinline__ explicit TurnedRows(const Turning& t)
         : t_(t), deep_(cdiv(t.K, DEPTH)), of_panel_(t.panel / COLUMNS * deep_), items_(cdiv(t.N, COLUMNS) * deep_) {}
 
     // Until the columns of a panel are there for the loads that follow.
-    __device__ __forceinline__ void wait(int panel) {
-        if (panel < ready_) return;
+    template <bool Wide> __device__ __forceinline__ void wait(int panel) {
+        if (panel == ready_) return;
         const u32 count = min(of_panel_, items_ - panel * of_panel_);
         const volatile u32* const written = t_.words + 2 + panel;
         while (__shfl_sync(~0u, *written, 0) < count)
-            if (!step()) __nanosleep(100);
+            if (!step<Wide>()) __nanosleep(100);
         __threadfence();
         __syncwarp();
-        ready_ = panel + 1;  // a warp asks for panels in their order
+        ready_ = panel;
     }
     // Write one item; false where all are taken.
-    __device__ __forceinline__ bool step() {
+    template <bool Wide> __device__ __forceinline__ bool step() {
         if (done_) return false;
         u32 item = 0;
         if (threadIdx.x % 32 == 0) item = atomicAdd(t_.words, 1u);
         item = __shfl_sync(~0u, item, 0);
         done_ = item >= static_cast<u32>(items_);
-        if (!done_) write(static_cast<int>(item));
+        if (!done_) write<Wide>(static_cast<int>(item));
         return !done_;
     }
     // This warp calls nothing more; `warps` of the grid say so. The last one clears the words for the next launch.
@@ -63,35 +64,46 @@ public:
 
 private:
     const Turning t_;
-    int deep_, of_panel_, items_, ready_ = 0;
+    int deep_, of_panel_, items_, ready_ = -1;
     bool done_ = false;
 
     // Lane 4i+q loads 8 rows, 8q on, of the columns 8(i/2) + 2b + i%2, b = 0 .. 3. Word j of these, over the warp, is a tile of 8
     // columns x 8 rows; transposed, lane 4r+s has columns 8s + 2b and the next, so that four tiles make 16 bytes of a row.
-    __device__ __forceinline__ void write(int item) {
+    __device__ __forceinline__ void load(uint4 (&x)[4], int n0, int k0) const {
+        const int lane = threadIdx.x % 32, k = k0 + lane % 4 * 8;
+        const u64 policy = evict_first();
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+            const int n = n0 + lane / 8 * 8 + 2 * b + lane / 4 % 2;
+            x[b] = make_uint4(0, 0, 0, 0);
+            if (n < t_.N && k < t_.K) x[b] = stream_16(reinterpret_cast<const u32*>(t_.from + n * t_.ld + k), policy);
+        }
+    }
+    __device__ __forceinline__ void store(const uint4 (&x)[4], int n0, int k0) const {
+        const int lane = threadIdx.x % 32, n = n0 + lane % 4 * 8, k = k0 + lane / 8 * 8 + lane / 4 % 2;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            u32 w[4];
+#pragma unroll
+            for (int b = 0; b < 4; ++b) w[b] = transpose_8x8(j == 0 ? x[b].x : j == 1 ? x[b].y : j == 2 ? x[b].z : x[b].w);
+            if (n < t_.N && k + 2 * j < t_.K)
+                *reinterpret_cast<uint4*>(t_.to + (k + 2 * j) * t_.pitch + n) = make_uint4(w[0], w[1], w[2], w[3]);
+        }
+    }
+    template <bool Wide> __device__ __forceinline__ void write(int item) const {
         const int lane = threadIdx.x % 32, group = item / deep_;
         const int k0 = (item - group * deep_) * DEPTH, n0 = group * COLUMNS;
-        const u64 policy = evict_first();
-        uint4 x[2][4];
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-#pragma unroll
-            for (int b = 0; b < 4; ++b) {
-                const int n = n0 + lane / 8 * 8 + 2 * b + lane / 4 % 2, k = k0 + 32 * h + lane % 4 * 8;
-                x[h][b] = make_uint4(0, 0, 0, 0);
-                if (n < t_.N && k < t_.K) x[h][b] = stream_16(reinterpret_cast<const u32*>(t_.from + n * t_.ld + k), policy);
+        if constexpr (Wide) {
+            uint4 low[4], high[4];
+            load(low, n0, k0), load(high, n0, k0 + 32);
+            store(low, n0, k0), store(high, n0, k0 + 32);
+        } else {
+#pragma unroll 1
+            for (int k = k0; k < k0 + DEPTH; k += 32) {
+                uint4 x[4];
+                load(x, n0, k), store(x, n0, k);
             }
-        const int n = n0 + lane % 4 * 8;
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                u32 w[4];
-#pragma unroll
-                for (int b = 0; b < 4; ++b) w[b] = transpose_8x8(j == 0 ? x[h][b].x : j == 1 ? x[h][b].y : j == 2 ? x[h][b].z : x[h][b].w);
-                const int k = k0 + 32 * h + lane / 8 * 8 + 2 * j + lane / 4 % 2;
-                if (n < t_.N && k < t_.K) *reinterpret_cast<uint4*>(t_.to + k * t_.pitch + n) = make_uint4(w[0], w[1], w[2], w[3]);
-            }
+        }
         __threadfence();
         __syncwarp();
         if (lane == 0) atomicAdd(t_.words + 2 + item / of_panel_, 1u);
