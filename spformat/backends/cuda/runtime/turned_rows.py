@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ....arrays.library import ceil_div, round_up
-from ....products.problem import COL, Problem
+from ....products.problem import COL, Problem, itemsize
 from .launch import Operands
 from .scratch import Scratch
 from .tensor_map import aligned
@@ -37,7 +37,7 @@ class TurnedRows:
     @staticmethod
     def suit(p: Problem) -> bool:
         """Whether B may be such an operand, as far as a problem says: column-major, with whole units of 16 bytes."""
-        return p.b_layout == COL and p.K % 8 == 0 and p.K > 0
+        return p.b_layout == COL and itemsize(p.b_dtype) == 2 and p.K % 8 == 0 and p.K > 0
 
     def of(self, o: Operands, panel: int) -> Rows | None:
         """The rows of a column-major B; None where its lines do not start on 16-byte boundaries.

@@ -146,9 +146,9 @@ class SpmmVectorNMTMA(CudaKernel):
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
         return (
-            instance("bfloat16", "__nv_bfloat16", 32, TILES_16[0], (2, 2)),
-            instance("float16", "float", 64, TALL_16[0], (1, 1)),
-            instance("float32", "float", 32, TILES_32[0], (2, 2)),
+            instance("bfloat16", "__nv_bfloat16", 32, TILES_16[0], (2, 2), True),
+            instance("float16", "float", 64, TALL_16[0], (1, 1), True),
+            instance("float32", "float", 32, TILES_32[0], (2, 2), False),
         )
 
     def blocking(self, p: Problem) -> Blocking:
@@ -192,16 +192,17 @@ class SpmmVectorNMTMA(CudaKernel):
         choice = records_choice(
             a, p, records, source="vector_nm/spmm_vector_nm_tma_sm90a.cu", archs=self.archs, cols=tile.cols,
             threads=384, head=head,
-            instance=lambda out, c: instance(p.a_dtype, out, group, tile, c), smem=lambda _: smem,
+            instance=lambda out, c: instance(p.a_dtype, out, group, tile, c, False), smem=lambda _: smem,
+            turning=lambda out, c: instance(p.a_dtype, out, group, tile, c, True),
             cluster=lambda _: CLUSTER, signature=(tensor_map.TensorMap, Shape, "i", "i", "P"), keep=data,
             b_signature=(tensor_map.TensorMap,), b_arguments=b_arguments, splits=best.splits,
         )  # fmt: skip
         return Prepared(launcher(p, choice), f"{tile} {stages} stages", records.words.nbytes)
 
 
-def instance(dtype: str, out: str, group: int, tile: Tile, cluster: tuple[int, int]) -> str:
-    """C++ name of the kernel; ``group``: rows of a warp that share columns."""
+def instance(dtype: str, out: str, group: int, tile: Tile, cluster: tuple[int, int], turns: bool) -> str:
+    """C++ name of the kernel. group: rows of a warp that share columns; turns: its blocks write rows of B first."""
     return (
         f"spformat::vector_nm::spmm_vector_nm_tma<{C_TYPES[dtype]}, {out}, {group}, {tile.warp_rows}, "
-        f"{tile.warp_cols}, {tile.warps_m}, {tile.warps_n}, {cluster[0]}, {cluster[1]}>"
+        f"{tile.warp_cols}, {tile.warps_m}, {tile.warps_n}, {cluster[0]}, {cluster[1]}, {str(turns).lower()}>"
     )

@@ -148,6 +148,9 @@ __device__ __forceinline__ void store_wait_read() {
 // Between ordinary shared-memory writes and a TMA store or wgmma that reads them; then a barrier.
 __device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Between ordinary global-memory writes that this thread has learned of and loads by the copy engine that it issues.
+__device__ __forceinline__ void fence_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 }  // namespace tma
 
 namespace cluster {

@@ -33,7 +33,7 @@ public:
 
     // Until the columns of a panel are there for the loads that follow.
     template <bool Wide> __device__ __forceinline__ void wait(int panel) {
-        if (panel == ready_) return;
+        if (panel == ready_ || panel * of_panel_ >= items_) return;  // the latter: all of its columns are past N
         const u32 count = min(of_panel_, items_ - panel * of_panel_);
         const volatile u32* const written = t_.words + 2 + panel;
         while (__shfl_sync(~0u, *written, 0) < count)
