@@ -1,4 +1,4 @@
-"""Rows of a column-major B that a kernel's own blocks write before they gather them.  Device: include/spformat/turned_rows.cuh."""
+"""Rows of a column-major B that a kernel's own blocks write before they gather them.  Device: turned_rows.cuh."""
 
 from __future__ import annotations
 

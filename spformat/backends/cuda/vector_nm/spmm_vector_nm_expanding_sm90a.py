@@ -15,10 +15,10 @@ from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, LINE, Problem
 from ....products.roofline import Device, device_of
 from ..runtime import expanding, jit, launch, tensor_map
-from ..runtime.row_tiles import device_of as properties_of
 from ..runtime.expanding import DEPTH
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands
+from ..runtime.row_tiles import device_of as properties_of
 from .vector_nm_launch import C_TYPES, AlignedRows, aligned_data, pattern, vector_reasons
 from .vector_nm_tiles import Pattern
 from .vector_nm_times import Split

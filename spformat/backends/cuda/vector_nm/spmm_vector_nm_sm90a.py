@@ -25,7 +25,7 @@ from ..runtime.scratch import Scratch
 from ..runtime.turned_rows import TurnedRows
 from .vector_nm_launch import C_TYPES, AlignedRows, aligned_data, pattern, vector_reasons
 from .vector_nm_tiles import Pattern
-from .vector_nm_times import of_every_tile
+from .vector_nm_times import WRITES_ROWS, of_every_tile, rows_written
 
 SOURCE = "vector_nm/spmm_vector_nm_sm90a.cu"
 DEPTH, ROWS, WORKERS = 64, 128, 256
@@ -103,7 +103,7 @@ class SpmmVectorNMSm90a(CudaKernel):
     archs = ("sm_90a",)
     tiles = TILES
     terms = ("launch", "memory", "steps", "products", "loads", "slower of the two", "tiles", "handed over", "sums",
-             "copy of B", "second launches", "unaligned C")  # fmt: skip
+             "copy of B", "second launches", "unaligned C", *WRITES_ROWS)  # fmt: skip
 
     def unsupported(self, p: Problem) -> list[str]:
         length = p.p["vector_length"]
@@ -137,8 +137,9 @@ class SpmmVectorNMSm90a(CudaKernel):
 
         launch: constant. steps: their number, in microseconds. products, loads (A, and rows of B from L2): of these
         steps. tiles: C of the tiles that a block writes. handed over: constant where a tile has several blocks. sums:
-        handed over and added once for each further one. copy of B, second launches: of a column-major or unaligned B,
-        which is copied first. unaligned C: C once more, where its lines start anywhere.
+        handed over and added once for each further one. copy of B, second launches: of an unaligned B, which is copied
+        first. unaligned C: C once more, where its lines start anywhere. rows of B, turned B: of a column-major B, whose
+        rows the blocks write.
         """
         steps, size = ceil_div(ceil_div(p.K, p.p["m"]) * p.p["n"], DEPTH), itemsize(p.a_dtype)
         tiles = ceil_div(p.M, ROWS) * ceil_div(p.n, tile.cols)
@@ -152,9 +153,12 @@ class SpmmVectorNMSm90a(CudaKernel):
         loads = longest * load_us((ROWS + tile.cols) * DEPTH * size, device)
         written = turns * load_us(ROWS * tile.cols * itemsize(p.out_dtype), device)
         memory, copied, copy = of_every_tile(p, device)
+        rows = rows_written(p, device)
+        if rows[0]:
+            copied, copy = False, 0.0
         slower, unaligned = max(products, loads), unaligned_us(p, device)
         return (
-            1.0, memory, longest, products, loads, slower, written, handed, sums, copy, float(copied), unaligned,
+            1.0, memory, longest, products, loads, slower, written, handed, sums, copy, float(copied), unaligned, *rows,
         )  # fmt: skip
 
     def prepared(self, a: Any, p: Problem) -> Prepared:

@@ -27,7 +27,16 @@ from .vector_nm_launch import (
     vector_reasons,
 )
 from .vector_nm_tiles import Pattern, Shape
-from .vector_nm_times import TERMS, Split, parts, short_vectors_on_tensor_cores, staged_quantities, variant
+from .vector_nm_times import (
+    TERMS,
+    WRITES_ROWS,
+    Split,
+    parts,
+    short_vectors_on_tensor_cores,
+    staged_quantities,
+    variant,
+    writing_rows,
+)
 
 _LEAST_STAGES, _MOST_STAGES = 2, 8
 _MAX_BOX = 256
@@ -125,7 +134,7 @@ class SpmmVectorNMTMA(CudaKernel):
     name = "cuda.spmm_vector_nm_tma_sm90a"
     takes = spmm_of("vector-nm")
     archs = ("sm_90a",)
-    terms = TERMS
+    terms = (*TERMS, *WRITES_ROWS)
     product_error = 2.0**-21  # as in spmm_vector_nm_mma
 
     def unsupported(self, p: Problem) -> list[str]:
@@ -166,7 +175,8 @@ class SpmmVectorNMTMA(CudaKernel):
 
     def quantities(self, p: Problem, tile: Split[Tile], device: Device) -> tuple[float, ...]:
         slower = short_vectors_on_tensor_cores(p.p["vector_length"])
-        return staged_quantities(p, tile, ARITHMETIC[ITEMSIZE[p.a_dtype]], device, packs=False, slower=slower)
+        q = staged_quantities(p, tile, ARITHMETIC[ITEMSIZE[p.a_dtype]], device, packs=False, slower=slower)
+        return writing_rows(q, p, device)
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
         best, form, size = self.best(p).tile, pattern(p), ITEMSIZE[p.a_dtype]

@@ -249,7 +249,7 @@ def launcher(p: Problem, choice: Choice) -> launch.Prepare:
             if rows:  # blocks without a tile write rows, too
                 items = max(items, ceil_div(rows.items, threads // 32 * down * across))
             grid = (min(items, resident) * down * across, 1, 1)
-        operands, rest = b_arguments(b, pitch, x.n), ()
+        operands, rest = b_arguments(b, pitch, x.n), tuple[Any, ...]()
         if choice.turning:
             source, ld, words = rows.rest if rows else NOTHING
             rest = source, ld, b if rows else 0, pitch // 2, words
