@@ -28,17 +28,16 @@ public:
 
     // All lanes of a warp call these functions together. Wide: all loads of an item travel at one time, in 32 registers; else
     // half of them do.
-    __device__ __forceinline__ explicit TurnedRows(const Turning& t)
-        : t_(t), deep_(cdiv(t.K, DEPTH)), of_panel_(t.panel / COLUMNS * deep_), items_(cdiv(t.N, COLUMNS) * deep_) {}
+    __device__ __forceinline__ explicit TurnedRows(const Turning& t) : t_(t) {}
 
     // Until the columns of a panel are there for the loads that follow.
     template <bool Wide> __device__ __forceinline__ void wait(int panel) {
-        if (panel == ready_ || panel * of_panel_ >= items_) return;  // the latter: all of its columns are past N
-        const u32 count = min(of_panel_, items_ - panel * of_panel_);
+        if (panel == ready_ || panel * of_panel() >= items()) return;  // the latter: all of its columns are past N
+        const u32 count = min(of_panel(), items() - panel * of_panel());
         const volatile u32* const written = t_.words + 2 + panel;
         while (__shfl_sync(~0u, *written, 0) < count)
             if (!step<Wide>()) __nanosleep(100);
-        __threadfence();
+        fence();
         __syncwarp();
         ready_ = panel;
     }
@@ -48,7 +47,7 @@ public:
         u32 item = 0;
         if (threadIdx.x % 32 == 0) item = atomicAdd(t_.words, 1u);
         item = __shfl_sync(~0u, item, 0);
-        done_ = item >= static_cast<u32>(items_);
+        done_ = item >= static_cast<u32>(items());
         if (!done_) write<Wide>(static_cast<int>(item));
         return !done_;
     }
@@ -56,15 +55,23 @@ public:
     __device__ __forceinline__ void leave(u32 warps) {
         __syncwarp();
         if (threadIdx.x % 32) return;
-        __threadfence();
+        fence();
         if (atomicInc(t_.words + 1, warps - 1) != warps - 1) return;
         t_.words[0] = 0;
-        for (int p = 0; p < cdiv(items_, of_panel_); ++p) t_.words[2 + p] = 0;
+        for (int p = 0; p < cdiv(items(), of_panel()); ++p) t_.words[2 + p] = 0;
     }
 
 private:
+    // What was written before is there for who learns of what is written after. Cheaper than __threadfence().
+    static __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+    // Computed again each time: the warps that call this have few registers to spare.
+    __device__ __forceinline__ int deep() const { return cdiv(t_.K, DEPTH); }
+    __device__ __forceinline__ int of_panel() const { return t_.panel / COLUMNS * deep(); }
+    __device__ __forceinline__ int items() const { return cdiv(t_.N, COLUMNS) * deep(); }
+
     const Turning t_;
-    int deep_, of_panel_, items_, ready_ = -1;
+    int ready_ = -1;
     bool done_ = false;
 
     // Lane 4i+q loads 8 rows, 8q on, of the columns 8(i/2) + 2b + i%2, b = 0 .. 3. Word j of these, over the warp, is a tile of 8
@@ -91,8 +98,8 @@ private:
         }
     }
     template <bool Wide> __device__ __forceinline__ void write(int item) const {
-        const int lane = threadIdx.x % 32, group = item / deep_;
-        const int k0 = (item - group * deep_) * DEPTH, n0 = group * COLUMNS;
+        const int lane = threadIdx.x % 32, group = item / deep();
+        const int k0 = (item - group * deep()) * DEPTH, n0 = group * COLUMNS;
         if constexpr (Wide) {
             uint4 low[4], high[4];
             load(low, n0, k0), load(high, n0, k0 + 32);
@@ -104,9 +111,9 @@ private:
                 load(x, n0, k), store(x, n0, k);
             }
         }
-        __threadfence();
+        fence();
         __syncwarp();
-        if (lane == 0) atomicAdd(t_.words + 2 + item / of_panel_, 1u);
+        if (lane == 0) atomicAdd(t_.words + 2 + item / of_panel(), 1u);
     }
 };
 
