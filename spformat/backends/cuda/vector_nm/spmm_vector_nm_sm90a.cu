@@ -65,10 +65,11 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
     EvenShares work(s.row_tiles * cdiv(N, BN), s.k_tiles, gridDim.x, *number, even != 0);
     Piece piece;
     bool more = work.next(piece);
-    auto load_a = [&](u32 stage, int row_tile, int k) {  // one thread
-        // Where all tiles of a row of tiles are computed at one time, A comes from memory once.
+    auto policy_of_a = [&] {  // where all tiles of a row of tiles are computed at one time, A comes from memory once
         const int column_tiles = cdiv(N, BN);
-        const u64 policy = evict_first_if(column_tiles == 1 || s.row_tiles * column_tiles <= static_cast<int>(gridDim.x));
+        return evict_first_if(column_tiles == 1 || s.row_tiles * column_tiles <= static_cast<int>(gridDim.x));
+    };
+    auto load_a = [&](u32 stage, int row_tile, int k, u64 policy) {  // one thread
         const u32 to = base + stage * STAGE, bar = full + 8 * stage;
         barrier::expect(bar, A_BYTES);
         tma::load_2d(to, a_map, bar, row_tile * ROWS, k * DEPTH, policy);
@@ -77,7 +78,7 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
     const int ahead = Turn && more ? min(STAGES, piece.end - piece.begin) : 0;  // stages whose A is on its way before rows of B are
     if (Turn && threadIdx.x == WORKERS) {
 #pragma unroll 1
-        for (int i = 0; i < ahead; ++i) load_a(i, piece.tile % s.row_tiles, piece.begin + i);
+        for (int i = 0; i < ahead; ++i) load_a(i, piece.tile % s.row_tiles, piece.begin + i, policy_of_a());
     }
     TurnedRows rows({turned, ld, reinterpret_cast<u16*>(const_cast<T*>(B)), pitch_b / 2, words, s.K, N, BN});
     if constexpr (Turn) {
@@ -94,6 +95,7 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
     if (warp >= 8) {  // the loaders
         give_registers<88>();  // addresses of a batch of copies, so that none waits for the registers of another
         const int w = warp - 8;
+        const u64 policy = policy_of_a();
         u32 produced = 0;  // stages filled since the start
         // This lane's columns of a piece: each is loaded one k tile ahead, the first of a piece with the last before it.
         auto list_of = [&](const Piece& p) {
@@ -127,7 +129,7 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
                     }
                     barrier::wait(empty + 8 * stage, phase);
                 }
-                if (w == 0 && lane == 0 && produced >= static_cast<u32>(ahead)) load_a(stage, row_tile, k);
+                if (w == 0 && lane == 0 && (!Turn || produced >= static_cast<u32>(ahead))) load_a(stage, row_tile, k, policy);
                 u32 place[PERIOD];  // of this lane's copies of PERIOD steps; then 1024 bytes on
 #pragma unroll
                 for (int i = 0; i < PERIOD; ++i) {
