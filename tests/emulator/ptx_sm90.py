@@ -69,12 +69,12 @@ INSTRUCTIONS: dict[str, Written] = {
     r"mbarrier\.arrive(?:\.release\.cluster)?\.shared::cluster\.b64": lambda m, x: (
         f"emu::mbarrier_arrive_cluster({x[1]});"
     ),
-    r"mbarrier\.(?:try|test)_wait\.parity(?:\.acquire\.c(?:ta|luster))?\.shared::cta\.b64": (
+    r"mbarrier\.try_wait\.parity(?:\.acquire\.c(?:ta|luster))?\.shared::cta\.b64": (
         lambda m, x: f"{x[0]} = emu::mbarrier_try_wait({x[1]}, {x[2]});"
     ),
     r"cp\.async\.mbarrier\.arrive\.noinc\.shared::cta\.b64": lambda m, x: f"emu::mbarrier_arrive_after_copies({x[0]});",
     r"fence\.mbarrier_init\.release\.cluster": lambda m, x: "emu::mbarrier_fence_init();",
-    r"fence\.proxy\.async(?:\.shared::cta|\.global)?": lambda m, x: "emu::fence_proxy();",
+    r"fence\.proxy\.async(?:\.shared::cta)?": lambda m, x: "emu::fence_proxy();",
     r"prefetch\.tensormap": lambda m, x: f"emu::prefetch_map((size_t)({x[0]}));",
     r"cp\.async\.bulk\.tensor\.([1-5])d\.shared::cluster\.global\.mbarrier::complete_tx::bytes(\.multicast::cluster)?(?:\.L2::cache_hint)?": _load_box,
     r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier::complete_tx::bytes(?:\.L2::cache_hint)?": (

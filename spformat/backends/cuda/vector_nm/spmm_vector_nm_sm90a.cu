@@ -3,8 +3,6 @@
 //   a_map    TMA map of data T[W, Mp], boxes of 64 k x 64 rows, 128-byte swizzle
 //   columns  int[Q, columns_ld]   column of every kept vector of a row group; -1: none, or past K (a zero row is used)
 //   B        T, rows pitch_b bytes apart; pointer and pitch multiples of 16
-//   turned   with Turn: element (k, n) of B is turned[n * ld + k], and the blocks write its rows to `B` first; 16-byte aligned
-//   words    with Turn: u32[2 + column tiles] of turned_rows.cuh, 0 before and after
 //   c_map    TMA map of C for store_64 in tma_store.cuh; used when by_copies, with BN a multiple of 64 where C is row-major
 //   C        Out, element (m, n) at m*step_m + n*step_n, one step is 1
 //   even     whether blocks share out the last rounds of tiles by steps along K (even_shares.cuh); else they take whole tiles
@@ -16,15 +14,11 @@
 // A, which is contiguous, comes by TMA. Two warpgroups multiply, 64 rows x BN columns each. Both operands are contiguous
 // along rows and columns, not along k ("MN-major").
 //
-// With Turn all warps write rows of B until the first tile's columns are there. From then on the loaders do, while they have no
-// free stage; blocks without a tile do nothing else.
-//
 // Persistent: a block takes pieces (row tiles fastest, then column tiles) in turn, and the loaders run ahead into the next
 // piece while C is written. Sums of a tile are added in the order of K whoever computes them: the same bits every run.
 // Block 256 + 32*LOADERS threads.
 #include "spformat/even_shares.cuh"
 #include "spformat/tma_store.cuh"
-#include "spformat/turned_rows.cuh"
 #include "spformat/vector_nm.cuh"
 #include "spformat/wgmma.cuh"
 
@@ -36,12 +30,11 @@ struct Gathered {  // ctypes twin: spmm_vector_nm_sm90a.Gathered
 
 constexpr int DEPTH = 64, ROWS = 128, WORKERS = 256;  // k and rows of a stage; threads that multiply
 
-template <class T, class Out, int BN, int STAGES, int LOADERS, bool Turn>
+template <class T, class Out, int BN, int STAGES, int LOADERS>
 __global__ void __launch_bounds__(256 + 32 * LOADERS, 1)
 spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, const int* __restrict__ columns,
-                     const T* B, u32 pitch_b, const __grid_constant__ TensorMap c_map, int by_copies,
-                     Out* __restrict__ C, int N, i64 step_m, i64 step_n, int even, float4* sums, u32* flags,
-                     const u16* __restrict__ turned, i64 ld, u32* words) {
+                     const T* __restrict__ B, u32 pitch_b, const __grid_constant__ TensorMap c_map, int by_copies,
+                     Out* __restrict__ C, int N, i64 step_m, i64 step_n, int even, float4* sums, u32* flags) {
     static_assert(sizeof(T) == 2, "16-bit values");
     static_assert(BN % 32 == 0 && BN <= 256, "whole strips of C, at most one instruction wide");
     constexpr int A_BYTES = DEPTH * ROWS * 2, BLOCK = DEPTH * 128;  // of 64 k x 64 columns
@@ -65,37 +58,15 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
     EvenShares work(s.row_tiles * cdiv(N, BN), s.k_tiles, gridDim.x, *number, even != 0);
     Piece piece;
     bool more = work.next(piece);
-    auto policy_of_a = [&] {  // where all tiles of a row of tiles are computed at one time, A comes from memory once
-        const int column_tiles = cdiv(N, BN);
-        return evict_first_if(column_tiles == 1 || s.row_tiles * column_tiles <= static_cast<int>(gridDim.x));
-    };
-    auto load_a = [&](u32 stage, int row_tile, int k, u64 policy) {  // one thread
-        const u32 to = base + stage * STAGE, bar = full + 8 * stage;
-        barrier::expect(bar, A_BYTES);
-        tma::load_2d(to, a_map, bar, row_tile * ROWS, k * DEPTH, policy);
-        tma::load_2d(to + BLOCK, a_map, bar, row_tile * ROWS + 64, k * DEPTH, policy);
-    };
-    const int ahead = Turn && more ? min(STAGES, piece.end - piece.begin) : 0;  // stages whose A is on its way before rows of B are
-    if (Turn && threadIdx.x == WORKERS) {
-#pragma unroll 1
-        for (int i = 0; i < ahead; ++i) load_a(i, piece.tile % s.row_tiles, piece.begin + i, policy_of_a());
-    }
-    TurnedRows rows({turned, ld, reinterpret_cast<u16*>(const_cast<T*>(B)), pitch_b / 2, words, s.K, N, BN});
-    if constexpr (Turn) {
-        if (more) rows.wait<true>(piece.tile / s.row_tiles);
-        else
-            while (rows.step<true>()) {
-            }
-        if (warp < 8) rows.leave(gridDim.x * (8 + LOADERS));
-    }
     auto release = [&](u32 count) {  // a consumer warp is done with that stage
         if (lane == 0) barrier::arrive(empty + 8 * (count % STAGES));
     };
 
     if (warp >= 8) {  // the loaders
         give_registers<88>();  // addresses of a batch of copies, so that none waits for the registers of another
-        const int w = warp - 8;
-        const u64 policy = policy_of_a();
+        const int w = warp - 8, column_tiles = cdiv(N, BN);
+        // Whether all tiles of a row of tiles are computed at one time, so that A comes from memory once.
+        const u64 policy = evict_first_if(column_tiles == 1 || s.row_tiles * column_tiles <= static_cast<int>(gridDim.x));
         u32 produced = 0;  // stages filled since the start
         // This lane's columns of a piece: each is loaded one k tile ahead, the first of a piece with the last before it.
         auto list_of = [&](const Piece& p) {
@@ -106,7 +77,6 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
         int next = more && s.k_tiles > 0 ? __ldg(list) : 0;
         while (more) {
             const int row_tile = piece.tile % s.row_tiles, first = piece.begin, last = piece.end;
-            if constexpr (Turn) rows.wait<false>(piece.tile / s.row_tiles);
             constexpr int CHUNKS = BN / 8, ROW_STEP = 32 / CHUNKS;  // ROW_STEP rows of B per instruction of a warp
             constexpr int STEPS = LINES / ROW_STEP, PERIOD = 8 / ROW_STEP, BATCH = STEPS < 8 ? STEPS : 8;
             static_assert(8 % ROW_STEP == 0, "the swizzle comes round after whole steps");
@@ -121,15 +91,12 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
                 const int mine = next;
                 list = k + 1 < last ? list + DEPTH : after;
                 next = __ldg(list);
-                if (produced >= STAGES) {
-                    const u32 phase = produced / STAGES - 1 & 1;
-                    if constexpr (Turn) {
-                        while (!__all_sync(~0u, barrier::completed(empty + 8 * stage, phase)) && rows.step<false>()) {
-                        }
-                    }
-                    barrier::wait(empty + 8 * stage, phase);
+                if (produced >= STAGES) barrier::wait(empty + 8 * stage, produced / STAGES - 1 & 1);
+                if (w == 0 && lane == 0) {
+                    barrier::expect(full + 8 * stage, A_BYTES);
+                    tma::load_2d(to, a_map, full + 8 * stage, row_tile * ROWS, k * DEPTH, policy);
+                    tma::load_2d(to + BLOCK, a_map, full + 8 * stage, row_tile * ROWS + 64, k * DEPTH, policy);
                 }
-                if (w == 0 && lane == 0 && (!Turn || produced >= static_cast<u32>(ahead))) load_a(stage, row_tile, k, policy);
                 u32 place[PERIOD];  // of this lane's copies of PERIOD steps; then 1024 bytes on
 #pragma unroll
                 for (int i = 0; i < PERIOD; ++i) {
@@ -160,7 +127,6 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
                 barrier::arrive_after_copies(full + 8 * stage);  // a loader waits for free stages only, never for its copies
             }
         }
-        if constexpr (Turn) rows.leave(gridDim.x * (8 + LOADERS));
         cp_async_wait<0>();
     } else {
         take_registers<208>();

@@ -8,7 +8,6 @@ along K (even_shares.cuh).
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +17,13 @@ from ....products.ideal import load_us, tile_us, unaligned_us
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, Problem, itemsize
 from ....products.roofline import TENSOR_16, Blocking, Device
-from ..runtime import jit, launch, row_tiles, tensor_map, turned_rows
+from ..runtime import jit, launch, row_tiles, tensor_map
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands
 from ..runtime.scratch import Scratch
-from ..runtime.turned_rows import TurnedRows
 from .vector_nm_launch import C_TYPES, AlignedRows, aligned_data, pattern, vector_reasons
 from .vector_nm_tiles import Pattern
-from .vector_nm_times import WRITES_ROWS, of_every_tile, rows_written
+from .vector_nm_times import of_every_tile
 
 SOURCE = "vector_nm/spmm_vector_nm_sm90a.cu"
 DEPTH, ROWS, WORKERS = 64, 128, 256
@@ -103,7 +101,7 @@ class SpmmVectorNMSm90a(CudaKernel):
     archs = ("sm_90a",)
     tiles = TILES
     terms = ("launch", "memory", "steps", "products", "loads", "slower of the two", "tiles", "handed over", "sums",
-             "copy of B", "second launches", "unaligned C", *WRITES_ROWS)  # fmt: skip
+             "copy of B", "second launches", "unaligned C")  # fmt: skip
 
     def unsupported(self, p: Problem) -> list[str]:
         length = p.p["vector_length"]
@@ -116,11 +114,11 @@ class SpmmVectorNMSm90a(CudaKernel):
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
         return (
-            instance("bfloat16", "__nv_bfloat16", TILES[0], True),
-            instance("float16", "float", TILES[4], False),
-            instance("float16", "__half", TILES[6], True),
-            instance("bfloat16", "__nv_bfloat16", TILES[3], True),
-            instance("float16", "__half", TILES[1], False),
+            instance("bfloat16", "__nv_bfloat16", TILES[0]),
+            instance("float16", "float", TILES[4]),
+            instance("float16", "__half", TILES[6]),
+            instance("bfloat16", "__nv_bfloat16", TILES[3]),
+            instance("float16", "__half", TILES[1]),
         )
 
     def blocking(self, p: Problem) -> Blocking:
@@ -137,9 +135,8 @@ class SpmmVectorNMSm90a(CudaKernel):
 
         launch: constant. steps: their number, in microseconds. products, loads (A, and rows of B from L2): of these
         steps. tiles: C of the tiles that a block writes. handed over: constant where a tile has several blocks. sums:
-        handed over and added once for each further one. copy of B, second launches: of an unaligned B, which is copied
-        first. unaligned C: C once more, where its lines start anywhere. rows of B, turned B: of a column-major B, whose
-        rows the blocks write.
+        handed over and added once for each further one. copy of B, second launches: of a column-major or unaligned B,
+        which is copied first. unaligned C: C once more, where its lines start anywhere.
         """
         steps, size = ceil_div(ceil_div(p.K, p.p["m"]) * p.p["n"], DEPTH), itemsize(p.a_dtype)
         tiles = ceil_div(p.M, ROWS) * ceil_div(p.n, tile.cols)
@@ -153,12 +150,9 @@ class SpmmVectorNMSm90a(CudaKernel):
         loads = longest * load_us((ROWS + tile.cols) * DEPTH * size, device)
         written = turns * load_us(ROWS * tile.cols * itemsize(p.out_dtype), device)
         memory, copied, copy = of_every_tile(p, device)
-        rows = rows_written(p, device)
-        if rows[0]:
-            copied, copy = False, 0.0
         slower, unaligned = max(products, loads), unaligned_us(p, device)
         return (
-            1.0, memory, longest, products, loads, slower, written, handed, sums, copy, float(copied), unaligned, *rows,
+            1.0, memory, longest, products, loads, slower, written, handed, sums, copy, float(copied), unaligned,
         )  # fmt: skip
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
@@ -167,24 +161,16 @@ class SpmmVectorNMSm90a(CudaKernel):
         W, Mp = data.shape
         row_count, steps, c_col = ceil_div(p.M, ROWS), columns.shape[1] // DEPTH, p.out_layout == COL
         arch, smem, threads = jit.architecture(p.sm or 80, self.archs), tile.smem(), WORKERS + 32 * tile.loaders
+        function = jit.load(SOURCE, instance(p.a_dtype, C_TYPES[p.out_dtype], tile), arch, p.device_id, smem)
         a_map = tensor_map.tiled(data.data.ptr, p.a_dtype, (Mp, W), (Mp,), (64, DEPTH), 128)
         shape = Gathered(p.M, p.K, form.vector_length, columns.shape[1], steps, row_count)
-        signature = (tensor_map.TensorMap, Gathered, *"PPi", tensor_map.TensorMap, *"iPiqqiPP", *turned_rows.SIGNATURE)
-
-        @functools.lru_cache(maxsize=2)
-        def product(turns: bool) -> Launch:
-            name = instance(p.a_dtype, C_TYPES[p.out_dtype], tile, turns)
-            function = jit.load(SOURCE, name, arch, p.device_id, smem)
-            return Launch(function, signature, (a_map, shape, columns), threads, smem)
-
-        product(TurnedRows.suit(p))  # compile now; the other one is compiled when operands first need it
+        signature = (tensor_map.TensorMap, Gathered, *"PPi", tensor_map.TensorMap, *"iPiqqiPP")
+        product = Launch(function, signature, (a_map, shape, columns), threads, smem)
         processors, rows_of_b = row_tiles.device_of(p.device_id).sms, AlignedRows(p)
-        turned = TurnedRows(p.K) if TurnedRows.suit(p) else None
         sums, flags = Scratch(), Scratch(zeros=True)
 
         def prepare(o: Operands, keep: Any = data) -> Sequence[Bound]:  # a_map has only the address of data
-            rows = turned.of(o, tile.cols) if turned else None
-            calls, b, pitch = ([], rows.address, rows.pitch) if rows else rows_of_b(o)
+            calls, b, pitch = rows_of_b(o)
             step_m, step_n = (1, o.ldc) if c_col else (o.ldc, 1)
             c_map, by_copies = tensor_map.UNMAPPED, 0
             if p.out_dtype == p.a_dtype and (c_col or tile.cols % 64 == 0):
@@ -195,16 +181,13 @@ class SpmmVectorNMSm90a(CudaKernel):
             if shared:
                 sums_at = sums.buffer(o.stream, blocks * ROWS * tile.cols * 4)
                 flags_at = flags.buffer(o.stream, (2 * blocks + 1) * 4)
-            if rows and not shared:  # blocks without a tile write rows, too
-                blocks = max(blocks, min(processors, ceil_div(rows.items, threads // 32)))
             rest = c_map, by_copies, o.c, o.n, step_m, step_n, int(shared), sums_at, flags_at
-            last = rows.rest if rows else turned_rows.NOTHING
-            return [*calls, product(rows is not None).bind((blocks, 1, 1), o.stream, b, pitch, *rest, *last)]
+            return [*calls, product.bind((blocks, 1, 1), o.stream, b, pitch, *rest)]
 
         return Prepared(prepare, f"{tile}", columns.nbytes)
 
 
-def instance(dtype: str, out: str, tile: Tile, turns: bool) -> str:
-    """C++ name of the kernel. turns: its blocks write the rows of a column-major B first."""
-    numbers = f"{tile.cols}, {tile.stages}, {tile.loaders}, {str(turns).lower()}"
+def instance(dtype: str, out: str, tile: Tile) -> str:
+    """C++ name of the kernel."""
+    numbers = f"{tile.cols}, {tile.stages}, {tile.loaders}"
     return f"spformat::vector_nm::spmm_vector_nm_sm90a<{C_TYPES[dtype]}, {out}, {numbers}>"

@@ -3,10 +3,6 @@
 //   b_map    TMA map of B, boxes of tile_cols rows x 128 bytes of columns, 128-byte swizzle
 //   a_map    TMA map of data T[W, Mp], boxes of tile_kept lines x 128 bytes of rows, 128-byte swizzle
 //   shape, records   see vector_nm.cuh; unpacked
-//   turned, ld, rows, pitch, words   with Turn: element (k, n) of a column-major B is turned[n * ld + k], and the blocks write its
-//            rows, which b_map describes, to `rows` first, pitch elements apart (turned_rows.cuh); panels are the columns of a tile
-//   turned, ld, rows, pitch, words   with Turn: element (k, n) of a column-major B is turned[n * ld + k], and the blocks write its
-//            rows, which b_map describes, `pitch` elements apart to `rows` first (turned_rows.cuh); panels are the columns of a tile
 //   C        Out, element (m, n) at m*step_m + n*step_n, one step is 1; or, splits > 1, float[splits, M, N] partial sums
 //
 // The products are those of spmm_vector_nm_mma.cu. What limits them is L2 -> SM traffic and the instructions that copies
@@ -14,20 +10,17 @@
 // half of its B tile for both CTAs of its column, and half of its A tile for both CTAs of its row. All rows of B in a k tile
 // are staged (TMA cannot gather rows); the row lists only steer the fragment loads. Persistent: a cluster takes items (row
 // tiles fastest, then column tiles, then splits) in turn. Grid: a multiple of 4 blocks that are resident together; block
-// 384 threads: two warpgroups that multiply, one that loads. G, WM, WN: spmm_vector_nm_mma.cu. With Turn all warps write rows of
-// B until the first tile's columns are there; from then on the warps that have nothing to load do.
+// 384 threads: two warpgroups that multiply, one that loads. G, WM, WN: spmm_vector_nm_mma.cu.
 #include "spformat/tma.cuh"
-#include "spformat/turned_rows.cuh"
 #include "spformat/vector_nm_mma.cuh"
 
 namespace spformat::vector_nm {
 
-template <class T, class Out, int G, int WM, int WN, int WARPS_M, int WARPS_N, int CLUSTER_M, int CLUSTER_N, bool Turn>
+template <class T, class Out, int G, int WM, int WN, int WARPS_M, int WARPS_N, int CLUSTER_M, int CLUSTER_N>
 __global__ void __cluster_dims__(CLUSTER_M * CLUSTER_N, 1, 1) __launch_bounds__(384, 1)
 spmm_vector_nm_tma(const __grid_constant__ TensorMap a_map, const Shape s, int stages, int splits,
                    const u32* __restrict__ records, const __grid_constant__ TensorMap b_map, Out* __restrict__ C, int N,
-                   i64 step_m, i64 step_n, i64 split_stride, const u16* __restrict__ turned, i64 ld, u16* rows, i64 pitch,
-                   u32* words) {
+                   i64 step_m, i64 step_n, i64 split_stride) {
     constexpr int BM = WM * WARPS_M, BN = WN * WARPS_N, WARPS = WARPS_M * WARPS_N;
     constexpr int WIDE = 128 / sizeof(T), BLOCKS_B = BN / WIDE, BLOCKS_A = BM / WIDE;  // 128-byte column blocks of a tile
     constexpr int PEERS = CLUSTER_M + CLUSTER_N - 1;  // CTAs that share a copy with this one, itself included
@@ -73,18 +66,9 @@ spmm_vector_nm_tma(const __grid_constant__ TensorMap a_map, const Shape s, int s
         if (++stage == stages) stage = 0, phase ^= 1;
     };
 
-    TurnedRows turning({turned, ld, rows, pitch, words, s.K, N, BN});
-    if constexpr (Turn) {
-        if (first_item < items) turning.wait<true>(first_item % tiles / items_m * CLUSTER_N + rank_n);
-        else
-            while (turning.step<true>()) {
-            }
-        if (warp < WARPS) turning.leave(gridDim.x * 12);
-    }
-
     if (warp >= WARPS) {
-        give_registers<Turn ? 56 : 40>();
-        if (warp == WARPS) {
+        give_registers<40>();
+        if (threadIdx.x == 32 * WARPS) {
             const u32 bytes = BLOCKS_B * s.tile_cols * 128 + BLOCKS_A * s.tile_kept * 128 + record_bytes;
             u16 to_column = 0, to_row = 0;  // CTAs of the same column tile, of the same row tile
             // Whether all tiles of a row of tiles are computed at one time, so that A comes from memory once.
@@ -96,11 +80,6 @@ spmm_vector_nm_tma(const __grid_constant__ TensorMap a_map, const Shape s, int s
                 const int row_tile = tile % items_m * CLUSTER_M + rank_m, col_tile = tile / items_m * CLUSTER_N + rank_n;
                 const int first = split * s.k_per_split, last = min(first + s.k_per_split, s.k_tiles);
                 const u32* list = records + static_cast<i64>(min(row_tile, s.row_tiles - 1)) * s.k_tiles * s.record;
-                if constexpr (Turn) {
-                    turning.wait<false>(col_tile);
-                    tma::fence_global();
-                }
-                if (lane > 0) continue;  // one thread loads
                 for (int k = first; k < last; ++k) {
                     const u32 bar = full + 8 * stage, to = base + stage * stage_bytes;
                     if constexpr (PEERS > 1) barrier::wait_cluster(empty + 8 * stage, phase ^ 1);
@@ -123,14 +102,8 @@ spmm_vector_nm_tma(const __grid_constant__ TensorMap a_map, const Shape s, int s
             }
         }
         __syncwarp();
-        if constexpr (Turn) {
-            if (warp > WARPS)
-                while (turning.step<false>()) {
-                }
-            turning.leave(gridDim.x * 12);
-        }
     } else {
-        take_registers<Turn ? 224 : 232>();
+        take_registers<232>();
         const int wm = warp / WARPS_N, wn = warp % WARPS_N;
         Out* strip = reinterpret_cast<Out*>(shared + strips + warp * strip_bytes);
         // The CTAs that write to a stage and must learn that it is free, one per lane.

@@ -27,16 +27,7 @@ from .vector_nm_launch import (
     vector_reasons,
 )
 from .vector_nm_tiles import Pattern, Shape
-from .vector_nm_times import (
-    TERMS,
-    WRITES_ROWS,
-    Split,
-    parts,
-    short_vectors_on_tensor_cores,
-    staged_quantities,
-    variant,
-    writing_rows,
-)
+from .vector_nm_times import TERMS, Split, parts, short_vectors_on_tensor_cores, staged_quantities, variant
 
 _LEAST_STAGES, _MOST_STAGES = 2, 8
 _MAX_BOX = 256
@@ -134,7 +125,7 @@ class SpmmVectorNMTMA(CudaKernel):
     name = "cuda.spmm_vector_nm_tma_sm90a"
     takes = spmm_of("vector-nm")
     archs = ("sm_90a",)
-    terms = (*TERMS, *WRITES_ROWS)
+    terms = TERMS
     product_error = 2.0**-21  # as in spmm_vector_nm_mma
 
     def unsupported(self, p: Problem) -> list[str]:
@@ -155,9 +146,9 @@ class SpmmVectorNMTMA(CudaKernel):
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
         return (
-            instance("bfloat16", "__nv_bfloat16", 32, TILES_16[0], (2, 2), True),
-            instance("float16", "float", 64, TALL_16[0], (1, 1), True),
-            instance("float32", "float", 32, TILES_32[0], (2, 2), False),
+            instance("bfloat16", "__nv_bfloat16", 32, TILES_16[0], (2, 2)),
+            instance("float16", "float", 64, TALL_16[0], (1, 1)),
+            instance("float32", "float", 32, TILES_32[0], (2, 2)),
         )
 
     def blocking(self, p: Problem) -> Blocking:
@@ -175,8 +166,7 @@ class SpmmVectorNMTMA(CudaKernel):
 
     def quantities(self, p: Problem, tile: Split[Tile], device: Device) -> tuple[float, ...]:
         slower = short_vectors_on_tensor_cores(p.p["vector_length"])
-        q = staged_quantities(p, tile, ARITHMETIC[ITEMSIZE[p.a_dtype]], device, packs=False, slower=slower)
-        return writing_rows(q, p, device)
+        return staged_quantities(p, tile, ARITHMETIC[ITEMSIZE[p.a_dtype]], device, packs=False, slower=slower)
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
         best, form, size = self.best(p).tile, pattern(p), ITEMSIZE[p.a_dtype]
@@ -202,17 +192,16 @@ class SpmmVectorNMTMA(CudaKernel):
         choice = records_choice(
             a, p, records, source="vector_nm/spmm_vector_nm_tma_sm90a.cu", archs=self.archs, cols=tile.cols,
             threads=384, head=head,
-            instance=lambda out, c: instance(p.a_dtype, out, group, tile, c, False), smem=lambda _: smem,
-            turning=lambda out, c: instance(p.a_dtype, out, group, tile, c, True),
+            instance=lambda out, c: instance(p.a_dtype, out, group, tile, c), smem=lambda _: smem,
             cluster=lambda _: CLUSTER, signature=(tensor_map.TensorMap, Shape, "i", "i", "P"), keep=data,
             b_signature=(tensor_map.TensorMap,), b_arguments=b_arguments, splits=best.splits,
         )  # fmt: skip
         return Prepared(launcher(p, choice), f"{tile} {stages} stages", records.words.nbytes)
 
 
-def instance(dtype: str, out: str, group: int, tile: Tile, cluster: tuple[int, int], turns: bool) -> str:
-    """C++ name of the kernel. group: rows of a warp that share columns; turns: its blocks write rows of B first."""
+def instance(dtype: str, out: str, group: int, tile: Tile, cluster: tuple[int, int]) -> str:
+    """C++ name of the kernel; ``group``: rows of a warp that share columns."""
     return (
         f"spformat::vector_nm::spmm_vector_nm_tma<{C_TYPES[dtype]}, {out}, {group}, {tile.warp_rows}, "
-        f"{tile.warp_cols}, {tile.warps_m}, {tile.warps_n}, {cluster[0]}, {cluster[1]}, {str(turns).lower()}>"
+        f"{tile.warp_cols}, {tile.warps_m}, {tile.warps_n}, {cluster[0]}, {cluster[1]}>"
     )

@@ -21,14 +21,11 @@ from ..runtime import jit, launch, refusals
 from ..runtime.copy_lines import copy_of
 from ..runtime.occupancy import max_clusters
 from ..runtime.scratch import Scratch
-from ..runtime.turned_rows import NOTHING, TurnedRows
 from .vector_nm_tiles import Packing, Pattern, Records, Shape, records
 
 C_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float", "float64": "double"}
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 PLAIN_SOURCE = "vector_nm/spmm_vector_nm.cu"
-TURNED = "PqPqP"
-"""The types of the arguments for rows that a kernel writes: B, its pitch, the rows, their pitch, counters."""
 _INT32_MAX = 2**31 - 1
 _PITCH_MAX = 2**31
 """Kernels take the bytes between rows of data and of B as 32-bit numbers."""
@@ -189,9 +186,6 @@ class Choice:
     """An array of which ``head`` has only the address; the launches keep it alive."""
     splits: int = 0
     """Parts along K; 0: ``choose_splits``."""
-    turning: Callable[[str, tuple[int, int]], str] | None = None
-    """``instance`` of the function whose blocks write the rows of a column-major B themselves, if there is one. Both
-    take ``TURNED`` arguments more."""
 
 
 def records_choice(a: Any, p: Problem, table: Records, **rest: Any) -> Choice:
@@ -224,38 +218,28 @@ def launcher(p: Problem, choice: Choice) -> launch.Prepare:
     size = {"double": 8, "float": 4}.get(written, 2)
     arch = jit.architecture(p.sm or 80, choice.archs)
     signature, smem = (*choice.signature, *choice.b_signature, *"Piqqq"), choice.smem(size)
-    if choice.turning:
-        signature = (*signature, *TURNED)
-    turned_rows = TurnedRows(p.K) if choice.turning and TurnedRows.suit(p) else None
 
     @functools.cache
-    def product(cluster: tuple[int, int], turns: bool) -> tuple[launch.Launch, int]:
+    def product(cluster: tuple[int, int]) -> tuple[launch.Launch, int]:
         """The launch, and the number of clusters that run at the same time."""
-        name = (choice.turning if turns and choice.turning else choice.instance)(written, cluster)
-        function = jit.load(choice.source, name, arch, p.device_id, smem)
+        function = jit.load(choice.source, choice.instance(written, cluster), arch, p.device_id, smem)
         prepared = launch.Launch(function, signature, choice.head(splits, per_split, cluster), threads, smem)
         size = cluster[0] * cluster[1]
         return prepared, processors if size == 1 else max_clusters(function, size, threads, smem)
 
     def start(x: launch.Operands, c: int, step_m: int, step_n: int, split_stride: int) -> list[launch.Bound]:
-        rows = turned_rows.of(x, cols) if turned_rows else None
-        calls, b, pitch = ([], rows.address, rows.pitch) if rows else rows_of_b(x)
+        calls, b, pitch = rows_of_b(x)
         down, across = cluster = choose_cluster(x.n)
-        column_tiles, (function, resident) = ceil_div(x.n, cols), product(cluster, rows is not None)
+        column_tiles, (function, resident) = ceil_div(x.n, cols), product(cluster)
         if choice.cluster is None:
             grid = (row_tiles * column_tiles, 1, splits)
         else:
             items = ceil_div(row_tiles, down) * ceil_div(column_tiles, across) * splits
-            if rows:  # blocks without a tile write rows, too
-                items = max(items, ceil_div(rows.items, threads // 32 * down * across))
             grid = (min(items, resident) * down * across, 1, 1)
-        operands, rest = b_arguments(b, pitch, x.n), tuple[Any, ...]()
-        if choice.turning:
-            source, ld, words = rows.rest if rows else NOTHING
-            rest = source, ld, b if rows else 0, pitch // 2, words
-        return [*calls, function.bind(grid, x.stream, *operands, c, x.n, step_m, step_n, split_stride, *rest)]
+        operands = b_arguments(b, pitch, x.n)
+        return [*calls, function.bind(grid, x.stream, *operands, c, x.n, step_m, step_n, split_stride)]
 
-    product(choose_cluster(max(p.n, 1)), turned_rows is not None)  # compile now, not in the first call
+    product(choose_cluster(max(p.n, 1)))  # compile now, not in the first call
     rows_of_b = AlignedRows(p)
     c_col, M, keep = p.out_layout == COL, p.M, choice.keep
     b_arguments = choice.b_arguments

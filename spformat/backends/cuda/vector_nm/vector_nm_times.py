@@ -17,16 +17,13 @@ from ....products.ideal import (
     traffic_us,
     unaligned_us,
 )
-from ....products.problem import COL, LINE, Problem, itemsize
+from ....products.problem import COL, Problem, itemsize
 from ....products.roofline import Device, device_of
-from ..runtime.turned_rows import TurnedRows
 from .vector_nm_launch import choose_splits
 from .vector_nm_tiles import MAX_PACKED_SHARE
 
 TERMS = ("launch", "memory", "products", "loads", "steps", "tiles", "sums", "copy of B", "second launches",
          "slower of memory and loads", "unaligned C")  # fmt: skip
-WRITES_ROWS = ("rows of B", "turned B")
-"""Further terms of kernels whose blocks write the rows of a column-major B themselves; see ``rows_written``."""
 MOST_PARTS = 32
 """Parts that K may be cut into."""
 _Tile = TypeVar("_Tile")
@@ -139,23 +136,3 @@ def of_every_tile(p: Problem, device: Device) -> tuple[float, bool, float]:
     copied = p.b_layout == COL or b_alignment(p) < 16
     copy = memory_us(2 * p.K * p.n * itemsize(p.a_dtype), device) if copied else 0.0
     return traffic_us(p, device), copied, copy
-
-
-@functools.lru_cache(maxsize=256)
-def rows_written(p: Problem, device: Device) -> tuple[float, float]:
-    """A constant where the kernel's blocks write the rows of a column-major B, and the ideal microseconds of that.
-
-    Zeros where B is copied by another launch, or not at all.
-    """
-    if not TurnedRows.suit(p) or b_alignment(p) < LINE:
-        return 0.0, 0.0
-    return 1.0, memory_us(2 * p.K * p.n * itemsize(p.b_dtype), device)
-
-
-def writing_rows(q: tuple[float, ...], p: Problem, device: Device) -> tuple[float, ...]:
-    """``quantities`` of a kernel whose blocks write rows: those of TERMS, then of WRITES_ROWS."""
-    written = rows_written(p, device)
-    if written[0]:
-        dropped = {"copy of B": 0.0, "second launches": q[TERMS.index("second launches")] - 1}
-        q = tuple(dropped.get(term, x) for term, x in zip(TERMS, q, strict=True))
-    return *q, *written

@@ -52,16 +52,6 @@ __device__ __forceinline__ bool test(u32 bar, u32 parity) {
             : "memory");
     return done != 0;
 }
-// The same at once.
-__device__ __forceinline__ bool completed(u32 bar, u32 parity) {
-    u32 done;
-    asm volatile(
-            "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-            : "=r"(done)
-            : "r"(bar), "r"(parity)
-            : "memory");
-    return done != 0;
-}
 __device__ __forceinline__ void wait(u32 bar, u32 parity) {
     while (!test(bar, parity)) {
     }
@@ -147,9 +137,6 @@ __device__ __forceinline__ void store_wait_read() {
 }
 // Between ordinary shared-memory writes and a TMA store or wgmma that reads them; then a barrier.
 __device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// Between ordinary global-memory writes that this thread has learned of and loads by the copy engine that it issues.
-__device__ __forceinline__ void fence_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 }  // namespace tma
 
