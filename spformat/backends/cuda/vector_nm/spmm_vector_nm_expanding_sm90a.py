@@ -55,8 +55,11 @@ class Tile(expanding.Tile):
         return f"{self.rows}x{self.cols}x{DEPTH}"
 
 
-TILES = (Tile(2, 16, 2, 4), Tile(2, 32, 2, 4), Tile(2, 64, 2, 4), Tile(2, 128, 1, 6), Tile(2, 192, 1, 5))
-"""Narrowest first. 256 columns would need more than the 168 registers that 288 threads may have."""
+TILES = (
+    Tile(2, 16, 2, 4), Tile(2, 32, 2, 4), Tile(2, 64, 2, 4), Tile(2, 128, 1, 6), Tile(2, 192, 1, 5),
+    Tile(2, 96, 1, 7), Tile(2, 160, 1, 5),
+)  # fmt: skip
+"""256 columns would need more than the 168 registers that 288 threads may have."""
 
 
 def lines_of(indices: Array, form: Pattern) -> Array:
@@ -139,6 +142,9 @@ class SpmmVectorNMExpanding(CudaKernel):
             instance("bfloat16", "bfloat16", Split(TILES[4], 1), True, True),
             instance("bfloat16", "bfloat16", Split(TILES[4], 2), False, False),
             instance("bfloat16", "float32", Split(TILES[4], 1), True, False),
+            instance("bfloat16", "bfloat16", Split(TILES[5], 2), True, True),
+            instance("bfloat16", "bfloat16", Split(TILES[6], 1), True, True),
+            instance("float16", "float16", Split(TILES[6], 1), False, False),
         )
 
     def prepared(self, a: Any, p: Problem) -> Prepared:

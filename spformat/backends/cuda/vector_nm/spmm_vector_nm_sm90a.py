@@ -28,6 +28,8 @@ from .vector_nm_times import of_every_tile
 SOURCE = "vector_nm/spmm_vector_nm_sm90a.cu"
 DEPTH, ROWS, WORKERS = 64, 128, 256
 """Kept vectors and rows of a stage, threads that multiply; must match the constants of the kernel."""
+PART_OF_B = 24 << 20
+"""Bytes of B that stay in L2 while A passes; about half of it."""
 LEAST_STEPS = 4
 """Steps along K that a share has at least where there are fewer tiles than multiprocessors."""
 
@@ -74,6 +76,12 @@ STAGES = {256: 4, 224: 4, 192: 4, 160: 4, 128: 6, 96: 6, 64: 6}
 """Columns of a tile -> stages that fit in shared memory."""
 TILES = tuple(Tile(cols, stages, 4, even) for even in (False, True) for cols, stages in STAGES.items())
 """Widest first."""
+
+
+def together(K: int, n: int, cols: int) -> int:
+    """Columns of tiles that go together: as many as have up to ``PART_OF_B`` bytes of B, about equally many each time."""
+    columns = max(1, ceil_div(n, cols))
+    return ceil_div(columns, ceil_div(columns, max(1, PART_OF_B // (2 * K * cols))))
 
 
 def gathered_columns(indices: Array, pattern: Pattern) -> Array:
@@ -164,7 +172,7 @@ class SpmmVectorNMSm90a(CudaKernel):
         function = jit.load(SOURCE, instance(p.a_dtype, C_TYPES[p.out_dtype], tile), arch, p.device_id, smem)
         a_map = tensor_map.tiled(data.data.ptr, p.a_dtype, (Mp, W), (Mp,), (64, DEPTH), 128)
         shape = Gathered(p.M, p.K, form.vector_length, columns.shape[1], steps, row_count)
-        signature = (tensor_map.TensorMap, Gathered, *"PPi", tensor_map.TensorMap, *"iPiqqiPP")
+        signature = (tensor_map.TensorMap, Gathered, *"PPi", tensor_map.TensorMap, *"iPiqqiPPi")
         product = Launch(function, signature, (a_map, shape, columns), threads, smem)
         processors, rows_of_b = row_tiles.device_of(p.device_id).sms, AlignedRows(p)
         sums, flags = Scratch(), Scratch(zeros=True)
@@ -182,7 +190,8 @@ class SpmmVectorNMSm90a(CudaKernel):
                 sums_at = sums.buffer(o.stream, blocks * ROWS * tile.cols * 4)
                 flags_at = flags.buffer(o.stream, (2 * blocks + 1) * 4)
             rest = c_map, by_copies, o.c, o.n, step_m, step_n, int(shared), sums_at, flags_at
-            return [*calls, product.bind((blocks, 1, 1), o.stream, b, pitch, *rest)]
+            width = together(p.K, o.n, tile.cols)
+            return [*calls, product.bind((blocks, 1, 1), o.stream, b, pitch, *rest, width)]
 
         return Prepared(prepare, f"{tile}", columns.nbytes)
 

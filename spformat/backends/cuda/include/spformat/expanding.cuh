@@ -9,7 +9,7 @@ namespace spformat::expanding {
 
 constexpr int DEPTH = 64;
 constexpr int SLOT = 2048;  // bytes of a warp in which sums wait for their way to C
-template <int BN> constexpr int box_columns = BN < 64 ? BN : 64;  // of a box of a row-major B, and of C
+template <int BN> constexpr int box_columns = BN % 64 == 0 ? 64 : BN % 32 == 0 ? 32 : 16;  // of a box of a row-major B, and of C
 
 // The k tile of B from (k0, n0), DEPTH x BN, to `to` in boxes that bar counts. One thread calls it.
 template <int BN, bool BCol>
