@@ -21,6 +21,7 @@ from ..runtime import jit, launch, row_tiles, tensor_map
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands
 from ..runtime.scratch import Scratch
+from ..runtime.tile_order import columns_together
 from .vector_nm_launch import C_TYPES, AlignedRows, aligned_data, pattern, vector_reasons
 from .vector_nm_tiles import Pattern
 from .vector_nm_times import of_every_tile
@@ -28,8 +29,6 @@ from .vector_nm_times import of_every_tile
 SOURCE = "vector_nm/spmm_vector_nm_sm90a.cu"
 DEPTH, ROWS, WORKERS = 64, 128, 256
 """Kept vectors and rows of a stage, threads that multiply; must match the constants of the kernel."""
-PART_OF_B = 24 << 20
-"""Bytes of B that stay in L2 while A passes; about half of it."""
 LEAST_STEPS = 4
 """Steps along K that a share has at least where there are fewer tiles than multiprocessors."""
 
@@ -76,12 +75,6 @@ STAGES = {256: 4, 224: 4, 192: 4, 160: 4, 128: 6, 96: 6, 64: 6}
 """Columns of a tile -> stages that fit in shared memory."""
 TILES = tuple(Tile(cols, stages, 4, even) for even in (False, True) for cols, stages in STAGES.items())
 """Widest first."""
-
-
-def together(K: int, n: int, cols: int) -> int:
-    """Columns of tiles that go together: as many as have up to ``PART_OF_B`` bytes of B, about equally many each time."""
-    columns = max(1, ceil_div(n, cols))
-    return ceil_div(columns, ceil_div(columns, max(1, PART_OF_B // (2 * K * cols))))
 
 
 def gathered_columns(indices: Array, pattern: Pattern) -> Array:
@@ -190,7 +183,7 @@ class SpmmVectorNMSm90a(CudaKernel):
                 sums_at = sums.buffer(o.stream, blocks * ROWS * tile.cols * 4)
                 flags_at = flags.buffer(o.stream, (2 * blocks + 1) * 4)
             rest = c_map, by_copies, o.c, o.n, step_m, step_n, int(shared), sums_at, flags_at
-            width = together(p.K, o.n, tile.cols)
+            width = columns_together(2 * p.K, o.n, tile.cols)
             return [*calls, product.bind((blocks, 1, 1), o.stream, b, pitch, *rest, width)]
 
         return Prepared(prepare, f"{tile}", columns.nbytes)
