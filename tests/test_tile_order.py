@@ -34,7 +34,7 @@ def test_columns_that_go_together_share_a_part_of_b() -> None:
         (LONG, "128x64x64 whole", 128), (LONG, "128x64x64 even", 128), (SHORT, "128x64x64", 32),
         (SHORT, "128x64x64 splits 3", 32),
     ],
-    ids=str,
+    ids=lambda x: getattr(x, "name", None),
 )  # fmt: skip
 @pytest.mark.parametrize("columns", [1, 2, 3, 4, 100])
 def test_each_tile_is_written_once(
