@@ -38,13 +38,14 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
                      const T* __restrict__ B, u32 pitch_b, const __grid_constant__ TensorMap c_map, int by_copies,
                      Out* __restrict__ C, int N, i64 step_m, i64 step_n, int even, float4* sums, u32* flags, int width) {
     static_assert(sizeof(T) == 2, "16-bit values");
-    static_assert(BN % 32 == 0 && BN <= 256, "whole strips of C, at most one instruction wide");
+    static_assert(BN % 16 == 0 && BN <= 256, "whole strips of C, at most one instruction wide");
     constexpr int A_BYTES = DEPTH * ROWS * 2, BLOCK = DEPTH * 128;  // of 64 k x 64 columns
     constexpr int B_BYTES = (BN + 63) / 64 * BLOCK, STAGE = A_BYTES + B_BYTES;
     static_assert(LOADERS == 4, "a whole warpgroup hands registers over, and there is room for one");
     constexpr int LINES = DEPTH / LOADERS;  // rows of B a loader fetches per stage
     extern __shared__ __align__(1024) unsigned char shared[];
-    constexpr int PART = sizeof(Out) == 2 && BN % 64 == 0 ? 64 : 32, PITCH = PART + 16 / sizeof(Out);  // C leaves in strips of 16 x PART
+    constexpr int PART = sizeof(Out) == 2 && BN % 64 == 0 ? 64 : BN % 32 == 0 ? 32 : 16;  // C leaves in strips of 16 x PART
+    constexpr int PITCH = PART + 16 / sizeof(Out);
     constexpr int SLOTS = 2;  // of 64 x 64 sums, a warpgroup's, on their way out by copies; the strips take their place
     static_assert(8 * 16 * PITCH * sizeof(Out) <= 2 * SLOTS * STORE_SLOT, "strips fit");
     const u32 base = shared_address(shared), slots = base + STAGES * STAGE, full = slots + 2 * SLOTS * STORE_SLOT;

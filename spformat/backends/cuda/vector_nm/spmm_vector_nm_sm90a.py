@@ -71,7 +71,7 @@ class Tile:
         return f"{ROWS}x{self.cols}x{DEPTH} {'even' if self.even else 'whole'}"
 
 
-STAGES = {256: 4, 224: 4, 192: 4, 160: 4, 128: 6, 96: 6, 64: 6}
+STAGES = {256: 4, 240: 4, 224: 4, 208: 4, 192: 4, 176: 4, 160: 4, 144: 4, 128: 6, 112: 6, 96: 6, 64: 6}
 """Columns of a tile -> stages that fit in shared memory."""
 TILES = tuple(Tile(cols, stages, 4, even) for even in (False, True) for cols, stages in STAGES.items())
 """Widest first."""
@@ -114,12 +114,10 @@ class SpmmVectorNMSm90a(CudaKernel):
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
-        return (
-            instance("bfloat16", "__nv_bfloat16", TILES[0]),
-            instance("float16", "float", TILES[4]),
-            instance("float16", "__half", TILES[6]),
-            instance("bfloat16", "__nv_bfloat16", TILES[3]),
-            instance("float16", "__half", TILES[1]),
+        built = (256, "bfloat16", "bfloat16"), (128, "float16", "float32"), (64, "float16", "float16")
+        more = (160, "bfloat16", "bfloat16"), (224, "float16", "float16"), (208, "bfloat16", "float32")
+        return tuple(
+            instance(dtype, C_TYPES[out], Tile(cols, STAGES[cols], 4, True)) for cols, dtype, out in (*built, *more)
         )
 
     def blocking(self, p: Problem) -> Blocking:
