@@ -8,7 +8,6 @@
 // `from`, LINE words apart. 16 row pairs and 2 units of 8 columns make a warp: with LINE = 34 its stores lie in 32 different
 // banks, and so do its loads of 8 bytes. What is loaded is evicted from L2 first: it is not read again, while the copy is.
 #include "spformat/cp_async.cuh"
-#include "spformat/epilogue.cuh"
 #include "spformat/two_four_stream.cuh"
 #include "spformat/units.cuh"
 
@@ -86,40 +85,5 @@ __global__ void __launch_bounds__(THREADS)
                     if (c0 + i < cols && r0 + x < fill) to[(c0 + i) * ld_to + r0 + x] = tile[x][i];
             }
             __syncthreads();
-        }
-}
-
-// The same for elements of 2 bytes where both sides start on 16-byte boundaries, distances between lines are multiples of 8, and
-// cols and fill are, too. No shared memory: a warp moves 32 rows x 64 columns through its registers, so that many are under way.
-// Lane 4i+q loads 8 columns, 8q on, of the rows 8(i/2) + 2b + i%2, b = 0 .. 3. Word j of these, over the warp, is a tile of 8 rows
-// x 8 columns; transposed, lane 4r+s has rows 8s + 2b and the next, so that four tiles make 16 bytes of a line of `to`.
-// Block 128 threads: 64 rows x 128 columns. Grid as above.
-__global__ void __launch_bounds__(128)
-    transpose_16(const u16* __restrict__ from, u16* __restrict__ to, i64 rows, i64 cols, i64 ld_from, i64 ld_to, i64 fill) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const u64 policy = evict_first();
-    for (i64 r0 = blockIdx.y * i64(64) + warp % 2 * 32; r0 < fill; r0 += gridDim.y * i64(64))
-        for (i64 c0 = blockIdx.x * i64(128) + warp / 2 * 64; c0 < cols; c0 += gridDim.x * i64(128)) {
-            uint4 x[2][4];
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-#pragma unroll
-                for (int b = 0; b < 4; ++b) {
-                    const i64 r = r0 + lane / 8 * 8 + 2 * b + lane / 4 % 2, c = c0 + 32 * h + lane % 4 * 8;
-                    x[h][b] = make_uint4(0, 0, 0, 0);
-                    if (r < rows && c < cols) x[h][b] = stream_16(reinterpret_cast<const u32*>(from + r * ld_from + c), policy);
-                }
-            const i64 r = r0 + lane % 4 * 8;
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    u32 w[4];
-#pragma unroll
-                    for (int b = 0; b < 4; ++b)
-                        w[b] = transpose_8x8(j == 0 ? x[h][b].x : j == 1 ? x[h][b].y : j == 2 ? x[h][b].z : x[h][b].w);
-                    const i64 c = c0 + 32 * h + lane / 8 * 8 + 2 * j + lane / 4 % 2;
-                    if (r < fill && c < cols) *reinterpret_cast<uint4*>(to + c * ld_to + r) = make_uint4(w[0], w[1], w[2], w[3]);
-                }
         }
 }
