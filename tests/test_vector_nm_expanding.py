@@ -109,6 +109,11 @@ CASES = [
     (2, 8, (5, 7, 8), 331, 523, 61, ("col", "col"), 5, "bfloat16", "bfloat16"),
     (3, 8, (2, 4, 8), 203, 300, 150, ("row", "col"), 0, "float16", "float32"),
     (4, 4, (2, 4, 8), 203, 300, 203, ("col", "row"), 4, "bfloat16", "bfloat16"),
+    (5, 1, (16, 32, 128), 200, 520, 90, ("row", "row"), 6, "bfloat16", "bfloat16"),
+    (5, 3, (8, 32, 32), 200, 520, 190, ("col", "col"), 0, "float16", "float16"),
+    (6, 1, (8, 32, 32), 136, 392, 151, ("row", "row"), 1, "bfloat16", "bfloat16"),
+    (6, 1, (16, 32, 128), 200, 520, 161, ("col", "col"), 8, "float16", "float32"),
+    (6, 2, (2, 4, 8), 203, 264, 136, ("row", "col"), 0, "bfloat16", "bfloat16"),
 ]
 
 
@@ -174,11 +179,12 @@ SUM = "cluster::sync();\n#pragma unroll 1"
         ("row", 1, "redo(m0 + warp * 16, n0 + i * STRIP, STRIP);", ";", "DIFFERENT"),
         ("row", 4, "redo(row, col, 16);", ";", "DIFFERENT"),
         ("row", 1, "wgmma::wait<0>();", "", "DIFFERENT|in flight"),
+        ("row", 1, "wgmma::wait<1>();", "", "DIFFERENT|in flight"),
         ("row", 1, "    if (lane == 0) tma::store_wait_read<0>();\n}", "}", "still uses its shared memory"),
         ("row", 4, SUM, SUM.partition("\n")[2], "DIFFERENT|race|another"),
     ],
     ids=[
-        "not kept", "copy not waited for", "stage not free", "step of B", "infinity", "infinity in parts", "product", "store",
+        "not kept", "copy not waited for", "stage not free", "step of B", "infinity", "infinity in parts", "product", "product before", "store",
         "sums not there",
     ],
 )  # fmt: skip

@@ -76,8 +76,8 @@ INSTRUCTIONS: dict[str, Written] = {
     r"fence\.mbarrier_init\.release\.cluster": lambda m, x: "emu::mbarrier_fence_init();",
     r"fence\.proxy\.async(?:\.shared::cta)?": lambda m, x: "emu::fence_proxy();",
     r"prefetch\.tensormap": lambda m, x: f"emu::prefetch_map((size_t)({x[0]}));",
-    r"cp\.async\.bulk\.tensor\.([1-5])d\.shared::cluster\.global\.mbarrier::complete_tx::bytes(\.multicast::cluster)?": _load_box,
-    r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier::complete_tx::bytes": (
+    r"cp\.async\.bulk\.tensor\.([1-5])d\.shared::cluster\.global\.mbarrier::complete_tx::bytes(\.multicast::cluster)?(?:\.L2::cache_hint)?": _load_box,
+    r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier::complete_tx::bytes(?:\.L2::cache_hint)?": (
         lambda m, x: f"emu::load_bytes({x[0]}, (size_t)({x[1]}), {x[2]}, {x[3]});"
     ),
     r"cp\.async\.bulk\.tensor\.([1-5])d\.global\.shared::cta\.bulk_group": _store_box,

@@ -105,7 +105,7 @@ def tail(o: Operands, p: Problem, tile: Tile, parts: int, b: int, ldb: int, b_co
 
     b, ldb, b_col: address, pitch in elements and layout of B, or of a copy of it that the copy engine can address.
     """
-    columns = min(tile.cols, 64)
+    columns = next(x for x in (64, 32, 16) if tile.cols % x == 0)
     extents, box = ((p.K, o.n), (DEPTH, tile.cols)) if b_col else ((o.n, p.K), (columns, DEPTH))
     b_map = tensor_map.tiled(b, p.b_dtype, extents, (ldb,), box, 2 * box[0])
     b_steps = (1, ldb) if b_col else (ldb, 1)

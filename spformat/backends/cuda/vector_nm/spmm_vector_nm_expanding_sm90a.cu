@@ -31,6 +31,7 @@ struct Expanding {  // ctypes twin: spmm_vector_nm_expanding_sm90a.Expanding
     int n, m;
     int tile_windows;  // windows of a k tile
     int k_tiles, k_per_part, row_tiles;
+    int resident;  // blocks that the device runs at a time
     i64 pitch;  // elements between rows of data
 };
 
@@ -78,6 +79,8 @@ spmm_vector_nm_expanding_sm90a(const __grid_constant__ TensorMap a_map, const __
 
     if (warp == 4 * WG) {
         if (lane == 0) {
+            // Whether all tiles of a row of tiles are computed at one time, so that A comes from memory once.
+            const u64 policy = evict_first_if(N <= BN || gridDim.x <= static_cast<u32>(s.resident));
             const u32 kept = s.tile_windows * s.n, words = (min(m0 + ROWS, s.M) - 1) / s.length - group0 + 1;
             for (int k = first; k < last; ++k) {
                 const u32 number = k - first, stage = number % STAGES, to = base + stage * STAGE, bar = full + 8 * stage;
@@ -85,7 +88,7 @@ spmm_vector_nm_expanding_sm90a(const __grid_constant__ TensorMap a_map, const __
                 barrier::expect(bar, WG * kept * 128 + B_BYTES + words * DEPTH);
                 tma::load_bulk(to + WORDS, lines + (static_cast<i64>(k) * s.groups + group0) * DEPTH, words * DEPTH, bar);
 #pragma unroll
-                for (int i = 0; i < WG; ++i) tma::load_2d(to + i * A_BLOCK, a_map, bar, m0 + 64 * i, k * kept);
+                for (int i = 0; i < WG; ++i) tma::load_2d(to + i * A_BLOCK, a_map, bar, m0 + 64 * i, k * kept, policy);
                 const int k0 = k * s.tile_windows * s.m;
                 load_tile<BN, BCol>(to + A_BYTES, b_map, bar, k0, n0);
             }

@@ -18,6 +18,7 @@ from ..runtime import expanding, jit, launch, tensor_map
 from ..runtime.expanding import DEPTH
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands
+from ..runtime.row_tiles import device_of as properties_of
 from .vector_nm_launch import C_TYPES, AlignedRows, aligned_data, pattern, vector_reasons
 from .vector_nm_tiles import Pattern
 from .vector_nm_times import Split
@@ -34,7 +35,7 @@ class Expanding(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("M", "K", "groups", "length", "n", "m", "tile_windows", "k_tiles")),
-        ("k_per_part", ctypes.c_int32), ("row_tiles", ctypes.c_int32), ("pitch", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("k_per_part", "row_tiles", "resident")), ("pitch", ctypes.c_int64),
     ]  # fmt: skip
 
 
@@ -54,8 +55,11 @@ class Tile(expanding.Tile):
         return f"{self.rows}x{self.cols}x{DEPTH}"
 
 
-TILES = (Tile(2, 16, 2, 4), Tile(2, 32, 2, 4), Tile(2, 64, 2, 4), Tile(2, 128, 1, 6), Tile(2, 192, 1, 5))
-"""Narrowest first. 256 columns would need more than the 168 registers that 288 threads may have."""
+TILES = (
+    Tile(2, 16, 2, 4), Tile(2, 32, 2, 4), Tile(2, 64, 2, 4), Tile(2, 128, 1, 6), Tile(2, 192, 1, 5),
+    Tile(2, 96, 1, 7), Tile(2, 160, 1, 5),
+)  # fmt: skip
+"""256 columns would need more than the 168 registers that 288 threads may have."""
 
 
 def lines_of(indices: Array, form: Pattern) -> Array:
@@ -138,6 +142,9 @@ class SpmmVectorNMExpanding(CudaKernel):
             instance("bfloat16", "bfloat16", Split(TILES[4], 1), True, True),
             instance("bfloat16", "bfloat16", Split(TILES[4], 2), False, False),
             instance("bfloat16", "float32", Split(TILES[4], 1), True, False),
+            instance("bfloat16", "bfloat16", Split(TILES[5], 2), True, True),
+            instance("bfloat16", "bfloat16", Split(TILES[6], 1), True, True),
+            instance("float16", "float16", Split(TILES[6], 1), False, False),
         )
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
@@ -152,7 +159,7 @@ class SpmmVectorNMExpanding(CudaKernel):
         parts, b_col, c_col = tile.splits, p.b_layout == COL, p.out_layout == COL
         shape = Expanding(
             p.M, p.K, groups, form.vector_length, form.n, form.m, windows, k_tiles, ceil_div(k_tiles, parts), row_tiles,
-            pitch,
+            t.resident * properties_of(p.device_id).sms, pitch,
         )  # fmt: skip
         a_map = tensor_map.tiled(data.data.ptr, p.a_dtype, (pitch, W), (pitch,), (64, windows * form.n), 128)
         device, signature = p.device_id, (tensor_map.TensorMap, Expanding, *"PPP", *expanding.TAIL)

@@ -16,6 +16,7 @@ from ....products.problem import Problem
 from ....products.roofline import TENSOR_16, TF32_THREE, Blocking, Device, device_of, shared_limit
 from ..runtime import tensor_map
 from ..runtime.kernel import CudaKernel, Prepared
+from ..runtime.tile_order import columns_together
 from .vector_nm_launch import (
     C_TYPES,
     ITEMSIZE,
@@ -183,7 +184,8 @@ class SpmmVectorNMTMA(CudaKernel):
 
         def b_arguments(b: int, pitch: int, n: int) -> tuple[Any, ...]:
             box = (wide, records.tile_cols)
-            return (tensor_map.tiled(b, p.a_dtype, (n, p.K), (pitch // size,), box, 128),)
+            b_map = tensor_map.tiled(b, p.a_dtype, (n, p.K), (pitch // size,), box, 128)
+            return b_map, columns_together(size * p.K, n, tile.cols)
 
         def head(splits: int, per_split: int, cluster: tuple[int, int]) -> tuple[Any, ...]:
             return a_map, records.shape(form, int(data.strides[0]), W, per_split), stages, splits, records.words
@@ -194,7 +196,7 @@ class SpmmVectorNMTMA(CudaKernel):
             threads=384, head=head,
             instance=lambda out, c: instance(p.a_dtype, out, group, tile, c), smem=lambda _: smem,
             cluster=lambda _: CLUSTER, signature=(tensor_map.TensorMap, Shape, "i", "i", "P"), keep=data,
-            b_signature=(tensor_map.TensorMap,), b_arguments=b_arguments, splits=best.splits,
+            b_signature=(tensor_map.TensorMap, "i"), b_arguments=b_arguments, splits=best.splits,
         )  # fmt: skip
         return Prepared(launcher(p, choice), f"{tile} {stages} stages", records.words.nbytes)
 

@@ -9,7 +9,7 @@ namespace spformat::expanding {
 
 constexpr int DEPTH = 64;
 constexpr int SLOT = 2048;  // bytes of a warp in which sums wait for their way to C
-template <int BN> constexpr int box_columns = BN < 64 ? BN : 64;  // of a box of a row-major B, and of C
+template <int BN> constexpr int box_columns = BN % 64 == 0 ? 64 : BN % 32 == 0 ? 32 : 16;  // of a box of a row-major B, and of C
 
 // The k tile of B from (k0, n0), DEPTH x BN, to `to` in boxes that bar counts. One thread calls it.
 template <int BN, bool BCol>
@@ -62,16 +62,26 @@ __device__ __forceinline__ void multiply_steps(float (&acc)[BN / 2], int first, 
         return;
     }
     u32 even[4][4], odd[4][4];
-    if (first < last) load(even, first);
-    for (int k = first; k < last; k += 2) {
-        multiply(even, k);
-        if (k + 1 < last) load(odd, k + 1);
-        finish(k);
-        if (k + 1 == last) break;
-        multiply(odd, k + 1);
-        if (k + 2 < last) load(even, k + 2);
-        finish(k + 1);
+    auto finish_before = [&](int k) {  // the product of step k may run on, the one before is done and its registers are free
+        wgmma::wait<1>();
+        if (k > first) barrier::arrive(empty + 8 * ((k - 1 - first) % STAGES));
+    };
+    if (first >= last) return;
+    load(even, first);
+    int k = first;
+#pragma unroll 1
+    for (; k + 2 < last; k += 2) {
+        multiply(even, k), finish_before(k);
+        load(odd, k + 1);
+        multiply(odd, k + 1), finish_before(k + 1);
+        load(even, k + 2);
     }
+    multiply(even, k), finish_before(k);
+    if (k + 1 < last) {
+        load(odd, k + 1);
+        multiply(odd, k + 1), finish_before(k + 1);
+    }
+    finish(last - 1);
 }
 
 // C: rows ldc apart (CCol: columns). by_copies: `map` is a TMA map of it, see store_tile.
