@@ -98,15 +98,15 @@ def test_several_devices_convert_side_by_side(
     sf.save_dense(tmp_path / "in.safetensors", tensors())
     together, write, busy, calls = threading.Barrier(2), parts.write_shard, set(), []
 
-    def watched(*arguments: Any) -> Any:
-        device = arguments[-1]
+    def watched(*arguments: Any, device: str, share: int) -> Any:
+        assert share == 1
         assert device not in busy
         busy.add(device)
         calls.append(device)
         if calls.count(device) == 1:
             together.wait(timeout=20)  # passes only when both have begun
         try:
-            return write(*arguments)
+            return write(*arguments, device=device, share=share)
         finally:
             busy.remove(device)
 

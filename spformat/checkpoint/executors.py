@@ -62,15 +62,16 @@ class Workers:
 
 
 class OnDevices(ThreadPoolExecutor):
-    """A thread for each device. A file is converted on the device of the thread that is free first."""
+    """Some threads for each device. A file is converted on the device of the thread that is free first."""
 
-    def __init__(self, devices: Sequence[str]) -> None:
-        """devices: at least one, as ``parse_devices`` returns them."""
+    def __init__(self, devices: Sequence[str], share: int = 1) -> None:
+        """devices: at least one, as ``parse_devices`` returns them. share: threads for each, which share its memory."""
         self._free: SimpleQueue[str] = SimpleQueue()
-        for device in devices:
+        self._share, self.count = share, share * len(devices)
+        for device in tuple(devices) * share:
             self._free.put(device)
         self._own = threading.local()
-        super().__init__(len(devices), "spformat-device", self._take_device)
+        super().__init__(self.count, "spformat-device", self._take_device)
 
     def _take_device(self) -> None:
         self._own.device = self._free.get_nowait()
@@ -80,7 +81,7 @@ class OnDevices(ThreadPoolExecutor):
         return super().submit(self._on_device, fn, *args, **options)
 
     def _on_device(self, fn: Callable[[FileTask], FileOutcome], task: FileTask) -> FileOutcome:
-        return fn(replace(task, device=self._own.device))
+        return fn(replace(task, device=self._own.device, share=self._share))
 
 
 def convert_files(

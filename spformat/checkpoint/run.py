@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.library import parse_devices, to_device
+from ..arrays.threads import cores
 from ..errors import ContainerError, InputError, OutputError, UsageError
 from ..storage.files import Path, is_file, same_file, size_of
 from ..storage.output import check_target
@@ -32,6 +33,11 @@ from .shard_input import Progress
 from .source import open_source
 from .tensor_plans import TensorOutcome, plan_tensors
 from .transfers import is_remote, without_scheme
+
+_MOST_ON_A_DEVICE, _CORES_OF_A_SHARD = 4, 2
+"""Most shards that one device converts side by side, and cores of the host for each."""
+_WORTH_A_THREAD = 64 << 20
+"""Bytes of tensors from which a shard is worth it."""
 
 
 @dataclass(frozen=True)
@@ -132,10 +138,21 @@ def convert_checkpoint(
             )
         return _to_file(Conversion(source, plans, recipe, target, devices[0]), force, in_place, progress)
     c = Conversion(source, plans, recipe, target, devices[0], layout)
-    if len(devices) == 1:
+    share = 1 if workers else _shards_on_a_device(c, part, devices)
+    if len(devices) == share == 1:
         return _to_folder(c, part, workers, force, resume, progress)
-    with OnDevices(devices) as executor:
-        return _to_folder(c, part, Workers(executor, len(devices)), force, resume, progress)
+    with OnDevices(devices, share) as executor:
+        return _to_folder(c, part, Workers(executor, executor.count), force, resume, progress)
+
+
+def _shards_on_a_device(c: Conversion, part: Part | None, devices: tuple[str, ...]) -> int:
+    """How many shards each device converts side by side. While the file of one is reserved, its first tensors are read,
+    its last ones written or its hash computed, the device and the copies would otherwise have nothing to do."""
+    if devices == ("cpu",):
+        return 1
+    shards = c.parts(part.of)[part.number - 1] if part else c.parts(1)[0]
+    large = sum(file_plan.nbytes >= _WORTH_A_THREAD for file_plan in shards)
+    return max(1, min(_MOST_ON_A_DEVICE, large // len(devices), cores() // (_CORES_OF_A_SHARD * len(devices))))
 
 
 def _to_file(c: Conversion, force: bool, in_place: bool, progress: Progress | None) -> ConversionReport:
@@ -149,7 +166,7 @@ def _to_file(c: Conversion, force: bool, in_place: bool, progress: Progress | No
     else:
         folder.refuse_nested(source, dst)
     check_target(dst, overwrite=force)
-    outcomes = write_shard(source, source.shards[0], c.plans, c.recipe, dst, force, progress, c.device)
+    outcomes = write_shard(source, source.shards[0], c.plans, c.recipe, dst, force, progress, device=c.device)
     # Without a manifest no hashes are needed; the arrays have their checksums.
     return ConversionReport(
         dst, (FileOutcome(os.path.basename(dst), source.shards[0], "", "", size_of(dst), outcomes),)

@@ -53,13 +53,18 @@ def write_shard(
     path: str,
     force: bool,
     progress: Progress | None,
+    *,
     device: str = "cpu",
+    share: int = 1,
 ) -> tuple[TensorOutcome, ...]:
-    """Convert the tensors of ``shard`` and write the file ``path``; a TensorOutcome for each, in the input's order."""
+    """Convert the tensors of ``shard`` and write the file ``path``; a TensorOutcome for each, in the input's order.
+
+    share: how many shards are converted on the device at once.
+    """
     of_shard = tuple(plan for plan in plans if plan.shard == shard)
     write = _write_dense if writes_dense(recipe) else _write_packed
     with default_stream(device), source.open(shard) as f:
-        return write(ShardTask(f, of_shard, recipe, path, force, progress, device))
+        return write(ShardTask(f, of_shard, recipe, path, force, progress, device, share))
 
 
 def _write_dense(task: ShardTask) -> tuple[TensorOutcome, ...]:

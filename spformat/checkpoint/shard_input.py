@@ -36,6 +36,8 @@ class ShardTask:
     progress: Progress | None
     device: str
     """Where tensors are pruned and converted."""
+    share: int = 1
+    """How many shards are converted there at once."""
 
     def pruned(self, x: Any, plan: TensorPlan, *, known: bool = False) -> tuple[Any, dict[str, Any]]:
         """``x`` pruned if the recipe asks for it, and what that took (``loss``; nothing if it is ``known``).
