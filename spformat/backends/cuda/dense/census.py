@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ....arrays.library import Array, ceil_div
+from ....arrays.library import Array, ceil_div, round_up
 from ..csr.csr_from_dense import aligned, value_word
 from ..runtime.c_types import WORDS
 from ..runtime.queue import Kernels
@@ -18,7 +18,9 @@ KERNELS = Kernels("dense/census.cu", THREADS)
 COUNTS, UNIT = 21, 16
 """Numbers that the kernel adds up for the whole matrix; bytes of a load."""
 BLOCKS = (8, 16, 32, 64, 128)
-GROUP = 16
+"""Heights of blocks: each is twice the one before it."""
+GROUP_BITS = 4
+GROUP = 1 << GROUP_BITS
 """Vectors of a group: ``VECTOR_STRIDE`` of the formats."""
 
 
@@ -48,11 +50,22 @@ def census(x: Array) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     )  # fmt: skip
     host = room.get()  # synchronize!
     bad, negative, *others = host[: 2 * COUNTS].view(np.uint64).tolist()
-    lengths, eights, pairs = (host[a:b].astype(np.int64) for a, b in zip(start, ends[1:], strict=True))
-    groups = [int((-(-n // GROUP)).sum()) for n in (eights, pairs)]
-    rows = [int(np.count_nonzero(np.add.reduceat(lengths, np.arange(0, M, b)))) for b in BLOCKS]
-    counts[:] = bad, negative, eights.sum(), pairs.sum(), *groups, *others[:5], *rows, *others[5:]
-    return lengths, counts
+    lengths, eights, pairs = (host[a:b] for a, b in zip(start, ends[1:], strict=True))
+    groups = [int((n + np.uint32(GROUP - 1) >> GROUP_BITS).sum()) for n in (eights, pairs)]
+    counts[:] = bad, negative, eights.sum(), pairs.sum(), *groups, *others[:5], *block_rows(lengths), *others[5:]
+    return lengths.astype(np.int64), counts
+
+
+def block_rows(lengths: np.ndarray[Any, Any]) -> list[int]:
+    """Block rows that are not empty, for each height in ``BLOCKS``, by the nonzeros of each row."""
+    some = np.zeros(round_up(lengths.size, BLOCKS[-1]), np.bool_)
+    np.not_equal(lengths, 0, out=some[: lengths.size])
+    some = some.view(f"u{BLOCKS[0]}")  # rows are joined as words: a reduction over so few elements is slow
+    counted = [int(np.count_nonzero(some))]
+    for _ in BLOCKS[1:]:
+        some = some[::2] | some[1::2]
+        counted.append(int(np.count_nonzero(some)))
+    return counted
 
 
 @functools.cache
