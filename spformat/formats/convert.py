@@ -12,7 +12,7 @@ from ..arrays.library import Array, is_cupy, unmasked
 from ..arrays.rounding import rounded
 from ..arrays.torch_tensors import is_torch
 from ..errors import UsageError
-from . import BSR, COO, CSC, CSR, DBSR, SRBCRS, Bitmask, ELLBuckets, Stack, TwoFour, VectorNM, edges, parse_spec
+from . import BSR, COO, CSC, CSR, DBSR, SRBCRS, Bitmask, ELLBuckets, Stack, TwoFour, VectorNM, edges, parse_spec, usual_target
 from .base import Format, checked_values
 from .dense import Dense
 from .foreign import as_format, from_scipy
@@ -63,6 +63,10 @@ def convert(x: Any, target: str | type[Format], *, dtype: Any = None, **params: 
     plain = dtype is None and target != "auto" and (isinstance(x, np.ndarray) or is_cupy(x))
     if plain:  # an array as it is: without a Dense around it, whose checks ``from_dense`` repeats
         x = checked_values(x, Dense.name)
+        usual = usual_target(target) if type(target) is str and not params else None
+        if usual is not None:
+            usual[0].accepts(x.dtype)
+            return usual[0].from_values(x, usual[1])
     a: Format | None = None if plain else as_format(x) if dtype is None else _rounded(x, dtype)
     if isinstance(target, type) and issubclass(target, Format) and target is not Format:
         fmt, given = target, params

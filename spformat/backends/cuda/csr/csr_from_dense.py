@@ -6,6 +6,10 @@ Kernels: csr_from_dense.cu.
 from __future__ import annotations
 
 import functools
+from sys import modules
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ....arrays.dtypes import value_type
 from ....arrays.library import Array, ceil_div, index_dtype
@@ -38,23 +42,48 @@ def csr_from_dense(x: Array) -> tuple[Array, Array, Array]:
 
     Waits for the device once, for the number of nonzeros.
     """
-    import cupy
-
-    (M, K), word = x.shape, value_word(x)
-    piece, pieces = pieces_of(x)
-    work, blocks = Workspace(8 * (pieces + 1)), ceil_div(pieces, COUNT_WARPS)
-    (starts,), sums = work.places, TileSums(blocks)
-    COUNT.queue(_count("count_pieces", *word), "PqqPPP", blocks, x, M * K, pieces, starts, *sums.arguments)
+    empty, shape, dtype = modules["cupy"].empty, x.shape, x.dtype
+    p = _passes(shape, dtype, x.data.ptr % UNIT)
+    (M, K), pieces, pointer = shape, p.pieces, p.pointer
+    work, sums = Workspace(8 * (pieces + 1)), TileSums(p.blocks)
+    (starts,) = work.places
+    COUNT.queue(p.count, "PqqPPP", p.blocks, x, M * K, pieces, starts, *sums.arguments)
+    indptr = empty(M + 1, pointer)  # while the kernel runs
     nnz = sums.total()  # synchronize!
-    indptr = cupy.empty(M + 1, index_dtype(nnz))
-    indices = cupy.empty(nnz, index_dtype(K - 1))
-    data = cupy.empty(nnz, x.dtype)
-    narrow = piece > K
+    if pointer is not index_dtype(nnz):
+        pointer = index_dtype(nnz)
+        indptr = empty(M + 1, pointer)
+    indices, data = empty(nnz, p.index), empty(nnz, dtype)
     FILL.queue(
-        _fill(*word, indptr.itemsize, indices.itemsize, narrow), "PqqqPPPPq", ceil_div(pieces, FILL_WARPS),
-        x, M, K, pieces, starts, indptr, indices, data, ceil_div(1 << 32, K),
+        _fill(*p.word, pointer.itemsize, p.index.itemsize, p.narrow), "PqqqPPPPq", p.fill_blocks,
+        x, M, K, pieces, starts, indptr, indices, data, p.inverse,
     )  # fmt: skip
     return indptr, indices, data
+
+
+class _Passes(NamedTuple):
+    """What both passes need and the shape of a matrix, its type and its first address decide."""
+
+    word: tuple[int, bool]
+    pieces: int
+    count: str
+    blocks: int
+    pointer: np.dtype[Any]
+    """Of row pointers, if every element is a nonzero."""
+    index: np.dtype[Any]
+    narrow: bool
+    fill_blocks: int
+    inverse: int
+
+
+@functools.lru_cache(maxsize=256)
+def _passes(shape: tuple[int, int], dtype: np.dtype[Any], start: int) -> _Passes:
+    (M, K), size = shape, dtype.itemsize
+    word, (piece, pieces) = _word(dtype), _pieces(size, start, M * K)
+    return _Passes(
+        word, pieces, _count("count_pieces", *word), ceil_div(pieces, COUNT_WARPS), index_dtype(M * K),
+        index_dtype(K - 1), piece > K, ceil_div(pieces, FILL_WARPS), ceil_div(1 << 32, K),
+    )  # fmt: skip
 
 
 def count_nonzeros(x: Array) -> tuple[int, int]:
@@ -76,15 +105,22 @@ def aligned(x: Array) -> bool:
 
 def pieces_of(x: Array) -> tuple[int, int]:
     """(elements of a piece, pieces of x); the first one starts at the 16-byte boundary at or before x."""
-    size = x.itemsize
+    return _pieces(x.itemsize, x.data.ptr % UNIT, x.size)
+
+
+def _pieces(size: int, start: int, elements: int) -> tuple[int, int]:
     piece = (4 if size == 1 else 8) * LANES * (UNIT // size)
-    return piece, ceil_div(x.data.ptr % UNIT // size + x.size, piece)
+    return piece, ceil_div(start // size + elements, piece)
 
 
 def value_word(x: Array) -> tuple[int, bool]:
     """(bytes of a value, whether it has a sign that does not count)."""
-    row = value_type(x.dtype)
-    return x.itemsize, not row.zero_mask >> (8 * x.itemsize - 1)
+    return _word(x.dtype)
+
+
+@functools.cache
+def _word(dtype: np.dtype[Any]) -> tuple[int, bool]:
+    return dtype.itemsize, not value_type(dtype).zero_mask >> (8 * dtype.itemsize - 1)
 
 
 @functools.cache

@@ -7,6 +7,7 @@ host must know only how long the arrays are; it waits for that number alone, and
 from __future__ import annotations
 
 import functools
+from sys import modules
 
 from ....arrays.library import Array, ceil_div, index_dtype
 from .c_types import INDEX
@@ -48,9 +49,8 @@ class TileSums:
 
 def tile_sums(blocks: int) -> int:
     """Address of the zeros in which the blocks of the next launch on the current stream publish their sums."""
-    import cupy
-
-    device, stream, needed = cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr, 8 * (blocks + 2)
+    cuda = modules["cupy"].cuda
+    device, stream, needed = cuda.runtime.getDevice(), cuda.get_current_stream().ptr, 8 * (blocks + 2)
     nbytes, address = _known.get((device, stream), (0, 0))
     if needed > nbytes:
         address = int(_scratch(device).buffer(int(stream), needed))

@@ -9,6 +9,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from sys import modules
 from typing import Any, ClassVar
 
 from ....errors import DeviceMemoryError
@@ -149,15 +150,20 @@ class Workspace:
 
     @staticmethod
     def _allocated(nbytes: tuple[int, ...]) -> tuple[Any, list[int]]:
-        import cupy
-
-        starts, end = [], 0
-        for n in nbytes:
-            starts.append(end)
-            end += -(-n // 256) * 256
-        memory = cupy.cuda.alloc(end)
+        starts, end = _cut(nbytes)
+        memory = modules["cupy"].cuda.alloc(end)
         address = memory.ptr
         return memory, [address + start for start in starts]
+
+
+@functools.lru_cache(maxsize=1024)
+def _cut(nbytes: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """Where each piece of a workspace starts, and its end."""
+    starts, end = [], 0
+    for n in nbytes:
+        starts.append(end)
+        end += -(-n // 256) * 256
+    return tuple(starts), end
 
 
 class Words:
@@ -176,7 +182,7 @@ class Words:
     @classmethod
     def taken(cls, count: int = FEW) -> Words:
         """``count`` words or more that nobody else uses; any contents."""
-        size = max(cls.FEW, 1 << (count - 1).bit_length())
+        size = cls.FEW if count <= cls.FEW else 1 << (count - 1).bit_length()
         free = cls._free[size]
         try:
             return free.pop()  # one call, so that threads never take the same
@@ -205,14 +211,13 @@ class Counters:
     __slots__ = ("_counted", "_stream", "_words", "address")
 
     def __init__(self) -> None:
-        import cupy
-
-        words = Words.taken()
-        words.words[0] = words.words[1] = 0
-        self._words: Words | None = words
+        taken = Words.taken()
+        words = taken.words
+        words[0] = words[1] = 0
+        self._words: Words | None = taken
         self._counted = 0, 0
-        self._stream = cupy.cuda.get_current_stream()
-        self.address = words.address
+        self._stream = modules["cupy"].cuda.get_current_stream()
+        self.address = taken.address
 
     def get(self) -> tuple[int, int]:
         """The words after all launches that were queued on the stream before the first ``get``; none may follow."""
