@@ -147,11 +147,11 @@ class BlockMap(NamedTuple):
 
 def _memory(Mb: int, words: int, listed: bool, zeros: bool) -> tuple[Workspace, int, int, int]:
     """(memory, bits, starts, places) of a map of so many words; the bits zero if ``zeros``."""
-    from cupy.cuda import get_current_stream, runtime
-
     work = Workspace(4 * words, 8 * (words + 1), 8 * (Mb + 1) * listed)
     bits, starts, places = work.places
     if zeros:
+        from cupy.cuda import get_current_stream, runtime
+
         runtime.memsetAsync(bits, 0, 4 * words, get_current_stream().ptr)
     return work, bits, starts, places * listed
 
