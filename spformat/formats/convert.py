@@ -12,7 +12,22 @@ from ..arrays.library import Array, is_cupy, unmasked
 from ..arrays.rounding import rounded
 from ..arrays.torch_tensors import is_torch
 from ..errors import UsageError
-from . import BSR, COO, CSC, CSR, DBSR, SRBCRS, Bitmask, ELLBuckets, Stack, TwoFour, VectorNM, edges, parse_spec, usual_target
+from . import (
+    BSR,
+    COO,
+    CSC,
+    CSR,
+    DBSR,
+    SRBCRS,
+    Bitmask,
+    ELLBuckets,
+    Stack,
+    TwoFour,
+    VectorNM,
+    edges,
+    parse_spec,
+    usual_target,
+)
 from .base import Format, checked_values
 from .dense import Dense
 from .foreign import as_format, from_scipy

@@ -120,9 +120,7 @@ def _blocks_of_few(x: Array, blocksize: tuple[int, int], few: _Few) -> tuple[dic
     bits, starts, places = work.places
     places *= listed
     name, count, head, tail = few.mark
-    KERNELS.queue(
-        name, MARK, count, x, *head, finished + 16, *tail, finished, Mb, bits, starts, places, sizes.address
-    )
+    KERNELS.queue(name, MARK, count, x, *head, finished + 16, *tail, finished, Mb, bits, starts, places, sizes.address)
     # While the kernel runs. Blocks, block rows and block columns are few enough for int32.
     indptr = None if listed else empty(Mb + 1, INT32)
     name, count, head, (span, height, strips, copies) = few.copy

@@ -7,13 +7,14 @@ Each counts in a first pass, waits once for the length of the arrays, and writes
 from __future__ import annotations
 
 from collections.abc import Callable
+from sys import modules
 from typing import Any
 
 from ....arrays.dtypes import nonzero_mask
 from ....arrays.library import Array, ceil_div, index_dtype
 from ....formats.csr import CSR
 from ....formats.sr_bcrs import SRBCRS
-from ....limits import always_allowed, product
+from ....limits import always_allowed
 from . import expand_sr_bcrs, sr_bcrs_from_csr, sr_bcrs_from_dense, sr_bcrs_to_csr
 from .sr_bcrs_pieces import starts_of_tiles
 
@@ -96,10 +97,8 @@ def _empty_arrays(
 
     csr_bytes: the bytes of the matrix as CSR, on which the budget depends; called only if they matter.
     """
-    import cupy
-
-    t, g = params["vector_length"], params["stride"]
-    needed = product(groups, t, g, like.dtype.itemsize)
+    t, g, dtype, empty = params["vector_length"], params["stride"], like.dtype, modules["cupy"].empty
+    needed = groups * t * g * dtype.itemsize
     if not always_allowed(needed):
         SRBCRS.check_groups(groups, needed, csr_bytes())
-    return cupy.empty((groups, g), index_dtype(K - 1)), cupy.empty((groups, t, g), like.dtype)
+    return empty((groups, g), index_dtype(K - 1)), empty((groups, t, g), dtype)
