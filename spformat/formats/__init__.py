@@ -132,8 +132,8 @@ def parse_spec(text: str) -> tuple[type[Format], dict[str, Any]]:
 
 @functools.lru_cache(maxsize=256)
 def usual_target(text: str) -> tuple[type[Format], dict[str, Any]] | None:
-    """``parse_spec`` with resolved params, which must not be changed; None for a format that has a ``from_dense`` of its
-    own, or conditions for its params. A conversion of a small matrix waits for this longer than for a kernel."""
+    """``parse_spec`` with resolved params, which must not be changed; None for a format that has a ``from_dense`` of
+    its own, or conditions for its params. A conversion of a small matrix waits for this longer than for a kernel."""
     fmt, given = parse_spec(text)
     own = (getattr(fmt, name).__func__ is not getattr(Format, name).__func__ for name in _OVERRIDABLE)
     return None if any(own) else (fmt, fmt.resolve_params(given))
