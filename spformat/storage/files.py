@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 import re
 import stat
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TypeAlias
