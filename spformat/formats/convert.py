@@ -78,17 +78,20 @@ def convert(x: Any, target: str | type[Format], *, dtype: Any = None, **params: 
     plain = dtype is None and target != "auto" and (isinstance(x, np.ndarray) or is_cupy(x))
     if plain:  # an array as it is: without a Dense around it, whose checks ``from_dense`` repeats
         x = checked_values(x, Dense.name)
-        usual = usual_target(target) if type(target) is str and not params else None
-        if usual is not None:
-            usual[0].accepts(x.dtype)
-            return usual[0].from_values(x, usual[1])
     a: Format | None = None if plain else as_format(x) if dtype is None else _rounded(x, dtype)
-    if isinstance(target, type) and issubclass(target, Format) and target is not Format:
-        fmt, given = target, params
+    usual = usual_target(target) if type(target) is str and target != "auto" and not params else None
+    if usual is not None and a is None:
+        usual[0].accepts(x.dtype)
+        return usual[0].from_values(x, usual[1])
+    if usual is not None and type(a) is not usual[0]:  # of its own format a matrix keeps params that are not given
+        fmt, given = usual
     else:
-        fmt, in_text = parse_spec(a.smallest() if a is not None and target == "auto" else str(target))
-        given = in_text | params
-    fmt.resolve_params(given)  # before they are passed on: one may be named as an argument is, like "x"
+        if isinstance(target, type) and issubclass(target, Format) and target is not Format:
+            fmt, given = target, params
+        else:
+            fmt, in_text = parse_spec(a.smallest() if a is not None and target == "auto" else str(target))
+            given = in_text | params
+        fmt.resolve_params(given)  # before they are passed on: one may be named as an argument is, like "x"
     if a is None:
         fmt.accepts(x.dtype)
         return fmt.from_dense(x, **given)
