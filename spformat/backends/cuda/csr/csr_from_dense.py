@@ -47,15 +47,15 @@ def csr_from_dense(x: Array) -> tuple[Array, Array, Array]:
     (M, K), pieces, pointer = shape, p.pieces, p.pointer
     work, sums = Workspace(8 * (pieces + 1)), TileSums(p.blocks)
     (starts,) = work.places
-    COUNT.queue(p.count, "PqqPPP", p.blocks, x, M * K, pieces, starts, *sums.arguments)
+    COUNT.queue(p.counting, "PqqPPP", p.blocks, x, M * K, pieces, starts, *sums.arguments)
     indptr = empty(M + 1, pointer)  # while the kernel runs
     nnz = sums.total()  # synchronize!
     if pointer is not index_dtype(nnz):
         pointer = index_dtype(nnz)
         indptr = empty(M + 1, pointer)
-    indices, data = empty(nnz, p.index), empty(nnz, dtype)
+    indices, data = empty(nnz, p.column), empty(nnz, dtype)
     FILL.queue(
-        _fill(*p.word, pointer.itemsize, p.index.itemsize, p.narrow), "PqqqPPPPq", p.fill_blocks,
+        _fill(*p.word, pointer.itemsize, p.column.itemsize, p.narrow), "PqqqPPPPq", p.fill_blocks,
         x, M, K, pieces, starts, indptr, indices, data, p.inverse,
     )  # fmt: skip
     return indptr, indices, data
@@ -66,11 +66,11 @@ class _Passes(NamedTuple):
 
     word: tuple[int, bool]
     pieces: int
-    count: str
+    counting: str
     blocks: int
     pointer: np.dtype[Any]
     """Of row pointers, if every element is a nonzero."""
-    index: np.dtype[Any]
+    column: np.dtype[Any]
     narrow: bool
     fill_blocks: int
     inverse: int

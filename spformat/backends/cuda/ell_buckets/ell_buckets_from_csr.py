@@ -85,7 +85,7 @@ def ell_buckets_from_csr(
     (starts, tables, spans), counts = work.places, Words.taken(2 * buckets)
     segments = (indptr, cuts, split, M, parts, *p.cut, p.widths)
     summed = (tile_sums(0), buckets, tables, counts.address) if p.few else (0, 0, 0, 0)
-    TILES_OF_ROWS.queue(p.count, COUNTING, p.blocks, *segments, starts, *summed)
+    TILES_OF_ROWS.queue(p.counting, COUNTING, p.blocks, *segments, starts, *summed)
     if not p.few:
         TABLES.queue("sum_ell_rows", SUMMING, 1, starts, p.cut.tiles, buckets, p.widths, tables, counts.address)
     stream = cuda.get_current_stream()
@@ -96,7 +96,7 @@ def ell_buckets_from_csr(
     counts.give_back()
     R, S = sum(rows), sum(map(mul, rows, p.all_widths))
     row_ids = empty(R, p.row_ids)
-    TILES_OF_ROWS.queue(p.place, PLACING, p.blocks, *segments, starts, row_ids, spans)
+    TILES_OF_ROWS.queue(p.placing, PLACING, p.blocks, *segments, starts, row_ids, spans)
     out = empty(S, indices.dtype), empty(S, data.dtype), empty(S, source)
     KERNELS.queue(fill, "PPPPiqPPP", ceil_div(S, THREADS * BATCH), indices, data, spans, tables, buckets, S, *out)
     return Placed(tuple(rows), tuple(split_rows), row_ids, *out)
@@ -115,8 +115,8 @@ class _Passes(NamedTuple):
     room: tuple[int, int]
     """Bytes of the first ELL rows of tiles, and of the tables."""
     row_ids: np.dtype[Any]
-    count: str
-    place: str
+    counting: str
+    placing: str
 
 
 @functools.lru_cache(maxsize=256)
