@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import zlib
@@ -15,7 +16,7 @@ import stand_in_cupy
 from cases import sparse
 
 import spformat as sf
-from spformat.checkpoint import Recipe, convert_checkpoint, parts, shard, shard_input
+from spformat.checkpoint import Recipe, convert_checkpoint, parts, run, shard, shard_input, sizing
 from spformat.formats import edges
 from spformat.storage import device_copy, tensorfile
 
@@ -120,6 +121,51 @@ def test_several_devices_convert_side_by_side(
     for path in sorted((tmp_path / "host").iterdir()):
         assert (tmp_path / "several" / path.name).read_bytes() == path.read_bytes()
     assert len(list((tmp_path / "several").iterdir())) == len(list((tmp_path / "host").iterdir()))
+
+
+def sharded(folder: Path, shards: int) -> None:
+    """A checkpoint of several files, with an index."""
+    folder.mkdir()
+    places = {}
+    for i in range(shards):
+        own = {f"{name}.{i}": x for name, x in tensors().items()}
+        sf.save_dense(folder / f"model-{i}.safetensors", own)
+        places |= dict.fromkeys(own, f"model-{i}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def test_large_shards_share_a_device(tmp_path: Path, stand_in: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four at a time, each with a quarter of its memory; the folder is that of the host. Small ones come one by one."""
+    sharded(tmp_path / "in", 6)
+    together, write, rooms, shares = threading.Barrier(4), parts.write_shard, [], []
+
+    def watched(*arguments: Any, device: str, share: int) -> Any:
+        assert device == "cuda"
+        shares.append(share)
+        if len(shares) <= 4:
+            together.wait(timeout=20)  # passes only when four have begun
+        return write(*arguments, device=device, share=share)
+
+    recipe = Recipe(to="bitmask", misfit="keep")
+    with monkeypatch.context() as m:
+        m.setattr(run, "_WORTH_A_THREAD", 1)
+        m.setattr(run, "cores", lambda: 8)
+        m.setattr(parts, "write_shard", watched)
+        m.setattr(sizing, "room_on", lambda device: rooms.append(device) or 1 << 30)
+        convert_checkpoint(tmp_path / "in", tmp_path / "device", recipe, device="cuda")
+        assert shares == [4] * 6
+        assert rooms == ["cuda"] * 6
+        m.setattr(run, "cores", lambda: 1)
+        convert_checkpoint(tmp_path / "in", tmp_path / "few", recipe, device="cuda")
+        assert shares[6:] == [1] * 6
+    convert_checkpoint(tmp_path / "in", tmp_path / "host", recipe)
+    for path in sorted((tmp_path / "host").iterdir()):
+        assert (tmp_path / "device" / path.name).read_bytes() == path.read_bytes()
+        assert (tmp_path / "few" / path.name).read_bytes() == path.read_bytes()
+    with monkeypatch.context() as m:
+        m.setattr(parts, "write_shard", watched)
+        convert_checkpoint(tmp_path / "in", tmp_path / "small", recipe, device="cuda")
+        assert shares[12:] == [1] * 6
 
 
 @pytest.mark.parametrize("devices", ["cuda:0,cuda:0", "cuda,cuda:0", "cpu,cuda:1", "cuda:0,", "cuda:0,gpu"])
