@@ -42,47 +42,74 @@ def csr_from_dense(x: Array) -> tuple[Array, Array, Array]:
 
     Waits for the device once, for the number of nonzeros.
     """
-    empty, shape, dtype = modules["cupy"].empty, x.shape, x.dtype
-    p = _passes(shape, dtype, x.data.ptr % UNIT)
-    (M, K), pieces, pointer = shape, p.pieces, p.pointer
-    work, sums = Workspace(8 * (pieces + 1)), TileSums(p.blocks)
-    (starts,) = work.places
-    COUNT.queue(p.counting, "PqqPPP", p.blocks, x, M * K, pieces, starts, *sums.arguments)
+    empty, first, M, dtype = modules["cupy"].empty, count(x), x.shape[0], x.dtype
+    pointer = first.passes.pointer
     indptr = empty(M + 1, pointer)  # while the kernel runs
-    nnz = sums.total()  # synchronize!
+    nnz = first.sums.total()  # synchronize!
     if pointer is not index_dtype(nnz):
         pointer = index_dtype(nnz)
         indptr = empty(M + 1, pointer)
-    indices, data = empty(nnz, p.column), empty(nnz, dtype)
-    FILL.queue(
-        _fill(*p.word, pointer.itemsize, p.column.itemsize, p.narrow), "PqqqPPPPq", p.fill_blocks,
-        x, M, K, pieces, starts, indptr, indices, data, p.inverse,
-    )  # fmt: skip
+    indices, data = empty(nnz, first.passes.column), empty(nnz, dtype)
+    fill(x, first, pointer.itemsize, indptr, indices, data)
     return indptr, indices, data
 
 
-class _Passes(NamedTuple):
+class Counted(NamedTuple):
+    """The first pass over an array, which was queued. ``sums.total()``, the number of nonzeros, must be asked for."""
+
+    passes: Passes
+    work: Workspace
+    sums: TileSums
+
+
+def count(x: Array) -> Counted:
+    """The first pass over x, as ``csr_from_dense`` takes it."""
+    p = _passes(x.shape, x.dtype, x.data.ptr % UNIT)
+    work, sums = Workspace(p.room), TileSums(p.blocks)
+    COUNT.queue(p.counting, "PqqPPP", p.blocks, x, p.size, p.pieces, work.places[0], *sums.arguments)
+    return Counted(p, work, sums)
+
+
+def fill(x: Array, first: Counted, pointer: int, indptr: Any, indices: Any, data: Any) -> None:
+    """The second pass, which writes the arrays of the CSR. They may be addresses: indptr of ``pointer`` bytes an entry,
+    indices as for the columns of x, data as in x."""
+    p = first.passes
+    name = p.narrowest if pointer == 4 else _fill(*p.word, pointer, p.column.itemsize, p.narrow)
+    FILL.queue(
+        name, "PqqqPPPPq", p.fill_blocks,
+        x, *x.shape, p.pieces, first.work.places[0], indptr, indices, data, p.inverse,
+    )  # fmt: skip
+
+
+class Passes(NamedTuple):
     """What both passes need and the shape of a matrix, its type and its first address decide."""
 
     word: tuple[int, bool]
+    size: int
     pieces: int
+    room: int
+    """Bytes of ``starts``."""
     counting: str
     blocks: int
     pointer: np.dtype[Any]
     """Of row pointers, if every element is a nonzero."""
     column: np.dtype[Any]
     narrow: bool
+    narrowest: str
+    """The second kernel for pointers of 4 bytes."""
     fill_blocks: int
     inverse: int
 
 
 @functools.lru_cache(maxsize=256)
-def _passes(shape: tuple[int, int], dtype: np.dtype[Any], start: int) -> _Passes:
+def _passes(shape: tuple[int, int], dtype: np.dtype[Any], start: int) -> Passes:
     (M, K), size = shape, dtype.itemsize
-    word, (piece, pieces) = _word(dtype), _pieces(size, start, M * K)
-    return _Passes(
-        word, pieces, _count("count_pieces", *word), ceil_div(pieces, COUNT_WARPS), index_dtype(M * K),
-        index_dtype(K - 1), piece > K, ceil_div(pieces, FILL_WARPS), ceil_div(1 << 32, K),
+    word, (piece, pieces), column = _word(dtype), _pieces(size, start, M * K), index_dtype(K - 1)
+    narrow = piece > K
+    return Passes(
+        word, M * K, pieces, 8 * (pieces + 1), _count("count_pieces", *word), ceil_div(pieces, COUNT_WARPS),
+        index_dtype(M * K), column, narrow, _fill(*word, 4, column.itemsize, narrow), ceil_div(pieces, FILL_WARPS),
+        ceil_div(1 << 32, K),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ....arrays.library import Array, ceil_div, index_dtype, namespace, round_up
+from ....arrays.library import Array, ceil_div, index_dtype, round_up
 from ..runtime.c_types import INDEX, WORDS
 from ..runtime.offsets import tile_sums
 from ..runtime.queue import Kernels
@@ -71,11 +71,31 @@ def ell_buckets_from_csr(
     shape: tuple[int, int], indptr: Array, indices: Array, data: Array, parts: int, widths: tuple[int, ...]
 ) -> Placed:
     """The arrays and tables of ELLBuckets for an ordered CSR of CuPy arrays that stores something."""
+    return placed(
+        shape, Items(indptr, indices, data, indptr.dtype, indices.dtype, data.dtype, data.size), parts, widths
+    )
+
+
+class Items(NamedTuple):
+    """The arrays of an ordered CSR, or their addresses, with their types."""
+
+    indptr: Any
+    indices: Any
+    data: Any
+    pointer: np.dtype[Any]
+    column: np.dtype[Any]
+    value: np.dtype[Any]
+    nnz: int
+
+
+def placed(shape: tuple[int, int], csr: Items, parts: int, widths: tuple[int, ...]) -> Placed:
+    """``ell_buckets_from_csr``. What the addresses belong to must be kept until it returns."""
     cuda, empty = modules["cupy"].cuda, modules["cupy"].empty
-    M, nnz, ptr_size, idx_size = shape[0], data.size, indptr.dtype.itemsize, indices.dtype.itemsize
+    indptr, indices, data, pointer, column, value, nnz = csr
+    M, ptr_size, idx_size = shape[0], pointer.itemsize, column.itemsize
     p = _passes(shape, parts, widths, ptr_size)
     # With one part the kernels need neither of these.
-    cuts, split = (empty((parts - 1, M), indptr.dtype), empty(M, np.uint8)) if parts > 1 else (None, None)
+    cuts, split = (empty((parts - 1, M), pointer), empty(M, np.uint8)) if parts > 1 else (None, None)
     if parts > 1:
         args = (indptr, indices, cuts, split, M, parts, ceil_div(shape[1], parts), widths[-1])
         KERNELS.queue(_cut(INDEX[ptr_size], INDEX[idx_size]), "PPPPqiqi", ceil_div(M, 32), *args)
@@ -90,14 +110,14 @@ def ell_buckets_from_csr(
         TABLES.queue("sum_ell_rows", SUMMING, 1, starts, p.cut.tiles, buckets, p.widths, tables, counts.address)
     stream = cuda.get_current_stream()
     source = index_dtype(nnz - 1)  # while the kernel runs
-    fill = _fill(data.dtype.itemsize, INDEX[idx_size], INDEX[source.itemsize], INDEX[ptr_size])
+    fill = _fill(value.itemsize, INDEX[idx_size], INDEX[source.itemsize], INDEX[ptr_size])
     stream.synchronize()  # synchronize!
     rows, split_rows = counts.words[:buckets], counts.words[buckets : 2 * buckets]
     counts.give_back()
     R, S = sum(rows), sum(map(mul, rows, p.all_widths))
     row_ids = empty(R, p.row_ids)
     TILES_OF_ROWS.queue(p.placing, PLACING, p.blocks, *segments, starts, row_ids, spans)
-    out = empty(S, indices.dtype), empty(S, data.dtype), empty(S, source)
+    out = empty(S, column), empty(S, value), empty(S, source)
     KERNELS.queue(fill, "PPPPiqPPP", ceil_div(S, THREADS * BATCH), indices, data, spans, tables, buckets, S, *out)
     return Placed(tuple(rows), tuple(split_rows), row_ids, *out)
 
@@ -130,11 +150,11 @@ def _passes(shape: tuple[int, int], parts: int, widths: tuple[int, ...], ptr_siz
     )  # fmt: skip
 
 
-def empty(shape: tuple[int, int], indices: Array, data: Array, parts: int, widths: tuple[int, ...]) -> Placed:
-    """What ``ell_buckets_from_csr`` returns for a matrix that stores nothing."""
-    xp, none = namespace(data), (0,) * (parts * len(widths))
-    row_ids, source = xp.empty(0, index_dtype(shape[0] - 1)), xp.empty(0, index_dtype(-1))
-    return Placed(none, none, row_ids, xp.empty(0, indices.dtype), xp.empty(0, data.dtype), source)
+def placed_none(shape: tuple[int, int], column: Any, value: Any, parts: int, widths: tuple[int, ...]) -> Placed:
+    """What ``placed`` returns for a matrix that stores nothing, with columns and values of these types."""
+    empty, none = modules["cupy"].empty, (0,) * (parts * len(widths))
+    row_ids, source = empty(0, index_dtype(shape[0] - 1)), empty(0, index_dtype(-1))
+    return Placed(none, none, row_ids, empty(0, column), empty(0, value), source)
 
 
 @functools.cache
