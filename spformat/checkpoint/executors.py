@@ -33,6 +33,7 @@ from ..storage.files import Path
 from .interrupts import deferred_interrupts
 from .parts import FileOutcome, FileTask, convert_file
 from .shard_input import Progress
+from .tensor_plans import TensorOutcome
 
 KINDS = ("threads", "processes", "dask")
 
@@ -67,7 +68,7 @@ class OnDevices(ThreadPoolExecutor):
     def __init__(self, devices: Sequence[str], share: int = 1) -> None:
         """devices: at least one, as ``parse_devices`` returns them. share: threads for each, which share its memory."""
         self._free: SimpleQueue[str] = SimpleQueue()
-        self._share, self.count = share, share * len(devices)
+        self._share, self.count, self._stopped = share, share * len(devices), threading.Event()
         for device in tuple(devices) * share:
             self._free.put(device)
         self._own = threading.local()
@@ -80,8 +81,16 @@ class OnDevices(ThreadPoolExecutor):
         """``fn(task)`` for a FileTask, whose own device does not count."""
         return super().submit(self._on_device, fn, *args, **options)
 
-    def _on_device(self, fn: Callable[[FileTask], FileOutcome], task: FileTask) -> FileOutcome:
-        return fn(replace(task, device=self._own.device, share=self._share))
+    def _on_device(self, fn: Callable[[FileTask, Progress], FileOutcome], task: FileTask) -> FileOutcome:
+        return fn(replace(task, device=self._own.device, share=self._share), self._go_on)
+
+    def stop(self) -> None:
+        """Let no file be converted further than its current tensor; its task then raises CancelledError."""
+        self._stopped.set()
+
+    def _go_on(self, outcome: TensorOutcome) -> None:
+        if self._stopped.is_set():
+            raise CancelledError
 
 
 def convert_files(
@@ -93,8 +102,9 @@ def convert_files(
     """Run each task on a worker, the largest first, and call ``record`` with each outcome when its file is finished.
 
     After an error that another try cannot repair, and after an interrupt (Ctrl-C, a signal handler that raises), no
-    further task is started. The tasks that are running are waited for, their outcomes are recorded, and then the error
-    is raised. So no worker writes after this function has ended.
+    further task is started. The tasks that are running are waited for (after an interrupt ``OnDevices`` leaves them at
+    the next tensor), their outcomes are recorded, and then the error is raised. So no worker writes after this function
+    has ended.
 
     progress: called with the outcome of every tensor, in another thread than the caller's.
     """
@@ -106,6 +116,8 @@ def convert_files(
         record(outcome)
 
     def stop_once() -> None:
+        if isinstance(workers.executor, OnDevices):
+            workers.executor.stop()
         if not stop.done():
             stop.set_result(None)
 

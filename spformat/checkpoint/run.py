@@ -34,8 +34,8 @@ from .source import open_source
 from .tensor_plans import TensorOutcome, plan_tensors
 from .transfers import is_remote, without_scheme
 
-_MOST_ON_A_DEVICE, _CORES_OF_A_SHARD = 4, 2
-"""Most shards that one device converts side by side, and cores of the host for each."""
+_MOST_ON_A_DEVICE, _CORES_OF_A_SHARD, _CORES_OF_A_SHARD_ON_HOST = 4, 2, 4
+"""Most shards that one device converts side by side, and cores of the host for each, where the host converts, too."""
 _WORTH_A_THREAD = 64 << 20
 """Bytes of tensors from which a shard is worth it."""
 
@@ -147,12 +147,12 @@ def convert_checkpoint(
 
 def _shards_on_a_device(c: Conversion, part: Part | None, devices: tuple[str, ...]) -> int:
     """How many shards each device converts side by side. While the file of one is reserved, its first tensors are read,
-    its last ones written or its hash computed, the device and the copies would otherwise have nothing to do."""
-    if devices == ("cpu",):
-        return 1
+    its last ones written or its hash computed, the others keep the device and the cores busy; and a file system lets
+    one thread write to a file at a time."""
     shards = c.parts(part.of)[part.number - 1] if part else c.parts(1)[0]
+    of_one = _CORES_OF_A_SHARD_ON_HOST if devices == ("cpu",) else _CORES_OF_A_SHARD
     large = sum(file_plan.nbytes >= _WORTH_A_THREAD for file_plan in shards)
-    return max(1, min(_MOST_ON_A_DEVICE, large // len(devices), cores() // (_CORES_OF_A_SHARD * len(devices))))
+    return max(1, min(_MOST_ON_A_DEVICE, large // len(devices), cores() // (of_one * len(devices))))
 
 
 def _to_file(c: Conversion, force: bool, in_place: bool, progress: Progress | None) -> ConversionReport:
