@@ -104,7 +104,7 @@ class BlockMap(NamedTuple):
 
     def sizes(self) -> tuple[int, int]:
         """``number``, and (stored blocks, block rows that a BSR or DBSR lists). Waits for the device, once."""
-        sizes = Counters()
+        sizes = Counters(2 if self.places else 1)
         self.number(sizes.address)
         nnzb, rows = sizes.get()  # synchronize!
         return nnzb, rows if self.places else self.grid[0]

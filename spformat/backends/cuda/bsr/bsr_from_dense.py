@@ -17,7 +17,7 @@ from ..masks.magnitude_mask import mask_of_largest
 from ..runtime.c_types import WORDS
 from ..runtime.offsets import tile_sums
 from ..runtime.queue import Kernels
-from ..runtime.scratch import Counters, Workspace
+from ..runtime.scratch import Counters, Workspace, new_arrays
 from .block_map import BLOCKS, FEW_WORDS, INDICES, THREADS, WORD, BlockMap
 
 SOURCE = "bsr/bsr_from_dense.cu"
@@ -66,7 +66,7 @@ def blocks_of_dense(x: Array, blocksize: tuple[int, int], listed: bool) -> tuple
     few = _few(x.shape, x.dtype, blocksize, listed, x.data.ptr % UNIT)
     if few is not None:
         return _blocks_of_few(x, blocksize, few)
-    grid, sizes = block_grid(x.shape, blocksize), Counters()
+    grid, sizes = block_grid(x.shape, blocksize), Counters(1 + listed)
     blocks = BlockMap.empty(grid, listed)
     mark(x, blocksize, blocks)
     blocks.number(sizes.address)
@@ -116,7 +116,7 @@ def _few(
 def _blocks_of_few(x: Array, blocksize: tuple[int, int], few: _Few) -> tuple[dict[str, Array], Array]:
     """``blocks_of_dense`` for a map of few words, which the marking kernel numbers itself."""
     empty, Mb, across, listed = modules["cupy"].empty, few.grid[0], few.across, few.listed
-    work, sizes, finished = Workspace(*few.room), Counters(), tile_sums(few.tiles)
+    work, sizes, finished = Workspace(*few.room), Counters(1 + listed), tile_sums(few.tiles)
     bits, starts, places = work.places
     places *= listed
     name, count, head, tail = few.mark
@@ -125,13 +125,14 @@ def _blocks_of_few(x: Array, blocksize: tuple[int, int], few: _Few) -> tuple[dic
     indptr = None if listed else empty(Mb + 1, INT32)
     name, count, head, (span, height, strips, copies) = few.copy
     nnzb, rows = sizes.get()  # synchronize!
-    data = empty((nnzb, *blocksize), x.dtype)
     if not nnzb:
         blocks = BlockMap(few.grid, few.words, across, work, bits, starts, places)
-        return blocks.index_arrays(nnzb, rows if listed else Mb), data
-    indices, row_ids = empty(nnzb, INT32), None
+        return blocks.index_arrays(nnzb, rows if listed else Mb), empty((0, *blocksize), x.dtype)
+    wanted, row_ids = (((nnzb, *blocksize), x.dtype), ((nnzb,), INT32)), None
     if indptr is None:
-        row_ids, indptr = empty(rows, INT32), empty(rows + 1, INT32)
+        data, indices, row_ids, indptr = new_arrays(*wanted, ((rows,), INT32), ((rows + 1,), INT32))
+    else:
+        data, indices = new_arrays(*wanted)
     KERNELS.queue(
         name, COPY, count, x, *head, bits, starts, across, few.words, span, height, strips, data, copies,
         Mb, indices, 0, indptr, 0, places, row_ids, 0,

@@ -16,7 +16,7 @@ from ....arrays.library import Array, ceil_div, index_dtype
 from ..runtime.c_types import INDEX, WORDS
 from ..runtime.offsets import TileSums
 from ..runtime.queue import Kernels
-from ..runtime.scratch import Workspace
+from ..runtime.scratch import Workspace, new_arrays
 
 SOURCE = "csr/csr_from_dense.cu"
 COUNT_WARPS, FILL_WARPS, TOTAL_THREADS = 8, 4, 256
@@ -49,7 +49,7 @@ def csr_from_dense(x: Array) -> tuple[Array, Array, Array]:
     if pointer is not index_dtype(nnz):
         pointer = index_dtype(nnz)
         indptr = empty(M + 1, pointer)
-    indices, data = empty(nnz, first.passes.column), empty(nnz, dtype)
+    indices, data = new_arrays(((nnz,), first.passes.column), ((nnz,), dtype))
     fill(x, first, pointer.itemsize, indptr, indices, data)
     return indptr, indices, data
 

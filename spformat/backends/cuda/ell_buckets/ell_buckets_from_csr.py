@@ -16,7 +16,7 @@ from ....arrays.library import Array, ceil_div, index_dtype, round_up
 from ..runtime.c_types import INDEX, WORDS
 from ..runtime.offsets import tile_sums
 from ..runtime.queue import Kernels
-from ..runtime.scratch import Words, Workspace
+from ..runtime.scratch import Words, Workspace, new_arrays
 from .ell_buckets_launch import BATCH, THREADS, Widths
 
 SOURCE = "ell_buckets/ell_buckets_from_csr.cu"
@@ -115,9 +115,8 @@ def placed(shape: tuple[int, int], csr: Items, parts: int, widths: tuple[int, ..
     rows, split_rows = counts.words[:buckets], counts.words[buckets : 2 * buckets]
     counts.give_back()
     R, S = sum(rows), sum(map(mul, rows, p.all_widths))
-    row_ids = empty(R, p.row_ids)
+    row_ids, *out = new_arrays(((R,), p.row_ids), ((S,), column), ((S,), value), ((S,), source))
     TILES_OF_ROWS.queue(p.placing, PLACING, p.blocks, *segments, starts, row_ids, spans)
-    out = empty(S, column), empty(S, value), empty(S, source)
     KERNELS.queue(fill, "PPPPiqPPP", ceil_div(S, THREADS * BATCH), indices, data, spans, tables, buckets, S, *out)
     return Placed(tuple(rows), tuple(split_rows), row_ids, *out)
 

@@ -38,7 +38,7 @@ class TileSums:
 
     def __init__(self, blocks: int) -> None:
         """blocks: those of the launch."""
-        self._counters = Counters()
+        self._counters = Counters(stored=1)
         self.arguments = tile_sums(blocks), self._counters.address
         """The last arguments of the kernel, both addresses."""
 
@@ -75,7 +75,7 @@ class Offsets:
     def __init__(self, counts: Array, bound: int) -> None:
         """counts: CuPy, 4 or 8 bytes an element, none below 0. bound: what their sum cannot exceed; it decides whether
         starts are int32 or int64."""
-        self._counters = Counters()
+        self._counters = Counters(stored=1)
         self.starts = starts_of(counts, bound, self._counters.address)
 
     def total(self) -> int:

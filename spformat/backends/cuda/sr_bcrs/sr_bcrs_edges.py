@@ -7,7 +7,6 @@ Each counts in a first pass, waits once for the length of the arrays, and writes
 from __future__ import annotations
 
 from collections.abc import Callable
-from sys import modules
 from typing import Any
 
 from ....arrays.dtypes import nonzero_mask
@@ -15,6 +14,7 @@ from ....arrays.library import Array, ceil_div, index_dtype
 from ....formats.csr import CSR
 from ....formats.sr_bcrs import SRBCRS
 from ....limits import always_allowed
+from ..runtime.scratch import new_arrays
 from . import expand_sr_bcrs, sr_bcrs_from_csr, sr_bcrs_from_dense, sr_bcrs_to_csr
 from .sr_bcrs_pieces import starts_of_tiles
 
@@ -97,8 +97,9 @@ def _empty_arrays(
 
     csr_bytes: the bytes of the matrix as CSR, on which the budget depends; called only if they matter.
     """
-    t, g, dtype, empty = params["vector_length"], params["stride"], like.dtype, modules["cupy"].empty
+    t, g, dtype = params["vector_length"], params["stride"], like.dtype
     needed = groups * t * g * dtype.itemsize
     if not always_allowed(needed):
         SRBCRS.check_groups(groups, needed, csr_bytes())
-    return empty((groups, g), index_dtype(K - 1)), empty((groups, t, g), dtype)
+    indices, data = new_arrays(((groups, g), index_dtype(K - 1)), ((groups, t, g), dtype))
+    return indices, data

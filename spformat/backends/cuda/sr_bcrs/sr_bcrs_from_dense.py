@@ -87,7 +87,7 @@ def mark(x: Array, t: int, g: int) -> Marked:
     total: Counters | None = None
     starts: tuple[Any, ...] = 0, 0, 0, 0
     if few:
-        first, total = modules["cupy"].empty(tiles + 1, INT32), Counters()
+        first, total = modules["cupy"].empty(tiles + 1, INT32), Counters(stored=1)
         starts = tile_sums(0), g, first, total.address
     KERNELS.queue(name, "PqqiqqPPPiPP", blocks, x, *x.shape, t, tiles, pieces, bitmap, counts, *starts)
     return Marked(tiles, pieces, work, bitmap, counts, owners if room[2] else 0, first, total)
