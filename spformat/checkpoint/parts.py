@@ -194,7 +194,7 @@ def narrowed(source: Source, shard: str) -> Source:
 
 def convert_file(task: FileTask, progress: Progress | None = None) -> FileOutcome:
     """Convert the tensors of one output file and write it; runs on any machine that sees source and target folder."""
-    with ThreadPoolExecutor(2) as hashing:
+    with ThreadPoolExecutor(2) as hashing:  # of the file, and meanwhile of a large input
         return Written(task, progress, hashing).outcome()
 
 

@@ -142,7 +142,7 @@ def convert_checkpoint(
     if len(devices) == share == 1:
         return _to_folder(c, part, workers, force, resume, progress)
     with OnDevices(devices, share) as executor:
-        return _to_folder(c, part, Workers(executor, executor.count), force, resume, progress)
+        return _to_folder(c, part, executor.workers(), force, resume, progress)
 
 
 def _shards_on_a_device(c: Conversion, part: Part | None, devices: tuple[str, ...]) -> int:

@@ -71,10 +71,10 @@ def _copied(base: int, n: int, stream: Any) -> np.ndarray[Any, Any]:
     """
     runtime = modules["cupy"].cuda.runtime
     if 4 * n > MOST_PINNED:
-        out = np.empty(n, np.uint32)
-        runtime.memcpyAsync(out.ctypes.data, base, 4 * n, TO_HOST, stream.ptr)
+        large = np.empty(n, np.uint32)
+        runtime.memcpyAsync(large.ctypes.data, base, 4 * n, TO_HOST, stream.ptr)
         stream.synchronize()  # synchronize!
-        return out
+        return large
     words = Words.taken(ceil_div(n, 2))
     runtime.memcpyAsync(words.address, base, 4 * n, TO_HOST, stream.ptr)
     stream.synchronize()  # synchronize!
