@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import threading
 import zlib
@@ -16,7 +17,17 @@ import stand_in_cupy
 from cases import sparse
 
 import spformat as sf
-from spformat.checkpoint import Recipe, convert_checkpoint, parts, run, shard, shard_input, sizing
+from spformat.checkpoint import (
+    Recipe,
+    convert_checkpoint,
+    executors,
+    parts,
+    row_chunks,
+    run,
+    shard,
+    shard_input,
+    sizing,
+)
 from spformat.formats import edges
 from spformat.storage import device_copy, tensorfile
 
@@ -166,6 +177,62 @@ def test_large_shards_share_a_device(tmp_path: Path, stand_in: Any, monkeypatch:
         m.setattr(parts, "write_shard", watched)
         convert_checkpoint(tmp_path / "in", tmp_path / "small", recipe, device="cuda")
         assert shares[12:] == [1] * 6
+
+
+def test_large_shards_share_many_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host converts four at a time, too, with a fourth of the cores for each; the folder is the same."""
+    sharded(tmp_path / "in", 5)
+    teams, team, shares, write = [], row_chunks.Team, [], parts.write_shard
+
+    def watched(*arguments: Any, device: str, share: int) -> Any:
+        shares.append((device, share))
+        return write(*arguments, device=device, share=share)
+
+    monkeypatch.setattr(parts, "write_shard", watched)
+    monkeypatch.setattr(shard, "Team", lambda share: teams.append(share) or team(share))
+    recipe = Recipe(to="bitmask", misfit="keep")
+    convert_checkpoint(tmp_path / "in", tmp_path / "one", recipe)
+    assert (shares, teams) == ([("cpu", 1)] * 5, [1] * 5)
+    monkeypatch.setattr(run, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(run, "cores", lambda: 16)
+    convert_checkpoint(tmp_path / "in", tmp_path / "four", recipe)
+    assert (shares[5:], teams[5:]) == ([("cpu", 4)] * 5, [4] * 5)
+    for path in sorted((tmp_path / "one").iterdir()):
+        assert (tmp_path / "four" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_shard_ends_at_the_next_tensor_after_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No temporary file stays, and what is finished is in the journal."""
+    sharded(tmp_path / "in", 3)
+    source, made = tmp_path / "in", []
+
+    class Watched(executors.OnDevices):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+        def _go_on(self, outcome: Any) -> None:
+            if outcome.name.endswith(".1"):  # in the second shard, as a signal handler would
+                signal.raise_signal(signal.SIGINT)
+                self._stopped.wait(timeout=20)
+            super()._go_on(outcome)
+
+    monkeypatch.setattr(run, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(run, "cores", lambda: 4)
+    monkeypatch.setattr(run, "_CORES_OF_A_SHARD_ON_HOST", 2)
+    monkeypatch.setattr(run, "OnDevices", Watched)
+    recipe = Recipe(to="bitmask", misfit="keep")
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(source, tmp_path / "out", recipe)
+    assert made[0]._stopped.is_set()
+    left = sorted(p.name for p in (tmp_path / "out").iterdir())
+    assert not [name for name in left if name.endswith(".tmp")]
+    assert "spformat-00002-of-00003.safetensors" not in left
+    monkeypatch.undo()
+    convert_checkpoint(source, tmp_path / "out", recipe, resume=True)
+    convert_checkpoint(source, tmp_path / "whole", recipe)
+    for path in sorted((tmp_path / "whole").iterdir()):
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
 
 
 @pytest.mark.parametrize("devices", ["cuda:0,cuda:0", "cuda,cuda:0", "cpu,cuda:1", "cuda:0,", "cuda:0,gpu"])
