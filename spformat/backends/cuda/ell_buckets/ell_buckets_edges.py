@@ -50,7 +50,7 @@ def from_csr(a: CSR, params: dict[str, Any]) -> ELLBuckets:
 
 def _matrix(shape: tuple[int, int], csr: Items, parts: int, widths: tuple[int, ...]) -> ELLBuckets:
     """The matrix of an ordered CSR."""
-    p = placed(shape, csr, parts, widths) if csr.nnz else placed_none(shape, csr.column, csr.value, parts, widths)
+    p = placed(shape, csr, parts, widths) if csr.nnz else placed_none(shape, csr, parts, widths)
     return ELLBuckets.unchecked(
         shape=shape, column_parts=parts, max_width=widths[-1], widths=widths,
         rows_per_bucket=p.rows_per_bucket, split_per_bucket=p.split_per_bucket,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ....arrays.library import Array, ceil_div, index_dtype, round_up
+from ....arrays.library import Array, ceil_div, index_dtype, namespace, round_up
 from ..runtime.c_types import INDEX, WORDS
 from ..runtime.offsets import tile_sums
 from ..runtime.queue import Kernels
@@ -149,11 +149,12 @@ def _passes(shape: tuple[int, int], parts: int, widths: tuple[int, ...], ptr_siz
     )  # fmt: skip
 
 
-def placed_none(shape: tuple[int, int], column: Any, value: Any, parts: int, widths: tuple[int, ...]) -> Placed:
-    """What ``placed`` returns for a matrix that stores nothing, with columns and values of these types."""
-    empty, none = modules["cupy"].empty, (0,) * (parts * len(widths))
+def placed_none(shape: tuple[int, int], csr: Items, parts: int, widths: tuple[int, ...]) -> Placed:
+    """What ``placed`` returns for a matrix that stores nothing; arrays may be numpy's, too."""
+    xp = modules["cupy"] if isinstance(csr.data, int) else namespace(csr.data)
+    empty, none = xp.empty, (0,) * (parts * len(widths))
     row_ids, source = empty(0, index_dtype(shape[0] - 1)), empty(0, index_dtype(-1))
-    return Placed(none, none, row_ids, empty(0, column), empty(0, value), source)
+    return Placed(none, none, row_ids, empty(0, csr.column), empty(0, csr.value), source)
 
 
 @functools.cache
