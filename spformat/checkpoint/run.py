@@ -1,7 +1,7 @@
 """Convert a checkpoint, one output file after the other or side by side on an executor.
 
 The journal is updated after every output file, and the manifest is written last. Memory: one tensor as it was read, the
-same tensor converted, and row chunks. The bytes of the output depend only on the input and the recipe. So a resumed
+same tensor converted, and row chunks; of each file, where several are converted at once. The bytes of the output depend only on the input and the recipe. So a resumed
 run, a run on many machines and a run in parts write the same bytes as one uninterrupted run.
 """
 
@@ -86,10 +86,12 @@ def convert_checkpoint(
         resume: finish an interrupted run. Files whose input, output and recipe have the hashes in the journal are
             skipped; all are skipped if the run had finished. A finished dense checkpoint is refused, because it stores
             no hashes. In a folder of unfinished parts, everything that is missing is converted, and all are merged.
-        progress: called with the TensorOutcome of every tensor; on an executor, when its file has been written.
+        progress: called with the TensorOutcome of every tensor; on an executor, or where shards are converted side by
+            side (``device``), when its file has been written, in another thread.
         device: where matrices are converted: "cpu", "cuda" or "cuda:<id>", or "cuda:0,cuda:1" for shards (or tensors,
             if there are few shards) side by side on several; the bytes are the same. Eight-bit floats
-            and the choice of "auto" stay on the host.
+            and the choice of "auto" stay on the host. Shards of 64 MB and more share a device with two cores for each,
+            or the host with four, up to four of them.
         part: "i/n": convert only part i of n, into the folder of the other parts; ``merge_parts`` then makes one
             checkpoint of all.
         executor: any ``concurrent.futures.Executor`` (threads, processes, dask's ``Client.get_executor()``), or Workers
