@@ -1,8 +1,9 @@
 """Convert a checkpoint, one output file after the other or side by side on an executor.
 
 The journal is updated after every output file, and the manifest is written last. Memory: one tensor as it was read, the
-same tensor converted, and row chunks; of each file, where several are converted at once. The bytes of the output depend only on the input and the recipe. So a resumed
-run, a run on many machines and a run in parts write the same bytes as one uninterrupted run.
+same tensor converted, and row chunks; of each file, where several are converted at once. The bytes of the output depend
+only on the input and the recipe. So a resumed run, a run on many machines and a run in parts write the same bytes as
+one uninterrupted run.
 """
 
 from __future__ import annotations
