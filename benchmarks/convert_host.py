@@ -36,7 +36,8 @@ from emulator import missing, stand_in  # noqa: E402
 
 import spformat as sf  # noqa: E402
 from spformat.arrays.dtypes import VALUE_TYPES  # noqa: E402
-from spformat.backends.cuda.runtime.scratch import Workspace  # noqa: E402
+from spformat.backends.cuda.runtime import scratch  # noqa: E402
+from spformat.backends.cuda.runtime.scratch import Counters, Workspace  # noqa: E402
 from spformat.formats.base import Format  # noqa: E402
 from spformat.preprocess import masks  # noqa: E402
 
@@ -262,6 +263,8 @@ class Machine:
         self.places.append((driver, "launchKernel", driver.launchKernel, launch))
         self.places.append((runtime, "memsetAsync", runtime.memsetAsync, memset))
         self.places.append((Workspace, "_allocated", Workspace._allocated, staticmethod(allocated)))
+        self.places.append((scratch, "_carved", vars(scratch)["_carved"], carved))
+        Counters.POLLS = 0  # the words that a kernel stores are there after a wait
 
     def computes(self) -> None:
         """Kernels run in the emulator."""
@@ -293,6 +296,12 @@ def alloc(nbytes: int) -> Memory:
 def allocated(nbytes: tuple[int, ...]) -> Any:
     """The pieces of a workspace, cut as on a device."""
     return CUT(nbytes)
+
+
+def carved(specs: tuple[Any, ...]) -> list[FastArray]:
+    """New arrays; small ones, as here, in one allocation."""
+    COUNTS["memory"] += 1
+    return [FastArray(*spec) for spec in specs]
 
 
 def overheads() -> dict[str, float]:

@@ -16,6 +16,7 @@ the dense array. *target* is a multiple of the fastest of these calls, so it is 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import math
@@ -53,6 +54,8 @@ PRUNED = (
 """Target, share of values or blocks that are dropped."""
 TARGETS = {("csr", "to"): 2.0, ("bsr", "to"): 3.0, ("csr", "back"): 5.0}
 """Wanted speed over the fastest other call."""
+OF_CSR, SLOWER, OVER_OTHERS = 100.0, {"ell-buckets": 20.0, "sr-bcrs": 20.0}, 3.0
+"""Wanted GB/s of the bytes of a CSR that is converted, of formats with a lower aim too, and speed over other calls."""
 
 
 class Row(NamedTuple):
@@ -172,15 +175,51 @@ def csr_part(xp: Any, clock: Clock, only: list[str] | None, nonzeros: int = NONZ
     for target, kind, share in chosen(only):
         x = weights(xp, shape_of(nonzeros, share), kind, share)
         a, name = sf.convert(x, "csr"), target.partition(":")[0]
-        if name == "csr":
-            yield _row("csr", x.shape, "csr transposed", share, "to", "spformat", clock.us(a.transposed), a.nbytes)
-            continue
-        f: Format = sf.convert(a, target)
-        check(target, x, f.to_dense())
-        for direction, call in (("to", lambda a=a, t=target: sf.convert(a, t)), ("back", f.to_csr)):
-            yield _row("csr", x.shape, target, share, direction, "spformat", clock.us(call), a.nbytes)
+        calls = [("csr transposed", "to", a.transposed)]
+        if name != "csr":
+            f: Format = sf.convert(a, target)
+            check(target, x, f.to_dense())
+            calls = [(target, "to", lambda a=a, t=target: sf.convert(a, t)), (target, "back", f.to_csr)]
         if name == "bsr":
-            yield _row("csr", x.shape, "bsr transposed", share, "to", "spformat", clock.us(f.T.materialize), a.nbytes)
+            calls.append(("bsr transposed", "to", f.T.materialize))
+        others = [
+            _row("csr", x.shape, what, share, direction, who, clock.us(call), size)
+            for who, what, direction, size, call in rivals_of_csr(x, a, target)
+        ]
+        for what, direction, call in calls:
+            speeds = [r.gb_per_s for r in others if (r.target, r.direction) == (what, direction)]
+            aim = max(SLOWER.get(name, OF_CSR), OVER_OTHERS * max(speeds, default=0.0))
+            yield _row("csr", x.shape, what, share, direction, "spformat", clock.us(call), a.nbytes)._replace(aim=aim)
+        yield from others
+
+
+def rivals_of_csr(x: Any, a: Any, target: str) -> Iterator[tuple[str, str, str, int, Callable[[], object]]]:
+    """Other libraries' calls that begin or end with a CSR of the same structure: (who, target as in the table,
+    direction, bytes of the CSR, call). Those that a library refuses, for its types or on a device, are left out."""
+    name, cupy = target.partition(":")[0], type(x).__module__.startswith("cupy")
+    if importlib.util.find_spec("torch") and name in ("csr", "bsr") and cupy:
+        import torch
+
+        warnings.filterwarnings("ignore", "Sparse (CSR|BSR|CSC) tensor support")
+        sizes = 4 * (a.indptr.size + a.indices.size) + a.data.nbytes
+        values = torch.from_dlpack(a.data.view(np.int16)).view(torch.bfloat16)
+        indices = (torch.from_dlpack(i.astype(np.int32)) for i in (a.indptr, a.indices))
+        csr = torch.sparse_csr_tensor(*indices, values, a.shape)
+        wanted = [("csr transposed", "to", lambda: csr.to_sparse_csc())]
+        if name == "bsr":
+            wanted = [(target, "to", lambda: csr.to_sparse_bsr((32, 32)))]
+            with contextlib.suppress(RuntimeError):
+                bsr = torch.from_dlpack(x.view(np.int16)).view(torch.bfloat16).to_sparse_bsr((32, 32))
+                wanted.append((target, "back", lambda: bsr.to_sparse_csr()))
+        for what, direction, call in wanted:
+            with contextlib.suppress(RuntimeError):
+                call()
+                yield "torch", what, direction, sizes, call
+    if name == "csr" and cupy:
+        from cupyx.scipy import sparse
+
+        wide = sparse.csr_matrix((a.data.astype(np.float32), a.indices, a.indptr), shape=a.shape)
+        yield "cupyx", "csr transposed", "to", a.nbytes + a.data.nbytes, wide.tocsc
 
 
 def prune_part(xp: Any, clock: Clock, shape: tuple[int, int], only: list[str] | None) -> Iterator[Row]:

@@ -90,7 +90,7 @@ def module() -> ModuleType:
     cupy.cuda = SimpleNamespace(
         Device=Scope, Stream=Scope, Event=Event, get_current_stream=lambda: host, alloc_pinned_memory=bytearray,
         memory=SimpleNamespace(OutOfMemoryError=type("OutOfMemoryError", (MemoryError,), {})),
-        runtime=SimpleNamespace(
+        runtime=SimpleNamespace(getDevice=lambda: 0, 
             CUDARuntimeError=type("CUDARuntimeError", (RuntimeError,), {}),
             deviceSynchronize=lambda: None,
             memcpyAsync=lambda to, since, n, kind, stream: stream.pending.append(Copy(to, since, n)),

@@ -141,7 +141,7 @@ def module() -> ModuleType:
     cupy.add = SimpleNamespace(reduceat=function(np.add.reduceat))
     error = SimpleNamespace(OutOfMemoryError=MemoryError)
     cupy.cuda = SimpleNamespace(
-        Device=Device, memory=error, runtime=SimpleNamespace(CUDARuntimeError=type("CUDARuntimeError", (RuntimeError,), {}))
+        Device=Device, memory=error, runtime=SimpleNamespace(getDevice=lambda: 0, CUDARuntimeError=type("CUDARuntimeError", (RuntimeError,), {}))
     )  # fmt: skip
     return cupy  # type: ignore[no-any-return]
 

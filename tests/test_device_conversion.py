@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import sys
 import threading
 import zlib
@@ -15,7 +17,17 @@ import stand_in_cupy
 from cases import sparse
 
 import spformat as sf
-from spformat.checkpoint import Recipe, convert_checkpoint, parts, shard, shard_input
+from spformat.checkpoint import (
+    Recipe,
+    convert_checkpoint,
+    executors,
+    parts,
+    row_chunks,
+    run,
+    shard,
+    shard_input,
+    sizing,
+)
 from spformat.formats import edges
 from spformat.storage import device_copy, tensorfile
 
@@ -98,15 +110,15 @@ def test_several_devices_convert_side_by_side(
     sf.save_dense(tmp_path / "in.safetensors", tensors())
     together, write, busy, calls = threading.Barrier(2), parts.write_shard, set(), []
 
-    def watched(*arguments: Any) -> Any:
-        device = arguments[-1]
+    def watched(*arguments: Any, device: str, share: int) -> Any:
+        assert share == 1
         assert device not in busy
         busy.add(device)
         calls.append(device)
         if calls.count(device) == 1:
             together.wait(timeout=20)  # passes only when both have begun
         try:
-            return write(*arguments)
+            return write(*arguments, device=device, share=share)
         finally:
             busy.remove(device)
 
@@ -120,6 +132,107 @@ def test_several_devices_convert_side_by_side(
     for path in sorted((tmp_path / "host").iterdir()):
         assert (tmp_path / "several" / path.name).read_bytes() == path.read_bytes()
     assert len(list((tmp_path / "several").iterdir())) == len(list((tmp_path / "host").iterdir()))
+
+
+def sharded(folder: Path, shards: int) -> None:
+    """A checkpoint of several files, with an index."""
+    folder.mkdir()
+    places = {}
+    for i in range(shards):
+        own = {f"{name}.{i}": x for name, x in tensors().items()}
+        sf.save_dense(folder / f"model-{i}.safetensors", own)
+        places |= dict.fromkeys(own, f"model-{i}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def test_large_shards_share_a_device(tmp_path: Path, stand_in: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four at a time, each with a quarter of its memory; the folder is that of the host. Small ones come one by one."""
+    sharded(tmp_path / "in", 6)
+    together, write, rooms, shares = threading.Barrier(4), parts.write_shard, [], []
+
+    def watched(*arguments: Any, device: str, share: int) -> Any:
+        assert device == "cuda"
+        shares.append(share)
+        if len(shares) <= 4:
+            together.wait(timeout=20)  # passes only when four have begun
+        return write(*arguments, device=device, share=share)
+
+    recipe = Recipe(to="bitmask", misfit="keep")
+    with monkeypatch.context() as m:
+        m.setattr(run, "_WORTH_A_THREAD", 1)
+        m.setattr(run, "cores", lambda: 8)
+        m.setattr(parts, "write_shard", watched)
+        m.setattr(sizing, "room_on", lambda device: rooms.append(device) or 1 << 30)
+        convert_checkpoint(tmp_path / "in", tmp_path / "device", recipe, device="cuda")
+        assert shares == [4] * 6
+        assert rooms == ["cuda"] * 6
+        m.setattr(run, "cores", lambda: 1)
+        convert_checkpoint(tmp_path / "in", tmp_path / "few", recipe, device="cuda")
+        assert shares[6:] == [1] * 6
+    convert_checkpoint(tmp_path / "in", tmp_path / "host", recipe)
+    for path in sorted((tmp_path / "host").iterdir()):
+        assert (tmp_path / "device" / path.name).read_bytes() == path.read_bytes()
+        assert (tmp_path / "few" / path.name).read_bytes() == path.read_bytes()
+    with monkeypatch.context() as m:
+        m.setattr(parts, "write_shard", watched)
+        convert_checkpoint(tmp_path / "in", tmp_path / "small", recipe, device="cuda")
+        assert shares[12:] == [1] * 6
+
+
+def test_large_shards_share_many_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host converts four at a time, too, with a fourth of the cores for each; the folder is the same."""
+    sharded(tmp_path / "in", 5)
+    teams, team, shares, write = [], row_chunks.Team, [], parts.write_shard
+
+    def watched(*arguments: Any, device: str, share: int) -> Any:
+        shares.append((device, share))
+        return write(*arguments, device=device, share=share)
+
+    monkeypatch.setattr(parts, "write_shard", watched)
+    monkeypatch.setattr(shard, "Team", lambda share: teams.append(share) or team(share))
+    recipe = Recipe(to="bitmask", misfit="keep")
+    convert_checkpoint(tmp_path / "in", tmp_path / "one", recipe)
+    assert (shares, teams) == ([("cpu", 1)] * 5, [1] * 5)
+    monkeypatch.setattr(run, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(run, "cores", lambda: 16)
+    convert_checkpoint(tmp_path / "in", tmp_path / "four", recipe)
+    assert (shares[5:], teams[5:]) == ([("cpu", 4)] * 5, [4] * 5)
+    for path in sorted((tmp_path / "one").iterdir()):
+        assert (tmp_path / "four" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_shard_ends_at_the_next_tensor_after_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No temporary file stays, and what is finished is in the journal."""
+    sharded(tmp_path / "in", 3)
+    source, made = tmp_path / "in", []
+
+    class Watched(executors.OnDevices):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+        def _go_on(self, outcome: Any) -> None:
+            if outcome.name.endswith(".1"):  # in the second shard, as a signal handler would
+                signal.raise_signal(signal.SIGINT)
+                self._stopped.wait(timeout=20)
+            super()._go_on(outcome)
+
+    monkeypatch.setattr(run, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(run, "cores", lambda: 4)
+    monkeypatch.setattr(run, "_CORES_OF_A_SHARD_ON_HOST", 2)
+    monkeypatch.setattr(run, "OnDevices", Watched)
+    recipe = Recipe(to="bitmask", misfit="keep")
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(source, tmp_path / "out", recipe)
+    assert made[0]._stopped.is_set()
+    left = sorted(p.name for p in (tmp_path / "out").iterdir())
+    assert not [name for name in left if name.endswith(".tmp")]
+    assert "spformat-00002-of-00003.safetensors" not in left
+    monkeypatch.undo()
+    convert_checkpoint(source, tmp_path / "out", recipe, resume=True)
+    convert_checkpoint(source, tmp_path / "whole", recipe)
+    for path in sorted((tmp_path / "whole").iterdir()):
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
 
 
 @pytest.mark.parametrize("devices", ["cuda:0,cuda:0", "cuda,cuda:0", "cpu,cuda:1", "cuda:0,", "cuda:0,gpu"])

@@ -66,7 +66,7 @@ def test_an_unreadable_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, "I/O error")
 
-    monkeypatch.setattr(hashlib, "file_digest", fail)
+    monkeypatch.setattr(files.os, "preadv", fail)
     with pytest.raises(InputError, match="cannot read"):
         files.sha256_of(tmp_path / "x")
 

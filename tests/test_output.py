@@ -304,3 +304,23 @@ def test_write_outside_the_declared_size_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WriteError, match=r"expected bytes 0\.\.4"), output.Output(tmp_path / "x", 4) as out:
         out.write_at(2, b"abc")
     assert snapshot(tmp_path) == {}
+
+
+def test_advice_is_given_for_neighbours_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When enough is new, and once more when other ranges have followed; in whatever order the pieces come."""
+    given: list[tuple[int, int]] = []
+    monkeypatch.setattr(output, "_KEPT_IN_CACHE", 0)
+    monkeypatch.setattr(output, "_TOGETHER", 40)
+    monkeypatch.setattr(output, "_IN_FLIGHT", 60)
+    monkeypatch.setattr(output.os, "posix_fadvise", lambda fd, begin, n, advice: given.append((begin, n)))
+    with output.Output(tmp_path / "x", 200) as out:
+        for at in (20, 0, 100, 10):
+            assert not given
+            out.write_at(at, b"0123456789")
+        assert given == [(0, 30), (100, 10)]
+        given.clear()
+        for at in (40, 30, 60, 50):
+            out.write_at(at, b"0123456789")
+        assert given == [(0, 30), (30, 40)]
+        out.write_at(150, b"0123456789")
+        assert len(given) == 2

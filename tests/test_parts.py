@@ -350,8 +350,8 @@ def test_files_are_hashed_while_the_next_ones_are_converted(tmp_path: Path, monk
     """The hash of the first file waits here until the second one is written."""
     second, seen, write = threading.Event(), list[bool](), parts.write_shard
 
-    def written(*args: Any) -> Any:
-        result = write(*args)
+    def written(*args: Any, **options: Any) -> Any:
+        result = write(*args, **options)
         if args[1] == open_source(SHARDED).shards[1]:
             second.set()
         return result
@@ -375,11 +375,11 @@ def test_files_that_were_written_before_an_error_are_recorded(tmp_path: Path, mo
     """Their hashes may still be missing when the next file fails."""
     write, converted = parts.write_shard, list[str]()
 
-    def fails_at_the_second(*args: Any) -> Any:
+    def fails_at_the_second(*args: Any, **options: Any) -> Any:
         if converted:
             raise OSError(errno.EIO, "no more")
         converted.append(args[1])
-        return write(*args)
+        return write(*args, **options)
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no more"):
         patch.setattr(parts, "cores", lambda: 3)

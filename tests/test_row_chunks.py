@@ -59,6 +59,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "cores", lambda: 3)
     monkeypatch.setattr(output, "_KEPT_IN_CACHE", 0)
     monkeypatch.setattr(output, "_IN_FLIGHT", 3000)
+    monkeypatch.setattr(output, "_TOGETHER", 1)
 
 
 @pytest.mark.parametrize("kept", [0, 1 << 20], ids=["nothing held", "held"])

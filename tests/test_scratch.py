@@ -18,7 +18,7 @@ from stand_in_world import Step, World
 
 import spformat as sf
 from spformat.backends.cuda.runtime import compose, epilogue
-from spformat.backends.cuda.runtime.scratch import RELAXED, Counters, Scratch, Words, Workspace
+from spformat.backends.cuda.runtime.scratch import RELAXED, Counters, Scratch, Words, Workspace, new_arrays
 from spformat.dispatch import plans
 from spformat.products.kernel import Kernel, spmm_of
 from spformat.products.plan import Plan
@@ -136,6 +136,59 @@ def test_a_workspace_is_one_allocation_in_pieces(world: World) -> None:
     world.cupy.cuda.alloc = alloc
     assert Workspace(1, 256, 0, 257, 8).places == [4096, 4352, 4608, 4608, 5120]
     assert allocated == [256 + 256 + 512 + 256]
+
+
+def test_small_arrays_of_a_matrix_are_one_allocation(world: World) -> None:
+    """Each starts on a boundary, behind the one before it; large ones have memory of their own."""
+    allocated: list[int] = []
+
+    class At(int):
+        def __add__(self, n: int) -> At:
+            return At(int(self) + n)
+
+    world.cupy.cuda.alloc = lambda nbytes: allocated.append(nbytes) or At(4096)
+    world.cupy.ndarray = lambda shape, dtype, memory: (shape, dtype, int(memory))
+    world.cupy.empty = lambda shape, dtype: (shape, dtype)
+    i4, f2 = np.dtype(np.int32), np.dtype(np.float16)
+    got = new_arrays(((3, 43), f2), ((0,), i4), ((64,), i4), ((1,), f2))
+    assert got == [((3, 43), f2, 4096), ((0,), i4, 4608), ((64,), i4, 4608), ((1,), f2, 4864)]
+    assert allocated == [512 + 256 + 256]
+    assert new_arrays(((512, 512), i4), ((1,), f2)) == [((512, 512), i4), ((1,), f2)]
+    assert len(allocated) == 1
+
+
+def test_words_that_are_stored_once_are_read_without_a_wait(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as all of them are there. The driver is asked where they do not come: it knows why."""
+    waited: list[str] = []
+    buffers: list[Any] = []
+
+    def pinned(nbytes: int) -> Any:
+        buffers.append(ctypes.create_string_buffer(nbytes))
+        return SimpleNamespace(ptr=ctypes.addressof(buffers[-1]))
+
+    monkeypatch.setattr(Words, "_free", defaultdict(list))
+    world.cupy.cuda.alloc_pinned_memory = pinned
+    stream = SimpleNamespace(synchronize=lambda: waited.append("stream"))
+    world.cupy.cuda.get_current_stream = lambda: stream
+    both = Counters(stored=2)
+    words = (ctypes.c_uint64 * 2).from_address(both.address)
+    words[0], words[1] = 5, 0
+    assert both.get() == (5, 0)
+    assert not waited
+    one = Counters(stored=1)
+    assert one.address == both.address
+    words[0] = 7
+    assert one.get() == (7, 0)
+    assert not waited
+    late = Counters(stored=2)
+    words[0] = 3  # the second one comes while the driver waits
+    stream.synchronize = lambda: (waited.append("stream"), words.__setitem__(1, 4))
+    assert late.get() == (3, 4)
+    assert waited == ["stream"]
+    added = Counters()
+    words[0] = 9
+    assert added.get() == (9, 4)
+    assert waited == ["stream", "stream"]
 
 
 def test_threads_on_one_stream_get_one_buffer(world: World) -> None:

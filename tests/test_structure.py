@@ -13,6 +13,7 @@ from spformat_cli import inspect
 import spformat as sf
 from spformat.arrays import threads
 from spformat.arrays.dtypes import VALUE_TYPES, bits
+from spformat.backends.cuda.dense import census
 from spformat.formats.fast import compiled
 from spformat.formats.hooks import VECTOR_HEIGHTS
 from spformat.preprocess import masks, structure
@@ -146,3 +147,16 @@ def test_matrices_on_a_device_are_counted_there(tmp_path: Path) -> None:
         assert (one, zeros) == (other, same_zeros)
         same(first, second)
         np.testing.assert_equal(more, same_more)
+
+
+def test_block_rows_are_counted_by_words() -> None:
+    """As by a sum over the rows of each block, for any number of rows and lengths up to 2^32-1."""
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        rows, share = int(rng.integers(1, 700)), rng.choice([0.0, 0.002, 0.05, 0.9])
+        lengths = (rng.random(rows) < share) * rng.integers(1, 2**32, rows, np.uint32)
+        lengths = lengths.astype(np.uint32)
+        wanted = [
+            np.count_nonzero(np.add.reduceat(lengths.astype(np.int64), np.arange(0, rows, b))) for b in census.BLOCKS
+        ]
+        assert census.block_rows(lengths) == wanted

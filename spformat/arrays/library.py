@@ -143,10 +143,14 @@ class _OnDevice(AbstractContextManager[None]):
         self._device = device
 
     def __enter__(self) -> None:
-        self._device.__enter__()
+        if sys.modules["cupy"].cuda.runtime.getDevice() == self._device.id:
+            self._device = None  # as it mostly is: nothing to change, and nothing to put back
+        else:
+            self._device.__enter__()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._device.__exit__(kind, error, trace)
+        if self._device is not None:
+            self._device.__exit__(kind, error, trace)
         if isinstance(error, (RuntimeError, MemoryError)):  # all errors of CuPy are derived from these
             typed = device_error(error)
             if typed is not None:

@@ -31,11 +31,14 @@ from ..arrays.threads import cores
 from ..errors import InputError, LockedError, SpformatError, UsageError, WriteError
 from ..storage.files import Path
 from .interrupts import deferred_interrupts
-from .parts import FileOutcome, FileTask, convert_file
+from .parts import FileOutcome, FileTask, Written, convert_file
 from .shard_input import Progress
+from .tensor_plans import TensorOutcome
 
 KINDS = ("threads", "processes", "dask")
 
+_MOST_HASHERS = 8
+"""Most threads that hash files while devices, or this machine, convert others."""
 _BESIDE = 64 << 20
 """Bytes that a worker needs beside its largest tensor and the converted form of it."""
 
@@ -51,6 +54,8 @@ class Workers:
     in_flight: int = 0
     """Bytes of memory that running tasks may need together (each needs twice its largest tensor); 0: half of the memory
     of this machine, or the memory limit in force. One task always runs."""
+    ahead: int = 0
+    """Files beside these that the executor may be given. It has not begun with them, or need not do much more."""
     retries: int = 2
     """How often a task is tried again if it failed for a reason that may pass: an I/O error, a lost worker. A tensor
     that does not fit its target, or a bad file, is never tried again."""
@@ -61,26 +66,65 @@ class Workers:
         return replace(self, count=self.count or cores(), in_flight=self.in_flight or budget)
 
 
-class OnDevices(ThreadPoolExecutor):
-    """A thread for each device. A file is converted on the device of the thread that is free first."""
+class OnDevices(Executor):
+    """Some threads for each device. A file is converted on the device of the thread that is free first.
 
-    def __init__(self, devices: Sequence[str]) -> None:
-        """devices: at least one, as ``parse_devices`` returns them."""
+    Hashes are computed by other threads: a core hashes 1 to 2 GB a second, less than a device or many cores convert.
+    """
+
+    def __init__(self, devices: Sequence[str], share: int = 1) -> None:
+        """devices: at least one, as ``parse_devices`` returns them. share: threads for each, which share its memory."""
         self._free: SimpleQueue[str] = SimpleQueue()
-        for device in devices:
+        self._share, self.count, self._stopped = share, share * len(devices), threading.Event()
+        for device in tuple(devices) * share:
             self._free.put(device)
         self._own = threading.local()
-        super().__init__(len(devices), "spformat-device", self._take_device)
+        self._converting = ThreadPoolExecutor(self.count, "spformat-device", self._take_device)
+        self._hashing = ThreadPoolExecutor(max(1, min(_MOST_HASHERS, cores() // 2)), "spformat-hashes")
+
+    def workers(self) -> Workers:
+        """This executor, given twice as many files as it converts at once: of some only the hashes are missing."""
+        return Workers(self, self.count, ahead=self.count)
 
     def _take_device(self) -> None:
         self._own.device = self._free.get_nowait()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
-        """``fn(task)`` for a FileTask, whose own device does not count."""
-        return super().submit(self._on_device, fn, *args, **options)
+        """The outcome of ``convert_file`` (which ``fn`` must be) for a FileTask, whose own device does not count."""
+        outcome: Future[Any] = Future()
+        self._converting.submit(self._convert, outcome, *args, **options)
+        return outcome
 
-    def _on_device(self, fn: Callable[[FileTask], FileOutcome], task: FileTask) -> FileOutcome:
-        return fn(replace(task, device=self._own.device))
+    def _convert(self, outcome: Future[FileOutcome], task: FileTask) -> None:
+        try:
+            task = replace(task, device=self._own.device, share=self._share)
+            written = Written(task, self._go_on, self._hashing)
+        except BaseException as e:  # carried to whoever asks for the outcome
+            outcome.set_exception(e)
+            return
+
+        def settle(_: Future[str]) -> None:
+            try:
+                described = written.outcome()
+            except BaseException as e:  # likewise
+                outcome.set_exception(e)
+            else:
+                outcome.set_result(described)
+
+        written.digest_out.add_done_callback(lambda _: written.digest_in.add_done_callback(settle))
+
+    def stop(self) -> None:
+        """Let no file be converted further than its current tensor; its task then raises CancelledError."""
+        self._stopped.set()
+
+    def _go_on(self, outcome: TensorOutcome) -> None:
+        if self._stopped.is_set():
+            raise CancelledError
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """As of any executor."""
+        self._converting.shutdown(wait, cancel_futures=cancel_futures)
+        self._hashing.shutdown(wait, cancel_futures=cancel_futures)
 
 
 def convert_files(
@@ -92,8 +136,9 @@ def convert_files(
     """Run each task on a worker, the largest first, and call ``record`` with each outcome when its file is finished.
 
     After an error that another try cannot repair, and after an interrupt (Ctrl-C, a signal handler that raises), no
-    further task is started. The tasks that are running are waited for, their outcomes are recorded, and then the error
-    is raised. So no worker writes after this function has ended.
+    further task is started. The tasks that are running are waited for (after an interrupt ``OnDevices`` leaves them at
+    the next tensor), their outcomes are recorded, and then the error is raised. So no worker writes after this function
+    has ended.
 
     progress: called with the outcome of every tensor, in another thread than the caller's.
     """
@@ -105,6 +150,8 @@ def convert_files(
         record(outcome)
 
     def stop_once() -> None:
+        if isinstance(workers.executor, OnDevices):
+            workers.executor.stop()
         if not stop.done():
             stop.set_result(None)
 
@@ -165,7 +212,7 @@ def _record_all(
 
 
 def _has_room(workers: Workers, running: int, load: int) -> bool:
-    return not running or (running < workers.count and load <= workers.in_flight)
+    return not running or (running < workers.count + workers.ahead and load <= workers.in_flight)
 
 
 def _memory(task: FileTask) -> int:

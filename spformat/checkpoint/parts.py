@@ -172,6 +172,8 @@ class FileTask:
     limits: limits.Limits
     token: Token | None = None
     """Of the run, if the task may go to a worker that outlives it."""
+    share: int = 1
+    """Files that are converted on the device at once."""
 
     @property
     def path(self) -> str:
@@ -192,7 +194,7 @@ def narrowed(source: Source, shard: str) -> Source:
 
 def convert_file(task: FileTask, progress: Progress | None = None) -> FileOutcome:
     """Convert the tensors of one output file and write it; runs on any machine that sees source and target folder."""
-    with ThreadPoolExecutor(1) as hashing:
+    with ThreadPoolExecutor(2) as hashing:  # of the file, and meanwhile of a large input
         return Written(task, progress, hashing).outcome()
 
 
@@ -226,8 +228,9 @@ class Written:
         with limits.using(task.limits), acting_for(task.token):
             self.digest_in = hashing.submit(digest_of_input, source, file_plan)
             self.outcomes = write_shard(
-                source, file_plan.shard, file_plan.plans, task.recipe, task.path, task.overwrite, progress, task.device
-            )
+                source, file_plan.shard, file_plan.plans, task.recipe, task.path, task.overwrite, progress,
+                device=task.device, share=task.share,
+            )  # fmt: skip
         self.digest_out = hashing.submit(sha256_of, task.path)
 
     def outcome(self) -> FileOutcome:

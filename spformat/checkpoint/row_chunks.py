@@ -44,13 +44,14 @@ Specs = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 
 
 class Team:
-    """One thread for each core, with buffers that each thread uses again for every task.
+    """One thread for each core, or for its share of them, with buffers that each thread uses again for every task.
 
     The limits that are in force where the team is created hold in its threads.
     """
 
-    def __init__(self) -> None:
-        self._limits, self._size = limits.current(), threads.cores()
+    def __init__(self, share: int = 1) -> None:
+        """share: how many teams have the cores together."""
+        self._limits, self._size = limits.current(), max(1, threads.cores() // share)
         self._pool = ThreadPoolExecutor(self._size, "spformat")
         self._local = threading.local()
 

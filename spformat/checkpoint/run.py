@@ -1,8 +1,9 @@
 """Convert a checkpoint, one output file after the other or side by side on an executor.
 
 The journal is updated after every output file, and the manifest is written last. Memory: one tensor as it was read, the
-same tensor converted, and row chunks. The bytes of the output depend only on the input and the recipe. So a resumed
-run, a run on many machines and a run in parts write the same bytes as one uninterrupted run.
+same tensor converted, and row chunks; of each file, where several are converted at once. The bytes of the output depend
+only on the input and the recipe. So a resumed run, a run on many machines and a run in parts write the same bytes as
+one uninterrupted run.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.library import parse_devices, to_device
+from ..arrays.threads import cores
 from ..errors import ContainerError, InputError, OutputError, UsageError
 from ..storage.files import Path, is_file, same_file, size_of
 from ..storage.output import check_target
@@ -32,6 +34,11 @@ from .shard_input import Progress
 from .source import open_source
 from .tensor_plans import TensorOutcome, plan_tensors
 from .transfers import is_remote, without_scheme
+
+_MOST_ON_A_DEVICE, _CORES_OF_A_SHARD, _CORES_OF_A_SHARD_ON_HOST = 4, 2, 4
+"""Most shards that one device converts side by side, and cores of the host for each, where the host converts, too."""
+_WORTH_A_THREAD = 64 << 20
+"""Bytes of tensors from which a shard is worth it."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +87,12 @@ def convert_checkpoint(
         resume: finish an interrupted run. Files whose input, output and recipe have the hashes in the journal are
             skipped; all are skipped if the run had finished. A finished dense checkpoint is refused, because it stores
             no hashes. In a folder of unfinished parts, everything that is missing is converted, and all are merged.
-        progress: called with the TensorOutcome of every tensor; on an executor, when its file has been written.
+        progress: called with the TensorOutcome of every tensor; on an executor, or where shards are converted side by
+            side (``device``), when its file has been written, in another thread.
         device: where matrices are converted: "cpu", "cuda" or "cuda:<id>", or "cuda:0,cuda:1" for shards (or tensors,
             if there are few shards) side by side on several; the bytes are the same. Eight-bit floats
-            and the choice of "auto" stay on the host.
+            and the choice of "auto" stay on the host. Shards of 64 MB and more share a device with two cores for each,
+            or the host with four, up to four of them.
         part: "i/n": convert only part i of n, into the folder of the other parts; ``merge_parts`` then makes one
             checkpoint of all.
         executor: any ``concurrent.futures.Executor`` (threads, processes, dask's ``Client.get_executor()``), or Workers
@@ -132,10 +141,21 @@ def convert_checkpoint(
             )
         return _to_file(Conversion(source, plans, recipe, target, devices[0]), force, in_place, progress)
     c = Conversion(source, plans, recipe, target, devices[0], layout)
-    if len(devices) == 1:
+    share = 1 if workers else _shards_on_a_device(c, part, devices)
+    if len(devices) == share == 1:
         return _to_folder(c, part, workers, force, resume, progress)
-    with OnDevices(devices) as executor:
-        return _to_folder(c, part, Workers(executor, len(devices)), force, resume, progress)
+    with OnDevices(devices, share) as executor:
+        return _to_folder(c, part, executor.workers(), force, resume, progress)
+
+
+def _shards_on_a_device(c: Conversion, part: Part | None, devices: tuple[str, ...]) -> int:
+    """How many shards each device converts side by side. While the file of one is reserved, its first tensors are read,
+    its last ones written or its hash computed, the others keep the device and the cores busy; and a file system lets
+    one thread write to a file at a time."""
+    shards = c.parts(part.of)[part.number - 1] if part else c.parts(1)[0]
+    of_one = _CORES_OF_A_SHARD_ON_HOST if devices == ("cpu",) else _CORES_OF_A_SHARD
+    large = sum(file_plan.nbytes >= _WORTH_A_THREAD for file_plan in shards)
+    return max(1, min(_MOST_ON_A_DEVICE, large // len(devices), cores() // (of_one * len(devices))))
 
 
 def _to_file(c: Conversion, force: bool, in_place: bool, progress: Progress | None) -> ConversionReport:
@@ -149,7 +169,7 @@ def _to_file(c: Conversion, force: bool, in_place: bool, progress: Progress | No
     else:
         folder.refuse_nested(source, dst)
     check_target(dst, overwrite=force)
-    outcomes = write_shard(source, source.shards[0], c.plans, c.recipe, dst, force, progress, c.device)
+    outcomes = write_shard(source, source.shards[0], c.plans, c.recipe, dst, force, progress, device=c.device)
     # Without a manifest no hashes are needed; the arrays have their checksums.
     return ConversionReport(
         dst, (FileOutcome(os.path.basename(dst), source.shards[0], "", "", size_of(dst), outcomes),)

@@ -53,13 +53,18 @@ def write_shard(
     path: str,
     force: bool,
     progress: Progress | None,
+    *,
     device: str = "cpu",
+    share: int = 1,
 ) -> tuple[TensorOutcome, ...]:
-    """Convert the tensors of ``shard`` and write the file ``path``; a TensorOutcome for each, in the input's order."""
+    """Convert the tensors of ``shard`` and write the file ``path``; a TensorOutcome for each, in the input's order.
+
+    share: how many shards are converted on the device at once.
+    """
     of_shard = tuple(plan for plan in plans if plan.shard == shard)
     write = _write_dense if writes_dense(recipe) else _write_packed
     with default_stream(device), source.open(shard) as f:
-        return write(ShardTask(f, of_shard, recipe, path, force, progress, device))
+        return write(ShardTask(f, of_shard, recipe, path, force, progress, device, share))
 
 
 def _write_dense(task: ShardTask) -> tuple[TensorOutcome, ...]:
@@ -85,7 +90,10 @@ def _write_dense(task: ShardTask) -> tuple[TensorOutcome, ...]:
             specs.append((plan.name, code, shape) if code in SAFETENSORS else (plan.name, code, shape, plan.bytes_in))
     outcomes = []
     lost: dict[str, Any]
-    with Team() as team, Writer(task.path, specs, dense_metadata(f.own_metadata), overwrite=task.force) as out:
+    with (
+        Team(task.teams) as team,
+        Writer(task.path, specs, dense_metadata(f.own_metadata), overwrite=task.force) as out,
+    ):
         written = team.results(t for x in decoders.values() for t in x.tasks(f, out, team))
         for plan in plans:
             x, lost = decoders.get(plan.name), {}
@@ -146,7 +154,7 @@ def _write_packed(whole: ShardTask) -> tuple[TensorOutcome, ...]:
         chunked = {plan.name: c for plan in task.plans if (c := plan_chunks(plan, task.recipe)) is not None}
     compiled.prepare(sum(c.plan.bytes_in for c in chunked.values()))
     outcomes: dict[str, TensorOutcome] = {}
-    with Team() as team:
+    with Team(task.teams) as team:
         plans, sized = same_for_stacks(task, plans, size_tensors(task, chunked, team))
         # Between the matrices of a model lie small tensors that are kept. All matrices in row chunks are written first,
         # so that the threads do not stop for each small tensor.

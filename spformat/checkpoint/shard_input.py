@@ -36,6 +36,13 @@ class ShardTask:
     progress: Progress | None
     device: str
     """Where tensors are pruned and converted."""
+    share: int = 1
+    """How many shards are converted there at once."""
+
+    @property
+    def teams(self) -> int:
+        """How many teams of threads have the cores of the host together."""
+        return self.share if self.device == "cpu" else 1
 
     def pruned(self, x: Any, plan: TensorPlan, *, known: bool = False) -> tuple[Any, dict[str, Any]]:
         """``x`` pruned if the recipe asks for it, and what that took (``loss``; nothing if it is ``known``).

@@ -59,7 +59,7 @@ def size_tensors(task: ShardTask, chunked: dict[str, ChunkPlan], team: Team) -> 
         for plan in task.plans
     ]
     sized: list[SizedTensor] = []
-    room = _MOST_IN_MEMORY if task.device == "cpu" else room_on(task.device)
+    room = _MOST_IN_MEMORY if task.device == "cpu" else room_on(task.device) // task.share
     for plan, values in zip(task.plans, one_ahead(task.f, wanted), strict=True):
         sized.append(sized_in_chunks.get(plan.name) or _size_tensor(task, plan, room - in_memory, values))
         matrix = sized[-1].matrix

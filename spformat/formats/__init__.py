@@ -85,6 +85,7 @@ def _forget() -> None:
     registered.cache_clear()
     composed.cache_clear()
     _rule_of.cache_clear()
+    usual_target.cache_clear()
 
 
 @functools.cache
@@ -127,6 +128,18 @@ def parse_spec(text: str) -> tuple[type[Format], dict[str, Any]]:
             f"others, too, as in '{text:.100}+csr'"
         )
     return rule.format, dict(rule.params)
+
+
+@functools.lru_cache(maxsize=256)
+def usual_target(text: str) -> tuple[type[Format], dict[str, Any]] | None:
+    """``parse_spec`` with resolved params, which must not be changed; None for a format that has a ``from_dense`` of
+    its own, or conditions for its params. A conversion of a small matrix waits for this longer than for a kernel."""
+    fmt, given = parse_spec(text)
+    own = (getattr(fmt, name).__func__ is not getattr(Format, name).__func__ for name in _OVERRIDABLE)
+    return None if any(own) else (fmt, fmt.resolve_params(given))
+
+
+_OVERRIDABLE = ("from_dense", "require_converter")
 
 
 def parse_rule(text: str) -> CoverRule:

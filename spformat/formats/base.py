@@ -86,7 +86,9 @@ class Format(KernelOrdered, Hooks, Fields, ArrayMethods, Refill):
     @classmethod
     def accepts(cls, dtype: Any) -> None:
         """StructureError if this format cannot represent values of ``dtype``."""
-        name = dtype_name(np.dtype(dtype))
+        if not isinstance(dtype, np.dtype):
+            dtype = np.dtype(dtype)
+        name = dtype_name(dtype)
         if name not in cls.value_dtypes:
             takes = ", ".join(cls.value_dtypes)
             message = f"{cls.name}: values of dtype {name} are not representable; it takes {takes}"
@@ -341,11 +343,17 @@ class Format(KernelOrdered, Hooks, Fields, ArrayMethods, Refill):
         given = cls.resolve_params(params)
         x = checked_values(x, cls.name)
         cls.accepts(x.dtype)
-        direct: Self | None = edges.take(edges.DENSE, cls.edge_name(x.dtype), x, given, x)
+        return cls.from_values(x, given)
+
+    @classmethod
+    def from_values(cls, x: Array, params: dict[str, Any]) -> Self:
+        """``from_dense`` without its checks: by an edge, or by ``_from_dense``. x: as ``checked_values`` returns it, of
+        a dtype that the format accepts. params: resolved."""
+        direct: Self | None = edges.take(edges.DENSE, cls.edge_name(x.dtype), x, params, x)
         if direct is not None:
             return direct
         with current_device(x):
-            return cls._from_dense(x, **given)
+            return cls._from_dense(x, **params)
 
     @classmethod
     def _from_dense(cls, x: Array, **params: Any) -> Self:

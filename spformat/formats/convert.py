@@ -12,7 +12,22 @@ from ..arrays.library import Array, is_cupy, unmasked
 from ..arrays.rounding import rounded
 from ..arrays.torch_tensors import is_torch
 from ..errors import UsageError
-from . import BSR, COO, CSC, CSR, DBSR, SRBCRS, Bitmask, ELLBuckets, Stack, TwoFour, VectorNM, edges, parse_spec
+from . import (
+    BSR,
+    COO,
+    CSC,
+    CSR,
+    DBSR,
+    SRBCRS,
+    Bitmask,
+    ELLBuckets,
+    Stack,
+    TwoFour,
+    VectorNM,
+    edges,
+    parse_spec,
+    usual_target,
+)
 from .base import Format, checked_values
 from .dense import Dense
 from .foreign import as_format, from_scipy
@@ -64,12 +79,19 @@ def convert(x: Any, target: str | type[Format], *, dtype: Any = None, **params: 
     if plain:  # an array as it is: without a Dense around it, whose checks ``from_dense`` repeats
         x = checked_values(x, Dense.name)
     a: Format | None = None if plain else as_format(x) if dtype is None else _rounded(x, dtype)
-    if isinstance(target, type) and issubclass(target, Format) and target is not Format:
-        fmt, given = target, params
+    usual = usual_target(target) if type(target) is str and target != "auto" and not params else None
+    if usual is not None and a is None:
+        usual[0].accepts(x.dtype)
+        return usual[0].from_values(x, usual[1])
+    if usual is not None and type(a) is not usual[0]:  # of its own format a matrix keeps params that are not given
+        fmt, given = usual
     else:
-        fmt, in_text = parse_spec(a.smallest() if a is not None and target == "auto" else str(target))
-        given = in_text | params
-    fmt.resolve_params(given)  # before they are passed on: one may be named as an argument is, like "x"
+        if isinstance(target, type) and issubclass(target, Format) and target is not Format:
+            fmt, given = target, params
+        else:
+            fmt, in_text = parse_spec(a.smallest() if a is not None and target == "auto" else str(target))
+            given = in_text | params
+        fmt.resolve_params(given)  # before they are passed on: one may be named as an argument is, like "x"
     if a is None:
         fmt.accepts(x.dtype)
         return fmt.from_dense(x, **given)

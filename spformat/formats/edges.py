@@ -110,7 +110,7 @@ def take(source: str, target: str, given: Any, params: dict[str, Any], x: Array,
     None if there is no edge, or if every edge returns None; then the caller must run its general code.
     """
     for edge in _registered(source, target, x):  # most conversions of small matrices end here: keep it short
-        if edge.accepts(x, x.size if elements is None else elements):
+        if edge.accepts is always or edge.accepts(x, x.size if elements is None else elements):
             with current_device(x):
                 result = edge.function(given, params)
             if result is not None:

@@ -273,18 +273,20 @@ def _analyse(x: Array) -> Structure:
     )  # fmt: skip
 
 
+_KINDS = tuple((m, length) for length in VECTOR_LENGTHS for m in NM_WINDOWS)
+_ORDER = tuple((m, length) for m in NM_WINDOWS for length in VECTOR_LENGTHS)
+
+
 def _from_census(x: Array, row_lengths: Array, counts: Array) -> Structure:
     """The Structure for the counts of the compiled loops, which return them by position (``census_loops.BAD`` ..)."""
-    bad, negative = (int(n) for n in counts[:2])
-    positions = itertools.pairwise((2, 4, 6, 11, 16, 18, 30))
-    vectors, groups, nonempty, block_rows, tiles, most = (counts[a:b].tolist() for a, b in positions)
-    kinds = [(m, length) for length in VECTOR_LENGTHS for m in NM_WINDOWS]
-    order = [(m, length) for m in NM_WINDOWS for length in VECTOR_LENGTHS]
-    window_max = dict(zip(kinds, most, strict=True))
+    bad, negative, *others = counts.tolist()
+    positions = itertools.pairwise((0, 2, 4, 9, 14, 16, 28))
+    vectors, groups, nonempty, block_rows, tiles, most = (others[a:b] for a, b in positions)
+    window_max = dict(zip(_KINDS, most, strict=True))
     return Structure(
         shape=(x.shape[0], x.shape[1]), dtype=value_type(x.dtype).name, nnz=int(row_lengths.sum()),
         negative_zeros=negative, row_lengths=row_lengths, bad_groups=bad, groups=x.shape[0] * ceil_div(x.shape[1], 4),
-        window_max={k: window_max[k] for k in order},
+        window_max={k: window_max[k] for k in _ORDER},
         blocks={b: (n, rows) for b, n, rows in zip(BLOCKS, nonempty, block_rows, strict=True)},
         vector_counts={h: (n, g) for h, n, g in zip(VECTOR_HEIGHTS, vectors, groups, strict=True)},
         tile_columns=dict(zip(TILE_ROWS, tiles, strict=True)),

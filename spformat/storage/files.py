@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 import stat
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TypeAlias
@@ -88,11 +89,8 @@ def sha256_of(path: Path, ranges: Sequence[tuple[int, int]] | None = None) -> st
     """
     fd, _ = open_regular(path)
     try:
-        if ranges is None:
-            with os.fdopen(fd, "rb", buffering=0, closefd=False) as f:
-                return hashlib.file_digest(f, "sha256").hexdigest()
         digest, buffer = hashlib.sha256(), memoryview(bytearray(_BUFFER))
-        for begin, end in ranges:
+        for begin, end in [(0, sys.maxsize)] if ranges is None else ranges:
             while begin < end and (n := os.preadv(fd, [buffer[: end - begin]], begin)):
                 digest.update(buffer[:n])
                 begin += n

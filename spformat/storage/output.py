@@ -28,6 +28,9 @@ _KEPT_IN_CACHE = 64 << 20
 """Outputs below this many bytes stay in the page cache, because they are likely to be read soon."""
 _IN_FLIGHT = 64 << 20
 """Bytes of a larger output that may be waiting to reach the disk."""
+_TOGETHER = 16 << 20
+"""Bytes of a larger output after whose writing the system is told about them. For pages that it cannot drop at once,
+each call waits until every processor of the machine has put its own pages into the common lists."""
 _PIECE = 16 << 20
 """Bytes of a file that are copied at a time."""
 _TEMP = re.compile(r"\.spformat-[0-9a-f]{16}\.tmp")
@@ -88,8 +91,9 @@ class Output:
         folder, self._name = os.path.split(os.path.abspath(self.path))
         self._fd = self._guard = -1
         self._temp = ""
+        self._fresh: list[tuple[int, int]] = []
         self._recent: deque[tuple[int, int]] = deque()
-        self._recent_bytes = 0
+        self._fresh_bytes = self._recent_bytes = 0
         self._recent_lock = threading.Lock()
         try:
             self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -126,18 +130,25 @@ class Output:
 
         Otherwise the final fsync would wait for all pages, and a large output would fill the page cache with data that
         is not read soon. The advice DONTNEED starts the writing of dirty pages and drops clean ones. So it is given
-        twice for each range: at once, and again when ``_IN_FLIGHT`` more bytes have been written.
+        twice for each range: when ``_TOGETHER`` bytes are new, for neighbours as one range, and again when
+        ``_IN_FLIGHT`` more bytes have been written.
         """
         if self.size < _KEPT_IN_CACHE or not hasattr(os, "posix_fadvise"):
             return
         with self._recent_lock:
-            self._recent.append((at, n))
-            self._recent_bytes += n
+            self._fresh.append((at, n))
+            self._fresh_bytes += n
+            if self._fresh_bytes < _TOGETHER:
+                return
+            new = _joined(self._fresh)
+            self._recent.extend(new)
+            self._recent_bytes += self._fresh_bytes
+            self._fresh, self._fresh_bytes = [], 0
             old = []
             while self._recent_bytes > _IN_FLIGHT:
                 old.append(self._recent.popleft())
                 self._recent_bytes -= old[-1][1]
-        for begin, length in (*old, (at, n)):
+        for begin, length in (*old, *new):
             with suppress(OSError):  # only advice: the write itself has succeeded, and fsync reports errors
                 os.posix_fadvise(self._fd, begin, length, os.POSIX_FADV_DONTNEED)
 
@@ -355,6 +366,16 @@ def _sweep(folder: int, machine: str = "") -> None:
                     os.unlink(name, dir_fd=folder)
             finally:
                 os.close(fd)
+
+
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(begin, bytes) of ranges that do not overlap, in order, neighbours as one."""
+    out: list[tuple[int, int]] = []
+    for begin, n in sorted(ranges):
+        if out and out[-1][0] + out[-1][1] == begin:
+            begin, n = out[-1][0], out.pop()[1] + n
+        out.append((begin, n))
+    return out
 
 
 def _allocate(fd: int, size: int) -> None:

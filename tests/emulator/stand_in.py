@@ -233,6 +233,7 @@ def install(sm: int = 90) -> None:
     tensor_maps.install()
     vars(scratch)["_exchange_mode"] = lambda: lambda _: 0  # a function of the driver's library
     scratch.Workspace._allocated = staticmethod(_pieces)  # type: ignore[method-assign]
+    vars(scratch)["_carved"] = lambda specs: [cupy.empty(*spec) for spec in specs]  # a page behind each
 
 
 def _of_numpy(name: str) -> Any:

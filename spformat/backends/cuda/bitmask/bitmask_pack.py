@@ -4,6 +4,9 @@ bitmask_pack.cu."""
 from __future__ import annotations
 
 import functools
+from sys import modules
+
+import numpy as np
 
 from ....arrays.dtypes import value_type
 from ....arrays.library import Array, ceil_div, index_dtype
@@ -16,6 +19,7 @@ SOURCE = "bitmask/bitmask_pack.cu"
 THREADS, TILE = 256, 16384
 """Threads of a block and bytes that it takes; the same in flat_tiles.cuh."""
 UNIT = 16
+BYTES = np.dtype(np.uint8)
 KERNELS = Kernels(SOURCE, THREADS)
 ANY_SUM = 2**62
 """The bound of sums whose offsets are int64 whatever they are: fewer kernels to compile."""
@@ -29,10 +33,9 @@ def instances() -> tuple[str, ...]:
 
 def bitmask_from_dense(x: Array) -> tuple[Array, Array, Array]:
     """(indptr [M+1], bitmask uint8[M, ceil(K/8)], data [nnz]) of x [M, K], CuPy, not empty. Waits for their number."""
-    import cupy
-
     M, K = x.shape
-    bitmask, blocks, mask = cupy.empty((M, ceil_div(K, 8)), "u1"), tiles(x), value_type(x.dtype).zero_mask
+    bitmask, blocks = modules["cupy"].empty((M, ceil_div(K, 8)), BYTES), tiles(x)
+    mask = value_type(x.dtype).zero_mask
     work, sums = Workspace(8 * blocks), TileSums(blocks)
     KERNELS.queue(_bits(x.itemsize), "PqqqPPPP", blocks, x, M, K, mask, bitmask, *work.places, *sums.arguments)
     indptr, data = nonzeros(x, M, K, blocks, work.places[0], sums)
@@ -44,17 +47,16 @@ def nonzeros(
 ) -> tuple[Array, Array]:  # fmt: skip
     """(indptr [rows+1], data [nnz]): the nonzeros of the first ``rows`` rows of x, CuPy, whose rows have ``length``
     elements. starts: address of int64[blocks], those before each tile; sums: all. Waits for the device once."""
-    import cupy
-
-    indptr = cupy.empty(rows + 1, index_dtype(rows * length))
+    empty, pointer, dtype = modules["cupy"].empty, index_dtype(rows * length), x.dtype
+    indptr, mask = empty(rows + 1, pointer), value_type(dtype).zero_mask  # while the kernel runs
     nnz = sums.total()  # synchronize!
-    if indptr.dtype != index_dtype(nnz):
-        indptr = cupy.empty(rows + 1, index_dtype(nnz))
-    data = cupy.empty(nnz, x.dtype)
+    if pointer is not index_dtype(nnz):
+        pointer = index_dtype(nnz)
+        indptr = empty(rows + 1, pointer)
+    data = empty(nnz, dtype)
     KERNELS.queue(
-        _values(x.itemsize, indptr.itemsize), "PqqqPPP", blocks,
-        x, rows, length, value_type(x.dtype).zero_mask, starts, data, indptr,
-    )  # fmt: skip
+        _values(dtype.itemsize, pointer.itemsize), "PqqqPPP", blocks, x, rows, length, mask, starts, data, indptr
+    )
     return indptr, data
 
 

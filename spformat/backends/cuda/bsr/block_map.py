@@ -104,7 +104,7 @@ class BlockMap(NamedTuple):
 
     def sizes(self) -> tuple[int, int]:
         """``number``, and (stored blocks, block rows that a BSR or DBSR lists). Waits for the device, once."""
-        sizes = Counters()
+        sizes = Counters(2 if self.places else 1)
         self.number(sizes.address)
         nnzb, rows = sizes.get()  # synchronize!
         return nnzb, rows if self.places else self.grid[0]
@@ -147,11 +147,11 @@ class BlockMap(NamedTuple):
 
 def _memory(Mb: int, words: int, listed: bool, zeros: bool) -> tuple[Workspace, int, int, int]:
     """(memory, bits, starts, places) of a map of so many words; the bits zero if ``zeros``."""
-    from cupy.cuda import get_current_stream, runtime
-
     work = Workspace(4 * words, 8 * (words + 1), 8 * (Mb + 1) * listed)
     bits, starts, places = work.places
     if zeros:
+        from cupy.cuda import get_current_stream, runtime
+
         runtime.memsetAsync(bits, 0, 4 * words, get_current_stream().ptr)
     return work, bits, starts, places * listed
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from sys import modules
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ....arrays.dtypes import value_type
 from ....arrays.library import Array, ceil_div, power_of_two
@@ -14,15 +17,18 @@ from ..masks.magnitude_mask import mask_of_largest
 from ..runtime.c_types import WORDS
 from ..runtime.offsets import tile_sums
 from ..runtime.queue import Kernels
-from ..runtime.scratch import Counters
-from .block_map import FEW_WORDS, INDICES, THREADS, WORD, BlockMap
+from ..runtime.scratch import Counters, Workspace, new_arrays
+from .block_map import BLOCKS, FEW_WORDS, INDICES, THREADS, WORD, BlockMap
 
 SOURCE = "bsr/bsr_from_dense.cu"
 KERNELS = Kernels(SOURCE, THREADS)
+MARK, COPY = "PqqiiqPqiiiqqqPqPPPP", "PqqiiqPPqqiiiPi" + INDICES
+"""The parameters of the kernels."""
 UNIT, MOST, WARP = 16, 64, 32
 """Bytes of a row that a lane marks, and words of the map that a block of threads copies: as in the kernels."""
 STRIP = 32
 """Rows that a warp marks."""
+INT32 = np.dtype(np.int32)
 BYTES = 64 * 1024
 """Bytes of x that a block of threads looks after when it copies blocks."""
 
@@ -57,14 +63,83 @@ def blocks_of_dense(x: Array, blocksize: tuple[int, int], listed: bool) -> tuple
 
     Waits for the device once. x must have elements, and start on one of them.
     """
-    grid, sizes = block_grid(x.shape, blocksize), Counters()
-    few = grid[0] * ceil_div(grid[1], WORD) <= FEW_WORDS
-    blocks = BlockMap.empty(grid, listed, zeros=not few)
-    mark(x, blocksize, blocks, sizes.address if few else 0)
-    if not few:
-        blocks.number(sizes.address)
+    few = _few(x.shape, x.dtype, blocksize, listed, x.data.ptr % UNIT)
+    if few is not None:
+        return _blocks_of_few(x, blocksize, few)
+    grid, sizes = block_grid(x.shape, blocksize), Counters(1 + listed)
+    blocks = BlockMap.empty(grid, listed)
+    mark(x, blocksize, blocks)
+    blocks.number(sizes.address)
     nnzb, rows = sizes.get()  # synchronize!
     return arrays_of(x, blocksize, blocks, nnzb, rows if listed else grid[0])
+
+
+class _Few(NamedTuple):
+    """The two launches for a matrix whose map has at most ``FEW_WORDS`` words, as far as its shape, its type and its
+    first address decide them. To collect that anew takes the host longer than a small matrix takes the device."""
+
+    grid: tuple[int, int]
+    words: int
+    across: int
+    listed: bool
+    room: tuple[int, int, int]
+    """Bytes of bits, starts and places."""
+    tiles: int
+    mark: tuple[str, int, tuple[int, ...], tuple[int, ...]]
+    """Name and blocks of the kernel, its arguments after x, and those after the bits."""
+    copy: tuple[str, int, tuple[int, ...], tuple[int, ...]]
+    """The same, and ``Copying``."""
+
+
+@functools.lru_cache(maxsize=256)
+def _few(
+    shape: tuple[int, int], dtype: Any, blocksize: tuple[int, int], listed: bool, start: int
+) -> _Few | None:  # fmt: skip
+    """start: the first byte of x after a boundary of 16. None for a map of many words."""
+    grid, size = block_grid(shape, blocksize), dtype.itemsize
+    across = ceil_div(grid[1], WORD)
+    words = grid[0] * across
+    if words > FEW_WORDS:
+        return None
+    how, cut = marking(shape, size, blocksize[0]), copying(grid, blocksize, size)
+    head = *shape, *blocksize, value_type(dtype).zero_mask
+    line = math.gcd(UNIT, start, shape[1] * size)
+    copies = ceil_div(words, cut.span) * cut.strips
+    writers = min(BLOCKS, ceil_div(max(words, grid[0] + 1), THREADS))
+    return _Few(
+        grid, words, across, listed, (4 * words, 8 * (words + 1), 8 * (grid[0] + 1) * listed), ceil_div(words, 2),
+        (_instance("mark_blocks", size, line), ceil_div(how.tasks * WARP, THREADS), head, (across, *how)),
+        (_instance("copy_blocks", size, math.gcd(line, blocksize[1] * size)), copies + writers, head, (*cut, copies)),
+    )  # fmt: skip
+
+
+def _blocks_of_few(x: Array, blocksize: tuple[int, int], few: _Few) -> tuple[dict[str, Array], Array]:
+    """``blocks_of_dense`` for a map of few words, which the marking kernel numbers itself."""
+    empty, Mb, across, listed = modules["cupy"].empty, few.grid[0], few.across, few.listed
+    work, sizes, finished = Workspace(*few.room), Counters(1 + listed), tile_sums(few.tiles)
+    bits, starts, places = work.places
+    places *= listed
+    name, count, head, tail = few.mark
+    KERNELS.queue(name, MARK, count, x, *head, finished + 16, *tail, finished, Mb, bits, starts, places, sizes.address)
+    # While the kernel runs. Blocks, block rows and block columns are few enough for int32.
+    indptr = None if listed else empty(Mb + 1, INT32)
+    name, count, head, (span, height, strips, copies) = few.copy
+    nnzb, rows = sizes.get()  # synchronize!
+    if not nnzb:
+        blocks = BlockMap(few.grid, few.words, across, work, bits, starts, places)
+        return blocks.index_arrays(nnzb, rows if listed else Mb), empty((0, *blocksize), x.dtype)
+    wanted, row_ids = (((nnzb, *blocksize), x.dtype), ((nnzb,), INT32)), None
+    if indptr is None:
+        data, indices, row_ids, indptr = new_arrays(*wanted, ((rows,), INT32), ((rows + 1,), INT32))
+    else:
+        data, indices = new_arrays(*wanted)
+    KERNELS.queue(
+        name, COPY, count, x, *head, bits, starts, across, few.words, span, height, strips, data, copies,
+        Mb, indices, 0, indptr, 0, places, row_ids, 0,
+    )  # fmt: skip
+    if row_ids is None:
+        return {"indptr": indptr, "indices": indices}, data
+    return {"row_ids": row_ids, "indptr": indptr, "indices": indices}, data
 
 
 def blocks_of_largest(
@@ -103,20 +178,14 @@ def arrays_of(
     return arrays, data
 
 
-def mark(x: Array, blocksize: tuple[int, int], blocks: BlockMap, sizes: int) -> None:
-    """Set the bits of the blocks of x [M, K] that have a nonzero. sizes: an address, as for ``BlockMap.number``, which
-    is then done, too, for a map of few words; else 0."""
+def mark(x: Array, blocksize: tuple[int, int], blocks: BlockMap) -> None:
+    """Set the bits of the blocks of x [M, K] that have a nonzero."""
     width = math.gcd(UNIT, x.data.ptr, x.shape[1] * x.dtype.itemsize)
     how = marking(x.shape, x.dtype.itemsize, blocksize[0])
-    numbers: tuple[int, ...] = (0,) * 6
-    bits = blocks.bits
-    if sizes:
-        finished = tile_sums(ceil_div(blocks.size, 2))
-        bits, numbers = finished + 16, (finished, blocks.grid[0], bits, blocks.starts, blocks.places, sizes)
     KERNELS.queue(
-        _instance("mark_blocks", x.dtype.itemsize, width), "PqqiiqPqiiiqqqPqPPPP",
+        _instance("mark_blocks", x.dtype.itemsize, width), MARK,
         ceil_div(how.tasks * WARP, THREADS), x, *x.shape, *blocksize, value_type(x.dtype).zero_mask,
-        bits, blocks.across, *how, *numbers,
+        blocks.bits, blocks.across, *how, 0, 0, 0, 0, 0, 0,
     )  # fmt: skip
 
 
@@ -128,7 +197,7 @@ def copy(x: Array, blocksize: tuple[int, int], blocks: BlockMap, data: Array, ar
     how = copying(blocks.grid, blocksize, itemsize)
     copies = ceil_div(words, how.span) * how.strips
     KERNELS.queue(
-        _instance("copy_blocks", itemsize, width), "PqqiiqPPqqiiiPi" + INDICES, copies + blocks.blocks_of_indices(),
+        _instance("copy_blocks", itemsize, width), COPY, copies + blocks.blocks_of_indices(),
         x, *x.shape, *blocksize, value_type(x.dtype).zero_mask, blocks.bits, blocks.starts, blocks.across,
         words, *how, data, copies, *blocks.arguments(arrays),
     )  # fmt: skip

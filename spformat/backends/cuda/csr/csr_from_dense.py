@@ -6,13 +6,17 @@ Kernels: csr_from_dense.cu.
 from __future__ import annotations
 
 import functools
+from sys import modules
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ....arrays.dtypes import value_type
 from ....arrays.library import Array, ceil_div, index_dtype
 from ..runtime.c_types import INDEX, WORDS
 from ..runtime.offsets import TileSums
 from ..runtime.queue import Kernels
-from ..runtime.scratch import Workspace
+from ..runtime.scratch import Workspace, new_arrays
 
 SOURCE = "csr/csr_from_dense.cu"
 COUNT_WARPS, FILL_WARPS, TOTAL_THREADS = 8, 4, 256
@@ -38,23 +42,75 @@ def csr_from_dense(x: Array) -> tuple[Array, Array, Array]:
 
     Waits for the device once, for the number of nonzeros.
     """
-    import cupy
-
-    (M, K), word = x.shape, value_word(x)
-    piece, pieces = pieces_of(x)
-    work, blocks = Workspace(8 * (pieces + 1)), ceil_div(pieces, COUNT_WARPS)
-    (starts,), sums = work.places, TileSums(blocks)
-    COUNT.queue(_count("count_pieces", *word), "PqqPPP", blocks, x, M * K, pieces, starts, *sums.arguments)
-    nnz = sums.total()  # synchronize!
-    indptr = cupy.empty(M + 1, index_dtype(nnz))
-    indices = cupy.empty(nnz, index_dtype(K - 1))
-    data = cupy.empty(nnz, x.dtype)
-    narrow = piece > K
-    FILL.queue(
-        _fill(*word, indptr.itemsize, indices.itemsize, narrow), "PqqqPPPPq", ceil_div(pieces, FILL_WARPS),
-        x, M, K, pieces, starts, indptr, indices, data, ceil_div(1 << 32, K),
-    )  # fmt: skip
+    empty, first, M, dtype = modules["cupy"].empty, count(x), x.shape[0], x.dtype
+    pointer = first.passes.pointer
+    indptr = empty(M + 1, pointer)  # while the kernel runs
+    nnz = first.sums.total()  # synchronize!
+    if pointer is not index_dtype(nnz):
+        pointer = index_dtype(nnz)
+        indptr = empty(M + 1, pointer)
+    indices, data = new_arrays(((nnz,), first.passes.column), ((nnz,), dtype))
+    fill(x, first, pointer.itemsize, indptr, indices, data)
     return indptr, indices, data
+
+
+class Counted(NamedTuple):
+    """The first pass over an array, which was queued. ``sums.total()``, the number of nonzeros, must be asked for."""
+
+    passes: Passes
+    work: Workspace
+    sums: TileSums
+
+
+def count(x: Array) -> Counted:
+    """The first pass over x, as ``csr_from_dense`` takes it."""
+    p = _passes(x.shape, x.dtype, x.data.ptr % UNIT)
+    work, sums = Workspace(p.room), TileSums(p.blocks)
+    COUNT.queue(p.counting, "PqqPPP", p.blocks, x, p.size, p.pieces, work.places[0], *sums.arguments)
+    return Counted(p, work, sums)
+
+
+def fill(x: Array, first: Counted, pointer: int, indptr: Any, indices: Any, data: Any) -> None:
+    """The second pass, which writes the arrays of the CSR. They may be addresses: indptr of ``pointer`` bytes an entry,
+    indices as for the columns of x, data as in x."""
+    p = first.passes
+    name = p.narrowest if pointer == 4 else _fill(*p.word, pointer, p.column.itemsize, p.narrow)
+    FILL.queue(
+        name, "PqqqPPPPq", p.fill_blocks,
+        x, *x.shape, p.pieces, first.work.places[0], indptr, indices, data, p.inverse,
+    )  # fmt: skip
+
+
+class Passes(NamedTuple):
+    """What both passes need and the shape of a matrix, its type and its first address decide."""
+
+    word: tuple[int, bool]
+    size: int
+    pieces: int
+    room: int
+    """Bytes of ``starts``."""
+    counting: str
+    blocks: int
+    pointer: np.dtype[Any]
+    """Of row pointers, if every element is a nonzero."""
+    column: np.dtype[Any]
+    narrow: bool
+    narrowest: str
+    """The second kernel for pointers of 4 bytes."""
+    fill_blocks: int
+    inverse: int
+
+
+@functools.lru_cache(maxsize=256)
+def _passes(shape: tuple[int, int], dtype: np.dtype[Any], start: int) -> Passes:
+    (M, K), size = shape, dtype.itemsize
+    word, (piece, pieces), column = _word(dtype), _pieces(size, start, M * K), index_dtype(K - 1)
+    narrow = piece > K
+    return Passes(
+        word, M * K, pieces, 8 * (pieces + 1), _count("count_pieces", *word), ceil_div(pieces, COUNT_WARPS),
+        index_dtype(M * K), column, narrow, _fill(*word, 4, column.itemsize, narrow), ceil_div(pieces, FILL_WARPS),
+        ceil_div(1 << 32, K),
+    )  # fmt: skip
 
 
 def count_nonzeros(x: Array) -> tuple[int, int]:
@@ -76,15 +132,22 @@ def aligned(x: Array) -> bool:
 
 def pieces_of(x: Array) -> tuple[int, int]:
     """(elements of a piece, pieces of x); the first one starts at the 16-byte boundary at or before x."""
-    size = x.itemsize
+    return _pieces(x.itemsize, x.data.ptr % UNIT, x.size)
+
+
+def _pieces(size: int, start: int, elements: int) -> tuple[int, int]:
     piece = (4 if size == 1 else 8) * LANES * (UNIT // size)
-    return piece, ceil_div(x.data.ptr % UNIT // size + x.size, piece)
+    return piece, ceil_div(start // size + elements, piece)
 
 
 def value_word(x: Array) -> tuple[int, bool]:
     """(bytes of a value, whether it has a sign that does not count)."""
-    row = value_type(x.dtype)
-    return x.itemsize, not row.zero_mask >> (8 * x.itemsize - 1)
+    return _word(x.dtype)
+
+
+@functools.cache
+def _word(dtype: np.dtype[Any]) -> tuple[int, bool]:
+    return dtype.itemsize, not value_type(dtype).zero_mask >> (8 * dtype.itemsize - 1)
 
 
 @functools.cache

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from ....arrays.library import Array, namespace
+from ....arrays.library import Array, index_dtype, namespace
 from ....formats.csr import CSR
-from ....formats.ell_buckets import ELLBuckets, widths_of
+from ....formats.ell_buckets import ELLBuckets, mean_width, widths_of, widths_up_to
 from ....limits import always_allowed, check_bytes
-from ..csr.csr_from_dense import aligned, csr_from_dense
-from .ell_buckets_from_csr import ell_buckets_from_csr, empty
+from ..csr import csr_from_dense
+from ..runtime.scratch import Workspace
+from .ell_buckets_from_csr import Items, placed, placed_none
 from .ell_buckets_to_csr import ell_buckets_to_csr
 from .ell_buckets_to_dense import bytes_of_runs, ell_buckets_to_dense
 
@@ -19,13 +21,21 @@ RUNS = 1 << 28
 
 def from_dense(x: Array, params: dict[str, Any]) -> ELLBuckets | None:
     """Array [M, K] -> ELLBuckets, by way of the arrays of its CSR."""
-    if not x.size or not aligned(x):
+    if not x.size or not csr_from_dense.aligned(x):
         return None
-    indptr, indices, data = csr_from_dense(x)
-    a = CSR.unchecked(shape=x.shape, indptr=indptr, indices=indices, data=data)
-    if "max_width" not in params:  # resolved as if it had been given, which is remembered for the next matrix
-        params = ELLBuckets.resolve_params(params | ELLBuckets.auto_params(a, params))
-    return from_csr(a, params)
+    if not always_allowed(8 * x.shape[0] * params["column_parts"]):
+        return None  # the general code refuses it, or not, by the bytes of its CSR
+    first, (M, K), dtype = csr_from_dense.count(x), x.shape, x.dtype
+    column = index_dtype(K - 1)
+    nnz = first.sums.total()  # synchronize!
+    pointer = index_dtype(nnz)
+    work = Workspace(pointer.itemsize * (M + 1), column.itemsize * nnz, dtype.itemsize * nnz)
+    indptr, indices, data = work.places
+    csr = Items(indptr, indices, data, pointer, column, dtype, nnz)
+    if nnz:
+        csr_from_dense.fill(x, first, pointer.itemsize, indptr, indices, data)
+    widths = params.get("widths") or _widths(params.get("max_width") or mean_width(nnz, M))
+    return _matrix(x.shape, csr, params["column_parts"], widths)
 
 
 def from_csr(a: CSR, params: dict[str, Any]) -> ELLBuckets:
@@ -33,13 +43,22 @@ def from_csr(a: CSR, params: dict[str, Any]) -> ELLBuckets:
     parts, widths, segments = params["column_parts"], widths_of(params), a.shape[0] * params["column_parts"]
     if not always_allowed(8 * segments):  # the same refusal as the general code
         check_bytes(8 * segments, f"counts of {segments} rows or segments", 8 * a.nnz)
-    if a.nnz:
-        placed = ell_buckets_from_csr(a.shape, a.indptr, a.indices, a.data, parts, widths)
-    else:
-        placed = empty(a.shape, a.indices, a.data, parts, widths)
+    indptr, indices, data = a.indptr, a.indices, a.data
+    csr = Items(indptr, indices, data, indptr.dtype, indices.dtype, data.dtype, data.size)
+    return _matrix(a.shape, csr, parts, widths)
+
+
+def _matrix(shape: tuple[int, int], csr: Items, parts: int, widths: tuple[int, ...]) -> ELLBuckets:
+    """The matrix of an ordered CSR."""
+    p = placed(shape, csr, parts, widths) if csr.nnz else placed_none(shape, csr, parts, widths)
     return ELLBuckets.unchecked(
-        shape=a.shape, column_parts=parts, max_width=widths[-1], widths=widths, **placed._asdict()
-    )
+        shape=shape, column_parts=parts, max_width=widths[-1], widths=widths,
+        rows_per_bucket=p.rows_per_bucket, split_per_bucket=p.split_per_bucket,
+        row_ids=p.row_ids, indices=p.indices, data=p.data, source=p.source,
+    )  # fmt: skip
+
+
+_widths = functools.lru_cache(maxsize=64)(widths_up_to)
 
 
 def to_csr(a: ELLBuckets, params: dict[str, Any]) -> CSR | None:

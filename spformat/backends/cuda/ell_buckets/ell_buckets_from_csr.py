@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import functools
 from operator import mul
-from typing import NamedTuple
+from sys import modules
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ....arrays.library import Array, ceil_div, index_dtype, namespace, round_up
-from ..runtime.c_types import INDEX, WORDS, index_type
+from ..runtime.c_types import INDEX, WORDS
 from ..runtime.offsets import tile_sums
 from ..runtime.queue import Kernels
-from ..runtime.scratch import Words, Workspace
+from ..runtime.scratch import Words, Workspace, new_arrays
 from .ell_buckets_launch import BATCH, THREADS, Widths
 
 SOURCE = "ell_buckets/ell_buckets_from_csr.cu"
@@ -70,48 +71,90 @@ def ell_buckets_from_csr(
     shape: tuple[int, int], indptr: Array, indices: Array, data: Array, parts: int, widths: tuple[int, ...]
 ) -> Placed:
     """The arrays and tables of ELLBuckets for an ordered CSR of CuPy arrays that stores something."""
-    import cupy
+    return placed(
+        shape, Items(indptr, indices, data, indptr.dtype, indices.dtype, data.dtype, data.size), parts, widths
+    )
 
-    (M, K), levels, nnz = shape, len(widths), data.size
-    part_size, buckets = ceil_div(K, parts), parts * levels
-    ptr, idx, by_value = index_type(indptr), index_type(indices), Widths.of(widths)
+
+class Items(NamedTuple):
+    """The arrays of an ordered CSR, or their addresses, with their types."""
+
+    indptr: Any
+    indices: Any
+    data: Any
+    pointer: np.dtype[Any]
+    column: np.dtype[Any]
+    value: np.dtype[Any]
+    nnz: int
+
+
+def placed(shape: tuple[int, int], csr: Items, parts: int, widths: tuple[int, ...]) -> Placed:
+    """``ell_buckets_from_csr``. What the addresses belong to must be kept until it returns."""
+    cuda, empty = modules["cupy"].cuda, modules["cupy"].empty
+    indptr, indices, data, pointer, column, value, nnz = csr
+    M, ptr_size, idx_size = shape[0], pointer.itemsize, column.itemsize
+    p = _passes(shape, parts, widths, ptr_size)
     # With one part the kernels need neither of these.
-    cuts, split = (cupy.empty((parts - 1, M), indptr.dtype), cupy.empty(M, np.uint8)) if parts > 1 else (None, None)
+    cuts, split = (empty((parts - 1, M), pointer), empty(M, np.uint8)) if parts > 1 else (None, None)
     if parts > 1:
-        args = (indptr, indices, cuts, split, M, parts, part_size, widths[-1])
-        KERNELS.queue(_cut(ptr, idx), "PPPPqiqi", ceil_div(M, 32), *args)
-    c = cut(M, parts, levels)
+        args = (indptr, indices, cuts, split, M, parts, ceil_div(shape[1], parts), widths[-1])
+        KERNELS.queue(_cut(INDEX[ptr_size], INDEX[idx_size]), "PPPPqiqi", ceil_div(M, 32), *args)
     # A segment of n items becomes at most n / widest + 1 ELL rows.
-    most, groups = parts * M + nnz // widths[-1], 2 * buckets * c.tiles
-    work = Workspace(8 * groups, 24 * (buckets + 1), 2 * most * indptr.itemsize)
+    most, buckets = parts * M + nnz // widths[-1], p.buckets
+    work = Workspace(*p.room, 2 * most * ptr_size)
     (starts, tables, spans), counts = work.places, Words.taken(2 * buckets)
-    blocks = ceil_div(parts * c.tiles, TILE_WARPS)
-    segments = (indptr, cuts, split, M, parts, c.tiles, c.rows, by_value)
-    summed: tuple[int, ...] = (tile_sums(0), buckets, tables, counts.address) if groups <= FEW else (0, 0, 0, 0)
-    TILES_OF_ROWS.queue(_count(ptr), COUNTING, blocks, *segments, starts, *summed)
-    if groups > FEW:
-        TABLES.queue("sum_ell_rows", SUMMING, 1, starts, c.tiles, buckets, by_value, tables, counts.address)
-    cupy.cuda.get_current_stream().synchronize()  # synchronize!
+    segments = (indptr, cuts, split, M, parts, *p.cut, p.widths)
+    summed = (tile_sums(0), buckets, tables, counts.address) if p.few else (0, 0, 0, 0)
+    TILES_OF_ROWS.queue(p.counting, COUNTING, p.blocks, *segments, starts, *summed)
+    if not p.few:
+        TABLES.queue("sum_ell_rows", SUMMING, 1, starts, p.cut.tiles, buckets, p.widths, tables, counts.address)
+    stream = cuda.get_current_stream()
+    source = index_dtype(nnz - 1)  # while the kernel runs
+    fill = _fill(value.itemsize, INDEX[idx_size], INDEX[source.itemsize], INDEX[ptr_size])
+    stream.synchronize()  # synchronize!
     rows, split_rows = counts.words[:buckets], counts.words[buckets : 2 * buckets]
     counts.give_back()
-    R = sum(rows)
-    S = sum(map(mul, rows, widths * parts))
-    row_ids = cupy.empty(R, index_dtype(M - 1))
-    name = _place(ptr, index_type(row_ids))
-    TILES_OF_ROWS.queue(name, PLACING, blocks, *segments, starts, row_ids, spans)
-    out = cupy.empty(S, indices.dtype), cupy.empty(S, data.dtype), cupy.empty(S, index_dtype(nnz - 1))
-    KERNELS.queue(
-        _fill(data.itemsize, idx, index_type(out[2]), ptr), "PPPPiqPPP", ceil_div(S, THREADS * BATCH),
-        indices, data, spans, tables, buckets, S, *out,
-    )  # fmt: skip
+    R, S = sum(rows), sum(map(mul, rows, p.all_widths))
+    row_ids, *out = new_arrays(((R,), p.row_ids), ((S,), column), ((S,), value), ((S,), source))
+    TILES_OF_ROWS.queue(p.placing, PLACING, p.blocks, *segments, starts, row_ids, spans)
+    KERNELS.queue(fill, "PPPPiqPPP", ceil_div(S, THREADS * BATCH), indices, data, spans, tables, buckets, S, *out)
     return Placed(tuple(rows), tuple(split_rows), row_ids, *out)
 
 
-def empty(shape: tuple[int, int], indices: Array, data: Array, parts: int, widths: tuple[int, ...]) -> Placed:
-    """What ``ell_buckets_from_csr`` returns for a matrix that stores nothing."""
-    xp, none = namespace(data), (0,) * (parts * len(widths))
-    row_ids, source = xp.empty(0, index_dtype(shape[0] - 1)), xp.empty(0, index_dtype(-1))
-    return Placed(none, none, row_ids, xp.empty(0, indices.dtype), xp.empty(0, data.dtype), source)
+class _Passes(NamedTuple):
+    """What the kernels need and the shape, the params and the types of indices decide."""
+
+    buckets: int
+    all_widths: tuple[int, ...]
+    widths: bytes
+    cut: Cut
+    blocks: int
+    few: bool
+    """Whether the counting kernel sums its counts itself."""
+    room: tuple[int, int]
+    """Bytes of the first ELL rows of tiles, and of the tables."""
+    row_ids: np.dtype[Any]
+    counting: str
+    placing: str
+
+
+@functools.lru_cache(maxsize=256)
+def _passes(shape: tuple[int, int], parts: int, widths: tuple[int, ...], ptr_size: int) -> _Passes:
+    M, levels, ptr, row_ids = shape[0], len(widths), INDEX[ptr_size], index_dtype(shape[0] - 1)
+    buckets, c = parts * levels, cut(M, parts, levels)
+    groups = 2 * buckets * c.tiles
+    return _Passes(
+        buckets, widths * parts, Widths.of(widths), c, ceil_div(parts * c.tiles, TILE_WARPS), groups <= FEW,
+        (8 * groups, 24 * (buckets + 1)), row_ids, _count(ptr), _place(ptr, INDEX[row_ids.itemsize]),
+    )  # fmt: skip
+
+
+def placed_none(shape: tuple[int, int], csr: Items, parts: int, widths: tuple[int, ...]) -> Placed:
+    """What ``placed`` returns for a matrix that stores nothing; arrays may be numpy's, too."""
+    xp = modules["cupy"] if isinstance(csr.data, int) else namespace(csr.data)
+    empty, none = xp.empty, (0,) * (parts * len(widths))
+    row_ids, source = empty(0, index_dtype(shape[0] - 1)), empty(0, index_dtype(-1))
+    return Placed(none, none, row_ids, empty(0, csr.column), empty(0, csr.value), source)
 
 
 @functools.cache

@@ -35,6 +35,7 @@ class FewBuckets(ctypes.Structure):
     _fields_ = [("table", ctypes.c_int64 * 126)]
 
 
+SIZE = ctypes.sizeof(FewBuckets)
 TABLES = "P", FewBuckets
 """The parameters of a kernel that takes the tables of the buckets."""
 
@@ -45,10 +46,15 @@ def tables(a: Any) -> tuple[Array | None, bytes]:
     Few buckets travel with the arguments; a copy to the device would take as long as the kernel. The tables are
     int64[3, buckets+1]: the first ELL row of each bucket, its first slot, its width.
     """
-    listed = _listed(a.rows_per_bucket, a.bucket_widths)
-    if listed.nbytes <= ctypes.sizeof(FewBuckets):
-        return None, listed.tobytes().ljust(ctypes.sizeof(FewBuckets), b"\0")
-    return namespace(a.data).asarray(listed), bytes(ctypes.sizeof(FewBuckets))
+    if 24 * (len(a.rows_per_bucket) + 1) <= SIZE:
+        return None, _few(a.rows_per_bucket, a.bucket_widths)
+    return namespace(a.data).asarray(_listed(a.rows_per_bucket, a.bucket_widths)), bytes(SIZE)
+
+
+@functools.lru_cache(maxsize=256)
+def _few(rows_per_bucket: tuple[int, ...], bucket_widths: tuple[int, ...]) -> bytes:
+    """The tables of few buckets. numpy takes longer for them than the device for a small matrix."""
+    return _listed(rows_per_bucket, bucket_widths).tobytes().ljust(SIZE, b"\0")
 
 
 def _listed(rows_per_bucket: tuple[int, ...], bucket_widths: tuple[int, ...]) -> np.ndarray[Any, Any]:

@@ -7,6 +7,7 @@ host must know only how long the arrays are; it waits for that number alone, and
 from __future__ import annotations
 
 import functools
+from sys import modules
 
 from ....arrays.library import Array, ceil_div, index_dtype
 from .c_types import INDEX
@@ -37,7 +38,7 @@ class TileSums:
 
     def __init__(self, blocks: int) -> None:
         """blocks: those of the launch."""
-        self._counters = Counters()
+        self._counters = Counters(stored=1)
         self.arguments = tile_sums(blocks), self._counters.address
         """The last arguments of the kernel, both addresses."""
 
@@ -48,9 +49,8 @@ class TileSums:
 
 def tile_sums(blocks: int) -> int:
     """Address of the zeros in which the blocks of the next launch on the current stream publish their sums."""
-    import cupy
-
-    device, stream, needed = cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr, 8 * (blocks + 2)
+    cuda = modules["cupy"].cuda
+    device, stream, needed = cuda.runtime.getDevice(), cuda.get_current_stream().ptr, 8 * (blocks + 2)
     nbytes, address = _known.get((device, stream), (0, 0))
     if needed > nbytes:
         address = int(_scratch(device).buffer(int(stream), needed))
@@ -75,7 +75,7 @@ class Offsets:
     def __init__(self, counts: Array, bound: int) -> None:
         """counts: CuPy, 4 or 8 bytes an element, none below 0. bound: what their sum cannot exceed; it decides whether
         starts are int32 or int64."""
-        self._counters = Counters()
+        self._counters = Counters(stored=1)
         self.starts = starts_of(counts, bound, self._counters.address)
 
     def total(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
+from sys import modules
 from typing import Any
 
 from ....arrays.library import Array
@@ -30,8 +31,7 @@ class Kernels:
         signature: as for ``Launch``, one entry per argument, always the same for a name. args: CuPy arrays stand for
         their addresses, None for a null pointer. smem: bytes of dynamic shared memory.
         """
-        import cupy
-
+        cupy = modules["cupy"]  # an import statement takes longer
         cuda, kind = cupy.cuda, cupy.ndarray
         device = cuda.runtime.getDevice()
         launch = self.launches.get((name, device, smem)) or self.launch(name, signature, _target(device), smem)

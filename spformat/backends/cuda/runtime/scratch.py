@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from sys import modules
 from typing import Any, ClassVar
 
 from ....errors import DeviceMemoryError
@@ -149,15 +151,46 @@ class Workspace:
 
     @staticmethod
     def _allocated(nbytes: tuple[int, ...]) -> tuple[Any, list[int]]:
-        import cupy
-
-        starts, end = [], 0
-        for n in nbytes:
-            starts.append(end)
-            end += -(-n // 256) * 256
-        memory = cupy.cuda.alloc(end)
+        starts, end = _cut(nbytes)
+        memory = modules["cupy"].cuda.alloc(end)
         address = memory.ptr
         return memory, [address + start for start in starts]
+
+
+@functools.lru_cache(maxsize=1024)
+def _cut(nbytes: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """Where each piece of a workspace starts, and its end."""
+    starts, end = [], 0
+    for n in nbytes:
+        starts.append(end)
+        end += -(-n // 256) * 256
+    return tuple(starts), end
+
+
+def new_arrays(*specs: tuple[tuple[int, ...], Any]) -> list[Any]:
+    """Uninitialised arrays on the current device, of each (shape, dtype).
+
+    Small ones share an allocation: asking CuPy for every array takes the host as long as a launch. The memory of all is
+    free when the last of them is, so they should belong to one matrix; of large ones none waits for another.
+    """
+    return _carved(specs)
+
+
+def _carved(specs: tuple[tuple[tuple[int, ...], Any], ...]) -> list[Any]:
+    cupy, starts, end = modules["cupy"], [], 0
+    for shape, dtype in specs:
+        starts.append(end)
+        end += -(-math.prod(shape) * dtype.itemsize // 256) * 256
+    if end > SMALL:
+        return [cupy.empty(*spec) for spec in specs]
+    memory, array = cupy.cuda.alloc(end), cupy.ndarray
+    return [
+        array(shape, dtype, memory + at if at else memory) for (shape, dtype), at in zip(specs, starts, strict=True)
+    ]
+
+
+SMALL = 1 << 20
+"""Bytes of arrays that may share an allocation."""
 
 
 class Words:
@@ -176,7 +209,7 @@ class Words:
     @classmethod
     def taken(cls, count: int = FEW) -> Words:
         """``count`` words or more that nobody else uses; any contents."""
-        size = max(cls.FEW, 1 << (count - 1).bit_length())
+        size = cls.FEW if count <= cls.FEW else 1 << (count - 1).bit_length()
         free = cls._free[size]
         try:
             return free.pop()  # one call, so that threads never take the same
@@ -195,30 +228,46 @@ class Words:
 
 
 class Counters:
-    """Two 64-bit words, at first zero, in which kernels of the current stream count, and which the host reads.
+    """Two 64-bit words in which kernels of the current stream count, and which the host reads; at first zero.
 
     They are in pinned host memory. For counts that are mostly zero this saves a launch that clears them and a copy back
     to the host. ``get`` gives the memory back. Where it is not called, after an error, nobody else gets that memory: a
     kernel may still write to it.
+
+    Words that a kernel stores once, rather than add to them, may be read as soon as they are there, while the kernel
+    still runs. A driver that is asked to wait tells the host some microseconds later.
     """
 
-    __slots__ = ("_counted", "_stream", "_words", "address")
+    __slots__ = ("_counted", "_stored", "_stream", "_words", "address")
+    POLLS: ClassVar = 400
+    """How often words are looked at, some 20 us together, before the driver is asked to wait: it knows of errors, and
+    lets other threads run."""
 
-    def __init__(self) -> None:
-        import cupy
-
-        words = Words.taken()
-        words.words[0] = words.words[1] = 0
-        self._words: Words | None = words
+    def __init__(self, stored: int = 0) -> None:
+        """stored: how many of the words, the first or both, the next launches store once."""
+        taken = Words.taken()
+        words = taken.words
+        words[0] = _UNKNOWN if stored else 0
+        words[1] = _UNKNOWN if stored > 1 else 0
+        self._stored = stored
+        self._words: Words | None = taken
         self._counted = 0, 0
-        self._stream = cupy.cuda.get_current_stream()
-        self.address = words.address
+        self._stream = modules["cupy"].cuda.get_current_stream()
+        self.address = taken.address
 
     def get(self) -> tuple[int, int]:
         """The words after all launches that were queued on the stream before the first ``get``; none may follow."""
-        words = self._words
-        if words is not None:
-            self._stream.synchronize()  # synchronize!
-            self._counted, self._words = (words.words[0], words.words[1]), None
-            words.give_back()
+        taken = self._words
+        if taken is not None:
+            words, polls = taken.words, self.POLLS if self._stored else 0
+            while polls and (words[0] == _UNKNOWN or words[1] == _UNKNOWN):
+                polls -= 1
+            if not polls:
+                self._stream.synchronize()  # synchronize!
+            self._counted, self._words = (words[0], words[1]), None
+            taken.give_back()
         return self._counted
+
+
+_UNKNOWN = 2**64 - 1
+"""What no kernel stores."""

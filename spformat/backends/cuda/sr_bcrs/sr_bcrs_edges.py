@@ -13,7 +13,8 @@ from ....arrays.dtypes import nonzero_mask
 from ....arrays.library import Array, ceil_div, index_dtype
 from ....formats.csr import CSR
 from ....formats.sr_bcrs import SRBCRS
-from ....limits import always_allowed, product
+from ....limits import always_allowed
+from ..runtime.scratch import new_arrays
 from . import expand_sr_bcrs, sr_bcrs_from_csr, sr_bcrs_from_dense, sr_bcrs_to_csr
 from .sr_bcrs_pieces import starts_of_tiles
 
@@ -96,10 +97,9 @@ def _empty_arrays(
 
     csr_bytes: the bytes of the matrix as CSR, on which the budget depends; called only if they matter.
     """
-    import cupy
-
-    t, g = params["vector_length"], params["stride"]
-    needed = product(groups, t, g, like.dtype.itemsize)
+    t, g, dtype = params["vector_length"], params["stride"], like.dtype
+    needed = groups * t * g * dtype.itemsize
     if not always_allowed(needed):
         SRBCRS.check_groups(groups, needed, csr_bytes())
-    return cupy.empty((groups, g), index_dtype(K - 1)), cupy.empty((groups, t, g), like.dtype)
+    indices, data = new_arrays(((groups, g), index_dtype(K - 1)), ((groups, t, g), dtype))
+    return indices, data

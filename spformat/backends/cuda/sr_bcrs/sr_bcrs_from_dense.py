@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+from sys import modules
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from ....arrays.library import Array, ceil_div
 from ..runtime.c_types import INDEX, WORDS
@@ -22,6 +25,7 @@ FEW_TILES = 2048
 MOST_OWNERS = 1 << 20
 """Groups that a matrix may have at most for which memory is taken before they are counted."""
 WARPS = THREADS // 32
+INT32 = np.dtype(np.int32)
 KERNELS = Kernels(SOURCE, THREADS)
 ENOUGH = 1024
 """Blocks that fill any device several times over; to have more of them, a block takes fewer groups."""
@@ -76,28 +80,34 @@ class Marked(NamedTuple):
 
 def mark(x: Array, t: int, g: int) -> Marked:
     """Launches the first pass over x [M, K], not empty; for few tiles it also computes where their groups start."""
-    import cupy
-
-    (M, K), itemsize = x.shape, x.dtype.itemsize
-    tiles, pieces = ceil_div(M, t), ceil_div(K, PIECE)
-    most = tiles * ceil_div(K, g)  # groups
-    owners = 4 * most if most <= MOST_OWNERS else 0
-    work = Workspace(4 * tiles * pieces * (PIECE // 32), 4 * tiles * pieces, owners)
-    bitmap, counts, room = work.places
+    name, blocks, tiles, pieces, few, room = _marking(x.shape, x.dtype, t, g, x.data.ptr % UNIT)
+    work = Workspace(*room)
+    bitmap, counts, owners = work.places
     first: Array | None = None
     total: Counters | None = None
     starts: tuple[Any, ...] = 0, 0, 0, 0
-    if tiles <= FEW_TILES and pieces <= FEW:
-        first, total = cupy.empty(tiles + 1, "int32"), Counters()
+    if few:
+        first, total = modules["cupy"].empty(tiles + 1, INT32), Counters(stored=1)
         starts = tile_sums(0), g, first, total.address
-    marked = Marked(tiles, pieces, work, bitmap, counts, room if owners else 0, first, total)
-    wide = x.data.ptr % UNIT == 0 and K * itemsize % UNIT == 0
-    blocks = ceil_div(tiles * pieces, WARPS)
-    KERNELS.queue(
-        _mark(itemsize, x.dtype.kind != "i", wide), "PqqiqqPPPiPP", blocks,
-        x, M, K, t, tiles, pieces, bitmap, counts, *starts,
+    KERNELS.queue(name, "PqqiqqPPPiPP", blocks, x, *x.shape, t, tiles, pieces, bitmap, counts, *starts)
+    return Marked(tiles, pieces, work, bitmap, counts, owners if room[2] else 0, first, total)
+
+
+@functools.lru_cache(maxsize=256)
+def _marking(
+    shape: tuple[int, int], dtype: Any, t: int, g: int, start: int
+) -> tuple[str, int, int, int, bool, tuple[int, int, int]]:
+    """(kernel, blocks, row tiles, pieces of each, whether the kernel computes where groups start, bytes of bitmap,
+    counts and owners) of the first pass. start: the first byte of x after a boundary."""
+    (M, K), itemsize = shape, dtype.itemsize
+    tiles, pieces = ceil_div(M, t), ceil_div(K, PIECE)
+    most = tiles * ceil_div(K, g)  # groups
+    wide = start == 0 and K * itemsize % UNIT == 0
+    return (
+        _mark(itemsize, dtype.kind != "i", wide), ceil_div(tiles * pieces, WARPS), tiles, pieces,
+        tiles <= FEW_TILES and pieces <= FEW,
+        (4 * tiles * pieces * (PIECE // 32), 4 * tiles * pieces, 4 * most if most <= MOST_OWNERS else 0),
     )  # fmt: skip
-    return marked
 
 
 def fill(x: Array, marked: Marked, first: Array, indices: Array, data: Array) -> None:
@@ -107,17 +117,18 @@ def fill(x: Array, marked: Marked, first: Array, indices: Array, data: Array) ->
     each tile.
     """
     (M, K), (G, t, g), tiles, pieces = x.shape, data.shape, marked.tiles, marked.pieces
+    itemsize, index = x.dtype.itemsize, indices.dtype.itemsize
     tile_of_group = marked.owners
     if not tile_of_group:
         work = Workspace(4 * G)
         (tile_of_group,) = work.places
     KERNELS.queue(
-        _list(first.itemsize, indices.itemsize), "PPPqiqqPP", ceil_div(tiles * pieces, WARPS),
+        _list(first.dtype.itemsize, index), "PPPqiqqPP", ceil_div(tiles * pieces, WARPS),
         marked.bitmap, marked.counts, first, K, g, tiles, pieces, indices, tile_of_group,
     )  # fmt: skip
-    groups, rows, row_parts = cut(G, t, g, x.dtype.itemsize)
+    groups, rows, row_parts = cut(G, t, g, itemsize)
     KERNELS.queue(
-        _gather(x.dtype.itemsize, x.dtype.kind != "i", indices.itemsize), "PqqPPqiiiiiP",
+        _gather(itemsize, x.dtype.kind != "i", index), "PqqPPqiiiiiP",
         ceil_div(G, groups) * row_parts,
         x, M, K, indices, tile_of_group, G, t, g, groups, rows, row_parts, data,
     )  # fmt: skip

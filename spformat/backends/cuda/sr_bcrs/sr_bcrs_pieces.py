@@ -32,7 +32,7 @@ def starts_of_tiles(counts: Any, n: int, pieces: int, g: int, bound: int) -> tup
     """
     import cupy
 
-    total = Counters()
+    total = Counters(stored=1)
     if pieces <= FEW:
         starts, tiles = cupy.empty(n + 1, index_dtype(bound)), max(1, ceil_div(n, offsets.THREADS))
         FEW_PIECES.queue(
