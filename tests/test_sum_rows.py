@@ -15,7 +15,7 @@ from test_spmm_sum import EVERY_TYPE, PAIRS, described, integers, product
 
 import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES
-from spformat.backends.cuda.runtime import row_work
+from spformat.backends.cuda.runtime import row_tiles, row_work
 from spformat.backends.cuda.sum import spmm_sum_rows
 from spformat.backends.cuda.sum.sum_work import block_tasks, merged
 from spformat.products.problem import itemsize
@@ -118,7 +118,7 @@ def test_expected_times_are_known_for_empty_and_full_sums() -> None:
 
 @pytest.mark.skipif(bool(emulator.missing()), reason=f"no emulator: {emulator.missing()}")
 @pytest.mark.parametrize(
-    "chosen", [f"exact and {p} and float16" for p in CHOSEN] + ["exact and bsr_csr and float32", "long"]
+    "chosen", [f"exact and {p} and float16" for p in CHOSEN] + ["exact and bsr_csr and float32", "long", "several"]
 )
 def test_on_the_emulated_device(chosen: str) -> None:
     """Tests for a GPU, below, in a process of its own: few, as each instance takes seconds to build. The others:
@@ -184,6 +184,19 @@ def test_a_long_row_beside_blocks(cp: Any, monkeypatch: pytest.MonkeyPatch) -> N
         B = np.random.default_rng(1).integers(-2, 3, (9000, n)).astype(np.float32)
         got = product(cp, s.to("cuda"), B, ("row", "row"), "float32", 0, KERNEL.name)
         np.testing.assert_array_equal(got, x.astype(np.float64) @ B)
+
+
+@pytest.mark.gpu
+def test_several_tasks_for_each_thread_block(cp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device of two multiprocessors has two thread blocks that multiply, whose buffers serve one task after another."""
+    monkeypatch.setattr(spmm_sum_rows, "LEAST_DEPTH", 16)
+    monkeypatch.setattr(spmm_sum_rows.row_tiles, "device_of", lambda _: row_tiles.Device(2))
+    for pair, dtype in (("bsr_csr", "float32"), ("square_blocks_csr", "bfloat16")):
+        x = integers((200, 330), dtype, 9)
+        B = np.random.default_rng(9).integers(-2, 3, (330, 136)).astype(x.dtype)
+        s = sf.decompose(x, *OWN[pair]).to("cuda")
+        got = product(cp, s, B, ("row", "row"), "float32", 0, KERNEL.name)
+        np.testing.assert_array_equal(got, x.astype(np.float64) @ B.astype(np.float64))
 
 
 @pytest.mark.gpu
