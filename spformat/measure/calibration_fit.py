@@ -81,10 +81,7 @@ def _terms(points: Sequence[Point]) -> tuple[str, ...]:
 
 
 def _fitted(name: str, points: list[Point]) -> Fit:
-    # With the rates of the architecture, as ``rates.Constants.device`` expects them.
-    rows = [
-        (x, x.kernel.quantities(x.problem, x.tile, device_of(x.problem.changed(board=""))), _own(x)) for x in points
-    ]
+    rows = [(x, x.kernel.quantities(x.problem, x.tile, device_of(x.problem)), _own(x)) for x in points]
     groups: dict[str, list[Any]] = defaultdict(list)
     for row in rows:
         for variant in row[0].kernel.variant(row[0].problem, row[0].tile):

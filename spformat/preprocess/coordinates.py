@@ -7,12 +7,13 @@ structures of strips of rows, so that a matrix that is larger than memory is cou
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from ..arrays.dtypes import value_type
 from ..arrays.library import Array, ceil_div
-from ..arrays.segments import distinct
+from ..arrays.segments import counts_of, distinct
 from ..errors import UsageError
 from ..formats.csr import CSR
 from ..formats.dense import Dense
@@ -38,6 +39,44 @@ def structure_of(x: object) -> Structure:
     if isinstance(a, Dense):
         return analyse(a.data)
     return of_csr(a.to_csr()) if a.device == "cpu" else analyse(a.to_dense())
+
+
+class DenseBlocks(NamedTuple):
+    """The blocks of one size of which at least half of the stored places are nonzero."""
+
+    size: int
+    """Rows and columns of a block."""
+    blocks: int
+    nonzeros: int
+    """In those blocks."""
+
+
+SUM_BLOCKS = (32, 64)
+"""Sizes of blocks that are considered for a sum of blocks and the rest."""
+
+
+def dense_blocks_of(x: object) -> list[DenseBlocks]:
+    """The blocks of 32 and of 64 that are at least half full, where a matrix has nonzeros elsewhere, too, and at most a
+    tenth of the places there are nonzero.
+
+    Nothing for a ``Structure`` and for a matrix on a device. O(nnz), and as much memory.
+    """
+    if isinstance(x, Structure):
+        return []
+    m = as_format(x)
+    if m.device != "cpu" or not m.nnz:
+        return []
+    a, found = m.to_csr().without_zeros(), []
+    rows, cols = a.rows(), a.indices.astype(np.int64)
+    for b in SUM_BLOCKS:
+        across = ceil_div(a.shape[1], b)
+        keys, bound = rows // b * across + cols // b, ceil_div(a.shape[0], b) * across
+        counts = counts_of(keys, bound) if bound <= 4 * keys.size + (1 << 20) else _runs(np.sort(keys))
+        full = counts[2 * counts >= b * b]
+        blocks, nonzeros = int(full.size), int(full.sum())
+        if 0 < nonzeros < a.nnz and 10 * (a.nnz - nonzeros) <= max(0, a.shape[0] * a.shape[1] - blocks * b * b):
+            found.append(DenseBlocks(b, blocks, nonzeros))
+    return found
 
 
 def of_csr(a: CSR) -> Structure:

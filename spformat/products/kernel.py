@@ -119,9 +119,9 @@ class Best(NamedTuple):
 
 def tile_us(kernel: Kernel, p: Problem, tile: Any, device: roofline.Device, known: rates.Constants | None) -> float:
     """Microseconds that a kernel expects to take with a tile; without constants, the sum of the ideal times."""
+    quantities = kernel.quantities(p, tile, device)
     if known is None:
-        return sum(kernel.quantities(p, tile, device))
-    quantities = kernel.quantities(p, tile, known.device(device))
+        return sum(quantities)
     return math.fsum(map(operator.mul, known.of(kernel.variant(p, tile)), quantities))
 
 

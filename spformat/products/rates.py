@@ -54,20 +54,6 @@ class Constants:
     """Device, date and commit of the measurement, for people."""
     sm: int | None = None
     """The only architecture that they hold for; None for all, and on the host."""
-    board: roofline.Device | None = None
-    """The GPU that they were measured on, where it is one of ``DEVICES``."""
-
-    def device(self, target: roofline.Device) -> roofline.Device:
-        """The rates with which these constants give the times of ``target``.
-
-        Constants are fitted to ideal times with the rates of the first device of an architecture, of all sm_90 those of
-        the H200, also where an H100 was measured. So the rates are those, in proportion to what ``target`` does to the
-        GPU that was measured; mostly the rates of ``target``.
-        """
-        figures = roofline.of_architecture(self.board.sm) if self.board else None
-        if self.board is None or figures is None or self.board is figures or target.sm == 0:
-            return target
-        return roofline.in_proportion(figures, target, self.board)
 
     def of(self, names: tuple[str, ...]) -> tuple[float, ...]:
         """The constants of the first of these variants that has some."""
@@ -213,8 +199,7 @@ def read(path: Path) -> dict[int | None, dict[str, Constants]]:
         origin = f"{about['device']!s:.80}, measured {about['date']!s:.20} at {about['commit']!s:.40}"
         variants = {v: _numbers(x, len(terms)) for v, x in own["tiles"].items()}
         every = _numbers(own["all"], len(terms))
-        board = roofline.board_named(str(about["device"]))
-        kernels_by_sm.setdefault(sm, {})[name] = Constants(terms, every, variants, origin, sm, board)
+        kernels_by_sm.setdefault(sm, {})[name] = Constants(terms, every, variants, origin, sm)
     return kernels_by_sm
 
 

@@ -14,7 +14,7 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .problem import Problem, itemsize
 
@@ -77,18 +77,6 @@ _OF_ARCHITECTURE = {d.sm: d for d in reversed(DEVICES.values())}
 def board_named(text: str) -> Device | None:
     """The device of ``DEVICES`` whose name is a word of a text ("NVIDIA H100 80GB HBM3"), or None."""
     return next((d for d in DEVICES.values() if d.name in text.split()), None)
-
-
-@functools.lru_cache(maxsize=64)
-def in_proportion(figures: Device, target: Device, measured: Device) -> Device:
-    """``target`` with the rates of ``figures``, each times that of ``target`` over that of ``measured``.
-
-    Constants that were measured on one GPU, but fitted to ideal times with the rates of another, give the times of
-    ``target`` with these.
-    """
-    peak = {k: v * target.peak[k] / measured.peak[k] for k, v in figures.peak.items()}
-    memory, cache = (getattr(figures, r) * getattr(target, r) / getattr(measured, r) for r in ("memory", "cache"))
-    return replace(target, memory=memory, cache=cache, peak=peak)
 
 
 def tile_intensity(
@@ -188,11 +176,6 @@ def device_of(p: Problem) -> Device:
     if p.device == "cpu":
         return HOST
     return _assumed_device.get() or board_named(p.board) or _OF_ARCHITECTURE.get(p.sm or 0, H200)
-
-
-def of_architecture(sm: int) -> Device | None:
-    """The first device of ``DEVICES`` with this compute capability times ten, or None."""
-    return _OF_ARCHITECTURE.get(sm)
 
 
 SHARED_KB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
