@@ -188,9 +188,9 @@ def test_a_long_row_beside_blocks(cp: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.gpu
 def test_several_tasks_for_each_thread_block(cp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device of two multiprocessors has two thread blocks that multiply, whose buffers serve one task after another."""
-    monkeypatch.setattr(spmm_sum_rows, "LEAST_DEPTH", 16)
-    monkeypatch.setattr(spmm_sum_rows.row_tiles, "device_of", lambda _: row_tiles.Device(2))
+    """On a device of one multiprocessor one thread block takes all tasks, here of one block each, with the same buffers."""
+    monkeypatch.setattr(spmm_sum_rows, "most_blocks", lambda *_: 1)
+    monkeypatch.setattr(spmm_sum_rows.row_tiles, "device_of", lambda _: row_tiles.Device(1))
     for pair, dtype in (("bsr_csr", "float32"), ("square_blocks_csr", "bfloat16")):
         x = integers((200, 330), dtype, 9)
         B = np.random.default_rng(9).integers(-2, 3, (330, 136)).astype(x.dtype)

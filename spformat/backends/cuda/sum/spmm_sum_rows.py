@@ -112,6 +112,14 @@ class SpmmSumRows(CudaKernel):
                 options.append(Tile(few, rows, cols))
         return options
 
+    def expected_us(self, p: Problem) -> float:
+        """Without blocks that of CSR."""
+        return super().expected_us(p) if blocks_of(p)[0] else ROWS_OF_CSR.expected_us(items_problem(p))
+
+    def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
+        """By the bytes of a value: 16-bit blocks are multiplied by tensor cores."""
+        return (f"{itemsize(p.a_dtype)}-byte values",)
+
     def quantities(self, p: Problem, tile: Tile, device: roofline.Device) -> tuple[float, ...]:
         """Ideal microseconds of each of ``terms``.
 
