@@ -90,6 +90,12 @@ class Operand:
         """ "dense" or "sparse"."""
         return DENSE if self.format == DENSE else "sparse"
 
+    def on(self, device: str) -> Self:
+        """The same on "cpu" or "cuda", all parts with it."""
+        if self.device == device and not self.parts:
+            return self
+        return replace(self, device=device, parts=tuple(p.on(device) for p in self.parts))
+
     @classmethod
     def of(cls, x: Any, device: str | None = None) -> Self:
         """The description of a matrix, an array, or a tensor's record in a file. ``device``: instead of its own."""
@@ -232,7 +238,7 @@ class Problem:
             if layout not in (ROW, COL, STRIDED):
                 raise UsageError(f"{name}: expected {ROW}, {COL} or {STRIDED}, got {layout!r:.80}")
         rows, inner = (K, M) if operation == "spmm_transposed" else (M, K)
-        a = Operand(format, (M, K), a_dtype, params, nnz, device=device, parts=parts)
+        a = Operand(format, (M, K), a_dtype, params, nnz, device=device, parts=tuple(p.on(device) for p in parts))
         b = Operand(DENSE, (inner, n), b_dtype, (), inner * n, b_layout, b_alignment, device)
         out = Operand(DENSE, (rows, n), out_dtype, (), rows * n, out_layout, out_alignment, device)
         return cls(operation, (a, b), out, sm, device_id, epilogue, workspace, board)
