@@ -19,7 +19,7 @@ from spformat import backends
 from spformat.errors import UsageError
 from spformat.measure import calibration_cases, calibration_fit
 from spformat.measure.calibration_points import Point
-from spformat.products import kernel, rates, roofline, tiles
+from spformat.products import rates, roofline, tiles
 from spformat.products.kernel import Kernel
 from spformat.products.problem import COL, ROW, Problem
 
@@ -134,23 +134,6 @@ def test_a_gpu_that_is_at_hand_has_its_own_rates() -> None:
     assert sf.explain(P.changed(board="NVIDIA H200")).expected_us == sf.explain(P).expected_us
     assert sf.explain(P.changed(board="a GPU that nobody knows")).expected_us == sf.explain(P).expected_us
     assert here.changed(n=3).board == here.board
-
-
-@pytest.mark.parametrize(
-    ("measured", "slower"), [("NVIDIA H200", 4.2 / 3), ("NVIDIA H100 80GB HBM3", 1.0), ("of no known name", 4.2 / 3)]
-)
-def test_constants_give_the_times_of_the_gpu_that_was_measured(measured: str, slower: float, tmp_path: Path) -> None:
-    """All are fitted with the rates of an H200. So on an H100 those of an H100 need no correction, and others do."""
-    k = next(k for k in backends.get("cuda").kernels() if k.name == "cuda.spmm_csr")
-    own = {"terms": list(k.terms), "all": [float(t == "memory") for t in k.terms], "tiles": {}}
-    path = tmp_path / "rates.json"
-    path.write_text(json.dumps({"device": measured, "date": "", "commit": "", "kernels": {k.name: own}}))
-    known = rates.read(path)[None][k.name]
-    p, tile = P.changed(n=64), k.best(P.changed(n=64)).tile
-    fitted = k.quantities(p, tile, roofline.H200)[k.terms.index("memory")]
-    assert kernel.tile_us(k, p, tile, roofline.H100, known) == pytest.approx(slower * fitted)
-    assert kernel.tile_us(k, p, tile, roofline.H200, known) == pytest.approx(slower * fitted * 3 / 4.2)
-    assert kernel.tile_us(k, p, tile, roofline.A100, known) == pytest.approx(slower * fitted * 3 / 1.8)
 
 
 def test_shipped_files_agree_with_the_kernels() -> None:
