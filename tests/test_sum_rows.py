@@ -18,6 +18,7 @@ from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.backends.cuda.runtime import row_tiles, row_work
 from spformat.backends.cuda.sum import spmm_sum_rows
 from spformat.backends.cuda.sum.sum_work import block_tasks, merged
+from spformat.products import rates
 from spformat.products.problem import itemsize
 from spformat.products.roofline import SHARED_KB, shared_limit
 from spformat.products.tiles import forced
@@ -109,11 +110,18 @@ def test_scattered_parts_become_one_csr() -> None:
     assert merged(parts[:1]) is parts[0]
 
 
-def test_expected_times_are_known_for_empty_and_full_sums() -> None:
+def test_expected_times_of_empty_and_full_sums() -> None:
+    """With constants of 1, as nothing was measured; without blocks they are those of CSR."""
+    ones = {KERNEL.name: rates.Constants(KERNEL.terms, (1.0,) * len(KERNEL.terms), {}, "this test")}
     for rules in OWN.values():
         for shape in ((64, 64), (0, 64), (64, 0)):
             x = integers(shape, "float16", 0) if min(shape) else np.zeros(shape, np.float16)
-            assert 0 < KERNEL.expected_us(described(sf.decompose(x, *rules), 8)) < 50
+            p = described(sf.decompose(x, *rules), 8)
+            with rates.trying(ones):
+                us = KERNEL.expected_us(p)
+            assert 0 < us < 50
+            if not spmm_sum_rows.blocks_of(p)[0]:
+                assert us == spmm_sum_rows.ROWS_OF_CSR.expected_us(spmm_sum_rows.items_problem(p))
 
 
 @pytest.mark.skipif(bool(emulator.missing()), reason=f"no emulator: {emulator.missing()}")
