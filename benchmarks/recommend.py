@@ -2,11 +2,11 @@
 
 ``sf.recommend`` ranks formats from counts alone. Here all that it ranks for a matrix, dense among them, and sums of
 formats beside them, are converted and measured, and the first is compared with the fastest. The matrices: layers of
-real models with zeros in several patterns, random graphs, and the matrices in ``fixtures/matrices``. ``--device cpu``
-measures on this host.
+real models with zeros in several patterns, random graphs, and the matrices in ``fixtures/matrices``, in turn.
+``--device cpu`` measures on this host.
 
 regret      how much longer the first recommendation takes than the fastest format that was measured, in percent
-tuned       the same for the choice of ``sf.tune`` in ``--budget`` seconds, on every fourth matrix
+tuned       the same for the choice of ``sf.tune`` in ``--budget`` seconds, on every fifth matrix
 held back   a third of the matrices, by a hash of their names. Nothing that chooses may be fitted to them.
 
 Cold caches, contenders in turn, medians; every result is checked against a float64 product first.
@@ -15,16 +15,19 @@ Cold caches, contenders in turn, medians; every result is checked against a floa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import itertools
 import json
 import secrets
 import time
 import zlib
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.sparse
@@ -34,7 +37,7 @@ from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.measure import bench, calibration_cases
 from spformat.measure.layers import LAYERS
 from spformat.measure.tune import device_name, tune
-from spformat.preprocess.structure import analyse
+from spformat.preprocess.structure import Structure, analyse
 
 SUMS = ("bsr:blocksize=32x32,density>=0.5+csr", "two-four+csr", "vector-nm:n=8,m=32,vector_length=32+csr")
 PATTERNS = ("50 % anywhere", "70 % anywhere", "90 % anywhere", "97 % anywhere", "2:4", "8:32 of 32", "blocks of 32",
@@ -81,25 +84,63 @@ def graph(rng: np.random.Generator, nodes: int, kind: str) -> Any:
     return sf.from_scipy(x)
 
 
-def matrices(seed: int, data: Path) -> Iterator[tuple[str, Any]]:
-    """(name, matrix): first those of files, then layers and graphs in turn, without end."""
+class Drawn(NamedTuple):
+    """A matrix, and what is counted of a dense one."""
+
+    name: str
+    x: Any
+    counts: Structure | None
+
+
+def files(data: Path) -> Iterator[Callable[[], Drawn]]:
+    """The matrices in a folder, as CSR."""
     for path in sorted(data.glob("*")) if data.is_dir() else ():
         if path.suffix in (".npz", ".mtx", ".smtx"):
-            opened = sf.open(path)
-            for name in opened:
-                x = opened[name]
+            for name in (opened := sf.open(path)):
                 dtype = np.float16 if "dlmc" in path.name else np.float32
-                yield path.stem, sf.convert(x, "csr").astype(dtype)
-    rng, i = np.random.default_rng(seed), 0
+                yield lambda x=opened[name], dtype=dtype, stem=path.stem: Drawn(
+                    stem, sf.convert(x, "csr").astype(dtype), None
+                )
+
+
+def layers(seed: int) -> Iterator[Callable[[], Drawn]]:
+    """Layers of real models without end, a pattern after the other."""
     shapes = [s for s in LAYERS if 2 * s[0] * s[1] <= MOST_BYTES]
-    while True:
-        (M, K), pattern = shapes[rng.integers(len(shapes))], PATTERNS[i % len(PATTERNS)]
-        name = ("bfloat16", "float16", "float32")[rng.choice(3, p=(0.5, 0.2, 0.3))]
-        yield f"layer {M}x{K} {pattern} {name}", layer(rng, M, K, pattern, name)
-        if i % 5 == 4:
-            nodes, kind = int(rng.integers(2000, 40000)), ("power law", "communities")[i // 5 % 2]
-            yield f"graph {kind} {nodes}", graph(rng, nodes, kind)
-        i += 1
+    for i in itertools.count():
+        rng, pattern = np.random.default_rng([seed, 0, i]), PATTERNS[i % len(PATTERNS)]
+        (M, K), dtype = (
+            shapes[rng.integers(len(shapes))],
+            ("bfloat16", "float16", "float32")[rng.choice(3, p=(0.5, 0.2, 0.3))],
+        )
+
+        def build(rng: Any = rng, M: int = M, K: int = K, pattern: str = pattern, dtype: str = dtype) -> Drawn:
+            x = layer(rng, M, K, pattern, dtype)
+            return Drawn(f"layer {M}x{K} {pattern} {dtype}", x, analyse(x))
+
+        yield build
+
+
+def graphs(seed: int) -> Iterator[Callable[[], Drawn]]:
+    """Random graphs without end, the kinds in turn."""
+    for i in itertools.count():
+        rng, kind = np.random.default_rng([seed, 1, i]), ("power law", "communities")[i % 2]
+        nodes = int(rng.integers(2000, 40000))
+        yield lambda rng=rng, kind=kind, nodes=nodes: Drawn(f"graph {kind} {nodes}", graph(rng, nodes, kind), None)
+
+
+def matrices(seed: int, data: Path, ahead: int = 4) -> Iterator[Drawn]:
+    """Matrices of all kinds in turn, so that any number of them has some of each: a file, two layers, a graph, as long
+    as there are files. ``ahead`` of them are built by other threads while those before are measured."""
+    kinds = {"files": files(data), "layers": layers(seed), "graphs": graphs(seed)}
+    waiting: deque[Any] = deque()
+    with ThreadPoolExecutor(ahead) as pool, contextlib.ExitStack() as stack:
+        stack.callback(pool.shutdown, wait=False, cancel_futures=True)  # where the caller has enough
+        for kind in itertools.cycle(("files", "layers", "graphs", "layers")):
+            build = next(kinds[kind], None)
+            if build is not None:
+                waiting.append(pool.submit(build))
+            if len(waiting) > ahead:
+                yield waiting.popleft().result()
 
 
 def held_back(name: str) -> bool:
@@ -118,11 +159,13 @@ def converted(a: Any, formats: Iterator[str]) -> dict[str, Any]:
     return out
 
 
-def measured(forms: dict[str, Any], n: int, device: str) -> dict[str, float]:
+def measured(forms: dict[str, Any], n: int, device: str, ahead: Any) -> dict[str, float]:
     """Format text -> microseconds of the product with n columns; only those whose result is right."""
     first = next(iter(forms.values()))
     xp = np if device == "cpu" else __import__("cupy")
     B = calibration_cases.operand(xp, first.shape[1], n, "row", first.dtype.name)
+    if ahead is not None:
+        ahead.compile_for([functools.partial(product, a, B) for a in forms.values()])
     runs = []
     for text, a in forms.items():
         try:
@@ -135,27 +178,34 @@ def measured(forms: dict[str, Any], n: int, device: str) -> dict[str, float]:
     return {r.name: r.cold_us for r in results if r.error <= 1 and r.cold_us == r.cold_us}
 
 
-def measure(seed: int, seconds: float, device: str, board: str, budget: float, data: Path) -> list[dict[str, Any]]:
+def product(a: Any, B: Any) -> Any:
+    """A product in new memory, by a new plan."""
+    return sf.plan(a, B=B)(B)
+
+
+def measure(
+    seed: int, seconds: float, device: str, board: str, budget: float, data: Path, ahead: Any
+) -> list[dict[str, Any]]:
     """A row for each matrix and number of columns."""
     end, rows, rng = time.monotonic() + seconds, [], np.random.default_rng(seed)
-    for i, (name, x) in enumerate(matrices(seed, data)):
+    for i, (name, x, counts) in enumerate(matrices(seed, data)):
         if time.monotonic() > end:
             break
-        counts = analyse(x) if isinstance(x, np.ndarray) else None
         widths = sorted({round(1 + 15 * rng.random()), round(16 * 128 ** rng.random())})
         a = x if device == "cpu" else on_device(x, device)
         forms: dict[str, Any] = {}
         for n in widths:
             ranked = sf.recommend(counts or x, n, device=board)
             forms |= converted(a, (t for t in (*(r.format for r in ranked), *SUMS) if t not in forms))
-            us = measured(forms, n, device)
+            us = measured(forms, n, device, ahead)
             first = ranked[0].format
             if first not in us or len(us) < 2:
                 print(f"  {name}, {n} columns: {first} was not measured", flush=True)
                 continue
             row = {"name": name, "n": n, "first": first, "us": us, "held_back": held_back(name),
-                   "expected": {r.format: r.total_us for r in ranked}}  # fmt: skip
-            if i % 4 == 3 and time.monotonic() + budget < end:
+                   "expected": {r.format: r.total_us for r in ranked},
+                   "kernels": {r.format: r.kernels[n] for r in ranked}}  # fmt: skip
+            if i % 5 == 2 and time.monotonic() + budget < end:
                 best = tune(x, n, seconds=budget, device=device, fresh=True)
                 row |= {"tuned": best.format, "tuned_seconds": best.seconds}
             rows.append(row)
@@ -193,10 +243,17 @@ def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield "|---|---|"
     yield f"| all | {described(rows)} |"
     yield f"| held back | {described([r for r in rows if r['held_back']])} |"
+    yield f"| not held back | {described([r for r in rows if not r['held_back']])} |"
+    for kind in ("files", "layer", "graph"):
+        some = [r for name, group in groups.items() if name.startswith(kind) for r in group]
+        count = len({r["name"] for r in some})
+        yield f"| {count} {kind.removesuffix('s')}{'s' * (count != 1)} | {described(some)} |"
     for lo, hi in ((1, 16), (17, 128), (129, 1 << 30)):
         some = [row for row in rows if lo <= row["n"] <= hi]
         yield f"| {lo} to {hi if hi < 1 << 30 else '..'} columns | {described(some)} |"
     for name, some in sorted(groups.items()):
+        if name == "files":
+            continue
         yield f"| {name} | {described(some)} |"
     took = [r["tuned_seconds"] for r in rows if "tuned" in r]
     if took:
@@ -221,7 +278,13 @@ def main() -> None:
     seed = secrets.randbelow(1 << 31) if o.seed is None else o.seed
     like = None if o.device == "cpu" else __import__("cupy").zeros(1)
     board = o.board or ("cpu" if like is None else "H100" if "H100" in device_name(like) else "H200")
-    rows = measure(seed, o.seconds, o.device, board, o.budget, o.data)
+    with contextlib.ExitStack() as stack:
+        ahead = None
+        if like is not None:
+            from spformat.backends.cuda.runtime.compile_ahead import CompileAhead
+
+            ahead = stack.enter_context(CompileAhead())
+        rows = measure(seed, o.seconds, o.device, board, o.budget, o.data, ahead)
     about = bench.environment(np.zeros(1) if like is None else like)
     print(f"seed {seed}, {len(rows)} products, times expected for {board}, {about}\n")
     print("\n".join(summary(rows)))

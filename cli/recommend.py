@@ -58,7 +58,7 @@ def run(
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Formats of each matrix in SRC by the times that products are expected to take, with reasons; writes nothing."""
-    from spformat.checkpoint.fastest import numbers, structure_in
+    from spformat.checkpoint.fastest import matrix_in, numbers
     from spformat.dispatch.recommend import recommend
     from spformat.products.problem import WORKSPACE
 
@@ -71,7 +71,7 @@ def run(
     asked["workspace"] = parse_bytes(max_workspace) if max_workspace else WORKSPACE
     widths = numbers(n)
     rows = [
-        (r.name, recommend(structure_in(f, r), widths, **asked)) for r, f in each_matrix(src, include, "read", as_json)
+        (r.name, recommend(matrix_in(f, r), widths, **asked)) for r, f in each_matrix(src, include, "read", as_json)
     ]
     if as_json:
         print_json({"path": typed(src), "tensors": [{"name": name} | r.to_json() for name, r in rows]})

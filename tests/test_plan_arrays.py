@@ -23,7 +23,7 @@ ATTRIBUTES = {
 MATRICES: dict[str, dict[str, Any]] = {
     "csr": {}, "ell-buckets": {"max_width": 8}, "bsr": {"blocksize": (64, 64)}, "sr-bcrs": {}, "bitmask": {},
     "two-four": {"meta_order": "logical"}, "vector-nm": {"n": 2, "m": 4, "vector_length": 128},
-    "sum": {"rules": ("bsr:blocksize=64x64,density>=0.9", "csr")},
+    "sum": {"rules": ("bsr:blocksize=64x64,density>=0.4", "csr")},
 }  # fmt: skip
 READ_AS_THEY_ARE = {
     "cuda.spmm_bsr", "cuda.spmm_bsr_tokens", "cuda.spmm_vector_nm_tokens", "cuda.expand_then_dense",

@@ -123,6 +123,19 @@ def test_rates_follow_the_device() -> None:
     assert sf.explain(P).expected_us == before
 
 
+def test_a_gpu_that_is_at_hand_has_its_own_rates() -> None:
+    here = P.changed(board="NVIDIA H100 80GB HBM3")
+    for p, q in ((here, P), (here.changed(format="two-four", nnz=8 << 20), P.changed(format="two-four", nnz=8 << 20))):
+        with roofline.on(roofline.H100):
+            assert [a.expected_us for a in sf.explain(q).answers if a] == [
+                a.expected_us for a in sf.explain(p).answers if a
+            ]
+        assert sf.explain(p).expected_us != sf.explain(q).expected_us
+    assert sf.explain(P.changed(board="NVIDIA H200")).expected_us == sf.explain(P).expected_us
+    assert sf.explain(P.changed(board="a GPU that nobody knows")).expected_us == sf.explain(P).expected_us
+    assert here.changed(n=3).board == here.board
+
+
 def test_shipped_files_agree_with_the_kernels() -> None:
     kernels = {k.name: k for name in ("cuda", "vendor", "cpu", "composed") for k in backends.get(name).kernels()}
     found = [table for name in ("h200", "host") for table in rates.read(rates.SHIPPED / f"{name}.json").values()]

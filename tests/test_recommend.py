@@ -128,6 +128,7 @@ def test_the_times_are_those_of_explain(device: str) -> None:
             p = Problem.product(
                 a.name, tuple(a.params().items()), *a.shape, n, a.stored, "bfloat16", "bfloat16", "bfloat16", "col",
                 device="cuda" if board else "cpu", sm=board and board.sm,
+                parts=Operand.of(a, "cuda" if board else "cpu").parts,
             )  # fmt: skip
             with roofline.on(board or roofline.H200):
                 e = sf.explain(p, installed=board is None)
@@ -382,3 +383,37 @@ def test_commands_that_are_refused(model: Path, args: list[str], message: str) -
     r = command(args[0], model, *args[1:])
     assert r.code == 2, r.out
     assert message in re.sub(r"[\s│]+", " ", r.err)
+
+
+def test_a_matrix_with_dense_blocks_is_considered_as_a_sum() -> None:
+    """What the sum is said to store, and its bytes, are those of the sum itself."""
+    rng = np.random.default_rng(4)
+    keep = np.kron(rng.random((5, 7)) < 0.3, np.ones((64, 64), bool))[:300, :430]
+    keep |= rng.random((300, 430)) < 0.02
+    keep &= rng.random((300, 430)) < 0.9
+    x = np.where(keep, rng.integers(1, 100, keep.shape), 0).astype(np.float32)
+    for a in (x, sf.convert(x, "csr")):
+        got = sf.recommend(a, [16, 300])
+        sums = {r.format: r for r in got if "+" in r.format}
+        assert set(sums) == {f"bsr:blocksize={b}x{b},density>=0.5+csr" for b in (32, 64)}
+        for text, r in sums.items():
+            s = sf.convert(x, text)
+            assert (r.stored, r.nbytes) == (s.stored, s.nbytes)
+            assert r.padding == 1 - s.to_csr().nnz / s.stored
+            b = int(text.split("x")[1].split(",")[0])
+            blocks = s.parts[0].stored // (b * b)
+            share = 100 * s.parts[0].to_csr().without_zeros().nnz / s.to_csr().nnz
+            assert (
+                r.reasons[0] == f"{blocks} blocks of {b}x{b} are at least half full, with {share:.1f} % of the nonzeros"
+            )
+    assert not [r for r in sf.recommend(structure_of(x), 16) if "+" in r.format]
+    assert not [r for r in sf.recommend(half(256, 512), 16) if "+" in r.format]  # all blocks are half full
+
+
+def test_the_parts_of_a_sum_go_to_the_device_of_its_problem() -> None:
+    """``explain --gpu`` of a file of sums asked the kernels of the host for the parts: 900 us where a GPU takes 20."""
+    s = sf.convert(in_blocks(256, 512, 32, 0.3), "bsr:blocksize=64x64,density>=0.5+csr")
+    there = Operand.of(s, "cuda")
+    p = Problem.product("sum", (), *s.shape, 64, s.stored, "float32", "float32", "float32", parts=Operand.of(s).parts)
+    assert [x.device for x in p.operands[0].parts] == ["cpu", "cpu"]
+    assert p.changed(device="cuda", sm=90).operands[0].parts == there.parts

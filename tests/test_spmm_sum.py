@@ -214,8 +214,9 @@ def cp() -> Any:
 
 
 def product(
-    cp: Any, s: Format, B: np.ndarray[Any, Any], layouts: tuple[str, str], out: str, pad: int, **epilogue: Any
-) -> Any:
+    cp: Any, s: Format, B: np.ndarray[Any, Any], layouts: tuple[str, str], out: str, pad: int,
+    kernel: str = KERNEL.name, **epilogue: Any,
+) -> Any:  # fmt: skip
     """C on the host, after checks: the guards are intact, and a second call gives the same bits."""
     guarded = Guarded(cp, (s.shape[0], B.shape[1]), VALUE_TYPES[out].numpy, layouts[1], pad)
     b, old = on_device(cp, B, layouts[0], pad), epilogue.pop("old", None)
@@ -224,7 +225,7 @@ def product(
         guarded.out.fill(float("nan"))
         if old is not None:
             guarded.out[...] = cp.asarray(old)
-        sf.spmm(s, b, guarded.out, KERNEL.name, **epilogue)
+        sf.spmm(s, b, guarded.out, kernel, **epilogue)
         results.append(guarded.out.get())
     assert guarded.intact()
     assert all(

@@ -65,8 +65,13 @@ class Fastest:
         return f"{FASTEST}:n={n},device={self.device},objective={self.objective},b_layout={self.b_layout}"
 
     def recommend(self, x: Any, device: str | Device = "") -> Recommendations:
-        """The recommendations for a matrix or its Structure. device: instead of its own."""
-        return recommend(x, self.n, device=device or self.device, objective=self.objective, b_layout=self.b_layout)
+        """The recommendations for a matrix or its Structure. device: instead of its own.
+
+        By the counts alone, as they are in a plan: sums, which need the matrix itself, are not among them.
+        """
+        return recommend(
+            structure_of(x), self.n, device=device or self.device, objective=self.objective, b_layout=self.b_layout
+        )
 
 
 def numbers(text: str, separator: str = ",") -> tuple[int, ...]:
@@ -110,7 +115,13 @@ def resolved_for_all(target: str, structures: Iterable[Structure]) -> str:
 
 
 def structure_in(f: Any, r: Record) -> Structure:
-    """The structure of a matrix in an open file, read in chunks of rows if it is plain and large; else whole.
+    """The structure of a matrix in an open file; the arguments are those of ``matrix_in``."""
+    return structure_of(matrix_in(f, r))
+
+
+def matrix_in(f: Any, r: Record) -> Any:
+    """A matrix in an open file, for ``recommend``; of a plain and large one, which is read in chunks of rows, the
+    structure.
 
     f: a shard, or the ``StackedFile`` of one for a matrix of a stack. Raises what reading raises.
     """
@@ -118,7 +129,7 @@ def structure_in(f: Any, r: Record) -> Structure:
     plain = len(r.arrays) == 1 and next(iter(r.arrays.values()))[1] == r.shape
     if hasattr(f, "read_rows") and plain and product(*r.shape, kind.itemsize) > CHUNK_BYTES:
         return of_row_chunks(_row_chunks(f, r, kind))
-    return structure_of(f.read(r.name) if r.format else f.array(r.name))
+    return f.read(r.name) if r.format else f.array(r.name)
 
 
 def _row_chunks(f: Any, r: Record, kind: np.dtype[Any]) -> Iterator[Array]:

@@ -281,13 +281,13 @@ def problem_of(
     a, (M, K) = Operand.of(A), A.matrix_shape
     b = b_dtype or a.dtype
     result = result_dtype(a.dtype, b) if out_dtype is None else _dtype_name(out_dtype)
-    sm, device_id = (None, 0) if a.device == "cpu" else cuda_device_of(A)
+    sm, device_id, board = (None, 0, "") if a.device == "cpu" else cuda_device_of(A)
     if epilogue and result in ("int32", "int64"):
         raise TypeError(f"alpha, beta and bias need a C of floating-point values, got {result}; give out in float32")
     return Problem.product(
         a.format, a.params, M, K, columns(n), a.stored, a.dtype, b, result, b_layout, out_layout,
         a.device, sm, device_id, epilogue, operation=operation, workspace=workspace, parts=a.parts,
-        row_length=A.row_length(),
+        row_length=A.row_length(), board=board,
     )  # fmt: skip
 
 

@@ -15,8 +15,11 @@ from ..arrays.dtypes import value_type
 from ..errors import UsageError
 from ..formats import parse_spec, registered, spec_text
 from ..formats.base import Format
+from ..formats.bsr import BSR
+from ..formats.csr import CSR
 from ..formats.dense import Dense
-from ..preprocess.coordinates import structure_of
+from ..formats.sum import Sum
+from ..preprocess.coordinates import DenseBlocks, dense_blocks_of, structure_of
 from ..preprocess.structure import Structure
 from ..products import rates, roofline
 from ..products.problem import ROW, WORKSPACE, Operand, Problem, columns, result_dtype
@@ -167,13 +170,16 @@ def recommend(
     b_layout: "row", or "col" (torch's x of a linear layer). workspace, backend: as for ``plan``.
     more: further format texts to consider ("sr-bcrs:stride=4").
 
+    A matrix on the host with blocks of 32 or 64 that are at least half full is also considered as a sum: those blocks,
+    and the rest in csr, where that is at most a tenth full. The counts of a ``Structure`` do not tell that.
+
     Dense is always among them. A format that cannot hold A exactly is not: ``excluded`` says why. Expected times are
     those of ``explain``; how far they are from measured ones is on the page about recommendations.
 
     Raises UsageError for an unknown device or objective, an n below 1, or a matrix on a device; what ``convert`` raises
     for values that are not representable.
     """
-    counts = structure_of(A)
+    counts, covers = structure_of(A), dense_blocks_of(A)
     if dtype is not None:
         counts = replace(counts, dtype=value_type(dtype).name)
     if objective not in OBJECTIVES:
@@ -187,12 +193,13 @@ def recommend(
     asked = _Asked(counts, widths, target, b_layout, workspace, backend)
     with roofline.on(target) if target else nullcontext(), rates.read_once():
         ranked, excluded = asked.candidates(more)
+        ranked += map(asked.sum_of_blocks, covers)
         line = rates.source(asked.problem(Operand(Dense.name, counts.shape, counts.dtype), widths[0]))
     second = "bytes" if objective == "time" else "time"
     ranked.sort(key=lambda r: (r.value(objective), r.value(second)))  # stable: of equal ones, the simpler
     name = target.name if target else "cpu"
     return Recommendations(
-        counts.shape, counts.dtype, name, widths, objective, line, _statistics(counts),
+        counts.shape, counts.dtype, name, widths, objective, line, _statistics(counts, covers),
         _with_reasons(ranked, objective, target is not None), excluded,
     )  # fmt: skip
 
@@ -265,7 +272,24 @@ class _Asked:
         if text not in found:
             found[text] = self._recommendation(text, fmt, a, params)
 
+    def sum_of_blocks(self, cover: DenseBlocks) -> Recommendation:
+        """The sum of the blocks that are at least half full, and of the rest in CSR."""
+        shape, dtype, b = self.counts.shape, self.counts.dtype, cover.size
+        rest = replace(self.counts, nnz=self.counts.nnz - cover.nonzeros)
+        blocks, params = replace(rest, blocks={b: (cover.blocks, 0)}), {"blocksize": (b, b)}
+        nbytes = (BSR.bytes_of(blocks, params) or 0) + (CSR.bytes_of(rest, {}) or 0)
+        pairs: tuple[tuple[type[Format], dict[str, Any], int], ...]
+        pairs = (BSR, params, cover.blocks * b * b), (CSR, {}, rest.nnz)
+        parts = [Operand(f.name, shape, dtype, tuple(q.items()), n, device=self.place) for f, q, n in pairs]
+        a = Operand(Sum.name, shape, dtype, (), sum(x.stored for x in parts), device=self.place, parts=tuple(parts))
+        share = 100 * (cover.nonzeros / self.counts.nnz)
+        half = f"{cover.blocks} blocks of {b}x{b} are at least half full, with {share:.1f} % of the nonzeros"
+        return self._described(f"bsr:blocksize={b}x{b},density>=0.5+csr", a, nbytes, half)
+
     def _recommendation(self, text: str, fmt: type[Format], a: Operand, params: dict[str, Any]) -> Recommendation:
+        return self._described(text, a, fmt.bytes_of(self.counts, params), fmt.remark(self.counts, params))
+
+    def _described(self, text: str, a: Operand, nbytes: int | None, remark: str) -> Recommendation:
         us: dict[int, float | None] = {}
         kernels: dict[int, str | None] = {}
         workspace: dict[int, int] = {}
@@ -279,10 +303,8 @@ class _Asked:
                 kernel = next(k for k in backend.kernels() if k.name == answer.chosen)
                 workspace[n] = kernel.workspace_bytes(p)
         padding = 1 - self.counts.nnz / a.stored if a.stored else 0.0
-        remark = fmt.remark(self.counts, params)
         return Recommendation(
-            text, us, kernels, fmt.bytes_of(self.counts, params), workspace, a.stored, max(0.0, padding),
-            (remark,) if remark else (),
+            text, us, kernels, nbytes, workspace, a.stored, max(0.0, padding), (remark,) if remark else (),
         )  # fmt: skip
 
 
@@ -298,8 +320,9 @@ def _with_reasons(ranked: list[Recommendation], objective: str, on_gpu: bool) ->
                 said.append(f"stay dense: {rest[0].format}, the next, expects {_us(rest[0].total_us)} in all")
         elif dense is not None and (text := _speed(r, dense)):
             said.append(text)
+        most = max(r.workspace.values(), default=0)  # the text of a recommendation names the largest
         for n, nbytes in r.workspace.items():
-            if nbytes:
+            if nbytes and nbytes == most:
                 said.append(f"{r.kernels[n]} needs {_mib(nbytes)} of workspace at {n} columns")
         below = [n for n, us in r.expected_us.items() if us is not None and us < LAUNCH_US]
         if on_gpu and below:
@@ -317,7 +340,7 @@ def _speed(r: Recommendation, dense: Recommendation) -> str:
     return "times the speed of dense: " + ", ".join(ratios) if ratios else ""
 
 
-def _statistics(s: Structure) -> dict[str, Any]:
+def _statistics(s: Structure, covers: list[DenseBlocks]) -> dict[str, Any]:
     """The counts that reasons rest on, as JSON types."""
     return {
         "nnz": s.nnz,
@@ -325,6 +348,7 @@ def _statistics(s: Structure) -> dict[str, Any]:
         "rows": {"mean": s.mean_row, "longest": s.longest_row, "spread": s.row_spread},
         "gather_reuse": {str(h): s.gather_reuse(h) for h in s.vector_counts},
         "block_fill": {str(b): s.block_fill(b) for b in s.blocks},
+        "half_full_blocks": {str(c.size): {"blocks": c.blocks, "share": c.nonzeros / s.nnz} for c in covers},
         "two_four_share": s.two_four_share,
     }
 
@@ -337,6 +361,8 @@ def _described(s: dict[str, Any]) -> Iterator[str]:
     yield f"rows: {rows['mean']:.1f} nonzeros on average, {longest}"
     yield "gather reuse: " + ", ".join(f"{v:.1f} at height {h}" for h, v in s["gather_reuse"].items())
     yield "block fill: " + ", ".join(f"{100 * v:.1f} % at {b}" for b, v in s["block_fill"].items())
+    for b, c in s.get("half_full_blocks", {}).items():  # of an earlier version: not counted
+        yield f"blocks of {b}x{b} at least half full: {c['blocks']}, with {100 * c['share']:.1f} % of the nonzeros"
     yield f"groups of four that fit 2:4: {100 * s['two_four_share']:.1f} %"
 
 

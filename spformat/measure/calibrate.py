@@ -109,7 +109,10 @@ def measure(scope: Scope, compile_ahead: Any = None) -> Iterator[Point]:
     compile_ahead: a ``CompileAhead`` of the CUDA backend, to compile the kernels of a matrix in several processes.
     """
     xp = _library(scope.device)
-    sm = None if scope.device == "cpu" else int(xp.cuda.Device().compute_capability)
+    sm, board = None, ""
+    if scope.device != "cpu":
+        sm = int(xp.cuda.Device().compute_capability)
+        board = xp.cuda.runtime.getDeviceProperties(xp.cuda.Device().id)["name"].decode()
     watch = clock(xp.empty(1, np.float32))
     end, rng, number, refused = time.monotonic() + scope.seconds, random.Random(scope.seed), 0, 0
     for spec in scope.specs():
@@ -127,7 +130,8 @@ def measure(scope: Scope, compile_ahead: Any = None) -> Iterator[Point]:
             _note(str(spec), e)
             continue
         refused = 0
-        drawn = [(p, _runs(scope, a, p, xp, rng)) for p in _problems(spec, a, scope.device, sm) if _is_wanted(scope, p)]
+        every = (p.changed(board=board) for p in _problems(spec, a, scope.device, sm))
+        drawn = [(p, _runs(scope, a, p, xp, rng)) for p in every if _is_wanted(scope, p)]
         if compile_ahead is not None:
             compile_ahead.compile_for(
                 [functools.partial(_once, run) for _, runs in drawn for run in runs], lambda: time.monotonic() > end

@@ -113,7 +113,7 @@ def load(paths: Sequence[Path]) -> Loaded:
             known = kernels_by_name("cpu" if heads[-1].sm is None else "cuda")
             for product in tree["products"]:
                 case += 1
-                points += _points(product, heads[-1].sm, known, case, left_out)
+                points += _points(product, heads[-1], known, case, left_out)
         except _DAMAGED as e:
             if isinstance(e, InputError) and e.path:
                 raise
@@ -141,7 +141,7 @@ def _joined(heads: Sequence[About]) -> About:
 
 
 def _points(
-    product: Mapping[str, Any], sm: int | None, known: Mapping[str, Kernel], case: int, left_out: Counter[str]
+    product: Mapping[str, Any], about: About, known: Mapping[str, Kernel], case: int, left_out: Counter[str]
 ) -> Iterator[Point]:
     for name in _FIELDS:
         wanted = int if name in ("M", "K", "n", "nnz") else str
@@ -150,7 +150,8 @@ def _points(
             raise ValueError(f"{name} of a product: {product[name]!r:.80}")
     params = tuple(by_name(product["format"]).resolve_params(product["params"]).items())
     own = {f: product[f] for f in _FIELDS}
-    p = Problem.product(params=params, device="cpu" if sm is None else "cuda", sm=sm, **own)
+    where = {"device": "cpu"} if about.sm is None else {"device": "cuda", "sm": about.sm, "board": about.device}
+    p = Problem.product(params=params, **own, **where)
     for name, tile, us in product["times"]:
         if type(us) not in (int, float) or not math.isfinite(us) or us <= 0:
             raise ValueError(f"microseconds of {name!s:.80}: {us!r:.40}")

@@ -187,7 +187,7 @@ def tune(
     where = parse_device(device)
     like = _array_on(where)
     target = "cpu" if where is None else _board(like)
-    ranked = recommend(counts, n, device=target, b_layout=b_layout)
+    ranked = recommend(A, n, device=target, b_layout=b_layout)
     blank = Tuned(
         fingerprint(counts), counts.shape, counts.dtype, ranked.n, b_layout, device_name(like), _version(),
         time.strftime("%Y-%m-%d"), (), 0.0, seconds,

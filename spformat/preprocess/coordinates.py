@@ -7,13 +7,15 @@ structures of strips of rows, so that a matrix that is larger than memory is cou
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
-from ..arrays.dtypes import value_type
+from ..arrays.dtypes import nonzero_mask, value_type
 from ..arrays.library import Array, ceil_div
-from ..arrays.segments import distinct
+from ..arrays.segments import counts_of, distinct
 from ..errors import UsageError
+from ..formats.base import Format
 from ..formats.csr import CSR
 from ..formats.dense import Dense
 from ..formats.foreign import as_format
@@ -38,6 +40,66 @@ def structure_of(x: object) -> Structure:
     if isinstance(a, Dense):
         return analyse(a.data)
     return of_csr(a.to_csr()) if a.device == "cpu" else analyse(a.to_dense())
+
+
+class DenseBlocks(NamedTuple):
+    """The blocks of one size of which at least half of the stored places are nonzero."""
+
+    size: int
+    """Rows and columns of a block."""
+    blocks: int
+    nonzeros: int
+    """In those blocks."""
+
+
+SUM_BLOCKS = (32, 64)
+"""Sizes of blocks that are considered for a sum of blocks and the rest, each twice the one before."""
+
+
+def dense_blocks_of(x: object) -> list[DenseBlocks]:
+    """The blocks of 32 and of 64 that are at least half full, where a matrix has nonzeros elsewhere, too, and at most a
+    tenth of the places there are nonzero.
+
+    Nothing for a ``Structure`` and for a matrix on a device. Of a dense one all elements are read, else O(nnz).
+    """
+    if isinstance(x, Structure):
+        return []
+    m = as_format(x)
+    if m.device != "cpu":
+        return []
+    (M, K), found, counted = m.shape, [], _counts_in_blocks(m)
+    for b, counts in counted.items():
+        full = counts[2 * counts >= b * b]
+        blocks, nonzeros, nnz = int(full.size), int(full.sum()), int(counts.sum())
+        if 0 < nonzeros < nnz and 10 * (nnz - nonzeros) <= max(0, M * K - blocks * b * b):
+            found.append(DenseBlocks(b, blocks, nonzeros))
+    return found
+
+
+def _counts_in_blocks(m: Format) -> dict[int, Array]:
+    """Size of a block -> int64: the nonzeros of each block, or of each that has some."""
+    (M, K), smallest = m.shape, SUM_BLOCKS[0]
+    if isinstance(m, Dense):
+        counts = np.zeros((ceil_div(M, smallest), ceil_div(K, smallest)), np.int64)
+        for i in range(0, M if K else 0, STRIP):
+            columns = np.add.reduceat(
+                nonzero_mask(m.data[i : i + STRIP]), np.arange(0, K, smallest), axis=1, dtype=np.int64
+            )
+            lines = np.add.reduceat(columns, np.arange(0, len(columns), smallest), axis=0)
+            counts[i // smallest : i // smallest + len(lines)] = lines
+        out = {smallest: counts}
+        for b in SUM_BLOCKS[1:]:
+            for axis, extent in enumerate(counts.shape):
+                counts = np.add.reduceat(counts, np.arange(0, extent, b // smallest), axis=axis) if extent else counts
+            out[b] = counts
+        return {b: c.reshape(-1) for b, c in out.items()}
+    a = m.to_csr().without_zeros()
+    rows, cols, out = a.rows(), a.indices.astype(np.int64), {}
+    for b in SUM_BLOCKS:
+        across = ceil_div(K, b)
+        keys, bound = rows // b * across + cols // b, ceil_div(M, b) * across
+        out[b] = counts_of(keys, bound) if bound <= 4 * keys.size + (1 << 20) else _runs(np.sort(keys))
+    return out
 
 
 def of_csr(a: CSR) -> Structure:

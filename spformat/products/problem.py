@@ -12,7 +12,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from ..arrays.dtypes import VALUE_TYPES, value_type
-from ..arrays.library import device_of
+from ..arrays.library import device_of, namespace
 from ..errors import UsageError
 from ..formats.base import Format
 from ..formats.hooks import Counts
@@ -90,6 +90,12 @@ class Operand:
         """ "dense" or "sparse"."""
         return DENSE if self.format == DENSE else "sparse"
 
+    def on(self, device: str) -> Self:
+        """The same on "cpu" or "cuda", all parts with it."""
+        if self.device == device and not self.parts:
+            return self
+        return replace(self, device=device, parts=tuple(p.on(device) for p in self.parts))
+
     @classmethod
     def of(cls, x: Any, device: str | None = None) -> Self:
         """The description of a matrix, an array, or a tensor's record in a file. ``device``: instead of its own."""
@@ -119,10 +125,19 @@ class Operand:
         return cls(name, r.shape, r.dtype, tuple(r.params.items()), r.stored, device=device, parts=parts)
 
 
-def cuda_device_of(x: Format) -> tuple[int, int]:
-    """(compute capability, as 90 for sm_90, number) of the device on which a matrix is."""
-    device = x.resident().device
-    return int(device.compute_capability), device.id
+def cuda_device_of(x: Format) -> tuple[int, int, str]:
+    """(compute capability, as 90 for sm_90, number, ``Problem.board``) of the device on which a matrix is."""
+    array = x.resident()
+    device = array.device
+    board = _boards.get(device.id)
+    if board is None:
+        name: bytes = namespace(array).cuda.runtime.getDeviceProperties(device.id)["name"]
+        board = _boards[device.id] = name.decode()
+    return int(device.compute_capability), device.id, board
+
+
+_boards: dict[int, str] = {}
+"""``Problem.board`` of the devices that were asked for."""
 
 
 def layout_of(x: Any) -> str:
@@ -198,6 +213,9 @@ class Problem:
     row_length: int = 0
     """Stored items of the row, or row of blocks, of A in which an average item lies (``Format.row_length``); 0: not
     known."""
+    board: str = ""
+    """The GPU as its vendor calls it ("NVIDIA H100 80GB HBM3"), whose rates are used if they are known. Empty for one
+    that is not at hand: then those of the architecture."""
 
     def __hash__(self) -> int:
         return self._hash
@@ -213,7 +231,7 @@ class Problem:
         b_dtype: str, out_dtype: str, b_layout: str = ROW, out_layout: str = ROW, device: str = "cpu",
         sm: int | None = None, device_id: int = 0, epilogue: bool = False, *, operation: str = "spmm",
         workspace: int = WORKSPACE, parts: tuple[Operand, ...] = (), b_alignment: int = 0, out_alignment: int = 0,
-        row_length: int = 0,
+        row_length: int = 0, board: str = "",
     ) -> Self:  # fmt: skip
         """The problem of a product from plain numbers, for a matrix or a GPU that need not exist here.
 
@@ -223,14 +241,15 @@ class Problem:
             if layout not in (ROW, COL, STRIDED):
                 raise UsageError(f"{name}: expected {ROW}, {COL} or {STRIDED}, got {layout!r:.80}")
         rows, inner = (K, M) if operation == "spmm_transposed" else (M, K)
-        a = Operand(format, (M, K), a_dtype, params, nnz, device=device, parts=parts)
+        a = Operand(format, (M, K), a_dtype, params, nnz, device=device, parts=tuple(p.on(device) for p in parts))
         b = Operand(DENSE, (inner, n), b_dtype, (), inner * n, b_layout, b_alignment, device)
         out = Operand(DENSE, (rows, n), out_dtype, (), rows * n, out_layout, out_alignment, device)
-        return cls(operation, (a, b), out, sm, device_id, epilogue, workspace, row_length)
+        return cls(operation, (a, b), out, sm, device_id, epilogue, workspace, row_length, board)
 
     def changed(self, **changes: Any) -> Self:
         """A product with other values of the properties below (``n=8``, ``out_dtype="float32"``)."""
-        own = {k: changes.pop(k) for k in ("sm", "device_id", "epilogue", "workspace", "row_length") if k in changes}
+        names = ("sm", "device_id", "epilogue", "workspace", "row_length", "board")
+        own = {k: changes.pop(k) for k in names if k in changes}
         if not changes:
             return replace(self, **own)
         fields: dict[str, Any] = {
@@ -243,7 +262,7 @@ class Problem:
         for name in ("b", "out"):  # another layout has other lines
             if f"{name}_layout" in changes:
                 fields[f"{name}_alignment"] = 0
-        rest = {"sm": self.sm, "device_id": self.device_id, "epilogue": self.epilogue, "workspace": self.workspace}
+        rest = {name: getattr(self, name) for name in ("sm", "device_id", "epilogue", "workspace", "board")}
         return type(self).product(**(fields | rest | own | changes))
 
     # ---------------------------------------------------------------- the names of a product

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -70,6 +71,12 @@ DEVICES = {d.name: d for d in (H200, H100, A100)}
 processors), those of the others are scaled by bandwidth and clock."""
 _OF_ARCHITECTURE = {d.sm: d for d in reversed(DEVICES.values())}
 """The first device of each architecture."""
+
+
+@functools.lru_cache(maxsize=64)
+def board_named(text: str) -> Device | None:
+    """The device of ``DEVICES`` whose name is a word of a text ("NVIDIA H100 80GB HBM3"), or None."""
+    return next((d for d in DEVICES.values() if d.name in text.split()), None)
 
 
 def tile_intensity(
@@ -164,10 +171,11 @@ def on(device: Device) -> Iterator[None]:
 
 
 def device_of(p: Problem) -> Device:
-    """The device whose rates are used for a problem: that of an ``on`` block, of its architecture, or the H200."""
+    """The device whose rates are used for a problem: that of an ``on`` block, the problem's own, that of its
+    architecture, or the H200."""
     if p.device == "cpu":
         return HOST
-    return _assumed_device.get() or _OF_ARCHITECTURE.get(p.sm or 0, H200)
+    return _assumed_device.get() or board_named(p.board) or _OF_ARCHITECTURE.get(p.sm or 0, H200)
 
 
 SHARED_KB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}

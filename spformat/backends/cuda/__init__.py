@@ -22,6 +22,7 @@ from .sr_bcrs.spmm_sr_bcrs import SpmmSRBCRS
 from .sr_bcrs.spmm_sr_bcrs_sm90a import SpmmSRBCRSHopper
 from .sr_bcrs.spmm_sr_bcrs_tc import SpmmSRBCRSTensor
 from .sum.spmm_sum import SpmmSum
+from .sum.spmm_sum_rows import SpmmSumRows
 from .two_four import spmm_two_four
 from .two_four.spmm_two_four_shares_sm90a import SpmmTwoFourShares
 from .two_four.spmm_two_four_sm90 import SpmmTwoFourSm90
@@ -68,6 +69,7 @@ KERNELS: tuple[CudaKernel, ...] = (
     SpmmSum(),
     SpmmTwoFourShares(),
     SpmmCSRTokens(),
+    SpmmSumRows(),
 )
 """One line per kernel. Of kernels that expect the same time, the first is chosen."""
 

@@ -43,8 +43,8 @@ def product_problem(
         raise TypeError(f"alpha, beta and bias need a C of floating-point values, got {result}; give out in float32")
     b = Operand(DENSE, B.shape, b_dtype, (), int(B.size), layout_of(B), alignment_of(B), a.device)
     c = Operand(DENSE, shape, result, (), shape[0] * shape[1], layout, lines, a.device)
-    sm, device_id = cuda_device_of(A) if on_device else (None, 0)
-    return Problem(operation, (a, b), c, sm, device_id, epilogue, workspace, A.row_length())
+    sm, device_id, board = cuda_device_of(A) if on_device else (None, 0, "")
+    return Problem(operation, (a, b), c, sm, device_id, epilogue, workspace, A.row_length(), board)
 
 
 def operand_type(name: str, x: Any) -> str:

@@ -1,6 +1,8 @@
-"""What a fused product of a sum derives from its parts: the scattered nonzeros, tile after tile, and a table of tasks.
+"""What fused products of a sum derive from its parts: the scattered nonzeros, tile after tile or row after row, and
+tables of tasks.
 
-Both are computed with numpy or CuPy, so this runs, and is tested, without a GPU. The kernel is in spmm_sum.cu.
+All are computed with numpy or CuPy, so this runs, and is tested, without a GPU. The kernels are in spmm_sum.cu and
+spmm_sum_rows.cu.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import numpy as np
 
 from ....arrays.dtypes import bits
 from ....arrays.library import Array, ceil_div, namespace
-from ....arrays.segments import counts_of, offsets_from_counts, rank_in_row, rows_of, stable_order
+from ....arrays.segments import counts_of, offsets_from_counts, pointer, rank_in_row, rows_of, stable_order
 from ....formats.csr import CSR
 
 CHUNK = 64
@@ -125,3 +127,54 @@ def tasks(first_block: Array, blocks: Array, width: int, first_item: Array, budg
     counts = parts[cut_tile]
     cuts = xp.stack((offsets_from_counts(counts)[:-1], counts), axis=1).astype(np.int32)
     return Tasks(xp.ascontiguousarray(xp.stack(columns, axis=1)[order]), cuts, int(counts.sum()))  # synchronize!
+
+
+def merged(parts: list[CSR]) -> CSR:
+    """The items of several matrices of one shape as one CSR, row after row, those of each row part after part.
+
+    Columns do not ascend in a row, and stored zeros stay.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    xp, (M, _) = namespace(parts[0].data), parts[0].shape
+    rows = xp.concatenate([p.rows() for p in parts])
+    order = stable_order(rows, M)
+    columns = xp.concatenate([p.indices for p in parts])[order]
+    values = xp.concatenate([bits(p.data) for p in parts])[order]
+    indptr = pointer(counts_of(rows, M), rows.size)
+    return CSR.trusted(shape=parts[0].shape, indptr=indptr, indices=columns, data=values.view(parts[0].dtype))
+
+
+class BlockTasks(NamedTuple):
+    """What thread blocks multiply at a time: some neighbouring blocks of a tile of rows."""
+
+    tasks: Array
+    """int64[tasks, 3], the longest first: first block; number of blocks | number of the task << 32; tile."""
+    of_tile: Array
+    """int32[tiles, 2]: the first of the tile's tasks by its number, and how many it has."""
+
+    @property
+    def number(self) -> int:
+        """Tasks of all tiles."""
+        return len(self.tasks)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.tasks.nbytes + self.of_tile.nbytes)
+
+
+def block_tasks(first: Array, counts: Array, most: int) -> BlockTasks:
+    """The tasks of tiles with ``counts`` blocks from block ``first`` on, int64[tiles], each of ``most`` blocks or less.
+
+    The blocks of a tile are dealt to its tasks evenly. A tile without blocks has no task.
+    """
+    xp = namespace(counts)
+    parts = -(-counts // most)
+    offsets = offsets_from_counts(parts)
+    total = int(offsets[-1])  # synchronize!
+    tile = rows_of(offsets, total)
+    rank, of_tile = rank_in_row(offsets, tile), counts[tile]
+    begin, end = of_tile * rank // parts[tile], of_tile * (rank + 1) // parts[tile]
+    columns = first[tile] + begin, (end - begin) | (xp.arange(total, dtype=np.int64) << 32), tile
+    table = xp.stack(columns, axis=1)[xp.argsort(begin - end, kind="stable")]
+    return BlockTasks(xp.ascontiguousarray(table), xp.stack((offsets[:-1], parts), axis=1).astype(np.int32))
