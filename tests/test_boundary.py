@@ -29,6 +29,7 @@ def test_an_array_on_a_device_starts_on_a_boundary(world: World, monkeypatch: py
     assert on_boundary(there) is there
     entered: list[Any] = []
     with monkeypatch.context() as watched:
+        watched.setattr(world.cupy.cuda.runtime, "getDevice", lambda: away.device.id + 1)
         watched.setattr(type(away.device), "__enter__", lambda scope: entered.append(scope))
         copied = on_boundary(away)
     assert len(entered) == 1, "copied to the device that is current, not to its own"

@@ -58,8 +58,8 @@ def test_while_it_is_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manifest would have the hash of a file that was not converted."""
     write = parts.write_shard
 
-    def written(source: Any, shard: str, *given: Any) -> Any:
-        outcomes = write(source, shard, *given)
+    def written(source: Any, shard: str, *given: Any, **named: Any) -> Any:
+        outcomes = write(source, shard, *given, **named)
         if shard.startswith("model-00002"):
             replace_second(model, OTHER["other values"])
         return outcomes
