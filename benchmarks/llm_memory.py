@@ -36,8 +36,9 @@ def synchronize(a: argparse.Namespace) -> None:
 
 
 def release(a: argparse.Namespace) -> None:
-    """Give back what the allocators cache."""
+    """Give back what models no longer use, and what the allocators cache."""
     gc.collect()
+    gc.collect()  # orders of kernels are free only after a second collection (seen on a GPU)
     if a.device.type == "cuda":
         torch.cuda.empty_cache()
         cupy().get_default_memory_pool().free_all_blocks()
