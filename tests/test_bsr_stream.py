@@ -230,7 +230,7 @@ def equal():
     return True
 
 
-three_runs(equal, planted, shuffle_blocks=True, timeout=4.0)
+three_runs(equal, planted, timeout=4.0)
 """
 
 
@@ -240,13 +240,13 @@ three_runs(equal, planted, shuffle_blocks=True, timeout=4.0)
     [
         ("", "", "equal"),
         ("float acc[TN / 2] = {};", "float acc[TN / 2] = {1.0f};", "DIFFERENT"),
-        ("done < tile_end; ++next", "done < 0; ++next", "DIFFERENT"),
-        ("done = share_start(total, blocks, next + 1);", "done = tile_end;", "DIFFERENT"),
+        ("if (end < tile_end)", "if (end < 0)", "DIFFERENT"),
+        ("share + 1 + others) < tile_end)", "share + 1 + others) < 0)", "DIFFERENT"),
         ("share * (steps / blocks) + min(share, steps % blocks)", "share * (steps / blocks)", "DIFFERENT"),
         ("barrier::wait(full + 8 * stage, phase);", "", "deadlock|more arrivals at an mbarrier than its phase has"),
         ("barrier::wait(empty + 8 * stage, phase ^ 1);", "", "deadlock|more arrivals|in flight|DIFFERENT"),
-        ("atomicExch(flag, 1u);", "atomicExch(flag, 0u);", "a thread that waits for another block that does not run yet"),
-        ("blocks - 1 - static_cast<int>(started(flags + blocks, blocks))", "static_cast<int>(started(flags + blocks, blocks))",
+        ('"r"(1u)', '"r"(0u)', "a thread that waits for another block that does not run yet"),
+        ("share = blocks - 1 - blockIdx.x", "share = blockIdx.x",
          "a thread that waits for another block that does not run yet"),
         ("k < 0) continue;", "k < -1) continue;", "deadlock|DIFFERENT|no multiple of 16 bytes"),
         ("some ? end : at", "end", "deadlock|DIFFERENT"),

@@ -163,7 +163,7 @@ def equal():
     return True
 
 
-three_runs(equal, planted, shuffle_blocks=True, timeout=4.0)
+three_runs(equal, planted, timeout=4.0)
 """
 
 
@@ -179,12 +179,13 @@ def planted(old: str, new: str, **changes: Any) -> str:
     [
         ("", "", "equal"),
         ("slab > 0);", "1);", "DIFFERENT"),
-        ("done < slabs; ++next", "done < 0; ++next", "DIFFERENT"),
+        ("if (end < slabs)", "if (end < 0)", "DIFFERENT"),
+        ("int count = 1;", "int count = 1; return count;", "DIFFERENT"),
         ("(TN + 63) / 64; ", "TN / 64; ", "DIFFERENT"),
         ("share * least_ + min(share, longer_)", "share * least_", "access outside of the arrays"),
-        ("clusters - 1 - started(", "started(", "a thread that waits for another block that does not run yet"),
+        ("even ? clusters - 1 - started", "even ? started", "a thread that waits for another block that does not run yet"),
     ],
-    ids=["none", "old sums", "nobody adds", "last panel", "steps left out", "waits for later blocks"],
+    ids=["none", "old sums", "nobody adds", "one share adds", "last panel", "steps left out", "waits for later blocks"],
 )
 def test_a_planted_defect_is_found(old: str, new: str, text: str) -> None:
     seen = planted(old, new)
@@ -200,10 +201,8 @@ PAIRS_PLANTED = [
     ("half of B is not there", "rank * BOX_Y;", "0;"),
     ("half of B for one block", "along, across, 3)", "along, across, u16(1 << rank))"),
     ("the same rows twice", "* Cluster + rank) * ROWS", "* Cluster) * ROWS"),
-    ("sums of the other block", "next * Cluster + rank", "next * Cluster"),
+    ("sums of the other block", "(work.share + 1) * Cluster + rank", "(work.share + 1) * Cluster"),
     ("leaves before the other", "if constexpr (Cluster > 1) cluster::sync();  // the other", "// the other"),
-    ("starts before the other", "if constexpr (Cluster > 1) cluster::sync();  // both", "if (false) ; // both"),
-    ("a number of its own", "if (Cluster > 1 && even && rank > 0)", "if (false)"),
 ]  # fmt: skip
 
 

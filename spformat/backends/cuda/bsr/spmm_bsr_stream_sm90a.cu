@@ -9,7 +9,7 @@
 //   b_map    T[K, N]             rows of N, boxes of 64 x 64 (BCol: columns of K, boxes of 64 x TN), 128-byte swizzle
 //   c        Out[M, N]           element (i, n) at c[i*ldc + n] (CCol: c[i + n*ldc]); every element is written
 //   sums     f32[gridDim.x, TN/8, 128, 4]   any contents; sums of a tile whose beginning is another block's
-//   flags    u32[gridDim.x + 1]  0 before and after: whether the sums of a share are there; blocks started
+//   flags    u32[gridDim.x]      0 before and after: whether the sums of a share are there
 //
 // A tile of C is a strip of 64 rows x TN columns. The steps of all tiles, one column of tiles after the other, are one sequence of
 // which each block takes a share; shares differ by one step at most, however long the rows of A are. A block that has a part
@@ -46,12 +46,16 @@ spmm_bsr_stream_sm90a(const __grid_constant__ TensorMap a_map, const int2* __res
     static_assert(store_m16_scratch<Out, 128 / int(sizeof(Out)) / 8> <= SCRATCH, "a panel of C fits its place");
     extern __shared__ __align__(1024) char shared[];
     __shared__ __align__(8) u64 barriers[2 * Stages];  // full, empty
-    __shared__ int number;
 
     const u32 ring = (shared_address(shared) + 1023) & ~1023u;
     const u32 full = shared_address(barriers), empty = full + 8 * Stages;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, blocks = gridDim.x;
-    const int total = count * cdiv(N, TN);
+    const int total = count * cdiv(N, TN), share = blocks - 1 - blockIdx.x;
+    const int first = share_start(total, blocks, share), last = share_start(total, blocks, share + 1);
+    // The loading warp reads the table, 32 steps at once and one such group ahead. The first reads need nothing else.
+    auto read = [&](int at) { return at + lane < last ? steps[(at + lane) % count] : make_int2(-1, 0); };
+    int2 ahead = make_int2(-1, 0);
+    if (warp == WORKERS / 32) ahead = read(first);
 
     if (threadIdx.x == 0) {
         for (int s = 0; s < Stages; ++s) {
@@ -61,15 +65,11 @@ spmm_bsr_stream_sm90a(const __grid_constant__ TensorMap a_map, const int2* __res
         barrier::fence_init();
         tma::prefetch(a_map);
         tma::prefetch(b_map);
-        number = blocks - 1 - static_cast<int>(started(flags + blocks, blocks));
     }
     __syncthreads();
-    const int share = number, first = share_start(total, blocks, share), last = share_start(total, blocks, share + 1);
 
     if (warp == WORKERS / 32) {
-        // The lanes read the table, 32 steps at once and one such group ahead; lane 0 copies.
-        auto read = [&](int at) { return at + lane < last ? steps[(at + lane) % count] : make_int2(-1, 0); };
-        int2 ahead = read(first), now = ahead;
+        int2 now = ahead;
         int stage = 0, phase = 0;
         for (int at = first; at < last; ++at) {
             const int turn = (at - first) % 32;
@@ -136,9 +136,11 @@ spmm_bsr_stream_sm90a(const __grid_constant__ TensorMap a_map, const int2* __res
             hand_over<WORKERS>(acc, mine + i64(share) * (TN / 8 * WORKERS), flags + share, 1);
             continue;
         }
-        for (int next = share + 1, done = end; done < tile_end; ++next) {
-            take_over<WORKERS>(acc, mine + i64(next) * (TN / 8 * WORKERS), flags + next, 1);
-            done = share_start(total, blocks, next + 1);
+        if (end < tile_end) {
+            constexpr int SUMS = TN / 8 * WORKERS;  // pieces of a share
+            int others = 1;
+            while (share_start(total, blocks, share + 1 + others) < tile_end) ++others;
+            take_over<WORKERS>(acc, mine + i64(share + 1) * SUMS, SUMS, flags + share + 1, 1, others, 1);
         }
         store_panels<Out, CCol, TN>(acc, scratch, c, ldc, row, col, M, N, vector, Unchanged{});
     }

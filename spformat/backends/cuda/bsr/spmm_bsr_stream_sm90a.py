@@ -202,7 +202,7 @@ class SpmmBSRStream(CopyEngineKernel):
             b_map = tensor_map.tiled(o.b, p.b_dtype, extents, (o.ldb,), box, 128)
             blocks = min(total, tile.resident * processors)
             sums_at = sums.buffer(o.stream, blocks * ROWS * tile.cols * 4)
-            flags_at = flags.buffer(o.stream, (blocks + 1) * 4)
+            flags_at = flags.buffer(o.stream, blocks * 4)
             return (product.bind((blocks, 1, 1), o.stream, b_map, o.c, o.n, o.ldc, sums_at, flags_at),)
 
         return Prepared(prepare, str(tile), table.nbytes)

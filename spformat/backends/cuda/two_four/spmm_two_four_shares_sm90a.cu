@@ -9,7 +9,7 @@
 //   c_map      with `copied`: tensor map of C for store_64 in tma_store.cuh; 16-bit types
 //   even       whether clusters share out the last rounds of tiles (even_shares.cuh); else they take whole tiles
 //   sums       with `even`: f32[gridDim.x, TN/8, 256, 4], any contents; sums of a tile whose beginning is another block's
-//   flags      with `even`: u32[2 * gridDim.x + 1], 0 before and after: sums of a block and warpgroup are there; clusters started
+//   flags      with `even`: u32[2 * gridDim.x], 0 before and after: sums of a block and warpgroup are there
 //   Epilogue   C = alpha * A @ B + beta * C + bias (Out[M] or null) instead of A @ B; C is read only if beta is not 0
 //
 // Grid: any number of clusters; they walk over all tiles. A cluster of two takes two neighbouring tiles of rows with the same
@@ -61,7 +61,6 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
     static_assert(store_m16_scratch<Out, 128 / int(sizeof(Out)) / 8> <= SCRATCH, "a panel of C fits its place");
     extern __shared__ __align__(1024) char shared[];
     __shared__ __align__(8) u64 barriers[2 * Stages];  // full, empty
-    __shared__ u32 first;
 
     const u32 ring = (shared_address(shared) + 1023) & ~1023u;
     const u32 full = shared_address(barriers), empty = full + 8 * Stages;
@@ -76,13 +75,10 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
         }
         barrier::fence_init();
         tma::prefetch(b_map);
-        first = blockIdx.x / Cluster;
-        if (even && rank == 0) first = clusters - 1 - started(flags + 2 * gridDim.x, clusters);
     }
-    if constexpr (Cluster > 1) cluster::sync();  // both blocks have their barriers, and the first one its number
+    if constexpr (Cluster > 1) cluster::sync();  // both blocks have their barriers
     else __syncthreads();
-    u32 number = first;
-    if (Cluster > 1 && even && rank > 0) number = cluster::load(cluster::map(shared_address(&first), 0));
+    const int started = blockIdx.x / Cluster, number = even ? clusters - 1 - started : started;
     EvenShares work(units_m * tiles_n, slabs, clusters, number, even != 0);
     Piece piece;
 
@@ -195,10 +191,11 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
                 if (!AHEAD && more) start();
                 continue;
             }
-            for (int done = end, next = work.share + 1; done < slabs; ++next) {
-                const int other = next * Cluster + rank;
-                take_over<WORKERS>(acc, mine + i64(other) * (TN / 8 * WORKERS), flags + 2 * other + warpgroup - 1, warpgroup);
-                done += work.start(next + 1) - work.start(next);
+            if (end < slabs) {
+                constexpr int SUMS = TN / 8 * WORKERS;  // pieces of a block
+                const int next = (work.share + 1) * Cluster + rank;
+                take_over<WORKERS>(acc, mine + i64(next) * SUMS, Cluster * SUMS, flags + 2 * next + warpgroup - 1, 2 * Cluster,
+                                   work.others(slabs - end), warpgroup);
             }
             const Affine<Out, CCol, Epilogue> affine{c, ldc, row, M, N, added, alpha, beta};
             constexpr int COPIED = CCol ? TN : TN / 64 * 64;  // columns that the copy engine can store

@@ -191,7 +191,7 @@ class SpmmTwoFourShares(CopyEngineKernel):
             shared, sums_at, flags_at = bool(clusters and tile.even and units % clusters), 0, 0
             if shared:
                 sums_at = sums.buffer(o.stream, blocks * ROWS * tile.cols * 4)
-                flags_at = flags.buffer(o.stream, (2 * blocks + 1) * 4)
+                flags_at = flags.buffer(o.stream, 2 * blocks * 4)
             c_map, copied = tensor_map.UNMAPPED, 0
             if itemsize(p.out_dtype) == 2:
                 c_map, copied = tensor_map.of_c(o.c, p.out_dtype, p.M, o.n, o.ldc, p.out_layout == COL)

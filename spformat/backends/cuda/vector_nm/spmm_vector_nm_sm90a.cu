@@ -8,7 +8,7 @@
 //   even     whether blocks share out the last rounds of tiles by steps along K (even_shares.cuh); else they take whole tiles
 //   sums     with `even`: f32[gridDim.x, BN/8, 256, 4], any contents; sums of a tile whose beginning is another block's
 //   width    columns of tiles that go together (tile_order.cuh)
-//   flags    with `even`: u32[2 * gridDim.x + 1], 0 before and after: sums of a block and warpgroup are there; blocks started
+//   flags    with `even`: u32[2 * gridDim.x], 0 before and after: sums of a block and warpgroup are there
 //
 // A tile of 128 rows has one list of columns, so behind the loader this is a dense product whose K is the number of kept
 // vectors. Hopper cannot gather rows with TMA: LOADERS warps fetch them with 16-byte cp.async (a warp per row of B), and
@@ -51,15 +51,13 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
     const u32 base = shared_address(shared), slots = base + STAGES * STAGE, full = slots + 2 * SLOTS * STORE_SLOT;
     const u32 empty = full + 8 * STAGES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    u32* const number = reinterpret_cast<u32*>(shared + (empty - base) + 8 * STAGES);  // of this block among all
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) barrier::init(full + 8 * i, 32 * LOADERS + 1), barrier::init(empty + 8 * i, 8);
         barrier::fence_init();
-        *number = even ? gridDim.x - 1 - started(flags + 2 * gridDim.x, gridDim.x) : blockIdx.x;
     }
     __syncthreads();
     const TileOrder order{s.row_tiles, cdiv(N, BN), width};
-    EvenShares work(s.row_tiles * order.columns, s.k_tiles, gridDim.x, *number, even != 0);
+    EvenShares work(s.row_tiles * order.columns, s.k_tiles, gridDim.x, even ? gridDim.x - 1 - blockIdx.x : blockIdx.x, even != 0);
     Piece piece;
     bool more = work.next(piece);
     auto release = [&](u32 count) {  // a consumer warp is done with that stage
@@ -167,9 +165,11 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
                 hand_over<WORKERS>(acc, mine + static_cast<i64>(own) * (BN / 8 * WORKERS), flags + 2 * own + group, group + 1);
                 continue;
             }
-            for (int done = last, other = work.share + 1; done < s.k_tiles; ++other) {
-                take_over<WORKERS>(acc, mine + static_cast<i64>(other) * (BN / 8 * WORKERS), flags + 2 * other + group, group + 1);
-                done += work.start(other + 1) - work.start(other);
+            if (last < s.k_tiles) {
+                constexpr int SUMS = BN / 8 * WORKERS;  // pieces of a block
+                const int next = work.share + 1;
+                take_over<WORKERS>(acc, mine + static_cast<i64>(next) * SUMS, SUMS, flags + 2 * next + group, 2,
+                                   work.others(s.k_tiles - last), group + 1);
             }
 
             if constexpr (sizeof(Out) == 2) {

@@ -51,7 +51,7 @@ class Tile:
 
     def smem(self) -> int:
         """Bytes: the ring, four slots in which C is staged (64 x 64 values of 16 bits), barriers, the block's place."""
-        return self.stages * DEPTH * 2 * (ROWS + round_up(self.cols, 64)) + 4 * 8192 + 16 * self.stages + 16
+        return self.stages * DEPTH * 2 * (ROWS + round_up(self.cols, 64)) + 4 * 8192 + 16 * self.stages
 
     def blocks(self, tiles: int, steps: int, processors: int) -> int:
         """Blocks for so many tiles of so many steps on so many multiprocessors: each has work."""
@@ -179,7 +179,7 @@ class SpmmVectorNMSm90a(CudaKernel):
             shared = bool(tile.even and tiles % blocks)
             if shared:
                 sums_at = sums.buffer(o.stream, blocks * ROWS * tile.cols * 4)
-                flags_at = flags.buffer(o.stream, (2 * blocks + 1) * 4)
+                flags_at = flags.buffer(o.stream, 2 * blocks * 4)
             rest = c_map, by_copies, o.c, o.n, step_m, step_n, int(shared), sums_at, flags_at
             width = columns_together(2 * p.K, o.n, tile.cols)
             return [*calls, product.bind((blocks, 1, 1), o.stream, b, pitch, *rest, width)]

@@ -5,8 +5,8 @@
 // a tile, whose beginning is that of a share before it: at most one tile of a share.
 //
 // Sums that a block hands over: the block with the beginning of a tile waits for the shares after its own. Shares are numbered
-// against the order in which blocks start, so that it waits only for blocks that run or have ended, and a block hands over its
-// sums before it waits itself. The kernel therefore ends even if one block runs at a time.
+// against the order in which blocks start, which is that of blockIdx, so that it waits only for blocks that run or have ended,
+// and a block hands over its sums before it waits itself. The kernel therefore ends even if one block runs at a time.
 //
 // A cluster may take the place of a block: its blocks start together and have the same pieces, each of tiles of its own, and
 // a block hands sums over to the block of the same rank.
@@ -37,6 +37,12 @@ public:
     __device__ __forceinline__ bool one_round() const { return tiles_ <= blocks_; }
     // The first step of a share, counted from the first tile that is shared out.
     __device__ __forceinline__ int start(int share) const { return share * least_ + min(share, longer_); }
+    // How many shares after this one have the last `steps` steps of a tile.
+    __device__ __forceinline__ int others(int steps) const {
+        int count = 1;
+        while (start(share + 1 + count) - stop_ < steps) ++count;
+        return count;
+    }
     // The next piece of this block, in the order of K within a tile; false after the last one.
     __device__ __forceinline__ bool next(Piece& p) {
         if (round_ < rounds_) {
@@ -56,37 +62,54 @@ private:
     int tiles_, blocks_, rounds_, least_, longer_, at_, stop_, round_ = 0;
 };
 
-// Number of this block (or cluster) in the order in which the `blocks` of the launch start. `counter` is 0 before the launch
-// and after it. One thread of each calls it.
-__device__ __forceinline__ u32 started(u32* counter, u32 blocks) { return atomicInc(counter, blocks - 1); }
-
 // 128 threads of a warpgroup hand over Count sums each, as pieces of 16 bytes, Threads apart; `id`: their named barrier.
 template <int Threads, int Count>
 __device__ __forceinline__ void hand_over(const float (&sums)[Count], float4* to, u32* flag, int id) {
 #pragma unroll
     for (int i = 0; i < Count / 4; ++i)
         to[i * Threads] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
-    __threadfence();
-    named_barrier(id, 128);
-    if (threadIdx.x % 128 == 0) atomicExch(flag, 1u);
+    named_barrier(id, 128);  // the release of one thread covers what it knows that the others have written
+    if (threadIdx.x % 128 == 0) asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(1u) : "memory");
     __syncwarp();
 }
 
-// The same threads of another block add what was handed over; the flag is 0 again.
+// The same threads of another block add, in their order, what `count` blocks have handed over, whose sums lie `stride` pieces and
+// whose flags `flag_stride` words apart. The flags are 0 again.
 template <int Threads, int Count>
-__device__ __forceinline__ void take_over(float (&sums)[Count], const float4* from, u32* flag, int id) {
-    if (threadIdx.x % 128 == 0) {
-        while (!*const_cast<volatile u32*>(flag)) {
-        }
-        *const_cast<volatile u32*>(flag) = 0;
+__device__ __forceinline__ void take_over(float (&sums)[Count], const float4* from, i64 stride, u32* flags, int flag_stride,
+                                          int count, int id) {
+    for (int i = threadIdx.x % 128; i < count; i += 128) {  // every flag is waited for at one time
+        u32* const flag = flags + i64(i) * flag_stride;
+        u32 there = 0;
+        while (!there) asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(there) : "l"(flag) : "memory");
+        *flag = 0;
     }
-    __threadfence();
     __syncwarp();
     named_barrier(id, 128);
+    constexpr int PIECES = Count / 4, PART = PIECES < 8 ? PIECES : 4;  // pieces on their way from L2 while others are added
 #pragma unroll
-    for (int i = 0; i < Count / 4; ++i) {
-        const float4 x = __ldcg(from + i * Threads);  // from L2: another block wrote it
-        sums[4 * i] += x.x, sums[4 * i + 1] += x.y, sums[4 * i + 2] += x.z, sums[4 * i + 3] += x.w;
+    for (int part = 0; part < PIECES; part += PART) {
+        const float4* at = from + part * Threads;
+        float4 next[PART] = {};
+        auto load = [&] {
+#pragma unroll
+            for (int i = 0; i < PART; ++i)
+                if (part + i < PIECES) next[i] = __ldcg(at + i * Threads);  // from L2: another block wrote it
+        };
+        load();
+#pragma unroll 1
+        for (int left = count - 1; left >= 0; --left) {
+            float4 x[PART];
+#pragma unroll
+            for (int i = 0; i < PART; ++i) x[i] = next[i];
+            at += stride;
+            if (left > 0) load();
+#pragma unroll
+            for (int i = 0; i < PART; ++i) {
+                const int to = 4 * (part + i);
+                if (to < Count) sums[to] += x[i].x, sums[to + 1] += x[i].y, sums[to + 2] += x[i].z, sums[to + 3] += x[i].w;
+            }
+        }
     }
 }
 
