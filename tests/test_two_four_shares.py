@@ -183,7 +183,11 @@ def planted(old: str, new: str, **changes: Any) -> str:
         ("int count = 1;", "int count = 1; return count;", "DIFFERENT"),
         ("(TN + 63) / 64; ", "TN / 64; ", "DIFFERENT"),
         ("share * least_ + min(share, longer_)", "share * least_", "access outside of the arrays"),
-        ("even ? clusters - 1 - started", "even ? started", "a thread that waits for another block that does not run yet"),
+        (
+            "even ? clusters - 1 - started",
+            "even ? started",
+            "a thread that waits for another block that does not run yet",
+        ),
     ],
     ids=["none", "old sums", "nobody adds", "one share adds", "last panel", "steps left out", "waits for later blocks"],
 )
