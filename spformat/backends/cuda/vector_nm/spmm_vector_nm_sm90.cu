@@ -7,9 +7,10 @@
 //   C                Out, element (m, n) at m*step_m + n*step_n, one step is 1; or, splits > 1, float[splits, M, N]
 //
 // Grid (row tiles * column tiles, 1, splits), row tiles fastest; block 32*WARPS_M*WARPS_N threads.
-// A and B come as one box each, with all rows of B of a k tile: to copy only those that it needs took longer (decision 0045). A k
-// tile so costs a warp few instructions beside its products, and no warp waits for another one in it: it is multiplied when its
-// barrier says that it arrived, and whichever warp is the last to be through with a stage starts the boxes that follow there.
+// A and B come as one box each, with all rows of B of a k tile: the best tiles are faster so than with only the rows that they
+// need (decision 0045). A k tile so costs a warp few instructions beside its products, and no warp waits for another one in it:
+// it is multiplied when its barrier says that it arrived, and whichever warp is the last to be through with a stage starts the
+// boxes that follow there.
 #include "spformat/tma.cuh"
 #include "spformat/vector_nm_cuda_cores.cuh"
 
