@@ -7,7 +7,7 @@
 //   C                Out, element (m, n) at m*step_m + n*step_n, one step is 1; or, splits > 1, Sum[splits, M, N]
 //
 // Grid (row tiles * column tiles, 1, splits), row tiles fastest; block 32*WARPS_M*WARPS_N threads.
-// Blocking as in NM-SpMM: a warp covers 32 rows x 32*QUADS columns, a thread 8 rows x 4*QUADS columns. TR = rows of a thread
+// Blocking as in NM-SpMM: a warp covers 32 rows x 64 columns, a thread 8 rows x 8 columns. TR = rows of a thread
 // that share their columns (1, 2, 4, 8): a thread reads B once per TR rows. shape.group_rows is a multiple of TR.
 // Sums are Sum (float, or double for double), in ascending k.
 #include "spformat/vector_nm_cuda_cores.cuh"
@@ -78,12 +78,12 @@ template <class T, int BM, int BN, int THREADS, bool PACKED> struct Copies {
     }
 };
 
-template <class T, class Sum, class Out, int TR, int WARPS_M, int WARPS_N, int QUADS, int STAGES, bool PACKED>
-__global__ void __launch_bounds__(32 * WARPS_M * WARPS_N,
-                                  sizeof(Sum) == 8 || TR < 4 || 32 / QUADS < WARPS_M * WARPS_N ? 1 : 32 / QUADS / (WARPS_M * WARPS_N))
+template <class T, class Sum, class Out, int TR, int WARPS_M, int WARPS_N, int STAGES, bool PACKED>
+__global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, sizeof(Sum) == 8 || TR < 4 ? 1 : 16 / (WARPS_M * WARPS_N))
 spmm_vector_nm(const Shape s, const T* __restrict__ data, const u32* __restrict__ records,
                const T* __restrict__ B, u32 pitch_b, Out* __restrict__ C, int N, i64 step_m, i64 step_n, i64 split_stride) {
-    constexpr int BM = 32 * WARPS_M, BN = 32 * QUADS * WARPS_N, THREADS = 32 * WARPS_M * WARPS_N, COLS = 4 * QUADS, LINE_A = BM * sizeof(T);
+    constexpr int QUADS = 2, COLS = 4 * QUADS;  // of a thread
+    constexpr int BM = 32 * WARPS_M, BN = 32 * QUADS * WARPS_N, THREADS = 32 * WARPS_M * WARPS_N, LINE_A = BM * sizeof(T);
     static_assert(TR == 1 || TR == 2 || TR == 4 || TR == 8, "a thread's 8 rows are whole runs of TR rows");
     extern __shared__ __align__(128) unsigned char shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

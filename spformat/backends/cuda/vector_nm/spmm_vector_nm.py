@@ -25,14 +25,12 @@ STEP = 4
 
 @dataclass(frozen=True)
 class Tile:
-    """Warps along rows (32 each) and columns (32 * quads each), ring stages, columns of A in a k tile; a thread has
-    4 * quads columns."""
+    """Warps along rows (32 each) and columns (64 each), ring stages, columns of A in a k tile."""
 
     warps_m: int
     warps_n: int
     stages: int
     depth: int
-    quads: int = 2
     group_limit: int = 32
 
     @property
@@ -41,7 +39,7 @@ class Tile:
 
     @property
     def cols(self) -> int:
-        return 32 * self.quads * self.warps_n
+        return 64 * self.warps_n
 
     @property
     def threads(self) -> int:
@@ -56,8 +54,7 @@ class Tile:
         return self.cols * itemsize
 
     def __str__(self) -> str:
-        wide = f" {8}x{4 * self.quads}" if self.quads > 2 else ""
-        return f"{self.rows}x{self.cols}x{self.depth}{wide}"
+        return f"{self.rows}x{self.cols}x{self.depth}"
 
 
 TILES = (Tile(4, 2, 3, 32), Tile(4, 2, 2, 32), Tile(2, 1, 3, 32), Tile(2, 1, 2, 32), Tile(1, 1, 2, 1))
@@ -65,7 +62,6 @@ TILES = (Tile(4, 2, 3, 32), Tile(4, 2, 2, 32), Tile(2, 1, 3, 32), Tile(2, 1, 2, 
 more shared memory."""
 LARGE, SMALL = TILES[0], TILES[2]
 DEEP = tuple(Tile(4, 2, 2, depth) for depth in (128, 64))
-WIDE = (*(Tile(4, 1, 2, depth, 4) for depth in (128, 64)), Tile(4, 1, 3, 32, 4))
 
 
 def deepest(p: Problem, tiles: tuple[Tile, ...]) -> Tile:
@@ -107,13 +103,12 @@ class SpmmVectorNM(CudaKernel):
         if p.a_dtype == "float64":
             return [filling(p, SMALL)]
         large = deepest(p, (*DEEP, LARGE)) if p.a_dtype == "float32" else LARGE
-        wide = [deepest(p, WIDE)] if p.a_dtype == "float32" and p.p["vector_length"] % 8 == 0 else []
-        return [filling(p, tile) for tile in (large, *wide, SMALL)]
+        return [filling(p, tile) for tile in (large, SMALL)]
 
     def variant(self, p: Problem, tile: Split[Tile]) -> tuple[str, ...]:
         """By value size and tile. The deep tile has the constants of the other large one: a step costs the same."""
         own = variant(p, tile)
-        return (*own[:-1], *variant(p, Split(LARGE, tile.splits))) if tile.tile in DEEP + WIDE else own
+        return (*own[:-1], *variant(p, Split(LARGE, tile.splits))) if tile.tile in DEEP else own
 
     def quantities(self, p: Problem, tile: Split[Tile], device: Device) -> tuple[float, ...]:
         kind = CUDA_64 if itemsize(p.a_dtype) == 8 else CUDA_32
@@ -126,8 +121,6 @@ class SpmmVectorNM(CudaKernel):
         return (
             instance("float32", "float", 8, LARGE, False),
             instance("float32", "float", 8, DEEP[0], True),
-            instance("float32", "float", 8, WIDE[0], True),
-            instance("float32", "float", 8, WIDE[1], False),
             instance("float64", "double", 1, SMALL, False),
             instance("bfloat16", "__nv_bfloat16", 4, LARGE, True),
             "spformat::vector_nm::sum_splits<float, __half>",
@@ -152,5 +145,5 @@ def instance(dtype: str, out: str, run_rows: int, tile: Tile, packed: bool) -> s
     sums = "double" if dtype == "float64" else "float"
     return (
         f"spformat::vector_nm::spmm_vector_nm<{C_TYPES[dtype]}, {sums}, {out}, {run_rows}, {tile.warps_m}, "
-        f"{tile.warps_n}, {tile.quads}, {tile.stages}, {str(packed).lower()}>"
+        f"{tile.warps_n}, {tile.stages}, {str(packed).lower()}>"
     )

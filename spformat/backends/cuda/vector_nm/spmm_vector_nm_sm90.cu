@@ -2,24 +2,23 @@
 // spmm_vector_nm.cu, bit by bit, but the copy engine brings the operands.
 //
 //   a_map            float data[W, Mp], k-major; boxes of a k tile's kept vectors x a tile's rows
-//   shape, table     see vector_nm.cuh: records of k tiles of whole windows
-//   b_map            unless packed: float B[K, N]; boxes of a k tile's columns of A x a tile's columns
-//   B                float, rows pitch_b bytes apart; pointer and pitch multiples of 16
+//   shape, table     see vector_nm.cuh: records of k tiles of whole windows, not packed
+//   b_map            float B[K, N]; boxes of a k tile's columns of A x a tile's columns
 //   C                Out, element (m, n) at m*step_m + n*step_n, one step is 1; or, splits > 1, float[splits, M, N]
 //
 // Grid (row tiles * column tiles, 1, splits), row tiles fastest; block 32*WARPS_M*WARPS_N threads.
-// A comes as one box, B too unless the k tile needs few of its rows (packed): then a warp copies a row at a time. One bulk copy a
-// row instead takes the copy engine longer than the products take. A k tile so costs a warp few instructions beside its products,
-// and no warp waits for another one in it: it is multiplied when its barrier says that it arrived; whichever warp is the last to
-// be through with a stage starts the boxes that follow there, and rows are copied in the middle of the next k tile.
+// A and B come as one box each, with all rows of B of a k tile: the best tiles are faster so than with only the rows that they
+// need (decision 0045). A k tile so costs a warp few instructions beside its products, and no warp waits for another one in it:
+// it is multiplied when its barrier says that it arrived, and whichever warp is the last to be through with a stage starts the
+// boxes that follow there.
 #include "spformat/tma.cuh"
 #include "spformat/vector_nm_cuda_cores.cuh"
 
 namespace spformat::vector_nm {
 
 // Shared memory: STAGES x (B lines, zero line, A lines), then 2 * STAGES records, STAGES barriers that say that a stage is full,
-// STAGES counters of warps that are through with one, STAGES barriers that say that all are.
-template <int WARPS_M, int WARPS_N, int QUADS, int STAGES, bool PACKED> struct Ring {
+// STAGES counters of warps that are through with one.
+template <int WARPS_M, int WARPS_N, int QUADS, int STAGES> struct Ring {
     static constexpr int BM = 32 * WARPS_M, BN = 32 * QUADS * WARPS_N, WARPS = WARPS_M * WARPS_N, LINE_A = BM * 4, LINE_B = BN * 4;
 
     u32 base, a_lines, stage_bytes, records, record_bytes, barriers;
@@ -27,62 +26,28 @@ template <int WARPS_M, int WARPS_N, int QUADS, int STAGES, bool PACKED> struct R
         : base(shared), a_lines((s.staged + 1) * LINE_B), stage_bytes(a_lines + s.slots * LINE_A),
           records(shared + STAGES * stage_bytes), record_bytes(s.record * 4), barriers(records + 2 * STAGES * record_bytes) {}
 
-    __device__ __forceinline__ u32 empties() const { return barriers + STAGES * 12 + STAGES % 2 * 4; }
-
     // The boxes of k tile kt, which is number `turn` of this block, and of the record STAGES k tiles later; one thread.
     // `last`: the k tile behind the block's last one. What a box has beyond A or B arrives as zeros.
     __device__ __forceinline__ void start(const Shape& s, const TensorMap& a_map, const u32* table, const TensorMap& b_map,
                                           int row_tile, int n0, u32 turn, int kt, int last) const {
         const u32 full = barriers + turn % STAGES * 8, to = base + turn % STAGES * stage_bytes;
         const bool ahead = kt + STAGES < last;
-        barrier::expect(full, (PACKED ? 0 : s.tile_cols * LINE_B) + s.tile_kept * LINE_A + (ahead ? record_bytes : 0));
-        if constexpr (!PACKED) tma::load_2d(to, b_map, full, n0, kt * s.tile_cols);
+        barrier::expect(full, s.tile_cols * LINE_B + s.tile_kept * LINE_A + (ahead ? record_bytes : 0));
+        tma::load_2d(to, b_map, full, n0, kt * s.tile_cols);
         tma::load_2d(to + a_lines, a_map, full, row_tile * BM, kt * s.tile_kept);
         if (ahead)
             tma::load_bulk(records + (turn + STAGES) % (2 * STAGES) * record_bytes,
                            table + (static_cast<i64>(row_tile) * s.k_tiles + kt + STAGES) * s.record, record_bytes, full);
     }
-
-    // Packed: the part of this warp in the copies of the rows of B that the k tile needs, a row a copy. Lists of rows are filled up
-    // to a multiple of 4. Columns past N, which nobody stores, are copies of others.
-    __device__ __forceinline__ void copy_rows(const Shape& s, const float* B, u32 pitch_b, int N, int n0, u32 turn) const {
-        constexpr int CHUNKS = BN / 128;  // of 32 lanes x 16 bytes in a line
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        const u32 rows = records + turn % (2 * STAGES) * record_bytes + BM / s.group_rows * s.slots * 4;
-        u32 to = base + turn % STAGES * stage_bytes + warp * 4 * LINE_B + lane * 16;
-        u64 from[CHUNKS];
-        u32 width[CHUNKS];
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
-            const int n = n0 + 128 * c + lane * 4, left = N - n;
-            from[c] = reinterpret_cast<u64>(left > 0 ? B + n : B);
-            width[c] = min(max(left, 0), 4) * 4;
-        }
-#pragma unroll 1
-        for (int r = warp * 4; r < s.staged; r += WARPS * 4, to += WARPS * 4 * LINE_B) {
-            const uint4 k = load_words(rows + 4 * r);
-            if (k.x == NO_ROW) break;
-#pragma unroll
-            for (int c = 0; c < CHUNKS; ++c) {
-                cp_async_16(to + c * 512, reinterpret_cast<const void*>(from[c] + static_cast<u64>(k.x) * pitch_b), width[c]);
-                cp_async_16(to + c * 512 + LINE_B, reinterpret_cast<const void*>(from[c] + static_cast<u64>(k.y) * pitch_b), width[c]);
-                cp_async_16(to + c * 512 + 2 * LINE_B, reinterpret_cast<const void*>(from[c] + static_cast<u64>(k.z) * pitch_b), width[c]);
-                cp_async_16(to + c * 512 + 3 * LINE_B, reinterpret_cast<const void*>(from[c] + static_cast<u64>(k.w) * pitch_b), width[c]);
-            }
-        }
-        barrier::arrive_after_copies(barriers + turn % STAGES * 8);
-    }
 };
 
-// Blocks of a multiprocessor whose threads have the registers for their sums and two sets of operands: 16, 12 or 8 warps.
-template <int QUADS, int WARPS> constexpr int AT_ONCE = (QUADS == 3 ? 12 : 32 / QUADS) / WARPS;
-
-template <class Out, int WARPS_M, int WARPS_N, int QUADS, int STAGES, bool PACKED>
-__global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, AT_ONCE<QUADS, WARPS_M * WARPS_N> > 0 ? AT_ONCE<QUADS, WARPS_M * WARPS_N> : 1)
+// A multiprocessor has registers for the sums and two sets of operands of 32 / QUADS warps.
+template <class Out, int WARPS_M, int WARPS_N, int QUADS, int STAGES>
+__global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 32 / QUADS / (WARPS_M * WARPS_N))
 spmm_vector_nm_sm90(const __grid_constant__ TensorMap a_map, const Shape s, const u32* __restrict__ table,
-                    const __grid_constant__ TensorMap b_map, const float* __restrict__ B, u32 pitch_b, Out* __restrict__ C, int N,
-                    i64 step_m, i64 step_n, i64 split_stride) {
-    using R = Ring<WARPS_M, WARPS_N, QUADS, STAGES, PACKED>;
+                    const __grid_constant__ TensorMap b_map, Out* __restrict__ C, int N, i64 step_m, i64 step_n,
+                    i64 split_stride) {
+    using R = Ring<WARPS_M, WARPS_N, QUADS, STAGES>;
     constexpr int THREADS = 32 * R::WARPS;
     extern __shared__ __align__(128) unsigned char shared[];
     const R ring(s, shared_address(shared));
@@ -106,8 +71,7 @@ spmm_vector_nm_sm90(const __grid_constant__ TensorMap a_map, const Shape s, cons
             *reinterpret_cast<u32*>(shared + (ring.records - ring.base) + t * ring.record_bytes + i * 4) = from[i];
     }
     if (threadIdx.x < STAGES) {
-        barrier::init(ring.barriers + threadIdx.x * 8, PACKED ? 1 + THREADS : 1);
-        if constexpr (PACKED) barrier::init(ring.empties() + threadIdx.x * 8, R::WARPS);
+        barrier::init(ring.barriers + threadIdx.x * 8, 1);
         barrier::fence_init();
         counters[threadIdx.x] = 0;
     }
@@ -115,8 +79,6 @@ spmm_vector_nm_sm90(const __grid_constant__ TensorMap a_map, const Shape s, cons
     if (threadIdx.x == 0)
         for (int t = 0; t < STAGES && first + t < last; ++t)
             ring.start(s, a_map, table, b_map, row_tile, n0, t, first + t, last);
-    if constexpr (PACKED)
-        for (int t = 0; t < STAGES && first + t < last; ++t) ring.copy_rows(s, B, pitch_b, N, n0, t);
 
     u32 own_slots = m / s.group_rows * s.slots * 4;  // bytes before those of this thread in a record
     asm volatile("" : "+r"(own_slots));              // the compiler would divide again in every k tile
@@ -127,34 +89,15 @@ spmm_vector_nm_sm90(const __grid_constant__ TensorMap a_map, const Shape s, cons
         barrier::wait(ring.barriers + at * 8, static_cast<u32>(turn) / STAGES % 2);
         const u32 slots = ring.records + static_cast<u32>(turn) % (2 * STAGES) * ring.record_bytes + own_slots;
         const u32 a = stage + ring.a_lines + m * 4, b = stage + n * 4;
-        if constexpr (PACKED) {
-            // In the middle of a k tile all warps are probably through with the one before: each does its part of the copies
-            // that follow in that stage.
-            const u32 empty = ring.empties();
-            const int half = s.slots / 8 * 4, next = turn - 1 + STAGES;
-#pragma unroll 1
-            for (int from = 0, count = half;; from = half, count = s.slots - half) {
-                multiply_k_tile<float, float, QUADS, R::LINE_A>(acc, slots + from * 4, a + from * R::LINE_A, b, count);
-                if (from + count == s.slots) break;
-                if (turn > 0 && first + next < last) {
-                    barrier::wait(empty + static_cast<u32>(turn - 1) % STAGES * 8, static_cast<u32>(turn - 1) / STAGES % 2);
-                    if (threadIdx.x == 0) ring.start(s, a_map, table, b_map, row_tile, n0, next, first + next, last);
-                    ring.copy_rows(s, B, pitch_b, N, n0, next);
-                }
-            }
+        multiply_k_tile<float, float, QUADS, R::LINE_A>(acc, slots, a, b, s.slots);
+        if (first + turn + STAGES < last) {
             __syncwarp();
-            if (lane == 0) barrier::arrive(empty + at * 8);
-        } else {
-            multiply_k_tile<float, float, QUADS, R::LINE_A>(acc, slots, a, b, s.slots);
-            if (first + turn + STAGES < last) {
-                __syncwarp();
-                if (lane == 0) {
-                    __threadfence_block();  // the reads of this warp come before ..
-                    const u32 through = atomicAdd(counters + at, 1);
-                    __threadfence_block();  // .. and the copies after those of every warp
-                    if (through % R::WARPS == R::WARPS - 1)
-                        ring.start(s, a_map, table, b_map, row_tile, n0, turn + STAGES, first + turn + STAGES, last);
-                }
+            if (lane == 0) {
+                __threadfence_block();  // the reads of this warp come before ..
+                const u32 through = atomicAdd(counters + at, 1);
+                __threadfence_block();  // .. and the copies after those of every warp
+                if (through % R::WARPS == R::WARPS - 1)
+                    ring.start(s, a_map, table, b_map, row_tile, n0, turn + STAGES, first + turn + STAGES, last);
             }
         }
     }

@@ -1,42 +1,45 @@
 """SpMM on vector n:m (NM-SpMM) in exact float32 on the CUDA cores of Hopper.  Kernel: spmm_vector_nm_sm90.cu.
 
 The same sums as ``cuda.spmm_vector_nm``, bit by bit: float32, in ascending k, one fused multiply-add per stored item.
-The copy engine brings every row of B and every line of A (decision 0045).
+The copy engine brings A and B, and all rows of B (decision 0045).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ....arrays.library import round_up
-from ....products.kernel import reasons
+from ....products.kernel import reasons, spmm_of
 from ....products.problem import Problem
-from ....products.roofline import shared_limit
+from ....products.roofline import CUDA_32, Device, shared_limit
 from ..runtime import tensor_map
-from ..runtime.kernel import Prepared
+from ..runtime.kernel import CudaKernel, Prepared
 from . import spmm_vector_nm
-from .spmm_vector_nm import STEP, SpmmVectorNM, deepest
-from .vector_nm_launch import aligned_data, cached_records, launcher, pattern, records_choice
+from .spmm_vector_nm import STEP
+from .vector_nm_launch import aligned_data, cached_records, launcher, pattern, records_choice, vector_reasons
 from .vector_nm_tiles import Pattern, Shape
-from .vector_nm_times import Split, filling
+from .vector_nm_times import TERMS, Split, filling, short_vectors_on_cuda_cores, staged_quantities
 
 MOST_BOX = 256
 """Rows of B in a box at most."""
-LINE = 128
-"""Columns of a row of B that a warp copies at a time, where the rows that a tile needs are copied one by one."""
 SOURCE, ARCHS = "vector_nm/spmm_vector_nm_sm90.cu", ("sm_90",)
 
 
 @dataclass(frozen=True)
 class Tile(spmm_vector_nm.Tile):
-    """A tile of the kernel for sm_80, with other shared memory."""
+    """A tile of the kernel for sm_80 whose threads have 4 * ``quads`` columns."""
+
+    quads: int = 2
+
+    @property
+    def cols(self) -> int:
+        return 32 * self.quads * self.warps_n
 
     def smem(self, itemsize: int, staged: int, slots: int, record: int) -> int:
         """Bytes: the ring of stages, and two records, a barrier and a counter for each (spmm_vector_nm_sm90.cu)."""
         stage = ((staged + 1) * self.cols + slots * self.rows) * itemsize
-        return self.stages * (stage + 2 * 4 * record + 8 + 4 + 8) + 4
+        return self.stages * (stage + 2 * 4 * record + 8 + 4)
 
     def fits(self, form: Pattern, limit: int) -> bool:
         """Whether k tiles of whole windows are boxes that the copy engine takes and that fit into shared memory."""
@@ -45,87 +48,86 @@ class Tile(spmm_vector_nm.Tile):
         record = self.rows // form.group_rows(self.group_limit) * slots
         return width <= MOST_BOX and self.smem(4, round_up(width, STEP), slots, round_up(record, 4)) <= limit
 
-
-def _of(tiles: Sequence[spmm_vector_nm.Tile]) -> tuple[Tile, ...]:
-    return tuple(Tile(t.warps_m, t.warps_n, t.stages, t.depth, t.quads, t.group_limit) for t in tiles)
-
-
-TILES = _of(spmm_vector_nm.TILES)
-LARGE, SMALL = TILES[0], TILES[2]
-DEEP, WIDE = _of(spmm_vector_nm.DEEP), _of(spmm_vector_nm.WIDE)
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.cols}x{self.depth} 8x{4 * self.quads}"
 
 
-class SpmmVectorNMSm90(SpmmVectorNM):
+TILES = Tile(8, 1, 3, 64, quads=4), Tile(8, 2, 2, 128), Tile(4, 1, 2, 64, quads=4)
+"""The second where little is kept of a deep k tile; the last for products with few tiles of 256 rows."""
+
+
+class SpmmVectorNMSm90(CudaKernel):
     """``out = A @ B`` for A in VectorNM with a vector length that is a multiple of 8, without tensor cores."""
 
     name = "cuda.spmm_vector_nm_sm90"
+    takes = spmm_of("vector-nm")
     archs = ARCHS
-    constants_of = SpmmVectorNM.name
-    by_name_only = "its times are not measured; cuda.spmm_vector_nm gives the same sums"
+    terms = TERMS
 
     def unsupported(self, p: Problem) -> list[str]:
-        length = p.p["vector_length"]
-        refused = super().unsupported(p) + reasons(
+        q = p.p
+        refused = vector_reasons(p, ("float32",)) + reasons(
             (p.device == "cuda" and (p.sm or 0) < 90, f"needs sm_90 (TMA), got {p.sm_name}"),
-            (p.a_dtype != "float32", f"takes float32, got {p.a_dtype}"),
-            (length % 8, f"vector_length must be a multiple of 8 (the rows of a thread), got {length}"),
+            (
+                q["vector_length"] % 8,
+                f"vector_length must be a multiple of 8 (the rows of a thread), got {q['vector_length']}",
+            ),
             (p.M * p.K == 0, f"A must not be empty (a TMA map has no zero extents), got {p.M}x{p.K}"),
         )
-        if not refused and not TILES[-1].fits(pattern(p), shared_limit(p.sm)):
-            q = p.p
+        if not refused and not self.options(p):
             refused.append(f"two stages of {q['n']}:{q['m']} windows must fit in {shared_limit(p.sm)} bytes and a box")
         return refused
 
-    def options(self, p: Problem) -> list[Split[Any]]:
-        """A large and a small tile, with as many parts along K as they need."""
-        tiles = deepest(p, (*DEEP, LARGE)), deepest(p, WIDE), SMALL
-        return [filling(p, tile) for tile in tiles]
+    def options(self, p: Problem) -> list[Split[Tile]]:
+        """The tiles whose stages fit, with as many parts along K as they need."""
+        form, limit = pattern(p), shared_limit(p.sm)
+        return [filling(p, tile) for tile in TILES if tile.fits(form, limit)]
+
+    def variant(self, p: Problem, tile: Split[Tile]) -> tuple[str, ...]:
+        """By tile, whatever the number of parts."""
+        return (str(tile.tile),)
+
+    def quantities(self, p: Problem, tile: Split[Tile], device: Device) -> tuple[float, ...]:
+        slower = short_vectors_on_cuda_cores(p.p["vector_length"])
+        return staged_quantities(p, tile, CUDA_32, device, packs=False, slower=slower)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
-        return (
-            instance("float", DEEP[0], True), instance("float", LARGE, False), instance("float", WIDE[0], True),
-            instance("float", SMALL, False),
-        )  # fmt: skip
+        return tuple(instance("float", tile) for tile in TILES)
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
         return self.prepared_with(a, p, self.best(p).tile.tile)
 
     def prepared_with(self, a: Any, p: Problem, tile: Tile) -> Prepared:
-        """The launches of one tile, or of a later one for windows too wide for it."""
-        form, limit = pattern(p), shared_limit(p.sm)
-        tiles = TILES[TILES.index(tile) :] if tile in TILES else (tile, *TILES)
-        tile = next(t for t in tiles if t.fits(form, limit))
+        """The launches of one tile."""
+        form = pattern(p)
         records = cached_records(
             a, form, tile_rows=tile.rows, group_rows=form.group_rows(tile.group_limit),
             kept=form.windows_per_tile(STEP, tile.depth) * form.n, step=STEP, banks=1, bank_rows=1,
-            packed=None if tile.cols % LINE == 0 else False, line_bytes=tile.slot_scale(4),
+            packed=False, line_bytes=tile.slot_scale(4),
         )  # fmt: skip
         smem = tile.smem(4, records.staged, records.slots, int(records.words.shape[2]))
-        data, packed = aligned_data(a), records.packed
+        data = aligned_data(a)
         W, Mp = data.shape
         a_map = tensor_map.tiled(data.data.ptr, p.a_dtype, (Mp, W), (Mp,), (tile.rows, records.tile_kept), 0)
         box = (tile.cols, records.tile_cols)
 
         def b_arguments(b: int, pitch: int, n: int) -> tuple[Any, ...]:
-            b_map = tensor_map.UNMAPPED if packed else tensor_map.tiled(b, "float32", (n, p.K), (pitch // 4,), box, 0)
-            return b_map, b, pitch
+            return (tensor_map.tiled(b, "float32", (n, p.K), (pitch // 4,), box, 0),)
 
         def head(splits: int, per_split: int, cluster: tuple[int, int]) -> tuple[Any, ...]:
             return a_map, records.shape(form, int(data.strides[0]), W, per_split), records.words
 
         choice = records_choice(
             a, p, records, source=SOURCE, archs=ARCHS, cols=tile.cols, threads=tile.threads, head=head,
-            instance=lambda out, _: instance(out, tile, packed), smem=lambda _: smem,
+            instance=lambda out, _: instance(out, tile), smem=lambda _: smem,
             signature=(tensor_map.TensorMap, Shape, "P"), keep=data,
-            b_signature=(tensor_map.TensorMap, "P", "i"), b_arguments=b_arguments,
+            b_signature=(tensor_map.TensorMap,), b_arguments=b_arguments,
         )  # fmt: skip
-        return Prepared(launcher(p, choice), f"{tile} {'packed' if packed else 'plain'}", records.words.nbytes)
+        return Prepared(launcher(p, choice), str(tile), records.words.nbytes)
 
 
-def instance(out: str, tile: spmm_vector_nm.Tile, packed: bool) -> str:
+def instance(out: str, tile: Tile) -> str:
     """C++ name of the kernel."""
-    return (
-        f"spformat::vector_nm::spmm_vector_nm_sm90<{out}, {tile.warps_m}, {tile.warps_n}, {tile.quads}, {tile.stages}, "
-        f"{str(packed).lower()}>"
-    )
+    extents = tile.warps_m, tile.warps_n, tile.quads, tile.stages
+    return f"spformat::vector_nm::spmm_vector_nm_sm90<{out}, {', '.join(map(str, extents))}>"
