@@ -179,12 +179,11 @@ SUM = "cluster::sync();\n#pragma unroll 1"
         ("row", 1, "redo(m0 + warp * 16, n0 + i * STRIP, STRIP);", ";", "DIFFERENT"),
         ("row", 4, "redo(row, col, 16);", ";", "DIFFERENT"),
         ("row", 1, "wgmma::wait<0>();", "", "DIFFERENT|in flight"),
-        ("row", 1, "wgmma::wait<1>();", "", "DIFFERENT|in flight"),
         ("row", 1, "    if (lane == 0) tma::store_wait_read<0>();\n}", "}", "still uses its shared memory"),
         ("row", 4, SUM, SUM.partition("\n")[2], "DIFFERENT|race|another"),
     ],
     ids=[
-        "not kept", "copy not waited for", "stage not free", "step of B", "infinity", "infinity in parts", "product", "product before", "store",
+        "not kept", "copy not waited for", "stage not free", "step of B", "infinity", "infinity in parts", "product", "store",
         "sums not there",
     ],
 )  # fmt: skip
