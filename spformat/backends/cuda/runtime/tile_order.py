@@ -14,7 +14,7 @@ STAYS = 12 << 20
 PART_OF_B = 24 << 20
 """Bytes of B that stay in L2 while A passes; about half of it."""
 IN_STEP = 6
-"""Least tiles of a row of tiles that go together where blocks take several tiles. On an H100 6, 8 and 12 of them gained, 3 and
+"""Least tiles of a row of tiles that go together where blocks take several tiles. On an H100 6, 8 and 12 gained, 3 and
 4 did not: blocks drift apart, and the fewer share a line of A, the sooner the next ones take its place."""
 
 
@@ -39,8 +39,8 @@ def tile_order(a_bytes: int, b_bytes: int, rows: int, columns: int, parts: int, 
     """The order of rows x columns tiles.
 
     a_bytes: of A as it is stored. b_bytes: of B for a column of tiles. parts: of K, each with tiles of its own.
-    at_once: tiles that run at one time. Where only some columns go together, A comes once for each group of them; groups
-    are about equally wide.
+    at_once: tiles that run at one time. Where only some columns go together, A comes once for each group
+    of them; groups are about equally wide.
     """
     if read_once(a_bytes, columns, rows * columns * parts, at_once):
         return TileOrder(1, 1)
