@@ -113,8 +113,9 @@ class SpmmVectorNMExpanding(CudaKernel):
     def options(self, p: Problem) -> list[Split[Tile]]:
         """Tiles between a quarter of C's width and twice of it.
 
-        Numbers of parts of K as long as each shortens the way of a block along K, and all clusters run at one time: of 284
-        tiles whose clusters waited for others, none was the fastest on an H100, and some took three times as expected.
+        Numbers of parts of K as long as each shortens the way of a block along K, and all clusters run at one time: of
+        284 tiles whose clusters waited for others none was the fastest on an H100, and some took three times as long as
+        expected.
         """
         steps, device = steps_of(pattern(p)), device_of(p)
         return [
