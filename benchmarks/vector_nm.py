@@ -3,8 +3,8 @@
 Shapes A to F of the NM-SpMM paper and the linear layers of Llama, in float32 and bf16, with vectors of 32, 64 and 128
 rows, each at 16:32, 12:32, 8:32 and 4:32; *columns* are layers with 65 and more columns, of one and several rounds of
 tiles, with weights that stay in L2 and that do not. Cold L2, medians, correctness first, the dense product alternating
-in the same process. Then conversion on the device. Writes vector_nm.json and vector_nm.md. B of a layer is [K, tokens]; with
---torch-layout it is the transpose of torch's x [tokens, K], and copying it is inside the time.
+in the same process. Then conversion on the device. Writes vector_nm.json and vector_nm.md. B of a layer is [K, tokens];
+with --torch-layout it is the transpose of torch's x [tokens, K], and copying it is inside the time.
 """
 
 from __future__ import annotations
