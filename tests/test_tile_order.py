@@ -47,7 +47,7 @@ def test_tiles_go_together_where_a_would_come_several_times() -> None:
     ("kernel", "tile", "length"),
     [
         (LONG, "128x64x64 whole", 128), (LONG, "128x64x64 even", 128), (SHORT, "128x64x64", 32),
-        (SHORT, "128x64x64 splits 3", 32),
+        (SHORT, "128x64x64 splits 4", 32),
     ],
     ids=lambda x: getattr(x, "name", None),
 )  # fmt: skip
@@ -66,6 +66,7 @@ def test_each_tile_is_written_once(
     a = VectorNM.from_dense(x, **params)
     p = problem(a, N, "bfloat16", ("row", "col"), 90)
     with forced(kernel.name, tile):
+        assert str(kernel.best(p).tile) == tile
         plan = kernel.plan(a.to("cuda"), p)
     guarded = Guarded(cp, (M, N), VALUE_TYPES["bfloat16"].numpy, "col", 0)
     plan(on_device(cp, B, "row", 8), out=guarded.out)
