@@ -1,9 +1,10 @@
 """Vector n:m against dense cuBLAS over shapes, beside the expected times: python benchmarks/vector_nm.py
 
 Shapes A to F of the NM-SpMM paper and the linear layers of Llama, in float32 and bf16, with vectors of 32, 64 and 128
-rows, each at 16:32, 12:32, 8:32 and 4:32. Cold L2, medians, correctness first, the dense product alternating in the
-same process. Then conversion on the device. Writes vector_nm.json and vector_nm.md. B of a layer is [K, tokens]; with
---torch-layout it is the transpose of torch's x [tokens, K], and copying it is inside the time.
+rows, each at 16:32, 12:32, 8:32 and 4:32; *columns* are layers with 65 and more columns, of one and several rounds of
+tiles, with weights that stay in L2 and that do not. Cold L2, medians, correctness first, the dense product alternating
+in the same process. Then conversion on the device. Writes vector_nm.json and vector_nm.md. B of a layer is [K, tokens];
+with --torch-layout it is the transpose of torch's x [tokens, K], and copying it is inside the time.
 """
 
 from __future__ import annotations
@@ -36,9 +37,17 @@ TOKENS = (256, 512, 1024, 4096)
 Matrices = tuple[tuple[str, int, int, tuple[int, ...]], ...]
 PAPER_MATRICES: Matrices = tuple((name, M, K, (N,)) for name, (M, N, K) in PAPER.items())
 LAYER_MATRICES: Matrices = tuple(("", M, K, TOKENS) for M, K in LAYERS)
+COLUMN_MATRICES: Matrices = tuple(
+    ("", M, K, (N,))
+    for M, K, N in (
+        (8192, 3072, 184), (4096, 14336, 176), (14336, 4096, 136), (11008, 4096, 538), (14336, 3584, 816),
+        (4096, 4096, 2000), (8192, 8192, 1448), (1024, 4096, 1504), (768, 768, 584), (4096, 1024, 136),
+        (10240, 2560, 1520), (14336, 4096, 432),
+    )
+)  # fmt: skip
 SUITES: dict[str, tuple[str, int, Matrices]] = {
     f"{family}-{short}-L{L}": (dtype, L, matrices)
-    for family, matrices in (("paper", PAPER_MATRICES), ("llama", LAYER_MATRICES))
+    for family, matrices in (("paper", PAPER_MATRICES), ("llama", LAYER_MATRICES), ("columns", COLUMN_MATRICES))
     for short, dtype in (("float32", "float32"), ("bf16", "bfloat16"))
     for L in (32, 64, 128)
 }

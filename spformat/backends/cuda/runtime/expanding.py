@@ -6,11 +6,12 @@ writes C, in both layouts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ....arrays.library import ceil_div
+from ....arrays.library import ceil_div, round_up
 from ....products.ideal import load_us, memory_us, rounds, tile_us, traffic_us, unaligned_us
 from ....products.problem import COL, Problem, itemsize
 from ....products.roofline import TENSOR_16, Device
@@ -41,6 +42,11 @@ class Tile:
     @property
     def rows(self) -> int:
         return 64 * self.warpgroups
+
+    @property
+    def cols_loaded(self) -> int:
+        """Columns of a row-major B that a step loads: boxes of 64 columns, if a tile has more than 32."""
+        return self.cols if self.cols < 64 else round_up(self.cols, 64)
 
     @property
     def threads(self) -> int:
@@ -105,11 +111,10 @@ def tail(o: Operands, p: Problem, tile: Tile, parts: int, b: int, ldb: int, b_co
 
     b, ldb, b_col: address, pitch in elements and layout of B, or of a copy of it that the copy engine can address.
     """
-    columns = next(x for x in (64, 32, 16) if tile.cols % x == 0)
-    extents, box = ((p.K, o.n), (DEPTH, tile.cols)) if b_col else ((o.n, p.K), (columns, DEPTH))
+    extents, box = ((p.K, o.n), (DEPTH, tile.cols)) if b_col else ((o.n, p.K), (min(tile.cols, 64), DEPTH))
     b_map = tensor_map.tiled(b, p.b_dtype, extents, (ldb,), box, 2 * box[0])
     b_steps = (1, ldb) if b_col else (ldb, 1)
-    c_col, strip = p.out_layout == COL, columns if parts == 1 else 16
+    c_col, strip = p.out_layout == COL, math.gcd(tile.cols, 64) if parts == 1 else 16
     c_map, by_copies = tensor_map.UNMAPPED, 0
     if itemsize(p.out_dtype) == 2 and tensor_map.writable(o.c, p.M if c_col else o.n, o.ldc, 2):
         c_box, c_extents = ((16, strip), (p.M, o.n)) if c_col else ((strip, 16), (o.n, p.M))

@@ -6,9 +6,7 @@
 // Elements of 2 bytes go 16 bytes at a time on both sides. A thread loads 8 columns of two neighbouring rows, wherever
 // these start, and stores the pairs of elements of a column as 8 words: a line of the tile in shared memory is a column of
 // `from`, LINE words apart. 16 row pairs and 2 units of 8 columns make a warp: with LINE = 34 its stores lie in 32 different
-// banks, and so do its loads of 8 bytes. What is loaded is evicted from L2 first: it is not read again, while the copy is.
-#include "spformat/cp_async.cuh"
-#include "spformat/two_four_stream.cuh"
+// banks, and so do its loads of 8 bytes.
 #include "spformat/units.cuh"
 
 using namespace spformat;
@@ -21,9 +19,9 @@ template <class Word> constexpr int SIDE = sizeof(Word) == 2 ? 64 : 32;  // the 
 __device__ __forceinline__ uint4 eight(const u16* line, i64 first, i64 along, u64 begin, u64 end) {
     const u64 at = reinterpret_cast<u64>(line + first), start = at - at % 16;
     if (first + 8 <= along && start >= begin && start + (at % 16 ? 32 : 16) <= end) {
-        if (at % 16 == 0) return stream_16(reinterpret_cast<const u32*>(start), evict_first());
         const uint4* const unit = reinterpret_cast<const uint4*>(start);
-        return shifted(unit[0], unit[1], static_cast<u32>(at % 16));
+        const uint4 low = unit[0];
+        return at % 16 ? shifted(low, unit[1], static_cast<u32>(at % 16)) : low;
     }
     u32 w[4];
 #pragma unroll

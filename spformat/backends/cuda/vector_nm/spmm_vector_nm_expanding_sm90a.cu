@@ -31,7 +31,6 @@ struct Expanding {  // ctypes twin: spmm_vector_nm_expanding_sm90a.Expanding
     int n, m;
     int tile_windows;  // windows of a k tile
     int k_tiles, k_per_part, row_tiles;
-    int resident;  // blocks that the device runs at a time
     i64 pitch;  // elements between rows of data
 };
 
@@ -53,12 +52,12 @@ template <class T, class Out, int WG, int BN, int STAGES, int Parts, int Residen
 __global__ void __cluster_dims__(Parts, 1, 1) __launch_bounds__(128 * WG + 32, Resident)
 spmm_vector_nm_expanding_sm90a(const __grid_constant__ TensorMap a_map, const __grid_constant__ Expanding s,
                                const u8* __restrict__ lines, const T* __restrict__ data, const u8* __restrict__ indices,
-                               const __grid_constant__ TensorMap b_map, const T* __restrict__ B, i64 b_k, i64 b_n,
+                               int once, const __grid_constant__ TensorMap b_map, const T* __restrict__ B, i64 b_k, i64 b_n,
                                const __grid_constant__ TensorMap c_map, int by_copies, Out* C, int N, i64 ldc) {
     static_assert(sizeof(T) == 2, "16-bit values");
     constexpr int ROWS = 64 * WG;
     constexpr int A_BLOCK = DEPTH * 128, A_BYTES = WG * A_BLOCK;     // a warpgroup's 64 rows of up to DEPTH kept columns
-    constexpr int B_BYTES = DEPTH * BN * 2, WORDS = A_BYTES + B_BYTES;
+    constexpr int B_BYTES = tile_bytes<BN, BCol>, WORDS = A_BYTES + B_BYTES;
     constexpr int STAGE = WORDS + ROWS / 8 * DEPTH;                  // one byte for each column and group of 8 rows
     static_assert(STAGE % 1024 == 0 && A_BYTES % 1024 == 0, "swizzle patterns start on 1024 bytes");
     static_assert(way_out<WG, BN, Parts> <= STAGES * STAGE, "what comes after the products fits into the stages");
@@ -79,8 +78,7 @@ spmm_vector_nm_expanding_sm90a(const __grid_constant__ TensorMap a_map, const __
 
     if (warp == 4 * WG) {
         if (lane == 0) {
-            // Whether all tiles of a row of tiles are computed at one time, so that A comes from memory once.
-            const u64 policy = evict_first_if(N <= BN || gridDim.x <= static_cast<u32>(s.resident));
+            const u64 policy = evict_first_if(once);
             const u32 kept = s.tile_windows * s.n, words = (min(m0 + ROWS, s.M) - 1) / s.length - group0 + 1;
             for (int k = first; k < last; ++k) {
                 const u32 number = k - first, stage = number % STAGES, to = base + stage * STAGE, bar = full + 8 * stage;

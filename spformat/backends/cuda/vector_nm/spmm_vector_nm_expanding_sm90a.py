@@ -19,6 +19,7 @@ from ..runtime.expanding import DEPTH
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands
 from ..runtime.row_tiles import device_of as properties_of
+from ..runtime.tile_order import read_once
 from .vector_nm_launch import C_TYPES, AlignedRows, aligned_data, pattern, vector_reasons
 from .vector_nm_tiles import Pattern
 from .vector_nm_times import Split
@@ -35,7 +36,7 @@ class Expanding(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("M", "K", "groups", "length", "n", "m", "tile_windows", "k_tiles")),
-        *((name, ctypes.c_int32) for name in ("k_per_part", "row_tiles", "resident")), ("pitch", ctypes.c_int64),
+        ("k_per_part", ctypes.c_int32), ("row_tiles", ctypes.c_int32), ("pitch", ctypes.c_int64),
     ]  # fmt: skip
 
 
@@ -48,7 +49,7 @@ class Tile(expanding.Tile):
     @property
     def smem(self) -> int:
         """Bytes: stages of A, B and lines, a line of zeros and the barriers. The way of C uses the stages again."""
-        stage = 2 * DEPTH * (self.rows + self.cols) + self.rows // 8 * DEPTH
+        stage = 2 * DEPTH * (self.rows + self.cols_loaded) + self.rows // 8 * DEPTH
         return self.stages * (stage + 16) + 16
 
     def __str__(self) -> str:
@@ -57,7 +58,7 @@ class Tile(expanding.Tile):
 
 TILES = (
     Tile(2, 16, 2, 4), Tile(2, 32, 2, 4), Tile(2, 64, 2, 4), Tile(2, 128, 1, 6), Tile(2, 192, 1, 5),
-    Tile(2, 96, 1, 7), Tile(2, 160, 1, 5),
+    Tile(2, 96, 1, 6), Tile(2, 160, 1, 5),
 )  # fmt: skip
 """256 columns would need more than the 168 registers that 288 threads may have."""
 
@@ -112,11 +113,16 @@ class SpmmVectorNMExpanding(CudaKernel):
     def options(self, p: Problem) -> list[Split[Tile]]:
         """Tiles between a quarter of C's width and twice of it.
 
-        Numbers of parts of K as long as each shortens the way of a block along K.
+        Numbers of parts of K as long as each shortens the way of a block along K, and all clusters run at one time: of
+        284 tiles whose clusters waited for others none was the fastest on an H100, and some took three times as long as
+        expected.
         """
         steps, device = steps_of(pattern(p)), device_of(p)
-        some = [t for t in TILES if expanding.wide_enough(t.cols, p.n)]
-        return [Split(t, parts) for t in some for parts in expanding.parts_of(p, t, steps, device)]
+        return [
+            Split(t, parts) for t in TILES if expanding.wide_enough(t.cols, p.n)
+            for parts in expanding.parts_of(p, t, steps, device)
+            if parts == 1 or expanding.tiles_of(p, t) <= device.clusters(parts, t.resident)
+        ]  # fmt: skip
 
     def variant(self, p: Problem, tile: Split[Tile]) -> tuple[str, ...]:
         """By tile, whatever the number of parts."""
@@ -125,7 +131,8 @@ class SpmmVectorNMExpanding(CudaKernel):
     def quantities(self, p: Problem, tile: Split[Tile], device: Device) -> tuple[float, ...]:
         """Ideal microseconds of each of ``terms``: those of ``expanding``, then of the launch that copies B."""
         t, q = tile.tile, p.p
-        loaded = 2.0 * DEPTH * (t.rows * q["n"] / q["m"] + t.cols)
+        columns = t.cols if p.b_layout == COL else t.cols_loaded
+        loaded = 2.0 * DEPTH * (t.rows * q["n"] / q["m"] + columns)
         copied = b_alignment(p) < LINE or (p.b_layout == COL and not starts_aligned(q["m"]))
         own = expanding.quantities(p, t, tile.splits, steps_of(pattern(p)), loaded, device)
         return *own, *expanding.copy_of_b_us(p, copied, device)
@@ -159,10 +166,10 @@ class SpmmVectorNMExpanding(CudaKernel):
         parts, b_col, c_col = tile.splits, p.b_layout == COL, p.out_layout == COL
         shape = Expanding(
             p.M, p.K, groups, form.vector_length, form.n, form.m, windows, k_tiles, ceil_div(k_tiles, parts), row_tiles,
-            t.resident * properties_of(p.device_id).sms, pitch,
+            pitch,
         )  # fmt: skip
         a_map = tensor_map.tiled(data.data.ptr, p.a_dtype, (pitch, W), (pitch,), (64, windows * form.n), 128)
-        device, signature = p.device_id, (tensor_map.TensorMap, Expanding, *"PPP", *expanding.TAIL)
+        device, signature = p.device_id, (tensor_map.TensorMap, Expanding, *"PPPi", *expanding.TAIL)
 
         def product(b_col: bool) -> Launch:
             name = instance(p.a_dtype, p.out_dtype, tile, b_col, c_col)
@@ -170,7 +177,7 @@ class SpmmVectorNMExpanding(CudaKernel):
             return Launch(function, signature, (a_map, shape, lines, data, indices), t.threads, t.smem)
 
         products = {b_col: product(b_col)}  # the one for a copied B is compiled when operands first need it
-        copied_rows = AlignedRows(p)
+        copied_rows, at_once = AlignedRows(p), t.resident * properties_of(device).sms
 
         def prepare(o: Operands) -> list[Bound]:
             calls: list[Bound] = []
@@ -181,7 +188,9 @@ class SpmmVectorNMExpanding(CudaKernel):
             if col not in products:
                 products[col] = product(col)
             rest = expanding.tail(o, p, t, parts, b, ldb, col)
-            return [*calls, products[col].bind(expanding.grid(o, p, t, parts), o.stream, *rest)]
+            blocks = expanding.grid(o, p, t, parts)
+            once = read_once(data.nbytes, ceil_div(o.n, t.cols), blocks[0], at_once)
+            return [*calls, products[col].bind(blocks, o.stream, int(once), *rest)]
 
         return Prepared(prepare, str(tile), int(lines.nbytes))
 

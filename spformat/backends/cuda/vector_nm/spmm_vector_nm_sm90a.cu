@@ -7,8 +7,9 @@
 //   C        Out, element (m, n) at m*step_m + n*step_n, one step is 1
 //   even     whether blocks share out the last rounds of tiles by steps along K (even_shares.cuh); else they take whole tiles
 //   sums     with `even`: f32[gridDim.x, BN/8, 256, 4], any contents; sums of a tile whose beginning is another block's
-//   width    columns of tiles that go together (tile_order.cuh)
 //   flags    with `even`: u32[2 * gridDim.x], 0 before and after: sums of a block and warpgroup are there
+//   together columns of tiles that do so (tile_order.cuh)
+//   once     whether A is evicted from L2 first
 //
 // A tile of 128 rows has one list of columns, so behind the loader this is a dense product whose K is the number of kept
 // vectors. Hopper cannot gather rows with TMA: LOADERS warps fetch them with 16-byte cp.async (a warp per row of B), and
@@ -36,16 +37,15 @@ template <class T, class Out, int BN, int STAGES, int LOADERS>
 __global__ void __launch_bounds__(256 + 32 * LOADERS, 1)
 spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, const int* __restrict__ columns,
                      const T* __restrict__ B, u32 pitch_b, const __grid_constant__ TensorMap c_map, int by_copies,
-                     Out* __restrict__ C, int N, i64 step_m, i64 step_n, int even, float4* sums, u32* flags, int width) {
+                     Out* __restrict__ C, int N, i64 step_m, i64 step_n, int even, float4* sums, u32* flags, int together, int once) {
     static_assert(sizeof(T) == 2, "16-bit values");
-    static_assert(BN % 16 == 0 && BN <= 256, "whole strips of C, at most one instruction wide");
+    static_assert(BN % 32 == 0 && BN <= 256, "whole strips of C, at most one instruction wide");
     constexpr int A_BYTES = DEPTH * ROWS * 2, BLOCK = DEPTH * 128;  // of 64 k x 64 columns
     constexpr int B_BYTES = (BN + 63) / 64 * BLOCK, STAGE = A_BYTES + B_BYTES;
     static_assert(LOADERS == 4, "a whole warpgroup hands registers over, and there is room for one");
     constexpr int LINES = DEPTH / LOADERS;  // rows of B a loader fetches per stage
     extern __shared__ __align__(1024) unsigned char shared[];
-    constexpr int PART = sizeof(Out) == 2 && BN % 64 == 0 ? 64 : BN % 32 == 0 ? 32 : 16;  // C leaves in strips of 16 x PART
-    constexpr int PITCH = PART + 16 / sizeof(Out);
+    constexpr int PART = sizeof(Out) == 2 && BN % 64 == 0 ? 64 : 32, PITCH = PART + 16 / sizeof(Out);  // C leaves in strips of 16 x PART
     constexpr int SLOTS = 2;  // of 64 x 64 sums, a warpgroup's, on their way out by copies; the strips take their place
     static_assert(8 * 16 * PITCH * sizeof(Out) <= 2 * SLOTS * STORE_SLOT, "strips fit");
     const u32 base = shared_address(shared), slots = base + STAGES * STAGE, full = slots + 2 * SLOTS * STORE_SLOT;
@@ -56,7 +56,7 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
         barrier::fence_init();
     }
     __syncthreads();
-    const TileOrder order{s.row_tiles, cdiv(N, BN), width};
+    const TileOrder order{s.row_tiles, cdiv(N, BN), together};
     EvenShares work(s.row_tiles * order.columns, s.k_tiles, gridDim.x, even ? gridDim.x - 1 - blockIdx.x : blockIdx.x, even != 0);
     Piece piece;
     bool more = work.next(piece);
@@ -67,26 +67,28 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
     if (warp >= 8) {  // the loaders
         give_registers<88>();  // addresses of a batch of copies, so that none waits for the registers of another
         const int w = warp - 8;
-        const u64 policy = evict_first_if(width == order.columns || work.one_round());
+        const u64 policy = evict_first_if(once);
         u32 produced = 0;  // stages filled since the start
         // This lane's columns of a piece: each is loaded one k tile ahead, the first of a piece with the last before it.
-        auto list_of = [&](const Piece& p) {
-            const int group = order.row(p.tile) * ROWS / s.group_rows;
-            return columns + static_cast<i64>(group) * s.columns_ld + p.begin * DEPTH + w * LINES + lane % LINES;
+        auto list_of = [&](int row_tile, int begin) {
+            const int group = row_tile * ROWS / s.group_rows;
+            return columns + static_cast<i64>(group) * s.columns_ld + begin * DEPTH + w * LINES + lane % LINES;
         };
-        const int* list = more ? list_of(piece) : columns;
+        Place place = more ? order.place(piece.tile) : Place{};
+        const int* list = more ? list_of(place.row, piece.begin) : columns;
         int next = more && s.k_tiles > 0 ? __ldg(list) : 0;
         while (more) {
-            const int row_tile = order.row(piece.tile), first = piece.begin, last = piece.end;
+            const int row_tile = place.row, first = piece.begin, last = piece.end;
             constexpr int CHUNKS = BN / 8, ROW_STEP = 32 / CHUNKS;  // ROW_STEP rows of B per instruction of a warp
             constexpr int STEPS = LINES / ROW_STEP, PERIOD = 8 / ROW_STEP, BATCH = STEPS < 8 ? STEPS : 8;
             static_assert(8 % ROW_STEP == 0, "the swizzle comes round after whole steps");
             const bool copies = lane < ROW_STEP * CHUNKS;  // all lanes, or those with whole rows
-            const int chunk = lane % CHUNKS, n = order.column(piece.tile) * BN + chunk * 8;
+            const int chunk = lane % CHUNKS, n = place.column * BN + chunk * 8;
             const unsigned char* from = reinterpret_cast<const unsigned char*>(B + n);
             const int width = min(max(N - n, 0), 8) * 2;
             more = work.next(piece);
-            const int* after = more ? list_of(piece) : list;
+            if (more) place = order.place(piece.tile);
+            const int* after = more ? list_of(place.row, piece.begin) : list;
             for (int k = first; k < last; ++k, ++produced) {
                 const u32 stage = produced % STAGES, to = base + stage * STAGE;
                 const int mine = next;
@@ -135,7 +137,8 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
         Out* strip = reinterpret_cast<Out*>(shared + STAGES * STAGE) + warp * 16 * PITCH;
         u32 consumed = 0, stored = 0;
         while (more) {
-            const int m0 = order.row(piece.tile) * ROWS + warp * 16, n0 = order.column(piece.tile) * BN;
+            const Place place = order.place(piece.tile);
+            const int m0 = place.row * ROWS + warp * 16, n0 = place.column * BN;
             const int first = piece.begin, last = piece.end;
             float acc[BN / 2] = {};
             for (int k = first; k < last; ++k, ++consumed) {

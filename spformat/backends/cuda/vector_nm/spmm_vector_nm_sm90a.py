@@ -21,7 +21,7 @@ from ..runtime import jit, launch, row_tiles, tensor_map
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands
 from ..runtime.scratch import Scratch
-from ..runtime.tile_order import columns_together
+from ..runtime.tile_order import tile_order
 from .vector_nm_launch import C_TYPES, AlignedRows, aligned_data, pattern, vector_reasons
 from .vector_nm_tiles import Pattern
 from .vector_nm_times import of_every_tile
@@ -71,7 +71,7 @@ class Tile:
         return f"{ROWS}x{self.cols}x{DEPTH} {'even' if self.even else 'whole'}"
 
 
-STAGES = {256: 4, 240: 4, 224: 4, 208: 4, 192: 4, 176: 4, 160: 4, 144: 4, 128: 6, 112: 6, 96: 6, 64: 6}
+STAGES = {256: 4, 224: 4, 192: 4, 160: 4, 128: 6, 96: 6, 64: 6}
 """Columns of a tile -> stages that fit in shared memory."""
 TILES = tuple(Tile(cols, stages, 4, even) for even in (False, True) for cols, stages in STAGES.items())
 """Widest first."""
@@ -114,10 +114,12 @@ class SpmmVectorNMSm90a(CudaKernel):
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
-        built = (256, "bfloat16", "bfloat16"), (128, "float16", "float32"), (64, "float16", "float16")
-        more = (160, "bfloat16", "bfloat16"), (224, "float16", "float16"), (208, "bfloat16", "float32")
-        return tuple(
-            instance(dtype, C_TYPES[out], Tile(cols, STAGES[cols], 4, True)) for cols, dtype, out in (*built, *more)
+        return (
+            instance("bfloat16", "__nv_bfloat16", TILES[0]),
+            instance("float16", "float", TILES[4]),
+            instance("float16", "__half", TILES[6]),
+            instance("bfloat16", "__nv_bfloat16", TILES[3]),
+            instance("float16", "__half", TILES[1]),
         )
 
     def blocking(self, p: Problem) -> Blocking:
@@ -163,7 +165,7 @@ class SpmmVectorNMSm90a(CudaKernel):
         function = jit.load(SOURCE, instance(p.a_dtype, C_TYPES[p.out_dtype], tile), arch, p.device_id, smem)
         a_map = tensor_map.tiled(data.data.ptr, p.a_dtype, (Mp, W), (Mp,), (64, DEPTH), 128)
         shape = Gathered(p.M, p.K, form.vector_length, columns.shape[1], steps, row_count)
-        signature = (tensor_map.TensorMap, Gathered, *"PPi", tensor_map.TensorMap, *"iPiqqiPPi")
+        signature = (tensor_map.TensorMap, Gathered, *"PPi", tensor_map.TensorMap, *"iPiqqiPPii")
         product = Launch(function, signature, (a_map, shape, columns), threads, smem)
         processors, rows_of_b = row_tiles.device_of(p.device_id).sms, AlignedRows(p)
         sums, flags = Scratch(), Scratch(zeros=True)
@@ -174,15 +176,16 @@ class SpmmVectorNMSm90a(CudaKernel):
             c_map, by_copies = tensor_map.UNMAPPED, 0
             if p.out_dtype == p.a_dtype and (c_col or tile.cols % 64 == 0):
                 c_map, by_copies = tensor_map.of_c(o.c, p.out_dtype, p.M, o.n, o.ldc, c_col)
-            tiles = row_count * ceil_div(o.n, tile.cols)
+            column_count = ceil_div(o.n, tile.cols)
+            tiles = row_count * column_count
             blocks, sums_at, flags_at = tile.blocks(tiles, steps, processors), 0, 0
             shared = bool(tile.even and tiles % blocks)
             if shared:
                 sums_at = sums.buffer(o.stream, blocks * ROWS * tile.cols * 4)
                 flags_at = flags.buffer(o.stream, 2 * blocks * 4)
             rest = c_map, by_copies, o.c, o.n, step_m, step_n, int(shared), sums_at, flags_at
-            width = columns_together(2 * p.K, o.n, tile.cols)
-            return [*calls, product.bind((blocks, 1, 1), o.stream, b, pitch, *rest, width)]
+            order = tile_order(data.nbytes, 2 * p.K * tile.cols, row_count, column_count, 1, processors)
+            return [*calls, product.bind((blocks, 1, 1), o.stream, b, pitch, *rest, *order)]
 
         return Prepared(prepare, f"{tile}", columns.nbytes)
 

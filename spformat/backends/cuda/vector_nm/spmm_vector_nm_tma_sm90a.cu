@@ -3,7 +3,8 @@
 //   b_map    TMA map of B, boxes of tile_cols rows x 128 bytes of columns, 128-byte swizzle
 //   a_map    TMA map of data T[W, Mp], boxes of tile_kept lines x 128 bytes of rows, 128-byte swizzle
 //   shape, records   see vector_nm.cuh; unpacked
-//   width    columns of (clusters of) tiles that go together (tile_order.cuh)
+//   together columns of (clusters of) tiles that do so (tile_order.cuh)
+//   once     whether A is evicted from L2 first
 //   C        Out, element (m, n) at m*step_m + n*step_n, one step is 1; or, splits > 1, float[splits, M, N] partial sums
 //
 // The products are those of spmm_vector_nm_mma.cu. What limits them is L2 -> SM traffic and the instructions that copies
@@ -21,8 +22,8 @@ namespace spformat::vector_nm {
 template <class T, class Out, int G, int WM, int WN, int WARPS_M, int WARPS_N, int CLUSTER_M, int CLUSTER_N>
 __global__ void __cluster_dims__(CLUSTER_M * CLUSTER_N, 1, 1) __launch_bounds__(384, 1)
 spmm_vector_nm_tma(const __grid_constant__ TensorMap a_map, const Shape s, int stages, int splits,
-                   const u32* __restrict__ records, const __grid_constant__ TensorMap b_map, int width, Out* __restrict__ C, int N,
-                   i64 step_m, i64 step_n, i64 split_stride) {
+                   const u32* __restrict__ records, const __grid_constant__ TensorMap b_map, int together, int once,
+                   Out* __restrict__ C, int N, i64 step_m, i64 step_n, i64 split_stride) {
     constexpr int BM = WM * WARPS_M, BN = WN * WARPS_N, WARPS = WARPS_M * WARPS_N;
     constexpr int WIDE = 128 / sizeof(T), BLOCKS_B = BN / WIDE, BLOCKS_A = BM / WIDE;  // 128-byte column blocks of a tile
     constexpr int PEERS = CLUSTER_M + CLUSTER_N - 1;  // CTAs that share a copy with this one, itself included
@@ -63,7 +64,7 @@ spmm_vector_nm_tma(const __grid_constant__ TensorMap a_map, const Shape s, int s
     const int rank = CLUSTER_M * CLUSTER_N > 1 ? cluster::rank() : 0, rank_m = rank % CLUSTER_M, rank_n = rank / CLUSTER_M;
     const int items_m = cdiv(s.row_tiles, CLUSTER_M), columns = cdiv(N, BN * CLUSTER_N);
     const int tiles = items_m * columns, items = tiles * splits;
-    const TileOrder order{items_m, columns, width};
+    const TileOrder order{items_m, columns, together};
     const int first_item = blockIdx.x / (CLUSTER_M * CLUSTER_N), item_step = gridDim.x / (CLUSTER_M * CLUSTER_N);
     int stage = 0, phase = 0;
     auto advance = [&]() {
@@ -75,13 +76,13 @@ spmm_vector_nm_tma(const __grid_constant__ TensorMap a_map, const Shape s, int s
         if (threadIdx.x == 32 * WARPS) {
             const u32 bytes = BLOCKS_B * s.tile_cols * 128 + BLOCKS_A * s.tile_kept * 128 + record_bytes;
             u16 to_column = 0, to_row = 0;  // CTAs of the same column tile, of the same row tile
-            // Whether all tiles of a row of tiles are computed at one time, so that A comes from memory once.
-            const u64 policy = evict_first_if((width == columns && splits == 1) || items <= item_step);
+            const u64 policy = evict_first_if(once);
             for (int i = 0; i < CLUSTER_M; ++i) to_column |= 1 << (rank_n * CLUSTER_M + i);
             for (int i = 0; i < CLUSTER_N; ++i) to_row |= 1 << (i * CLUSTER_M + rank_m);
             for (int item = first_item; item < items; item += item_step) {
-                const int split = item / tiles, tile = item % tiles;
-                const int row_tile = order.row(tile) * CLUSTER_M + rank_m, col_tile = order.column(tile) * CLUSTER_N + rank_n;
+                const int split = splits > 1 ? item / tiles : 0;
+                const Place place = order.place(item - split * tiles);
+                const int row_tile = place.row * CLUSTER_M + rank_m, col_tile = place.column * CLUSTER_N + rank_n;
                 const int first = split * s.k_per_split, last = min(first + s.k_per_split, s.k_tiles);
                 const u32* list = records + static_cast<i64>(min(row_tile, s.row_tiles - 1)) * s.k_tiles * s.record;
                 for (int k = first; k < last; ++k) {
@@ -114,8 +115,9 @@ spmm_vector_nm_tma(const __grid_constant__ TensorMap a_map, const Shape s, int s
         const int peer = lane < CLUSTER_M ? rank_n * CLUSTER_M + lane
                                           : (lane - CLUSTER_M + (lane - CLUSTER_M >= rank_n)) * CLUSTER_M + rank_m;
         for (int item = first_item; item < items; item += item_step) {
-            const int split = item / tiles, tile = item % tiles;
-            const int row_tile = order.row(tile) * CLUSTER_M + rank_m, col_tile = order.column(tile) * CLUSTER_N + rank_n;
+            const int split = splits > 1 ? item / tiles : 0;
+            const Place place = order.place(item - split * tiles);
+            const int row_tile = place.row * CLUSTER_M + rank_m, col_tile = place.column * CLUSTER_N + rank_n;
             const int first = split * s.k_per_split, last = min(first + s.k_per_split, s.k_tiles);
             float acc[WN / 16][WM / 8][4] = {};
             for (int k = first; k < last; ++k) {

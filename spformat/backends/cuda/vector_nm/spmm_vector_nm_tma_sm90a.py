@@ -16,7 +16,8 @@ from ....products.problem import Problem
 from ....products.roofline import TENSOR_16, TF32_THREE, Blocking, Device, device_of, shared_limit
 from ..runtime import tensor_map
 from ..runtime.kernel import CudaKernel, Prepared
-from ..runtime.tile_order import columns_together
+from ..runtime.row_tiles import device_of as properties_of
+from ..runtime.tile_order import tile_order
 from .vector_nm_launch import (
     C_TYPES,
     ITEMSIZE,
@@ -179,13 +180,14 @@ class SpmmVectorNMTMA(CudaKernel):
         )  # fmt: skip
         data = aligned_data(a)
         W, Mp = data.shape
-        wide = 128 // size
+        wide, row_tiles, at_once = 128 // size, ceil_div(p.M, tile.rows), properties_of(p.device_id).sms
         a_map = tensor_map.tiled(data.data.ptr, p.a_dtype, (Mp, W), (Mp,), (wide, records.tile_kept), 128)
 
         def b_arguments(b: int, pitch: int, n: int) -> tuple[Any, ...]:
             box = (wide, records.tile_cols)
             b_map = tensor_map.tiled(b, p.a_dtype, (n, p.K), (pitch // size,), box, 128)
-            return b_map, columns_together(size * p.K, n, tile.cols)
+            extent = row_tiles, ceil_div(n, tile.cols)
+            return b_map, *tile_order(data.nbytes, size * p.K * tile.cols, *extent, best.splits, at_once)
 
         def head(splits: int, per_split: int, cluster: tuple[int, int]) -> tuple[Any, ...]:
             return a_map, records.shape(form, int(data.strides[0]), W, per_split), stages, splits, records.words
@@ -196,7 +198,7 @@ class SpmmVectorNMTMA(CudaKernel):
             threads=384, head=head,
             instance=lambda out, c: instance(p.a_dtype, out, group, tile, c), smem=lambda _: smem,
             cluster=lambda _: CLUSTER, signature=(tensor_map.TensorMap, Shape, "i", "i", "P"), keep=data,
-            b_signature=(tensor_map.TensorMap, "i"), b_arguments=b_arguments, splits=best.splits,
+            b_signature=(tensor_map.TensorMap, "i", "i"), b_arguments=b_arguments, splits=best.splits,
         )  # fmt: skip
         return Prepared(launcher(p, choice), f"{tile} {stages} stages", records.words.nbytes)
 

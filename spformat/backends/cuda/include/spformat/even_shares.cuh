@@ -33,8 +33,6 @@ public:
         least_ = left / blocks, longer_ = left % blocks;
         at_ = start(share), stop_ = start(share + 1);
     }
-    // Whether no block has two whole tiles.
-    __device__ __forceinline__ bool one_round() const { return tiles_ <= blocks_; }
     // The first step of a share, counted from the first tile that is shared out.
     __device__ __forceinline__ int start(int share) const { return share * least_ + min(share, longer_); }
     // How many shares after this one have the last `steps` steps of a tile.

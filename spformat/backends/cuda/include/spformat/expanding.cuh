@@ -9,7 +9,10 @@ namespace spformat::expanding {
 
 constexpr int DEPTH = 64;
 constexpr int SLOT = 2048;  // bytes of a warp in which sums wait for their way to C
-template <int BN> constexpr int box_columns = BN % 64 == 0 ? 64 : BN % 32 == 0 ? 32 : 16;  // of a box of a row-major B, and of C
+template <int BN> constexpr int box_columns = BN < 64 ? BN : 64;  // of a box of a row-major B
+template <int BN> constexpr int boxes = (BN + 63) / 64;  // of a row-major B; the last one may have columns that no product uses
+template <int BN> constexpr int strip_columns = BN % 64 ? box_columns<BN % 64> : 64;  // of a box of C
+template <int BN, bool BCol> constexpr int tile_bytes = DEPTH * 2 * (BCol ? BN : boxes<BN> * box_columns<BN>);  // of a k tile of B
 
 // The k tile of B from (k0, n0), DEPTH x BN, to `to` in boxes that bar counts. One thread calls it.
 template <int BN, bool BCol>
@@ -19,7 +22,7 @@ __device__ __forceinline__ void load_tile(u32 to, const TensorMap& b_map, u32 ba
         tma::load_2d(to, b_map, bar, k0, n0);
     } else {
 #pragma unroll
-        for (int i = 0; i < BN / COLS; ++i) tma::load_2d(to + i * DEPTH * COLS * 2, b_map, bar, n0 + i * COLS, k0);
+        for (int i = 0; i < boxes<BN>; ++i) tma::load_2d(to + i * DEPTH * COLS * 2, b_map, bar, n0 + i * COLS, k0);
     }
 }
 
@@ -62,26 +65,16 @@ __device__ __forceinline__ void multiply_steps(float (&acc)[BN / 2], int first, 
         return;
     }
     u32 even[4][4], odd[4][4];
-    auto finish_before = [&](int k) {  // the product of step k may run on, the one before is done and its registers are free
-        wgmma::wait<1>();
-        if (k > first) barrier::arrive(empty + 8 * ((k - 1 - first) % STAGES));
-    };
-    if (first >= last) return;
-    load(even, first);
-    int k = first;
-#pragma unroll 1
-    for (; k + 2 < last; k += 2) {
-        multiply(even, k), finish_before(k);
-        load(odd, k + 1);
-        multiply(odd, k + 1), finish_before(k + 1);
-        load(even, k + 2);
+    if (first < last) load(even, first);
+    for (int k = first; k < last; k += 2) {
+        multiply(even, k);
+        if (k + 1 < last) load(odd, k + 1);
+        finish(k);
+        if (k + 1 == last) break;
+        multiply(odd, k + 1);
+        if (k + 2 < last) load(even, k + 2);
+        finish(k + 1);
     }
-    multiply(even, k), finish_before(k);
-    if (k + 1 < last) {
-        load(odd, k + 1);
-        multiply(odd, k + 1), finish_before(k + 1);
-    }
-    finish(last - 1);
 }
 
 // C: rows ldc apart (CCol: columns). by_copies: `map` is a TMA map of it, see store_tile.
@@ -151,14 +144,14 @@ template <int WG, int BN, int Parts> constexpr int way_out = (Parts > 1 ? 64 * W
 
 // The sums of a tile to C from (m0, n0), through `shared` (1024-byte aligned), which held stages: no copy is on its way to
 // them any more, and no product of this thread reads them. All threads that multiply call it.
-//   c.map    rows of N, boxes of STRIP x 16 (CCol: columns of M, boxes of 16 x STRIP), STRIP = box_columns, with Parts 16
+//   c.map    rows of N, boxes of STRIP x 16 (CCol: columns of M, boxes of 16 x STRIP), STRIP = strip_columns, with Parts 16
 //   part     with Parts: the blocks of a cluster have a part of K each; each block adds up every Parts-th strip of 16 x 16
 //            sums, in the order of the parts
 //   redo(row, col, cols)   called where sums of 16 x cols elements are not all finite
 template <class Out, bool CCol, int WG, int BN, int Parts, class Redo>
 __device__ __forceinline__ void store_tile(const float (&acc)[BN / 2], unsigned char* shared, const Result<Out>& c, int m0, int n0,
                                            int part, Redo redo) {
-    constexpr int THREADS = 128 * WG, WARPS = 4 * WG, STRIP = Parts > 1 ? 16 : box_columns<BN>;
+    constexpr int THREADS = 128 * WG, WARPS = 4 * WG, STRIP = Parts > 1 ? 16 : strip_columns<BN>;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     named_barrier(1, THREADS);
     char* const slot = reinterpret_cast<char*>(shared) + way_out<WG, BN, Parts> - (WARPS - warp) * SLOT;

@@ -108,19 +108,12 @@ __device__ __forceinline__ void load_bulk(u32 shared, const void* global, u32 by
             "l"(global), "r"(bytes), "r"(bar)
             : "memory");
 }
-// load_2d and load_bulk under an L2 policy (cp_async.cuh).
+// load_2d under an L2 policy (cp_async.cuh).
 __device__ __forceinline__ void load_2d(u32 shared, const TensorMap& map, u32 bar, int x, int y, u64 policy) {
     asm volatile(
             "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
             " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared),
             "l"(&map), "r"(bar), "r"(x), "r"(y), "l"(policy)
-            : "memory");
-}
-__device__ __forceinline__ void load_bulk(u32 shared, const void* global, u32 bytes, u32 bar, u64 policy) {
-    asm volatile(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
-                    "r"(shared),
-            "l"(global), "r"(bytes), "r"(bar), "l"(policy)
             : "memory");
 }
 // Elements outside the tensor are not written.
