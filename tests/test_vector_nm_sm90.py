@@ -56,10 +56,10 @@ def test_a_refusal_names_what_it_got(changes: dict[str, Any], part: str) -> None
 @pytest.mark.parametrize(
     ("n", "tile", "us"),
     [
-        (16, "256x128x64 8x16", 1435),
-        (12, "256x128x64 8x16", 1101),
-        (8, "256x128x64 8x16", 768),
-        (4, "256x128x128 8x8", 426),
+        (16, "128x128x64 8x16", 1403),
+        (12, "128x128x64 8x16", 1069),
+        (8, "256x128x128 8x16", 727),
+        (4, "256x128x128 8x16", 396),
     ],
 )
 def test_the_fastest_of_the_measured_tiles_is_chosen(n: int, tile: str, us: float) -> None:

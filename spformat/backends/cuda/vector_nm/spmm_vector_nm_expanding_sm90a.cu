@@ -52,7 +52,7 @@ template <class T, class Out, int WG, int BN, int STAGES, int Parts, int Residen
 __global__ void __cluster_dims__(Parts, 1, 1) __launch_bounds__(128 * WG + 32, Resident)
 spmm_vector_nm_expanding_sm90a(const __grid_constant__ TensorMap a_map, const __grid_constant__ Expanding s,
                                const u8* __restrict__ lines, const T* __restrict__ data, const u8* __restrict__ indices,
-                               int once, const __grid_constant__ TensorMap b_map, const T* __restrict__ B, i64 b_k, i64 b_n,
+                               const __grid_constant__ TensorMap b_map, const T* __restrict__ B, i64 b_k, i64 b_n,
                                const __grid_constant__ TensorMap c_map, int by_copies, Out* C, int N, i64 ldc) {
     static_assert(sizeof(T) == 2, "16-bit values");
     constexpr int ROWS = 64 * WG;
@@ -78,7 +78,7 @@ spmm_vector_nm_expanding_sm90a(const __grid_constant__ TensorMap a_map, const __
 
     if (warp == 4 * WG) {
         if (lane == 0) {
-            const u64 policy = evict_first_if(once);
+            const u64 policy = evict_first();
             const u32 kept = s.tile_windows * s.n, words = (min(m0 + ROWS, s.M) - 1) / s.length - group0 + 1;
             for (int k = first; k < last; ++k) {
                 const u32 number = k - first, stage = number % STAGES, to = base + stage * STAGE, bar = full + 8 * stage;

@@ -18,8 +18,6 @@ from ..runtime import expanding, jit, launch, tensor_map
 from ..runtime.expanding import DEPTH
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands
-from ..runtime.row_tiles import device_of as properties_of
-from ..runtime.tile_order import read_once
 from .vector_nm_launch import C_TYPES, AlignedRows, aligned_data, pattern, vector_reasons
 from .vector_nm_tiles import Pattern
 from .vector_nm_times import Split
@@ -169,7 +167,7 @@ class SpmmVectorNMExpanding(CudaKernel):
             pitch,
         )  # fmt: skip
         a_map = tensor_map.tiled(data.data.ptr, p.a_dtype, (pitch, W), (pitch,), (64, windows * form.n), 128)
-        device, signature = p.device_id, (tensor_map.TensorMap, Expanding, *"PPPi", *expanding.TAIL)
+        device, signature = p.device_id, (tensor_map.TensorMap, Expanding, *"PPP", *expanding.TAIL)
 
         def product(b_col: bool) -> Launch:
             name = instance(p.a_dtype, p.out_dtype, tile, b_col, c_col)
@@ -177,7 +175,7 @@ class SpmmVectorNMExpanding(CudaKernel):
             return Launch(function, signature, (a_map, shape, lines, data, indices), t.threads, t.smem)
 
         products = {b_col: product(b_col)}  # the one for a copied B is compiled when operands first need it
-        copied_rows, at_once = AlignedRows(p), t.resident * properties_of(device).sms
+        copied_rows = AlignedRows(p)
 
         def prepare(o: Operands) -> list[Bound]:
             calls: list[Bound] = []
@@ -188,9 +186,7 @@ class SpmmVectorNMExpanding(CudaKernel):
             if col not in products:
                 products[col] = product(col)
             rest = expanding.tail(o, p, t, parts, b, ldb, col)
-            blocks = expanding.grid(o, p, t, parts)
-            once = read_once(data.nbytes, ceil_div(o.n, t.cols), blocks[0], at_once)
-            return [*calls, products[col].bind(blocks, o.stream, int(once), *rest)]
+            return [*calls, products[col].bind(expanding.grid(o, p, t, parts), o.stream, *rest)]
 
         return Prepared(prepare, str(tile), int(lines.nbytes))
 

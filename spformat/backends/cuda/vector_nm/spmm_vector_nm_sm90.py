@@ -52,8 +52,8 @@ class Tile(spmm_vector_nm.Tile):
         return f"{self.rows}x{self.cols}x{self.depth} 8x{4 * self.quads}"
 
 
-TILES = Tile(8, 1, 3, 64, quads=4), Tile(8, 2, 2, 128), Tile(4, 1, 2, 64, quads=4)
-"""The second where little is kept of a deep k tile; the last for products with few tiles of 256 rows."""
+TILES = Tile(4, 1, 2, 64, quads=4), Tile(8, 1, 2, 128, quads=4)
+"""The second where little is kept of a deep k tile, so that its stages fit."""
 
 
 class SpmmVectorNMSm90(CudaKernel):

@@ -9,7 +9,6 @@
 //   sums     with `even`: f32[gridDim.x, BN/8, 256, 4], any contents; sums of a tile whose beginning is another block's
 //   flags    with `even`: u32[2 * gridDim.x], 0 before and after: sums of a block and warpgroup are there
 //   together columns of tiles that do so (tile_order.cuh)
-//   once     whether A is evicted from L2 first
 //
 // A tile of 128 rows has one list of columns, so behind the loader this is a dense product whose K is the number of kept
 // vectors. Hopper cannot gather rows with TMA: LOADERS warps fetch them with 16-byte cp.async (a warp per row of B), and
@@ -37,7 +36,7 @@ template <class T, class Out, int BN, int STAGES, int LOADERS>
 __global__ void __launch_bounds__(256 + 32 * LOADERS, 1)
 spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, const int* __restrict__ columns,
                      const T* __restrict__ B, u32 pitch_b, const __grid_constant__ TensorMap c_map, int by_copies,
-                     Out* __restrict__ C, int N, i64 step_m, i64 step_n, int even, float4* sums, u32* flags, int together, int once) {
+                     Out* __restrict__ C, int N, i64 step_m, i64 step_n, int even, float4* sums, u32* flags, int together) {
     static_assert(sizeof(T) == 2, "16-bit values");
     static_assert(BN % 32 == 0 && BN <= 256, "whole strips of C, at most one instruction wide");
     constexpr int A_BYTES = DEPTH * ROWS * 2, BLOCK = DEPTH * 128;  // of 64 k x 64 columns
@@ -67,7 +66,7 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
     if (warp >= 8) {  // the loaders
         give_registers<88>();  // addresses of a batch of copies, so that none waits for the registers of another
         const int w = warp - 8;
-        const u64 policy = evict_first_if(once);
+        const u64 policy = evict_first();
         u32 produced = 0;  // stages filled since the start
         // This lane's columns of a piece: each is loaded one k tile ahead, the first of a piece with the last before it.
         auto list_of = [&](int row_tile, int begin) {

@@ -21,7 +21,7 @@ from ..runtime import jit, launch, row_tiles, tensor_map
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands
 from ..runtime.scratch import Scratch
-from ..runtime.tile_order import tile_order
+from ..runtime.tile_order import columns_together
 from .vector_nm_launch import C_TYPES, AlignedRows, aligned_data, pattern, vector_reasons
 from .vector_nm_tiles import Pattern
 from .vector_nm_times import of_every_tile
@@ -165,7 +165,7 @@ class SpmmVectorNMSm90a(CudaKernel):
         function = jit.load(SOURCE, instance(p.a_dtype, C_TYPES[p.out_dtype], tile), arch, p.device_id, smem)
         a_map = tensor_map.tiled(data.data.ptr, p.a_dtype, (Mp, W), (Mp,), (64, DEPTH), 128)
         shape = Gathered(p.M, p.K, form.vector_length, columns.shape[1], steps, row_count)
-        signature = (tensor_map.TensorMap, Gathered, *"PPi", tensor_map.TensorMap, *"iPiqqiPPii")
+        signature = (tensor_map.TensorMap, Gathered, *"PPi", tensor_map.TensorMap, *"iPiqqiPPi")
         product = Launch(function, signature, (a_map, shape, columns), threads, smem)
         processors, rows_of_b = row_tiles.device_of(p.device_id).sms, AlignedRows(p)
         sums, flags = Scratch(), Scratch(zeros=True)
@@ -184,8 +184,8 @@ class SpmmVectorNMSm90a(CudaKernel):
                 sums_at = sums.buffer(o.stream, blocks * ROWS * tile.cols * 4)
                 flags_at = flags.buffer(o.stream, 2 * blocks * 4)
             rest = c_map, by_copies, o.c, o.n, step_m, step_n, int(shared), sums_at, flags_at
-            order = tile_order(data.nbytes, 2 * p.K * tile.cols, row_count, column_count, 1, processors)
-            return [*calls, product.bind((blocks, 1, 1), o.stream, b, pitch, *rest, *order)]
+            together = columns_together(2 * p.K * tile.cols, row_count, column_count, 1, processors)
+            return [*calls, product.bind((blocks, 1, 1), o.stream, b, pitch, *rest, together)]
 
         return Prepared(prepare, f"{tile}", columns.nbytes)
 

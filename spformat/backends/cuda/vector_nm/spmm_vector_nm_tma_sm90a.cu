@@ -4,7 +4,6 @@
 //   a_map    TMA map of data T[W, Mp], boxes of tile_kept lines x 128 bytes of rows, 128-byte swizzle
 //   shape, records   see vector_nm.cuh; unpacked
 //   together columns of (clusters of) tiles that do so (tile_order.cuh)
-//   once     whether A is evicted from L2 first
 //   C        Out, element (m, n) at m*step_m + n*step_n, one step is 1; or, splits > 1, float[splits, M, N] partial sums
 //
 // The products are those of spmm_vector_nm_mma.cu. What limits them is L2 -> SM traffic and the instructions that copies
@@ -22,7 +21,7 @@ namespace spformat::vector_nm {
 template <class T, class Out, int G, int WM, int WN, int WARPS_M, int WARPS_N, int CLUSTER_M, int CLUSTER_N>
 __global__ void __cluster_dims__(CLUSTER_M * CLUSTER_N, 1, 1) __launch_bounds__(384, 1)
 spmm_vector_nm_tma(const __grid_constant__ TensorMap a_map, const Shape s, int stages, int splits,
-                   const u32* __restrict__ records, const __grid_constant__ TensorMap b_map, int together, int once,
+                   const u32* __restrict__ records, const __grid_constant__ TensorMap b_map, int together,
                    Out* __restrict__ C, int N, i64 step_m, i64 step_n, i64 split_stride) {
     constexpr int BM = WM * WARPS_M, BN = WN * WARPS_N, WARPS = WARPS_M * WARPS_N;
     constexpr int WIDE = 128 / sizeof(T), BLOCKS_B = BN / WIDE, BLOCKS_A = BM / WIDE;  // 128-byte column blocks of a tile
@@ -76,7 +75,7 @@ spmm_vector_nm_tma(const __grid_constant__ TensorMap a_map, const Shape s, int s
         if (threadIdx.x == 32 * WARPS) {
             const u32 bytes = BLOCKS_B * s.tile_cols * 128 + BLOCKS_A * s.tile_kept * 128 + record_bytes;
             u16 to_column = 0, to_row = 0;  // CTAs of the same column tile, of the same row tile
-            const u64 policy = evict_first_if(once);
+            const u64 policy = evict_first();
             for (int i = 0; i < CLUSTER_M; ++i) to_column |= 1 << (rank_n * CLUSTER_M + i);
             for (int i = 0; i < CLUSTER_N; ++i) to_row |= 1 << (i * CLUSTER_M + rank_m);
             for (int item = first_item; item < items; item += item_step) {

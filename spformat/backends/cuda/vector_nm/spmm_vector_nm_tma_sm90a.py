@@ -17,7 +17,7 @@ from ....products.roofline import TENSOR_16, TF32_THREE, Blocking, Device, devic
 from ..runtime import tensor_map
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.row_tiles import device_of as properties_of
-from ..runtime.tile_order import tile_order
+from ..runtime.tile_order import columns_together
 from .vector_nm_launch import (
     C_TYPES,
     ITEMSIZE,
@@ -187,7 +187,7 @@ class SpmmVectorNMTMA(CudaKernel):
             box = (wide, records.tile_cols)
             b_map = tensor_map.tiled(b, p.a_dtype, (n, p.K), (pitch // size,), box, 128)
             extent = row_tiles, ceil_div(n, tile.cols)
-            return b_map, *tile_order(data.nbytes, size * p.K * tile.cols, *extent, best.splits, at_once)
+            return b_map, columns_together(size * p.K * tile.cols, *extent, best.splits, at_once)
 
         def head(splits: int, per_split: int, cluster: tuple[int, int]) -> tuple[Any, ...]:
             return a_map, records.shape(form, int(data.strides[0]), W, per_split), stages, splits, records.words
@@ -198,7 +198,7 @@ class SpmmVectorNMTMA(CudaKernel):
             threads=384, head=head,
             instance=lambda out, c: instance(p.a_dtype, out, group, tile, c), smem=lambda _: smem,
             cluster=lambda _: CLUSTER, signature=(tensor_map.TensorMap, Shape, "i", "i", "P"), keep=data,
-            b_signature=(tensor_map.TensorMap, "i", "i"), b_arguments=b_arguments, splits=best.splits,
+            b_signature=(tensor_map.TensorMap, "i"), b_arguments=b_arguments, splits=best.splits,
         )  # fmt: skip
         return Prepared(launcher(p, choice), f"{tile} {stages} stages", records.words.nbytes)
 

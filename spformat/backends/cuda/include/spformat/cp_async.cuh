@@ -15,9 +15,6 @@ __device__ __forceinline__ u64 evict_first() {
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
-// For an operand that the blocks of a kernel read at one time only: `once`. Lines that come once then replace each other, not what
-// others wrote, which would first have to go to memory.
-__device__ __forceinline__ u64 evict_first_if(bool once) { return once ? evict_first() : evict_normal(); }
 
 // 16 bytes, both addresses aligned to 16; bytes beyond `valid` (0 .. 16) are written as zero and not read from global.
 __device__ __forceinline__ void cp_async_16(u32 shared, const void* global, u32 valid) {
