@@ -1,7 +1,7 @@
 """SpMM on a sum of parts in one launch: blocks or 2:4, and scattered nonzeros, added up before C is written.
 
-Kernel: spmm_sum.cu. No GPU has run it yet: its speed is a prediction (docs/decisions/0034-fused-sums.md), so that it is
-chosen only by name.
+Kernel: spmm_sum.cu. It is mostly slower than its parts one after the other, so that it runs only where a call names it
+(docs/decisions/0034-fused-sums.md).
 """
 
 from __future__ import annotations

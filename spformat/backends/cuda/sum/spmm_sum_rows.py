@@ -72,7 +72,6 @@ class SpmmSumRows(CudaKernel):
     archs = ARCHS
     multiplies_zeros = True  # those of blocks
     terms = ("rows", "blocks", "steps", "loads", "sums")
-    by_name_only = "no GPU has run it yet (decision 0051)"
 
     def unsupported(self, p: Problem) -> list[str]:
         parts = p.operands[0].parts
