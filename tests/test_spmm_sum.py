@@ -70,7 +70,11 @@ def test_it_is_not_chosen_and_says_why() -> None:
     p = described(s, 64)
     assert not KERNEL.unsupported(p)
     trace = sf.explain(p)
-    assert {a.kernel for a in trace.answers if a} == {"cuda.spmm_sum_rows", "composed.sum_of_parts", "cuda.expand_then_dense"}
+    assert {a.kernel for a in trace.answers if a} == {
+        "cuda.spmm_sum_rows",
+        "composed.sum_of_parts",
+        "cuda.expand_then_dense",
+    }
     (own,) = (a for a in trace.answers if a.kernel == KERNEL.name)
     assert str(own) == (
         "cuda.spmm_sum: mostly slower than its parts one after the other (decision 0034); it runs only where a call names it, with "
