@@ -17,9 +17,9 @@ and the fewer share a line of A, the sooner the next ones take its place."""
 def columns_together(b_bytes: int, rows: int, columns: int, parts: int, at_once: int) -> int:
     """How many columns of tiles go together; 1: all rows of tiles, then the next column.
 
-    b_bytes: of B for a column of tiles. rows, columns: of tiles. parts: of K, each with tiles of its own. at_once: tiles
-    that run at one time. Where only some columns go together, A comes once for each group of them; groups are about
-    equally wide.
+    b_bytes: of B for a column of tiles. rows, columns: of tiles. parts: of K, each with tiles of its own. at_once:
+    tiles that run at one time. Where only some columns go together, A comes once for each group of them; groups are
+    about equally wide.
     """
     if rows * columns <= at_once or columns < LEAST or parts > 1:
         return 1
