@@ -114,6 +114,28 @@ def test_pairs_with_an_odd_number_of_row_tiles(M: int, layouts: tuple[str, str],
     exact((M, 712, 59), shares.Tile(48, even, 2), layouts)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize(("M", "N", "cols"), [(131, 203, 208), (128, 16, 16), (261, 59, 48)])
+def test_parts_of_k(
+    M: int, N: int, cols: int, layouts: tuple[str, str], parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """19 steps, so that some blocks have more than others; strips that divide by the number of blocks and that do not."""
+    monkeypatch.setattr(shares, "MOST_PARTS", parts)
+    monkeypatch.setattr(shares, "LEAST_OF_PART", 2)
+    exact((M, 1208, N), shares.Tile(cols, False, parts=parts), layouts)
+
+
+def test_parts_are_as_many_as_run_at_one_time() -> None:
+    """The clusters of an H100: 30 of four blocks, 39 of three."""
+    wide = {"b_layout": "col", "out_layout": "col"}
+    assert [str(t) for t in shares.in_parts(problem(3584, 3584, 136, **wide), 144)] == ["128x144x64 parts 4"]
+    assert [t.parts for t in shares.in_parts(problem(4096, 4096, 136, **wide), 144)] == [3]
+    assert shares.in_parts(problem(14336, 4096, 136, **wide), 144) == []
+    assert [t.parts for t in shares.in_parts(problem(1024, 512, 136, **wide), 144)] == [2]  # of four steps and more
+
+
 def with_processors(monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
     """Launches for a device with so few; on the emulated one and on a GPU."""
     device = shares.row_tiles.device_of(0)._replace(sms=processors)
@@ -133,7 +155,7 @@ def test_shares_of_several_tiles(clusters: int, cluster: int, monkeypatch: pytes
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", ["128x208x64 even", "128x208x64 even, pairs"])
+@pytest.mark.parametrize("tile", ["128x208x64 even", "128x208x64 even, pairs", "128x208x64 parts 4"])
 def test_alpha_beta_and_bias(tile: str) -> None:
     M, K, N = 131, 1208, 203
     rng = np.random.default_rng(3)
@@ -206,7 +228,7 @@ PAIRS_PLANTED = [
     ("half of B for one block", "along, across, 3)", "along, across, u16(1 << rank))"),
     ("the same rows twice", "* Cluster + rank) * ROWS", "* Cluster) * ROWS"),
     ("sums of the other block", "(work.share + 1) * Cluster + rank", "(work.share + 1) * Cluster"),
-    ("leaves before the other", "if constexpr (Cluster > 1) cluster::sync();  // the other", "// the other"),
+    ("leaves before the other", "if constexpr (Cluster * Parts > 1) cluster::sync();", ";"),
 ]  # fmt: skip
 
 

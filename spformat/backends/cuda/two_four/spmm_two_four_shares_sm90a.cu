@@ -1,5 +1,6 @@
 // C[M,N] = A[M,K] @ B[K,N], A 2:4 sparse (format two-four), by wgmma.sp in tiles of 128 rows and any multiple of 16 columns,
-// whole or in equal shares of the steps along K. sm_90a only. docs/decisions/0029-even-shares.md.
+// whole, in equal shares of the steps along K, or each by a cluster of blocks that have a part of K. sm_90a only.
+// docs/decisions/0029-even-shares.md, 0055-parts-of-k.md.
 //
 //   weights    u32[Mp/16 * Kp/64 + SPARE, 288]  records of two_four_records.cu; Mp = pad(M, 32), Kp = pad(K, 64);
 //                                          up to Span - 1 records behind the last one of a row of tiles are read, not used
@@ -12,7 +13,9 @@
 //   flags      with `even`: u32[2 * gridDim.x], 0 before and after: sums of a block and warpgroup are there
 //   Epilogue   C = alpha * A @ B + beta * C + bias (Out[M] or null) instead of A @ B; C is read only if beta is not 0
 //
-// Grid: any number of clusters; they walk over all tiles. A cluster of two takes two neighbouring tiles of rows with the same
+// Grid: any number of clusters; they walk over all tiles. With Parts > 1 a cluster of so many blocks for each tile: each block
+// multiplies its part of the steps, and then finishes every Parts-th strip of 16 columns, whose sums it reads from the shared
+// memory of all of them. A cluster of two takes two neighbouring tiles of rows with the same
 // columns, over the same steps: each block issues half of every slab of B, and both get it (multicast). Where the number of tiles
 // of rows is odd, the last one's neighbour multiplies rows that are not written. Groups of 8 such units that share columns of B go
 // together.
@@ -46,18 +49,46 @@ template <class Out, bool CCol, bool Epilogue> struct Affine {
     }
 };
 
-template <class T, class Out, int TN, int Stages, int Span, int Cluster, bool BCol, bool CCol, bool Epilogue>
-__global__ void __cluster_dims__(Cluster, 1, 1) __launch_bounds__(WORKERS + 128, 1)
+// The sums of a tile that Parts blocks of a cluster have a part of: each adds up every Parts-th strip of 16 columns, in the order
+// of the parts, and stores it. `shared` has room for ROWS x TN sums; no copy is on its way there.
+template <class Out, int TN, int Parts, bool CCol, bool Epilogue>
+__device__ __forceinline__ void finish_strips(const float (&acc)[TN / 2], char* shared, char* scratch, int part, bool vector,
+                                              Affine<Out, CCol, Epilogue> affine, int col) {
+    const int thread = threadIdx.x - 128;
+    float4* const own = reinterpret_cast<float4*>(shared) + thread;
+    named_barrier(3, WORKERS);  // every product of this block has read the slabs
+#pragma unroll
+    for (int j = 0; j < TN / 8; ++j) own[j * WORKERS] = make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
+    cluster::sync();
+    const u32 here = shared_address(shared) + thread * 16;
+#pragma unroll 1
+    for (int strip = part; strip < TN / 16; strip += Parts) {
+        float sums[8] = {};
+#pragma unroll
+        for (int other = 0; other < Parts; ++other) {
+            const u32 at = cluster::map(here + 2 * strip * WORKERS * 16, other);
+            const float4 x = cluster::load_4(at), y = cluster::load_4(at + WORKERS * 16);
+            sums[0] += x.x, sums[1] += x.y, sums[2] += x.z, sums[3] += x.w;
+            sums[4] += y.x, sums[5] += y.y, sums[6] += y.z, sums[7] += y.w;
+        }
+        store_panels<Out, CCol, 16>(sums, scratch, affine.c, affine.ldc, affine.row, col + 16 * strip, affine.M, affine.N, vector, affine);
+        __syncwarp();
+    }
+}
+
+template <class T, class Out, int TN, int Stages, int Span, int Cluster, int Parts, bool BCol, bool CCol, bool Epilogue>
+__global__ void __cluster_dims__(Cluster * Parts, 1, 1) __launch_bounds__(WORKERS + 128, 1)
 spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_constant__ TensorMap b_map, Out* c, int N,
                            i64 ldc, const __grid_constant__ TensorMap c_map, int copied, int even, float4* sums, u32* flags, const Out* __restrict__ bias, float alpha, float beta) {
     constexpr int PANELS = BCol ? 1 : (TN + 63) / 64;                 // boxes of a slab
     constexpr int SLAB = BCol ? DEPTH * TN * 2 : PANELS * DEPTH * 128;  // bytes of a stage
     constexpr int BOX_Y = (BCol ? TN : DEPTH) / Cluster;              // lines of a box
     constexpr int SLOTS = 2, SCRATCH = STORE_SLOT / 4;                // of a warpgroup for C; bytes of a warp, where it stores alone
-    constexpr bool AHEAD = !Epilogue && TN / 2 + 18 * Span <= 166;    // registers hold a span beside the sums and their addresses
+    constexpr bool AHEAD = !Epilogue && Parts == 1 && TN / 2 + 18 * Span <= 166;    // registers hold a span beside the sums and their addresses
     static_assert(TN % 16 == 0 && TN <= 256, "wgmma has up to 256 columns");
     static_assert((Cluster == 1 || Cluster == 2) && BOX_Y % 8 == 0, "boxes are whole 8-line groups of the swizzle");
     static_assert(Stages >= 2, "copies must run ahead of the product");
+    static_assert(Parts == 1 || (Cluster == 1 && Stages * SLAB >= ROWS * TN * 4), "the sums of a tile take the place of the slabs");
     static_assert(store_m16_scratch<Out, 128 / int(sizeof(Out)) / 8> <= SCRATCH, "a panel of C fits its place");
     extern __shared__ __align__(1024) char shared[];
     __shared__ __align__(8) u64 barriers[2 * Stages];  // full, empty
@@ -81,6 +112,13 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
     const int started = blockIdx.x / Cluster, number = even ? clusters - 1 - started : started;
     EvenShares work(units_m * tiles_n, slabs, clusters, number, even != 0);
     Piece piece;
+    const int part = Parts > 1 ? int(cluster::rank()) : 0;
+    bool taken = false;
+    auto next = [&] {
+        if constexpr (Parts == 1) return work.next(piece);
+        piece = {int(blockIdx.x) / Parts, slabs * part / Parts, slabs * (part + 1) / Parts};
+        return !taken && (taken = true);
+    };
 
     // Tile of the cluster -> first row of this block's, and first column.
     auto place = [&](int tile, int& row0, int& col0) {
@@ -94,7 +132,7 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
         give_registers<40>();  // together as many as at the start, 168 each
         if (warp == 0 && lane == 0) {
             int stage = 0, phase = 0;
-            while (work.next(piece)) {
+            while (next()) {
                 int row0, col0;
                 place(piece.tile, row0, col0);
                 for (int slab = piece.begin; slab < piece.end; ++slab) {
@@ -114,6 +152,7 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
             }
         }
         __syncwarp();
+        if constexpr (Parts > 1) cluster::sync();
     } else {
         take_registers<232>();
         const int warp_row = (warpgroup - 1) * 64 + warp % 4 * 16, tiles_m16 = cdiv(M, 32) * 2;
@@ -150,7 +189,7 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
         };
 
         int stage = 0, phase = 0;
-        bool more = work.next(piece);
+        bool more = next();
         if (more) start();
         while (more) {
             const int row = row0 + warp_row, col = col0, begin = piece.begin, end = piece.end, count = end - begin;
@@ -181,7 +220,12 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
             wgmma::wait<0>();
             wgmma::pin(acc);
             release(stage == 0 ? Stages - 1 : stage - 1);
-            more = work.next(piece);
+            if constexpr (Parts > 1) {
+                finish_strips<Out, TN, Parts, CCol, Epilogue>(acc, shared + (ring - shared_address(shared)), scratch, part, c_vector,
+                                                              Affine<Out, CCol, Epilogue>{c, ldc, row, M, N, added, alpha, beta}, col);
+                break;
+            }
+            more = next();
             if (AHEAD && more) start();  // the next piece's first registers travel while this one is stored
 
             float4* const mine = sums + threadIdx.x - 128;  // where this thread's sums of block 0 are
@@ -218,5 +262,6 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
         if (threadIdx.x % 128 == 0) tma::store_wait_read<0>();
         __syncwarp();
     }
-    if constexpr (Cluster > 1) cluster::sync();  // the other block may still copy to, and arrive in, this one's shared memory
+    // Other blocks may still copy to, arrive in, or read this one's shared memory.
+    if constexpr (Cluster * Parts > 1) cluster::sync();
 }

@@ -1,6 +1,6 @@
 """SpMM on 2:4 weights with wgmma.sp in tiles as wide as N needs, whole or in equal shares of the work; sm_90a only.
 
-Kernel: spmm_two_four_shares_sm90a.cu. docs/decisions/0029-even-shares.md.
+Kernel: spmm_two_four_shares_sm90a.cu. docs/decisions/0029-even-shares.md, 0055-parts-of-k.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ....arrays.library import ceil_div, round_up
 from ....products.ideal import load_us, product_us, tile_us, traffic_us, unaligned_us
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, Problem, itemsize
-from ....products.roofline import TENSOR_16, Device
+from ....products.roofline import TENSOR_16, Device, device_of
 from ..runtime import jit, row_tiles, tensor_map
 from ..runtime.kernel import CopyEngineKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands, Prepare
@@ -38,12 +38,13 @@ class Tile:
     """Tiles of 128 x ``cols``; ``even``: clusters share out the last rounds of them by steps along K.
 
     A cluster is ``cluster`` blocks, 1 or 2, with neighbouring tiles of rows of the same columns: each loads its part of
-    every slab of B for both.
+    every slab of B for both. ``parts`` of K of one tile go to the blocks of a cluster, which add up their sums.
     """
 
     cols: int
     even: bool
     cluster: int = 1
+    parts: int = 1
 
     @property
     def span(self) -> int:
@@ -73,16 +74,29 @@ class Tile:
 
     def clusters(self, units: int, steps: int, resident: int) -> int:
         """Clusters for so many units of so many steps, where ``resident`` run at once: each has work."""
+        if self.parts > 1:
+            return units
         if not self.even or units >= resident:
             return min(units, resident)
         return min(resident, max(units, units * steps // LEAST_STEPS))
 
     def __str__(self) -> str:
-        return f"{ROWS}x{self.cols}x{DEPTH} {'even' if self.even else 'whole'}" + ", pairs" * (self.cluster > 1)
+        how = f"parts {self.parts}" if self.parts > 1 else "even" if self.even else "whole"
+        return f"{ROWS}x{self.cols}x{DEPTH} {how}" + ", pairs" * (self.cluster > 1)
 
 
 TILES = tuple(Tile(cols, even, n) for n in (1, 2) for even in (False, True) for cols in range(16, 257, 16))
 WHOLE = tuple(t for t in TILES if not t.even)
+LEAST_OF_PART, MOST_PARTS = 4, 8
+"""Steps along K that a part has at least, and blocks of a cluster."""
+
+
+def in_parts(p: Problem, cols: int) -> list[Tile]:
+    """The tile ``cols`` wide in as many parts of K as there are blocks for, all tiles at one time; none if that is one."""
+    device, steps = device_of(p), ceil_div(p.K, DEPTH)
+    units = Tile(cols, False).units(p.M, p.n)
+    fits = (n for n in range(MOST_PARTS, 1, -1) if device.clusters(n) >= units and steps >= n * LEAST_OF_PART)
+    return [Tile(cols, False, parts=n) for n in (*fits,)[:1]]
 
 
 class SpmmTwoFourShares(CopyEngineKernel):
@@ -120,11 +134,13 @@ class SpmmTwoFourShares(CopyEngineKernel):
         """
         if p.K * p.n * itemsize(p.b_dtype) > LARGE_B:
             return WHOLE
-        return TILES
+        most = round_up(max(p.n, 1), 16)
+        parts = (t for cols in range(16, min(most, 256) + 1, 16) for t in in_parts(p, cols))
+        return (*TILES, *parts)
 
     def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
-        """By blocks of a cluster."""
-        return ("pairs" if tile.cluster > 1 else "single blocks",)
+        """By what the blocks of a cluster do."""
+        return ("parts" if tile.parts > 1 else "pairs" if tile.cluster > 1 else "single blocks",)
 
     def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
         """Ideal microseconds of the block with the most work.
@@ -132,7 +148,8 @@ class SpmmTwoFourShares(CopyEngineKernel):
         launch: constant. steps: their number, in microseconds. products, loads (weights and B from L2; a cluster
         loads B once), intake (what arrives in a multiprocessor, B in each block of a cluster): of these steps.
         products of all: of all tiles at the rate of the device, as multiprocessors without work leave the others more.
-        handed over: constant where a tile has several blocks. sums: handed over and added once for each further one.
+        handed over: constant where a tile has several blocks. sums: handed over and added once for each further one;
+        of parts of K, written and read once.
         unaligned C: C once more, where its lines start anywhere.
         """
         units, steps = tile.units(p.M, p.n), ceil_div(p.K, DEPTH)
@@ -143,6 +160,9 @@ class SpmmTwoFourShares(CopyEngineKernel):
             longest = ceil_div(units * steps, clusters)
             others = ceil_div(steps, longest)  # clusters that have a part of a tile whose beginning is another's
             handed, sums = 1.0, (1 + others) * load_us(ROWS * tile.cols * 4, device)
+        if tile.parts > 1:
+            longest = ceil_div(steps, tile.parts)
+            handed, sums = 1.0, 2 * load_us(ROWS * tile.cols * 4, device)
         products = longest * tile_us(ROWS, tile.cols, DEPTH, TENSOR_16, device) / 2
         loads = longest * load_us(ROWS * DEPTH * RECORD + tile.cols * DEPTH * 2 / tile.cluster, device)
         intake = longest * load_us(ROWS * DEPTH * RECORD + tile.cols * DEPTH * 2, device)
@@ -158,7 +178,11 @@ class SpmmTwoFourShares(CopyEngineKernel):
         p = Problem.product("two-four", (), 1, 1, 0, 0, "bfloat16", "bfloat16", "bfloat16")
         wide = p.changed(a_dtype="float16", out_dtype="float32", b_layout=COL, out_layout=COL, epilogue=True)
         built = (16, 1, p), (128, 1, wide), (208, 1, p), (256, 1, wide), (48, 2, wide), (208, 2, p), (256, 2, wide)
-        return tuple(_instance(Tile(cols, True, cluster), q) for cols, cluster, q in built)
+        parts = (64, 3, wide), (144, 4, p.changed(b_layout=COL, out_layout=COL))
+        return (
+            *(_instance(Tile(cols, True, cluster), q) for cols, cluster, q in built),
+            *(_instance(Tile(cols, False, parts=n), q) for cols, n, q in parts),
+        )
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
         import cupy
@@ -187,7 +211,7 @@ class SpmmTwoFourShares(CopyEngineKernel):
             b_map = tensor_map.tiled(o.b, p.b_dtype, extents, (o.ldb,), box, 128)
             units = tile.units(p.M, o.n)
             clusters = tile.clusters(units, steps, resident)
-            blocks = clusters * tile.cluster
+            blocks = clusters * tile.cluster * tile.parts
             shared, sums_at, flags_at = bool(clusters and tile.even and units % clusters), 0, 0
             if shared:
                 sums_at = sums.buffer(o.stream, blocks * ROWS * tile.cols * 4)
@@ -203,5 +227,5 @@ class SpmmTwoFourShares(CopyEngineKernel):
 
 def _instance(tile: Tile, p: Problem) -> str:
     flags = ", ".join(str(f).lower() for f in (p.b_layout == COL, p.out_layout == COL, p.epilogue))
-    shape = f"{tile.cols}, {tile.stages}, {tile.span}, {tile.cluster}"
+    shape = f"{tile.cols}, {tile.stages}, {tile.span}, {tile.cluster}, {tile.parts}"
     return f"spmm_two_four_shares_sm90a<{c_type(p.a_dtype)}, {c_type(p.out_dtype)}, {shape}, {flags}>"
