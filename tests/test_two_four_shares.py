@@ -116,15 +116,13 @@ def test_pairs_with_an_odd_number_of_row_tiles(M: int, layouts: tuple[str, str],
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("parts", [2, 3, 4, 5, 8])
-@pytest.mark.parametrize("layouts", LAYOUTS)
 @pytest.mark.parametrize(("M", "N", "cols"), [(131, 203, 208), (128, 16, 16), (261, 59, 48)])
-def test_parts_of_k(
-    M: int, N: int, cols: int, layouts: tuple[str, str], parts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_of_k(M: int, N: int, cols: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """19 steps, so that some blocks have more than others; strips that divide by the number of blocks and that do not."""
     monkeypatch.setattr(shares, "MOST_PARTS", parts)
     monkeypatch.setattr(shares, "LEAST_OF_PART", 2)
-    exact((M, 1208, N), shares.Tile(cols, False, parts=parts), layouts)
+    monkeypatch.setattr(shares, "NARROW", 0)
+    exact((M, 1208, N), shares.Tile(cols, False, parts=parts), ("col", "col"))
 
 
 def test_parts_are_as_many_as_run_at_one_time() -> None:
@@ -133,6 +131,7 @@ def test_parts_are_as_many_as_run_at_one_time() -> None:
     assert [str(t) for t in shares.in_parts(problem(3584, 3584, 136, **wide), 144)] == ["128x144x64 parts 4"]
     assert [t.parts for t in shares.in_parts(problem(4096, 4096, 136, **wide), 144)] == [3]
     assert shares.in_parts(problem(14336, 4096, 136, **wide), 144) == []
+    assert shares.in_parts(problem(4096, 4096, 48, **wide), 48) == shares.in_parts(problem(4096, 4096, 136), 144) == []
     assert [t.parts for t in shares.in_parts(problem(1024, 512, 136, **wide), 144)] == [2]  # of four steps and more
 
 
@@ -181,7 +180,9 @@ import test_two_four_shares as t
 
 
 def equal():
-    t.exact({shape}, t.shares.Tile({cols}, True, {cluster}), ("row", "row"))
+    layout = "row" if {parts} == 1 else "col"
+    t.shares.MOST_PARTS = {parts}
+    t.exact({shape}, t.shares.Tile({cols}, {parts} == 1, {cluster}, {parts}), (layout, layout))
     return True
 
 
@@ -191,7 +192,7 @@ three_runs(equal, planted, timeout=4.0)
 
 def planted(old: str, new: str, **changes: Any) -> str:
     """What three runs with a defect printed."""
-    case = {"shape": (131, 1208, 203), "cols": 208, "cluster": 1} | changes
+    case = {"shape": (131, 1208, 203), "cols": 208, "cluster": 1, "parts": 1} | changes
     return printed(PLANTED.format(old=old, new=new, **case))
 
 
@@ -216,6 +217,24 @@ def planted(old: str, new: str, **changes: Any) -> str:
 def test_a_planted_defect_is_found(old: str, new: str, text: str) -> None:
     seen = planted(old, new)
     assert (set(seen.split()) == {text}) if text == "equal" else (text in seen), seen
+
+
+PARTS_PLANTED = [
+    # name, old, new
+    ("none", "", ""),
+    ("a strip left out", "strip = part; strip", "strip = part + 1; strip"),
+    ("the own sums several times", "WORKERS * 16, other)", "WORKERS * 16, part)"),
+    ("the next strip", "here + 2 * strip", "here + 2 * strip + 2"),
+    ("the same steps", "slabs * part / Parts", "0"),
+    ("reads before others have written", "cluster::sync();\n    const u32 here", "const u32 here"),
+]  # fmt: skip
+
+
+@pytest.mark.skipif(bool(emulator.missing()), reason=f"no emulator: {emulator.missing()}")
+@pytest.mark.parametrize(("old", "new"), [x[1:] for x in PARTS_PLANTED], ids=[x[0] for x in PARTS_PLANTED])
+def test_a_defect_in_parts_is_found(old: str, new: str) -> None:
+    seen = planted(old, new, shape=(131, 1208, 203), parts=4)
+    assert (set(seen.split()) == {"equal"}) == (not old), seen
 
 
 PAIRS_PLANTED = [

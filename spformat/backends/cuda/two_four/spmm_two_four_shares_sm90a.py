@@ -89,11 +89,18 @@ TILES = tuple(Tile(cols, even, n) for n in (1, 2) for even in (False, True) for 
 WHOLE = tuple(t for t in TILES if not t.even)
 LEAST_OF_PART, MOST_PARTS = 4, 8
 """Steps along K that a part has at least, and blocks of a cluster."""
+NARROW = 48
+"""Columns of C up to which parts of K never were the fastest."""
 
 
 def in_parts(p: Problem, cols: int) -> list[Tile]:
-    """The tile ``cols`` wide in as many parts of K as there are blocks for, all tiles at one time; none if that is one."""
+    """The tile ``cols`` wide in as many parts of K as there are blocks for, all tiles at one time; none if that is one.
+
+    For column-major operands: strips of 16 columns make short runs in the rows of C.
+    """
     device, steps = device_of(p), ceil_div(p.K, DEPTH)
+    if p.n <= NARROW or p.b_layout != COL or p.out_layout != COL:
+        return []
     units = Tile(cols, False).units(p.M, p.n)
     fits = (n for n in range(MOST_PARTS, 1, -1) if device.clusters(n) >= units and steps >= n * LEAST_OF_PART)
     return [Tile(cols, False, parts=n) for n in (*fits,)[:1]]
