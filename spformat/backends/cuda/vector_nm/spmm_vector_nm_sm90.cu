@@ -17,7 +17,7 @@
 namespace spformat::vector_nm {
 
 // Shared memory: STAGES x (B lines, zero line, A lines), then 2 * STAGES records, STAGES barriers that say that a stage is full,
-// STAGES counters of warps that are through with one.
+// STAGES barriers that say that all threads have read it, STAGES counters of warps that have.
 template <int WARPS_M, int WARPS_N, int QUADS, int STAGES> struct Ring {
     static constexpr int BM = 32 * WARPS_M, BN = 32 * QUADS * WARPS_N, WARPS = WARPS_M * WARPS_N, LINE_A = BM * 4, LINE_B = BN * 4;
 
@@ -55,7 +55,8 @@ spmm_vector_nm_sm90(const __grid_constant__ TensorMap a_map, const Shape s, cons
     const int row_tile = blockIdx.x % s.row_tiles, n0 = blockIdx.x / s.row_tiles * R::BN;
     const int first = blockIdx.z * s.k_per_split, last = min(first + s.k_per_split, s.k_tiles);
     const int m = warp / WARPS_N * 32 + lane / 8 * 8, n = warp % WARPS_N * (32 * QUADS) + lane % 8 * 4;  // and n + 32, ..
-    u32* counters = reinterpret_cast<u32*>(shared + (ring.barriers - ring.base) + STAGES * 8);
+    const u32 empty = ring.barriers + STAGES * 8;
+    u32* counters = reinterpret_cast<u32*>(shared + (empty - ring.base) + STAGES * 8);
 
     // Written once, read where a slot is empty: the zero row of B and the lines of A past tile_kept.
     for (int st = 0; st < STAGES; ++st) {
@@ -72,6 +73,7 @@ spmm_vector_nm_sm90(const __grid_constant__ TensorMap a_map, const Shape s, cons
     }
     if (threadIdx.x < STAGES) {
         barrier::init(ring.barriers + threadIdx.x * 8, 1);
+        barrier::init(empty + threadIdx.x * 8, THREADS);
         barrier::fence_init();
         counters[threadIdx.x] = 0;
     }
@@ -91,13 +93,11 @@ spmm_vector_nm_sm90(const __grid_constant__ TensorMap a_map, const Shape s, cons
         const u32 a = stage + ring.a_lines + m * 4, b = stage + n * 4;
         multiply_k_tile<float, float, QUADS, R::LINE_A>(acc, slots, a, b, s.slots);
         if (first + turn + STAGES < last) {
+            barrier::arrive(empty + at * 8);  // every lane for its own reads
             __syncwarp();
-            if (lane == 0) {
-                __threadfence_block();  // the reads of this warp come before ..
-                const u32 through = atomicAdd(counters + at, 1);
-                __threadfence_block();  // .. and the copies after those of every warp
-                if (through % R::WARPS == R::WARPS - 1)
-                    ring.start(s, a_map, table, b_map, row_tile, n0, turn + STAGES, first + turn + STAGES, last);
+            if (lane == 0 && atomicAdd(counters + at, 1) % R::WARPS == R::WARPS - 1) {  // the last warp: nobody waits here
+                barrier::wait(empty + at * 8, static_cast<u32>(turn) / STAGES % 2);
+                ring.start(s, a_map, table, b_map, row_tile, n0, turn + STAGES, first + turn + STAGES, last);
             }
         }
     }

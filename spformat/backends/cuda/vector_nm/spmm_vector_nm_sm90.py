@@ -37,9 +37,9 @@ class Tile(spmm_vector_nm.Tile):
         return 32 * self.quads * self.warps_n
 
     def smem(self, itemsize: int, staged: int, slots: int, record: int) -> int:
-        """Bytes: the ring of stages, and two records, a barrier and a counter for each (spmm_vector_nm_sm90.cu)."""
+        """Bytes: the ring of stages, and two records, two barriers and a counter for each (spmm_vector_nm_sm90.cu)."""
         stage = ((staged + 1) * self.cols + slots * self.rows) * itemsize
-        return self.stages * (stage + 2 * 4 * record + 8 + 4)
+        return self.stages * (stage + 2 * 4 * record + 16 + 4)
 
     def fits(self, form: Pattern, limit: int) -> bool:
         """Whether k tiles of whole windows are boxes that the copy engine takes and that fit into shared memory."""
