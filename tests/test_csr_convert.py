@@ -211,5 +211,5 @@ def test_more_nonzeros_than_int32_counts() -> None:
 @pytest.mark.gpu
 def test_pieces_start_at_the_boundary_before_the_array() -> None:
     x = to_device(np.ones((1, 2048), np.float16), shift=7)
-    assert csr_from_dense._pieces(x) == (2048, 2)
-    assert csr_from_dense._pieces(x[:, 1:]) == (2048, 1)
+    assert csr_from_dense.pieces_of(x) == (2048, 2)
+    assert csr_from_dense.pieces_of(x[:, 1:]) == (2048, 1)
