@@ -5,7 +5,7 @@ So the items move once, where a radix sort moves them with their columns once fo
 alternatives were not taken: counters instead of bits, whose order of increments would have to be that of the rows; and
 stores straight to where an item goes, 32 bytes of traffic for each row index and each value.
 
-Work area: M K / 8 bytes of bits, M K / 16 of starts, and M K / 64 to M K / 8 of bounds, so about 10 bytes an item at most.
+Work area: M K / 8 bytes of bits, M K / 16 of starts and M K / 64 to M K / 8 of bounds: about 10 bytes an item at most.
 """
 
 from __future__ import annotations
