@@ -137,7 +137,7 @@ def sr_bcrs() -> int:
 def csr_conversions() -> int:
     """Dense arrays to CSR, back and transposed, and offsets, each array an allocation of its own."""
     rng, done = np.random.default_rng(12), 0
-    shapes = ((1, 1), (33, 70), (3, 4099), (2100, 3), (5, 2048))
+    shapes = ((1, 1), (33, 70), (3, 4099), (2100, 3), (5, 2048), (130, 700))
     for shape, dtype in itertools.product(shapes, ("float16", "float32", "float64", "int8")):
         x = np.where(rng.random(shape) < 0.3, rng.integers(-3, 4, shape), 0).astype(dtype)
         wanted, there = convert(x, "csr"), cp.asarray(x)

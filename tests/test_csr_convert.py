@@ -12,7 +12,7 @@ from cases import CASES, sparse, values
 
 from spformat.arrays.dtypes import VALUE_TYPES, bits
 from spformat.arrays.segments import offsets_from_counts, pointer
-from spformat.backends.cuda.csr import csr_from_dense
+from spformat.backends.cuda.csr import csr_from_dense, csr_transpose_tiles
 from spformat.backends.cuda.runtime import jit, offsets
 from spformat.formats import edges
 from spformat.formats.csc import CSC
@@ -55,7 +55,9 @@ def assert_same(got: CSR, wanted: CSR) -> None:
 # ------------------------------------------------------------------ without a GPU
 
 
-@pytest.mark.parametrize("module", ["csr.csr_from_dense", "csr.csr_transpose", "sr_bcrs.sr_bcrs_pieces"])
+@pytest.mark.parametrize(
+    "module", ["csr.csr_from_dense", "csr.csr_transpose", "csr.csr_transpose_tiles", "sr_bcrs.sr_bcrs_pieces"]
+)
 def test_launchers_know_the_constants_of_their_kernels(module: str) -> None:
     launcher = importlib.import_module(f"spformat.backends.cuda.{module}")
     text = (jit.HERE / launcher.SOURCE).read_text()
@@ -64,6 +66,9 @@ def test_launchers_know_the_constants_of_their_kernels(module: str) -> None:
     assert len(shared) >= 1
     for name in shared:
         assert int(found[name]) == getattr(launcher, name), name
+    if module == "csr.csr_transpose_tiles":
+        stage, least = re.findall(r"CAPACITY = (\d+) / \(sizeof\(T\) > 2 \? sizeof\(T\) : (\d+)\)", text)[0]
+        assert all(launcher._capacity(size) == int(stage) // max(int(least), size) for size in (1, 2, 4, 8))
     if "TILE" in vars(launcher):
         assert int(found["THREADS"]) * int(found["EACH"]) == launcher.TILE
 
@@ -91,6 +96,12 @@ def test_the_transpose_asks_for_an_edge_first() -> None:
     finally:
         edges.unregister(edge)
     assert [x is a for x in asked] == [True, True]
+
+
+def test_tiles_are_for_matrices_with_items_in_many_columns() -> None:
+    assert csr_transpose_tiles.fits((128, 257), 128 * 257 // 32)
+    for shape, items in (((127, 257), 127 * 257), ((128, 256), 128 * 256), ((128, 257), 128 * 257 // 32 - 1)):
+        assert not csr_transpose_tiles.fits(shape, items)
 
 
 # ------------------------------------------------------------------ with one
@@ -147,6 +158,32 @@ def test_transposed_with_more_columns_than_one_pass_sorts() -> None:
         key = np.unique(rng.integers(0, M * K, n))
         a = CSR.from_coordinates((M, K), key // K, key % K, values(rng, key.shape, "float16"))
         assert_same(a.to("cuda").transposed(), a.transposed())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_transposed_by_tiles(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Items spread evenly, in few rows or few columns, full tiles that a block stages in parts; both widths of indices."""
+    rng = np.random.default_rng(4)
+    for shape in ((128, 257), (129, 600), (300, 1111), (257, 4100)):
+        x = values(rng, shape, dtype)
+        rows, columns = np.ogrid[: shape[0], : shape[1]]
+        nowhere, full = np.zeros(shape, bool), np.ones(shape, bool)
+        for keep in (
+            rng.random(shape) < 0.04, rng.random(shape) < 0.5, full, nowhere | (rows % 9 == 8), nowhere | (columns % 11 == 3),
+            (rows < 128) & (columns < 550), (columns + rows) % 2 == 0,
+        ):  # fmt: skip
+            bits(x)[:] = np.where(keep, bits(values(rng, shape, dtype)), 0)
+            a = CSR.from_dense(x)
+            if not csr_transpose_tiles.fits(shape, a.nnz):
+                continue
+            there = a.to("cuda")
+            monkeypatch.undo()
+            assert_same(there.transposed(), a.transposed())
+            monkeypatch.setattr(csr_transpose_tiles, "LEAST_TILES", 1)  # tiles as wide as a block takes
+            wide = there.indptr.astype("int64"), there.indices.astype("int64"), there.data
+            indptr, indices, data = csr_transpose_tiles.transposed(shape, *wide)
+            assert_same(CSR(shape=shape[::-1], indptr=indptr, indices=indices, data=data), a.transposed())
 
 
 @pytest.mark.gpu

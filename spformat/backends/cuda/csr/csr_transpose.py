@@ -3,7 +3,8 @@
 It takes O(nnz) for every eight bits of a column index, whatever the columns are, and it is stable, so rows ascend
 inside a column without another sort. Two alternatives were not taken. Items that take their places in a column by
 atomics would have to be sorted by row afterwards. CuPy's argsort sorts pairs of a key and a 64-bit position by all 32
-bits of the key, and values and rows then have to be gathered from anywhere.
+bits of the key, and values and rows then have to be gathered from anywhere. Matrices with many columns and not few
+items in them go another way (csr_transpose_tiles.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from ....arrays.library import Array, ceil_div, index_dtype
 from ..runtime.c_types import INDEX, WORDS
 from ..runtime.offsets import starts_of
 from ..runtime.queue import Kernels
+from . import csr_transpose_tiles
 
 SOURCE = "csr/csr_transpose.cu"
 THREADS, TILE = 512, 4096
@@ -39,6 +41,8 @@ def transposed(shape: tuple[int, int], indptr: Array, indices: Array, data: Arra
     """
     import cupy
 
+    if csr_transpose_tiles.fits(shape, data.size):
+        return csr_transpose_tiles.transposed(shape, indptr, indices, data)
     (M, K), n = shape, data.size
     tiles, all_bits = ceil_div(n, TILE), max(1, (K - 1).bit_length())
     passes = ceil_div(all_bits, MOST_BITS)
