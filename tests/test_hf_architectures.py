@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hf_installed import hf, torch, transformers
 
 import spformat as sf
 from spformat.checkpoint import Recipe, Rule, convert_checkpoint
-
-torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'spformat[torch]'")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported
-transformers = pytest.importorskip(
-    "transformers", minversion="5", reason="transformers >= 5 is not installed: pip install 'spformat[hf]'"
-)
-hf = pytest.importorskip("spformat.hf")
-
-from spformat.torch import SparseLinear  # noqa: E402
+from spformat.torch import SparseLinear
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 128,

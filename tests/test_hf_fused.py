@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import copy
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hf_installed import hf, torch, transformers
 
-torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'spformat[torch]'")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported
-transformers = pytest.importorskip(
-    "transformers", minversion="5", reason="transformers >= 5 is not installed: pip install 'spformat[hf]'"
-)
-hf = pytest.importorskip("spformat.hf")
-
-import spformat.torch as st  # noqa: E402
+import spformat.torch as st
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 128, "head_dim": 16,

@@ -13,20 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hf_installed import hf, torch, transformers
 
 import spformat as sf
+import spformat.torch
 from spformat.checkpoint import Recipe, Rule, convert_checkpoint
 from spformat.checkpoint.layouts import GUARD, PACKED_INDEX
-
-torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'spformat[torch]'")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported
-transformers = pytest.importorskip(
-    "transformers", minversion="5", reason="transformers >= 5 is not installed: pip install 'spformat[hf]'"
-)
-hf = pytest.importorskip("spformat.hf")
-
-import spformat.torch  # noqa: E402
-from spformat.torch import SparseLinear  # noqa: E402
+from spformat.torch import SparseLinear
 
 FORMATS = {
     "csr": "float32", "bitmask": "float32", "bsr:blocksize=16x16": "float32", "vector-nm:n=2,m=4,vector_length=8": "float32",
