@@ -194,10 +194,13 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells = row["case"], row["dtype"], str(row["N"]), *times, texts, *ratios
         lines.append(f"| {' | '.join(cells)} |")
     wrong = [row["case"] for row in rows if any(e > 1 for e in row.get("errors", {}).values())]
-    for group, found in (*best_of.items(), ("the target", [r for name in TARGET for r in best_of.get(name, ())])):
-        if found:
-            slower = f"{sum(r < 1 / 1.05 for r in found)} of {len(found)} more than 5 % slower"
-            summary.append(f"{group}: {geometric_mean(found):.2f} times the best other format, {slower}")
+    for group, ratios_of_group in (
+        *best_of.items(),
+        ("the target", [r for name in TARGET for r in best_of.get(name, ())]),
+    ):
+        if ratios_of_group:
+            slower = f"{sum(r < 1 / 1.05 for r in ratios_of_group)} of {len(ratios_of_group)} more than 5 % slower"
+            summary.append(f"{group}: {geometric_mean(ratios_of_group):.2f} times the best other format, {slower}")
     return "\n".join(
         [*lines, "", *summary, "", f"Results outside the bound of float32 sums: {', '.join(wrong) or 'none'}"]
     )

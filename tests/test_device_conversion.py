@@ -204,12 +204,12 @@ def test_large_shards_share_many_cores(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_shard_ends_at_the_next_tensor_after_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No temporary file stays, and what is finished is in the journal."""
     sharded(tmp_path / "in", 3)
-    source, made = tmp_path / "in", []
+    source, watched = tmp_path / "in", []
 
     class Watched(executors.OnDevices):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
-            made.append(self)
+            watched.append(self)
 
         def _go_on(self, outcome: Any) -> None:
             if outcome.name.endswith(".1"):  # in the second shard, as a signal handler would
@@ -224,7 +224,7 @@ def test_a_shard_ends_at_the_next_tensor_after_an_interrupt(tmp_path: Path, monk
     recipe = Recipe(to="bitmask", misfit="keep")
     with pytest.raises(KeyboardInterrupt):
         convert_checkpoint(source, tmp_path / "out", recipe)
-    assert made[0]._stopped.is_set()
+    assert watched[0]._stopped.is_set()
     left = sorted(p.name for p in (tmp_path / "out").iterdir())
     assert not [name for name in left if name.endswith(".tmp")]
     assert "spformat-00002-of-00003.safetensors" not in left

@@ -207,8 +207,8 @@ def planted(old: str, new: str, **changes: Any) -> str:
         ("(TN + 63) / 64; ", "TN / 64; ", "DIFFERENT"),
         ("share * least_ + min(share, longer_)", "share * least_", "access outside of the arrays"),
         (
-            "even ? clusters - 1 - started",
-            "even ? started",
+            "even ? clusters - 1 - place_in_grid",
+            "even ? place_in_grid",
             "a thread that waits for another block that does not run yet",
         ),
     ],

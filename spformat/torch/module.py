@@ -109,10 +109,11 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
         self.register_parameter("bias", bias)
         self._weight = None
 
-    def _use(self, held: Description, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Hold these tensors of a matrix, which operators are given with the text of ``held``."""
-        self._text, self._names, self._values_name = held.text, tuple(tensors), tuple(tensors)[held.values]
-        self.is_frozen = held.order > 0
+    def _use(self, description: Description, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take these tensors of a matrix as buffers. Operators get them with the text of ``description``."""
+        self._text, self._names = description.text, tuple(tensors)
+        self._values_name = self._names[description.values]
+        self.is_frozen = description.order > 0
         for name, t in tensors.items():
             self.register_buffer(name, t, persistent=not self.is_frozen)
 
@@ -124,9 +125,9 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
         for name in self._names:
             del self._buffers[name]
             self._non_persistent_buffers_set.discard(name)
-        held = dataclasses.replace(self.description, order=len(tensors))
-        self._use(held, dict(zip((c.attribute for c in held.components), tensors, strict=True)))
-        self._weight = keep(Weight(self._text, tensors, matrix), tensors[held.values])
+        description = dataclasses.replace(self.description, order=len(tensors))
+        self._use(description, dict(zip((c.attribute for c in description.components), tensors, strict=True)))
+        self._weight = keep(Weight(self._text, tensors, matrix), tensors[description.values])
 
     @property
     def has_buffers(self) -> bool:

@@ -70,9 +70,9 @@ def transposed(shape: tuple[int, int], indptr: Array, indices: Array, data: Arra
 def _width(shape: tuple[int, int], items: int, size: int) -> int:
     """Columns of a tile, a multiple of 32: the stage holds three quarters of its items, if they are spread evenly."""
     M, K = shape
-    held = _capacity(size) * 3 // 4 * M * K // (ROWS * items)
+    widest = _capacity(size) * 3 // 4 * M * K // (ROWS * items)
     filling = K * ceil_div(M, ROWS) // LEAST_TILES
-    return max(LEAST_WIDTH, min(THREADS, held, filling) // 32 * 32)
+    return max(LEAST_WIDTH, min(THREADS, widest, filling) // 32 * 32)
 
 
 def _capacity(size: int) -> int:

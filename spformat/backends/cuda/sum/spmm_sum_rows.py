@@ -101,10 +101,10 @@ class SpmmSumRows(CudaKernel):
     def _tiles(self, p: Problem, vec: int) -> list[Tile]:
         q, size, height = items_problem(p), itemsize(p.a_dtype), blocks_of(p)[1]
         cut = size, p.n, p.K, p.M, q.nnz, row_tiles.Device(roofline.device_of(p).processors)
-        shapes = dict.fromkeys(t for t in ROWS_OF_CSR._tiles(q, vec) if not t.resident and t.columns <= 128)
-        found = list(shapes) or [row_tiles.filled(vec, (8, 2, 8, 2) if vec * 16 <= 128 else (8, 1, 8, 3), *cut)]
+        usual = dict.fromkeys(t for t in ROWS_OF_CSR._tiles(q, vec) if not t.resident and t.columns <= 128)
+        gathers = list(usual) or [row_tiles.filled(vec, (8, 2, 8, 2) if vec * 16 <= 128 else (8, 1, 8, 3), *cut)]
         options = []
-        for t in found:
+        for t in gathers:
             cols = 128 if t.columns > 64 or (p.n > 64 and size == 2) else 64
             for rows in (16,) if height <= 16 else (32,) if height < 64 else (32, 64):
                 few = replace(t, threads=128, blocks=2 * t.blocks) if rows == 16 else t

@@ -109,7 +109,7 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
     }
     if constexpr (Cluster > 1) cluster::sync();  // both blocks have their barriers
     else __syncthreads();
-    const int started = blockIdx.x / Cluster, number = even ? clusters - 1 - started : started;
+    const int place_in_grid = blockIdx.x / Cluster, number = even ? clusters - 1 - place_in_grid : place_in_grid;
     EvenShares work(units_m * tiles_n, slabs, clusters, number, even != 0);
     Piece piece;
     const int part = Parts > 1 ? int(cluster::rank()) : 0;
