@@ -11,7 +11,13 @@ from .bitmask.spmm_bitmask_expanding_sm90a import SpmmBitmaskExpanding
 from .bitmask.spmm_bitmask_mma import SpmmBitmaskTF32
 from .bitmask.spmm_bitmask_tc import SpmmBitmaskTensor
 from .bitmask.spmm_bitmask_tokens import SpmmBitmaskTokens
-from .bsr import spmm_bsr, spmm_bsr_sm90a, spmm_bsr_stream_sm90a, spmm_bsr_tokens
+from .bsr import (
+    spmm_bsr,
+    spmm_bsr_sm90a,
+    spmm_bsr_stream_sm90a,
+    spmm_bsr_strips_sm90a,
+    spmm_bsr_tokens,
+)
 from .csr.spmm_csr import SpmmCSR
 from .csr.spmm_csr_tc import SpmmCSRTensor
 from .csr.spmm_csr_tokens import SpmmCSRTokens
@@ -40,6 +46,7 @@ from .vector_nm.spmm_vector_nm_tokens_tc import SpmmVectorNMTokensTensor
 KERNELS: tuple[CudaKernel, ...] = (
     spmm_bsr_sm90a.KERNEL,
     spmm_bsr_stream_sm90a.KERNEL,
+    spmm_bsr_strips_sm90a.KERNEL,
     spmm_bsr.KERNEL,
     spmm_bsr_tokens.KERNEL,
     SpmmCSR(),
