@@ -218,15 +218,16 @@ three_runs(equal, planted, timeout=4.0)
          "deadlock|more arrivals|in flight|DIFFERENT"),
         ("share = shares - 1 - blockIdx.x", "share = blockIdx.x",
          "a thread that waits for another block that does not run yet"),
-        ("k, 0) < 0) return;", "k, 0) < -1) return;", "deadlock|DIFFERENT|no multiple of 16 bytes"),
+        ("k, 0) >= 0)", "k, 0) >= -1)", "deadlock|DIFFERENT|no multiple of 16 bytes"),
         ("some ? end : at", "end", "deadlock|DIFFERENT"),
         ("s * UNIT_A / 16 + 2 * k", "2 * k", "DIFFERENT"),
-        ("lane % H * BOX_A", "0", "DIFFERENT|shared"),
-        ("read(at + i + AHEAD, i);", "read(at + i, i);", "deadlock|DIFFERENT|a block ends while"),
+        ("block % H * BOX_A", "0", "DIFFERENT|shared"),
+        ("units[next * S + unit]", "units[first % count * S + unit]", "deadlock|DIFFERENT|a block ends while"),
+        ("step = 0, col0 += TN", "step = 0", "DIFFERENT"),
     ],
     ids=["none", "sums begin with 1", "nobody adds", "one share adds", "copy not waited for", "stage not free",
          "one warpgroup frees a stage", "waits for later blocks", "empty strips copied", "empty strips multiplied",
-         "one unit for all", "one place for all blocks", "tables of a step before"],
+         "one unit for all", "one place for all blocks", "units of the first step", "columns of the first tile"],
 )  # fmt: skip
 def test_a_planted_defect_is_found(old: str, new: str, text: str) -> None:
     seen = printed(PLANTED.format(old=old, new=new, layout="row" if len(old) % 2 else "col"))

@@ -6,8 +6,8 @@
 // S = 64 / U of them. Where a block row does not have a unit, zeros are multiplied.
 //
 //   a_map    T[nnzb*R, C]        the blocks one below the other; boxes of R x U
-//   units    int32[count, S]     of a step: the first column of A of each of its units, at least K where the strip has no more; -1
-//                                in the only step of a strip without blocks
+//   units    int32[count, S]     of a step: the first column of A of each of its units, at least K where the strip has no more; all
+//                                -1 in the only step of a strip without blocks
 //   blocks   int32[count, S, H]  of a unit and of each of the H = 64*Groups/R block rows of its strip: the first row in a_map,
 //                                nnzb*R or more where it has no such block
 //   places   int4[count]         of a step: its strip; the first step of this strip, and the first one of the next; unused
@@ -22,8 +22,9 @@
 // block takes a share, as in spmm_bsr_stream_sm90a.cu: shares differ by one step at most, the block with the beginning of a tile
 // adds what others leave in `sums`, in the order of K, so that every run gives the same bits.
 //
-// Grid: 1 to count * tiles of columns blocks. Block: Groups warpgroups that multiply 64 rows each, and a warp that loads, Stages
-// steps ahead. Copies of a step that lie outside A or B are zeros, which the copy engine writes.
+// Grid: 1 to count * tiles of columns blocks. Block: Groups warpgroups that multiply 64 rows each, and one that loads, Stages
+// steps ahead: each of its lanes has a box of A or of B. A warp hands the boxes of its lanes to the copy engine one after the
+// other, so that four warps take a quarter of the time. What a box has outside A or B are zeros, which the copy engine writes.
 #include "spformat/even_shares.cuh"
 #include "spformat/staged_store.cuh"
 #include "spformat/tma.cuh"
@@ -33,7 +34,8 @@ using namespace spformat;
 
 constexpr int DEPTH = 64;          // columns of A in a step
 constexpr int SCRATCH = 16 * 128;  // bytes in which a warp stages C
-constexpr int AHEAD = 4;           // steps of which the loading warp reads the tables before it needs them
+constexpr int AHEAD = 4;           // steps of which the loading lanes read the tables before they need them
+constexpr int LOADERS = 4;         // warps that load
 
 // The first step of a share. Of `steps` steps in `blocks` shares, the first shares have one step more.
 __device__ __forceinline__ int share_start(int steps, int blocks, int share) {
@@ -41,7 +43,7 @@ __device__ __forceinline__ int share_start(int steps, int blocks, int share) {
 }
 
 template <class T, class Out, int R, int U, int TN, int Groups, int Stages, int Resident, bool BCol, bool CCol>
-__global__ void __launch_bounds__(128 * Groups + 32, Resident)
+__global__ void __launch_bounds__(128 * Groups + 32 * LOADERS, Resident)
 spmm_bsr_strips_sm90a(const __grid_constant__ TensorMap a_map, const int* __restrict__ units, const int* __restrict__ blocks,
                       const int4* __restrict__ places, const int* __restrict__ rows, int count, int width, int M,
                       const __grid_constant__ TensorMap b_map, Out* c, int N, i64 ldc, float4* sums, u32* flags) {
@@ -50,10 +52,13 @@ spmm_bsr_strips_sm90a(const __grid_constant__ TensorMap a_map, const int* __rest
     constexpr int LINE = 2 * U, UNIT_A = 64 * Groups * LINE, BOX_A = R * LINE, A_BYTES = S * UNIT_A;
     constexpr int UNIT_B = BCol ? TN * LINE : U * 128, B_BYTES = BCol ? S * UNIT_B : PANELS * DEPTH * 128;
     constexpr int STAGE = A_BYTES + B_BYTES;
+    // Registers of a thread at the launch, and of one that multiplies, to whom the loading warpgroup gives most of its own.
+    constexpr int EACH = 65536 / (Resident * 128 * (Groups + 1)) / 8 * 8, LOADER = 40;
+    constexpr int CONSUMER = (EACH * (Groups + 1) - LOADER) / Groups / 8 * 8;
     constexpr auto PATTERN = U == 64 ? wgmma::B128 : U == 32 ? wgmma::B64 : wgmma::B32;
     static_assert(R == 16 || R == 32 || R == 64, "a strip is whole block rows");
     static_assert(U == 16 || U == 32 || U == 64, "a line of a unit is one line of a swizzle");
-    static_assert(BOXES_A <= 32, "a lane knows of one block");
+    static_assert(BOXES_A + BOXES_B <= 32 * LOADERS, "a lane has one box");
     static_assert(TN % 16 == 0 && TN <= 256, "boxes are whole 8-line groups of the swizzle, and wgmma has up to 256 columns");
     static_assert(Stages >= 2, "copies must run ahead of the product");
     static_assert(store_m16_scratch<Out, 128 / int(sizeof(Out)) / 8> <= SCRATCH, "a panel of C fits its place");
@@ -65,23 +70,26 @@ spmm_bsr_strips_sm90a(const __grid_constant__ TensorMap a_map, const int* __rest
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, shares = gridDim.x;
     const int total = count * cdiv(N, TN), share = shares - 1 - blockIdx.x;
     const int first = share_start(total, shares, share), last = share_start(total, shares, share + 1);
-    const bool loader = warp == 4 * Groups;
+    const int box = lane * LOADERS + warp - 4 * Groups;  // of a loading lane: those of B, then those of A
 
-    // Of a step: the column of unit `lane % S`, and the row in a_map of box `lane`.
-    int column[AHEAD], block[AHEAD];
-    auto read = [&](int at, int to) {
-        const int step = at % count;
-        column[to] = at < last ? units[step * S + lane % S] : -1;
-        block[to] = at < last && lane < BOXES_A ? blocks[step * BOXES_A + lane] : 0;
+    // Of a step: the column of the lane's unit, and the row in a_map of its block.
+    const bool loads_b = box < BOXES_B, loads_a = !loads_b && box < BOXES_A + BOXES_B;
+    const int block = loads_a ? box - BOXES_B : 0, unit = loads_b ? box / PANELS : block / H;
+    int column[AHEAD], y[AHEAD], next = first % count, left = last - first;
+    auto read = [&](int to) {
+        column[to] = left > 0 ? units[next * S + unit] : -1;
+        y[to] = left > 0 && loads_a ? blocks[next * BOXES_A + block] : 0;
+        --left;
+        if (++next == count) next = 0;
     };
-    if (loader) {
+    if (warp >= 4 * Groups) {
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i) read(first + i, i);
+        for (int i = 0; i < AHEAD; ++i) read(i);
     }
 
     if (threadIdx.x == 0) {
         for (int s = 0; s < Stages; ++s) {
-            barrier::init(full + 8 * s, 1);
+            barrier::init(full + 8 * s, LOADERS);
             barrier::init(empty + 8 * s, Groups);
         }
         barrier::fence_init();
@@ -90,40 +98,37 @@ spmm_bsr_strips_sm90a(const __grid_constant__ TensorMap a_map, const int* __rest
     }
     __syncthreads();
 
-    if (loader) {
-        int stage = 0, phase = 0;
-        auto load = [&](int at, int k, int y) {
-            if (__shfl_sync(~0u, k, 0) < 0) return;  // a strip without blocks
-            const u32 to = ring + stage * STAGE, bar = full + 8 * stage;
-            if (lane == 0) {
-                barrier::wait(empty + 8 * stage, phase ^ 1);
-                barrier::expect(bar, STAGE);
-            }
-            __syncwarp();
-            const int col0 = at / count * TN;
-#pragma unroll
-            for (int box = 0; box < BOXES_B; box += 32) {
-                const int mine = box + lane, s = mine / PANELS, x = mine % PANELS;
-                const int row = __shfl_sync(~0u, k, s % S);
-                const u32 there = to + A_BYTES + (BCol ? s * UNIT_B : x * (DEPTH * 128) + s * UNIT_B);
-                if (mine < BOXES_B) tma::load_2d(there, b_map, bar, BCol ? row : col0 + x * 64, BCol ? col0 : row);
-            }
-            const int mine_k = __shfl_sync(~0u, k, lane / H % S);
-            if (lane < BOXES_A)
-                tma::load_2d(to + lane / H * UNIT_A + lane % H * BOX_A, a_map, bar, S == 1 ? mine_k % width : 0, y);
-            if (++stage == Stages) stage = 0, phase ^= 1;
-        };
+    if (warp >= 4 * Groups) {
+        if constexpr (EACH < 240) give_registers<LOADER>();
+        const int x = box % PANELS * 64;  // of a box of B: its first column in the tile
+        const u32 to = loads_b ? A_BYTES + unit * UNIT_B + (BCol ? 0 : x * (DEPTH * 2)) : unit * UNIT_A + block % H * BOX_A;
+        const u32 bytes = __reduce_add_sync(~0u, loads_b ? B_BYTES / BOXES_B : loads_a ? BOX_A : 0);  // of the boxes of this warp
+        int stage = 0, phase = 0, step = first % count, col0 = first / count * TN;
         for (int at = first; at < last; at += AHEAD) {
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {
                 if (at + i >= last) break;
-                const int k = column[i], y = block[i];
-                read(at + i + AHEAD, i);
-                load(at + i, k, y);
+                const int k = column[i], row = y[i];
+                read(i);
+                if (__shfl_sync(~0u, k, 0) >= 0) {  // else a strip without blocks
+                    const u32 bar = full + 8 * stage;
+                    if (lane == 0) {
+                        barrier::wait(empty + 8 * stage, phase ^ 1);
+                        barrier::expect(bar, bytes);
+                    }
+                    __syncwarp();
+                    const u32 there = ring + stage * STAGE + to;
+                    if (loads_b) tma::load_2d(there, b_map, bar, BCol ? k : col0 + x, BCol ? col0 : k);
+                    if (loads_a) tma::load_2d(there, a_map, bar, S == 1 ? k % width : 0, row);
+                    __syncwarp();
+                    if (++stage == Stages) stage = 0, phase ^= 1;
+                }
+                if (++step == count) step = 0, col0 += TN;
             }
         }
         return;
     }
+    if constexpr (EACH < 240) take_registers<CONSUMER>();
 
     const int group = warp / 4, id = 1 + group;  // id: of the named barrier of the warpgroup
     const bool leader = threadIdx.x % 128 == 0;

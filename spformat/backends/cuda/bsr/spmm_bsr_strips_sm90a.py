@@ -46,8 +46,8 @@ class Tile:
 
     @property
     def threads(self) -> int:
-        """Those that multiply, and a warp that loads."""
-        return 128 * self.groups + 32
+        """Those that multiply, and a warpgroup that loads."""
+        return 128 * self.groups + 128
 
     @property
     def stage(self) -> int:
@@ -115,7 +115,7 @@ def steps_of(indptr: Array, indices: Array, shape: tuple[int, int], blocksize: t
     to = starts[strip] * side + xp.arange(keys.size) - first[strip]  # where each unit stands
     units = xp.full(count * side, block_columns * width, "int32")
     units[to] = column
-    units[starts[:-1][xp.diff(first) == 0] * side] = -1  # synchronize!
+    units.reshape(count, side)[starts[:-1][xp.diff(first) == 0]] = -1  # synchronize!
     blocks = xp.full((count * side, high), stored * height, "int32")
     blocks[to[number.reshape(-1)], xp.repeat(at % high, parts)] = xp.repeat(xp.arange(stored) * height, parts)
     of_step = xp.searchsorted(starts[1:], xp.arange(count), side="right")
