@@ -35,7 +35,7 @@ class Options(ctypes.Structure):
     _fields_ = (
         ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3), ("smem", ctypes.c_uint64), ("seed", ctypes.c_uint64),
         ("shuffle_blocks", ctypes.c_int), ("shuffle_threads", ctypes.c_int), ("timeout", ctypes.c_double),
-        ("cluster", ctypes.c_uint32 * 3), ("resident", ctypes.c_uint32),
+        ("cluster", ctypes.c_uint32 * 3),
         ("count", ctypes.c_uint64), ("ranges", ctypes.c_void_p), ("stacks", ctypes.c_void_p),
     )  # fmt: skip
 
@@ -66,9 +66,9 @@ class Kernel:
         number = self._library.emu_parameters(described)
         self.parameters = [divmod(described[i], 16) for i in range(number)]
         """(bytes, kind) of each."""
-        shape = (ctypes.c_uint32 * 5)()
+        shape = (ctypes.c_uint32 * 4)()
         self._library.emu_shape(shape)
-        self.cluster, self.most_threads, self._resident = tuple(shape[:3]), shape[3], shape[4]
+        self.cluster, self.most_threads = tuple(shape[:3]), shape[3]
         """Blocks of a cluster along x, y and z, and the threads that a block may have (``__launch_bounds__``)."""
         if self.cluster[0] * self.cluster[1] * self.cluster[2] > MOST_BLOCKS:
             raise EmulatorError(f"{instance}: a cluster of {self.cluster} blocks, at most {MOST_BLOCKS} may be in one")
@@ -156,7 +156,7 @@ class Kernel:
         three = ctypes.c_uint32 * 3
         options = Options(
             three(*grid), three(*block), smem, seed, shuffle_blocks, shuffle_threads, timeout,
-            three(*self.cluster), self._resident, self._count, ctypes.addressof(self._ranges), stacks(math.prod(block) * math.prod(self.cluster)),
+            three(*self.cluster), self._count, ctypes.addressof(self._ranges), stacks(math.prod(block) * math.prod(self.cluster)),
         )  # fmt: skip
         room = ctypes.c_ulonglong(len(text))
         with ONE_LAUNCH:

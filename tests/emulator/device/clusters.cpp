@@ -96,7 +96,7 @@ struct Registers {
 };
 static std::vector<Registers> registers;  // by rank
 
-static u32 registers_at_start() { return std::min(255u, 65536 / (resident_blocks * threads_of_block())) / 8 * 8; }
+static u32 registers_at_start() { return std::min(255u, 65536 / threads_of_block()) / 8 * 8; }
 
 void registers_begin() {
     const u32 groups = (threads_of_block() + 127) / 128;

@@ -51,7 +51,6 @@ namespace emu {
 int current;
 char* dynamic_shared;
 u32 block_rank, cluster_size = 1;
-u32 resident_blocks = 1;
 
 enum State : unsigned char { READY, AT_BARRIER, AT_WARP, PARKED, AT_CONDITION, EXITED };
 static const char* const names[] = {"__syncthreads", "__syncthreads_or", "__syncthreads_and", "__syncthreads_count", "__syncwarp",
@@ -465,7 +464,7 @@ static void on_fault(int number, siginfo_t* info, void* context) {
 static void set_up(const Options& o) {  // the stacks, their lowest pages closed, are shared by all kernels of a process
     stacks = o.stacks;
     cluster_size = o.cluster[0] * o.cluster[1] * o.cluster[2];
-    threads = o.block[0] * o.block[1] * o.block[2], resident_blocks = o.resident;
+    threads = o.block[0] * o.block[1] * o.block[2];
     stacks_size = (u64)cluster_size * threads * STACK;
     while (blocks.size() < cluster_size) {
         blocks.push_back(std::make_unique<Block>());

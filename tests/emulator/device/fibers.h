@@ -20,7 +20,6 @@ enum Op : int { SYNCTHREADS, SYNCTHREADS_OR, SYNCTHREADS_AND, SYNCTHREADS_COUNT,
 
 extern int current;           // the thread that runs, as its number in the block
 extern char* dynamic_shared;  // the dynamic shared memory of the block
-extern u32 resident_blocks;  // that a multiprocessor must have registers for
 extern u32 block_rank, cluster_size;  // of the block in its cluster, whose blocks run at the same time; blocks of a cluster
 
 struct Options {
@@ -29,7 +28,6 @@ struct Options {
     int shuffle_blocks, shuffle_threads;
     double timeout;
     u32 cluster[3];      // blocks of a cluster
-    u32 resident;        // blocks that a multiprocessor must have room for (the second number of __launch_bounds__)
     u64 count;           // of the ranges of static shared memory, relative to emu_run
     const long long* ranges;
     char* stacks;

@@ -29,15 +29,15 @@ template <class... A> struct Parameters<void (*)(A...)> {
 
 // What a kernel declares before its name: __cluster_dims__(..) __launch_bounds__(..) are calls on this.
 struct LaunchShape {
-    u32 extents[3] = {1, 1, 1}, threads = 1024, resident = 1;
+    u32 extents[3] = {1, 1, 1}, threads = 1024;
     constexpr LaunchShape cluster(u32 x, u32 y = 1, u32 z = 1) const {
         LaunchShape s = *this;
         s.extents[0] = x, s.extents[1] = y, s.extents[2] = z;
         return s;
     }
-    constexpr LaunchShape bounds(u32 most, u32 least_blocks = 1, u32 = 1) const {
+    constexpr LaunchShape bounds(u32 most, u32 = 1, u32 = 1) const {
         LaunchShape s = *this;
-        s.threads = most, s.resident = least_blocks;
+        s.threads = most;
         return s;
     }
 };
@@ -51,7 +51,7 @@ struct LaunchShape {
     EMU_API void emu_shape(unsigned* out) {                                                                         \
         constexpr emu::LaunchShape s = __VA_ARGS__;                                                                 \
         for (int i = 0; i < 3; ++i) out[i] = s.extents[i];                                                          \
-        out[3] = s.threads, out[4] = s.resident;                                                                    \
+        out[3] = s.threads;                                                                                         \
     }
 #define EMU_KERNEL(...)                                                                                             \
     EMU_API int emu_parameters(long long* out) { return emu::Parameters<decltype(&__VA_ARGS__)>::list(out); }       \

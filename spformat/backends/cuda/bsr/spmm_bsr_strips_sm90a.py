@@ -25,8 +25,10 @@ SOURCE, ARCHS = "bsr/spmm_bsr_strips_sm90a.cu", ("sm_90a",)
 VALUES = "bfloat16", "float16"
 HEIGHTS, WIDTHS_OF_BLOCKS = (16, 32), (16, 32)
 """Heights of blocks; their widths, beside multiples of 64."""
-DEPTH = 64
-"""Columns of A in a step, as in the kernel."""
+ROWS, DEPTH, THREADS = 64, 64, 256
+"""Rows of a tile, columns of A in a step, threads of a block; as in the kernel."""
+SCRATCH = 4 * 16 * 128
+"""Bytes of C that four warps stage: 16 rows of 128 bytes each."""
 SHARED, RESERVED = 228 << 10, 1 << 10
 """Bytes of shared memory of a multiprocessor, and those of it that each block of threads takes beside its own."""
 INT32_MAX = 2**31 - 1
@@ -34,48 +36,34 @@ INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True)
 class Tile:
-    """Tiles of 64 * ``groups`` rows x ``cols`` of C; ``resident`` blocks of threads run on a multiprocessor."""
+    """Tiles of 64 x ``cols`` of C; ``resident`` blocks of threads run on a multiprocessor."""
 
-    groups: int
     cols: int
     resident: int
 
     @property
-    def rows(self) -> int:
-        return 64 * self.groups
-
-    @property
-    def threads(self) -> int:
-        """Those that multiply, and a warpgroup that loads."""
-        return 128 * self.groups + 128
-
-    @property
     def stage(self) -> int:
         """Bytes of a step at most: 64 columns of A, and 64 rows of B, which come 64 columns at a time if row-major."""
-        return DEPTH * 2 * (self.rows + round_up(self.cols, 64))
-
-    @property
-    def leaving(self) -> int:
-        """Bytes of C that the warps stage: 16 rows of 128 bytes each."""
-        return 4 * self.groups * 16 * 128
+        return DEPTH * 2 * (ROWS + round_up(self.cols, 64))
 
     @property
     def stages(self) -> int:
         """Steps in shared memory or on their way there."""
-        room = SHARED // self.resident - RESERVED - 1024 - self.leaving - 256  # 256: barriers
+        room = SHARED // self.resident - RESERVED - 1024 - SCRATCH - 256  # 256: barriers
         return min(8, room // self.stage)
 
     @property
     def smem(self) -> int:
-        """Bytes: the stages, what leaves, room to align to 1024."""
-        return self.stages * self.stage + self.leaving + 1024
+        """Bytes: the stages, C on its way out, room to align to 1024."""
+        return self.stages * self.stage + SCRATCH + 1024
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.cols}x{DEPTH} {self.resident} resident"
+        return f"{ROWS}x{self.cols}x{DEPTH} {self.resident} resident"
 
 
-WIDTHS = (16, 32, 48, 64, 96, 128, 192, 256)
-TILES = tuple(t for g in (1, 2) for cols in WIDTHS for t in (Tile(g, cols, 1), Tile(g, cols, 2)) if t.stages >= 3)
+WIDTHS = (16, 32, 48, 64, 96, 128)
+TILES = tuple(Tile(cols, resident) for cols in WIDTHS for resident in (1, 2) if cols * resident <= 192)
+"""Two blocks with 128 columns would not have the registers."""
 
 
 class Steps(NamedTuple):
@@ -91,13 +79,13 @@ class Steps(NamedTuple):
         return int(sum(x.nbytes for x in self))
 
 
-def steps_of(indptr: Array, indices: Array, shape: tuple[int, int], blocksize: tuple[int, int], groups: int) -> Steps:
+def steps_of(indptr: Array, indices: Array, shape: tuple[int, int], blocksize: tuple[int, int]) -> Steps:
     """The tables of a BSR with at least one block; M >= 1. numpy or CuPy, O(blocks log blocks).
 
     Block rows that have blocks come first, in their order, so that few strips multiply zeros for rows without any.
     """
     xp, (M, K), (height, width) = namespace(indices), shape, blocksize
-    unit, high = min(DEPTH, width), 64 * groups // height
+    unit, high = min(DEPTH, width), ROWS // height
     side, parts, block_columns, block_rows = DEPTH // unit, width // unit, ceil_div(K, width), ceil_div(M, height)
     lengths, stored = xp.diff(indptr), int(indices.size)
     order = xp.concatenate([xp.flatnonzero(lengths > 0), xp.flatnonzero(lengths == 0)])  # synchronize!
@@ -120,7 +108,7 @@ def steps_of(indptr: Array, indices: Array, shape: tuple[int, int], blocksize: t
     blocks[to[number.reshape(-1)], xp.repeat(at % high, parts)] = xp.repeat(xp.arange(stored) * height, parts)
     of_step = xp.searchsorted(starts[1:], xp.arange(count), side="right")
     ends = [of_step, starts[of_step], starts[of_step + 1], xp.zeros_like(of_step)]
-    piece = 16 * xp.arange(4 * groups)  # rows of a strip where each warp begins
+    piece = 16 * xp.arange(ROWS // 16)  # rows of a strip where each warp begins
     listed = xp.concatenate([order * height, xp.full(strips * high - block_rows, M)]).reshape(strips, high)
     rows = xp.minimum(listed[:, piece // height] + piece % height, M)
     return Steps(units.reshape(count, side), blocks.reshape(count, side, high), xp.stack(ends, axis=1).astype("int32"),
@@ -131,7 +119,7 @@ class SpmmBSRStrips(CopyEngineKernel):
     """``out = A @ B`` for A in BSR or DBSR with blocks 16 or 32 high on Hopper: block rows share the rows of B they load.
 
     The same bits every run. A plan keeps tables, up to a tenth of the bytes of A, and for each stream 256 *
-    multiprocessors * resident blocks * columns of a tile * groups bytes. Zeros take the place of blocks that a row of a strip
+    multiprocessors * resident blocks * columns of a tile bytes. Zeros take the place of blocks that a row of a strip
     does not have: inf in B may give NaN there. The copy engine needs B on a 16-byte boundary with a pitch of a multiple
     of 16 bytes; a call with another B runs ``cuda.spmm_bsr``.
     """
@@ -175,21 +163,21 @@ class SpmmBSRStrips(CopyEngineKernel):
         read by another, for each further share of a tile. shares: of a tile, one after the other. unaligned C: C once
         more, where its lines start anywhere.
         """
-        (height, width), rows, cols = p.p["blocksize"], tile.rows, tile.cols
-        strips, columns, block_columns = ceil_div(p.M, rows), ceil_div(p.n, cols), ceil_div(p.K, width)
+        (height, width), cols = p.p["blocksize"], tile.cols
+        strips, columns, block_columns = ceil_div(p.M, ROWS), ceil_div(p.n, cols), ceil_div(p.K, width)
         longer = spmm_bsr.longer_rows(p)
         filled = max(1, round(strips / longer))  # strips with blocks, if these lie at random in the rows that have any
         share = min(1.0, p.nnz * longer / max(1, p.M * p.K))
-        union = block_columns * (1 - (1 - share) ** (rows // height)) * width
-        union = max(union, p.nnz / (filled * rows))
+        union = block_columns * (1 - (1 - share) ** (ROWS // height)) * width
+        union = max(union, p.nnz / (filled * ROWS))
         steps = (filled * max(1, ceil_div(round(union), DEPTH)) + strips - filled) * columns
         blocks = min(steps, tile.resident * device.processors)
         longest, per_tile = ceil_div(steps, blocks), steps / (strips * columns)
         at_once = ceil_div(blocks, device.processors)  # blocks of a multiprocessor, which share its rates
         loaded = 2 * p.nnz * columns / steps + 2 * DEPTH * cols
-        step = max(tile_us(rows, cols, DEPTH, TENSOR_16, device), load_us(loaded, device))
+        step = max(tile_us(ROWS, cols, DEPTH, TENSOR_16, device), load_us(loaded, device))
         # Most blocks hand over once; a tile's first block reads the sums of all others one after the other.
-        sums = (at_once + per_tile / longest) * load_us(rows * cols * 4, device) if blocks > 1 else 0.0
+        sums = (at_once + per_tile / longest) * load_us(ROWS * cols * 4, device) if blocks > 1 else 0.0
         memory = memory_us(stored_bytes(p) + operands_bytes(p), device)
         column_major = memory_us(p.M * p.n * itemsize(p.out_dtype), device) if p.out_layout == COL else 0.0
         latency = longest * cols / DEPTH
@@ -202,9 +190,8 @@ class SpmmBSRStrips(CopyEngineKernel):
         rows = p.changed(b_layout=ROW, out_layout=ROW)
         low = p.changed(params=(("blocksize", (16, 16)),))
         wide = rows.changed(params=(("blocksize", (32, 64)),), a_dtype="float16", b_dtype="float16", out_dtype="float32")
-        cases = ((1, 16, 2, rows), (1, 64, 2, p), (2, 64, 2, low), (1, 128, 1, rows), (2, 128, 1, wide), (2, 256, 1, p),
-                 (2, 256, 1, rows))  # fmt: skip
-        return tuple(_instance(Tile(*tile), q) for *tile, q in cases)
+        cases = ((16, 2, rows), (48, 2, p), (64, 2, low), (96, 2, rows), (96, 2, p), (128, 1, wide), (128, 1, p))
+        return tuple(_instance(Tile(cols, resident), q) for cols, resident, q in cases)
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
         return self.prepared_with(a, p, self.best(p).tile)
@@ -227,18 +214,18 @@ class SpmmBSRStrips(CopyEngineKernel):
 
         def build() -> Steps:
             indptr = x.indptr if x.row_ids is None else spmm_bsr.every_row(x.row_ids, x.indptr, ceil_div(p.M, height))
-            steps = steps_of(indptr, x.indices, shape, blocksize, tile.groups)
+            steps = steps_of(indptr, x.indices, shape, blocksize)
             launch.finish_arrays()  # synchronize!
             return steps
 
-        table = a.kernel_arrays(("steps of strips", tile.groups), build)
+        table = a.kernel_arrays("steps of strips", build)
         count, processors = int(table.places.shape[0]), row_tiles.device_of(device).sms
         swizzle = 2 * unit
         a_map = tensor_map.tiled(pointer, p.a_dtype, (width, stored * height), (width,), (unit, height), swizzle)
         signature = (tensor_map.TensorMap, *"PPPPiii", tensor_map.TensorMap, *"PiqPP")
         function = jit.load(SOURCE, _instance(tile, p), jit.architecture(p.sm or 90, ARCHS), device, tile.smem)
         fixed = (a_map, *table, count, width, p.M)
-        product = Launch(function, signature, fixed, tile.threads, tile.smem)
+        product = Launch(function, signature, fixed, THREADS, tile.smem)
         sums, flags = Scratch(), Scratch(zeros=True)
 
         def prepare(o: Operands) -> Sequence[Bound]:
@@ -250,8 +237,8 @@ class SpmmBSRStrips(CopyEngineKernel):
             else:
                 b_map = tensor_map.tiled(o.b, p.b_dtype, (o.n, p.K), (o.ldb,), (64, unit), 128)
             blocks = min(total, tile.resident * processors)
-            sums_at = sums.buffer(o.stream, blocks * tile.rows * tile.cols * 4)
-            flags_at = flags.buffer(o.stream, blocks * tile.groups * 4)
+            sums_at = sums.buffer(o.stream, blocks * ROWS * tile.cols * 4)
+            flags_at = flags.buffer(o.stream, blocks * 4)
             return (product.bind((blocks, 1, 1), o.stream, b_map, o.c, o.n, o.ldc, sums_at, flags_at),)
 
         return Prepared(prepare, str(tile), table.nbytes)
@@ -261,7 +248,7 @@ def _instance(tile: Tile, p: Problem) -> str:
     height, width = p.p["blocksize"]
     types = f"{spmm_bsr.C_TYPES[p.a_dtype]}, {spmm_bsr.C_TYPES[p.out_dtype]}, {height}, {min(DEPTH, width)}"
     flags = ", ".join(str(f).lower() for f in (p.b_layout == COL, p.out_layout == COL))
-    return f"spmm_bsr_strips_sm90a<{types}, {tile.cols}, {tile.groups}, {tile.stages}, {tile.resident}, {flags}>"
+    return f"spmm_bsr_strips_sm90a<{types}, {tile.cols}, {tile.stages}, {tile.resident}, {flags}>"
 
 
 KERNEL = SpmmBSRStrips()
