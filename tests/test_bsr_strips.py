@@ -194,7 +194,7 @@ import test_bsr_strips as t
 def equal():
     with pytest.MonkeyPatch.context() as patch:
         t.few(patch, 9)
-        t.exact((300, 1000, 40), t.strips.Tile(32, 2), ({layout!r}, "row"))
+        t.exact((300, 2000, 40), t.strips.Tile(32, 2), ({layout!r}, "row"))
     return True
 
 
