@@ -130,8 +130,7 @@ class SpmmBSRStrips(CopyEngineKernel):
     archs = ARCHS
     tiles = TILES
     multiplies_zeros = True
-    by_name_only = "no GPU has run it yet"
-    terms = ("launch", "memory", "steps", "latency", "sums", "shares", "column-major C", "unaligned C")
+    terms = ("launch", "memory", "steps", "latency", "boxes", "sums", "shares", "column-major C", "unaligned C")
 
     def unsupported(self, p: Problem) -> list[str]:
         height, width = p.p["blocksize"]
@@ -159,9 +158,9 @@ class SpmmBSRStrips(CopyEngineKernel):
         """Ideal microseconds of a multiprocessor. Shares are even, so that lengths of rows play no part.
 
         launch: constant. memory: A, B and C once. steps: each as long as its products, or as loading A and B from L2.
-        latency: of steps that a block takes one by one, in proportion to their columns. sums: written by a block and
-        read by another, for each further share of a tile. shares: of a tile, one after the other. unaligned C: C once
-        more, where its lines start anywhere.
+        latency: 0.1 us for each step that a block takes one by one. boxes: 10 ns for each box of these steps. sums:
+        written by a block and read by another, for each further share of a tile. shares: of a tile, one after the
+        other. unaligned C: C once more, where its lines start anywhere.
         """
         (height, width), cols = p.p["blocksize"], tile.cols
         strips, columns, block_columns = ceil_div(p.M, ROWS), ceil_div(p.n, cols), ceil_div(p.K, width)
@@ -180,9 +179,11 @@ class SpmmBSRStrips(CopyEngineKernel):
         sums = (at_once + per_tile / longest) * load_us(ROWS * cols * 4, device) if blocks > 1 else 0.0
         memory = memory_us(stored_bytes(p) + operands_bytes(p), device)
         column_major = memory_us(p.M * p.n * itemsize(p.out_dtype), device) if p.out_layout == COL else 0.0
-        latency = longest * cols / DEPTH
+        units = DEPTH // min(DEPTH, width)
+        boxes = units * (ROWS // height + (1 if p.b_layout == COL else ceil_div(cols, 64)))
         steps_us, unaligned = at_once * longest * step, unaligned_us(p, device)
-        return 1.0, memory, steps_us, latency, sums, per_tile / longest, column_major, unaligned
+        return (1.0, memory, steps_us, 0.1 * longest, 0.01 * at_once * longest * boxes, sums, per_tile / longest,
+                column_major, unaligned)  # fmt: skip
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
