@@ -85,7 +85,7 @@ def test_steps_name_every_block_of_every_strip(blocksize: tuple[int, int]) -> No
             for row, y in zip(begins[strip], blocks, strict=True):
                 if y < stored * R:
                     got[row : row + R, k : k + U] += rows[y : y + R, k % C : k % C + U]
-    assert H == begins.shape[1]
+    assert begins.shape[1] == H
     assert (got[:M, :K] == x).all()
     filled = -(-int(keep.any(1).sum()) // H)
     assert empty == list(range(filled, -(-11 // H))), "block rows without blocks come last"

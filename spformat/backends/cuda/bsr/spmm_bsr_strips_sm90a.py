@@ -116,7 +116,7 @@ def steps_of(indptr: Array, indices: Array, shape: tuple[int, int], blocksize: t
 
 
 class SpmmBSRStrips(CopyEngineKernel):
-    """``out = A @ B`` for A in BSR or DBSR with blocks 16 or 32 high on Hopper: block rows share the rows of B they load.
+    """``out = A @ B`` for A in BSR or DBSR with blocks 16 or 32 high on Hopper: block rows share rows of B.
 
     The same bits every run. A plan keeps tables, up to a tenth of the bytes of A, and for each stream 256 *
     multiprocessors * resident blocks * columns of a tile bytes. Zeros take the place of blocks that a row of a strip
@@ -190,7 +190,9 @@ class SpmmBSRStrips(CopyEngineKernel):
         p = spmm_bsr.sample_problem("bsr", (32, 32), "bfloat16", "bfloat16", COL, COL)
         rows = p.changed(b_layout=ROW, out_layout=ROW)
         low = p.changed(params=(("blocksize", (16, 16)),))
-        wide = rows.changed(params=(("blocksize", (32, 64)),), a_dtype="float16", b_dtype="float16", out_dtype="float32")
+        wide = rows.changed(
+            params=(("blocksize", (32, 64)),), a_dtype="float16", b_dtype="float16", out_dtype="float32"
+        )
         cases = ((16, 2, rows), (48, 2, p), (64, 2, low), (96, 2, rows), (96, 2, p), (128, 1, wide), (128, 1, p))
         return tuple(_instance(Tile(cols, resident), q) for cols, resident, q in cases)
 
