@@ -16,6 +16,7 @@ from test_spmm_sum import EVERY_TYPE, PAIRS, described, integers, product
 import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.backends.cuda.runtime import row_tiles, row_work
+from spformat.backends.cuda.runtime.scratch import Scratch
 from spformat.backends.cuda.sum import spmm_sum_rows
 from spformat.backends.cuda.sum.sum_work import block_tasks, merged
 from spformat.products import rates
@@ -69,7 +70,7 @@ def test_shared_memory_suffices_on_every_architecture(sm: int) -> None:
 
 
 def test_every_tile_is_one_that_the_kernel_takes() -> None:
-    """Whole panels in a column tile, 16 rows for a warp, and every thread with the same copies of B."""
+    """Whole panels in a column tile or the reverse, 16 rows for a warp, and every thread with the same copies of B."""
     for name in BLOCKED:
         for dtype in EVERY_TYPE:
             p = described(sf.decompose(integers((200, 97), dtype, 0, (16, 8)), *OWN[name]), 64)
@@ -77,7 +78,7 @@ def test_every_tile_is_one_that_the_kernel_takes() -> None:
                 options = KERNEL.options(p.changed(n=n))
                 assert options
                 for t in options:
-                    assert t.cols % t.items.columns == 0
+                    assert t.cols % t.items.columns == 0 or t.items.columns % t.cols == 0
                     assert t.rows == 16 or t.items.threads == 256
                     assert t.rows * 128 >= 16 * t.items.threads
 
@@ -126,7 +127,7 @@ def test_expected_times_of_empty_and_full_sums() -> None:
 
 @pytest.mark.skipif(bool(emulator.missing()), reason=f"no emulator: {emulator.missing()}")
 @pytest.mark.parametrize(
-    "chosen", [f"exact and {p} and float16" for p in CHOSEN] + ["exact and bsr_csr and float32", "long", "several"]
+    "chosen", [f"exact and {p} and float16" for p in CHOSEN] + ["exact and bsr_csr and float32", "long", "several", "nothing"]
 )
 def test_on_the_emulated_device(chosen: str) -> None:
     """Tests for a GPU, below, in a process of its own: few, as each instance takes seconds to build. The others:
@@ -205,6 +206,28 @@ def test_several_tasks_for_each_thread_block(cp: Any, monkeypatch: pytest.Monkey
         s = sf.decompose(x, *OWN[pair]).to("cuda")
         got = product(cp, s, B, ("row", "row"), "float32", 0, KERNEL.name)
         np.testing.assert_array_equal(got, x.astype(np.float64) @ B.astype(np.float64))
+
+
+@pytest.mark.gpu
+def test_nothing_is_left_for_the_next_call(cp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that tasks leave is taken, also at the edges: the memory is zeros after every call, whatever its columns."""
+    made: list[Scratch] = []
+
+    def recorded(zeros: bool = False) -> Scratch:
+        made.append(Scratch(zeros))
+        return made[-1]
+
+    monkeypatch.setattr(spmm_sum_rows, "Scratch", recorded)
+    for pair, dtype in (("odd_blocks_ell_csr", "float32"), ("square_blocks_csr", "bfloat16")):
+        x = integers((70, 130), dtype, 11)
+        plan = sf.plan(sf.decompose(x, *OWN[pair]).to("cuda"), out_dtype="float32", backend=KERNEL.name)
+        for n in (264, 261, 200, 136):
+            B = np.random.default_rng(n).integers(-2, 3, (130, n)).astype(x.dtype)
+            got = cp.asnumpy(plan(cp.asarray(B)))
+            np.testing.assert_array_equal(got, x.astype(np.float64) @ B.astype(np.float64))
+            zeros = [buffer for scratch in made if scratch._zeros for buffer in scratch._buffers.values()]
+            assert zeros
+            assert not any(cp.asnumpy(buffer.array).any() for buffer in zeros)
 
 
 @pytest.mark.gpu

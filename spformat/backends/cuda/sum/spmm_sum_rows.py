@@ -101,7 +101,7 @@ class SpmmSumRows(CudaKernel):
     def _tiles(self, p: Problem, vec: int) -> list[Tile]:
         q, size, height = items_problem(p), itemsize(p.a_dtype), blocks_of(p)[1]
         cut = size, p.n, p.K, p.M, q.nnz, row_tiles.Device(roofline.device_of(p).processors)
-        usual = dict.fromkeys(t for t in ROWS_OF_CSR._tiles(q, vec) if not t.resident and t.columns <= 128)
+        usual = dict.fromkeys(t for t in ROWS_OF_CSR._tiles(q, vec) if not t.resident)
         gathers = list(usual) or [row_tiles.filled(vec, (8, 2, 8, 2) if vec * 16 <= 128 else (8, 1, 8, 3), *cut)]
         options = []
         for t in gathers:
@@ -145,12 +145,13 @@ class SpmmSumRows(CudaKernel):
         narrow = row_tiles.choose_tile(8, 2, 64, 768, 3072, 50_000, row_tiles.Device())
         single = row_tiles.choose_tile(1, 4, 33, 768, 3072, 50_000, row_tiles.Device())
         full = row_tiles.filled(4, (8, 4, 4, 2), 4, 512, 768, 3072, 50_000, row_tiles.Device())
-        low = replace(wide, threads=128, blocks=4)
+        low, large = replace(wide, threads=128, blocks=4), replace(wide, tiles=4, depth=4)
         return (
             _instance("bfloat16", "bfloat16", "int", wide, True, ("int", 32, 32), 32, 128, True),
             _instance("bfloat16", "float32", "int", narrow, False, ("int", 64, 64), 64, 64, True),
             _instance("float16", "float16", "long long", wide, True, ("long long", 64, 64), 64, 128, True),
             _instance("float16", "float16", "int", low, False, ("int", 16, 8), 16, 128, True),
+            _instance("bfloat16", "bfloat16", "int", large, False, ("int", 32, 32), 32, 128, True),
             _instance("float32", "float32", "int", full, False, ("int", 32, 32), 32, 128, True),
             _instance("float32", "float32", "int", single, True, ("int", 5, 7), 16, 64, False),
         )
@@ -201,13 +202,14 @@ class SpmmSumRows(CudaKernel):
             instance = _instance(p.a_dtype, p.out_dtype, types[0], tile.items, bool(rows.pieces),
                                  (types[1], height, width), tile.rows, tile.cols, wide)  # fmt: skip
             function = jit.load(SOURCE, instance, arch, p.device_id, smem)
-            bins, leading = bin_table(rows, tile.items.slots, tile.items.fill), min(table.number, device.sms)
+            bins = bin_table(rows, tile.items.slots, tile.items.fill)
+            leading = leading_blocks(table.number, tile, device.sms)
             fixed = (bins, rows.records, items.indices, items.data, nnz, p.K, rows.cuts, table.tasks, table.of_tile,
                      table.number, leading, part.data, part.indices, p.M)  # fmt: skip
-            signature = (BinTable, *"PPPqqPPPiiPPqPPPPPPiiqq")
+            signature = (BinTable, *"PPPqqPPPiiPPqPPPPPiiqq")
             return Launch(function, signature, fixed, tile.items.threads, smem), bins.blocks, table
 
-        sums, arrivals, partial, ready = Scratch(), Scratch(zeros=True), Scratch(), Scratch(zeros=True)
+        sums, arrivals, left = Scratch(), Scratch(zeros=True), Scratch(zeros=True)
 
         @functools.lru_cache(maxsize=256)
         def slabs(n: int, vec: int) -> tuple[Tile, list[tuple[int, int]], int]:
@@ -231,12 +233,10 @@ class SpmmSumRows(CudaKernel):
                 if cuts:
                     sums_at = sums.buffer(o.stream, rows.pieces * n * 4)
                     arrivals_at = arrivals.buffer(o.stream, cuts * panels * 4)
-                left = table.number * columns
-                partial_at = partial.buffer(o.stream, left * tile.rows * tile.cols * 4)
-                ready_at = ready.buffer(o.stream, left * 4)
-                grid = (min(table.number, device.sms) + ceil_div(blocks, tile.items.tasks), panels, 1)
-                tail = (sums_at, arrivals_at, partial_at, ready_at, o.b + first * size, o.c + first * out_size, n,
-                        o.ldb * size, o.ldc, prefetch)  # fmt: skip
+                left_at = left.buffer(o.stream, table.number * tile.rows * columns * tile.cols * 4)
+                grid = (leading_blocks(table.number, tile, device.sms) + ceil_div(blocks, tile.items.tasks), panels, 1)
+                tail = (sums_at, arrivals_at, left_at, o.b + first * size, o.c + first * out_size, n, o.ldb * size,
+                        o.ldc, prefetch)  # fmt: skip
                 calls.append(product.bind(grid, o.stream, *tail))
             return calls
 
@@ -262,11 +262,17 @@ def blocks_of(p: Problem) -> tuple[int, int, int]:
     return part.stored // (height * width), height, width
 
 
+def leading_blocks(tasks: int, tile: Tile, processors: int) -> int:
+    """Thread blocks of a column panel that multiply blocks: half of those that the device holds at a time, at most."""
+    return min(tasks * max(1, tile.items.columns // tile.cols), processors * ceil_div(tile.items.blocks, 2))
+
+
 def most_blocks(p: Problem, tile: Tile, processors: int) -> int:
-    """Blocks of a task at most: a share of the work of a multiprocessor, at least ``LEAST_DEPTH`` columns."""
+    """Blocks of a task at most: a share of the work of a leading thread block, at least ``LEAST_DEPTH`` columns."""
     stored, height, width = blocks_of(p)
     columns = stored * width * ceil_div(height, tile.rows) * ceil_div(max(1, p.n), tile.cols)
-    return max(1, power_of_two(max(LEAST_DEPTH, columns // processors)) // width)
+    share = columns // (processors * ceil_div(tile.items.blocks, 2))
+    return max(1, power_of_two(max(LEAST_DEPTH, share)) // width)
 
 
 class Work(NamedTuple):

@@ -281,9 +281,9 @@ template <> constexpr bool is_nothing<NothingMore> = true;
 
 // A block has summed a piece of a row, in its first slot (`first`). The sums go to pieces.sums; where the piece is the last
 // of its row to arrive for these columns, the sum of all of them, always in their order, goes to C: whoever arrives
-// last, the bits are the same. more(row, column) is added after them. Returns whether this was the last piece.
+// last, the bits are the same. more(row, column) is added after them.
 template <int LANES, class Out, int TILES, int VEC, class S, class More = NothingMore>
-__device__ __forceinline__ bool store_piece(Out* C, long long ldc, const Pieces<S>& pieces, unsigned cut, int piece, int n,
+__device__ __forceinline__ void store_piece(Out* C, long long ldc, const Pieces<S>& pieces, unsigned cut, int piece, int n,
                                             int col, const S (&sum)[TILES][VEC], bool first, More more = {}) {
   __shared__ bool last;
   if (first) {
@@ -299,19 +299,16 @@ __device__ __forceinline__ bool store_piece(Out* C, long long ldc, const Pieces<
     __threadfence();
   }
   __syncthreads();
-  const bool mine = last;
-  if (mine) {
-    constexpr int COLUMNS = LANES * TILES * VEC;
-    const int end = min(n, static_cast<int>(blockIdx.y + 1) * COLUMNS);
-    for (int c = blockIdx.y * COLUMNS + threadIdx.x; c < end; c += blockDim.x) {
-      S total = 0;
+  if (!last) return;
+  constexpr int COLUMNS = LANES * TILES * VEC;
+  const int end = min(n, static_cast<int>(blockIdx.y + 1) * COLUMNS);
+  for (int c = blockIdx.y * COLUMNS + threadIdx.x; c < end; c += blockDim.x) {
+    S total = 0;
 #pragma unroll 4
-      for (long long i = begin; i < begin + count; ++i) total += __ldcg(pieces.sums + i * n + c);
-      if constexpr (!is_nothing<More>) total += more(row, c);
-      C[row * ldc + c] = narrow<Out>(total);
-    }
+    for (long long i = begin; i < begin + count; ++i) total += __ldcg(pieces.sums + i * n + c);
+    if constexpr (!is_nothing<More>) total += more(row, c);
+    C[row * ldc + c] = narrow<Out>(total);
   }
-  return mine;
 }
 
 }  // namespace spformat

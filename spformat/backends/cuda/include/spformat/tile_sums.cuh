@@ -61,25 +61,33 @@ template <class T, int BM, int BN, int WM> struct Sums {
         }
     }
 
-    // To tile [BM, Pitch].
-    template <int Pitch> __device__ __forceinline__ void put(float* tile) const {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    // f(row, column, x) for the sums x[0 .. Side - 1] side by side in a row of the tile, for all that this thread has.
+    static constexpr int Side = tensor ? 2 : 4;
+    template <class F> __device__ __forceinline__ void each(F f) const {
         if constexpr (tensor) {
-            float* to = tile + (warp / 4 * (BM / WM) + lane / 4) * Pitch + warp % 4 * (BN / 4) + lane % 4 * 2;
+            const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+            const int row = warp / 4 * (BM / WM) + lane / 4, column = warp % 4 * (BN / 4) + lane % 4 * 2;
 #pragma unroll
             for (int m = 0; m < MI; ++m)
 #pragma unroll
                 for (int n = 0; n < NI; ++n)
 #pragma unroll
-                    for (int h = 0; h < 2; ++h)
-                        *reinterpret_cast<float2*>(to + (m * 16 + h * 8) * Pitch + n * 8) =
-                            make_float2(x[m][n][2 * h], x[m][n][2 * h + 1]);
+                    for (int h = 0; h < 2; ++h) f(row + m * 16 + h * 8, column + n * 8, x[m][n] + 2 * h);
         } else {
 #pragma unroll
-            for (int r = 0; r < RM; ++r)
-                *reinterpret_cast<float4*>(tile + (threadIdx.x / TX + r * TY) * Pitch + threadIdx.x % TX * 4) =
-                    make_float4(x[r][0][0], x[r][0][1], x[r][0][2], x[r][0][3]);
+            for (int r = 0; r < RM; ++r) f(static_cast<int>(threadIdx.x / TX) + r * TY, static_cast<int>(threadIdx.x % TX) * 4, x[r][0]);
         }
+    }
+
+    // To tile [BM, Pitch].
+    template <int Pitch> __device__ __forceinline__ void put(float* tile) const {
+        each([&](int row, int column, const float* sums) {
+            float* const to = tile + row * Pitch + column;
+            if constexpr (tensor)
+                *reinterpret_cast<float2*>(to) = make_float2(sums[0], sums[1]);
+            else
+                *reinterpret_cast<float4*>(to) = make_float4(sums[0], sums[1], sums[2], sums[3]);
+        });
     }
 };
 
