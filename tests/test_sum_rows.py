@@ -20,7 +20,7 @@ from spformat.backends.cuda.runtime.scratch import Scratch
 from spformat.backends.cuda.sum import spmm_sum_rows
 from spformat.backends.cuda.sum.sum_work import block_tasks, merged
 from spformat.products import rates
-from spformat.products.problem import itemsize
+from spformat.products.problem import Operand, Problem, itemsize
 from spformat.products.roofline import SHARED_KB, shared_limit
 from spformat.products.tiles import forced
 
@@ -123,6 +123,31 @@ def test_expected_times_of_empty_and_full_sums() -> None:
             assert 0 < us < 50
             if not spmm_sum_rows.blocks_of(p)[0]:
                 assert us == spmm_sum_rows.ROWS_OF_CSR.expected_us(spmm_sum_rows.items_problem(p))
+
+
+@pytest.mark.parametrize(
+    ("case", "stored", "dtype", "n", "rows", "composed"),
+    [
+        ("BERT 768x3072", (160768, 44119), "bfloat16", 128, 13.4, 21.9),
+        ("4096x4096, 10 % and 1 %", (1709056, 151555), "float32", 1024, 253.1, 213.7),
+    ],
+)
+def test_the_faster_kernel_is_chosen(
+    case: str, stored: tuple[int, int], dtype: str, n: int, rows: float, composed: float
+) -> None:
+    """Products that were measured on an H100, in microseconds (docs/results/2026-11-26-sums-h100.md)."""
+    M, K = map(int, re.findall(r"\d+", case)[:2])
+    parts = tuple(
+        Operand(name, (M, K), dtype, params, count, device="cuda")
+        for name, params, count in zip(("bsr", "csr"), ((("blocksize", (32, 32)),), ()), stored, strict=True)
+    )
+    p = Problem.product(
+        "sum", (), M, K, n, sum(stored), dtype, dtype, dtype, device="cuda", sm=90, parts=parts,
+        board="NVIDIA H100 80GB HBM3",
+    )  # fmt: skip
+    expected = {a.kernel: a.expected_us for a in sf.explain(p).answers if a}
+    assert (expected[KERNEL.name] < expected["composed.sum_of_parts"]) == (rows < composed)
+    assert expected[KERNEL.name] == pytest.approx(rows, rel=0.3)
 
 
 @pytest.mark.skipif(bool(emulator.missing()), reason=f"no emulator: {emulator.missing()}")

@@ -71,7 +71,7 @@ class SpmmSumRows(CudaKernel):
     takes = spmm_of(Sum.name)
     archs = ARCHS
     multiplies_zeros = True  # those of blocks
-    terms = ("rows", "blocks", "steps", "loads", "sums")
+    terms = ("rows", "blocks", "steps", "products", "loads", "sums")
 
     def unsupported(self, p: Problem) -> list[str]:
         parts = p.operands[0].parts
@@ -123,21 +123,22 @@ class SpmmSumRows(CudaKernel):
         """Ideal microseconds of each of ``terms``.
 
         rows: what CSR expects for the scattered nonzeros, B and C. blocks: 1 where there are some. steps: chunks of
-        columns that one multiprocessor multiplies, each a microsecond. loads: of A and B by all tasks, from L2. sums:
-        of tasks, written and read.
+        columns of a task, one after the other, each a microsecond. products: those of the tasks of one multiprocessor.
+        loads: of A and B by all tasks, from L2. sums: of tasks, written and read.
         """
         q, size = items_problem(p), itemsize(p.a_dtype)
         known = rates.constants(ROWS_OF_CSR.name, ROWS_OF_CSR.terms, q)
         rows = tile_us(ROWS_OF_CSR, q, tile.items, device, known)
         stored, _, width = blocks_of(p)
         if not stored:
-            return rows, 0.0, 0.0, 0.0, 0.0
-        w = work_of(p, tile, device.processors)
-        chunk = size * tile.depth(width, size) * (tile.rows + tile.cols)
-        loads = ideal.cache_us(w.chunks * w.columns * chunk, device)
+            return rows, 0.0, 0.0, 0.0, 0.0, 0.0
+        w, depth = work_of(p, tile, device.processors), tile.depth(width, size)
+        of_task = w.chunks / w.tasks
+        chunk = ideal.tile_us(tile.rows, tile.cols, depth, ideal.arithmetic(p.a_dtype), device)
+        products = ceil_div(round(w.tasks * w.columns), device.processors) * of_task * chunk
+        loads = ideal.cache_us(w.chunks * w.columns * size * depth * (tile.rows + tile.cols), device)
         sums = ideal.cache_us(2 * 4 * w.tasks * w.columns * tile.rows * tile.cols, device)
-        chunks = -(-w.chunks * w.columns // device.processors) + w.chunks / w.tasks
-        return rows, 1.0, chunks, loads, sums
+        return rows, 1.0, of_task, products, loads, sums
 
     def instances(self) -> tuple[str, ...]:
         """C++ names for the compile tests: value types, block sizes, wide and single loads, both index types."""
@@ -262,17 +263,21 @@ def blocks_of(p: Problem) -> tuple[int, int, int]:
     return part.stored // (height * width), height, width
 
 
+def leaders(tile: Tile) -> int:
+    """Thread blocks of a multiprocessor that multiply blocks at most: half of those that it holds at a time."""
+    return ceil_div(tile.items.blocks, 2)
+
+
 def leading_blocks(tasks: int, tile: Tile, processors: int) -> int:
-    """Thread blocks of a column panel that multiply blocks: half of those that the device holds at a time, at most."""
-    return min(tasks * max(1, tile.items.columns // tile.cols), processors * ceil_div(tile.items.blocks, 2))
+    """Thread blocks of a column panel that multiply blocks."""
+    return min(tasks * max(1, tile.items.columns // tile.cols), processors * leaders(tile))
 
 
 def most_blocks(p: Problem, tile: Tile, processors: int) -> int:
     """Blocks of a task at most: a share of the work of a leading thread block, at least ``LEAST_DEPTH`` columns."""
     stored, height, width = blocks_of(p)
     columns = stored * width * ceil_div(height, tile.rows) * ceil_div(max(1, p.n), tile.cols)
-    share = columns // (processors * ceil_div(tile.items.blocks, 2))
-    return max(1, power_of_two(max(LEAST_DEPTH, share)) // width)
+    return max(1, power_of_two(max(LEAST_DEPTH, columns // (processors * leaders(tile)))) // width)
 
 
 class Work(NamedTuple):
