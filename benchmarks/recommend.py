@@ -10,6 +10,9 @@ tuned       the same for the choice of ``sf.tune`` in ``--budget`` seconds, on e
 held back   a third of the matrices, by a hash of their names. Nothing that chooses may be fitted to them.
 
 Cold caches, contenders in turn, medians; every result is checked against a float64 product first.
+
+It ends within ``--seconds``, imports, matrices and compilation included. Each product is printed, and written to
+``--json``, when it was measured: a run that is cut off leaves those.
 """
 
 from __future__ import annotations
@@ -19,7 +22,10 @@ import contextlib
 import functools
 import itertools
 import json
+import os
 import secrets
+import signal
+import sys
 import time
 import zlib
 from collections import defaultdict, deque
@@ -44,6 +50,31 @@ PATTERNS = ("50 % anywhere", "70 % anywhere", "90 % anywhere", "97 % anywhere", 
             "blocks of 64", "blocks and scatter", "2:4 and outliers", "vectors of 8")  # fmt: skip
 MOST_BYTES = 64 << 20
 """Bytes of the largest dense matrix: all formats of one are in memory at the same time."""
+ENDING = 4.0
+"""Seconds before the end when measuring stops: for the tables, and for compilers that still run."""
+
+
+class TimeIsUp(BaseException):
+    """Raised wherever the program is; no failed product, so that nobody who expects those catches it."""
+
+
+@contextlib.contextmanager
+def until(end: float) -> Iterator[None]:
+    """The block, which is left at ``end``, a time of ``time.monotonic()``."""
+
+    def leave(*_: Any) -> None:
+        raise TimeIsUp
+
+    before = signal.signal(signal.SIGALRM, leave)
+    # Again after a second: Python drops what is raised while an object is freed.
+    signal.setitimer(signal.ITIMER_REAL, max(1e-3, end - time.monotonic()), 1.0)
+    try:
+        yield
+    except TimeIsUp:
+        pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def layer(rng: np.random.Generator, M: int, K: int, pattern: str, dtype: str) -> Any:
@@ -184,13 +215,11 @@ def product(a: Any, B: Any) -> Any:
 
 
 def measure(
-    seed: int, seconds: float, device: str, board: str, budget: float, data: Path, ahead: Any
-) -> list[dict[str, Any]]:
-    """A row for each matrix and number of columns."""
-    end, rows, rng = time.monotonic() + seconds, [], np.random.default_rng(seed)
+    seed: int, end: float, device: str, board: str, budget: float, data: Path, ahead: Any
+) -> Iterator[dict[str, Any]]:
+    """A row for each matrix and number of columns, without end. end: when the time is up."""
+    rng = np.random.default_rng(seed)
     for i, (name, x, counts) in enumerate(matrices(seed, data)):
-        if time.monotonic() > end:
-            break
         widths = sorted({round(1 + 15 * rng.random()), round(16 * 128 ** rng.random())})
         a = x if device == "cpu" else on_device(x, device)
         forms: dict[str, Any] = {}
@@ -208,8 +237,7 @@ def measure(
             if i % 5 == 2 and time.monotonic() + budget < end:
                 best = tune(x, n, seconds=budget, device=device, fresh=True)
                 row |= {"tuned": best.format, "tuned_seconds": best.seconds}
-            rows.append(row)
-    return rows
+            yield row
 
 
 def on_device(x: Any, device: str) -> Any:
@@ -220,6 +248,13 @@ def on_device(x: Any, device: str) -> Any:
 def regret(row: dict[str, Any], key: str = "first") -> float:
     """Time of the choice over that of the fastest."""
     return float(row["us"][row[key]] / min(row["us"].values()))
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row in one line."""
+    first, best = row["first"], min(row["us"], key=row["us"].__getitem__)
+    times = (f"{t} {row['us'][t]:.1f} us (expected {row['expected'].get(t) or 0:.1f})" for t in (first, best))
+    return f"{100 * (regret(row) - 1):.0f} %  {row['name']}, {row['n']} columns: {', fastest '.join(times)}"
 
 
 def described(rows: list[dict[str, Any]], key: str = "first") -> str:
@@ -260,15 +295,21 @@ def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
         yield f"\ntuned: {described(rows, 'tuned')}; seconds: {np.median(took):.1f} median, {max(took):.1f} most"
     yield "\nThe worst:"
     for row in sorted(rows, key=regret, reverse=True)[:15]:
-        first, best = row["first"], min(row["us"], key=row["us"].__getitem__)
-        times = (f"{t} {row['us'][t]:.1f} us (expected {row['expected'].get(t) or 0:.1f})" for t in (first, best))
-        yield f"  {100 * (regret(row) - 1):.0f} %  {row['name']}, {row['n']} columns: {', fastest '.join(times)}"
+        yield f"  {line(row)}"
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """The result as JSON: all of it or, where the program is stopped, what was there."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(result) + "\n")
+    part.replace(path)
 
 
 def main() -> None:
+    started = time.monotonic() - time.process_time()  # imports took about as long as they kept the processor busy
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, help="draws shapes and values; without it a fresh one")
-    parser.add_argument("--seconds", type=float, default=240)
+    parser.add_argument("--seconds", type=float, default=240, help="of the whole run")
     parser.add_argument("--budget", type=float, default=2.0, help="seconds that sf.tune is given for a matrix")
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
     parser.add_argument("--board", default="", help="device whose times are expected; default: the one at hand")
@@ -278,19 +319,28 @@ def main() -> None:
     seed = secrets.randbelow(1 << 31) if o.seed is None else o.seed
     like = None if o.device == "cpu" else __import__("cupy").zeros(1)
     board = o.board or ("cpu" if like is None else "H100" if "H100" in device_name(like) else "H200")
+    about, end = bench.environment(np.zeros(1) if like is None else like), started + o.seconds - ENDING
+    result: dict[str, Any] = {"seed": seed, "environment": about, "rows": (rows := [])}
+    print(f"seed {seed}, times expected for {board}, {about}\n", flush=True)
     with contextlib.ExitStack() as stack:
         ahead = None
         if like is not None:
             from spformat.backends.cuda.runtime.compile_ahead import CompileAhead
 
             ahead = stack.enter_context(CompileAhead())
-        rows = measure(seed, o.seconds, o.device, board, o.budget, o.data, ahead)
-    about = bench.environment(np.zeros(1) if like is None else like)
-    print(f"seed {seed}, {len(rows)} products, times expected for {board}, {about}\n")
-    print("\n".join(summary(rows)))
+        with until(end):
+            for row in measure(seed, end, o.device, board, o.budget, o.data, ahead):
+                rows.append(row)
+                print(line(row), flush=True)
+                if o.json:
+                    write(o.json, result)
     if o.json:
-        o.json.write_text(json.dumps({"seed": seed, "environment": about, "rows": rows}) + "\n")
+        write(o.json, result)
+    print(f"\n{len(rows)} products in {time.monotonic() - started:.0f} s\n")
+    print("\n".join(summary(rows)))
 
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # threads may still build matrices, which nobody would measure

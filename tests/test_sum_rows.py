@@ -152,7 +152,8 @@ def test_the_faster_kernel_is_chosen(
 
 @pytest.mark.skipif(bool(emulator.missing()), reason=f"no emulator: {emulator.missing()}")
 @pytest.mark.parametrize(
-    "chosen", [f"exact and {p} and float16" for p in CHOSEN] + ["exact and bsr_csr and float32", "long", "several", "nothing"]
+    "chosen",
+    [f"exact and {p} and float16" for p in CHOSEN] + ["exact and bsr_csr and float32", "long", "several", "nothing"],
 )
 def test_on_the_emulated_device(chosen: str) -> None:
     """Tests for a GPU, below, in a process of its own: few, as each instance takes seconds to build. The others:
