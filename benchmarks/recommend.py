@@ -253,7 +253,14 @@ def regret(row: dict[str, Any], key: str = "first") -> float:
 def line(row: dict[str, Any]) -> str:
     """A row in one line."""
     first, best = row["first"], min(row["us"], key=row["us"].__getitem__)
-    times = (f"{t} {row['us'][t]:.1f} us (expected {row['expected'].get(t) or 0:.1f})" for t in (first, best))
+
+    def expected(text: str) -> str:
+        if text not in row["expected"]:
+            return "not ranked"  # a sum that recommend did not consider
+        us = row["expected"][text]
+        return "no time expected" if us is None else f"expected {us:.1f}"
+
+    times = (f"{t} {row['us'][t]:.1f} us ({expected(t)})" for t in (first, best))
     return f"{100 * (regret(row) - 1):.0f} %  {row['name']}, {row['n']} columns: {', fastest '.join(times)}"
 
 

@@ -59,6 +59,17 @@ def test_every_product_is_written_when_it_was_measured(
     assert [p.name for p in tmp_path.iterdir()] == ["r.json"]
 
 
+def test_a_line_says_where_no_time_was_expected() -> None:
+    """Sums are measured whether `recommend` ranks them or not, and it may rank a format without a time."""
+    row = {"name": "graph x", "n": 9, "first": "csr", "us": {"csr": 15.0, "bsr+csr": 14.3}, "expected": {"csr": 13.2}}
+    expected = "5 %  graph x, 9 columns: csr 15.0 us (expected 13.2), fastest bsr+csr 14.3 us"
+    assert recommend.line(row) == f"{expected} (not ranked)"
+    row["expected"] = {"csr": 13.2, "bsr+csr": None}
+    assert recommend.line(row) == f"{expected} (no time expected)"
+    row["expected"] = {"csr": 13.2, "bsr+csr": 0.0}
+    assert recommend.line(row) == f"{expected} (expected 0.0)"
+
+
 def test_a_run_ends_in_its_seconds(tmp_path: Path) -> None:
     """Imports and matrices included; with so few seconds nothing may have been measured."""
     path, root = tmp_path / "r.json", Path(__file__).parent.parent
