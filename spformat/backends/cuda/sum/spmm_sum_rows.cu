@@ -9,7 +9,7 @@
 //   left     float[tasks, BM, column tiles * BN]   what the tasks leave: zeros, before the launch and after it
 //
 // Grid: x = `leading` blocks that take tasks, then those that gather; y = column panels of LANES * VEC * TILES columns. A column
-// tile has BN columns: a panel, some of one, or several, and then its tasks belong to the first of these.
+// tile has BN columns, one panel or several, and its tasks belong to the first of these.
 //
 // Rows of C are written by those who gather, empty rows of A2 too. A row in a tile with blocks takes what the tasks of its
 // tile left, in their order, as soon as it is there (left_sums.cuh): the same operands give the same bits. Nobody who
@@ -66,9 +66,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
                   const T* __restrict__ blocks, const typename A::Index* __restrict__ block_columns, i64 M,
                   float* __restrict__ sums, u32* __restrict__ arrived, float* left_sums, const T* __restrict__ B,
                   Out* __restrict__ C, int n, int ldb, i64 ldc, i64 prefetch) {
-    constexpr int COLUMNS = LANES * VEC * TILES, PANELS = cdiv(BN, COLUMNS), IN_PANEL = cdiv(COLUMNS, BN);
+    constexpr int COLUMNS = LANES * VEC * TILES, PANELS = BN / COLUMNS;
     constexpr bool WideB = VEC * sizeof(T) == 16;
-    static_assert(BN % COLUMNS == 0 || COLUMNS % BN == 0, "a column tile is whole panels, or a panel whole column tiles");
+    static_assert(BN % COLUMNS == 0, "a column tile is whole panels");
     using Steps = BlockSteps<T, A, BM, BN, THREADS / 128>;
     using TileSums = Sums<T, BM, BN, THREADS / 128>;
     const int column_tiles = cdiv(n, BN);
@@ -77,10 +77,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     if (blockIdx.x < leading) {
         if (blockIdx.y % PANELS) return;
         extern __shared__ __align__(16) char ring[];
-        const int first_tile = blockIdx.y / PANELS * IN_PANEL, tiles = min(IN_PANEL, column_tiles - first_tile);
-        for (i64 at = blockIdx.x; at < static_cast<i64>(task_count) * tiles; at += leading) {
-            const BlockTask task = tasks[at / tiles];
-            const int n0 = (first_tile + static_cast<int>(at % tiles)) * BN, n_left = min(BN, n - n0);
+        const int n0 = static_cast<int>(blockIdx.y) / PANELS * BN, n_left = min(BN, n - n0);
+        for (int t = blockIdx.x; t < task_count; t += leading) {
+            const BlockTask task = tasks[t];
             TileSums sum;
             const Steps steps{blocks, block_columns + task.block, task.block, task.blocks * A::C,
                               static_cast<int>(task.tile % Left<A, BM>::PER_BLOCK) * BM, reinterpret_cast<const char*>(B + n0), ldb,
