@@ -36,7 +36,7 @@ K_MAX = 2**31 - 2048
 LEAST_DEPTH = 256
 """Columns of blocks in a task: a row of blocks with at most as many is not cut."""
 MOST_SUMS = 16
-"""Sums of a lane that gathers. With 32 (16-bit values, 4 loads of 8) rows beside blocks took longer in 13 of 16 products."""
+"""Sums of a lane that gathers; with 32 rows took longer (docs/decisions/0051-blocks-beside-rows.md)."""
 ROWS_OF_CSR = SpmmCSR()
 
 
@@ -103,9 +103,7 @@ class SpmmSumRows(CudaKernel):
     def _tiles(self, p: Problem, vec: int) -> list[Tile]:
         q, size, height = items_problem(p), itemsize(p.a_dtype), blocks_of(p)[1]
         cut = size, p.n, p.K, p.M, q.nnz, row_tiles.Device(roofline.device_of(p).processors)
-        usual = dict.fromkeys(
-            t for t in ROWS_OF_CSR._tiles(q, vec) if not t.resident and t.vec * t.tiles <= MOST_SUMS
-        )
+        usual = dict.fromkeys(t for t in ROWS_OF_CSR._tiles(q, vec) if not t.resident and t.vec * t.tiles <= MOST_SUMS)
         gathers = list(usual) or [row_tiles.filled(vec, (8, 2, 8, 2) if vec * 16 <= 128 else (8, 1, 8, 3), *cut)]
         options = []
         for t in gathers:
