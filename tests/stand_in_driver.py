@@ -47,9 +47,9 @@ class Driver:
             self._names[function.ptr] = instance
             return function
 
-        def construct(made: Launch, function: Any, signature: Any, *rest: Any) -> None:
+        def construct(made: Launch, function: Any, signature: Any, *rest: Any, **options: Any) -> None:
             self._kinds[function.ptr] = tuple(signature)
-            plain(made, function, signature, *rest)
+            plain(made, function, signature, *rest, **options)
 
         plain, entered = Launch.__init__, world.cupy.cuda.Device
 
@@ -61,6 +61,7 @@ class Driver:
         address = launch._plain
         monkeypatch.setattr(launch, "_plain", lambda x: x.ctypes.data if isinstance(x, np.ndarray) else address(x))
         monkeypatch.setattr(Launch, "__init__", construct)
+        monkeypatch.setattr(launch, "early_driver", lambda: driver)
         monkeypatch.setattr(jit, "load", load)
         monkeypatch.setattr(
             world.cupy, "zeros", lambda n, dtype="f8", order="C": world.array(*np.atleast_1d(n), dtype=dtype)

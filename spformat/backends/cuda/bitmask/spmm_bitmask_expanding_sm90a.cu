@@ -14,6 +14,7 @@
 // each a part of K. Block: WG warpgroups that multiply 64 rows x BN columns each, and one warp that loads, STAGES steps ahead.
 #include "spformat/bitmask_fragments.cuh"
 #include "spformat/expanding.cuh"
+#include "spformat/launch_order.cuh"
 
 using namespace spformat;
 using namespace spformat::expanding;
@@ -46,6 +47,8 @@ spmm_bitmask_expanding_sm90a(const __grid_constant__ Extents s, const u8* __rest
         for (int i = 0; i < STAGES; ++i) barrier::init(full + 8 * i, 1), barrier::init(empty + 8 * i, 128 * WG);
         barrier::fence_init();
     }
+    wait_for_launch_before();
+    let_next_launch_begin();
     __syncthreads();
 
     if (warp == WARPS) {

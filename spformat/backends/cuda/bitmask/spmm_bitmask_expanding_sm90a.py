@@ -156,7 +156,7 @@ class SpmmBitmaskExpanding(CudaKernel):
         smem = tile.smem(room)
         function = jit.load(SOURCE, name, jit.architecture(p.sm or 90, ARCHS), p.device_id, smem)
         fixed = (shape, records.data, records.starts)
-        launch = Launch(function, (Extents, *"PP", *expanding.TAIL), fixed, tile.threads, smem)
+        launch = Launch(function, (Extents, *"PP", *expanding.TAIL), fixed, tile.threads, smem, waits=True)
         room_for_b = Scratch()
 
         @functools.lru_cache(maxsize=1)

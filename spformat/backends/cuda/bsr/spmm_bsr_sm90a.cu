@@ -28,6 +28,7 @@
 //   BulkC   C is written by TMA: 16-bit Out, out 16-byte aligned with a leading dimension of whole 16 bytes
 //   Limits  nnzb*R, M and K < 2^31; B 16-byte aligned with a leading dimension of whole 16 bytes.
 #include "spformat/epilogue.cuh"
+#include "spformat/launch_order.cuh"
 #include "spformat/ldmatrix.cuh"
 #include "spformat/staged_store.cuh"
 #include "spformat/tma.cuh"
@@ -83,6 +84,8 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
         }
         barrier::fence_init();
     }
+    wait_for_launch_before();
+    let_next_launch_begin();
     __syncthreads();
 
     const u32 groups = static_cast<u32>(cdiv<i64>(listed, Group)), tiles = groups * static_cast<u32>(cdiv<i64>(N, BN));

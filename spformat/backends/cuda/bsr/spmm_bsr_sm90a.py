@@ -313,7 +313,7 @@ def _launcher(matrix: Any, p: Problem, tile: Tile) -> tuple[launch.Prepare, int]
         row_type = "long long" if listed and a.row_ids.dtype.itemsize == 8 else "int"
         name = _instance(p, tile, row_type, listed, bulk_c)
         function = jit.load("bsr/spmm_bsr_sm90a.cu", name, "sm_90a", p.device_id, smem)
-        return launch.Launch(function, _SIGNATURE, fixed, tile.threads, smem)
+        return launch.Launch(function, _SIGNATURE, fixed, tile.threads, smem, waits=True)
 
     def prepare(x: launch.Operands) -> Sequence[launch.Bound]:
         if (

@@ -19,6 +19,7 @@
 //
 // Grid: 1 to count * tiles of columns blocks. Block: one warpgroup that multiplies, and a warp that loads, Stages steps ahead.
 #include "spformat/even_shares.cuh"
+#include "spformat/launch_order.cuh"
 #include "spformat/staged_store.cuh"
 #include "spformat/tma.cuh"
 #include "spformat/wgmma.cuh"
@@ -66,6 +67,8 @@ spmm_bsr_stream_sm90a(const __grid_constant__ TensorMap a_map, const int2* __res
         tma::prefetch(a_map);
         tma::prefetch(b_map);
     }
+    wait_for_launch_before();
+    let_next_launch_begin();
     __syncthreads();
 
     if (warp == WORKERS / 32) {

@@ -191,7 +191,7 @@ class SpmmBSRStream(CopyEngineKernel):
         signature = (tensor_map.TensorMap, *"PPiii", tensor_map.TensorMap, *"PiqPP")
         function = jit.load(SOURCE, _instance(tile, p), jit.architecture(p.sm or 90, ARCHS), device, tile.smem)
         fixed = (a_map, table.steps, table.places, count, width, p.M)
-        product = Launch(function, signature, fixed, WORKERS + 32, tile.smem)
+        product = Launch(function, signature, fixed, WORKERS + 32, tile.smem, waits=True)
         sums, flags, box = Scratch(), Scratch(zeros=True), (DEPTH, tile.cols if b_col else DEPTH)
 
         def prepare(o: Operands) -> Sequence[Bound]:

@@ -26,6 +26,7 @@
 // of its lanes has a box of A or of B. A warp hands the boxes of its lanes to the copy engine one after the other, so that four
 // warps take a quarter of the time. What a box has outside A or B are zeros, which the copy engine writes.
 #include "spformat/even_shares.cuh"
+#include "spformat/launch_order.cuh"
 #include "spformat/staged_store.cuh"
 #include "spformat/tma.cuh"
 #include "spformat/wgmma.cuh"
@@ -93,6 +94,8 @@ spmm_bsr_strips_sm90a(const __grid_constant__ TensorMap a_map, const int* __rest
         tma::prefetch(a_map);
         tma::prefetch(b_map);
     }
+    wait_for_launch_before();
+    let_next_launch_begin();
     __syncthreads();
 
     if (warp >= WORKERS / 32) {

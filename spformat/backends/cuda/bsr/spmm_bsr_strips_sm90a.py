@@ -228,7 +228,7 @@ class SpmmBSRStrips(CopyEngineKernel):
         signature = (tensor_map.TensorMap, *"PPPPiii", tensor_map.TensorMap, *"PiqPP")
         function = jit.load(SOURCE, _instance(tile, p), jit.architecture(p.sm or 90, ARCHS), device, tile.smem)
         fixed = (a_map, *table, count, width, p.M)
-        product = Launch(function, signature, fixed, THREADS, tile.smem)
+        product = Launch(function, signature, fixed, THREADS, tile.smem, waits=True)
         sums, flags = Scratch(), Scratch(zeros=True)
 
         def prepare(o: Operands) -> Sequence[Bound]:

@@ -8,6 +8,7 @@
 // units whose loads would begin before the matrix or end after it go element by element. A block is 2^narrow threads wide
 // along a line and moves several lines at once; all loads of a thread's EACH units are under way before its first store. Grid:
 // x over pieces of a line, y over groups of lines, both strided.
+#include "spformat/launch_order.cuh"
 #include "spformat/units.cuh"
 
 using namespace spformat;
@@ -18,6 +19,8 @@ template <class Word>
 __global__ void __launch_bounds__(THREADS)
     copy_lines(const Word* __restrict__ from, Word* __restrict__ to, i64 lines, i64 along, i64 ld_from, i64 ld_to, i64 fill,
                int narrow) {
+    let_next_launch_begin();
+    wait_for_launch_before();
     constexpr int P = 16 / sizeof(Word);
     const int wide = 1 << narrow, together = THREADS >> narrow, x = threadIdx.x & (wide - 1);
     const u64 begin = reinterpret_cast<u64>(from), end = begin + ((lines - 1) * ld_from + along) * sizeof(Word);

@@ -11,12 +11,13 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ....arrays.library import device_error
 from ....errors import DeviceError, SpformatError
 from . import context
 from .addresses import Address, Addresses
+from .early import early_driver
 from .scratch import captured
 from .tensor_map import UNMAPPED, MapCopy, Mapped, TensorMap
 
@@ -28,6 +29,7 @@ MAX_COLUMNS = 2**31 - 2**16
 
 Call = Callable[[], None]
 """Queues one piece of work on the stream that it was prepared for; may be called any number of times."""
+AnyCall = TypeVar("AnyCall", bound=Call)
 Moved = Callable[[Addresses], None]
 """The same for operands at other addresses; for one thread at a time."""
 
@@ -37,15 +39,17 @@ class Launch:
 
     ``signature``: one letter per kernel parameter: P pointer, i int32, q int64, f float, d double, or a ctypes
     class for a by-value struct (a 128-byte tensor map). Other structs hold no address of an operand. ``fixed``: the
-    leading values. Arrays in ``fixed`` are kept alive by the launch. Threads may share a launch.
+    leading values. Arrays in ``fixed`` are kept alive by the launch. Threads may share a launch. ``waits``: the
+    kernel waits itself for the launch before it (launch_order.cuh), so that it may begin before that one is over.
     """
 
     __slots__ = ("_function", "_keep", "_kinds", "_lock", "_pack", "_places", "_room", "_shared", "_shared_at",
-                 "_tail_at", "driver", "smem", "threads")  # fmt: skip
+                 "_tail_at", "driver", "smem", "threads", "waits")  # fmt: skip
 
     def __init__(
-        self, function: Any, signature: Sequence[Any], fixed: Sequence[Any], threads: int, smem: int = 0
-    ) -> None:
+        self, function: Any, signature: Sequence[Any], fixed: Sequence[Any], threads: int, smem: int = 0,
+        waits: bool = False,
+    ) -> None:  # fmt: skip
         from cupy_backends.cuda.api import driver
 
         kernel = getattr(function, "kernel", function)
@@ -67,7 +71,7 @@ class Launch:
         self._point(self._shared)
         self._shared_at = ctypes.addressof(self._shared)
         self._keep = (function, kernel, tuple(fixed))
-        self.threads, self.smem = threads, smem
+        self.threads, self.smem, self.waits = threads, smem, waits
 
     def _point(self, room: Any) -> None:
         """Write the addresses of the arguments in ``room``."""
@@ -111,11 +115,11 @@ class Launch:
         self._point(room)
         return room
 
-    def once(self, where: tuple[int, ...], tail: tuple[Any, ...]) -> None:
-        """Launch from memory that all calls share."""
+    def once(self, driver: Any, where: tuple[int, ...], tail: tuple[Any, ...]) -> None:
+        """Launch by ``driver`` from memory that all calls share."""
         with self._lock:  # the driver copies the arguments before it returns
             self._pack(self._shared, self._tail_at, *tail)
-            self.driver.launchKernel(*where, self._shared_at, 0)
+            driver.launchKernel(*where, self._shared_at, 0)
 
 
 class Bound:
@@ -132,6 +136,14 @@ class Bound:
         self._arguments: Any = None
         self._ready: tuple[int, ...] = ()
         self._has_run = False
+
+    def early(self) -> Bound:
+        """The same launch, which may begin before the one before it is over; this one if the kernel does not wait."""
+        if not (self._launch.waits and (driver := early_driver())):
+            return self
+        bound = Bound(self._launch, self._where, self._tail)
+        bound._driver = driver
+        return bound
 
     def moved(self) -> Moved | None:
         """The same launch for operands at other addresses; None if its arguments do not say where they are."""
@@ -152,7 +164,8 @@ class Bound:
                     maps.append((own, value.address.operand, value.address.shift))
             elif kind is TensorMap and value is not UNMAPPED:
                 return None
-        return MovedLaunch(self._launch, self._tail, (*self._where, ctypes.addressof(room), 0), words, pointers, maps)
+        keep = self._launch, self._tail
+        return MovedLaunch(keep, self._driver, (*self._where, ctypes.addressof(room), 0), words, pointers, maps)
 
     def __call__(self) -> None:
         try:
@@ -165,7 +178,7 @@ class Bound:
                 self._ready = (*self._where, ctypes.addressof(room), 0)
                 self._driver.launchKernel(*self._ready)
             else:
-                self._launch.once(self._where, self._tail)
+                self._launch.once(self._driver, self._where, self._tail)
                 self._has_run = True
         except self._driver.CUDADriverError as e:
             if getattr(e, "status", 0) == context.NO_CONTEXT and context.made_current():
@@ -179,12 +192,12 @@ class MovedLaunch:
     __slots__ = ("_arguments", "_driver", "_keep", "_maps", "_pointers", "_words")
 
     def __init__(
-        self, launch: Launch, tail: tuple[Any, ...], arguments: tuple[int, ...], words: memoryview,
+        self, keep: tuple[Launch, tuple[Any, ...]], driver: Any, arguments: tuple[int, ...], words: memoryview,
         pointers: Sequence[tuple[int, int, int]], maps: Sequence[tuple[MapCopy, int, int]],
     ) -> None:  # fmt: skip
-        """tail: the run-time arguments, which keep memory between launches. words: the memory of all arguments.
-        pointers: (word, operand, distance from its start); maps: (tensor map, operand, distance)."""
-        self._keep, self._driver, self._arguments, self._words = (launch, tail), launch.driver, arguments, words
+        """keep: the launch and its run-time arguments, which keep memory between launches. words: the memory of all
+        arguments. pointers: (word, operand, distance from its start); maps: (tensor map, operand, distance)."""
+        self._keep, self._driver, self._arguments, self._words = keep, driver, arguments, words
         self._pointers, self._maps = tuple(pointers), tuple(maps)
 
     def __call__(self, addresses: Addresses) -> None:
@@ -210,6 +223,11 @@ def _driver_error(e: Exception) -> SpformatError:
     typed = device_error(e) or DeviceError(str(e))
     typed.message = f"kernel launch: {typed.message}"
     return typed
+
+
+def one_after_another(calls: Sequence[AnyCall]) -> list[AnyCall]:
+    """The same calls; all but the first may begin before the one before is over, if their kernels wait themselves."""
+    return [call.early() if i and isinstance(call, Bound) else call for i, call in enumerate(calls)]  # type: ignore[misc]
 
 
 class LaunchSequence:

@@ -7,6 +7,7 @@
 // these start, and stores the pairs of elements of a column as 8 words: a line of the tile in shared memory is a column of
 // `from`, LINE words apart. 16 row pairs and 2 units of 8 columns make a warp: with LINE = 34 its stores lie in 32 different
 // banks, and so do its loads of 8 bytes.
+#include "spformat/launch_order.cuh"
 #include "spformat/units.cuh"
 
 using namespace spformat;
@@ -35,6 +36,8 @@ __device__ __forceinline__ uint4 eight(const u16* line, i64 first, i64 along, u6
 template <class Word>
 __global__ void __launch_bounds__(THREADS)
     transpose(const Word* __restrict__ from, Word* __restrict__ to, i64 rows, i64 cols, i64 ld_from, i64 ld_to, i64 fill) {
+    let_next_launch_begin();
+    wait_for_launch_before();
     constexpr int N = SIDE<Word>;
     for (i64 r0 = blockIdx.y * i64(N); r0 < fill; r0 += gridDim.y * i64(N))
         for (i64 c0 = blockIdx.x * i64(N); c0 < cols; c0 += gridDim.x * i64(N)) {

@@ -26,6 +26,7 @@
 #include "spformat/affine.cuh"
 #include "spformat/cp_async.cuh"
 #include "spformat/even_shares.cuh"
+#include "spformat/launch_order.cuh"
 #include "spformat/staged_store.cuh"
 #include "spformat/tma_store.cuh"
 #include "spformat/two_four_stream.cuh"
@@ -107,6 +108,8 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
         barrier::fence_init();
         tma::prefetch(b_map);
     }
+    wait_for_launch_before();
+    let_next_launch_begin();
     if constexpr (Cluster > 1) cluster::sync();  // both blocks have their barriers
     else __syncthreads();
     const int place_in_grid = blockIdx.x / Cluster, number = even ? clusters - 1 - place_in_grid : place_in_grid;

@@ -203,7 +203,7 @@ class SpmmTwoFourShares(CopyEngineKernel):
             with cupy.cuda.Device(p.device_id):
                 resident = max_clusters(function, tile.cluster, WORKERS + 128, tile.smem)
         signature = (*"Pii", tensor_map.TensorMap, *"Piq", tensor_map.TensorMap, *"iiPPPff")
-        launch = Launch(function, signature, (weights, p.M, p.K), WORKERS + 128, tile.smem)
+        launch = Launch(function, signature, (weights, p.M, p.K), WORKERS + 128, tile.smem, waits=True)
         steps, box = ceil_div(p.K, DEPTH), (DEPTH, (tile.cols if b_col else DEPTH) // tile.cluster)
         sums, flags = Scratch(), Scratch(zeros=True)
 

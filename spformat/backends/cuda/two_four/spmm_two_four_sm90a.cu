@@ -23,6 +23,7 @@
 // scoreboard, so that waiting for some means waiting for all; hence no load may be younger than the span it waits for.
 #include "spformat/affine.cuh"
 #include "spformat/cp_async.cuh"
+#include "spformat/launch_order.cuh"
 #include "spformat/staged_store.cuh"
 #include "spformat/tma.cuh"
 #include "spformat/tma_store.cuh"
@@ -98,6 +99,8 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
         tma::prefetch(b_map);
         if constexpr (Shared) tma::prefetch(a_map);
     }
+    wait_for_launch_before();
+    let_next_launch_begin();
     // Copies start at once, or when the whole cluster has its barriers; warps that multiply load weights meanwhile.
     constexpr int READY = 15;  // named barrier
     if constexpr (Cluster * Splits > 1) cluster::arrive();

@@ -163,7 +163,7 @@ class SpmmTwoFourSm90a(CopyEngineKernel):
         a_map = None
         if tile.shared:
             a_map = record_map(weights, p, tile.rows)
-        launch = Launch(function, signature, (weights, p.M, p.K), threads, smem)
+        launch = Launch(function, signature, (weights, p.M, p.K), threads, smem, waits=True)
 
         @functools.lru_cache(maxsize=1)
         def unaligned() -> Prepare:

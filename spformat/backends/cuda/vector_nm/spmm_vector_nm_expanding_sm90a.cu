@@ -19,6 +19,7 @@
 // each a part of K; then each adds up every Parts-th strip of 16 x 16 sums, in the order of the parts, through shared memory.
 // Block: WG warpgroups that multiply 64 rows x BN columns each, and one warp that loads, STAGES k tiles ahead.
 #include "spformat/expanding.cuh"
+#include "spformat/launch_order.cuh"
 #include "spformat/vector_nm.cuh"
 
 namespace spformat::vector_nm {
@@ -74,6 +75,8 @@ spmm_vector_nm_expanding_sm90a(const __grid_constant__ TensorMap a_map, const __
         for (int i = 0; i < STAGES; ++i) barrier::init(full + 8 * i, 1), barrier::init(empty + 8 * i, 128 * WG);
         barrier::fence_init();
     }
+    wait_for_launch_before();
+    let_next_launch_begin();
     __syncthreads();
 
     if (warp == 4 * WG) {

@@ -172,7 +172,7 @@ class SpmmVectorNMExpanding(CudaKernel):
         def product(b_col: bool) -> Launch:
             name = instance(p.a_dtype, p.out_dtype, tile, b_col, c_col)
             function = jit.load(SOURCE, name, jit.architecture(p.sm or 90, ARCHS), device, t.smem)
-            return Launch(function, signature, (a_map, shape, lines, data, indices), t.threads, t.smem)
+            return Launch(function, signature, (a_map, shape, lines, data, indices), t.threads, t.smem, waits=True)
 
         products = {b_col: product(b_col)}  # the one for a copied B is compiled when operands first need it
         copied_rows = AlignedRows(p)

@@ -19,6 +19,7 @@
 // piece while C is written. Sums of a tile are added in the order of K whoever computes them: the same bits every run.
 // Block 256 + 32*LOADERS threads.
 #include "spformat/even_shares.cuh"
+#include "spformat/launch_order.cuh"
 #include "spformat/tile_order.cuh"
 #include "spformat/tma_store.cuh"
 #include "spformat/vector_nm.cuh"
@@ -54,6 +55,8 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
         for (int i = 0; i < STAGES; ++i) barrier::init(full + 8 * i, 32 * LOADERS + 1), barrier::init(empty + 8 * i, 8);
         barrier::fence_init();
     }
+    wait_for_launch_before();
+    let_next_launch_begin();
     __syncthreads();
     const TileOrder order{s.row_tiles, cdiv(N, BN), together};
     EvenShares work(s.row_tiles * order.columns, s.k_tiles, gridDim.x, even ? gridDim.x - 1 - blockIdx.x : blockIdx.x, even != 0);

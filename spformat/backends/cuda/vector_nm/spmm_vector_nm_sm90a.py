@@ -166,7 +166,7 @@ class SpmmVectorNMSm90a(CudaKernel):
         a_map = tensor_map.tiled(data.data.ptr, p.a_dtype, (Mp, W), (Mp,), (64, DEPTH), 128)
         shape = Gathered(p.M, p.K, form.vector_length, columns.shape[1], steps, row_count)
         signature = (tensor_map.TensorMap, Gathered, *"PPi", tensor_map.TensorMap, *"iPiqqiPPi")
-        product = Launch(function, signature, (a_map, shape, columns), threads, smem)
+        product = Launch(function, signature, (a_map, shape, columns), threads, smem, waits=True)
         processors, rows_of_b = row_tiles.device_of(p.device_id).sms, AlignedRows(p)
         sums, flags = Scratch(), Scratch(zeros=True)
 

@@ -12,6 +12,7 @@
 // are staged (TMA cannot gather rows); the row lists only steer the fragment loads. Persistent: a cluster takes items (tiles in
 // the order of tile_order.cuh, then splits) in turn. Grid: a multiple of 4 blocks that are resident together; block
 // 384 threads: two warpgroups that multiply, one that loads. G, WM, WN: spmm_vector_nm_mma.cu.
+#include "spformat/launch_order.cuh"
 #include "spformat/tile_order.cuh"
 #include "spformat/tma.cuh"
 #include "spformat/vector_nm_mma.cuh"
@@ -57,6 +58,8 @@ spmm_vector_nm_tma(const __grid_constant__ TensorMap a_map, const Shape s, int s
         for (int i = 0; i < stages; ++i) barrier::init(full + 8 * i, 1), barrier::init(empty + 8 * i, WARPS * ARRIVALS);
         barrier::fence_init();
     }
+    wait_for_launch_before();
+    let_next_launch_begin();
     tma::fence_shared();  // the zeros, before the copy engine writes around them
     if constexpr (CLUSTER_M * CLUSTER_N > 1) cluster::sync();
     else __syncthreads();

@@ -194,7 +194,7 @@ class SpmmVectorNMTMA(CudaKernel):
 
         smem = stages * tile.stage(form, size) + tile.rest(size)
         choice = records_choice(
-            a, p, records, source="vector_nm/spmm_vector_nm_tma_sm90a.cu", archs=self.archs, cols=tile.cols,
+            a, p, records, source="vector_nm/spmm_vector_nm_tma_sm90a.cu", archs=self.archs, waits=True, cols=tile.cols,
             threads=384, head=head,
             instance=lambda out, c: instance(p.a_dtype, out, group, tile, c), smem=lambda _: smem,
             cluster=lambda _: CLUSTER, signature=(tensor_map.TensorMap, Shape, "i", "i", "P"), keep=data,

@@ -186,6 +186,8 @@ class Choice:
     """An array of which ``head`` has only the address; the launches keep it alive."""
     splits: int = 0
     """Parts along K; 0: ``choose_splits``."""
+    waits: bool = False
+    """As for ``Launch``."""
 
 
 def records_choice(a: Any, p: Problem, table: Records, **rest: Any) -> Choice:
@@ -223,7 +225,8 @@ def launcher(p: Problem, choice: Choice) -> launch.Prepare:
     def product(cluster: tuple[int, int]) -> tuple[launch.Launch, int]:
         """The launch, and the number of clusters that run at the same time."""
         function = jit.load(choice.source, choice.instance(written, cluster), arch, p.device_id, smem)
-        prepared = launch.Launch(function, signature, choice.head(splits, per_split, cluster), threads, smem)
+        prepared = launch.Launch(function, signature, choice.head(splits, per_split, cluster), threads, smem,
+                                 choice.waits)  # fmt: skip
         size = cluster[0] * cluster[1]
         return prepared, processors if size == 1 else max_clusters(function, size, threads, smem)
 

@@ -1,0 +1,67 @@
+"""Launches that may begin before the launch before them on the stream is over: cuLaunchKernelEx through ctypes.
+
+Two kernels in a row cost about 3 us more than one: the second begins when the first has ended, and then sets up its
+barriers and reads its tables. A kernel that waits itself for what it needs (launch_order.cuh) can do that meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+EARLY = 6
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
+
+
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute: the value is a union of 64 bytes, of which this attribute uses an int."""
+
+    _fields_ = (
+        ("id", ctypes.c_uint),
+        ("pad", ctypes.c_char * 4),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    )
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("smem", ctypes.c_uint),
+                ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("number", ctypes.c_uint))  # fmt: skip
+
+
+class EarlyDriver:
+    """What a launch needs of CuPy's driver interface, for early launches. ``launch``: cuLaunchKernelEx."""
+
+    def __init__(self, launch: Any, error: type[Exception]) -> None:
+        self._launch, self.CUDADriverError = launch, error
+        self._attribute = Attribute(id=EARLY, value=1)
+        self._config = functools.lru_cache(maxsize=4096)(self._config_of)
+
+    def _config_of(self, *where: int) -> tuple[int, Config]:
+        """A config and its address; grid, block, bytes of shared memory and stream are often the same."""
+        triple = ctypes.c_uint * 3
+        config = Config(
+            triple(*where[:3]), triple(*where[3:6]), where[6], where[7], ctypes.addressof(self._attribute), 1
+        )
+        return ctypes.addressof(config), config
+
+    def launchKernel(self, function: int, *where: int) -> None:  # noqa: N802  # CuPy's name
+        """grid x, y, z, block x, y, z, shared memory, stream, addresses of the arguments, 0."""
+        if status := self._launch(self._config(*where[:8])[0], function, where[8], None):
+            raise self.CUDADriverError(status)
+
+
+@functools.lru_cache(maxsize=1)
+def early_driver() -> EarlyDriver | None:
+    """None where the driver has no such launches, before CUDA 12, or is not there."""
+    from cupy_backends.cuda.api import driver
+
+    try:
+        launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    except (OSError, AttributeError):
+        return None
+    launch.argtypes, launch.restype = [ctypes.c_void_p] * 4, ctypes.c_int
+    return EarlyDriver(launch, driver.CUDADriverError)
