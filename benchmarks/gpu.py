@@ -149,7 +149,8 @@ def _power_law(nodes: int, edges: int, alpha: float, dtype: str, fmt: str) -> Fo
     mean = rng.pareto(alpha, nodes) + 1 if alpha < math.inf else np.ones(nodes)
     degree = np.minimum(rng.poisson(mean * edges / mean.sum()), nodes)
     rows = np.repeat(np.arange(nodes), degree)
-    keys = np.unique(rows * nodes + rng.integers(0, nodes, rows.size))
+    keys = np.sort(rows * nodes + rng.integers(0, nodes, rows.size))
+    keys = keys[np.diff(keys, prepend=-1) > 0]  # np.unique takes a minute for 40 million
     values = rng.standard_normal(keys.size).astype(sf.arrays.dtypes.VALUE_TYPES[dtype].numpy)
     return sf.convert(sf.CSR.from_coordinates((nodes, nodes), keys // nodes, keys % nodes, values), fmt).to("cuda")
 

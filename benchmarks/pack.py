@@ -57,7 +57,8 @@ def check(cp: Any, packer: TwoFourPack) -> None:
         wanted = masks.prune_two_four(host, meta_order=order)
         data, meta = sf.TwoFour.empty_arrays(x)
         for source, prune in ((x, True), (cp.asarray(wanted.to_dense().view(np.uint16)).view(x.dtype), False)):
-            packer.pack(source, order, prune, data, meta, refused := Counters())
+            refused = Counters()
+            packer.pack(source, order, prune, data, meta, refused.address)
             refused.get()
             same = (data.view("u2").get() == wanted.data.view(np.uint16)).all() and (meta.get() == wanted.meta).all()
             out = cp.empty_like(x)
@@ -81,9 +82,9 @@ def measure(cp: Any, packer: TwoFourPack, shape: tuple[int, int], repeats: int) 
     for order in META_ORDERS:
         data, meta, refused = *sf.TwoFour.empty_arrays(fit), Counters()
         for what, source, prune in (("exact", fit, False), ("pruned", x, True)):
-            launch = functools.partial(packer.pack, source, order, prune, data, meta, refused)
+            launch = functools.partial(packer.pack, source, order, prune, data, meta, refused.address)
             add(what, order, median_us(cp, launch, flush, repeats))
-        packer.pack(fit, order, False, data, meta, refused)
+        packer.pack(fit, order, False, data, meta, refused.address)
         back = functools.partial(packer.unpack, data, meta, order, cp.empty_like(fit))
         add("back", order, median_us(cp, back, flush, repeats))
     target = cp.empty(dense * 25 // 32, cp.uint8)  # a copy that moves as many bytes: 3.125 for every element
