@@ -5,7 +5,8 @@ layer of the decoder are pruned there (the values do not matter for the time) an
 
 decode    one token for each of B sequences, with a static cache of --context tokens: *eager*, as Python calls the
           layers, *graph*, the same step as a CUDA graph, and *compile*, torch.compile(fullgraph=True,
-          mode="reduce-overhead"), with the number of its graphs; --modes says which of them
+          mode="reduce-overhead"), with the number of its graphs; *compile-any*, the same, but told before the first
+          call that the number of sequences may be any, so that it compiles once; --modes says which of them
 prefill   one sequence of T tokens, eager
 memory    bytes of the decoder's weights, and the peak of the device over all measurements of a model
 
@@ -49,7 +50,8 @@ from spformat.errors import SpformatError
 
 ERRORS = (RuntimeError, ValueError, TypeError, NotImplementedError, SpformatError)
 """What a library may raise for a model that it cannot run; the other models are measured all the same."""
-MODES = ("graph", "eager", "compile")
+MODES = ("graph", "eager", "compile", "compile-any")
+COMPILED = MODES[2:]
 MARGIN = 72
 """Least places in the cache behind the context."""
 TARGET_S, RUNS = 0.12, 5
@@ -141,8 +143,19 @@ class Decoding:
             if layer.is_initialized:
                 layer.cumulative_length.fill_(self.context)
 
+    def for_any_batch(self) -> None:
+        """Tell torch.compile that the size of the batch may be any. Only the call that compiles needs to know."""
+        for_any_batch(self.ids, *(t for layer in self.cache.layers for t in (layer.keys, layer.values)))
+
     def __call__(self) -> Any:
         return self.call(input_ids=self.ids, past_key_values=self.cache, use_cache=True).logits
+
+
+def for_any_batch(*tensors: torch.Tensor) -> None:
+    """Tell torch.compile that the first size of these tensors may be any: otherwise it compiles a size of 1 on its own,
+    and the first other size, too."""
+    for t in tensors:
+        torch._dynamo.decorators.mark_unbacked(t, 0)
 
 
 def as_graph(step: Callable[[], Any], reset: Callable[[], None]) -> Callable[[], None]:
@@ -187,18 +200,20 @@ def measure(name: str, model: Any, a: argparse.Namespace, clock: Clock) -> Itera
 
     for batch in a.decode:
         for mode in a.modes:
-            if mode == "compile" or (mode == "graph" and a.device.type != "cuda"):
+            if mode in COMPILED or (mode == "graph" and a.device.type != "cuda"):
                 continue
             yield attempt(Row(name, "decode", mode, batch), clock, decode)
     for tokens in a.prefill:
         yield attempt(Row(name, "prefill", "eager", tokens), clock, prefill)
-    if "compile" in a.modes:
-        yield from compiled(name, model, a, clock)
+    for mode in a.modes:
+        if mode in COMPILED:
+            yield from compiled(name, mode, model, a, clock)
 
 
-def compiled(name: str, model: Any, a: argparse.Namespace, clock: Clock) -> Iterator[Row]:
+def compiled(name: str, mode: str, model: Any, a: argparse.Namespace, clock: Clock) -> Iterator[Row]:
     """Decoding with torch.compile, batch after batch in one compiled model; graphs and breaks are counted on the way.
 
+    mode: "compile" leaves it to torch which sizes of the batch it compiles on their own; "compile-any" does not.
     "forward" is the model without a cache, with the size of the batch as the only thing that changes: how often that
     compiles.
     """
@@ -207,6 +222,8 @@ def compiled(name: str, model: Any, a: argparse.Namespace, clock: Clock) -> Iter
     def decode(row: Row) -> None:
         d = Decoding(model, row.size, a)
         d.call = call
+        if mode == "compile-any":
+            d.for_any_batch()
 
         def step() -> None:
             torch.compiler.cudagraph_mark_step_begin()
@@ -215,15 +232,21 @@ def compiled(name: str, model: Any, a: argparse.Namespace, clock: Clock) -> Iter
         row.ms = median_ms(step, d.reset, a.margin - 8, a)
 
     def forward(row: Row) -> None:
+        ids = torch.zeros(row.size, 1, dtype=torch.int64, device=a.device)
+        mask = torch.ones_like(ids)  # without one, transformers asks whether the batch is 1
+        if mode == "compile-any":
+            for_any_batch(ids, mask)
         torch.compiler.cudagraph_mark_step_begin()
-        call(input_ids=torch.zeros(row.size, 1, dtype=torch.int64, device=a.device), use_cache=False)
+        call(input_ids=ids, attention_mask=mask, use_cache=False)
 
     for work, batches in ((decode, a.decode), (forward, a.compile_batches)):
         torch._dynamo.reset()
         counters.clear()
-        call = torch.compile(model, fullgraph=True, mode="reduce-overhead", dynamic=work is forward or None)
+        # "forward" in the mode "compile" is told that sizes change; torch still compiles one sequence on its own.
+        changes = True if work is forward and mode == "compile" else None
+        call = torch.compile(model, fullgraph=True, mode="reduce-overhead", dynamic=changes)
         for batch in batches:
-            row = attempt(Row(name, work.__name__, "compile", batch), clock, work)
+            row = attempt(Row(name, work.__name__, mode, batch), clock, work)
             row.graphs, row.breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
             yield row
     torch._dynamo.reset()
@@ -294,7 +317,7 @@ def whole(row: Row, base: dict[tuple[str, str, int], float], a: argparse.Namespa
     """Milliseconds with all layers of the shape; None where the time without layers is not known."""
     if a.layers == a.all_layers:
         return row.ms
-    rest = base.get((row.what, "graph" if row.mode == "compile" else row.mode, row.size))
+    rest = base.get((row.what, "graph" if row.mode in COMPILED else row.mode, row.size))
     return None if rest is None or row.ms is None else rest + (row.ms - rest) / a.layers * a.all_layers
 
 
@@ -327,7 +350,7 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--joined", action="store_true", help="q, k and v as one product, and gate and up")
     p.add_argument("--seconds", type=float, default=90)
     p.add_argument(
-        "--modes", type=lambda text: text.split(","), default=["graph", "eager"], help="of decoding; also compile"
+        "--modes", type=lambda text: text.split(","), default=["graph", "eager"], help=f"of decoding; also {' and '.join(COMPILED)}"
     )
     p.add_argument(
         "--compile-batches", type=ints, default=[], metavar="B,B", help="count the graphs of these without a cache, too"
