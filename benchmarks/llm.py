@@ -10,7 +10,7 @@ decode    one token for each of B sequences, with a static cache of --context to
 prefill   one sequence of T tokens, eager
 memory    bytes of the decoder's weights, and the peak of the device over all measurements of a model
 
-All models use the same --attention: *grouped* (llm_attention.py) copies no keys and values when it decodes, *sdpa* is
+All models use the same --attention: *grouped* and *products* (llm_attention.py) copy no keys and values when they decode, *sdpa* is
 the default of transformers. The static cache has a multiple of 16 places, as attention kernels read masks in such
 pieces. With --joined all models are Phi 3, where q, k and v are one product, and gate and up: four products a layer
 and not seven.
@@ -350,7 +350,10 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--joined", action="store_true", help="q, k and v as one product, and gate and up")
     p.add_argument("--seconds", type=float, default=90)
     p.add_argument(
-        "--modes", type=lambda text: text.split(","), default=["graph", "eager"], help=f"of decoding; also {' and '.join(COMPILED)}"
+        "--modes",
+        type=lambda text: text.split(","),
+        default=["graph", "eager"],
+        help=f"of decoding; also {' and '.join(COMPILED)}",
     )
     p.add_argument(
         "--compile-batches", type=ints, default=[], metavar="B,B", help="count the graphs of these without a cache, too"

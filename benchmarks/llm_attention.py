@@ -12,9 +12,10 @@ from transformers.masking_utils import sdpa_mask
 
 GROUPED, PRODUCTS = "grouped", "products"
 ATTENTION = (GROUPED, PRODUCTS, "sdpa", "eager")
-"""``grouped``, the same as two products and a softmax (``products``), and names that transformers knows. "eager" copies keys and values once for each query head; "sdpa" does
-so in compiled models, with transformers 5.17 in all. "flex_attention" is not among them: with a static cache whose
-first places were filled by hand its logits differ from the others by 6 % (transformers 5.24, torch 2.13, CPU)."""
+"""``grouped``, the same as two products and a softmax (``products``), and names that transformers knows. "eager" copies
+keys and values once for each query head; "sdpa" does so in compiled models, with transformers 5.17 in all.
+"flex_attention" is not among them: with a static cache whose first places were filled by hand its logits differ from
+the others by 6 % (transformers 5.24, torch 2.13, CPU)."""
 
 
 def grouped(
