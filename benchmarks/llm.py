@@ -10,8 +10,8 @@ decode    one token for each of B sequences, with a static cache of --context to
 prefill   one sequence of T tokens, eager
 memory    bytes of the decoder's weights, and the peak of the device over all measurements of a model
 
-All models use the same --attention: *grouped* and *products* (llm_attention.py) copy no keys and values when they decode, *sdpa* is
-the default of transformers. The static cache has a multiple of 16 places, as attention kernels read masks in such
+All models use the same --attention: *grouped* and *products* (llm_attention.py) copy no keys and values when they
+decode, *sdpa* is the default of transformers. The static cache has a multiple of 16 places, as attention kernels read masks in such
 pieces. With --joined all models are Phi 3, where q, k and v are one product, and gate and up: four products a layer
 and not seven.
 
