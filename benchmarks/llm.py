@@ -11,9 +11,9 @@ prefill   one sequence of T tokens, eager
 memory    bytes of the decoder's weights, and the peak of the device over all measurements of a model
 
 All models use the same --attention: *grouped* and *products* (llm_attention.py) copy no keys and values when they
-decode, *sdpa* is the default of transformers. The static cache has a multiple of 16 places, as attention kernels read masks in such
-pieces. With --joined all models are Phi 3, where q, k and v are one product, and gate and up: four products a layer
-and not seven.
+decode, *sdpa* is the default of transformers. The static cache has a multiple of 16 places, as attention kernels read
+masks in such pieces. With --joined all models are Phi 3, where q, k and v are one product, and gate and up: four
+products a layer and not seven.
 
 NAME+fused the same after spformat.torch.fuse_projections; dense+fused is a Phi 3, whose weights are joined already
 NAME+frozen, NAME+fused+frozen: after spformat.torch.freeze, too
