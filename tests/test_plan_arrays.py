@@ -56,7 +56,7 @@ def test_a_plan_waits_for_the_arrays_it_has_made(kernel: Any, world: World, monk
     monkeypatch.setattr(world.cupy, "empty", lambda shape, dtype: np.zeros(shape, dtype).view(real["ndarray"]))
     monkeypatch.setattr(world.cupy, "__getattr__", asked)
     monkeypatch.setattr(jit, "load", lambda *_: SimpleNamespace(ptr=1))
-    monkeypatch.setattr(Launch, "__init__", lambda self, *_: None)
+    monkeypatch.setattr(Launch, "__init__", lambda self, *_, **__: None)
     monkeypatch.setattr(Launch, "__call__", lambda self, *_: events.append("launch"))
     monkeypatch.setattr(tensor_map, "tiled", lambda *_: tensor_map.UNMAPPED)
     module = sys.modules[type(kernel).__module__]
