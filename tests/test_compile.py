@@ -43,8 +43,12 @@ def instances(source: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(listed or getattr(module, "instances", tuple)()))
 
 
-def compile_log(source: str, names: tuple[str, ...], arch: str) -> tuple[str, list[str]]:
-    """(compiler log, names without code): both are empty when all is well."""
+TABLES = {"bitmask/spmm_bitmask_tc", "bsr/spmm_bsr_stream_sm90a", "bsr/spmm_bsr_strips_sm90a"}
+"""Kernels that read a table of A before they wait for the launch before. Plans wait for such tables when they make them."""
+
+
+def compile_log(source: str, names: tuple[str, ...], arch: str) -> tuple[str, list[str], str]:
+    """(compiler log, names without code, PTX): the first two are empty when all is well."""
     rtc = nvrtc()
     ok = rtc.nvrtcResult.NVRTC_SUCCESS
     text = jit.source_text(f"{source}.cu").encode()
@@ -58,7 +62,7 @@ def compile_log(source: str, names: tuple[str, ...], arch: str) -> tuple[str, li
     log = bytes(size + 1)  # at least two: NVRTC writes into it, and Python shares its one-byte objects
     rtc.nvrtcGetProgramLog(program, log)
     if status != ok:
-        return log.decode(errors="replace"), []
+        return log.decode(errors="replace"), [], ""
     _, size = rtc.nvrtcGetCUBINSize(program)
     cubin = bytes(size)
     rtc.nvrtcGetCUBIN(program, cubin)
@@ -67,8 +71,21 @@ def compile_log(source: str, names: tuple[str, ...], arch: str) -> tuple[str, li
         status, lowered = rtc.nvrtcGetLoweredName(program, name.encode())
         if status != ok or lowered not in cubin:
             missing.append(name)
+    _, size = rtc.nvrtcGetPTXSize(program)
+    ptx = bytes(size + 1)
+    rtc.nvrtcGetPTX(program, ptx)
     rtc.nvrtcDestroyProgram(program)
-    return "", missing
+    return "", missing, ptx.decode(errors="replace")
+
+
+def before_the_wait(ptx: str) -> set[str]:
+    """The instructions on global memory that stand before the first griddepcontrol.wait of a kernel that has one."""
+    found: set[str] = set()
+    for kernel in re.split(r"\.entry ", ptx)[1:]:
+        before, waits, _ = kernel.partition("griddepcontrol.wait")
+        if waits:
+            found.update(re.findall(r"\b(?:ld\.global|st\.global|atom|red|cp\.async)\b[\w.:]*", before))
+    return {name for name in found if ".prefetch." not in name}
 
 
 def cases() -> list[tuple[str, str]]:
@@ -99,14 +116,21 @@ def test_compiles(source: str, arch: str) -> None:
     nvrtc()
     names = instances(source)
     assert names, f"{source}.py: neither a kernel class nor the module has instances()"
-    log, missing = compile_log(source, names, arch)
+    log, missing, ptx = compile_log(source, names, arch)
     assert log == "", log
     assert missing == []
+    assert ("griddepcontrol.wait" in ptx) == (
+        arch != "sm_80" and "wait_for_launch_before()" in jit.source_text(f"{source}.cu")
+    )
+    early = before_the_wait(ptx)
+    assert {name for name in early if source not in TABLES or not name.startswith("ld.global.nc")} == set(), (
+        "a launch that begins early would use what the launch before may still write"
+    )
 
 
 def test_a_broken_instance_is_seen() -> None:
     """The check itself can fail: a name that the source does not define is reported."""
-    log, missing = compile_log(SOURCES[0], ("spformat_defines_no_such_kernel<int>",), "sm_90a")
+    log, missing, _ = compile_log(SOURCES[0], ("spformat_defines_no_such_kernel<int>",), "sm_90a")
     assert "no_such_kernel" in log or missing
 
 

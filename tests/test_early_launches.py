@@ -52,19 +52,34 @@ class Function:
     ptr = 77
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_all_but_the_first_launch_are_early_if_their_kernels_wait(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, usual = Asked(), list[int]()
-    driver = Driver(usual)
-    api = SimpleNamespace(driver=driver)
+def world(monkeypatch: pytest.MonkeyPatch, capability: str) -> tuple[list[int], Asked]:
+    """A CuPy whose current device has ``capability``: what its own launches get, and what early ones get."""
+    usual, asked = list[int](), Asked()
+    api = SimpleNamespace(driver=Driver(usual))
     for name, module in (("cupy_backends", None), ("cupy_backends.cuda", None), ("cupy_backends.cuda.api", api)):
         monkeypatch.setitem(sys.modules, name, module or ModuleType(name))
-    monkeypatch.setattr(launch, "early_driver", lambda: early.EarlyDriver(asked, RuntimeError))
+    device = SimpleNamespace(compute_capability=capability)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(Device=lambda: device)))
+    monkeypatch.setattr(early, "_driver", lambda: early.EarlyDriver(asked, RuntimeError))
+    return usual, asked
+
+
+@pytest.mark.parametrize("capability", ["80", "89", "90", "100", "120"])
+@pytest.mark.parametrize("waits", [True, False])
+def test_every_launch_is_early_whose_kernel_waits(
+    waits: bool, capability: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, asked = world(monkeypatch, capability)
     each = launch.Launch(Function(), "i", (), 32, waits=waits)
-    for call in launch.one_after_another([each.bind((grid, 1, 1), 0, grid) for grid in (1, 2, 3)]) * 3:
+    for call in [each.bind((grid, 1, 1), 0, grid) for grid in (1, 2, 3)] * 3:
         call()
+    each.now(4, 0, (4,))
+    moved = each.bind((5, 1, 1), 0, 5).moved()
+    assert moved is not None
+    moved(())
     early_grids = [config.grid[0] for config, *_ in asked.calls]
-    assert (usual, early_grids) == (([1] * 3, [2, 3] * 3) if waits else ([1, 2, 3] * 3, []))
+    expected = [1, 2, 3] * 3 + [4, 5]
+    assert (usual, early_grids) == (([], expected) if waits and int(capability) >= 90 else (expected, []))
 
 
 class Driver:
@@ -77,11 +92,6 @@ class Driver:
 
     def launchKernel(self, function: int, grid: int, *rest: int) -> None:  # noqa: N802  # CuPy's name
         self.grids.append(grid)
-
-
-def test_a_call_that_is_no_launch_stays_as_it_is() -> None:
-    calls = [lambda: None, lambda: None]
-    assert launch.one_after_another(calls) == calls
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)

@@ -132,6 +132,15 @@ void load_bytes(u32 to, size_t from, u32 bytes, u32 barrier) {
     leave();
 }
 
+void bring_bytes(size_t from, u32 bytes) {
+    if (from % 16 || bytes % 16 || !bytes)
+        fail("bytes brought to L2 whose address or number is not a multiple of 16, or none", __builtin_return_address(0));
+    for (u32 i = 0; i < bytes; i += 16) *reinterpret_cast<const volatile char*>(from + i);
+    *reinterpret_cast<const volatile char*>(from + bytes - 1);
+}
+
+void bring_line(size_t from) { *reinterpret_cast<const volatile char*>(from); }
+
 // ---- stores, in groups of a thread
 class Store : public Operation {
   public:

@@ -1,7 +1,8 @@
 """Launches that may begin before the launch before them on the stream is over: cuLaunchKernelEx through ctypes.
 
 Two kernels in a row cost about 3 us more than one: the second begins when the first has ended, and then sets up its
-barriers and reads its tables. A kernel that waits itself for what it needs (launch_order.cuh) can do that meanwhile.
+barriers, reads its tables and waits for its first loads. A kernel that waits itself (launch_order.cuh) sets itself up
+meanwhile, and asks for its first weights, which depend on no launch.
 """
 
 from __future__ import annotations
@@ -54,9 +55,19 @@ class EarlyDriver:
             raise self.CUDADriverError(status)
 
 
-@functools.lru_cache(maxsize=1)
+EARLY_SM = 90
+"""The first architecture that has such launches."""
+
+
 def early_driver() -> EarlyDriver | None:
-    """None where the driver has no such launches, before CUDA 12, or is not there."""
+    """None where the current device has no such launches, or the driver has none (before CUDA 12) or is not there."""
+    import cupy
+
+    return _driver() if int(cupy.cuda.Device().compute_capability) >= EARLY_SM else None
+
+
+@functools.lru_cache(maxsize=1)
+def _driver() -> EarlyDriver | None:
     from cupy_backends.cuda.api import driver
 
     try:

@@ -34,6 +34,7 @@ using namespace spformat;
 
 constexpr int DEPTH = 64;    // columns of A in a slab
 constexpr int RECORD = 288;  // words
+constexpr int BROUGHT = 8;   // records of a tile of 16 rows that are on their way to L2 before the launch before is over
 
 // Two blocks of a cluster share K: each sends half of its sums to the other and adds what it gets to the half number Keep.
 // `sums`: this thread's place for what it gets, pieces of 16 bytes, Threads apart; `bar` completes when all of it is there.
@@ -99,12 +100,6 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
         tma::prefetch(b_map);
         if constexpr (Shared) tma::prefetch(a_map);
     }
-    wait_for_launch_before();
-    let_next_launch_begin();
-    // Copies start at once, or when the whole cluster has its barriers; warps that multiply load weights meanwhile.
-    constexpr int READY = 15;  // named barrier
-    if constexpr (Cluster * Splits > 1) cluster::arrive();
-
     const u64 policy = N <= 4 * TN ? evict_first() : evict_normal();  // weights that are read again later should stay in L2
     const int tiles_m16 = cdiv(M, 32) * 2;
 
@@ -117,6 +112,22 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
         row0 = ((first + at % height) * Cluster + rank) * TM;
         col0 = at / height * TN;
     };
+    const int warp_row = (warpgroup - 1) * (64 * MT) + warp % 4 * 16;
+    // This warp's first record of row tile m; rows at or beyond Mp repeat the last tile, they are never written.
+    auto first_record = [&](int row0, int m) {
+        return weights + (i64(min((row0 + warp_row + m * 64) / 16, tiles_m16 - 1)) * slabs + begin) * RECORD;
+    };
+    const i64 first_unit = blockIdx.x / (Cluster * Splits);
+    if (warpgroup > 0 && lane < MT && first_unit < units && count > 0) {
+        int row0, col0;
+        place(first_unit, row0, col0);
+        bring_to_l2(first_record(row0, lane), min(BROUGHT, count) * (RECORD * 4));
+    }
+    wait_for_launch_before();
+    let_next_launch_begin();
+    // Copies start at once, or when the whole cluster has its barriers; warps that multiply load weights meanwhile.
+    constexpr int READY = 15;  // named barrier
+    if constexpr (Cluster * Splits > 1) cluster::arrive();
 
     if (warpgroup == 0) {
         if constexpr (WG > 1) give_registers<24>();
@@ -124,7 +135,7 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
         else named_arrive(READY, (WG + 1) * 128);
         if (warp == 0 && lane == 0) {
             int stage = 0, phase = 0;
-            for (i64 unit = blockIdx.x / (Cluster * Splits); unit < units; unit += gridDim.x / (Cluster * Splits)) {
+            for (i64 unit = first_unit; unit < units; unit += gridDim.x / (Cluster * Splits)) {
                 int row0, col0;
                 place(unit, row0, col0);
                 for (int slab = begin; slab < begin + count; ++slab) {
@@ -150,7 +161,6 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
         if constexpr (Splits > 1 && Cluster == 1) cluster::wait();
     } else {
         if constexpr (WG > 1) take_registers<WG == 3 ? 160 : 240>();
-        const int warp_row = (warpgroup - 1) * (64 * MT) + warp % 4 * 16;
         const u32 slots = ring + S * SLAB + (warpgroup - 1) * (Slots * STORE_SLOT);
         char* scratch = shared + (slots - shared_address(shared)) + warp % 4 * (STORE_SLOT / 4);
         const bool c_vector = vector_aligned(c, ldc);
@@ -179,11 +189,10 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
                 e[half][0][m] = shared_4(record + lane * 4 + 1024);
             }
         };
-        auto start = [&](int row0) {  // rows at or beyond Mp repeat the last tile; they are never written
+        auto start = [&](int row0) {
             if constexpr (!Shared) {
 #pragma unroll
-                for (int m = 0; m < MT; ++m)
-                    from[m] = weights + (i64(min((row0 + warp_row + m * 64) / 16, tiles_m16 - 1)) * slabs + begin) * RECORD;
+                for (int m = 0; m < MT; ++m) from[m] = first_record(row0, m);
                 fetch(0);
             }
         };
@@ -197,7 +206,7 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
 
         int stage = 0, phase = 0, row0, col0;
         u32 stored = 0;  // panels of C
-        i64 unit = blockIdx.x / (Cluster * Splits);
+        i64 unit = first_unit;
         if (unit < units) {
             place(unit, row0, col0);
             start(row0);

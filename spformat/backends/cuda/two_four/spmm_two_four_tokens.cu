@@ -11,6 +11,7 @@
 // then replaces weights that were read already, not lines that would first have to be written to memory.
 // How the sums come to C: token_sums.cuh.
 #include "spformat/cp_async.cuh"
+#include "spformat/launch_order.cuh"
 #include "spformat/ldmatrix.cuh"
 #include "spformat/mma.cuh"
 #include "spformat/staged_store.cuh"
@@ -47,6 +48,14 @@ spmm_two_four_tokens(const char* __restrict__ weights, int M, int K, const T* __
         const int at = i * 512 + lane * 16, tile = min(row0 / 16 + at / RECORD, Mp / 16 - 1);  // beyond Mp: never written to C
         from[i] = weights + (i64(tile) * slabs + begin) * RECORD + at % RECORD;
     }
+    let_next_launch_begin();
+    // The first weights of every slot, a record a lane: they are under way while B is still computed.
+    for (int i = lane; i < Slots * MT; i += 32) {
+        const int step = i / MT, tile = min(row0 / 16 + i % MT, Mp / 16 - 1);
+        if (step < steps) bring_to_l2(weights + (i64(tile) * slabs + begin + step * Warps) * RECORD, RECORD);
+    }
+    wait_for_launch_before();
+
     // B: this lane's first chunk of a slab, at row (BCol: column) `across` and offset `along` there; the next ones follow LINES
     // rows (columns) apart.
     constexpr int PER_LINE = BCol ? DEPTH / 8 : NT, LINES = 32 / PER_LINE;

@@ -143,7 +143,9 @@ class SpmmTwoFourTokens(CudaKernel):
             instance = _instance(tile, p, token_sums.clustered(p, tile), b_col)
             arch = jit.architecture(p.sm or 80, ())
             function = jit.load("two_four/spmm_two_four_tokens.cu", instance, arch, p.device_id, tile.smem)
-            return Launch(function, "Pii" + token_sums.TAIL, (weights, p.M, p.K), tile.warps * 32, tile.smem)
+            return Launch(
+                function, "Pii" + token_sums.TAIL, (weights, p.M, p.K), tile.warps * 32, tile.smem, waits=True
+            )
 
         prepare, kept = token_sums.launches(p, tile, variant)
         return Prepared(prepare, str(tile), kept)
