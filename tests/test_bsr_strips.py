@@ -87,8 +87,26 @@ def test_steps_name_every_block_of_every_strip(blocksize: tuple[int, int]) -> No
                     got[row : row + R, k : k + U] += rows[y : y + R, k % C : k % C + U]
     assert begins.shape[1] == H
     assert (got[:M, :K] == x).all()
-    filled = -(-int(keep.any(1).sum()) // H)
-    assert empty == list(range(filled, -(-11 // H))), "block rows without blocks come last"
+    assert len(empty) == -(-11 // H) - -(-int(keep.any(1).sum()) // H), (
+        "rows without blocks share strips with no others"
+    )
+
+
+@pytest.mark.parametrize("high", [1, 2, 4])
+@pytest.mark.parametrize(("filled", "empty"), [(0, 9), (9, 0), (5, 6), (60, 7), (7, 60), (64, 64), (1, 33)])
+def test_strips_without_blocks_stand_evenly_between_the_others(filled: int, empty: int, high: int) -> None:
+    rows = np.random.default_rng(filled).permutation(filled + empty)
+    order = strips._spread(np.sort(rows[:filled]), np.sort(rows[filled:]), high)
+    assert sorted(order) == list(range(filled + empty)), "every block row once"
+    whole = len(order) // high * high
+    with_blocks = np.isin(order, rows[:filled])
+    has = with_blocks[:whole].reshape(-1, high).any(1)
+    assert has.sum() + with_blocks[whole:].any() == -(-filled // high), "rows without blocks share at most one strip"
+    assert (np.diff(order[with_blocks]) > 0).all(), "rows with blocks keep their order"
+    for kind in {True, False} if has.any() and not has.all() else ():
+        between = np.diff(np.flatnonzero(np.concatenate([[True], has == kind, [True]])))  # the ends count as strips
+        fewest = (has != kind).sum() / ((has == kind).sum() + 1)
+        assert between.max() <= 2 * fewest + 3, "no long run of strips of the other kind"
 
 
 # ------------------------------------------------------------------ products, on a GPU

@@ -82,13 +82,15 @@ class Steps(NamedTuple):
 def steps_of(indptr: Array, indices: Array, shape: tuple[int, int], blocksize: tuple[int, int]) -> Steps:
     """The tables of a BSR with at least one block; M >= 1. numpy or CuPy, O(blocks log blocks).
 
-    Block rows that have blocks come first, in their order, so that few strips multiply zeros for rows without any.
+    Block rows that have blocks come first, in their order, so that few strips multiply zeros for rows without any. The
+    strips of rows without blocks then stand evenly between the others: each is a single step, and a share of many of
+    them would write more of C than the other shares.
     """
     xp, (M, K), (height, width) = namespace(indices), shape, blocksize
     unit, high = min(DEPTH, width), ROWS // height
     side, parts, block_columns, block_rows = DEPTH // unit, width // unit, ceil_div(K, width), ceil_div(M, height)
     lengths, stored = xp.diff(indptr), int(indices.size)
-    order = xp.concatenate([xp.flatnonzero(lengths > 0), xp.flatnonzero(lengths == 0)])  # synchronize!
+    order = _spread(xp.flatnonzero(lengths > 0), xp.flatnonzero(lengths == 0), high)  # synchronize!
     position = xp.empty(block_rows, "int64")
     position[order] = xp.arange(block_rows)
     at = position[xp.searchsorted(indptr[1:], xp.arange(stored), side="right")]  # of the row of each block
@@ -113,6 +115,17 @@ def steps_of(indptr: Array, indices: Array, shape: tuple[int, int], blocksize: t
     rows = xp.minimum(listed[:, piece // height] + piece % height, M)
     return Steps(units.reshape(count, side), blocks.reshape(count, side, high), xp.stack(ends, axis=1).astype("int32"),
                  xp.ascontiguousarray(rows.astype("int32")))  # fmt: skip
+
+
+def _spread(filled: Array, empty: Array, high: int) -> Array:
+    """The block rows in the order of their strips, of ``high`` each. The last strip may have fewer: it stays last."""
+    xp = namespace(filled)
+    order, rows = xp.concatenate([filled, empty]), int(filled.size + empty.size)
+    strips, first = rows // high, ceil_div(int(filled.size), high)  # whole ones; those that have blocks
+    others = max(0, strips - first)
+    where = xp.concatenate([xp.arange(strips - others) / max(1, first), (xp.arange(others) + 0.5) / max(1, others)])
+    whole = order[: strips * high].reshape(strips, high)[xp.argsort(where)]
+    return xp.concatenate([whole.reshape(-1), order[strips * high :]])
 
 
 class SpmmBSRStrips(CopyEngineKernel):
