@@ -39,6 +39,7 @@ class Stream(Device):
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
         self.ptr = next(_numbers)
+        self.recorded = 0  # of an event: the stream it was recorded on
 
     def __enter__(self) -> Stream:
         self.current.entered.append(self)
@@ -50,11 +51,13 @@ class Stream(Device):
     def use(self) -> None:
         self.current.entered[:] = [self]
 
-    def wait_event(self, _: Any) -> None:
-        pass
+    def wait_event(self, event: Stream) -> None:
+        """A stream that waits for what is captured is captured into the same graph, until that capture ends."""
+        if event.recorded in _captured and self.ptr not in _captured:
+            _captured[self.ptr] = _captured[event.recorded]
 
-    def record(self, *_: Any) -> None:
-        pass
+    def record(self, stream: Stream | None = None) -> None:
+        self.recorded = (stream or self.current.entered[-1]).ptr
 
     def begin_capture(self, mode: int = 0) -> None:
         if self.ptr in _captured or self is Stream.null:
@@ -62,7 +65,10 @@ class Stream(Device):
         _captured[self.ptr] = []
 
     def end_capture(self) -> Graph:
-        return Graph(_captured.pop(self.ptr))
+        work = _captured[self.ptr]
+        for ptr in [ptr for ptr, kept in _captured.items() if kept is work]:
+            del _captured[ptr]
+        return Graph(work)
 
 
 class Graph:

@@ -1,0 +1,169 @@
+"""Products between other kernels, as a decoding step runs them: python benchmarks/chain.py [--json FILE]
+
+Square layers with weights of their own, more bytes in all than L2 holds, one after another in a CUDA graph. Before
+each product a small kernel scales the tokens. Torch's layout of B and C (column-major), bfloat16. Measured in turn:
+
+early  kernels that wait themselves may begin before the kernel before them is over (docs/decisions/0057)
+after  every kernel begins when the one before it is over
+dense  cuBLAS on the same weights
+
+*chain*: microseconds of one layer in the graph. *call*: one product alone between two events, cold L2; an event lies
+between it and the kernel before, so that nothing can begin early. *host*: microseconds of the host for one call of a
+plan with operands that it has seen. Both ways of launching have to give the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cupy
+
+import spformat as sf
+from spformat.backends.cuda.runtime import launch
+from spformat.formats.base import Format
+from spformat.formats.dense import Dense
+from spformat.measure import bench, calibration_cases
+from spformat.measure.calibration_cases import Spec
+
+KINDS: tuple[tuple[str, float, dict[str, Any]], ...] = (
+    ("two-four", 0.5, {}), ("bitmask", 0.5, {}), ("bitmask", 0.3, {}),
+    ("vector-nm", 0.5, {"n": 16, "m": 32, "vector_length": 128}), ("bsr", 0.2, {"blocksize": (64, 64)}),
+    ("bsr", 0.2, {"blocksize": (32, 32)}),
+)  # fmt: skip
+"""Format, density, parameters."""
+BYTES = 200e6
+"""Least bytes of all weights of a chain."""
+ROUNDS, REPLAYS = 15, 5
+SCALED = cupy.ElementwiseKernel(
+    "uint16 a, float32 s", "uint16 b",
+    "unsigned x = __float_as_uint(__uint_as_float(unsigned(a) << 16) * s); b = (x + 0x7fff + (x >> 16 & 1)) >> 16",
+    "scaled",
+)  # fmt: skip
+"""bfloat16 times a number, rounded to nearest."""
+
+
+def cases(side: int, columns: list[int], formats: list[str]) -> Iterator[tuple[Spec, int]]:
+    """(matrix, N)."""
+    for name, density, params in KINDS:
+        if formats and name not in formats:
+            continue
+        for n in columns:
+            together = params.get("blocksize", (1, 1))
+            widths = ((n, "col", "col"),)
+            yield Spec(name, "bfloat16", side, side, density, together, tuple(params.items()), widths), n
+
+
+def plans(weights: list[Format], x: Any, y: Any, *, early: bool) -> list[Any]:
+    """A plan for each weight whose launches are early, or follow one another."""
+    usual = getattr(launch, "early_driver", None)  # versions before had early launches within a product only
+    try:
+        if not early:
+            launch.early_driver = lambda: None  # type: ignore[attr-defined]
+        prepared = [sf.plan(a, B=x, out=y) for a in weights]
+        for plan in prepared:
+            plan(x, out=y)
+    finally:
+        if usual:
+            launch.early_driver = usual  # type: ignore[attr-defined]
+    return prepared
+
+
+def graph_of(products: list[Callable[[], Any]], x: Any, y: Any, scale: float) -> Any:
+    """A CUDA graph in which each product takes the scaled result of the one before."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    before, after = y.T.view("uint16"), x.T.view("uint16")
+    with stream:
+        SCALED(before, scale, after)
+        for product in products:
+            product()
+        stream.synchronize()
+        stream.begin_capture()
+        for product in products:
+            SCALED(before, scale, after)
+            product()
+        return stream.end_capture()
+
+
+def measure(spec: Spec, n: int, seed: int) -> dict[str, Any]:
+    """One row: microseconds by way."""
+    first = calibration_cases.build(spec, cupy, seed)
+    number = max(4, round(BYTES / first.nbytes))
+    weights = [first.with_arrays(**{k: v.copy() for k, v in first.all_arrays().items()}) for _ in range(number)]
+    x = calibration_cases.operand(cupy, spec.K, n, "col", spec.dtype)
+    y = cupy.empty_like(x)
+    dense = [Dense.from_dense(first.to_dense()) for _ in range(max(4, round(BYTES / (2 * spec.M * spec.K))))]
+    scale = (1 / (spec.density * spec.K)) ** 0.5
+    ways: dict[str, list[Callable[[], Any]]] = {
+        way: [lambda p=plan: p(x, out=y) for plan in plans(weights, x, y, early=way == "early")]
+        for way in ("early", "after")
+    }
+    kernel = sf.plan(first, B=x, out=y).kernel
+    products = [sf.plan(w, B=x, out=y, backend="vendor") for w in dense]
+    ways["dense"] = [lambda p=plan: p(x, out=y) for plan in products]
+    graphs = {way: graph_of(products, x, y, scale) for way, products in ways.items()}
+    start, bits = calibration_cases.operand(cupy, spec.K, n, "col", spec.dtype), {}
+    times = defaultdict[str, list[float]](list)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    order = list(graphs)
+    for _ in range(ROUNDS):
+        random.shuffle(order)
+        for way in order:
+            with stream:
+                y[...] = start
+                begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+                begin.record()
+                for _ in range(REPLAYS):
+                    graphs[way].launch()
+                end.record()
+                end.synchronize()
+                bits.setdefault(way, y.T.view("uint16").copy())
+                assert way == "dense" or bool((bits[way] == y.T.view("uint16")).all()), f"{way}: another result"
+            times[way].append(1e3 * cupy.cuda.get_elapsed_time(begin, end) / REPLAYS / len(ways[way]))
+    assert bool((bits["early"] == bits["after"]).all()), f"{spec} N={n}: early launches differ"
+    clock = bench._DeviceClock(x)
+    runs = [products[0] for products in ways.values()]
+    calls = clock.take_turns(runs, 30, 4, cold=True, seconds=0.2)
+    row: dict[str, Any] = {"matrix": str(spec), "density": spec.density, "params": dict(spec.params), "N": n}
+    row |= {"kernel": kernel, "chain": {way: statistics.median(t) for way, t in times.items()}}
+    row |= {"call": dict(zip(ways, calls, strict=True)), "host": dict(zip(ways, clock.host_times(runs), strict=True))}
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sides", default="4096", help="rows and columns of the layers, comma-separated")
+    parser.add_argument("--columns", default="1,5,16,64,256", help="numbers of tokens, comma-separated")
+    parser.add_argument("--formats", default="", help="formats, comma-separated; without it, all")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    a = parser.parse_args()
+    environment, began = bench.environment(cupy.zeros(1)), time.monotonic()
+    print(f"{environment['device']}, {environment['date']}\n")
+    print("| matrix | density | N | kernel | chain: early | after | dense | call: early | after | dense |"
+          " host: early | after | dense |\n|" + "---|" * 13)  # fmt: skip
+    rows = []
+    for side in map(int, a.sides.split(",")):
+        for spec, n in cases(side, [int(n) for n in a.columns.split(",")], [f for f in a.formats.split(",") if f]):
+            row = measure(spec, n, a.seed)
+            rows.append(row)
+            cells = " | ".join(f"{t:.2f}" for what in ("chain", "call", "host") for t in row[what].values())
+            print(f"| {spec} | {spec.density} | {n} | `{row['kernel']}` | {cells} |", flush=True)
+    if rows:
+        for what in ("chain", "call", "host"):
+            logs = [row[what]["after"] / row[what]["early"] for row in rows]
+            print(f"{what}: early {statistics.geometric_mean(logs):.3f} times as fast as after, worst {min(logs):.3f}")
+    print(f"{time.monotonic() - began:.0f} s")
+    if a.json:
+        a.json.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
