@@ -7,9 +7,10 @@ early  kernels that wait themselves may begin before the kernel before them is o
 after  every kernel begins when the one before it is over
 dense  cuBLAS on the same weights
 
-*chain*: microseconds of one layer in the graph. *call*: one product alone between two events, cold L2; an event lies
-between it and the kernel before, so that nothing can begin early. *host*: microseconds of the host for one call of a
-plan with operands that it has seen. Both ways of launching have to give the same bits.
+*chain*: microseconds of one layer in the graph. *row*: the same without the small kernel, product after product of the
+same tokens. *call*: one product alone between two events, cold L2; an event lies between it and the kernel before, so
+that nothing can begin early. *host*: microseconds of the host for one call of a plan with operands that it has seen.
+Both ways of launching have to give the same bits.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ KINDS: tuple[tuple[str, float, dict[str, Any]], ...] = (
 """Format, density, parameters."""
 BYTES = 200e6
 """Least bytes of all weights of a chain."""
+MEASURED = ("chain", "row", "call", "host")
 ROUNDS, REPLAYS = 15, 5
 SCALED = cupy.ElementwiseKernel(
     "uint16 a, float32 s", "uint16 b",
@@ -77,19 +79,44 @@ def plans(weights: list[Format], x: Any, y: Any, *, early: bool) -> list[Any]:
 
 
 def graph_of(products: list[Callable[[], Any]], x: Any, y: Any, scale: float) -> Any:
-    """A CUDA graph in which each product takes the scaled result of the one before."""
+    """A CUDA graph in which each product takes the result of the one before, scaled; scale 0: all take the same x."""
     stream = cupy.cuda.Stream(non_blocking=True)
     before, after = y.T.view("uint16"), x.T.view("uint16")
     with stream:
-        SCALED(before, scale, after)
+        SCALED(before, scale, after)  # compiles
         for product in products:
             product()
         stream.synchronize()
         stream.begin_capture()
         for product in products:
-            SCALED(before, scale, after)
+            if scale:
+                SCALED(before, scale, after)
             product()
         return stream.end_capture()
+
+
+def replayed(ways: dict[str, list[Callable[[], Any]]], start: Any, x: Any, y: Any, scale: float) -> dict[str, float]:
+    """Microseconds of one layer, by way; graphs take turns."""
+    graphs = {way: graph_of(products, x, y, scale) for way, products in ways.items()}
+    stream, order, bits = cupy.cuda.Stream(non_blocking=True), list(graphs), dict[str, Any]()
+    times = defaultdict[str, list[float]](list)
+    cupy.cuda.Device().synchronize()
+    for _ in range(ROUNDS):
+        random.shuffle(order)
+        for way in order:
+            with stream:
+                x[...], y[...] = start, start
+                begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+                begin.record()
+                for _ in range(REPLAYS):
+                    graphs[way].launch()
+                end.record()
+                end.synchronize()
+                result = y.T.view("uint16")
+                assert way == "dense" or bool((bits.setdefault(way, result.copy()) == result).all()), f"{way}: differs"
+            times[way].append(1e3 * cupy.cuda.get_elapsed_time(begin, end) / REPLAYS / len(ways[way]))
+    assert bool((bits["early"] == bits["after"]).all()), "early launches give another result"
+    return {way: statistics.median(times[way]) for way in ways}
 
 
 def measure(spec: Spec, n: int, seed: int) -> dict[str, Any]:
@@ -108,31 +135,12 @@ def measure(spec: Spec, n: int, seed: int) -> dict[str, Any]:
     kernel = sf.plan(first, B=x, out=y).kernel
     products = [sf.plan(w, B=x, out=y, backend="vendor") for w in dense]
     ways["dense"] = [lambda p=plan: p(x, out=y) for plan in products]
-    graphs = {way: graph_of(products, x, y, scale) for way, products in ways.items()}
-    start, bits = calibration_cases.operand(cupy, spec.K, n, "col", spec.dtype), {}
-    times = defaultdict[str, list[float]](list)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    order = list(graphs)
-    for _ in range(ROUNDS):
-        random.shuffle(order)
-        for way in order:
-            with stream:
-                y[...] = start
-                begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-                begin.record()
-                for _ in range(REPLAYS):
-                    graphs[way].launch()
-                end.record()
-                end.synchronize()
-                bits.setdefault(way, y.T.view("uint16").copy())
-                assert way == "dense" or bool((bits[way] == y.T.view("uint16")).all()), f"{way}: another result"
-            times[way].append(1e3 * cupy.cuda.get_elapsed_time(begin, end) / REPLAYS / len(ways[way]))
-    assert bool((bits["early"] == bits["after"]).all()), f"{spec} N={n}: early launches differ"
+    start = calibration_cases.operand(cupy, spec.K, n, "col", spec.dtype)
+    row: dict[str, Any] = {"matrix": str(spec), "density": spec.density, "params": dict(spec.params), "N": n}
+    row |= {"kernel": kernel, "chain": replayed(ways, start, x, y, scale), "row": replayed(ways, start, x, y, 0)}
     clock = bench._DeviceClock(x)
     runs = [products[0] for products in ways.values()]
     calls = clock.take_turns(runs, 30, 4, cold=True, seconds=0.2)
-    row: dict[str, Any] = {"matrix": str(spec), "density": spec.density, "params": dict(spec.params), "N": n}
-    row |= {"kernel": kernel, "chain": {way: statistics.median(t) for way, t in times.items()}}
     row |= {"call": dict(zip(ways, calls, strict=True)), "host": dict(zip(ways, clock.host_times(runs), strict=True))}
     return row
 
@@ -147,17 +155,17 @@ def main() -> None:
     a = parser.parse_args()
     environment, began = bench.environment(cupy.zeros(1)), time.monotonic()
     print(f"{environment['device']}, {environment['date']}\n")
-    print("| matrix | density | N | kernel | chain: early | after | dense | call: early | after | dense |"
-          " host: early | after | dense |\n|" + "---|" * 13)  # fmt: skip
+    columns = " | ".join(f"{what}: early | after | dense" for what in MEASURED)
+    print(f"| matrix | density | N | kernel | {columns} |\n|" + "---|" * (4 + 3 * len(MEASURED)))
     rows = []
     for side in map(int, a.sides.split(",")):
         for spec, n in cases(side, [int(n) for n in a.columns.split(",")], [f for f in a.formats.split(",") if f]):
             row = measure(spec, n, a.seed)
             rows.append(row)
-            cells = " | ".join(f"{t:.2f}" for what in ("chain", "call", "host") for t in row[what].values())
+            cells = " | ".join(f"{t:.2f}" for what in MEASURED for t in row[what].values())
             print(f"| {spec} | {spec.density} | {n} | `{row['kernel']}` | {cells} |", flush=True)
     if rows:
-        for what in ("chain", "call", "host"):
+        for what in MEASURED:
             logs = [row[what]["after"] / row[what]["early"] for row in rows]
             print(f"{what}: early {statistics.geometric_mean(logs):.3f} times as fast as after, worst {min(logs):.3f}")
     print(f"{time.monotonic() - began:.0f} s")
