@@ -66,20 +66,16 @@ def world(monkeypatch: pytest.MonkeyPatch, capability: str) -> tuple[list[int], 
 
 @pytest.mark.parametrize("capability", ["80", "89", "90", "100", "120"])
 @pytest.mark.parametrize("waits", [True, False])
-def test_every_launch_is_early_whose_kernel_waits(
+def test_all_but_the_first_launch_are_early_if_their_kernels_wait(
     waits: bool, capability: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual, asked = world(monkeypatch, capability)
     each = launch.Launch(Function(), "i", (), 32, waits=waits)
-    for call in [each.bind((grid, 1, 1), 0, grid) for grid in (1, 2, 3)] * 3:
+    for call in launch.one_after_another([each.bind((grid, 1, 1), 0, grid) for grid in (1, 2, 3)]) * 3:
         call()
-    each.now(4, 0, (4,))
-    moved = each.bind((5, 1, 1), 0, 5).moved()
-    assert moved is not None
-    moved(())
     early_grids = [config.grid[0] for config, *_ in asked.calls]
-    expected = [1, 2, 3] * 3 + [4, 5]
-    assert (usual, early_grids) == (([], expected) if waits and int(capability) >= 90 else (expected, []))
+    has_them = waits and int(capability) >= 90
+    assert (usual, early_grids) == (([1] * 3, [2, 3] * 3) if has_them else ([1, 2, 3] * 3, []))
 
 
 class Driver:
@@ -92,6 +88,11 @@ class Driver:
 
     def launchKernel(self, function: int, grid: int, *rest: int) -> None:  # noqa: N802  # CuPy's name
         self.grids.append(grid)
+
+
+def test_a_call_that_is_no_launch_stays_as_it_is() -> None:
+    calls = [lambda: None, lambda: None]
+    assert launch.one_after_another(calls) == calls
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)

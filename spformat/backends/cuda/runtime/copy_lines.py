@@ -16,7 +16,7 @@ from . import jit
 from .c_types import WORDS
 from .device_plan import device_plan
 from .epilogue import launches_of
-from .launch import MAX_GRID_Y, Bound, Call, Launch, Operands
+from .launch import MAX_GRID_Y, Bound, Call, Launch, Operands, one_after_another
 from .scratch import Scratch
 from .transpose import Transpose, grid
 
@@ -104,7 +104,7 @@ def with_copies(name: str, plan: Plan, p: Problem, tile: str, purpose: str, work
         if copy_c:
             moved = moved._replace(c=at + b_bytes, ldc=ldc)
             after = [copy_c(o.stream, at + b_bytes, o.c, o.n, ldc, o.ldc)]
-        return [*before, *inner(moved), *after]
+        return one_after_another([*before, *inner(moved), *after])
 
     return device_plan(name, p, prepare, tile, workspace + plan.workspace, plan.reads or nothing)
 

@@ -11,7 +11,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ....arrays.library import device_error
 from ....errors import DeviceError, SpformatError
@@ -29,6 +29,7 @@ MAX_COLUMNS = 2**31 - 2**16
 
 Call = Callable[[], None]
 """Queues one piece of work on the stream that it was prepared for; may be called any number of times."""
+AnyCall = TypeVar("AnyCall", bound=Call)
 Moved = Callable[[Addresses], None]
 """The same for operands at other addresses; for one thread at a time."""
 
@@ -39,12 +40,11 @@ class Launch:
     ``signature``: one letter per kernel parameter: P pointer, i int32, q int64, f float, d double, or a ctypes
     class for a by-value struct (a 128-byte tensor map). Other structs hold no address of an operand. ``fixed``: the
     leading values. Arrays in ``fixed`` are kept alive by the launch. Threads may share a launch. ``waits``: the
-    kernel waits itself for the launch before it (launch_order.cuh), so that it may begin before that one is over,
-    whoever queued that one.
+    kernel waits itself for the launch before it (launch_order.cuh), so that it may begin before that one is over.
     """
 
     __slots__ = ("_function", "_keep", "_kinds", "_lock", "_pack", "_places", "_room", "_shared", "_shared_at",
-                 "_tail_at", "driver", "smem", "threads")  # fmt: skip
+                 "_tail_at", "driver", "early", "smem", "threads")  # fmt: skip
 
     def __init__(
         self, function: Any, signature: Sequence[Any], fixed: Sequence[Any], threads: int, smem: int = 0,
@@ -53,7 +53,7 @@ class Launch:
         from cupy_backends.cuda.api import driver
 
         kernel = getattr(function, "kernel", function)
-        self._function, self.driver = kernel.ptr, (early_driver() if waits else None) or driver
+        self._function, self.driver = kernel.ptr, driver
         codes = [_CODES[s] if isinstance(s, str) else f"{ctypes.sizeof(s)}s" for s in signature]
         # The addresses of the arguments, which the driver reads, and behind them the arguments, aligned as in C.
         behind, cut = 8 * len(codes), len(fixed)
@@ -71,7 +71,7 @@ class Launch:
         self._point(self._shared)
         self._shared_at = ctypes.addressof(self._shared)
         self._keep = (function, kernel, tuple(fixed))
-        self.threads, self.smem = threads, smem
+        self.threads, self.smem, self.early = threads, smem, early_driver() if waits else None
 
     def _point(self, room: Any) -> None:
         """Write the addresses of the arguments in ``room``."""
@@ -115,11 +115,11 @@ class Launch:
         self._point(room)
         return room
 
-    def once(self, where: tuple[int, ...], tail: tuple[Any, ...]) -> None:
-        """Launch from memory that all calls share."""
+    def once(self, driver: Any, where: tuple[int, ...], tail: tuple[Any, ...]) -> None:
+        """Launch by ``driver`` from memory that all calls share."""
         with self._lock:  # the driver copies the arguments before it returns
             self._pack(self._shared, self._tail_at, *tail)
-            self.driver.launchKernel(*where, self._shared_at, 0)
+            driver.launchKernel(*where, self._shared_at, 0)
 
 
 class Bound:
@@ -136,6 +136,14 @@ class Bound:
         self._arguments: Any = None
         self._ready: tuple[int, ...] = ()
         self._has_run = False
+
+    def early(self) -> Bound:
+        """The same launch, which may begin before the one before it is over; this one if the kernel does not wait."""
+        if self._launch.early is None:
+            return self
+        bound = Bound(self._launch, self._where, self._tail)
+        bound._driver = self._launch.early
+        return bound
 
     def moved(self) -> Moved | None:
         """The same launch for operands at other addresses; None if its arguments do not say where they are."""
@@ -170,7 +178,7 @@ class Bound:
                 self._ready = (*self._where, ctypes.addressof(room), 0)
                 self._driver.launchKernel(*self._ready)
             else:
-                self._launch.once(self._where, self._tail)
+                self._launch.once(self._driver, self._where, self._tail)
                 self._has_run = True
         except self._driver.CUDADriverError as e:
             if getattr(e, "status", 0) == context.NO_CONTEXT and context.made_current():
@@ -215,6 +223,11 @@ def _driver_error(e: Exception) -> SpformatError:
     typed = device_error(e) or DeviceError(str(e))
     typed.message = f"kernel launch: {typed.message}"
     return typed
+
+
+def one_after_another(calls: Sequence[AnyCall]) -> list[AnyCall]:
+    """The same calls; all but the first may begin before the one before is over, if their kernels wait themselves."""
+    return [call.early() if i and isinstance(call, Bound) else call for i, call in enumerate(calls)]  # type: ignore[misc]
 
 
 class LaunchSequence:

@@ -10,7 +10,7 @@ from ....arrays.library import ceil_div, round_up
 from ....products.problem import COL, Problem
 from . import jit
 from .c_types import WORDS
-from .launch import MAX_GRID_Y, Bound, Launch, Operands, Prepare
+from .launch import MAX_GRID_Y, Bound, Launch, Operands, Prepare, one_after_another
 from .scratch import Scratch
 
 ARCHS = ("sm_80",)
@@ -65,6 +65,6 @@ def row_major(p: Problem, prepare: Prepare) -> Prepare:
         if turn_c:
             inner = inner._replace(c=at + b_bytes, ldc=ld)
             after = [transpose_c.bind(grid(p.M, o.n, c_size), o.stream, inner.c, o.c, p.M, o.n, ld, o.ldc, p.M)]
-        return [*before, *prepare(inner), *after]
+        return one_after_another([*before, *prepare(inner), *after])
 
     return turned
