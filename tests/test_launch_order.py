@@ -17,7 +17,7 @@ import pytest
 from test_kernels import attempts, problem
 
 from spformat.backends.cuda import KERNELS
-from spformat.backends.cuda.runtime import jit
+from spformat.backends.cuda.runtime import jit, launch
 from spformat.backends.cuda.runtime.copy_lines import CopyLines
 from spformat.backends.cuda.runtime.hold import hold
 from spformat.formats.base import Format
