@@ -71,7 +71,11 @@ def fork_and_join(cp: Any, before: Callable[[], None], stream: Any, other: Any) 
     ("order", "writer"), [(same_stream, "kernel"), (same_stream, "memcpy"), (fork_and_join, "kernel")]
 )
 @pytest.mark.parametrize("kernel", WAIT, ids=lambda k: k.name)
-def test_a_product_takes_what_is_written_late(kernel: Any, order: Any, writer: str, captured: bool, cp: Any) -> None:
+def test_a_product_takes_what_is_written_late(
+    kernel: Any, order: Any, writer: str, captured: bool, cp: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bind = launch.Launch.bind
+    monkeypatch.setattr(launch.Launch, "bind", lambda *arguments: bind(*arguments).early())  # the first launch, too
     f, x, n, p = product_of(kernel, int(cp.cuda.Device().compute_capability))
     g, rng = f.to("cuda"), np.random.default_rng(2)
     plan = kernel.plan(g, p)
