@@ -125,4 +125,4 @@ def test_a_product_takes_what_is_written_late(
 def test_every_waiting_kernel_is_tried() -> None:
     names = {k.name.removeprefix("cuda.") for k in WAIT}
     assert names == {name for name in WAITING if re.match("spmm_", name)}, "the others copy operands"
-    assert len(names) > 10
+    assert len(names) >= 10

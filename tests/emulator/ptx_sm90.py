@@ -76,7 +76,6 @@ INSTRUCTIONS: dict[str, Written] = {
     r"fence\.mbarrier_init\.release\.cluster": lambda m, x: "emu::mbarrier_fence_init();",
     r"fence\.proxy\.async(?:\.shared::cta)?": lambda m, x: "emu::fence_proxy();",
     r"cp\.async\.bulk\.prefetch\.L2\.global": lambda m, x: f"emu::bring_bytes((size_t)({x[0]}), {x[1]});",
-    r"prefetch\.global\.L2": lambda m, x: f"emu::bring_line((size_t)({x[0]}));",
     r"prefetch\.tensormap": lambda m, x: f"emu::prefetch_map((size_t)({x[0]}));",
     r"cp\.async\.bulk\.tensor\.([1-5])d\.shared::cluster\.global\.mbarrier::complete_tx::bytes(\.multicast::cluster)?(?:\.L2::cache_hint)?": _load_box,
     r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier::complete_tx::bytes(?:\.L2::cache_hint)?": (

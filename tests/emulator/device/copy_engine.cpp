@@ -139,8 +139,6 @@ void bring_bytes(size_t from, u32 bytes) {
     *reinterpret_cast<const volatile char*>(from + bytes - 1);
 }
 
-void bring_line(size_t from) { *reinterpret_cast<const volatile char*>(from); }
-
 // ---- stores, in groups of a thread
 class Store : public Operation {
   public:

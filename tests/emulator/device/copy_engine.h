@@ -30,7 +30,6 @@ void prefetch_map(size_t map);
 void load_box(u32 to, size_t map, u32 barrier, const Coordinates& c, u32 blocks);
 void load_bytes(u32 to, size_t from, u32 bytes, u32 barrier);
 void bring_bytes(size_t from, u32 bytes);  // to L2: nothing is kept, but all of it must be there
-void bring_line(size_t from);
 void store_box(size_t map, u32 from, const Coordinates& c);
 void commit_stores();
 void wait_stores(u32 left, bool only_read);  // all but the newest groups of the thread: read, or written

@@ -16,7 +16,6 @@
 #include "spformat/bitmask.cuh"
 #include "spformat/bitmask_records.cuh"
 #include "spformat/cp_async.cuh"
-#include "spformat/launch_order.cuh"
 #include "spformat/ldmatrix.cuh"
 #include "spformat/mma.cuh"
 #include "spformat/take_group.cuh"
@@ -157,16 +156,6 @@ __global__ void __launch_bounds__(32 * RANGES * PARTS)
         if constexpr (PARTS == 1) __syncwarp();
         else asm volatile("bar.sync %0, %1;" ::"r"(range + 1), "n"(32 * PARTS) : "memory");
     };
-
-    let_next_launch_begin();
-    // The first records of every row tile, which lie one after another, as many as the stages hold: a line a lane.
-    for (int m = 0; m < tiles && begin < last; ++m) {
-        const u32* const first = starts + (tile0 + m) * steps + begin;
-        const u8* const from = records + u64(first[0]) * 16;
-        const u32 bytes = (first[min(STAGES - 1, last - begin)] - first[0]) * 16;
-        for (u32 at = lane * 128; at < bytes; at += 32 * 128) bring_line_to_l2(from + at);
-    }
-    wait_for_launch_before();
 
     for (i64 n0 = static_cast<i64>(blockIdx.y) * NT; n0 < N; n0 += static_cast<i64>(gridDim.y) * NT) {
         float acc[MF][NT / 8][4] = {};

@@ -121,6 +121,6 @@ class SpmmBitmaskTensor(CudaKernel):
 
         instance = f"spmm_bitmask_tc<{types}, {shape}, {str(p.b_layout == COL).lower()}>"
         function = jit.load(SOURCE, instance, jit.architecture(p.sm or 80, ()), p.device_id, tile.smem(room))
-        launch = Launch(function, "PPqqiiiPPqqqq", fixed, 32 * tile.warps, tile.smem(room), waits=True)
+        launch = Launch(function, "PPqqiiiPPqqqq", fixed, 32 * tile.warps, tile.smem(room))
         prepare = over_tiles(launch, ceil_div(p.M, tile.rows), tile.cols, p.out_layout == COL)
         return Prepared(prepare, str(tile))

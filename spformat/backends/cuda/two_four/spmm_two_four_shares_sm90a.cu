@@ -37,7 +37,6 @@ using namespace spformat;
 constexpr int DEPTH = 64;    // columns of A in a slab
 constexpr int RECORD = 288;  // words
 constexpr int ROWS = 128, GROUP = 8, WORKERS = 256;
-constexpr int BROUGHT = 8;  // records of 16 rows that are on their way to L2 before the launch before is over
 
 // alpha, beta and bias for a panel of C. Only one panel of what C was is in registers at a time.
 template <class Out, bool CCol, bool Epilogue> struct Affine {
@@ -109,6 +108,10 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
         barrier::fence_init();
         tma::prefetch(b_map);
     }
+    wait_for_launch_before();
+    let_next_launch_begin();
+    if constexpr (Cluster > 1) cluster::sync();  // both blocks have their barriers
+    else __syncthreads();
     const int place_in_grid = blockIdx.x / Cluster, number = even ? clusters - 1 - place_in_grid : place_in_grid;
     EvenShares work(units_m * tiles_n, slabs, clusters, number, even != 0);
     Piece piece;
@@ -127,25 +130,6 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
         row0 = ((top + at % height) * Cluster + rank) * ROWS;
         col0 = at / height * TN;
     };
-    // This warp's first record of a piece; rows at or beyond Mp repeat the last tile, they are never written.
-    const int warp_row = (warpgroup - 1) * 64 + warp % 4 * 16, tiles_m16 = cdiv(M, 32) * 2;
-    auto first_record = [&](const Piece& p, int row0) {
-        return weights + (i64(min((row0 + warp_row) / 16, tiles_m16 - 1)) * slabs + p.begin) * RECORD;
-    };
-    if constexpr (TN <= 128) {  // few columns: weights are most of the time
-        EvenShares same = work;
-        Piece first = {int(blockIdx.x) / Parts, slabs * part / Parts, slabs * (part + 1) / Parts};
-        if (Parts == 1 && !same.next(first)) first.end = first.begin;
-        if (warpgroup > 0 && lane == 0 && first.end > first.begin) {
-            int row0, col0;
-            place(first.tile, row0, col0);
-            bring_to_l2(first_record(first, row0), min(BROUGHT, first.end - first.begin) * (RECORD * 4));
-        }
-    }
-    wait_for_launch_before();
-    let_next_launch_begin();
-    if constexpr (Cluster > 1) cluster::sync();  // both blocks have their barriers
-    else __syncthreads();
 
     if (warpgroup == 0) {
         give_registers<40>();  // together as many as at the start, 168 each
@@ -174,6 +158,7 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
         if constexpr (Parts > 1) cluster::sync();
     } else {
         take_registers<232>();
+        const int warp_row = (warpgroup - 1) * 64 + warp % 4 * 16, tiles_m16 = cdiv(M, 32) * 2;
         const u32 slots = ring + Stages * SLAB + (warpgroup - 1) * (SLOTS * STORE_SLOT);
         char* const scratch = shared + (slots - shared_address(shared)) + warp % 4 * SCRATCH;
         u32 stored = 0;  // panels of C
@@ -193,9 +178,9 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
             from += Span * RECORD;
         };
         int row0, col0;
-        auto start = [&] {
+        auto start = [&] {  // rows at or beyond Mp repeat the last tile; they are never written
             place(piece.tile, row0, col0);
-            from = first_record(piece, row0);
+            from = weights + (i64(min((row0 + warp_row) / 16, tiles_m16 - 1)) * slabs + piece.begin) * RECORD;
             fetch(0);
         };
         auto release = [&](int stage) {

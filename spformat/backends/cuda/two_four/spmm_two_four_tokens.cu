@@ -49,11 +49,6 @@ spmm_two_four_tokens(const char* __restrict__ weights, int M, int K, const T* __
         from[i] = weights + (i64(tile) * slabs + begin) * RECORD + at % RECORD;
     }
     let_next_launch_begin();
-    // The first weights of every slot, a record a lane: they are under way while B is still computed.
-    for (int i = lane; i < Slots * MT; i += 32) {
-        const int step = i / MT, tile = min(row0 / 16 + i % MT, Mp / 16 - 1);
-        if (step < steps) bring_to_l2(weights + (i64(tile) * slabs + begin + step * Warps) * RECORD, RECORD);
-    }
     wait_for_launch_before();
 
     // B: this lane's first chunk of a slab, at row (BCol: column) `across` and offset `along` there; the next ones follow LINES

@@ -13,7 +13,6 @@
 // dense columns for the tensor cores: ldmatrix takes a fragment of B from the lines that `places` names, so gathering costs
 // nothing more. A column-major B lies in the ring as it comes and is transposed, slab by slab, to lines of the warp.
 #include "spformat/cp_async.cuh"
-#include "spformat/launch_order.cuh"
 #include "spformat/ldmatrix.cuh"
 #include "spformat/mma.cuh"
 #include "spformat/staged_store.cuh"
@@ -50,17 +49,6 @@ spmm_vector_nm_tokens_tc(const Slabs s, const T* __restrict__ data, const u8* __
     const bool vector = vector_aligned(b, ldb) && (!BCol || s.columns % 8 == 0);
     const u64 policy = evict_first();
 
-    let_next_launch_begin();
-    // The lines of A of the first slab of every slot, 128 bytes a lane.
-    for (int turn = 0; turn < min(Slots, turns); ++turn) {
-        const int slab = begin + turn * Warps, kept = min(s.kept, s.W - slab * s.kept);
-        constexpr int PIECES = (LINE_A + 127) / 128;
-        for (int i = lane; i < kept * PIECES; i += 32) {
-            const i64 row = row0 + i % PIECES * 64;
-            if (row < s.pitch) bring_line_to_l2(data + (i64(slab) * s.kept + i / PIECES) * s.pitch + row);
-        }
-    }
-
     auto zero = [&](u32 from, int bytes) {
 #pragma unroll 1
         for (int at = lane * 16; at < bytes; at += 512)
@@ -74,7 +62,6 @@ spmm_vector_nm_tokens_tc(const Slabs s, const T* __restrict__ data, const u8* __
     }
     if constexpr (BCol) zero(own_lines + (s.lines - 1) * LINE_B, LINE_B);
     __syncwarp();
-    wait_for_launch_before();
 
     // A: this lane's chunk of 16 bytes, in every EVERY-th line; TURNS of them are eight lines, the period of the swizzle.
     constexpr int CHUNKS = LINE_A / 16, EVERY = 32 / CHUNKS, TURNS = 8 / EVERY;

@@ -237,9 +237,7 @@ class SpmmVectorNMTokensTensor(CudaKernel):
             )  # fmt: skip
             name = instance(tile, p, slots, share, token_sums.clustered(p, tile), b_col)
             function = jit.load(SOURCE, name, jit.architecture(p.sm or 80, ()), p.device_id, smem)
-            return Launch(
-                function, (Slabs, *"PP", *token_sums.TAIL), (shape, data, places), WARPS * 32, smem, waits=True
-            )
+            return Launch(function, (Slabs, *"PP", *token_sums.TAIL), (shape, data, places), WARPS * 32, smem)
 
         prepare, kept = token_sums.launches(p, tile, variant)
         return Prepared(prepare, str(tile), int(places.nbytes) + kept)

@@ -29,11 +29,5 @@ __device__ __forceinline__ void bring_to_l2(const void* from, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 #endif
 }
-// The same for the line of 128 bytes that holds an address.
-__device__ __forceinline__ void bring_line_to_l2(const void* from) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
-#endif
-}
 
 }  // namespace spformat
