@@ -234,12 +234,12 @@ def test_a_bias_in_a_pass_of_its_own_on_a_gpu(layout: str) -> None:
     """Again and again, in a captured graph, on other streams, after a plug-in's plan; C is NaN before."""
     import cupy
 
-    w, x, bias = weights("float16", (65, 96)), integers((40, 96), "float16", 2), integers((65,), "float16", 3)
+    w, x, bias = weights("float16", (65, 96)), integers((100, 96), "float16", 2), integers((65,), "float16", 3)
     W, B, b = sf.convert(w, "csr").to("cuda"), cupy.asarray(np.ascontiguousarray(x.T)), cupy.asarray(bias)
     other = sf.convert(2 * w, "csr").to("cuda")
     want = expected(w, x, 1, 0, None, bias).T
     twice = expected(2 * w, x, 1, 0, None, bias).T
-    C = cupy.empty((65, 40), "f2", order="C" if layout == "row" else "F")
+    C = cupy.empty((65, 100), "f2", order="C" if layout == "row" else "F")
     plan = sf.plan(W, B=B, out=C, epilogue=True)
     assert "pass of its own" in plan.tile
     second = sf.plan(other, B=B, out=C, epilogue=True)

@@ -126,6 +126,7 @@ def measure(scope: Scope, compile_ahead: Any = None) -> Iterator[Point]:
             continue
         try:
             a = cases.build(spec, xp, scope.seed)
+            a.keep_arrays()  # else kernels that take the arrays restore them after those that drop them
         except FAILURES as e:
             _note(str(spec), e)
             continue

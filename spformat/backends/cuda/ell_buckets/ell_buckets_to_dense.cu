@@ -6,7 +6,7 @@
 //   row_ids  Row[R], indices Idx[S], data T[S]   a valid ELL bucket matrix; values as unsigned words of their width
 //   tables   i64[3][buckets+1]   as ell_buckets.cuh has them; or null, then `few` holds it
 //   runs     Run[parts][M]       zeros before the first launch, which finds them; an empty one stays zero
-//   x        T[M, K]             the result, zeros where nothing is stored
+//   x        T[M, K]             the result, zeros where nothing is stored; K may be greater than the columns of the parts
 #include "spformat/ell_buckets.cuh"
 #include "spformat/expand_rows.cuh"
 #include "spformat/lower_bound.cuh"
@@ -63,7 +63,7 @@ expand_runs(const Run<Slot>* __restrict__ runs, const Idx* __restrict__ indices,
     for (int base = 0; base < live * across; base += 32 / lanes) {
         const int number = base + lane / lanes, r = number / across, part = first + number % across;
         Run<Slot> run{0, 0};
-        if (number < live * across) run = runs[part * M + row0 + r];
+        if (number < live * across && part < parts) run = runs[part * M + row0 + r];
         i64 at = run.begin;
         const i64 end = run.end;
         if (lanes == 32) {

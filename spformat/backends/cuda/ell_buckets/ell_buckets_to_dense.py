@@ -11,7 +11,7 @@ from typing import Any
 from ....arrays.library import Array, ceil_div, index_dtype, power_of_two
 from ..runtime import jit
 from ..runtime.c_types import WORDS, index_type
-from ..runtime.expansion import LINE, Target, Writer
+from ..runtime.expansion import Target, Writer
 from ..runtime.launch import Bound, Launch, finish_arrays
 from ..runtime.queue import Kernels
 from ..runtime.row_images import WARPS, cut
@@ -44,7 +44,7 @@ def ell_buckets_to_dense(a: Any, out: Array) -> None:
     if not out.size:
         return
     (M, K), parts, size = a.shape, a.column_parts, a.part_size
-    runs = runs_of(a, parts)
+    runs = runs_of(a)
     slot, idx = index_type(runs), index_type(a.indices)
     c = cut(M, K, out.itemsize)
     lanes = lanes_of(c.rows, c.width, c.segments, parts, size)
@@ -54,15 +54,13 @@ def ell_buckets_to_dense(a: Any, out: Array) -> None:
     )  # fmt: skip
 
 
-def runs_of(a: Any, parts: int) -> Array:
-    """[parts, M, 2]: in each column part of each row the first slot, and that after the last item; 0, 0 without items.
-
-    parts: those of ``a`` or more, which have no items.
-    """
+def runs_of(a: Any) -> Array:
+    """[parts, M, 2]: in each column part of each row the first slot, and that after the last item; 0, 0 without
+    items."""
     import cupy
 
     M, R = a.shape[0], a.row_ids.size
-    runs = cupy.zeros((parts, M, 2), index_dtype(a.data.size))
+    runs = cupy.zeros((a.column_parts, M, 2), index_dtype(a.data.size))
     if R:
         name = _find(index_type(a.row_ids), index_type(a.indices), index_type(runs))
         KERNELS.queue(
@@ -73,23 +71,21 @@ def runs_of(a: Any, parts: int) -> Array:
 
 
 def writer_by_runs(a: Any, target: Target) -> Writer:
-    """The launches that write ``a`` [M, K] as a dense matrix whose rows are at most ``LINE`` bytes longer than K."""
-    itemsize, size = a.data.dtype.itemsize, a.part_size
-    (M, K), a_parts = a.shape, a.column_parts
-    parts = max(a_parts, ceil_div(K + LINE // itemsize, size))  # padding behind K is in parts without items
+    """The launches that write ``a`` [M, K] as a dense matrix, whose rows may be longer than K."""
+    itemsize, size, M, parts = a.data.dtype.itemsize, a.part_size, a.shape[0], a.column_parts
 
     def build() -> Array:
-        runs = runs_of(a, parts)
+        runs = runs_of(a)
         finish_arrays()  # synchronize!
         return runs
 
-    runs = a.kernel_arrays(("runs", parts), build)
+    runs = a.kernel_arrays("runs", build)
     function = jit.load(SOURCE, _expand(itemsize, index_type(a.indices), index_type(runs)), *target)
     launch = Launch(function, "PPPqqiqPqiii", (runs, a.indices, a.data, M), 32 * WARPS)
 
     def launches(x: int, ld: int, stream: int) -> list[Bound]:
         c = cut(M, ld, itemsize)
-        lanes = lanes_of(c.rows, c.width, c.segments, a_parts, size)
+        lanes = lanes_of(c.rows, c.width, c.segments, parts, size)
         return [launch.bind((c.blocks, 1, 1), stream, ld, parts, size, x, c.segments, c.width, c.rows, lanes)]
 
     return launches
