@@ -38,7 +38,7 @@ def peak_bytes(work: Callable[[], Any], mapped: int) -> int:
     gc.collect()  # models of before, whose end would count against what is allocated here
     tracemalloc.start()
     try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
             work()
         _, others = tracemalloc.get_traced_memory()
     finally:
