@@ -15,7 +15,7 @@ from spformat.backends.cuda.runtime.copy_lines import CopyLines, copy_of
 from spformat.backends.cuda.runtime.kernel import column_class
 from spformat.dispatch.copied_operands import KERNEL, Layouts
 from spformat.preprocess import masks
-from spformat.products.ideal import alignment, b_alignment
+from spformat.products.ideal import alignment, b_alignment, library_alignment
 from spformat.products.problem import Operand, Problem, alignment_of
 from spformat.products.tiles import forced
 
@@ -68,10 +68,19 @@ def test_a_changed_problem_keeps_the_alignment_of_its_lines() -> None:
     assert (turned.operands[1].alignment, turned.out.alignment) == (0, 4)
 
 
-def test_lines_that_are_aligned_for_any_number_of_columns_get_tiles_of_a_multiple_of_eight() -> None:
-    aligned = problem(8, b_alignment=16, out_alignment=16)
-    assert [column_class(n, problem(8)) for n in (1, 2, 8, 333)] == [1, 7, 8, 335]
+def test_lines_whose_length_and_alignment_no_number_of_columns_changes_get_tiles_of_a_multiple_of_eight() -> None:
+    aligned = problem(8, "col", "col", b_alignment=16, out_alignment=16)
     assert [column_class(n, aligned) for n in (1, 2, 8, 333)] == [1, 8, 8, 336]
+    for p in (problem(8), problem(8, b_alignment=16, out_alignment=16), problem(8, "col", "col")):
+        assert [column_class(n, p) for n in (1, 2, 8, 333)] == [1, 7, 8, 335]
+
+
+def test_libraries_choose_kernels_by_the_length_of_lines_too() -> None:
+    assert library_alignment(problem(333, b_alignment=16, out_alignment=16)) == 2
+    assert library_alignment(problem(332, "col", "row", out_alignment=16)) == 8
+    assert library_alignment(problem(336, b_alignment=4)) == 4
+    assert library_alignment(problem(333, "col", "col")) == 16
+    assert library_alignment(problem(1)) == 16
 
 
 # ------------------------------------------------------------------ the choice, without a GPU
@@ -88,6 +97,23 @@ def test_unaligned_rows_are_copied(fmt: str, n: int) -> None:
     assert trace.expected_us is not None
     assert aligned.expected_us is not None
     assert trace.expected_us <= 1.5 * aligned.expected_us + 10
+
+
+@pytest.mark.parametrize("fmt", ["csr", "sr-bcrs", "bitmask", "two-four", "dense"])
+@pytest.mark.parametrize(("b", "out"), LAYOUTS)
+@pytest.mark.parametrize(
+    "pitch", [{}, {"b_alignment": 16}, {"out_alignment": 16}, {"b_alignment": 16, "out_alignment": 16}]
+)
+def test_odd_columns_cost_a_copy_and_no_slow_kernel_of_a_library(
+    fmt: str, b: str, out: str, pitch: dict[str, int]
+) -> None:
+    """In every layout, also where lines that start on 16 bytes are no multiple of 16 bytes long."""
+    params = {"csr": (), "sr-bcrs": (("vector_length", 8), ("stride", 16))}.get(fmt, ())
+    stored = 4096 * 11008 if fmt == "dense" else 4096 * 5504
+    aligned, odd = (problem(n, b, out, fmt, **pitch).changed(params=params, nnz=stored) for n in (1776, 1771))
+    chosen = sf.explain(odd)
+    assert chosen.expected_us is not None
+    assert chosen.expected_us <= 1.35 * (sf.explain(aligned).expected_us or 0) + 10, chosen.chosen
 
 
 @pytest.mark.parametrize("layout", ["row", "col"])
@@ -109,6 +135,12 @@ def test_only_layouts_that_copy_something_are_tried() -> None:
         Layouts("row", "row", True, True),
         Layouts("col", "col", False, True),
     ]
+    assert KERNEL.options(problem(333, b_alignment=16, out_alignment=16)) == [Layouts("row", "row", True, True)]
+    assert KERNEL.options(problem(333, b_alignment=16)) == [
+        Layouts("row", "row", False, True),
+        Layouts("col", "col", True, True),
+        Layouts("row", "row", True, True),
+    ]
     assert KERNEL.options(problem(1)) == []
 
 
@@ -119,6 +151,24 @@ def test_lines_of_c_that_start_anywhere_have_a_price() -> None:
     aligned = {a.kernel: a.expected_us for a in sf.explain(p.changed(out_alignment=16)).answers if a}
     assert {"cuda.spmm_bsr", "cuda.spmm_bsr_sm90a", "cuda.spmm_bsr_stream_sm90a"} <= prices.keys()
     assert all(us > aligned[name] for name, us in prices.items())
+
+
+@pytest.mark.parametrize(("fmt", "name"), [("bitmask", "cuda.expand_then_dense"), ("dense", "vendor.cublas_gemm")])
+@pytest.mark.parametrize(("b", "out"), [x for x in LAYOUTS if "row" in x])
+def test_rows_of_an_odd_length_have_the_price_of_lines_that_start_anywhere(
+    fmt: str, name: str, b: str, out: str
+) -> None:
+    """Without one, cuBLAS was chosen for 4096 x 11008 with 1771 columns, a col-major B and a C copied to aligned rows:
+    1963 us instead of 273 on an H200."""
+    odd, whole = (
+        {
+            a.kernel: a.expected_us
+            for a in sf.explain(problem(n, b, out, fmt, b_alignment=16, out_alignment=16)).answers
+            if a
+        }
+        for n in (1771, 1776)
+    )
+    assert odd[name] > 3 * whole[name]
 
 
 def test_copies_are_refused_where_no_workspace_is_allowed() -> None:
@@ -175,7 +225,7 @@ def test_products_with_copies_are_exact(cp: Any, spec: str, dtype: str) -> None:
     elif spec != "dense":
         x = np.where(np.kron(rng.random((9, 17)) < 0.4, np.ones((16, 16), bool))[:131, :260], x, x.dtype.type(0))
     A = sf.convert(x, spec).to("cuda")
-    for (b, c), (n, pad) in itertools.product(LAYOUTS, ((2, 3), (17, 0), (333, 3))):
+    for (b, c), (n, pad) in itertools.product(LAYOUTS, ((2, 3), (17, 0), (333, 3), (13, 3))):
         for a, matrix in ((A, x), (A.T, x.T)):
             wanted = matrix.astype(np.float64) @ (B := rng.integers(-2, 3, (matrix.shape[1], n))).astype(np.float64)
             B = on_device(cp, B.astype(x.dtype), b, pad)

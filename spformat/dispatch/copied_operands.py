@@ -76,6 +76,8 @@ class CopiedOperands(Kernel):
         tried = [Layouts(b, c, b != p.b_layout or not own_b, c != p.out_layout or not own_c) for b, c in pairs]
         if not (own_b or own_c):  # B alone: kernels store lines of C that start anywhere at little more cost
             tried += [Layouts(b, p.out_layout, True, False) for b in dict.fromkeys((p.b_layout, COL))]
+        if p.n % PITCH:  # copies of both have a multiple of eight columns, though the operands' own lines be aligned
+            tried.append(Layouts(ROW, ROW, True, True))
         return [x for x in dict.fromkeys(tried) if x.copies_b or x.copies_out]
 
     def problem(self, p: Problem, x: Layouts) -> Problem:
@@ -138,7 +140,10 @@ class CopiedOperands(Kernel):
             q = self.problem(fitted, layouts)
             inner = plan_with(choose(q, without=self.name), a, q)
             text = f"{layouts}: {inner.kernel} {inner.tile}".strip()
-            return with_copies(self.name, inner, fitted, text, purpose, self.workspace_bytes(fitted))
+            return with_copies(
+                self.name, inner, fitted, text, purpose, self.workspace_bytes(fitted),
+                copies_b=layouts.copies_b, copies_c=layouts.copies_out,
+            )  # fmt: skip
 
         @functools.lru_cache(maxsize=FITTED)
         def fitted(n: int) -> Plan:

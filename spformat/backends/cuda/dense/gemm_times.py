@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....products.ideal import alignment, arithmetic, ceil_div, memory_us, operands_bytes, product_us
+from ....products.ideal import arithmetic, ceil_div, library_alignment, memory_us, operands_bytes, product_us
 from ....products.kernel import Kernel
 from ....products.problem import Problem, itemsize
 from ....products.roofline import Device
@@ -29,10 +29,11 @@ class Gemm(Kernel):
     def variant(self, p: Problem, tile: Any) -> tuple[str, ...]:
         """By value type, and by how the lines of B and C are aligned.
 
-        Lines that do not start on 16-byte boundaries take the library to kernels that are up to ten times slower.
+        Lines that do not start on 16-byte boundaries, or are no multiple of 16 bytes long, take the library to kernels
+        that are up to ten times slower.
         """
         kind = "16-bit" if itemsize(p.a_dtype) == 2 else p.a_dtype
-        return f"{kind}, lines on {alignment(p)} bytes", kind
+        return f"{kind}, lines on {library_alignment(p)} bytes", kind
 
     def quantities(self, p: Problem, tile: Any, device: Device) -> tuple[float, ...]:
         """Ideal microseconds of each of ``terms``.

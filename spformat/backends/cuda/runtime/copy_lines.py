@@ -75,18 +75,17 @@ def copy_of(rows: int, size: int, source: str, target: str, p: Problem, fills: b
     return same
 
 
-def with_copies(name: str, plan: Plan, p: Problem, tile: str, purpose: str, workspace: int) -> Plan:
+def with_copies(
+    name: str, plan: Plan, p: Problem, tile: str, purpose: str, workspace: int, *, copies_b: bool, copies_c: bool
+) -> Plan:
     """A plan for ``p`` from one for a problem whose B, C or both have other layouts or aligned lines.
 
-    What the inner problem has in common with ``p`` (layout and alignment of B, of C) is not copied. If both are copied
-    to rows, the inner product has the columns behind N up to a multiple of ``PITCH`` as well. Those of B are zero: what
-    memory held before may be infinite, and kernels compute sums that are not finite again, one by one. Those of C are
-    not copied back. The copies lie in
-    memory that plans share for ``purpose``: at most ``workspace`` bytes of it.
+    If both are copied to rows, the inner product has the columns behind N up to a multiple of ``PITCH`` as well. Those
+    of B are zero: what memory held before may be infinite, and kernels compute sums that are not finite again, one by
+    one. Those of C are not copied back. The copies lie in memory that plans share for ``purpose``: at most
+    ``workspace`` bytes of it.
     """
     q, inner = plan.problem, launches_of(plan)
-    copies_b = _lines(p, "b") != _lines(q, "b")
-    copies_c = _lines(p, "out") != _lines(q, "out")
     b_size, c_size = itemsize(p.b_dtype), itemsize(q.out_dtype)
     copy_b = copy_of(p.inner, b_size, p.b_layout, q.b_layout, p, fills=True) if copies_b else None
     copy_c = copy_of(p.rows, c_size, q.out_layout, p.out_layout, p) if copies_c else None
@@ -107,11 +106,6 @@ def with_copies(name: str, plan: Plan, p: Problem, tile: str, purpose: str, work
         return one_after_another([*before, *inner(moved), *after])
 
     return device_plan(name, p, prepare, tile, workspace + plan.workspace, plan.reads or nothing)
-
-
-def _lines(p: Problem, which: str) -> tuple[str, int]:
-    operand = p.out if which == "out" else p.operands[1]
-    return operand.layout, operand.alignment
 
 
 def _room(rows: int, n: int, layout: str, size: int) -> tuple[int, int]:

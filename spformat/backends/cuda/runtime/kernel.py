@@ -9,7 +9,7 @@ from ....arrays.library import round_up
 from ....products.ideal import b_alignment
 from ....products.kernel import Kernel
 from ....products.plan import MemoryOf, Plan
-from ....products.problem import Problem
+from ....products.problem import ROW, Problem
 from .device_plan import device_plan
 from .launch import Library, Operands, Prepare
 from .scratch import captured
@@ -32,11 +32,12 @@ class Prepared(NamedTuple):
 
 def column_class(n: int, p: Problem) -> int:
     """The number of columns whose tile n columns take: n itself where it is 1 or a multiple of ``COLUMN_STEP``, else
-    the next multiple where the lines of ``p`` are aligned for any N, and the number below it where they are not. So
-    tiles are chosen for lines of the alignment that they meet."""
+    the number below the next multiple; that multiple where nothing about the lines of ``p`` depends on N, as both
+    operands are column-major with an alignment of their own. So tiles are chosen for lines as those that they meet."""
     if n == 1 or n % COLUMN_STEP == 0:
         return n
-    return round_up(n, COLUMN_STEP) - (p.operands[1].alignment == 0 or p.out.alignment == 0)
+    depends = any(x.alignment == 0 or x.layout == ROW for x in (p.operands[1], p.out))
+    return round_up(n, COLUMN_STEP) - depends
 
 
 class CudaKernel(Kernel):
