@@ -11,12 +11,12 @@ from test_kernels import Guarded, on_device
 
 import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES
-from spformat.backends.cuda.runtime.copy_lines import CopyLines, copy_of
+from spformat.backends.cuda.runtime.copy_lines import CopyLines, _room, copy_of
 from spformat.backends.cuda.runtime.kernel import column_class
 from spformat.dispatch.copied_operands import KERNEL, Layouts
 from spformat.preprocess import masks
 from spformat.products.ideal import alignment, b_alignment, library_alignment
-from spformat.products.problem import Operand, Problem, alignment_of
+from spformat.products.problem import Operand, Problem, alignment_of, itemsize, pitch_of
 from spformat.products.tiles import forced
 
 LAYOUTS = tuple(itertools.product(("row", "col"), repeat=2))
@@ -169,6 +169,23 @@ def test_rows_of_an_odd_length_have_the_price_of_lines_that_start_anywhere(
         for n in (1771, 1776)
     )
     assert odd[name] > 3 * whole[name]
+
+
+def test_lines_of_copies_start_on_cache_lines_unless_they_are_short() -> None:
+    assert [pitch_of(n, 2) for n in (0, 1, 8, 9, 32, 33, 64, 65, 333)] == [0, 8, 8, 16, 32, 64, 64, 128, 384]
+    assert [pitch_of(n, 8) for n in (1, 2, 8, 9, 17)] == [8, 8, 8, 16, 32]
+    assert all(pitch_of(n, size) >= -(-n // 8) * 8 for n in range(1, 99) for size in (1, 2, 4, 8)), (
+        "room for whole eights"
+    )
+
+
+@pytest.mark.parametrize("n", [2, 31, 33, 333, 4097])
+def test_the_workspace_is_enough_for_copies_in_every_layout(n: int) -> None:
+    for fmt, dtype in (("two-four", "bfloat16"), ("csr", "float64")):
+        p = problem(n, fmt=fmt).changed(M=77, K=45, a_dtype=dtype, b_dtype=dtype, out_dtype=dtype)
+        for b, c in LAYOUTS:
+            room = _room(p.inner, n, b, itemsize(dtype))[1] + _room(p.rows, n, c, itemsize(dtype))[1]
+            assert room <= KERNEL.workspace_bytes(p), (fmt, b, c)
 
 
 def test_copies_are_refused_where_no_workspace_is_allowed() -> None:

@@ -19,7 +19,7 @@ from ..products import rates, tiles
 from ..products.ideal import b_alignment, memory_us, out_alignment
 from ..products.kernel import Best, Kernel, spmm_of, tile_us
 from ..products.plan import Plan, nothing
-from ..products.problem import COL, LINE, PITCH, ROW, Problem, itemsize
+from ..products.problem import COL, LINE, PITCH, ROW, Problem, itemsize, pitch_of
 from ..products.roofline import Device, device_of
 from .plans import depth, plan_with
 from .select import Explanation, ask, choose, installed_only
@@ -163,9 +163,12 @@ class CopiedOperands(Kernel):
 
 
 def _copy_bytes(p: Problem) -> int:
-    """Bytes of B and C with both extents rounded up to eight values, and each buffer to 256 bytes."""
-    n = p.n + 8
-    return n * ((p.inner + 8) * itemsize(p.b_dtype) + (p.rows + 8) * itemsize(p.out_dtype)) + 512
+    """The most bytes of copies of B and C, in any layouts; each buffer is rounded up to 256 bytes."""
+
+    def most(rows: int, size: int) -> int:
+        return size * max(rows * pitch_of(p.n, size), round_up(p.n, PITCH) * pitch_of(rows, size)) + 256
+
+    return most(p.inner, itemsize(p.b_dtype)) + most(p.rows, itemsize(p.out_dtype))
 
 
 class Copied(NamedTuple):

@@ -154,7 +154,19 @@ def layout_of(x: Any) -> str:
 LINE = 16
 """Bytes that a thread, or the copy engine, loads at once where the lines of an operand start on such boundaries."""
 PITCH = 8
-"""Values that the distance between lines of a copy is a multiple of: lines of 16-bit values start on 16 bytes."""
+"""Copies of both operands have a multiple of so many columns: rows of 16-bit values are whole units of 16 bytes."""
+CACHE_LINE = 128
+"""Bytes of a line of the L2 cache of a GPU."""
+
+
+def pitch_of(along: int, size: int) -> int:
+    """Elements between lines of a copy whose lines have ``along`` elements of ``size`` bytes.
+
+    Lines start on 16 bytes and have room for a multiple of ``PITCH`` columns. Those of more than half a cache line
+    start on cache lines: a box of the copy engine then lies in whole ones.
+    """
+    unit = CACHE_LINE // size if 2 * along * size > CACHE_LINE else max(PITCH, LINE // size)
+    return -(-along // unit) * unit
 
 
 def alignment_of(x: Any) -> int:

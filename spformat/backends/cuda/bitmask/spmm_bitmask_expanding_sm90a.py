@@ -14,7 +14,7 @@ from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div, round_up
 from ....products.ideal import b_alignment, memory_us
 from ....products.kernel import reasons, spmm_of
-from ....products.problem import COL, LINE, Problem, itemsize
+from ....products.problem import COL, LINE, Problem, itemsize, pitch_of
 from ....products.roofline import Device, device_of
 from ..runtime import expanding, jit, tensor_map
 from ..runtime.copy_lines import Copy, copy_of
@@ -31,8 +31,6 @@ MOST_STAGES = 6
 """Steps in shared memory at most."""
 SHARED = 226 << 10
 """Bytes of shared memory of a multiprocessor that blocks may have, what each needs beside it left out."""
-ALIGNED = 8
-"""Elements: lines of a copy of B start at multiples of so many."""
 
 
 class Extents(ctypes.Structure):
@@ -168,7 +166,7 @@ class SpmmBitmaskExpanding(CudaKernel):
             b, ldb = o.b, o.ldb
             if not tensor_map.aligned(b, ldb, 2):
                 lines, along = (o.n, p.K) if b_col else (p.K, o.n)
-                ldb = round_up(along, ALIGNED)
+                ldb = pitch_of(along, 2)
                 b = room_for_b.buffer(o.stream, lines * ldb * 2)
                 calls = [copy()(o.stream, o.b, b, o.n, o.ldb, ldb)]
             rest = expanding.tail(o, p, tile, tile.parts, b, ldb, b_col)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from ....arrays.library import ceil_div, round_up
 from ....products.plan import Plan, nothing
-from ....products.problem import COL, PITCH, ROW, Problem, itemsize
+from ....products.problem import COL, PITCH, ROW, Problem, itemsize, pitch_of
 from . import jit
 from .c_types import WORDS
 from .device_plan import device_plan
@@ -111,5 +111,5 @@ def with_copies(
 def _room(rows: int, n: int, layout: str, size: int) -> tuple[int, int]:
     """Distance between the lines of a copy of a matrix [rows, n], in elements; bytes of the copy."""
     lines, along = (n, rows) if layout == COL else (rows, n)
-    pitch = round_up(along, PITCH)
+    pitch = pitch_of(along, size)
     return pitch, round_up(lines * pitch * size, 256)

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from ....arrays.library import BOUNDARY, ceil_div, round_up
 from ....errors import InternalError, LimitError
 from ....products.kernel import reasons
-from ....products.problem import COL, ROW, Problem
+from ....products.problem import COL, ROW, Problem, pitch_of
 from ....products.roofline import shared_limit
 from ..runtime import jit, launch, refusals
 from ..runtime.copy_lines import copy_of
@@ -59,7 +59,7 @@ class AlignedRows:
         size = self._size
         if not self._col and x.b % 16 == 0 and x.ldb * size % 16 == 0 and x.ldb * size < _PITCH_MAX:
             return [], x.b, x.ldb * size
-        pitch = round_up(x.n, 16 // size)
+        pitch = pitch_of(x.n, size)
         if pitch * size >= _PITCH_MAX:
             raise LimitError(f"B: a row of {x.n:,} columns passes 2 GiB; multiply fewer columns at a time")
         if self._rows == 0:
