@@ -20,7 +20,7 @@ from spformat.errors import UsageError
 from spformat.measure import calibration_cases, calibration_fit
 from spformat.measure.calibration_points import Point
 from spformat.products import rates, roofline, tiles
-from spformat.products.kernel import Kernel
+from spformat.products.kernel import Kernel, tile_us
 from spformat.products.problem import COL, ROW, Problem
 
 P = Problem.product(
@@ -82,6 +82,25 @@ def test_twice_the_columns_never_take_much_less(p: Problem) -> None:
     for k in accepting(p):
         if not k.unsupported(p.changed(n=2 * p.n)):
             assert k.expected_us(p.changed(n=2 * p.n)) > 0.9 * k.expected_us(p), k.name
+
+
+def test_no_tile_promises_more_than_the_peak() -> None:
+    """128x256x64 has 12 blocks here: it was expected to take 25 us on an H100, and took 60."""
+    p = Problem.product("two-four", (), 1536, 8960, 240, 1536 * 4480, *["bfloat16"] * 3, device="cuda", sm=90)
+    tried = 0
+    for n, params in itertools.product(
+        (1, 24, 240, 4096), (p, p.changed(format="bsr", params=(("blocksize", (32, 32)),)))
+    ):
+        q = params.changed(n=n)
+        device = roofline.device_of(q)
+        for k in accepting(q):
+            known = rates.constants(k.name, k.terms, q)
+            if known is not None and "products" in k.terms:
+                for tile in k.options(q):
+                    least = k.quantities(q, tile, device)[k.terms.index("products")]
+                    assert tile_us(k, q, tile, device, known) >= least, (k.name, str(tile))
+                    tried += 1
+    assert tried > 100
 
 
 def test_explain_sorts_by_the_expected_times_and_names_their_source() -> None:

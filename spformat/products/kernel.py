@@ -118,11 +118,22 @@ class Best(NamedTuple):
 
 
 def tile_us(kernel: Kernel, p: Problem, tile: Any, device: roofline.Device, known: rates.Constants | None) -> float:
-    """Microseconds that a kernel expects to take with a tile; without constants, the sum of the ideal times."""
+    """Microseconds that a kernel expects to take with a tile; without constants, the sum of the ideal times.
+
+    On a GPU never less than its products take at the peak: constants that were fitted to many tiles may promise less
+    for a few, which leave most multiprocessors without work.
+    """
     quantities = kernel.quantities(p, tile, device)
     if known is None:
         return sum(quantities)
-    return math.fsum(map(operator.mul, known.of(kernel.variant(p, tile)), quantities))
+    us = math.fsum(map(operator.mul, known.of(kernel.variant(p, tile)), quantities))
+    if p.device == "cuda" and PRODUCTS in kernel.terms:
+        us = max(us, quantities[kernel.terms.index(PRODUCTS)])
+    return us
+
+
+PRODUCTS = "products"
+"""The term of ``Kernel.terms`` that is the time of the multiplications of the busiest multiprocessor at its peak."""
 
 
 @functools.lru_cache(maxsize=8192)
