@@ -26,6 +26,8 @@ from torch.profiler import ProfilerActivity, profile  # noqa: E402
 from spformat.hf.quantizer import SpformatQuantizer  # noqa: E402
 from spformat.torch import SparseLinear  # noqa: E402
 
+pytestmark = pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # of torch 2.11
+
 SLACK = 512 << 10
 """Bytes of Python's objects: names, headers, modules."""
 
@@ -38,7 +40,7 @@ def peak_bytes(work: Callable[[], Any], mapped: int) -> int:
     gc.collect()  # models of before, whose end would count against what is allocated here
     tracemalloc.start()
     try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             work()
         _, others = tracemalloc.get_traced_memory()
     finally:
