@@ -225,7 +225,8 @@ def test_a_shard_ends_at_the_next_tensor_after_an_interrupt(tmp_path: Path, monk
     with pytest.raises(KeyboardInterrupt):
         convert_checkpoint(source, tmp_path / "out", recipe)
     assert watched[0]._stopped.is_set()
-    left = sorted(p.name for p in (tmp_path / "out").iterdir())
+    # Where no shard was finished yet, the folder is gone.
+    left = sorted(p.name for p in (tmp_path / "out").glob("*"))
     assert not [name for name in left if name.endswith(".tmp")]
     assert "spformat-00002-of-00003.safetensors" not in left
     monkeypatch.undo()
