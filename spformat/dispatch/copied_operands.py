@@ -42,6 +42,10 @@ class Layouts(NamedTuple):
         return f"copies of {' and '.join(copied)}"
 
 
+BOTH_TO_ROWS = Layouts(ROW, ROW, True, True)
+"""The product between the copies then has a multiple of ``PITCH`` columns."""
+
+
 class CopiedOperands(Kernel):
     """The fastest other kernel for the same product with B, C or both in another layout, or with aligned lines."""
 
@@ -76,8 +80,10 @@ class CopiedOperands(Kernel):
         tried = [Layouts(b, c, b != p.b_layout or not own_b, c != p.out_layout or not own_c) for b, c in pairs]
         if not (own_b or own_c):  # B alone: kernels store lines of C that start anywhere at little more cost
             tried += [Layouts(b, p.out_layout, True, False) for b in dict.fromkeys((p.b_layout, COL))]
-        if p.n % PITCH:  # copies of both have a multiple of eight columns, though the operands' own lines be aligned
-            tried.append(Layouts(ROW, ROW, True, True))
+        if (
+            p.n % PITCH
+        ):  # only copies have room for a multiple of eight columns, even if the operands' lines are aligned
+            tried.append(BOTH_TO_ROWS)
         return [x for x in dict.fromkeys(tried) if x.copies_b or x.copies_out]
 
     def problem(self, p: Problem, x: Layouts) -> Problem:
@@ -87,7 +93,7 @@ class CopiedOperands(Kernel):
         number of columns cuBLAS is up to five times slower.
         """
         return p.changed(
-            n=round_up(p.n, PITCH) if x == Layouts(ROW, ROW, True, True) else p.n,
+            n=round_up(p.n, PITCH) if x == BOTH_TO_ROWS else p.n,
             workspace=max(0, p.workspace - self.workspace_bytes(p)),
             b_layout=x.b, out_layout=x.out, b_alignment=LINE if x.copies_b else p.operands[1].alignment,
             out_alignment=LINE if x.copies_out else p.out.alignment,

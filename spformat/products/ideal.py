@@ -148,9 +148,10 @@ def alignment(p: Problem) -> int:
 
 
 def library_alignment(p: Problem) -> int:
-    """``alignment``, or that of the bytes of a line of values where it is less: what libraries choose kernels by.
+    """What cuBLAS chooses a kernel by: ``alignment``, or the largest of 16, 8, 4, .. bytes that divides the length of
+    each line of B and C, whichever is less.
 
-    cuBLAS takes as long for rows of 1001 values that start on 16 bytes as for rows that start anywhere.
+    So rows of 1001 values take as long if they start on 16 bytes as if they start anywhere.
     """
     if p.n == 1:
         return LINE

@@ -117,6 +117,10 @@ class Best(NamedTuple):
     tile: Any
 
 
+PRODUCTS = "products"
+"""The term of ``Kernel.terms`` that is the least time of the multiplications, at the peak of the device."""
+
+
 def tile_us(kernel: Kernel, p: Problem, tile: Any, device: roofline.Device, known: rates.Constants | None) -> float:
     """Microseconds that a kernel expects to take with a tile; without constants, the sum of the ideal times.
 
@@ -130,10 +134,6 @@ def tile_us(kernel: Kernel, p: Problem, tile: Any, device: roofline.Device, know
     if p.device == "cuda" and PRODUCTS in kernel.terms:
         us = max(us, quantities[kernel.terms.index(PRODUCTS)])
     return us
-
-
-PRODUCTS = "products"
-"""The term of ``Kernel.terms`` that is the time of the multiplications of the busiest multiprocessor at its peak."""
 
 
 @functools.lru_cache(maxsize=8192)

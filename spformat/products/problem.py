@@ -12,7 +12,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from ..arrays.dtypes import VALUE_TYPES, value_type
-from ..arrays.library import device_of, namespace
+from ..arrays.library import device_of, namespace, round_up
 from ..errors import UsageError
 from ..formats.base import Format
 from ..formats.hooks import Counts
@@ -165,8 +165,7 @@ def pitch_of(along: int, size: int) -> int:
     Lines start on 16 bytes and have room for a multiple of ``PITCH`` columns. Those of more than half a cache line
     start on cache lines: a box of the copy engine then lies in whole ones.
     """
-    unit = CACHE_LINE // size if 2 * along * size > CACHE_LINE else max(PITCH, LINE // size)
-    return -(-along // unit) * unit
+    return round_up(along, CACHE_LINE // size if 2 * along * size > CACHE_LINE else max(PITCH, LINE // size))
 
 
 def alignment_of(x: Any) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ....arrays.library import round_up
-from ....products.problem import Problem
+from ....products.problem import CACHE_LINE, Problem
 from . import jit
 from .launch import Bound
 
@@ -17,8 +17,8 @@ Columns K .. ld-1 may be written (with zeros) or left as they are. A writer keep
 never the Format.
 """
 
-UNIT, LINE = 16, 128
-"""Bytes of a vector store and of a cache line."""
+UNIT = 16
+"""Bytes of a vector store."""
 ENOUGH = 16384
 """Warps that keep every multiprocessor of a large GPU busy for several rounds. More warps only add their own cost."""
 
@@ -37,5 +37,5 @@ class Target(NamedTuple):
 
 def leading_dimension(K: int, itemsize: int) -> int:
     """Elements between rows of a dense copy of [M, K]: rows start on 16 bytes, long ones on cache lines."""
-    align = (LINE if K * itemsize >= 8 * LINE else UNIT) // itemsize
+    align = (CACHE_LINE if K * itemsize >= 8 * CACHE_LINE else UNIT) // itemsize
     return round_up(max(1, K), align)

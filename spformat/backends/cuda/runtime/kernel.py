@@ -31,9 +31,12 @@ class Prepared(NamedTuple):
 
 
 def column_class(n: int, p: Problem) -> int:
-    """The number of columns whose tile n columns take: n itself where it is 1 or a multiple of ``COLUMN_STEP``, else
-    the number below the next multiple; that multiple where nothing about the lines of ``p`` depends on N, as both
-    operands are column-major with an alignment of their own. So tiles are chosen for lines as those that they meet."""
+    """The number of columns for which a tile is chosen where there are n.
+
+    n itself if it is 1 or a multiple of ``COLUMN_STEP``. Else one less than the next multiple, so that the lines of B
+    and C are as badly aligned as those of n columns. If neither the length nor the alignment of any line depends on N
+    (both operands are column-major, with alignments of their own), the next multiple.
+    """
     if n == 1 or n % COLUMN_STEP == 0:
         return n
     depends = any(x.alignment == 0 or x.layout == ROW for x in (p.operands[1], p.out))
