@@ -68,7 +68,7 @@ def test_a_changed_problem_keeps_the_alignment_of_its_lines() -> None:
     assert (turned.operands[1].alignment, turned.out.alignment) == (0, 4)
 
 
-def test_lines_whose_length_and_alignment_no_number_of_columns_changes_get_tiles_of_a_multiple_of_eight() -> None:
+def test_tiles_are_chosen_for_an_odd_number_of_columns_unless_no_line_depends_on_it() -> None:
     aligned = problem(8, "col", "col", b_alignment=16, out_alignment=16)
     assert [column_class(n, aligned) for n in (1, 2, 8, 333)] == [1, 8, 8, 336]
     for p in (problem(8), problem(8, b_alignment=16, out_alignment=16), problem(8, "col", "col")):

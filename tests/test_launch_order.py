@@ -125,4 +125,6 @@ def test_a_product_takes_what_is_written_late(
 def test_every_waiting_kernel_is_tried() -> None:
     names = {k.name.removeprefix("cuda.") for k in WAIT}
     assert names == {name for name in WAITING if re.match("spmm_", name)}, "the others copy operands"
+    formats = {name for k in WAIT for operation, name in k.takes if operation == "spmm"}
+    assert formats >= {"two-four", "vector-nm", "bitmask", "bsr", "dbsr"}
     assert len(names) >= 10
