@@ -137,7 +137,7 @@ PLANTED = """
 from emulator import stand_in
 from emulator.planted import plant, three_runs
 
-planted = plant({old!r}, {new!r}, source="csr/spmm_csr_tokens.cu")
+planted = plant({old!r}, {new!r}, source="csr/spmm_csr_tokens.cu", header="spformat/column_panel.cuh")
 stand_in.install(90)
 import numpy as np
 from exact import equal, product

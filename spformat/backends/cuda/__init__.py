@@ -21,6 +21,7 @@ from .bsr import (
 from .csr.spmm_csr import SpmmCSR
 from .csr.spmm_csr_tc import SpmmCSRTensor
 from .csr.spmm_csr_tokens import SpmmCSRTokens
+from .csr.spmm_csr_vector import SpmmCSRVector
 from .dense.expand_then_dense import ExpandThenDense
 from .ell_buckets.spmm_ell_buckets import SpmmELLBuckets
 from .runtime.kernel import CudaKernel
@@ -76,6 +77,7 @@ KERNELS: tuple[CudaKernel, ...] = (
     SpmmSum(),
     SpmmTwoFourShares(),
     SpmmCSRTokens(),
+    SpmmCSRVector(),
     SpmmSumRows(),
 )
 """One line per kernel. Of kernels that expect the same time, the first is chosen."""

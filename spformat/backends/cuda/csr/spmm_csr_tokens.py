@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from typing import Any
 
-from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div, power_of_two
 from ....products.ideal import INDEX, cache_us, plain_arithmetic, product_us, rounds, traffic_us
-from ....products.kernel import reasons, spmm_of
-from ....products.problem import COL, Problem, itemsize
-from ....products.roofline import Device, device_of, shared_limit
-from ..runtime import jit
-from ..runtime.kernel import CudaKernel, Prepared
-from ..runtime.launch import MAX_GRID_Y, Bound, Launch, Operands
-from ..runtime.row_work import GROUP, BinTable, bin_table, row_gather_reasons, rows_by_length
-from ..runtime.scratch import Scratch
+from ....products.problem import Problem, itemsize
+from ....products.roofline import Device, shared_limit
+from ..runtime.row_work import GROUP
 from ..runtime.token_sums import room
+from .column_panels import ColumnPanels, smem
 
 MAX_COLS = 64
 WIDEST = 32
 """Most columns of B that are in shared memory at a time."""
 LOADS = 8
 """Items of a slot whose loads are in flight together."""
-PREFETCHED = 32 << 20
-"""Bytes of A up to which all of it is asked for in L2 at the start."""
 SHAPES = ((256, 8), (256, 16), (512, 8), (512, 16), (512, 32))
 """Threads of a block, and items that a slot gets; tiles are compared for each."""
 
@@ -46,17 +37,17 @@ class Tile:
         return self.threads // self.lanes
 
     @property
+    def tasks(self) -> int:
+        """Tasks of a block at a time: its slots share one."""
+        return 1
+
+    @property
     def blocks(self) -> int:
         """Blocks on a multiprocessor that the registers allow."""
         return 512 // self.threads
 
     def __str__(self) -> str:
         return f"{self.columns} columns, {self.threads} threads, fill {self.fill}"
-
-
-def smem(columns: int, p: Problem) -> int:
-    """bytes: ``columns`` columns of B."""
-    return p.K * columns * itemsize(p.a_dtype)
 
 
 def static_smem(columns: int, threads: int, p: Problem) -> int:
@@ -72,25 +63,14 @@ def tile(columns: int, threads: int, fill: int, p: Problem) -> Tile | None:
     return Tile(columns, lanes, threads, fill, fits[-1]) if fits else None
 
 
-class SpmmCSRTokens(CudaKernel):
-    """``out = alpha * A @ B + beta * out + bias`` for CSR and N <= 64. B and C are read and written where they lie.
-
-    Sums are float32 (float64 for float64), in a fixed order. K is limited by shared memory: a block keeps all rows of
-    some columns of B there.
-    """
+class SpmmCSRTokens(ColumnPanels):
+    """Slots of a block take the items of a row one by one, so that a warp loads neighbouring items together."""
 
     name = "cuda.spmm_csr_tokens"
-    takes = spmm_of("csr")
-    archs = ("sm_80",)
-    epilogue = True
+    function = "spmm_csr_tokens"
+    max_cols = MAX_COLS
+    reserved = 512 // 32 * 8 + 64
     terms = ("launch", "memory", "B by every block", "items", "gathers", "products", "rounds")
-
-    def unsupported(self, p: Problem) -> list[str]:
-        fits = (room(shared_limit(p.sm), 1) - static_smem(1, 512, p)) // itemsize(p.a_dtype)
-        return row_gather_reasons(p) + reasons(
-            (p.n > MAX_COLS, f"takes at most {MAX_COLS} columns, got up to {p.n}"),
-            (fits < p.K, f"keeps columns of B in shared memory: K must be at most {fits:,}, got {p.K:,}"),
-        )
 
     def options(self, p: Problem) -> list[Tile]:
         """The most columns that fit, and half of them, with every shape."""
@@ -130,46 +110,5 @@ class SpmmCSRTokens(CudaKernel):
             f"spmm_csr_tokens<double, double, int, 16, {rest}, false, true, true>",
         )
 
-    def prepared(self, a: Any, p: Problem) -> Prepared:
-        return self.prepared_with(a, p, self.best(p).tile)
-
-    def prepared_with(self, a: Any, p: Problem, chosen: Tile) -> Prepared:
-        """The launches of one tile."""
-        rows, indices, data = rows_by_length(a, p), a.indices, a.data
-        value, out = VALUE_TYPES[p.a_dtype], VALUE_TYPES[p.out_dtype]
-        index = "long long" if indices.dtype.itemsize == 8 else "int"
-        arch, dynamic = jit.architecture(p.sm or 80, self.archs), smem(chosen.columns, p)
-        table = bin_table(rows, chosen.slots, chosen.fill)
-        whole = int(data.size) if data.nbytes + indices.nbytes <= PREFETCHED else 0
-        fixed = (table, rows.records, indices, data, whole, p.K, rows.cuts)
-        out_size, sum_size = itemsize(p.out_dtype), 8 if p.a_dtype == "float64" else 4
-        b_col, c_col, processors, cuts = p.b_layout == COL, p.out_layout == COL, device_of(p).processors, len(rows.cuts)
-        sums, arrivals = Scratch(), Scratch(zeros=True)
-
-        @functools.lru_cache(maxsize=2)
-        def launch(by_columns: bool) -> Launch:
-            flags = ", ".join(str(f).lower() for f in (bool(rows.pieces), by_columns, p.epilogue))
-            shape = f"{chosen.columns}, {chosen.threads}, {chosen.blocks}, {LOADS}"
-            name = f"spmm_csr_tokens<{value.cuda}, {out.cuda}, {index}, {shape}, {flags}>"
-            function = jit.load("csr/spmm_csr_tokens.cu", name, arch, p.device_id, dynamic)
-            return Launch(function, (BinTable, *"PPPqiPPPPPiqqqPdd"), fixed, chosen.threads, dynamic)
-
-        launch(b_col or p.n == 1)  # compile this variant now, and the other at the first call that needs it
-
-        def prepare(o: Operands) -> list[Bound]:
-            by_columns = b_col or (o.n == 1 and o.ldb == 1)  # a contiguous vector is both
-            c_row, c_col_step = (1, o.ldc) if c_col else (o.ldc, 1)
-            calls = []
-            for first in range(0, o.n, MAX_GRID_Y * chosen.columns):
-                n = min(o.n - first, MAX_GRID_Y * chosen.columns)
-                panels = ceil_div(n, chosen.columns)
-                at_once = max(1, processors * chosen.resident // panels)
-                sums_at = sums.buffer(o.stream, rows.pieces * n * sum_size) if cuts else 0
-                arrivals_at = arrivals.buffer(o.stream, cuts * panels * 4) if cuts else 0
-                b = o.b + first * value.numpy.itemsize * (o.ldb if by_columns else 1)
-                c = o.c + first * out_size * c_col_step
-                tail = sums_at, arrivals_at, b, c, n, o.ldb, c_row, c_col_step, o.bias, o.alpha, o.beta
-                calls.append(launch(by_columns).bind((min(table.blocks, at_once), panels, 1), o.stream, *tail))
-            return calls
-
-        return Prepared(prepare, str(chosen), int(rows.records.nbytes))
+    def shape(self, p: Problem, tile: Tile) -> str:
+        return f"{tile.columns}, {tile.threads}, {tile.blocks}, {LOADS}"

@@ -1,0 +1,187 @@
+// C[M,N] = alpha * A[M,K] @ B[K,N] + beta * C + bias, A in CSR, few columns of B, on the CUDA cores. sm_80 and later.
+//
+//   records  {int64 start, uint32 row, int32 length}[R]  rows of A, longest first, pieces of cut rows before them (row_bins.cuh)
+//   indices  Index[nnz]     columns          data  T[nnz]    values
+//   B        T: element (k, c) at k*ldb + c, or, BCol, at k + c*ldb
+//   C        Out: element (i, c) at i*c_row + c*c_col         bias  Out[M], or null
+//   cuts, sums, arrived     rows that were cut (`Pieces` in gather.cuh)
+//
+// 2^log lanes of a warp compute a row (Bell and Garland 2009 call this the vector kernel of CSR). A lane loads E neighbouring
+// items, 16 bytes of values; the arrays start on 16 bytes. Items before the row, which the first such load may have, and items
+// behind it are left out. NC columns of B are in shared memory as rows of NC values, so that the 32 rows of B that a warp reads
+// together cost a few cycles and not a line of the cache each. Warps wait for each other only once, for B, and there are
+// about as many warps as rows: what bounds the kernel is the bytes of A.
+//
+// Grid: x and the warps of a block walk the tasks (32 lanes, 2^(5-log) rows each); y: tiles of NC columns.
+//   T, Out   value types of A, B and of C; sums are float (double for double)
+//   U        loads of each array that are in flight together
+//   CUT      there are pieces        Epilogue  false: alpha = 1, beta = 0, no bias
+#include "spformat/column_panel.cuh"
+
+using spformat::load_if;
+using spformat::Record;
+using spformat::Task;
+using spformat::word_t;
+
+// COUNT neighbours in as few loads as there can be.
+template <class V, int COUNT> struct Neighbours {
+  static constexpr int BYTES = sizeof(V) * COUNT, LOADS = BYTES > 16 ? BYTES / 16 : 1;
+  using W = word_t<BYTES / LOADS>;
+  W word[LOADS];
+
+  __device__ __forceinline__ void load(const V* from, bool live) {
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) word[i] = load_if(reinterpret_cast<const W*>(from) + i, live);
+  }
+  __device__ __forceinline__ V& operator[](int i) { return reinterpret_cast<V*>(word)[i]; }
+  __device__ __forceinline__ const V& operator[](int i) const { return reinterpret_cast<const V*>(word)[i]; }
+};
+
+// The number of an item: 32 bits where indices have 32, because such a matrix has fewer than 2^31 items.
+template <int BYTES> struct Number { using type = unsigned; };
+template <> struct Number<8> { using type = unsigned long long; };
+
+// A row as a lane sees it: its items are begin .. end - 1, and the lane takes E of them from `first`, `first` + step, .. on.
+template <class Index> struct Row {
+  using N = typename Number<sizeof(Index)>::type;
+  N begin, end, first;
+  int step;
+};
+
+// Items of a lane: U times E neighbours.
+template <class T, class Index, int E, int U> struct Items {
+  using N = typename Number<sizeof(Index)>::type;
+  Neighbours<Index, E> index[U];
+  Neighbours<T, E> value[U];
+
+  __device__ __forceinline__ void fetch(const Index* indices, const T* data, const Row<Index>& row, N nnz) {
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const N at = row.first + u * row.step;
+      const bool whole = at + E <= nnz;
+      index[u].load(indices + at, at < row.end && whole);
+      value[u].load(data + at, at < row.end && whole);
+      if (at < row.end && !whole) {  // the last items of the matrix
+        for (int e = 0; at + e < nnz; ++e) {
+          set(index[u], e, indices[at + e]);
+          set(value[u], e, data[at + e]);
+        }
+      }
+    }
+  }
+
+ private:
+  // One of the neighbours; the number is no constant, and an array with such a subscript would not stay in registers.
+  template <class V> static __device__ __forceinline__ void set(Neighbours<V, E>& to, int e, V value) {
+#pragma unroll
+    for (int i = 0; i < E; ++i)
+      if (i == e) to[i] = value;
+  }
+};
+
+template <class T, class Out, class Index, int NC, int THREADS, int BLOCKS, int U, bool CUT, bool BCol, bool Epilogue>
+__global__ void __launch_bounds__(THREADS, BLOCKS)
+    spmm_csr_vector(const __grid_constant__ spformat::Bins bins, const Record* __restrict__ records,
+                    const Index* __restrict__ indices, const T* __restrict__ data, long long nnz, int prefetch, int K,
+                    const long long* __restrict__ cuts, spformat::sum_t<T>* __restrict__ sums, unsigned* __restrict__ arrived,
+                    const T* __restrict__ B, Out* C, int n, long long ldb, long long c_row, long long c_col,
+                    const Out* __restrict__ bias, double alpha, double beta) {
+  using S = spformat::sum_t<T>;
+  using Columns = spformat::ColumnPanel<T, NC, THREADS>;
+  constexpr int WARPS = THREADS / 32, E = 16 / sizeof(T), DEPTH = NC * sizeof(T) > 8 ? 2 : E < 4 ? E : 4;
+  static_assert(Columns::LANES == 1, "a lane reads a whole row of the panel at once");
+  extern __shared__ uint4 room[];
+  const int lane = threadIdx.x % 32, first_col = blockIdx.y * NC;
+  const unsigned stride = gridDim.x * WARPS;
+  const spformat::ColumnSums<Out, S, Epilogue> result{C, c_row, c_col, n, bias, static_cast<S>(alpha), static_cast<S>(beta)};
+
+  const auto row_of = [&](const Task& task) {
+    const Record& record = reinterpret_cast<const Record&>(task.record);
+    Row<Index> row;
+    row.begin = static_cast<typename Row<Index>::N>(record.start), row.end = row.begin + record.length;
+    row.first = row.begin / E * E + (lane & ((1 << task.log) - 1)) * E, row.step = E << task.log;
+    return row;
+  };
+  Items<T, Index, E, U> items;
+
+  // Neighbouring tasks go to different multiprocessors. One task ahead the record is loaded.
+  unsigned at = threadIdx.x / 32 * gridDim.x + blockIdx.x;
+  Task task = spformat::locate(bins, records, at, lane, 5);
+  if (prefetch) {
+    const long long threads = static_cast<long long>(gridDim.x) * gridDim.y * THREADS;
+    const long long thread = (static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x) * THREADS + threadIdx.x;
+    spformat::prefetch_l2(indices, nnz * sizeof(Index), thread, threads);
+    spformat::prefetch_l2(data, nnz * sizeof(T), thread, threads);
+  }
+  Row<Index> row = row_of(task);
+  items.fetch(indices, data, row, nnz);
+
+  auto* const panel = reinterpret_cast<typename Columns::W*>(room);
+  if constexpr (BCol) Columns::from_columns(panel, B, ldb, K, first_col, n);
+  else Columns::from_rows(panel, B, ldb, K, first_col, n);
+  __syncthreads();
+
+  for (; at < bins.blocks; at += stride) {
+    const Task next = spformat::locate(bins, records, at + stride, lane, 5);
+    const Record& record = reinterpret_cast<const Record&>(task.record);
+    S sum[NC] = {};
+    while (true) {
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        const auto item = row.first + u * row.step;
+#pragma unroll
+        for (int g = 0; g < E; g += DEPTH) {
+          typename Columns::W words[DEPTH];
+          bool live[DEPTH];
+#pragma unroll
+          for (int d = 0; d < DEPTH; ++d) {
+            live[d] = item + g + d >= row.begin && item + g + d < row.end;
+            words[d] = typename Columns::W{};
+            if (live[d]) words[d] = panel[static_cast<int>(items.index[u][g + d])];
+          }
+#pragma unroll
+          for (int d = 0; d < DEPTH; ++d) {
+            const S a = live[d] ? spformat::widen(items.value[u][g + d]) : S(0);
+#pragma unroll
+            for (int v = 0; v < NC; ++v) sum[v] += a * spformat::widen(reinterpret_cast<const T*>(&words[d])[v]);
+          }
+        }
+      }
+      row.first += U * row.step;
+      if (row.first >= row.end) break;
+      items.fetch(indices, data, row, nnz);
+    }
+    row = row_of(next);
+    items.fetch(indices, data, row, nnz);  // while the sums are added up
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2)
+      if (step < 1 << task.log)
+#pragma unroll
+        for (int v = 0; v < NC; ++v) sum[v] += __shfl_down_sync(0xffffffffu, sum[v], step);
+    const bool first = task.live && (lane & ((1 << task.log) - 1)) == 0;
+    if (CUT && at < bins.pieces) {  // a piece has a warp, whose last to arrive adds all of a row in their order
+      const unsigned cut = reinterpret_cast<const Record*>(records)[at].row;
+      const long long begin = cuts[3ll * cut + 1], count = cuts[3ll * cut + 2];
+      bool last = false;
+      if (first) {
+#pragma unroll
+        for (int v = 0; v < NC; ++v)
+          if (first_col + v < n) sums[static_cast<long long>(at) * n + first_col + v] = sum[v];
+        __threadfence();
+        unsigned* const counter = arrived + static_cast<long long>(cut) * gridDim.y + blockIdx.y;
+        last = atomicAdd(counter, 1u) + 1 == count;
+        if (last) *counter = 0;  // for the next launch
+        __threadfence();
+      }
+      if (__any_sync(0xffffffffu, last) && lane < NC && first_col + lane < n) {
+        S total = 0;
+#pragma unroll 4
+        for (long long i = begin; i < begin + count; ++i) total += __ldcg(sums + i * n + first_col + lane);
+        result.store(static_cast<unsigned>(cuts[3ll * cut]), first_col + lane, total);
+      }
+    } else if (first) {
+      result.store(record.row, first_col, sum);
+    }
+    task = next;
+  }
+}

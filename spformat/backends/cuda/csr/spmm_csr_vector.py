@@ -1,0 +1,112 @@
+"""SpMM on CSR for N <= 16 at memory speed: lanes of a warp share a row, B in shared memory.  Kernel: spmm_csr_vector.cu."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ....arrays.library import ceil_div, power_of_two
+from ....products.ideal import cache_us, rounds, traffic_us
+from ....products.problem import Problem, itemsize
+from ....products.roofline import Device, shared_limit
+from ..runtime.row_work import GROUP
+from ..runtime.token_sums import room
+from .column_panels import ColumnPanels, smem
+
+MAX_COLS = 16
+LANES = 32
+AT_ONCE = 1024
+"""Threads on a multiprocessor: with more they had fewer registers than the items take that are on their way."""
+SHAPES = ((512, 8), (512, 16), (512, 32), (1024, 8), (1024, 16), (1024, 32))
+"""Threads of a block, and items that a lane gets; tiles are compared for each."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A block keeps ``columns`` columns of B; ``resident`` of them run on a multiprocessor at once."""
+
+    columns: int
+    threads: int
+    fill: int
+    """Items a lane should get."""
+    resident: int
+    slots: int = LANES
+
+    @property
+    def tasks(self) -> int:
+        """Warps of a block, each with a task of its own."""
+        return self.threads // LANES
+
+    def __str__(self) -> str:
+        return f"{self.columns} columns, {self.threads} threads, fill {self.fill}"
+
+
+def tile(columns: int, threads: int, fill: int, p: Problem) -> Tile | None:
+    """The tile of these extents; None if its columns of B do not fit shared memory."""
+    needed = smem(columns, p)
+    fits = [b for b in range(1, AT_ONCE // threads + 1) if needed <= room(shared_limit(p.sm), b)]
+    return Tile(columns, threads, fill, fits[-1]) if fits else None
+
+
+def load_items(dtype: str) -> int:
+    """Items of a lane that one load of values brings."""
+    return 16 // itemsize(dtype)
+
+
+def load_steps(dtype: str) -> int:
+    """Loads of values that a lane has in flight."""
+    return 2 if itemsize(dtype) == 2 else 4
+
+
+class SpmmCSRVector(ColumnPanels):
+    """A lane loads neighbouring items of a row, 16 bytes of values at a time.
+
+    The vector kernel of N. Bell and M. Garland, "Implementing sparse matrix-vector multiplication on throughput-oriented
+    processors" (2009), with aligned loads, rows sorted by length and B in shared memory.
+    """
+
+    name = "cuda.spmm_csr_vector"
+    function = "spmm_csr_vector"
+    max_cols = MAX_COLS
+    reserved = 0
+    terms = ("launch", "memory", "B by every block", "gathers", "steps")
+
+    def options(self, p: Problem) -> list[Tile]:
+        """The most columns that a lane reads at once and shared memory has room for, and half of them, with every shape."""
+        columns = power_of_two(min(max(p.n, 1), load_items(p.a_dtype)))
+        while columns > 1 and tile(columns, AT_ONCE, 8, p) is None:
+            columns //= 2
+        widths = (columns, columns // 2) if columns > 1 else (columns,)
+        tiles = [tile(c, threads, fill, p) for c in widths for threads, fill in SHAPES]
+        return [t for t in tiles if t is not None]
+
+    def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
+        """Ideal microseconds of each of ``terms``, with rows of average length.
+
+        memory: A once for each tile of columns. B by every block: from L2 to shared memory. gathers: a row of B from shared
+        memory for each item that a lane has room for, at the rate of L2. steps: 0.1 us for each time that a warp waits for
+        items.
+        """
+        size, panels = itemsize(p.a_dtype), ceil_div(p.n, tile.columns)
+        length = ceil_div(p.nnz, max(1, p.M))
+        lanes = min(LANES, power_of_two(max(1, ceil_div(length, GROUP))) * GROUP // tile.fill or 1)
+        loads = max(1, ceil_div(length, lanes * load_items(p.a_dtype)))
+        tasks = max(1, ceil_div(p.M * lanes, LANES))
+        blocks = min(ceil_div(tasks, tile.tasks), max(1, device.processors * tile.resident // panels))
+        copied = cache_us(panels * blocks * smem(tile.columns, p), device)
+        room_for = p.M * lanes * loads * load_items(p.a_dtype)
+        gathers = cache_us(panels * room_for * max(4, tile.columns * size), device)
+        steps = rounds(tasks, blocks * tile.tasks) * ceil_div(loads, load_steps(p.a_dtype)) * 0.1
+        return 1.0, panels * traffic_us(p, device), copied, gathers, steps
+
+    def instances(self) -> tuple[str, ...]:
+        """C++ names that the compile tests build: every value type, both layouts of B, both index types."""
+        return (
+            "spmm_csr_vector<__nv_bfloat16, __nv_bfloat16, int, 1, 1024, 1, 2, false, true, true>",
+            "spmm_csr_vector<__half, float, long long, 8, 512, 2, 2, true, false, true>",
+            "spmm_csr_vector<__half, __half, int, 2, 512, 2, 2, false, true, false>",
+            "spmm_csr_vector<float, float, int, 4, 1024, 1, 4, true, true, false>",
+            "spmm_csr_vector<double, double, long long, 2, 512, 2, 4, false, true, true>",
+        )
+
+    def shape(self, p: Problem, tile: Tile) -> str:
+        return f"{tile.columns}, {tile.threads}, {AT_ONCE // tile.threads}, {load_steps(p.a_dtype)}"
