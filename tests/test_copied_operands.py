@@ -70,9 +70,9 @@ def test_a_changed_problem_keeps_the_alignment_of_its_lines() -> None:
 
 def test_tiles_are_chosen_for_an_odd_number_of_columns_unless_no_line_depends_on_it() -> None:
     aligned = problem(8, "col", "col", b_alignment=16, out_alignment=16)
-    assert [column_class(n, aligned) for n in (1, 2, 8, 333)] == [1, 8, 8, 336]
+    assert [column_class(n, aligned) for n in (1, 2, 4, 5, 8, 333)] == [1, 2, 4, 8, 8, 336]
     for p in (problem(8), problem(8, b_alignment=16, out_alignment=16), problem(8, "col", "col")):
-        assert [column_class(n, p) for n in (1, 2, 8, 333)] == [1, 7, 8, 335]
+        assert [column_class(n, p) for n in (1, 2, 4, 5, 8, 333)] == [1, 2, 4, 7, 8, 335]
 
 
 def test_libraries_choose_kernels_by_the_length_of_lines_too() -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..arrays.library import Array, device_error
 from ..dispatch.select import named
-from ..errors import DeviceFault, SpformatError, UsageError
+from ..errors import DeviceFault, NoKernelError, SpformatError, UsageError
 from ..formats.base import Format
 from ..products import kernel as products
 from ..products import rates, tiles
@@ -181,6 +181,8 @@ def _runs(scope: Scope, a: Format, p: Problem, xp: Any, rng: random.Random) -> l
         B, C = operands()
         with tiles.forced(kernel.name, str(tile)):
             plan = kernel.plan(a, p)
+            if tile is not None and plan.tile != str(tile):  # a time must not be taken for that of another tile
+                raise NoKernelError(f"the plan has another tile: {plan.tile or 'none'}")
             spoil(C)
             plan(B, C)  # compiles, and chooses where the tile depends on the operands
         return lambda: plan(B, C)

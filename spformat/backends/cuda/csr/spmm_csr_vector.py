@@ -16,8 +16,8 @@ MAX_COLS = 16
 LANES = 32
 AT_ONCE = 1024
 """Threads on a multiprocessor: with more they had fewer registers than the items take that are on their way."""
-SHAPES = ((512, 8), (512, 16), (512, 32), (1024, 8), (1024, 16), (1024, 32))
-"""Threads of a block, and items that a lane gets; tiles are compared for each."""
+FILLS = (8, 16, 32)
+"""Items that a lane gets; tiles are compared for each."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,15 @@ class Tile:
     """A block keeps ``columns`` columns of B; ``resident`` of them run on a multiprocessor at once."""
 
     columns: int
-    threads: int
     fill: int
     """Items a lane should get."""
     resident: int
     slots: int = LANES
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: blocks of half a multiprocessor where two have room for B."""
+        return AT_ONCE // self.resident
 
     @property
     def tasks(self) -> int:
@@ -40,11 +44,10 @@ class Tile:
         return f"{self.columns} columns, {self.threads} threads, fill {self.fill}"
 
 
-def tile(columns: int, threads: int, fill: int, p: Problem) -> Tile | None:
+def tile(columns: int, fill: int, p: Problem) -> Tile | None:
     """The tile of these extents; None if its columns of B do not fit shared memory."""
-    needed = smem(columns, p)
-    fits = [b for b in range(1, AT_ONCE // threads + 1) if needed <= room(shared_limit(p.sm), b)]
-    return Tile(columns, threads, fill, fits[-1]) if fits else None
+    fits = [b for b in (1, 2) if smem(columns, p) <= room(shared_limit(p.sm), b)]
+    return Tile(columns, fill, fits[-1]) if fits else None
 
 
 def load_items(dtype: str) -> int:
@@ -71,12 +74,12 @@ class SpmmCSRVector(ColumnPanels):
     terms = ("launch", "memory", "B by every block", "gathers", "steps")
 
     def options(self, p: Problem) -> list[Tile]:
-        """The most columns that a lane reads at once and shared memory has room for, and half of them, with every shape."""
+        """The most columns that a lane reads at once and shared memory has room for, and half of them, with every fill."""
         columns = power_of_two(min(max(p.n, 1), load_items(p.a_dtype)))
-        while columns > 1 and tile(columns, AT_ONCE, 8, p) is None:
+        while columns > 1 and tile(columns, FILLS[0], p) is None:
             columns //= 2
         widths = (columns, columns // 2) if columns > 1 else (columns,)
-        tiles = [tile(c, threads, fill, p) for c in widths for threads, fill in SHAPES]
+        tiles = [tile(c, fill, p) for c in widths for fill in FILLS]
         return [t for t in tiles if t is not None]
 
     def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
@@ -109,4 +112,4 @@ class SpmmCSRVector(ColumnPanels):
         )
 
     def shape(self, p: Problem, tile: Tile) -> str:
-        return f"{tile.columns}, {tile.threads}, {AT_ONCE // tile.threads}, {load_steps(p.a_dtype)}"
+        return f"{tile.columns}, {tile.threads}, {tile.resident}, {load_steps(p.a_dtype)}"

@@ -33,11 +33,12 @@ class Prepared(NamedTuple):
 def column_class(n: int, p: Problem) -> int:
     """The number of columns for which a tile is chosen where there are n.
 
-    n itself if it is 1 or a multiple of ``COLUMN_STEP``. Else one less than the next multiple, so that the lines of B
-    and C are as badly aligned as those of n columns. If neither the length nor the alignment of any line depends on N
-    (both operands are column-major, with alignments of their own), the next multiple.
+    n itself if it is at most ``COLUMN_STEP`` / 2 or a multiple of it: tiles for few columns differ most. Else one less
+    than the next multiple, so that the lines of B and C are as badly aligned as those of n columns. If neither the
+    length nor the alignment of any line depends on N (both operands are column-major, with alignments of their own),
+    the next multiple.
     """
-    if n == 1 or n % COLUMN_STEP == 0:
+    if n <= COLUMN_STEP // 2 or n % COLUMN_STEP == 0:
         return n
     depends = any(x.alignment == 0 or x.layout == ROW for x in (p.operands[1], p.out))
     return round_up(n, COLUMN_STEP) - depends
