@@ -167,7 +167,7 @@ three_runs(lambda: equal(product(KERNEL, t, a, B, "bfloat16", ({layout!r}, "col"
 @pytest.mark.parametrize(
     ("layout", "old", "new"),
     [
-        ("col", "  __syncthreads();\n\n  for (; at", "  for (; at"),
+        ("col", "  __syncthreads();\n", ""),
         ("row", "item + g + d >= row.begin && ", ""),
         ("row", " && item + g + d < row.end", ""),
         ("col", "if (at < row.end && !whole)", "if (false)"),

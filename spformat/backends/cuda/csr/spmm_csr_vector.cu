@@ -102,8 +102,6 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     row.first = row.begin / E * E + (lane & ((1 << task.log) - 1)) * E, row.step = E << task.log;
     return row;
   };
-  Items<T, Index, E, U> items;
-
   // Neighbouring tasks go to different multiprocessors. One task ahead the record is loaded.
   unsigned at = threadIdx.x / 32 * gridDim.x + blockIdx.x;
   Task task = spformat::locate(bins, records, at, lane, 5);
@@ -113,14 +111,15 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     spformat::prefetch_l2(indices, nnz * sizeof(Index), thread, threads);
     spformat::prefetch_l2(data, nnz * sizeof(T), thread, threads);
   }
-  Row<Index> row = row_of(task);
-  items.fetch(indices, data, row, nnz);
 
   auto* const panel = reinterpret_cast<typename Columns::W*>(room);
   if constexpr (BCol) Columns::from_columns(panel, B, ldb, K, first_col, n);
   else Columns::from_rows(panel, B, ldb, K, first_col, n);
   __syncthreads();
 
+  Items<T, Index, E, U> items;
+  Row<Index> row = row_of(task);  // not before the panel, whose loads need the registers of the items
+  items.fetch(indices, data, row, nnz);
   for (; at < bins.blocks; at += stride) {
     const Task next = spformat::locate(bins, records, at + stride, lane, 5);
     const Record& record = reinterpret_cast<const Record&>(task.record);

@@ -8,10 +8,11 @@ namespace spformat {
 template <class T, int NC, int THREADS> struct ColumnPanel {
   static constexpr int VEC = NC * sizeof(T) < 16 ? NC : 16 / sizeof(T), LANES = NC / VEC;
   using W = word_t<sizeof(T) * VEC>;
+  // AHEAD, below: loads in flight together, as many as fit the 64 registers of a thread.
 
   // Row-major B: neighbouring lanes copy neighbouring words.
   static __device__ __forceinline__ void from_rows(W* panel, const T* B, long long ldb, int K, int col, int n) {
-    constexpr int AHEAD = 4;
+    constexpr int AHEAD = sizeof(W) < 4 ? 16 : 64 / sizeof(W);
     const bool whole = reinterpret_cast<unsigned long long>(B) % sizeof(W) == 0 && ldb % VEC == 0 && n % VEC == 0;
     for (int at = threadIdx.x; at < K * LANES; at += AHEAD * THREADS) {
       W words[AHEAD];
@@ -56,7 +57,7 @@ template <class T, int NC, int THREADS> struct ColumnPanel {
   // have the same banks.
   static __device__ __forceinline__ void from_columns(W* panel, const T* B, long long ldb, int K, int col, int n) {
     if constexpr (NC == 1) return from_vector(reinterpret_cast<T*>(panel), B + col * ldb, K);
-    constexpr int KV = sizeof(T) == 2 ? 2 : 1, AHEAD = 2;
+    constexpr int KV = sizeof(T) == 2 ? 2 : 1, AHEAD = VEC < 4 ? 16 / VEC : 2;
     constexpr int R = sizeof(W) == 16 && LANES < 8 ? 8 / LANES : 1, STEP = THREADS / LANES;
     using Pair = word_t<KV * sizeof(T)>;
     using Single = word_t<sizeof(T)>;
