@@ -83,6 +83,8 @@ def test_streams_do_not_share_the_workspace_of_cusparse(world: World) -> None:
     library: Any = defaultdict(int)
     names = ("createCsr", "createDnMat", "destroySpMat", "destroyDnMat")
     library |= {name: lambda *_: 1 for name in names}
+    dense: list[tuple[Any, ...]] = []
+    library["createDnMat"] = lambda *given: dense.append(given) or 1
     library |= {"CUSPARSE_OPERATION_NON_TRANSPOSE": 0, "CUSPARSE_MM_ALG_DEFAULT": 0, "CUSPARSE_INDEX_BASE_ZERO": 0}
     library["setStream"] = lambda _, stream: setattr(handle, "stream", stream)
     library["spMM_bufferSize"] = lambda *_: need
@@ -101,6 +103,10 @@ def test_streams_do_not_share_the_workspace_of_cusparse(world: World) -> None:
     need = 0
     plan.run(B, out)
     assert 0 in used[8]
+    rows_first, column_first = 2, 1
+    assert [(*d[:3], d[-1]) for d in dense[-2:]] == [(3, 5, 5, rows_first), (4, 5, 5, rows_first)]
+    plan.run(world.array(3, 1), world.array(4, 1))  # a contiguous vector, which cuSPARSE multiplies faster as a column
+    assert [(*d[:3], d[-1]) for d in dense[-2:]] == [(3, 1, 3, column_first), (4, 1, 4, column_first)]
 
 
 def test_cublas_gets_every_extent_and_the_stream_and_what_it_says_is_told(world: World, called: Called) -> None:

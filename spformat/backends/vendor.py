@@ -116,17 +116,20 @@ class CusparseCSR(CudaKernel):
         compute = CUDA_TYPE["float64" if p.a_dtype == "float64" else "float32"]
         no, algorithm, index = cusparse.CUSPARSE_OPERATION_NON_TRANSPOSE, cusparse.CUSPARSE_MM_ALG_DEFAULT, 2  # 32I
         order = {True: 1, False: 2}  # CUSPARSE_ORDER_COL, CUSPARSE_ORDER_ROW
-        b_col, c_col = p.b_layout == COL, p.out_layout == COL
+        by_columns = p.b_layout == COL
         memory = Scratch()
 
         def launch(o: Operands) -> None:
+            # One contiguous column is both; told that it is row-major, cuSPARSE takes up to ten times as long.
+            vector = o.n == o.ldb == o.ldc == 1
+            layout, ldb, ldc = order[by_columns or vector], p.K if vector else o.ldb, p.M if vector else o.ldc
             handle = device.get_cusparse_handle()
             cusparse.setStream(handle, o.stream)
             A = cusparse.createCsr(
                 p.M, p.K, nnz, *(x.data.ptr for x in arrays), index, index, cusparse.CUSPARSE_INDEX_BASE_ZERO, value
             )
-            B = cusparse.createDnMat(p.K, o.n, o.ldb, o.b, value, order[b_col])
-            C = cusparse.createDnMat(p.M, o.n, o.ldc, o.c, out, order[c_col])
+            B = cusparse.createDnMat(p.K, o.n, ldb, o.b, value, layout)
+            C = cusparse.createDnMat(p.M, o.n, ldc, o.c, out, layout)
             try:
                 args = (handle, no, no, one.data, A, B, zero.data, C, compute, algorithm)
                 need = cusparse.spMM_bufferSize(*args)

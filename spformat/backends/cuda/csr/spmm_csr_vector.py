@@ -16,7 +16,9 @@ MAX_COLS = 16
 LANES = 32
 AT_ONCE = 1024
 """Threads on a multiprocessor: with more they had fewer registers than the items take that are on their way."""
-FILLS = (8, 16, 32)
+LOADS = 2
+"""Loads of values that a lane has in flight."""
+FILLS = (8, 16)
 """Items that a lane gets; tiles are compared for each."""
 
 
@@ -53,11 +55,6 @@ def tile(columns: int, fill: int, p: Problem) -> Tile | None:
 def load_items(dtype: str) -> int:
     """Items of a lane that one load of values brings."""
     return 16 // itemsize(dtype)
-
-
-def load_steps(dtype: str) -> int:
-    """Loads of values that a lane has in flight."""
-    return 2 if itemsize(dtype) == 2 else 4
 
 
 class SpmmCSRVector(ColumnPanels):
@@ -98,7 +95,7 @@ class SpmmCSRVector(ColumnPanels):
         copied = cache_us(panels * blocks * smem(tile.columns, p), device)
         room_for = p.M * lanes * loads * load_items(p.a_dtype)
         gathers = cache_us(panels * room_for * max(4, tile.columns * size), device)
-        steps = rounds(tasks, blocks * tile.tasks) * ceil_div(loads, load_steps(p.a_dtype)) * 0.1
+        steps = rounds(tasks, blocks * tile.tasks) * ceil_div(loads, LOADS) * 0.1
         return 1.0, panels * traffic_us(p, device), copied, gathers, steps
 
     def instances(self) -> tuple[str, ...]:
@@ -107,9 +104,9 @@ class SpmmCSRVector(ColumnPanels):
             "spmm_csr_vector<__nv_bfloat16, __nv_bfloat16, int, 1, 1024, 1, 2, false, true, true>",
             "spmm_csr_vector<__half, float, long long, 8, 512, 2, 2, true, false, true>",
             "spmm_csr_vector<__half, __half, int, 2, 512, 2, 2, false, true, false>",
-            "spmm_csr_vector<float, float, int, 4, 1024, 1, 4, true, true, false>",
-            "spmm_csr_vector<double, double, long long, 2, 512, 2, 4, false, true, true>",
+            "spmm_csr_vector<float, float, int, 4, 1024, 1, 2, true, true, false>",
+            "spmm_csr_vector<double, double, long long, 2, 512, 2, 2, false, true, true>",
         )
 
     def shape(self, p: Problem, tile: Tile) -> str:
-        return f"{tile.columns}, {tile.threads}, {tile.resident}, {load_steps(p.a_dtype)}"
+        return f"{tile.columns}, {tile.threads}, {tile.resident}, {LOADS}"
