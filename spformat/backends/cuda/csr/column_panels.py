@@ -35,6 +35,7 @@ class PanelTile(Protocol):
     @property
     def slots(self) -> int:
         """Slots that share the rows of a task."""
+
     @property
     def tasks(self) -> int:
         """Tasks that a block works on at a time."""

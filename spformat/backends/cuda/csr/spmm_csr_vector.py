@@ -1,11 +1,11 @@
-"""SpMM on CSR for N <= 16 at memory speed: lanes of a warp share a row, B in shared memory.  Kernel: spmm_csr_vector.cu."""
+"""SpMM on CSR for N <= 16: lanes of a warp share a row, B in shared memory; sm_80 up.  Kernel: spmm_csr_vector.cu."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from ....arrays.library import ceil_div, power_of_two
-from ....products.ideal import cache_us, rounds, traffic_us
+from ....products.ideal import cache_us, load_us, plain_arithmetic, product_us, rounds, stored_bytes, traffic_us
 from ....products.problem import Problem, itemsize
 from ....products.roofline import Device, shared_limit
 from ..runtime.row_work import GROUP
@@ -60,18 +60,18 @@ def load_items(dtype: str) -> int:
 class SpmmCSRVector(ColumnPanels):
     """A lane loads neighbouring items of a row, 16 bytes of values at a time.
 
-    The vector kernel of N. Bell and M. Garland, "Implementing sparse matrix-vector multiplication on throughput-oriented
-    processors" (2009), with aligned loads, rows sorted by length and B in shared memory.
+    The vector kernel of N. Bell and M. Garland, "Implementing sparse matrix-vector multiplication on
+    throughput-oriented processors" (2009), with aligned loads, rows sorted by length and B in shared memory.
     """
 
     name = "cuda.spmm_csr_vector"
     function = "spmm_csr_vector"
     max_cols = MAX_COLS
     reserved = 0
-    terms = ("launch", "memory", "B by every block", "gathers", "steps")
+    terms = ("launch", "memory", "A again", "B by every block", "products", "steps")
 
     def options(self, p: Problem) -> list[Tile]:
-        """The most columns that a lane reads at once and shared memory has room for, and half of them, with every fill."""
+        """The most columns that a lane reads at once and that fit shared memory, and half of them, with every fill."""
         columns = power_of_two(min(max(p.n, 1), load_items(p.a_dtype)))
         while columns > 1 and tile(columns, FILLS[0], p) is None:
             columns //= 2
@@ -82,21 +82,21 @@ class SpmmCSRVector(ColumnPanels):
     def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
         """Ideal microseconds of each of ``terms``, with rows of average length.
 
-        memory: A once for each tile of columns. B by every block: from L2 to shared memory. gathers: a row of B from shared
-        memory for each item that a lane has room for, at the rate of L2. steps: 0.1 us for each time that a warp waits for
-        items.
+        A again: from L2, for every tile of columns after the first. B by every block: from L2 to shared memory.
+        products: of each item that a lane has room for. steps: 0.1 us for each time that a warp waits for items.
         """
-        size, panels = itemsize(p.a_dtype), ceil_div(p.n, tile.columns)
+        panels = ceil_div(p.n, tile.columns)
         length = ceil_div(p.nnz, max(1, p.M))
         lanes = min(LANES, power_of_two(max(1, ceil_div(length, GROUP))) * GROUP // tile.fill or 1)
         loads = max(1, ceil_div(length, lanes * load_items(p.a_dtype)))
         tasks = max(1, ceil_div(p.M * lanes, LANES))
-        blocks = min(ceil_div(tasks, tile.tasks), max(1, device.processors * tile.resident // panels))
-        copied = cache_us(panels * blocks * smem(tile.columns, p), device)
-        room_for = p.M * lanes * loads * load_items(p.a_dtype)
-        gathers = cache_us(panels * room_for * max(4, tile.columns * size), device)
-        steps = rounds(tasks, blocks * tile.tasks) * ceil_div(loads, LOADS) * 0.1
-        return 1.0, panels * traffic_us(p, device), copied, gathers, steps
+        at_once = tile.tasks * max(1, device.processors * tile.resident // panels)
+        again = (panels - 1) * cache_us(stored_bytes(p), device)
+        copied = tile.resident * load_us(smem(tile.columns, p), device)
+        multiplied = 2.0 * panels * tile.columns * p.M * lanes * loads * load_items(p.a_dtype)
+        products = product_us(multiplied, plain_arithmetic(p.a_dtype), device)
+        steps = rounds(tasks, at_once) * ceil_div(loads, LOADS) * 0.1
+        return 1.0, traffic_us(p, device), again, copied, products, steps
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build: every value type, both layouts of B, both index types."""
