@@ -62,7 +62,8 @@ def test_tiles_fit_and_have_as_many_columns_as_a_lane_reads_at_once(dtype: str) 
 
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_it_is_chosen_for_large_layers(n: int, dtype: str) -> None:
+def test_it_is_chosen_for_large_layers_and_small_ones(n: int, dtype: str) -> None:
+    assert sf.explain(layer(1024, 1024, n, dtype, epilogue=True), backend="cuda").chosen == KERNEL.name
     assert sf.explain(layer(8192, 8192, n, dtype), backend="cuda").chosen == KERNEL.name
 
 

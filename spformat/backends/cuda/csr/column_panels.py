@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from ....arrays.dtypes import VALUE_TYPES
@@ -58,8 +59,8 @@ class ColumnPanels(CudaKernel):
     archs = ("sm_80",)
     epilogue = True
     max_cols: ClassVar[int]
-    function: ClassVar[str]
-    """Name of the function and of its file."""
+    source: ClassVar[str]
+    """The .cu file, whose function has the same name."""
     reserved: ClassVar[int]
     """Bytes of shared memory that the largest block needs beside one column of B."""
 
@@ -90,13 +91,13 @@ class ColumnPanels(CudaKernel):
         out_size, sum_size = itemsize(p.out_dtype), 8 if p.a_dtype == "float64" else 4
         b_col, c_col, cuts = p.b_layout == COL, p.out_layout == COL, len(rows.cuts)
         at_once, blocks = device_of(p).processors * tile.resident, ceil_div(table.blocks, tile.tasks)
-        sums, arrivals = Scratch(), Scratch(zeros=True)
+        sums, arrivals, function = Scratch(), Scratch(zeros=True), Path(self.source).stem
 
         @functools.lru_cache(maxsize=2)
         def launch(by_columns: bool) -> Launch:
             flags = ", ".join(str(f).lower() for f in (bool(rows.pieces), by_columns, p.epilogue))
-            name = f"{self.function}<{value.cuda}, {out.cuda}, {index}, {self.shape(p, tile)}, {flags}>"
-            compiled = jit.load(f"csr/{self.function}.cu", name, arch, p.device_id, dynamic)
+            name = f"{function}<{value.cuda}, {out.cuda}, {index}, {self.shape(p, tile)}, {flags}>"
+            compiled = jit.load(self.source, name, arch, p.device_id, dynamic)
             return Launch(compiled, (BinTable, *"PPPqiiPPPPPiqqqPdd"), fixed, tile.threads, dynamic)
 
         launch(b_col or p.n == 1)  # compile this variant now, and the other at the first call that needs it

@@ -67,7 +67,7 @@ class SpmmCSRTokens(ColumnPanels):
     """Slots of a block take the items of a row one by one, so that a warp loads neighbouring items together."""
 
     name = "cuda.spmm_csr_tokens"
-    function = "spmm_csr_tokens"
+    source = "csr/spmm_csr_tokens.cu"
     max_cols = MAX_COLS
     reserved = 512 // 32 * 8 + 64
     terms = ("launch", "memory", "B by every block", "items", "gathers", "products", "rounds")

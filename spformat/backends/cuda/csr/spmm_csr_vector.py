@@ -65,7 +65,7 @@ class SpmmCSRVector(ColumnPanels):
     """
 
     name = "cuda.spmm_csr_vector"
-    function = "spmm_csr_vector"
+    source = "csr/spmm_csr_vector.cu"
     max_cols = MAX_COLS
     reserved = 0
     terms = ("launch", "memory", "A again", "B by every block", "products", "steps")
