@@ -28,6 +28,7 @@ from .runtime.kernel import CudaKernel
 from .sr_bcrs.spmm_sr_bcrs import SpmmSRBCRS
 from .sr_bcrs.spmm_sr_bcrs_sm90a import SpmmSRBCRSHopper
 from .sr_bcrs.spmm_sr_bcrs_tc import SpmmSRBCRSTensor
+from .sr_bcrs.spmm_sr_bcrs_vector import SpmmSRBCRSVector
 from .sum.spmm_sum import SpmmSum
 from .sum.spmm_sum_rows import SpmmSumRows
 from .two_four import spmm_two_four
@@ -78,6 +79,7 @@ KERNELS: tuple[CudaKernel, ...] = (
     SpmmTwoFourShares(),
     SpmmCSRTokens(),
     SpmmCSRVector(),
+    SpmmSRBCRSVector(),
     SpmmSumRows(),
 )
 """One line per kernel. Of kernels that expect the same time, the first is chosen."""
