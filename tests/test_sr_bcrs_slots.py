@@ -15,9 +15,10 @@ from spformat.backends.cuda.sr_bcrs import mma_fragments
 from spformat.backends.cuda.sr_bcrs.spmm_sr_bcrs import SpmmSRBCRS
 from spformat.backends.cuda.sr_bcrs.spmm_sr_bcrs_sm90a import SpmmSRBCRSHopper
 from spformat.backends.cuda.sr_bcrs.spmm_sr_bcrs_tc import SpmmSRBCRSTensor
+from spformat.backends.cuda.sr_bcrs.spmm_sr_bcrs_vector import SpmmSRBCRSVector
 from spformat.products.problem import Problem
 
-KERNELS = (SpmmSRBCRS(), SpmmSRBCRSTensor(), SpmmSRBCRSHopper(), ExpandThenDense())
+KERNELS = (SpmmSRBCRS(), SpmmSRBCRSTensor(), SpmmSRBCRSHopper(), SpmmSRBCRSVector(), ExpandThenDense())
 SHAPES = ((0, 0), (0, 70), (3, 0), (1, 1), (32, 128), (33, 129), (31, 300), (70, 40), (260, 150))
 PARAMS = ((8, 16), (1, 1), (3, 5), (4, 16), (16, 4), (40, 7), (256, 2))
 
