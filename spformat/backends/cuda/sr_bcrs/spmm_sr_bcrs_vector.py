@@ -88,9 +88,9 @@ class SpmmSRBCRSVector(CudaKernel):
     def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
         """Ideal microseconds of each of ``terms``.
 
-        A again: from L2, for every tile of columns after the first. B by every block: from L2 to shared memory. slots:
-        of the steps of an average panel, empty ones too, with their products, at the rate of L2. rounds: 0.1 us for each
-        step that a warp takes.
+        A again: from L2, for every tile of columns after the first. B by every block: from L2 to shared memory.
+        slots: of the steps of an average panel, empty ones too, with their products, at the rate of L2. rounds: 0.1 us
+        for each step that a warp takes.
         """
         panels, length = ceil_div(p.n, tile.columns), p.p["vector_length"]
         share = min(1.0, p.nnz / length / max(1, ceil_div(p.M, length) * p.K))
