@@ -6,13 +6,13 @@
 //   C        Out: element (i, c) at i*c_row + c*c_col         bias  Out[M], or null
 //   cuts, sums, arrived     rows that were cut (`Pieces` in gather.cuh)
 //
-// 2^log lanes of a warp compute a row (Bell and Garland 2009 call this the vector kernel of CSR). A lane loads E neighbouring
-// items, 16 bytes of values; the arrays start on 16 bytes. Items before the row, which the first such load may have, and items
-// behind it are left out. NC columns of B are in shared memory as rows of NC values, so that the 32 rows of B that a warp reads
+// A slot is LANES lanes of a warp, which have 16 bytes of a row of B each; 2^log slots of a warp compute a row of A (Bell and
+// Garland 2009 call this the vector kernel of CSR). A slot loads E neighbouring items, 16 bytes of values; the arrays start on 16 bytes. Items before the row, which the first such load may have, and items
+// behind it are left out. NC columns of B are in shared memory as rows of NC values, so that the rows of B that a warp reads
 // together cost a few cycles and not a line of the cache each. Warps wait for each other only once, for B, and there are
 // about as many warps as rows: what bounds the kernel is the bytes of A.
 //
-// Grid: x and the warps of a block walk the tasks (32 lanes, 2^(5-log) rows each); y: tiles of NC columns.
+// Grid: x and the warps of a block walk the tasks (the slots of a warp, some rows); y: tiles of NC columns.
 //   T, Out   value types of A, B and of C; sums are float (double for double)
 //   U        loads of each array that are in flight together
 //   CUT      there are pieces        Epilogue  false: alpha = 1, beta = 0, no bias
@@ -41,14 +41,14 @@ template <class V, int COUNT> struct Neighbours {
 template <int BYTES> struct Number { using type = unsigned; };
 template <> struct Number<8> { using type = unsigned long long; };
 
-// A row as a lane sees it: its items are begin .. end - 1, and the lane takes E of them from `first`, `first` + step, .. on.
+// A row as a slot sees it: its items are begin .. end - 1, and the slot takes E of them from `first`, `first` + step, .. on.
 template <class Index> struct Row {
   using N = typename Number<sizeof(Index)>::type;
   N begin, end, first;
   int step;
 };
 
-// Items of a lane: U times E neighbours.
+// Items of a slot: U times E neighbours.
 template <class T, class Index, int E, int U> struct Items {
   using N = typename Number<sizeof(Index)>::type;
   Neighbours<Index, E> index[U];
@@ -89,9 +89,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
   using S = spformat::sum_t<T>;
   using Columns = spformat::ColumnPanel<T, NC, THREADS>;
   constexpr int WARPS = THREADS / 32, E = 16 / sizeof(T), DEPTH = NC * sizeof(T) > 8 ? 2 : E < 4 ? E : 4;
-  static_assert(Columns::LANES == 1, "a lane reads a whole row of the panel at once");
+  constexpr int VEC = Columns::VEC, LANES = Columns::LANES, SLOTS = 32 / LANES, LOG_SLOTS = spformat::log2_of(SLOTS);
   extern __shared__ uint4 room[];
-  const int lane = threadIdx.x % 32, first_col = blockIdx.y * NC;
+  const int lane = threadIdx.x % LANES, slot = threadIdx.x % 32 / LANES, first_col = blockIdx.y * NC;
   const unsigned stride = gridDim.x * WARPS;
   const spformat::ColumnSums<Out, S, Epilogue> result{C, c_row, c_col, n, bias, static_cast<S>(alpha), static_cast<S>(beta)};
 
@@ -99,12 +99,12 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     const Record& record = reinterpret_cast<const Record&>(task.record);
     Row<Index> row;
     row.begin = static_cast<typename Row<Index>::N>(record.start), row.end = row.begin + record.length;
-    row.first = row.begin / E * E + (lane & ((1 << task.log) - 1)) * E, row.step = E << task.log;
+    row.first = row.begin / E * E + (slot & ((1 << task.log) - 1)) * E, row.step = E << task.log;
     return row;
   };
   // Neighbouring tasks go to different multiprocessors. One task ahead the record is loaded.
   unsigned at = threadIdx.x / 32 * gridDim.x + blockIdx.x;
-  Task task = spformat::locate(bins, records, at, lane, 5);
+  Task task = spformat::locate(bins, records, at, slot, LOG_SLOTS);
   if (prefetch) {
     const long long threads = static_cast<long long>(gridDim.x) * gridDim.y * THREADS;
     const long long thread = (static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x) * THREADS + threadIdx.x;
@@ -121,9 +121,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
   Row<Index> row = row_of(task);  // not before the panel, whose loads need the registers of the items
   items.fetch(indices, data, row, nnz);
   for (; at < bins.blocks; at += stride) {
-    const Task next = spformat::locate(bins, records, at + stride, lane, 5);
+    const Task next = spformat::locate(bins, records, at + stride, slot, LOG_SLOTS);
     const Record& record = reinterpret_cast<const Record&>(task.record);
-    S sum[NC] = {};
+    S sum[VEC] = {};
     while (true) {
 #pragma unroll
       for (int u = 0; u < U; ++u) {
@@ -136,13 +136,13 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
           for (int d = 0; d < DEPTH; ++d) {
             live[d] = item + g + d >= row.begin && item + g + d < row.end;
             words[d] = typename Columns::W{};
-            if (live[d]) words[d] = panel[static_cast<int>(items.index[u][g + d])];
+            if (live[d]) words[d] = panel[static_cast<int>(items.index[u][g + d]) * LANES + lane];
           }
 #pragma unroll
           for (int d = 0; d < DEPTH; ++d) {
             const S a = live[d] ? spformat::widen(items.value[u][g + d]) : S(0);
 #pragma unroll
-            for (int v = 0; v < NC; ++v) sum[v] += a * spformat::widen(reinterpret_cast<const T*>(&words[d])[v]);
+            for (int v = 0; v < VEC; ++v) sum[v] += a * spformat::widen(reinterpret_cast<const T*>(&words[d])[v]);
           }
         }
       }
@@ -153,33 +153,38 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     row = row_of(next);
     items.fetch(indices, data, row, nnz);  // while the sums are added up
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2)
+    for (int step = 1; step < SLOTS; step *= 2)
       if (step < 1 << task.log)
 #pragma unroll
-        for (int v = 0; v < NC; ++v) sum[v] += __shfl_down_sync(0xffffffffu, sum[v], step);
-    const bool first = task.live && (lane & ((1 << task.log) - 1)) == 0;
+        for (int v = 0; v < VEC; ++v) sum[v] += __shfl_down_sync(0xffffffffu, sum[v], step * LANES);
+    const bool first = task.live && (slot & ((1 << task.log) - 1)) == 0;
+    const int col = first_col + lane * VEC;
     if (CUT && at < bins.pieces) {  // a piece has a warp, whose last to arrive adds all of a row in their order
       const unsigned cut = reinterpret_cast<const Record*>(records)[at].row;
       const long long begin = cuts[3ll * cut + 1], count = cuts[3ll * cut + 2];
-      bool last = false;
       if (first) {
 #pragma unroll
-        for (int v = 0; v < NC; ++v)
-          if (first_col + v < n) sums[static_cast<long long>(at) * n + first_col + v] = sum[v];
+        for (int v = 0; v < VEC; ++v)
+          if (col + v < n) sums[static_cast<long long>(at) * n + col + v] = sum[v];
         __threadfence();
+      }
+      __syncwarp();
+      bool last = false;
+      if (threadIdx.x % 32 == 0) {
         unsigned* const counter = arrived + static_cast<long long>(cut) * gridDim.y + blockIdx.y;
         last = atomicAdd(counter, 1u) + 1 == count;
         if (last) *counter = 0;  // for the next launch
         __threadfence();
       }
-      if (__any_sync(0xffffffffu, last) && lane < NC && first_col + lane < n) {
+      const int mine = first_col + threadIdx.x % 32;
+      if (__any_sync(0xffffffffu, last) && threadIdx.x % 32 < NC && mine < n) {
         S total = 0;
 #pragma unroll 4
-        for (long long i = begin; i < begin + count; ++i) total += __ldcg(sums + i * n + first_col + lane);
-        result.store(static_cast<unsigned>(cuts[3ll * cut]), first_col + lane, total);
+        for (long long i = begin; i < begin + count; ++i) total += __ldcg(sums + i * n + mine);
+        result.store(static_cast<unsigned>(cuts[3ll * cut]), mine, total);
       }
     } else if (first) {
-      result.store(record.row, first_col, sum);
+      result.store(record.row, col, sum);
     }
     task = next;
   }

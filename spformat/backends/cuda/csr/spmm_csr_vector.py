@@ -1,4 +1,4 @@
-"""SpMM on CSR for N <= 16: lanes of a warp share a row, B in shared memory; sm_80 up.  Kernel: spmm_csr_vector.cu."""
+"""SpMM on CSR for N <= 64: lanes of a warp share a row, B in shared memory; sm_80 up.  Kernel: spmm_csr_vector.cu."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from ..runtime.row_work import GROUP
 from ..runtime.token_sums import room
 from .column_panels import ColumnPanels, smem
 
-MAX_COLS = 16
-LANES = 32
+MAX_COLS = 64
+WIDEST = 32
+"""Most columns of B that are in shared memory at a time."""
+WARP = 32
 AT_ONCE = 1024
 """Threads on a multiprocessor: with more they had fewer registers than the items take that are on their way."""
 LOADS = 2
-"""Loads of values that a lane has in flight."""
+"""Loads of values that a slot has in flight."""
 FILLS = (8, 16)
-"""Items that a lane gets; tiles are compared for each."""
+"""Items that a slot gets; tiles are compared for each."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,15 @@ class Tile:
     """A block keeps ``columns`` columns of B; ``resident`` of them run on a multiprocessor at once."""
 
     columns: int
+    lanes: int
     fill: int
-    """Items a lane should get."""
+    """Items a slot of ``lanes`` lanes should get."""
     resident: int
-    slots: int = LANES
+
+    @property
+    def slots(self) -> int:
+        """Slots of a warp."""
+        return WARP // self.lanes
 
     @property
     def threads(self) -> int:
@@ -40,7 +47,7 @@ class Tile:
     @property
     def tasks(self) -> int:
         """Warps of a block, each with a task of its own."""
-        return self.threads // LANES
+        return self.threads // WARP
 
     def __str__(self) -> str:
         return f"{self.columns} columns, {self.threads} threads, fill {self.fill}"
@@ -49,16 +56,16 @@ class Tile:
 def tile(columns: int, fill: int, p: Problem) -> Tile | None:
     """The tile of these extents; None if its columns of B do not fit shared memory."""
     fits = [b for b in (1, 2) if smem(columns, p) <= room(shared_limit(p.sm), b)]
-    return Tile(columns, fill, fits[-1]) if fits else None
+    return Tile(columns, max(1, columns // load_items(p.a_dtype)), fill, fits[-1]) if fits else None
 
 
 def load_items(dtype: str) -> int:
-    """Items of a lane that one load of values brings."""
+    """Items that one load of values brings."""
     return 16 // itemsize(dtype)
 
 
 class SpmmCSRVector(ColumnPanels):
-    """A lane loads neighbouring items of a row, 16 bytes of values at a time.
+    """A slot loads neighbouring items of a row, 16 bytes of values at a time.
 
     The vector kernel of N. Bell and M. Garland, "Implementing sparse matrix-vector multiplication on
     throughput-oriented processors" (2009), with aligned loads, rows sorted by length and B in shared memory.
@@ -71,8 +78,8 @@ class SpmmCSRVector(ColumnPanels):
     terms = ("launch", "memory", "A again", "B by every block", "products", "steps")
 
     def options(self, p: Problem) -> list[Tile]:
-        """The most columns that a lane reads at once and that fit shared memory, and half of them, with every fill."""
-        columns = power_of_two(min(max(p.n, 1), load_items(p.a_dtype)))
+        """The most columns that fit shared memory, and half of them, with every fill."""
+        columns = power_of_two(min(max(p.n, 1), WIDEST, 128 // itemsize(p.a_dtype)))
         while columns > 1 and tile(columns, FILLS[0], p) is None:
             columns //= 2
         widths = (columns, columns // 2) if columns > 1 else (columns,)
@@ -83,17 +90,17 @@ class SpmmCSRVector(ColumnPanels):
         """Ideal microseconds of each of ``terms``, with rows of average length.
 
         A again: from L2, for every tile of columns after the first. B by every block: from L2 to shared memory.
-        products: of each item that a lane has room for. steps: 0.1 us for each time that a warp waits for items.
+        products: of each item that a slot has room for. steps: 0.1 us for each time that a warp waits for items.
         """
         panels = ceil_div(p.n, tile.columns)
         length = ceil_div(p.nnz, max(1, p.M))
-        lanes = min(LANES, power_of_two(max(1, ceil_div(length, GROUP))) * GROUP // tile.fill or 1)
-        loads = max(1, ceil_div(length, lanes * load_items(p.a_dtype)))
-        tasks = max(1, ceil_div(p.M * lanes, LANES))
+        slots = min(tile.slots, power_of_two(max(1, ceil_div(length, GROUP))) * GROUP // tile.fill or 1)
+        loads = max(1, ceil_div(length, slots * load_items(p.a_dtype)))
+        tasks = max(1, ceil_div(p.M * slots, tile.slots))
         at_once = tile.tasks * max(1, device.processors * tile.resident // panels)
         again = (panels - 1) * cache_us(stored_bytes(p), device)
         copied = tile.resident * load_us(smem(tile.columns, p), device)
-        multiplied = 2.0 * panels * tile.columns * p.M * lanes * loads * load_items(p.a_dtype)
+        multiplied = 2.0 * panels * tile.columns * p.M * slots * loads * load_items(p.a_dtype)
         products = product_us(multiplied, plain_arithmetic(p.a_dtype), device)
         steps = rounds(tasks, at_once) * ceil_div(loads, LOADS) * 0.1
         return 1.0, traffic_us(p, device), again, copied, products, steps
@@ -103,8 +110,8 @@ class SpmmCSRVector(ColumnPanels):
         return (
             "spmm_csr_vector<__nv_bfloat16, __nv_bfloat16, int, 1, 1024, 1, 2, false, true, true>",
             "spmm_csr_vector<__half, float, long long, 8, 512, 2, 2, true, false, true>",
-            "spmm_csr_vector<__half, __half, int, 2, 512, 2, 2, false, true, false>",
-            "spmm_csr_vector<float, float, int, 4, 1024, 1, 2, true, true, false>",
+            "spmm_csr_vector<__half, __half, int, 16, 512, 2, 2, false, true, false>",
+            "spmm_csr_vector<float, float, int, 32, 1024, 1, 2, true, true, false>",
             "spmm_csr_vector<double, double, long long, 2, 512, 2, 2, false, true, true>",
         )
 
