@@ -25,7 +25,7 @@ from spformat.measure.layers import LAYERS
 
 KERNEL = {
     "vector-nm": "cuda.spmm_vector_nm_tokens", "bsr": "cuda.spmm_bsr_tokens", "dbsr": "cuda.spmm_bsr_tokens",
-    "csr": "cuda.spmm_csr_tokens", "bitmask": "cuda.spmm_bitmask_mma",
+    "csr": "cuda.spmm_csr_vector", "bitmask": "cuda.spmm_bitmask_mma",
 }  # fmt: skip
 COLUMNS = {"vector-nm": (1, 1, 2, 3, 4, 5, 8, 11, 16), "bsr": (1, 1, 2, 3, 4, 7, 8, 11, 16, 23, 32, 37, 48, 64)}
 RANGES = ((1, 1), (2, 8), (9, 64))

@@ -15,7 +15,7 @@ from test_kernels import matrix, on_device, problem
 import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.backends.cuda.csr import spmm_csr_vector as vector
-from spformat.backends.cuda.csr.column_panels import smem
+from spformat.backends.cuda.runtime.column_panels import smem
 from spformat.formats import CSR
 from spformat.products.problem import Problem
 from spformat.products.roofline import shared_limit

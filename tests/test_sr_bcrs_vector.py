@@ -14,6 +14,7 @@ from test_kernels import on_device, problem
 
 import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES
+from spformat.backends.cuda.runtime.column_panels import smem
 from spformat.backends.cuda.sr_bcrs import spmm_sr_bcrs_vector as vector
 from spformat.products.problem import Problem
 from spformat.products.roofline import shared_limit
@@ -58,7 +59,7 @@ def test_tiles_fit_and_have_as_many_columns_as_fit() -> None:
             tiles = KERNEL.options(p)
             assert tiles
             for t in tiles:
-                needed = vector.smem(t.columns, p) + t.threads // 32 * 32 * t.columns * 4
+                needed = smem(t.columns, p) + t.threads // 32 * 32 * t.columns * 4
                 assert t.resident * (needed + 1024) <= limit + 1024
                 assert t.resident * t.threads == (512 if t.columns == 8 else 1024)
             widest = max(t.columns for t in tiles)

@@ -20,7 +20,6 @@ from .bsr import (
 )
 from .csr.spmm_csr import SpmmCSR
 from .csr.spmm_csr_tc import SpmmCSRTensor
-from .csr.spmm_csr_tokens import SpmmCSRTokens
 from .csr.spmm_csr_vector import SpmmCSRVector
 from .dense.expand_then_dense import ExpandThenDense
 from .ell_buckets.spmm_ell_buckets import SpmmELLBuckets
@@ -77,7 +76,6 @@ KERNELS: tuple[CudaKernel, ...] = (
     ExpandThenDense(),
     SpmmSum(),
     SpmmTwoFourShares(),
-    SpmmCSRTokens(),
     SpmmCSRVector(),
     SpmmSRBCRSVector(),
     SpmmSumRows(),

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import Any
 
+from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div, power_of_two
 from ....products.ideal import cache_us, load_us, plain_arithmetic, product_us, rounds, stored_bytes, traffic_us
+from ....products.kernel import reasons, spmm_of
 from ....products.problem import Problem, itemsize
-from ....products.roofline import Device, shared_limit
-from ..runtime.row_work import GROUP
+from ....products.roofline import Device, device_of, shared_limit
+from ..runtime import jit
+from ..runtime.column_panels import TAIL, WORD, over_panels, single_us, smem
+from ..runtime.kernel import CudaKernel, Prepared
+from ..runtime.launch import Launch, Operands
+from ..runtime.row_work import GROUP, BinTable, bin_table, row_gather_reasons, rows_by_length
+from ..runtime.scratch import Scratch
 from ..runtime.token_sums import room
-from .column_panels import ColumnPanels, smem
 
 MAX_COLS = 64
 WIDEST = 32
@@ -20,6 +28,8 @@ AT_ONCE = 1024
 """Threads on a multiprocessor: with more they had fewer registers than the items take that are on their way."""
 LOADS = 2
 """Loads of values that a slot has in flight."""
+PREFETCHED = 32 << 20
+"""Bytes of A up to which all of it is asked for in L2 at the start."""
 FILLS = (8, 16)
 """Items that a slot gets; tiles are compared for each."""
 
@@ -64,22 +74,30 @@ def load_items(dtype: str) -> int:
     return 16 // itemsize(dtype)
 
 
-class SpmmCSRVector(ColumnPanels):
-    """A slot loads neighbouring items of a row, 16 bytes of values at a time.
+class SpmmCSRVector(CudaKernel):
+    """``out = alpha * A @ B + beta * out + bias`` for CSR and N <= 64. B and C are read and written where they lie.
 
-    The vector kernel of N. Bell and M. Garland, "Implementing sparse matrix-vector multiplication on
-    throughput-oriented processors" (2009), with aligned loads, rows sorted by length and B in shared memory.
+    Sums are float32 (float64 for float64), in a fixed order. K is limited by shared memory: a block keeps all rows of
+    some columns of B there. This is the vector kernel of N. Bell and M. Garland, "Implementing sparse matrix-vector
+    multiplication on throughput-oriented processors" (2009), with aligned loads and rows sorted by length.
     """
 
     name = "cuda.spmm_csr_vector"
-    source = "csr/spmm_csr_vector.cu"
-    max_cols = MAX_COLS
-    reserved = 0
-    terms = ("launch", "memory", "A again", "B by every block", "products", "steps")
+    takes = spmm_of("csr")
+    archs = ("sm_80",)
+    epilogue = True
+    terms = ("launch", "memory", "A again", "B by every block", "single elements of B", "products", "steps")
+
+    def unsupported(self, p: Problem) -> list[str]:
+        fits = room(shared_limit(p.sm), 1) // itemsize(p.a_dtype)
+        return row_gather_reasons(p) + reasons(
+            (p.n > MAX_COLS, f"takes at most {MAX_COLS} columns, got up to {p.n}"),
+            (fits < p.K, f"keeps columns of B in shared memory: K must be at most {fits:,}, got {p.K:,}"),
+        )
 
     def options(self, p: Problem) -> list[Tile]:
         """The most columns that fit shared memory, and half of them, with every fill."""
-        columns = power_of_two(min(max(p.n, 1), WIDEST, 128 // itemsize(p.a_dtype)))
+        columns = power_of_two(min(max(p.n, 1), WIDEST, 8 * WORD // itemsize(p.a_dtype)))
         while columns > 1 and tile(columns, FILLS[0], p) is None:
             columns //= 2
         widths = (columns, columns // 2) if columns > 1 else (columns,)
@@ -89,8 +107,9 @@ class SpmmCSRVector(ColumnPanels):
     def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
         """Ideal microseconds of each of ``terms``, with rows of average length.
 
-        A again: from L2, for every tile of columns after the first. B by every block: from L2 to shared memory.
-        products: of each item that a slot has room for. steps: 0.1 us for each time that a warp waits for items.
+        A again: from L2, for every tile of columns after the first. B by every block: from L2 to shared memory; where
+        its rows are no whole words, by single elements. products: of each item that a slot has room for. steps: 0.1 us
+        for each time that a warp waits for items.
         """
         panels = ceil_div(p.n, tile.columns)
         length = ceil_div(p.nnz, max(1, p.M))
@@ -100,10 +119,11 @@ class SpmmCSRVector(ColumnPanels):
         at_once = tile.tasks * max(1, device.processors * tile.resident // panels)
         again = (panels - 1) * cache_us(stored_bytes(p), device)
         copied = tile.resident * load_us(smem(tile.columns, p), device)
+        single = tile.resident * single_us(tile.columns, p, device)
         multiplied = 2.0 * panels * tile.columns * p.M * slots * loads * load_items(p.a_dtype)
         products = product_us(multiplied, plain_arithmetic(p.a_dtype), device)
         steps = rounds(tasks, at_once) * ceil_div(loads, LOADS) * 0.1
-        return 1.0, traffic_us(p, device), again, copied, products, steps
+        return 1.0, traffic_us(p, device), again, copied, single, products, steps
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build: every value type, both layouts of B, both index types."""
@@ -115,5 +135,37 @@ class SpmmCSRVector(ColumnPanels):
             "spmm_csr_vector<double, double, long long, 2, 512, 2, 2, false, true, true>",
         )
 
-    def shape(self, p: Problem, tile: Tile) -> str:
-        return f"{tile.columns}, {tile.threads}, {tile.resident}, {LOADS}"
+    def prepared(self, a: Any, p: Problem) -> Prepared:
+        return self.prepared_with(a, p, self.best(p).tile)
+
+    def prepared_with(self, a: Any, p: Problem, tile: Tile) -> Prepared:
+        """The launches of one tile."""
+        rows, indices, data = rows_by_length(a, p), a.indices, a.data
+        index = "long long" if indices.dtype.itemsize == 8 else "int"
+        types = f"{VALUE_TYPES[p.a_dtype].cuda}, {VALUE_TYPES[p.out_dtype].cuda}, {index}"
+        shape = f"{tile.columns}, {tile.threads}, {tile.resident}, {LOADS}"
+        arch, dynamic = jit.architecture(p.sm or 80, self.archs), smem(tile.columns, p)
+        table = bin_table(rows, tile.slots, tile.fill)
+        prefetch = int(data.nbytes + indices.nbytes <= PREFETCHED)
+        fixed = (table, rows.records, indices, data, int(data.size), prefetch, p.K, rows.cuts)
+        sum_size, cuts = 8 if p.a_dtype == "float64" else 4, len(rows.cuts)
+        sums, arrivals = Scratch(), Scratch(zeros=True)
+
+        @functools.lru_cache(maxsize=2)
+        def variant(by_columns: bool) -> Launch:
+            flags = f"{bool(rows.pieces)}, {by_columns}, {p.epilogue}".lower()
+            name = f"spmm_csr_vector<{types}, {shape}, {flags}>"
+            function = jit.load("csr/spmm_csr_vector.cu", name, arch, p.device_id, dynamic)
+            return Launch(function, (BinTable, *"PPPqiiPPP", *TAIL), fixed, tile.threads, dynamic)
+
+        def workspace(o: Operands, n: int, panels: int) -> tuple[int, int]:
+            if not cuts:
+                return 0, 0
+            return (
+                sums.buffer(o.stream, rows.pieces * n * sum_size),
+                arrivals.buffer(o.stream, cuts * panels * 4),
+            )
+
+        at_once, blocks = device_of(p).processors * tile.resident, ceil_div(table.blocks, tile.tasks)
+        prepare = over_panels(p, tile.columns, at_once, blocks, variant, workspace)
+        return Prepared(prepare, str(tile), int(rows.records.nbytes))

@@ -6,15 +6,15 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div, power_of_two
 from ....products.ideal import cache_us, load_us, memory_us, operands_bytes, rounds, stored_bytes
 from ....products.kernel import reasons, spmm_of
-from ....products.problem import COL, Problem
+from ....products.problem import Problem
 from ....products.roofline import Device, device_of, shared_limit
 from ..runtime import jit, refusals
+from ..runtime.column_panels import TAIL, over_panels, single_us, smem
 from ..runtime.kernel import CudaKernel, Prepared
-from ..runtime.launch import MAX_GRID_Y, Bound, Launch, Operands
+from ..runtime.launch import Launch
 from ..runtime.token_sums import room
 from .mma_fragments import DEPTH, MMA_TYPES, MOST_PIECES, PANEL, fragments_of, pieces_at_most, types
 
@@ -25,8 +25,6 @@ AT_ONCE = 1024
 """Threads on a multiprocessor; half of them with 8 columns, whose sums take twice the registers."""
 PREFETCHED = 32 << 20
 """Bytes of A up to which all of it is asked for in L2 at the start."""
-SIZE = 2
-"""Bytes of a value."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +41,6 @@ class Tile:
 
     def __str__(self) -> str:
         return f"{self.columns} columns, {self.threads} threads"
-
-
-def smem(columns: int, p: Problem) -> int:
-    """bytes: ``columns`` columns of B."""
-    return p.K * columns * SIZE
 
 
 def tile(columns: int, p: Problem) -> Tile | None:
@@ -67,10 +60,10 @@ class SpmmSRBCRSVector(CudaKernel):
     takes = spmm_of("sr-bcrs")
     archs = ("sm_80",)
     epilogue = True
-    terms = ("launch", "memory", "A again", "B by every block", "slots", "rounds")
+    terms = ("launch", "memory", "A again", "B by every block", "single elements of B", "slots", "rounds")
 
     def unsupported(self, p: Problem) -> list[str]:
-        fits = (room(shared_limit(p.sm), 1) - AT_ONCE // 32 * PANEL * 4) // SIZE
+        fits = (room(shared_limit(p.sm), 1) - AT_ONCE // 32 * PANEL * 4) // 2  # bytes of a value
         return refusals.every(p, 80, MMA_TYPES) + reasons(
             (pieces_at_most(p) >= MOST_PIECES, f"slots must stay below 4 GiB, got nnz = {p.nnz} in {p.M}x{p.K}"),
             (p.n > MAX_COLS, f"takes at most {MAX_COLS} columns, got up to {p.n}"),
@@ -88,9 +81,9 @@ class SpmmSRBCRSVector(CudaKernel):
     def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
         """Ideal microseconds of each of ``terms``.
 
-        A again: from L2, for every tile of columns after the first. B by every block: from L2 to shared memory.
-        slots: of the steps of an average panel, empty ones too, with their products, at the rate of L2. rounds: 0.1 us
-        for each step that a warp takes.
+        A again: from L2, for every tile of columns after the first. B by every block: from L2 to shared memory; where
+        its rows are no whole words, by single elements. slots: of the steps of an average panel, empty ones too, with
+        their products, at the rate of L2. rounds: 0.1 us for each step that a warp takes.
         """
         panels, length = ceil_div(p.n, tile.columns), p.p["vector_length"]
         share = min(1.0, p.nnz / length / max(1, ceil_div(p.M, length) * p.K))
@@ -99,9 +92,10 @@ class SpmmSRBCRSVector(CudaKernel):
         rows = ceil_div(p.M, PANEL)
         again = (panels - 1) * cache_us(stored_bytes(p), device)
         copied = tile.resident * load_us(smem(tile.columns, p), device)
+        single = tile.resident * single_us(tile.columns, p, device)
         slots = cache_us(panels * rows * steps * 64 * 16 * (1 + tile.columns / 2), device)
         turns = rounds(rows * panels, device.processors * tile.resident) * steps / (tile.threads // 32)
-        return 1.0, memory_us(stored_bytes(p) + operands_bytes(p), device), again, copied, slots, turns * 0.1
+        return 1.0, memory_us(stored_bytes(p) + operands_bytes(p), device), again, copied, single, slots, turns * 0.1
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
@@ -121,29 +115,13 @@ class SpmmSRBCRSVector(CudaKernel):
         pieces = int(slots.pieces.shape[0])
         fixed = (slots.first, slots.pieces, pieces, int(slots.nbytes <= PREFETCHED), p.M, p.K)
         arch, dynamic = jit.architecture(p.sm or 80, self.archs), smem(tile.columns, p)
-        b_col, c_col, out_size = p.b_layout == COL, p.out_layout == COL, VALUE_TYPES[p.out_dtype].numpy.itemsize
-        at_once = device_of(p).processors * tile.resident
 
         @functools.lru_cache(maxsize=2)
-        def launch(by_columns: bool) -> Launch:
+        def variant(by_columns: bool) -> Launch:
             flags = f"{by_columns}, {p.epilogue}".lower()
             name = f"spmm_sr_bcrs_vector<{types(p)}, {tile.columns}, {tile.threads}, {tile.resident}, {flags}>"
             function = jit.load("sr_bcrs/spmm_sr_bcrs_vector.cu", name, arch, p.device_id, dynamic)
-            return Launch(function, "PPqiqiPPiqqqPdd", fixed, tile.threads, dynamic)
+            return Launch(function, "PPqiqi" + TAIL, fixed, tile.threads, dynamic)
 
-        launch(b_col or p.n == 1)  # compile this variant now, and the other at the first call that needs it
-
-        def prepare(o: Operands) -> list[Bound]:
-            by_columns = b_col or (o.n == 1 and o.ldb == 1)  # a contiguous vector is both
-            c_row, c_step = (1, o.ldc) if c_col else (o.ldc, 1)
-            calls = []
-            for first in range(0, o.n, MAX_GRID_Y * tile.columns):
-                n = min(o.n - first, MAX_GRID_Y * tile.columns)
-                panels = ceil_div(n, tile.columns)
-                b = o.b + first * SIZE * (o.ldb if by_columns else 1)
-                tail = b, o.c + first * out_size * c_step, n, o.ldb, c_row, c_step, o.bias, o.alpha, o.beta
-                grid = max(1, min(slots.panels, at_once // panels)), panels, 1
-                calls.append(launch(by_columns).bind(grid, o.stream, *tail))
-            return calls
-
-        return Prepared(prepare, str(tile))
+        at_once = device_of(p).processors * tile.resident
+        return Prepared(over_panels(p, tile.columns, at_once, slots.panels, variant), str(tile))
