@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_kernels import problem
 
 import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.backends.cuda import KERNELS
+from spformat.backends.cuda.csr.spmm_csr import SpmmCSR
 from spformat.backends.cuda.runtime import epilogue
 from spformat.backends.cuda.two_four.spmm_two_four import SpmmTwoFour
 from spformat.dispatch import api as dispatch
@@ -226,6 +228,25 @@ def test_on_a_gpu(kernel: Any, dtype: str, shape: tuple[int, int, int]) -> None:
             tried += 1
     if not tried:
         pytest.skip("; ".join(sorted(refused)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gap", [0, 3])
+@pytest.mark.parametrize("layout", ["row", "col"])
+def test_a_bias_of_a_vector_in_a_pass_of_its_own_on_a_gpu(layout: str, gap: int) -> None:
+    """One column, contiguous and not; C is NaN before."""
+    import cupy
+
+    w, x, bias = weights("float16", (65, 96)), integers((1, 96), "float16", 2), integers((65,), "float16", 3)
+    W, B = sf.convert(w, "csr").to("cuda"), cupy.asarray(np.ascontiguousarray(x.T))
+    room = cupy.full((65, 1 + gap) if layout == "row" else (1, 65 + gap), np.nan, "f2")
+    C = room[:, :1] if layout == "row" else room.T[:65]
+    sm = int(cupy.cuda.Device().compute_capability)
+    inner = SpmmCSR().plan(W, problem(W, 1, "float16", (layout, layout), sm))
+    plan = epilogue.with_epilogue(inner, dataclasses.replace(inner.problem, epilogue=True))
+    plan(B, out=C, bias=cupy.asarray(bias))
+    np.testing.assert_array_equal(C.get(), expected(w, x, 1, 0, None, bias).T)
+    assert bool(cupy.isnan(room).sum() == room.size - 65)
 
 
 @pytest.mark.gpu

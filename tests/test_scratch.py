@@ -289,6 +289,21 @@ def test_a_bias_is_added_by_launches_that_are_kept(world: World, passes: list[An
         plan.run(B, world.array(5, 5), 1.0, 0.0, bias)
 
 
+def test_a_contiguous_vector_is_one_line_in_both_layouts(world: World, passes: list[Any]) -> None:
+    """The product before the last pass is contiguous too: rows of one element, eight apart, would be written singly."""
+    inner = world.plan()
+    plan = epilogue.with_epilogue(inner, replace(inner.problem, epilogue=True))
+    out, bias = world.array(4, 1), world.array(4)
+    plan.run(world.array(3, 1), out, 2.0, 1.0, bias)
+    (o,) = world.prepared
+    assert (o.n, o.ldc) == (1, 1)
+    assert world.made[-1] == ("epilogue", (1, 1, 1), (o.c, 8, out.ctypes.data, 1, 1, 4, bias.ctypes.data, 2.0, 1.0))
+    assert passes[-1].startswith("epilogue<float, float, true")
+    apart = world.array(4, 3)[:, :1]
+    plan.run(world.array(3, 1), apart, 1.0, 0.0, None)
+    assert (world.prepared[-1].ldc, world.made[-1][2][3:6]) == (8, (3, 4, 1))
+
+
 def test_the_product_is_wider_than_c(world: World, passes: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for C[4, 5] in float32 with lines of 8, though C itself is in float16; wide stores only on a boundary."""
     asked: list[int] = []

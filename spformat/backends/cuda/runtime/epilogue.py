@@ -38,14 +38,17 @@ def with_epilogue(plan: Plan, p: Problem, purpose: str = "product") -> Plan:
     product, memory = launches_of(plan), Scratch(shared=purpose)
 
     def prepare(o: Operands) -> Sequence[Call]:
-        lines, along = (o.n, p.rows) if out_col else (p.rows, o.n)
+        vector = o.n == o.ldc == 1  # contiguous in both layouts: one line, without gaps between its elements
+        by_columns = out_col or vector
+        lines, along = (o.n, p.rows) if by_columns else (p.rows, o.n)
         pitch = round_up(along, EIGHT)
         at = memory.buffer(o.stream, lines * pitch * product_size)
-        aligned = o.c % 16 == 0 and o.ldc * size % 16 == 0
-        last = _launch(_instance(product_dtype, p.out_dtype, out_col, aligned), p.sm or 80, p.device_id)
+        aligned = o.c % 16 == 0 and (vector or o.ldc * size % 16 == 0)
+        last = _launch(_instance(product_dtype, p.out_dtype, by_columns, aligned), p.sm or 80, p.device_id)
         grid = (min(MAX_BLOCKS, ceil_div(lines * ceil_div(along, EIGHT), THREADS)), 1, 1)
         tail = at, pitch, o.c, o.ldc, lines, along, o.bias, o.alpha, o.beta
-        return [*product(Operands(o.b, at, o.n, o.ldb, pitch, o.stream)), last.bind(grid, o.stream, *tail)]
+        ldc = pitch if out_col or not vector else 1
+        return [*product(Operands(o.b, at, o.n, o.ldb, ldc, o.stream)), last.bind(grid, o.stream, *tail)]
 
     tile = f"{plan.tile}, epilogue in a pass of its own".lstrip(", ")
     return device_plan(plan.kernel, p, prepare, tile, plan.workspace, plan.reads or nothing)
