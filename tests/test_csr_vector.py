@@ -41,6 +41,8 @@ def test_what_it_takes() -> None:
     assert re.fullmatch(r"keeps columns of B in shared memory: K must be at most 11\d,\d{3}, got 200,000", refusal), (
         refusal
     )
+    (refusal,) = KERNEL.unsupported(layer(50000, 50000, 1).changed(nnz=2**31))
+    assert refusal == "numbers items with 31 bits: nnz must be below 2**31, got 2147483648"
     assert "needs sm_80" in "".join(KERNEL.unsupported(layer(8, 8, 1, sm=75)))
 
 

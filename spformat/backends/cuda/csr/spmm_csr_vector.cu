@@ -1,7 +1,7 @@
 // C[M,N] = alpha * A[M,K] @ B[K,N] + beta * C + bias, A in CSR, few columns of B, on the CUDA cores. sm_80 and later.
 //
 //   records  {int64 start, uint32 row, int32 length}[R]  rows of A, longest first, pieces of cut rows before them (row_bins.cuh)
-//   indices  Index[nnz]     columns          data  T[nnz]    values
+//   indices  int[nnz]       columns          data  T[nnz]    values; nnz < 2^31
 //   B        T: element (k, c) at k*ldb + c, or, BCol, at k + c*ldb
 //   C        Out: element (i, c) at i*c_row + c*c_col         bias  Out[M], or null
 //   cuts, sums, arrived     rows that were cut (`Pieces` in gather.cuh)
@@ -37,27 +37,21 @@ template <class V, int COUNT> struct Neighbours {
   __device__ __forceinline__ const V& operator[](int i) const { return reinterpret_cast<const V*>(word)[i]; }
 };
 
-// The number of an item: 32 bits where indices have 32, because such a matrix has fewer than 2^31 items.
-template <int BYTES> struct Number { using type = unsigned; };
-template <> struct Number<8> { using type = unsigned long long; };
-
 // A row as a slot sees it: its items are begin .. end - 1, and the slot takes E of them from `first`, `first` + step, .. on.
-template <class Index> struct Row {
-  using N = typename Number<sizeof(Index)>::type;
-  N begin, end, first;
+struct Row {
+  unsigned begin, end, first;
   int step;
 };
 
 // Items of a slot: U times E neighbours.
-template <class T, class Index, int E, int U> struct Items {
-  using N = typename Number<sizeof(Index)>::type;
-  Neighbours<Index, E> index[U];
+template <class T, int E, int U> struct Items {
+  Neighbours<int, E> index[U];
   Neighbours<T, E> value[U];
 
-  __device__ __forceinline__ void fetch(const Index* indices, const T* data, const Row<Index>& row, N nnz) {
+  __device__ __forceinline__ void fetch(const int* indices, const T* data, const Row& row, unsigned nnz) {
 #pragma unroll
     for (int u = 0; u < U; ++u) {
-      const N at = row.first + u * row.step;
+      const unsigned at = row.first + u * row.step;
       const bool whole = at + E <= nnz;
       index[u].load(indices + at, at < row.end && whole);
       value[u].load(data + at, at < row.end && whole);
@@ -79,10 +73,10 @@ template <class T, class Index, int E, int U> struct Items {
   }
 };
 
-template <class T, class Out, class Index, int NC, int THREADS, int BLOCKS, int U, bool CUT, bool BCol, bool Epilogue>
+template <class T, class Out, int NC, int THREADS, int BLOCKS, int U, bool CUT, bool BCol, bool Epilogue>
 __global__ void __launch_bounds__(THREADS, BLOCKS)
     spmm_csr_vector(const __grid_constant__ spformat::Bins bins, const Record* __restrict__ records,
-                    const Index* __restrict__ indices, const T* __restrict__ data, long long nnz, int prefetch, int K,
+                    const int* __restrict__ indices, const T* __restrict__ data, long long nnz, int prefetch, int K,
                     const long long* __restrict__ cuts, spformat::sum_t<T>* __restrict__ sums, unsigned* __restrict__ arrived,
                     const T* __restrict__ B, Out* C, int n, long long ldb, long long c_row, long long c_col,
                     const Out* __restrict__ bias, double alpha, double beta) {
@@ -97,8 +91,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
 
   const auto row_of = [&](const Task& task) {
     const Record& record = reinterpret_cast<const Record&>(task.record);
-    Row<Index> row;
-    row.begin = static_cast<typename Row<Index>::N>(record.start), row.end = row.begin + record.length;
+    Row row;
+    row.begin = static_cast<unsigned>(record.start), row.end = row.begin + record.length;
     row.first = row.begin / E * E + (slot & ((1 << task.log) - 1)) * E, row.step = E << task.log;
     return row;
   };
@@ -108,7 +102,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
   if (prefetch) {
     const long long threads = static_cast<long long>(gridDim.x) * gridDim.y * THREADS;
     const long long thread = (static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x) * THREADS + threadIdx.x;
-    spformat::prefetch_l2(indices, nnz * sizeof(Index), thread, threads);
+    spformat::prefetch_l2(indices, nnz * sizeof(int), thread, threads);
     spformat::prefetch_l2(data, nnz * sizeof(T), thread, threads);
   }
 
@@ -117,8 +111,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
   else Columns::from_rows(panel, B, ldb, K, first_col, n);
   __syncthreads();
 
-  Items<T, Index, E, U> items;
-  Row<Index> row = row_of(task);  // not before the panel, whose loads need the registers of the items
+  Items<T, E, U> items;
+  Row row = row_of(task);  // not before the panel, whose loads need the registers of the items
   items.fetch(indices, data, row, nnz);
   for (; at < bins.blocks; at += stride) {
     const Task next = spformat::locate(bins, records, at + stride, slot, LOG_SLOTS);
@@ -136,7 +130,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
           for (int d = 0; d < DEPTH; ++d) {
             live[d] = item + g + d >= row.begin && item + g + d < row.end;
             words[d] = typename Columns::W{};
-            if (live[d]) words[d] = panel[static_cast<int>(items.index[u][g + d]) * LANES + lane];
+            if (live[d]) words[d] = panel[items.index[u][g + d] * LANES + lane];
           }
 #pragma unroll
           for (int d = 0; d < DEPTH; ++d) {

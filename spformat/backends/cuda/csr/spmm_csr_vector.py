@@ -92,6 +92,7 @@ class SpmmCSRVector(CudaKernel):
         fits = room(shared_limit(p.sm), 1) // itemsize(p.a_dtype)
         return row_gather_reasons(p) + reasons(
             (p.n > MAX_COLS, f"takes at most {MAX_COLS} columns, got up to {p.n}"),
+            (p.nnz >= 2**31, f"numbers items with 31 bits: nnz must be below 2**31, got {p.nnz}"),
             (fits < p.K, f"keeps columns of B in shared memory: K must be at most {fits:,}, got {p.K:,}"),
         )
 
@@ -126,13 +127,13 @@ class SpmmCSRVector(CudaKernel):
         return 1.0, traffic_us(p, device), again, copied, single, products, steps
 
     def instances(self) -> tuple[str, ...]:
-        """C++ names that the compile tests build: every value type, both layouts of B, both index types."""
+        """C++ names that the compile tests build: every value type, both layouts of B, with and without pieces."""
         return (
-            "spmm_csr_vector<__nv_bfloat16, __nv_bfloat16, int, 1, 1024, 1, 2, false, true, true>",
-            "spmm_csr_vector<__half, float, long long, 8, 512, 2, 2, true, false, true>",
-            "spmm_csr_vector<__half, __half, int, 16, 512, 2, 2, false, true, false>",
-            "spmm_csr_vector<float, float, int, 32, 1024, 1, 2, true, true, false>",
-            "spmm_csr_vector<double, double, long long, 2, 512, 2, 2, false, true, true>",
+            "spmm_csr_vector<__nv_bfloat16, __nv_bfloat16, 1, 1024, 1, 2, false, true, true>",
+            "spmm_csr_vector<__half, float, 8, 512, 2, 2, true, false, true>",
+            "spmm_csr_vector<__half, __half, 16, 512, 2, 2, false, true, false>",
+            "spmm_csr_vector<float, float, 32, 1024, 1, 2, true, true, false>",
+            "spmm_csr_vector<double, double, 2, 512, 2, 2, false, true, true>",
         )
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
@@ -141,8 +142,7 @@ class SpmmCSRVector(CudaKernel):
     def prepared_with(self, a: Any, p: Problem, tile: Tile) -> Prepared:
         """The launches of one tile."""
         rows, indices, data = rows_by_length(a, p), a.indices, a.data
-        index = "long long" if indices.dtype.itemsize == 8 else "int"
-        types = f"{VALUE_TYPES[p.a_dtype].cuda}, {VALUE_TYPES[p.out_dtype].cuda}, {index}"
+        types = f"{VALUE_TYPES[p.a_dtype].cuda}, {VALUE_TYPES[p.out_dtype].cuda}"
         shape = f"{tile.columns}, {tile.threads}, {tile.resident}, {LOADS}"
         arch, dynamic = jit.architecture(p.sm or 80, self.archs), smem(tile.columns, p)
         table = bin_table(rows, tile.slots, tile.fill)
