@@ -7,10 +7,11 @@
 //   cuts, sums, arrived     rows that were cut (`Pieces` in gather.cuh)
 //
 // A slot is LANES lanes of a warp, which have 16 bytes of a row of B each; 2^log slots of a warp compute a row of A (Bell and
-// Garland 2009 call this the vector kernel of CSR). A slot loads E neighbouring items, 16 bytes of values; the arrays start on 16 bytes. Items before the row, which the first such load may have, and items
-// behind it are left out. NC columns of B are in shared memory as rows of NC values, so that the rows of B that a warp reads
-// together cost a few cycles and not a line of the cache each. Warps wait for each other only once, for B, and there are
-// about as many warps as rows: what bounds the kernel is the bytes of A.
+// Garland 2009 call this the vector kernel of CSR). A slot loads E neighbouring items, 16 bytes of values; the arrays start
+// on 16 bytes. Items before the row, which the first such load may have, and items behind it are left out. NC columns of B
+// are in shared memory as rows of NC values, so that the rows of B that a warp reads together cost a few cycles and not a
+// line of the cache each. Warps wait for each other only once, for B, and there are about as many warps as rows: what bounds
+// the kernel is the bytes of A.
 //
 // Grid: x and the warps of a block walk the tasks (the slots of a warp, some rows); y: tiles of NC columns.
 //   T, Out   value types of A, B and of C; sums are float (double for double)
