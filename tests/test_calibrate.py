@@ -7,6 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,20 @@ def test_a_wrong_result_is_left_out(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     assert {x.kernel.name for x in points} == {"dense", "cpu.spmm_csr"}
     assert "cpu.expand_then_dense None on csr" in caplog.text
     assert "WRONG RESULT" in caplog.text
+
+
+def test_the_time_of_another_tile_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A plan may choose for another number of columns, where the tile that is measured is no option."""
+    kernel = type(kernels_by_name("cpu")["cpu.expand_then_dense"])
+    plan = kernel._plan
+    monkeypatch.setattr(kernel, "options", lambda self, p: ("4 columns", "8 columns"))
+    for chosen, measured in (("8 columns", False), ("4 columns, by rows", True)):
+        monkeypatch.setattr(kernel, "_plan", lambda self, a, p, t=chosen: replace(plan(self, a, p), tile=t))
+        points = list(calibrate.measure(calibrate.Scope(2, "cpu", 60, ("cpu.spmm_csr",), products=1)))
+        assert ("cpu.expand_then_dense" in {x.kernel.name for x in points}) == measured
+    assert "the plan has another tile, 8 columns" in caplog.text
 
 
 def test_a_failure_leaves_one_kernel_out_and_a_fault_ends_all(
