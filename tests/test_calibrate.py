@@ -123,8 +123,9 @@ def test_the_time_of_another_tile_is_not_taken(
 ) -> None:
     """A plan may choose for another number of columns, where the tile that is measured is no option."""
     kernel = type(kernels_by_name("cpu")["cpu.expand_then_dense"])
-    plan = kernel._plan
+    plan, best = kernel._plan, kernel.best
     monkeypatch.setattr(kernel, "options", lambda self, p: ("4 columns", "8 columns"))
+    monkeypatch.setattr(kernel, "best", lambda self, p: best(self, p)._replace(tile="4 columns"))
     for chosen, measured in (("8 columns", False), ("4 columns, by rows", True)):
         monkeypatch.setattr(kernel, "_plan", lambda self, a, p, t=chosen: replace(plan(self, a, p), tile=t))
         points = list(calibrate.measure(calibrate.Scope(2, "cpu", 60, ("cpu.spmm_csr",), products=1)))
