@@ -58,9 +58,10 @@ def test_what_it_takes() -> None:
     assert "float32" in refused(dtype="float32")
 
 
-def test_it_is_chosen_for_few_columns_in_the_layout_of_torch() -> None:
+def test_it_is_chosen_for_tens_of_columns_in_the_layout_of_torch() -> None:
+    """Up to 16 columns another kernel is about as fast."""
     a = VectorNM.from_dense(np.zeros((128, 64), np.float16), n=16, m=32, vector_length=128)
-    p = problem(a, 16, "float16", ("col", "col"), 90).changed(M=4096, K=4096, nnz=4096 * 2048)
+    p = problem(a, 24, "float16", ("col", "col"), 90).changed(M=4096, K=4096, nnz=4096 * 2048)
     assert sf.explain(p).chosen == KERNEL.name
     assert sf.explain(p.changed(n=4096)).chosen != KERNEL.name
 
