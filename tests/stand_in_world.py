@@ -19,7 +19,7 @@ from spformat.products.problem import ROW, Problem
 
 
 class Step:
-    """A launch as ``LaunchSequence`` uses it; it is recorded in ``world.made`` when it is queued."""
+    """A launch as ``LaunchSequence`` uses it; it is recorded in ``world.calls`` when it is queued."""
 
     def __init__(self, world: World, what: Any, stream: int) -> None:
         self.world, self.what, self.stream = world, what, stream
@@ -28,16 +28,16 @@ class Step:
         graph = self.world.graphs.get(self.stream)
         self.world.devices.append(self.world.device)
         time.sleep(0)  # gives another thread the chance to run in between
-        (self.world.made if graph is None else graph).append(self.what)
+        (self.world.calls if graph is None else graph).append(self.what)
 
 
 class World:
-    """The stand-in for CuPy. ``made``: the calls, in order. ``prepared``: the operands for which plans
+    """The stand-in for CuPy. ``calls``: the calls, in order. ``prepared``: the operands for which plans
     prepared launches. ``devices``: the device that was current at each call."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.device, self.stream = 0, 7
-        self.made: list[Any] = []
+        self.calls: list[Any] = []
         self.prepared: list[Operands] = []
         self.devices: list[int] = []
         self.cupy: Any = stand_in_cupy.module()

@@ -24,10 +24,10 @@ from spformat.products.problem import COL
 
 def known(world: World, plan: Plan, B: Any, out: Any) -> bool:
     """Run the plan; returns whether it used launches that it had kept."""
-    prepared, made = len(world.prepared), len(world.made)
+    prepared, made = len(world.prepared), len(world.calls)
     assert plan.run(B, out) is out
-    assert len(world.made) == made + 1
-    assert world.made[-1][0][:2] == (B.ctypes.data, out.ctypes.data)
+    assert len(world.calls) == made + 1
+    assert world.calls[-1][0][:2] == (B.ctypes.data, out.ctypes.data)
     return len(world.prepared) == prepared
 
 
@@ -36,7 +36,7 @@ def test_operands_seen_before_are_prepared_once(world: World) -> None:
     assert not known(world, plan, B, out)
     assert known(world, plan, B, out)
     assert known(world, plan, B[:], out[:])  # other objects, the same memory
-    assert {o for o, _ in world.made} == {Operands(B.ctypes.data, out.ctypes.data, 5, 5, 5, 7)}
+    assert {o for o, _ in world.calls} == {Operands(B.ctypes.data, out.ctypes.data, 5, 5, 5, 7)}
 
 
 def test_whatever_the_checks_depend_on_makes_operands_new(world: World) -> None:
@@ -49,7 +49,7 @@ def test_whatever_the_checks_depend_on_makes_operands_new(world: World) -> None:
         assert not known(world, plan, b, c)
         assert known(world, plan, b, c)
         assert known(world, plan, B[:, :5], out[:, :5])
-    made = len(world.made)
+    made = len(world.calls)
     refused = [
         (B[:, :5].view("int32"), out[:, :5], TypeError, "B: this plan takes float32, got int32"),
         (B[:, :5], out[:, :5].view("int32"), TypeError, "out: this plan writes float32, got int32"),
@@ -62,10 +62,10 @@ def test_whatever_the_checks_depend_on_makes_operands_new(world: World) -> None:
     for b, c, error, text in refused:
         with pytest.raises(error, match=text):
             plan.run(b, c)
-    assert len(world.made) == made
+    assert len(world.calls) == made
     world.stream = 8
     assert not known(world, plan, B[:, :5], out[:, :5])
-    assert world.made[-1][0].stream == 8
+    assert world.calls[-1][0].stream == 8
     assert known(world, plan, B[:, :5], out[:, :5])
 
 
@@ -75,10 +75,10 @@ def test_the_same_objects_are_known_until_they_change_their_shape_or_go(world: W
         assert known(world, plan, B, out) == (i > 0)
     world.stream = 9
     assert [known(world, plan, B, out) for _ in range(3)] == [False, True, True]
-    assert world.made[-1][0].stream == 9
+    assert world.calls[-1][0].stream == 9
     world.stream = 7
     assert [known(world, plan, B, out) for _ in range(3)] == [True] * 3
-    assert world.made[-1][0].stream == 7
+    assert world.calls[-1][0].stream == 7
     B.shape = (5, 3)
     with pytest.raises(ValueError, match="B: expected shape"):
         plan.run(B, out)
@@ -95,13 +95,13 @@ def test_the_same_objects_are_known_until_they_change_their_shape_or_go(world: W
     with pytest.raises(TypeError, match="expected a CuPy array"):
         plan.run(B, [])
     other = world.array(4, 5)
-    assert known(world, plan, B, other) is (other.ctypes.data == world.made[0][0].c)
+    assert known(world, plan, B, other) is (other.ctypes.data == world.calls[0][0].c)
     outs, inputs = [world.array(4, 5) for _ in range(2)], [B, world.array(3, 5)]
     for _ in range(3):
         for b in inputs:
             for c in (*outs, outs[1]):
                 plan.run(b, c)
-                assert world.made[-1][0][:2] == (b.ctypes.data, c.ctypes.data)
+                assert world.calls[-1][0][:2] == (b.ctypes.data, c.ctypes.data)
 
 
 def test_on_another_device_a_plan_goes_to_its_own_and_to_the_stream_there(world: World) -> None:
@@ -112,15 +112,15 @@ def test_on_another_device_a_plan_goes_to_its_own_and_to_the_stream_there(world:
         world.device = device
         plan.run(B, out)
         assert world.device == device
-    assert [o.stream for o, _ in world.made] == [7] * 4
+    assert [o.stream for o, _ in world.calls] == [7] * 4
     assert set(world.devices) == {0}
     assert len(world.prepared) == 1
     assert plan.run(B, None).shape == (4, 5)
-    assert world.made[-1][0].stream == 7
+    assert world.calls[-1][0].stream == 7
     added = world.plan(epilogue=True)
     for _ in range(2):
         added.run(B, out, 2.0, 1.0, None)
-        assert world.made[-1][0][-2:] == (2.0, 1.0)
+        assert world.calls[-1][0][-2:] == (2.0, 1.0)
 
 
 def test_refused_operands_are_not_remembered(world: World) -> None:
@@ -148,7 +148,7 @@ def test_refused_operands_are_not_remembered(world: World) -> None:
             plan.run(np.zeros((3, 5), "float32"), world.array(4, 5))
         with pytest.raises(TypeError, match="out: expected a CuPy array on cuda:0, got ndarray"):
             plan.run(B, np.zeros((4, 5), "float32"))
-    assert not world.made
+    assert not world.calls
     assert known(world, plan, joint[:3], joint[3:]) is known(world, plan, B, world.array(4, 5)) is False  # they touch
 
 
@@ -163,7 +163,7 @@ def test_overlaps_of_columns_are_seen_to_the_last_line(world: World) -> None:
             plan.run(at(b, 3), at(c, 4))
     for b, c in ((0, 15), (20, 0)):
         plan.run(at(b, 3), at(c, 4))
-    assert len(world.made) == 2
+    assert len(world.calls) == 2
 
 
 def test_a_plan_forgets_rather_than_grow(world: World) -> None:
@@ -185,7 +185,7 @@ def test_columns_between_those_of_out_are_no_overlap(world: World) -> None:
         with pytest.raises(ValueError, match="out overlaps B"):
             plan.run(b, out)
     world.plan(b_layout=COL, out_layout=COL).run(lines[:, :3].T, lines[:, 3:7].T)
-    assert len(world.made) == 3
+    assert len(world.calls) == 3
 
 
 def test_a_bias_is_an_array_beside_out_on_its_elements(world: World) -> None:
@@ -203,7 +203,7 @@ def test_a_bias_is_an_array_beside_out_on_its_elements(world: World) -> None:
         plan.run(B, out, 1.0, 0.0, odd)
     with pytest.raises(TypeError, match="bias: expected a CuPy array on cuda:0, got ndarray; move it"):
         plan.run(B, out, 1.0, 0.0, np.zeros(4, np.float32))
-    assert len(world.made) == 1
+    assert len(world.calls) == 1
 
 
 def test_an_epilogue_is_part_of_what_is_remembered(world: World) -> None:
@@ -215,7 +215,7 @@ def test_an_epilogue_is_part_of_what_is_remembered(world: World) -> None:
     for _ in range(3):
         for alpha, beta, vector in calls:
             plan.run(B, out, alpha, beta, vector)
-            o = world.made[-1][0]
+            o = world.calls[-1][0]
             assert (str(o.alpha), o.beta) == (str(alpha), beta)
             assert o.bias == (0 if vector is None else vector.ctypes.data)
     assert len(world.prepared) == 5 + 3 * 2
@@ -247,9 +247,9 @@ def test_calls_of_one_product_stay_together(world: World) -> None:
             thread.join()
     finally:
         sys.setswitchinterval(interval)
-    assert len(world.made) == 3 * before
-    for i in range(0, len(world.made), 3):
-        group = world.made[i : i + 3]
+    assert len(world.calls) == 3 * before
+    for i in range(0, len(world.calls), 3):
+        group = world.calls[i : i + 3]
         assert [step for _, step in group] == [0, 1, 2]
         assert len({o for o, _ in group}) == 1
 
@@ -262,12 +262,12 @@ def test_a_captured_stream_takes_up_the_launches(world: World) -> None:
     plan.run(B, out)
     assert [step for _, step in world.graphs.pop(world.stream)] == [0, 1]
     plan.run(B, out)
-    assert [step for _, step in world.made] == [0, 1] * 5
+    assert [step for _, step in world.calls] == [0, 1] * 5
     world.stream = 0  # the default stream, which cannot be captured
     world.cupy.cuda.runtime.streamIsCapturing = lambda _: pytest.fail("asked of the default stream")
     for _ in range(4):
         plan.run(B, out)
-    assert [step for _, step in world.made] == [0, 1] * 9
+    assert [step for _, step in world.calls] == [0, 1] * 9
 
 
 def test_a_graph_has_memory_of_its_own_also_where_the_operands_are_known(world: World) -> None:
@@ -288,9 +288,9 @@ def test_a_graph_has_memory_of_its_own_also_where_the_operands_are_known(world: 
         plan.run(B, out)
         used += world.graphs.pop(world.stream)
     plan.run(B, out)
-    assert len(set(world.made)) == 1
+    assert len(set(world.calls)) == 1
     assert used == [used[0]] * 2 + [used[2]] * 2
-    assert len({*used, *world.made}) == 3
+    assert len({*used, *world.calls}) == 3
     world.graphs[world.stream] = []
     plan.run(B, world.array(4, 5))  # met first inside a graph: prepared once
     assert len(set(world.graphs.pop(world.stream))) == 1
