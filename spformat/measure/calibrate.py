@@ -182,7 +182,9 @@ def _runs(scope: Scope, a: Format, p: Problem, xp: Any, rng: random.Random) -> l
         with tiles.forced(kernel.name, str(tile)):
             plan = kernel.plan(a, p)
             if not plan.tile.startswith(str(tile)) and len(tuple(kernel.options(p))) > 1:
-                raise NoKernelError(f"the plan has another tile, {plan.tile}: its time would be taken for that of this")
+                raise NoKernelError(
+                    f"its plan would run another tile, {plan.tile}, whose time says nothing of this one"
+                )
             spoil(C)
             plan(B, C)  # compiles, and chooses where the tile depends on the operands
         return lambda: plan(B, C)

@@ -13,7 +13,7 @@ from ....products.kernel import reasons, spmm_of
 from ....products.problem import Problem, itemsize
 from ....products.roofline import Device, device_of, shared_limit
 from ..runtime import jit
-from ..runtime.column_panels import TAIL, WORD, over_panels, single_us, smem
+from ..runtime.column_panels import PREFETCHED, TAIL, WORD, over_panels, single_us, smem
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Launch, Operands
 from ..runtime.row_work import GROUP, BinTable, bin_table, row_gather_reasons, rows_by_length
@@ -28,8 +28,6 @@ AT_ONCE = 1024
 """Threads on a multiprocessor: with more they had fewer registers than the items take that are on their way."""
 LOADS = 2
 """Loads of values that a slot has in flight."""
-PREFETCHED = 32 << 20
-"""Bytes of A up to which all of it is asked for in L2 at the start."""
 FILLS = (8, 16)
 """Items that a slot gets; tiles are compared for each."""
 

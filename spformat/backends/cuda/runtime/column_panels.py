@@ -16,6 +16,8 @@ TAIL = "PPiqqqPdd"
 """The types of the last arguments: B, C, columns, distance between lines of B, both of C, bias, alpha, beta."""
 WORD = 16
 """Bytes of a row of B that a lane loads at once, at most."""
+PREFETCHED = 32 << 20
+"""Bytes of A up to which a kernel asks for all of it in L2 at its start."""
 
 
 def smem(columns: int, p: Problem) -> int:
@@ -24,7 +26,7 @@ def smem(columns: int, p: Problem) -> int:
 
 
 def single_us(columns: int, p: Problem, device: Device) -> float:
-    """Ideal time of one multiprocessor to load ``columns`` columns of B by single elements, as each were a sector.
+    """Ideal time of one multiprocessor to load ``columns`` columns of B by single elements, as if each were a sector.
 
     0 where rows of B start on words and have no part of one, and for a column-major B.
     """

@@ -20,7 +20,6 @@ using spformat::i64;
 using spformat::PANEL_ROWS;
 using spformat::u32;
 using spformat::u8;
-using spformat::word_t;
 
 constexpr int EIGHTS = PANEL_ROWS / 8, LANES = 32 / EIGHTS, PLACES = 16, LOADS = PLACES / LANES;
 

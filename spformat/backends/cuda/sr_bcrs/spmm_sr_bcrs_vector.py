@@ -12,7 +12,7 @@ from ....products.kernel import reasons, spmm_of
 from ....products.problem import Problem
 from ....products.roofline import Device, device_of, shared_limit
 from ..runtime import jit, refusals
-from ..runtime.column_panels import TAIL, over_panels, single_us, smem
+from ..runtime.column_panels import PREFETCHED, TAIL, over_panels, single_us, smem
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Launch
 from ..runtime.token_sums import room
@@ -23,8 +23,6 @@ WIDEST = 8
 """Most columns of B that are in shared memory at a time."""
 AT_ONCE = 1024
 """Threads on a multiprocessor; half of them with 8 columns, whose sums take twice the registers."""
-PREFETCHED = 32 << 20
-"""Bytes of A up to which all of it is asked for in L2 at the start."""
 
 
 @dataclass(frozen=True)
