@@ -10,10 +10,12 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from threading import Thread
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from local_server import LocalServer
 
 Commit = dict[str, bytes]
 """Path in the repository -> contents."""
@@ -124,11 +126,10 @@ def serving() -> Iterator[Hub]:
             etag = entry["lfs"]["oid"] if "lfs" in entry else entry["oid"]
             return self.answer(200, files[path], ETag=f'"{etag}"', X_Repo_Commit=commit_id)
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    server = LocalServer(Handler)
     thread = Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
-    hub.endpoint = f"http://127.0.0.1:{server.server_port}"
+    hub.endpoint = server.url
     try:
         yield hub
     finally:

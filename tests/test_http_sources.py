@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
 from catalogue import command
+from local_server import LocalServer
 from test_parts import SHARDED, SINGLE
 
 import spformat as sf
@@ -114,10 +117,9 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[Any]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as s:
-        s.daemon_threads, s.block_on_close, s.seen = True, False, []  # type: ignore[attr-defined]
+    with LocalServer(Handler) as s:
+        s.seen = []  # type: ignore[attr-defined]
         threading.Thread(target=s.serve_forever, daemon=True).start()
-        s.url = f"http://127.0.0.1:{s.server_port}"  # type: ignore[attr-defined]
         yield s
         s.shutdown()
 
@@ -128,6 +130,21 @@ def no_cached_file_system() -> Iterator[None]:
 
     yield
     fsspec.get_filesystem_class("http").clear_instance_cache()
+
+
+def test_a_client_that_closes_its_connection_is_no_error_of_the_server(
+    server: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its traceback would be taken for one of the command that runs in the same process."""
+    ended = threading.Event()
+    wait = server.shutdown_request
+    server.shutdown_request = lambda request: (wait(request), ended.set())  # called after handle_error
+    with socket.create_connection(server.server_address) as client:
+        client.sendall(b"GET /broken/x HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        client.recv(1)  # the rest of the answer is never read, so that closing resets the connection
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert ended.wait(10)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_file_is_read_once_and_never_listed(server: Any, tmp_path: Path) -> None:
