@@ -13,12 +13,16 @@ next        the same product with the next multiple of eight columns (``--unalig
 
 Prints the geometric mean and the worst by format, layout and range of N. Without ``--seed`` one is drawn and printed,
 so that the shapes are on nobody's list.
+
+``--device cpu`` does the same on the host, with smaller layers: beside the product stand numpy's BLAS in float32 on the
+widened matrix, in both layouts, and torch's dense and CSR products if torch is installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import importlib.util
 import json
 import secrets
@@ -29,8 +33,10 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
+import numpy as np
+
 import spformat as sf
-from spformat.arrays.library import round_up
+from spformat.arrays.library import is_cupy, round_up
 from spformat.formats.base import Format
 from spformat.formats.dense import Dense
 from spformat.measure import bench, calibration_cases, contenders
@@ -40,6 +46,8 @@ from spformat.products.problem import COL, PITCH, ROW
 
 RANGES = ((1, 16), (17, 64), (65, 256), (257, 4096))
 DENSE = ("dense", "torch dense")
+OURS = ("cuda.", "cpu.", "composed.", "vendor.")
+"""Prefixes of the names of our other kernels."""
 OTHERS = 4
 """Of our other kernels, those that expect to be fastest are measured for the regret, so many."""
 WARMUPS = 4
@@ -56,20 +64,26 @@ def label(spec: Spec) -> str:
     return spec.format + f" {100 * (1 - spec.density):.0f} % {spec.dtype}"
 
 
-def products(seed: int, formats: list[str], unaligned: bool) -> Iterator[tuple[Spec, Format, Any, Any, str]]:
+def products(
+    seed: int, device: str, formats: list[str], unaligned: bool
+) -> Iterator[tuple[Spec, Format, Any, Any, str]]:
     """(matrix, its operands B and C, layout of both) one after the other, without end."""
-    import cupy
-
-    for spec in calibration_cases.draw(seed, "cuda", 3 if unaligned else 2, formats):
+    xp = arrays_of(device)
+    for spec in calibration_cases.draw(seed, device, 3 if unaligned else 2, formats):
         if spec.format == "dense":
             continue
-        a = calibration_cases.build(spec, cupy, seed)
+        a = calibration_cases.build(spec, xp, seed)
         for drawn, *_ in spec.widths:
             odd = max(17, drawn) | 1
             for n, layout in ((odd, ROW), (next_multiple(odd), ROW)) if unaligned else ((drawn, COL), (drawn, ROW)):
-                B = calibration_cases.operand(cupy, spec.K, n, layout, spec.dtype)
-                C = cupy.empty((spec.M, n), B.dtype, order="F" if layout == COL else "C")
+                B = calibration_cases.operand(xp, spec.K, n, layout, spec.dtype)
+                C = xp.empty((spec.M, n), B.dtype, order="F" if layout == COL else "C")
                 yield spec, a, B, C, layout
+
+
+def arrays_of(device: str) -> Any:
+    """CuPy for "cuda", numpy for "cpu"."""
+    return importlib.import_module({"cuda": "cupy", "cpu": "numpy"}[device])
 
 
 def next_multiple(n: int) -> int:
@@ -92,7 +106,9 @@ def choices(a: Format, B: Any, C: Any) -> Any:
 
 
 def peers(a: Format, B: Any, C: Any) -> list[bench.Contender]:
-    """cuBLAS in both layouts and as torch calls it, where sums may be narrower; cuSPARSELt for 2:4 if torch has it."""
+    """Dense products in both layouts and as torch calls it, where sums may be narrower; cuSPARSELt for 2:4."""
+    if not is_cupy(B):
+        return host_peers(a, B)
     import cupy
 
     dense, runs = Dense.from_dense(a.to_dense()), []
@@ -104,15 +120,27 @@ def peers(a: Format, B: Any, C: Any) -> list[bench.Contender]:
     return runs + [c for c in searched if "searched" in c.name or c.name == "torch dense"]
 
 
+def host_peers(a: Format, B: Any) -> list[bench.Contender]:
+    """BLAS in float32 with operands of both layouts, and torch."""
+    dtype = np.promote_types(a.dtype, np.float32)
+    x, b = a.to_dense().astype(dtype), B.astype(dtype)
+    b_f = np.asfortranarray(b)
+    runs = [bench.Contender("dense C", functools.partial(np.matmul, x, np.ascontiguousarray(b)), peer=True),
+            bench.Contender("dense F", lambda: np.matmul(b_f.T, x.T).T, peer=True)]  # fmt: skip
+    return runs + contenders.torch_peers(a, B)
+
+
 def run_of(plan: Any, B: Any, C: Any) -> Callable[[], Any]:
     """A product that writes C and returns it."""
     return functools.partial(plan, B, out=C)
 
 
-def measure(seed: int, seconds: float, formats: list[str], regret: bool, unaligned: bool) -> list[dict[str, Any]]:
+def measure(
+    seed: int, device: str, seconds: float, formats: list[str], regret: bool, unaligned: bool
+) -> list[dict[str, Any]]:
     """A row for each product that was measured before the time was over."""
     end, rows = time.monotonic() + seconds, []
-    for spec, a, B, C, layout in products(seed, formats, unaligned):
+    for spec, a, B, C, layout in products(seed, device, formats, unaligned):
         if time.monotonic() > end:
             break
         case = bench.Case(str(spec), a, B, tuple(crowd(a, B, C, regret)), a.dtype.name, {"nnz": a.nnz})
@@ -146,10 +174,15 @@ def with_next(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]], against: str | tuple[str, ...], title: str) -> Iterator[str]:
-    """Geometric mean / worst (number of products) by kind and layout, a column for each range of N."""
+    """Geometric mean / worst (number of products) by kind and layout, a column for each range of N.
+
+    Nothing if no product was measured beside the peer.
+    """
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
+    for _, row in ratios(rows, against):
         groups[row["kind"], row["layout"]].append(row)
+    if not groups:
+        return
     yield f"\n{title}: geometric mean / worst (products)\n"
     yield "| format | layout | " + " | ".join(f"N {lo}-{hi}" for lo, hi in RANGES) + " |"
     yield "|---|---|" + "---|" * len(RANGES)
@@ -158,17 +191,16 @@ def table(rows: list[dict[str, Any]], against: str | tuple[str, ...], title: str
         for lo, hi in RANGES:
             r = [x for x, _ in ratios([row for row in some if lo <= row["N"] <= hi], against)]
             cells.append(f"{geometric_mean(r):.2f} / {min(r):.2f} ({len(r)})" if r else "-")
-        if any(cell != "-" for cell in cells):
-            yield f"| {kind} | {layout} | " + " | ".join(cells) + " |"
+        yield f"| {kind} | {layout} | " + " | ".join(cells) + " |"
 
 
 def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
     """All tables, and what went wrong."""
-    yield from table(rows, DENSE, "Times dense cuBLAS (the fastest of its layouts)")
+    yield from table(rows, DENSE, "Times the dense product (the fastest of its layouts)")
     yield from table(rows, "cuSPARSELt", "Times cuSPARSELt (searched)")
     if pairs := with_next(rows):
         yield from table(pairs, "next multiple", "Times as fast as with the next multiple of eight columns")
-    kept = [max(1.0, 1 / x) for x, _ in ratios(rows, ("cuda.", "composed.", "vendor."))]
+    kept = [max(1.0, 1 / x) for x, _ in ratios(rows, OURS)]
     if kept:
         average, worst = (100 * (x - 1) for x in (geometric_mean(kept), max(kept)))
         yield f"\nRegret against our best kernel: {average:.1f} %, worst {worst:.0f} %"
@@ -190,17 +222,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, help="draws shapes and values; without it a fresh one")
     parser.add_argument("--seconds", type=float, default=420)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--formats", default="", help="only these, comma-separated")
     parser.add_argument("--regret", action="store_true", help="also measure our other kernels")
     parser.add_argument("--unaligned", action="store_true", help="row-major operands with odd numbers of columns")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     seed = secrets.randbelow(1 << 31) if options.seed is None else options.seed
-    rows = measure(seed, options.seconds, [f for f in options.formats.split(",") if f], options.regret,
-                   options.unaligned)  # fmt: skip
-    import cupy
-
-    about = bench.environment(cupy.zeros(1))
+    rows = measure(seed, options.device, options.seconds, [f for f in options.formats.split(",") if f],
+                   options.regret, options.unaligned)  # fmt: skip
+    about = bench.environment(arrays_of(options.device).zeros(1))
     print(f"seed {seed}, {len(rows)} products, {about}")
     print("\n".join(summary(rows)))
     if options.json:

@@ -63,7 +63,7 @@ def run(
     if board:
         notes().print(f"{gpu} is sm_{sm}")
     # the board that was named, or the first of its architecture
-    known = cost.DEVICES.get(board) or next((d for d in cost.DEVICES.values() if d.sm == sm), None)
+    known = roofline.known_device(board, sm)
     source = open_source(src)
     out: list[Row] = []
     asked: dict[Problem, tuple[Explanation, Cost | None]] = {}

@@ -64,12 +64,12 @@ def device(gpu: str) -> Any:
     For a board without rates of its own: the first of its architecture, or one with the rates of the H200; a note
     says so.
     """
-    from spformat.products.roofline import DEVICES, H200
+    from spformat.products.roofline import H200, known_device
 
     if gpu == "cpu":
         return "cpu"
     sm, board = architecture(gpu)
-    known = DEVICES.get(board) or next((d for d in DEVICES.values() if d.sm == sm), H200)
+    known = known_device(board, sm) or H200
     if known.name != board:
         notes().print(f"{gpu} is sm_{sm}; the rates are those of {known.name}")
     return known if known.sm == sm else replace(known, name=f"sm_{sm}", sm=sm)

@@ -1,7 +1,8 @@
 """The error tree: one class per answer a caller can give.
 
 Every error carries the same optional fields, so that a message, a JSON report and a test read the
-same facts: ``path`` (file), ``tensor``, ``array``, ``index``, ``value``, ``expected``, ``phase``.
+same facts: ``path`` (file), ``tensor``, ``array``, ``index``, ``value``, ``expected``, ``phase``; where several things
+are wrong, ``count`` of a ``unit`` and the ``first``; ``found`` and the ``limit`` it exceeds; ``hint``, ``reasons``.
 ``exit_code`` follows sysexits, so scripts can branch on it: 65 give up on this file, 69/73/74/75
 environment, 78 raise a limit, 3 choose another format.
 """
@@ -162,8 +163,8 @@ class LimitError(SpformatError, ValueError):
 class StructureError(SpformatError, ValueError):
     """The input is fine, the target format cannot hold it without losing values.
 
-    Fields: ``unit`` ("group", "window", "dtype"), ``count`` of offending units, ``first`` (coordinates),
-    ``found``, ``limit``, and ``hint`` naming the mask function or flag that would make it fit.
+    Fields: ``unit`` ("group", "window", "column", "value", "dtype"), ``count`` of offending units, ``first``
+    (coordinates), ``found``, ``limit``, and ``hint`` naming the mask function or flag that would make it fit.
     """
 
     exit_code = 3

@@ -47,7 +47,7 @@ def test_every_public_name_is_on_a_page() -> None:
     for name in set(sf.__all__) - {"FORMATS"}:
         assert (f"spformat.{name}" in listed) == (name in excluded), f"{name}: on no page of docs/api, or on two"
     assert excluded <= set(sf.__all__)
-    classes = {f"spformat.{f.__name__}" for f in (*sf.FORMATS, sf.Sum, sf.Format)}
+    classes = {f"spformat.{f.__name__}" for f in (*sf.FORMATS, sf.Sum, sf.Stack, sf.Format)}
     assert classes <= listed
     assert {
         "spformat.torch",

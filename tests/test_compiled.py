@@ -203,9 +203,20 @@ def test_only_large_host_arrays_are_worth_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, compiled._LOOPS, compiled)
     assert compiled.serves(medium)
     monkeypatch.delitem(sys.modules, compiled._LOOPS)
+    monkeypatch.setattr(compiled, "_bytes_so_far", 0)
     assert not compiled.serves(medium)
     monkeypatch.setattr(compiled, "_usable", lambda: False)
     assert not compiled.serves(large)
+
+
+def test_many_arrays_are_worth_what_a_large_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers of a small model, converted one at a time."""
+    monkeypatch.delitem(sys.modules, compiled._LOOPS, raising=False)
+    monkeypatch.setattr(compiled, "_bytes_so_far", 0)
+    medium = np.broadcast_to(np.float16(0), (512, 2048))  # 2 MB
+    assert [compiled.serves(medium) for _ in range(33)] == [False] * 31 + [True] * 2
+    monkeypatch.setattr(compiled, "_bytes_so_far", 0)
+    assert not any(compiled.serves(medium[:63]) for _ in range(1000))  # numpy is as fast
 
 
 def test_a_numba_that_does_not_import_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:

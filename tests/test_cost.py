@@ -12,6 +12,7 @@ from test_cli import DIGITS, spformat
 
 import spformat as sf
 from spformat.dispatch import cost
+from spformat.products.operations import SPMM_TRANSPOSED
 from spformat.products.problem import Problem
 from spformat.products.roofline import (
     H200,
@@ -120,6 +121,12 @@ def test_any_format_has_bounds() -> None:
         cost.estimate(a, 32, device="T4")
     with pytest.raises(sf.errors.UsageError, match="at least 0, got -1"):
         cost.estimate(a, -1)
+
+
+def test_a_transposed_product_reads_and_writes_as_many_rows_as_it_has() -> None:
+    a = sf.convert(np.eye(256, 1024, dtype=np.float16), "csr")
+    p = SPMM_TRANSPOSED.problem(a, np.zeros((256, 64), np.float16), np.zeros((1024, 64), np.float32))
+    assert cost.estimate(p, 64, nbytes=a.nbytes).bytes == a.nbytes + 256 * 64 * 2 + 1024 * 64 * 4
 
 
 def test_explain_prints_the_cost() -> None:

@@ -249,7 +249,7 @@ def test_memory_that_a_plan_calls_the_matrix_is_not_given_to_others(
     kernel = next(k for k in backends.get("cpu").kernels() if k.name == "cpu.spmm_bsr")
 
     def plan(self: Any, a: Any, p: Problem) -> Plan:
-        reads = MemoryOf(a.twin()) if looks_itself else None
+        reads = MemoryOf(a.alias()) if looks_itself else None
         return Plan(self.name, p, print, reads=reads)
 
     monkeypatch.setattr(type(kernel), "plan", plan)

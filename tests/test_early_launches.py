@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from spformat.backends.cuda.runtime import early, jit, launch
+from spformat.backends.cuda.runtime import early, jit, launch, launch_config
 
 SOURCES = sorted(jit.HERE.glob("*/*.cu"))
 
@@ -22,13 +22,15 @@ class Asked:
         self.status, self.calls = status, list[tuple[Any, ...]]()
 
     def __call__(self, config: int, function: int, arguments: int, extra: None) -> int:
-        self.calls.append((early.Config.from_address(config), function, arguments, extra))
+        self.calls.append((launch_config.Config.from_address(config), function, arguments, extra))
         return self.status
 
 
 def test_the_driver_gets_the_launch_and_one_attribute() -> None:
-    assert (ctypes.sizeof(early.Attribute), early.Attribute.value.offset) == (72, 8), "CUlaunchAttribute"
-    assert (ctypes.sizeof(early.Config), early.Config.attributes.offset) == (56, 40), "CUlaunchConfig"
+    assert (ctypes.sizeof(launch_config.Attribute), launch_config.Attribute.value.offset) == (72, 8), (
+        "CUlaunchAttribute"
+    )
+    assert (ctypes.sizeof(launch_config.Config), launch_config.Config.attributes.offset) == (56, 40), "CUlaunchConfig"
     asked = Asked()
     driver = early.EarlyDriver(asked, ValueError)
     for _ in range(2):
@@ -37,8 +39,8 @@ def test_the_driver_gets_the_launch_and_one_attribute() -> None:
     assert ctypes.addressof(config) == ctypes.addressof(again), "equal launches share a config"
     assert (function, arguments, extra) == (1234, 5678, None)
     assert (*config.grid, *config.block, config.smem, config.stream) == (5, 6, 7, 128, 1, 1, 4096, 99)
-    attribute = early.Attribute.from_address(config.attributes)
-    assert (config.number, attribute.id, attribute.value) == (1, early.EARLY, 1)
+    attribute = launch_config.Attribute.from_address(config.attributes)
+    assert (config.number, attribute.id, [*attribute.value]) == (1, launch_config.EARLY, [1, 0, 0])
 
 
 def test_a_refused_launch_is_an_error_of_the_driver() -> None:

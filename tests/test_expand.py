@@ -221,7 +221,7 @@ def test_the_matrix_is_expanded_before_every_product(
     B, out = library.array(op.shape[1], 2), library.array(op.shape[0], 2)
     B[...] = np.arange(B.size).reshape(B.shape)
     matrix = SimpleNamespace(is_validated=True, order_now=lambda: None, spans=tuple)
-    matrix.twin = lambda: matrix
+    matrix.alias = lambda: matrix
     plan = KERNEL.plan(matrix, asked("csr", (5, 3), operation=operation))
     for _ in range(4):
         out.fill(np.nan)

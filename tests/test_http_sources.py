@@ -170,7 +170,7 @@ def test_a_server_that_hangs_is_left_and_the_message_says_why(
     server: Any, tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfers, "_SILENCE", 1)
-    with pytest.raises(sf.errors.InputError, match=r"Timeout.*: .*\w+"):
+    with pytest.raises(sf.errors.UnreachableError, match=r"Timeout.*: .*\w+"):
         convert_checkpoint(f"{server.url}/{path}", tmp_path / "out", "csr")
 
 

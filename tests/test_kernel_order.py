@@ -107,13 +107,13 @@ def test_metadata_in_another_order() -> None:
     assert not a.with_meta_order("fragment").in_kernel_order
 
 
-def test_arrays_are_freed_with_those_of_twins_before_and_after() -> None:
+def test_arrays_are_freed_with_those_of_aliases_before_and_after() -> None:
     a = matrix()
     arrays = [weakref.ref(x) for x in a.arrays().values()]
-    before, seen = a.twin(), MemoryOf(a.twin())
+    before, seen = a.alias(), MemoryOf(a.alias())
     assert len(seen()) == 2
-    order = reverse(before)  # what a plan does, which has a twin
-    after = before.twin()
+    order = reverse(before)  # what a plan does, which has an alias
+    after = before.alias()
     assert [x() for x in arrays] == [None, None]
     assert after.in_kernel_order
     assert len(seen()) == 1
@@ -126,7 +126,7 @@ def test_arrays_that_others_keep_are_kept_beside_the_order() -> None:
     a = sf.Sum(parts=(matrix(), matrix("csr", 1)))
     a.keep_arrays()
     part = a.parts[0]
-    order, data = reverse(part.twin()), part.data
+    order, data = reverse(part.alias()), part.data
     assert not part.in_kernel_order
     assert part.data is data
     assert part.kernel_order("reversed", lambda: pytest.fail("built twice")) is order
@@ -143,13 +143,13 @@ def test_another_order_is_kept_beside_the_first() -> None:
 def test_no_circle_keeps_a_matrix() -> None:
     a = matrix()
     order = weakref.ref(reverse(a))
-    gone, twin = weakref.ref(a), a.twin()
+    gone, alias = weakref.ref(a), a.alias()
     gc.disable()
     try:
         del a
         assert gone() is None
         assert order() is not None
-        del twin
+        del alias
         assert order() is None
     finally:
         gc.enable()
@@ -163,7 +163,7 @@ def test_threads_that_read_while_arrays_are_dropped() -> None:
         def read(a: Format = a, wanted: Format = wanted, wrong: list[Any] = wrong, start: Any = start) -> None:
             start.wait()
             for _ in range(20):
-                if a.twin() != wanted or a.values.shape != wanted.values.shape or a.nbytes != wanted.nbytes:
+                if a.alias() != wanted or a.values.shape != wanted.values.shape or a.nbytes != wanted.nbytes:
                     wrong.append(a)
 
         threads = [threading.Thread(target=read) for _ in range(3)]
@@ -174,7 +174,7 @@ def test_threads_that_read_while_arrays_are_dropped() -> None:
         for t in threads:
             t.join()
         assert not wrong
-        slots = [x for x in ("data", "meta") if _filled(a.twin(), x)]
+        slots = [x for x in ("data", "meta") if _filled(a.alias(), x)]
         assert slots == []
 
 
@@ -231,7 +231,7 @@ def test_every_kernel_of_two_four_frees_the_arrays(kernel: str, dtype: str, orde
 
     host, x = two_four(dtype, order)
     a = host.to("cuda")
-    before, arrays = a.twin(), [weakref.ref(v) for v in a.arrays().values()]
+    before, arrays = a.alias(), [weakref.ref(v) for v in a.arrays().values()]
     b = np.random.default_rng(1).integers(-3, 4, (x.shape[1], 24)).astype(np.float32)
     if f"cuda.{kernel}" not in str(sf.explain(a, cupy.asarray(b.astype(host.dtype)))).partition("refused")[0]:
         pytest.skip(f"{kernel} does not run here")

@@ -49,12 +49,12 @@ def matrix(fmt: str, dtype: str) -> Any:
 
 
 def seen_on_device(a: Any, driver: Driver) -> Any:
-    twin = copy.copy(a).twin()
+    alias = copy.copy(a).alias()
     for name, array in a.arrays().items():
-        object.__setattr__(twin, name, array.view(driver.world.cupy.ndarray))
+        object.__setattr__(alias, name, array.view(driver.world.cupy.ndarray))
     if hasattr(a, "parts"):
-        object.__setattr__(twin, "parts", tuple(seen_on_device(part, driver) for part in a.parts))
-    return twin
+        object.__setattr__(alias, "parts", tuple(seen_on_device(part, driver) for part in a.parts))
+    return alias
 
 
 def plan_of(kernel: Any, fmt: str, dtype: str, n: int, layouts: tuple[str, str], epilogue: bool, driver: Driver) -> Any:

@@ -294,12 +294,12 @@ def test_a_large_tensor_is_counted_in_chunks_of_rows(
         with sf.safe_open(path) as f, monkeypatch.context() as patch:
             patch.setattr(type(f), "array", lambda *_: pytest.fail("read as a whole"))
             patch.setattr(type(f), "read", lambda *_: pytest.fail("read as a whole"))
-            same(fastest.structure_in(f, f.info(name)), analyse(half(2048, 2048)))
+            same(structure_of(fastest.matrix_in(f, f.info(name))), analyse(half(2048, 2048)))
     raw = bytearray(packed.read_bytes())
     raw[-100] ^= 1
     packed.write_bytes(raw)
     with sf.safe_open(packed) as f, pytest.raises(IntegrityError, match="crc32"):
-        fastest.structure_in(f, f.info("w"))
+        structure_of(fastest.matrix_in(f, f.info("w")))
 
 
 def test_the_command_as_typed(model: Path, tmp_path: Path) -> None:

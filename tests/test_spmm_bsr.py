@@ -216,7 +216,7 @@ def test_a_matrix_on_a_device_says_once_how_long_the_row_of_a_block_is(fmt: Any,
         x[row * 16, : count * 16] = 1
     host = fmt.from_dense(x, blocksize=(16, 16))
     assert host.row_length() == 0  # nobody asks for a matrix on the host
-    a = host.twin()
+    a = host.alias()
     device = vars(world.cupy)["ndarray"]
     for name, array in host.arrays().items():
         object.__setattr__(a, name, array.view(device))

@@ -17,6 +17,7 @@ from typing import Any
 from ..arrays import collector
 from ..errors import UsageError
 from ..formats import edges
+from ..products.kernel import Kernel
 from .base import Backend
 
 ENTRY_POINT_GROUP, EDGE_GROUP = "spformat.backends", "spformat.edges"
@@ -102,7 +103,7 @@ def names() -> tuple[str, ...]:
 def order(device: str, every: bool = True) -> tuple[str, ...]:
     """Backends in the order in which they are asked for operands on ``device`` ("cpu" or "cuda").
 
-    every: then the rest, which refuse such operands.
+    every: also list the other built-in backends, which refuse such operands, at the end.
     """
     first, rest = (HOST_ORDER, DEVICE_ORDER) if device == "cpu" else (DEVICE_ORDER, HOST_ORDER)
     listed = [name for item in first for name in ((*_registered, *third_party()) if item == "*" else (item,))]
@@ -124,6 +125,11 @@ def get(name: str) -> Backend:
             plugin: Backend = loaded() if isinstance(loaded, type) else getattr(loaded, "BACKEND", loaded)
             return plugin
     raise UsageError(f"unknown backend {name!r} (known: {', '.join(names())})")
+
+
+def kernel_named(name: str) -> Kernel:
+    """The kernel of a full name, such as "cuda.spmm_csr", which ``explain`` gave."""
+    return next(k for k in get(name.partition(".")[0]).kernels() if k.name == name)
 
 
 # ------------------------------------------------------------------ edges

@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from ..arrays.library import library_error
+from ..arrays.library import ceil_div, library_error
 from ..errors import DeviceError
 from ..products import ideal
 from ..products.kernel import Kernel, reasons, spmm_of
@@ -75,7 +75,7 @@ class CusparseCSR(CudaKernel):
         rows of B: N values from L2 for each item. sectors: 32 bytes for each item and column. items: values and indices
         for every 32 columns. rows of A: 1 ns each for every 32 columns, over all multiprocessors.
         """
-        size, groups = itemsize(p.a_dtype), ideal.ceil_div(p.n, 32)
+        size, groups = itemsize(p.a_dtype), ceil_div(p.n, 32)
         rows, past = p.nnz * p.n * size, max(0.0, 1 - ideal.L2 / max(1, p.K * p.n * size))
         items = ideal.cache_us(p.nnz * groups * (size + ideal.INDEX), device)
         return (
@@ -165,7 +165,7 @@ class CusparseLt(CudaKernel):
     def quantities(self, p: Problem, tile: Any, device: Device) -> tuple[float, ...]:
         """As for cuBLAS, at half the time of a product; the library's default tile is 128 x 128 or 256 x 128."""
         unit = 1e6 * device.processors / device.peak[TENSOR_16]
-        turns = ideal.rounds(ideal.ceil_div(p.M, 128) * ideal.ceil_div(p.n, 128), device.processors)
+        turns = ideal.rounds(ceil_div(p.M, 128) * ceil_div(p.n, 128), device.processors)
         tiles, memory = turns * p.K * 128 * 128 * unit, ideal.traffic_us(p, device)
         products = p.M * p.K * p.n * unit / device.processors
         return 1.0, memory, tiles, products, p.K / 64 * 0.02, max(memory, tiles)

@@ -114,11 +114,6 @@ def resolved_for_all(target: str, structures: Iterable[Structure]) -> str:
     return best
 
 
-def structure_in(f: Any, r: Record) -> Structure:
-    """The structure of a matrix in an open file; the arguments are those of ``matrix_in``."""
-    return structure_of(matrix_in(f, r))
-
-
 def matrix_in(f: Any, r: Record) -> Any:
     """A matrix in an open file, for ``recommend``; of a plain and large one, which is read in chunks of rows, the
     structure.

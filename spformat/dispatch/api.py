@@ -266,7 +266,7 @@ def _plan_of(A: Format, problem: Problem, name: str | None, unsafe: bool) -> Pla
     if shared is None:
         if not unsafe:
             A.ensure_valid()
-        shared = plan_with(kernel, A if A.is_validated else A.twin(), problem)
+        shared = plan_with(kernel, A if A.is_validated else A.alias(), problem)
         log.info("%s %s: %s %s", problem.operation, problem.operands, shared.kernel, shared.tile)
         if not unsafe and len(A._plans) < PLANS:
             A._plans[key] = shared

@@ -80,9 +80,8 @@ class CopiedOperands(Kernel):
         tried = [Layouts(b, c, b != p.b_layout or not own_b, c != p.out_layout or not own_c) for b, c in pairs]
         if not (own_b or own_c):  # B alone: kernels store lines of C that start anywhere at little more cost
             tried += [Layouts(b, p.out_layout, True, False) for b in dict.fromkeys((p.b_layout, COL))]
-        if (
-            p.n % PITCH
-        ):  # only copies have room for a multiple of eight columns, even if the operands' lines are aligned
+        # Only copies have room for a multiple of eight columns, even if the operands' lines are aligned.
+        if p.n % PITCH:
             tried.append(BOTH_TO_ROWS)
         return [x for x in dict.fromkeys(tried) if x.copies_b or x.copies_out]
 

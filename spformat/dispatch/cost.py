@@ -15,11 +15,13 @@ from dataclasses import dataclass
 
 from .. import backends
 from ..arrays.dtypes import value_type
+from ..arrays.library import ceil_div
 from ..errors import UsageError
 from ..formats import by_name
 from ..formats.base import Format
 from ..products import roofline
-from ..products.problem import ROW, Problem, itemsize
+from ..products.ideal import operands_bytes
+from ..products.problem import ROW, Problem
 from ..products.roofline import CUDA_32, CUDA_64, DEVICES, TENSOR_16, Blocking, Device
 from .api import explain, problem_of
 
@@ -106,13 +108,13 @@ def estimate(
         cut = _blocking(answer.chosen, p)
         expected = answer.expected_us
     stored = A.nbytes if isinstance(A, Format) else _bytes(p) if nbytes is None else nbytes
-    moved = stored + p.K * n * itemsize(p.b_dtype) + p.M * n * itemsize(p.out_dtype)
+    moved = stored + operands_bytes(p)
     operations = 2.0 * p.nnz * n
     kind = cut.arithmetic if cut else _ARITHMETIC.get(p.a_dtype, TENSOR_16)
     intensity = cache_us = None
     if cut:
         intensity = cut.intensity()
-        tiles = -(-p.M // cut.rows) * -(-n // cut.cols)
+        tiles = ceil_div(p.rows, cut.rows) * ceil_div(n, cut.cols)
         cache_us = 2e6 * tiles * cut.rows * cut.cols * cut.kept * cut.k_tiles / intensity / target.cache
     return Cost(
         device=target.name, kernel=answer.chosen, operations=operations, bytes=float(moved),
@@ -125,7 +127,7 @@ def _blocking(kernel: str | None, p: Problem) -> Blocking | None:
     """How the chosen kernel cuts the problem, if it says so."""
     if kernel is None:
         return None
-    chosen = next(k for k in backends.get(kernel.partition(".")[0]).kernels() if k.name == kernel)
+    chosen = backends.kernel_named(kernel)
     cut: Blocking | None = chosen.blocking(p) if hasattr(chosen, "blocking") else None
     return cut
 

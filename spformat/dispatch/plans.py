@@ -41,7 +41,7 @@ def plan_with(kernel: Kernel, A: Format, problem: Problem) -> Plan:
     if plan.reads is not None:
         return plan
     # The arrays are kept as well: otherwise their memory could be freed, allocated again, and be given as ``out``.
-    return replace(plan, run=_guarded(plan.run, MemoryOf(A.twin()), len(problem.operands) - 1))
+    return replace(plan, run=_guarded(plan.run, MemoryOf(A.alias()), len(problem.operands) - 1))
 
 
 def _with_epilogue(plan: Plan, problem: Problem, purpose: str) -> Plan:

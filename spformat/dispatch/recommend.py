@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, overload
 
+from .. import backends
 from ..arrays.dtypes import value_type
 from ..errors import UsageError
 from ..formats import parse_spec, registered, spec_text
@@ -299,9 +300,7 @@ class _Asked:
             answer = ask(p, self.backend, installed=self.device is None, every=False)
             us[n], kernels[n], workspace[n] = answer.expected_us, answer.chosen, 0
             if answer.chosen is not None:
-                backend, _ = named(answer.chosen)
-                kernel = next(k for k in backend.kernels() if k.name == answer.chosen)
-                workspace[n] = kernel.workspace_bytes(p)
+                workspace[n] = backends.kernel_named(answer.chosen).workspace_bytes(p)
         padding = 1 - self.counts.nnz / a.stored if a.stored else 0.0
         return Recommendation(
             text, us, kernels, nbytes, workspace, a.stored, max(0.0, padding), (remark,) if remark else (),

@@ -62,8 +62,7 @@ def choose(problem: Problem, name: str | None = None, without: str = "") -> Kern
         trace = ask(problem, name, without=without, every=every)
         for answer in trace.answers:
             if answer:
-                backend = backends.get(answer.kernel.partition(".")[0])
-                return next(k for k in backend.kernels() if k.name == answer.kernel)
+                return backends.kernel_named(answer.kernel)
     if name is not None:
         missing = named(name)[0].missing()
         if missing:

@@ -26,7 +26,7 @@ class ArrayMethods:
 
     @property
     def size(self) -> int:
-        """The number of stored values, as in scipy.sparse: ``nnz``."""
+        """``nnz``, the number of nonzeros. That of scipy.sparse also counts the padding of blocks."""
         me: Any = self
         return int(me.nnz)
 

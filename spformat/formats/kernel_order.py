@@ -1,8 +1,8 @@
 """What kernels derive from the arrays of a matrix: kept beside them, or instead of them (*kernel order*).
 
 A matrix on a device would take twice its bytes if a kernel's own order of its values were kept beside its arrays. What
-has everything that the arrays have replaces them: the matrix and its twins drop their references, and an array that is
-asked for afterwards is a new one, computed from the order. docs/decisions/0042-bytes-at-rest.md.
+has everything that the arrays have replaces them: the matrix and its aliases drop their references, and an array that
+is asked for afterwards is a new one, computed from the order. docs/decisions/0042-bytes-at-rest.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .fields import Derived
 
 Built = TypeVar("Built")
 _lock = threading.Lock()
-"""For the moments in which a matrix gets a twin, or arrays are dropped. Reading an array needs no lock."""
+"""For the moments in which a matrix gets an alias, or arrays are dropped. Reading an array needs no lock."""
 
 
 class KernelOrder(Protocol):
@@ -57,7 +57,7 @@ class InOrder:
 
 
 class KernelArrays(Derived):
-    """What kernels derived from a matrix, by key; the same object for the matrix and its twins."""
+    """What kernels derived from a matrix, by key; the same object for the matrix and its aliases."""
 
     __slots__ = ("in_order", "keeps_arrays", "sharers")
 
@@ -65,7 +65,7 @@ class KernelArrays(Derived):
         self.in_order: InOrder | None = None
         self.keeps_arrays = False
         self.sharers: list[weakref.ref[Any]] = []
-        """The matrix and its twins, from the first twin on: all that drop their arrays."""
+        """The matrix and its aliases, from the first alias on: all that drop their arrays."""
 
 
 @functools.cache
@@ -104,7 +104,7 @@ class KernelOrdered:
         return built
 
     def kernel_order(self, key: Any, build: Callable[[], Order]) -> Order:
-        """``kernel_arrays`` for what has everything that the arrays have: the matrix and its twins drop their arrays.
+        """``kernel_arrays`` for what has everything that the arrays have: the matrix and its aliases drop their arrays.
 
         build: the order. When it returns, nothing that is queued on any stream of the device reads the arrays any more
             (``launch.finish_device``): their memory may be used again at once. It must not refer to the matrix.
@@ -134,17 +134,17 @@ class KernelOrdered:
         for part in me.parts_by_name().values():
             part.keep_arrays()
 
-    def twin(self) -> Self:
+    def alias(self) -> Self:
         """Another object with the same arrays and ``kernel_arrays``, marked as validated, without plans.
 
-        A plan refers to a twin of the matrix. If it referred to the matrix, which refers to the plan, the two would
+        A plan refers to an alias of the matrix. If it referred to the matrix, which refers to the plan, the two would
         keep each other from being freed. The contents must be valid.
         """
         me: Any = self
         kept: KernelArrays = me._kernel_arrays
         cls: Any = type(me)
         other, put, names = object.__new__(cls), object.__setattr__, _array_names(cls)
-        with _lock:  # arrays are not dropped meanwhile, or the twin would keep them
+        with _lock:  # arrays are not dropped meanwhile, or the alias would keep them
             for field in _fields(cls):
                 if field not in names or kept.in_order is None:
                     put(other, field, getattr(me, field))

@@ -156,7 +156,7 @@ class TwoFour(Format):
 
     @classmethod
     def edge_name(cls, dtype: Any) -> str:
-        """Edges of "two-four" are for 16-bit values; general code converts the others."""
+        """Edges of "two-four" are for 16-bit values; others have names of their own, such as "two-four:8-bit"."""
         return cls.name if dtype.itemsize == 2 else f"{cls.name}:{8 * dtype.itemsize}-bit"
 
     @classmethod

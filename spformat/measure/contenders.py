@@ -44,8 +44,7 @@ def ours(a: Format, B: Array, only: Sequence[str] = (), first: bool = False) -> 
             why = f"expects {answer.expected_us:,.0f} us, more than {HOPELESS} times the fastest: not measured"
             contenders.append(_absent(answer.kernel, NoKernelError(why), peer=False))
             continue
-        kernel = next(k for k in backends.get(backend).kernels() if k.name == answer.kernel)
-        product_plan = kernel.plan(a.ensure_valid(), SPMM.problem(a, B, out))
+        product_plan = backends.kernel_named(answer.kernel).plan(a.ensure_valid(), SPMM.problem(a, B, out))
         tile = f" {product_plan.tile}" if product_plan.tile else ""
         contenders.append(Contender(answer.kernel + tile, functools.partial(product_plan, B, out)))
         if first:

@@ -50,7 +50,7 @@ from ..preprocess.coordinates import structure_of
 from ..preprocess.structure import Structure
 from ..products import rates
 from ..products.problem import ROW
-from ..products.roofline import DEVICES, H200, Device
+from ..products.roofline import H200, Device, known_device
 from ..storage.files import Path as AnyPath
 from ..storage.files import read_small
 from .bench import clock
@@ -290,8 +290,7 @@ def device_name(like: Any) -> str:
 def _board(like: Any) -> Device:
     """The rates of this GPU: those of its name, of its architecture, or of the H200."""
     name, sm = device_name(like), int(like.device.compute_capability)
-    named = next((d for d in DEVICES.values() if d.name in name.split()), None)
-    return named or next((d for d in DEVICES.values() if d.sm == sm), replace(H200, name=name, sm=sm))
+    return known_device(name, sm) or replace(H200, name=name, sm=sm)
 
 
 def _version() -> str:

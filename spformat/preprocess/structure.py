@@ -84,11 +84,6 @@ class Structure:
         """Nonempty 8 x 1 vectors."""
         return self.vector_counts[VECTOR_ROWS][0]
 
-    @property
-    def vector_groups(self) -> int:
-        """Groups of 16 such vectors, padded per tile of 8 rows."""
-        return self.vector_counts[VECTOR_ROWS][1]
-
     def gather_reuse(self, height: int) -> float:
         """Nonzeros for each nonempty vector of 8 or 16 rows, from 1 to the height; 0 for an empty matrix.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
+from ..arrays.library import ceil_div
 from .problem import COL, LINE, Operand, Problem, aligned, itemsize
 from .roofline import CUDA_32, CUDA_64, TENSOR_16, Device
 
@@ -19,11 +20,6 @@ SECTOR = 32
 """Bytes of the smallest piece that a GPU loads from memory or its caches."""
 L2 = 50 << 20
 """Bytes of B above which its rows do not all stay in the L2 cache of a large GPU."""
-
-
-def ceil_div(a: int, b: int) -> int:
-    """ceil(a / b) for a >= 0, b > 0."""
-    return -(-a // b)
 
 
 def arithmetic(dtype: str) -> str:

@@ -68,8 +68,11 @@ def nothing() -> tuple[tuple[int, int], ...]:
 
 
 class MemoryOf:
-    """The ``Reads`` of a matrix, which it keeps (else memory that was freed could be given as ``out``): a twin where
-    the matrix refers to the plan."""
+    """The ``Reads`` of a matrix: where the memory of its arrays lies.
+
+    It keeps the matrix, so that freed memory cannot be given as ``out``. Where the matrix keeps the plan, pass its
+    ``alias()``: otherwise each would keep the other.
+    """
 
     __slots__ = ("_matrix", "_seen")
 

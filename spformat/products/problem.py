@@ -70,7 +70,7 @@ class Operand:
     dtype: str
     params: tuple[tuple[str, Any], ...] = ()
     stored: int = 0
-    """Stored items of a sparse operand; padding counts, except where the format knows it."""
+    """Value slots of a sparse operand, padding included: ``Format.stored``."""
     layout: str = ROW
     """Of a dense operand of shape [R, C]: "row" (element r, c at r*ld + c), "col" (r + c*ld) or "strided"."""
     alignment: int = 0
@@ -320,7 +320,7 @@ class Problem:
 
     @computed_once
     def nnz(self) -> int:
-        """Stored items of A (padding not counted where the format knows it)."""
+        """Value slots of A, padding included: ``Format.stored``."""
         return self.operands[0].stored
 
     @computed_once
@@ -355,7 +355,7 @@ class Problem:
 
     @computed_once
     def alone(self) -> Problem:
-        """The same product without an epilogue. On a GPU it goes to memory of its own, with aligned lines."""
+        """The same product without an epilogue. On a GPU its result is written to a buffer with aligned lines."""
         lines = {"out_alignment": LINE} if self.device == "cuda" else {}
         return self.changed(epilogue=False, **lines)
 

@@ -3,8 +3,9 @@
 A file of rates is JSON: {"device", "date", "commit", "command", "kernels": {name: {"terms": [..], "all": [..],
 "tiles": {variant: [..]}}}}. "terms" names the parts of the kernel's time (``Kernel.terms``), "all" has a constant for
 each, and "tiles" has other ones for some variants (``Kernel.variant``). Two files come with the package: those of an
-H200, which hold for every GPU in proportion to its rates, and those of a host. ``spformat bench --calibrate`` writes
-one of the user's own, whose kernels also name the device, the date and the architecture ("sm") that they hold for.
+H200 (for some kernels of an H100), which hold for every GPU in proportion to its rates, and those of a host.
+``spformat bench --calibrate`` writes one of the user's own, whose kernels also name the device, the date and the
+architecture ("sm") that they hold for.
 
 SPFORMAT_RATES=shipped leaves the user's file out, =off all of them: a kernel then expects ``roofline.plain_us``.
 """

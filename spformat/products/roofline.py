@@ -42,7 +42,7 @@ class Device:
     clusters. Those of several blocks are fewer than multiprocessors allow: a cluster runs inside one group (GPC)."""
 
     def clusters(self, size: int, resident: int = 1) -> int:
-        """Clusters of ``size`` blocks that run at a time, ``resident`` blocks on a multiprocessor; at least.
+        """At least how many clusters of ``size`` blocks run at a time, with ``resident`` blocks on a multiprocessor.
 
         Without a table of clusters, as many groups of ``size`` blocks as multiprocessors allow.
         """
@@ -77,6 +77,11 @@ _OF_ARCHITECTURE = {d.sm: d for d in reversed(DEVICES.values())}
 def board_named(text: str) -> Device | None:
     """The device of ``DEVICES`` whose name is a word of a text ("NVIDIA H100 80GB HBM3"), or None."""
     return next((d for d in DEVICES.values() if d.name in text.split()), None)
+
+
+def known_device(board: str, sm: int | None) -> Device | None:
+    """The rates of a board by its name, else those of the first board of an architecture, or None."""
+    return board_named(board) or _OF_ARCHITECTURE.get(sm or 0)
 
 
 def tile_intensity(
@@ -175,7 +180,7 @@ def device_of(p: Problem) -> Device:
     architecture, or the H200."""
     if p.device == "cpu":
         return HOST
-    return _assumed_device.get() or board_named(p.board) or _OF_ARCHITECTURE.get(p.sm or 0, H200)
+    return _assumed_device.get() or known_device(p.board, p.sm) or H200
 
 
 SHARED_KB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}

@@ -47,8 +47,8 @@ class Writer:
         arrays: (name, dtype code, shape) of each array, in any order. For a dtype that numpy lacks, whose data are
             copied as bytes, the number of bytes follows the shape.
         metadata: ``__metadata__`` of the header, or a function that returns it for {name: CRC32}. The function is
-        called
-            with zeros first, to learn its length, and with the checksums at the end; both texts must be equally long.
+            called with zeros first, to learn its length, and with the checksums at the end; both texts must be equally
+            long.
         verify: read everything back from the device and compare checksums before publishing.
     """
 

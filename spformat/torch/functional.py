@@ -56,7 +56,7 @@ def _tensors_of(matrix: Format) -> tuple[list[torch.Tensor], str]:
     description = Description.of(matrix.ensure_valid())
     with torch.inference_mode(False), _unrecorded():
         tensors = description.tensors(matrix)
-        same = description.matrix(tensors).twin()
+        same = description.matrix(tensors).alias()
         keep(Weight(description.text, tensors, same), tensors[description.values])
     return tensors, description.text
 

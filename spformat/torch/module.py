@@ -61,7 +61,7 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
             tensors = description.tensors(weight)
         names = (c.attribute for c in description.components)
         self._declare(description, dict(zip(names, tensors, strict=True)), bias)
-        matrix = description.matrix(tensors).twin()  # of the same contents, so it is valid, too
+        matrix = description.matrix(tensors).alias()  # of the same contents, so it is valid, too
         self._weight: Weight | None = keep(Weight(self._text, tensors, matrix), tensors[description.values])
 
     @classmethod

@@ -4,8 +4,8 @@
     spformat::spmm(Tensor[] weight, Tensor B, str matrix, bool transposed) -> Tensor                    A @ B
 
 ``weight`` and ``matrix`` are the tensors of A and the text of its ``Description``; ``transposed`` stands for A^T. The
-operators are functional and out of place. Each has a twin, ``.._backward``, which computes the gradient of the dense
-operand and cannot be differentiated again.
+operators are functional and out of place. Each has a counterpart, ``.._backward``, which computes the gradient of the
+dense operand and cannot be differentiated again.
 """
 
 from __future__ import annotations

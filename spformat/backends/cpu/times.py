@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 from typing import Any, ClassVar
 
-from ...products.ideal import ceil_div, memory_us, plain_arithmetic, product_us, stored_bytes
+from ...arrays.library import ceil_div
+from ...products.ideal import memory_us, plain_arithmetic, product_us, stored_bytes
 from ...products.kernel import Best, Kernel
 from ...products.problem import COL, ROW, Problem, itemsize
 from ...products.roofline import Device

@@ -1,8 +1,8 @@
 """Conversions of dense host arrays to and from sparse layouts in compiled code, faster than the numpy code.
 
-``serves(x)`` says whether the compiled code is worth using: the array is large, and numba is installed. The edges in
-``edges.py`` wrap these functions for the formats. The numpy code is the reference; results equal it bit for bit. numba
-is imported by the first conversion that uses it, never by importing spformat.
+``serves(x)`` says whether the compiled code is worth using: the array is large, or others were converted before it, and
+numba is installed. The edges in ``edges.py`` wrap these functions for the formats. The numpy code is the reference;
+results equal it bit for bit. numba is imported by the first conversion that uses it, never by importing spformat.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from ...arrays.library import PAD, Array, ceil_div, round_up
 from ...arrays.segments import pointer
 
 LARGE, WARM = 16 << 20, 1 << 20
-"""Bytes of a dense array from which importing numba pays (0.5 s in each process), and from which a call pays once it is
+"""Bytes of a dense array from which importing numba pays (0.3 s in each process), and from which a call pays once it is
 imported."""
+MANY = 64 << 20
+"""Bytes of smaller arrays after which numba is imported: numpy has taken longer for them than the import takes."""
 PIECE = 1 << 19
 """Dense elements that a thread processes at a time."""
 
@@ -50,12 +52,24 @@ def _usable() -> bool:
     return True
 
 
+_bytes_so_far = 0
+
+
 def serves(x: Array, elements: int | None = None) -> bool:
-    """Whether compiled code is used for ``x``: a dense array, or the values of a matrix of ``elements`` elements."""
+    """Whether compiled code is used for ``x``: a dense array, or the values of a matrix of ``elements`` elements.
+
+    The layers of a small model are converted one at a time, and none of them is worth an import. So their bytes are
+    added up over the process.
+    """
+    global _bytes_so_far
     size = (x.size if elements is None else elements) * x.dtype.itemsize
     if not isinstance(x, np.ndarray) or size < WARM:
         return False
-    return (size >= LARGE or _LOOPS in sys.modules) and _usable()
+    if size < LARGE and _LOOPS not in sys.modules:
+        _bytes_so_far += size
+        if _bytes_so_far < MANY:
+            return False
+    return _usable()
 
 
 def prepare(size: int) -> None:

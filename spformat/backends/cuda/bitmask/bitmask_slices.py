@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ....arrays.library import ceil_div
 from ....products.ideal import (
     arithmetic,
     b_alignment,
     cache_us,
-    ceil_div,
     memory_us,
     operands_bytes,
     product_us,

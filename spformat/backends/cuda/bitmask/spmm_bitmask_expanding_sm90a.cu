@@ -19,7 +19,7 @@
 using namespace spformat;
 using namespace spformat::expanding;
 
-struct Extents {  // ctypes twin: spmm_bitmask_expanding_sm90a.Extents
+struct Extents {  // ctypes counterpart: spmm_bitmask_expanding_sm90a.Extents
     int M, K;
     int steps, steps_per_part, row_tiles;
     int room;   // bytes of a record in shared memory, a multiple of 128

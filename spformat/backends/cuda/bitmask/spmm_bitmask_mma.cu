@@ -20,6 +20,7 @@
 // A sum that is not finite is computed again over the stored elements, which also covers what infinities do to the small products.
 //
 //   Way      how a lane loads B (few_columns.cuh)
+//   Resident  blocks that run on a multiprocessor at a time (__launch_bounds__)
 //   Limits   K < 2^26 (positions of a row tile are 32-bit); any M, N, alignment, leading dimension.
 #include "spformat/bitmask_steps.cuh"
 #include "spformat/cp_async.cuh"

@@ -14,6 +14,7 @@
 //
 //   Way      how a lane loads B. SINGLE: element by element; ALONG_K: both of its rows at once (b_k is 1; address and b_n allow
 //            it); ALONG_N: several values of a row (b_n is 1; address and b_k allow loads of min(NT, 16 bytes))
+//   Resident  blocks that run on a multiprocessor at a time (__launch_bounds__)
 //   G        rows whose values are loaded before the first of them is used
 //
 // Limits: K < 2^26 (positions of a row tile are 32-bit); any M, N, alignment, leading dimension.

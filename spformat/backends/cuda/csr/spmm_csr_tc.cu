@@ -1,4 +1,4 @@
-// C[M,N] = A[M,K] @ B[K,N], A in CSR with values of 16 bits or float, on tensor cores: the TCA-SpMM schedule (formats.md section 3).
+// C[M,N] = A[M,K] @ B[K,N], A in CSR with values of 16 bits or float, on tensor cores: the TCA-SpMM schedule (spformat/preprocess/schedule.py).
 //
 //   row_id  Id[8 * blocks]   row of each warp, -1 if idle      warp_in_row  Id[8 * blocks]   its number in that row
 //   indptr  Pointer[M+1]     indices  Index[nnz]     data  T[nnz]

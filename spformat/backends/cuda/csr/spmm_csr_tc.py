@@ -34,7 +34,10 @@ BY_LANES, SHARED = "16x8x8", "16x8x8, sums in shared memory"
 
 
 class SpmmCSRTensor(CudaKernel):
-    """Float sums in a fixed order, no sums across warps. B or C column-major: through a transposed copy."""
+    """C = A @ B for CSR on tensor cores by the schedule of TCA-SpMM; float32 sums in a fixed order.
+
+    A column-major B or C goes through a transposed copy.
+    """
 
     name = "cuda.spmm_csr_tc"
     takes = spmm_of("csr")

@@ -5,6 +5,7 @@
 //   B        T: element (k, c) at k*ldb + c, or, BCol, at k + c*ldb
 //   C        Out: element (i, c) at i*c_row + c*c_col         bias  Out[M], or null
 //   cuts, sums, arrived     rows that were cut (`Pieces` in gather.cuh)
+//   prefetch  not 0: indices and data are requested for L2 while B is loaded
 //
 // A slot is LANES lanes of a warp, which have 16 bytes of a row of B each; 2^log slots of a warp compute a row of A (Bell and
 // Garland 2009 call this the vector kernel of CSR). A slot loads E neighbouring items, 16 bytes of values; the arrays start
@@ -15,6 +16,7 @@
 //
 // Grid: x and the warps of a block walk the tasks (the slots of a warp, some rows); y: tiles of NC columns.
 //   T, Out   value types of A, B and of C; sums are float (double for double)
+//   THREADS, BLOCKS  threads of a block; blocks that run on a multiprocessor at a time (__launch_bounds__)
 //   U        loads of each array that are in flight together
 //   CUT      there are pieces        Epilogue  false: alpha = 1, beta = 0, no bias
 #include "spformat/column_panel.cuh"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....products.ideal import arithmetic, ceil_div, library_alignment, memory_us, operands_bytes, product_us
+from ....arrays.library import ceil_div
+from ....products.ideal import arithmetic, library_alignment, memory_us, operands_bytes, product_us
 from ....products.kernel import Kernel
 from ....products.problem import Problem, itemsize
 from ....products.roofline import Device

@@ -28,7 +28,7 @@ def smem(columns: int, p: Problem) -> int:
 def single_us(columns: int, p: Problem, device: Device) -> float:
     """Ideal time of one multiprocessor to load ``columns`` columns of B by single elements, as if each were a sector.
 
-    0 where rows of B start on words and have no part of one, and for a column-major B.
+    0 for a column-major B, and where every row of B starts on a word and is a whole number of words.
     """
     size = itemsize(p.b_dtype)
     word = min(columns * size, WORD)

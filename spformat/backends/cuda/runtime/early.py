@@ -11,26 +11,7 @@ import ctypes
 import functools
 from typing import Any
 
-EARLY = 6
-"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
-
-
-class Attribute(ctypes.Structure):
-    """CUlaunchAttribute: the value is a union of 64 bytes, of which this attribute uses an int."""
-
-    _fields_ = (
-        ("id", ctypes.c_uint),
-        ("pad", ctypes.c_char * 4),
-        ("value", ctypes.c_int),
-        ("rest", ctypes.c_char * 60),
-    )
-
-
-class Config(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = (("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("smem", ctypes.c_uint),
-                ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("number", ctypes.c_uint))  # fmt: skip
+from .launch_config import EARLY, Attribute, Config
 
 
 class EarlyDriver:
@@ -38,7 +19,7 @@ class EarlyDriver:
 
     def __init__(self, launch: Any, error: type[Exception]) -> None:
         self._launch, self.CUDADriverError = launch, error
-        self._attribute = Attribute(id=EARLY, value=1)
+        self._attribute = Attribute(id=EARLY, value=(1, 0, 0))
         self._config = functools.lru_cache(maxsize=4096)(self._config_of)
 
     def _config_of(self, *where: int) -> tuple[int, Config]:

@@ -63,15 +63,15 @@ class CudaKernel(Kernel):
 
     def plan_with(self, a: Any, p: Problem, tile: Any) -> Plan:
         """A plan that uses one tile for every number of columns."""
-        only = self.prepared_with(a.twin(), p, tile)
+        only = self.prepared_with(a.alias(), p, tile)
         return device_plan(self.name, p, only.prepare, only.tile, only.workspace)
 
     def _plan(self, a: Any, p: Problem) -> Plan:
-        twin = a.twin()
+        alias = a.alias()
 
         @functools.lru_cache(maxsize=FITTED)
         def fitted(n: int) -> Prepared:
-            return self.prepared(twin, p.changed(n=n))
+            return self.prepared(alias, p.changed(n=n))
 
         recorded: set[Prepared] = set()  # a graph uses the memory of its launches as long as the plan lives
 
@@ -82,7 +82,7 @@ class CudaKernel(Kernel):
             return launches.prepare(o)
 
         first = fitted(column_class(max(1, p.n), p))
-        return device_plan(self.name, p, prepare, first.tile, first.workspace, MemoryOf(twin))
+        return device_plan(self.name, p, prepare, first.tile, first.workspace, MemoryOf(alias))
 
 
 class CopyEngineKernel(CudaKernel):

@@ -31,7 +31,7 @@ Call = Callable[[], None]
 """Queues one piece of work on the stream that it was prepared for; may be called any number of times."""
 AnyCall = TypeVar("AnyCall", bound=Call)
 Moved = Callable[[Addresses], None]
-"""The same for operands at other addresses; for one thread at a time."""
+"""Queues the same work for operands at other addresses; only one thread may call it at a time."""
 
 
 class Launch:

@@ -22,8 +22,6 @@ _TYPES = {
 _SIZES = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 8, 9: 2}
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 _PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
-MAX_EXTENT = 2**32
-MAX_BOX = 256
 
 
 class TensorMap(ctypes.Structure):

@@ -10,7 +10,7 @@ from ....arrays.library import ceil_div
 PART_OF_B = 24 << 20
 """Bytes of B that stay in L2 while A passes; about half of it."""
 LEAST = 6
-"""Columns of tiles from which on they go together. On an H100 6 and more gained, 3 and 4 did not: blocks drift apart,
+"""The fewest columns of tiles that go together. On an H100 6 and more gained, 3 and 4 did not: blocks drift apart,
 and the fewer share a line of A, the sooner the next ones take its place."""
 
 

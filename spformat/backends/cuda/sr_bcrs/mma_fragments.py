@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 
 from ....arrays.dtypes import VALUE_TYPES
-from ....arrays.library import PAD, Array, index_dtype
+from ....arrays.library import PAD, Array, ceil_div, index_dtype
 from ....products.ideal import (
     b_alignment,
     cache_us,
-    ceil_div,
     load_us,
     memory_us,
     operands_bytes,

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
+from ....arrays.library import ceil_div
 from ....products.ideal import (
     cache_us,
-    ceil_div,
     memory_us,
     operands_bytes,
     plain_arithmetic,

@@ -4,6 +4,7 @@
 //   first, pieces  A in slots (include/spformat/mma_fragments.cuh)
 //   B   T: element (k, c) at k*ldb + c, or, BCol, at k + c*ldb
 //   C   Out: element (i, c) at i*c_row + c*c_col         bias  Out[M], or null
+//   prefetch  not 0: the slots are requested for L2 while B is loaded
 //
 // NC columns of B are in shared memory as rows of NC values. The warps of a block share the chunks of a panel. A quarter of a
 // warp takes eight rows of the panel: each of its lanes loads the slots of two places of a step, 16 bytes each, and multiplies
@@ -11,6 +12,7 @@
 //
 // Grid: x walks panels; y: tiles of NC columns.
 //   T, Out   value types of A, B and of C; sums are float
+//   THREADS, BLOCKS  threads of a block; blocks that run on a multiprocessor at a time (__launch_bounds__)
 //   Epilogue  false: alpha = 1, beta = 0, no bias
 #include "spformat/column_panel.cuh"
 #include "spformat/mma_fragments.cuh"

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....arrays.dtypes import VALUE_TYPES
-from ....products.ideal import b_alignment, ceil_div, load_us, rounds, tile_us, traffic_us
+from ....arrays.library import ceil_div
+from ....products.ideal import b_alignment, load_us, rounds, tile_us, traffic_us
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, Problem, itemsize
 from ....products.roofline import TENSOR_16, Device, shared_limit

@@ -1,15 +1,21 @@
-// C[M,N] = A[M,K] @ B[K,N] for few columns (N <= 64), A 2:4 sparse (format two-four): streams the weights once. sm_80 up.
+// C[M,N] = alpha * A[M,K] @ B[K,N] + bias + beta * C for few columns (N <= 64), A 2:4 sparse (format two-four): reads the
+// weights once. sm_80 and later.
 //
-//   weights   u32[Mp/16 * Kp/64, 288]  records of two_four_records.cu; Mp = pad(M, 32), Kp = pad(K, 64)
+//   weights   u32[Mp/16 * Kp/64 + SPARE, 288]  records of two_four_records.cu; Mp = pad(M, 32), Kp = pad(K, 64)
 //   b         T[K, N]         row k at b + k*ldb (BCol: column n at b + n*ldb)
 //   c         Out[M, N]       row i at c + i*ldc (CCol: column n at c + n*ldc); every element is written
 //   partials  f32[tiles, Splits, ROWS*NT*8], counters  u32[tiles], zero: only without Cluster and with Splits > 1
+//   bias      Out[M], or null
 //
 // Grid: (tiles of ROWS = 16*MT rows, Splits ranges of K); N <= 8*NT. The warps of a block take every Warps-th slab of 64
 // columns of its range, each with a ring of Slots slabs of its own, weights and B, by cp.async: no warp waits for another
 // before the sums are added, and most of what a block reads is under way from the start. Weights are marked evict-first: L2
 // then replaces weights that were read already, not lines that would first have to be written to memory.
 // How the sums come to C: token_sums.cuh.
+//
+//   Blocks    blocks that run on a multiprocessor at a time (__launch_bounds__)
+//   Cluster   the Splits blocks of a tile are one cluster
+//   Epilogue  false: alpha = 1, beta = 0, no bias
 #include "spformat/cp_async.cuh"
 #include "spformat/launch_order.cuh"
 #include "spformat/ldmatrix.cuh"

@@ -26,7 +26,7 @@ namespace spformat::vector_nm {
 
 using namespace expanding;
 
-struct Expanding {  // ctypes twin: spmm_vector_nm_expanding_sm90a.Expanding
+struct Expanding {  // ctypes counterpart: spmm_vector_nm_expanding_sm90a.Expanding
     int M, K;
     int groups, length;  // row groups, and rows of one
     int n, m;

@@ -7,6 +7,10 @@
 //   C        Out, element (m, n) at m*step_m + n*step_n, one step is 1; or, splits > 1, float[splits, M, N] partial sums
 //
 // Grid (row tiles * column tiles, 1, splits), row tiles fastest; block 32*WARPS_M*WARPS_N threads.
+//   WM, WN   rows and columns of C that a warp computes; a block has WARPS_M * WARPS_N warps
+//   STAGES   steps along K that are in shared memory at a time
+//   PACKED   records are those of a packed matrix: only the columns of B that a tile needs are loaded (vector_nm.cuh)
+//
 // G = rows that share their columns, as far as a warp can use it: 8, 16, 32 or 64. Products: vector_nm_mma.cuh.
 // Paper: NM-SpMM (IPDPS 2025), whose hierarchical blocking and col_info packing this follows.
 #include "spformat/vector_nm_mma.cuh"

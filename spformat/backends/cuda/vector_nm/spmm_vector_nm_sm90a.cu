@@ -27,7 +27,7 @@
 
 namespace spformat::vector_nm {
 
-struct Gathered {  // ctypes twin: spmm_vector_nm_sm90a.Gathered
+struct Gathered {  // ctypes counterpart: spmm_vector_nm_sm90a.Gathered
     int M, K, group_rows, columns_ld, k_tiles, row_tiles;
 };
 

@@ -1,17 +1,23 @@
-// C[M,N] = A[M,K] @ B[K,N], A vector n:m with 16-bit values, few columns of B; tensor cores. The values are read once. sm_80 up.
+// C[M,N] = alpha * A[M,K] @ B[K,N] + bias + beta * C, A vector n:m with 16-bit values, few columns of B; tensor cores. The values
+// are read once. sm_80 and later.
 //
 //   data      T[W, pitch]    value of row i at its kept column number u (k-major); lines start on 16 bytes
 //   places    u8[row tiles, slabs, MT/Share, 16*steps]   for 16*Share rows: the line of B in its slab that a kept column
 //                            multiplies
 //   b         T[K, N]        row k at b + k*ldb (BCol: column n at b + n*ldb)
 //   c         Out[M, N]      row i at c + i*ldc (CCol: column n at c + n*ldc); every element is written
-//   partials, counters       see token_sums.cuh
+//   partials, counters       see token_sums.cuh      bias  Out[M], or null
 //
 // A slab is whole windows: s.kept kept columns, in steps of 16, out of s.columns columns of A. Grid: (tiles of 16*MT rows,
 // Splits ranges of slabs); N <= 8*NT. The warps of a block take every Warps-th slab of its range, each with a ring of Slots
 // slabs of its own, A and the rows of B, by cp.async: no warp waits for another before the sums are added. Kept columns are
 // dense columns for the tensor cores: ldmatrix takes a fragment of B from the lines that `places` names, so gathering costs
 // nothing more. A column-major B lies in the ring as it comes and is transposed, slab by slab, to lines of the warp.
+//
+//   Blocks    blocks that run on a multiprocessor at a time (__launch_bounds__)
+//   Share     fragments of 16 rows that share their places
+//   Cluster   the Splits blocks of a tile are one cluster
+//   Epilogue  false: alpha = 1, beta = 0, no bias
 #include "spformat/cp_async.cuh"
 #include "spformat/ldmatrix.cuh"
 #include "spformat/mma.cuh"
@@ -20,7 +26,7 @@
 
 namespace spformat::vector_nm {
 
-struct Slabs {  // ctypes twin: spmm_vector_nm_tokens_tc.Slabs
+struct Slabs {  // ctypes counterpart: spmm_vector_nm_tokens_tc.Slabs
     int M, K, W;
     int slabs, kept, steps, columns;
     int lines;   // of B in a slab: its columns, to the next multiple of 8, then a line of zeros

@@ -1,4 +1,4 @@
-"""Dense to and from vector n:m on the device: the twin of the compiled host code, for CuPy arrays.
+"""Dense to and from vector n:m on the device: the counterpart of the compiled host code, for CuPy arrays.
 
 The arrays are allocated by the format and passed by ``edges.py``. The numpy code is the reference, and results equal it
 bit for bit. Kernels: vector_nm_convert.cu. Each direction takes one pass over the dense array, pruning included. If the

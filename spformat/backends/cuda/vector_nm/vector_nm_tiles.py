@@ -24,7 +24,7 @@ MAX_PACKED_SHARE = 0.8
 
 
 class Shape(ctypes.Structure):
-    """The kernels' first parameter; twin of ``vector_nm::Shape``."""
+    """The kernels' first parameter; counterpart of ``vector_nm::Shape``."""
 
     _fields_ = [("data_pitch", ctypes.c_uint32)] + [
         (name, ctypes.c_int32)
@@ -86,7 +86,7 @@ class Records:
 
 @dataclass(frozen=True)
 class Packing:
-    """The packing that is stored with a matrix: formats.md's ``col_info`` and ``ranks``, checked when it was loaded."""
+    """The packing that is stored with a matrix: its ``col_info`` and ``ranks``, checked when it was loaded."""
 
     col_info: Array
     """int16[row tiles, k tiles, tile_cols]"""

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from ....arrays.library import ceil_div
 from ....products.ideal import (
     b_alignment,
-    ceil_div,
     load_us,
     memory_us,
     rounds,

@@ -1,7 +1,7 @@
 // How many values of a Bitmask lie before a place in it. Rows are indptr Ptr[M + 1] and bits u8[M, wide]; the bits of a row
 // follow those of the row before without a gap, and those behind its last column are 0.
 //
-// A block counts the bits from the start of the row. Where rows are long (bitmask_rank.py says which), that would be most of
+// A block counts the bits from the start of the row. Where rows are long (bitmask_unpack.py says which), that would be most of
 // the work; a kernel has then counted the bits of every CHUNK bytes of the whole bitmap, and `starts` are their sums.
 #pragma once
 #include "spformat/flat_tiles.cuh"

@@ -1,4 +1,4 @@
-// Some columns of B in shared memory, and where the sums of those columns go: what the kernels of CSR for few columns share.
+// Some columns of B in shared memory, and where the sums of those columns go: what the kernels of CSR and SR-BCRS for few columns share.
 #pragma once
 #include "spformat/row_bins.cuh"
 

@@ -27,7 +27,7 @@ __device__ __forceinline__ int bucket_of(i64 x, const i64* first, int buckets) {
 }
 
 // Views of a table that comes with the arguments of a kernel where it is small, because a copy to the device takes the host
-// as long as the kernel. Its twin: FewBuckets in ell_buckets_launch.py.
+// as long as the kernel. Its counterpart: FewBuckets in ell_buckets_launch.py.
 constexpr int FEW = 126;
 struct FewBuckets {
     i64 table[FEW];

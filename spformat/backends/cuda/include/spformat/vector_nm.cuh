@@ -15,7 +15,7 @@ namespace spformat::vector_nm {
 
 constexpr u32 NO_ROW = 0xFFFFFFFF;
 
-// The kernels' first parameter, by value; ctypes twin: vector_nm_tiles.Shape.
+// The kernels' first parameter, by value; ctypes counterpart: vector_nm_tiles.Shape.
 struct Shape {
     u32 data_pitch;   // bytes between rows of data
     int M, K, W;      // W: rows of data
