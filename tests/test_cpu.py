@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from spformat import errors
 from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.backends import cpu
 from spformat.backends.cpu import KERNELS as EVERY_KERNEL
@@ -330,8 +331,15 @@ def test_reasons(kernel: object) -> None:
 
 def test_every_format_has_a_kernel() -> None:
     for operation in ("spmm", "spmm_transposed"):
-        own = [k for k in EVERY_KERNEL if k.name != "cpu.expand_then_dense"]
+        own = [k for k in EVERY_KERNEL if not k.name.startswith("cpu.expand_then_")]
         assert {name for k in own for o, name in k.takes if o == operation} >= {f.name for f in FORMATS}
+
+
+def test_torch_multiplies_only_where_somebody_has_imported_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    a = convert(np.eye(1024, dtype=ml_dtypes.bfloat16), "csr")
+    with pytest.raises(errors.NoKernelError, match="torch is not imported in this process: import torch first"):
+        dispatch.plan(a, n=64, backend="cpu.expand_then_torch")
 
 
 # ------------------------------------------------------------------ edges

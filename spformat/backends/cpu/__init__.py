@@ -6,9 +6,15 @@ import functools
 import importlib.util
 
 from ...products.kernel import Kernel
-from . import expand, same_arrays, spmm, transposed
+from . import expand, expand_torch, same_arrays, spmm, transposed
 
-KERNELS: tuple[Kernel, ...] = (*spmm.KERNELS, *transposed.KERNELS, *same_arrays.KERNELS, *expand.KERNELS)
+KERNELS: tuple[Kernel, ...] = (
+    *spmm.KERNELS,
+    *transposed.KERNELS,
+    *same_arrays.KERNELS,
+    *expand.KERNELS,
+    *expand_torch.KERNELS,
+)
 """The products of every format, those with its transpose, and the way by a dense copy."""
 
 
