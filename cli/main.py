@@ -59,6 +59,10 @@ for verb in (inspect, recommend, plan, convert, merge, validate, diff, explain, 
 
 _SIGNALS = {"SIGTERM": 143, "SIGHUP": 129}
 """The signals that end a command like an error, and their exit codes. Python turns SIGINT into an error by itself."""
+_VERBS_THAT_WRITE = frozenset({"convert", "merge", "tune", "bench"})
+"""Commands that may have something to put in order after Ctrl-C."""
+_PATIENCE = 1.0
+"""Seconds after Ctrl-C within which the other commands end."""
 
 
 def main() -> None:
@@ -72,9 +76,11 @@ def main() -> None:
     for name, code in _SIGNALS.items():
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), lambda *_, code=code: sys.exit(code))
-    stdout, interrupted = sys.stdout, threading.Event()
+    stdout, interrupted, ended = sys.stdout, threading.Event(), threading.Event()
 
     def interrupt(number: int, frame: Any) -> None:
+        if not interrupted.is_set() and _VERBS_THAT_WRITE.isdisjoint(sys.argv):
+            threading.Thread(target=_leave_unless, args=(ended,), daemon=True).start()
         interrupted.set()
         signal.default_int_handler(number, frame)
 
@@ -102,6 +108,17 @@ def main() -> None:
         if os.environ.get("SPFORMAT_DEBUG"):
             raise
         sys.exit(_code_of(e))
+    finally:
+        ended.set()
+
+
+def _leave_unless(ended: threading.Event) -> None:
+    """End after Ctrl-C even if the main thread does not: it may compile for seconds, or wait for a thread that does."""
+    if ended.wait(_PATIENCE):
+        return
+    if sys.stderr.isatty():
+        os.write(sys.stderr.fileno(), b"\x1b[?25h\n")  # the cursor, which a progress bar hides
+    os._exit(130)
 
 
 def _leave(code: int) -> NoReturn:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -202,3 +204,27 @@ def test_processes_that_compile_at_the_same_time_do_not_mix_their_code(
     stored.write_bytes(of_three)
     assert (times(3), times(5)) == (6, 10)
     assert (times(3), times(5)) == (6, 10)
+
+
+def test_an_interrupt_waits_for_the_compiler() -> None:
+    """In the middle of it the exception could leave a lock of LLVM locked, and another thread would wait forever."""
+    from spformat.formats.fast.numba_cache import _uninterrupted
+
+    steps = []
+
+    def inner() -> None:
+        signal.raise_signal(signal.SIGINT)
+        steps.append("inner")
+
+    def outer() -> str:
+        _uninterrupted(inner)()  # a loop that another one calls is compiled while that is compiled
+        steps.append("outer")
+        return "code"
+
+    with pytest.raises(KeyboardInterrupt):
+        _uninterrupted(outer)()
+    assert steps == ["inner", "outer"]
+    assert _uninterrupted(lambda: "code")() == "code"
+    handler = signal.getsignal(signal.SIGINT)
+    with ThreadPoolExecutor(1) as pool:  # no handler runs there, and none may be set
+        assert pool.submit(_uninterrupted(lambda: signal.getsignal(signal.SIGINT))).result() is handler

@@ -238,7 +238,7 @@ def test_no_files_import_in_a_circle() -> None:
 def test_strings_that_name_modules_are_seen() -> None:
     """The loader of backends names modules of its own package, and of no other; loops are named by their ending."""
     by_name = [i for i in imports() if i.file == "spformat/backends/__init__.py" and i.module.startswith("spformat.")]
-    assert {place(i.module) for i in by_name} == {"arrays", "backends", "errors", "formats"}
+    assert {place(i.module) for i in by_name} == {"arrays", "backends", "errors", "formats", "products"}
     assert "spformat.backends.cuda" in {i.module for i in by_name}
     compiled = {i.module for i in imports() if i.file == "spformat/formats/fast/compiled.py"}
     assert {"spformat.formats.fast.row_loops", "spformat.formats.fast.numba_cache"} <= compiled

@@ -37,6 +37,33 @@ def test_an_interrupt_at_any_moment_ends_with_its_exit_code(llama: Path) -> None
         assert "RecursionError" not in err
 
 
+STUBBORN = """
+import sys, time
+from spformat_cli import main
+
+def compiles():
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        try:
+            print("compiling", flush=True)
+            time.sleep(30)
+        except KeyboardInterrupt:
+            pass
+
+main.app = compiles
+main.main()
+"""
+
+
+def test_an_interrupt_ends_a_command_that_cannot_be_interrupted() -> None:
+    """What compiles for seconds cannot: the exception would be lost, or leave a lock of the compiler locked."""
+    p = subprocess.Popen([sys.executable, "-c", STUBBORN, "inspect", "x"], stdout=subprocess.PIPE, text=True)
+    assert p.stdout is not None
+    p.stdout.readline()
+    p.send_signal(signal.SIGINT)
+    assert p.wait(10) == 130
+
+
 @pytest.mark.parametrize("verb", ["diff", "validate", "plan"])
 def test_a_verdict_counts_whoever_reads_the_lines(tmp_path: Path, verb: str) -> None:
     """`spformat diff a b | head -1` under pipefail."""

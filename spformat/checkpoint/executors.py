@@ -27,10 +27,10 @@ from queue import SimpleQueue
 from typing import Any
 
 from .. import limits
+from ..arrays.interrupts import deferred_interrupts
 from ..arrays.threads import cores
 from ..errors import InputError, LockedError, SpformatError, UsageError, WriteError
 from ..storage.files import Path
-from .interrupts import deferred_interrupts
 from .parts import FileOutcome, FileTask, Written, convert_file
 from .shard_input import Progress
 from .tensor_plans import TensorOutcome

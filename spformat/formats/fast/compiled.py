@@ -18,6 +18,7 @@ import numpy as np
 
 from ...arrays import collector, threads
 from ...arrays.dtypes import bits, value_type
+from ...arrays.interrupts import deferred_interrupts
 from ...arrays.library import PAD, Array, ceil_div, round_up
 from ...arrays.segments import pointer
 
@@ -37,7 +38,7 @@ def load_numba() -> None:
     """Import numba without Python's garbage collector, which would take a third of the time of the first product."""
     if "numba" in sys.modules:
         return
-    with collector.at_rest():
+    with deferred_interrupts(), collector.at_rest():  # half of an import could not be repeated in this process
         importlib.import_module("numba")
 
 

@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import pickle
 import struct
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,8 @@ from typing import Any, TypeVar, cast
 
 import numba
 from numba.core import caching, runtime
+
+from ...arrays.interrupts import deferred_interrupts
 
 F = TypeVar("F", bound=Callable[..., Any])
 FunctionCache: Any = caching.FunctionCache  # numba has type hints for little
@@ -99,6 +102,31 @@ class _Cache(FunctionCache):  # type: ignore[misc]
             super().save_overload(sig, data)
 
 
+_in_llvm = False
+"""Whether the main thread is inside of a function that ``_uninterrupted`` returned."""
+
+
+def _uninterrupted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, which uses LLVM: an interrupt of the main thread is raised after its end.
+
+    An exception in the middle of it could leave a lock of LLVM that no thread ever gets again, or be lost in a function
+    that LLVM calls.
+    """
+
+    def whole(*arguments: Any) -> Any:
+        global _in_llvm
+        if threading.current_thread() is not threading.main_thread() or _in_llvm:
+            return function(*arguments)
+        _in_llvm = True
+        try:
+            with deferred_interrupts():
+                return function(*arguments)
+        finally:
+            _in_llvm = False
+
+    return whole
+
+
 @functools.cache
 def _without_scipy_linalg() -> None:
     """Import what numba needs when it compiles, without its search for BLAS.
@@ -135,7 +163,8 @@ def compiled_for(variant: int | str) -> Callable[[F], F]:
 
 
 def _compiled(f: F, variant: int | str | None) -> F:
-    dispatcher: Any = numba.njit(nogil=True, error_model="numpy")(f)
+    dispatcher: Any = _uninterrupted(numba.njit(nogil=True, error_model="numpy"))(f)  # the first one starts LLVM
+    dispatcher.compile = _uninterrupted(dispatcher.compile)
     with suppress(RuntimeError):  # "cannot cache function: no locator available"
         dispatcher._cache = _Cache(f, variant)
     return cast(F, dispatcher)

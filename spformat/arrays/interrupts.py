@@ -10,7 +10,7 @@ from typing import Any
 
 
 @contextmanager
-def deferred_interrupts(stop: Callable[[], None]) -> Iterator[None]:
+def deferred_interrupts(stop: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Inside the block, what a signal handler raises is kept: ``stop()`` is called, and the first exception is raised
     at the end of the block. Handlers that raise nothing act as before.
 
