@@ -57,11 +57,11 @@ main.main()
 
 def test_an_interrupt_ends_a_command_that_cannot_be_interrupted() -> None:
     """What compiles for seconds cannot: the exception would be lost, or leave a lock of the compiler locked."""
-    p = subprocess.Popen([sys.executable, "-c", STUBBORN, "inspect", "x"], stdout=subprocess.PIPE, text=True)
-    assert p.stdout is not None
-    p.stdout.readline()
-    p.send_signal(signal.SIGINT)
-    assert p.wait(10) == 130
+    with subprocess.Popen([sys.executable, "-c", STUBBORN, "inspect", "x"], stdout=subprocess.PIPE) as p:
+        assert p.stdout is not None
+        p.stdout.readline()
+        p.send_signal(signal.SIGINT)
+        assert p.wait(10) == 130
 
 
 @pytest.mark.parametrize("verb", ["diff", "validate", "plan"])
