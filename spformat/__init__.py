@@ -35,7 +35,7 @@ from .formats.convert import convert, stack
 from .formats.decompose import decompose
 from .formats.foreign import from_scipy, from_torch
 from .opening import load, open
-from .preprocess import structure as _structure  # noqa: F401 - convert(x, "auto") asks it for the smallest
+from .preprocess import coordinates as _coordinates  # noqa: F401 - convert(x, "auto") asks it for the smallest
 from .products.kernel import Accepted, Rejected
 from .products.plan import Plan
 from .products.problem import Problem

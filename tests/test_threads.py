@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -60,3 +62,33 @@ def test_an_error_comes_in_its_turn_and_cancels_what_waits() -> None:
             next(results)
         release.set()
     assert done == []
+
+
+def test_after_an_interrupt_no_thread_works_on() -> None:
+    """It would write into memory that the caller uses for something else by then."""
+    finished, begun = [], threading.Event()
+
+    def piece(i: int) -> None:
+        if threading.current_thread() is threading.main_thread():
+            begun.wait(10)
+            return
+        begun.set()
+        time.sleep(0.1)  # the main thread waits for this one
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        time.sleep(0.1)
+        finished.append(i)
+
+    with pytest.raises(KeyboardInterrupt):
+        threads.run(piece, 40, 2)
+    assert len(finished) == 1  # this piece is finished, and no other one is begun
+    assert threading.active_count() == 1 or not any(t.name == "spformat" for t in threading.enumerate())
+
+
+def test_where_no_thread_can_be_started_the_caller_does_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    done: list[int] = []
+    threads.run(done.append, 5, 4)
+    assert done == [0, 1, 2, 3, 4]

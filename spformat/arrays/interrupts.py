@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+_SIGNALS = tuple(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+
 
 @contextmanager
 def deferred_interrupts(stop: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -38,7 +40,7 @@ def deferred_interrupts(stop: Callable[[], None] = lambda: None) -> Iterator[Non
         return handle
 
     # Handlers that were not set from Python (None, SIG_DFL, SIG_IGN) raise nothing here.
-    before = {number: handler for number in signal.valid_signals() if callable(handler := signal.getsignal(number))}
+    before = {number: handler for number in _SIGNALS if callable(handler := signal.getsignal(number))}
     try:
         for number, handler in before.items():
             signal.signal(number, deferring(handler))

@@ -12,6 +12,26 @@ from .library import Array, namespace
 from .scans import chunks
 
 
+def rounded_once(x: Array, dtype: np.dtype[Any]) -> Array:
+    """``x.astype(dtype)``, the nearest value of a value type for each element also where libraries go by way of float32.
+
+    ml_dtypes and CuPy round float64 to float32 and then to a narrower type. The second rounding takes a value that the
+    first has moved to the middle between two for just that. So the first one is to odd here: a value that float32 does
+    not hold becomes the neighbour whose last bit is 1, which lies in no such middle.
+    """
+    if x.dtype != np.float64 or dtype.name not in _BY_WAY_OF_FLOAT32:
+        return x.astype(dtype)
+    near = x.astype(np.float32)
+    inexact = near.astype(np.float64) != x  # also true for NaN, which stays NaN
+    codes = near.view(np.int32)
+    codes = codes - (abs(near) > abs(x)).astype(np.int32)
+    odd = namespace(x).where(inexact & (x == x), codes | 1, near.view(np.int32))
+    return odd.astype(np.int32).view(np.float32).astype(dtype)
+
+
+_BY_WAY_OF_FLOAT32 = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
+
+
 def rounded(x: Array, dtype: Any) -> Array:
     """``x`` of any shape and of a boolean or real type, rounded to the value type ``dtype``; itself if it has it.
 
@@ -26,7 +46,7 @@ def rounded(x: Array, dtype: Any) -> Array:
     if np.can_cast(x.dtype, row.numpy):  # it holds every value of the other type
         return x.astype(row.numpy)
     with np.errstate(all="ignore"):
-        out, flat = namespace(x).ascontiguousarray(x.astype(row.numpy)), x.reshape(-1)
+        out, flat = namespace(x).ascontiguousarray(rounded_once(x, row.numpy)), x.reshape(-1)
         count, first = 0, None
         for s in chunks(flat.size, flat):
             narrow = out.reshape(-1)[s]

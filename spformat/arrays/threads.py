@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from typing import TypeVar
 
+from .interrupts import deferred_interrupts
+
 T = TypeVar("T")
 
 
@@ -48,7 +50,8 @@ def run(piece: Callable[[int], None], count: int, threads: int | None = None) ->
     """Call ``piece(0) .. piece(count-1)``, each once, on the calling thread and up to ``threads - 1`` others.
 
     threads: default: one for each core. A thread takes the next piece when it has finished one. If a piece raises, the
-    first exception is raised here after all threads have stopped.
+    first exception is raised here after all threads have stopped; so is what a signal handler raises meanwhile, because
+    threads that went on would write into memory that the caller uses for something else by then.
     """
     others = 0 if getattr(_alone, "here", False) else min(threads or cores(), count) - 1
     if others <= 0:
@@ -65,12 +68,18 @@ def run(piece: Callable[[int], None], count: int, threads: int | None = None) ->
         except BaseException as e:  # carried to the caller, whatever it is
             errors.append(e)
 
-    team = [threading.Thread(target=work, name="spformat", daemon=True) for _ in range(others)]
-    for t in team:
-        t.start()
-    work()
-    for t in team:
-        t.join()
+    with deferred_interrupts(stop=lambda: errors.append(InterruptedError())):
+        team = []
+        for _ in range(others):
+            thread = threading.Thread(target=work, name="spformat", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the system allows no more threads
+                break
+            team.append(thread)
+        work()
+        for thread in team:
+            thread.join()
     if errors:
         raise errors[0]
 

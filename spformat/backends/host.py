@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,7 +52,8 @@ def check_operands(p: Problem, B: Any, out: Any) -> np.ndarray[Any, Any]:
 
 
 def check_bias(p: Problem, bias: Any, beta: float, out: Any) -> None:
-    """ValueError or TypeError for a bias that is not [rows of C] in the dtype of C; ValueError for a beta without C."""
+    """ValueError or TypeError for a bias that is not [rows of C] in the dtype of C, or that shares memory with C;
+    ValueError for a beta without C."""
     if beta != 0 and out is None:
         raise ValueError(f"beta = {beta} adds to C: expected out, got none")
     if bias is None:
@@ -62,6 +62,9 @@ def check_bias(p: Problem, bias: Any, beta: float, out: Any) -> None:
         raise ValueError(f"bias: expected shape ({p.rows},), one value for each row of C, got {bias.shape}")
     if bias.dtype != numpy_dtype(p.out_dtype):
         raise TypeError(f"bias: this plan takes {p.out_dtype}, the dtype of C, got {bias.dtype}")
+    on_host = isinstance(bias, np.ndarray) and isinstance(out, np.ndarray)
+    if on_host and np.may_share_memory(bias, out) and np.shares_memory(bias, out):
+        raise ValueError("out overlaps the bias; the product would overwrite what it adds")
 
 
 def with_epilogue(plan: Plan, p: Problem) -> Plan:
@@ -90,17 +93,26 @@ def with_epilogue(plan: Plan, p: Problem) -> Plan:
 
 def _scaled(plan: Plan, p: Problem, B: Any, alpha: float, wide: np.dtype[Any], place: Any) -> Any:
     """alpha * (A @ B), in ``place`` or a new array. As in BLAS, A and B are not read if alpha is 0. Where A @ B
-    overflows and alpha makes it finite again, B is scaled first."""
+    overflows and alpha makes it finite again, B is scaled first, if its type has the exponents for it."""
     if alpha == 0:
         return np.zeros((p.rows, B.shape[1]), wide)
     total = plan.run(B, place).astype(wide, copy=False)
-    if abs(alpha) < 1 and not np.isfinite(total).all():
-        mantissa, exponent = math.frexp(alpha)
-        small = plan.run(np.ldexp(B.astype(wide), exponent).astype(B.dtype), None).astype(wide, copy=False)
-        return np.where(np.isfinite(total), total * wide.type(alpha), small * wide.type(mantissa))
+    overflowed = ~np.isfinite(total) if abs(alpha) < 1 and p.b_dtype in _WIDE_EXPONENTS else np.False_
     if alpha != 1:
         total *= wide.type(alpha)
+    # Scaled by little, small values of B stay exact; scaled by much, no sum overflows, and they are lost in its rounding.
+    for exponent in _WIDE_EXPONENTS[p.b_dtype] if overflowed.any() else ():
+        scaled = np.ldexp(B.astype(wide), -exponent).astype(B.dtype)
+        small = plan.run(scaled, None).astype(np.longdouble) * np.longdouble(alpha) * np.longdouble(2) ** exponent
+        better = overflowed & np.isfinite(small)
+        total[better] = small[better].astype(wide)
+        overflowed &= ~better
     return total
+
+
+_WIDE_EXPONENTS = {"bfloat16": (64, 150), "float32": (64, 150), "float64": (512, 1100)}
+"""Types of B in which values times a power of two stay exact, and the powers to try where a product overflows: half of
+the range of exponents, and so much that no sum overflows."""
 
 
 def sum_of_plans(name: str, plans: Sequence[Plan], p: Problem) -> Plan:

@@ -8,6 +8,7 @@ import numpy as np
 
 from ..arrays.dtypes import VALUE_TYPES, bits, nonzero_mask
 from ..arrays.library import Array
+from ..arrays.rounding import rounded_once
 from ..formats import composed, registered
 from ..formats.base import Format
 from ..products import operations
@@ -76,7 +77,7 @@ class Reference(Kernel):
                             beta * out[:, j : j + step].astype(sums.dtype) if beta != 0 else 0
                         )
                         sums = sums if bias is None else sums + bias.astype(sums.dtype)[:, None]
-                    out[:, j : j + step] = sums.astype(numpy_dtype(p.out_dtype))
+                    out[:, j : j + step] = rounded_once(sums, numpy_dtype(p.out_dtype))
             return out
 
         return Plan(self.name, p, run, "float64 sums", workspace)
@@ -86,7 +87,8 @@ def _run_all(reference: Any, items: Items, p: Problem, operands: tuple[Any, ...]
     """An operation of several dense operands in one step; the last of ``operands`` is ``out`` or None."""
     *dense, out = operands
     with np.errstate(all="ignore"):  # infinities and NaN are values here
-        result = reference(items, *(x.astype(items.values.dtype) for x in dense)).astype(numpy_dtype(p.out.dtype))
+        sums = reference(items, *(x.astype(items.values.dtype) for x in dense))
+        result = rounded_once(sums, numpy_dtype(p.out.dtype))
     if out is None:
         return result
     out[...] = result

@@ -42,6 +42,20 @@ def structure_of(x: object) -> Structure:
     return of_csr(a.to_csr()) if a.device == "cpu" else analyse(a.to_dense())
 
 
+SPARSE = 8
+"""Times the bytes of a matrix that its dense array takes, from which on it is counted by its coordinates."""
+
+
+def _smallest(f: Format) -> str:
+    """The exact format with the fewest bytes for this matrix, as text. It is counted where the matrix is."""
+    (M, K), on_host = f.shape, f.device == "cpu"
+    sparse = on_host and M * K * f.dtype.itemsize > SPARSE * f.nbytes
+    return (structure_of(f) if sparse else analyse(f.to_dense())).smallest()
+
+
+Format.smallest = _smallest
+
+
 class DenseBlocks(NamedTuple):
     """The blocks of one size of which at least half of the stored places are nonzero."""
 

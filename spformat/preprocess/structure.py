@@ -18,7 +18,7 @@ from ..arrays import threads
 from ..arrays.dtypes import bits, nonzero_mask, value_type
 from ..arrays.library import Array, ceil_div, is_cupy, round_up
 from ..formats import edges, parse_spec, registered, spec_text
-from ..formats.base import Format, checked_values
+from ..formats.base import checked_values
 from ..formats.hooks import VECTOR_HEIGHTS, VECTOR_ROWS, VECTOR_STRIDE
 
 CHUNK = 1 << 22
@@ -286,14 +286,6 @@ def _from_census(x: Array, row_lengths: Array, counts: Array) -> Structure:
         vector_counts={h: (n, g) for h, n, g in zip(VECTOR_HEIGHTS, vectors, groups, strict=True)},
         tile_columns=dict(zip(TILE_ROWS, tiles, strict=True)),
     )  # fmt: skip
-
-
-def _smallest(f: Format) -> str:
-    """The exact format with the fewest bytes for this matrix, as text. It is counted where the matrix is."""
-    return analyse(f.to_dense()).smallest()
-
-
-Format.smallest = _smallest
 
 
 def count_nonzeros(x: Array) -> tuple[int, int]:

@@ -14,6 +14,7 @@ import numpy as np
 from ...arrays import threads
 from ...arrays.dtypes import VALUE_TYPES, bits
 from ...arrays.library import Array, ceil_div
+from ...arrays.rounding import rounded_once
 from ...limits import check_bytes
 from ...products.problem import Problem
 
@@ -91,7 +92,7 @@ def widened(x: Array, sums: np.dtype[Any], into: Array) -> None:
 def store(sums: Array, out: Array) -> None:
     """Round sums to the dtype of ``out``, once; overflow gives inf."""
     with np.errstate(over="ignore", invalid="ignore"):
-        out[...] = sums
+        out[...] = rounded_once(sums, out.dtype) if sums.dtype == np.float64 else sums
 
 
 @dataclass(frozen=True)

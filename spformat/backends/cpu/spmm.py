@@ -253,7 +253,7 @@ class SpmmBitmask(HostKernel):
         (M, K), (indptr, mask), values = a.shape, fixed(a.indptr, a.bitmask), coded(a.data, sums)
 
         def with_columns() -> Work:
-            columns, step = np.empty(a.nnz, np.int32), ceil_div(M, 4 * threads.cores())
+            columns, step = np.empty(a.nnz, np.int32), max(1, ceil_div(M, 4 * threads.cores()))
             threads.run(lambda i: loops.bitmask_columns(i * step, min(M, (i + 1) * step), indptr, mask, columns),
                         ceil_div(M, step))  # fmt: skip
             arrays = (indptr, *fixed(columns), *values)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays import threads
+from ...arrays.interrupts import deferred_interrupts
 from ...arrays.library import Array
 from .board import AWAKE, CALLER, MOST, SPIN, SPIN_NS, STATES, WORDS
 
@@ -39,9 +40,10 @@ class Team:
     def run(self, loop: Callable[..., None], bounds: Array, operands: Any, count: int) -> None:
         """``loop`` of ``team_loops.shared`` for all pieces of ``bounds``, on the caller and count - 1 other threads."""
         while self.size < count:
-            self.board[STATES + WORDS * self.size] = AWAKE
-            threading.Thread(target=_attend, args=(self.board, self.size), name="spformat", daemon=True).start()
-            self.size += 1
+            with deferred_interrupts():  # two threads with one number would compute the same pieces
+                self.board[STATES + WORDS * self.size] = AWAKE
+                threading.Thread(target=_attend, args=(self.board, self.size), name="spformat", daemon=True).start()
+                self.size += 1
         self.products += 1
         loop(self.board, self.products, count, bounds, operands)
 
