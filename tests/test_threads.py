@@ -7,11 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from spformat import limits
 from spformat.arrays import threads
+from spformat.arrays.interrupts import deferred_interrupts
 
 
 def test_results_come_in_the_order_of_the_tasks_under_the_limits_of_the_caller() -> None:
@@ -92,3 +94,20 @@ def test_where_no_thread_can_be_started_the_caller_does_everything(monkeypatch: 
     done: list[int] = []
     threads.run(done.append, 5, 4)
     assert done == [0, 1, 2, 3, 4]
+
+
+def test_a_handler_that_an_interrupted_block_left_is_not_wrapped_again() -> None:
+    """Otherwise each interrupt at the end of a block would add a call to every later one."""
+
+    def original(*_: Any) -> None: ...
+
+    def left(*_: Any) -> None: ...
+
+    left.puts_off, left.is_over = original, lambda: True  # type: ignore[attr-defined]
+    before = signal.signal(signal.SIGUSR1, left)
+    try:
+        with deferred_interrupts():
+            assert signal.getsignal(signal.SIGUSR1) not in (left, original)
+        assert signal.getsignal(signal.SIGUSR1) is original
+    finally:
+        signal.signal(signal.SIGUSR1, before)

@@ -13,14 +13,15 @@ from .scans import chunks
 
 
 def rounded_once(x: Array, dtype: np.dtype[Any]) -> Array:
-    """``x.astype(dtype)``, the nearest value of a value type for each element also where libraries go by way of float32.
+    """``x.astype(dtype)`` for a value type: the nearest value, also where libraries go by way of float32.
 
-    ml_dtypes and CuPy round float64 to float32 and then to a narrower type. The second rounding takes a value that the
-    first has moved to the middle between two for just that. So the first one is to odd here: a value that float32 does
-    not hold becomes the neighbour whose last bit is 1, which lies in no such middle.
+    ml_dtypes and CuPy round float64 and wide integers to float32, and then to a narrower type. A value that the first
+    rounding has moved to the middle between two may then become the wrong one of them. So the first one is to odd here:
+    a value that float32 does not hold becomes the neighbour whose last bit is 1, which lies in no such middle.
     """
-    if x.dtype != np.float64 or dtype.name not in _BY_WAY_OF_FLOAT32:
+    if dtype.name not in _BY_WAY_OF_FLOAT32 or x.dtype.itemsize < 4 or x.dtype == np.float32:
         return x.astype(dtype)
+    x = x.astype(np.float64)
     near = x.astype(np.float32)
     inexact = near.astype(np.float64) != x  # also true for NaN, which stays NaN
     codes = near.view(np.int32)
@@ -35,8 +36,8 @@ _BY_WAY_OF_FLOAT32 = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
 def rounded(x: Array, dtype: Any) -> Array:
     """``x`` of any shape and of a boolean or real type, rounded to the value type ``dtype``; itself if it has it.
 
-    UsageError for a finite value that is beyond the type, for one that int8 does not hold exactly, and for complex
-    values, whose imaginary parts would be lost; it says how many there are, and names the first.
+    UsageError for a value that is beyond the type, for one that int8 does not hold exactly, and for complex values,
+    whose imaginary parts would be lost; it says how many there are, and names the first.
     """
     row = value_type(dtype)
     if x.dtype == row.numpy:
@@ -54,7 +55,10 @@ def rounded(x: Array, dtype: Any) -> Array:
                 continue
             part = flat[s]
             wide = part if part.dtype.kind == "f" else part.astype(np.float64)
-            lost = narrow.astype(np.float64) != wide if row.name == "int8" else np.isfinite(wide) & ~np.isfinite(narrow)
+            if row.name == "int8":
+                lost = narrow.astype(np.float64) != wide
+            else:  # float8_e4m3fn has no infinity: what is too large for it becomes NaN
+                lost = np.isfinite(wide) & ~np.isfinite(narrow) | np.isinf(wide) & np.isnan(narrow)
             here = int(lost.sum())  # synchronize!
             if here and first is None:
                 first = part[lost.argmax()]

@@ -100,7 +100,7 @@ def _scaled(plan: Plan, p: Problem, B: Any, alpha: float, wide: np.dtype[Any], p
     overflowed = ~np.isfinite(total) if abs(alpha) < 1 and p.b_dtype in _WIDE_EXPONENTS else np.False_
     if alpha != 1:
         total *= wide.type(alpha)
-    # Scaled by little, small values of B stay exact; scaled by much, no sum overflows, and they are lost in its rounding.
+    # Scaled by little, small values of B stay exact. Scaled by much, no sum overflows, and they vanish in its rounding.
     for exponent in _WIDE_EXPONENTS[p.b_dtype] if overflowed.any() else ():
         scaled = np.ldexp(B.astype(wide), -exponent).astype(B.dtype)
         small = plan.run(scaled, None).astype(np.longdouble) * np.longdouble(alpha) * np.longdouble(2) ** exponent

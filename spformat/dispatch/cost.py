@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, cast
 
 from .. import backends
 from ..arrays.dtypes import value_type
@@ -19,6 +20,8 @@ from ..arrays.library import ceil_div
 from ..errors import UsageError
 from ..formats import by_name
 from ..formats.base import Format
+from ..formats.foreign import as_format
+from ..formats.transposed import Transposed
 from ..products import roofline
 from ..products.ideal import operands_bytes
 from ..products.problem import ROW, Problem
@@ -85,29 +88,33 @@ LAUNCH_US = 3.0
 
 
 def estimate(
-    A: Format | Problem, n: int, *, device: str | Device = "H200", backend: str | None = None, b_layout: str = ROW,
+    A: Any, n: int, *, device: str | Device = "H200", backend: str | None = None, b_layout: str = ROW,
     nbytes: int | None = None,
 ) -> Cost:  # fmt: skip
     """The cost of ``spmm(A, B)`` with B [K, n] of A's type, in the kernel that the dispatcher would choose there.
 
-    A: a matrix, on any device, or a ``Problem`` (then ``nbytes``, the bytes of A, if its params do not decide them).
+    A: a matrix, on any device, its transpose (``A.T``), or a ``Problem`` (then ``nbytes``, the bytes of A, if its
+        params do not decide them).
     device: a name in ``DEVICES``, or a ``Device`` with your figures (``dataclasses.replace(DEVICES["H200"], ..)``).
     b_layout: with a matrix; a ``Problem`` brings its own. backend: a backend or a kernel, as for ``spmm``.
 
     Raises UsageError for an unknown device or a negative n.
     """
-    target = device if isinstance(device, Device) else DEVICES.get(device.upper())
+    target = device if isinstance(device, Device) else DEVICES.get(str(device).upper())
     if target is None:
         raise UsageError(f"device: expected one of {', '.join(DEVICES)}, or a Device, got {device!r}", value=device)
     if n < 0:
         raise UsageError(f"n: expected columns of B, at least 0, got {n}", value=n)
-    p = A if isinstance(A, Problem) else problem_of(A, n, b_layout=b_layout)
+    transposed = isinstance(A, Transposed)
+    matrix = A if isinstance(A, Problem) else A.matrix if transposed else as_format(A)
+    operation = "spmm_transposed" if transposed else "spmm"
+    p = A if isinstance(A, Problem) else problem_of(cast(Format, matrix), n, operation, b_layout=b_layout)
     p = p.changed(n=n, device="cuda", sm=target.sm, device_id=0)
     with roofline.on(target):
         answer = explain(p, backend=backend)
         cut = _blocking(answer.chosen, p)
         expected = answer.expected_us
-    stored = A.nbytes if isinstance(A, Format) else _bytes(p) if nbytes is None else nbytes
+    stored = matrix.nbytes if isinstance(matrix, Format) else _bytes(p) if nbytes is None else nbytes
     moved = stored + operands_bytes(p)
     operations = 2.0 * p.nnz * n
     kind = cut.arithmetic if cut else _ARITHMETIC.get(p.a_dtype, TENSOR_16)
