@@ -10,6 +10,7 @@ import typer
 
 from . import calibration, completion
 from .inspect import structure_of
+from .matrices import no_matrix
 from .options import Include, Json, Src
 from .output import console, notes, print_json, warnings
 from .tables import cell, table
@@ -21,7 +22,7 @@ OWN = "With --calibrate"
 
 def run(
     src: Src = "",
-    n: str = typer.Option("16,256", "-n", help="Columns of B (tokens), comma-separated."),
+    n: list[str] = typer.Option(["16,256"], "-n", help="Columns of B (tokens), comma-separated."),
     to: str = typer.Option(
         "",
         "--to",
@@ -73,6 +74,7 @@ def run(
 ) -> None:
     """Time A @ B for matrices of SRC: correctness first, alternating runs, cold and hot caches, medians."""
     from spformat import backends
+    from spformat.checkpoint.fastest import numbers
     from spformat.errors import DeviceUnavailable
     from spformat.formats.convert import convert
     from spformat.measure import bench, contenders
@@ -94,7 +96,7 @@ def run(
     if not src:
         raise typer.BadParameter("expected SRC, a checkpoint or a matrix")
     where = device or _default_device()
-    widths = _widths(n)
+    widths = numbers(",".join(n))
     only = tuple(filter(None, backend.split(",")))
     for name in only:
         if why := backends.get(name).missing():
@@ -145,14 +147,6 @@ def run(
         _plot(rows, plot)
 
 
-def _widths(n: str) -> list[int]:
-    """The numbers of columns in "16,256"."""
-    parts = [part.strip() for part in n.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise typer.BadParameter(f"-n: expected numbers of columns like 16,256, got {n!r}")
-    return [int(part) for part in parts]
-
-
 def _number(value: float) -> str:
     return "-" if value != value else f"{value:.1f}"
 
@@ -171,7 +165,7 @@ def _matrices(src: str, include: list[str] | None, limit: int) -> Any:
     from spformat.formats.foreign import as_format
 
     source = open_source(src)
-    chosen = (source.records[name] for name in included(source.records, include))
+    chosen = [source.records[name] for name in included(source.records, include)]
     matrices: list[Any] = [(tensor, shard, r) for shard, tensor, _ in chosen if holds_matrices(tensor)
                            for r in records_of(tensor)]  # fmt: skip
     matrices.sort(key=lambda item: -item[2].shape[0] * item[2].shape[1])
@@ -182,6 +176,10 @@ def _matrices(src: str, include: list[str] | None, limit: int) -> Any:
         seen[key] = seen.get(key, 0) + 1
         ranked.append((seen[key], item))
     ranked.sort(key=lambda pair: pair[0])
+    if not ranked:
+        raise no_matrix(len(chosen))
+    if len(ranked) > limit:
+        notes().print(f"the {limit} largest of {len(ranked)} matrices, one of each shape first; --limit takes more")
     for _, (tensor, shard, r) in ranked[:limit]:
         with source.open(shard) as f:
             opened: Any = StackedFile(f, [tensor])

@@ -72,7 +72,7 @@ def run(
     sparsity: Sparsity = None,
     nonfinite: NonFinite = "refuse",
     misfit: Misfit = "error",
-    columns: ColumnsOfFastest = "",
+    columns: ColumnsOfFastest = [],  # noqa: B006
     gpu: str = typer.Option(
         "",
         "--gpu",
@@ -141,6 +141,7 @@ def run(
         raise typer.BadParameter("DST: expected a file or folder, got -: nothing is written to a pipe; ./- is a folder")
     of_checkpoints = _OF_CHECKPOINTS
     if device != "cpu" and not device.startswith("cuda"):  # a board is where products will run
+        gpus.architecture(device)  # raises for a name of no GPU
         gpu, device = gpu or device, "cpu"
         of_checkpoints = tuple(name for name in _OF_CHECKPOINTS if name != "device")
     if is_matrix(src):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections.abc import Hashable
 from contextlib import nullcontext
@@ -13,6 +14,7 @@ import typer
 from . import completion, gpus
 from .groups import grouped, together, without_numbers
 from .hints import hint
+from .matrices import no_matrix
 from .options import Include, Json, Long, Src, parse_bytes
 from .output import console, indented, notes, print_json
 from .pipe import typed
@@ -30,7 +32,7 @@ EPILOG = "spformat explain w.safetensors -n 256\n\nspformat explain w.safetensor
 
 def run(
     src: Src,
-    n: int = typer.Option(512, "-n", help="Columns of B (tokens)."),
+    n: list[str] = typer.Option(["512"], "-n", "--columns", help="Columns of B (tokens), comma-separated."),
     gpu: str = typer.Option(
         "",
         "--gpu",
@@ -50,6 +52,7 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Every kernel with its answer, for every shape of matrix in SRC; nothing is multiplied."""
+    from spformat.checkpoint.fastest import numbers
     from spformat.checkpoint.recipe import included
     from spformat.checkpoint.source import open_source
     from spformat.checkpoint.stacks import holds_matrices, records_of
@@ -68,22 +71,28 @@ def run(
     out: list[Row] = []
     asked: dict[Problem, tuple[Explanation, Cost | None]] = {}
     tensors = [source.records[name][1] for name in included(source.records, include)]
-    for r in (m for tensor in filter(holds_matrices, tensors) for m in records_of(tensor)):
+    matrices = [m for tensor in filter(holds_matrices, tensors) for m in records_of(tensor)]
+    if not matrices:
+        raise no_matrix(len(tensors))
+    widths = numbers(",".join(n))
+    for r, width in itertools.product(matrices, widths):
         a = Operand.of(r)
         problem = Problem.product(
-            a.format, a.params, a.shape[0], a.shape[1], n, a.stored, a.dtype, a.dtype, result_dtype(a.dtype, a.dtype),
+            a.format, a.params, *a.shape, width, a.stored, a.dtype, a.dtype, result_dtype(a.dtype, a.dtype),
             b_layout, device="cpu" if sm is None else "cuda", sm=sm, workspace=workspace, parts=a.parts,
         )  # fmt: skip
         if problem not in asked:  # layers of one model ask the same again and again
             with roofline.on(known) if known else nullcontext():
                 answer = explain(problem, backend=backend or None, installed=sm is None)
             estimated = known if answer.chosen else None
-            asked[problem] = answer, estimated and cost.estimate(problem, n, device=estimated, backend=backend or None)
+            costs = estimated and cost.estimate(problem, width, device=estimated, backend=backend or None)
+            asked[problem] = answer, costs
         out.append((r.name, *asked[problem]))
     if as_json:
         print_json([
-            {"tensor": name, "chosen": e.chosen, "rates": e.rates, "kernels": [_answer(a) for a in e.answers],
-             "cost": c and asdict(c) | {"bound": c.bound}} for name, e, c in out
+            {"tensor": name, "n": e.problem.n, "chosen": e.chosen, "rates": e.rates,
+             "kernels": [_answer(a) for a in e.answers], "cost": c and asdict(c) | {"bound": c.bound}}
+            for name, e, c in out
         ])  # fmt: skip
         return
     left_out: set[str] = set()
@@ -91,7 +100,8 @@ def run(
         out = [(name, _of_device(e, sm is not None or bool(backend), left_out), c) for name, e, c in out]
     _print(out, long)
     if any(e.problem.operands[0].format == "dense" for _, e, _ in out):
-        hint(shlex.join(["spformat", "recommend", typed(src), "-n", str(n), *(["--device", board] if board else [])]))
+        words = ["spformat", "recommend", typed(src), "-n", ",".join(map(str, widths))]
+        hint(shlex.join([*words, *(["--device", board] if board else [])]))
     if left_out and sm is None:
         text = (
             f"{len(left_out)} kernels for GPUs are left out: --gpu H100 asks about a GPU, --long says why they refuse"
@@ -137,7 +147,15 @@ def _said(row: Row) -> Hashable:
     """What tensors have in common whose answers are one text: all but the times, which follow from their nonzeros."""
     _, e, _ = row
     a = e.problem.operands[0]
-    return a.shape, a.format, str(a.params), a.dtype, tuple(x.kernel for x in e.answers), without_numbers(_text(row))
+    return (
+        e.problem.n,
+        a.shape,
+        a.format,
+        str(a.params),
+        a.dtype,
+        tuple(x.kernel for x in e.answers),
+        without_numbers(_text(row)),
+    )
 
 
 def _answer(a: Accepted | Rejected) -> dict[str, Any]:

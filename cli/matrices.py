@@ -8,6 +8,13 @@ from typing import Any
 from .output import progress
 
 
+def no_matrix(tensors: int) -> Exception:
+    """The error of a command that was asked about tensors none of which is a matrix."""
+    from spformat.errors import UsageError
+
+    return UsageError(f"expected a matrix, got none among {tensors} tensor(s): `spformat inspect` lists what is there")
+
+
 def each_matrix(src: str, include: list[str] | None, label: str, silent: bool) -> Iterator[tuple[Any, Any]]:
     """(record, the open file it is read from) of every matrix in SRC, those of stacks one by one, with progress."""
     from spformat.checkpoint.recipe import included
@@ -16,6 +23,8 @@ def each_matrix(src: str, include: list[str] | None, label: str, silent: bool) -
 
     source = open_source(src)
     names = included(source.records, include)
+    if not any(holds_matrices(source.records[name][1]) for name in names):
+        raise no_matrix(len(names))
     with progress(sum(source.records[name][2] for name in names), label, silent) as step:
         for name, f in source.opened(names):
             _, record, nbytes = source.records[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -70,7 +71,7 @@ Layout = Annotated[
 
 
 ColumnsOfFastest = Annotated[
-    str,
+    list[str],
     typer.Option("-n", "--columns", metavar="N,..", help="With --to fastest: columns of B (tokens). Default: 16,2048."),
 ]
 
@@ -93,13 +94,14 @@ def parse_bytes(text: str) -> int:
 
 def recipe(
     to: str, rules: list[str] | None, include: list[str] | None, exclude: list[str] | None, prune: str,
-    sparsity: float | None, nonfinite: str, misfit: str, columns: str = "", gpu: str = "",
+    sparsity: float | None, nonfinite: str, misfit: str, several: Sequence[str] = (), gpu: str = "",
 ) -> Recipe:  # fmt: skip
-    """The Recipe for these options. columns, gpu: of the targets "fastest" that do not state theirs."""
+    """The Recipe for these options. several: numbers of columns; with gpu, of the targets "fastest" that do not state
+    theirs."""
     from spformat.checkpoint import Recipe, Rule
     from spformat.checkpoint.fastest import FASTEST, is_fastest, with_options
 
-    parsed = [Rule.parse(r) for r in rules or ()]
+    parsed, columns = [Rule.parse(r) for r in rules or ()], ",".join(several)
     if (columns or gpu) and not any(map(is_fastest, (to, misfit, *(r.target for r in parsed)))):
         given = " and ".join(name for name, value in (("-n", columns), ("--gpu", gpu)) if value)
         raise typer.BadParameter(f"{given} is for the target {FASTEST} (--to {FASTEST}), and no tensor has it")

@@ -47,7 +47,7 @@ def run(
     sparsity: Sparsity = None,
     nonfinite: NonFinite = "refuse",
     misfit: Misfit = "error",
-    columns: ColumnsOfFastest = "",
+    columns: ColumnsOfFastest = [],  # noqa: B006
     gpu: gpus.OfFastest = "",
     fail_if_larger: bool = typer.Option(
         False, "--fail-if-larger", help="Exit 1 when a tensor would become larger than dense."

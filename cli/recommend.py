@@ -32,7 +32,7 @@ SHOWN = 3
 
 def run(
     src: Src,
-    n: str = typer.Option("16,2048", "-n", "--columns", help="Columns of B (tokens), comma-separated."),
+    n: list[str] = typer.Option(["16,2048"], "-n", "--columns", help="Columns of B (tokens), comma-separated."),
     device: str = typer.Option(
         "H200",
         "--device",
@@ -69,7 +69,7 @@ def run(
         "dtype": dtype or None,
     }
     asked["workspace"] = parse_bytes(max_workspace) if max_workspace else WORKSPACE
-    widths = numbers(n)
+    widths = numbers(",".join(n))
     rows = [
         (r.name, recommend(matrix_in(f, r), widths, **asked)) for r, f in each_matrix(src, include, "read", as_json)
     ]

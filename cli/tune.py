@@ -22,8 +22,8 @@ EPILOG = "spformat tune w.safetensors -n 1,16 --seconds 30\n\nspformat tune --ex
 
 def run(
     src: str = typer.Argument("", help="A .safetensors file, a folder of them, a .smtx, .mtx or .npz matrix."),
-    n: str = typer.Option(
-        "16,2048", "-n", "--columns", help="Columns of B (tokens), comma-separated; their sum counts."
+    n: list[str] = typer.Option(
+        ["16,2048"], "-n", "--columns", help="Columns of B (tokens), comma-separated; their sum counts."
     ),
     seconds: float = typer.Option(10.0, min=0.1, help="Time for each matrix that is not remembered."),
     device: str = typer.Option("cpu", help="cpu, cuda or cuda:<id>."),
@@ -53,7 +53,7 @@ def run(
         return
     if not src:
         raise typer.BadParameter("expected SRC, a checkpoint or a matrix")
-    widths = numbers(n)
+    widths = numbers(",".join(n))
     options: dict[str, Any] = {"seconds": seconds, "device": device, "most": most, "b_layout": b_layout, "fresh": fresh}
     rows = [
         (r.name, tune.tune(f.read(r.name) if r.format else f.array(r.name), widths, **options))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -124,3 +125,45 @@ def test_times_that_cannot_be_are_not_compared() -> None:
     assert bench.verdict([result("a", False, 9.0, 20.0), result("dense", True, 20.0, 20.0)]).startswith("too noisy")
     nan = float("nan")
     assert "x the speed of" in bench.verdict([result("a", False, 9.0, nan), result("dense", True, 20.0, nan)])
+
+
+def small(tmp_path: Path) -> Path:
+    path = tmp_path / "m.safetensors"
+    sf.save_dense(path, {"a.weight": np.tri(64, dtype=np.float16), "norm.bias": np.ones(4, np.float32)})
+    return path
+
+
+def test_numbers_of_columns_may_be_given_together_or_one_by_one(tmp_path: Path) -> None:
+    path = small(tmp_path)
+    for verb, more in (("recommend", ()), ("plan", ("--to", "fastest")), ("explain", ())):
+        together, apart = (command(verb, path, *more, *n, "--json") for n in (("-n", "16,32"), ("-n", 16, "-n", 32)))
+        assert together.code == apart.code == 0, together
+        assert json.loads(together.out) == json.loads(apart.out)
+    both = json.loads(command("explain", path, "-n", "16,32", "--json").out)
+    assert [row["n"] for row in both] == [16, 32]
+    assert both[0]["kernels"] != both[1]["kernels"]
+    wrong = command("explain", path, "-n", -5)
+    assert wrong.code == 2
+    assert "expected numbers of columns like 16,2048, got '-5'" in wrong.err
+
+
+@pytest.mark.parametrize("verb", ["explain", "recommend", "tune", "bench"])
+def test_no_matrix_among_the_tensors_is_an_error(tmp_path: Path, verb: str) -> None:
+    r = command(verb, small(tmp_path), "--include", "norm.bias", *(["--device", "cpu"] if verb == "bench" else []))
+    assert r.code == 2, r
+    assert "expected a matrix, got none among 1 tensor(s)" in r.err
+
+
+def test_bench_says_how_many_matrices_it_leaves_out(tmp_path: Path) -> None:
+    sf.save_dense(tmp_path / "m.safetensors", {f"w{i}": np.tri(8 + i, dtype=np.float32) for i in range(3)})
+    r = command("bench", tmp_path / "m.safetensors", "-n", 1, "--device", "cpu", "--limit", 2, "--repeats", 1)
+    assert "the 2 largest of 3 matrices" in r.err
+
+
+@pytest.mark.parametrize("name", ["w.npz", "w.mtx", "w.SMTX", "pytorch_model.bin"])
+def test_a_name_of_another_kind_of_file_is_refused(tmp_path: Path, name: str) -> None:
+    """It would be read as such a file afterwards, and fail."""
+    for save in (sf.save, sf.save_dense):
+        with pytest.raises(sf.errors.UsageError, match="would be read as another kind of file"):
+            save(tmp_path / name, {"w": np.ones((2, 2), np.float32)})
+    assert not (tmp_path / name).exists()

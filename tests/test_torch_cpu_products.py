@@ -25,7 +25,7 @@ if missing := expand_torch._refusals():
 NAME = "cpu.expand_then_torch"
 SHAPE = (1027, 1100)
 """One row more than whole panels, and columns that are no multiple of a block."""
-FORMATS = ("csr", "ell-buckets", "bsr:blocksize=16x16", "dbsr:blocksize=16x16", "sr-bcrs:vector_length=8,stride=8",
+FORMATS = ("csr", "ell-buckets", "bsr:blocksize=16x16", "dbsr:blocksize=16x16",
            "vector-nm:n=2,m=4,vector_length=32", "two-four", "two-four:meta_order=cutlass-sm80", "bitmask")  # fmt: skip
 LAYOUTS = ("C", "F", "every second element")
 

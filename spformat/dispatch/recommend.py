@@ -6,6 +6,7 @@ are asked as for any product. So a recommendation and ``explain`` of the convert
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -195,13 +196,14 @@ def recommend(
     with roofline.on(target) if target else nullcontext(), rates.read_once():
         ranked, excluded = asked.candidates(more)
         ranked += map(asked.sum_of_blocks, covers)
+        ranked = list(_possible(ranked, math.prod(counts.shape), target is not None))
         line = rates.source(asked.problem(Operand(Dense.name, counts.shape, counts.dtype), widths[0]))
     second = "bytes" if objective == "time" else "time"
     ranked.sort(key=lambda r: (r.value(objective), r.value(second)))  # stable: of equal ones, the simpler
     name = target.name if target else "cpu"
     return Recommendations(
         counts.shape, counts.dtype, name, widths, objective, line, _statistics(counts, covers),
-        _with_reasons(ranked, objective, target is not None), excluded,
+        _with_reasons(ranked, objective), excluded,
     )  # fmt: skip
 
 
@@ -307,7 +309,30 @@ class _Asked:
         )  # fmt: skip
 
 
-def _with_reasons(ranked: list[Recommendation], objective: str, on_gpu: bool) -> tuple[Recommendation, ...]:
+def _possible(ranked: list[Recommendation], elements: int, on_gpu: bool) -> Iterator[Recommendation]:
+    """The recommendations with times that are possible, where constants extrapolate to less.
+
+    A product on a GPU takes an empty launch at least. More columns do not take less time than fewer, which any kernel
+    could pad. And a matrix without zeros to skip is not multiplied faster than a dense one.
+    """
+    dense = next((r.expected_us for r in ranked if r.format == Dense.name), {})
+    for r in ranked:
+        us, raised, least = dict(r.expected_us), [], LAUNCH_US if on_gpu else 0.0
+        for n, expected in sorted(us.items()):
+            if expected is None:
+                continue
+            of_dense = dense.get(n) if r.stored >= elements else None
+            least = max(expected, least, of_dense or 0.0)
+            if expected < least:
+                us[n] = least
+                raised.append(f"{n} columns")
+        why = (
+            (f"raised to what is possible, as constants extrapolate to less: at {', '.join(raised)}",) if raised else ()
+        )
+        yield replace(r, expected_us=us, reasons=(*r.reasons, *why))
+
+
+def _with_reasons(ranked: list[Recommendation], objective: str) -> tuple[Recommendation, ...]:
     """The recommendations, with what the comparison with dense says of each, and how far the times can be trusted."""
     dense = next((r for r in ranked if r.format == Dense.name), None)
     rest = [r for r in ranked if r is not dense]
@@ -323,10 +348,6 @@ def _with_reasons(ranked: list[Recommendation], objective: str, on_gpu: bool) ->
         for n, nbytes in r.workspace.items():
             if nbytes and nbytes == most:
                 said.append(f"{r.kernels[n]} needs {_mib(nbytes)} of workspace at {n} columns")
-        below = [n for n, us in r.expected_us.items() if us is not None and us < LAUNCH_US]
-        if on_gpu and below:
-            where = ", ".join(f"{n} columns" for n in below)
-            said.append(f"less than an empty launch takes, so no more than an extrapolation: at {where}")
         said += [f"no kernel takes it at {n} columns" for n, us in r.expected_us.items() if us is None]
         out.append(replace(r, reasons=tuple(said)))
     return tuple(out)

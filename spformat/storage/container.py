@@ -6,6 +6,7 @@ tensor. ``tensorfile.py`` reads tensors, ``filewriter.py`` writes them. No forma
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 
 from ..errors import DescriptorError, UsageError
@@ -13,6 +14,7 @@ from ..formats.dense import Dense
 from . import stwriter
 from .files import Path
 from .filewriter import Tensor, create, outline, plain_array
+from .stheader import TORCH_SUFFIXES
 from .tensorfile import TensorFile
 
 
@@ -40,6 +42,7 @@ def save(
     """
     if not isinstance(tensors, Mapping):
         raise UsageError(f"save: expected {{name: tensor}}, got {type(tensors).__name__}; use save(path, {{'w': x}})")
+    _check_ending(path)
     with create(
         path, map(outline, tensors, tensors.values()), overwrite=overwrite, metadata=metadata, verify=verify
     ) as f:
@@ -81,6 +84,19 @@ def safe_open(path: Path, *, allow_unchecked: bool = False, ignore_unknown: bool
     return TensorFile(path, allow_unchecked=allow_unchecked, ignore_unknown=ignore_unknown)
 
 
+def _check_ending(path: Path) -> None:
+    """UsageError for a name that would be read as a file of another kind."""
+    name = os.fspath(path).lower()
+    if name.endswith(_OTHER_ENDINGS):
+        raise UsageError(
+            f"save: {os.fspath(path)!r} would be read as another kind of file; use a name that ends in .safetensors "
+            "(`spformat convert` writes .npz, .mtx and .smtx)", value=os.fspath(path),
+        )  # fmt: skip
+
+
+_OTHER_ENDINGS = (".npz", ".mtx", ".smtx", *TORCH_SUFFIXES)
+
+
 def save_dense(
     path: Path,
     tensors: Mapping[str, Tensor],
@@ -97,6 +113,7 @@ def save_dense(
     """
     if not isinstance(tensors, Mapping):
         raise UsageError(f"save_dense: expected {{name: tensor}}, got {type(tensors).__name__}")
+    _check_ending(path)
     arrays = {name: x.data if isinstance(x, Dense) else x for name, x in tensors.items()}
     records = [outline(name, x) for name, x in arrays.items()]
     sparse = next((r for r in records if r.format is not None), None)

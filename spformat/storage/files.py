@@ -160,7 +160,7 @@ def safe_name(name: str, suffix: str = "") -> str:
     """``name``, if it is a plain file name of [A-Za-z0-9._-] that ends with ``suffix``; else PathError."""
     if not _SAFE.fullmatch(name) or name in (".", "..") or not name.endswith(suffix) or name == suffix:
         expected = "a file name of letters, digits, '.', '_', '-'" + (f" ending in '{suffix}'" if suffix else "")
-        raise PathError(f"file name: expected {expected}, got {name!r:.200}", value=name)
+        raise PathError(f"file name: expected {expected}, got {name!r:.200}; rename the file", value=name)
     return name
 
 

@@ -200,10 +200,11 @@ def is_torch_file(path: str, start: bytes) -> bool:
 
 
 def torch_lines(path: str) -> str:
-    """What to do with a file that ``torch.save`` wrote: two lines of Python."""
+    """What to do with a file that ``torch.save`` wrote: lines of Python."""
     stem = next((path[: -len(s)] for s in TORCH_SUFFIXES if path.lower().endswith(s)), path)
     return (
-        "a PyTorch file, which spformat never reads, because reading one can run code. These two lines convert it:\n"
+        "a PyTorch file, which spformat never reads, because reading one can run code. This converts it:\n"
+        "    import torch, safetensors.torch\n"
         f"    tensors = torch.load({path!r}, map_location='cpu', weights_only=True)\n"
         f"    safetensors.torch.save_file(tensors, {stem + '.safetensors'!r})"
     )

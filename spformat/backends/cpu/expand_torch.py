@@ -43,7 +43,8 @@ LEAST_PRODUCTS = 16**3
 INSTRUCTIONS = frozenset({"avx512_bf16", "amx_bf16"})
 """Flags in /proc/cpuinfo of processors that multiply bfloat16."""
 
-_FORWARD = {name: k for k in spmm.KERNELS for name in k.formats if name != "dense"}
+_FORWARD = {name: k for k in spmm.KERNELS for name in k.formats if name not in ("dense", "sr-bcrs")}
+"""The formats. The loop of SR-BCRS was as fast up to about 800 columns, and the choice between the two often wrong."""
 
 
 @functools.cache
@@ -107,12 +108,14 @@ class ExpandThenTorch(Kernel):
 
     def unsupported(self, p: Problem) -> list[str]:
         """Takes bfloat16 alone, matrices that compiled code expands, and so much work that torch uses oneDNN."""
-        dtypes, elements = {p.a_dtype, p.b_dtype, p.out_dtype}, p.M * p.K
-        return _FORWARD[p.format].unsupported(p) + reasons(
+        dtypes, elements, refused = {p.a_dtype, p.b_dtype, p.out_dtype}, p.M * p.K, _FORWARD[p.format].unsupported(p)
+        if p.device != "cpu":
+            return refused
+        return refused + reasons(
             (dtypes != {DTYPE}, f"a, b and out must be {DTYPE}, got {p.a_dtype}, {p.b_dtype} and {p.out_dtype}"),
             (2 * elements < compiled.WARM, f"M * K must be at least {compiled.WARM // 2}, got {elements}"),
             (p.K * p.n <= LEAST_PRODUCTS, f"K * N must exceed {LEAST_PRODUCTS}, got {p.K * p.n}"),
-        ) + (_refusals() if p.device == "cpu" else [])  # fmt: skip
+        ) + _refusals()  # fmt: skip
 
     def workspace_bytes(self, p: Problem) -> int:
         """Upper bound of the bytes of a panel, and of copies of B and C whose elements have gaps."""
