@@ -20,7 +20,7 @@ import numpy as np
 import spformat as sf
 from spformat.backends.cuda.runtime.scratch import Counters
 from spformat.backends.cuda.two_four.two_four_pack import BLOCK, TwoFourPack
-from spformat.formats.two_four import META_ORDERS
+from spformat.formats.meta_orders import META_ORDERS
 from spformat.preprocess import masks
 
 SHAPES = ((4096, 4096), (8192, 8192), (11008, 4096), (8192, 8190))

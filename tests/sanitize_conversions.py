@@ -18,7 +18,7 @@ from test_quick_check import SCANNED, damaged, matrices, on_device, sound_by_nam
 from spformat.backends.cuda.runtime.offsets import Offsets
 from spformat.errors import StructureError
 from spformat.formats.convert import convert
-from spformat.formats.two_four import META_ORDERS
+from spformat.formats.meta_orders import META_ORDERS
 from spformat.preprocess import masks
 from spformat.preprocess.structure import analyse, count_nonzeros
 

@@ -19,7 +19,7 @@ from spformat.errors import LimitError, StructureError
 from spformat.formats import edges
 from spformat.formats.base import Format
 from spformat.formats.convert import convert
-from spformat.formats.two_four import META_ORDERS
+from spformat.formats.meta_orders import META_ORDERS
 from spformat.limits import using
 from spformat.preprocess import masks
 

@@ -15,7 +15,8 @@ from spformat.errors import StructureError
 from spformat.formats import COMPOSED, FORMATS, registered, unregister
 from spformat.formats.base import Format
 from spformat.formats.convert import convert
-from spformat.formats.two_four import TwoFour, reorder_meta
+from spformat.formats.meta_orders import reorder_meta
+from spformat.formats.two_four import TwoFour
 from spformat.products import operations
 
 ROOT = Path(__file__).parent.parent

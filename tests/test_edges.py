@@ -27,7 +27,8 @@ from spformat.backends.cuda.vector_nm import vector_nm_convert
 from spformat.formats import edges, registered
 from spformat.formats.edges import Edge
 from spformat.formats.fast import compiled
-from spformat.formats.two_four import NIBBLES, meta_places
+from spformat.formats.meta_orders import meta_places
+from spformat.formats.two_four import NIBBLES
 from spformat.preprocess import masks
 
 

@@ -15,7 +15,7 @@ from spformat.backends.cuda.runtime.queue import Kernels
 from spformat.backends.cuda.two_four import two_four_csr
 from spformat.backends.cuda.vector_nm import vector_nm_csr
 from spformat.errors import StructureError
-from spformat.formats.two_four import META_ORDERS, meta_places
+from spformat.formats.meta_orders import META_ORDERS, meta_places
 from spformat.preprocess import masks
 
 Host = np.ndarray[Any, Any]

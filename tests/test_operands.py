@@ -151,8 +151,11 @@ def test_operators_and_numpy(fmt: type[sf.Format]) -> None:
     assert (x.T @ a == x.T @ w).all()  # numpy would multiply with an array of one object
     assert (w != a) is True  # no array of verdicts
     for call in (np.asarray, np.array):
-        with pytest.raises(TypeError, match=rf"{a.name}: this is a sparse matrix, no array; use to_dense\(\)"):
+        with pytest.raises(TypeError, match=rf"{a.name}: this is a matrix of spformat, no array; use to_dense\(\)"):
             call(a)
+    for total in (lambda: a + w, lambda: w + a, lambda: a - a, lambda: w - a, lambda: sum([a, a])):
+        with pytest.raises(TypeError, match=rf"{a.name}: sums of matrices are not defined"):
+            total()
     torch = pytest.importorskip("torch")
     assert torch.equal(a @ torch.tensor(x), torch.tensor(w @ x))
 

@@ -18,7 +18,7 @@ from spformat.backends.cuda.runtime import jit, scan_launch
 from spformat.backends.cuda.two_four.two_four_scan import Places
 from spformat.formats import BSR, CSR, DBSR, SRBCRS, Bitmask, ELLBuckets, TwoFour, VectorNM
 from spformat.formats.base import Format
-from spformat.formats.two_four import META_ORDERS, meta_steps, order_view
+from spformat.formats.meta_orders import META_ORDERS, meta_steps, order_view
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int8")
 SCANNED: tuple[type[Format], ...] = (CSR, Bitmask, BSR, DBSR, SRBCRS, TwoFour, VectorNM, ELLBuckets)

@@ -25,7 +25,7 @@ from spformat.backends.cuda.two_four.spmm_two_four_sm90a import SpmmTwoFourSm90a
 from spformat.backends.cuda.two_four.spmm_two_four_tokens import SpmmTwoFourTokens
 from spformat.backends.cuda.two_four.two_four_records import SPARE, TwoFourRecords
 from spformat.formats.convert import convert
-from spformat.formats.two_four import META_ORDERS
+from spformat.formats.meta_orders import META_ORDERS
 from spformat.preprocess import masks
 from spformat.products import tiles
 from spformat.products.problem import Problem

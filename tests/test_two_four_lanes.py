@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from golden_vectors import numbers, vectors
 
-from spformat.formats.two_four import META_ORDERS, reorder_meta
+from spformat.formats.meta_orders import META_ORDERS, reorder_meta
 
 LEGAL = np.array([0x4, 0x8, 0x9, 0xC, 0xD, 0xE])
 M, K = 64, 192

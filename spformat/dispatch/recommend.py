@@ -214,7 +214,8 @@ def device_named(device: str | Device) -> Device | None:
     found = DEVICES.get(device.upper()) if isinstance(device, str) else None
     if found is None:
         known = ", ".join((*DEVICES, "cpu"))
-        raise UsageError(f"device: expected one of {known}, or a Device, got {device!r:.80}", value=device)
+        of_your_own = "or a Device of your own, dataclasses.replace(cost.DEVICES['H200'], name=.., memory=..)"
+        raise UsageError(f"device: expected one of {known}, {of_your_own}, got {device!r:.80}", value=device)
     return found
 
 

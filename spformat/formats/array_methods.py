@@ -62,8 +62,8 @@ class ArrayMethods:
         """The same matrix with its values rounded to another value type; values that become zero are dropped by formats
         that store none.
 
-        StructureError if the format does not take the type; UsageError for a finite value that is beyond it, or that
-        int8 does not hold exactly.
+        StructureError if the format does not take the type; UsageError for a value that is beyond it, or that int8 does
+        not hold exactly.
         """
         me: Any = self
         kind = value_type(dtype).numpy
@@ -97,6 +97,14 @@ class ArrayMethods:
         if not isinstance(divisor, numbers.Real) or isinstance(divisor, bool):
             raise TypeError(f"/ takes a number, got {type(divisor).__name__}")
         return self._mapped(lambda values: values / _number(divisor, _real(values.dtype)))
+
+    def _no_sum(self, other: Any) -> Any:
+        me: Any = self
+        raise TypeError(
+            f"{me.name}: sums of matrices are not defined: a.to_dense() + x, or a.to_scipy() + b with scipy's matrices"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = _no_sum
 
     def __neg__(self) -> Self:
         return self._mapped(lambda values: -values)

@@ -209,7 +209,7 @@ class Format(KernelOrdered, Hooks, Fields, ArrayMethods, Refill):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """Raises TypeError: a matrix is never converted to a dense array implicitly."""
-        raise TypeError(f"{self.name}: this is a sparse matrix, no array; use to_dense()")
+        raise TypeError(f"{self.name}: this is a matrix of spformat, no array; use to_dense()")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.fields())

@@ -19,7 +19,8 @@ from ..arrays.dtypes import bits
 from ..arrays.library import Array, current_device, namespace
 from ..arrays.torch_tensors import array_to_torch, import_torch, torch_to_array
 from ..errors import ArrayError, PatternError, StructureError, UsageError
-from ..formats.two_four import COLS, META_ORDERS, ROWS, TwoFour, order_view
+from ..formats.meta_orders import META_ORDERS, order_view
+from ..formats.two_four import COLS, ROWS, TwoFour
 
 ORDER = META_ORDERS[3]
 DTYPES = ("float16", "bfloat16")

@@ -19,8 +19,9 @@ from ...formats.bsr import BSR
 from ...formats.csr import CSR
 from ...formats.dbsr import DBSR
 from ...formats.ell_buckets import ELLBuckets
+from ...formats.meta_orders import meta_places
 from ...formats.sr_bcrs import SRBCRS
-from ...formats.two_four import TwoFour, meta_places
+from ...formats.two_four import TwoFour
 from ...formats.vector_nm import VectorNM
 from . import team
 from .board import PIECES

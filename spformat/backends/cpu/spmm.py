@@ -25,8 +25,9 @@ from ...formats.dbsr import DBSR
 from ...formats.dense import Dense
 from ...formats.ell_buckets import ELLBuckets
 from ...formats.fast import compiled
+from ...formats.meta_orders import meta_places
 from ...formats.sr_bcrs import SRBCRS
-from ...formats.two_four import TwoFour, meta_places
+from ...formats.two_four import TwoFour
 from ...formats.vector_nm import VectorNM
 from ...products.kernel import reasons, spmm_of
 from ...products.plan import Plan

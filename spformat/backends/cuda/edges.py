@@ -18,8 +18,9 @@ from ...formats.csr import CSR
 from ...formats.dbsr import DBSR
 from ...formats.edges import CHECK, DENSE, TRANSPOSED, Edge
 from ...formats.ell_buckets import ELLBuckets
+from ...formats.meta_orders import meta_steps
 from ...formats.sr_bcrs import SRBCRS
-from ...formats.two_four import NIBBLES, TwoFour, meta_steps
+from ...formats.two_four import NIBBLES, TwoFour
 from ...formats.vector_nm import VectorNM
 from ...formats.vector_nm_pack import pack
 from .bitmask import bitmask_edges, bitmask_scan

@@ -16,8 +16,9 @@ from ..bsr import BSR
 from ..csr import CSR
 from ..edges import CHECK, DENSE, Edge
 from ..ell_buckets import ELLBuckets, Layout, mean_width, widths_of
+from ..meta_orders import meta_places
 from ..sr_bcrs import SRBCRS
-from ..two_four import NIBBLES, TwoFour, meta_places
+from ..two_four import NIBBLES, TwoFour
 from ..vector_nm import VectorNM
 from . import compiled
 

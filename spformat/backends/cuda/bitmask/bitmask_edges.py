@@ -7,7 +7,8 @@ from typing import Any
 from ....arrays.library import Array, index_dtype, namespace
 from ....formats.bitmask import Bitmask
 from ....formats.csr import CSR
-from ....formats.two_four import NIBBLES, TwoFour, meta_steps
+from ....formats.meta_orders import meta_steps
+from ....formats.two_four import NIBBLES, TwoFour
 from ....limits import check_bytes, product
 from ..csr import csr_from_dense, csr_pruned
 from . import bitmask_from_csr, bitmask_pack, bitmask_pruned, bitmask_two_four, bitmask_unpack

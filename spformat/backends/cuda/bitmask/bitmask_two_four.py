@@ -27,7 +27,7 @@ def bitmask_from_two_four(
 ) -> tuple[Array, Array, Array]:
     """(indptr [M+1], bitmask uint8[M, ceil(K/8)], data [nnz]) of a valid 2:4 matrix with M and K at least 1.
 
-    data [Mp, Kp/2] and meta, CuPy; steps: ``formats.two_four.meta_steps``. Waits for the number of nonzeros.
+    data [Mp, Kp/2] and meta, CuPy; steps: ``formats.meta_orders.meta_steps``. Waits for the number of nonzeros.
     """
     import cupy
 

@@ -12,7 +12,8 @@ import numpy as np
 from ....arrays.dtypes import value_type
 from ....arrays.library import ceil_div, index_dtype, namespace
 from ....formats.csr import CSR
-from ....formats.two_four import ROWS, TwoFour, meta_steps
+from ....formats.meta_orders import meta_steps
+from ....formats.two_four import ROWS, TwoFour
 from ..runtime.c_types import INDEX, WORDS, index_type, word_type
 from ..runtime.offsets import Offsets
 from ..runtime.queue import Kernels, starts_on

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ....arrays.library import Array, ceil_div, round_up
-from ....formats.two_four import reorder_meta
+from ....formats.meta_orders import reorder_meta
 from ....products.problem import Problem
 from ..runtime import jit, tensor_map
 from ..runtime.expansion import Target, Writer

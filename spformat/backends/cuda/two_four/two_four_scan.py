@@ -12,7 +12,7 @@ INSTANCE = "spformat::two_four_scan"
 
 
 class Places(ctypes.Structure):
-    """Must match ``Places`` in the kernel: the steps of ``formats.two_four.meta_steps``."""
+    """Must match ``Places`` in the kernel: the steps of ``formats.meta_orders.meta_steps``."""
 
     _fields_ = [(name, ctypes.c_int64) for name in ("r32", "r16", "r8", "r1", "shift", "outer", "inner")]
 
@@ -25,7 +25,7 @@ def instances() -> tuple[str, ...]:
 def two_four_sound(shape: tuple[int, int], data: Array, meta: Array, nibbles: int, steps: tuple[int, ...]) -> bool:
     """Whether data [Mp, Kp/2] and meta [Mp*Kp/16], CuPy, are those of a valid matrix; waits for the device.
 
-    nibbles: those that the encoder writes for each nonzero mask; steps: ``formats.two_four.meta_steps``.
+    nibbles: those that the encoder writes for each nonzero mask; steps: ``formats.meta_orders.meta_steps``.
     """
     if data.data.ptr % WIDE:
         return False
