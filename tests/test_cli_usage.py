@@ -89,7 +89,7 @@ def test_a_sparsity_without_pruning(share: float) -> None:
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (["-n", "a"], "-n: expected numbers of columns like 16,256, got 'a'"),
+        (["-n", "a"], "n: expected numbers of columns like 16,2048, got 'a'"),
         (["-n", "-4"], "got '-4'"),
         (["-n", "0"], "got '0'"),
         (["-n", "4", "--repeats", "0"], "--repeats"),

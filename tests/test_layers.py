@@ -87,6 +87,7 @@ FORMAT_IMPORTS = {
     "sum": {"composed", "cover"},
     "decompose": {"convert", "sum"},
     "vector_nm": {"vector_nm_pack"},
+    "two_four": {"meta_orders"},
 }
 """What a file of formats/ may import beside array_methods, base, declare, edges, hooks and the hub (csr)."""
 
