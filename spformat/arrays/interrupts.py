@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 _NAMES = ("INT", "TERM", "HUP", "QUIT", "ALRM", "VTALRM", "PROF", "USR1", "USR2", "XCPU", "CHLD", "CONT", "IO", "WINCH")
 _SIGNALS = tuple(getattr(signal, f"SIG{name}") for name in _NAMES if hasattr(signal, f"SIG{name}"))
-"""The signals whose handlers are put off: those that users and timers send. To ask for all 64 handlers takes 20 us."""
+"""The signals whose handlers are put off by default: those that users and timers send. All 64 would take 20 us."""
 
 
 def _own(handler: Callable[..., Any]) -> Callable[..., Any]:
@@ -21,9 +21,9 @@ def _own(handler: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def deferred_interrupts(stop: Callable[[], None] = lambda: None) -> Iterator[None]:
+def deferred_interrupts(stop: Callable[[], None] = lambda: None, signals: Iterable[int] = _SIGNALS) -> Iterator[None]:
     """Inside the block, what a signal handler raises is kept: ``stop()`` is called, and the first exception is raised
-    at the end of the block. Handlers that raise nothing act as before.
+    at the end of the block. Handlers that raise nothing act as before. signals: whose handlers.
 
     Python runs signal handlers in the main thread, between any two of its instructions. An exception from there may
     therefore leave a ``with`` or ``except`` block of the main thread halfway, and no order of ``try`` blocks closes
@@ -50,7 +50,7 @@ def deferred_interrupts(stop: Callable[[], None] = lambda: None) -> Iterator[Non
         return handle
 
     # Handlers that were not set from Python (None, SIG_DFL, SIG_IGN) raise nothing here.
-    before = {number: _own(handler) for number in _SIGNALS if callable(handler := signal.getsignal(number))}
+    before = {number: _own(handler) for number in signals if callable(handler := signal.getsignal(number))}
     try:
         for number, handler in before.items():
             signal.signal(number, deferring(handler))

@@ -8,6 +8,7 @@ temporary file behind; its output file is written again, by dask itself or here,
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -156,7 +157,7 @@ def convert_files(
             stop.set_result(None)
 
     # The outcomes are recorded in another thread, in which no signal handler runs; this one only waits for it.
-    with deferred_interrupts(stop_once), ThreadPoolExecutor(1, "spformat-outcomes") as recorder:
+    with deferred_interrupts(stop_once, signal.valid_signals()), ThreadPoolExecutor(1, "spformat-outcomes") as recorder:
         recorded = recorder.submit(copy_context().run, _record_all, tasks, workers.with_defaults(), each, stop)
         while not recorded.done():
             # The system may hand a signal to any thread, and Python runs its handler when the main thread wakes.
