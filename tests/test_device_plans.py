@@ -24,9 +24,9 @@ from spformat.products.problem import COL
 
 def known(world: World, plan: Plan, B: Any, out: Any) -> bool:
     """Run the plan; returns whether it used launches that it had kept."""
-    prepared, made = len(world.prepared), len(world.calls)
+    prepared, calls_before = len(world.prepared), len(world.calls)
     assert plan.run(B, out) is out
-    assert len(world.calls) == made + 1
+    assert len(world.calls) == calls_before + 1
     assert world.calls[-1][0][:2] == (B.ctypes.data, out.ctypes.data)
     return len(world.prepared) == prepared
 
@@ -49,7 +49,7 @@ def test_whatever_the_checks_depend_on_makes_operands_new(world: World) -> None:
         assert not known(world, plan, b, c)
         assert known(world, plan, b, c)
         assert known(world, plan, B[:, :5], out[:, :5])
-    made = len(world.calls)
+    calls_before = len(world.calls)
     refused = [
         (B[:, :5].view("int32"), out[:, :5], TypeError, "B: this plan takes float32, got int32"),
         (B[:, :5], out[:, :5].view("int32"), TypeError, "out: this plan writes float32, got int32"),
@@ -62,7 +62,7 @@ def test_whatever_the_checks_depend_on_makes_operands_new(world: World) -> None:
     for b, c, error, text in refused:
         with pytest.raises(error, match=text):
             plan.run(b, c)
-    assert len(world.calls) == made
+    assert len(world.calls) == calls_before
     world.stream = 8
     assert not known(world, plan, B[:, :5], out[:, :5])
     assert world.calls[-1][0].stream == 8

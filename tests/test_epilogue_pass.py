@@ -57,8 +57,8 @@ def test_a_bias_is_added_by_launches_that_are_kept(world: World, passes: list[An
     ]
     other.run(B, out, 1.0, 0.0, None)
     assert world.prepared[-1].c == at  # both work on one stream, in turn
-    made = plan.run(B, None, 1.0, 0.0, bias)
-    assert made.shape == (4, 5)
+    C = plan.run(B, None, 1.0, 0.0, bias)
+    assert C.shape == (4, 5)
     with pytest.raises(ValueError, match="bias: expected shape"):
         plan.run(B, out, 1.0, 0.0, world.array(5))
     with pytest.raises(ValueError, match="out: expected shape"):
@@ -103,8 +103,8 @@ def test_a_plan_of_arrays_alone_gets_arrays(world: World, passes: list[Any]) -> 
     world.cupy.cuda.MemoryPointer = lambda room, offset: room
     p = world.plan(b_layout=COL).problem
     B, out = world.array(3, 5, order="F"), world.array(4, 5)
-    made = Plan("plugin.x", p, lambda b, c: seen.append((b, c)))
-    plan = epilogue.with_epilogue(made, p.changed(epilogue=True))
+    product = Plan("plugin.x", p, lambda b, c: seen.append((b, c)))
+    plan = epilogue.with_epilogue(product, p.changed(epilogue=True))
     world.cupy.ndarray = lambda shape, dtype, memory, strides: (shape, str(dtype), memory, strides)
     for _ in range(4):
         plan.run(B, out, 1.0, 0.0, None)

@@ -94,7 +94,7 @@ def test_random_values_stay_in_the_bound(multiplied: list[Any]) -> None:
     ("where", "value"), [("A", 1e-39), ("A", np.inf), *(("B", x) for x in (1e-39, -1e-40, np.inf, -np.inf, np.nan))]
 )
 def test_numbers_that_the_processor_would_change(where: str, value: float, multiplied: list[Any]) -> None:
-    """Infinities of A would be right, but are so rare that they are not told from subnormal numbers."""
+    """Infinities of A would be right, but are so rare that they are treated like subnormal numbers."""
     a, B = matrix("csr"), bfloat16(np.ones((SHAPE[1], 33)))
     if where == "A":
         data = a.data.copy()

@@ -327,10 +327,8 @@ def _possible(ranked: list[Recommendation], elements: int, on_gpu: bool) -> Iter
             if expected < least:
                 us[n] = least
                 raised.append(f"{n} columns")
-        why = (
-            (f"raised to what is possible, as constants extrapolate to less: at {', '.join(raised)}",) if raised else ()
-        )
-        yield replace(r, expected_us=us, reasons=(*r.reasons, *why))
+        why = f"raised to what is possible, as constants extrapolate to less: at {', '.join(raised)}"
+        yield replace(r, expected_us=us, reasons=(*r.reasons, why)) if raised else r
 
 
 def _with_reasons(ranked: list[Recommendation], objective: str) -> tuple[Recommendation, ...]:

@@ -20,6 +20,7 @@ import numpy as np
 
 from ...arrays.library import Array, ceil_div, round_up
 from ...arrays.torch_tensors import array_to_torch
+from ...formats import by_name
 from ...formats.base import Format
 from ...formats.fast import compiled
 from ...formats.vstack import row_range
@@ -146,8 +147,6 @@ class ExpandThenTorch(Kernel):
 
 def _unit(format: str, params: Any) -> int:
     """Rows in which a format is cut without copying arrays; 0 if it cannot be."""
-    from ...formats import by_name
-
     layout = by_name(format).row_chunks(dict(params))
     return layout.rows if layout else 0
 
