@@ -15,8 +15,8 @@ from test_kernels import LAYOUTS, Guarded, on_device, problem
 import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.backends.cuda.bitmask import bitmask_records
-from spformat.backends.cuda.bitmask.bitmask_records import room_of
 from spformat.backends.cuda.bitmask.spmm_bitmask_tc import SpmmBitmaskTensor, Tile, choose
+from spformat.backends.cuda.runtime.record_products import room_of
 from spformat.products.problem import Problem
 from spformat.products.roofline import shared_limit
 
@@ -77,7 +77,7 @@ def test_every_tile_is_exact(tile: Tile) -> None:
             dev = on_device(cp, B.astype(bf16), layouts[0], pad)
             guarded = Guarded(cp, (M, n), bf16, layouts[1], pad)
             p = problem(a, n, "bfloat16", layouts, sm)
-            if tile.smem(room_of(bitmask_records.records(a, p))) > shared_limit(sm):
+            if tile.smem(room_of(bitmask_records.records(a, p).longest)) > shared_limit(sm):
                 continue  # never chosen there: see test_chosen_tiles_fit
             tried.add(density)
             plan = kernel.plan_with(a, p, tile)

@@ -19,6 +19,7 @@ from .bsr import (
     spmm_bsr_tokens,
 )
 from .csr.spmm_csr import SpmmCSR
+from .csr.spmm_csr_expanding_sm90a import SpmmCSRExpanding
 from .csr.spmm_csr_tc import SpmmCSRTensor
 from .csr.spmm_csr_vector import SpmmCSRVector
 from .dense.expand_then_dense import ExpandThenDense
@@ -79,6 +80,7 @@ KERNELS: tuple[CudaKernel, ...] = (
     SpmmCSRVector(),
     SpmmSRBCRSVector(),
     SpmmSumRows(),
+    SpmmCSRExpanding(),
 )
 """One line per kernel. Of kernels that expect the same time, the first is chosen."""
 

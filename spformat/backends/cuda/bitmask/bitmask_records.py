@@ -18,14 +18,12 @@ from ..runtime.c_types import INDEX, index_type
 from ..runtime.launch import Launch, finish_device
 from ..runtime.offsets import starts_of
 from ..runtime.queue import Kernels
+from ..runtime.record_products import MOST_PIECES, ROWS, room_of
 from .bitmask_slices import STEP, counted_before
 
 SOURCE = "bitmask/bitmask_records.cu"
 THREADS = 256
-ROWS = 16  # of a record; it has STEP columns
 KERNELS = Kernels(SOURCE, THREADS)
-MOST_PIECES = 1 << 32
-"""Pieces of 16 bytes are counted in 32 bits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,9 +129,4 @@ def _pack(a: Any, p: Problem) -> Records:
 def expected_room(p: Problem) -> int:
     """``room_of`` estimated before there are records: for 16 x 64 elements with slightly more values than the mean."""
     share = min(1.0, p.nnz / max(1, p.M * p.K))
-    return 128 * ceil_div(round(1024 * share * 2 * 1.15) + 160, 128)
-
-
-def room_of(records: Records) -> int:
-    """Bytes of shared memory for the longest record, rounded up so that what follows starts on a row of banks."""
-    return 128 * ceil_div(records.longest, 128)
+    return room_of(round(1024 * share * 2 * 1.15) + 160)

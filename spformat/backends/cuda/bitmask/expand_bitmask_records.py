@@ -8,7 +8,8 @@ from ....arrays.library import ceil_div
 from ..runtime import jit
 from ..runtime.expansion import UNIT, Target, Writer
 from ..runtime.launch import Bound, Launch
-from .bitmask_records import Records, room_of
+from ..runtime.record_products import room_of
+from .bitmask_records import Records
 
 SOURCE = "bitmask/expand_bitmask_records.cu"
 WARPS = 8
@@ -22,7 +23,7 @@ def instances() -> tuple[str, ...]:
 
 def writer(records: Records, target: Target) -> Writer:
     """The launches that write the matrix of ``records`` as a dense one."""
-    (M, _), steps, room = records.shape, records.steps, room_of(records)
+    (M, _), steps, room = records.shape, records.steps, room_of(records.longest)
     count, smem = records.count, WARPS * room
 
     @functools.cache

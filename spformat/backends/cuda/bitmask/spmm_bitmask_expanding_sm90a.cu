@@ -1,92 +1,39 @@
 // C[M,N] = A[M,K] @ B[K,N], A with 16-bit values as one bit per element and the nonzeros, on Hopper's wgmma.
+// Operands, grid and block: record_products.cuh.
 //
-//   records, starts    A in the order of the registers (bitmask_records.cuh), s.steps records a row tile of 16 rows
-//   b_map    TMA map of B: rows of N, boxes of min(BN, 64) x 64 k; BCol: columns of K, boxes of 64 k x BN
-//   B        T: element (k, n) at k*b_k + n*b_n, the memory of b_map, for sums that are not finite
-//   c_map    used when by_copies (16-bit C): see store_tile in expanding.cuh
-//   C        Out: rows ldc apart (CCol: columns)
+//   records, starts    A in the order of the registers (bitmask_records.cuh)
 //
 // A becomes dense on its way to the registers: a record is in the order in which a warp of wgmma holds 16 rows x 64 columns, so
-// each lane reads a value for each of its set bits, and no expanded tile exists. A zero times an infinite value of B is NaN,
-// which does not belong into C: sums that are not finite are computed again over the stored elements.
-//
-// Grid: x = row tiles * column tiles * Parts, row tiles faster than column tiles. Parts blocks, a cluster, multiply a tile of C,
-// each a part of K. Block: WG warpgroups that multiply 64 rows x BN columns each, and one warp that loads, STAGES steps ahead.
+// each lane reads a value for each of its set bits, and no expanded tile exists.
 #include "spformat/bitmask_fragments.cuh"
-#include "spformat/expanding.cuh"
-#include "spformat/launch_order.cuh"
+#include "spformat/record_products.cuh"
 
 using namespace spformat;
 using namespace spformat::expanding;
 
-struct Extents {  // ctypes counterpart: spmm_bitmask_expanding_sm90a.Extents
-    int M, K;
-    int steps, steps_per_part, row_tiles;
-    int room;   // bytes of a record in shared memory, a multiple of 128
-    int stages_end;  // where the barriers start: behind the stages and behind what store_tile needs
+struct BitmaskRecords {
+    static constexpr int IMAGE = 0;
+    bool exists;
+
+    __device__ __forceinline__ BitmaskRecords(unsigned char*, const u32* starts, int, int) : exists(starts != nullptr) {}
+    __device__ __forceinline__ void take(u32 (&a)[4][4], const unsigned char* at, int) const {
+        const u32 record = shared_address(at);
+        u32 bits = 0, groups[4] = {};
+        if (exists) load_head(record, threadIdx.x % 32, bits, groups);
+        take_record(a, record, bits, groups);
+    }
+    template <class T>
+    static __device__ __forceinline__ float stored_only(const u8* records, const u32* starts, int steps, int row, const T* b,
+                                                        i64 b_k) {
+        return spformat::stored_only<T>(records, starts, steps, row, b, b_k);
+    }
 };
 
 template <class T, class Out, int WG, int BN, int STAGES, int Parts, int Resident, bool Ahead, bool BCol, bool CCol>
 __global__ void __cluster_dims__(Parts, 1, 1) __launch_bounds__(128 * WG + 32, Resident)
-spmm_bitmask_expanding_sm90a(const __grid_constant__ Extents s, const u8* __restrict__ records,
-                             const u32* __restrict__ starts, const __grid_constant__ TensorMap b_map, const T* __restrict__ B, i64 b_k, i64 b_n,
-                             const __grid_constant__ TensorMap c_map, int by_copies, Out* C, int N, i64 ldc) {
-    static_assert(sizeof(T) == 2, "16-bit values");
-    constexpr int ROWS = 64 * WG, WARPS = 4 * WG, B_BYTES = DEPTH * BN * 2;
-    static_assert(B_BYTES % 1024 == 0, "swizzle patterns start on 1024 bytes");
-    extern __shared__ __align__(1024) unsigned char shared[];
-    const u32 base = shared_address(shared), stage_bytes = (B_BYTES + WARPS * s.room + 1023) / 1024 * 1024;
-    const u32 full = base + s.stages_end, empty = full + 8 * STAGES;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int tile = blockIdx.x / Parts, part = blockIdx.x % Parts;
-    const int m0 = tile % s.row_tiles * ROWS, n0 = tile / s.row_tiles * BN;
-    const int first = min(part * s.steps_per_part, s.steps), last = min(first + s.steps_per_part, s.steps);
-    const int records_here = min(WARPS, (s.M - m0 + 15) / 16);  // row tiles of 16 that exist
-
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) barrier::init(full + 8 * i, 1), barrier::init(empty + 8 * i, 128 * WG);
-        barrier::fence_init();
-    }
-    wait_for_launch_before();
-    let_next_launch_begin();
-    __syncthreads();
-
-    if (warp == WARPS) {
-        // Lane w copies the records of row tile w, which follow each other in memory. Where the next one ends is loaded a step
-        // ahead.
-        const bool copies = lane < records_here;
-        const u32* ends = starts + (static_cast<i64>(m0 / 16) + (copies ? lane : 0)) * s.steps + first;
-        u32 start = 0, end = 0;
-        if (copies && first < last) start = ends[0], end = ends[1];
-        for (int k = first; k < last; ++k) {
-            const u32 following = copies && k + 1 < last ? ends[k - first + 2] : end;
-            const u32 number = k - first, stage = number % STAGES, to = base + stage * stage_bytes, bar = full + 8 * stage;
-            const u32 bytes = (end - start) * 16, all = __reduce_add_sync(0xFFFFFFFFu, bytes);
-            if (number >= STAGES) barrier::wait(empty + 8 * stage, number / STAGES - 1 & 1);
-            if (lane == 0) barrier::expect(bar, all + B_BYTES);
-            __syncwarp();
-            if (copies) tma::load_bulk(to + B_BYTES + lane * s.room, records + static_cast<u64>(start) * 16, bytes, bar);
-            if (lane == 0) load_tile<BN, BCol>(to, b_map, bar, k * DEPTH, n0);
-            start = end, end = following;
-        }
-        return;
-    }
-
-    float acc[BN / 2] = {};
-    auto load = [&](u32 (&a)[4][4], int k) {
-        const u32 number = k - first, stage = number % STAGES;
-        const u32 record = base + stage * stage_bytes + B_BYTES + warp * s.room;
-        barrier::wait(full + 8 * stage, number / STAGES & 1);
-        u32 bits = 0, groups[4] = {};
-        if (warp < records_here) load_head(record, lane, bits, groups);
-        take_record(a, record, bits, groups);
-    };
-    multiply_steps<T, BN, BCol, STAGES, Ahead>(acc, first, last, base, stage_bytes, empty, load);
-
-    const Result<Out> c{c_map, by_copies != 0, C, ldc, s.M, N};
-    store_tile<Out, CCol, WG, BN, Parts>(acc, shared, c, m0, n0, part, [&](int row, int col, int cols) {
-        again<Out, CCol>(c, row, col, cols, [&](int r, int n) {
-            return stored_only<T>(records, starts, s.steps, r, B + n * b_n, b_k);
-        });
-    });
+spmm_bitmask_expanding_sm90a(const __grid_constant__ RecordExtents s, const u8* __restrict__ records,
+                             const u32* __restrict__ starts, const __grid_constant__ TensorMap b_map, const T* __restrict__ B,
+                             i64 b_k, i64 b_n, const __grid_constant__ TensorMap c_map, int by_copies, Out* C, int N, i64 ldc) {
+    multiply_records<BitmaskRecords, T, Out, WG, BN, STAGES, Parts, Ahead, BCol, CCol>(s, records, starts, b_map, B, b_k, b_n,
+                                                                                       c_map, by_copies, C, N, ldc);
 }

@@ -13,8 +13,9 @@ from ....products.roofline import Device, device_of, shared_limit
 from ..runtime import jit
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Launch, over_tiles
+from ..runtime.record_products import MOST_PIECES, room_of
 from . import bitmask_records
-from .bitmask_records import MOST_PIECES, expected_room, room_of
+from .bitmask_records import expected_room
 from .bitmask_slices import STEP, TERMS, bitmask_quantities, bitmask_reasons, bitmask_variant
 
 SOURCE = "bitmask/spmm_bitmask_tc.cu"
@@ -106,14 +107,14 @@ class SpmmBitmaskTensor(CudaKernel):
         )
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
-        room = room_of(bitmask_records.records(a, p))
+        room = room_of(bitmask_records.records(a, p).longest)
         tile = choose(p.M, p.n, room, device_of(p).processors, shared_limit(p.sm))
         return self.prepared_with(a, p, tile)
 
     def prepared_with(self, a: Any, p: Problem, tile: Tile) -> Prepared:
         """The launches of one tile; ``prepared`` chooses it."""
         records = bitmask_records.records(a, p)
-        room = room_of(records)
+        room = room_of(records.longest)
         types = f"{VALUE_TYPES[p.a_dtype].cuda}, {VALUE_TYPES[p.out_dtype].cuda}"
         shape = f"{tile.cols}, {tile.fragments}, {tile.parts}, {tile.ranges}, {tile.stages}"
         share = ceil_div(records.steps, tile.ranges)

@@ -1,0 +1,141 @@
+"""CSR with 16-bit values as items with their places in the registers of the tensor cores.  See csr_records.cu.
+
+Records hold all of the matrix in two thirds of its bytes. They replace its arrays where products come from them
+(``have_records``, ``Format.kernel_order``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ....arrays.library import Array, ceil_div
+from ....products.problem import Problem, itemsize
+from ..runtime.c_types import index_type
+from ..runtime.expanding import DEPTH
+from ..runtime.launch import finish_device
+from ..runtime.offsets import starts_of
+from ..runtime.queue import Kernels
+from ..runtime.record_products import MOST_PIECES, ROWS, room_of
+
+SOURCE = "csr/csr_records.cu"
+THREADS = 256
+IMAGE = 2048
+"""Bytes of the fragments of a record; as in csr_records.cuh."""
+ITEM, PIECE = 4, 16
+"""Bytes of an item, and of what records are rounded up to."""
+LEAST_SHARE = 0.03
+"""Share of stored elements from which on all products come from records (docs/decisions/0061-csr-in-records.md)."""
+KERNELS = Kernels(SOURCE, THREADS)
+
+
+@dataclass(frozen=True, eq=False)
+class Records:
+    """The records of a ``CSR``: ``data`` uint32, and ``starts`` uint32[records + 1] in pieces of 16 bytes."""
+
+    data: Any
+    starts: Any
+    shape: tuple[int, int]
+    """(M, K) of the matrix"""
+    nnz: int
+    """items of the matrix"""
+    dtypes: tuple[np.dtype[Any], np.dtype[Any], np.dtype[Any]]
+    """of indptr, indices and data"""
+    longest: int
+    """bytes of the longest record"""
+
+    @property
+    def steps(self) -> int:
+        """records of a row tile"""
+        return ceil_div(self.shape[1], DEPTH)
+
+    @property
+    def count(self) -> int:
+        """records of the matrix"""
+        return ceil_div(self.shape[0], ROWS) * self.steps
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.data.nbytes + self.starts.nbytes)
+
+    def arrays(self) -> tuple[Array, ...]:
+        return self.data, self.starts
+
+    def restore(self) -> dict[str, Array]:
+        """Name -> new array of the ``CSR`` that the records were written from, bit by bit."""
+        import cupy
+
+        M, steps, count = self.shape[0], self.steps, self.count
+        of_pointers, of_indices, of_values = self.dtypes
+        indices, data = cupy.empty(self.nnz, of_indices), cupy.empty(self.nnz, of_values)
+        if not count:
+            return {"indptr": cupy.zeros(M + 1, of_pointers), "indices": indices, "data": data}
+        counts, blocks = cupy.empty(M * steps, "uint32"), ceil_div(32 * count, THREADS)
+        packed, sizes = (self.data, self.starts, counts), (M, steps, count)
+        KERNELS.queue("counts_of_records", "PPPqqq", blocks, *packed, *sizes)
+        firsts = starts_of(counts, self.nnz)
+        name = f"items_of_records<{index_type(firsts)}, {index_type(indices)}>"
+        KERNELS.queue(name, "PPPPPPqqq", blocks, *packed, firsts, indices, data, *sizes)
+        return {"indptr": firsts[::steps].astype(of_pointers), "indices": indices, "data": data}
+
+
+def instances() -> tuple[str, ...]:
+    """C++ names that the compile tests build."""
+    types = ("int, int", "long long, int", "long long, long long", "int, long long")
+    of_types = ("csr_record_sizes", "csr_records_of", "items_of_records")
+    return ("counts_of_records", *(f"{name}<{t}>" for name in of_types for t in types))
+
+
+def pieces_at_most(p: Problem) -> int:
+    """Upper bound of the pieces of 16 bytes in all records of the problem's matrix."""
+    count = ceil_div(p.M, ROWS) * ceil_div(p.K, DEPTH)
+    return ceil_div(ITEM * p.nnz, PIECE) + min(p.nnz, count)
+
+
+def have_records(p: Problem) -> bool:
+    """Whether the problem's matrix is kept in records: the dispatcher computes all its products from them then."""
+    many = p.nnz >= LEAST_SHARE * p.M * p.K > 0
+    return many and p.device == "cuda" and p.sm == 90 and itemsize(p.a_dtype) == 2 and pieces_at_most(p) < MOST_PIECES
+
+
+def records(a: Any, p: Problem) -> Records:
+    """The records of ``a``, the same for every plan of the matrix."""
+    if have_records(p):
+        packed: Records = a.kernel_order("csr records", lambda: _pack(a, p))
+    else:
+        packed = a.kernel_arrays("csr records", lambda: _pack(a, p))
+    return packed
+
+
+def _pack(a: Any, p: Problem) -> Records:
+    import cupy
+
+    a = a.restored()
+    indptr, indices, values = a.indptr, a.indices, a.data
+    steps = ceil_div(p.K, DEPTH)
+    count = ceil_div(p.M, ROWS) * steps
+    described = (p.M, p.K), int(values.size), (indptr.dtype, indices.dtype, values.dtype)
+    with cupy.cuda.Device(p.device_id):
+        starts = cupy.zeros(count + 1, "uint32")
+        if not count:
+            return Records(cupy.zeros(4, "uint32"), starts, *described, 0)
+        types, blocks, sizes = (
+            f"{index_type(indptr)}, {index_type(indices)}",
+            ceil_div(32 * count, THREADS),
+            (p.M, steps, count),
+        )
+        KERNELS.queue(f"csr_record_sizes<{types}>", "PPPqqq", blocks, indptr, indices, starts[1:], *sizes)
+        longest = PIECE * int(starts.max())  # synchronize!
+        cupy.cumsum(starts, out=starts)
+        data = cupy.empty(PIECE // ITEM * int(starts[-1]), "uint32")  # synchronize!
+        KERNELS.queue(f"csr_records_of<{types}>", "PPPPPqqq", blocks, indptr, indices, values, starts, data, *sizes)
+        finish_device()  # synchronize!
+        return Records(data, starts, *described, longest)
+
+
+def expected_room(p: Problem) -> int:
+    """``room_of`` estimated before there are records: for 16 x 64 elements with more items than the mean."""
+    mean = ROWS * DEPTH * min(1.0, p.nnz / max(1, p.M * p.K))
+    return room_of(round(ITEM * min(ROWS * DEPTH, mean + 4 * mean**0.5)))

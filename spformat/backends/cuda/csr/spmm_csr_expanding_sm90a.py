@@ -1,0 +1,53 @@
+"""SpMM on CSR with wgmma: A becomes dense on its way to the registers.
+
+Kernel: spmm_csr_expanding_sm90a.cu. bf16 and fp16. docs/decisions/0061-csr-in-records.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....products.kernel import spmm_of
+from ....products.problem import COL, Problem
+from ..runtime import refusals
+from ..runtime.record_products import RecordProducts, Tile, refused, with_parts
+from . import csr_records
+from .csr_records import IMAGE, Records
+
+_EXTENTS = (
+    (2, 16, 3), (2, 16, 2), (2, 32, 3), (2, 32, 2), (2, 64, 2), (2, 64, 1), (2, 128, 1), (3, 128, 1), (2, 192, 1),
+    (2, 256, 1),
+)  # fmt: skip
+TILES = with_parts(Tile(*extent, image=IMAGE, most_ahead=192) for extent in _EXTENTS)
+
+
+class SpmmCSRExpanding(RecordProducts):
+    """``out = A @ B`` for A in CSR with 16-bit values of which a few per cent or more are stored, on sm_90a only."""
+
+    name = "cuda.spmm_csr_expanding_sm90a"
+    source = "csr/spmm_csr_expanding_sm90a.cu"
+    takes = spmm_of("csr")
+    tiles = TILES
+
+    def unsupported(self, p: Problem) -> list[str]:
+        return refusals.every(p, 80, ("bfloat16", "float16")) + refused(p, csr_records.pieces_at_most(p))
+
+    def records(self, a: Any, p: Problem) -> Records:
+        return csr_records.records(a, p)
+
+    def expected_room(self, p: Problem) -> int:
+        return csr_records.expected_room(p)
+
+    def instances(self) -> tuple[str, ...]:
+        """C++ names that the compile tests build."""
+        p = Problem.product("csr", (), 1, 1, 0, 0, "bfloat16", "bfloat16", "bfloat16")
+        col = p.changed(b_layout=COL, out_layout=COL)
+        wide = p.changed(a_dtype="float16", out_dtype="float32", b_layout=COL)
+        return tuple(
+            self.instance(next(t for t in TILES if str(t) == name), 512, q)
+            for name, q in (
+                ("128x16, 3 blocks parts 8", col), ("128x16, 2 blocks", wide), ("128x32, 3 blocks", p),
+                ("128x64, 2 blocks parts 4", wide), ("128x64", col), ("128x128 parts 3", col), ("128x128", wide),
+                ("192x128 parts 3", col), ("192x128", p), ("128x192", col), ("128x256 parts 2", p),
+            )
+        )  # fmt: skip

@@ -1,0 +1,97 @@
+// C[M,N] = A[M,K] @ B[K,N] on Hopper's wgmma for A in records: pieces of 16 rows x 64 columns that become dense on their way to the
+// registers. What a record is, and how a warp decodes it, is in `Records`.
+//
+//   records, starts    s.steps records a row tile of 16 rows, in 16-byte pieces starts[record] .. starts[record + 1] - 1
+//   b_map    TMA map of B: rows of N, boxes of min(BN, 64) x 64 k; BCol: columns of K, boxes of 64 k x BN
+//   B        T: element (k, n) at k*b_k + n*b_n, the memory of b_map, for sums that are not finite
+//   c_map    used when by_copies (16-bit C): see store_tile in expanding.cuh
+//   C        Out: rows ldc apart (CCol: columns)
+//
+// A zero times an infinite value of B is NaN, which does not belong into C: sums that are not finite are computed again over the
+// stored elements.
+//
+// Grid: x = row tiles * column tiles * Parts, row tiles faster than column tiles. Parts blocks, a cluster, multiply a tile of C,
+// each a part of K. Block: WG warpgroups that multiply 64 rows x BN columns each, and one warp that loads, STAGES steps ahead.
+#pragma once
+#include "spformat/expanding.cuh"
+#include "spformat/launch_order.cuh"
+
+namespace spformat::expanding {
+
+struct RecordExtents {  // ctypes counterpart: record_products.Extents
+    int M, K;
+    int steps, steps_per_part, row_tiles;
+    int room;        // bytes of a record in shared memory, a multiple of 128
+    int images;      // where the memory starts in which warps put their records together
+    int barriers;    // where the barriers start: behind all else
+};
+
+// Records: a class with
+//   IMAGE                              bytes of shared memory of its own for each warp
+//   Records(image, starts, first, last)  starts: of this warp's row tile from step 0, or null if the tile does not exist
+//   take(a, record, k)                 puts the record of step k, at `record` in shared memory, into fragments of A
+//   stored_only(records, starts, steps, row, b, b_k)   one element of C over the stored elements alone
+template <class Records, class T, class Out, int WG, int BN, int STAGES, int Parts, bool Ahead, bool BCol, bool CCol>
+__device__ __forceinline__ void multiply_records(const RecordExtents& s, const u8* __restrict__ records,
+                                                 const u32* __restrict__ starts, const TensorMap& b_map, const T* __restrict__ B,
+                                                 i64 b_k, i64 b_n, const TensorMap& c_map, int by_copies, Out* C, int N, i64 ldc) {
+    static_assert(sizeof(T) == 2, "16-bit values");
+    constexpr int ROWS = 64 * WG, WARPS = 4 * WG, B_BYTES = DEPTH * BN * 2;
+    static_assert(B_BYTES % 1024 == 0, "swizzle patterns start on 1024 bytes");
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const u32 base = shared_address(shared), stage_bytes = (B_BYTES + WARPS * s.room + 1023) / 1024 * 1024;
+    const u32 full = base + s.barriers, empty = full + 8 * STAGES;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int tile = blockIdx.x / Parts, part = blockIdx.x % Parts;
+    const int m0 = tile % s.row_tiles * ROWS, n0 = tile / s.row_tiles * BN;
+    const int first = min(part * s.steps_per_part, s.steps), last = min(first + s.steps_per_part, s.steps);
+    const int records_here = min(WARPS, (s.M - m0 + 15) / 16);  // row tiles of 16 that exist
+
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) barrier::init(full + 8 * i, 1), barrier::init(empty + 8 * i, 128 * WG);
+        barrier::fence_init();
+    }
+    wait_for_launch_before();
+    let_next_launch_begin();
+    __syncthreads();
+
+    if (warp == WARPS) {
+        // Lane w copies the records of row tile w, which follow each other in memory. Where the next one ends is loaded a step
+        // ahead.
+        const bool copies = lane < records_here;
+        const u32* ends = starts + (static_cast<i64>(m0 / 16) + (copies ? lane : 0)) * s.steps + first;
+        u32 start = 0, end = 0;
+        if (copies && first < last) start = ends[0], end = ends[1];
+        for (int k = first; k < last; ++k) {
+            const u32 following = copies && k + 1 < last ? ends[k - first + 2] : end;
+            const u32 number = k - first, stage = number % STAGES, to = base + stage * stage_bytes, bar = full + 8 * stage;
+            const u32 bytes = (end - start) * 16, all = __reduce_add_sync(0xFFFFFFFFu, bytes);
+            if (number >= STAGES) barrier::wait(empty + 8 * stage, number / STAGES - 1 & 1);
+            if (lane == 0) barrier::expect(bar, all + B_BYTES);
+            __syncwarp();
+            if (bytes) tma::load_bulk(to + B_BYTES + lane * s.room, records + static_cast<u64>(start) * 16, bytes, bar);
+            if (lane == 0) load_tile<BN, BCol>(to, b_map, bar, k * DEPTH, n0);
+            start = end, end = following;
+        }
+        return;
+    }
+
+    float acc[BN / 2] = {};
+    Records own(shared + s.images + warp * Records::IMAGE,
+                warp < records_here ? starts + (static_cast<i64>(m0 / 16) + warp) * s.steps : nullptr, first, last);
+    auto load = [&](u32 (&a)[4][4], int k) {
+        const u32 number = k - first, stage = number % STAGES;
+        barrier::wait(full + 8 * stage, number / STAGES & 1);
+        own.take(a, shared + stage * stage_bytes + B_BYTES + warp * s.room, k);
+    };
+    multiply_steps<T, BN, BCol, STAGES, Ahead>(acc, first, last, base, stage_bytes, empty, load);
+
+    const Result<Out> c{c_map, by_copies != 0, C, ldc, s.M, N};
+    store_tile<Out, CCol, WG, BN, Parts>(acc, shared, c, m0, n0, part, [&](int row, int col, int cols) {
+        again<Out, CCol>(c, row, col, cols, [&](int r, int n) {
+            return Records::template stored_only<T>(records, starts, s.steps, r, B + n * b_n, b_k);
+        });
+    });
+}
+
+}  // namespace spformat::expanding

@@ -1,0 +1,218 @@
+"""Products on Hopper whose A is in records: what the kernels of include/spformat/record_products.cuh have in common."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol
+
+from ....arrays.dtypes import VALUE_TYPES
+from ....arrays.library import Array, ceil_div, round_up
+from ....products.ideal import b_alignment, memory_us
+from ....products.kernel import reasons
+from ....products.problem import COL, LINE, Problem, itemsize, pitch_of
+from ....products.roofline import Device, device_of
+from . import expanding, jit, tensor_map
+from .copy_lines import Copy, copy_of
+from .expanding import DEPTH, SLOT
+from .kernel import CudaKernel, Prepared
+from .launch import Bound, Launch, Operands
+from .scratch import Scratch
+
+ARCHS = ("sm_90a",)
+ROWS = 16
+"""Rows of a record; it has DEPTH columns."""
+MOST_STAGES = 6
+"""Steps in shared memory at most."""
+SHARED = 226 << 10
+"""Bytes of shared memory of a multiprocessor that blocks may have, what each needs beside it left out."""
+MOST_PIECES = 1 << 32
+"""Pieces of 16 bytes are counted in 32 bits."""
+
+
+class Records(Protocol):
+    """A matrix in records."""
+
+    @property
+    def data(self) -> Array:
+        """record after record"""
+
+    @property
+    def starts(self) -> Array:
+        """uint32[records + 1], where each starts, in pieces of 16 bytes"""
+
+    @property
+    def longest(self) -> int:
+        """bytes of the longest record"""
+
+    @property
+    def steps(self) -> int:
+        """records of a row tile"""
+
+
+class Extents(ctypes.Structure):
+    """Must match ``RecordExtents`` in the header."""
+
+    _fields_ = [
+        (name, ctypes.c_int32)
+        for name in ("M", "K", "steps", "steps_per_part", "row_tiles", "room", "images", "barriers")
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tile(expanding.Tile):
+    """``parts`` blocks of a cluster have a part of K each."""
+
+    parts: int = 1
+    image: int = 0
+    """Bytes of shared memory in which each warp puts its records together."""
+    most_ahead: int = 128
+    """Most columns of a tile whose warps have registers for a second record."""
+
+    @property
+    def extent(self) -> str:
+        """What tiles that differ in ``parts`` alone have in common."""
+        return f"{self.rows}x{self.cols}" + (f", {self.resident} blocks" if self.resident > 1 else "")
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a warp decodes a step while it multiplies the one before. Else other warps use the time."""
+        return self.resident == 1 and self.warpgroups == 2 and self.cols <= self.most_ahead
+
+    @property
+    def images(self) -> int:
+        """Bytes in which all warps put their records together."""
+        return self.rows // ROWS * self.image
+
+    def stages(self, room: int) -> int:
+        """Steps in shared memory or on their way there, for records of ``room`` bytes; at least 2."""
+        free = SHARED // self.resident - (2 << 10) - self.images
+        return max(2, min(MOST_STAGES, free // self.stage(room)))
+
+    def stage(self, room: int) -> int:
+        """Bytes of a step: 64 rows of B, and a record for every 16 rows. Boxes of B start on 1024 bytes."""
+        return round_up(2 * DEPTH * self.cols + self.rows // ROWS * room, 1024)
+
+    def stages_end(self, room: int) -> int:
+        """Bytes of the stages, or of what takes their place on the way of C."""
+        sums = 4 * self.rows * self.cols if self.parts > 1 else 0
+        return max(self.stages(room) * self.stage(room), sums + self.rows // ROWS * SLOT)
+
+    def barriers(self, room: int) -> int:
+        """Where the barriers start."""
+        return self.stages_end(room) + self.images
+
+    def smem(self, room: int) -> int:
+        """Bytes of shared memory."""
+        return self.barriers(room) + 16 * self.stages(room)
+
+    def __str__(self) -> str:
+        return f"{self.extent}" + (f" parts {self.parts}" if self.parts > 1 else "")
+
+
+def room_of(longest: int) -> int:
+    """Bytes of shared memory for records of up to ``longest`` bytes, so that what follows starts on a row of banks."""
+    return 128 * ceil_div(max(1, longest), 128)
+
+
+class RecordProducts(CudaKernel):
+    """``out = A @ B`` for A with 16-bit values in records, on sm_90a only. Subclasses name the records.
+
+    B and C are read and written where they lie, in both layouts. B is copied first where its lines do not start on
+    16-byte boundaries. Sums are float32. Where there are few tiles, the blocks of a cluster sum parts of K and add them
+    in a fixed order: the same bits every run.
+    """
+
+    source: ClassVar[str]
+    """Path of the ``.cu`` file, whose kernel has its name."""
+    archs = ARCHS
+    tiles: ClassVar[tuple[Tile, ...]]
+    terms = (*expanding.TERMS, "column-major C", "second launch", "copy of B")
+
+    def records(self, a: Any, p: Problem) -> Records:
+        """The records of a matrix, the same for every plan of it."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement records")
+
+    def expected_room(self, p: Problem) -> int:
+        """``room_of`` the longest record, estimated before there are any."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement expected_room")
+
+    def options(self, p: Problem) -> Iterable[Tile]:
+        """Tiles between a quarter of C's width and twice of it.
+
+        Numbers of parts of K as long as each shortens the way of a block along K.
+        """
+        steps, device = ceil_div(p.K, DEPTH), device_of(p)
+        some = [t for t in self.tiles if expanding.wide_enough(t.cols, p.n)]
+        return [t for t in some if t.parts in expanding.parts_of(p, t, steps, device)]
+
+    def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
+        """By columns of the tile, whatever the number of parts."""
+        return (tile.extent,)
+
+    def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
+        """Ideal microseconds of each of ``terms``: those of ``expanding``, then of a column-major C and of the launch
+        that copies B."""
+        loaded = tile.stage(self.expected_room(p))
+        own = expanding.quantities(p, tile, tile.parts, ceil_div(p.K, DEPTH), loaded, device)
+        column_major = memory_us(p.M * p.n * itemsize(p.out_dtype), device) if p.out_layout == COL else 0.0
+        return *own, column_major, *expanding.copy_of_b_us(p, b_alignment(p) < LINE, device)
+
+    def prepared(self, a: Any, p: Problem) -> Prepared:
+        return self.prepared_with(a, p, self.best(p).tile)
+
+    def prepared_with(self, a: Any, p: Problem, tile: Tile) -> Prepared:
+        """The launches of one tile."""
+        records = self.records(a, p)
+        room = room_of(records.longest)
+        b_col, row_tiles = p.b_layout == COL, ceil_div(p.M, tile.rows)
+        shape = Extents(
+            p.M, p.K, records.steps, ceil_div(records.steps, tile.parts), row_tiles, room,
+            tile.stages_end(room), tile.barriers(room),
+        )  # fmt: skip
+        name = self.instance(tile, room, p)
+        smem = tile.smem(room)
+        function = jit.load(self.source, name, jit.architecture(p.sm or 90, ARCHS), p.device_id, smem)
+        fixed = (shape, records.data, records.starts)
+        launch = Launch(function, (Extents, *"PP", *expanding.TAIL), fixed, tile.threads, smem, waits=True)
+        room_for_b = Scratch()
+
+        @functools.lru_cache(maxsize=1)
+        def copy() -> Copy:
+            return copy_of(p.K, 2, p.b_layout, p.b_layout, p)
+
+        def prepare(o: Operands) -> list[Bound]:
+            calls: list[Bound] = []
+            b, ldb = o.b, o.ldb
+            if not tensor_map.aligned(b, ldb, 2):
+                lines, along = (o.n, p.K) if b_col else (p.K, o.n)
+                ldb = pitch_of(along, 2)
+                b = room_for_b.buffer(o.stream, lines * ldb * 2)
+                calls = [copy()(o.stream, o.b, b, o.n, o.ldb, ldb)]
+            rest = expanding.tail(o, p, tile, tile.parts, b, ldb, b_col)
+            return [*calls, launch.bind(expanding.grid(o, p, tile, tile.parts), o.stream, *rest)]
+
+        return Prepared(prepare, str(tile))
+
+    def instance(self, tile: Tile, room: int, p: Problem) -> str:
+        """C++ name of the kernel for records of ``room`` bytes."""
+        flags = ", ".join(str(f).lower() for f in (tile.ahead, p.b_layout == COL, p.out_layout == COL))
+        types = f"{VALUE_TYPES[p.a_dtype].cuda}, {VALUE_TYPES[p.out_dtype].cuda}"
+        shape = f"{tile.warpgroups}, {tile.cols}, {tile.stages(room)}, {tile.parts}, {tile.resident}"
+        return f"{self.name.partition('.')[2]}<{types}, {shape}, {flags}>"
+
+
+def refused(p: Problem, pieces: int) -> list[str]:
+    """An architecture without wgmma, records of more ``pieces`` of 16 bytes than can be numbered, an empty A."""
+    return reasons(
+        (pieces >= MOST_PIECES, f"records must stay below 64 GiB, got nnz = {p.nnz}"),
+        (p.device == "cuda" and p.sm != 90, f"needs sm_90a (wgmma), got {p.sm_name}"),
+        (p.M * p.K == 0, f"A must not be empty (a TMA map has no zero extents), got {p.M}x{p.K}"),
+    )
+
+
+def with_parts(tiles: Iterable[Tile]) -> tuple[Tile, ...]:
+    """Each tile with every number of parts of K."""
+    return tuple(replace(tile, parts=parts) for tile in tiles for parts in expanding.PARTS)

@@ -1,0 +1,162 @@
+"""The CSR kernel that expands A on its way to the registers: what it takes, and exact products on a GPU or the emulated one."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import emulator
+import numpy as np
+import pytest
+from emulator.process import printed
+from exact import assert_exact, equal, hopper, infinite, product
+from test_kernels import problem
+
+from spformat.arrays.dtypes import VALUE_TYPES
+from spformat.backends.cuda.csr import spmm_csr_expanding_sm90a as expanding
+from spformat.backends.cuda.runtime.record_products import Tile, room_of
+from spformat.formats import CSR
+
+KERNEL = expanding.SpmmCSRExpanding()
+
+
+def tile_of(warpgroups: int, cols: int, resident: int, parts: int) -> Tile:
+    """A tile of the kernel."""
+    wanted = warpgroups, cols, resident, parts
+    return next(t for t in expanding.TILES if (t.warpgroups, t.cols, t.resident, t.parts) == wanted)
+
+
+def matrix(rng: np.random.Generator, M: int, K: int, share: float, dtype: str) -> np.ndarray[Any, Any]:
+    """Small integers at random places."""
+    return ((rng.random((M, K)) < share) * rng.integers(-3, 4, (M, K))).astype(VALUE_TYPES[dtype].numpy)
+
+
+def test_what_it_takes() -> None:
+    def refused(dtype: str = "bfloat16", **more: Any) -> str:
+        a = CSR.from_dense(np.zeros((16, 128), VALUE_TYPES[dtype].numpy))
+        p = problem(a, 40, a.dtype.name, ("col", "col"), 90).changed(**more)
+        return "\n".join(KERNEL.unsupported(p))
+
+    assert refused() == ""
+    assert "needs sm_90a (wgmma), got sm_80" in refused(sm=80)
+    assert "A must not be empty" in refused(M=0)
+    assert "float32" in refused(dtype="float32")
+
+
+@pytest.mark.parametrize("tile", expanding.TILES, ids=str)
+def test_stages_fit_a_multiprocessor(tile: Tile) -> None:
+    for longest in range(0, 4096 + 16, 16):  # records without items to those without zeros
+        room = room_of(longest)
+        assert tile.stages(room) >= 2
+        resident = tile.resident if longest <= 3072 else 1  # of denser records fewer blocks fit than registers allow
+        assert resident * (tile.smem(room) + 1024) <= 228 << 10
+        assert tile.barriers(room) % 16 == 0
+        assert tile.stages_end(room) >= tile.stages(room) * tile.stage(room)
+    assert len({str(t) for t in expanding.TILES}) == len(expanding.TILES)
+
+
+CASES = [
+    # tile, share of nonzeros, M, K, N, layouts, gap, types
+    ((2, 16, 3, 1), 0.1, 300, 131, 13, ("col", "row"), 0, "bfloat16", "bfloat16"),
+    ((2, 16, 3, 8), 0.3, 331, 523, 16, ("row", "col"), 8, "float16", "float16"),
+    ((2, 16, 2, 1), 0.02, 300, 523, 1, ("row", "row"), 0, "float16", "float16"),
+    ((2, 32, 3, 1), 0.2, 131, 264, 24, ("col", "col"), 8, "bfloat16", "bfloat16"),
+    ((2, 32, 2, 3), 1.0, 136, 640, 32, ("row", "row"), 0, "float16", "float32"),
+    ((2, 64, 2, 1), 0.1, 200, 141, 72, ("row", "row"), 0, "bfloat16", "bfloat16"),
+    ((2, 64, 2, 2), 0.5, 128, 800, 40, ("col", "col"), 8, "float16", "float32"),
+    ((2, 64, 2, 7), 0.05, 130, 200, 64, ("col", "col"), 6, "bfloat16", "bfloat16"),
+    ((2, 128, 1, 1), 0.1, 264, 523, 136, ("row", "row"), 0, "bfloat16", "bfloat16"),
+    ((3, 128, 1, 2), 0.3, 331, 528, 203, ("col", "col"), 0, "bfloat16", "bfloat16"),
+    ((3, 128, 1, 5), 1.0, 20, 523, 203, ("col", "col"), 5, "float16", "float16"),
+    ((2, 128, 1, 8), 0.0, 17, 70, 100, ("row", "col"), 0, "bfloat16", "bfloat16"),
+    ((2, 192, 1, 1), 0.1, 331, 528, 203, ("col", "col"), 0, "bfloat16", "bfloat16"),
+    ((2, 64, 1, 1), 0.1, 331, 528, 61, ("col", "col"), 0, "bfloat16", "bfloat16"),
+    ((2, 192, 1, 4), 0.2, 136, 264, 264, ("row", "row"), 8, "float16", "float16"),
+    ((2, 256, 1, 1), 0.1, 200, 331, 264, ("row", "row"), 0, "float16", "float16"),
+    ((2, 256, 1, 3), 1.0, 136, 264, 203, ("col", "col"), 0, "bfloat16", "bfloat16"),
+    ((3, 128, 1, 1), 0.1, 136, 1, 264, ("col", "row"), 0, "float16", "float32"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{tile_of(*c[0])} {c[1]} {c[4]} {c[5]}")
+def test_integers_are_exact(case: tuple[Any, ...]) -> None:
+    tile, share, M, K, N, layouts, pad, dtype, out = case
+    rng = np.random.default_rng(N)
+    x = matrix(rng, M, K, share, dtype)
+    B = rng.integers(-3, 4, (K, N)).astype(x.dtype)
+    assert_exact(product(KERNEL, tile_of(*tile), CSR.from_dense(x), B, out, layouts, pad), x, B)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["row", "col"])
+@pytest.mark.parametrize(
+    "tile", [(2, 16, 3, 1), (2, 16, 3, 8), (2, 128, 1, 1), (3, 128, 1, 2)], ids=lambda t: str(tile_of(*t))
+)
+def test_zeros_meet_no_infinity(tile: tuple[int, ...], layout: str) -> None:
+    """B is infinite or NaN in rows where half of A is zero."""
+    hopper()
+    rng = np.random.default_rng(3)
+    x = matrix(rng, 136, 136, 0.5, "bfloat16")
+    B, wanted = infinite(rng, x, 72)
+    assert equal(product(KERNEL, tile_of(*tile), CSR.from_dense(x), B, "bfloat16", (layout, layout), 0), wanted)
+
+
+@pytest.mark.gpu
+def test_a_stored_zero_meets_infinity() -> None:
+    """It is an item as any other: times infinity it is NaN, as in the reference."""
+    hopper()
+    x = np.ones((20, 70), np.float16)
+    a = CSR.from_dense(x)
+    data = a.data.copy()
+    data[5] = 0
+    stored = CSR(shape=a.shape, indptr=a.indptr, indices=a.indices, data=data)
+    B = np.ones((70, 16), np.float16)
+    B[5, 3] = np.inf
+    got = product(KERNEL, tile_of(2, 16, 3, 1), stored, B, "float16", ("row", "row"), 0)
+    assert np.isnan(got[0, 3])
+    assert np.isinf(got[1:, 3]).all()
+    assert (np.delete(got, 3, axis=1) == np.delete(stored.to_dense() @ np.ones((70, 16), np.float16), 3, axis=1)).all()
+
+
+PLANTED = """
+from emulator import stand_in
+from emulator.planted import plant, three_runs
+
+planted = plant({old!r}, {new!r}, header="spformat/{header}.cuh")
+stand_in.install(90)
+import numpy as np
+from exact import equal, infinite, product
+from test_csr_expanding import CSR, KERNEL, matrix, tile_of
+
+rng = np.random.default_rng(0)
+x = matrix(rng, 136, 816, 0.2, "bfloat16")
+(B, wanted), a, tile = infinite(rng, x, 72), CSR.from_dense(x), tile_of(2, {cols}, {resident}, {parts})
+three_runs(lambda: equal(product(KERNEL, tile, a, B, "bfloat16", ("row", "row"), 0), wanted), planted)
+"""
+"""Planted defects of what the kernels with records share are found in test_bitmask_expanding.py."""
+
+
+@pytest.mark.skipif(bool(emulator.missing()), reason=f"no emulator: {emulator.missing()}")
+@pytest.mark.parametrize(
+    ("cols", "resident", "parts", "old", "new", "text"),
+    [
+        (16, 3, 1, "*own = uint4{};", "", "DIFFERENT"),
+        (16, 3, 1, "i < pieces; i += 32", "i < 32 && i < pieces; i += 32", "DIFFERENT"),
+        (16, 3, 4, "place(four.z), ", "", "DIFFERENT"),
+        (64, 1, 1, "column % 2 * 2", "0", "DIFFERENT"),
+        (16, 3, 1, "if (row_of(items[at]) != i % 16) continue;", "", "DIFFERENT"),
+        (16, 3, 1, "while (count > 1 && items[count - 1] == items[count - 2]) --count;", "", "DIFFERENT"),
+    ],
+    ids=["image not zero", "long records", "an item left out", "places", "rows", "repeated items"],
+)
+def test_a_planted_defect_is_found(cols: int, resident: int, parts: int, old: str, new: str, text: str) -> None:
+    source = PLANTED.format(cols=cols, resident=resident, parts=parts, old=old, new=new, header="csr_records")
+    assert re.search(text, printed(source))
+
+
+@pytest.mark.skipif(bool(emulator.missing()), reason=f"no emulator: {emulator.missing()}")
+@pytest.mark.parametrize(("cols", "resident", "parts"), [(16, 3, 1), (16, 3, 4), (64, 1, 1)])
+def test_without_a_defect_all_is_equal(cols: int, resident: int, parts: int) -> None:
+    source = PLANTED.format(cols=cols, resident=resident, parts=parts, old="", new="", header="csr_records")
+    assert printed(source).split() == ["equal"] * 3
