@@ -97,7 +97,7 @@ PLANTED = """
 from emulator import stand_in
 from emulator.planted import plant, three_runs
 
-planted = plant({old!r}, {new!r}, header="spformat/expanding.cuh")
+planted = plant({old!r}, {new!r}, header=("spformat/record_products.cuh", "spformat/expanding.cuh"))
 stand_in.install(90)
 import numpy as np
 from exact import equal, infinite, product

@@ -45,10 +45,12 @@ def test_what_it_takes() -> None:
 
 @pytest.mark.parametrize("tile", expanding.TILES, ids=str)
 def test_stages_fit_a_multiprocessor(tile: Tile) -> None:
-    for longest in range(0, 4096 + 16, 16):  # records without items to those without zeros
+    for longest in range(16, 4 * 4096 + 32, 16):  # records without items to those without zeros
         room = room_of(longest)
         assert tile.stages(room) >= 2
-        resident = tile.resident if longest <= 3072 else 1  # of denser records fewer blocks fit than registers allow
+        resident = (
+            tile.resident if longest <= 4 * 2048 else 1
+        )  # of denser records fewer blocks fit than registers allow
         assert resident * (tile.smem(room) + 1024) <= 228 << 10
         assert tile.barriers(room) % 16 == 0
         assert tile.stages_end(room) >= tile.stages(room) * tile.stage(room)
@@ -59,9 +61,17 @@ CASES = [
     # tile, share of nonzeros, M, K, N, layouts, gap, types
     ((2, 16, 3, 1), 0.1, 300, 131, 13, ("col", "row"), 0, "bfloat16", "bfloat16"),
     ((2, 16, 3, 8), 0.3, 331, 523, 16, ("row", "col"), 8, "float16", "float16"),
-    ((2, 16, 2, 1), 0.02, 300, 523, 1, ("row", "row"), 0, "float16", "float16"),
+    ((1, 16, 4, 1), 0.02, 300, 523, 1, ("row", "row"), 0, "float16", "float16"),
+    ((1, 16, 6, 3), 0.1, 333, 523, 1, ("row", "row"), 3, "float16", "float32"),
+    ((1, 16, 6, 8), 0.1, 333, 523, 1, ("col", "row"), 0, "bfloat16", "bfloat16"),
+    ((1, 16, 4, 2), 0.1, 333, 524, 1, ("row", "col"), 1, "bfloat16", "bfloat16"),
+    ((1, 32, 6, 3), 0.3, 333, 523, 27, ("row", "row"), 0, "bfloat16", "bfloat16"),
+    ((1, 64, 4, 4), 0.1, 100, 523, 64, ("col", "col"), 5, "bfloat16", "bfloat16"),
+    ((1, 64, 3, 1), 0.1, 100, 523, 64, ("row", "row"), 0, "float16", "float32"),
+    ((1, 128, 3, 2), 0.1, 100, 264, 140, ("row", "col"), 0, "bfloat16", "bfloat16"),
+    ((1, 128, 2, 1), 0.1, 333, 264, 140, ("col", "row"), 0, "bfloat16", "bfloat16"),
     ((2, 32, 3, 1), 0.2, 131, 264, 24, ("col", "col"), 8, "bfloat16", "bfloat16"),
-    ((2, 32, 2, 3), 1.0, 136, 640, 32, ("row", "row"), 0, "float16", "float32"),
+    ((2, 32, 3, 3), 1.0, 136, 640, 32, ("row", "row"), 0, "float16", "float32"),
     ((2, 64, 2, 1), 0.1, 200, 141, 72, ("row", "row"), 0, "bfloat16", "bfloat16"),
     ((2, 64, 2, 2), 0.5, 128, 800, 40, ("col", "col"), 8, "float16", "float32"),
     ((2, 64, 2, 7), 0.05, 130, 200, 64, ("col", "col"), 6, "bfloat16", "bfloat16"),
@@ -145,7 +155,7 @@ three_runs(lambda: equal(product(KERNEL, tile, a, B, "bfloat16", ("row", "row"),
         (16, 3, 1, "i < pieces; i += 32", "i < 32 && i < pieces; i += 32", "DIFFERENT"),
         (16, 3, 4, "place(four.z), ", "", "DIFFERENT"),
         (64, 1, 1, "column % 2 * 2", "0", "DIFFERENT"),
-        (16, 3, 1, "if (row_of(items[at]) != i % 16) continue;", "", "DIFFERENT"),
+        (16, 3, 1, "if (row_of(item) != i % 16) continue;", "", "DIFFERENT"),
         (16, 3, 1, "while (count > 1 && items[count - 1] == items[count - 2]) --count;", "", "DIFFERENT"),
     ],
     ids=["image not zero", "long records", "an item left out", "places", "rows", "repeated items"],

@@ -39,7 +39,7 @@ def problem_of(a: Any, sm: int) -> Problem:
 
 @pytest.mark.gpu
 def test_records_have_fewer_bytes_than_the_format() -> None:
-    """4 bytes for an item where the format has 6; beside them 4 of a record's start and 6 of padding."""
+    """4 bytes for an item where the format has 6; beside them a record has 20 bytes and 24 of padding."""
     cp = pytest.importorskip("cupy")
     sm, rng = int(cp.cuda.Device().compute_capability), np.random.default_rng(1)
     for density, most in ((0.5, 0.68), (0.1, 0.69), (0.05, 0.71), (0.03, 0.73)):
@@ -60,7 +60,7 @@ def test_arrays_come_back(dtype: str) -> None:
             p = problem_of(a, sm)
             records = csr_records.records(a, p)
             assert records.data.nbytes <= 16 * max(1, csr_records.pieces_at_most(p))
-            assert records.count == ceil_div(shape[0], 16) * ceil_div(shape[1], 64)
+            assert records.count == ceil_div(shape[0], 64) * ceil_div(shape[1], 64)
             back = records.restore()
             for name, array in stored.arrays().items():
                 got = back[name]
@@ -71,5 +71,34 @@ def test_arrays_come_back(dtype: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
-def test_products_come_from_records_alone(kernel: Any) -> None:
+def test_products_come_from_records_alone(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(csr_records, "LEAST_SHARE", 0)
     assert_products_come_from_order(kernel, "csr", lambda i: {}, problem_of)
+
+
+@pytest.mark.gpu
+def test_a_matrix_with_few_items_keeps_its_arrays() -> None:
+    """Beside the records, if a product came from them: for few columns other kernels are faster, which read the arrays."""
+    cp = pytest.importorskip("cupy")
+    sm = int(cp.cuda.Device().compute_capability)
+    kernel = SpmmCSRExpanding()
+    for density, kept in ((0.02, True), (0.2, False)):
+        a = drawn(1, (200, 300), density, "float16").to("cuda")
+        p = problem_of(a, sm)
+        if kernel.unsupported(p):
+            pytest.skip(f"{kernel.name}: {kernel.unsupported(p)[0]}")
+        kernel.plan(a.ensure_valid(), p)
+        assert a.in_kernel_order != kept
+
+
+def test_kernels_that_read_arrays_are_not_chosen_beside_records() -> None:
+    a = CSR.from_dense(np.ones((16, 64), np.float16))
+    p = problem_of(a, 90).changed(M=4096, K=4096, nnz=4096 * 410)
+    for n in (1, 3, 16, 100, 4096):
+        names = {x.kernel for x in sf.explain(p.changed(n=n)).answers if x and x.kernel.startswith("cuda.")}
+        assert names == {k.name for k in KERNELS}, n
+    assert "the matrix is kept in records" in str(sf.explain(p))
+    assert {x.kernel for x in sf.explain(p.changed(sm=80)).answers if x} > {"cuda.spmm_csr", "cuda.spmm_csr_vector"}
+    assert {x.kernel for x in sf.explain(p.changed(nnz=4096 * 40)).answers if x} > {"cuda.spmm_csr", KERNELS[0].name}
+    named = sf.explain(p, backend="cuda.spmm_csr")
+    assert named.chosen == "cuda.spmm_csr"

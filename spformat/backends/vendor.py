@@ -18,6 +18,7 @@ from ..products.kernel import Kernel, reasons, spmm_of
 from ..products.plan import Plan
 from ..products.problem import COL, Problem, itemsize
 from ..products.roofline import TENSOR_16, Device, epilogue_us
+from .cuda.csr.csr_records import instead_of_arrays
 from .cuda.dense.gemm_times import Gemm
 from .cuda.runtime.cublas import CUDA_TYPE, gemm, gemm_reasons, library_reasons
 from .cuda.runtime.epilogue import with_epilogue
@@ -96,6 +97,9 @@ class CusparseCSR(CudaKernel):
                 "parts of out unwritten when they differ",
             ),
         )
+
+    def only_by_name(self, p: Problem) -> str:
+        return instead_of_arrays(p)
 
     def rest_us(self, p: Problem, tile: Any = None) -> float:
         """The pass that rounds a 16-bit C."""

@@ -161,8 +161,8 @@ def _answers(p: Problem, name: str, without: str) -> Iterator[Accepted | Rejecte
 def _answer(k: Kernel, p: Problem, missing: tuple[str, ...], by_name: bool) -> Accepted | Rejected:
     own = without_epilogue(k, p)
     refused = [*missing, *k.unsupported(own)]
-    waits = getattr(k, "by_name_only", "")  # a plug-in's kernel need not derive from Kernel
-    if waits and not by_name:
+    waits = "" if by_name or not isinstance(k, Kernel) else k.only_by_name(own)  # a plug-in's need not derive from it
+    if waits:
         refused.append(f"{waits}; it runs only where a call names it, with backend={k.name!r}")
     if not refused:
         needed = k.workspace_bytes(own)

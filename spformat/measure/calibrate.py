@@ -159,7 +159,7 @@ def _kernels(scope: Scope, p: Problem) -> tuple[list[Kernel], list[Kernel]]:
         if not scope.kernels or k.name in scope.kernels:
             if k.is_its_own(p):
                 chosen.append(k)
-        elif not k.by_name_only:
+        elif not k.only_by_name(p):
             others.append(k)
     return chosen, others
 

@@ -45,6 +45,10 @@ class Kernel:
         """Every reason why ``p`` is refused; empty = accepted. Reads ``p`` only and touches no GPU."""
         return []
 
+    def only_by_name(self, p: Problem) -> str:
+        """Why it computes ``p`` only where a call names it; empty where the dispatcher may choose it."""
+        return self.by_name_only
+
     def workspace_bytes(self, p: Problem) -> int:
         """Bytes of copies that a plan needs beside A, B and C: a dense copy, a stored transpose. The caller may limit
         them. What any plan of the kernel needs (tables of indices, tiles) does not belong here, only into

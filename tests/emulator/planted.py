@@ -7,18 +7,20 @@ from collections.abc import Callable
 from spformat.backends.cuda.runtime import jit
 
 
-def plant(old: str, new: str, source: str = "", header: str = "") -> list[bool]:
+def plant(old: str, new: str, source: str = "", header: str | tuple[str, ...] = ()) -> list[bool]:
     """From now on ``new`` stands for ``old`` in every source that is loaded; returns, load by load, whether it did.
 
     source: AssertionError where this one is loaded and does not have ``old``. header: one of ours
-    ("spformat/name.cuh") whose text is put in place of its #include first, so that it is changed, too.
+    ("spformat/name.cuh"), or several, the including one first, whose text is put in place of its #include first, so that
+    it is changed, too.
     """
     right, replaced = jit.source_text, []
+    headers = (header,) if isinstance(header, str) else header
 
     def wrong(name: str) -> str:
         text = right(name)
-        if header:
-            text = text.replace(f'#include "{header}"', (jit.INCLUDE / header).read_text().replace("#pragma once", ""))
+        for each in headers:
+            text = text.replace(f'#include "{each}"', (jit.INCLUDE / each).read_text().replace("#pragma once", ""))
         replaced.append(old in text)
         assert source != name or replaced[-1], f"{source} has no {old!r}"
         return text.replace(old, new)

@@ -18,11 +18,12 @@ from ..runtime.c_types import INDEX, index_type
 from ..runtime.launch import Launch, finish_device
 from ..runtime.offsets import starts_of
 from ..runtime.queue import Kernels
-from ..runtime.record_products import MOST_PIECES, ROWS, room_of
+from ..runtime.record_products import MOST_PIECES, room_of
 from .bitmask_slices import STEP, counted_before
 
 SOURCE = "bitmask/bitmask_records.cu"
 THREADS = 256
+ROWS = 16  # of a record; it has STEP columns
 KERNELS = Kernels(SOURCE, THREADS)
 
 

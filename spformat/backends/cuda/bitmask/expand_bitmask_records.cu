@@ -9,34 +9,19 @@
 // a row exchange words until each has whole units of 16 bytes. Aligned: rows of x start on 16 bytes.
 #include "spformat/bitmask_fragments.cuh"
 #include "spformat/cp_async.cuh"
+#include "spformat/fragment_rows.cuh"
 #include "spformat/ldmatrix.cuh"
 
 using namespace spformat;
 
 constexpr int WARPS = 8, LONGEST = (RECORD_VALUES + 2048) / 16;  // warps of a block; pieces of a record without zeros
 
-// Of four lanes in a row, lane t has word t of four units; then it has the four words of unit t.
-__device__ __forceinline__ void gather_unit(u32 (&w)[4], int t) {
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-        const u32 other = __shfl_xor_sync(~0u, t & 1 ? w[i] : w[i + 1], 1);
-        if (t & 1) w[i] = other;
-        else w[i + 1] = other;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const u32 other = __shfl_xor_sync(~0u, t & 2 ? w[i] : w[i + 2], 2);
-        if (t & 2) w[i] = other;
-        else w[i + 2] = other;
-    }
-}
-
 template <bool Aligned>
 __global__ void __launch_bounds__(WARPS * 32)
 expand_bitmask_records(const u8* __restrict__ records, const u32* __restrict__ starts, i64 M, i64 steps, i64 count, int room,
                        u16* __restrict__ x, i64 ld) {
     extern __shared__ __align__(128) unsigned char shared[];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const i64 number = static_cast<i64>(blockIdx.x) * WARPS + warp;
     if (number >= count) return;
     const u32 start = starts[number];
@@ -54,22 +39,5 @@ expand_bitmask_records(const u8* __restrict__ records, const u32* __restrict__ s
     load_head(record, lane, bits, groups);
     take_record(a, record, bits, groups);
 
-    const i64 row0 = number / steps * 16 + g, column0 = number % steps * 64;
-#pragma unroll
-    for (int side = 0; side < 2; ++side)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            u32 w[4] = {a[2 * half][side], a[2 * half][side + 2], a[2 * half + 1][side], a[2 * half + 1][side + 2]};
-            gather_unit(w, t);
-            const i64 row = row0 + 8 * side, column = column0 + 32 * half + 8 * t;
-            if (row >= M || column >= ld) continue;
-            u16* to = x + row * ld + column;
-            if constexpr (Aligned) {
-                *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
-            } else {
-#pragma unroll
-                for (int e = 0; e < 8; ++e)
-                    if (column + e < ld) to[e] = static_cast<u16>(w[e / 2] >> (16 * (e % 2)));
-            }
-        }
+    store_fragments<Aligned>(a, x, ld, number / steps * 16, number % steps * 64, M);
 }

@@ -12,11 +12,10 @@ using namespace spformat;
 using namespace spformat::expanding;
 
 struct BitmaskRecords {
-    static constexpr int IMAGE = 0;
-    bool exists;
+    static constexpr int ROWS = 16, IMAGE = 0;
 
-    __device__ __forceinline__ BitmaskRecords(unsigned char*, const u32* starts, int, int) : exists(starts != nullptr) {}
-    __device__ __forceinline__ void take(u32 (&a)[4][4], const unsigned char* at, int) const {
+    __device__ __forceinline__ BitmaskRecords(unsigned char*) {}
+    __device__ __forceinline__ void take(u32 (&a)[4][4], const unsigned char* at, bool exists) const {
         const u32 record = shared_address(at);
         u32 bits = 0, groups[4] = {};
         if (exists) load_head(record, threadIdx.x % 32, bits, groups);

@@ -14,26 +14,26 @@ import numpy as np
 from ....arrays.library import Array, ceil_div
 from ....products.problem import Problem, itemsize
 from ..runtime.c_types import index_type
-from ..runtime.expanding import DEPTH
 from ..runtime.launch import finish_device
 from ..runtime.offsets import starts_of
 from ..runtime.queue import Kernels
-from ..runtime.record_products import MOST_PIECES, ROWS, room_of
+from ..runtime.record_products import MOST_PIECES, room_of
 
 SOURCE = "csr/csr_records.cu"
 THREADS = 256
-IMAGE = 2048
-"""Bytes of the fragments of a record; as in csr_records.cuh."""
-ITEM, PIECE = 4, 16
-"""Bytes of an item, and of what records are rounded up to."""
-LEAST_SHARE = 0.03
-"""Share of stored elements from which on all products come from records (docs/decisions/0061-csr-in-records.md)."""
+ROWS, COLUMNS, IMAGE = 64, 64, 2048
+"""Extents of a record, bytes of the fragments of 16 rows; as in csr_records.cuh."""
+PARTS, ITEM, PIECE = 4, 4, 16
+"""Parts of a record, of 16 rows each; bytes of an item, and of what parts are rounded up to."""
+LEAST_SHARE = 0.08
+"""Share of stored elements from which on all products come from records: with fewer, other kernels are faster for few
+columns (docs/decisions/0061-csr-in-records.md)."""
 KERNELS = Kernels(SOURCE, THREADS)
 
 
 @dataclass(frozen=True, eq=False)
 class Records:
-    """The records of a ``CSR``: ``data`` uint32, and ``starts`` uint32[records + 1] in pieces of 16 bytes."""
+    """The records of a ``CSR``: ``data`` uint8, and ``starts`` uint32[records + 1] in pieces of 16 bytes."""
 
     data: Any
     starts: Any
@@ -48,8 +48,8 @@ class Records:
 
     @property
     def steps(self) -> int:
-        """records of a row tile"""
-        return ceil_div(self.shape[1], DEPTH)
+        """records side by side along K"""
+        return ceil_div(self.shape[1], COLUMNS)
 
     @property
     def count(self) -> int:
@@ -90,14 +90,21 @@ def instances() -> tuple[str, ...]:
 
 def pieces_at_most(p: Problem) -> int:
     """Upper bound of the pieces of 16 bytes in all records of the problem's matrix."""
-    count = ceil_div(p.M, ROWS) * ceil_div(p.K, DEPTH)
-    return ceil_div(ITEM * p.nnz, PIECE) + min(p.nnz, count)
+    count = ceil_div(p.M, ROWS) * ceil_div(p.K, COLUMNS)
+    return ceil_div(ITEM * p.nnz, PIECE) + count + min(p.nnz, PARTS * count)
 
 
 def have_records(p: Problem) -> bool:
     """Whether the problem's matrix is kept in records: the dispatcher computes all its products from them then."""
-    many = p.nnz >= LEAST_SHARE * p.M * p.K > 0
+    many = p.M * p.K > 0 and p.nnz >= LEAST_SHARE * p.M * p.K
     return many and p.device == "cuda" and p.sm == 90 and itemsize(p.a_dtype) == 2 and pieces_at_most(p) < MOST_PIECES
+
+
+def instead_of_arrays(p: Problem) -> str:
+    """Why a kernel that reads the arrays of a CSR is not chosen, which would have to be kept beside the records."""
+    return (
+        "the matrix is kept in records, from which cuda.spmm_csr_expanding_sm90a is faster" if have_records(p) else ""
+    )
 
 
 def records(a: Any, p: Problem) -> Records:
@@ -114,13 +121,13 @@ def _pack(a: Any, p: Problem) -> Records:
 
     a = a.restored()
     indptr, indices, values = a.indptr, a.indices, a.data
-    steps = ceil_div(p.K, DEPTH)
+    steps = ceil_div(p.K, COLUMNS)
     count = ceil_div(p.M, ROWS) * steps
     described = (p.M, p.K), int(values.size), (indptr.dtype, indices.dtype, values.dtype)
     with cupy.cuda.Device(p.device_id):
         starts = cupy.zeros(count + 1, "uint32")
         if not count:
-            return Records(cupy.zeros(4, "uint32"), starts, *described, 0)
+            return Records(cupy.zeros(16, "uint8"), starts, *described, 0)
         types, blocks, sizes = (
             f"{index_type(indptr)}, {index_type(indices)}",
             ceil_div(32 * count, THREADS),
@@ -129,13 +136,13 @@ def _pack(a: Any, p: Problem) -> Records:
         KERNELS.queue(f"csr_record_sizes<{types}>", "PPPqqq", blocks, indptr, indices, starts[1:], *sizes)
         longest = PIECE * int(starts.max())  # synchronize!
         cupy.cumsum(starts, out=starts)
-        data = cupy.empty(PIECE // ITEM * int(starts[-1]), "uint32")  # synchronize!
+        data = cupy.empty(PIECE * int(starts[-1]), "uint8")  # synchronize!
         KERNELS.queue(f"csr_records_of<{types}>", "PPPPPqqq", blocks, indptr, indices, values, starts, data, *sizes)
         finish_device()  # synchronize!
         return Records(data, starts, *described, longest)
 
 
 def expected_room(p: Problem) -> int:
-    """``room_of`` estimated before there are records: for 16 x 64 elements with more items than the mean."""
-    mean = ROWS * DEPTH * min(1.0, p.nnz / max(1, p.M * p.K))
-    return room_of(round(ITEM * min(ROWS * DEPTH, mean + 4 * mean**0.5)))
+    """``room_of`` estimated before there are records: for 64 x 64 elements with more items than the mean."""
+    mean = ROWS * COLUMNS * min(1.0, p.nnz / max(1, p.M * p.K))
+    return room_of(4 * PIECE + round(ITEM * min(ROWS * COLUMNS, mean + 4 * mean**0.5)))

@@ -10,6 +10,8 @@ from ..runtime import jit, row_images
 from ..runtime.c_types import WORDS, index_type
 from ..runtime.expansion import Target, Writer
 from ..runtime.queue import Kernels
+from . import expand_csr_records
+from .csr_records import have_records, records
 
 SOURCE = "csr/expand_csr.cu"
 KERNELS = Kernels(SOURCE, row_images.WARPS * 32)
@@ -23,8 +25,11 @@ def instances() -> tuple[str, ...]:
 
 
 def expander(a: Any, p: Problem) -> Writer:
-    """The launches that write the CSR ``a`` [M, K] as a dense matrix."""
-    return _writer(a.indptr, a.indices, a.data, Target.of(p))
+    """The launches that write the CSR ``a`` [M, K] as a dense matrix, from its records where it is kept in them."""
+    target = Target.of(p)
+    if have_records(p):
+        return expand_csr_records.writer(records(a, p), target)
+    return _writer(a.indptr, a.indices, a.data, target)
 
 
 def csr_to_dense(indptr: Array, indices: Array, data: Array, out: Array) -> None:

@@ -21,6 +21,7 @@ from ..runtime.row_work import (
     rows_by_length,
 )
 from ..runtime.transpose import row_major
+from .csr_records import instead_of_arrays
 
 ARCHS = ("sm_80",)
 
@@ -35,6 +36,9 @@ class SpmmCSR(RowGathering, CudaKernel):
 
     def unsupported(self, p: Problem) -> list[str]:
         return row_gather_reasons(p)
+
+    def only_by_name(self, p: Problem) -> str:
+        return instead_of_arrays(p)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names for the compile tests: every value type, wide and scalar loads, both index types."""

@@ -10,24 +10,15 @@
 using namespace spformat;
 using namespace spformat::expanding;
 
-// Where the record after the next one ends is loaded a step ahead.
 struct CSRRecords {
-    static constexpr int IMAGE = csr_records::IMAGE;
+    static constexpr int ROWS = csr_records::ROWS, IMAGE = csr_records::IMAGE;
     unsigned char* image;
-    const u32* starts;
-    int last;
-    u32 start = 0, end = 0;
 
-    __device__ __forceinline__ CSRRecords(unsigned char* image, const u32* starts, int first, int last)
-        : image(image), starts(starts), last(last) {
-        if (starts != nullptr && first < last) start = starts[first], end = starts[first + 1];
-        csr_records::clear_image(image);
-    }
-    __device__ __forceinline__ void take(u32 (&a)[4][4], const unsigned char* record, int k) {
-        const u32 pieces = end - start;
-        start = end;
-        if (starts != nullptr && k + 1 < last) end = starts[k + 2];
-        csr_records::take_record(a, reinterpret_cast<const uint4*>(record), pieces, image);
+    __device__ __forceinline__ CSRRecords(unsigned char* image) : image(image) { csr_records::clear_image(image); }
+    __device__ __forceinline__ void take(u32 (&a)[4][4], const unsigned char* record, bool exists) {
+        if (exists) return csr_records::take_part(a, record, threadIdx.x / 32 % csr_records::PARTS, image);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i][0] = a[i][1] = a[i][2] = a[i][3] = 0;
     }
     template <class T>
     static __device__ __forceinline__ float stored_only(const u8* records, const u32* starts, int steps, int row, const T* b,

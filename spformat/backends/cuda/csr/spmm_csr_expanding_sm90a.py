@@ -12,13 +12,13 @@ from ....products.problem import COL, Problem
 from ..runtime import refusals
 from ..runtime.record_products import RecordProducts, Tile, refused, with_parts
 from . import csr_records
-from .csr_records import IMAGE, Records
+from .csr_records import IMAGE, ROWS, Records
 
 _EXTENTS = (
-    (2, 16, 3), (2, 16, 2), (2, 32, 3), (2, 32, 2), (2, 64, 2), (2, 64, 1), (2, 128, 1), (3, 128, 1), (2, 192, 1),
-    (2, 256, 1),
+    (1, 16, 6), (1, 16, 4), (2, 16, 3), (1, 32, 6), (2, 32, 3), (1, 64, 4), (1, 64, 3), (2, 64, 2), (2, 64, 1),
+    (1, 128, 3), (1, 128, 2), (2, 128, 1), (3, 128, 1), (2, 192, 1), (2, 256, 1),
 )  # fmt: skip
-TILES = with_parts(Tile(*extent, image=IMAGE, most_ahead=192) for extent in _EXTENTS)
+TILES = with_parts(Tile(*extent, record_rows=ROWS, image=IMAGE, most_ahead=192) for extent in _EXTENTS)
 
 
 class SpmmCSRExpanding(RecordProducts):
@@ -44,10 +44,12 @@ class SpmmCSRExpanding(RecordProducts):
         col = p.changed(b_layout=COL, out_layout=COL)
         wide = p.changed(a_dtype="float16", out_dtype="float32", b_layout=COL)
         return tuple(
-            self.instance(next(t for t in TILES if str(t) == name), 512, q)
+            self.instance(next(t for t in TILES if str(t) == name), 2048, q)
             for name, q in (
-                ("128x16, 3 blocks parts 8", col), ("128x16, 2 blocks", wide), ("128x32, 3 blocks", p),
-                ("128x64, 2 blocks parts 4", wide), ("128x64", col), ("128x128 parts 3", col), ("128x128", wide),
+                ("64x16, 6 blocks parts 8", col), ("64x16, 4 blocks", wide), ("128x16, 3 blocks", col),
+                ("64x32, 6 blocks", col), ("128x32, 3 blocks", p), ("64x64, 4 blocks", wide), ("64x64, 3 blocks", p),
+                ("128x64, 2 blocks parts 4", wide), ("128x64", col), ("64x128, 3 blocks", p),
+                ("64x128, 2 blocks parts 2", col), ("128x128 parts 3", col), ("128x128", wide),
                 ("192x128 parts 3", col), ("192x128", p), ("128x192", col), ("128x256 parts 2", p),
             )
         )  # fmt: skip

@@ -26,6 +26,7 @@ from ..runtime.launch import Bound, Launch, Operands, finish_arrays
 from ..runtime.row_tiles import vector_width
 from ..runtime.row_work import gathered_rows, row_gather_reasons, transposed_copies
 from ..runtime.transpose import row_major
+from .csr_records import instead_of_arrays
 
 ARCHS = ("sm_80",)
 TYPES = ("float16", "bfloat16", "float32")
@@ -47,6 +48,9 @@ class SpmmCSRTensor(CudaKernel):
 
     def unsupported(self, p: Problem) -> list[str]:
         return row_gather_reasons(p, TYPES)
+
+    def only_by_name(self, p: Problem) -> str:
+        return instead_of_arrays(p)
 
     def options(self, p: Problem) -> tuple[str, str]:
         """Both ways to add; where no measurement tells them apart, the first."""

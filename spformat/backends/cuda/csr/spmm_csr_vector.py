@@ -19,6 +19,7 @@ from ..runtime.launch import Launch, Operands
 from ..runtime.row_work import GROUP, BinTable, bin_table, row_gather_reasons, rows_by_length
 from ..runtime.scratch import Scratch
 from ..runtime.token_sums import room
+from .csr_records import instead_of_arrays
 
 MAX_COLS = 64
 WIDEST = 32
@@ -93,6 +94,9 @@ class SpmmCSRVector(CudaKernel):
             (p.nnz >= 2**31, f"numbers items with 31 bits: nnz must be below 2**31, got {p.nnz}"),
             (fits < p.K, f"keeps columns of B in shared memory: K must be at most {fits:,}, got {p.K:,}"),
         )
+
+    def only_by_name(self, p: Problem) -> str:
+        return instead_of_arrays(p)
 
     def options(self, p: Problem) -> list[Tile]:
         """The most columns that fit shared memory, and half of them, with every fill."""

@@ -12,7 +12,7 @@ from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import Array, ceil_div, round_up
 from ....products.ideal import b_alignment, memory_us
 from ....products.kernel import reasons
-from ....products.problem import COL, LINE, Problem, itemsize, pitch_of
+from ....products.problem import COL, LINE, PITCH, ROW, Problem, itemsize, pitch_of
 from ....products.roofline import Device, device_of
 from . import expanding, jit, tensor_map
 from .copy_lines import Copy, copy_of
@@ -22,8 +22,8 @@ from .launch import Bound, Launch, Operands
 from .scratch import Scratch
 
 ARCHS = ("sm_90a",)
-ROWS = 16
-"""Rows of a record; it has DEPTH columns."""
+WARP_ROWS = 16
+"""Rows of A that a warp multiplies."""
 MOST_STAGES = 6
 """Steps in shared memory at most."""
 SHARED = 226 << 10
@@ -49,7 +49,7 @@ class Records(Protocol):
 
     @property
     def steps(self) -> int:
-        """records of a row tile"""
+        """records side by side along K"""
 
 
 class Extents(ctypes.Structure):
@@ -66,8 +66,10 @@ class Tile(expanding.Tile):
     """``parts`` blocks of a cluster have a part of K each."""
 
     parts: int = 1
+    record_rows: int = WARP_ROWS
+    """Rows of a record; it has DEPTH columns."""
     image: int = 0
-    """Bytes of shared memory in which each warp puts its records together."""
+    """Bytes of shared memory in which each warp puts its rows of a record together."""
     most_ahead: int = 128
     """Most columns of a tile whose warps have registers for a second record."""
 
@@ -83,8 +85,8 @@ class Tile(expanding.Tile):
 
     @property
     def images(self) -> int:
-        """Bytes in which all warps put their records together."""
-        return self.rows // ROWS * self.image
+        """Bytes in which all warps put their rows together."""
+        return self.rows // WARP_ROWS * self.image
 
     def stages(self, room: int) -> int:
         """Steps in shared memory or on their way there, for records of ``room`` bytes; at least 2."""
@@ -92,13 +94,13 @@ class Tile(expanding.Tile):
         return max(2, min(MOST_STAGES, free // self.stage(room)))
 
     def stage(self, room: int) -> int:
-        """Bytes of a step: 64 rows of B, and a record for every 16 rows. Boxes of B start on 1024 bytes."""
-        return round_up(2 * DEPTH * self.cols + self.rows // ROWS * room, 1024)
+        """Bytes of a step: 64 rows of B, and the records of its rows. Boxes of B start on 1024 bytes."""
+        return round_up(2 * DEPTH * self.cols + self.rows // self.record_rows * room, 1024)
 
     def stages_end(self, room: int) -> int:
         """Bytes of the stages, or of what takes their place on the way of C."""
         sums = 4 * self.rows * self.cols if self.parts > 1 else 0
-        return max(self.stages(room) * self.stage(room), sums + self.rows // ROWS * SLOT)
+        return max(self.stages(room) * self.stage(room), sums + self.rows // WARP_ROWS * SLOT)
 
     def barriers(self, room: int) -> int:
         """Where the barriers start."""
@@ -157,8 +159,9 @@ class RecordProducts(CudaKernel):
         that copies B."""
         loaded = tile.stage(self.expected_room(p))
         own = expanding.quantities(p, tile, tile.parts, ceil_div(p.K, DEPTH), loaded, device)
-        column_major = memory_us(p.M * p.n * itemsize(p.out_dtype), device) if p.out_layout == COL else 0.0
-        return *own, column_major, *expanding.copy_of_b_us(p, b_alignment(p) < LINE, device)
+        by_columns = p.out_layout == COL or p.n == 1
+        column_major = memory_us(p.M * p.n * itemsize(p.out_dtype), device) if by_columns else 0.0
+        return *own, column_major, *expanding.copy_of_b_us(p, p.n > 1 and b_alignment(p) < LINE, device)
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
         return self.prepared_with(a, p, self.best(p).tile)
@@ -167,33 +170,44 @@ class RecordProducts(CudaKernel):
         """The launches of one tile."""
         records = self.records(a, p)
         room = room_of(records.longest)
-        b_col, row_tiles = p.b_layout == COL, ceil_div(p.M, tile.rows)
+        row_tiles, smem = ceil_div(p.M, tile.rows), tile.smem(room)
         shape = Extents(
             p.M, p.K, records.steps, ceil_div(records.steps, tile.parts), row_tiles, room,
             tile.stages_end(room), tile.barriers(room),
         )  # fmt: skip
-        name = self.instance(tile, room, p)
-        smem = tile.smem(room)
-        function = jit.load(self.source, name, jit.architecture(p.sm or 90, ARCHS), p.device_id, smem)
         fixed = (shape, records.data, records.starts)
-        launch = Launch(function, (Extents, *"PP", *expanding.TAIL), fixed, tile.threads, smem, waits=True)
         room_for_b = Scratch()
 
-        @functools.lru_cache(maxsize=1)
-        def copy() -> Copy:
-            return copy_of(p.K, 2, p.b_layout, p.b_layout, p)
+        @functools.cache
+        def variant(b_col: bool, c_col: bool) -> tuple[Problem, Launch]:
+            q = p.changed(b_layout=COL if b_col else ROW, out_layout=COL if c_col else ROW)
+            arch = jit.architecture(p.sm or 90, ARCHS)
+            function = jit.load(self.source, self.instance(tile, room, q), arch, p.device_id, smem)
+            return q, Launch(function, (Extents, *"PP", *expanding.TAIL), fixed, tile.threads, smem, waits=True)
+
+        @functools.cache
+        def copy(layout: str) -> Copy:
+            return copy_of(p.K, 2, layout, layout, p)
 
         def prepare(o: Operands) -> list[Bound]:
             calls: list[Bound] = []
+            b_col, c_col = p.b_layout == COL, p.out_layout == COL
+            if o.n == 1:  # a contiguous vector is in both layouts, and no distance between columns counts
+                b_col, c_col = b_col or o.ldb == 1, c_col or o.ldc == 1
+                ldb, ldc = round_up(p.K, PITCH) if b_col else o.ldb, round_up(p.M, PITCH) if c_col else o.ldc
+                o = o._replace(ldb=ldb, ldc=ldc)
+            q, launch = variant(b_col, c_col)
             b, ldb = o.b, o.ldb
             if not tensor_map.aligned(b, ldb, 2):
                 lines, along = (o.n, p.K) if b_col else (p.K, o.n)
                 ldb = pitch_of(along, 2)
                 b = room_for_b.buffer(o.stream, lines * ldb * 2)
-                calls = [copy()(o.stream, o.b, b, o.n, o.ldb, ldb)]
-            rest = expanding.tail(o, p, tile, tile.parts, b, ldb, b_col)
-            return [*calls, launch.bind(expanding.grid(o, p, tile, tile.parts), o.stream, *rest)]
+                calls = [copy(q.b_layout)(o.stream, o.b, b, o.n, o.ldb, ldb)]
+            rest = expanding.tail(o, q, tile, tile.parts, b, ldb, b_col)
+            return [*calls, launch.bind(expanding.grid(o, q, tile, tile.parts), o.stream, *rest)]
 
+        vector = p.n == 1
+        variant(vector or p.b_layout == COL, vector or p.out_layout == COL)  # compile it now, another when it is needed
         return Prepared(prepare, str(tile))
 
     def instance(self, tile: Tile, room: int, p: Problem) -> str:

@@ -1,7 +1,7 @@
-// C[M,N] = A[M,K] @ B[K,N] on Hopper's wgmma for A in records: pieces of 16 rows x 64 columns that become dense on their way to the
-// registers. What a record is, and how a warp decodes it, is in `Records`.
+// C[M,N] = A[M,K] @ B[K,N] on Hopper's wgmma for A in records: pieces of some rows x 64 columns that become dense on their way to
+// the registers. What a record is, and how a warp decodes its 16 rows, is in `Records`.
 //
-//   records, starts    s.steps records a row tile of 16 rows, in 16-byte pieces starts[record] .. starts[record + 1] - 1
+//   records, starts    s.steps records for Records::ROWS rows, each the 16-byte pieces starts[record] .. starts[record + 1] - 1
 //   b_map    TMA map of B: rows of N, boxes of min(BN, 64) x 64 k; BCol: columns of K, boxes of 64 k x BN
 //   B        T: element (k, n) at k*b_k + n*b_n, the memory of b_map, for sums that are not finite
 //   c_map    used when by_copies (16-bit C): see store_tile in expanding.cuh
@@ -27,9 +27,10 @@ struct RecordExtents {  // ctypes counterpart: record_products.Extents
 };
 
 // Records: a class with
-//   IMAGE                              bytes of shared memory of its own for each warp
-//   Records(image, starts, first, last)  starts: of this warp's row tile from step 0, or null if the tile does not exist
-//   take(a, record, k)                 puts the record of step k, at `record` in shared memory, into fragments of A
+//   ROWS, IMAGE                  rows of a record; bytes of shared memory of its own for each warp
+//   Records(image)               of a warp
+//   take(a, record, exists)      puts this warp's 16 rows of the record at `record` in shared memory into fragments of A; zeros if
+//                                there is no such record
 //   stored_only(records, starts, steps, row, b, b_k)   one element of C over the stored elements alone
 template <class Records, class T, class Out, int WG, int BN, int STAGES, int Parts, bool Ahead, bool BCol, bool CCol>
 __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u8* __restrict__ records,
@@ -37,15 +38,16 @@ __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u
                                                  i64 b_k, i64 b_n, const TensorMap& c_map, int by_copies, Out* C, int N, i64 ldc) {
     static_assert(sizeof(T) == 2, "16-bit values");
     constexpr int ROWS = 64 * WG, WARPS = 4 * WG, B_BYTES = DEPTH * BN * 2;
+    constexpr int RECORDS = ROWS / Records::ROWS, SHARERS = Records::ROWS / 16;  // records of a step; warps that read the same one
     static_assert(B_BYTES % 1024 == 0, "swizzle patterns start on 1024 bytes");
     extern __shared__ __align__(1024) unsigned char shared[];
-    const u32 base = shared_address(shared), stage_bytes = (B_BYTES + WARPS * s.room + 1023) / 1024 * 1024;
+    const u32 base = shared_address(shared), stage_bytes = (B_BYTES + RECORDS * s.room + 1023) / 1024 * 1024;
     const u32 full = base + s.barriers, empty = full + 8 * STAGES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int tile = blockIdx.x / Parts, part = blockIdx.x % Parts;
     const int m0 = tile % s.row_tiles * ROWS, n0 = tile / s.row_tiles * BN;
     const int first = min(part * s.steps_per_part, s.steps), last = min(first + s.steps_per_part, s.steps);
-    const int records_here = min(WARPS, (s.M - m0 + 15) / 16);  // row tiles of 16 that exist
+    const int records_here = min(RECORDS, (s.M - m0 + Records::ROWS - 1) / Records::ROWS);  // that exist
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) barrier::init(full + 8 * i, 1), barrier::init(empty + 8 * i, 128 * WG);
@@ -56,10 +58,10 @@ __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u
     __syncthreads();
 
     if (warp == WARPS) {
-        // Lane w copies the records of row tile w, which follow each other in memory. Where the next one ends is loaded a step
+        // Lane i copies the records of the i-th rows, which follow each other in memory. Where the next one ends is loaded a step
         // ahead.
         const bool copies = lane < records_here;
-        const u32* ends = starts + (static_cast<i64>(m0 / 16) + (copies ? lane : 0)) * s.steps + first;
+        const u32* ends = starts + (static_cast<i64>(m0 / Records::ROWS) + (copies ? lane : 0)) * s.steps + first;
         u32 start = 0, end = 0;
         if (copies && first < last) start = ends[0], end = ends[1];
         for (int k = first; k < last; ++k) {
@@ -69,7 +71,7 @@ __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u
             if (number >= STAGES) barrier::wait(empty + 8 * stage, number / STAGES - 1 & 1);
             if (lane == 0) barrier::expect(bar, all + B_BYTES);
             __syncwarp();
-            if (bytes) tma::load_bulk(to + B_BYTES + lane * s.room, records + static_cast<u64>(start) * 16, bytes, bar);
+            if (copies) tma::load_bulk(to + B_BYTES + lane * s.room, records + static_cast<u64>(start) * 16, bytes, bar);
             if (lane == 0) load_tile<BN, BCol>(to, b_map, bar, k * DEPTH, n0);
             start = end, end = following;
         }
@@ -77,12 +79,11 @@ __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u
     }
 
     float acc[BN / 2] = {};
-    Records own(shared + s.images + warp * Records::IMAGE,
-                warp < records_here ? starts + (static_cast<i64>(m0 / 16) + warp) * s.steps : nullptr, first, last);
+    Records own(shared + s.images + warp * Records::IMAGE);
     auto load = [&](u32 (&a)[4][4], int k) {
         const u32 number = k - first, stage = number % STAGES;
         barrier::wait(full + 8 * stage, number / STAGES & 1);
-        own.take(a, shared + stage * stage_bytes + B_BYTES + warp * s.room, k);
+        own.take(a, shared + stage * stage_bytes + B_BYTES + warp / SHARERS * s.room, warp / SHARERS < records_here);
     };
     multiply_steps<T, BN, BCol, STAGES, Ahead>(acc, first, last, base, stage_bytes, empty, load);
 
