@@ -34,7 +34,8 @@ def drawn(seed: int, shape: tuple[int, int], density: float, dtype: str) -> CSR:
 
 def problem_of(a: Any, sm: int) -> Problem:
     size = (a.shape[0], a.shape[1], 8, a.nnz)
-    return Problem.product("csr", (), *size, *[a.dtype.name] * 3, "row", "row", "cuda", sm=sm)
+    params = tuple(a.params().items())
+    return Problem.product(a.name, params, *size, *[a.dtype.name] * 3, "row", "row", "cuda", sm=sm)
 
 
 @pytest.mark.gpu
@@ -74,6 +75,17 @@ def test_arrays_come_back(dtype: str) -> None:
 def test_products_come_from_records_alone(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(csr_records, "LEAST_SHARE", 0)
     assert_products_come_from_order(kernel, "csr", lambda i: {}, problem_of)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+@pytest.mark.parametrize(
+    "params", [{}, {"column_parts": 3, "max_width": 8}, {"widths": (3, 5, 17)}], ids=lambda x: ",".join(x) or "usual"
+)
+def test_products_of_ell_buckets_too(kernel: Any, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their arrays come back by a conversion; also of widths that no other kernel takes."""
+    monkeypatch.setattr(csr_records, "LEAST_SHARE", 0)
+    assert_products_come_from_order(kernel, "ell-buckets", lambda i: params, problem_of)
 
 
 @pytest.mark.gpu

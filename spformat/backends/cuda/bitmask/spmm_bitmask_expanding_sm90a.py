@@ -14,7 +14,10 @@ from . import bitmask_records
 from .bitmask_records import Records
 from .bitmask_slices import bitmask_reasons
 
-_EXTENTS = ((2, 16, 3), (2, 32, 3), (2, 64, 2), (2, 64, 1), (2, 128, 1), (3, 128, 1), (2, 192, 1))
+_EXTENTS = (
+    (1, 16, 6), (1, 16, 4), (2, 16, 3), (1, 32, 6), (2, 32, 3), (1, 64, 4), (1, 64, 3), (2, 64, 2), (2, 64, 1),
+    (1, 128, 3), (1, 128, 2), (2, 128, 1), (3, 128, 1), (2, 192, 1),
+)  # fmt: skip
 TILES = with_parts(Tile(*extent) for extent in _EXTENTS)
 
 

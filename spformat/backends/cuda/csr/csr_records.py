@@ -101,7 +101,7 @@ def have_records(p: Problem) -> bool:
 
 
 def instead_of_arrays(p: Problem) -> str:
-    """Why a kernel that reads the arrays of a CSR is not chosen, which would have to be kept beside the records."""
+    """Why a kernel that reads the arrays of the matrix is not chosen: they would have to be kept beside the records."""
     return (
         "the matrix is kept in records, from which cuda.spmm_csr_expanding_sm90a is faster" if have_records(p) else ""
     )
@@ -110,13 +110,14 @@ def instead_of_arrays(p: Problem) -> str:
 def records(a: Any, p: Problem) -> Records:
     """The records of ``a``, the same for every plan of the matrix."""
     if have_records(p):
-        packed: Records = a.kernel_order("csr records", lambda: _pack(a, p))
+        packed: Records = a.kernel_order("csr records", lambda: pack(a, p))
     else:
-        packed = a.kernel_arrays("csr records", lambda: _pack(a, p))
+        packed = a.kernel_arrays("csr records", lambda: pack(a, p))
     return packed
 
 
-def _pack(a: Any, p: Problem) -> Records:
+def pack(a: Any, p: Problem) -> Records:
+    """New records of a valid CSR. Waits for the device."""
     import cupy
 
     a = a.restored()

@@ -1,4 +1,4 @@
-"""SpMM on CSR with wgmma: A becomes dense on its way to the registers.
+"""SpMM on CSR and ELL buckets with wgmma: A becomes dense on its way to the registers.
 
 Kernel: spmm_csr_expanding_sm90a.cu. bf16 and fp16. docs/decisions/0061-csr-in-records.md.
 """
@@ -9,6 +9,7 @@ from typing import Any
 
 from ....products.kernel import spmm_of
 from ....products.problem import COL, Problem
+from ..ell_buckets import ell_buckets_records
 from ..runtime import refusals
 from ..runtime.record_products import RecordProducts, Tile, refused, with_parts
 from . import csr_records
@@ -22,18 +23,18 @@ TILES = with_parts(Tile(*extent, record_rows=ROWS, image=IMAGE, most_ahead=192) 
 
 
 class SpmmCSRExpanding(RecordProducts):
-    """``out = A @ B`` for A in CSR with 16-bit values of which a few per cent or more are stored, on sm_90a only."""
+    """``out = A @ B`` for 16-bit A in CSR or ELL buckets, a few per cent or more of it stored, on sm_90a only."""
 
     name = "cuda.spmm_csr_expanding_sm90a"
     source = "csr/spmm_csr_expanding_sm90a.cu"
-    takes = spmm_of("csr")
+    takes = spmm_of("csr", "ell-buckets")
     tiles = TILES
 
     def unsupported(self, p: Problem) -> list[str]:
         return refusals.every(p, 80, ("bfloat16", "float16")) + refused(p, csr_records.pieces_at_most(p))
 
     def records(self, a: Any, p: Problem) -> Records:
-        return csr_records.records(a, p)
+        return ell_buckets_records.records(a, p) if p.format == "ell-buckets" else csr_records.records(a, p)
 
     def expected_room(self, p: Problem) -> int:
         return csr_records.expected_room(p)

@@ -11,10 +11,13 @@ from typing import Any
 from ....arrays.library import PAD, Array, index_dtype, namespace
 from ....arrays.segments import counts_of, offsets_from_counts, rows_of
 from ....products.problem import Problem
+from ..csr import expand_csr_records
+from ..csr.csr_records import have_records
 from ..runtime import jit, row_images
 from ..runtime.c_types import WORDS, index_type
 from ..runtime.expansion import Target, Writer
 from ..runtime.launch import finish_arrays
+from .ell_buckets_records import records
 from .ell_buckets_to_dense import bytes_of_runs, writer_by_runs
 
 SOURCE = "ell_buckets/expand_ell_buckets.cu"
@@ -32,8 +35,11 @@ def instances() -> tuple[str, ...]:
 def expander(a: Any, p: Problem) -> Writer:
     """The launches that write the ELL buckets ``a`` [M, K] as a dense matrix.
 
-    From a list of runs where that is short beside the matrix (few column parts), else of all slots by row.
+    From its records where it is kept in them; from a list of runs where that is short beside the matrix (few column
+    parts), else of all slots by row.
     """
+    if have_records(p):
+        return expand_csr_records.writer(records(a, p), Target.of(p))
     if a.data.size and p.K and bytes_of_runs(a) <= a.nbytes // SHORT:
         return writer_by_runs(a, Target.of(p))
     indptr, slots = kept_slots(a)

@@ -14,6 +14,7 @@ from ....arrays.library import Array, ceil_div, namespace
 from ....products import ideal, roofline
 from ....products.kernel import spmm_of
 from ....products.problem import Problem, itemsize
+from ..csr.csr_records import instead_of_arrays
 from ..runtime import jit
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Launch
@@ -53,6 +54,9 @@ class SpmmELLBuckets(RowGathering, CudaKernel):
         odd = [w for w in p.p.get("widths", ()) if w & (w - 1)]
         text = f"widths must be powers of two, got {', '.join(map(str, odd))}"
         return [*row_gather_reasons(p, TYPES), *([text] if odd else [])]
+
+    def only_by_name(self, p: Problem) -> str:
+        return instead_of_arrays(p)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names for the compile tests: every value type, wide and scalar loads, both index types."""
