@@ -64,6 +64,13 @@ CASES = [
     ((2, 192, 1, 1), 0.5, 331, 528, 203, ("col", "col"), 0, "bfloat16", "bfloat16"),
     ((2, 64, 1, 1), 0.5, 331, 528, 61, ("col", "col"), 0, "bfloat16", "bfloat16"),
     ((2, 192, 1, 4), 0.8, 136, 264, 264, ("row", "row"), 8, "float16", "float16"),
+    ((2, 256, 1, 1), 0.5, 331, 528, 203, ("col", "col"), 0, "bfloat16", "bfloat16"),
+    ((2, 256, 1, 3), 0.3, 136, 1300, 264, ("row", "row"), 8, "float16", "float32"),
+    ((1, 16, 6, 2), 0.5, 100, 523, 1, ("row", "row"), 0, "float16", "float16"),
+    ((1, 16, 4, 1), 0.5, 100, 523, 1, ("col", "col"), 3, "bfloat16", "bfloat16"),
+    ((1, 32, 6, 1), 0.5, 100, 523, 27, ("row", "row"), 0, "bfloat16", "bfloat16"),
+    ((1, 64, 4, 4), 0.5, 333, 523, 61, ("col", "col"), 0, "bfloat16", "bfloat16"),
+    ((1, 128, 3, 2), 0.5, 100, 264, 140, ("row", "col"), 0, "float16", "float16"),
     ((3, 128, 1, 1), 0.5, 136, 1, 264, ("col", "row"), 0, "float16", "float32"),
 ]
 
@@ -129,6 +136,8 @@ three_runs(lambda: equal(product(KERNEL, tile, a, B, "bfloat16", ("row", "row"),
         (64, 1, 1, "wgmma::wait<0>();", "", "DIFFERENT|in flight"),
         (64, 1, 1, "load(odd, k + 1)", "load(even, k + 1)", "DIFFERENT|in flight|arrivals|not aligned"),
         (16, 3, 1, "redo(m0 + warp * 16, n0 + i * STRIP, STRIP);", ";", "DIFFERENT"),
+        (192, 1, 1, "barrier::wait(empty + 8 * stage, number / STAGES - 1 & 1);", "", "."),
+        (192, 1, 1, "k < first + EARLY && k < last", "k < first && k < last", "."),
         (16, 3, 4, "redo(row, col, 16);", ";", "DIFFERENT"),
         (16, 3, 4, "cluster::sync();\n#pragma unroll 1", "#pragma unroll 1", "DIFFERENT|race|another"),
     ],
@@ -140,6 +149,8 @@ three_runs(lambda: equal(product(KERNEL, tile, a, B, "bfloat16", ("row", "row"),
         "product",
         "product, ahead",
         "registers in use",
+        "stage not free, wide",
+        "first steps, wide",
         "infinity",
         "in parts",
         "sums",
@@ -150,7 +161,7 @@ def test_a_planted_defect_is_found(cols: int, resident: int, parts: int, old: st
 
 
 @pytest.mark.skipif(bool(emulator.missing()), reason=f"no emulator: {emulator.missing()}")
-@pytest.mark.parametrize(("cols", "resident", "parts"), [(16, 3, 1), (16, 3, 4), (64, 1, 1)])
+@pytest.mark.parametrize(("cols", "resident", "parts"), [(16, 3, 1), (16, 3, 4), (64, 1, 1), (192, 1, 1)])
 def test_without_a_defect_all_is_equal(cols: int, resident: int, parts: int) -> None:
     assert printed(PLANTED.format(cols=cols, resident=resident, parts=parts, old="", new="")).split() == ["equal"] * 3
 

@@ -24,6 +24,8 @@ from .scratch import Scratch
 ARCHS = ("sm_90a",)
 WARP_ROWS = 16
 """Rows of A that a warp multiplies."""
+WIDE = 192
+"""Columns from which on no warp of its own loads; as in ``own_loader`` in the header."""
 MOST_STAGES = 6
 """Steps in shared memory at most."""
 SHARED = 226 << 10
@@ -70,8 +72,6 @@ class Tile(expanding.Tile):
     """Rows of a record; it has DEPTH columns."""
     image: int = 0
     """Bytes of shared memory in which each warp puts its rows of a record together."""
-    most_ahead: int = 128
-    """Most columns of a tile whose warps have registers for a second record."""
 
     @property
     def extent(self) -> str:
@@ -81,7 +81,13 @@ class Tile(expanding.Tile):
     @property
     def ahead(self) -> bool:
         """Whether a warp decodes a step while it multiplies the one before. Else other warps use the time."""
-        return self.resident == 1 and self.warpgroups == 2 and self.cols <= self.most_ahead
+        return self.resident == 1 and self.warpgroups == 2
+
+    @property
+    def threads(self) -> int:
+        """Those that multiply, and a warp that loads; in wide tiles one of the others does, which then have more
+        registers."""
+        return 128 * self.warpgroups + (32 if self.cols < WIDE else 0)
 
     @property
     def images(self) -> int:

@@ -11,7 +11,8 @@
 // stored elements.
 //
 // Grid: x = row tiles * column tiles * Parts, row tiles faster than column tiles. Parts blocks, a cluster, multiply a tile of C,
-// each a part of K. Block: WG warpgroups that multiply 64 rows x BN columns each, and one warp that loads, STAGES steps ahead.
+// each a part of K. Block: WG warpgroups that multiply 64 rows x BN columns each, and one warp that loads, STAGES steps ahead. In
+// wide tiles the first warp that multiplies loads as well: a ninth warp would leave all of them 168 registers instead of 255.
 #pragma once
 #include "spformat/expanding.cuh"
 #include "spformat/launch_order.cuh"
@@ -32,6 +33,10 @@ struct RecordExtents {  // ctypes counterpart: record_products.Extents
 //   take(a, record, exists)      puts this warp's 16 rows of the record at `record` in shared memory into fragments of A; zeros if
 //                                there is no such record
 //   stored_only(records, starts, steps, row, b, b_k)   one element of C over the stored elements alone
+// Whether a warp of its own loads.
+template <int BN> constexpr bool own_loader = BN < 192;
+template <int WG, int BN> constexpr int record_threads = 128 * WG + (own_loader<BN> ? 32 : 0);
+
 template <class Records, class T, class Out, int WG, int BN, int STAGES, int Parts, bool Ahead, bool BCol, bool CCol>
 __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u8* __restrict__ records,
                                                  const u32* __restrict__ starts, const TensorMap& b_map, const T* __restrict__ B,
@@ -57,31 +62,37 @@ __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u
     let_next_launch_begin();
     __syncthreads();
 
-    if (warp == WARPS) {
-        // Lane i copies the records of the i-th rows, which follow each other in memory. Where the next one ends is loaded a step
-        // ahead.
-        const bool copies = lane < records_here;
-        const u32* ends = starts + (static_cast<i64>(m0 / Records::ROWS) + (copies ? lane : 0)) * s.steps + first;
-        u32 start = 0, end = 0;
-        if (copies && first < last) start = ends[0], end = ends[1];
-        for (int k = first; k < last; ++k) {
-            const u32 following = copies && k + 1 < last ? ends[k - first + 2] : end;
-            const u32 number = k - first, stage = number % STAGES, to = base + stage * stage_bytes, bar = full + 8 * stage;
-            const u32 bytes = (end - start) * 16, all = __reduce_add_sync(0xFFFFFFFFu, bytes);
-            if (number >= STAGES) barrier::wait(empty + 8 * stage, number / STAGES - 1 & 1);
-            if (lane == 0) barrier::expect(bar, all + B_BYTES);
-            __syncwarp();
-            if (copies) tma::load_bulk(to + B_BYTES + lane * s.room, records + static_cast<u64>(start) * 16, bytes, bar);
-            if (lane == 0) load_tile<BN, BCol>(to, b_map, bar, k * DEPTH, n0);
-            start = end, end = following;
+    // Lane i copies the records of the i-th rows, which follow each other in memory. Where the next one ends is loaded a step ahead.
+    const bool loads = warp == (own_loader<BN> ? WARPS : 0), copies = loads && lane < records_here;
+    const u32* ends = starts + (static_cast<i64>(m0 / Records::ROWS) + (copies ? lane : 0)) * s.steps + first;
+    u32 start = 0, end = 0;
+    if (copies && first < last) start = ends[0], end = ends[1];
+    auto fetch = [&](int k) {  // steps in order; all lanes of the warp that loads
+        const u32 following = copies && k + 1 < last ? ends[k - first + 2] : end;
+        const u32 number = k - first, stage = number % STAGES, to = base + stage * stage_bytes, bar = full + 8 * stage;
+        const u32 bytes = (end - start) * 16, all = __reduce_add_sync(0xFFFFFFFFu, bytes);
+        if (number >= STAGES) barrier::wait(empty + 8 * stage, number / STAGES - 1 & 1);
+        if (lane == 0) barrier::expect(bar, all + B_BYTES);
+        __syncwarp();
+        if (copies) tma::load_bulk(to + B_BYTES + lane * s.room, records + static_cast<u64>(start) * 16, bytes, bar);
+        if (lane == 0) load_tile<BN, BCol>(to, b_map, bar, k * DEPTH, n0);
+        start = end, end = following;
+    };
+    constexpr int EARLY = STAGES - 2;  // steps: a warp may still multiply the last one when the next one is multiplied
+    if constexpr (own_loader<BN>) {
+        if (loads) {
+            for (int k = first; k < last; ++k) fetch(k);
+            return;
         }
-        return;
+    } else if (loads) {
+        for (int k = first; k < first + EARLY && k < last; ++k) fetch(k);
     }
 
     float acc[BN / 2] = {};
     Records own(shared + s.images + warp * Records::IMAGE);
     auto load = [&](u32 (&a)[4][4], int k) {
         const u32 number = k - first, stage = number % STAGES;
+        if (!own_loader<BN> && loads && k + EARLY < last) fetch(k + EARLY);
         barrier::wait(full + 8 * stage, number / STAGES & 1);
         own.take(a, shared + stage * stage_bytes + B_BYTES + warp / SHARERS * s.room, warp / SHARERS < records_here);
     };
