@@ -136,8 +136,8 @@ three_runs(lambda: equal(product(KERNEL, tile, a, B, "bfloat16", ("row", "row"),
         (64, 1, 1, "wgmma::wait<0>();", "", "DIFFERENT|in flight"),
         (64, 1, 1, "load(odd, k + 1)", "load(even, k + 1)", "DIFFERENT|in flight|arrivals|not aligned"),
         (16, 3, 1, "redo(m0 + warp * 16, n0 + i * STRIP, STRIP);", ";", "DIFFERENT"),
-        (192, 1, 1, "barrier::wait(empty + 8 * stage, number / STAGES - 1 & 1);", "", "."),
-        (192, 1, 1, "k < first + EARLY && k < last", "k < first && k < last", "."),
+        (256, 1, 1, "barrier::wait(empty + 8 * stage, number / STAGES - 1 & 1);", "", "."),
+        (256, 1, 1, "k < first + EARLY && k < last", "k < first && k < last", "."),
         (16, 3, 4, "redo(row, col, 16);", ";", "DIFFERENT"),
         (16, 3, 4, "cluster::sync();\n#pragma unroll 1", "#pragma unroll 1", "DIFFERENT|race|another"),
     ],
@@ -161,7 +161,7 @@ def test_a_planted_defect_is_found(cols: int, resident: int, parts: int, old: st
 
 
 @pytest.mark.skipif(bool(emulator.missing()), reason=f"no emulator: {emulator.missing()}")
-@pytest.mark.parametrize(("cols", "resident", "parts"), [(16, 3, 1), (16, 3, 4), (64, 1, 1), (192, 1, 1)])
+@pytest.mark.parametrize(("cols", "resident", "parts"), [(16, 3, 1), (16, 3, 4), (64, 1, 1), (256, 1, 1)])
 def test_without_a_defect_all_is_equal(cols: int, resident: int, parts: int) -> None:
     assert printed(PLANTED.format(cols=cols, resident=resident, parts=parts, old="", new="")).split() == ["equal"] * 3
 

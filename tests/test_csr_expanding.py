@@ -166,7 +166,7 @@ def test_a_planted_defect_is_found(cols: int, resident: int, parts: int, old: st
 
 
 @pytest.mark.skipif(bool(emulator.missing()), reason=f"no emulator: {emulator.missing()}")
-@pytest.mark.parametrize(("cols", "resident", "parts"), [(16, 3, 1), (16, 3, 4), (64, 1, 1), (192, 1, 1)])
+@pytest.mark.parametrize(("cols", "resident", "parts"), [(16, 3, 1), (16, 3, 4), (64, 1, 1), (256, 1, 1)])
 def test_without_a_defect_all_is_equal(cols: int, resident: int, parts: int) -> None:
     source = PLANTED.format(cols=cols, resident=resident, parts=parts, old="", new="", header="csr_records")
     assert printed(source).split() == ["equal"] * 3

@@ -19,7 +19,7 @@ _EXTENTS = (
     (1, 16, 6), (1, 16, 4), (2, 16, 3), (1, 32, 6), (2, 32, 3), (1, 64, 4), (1, 64, 3), (2, 64, 2), (2, 64, 1),
     (1, 128, 3), (1, 128, 2), (2, 128, 1), (3, 128, 1), (2, 192, 1), (2, 256, 1),
 )  # fmt: skip
-TILES = with_parts(Tile(*extent, record_rows=ROWS, image=IMAGE) for extent in _EXTENTS)
+TILES = with_parts(Tile(*extent, record_rows=ROWS, image=IMAGE, most_ahead=192) for extent in _EXTENTS)
 
 
 class SpmmCSRExpanding(RecordProducts):

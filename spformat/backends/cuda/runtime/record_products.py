@@ -24,8 +24,8 @@ from .scratch import Scratch
 ARCHS = ("sm_90a",)
 WARP_ROWS = 16
 """Rows of A that a warp multiplies."""
-WIDE = 192
-"""Columns from which on no warp of its own loads; as in ``own_loader`` in the header."""
+WIDE = 256
+"""Columns of tiles in which no warp of its own loads; as in ``own_loader`` in the header."""
 MOST_STAGES = 6
 """Steps in shared memory at most."""
 SHARED = 226 << 10
@@ -72,6 +72,8 @@ class Tile(expanding.Tile):
     """Rows of a record; it has DEPTH columns."""
     image: int = 0
     """Bytes of shared memory in which each warp puts its rows of a record together."""
+    most_ahead: int = 128
+    """Most columns for which warps beside a ninth one have registers for a second record."""
 
     @property
     def extent(self) -> str:
@@ -81,7 +83,8 @@ class Tile(expanding.Tile):
     @property
     def ahead(self) -> bool:
         """Whether a warp decodes a step while it multiplies the one before. Else other warps use the time."""
-        return self.resident == 1 and self.warpgroups == 2
+        room = self.cols <= self.most_ahead or self.cols >= WIDE
+        return self.resident == 1 and self.warpgroups == 2 and room
 
     @property
     def threads(self) -> int:

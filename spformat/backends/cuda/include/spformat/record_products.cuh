@@ -12,7 +12,7 @@
 //
 // Grid: x = row tiles * column tiles * Parts, row tiles faster than column tiles. Parts blocks, a cluster, multiply a tile of C,
 // each a part of K. Block: WG warpgroups that multiply 64 rows x BN columns each, and one warp that loads, STAGES steps ahead. In
-// wide tiles the first warp that multiplies loads as well: a ninth warp would leave all of them 168 registers instead of 255.
+// tiles of 256 columns the first warp that multiplies loads as well: a ninth warp would leave each 168 registers instead of 255.
 #pragma once
 #include "spformat/expanding.cuh"
 #include "spformat/launch_order.cuh"
@@ -34,7 +34,7 @@ struct RecordExtents {  // ctypes counterpart: record_products.Extents
 //                                there is no such record
 //   stored_only(records, starts, steps, row, b, b_k)   one element of C over the stored elements alone
 // Whether a warp of its own loads.
-template <int BN> constexpr bool own_loader = BN < 192;
+template <int BN> constexpr bool own_loader = BN < 256;
 template <int WG, int BN> constexpr int record_threads = 128 * WG + (own_loader<BN> ? 32 : 0);
 
 template <class Records, class T, class Out, int WG, int BN, int STAGES, int Parts, bool Ahead, bool BCol, bool CCol>
