@@ -31,7 +31,7 @@ CASES: tuple[tuple[str, dict[str, Any], float], ...] = (
     ("vector-nm", {"n": 8, "m": 32, "vector_length": 32}, 0.75),
     ("bsr", {"blocksize": (64, 64)}, 0.8), ("bsr", {"blocksize": (16, 16)}, 0.8),
     ("dbsr", {"blocksize": (64, 64)}, 0.8),
-    ("csr", {}, 0.9), ("ell-buckets", {}, 0.9),
+    ("csr", {}, 0.9), ("csr", {}, 0.95), ("ell-buckets", {}, 0.9),
 )  # fmt: skip
 """(format, params, share of zeros)"""
 
