@@ -52,4 +52,6 @@ def assert_products_come_from_order(
             where = f"{kernel.name} {described} n={n} {layout}"
             np.testing.assert_array_equal(out.get(), wanted, err_msg=where)
             assert a == stored, where
+            assert (a.to_dense().get() == x).all(), where
+            assert a.to_csr() == stored.to_csr(), where
             assert a.nbytes == stored.nbytes, where

@@ -114,3 +114,31 @@ def test_kernels_that_read_arrays_are_not_chosen_beside_records() -> None:
     assert {x.kernel for x in sf.explain(p.changed(nnz=4096 * 40)).answers if x} > {"cuda.spmm_csr", KERNELS[0].name}
     named = sf.explain(p, backend="cuda.spmm_csr")
     assert named.chosen == "cuda.spmm_csr"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", ["csr", "ell-buckets"])
+def test_kernels_that_read_arrays_get_new_ones(fmt: str) -> None:
+    """By name, of a matrix that is kept in records: the arrays come back once for each plan."""
+    cp = pytest.importorskip("cupy")
+    sm = int(cp.cuda.Device().compute_capability)
+    x = np.random.default_rng(4).choice([-2, -1, 0, 0, 1, 2], (130, 300)).astype(np.float16)
+    a = sf.convert(x, fmt).to("cuda").ensure_valid()
+    p = problem_of(a, sm).changed(n=17)
+    if KERNELS[0].unsupported(p):
+        pytest.skip(f"{KERNELS[0].name}: {KERNELS[0].unsupported(p)[0]}")
+    KERNELS[0].plan(a, p)
+    assert a.in_kernel_order
+    B = np.random.default_rng(5).integers(-2, 3, (300, 17)).astype(np.float16)
+    readers = [k.kernel for k in sf.explain(a, cp.asarray(B)).answers if "is kept in records" in str(k)]
+    assert len(readers) >= {"csr": 3, "ell-buckets": 1}[fmt]
+    restored: list[int] = []
+    order = type(a.order_now())
+    right = order.restore
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(order, "restore", lambda self: restored.append(1) or right(self))
+        for name in readers:
+            out = sf.spmm(a, cp.asarray(B), backend=name)
+            assert (out.get() == x.astype(np.float32) @ B.astype(np.float32)).all(), name
+    assert len(restored) <= 3 * len(readers)  # for all arrays of a plan, and for what is derived from them
+    assert a.in_kernel_order

@@ -61,7 +61,7 @@ def reverse(a: Format) -> Reversed:
     return a.kernel_order("reversed", lambda: Reversed(a))
 
 
-@pytest.mark.parametrize("name", ["two-four", "csr", "bitmask", "bsr"])
+@pytest.mark.parametrize("name", ["two-four", "csr", "ell-buckets", "bitmask", "bsr"])
 def test_everything_that_can_be_asked_is_as_before(name: str) -> None:
     a, b = matrix(name), matrix(name)
     dense, values = b.to_dense(), sf.convert(b, "csr").data

@@ -114,7 +114,8 @@ class CusparseCSR(CudaKernel):
         """Descriptors are created in every call, because they contain the pointers of B and C."""
         from cupy.cuda import cusparse, device
 
-        arrays = (a.indptr, a.indices, a.values)
+        stored = a.restored()
+        arrays = (stored.indptr, stored.indices, stored.values)
         nnz, value, out = int(a.values.size), CUDA_TYPE[p.a_dtype], CUDA_TYPE[p.out_dtype]
         one, zero = _scalars(p.a_dtype == "float64")
         compute = CUDA_TYPE["float64" if p.a_dtype == "float64" else "float32"]

@@ -162,7 +162,8 @@ class KernelOrdered:
         in_order: InOrder | None = me._kernel_arrays.in_order
         if in_order is None:
             return self
-        fields = {"shape": me.shape, **me.params(), **me.tables(), **in_order.restore()}
+        params = {d.name: getattr(me, d.name) for d in me.declared_params()}  # params() may leave out what follows
+        fields = {"shape": me.shape, **params, **me.tables(), **in_order.restore()}
         other = type(me).unchecked(**fields)
         object.__setattr__(other, "_marked", me._marked)
         return other  # type: ignore[no-any-return]

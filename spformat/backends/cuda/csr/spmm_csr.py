@@ -55,7 +55,8 @@ class SpmmCSR(RowGathering, CudaKernel):
         return tuple(names)
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
-        rows, indices, data = rows_by_length(a, p), a.indices, a.data
+        stored = a.restored()
+        rows, indices, data = rows_by_length(a, p), stored.indices, stored.data
         value, out = VALUE_TYPES[p.a_dtype], VALUE_TYPES[p.out_dtype]
         index = "long long" if indices.dtype.itemsize == 8 else "int"
         arch, nnz = jit.architecture(p.sm or 0, ARCHS), int(data.size)

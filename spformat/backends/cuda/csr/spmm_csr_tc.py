@@ -89,7 +89,8 @@ class SpmmCSRTensor(CudaKernel):
     def prepared(self, a: Any, p: Problem) -> Prepared:
         import cupy
 
-        indptr, indices, data = a.indptr, a.indices, a.data
+        stored = a.restored()
+        indptr, indices, data = stored.indptr, stored.indices, stored.data
 
         def build() -> tuple[Any, Any, Any, int]:
             with cupy.cuda.Device(p.device_id):

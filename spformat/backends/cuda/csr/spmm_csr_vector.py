@@ -143,7 +143,8 @@ class SpmmCSRVector(CudaKernel):
 
     def prepared_with(self, a: Any, p: Problem, tile: Tile) -> Prepared:
         """The launches of one tile."""
-        rows, indices, data = rows_by_length(a, p), a.indices, a.data
+        stored = a.restored()
+        rows, indices, data = rows_by_length(a, p), stored.indices, stored.data
         types = f"{VALUE_TYPES[p.a_dtype].cuda}, {VALUE_TYPES[p.out_dtype].cuda}"
         shape = f"{tile.columns}, {tile.threads}, {tile.resident}, {LOADS}"
         arch, dynamic = jit.architecture(p.sm or 80, self.archs), smem(tile.columns, p)

@@ -77,7 +77,8 @@ class SpmmELLBuckets(RowGathering, CudaKernel):
     def prepared(self, a: Any, p: Problem) -> Prepared:
         import cupy
 
-        row_ids, indices, data = a.row_ids, a.indices, a.data
+        stored = a.restored()
+        row_ids, indices, data = stored.row_ids, stored.indices, stored.data
         buckets = list(bucket_places(a.rows_per_bucket, a.split_per_bucket, a.bucket_widths))
 
         exact = p.out_dtype == "float32"  # C can hold a sum between two launches
