@@ -23,9 +23,10 @@ TOKENS = (1, 64)
 def freeze(model: torch.nn.Module) -> dict[str, SparseLinear]:
     """Keep the weights of ``SparseLinear`` layers on a GPU once, for serving; returns name -> layer for each changed.
 
-    For formats whose kernels read an order of their own (two-four, bitmask and sr-bcrs with 16-bit values), the arrays
-    of a layer are replaced by that order: 1.0 times the bytes of a 2:4 weight after products, not 2.0. Other layers
-    stay as they are, for their kernels read the arrays. One layer is converted after the other.
+    For formats whose kernels read an order of their own (two-four, bitmask and sr-bcrs with 16-bit values, on Hopper
+    csr and ell-buckets where 8 % or more is stored), the arrays of a layer are replaced by that order: 1.0 times the
+    bytes of a 2:4 weight after products, not 2.0. Other layers stay as they are, for their kernels read the arrays. One
+    layer is converted after the other.
 
     Products, gradients, ``weight``, ``matrix``, graphs and compilers are as before. A state dict, ``save_pretrained``
     and a copy (``copy.deepcopy``, pickle) have the arrays of the format, computed anew. Refused by name: loading, other
