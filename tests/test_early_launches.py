@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from early_starts import says_that_it_waits, waiting_kernels
 
 from spformat.backends.cuda.runtime import early, jit, launch, launch_config
 
@@ -101,7 +102,6 @@ def test_a_call_that_is_no_launch_stays_as_it_is() -> None:
 def test_whoever_may_begin_early_waits(source: Any) -> None:
     """A launcher says ``waits`` if and only if its kernels wait before they touch what other launches write."""
     kernels = len(re.findall(r"^__global__ ", source.read_text(), re.M))
-    waiting = source.read_text().count("    wait_for_launch_before();\n")
-    says = "waits=True" in source.with_suffix(".py").read_text() if source.with_suffix(".py").exists() else False
-    assert says == bool(waiting)
+    waiting = waiting_kernels(source)
+    assert says_that_it_waits(source.with_suffix(".py")) == bool(waiting)
     assert waiting in (0, kernels), "some kernels of the source wait, others do not"

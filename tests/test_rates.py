@@ -24,7 +24,7 @@ from spformat.products.kernel import Kernel, tile_us
 from spformat.products.problem import COL, ROW, Problem
 
 P = Problem.product(
-    "csr", (), 4096, 4096, 256, 1 << 20, "bfloat16", "bfloat16", "bfloat16", device="cuda", sm=90
+    "csr", (), 4096, 4096, 256, 1 << 20, "float32", "float32", "float32", device="cuda", sm=90
 )  # fmt: skip
 PARAMS: dict[str, list[dict[str, Any]]] = {
     "bsr": [{"blocksize": (16, 16)}, {"blocksize": (64, 64)}, {"blocksize": (5, 7)}, {"blocksize": (200, 8)}],

@@ -3,7 +3,8 @@
 A kernel expects a sum of constants times ideal times. The constants make the sum of squared logarithms of expected over
 measured small: least squares with constants of at least 0, repeated with weights 1 / sqrt(expected * measured), points
 further than 30 % off counting less. One set of constants is fitted for each variant of a kernel with enough points,
-and one to all points, which holds for the others.
+and one to all points, which holds for the others. The launch has a part of every time: without a least constant for it,
+terms that nearly all points of a variant have would take it over, and products without them would seem to cost nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ ENOUGH = 3
 """Points that a variant needs for each constant of its own."""
 ROUNDS = 8
 NEAR = 0.3
+LAUNCH, LEAST_LAUNCH, OF_LEAST = "launch", 4.5, 0.6
+"""A term of this name has a constant of so many microseconds at least, or this part of the least time of the kernel."""
 
 
 class Fit(NamedTuple):
@@ -44,15 +47,19 @@ class Fit(NamedTuple):
         return rates.Constants(tuple(self.entry["terms"]), tuple(self.entry["all"]), sets, "this fit")
 
 
-def constants(quantities: Any, us: Any) -> list[float]:
-    """The constants of one variant: float64 [points, terms] and [points] to [terms], four significant digits."""
+def constants(quantities: Any, us: Any, least: Any = 0.0) -> list[float]:
+    """The constants of one variant: float64 [points, terms] and [points] to [terms], four significant digits.
+
+    least: [terms], what each constant is at least.
+    """
     from scipy.optimize import nnls
 
     Q, t = np.asarray(quantities, float), np.asarray(us, float)
     weights = 1 / t
-    theta = np.zeros(Q.shape[1])
+    theta = lowest = np.zeros(Q.shape[1]) + least
     for _ in range(ROUNDS):
-        theta, _ = nnls(Q * weights[:, None], t * weights)
+        above, _ = nnls(Q * weights[:, None], (t - Q @ lowest) * weights)
+        theta = lowest + above
         expected = np.maximum(Q @ theta, 1e-3)
         off = np.abs(np.log(expected / t))
         weights = 1 / np.sqrt(expected * t) / np.sqrt(np.maximum(1, off / NEAR))
@@ -86,10 +93,11 @@ def _fitted(name: str, points: list[Point]) -> Fit:
     for row in rows:
         for variant in row[0].kernel.variant(row[0].problem, row[0].tile):
             groups[variant].append(row)
-    every = constants([q for _, q, _ in rows], [us for *_, us in rows])
     terms = _terms(points)
+    least = [min(LEAST_LAUNCH, OF_LEAST * min(us for *_, us in rows)) if term == LAUNCH else 0.0 for term in terms]
+    every = constants([q for _, q, _ in rows], [us for *_, us in rows], least)
     sets = {
-        variant: constants([q for _, q, _ in some], [us for *_, us in some])
+        variant: constants([q for _, q, _ in some], [us for *_, us in some], least)
         for variant, some in sorted(groups.items())
         if len(some) >= ENOUGH * len(terms)
     }

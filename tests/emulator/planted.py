@@ -15,7 +15,7 @@ def plant(old: str, new: str, source: str = "", header: str | tuple[str, ...] = 
     it is changed, too.
     """
     right, replaced = jit.source_text, []
-    headers = (header,) if isinstance(header, str) else header
+    headers = tuple(filter(None, (header,) if isinstance(header, str) else header))
 
     def wrong(name: str) -> str:
         text = right(name)

@@ -13,8 +13,9 @@ import numpy as np
 
 from ....arrays.library import Array, ceil_div
 from ....products.problem import Problem, itemsize
+from ..runtime import jit
 from ..runtime.c_types import index_type
-from ..runtime.launch import finish_device
+from ..runtime.launch import Launch, finish_device
 from ..runtime.offsets import starts_of
 from ..runtime.queue import Kernels
 from ..runtime.record_products import MOST_PIECES, room_of
@@ -125,20 +126,20 @@ def pack(a: Any, p: Problem) -> Records:
     steps = ceil_div(p.K, COLUMNS)
     count = ceil_div(p.M, ROWS) * steps
     described = (p.M, p.K), int(values.size), (indptr.dtype, indices.dtype, values.dtype)
+    arch, types = jit.architecture(p.sm or 80, ()), f"{index_type(indptr)}, {index_type(indices)}"
+    grid, sizes = (ceil_div(32 * count, THREADS), 1, 1), (p.M, steps, count)
     with cupy.cuda.Device(p.device_id):
+        stream = cupy.cuda.get_current_stream(p.device_id)
         starts = cupy.zeros(count + 1, "uint32")
         if not count:
             return Records(cupy.zeros(16, "uint8"), starts, *described, 0)
-        types, blocks, sizes = (
-            f"{index_type(indptr)}, {index_type(indices)}",
-            ceil_div(32 * count, THREADS),
-            (p.M, steps, count),
-        )
-        KERNELS.queue(f"csr_record_sizes<{types}>", "PPPqqq", blocks, indptr, indices, starts[1:], *sizes)
+        measure = jit.load(SOURCE, f"csr_record_sizes<{types}>", arch, p.device_id)
+        Launch(measure, "PPPqqq", (indptr, indices, starts[1:], *sizes), THREADS)(grid, stream.ptr)
         longest = PIECE * int(starts.max())  # synchronize!
         cupy.cumsum(starts, out=starts)
         data = cupy.empty(PIECE * int(starts[-1]), "uint8")  # synchronize!
-        KERNELS.queue(f"csr_records_of<{types}>", "PPPPPqqq", blocks, indptr, indices, values, starts, data, *sizes)
+        fill = jit.load(SOURCE, f"csr_records_of<{types}>", arch, p.device_id)
+        Launch(fill, "PPPPPqqq", (indptr, indices, values, starts, data, *sizes), THREADS)(grid, stream.ptr)
         finish_device()  # synchronize!
         return Records(data, starts, *described, longest)
 
