@@ -217,6 +217,31 @@ def test_constants_are_those_that_made_the_times() -> None:
     assert calibration_fit.constants(quantities, us) == pytest.approx([5.0, 0.0, 1.5], abs=1e-3)
 
 
+def test_a_constant_has_its_least_value_where_points_do_not_tell_it_from_another() -> None:
+    rng = np.random.default_rng(0)
+    quantities = np.column_stack((np.ones(60), np.ones(60), rng.random(60) * 100))
+    us = quantities @ (3.0, 4.0, 0.5)
+    free, bound = (calibration_fit.constants(quantities, us, least) for least in (0.0, (4.5, 0.0, 0.0)))
+    assert sum(free[:2]) == pytest.approx(7, abs=1e-2) == sum(bound[:2])
+    assert min(free[:2]) < 1
+    assert bound == pytest.approx([4.5, 2.5, 0.5], abs=1e-2)
+
+
+def test_the_launch_of_a_kernel_is_never_fitted_as_nothing() -> None:
+    """All products that were measured ran in clusters: what a launch takes must not become the time of a cluster."""
+    kernel = backends.kernel_named("cuda.spmm_csr_expanding_sm90a")
+    p = Problem.product("csr", (), 4096, 4096, 16, 1 << 20, *["bfloat16"] * 3, device="cuda", sm=90)
+    tiles = [t for t in kernel.tiles if t.extent == "64x16, 4 blocks" and t.parts > 1]
+    points = [
+        Point(kernel, q, t, 6 + 2e-7 * q.nnz * (1 + 0.01 * t.parts), math.nan, i)
+        for i, q in enumerate(p.changed(M=m, nnz=m << 9) for m in range(1024, 9216, 1024))
+        for t in tiles
+    ]
+    (fit,) = calibration_fit.fit(points)
+    least = calibration_fit.OF_LEAST * min(x.us for x in points)
+    assert fit.entry["all"][0] == pytest.approx(least, rel=1e-3) or fit.entry["all"][0] > least > 3
+
+
 def test_a_fit_and_the_regret_of_a_choice() -> None:
     one, two = (k for k in backends.get("cuda").kernels() if k.name in ("cuda.spmm_csr", "cuda.spmm_csr_tc"))
     points = []
