@@ -64,3 +64,43 @@ def infinite(rng: np.random.Generator, x: Array, columns: int) -> tuple[Array, A
 def equal(got: Array, wanted: Array) -> bool:
     """The same values; NaN equals NaN."""
     return np.array_equal(got.astype(np.float32), wanted.astype(np.float32), equal_nan=True)
+
+
+# ------------------------------------------------------------------ kernels that expand A, for several formats
+
+
+def matrix(rng: np.random.Generator, M: int, K: int, share: float, dtype: str) -> Array:
+    """Small integers at random places."""
+    return ((rng.random((M, K)) < share) * rng.integers(-3, 4, (M, K))).astype(VALUE_TYPES[dtype].numpy)
+
+
+def assert_takes_16_bits_on_hopper(kernel: CudaKernel, fmt: type[Format]) -> None:
+    def refused(dtype: str = "bfloat16", **more: Any) -> str:
+        a = fmt.from_dense(np.zeros((16, 128), VALUE_TYPES[dtype].numpy))
+        p = problem(a, 40, a.dtype.name, ("col", "col"), 90).changed(**more)
+        return "\n".join(kernel.unsupported(p))
+
+    assert refused() == ""
+    assert "needs sm_90a (wgmma), got sm_80" in refused(sm=80)
+    assert "A must not be empty" in refused(M=0)
+    assert "float32" in refused(dtype="float32")
+
+
+def assert_integers_exact(
+    kernel: CudaKernel, fmt: type[Format], tile: Any, share: float, M: int, K: int, N: int, layouts: tuple[str, str],
+    pad: int, dtype: str, out: str,
+) -> None:  # fmt: skip
+    """share: of the elements that are stored. pad: as for ``product``."""
+    rng = np.random.default_rng(N)
+    x = matrix(rng, M, K, share, dtype)
+    B = rng.integers(-3, 4, (K, N)).astype(x.dtype)
+    assert_exact(product(kernel, tile, fmt.from_dense(x), B, out, layouts, pad), x, B)
+
+
+def assert_zeros_meet_no_infinity(kernel: CudaKernel, fmt: type[Format], tile: Any, layout: str) -> None:
+    """B is infinite or NaN in rows where half of A is zero."""
+    hopper()
+    rng = np.random.default_rng(3)
+    x = matrix(rng, 136, 136, 0.5, "bfloat16")
+    B, wanted = infinite(rng, x, 72)
+    assert equal(product(kernel, tile, fmt.from_dense(x), B, "bfloat16", (layout, layout), 0), wanted)

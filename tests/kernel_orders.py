@@ -21,6 +21,15 @@ def drawn_matrices() -> Iterator[tuple[np.random.Generator, np.ndarray[Any, Any]
             yield rng, x.astype(np.float16), f"{M}x{K} density {density}"
 
 
+def assert_arrays_come_back(stored: Any, back: dict[str, Any], where: str) -> None:
+    """back: what an order of a kernel gives for the arrays of the host matrix ``stored``: equal bit by bit."""
+    assert back.keys() == stored.arrays().keys(), where
+    for name, array in stored.arrays().items():
+        got = back[name]
+        assert (got.dtype, got.shape) == (array.dtype, array.shape), f"{where}: {name}"
+        assert got.get().tobytes() == array.tobytes(), f"{where}: {name}"
+
+
 def assert_products_come_from_order(
     kernel: Any, fmt: str, params: Callable[[int], dict[str, int]], problem_of: Callable[[Any, int], Problem]
 ) -> None:

@@ -9,11 +9,10 @@ import emulator
 import numpy as np
 import pytest
 from emulator.process import printed
-from exact import assert_exact, equal, hopper, infinite, product
+from exact import assert_integers_exact, assert_takes_16_bits_on_hopper, assert_zeros_meet_no_infinity
 from test_kernels import problem
 
 import spformat as sf
-from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.backends.cuda.bitmask import spmm_bitmask_expanding_sm90a as expanding
 from spformat.backends.cuda.bitmask.spmm_bitmask_expanding_sm90a import Tile
 from spformat.formats import Bitmask
@@ -21,21 +20,8 @@ from spformat.formats import Bitmask
 KERNEL = expanding.SpmmBitmaskExpanding()
 
 
-def matrix(rng: np.random.Generator, M: int, K: int, share: float, dtype: str) -> np.ndarray[Any, Any]:
-    """Small integers at random places."""
-    return ((rng.random((M, K)) < share) * rng.integers(-3, 4, (M, K))).astype(VALUE_TYPES[dtype].numpy)
-
-
 def test_what_it_takes() -> None:
-    def refused(dtype: str = "bfloat16", **more: Any) -> str:
-        a = Bitmask.from_dense(np.zeros((16, 128), VALUE_TYPES[dtype].numpy))
-        p = problem(a, 40, a.dtype.name, ("col", "col"), 90).changed(**more)
-        return "\n".join(KERNEL.unsupported(p))
-
-    assert refused() == ""
-    assert "needs sm_90a (wgmma), got sm_80" in refused(sm=80)
-    assert "A must not be empty" in refused(M=0)
-    assert "float32" in refused(dtype="float32")
+    assert_takes_16_bits_on_hopper(KERNEL, Bitmask)
 
 
 @pytest.mark.parametrize("tile", expanding.TILES, ids=str)
@@ -78,11 +64,7 @@ CASES = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{Tile(*c[0])} {c[1]} {c[4]} {c[5]}")
 def test_integers_are_exact(case: tuple[Any, ...]) -> None:
-    tile, share, M, K, N, layouts, pad, dtype, out = case
-    rng = np.random.default_rng(N)
-    x = matrix(rng, M, K, share, dtype)
-    B = rng.integers(-3, 4, (K, N)).astype(x.dtype)
-    assert_exact(product(KERNEL, Tile(*tile), Bitmask.from_dense(x), B, out, layouts, pad), x, B)
+    assert_integers_exact(KERNEL, Bitmask, Tile(*case[0]), *case[1:])
 
 
 @pytest.mark.gpu
@@ -91,13 +73,7 @@ def test_integers_are_exact(case: tuple[Any, ...]) -> None:
     "tile", [(2, 16, 3, 1), (2, 16, 3, 8), (2, 128, 1, 1), (3, 128, 1, 2)], ids=lambda t: str(Tile(*t))
 )
 def test_zeros_meet_no_infinity(tile: tuple[int, ...], layout: str) -> None:
-    """B is infinite or NaN in rows where half of A is zero."""
-    hopper()
-    rng = np.random.default_rng(3)
-    x = matrix(rng, 136, 136, 0.5, "bfloat16")
-    B, wanted = infinite(rng, x, 72)
-    a = Bitmask.from_dense(x)
-    assert equal(product(KERNEL, Tile(*tile), a, B, "bfloat16", (layout, layout), 0), wanted)
+    assert_zeros_meet_no_infinity(KERNEL, Bitmask, Tile(*tile), layout)
 
 
 PLANTED = """
@@ -107,8 +83,8 @@ from emulator.planted import plant, three_runs
 planted = plant({old!r}, {new!r}, header=("spformat/record_products.cuh", "spformat/expanding.cuh"))
 stand_in.install(90)
 import numpy as np
-from exact import equal, infinite, product
-from test_bitmask_expanding import KERNEL, Bitmask, Tile, matrix
+from exact import equal, infinite, matrix, product
+from test_bitmask_expanding import KERNEL, Bitmask, Tile
 
 rng = np.random.default_rng(0)
 x = matrix(rng, 136, 816, 0.5, "bfloat16")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_orders import assert_products_come_from_order
+from kernel_orders import assert_arrays_come_back, assert_products_come_from_order
 
 import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES
@@ -61,12 +61,7 @@ def test_arrays_come_back(dtype: str) -> None:
             records = bitmask_records.records(a, p)
             assert records.nbytes <= 16 * (bitmask_records.pieces_at_most(p) + 1) + 4 * (records.count + 1)
             assert records.count == ceil_div(shape[0], 16) * ceil_div(shape[1], 64)
-            back = records.restore()
-            for name, array in stored.arrays().items():
-                got = back[name]
-                where = f"{shape} density {density}: {name}"
-                assert (got.dtype, got.shape) == (array.dtype, array.shape), where
-                assert got.get().tobytes() == array.tobytes(), where
+            assert_arrays_come_back(stored, records.restore(), f"{shape} density {density}")
 
 
 @pytest.mark.gpu

@@ -9,10 +9,14 @@ import emulator
 import numpy as np
 import pytest
 from emulator.process import printed
-from exact import assert_exact, equal, hopper, infinite, product
-from test_kernels import problem
+from exact import (
+    assert_integers_exact,
+    assert_takes_16_bits_on_hopper,
+    assert_zeros_meet_no_infinity,
+    hopper,
+    product,
+)
 
-from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.backends.cuda.csr import spmm_csr_expanding_sm90a as expanding
 from spformat.backends.cuda.runtime.record_products import Tile, room_of
 from spformat.formats import CSR
@@ -26,21 +30,8 @@ def tile_of(warpgroups: int, cols: int, resident: int, parts: int) -> Tile:
     return next(t for t in expanding.TILES if (t.warpgroups, t.cols, t.resident, t.parts) == wanted)
 
 
-def matrix(rng: np.random.Generator, M: int, K: int, share: float, dtype: str) -> np.ndarray[Any, Any]:
-    """Small integers at random places."""
-    return ((rng.random((M, K)) < share) * rng.integers(-3, 4, (M, K))).astype(VALUE_TYPES[dtype].numpy)
-
-
 def test_what_it_takes() -> None:
-    def refused(dtype: str = "bfloat16", **more: Any) -> str:
-        a = CSR.from_dense(np.zeros((16, 128), VALUE_TYPES[dtype].numpy))
-        p = problem(a, 40, a.dtype.name, ("col", "col"), 90).changed(**more)
-        return "\n".join(KERNEL.unsupported(p))
-
-    assert refused() == ""
-    assert "needs sm_90a (wgmma), got sm_80" in refused(sm=80)
-    assert "A must not be empty" in refused(M=0)
-    assert "float32" in refused(dtype="float32")
+    assert_takes_16_bits_on_hopper(KERNEL, CSR)
 
 
 @pytest.mark.parametrize("tile", expanding.TILES, ids=str)
@@ -48,9 +39,8 @@ def test_stages_fit_a_multiprocessor(tile: Tile) -> None:
     for longest in range(16, 4 * 4096 + 32, 16):  # records without items to those without zeros
         room = room_of(longest)
         assert tile.stages(room) >= 2
-        resident = (
-            tile.resident if longest <= 4 * 2048 else 1
-        )  # of denser records fewer blocks fit than registers allow
+        # Of denser records fewer blocks fit shared memory than registers allow.
+        resident = tile.resident if longest <= 4 * 2048 else 1
         assert resident * (tile.smem(room) + 1024) <= 228 << 10
         assert tile.barriers(room) % 16 == 0
         assert tile.stages_end(room) >= tile.stages(room) * tile.stage(room)
@@ -91,11 +81,7 @@ CASES = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{tile_of(*c[0])} {c[1]} {c[4]} {c[5]}")
 def test_integers_are_exact(case: tuple[Any, ...]) -> None:
-    tile, share, M, K, N, layouts, pad, dtype, out = case
-    rng = np.random.default_rng(N)
-    x = matrix(rng, M, K, share, dtype)
-    B = rng.integers(-3, 4, (K, N)).astype(x.dtype)
-    assert_exact(product(KERNEL, tile_of(*tile), CSR.from_dense(x), B, out, layouts, pad), x, B)
+    assert_integers_exact(KERNEL, CSR, tile_of(*case[0]), *case[1:])
 
 
 @pytest.mark.gpu
@@ -104,12 +90,7 @@ def test_integers_are_exact(case: tuple[Any, ...]) -> None:
     "tile", [(2, 16, 3, 1), (2, 16, 3, 8), (2, 128, 1, 1), (3, 128, 1, 2)], ids=lambda t: str(tile_of(*t))
 )
 def test_zeros_meet_no_infinity(tile: tuple[int, ...], layout: str) -> None:
-    """B is infinite or NaN in rows where half of A is zero."""
-    hopper()
-    rng = np.random.default_rng(3)
-    x = matrix(rng, 136, 136, 0.5, "bfloat16")
-    B, wanted = infinite(rng, x, 72)
-    assert equal(product(KERNEL, tile_of(*tile), CSR.from_dense(x), B, "bfloat16", (layout, layout), 0), wanted)
+    assert_zeros_meet_no_infinity(KERNEL, CSR, tile_of(*tile), layout)
 
 
 @pytest.mark.gpu
@@ -136,15 +117,15 @@ from emulator.planted import plant, three_runs
 planted = plant({old!r}, {new!r}, header="spformat/{header}.cuh")
 stand_in.install(90)
 import numpy as np
-from exact import equal, infinite, product
-from test_csr_expanding import CSR, KERNEL, matrix, tile_of
+from exact import equal, infinite, matrix, product
+from test_csr_expanding import CSR, KERNEL, tile_of
 
 rng = np.random.default_rng(0)
 x = matrix(rng, 136, 816, 0.2, "bfloat16")
 (B, wanted), a, tile = infinite(rng, x, 72), CSR.from_dense(x), tile_of(2, {cols}, {resident}, {parts})
 three_runs(lambda: equal(product(KERNEL, tile, a, B, "bfloat16", ("row", "row"), 0), wanted), planted)
 """
-"""Planted defects of what the kernels with records share are found in test_bitmask_expanding.py."""
+"""test_bitmask_expanding.py plants defects in the code that this kernel and the one for bitmask share."""
 
 
 @pytest.mark.skipif(bool(emulator.missing()), reason=f"no emulator: {emulator.missing()}")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_orders import assert_products_come_from_order
+from kernel_orders import assert_arrays_come_back, assert_products_come_from_order
 
 import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES
@@ -62,12 +62,7 @@ def test_arrays_come_back(dtype: str) -> None:
             records = csr_records.records(a, p)
             assert records.data.nbytes <= 16 * max(1, csr_records.pieces_at_most(p))
             assert records.count == ceil_div(shape[0], 64) * ceil_div(shape[1], 64)
-            back = records.restore()
-            for name, array in stored.arrays().items():
-                got = back[name]
-                where = f"{shape} density {density}: {name}"
-                assert (got.dtype, got.shape) == (array.dtype, array.shape), where
-                assert got.get().tobytes() == array.tobytes(), where
+            assert_arrays_come_back(stored, records.restore(), f"{shape} density {density}")
 
 
 @pytest.mark.gpu

@@ -63,8 +63,7 @@ def plan_of(kernel: Any, fmt: str, dtype: str, n: int, layouts: tuple[str, str],
     a = matrix(fmt, dtype)
     p = Problem.product(
         fmt, tuple(a.params().items()), 256, 256, n, a.stored, dtype, dtype, dtype, device="cuda", sm=90,
-        b_layout=layouts[0], out_layout=layouts[1], epilogue=epilogue,
-        parts=Operand.of(a, "cuda").parts,
+        b_layout=layouts[0], out_layout=layouts[1], epilogue=epilogue, parts=Operand.of(a, "cuda").parts,
     )  # fmt: skip
     own = plans.without_epilogue(kernel, p)
     if [r for r in kernel.unsupported(own) if "dtype" in r or "row-major" in r or "major" in r]:

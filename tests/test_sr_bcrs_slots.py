@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_orders import assert_products_come_from_order
+from kernel_orders import assert_arrays_come_back, assert_products_come_from_order
 
 import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES
@@ -54,12 +54,7 @@ def test_arrays_come_back(length: int, stride: int, dtype: str) -> None:
             p = problem_of(a, sm)
             slots = mma_fragments.fragments_of(a, p)
             assert slots.pieces.shape[0] <= max(1, mma_fragments.pieces_at_most(p))
-            back = slots.restore()
-            for name, array in stored.arrays().items():
-                got = back[name]
-                where = f"{shape} density {density}: {name}"
-                assert (got.dtype, got.shape) == (array.dtype, array.shape), where
-                assert got.get().tobytes() == array.tobytes(), where
+            assert_arrays_come_back(stored, slots.restore(), f"{shape} density {density}")
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ import numpy as np
 
 from ....arrays.library import Array, ceil_div, index_dtype
 from ....products.problem import Problem, itemsize
-from ..runtime import jit
+from ..runtime import jit, record_products
 from ..runtime.c_types import INDEX, index_type
 from ..runtime.launch import Launch, finish_device
 from ..runtime.offsets import starts_of
@@ -28,36 +28,12 @@ KERNELS = Kernels(SOURCE, THREADS)
 
 
 @dataclass(frozen=True, eq=False)
-class Records:
-    """The records of a ``Bitmask``: ``data`` uint8, and ``starts`` uint32[records + 1] in pieces of 16 bytes."""
+class Records(record_products.Records):
+    """The records of a ``Bitmask``."""
 
-    data: Any
-    starts: Any
-    shape: tuple[int, int]
-    """(M, K) of the matrix"""
-    nnz: int
-    """values of the matrix"""
+    rows = ROWS
     dtype: np.dtype[Any]
     """of the values"""
-    longest: int
-    """bytes of the longest record"""
-
-    @property
-    def steps(self) -> int:
-        """records of a row tile"""
-        return ceil_div(self.shape[1], STEP)
-
-    @property
-    def count(self) -> int:
-        """records of the matrix"""
-        return ceil_div(self.shape[0], ROWS) * self.steps
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.data.nbytes + self.starts.nbytes)
-
-    def arrays(self) -> tuple[Array, ...]:
-        return self.data, self.starts
 
     def restore(self) -> dict[str, Array]:
         """Name -> new array of the ``Bitmask`` that the records were written from, bit by bit."""
@@ -106,13 +82,13 @@ def _pack(a: Any, p: Problem) -> Records:
     indptr, bitmask, values = a.indptr, a.bitmask, a.data
     steps, width = ceil_div(p.K, STEP), ceil_div(p.K, 8)
     count = ceil_div(p.M, ROWS) * steps
-    described = (p.M, p.K), int(values.size), values.dtype
+    size = (p.M, p.K), int(values.size)
     arch = jit.architecture(p.sm or 80, ())
     with cupy.cuda.Device(p.device_id):
         stream = cupy.cuda.get_current_stream(p.device_id)
         starts = cupy.zeros(count + 1, "uint32")
         if not count:
-            return Records(cupy.zeros(16, "uint8"), starts, *described, 0)
+            return Records(cupy.zeros(16, "uint8"), starts, *size, 0, values.dtype)
         grid = (ceil_div(32 * count, THREADS), 1, 1)
         measure = jit.load(SOURCE, "bitmask_record_sizes", arch, p.device_id)
         Launch(measure, "PPqqqq", (bitmask, starts[1:], p.M, width, steps, count), THREADS)(grid, stream.ptr)
@@ -124,7 +100,7 @@ def _pack(a: Any, p: Problem) -> Records:
         function = jit.load(SOURCE, f"bitmask_records<{index_type(indptr)}>", arch, p.device_id)
         Launch(function, "PPPPPPqqqq", fixed, THREADS)(grid, stream.ptr)
         finish_device()  # synchronize!
-        return Records(data, starts, *described, longest)
+        return Records(data, starts, *size, longest, values.dtype)
 
 
 def expected_room(p: Problem) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ....products.kernel import spmm_of
-from ....products.problem import COL, Problem
+from ....products.problem import Problem
 from ..runtime.record_products import RecordProducts, Tile, refused, with_parts
 from . import bitmask_records
 from .bitmask_records import Records
@@ -28,6 +28,15 @@ class SpmmBitmaskExpanding(RecordProducts):
     source = "bitmask/spmm_bitmask_expanding_sm90a.cu"
     takes = spmm_of("bitmask")
     tiles = TILES
+    compiled_room = 1280
+    compiled = (
+        ("64x16, 6 blocks parts 2", "row"), ("64x32, 6 blocks", "col"), ("64x64, 4 blocks parts 2", "col"),
+        ("64x64, 3 blocks", "row"), ("64x128, 3 blocks", "row"), ("64x128, 2 blocks parts 2", "wide"),
+        ("128x16, 3 blocks parts 8", "col"), ("128x32, 3 blocks", "row"), ("128x64, 2 blocks parts 4", "wide"),
+        ("128x64, 2 blocks", "col"), ("128x64", "col"), ("128x128 parts 3", "col"), ("128x128", "wide"),
+        ("192x128 parts 3", "col"), ("192x128", "row"), ("128x192", "col"), ("128x192 parts 2", "row"),
+        ("128x256", "col"),
+    )  # fmt: skip
 
     def unsupported(self, p: Problem) -> list[str]:
         return bitmask_reasons(p, ("bfloat16", "float16"), (p.a_dtype, "float32")) + refused(
@@ -39,19 +48,3 @@ class SpmmBitmaskExpanding(RecordProducts):
 
     def expected_room(self, p: Problem) -> int:
         return bitmask_records.expected_room(p)
-
-    def instances(self) -> tuple[str, ...]:
-        """C++ names that the compile tests build."""
-        p = Problem.product("bitmask", (), 1, 1, 0, 0, "bfloat16", "bfloat16", "bfloat16")
-        col = p.changed(b_layout=COL, out_layout=COL)
-        wide = p.changed(a_dtype="float16", out_dtype="float32", b_layout=COL)
-        return tuple(
-            self.instance(Tile(*tile), 1280, q)
-            for tile, q in (
-                ((2, 16, 3, 8), col), ((2, 32, 3, 1), p), ((2, 64, 2, 4), wide), ((2, 64, 2, 1), col),
-                ((2, 64, 1, 1), col), ((2, 128, 1, 3), col), ((2, 128, 1, 1), wide), ((3, 128, 1, 3), col),
-                ((3, 128, 1, 1), p), ((2, 192, 1, 1), col), ((2, 192, 1, 2), p), ((2, 256, 1, 1), col),
-                ((1, 16, 6, 2), p), ((1, 32, 6, 1), col), ((1, 64, 4, 2), col), ((1, 64, 3, 1), p), ((1, 128, 3, 1), p),
-                ((1, 128, 2, 2), wide),
-            )
-        )  # fmt: skip

@@ -13,7 +13,7 @@ import numpy as np
 
 from ....arrays.library import Array, ceil_div
 from ....products.problem import Problem, itemsize
-from ..runtime import jit
+from ..runtime import jit, record_products
 from ..runtime.c_types import index_type
 from ..runtime.launch import Launch, finish_device
 from ..runtime.offsets import starts_of
@@ -33,36 +33,12 @@ KERNELS = Kernels(SOURCE, THREADS)
 
 
 @dataclass(frozen=True, eq=False)
-class Records:
-    """The records of a ``CSR``: ``data`` uint8, and ``starts`` uint32[records + 1] in pieces of 16 bytes."""
+class Records(record_products.Records):
+    """The records of a ``CSR``."""
 
-    data: Any
-    starts: Any
-    shape: tuple[int, int]
-    """(M, K) of the matrix"""
-    nnz: int
-    """items of the matrix"""
+    rows = ROWS
     dtypes: tuple[np.dtype[Any], np.dtype[Any], np.dtype[Any]]
     """of indptr, indices and data"""
-    longest: int
-    """bytes of the longest record"""
-
-    @property
-    def steps(self) -> int:
-        """records side by side along K"""
-        return ceil_div(self.shape[1], COLUMNS)
-
-    @property
-    def count(self) -> int:
-        """records of the matrix"""
-        return ceil_div(self.shape[0], ROWS) * self.steps
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.data.nbytes + self.starts.nbytes)
-
-    def arrays(self) -> tuple[Array, ...]:
-        return self.data, self.starts
 
     def restore(self) -> dict[str, Array]:
         """Name -> new array of the ``CSR`` that the records were written from, bit by bit."""
@@ -125,14 +101,14 @@ def pack(a: Any, p: Problem) -> Records:
     indptr, indices, values = a.indptr, a.indices, a.data
     steps = ceil_div(p.K, COLUMNS)
     count = ceil_div(p.M, ROWS) * steps
-    described = (p.M, p.K), int(values.size), (indptr.dtype, indices.dtype, values.dtype)
+    size, dtypes = ((p.M, p.K), int(values.size)), (indptr.dtype, indices.dtype, values.dtype)
     arch, types = jit.architecture(p.sm or 80, ()), f"{index_type(indptr)}, {index_type(indices)}"
     grid, sizes = (ceil_div(32 * count, THREADS), 1, 1), (p.M, steps, count)
     with cupy.cuda.Device(p.device_id):
         stream = cupy.cuda.get_current_stream(p.device_id)
         starts = cupy.zeros(count + 1, "uint32")
         if not count:
-            return Records(cupy.zeros(16, "uint8"), starts, *described, 0)
+            return Records(cupy.zeros(16, "uint8"), starts, *size, 0, dtypes)
         measure = jit.load(SOURCE, f"csr_record_sizes<{types}>", arch, p.device_id)
         Launch(measure, "PPPqqq", (indptr, indices, starts[1:], *sizes), THREADS)(grid, stream.ptr)
         longest = PIECE * int(starts.max())  # synchronize!
@@ -141,7 +117,7 @@ def pack(a: Any, p: Problem) -> Records:
         fill = jit.load(SOURCE, f"csr_records_of<{types}>", arch, p.device_id)
         Launch(fill, "PPPPPqqq", (indptr, indices, values, starts, data, *sizes), THREADS)(grid, stream.ptr)
         finish_device()  # synchronize!
-        return Records(data, starts, *described, longest)
+        return Records(data, starts, *size, longest, dtypes)
 
 
 def expected_room(p: Problem) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ....products.kernel import spmm_of
-from ....products.problem import COL, Problem
+from ....products.problem import Problem
 from ..ell_buckets import ell_buckets_records
 from ..runtime import refusals
 from ..runtime.record_products import RecordProducts, Tile, refused, with_parts
@@ -29,6 +29,15 @@ class SpmmCSRExpanding(RecordProducts):
     source = "csr/spmm_csr_expanding_sm90a.cu"
     takes = spmm_of("csr", "ell-buckets")
     tiles = TILES
+    compiled_room = 2048
+    compiled = (
+        ("64x16, 6 blocks parts 8", "col"), ("64x16, 4 blocks", "wide"), ("128x16, 3 blocks", "col"),
+        ("64x32, 6 blocks", "col"), ("128x32, 3 blocks", "row"), ("64x64, 4 blocks", "wide"),
+        ("64x64, 3 blocks", "row"),
+        ("128x64, 2 blocks parts 4", "wide"), ("128x64", "col"), ("64x128, 3 blocks", "row"),
+        ("64x128, 2 blocks parts 2", "col"), ("128x128 parts 3", "col"), ("128x128", "wide"),
+        ("192x128 parts 3", "col"), ("192x128", "row"), ("128x192", "col"), ("128x256 parts 2", "row"),
+    )  # fmt: skip
 
     def unsupported(self, p: Problem) -> list[str]:
         return refusals.every(p, 80, ("bfloat16", "float16")) + refused(p, csr_records.pieces_at_most(p))
@@ -38,19 +47,3 @@ class SpmmCSRExpanding(RecordProducts):
 
     def expected_room(self, p: Problem) -> int:
         return csr_records.expected_room(p)
-
-    def instances(self) -> tuple[str, ...]:
-        """C++ names that the compile tests build."""
-        p = Problem.product("csr", (), 1, 1, 0, 0, "bfloat16", "bfloat16", "bfloat16")
-        col = p.changed(b_layout=COL, out_layout=COL)
-        wide = p.changed(a_dtype="float16", out_dtype="float32", b_layout=COL)
-        return tuple(
-            self.instance(next(t for t in TILES if str(t) == name), 2048, q)
-            for name, q in (
-                ("64x16, 6 blocks parts 8", col), ("64x16, 4 blocks", wide), ("128x16, 3 blocks", col),
-                ("64x32, 6 blocks", col), ("128x32, 3 blocks", p), ("64x64, 4 blocks", wide), ("64x64, 3 blocks", p),
-                ("128x64, 2 blocks parts 4", wide), ("128x64", col), ("64x128, 3 blocks", p),
-                ("64x128, 2 blocks parts 2", col), ("128x128 parts 3", col), ("128x128", wide),
-                ("192x128 parts 3", col), ("192x128", p), ("128x192", col), ("128x256 parts 2", p),
-            )
-        )  # fmt: skip

@@ -6,7 +6,7 @@ import ctypes
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import Array, ceil_div, round_up
@@ -34,24 +34,39 @@ MOST_PIECES = 1 << 32
 """Pieces of 16 bytes are counted in 32 bits."""
 
 
-class Records(Protocol):
-    """A matrix in records."""
+@dataclass(frozen=True, eq=False)
+class Records:
+    """A matrix in records, and what is common to its orders (``formats.kernel_order.KernelOrder``)."""
 
-    @property
-    def data(self) -> Array:
-        """record after record"""
-
-    @property
-    def starts(self) -> Array:
-        """uint32[records + 1], where each starts, in pieces of 16 bytes"""
-
-    @property
-    def longest(self) -> int:
-        """bytes of the longest record"""
+    rows: ClassVar[int]
+    """Rows of a record; it has DEPTH columns."""
+    data: Any
+    """uint8, record after record"""
+    starts: Any
+    """uint32[records + 1], where each starts, in pieces of 16 bytes"""
+    shape: tuple[int, int]
+    """(M, K) of the matrix"""
+    nnz: int
+    """stored elements of the matrix"""
+    longest: int
+    """bytes of the longest record"""
 
     @property
     def steps(self) -> int:
         """records side by side along K"""
+        return ceil_div(self.shape[1], DEPTH)
+
+    @property
+    def count(self) -> int:
+        """records of the matrix"""
+        return ceil_div(self.shape[0], self.rows) * self.steps
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.data.nbytes + self.starts.nbytes)
+
+    def arrays(self) -> tuple[Array, ...]:
+        return self.data, self.starts
 
 
 class Extents(ctypes.Structure):
@@ -140,6 +155,10 @@ class RecordProducts(CudaKernel):
     """Path of the ``.cu`` file, whose kernel has its name."""
     archs = ARCHS
     tiles: ClassVar[tuple[Tile, ...]]
+    compiled: ClassVar[tuple[tuple[str, str], ...]]
+    """Names of tiles that the compile tests build, each with the operands: row, col, or wide (float16, float32 C)."""
+    compiled_room: ClassVar[int]
+    """``room_of`` their records."""
     terms = (*expanding.TERMS, "column-major C", "second launch", "copy of B")
 
     def records(self, a: Any, p: Problem) -> Records:
@@ -218,6 +237,14 @@ class RecordProducts(CudaKernel):
         vector = p.n == 1
         variant(vector or p.b_layout == COL, vector or p.out_layout == COL)  # compile it now, another when it is needed
         return Prepared(prepare, str(tile))
+
+    def instances(self) -> tuple[str, ...]:
+        """C++ names that the compile tests build."""
+        row = Problem.product(min(self.formats), (), 1, 1, 0, 0, "bfloat16", "bfloat16", "bfloat16")
+        col = row.changed(b_layout=COL, out_layout=COL)
+        wide = row.changed(a_dtype="float16", out_dtype="float32", b_layout=COL)
+        problems, tiles = {"row": row, "col": col, "wide": wide}, {str(t): t for t in self.tiles}
+        return tuple(self.instance(tiles[tile], self.compiled_room, problems[kind]) for tile, kind in self.compiled)
 
     def instance(self, tile: Tile, room: int, p: Problem) -> str:
         """C++ name of the kernel for records of ``room`` bytes."""
