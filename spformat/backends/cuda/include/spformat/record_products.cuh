@@ -27,16 +27,16 @@ struct RecordExtents {  // ctypes counterpart: record_products.Extents
     int barriers;    // where the barriers start: behind all else
 };
 
-// Records: a class with
+// Whether a warp that does nothing else loads, and the threads of a block.
+template <int BN> constexpr bool own_loader = BN < 256;
+template <int WG, int BN> constexpr int record_threads = 128 * WG + (own_loader<BN> ? 32 : 0);
+
+// C of a tile. Records: a class with
 //   ROWS, IMAGE                  rows of a record; bytes of shared memory of its own for each warp
 //   Records(image)               of a warp
 //   take(a, record, exists)      puts this warp's 16 rows of the record at `record` in shared memory into fragments of A; zeros if
 //                                there is no such record
 //   stored_only(records, starts, steps, row, b, b_k)   one element of C over the stored elements alone
-// Whether a warp of its own loads.
-template <int BN> constexpr bool own_loader = BN < 256;
-template <int WG, int BN> constexpr int record_threads = 128 * WG + (own_loader<BN> ? 32 : 0);
-
 template <class Records, class T, class Out, int WG, int BN, int STAGES, int Parts, bool Ahead, bool BCol, bool CCol>
 __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u8* __restrict__ records,
                                                  const u32* __restrict__ starts, const TensorMap& b_map, const T* __restrict__ B,
