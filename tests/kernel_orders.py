@@ -31,17 +31,19 @@ def assert_arrays_come_back(stored: Any, back: dict[str, Any], where: str) -> No
 
 
 def assert_products_come_from_order(
-    kernel: Any, fmt: str, params: Callable[[int], dict[str, int]], problem_of: Callable[[Any, int], Problem]
-) -> None:
+    kernel: Any, fmt: str, params: Callable[[int], dict[str, int]], problem_of: Callable[[Any, int], Problem],
+    columns: tuple[tuple[int, str], ...] = ((1, "row"), (17, "col"), (40, "row")),
+) -> None:  # fmt: skip
     """Also where B is not finite: a NaN or infinity meets values only that are not zero. The arrays are not kept beside the order.
 
-    params: of the conversion of matrix number i. problem_of: of a matrix, on a GPU of a compute capability.
+    params: of the conversion of matrix number i. problem_of: of a matrix, on a GPU of a compute capability. columns: numbers of
+    columns of B, with its layout.
     """
     cp = pytest.importorskip("cupy")
     sm = int(cp.cuda.Device().compute_capability)
     for i, (rng, x, described) in enumerate(drawn_matrices()):
         stored = sf.convert(x, fmt, **params(i))
-        for n, layout in ((1, "row"), (17, "col"), (40, "row")):
+        for n, layout in columns:
             a = stored.to("cuda")
             p = problem_of(a, sm).changed(n=n, b_layout=layout, out_layout=layout)
             if kernel.unsupported(p):

@@ -44,7 +44,7 @@ def instances(source: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(listed or getattr(module, "instances", tuple)()))
 
 
-TABLES = {"bsr/spmm_bsr_stream_sm90a", "bsr/spmm_bsr_strips_sm90a"}
+TABLES = {"bsr/spmm_bsr_stream_sm90a", "bsr/spmm_bsr_strips_sm90a", "csr/spmm_csr_records"}
 """Kernels that read a table of A before they wait for the launch before. Plans wait for such tables when they make them."""
 
 

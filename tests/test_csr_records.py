@@ -13,11 +13,15 @@ from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.arrays.library import ceil_div
 from spformat.backends.cuda.csr import csr_records
 from spformat.backends.cuda.csr.spmm_csr_expanding_sm90a import SpmmCSRExpanding
+from spformat.backends.cuda.csr.spmm_csr_records import MAX_COLS, SpmmCSRRecords
 from spformat.backends.cuda.dense.expand_then_dense import ExpandThenDense
 from spformat.formats import CSR
 from spformat.products.problem import Problem
 
 KERNELS = (SpmmCSRExpanding(), ExpandThenDense())
+FEW = SpmmCSRRecords()
+COLUMNS = {FEW.name: ((1, "row"), (3, "col"), (MAX_COLS, "row"))}
+"""Of the products with kernels for few columns."""
 SHAPES = ((0, 0), (0, 70), (3, 0), (1, 1), (16, 64), (17, 63), (15, 65), (33, 128), (40, 200), (131, 321))
 
 
@@ -36,6 +40,10 @@ def problem_of(a: Any, sm: int) -> Problem:
     size = (a.shape[0], a.shape[1], 8, a.nnz)
     params = tuple(a.params().items())
     return Problem.product(a.name, params, *size, *[a.dtype.name] * 3, "row", "row", "cuda", sm=sm)
+
+
+def columns_of(kernel: Any) -> dict[str, Any]:
+    return {"columns": COLUMNS[kernel.name]} if kernel.name in COLUMNS else {}
 
 
 @pytest.mark.gpu
@@ -66,26 +74,26 @@ def test_arrays_come_back(dtype: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", [*KERNELS, FEW], ids=lambda k: k.name)
 def test_products_come_from_records_alone(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(csr_records, "LEAST_SHARE", 0)
-    assert_products_come_from_order(kernel, "csr", lambda i: {}, problem_of)
+    assert_products_come_from_order(kernel, "csr", lambda i: {}, problem_of, **columns_of(kernel))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", [*KERNELS, FEW], ids=lambda k: k.name)
 @pytest.mark.parametrize(
     "params", [{}, {"column_parts": 3, "max_width": 8}, {"widths": (3, 5, 17)}], ids=lambda x: ",".join(x) or "usual"
 )
 def test_products_of_ell_buckets_too(kernel: Any, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Their arrays come back by a conversion; also of widths that no other kernel takes."""
     monkeypatch.setattr(csr_records, "LEAST_SHARE", 0)
-    assert_products_come_from_order(kernel, "ell-buckets", lambda i: params, problem_of)
+    assert_products_come_from_order(kernel, "ell-buckets", lambda i: params, problem_of, **columns_of(kernel))
 
 
 @pytest.mark.gpu
 def test_a_matrix_with_few_items_keeps_its_arrays() -> None:
-    """Beside the records, if a product came from them: for few columns other kernels are faster, which read the arrays."""
+    """Beside the records, if a kernel was named that multiplies from them: none of these is chosen."""
     cp = pytest.importorskip("cupy")
     sm = int(cp.cuda.Device().compute_capability)
     kernel = SpmmCSRExpanding()
@@ -103,10 +111,14 @@ def test_kernels_that_read_arrays_are_not_chosen_beside_records() -> None:
     p = problem_of(a, 90).changed(M=4096, K=4096, nnz=4096 * 410)
     for n in (1, 3, 16, 100, 4096):
         names = {x.kernel for x in sf.explain(p.changed(n=n)).answers if x and x.kernel.startswith("cuda.")}
-        assert names == {k.name for k in KERNELS}, n
+        assert names == {k.name for k in KERNELS} | {FEW.name for _ in range(n <= MAX_COLS)}, n
     assert "the matrix is kept in records" in str(sf.explain(p))
     assert {x.kernel for x in sf.explain(p.changed(sm=80)).answers if x} > {"cuda.spmm_csr", "cuda.spmm_csr_vector"}
-    assert {x.kernel for x in sf.explain(p.changed(nnz=4096 * 40)).answers if x} > {"cuda.spmm_csr", KERNELS[0].name}
+    few = sf.explain(p.changed(nnz=4096 * 160))
+    accepted = {x.kernel for x in few.answers if x}
+    assert "cuda.spmm_csr" in accepted
+    assert not accepted & {FEW.name, KERNELS[0].name}
+    assert "the matrix is kept in its arrays" in str(few)
     named = sf.explain(p, backend="cuda.spmm_csr")
     assert named.chosen == "cuda.spmm_csr"
 

@@ -69,11 +69,12 @@ def test_tiles_fit_and_have_as_many_columns_as_fit(dtype: str) -> None:
 def test_it_is_chosen_for_large_layers_and_small_ones(n: int, dtype: str) -> None:
     for size in (1024, 8192):
         p = layer(size, size, n, dtype, epilogue=size == 1024)
-        assert sf.explain(p.changed(nnz=p.nnz // 2), backend="cuda").chosen == KERNEL.name
-        kept = (
-            "cuda.spmm_csr_expanding_sm90a" if dtype == "bfloat16" else KERNEL.name
-        )  # in records, see test_csr_records.py
-        assert sf.explain(p, backend="cuda").chosen == kept
+        assert sf.explain(p.changed(nnz=p.nnz // 4), backend="cuda").chosen == KERNEL.name
+        chosen = sf.explain(p, backend="cuda").chosen
+        if dtype == "bfloat16":  # in records, see test_csr_records.py
+            assert chosen in {"cuda.spmm_csr_expanding_sm90a", "cuda.spmm_csr_records"}
+        else:
+            assert chosen == KERNEL.name
 
 
 # ------------------------------------------------------------------ exact products

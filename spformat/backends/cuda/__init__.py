@@ -20,6 +20,7 @@ from .bsr import (
 )
 from .csr.spmm_csr import SpmmCSR
 from .csr.spmm_csr_expanding_sm90a import SpmmCSRExpanding
+from .csr.spmm_csr_records import SpmmCSRRecords
 from .csr.spmm_csr_tc import SpmmCSRTensor
 from .csr.spmm_csr_vector import SpmmCSRVector
 from .dense.expand_then_dense import ExpandThenDense
@@ -78,6 +79,7 @@ KERNELS: tuple[CudaKernel, ...] = (
     SpmmSum(),
     SpmmTwoFourShares(),
     SpmmCSRVector(),
+    SpmmCSRRecords(),
     SpmmSRBCRSVector(),
     SpmmSumRows(),
     SpmmCSRExpanding(),

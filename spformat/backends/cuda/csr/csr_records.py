@@ -26,9 +26,9 @@ ROWS, COLUMNS, IMAGE = 64, 64, 2048
 """Extents of a record, bytes of the fragments of 16 rows; as in csr_records.cuh."""
 PARTS, ITEM, PIECE = 4, 4, 16
 """Parts of a record, of 16 rows each; bytes of an item, and of what parts are rounded up to."""
-LEAST_SHARE = 0.08
-"""Share of stored elements from which on all products come from records: with fewer, other kernels are faster for few
-columns (docs/decisions/0061-csr-in-records.md)."""
+LEAST_SHARE = 0.04
+"""Share of stored elements from which on all products come from records. With fewer, they are of use to few products,
+and all come from the arrays (docs/decisions/0061-csr-in-records.md)."""
 KERNELS = Kernels(SOURCE, THREADS)
 
 
@@ -79,9 +79,12 @@ def have_records(p: Problem) -> bool:
 
 def instead_of_arrays(p: Problem) -> str:
     """Why a kernel that reads the arrays of the matrix is not chosen: they would have to be kept beside the records."""
-    return (
-        "the matrix is kept in records, from which cuda.spmm_csr_expanding_sm90a is faster" if have_records(p) else ""
-    )
+    return "the matrix is kept in records, from which other kernels multiply" if have_records(p) else ""
+
+
+def beside_arrays(p: Problem) -> str:
+    """Why a kernel that multiplies from records is not chosen: they would be kept beside the arrays of the matrix."""
+    return "" if have_records(p) else "the matrix is kept in its arrays, from which other kernels multiply"
 
 
 def records(a: Any, p: Problem) -> Records:

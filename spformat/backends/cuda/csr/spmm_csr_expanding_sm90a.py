@@ -42,6 +42,9 @@ class SpmmCSRExpanding(RecordProducts):
     def unsupported(self, p: Problem) -> list[str]:
         return refusals.every(p, 80, ("bfloat16", "float16")) + refused(p, csr_records.pieces_at_most(p))
 
+    def only_by_name(self, p: Problem) -> str:
+        return csr_records.beside_arrays(p)
+
     def records(self, a: Any, p: Problem) -> Records:
         return ell_buckets_records.records(a, p) if p.format == "ell-buckets" else csr_records.records(a, p)
 

@@ -213,7 +213,17 @@ def gather(kernel: RowGathering, p: Problem, rows: Rows, kernels: Kernels) -> Ga
                 calls.append(main.bind(grid, o.stream, *tail))
         return calls
 
-    return Gather(prepare, slabs(max(1, p.n), max(1, 16 // value_size))[0])
+    return Gather(prepare, slabs(max(1, p.n), expected_vector(p))[0])
+
+
+def expected_vector(p: Problem) -> int:
+    """How many elements of B and C a lane may take at once, if both start on 16 bytes and nothing is between lines.
+
+    Column-major ones are copied to aligned rows first.
+    """
+    n = max(1, p.n)
+    ldb, ldc = (8 * ceil_div(n, 8) if layout == COL else n for layout in (p.b_layout, p.out_layout))
+    return vector_width(itemsize(p.a_dtype), itemsize(p.out_dtype), n, 0, 0, ldb, ldc)
 
 
 class Gather(NamedTuple):
@@ -232,9 +242,7 @@ class RowGathering(Kernel):
 
     def options(self, p: Problem) -> list[Tile]:
         """Tiles for contiguous operands. Column-major ones are first copied to aligned rows."""
-        size, out = itemsize(p.a_dtype), itemsize(p.out_dtype)
-        ldb, ldc = (8 * ceil_div(p.n, 8) if layout == COL else p.n for layout in (p.b_layout, p.out_layout))
-        return self._tiles(p, vector_width(size, out, p.n, 0, 0, ldb, ldc))
+        return self._tiles(p, expected_vector(p))
 
     def tile_for(self, p: Problem, vec: int) -> Tile:
         """The tile with the least expected time for loads of ``vec`` elements of B."""
