@@ -200,3 +200,20 @@ def test_launches_cover_every_column_once(monkeypatch, cut, dtype):
         assert not buffers
     with pytest.raises(LimitError, match="passes 2 GiB"):
         plan.prepare(Operands(0, 0, 1, 2**31, 1, 0))
+
+
+@pytest.mark.parametrize("n", [1, 7, 8, 37, 64, 203])
+@pytest.mark.parametrize("layout", ["row", "col"])
+def test_the_tile_that_is_named_runs_for_operands_without_gaps(monkeypatch, n, layout):
+    """Also where lines of an odd length allow single elements only; and it is one of those that are compared."""
+    monkeypatch.setattr(row_work, "device_of", lambda _: Device())
+    rows = order_rows(np.zeros(4, np.int64), np.array([5, 3, 0, 9], np.int64), np.arange(4), 2048)
+    p = Problem.product("ell-buckets", (), 4, 100, n, 17, *["float16"] * 3, layout, layout, device="cuda", sm=90)
+    main = SimpleNamespace(bind=lambda *arguments: None)
+    made = []
+    plan = gather(SpmmELLBuckets(), p, rows, lambda tile: made.append(tile) or [(main, 4)])
+    assert made == [plan.tile]
+    assert plan.tile in SpmmELLBuckets().options(p)
+    pitch = n if layout == "row" else 8 * -(-n // 8)  # column-major operands are first copied to aligned rows
+    plan.prepare(Operands(4096, 8192, n, pitch, pitch, 9))
+    assert set(made) == {plan.tile}
