@@ -37,7 +37,10 @@ def test_what_it_takes() -> None:
     (refusal,) = KERNEL.unsupported(layer(64, 64, 5))
     assert refusal == "takes at most 4 columns, got up to 5"
     (refusal,) = KERNEL.unsupported(layer(64, 200000, 1))
-    assert refusal == "keeps a column of B in shared memory: K = 200,000 is too large"
+    fits = few.most_rows_of_b(layer(64, 200000, 1))
+    assert refusal == f"keeps columns of B in shared memory: K must be at most {fits:,}, got 200,000"
+    assert few.tile(layer(64, fits, 1), 1, 1, few.LEAST_WARPS, 32) is not None
+    assert few.tile(layer(64, fits + 1, 1), 1, 1, few.LEAST_WARPS, 32) is None
     (refusal,) = KERNEL.unsupported(layer(1 << 23, 4096, 1).changed(nnz=1 << 34))
     assert refusal == f"records must stay below 64 GiB, got nnz = {1 << 34}"
     assert "float32" in "".join(KERNEL.unsupported(layer(64, 64, 1, a_dtype="float32", b_dtype="float32")))

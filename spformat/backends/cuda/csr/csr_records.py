@@ -71,6 +71,12 @@ def pieces_at_most(p: Problem) -> int:
     return ceil_div(ITEM * p.nnz, PIECE) + count + min(p.nnz, PARTS * count)
 
 
+def expected_bytes(p: Problem) -> float:
+    """Bytes of all records and of where they start, with half of the padding that there may be."""
+    count = ceil_div(p.M, ROWS) * ceil_div(p.K, COLUMNS)
+    return ITEM * (p.nnz + 1.5 * min(p.nnz, PARTS * count)) + (PIECE + 4) * count
+
+
 def have_records(p: Problem) -> bool:
     """Whether the problem's matrix is kept in records: the dispatcher computes all its products from them then."""
     many = p.M * p.K > 0 and p.nnz >= LEAST_SHARE * p.M * p.K

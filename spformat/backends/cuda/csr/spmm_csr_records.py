@@ -10,7 +10,7 @@ from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import ceil_div, power_of_two
 from ....products.ideal import cache_us, load_us, memory_us, operands_bytes, rounds
 from ....products.kernel import reasons, spmm_of
-from ....products.problem import Problem
+from ....products.problem import Problem, itemsize
 from ....products.roofline import Device, shared_limit
 from ..ell_buckets import ell_buckets_records
 from ..runtime import jit, refusals
@@ -62,11 +62,23 @@ EXTENTS = ((1, 8), (2, 8), (4, 8), (1, 16), (2, 4), (4, 4))
 """(parts, warps) of blocks."""
 
 
+TWO_RECORDS = 2 * csr_records.COLUMNS
+"""Rows of B that lie between each other in shared memory."""
+SUMS = 4 * WARP * (RECORD_ROWS + 1)
+"""Bytes of the sums of a warp for one column, with those of no use."""
+LEAST_WARPS = 8
+"""Warps of the smallest blocks."""
+
+
 def smem(p: Problem, columns: int, warps: int) -> int:
-    """Bytes of shared memory: the columns of B, and the sums of every lane of so many warps and those of no use."""
-    of_two_records = 4 * csr_records.COLUMNS * columns
-    of_a_warp = 4 * WARP * (RECORD_ROWS + 1) * columns
-    return ceil_div(ceil_div(p.K, csr_records.COLUMNS), 2) * of_two_records + warps * of_a_warp
+    """Bytes of shared memory: the columns of B, and the sums of every lane of so many warps."""
+    return columns * (itemsize(p.b_dtype) * TWO_RECORDS * ceil_div(p.K, TWO_RECORDS) + warps * SUMS)
+
+
+def most_rows_of_b(p: Problem) -> int:
+    """The largest K of which a column fits shared memory."""
+    free = room(shared_limit(p.sm), 1) - LEAST_WARPS * SUMS
+    return free // (itemsize(p.b_dtype) * TWO_RECORDS) * TWO_RECORDS
 
 
 def tile(p: Problem, columns: int, parts: int, warps: int, lanes: int) -> Tile | None:
@@ -94,15 +106,14 @@ class SpmmCSRRecords(CudaKernel):
     archs = ("sm_80",)
     epilogue = True
     terms = ("launch", "memory", "A again", "B by every block", "single elements of B", "headers", "steps", "records",
-             "pieces", "sums")  # fmt: skip
+             "loads", "warps")  # fmt: skip
 
     def unsupported(self, p: Problem) -> list[str]:
-        fits = tile(p, 1, 1, 8, WARP) is not None
-        pieces = csr_records.pieces_at_most(p)
+        fits, pieces = most_rows_of_b(p), csr_records.pieces_at_most(p)
         return refusals.every(p, 80, ("bfloat16", "float16")) + reasons(
             (p.n > MAX_COLS, f"takes at most {MAX_COLS} columns, got up to {p.n}"),
             (pieces >= MOST_PIECES, f"records must stay below 64 GiB, got nnz = {p.nnz}"),
-            (not fits, f"keeps a column of B in shared memory: K = {p.K:,} is too large"),
+            (fits < p.K, f"keeps columns of B in shared memory: K must be at most {fits:,}, got {p.K:,}"),
         )
 
     def only_by_name(self, p: Problem) -> str:
@@ -110,7 +121,8 @@ class SpmmCSRRecords(CudaKernel):
 
     def options(self, p: Problem) -> list[Tile]:
         widest = power_of_two(min(max(p.n, 1), MAX_COLS))
-        columns, lanes = {widest, max(1, widest // 2)}, (WARP, WARP // 2) if loads_of(p, WARP) == 1 else (WARP,)
+        columns = (widest, widest // 2) if widest > 1 else (widest,)
+        lanes = (WARP, WARP // 2) if loads_of(p, WARP) == 1 else (WARP,)
         found = [tile(p, c, *extent, some) for c in columns for extent in EXTENTS for some in lanes]
         return [t for t in found if t is not None]
 
@@ -118,17 +130,17 @@ class SpmmCSRRecords(CudaKernel):
         return (str(tile.columns),)
 
     def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
-        """Ideal microseconds of each of ``terms``.
+        """Ideal microseconds of each of ``terms``; for the last five what there is of it, a constant each.
 
         B by every block: from L2 to shared memory; where its rows are no whole words, by single elements. headers,
-        steps: a constant for each time that a warp waits for starts of records, and for a record. pieces: those that
-        the lanes of a multiprocessor have room for, in thousands; sums: those of its lanes, likewise.
+        steps: how often a warp waits for starts of records, and for a record. Of a multiprocessor, in thousands:
+        records that its warps take, loads of their lanes for them, and warps, whose sums are added up.
         """
         panels = ceil_div(p.n, tile.columns)
         blocks = panels * ceil_div(p.M, tile.rows)
         at_once = min(tile.resident, ceil_div(blocks, device.processors))
         waves = rounds(blocks, device.processors * tile.resident)
-        nbytes = 4.0 * p.nnz + csr_records.pieces_at_most(p)
+        nbytes = csr_records.expected_bytes(p)
         again = (panels - 1) * cache_us(nbytes, device)
         copied = waves * at_once * load_us(panel_bytes(tile.columns, p), device)
         single = waves * at_once * single_us(tile.columns, p, device)
