@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from test_cpu import (
     takes,
 )
 
+import spformat as sf
 from spformat.arrays import threads
 from spformat.backends.cpu import few, operands, spmm, times
 from spformat.formats import Format
@@ -79,13 +81,38 @@ def test_every_width(spec: str, dtype: str) -> None:
         pytest.skip("the format does not hold this type")
     for rows, cols in ((75, K), (1, 3), (41, 1000)):
         a = matrix(spec, dtype, (rows, cols))
-        for n in range(1, times.FEW + 2):
+        for n in (*range(1, times.FEW + 2), 2 * times.FEW, 2 * times.FEW + 5):
             B = operand(dtype, (cols, n), seed=n)
             same(product(a, B, out_dtype="float32"), exact(a, B, np.dtype(np.float32)))
 
 
+@pytest.mark.parametrize("spec", SPECS)
+def test_more_columns_go_in_panels_up_to_a_limit(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each column of C is in one panel; above the limit the loop for any number of columns is used, and right, too."""
+    a = matrix(spec, "bfloat16", (41, K))
+    if loop_of(a) is None:
+        pytest.skip("no loop for few columns of this matrix")
+    (kernel,) = (k for k in spmm.KERNELS if a.name in k.formats)
+    limit, panels, real = times.IN_PANELS[a.name], list[int](), few.multiply
+
+    def counted(loop: Any, B: Any, out: Any, sums: Any) -> None:
+        panels.append(out.shape[1])
+        real(loop, B, out, sums)
+
+    monkeypatch.setattr(few, "multiply", counted)
+    for n, wanted in ((17, [16, 1]), (limit - 1, [16] * (limit // 16 - 1) + [15]), (limit, [16] * (limit // 16)),
+                      (limit + 1, [])):  # fmt: skip
+        for order in "CF":
+            panels.clear()
+            B = np.asarray(operand("bfloat16", (K, n), seed=n), order=order)
+            got = np.full((41, n), np.nan, np.float32, order)
+            sf.plan(a, B=B, out=got, backend=kernel.name)(B, got)
+            same(got, exact(a, B, np.dtype(np.float32)))
+            assert panels == wanted, n
+
+
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-@pytest.mark.parametrize("n", [1, 6, 16])
+@pytest.mark.parametrize("n", [1, 6, 16, 21])
 @pytest.mark.parametrize("spec", SPECS)
 def test_rows_of_b_that_nothing_uses_do_not_matter(spec: str, n: int, poison: float) -> None:
     assert_unused_rows_do_not_matter(spec, (75, K), n, poison)
@@ -181,7 +208,7 @@ def test_machines_that_do_not_spread_lanes_use_the_loop_for_any_number_of_column
 def test_few_columns_are_never_expected_to_take_longer_than_the_loop_for_any_number() -> None:
     from spformat.products.problem import Problem
 
-    for kernel, n, nnz in itertools.product(spmm.KERNELS[1:], (1, 5, 16), (1000, 100_000, 1 << 20)):
+    for kernel, n, nnz in itertools.product(spmm.KERNELS[1:], (1, 5, 16, 17, 32), (1000, 100_000, 1 << 20)):
         fmt = min(kernel.formats)
         params = {"bsr": (("blocksize", (16, 16)),), "sr-bcrs": (("vector_length", 8), ("stride", 16)),
                   "vector-nm": (("n", 2), ("m", 8), ("vector_length", 32))}.get(fmt, ())  # fmt: skip

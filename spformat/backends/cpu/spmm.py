@@ -1,6 +1,7 @@
 """SpMM on the host, one kernel per format: numba loops over the format's own arrays, numpy's BLAS for dense.
 
-Up to 16 columns of B go through loops of their own where the format has them (see ``few``).
+Up to 16 columns of B go through loops of their own where the format has them (see ``few``), and some more in panels of
+16 columns (``times.IN_PANELS``).
 
 Sums are float32 (float64 when an operand or ``out`` is float64, int32 for int8 with int8, wrapping as int32 does)
 and are rounded once to the dtype of ``out``. The terms of an element of C are added in a fixed order that depends
@@ -36,7 +37,7 @@ from ..host import check_operands
 from . import few
 from .blas import dense_product
 from .operands import VECTOR, Work, coded, fixed, multiply, multiply_narrow, output_dtypes, sums_dtype
-from .times import FEW, DenseTimes, FewTimes
+from .times import FEW, DenseTimes, FewTimes, has_few_columns
 
 DECODED_COLUMNS = 2**31 - 1
 """Most columns for the formats whose columns are decoded from bits: decoded columns are int32."""
@@ -69,8 +70,10 @@ class HostKernel(FewTimes):
         def run(B: Array, out: Array) -> Array:
             out = check_operands(p, B, out)
             if out.size:
-                if loop_for_few is not None and out.shape[1] <= FEW:
-                    few.multiply(loop_for_few, B, out, sums)
+                if loop_for_few is not None and has_few_columns(p.format, out.shape[1]):
+                    for first in range(0, out.shape[1], FEW):
+                        panel = slice(first, first + FEW)
+                        few.multiply(loop_for_few, B[:, panel], out[:, panel], sums)
                 elif work.by_row and 2 * out.shape[1] <= lanes:
                     multiply_narrow(work, _target().Narrow, B, out, sums)
                 else:

@@ -21,6 +21,10 @@ SMALL = 1 << 24
 FEW, FEW_SMALL = 16, 1 << 21
 """Columns of B up to which loops of their own are used, and the multiply-adds for which another thread is worth while
 there: 0.03 to 0.1 ms, as its threads are awake or woken without waiting (``team``)."""
+IN_PANELS = {
+    "two-four": 96, "vector-nm": 80, "sr-bcrs": 96, "bitmask": 64, "bsr": 48, "dbsr": 48, "csr": 32, "ell-buckets": 32,
+}  # fmt: skip
+"""Format -> columns of B up to which these loops are faster, FEW at a time, than the loop for any number of columns."""
 ITEM = 4
 """Multiply-adds that take as long as one with an item that has a column of its own."""
 SHARED = 1 << 20
@@ -37,6 +41,11 @@ def turn(format: str, rows: int) -> int:
     if format == "sr-bcrs":
         return 5 if rows < 16 else 8
     return 14
+
+
+def has_few_columns(format: str, n: int) -> bool:
+    """Whether the loops for few columns of B are used for ``n``, if the format has them."""
+    return n <= IN_PANELS.get(format, FEW)
 
 
 def sums_size(p: Problem) -> int:
@@ -102,7 +111,10 @@ class TiledTimes(LoopTimes):
 
 
 class FewTimes(LoopTimes):
-    """The same, where up to FEW columns of B have loops of their own, which read the arrays once and pad nothing."""
+    """The same, where up to FEW columns of B have loops of their own, which read the arrays once and pad nothing.
+
+    Up to IN_PANELS columns they run once for each FEW columns.
+    """
 
     @functools.cached_property
     def tiled(self) -> TiledTimes:
@@ -112,20 +124,23 @@ class FewTimes(LoopTimes):
     def best(self, p: Problem) -> Best:
         """For few columns never more than the loop for any number of columns would take."""
         best = super().best(p)
-        return min(best, self.tiled.best(p), key=lambda b: b.us) if p.n <= FEW else best
+        return min(best, self.tiled.best(p), key=lambda b: b.us) if has_few_columns(p.format, p.n) else best
 
     def variant(self, p: Problem, tile: Any) -> tuple[str, ...]:
         """One column and few columns apart, then by the bytes of a value of A."""
         names = super().variant(p, tile)
-        if p.n > FEW:
+        if not has_few_columns(p.format, p.n):
             return names
         one = tuple(f"one column, {name}" for name in names) if p.n == 1 else ()
         return (*one, *(f"few columns, {name}" for name in names), "few columns")
 
     def quantities(self, p: Problem, tile: Any, device: Device) -> tuple[float, ...]:
         """For few columns: the terms of ``LoopTimes`` with one tile that is as wide as B; rows: 10 ns for each sum."""
-        if p.n > FEW:
+        if not has_few_columns(p.format, p.n):
             return super().quantities(p, tile, device)
+        if p.n > FEW:
+            panels = [p.changed(n=min(FEW, p.n - first)) for first in range(0, p.n, FEW)]
+            return tuple(map(sum, zip(*[self.quantities(q, tile, device) for q in panels], strict=True)))
         size, n = sums_size(p), max(1, p.n)
         alone = p.format in ("csr", "ell-buckets")
         several = p.nnz * (ITEM if alone else 1) * max(4, n) >= FEW_SMALL
