@@ -88,20 +88,25 @@ def test_every_width(spec: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_more_columns_go_in_panels_up_to_a_limit(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each column of C is in one panel; above the limit the loop for any number of columns is used, and right, too."""
+    """Each column of C is in one panel; above the limit, which is lower for small matrices, the loop for any number of
+    columns is used, and right, too."""
     a = matrix(spec, "bfloat16", (41, K))
     if loop_of(a) is None:
         pytest.skip("no loop for few columns of this matrix")
     (kernel,) = (k for k in spmm.KERNELS if a.name in k.formats)
     limit, panels, real = times.IN_PANELS[a.name], list[int](), few.multiply
+    small = min(limit, times.MOST_OF_SMALL)
 
     def counted(loop: Any, B: Any, out: Any, sums: Any) -> None:
         panels.append(out.shape[1])
         real(loop, B, out, sums)
 
     monkeypatch.setattr(few, "multiply", counted)
-    for n, wanted in ((17, [16, 1]), (limit - 1, [16] * (limit // 16 - 1) + [15]), (limit, [16] * (limit // 16)),
-                      (limit + 1, [])):  # fmt: skip
+    for least, n, wanted in (
+        (0, 17, [16, 1]), (0, limit - 1, [16] * (limit // 16 - 1) + [15]), (0, limit, [16] * (limit // 16)),
+        (0, limit + 1, []), (1 << 30, small, [16] * (small // 16)), (1 << 30, small + 1, []),
+    ):  # fmt: skip
+        monkeypatch.setattr(times, "SMALL_MATRIX", least)
         for order in "CF":
             panels.clear()
             B = np.asarray(operand("bfloat16", (K, n), seed=n), order=order)

@@ -70,7 +70,7 @@ class HostKernel(FewTimes):
         def run(B: Array, out: Array) -> Array:
             out = check_operands(p, B, out)
             if out.size:
-                if loop_for_few is not None and has_few_columns(p.format, out.shape[1]):
+                if loop_for_few is not None and has_few_columns(p, out.shape[1]):
                     for first in range(0, out.shape[1], FEW):
                         panel = slice(first, first + FEW)
                         few.multiply(loop_for_few, B[:, panel], out[:, panel], sums)

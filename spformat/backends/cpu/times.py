@@ -25,6 +25,8 @@ IN_PANELS = {
     "two-four": 96, "vector-nm": 80, "sr-bcrs": 96, "bitmask": 64, "bsr": 48, "dbsr": 48, "csr": 32, "ell-buckets": 32,
 }  # fmt: skip
 """Format -> columns of B up to which these loops are faster, FEW at a time, than the loop for any number of columns."""
+MOST_OF_SMALL, SMALL_MATRIX = 48, 1 << 20
+"""The most columns that go in panels with an A of fewer elements: copies of B then take longer than products."""
 ITEM = 4
 """Multiply-adds that take as long as one with an item that has a column of its own."""
 SHARED = 1 << 20
@@ -43,9 +45,10 @@ def turn(format: str, rows: int) -> int:
     return 14
 
 
-def has_few_columns(format: str, n: int) -> bool:
+def has_few_columns(p: Problem, n: int) -> bool:
     """Whether the loops for few columns of B are used for ``n``, if the format has them."""
-    return n <= IN_PANELS.get(format, FEW)
+    most = IN_PANELS.get(p.format, FEW)
+    return n <= (most if p.M * p.K >= SMALL_MATRIX else min(most, MOST_OF_SMALL))
 
 
 def sums_size(p: Problem) -> int:
@@ -124,19 +127,19 @@ class FewTimes(LoopTimes):
     def best(self, p: Problem) -> Best:
         """For few columns never more than the loop for any number of columns would take."""
         best = super().best(p)
-        return min(best, self.tiled.best(p), key=lambda b: b.us) if has_few_columns(p.format, p.n) else best
+        return min(best, self.tiled.best(p), key=lambda b: b.us) if has_few_columns(p, p.n) else best
 
     def variant(self, p: Problem, tile: Any) -> tuple[str, ...]:
         """One column and few columns apart, then by the bytes of a value of A."""
         names = super().variant(p, tile)
-        if not has_few_columns(p.format, p.n):
+        if not has_few_columns(p, p.n):
             return names
         one = tuple(f"one column, {name}" for name in names) if p.n == 1 else ()
         return (*one, *(f"few columns, {name}" for name in names), "few columns")
 
     def quantities(self, p: Problem, tile: Any, device: Device) -> tuple[float, ...]:
         """For few columns: the terms of ``LoopTimes`` with one tile that is as wide as B; rows: 10 ns for each sum."""
-        if not has_few_columns(p.format, p.n):
+        if not has_few_columns(p, p.n):
             return super().quantities(p, tile, device)
         if p.n > FEW:
             panels = [p.changed(n=min(FEW, p.n - first)) for first in range(0, p.n, FEW)]
