@@ -7,7 +7,7 @@ kernel its fastest tile counts that was measured. Products by way of copies of o
 kernel computes them, which may be the one that is asked about.
 
 ``--shares 0.04,0.08`` and ``--columns 1,17,65`` say where rows of the table start (the last is open); ``--torch``
-leaves products in torch's layout (both operands column-major, or one column).
+takes only products in torch's layout (both operands column-major, or one column).
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ def numbers(of: type) -> Any:
     """A parser of ascending numbers with commas."""
 
     def parse(argument: str) -> list[Any]:
-        found = [of(x) for x in argument.split(",")]
-        if found != sorted(set(found)):
+        parsed = [of(x) for x in argument.split(",")]
+        if parsed != sorted(set(parsed)):
             raise argparse.ArgumentTypeError(f"must ascend: {argument}")
-        return found
+        return parsed
 
     return parse
 
@@ -129,15 +129,15 @@ def main() -> None:
     options = parser.parse_args()
     loaded = load(options.files)
     rows = [x for x in products(loaded.points, options.kernel) if in_torchs_layout(x.problem) or not options.torch]
-    found = table(rows, options.shares, options.columns)
-    if not found:
+    compared = table(rows, options.shares, options.columns)
+    if not compared:
         parser.error(f"{options.kernel}: no product of these files was measured with it, another kernel and dense")
     for reason, count in loaded.left_out.items():
         print(f"{count} points left out: {reason}")
     print(f"{options.kernel} on {loaded.about.device}, {loaded.about.date}, commit {loaded.about.commit}\n")
-    print(text(found))
+    print(text(compared))
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+        options.json.write_text(json.dumps(compared, indent=1))
 
 
 if __name__ == "__main__":

@@ -210,10 +210,10 @@ def test_the_tile_that_is_named_runs_for_operands_without_gaps(monkeypatch, n, l
     rows = order_rows(np.zeros(4, np.int64), np.array([5, 3, 0, 9], np.int64), np.arange(4), 2048)
     p = Problem.product("ell-buckets", (), 4, 100, n, 17, *["float16"] * 3, layout, layout, device="cuda", sm=90)
     main = SimpleNamespace(bind=lambda *arguments: None)
-    made = []
-    plan = gather(SpmmELLBuckets(), p, rows, lambda tile: made.append(tile) or [(main, 4)])
-    assert made == [plan.tile]
+    compiled = []
+    plan = gather(SpmmELLBuckets(), p, rows, lambda tile: compiled.append(tile) or [(main, 4)])
+    assert compiled == [plan.tile]
     assert plan.tile in SpmmELLBuckets().options(p)
     pitch = n if layout == "row" else 8 * -(-n // 8)  # column-major operands are first copied to aligned rows
     plan.prepare(Operands(4096, 8192, n, pitch, pitch, 9))
-    assert set(made) == {plan.tile}
+    assert set(compiled) == {plan.tile}

@@ -60,8 +60,8 @@ def test_tiles_fit(n: int, share: float) -> None:
             assert t.resident * t.threads <= 1024
             assert t.parts * t.warps % 8 == 0
             assert t.rows == 16 * t.parts * 32 // t.lanes
-            held = 4 * t.lanes * few.loads_of(p, t.lanes)  # items of a record that need no further load
-            assert held >= min(1024 * share, 4 * t.lanes * few.LONGEST)
+            loaded = 4 * t.lanes * few.loads_of(p, t.lanes)  # items of a record that need no further load
+            assert loaded >= min(1024 * share, 4 * t.lanes * few.LONGEST)
 
 
 # ------------------------------------------------------------------ exact products

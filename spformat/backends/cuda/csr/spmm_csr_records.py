@@ -123,8 +123,8 @@ class SpmmCSRRecords(CudaKernel):
         widest = power_of_two(min(max(p.n, 1), MAX_COLS))
         columns = (widest, widest // 2) if widest > 1 else (widest,)
         lanes = (WARP, WARP // 2) if loads_of(p, WARP) == 1 else (WARP,)
-        found = [tile(p, c, *extent, some) for c in columns for extent in EXTENTS for some in lanes]
-        return [t for t in found if t is not None]
+        tiles = [tile(p, c, *extent, some) for c in columns for extent in EXTENTS for some in lanes]
+        return [t for t in tiles if t is not None]
 
     def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
         return (str(tile.columns),)
