@@ -185,8 +185,10 @@ def test_tiles_of_a_product_are_within_the_budget() -> None:
     K = 200_000
     a, B = sf.convert(np.eye(4, K, dtype=np.float32), "csr"), np.ones((K, 33), np.float32)
     sf.spmm(a, B, backend="cpu")
-    with sf.limits.using(memory=20_000_000), pytest.raises(sf.errors.LimitError, match="tiles of a product on the CPU"):
-        sf.spmm(a, B, backend="cpu")
+    for columns, budget in ((33, 20_000_000), (17, 10_000_000)):  # of 17 columns, 16 are copied at a time
+        few = B[:, :columns]
+        with sf.limits.using(memory=budget), pytest.raises(sf.errors.LimitError, match="tiles of a product on the CPU"):
+            sf.spmm(a, few, backend="cpu")
 
 
 def test_the_reference_gives_no_warnings() -> None:

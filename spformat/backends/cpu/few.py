@@ -23,6 +23,7 @@ from ...formats.meta_orders import meta_places
 from ...formats.sr_bcrs import SRBCRS
 from ...formats.two_four import TwoFour
 from ...formats.vector_nm import VectorNM
+from ...limits import check_bytes
 from . import team
 from .board import PIECES
 from .operands import VECTOR, Work, fixed, store, widened
@@ -127,6 +128,7 @@ def _rows_of_b(B: Array, rows: int, width: int, sums: np.dtype[Any]) -> Array:
 def _columns_of_b(B: Array, columns: int, sums: np.dtype[Any]) -> Array:
     """A copy of B^T in the type of the sums, [N, columns + APART], padded with zeros."""
     K, N = B.shape
+    check_bytes(N * (columns + APART) * sums.itemsize, "tiles of a product on the CPU")
     X = np.empty((N, columns + APART), sums)
     X[:, K:] = 0
     if N > 1 and B.dtype != sums:  # turned in the same pass, narrow types take three times as long
@@ -145,6 +147,7 @@ def _address(x: Array) -> int:
 
 def _aligned(count: int, dtype: np.dtype[Any]) -> Array:
     """An uninitialised array that begins with a line of the cache, so that no vector lies in two."""
+    check_bytes(count * dtype.itemsize, "tiles of a product on the CPU")
     raw = np.empty(count + VECTOR // dtype.itemsize, dtype)
     start = -_address(raw) % VECTOR // dtype.itemsize
     return raw[start : start + count]
