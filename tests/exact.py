@@ -88,13 +88,13 @@ def assert_takes_16_bits_on_hopper(kernel: CudaKernel, fmt: type[Format]) -> Non
 
 def assert_integers_exact(
     kernel: CudaKernel, fmt: type[Format], tile: Any, share: float, M: int, K: int, N: int, layouts: tuple[str, str],
-    pad: int, dtype: str, out: str,
+    pad: int, dtype: str, out: str, **params: int,
 ) -> None:  # fmt: skip
-    """share: of the elements that are stored. pad: as for ``product``."""
+    """share: of the elements that are stored. pad: as for ``product``. params: of the format."""
     rng = np.random.default_rng(N)
     x = matrix(rng, M, K, share, dtype)
     B = rng.integers(-3, 4, (K, N)).astype(x.dtype)
-    assert_exact(product(kernel, tile, fmt.from_dense(x), B, out, layouts, pad), x, B)
+    assert_exact(product(kernel, tile, fmt.from_dense(x, **params), B, out, layouts, pad), x, B)
 
 
 def assert_zeros_meet_no_infinity(kernel: CudaKernel, fmt: type[Format], tile: Any, layout: str) -> None:

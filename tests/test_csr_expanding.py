@@ -43,7 +43,7 @@ def test_stages_fit_a_multiprocessor(tile: Tile) -> None:
         resident = tile.resident if longest <= 4 * 2048 else 1
         assert resident * (tile.smem(room) + 1024) <= 228 << 10
         assert tile.barriers(room) % 16 == 0
-        assert tile.stages_end(room) >= tile.stages(room) * tile.stage(room)
+        assert tile.stages_end(room) >= tile.staged(tile.stages(room), room)
     assert len({str(t) for t in expanding.TILES}) == len(expanding.TILES)
 
 

@@ -27,6 +27,7 @@ from .dense.expand_then_dense import ExpandThenDense
 from .ell_buckets.spmm_ell_buckets import SpmmELLBuckets
 from .runtime.kernel import CudaKernel
 from .sr_bcrs.spmm_sr_bcrs import SpmmSRBCRS
+from .sr_bcrs.spmm_sr_bcrs_expanding_sm90a import SpmmSRBCRSExpanding
 from .sr_bcrs.spmm_sr_bcrs_sm90a import SpmmSRBCRSHopper
 from .sr_bcrs.spmm_sr_bcrs_tc import SpmmSRBCRSTensor
 from .sr_bcrs.spmm_sr_bcrs_vector import SpmmSRBCRSVector
@@ -83,6 +84,7 @@ KERNELS: tuple[CudaKernel, ...] = (
     SpmmSRBCRSVector(),
     SpmmSumRows(),
     SpmmCSRExpanding(),
+    SpmmSRBCRSExpanding(),
 )
 """One line per kernel. Of kernels that expect the same time, the first is chosen."""
 

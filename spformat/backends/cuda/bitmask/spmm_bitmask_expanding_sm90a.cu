@@ -11,14 +11,14 @@
 using namespace spformat;
 using namespace spformat::expanding;
 
-struct BitmaskRecords {
+struct BitmaskRecords : PlainRecords {
     static constexpr int ROWS = 16, IMAGE = 0;
 
     __device__ __forceinline__ BitmaskRecords(unsigned char*) {}
-    __device__ __forceinline__ void take(u32 (&a)[4][4], const unsigned char* at, bool exists) const {
+    __device__ __forceinline__ void take(u32 (&a)[4][4], const unsigned char* at, u32 note, int) const {
         const u32 record = shared_address(at);
         u32 bits = 0, groups[4] = {};
-        if (exists) load_head(record, threadIdx.x % 32, bits, groups);
+        if (note) load_head(record, threadIdx.x % 32, bits, groups);
         take_record(a, record, bits, groups);
     }
     template <class T>

@@ -10,13 +10,13 @@
 using namespace spformat;
 using namespace spformat::expanding;
 
-struct CSRRecords {
+struct CSRRecords : PlainRecords {
     static constexpr int ROWS = csr_records::ROWS, IMAGE = csr_records::IMAGE;
     unsigned char* image;
 
     __device__ __forceinline__ CSRRecords(unsigned char* image) : image(image) { csr_records::clear_image(image); }
-    __device__ __forceinline__ void take(u32 (&a)[4][4], const unsigned char* record, bool exists) {
-        if (exists) return csr_records::take_part(a, record, threadIdx.x / 32 % csr_records::PARTS, image);
+    __device__ __forceinline__ void take(u32 (&a)[4][4], const unsigned char* record, u32 note, int) {
+        if (note) return csr_records::take_part(a, record, threadIdx.x / 32 % csr_records::PARTS, image);
 #pragma unroll
         for (int i = 0; i < 4; ++i) a[i][0] = a[i][1] = a[i][2] = a[i][3] = 0;
     }

@@ -6,7 +6,7 @@ import ctypes
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import Array, ceil_div, round_up
@@ -69,6 +69,14 @@ class Records:
         return self.data, self.starts
 
 
+class InMemory(NamedTuple):
+    """What a launch reads of a matrix in records, for orders that other kernels share."""
+
+    data: Any
+    starts: Any
+    longest: int
+
+
 class Extents(ctypes.Structure):
     """Must match ``RecordExtents`` in the header."""
 
@@ -84,7 +92,11 @@ class Tile(expanding.Tile):
 
     parts: int = 1
     record_rows: int = WARP_ROWS
-    """Rows of a record; it has DEPTH columns."""
+    """Rows of a record."""
+    record_steps: int = 1
+    """Steps that a record covers, of DEPTH columns each: 1 or 2."""
+    notes: bool = False
+    """Whether a record has a word in shared memory beside it."""
     image: int = 0
     """Bytes of shared memory in which each warp puts its rows of a record together."""
     most_ahead: int = 128
@@ -112,19 +124,33 @@ class Tile(expanding.Tile):
         """Bytes in which all warps put their rows together."""
         return self.rows // WARP_ROWS * self.image
 
+    @property
+    def stage(self) -> int:
+        """Bytes of a step of B."""
+        return 2 * DEPTH * self.cols
+
+    def records(self, stages: int) -> int:
+        """Records in shared memory or on their way there, for all rows of the tile."""
+        at_once = stages if self.record_steps == 1 else stages // 2 + 1
+        return at_once * (self.rows // self.record_rows)
+
+    def staged(self, stages: int, room: int) -> int:
+        """Bytes of so many steps of B, and of the records beside them, of ``room`` bytes each."""
+        return stages * self.stage + self.records(stages) * room
+
+    def loaded(self, room: int) -> float:
+        """Bytes that a step brings, of B and of records."""
+        return self.stage + self.rows // self.record_rows * room / self.record_steps
+
     def stages(self, room: int) -> int:
         """Steps in shared memory or on their way there, for records of ``room`` bytes; at least 2."""
         free = SHARED // self.resident - (2 << 10) - self.images
-        return max(2, min(MOST_STAGES, free // self.stage(room)))
-
-    def stage(self, room: int) -> int:
-        """Bytes of a step: 64 rows of B, and the records of its rows. Boxes of B start on 1024 bytes."""
-        return round_up(2 * DEPTH * self.cols + self.rows // self.record_rows * room, 1024)
+        return max([2, *(n for n in range(2, MOST_STAGES + 1) if self.staged(n, room) <= free)])
 
     def stages_end(self, room: int) -> int:
         """Bytes of the stages, or of what takes their place on the way of C."""
         sums = 4 * self.rows * self.cols if self.parts > 1 else 0
-        return max(self.stages(room) * self.stage(room), sums + self.rows // WARP_ROWS * SLOT)
+        return max(self.staged(self.stages(room), room), sums + self.rows // WARP_ROWS * SLOT)
 
     def barriers(self, room: int) -> int:
         """Where the barriers start."""
@@ -132,7 +158,8 @@ class Tile(expanding.Tile):
 
     def smem(self, room: int) -> int:
         """Bytes of shared memory."""
-        return self.barriers(room) + 16 * self.stages(room)
+        stages = self.stages(room)
+        return self.barriers(room) + 16 * stages + (4 * self.records(stages) if self.notes else 0)
 
     def __str__(self) -> str:
         return f"{self.extent}" + (f" parts {self.parts}" if self.parts > 1 else "")
@@ -161,7 +188,7 @@ class RecordProducts(CudaKernel):
     """``room_of`` their records."""
     terms = (*expanding.TERMS, "column-major C", "second launch", "copy of B")
 
-    def records(self, a: Any, p: Problem) -> Records:
+    def records(self, a: Any, p: Problem) -> Records | InMemory:
         """The records of a matrix, the same for every plan of it."""
         raise NotImplementedError(f"{type(self).__name__} does not implement records")
 
@@ -185,7 +212,7 @@ class RecordProducts(CudaKernel):
     def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
         """Ideal microseconds of each of ``terms``: those of ``expanding``, then of a column-major C and of the launch
         that copies B."""
-        loaded = tile.stage(self.expected_room(p))
+        loaded = tile.loaded(self.expected_room(p))
         own = expanding.quantities(p, tile, tile.parts, ceil_div(p.K, DEPTH), loaded, device)
         by_columns = p.out_layout == COL or p.n == 1
         column_major = memory_us(p.M * p.n * itemsize(p.out_dtype), device) if by_columns else 0.0
@@ -199,8 +226,10 @@ class RecordProducts(CudaKernel):
         records = self.records(a, p)
         room = room_of(records.longest)
         row_tiles, smem = ceil_div(p.M, tile.rows), tile.smem(room)
+        steps = ceil_div(p.K, DEPTH)
+        own = tile.record_steps * ceil_div(ceil_div(steps, tile.record_steps), tile.parts)
         shape = Extents(
-            p.M, p.K, records.steps, ceil_div(records.steps, tile.parts), row_tiles, room,
+            p.M, p.K, steps, own, row_tiles, room,
             tile.stages_end(room), tile.barriers(room),
         )  # fmt: skip
         fixed = (shape, records.data, records.starts)

@@ -102,6 +102,8 @@ class Fragments:
     stride: int
     dtype: np.dtype[Any]
     """of the values"""
+    longest: int
+    """bytes of the longest record"""
 
     @property
     def panels(self) -> int:
@@ -165,6 +167,22 @@ def have_slots(p: Problem) -> bool:
     return p.a_dtype in MMA_TYPES and pieces_at_most(p) < MOST_PIECES
 
 
+def too_many(p: Problem) -> list[str]:
+    """Why a matrix cannot be in slots."""
+    return reasons((pieces_at_most(p) >= MOST_PIECES, f"slots must stay below 4 GiB, got nnz = {p.nnz} in {p.M}x{p.K}"))
+
+
+def expected_record(p: Problem) -> int:
+    """Bytes of a record with more slots than the mean, if vectors lie at random."""
+    length = p.p["vector_length"]
+    share = min(1.0, p.nnz / length / max(1, ceil_div(p.M, length) * p.K))
+    alone = max(1, PANEL // max(8, length))  # vectors of a column in a panel, or slots, whichever are taller
+    taken = 1 - (1 - share) ** max(1, 8 // length)
+    slots = DEPTH * PANEL // 8 * taken
+    slots += 4 * PANEL // 8 / alone * (DEPTH * alone * taken * (1 - taken)) ** 0.5
+    return min(MOST_BYTES, round(16 * slots) + HEADER * ceil_div(round(DEPTH * (1 - (1 - taken) ** alone)), 16))
+
+
 def types(p: Problem) -> str:
     """The leading template arguments of a kernel that reads slots: T, Out."""
     return f"{VALUE_TYPES[p.a_dtype].cuda}, {VALUE_TYPES[p.out_dtype].cuda}"
@@ -191,9 +209,7 @@ class FragmentKernel(CudaKernel):
         raise NotImplementedError(f"{type(self).__name__} does not implement smem")
 
     def unsupported(self, p: Problem) -> list[str]:
-        return refusals.every(p, 80, MMA_TYPES) + reasons(
-            (pieces_at_most(p) >= MOST_PIECES, f"slots must stay below 4 GiB, got nnz = {p.nnz} in {p.M}x{p.K}")
-        )
+        return refusals.every(p, 80, MMA_TYPES) + too_many(p)
 
     def options(self, p: Problem) -> list[Tile]:
         """The tiles that shared memory has room for."""
@@ -256,15 +272,17 @@ def _build_fragments(a: Any, p: Problem) -> Fragments:
         stream = cupy.cuda.get_current_stream(p.device_id).ptr
         first = cupy.zeros(panels * chunks + 1, "uint32")
         if not panels * chunks:
-            return Fragments(first, cupy.zeros((1, 16), "uint8"), *described)
+            return Fragments(first, cupy.zeros((1, 16), "uint8"), *described, 0)
         stored = (indptr, indices, data, p.M, a.vector_length, a.stride, panels, chunks)
         measured = cupy.empty(panels * chunks, "uint32")
         function = jit.load(SOURCE, f"panel_pieces{of_index}", arch, p.device_id)
         Launch(function, "PPPqiiqqP", (*stored, measured), THREADS)(grid, stream)
-        cupy.cumsum(measured & np.uint32(MOST_PIECES - 1), out=first[1:])
-        pieces = cupy.zeros((max(1, int(first[-1])), 16), "uint8")  # synchronize!
+        sizes = measured & np.uint32(MOST_PIECES - 1)
+        cupy.cumsum(sizes, out=first[1:])
+        longest, count = cupy.stack((sizes.max(), first[-1])).tolist()  # synchronize!
+        pieces = cupy.zeros((max(1, count), 16), "uint8")
         first[:-1] |= measured & np.uint32(2**32 - MOST_PIECES)
         function = jit.load(SOURCE, f"panel_fill{of_index}", arch, p.device_id)
         Launch(function, "PPPqiiqqPP", (*stored, first, pieces), THREADS)(grid, stream)
         finish_device()  # synchronize!
-        return Fragments(first, pieces, *described)
+        return Fragments(first, pieces, *described, 16 * longest)

@@ -16,7 +16,7 @@ from ..runtime.column_panels import PREFETCHED, TAIL, over_panels, single_us, sm
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Launch
 from ..runtime.token_sums import room
-from .mma_fragments import DEPTH, MMA_TYPES, MOST_PIECES, PANEL, fragments_of, pieces_at_most, types
+from .mma_fragments import DEPTH, MMA_TYPES, PANEL, fragments_of, too_many, types
 
 MAX_COLS = 16
 WIDEST = 8
@@ -62,8 +62,7 @@ class SpmmSRBCRSVector(CudaKernel):
 
     def unsupported(self, p: Problem) -> list[str]:
         fits = (room(shared_limit(p.sm), 1) - AT_ONCE // 32 * PANEL * 4) // 2  # bytes of a value
-        return refusals.every(p, 80, MMA_TYPES) + reasons(
-            (pieces_at_most(p) >= MOST_PIECES, f"slots must stay below 4 GiB, got nnz = {p.nnz} in {p.M}x{p.K}"),
+        return refusals.every(p, 80, MMA_TYPES) + too_many(p) + reasons(
             (p.n > MAX_COLS, f"takes at most {MAX_COLS} columns, got up to {p.n}"),
             (fits < p.K, f"keeps columns of B in shared memory: K must be at most {fits:,}, got {p.K:,}"),
         )

@@ -1,7 +1,8 @@
-// C[M,N] = A[M,K] @ B[K,N] on Hopper's wgmma for A in records: pieces of some rows x 64 columns that become dense on their way to
-// the registers. What a record is, and how a warp decodes its 16 rows, is in `Records`.
+// C[M,N] = A[M,K] @ B[K,N] on Hopper's wgmma for A in records: pieces of some rows x 64 columns, or a multiple of them, that become
+// dense on their way to the registers. What a record is, and how a warp decodes its 16 rows, is in `Records`.
 //
-//   records, starts    s.steps records for Records::ROWS rows, each the 16-byte pieces starts[record] .. starts[record + 1] - 1
+//   records, starts    the records of Records::ROWS rows follow each other in the order of K; where each lies in memory follows
+//                      from its entry of starts and the next one
 //   b_map    TMA map of B: rows of N, boxes of min(BN, 64) x 64 k; BCol: columns of K, boxes of 64 k x BN
 //   B        T: element (k, n) at k*b_k + n*b_n, the memory of b_map, for sums that are not finite
 //   c_map    used when by_copies (16-bit C): see store_tile in expanding.cuh
@@ -21,21 +22,34 @@ namespace spformat::expanding {
 
 struct RecordExtents {  // ctypes counterpart: record_products.Extents
     int M, K;
-    int steps, steps_per_part, row_tiles;
+    int steps, steps_per_part, row_tiles;  // a part begins with a record
     int room;        // bytes of a record in shared memory, a multiple of 128
     int images;      // where the memory starts in which warps put their records together
-    int barriers;    // where the barriers start: behind all else
+    int barriers;    // where the barriers start, and the notes behind them: after all else
 };
+
+// What a class of records whose entries of `starts` count 16-byte pieces has from here; a record has 64 columns.
+struct PlainRecords {
+    static constexpr int STEPS = 1;
+    static constexpr bool NOTES = false;
+    static __device__ __forceinline__ u64 offset(u32 start) { return static_cast<u64>(start) * 16; }
+    static __device__ __forceinline__ u32 bytes(u32 start, u32 next) { return (next - start) * 16; }
+};
+
+// Records of the same rows in shared memory or on their way there, each used in as many steps as it covers.
+template <int STAGES, int STEPS> constexpr int records_at_once = STEPS == 1 ? STAGES : STAGES / 2 + 1;
 
 // Whether a warp that does nothing else loads, and the threads of a block.
 template <int BN> constexpr bool own_loader = BN < 256;
 template <int WG, int BN> constexpr int record_threads = 128 * WG + (own_loader<BN> ? 32 : 0);
 
 // C of a tile. Records: a class with
-//   ROWS, IMAGE                  rows of a record; bytes of shared memory of its own for each warp
+//   ROWS, STEPS, IMAGE           rows of a record, and steps that it covers (1 or 2); bytes of shared memory of its own for each warp
+//   offset(start), bytes(start, next)   where a record begins in `records`, and its length, a multiple of 16; of entries of starts
+//   NOTES, note(start)           whether a warp needs more than the record to read it: a word that is not 0
 //   Records(image)               of a warp
-//   take(a, record, exists)      puts this warp's 16 rows of the record at `record` in shared memory into fragments of A; zeros if
-//                                there is no such record
+//   take(a, record, note, step)  puts this warp's 16 rows of a step of the record at `record` in shared memory into fragments of A:
+//                                step 0 first, then, if it covers two, step 1. note: 0, and zeros for A, if there is no such record
 //   stored_only(records, starts, steps, row, b, b_k)   one element of C over the stored elements alone
 template <class Records, class T, class Out, int WG, int BN, int STAGES, int Parts, bool Ahead, bool BCol, bool CCol>
 __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u8* __restrict__ records,
@@ -44,10 +58,14 @@ __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u
     static_assert(sizeof(T) == 2, "16-bit values");
     constexpr int ROWS = 64 * WG, WARPS = 4 * WG, B_BYTES = DEPTH * BN * 2;
     constexpr int RECORDS = ROWS / Records::ROWS, SHARERS = Records::ROWS / 16;  // records of a step; warps that read the same one
+    constexpr int STEPS = Records::STEPS, AT_ONCE = records_at_once<STAGES, STEPS>;
     static_assert(B_BYTES % 1024 == 0, "swizzle patterns start on 1024 bytes");
     extern __shared__ __align__(1024) unsigned char shared[];
-    const u32 base = shared_address(shared), stage_bytes = (B_BYTES + RECORDS * s.room + 1023) / 1024 * 1024;
-    const u32 full = base + s.barriers, empty = full + 8 * STAGES;
+    const u32 base = shared_address(shared), full = base + s.barriers, empty = full + 8 * STAGES;
+    // Behind the tiles of B: the records of a step, one ring of AT_ONCE places. What a fetch overwrites, no warp reads any more.
+    auto place = [&](u32 number, int record) { return static_cast<int>(number / STEPS % AT_ONCE) * RECORDS + record; };
+    auto record_at = [&](int place) { return STAGES * B_BYTES + place * s.room; };
+    u32* const notes = reinterpret_cast<u32*>(shared + s.barriers + 16 * STAGES);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int tile = blockIdx.x / Parts, part = blockIdx.x % Parts;
     const int m0 = tile % s.row_tiles * ROWS, n0 = tile / s.row_tiles * BN;
@@ -64,19 +82,29 @@ __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u
 
     // Lane i copies the records of the i-th rows, which follow each other in memory. Where the next one ends is loaded a step ahead.
     const bool loads = warp == (own_loader<BN> ? WARPS : 0), copies = loads && lane < records_here;
-    const u32* ends = starts + (static_cast<i64>(m0 / Records::ROWS) + (copies ? lane : 0)) * s.steps + first;
+    const i64 line = static_cast<i64>(m0 / Records::ROWS) + (copies ? lane : 0);
+    const u32* ends = starts + line * ((s.steps + STEPS - 1) / STEPS) + first / STEPS;
     u32 start = 0, end = 0;
     if (copies && first < last) start = ends[0], end = ends[1];
     auto fetch = [&](int k) {  // steps in order; all lanes of the warp that loads
-        const u32 following = copies && k + 1 < last ? ends[k - first + 2] : end;
-        const u32 number = k - first, stage = number % STAGES, to = base + stage * stage_bytes, bar = full + 8 * stage;
-        const u32 bytes = (end - start) * 16, all = __reduce_add_sync(0xFFFFFFFFu, bytes);
+        const u32 number = k - first, stage = number % STAGES, bar = full + 8 * stage;
+        const bool begins = number % STEPS == 0;  // a record
+        const u32 following = begins && copies && k + STEPS < last ? ends[number / STEPS + 2] : end;
         if (number >= STAGES) barrier::wait(empty + 8 * stage, number / STAGES - 1 & 1);
-        if (lane == 0) barrier::expect(bar, all + B_BYTES);
-        __syncwarp();
-        if (copies) tma::load_bulk(to + B_BYTES + lane * s.room, records + static_cast<u64>(start) * 16, bytes, bar);
-        if (lane == 0) load_tile<BN, BCol>(to, b_map, bar, k * DEPTH, n0);
-        start = end, end = following;
+        if (begins) {
+            const u32 bytes = copies ? Records::bytes(start, end) : 0, all = __reduce_add_sync(0xFFFFFFFFu, bytes);
+            const int to = place(number, lane);
+            if constexpr (Records::NOTES)
+                if (copies) notes[to] = Records::note(start);
+            __syncwarp();
+            if (lane == 0) barrier::expect(bar, all + B_BYTES);
+            __syncwarp();
+            if (bytes) tma::load_bulk(base + record_at(to), records + Records::offset(start), bytes, bar);
+            start = end, end = following;
+        } else if (lane == 0) {
+            barrier::expect(bar, B_BYTES);
+        }
+        if (lane == 0) load_tile<BN, BCol>(base + stage * B_BYTES, b_map, bar, k * DEPTH, n0);
     };
     constexpr int EARLY = STAGES - 2;  // steps: a warp may still multiply the last one when the next one is multiplied
     if constexpr (own_loader<BN>) {
@@ -94,9 +122,13 @@ __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u
         const u32 number = k - first, stage = number % STAGES;
         if (!own_loader<BN> && loads && k + EARLY < last) fetch(k + EARLY);
         barrier::wait(full + 8 * stage, number / STAGES & 1);
-        own.take(a, shared + stage * stage_bytes + B_BYTES + warp / SHARERS * s.room, warp / SHARERS < records_here);
+        const int from = place(number, warp / SHARERS);
+        u32 note = warp / SHARERS < records_here;
+        if constexpr (Records::NOTES)
+            if (note) note = notes[from];
+        own.take(a, shared + record_at(from), note, number % STEPS);
     };
-    multiply_steps<T, BN, BCol, STAGES, Ahead>(acc, first, last, base, stage_bytes, empty, load);
+    multiply_steps<T, BN, BCol, STAGES, Ahead>(acc, first, last, base, B_BYTES, empty, load);
 
     const Result<Out> c{c_map, by_copies != 0, C, ldc, s.M, N};
     store_tile<Out, CCol, WG, BN, Parts>(acc, shared, c, m0, n0, part, [&](int row, int col, int cols) {
