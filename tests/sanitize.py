@@ -58,7 +58,7 @@ FORCED = {
     "cuda.spmm_two_four_sm90", "cuda.spmm_two_four_shares_sm90a", "cuda.spmm_vector_nm_expanding_sm90a",
     "cuda.spmm_bitmask_expanding_sm90a", "cuda.spmm_bsr_stream_sm90a", "cuda.spmm_bsr_strips_sm90a",
     "cuda.spmm_vector_nm_tokens_tc", "cuda.spmm_csr_expanding_sm90a", "cuda.spmm_csr_records",
-    "cuda.spmm_sr_bcrs_expanding_sm90a",
+    "cuda.spmm_sr_bcrs_expanding_sm90a", "cuda.spmm_bsr_expanding_sm90a",
 }  # fmt: skip
 """Kernels of which other tiles are run in turn: products this small would choose a few of them only."""
 STRIDE = 7

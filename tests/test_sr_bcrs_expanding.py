@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 import emulator
-import numpy as np
 import pytest
 from emulator.process import printed
 from exact import assert_integers_exact, assert_takes_16_bits_on_hopper, assert_zeros_meet_no_infinity

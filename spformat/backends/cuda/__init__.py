@@ -18,6 +18,7 @@ from .bsr import (
     spmm_bsr_strips_sm90a,
     spmm_bsr_tokens,
 )
+from .bsr.spmm_bsr_expanding_sm90a import SpmmBSRExpanding
 from .csr.spmm_csr import SpmmCSR
 from .csr.spmm_csr_expanding_sm90a import SpmmCSRExpanding
 from .csr.spmm_csr_records import SpmmCSRRecords
@@ -85,6 +86,7 @@ KERNELS: tuple[CudaKernel, ...] = (
     SpmmSumRows(),
     SpmmCSRExpanding(),
     SpmmSRBCRSExpanding(),
+    SpmmBSRExpanding(),
 )
 """One line per kernel. Of kernels that expect the same time, the first is chosen."""
 

@@ -184,6 +184,8 @@ class RecordProducts(CudaKernel):
     tiles: ClassVar[tuple[Tile, ...]]
     compiled: ClassVar[tuple[tuple[str, str], ...]]
     """Names of tiles that the compile tests build, each with the operands: row, col, or wide (float16, float32 C)."""
+    compiled_params: ClassVar[tuple[tuple[str, Any], ...]] = ()
+    """of the format, for the compile tests"""
     compiled_room: ClassVar[int]
     """``room_of`` their records."""
     terms = (*expanding.TERMS, "column-major C", "second launch", "copy of B")
@@ -269,7 +271,7 @@ class RecordProducts(CudaKernel):
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
-        row = Problem.product(min(self.formats), (), 1, 1, 0, 0, "bfloat16", "bfloat16", "bfloat16")
+        row = Problem.product(min(self.formats), self.compiled_params, 1, 1, 0, 0, "bfloat16", "bfloat16", "bfloat16")
         col = row.changed(b_layout=COL, out_layout=COL)
         wide = row.changed(a_dtype="float16", out_dtype="float32", b_layout=COL)
         problems, tiles = {"row": row, "col": col, "wide": wide}, {str(t): t for t in self.tiles}
@@ -278,9 +280,12 @@ class RecordProducts(CudaKernel):
     def instance(self, tile: Tile, room: int, p: Problem) -> str:
         """C++ name of the kernel for records of ``room`` bytes."""
         flags = ", ".join(str(f).lower() for f in (tile.ahead, p.b_layout == COL, p.out_layout == COL))
-        types = f"{VALUE_TYPES[p.a_dtype].cuda}, {VALUE_TYPES[p.out_dtype].cuda}"
         shape = f"{tile.warpgroups}, {tile.cols}, {tile.stages(room)}, {tile.parts}, {tile.resident}"
-        return f"{self.name.partition('.')[2]}<{types}, {shape}, {flags}>"
+        return f"{self.name.partition('.')[2]}<{self.leading(p)}, {shape}, {flags}>"
+
+    def leading(self, p: Problem) -> str:
+        """The first template arguments: the types of A and C, and what the records of a kernel need."""
+        return f"{VALUE_TYPES[p.a_dtype].cuda}, {VALUE_TYPES[p.out_dtype].cuda}"
 
 
 def refused(p: Problem, pieces: int) -> list[str]:

@@ -180,7 +180,9 @@ def expected_record(p: Problem) -> int:
     taken = 1 - (1 - share) ** max(1, 8 // length)
     slots = DEPTH * PANEL // 8 * taken
     slots += 4 * PANEL // 8 / alone * (DEPTH * alone * taken * (1 - taken)) ** 0.5
-    return min(MOST_BYTES, round(16 * slots) + HEADER * ceil_div(round(DEPTH * (1 - (1 - taken) ** alone)), 16))
+    used = DEPTH * (1 - (1 - taken) ** alone)  # columns of which the panel has a slot
+    expected: int = round(16 * slots) + HEADER * ceil_div(round(used), 16)
+    return min(MOST_BYTES, expected)
 
 
 def types(p: Problem) -> str:

@@ -1,6 +1,6 @@
 """SpMM on SR-BCRS with wgmma: A becomes dense on its way to the registers.
 
-Kernel: spmm_sr_bcrs_expanding_sm90a.cu. bf16 and fp16. docs/decisions/0063-slots-in-registers.md.
+Kernel: spmm_sr_bcrs_expanding_sm90a.cu. bf16 and fp16. docs/decisions/0063-slots-and-blocks-in-registers.md.
 """
 
 from __future__ import annotations

@@ -62,9 +62,13 @@ class SpmmSRBCRSVector(CudaKernel):
 
     def unsupported(self, p: Problem) -> list[str]:
         fits = (room(shared_limit(p.sm), 1) - AT_ONCE // 32 * PANEL * 4) // 2  # bytes of a value
-        return refusals.every(p, 80, MMA_TYPES) + too_many(p) + reasons(
-            (p.n > MAX_COLS, f"takes at most {MAX_COLS} columns, got up to {p.n}"),
-            (fits < p.K, f"keeps columns of B in shared memory: K must be at most {fits:,}, got {p.K:,}"),
+        return (
+            refusals.every(p, 80, MMA_TYPES)
+            + too_many(p)
+            + reasons(
+                (p.n > MAX_COLS, f"takes at most {MAX_COLS} columns, got up to {p.n}"),
+                (fits < p.K, f"keeps columns of B in shared memory: K must be at most {fits:,}, got {p.K:,}"),
+            )
         )
 
     def options(self, p: Problem) -> list[Tile]:

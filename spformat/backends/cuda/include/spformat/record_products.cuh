@@ -72,8 +72,9 @@ __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u
     const int first = min(part * s.steps_per_part, s.steps), last = min(first + s.steps_per_part, s.steps);
     const int records_here = min(RECORDS, (s.M - m0 + Records::ROWS - 1) / Records::ROWS);  // that exist
 
+    const int arrivals = Records::NOTES ? records_here : 1;  // at what says that a step is there
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) barrier::init(full + 8 * i, 1), barrier::init(empty + 8 * i, 128 * WG);
+        for (int i = 0; i < STAGES; ++i) barrier::init(full + 8 * i, arrivals), barrier::init(empty + 8 * i, 128 * WG);
         barrier::fence_init();
     }
     wait_for_launch_before();
@@ -91,20 +92,19 @@ __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u
         const bool begins = number % STEPS == 0;  // a record
         const u32 following = begins && copies && k + STEPS < last ? ends[number / STEPS + 2] : end;
         if (number >= STAGES) barrier::wait(empty + 8 * stage, number / STAGES - 1 & 1);
-        if (begins) {
-            const u32 bytes = copies ? Records::bytes(start, end) : 0, all = __reduce_add_sync(0xFFFFFFFFu, bytes);
-            const int to = place(number, lane);
-            if constexpr (Records::NOTES)
-                if (copies) notes[to] = Records::note(start);
-            __syncwarp();
+        const u32 bytes = begins && copies ? Records::bytes(start, end) : 0;
+        const int to = place(number, lane);
+        if constexpr (Records::NOTES) {  // each lane announces what it copies: then its note is there for all who wait
+            if (copies && begins) notes[to] = Records::note(start);
+            if (copies) barrier::expect(bar, bytes + (lane == 0 ? B_BYTES : 0));
+        } else {
+            const u32 all = __reduce_add_sync(0xFFFFFFFFu, bytes);
             if (lane == 0) barrier::expect(bar, all + B_BYTES);
-            __syncwarp();
-            if (bytes) tma::load_bulk(base + record_at(to), records + Records::offset(start), bytes, bar);
-            start = end, end = following;
-        } else if (lane == 0) {
-            barrier::expect(bar, B_BYTES);
         }
+        __syncwarp();
+        if (bytes) tma::load_bulk(base + record_at(to), records + Records::offset(start), bytes, bar);
         if (lane == 0) load_tile<BN, BCol>(base + stage * B_BYTES, b_map, bar, k * DEPTH, n0);
+        if (begins) start = end, end = following;
     };
     constexpr int EARLY = STAGES - 2;  // steps: a warp may still multiply the last one when the next one is multiplied
     if constexpr (own_loader<BN>) {
