@@ -97,8 +97,9 @@ class SpmmBitmaskTF32(CudaKernel):
         return tiles_for(p)
 
     def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
-        """By rows of a warp and columns of the tile."""
-        return f"{16 * tile.fragments} rows, {tile.cols} columns", f"{16 * tile.fragments} rows"
+        """By rows and warps of a tile, and by its columns."""
+        rows = f"{tile.rows} rows, {tile.warps} warps"
+        return f"{rows}, {tile.cols} columns", rows
 
     def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
         """Ideal microseconds of each of ``terms``.
