@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 import spformat as sf
+from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.backends.cuda.runtime.scratch import Scratch
 from spformat.preprocess import masks
 from spformat.products.kernel import Accepted
@@ -36,17 +37,17 @@ CASES: tuple[tuple[str, dict[str, Any], float], ...] = (
 """(format, params, share of zeros)"""
 
 
-def dense(name: str, params: dict[str, Any], zeros: float, size: int, dtype: str) -> np.ndarray[Any, Any]:
-    """A matrix [size, size] that fits the format."""
+def dense(name: str, params: dict[str, Any], zeros: float, shape: tuple[int, int], dtype: str) -> np.ndarray[Any, Any]:
+    """A random matrix that fits the format."""
     rng = np.random.default_rng(0)
-    w = rng.standard_normal((size, size)).astype(dtype)
+    w = rng.standard_normal(shape).astype(VALUE_TYPES[dtype].numpy)
     if name == "two-four":
         return masks.apply(w, masks.magnitude_nm(w, 2, 4))
     if name == "vector-nm":
         return masks.apply(w, masks.magnitude_vector_nm(w, params["n"], params["m"], params["vector_length"]))
     height, width = {"sr-bcrs": (params.get("vector_length", 1), 1)}.get(name, params.get("blocksize", (1, 1)))
-    kept = rng.random((-(-size // height), -(-size // width))) >= zeros
-    return w * np.kron(kept, np.ones((height, width), bool))[:size, :size]
+    kept = rng.random((-(-shape[0] // height), -(-shape[1] // width))) >= zeros
+    return w * np.kron(kept, np.ones((height, width), bool))[: shape[0], : shape[1]].astype(w.dtype)
 
 
 def multiply(a: Any, every: bool) -> None:
@@ -75,7 +76,7 @@ def measured(name: str, params: dict[str, Any], zeros: float, size: int, dtype: 
     import cupy
 
     pool = cupy.get_default_memory_pool()
-    x = dense(name, params, zeros, size, dtype)
+    x = dense(name, params, zeros, (size, size), dtype)
     other, a = (sf.convert(x, name, **params).to("cuda").ensure_valid() for _ in range(2))
     multiply(other, every)
     multiply(a, every)
