@@ -14,7 +14,7 @@ from test_kernels import problem
 
 import spformat as sf
 from spformat.backends.cuda.bitmask import spmm_bitmask_expanding_sm90a as expanding
-from spformat.backends.cuda.bitmask.spmm_bitmask_expanding_sm90a import Tile
+from spformat.backends.cuda.runtime.record_products import Tile
 from spformat.formats import Bitmask
 
 KERNEL = expanding.SpmmBitmaskExpanding()

@@ -36,6 +36,7 @@ def tile_of(warpgroups: int, cols: int, resident: int, parts: int) -> Tile:
         ({"params": (("blocksize", (32, 32)),)}, "blocks must be 16x16, 16x32 or 16x64, got 32x32"),
         ({"params": (("blocksize", (16, 48)),)}, "got 16x48"),
         ({"nnz": 256 << 28}, "28 bits"),
+        ({"M": 1 << 18, "K": 1 << 18}, "its table would have 268,435,456 bytes, more than a tenth of the blocks"),
         ({"sm": 100}, "needs sm_90a (wgmma), got sm_100"),
         ({"M": 0}, "A must not be empty"),
         ({"a_dtype": "float32", "b_dtype": "float32", "out_dtype": "float32"}, "a.dtype"),

@@ -9,10 +9,10 @@ from typing import Any
 
 from ....arrays.library import Array, ceil_div, namespace
 from ....products.kernel import reasons, spmm_of
-from ....products.problem import Problem
+from ....products.problem import Problem, itemsize
 from ..runtime import launch, refusals
 from ..runtime.expanding import DEPTH
-from ..runtime.record_products import InMemory, RecordProducts, Tile, refused, room_of, with_parts
+from ..runtime.record_products import InMemory, RecordProducts, refused, room_of, tiles_of
 from . import spmm_bsr
 
 VALUES = "bfloat16", "float16"
@@ -20,11 +20,9 @@ HEIGHT, WIDTHS = 16, (16, 32, 64)
 """Of blocks."""
 MOST_BLOCKS = 1 << 28
 """Blocks are numbered in 28 bits."""
-_EXTENTS = (
-    (1, 16, 6), (1, 16, 4), (2, 16, 3), (1, 32, 6), (2, 32, 3), (1, 64, 4), (1, 64, 3), (2, 64, 2), (2, 64, 1),
-    (1, 128, 3), (1, 128, 2), (2, 128, 1), (3, 128, 1), (2, 192, 1), (2, 256, 1),
-)  # fmt: skip
-TILES = with_parts(Tile(*extent, record_rows=HEIGHT, notes=True, image=16, most_ahead=192) for extent in _EXTENTS)
+SMALL_TABLE = 1 << 20
+"""Bytes of a table that no matrix is refused for."""
+TILES = tiles_of(record_rows=HEIGHT, notes=True, image=16, most_ahead=192)
 
 
 def starts_of(indptr: Array, indices: Array, steps: int, width: int) -> Array:
@@ -53,22 +51,20 @@ class SpmmBSRExpanding(RecordProducts):
     tiles = TILES
     compiled_params = (("blocksize", (16, 16)),)
     compiled_room = 2048
-    compiled = (
-        ("64x16, 6 blocks parts 8", "col"), ("64x16, 4 blocks", "wide"), ("128x16, 3 blocks", "col"),
-        ("64x32, 6 blocks", "col"), ("128x32, 3 blocks", "row"), ("64x64, 4 blocks", "wide"),
-        ("64x64, 3 blocks", "row"),
-        ("128x64, 2 blocks parts 4", "wide"), ("128x64", "col"), ("64x128, 3 blocks", "row"),
-        ("64x128, 2 blocks parts 2", "col"), ("128x128 parts 3", "col"), ("128x128", "wide"),
-        ("192x128 parts 3", "col"), ("192x128", "row"), ("128x192", "col"), ("128x256 parts 2", "row"),
-    )  # fmt: skip
 
     def unsupported(self, p: Problem) -> list[str]:
         height, width = p.p["blocksize"]
-        size = f"{height}x{width}"
-        return refusals.every(p, 80, VALUES) + refused(p, 0) + reasons(
-            (height != HEIGHT or width not in WIDTHS, f"blocks must be 16x16, 16x32 or 16x64, got {size}"),
-            (p.nnz // (height * width) >= MOST_BLOCKS, f"numbers of blocks must fit 28 bits, got nnz = {p.nnz}"),
-        )  # fmt: skip
+        size, table = f"{height}x{width}", 4 * ceil_div(p.M, HEIGHT) * ceil_div(p.K, DEPTH)
+        most = max(SMALL_TABLE, p.nnz * itemsize(p.a_dtype) // 10)
+        return (
+            refusals.every(p, 80, VALUES)
+            + refused(p, 0)
+            + reasons(
+                (height != HEIGHT or width not in WIDTHS, f"blocks must be 16x16, 16x32 or 16x64, got {size}"),
+                (p.nnz // (height * width) >= MOST_BLOCKS, f"numbers of blocks must fit 28 bits, got nnz = {p.nnz}"),
+                (table > most, f"its table would have {table:,} bytes, more than a tenth of the blocks"),
+            )
+        )
 
     def records(self, a: Any, p: Problem) -> InMemory:
         def build() -> tuple[Array, Array]:

@@ -32,6 +32,11 @@ SHARED = 226 << 10
 """Bytes of shared memory of a multiprocessor that blocks may have, what each needs beside it left out."""
 MOST_PIECES = 1 << 32
 """Pieces of 16 bytes are counted in 32 bits."""
+EXTENTS = (
+    (1, 16, 6), (1, 16, 4), (2, 16, 3), (1, 32, 6), (2, 32, 3), (1, 64, 4), (1, 64, 3), (2, 64, 2), (2, 64, 1),
+    (1, 128, 3), (1, 128, 2), (2, 128, 1), (3, 128, 1), (2, 192, 1), (2, 256, 1),
+)  # fmt: skip
+"""Of tiles: warpgroups, columns, blocks of threads that a multiprocessor runs at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,6 +170,12 @@ class Tile(expanding.Tile):
         return f"{self.extent}" + (f" parts {self.parts}" if self.parts > 1 else "")
 
 
+def tiles_of(**records: Any) -> tuple[Tile, ...]:
+    """The tiles of a kernel with every number of parts of K. records: what a ``Tile`` says about its records."""
+    some = (Tile(*extent, **records) for extent in EXTENTS)
+    return tuple(replace(tile, parts=parts) for tile in some for parts in expanding.PARTS)
+
+
 def room_of(longest: int) -> int:
     """Bytes of shared memory for records of up to ``longest`` bytes, so that what follows starts on a row of banks."""
     return 128 * ceil_div(max(1, longest), 128)
@@ -182,7 +193,14 @@ class RecordProducts(CudaKernel):
     """Path of the ``.cu`` file, whose kernel has its name."""
     archs = ARCHS
     tiles: ClassVar[tuple[Tile, ...]]
-    compiled: ClassVar[tuple[tuple[str, str], ...]]
+    compiled: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("64x16, 6 blocks parts 8", "col"), ("64x16, 4 blocks", "wide"), ("128x16, 3 blocks", "col"),
+        ("64x32, 6 blocks", "col"), ("128x32, 3 blocks", "row"), ("64x64, 4 blocks", "wide"),
+        ("64x64, 3 blocks", "row"), ("128x64, 2 blocks parts 4", "wide"), ("128x64", "col"),
+        ("64x128, 3 blocks", "row"), ("64x128, 2 blocks parts 2", "col"), ("128x128 parts 3", "col"),
+        ("128x128", "wide"), ("192x128 parts 3", "col"), ("192x128", "row"), ("128x192", "col"),
+        ("128x256 parts 2", "row"),
+    )  # fmt: skip
     """Names of tiles that the compile tests build, each with the operands: row, col, or wide (float16, float32 C)."""
     compiled_params: ClassVar[tuple[tuple[str, Any], ...]] = ()
     """of the format, for the compile tests"""
@@ -295,8 +313,3 @@ def refused(p: Problem, pieces: int) -> list[str]:
         (p.device == "cuda" and p.sm != 90, f"needs sm_90a (wgmma), got {p.sm_name}"),
         (p.M * p.K == 0, f"A must not be empty (a TMA map has no zero extents), got {p.M}x{p.K}"),
     )
-
-
-def with_parts(tiles: Iterable[Tile]) -> tuple[Tile, ...]:
-    """Each tile with every number of parts of K."""
-    return tuple(replace(tile, parts=parts) for tile in tiles for parts in expanding.PARTS)
