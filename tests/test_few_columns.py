@@ -78,7 +78,7 @@ def test_tiles_of_bitmask_fit() -> None:
 def test_they_are_chosen(layout: str) -> None:
     """One column is for the CUDA cores, tens of columns for tensor cores."""
     for n, kernel in ((1, TOKENS), (16, TENSOR), (64, TENSOR)):
-        assert sf.explain(layer("bitmask", 1024, 4096, n, 0.3, layout), backend="cuda").chosen == kernel.name
+        assert sf.explain(layer("bitmask", 3072, 3072, n, 0.3, layout), backend="cuda").chosen == kernel.name
     for n in (1, 8, 16):
         blocks = layer("bsr", 5120, 5120, n, 0.2, layout, blocksize=(32, 32))
         assert sf.explain(blocks, backend="cuda").chosen == bsr.KERNEL.name
