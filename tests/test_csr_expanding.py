@@ -16,10 +16,12 @@ from exact import (
     hopper,
     product,
 )
+from test_kernels import problem
 
 from spformat.backends.cuda.csr import spmm_csr_expanding_sm90a as expanding
 from spformat.backends.cuda.runtime.record_products import Tile, room_of
 from spformat.formats import CSR
+from spformat.products.roofline import device_of
 
 KERNEL = expanding.SpmmCSRExpanding()
 
@@ -45,6 +47,19 @@ def test_stages_fit_a_multiprocessor(tile: Tile) -> None:
         assert tile.barriers(room) % 16 == 0
         assert tile.stages_end(room) >= tile.staged(tile.stages(room), room)
     assert len({str(t) for t in expanding.TILES}) == len(expanding.TILES)
+
+
+@pytest.mark.parametrize("n", [1, 24, 200, 768, 4000])
+def test_all_clusters_run_at_one_time(n: int) -> None:
+    p = problem(CSR.from_dense(np.ones((16, 64), np.float16)), n, "float16", ("col", "col"), 90)
+    parts = []
+    for M in (768, 4096, 14336):
+        q = p.changed(M=M, K=4096, nnz=M * 400)
+        for tile in KERNEL.options(q):
+            tiles = -(-M // tile.rows) * -(-n // tile.cols)
+            assert tile.parts == 1 or tiles <= device_of(q).clusters(tile.parts, tile.resident), str(tile)
+            parts.append(tile.parts)
+    assert (max(parts) > 1) == (n < 4000)
 
 
 CASES = [

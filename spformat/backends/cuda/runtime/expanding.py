@@ -72,9 +72,16 @@ def longest(p: Problem, tile: Tile, parts: int, steps: int, device: Device) -> i
 
 
 def parts_of(p: Problem, tile: Tile, steps: int, device: Device) -> Iterator[int]:
-    """Numbers of parts that are worth considering: each leaves a multiprocessor fewer steps than all smaller ones."""
+    """Numbers of parts that are worth considering: each leaves a multiprocessor fewer steps than all smaller ones, and
+    all clusters run at one time.
+
+    Clusters that wait for others were the fastest way in 36 of 1,283 measured products, by 1.21 times at most, and took
+    up to 2.8 times as long as expected: each round of them starts and ends by barriers.
+    """
     least = None
     for parts in PARTS[: max(1, steps)]:
+        if parts > 1 and tiles_of(p, tile) > device.clusters(parts, tile.resident):
+            return
         own = longest(p, tile, parts, steps, device)
         if least is None or own < least:
             least = own

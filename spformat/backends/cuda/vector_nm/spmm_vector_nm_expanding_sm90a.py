@@ -111,15 +111,12 @@ class SpmmVectorNMExpanding(CudaKernel):
     def options(self, p: Problem) -> list[Split[Tile]]:
         """Tiles between a quarter of C's width and twice of it.
 
-        Numbers of parts of K as long as each shortens the way of a block along K, and all clusters run at one time: of
-        284 tiles whose clusters waited for others none was the fastest on an H100, and some took three times as long as
-        expected.
+        Numbers of parts of K as long as each shortens the way of a block along K, and all clusters run at one time.
         """
         steps, device = steps_of(pattern(p)), device_of(p)
         return [
             Split(t, parts) for t in TILES if expanding.wide_enough(t.cols, p.n)
             for parts in expanding.parts_of(p, t, steps, device)
-            if parts == 1 or expanding.tiles_of(p, t) <= device.clusters(parts, t.resident)
         ]  # fmt: skip
 
     def variant(self, p: Problem, tile: Split[Tile]) -> tuple[str, ...]:
