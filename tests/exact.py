@@ -104,3 +104,20 @@ def assert_zeros_meet_no_infinity(kernel: CudaKernel, fmt: type[Format], tile: A
     x = matrix(rng, 136, 136, 0.5, "bfloat16")
     B, wanted = infinite(rng, x, 72)
     assert equal(product(kernel, tile, fmt.from_dense(x), B, "bfloat16", (layout, layout), 0), wanted)
+
+
+# ------------------------------------------------------------------ tiles of the kernels that decode records
+
+
+def tile_in(tiles: tuple[Any, ...], warpgroups: int, cols: int, resident: int, parts: int) -> Any:
+    """The one of these warpgroups and columns, blocks on a multiprocessor and parts of K."""
+    wanted = warpgroups, cols, resident, parts
+    return next(t for t in tiles if (t.warpgroups, t.cols, t.resident, t.parts) == wanted)
+
+
+def assert_stages_fit(tile: Any, room: int, resident: int) -> None:
+    """Shared memory of a multiprocessor has room for ``resident`` blocks, with records of ``room`` bytes."""
+    assert tile.stages(room) >= 2
+    assert resident * (tile.smem(room) + 1024) <= 228 << 10
+    assert tile.barriers(room) % 16 == 0
+    assert tile.stages_end(room) >= tile.staged(tile.stages(room), room)

@@ -9,7 +9,12 @@ import emulator
 import numpy as np
 import pytest
 from emulator.process import printed
-from exact import assert_integers_exact, assert_takes_16_bits_on_hopper, assert_zeros_meet_no_infinity
+from exact import (
+    assert_integers_exact,
+    assert_stages_fit,
+    assert_takes_16_bits_on_hopper,
+    assert_zeros_meet_no_infinity,
+)
 from test_kernels import problem
 
 import spformat as sf
@@ -27,10 +32,7 @@ def test_what_it_takes() -> None:
 @pytest.mark.parametrize("tile", expanding.TILES, ids=str)
 def test_stages_fit_a_multiprocessor(tile: Tile) -> None:
     for room in range(256, 2432, 128):  # records without values to those without zeros
-        assert tile.stages(room) >= 2
-        assert tile.resident * (tile.smem(room) + 1024) <= 228 << 10
-        assert tile.stages_end(room) % 16 == 0
-        assert tile.stages_end(room) >= tile.staged(tile.stages(room), room)
+        assert_stages_fit(tile, room, tile.resident)
     assert len({str(t) for t in expanding.TILES}) == len(expanding.TILES)
 
 

@@ -3,6 +3,7 @@ one."""
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -10,7 +11,7 @@ import emulator
 import numpy as np
 import pytest
 from emulator.process import printed
-from exact import assert_exact, equal, hopper, infinite, matrix, product
+from exact import assert_exact, assert_stages_fit, equal, hopper, infinite, matrix, product, tile_in
 from test_bsr_stream import blocks_of
 from test_kernels import on_device, problem
 
@@ -22,12 +23,7 @@ from spformat.backends.cuda.runtime.record_products import Tile
 
 KERNEL = expanding.SpmmBSRExpanding()
 WIDTHS = expanding.WIDTHS
-
-
-def tile_of(warpgroups: int, cols: int, resident: int, parts: int) -> Tile:
-    """A tile of the kernel."""
-    wanted = warpgroups, cols, resident, parts
-    return next(t for t in expanding.TILES if (t.warpgroups, t.cols, t.resident, t.parts) == wanted)
+tile_of = functools.partial(tile_in, expanding.TILES)
 
 
 @pytest.mark.parametrize(
@@ -52,10 +48,7 @@ def test_what_it_takes(changes: dict[str, Any], part: str) -> None:
 @pytest.mark.parametrize("tile", expanding.TILES, ids=str)
 def test_stages_fit_a_multiprocessor(tile: Tile) -> None:
     room = KERNEL.expected_room(sample_problem("bsr", (16, 16), "bfloat16", "bfloat16", "col", "col"))
-    assert tile.stages(room) >= 2
-    assert tile.resident * (tile.smem(room) + 1024) <= 228 << 10
-    assert tile.barriers(room) % 16 == 0
-    assert tile.stages_end(room) >= tile.staged(tile.stages(room), room)
+    assert_stages_fit(tile, room, tile.resident)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -11,10 +12,12 @@ import pytest
 from emulator.process import printed
 from exact import (
     assert_integers_exact,
+    assert_stages_fit,
     assert_takes_16_bits_on_hopper,
     assert_zeros_meet_no_infinity,
     hopper,
     product,
+    tile_in,
 )
 from test_kernels import problem
 
@@ -24,12 +27,7 @@ from spformat.formats import CSR
 from spformat.products.roofline import device_of
 
 KERNEL = expanding.SpmmCSRExpanding()
-
-
-def tile_of(warpgroups: int, cols: int, resident: int, parts: int) -> Tile:
-    """A tile of the kernel."""
-    wanted = warpgroups, cols, resident, parts
-    return next(t for t in expanding.TILES if (t.warpgroups, t.cols, t.resident, t.parts) == wanted)
+tile_of = functools.partial(tile_in, expanding.TILES)
 
 
 def test_what_it_takes() -> None:
@@ -40,12 +38,8 @@ def test_what_it_takes() -> None:
 def test_stages_fit_a_multiprocessor(tile: Tile) -> None:
     for longest in range(16, 4 * 4096 + 32, 16):  # records without items to those without zeros
         room = room_of(longest)
-        assert tile.stages(room) >= 2
         # Of denser records fewer blocks fit shared memory than registers allow.
-        resident = tile.resident if longest <= 4 * 2048 else 1
-        assert resident * (tile.smem(room) + 1024) <= 228 << 10
-        assert tile.barriers(room) % 16 == 0
-        assert tile.stages_end(room) >= tile.staged(tile.stages(room), room)
+        assert_stages_fit(tile, room, tile.resident if longest <= 4 * 2048 else 1)
     assert len({str(t) for t in expanding.TILES}) == len(expanding.TILES)
 
 

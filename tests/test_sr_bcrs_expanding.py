@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
 import emulator
 import pytest
 from emulator.process import printed
-from exact import assert_integers_exact, assert_takes_16_bits_on_hopper, assert_zeros_meet_no_infinity
+from exact import (
+    assert_integers_exact,
+    assert_stages_fit,
+    assert_takes_16_bits_on_hopper,
+    assert_zeros_meet_no_infinity,
+    tile_in,
+)
 
 from spformat.backends.cuda.runtime.record_products import Tile, room_of
 from spformat.backends.cuda.sr_bcrs import mma_fragments
@@ -16,12 +23,7 @@ from spformat.backends.cuda.sr_bcrs import spmm_sr_bcrs_expanding_sm90a as expan
 from spformat.formats import SRBCRS
 
 KERNEL = expanding.SpmmSRBCRSExpanding()
-
-
-def tile_of(warpgroups: int, cols: int, resident: int, parts: int) -> Tile:
-    """A tile of the kernel."""
-    wanted = warpgroups, cols, resident, parts
-    return next(t for t in expanding.TILES if (t.warpgroups, t.cols, t.resident, t.parts) == wanted)
+tile_of = functools.partial(tile_in, expanding.TILES)
 
 
 def test_what_it_takes() -> None:
@@ -32,12 +34,8 @@ def test_what_it_takes() -> None:
 def test_stages_fit_a_multiprocessor(tile: Tile) -> None:
     for longest in range(16, mma_fragments.MOST_BYTES + 16, 16):  # records without slots to those without zeros
         room = room_of(longest)
-        assert tile.stages(room) >= 2
         # Of denser records fewer blocks fit shared memory than registers allow.
-        resident = tile.resident if longest <= 2048 else 1
-        assert resident * (tile.smem(room) + 1024) <= 228 << 10
-        assert tile.barriers(room) % 16 == 0
-        assert tile.stages_end(room) >= tile.staged(tile.stages(room), room)
+        assert_stages_fit(tile, room, tile.resident if longest <= 2048 else 1)
         # The record of a step is not overwritten before its second step is multiplied.
         assert 2 * tile.records(tile.stages(room)) // (tile.rows // mma_fragments.PANEL) - 1 >= tile.stages(room)
     assert len({str(t) for t in expanding.TILES}) == len(expanding.TILES)
