@@ -18,7 +18,7 @@ expand_sr_bcrs_slots(const u32* __restrict__ first, const u8* __restrict__ piece
     __shared__ __align__(16) u16 image[PANEL_ROWS * PITCH];
     const i64 row0 = blockIdx.x / Q * PANEL_ROWS, column0 = blockIdx.x % Q * DEPTH;
     const u32 at = first[blockIdx.x];
-    const u8* record = pieces + static_cast<u64>(at & 0x0FFFFFFF) * 16;
+    const u8* record = pieces + bytes_before(at);
     for (int i = threadIdx.x; i < PANEL_ROWS * PITCH / 8; i += THREADS) reinterpret_cast<uint4*>(image)[i] = make_uint4(0, 0, 0, 0);
     __syncthreads();
 #pragma unroll 2

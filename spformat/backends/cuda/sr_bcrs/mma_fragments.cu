@@ -125,7 +125,7 @@ __global__ void panel_fill(const Ptr* __restrict__ indptr, const Index* __restri
     const Columns set = slots_of(used[warp], indptr, indices, data, row0, row1, t, g, k0);
     clear(&words[warp][0][0], MOST_STEPS * (PANEL_ROWS / 8));
     const int steps = cdiv(set.size(), 16);
-    u8* out = pieces + static_cast<u64>(first[at] & 0x0FFFFFFF) * 16;
+    u8* out = pieces + bytes_before(first[at]);
     int lowest = 0;
 #pragma unroll
     for (int w = WORDS - 1; w >= 0; --w)

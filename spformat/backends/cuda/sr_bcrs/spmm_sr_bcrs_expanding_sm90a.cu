@@ -20,14 +20,14 @@ struct SlotRecords {
     __device__ __forceinline__ SlotRecords(unsigned char* image) : image(image), zeros(shared_address(image) + LIST) {
         if (threadIdx.x % 32 == 0) *reinterpret_cast<uint4*>(image + LIST) = uint4{};
     }
-    static __device__ __forceinline__ u64 offset(u32 start) { return static_cast<u64>(start & 0x0FFFFFFF) * 16; }
+    static __device__ __forceinline__ u64 offset(u32 start) { return bytes_before(start); }
     static __device__ __forceinline__ u32 bytes(u32 start, u32 next) { return pieces_between(start, next) * 16; }
     static __device__ __forceinline__ u32 note(u32 start) { return steps_of(start); }
 
     // Lane 16e + j: the slot of the e-th eight rows at place j of each header.
     __device__ __forceinline__ void list(const unsigned char* record, u32 headers) const {
         const u32 lane = threadIdx.x % 32, place = lane % 16, eight = lane / 16, half = threadIdx.x / 32 % 2;
-        __syncwarp();  // no lane reads the list before any more
+        __syncwarp();  // no lane still reads the list of the record before
         *reinterpret_cast<uint4*>(image + lane * 16) = uint4{};
         __syncwarp();
 #pragma unroll 2

@@ -28,13 +28,16 @@ constexpr int MOST_STEPS = DEPTH / 16;   // of a panel in a chunk
 constexpr int HEADER = 32;               // bytes
 constexpr int MOST_BYTES = MOST_STEPS * HEADER + PANEL_ROWS / 8 * DEPTH * 16;  // of a record
 
+// Of an entry of `first`: the bytes before its record.
+__device__ __forceinline__ u64 bytes_before(u32 first) { return static_cast<u64>(first & 0x0FFFFFFF) * 16; }
+
 // The matrix in slots.
 struct Slots {
     const u32* first;
     const u8* pieces;
     i64 Q;
 
-    __device__ __forceinline__ const u8* record(u32 at) const { return pieces + static_cast<u64>(at & 0x0FFFFFFF) * 16; }
+    __device__ __forceinline__ const u8* record(u32 at) const { return pieces + bytes_before(at); }
 };
 __device__ __forceinline__ int steps_of(u32 first) { return first >> 28; }
 // Pieces of the record between two entries of `first`.
