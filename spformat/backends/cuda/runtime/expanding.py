@@ -18,8 +18,9 @@ from ....products.roofline import TENSOR_16, Device
 from . import tensor_map
 from .launch import Operands
 
-DEPTH, SLOT = 64, 2048
-"""Columns of A in a step, bytes in which a warp stages C; as in the kernels."""
+DEPTH, SLOT, STRIP = 64, 2048, 16 * 16
+"""Columns of A in a step, bytes in which a warp stages C, elements of C that a block adds up at a time; as in the
+kernels."""
 PARTS = range(1, 9)
 """Parts of K, each a block of a cluster."""
 TERMS = ("launch", "steps", "memory", "loads", "products", "clusters", "parts", "C by stores")
@@ -51,6 +52,13 @@ class Tile:
     @property
     def threads(self) -> int:
         return 128 * self.warpgroups + 32
+
+
+def way_out(tile: Tile, parts: int) -> int:
+    """Bytes of shared memory in which sums become C; as in the header."""
+    strips = tile.rows * tile.cols // STRIP
+    handed_over = ceil_div(strips, parts) * parts * STRIP * 4 + 128 if parts > 1 else 0
+    return handed_over + tile.rows // 16 * SLOT
 
 
 def wide_enough(cols: int, n: int) -> bool:

@@ -154,8 +154,7 @@ class Tile(expanding.Tile):
 
     def stages_end(self, room: int) -> int:
         """Bytes of the stages, or of what takes their place on the way of C."""
-        sums = 4 * self.rows * self.cols if self.parts > 1 else 0
-        return max(self.staged(self.stages(room), room), sums + self.rows // WARP_ROWS * SLOT)
+        return max(self.staged(self.stages(room), room), expanding.way_out(self, self.parts))
 
     def barriers(self, room: int) -> int:
         """Where the barriers start."""

@@ -86,20 +86,24 @@ template <class Out> struct Result {
     int M, N;
 };
 
-// One warp stores 16 rows x COLS columns of C from (row, col) through `slot`, SLOT bytes. Whether all of them are finite; if
-// not, they went by ordinary stores, and the lanes of this warp may read them.
+// Strips of 16-bit C that find room in a warp's SLOT bytes beside each other.
+template <class Out, int COLS> constexpr int strips_at_once = sizeof(Out) == 2 ? SLOT / (16 * COLS * 2) : 1;
+
+// One warp stores 16 rows x COLS columns of C from (row, col) through `slot`, its SLOT bytes. number: of the strips that this warp
+// stored before. Whether all of the sums are finite; if not, they went by ordinary stores, and the lanes of this warp may read them.
 template <class Out, bool CCol, int COLS>
-__device__ __forceinline__ bool store_strip(const float* sums, char* slot, const Result<Out>& c, int row, int col) {
+__device__ __forceinline__ bool store_strip(const float* sums, char* slot, const Result<Out>& c, int row, int col, int number) {
+    constexpr int AT_ONCE = strips_at_once<Out, COLS>;
     const int lane = threadIdx.x % 32;
     bool finite = true;
 #pragma unroll
     for (int i = 0; i < COLS / 2; ++i) finite = finite && isfinite(to_float(from_float<Out>(sums[i])));
     finite = __all_sync(0xFFFFFFFF, finite);
-    if (lane == 0) tma::store_wait_read<0>();  // the slot may hold the strip before
-    __syncwarp();
     if constexpr (sizeof(Out) == 2) {
         if (c.by_copies && finite) {
-            const u32 to = shared_address(slot);
+            if (lane == 0) tma::store_wait_read<AT_ONCE - 1>();  // what the slot held there
+            __syncwarp();
+            const u32 to = shared_address(slot) + number % AT_ONCE * (16 * COLS * 2);
 #pragma unroll
             for (int j = 0; j < COLS / 8; j += 2) {
                 const float* x = sums + 4 * j;
@@ -117,6 +121,8 @@ __device__ __forceinline__ bool store_strip(const float* sums, char* slot, const
             return true;
         }
     }
+    if (lane == 0) tma::store_wait_read<0>();
+    __syncwarp();
     constexpr int PART = COLS < 128 / int(sizeof(Out)) ? COLS : 128 / int(sizeof(Out));
     static_assert(store_m16_scratch<Out, PART / 8> <= SLOT, "a warp's strip fits");
     const bool vector = vector_aligned(c.data, c.ldc);
@@ -139,8 +145,14 @@ __device__ __forceinline__ void again(const Result<Out>& c, int row, int col, in
     }
 }
 
-// Bytes that store_tile needs.
-template <int WG, int BN, int Parts> constexpr int way_out = (Parts > 1 ? 64 * WG * BN * 4 : 0) + 4 * WG * SLOT;
+// Strips of 16 x 16 sums of a tile, and those that each block of a cluster adds up.
+template <int WG, int BN> constexpr int strips = 4 * WG * BN / 16;
+template <int WG, int BN, int Parts> constexpr int own_strips = (strips<WG, BN> + Parts - 1) / Parts;
+constexpr int STRIP_BYTES = 16 * 16 * 4;
+// Bytes for what the blocks of a cluster hand over, and all that store_tile needs: these, a slot for each warp, and a barrier.
+template <int WG, int BN, int Parts> constexpr int handed_over = Parts > 1 ? own_strips<WG, BN, Parts> * Parts * STRIP_BYTES : 0;
+template <int WG, int BN, int Parts>
+constexpr int way_out = handed_over<WG, BN, Parts> + 4 * WG * SLOT + (Parts > 1 ? 128 : 0);
 
 // The sums of a tile to C from (m0, n0), through `shared` (1024-byte aligned), which held stages: no copy is on its way to
 // them any more, and no product of this thread reads them. All threads that multiply call it.
@@ -154,33 +166,50 @@ __device__ __forceinline__ void store_tile(const float (&acc)[BN / 2], unsigned 
     constexpr int THREADS = 128 * WG, WARPS = 4 * WG, STRIP = Parts > 1 ? 16 : strip_columns<BN>;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     named_barrier(1, THREADS);
-    char* const slot = reinterpret_cast<char*>(shared) + way_out<WG, BN, Parts> - (WARPS - warp) * SLOT;
+    char* const slot = reinterpret_cast<char*>(shared) + handed_over<WG, BN, Parts> + warp * SLOT;
     if constexpr (Parts == 1) {
 #pragma unroll
         for (int i = 0; i < BN / STRIP; ++i)
-            if (!store_strip<Out, CCol, STRIP>(acc + i * (STRIP / 2), slot, c, m0 + warp * 16, n0 + i * STRIP))
+            if (!store_strip<Out, CCol, STRIP>(acc + i * (STRIP / 2), slot, c, m0 + warp * 16, n0 + i * STRIP, i))
                 redo(m0 + warp * 16, n0 + i * STRIP, STRIP);
     } else {
-        float4* const own = reinterpret_cast<float4*>(shared);
+        // Strip i belongs to block i % Parts, which has room for it from every part. The blocks send their sums to where they are
+        // added up: loads from other blocks would need a release of the whole GPU before them, and a second barrier behind them.
+        constexpr int STRIPS = strips<WG, BN>;
+        const u32 base = shared_address(shared), bar = base + way_out<WG, BN, Parts> - 128;
+        if (threadIdx.x == 0) barrier::init(bar, 1), barrier::fence_init();
+        __syncwarp();
+        if (threadIdx.x == 0) barrier::expect(bar, (STRIPS + Parts - 1 - part) / Parts * ((Parts - 1) * STRIP_BYTES));
+        __syncwarp();
+        cluster::arrive();  // no block of the cluster reads its stages any more: they have room for sums
+        cluster::wait();
 #pragma unroll
-        for (int j = 0; j < BN / 8; ++j)
-            own[j * THREADS + threadIdx.x] = make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
-        cluster::sync();
+        for (int j = 0; j < BN / 16; ++j) {
+            const int i = warp + WARPS * j, owner = i % Parts;
+            const u32 to = base + (i / Parts * Parts + part) * STRIP_BYTES + lane * 16;
+            if (owner == part) {
+                store_shared_4(to, acc + 8 * j), store_shared_4(to + STRIP_BYTES / 2, acc + 8 * j + 4);
+            } else {
+                const u32 peer = cluster::map(to, owner), peer_bar = cluster::map(bar, owner);
+                cluster::store_async_4(peer, acc + 8 * j, peer_bar);
+                cluster::store_async_4(peer + STRIP_BYTES / 2, acc + 8 * j + 4, peer_bar);
+            }
+        }
+        named_barrier(1, THREADS);  // what this block's own warps stored
+        barrier::wait_cluster(bar, 0);
 #pragma unroll 1
-        for (int i = part + Parts * warp; i < WARPS * BN / 16; i += Parts * WARPS) {
-            const int of_warp = i % WARPS, pair = i / WARPS;
+        for (int own = warp; own * Parts + part < STRIPS; own += WARPS) {
             float sums[8] = {};
 #pragma unroll
             for (int from = 0; from < Parts; ++from) {
-                const u32 at = cluster::map(shared_address(shared) + (2 * pair * THREADS + of_warp * 32 + lane) * 16, from);
-                const float4 x = cluster::load_4(at), y = cluster::load_4(at + THREADS * 16);
+                const u32 at = base + (own * Parts + from) * STRIP_BYTES + lane * 16;
+                const float4 x = load_shared_4(at), y = load_shared_4(at + STRIP_BYTES / 2);
                 sums[0] += x.x, sums[1] += x.y, sums[2] += x.z, sums[3] += x.w;
                 sums[4] += y.x, sums[5] += y.y, sums[6] += y.z, sums[7] += y.w;
             }
-            const int row = m0 + of_warp * 16, col = n0 + pair * 16;
-            if (!store_strip<Out, CCol, 16>(sums, slot, c, row, col)) redo(row, col, 16);
+            const int i = own * Parts + part, row = m0 + i % WARPS * 16, col = n0 + i / WARPS * 16;
+            if (!store_strip<Out, CCol, 16>(sums, slot, c, row, col, own / WARPS)) redo(row, col, 16);
         }
-        cluster::sync();  // the other blocks may still read this one's sums
     }
     if (lane == 0) tma::store_wait_read<0>();
 }

@@ -87,23 +87,29 @@ __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u
     const u32* ends = starts + line * ((s.steps + STEPS - 1) / STEPS) + first / STEPS;
     u32 start = 0, end = 0;
     if (copies && first < last) start = ends[0], end = ends[1];
+    auto fetch_b = [&](int k) {
+        const u32 stage = (k - first) % STAGES;
+        load_tile<BN, BCol>(base + stage * B_BYTES, b_map, full + 8 * stage, k * DEPTH, n0);
+    };
+    if (loads && lane == 0 && first < last) barrier::announce(full, B_BYTES), fetch_b(first);  // before `starts` is there
     auto fetch = [&](int k) {  // steps in order; all lanes of the warp that loads
         const u32 number = k - first, stage = number % STAGES, bar = full + 8 * stage;
         const bool begins = number % STEPS == 0;  // a record
         const u32 following = begins && copies && k + STEPS < last ? ends[number / STEPS + 2] : end;
         if (number >= STAGES) barrier::wait(empty + 8 * stage, number / STAGES - 1 & 1);
         const u32 bytes = begins && copies ? Records::bytes(start, end) : 0;
+        const u32 b_bytes = number > 0 ? B_BYTES : 0;  // the first step has its tile
         const int to = place(number, lane);
         if constexpr (Records::NOTES) {  // each lane announces what it copies: then its note is there for all who wait
             if (copies && begins) notes[to] = Records::note(start);
-            if (copies) barrier::expect(bar, bytes + (lane == 0 ? B_BYTES : 0));
+            if (copies) barrier::expect(bar, bytes + (lane == 0 ? b_bytes : 0));
         } else {
             const u32 all = __reduce_add_sync(0xFFFFFFFFu, bytes);
-            if (lane == 0) barrier::expect(bar, all + B_BYTES);
+            if (lane == 0) barrier::expect(bar, all + b_bytes);
         }
         __syncwarp();
         if (bytes) tma::load_bulk(base + record_at(to), records + Records::offset(start), bytes, bar);
-        if (lane == 0) load_tile<BN, BCol>(base + stage * B_BYTES, b_map, bar, k * DEPTH, n0);
+        if (lane == 0 && b_bytes) fetch_b(k);
         if (begins) start = end, end = following;
     };
     constexpr int EARLY = STAGES - 2;  // steps: a warp may still multiply the last one when the next one is multiplied
