@@ -1,9 +1,10 @@
-// C[M,N] = A[M,K] @ B[K,N], A in BSR or DBSR with 16-bit values and blocks of 16 x Width, Width 16, 32 or 64, on Hopper's wgmma.
-// Grid, block and the other operands: record_products.cuh.
+// C[M,N] = A[M,K] @ B[K,N], A in BSR or DBSR with 16-bit values, on Hopper's wgmma. Blocks of Height x Width: 16 or 32 high; 16, 32
+// or 64 wide. Grid, block and the other operands: record_products.cuh.
 //
-//   records   T[blocks, 16, Width]   the blocks of A as they are stored, on a 16-byte boundary
-//   starts    u32[ceil(M/16) * ceil(K/64) + 1]   of the blocks that a block row has in 64 columns: which of the 64/Width are
-//             there, a bit each from bit 28 up, and how many blocks of A come before them
+//   records   T[blocks, Height, Width]   the blocks of A as they are stored, on a 16-byte boundary
+//   starts    u32[filled * ceil(K/64) + 1]   of the blocks that a block row has in 64 columns: which of the 64/Width are there, a
+//             bit each from bit 28 up, and how many blocks of A come before them. Lines are the block rows that have blocks, then
+//             the others
 //
 // A becomes dense on its way to the registers: ldmatrix reads a block where there is one, and zeros elsewhere. Blocks that are not
 // stored are multiplied as zeros, so that this pays where a third of the blocks or more is there.
@@ -12,8 +13,8 @@
 using namespace spformat;
 using namespace spformat::expanding;
 
-template <class T, int Width> struct BlockRecords {
-    static constexpr int ROWS = 16, STEPS = 1, IMAGE = 16;  // the image is zeros
+template <class T, int Height, int Width> struct BlockRecords {
+    static constexpr int ROWS = Height, STEPS = 1, IMAGE = 16;  // the image is zeros
     static constexpr bool NOTES = true;
     static constexpr u32 BLOCK = ROWS * Width * sizeof(T);
     u32 zeros;
@@ -28,7 +29,8 @@ template <class T, int Width> struct BlockRecords {
 
     __device__ __forceinline__ void take(u32 (&a)[4][4], const unsigned char* record, u32 there, int) const {
         // Tile lane/8 of ldmatrix is rows 0-7, then 8-15, of columns 0-7, then of columns 8-15.
-        const u32 lane = threadIdx.x % 32, from = shared_address(record) + lane % 16 * (2 * Width) + lane / 16 * 16;
+        const u32 lane = threadIdx.x % 32, row = threadIdx.x / 32 % (Height / 16) * 16 + lane % 16;
+        const u32 from = shared_address(record) + row * (2 * Width) + lane / 16 * 16;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const u32 bit = 1u << i * 16 / Width, block = __popc(there & (bit - 1));
@@ -53,11 +55,11 @@ template <class T, int Width> struct BlockRecords {
     }
 };
 
-template <class T, class Out, int Width, int WG, int BN, int STAGES, int Parts, int Resident, bool Ahead, bool BCol, bool CCol>
+template <class T, class Out, int Height, int Width, int WG, int BN, int STAGES, int Parts, int Resident, bool Ahead, bool BCol, bool CCol>
 __global__ void __cluster_dims__(Parts, 1, 1) __launch_bounds__(record_threads<WG, BN>, Resident)
 spmm_bsr_expanding_sm90a(const __grid_constant__ RecordExtents s, const u8* __restrict__ records, const u32* __restrict__ starts,
                          const __grid_constant__ TensorMap b_map, const T* __restrict__ B, i64 b_k, i64 b_n,
                          const __grid_constant__ TensorMap c_map, int by_copies, Out* C, int N, i64 ldc) {
-    multiply_records<BlockRecords<T, Width>, T, Out, WG, BN, STAGES, Parts, Ahead, BCol, CCol>(
+    multiply_records<BlockRecords<T, Height, Width>, T, Out, WG, BN, STAGES, Parts, Ahead, BCol, CCol>(
             s, records, starts, b_map, B, b_k, b_n, c_map, by_copies, C, N, ldc);
 }

@@ -16,7 +16,7 @@ from ....products.problem import COL, LINE, PITCH, ROW, Problem, itemsize, pitch
 from ....products.roofline import Device, device_of
 from . import expanding, jit, tensor_map
 from .copy_lines import Copy, copy_of
-from .expanding import DEPTH, SLOT
+from .expanding import DEPTH
 from .kernel import CudaKernel, Prepared
 from .launch import Bound, Launch, Operands
 from .scratch import Scratch
@@ -80,6 +80,9 @@ class InMemory(NamedTuple):
     data: Any
     starts: Any
     longest: int
+    filled: int | None = None
+    """Where lines of records may be in another order than in C: the first ones, which have records. Behind the starts
+    of these are the numbers of all lines. None: all lines have records and are in order."""
 
 
 class Extents(ctypes.Structure):
@@ -87,7 +90,7 @@ class Extents(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_int32)
-        for name in ("M", "K", "steps", "steps_per_part", "row_tiles", "room", "images", "barriers")
+        for name in ("M", "K", "steps", "steps_per_part", "row_tiles", "filled", "listed", "room", "images", "barriers")
     ]  # fmt: skip
 
 
@@ -215,14 +218,24 @@ class RecordProducts(CudaKernel):
         """``room_of`` the longest record, estimated before there are any."""
         raise NotImplementedError(f"{type(self).__name__} does not implement expected_room")
 
+    def tiles_for(self, p: Problem) -> tuple[Tile, ...]:
+        """The tiles for the records of a problem."""
+        return self.tiles
+
+    def filled_rows(self, p: Problem) -> int:
+        """Rows of C that have records."""
+        return p.M
+
     def options(self, p: Problem) -> Iterable[Tile]:
         """Tiles between a quarter of C's width and twice of it.
 
         Numbers of parts of K as long as each shortens the way of a block along K.
         """
-        steps, device = ceil_div(p.K, DEPTH), device_of(p)
-        some = [t for t in self.tiles if expanding.wide_enough(t.cols, p.n)]
-        return [t for t in some if t.parts in expanding.parts_of(p, t, steps, device)]
+        steps, device, rows = ceil_div(p.K, DEPTH), device_of(p), self.filled_rows(p)
+        some = [t for t in self.tiles_for(p) if expanding.wide_enough(t.cols, p.n)]
+        return [
+            t for t in some if t.parts in expanding.parts_of(expanding.tiles_of(rows, p, t), t, steps, device)
+        ]  # fmt: skip
 
     def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
         """By columns of the tile, whatever the number of parts."""
@@ -232,7 +245,8 @@ class RecordProducts(CudaKernel):
         """Ideal microseconds of each of ``terms``: those of ``expanding``, then of a column-major C and of the launch
         that copies B."""
         loaded = tile.loaded(self.expected_room(p))
-        own = expanding.quantities(p, tile, tile.parts, ceil_div(p.K, DEPTH), loaded, device)
+        tiles = expanding.tiles_of(self.filled_rows(p), p, tile)
+        own = expanding.quantities(p, tile, tiles, tile.parts, ceil_div(p.K, DEPTH), loaded, device)
         by_columns = p.out_layout == COL or p.n == 1
         column_major = memory_us(p.M * p.n * itemsize(p.out_dtype), device) if by_columns else 0.0
         return *own, column_major, *expanding.copy_of_b_us(p, p.n > 1 and b_alignment(p) < LINE, device)
@@ -247,8 +261,10 @@ class RecordProducts(CudaKernel):
         row_tiles, smem = ceil_div(p.M, tile.rows), tile.smem(room)
         steps = ceil_div(p.K, DEPTH)
         own = tile.record_steps * ceil_div(ceil_div(steps, tile.record_steps), tile.parts)
+        filled = records.filled if isinstance(records, InMemory) else None
+        lines = ceil_div(p.M, tile.record_rows) if filled is None else filled
         shape = Extents(
-            p.M, p.K, steps, own, row_tiles, room,
+            p.M, p.K, steps, own, row_tiles, lines, filled is not None, room,
             tile.stages_end(room), tile.barriers(room),
         )  # fmt: skip
         fixed = (shape, records.data, records.starts)

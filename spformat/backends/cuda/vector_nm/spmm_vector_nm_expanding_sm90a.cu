@@ -115,7 +115,8 @@ spmm_vector_nm_expanding_sm90a(const __grid_constant__ TensorMap a_map, const __
     multiply_steps<T, BN, BCol, STAGES, true>(acc, first, last, base + A_BYTES, STAGE, empty, load);
 
     const Result<Out> c{c_map, by_copies != 0, C, ldc, s.M, N};
-    store_tile<Out, CCol, WG, BN, Parts>(acc, shared, c, m0, n0, part, [&](int row, int col, int cols) {
+    auto row_of = [&](int of_warp) { return m0 + of_warp * 16; };
+    store_tile<Out, CCol, WG, BN, Parts>(acc, shared, c, row_of, n0, part, [&](int, int row, int col, int cols) {
         again<Out, CCol>(c, row, col, cols, [&](int r, int n) { return stored_only(s, data, indices, B + n * b_n, b_k, r); });
     });
 }

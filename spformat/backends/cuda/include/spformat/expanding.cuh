@@ -114,8 +114,8 @@ __device__ __forceinline__ bool store_strip(const float* sums, char* slot, const
             }
             tma::fence_shared();
             __syncwarp();
-            if (lane == 0 && row < c.M && col < c.N) {
-                tma::store_2d(c.map, to, CCol ? row : col, CCol ? col : row);
+            if (lane == 0) {  // strips outside of C count, too: the wait above is for a number of them
+                if (row < c.M && col < c.N) tma::store_2d(c.map, to, CCol ? row : col, CCol ? col : row);
                 tma::store_commit();
             }
             return true;
@@ -154,24 +154,26 @@ template <int WG, int BN, int Parts> constexpr int handed_over = Parts > 1 ? own
 template <int WG, int BN, int Parts>
 constexpr int way_out = handed_over<WG, BN, Parts> + 4 * WG * SLOT + (Parts > 1 ? 128 : 0);
 
-// The sums of a tile to C from (m0, n0), through `shared` (1024-byte aligned), which held stages: no copy is on its way to
+// The sums of a tile to C from column n0 on, through `shared` (1024-byte aligned), which held stages: no copy is on its way to
 // them any more, and no product of this thread reads them. All threads that multiply call it.
+//   row_of(warp)   the first of the 16 rows of C of a warp; all lanes call it
 //   c.map    rows of N, boxes of STRIP x 16 (CCol: columns of M, boxes of 16 x STRIP), STRIP = strip_columns, with Parts 16
 //   part     with Parts: the blocks of a cluster have a part of K each; each block adds up every Parts-th strip of 16 x 16
 //            sums, in the order of the parts
-//   redo(row, col, cols)   called where sums of 16 x cols elements are not all finite
-template <class Out, bool CCol, int WG, int BN, int Parts, class Redo>
-__device__ __forceinline__ void store_tile(const float (&acc)[BN / 2], unsigned char* shared, const Result<Out>& c, int m0, int n0,
-                                           int part, Redo redo) {
+//   redo(warp, row, col, cols)   called where the sums of `warp`, 16 x cols elements from (row, col) on, are not all finite
+template <class Out, bool CCol, int WG, int BN, int Parts, class RowOf, class Redo>
+__device__ __forceinline__ void store_tile(const float (&acc)[BN / 2], unsigned char* shared, const Result<Out>& c, RowOf row_of,
+                                           int n0, int part, Redo redo) {
     constexpr int THREADS = 128 * WG, WARPS = 4 * WG, STRIP = Parts > 1 ? 16 : strip_columns<BN>;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     named_barrier(1, THREADS);
     char* const slot = reinterpret_cast<char*>(shared) + handed_over<WG, BN, Parts> + warp * SLOT;
     if constexpr (Parts == 1) {
+        const int row = row_of(warp);
 #pragma unroll
         for (int i = 0; i < BN / STRIP; ++i)
-            if (!store_strip<Out, CCol, STRIP>(acc + i * (STRIP / 2), slot, c, m0 + warp * 16, n0 + i * STRIP, i))
-                redo(m0 + warp * 16, n0 + i * STRIP, STRIP);
+            if (!store_strip<Out, CCol, STRIP>(acc + i * (STRIP / 2), slot, c, row, n0 + i * STRIP, i))
+                redo(warp, row, n0 + i * STRIP, STRIP);
     } else {
         // Strip i belongs to block i % Parts, which has room for it from every part. The blocks send their sums to where they are
         // added up: loads from other blocks would need a release of the whole GPU before them, and a second barrier behind them.
@@ -207,8 +209,8 @@ __device__ __forceinline__ void store_tile(const float (&acc)[BN / 2], unsigned 
                 sums[0] += x.x, sums[1] += x.y, sums[2] += x.z, sums[3] += x.w;
                 sums[4] += y.x, sums[5] += y.y, sums[6] += y.z, sums[7] += y.w;
             }
-            const int i = own * Parts + part, row = m0 + i % WARPS * 16, col = n0 + i / WARPS * 16;
-            if (!store_strip<Out, CCol, 16>(sums, slot, c, row, col, own / WARPS)) redo(row, col, 16);
+            const int i = own * Parts + part, of_warp = i % WARPS, row = row_of(of_warp), col = n0 + i / WARPS * 16;
+            if (!store_strip<Out, CCol, 16>(sums, slot, c, row, col, own / WARPS)) redo(of_warp, row, col, 16);
         }
     }
     if (lane == 0) tma::store_wait_read<0>();

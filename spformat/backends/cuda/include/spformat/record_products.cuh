@@ -1,8 +1,8 @@
 // C[M,N] = A[M,K] @ B[K,N] on Hopper's wgmma for A in records: pieces of some rows x 64 columns, or a multiple of them, that become
 // dense on their way to the registers. What a record is, and how a warp decodes its 16 rows, is in `Records`.
 //
-//   records, starts    the records of Records::ROWS rows follow each other in the order of K; where each lies in memory follows
-//                      from its entry of starts and the next one
+//   records, starts    the records of a line, Records::ROWS rows, follow each other in the order of K; where each lies in memory
+//                      follows from its entry of starts and the next one
 //   b_map    TMA map of B: rows of N, boxes of min(BN, 64) x 64 k; BCol: columns of K, boxes of 64 k x BN
 //   B        T: element (k, n) at k*b_k + n*b_n, the memory of b_map, for sums that are not finite
 //   c_map    used when by_copies (16-bit C): see store_tile in expanding.cuh
@@ -23,6 +23,8 @@ namespace spformat::expanding {
 struct RecordExtents {  // ctypes counterpart: record_products.Extents
     int M, K;
     int steps, steps_per_part, row_tiles;  // a part begins with a record
+    int filled;      // lines that have records: the first ones
+    int listed;      // whether the lines are in another order than in C; behind the entries of starts is then where each belongs
     int room;        // bytes of a record in shared memory, a multiple of 128
     int images;      // where the memory starts in which warps put their records together
     int barriers;    // where the barriers start, and the notes behind them: after all else
@@ -50,7 +52,7 @@ template <int WG, int BN> constexpr int record_threads = 128 * WG + (own_loader<
 //   Records(image)               of a warp
 //   take(a, record, note, step)  puts this warp's 16 rows of a step of the record at `record` in shared memory into fragments of A:
 //                                step 0 first, then, if it covers two, step 1. note: 0, and zeros for A, if there is no such record
-//   stored_only(records, starts, steps, row, b, b_k)   one element of C over the stored elements alone
+//   stored_only(records, starts, steps, row, b, b_k)   one element of C over the stored elements alone; row: by the order of lines
 template <class Records, class T, class Out, int WG, int BN, int STAGES, int Parts, bool Ahead, bool BCol, bool CCol>
 __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u8* __restrict__ records,
                                                  const u32* __restrict__ starts, const TensorMap& b_map, const T* __restrict__ B,
@@ -69,10 +71,10 @@ __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int tile = blockIdx.x / Parts, part = blockIdx.x % Parts;
     const int m0 = tile % s.row_tiles * ROWS, n0 = tile / s.row_tiles * BN;
-    const int first = min(part * s.steps_per_part, s.steps), last = min(first + s.steps_per_part, s.steps);
-    const int records_here = min(RECORDS, (s.M - m0 + Records::ROWS - 1) / Records::ROWS);  // that exist
+    const int line0 = m0 / Records::ROWS, records_here = max(0, min(RECORDS, s.filled - line0));
+    const int first = min(part * s.steps_per_part, s.steps), last = records_here ? min(first + s.steps_per_part, s.steps) : first;
 
-    const int arrivals = Records::NOTES ? records_here : 1;  // at what says that a step is there
+    const int arrivals = Records::NOTES ? max(1, records_here) : 1;  // at what says that a step is there
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) barrier::init(full + 8 * i, arrivals), barrier::init(empty + 8 * i, 128 * WG);
         barrier::fence_init();
@@ -81,10 +83,10 @@ __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u
     let_next_launch_begin();
     __syncthreads();
 
-    // Lane i copies the records of the i-th rows, which follow each other in memory. Where the next one ends is loaded a step ahead.
+    // Lane i copies the records of the i-th line, which follow each other in memory. Where the next one ends is loaded a step ahead.
     const bool loads = warp == (own_loader<BN> ? WARPS : 0), copies = loads && lane < records_here;
-    const i64 line = static_cast<i64>(m0 / Records::ROWS) + (copies ? lane : 0);
-    const u32* ends = starts + line * ((s.steps + STEPS - 1) / STEPS) + first / STEPS;
+    const i64 line = line0 + (copies ? lane : 0), of_line = (s.steps + STEPS - 1) / STEPS;
+    const u32* ends = starts + line * of_line + first / STEPS;
     u32 start = 0, end = 0;
     if (copies && first < last) start = ends[0], end = ends[1];
     auto fetch_b = [&](int k) {
@@ -122,6 +124,14 @@ __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u
         for (int k = first; k < first + EARLY && k < last; ++k) fetch(k);
     }
 
+    // Lane i: where the 16 rows of warp i belong in C.
+    const int line_of_warp = line0 + lane / SHARERS;
+    int row_of_warp = s.M;
+    if (lane < WARPS && line_of_warp * Records::ROWS < s.M) {
+        const int at = s.listed ? starts[s.filled * of_line + 1 + line_of_warp] : line_of_warp;
+        row_of_warp = at * Records::ROWS + lane % SHARERS * 16;
+    }
+
     float acc[BN / 2] = {};
     Records own(shared + s.images + warp * Records::IMAGE);
     auto load = [&](u32 (&a)[4][4], int k) {
@@ -137,9 +147,10 @@ __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u
     multiply_steps<T, BN, BCol, STAGES, Ahead>(acc, first, last, base, B_BYTES, empty, load);
 
     const Result<Out> c{c_map, by_copies != 0, C, ldc, s.M, N};
-    store_tile<Out, CCol, WG, BN, Parts>(acc, shared, c, m0, n0, part, [&](int row, int col, int cols) {
+    auto row_of = [&](int of_warp) { return __shfl_sync(0xFFFFFFFFu, row_of_warp, of_warp); };
+    store_tile<Out, CCol, WG, BN, Parts>(acc, shared, c, row_of, n0, part, [&](int of_warp, int row, int col, int cols) {
         again<Out, CCol>(c, row, col, cols, [&](int r, int n) {
-            return Records::template stored_only<T>(records, starts, s.steps, r, B + n * b_n, b_k);
+            return Records::template stored_only<T>(records, starts, s.steps, m0 + of_warp * 16 + r - row, B + n * b_n, b_k);
         });
     });
 }
