@@ -118,7 +118,7 @@ OWN = 'source="sr_bcrs/spmm_sr_bcrs_expanding_sm90a.cu"'
         (256, 1, 1, OWN, "return steps_of(start);", "return 1;"),
         (16, 3, 1, SHARED, "notes[to] = Records::note(start);", "notes[to] = 8;"),
         (64, 1, 1, SHARED, "STEPS == 1 ? STAGES : STAGES / 2 + 1", "1"),
-        (16, 3, 4, SHARED, "line * ((s.steps + STEPS - 1) / STEPS)", "line * s.steps"),
+        (16, 3, 4, SHARED, "line * of_line + first", "line * s.steps + first"),
     ],
     ids=["list not empty", "no zeros", "rows", "second step", "one header", "no record", "places", "records of a row"],
 )  # fmt: skip
