@@ -222,11 +222,12 @@ def test_a_planted_defect_is_found(old: str, new: str, text: str) -> None:
 PARTS_PLANTED = [
     # name, old, new
     ("none", "", ""),
-    ("a strip left out", "strip = part; strip", "strip = part + 1; strip"),
-    ("the own sums several times", "WORKERS * 16, other)", "WORKERS * 16, part)"),
-    ("the next strip", "here + 2 * strip", "here + 2 * strip + 2"),
+    ("a strip left out", "int own = 0; own * Parts", "int own = 1; own * Parts"),
+    ("the own sums several times", "(own * Parts + other) * STRIP", "(own * Parts + part) * STRIP"),
+    ("the next strip", "16 * (own * Parts + part)", "16 * (own * Parts + part + 1)"),
     ("the same steps", "slabs * part / Parts", "0"),
-    ("reads before others have written", "cluster::sync();\n    const u32 here", "const u32 here"),
+    ("reads before others have sent", "barrier::wait_cluster(bar, 0);", ";"),
+    ("sends before others are ready", "    cluster::wait();\n    const u32 here", "    const u32 here"),
 ]  # fmt: skip
 
 
@@ -247,7 +248,7 @@ PAIRS_PLANTED = [
     ("half of B for one block", "along, across, 3)", "along, across, u16(1 << rank))"),
     ("the same rows twice", "* Cluster + rank) * ROWS", "* Cluster) * ROWS"),
     ("sums of the other block", "(work.share + 1) * Cluster + rank", "(work.share + 1) * Cluster"),
-    ("leaves before the other", "if constexpr (Cluster * Parts > 1) cluster::sync();", ";"),
+    ("leaves before the other", "if constexpr (Cluster > 1) cluster::sync();\n}", "}"),
 ]  # fmt: skip
 
 

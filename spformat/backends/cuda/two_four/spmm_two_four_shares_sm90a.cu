@@ -14,8 +14,8 @@
 //   Epilogue   C = alpha * A @ B + beta * C + bias (Out[M] or null) instead of A @ B; C is read only if beta is not 0
 //
 // Grid: any number of clusters; they walk over all tiles. With Parts > 1 a cluster of so many blocks for each tile: each block
-// multiplies its part of the steps, and then finishes every Parts-th strip of 16 columns, whose sums it reads from the shared
-// memory of all of them. A cluster of two takes two neighbouring tiles of rows with the same
+// multiplies its part of the steps, and then finishes every Parts-th strip of 16 columns, whose sums all of them send to its
+// shared memory. A cluster of two takes two neighbouring tiles of rows with the same
 // columns, over the same steps: each block issues half of every slab of B, and both get it (multicast). Where the number of tiles
 // of rows is odd, the last one's neighbour multiplies rows that are not written. Groups of 8 such units that share columns of B go
 // together.
@@ -50,29 +50,45 @@ template <class Out, bool CCol, bool Epilogue> struct Affine {
     }
 };
 
+// Strips of 16 columns of a tile that each block of a cluster adds up, and bytes of shared memory for them from all parts.
+template <int TN, int Parts> constexpr int own_strips = (TN / 16 + Parts - 1) / Parts;
+constexpr int STRIP = ROWS * 16 * 4;
+template <int TN, int Parts> constexpr int handed_over = Parts > 1 ? own_strips<TN, Parts> * Parts * STRIP : 0;
+
 // The sums of a tile that Parts blocks of a cluster have a part of: each adds up every Parts-th strip of 16 columns, in the order
-// of the parts, and stores it. `shared` has room for ROWS x TN sums; no copy is on its way there.
+// of the parts, and stores it. The blocks send their sums to where they are added up. `shared` has room for handed_over bytes; no
+// copy is on its way there. bar: counts what comes from the others, announced.
 template <class Out, int TN, int Parts, bool CCol, bool Epilogue>
-__device__ __forceinline__ void finish_strips(const float (&acc)[TN / 2], char* shared, char* scratch, int part, bool vector,
+__device__ __forceinline__ void finish_strips(const float (&acc)[TN / 2], u32 shared, char* scratch, int part, u32 bar, bool vector,
                                               Affine<Out, CCol, Epilogue> affine, int col) {
-    const int thread = threadIdx.x - 128;
-    float4* const own = reinterpret_cast<float4*>(shared) + thread;
-    named_barrier(3, WORKERS);  // every product of this block has read the slabs
+    cluster::arrive();  // no block of the cluster reads its slabs any more: they have room for sums
+    cluster::wait();
+    const u32 here = shared + (threadIdx.x - 128) * 16;
 #pragma unroll
-    for (int j = 0; j < TN / 8; ++j) own[j * WORKERS] = make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
-    cluster::sync();
-    const u32 here = shared_address(shared) + thread * 16;
+    for (int strip = 0; strip < TN / 16; ++strip) {
+        const int owner = strip % Parts;
+        const u32 to = here + (strip / Parts * Parts + part) * STRIP;
+        if (owner == part) {
+            store_shared_4(to, acc + 8 * strip), store_shared_4(to + STRIP / 2, acc + 8 * strip + 4);
+        } else {
+            const u32 peer = cluster::map(to, owner), peer_bar = cluster::map(bar, owner);
+            cluster::store_async_4(peer, acc + 8 * strip, peer_bar);
+            cluster::store_async_4(peer + STRIP / 2, acc + 8 * strip + 4, peer_bar);
+        }
+    }
+    barrier::wait_cluster(bar, 0);  // what this thread stored itself, it reads itself
 #pragma unroll 1
-    for (int strip = part; strip < TN / 16; strip += Parts) {
+    for (int own = 0; own * Parts + part < TN / 16; ++own) {
         float sums[8] = {};
 #pragma unroll
         for (int other = 0; other < Parts; ++other) {
-            const u32 at = cluster::map(here + 2 * strip * WORKERS * 16, other);
-            const float4 x = cluster::load_4(at), y = cluster::load_4(at + WORKERS * 16);
+            const u32 at = here + (own * Parts + other) * STRIP;
+            const float4 x = load_shared_4(at), y = load_shared_4(at + STRIP / 2);
             sums[0] += x.x, sums[1] += x.y, sums[2] += x.z, sums[3] += x.w;
             sums[4] += y.x, sums[5] += y.y, sums[6] += y.z, sums[7] += y.w;
         }
-        store_panels<Out, CCol, 16>(sums, scratch, affine.c, affine.ldc, affine.row, col + 16 * strip, affine.M, affine.N, vector, affine);
+        const int at = col + 16 * (own * Parts + part);
+        store_panels<Out, CCol, 16>(sums, scratch, affine.c, affine.ldc, affine.row, at, affine.M, affine.N, vector, affine);
         __syncwarp();
     }
 }
@@ -89,13 +105,14 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
     static_assert(TN % 16 == 0 && TN <= 256, "wgmma has up to 256 columns");
     static_assert((Cluster == 1 || Cluster == 2) && BOX_Y % 8 == 0, "boxes are whole 8-line groups of the swizzle");
     static_assert(Stages >= 2, "copies must run ahead of the product");
-    static_assert(Parts == 1 || (Cluster == 1 && Stages * SLAB >= ROWS * TN * 4), "the sums of a tile take the place of the slabs");
+    static_assert(Parts == 1 || Cluster == 1, "parts of K are a cluster of their own");
+    constexpr int RING = Stages * SLAB > handed_over<TN, Parts> ? Stages * SLAB : handed_over<TN, Parts>;  // slabs, then sums
     static_assert(store_m16_scratch<Out, 128 / int(sizeof(Out)) / 8> <= SCRATCH, "a panel of C fits its place");
     extern __shared__ __align__(1024) char shared[];
-    __shared__ __align__(8) u64 barriers[2 * Stages];  // full, empty
+    __shared__ __align__(8) u64 barriers[2 * Stages + (Parts > 1)];  // full, empty; sums
 
     const u32 ring = (shared_address(shared) + 1023) & ~1023u;
-    const u32 full = shared_address(barriers), empty = full + 8 * Stages;
+    const u32 full = shared_address(barriers), empty = full + 8 * Stages, handed = empty + 8 * Stages;
     const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int slabs = cdiv(K, DEPTH), tiles_n = cdiv(N, TN), units_m = cdiv(cdiv(M, ROWS), Cluster);
     const int rank = Cluster > 1 ? int(cluster::rank()) : 0, clusters = gridDim.x / Cluster;
@@ -105,6 +122,7 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
             barrier::init(full + 8 * s, 1);
             barrier::init(empty + 8 * s, 2 * Cluster);
         }
+        if constexpr (Parts > 1) barrier::init(handed, 1);
         barrier::fence_init();
         tma::prefetch(b_map);
     }
@@ -116,6 +134,8 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
     EvenShares work(units_m * tiles_n, slabs, clusters, number, even != 0);
     Piece piece;
     const int part = Parts > 1 ? int(cluster::rank()) : 0;
+    if constexpr (Parts > 1)
+        if (threadIdx.x == 0) barrier::expect(handed, (TN / 16 + Parts - 1 - part) / Parts * ((Parts - 1) * STRIP));
     bool taken = false;
     auto next = [&] {
         if constexpr (Parts == 1) return work.next(piece);
@@ -155,11 +175,11 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
             }
         }
         __syncwarp();
-        if constexpr (Parts > 1) cluster::sync();
+        if constexpr (Parts > 1) cluster::arrive(), cluster::wait();  // as those who multiply do
     } else {
         take_registers<232>();
         const int warp_row = (warpgroup - 1) * 64 + warp % 4 * 16, tiles_m16 = cdiv(M, 32) * 2;
-        const u32 slots = ring + Stages * SLAB + (warpgroup - 1) * (SLOTS * STORE_SLOT);
+        const u32 slots = ring + RING + (warpgroup - 1) * (SLOTS * STORE_SLOT);
         char* const scratch = shared + (slots - shared_address(shared)) + warp % 4 * SCRATCH;
         u32 stored = 0;  // panels of C
         const bool c_vector = vector_aligned(c, ldc);
@@ -224,8 +244,8 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
             wgmma::pin(acc);
             release(stage == 0 ? Stages - 1 : stage - 1);
             if constexpr (Parts > 1) {
-                finish_strips<Out, TN, Parts, CCol, Epilogue>(acc, shared + (ring - shared_address(shared)), scratch, part, c_vector,
-                                                              Affine<Out, CCol, Epilogue>{c, ldc, row, M, N, added, alpha, beta}, col);
+                const Affine<Out, CCol, Epilogue> affine{c, ldc, row, M, N, added, alpha, beta};
+                finish_strips<Out, TN, Parts, CCol, Epilogue>(acc, ring, scratch, part, handed, c_vector, affine, col);
                 break;
             }
             more = next();
@@ -265,6 +285,6 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
         if (threadIdx.x % 128 == 0) tma::store_wait_read<0>();
         __syncwarp();
     }
-    // Other blocks may still copy to, arrive in, or read this one's shared memory.
-    if constexpr (Cluster * Parts > 1) cluster::sync();
+    // The other block may still copy to this one's shared memory, or arrive in it.
+    if constexpr (Cluster > 1) cluster::sync();
 }

@@ -65,8 +65,10 @@ class Tile:
 
     @property
     def smem(self) -> int:
-        """bytes: slabs of B, two slots of 64 x 64 values of C for each warpgroup, room to align to 1024."""
-        return self.stages * self.slab + WORKERS // 128 * 2 * 8192 + 1024
+        """bytes: slabs of B, or the sums of parts that take their place; two slots of 64 x 64 values of C for each
+        warpgroup; room to align to 1024."""
+        sums = ceil_div(self.cols // 16, self.parts) * self.parts * ROWS * 16 * 4 if self.parts > 1 else 0
+        return max(self.stages * self.slab, sums) + WORKERS // 128 * 2 * 8192 + 1024
 
     def units(self, M: int, n: int) -> int:
         """Units of work of a product: ``cluster`` tiles of rows beside each other."""
