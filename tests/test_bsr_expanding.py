@@ -175,6 +175,29 @@ def test_zeros_meet_no_infinity(tile: tuple[int, int, int, int], layout: str, si
     assert equal(product(KERNEL, tile_in(tiles, *tile), a, B, "bfloat16", (layout, layout), 4), wanted)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [(2, 32, 3, 1), (2, 64, 1, 3)], ids=lambda t: str(tile_of(*t)))
+def test_rows_without_blocks_read_nothing_behind_the_table(
+    monkeypatch: pytest.MonkeyPatch, tile: tuple[int, ...]
+) -> None:
+    """Where an infinite value of B meets such a row, its sums are computed again, over no blocks at all."""
+    cp, right = hopper(), expanding.table_of
+
+    def among_others(*arguments: Any) -> tuple[Any, int]:
+        table, filled = right(*arguments)
+        room = cp.full(table.size + 256, 0xFFFFFFFF, "uint32")
+        room[: table.size] = table
+        return room[: table.size], filled
+
+    monkeypatch.setattr(expanding, "table_of", among_others)
+    rng = np.random.default_rng(3)
+    x = matrix(rng, 136, 140, 0.5, "bfloat16")
+    x[:32] = x[64:96] = x[112:] = 0
+    B, wanted = infinite(rng, x, 72)
+    a = BSR.from_dense(x, blocksize=(16, 16))
+    assert equal(product(KERNEL, tile_of(*tile), a, B, "bfloat16", ("row", "row"), 0), wanted)
+
+
 PLANTED = """
 from emulator import stand_in
 from emulator.planted import plant, three_runs

@@ -111,9 +111,6 @@ class SpmmBSRExpanding(RecordProducts):
     def tiles_for(self, p: Problem) -> tuple[Tile, ...]:
         return TILES[p.p["blocksize"][0]]
 
-    def filled_rows(self, p: Problem) -> int:
-        return round(p.M / spmm_bsr.longer_rows(p))
-
     def leading(self, p: Problem) -> str:
         height, width = p.p["blocksize"]
         return f"{super().leading(p)}, {height}, {width}"

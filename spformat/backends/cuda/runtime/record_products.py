@@ -222,20 +222,14 @@ class RecordProducts(CudaKernel):
         """The tiles for the records of a problem."""
         return self.tiles
 
-    def filled_rows(self, p: Problem) -> int:
-        """Rows of C that have records."""
-        return p.M
-
     def options(self, p: Problem) -> Iterable[Tile]:
         """Tiles between a quarter of C's width and twice of it.
 
         Numbers of parts of K as long as each shortens the way of a block along K.
         """
-        steps, device, rows = ceil_div(p.K, DEPTH), device_of(p), self.filled_rows(p)
+        steps, device = ceil_div(p.K, DEPTH), device_of(p)
         some = [t for t in self.tiles_for(p) if expanding.wide_enough(t.cols, p.n)]
-        return [
-            t for t in some if t.parts in expanding.parts_of(expanding.tiles_of(rows, p, t), t, steps, device)
-        ]  # fmt: skip
+        return [t for t in some if t.parts in expanding.parts_of(p, t, steps, device)]
 
     def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
         """By columns of the tile, whatever the number of parts."""
@@ -245,8 +239,7 @@ class RecordProducts(CudaKernel):
         """Ideal microseconds of each of ``terms``: those of ``expanding``, then of a column-major C and of the launch
         that copies B."""
         loaded = tile.loaded(self.expected_room(p))
-        tiles = expanding.tiles_of(self.filled_rows(p), p, tile)
-        own = expanding.quantities(p, tile, tiles, tile.parts, ceil_div(p.K, DEPTH), loaded, device)
+        own = expanding.quantities(p, tile, tile.parts, ceil_div(p.K, DEPTH), loaded, device)
         by_columns = p.out_layout == COL or p.n == 1
         column_major = memory_us(p.M * p.n * itemsize(p.out_dtype), device) if by_columns else 0.0
         return *own, column_major, *expanding.copy_of_b_us(p, p.n > 1 and b_alignment(p) < LINE, device)

@@ -149,8 +149,10 @@ __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u
     const Result<Out> c{c_map, by_copies != 0, C, ldc, s.M, N};
     auto row_of = [&](int of_warp) { return __shfl_sync(0xFFFFFFFFu, row_of_warp, of_warp); };
     store_tile<Out, CCol, WG, BN, Parts>(acc, shared, c, row_of, n0, part, [&](int of_warp, int row, int col, int cols) {
+        const bool stored = line0 + of_warp / SHARERS < s.filled;  // else only zeros met what is not finite
         again<Out, CCol>(c, row, col, cols, [&](int r, int n) {
-            return Records::template stored_only<T>(records, starts, s.steps, m0 + of_warp * 16 + r - row, B + n * b_n, b_k);
+            const int at = m0 + of_warp * 16 + r - row;
+            return stored ? Records::template stored_only<T>(records, starts, s.steps, at, B + n * b_n, b_k) : 0.0f;
         });
     });
 }
