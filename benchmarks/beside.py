@@ -6,6 +6,9 @@ as the dense product with the same operands the fastest other kernel is, and the
 kernel its fastest tile counts that was measured. Products by way of copies of operands are left out, since another
 kernel computes them, which may be the one that is asked about.
 
+``--chosen``: of the measured tiles the one that expects the least time now, among those of the other kernels and among
+all; the fastest ones may be others.
+
 ``--shares 0.04,0.08`` and ``--columns 1,17,65`` say where rows of the table start (the last is open); ``--torch``
 takes only products in torch's layout (both operands column-major, or one column).
 """
@@ -22,6 +25,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, NamedTuple
 
+from spformat.measure.calibration_fit import priced
 from spformat.measure.calibration_points import DENSE, Point, load
 from spformat.products.problem import COL, Problem
 
@@ -33,21 +37,28 @@ class Times(NamedTuple):
     dense: float
     others: float
     kernel: float
+    best: float
+    """Of the others and the kernel."""
 
 
-def products(points: Iterable[Point], kernel: str) -> list[Times]:
-    """Those of which the dense product, the kernel and another one were measured."""
-    fastest: dict[int, dict[str, float]] = defaultdict(dict)
-    problems: dict[int, Problem] = {}
+def products(points: Iterable[Point], kernel: str, chosen: bool = False) -> list[Times]:
+    """Those of which the dense product, the kernel and another one were measured. chosen: by ``Point.expected``."""
+    cases: dict[int, list[Point]] = defaultdict(list)
     for x in points:
-        own = fastest[x.case]
-        own[x.kernel.name] = min(x.us, own.get(x.kernel.name, math.inf))
-        problems[x.case] = x.problem
+        cases[x.case].append(x)
+
+    def of(some: list[Point]) -> float:
+        return min(some, key=lambda x: x.expected if chosen else x.us).us
+
     rows = []
-    for case, us in fastest.items():
-        others = [t for name, t in us.items() if name not in (DENSE, kernel) and not name.startswith("composed.")]
-        if others and DENSE in us and kernel in us:
-            rows.append(Times(problems[case], us[DENSE], min(others), us[kernel]))
+    for some in cases.values():
+        dense = [x.us for x in some if x.kernel.name == DENSE]
+        left = [x for x in some if x.kernel.name != DENSE and not x.kernel.name.startswith("composed.")]
+        if chosen:  # tiles that would not be considered expect NaN
+            left = [x for x in left if not math.isnan(x.expected)]
+        own, others = [x for x in left if x.kernel.name == kernel], [x for x in left if x.kernel.name != kernel]
+        if own and others and dense:
+            rows.append(Times(some[0].problem, min(dense), of(others), of(own), of(left)))
     return rows
 
 
@@ -84,12 +95,11 @@ def columns_of(starts: Sequence[int], at: int) -> str:
 
 
 def _row(name: str, stored: str, n: str, some: Sequence[Times]) -> dict[str, Any]:
-    best = [min(x.others, x.kernel) for x in some]
     return {
         "format": name, "stored %": stored, "N": n, "products": len(some),
         "others": geometric_mean(x.dense / x.others for x in some),
-        "with it": geometric_mean(x.dense / us for x, us in zip(some, best, strict=True)),
-        "worst": min(x.dense / us for x, us in zip(some, best, strict=True)),
+        "with it": geometric_mean(x.dense / x.best for x in some),
+        "worst": min(x.dense / x.best for x in some),
         "over others": geometric_mean(x.others / x.kernel for x in some),
     }  # fmt: skip
 
@@ -125,10 +135,13 @@ def main() -> None:
     parser.add_argument("--shares", type=numbers(float), default=[0.0])
     parser.add_argument("--columns", type=numbers(int), default=[1, 17, 65, 257])
     parser.add_argument("--torch", action="store_true", help="only products in torch's layout")
+    parser.add_argument("--chosen", action="store_true", help="by expected times, not the fastest")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     loaded = load(options.files)
-    rows = [x for x in products(loaded.points, options.kernel) if in_torchs_layout(x.problem) or not options.torch]
+    points = priced(loaded.points) if options.chosen else loaded.points
+    every = products(points, options.kernel, options.chosen)
+    rows = [x for x in every if in_torchs_layout(x.problem) or not options.torch]
     compared = table(rows, options.shares, options.columns)
     if not compared:
         parser.error(f"{options.kernel}: no product of these files was measured with it, another kernel and dense")

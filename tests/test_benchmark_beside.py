@@ -55,6 +55,24 @@ def test_the_table(points: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     ]
 
 
+def test_what_is_chosen(points: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By expected times the other kernel is taken for the first product, and this one for the second, both wrongly."""
+
+    def expected(x: beside.Point) -> float:
+        return 5.0 if x.kernel.name == KERNEL else 4.0 if (x.problem.n, x.problem.nnz) == (1, 5000) else 6.0
+
+    priced = [x._replace(expected=expected(x)) for x in beside.load([points]).points]
+    monkeypatch.setattr(beside, "priced", lambda points: priced)
+    out = run(capsys, monkeypatch, KERNEL, str(points), "--shares", "0,0.1", "--columns", "1,2", "--chosen")
+    lines = [line for line in out.splitlines() if line.startswith(("| csr", "| all"))]
+    assert lines == [
+        "| csr | 0 to 10 | 1 | 1 | 2.00 | 2.00 | 2.00 | 1.50 |",
+        "| csr | 0 to 10 | 2 and more | 1 | 2.00 | 4.00 | 4.00 | 2.00 |",
+        "| csr | 10 and more | 1 | 1 | 2.00 | 1.00 | 1.00 | 0.50 |",
+        "| all |  |  | 3 | 2.00 | 2.00 | 1.00 | 1.14 |",
+    ]
+
+
 def test_torchs_layout_alone(points: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Vectors are in it whatever their layout is called; B in rows with two columns is not."""
     target = points.with_name("table.json")

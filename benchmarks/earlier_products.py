@@ -1,0 +1,173 @@
+"""Products of this version against an earlier one: python benchmarks/earlier_products.py --earlier v0.1.0 --kernels A,B
+
+Both packages run in one process (``earlier.py``). Layers of models are drawn as for calibrations (``spformat bench
+--calibrate``), in the formats of the kernels. For each product and kernel both versions run the tile that they choose,
+in turn, the dense product beside them, with cold L2, and every result is checked. Prints how many times as fast as the
+earlier version this one is, and both over dense: geometric mean and worst, by kernel, layout and number of columns.
+
+``--jobs`` processes compile the kernels first: what they leave in CuPy's cache is not compiled again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any, NamedTuple
+
+from earlier import ROOT, earlier_package
+
+import spformat
+from spformat.backends.cuda import KERNELS
+from spformat.errors import SpformatError
+from spformat.measure import bench, calibration_cases, contenders
+from spformat.products.problem import COL
+
+WIDTHS = 4
+"""Numbers of columns for each matrix."""
+COLUMNS = ((1, 16), (17, 64), (65, 256), (257, 4096))
+
+
+class Row(NamedTuple):
+    """One product by one kernel, in microseconds."""
+
+    kernel: str
+    name: str
+    n: int
+    torch: bool
+    """Whether both operands are column-major, or vectors."""
+    tiles: tuple[str, str]
+    earlier: float
+    now: float
+    dense: float
+
+
+def products(seed: int, kernels: Sequence[str], columns: tuple[int, int]) -> Iterator[tuple[Any, Any, Any, str]]:
+    """Without end: a matrix, B and C of a product, and the name of a kernel for its format."""
+    import cupy as cp
+
+    known = {k.name: k for k in KERNELS}
+    formats = {f for name in kernels for f in known[name].formats}
+    bins = calibration_cases.clipped(calibration_cases.FINE_BINS, *columns)
+    for number, spec in enumerate(calibration_cases.draw(seed, "cuda", WIDTHS, sorted(formats), bins)):
+        takes = [name for name in kernels if spec.format in known[name].formats]
+        if spec.dtype == "float32":
+            continue
+        a = calibration_cases.build(spec, cp, number)
+        for n, b_layout, c_layout in spec.widths:
+            B = calibration_cases.operand(cp, spec.K, n, b_layout, spec.dtype)
+            C = cp.empty((spec.M, n), a.dtype, order="F" if c_layout == COL else "C")
+            yield from ((a, B, C, name) for name in takes)
+
+
+def plans(a: Any, B: Any, C: Any, kernel: str, packages: Sequence[Any]) -> list[Any]:
+    """A plan of each package for the same matrix; SpformatError where one of them refuses."""
+    dense, params, each = a.to_dense(), a.params(), []
+    for sf in packages:
+        try:
+            each.append(sf.plan(sf.convert(dense, a.name, **params), B=B, out=C, backend=kernel))
+        except sf.errors.SpformatError as e:  # of this package or of the earlier one
+            raise SpformatError(str(e)) from e
+    return each
+
+
+def measured(a: Any, B: Any, C: Any, kernel: str, packages: Sequence[Any]) -> Row:
+    """Both versions in turn. RuntimeError for a wrong result."""
+    both = plans(a, B, C, kernel, packages)
+    labels = "earlier", "now"
+    runs = zip(labels, both, strict=True)
+    crowd = [bench.Contender(label, functools.partial(plan, B, out=C)) for label, plan in runs]
+    crowd += contenders.dense(a, B, C)
+    name = f"{a.name} {a.dtype.name} {a.shape[0]}x{a.shape[1]} {100 * a.stored / (a.shape[0] * a.shape[1]):.0f} %"
+    case = bench.Case(name, a, B, tuple(crowd), a.dtype.name)
+    results = {r.name: r for r in bench.compare(case, 25, warmups=3, seconds=0.05, hot=False)}
+    if wrong := [label for label in labels if not results[label].error <= 1]:
+        raise RuntimeError(f"{name}, N = {B.shape[1]}: {', '.join(wrong)} wrong by {kernel}")
+    (dense,) = (r.cold_us for label, r in results.items() if label not in labels)
+    torch = B.shape[1] == 1 or (B.flags.f_contiguous and C.flags.f_contiguous)
+    tiles = (both[0].tile, both[1].tile)
+    return Row(kernel, name, B.shape[1], torch, tiles, results["earlier"].cold_us, results["now"].cold_us, dense)
+
+
+def until(seconds: float, work: Iterator[tuple[Any, Any, Any, str]], each: Callable[..., Any]) -> Iterator[Any]:
+    """What ``each`` gives of one product after the other; those that a version refuses are left out."""
+    end = time.monotonic() + seconds
+    for product in work:
+        if time.monotonic() > end:
+            return
+        try:
+            yield each(*product)
+        except SpformatError:
+            continue
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """A table in Markdown: all, then by kernel, layout and number of columns."""
+    groups: list[tuple[str, list[Row]]] = [("all", list(rows))]
+    groups += [(k, [r for r in rows if r.kernel == k]) for k in dict.fromkeys(r.kernel for r in rows)]
+    groups += [("torch's layout", [r for r in rows if r.torch]), ("other layouts", [r for r in rows if not r.torch])]
+    groups += [(f"N {low} to {high}", [r for r in rows if low <= r.n <= high]) for low, high in COLUMNS]
+    lines = ["| | products | earlier / now | of dense, earlier | of dense, now |", "|---|---|---|---|---|"]
+    for name, some in groups:
+        if some:
+            ratios = [r.earlier / r.now for r in some]
+            then, now = (geometric_mean(r.dense / us for r, us in zip(some, times, strict=True))
+                         for times in ([r.earlier for r in some], [r.now for r in some]))  # fmt: skip
+            spread = f"{geometric_mean(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            lines.append(f"| {name} | {len(some)} | {spread} | {then:.2f} | {now:.2f} |")
+    return lines
+
+
+def main() -> None:
+    about, _, rest = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(description=about, epilog=rest)
+    parser.add_argument("--earlier", required=True, metavar="COMMIT", help="of this repository, or a folder")
+    parser.add_argument("--kernels", required=True, help="comma-separated")
+    parser.add_argument("--columns", default="1-4096", metavar="LEAST-MOST")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=90.0)
+    parser.add_argument("--jobs", type=int, default=8, help="processes that compile first; 0: none")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--compile-only", nargs=2, help=argparse.SUPPRESS)  # the number of this process, and of all
+    options = parser.parse_args()
+    kernels, known = options.kernels.split(","), {k.name for k in KERNELS}
+    if unknown := set(kernels) - known:
+        parser.error(f"no kernel is called {', '.join(sorted(unknown))}")
+    least, most = map(int, options.columns.split("-"))
+    with tempfile.TemporaryDirectory() as scratch:
+        # The processes that compile use the folder of the first one, as its path is part of what CuPy's cache looks up.
+        folder = Path(options.earlier) if options.compile_only else Path(scratch)
+        if options.compile_only:
+            sys.path.insert(0, str(folder))
+            packages = (__import__("spformat_earlier"), spformat)
+        else:
+            packages = (earlier_package(options.earlier, folder), spformat)
+        work = products(options.seed, kernels, (least, most))
+        if options.compile_only:
+            number, of = map(int, options.compile_only)
+            mine = itertools.islice(work, number, None, of)
+            compiled = until(options.seconds, mine, lambda *p: [plan(p[1], out=p[2]) for plan in plans(*p, packages)])
+            print(sum(1 for _ in compiled), "products compiled")
+            return
+        command = [sys.executable, __file__, *sys.argv[1:], "--earlier", str(folder), "--compile-only"]
+        jobs = [subprocess.Popen([*command, str(i), str(options.jobs)], cwd=ROOT) for i in range(options.jobs)]
+        for job in jobs:
+            job.wait()
+        rows = list(until(options.seconds, work, lambda *p: measured(*p, packages)))
+    if not rows:
+        parser.error("no product was measured: both versions must have the kernels and take the same formats")
+    print("\n".join(summary(rows)))
+    if options.json:
+        options.json.write_text(json.dumps([r._asdict() for r in rows], indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""benchmarks/earlier_products.py: its table, from times that are written here, and what it draws."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+import earlier_products  # noqa: E402 - one of the scripts in benchmarks/
+
+
+def row(kernel: str, n: int, torch: bool, earlier: float, now: float) -> earlier_products.Row:
+    return earlier_products.Row(kernel, "csr", n, torch, ("", ""), earlier, now, 12.0)
+
+
+def test_the_table() -> None:
+    rows = [row("a", 1, True, 6.0, 6.0), row("a", 20, False, 8.0, 4.0), row("b", 300, True, 12.0, 16.0)]
+    lines = earlier_products.summary(rows)
+    assert lines[2:] == [
+        "| all | 3 | 1.145 (0.75 to 2.00) | 1.44 | 1.65 |",
+        "| a | 2 | 1.414 (1.00 to 2.00) | 1.73 | 2.45 |",
+        "| b | 1 | 0.750 (0.75 to 0.75) | 1.00 | 0.75 |",
+        "| torch's layout | 2 | 0.866 (0.75 to 1.00) | 1.41 | 1.22 |",
+        "| other layouts | 1 | 2.000 (2.00 to 2.00) | 1.50 | 3.00 |",
+        "| N 1 to 16 | 1 | 1.000 (1.00 to 1.00) | 2.00 | 2.00 |",
+        "| N 17 to 64 | 1 | 2.000 (2.00 to 2.00) | 1.50 | 3.00 |",
+        "| N 257 to 4096 | 1 | 0.750 (0.75 to 0.75) | 1.00 | 0.75 |",
+    ]
+
+
+def test_products_that_a_version_refuses_are_left_out() -> None:
+    def each(number: int) -> int:
+        if number == 1:
+            raise earlier_products.SpformatError("not in this version")
+        return number
+
+    assert list(earlier_products.until(10.0, iter([(0,), (1,), (2,)]), each)) == [0, 2]
+    assert list(earlier_products.until(-1.0, iter([(0,)]), each)) == []
+
+
+def test_an_unknown_kernel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(
+        "sys.argv", ["earlier_products.py", "--earlier", "HEAD", "--kernels", "cuda.spmm_csr,cuda.nobody"]
+    )
+    with pytest.raises(SystemExit):
+        earlier_products.main()
+    assert "no kernel is called cuda.nobody" in capsys.readouterr().err
