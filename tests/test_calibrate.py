@@ -334,3 +334,33 @@ def test_a_shipped_file_keeps_its_head_and_its_text(tmp_path: Path) -> None:
     assert new == old
     rates.write(path, {}, {fit.kernel: json.loads(text)["kernels"][fit.kernel]})
     assert path.read_text() == text
+
+
+def test_points_keep_what_is_known_of_rows(tmp_path: Path) -> None:
+    """The dispatcher gives kernels the length of rows on a device; constants are fitted to times with the same."""
+    points = [x._replace(problem=x.problem.changed(row_length=640)) for x in truth()[:4]]
+    path = tmp_path / "points.json"
+    calibration_points.save(path, ABOUT, points)
+    loaded = calibration_points.load([path]).points
+    assert loaded
+    assert {x.problem.row_length for x in loaded} == {640}
+
+    tree = json.loads(path.read_text())
+    for product in tree["products"]:
+        del product["row_length"]  # a file of an earlier version
+    path.write_text(json.dumps(tree))
+    assert {x.problem.row_length for x in calibration_points.load([path]).points} == {0}
+
+    tree["products"][0]["row_length"] = -1
+    path.write_text(json.dumps(tree))
+    with pytest.raises(InputError, match="row_length of a product: -1"):
+        calibration_points.load([path])
+
+
+def test_drawn_products_know_the_rows_of_their_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy as np
+
+    spec = next(x for x in calibration_cases.draw(0, "cpu", 2, ["bsr"]) if x.format == "bsr")
+    a = by_name("bsr").from_dense(np.eye(256, dtype=np.float32), blocksize=(32, 32))
+    monkeypatch.setattr(type(a), "row_length", lambda self: 1024)
+    assert {p.row_length for p in calibrate._problems(spec, a, "cpu", None)} == {1024}

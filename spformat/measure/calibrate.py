@@ -145,9 +145,11 @@ def measure(scope: Scope, compile_ahead: Any = None) -> Iterator[Point]:
 
 
 def _problems(spec: cases.Spec, a: Format, device: str, sm: int | None) -> Iterator[Problem]:
-    name, params = a.dtype.name, tuple(a.params().items())
+    name, params, length = a.dtype.name, tuple(a.params().items()), a.row_length()
     for n, b, c in spec.widths:
-        yield Problem.product(a.name, params, *a.shape, n, a.stored, name, name, name, b, c, device, sm)
+        yield Problem.product(
+            a.name, params, *a.shape, n, a.stored, name, name, name, b, c, device, sm, row_length=length
+        )  # fmt: skip
 
 
 def _kernels(scope: Scope, p: Problem) -> tuple[list[Kernel], list[Kernel]]:
