@@ -109,7 +109,7 @@ class SpmmBSRExpanding(RecordProducts):
         return room_of(2 * p.p["blocksize"][0] * DEPTH)
 
     def tiles_for(self, p: Problem) -> tuple[Tile, ...]:
-        return TILES[p.p["blocksize"][0]]
+        return TILES.get(p.p["blocksize"][0], self.tiles)  # also asked for blocks that are refused
 
     def leading(self, p: Problem) -> str:
         height, width = p.p["blocksize"]
