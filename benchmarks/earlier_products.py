@@ -126,12 +126,20 @@ def summary(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def ends(argument: str) -> tuple[int, int]:
+    """The least and the largest number of columns, as 1-512."""
+    least, dash, most = argument.partition("-")
+    if not (dash and least.isdigit() and most.isdigit()):
+        raise argparse.ArgumentTypeError(f"expected numbers of columns like 1-512, got {argument}")
+    return int(least), int(most)
+
+
 def main() -> None:
     about, _, rest = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(description=about, epilog=rest)
     parser.add_argument("--earlier", required=True, metavar="COMMIT", help="of this repository, or a folder")
     parser.add_argument("--kernels", required=True, help="comma-separated")
-    parser.add_argument("--columns", default="1-4096", metavar="LEAST-MOST")
+    parser.add_argument("--columns", type=ends, default=(1, 4096), metavar="LEAST-MOST")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=90.0)
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile first; 0: none")
@@ -141,7 +149,6 @@ def main() -> None:
     kernels, known = options.kernels.split(","), {k.name for k in KERNELS}
     if unknown := set(kernels) - known:
         parser.error(f"no kernel is called {', '.join(sorted(unknown))}")
-    least, most = map(int, options.columns.split("-"))
     with tempfile.TemporaryDirectory() as scratch:
         # The processes that compile use the folder of the first one, as its path is part of what CuPy's cache looks up.
         folder = Path(options.earlier) if options.compile_only else Path(scratch)
@@ -150,7 +157,7 @@ def main() -> None:
             packages = (__import__("spformat_earlier"), spformat)
         else:
             packages = (earlier_package(options.earlier, folder), spformat)
-        work = products(options.seed, kernels, (least, most))
+        work = products(options.seed, kernels, options.columns)
         if options.compile_only:
             number, of = map(int, options.compile_only)
             mine = itertools.islice(work, number, None, of)

@@ -41,10 +41,15 @@ def test_products_that_a_version_refuses_are_left_out() -> None:
     assert list(earlier_products.until(-1.0, iter([(0,)]), each)) == []
 
 
-def test_an_unknown_kernel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(
-        "sys.argv", ["earlier_products.py", "--earlier", "HEAD", "--kernels", "cuda.spmm_csr,cuda.nobody"]
-    )
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [(("--kernels", "cuda.spmm_csr,cuda.nobody"), "no kernel is called cuda.nobody"),
+     (("--kernels", "cuda.spmm_csr", "--columns", "8"), "expected numbers of columns like 1-512, got 8")],
+)  # fmt: skip
+def test_what_is_refused(
+    arguments: tuple[str, ...], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["earlier_products.py", "--earlier", "HEAD", *arguments])
     with pytest.raises(SystemExit):
         earlier_products.main()
-    assert "no kernel is called cuda.nobody" in capsys.readouterr().err
+    assert text in capsys.readouterr().err

@@ -205,8 +205,7 @@ from emulator.planted import plant, three_runs
 planted = plant({old!r}, {new!r}, source="bsr/spmm_bsr_expanding_sm90a.cu")
 stand_in.install(90)
 import numpy as np
-from exact import equal, infinite, matrix, product
-from exact import tile_in
+from exact import equal, infinite, matrix, product, tile_in
 from test_bsr_expanding import BSR, KERNEL
 from spformat.backends.cuda.bsr.spmm_bsr_expanding_sm90a import TILES
 

@@ -174,7 +174,7 @@ PLANTED = """
 from emulator import stand_in
 from emulator.planted import plant, three_runs
 
-planted = plant({old!r}, {new!r}, header="spformat/even_shares.cuh")
+planted = plant({old!r}, {new!r}, header=("spformat/parts_of_k.cuh", "spformat/even_shares.cuh"))
 stand_in.install(90)
 import test_two_four_shares as t
 
@@ -223,7 +223,7 @@ PARTS_PLANTED = [
     # name, old, new
     ("none", "", ""),
     ("a strip left out", "int own = 0; own * Parts", "int own = 1; own * Parts"),
-    ("the own sums several times", "(own * Parts + other) * STRIP", "(own * Parts + part) * STRIP"),
+    ("the first part's sums several times", "at + part * (2 * HALF)", "at"),
     ("the next strip", "16 * (own * Parts + part)", "16 * (own * Parts + part + 1)"),
     ("the same steps", "slabs * part / Parts", "0"),
     ("reads before others have sent", "barrier::wait_cluster(bar, 0);", ";"),

@@ -27,9 +27,8 @@ from ..storage.files import read_small
 
 DENSE = "dense"
 """Stands for the dense product of the same matrix in the place of a kernel."""
-_FIELDS = ("format", "M", "K", "n", "nnz", "a_dtype", "b_dtype", "out_dtype", "b_layout", "out_layout")
-_ROW_LENGTH = "row_length"
-"""Another field, which older files do not have: what the dispatcher knows of the rows of a matrix on a device."""
+_NUMBERS = ("M", "K", "n", "nnz", "row_length")
+_FIELDS = ("format", *_NUMBERS, "a_dtype", "b_dtype", "out_dtype", "b_layout", "out_layout")
 _NAME, _VERSION, _LARGEST = "spformat bench --calibrate", 1, 256 << 20
 _DAMAGED = (SpformatError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
@@ -85,8 +84,7 @@ def save(path: Path, about: About, points: Iterable[Point]) -> None:
         own = list(some)
         p = own[0].problem
         times = [[x.kernel.name, str(x.tile), x.us] for x in own]
-        fields = {f: getattr(p, f) for f in (*_FIELDS, _ROW_LENGTH)}
-        products.append({**fields, "params": dict(p.params), "times": times})
+        products.append({**{f: getattr(p, f) for f in _FIELDS}, "params": dict(p.params), "times": times})
     head = {"points_of": _NAME, "version": _VERSION, **about._asdict()}
     rates.write_own(path, {**head, "products": products})
 
@@ -146,14 +144,14 @@ def _joined(heads: Sequence[About]) -> About:
 def _points(
     product: Mapping[str, Any], about: About, known: Mapping[str, Kernel], case: int, left_out: Counter[str]
 ) -> Iterator[Point]:
-    product = {_ROW_LENGTH: 0, **product}
-    for name in (*_FIELDS, _ROW_LENGTH):
-        wanted = int if name in ("M", "K", "n", "nnz", _ROW_LENGTH) else str
+    product = {"row_length": 0, **product}  # files of earlier versions do not have it
+    for name in _FIELDS:
+        wanted = int if name in _NUMBERS else str
         bad = product[name] < 0 if wanted is int else name.endswith("dtype") and product[name] not in VALUE_TYPES
         if type(product[name]) is not wanted or bad:
             raise ValueError(f"{name} of a product: {product[name]!r:.80}")
     params = tuple(by_name(product["format"]).resolve_params(product["params"]).items())
-    own = {f: product[f] for f in (*_FIELDS, _ROW_LENGTH)}
+    own = {f: product[f] for f in _FIELDS}
     where = {"device": "cpu"} if about.sm is None else {"device": "cuda", "sm": about.sm, "board": about.device}
     p = Problem.product(params=params, **own, **where)
     for name, tile, us in product["times"]:

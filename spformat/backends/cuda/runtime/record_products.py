@@ -45,6 +45,8 @@ class Records:
 
     rows: ClassVar[int]
     """Rows of a record; it has DEPTH columns."""
+    filled: ClassVar[None] = None
+    """As of ``InMemory``: all lines have records."""
     data: Any
     """uint8, record after record"""
     starts: Any
@@ -254,10 +256,10 @@ class RecordProducts(CudaKernel):
         row_tiles, smem = ceil_div(p.M, tile.rows), tile.smem(room)
         steps = ceil_div(p.K, DEPTH)
         own = tile.record_steps * ceil_div(ceil_div(steps, tile.record_steps), tile.parts)
-        filled = records.filled if isinstance(records, InMemory) else None
-        lines = ceil_div(p.M, tile.record_rows) if filled is None else filled
+        listed = records.filled is not None
+        filled = records.filled if listed else ceil_div(p.M, tile.record_rows)
         shape = Extents(
-            p.M, p.K, steps, own, row_tiles, lines, filled is not None, room,
+            p.M, p.K, steps, own, row_tiles, filled, listed, room,
             tile.stages_end(room), tile.barriers(room),
         )  # fmt: skip
         fixed = (shape, records.data, records.starts)

@@ -27,6 +27,7 @@
 #include "spformat/cp_async.cuh"
 #include "spformat/even_shares.cuh"
 #include "spformat/launch_order.cuh"
+#include "spformat/parts_of_k.cuh"
 #include "spformat/staged_store.cuh"
 #include "spformat/tma_store.cuh"
 #include "spformat/two_four_stream.cuh"
@@ -56,8 +57,8 @@ constexpr int STRIP = ROWS * 16 * 4;
 template <int TN, int Parts> constexpr int handed_over = Parts > 1 ? own_strips<TN, Parts> * Parts * STRIP : 0;
 
 // The sums of a tile that Parts blocks of a cluster have a part of: each adds up every Parts-th strip of 16 columns, in the order
-// of the parts, and stores it. The blocks send their sums to where they are added up. `shared` has room for handed_over bytes; no
-// copy is on its way there. bar: counts what comes from the others, announced.
+// of the parts, and stores it. `shared` has room for handed_over bytes; no copy is on its way there. bar: counts what comes from
+// the others, announced.
 template <class Out, int TN, int Parts, bool CCol, bool Epilogue>
 __device__ __forceinline__ void finish_strips(const float (&acc)[TN / 2], u32 shared, char* scratch, int part, u32 bar, bool vector,
                                               Affine<Out, CCol, Epilogue> affine, int col) {
@@ -68,25 +69,13 @@ __device__ __forceinline__ void finish_strips(const float (&acc)[TN / 2], u32 sh
     for (int strip = 0; strip < TN / 16; ++strip) {
         const int owner = strip % Parts;
         const u32 to = here + (strip / Parts * Parts + part) * STRIP;
-        if (owner == part) {
-            store_shared_4(to, acc + 8 * strip), store_shared_4(to + STRIP / 2, acc + 8 * strip + 4);
-        } else {
-            const u32 peer = cluster::map(to, owner), peer_bar = cluster::map(bar, owner);
-            cluster::store_async_4(peer, acc + 8 * strip, peer_bar);
-            cluster::store_async_4(peer + STRIP / 2, acc + 8 * strip + 4, peer_bar);
-        }
+        parts_of_k::send<STRIP / 2>(acc + 8 * strip, to, owner, part, bar);
     }
     barrier::wait_cluster(bar, 0);  // what this thread stored itself, it reads itself
 #pragma unroll 1
     for (int own = 0; own * Parts + part < TN / 16; ++own) {
         float sums[8] = {};
-#pragma unroll
-        for (int other = 0; other < Parts; ++other) {
-            const u32 at = here + (own * Parts + other) * STRIP;
-            const float4 x = load_shared_4(at), y = load_shared_4(at + STRIP / 2);
-            sums[0] += x.x, sums[1] += x.y, sums[2] += x.z, sums[3] += x.w;
-            sums[4] += y.x, sums[5] += y.y, sums[6] += y.z, sums[7] += y.w;
-        }
+        parts_of_k::add<Parts, STRIP / 2>(sums, here + own * Parts * STRIP);
         const int at = col + 16 * (own * Parts + part);
         store_panels<Out, CCol, 16>(sums, scratch, affine.c, affine.ldc, affine.row, at, affine.M, affine.N, vector, affine);
         __syncwarp();

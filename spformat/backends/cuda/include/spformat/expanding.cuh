@@ -1,6 +1,7 @@
 // Kernels for Hopper that turn A into dense tiles in the registers of wgmma: what does not depend on how A is stored. Tiles of
 // C have 64*WG rows, WG warpgroups, and BN columns; a k tile has DEPTH columns of A.
 #pragma once
+#include "spformat/parts_of_k.cuh"
 #include "spformat/staged_store.cuh"
 #include "spformat/tma.cuh"
 #include "spformat/wgmma.cuh"
@@ -175,8 +176,7 @@ __device__ __forceinline__ void store_tile(const float (&acc)[BN / 2], unsigned 
             if (!store_strip<Out, CCol, STRIP>(acc + i * (STRIP / 2), slot, c, row, n0 + i * STRIP, i))
                 redo(warp, row, n0 + i * STRIP, STRIP);
     } else {
-        // Strip i belongs to block i % Parts, which has room for it from every part. The blocks send their sums to where they are
-        // added up: loads from other blocks would need a release of the whole GPU before them, and a second barrier behind them.
+        // Strip i belongs to block i % Parts, which has room for it from every part.
         constexpr int STRIPS = strips<WG, BN>;
         const u32 base = shared_address(shared), bar = base + way_out<WG, BN, Parts> - 128;
         if (threadIdx.x == 0) barrier::init(bar, 1), barrier::fence_init();
@@ -189,26 +189,14 @@ __device__ __forceinline__ void store_tile(const float (&acc)[BN / 2], unsigned 
         for (int j = 0; j < BN / 16; ++j) {
             const int i = warp + WARPS * j, owner = i % Parts;
             const u32 to = base + (i / Parts * Parts + part) * STRIP_BYTES + lane * 16;
-            if (owner == part) {
-                store_shared_4(to, acc + 8 * j), store_shared_4(to + STRIP_BYTES / 2, acc + 8 * j + 4);
-            } else {
-                const u32 peer = cluster::map(to, owner), peer_bar = cluster::map(bar, owner);
-                cluster::store_async_4(peer, acc + 8 * j, peer_bar);
-                cluster::store_async_4(peer + STRIP_BYTES / 2, acc + 8 * j + 4, peer_bar);
-            }
+            parts_of_k::send<STRIP_BYTES / 2>(acc + 8 * j, to, owner, part, bar);
         }
         named_barrier(1, THREADS);  // what this block's own warps stored
         barrier::wait_cluster(bar, 0);
 #pragma unroll 1
         for (int own = warp; own * Parts + part < STRIPS; own += WARPS) {
             float sums[8] = {};
-#pragma unroll
-            for (int from = 0; from < Parts; ++from) {
-                const u32 at = base + (own * Parts + from) * STRIP_BYTES + lane * 16;
-                const float4 x = load_shared_4(at), y = load_shared_4(at + STRIP_BYTES / 2);
-                sums[0] += x.x, sums[1] += x.y, sums[2] += x.z, sums[3] += x.w;
-                sums[4] += y.x, sums[5] += y.y, sums[6] += y.z, sums[7] += y.w;
-            }
+            parts_of_k::add<Parts, STRIP_BYTES / 2>(sums, base + own * Parts * STRIP_BYTES + lane * 16);
             const int i = own * Parts + part, of_warp = i % WARPS, row = row_of(of_warp), col = n0 + i / WARPS * 16;
             if (!store_strip<Out, CCol, 16>(sums, slot, c, row, col, own / WARPS)) redo(of_warp, row, col, 16);
         }

@@ -148,8 +148,8 @@ __device__ __forceinline__ void sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// sync() in two halves, between which only barriers become known to the other blocks (barrier::fence_init() first): an
-// arrival that releases anything else is a MEMBAR of the whole GPU.
+// sync() in two halves that releases nothing: it says that this block has read what others will overwrite, and makes barriers
+// known to them (barrier::fence_init() first). An arrival that releases anything else is a MEMBAR of the whole GPU.
 __device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
@@ -158,19 +158,6 @@ __device__ __forceinline__ u32 map(u32 shared, u32 rank) {
     u32 remote;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared), "r"(rank));
     return remote;
-}
-// 16 bytes from such an address.
-__device__ __forceinline__ float4 load_4(u32 remote) {
-    float4 x;
-    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(remote) : "memory");
-    return x;
-}
-// 4 bytes from such an address. cluster::sync() lies between the store in the other block and this.
-__device__ __forceinline__ u32 load(u32 remote) {
-    u32 x;
-    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(remote) : "memory");
-    return x;
 }
 // 16 bytes to such an address; counted by the barrier `bar` of the same block when they are there.
 __device__ __forceinline__ void store_async_4(u32 remote, const float* x, u32 bar) {
