@@ -60,6 +60,13 @@ CASES = [
     ((1, 64, 4, 4), 0.5, 333, 523, 61, ("col", "col"), 0, "bfloat16", "bfloat16"),
     ((1, 128, 3, 2), 0.5, 100, 264, 140, ("row", "col"), 0, "float16", "float16"),
     ((3, 128, 1, 1), 0.5, 136, 1, 264, ("col", "row"), 0, "float16", "float32"),
+    # steps along K that begin and end before the loop of two steps, and after one of them
+    *(
+        ((2, 192, 1, 1), 0.5, 136, 64 * steps - 3, 190, ("col", "col"), 0, "bfloat16", "bfloat16")
+        for steps in range(1, 6)
+    ),
+    ((1, 64, 3, 1), 0.5, 131, 320, 61, ("row", "col"), 0, "bfloat16", "bfloat16"),
+    ((1, 128, 2, 3), 0.5, 131, 700, 125, ("col", "row"), 4, "float16", "float16"),
 ]
 
 
@@ -89,7 +96,7 @@ from exact import equal, infinite, matrix, product
 from test_bitmask_expanding import KERNEL, Bitmask, Tile
 
 rng = np.random.default_rng(0)
-x = matrix(rng, 136, 816, 0.5, "bfloat16")
+x = matrix(rng, 136, 3000, 0.5, "bfloat16")
 (B, wanted), a, tile = infinite(rng, x, 72), Bitmask.from_dense(x), Tile(2, {cols}, {resident}, {parts})
 three_runs(lambda: equal(product(KERNEL, tile, a, B, "bfloat16", ("row", "row"), 0), wanted), planted)
 """
@@ -107,18 +114,19 @@ three_runs(lambda: equal(product(KERNEL, tile, a, B, "bfloat16", ("row", "row"),
             "",
             "more arrivals at an mbarrier|not aligned|outside|DIFFERENT",
         ),
-        (16, 3, 1, "barrier::wait(empty + 8 * stage, number / STAGES - 1 & 1);", ";", "."),
+        (16, 3, 1, "barrier::wait(empty + 8 * stage, number / STAGES - 1 & 1);", ";", "more arrivals"),
         (16, 3, 1, "all + b_bytes", "all + b_bytes - 16", "bytes missing|DIFFERENT"),
-        (16, 3, 1, "start = end, end = following;", "start = end;", "."),
+        (16, 3, 1, "start = end, end = following;", "start = end;", "outside|DIFFERENT"),
         (16, 3, 1, "wgmma::wait<0>();", "", "DIFFERENT|in flight"),
         (64, 1, 1, "wgmma::wait<0>();", "", "DIFFERENT|in flight"),
-        (64, 1, 1, "load(odd, k + 1)", "load(even, k + 1)", "DIFFERENT|in flight|arrivals|not aligned"),
-        (16, 3, 1, "redo(warp, row, n0 + i * STRIP, STRIP);", ";", "DIFFERENT"),
-        (256, 1, 1, "barrier::wait(empty + 8 * stage, number / STAGES - 1 & 1);", ";", "."),
-        (256, 1, 1, "k < first + EARLY && k < last", "k < first && k < last", "."),
+        (64, 1, 1, "wgmma::wait<1>(), ", "", "DIFFERENT|in flight|arrivals"),
+        (64, 1, 1, "multiply(even, k + 1);", "multiply(odd, k + 1);", "DIFFERENT"),
+        (256, 1, 1, "barrier::wait(empty + 8 * stage, number / STAGES - 1 & 1);", ";", "more arrivals"),
+        (256, 1, 1, "take_registers<WG == 2 ? 240", "take_registers<WG == 2 ? 248", "setmaxnreg.inc to 248 registers"),
+        (16, 3, 1, "redo(warp, row, n0 + (__ffs(again) - 1) * STRIP, STRIP);", ";", "DIFFERENT"),
         (16, 3, 4, "redo(of_warp, row, col, 16);", ";", "DIFFERENT"),
         (16, 3, 4, "barrier::wait_cluster(bar, 0);", "", "DIFFERENT|still uses its shared memory"),
-        (16, 3, 4, "cluster::wait();\n#pragma unroll", "#pragma unroll", "."),
+        (16, 3, 4, "cluster::wait();\n#pragma unroll", "#pragma unroll", "not initialised|DIFFERENT"),
         (64, 1, 1, "fetch_b(first);", "fetch_b(first + 1);", "DIFFERENT|deadlock"),
     ],
     ids=[
@@ -128,11 +136,12 @@ three_runs(lambda: equal(product(KERNEL, tile, a, B, "bfloat16", ("row", "row"),
         "next record",
         "product",
         "product, ahead",
-        "registers in use",
+        "product before",
+        "registers of a step",
         "stage not free, wide",
-        "first steps, wide",
+        "registers handed over",
         "infinity",
-        "in parts",
+        "infinity, in parts",
         "sums of others",
         "stages of others",
         "first tile of B",

@@ -49,7 +49,11 @@ TABLES = {"bsr/spmm_bsr_stream_sm90a", "bsr/spmm_bsr_strips_sm90a", "csr/spmm_cs
 
 
 def compile_log(source: str, names: tuple[str, ...], arch: str) -> tuple[str, list[str], str]:
-    """(compiler log, names without code, PTX): the first two are empty when all is well."""
+    """(compiler log, names without code, PTX): the first two are empty when all is well.
+
+    The log of what compiled are the complaints of ptxas about wgmma: where a kernel has too few registers, for one, it
+    waits for each product of the tensor cores.
+    """
     rtc = nvrtc()
     ok = rtc.nvrtcResult.NVRTC_SUCCESS
     text = jit.source_text(f"{source}.cu").encode()
@@ -57,7 +61,7 @@ def compile_log(source: str, names: tuple[str, ...], arch: str) -> tuple[str, li
     assert status == ok
     for name in names:
         assert rtc.nvrtcAddNameExpression(program, name.encode())[0] == ok
-    flags = [flag.encode() for flag in (*jit.options(arch), *headers())]
+    flags = [flag.encode() for flag in (*jit.options(arch), *headers(), "-Xptxas=-v")]
     (status,) = rtc.nvrtcCompileProgram(program, len(flags), flags)
     _, size = rtc.nvrtcGetProgramLogSize(program)
     log = bytes(size + 1)  # at least two: NVRTC writes into it, and Python shares its one-byte objects
@@ -76,7 +80,10 @@ def compile_log(source: str, names: tuple[str, ...], arch: str) -> tuple[str, li
     ptx = bytes(size + 1)
     rtc.nvrtcGetPTX(program, ptx)
     rtc.nvrtcDestroyProgram(program)
-    return "", missing, ptx.decode(errors="replace")
+    complaints = [
+        line for line in log.decode(errors="replace").splitlines() if "wgmma" in line and "Performance" in line
+    ]
+    return "\n".join(complaints), missing, ptx.decode(errors="replace")
 
 
 def before_the_wait(ptx: str) -> set[str]:
@@ -131,6 +138,14 @@ def test_a_broken_instance_is_seen() -> None:
     """The check itself can fail: a name that the source does not define is reported."""
     log, missing, _ = compile_log(SOURCES[0], ("spformat_defines_no_such_kernel<int>",), "sm_90a")
     assert "no_such_kernel" in log or missing
+
+
+def test_products_that_wait_for_each_other_are_seen() -> None:
+    """A tile whose four blocks leave each thread too few registers to decode a step ahead."""
+    name = "spmm_bitmask_expanding_sm90a<__half, __half, 1, 64, 3, 1, 4, true, true, true>"
+    log, missing, _ = compile_log("bitmask/spmm_bitmask_expanding_sm90a", (name,), "sm_90a")
+    assert missing == []
+    assert "insufficient register resources" in log
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -24,12 +24,12 @@ struct BitmaskRecords : PlainRecords {
     template <class T>
     static __device__ __forceinline__ float stored_only(const u8* records, const u32* starts, int steps, int row, const T* b,
                                                         i64 b_k) {
-        return spformat::stored_only<T>(records, starts, steps, row, b, b_k);
+        return stored_sum<T>(records, starts, steps, row, b, b_k);
     }
 };
 
 template <class T, class Out, int WG, int BN, int STAGES, int Parts, int Resident, bool Ahead, bool BCol, bool CCol>
-__global__ void __cluster_dims__(Parts, 1, 1) __launch_bounds__(record_threads<WG, BN>, Resident)
+__global__ void __cluster_dims__(Parts, 1, 1) __launch_bounds__(threads<WG, BN>, Resident)
 spmm_bitmask_expanding_sm90a(const __grid_constant__ RecordExtents s, const u8* __restrict__ records,
                              const u32* __restrict__ starts, const __grid_constant__ TensorMap b_map, const T* __restrict__ B,
                              i64 b_k, i64 b_n, const __grid_constant__ TensorMap c_map, int by_copies, Out* C, int N, i64 ldc) {

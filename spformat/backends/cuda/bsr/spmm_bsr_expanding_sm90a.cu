@@ -38,7 +38,7 @@ template <class T, int Height, int Width> struct BlockRecords {
         }
     }
     template <class>
-    static __device__ __noinline__ float stored_only(const u8* records, const u32* starts, int steps, int row, const T* b, i64 b_k) {
+    static __device__ __forceinline__ float stored_only(const u8* records, const u32* starts, int steps, int row, const T* b, i64 b_k) {
         float sum = 0;
         starts += static_cast<i64>(row / ROWS) * steps;
 #pragma unroll 1
@@ -56,7 +56,7 @@ template <class T, int Height, int Width> struct BlockRecords {
 };
 
 template <class T, class Out, int Height, int Width, int WG, int BN, int STAGES, int Parts, int Resident, bool Ahead, bool BCol, bool CCol>
-__global__ void __cluster_dims__(Parts, 1, 1) __launch_bounds__(record_threads<WG, BN>, Resident)
+__global__ void __cluster_dims__(Parts, 1, 1) __launch_bounds__(threads<WG, BN>, Resident)
 spmm_bsr_expanding_sm90a(const __grid_constant__ RecordExtents s, const u8* __restrict__ records, const u32* __restrict__ starts,
                          const __grid_constant__ TensorMap b_map, const T* __restrict__ B, i64 b_k, i64 b_n,
                          const __grid_constant__ TensorMap c_map, int by_copies, Out* C, int N, i64 ldc) {

@@ -22,7 +22,7 @@ MOST_BLOCKS = 1 << 28
 """Blocks are numbered in 28 bits."""
 SMALL_TABLE = 1 << 20
 """Bytes of a table that no matrix is refused for."""
-TILES = {h: tiles_of(record_rows=h, notes=True, image=16, most_ahead=192) for h in HEIGHTS}
+TILES = {h: tiles_of(record_rows=h, notes=True, image=16) for h in HEIGHTS}
 
 
 def starts_of(indptr: Array, indices: Array, steps: int, width: int) -> Array:

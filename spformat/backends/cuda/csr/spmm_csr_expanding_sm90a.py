@@ -15,7 +15,7 @@ from ..runtime.record_products import RecordProducts, refused, tiles_of
 from . import csr_records
 from .csr_records import IMAGE, ROWS, Records
 
-TILES = tiles_of(record_rows=ROWS, image=IMAGE, most_ahead=192)
+TILES = tiles_of(record_rows=ROWS, image=IMAGE)
 
 
 class SpmmCSRExpanding(RecordProducts):

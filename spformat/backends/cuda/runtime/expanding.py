@@ -21,6 +21,9 @@ from .launch import Operands
 DEPTH, SLOT, STRIP = 64, 2048, 16 * 16
 """Columns of A in a step, bytes in which a warp stages C, elements of C that a block adds up at a time; as in the
 kernels."""
+HANDS_OVER = 384
+"""Columns of all warpgroups of a tile from which on those that multiply take registers from one that loads; as in the
+header."""
 PARTS = range(1, 9)
 """Parts of K, each a block of a cluster."""
 TERMS = ("launch", "steps", "memory", "loads", "products", "clusters", "parts", "C by stores")
@@ -50,8 +53,13 @@ class Tile:
         return self.cols if self.cols < 64 else round_up(self.cols, 64)
 
     @property
+    def hands_over(self) -> bool:
+        """Whether the warp that loads has a warpgroup of its own, which hands its registers over to the others."""
+        return self.warpgroups * self.cols >= HANDS_OVER
+
+    @property
     def threads(self) -> int:
-        return 128 * self.warpgroups + 32
+        return 128 * self.warpgroups + (128 if self.hands_over else 32)
 
 
 def way_out(tile: Tile, parts: int) -> int:

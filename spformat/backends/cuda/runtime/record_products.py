@@ -24,8 +24,10 @@ from .scratch import Scratch
 ARCHS = ("sm_90a",)
 WARP_ROWS = 16
 """Rows of A that a warp multiplies."""
-WIDE = 256
-"""Columns of tiles in which no warp of its own loads; as in ``own_loader`` in the header."""
+REGISTERS = 16 << 10
+"""Of each of the four schedulers of a multiprocessor."""
+BESIDE_SUMS = 94
+"""Registers of a thread that multiplies a step while it reads the next one, but for its sums."""
 MOST_STAGES = 6
 """Steps in shared memory at most."""
 SHARED = 226 << 10
@@ -109,8 +111,6 @@ class Tile(expanding.Tile):
     """Whether a record has a word in shared memory beside it."""
     image: int = 0
     """Bytes of shared memory in which each warp puts its rows of a record together."""
-    most_ahead: int = 128
-    """Most columns for which warps beside a ninth one have registers for a second record."""
 
     @property
     def extent(self) -> str:
@@ -120,14 +120,8 @@ class Tile(expanding.Tile):
     @property
     def ahead(self) -> bool:
         """Whether a warp decodes a step while it multiplies the one before. Else other warps use the time."""
-        room = self.cols <= self.most_ahead or self.cols >= WIDE
-        return self.resident == 1 and self.warpgroups == 2 and room
-
-    @property
-    def threads(self) -> int:
-        """Those that multiply, and a warp that loads; in wide tiles one of the others does, which then have more
-        registers."""
-        return 128 * self.warpgroups + (32 if self.cols < WIDE else 0)
+        of_scheduler = ceil_div(self.resident * self.threads, 4 * 32)
+        return self.hands_over or REGISTERS // (32 * of_scheduler) >= self.cols // 2 + BESIDE_SUMS
 
     @property
     def images(self) -> int:

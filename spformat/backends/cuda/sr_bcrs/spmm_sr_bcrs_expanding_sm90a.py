@@ -17,7 +17,7 @@ from .mma_fragments import MMA_TYPES, PANEL
 
 _LIST = 4 * mma_fragments.DEPTH + 16
 """Bytes in which a warp lists its slots, as in the kernel."""
-TILES = tiles_of(record_rows=PANEL, record_steps=mma_fragments.DEPTH // DEPTH, notes=True, image=_LIST, most_ahead=192)
+TILES = tiles_of(record_rows=PANEL, record_steps=mma_fragments.DEPTH // DEPTH, notes=True, image=_LIST)
 
 
 class SpmmSRBCRSExpanding(RecordProducts):

@@ -17,7 +17,8 @@
 //
 // Grid: x = row tiles * column tiles * Parts, row tiles faster than column tiles. Parts blocks, a cluster, multiply a tile of C,
 // each a part of K; then each adds up every Parts-th strip of 16 x 16 sums, in the order of the parts, through shared memory.
-// Block: WG warpgroups that multiply 64 rows x BN columns each, and one warp that loads, STAGES k tiles ahead.
+// Block: WG warpgroups that multiply 64 rows x BN columns each, and one warp that loads, STAGES k tiles ahead; in wide tiles it has a
+// warpgroup of its own, which hands its registers over to the others.
 #include "spformat/expanding.cuh"
 #include "spformat/launch_order.cuh"
 #include "spformat/vector_nm.cuh"
@@ -39,7 +40,7 @@ constexpr u32 NONE = 64;  // no line: the column is not kept
 
 // One element of C over the stored elements, in order. b: column n of B, its elements b_k apart.
 template <class T>
-__device__ __noinline__ float stored_only(const Expanding& s, const T* data, const u8* indices, const T* b, i64 b_k, int row) {
+__device__ __forceinline__ float stored_only(const Expanding& s, const T* data, const u8* indices, const T* b, i64 b_k, int row) {
     float sum = 0;
     const i64 windows = (s.K + s.m - 1) / s.m;
     for (i64 u = 0; u < windows * s.n; ++u) {
@@ -50,7 +51,7 @@ __device__ __noinline__ float stored_only(const Expanding& s, const T* data, con
 }
 
 template <class T, class Out, int WG, int BN, int STAGES, int Parts, int Resident, bool BCol, bool CCol>
-__global__ void __cluster_dims__(Parts, 1, 1) __launch_bounds__(128 * WG + 32, Resident)
+__global__ void __cluster_dims__(Parts, 1, 1) __launch_bounds__(threads<WG, BN>, Resident)
 spmm_vector_nm_expanding_sm90a(const __grid_constant__ TensorMap a_map, const __grid_constant__ Expanding s,
                                const u8* __restrict__ lines, const T* __restrict__ data, const u8* __restrict__ indices,
                                const __grid_constant__ TensorMap b_map, const T* __restrict__ B, i64 b_k, i64 b_n,
@@ -79,8 +80,9 @@ spmm_vector_nm_expanding_sm90a(const __grid_constant__ TensorMap a_map, const __
     let_next_launch_begin();
     __syncthreads();
 
-    if (warp == 4 * WG) {
-        if (lane == 0) {
+    hand_registers_over<WG, BN>();
+    if (warp >= 4 * WG) {
+        if (warp == 4 * WG && lane == 0) {
             const u64 policy = evict_first();
             const u32 kept = s.tile_windows * s.n, words = (min(m0 + ROWS, s.M) - 1) / s.length - group0 + 1;
             for (int k = first; k < last; ++k) {
@@ -112,7 +114,8 @@ spmm_vector_nm_expanding_sm90a(const __grid_constant__ TensorMap a_map, const __
             ldmatrix_x4_trans(a[i], line == NONE ? zero : from + block + swizzled<128>(line, chunk));
         }
     };
-    multiply_steps<T, BN, BCol, STAGES, true>(acc, first, last, base + A_BYTES, STAGE, empty, load);
+    constexpr int AHEAD = Resident == 1 || BN <= 32 ? 2 : 1;
+    multiply_steps<T, BN, BCol, STAGES, AHEAD>(acc, first, last, base + A_BYTES, STAGE, empty, load);
 
     const Result<Out> c{c_map, by_copies != 0, C, ldc, s.M, N};
     auto row_of = [&](int of_warp) { return m0 + of_warp * 16; };

@@ -56,9 +56,8 @@ class Tile(expanding.Tile):
 
 TILES = (
     Tile(2, 16, 2, 4), Tile(2, 32, 2, 4), Tile(2, 64, 2, 4), Tile(2, 128, 1, 6), Tile(2, 192, 1, 5),
-    Tile(2, 96, 1, 6), Tile(2, 160, 1, 5),
+    Tile(2, 96, 1, 6), Tile(2, 160, 1, 5), Tile(2, 256, 1, 4),
 )  # fmt: skip
-"""256 columns would need more than the 168 registers that 288 threads may have."""
 
 
 def lines_of(indices: Array, form: Pattern) -> Array:
@@ -147,6 +146,8 @@ class SpmmVectorNMExpanding(CudaKernel):
             instance("bfloat16", "bfloat16", Split(TILES[5], 2), True, True),
             instance("bfloat16", "bfloat16", Split(TILES[6], 1), True, True),
             instance("float16", "float16", Split(TILES[6], 1), False, False),
+            instance("bfloat16", "bfloat16", Split(TILES[7], 1), True, True),
+            instance("float16", "float16", Split(TILES[7], 2), False, False),
         )
 
     def prepared(self, a: Any, p: Problem) -> Prepared:

@@ -15,6 +15,21 @@ template <int BN> constexpr int boxes = (BN + 63) / 64;  // of a row-major B; th
 template <int BN> constexpr int strip_columns = BN % 64 ? box_columns<BN % 64> : 64;  // of a box of C
 template <int BN, bool BCol> constexpr int tile_bytes = DEPTH * 2 * (BCol ? BN : boxes<BN> * box_columns<BN>);  // of a k tile of B
 
+// Whether the warp that loads has a warpgroup of its own, which hands its registers over to the others: in wide tiles. The threads of
+// a block.
+template <int WG, int BN> constexpr bool hands_over = WG * BN >= 384;
+template <int WG, int BN> constexpr int threads = 128 * WG + (hands_over<WG, BN> ? 128 : 32);
+
+// All threads call it where hands_over. 384 threads have 168 registers each at the start, 512 have 128: together as many as then.
+// Nothing that is called by those that multiply may be a function of its own, or the compiler leaves them what they had.
+template <int WG, int BN> __device__ __forceinline__ void hand_registers_over() {
+    if constexpr (hands_over<WG, BN>) {
+        static_assert(WG == 2 || WG == 3);
+        if (threadIdx.x >= 128 * WG) give_registers<WG == 2 ? 24 : 32>();
+        else take_registers<WG == 2 ? 240 : 160>();
+    }
+}
+
 // The k tile of B from (k0, n0), DEPTH x BN, to `to` in boxes that bar counts. One thread calls it.
 template <int BN, bool BCol>
 __device__ __forceinline__ void load_tile(u32 to, const TensorMap& b_map, u32 bar, int k0, int n0) {
@@ -44,37 +59,56 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[BN / 2], const u32 (&
 }
 
 // acc = A times B over steps first .. last-1 of 64 columns of A.
-//   Ahead                while a step is multiplied, the next one comes to the registers; else other warps have the time
+//   Ahead                steps that a warp has in registers or tensor cores at a time, but for one. 0: other warps have the time.
+//                        1: while a step is multiplied, the next one comes to the registers. 2: it is handed to the tensor cores,
+//                        too, before the step before it is finished. The registers of a thread must hold one more than these: with
+//                        too few of them the compiler waits for each product
 //   tiles, stage_bytes   the k tile of B in stage 0, and from stage to stage
 //   empty                barriers of the stages: every thread arrives for its own reads; racecheck follows only who arrives
 //   load(a, k)           waits for step k and puts this warp's 16 rows of it into a, as multiply_tile takes them
-template <class T, int BN, bool BCol, int STAGES, bool Ahead, class Load>
+template <class T, int BN, bool BCol, int STAGES, int Ahead, class Load>
 __device__ __forceinline__ void multiply_steps(float (&acc)[BN / 2], int first, int last, u32 tiles, u32 stage_bytes, u32 empty,
                                                Load load) {
     auto multiply = [&](const u32 (&a)[4][4], int k) {
         multiply_tile<T, BN, BCol>(acc, a, tiles + (k - first) % STAGES * stage_bytes);
     };
+    auto finished = [&](int k) { barrier::arrive(empty + 8 * ((k - first) % STAGES)); };
     auto finish = [&](int k) {
         wgmma::wait<0>();
         wgmma::pin(acc);
-        barrier::arrive(empty + 8 * ((k - first) % STAGES));
+        finished(k);
     };
-    if constexpr (!Ahead) {
-        u32 a[4][4];
-#pragma unroll 1
-        for (int k = first; k < last; ++k) load(a, k), multiply(a, k), finish(k);
-        return;
-    }
+    if (first >= last) return;
     u32 even[4][4], odd[4][4];
-    if (first < last) load(even, first);
-    for (int k = first; k < last; k += 2) {
-        multiply(even, k);
-        if (k + 1 < last) load(odd, k + 1);
-        finish(k);
-        if (k + 1 == last) break;
-        multiply(odd, k + 1);
-        if (k + 2 < last) load(even, k + 2);
-        finish(k + 1);
+    if constexpr (Ahead == 0) {
+#pragma unroll 1
+        for (int k = first; k < last; ++k) load(even, k), multiply(even, k), finish(k);
+    } else if constexpr (Ahead == 1) {
+        load(even, first);
+        for (int k = first; k < last; k += 2) {
+            multiply(even, k);
+            if (k + 1 < last) load(odd, k + 1);
+            finish(k);
+            if (k + 1 == last) break;
+            multiply(odd, k + 1);
+            if (k + 2 < last) load(even, k + 2);
+            finish(k + 1);
+        }
+    } else {
+        load(even, first), multiply(even, first);
+        int k = first + 1;
+#pragma unroll 1
+        for (; k + 1 < last; k += 2) {
+            load(odd, k), multiply(odd, k);
+            wgmma::wait<1>(), finished(k - 1);
+            load(even, k + 1), multiply(even, k + 1);
+            wgmma::wait<1>(), finished(k);
+        }
+        if (k < last) {
+            load(odd, k), multiply(odd, k);
+            wgmma::wait<1>(), finished(k - 1);
+        }
+        finish(last - 1);
     }
 }
 
@@ -171,10 +205,12 @@ __device__ __forceinline__ void store_tile(const float (&acc)[BN / 2], unsigned 
     char* const slot = reinterpret_cast<char*>(shared) + handed_over<WG, BN, Parts> + warp * SLOT;
     if constexpr (Parts == 1) {
         const int row = row_of(warp);
+        u32 again = 0;
 #pragma unroll
         for (int i = 0; i < BN / STRIP; ++i)
-            if (!store_strip<Out, CCol, STRIP>(acc + i * (STRIP / 2), slot, c, row, n0 + i * STRIP, i))
-                redo(warp, row, n0 + i * STRIP, STRIP);
+            if (!store_strip<Out, CCol, STRIP>(acc + i * (STRIP / 2), slot, c, row, n0 + i * STRIP, i)) again |= 1u << i;
+#pragma unroll 1
+        for (; again; again &= again - 1) redo(warp, row, n0 + (__ffs(again) - 1) * STRIP, STRIP);
     } else {
         // Strip i belongs to block i % Parts, which has room for it from every part.
         constexpr int STRIPS = strips<WG, BN>;

@@ -63,7 +63,7 @@ __device__ __forceinline__ void load_fragments(u32 (&a)[MF][4], const u32 (&word
 }
 
 // One element of C over the values of row `row` that are not zero. b: column n of B, its elements b_row apart.
-template <class T> __device__ __noinline__ float stored_only(const Slots& a, i64 row, const T* b, i64 b_row) {
+template <class T> __device__ __forceinline__ float stored_sum(const Slots& a, i64 row, const T* b, i64 b_row) {
     static_assert(sizeof(T) == 2, "slots have 16-bit values");
     const int eight = row % PANEL_ROWS / 8;
     const u32* first = a.first + row / PANEL_ROWS * a.Q;
@@ -83,6 +83,10 @@ template <class T> __device__ __noinline__ float stored_only(const Slots& a, i64
         }
     }
     return sum;
+}
+// The same by a call: fewer instructions where there are many places for it.
+template <class T> __device__ __noinline__ float stored_only(const Slots& a, i64 row, const T* b, i64 b_row) {
+    return stored_sum(a, row, b, b_row);
 }
 
 // Sums of 32 rows from row0, 8*NF columns from n0, to C: C[i][n] at i*c_row + n*c_col. B as in the kernels: B[k][n] at

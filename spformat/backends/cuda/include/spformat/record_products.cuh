@@ -13,7 +13,7 @@
 //
 // Grid: x = row tiles * column tiles * Parts, row tiles faster than column tiles. Parts blocks, a cluster, multiply a tile of C,
 // each a part of K. Block: WG warpgroups that multiply 64 rows x BN columns each, and one warp that loads, STAGES steps ahead. In
-// tiles of 256 columns the first warp that multiplies loads as well: a ninth warp would leave each 168 registers instead of 255.
+// wide tiles that warp has a warpgroup of its own, which hands its registers over to the others.
 #pragma once
 #include "spformat/expanding.cuh"
 #include "spformat/launch_order.cuh"
@@ -40,10 +40,6 @@ struct PlainRecords {
 
 // Records of the same rows in shared memory or on their way there, each used in as many steps as it covers.
 template <int STAGES, int STEPS> constexpr int records_at_once = STEPS == 1 ? STAGES : STAGES / 2 + 1;
-
-// Whether a warp that does nothing else loads, and the threads of a block.
-template <int BN> constexpr bool own_loader = BN < 256;
-template <int WG, int BN> constexpr int record_threads = 128 * WG + (own_loader<BN> ? 32 : 0);
 
 // C of a tile. Records: a class with
 //   ROWS, STEPS, IMAGE           rows of a record, and steps that it covers (1 or 2); bytes of shared memory of its own for each warp
@@ -84,7 +80,7 @@ __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u
     __syncthreads();
 
     // Lane i copies the records of the i-th line, which follow each other in memory. Where the next one ends is loaded a step ahead.
-    const bool loads = warp == (own_loader<BN> ? WARPS : 0), copies = loads && lane < records_here;
+    const bool loads = warp == WARPS, copies = loads && lane < records_here;
     const i64 line = line0 + (copies ? lane : 0), of_line = (s.steps + STEPS - 1) / STEPS;
     const u32* ends = starts + line * of_line + first / STEPS;
     u32 start = 0, end = 0;
@@ -114,14 +110,11 @@ __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u
         if (lane == 0 && b_bytes) fetch_b(k);
         if (begins) start = end, end = following;
     };
-    constexpr int EARLY = STAGES - 2;  // steps: a warp may still multiply the last one when the next one is multiplied
-    if constexpr (own_loader<BN>) {
-        if (loads) {
+    hand_registers_over<WG, BN>();
+    if (warp >= WARPS) {
+        if (loads)
             for (int k = first; k < last; ++k) fetch(k);
-            return;
-        }
-    } else if (loads) {
-        for (int k = first; k < first + EARLY && k < last; ++k) fetch(k);
+        return;
     }
 
     // Lane i: where the 16 rows of warp i belong in C.
@@ -136,7 +129,6 @@ __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u
     Records own(shared + s.images + warp * Records::IMAGE);
     auto load = [&](u32 (&a)[4][4], int k) {
         const u32 number = k - first, stage = number % STAGES;
-        if (!own_loader<BN> && loads && k + EARLY < last) fetch(k + EARLY);
         barrier::wait(full + 8 * stage, number / STAGES & 1);
         const int from = place(number, warp / SHARERS);
         u32 note = warp / SHARERS < records_here;
@@ -144,7 +136,7 @@ __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u
             if (note) note = notes[from];
         own.take(a, shared + record_at(from), note, number % STEPS);
     };
-    multiply_steps<T, BN, BCol, STAGES, Ahead>(acc, first, last, base, B_BYTES, empty, load);
+    multiply_steps<T, BN, BCol, STAGES, Ahead ? 2 : 0>(acc, first, last, base, B_BYTES, empty, load);
 
     const Result<Out> c{c_map, by_copies != 0, C, ldc, s.M, N};
     auto row_of = [&](int of_warp) { return __shfl_sync(0xFFFFFFFFu, row_of_warp, of_warp); };
