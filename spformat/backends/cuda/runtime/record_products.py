@@ -121,7 +121,8 @@ class Tile(expanding.Tile):
     def ahead(self) -> bool:
         """Whether a warp decodes a step while it multiplies the one before. Else other warps use the time."""
         of_scheduler = ceil_div(self.resident * self.threads, 4 * 32)
-        return self.hands_over or REGISTERS // (32 * of_scheduler) >= self.cols // 2 + BESIDE_SUMS
+        registers = REGISTERS // (32 * of_scheduler) // 8 * 8  # threads have them in eights
+        return self.hands_over or registers >= self.cols // 2 + BESIDE_SUMS
 
     @property
     def images(self) -> int:
