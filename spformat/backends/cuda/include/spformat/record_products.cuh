@@ -11,9 +11,10 @@
 // A zero times an infinite value of B is NaN, which does not belong into C: sums that are not finite are computed again over the
 // stored elements.
 //
-// Grid: x = row tiles * column tiles * Parts, row tiles faster than column tiles. Parts blocks, a cluster, multiply a tile of C,
-// each a part of K. Block: WG warpgroups that multiply 64 rows x BN columns each, and one warp that loads, STAGES steps ahead. In
-// wide tiles that warp has a warpgroup of its own, which hands its registers over to the others.
+// Grid: x = row tiles * column tiles * Parts: first the tiles of lines that have records, then the others, in both row tiles faster
+// than column tiles. Parts blocks, a cluster, multiply a tile of C, each a part of K. Block: WG warpgroups that multiply 64 rows x
+// BN columns each, and one warp that loads, STAGES steps ahead. In wide tiles that warp has a warpgroup of its own, which hands its
+// registers over to the others.
 #pragma once
 #include "spformat/expanding.cuh"
 #include "spformat/launch_order.cuh"
@@ -65,8 +66,11 @@ __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u
     auto record_at = [&](int place) { return STAGES * B_BYTES + place * s.room; };
     u32* const notes = reinterpret_cast<u32*>(shared + s.barriers + 16 * STAGES);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int tile = blockIdx.x / Parts, part = blockIdx.x % Parts;
-    const int m0 = tile % s.row_tiles * ROWS, n0 = tile / s.row_tiles * BN;
+    const int part = blockIdx.x % Parts;
+    const int busy_rows = cdiv(s.filled, RECORDS), busy = busy_rows * cdiv(N, BN);  // row tiles, and tiles, that have records
+    const int tile = blockIdx.x / Parts, rest = tile - busy, idle_rows = max(1, s.row_tiles - busy_rows);
+    const int m0 = (rest < 0 ? tile % busy_rows : busy_rows + rest % idle_rows) * ROWS;
+    const int n0 = (rest < 0 ? tile / busy_rows : rest / idle_rows) * BN;
     const int line0 = m0 / Records::ROWS, records_here = max(0, min(RECORDS, s.filled - line0));
     const int first = min(part * s.steps_per_part, s.steps), last = records_here ? min(first + s.steps_per_part, s.steps) : first;
 
