@@ -68,9 +68,9 @@ __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int part = blockIdx.x % Parts;
     const int busy_rows = cdiv(s.filled, RECORDS), busy = busy_rows * cdiv(N, BN);  // row tiles, and tiles, that have records
-    const int tile = blockIdx.x / Parts, rest = tile - busy, idle_rows = max(1, s.row_tiles - busy_rows);
-    const int m0 = (rest < 0 ? tile % busy_rows : busy_rows + rest % idle_rows) * ROWS;
-    const int n0 = (rest < 0 ? tile / busy_rows : rest / idle_rows) * BN;
+    const int tile = blockIdx.x / Parts, idle = tile >= busy ? 1 : 0;
+    const int of_kind = tile - idle * busy, rows = idle ? s.row_tiles - busy_rows : busy_rows, column = of_kind / rows;
+    const int m0 = (idle * busy_rows + of_kind - column * rows) * ROWS, n0 = column * BN;  // one division: they take long
     const int line0 = m0 / Records::ROWS, records_here = max(0, min(RECORDS, s.filled - line0));
     const int first = min(part * s.steps_per_part, s.steps), last = records_here ? min(first + s.steps_per_part, s.steps) : first;
 
