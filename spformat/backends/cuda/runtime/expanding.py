@@ -79,39 +79,41 @@ def tiles_of(p: Problem, tile: Tile) -> int:
     return ceil_div(p.M, tile.rows) * ceil_div(p.n, tile.cols)
 
 
-def longest(p: Problem, tile: Tile, parts: int, steps: int, device: Device) -> int:
+def longest(tiles: int, tile: Tile, parts: int, steps: int, device: Device) -> int:
     """Steps of K that a multiprocessor passes one after the other, out of ``steps`` along all of K.
 
     Clusters that do not fit at the same time wait for the others.
     """
-    return rounds(tiles_of(p, tile), device.clusters(parts, tile.resident)) * ceil_div(steps, parts)
+    return rounds(tiles, device.clusters(parts, tile.resident)) * ceil_div(steps, parts)
 
 
-def parts_of(p: Problem, tile: Tile, steps: int, device: Device) -> Iterator[int]:
-    """Numbers of parts that are worth considering: each leaves a multiprocessor fewer steps than all smaller ones, and
-    all clusters run at one time.
+def parts_of(tiles: int, tile: Tile, steps: int, device: Device) -> Iterator[int]:
+    """Numbers of parts that are worth considering for so many ``tiles`` of C: each leaves a multiprocessor fewer steps
+    than all smaller ones, and all clusters run at one time.
 
     Clusters that wait for others were the fastest way in 36 of 1,283 measured products, by 1.21 times at most, and took
     up to 2.8 times as long as expected: each round of them starts and ends by barriers.
     """
     least = None
     for parts in PARTS[: max(1, steps)]:
-        if parts > 1 and tiles_of(p, tile) > device.clusters(parts, tile.resident):
+        if parts > 1 and tiles > device.clusters(parts, tile.resident):
             return
-        own = longest(p, tile, parts, steps, device)
+        own = longest(tiles, tile, parts, steps, device)
         if least is None or own < least:
             least = own
             yield parts
 
 
-def quantities(p: Problem, tile: Tile, parts: int, steps: int, step_bytes: float, device: Device) -> tuple[float, ...]:
-    """Ideal microseconds of each of ``TERMS``. steps: along all of K; step_bytes: loaded from L2 in each. Products are
-    those of a dense A.
+def quantities(
+    p: Problem, tile: Tile, tiles: int, parts: int, steps: int, step_bytes: float, device: Device
+) -> tuple[float, ...]:
+    """Ideal microseconds of each of ``TERMS``. tiles: of C, as ``tiles_of``; steps: along all of K; step_bytes: loaded
+    from L2 in each. Products are those of a dense A.
 
     launch, clusters (their barriers): constants. parts: their number. steps: those that a block passes one after the
     other, in microseconds of one each. C by stores: C, where the copy engine cannot write its lines.
     """
-    passed = longest(p, tile, parts, steps, device)
+    passed = longest(tiles, tile, parts, steps, device)
     products = tile.resident * passed * tile_us(tile.rows, tile.cols, DEPTH, TENSOR_16, device)
     loads = tile.resident * passed * load_us(step_bytes, device)
     several, size = parts > 1, itemsize(p.out_dtype)

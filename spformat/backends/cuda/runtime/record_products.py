@@ -219,6 +219,10 @@ class RecordProducts(CudaKernel):
         """The tiles for the records of a problem."""
         return self.tiles
 
+    def tiles_of_c(self, p: Problem, tile: Tile) -> int:
+        """Tiles of C, counted by the time that they take."""
+        return expanding.tiles_of(p, tile)
+
     def options(self, p: Problem) -> Iterable[Tile]:
         """Tiles between a quarter of C's width and twice of it.
 
@@ -226,7 +230,7 @@ class RecordProducts(CudaKernel):
         """
         steps, device = ceil_div(p.K, DEPTH), device_of(p)
         some = [t for t in self.tiles_for(p) if expanding.wide_enough(t.cols, p.n)]
-        return [t for t in some if t.parts in expanding.parts_of(p, t, steps, device)]
+        return [t for t in some if t.parts in expanding.parts_of(self.tiles_of_c(p, t), t, steps, device)]
 
     def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
         """By columns of the tile, whatever the number of parts."""
@@ -236,7 +240,8 @@ class RecordProducts(CudaKernel):
         """Ideal microseconds of each of ``terms``: those of ``expanding``, then of a column-major C and of the launch
         that copies B."""
         loaded = tile.loaded(self.expected_room(p))
-        own = expanding.quantities(p, tile, tile.parts, ceil_div(p.K, DEPTH), loaded, device)
+        tiles = self.tiles_of_c(p, tile)
+        own = expanding.quantities(p, tile, tiles, tile.parts, ceil_div(p.K, DEPTH), loaded, device)
         by_columns = p.out_layout == COL or p.n == 1
         column_major = memory_us(p.M * p.n * itemsize(p.out_dtype), device) if by_columns else 0.0
         return *own, column_major, *expanding.copy_of_b_us(p, p.n > 1 and b_alignment(p) < LINE, device)

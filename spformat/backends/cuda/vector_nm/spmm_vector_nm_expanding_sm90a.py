@@ -115,7 +115,7 @@ class SpmmVectorNMExpanding(CudaKernel):
         steps, device = steps_of(pattern(p)), device_of(p)
         return [
             Split(t, parts) for t in TILES if expanding.wide_enough(t.cols, p.n)
-            for parts in expanding.parts_of(p, t, steps, device)
+            for parts in expanding.parts_of(expanding.tiles_of(p, t), t, steps, device)
         ]  # fmt: skip
 
     def variant(self, p: Problem, tile: Split[Tile]) -> tuple[str, ...]:
@@ -128,7 +128,8 @@ class SpmmVectorNMExpanding(CudaKernel):
         columns = t.cols if p.b_layout == COL else t.cols_loaded
         loaded = 2.0 * DEPTH * (t.rows * q["n"] / q["m"] + columns)
         copied = b_alignment(p) < LINE or (p.b_layout == COL and not starts_aligned(q["m"]))
-        own = expanding.quantities(p, t, tile.splits, steps_of(pattern(p)), loaded, device)
+        tiles = expanding.tiles_of(p, t)
+        own = expanding.quantities(p, t, tiles, tile.splits, steps_of(pattern(p)), loaded, device)
         return *own, *expanding.copy_of_b_us(p, copied, device)
 
     def instances(self) -> tuple[str, ...]:
