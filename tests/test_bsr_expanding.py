@@ -88,13 +88,15 @@ def test_the_table_lists_block_rows_that_have_blocks_first() -> None:
         assert table[10:].tolist() == [1, 3, 6, 0, 2, 4, 5]
 
 
-def test_tiles_without_blocks_count_less() -> None:
+def test_tiles_without_blocks_count_as_some_steps() -> None:
     p = sample_problem("dbsr", (32, 32), "bfloat16", "bfloat16", "col", "col")
     p = p.changed(M=1024, K=1024, n=128, nnz=256 << 10, row_length=8 << 10)  # 8 blocks in each of 32 block rows
-    tile = next(t for t in expanding.TILES[32] if str(t) == "64x64, 4 blocks")
-    assert expanding.SpmmBSRExpanding().tiles_of_c(p, tile) == 16 * 2
+    kernel, tiles = expanding.SpmmBSRExpanding(), {str(t): t for t in expanding.TILES[32]}
+    whole, parts = tiles["64x64, 4 blocks"], tiles["64x64, 4 blocks parts 4"]  # 16 steps along K, and 4
+    assert kernel.tiles_of_c(p, whole) == 16 * 2
     half = p.changed(row_length=16 << 10)  # 16 blocks in each of 16 block rows, or nearly so
-    assert expanding.SpmmBSRExpanding().tiles_of_c(half, tile) == round((9 + 7 / 4) * 2)
+    assert kernel.tiles_of_c(half, whole) == round((9 + 7 * 6 / 16) * 2)
+    assert kernel.tiles_of_c(half, parts) == 16 * 2
 
 
 CASES = [
