@@ -23,8 +23,9 @@ MOST_BLOCKS = 1 << 28
 SMALL_TABLE = 1 << 20
 """Bytes of a table that no matrix is refused for."""
 EMPTY_STEPS = 6
-"""A tile of C without blocks takes as long as so many steps: it begins, and stores zeros, as the others do. With a fixed
-share of another tile's time, small layers were given to this kernel that others multiply up to 1.3 times as fast."""
+"""A tile of C without blocks takes as long as so many steps: it begins, and stores zeros, as the others do. With a
+fixed share of another tile's time, small layers were given to this kernel that others multiply up to 1.3 times as
+fast."""
 TILES = {h: tiles_of(record_rows=h, notes=True, image=16) for h in HEIGHTS}
 
 
