@@ -25,9 +25,10 @@ ARCHS = ("sm_90a",)
 WARP_ROWS = 16
 """Rows of A that a warp multiplies."""
 REGISTERS = 16 << 10
-"""Of each of the four schedulers of a multiprocessor."""
+"""Registers of each of the four schedulers of a multiprocessor."""
 BESIDE_SUMS = 94
-"""Registers of a thread that multiplies a step while it reads the next one, but for its sums."""
+"""Registers that a thread needs beside its sums to read a step while those before it are multiplied: of these kernels
+the one for bitmask needs the most."""
 MOST_STAGES = 6
 """Steps in shared memory at most."""
 SHARED = 226 << 10
@@ -220,7 +221,7 @@ class RecordProducts(CudaKernel):
         return self.tiles
 
     def tiles_of_c(self, p: Problem, tile: Tile) -> int:
-        """Tiles of C, counted by the time that they take."""
+        """Tiles of C. A kernel may count tiles that take less time than the others as parts of one."""
         return expanding.tiles_of(p, tile)
 
     def options(self, p: Problem) -> Iterable[Tile]:

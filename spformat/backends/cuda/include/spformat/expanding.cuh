@@ -20,8 +20,9 @@ template <int BN, bool BCol> constexpr int tile_bytes = DEPTH * 2 * (BCol ? BN :
 template <int WG, int BN> constexpr bool hands_over = WG * BN >= 384;
 template <int WG, int BN> constexpr int threads = 128 * WG + (hands_over<WG, BN> ? 128 : 32);
 
-// All threads call it where hands_over. 384 threads have 168 registers each at the start, 512 have 128: together as many as then.
-// Nothing that is called by those that multiply may be a function of its own, or the compiler leaves them what they had.
+// In wide tiles the warpgroup that loads gives most of its registers to those that multiply. All threads call it. At the start
+// each of 384 threads has 168 registers, each of 512 has 128; afterwards they have as many in all. What these kernels call afterwards
+// is inlined; functions that are called beside setmaxnreg were not tried.
 template <int WG, int BN> __device__ __forceinline__ void hand_registers_over() {
     if constexpr (hands_over<WG, BN>) {
         static_assert(WG == 2 || WG == 3);
@@ -59,10 +60,10 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[BN / 2], const u32 (&
 }
 
 // acc = A times B over steps first .. last-1 of 64 columns of A.
-//   Ahead                steps that a warp has in registers or tensor cores at a time, but for one. 0: other warps have the time.
-//                        1: while a step is multiplied, the next one comes to the registers. 2: it is handed to the tensor cores,
-//                        too, before the step before it is finished. The registers of a thread must hold one more than these: with
-//                        too few of them the compiler waits for each product
+//   Ahead                how far a warp reads ahead. 0: it reads a step after the one before is multiplied; other warps use the time.
+//                        1: it reads a step while the one before is multiplied. 2: it also hands that step to the tensor cores
+//                        before the one before is finished. 1 needs registers for two steps, 2 for three; where a thread has too
+//                        few, the compiler makes each product wait for the one before
 //   tiles, stage_bytes   the k tile of B in stage 0, and from stage to stage
 //   empty                barriers of the stages: every thread arrives for its own reads; racecheck follows only who arrives
 //   load(a, k)           waits for step k and puts this warp's 16 rows of it into a, as multiply_tile takes them
@@ -205,12 +206,12 @@ __device__ __forceinline__ void store_tile(const float (&acc)[BN / 2], unsigned 
     char* const slot = reinterpret_cast<char*>(shared) + handed_over<WG, BN, Parts> + warp * SLOT;
     if constexpr (Parts == 1) {
         const int row = row_of(warp);
-        u32 again = 0;
+        u32 not_finite = 0;  // strips, a bit each
 #pragma unroll
         for (int i = 0; i < BN / STRIP; ++i)
-            if (!store_strip<Out, CCol, STRIP>(acc + i * (STRIP / 2), slot, c, row, n0 + i * STRIP, i)) again |= 1u << i;
+            if (!store_strip<Out, CCol, STRIP>(acc + i * (STRIP / 2), slot, c, row, n0 + i * STRIP, i)) not_finite |= 1u << i;
 #pragma unroll 1
-        for (; again; again &= again - 1) redo(warp, row, n0 + (__ffs(again) - 1) * STRIP, STRIP);
+        for (; not_finite; not_finite &= not_finite - 1) redo(warp, row, n0 + (__ffs(not_finite) - 1) * STRIP, STRIP);
     } else {
         // Strip i belongs to block i % Parts, which has room for it from every part.
         constexpr int STRIPS = strips<WG, BN>;

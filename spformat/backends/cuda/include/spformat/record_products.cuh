@@ -67,10 +67,11 @@ __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u
     u32* const notes = reinterpret_cast<u32*>(shared + s.barriers + 16 * STAGES);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int part = blockIdx.x % Parts;
-    const int busy_rows = cdiv(s.filled, RECORDS), busy = busy_rows * cdiv(N, BN);  // row tiles, and tiles, that have records
+    // Row tiles, and tiles, that have records: these come first. A single division, because divisions take long.
+    const int busy_rows = cdiv(s.filled, RECORDS), busy = busy_rows * cdiv(N, BN);
     const int tile = blockIdx.x / Parts, idle = tile >= busy ? 1 : 0;
     const int of_kind = tile - idle * busy, rows = idle ? s.row_tiles - busy_rows : busy_rows, column = of_kind / rows;
-    const int m0 = (idle * busy_rows + of_kind - column * rows) * ROWS, n0 = column * BN;  // one division: they take long
+    const int m0 = (idle * busy_rows + of_kind - column * rows) * ROWS, n0 = column * BN;
     const int line0 = m0 / Records::ROWS, records_here = max(0, min(RECORDS, s.filled - line0));
     const int first = min(part * s.steps_per_part, s.steps), last = records_here ? min(first + s.steps_per_part, s.steps) : first;
 
